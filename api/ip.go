@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package api
+
+import (
+	"fmt"
+	"iter"
+	"net/netip"
+	"slices"
+)
+
+// Family is an IP family. Its zero value means none.
+type Family uint8
+
+// The IP families.
+const (
+	IPv4 Family = 4
+	IPv6 Family = 6
+)
+
+// FamilyOf returns the family of a, and 0 if a is the zero Addr. An IPv4
+// address mapped into IPv6 counts as IPv4.
+func FamilyOf(a netip.Addr) Family {
+	switch {
+	case !a.IsValid():
+		return 0
+	case a.Unmap().Is4():
+		return IPv4
+	default:
+		return IPv6
+	}
+}
+
+// String returns the name that the Kubernetes API uses: "IPv4" or "IPv6".
+func (f Family) String() string {
+	switch f {
+	case IPv4:
+		return "IPv4"
+	case IPv6:
+		return "IPv6"
+	default:
+		return fmt.Sprintf("Family(%d)", uint8(f))
+	}
+}
+
+// MarshalText returns String.
+func (f Family) MarshalText() ([]byte, error) { return []byte(f.String()), nil }
+
+// UnmarshalText accepts "IPv4" and "IPv6".
+func (f *Family) UnmarshalText(text []byte) error {
+	switch string(text) {
+	case "IPv4":
+		*f = IPv4
+	case "IPv6":
+		*f = IPv6
+	default:
+		return fmt.Errorf("unknown IP family %q", text)
+	}
+	return nil
+}
+
+// IPSet holds addresses by family. V4 holds only IPv4 addresses and V6 only
+// IPv6 ones, none of them mapped or with a zone, in the order in which their
+// source names them.
+type IPSet struct {
+	V4 []netip.Addr `json:",omitempty"`
+	V6 []netip.Addr `json:",omitempty"`
+}
+
+// NewIPSet returns the set of addrs, sorted by family, order kept, mapped
+// addresses unmapped and duplicates dropped.
+func NewIPSet(addrs ...netip.Addr) IPSet {
+	var s IPSet
+	for _, a := range addrs {
+		s.Add(a)
+	}
+	return s
+}
+
+// Add appends a to its family's list, unless it is there already or is not a
+// valid address.
+func (s *IPSet) Add(a netip.Addr) {
+	a = a.Unmap()
+	switch {
+	case !a.IsValid() || s.Contains(a):
+	case a.Is4():
+		s.V4 = append(s.V4, a)
+	default:
+		s.V6 = append(s.V6, a)
+	}
+}
+
+// Family returns the addresses of one family.
+func (s *IPSet) Family(f Family) []netip.Addr {
+	switch f {
+	case IPv4:
+		return s.V4
+	case IPv6:
+		return s.V6
+	default:
+		return nil
+	}
+}
+
+// Contains reports whether a is in the set.
+func (s *IPSet) Contains(a netip.Addr) bool {
+	return slices.Contains(s.Family(FamilyOf(a)), a.Unmap())
+}
+
+// Len returns the number of addresses.
+func (s *IPSet) Len() int { return len(s.V4) + len(s.V6) }
+
+// IsZero reports whether the set is empty.
+func (s IPSet) IsZero() bool { return s.Len() == 0 }
+
+// All yields every address, IPv4 first.
+func (s *IPSet) All() iter.Seq[netip.Addr] {
+	return func(yield func(netip.Addr) bool) {
+		for _, list := range [...][]netip.Addr{s.V4, s.V6} {
+			for _, a := range list {
+				if !yield(a) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// Equal reports whether both sets name the same addresses in the same order.
+func (s *IPSet) Equal(o *IPSet) bool {
+	return slices.Equal(s.V4, o.V4) && slices.Equal(s.V6, o.V6)
+}

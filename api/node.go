@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package api
+
+import (
+	"maps"
+	"net/netip"
+	"slices"
+
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Node is a Kubernetes Node, reduced to what a proxy needs.
+type Node struct {
+	Name      string            `json:",omitempty"`
+	UID       types.UID         `json:",omitempty"`
+	Labels    map[string]string `json:",omitempty"`
+	Addresses []NodeAddress     `json:",omitempty"`
+	PodCIDRs  []netip.Prefix    `json:",omitempty"`
+	Taints    []Taint           `json:",omitempty"`
+	// Deleting says that the node object carries a deletion timestamp.
+	Deleting bool `json:",omitempty"`
+}
+
+// NodeAddress is an address from Node.status.addresses; names are left out.
+type NodeAddress struct {
+	// Type is InternalIP or ExternalIP.
+	Type string
+	IP   netip.Addr
+}
+
+// Taint is a taint of a node.
+type Taint struct {
+	Key    string `json:",omitempty"`
+	Value  string `json:",omitempty"`
+	Effect string `json:",omitempty"`
+}
+
+// ZoneLabel is the well-known label that names a node's zone.
+const ZoneLabel = "topology.kubernetes.io/zone"
+
+// Zone returns the node's zone, empty if it has none. A nil node has none.
+func (n *Node) Zone() string {
+	if n == nil {
+		return ""
+	}
+	return n.Labels[ZoneLabel]
+}
+
+// Equal reports whether both nodes say the same.
+func (n *Node) Equal(o *Node) bool {
+	if n == o {
+		return true
+	}
+	return n != nil && o != nil &&
+		n.Name == o.Name && n.UID == o.UID && maps.Equal(n.Labels, o.Labels) &&
+		slices.Equal(n.Addresses, o.Addresses) && slices.Equal(n.PodCIDRs, o.PodCIDRs) &&
+		slices.Equal(n.Taints, o.Taints) && n.Deleting == o.Deleting
+}

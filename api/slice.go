@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package api
+
+import (
+	"net/netip"
+	"slices"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// EndpointSlice is a Kubernetes EndpointSlice (KEP 752), reduced to what a
+// proxy needs: some endpoints of one service, all of one family and with the
+// same ports.
+type EndpointSlice struct {
+	Namespace string `json:",omitempty"`
+	Name      string `json:",omitempty"`
+	// ServiceName is the value of the label kubernetes.io/service-name: the
+	// service, in the slice's own namespace, that the slice belongs to.
+	ServiceName string `json:",omitempty"`
+	Family      Family
+	// Ports are the ports on which each of Endpoints serves.
+	Ports     []EndpointPort  `json:",omitempty"`
+	Endpoints []SliceEndpoint `json:",omitempty"`
+
+	// TriggerTime is the annotation endpoints.kubernetes.io/last-change-trigger-time:
+	// when the change that led to this content happened. It is for metrics
+	// only; Equal ignores it and no wire form carries it.
+	TriggerTime time.Time `json:"-"`
+}
+
+// EndpointPort is a port of a slice. It serves the service port that has the
+// same name and protocol.
+type EndpointPort struct {
+	Name     string   `json:",omitempty"`
+	Protocol Protocol `json:",omitempty"`
+	// Port is 1 to 65535; 0 means that the slice names no number.
+	Port        int32  `json:",omitempty"`
+	AppProtocol string `json:",omitempty"`
+}
+
+// SliceEndpoint is one endpoint of a slice.
+type SliceEndpoint struct {
+	Addr     netip.Addr
+	Hostname string `json:",omitempty"`
+	// NodeName is the node the endpoint runs on, empty if it is not known.
+	NodeName string `json:",omitempty"`
+	Zone     string `json:",omitempty"`
+	// Hints say who should prefer this endpoint (KEP 2433, KEP 3015); nil means none.
+	Hints *Hints `json:",omitempty"`
+
+	Conditions
+}
+
+// Conditions are an endpoint's conditions (KEP 1669), the API's defaults filled in.
+type Conditions struct {
+	// Ready: new connections may go there.
+	Ready bool `json:",omitempty"`
+	// Serving: it answers, terminating or not.
+	Serving bool `json:",omitempty"`
+	// Terminating: it has been asked to stop.
+	Terminating bool `json:",omitempty"`
+}
+
+// Hints are an endpoint's topology hints.
+type Hints struct {
+	ForNodes []string `json:",omitempty"`
+	ForZones []string `json:",omitempty"`
+}
+
+// Key returns the slice's namespace and name.
+func (s *EndpointSlice) Key() types.NamespacedName {
+	return types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
+}
+
+// ServiceKey returns the namespace and name of the service the slice belongs to.
+func (s *EndpointSlice) ServiceKey() types.NamespacedName {
+	return types.NamespacedName{Namespace: s.Namespace, Name: s.ServiceName}
+}
+
+// Equal reports whether both slices say the same; TriggerTime does not count.
+func (s *EndpointSlice) Equal(o *EndpointSlice) bool {
+	if s == o {
+		return true
+	}
+	return s != nil && o != nil &&
+		s.Namespace == o.Namespace && s.Name == o.Name && s.ServiceName == o.ServiceName && s.Family == o.Family &&
+		slices.Equal(s.Ports, o.Ports) &&
+		slices.EqualFunc(s.Endpoints, o.Endpoints, SliceEndpoint.equal)
+}
+
+func (e SliceEndpoint) equal(o SliceEndpoint) bool {
+	return e.Addr == o.Addr && e.Hostname == o.Hostname && e.NodeName == o.NodeName && e.Zone == o.Zone &&
+		e.Conditions == o.Conditions && e.Hints.equal(o.Hints)
+}
+
+func (h *Hints) equal(o *Hints) bool {
+	if h == nil || o == nil {
+		return h == o
+	}
+	return slices.Equal(h.ForNodes, o.ForNodes) && slices.Equal(h.ForZones, o.ForZones)
+}

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package api
+
+import (
+	"cmp"
+	"net/netip"
+	"slices"
+	"strconv"
+
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// ServiceEndpoints is one node's view of a service.
+type ServiceEndpoints struct {
+	Service *Service
+	// Endpoints are those that are on at least one of this node's lists, in
+	// order of address and ports (see [Endpoint.Compare]).
+	Endpoints []Endpoint
+	// Draining are the endpoints that serve but are on no list of this node:
+	// new connections never go there, existing ones are left alone. Same order.
+	Draining []Endpoint `json:",omitempty"`
+	// Unusable are the service ports, by family, for which no endpoint is
+	// usable anywhere in the cluster: their frontends reject.
+	Unusable []PortFamily `json:",omitempty"`
+	// Lost are frontends of the service that belong to an older one.
+	Lost []LostClaim `json:",omitempty"`
+}
+
+// PortFamily names a service port in one family. Protocol and Port are 0 for
+// the only "port" of an all-ports service.
+type PortFamily struct {
+	Protocol Protocol `json:",omitempty"`
+	Port     int32    `json:",omitempty"`
+	Family   Family
+}
+
+// Endpoint is an endpoint as one node sees it.
+type Endpoint struct {
+	Hostname string `json:",omitempty"`
+	// IPs holds exactly one address.
+	IPs IPSet
+	// Local says that the endpoint runs on this node.
+	Local bool `json:",omitempty"`
+	// PortOverrides are the ports at the endpoint: one for each named service
+	// port that it serves; one named for the targetPort if the service port has
+	// no name but its targetPort is one; and for an unnamed service port with a
+	// numeric targetPort only where the number differs. TargetPort reads it.
+	PortOverrides []PortName `json:",omitempty"`
+	// Scopes are the lists the endpoint is on for at least one service port.
+	Scopes Scopes `json:",omitzero"`
+	// PortScopes is set where the lists differ between the service's ports, and
+	// names each port for which the endpoint is on a list. ScopesOf reads it.
+	PortScopes []PortScopes `json:",omitempty"`
+
+	NodeName string `json:",omitempty"`
+	Zone     string `json:",omitempty"`
+	Conditions
+}
+
+// Scopes are the lists an endpoint is on.
+type Scopes struct {
+	// Internal: traffic to cluster IPs, as internalTrafficPolicy decides.
+	Internal bool `json:",omitempty"`
+	// External: traffic to external, load-balancer and node-port frontends, as
+	// externalTrafficPolicy decides.
+	External bool `json:",omitempty"`
+	// Cluster: traffic that starts on this node and goes to an external
+	// frontend of a service with externalTrafficPolicy Local.
+	Cluster bool `json:",omitempty"`
+}
+
+// PortScopes are the lists an endpoint is on for one service port.
+type PortScopes struct {
+	Protocol Protocol
+	Port     int32
+	Scopes   Scopes
+}
+
+// PortName is a named port number, 1 to 65535.
+type PortName struct {
+	Name string `json:",omitempty"`
+	Port int32  `json:",omitempty"`
+}
+
+// Key returns the namespace and name of the view's service.
+func (se *ServiceEndpoints) Key() types.NamespacedName { return se.Service.Key() }
+
+// Equal reports whether a node has to do the same for both views.
+func (se *ServiceEndpoints) Equal(o *ServiceEndpoints) bool {
+	if se == o {
+		return true
+	}
+	return se != nil && o != nil &&
+		se.Service.Equal(o.Service) &&
+		slices.EqualFunc(se.Endpoints, o.Endpoints, endpointsEqual) &&
+		slices.EqualFunc(se.Draining, o.Draining, endpointsEqual) &&
+		slices.Equal(se.Unusable, o.Unusable) &&
+		slices.Equal(se.Lost, o.Lost)
+}
+
+// Addr returns the endpoint's address.
+func (e *Endpoint) Addr() netip.Addr {
+	if len(e.IPs.V4) > 0 {
+		return e.IPs.V4[0]
+	}
+	if len(e.IPs.V6) > 0 {
+		return e.IPs.V6[0]
+	}
+	return netip.Addr{}
+}
+
+// Key identifies the endpoint within its service: its address and its ports.
+// It does not depend on conditions or lists and has no "/" in it. Two pods in
+// the host network share an address but not a key.
+func (e *Endpoint) Key() string {
+	b := e.Addr().AppendTo(make([]byte, 0, 64))
+	for i, p := range e.PortOverrides {
+		if i == 0 {
+			b = append(b, '#')
+		} else {
+			b = append(b, ',')
+		}
+		if p.Name != "" {
+			b = append(append(b, p.Name...), '=')
+		}
+		b = strconv.AppendInt(b, int64(p.Port), 10)
+	}
+	return string(b)
+}
+
+// Compare orders endpoints by address, then by ports. It is 0 only for
+// endpoints with the same Key.
+func (e *Endpoint) Compare(o *Endpoint) int {
+	if c := e.Addr().Compare(o.Addr()); c != 0 {
+		return c
+	}
+	return slices.CompareFunc(e.PortOverrides, o.PortOverrides, func(a, b PortName) int {
+		return cmp.Or(cmp.Compare(a.Name, b.Name), cmp.Compare(a.Port, b.Port))
+	})
+}
+
+// TargetPort returns the port at the endpoint that serves p, 0 if none does.
+func (e *Endpoint) TargetPort(p *PortMapping) int32 {
+	name := p.Name
+	if name == "" {
+		name = p.TargetPortName
+	}
+	for _, o := range e.PortOverrides {
+		if o.Name == name {
+			return o.Port
+		}
+	}
+	if name == "" {
+		return p.TargetPort
+	}
+	return 0
+}
+
+// ScopesOf returns the lists the endpoint is on for the service port p; nil
+// stands for the only "port" of an all-ports service.
+func (e *Endpoint) ScopesOf(p *PortMapping) Scopes {
+	if len(e.PortScopes) == 0 || p == nil {
+		return e.Scopes
+	}
+	for _, s := range e.PortScopes {
+		if s.Port == p.Port && s.Protocol == p.Protocol {
+			return s.Scopes
+		}
+	}
+	return Scopes{}
+}
+
+// Equal reports whether both endpoints are the same to a backend.
+func (e *Endpoint) Equal(o *Endpoint) bool {
+	return e.Hostname == o.Hostname && e.IPs.Equal(&o.IPs) && e.Local == o.Local &&
+		slices.Equal(e.PortOverrides, o.PortOverrides) &&
+		e.Scopes == o.Scopes && slices.Equal(e.PortScopes, o.PortScopes) &&
+		e.NodeName == o.NodeName && e.Zone == o.Zone && e.Conditions == o.Conditions
+}
+
+func endpointsEqual(a, b Endpoint) bool { return a.Equal(&b) }
+
+// Or returns the lists that are in s or in o.
+func (s Scopes) Or(o Scopes) Scopes {
+	return Scopes{s.Internal || o.Internal, s.External || o.External, s.Cluster || o.Cluster}
+}

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package watcher
+
+import (
+	"fmt"
+	"maps"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// Node converts n; nil if n is nil.
+func (c *Converter) Node(n *corev1.Node) (*api.Node, []Problem) {
+	if n == nil {
+		return nil, nil
+	}
+	r := report{kind: "Node", name: n.Name}
+	out := &api.Node{
+		Name:     n.Name,
+		UID:      n.UID,
+		Labels:   maps.Clone(n.Labels),
+		Deleting: n.DeletionTimestamp != nil,
+	}
+	for i := range n.Status.Addresses {
+		a := &n.Status.Addresses[i]
+		if a.Type != corev1.NodeInternalIP && a.Type != corev1.NodeExternalIP {
+			continue
+		}
+		ip, ok := parseAddr(a.Address)
+		if !ok {
+			r.add(fmt.Sprintf("status.addresses[%d].address", i), "%q is not an IP address", a.Address)
+			continue
+		}
+		out.Addresses = append(out.Addresses, api.NodeAddress{Type: string(a.Type), IP: ip})
+	}
+	cidrs, field := n.Spec.PodCIDRs, "spec.podCIDRs"
+	if len(cidrs) == 0 && n.Spec.PodCIDR != "" {
+		cidrs, field = []string{n.Spec.PodCIDR}, "spec.podCIDR"
+	}
+	for _, text := range cidrs {
+		p, ok := parsePrefix(text)
+		if !ok {
+			r.add(field, "%q is not a CIDR", text)
+			continue
+		}
+		out.PodCIDRs = append(out.PodCIDRs, p)
+	}
+	for _, t := range n.Spec.Taints {
+		out.Taints = append(out.Taints, api.Taint{Key: t.Key, Value: t.Value, Effect: string(t.Effect)})
+	}
+	return out, r.done()
+}

@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package watcher
+
+import (
+	"fmt"
+	"path"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// Service converts s, whether or not the proxy wants it; nil if s is nil.
+// The API's defaults are filled in.
+func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
+	if s == nil {
+		return nil, nil
+	}
+	r := report{kind: "Service", namespace: s.Namespace, name: s.Name}
+	out := &api.Service{
+		Name:                   s.Name,
+		Type:                   serviceType(s.Spec.Type, &r),
+		MapIP:                  c.options.MapIP != nil && c.options.MapIP(s),
+		ExternalTrafficToLocal: s.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal,
+		InternalTrafficToLocal: s.Spec.InternalTrafficPolicy != nil && *s.Spec.InternalTrafficPolicy == corev1.ServiceInternalTrafficPolicyLocal,
+		Labels:                 keep(s.Labels, c.options.KeepLabels),
+		Annotations:            keep(s.Annotations, c.options.KeepAnnotations),
+		SessionAffinity:        sessionAffinity(s, &r),
+		UID:                    s.UID,
+		Created:                s.CreationTimestamp.Time,
+		IPFamilies:             families(s.Spec.IPFamilies, &r),
+	}
+	if out.Type != api.ExternalName {
+		out.IPs = serviceIPs(s, &r)
+		out.IPFilters = sourceRanges(s, &out.IPs.LoadBalancerIPs, &r)
+		out.HealthCheckNodePort = healthCheckNodePort(s, &r)
+	}
+	c.shared.mu.Lock()
+	out.Namespace = c.shared.string(s.Namespace)
+	out.Ports = c.servicePorts(s.Spec.Ports, &r)
+	c.shared.mu.Unlock()
+	return out, r.done()
+}
+
+// isHeadless reports whether s asks for no cluster IP.
+func isHeadless(s *corev1.Service) bool {
+	if len(s.Spec.ClusterIPs) > 0 {
+		return s.Spec.ClusterIPs[0] == corev1.ClusterIPNone
+	}
+	return s.Spec.ClusterIP == corev1.ClusterIPNone
+}
+
+func serviceType(t corev1.ServiceType, r *report) api.ServiceType {
+	switch t {
+	case corev1.ServiceTypeClusterIP, "":
+		return api.ClusterIP
+	case corev1.ServiceTypeNodePort:
+		return api.NodePort
+	case corev1.ServiceTypeLoadBalancer:
+		return api.LoadBalancer
+	case corev1.ServiceTypeExternalName:
+		return api.ExternalName
+	}
+	r.add("spec.type", "unknown type %q", t)
+	return api.ServiceType(t)
+}
+
+// The values of IPFamilies that nearly all services have, shared.
+var (
+	onlyIPv4 = []api.Family{api.IPv4}
+	onlyIPv6 = []api.Family{api.IPv6}
+)
+
+func families(in []corev1.IPFamily, r *report) []api.Family {
+	if len(in) == 1 {
+		switch in[0] {
+		case corev1.IPv4Protocol:
+			return onlyIPv4
+		case corev1.IPv6Protocol:
+			return onlyIPv6
+		}
+	}
+	var out []api.Family
+	for i, name := range in {
+		var f api.Family
+		switch name {
+		case corev1.IPv4Protocol:
+			f = api.IPv4
+		case corev1.IPv6Protocol:
+			f = api.IPv6
+		default:
+			r.add(fmt.Sprintf("spec.ipFamilies[%d]", i), "unknown IP family %q", name)
+			continue
+		}
+		if !slices.Contains(out, f) {
+			out = append(out, f)
+		}
+	}
+	return out
+}
+
+func serviceIPs(s *corev1.Service, r *report) api.ServiceIPs {
+	ips := api.ServiceIPs{Headless: isHeadless(s)}
+	switch {
+	case ips.Headless:
+	case len(s.Spec.ClusterIPs) > 0:
+		addAll(&ips.ClusterIPs, s.Spec.ClusterIPs, "spec.clusterIPs", r)
+	default:
+		add(&ips.ClusterIPs, s.Spec.ClusterIP, "spec.clusterIP", -1, r)
+	}
+	addAll(&ips.ExternalIPs, s.Spec.ExternalIPs, "spec.externalIPs", r)
+	for i := range s.Status.LoadBalancer.Ingress {
+		in := &s.Status.LoadBalancer.Ingress[i]
+		set := &ips.LoadBalancerIPs
+		if in.IPMode != nil && *in.IPMode != corev1.LoadBalancerIPModeVIP {
+			set = &ips.ProxiedIPs
+		}
+		add(set, in.IP, "status.loadBalancer.ingress", i, r)
+	}
+	return ips
+}
+
+func addAll(set *api.IPSet, list []string, field string, r *report) {
+	for i, s := range list {
+		add(set, s, field, i, r)
+	}
+}
+
+// add adds the address s, entry i of a field (-1 if the field is no list), to
+// set. An empty entry means that there is no address yet.
+func add(set *api.IPSet, s, field string, i int, r *report) {
+	a, ok := parseAddr(s)
+	switch {
+	case ok:
+		set.Add(a)
+	case strings.TrimSpace(s) == "":
+	case i < 0:
+		r.add(field, "%q is not an IP address", s)
+	default:
+		r.add(fmt.Sprintf("%s[%d]", field, i), "%q is not an IP address", s)
+	}
+}
+
+// sourceRanges returns who may use the load-balancer IPs, as
+// spec.loadBalancerSourceRanges says. The API has an annotation of the same
+// meaning, which is for cloud providers and does not count here, as with
+// kube-proxy.
+//
+// If ranges are named and none of them is valid, nobody gets in.
+func sourceRanges(s *corev1.Service, lb *api.IPSet, r *report) []api.IPFilter {
+	f := api.IPFilter{TargetIPs: *lb}
+	named := false
+	for i, text := range s.Spec.LoadBalancerSourceRanges {
+		if text = strings.TrimSpace(text); text == "" {
+			continue
+		}
+		named = true
+		if p, ok := parsePrefix(text); ok {
+			f.SourceRanges = append(f.SourceRanges, p)
+		} else {
+			r.add(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%q is not a CIDR; it admits nobody", text)
+		}
+	}
+	if !named || lb.IsZero() {
+		return nil
+	}
+	return []api.IPFilter{f}
+}
+
+// healthCheckNodePort returns the port of spec.healthCheckNodePort where it
+// counts: with type LoadBalancer and externalTrafficPolicy Local.
+func healthCheckNodePort(s *corev1.Service, r *report) int32 {
+	if s.Spec.Type != corev1.ServiceTypeLoadBalancer || s.Spec.ExternalTrafficPolicy != corev1.ServiceExternalTrafficPolicyLocal {
+		return 0
+	}
+	return port(s.Spec.HealthCheckNodePort, "spec.healthCheckNodePort", r)
+}
+
+// maxAffinitySeconds is the longest timeout of session affinity that the API admits.
+const maxAffinitySeconds = 86400
+
+func sessionAffinity(s *corev1.Service, r *report) api.SessionAffinity {
+	switch s.Spec.SessionAffinity {
+	case corev1.ServiceAffinityNone, "":
+		return api.SessionAffinity{}
+	case corev1.ServiceAffinityClientIP:
+	default:
+		r.add("spec.sessionAffinity", "unknown affinity %q", s.Spec.SessionAffinity)
+		return api.SessionAffinity{}
+	}
+	timeout := corev1.DefaultClientIPServiceAffinitySeconds
+	if cfg := s.Spec.SessionAffinityConfig; cfg != nil && cfg.ClientIP != nil && cfg.ClientIP.TimeoutSeconds != nil {
+		if t := *cfg.ClientIP.TimeoutSeconds; t >= 1 && t <= maxAffinitySeconds {
+			timeout = t
+		} else {
+			r.add("spec.sessionAffinityConfig.clientIP.timeoutSeconds", "%d is not between 1 and %d; using %d",
+				t, maxAffinitySeconds, timeout)
+		}
+	}
+	return api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: timeout}}
+}
+
+// servicePorts converts the ports of a service. A port without a valid number
+// is left out; so is one that repeats the name, or number and protocol, of an
+// earlier one. The caller holds shared.mu.
+func (c *Converter) servicePorts(in []corev1.ServicePort, r *report) []api.PortMapping {
+	if len(in) == 0 {
+		return nil
+	}
+	out := make([]api.PortMapping, 0, len(in))
+	for i := range in {
+		p := &in[i]
+		field := func(name string) string { return fmt.Sprintf("spec.ports[%d].%s", i, name) }
+		m := api.PortMapping{Port: p.Port}
+		if !isPort(p.Port) {
+			r.add(field("port"), "%d is not a port number", p.Port)
+			continue
+		}
+		var known bool
+		if m.Protocol, known = protocol(p.Protocol); !known {
+			r.add(field("protocol"), "unknown protocol %q", p.Protocol)
+		}
+		switch j := slices.IndexFunc(out, func(o api.PortMapping) bool {
+			return o.Name == p.Name || known && o.Port == m.Port && o.Protocol == m.Protocol
+		}); {
+		case j < 0:
+		case out[j].Name == p.Name:
+			r.add(field("name"), "the name %q is taken by an earlier port", p.Name)
+			continue
+		default:
+			r.add(field("port"), "%d/%s is taken by an earlier port", m.Port, m.Protocol)
+			continue
+		}
+		if p.NodePort != 0 {
+			if isPort(p.NodePort) {
+				m.NodePort = p.NodePort
+			} else {
+				r.add(field("nodePort"), "%d is not a port number", p.NodePort)
+			}
+		}
+		switch {
+		case p.TargetPort.Type == intstr.String && p.TargetPort.StrVal != "":
+			m.TargetPortName = c.shared.string(p.TargetPort.StrVal)
+		case p.TargetPort.Type == intstr.Int && isPort(p.TargetPort.IntVal):
+			m.TargetPort = p.TargetPort.IntVal
+		default:
+			if p.TargetPort.IntVal != 0 {
+				r.add(field("targetPort"), "%d is not a port number; using %d", p.TargetPort.IntVal, p.Port)
+			}
+			m.TargetPort = p.Port
+		}
+		m.Name = c.shared.string(p.Name)
+		if p.AppProtocol != nil {
+			m.AppProtocol = c.shared.string(*p.AppProtocol)
+		}
+		out = append(out, m)
+	}
+	return out
+}
+
+func isPort(p int32) bool { return p >= 1 && p <= 65535 }
+
+// port returns p, or 0 if it is no port number; only 0 is no problem then.
+func port(p int32, field string, r *report) int32 {
+	if p != 0 && !isPort(p) {
+		r.add(field, "%d is not a port number", p)
+		return 0
+	}
+	return p
+}
+
+// protocol converts p, where the empty string is the API's default, TCP.
+func protocol(p corev1.Protocol) (_ api.Protocol, known bool) {
+	switch p {
+	case corev1.ProtocolTCP, "":
+		return api.TCP, true
+	case corev1.ProtocolUDP:
+		return api.UDP, true
+	case corev1.ProtocolSCTP:
+		return api.SCTP, true
+	}
+	return api.UnknownProtocol, false
+}
+
+// keep returns the entries whose key matches one of the patterns, which are
+// known to be well-formed.
+func keep(in map[string]string, patterns []string) map[string]string {
+	var out map[string]string
+	if len(patterns) == 0 {
+		return nil
+	}
+	for k, v := range in {
+		for _, p := range patterns {
+			if ok, _ := path.Match(p, k); ok {
+				if out == nil {
+					out = map[string]string{}
+				}
+				out[k] = v
+				break
+			}
+		}
+	}
+	return out
+}

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package watcher
+
+import (
+	"sync"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// maxShared bounds each table of shared values. A table that is full is emptied:
+// nothing is wrong then but that some values exist twice.
+const maxShared = 1 << 16
+
+// shared keeps one copy of values that many objects repeat. What two lookups
+// return for equal values is one value in memory.
+type shared struct {
+	mu      sync.Mutex
+	strings map[string]string
+	hints   map[hintKey]*api.Hints
+}
+
+// hintKey stands for the hints an endpoint usually has: at most one node and
+// at most one zone.
+type hintKey struct{ node, zone string }
+
+// string returns the shared copy of s. The caller holds mu.
+func (t *shared) string(s string) string {
+	if s == "" {
+		return ""
+	}
+	if c, ok := t.strings[s]; ok {
+		return c
+	}
+	if t.strings == nil || len(t.strings) >= maxShared {
+		t.strings = map[string]string{}
+	}
+	t.strings[s] = s
+	return s
+}
+
+// hint returns the shared hints for one node and one zone, either of which may
+// be empty. The caller holds mu.
+func (t *shared) hint(k hintKey) *api.Hints {
+	if h, ok := t.hints[k]; ok {
+		return h
+	}
+	if t.hints == nil || len(t.hints) >= maxShared {
+		t.hints = map[hintKey]*api.Hints{}
+	}
+	k = hintKey{t.string(k.node), t.string(k.zone)}
+	h := &api.Hints{}
+	if k.node != "" {
+		h.ForNodes = []string{k.node}
+	}
+	if k.zone != "" {
+		h.ForZones = []string{k.zone}
+	}
+	t.hints[k] = h
+	return h
+}

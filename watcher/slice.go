@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package watcher
+
+import (
+	"fmt"
+	"slices"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// EndpointSlice converts s, whether or not the proxy wants it. It returns nil
+// for a slice that no service has any use for: one that names no service, or
+// whose addresses are no IP addresses.
+func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSlice, []Problem) {
+	if s == nil {
+		return nil, nil
+	}
+	r := report{kind: "EndpointSlice", namespace: s.Namespace, name: s.Name}
+	service := s.Labels[discoveryv1.LabelServiceName]
+	if service == "" {
+		r.add("metadata.labels["+discoveryv1.LabelServiceName+"]", "missing, so the slice belongs to no service")
+		return nil, r.done()
+	}
+	var family api.Family
+	switch s.AddressType {
+	case discoveryv1.AddressTypeIPv4:
+		family = api.IPv4
+	case discoveryv1.AddressTypeIPv6:
+		family = api.IPv6
+	case discoveryv1.AddressTypeFQDN:
+		return nil, nil
+	default:
+		r.add("addressType", "unknown address type %q", s.AddressType)
+		return nil, r.done()
+	}
+	out := &api.EndpointSlice{
+		Name:        s.Name,
+		ServiceName: service,
+		Family:      family,
+		TriggerTime: triggerTime(s),
+	}
+	c.shared.mu.Lock()
+	out.Namespace = c.shared.string(s.Namespace)
+	out.Ports = c.endpointPorts(s.Ports, &r)
+	out.Endpoints = c.endpoints(s.Endpoints, family, &r)
+	c.shared.mu.Unlock()
+	return out, r.done()
+}
+
+// triggerTime returns when the change happened that led to this slice; zero
+// where the slice does not say so.
+func triggerTime(s *discoveryv1.EndpointSlice) time.Time {
+	text := s.Annotations[corev1.EndpointsLastChangeTriggerTime]
+	if text == "" {
+		return time.Time{}
+	}
+	t, err := time.Parse(time.RFC3339Nano, text)
+	if err != nil {
+		return time.Time{}
+	}
+	return t
+}
+
+// endpointPorts converts the ports of a slice. One that repeats name and
+// protocol of an earlier one is left out. The caller holds shared.mu.
+func (c *Converter) endpointPorts(in []discoveryv1.EndpointPort, r *report) []api.EndpointPort {
+	if len(in) == 0 {
+		return nil
+	}
+	out := make([]api.EndpointPort, 0, len(in))
+	for i := range in {
+		p := &in[i]
+		field := func(name string) string { return fmt.Sprintf("ports[%d].%s", i, name) }
+		e := api.EndpointPort{Protocol: api.TCP}
+		if p.Name != nil {
+			e.Name = c.shared.string(*p.Name)
+		}
+		if p.Protocol != nil {
+			var known bool
+			if e.Protocol, known = protocol(*p.Protocol); !known {
+				r.add(field("protocol"), "unknown protocol %q", *p.Protocol)
+			}
+		}
+		if slices.ContainsFunc(out, func(o api.EndpointPort) bool { return o.Name == e.Name && o.Protocol == e.Protocol }) {
+			r.add(field("name"), "%q with protocol %s is taken by an earlier port", e.Name, e.Protocol)
+			continue
+		}
+		if p.Port != nil {
+			if isPort(*p.Port) || *p.Port == 0 {
+				e.Port = *p.Port
+			} else {
+				r.add(field("port"), "%d is not a port number", *p.Port)
+			}
+		}
+		if p.AppProtocol != nil {
+			e.AppProtocol = c.shared.string(*p.AppProtocol)
+		}
+		out = append(out, e)
+	}
+	return out
+}
+
+// endpoints converts the endpoints of a slice. Only the first address of each
+// counts: the API forbids to give the others a meaning. One without a usable
+// address is left out. The caller holds shared.mu.
+func (c *Converter) endpoints(in []discoveryv1.Endpoint, family api.Family, r *report) []api.SliceEndpoint {
+	if len(in) == 0 {
+		return nil
+	}
+	out := make([]api.SliceEndpoint, 0, len(in))
+	for i := range in {
+		e := &in[i]
+		if len(e.Addresses) == 0 {
+			r.add(fmt.Sprintf("endpoints[%d].addresses", i), "empty")
+			continue
+		}
+		a, ok := parseAddr(e.Addresses[0])
+		if !ok {
+			r.add(fmt.Sprintf("endpoints[%d].addresses[0]", i), "%q is not an IP address", e.Addresses[0])
+			continue
+		}
+		if api.FamilyOf(a) != family {
+			r.add(fmt.Sprintf("endpoints[%d].addresses[0]", i), "%q is not an %s address, as the slice's addressType says", e.Addresses[0], family)
+			continue
+		}
+		out = append(out, api.SliceEndpoint{
+			Addr:       a,
+			Hostname:   value(e.Hostname, ""),
+			NodeName:   c.shared.string(value(e.NodeName, "")),
+			Zone:       c.shared.string(value(e.Zone, "")),
+			Hints:      c.hints(e.Hints),
+			Conditions: conditions(&e.Conditions),
+		})
+	}
+	return out
+}
+
+// conditions fills in the defaults that the API documents for nil.
+func conditions(c *discoveryv1.EndpointConditions) api.Conditions {
+	return api.Conditions{
+		Ready:       value(c.Ready, true),
+		Serving:     value(c.Serving, true),
+		Terminating: value(c.Terminating, false),
+	}
+}
+
+// hints converts an endpoint's hints; nil if they name nothing. The caller
+// holds shared.mu.
+func (c *Converter) hints(in *discoveryv1.EndpointHints) *api.Hints {
+	if in == nil || len(in.ForNodes) == 0 && len(in.ForZones) == 0 {
+		return nil
+	}
+	if len(in.ForNodes) <= 1 && len(in.ForZones) <= 1 {
+		var k hintKey
+		if len(in.ForNodes) == 1 {
+			k.node = in.ForNodes[0].Name
+		}
+		if len(in.ForZones) == 1 {
+			k.zone = in.ForZones[0].Name
+		}
+		if k == (hintKey{}) {
+			return nil
+		}
+		return c.shared.hint(k)
+	}
+	out := &api.Hints{}
+	for _, n := range in.ForNodes {
+		out.ForNodes = append(out.ForNodes, c.shared.string(n.Name))
+	}
+	for _, z := range in.ForZones {
+		out.ForZones = append(out.ForZones, c.shared.string(z.Name))
+	}
+	return out
+}
+
+func value[T any](p *T, absent T) T {
+	if p == nil {
+		return absent
+	}
+	return *p
+}

@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package watcher
+
+import (
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+func newConverter(t testing.TB, o Options) *Converter {
+	t.Helper()
+	c, err := New(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func labels(kv ...string) metav1.ObjectMeta {
+	m := metav1.ObjectMeta{Namespace: "default", Name: "web"}
+	for i := 0; i < len(kv); i += 2 {
+		metav1.SetMetaDataLabel(&m, kv[i], kv[i+1])
+	}
+	return m
+}
+
+func TestWantsService(t *testing.T) {
+	withIP := corev1.ServiceSpec{ClusterIP: "10.0.0.1"}
+	headless := corev1.ServiceSpec{ClusterIP: "None"}
+	for _, tc := range []struct {
+		name      string
+		proxyName string
+		service   *corev1.Service
+		want      bool
+	}{
+		{"without a name, a service without the label is served", "", &corev1.Service{ObjectMeta: labels(), Spec: withIP}, true},
+		{"without a name, a labelled service is somebody else's", "", &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, "x"), Spec: withIP}, false},
+		{"without a name, an empty label counts as a label", "", &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, ""), Spec: withIP}, false},
+		{"without a name, a headless service is left out", "", &corev1.Service{ObjectMeta: labels(), Spec: headless}, false},
+		{"without a name, a service whose clusterIPs say None is left out", "", &corev1.Service{ObjectMeta: labels(), Spec: corev1.ServiceSpec{ClusterIPs: []string{"None"}}}, false},
+		{"without a name, a service without an address yet is served", "", &corev1.Service{ObjectMeta: labels()}, true},
+		{"with a name, an equal label is served", "x", &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, "x"), Spec: withIP}, true},
+		{"with a name, a headless service is served", "x", &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, "x"), Spec: headless}, true},
+		{"with a name, another label is somebody else's", "x", &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, "y"), Spec: withIP}, false},
+		{"with a name, a service without the label is somebody else's", "x", &corev1.Service{ObjectMeta: labels(), Spec: withIP}, false},
+		{"no object is not served", "", nil, false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			c := newConverter(t, Options{ServiceProxyName: tc.proxyName})
+			if got := c.WantsService(tc.service); got != tc.want {
+				t.Errorf("WantsService = %t, want %t", got, tc.want)
+			}
+		})
+	}
+}
+
+func TestWantsSlice(t *testing.T) {
+	for _, tc := range []struct {
+		name      string
+		proxyName string
+		meta      metav1.ObjectMeta
+		want      bool
+	}{
+		{"without a name, a slice without the labels is served", "", labels(), true},
+		{"without a name, a labelled slice is somebody else's", "", labels(LabelServiceProxyName, "x"), false},
+		{"without a name, a slice of a headless service is left out", "", labels(LabelHeadless, ""), false},
+		{"with a name, an equal label is served", "x", labels(LabelServiceProxyName, "x"), true},
+		{"with a name, a slice of a headless service is served", "x", labels(LabelServiceProxyName, "x", LabelHeadless, ""), true},
+		{"with a name, another label is somebody else's", "x", labels(LabelServiceProxyName, "y"), false},
+		{"with a name, labels do not say that an unlabelled slice is served", "x", labels(), false},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			c := newConverter(t, Options{ServiceProxyName: tc.proxyName})
+			if got := c.WantsSlice(&discoveryv1.EndpointSlice{ObjectMeta: tc.meta}); got != tc.want {
+				t.Errorf("WantsSlice = %t, want %t", got, tc.want)
+			}
+		})
+	}
+}
+
+func TestMalformedPatternIsRefused(t *testing.T) {
+	for name, o := range map[string]Options{
+		"KeepLabels":      {KeepLabels: []string{"ok/*", "bad/["}},
+		"KeepAnnotations": {KeepAnnotations: []string{"bad/["}},
+	} {
+		_, err := New(o)
+		if err == nil || !strings.Contains(err.Error(), name+` pattern "bad/["`) {
+			t.Errorf("New with a malformed pattern in %s: %v", name, err)
+		}
+	}
+}

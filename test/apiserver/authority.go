@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package apiserver
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"fmt"
+	"net"
+	"time"
+)
+
+// validity of all certificates: longer than any test, from before any test.
+const validity = 24 * time.Hour
+
+// authority is the certificate authority of one server and its users.
+type authority struct {
+	cert *x509.Certificate
+	key  *ecdsa.PrivateKey
+	// certPEM is cert as files have it.
+	certPEM []byte
+}
+
+func newAuthority() (*authority, error) {
+	key, err := newKey()
+	if err != nil {
+		return nil, err
+	}
+	template := &x509.Certificate{
+		Subject:               pkix.Name{CommonName: "kpng test"},
+		KeyUsage:              x509.KeyUsageCertSign,
+		BasicConstraintsValid: true,
+		IsCA:                  true,
+	}
+	certPEM, err := sign(template, template, key, key)
+	if err != nil {
+		return nil, fmt.Errorf("make a certificate authority: %w", err)
+	}
+	block, _ := pem.Decode(certPEM)
+	cert, err := x509.ParseCertificate(block.Bytes)
+	if err != nil {
+		return nil, fmt.Errorf("make a certificate authority: %w", err)
+	}
+	return &authority{cert: cert, key: key, certPEM: certPEM}, nil
+}
+
+// server returns a certificate and key, as PEM, for a server on loopback.
+func (a *authority) server() (cert, key []byte, err error) {
+	return a.issue(&x509.Certificate{
+		Subject:     pkix.Name{CommonName: "kube-apiserver"},
+		KeyUsage:    x509.KeyUsageDigitalSignature,
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
+		DNSNames:    []string{"localhost"},
+		IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1)},
+	})
+}
+
+// client returns a certificate and key, as PEM, that make their holder the user
+// of this name in these groups.
+func (a *authority) client(user string, groups ...string) (cert, key []byte, err error) {
+	return a.issue(&x509.Certificate{
+		Subject:     pkix.Name{CommonName: user, Organization: groups},
+		KeyUsage:    x509.KeyUsageDigitalSignature,
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+	})
+}
+
+func (a *authority) issue(template *x509.Certificate) (certPEM, keyPEM []byte, err error) {
+	key, err := newKey()
+	if err != nil {
+		return nil, nil, err
+	}
+	if certPEM, err = sign(template, a.cert, key, a.key); err != nil {
+		return nil, nil, fmt.Errorf("sign the certificate of %s: %w", template.Subject, err)
+	}
+	if keyPEM, err = encodeKey(key); err != nil {
+		return nil, nil, err
+	}
+	return certPEM, keyPEM, nil
+}
+
+// sign fills in the validity of template and returns the certificate of key as PEM.
+func sign(template, parent *x509.Certificate, key, parentKey *ecdsa.PrivateKey) ([]byte, error) {
+	template.NotBefore = time.Now().Add(-validity)
+	template.NotAfter = time.Now().Add(validity)
+	der, err := x509.CreateCertificate(rand.Reader, template, parent, &key.PublicKey, parentKey)
+	if err != nil {
+		return nil, err
+	}
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), nil
+}
+
+func newKey() (*ecdsa.PrivateKey, error) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return nil, fmt.Errorf("make a key: %w", err)
+	}
+	return key, nil
+}
+
+func encodeKey(key *ecdsa.PrivateKey) ([]byte, error) {
+	der, err := x509.MarshalECPrivateKey(key)
+	if err != nil {
+		return nil, fmt.Errorf("encode a key: %w", err)
+	}
+	return pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der}), nil
+}

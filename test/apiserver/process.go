@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package apiserver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+const (
+	// startTimeout is how long a process may take to be ready. It comes up in
+	// seconds; the rest is for machines with much else to do.
+	startTimeout = 2 * time.Minute
+	// stopTimeout is how long a process may take to end after SIGTERM.
+	stopTimeout = time.Minute
+	// pollInterval is how often a process is asked whether it is ready.
+	pollInterval = 20 * time.Millisecond
+	// tailBytes is how much of a log's end a failed test shows.
+	tailBytes = 8 << 10
+)
+
+// Process is one of the two programs of a [Server], for a test to take down and
+// bring up again. What it has stored, its addresses and its keys stay. Its
+// methods are for one goroutine at a time.
+type Process struct {
+	name    string
+	path    string
+	args    []string
+	logPath string
+	// ready returns nil once the program does its work.
+	ready func(context.Context) error
+
+	cmd *exec.Cmd
+	// ended is closed when the process has ended, and nil before the first start.
+	ended chan struct{}
+}
+
+// Start starts the process if it does not run, and waits until it is ready.
+func (p *Process) Start(t testing.TB) {
+	t.Helper()
+	if err := p.start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Stop ends the process the orderly way and waits for its end.
+func (p *Process) Stop(t testing.TB) {
+	t.Helper()
+	if err := p.stop(syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Kill ends the process by SIGKILL and waits for its end.
+func (p *Process) Kill(t testing.TB) {
+	t.Helper()
+	if err := p.stop(syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Running says whether the process runs.
+func (p *Process) Running() bool {
+	if p.ended == nil {
+		return false
+	}
+	select {
+	case <-p.ended:
+		return false
+	default:
+		return true
+	}
+}
+
+func (p *Process) start(ctx context.Context) error {
+	if p.Running() {
+		return nil
+	}
+	log, err := os.OpenFile(p.logPath, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+	if err != nil {
+		return fmt.Errorf("start %s: %w", p.name, err)
+	}
+	defer log.Close()
+
+	p.cmd = exec.Command(p.path, p.args...)
+	p.cmd.Dir = filepath.Dir(p.logPath)
+	p.cmd.Stdout, p.cmd.Stderr = log, log
+	p.cmd.SysProcAttr = dieWithParent()
+	started, ended := make(chan error), make(chan struct{})
+	go func() {
+		defer close(ended)
+		// The kernel takes the end of a thread for the end of the parent: keep
+		// others from ending this one.
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := p.cmd.Start()
+		started <- err
+		if err == nil {
+			p.cmd.Wait() // how it ended is in its log and ProcessState
+		}
+	}()
+	if err := <-started; err != nil {
+		return fmt.Errorf("start %s: %w", p.name, err)
+	}
+	p.ended = ended
+
+	if err := p.waitReady(ctx); err != nil {
+		p.stop(syscall.SIGKILL) // the first error tells more
+		return fmt.Errorf("start %s: %w\n%s", p.name, err, p.logTail(0))
+	}
+	return nil
+}
+
+// waitReady waits until the process is ready, or has ended, or never will be.
+func (p *Process) waitReady(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, startTimeout)
+	defer cancel()
+	tick := time.NewTicker(pollInterval)
+	defer tick.Stop()
+	for {
+		err := p.ready(ctx)
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-p.ended:
+			return fmt.Errorf("it ended: %s", p.cmd.ProcessState)
+		case <-ctx.Done():
+			return fmt.Errorf("not ready: %w", errors.Join(ctx.Err(), err))
+		case <-tick.C:
+		}
+	}
+}
+
+// stop signals the process and waits for its end. One that has ended already is
+// no error: it may have been about to.
+func (p *Process) stop(signal os.Signal) error {
+	if !p.Running() {
+		return nil
+	}
+	if err := p.cmd.Process.Signal(signal); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("send %s to %s: %w", signal, p.name, err)
+	}
+	timeout := time.NewTimer(stopTimeout)
+	defer timeout.Stop()
+	select {
+	case <-p.ended:
+		return nil
+	case <-timeout.C:
+		return fmt.Errorf("%s still runs %s after %s", p.name, stopTimeout, signal)
+	}
+}
+
+// logSize returns where the log ends now.
+func (p *Process) logSize() int64 {
+	info, err := os.Stat(p.logPath)
+	if err != nil {
+		return 0
+	}
+	return info.Size()
+}
+
+// logTail returns the end of the log, as far as it was written after from.
+func (p *Process) logTail(from int64) string {
+	f, err := os.Open(p.logPath)
+	if err != nil {
+		return err.Error()
+	}
+	defer f.Close()
+	cut := max(from, p.logSize()-tailBytes)
+	text, err := io.ReadAll(io.NewSectionReader(f, cut, tailBytes))
+	if err != nil {
+		return err.Error()
+	}
+	tail := string(text)
+	if cut > from {
+		_, tail, _ = strings.Cut(tail, "\n")
+		tail = "…\n" + tail
+	}
+	return fmt.Sprintf("%s logged:\n%s", p.name, tail)
+}
+
+// showLogOnFailure has t, if it fails, show what the process logged from now on
+// and keep the log with the test's artifacts.
+func (p *Process) showLogOnFailure(t testing.TB) {
+	from := p.logSize()
+	t.Cleanup(func() {
+		if !t.Failed() {
+			return
+		}
+		t.Log(p.logTail(from))
+		log, err := os.ReadFile(p.logPath)
+		if err == nil {
+			err = os.WriteFile(filepath.Join(t.ArtifactDir(), filepath.Base(p.logPath)), log, 0o644)
+		}
+		if err != nil {
+			t.Logf("keep the log of %s: %v", p.name, err)
+		}
+	})
+}
+
+// probe asks url and returns an error unless the answer is 200.
+func probe(ctx context.Context, client *http.Client, url string) error {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	if err != nil {
+		return err
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return err
+	}
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("GET %s: %s: %s", url, resp.Status, body)
+	}
+	return nil
+}

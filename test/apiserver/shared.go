@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package apiserver
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"sync"
+	"testing"
+)
+
+// Shared is one server for all tests of a package. The zero value is ready for
+// use; see the package comment for how.
+type Shared struct {
+	// Options are those of the server.
+	Options Options
+
+	mu     sync.Mutex
+	server *Server
+}
+
+// Run runs the tests, stops the server if one of them started it, and returns
+// the exit code.
+func (s *Shared) Run(m *testing.M) int {
+	code := m.Run()
+	if err := s.stop(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return max(code, 1)
+	}
+	return code
+}
+
+// Get returns the server, which holds what earlier tests left in it. A test
+// that takes a process down brings it up again before it ends; if it does not,
+// the next one gets a new server.
+func (s *Shared) Get(t testing.TB) *Server {
+	t.Helper()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.server == nil {
+		// It outlives the test, and so not the test's context.
+		server, err := start(context.WithoutCancel(t.Context()), s.Options)
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.server = server
+	}
+	server := s.server
+	t.Cleanup(func() {
+		if server.APIServer.Running() && server.Etcd.Running() {
+			return
+		}
+		if err := s.stop(); err != nil {
+			t.Error(err)
+		}
+	})
+	server.showLogsOnFailure(t)
+	return server
+}
+
+func (s *Shared) stop() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.server == nil {
+		return nil
+	}
+	err := s.server.close()
+	s.server = nil
+	return err
+}

@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package apiserver
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"testing"
+	"time"
+
+	authorizationv1 "k8s.io/api/authorization/v1"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+)
+
+// Namespace creates a namespace for the test and returns its name. When the
+// test ends, its Services and EndpointSlices go, and it with them.
+func (s *Server) Namespace(t testing.TB) string {
+	t.Helper()
+	namespaces := s.client.CoreV1().Namespaces()
+	ns, err := namespaces.Create(t.Context(), &corev1.Namespace{
+		ObjectMeta: metav1.ObjectMeta{GenerateName: "test-"},
+	}, metav1.CreateOptions{})
+	if err != nil {
+		t.Fatalf("create a namespace: %v", err)
+	}
+	t.Cleanup(func() {
+		if !s.APIServer.Running() {
+			return // and will never be asked for it again
+		}
+		if err := s.removeNamespace(context.WithoutCancel(t.Context()), ns); err != nil {
+			t.Errorf("remove namespace %s: %v", ns.Name, err)
+		}
+	})
+	return ns.Name
+}
+
+// removeNamespace does what the namespace controller would.
+func (s *Server) removeNamespace(ctx context.Context, ns *corev1.Namespace) error {
+	err := errors.Join(
+		s.client.CoreV1().RESTClient().Delete().Namespace(ns.Name).Resource("services").Do(ctx).Error(),
+		s.client.DiscoveryV1().RESTClient().Delete().Namespace(ns.Name).Resource("endpointslices").Do(ctx).Error(),
+		s.client.CoreV1().Namespaces().Delete(ctx, ns.Name, metav1.DeleteOptions{}),
+	)
+	if err != nil {
+		return err
+	}
+	_, err = s.client.CoreV1().Namespaces().Finalize(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: ns.Name}}, metav1.UpdateOptions{})
+	return err
+}
+
+// User returns what a client needs to be a user of its own, who may do what
+// rules say in the whole cluster and nothing else. The user's rights end with
+// the test.
+func (s *Server) User(t testing.TB, rules ...rbacv1.PolicyRule) *rest.Config {
+	t.Helper()
+	roles, bindings := s.client.RbacV1().ClusterRoles(), s.client.RbacV1().ClusterRoleBindings()
+	role, err := roles.Create(t.Context(), &rbacv1.ClusterRole{
+		ObjectMeta: metav1.ObjectMeta{GenerateName: "test-user-"},
+		Rules:      rules,
+	}, metav1.CreateOptions{})
+	if err != nil {
+		t.Fatalf("create a user's role: %v", err)
+	}
+	user := role.Name
+	binding := &rbacv1.ClusterRoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Name: user},
+		Subjects:   []rbacv1.Subject{{Kind: rbacv1.UserKind, APIGroup: rbacv1.GroupName, Name: user}},
+		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: role.Name},
+	}
+	if _, err := bindings.Create(t.Context(), binding, metav1.CreateOptions{}); err != nil {
+		t.Fatalf("give user %s a role: %v", user, err)
+	}
+	t.Cleanup(func() {
+		if !s.APIServer.Running() {
+			return
+		}
+		ctx := context.WithoutCancel(t.Context())
+		err := errors.Join(
+			bindings.Delete(ctx, user, metav1.DeleteOptions{}),
+			roles.Delete(ctx, user, metav1.DeleteOptions{}),
+		)
+		if err != nil {
+			t.Errorf("remove user %s: %v", user, err)
+		}
+	})
+	config, err := s.clientConfig(user)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.waitAllowed(t.Context(), user, rules); err != nil {
+		t.Fatalf("give user %s its rights: %v", user, err)
+	}
+	return config
+}
+
+// waitAllowed waits until the authorizer, which follows roles and bindings by
+// watching them, grants the first thing that the rules allow.
+func (s *Server) waitAllowed(ctx context.Context, user string, rules []rbacv1.PolicyRule) error {
+	if len(rules) == 0 {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, startTimeout)
+	defer cancel()
+	rule := rules[0]
+	attributes := &authorizationv1.ResourceAttributes{
+		Group: rule.APIGroups[0], Resource: rule.Resources[0], Verb: rule.Verbs[0],
+	}
+	if len(rule.ResourceNames) > 0 {
+		attributes.Name = rule.ResourceNames[0]
+	}
+	review := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{
+		User: user, ResourceAttributes: attributes,
+	}}
+	tick := time.NewTicker(pollInterval)
+	defer tick.Stop()
+	for {
+		answer, err := s.client.AuthorizationV1().SubjectAccessReviews().Create(ctx, review, metav1.CreateOptions{})
+		if err != nil {
+			return err
+		}
+		if answer.Status.Allowed {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("still not allowed to %s %s: %w", attributes.Verb, attributes.Resource, ctx.Err())
+		case <-tick.C:
+		}
+	}
+}
+
+// Kubeconfig writes config to a file in a folder of the test and returns its
+// path.
+func Kubeconfig(t testing.TB, config *rest.Config) string {
+	t.Helper()
+	const name = "test"
+	path := filepath.Join(t.TempDir(), "kubeconfig")
+	err := clientcmd.WriteToFile(clientcmdapi.Config{
+		CurrentContext: name,
+		Contexts:       map[string]*clientcmdapi.Context{name: {Cluster: name, AuthInfo: name}},
+		Clusters: map[string]*clientcmdapi.Cluster{name: {
+			Server:                   config.Host,
+			CertificateAuthorityData: config.CAData,
+		}},
+		AuthInfos: map[string]*clientcmdapi.AuthInfo{name: {
+			ClientCertificateData: config.CertData,
+			ClientKeyData:         config.KeyData,
+		}},
+	}, path)
+	if err != nil {
+		t.Fatalf("write a kubeconfig: %v", err)
+	}
+	return path
+}

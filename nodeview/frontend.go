@@ -1,0 +1,315 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nodeview
+
+import (
+	"fmt"
+	"iter"
+	"net/netip"
+	"slices"
+	"strconv"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// Kind is the kind of a frontend.
+type Kind uint8
+
+// The kinds of frontends.
+const (
+	// ClusterIP is one of Service.spec.clusterIPs.
+	ClusterIP Kind = iota + 1
+	// LoadBalancerIP is an ingress address of Service.status.loadBalancer.
+	LoadBalancerIP
+	// ExternalIP is one of Service.spec.externalIPs.
+	ExternalIP
+	// NodePort is a port of every node address that the backend admits.
+	NodePort
+)
+
+// String returns the name of the constant.
+func (k Kind) String() string {
+	switch k {
+	case ClusterIP:
+		return "ClusterIP"
+	case LoadBalancerIP:
+		return "LoadBalancerIP"
+	case ExternalIP:
+		return "ExternalIP"
+	case NodePort:
+		return "NodePort"
+	default:
+		return fmt.Sprintf("Kind(%d)", uint8(k))
+	}
+}
+
+// FrontendKey says where a frontend is. It is comparable, and unique within a
+// service.
+type FrontendKey struct {
+	Kind Kind
+	// Addr is the zero Addr for a node port: any node address of Family that the
+	// backend admits.
+	Addr   netip.Addr
+	Family api.Family
+	// Protocol and Port, 1 to 65535, are 0 if the frontend takes every protocol
+	// and port of the address (Service.MapIP).
+	Protocol api.Protocol
+	Port     int32
+}
+
+// String returns the key as in "ClusterIP 10.96.0.10:53/UDP", "NodePort
+// IPv4:30053/UDP" or "ExternalIP 10.0.0.55".
+func (k FrontendKey) String() string {
+	addr := k.Addr.String()
+	if k.Kind == NodePort {
+		addr = k.Family.String()
+	}
+	if k.Port == 0 && k.Protocol == 0 {
+		return k.Kind.String() + " " + addr
+	}
+	if k.Addr.Is6() {
+		addr = "[" + addr + "]"
+	}
+	return k.Kind.String() + " " + addr + ":" + strconv.Itoa(int(k.Port)) + "/" + k.Protocol.String()
+}
+
+// Claim returns what the frontend takes for its service alone.
+func (k FrontendKey) Claim() api.Claim {
+	return api.Claim{IP: k.Addr, Protocol: k.Protocol, Port: k.Port}
+}
+
+// Frontend is something to program, with everything decided. Frontends of one
+// service port and family share their lists; do not change them.
+type Frontend struct {
+	FrontendKey
+	// ServicePort is the service port that is served, nil for all ports.
+	ServicePort *api.PortMapping
+
+	// Elsewhere is what becomes of traffic that does not start on this node.
+	Elsewhere Traffic
+	// Node is what becomes of traffic that starts on this node: that of the node
+	// itself and, as far as the backend can tell, of its pods. It differs from
+	// Elsewhere for external frontends with externalTrafficPolicy Local, whose
+	// list is short-circuited.
+	Node Traffic
+
+	// Sources says who gets in. It comes before all else, for sources on this
+	// node too: who does not get in is dropped.
+	Sources Sources
+	// Masquerade says whose connections get a source address of this node.
+	Masquerade Masquerade
+	// Affinity is how long, after its last new connection, a client address
+	// keeps its endpoint; 0 means there is no affinity. It is kept per service
+	// port, and leads to an endpoint only while that is on the list that the
+	// client's traffic uses.
+	Affinity time.Duration
+}
+
+// Traffic is what becomes of some of a frontend's traffic.
+type Traffic struct {
+	Verdict Verdict
+	// Endpoints are those to balance over, all of the frontend's family, in order
+	// of address and ports. It is empty unless Verdict is Forward.
+	Endpoints []Target
+}
+
+// Target is an endpoint of a frontend.
+type Target struct {
+	*api.Endpoint
+	// Port is the port at the endpoint, 0 if the port stays what it is.
+	Port int32
+}
+
+// Verdict says what to do with a new connection.
+type Verdict uint8
+
+// The verdicts.
+const (
+	// Forward: to one of the endpoints.
+	Forward Verdict = iota
+	// Reject: TCP reset, or port unreachable. No endpoint in the whole cluster is
+	// usable.
+	Reject
+	// Drop: silently. Only other nodes have usable endpoints; whoever sent the
+	// traffic here will notice, and the client must retry.
+	Drop
+)
+
+// String returns the name of the constant.
+func (v Verdict) String() string {
+	switch v {
+	case Forward:
+		return "Forward"
+	case Reject:
+		return "Reject"
+	case Drop:
+		return "Drop"
+	default:
+		return fmt.Sprintf("Verdict(%d)", uint8(v))
+	}
+}
+
+// Masquerade says whose connections through a frontend get a source address of
+// this node. Those of an endpoint that reaches itself (hairpin) always do.
+type Masquerade uint8
+
+// The masquerade rules.
+const (
+	// MasqueradeIfAsked: those from outside the pod network, if the backend's
+	// option (masquerade all, or cluster CIDR) asks for it. It holds for cluster IPs.
+	MasqueradeIfAsked Masquerade = iota
+	// MasqueradeAll: all. It holds for external frontends with policy Cluster.
+	MasqueradeAll
+	// MasqueradeNode: those of the node itself, which are short-circuited, but not
+	// those of its pods, and never what comes from elsewhere. It holds for
+	// external frontends with policy Local.
+	MasqueradeNode
+)
+
+// String returns the name of the constant.
+func (m Masquerade) String() string {
+	switch m {
+	case MasqueradeIfAsked:
+		return "MasqueradeIfAsked"
+	case MasqueradeAll:
+		return "MasqueradeAll"
+	case MasqueradeNode:
+		return "MasqueradeNode"
+	default:
+		return fmt.Sprintf("Masquerade(%d)", uint8(m))
+	}
+}
+
+// Frontends yields what is to be programmed for se, by service port, then by
+// family, then by kind, each as the service lists them. No two have the same
+// address, protocol and port.
+func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
+	return func(yield func(Frontend) bool) {
+		var lists portLists
+		for s := range sites(se) {
+			if s.fault != 0 {
+				continue
+			}
+			if lists.se == nil || lists.port != s.port || lists.family != s.Family {
+				lists = listsOf(se, s.port, s.Family)
+			}
+			if !yield(frontend(s, &lists)) {
+				return
+			}
+		}
+	}
+}
+
+// frontend decides all about the frontend at s.
+func frontend(s site, lists *portLists) Frontend {
+	svc := lists.se.Service
+	f := Frontend{
+		FrontendKey: s.FrontendKey,
+		ServicePort: s.port,
+		Elsewhere:   lists.traffic(lists.external),
+		Node:        lists.traffic(lists.shortCircuit),
+		Sources:     sourceRanges(svc, s.Addr),
+		Masquerade:  masquerade(svc, s.Kind),
+		Affinity:    affinity(svc),
+	}
+	if s.Kind == ClusterIP {
+		f.Elsewhere = lists.traffic(lists.internal)
+		f.Node = f.Elsewhere
+	}
+	return f
+}
+
+// portLists are the lists of one service port and family, which all its
+// frontends share.
+type portLists struct {
+	se                               *api.ServiceEndpoints
+	port                             *api.PortMapping
+	family                           api.Family
+	internal, external, shortCircuit []Target
+}
+
+func listsOf(se *api.ServiceEndpoints, port *api.PortMapping, family api.Family) portLists {
+	l := portLists{se: se, port: port, family: family}
+	// Where both policies are the same, so are the lists; and with one of them
+	// Cluster, its list is the Cluster list.
+	pol := policiesOf(se.Service)
+	l.internal = targets(se, port, family, func(s api.Scopes) bool { return s.Internal })
+	l.external = l.internal
+	if pol.internalLocal != pol.externalLocal {
+		l.external = targets(se, port, family, func(s api.Scopes) bool { return s.External })
+	}
+	switch {
+	case !pol.externalLocal:
+		l.shortCircuit = l.external
+	case !pol.internalLocal:
+		l.shortCircuit = l.internal
+	default:
+		l.shortCircuit = targets(se, port, family, func(s api.Scopes) bool { return s.Cluster })
+	}
+	return l
+}
+
+// targets returns the endpoints of one port and family that are on a list.
+func targets(se *api.ServiceEndpoints, port *api.PortMapping, family api.Family, on func(api.Scopes) bool) []Target {
+	listed := func(e *api.Endpoint) bool {
+		return len(e.IPs.Family(family)) > 0 && on(e.ScopesOf(port))
+	}
+	n := 0
+	for i := range se.Endpoints {
+		if listed(&se.Endpoints[i]) {
+			n++
+		}
+	}
+	if n == 0 {
+		return nil
+	}
+	out := make([]Target, 0, n)
+	for i := range se.Endpoints {
+		if e := &se.Endpoints[i]; listed(e) {
+			t := Target{Endpoint: e}
+			if port != nil {
+				t.Port = e.TargetPort(port)
+			}
+			out = append(out, t)
+		}
+	}
+	return out
+}
+
+func (l *portLists) traffic(list []Target) Traffic {
+	return Traffic{Verdict: l.verdict(list), Endpoints: list}
+}
+
+// verdict decides about traffic that uses list.
+func (l *portLists) verdict(list []Target) Verdict {
+	switch {
+	case len(list) > 0:
+		return Forward
+	case slices.Contains(l.se.Unusable, portFamily(l.port, l.family)):
+		return Reject
+	default:
+		return Drop
+	}
+}
+
+// masquerade decides whose source address changes at a frontend.
+func masquerade(svc *api.Service, k Kind) Masquerade {
+	switch {
+	case k == ClusterIP:
+		return MasqueradeIfAsked
+	case externalPolicyLocal(svc):
+		return MasqueradeNode
+	default:
+		return MasqueradeAll
+	}
+}
+
+// affinity returns the time-out of the service's session affinity, 0 if it has
+// none.
+func affinity(svc *api.Service) time.Duration {
+	if svc.SessionAffinity.ClientIP == nil {
+		return 0
+	}
+	return time.Duration(svc.SessionAffinity.ClientIP.TimeoutSeconds) * time.Second
+}

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nodeview
+
+import (
+	"fmt"
+	"iter"
+	"net/netip"
+	"slices"
+
+	"github.com/kpng-project/kpng/api"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Fault says why there is no frontend where a service names one.
+type Fault uint8
+
+// The faults.
+const (
+	// OtherFamily: the service is not served in the family of the address.
+	OtherFamily Fault = iota + 1
+	// UnknownProtocol: the port's protocol is none of TCP, UDP and SCTP.
+	UnknownProtocol
+	// NoPortNumber: the port has no number, or the service no ports.
+	NoPortNumber
+	// DuplicatePort: an earlier port of the service has the same number and
+	// protocol, or the same name.
+	DuplicatePort
+	// Lost: an older service holds the address, protocol and port.
+	Lost
+)
+
+// String says it in words.
+func (f Fault) String() string {
+	switch f {
+	case OtherFamily:
+		return "the service is not served in this family"
+	case UnknownProtocol:
+		return "the protocol is not known"
+	case NoPortNumber:
+		return "there is no port number"
+	case DuplicatePort:
+		return "an earlier port of the service has the same number and protocol, or name"
+	case Lost:
+		return "an older service holds it"
+	default:
+		return fmt.Sprintf("Fault(%d)", uint8(f))
+	}
+}
+
+// UnservedFrontend is a frontend that a service names but does not get.
+type UnservedFrontend struct {
+	FrontendKey
+	// ServicePort is the port it would serve, nil for all ports.
+	ServicePort *api.PortMapping
+	Fault       Fault
+	// Winner is the service that holds it, if Fault is Lost.
+	Winner types.NamespacedName
+}
+
+// String names the frontend and says why it is not served.
+func (u UnservedFrontend) String() string {
+	if u.Fault == Lost {
+		return fmt.Sprintf("%s: service %s is older and holds it", u.FrontendKey, u.Winner)
+	}
+	return fmt.Sprintf("%s: %s", u.FrontendKey, u.Fault)
+}
+
+// Unserved yields the frontends that the service of se names and that are not
+// among its [Frontends], in the same order, for users to be told.
+func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
+	return func(yield func(UnservedFrontend) bool) {
+		for s := range sites(se) {
+			if s.fault != 0 && !yield(UnservedFrontend{s.FrontendKey, s.port, s.fault, s.winner}) {
+				return
+			}
+		}
+	}
+}
+
+// site is where a service names a frontend, served or not.
+type site struct {
+	FrontendKey
+	port   *api.PortMapping // nil: all ports
+	fault  Fault
+	winner types.NamespacedName
+}
+
+// sites yields every site of se once.
+func sites(se *api.ServiceEndpoints) iter.Seq[site] {
+	return func(yield func(site) bool) {
+		svc := se.Service
+		if wholeAddress(svc) {
+			var fault Fault
+			if !svc.MapIP {
+				fault = NoPortNumber
+			}
+			portSites(se, nil, fault, yield)
+			return
+		}
+		for i := range svc.Ports {
+			if !portSites(se, &svc.Ports[i], portFault(svc.Ports, i), yield) {
+				return
+			}
+		}
+	}
+}
+
+// portSites yields the sites of one port, all with the port's fault if it has one.
+func portSites(se *api.ServiceEndpoints, port *api.PortMapping, fault Fault, yield func(site) bool) bool {
+	served := familiesOf(se.Service)
+	for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
+		s := site{FrontendKey: FrontendKey{Family: family}, port: port}
+		if port != nil {
+			s.Protocol, s.Port = port.Protocol, port.Port
+		}
+		addrs := frontendAddrs(se.Service, family)
+		for i, list := range addrs {
+			for j, addr := range list {
+				// An address that is named twice has one frontend: that of the first kind.
+				if slices.Contains(list[:j], addr) || named(addrs[:i], addr) {
+					continue
+				}
+				s.Kind, s.Addr = ClusterIP+Kind(i), addr
+				s.fault, s.winner = siteFault(se, s.FrontendKey, fault, served)
+				if !yield(s) {
+					return false
+				}
+			}
+		}
+		if port != nil && port.NodePort != 0 && !se.Service.MapIP && served.has(family) {
+			s.Kind, s.Addr, s.Port = NodePort, netip.Addr{}, port.NodePort
+			s.fault, s.winner = siteFault(se, s.FrontendKey, fault, served)
+			if !yield(s) {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// frontendAddrs returns a service's addresses of one family, by kind from
+// ClusterIP to ExternalIP. A headless service has no cluster IP.
+func frontendAddrs(svc *api.Service, f api.Family) [3][]netip.Addr {
+	lists := [3][]netip.Addr{
+		svc.IPs.ClusterIPs.Family(f), svc.IPs.LoadBalancerIPs.Family(f), svc.IPs.ExternalIPs.Family(f),
+	}
+	if svc.IPs.Headless {
+		lists[0] = nil
+	}
+	return lists
+}
+
+func named(lists [][]netip.Addr, a netip.Addr) bool {
+	return slices.ContainsFunc(lists, func(list []netip.Addr) bool { return slices.Contains(list, a) })
+}
+
+// siteFault says why there is no frontend at k, 0 if there is one.
+func siteFault(se *api.ServiceEndpoints, k FrontendKey, port Fault, served families) (Fault, types.NamespacedName) {
+	switch {
+	case !served.has(k.Family):
+		return OtherFamily, types.NamespacedName{}
+	case port != 0:
+		return port, types.NamespacedName{}
+	}
+	claim := k.Claim()
+	for i := range se.Lost {
+		if se.Lost[i].Claim == claim {
+			return Lost, se.Lost[i].Winner
+		}
+	}
+	return 0, types.NamespacedName{}
+}

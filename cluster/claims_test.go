@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cluster_test
+
+import (
+	"cmp"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	gocmp "github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+var equateAddrs = gocmp.Comparer(func(a, b netip.Addr) bool { return a == b })
+
+// service returns a service that is age seconds old and has one cluster IP.
+func service(name string, age int, ip string, ports ...int32) *api.Service {
+	s := &api.Service{
+		Namespace: "ns", Name: name, Type: api.ClusterIP,
+		Created: time.Unix(1_000_000-int64(age), 0),
+		IPs:     api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr(ip))},
+	}
+	for _, p := range ports {
+		s.Ports = append(s.Ports, api.PortMapping{Name: fmt.Sprint("p", p), Protocol: api.TCP, Port: p, TargetPort: p})
+	}
+	return s
+}
+
+func with(s *api.Service, change func(*api.Service)) *api.Service {
+	change(s)
+	return s
+}
+
+func wholeAddress(s *api.Service) *api.Service {
+	return with(s, func(s *api.Service) { s.MapIP = true })
+}
+
+func key(name string) types.NamespacedName { return types.NamespacedName{Namespace: "ns", Name: name} }
+
+// lost returns which claims are lost, as "loser claim winner".
+func lost(state *cluster.State) []string {
+	list := []string{}
+	for k, s := range state.Snapshot().States.All() {
+		for _, l := range s.Lost {
+			ip := "*"
+			if l.IP.IsValid() {
+				ip = l.IP.String()
+			}
+			list = append(list, fmt.Sprintf("%s %s:%d/%s %s", k.Name, ip, l.Port, l.Protocol, l.Winner.Name))
+		}
+	}
+	return list
+}
+
+func TestClaims(t *testing.T) {
+	tests := []struct {
+		name     string
+		services []*api.Service
+		want     []string
+	}{
+		{
+			"different ports of one address do not meet",
+			[]*api.Service{service("a", 1, "10.0.0.1", 80), service("b", 2, "10.0.0.1", 81)},
+			nil,
+		}, {
+			"different protocols of one port do not meet",
+			[]*api.Service{
+				service("a", 1, "10.0.0.1", 53),
+				with(service("b", 2, "10.0.0.1", 53), func(s *api.Service) { s.Ports[0].Protocol = api.UDP }),
+			},
+			nil,
+		}, {
+			"the older service wins",
+			[]*api.Service{service("a", 1, "10.0.0.1", 80, 81), service("b", 2, "10.0.0.1", 80)},
+			[]string{"a 10.0.0.1:80/TCP b"},
+		}, {
+			"of two of one age the one whose name comes first wins",
+			[]*api.Service{service("b", 1, "10.0.0.1", 80), service("a", 1, "10.0.0.1", 80)},
+			[]string{"b 10.0.0.1:80/TCP a"},
+		}, {
+			"a cluster IP and somebody else's external IP meet",
+			[]*api.Service{
+				service("a", 1, "10.0.0.1", 80),
+				with(service("b", 2, "10.0.0.2", 80), func(s *api.Service) { s.IPs.ExternalIPs.Add(netip.MustParseAddr("10.0.0.1")) }),
+			},
+			[]string{"a 10.0.0.1:80/TCP b"},
+		}, {
+			"one service may name an address as external and as load-balancer IP",
+			[]*api.Service{with(service("a", 1, "10.0.0.1", 80), func(s *api.Service) {
+				s.IPs.ExternalIPs.Add(netip.MustParseAddr("10.9.9.9"))
+				s.IPs.LoadBalancerIPs.Add(netip.MustParseAddr("10.9.9.9"))
+			})},
+			nil,
+		}, {
+			"an older claim to the whole address wins over all ports",
+			[]*api.Service{service("a", 1, "10.0.0.1", 80, 81), wholeAddress(service("b", 2, "10.0.0.1"))},
+			[]string{"a 10.0.0.1:80/TCP b", "a 10.0.0.1:81/TCP b"},
+		}, {
+			"a younger claim to the whole address is lost as a whole",
+			[]*api.Service{service("a", 2, "10.0.0.1", 81), wholeAddress(service("b", 1, "10.0.0.1"))},
+			[]string{"b 10.0.0.1:0/Protocol(0) a"},
+		}, {
+			"what is lost is in nobody's way",
+			[]*api.Service{service("old", 3, "10.0.0.1", 80), wholeAddress(service("whole", 2, "10.0.0.1")), service("young", 1, "10.0.0.1", 81)},
+			[]string{"whole 10.0.0.1:0/Protocol(0) old"},
+		}, {
+			"two claims to the whole address",
+			[]*api.Service{wholeAddress(service("a", 1, "10.0.0.1")), wholeAddress(service("b", 2, "10.0.0.1"))},
+			[]string{"a 10.0.0.1:0/Protocol(0) b"},
+		}, {
+			"node ports meet whatever the addresses",
+			[]*api.Service{
+				with(service("a", 1, "10.0.0.1", 80), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
+				with(service("b", 2, "10.0.0.2", 81), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
+			},
+			[]string{"a *:30000/TCP b"},
+		}, {
+			"an address of a family that the service does not serve is not claimed",
+			[]*api.Service{
+				service("a", 1, "10.0.0.1", 80),
+				with(service("b", 2, "10.0.0.1", 80), func(s *api.Service) { s.IPFamilies = []api.Family{api.IPv6} }),
+			},
+			nil,
+		}, {
+			"an ExternalName service claims nothing",
+			[]*api.Service{
+				service("a", 1, "10.0.0.1", 80),
+				with(service("b", 2, "10.0.0.1", 80), func(s *api.Service) { s.Type = api.ExternalName }),
+			},
+			nil,
+		},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			for _, order := range []string{"as listed", "reversed"} {
+				state := cluster.New(cluster.Options{})
+				for _, s := range test.services {
+					state.Update(func(tx *cluster.Tx) { tx.SetService(0, s) })
+				}
+				if diff := gocmp.Diff(append([]string{}, test.want...), lost(state)); diff != "" {
+					t.Errorf("%s (-want +got):\n%s", order, diff)
+				}
+				slices.Reverse(test.services)
+			}
+		})
+	}
+}
+
+func TestAClaimIsHandedOverWhenTheWinnerGoes(t *testing.T) {
+	winner, loser := service("old", 2, "10.0.0.1", 80), service("young", 1, "10.0.0.1", 80)
+	for _, test := range []struct {
+		name  string
+		leave func(tx *cluster.Tx)
+	}{
+		{"deleted", func(tx *cluster.Tx) { tx.DeleteService(0, winner.Key()) }},
+		{"moved to another port", func(tx *cluster.Tx) { tx.SetService(0, service("old", 2, "10.0.0.1", 81)) }},
+		{"recreated and now the younger", func(tx *cluster.Tx) { tx.SetService(0, service("old", 0, "10.0.0.1", 80)) }},
+		{"not in a new listing", func(tx *cluster.Tx) {
+			tx.ReplaceServices(0, slices.Values([]*api.Service{loser}))
+		}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			state := cluster.New(cluster.Options{})
+			state.Update(func(tx *cluster.Tx) { tx.SetService(0, winner); tx.SetService(0, loser) })
+			before := state.Snapshot()
+			if got := lost(state); len(got) != 1 {
+				t.Fatalf("lost before: %q", got)
+			}
+			state.Update(test.leave)
+			if s, _ := state.Snapshot().States.Get(loser.Key()); len(s.Lost) != 0 {
+				t.Errorf("still lost: %v", s.Lost)
+			}
+			if !slices.Contains(changedSince(t, state, before), "young") {
+				t.Error("the new winner is not among the changed services")
+			}
+		})
+	}
+}
+
+// TestClaimsAgreeWithGrantingInOrderOfAge compares the incremental index with
+// the definition, over random services that come, change and go.
+func TestClaimsAgreeWithGrantingInOrderOfAge(t *testing.T) {
+	for seed := range uint64(200) {
+		random := rand.New(rand.NewPCG(seed, 0))
+		state := cluster.New(cluster.Options{})
+		for range 40 {
+			name := fmt.Sprint("s", random.IntN(8))
+			s := service(name, random.IntN(4), fmt.Sprint("10.0.0.", random.IntN(2)+1))
+			for p := range int32(3) {
+				if random.IntN(2) == 0 {
+					s.Ports = append(s.Ports, api.PortMapping{Protocol: api.Protocol(random.IntN(3)), Port: p + 80, NodePort: 30000 * int32(random.IntN(2))})
+				}
+			}
+			s.MapIP = random.IntN(5) == 0
+			state.Update(func(tx *cluster.Tx) {
+				if random.IntN(4) == 0 {
+					tx.DeleteService(0, s.Key())
+				} else {
+					tx.SetService(0, s)
+				}
+			})
+			if diff := gocmp.Diff(grantInOrderOfAge(state), lostByService(state), equateAddrs); diff != "" {
+				t.Fatalf("seed %d (-want +got):\n%s", seed, diff)
+			}
+		}
+	}
+}
+
+func lostByService(state *cluster.State) map[string][]api.LostClaim {
+	all := map[string][]api.LostClaim{}
+	for k, s := range state.Snapshot().States.All() {
+		if len(s.Lost) > 0 {
+			all[k.Name] = s.Lost
+		}
+	}
+	return all
+}
+
+// grantInOrderOfAge is the definition: the oldest service takes what it claims,
+// the next what is left, and so on.
+func grantInOrderOfAge(state *cluster.State) map[string][]api.LostClaim {
+	var services []*api.Service
+	for _, s := range state.Snapshot().Services.All() {
+		services = append(services, s)
+	}
+	slices.SortFunc(services, func(a, b *api.Service) int {
+		return cmp.Or(a.Created.Compare(b.Created), cmp.Compare(a.Name, b.Name))
+	})
+	type grant struct {
+		api.Claim
+		winner types.NamespacedName
+	}
+	var granted []grant
+	all := map[string][]api.LostClaim{}
+	for _, s := range services {
+		var claims []api.Claim
+		for ip := range s.IPs.ClusterIPs.All() {
+			if s.MapIP {
+				claims = append(claims, api.Claim{IP: ip})
+				continue
+			}
+			for _, p := range s.Ports {
+				if p.Protocol == api.UnknownProtocol {
+					continue
+				}
+				claims = append(claims, api.Claim{IP: ip, Protocol: p.Protocol, Port: p.Port})
+				if p.NodePort != 0 {
+					claims = append(claims, api.Claim{Protocol: p.Protocol, Port: p.NodePort})
+				}
+			}
+		}
+		slices.SortFunc(claims, func(a, b api.Claim) int {
+			return cmp.Or(a.IP.Compare(b.IP), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
+		})
+		for _, c := range slices.Compact(claims) {
+			i := slices.IndexFunc(granted, func(g grant) bool {
+				whole := g.Claim == api.Claim{IP: c.IP} || c == api.Claim{IP: c.IP}
+				return g.winner != s.Key() && (g.Claim == c || whole && g.IP == c.IP && c.IP.IsValid())
+			})
+			if i < 0 {
+				granted = append(granted, grant{c, s.Key()})
+			} else {
+				all[s.Name] = append(all[s.Name], api.LostClaim{Claim: c, Winner: granted[i].winner})
+			}
+		}
+	}
+	return all
+}

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package cluster holds what is known of a cluster's services, endpoint slices
+// and nodes. Watchers write it, feeds and servers read it.
+//
+//	state := cluster.New(cluster.Options{})
+//	state.Update(func(tx *cluster.Tx) {
+//		tx.ReplaceServices(scope, services)
+//		tx.ReplaceSlices(scope, slices)
+//	})
+//	state.SetSynced()
+//
+//	<-state.Changed(0)
+//	snapshot := state.Snapshot()
+//
+// One counter numbers all changes. A reader holds a snapshot, compares its
+// revision with the state's, and asks the newer snapshot what came since; it
+// is woken by [State.Changed] and never walks more than what changed.
+//
+// Beside the objects, the state keeps for each service a joined value: the
+// service, its slices whatever order they came in, and the frontends that an
+// older service holds (see [api.ServiceState]). A change of any of these is a
+// change of the joined value, and of no other service's.
+package cluster

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cluster_test
+
+import (
+	"fmt"
+	"slices"
+	"sync"
+	"testing"
+
+	gocmp "github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+)
+
+func slice(name, service string) *api.EndpointSlice {
+	return &api.EndpointSlice{Namespace: "ns", Name: name, ServiceName: service, Family: api.IPv4}
+}
+
+// changedSince returns the names of the services that changed since before.
+func changedSince(t *testing.T, state *cluster.State, before *cluster.Snapshot) []string {
+	t.Helper()
+	changes, ok := state.Snapshot().States.Since(before.States.Revision())
+	if !ok {
+		t.Fatal("changes are forgotten already")
+	}
+	names := []string{}
+	for c := range changes {
+		names = append(names, c.Key.Name)
+	}
+	slices.Sort(names)
+	return names
+}
+
+// joined prints what is joined to each service, as "service: slices".
+func joined(state *cluster.State) []string {
+	list := []string{}
+	for k, s := range state.Snapshot().States.All() {
+		line := k.Name
+		if s.Service == nil {
+			line = "(" + line + ")"
+		}
+		for _, slice := range s.Slices {
+			line += " " + slice.Name
+		}
+		list = append(list, line)
+	}
+	return list
+}
+
+func TestServicesAndSlicesAreJoined(t *testing.T) {
+	a := service("a", 1, "10.0.0.1", 80)
+	b := service("b", 1, "10.0.0.2", 80)
+	steps := []struct {
+		name        string
+		write       func(tx *cluster.Tx)
+		want        []string
+		wantChanged []string
+	}{
+		{"a slice may come before its service",
+			func(tx *cluster.Tx) { tx.SetSlice(0, slice("a-2", "a")) },
+			[]string{"(a) a-2"}, []string{"a"}},
+		{"the service finds it",
+			func(tx *cluster.Tx) { tx.SetService(0, a); tx.SetService(0, b) },
+			[]string{"a a-2", "b"}, []string{"a", "b"}},
+		{"slices are in order of their names",
+			func(tx *cluster.Tx) { tx.SetSlice(0, slice("a-3", "a")); tx.SetSlice(0, slice("a-1", "a")) },
+			[]string{"a a-1 a-2 a-3", "b"}, []string{"a"}},
+		{"an equal slice changes nothing",
+			func(tx *cluster.Tx) { tx.SetSlice(0, slice("a-1", "a")) },
+			[]string{"a a-1 a-2 a-3", "b"}, []string{}},
+		{"a slice whose label changes moves to the other service",
+			func(tx *cluster.Tx) { tx.SetSlice(0, slice("a-2", "b")) },
+			[]string{"a a-1 a-3", "b a-2"}, []string{"a", "b"}},
+		{"a slice of another scope is taken over by a set",
+			func(tx *cluster.Tx) { tx.SetSlice(7, slice("a-1", "a")) },
+			[]string{"a a-1 a-3", "b a-2"}, []string{}},
+		{"and then not deleted by the former owner",
+			func(tx *cluster.Tx) { tx.DeleteSlice(0, key("a-1")) },
+			[]string{"a a-1 a-3", "b a-2"}, []string{}},
+		{"a listing removes what is not in it, of its own scope",
+			func(tx *cluster.Tx) {
+				tx.ReplaceSlices(0, slices.Values([]*api.EndpointSlice{slice("b-1", "b")}))
+			},
+			[]string{"a a-1", "b b-1"}, []string{"a", "b"}},
+		{"a service that goes leaves its slices waiting",
+			func(tx *cluster.Tx) { tx.DeleteService(0, a.Key()) },
+			[]string{"(a) a-1", "b b-1"}, []string{"a"}},
+		{"nothing is left of a service without slices",
+			func(tx *cluster.Tx) { tx.DeleteSlice(7, key("a-1")) },
+			[]string{"b b-1"}, []string{"a"}},
+		{"nodes are no change of any service",
+			func(tx *cluster.Tx) { tx.SetNode(0, &api.Node{Name: "n"}) },
+			[]string{"b b-1"}, []string{}},
+	}
+	state := cluster.New(cluster.Options{})
+	for _, step := range steps {
+		before := state.Snapshot()
+		state.Update(step.write)
+		if diff := gocmp.Diff(step.want, joined(state)); diff != "" {
+			t.Fatalf("%s (-want +got):\n%s", step.name, diff)
+		}
+		if diff := gocmp.Diff(step.wantChanged, changedSince(t, state, before)); diff != "" {
+			t.Fatalf("%s: changed services (-want +got):\n%s", step.name, diff)
+		}
+	}
+}
+
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+func TestReadersSeeNothingUntilAllIsSynced(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	changed := state.Changed(0)
+	state.Update(func(tx *cluster.Tx) { tx.SetService(0, service("a", 1, "10.0.0.1", 80)) })
+	if isClosed(changed) || isClosed(state.Changed(0)) || isClosed(state.Synced()) || state.IsSynced() {
+		t.Fatal("woken before all kinds have synced")
+	}
+	state.SetSynced()
+	state.SetSynced()
+	if !isClosed(changed) || !isClosed(state.Changed(0)) || !isClosed(state.Synced()) || !state.IsSynced() {
+		t.Fatal("not woken when all kinds have synced")
+	}
+}
+
+func TestAReaderIsWokenByChangesOnly(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	set := func() {
+		state.Update(func(tx *cluster.Tx) { tx.SetService(0, service("a", 1, "10.0.0.1", 80)) })
+	}
+	set()
+	seen := state.Snapshot()
+	changed := state.Changed(seen.Revision)
+	set()
+	if isClosed(changed) {
+		t.Error("woken by a write that changed nothing")
+	}
+	if state.Snapshot() != seen {
+		t.Error("a new snapshot though nothing changed")
+	}
+	state.Update(func(tx *cluster.Tx) { tx.SetNode(0, &api.Node{Name: "n"}) })
+	if !isClosed(changed) {
+		t.Error("not woken by a change")
+	}
+}
+
+func TestACommitIsSeenAsAWhole(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	var wait sync.WaitGroup
+	wait.Go(func() {
+		for i := range 2000 {
+			state.Update(func(tx *cluster.Tx) {
+				tx.SetService(0, service("a", i, "10.0.0.1", 80))
+				tx.SetService(0, service("b", i, "10.0.0.2", 80))
+			})
+		}
+	})
+	for range 4 {
+		wait.Go(func() {
+			for range 2000 {
+				snapshot := state.Snapshot()
+				a, _ := snapshot.States.Get(key("a"))
+				b, _ := snapshot.Services.Get(key("b"))
+				if a == nil && b == nil {
+					continue
+				}
+				if a == nil || b == nil || !a.Service.Created.Equal(b.Created) {
+					t.Error("a snapshot shows half a commit")
+					return
+				}
+			}
+		})
+	}
+	wait.Wait()
+}
+
+func BenchmarkOneSliceChanges(b *testing.B) {
+	for _, n := range []int{1_000, 50_000} {
+		b.Run(fmt.Sprintf("services=%d", n), func(b *testing.B) {
+			state := cluster.New(cluster.Options{})
+			state.Update(func(tx *cluster.Tx) {
+				for i := range n {
+					name := fmt.Sprint("s", i)
+					tx.SetService(0, service(name, 1, fmt.Sprintf("10.%d.%d.%d", i>>16, i>>8&255, i&255), 80))
+					tx.SetSlice(0, slice(name, name))
+				}
+			})
+			b.ReportAllocs()
+			i := 0
+			for b.Loop() {
+				i++
+				changed := slice("s7", "s7")
+				changed.Ports = []api.EndpointPort{{Port: int32(i)}}
+				state.Update(func(tx *cluster.Tx) { tx.SetSlice(0, changed) })
+				state.Snapshot()
+			}
+		})
+	}
+}

@@ -215,6 +215,10 @@ func (s *Store[K, V]) commit(before Revision) {
 }
 
 func (s *Store[K, V]) find(key K) (*entry[K, V], bool) {
+	// Lists come in key order as a rule, and a key beyond the last needs no search.
+	if last, ok := s.byKey.Max(); !ok || s.options.Compare(last.key, key) < 0 {
+		return nil, false
+	}
 	s.probe.key = key
 	return s.byKey.Get(&s.probe)
 }

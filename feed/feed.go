@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package feed turns the cluster's state into one node's view of it: it is the
+// [sink.Source] of a proxy that reads the Kubernetes API itself.
+//
+//	state := cluster.New(cluster.Options{})
+//	go kube.Watch(ctx, state, kube.Options{NodeName: node})
+//	err := sink.Run(ctx, feed.New(state, node), mySink, sink.Options{})
+//
+// A feed holds one snapshot, the one its reader acknowledged last. The views
+// before and after a change are computed from two snapshots when they are asked
+// for, so thousands of feeds on one state cost little more than one.
+package feed
+
+import (
+	"iter"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Feed is a [sink.Source] for one node and one reader.
+type Feed struct {
+	state  *cluster.State
+	name   string
+	cursor *diffstore.Cursor[types.NamespacedName, *api.ServiceState]
+
+	// What the reader acknowledged last, besides the cursor's position.
+	revision diffstore.Revision
+	node     *api.Node
+
+	offered offer
+}
+
+// offer is what Next returned last, and what Advance will acknowledge.
+type offer struct {
+	update   *sink.Update
+	snapshot *cluster.Snapshot
+}
+
+// nowhere is a revision that no state has: the position of a reader without one.
+const nowhere = ^diffstore.Revision(0)
+
+// New returns a feed of the state as the named node sees it. Without a name
+// nothing is local and no node is this one.
+func New(state *cluster.State, nodeName string) *Feed {
+	return &Feed{state: state, name: nodeName, cursor: state.NewCursor(), revision: nowhere}
+}
+
+// Changed implements [sink.Source].
+func (f *Feed) Changed() <-chan struct{} { return f.state.Changed(f.revision) }
+
+// Next implements [sink.Source]. It never fails.
+func (f *Feed) Next() (*sink.Update, error) {
+	if !f.state.IsSynced() {
+		return nil, nil
+	}
+	snapshot := f.state.Snapshot()
+	if f.offered.snapshot != snapshot {
+		f.offered = offer{f.update(snapshot), snapshot}
+	}
+	return f.offered.update, nil
+}
+
+// Advance implements [sink.Source].
+func (f *Feed) Advance(u *sink.Update) {
+	if u != f.offered.update {
+		return
+	}
+	f.cursor.Advance(f.offered.snapshot.States)
+	f.revision = f.offered.snapshot.Revision
+	f.node = u.Node
+	f.offered = offer{}
+}
+
+// Reset implements [sink.Source].
+func (f *Feed) Reset() {
+	f.cursor.Close()
+	f.cursor = f.state.NewCursor()
+	f.revision, f.node, f.offered = nowhere, nil, offer{}
+}
+
+// Close implements [sink.Source].
+func (f *Feed) Close() { f.cursor.Close() }
+
+// update returns what snapshot has beyond the reader's position.
+func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
+	delta := f.cursor.Until(snapshot.States)
+	node, _ := snapshot.Nodes.Get(f.name)
+	after := view{delta.New, f.self(node)}
+
+	u := &sink.Update{
+		Changes: sink.Changes{
+			Full:     delta.Full(),
+			Revision: uint64(snapshot.Revision),
+			Node:     node,
+		},
+		View: after.of,
+	}
+	if u.Full {
+		u.NodeChanged = true
+		u.Services = after.all
+		return u
+	}
+	u.NodeChanged = !node.Equal(f.node)
+	before := view{delta.Old, f.self(f.node)}
+	u.Services = slices.Values(changes(before, after, delta))
+	return u
+}
+
+// self is what stands for this node in its view of the services. Locality goes
+// by name even while the node's object is not known.
+func (f *Feed) self(node *api.Node) *api.Node {
+	if node == nil {
+		return &api.Node{Name: f.name}
+	}
+	return node
+}
+
+// view is how a node sees the services of a snapshot.
+type view struct {
+	states *diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
+	node   *api.Node
+}
+
+func (v view) of(key types.NamespacedName) *api.ServiceEndpoints {
+	state, _ := v.states.Get(key)
+	return v.see(state)
+}
+
+func (v view) see(state *api.ServiceState) *api.ServiceEndpoints {
+	if state == nil {
+		return nil
+	}
+	return nodeview.View(state, v.node)
+}
+
+// all yields every view as an addition.
+func (v view) all(yield func(sink.Change) bool) {
+	for key, state := range v.states.All() {
+		if se := v.see(state); se != nil {
+			if !yield(sink.Change{Key: key, New: se}) {
+				return
+			}
+		}
+	}
+}
+
+// changes returns the services whose view differs, in order.
+func changes(before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) []sink.Change {
+	var list []sink.Change
+	for key := range candidates(before, after, delta) {
+		was, _ := before.states.Get(key)
+		is, _ := after.states.Get(key)
+		old, new := before.see(was), after.see(is)
+		if !old.Equal(new) {
+			list = append(list, sink.Change{Key: key, Old: old, New: new, TriggerTime: triggerTime(was, is)})
+		}
+	}
+	slices.SortFunc(list, func(a, b sink.Change) int { return api.CompareKeys(a.Key, b.Key) })
+	return list
+}
+
+// candidates yields the services whose view may differ: those of which the
+// cluster says something else or, if the node moved to another zone, all.
+func candidates(before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) iter.Seq[types.NamespacedName] {
+	moved := before.node.Zone() != after.node.Zone()
+	return func(yield func(types.NamespacedName) bool) {
+		for c := range delta.Changes() {
+			if (c.Deleted || !moved) && !yield(c.Key) {
+				return
+			}
+		}
+		if !moved {
+			return
+		}
+		for key := range after.states.All() {
+			if !yield(key) {
+				return
+			}
+		}
+	}
+}
+
+// triggerTime returns the oldest trigger time of the slices that changed.
+func triggerTime(was, is *api.ServiceState) time.Time {
+	var oldest time.Time
+	if was == nil || is == nil {
+		return oldest
+	}
+	for _, slice := range is.Slices {
+		t := slice.TriggerTime
+		if t.IsZero() || !oldest.IsZero() && !t.Before(oldest) {
+			continue
+		}
+		if i, found := slices.BinarySearchFunc(was.Slices, slice.Name, byName); !found || was.Slices[i] != slice {
+			oldest = t
+		}
+	}
+	return oldest
+}
+
+func byName(s *api.EndpointSlice, name string) int { return strings.Compare(s.Name, name) }
+
+var _ sink.Source = (*Feed)(nil)

@@ -1,0 +1,401 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package feed_test
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+var equateAddrs = cmp.Comparer(func(a, b netip.Addr) bool { return a == b })
+
+func service(name string) *api.Service {
+	return &api.Service{
+		Namespace: "ns", Name: name, Type: api.ClusterIP,
+		IPs:   api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr("10.0.0.1"))},
+		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
+		// Of one age, so that the one whose name comes first has the frontend.
+	}
+}
+
+// slice returns a slice with as many ready endpoints as there are zones, each
+// hinted at its own zone.
+func slice(name, service string, zones ...string) *api.EndpointSlice {
+	s := &api.EndpointSlice{
+		Namespace: "ns", Name: name, ServiceName: service, Family: api.IPv4,
+		Ports: []api.EndpointPort{{Protocol: api.TCP, Port: 8080}},
+	}
+	addr := netip.MustParseAddr("172.16.0.0")
+	for _, zone := range zones {
+		addr = addr.Next()
+		s.Endpoints = append(s.Endpoints, api.SliceEndpoint{
+			Addr: addr, NodeName: "node-" + zone, Zone: zone,
+			Hints:      &api.Hints{ForZones: []string{zone}},
+			Conditions: api.Conditions{Ready: true, Serving: true},
+		})
+	}
+	return s
+}
+
+func node(name, zone string) *api.Node {
+	return &api.Node{Name: name, Labels: map[string]string{api.ZoneLabel: zone}}
+}
+
+func key(name string) types.NamespacedName { return types.NamespacedName{Namespace: "ns", Name: name} }
+
+// next returns the feed's update as lines, and acknowledges it.
+func next(t *testing.T, f *feed.Feed) []string {
+	t.Helper()
+	u, err := f.Next()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if u == nil {
+		return nil
+	}
+	f.Advance(u)
+	return describe(u)
+}
+
+func describe(u *sink.Update) []string {
+	lines := []string{}
+	if u.Full {
+		lines = append(lines, "full")
+	}
+	if u.NodeChanged {
+		lines = append(lines, fmt.Sprintf("node in zone %q", u.Node.Zone()))
+	}
+	for c := range u.Services {
+		line := c.Key.Name + ":"
+		for old, new := range c.Endpoints() {
+			switch {
+			case old == nil:
+				line += " +" + new.Key()
+			case new == nil:
+				line += " -" + old.Key()
+			default:
+				line += " ~" + new.Key()
+			}
+		}
+		if c.New == nil {
+			line += " gone"
+		}
+		if c.Old == nil {
+			line += " new"
+		}
+		lines = append(lines, line)
+	}
+	return lines
+}
+
+func TestUpdates(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	f := feed.New(state, "n")
+	defer f.Close()
+
+	steps := []struct {
+		name string
+		do   func(tx *cluster.Tx)
+		want []string
+	}{
+		{"the first update is full, in order of names", func(tx *cluster.Tx) {
+			tx.SetService(0, service("b"))
+			tx.SetService(0, service("a"))
+			tx.SetSlice(0, slice("b-1", "b", "x", "y"))
+		}, []string{"full", `node in zone ""`, "a: new", "b: +172.16.0.1 +172.16.0.2 new"}},
+		{"nothing changed", func(tx *cluster.Tx) {
+			tx.SetService(0, service("a"))
+		}, []string{}},
+		{"a slice without a service is no change", func(tx *cluster.Tx) {
+			tx.SetSlice(0, slice("c-1", "c", "x"))
+		}, []string{}},
+		{"a service comes with the slices that waited for it", func(tx *cluster.Tx) {
+			tx.SetService(0, service("c"))
+		}, []string{"c: +172.16.0.1 new"}},
+		{"what happens on another node is no change", func(tx *cluster.Tx) {
+			tx.SetNode(0, node("other", "y"))
+		}, []string{}},
+		{"this node becomes known, and its zone decides on endpoints", func(tx *cluster.Tx) {
+			tx.SetNode(0, node("n", "y"))
+		}, []string{`node in zone "y"`, "b: -172.16.0.1"}},
+		{"a change of an endpoint that is on no list here is only seen as draining", func(tx *cluster.Tx) {
+			s := slice("b-1", "b", "x", "y")
+			s.Endpoints[0].Conditions = api.Conditions{}
+			tx.SetSlice(0, s)
+		}, []string{"b:"}},
+		{"a service that goes", func(tx *cluster.Tx) {
+			tx.DeleteService(0, key("b"))
+		}, []string{"b: -172.16.0.2 gone"}},
+		{"several commits are one update, and what came and went is none", func(tx *cluster.Tx) {
+			tx.SetService(0, service("b"))
+			tx.DeleteService(0, key("b"))
+		}, []string{}},
+		{"a winner that goes hands its frontend to the next", func(tx *cluster.Tx) {
+			tx.DeleteService(0, key("a"))
+		}, []string{"a: gone", "c:"}},
+	}
+	for i, step := range steps {
+		state.Update(step.do)
+		if i == 0 {
+			if got := next(t, f); got != nil {
+				t.Fatalf("an update before all kinds have synced: %q", got)
+			}
+			state.SetSynced()
+		}
+		if diff := cmp.Diff(step.want, next(t, f)); diff != "" {
+			t.Fatalf("%s (-want +got):\n%s", step.name, diff)
+		}
+		if isClosed(f.Changed()) {
+			t.Fatalf("%s: still changed after all was acknowledged", step.name)
+		}
+	}
+}
+
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+func TestWhatIsNotAcknowledgedComesAgain(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	f := feed.New(state, "n")
+	defer f.Close()
+	next(t, f)
+
+	state.Update(func(tx *cluster.Tx) { tx.SetService(0, service("a")) })
+	first, _ := f.Next()
+	if again, _ := f.Next(); again != first {
+		t.Error("the same update is computed twice")
+	}
+	state.Update(func(tx *cluster.Tx) { tx.SetService(0, service("b")) })
+	second, _ := f.Next()
+	if diff := cmp.Diff([]string{"a: new", "b: new"}, describe(second)); diff != "" {
+		t.Errorf("second update (-want +got):\n%s", diff)
+	}
+	f.Advance(first) // outdated: must not acknowledge the second
+	if third, _ := f.Next(); third != second {
+		t.Error("an outdated update was taken as acknowledgement")
+	}
+}
+
+func TestAFeedStartsOver(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		do   func(*cluster.State, *feed.Feed)
+	}{
+		{"when it is reset", func(_ *cluster.State, f *feed.Feed) { f.Reset() }},
+		{"when its reader lags by too much", func(state *cluster.State, f *feed.Feed) {
+			for i := range 10_100 {
+				s := service("a")
+				s.HealthCheckNodePort = int32(i + 1)
+				state.Update(func(tx *cluster.Tx) { tx.SetService(0, s) })
+			}
+		}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			state := cluster.New(cluster.Options{})
+			state.SetSynced()
+			state.Update(func(tx *cluster.Tx) { tx.SetService(0, service("a")) })
+			f := feed.New(state, "n")
+			defer f.Close()
+			next(t, f)
+			test.do(state, f)
+			if !isClosed(f.Changed()) {
+				t.Fatal("not changed")
+			}
+			if diff := cmp.Diff([]string{"full", `node in zone ""`, "a: new"}, next(t, f)); diff != "" {
+				t.Errorf("(-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestTriggerTimeIsThatOfTheSlicesThatChanged(t *testing.T) {
+	early, late := time.Unix(1000, 0), time.Unix(2000, 0)
+	at := func(s *api.EndpointSlice, t time.Time) *api.EndpointSlice {
+		s.TriggerTime = t
+		return s
+	}
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	f := feed.New(state, "n")
+	defer f.Close()
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetService(0, service("a"))
+		tx.SetSlice(0, at(slice("a-1", "a", "x"), early))
+	})
+	full, _ := f.Next()
+	for c := range full.Services {
+		if !c.TriggerTime.IsZero() {
+			t.Errorf("a full update has trigger time %v", c.TriggerTime)
+		}
+	}
+	f.Advance(full)
+
+	state.Update(func(tx *cluster.Tx) { tx.SetSlice(0, at(slice("a-2", "a", "x", "y"), late)) })
+	u, _ := f.Next()
+	for c := range u.Services {
+		if !c.TriggerTime.Equal(late) {
+			t.Errorf("trigger time %v, want %v", c.TriggerTime, late)
+		}
+	}
+	f.Advance(u)
+
+	state.Update(func(tx *cluster.Tx) { tx.SetSlice(0, at(slice("a-2", "a", "x", "y"), late.Add(time.Hour))) })
+	if u, _ := f.Next(); len(describe(u)) != 0 {
+		t.Errorf("a new trigger time alone is an update: %q", describe(u))
+	}
+}
+
+func TestOneOfAThousandEndpointsFlips(t *testing.T) {
+	zones := make([]string, 1000)
+	before, after := slice("a-1", "a", zones...), slice("a-1", "a", zones...)
+	for _, s := range []*api.EndpointSlice{before, after} {
+		for i := range s.Endpoints {
+			s.Endpoints[i].Hints = nil
+		}
+	}
+	after.Endpoints[500].Conditions = api.Conditions{}
+
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	state.Update(func(tx *cluster.Tx) { tx.SetService(0, service("a")); tx.SetSlice(0, before) })
+	f := feed.New(state, "n")
+	defer f.Close()
+	next(t, f)
+	state.Update(func(tx *cluster.Tx) { tx.SetSlice(0, after) })
+	want := []string{"a: -" + after.Endpoints[500].Addr.String()}
+	if diff := cmp.Diff(want, next(t, f)); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+}
+
+// TestUpdatesLeadToTheViewOfNow feeds random commits to a reader that
+// acknowledges some of its updates, and compares what it was told with the
+// views computed afresh.
+func TestUpdatesLeadToTheViewOfNow(t *testing.T) {
+	for seed := range uint64(100) {
+		random := rand.New(rand.NewPCG(seed, 1))
+		zone := func() string { return string(rune('x' + random.IntN(3))) }
+		state := cluster.New(cluster.Options{})
+		state.SetSynced()
+		f := feed.New(state, "node-x")
+		told := map[types.NamespacedName]*api.ServiceEndpoints{}
+		for range 60 {
+			state.Update(func(tx *cluster.Tx) {
+				for range random.IntN(4) {
+					name := string(rune('a' + random.IntN(4)))
+					switch random.IntN(6) {
+					case 0:
+						tx.DeleteService(0, key(name))
+					case 1:
+						tx.SetService(0, service(name))
+					case 2, 3:
+						tx.SetSlice(0, slice(fmt.Sprint("s", random.IntN(5)), name, zone(), zone()))
+					case 4:
+						tx.DeleteSlice(0, key(fmt.Sprint("s", random.IntN(5))))
+					case 5:
+						tx.SetNode(0, node("node-x", zone()))
+					}
+				}
+			})
+			if random.IntN(20) == 0 {
+				f.Reset()
+			}
+			u, _ := f.Next()
+			if random.IntN(3) == 0 {
+				continue
+			}
+			if u.Full {
+				clear(told)
+			}
+			last := types.NamespacedName{}
+			for c := range u.Services {
+				if api.CompareKeys(last, c.Key) >= 0 {
+					t.Fatalf("seed %d: %v after %v", seed, c.Key, last)
+				}
+				last = c.Key
+				if !u.Full && !c.Old.Equal(told[c.Key]) {
+					t.Fatalf("seed %d: old view of %v is not the acknowledged one", seed, c.Key)
+				}
+				told[c.Key] = c.New
+				if c.New == nil {
+					delete(told, c.Key)
+				}
+				if view := u.View(c.Key); !view.Equal(c.New) {
+					t.Fatalf("seed %d: View differs from the change of %v", seed, c.Key)
+				}
+			}
+			f.Advance(u)
+
+			want := map[types.NamespacedName]*api.ServiceEndpoints{}
+			snapshot := state.Snapshot()
+			self, _ := snapshot.Nodes.Get("node-x")
+			if self == nil {
+				self = &api.Node{Name: "node-x"}
+			}
+			for k, s := range snapshot.States.All() {
+				if view := nodeview.View(s, self); view != nil {
+					want[k] = view
+				}
+			}
+			if diff := cmp.Diff(want, told, equateAddrs); diff != "" {
+				t.Fatalf("seed %d (-want +got):\n%s", seed, diff)
+			}
+		}
+		f.Close()
+	}
+}
+
+func BenchmarkOneEndpointChanges(b *testing.B) {
+	for _, n := range []int{1_000, 50_000} {
+		b.Run(fmt.Sprintf("services=%d", n), func(b *testing.B) {
+			state := cluster.New(cluster.Options{})
+			state.SetSynced()
+			zones := make([]string, 10)
+			state.Update(func(tx *cluster.Tx) {
+				for i := range n {
+					name := fmt.Sprint("s", i)
+					s := service(name)
+					s.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, byte(i >> 16), byte(i >> 8), byte(i)}))
+					tx.SetService(0, s)
+					tx.SetSlice(0, slice(name, name, zones...))
+				}
+			})
+			f := feed.New(state, "n")
+			defer f.Close()
+			u, _ := f.Next()
+			f.Advance(u)
+			versions := [2]*api.EndpointSlice{slice("s7", "s7", zones...), slice("s7", "s7", zones...)}
+			versions[1].Endpoints[3].Conditions = api.Conditions{}
+			b.ReportAllocs()
+			i := 0
+			for b.Loop() {
+				i++
+				state.Update(func(tx *cluster.Tx) { tx.SetSlice(0, versions[i%2]) })
+				u, _ := f.Next()
+				if len(slices.Collect(u.Services)) != 1 {
+					b.Fatal("not one change")
+				}
+				f.Advance(u)
+			}
+		})
+	}
+}

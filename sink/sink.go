@@ -21,10 +21,11 @@ type Sink interface {
 	// Sync makes the dataplane agree with c. It must be idempotent: what it
 	// reports as failed may be half applied and comes again.
 	//
-	// nil acknowledges all of c, a [*Failed] all of it but the services it
-	// names, and any other error nothing: what was not acknowledged comes
-	// again, merged with what changed meanwhile. An error that wraps
-	// [ErrStartOver] asks for a full c next. A panic counts as an error.
+	// nil acknowledges all of c, an error that wraps a [*Failed] all of it but
+	// the services that this names, and any other error nothing: what was not
+	// acknowledged comes again, merged with what changed meanwhile. An error
+	// that wraps [ErrStartOver], whatever else it wraps, acknowledges nothing
+	// and asks for a full c next. A panic counts as an error.
 	//
 	// Sync is never called twice at once, and c is only valid until it returns;
 	// the views in it may be kept.
@@ -60,9 +61,10 @@ type Cleaner interface {
 
 // Verifier is implemented by a sink that can compare its dataplane with what it
 // programmed, and mend what somebody else changed. Verify is called when
-// nothing else is to do, at Options.VerifyInterval; its ctx is cancelled the
-// moment changes wait, and the next call should go on where this one stopped.
-// An error that wraps [ErrStartOver] asks for a full Sync.
+// nothing else is to do, at Options.VerifyInterval, and never while a Sync
+// runs; its ctx is cancelled the moment changes wait, and the next call should
+// go on where this one stopped. An error that wraps [ErrStartOver] asks for a
+// full Sync; any other one, and a panic, is reported and changes nothing.
 type Verifier interface {
 	Verify(ctx context.Context) error
 }
@@ -81,8 +83,8 @@ type Changes struct {
 	Services iter.Seq[Change]
 	// Node is this node as the API has it, nil while it is not known.
 	Node *api.Node
-	// NodeChanged says that Node differs from what was last acknowledged. It is
-	// true in a full one.
+	// NodeChanged says that Node differs from what was last acknowledged, or
+	// was told and not acknowledged. It is true in a full one.
 	NodeChanged bool
 }
 
@@ -94,6 +96,11 @@ type Change struct {
 	Old *api.ServiceEndpoints
 	// New is the view to program, nil if the service has to go.
 	New *api.ServiceEndpoints
+	// Retry says that New, or a view between Old and New, was told before and
+	// not acknowledged, so that any part of it may be programmed besides Old: a
+	// difference of Old and New is not enough to go by. Old and New may then be
+	// equal, or both be nil. It is false in a full Changes.
+	Retry bool
 	// TriggerTime is when the oldest endpoint change in it happened, as the
 	// endpoints controller noted; zero if unknown or no endpoint changed.
 	TriggerTime time.Time
@@ -140,7 +147,9 @@ func (c *Change) Endpoints() iter.Seq2[*api.Endpoint, *api.Endpoint] {
 }
 
 // Failed is what Sync returns when some services could not be programmed and
-// all others were: the error of each, by service.
+// all others were: the error of each, by service. After a full Changes it may
+// name services that were not in it and could not be pruned: they come again,
+// to be deleted.
 type Failed map[types.NamespacedName]error
 
 // Error names every failed service and its error.

@@ -22,7 +22,8 @@ type Source interface {
 	Changed() <-chan struct{}
 	// Next returns the difference between the position and now, nil if the
 	// source has not synced yet. It does not wait and does not move the
-	// position. An update may turn out to be empty.
+	// position. An update may turn out to be empty. After an error the driver
+	// calls again, with backoff, and its sink keeps what it has.
 	Next() (*Update, error)
 	// Advance moves the position to u, the last update that Next returned.
 	Advance(u *Update)

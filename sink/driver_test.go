@@ -1,0 +1,808 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+)
+
+var (
+	errBusy = errors.New("dataplane is busy")
+	web     = key("web")
+	dns     = key("dns")
+)
+
+func key(name string) types.NamespacedName {
+	return types.NamespacedName{Namespace: "default", Name: name}
+}
+
+// view returns a view of the service key with endpoints 10.0.0.n for each n.
+func view(key types.NamespacedName, endpoints ...byte) *api.ServiceEndpoints {
+	v := &api.ServiceEndpoints{Service: &api.Service{
+		Namespace: key.Namespace, Name: key.Name, Type: api.ClusterIP,
+		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
+	}}
+	for _, n := range endpoints {
+		v.Endpoints = append(v.Endpoints, api.Endpoint{
+			IPs:        api.NewIPSet(netip.AddrFrom4([4]byte{10, 0, 0, n})),
+			Scopes:     api.Scopes{Internal: true, External: true},
+			Conditions: api.Conditions{Ready: true, Serving: true},
+		})
+	}
+	return v
+}
+
+// world is a driver that runs between a source and a recorder.
+type world struct {
+	*testing.T
+	src    *sinktest.Source
+	rec    *sinktest.Recorder
+	driver *sink.Driver
+	start  time.Time
+	cancel context.CancelFunc
+	ended  chan error
+}
+
+// run calls test in a bubble where a driver with opts drives s, which may be
+// nil. The source has the service web with the endpoint 1, and has not synced.
+// Jitter is off unless opts say otherwise, and nothing verifies.
+func run(t *testing.T, opts sink.Options, s sink.Sink, test func(w *world)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		if opts.Backoff.Jitter == 0 {
+			opts.Backoff.Jitter = -1
+		}
+		if opts.VerifyInterval == 0 {
+			opts.VerifyInterval = -1
+		}
+		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
+		w := &world{
+			T: t, src: sinktest.NewSource(), rec: sinktest.NewRecorder(t, s),
+			start: time.Now(), cancel: cancel, ended: make(chan error, 1),
+		}
+		w.src.Set(view(web, 1))
+		w.driver = sink.NewDriver(w.src, w.rec, opts)
+		go func() { w.ended <- w.driver.Run(ctx) }()
+		synctest.Wait()
+		test(w)
+		cancel()
+		synctest.Wait()
+	})
+}
+
+// waitApplied waits until the sink has all that the source has.
+func (w *world) waitApplied() {
+	w.Helper()
+	if err := w.driver.WaitApplied(w.Context(), w.src.Revision()); err != nil {
+		w.Fatal(err)
+	}
+	if diff := cmp.Diff(w.src.Views(), w.rec.Views(), compare...); diff != "" {
+		w.Errorf("what is applied differs from the source (-source +applied):\n%s", diff)
+	}
+}
+
+// told describes the calls of Sync since the first skip ones, one line each.
+func (w *world) told(skip int) string {
+	var b strings.Builder
+	for _, s := range w.rec.Syncs()[skip:] {
+		fmt.Fprintf(&b, "%v:", s.Began.Sub(w.start))
+		if s.Full {
+			b.WriteString(" full")
+		}
+		for _, c := range s.Services {
+			fmt.Fprintf(&b, " %s %s→%s", c.Key.Name, describe(c.Old), describe(c.New))
+			if c.Retry {
+				b.WriteString(" again")
+			}
+		}
+		if s.NodeChanged && !s.Full {
+			b.WriteString(" node")
+		}
+		if s.Err != nil {
+			fmt.Fprintf(&b, ": %v", s.Err)
+		}
+		b.WriteString("\n")
+	}
+	return b.String()
+}
+
+// describe returns the last bytes of a view's endpoints.
+func describe(v *api.ServiceEndpoints) string {
+	if v == nil {
+		return "none"
+	}
+	var n []byte
+	for _, e := range v.Endpoints {
+		n = append(n, e.Addr().AsSlice()[3])
+	}
+	return fmt.Sprint(n)
+}
+
+func (w *world) expectTold(skip int, lines ...string) {
+	w.Helper()
+	want := strings.Join(lines, "\n") + "\n"
+	if diff := cmp.Diff(want, w.told(skip)); diff != "" {
+		w.Errorf("what the sink was told (-want +got):\n%s", diff)
+	}
+}
+
+var compare = []cmp.Option{cmp.Comparer(func(a, b *api.ServiceEndpoints) bool { return a.Equal(b) })}
+
+func TestDriver(t *testing.T) {
+	failing := func(keys ...types.NamespacedName) sinktest.Step { return sinktest.FailServices(errBusy, keys...) }
+	cases := []struct {
+		name string
+		opts sink.Options
+		test func(w *world)
+		want []string
+	}{{
+		name: "nothing is told before the source has synced",
+		test: func(w *world) { time.Sleep(time.Hour) },
+	}, {
+		name: "a full one comes first",
+		test: func(w *world) { w.src.Set(view(dns)); w.src.MarkSynced() },
+		want: []string{"0s: full dns none→[] web none→[1]"},
+	}, {
+		name: "a cluster without services is told as well",
+		test: func(w *world) { w.src.Delete(web); w.src.MarkSynced() },
+		want: []string{"0s: full"},
+	}, {
+		name: "a change is told with the view before",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.src.Set(view(web, 1, 2))
+		},
+		want: []string{"0s: full web none→[1]", "0s: web [1]→[1 2]"},
+	}, {
+		name: "the minimum interval counts from the end of a sync",
+		opts: sink.Options{MinInterval: time.Second},
+		test: func(w *world) {
+			release := make(chan struct{})
+			w.rec.Script(sinktest.Block(release))
+			w.src.MarkSynced()
+			time.Sleep(10 * time.Second)
+			w.src.Set(view(web, 2))
+			close(release)
+			time.Sleep(time.Second / 2)
+			w.src.Set(view(dns))
+		},
+		want: []string{"0s: full web none→[1]", "11s: dns none→[] web [1]→[2]"},
+	}, {
+		name: "a sink that blocks gets what changed meanwhile at once, each service once",
+		test: func(w *world) {
+			release := make(chan struct{})
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.rec.Script(sinktest.Block(release))
+			for n := byte(2); n <= 11; n++ {
+				w.src.Set(view(web, n), view(dns, n))
+				time.Sleep(time.Second)
+			}
+			w.src.Set(view(key("api"), 1))
+			w.src.Delete(key("api"))
+			w.src.Delete(dns)
+			close(release)
+		},
+		want: []string{"0s: full web none→[1]", "0s: dns none→[2] web [1]→[2]", "10s: dns [2]→none web [2]→[11]"},
+	}, {
+		name: "a full one that fails comes again, backing off",
+		test: func(w *world) {
+			w.rec.Script(sinktest.Repeat(3, sinktest.Fail(errBusy))...)
+			w.src.MarkSynced()
+		},
+		want: []string{
+			"0s: full web none→[1]: dataplane is busy", "100ms: full web none→[1]: dataplane is busy",
+			"300ms: full web none→[1]: dataplane is busy", "700ms: full web none→[1]",
+		},
+	}, {
+		name: "what was told in a sync that failed comes again, merged with what changed meanwhile",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.rec.Script(sinktest.Repeat(2, sinktest.Fail(errBusy))...)
+			w.src.Set(view(web, 2), view(key("x")))
+			synctest.Wait()
+			w.src.Set(view(web, 3), view(dns))
+			w.src.Delete(key("x"))
+		},
+		want: []string{
+			"0s: full web none→[1]", "0s: web [1]→[2] x none→[]: dataplane is busy",
+			"100ms: dns none→[] web [1]→[3] again x none→none again: dataplane is busy",
+			"300ms: dns none→[] again web [1]→[3] again x none→none again",
+		},
+	}, {
+		name: "a panic is an error",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.rec.Script(sinktest.Panic("oops"))
+			w.src.Set(view(web, 2))
+		},
+		want: []string{"0s: full web none→[1]", "0s: web [1]→[2]: sink panicked", "100ms: web [1]→[2] again"},
+	}, {
+		name: "failed services come again by themselves, each with its own backoff",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.rec.Script(failing(dns), failing(dns, web))
+			w.src.Set(view(dns))
+			synctest.Wait()
+			time.Sleep(50 * time.Millisecond)
+			w.src.Set(view(dns, 2), view(web, 2), view(key("x")))
+		},
+		want: []string{
+			"0s: full web none→[1]", "0s: dns none→[]: service default/dns: dataplane is busy",
+			"50ms: dns none→[2] again web [1]→[2] x none→[]: service default/dns: dataplane is busy; service default/web: dataplane is busy",
+			"150ms: web [1]→[2] again", "250ms: dns none→[2] again",
+		},
+	}, {
+		name: "a service that failed and went is deleted",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.rec.Script(failing(dns, web))
+			w.src.Set(view(dns), view(web, 2))
+			synctest.Wait()
+			w.src.Delete(dns, web)
+		},
+		want: []string{
+			"0s: full web none→[1]",
+			"0s: dns none→[] web [1]→[2]: service default/dns: dataplane is busy; service default/web: dataplane is busy",
+			"0s: dns none→none again web [1]→none again",
+		},
+	}, {
+		name: "a service that failed and is again as it was is told again",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.rec.Script(failing(web))
+			w.src.Set(view(web, 2))
+			synctest.Wait()
+			w.src.Set(view(web, 1))
+		},
+		want: []string{
+			"0s: full web none→[1]", "0s: web [1]→[2]: service default/web: dataplane is busy", "0s: web [1]→[1] again",
+		},
+	}, {
+		name: "services that fail in a full one are pending without an old view",
+		test: func(w *world) {
+			w.rec.Script(failing(web))
+			w.src.Set(view(dns))
+			w.src.MarkSynced()
+		},
+		want: []string{
+			"0s: full dns none→[] web none→[1]: service default/web: dataplane is busy", "100ms: web none→[1] again",
+		},
+	}, {
+		name: "a service that a full one failed to prune is deleted",
+		test: func(w *world) {
+			w.rec.Script(failing(key("stale")))
+			w.src.MarkSynced()
+		},
+		want: []string{
+			"0s: full web none→[1]: service default/stale: dataplane is busy", "100ms: stale none→none again",
+		},
+	}, {
+		name: "a service that failed without having been told is told",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.rec.Script(failing(web))
+			w.src.Set(view(dns))
+		},
+		want: []string{
+			"0s: full web none→[1]", "0s: dns none→[]: service default/web: dataplane is busy", "100ms: web [1]→[1] again",
+		},
+	}, {
+		name: "a reader that is too far behind gets a full one, which makes up for what is pending",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.rec.Script(failing(web))
+			w.src.Set(view(web, 2))
+			synctest.Wait()
+			w.src.Lag()
+			time.Sleep(time.Minute)
+			w.src.Set(view(web, 3))
+		},
+		want: []string{
+			"0s: full web none→[1]", "0s: web [1]→[2]: service default/web: dataplane is busy",
+			"0s: full web none→[2]", "1m0s: web [2]→[3]",
+		},
+	}, {
+		name: "a sink that wants to start over gets a full one, after a backoff",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.rec.Script(failing(dns), sinktest.Fail(fmt.Errorf("lost track: %w", sink.ErrStartOver)))
+			w.src.Set(view(dns))
+			synctest.Wait()
+			w.src.Set(view(web, 2))
+		},
+		want: []string{
+			"0s: full web none→[1]", "0s: dns none→[]: service default/dns: dataplane is busy",
+			"0s: web [1]→[2]: lost track: sink needs a full sync", "100ms: full dns none→[] web none→[2]",
+		},
+	}, {
+		name: "start over counts even in the error of one service",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.rec.Script(sinktest.FailServices(sink.ErrStartOver, web))
+			w.src.Set(view(web, 2))
+		},
+		want: []string{
+			"0s: full web none→[1]", "0s: web [1]→[2]: service default/web: sink needs a full sync", "100ms: full web none→[2]",
+		},
+	}, {
+		name: "changes that cancel each other out are not told",
+		opts: sink.Options{MinInterval: time.Second},
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.src.Set(view(web, 2), view(dns))
+			w.src.Set(view(web, 1))
+			w.src.Delete(dns)
+			w.waitApplied()
+		},
+		want: []string{"0s: full web none→[1]"},
+	}, {
+		name: "the node is told when it changes, and again if that failed",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.rec.Script(sinktest.Fail(errBusy))
+			w.src.SetNode(&api.Node{Name: "n1"})
+		},
+		want: []string{"0s: full web none→[1]", "0s: node: dataplane is busy", "100ms: node"},
+	}, {
+		name: "the node is acknowledged even if services fail",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.rec.Script(failing(web))
+			w.src.SetNode(&api.Node{Name: "n1"})
+			w.src.Set(view(web, 2))
+		},
+		want: []string{
+			"0s: full web none→[1]", "0s: web [1]→[2] node: service default/web: dataplane is busy", "100ms: web [1]→[2] again",
+		},
+	}, {
+		name: "a source that fails is asked again",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.src.Fail(errors.New("bad stream"))
+			w.src.Set(view(web, 2))
+			synctest.Wait()
+			w.src.Fail(nil)
+		},
+		want: []string{"0s: full web none→[1]", "100ms: web [1]→[2]"},
+	}, {
+		name: "an empty Failed acknowledges everything",
+		test: func(w *world) {
+			w.rec.Script(sinktest.Fail(&sink.Failed{}))
+			w.src.MarkSynced()
+		},
+		want: []string{"0s: full web none→[1]: "},
+	}}
+	for _, tc := range cases {
+		t.Run(tc.name, func(t *testing.T) {
+			run(t, tc.opts, nil, func(w *world) {
+				tc.test(w)
+				synctest.Wait()
+				if len(tc.want) == 0 {
+					if got := w.told(0); got != "" {
+						w.Errorf("the sink was told:\n%s", got)
+					}
+					return
+				}
+				w.waitApplied()
+				w.expectTold(0, tc.want...)
+			})
+		})
+	}
+}
+
+// A change of a service that fails is told at once; if it fails again, the
+// service's backoff goes on from where it was.
+func TestBackoffOfServiceGrowsThroughChanges(t *testing.T) {
+	broken := sink.Func(func(_ context.Context, c *sink.Changes) error {
+		var failed sink.Failed
+		for s := range c.Services {
+			if s.Key == web {
+				failed.Add(web, errBusy)
+			}
+		}
+		return failed.Err()
+	})
+	run(t, sink.Options{Backoff: sink.Backoff{Initial: time.Second, Max: 5 * time.Second}}, broken, func(w *world) {
+		w.src.MarkSynced()
+		for n := byte(2); n < 5; n++ {
+			synctest.Wait()
+			w.src.Set(view(web, n))
+		}
+		synctest.Wait()
+		got := w.driver.Status().Failing
+		want := []sink.FailingService{{Key: web, Err: errBusy, Failures: 4, NextRetry: w.start.Add(5 * time.Second)}}
+		if diff := cmp.Diff(want, got, cmp.Comparer(func(a, b error) bool { return a == b })); diff != "" {
+			w.Errorf("failing services (-want +got):\n%s", diff)
+		}
+	})
+}
+
+// Services that fail together are told again together, whatever the jitter.
+func TestRetriesOfOneSyncStayTogether(t *testing.T) {
+	run(t, sink.Options{Backoff: sink.Backoff{Jitter: 1}}, nil, func(w *world) {
+		w.rec.Script(sinktest.FailServices(errBusy, web, dns))
+		w.src.Set(view(dns))
+		w.src.MarkSynced()
+		w.waitApplied()
+		syncs := w.rec.Syncs()
+		if len(syncs) != 2 || len(syncs[1].Services) != 2 {
+			w.Errorf("the sink was told:\n%s", w.told(0))
+		}
+		if wait := syncs[1].Began.Sub(syncs[0].Ended); wait < 100*time.Millisecond || wait > 200*time.Millisecond {
+			w.Errorf("retry after %v, want 100 to 200 ms", wait)
+		}
+	})
+}
+
+func TestOnceEndsWhenEverythingIsApplied(t *testing.T) {
+	run(t, sink.Options{Once: true}, nil, func(w *world) {
+		w.rec.Script(sinktest.Fail(errBusy), sinktest.FailServices(errBusy, web))
+		w.src.MarkSynced()
+		if err := <-w.ended; err != nil {
+			w.Errorf("Run: %v", err)
+		}
+		w.expectTold(0,
+			"0s: full web none→[1]: dataplane is busy",
+			"100ms: full web none→[1]: service default/web: dataplane is busy",
+			"200ms: web none→[1] again")
+		if err := w.driver.WaitApplied(w.Context(), w.src.Revision()); err != nil {
+			w.Errorf("everything was applied, but: %v", err)
+		}
+		if err := w.driver.WaitApplied(w.Context(), w.src.Revision()+1); err == nil {
+			w.Errorf("WaitApplied for a revision after the end returned nil")
+		}
+	})
+}
+
+func TestWaitApplied(t *testing.T) {
+	run(t, sink.Options{}, nil, func(w *world) {
+		applied := func(revision uint64) bool {
+			ctx, cancel := context.WithCancel(w.Context())
+			cancel()
+			return w.driver.WaitApplied(ctx, revision) == nil
+		}
+		if applied(0) {
+			w.Error("revision 0 counts as applied before the first sync")
+		}
+		w.src.MarkSynced()
+		w.waitApplied()
+
+		before := w.src.Revision()
+		w.rec.Script(sinktest.FailServices(errBusy, web))
+		w.src.Set(view(web, 2), view(dns))
+		synctest.Wait()
+		if !applied(before) || applied(before+1) || applied(w.src.Revision()) {
+			w.Error("a service that fails does not hold the revision back")
+		}
+		w.src.Set(view(dns, 2))
+		synctest.Wait()
+		if got := w.driver.Status().Revision; got != before {
+			w.Errorf("status has revision %d while a service fails since %d", got, before)
+		}
+		w.waitApplied()
+
+		w.rec.Script(sinktest.Fail(sink.ErrStartOver))
+		w.src.Set(view(dns, 3))
+		synctest.Wait()
+		if applied(before) {
+			w.Error("something counts as applied while the sink starts over")
+		}
+		w.waitApplied()
+
+		waiting := make(chan error)
+		go func() { waiting <- w.driver.WaitApplied(context.Background(), w.src.Revision()+1) }()
+		synctest.Wait()
+		w.cancel()
+		if err := <-waiting; !errors.Is(err, context.Canceled) {
+			w.Errorf("WaitApplied returned %v when the driver ended", err)
+		}
+	})
+}
+
+func TestStatus(t *testing.T) {
+	run(t, sink.Options{Name: "test", MinInterval: time.Second}, nil, func(w *world) {
+		expect := func(when string, want sink.Status) {
+			w.Helper()
+			synctest.Wait()
+			want.Name = "test"
+			if diff := cmp.Diff(want, w.driver.Status(), cmp.Comparer(func(a, b error) bool { return errors.Is(a, b) || errors.Is(b, a) })); diff != "" {
+				w.Errorf("status %s (-want +got):\n%s", when, diff)
+			}
+		}
+		at := func(d time.Duration) time.Time { return w.start.Add(d) }
+		expect("before the source has synced", sink.Status{})
+
+		release := make(chan struct{})
+		w.rec.Script(sinktest.Block(release))
+		w.src.MarkSynced()
+		time.Sleep(10 * time.Second)
+		expect("in a sync", sink.Status{LastQueued: at(0), WaitingSince: at(0), SyncingSince: at(0)})
+
+		close(release)
+		expect("after a full sync", sink.Status{Revision: 1, FullSyncs: 1, LastQueued: at(0), LastFullSync: at(10 * time.Second), LastSync: at(10 * time.Second)})
+
+		w.rec.Script(sinktest.Fail(errBusy))
+		w.src.Set(view(dns))
+		expect("in the minimum interval", sink.Status{
+			Revision: 1, FullSyncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(10 * time.Second),
+			LastFullSync: at(10 * time.Second), LastSync: at(10 * time.Second),
+		})
+		time.Sleep(time.Second)
+		expect("after a sync that failed", sink.Status{
+			Revision: 1, FullSyncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(10 * time.Second),
+			LastFullSync: at(10 * time.Second), LastSync: at(10 * time.Second),
+			Err: errBusy, Failures: 1, NextAttempt: at(12 * time.Second), Pending: 1,
+		})
+		w.rec.Script(sinktest.FailServices(errBusy, dns))
+		time.Sleep(time.Second)
+		expect("while a service fails", sink.Status{
+			Revision: 1, FullSyncs: 1, PartialSyncs: 1, LastQueued: at(10 * time.Second),
+			LastFullSync: at(10 * time.Second), LastSync: at(12 * time.Second), Pending: 1,
+			Failing: []sink.FailingService{{Key: dns, Err: errBusy, Failures: 1, NextRetry: at(12*time.Second + 100*time.Millisecond)}},
+		})
+		w.waitApplied()
+		expect("when all is well again", sink.Status{
+			Revision: 2, FullSyncs: 1, PartialSyncs: 2, LastQueued: at(10 * time.Second),
+			LastFullSync: at(10 * time.Second), LastSync: at(13 * time.Second),
+		})
+	})
+}
+
+func TestObserver(t *testing.T) {
+	var seen []string
+	see := func(format string, args ...any) { seen = append(seen, fmt.Sprintf(format, args...)) }
+	opts := sink.Options{Observer: sink.Observer{
+		Queued:  func(time.Time) { see("queued") },
+		Pending: func(n int) { see("pending %d", n) },
+		Synced: func(r sink.SyncResult) {
+			see("synced full=%t services=%d took=%v failing=%d err=%v", r.Full, r.Services, r.Duration, r.Failing, r.Err)
+		},
+		Applied: func(latency time.Duration) { see("applied after %v", latency) },
+	}}
+	run(t, opts, nil, func(w *world) {
+		w.src.SetTriggered(time.Now(), view(web, 2))
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.rec.Script(sinktest.FailServices(errBusy, dns))
+		w.src.SetTriggered(time.Now().Add(-time.Second), view(dns), view(web, 3))
+		synctest.Wait()
+		w.src.SetTriggered(time.Now(), view(key("x")))
+		w.src.Delete(key("x"))
+		w.waitApplied()
+		w.cancel()
+		<-w.ended
+		want := []string{
+			"queued",
+			"synced full=true services=1 took=0s failing=0 err=<nil>",
+			"pending 0",
+			"queued",
+			"pending 2",
+			"applied after 1s",
+			"synced full=false services=2 took=0s failing=1 err=service default/dns: dataplane is busy",
+			"pending 1",
+			"queued",
+			"pending 1",
+			"applied after 1.1s",
+			"synced full=false services=1 took=0s failing=0 err=<nil>",
+			"pending 0",
+		}
+		if diff := cmp.Diff(want, seen); diff != "" {
+			w.Errorf("what the observer saw (-want +got):\n%s", diff)
+		}
+	})
+}
+
+func TestRunEndsWithCauseOfContext(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		src := sinktest.NewSource()
+		src.MarkSynced()
+		rec := sinktest.NewRecorder(t, nil)
+		rec.Script(sinktest.Block(nil))
+		cause := errors.New("node is drained")
+		ctx, cancel := context.WithCancelCause(t.Context())
+		d := sink.NewDriver(src, rec, sink.Options{})
+		ended := make(chan error)
+		go func() { ended <- d.Run(ctx) }()
+		synctest.Wait()
+		cancel(cause)
+		if err := <-ended; err != cause {
+			t.Errorf("Run returned %v, want the cause of its context", err)
+		}
+		if err := d.Run(t.Context()); err == nil {
+			t.Error("a driver ran twice")
+		}
+	})
+}
+
+// stages is a sink with all of a sink's life.
+type stages struct {
+	sink.Sink
+	log             []string
+	startErr        error
+	stopErr         error
+	verify          func(ctx context.Context) error
+	contextOfStop   context.Context
+	deadlineOfStop  time.Duration
+	startPanicsWith any
+}
+
+func (s *stages) Start(context.Context) error {
+	s.log = append(s.log, "start")
+	if s.startPanicsWith != nil {
+		panic(s.startPanicsWith)
+	}
+	return s.startErr
+}
+
+func (s *stages) Sync(context.Context, *sink.Changes) error {
+	s.log = append(s.log, "sync")
+	return nil
+}
+
+func (s *stages) Stop(ctx context.Context) error {
+	s.log = append(s.log, "stop")
+	if deadline, ok := ctx.Deadline(); ok && ctx.Err() == nil {
+		s.deadlineOfStop = time.Until(deadline)
+	}
+	return s.stopErr
+}
+
+func (s *stages) Verify(ctx context.Context) error { return s.verify(ctx) }
+
+func TestLifeOfASink(t *testing.T) {
+	errStart, errStop := errors.New("no netlink"), errors.New("address in use")
+	cases := []struct {
+		name     string
+		sink     *stages
+		wantLog  []string
+		wantErrs []error
+		wantText string
+	}{{
+		name:     "it is started, synced and stopped",
+		sink:     &stages{},
+		wantLog:  []string{"start", "sync", "stop"},
+		wantErrs: []error{context.Canceled},
+	}, {
+		name:     "one that cannot start is neither synced nor stopped",
+		sink:     &stages{startErr: errStart},
+		wantLog:  []string{"start"},
+		wantErrs: []error{errStart},
+	}, {
+		name:     "one that panics in start cannot start",
+		sink:     &stages{startPanicsWith: "oops"},
+		wantLog:  []string{"start"},
+		wantText: "start sink: panic in Start: oops",
+	}, {
+		name:     "the error of stop is returned beside the end of the context",
+		sink:     &stages{stopErr: errStop},
+		wantLog:  []string{"start", "sync", "stop"},
+		wantErrs: []error{context.Canceled, errStop},
+	}}
+	for _, tc := range cases {
+		t.Run(tc.name, func(t *testing.T) {
+			run(t, sink.Options{StopTimeout: time.Minute}, tc.sink, func(w *world) {
+				w.src.MarkSynced()
+				synctest.Wait()
+				w.cancel()
+				err := <-w.ended
+				for _, want := range tc.wantErrs {
+					if !errors.Is(err, want) {
+						w.Errorf("Run returned %v, want %v in it", err, want)
+					}
+				}
+				if !strings.Contains(err.Error(), tc.wantText) {
+					w.Errorf("Run returned %v, want %q in it", err, tc.wantText)
+				}
+				if diff := cmp.Diff(tc.wantLog, tc.sink.log); diff != "" {
+					w.Errorf("calls (-want +got):\n%s", diff)
+				}
+				if slices.Contains(tc.wantLog, "stop") && tc.sink.deadlineOfStop != time.Minute {
+					w.Errorf("Stop had %v, want a live context with the minute of StopTimeout", tc.sink.deadlineOfStop)
+				}
+			})
+		})
+	}
+}
+
+func TestVerify(t *testing.T) {
+	t.Run("comes at its interval when nothing else is to do", func(t *testing.T) {
+		var at []time.Time
+		s := &stages{verify: func(context.Context) error {
+			at = append(at, time.Now())
+			time.Sleep(time.Second)
+			return nil
+		}}
+		run(t, sink.Options{VerifyInterval: time.Minute}, s, func(w *world) {
+			time.Sleep(time.Hour)
+			w.src.MarkSynced()
+			time.Sleep(2*time.Minute + time.Second)
+			want := []time.Time{w.start.Add(time.Hour + time.Minute), w.start.Add(time.Hour + 2*time.Minute + time.Second)}
+			synctest.Wait()
+			if diff := cmp.Diff(want, at); diff != "" {
+				w.Errorf("calls of Verify (-want +got):\n%s", diff)
+			}
+			time.Sleep(time.Second)
+		})
+	})
+	t.Run("ends when a change comes", func(t *testing.T) {
+		s := &stages{verify: func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }}
+		run(t, sink.Options{VerifyInterval: time.Minute}, s, func(w *world) {
+			w.src.MarkSynced()
+			time.Sleep(61 * time.Second)
+			w.src.Set(view(web, 2))
+			w.waitApplied()
+			w.expectTold(1, "1m1s: web [1]→[2]")
+		})
+	})
+	t.Run("ends when a service is due again", func(t *testing.T) {
+		s := &stages{verify: func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }}
+		run(t, sink.Options{VerifyInterval: time.Minute, Backoff: sink.Backoff{Initial: time.Hour, Max: time.Hour}}, s, func(w *world) {
+			w.rec.Script(sinktest.FailServices(errBusy, web))
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.expectTold(1, "1h0m0s: web none→[1] again")
+		})
+	})
+	t.Run("may ask to start over", func(t *testing.T) {
+		s := &stages{verify: func(context.Context) error { return fmt.Errorf("table is gone: %w", sink.ErrStartOver) }}
+		run(t, sink.Options{VerifyInterval: time.Minute}, s, func(w *world) {
+			w.src.MarkSynced()
+			time.Sleep(time.Minute)
+			w.waitApplied()
+			w.expectTold(0, "0s: full web none→[1]", "1m0s: full web none→[1]")
+		})
+	})
+	t.Run("may fail or panic", func(t *testing.T) {
+		calls := 0
+		s := &stages{verify: func(context.Context) error {
+			if calls++; calls > 1 {
+				panic("oops")
+			}
+			return errBusy
+		}}
+		var errs []error
+		opts := sink.Options{VerifyInterval: time.Minute, Observer: sink.Observer{
+			Verified: func(_ time.Duration, err error) { errs = append(errs, err) },
+		}}
+		run(t, opts, s, func(w *world) {
+			w.src.MarkSynced()
+			time.Sleep(2 * time.Minute)
+			w.src.Set(view(web, 2))
+			synctest.Wait()
+			w.waitApplied()
+			if len(errs) != 2 || errs[0] != errBusy || errs[1] == nil {
+				w.Errorf("Verify reported %v", errs)
+			}
+		})
+	})
+}

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nodeview
+
+import (
+	"cmp"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// WriteTo writes e as text for people.
+func (e *Explanation) WriteTo(w io.Writer) (int64, error) {
+	n, err := io.WriteString(w, e.String())
+	return int64(n), err
+}
+
+// String returns e as text of several lines.
+func (e *Explanation) String() string {
+	var b strings.Builder
+	e.head(&b)
+	if e.View == nil {
+		return b.String()
+	}
+	for i := range e.Lists {
+		e.Lists[i].text(&b)
+	}
+	if len(e.Skipped) > 0 {
+		b.WriteString("\nendpoints of no list\n")
+	}
+	for i := range e.Skipped {
+		ep := &e.Skipped[i]
+		fmt.Fprintf(&b, "  %s: %s\n", ep.name(), ep.Internal)
+	}
+	if len(e.View.Draining) > 0 {
+		b.WriteString("\ndraining: no new connections, existing ones are left alone\n")
+	}
+	for i := range e.View.Draining {
+		fmt.Fprintf(&b, "  %s\n", e.View.Draining[i].Key())
+	}
+	if len(e.Frontends) > 0 {
+		b.WriteString("\nfrontends\n")
+	}
+	for i := range e.Frontends {
+		e.Frontends[i].text(&b)
+	}
+	if len(e.Unserved) > 0 {
+		b.WriteString("\nnot served\n")
+	}
+	for _, u := range e.Unserved {
+		fmt.Fprintf(&b, "  %s\n", u)
+	}
+	if port := HealthCheckPort(e.View.Service); port != 0 {
+		fmt.Fprintf(&b, "\nhealth check node port %d: ready on this node are %d IPv4 and %d IPv6 addresses\n",
+			port, ReadyLocal(e.View, api.IPv4), ReadyLocal(e.View, api.IPv6))
+	}
+	return b.String()
+}
+
+func (e *Explanation) head(b *strings.Builder) {
+	fmt.Fprintf(b, "service %s on ", e.Service)
+	if e.Node == "" {
+		b.WriteString("a node without a name")
+	} else {
+		fmt.Fprintf(b, "node %s", e.Node)
+	}
+	if e.Zone != "" {
+		fmt.Fprintf(b, " in zone %s", e.Zone)
+	}
+	if e.View == nil {
+		fmt.Fprintf(b, ": %s\n", e.Absent)
+		return
+	}
+	fmt.Fprintf(b, "\ninternal traffic policy %s, external traffic policy %s\n",
+		policyName(e.InternalLocal), policyName(e.ExternalLocal))
+	if e.View.Service.ExternalTrafficToLocal && !e.ExternalLocal {
+		b.WriteString("(externalTrafficPolicy Local does not count: nothing external leads to the service)\n")
+	}
+}
+
+func policyName(local bool) string {
+	if local {
+		return "Local"
+	}
+	return "Cluster"
+}
+
+func (l *ListExplanation) text(b *strings.Builder) {
+	fmt.Fprintf(b, "\n%s, %s: ", portText(l.Port), l.Family)
+	if !l.Usable {
+		b.WriteString("no endpoint is usable anywhere\n")
+	} else {
+		fmt.Fprintf(b, "topology: %s\n", l.Topology)
+	}
+	for i := range l.Endpoints {
+		l.Endpoints[i].text(b)
+	}
+}
+
+func portText(p *api.PortMapping) string {
+	if p == nil {
+		return "all ports"
+	}
+	text := fmt.Sprintf("port %d/%s", p.Port, p.Protocol)
+	if p.Name != "" {
+		text += " " + p.Name
+	}
+	return text
+}
+
+func (e *EndpointExplanation) name() string {
+	return fmt.Sprintf("%s of slice %s on %s", addrPort(e.Endpoint.Addr, e.TargetPort), e.Slice,
+		cmp.Or(e.Endpoint.NodeName, "no known node"))
+}
+
+func (e *EndpointExplanation) text(b *strings.Builder) {
+	fmt.Fprintf(b, "  %s\n", e.name())
+	why := func(list string, r Reason) {
+		in := "out"
+		if r.In() {
+			in = "in"
+		}
+		fmt.Fprintf(b, "    %-14s %-3s  %s", list, in, r)
+		if r == OutDuplicate {
+			fmt.Fprintf(b, ": that of slice %s", e.Preferred)
+		}
+		b.WriteByte('\n')
+	}
+	why("internal", e.Internal)
+	why("external", e.External)
+	if e.ShortCircuit != 0 {
+		why("short circuit", e.ShortCircuit)
+	}
+}
+
+func (f *Frontend) text(b *strings.Builder) {
+	fmt.Fprintf(b, "  %s\n", f.FrontendKey)
+	if f.Kind == ClusterIP || f.Masquerade == MasqueradeAll {
+		fmt.Fprintf(b, "    from anywhere   %s\n", f.Elsewhere)
+	} else {
+		fmt.Fprintf(b, "    from elsewhere  %s\n    from this node  %s\n", f.Elsewhere, f.Node)
+	}
+	if f.Sources.Restricted {
+		fmt.Fprintf(b, "    sources         %s\n", f.Sources)
+	}
+	fmt.Fprintf(b, "    masquerade      %s\n", masqueradeText(f.Masquerade))
+	if f.Affinity > 0 {
+		fmt.Fprintf(b, "    affinity        a client keeps its endpoint for %s\n", f.Affinity)
+	}
+}
+
+// String says it in words.
+func (t Traffic) String() string {
+	switch t.Verdict {
+	case Forward:
+		to := make([]string, len(t.Endpoints))
+		for i, e := range t.Endpoints {
+			to[i] = addrPort(e.Addr(), e.Port)
+		}
+		return "forward to " + strings.Join(to, ", ")
+	case Reject:
+		return "reject: no endpoint is usable anywhere"
+	default:
+		return "drop: usable endpoints are only on other nodes"
+	}
+}
+
+// String says it in words.
+func (s Sources) String() string {
+	switch {
+	case !s.Restricted:
+		return "everybody"
+	case len(s.Ranges) == 0:
+		return "nobody of this family"
+	}
+	text := make([]string, len(s.Ranges))
+	for i, r := range s.Ranges {
+		text[i] = r.String()
+	}
+	slices.Sort(text)
+	return "only " + strings.Join(text, ", ")
+}
+
+func masqueradeText(m Masquerade) string {
+	switch m {
+	case MasqueradeAll:
+		return "all"
+	case MasqueradeNode:
+		return "only what the node itself sends"
+	default:
+		return "from outside the pod network, if the backend is asked to"
+	}
+}

@@ -24,7 +24,8 @@ type Cursor[K, V any] struct {
 	held *Snapshot[K, V]
 }
 
-// Delta is what a reader has to do to get from one snapshot to another. It stays valid whatever becomes of the cursor.
+// Delta is what a reader has to do to get from one snapshot to another, as [Cursor.Until] returns it. It stays valid whatever becomes
+// of the cursor.
 type Delta[K, V any] struct {
 	// Old is what the reader acknowledged last. Nil means that it has to start over: it must take on New as a whole and forget
 	// what else it has.

@@ -5,6 +5,7 @@ go 1.26.0
 require (
 	github.com/google/go-cmp v0.7.0
 	go.etcd.io/etcd/client/v3 v3.7.0
+	go.uber.org/goleak v1.3.0
 	golang.org/x/sys v0.47.0
 	k8s.io/api v0.37.1
 	k8s.io/apimachinery v0.37.1
@@ -155,6 +156,9 @@ require (
 	sigs.k8s.io/yaml v1.6.0 // indirect
 )
 
+// k8s.io/kubernetes asks for its staging modules at v0.0.0 and replaces them by
+// folders of its repository, which only counts there. They are all named here,
+// at the version that belongs to it. Both change together.
 replace (
 	github.com/kpng-project/kpng => ../
 	k8s.io/api => k8s.io/api v0.37.1
@@ -192,6 +196,7 @@ replace (
 	k8s.io/streaming => k8s.io/streaming v0.37.1
 )
 
+// What package apiserver starts.
 tool (
 	go.etcd.io/etcd/server/v3
 	k8s.io/kubernetes/cmd/kube-apiserver

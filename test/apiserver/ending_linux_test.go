@@ -13,6 +13,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"go.uber.org/goleak"
 )
 
 func TestNothingRunsAfter(t *testing.T) {
@@ -51,6 +53,7 @@ func TestNothingRunsAfter(t *testing.T) {
 	}
 
 	t.Run("the test ended", func(t *testing.T) {
+		before := goleak.IgnoreCurrent()
 		var pids []string
 		var dir string
 		t.Run("test", func(t *testing.T) {
@@ -66,6 +69,7 @@ func TestNothingRunsAfter(t *testing.T) {
 		if _, err := os.Stat(dir); !errors.Is(err, fs.ErrNotExist) {
 			t.Errorf("stat %s: %v, want not exist", dir, err)
 		}
+		goleak.VerifyNone(t, before)
 	})
 }
 

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package importer
+
+import (
+	_ "embed"
+	"fmt"
+	"maps"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+const kpngModule = "github.com/kpng-project/kpng"
+
+// unwanted are the modules that an embedder of kpng gets nothing of: what makes
+// a command of a sink, what carries it over the network, and the backends'
+// libraries.
+var unwanted = []string{
+	"github.com/Microsoft/hcsshim",
+	"github.com/google/nftables",
+	"github.com/prometheus",
+	"github.com/spf13/cobra",
+	"google.golang.org/grpc",
+	"k8s.io/kubernetes",
+	"sigs.k8s.io/knftables",
+}
+
+// unwantedIn returns which of the packages or modules are unwanted, in order.
+func unwantedIn(paths []string) []string {
+	var found []string
+	for _, path := range paths {
+		if slices.ContainsFunc(unwanted, func(u string) bool { return path == u || strings.HasPrefix(path, u+"/") }) {
+			found = append(found, path)
+		}
+	}
+	slices.Sort(found)
+	return found
+}
+
+// sevenLines is the smallest service proxy.
+//
+//go:embed testdata/proxy/main.go
+var sevenLines string
+
+// imports has the packages that embedders use and sevenLines does not.
+const imports = `package main
+
+import (
+	_ "github.com/kpng-project/kpng"
+	_ "github.com/kpng-project/kpng/sink"
+	_ "github.com/kpng-project/kpng/watcher/kube"
+)
+`
+
+// clientGoOnly is what any program that watches Kubernetes imports.
+const clientGoOnly = `package main
+
+import (
+	_ "k8s.io/client-go/kubernetes"
+	_ "k8s.io/client-go/tools/cache"
+	_ "k8s.io/client-go/tools/clientcmd"
+)
+
+func main() {}
+`
+
+func TestAnImporterLinksNothingUnwanted(t *testing.T) {
+	importer := newImporter(t, map[string]string{"main.go": sevenLines, "imports.go": imports})
+	without := newModule(t, "", map[string]string{"main.go": clientGoOnly})
+	for _, goos := range []string{"linux", "windows", "darwin"} {
+		t.Run(goos, func(t *testing.T) {
+			linked := importer.linked(t, goos)
+			if found := unwantedIn(slices.Collect(maps.Keys(linked))); len(found) > 0 {
+				t.Errorf("it links what it should not:\n%s", strings.Join(found, "\n"))
+			}
+			t.Logf("linked beside the standard library and what comes with client-go:\n%s",
+				strings.Join(own(linked, without.linked(t, goos)), "\n"))
+		})
+	}
+}
+
+func TestAnImporterGetsNoKubernetesModule(t *testing.T) {
+	importer := newImporter(t, map[string]string{"main.go": sevenLines, "imports.go": imports})
+	without := newModule(t, "", map[string]string{"main.go": clientGoOnly})
+	versions := importer.versions(t)
+	if v, ok := versions["k8s.io/kubernetes"]; ok {
+		t.Errorf("k8s.io/kubernetes %s is among its modules", v)
+	}
+	t.Logf("modules that kpng raises over what client-go asks for:\n%s",
+		strings.Join(raised(without.versions(t), versions), "\n"))
+}
+
+func TestTheSevenLineProgramIsAProgram(t *testing.T) {
+	importer := newImporter(t, map[string]string{"main.go": sevenLines})
+	binary := filepath.Join(t.TempDir(), "proxy")
+	importer.goCommand(t, "build", "-o", binary, ".")
+
+	var modules []string
+	for _, line := range importer.goCommand(t, "version", "-m", binary) {
+		if f := strings.Fields(line); len(f) > 1 && f[0] == "dep" {
+			modules = append(modules, f[1])
+		}
+	}
+	if !slices.Contains(modules, kpngModule) {
+		t.Errorf("%s is not among the modules it was built of: %v", kpngModule, modules)
+	}
+	if found := unwantedIn(modules); len(found) > 0 {
+		t.Errorf("it was built of what it should not:\n%s", strings.Join(found, "\n"))
+	}
+}
+
+// What the tests above rely on: that a program which does link something
+// unwanted is found out.
+func TestAnImporterOfTheUnwantedIsFoundOut(t *testing.T) {
+	importer := newImporter(t, map[string]string{"main.go": `package main
+
+import (
+	_ "github.com/kpng-project/kpng/api"
+	_ "github.com/spf13/cobra"
+)
+
+func main() {}
+`})
+	got := unwantedIn(slices.Collect(maps.Keys(importer.linked(t, "linux"))))
+	if diff := cmp.Diff([]string{"github.com/spf13/cobra"}, got); diff != "" {
+		t.Errorf("unwanted (-want +got):\n%s", diff)
+	}
+}
+
+func TestUnwanted(t *testing.T) {
+	for name, c := range map[string]struct{ paths, want []string }{
+		"nothing of it":                   {[]string{"k8s.io/client-go/rest", kpngModule + "/sink"}, nil},
+		"a module":                        {[]string{"google.golang.org/grpc"}, []string{"google.golang.org/grpc"}},
+		"a package in a module":           {[]string{"k8s.io/api", "google.golang.org/grpc/codes"}, []string{"google.golang.org/grpc/codes"}},
+		"any module of an organisation":   {[]string{"github.com/prometheus/common/model"}, []string{"github.com/prometheus/common/model"}},
+		"a name that only begins like it": {[]string{"google.golang.org/grpcx", "k8s.io/kubernetes-client"}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if diff := cmp.Diff(c.want, unwantedIn(c.paths)); diff != "" {
+				t.Errorf("unwanted (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestRaised(t *testing.T) {
+	without := map[string]string{"same": "v1", "raised": "v1", "dropped": "v1"}
+	with := map[string]string{"same": "v1", "raised": "v2", "added": "v1"}
+	if diff := cmp.Diff([]string{"raised v1 → v2"}, raised(without, with)); diff != "" {
+		t.Errorf("raised (-want +got):\n%s", diff)
+	}
+}
+
+// own returns the linked packages of modules that the other program links
+// nothing of, in order.
+func own(linked, other map[string]string) []string {
+	theirs := map[string]bool{}
+	for _, module := range other {
+		theirs[module] = true
+	}
+	var paths []string
+	for path, module := range linked {
+		if !theirs[module] {
+			paths = append(paths, path)
+		}
+	}
+	slices.Sort(paths)
+	return paths
+}
+
+// raised returns the modules that both have and the second has at another
+// version, in order.
+func raised(without, with map[string]string) []string {
+	var lines []string
+	for path, version := range without {
+		if v, ok := with[path]; ok && v != version {
+			lines = append(lines, fmt.Sprintf("%s %s → %s", path, version, v))
+		}
+	}
+	slices.Sort(lines)
+	return lines
+}

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package importer
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// module is somebody's module in a folder of the test.
+type module struct {
+	dir string
+	env []string
+}
+
+// newModule writes a module that requires client-go at kpng's version, has the
+// further lines in its go.mod, and of these files one program.
+func newModule(t *testing.T, goMod string, files map[string]string) *module {
+	t.Helper()
+	root := checkout(t)
+	kpng := &module{dir: root}
+	m := &module{dir: t.TempDir(), env: []string{"GOFLAGS=-mod=mod", "GOWORK=off"}}
+	goVersion := kpng.goCommand(t, "list", "-m", "-f", "{{.GoVersion}}")[0]
+	clientGo := kpng.goCommand(t, "list", "-m", "k8s.io/client-go")[0]
+	m.write(t, "go.mod", fmt.Sprintf("module example.com/importer\n\ngo %s\n\nrequire %s\n%s", goVersion, clientGo, goMod))
+	// The sums are kpng's, so that what kpng was built of is not fetched again.
+	sums, err := os.ReadFile(filepath.Join(root, "go.sum"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	m.write(t, "go.sum", string(sums))
+	for name, content := range files {
+		m.write(t, name, content)
+	}
+	// As after go get, its go.mod names all that its packages come from.
+	m.goCommand(t, "list", "-deps", ".")
+	return m
+}
+
+// newImporter is newModule for a module that imports this checkout of kpng.
+func newImporter(t *testing.T, files map[string]string) *module {
+	t.Helper()
+	return newModule(t, fmt.Sprintf("require %s v0.0.0\nreplace %[1]s => %s\n", kpngModule, checkout(t)), files)
+}
+
+// linked returns the packages outside the standard library that the program
+// links on this operating system, and the module of each.
+func (m *module) linked(t *testing.T, goos string) map[string]string {
+	t.Helper()
+	on := &module{dir: m.dir, env: append(m.env, "GOOS="+goos, "CGO_ENABLED=0")}
+	packages := map[string]string{}
+	for _, line := range on.goCommand(t, "list", "-deps", "-f", "{{with .Module}}{{$.ImportPath}} {{.Path}}{{end}}", ".") {
+		if path, module, ok := strings.Cut(line, " "); ok {
+			packages[path] = module
+		}
+	}
+	return packages
+}
+
+// versions returns the version of every module that the module may use.
+func (m *module) versions(t *testing.T) map[string]string {
+	t.Helper()
+	versions := map[string]string{}
+	for _, line := range m.goCommand(t, "list", "-m", "-f", "{{if not .Main}}{{.Path}} {{.Version}}{{end}}", "all") {
+		if path, version, ok := strings.Cut(line, " "); ok {
+			versions[path] = version
+		}
+	}
+	return versions
+}
+
+// goCommand runs the go command in the module and returns the lines it prints.
+func (m *module) goCommand(t *testing.T, args ...string) []string {
+	t.Helper()
+	cmd := exec.CommandContext(t.Context(), "go", args...)
+	cmd.Dir = m.dir
+	cmd.Env = append(cmd.Environ(), m.env...)
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	if err := cmd.Run(); err != nil {
+		t.Fatalf("go %s: %v (this test needs the go command, and its modules in the cache or to be had)\n%s",
+			strings.Join(args, " "), err, stderr.Bytes())
+	}
+	return strings.Split(strings.TrimSpace(stdout.String()), "\n")
+}
+
+func (m *module) write(t *testing.T, name, content string) {
+	t.Helper()
+	if err := os.WriteFile(filepath.Join(m.dir, name), []byte(content), 0o644); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// checkout returns the folder of kpng's root module.
+func checkout(t *testing.T) string {
+	t.Helper()
+	root, err := filepath.Abs(filepath.Join("..", ".."))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return root
+}

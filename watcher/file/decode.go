@@ -128,10 +128,16 @@ func (d *decoder) fieldsOf(t reflect.Type) map[string][]int {
 		return known
 	}
 	fields := make(map[string][]int, t.NumField())
-	for _, f := range reflect.VisibleFields(t) {
+	for i := range t.NumField() {
+		f := t.Field(i)
 		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
-		if name != "" && name != "-" {
-			fields[name] = f.Index
+		switch {
+		case name == "" && f.Anonymous:
+			for inner, index := range d.fieldsOf(f.Type) {
+				fields[inner] = append([]int{i}, index...)
+			}
+		case name != "" && name != "-":
+			fields[name] = []int{i}
 		}
 	}
 	d.fields[t] = fields

@@ -307,7 +307,15 @@ func (r *jsonReader) failed(err error) syntaxError {
 		r.advance(int64(len(bytes.TrimRight(r.data, " \t\r\n"))))
 		return syntaxError{r.line, "the JSON text ends too early"}
 	case errors.As(err, &syntax):
-		r.advance(syntax.Offset - 1)
+		// The offset is that after the bad character; but for tokens in the
+		// wrong place, that before the blanks in front of it.
+		at := max(syntax.Offset-1, 0)
+		if !strings.HasSuffix(err.Error(), "in string literal") {
+			for at < int64(len(r.data)) && strings.IndexByte(" \t\r\n", r.data[at]) >= 0 {
+				at++
+			}
+		}
+		r.advance(at)
 	}
 	return syntaxError{r.line, err.Error()}
 }

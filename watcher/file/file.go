@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package file fills a cluster.State from manifests: ordinary Kubernetes YAML
+// or JSON, as people write it and as
+//
+//	kubectl get services,endpointslices,nodes -A -o yaml
+//
+// prints it. [Load] reads manifests once, [Watch] follows them.
+//
+// # What is read
+//
+// A path names a file or a folder. Of a folder, the files directly in it whose
+// names end in .yaml, .yml or .json are read in order of their names; hidden
+// ones (which start with a dot) are not, and subfolders are not entered. A file
+// holds one or more documents, each an object or a list of objects. Services
+// and Nodes of v1 and EndpointSlices of discovery.k8s.io/v1 are read; objects
+// of any other kind are left alone, with a warning for each kind.
+//
+// The rules of package watcher say which objects are meant for the proxy. The
+// API's defaults are filled in, and an object without a namespace is in
+// "default". Nothing is allocated: a service without clusterIP has none.
+//
+// # What is refused
+//
+// What the API server would not admit, as far as a service proxy cares: what is
+// no YAML, values of the wrong type, unknown fields, addresses and ports that
+// are none, the same object twice. [Errors] lists all of it by file, line and
+// object. Then nothing of the manifests is used, valid or not: half of what was
+// meant is rarely what was meant.
+//
+// Some things are left out with a warning instead: an unknown field in an object
+// that has a metadata.uid, since then an API server of a later release has
+// written it; an EndpointSlice that names no service; and an address of a Node
+// that is none.
+package file
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/fsnotify/fsnotify"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/clock"
+
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/watcher"
+)
+
+// Stdin is the path that stands for the standard input.
+const Stdin = "-"
+
+// Options say what Watch reads.
+type Options struct {
+	// Path is a file, a folder, or Stdin, which is read once.
+	Path string
+	// Once ends Watch after the first reading.
+	Once bool
+	// Options select what is meant for the proxy.
+	watcher.Options
+	// Clock is for tests. Default: the real one.
+	Clock clock.WithTicker
+}
+
+// Watch reads manifests into state, which has synced then, and follows their
+// changes until ctx is done; it returns nil then. Each reading is one commit,
+// which changes only what is different. Nobody else may write to state.
+//
+// An error of the first reading is returned. One of a later reading is logged,
+// once, and state keeps what it has until the manifests are good again, or
+// there again. A file is read when it has not changed for a moment, so that one
+// that is being written is left in peace; a file of no bytes is refused, as it
+// is most likely about to be written. To take everything away, write a List
+// without items or empty the folder.
+//
+// Changes are noticed at once where the operating system tells of them, and
+// within five seconds elsewhere, such as on network file systems.
+func Watch(ctx context.Context, state *cluster.State, opts Options) error {
+	if opts.Clock == nil {
+		opts.Clock = clock.RealClock{}
+	}
+	f := &follower{
+		opts:      opts,
+		log:       klog.FromContext(ctx).WithValues("path", opts.Path),
+		state:     state,
+		newNotify: fsnotify.NewWatcher,
+	}
+	return f.run(ctx)
+}
+
+// Load reads manifests once. The error is Errors if it is about what they say.
+func Load(path string, options watcher.Options) (*Manifests, error) {
+	p, err := newParser(options)
+	if err != nil {
+		return nil, err
+	}
+	if path == Stdin {
+		data, err := io.ReadAll(os.Stdin)
+		if err != nil {
+			return nil, fmt.Errorf("reading manifests from standard input: %w", err)
+		}
+		p.file("stdin", data)
+		return p.result()
+	}
+	names, err := list(path)
+	if err != nil {
+		return nil, fmt.Errorf("reading manifests: %w", err)
+	}
+	for _, name := range names {
+		data, err := os.ReadFile(name)
+		if err != nil {
+			return nil, fmt.Errorf("reading manifests: %w", err)
+		}
+		p.file(name, data)
+	}
+	if len(names) == 0 {
+		p.warn(&Error{File: path, Message: "no manifests in this folder"})
+	}
+	return p.result()
+}
+
+// list returns the files that path stands for, in the order of reading.
+func list(path string) ([]string, error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return nil, err
+	}
+	if !info.IsDir() {
+		return []string{path}, nil
+	}
+	entries, err := os.ReadDir(path) // sorted
+	if err != nil {
+		return nil, err
+	}
+	var names []string
+	for _, entry := range entries {
+		name := filepath.Join(path, entry.Name())
+		if !isManifest(entry.Name()) {
+			continue
+		}
+		info, err := os.Stat(name)
+		switch {
+		case errors.Is(err, fs.ErrNotExist) && entry.Type()&fs.ModeSymlink == 0:
+			// It went between the listing and now.
+		case err != nil:
+			return nil, err
+		case info.Mode().IsRegular():
+			names = append(names, name)
+		}
+	}
+	return names, nil
+}
+
+func isManifest(name string) bool {
+	return !strings.HasPrefix(name, ".") && slices.Contains([]string{".yaml", ".yml", ".json"}, filepath.Ext(name))
+}

@@ -1,0 +1,460 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package file
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/kpng-project/kpng/watcher"
+)
+
+const (
+	service = `apiVersion: v1
+kind: Service
+metadata:
+  name: web
+spec:
+  clusterIP: 10.96.0.1
+  ports:
+  - port: 80
+`
+	slice = `apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata:
+  name: web-1
+  labels:
+    kubernetes.io/service-name: web
+addressType: IPv4
+ports:
+- port: 8080
+endpoints:
+- addresses: [10.0.0.1]
+`
+)
+
+// write makes a file of each text, by name, and returns the folder.
+func write(t *testing.T, files map[string]string) string {
+	t.Helper()
+	dir := t.TempDir()
+	for name, text := range files {
+		path := filepath.Join(dir, name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return dir
+}
+
+// names lists what m holds.
+func names(m *Manifests) []string {
+	var list []string
+	for _, s := range m.Services {
+		list = append(list, "service "+s.Key().String())
+	}
+	for _, s := range m.Slices {
+		list = append(list, "slice "+s.Key().String())
+	}
+	for _, n := range m.Nodes {
+		list = append(list, "node "+n.Name)
+	}
+	return list
+}
+
+// warnings lists the warnings of m, without the folder.
+func warnings(m *Manifests, dir string) []string {
+	var list []string
+	for _, w := range m.Warnings {
+		list = append(list, strings.TrimPrefix(w.Error(), dir+"/"))
+	}
+	return list
+}
+
+func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
+	edit := func(text string, oldnew ...string) string {
+		edited := strings.NewReplacer(oldnew...).Replace(text)
+		if edited == text {
+			panic("nothing replaced")
+		}
+		return edited
+	}
+	for _, c := range []struct {
+		name string
+		file string // m.yaml if empty
+		text string
+		want []string
+	}{{
+		name: "a file of no bytes",
+		text: "",
+		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+	}, {
+		name: "a tab as indentation, in the second document",
+		text: service + "---\n# comment\n\n" + edit(slice, "  name: web-1", "\tname: web-1"),
+		want: []string{"m.yaml:15: found character that cannot start any token"},
+	}, {
+		name: "a key that is not indented like its siblings",
+		text: edit(service, "  ports:", " ports:"),
+		want: []string{"m.yaml:7: did not find expected key"},
+	}, {
+		name: "a string that is not closed",
+		text: edit(service, "name: web", `name: "web`),
+		want: []string{"m.yaml:4: found unexpected end of stream"},
+	}, {
+		name: "a colon too many",
+		text: edit(service, "name: web", `name: web: x`),
+		want: []string{"m.yaml:4: mapping values are not allowed in this context"},
+	}, {
+		name: "an error in the first line",
+		text: "a: b: c\n",
+		want: []string{"m.yaml:1: mapping values are not allowed in this context"},
+	}, {
+		name: "a comma missing in JSON",
+		file: "m.json",
+		text: "{\n \"apiVersion\": \"v1\",\n \"kind\": \"Service\"\n \"metadata\": {}\n}\n",
+		want: []string{`m.json:4: invalid character '"' after object key:value pair`},
+	}, {
+		name: "JSON that is cut off",
+		file: "m.json",
+		text: "{\n \"apiVersion\": \"v1\",\n \"kind\": [\n\n",
+		want: []string{"m.json:3: the JSON text ends too early"},
+	}, {
+		name: "JSON followed by something else",
+		file: "m.json",
+		text: "{\"apiVersion\": \"v1\", \"kind\": \"Pod\"}\n}\n",
+		want: []string{"m.json:2: invalid character '}' looking for beginning of value"},
+	}, {
+		name: "bytes that are not UTF-8",
+		text: service + "# caf\xe9\n",
+		want: []string{"m.yaml:9: not UTF-8 text"},
+	}, {
+		name: "an alias to nothing",
+		text: edit(service, "name: web", "name: *other"),
+		want: []string{"m.yaml:4: unknown anchor 'other' referenced"},
+	}, {
+		name: "an alias to what holds it",
+		text: "apiVersion: v1\nkind: List\nitems: &all\n- *all\n",
+		want: []string{"m.yaml:4: alias to a value that contains it"},
+	}, {
+		name: "aliases that grow exponentially",
+		text: "a: &a [x,x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b,*b]\n" +
+			"d: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: &e [*d,*d,*d,*d,*d,*d,*d,*d,*d,*d]\n",
+		want: []string{"m.yaml:1: aliases stand for more than 100000 values"},
+	}, {
+		name: "a document that is no object",
+		text: service + "---\n- 1\n",
+		want: []string{"m.yaml:10: a list where an object belongs"},
+	}, {
+		name: "an object without kind",
+		text: "apiVersion: v1\nmetadata: {name: x}\n",
+		want: []string{"m.yaml:1: an object needs apiVersion and kind"},
+	}, {
+		name: "a misspelt field",
+		text: edit(service, "- port: 80", "- port: 80\n    targetport: 8080"),
+		want: []string{`m.yaml:9: Service default/web: unknown field "spec.ports[0].targetport"`},
+	}, {
+		name: "a field that is there twice",
+		text: edit(service, "  clusterIP: 10.96.0.1", "  clusterIP: 10.96.0.1\n  clusterIP: 10.96.0.2"),
+		want: []string{`m.yaml:7: Service default/web: field "spec.clusterIP" is there twice`},
+	}, {
+		name: "values of the wrong type, all of them",
+		text: edit(service, "  name: web", "  name: web\n  labels: {a: 1, b: true}", "- port: 80", "- port: eighty\n    nodePort: {}\n  publishNotReadyAddresses: 1"),
+		want: []string{
+			"m.yaml:5: Service default/web: metadata.labels[a]: 1 where text belongs: put it in quotes",
+			"m.yaml:5: Service default/web: metadata.labels[b]: true where text belongs: put it in quotes",
+			`m.yaml:9: Service default/web: spec.ports[0].port: the text "eighty" where a whole number belongs`,
+			"m.yaml:10: Service default/web: spec.ports[0].nodePort: a mapping where a whole number belongs",
+			"m.yaml:11: Service default/web: spec.publishNotReadyAddresses: 1 where true or false belongs",
+		},
+	}, {
+		name: "a number that does not fit",
+		text: edit(service, "port: 80", "port: 99999999999"),
+		want: []string{"m.yaml:8: Service default/web: spec.ports[0].port: 99999999999 is out of range"},
+	}, {
+		name: "a time that is none",
+		text: edit(service, "name: web", "name: web\n  creationTimestamp: yesterday"),
+		want: []string{`m.yaml:5: Service default/web: metadata.creationTimestamp: parsing time "yesterday" as "2006-01-02T15:04:05Z07:00": cannot parse "yesterday" as "2006"`},
+	}, {
+		name: "the same service twice in a file",
+		text: service + "---\n" + edit(service, "name: web", "name: web\n  namespace: default"),
+		want: []string{"m.yaml:10: Service default/web: already defined at m.yaml:1"},
+	}, {
+		name: "an item of a list",
+		text: "apiVersion: v1\nkind: List\nitems:\n- apiVersion: v1\n  kind: Service\n  metadata:\n    name: web\n    namespace: shop\n  spec:\n    clusterIP: None\n    ports:\n    - port: 0\n",
+		want: []string{"m.yaml:12: Service shop/web: spec.ports[0].port: 0 is not a port number"},
+	}, {
+		name: "an item of a list in JSON",
+		file: "m.json",
+		text: "{\n \"kind\": \"List\",\n \"apiVersion\": \"v1\",\n \"items\": [\n  {\n   \"kind\": \"Node\",\n   \"apiVersion\": \"v1\",\n   \"metadata\": {\n    \"name\": 5\n   }\n  }\n ]\n}\n",
+		want: []string{"m.json:9: Node : metadata.name: 5 where text belongs: put it in quotes"},
+	}, {
+		name: "items that are no list",
+		text: "apiVersion: v1\nkind: List\nitems: 3\n",
+		want: []string{"m.yaml:3: items: 3 where a list belongs"},
+	}, {
+		name: "a service without a name",
+		text: edit(service, "name: web", "generateName: web-"),
+		want: []string{"m.yaml:3: Service default/: metadata.name: missing"},
+	}, {
+		name: "a name that is none",
+		text: edit(service, "name: web", "name: Web"),
+		want: []string{"m.yaml:4: Service default/Web: metadata.name: \"Web\": a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?')"},
+	}, {
+		name: "an unknown protocol, a port above 65535 and an invalid IP",
+		text: edit(service, "10.96.0.1", "10.96.0.256", "port: 80", "port: 65536\n  - name: b\n    port: 81\n    protocol: QUIC"),
+		want: []string{
+			`m.yaml:6: Service default/web: spec.clusterIP: "10.96.0.256" is not an IP address`,
+			"m.yaml:8: Service default/web: spec.ports[0].name: missing; a service with several ports names each",
+			"m.yaml:8: Service default/web: spec.ports[0].port: 65536 is not a port number",
+			`m.yaml:11: Service default/web: spec.ports[1].protocol: unknown protocol "QUIC"`,
+		},
+	}, {
+		name: "two service ports of one name",
+		text: edit(service, "port: 80", "port: 80\n    name: a\n  - port: 81\n    name: a"),
+		want: []string{`m.yaml:11: Service default/web: spec.ports[1].name: the name "a" is taken by an earlier port`},
+	}, {
+		name: "a service without ports",
+		text: edit(service, "ports:\n  - port: 80\n", "type: ClusterIP\n"),
+		want: []string{"m.yaml:5: Service default/web: spec.ports: missing; only headless services go without"},
+	}, {
+		name: "values that are none of those the API knows",
+		text: edit(service, "clusterIP: 10.96.0.1", "type: External\n  clusterIP: 10.96.0.1\n  externalTrafficPolicy: local\n  internalTrafficPolicy: Node\n  ipFamilies: [IPv5]\n  ipFamilyPolicy: DualStack\n  sessionAffinity: IP"),
+		want: []string{
+			`m.yaml:6: Service default/web: spec.type: unknown type "External"`,
+			`m.yaml:8: Service default/web: spec.externalTrafficPolicy: "local" is none of Cluster, Local`,
+			`m.yaml:9: Service default/web: spec.internalTrafficPolicy: "Node" is none of Cluster, Local`,
+			`m.yaml:10: Service default/web: spec.ipFamilies[0]: unknown IP family "IPv5"`,
+			`m.yaml:11: Service default/web: spec.ipFamilyPolicy: "DualStack" is none of SingleStack, PreferDualStack, RequireDualStack`,
+			`m.yaml:12: Service default/web: spec.sessionAffinity: unknown affinity "IP"`,
+		},
+	}, {
+		name: "cluster IPs that contradict each other",
+		text: edit(service, "clusterIP: 10.96.0.1", "clusterIP: 10.96.0.1\n  clusterIPs:\n  - 10.96.0.2\n  - 10.96.0.3"),
+		want: []string{
+			`m.yaml:8: Service default/web: spec.clusterIPs[0]: "10.96.0.2" is not spec.clusterIP, "10.96.0.1"`,
+			"m.yaml:9: Service default/web: spec.clusterIPs[1]: 10.96.0.3 is the second IPv4 address",
+		},
+	}, {
+		name: "a cluster IP of another family than the first",
+		text: edit(service, "clusterIP: 10.96.0.1", "clusterIP: 10.96.0.1\n  ipFamilies: [IPv6]"),
+		want: []string{"m.yaml:6: Service default/web: spec.clusterIP: 10.96.0.1 is not an IPv6 address, as spec.ipFamilies[0] says"},
+	}, {
+		name: "a line end within a JSON string",
+		file: "m.json",
+		text: "{\n \"apiVersion\": \"v1\n\"\n}\n",
+		want: []string{`m.json:2: invalid character '\n' in string literal`},
+	}, {
+		name: "a node-port service without cluster IP",
+		text: edit(service, "clusterIP: 10.96.0.1", "type: NodePort\n  clusterIP: None"),
+		want: []string{"m.yaml:7: Service default/web: spec.clusterIP: None does not go with type NodePort"},
+	}, {
+		name: "an affinity timeout, a source range, an ingress mode and a target port that are none",
+		text: edit(service, "clusterIP: 10.96.0.1", "sessionAffinity: ClientIP\n  sessionAffinityConfig: {clientIP: {timeoutSeconds: 0}}\n  loadBalancerSourceRanges: [10.0.0.0/33]", "port: 80", "port: 80\n    targetPort: UPPER\nstatus: {loadBalancer: {ingress: [{ip: 1.2.3.4, ipMode: vip}]}}"),
+		want: []string{
+			"m.yaml:7: Service default/web: spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400; using 10800",
+			`m.yaml:8: Service default/web: spec.loadBalancerSourceRanges[0]: "10.0.0.0/33" is not a CIDR; it admits nobody`,
+			`m.yaml:11: Service default/web: spec.ports[0].targetPort: "UPPER": must contain only alpha-numeric characters (a-z, 0-9), and hyphens (-)`,
+			`m.yaml:11: Service default/web: spec.ports[0].targetPort: "UPPER": must contain at least one letter (a-z)`,
+			`m.yaml:12: Service default/web: status.loadBalancer.ingress[0].ipMode: "vip" is none of VIP, Proxy`,
+		},
+	}, {
+		name: "a slice without address type",
+		text: edit(slice, "addressType: IPv4\n", ""),
+		want: []string{`m.yaml:1: EndpointSlice default/web-1: addressType: unknown address type ""`},
+	}, {
+		name: "endpoint addresses that are none, and of the other family",
+		text: edit(slice, "- addresses: [10.0.0.1]", "- addresses: [10.0.0]\n- addresses:\n  - 1000::1\n- addresses: []"),
+		want: []string{
+			`m.yaml:11: EndpointSlice default/web-1: endpoints[0].addresses[0]: "10.0.0" is not an IP address`,
+			`m.yaml:13: EndpointSlice default/web-1: endpoints[1].addresses[0]: "1000::1" is not an IPv4 address, as the slice's addressType says`,
+			"m.yaml:14: EndpointSlice default/web-1: endpoints[2].addresses: empty",
+		},
+	}, {
+		name: "a pod network that is none",
+		text: "apiVersion: v1\nkind: Node\nmetadata:\n  name: n\nspec:\n  podCIDRs: [x]\n",
+		want: []string{`m.yaml:6: Node n: spec.podCIDRs: "x" is not a CIDR`},
+	}, {
+		name: "a good document between two bad ones hides neither",
+		text: edit(service, "port: 80", "port: -1") + "---\n" + slice + "---\na: b: c\n",
+		want: []string{
+			"m.yaml:8: Service default/web: spec.ports[0].port: -1 is not a port number",
+			"m.yaml:22: mapping values are not allowed in this context",
+		},
+	}} {
+		t.Run(c.name, func(t *testing.T) {
+			if c.file == "" {
+				c.file = "m.yaml"
+			}
+			t.Chdir(write(t, map[string]string{c.file: c.text}))
+			_, err := Load(c.file, watcher.Options{})
+			if err == nil {
+				t.Fatal("accepted")
+			}
+			if diff := cmp.Diff(c.want, strings.Split(err.Error(), "\n")); diff != "" {
+				t.Errorf("errors (-want +got):\n%s", diff)
+			}
+			var one *Error
+			if !errors.As(err, &one) || one.File != c.file {
+				t.Errorf("no Error of the file in %#v", err)
+			}
+		})
+	}
+}
+
+func TestErrorsAreListedUpToABound(t *testing.T) {
+	var text strings.Builder
+	for i := range 30 {
+		fmt.Fprintf(&text, "---\n- %d\n", i)
+	}
+	_, err := Load(filepath.Join(write(t, map[string]string{"m.yaml": text.String()}), "m.yaml"), watcher.Options{})
+	lines := strings.Split(err.Error(), "\n")
+	if len(lines) != maxErrorLines+1 || lines[maxErrorLines] != "and 10 more errors" {
+		t.Errorf("got %d lines, the last %q", len(lines), lines[len(lines)-1])
+	}
+}
+
+func TestAnObjectInTwoFilesIsRefused(t *testing.T) {
+	dir := write(t, map[string]string{"a.yaml": service, "b.yaml": "# again\n" + service})
+	_, err := Load(dir, watcher.Options{})
+	want := fmt.Sprintf("%s/b.yaml:2: Service default/web: already defined at %s/a.yaml:1", dir, dir)
+	if err == nil || err.Error() != want {
+		t.Errorf("got %v\nwant %s", err, want)
+	}
+}
+
+func TestAFolderIsItsManifests(t *testing.T) {
+	dir := write(t, map[string]string{
+		"a.yaml":        service,
+		"b.yml":         slice,
+		"c.json":        `{"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n1"}}`,
+		".hidden.yaml":  "nonsense: [",
+		"README.md":     "no manifest",
+		"..2024/a.yaml": service,
+		"sub/d.yaml":    "nonsense: [",
+		"dir.yaml/x":    "nonsense: [",
+	})
+	m, err := Load(dir, watcher.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff([]string{"service default/web", "slice default/web-1", "node n1"}, names(m)); diff != "" {
+		t.Errorf("objects (-want +got):\n%s", diff)
+	}
+	if len(m.Warnings) > 0 {
+		t.Errorf("warnings: %v", m.Warnings)
+	}
+}
+
+func TestWhatIsLeftOutIsWarnedOf(t *testing.T) {
+	var endpoints strings.Builder
+	for i := range 1001 {
+		fmt.Fprintf(&endpoints, "- addresses: [10.0.%d.%d]\n", i/256, i%256)
+	}
+	for _, c := range []struct {
+		name, text string
+		objects    []string
+		warnings   []string
+	}{{
+		name: "an endpoint slice without the service label is ignored",
+		text: "apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\nmetadata:\n  name: x\n  labels:\n    app: a\naddressType: IPv4\n",
+		warnings: []string{
+			"m.yaml:5: EndpointSlice default/x: metadata.labels[kubernetes.io/service-name]: missing, so the slice belongs to no service",
+		},
+	}, {
+		name:     "more endpoints than an API server admits are served",
+		text:     strings.Replace(slice, "- addresses: [10.0.0.1]\n", endpoints.String(), 1),
+		objects:  []string{"slice default/web-1"},
+		warnings: []string{"m.yaml:10: EndpointSlice default/web-1: endpoints: 1001 of them; an API server admits 1000 in a slice"},
+	}, {
+		name:    "other kinds are named once each",
+		text:    "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\n---\napiVersion: v1\nkind: Pod\nspec: {whatever: 1}\n---\napiVersion: v1\nkind: ConfigMapList\nitems:\n- {data: {}}\n---\napiVersion: serving.knative.dev/v1\nkind: Service\n---\n" + service,
+		objects: []string{"service default/web"},
+		warnings: []string{
+			"m.yaml:14: serving.knative.dev/v1 Service is not read (objects: 1)",
+			"m.yaml:12: v1 ConfigMap is not read (objects: 1)",
+			"m.yaml:1: v1 Pod is not read (objects: 2)",
+		},
+	}, {
+		name:     "an unknown field in an object of an API server is that of a later release",
+		text:     strings.NewReplacer("  name: web", "  name: web\n  uid: 3f2e", "- port: 80", "- port: 80\n    color: red").Replace(service),
+		objects:  []string{"service default/web"},
+		warnings: []string{`m.yaml:10: Service default/web: unknown field "spec.ports[0].color" is not read`},
+	}, {
+		name:     "a node address that is none is left out",
+		text:     "apiVersion: v1\nkind: Node\nmetadata: {name: n}\nstatus:\n  addresses:\n  - type: InternalIP\n    address: here\n",
+		objects:  []string{"node n"},
+		warnings: []string{`m.yaml:7: Node n: status.addresses[0].address: "here" is not an IP address`},
+	}} {
+		t.Run(c.name, func(t *testing.T) {
+			dir := write(t, map[string]string{"m.yaml": c.text})
+			m, err := Load(filepath.Join(dir, "m.yaml"), watcher.Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(c.objects, names(m)); diff != "" {
+				t.Errorf("objects (-want +got):\n%s", diff)
+			}
+			if diff := cmp.Diff(c.warnings, warnings(m, dir)); diff != "" {
+				t.Errorf("warnings (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestWhatMayBeMissingMayBeMissing(t *testing.T) {
+	for _, c := range []struct{ name, text string }{
+		{"comments only", "# nothing yet\n"},
+		{"empty documents", "---\n---\n# x\n---\n"},
+		{"a list without items", "apiVersion: v1\nkind: List\nitems: []\n"},
+		{"a list whose items are null", "apiVersion: v1\nkind: List\nitems:\n"},
+		{"JSON null", "null"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			m, err := Load(filepath.Join(write(t, map[string]string{"m.yaml": c.text}), "m.yaml"), watcher.Options{})
+			if err != nil || len(names(m)) > 0 {
+				t.Errorf("got %v, %v", m, err)
+			}
+		})
+	}
+}
+
+func TestManyWaysToWriteTheSame(t *testing.T) {
+	want, err := Load(filepath.Join(write(t, map[string]string{"m.yaml": service}), "m.yaml"), watcher.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const asJSON = `{"apiVersion":"v1","kind":"Service","metadata":{"name":"web","annotations":{"path":"\/a","smile":"\ud83d\ude00"}},` +
+		"\n\t" + `"spec":{"clusterIP":"10.96.0.1","ports":[{"port":80}]}}`
+	for _, c := range []struct{ name, file, text string }{
+		{"JSON with escapes that YAML does not know", "m.json", asJSON},
+		{"JSON in a file of another name", "m.yaml", asJSON},
+		{"JSON texts one after the other", "m.json", `{"apiVersion":"v1","kind":"List","items":[]}` + "\n" + asJSON},
+		{"a byte order mark and Windows line ends", "m.yaml", "\ufeff" + strings.ReplaceAll(service, "\n", "\r\n")},
+		{"a YAML directive", "m.yaml", "%YAML 1.1\n---\n" + service},
+		{"a document with content beside its marker", "m.yaml", "--- # first\n" + service + "---\n"},
+		{"an end marker", "m.yaml", service + "...\n---\n# end\n"},
+		{"anchors and aliases", "m.yaml", strings.Replace(strings.Replace(service, "name: web", "name: &n web\n  labels: {app: *n}", 1), "80", "&p 80\n    targetPort: *p", 1)},
+		{"the API's defaults spelt out", "m.yaml", strings.NewReplacer("  name: web", "  name: web\n  namespace: default\n  creationTimestamp: null",
+			"- port: 80", "- port: 80\n    protocol: TCP\n    targetPort: 80\n  type: ClusterIP\n  sessionAffinity: None\n  internalTrafficPolicy: Cluster\n  clusterIPs: [10.96.0.1]\nstatus:\n  loadBalancer: {}").Replace(service)},
+		{"a typed list, whose items have no type", "m.yaml", "apiVersion: v1\nkind: ServiceList\nmetadata: {resourceVersion: \"7\"}\nitems:\n- metadata: {name: web}\n  spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}\n"},
+		{"a port in hexadecimal", "m.yaml", strings.Replace(service, "80", "0x50", 1)},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			got, err := Load(filepath.Join(write(t, map[string]string{c.file: c.text}), c.file), watcher.Options{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(want.Services, got.Services); diff != "" {
+				t.Errorf("services (-want +got):\n%s", diff)
+			}
+		})
+	}
+}

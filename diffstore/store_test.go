@@ -387,3 +387,21 @@ func TestNewPanicsWithoutWhatIsRequired(t *testing.T) {
 	}()
 	New(Options[string, int]{Compare: strings.Compare})
 }
+
+func TestOnChangeIsToldWhatIsRecordedAndNothingElse(t *testing.T) {
+	var told []string
+	s := newStrings(func(o *Options[string, int]) {
+		o.OnChange = func(key string, old, new int) { told = append(told, fmt.Sprintf("%s %d>%d", key, old, new)) }
+	})
+	s.Set(0, "a", 1)
+	s.Set(0, "a", 1)
+	s.Set(0, "a", 2)
+	s.Delete(1, "a")
+	s.Replace(0, listing("b=3 c=4 b=5"))
+	s.Delete(0, "c")
+	s.Set(0, "c", 6)
+	want := []string{"a 0>1", "a 1>2", "a 2>0", "b 0>5", "c 0>4", "c 4>0", "c 0>6"}
+	if diff := gocmp.Diff(want, told); diff != "" {
+		t.Errorf("(-want +got):\n%s", diff)
+	}
+}

@@ -129,6 +129,10 @@ func (e *EndpointExplanation) text(b *strings.Builder) {
 		}
 		b.WriteByte('\n')
 	}
+	if e.Internal == e.External && (e.ShortCircuit == 0 || e.ShortCircuit == e.Internal) {
+		why("every list", e.Internal)
+		return
+	}
 	why("internal", e.Internal)
 	why("external", e.External)
 	if e.ShortCircuit != 0 {

@@ -541,7 +541,7 @@ func TestPolicies(t *testing.T) {
 
 func TestDraining(t *testing.T) {
 	runViewCases(t, []viewCase{{
-		name:    "ready, but elsewhere",
+		name:    "ready, but left out by policy and topology",
 		service: service(internalLocal, externalLocal, externalIPs("192.0.2.1"), headless),
 		slices: `slice a
 			10.0.0.1 ready @here zones=zone-1

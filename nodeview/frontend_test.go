@@ -1,0 +1,415 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nodeview
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// describeFrontends prints a view's frontends, a line each, as "KEY: what
+// becomes of traffic from elsewhere; of traffic from this node".
+func describeFrontends(se *api.ServiceEndpoints) []string {
+	var out []string
+	for f := range Frontends(se) {
+		out = append(out, fmt.Sprintf("%s: %s; %s", f.FrontendKey, trafficText(f.Elsewhere), trafficText(f.Node)))
+	}
+	return out
+}
+
+func trafficText(t Traffic) string {
+	if t.Verdict != Forward {
+		return t.Verdict.String()
+	}
+	var text string
+	for i, e := range t.Endpoints {
+		if i > 0 {
+			text += " "
+		}
+		text += addrPort(e.Addr(), e.Port)
+	}
+	return text
+}
+
+func describeUnserved(se *api.ServiceEndpoints) []string {
+	var out []string
+	for u := range Unserved(se) {
+		out = append(out, u.String())
+	}
+	return out
+}
+
+// frontendCase is a row of the tables that show rules of Frontends.
+type frontendCase struct {
+	name     string
+	service  *api.Service
+	slices   string // as endpointSlices reads
+	lost     []api.LostClaim
+	want     string // as describeFrontends prints
+	unserved string // as describeUnserved prints
+}
+
+func runFrontendCases(t *testing.T, cases []frontendCase) {
+	t.Helper()
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			se := View(&api.ServiceState{Service: c.service, Slices: endpointSlices(c.slices), Lost: c.lost}, here)
+			if diff := cmp.Diff(lines(c.want), describeFrontends(se)); diff != "" {
+				t.Errorf("frontends differ (-want +got):\n%s", diff)
+			}
+			if diff := cmp.Diff(lines(c.unserved), describeUnserved(se)); diff != "" {
+				t.Errorf("unserved frontends differ (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+const oneReady = `slice a
+	10.0.0.1 ready @here`
+
+func TestFrontends(t *testing.T) {
+	runFrontendCases(t, []frontendCase{{
+		name:    "every kind of frontend",
+		service: service(loadBalancerIPs("203.0.113.1"), externalIPs("192.0.2.1"), nodePort(30080)),
+		slices:  oneReady,
+		want: `ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080
+			LoadBalancerIP 203.0.113.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080
+			ExternalIP 192.0.2.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080
+			NodePort IPv4:30080/TCP: 10.0.0.1:8080; 10.0.0.1:8080`,
+	}, {
+		name:    "a frontend's endpoints are of its own family",
+		service: service(dualStack, nodePort(30080)),
+		slices: `slice a
+			10.0.0.1 ready
+			slice b
+			fd00::a ready`,
+		want: `ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080
+			NodePort IPv4:30080/TCP: 10.0.0.1:8080; 10.0.0.1:8080
+			ClusterIP [fd00::1]:80/TCP: [fd00::a]:8080; [fd00::a]:8080
+			NodePort IPv6:30080/TCP: [fd00::a]:8080; [fd00::a]:8080`,
+	}, {
+		name:    "frontends of a family that the service does not have are reported",
+		service: service(externalIPs("2001:db8::1"), func(s *api.Service) { s.IPs.LoadBalancerIPs = ips("2001:db8::2") }),
+		slices:  oneReady,
+		want:    "ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
+		unserved: `LoadBalancerIP [2001:db8::2]:80/TCP: the service is not served in this family
+			ExternalIP [2001:db8::1]:80/TCP: the service is not served in this family`,
+	}, {
+		name:    "a headless service has external IPs but no cluster IP",
+		service: service(headless, externalIPs("192.0.2.1")),
+		slices:  oneReady,
+		want:    "ExternalIP 192.0.2.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
+	}, {
+		name:    "no cluster IP is allocated yet",
+		service: service(nodePort(30080), func(s *api.Service) { s.IPs.ClusterIPs = api.IPSet{} }),
+		slices:  oneReady,
+		want:    "NodePort IPv4:30080/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
+	}, {
+		name:    "TCP and UDP of one number are two frontends, each with its own target port",
+		service: service(ports("dns-tcp=53", "dns=53/UDP")),
+		slices: `slice a dns-tcp=1053 dns=2053/UDP
+			10.0.0.1 ready
+			slice b dns=3053/UDP
+			10.0.0.2 ready`,
+		want: `ClusterIP 10.96.0.1:53/TCP: 10.0.0.1:1053; 10.0.0.1:1053
+			ClusterIP 10.96.0.1:53/UDP: 10.0.0.1:2053 10.0.0.2:3053; 10.0.0.1:2053 10.0.0.2:3053`,
+	}, {
+		name:    "an all-ports service has one frontend an address and no node port",
+		service: service(mapIP, externalIPs("192.0.2.1"), nodePort(30080)),
+		slices:  oneReady,
+		want: `ClusterIP 10.96.0.1: 10.0.0.1; 10.0.0.1
+			ExternalIP 192.0.2.1: 10.0.0.1; 10.0.0.1`,
+	}, {
+		name:     "a service without ports has no frontends",
+		service:  service(ports()),
+		slices:   oneReady,
+		unserved: "ClusterIP 10.96.0.1: there is no port number",
+	}, {
+		name: "ports that cannot be served are reported",
+		service: service(ports("a=80", "b=80", "c=0", "d=53"), func(s *api.Service) {
+			s.Ports[3].Protocol = api.UnknownProtocol
+		}),
+		slices: `slice a a=8080 b=8081 c=8082 d=8083
+			10.0.0.1 ready`,
+		want: "ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
+		unserved: `ClusterIP 10.96.0.1:80/TCP: an earlier port of the service has the same number and protocol, or name
+			ClusterIP 10.96.0.1:0/TCP: there is no port number
+			ClusterIP 10.96.0.1:53/Protocol(0): the protocol is not known`,
+	}, {
+		name:    "an address named as external and as load-balancer IP has one frontend",
+		service: service(loadBalancerIPs("192.0.2.1"), externalIPs("192.0.2.1", "192.0.2.2")),
+		slices:  oneReady,
+		want: `ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080
+			LoadBalancerIP 192.0.2.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080
+			ExternalIP 192.0.2.2:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080`,
+	}})
+}
+
+func TestLostFrontends(t *testing.T) {
+	older := types.NamespacedName{Namespace: "default", Name: "older"}
+	lost := func(ip string, protocol api.Protocol, port int32) []api.LostClaim {
+		c := api.LostClaim{Claim: api.Claim{Protocol: protocol, Port: port}, Winner: older}
+		if ip != "" {
+			c.IP = netip.MustParseAddr(ip)
+		}
+		return []api.LostClaim{c}
+	}
+	runFrontendCases(t, []frontendCase{{
+		name:     "an address and port",
+		service:  service(externalIPs("192.0.2.1")),
+		slices:   oneReady,
+		lost:     lost("192.0.2.1", api.TCP, 80),
+		want:     "ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
+		unserved: "ExternalIP 192.0.2.1:80/TCP: service default/older is older and holds it",
+	}, {
+		name:    "the same port of another protocol is not lost",
+		service: service(externalIPs("192.0.2.1"), headless),
+		slices:  oneReady,
+		lost:    lost("192.0.2.1", api.UDP, 80),
+		want:    "ExternalIP 192.0.2.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
+	}, {
+		name:    "a node port, in both families",
+		service: service(dualStack, headless, nodePort(30080)),
+		slices:  oneReady,
+		lost:    lost("", api.TCP, 30080),
+		unserved: `NodePort IPv4:30080/TCP: service default/older is older and holds it
+			NodePort IPv6:30080/TCP: service default/older is older and holds it`,
+	}, {
+		name:     "a whole address",
+		service:  service(mapIP, headless, externalIPs("192.0.2.1")),
+		slices:   oneReady,
+		lost:     lost("192.0.2.1", 0, 0),
+		unserved: "ExternalIP 192.0.2.1: service default/older is older and holds it",
+	}})
+}
+
+func TestTrafficAndVerdicts(t *testing.T) {
+	external := service(externalLocal, externalIPs("192.0.2.1"))
+	runFrontendCases(t, []frontendCase{{
+		name:    "external policy Local: traffic from this node uses the Cluster list",
+		service: external,
+		slices: `slice a
+			10.0.0.1 ready @here
+			10.0.0.2 ready @there`,
+		want: `ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080 10.0.0.2:8080; 10.0.0.1:8080 10.0.0.2:8080
+			ExternalIP 192.0.2.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080 10.0.0.2:8080`,
+	}, {
+		name:    "both policies Local: only the short circuit uses the Cluster list",
+		service: service(externalLocal, internalLocal, externalIPs("192.0.2.1")),
+		slices: `slice a
+			10.0.0.1 ready @here
+			10.0.0.2 ready @there`,
+		want: `ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080
+			ExternalIP 192.0.2.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080 10.0.0.2:8080`,
+	}, {
+		name:    "internal policy Local only",
+		service: service(internalLocal, externalIPs("192.0.2.1")),
+		slices: `slice a
+			10.0.0.1 ready @here
+			10.0.0.2 ready @there`,
+		want: `ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080
+			ExternalIP 192.0.2.1:80/TCP: 10.0.0.1:8080 10.0.0.2:8080; 10.0.0.1:8080 10.0.0.2:8080`,
+	}, {
+		name:    "no usable endpoint anywhere: reject",
+		service: external,
+		slices: `slice a
+			10.0.0.1 terminating @here
+			10.0.0.2 serving @there`,
+		want: `ClusterIP 10.96.0.1:80/TCP: Reject; Reject
+			ExternalIP 192.0.2.1:80/TCP: Reject; Reject`,
+	}, {
+		name:    "external policy Local and usable endpoints elsewhere only: drop what comes from elsewhere",
+		service: external,
+		slices: `slice a
+			10.0.0.2 ready @there`,
+		want: `ClusterIP 10.96.0.1:80/TCP: 10.0.0.2:8080; 10.0.0.2:8080
+			ExternalIP 192.0.2.1:80/TCP: Drop; 10.0.0.2:8080`,
+	}, {
+		name:    "internal policy Local and usable endpoints elsewhere only: drop",
+		service: service(internalLocal, externalIPs("192.0.2.1")),
+		slices: `slice a
+			10.0.0.2 serving terminating @there`,
+		want: `ClusterIP 10.96.0.1:80/TCP: Drop; Drop
+			ExternalIP 192.0.2.1:80/TCP: 10.0.0.2:8080; 10.0.0.2:8080`,
+	}, {
+		name:    "the verdict is decided port by port and family by family",
+		service: service(dualStack, ports("a=1", "b=2")),
+		slices: `slice a a=1
+			10.0.0.1 ready
+			slice b b=2
+			fd00::a ready`,
+		want: `ClusterIP 10.96.0.1:1/TCP: 10.0.0.1:1; 10.0.0.1:1
+			ClusterIP [fd00::1]:1/TCP: Reject; Reject
+			ClusterIP 10.96.0.1:2/TCP: Reject; Reject
+			ClusterIP [fd00::1]:2/TCP: [fd00::a]:2; [fd00::a]:2`,
+	}})
+}
+
+func TestFrontendsShareLists(t *testing.T) {
+	se := View(&api.ServiceState{
+		Service: service(loadBalancerIPs("203.0.113.1", "203.0.113.2"), nodePort(30080)),
+		Slices:  endpointSlices(oneReady),
+	}, here)
+	var first *Target
+	for f := range Frontends(se) {
+		for _, traffic := range []Traffic{f.Elsewhere, f.Node} {
+			if first == nil {
+				first = &traffic.Endpoints[0]
+			}
+			if &traffic.Endpoints[0] != first {
+				t.Errorf("%s has a list of its own", f.FrontendKey)
+			}
+			if traffic.Endpoints[0].Endpoint != &se.Endpoints[0] {
+				t.Errorf("%s has a copy of the endpoint", f.FrontendKey)
+			}
+		}
+	}
+}
+
+func TestFrontendsStop(t *testing.T) {
+	se := View(&api.ServiceState{Service: service(dualStack, nodePort(30080), externalIPs("192.0.2.1", "2001:db8::1"))}, here)
+	all := slices.Collect(Frontends(se))
+	for n := range all {
+		var got []Frontend
+		for f := range Frontends(se) {
+			if got = append(got, f); len(got) == n+1 {
+				break
+			}
+		}
+		if len(got) != n+1 {
+			t.Errorf("%d frontends before the loop ended, want %d", len(got), n+1)
+		}
+	}
+}
+
+func TestMasquerade(t *testing.T) {
+	kinds := func(edits ...func(*api.Service)) *api.Service {
+		return service(append(edits, loadBalancerIPs("203.0.113.1"), externalIPs("192.0.2.1"), nodePort(30080))...)
+	}
+	for _, c := range []struct {
+		name    string
+		service *api.Service
+		want    map[Kind]Masquerade
+	}{{
+		"external policy Cluster: all sources",
+		kinds(),
+		map[Kind]Masquerade{
+			ClusterIP: MasqueradeIfAsked, LoadBalancerIP: MasqueradeAll, ExternalIP: MasqueradeAll, NodePort: MasqueradeAll,
+		},
+	}, {
+		"external policy Local: only the node's own traffic",
+		kinds(externalLocal),
+		map[Kind]Masquerade{
+			ClusterIP: MasqueradeIfAsked, LoadBalancerIP: MasqueradeNode, ExternalIP: MasqueradeNode, NodePort: MasqueradeNode,
+		},
+	}, {
+		"cluster IPs: if the backend is asked to, whatever the policy",
+		service(internalLocal),
+		map[Kind]Masquerade{ClusterIP: MasqueradeIfAsked},
+	}} {
+		t.Run(c.name, func(t *testing.T) {
+			got := map[Kind]Masquerade{}
+			for f := range Frontends(View(&api.ServiceState{Service: c.service}, here)) {
+				got[f.Kind] = f.Masquerade
+			}
+			if diff := cmp.Diff(c.want, got); diff != "" {
+				t.Errorf("masquerade rules differ (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestAffinity(t *testing.T) {
+	for _, c := range []struct {
+		name     string
+		affinity api.SessionAffinity
+		want     time.Duration
+	}{
+		{"none", api.SessionAffinity{}, 0},
+		{"ClientIP keeps its time-out", api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: 10800}}, 3 * time.Hour},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			svc := service(nodePort(30080), func(s *api.Service) { s.SessionAffinity = c.affinity })
+			for f := range Frontends(View(&api.ServiceState{Service: svc}, here)) {
+				if f.Affinity != c.want {
+					t.Errorf("%s has affinity %v, want %v", f.FrontendKey, f.Affinity, c.want)
+				}
+			}
+		})
+	}
+}
+
+func TestHealthCheck(t *testing.T) {
+	checked := func(edits ...func(*api.Service)) *api.Service {
+		return service(append([]func(*api.Service){dualStack, externalLocal, ofType(api.LoadBalancer), func(s *api.Service) {
+			s.HealthCheckNodePort = 32000
+		}}, edits...)...)
+	}
+	for _, c := range []struct {
+		name    string
+		service *api.Service
+		want    int32
+	}{
+		{"LoadBalancer with policy Local has a port", checked(), 32000},
+		{"with policy Cluster there is none", checked(func(s *api.Service) { s.ExternalTrafficToLocal = false }), 0},
+		{"other types have none", checked(ofType(api.NodePort)), 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if got := HealthCheckPort(c.service); got != c.want {
+				t.Errorf("HealthCheckPort = %d, want %d", got, c.want)
+			}
+		})
+	}
+
+	for _, c := range []struct {
+		name   string
+		slices string
+		v4, v6 int
+	}{{
+		"distinct addresses of ready endpoints on this node count, by family",
+		`slice a 8080
+			10.0.0.1 ready @here
+			10.0.0.2 ready @there
+			10.0.0.3 @here
+			slice b 9090
+			10.0.0.1 ready @here
+			slice c 8080
+			fd00::a ready @here
+			fd00::b ready @here zones=zone-2`,
+		1, 2,
+	}, {
+		"serving and terminating does not count",
+		`slice a
+			10.0.0.1 serving terminating @here`,
+		0, 0,
+	}} {
+		t.Run(c.name, func(t *testing.T) {
+			se := View(&api.ServiceState{Service: checked(), Slices: endpointSlices(c.slices)}, here)
+			if v4, v6 := ReadyLocal(se, api.IPv4), ReadyLocal(se, api.IPv6); v4 != c.v4 || v6 != c.v6 {
+				t.Errorf("ReadyLocal = %d IPv4, %d IPv6, want %d and %d", v4, v6, c.v4, c.v6)
+			}
+		})
+	}
+}
+
+func TestFrontendKeyString(t *testing.T) {
+	addr := netip.MustParseAddr
+	for want, k := range map[string]FrontendKey{
+		"ClusterIP 10.96.0.10:53/UDP":       {ClusterIP, addr("10.96.0.10"), api.IPv4, api.UDP, 53},
+		"ExternalIP [2001:db8::1]:80/TCP":   {ExternalIP, addr("2001:db8::1"), api.IPv6, api.TCP, 80},
+		"NodePort IPv6:30053/SCTP":          {NodePort, netip.Addr{}, api.IPv6, api.SCTP, 30053},
+		"ExternalIP 2001:db8::1":            {ExternalIP, addr("2001:db8::1"), api.IPv6, 0, 0},
+		"LoadBalancerIP 192.0.2.1:8443/TCP": {LoadBalancerIP, addr("192.0.2.1"), api.IPv4, api.TCP, 8443},
+	} {
+		if got := k.String(); got != want {
+			t.Errorf("String() = %q, want %q", got, want)
+		}
+	}
+}

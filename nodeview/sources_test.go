@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nodeview
+
+import (
+	"net/netip"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+	"github.com/kpng-project/kpng/api"
+)
+
+// sourceRangesFor limits the service's load-balancer IPs to ranges, as the
+// watchers do for loadBalancerSourceRanges.
+func sourceRangesFor(ranges ...string) func(*api.Service) {
+	return func(s *api.Service) {
+		f := api.IPFilter{TargetIPs: s.IPs.LoadBalancerIPs}
+		for _, r := range ranges {
+			f.SourceRanges = append(f.SourceRanges, netip.MustParsePrefix(r))
+		}
+		s.IPFilters = append(s.IPFilters, f)
+	}
+}
+
+func TestSourceRanges(t *testing.T) {
+	lb := []func(*api.Service){
+		dualStack, loadBalancerIPs("203.0.113.1", "203.0.113.2", "2001:db8::1"), externalIPs("192.0.2.1", "203.0.113.2"), nodePort(30080),
+	}
+	restricted := func(ranges ...string) *api.Service {
+		return service(append(lb[:len(lb):len(lb)], sourceRangesFor(ranges...))...)
+	}
+	for _, c := range []struct {
+		name    string
+		service *api.Service
+		want    map[string]string // the restricted frontends
+	}{{
+		name:    "without ranges everybody gets in",
+		service: service(lb...),
+		want:    map[string]string{},
+	}, {
+		name:    "ranges hold for load-balancer IPs only, by family, and for those that are external IPs too",
+		service: restricted("10.0.0.0/8", "fd00::/8", "172.16.0.0/12"),
+		want: map[string]string{
+			"LoadBalancerIP 203.0.113.1:80/TCP":   "only 10.0.0.0/8, 172.16.0.0/12",
+			"LoadBalancerIP 203.0.113.2:80/TCP":   "only 10.0.0.0/8, 172.16.0.0/12",
+			"LoadBalancerIP [2001:db8::1]:80/TCP": "only fd00::/8",
+		},
+	}, {
+		name:    "a range of length 0 lets in everybody of its family",
+		service: restricted("0.0.0.0/0", "fd00::/8"),
+		want: map[string]string{
+			"LoadBalancerIP [2001:db8::1]:80/TCP": "only fd00::/8",
+		},
+	}, {
+		name:    "ranges of the other family only let nobody in",
+		service: restricted("fd00::/8"),
+		want: map[string]string{
+			"LoadBalancerIP 203.0.113.1:80/TCP":   "nobody of this family",
+			"LoadBalancerIP 203.0.113.2:80/TCP":   "nobody of this family",
+			"LoadBalancerIP [2001:db8::1]:80/TCP": "only fd00::/8",
+		},
+	}, {
+		name:    "a source that one of several filters admits gets in",
+		service: service(append(lb[:len(lb):len(lb)], sourceRangesFor("10.0.0.0/8", "::/0"), sourceRangesFor("172.16.0.0/12"))...),
+		want: map[string]string{
+			"LoadBalancerIP 203.0.113.1:80/TCP": "only 10.0.0.0/8, 172.16.0.0/12",
+			"LoadBalancerIP 203.0.113.2:80/TCP": "only 10.0.0.0/8, 172.16.0.0/12",
+		},
+	}} {
+		t.Run(c.name, func(t *testing.T) {
+			got := map[string]string{}
+			for f := range Frontends(View(&api.ServiceState{Service: c.service}, here)) {
+				if f.Sources.Restricted {
+					got[f.FrontendKey.String()] = f.Sources.String()
+				}
+			}
+			if diff := cmp.Diff(c.want, got); diff != "" {
+				t.Errorf("restricted frontends differ (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestSources(t *testing.T) {
+	own := []netip.Addr{netip.MustParseAddr("203.0.113.1"), netip.MustParseAddr("203.0.113.2")}
+	ten := []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}
+	for _, c := range []struct {
+		name     string
+		sources  Sources
+		node     string
+		admitted []string
+		refused  []string
+		prefixes []string
+	}{{
+		name:     "not restricted",
+		admitted: []string{"10.0.0.1", "203.0.113.1", "192.0.2.1"},
+	}, {
+		name:     "restricted, and the node is in no range",
+		sources:  Sources{Restricted: true, Ranges: ten, Own: own},
+		node:     "172.16.0.1",
+		admitted: []string{"10.0.0.1"},
+		refused:  []string{"192.0.2.1", "172.16.0.1", "203.0.113.1"},
+		prefixes: []string{"10.0.0.0/8"},
+	}, {
+		name:     "restricted, and a range admits the node: the service's load-balancer IPs get in too",
+		sources:  Sources{Restricted: true, Ranges: ten, Own: own},
+		node:     "10.1.2.3",
+		admitted: []string{"10.0.0.1", "203.0.113.1", "203.0.113.2"},
+		refused:  []string{"192.0.2.1", "203.0.113.3"},
+		prefixes: []string{"10.0.0.0/8", "203.0.113.1/32", "203.0.113.2/32"},
+	}, {
+		name:    "restricted to nobody",
+		sources: Sources{Restricted: true, Own: own},
+		node:    "10.1.2.3",
+		refused: []string{"10.0.0.1", "203.0.113.1"},
+	}} {
+		t.Run(c.name, func(t *testing.T) {
+			var node []netip.Addr
+			if c.node != "" {
+				node = []netip.Addr{netip.MustParseAddr("fd00::1"), netip.MustParseAddr(c.node)}
+			}
+			for _, a := range c.admitted {
+				if !c.sources.Admits(netip.MustParseAddr(a), node) {
+					t.Errorf("%s is refused", a)
+				}
+			}
+			for _, a := range c.refused {
+				if c.sources.Admits(netip.MustParseAddr(a), node) {
+					t.Errorf("%s is admitted", a)
+				}
+			}
+			var prefixes []string
+			for _, p := range c.sources.Prefixes(node) {
+				prefixes = append(prefixes, p.String())
+			}
+			if diff := cmp.Diff(c.prefixes, prefixes, cmpopts.EquateEmpty()); diff != "" {
+				t.Errorf("prefixes differ (-want +got):\n%s", diff)
+			}
+		})
+	}
+}

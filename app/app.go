@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package app makes a whole command of a sink: flags, logging, metrics, health
+// and signals.
+//
+//	func main() {
+//		app.Main(mySink)
+//	}
+//
+// The flags say where services come from (--kubeconfig, --manifests; in a pod,
+// its service account), which of them (--service-proxy-name) and for which node
+// (--node-name). The command ends with status 0 on SIGINT or SIGTERM, and with
+// --once when everything has been programmed once; with status 1 and a line on
+// standard error if it cannot go on.
+package app
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"strings"
+	"syscall"
+
+	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/metrics"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/watcher"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
+	"k8s.io/klog/v2"
+)
+
+// Main runs s as the whole program, with the program's arguments, and exits.
+func Main(s sink.Sink) {
+	name := strings.TrimSuffix(filepath.Base(os.Args[0]), ".exe")
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := Command(name, s).ExecuteContext(ctx)
+	stop()
+	klog.Flush()
+	if err != nil {
+		fmt.Fprintf(os.Stderr, "%s: %v\n", name, err)
+		os.Exit(1)
+	}
+}
+
+// Command returns the command that runs s until its context ends. The caller
+// may give it a description, and make it part of a larger one.
+func Command(name string, s sink.Sink) *cobra.Command {
+	var f flags
+	cmd := &cobra.Command{
+		Use:           name,
+		Args:          cobra.NoArgs,
+		SilenceUsage:  true,
+		SilenceErrors: true,
+		RunE:          func(cmd *cobra.Command, _ []string) error { return f.run(cmd.Context(), name, s) },
+	}
+	f.register(cmd)
+	return cmd
+}
+
+// flags are the command's settings.
+type flags struct {
+	proxy       kpng.Options
+	mapIP       string
+	healthz     string
+	metricsAddr string
+}
+
+func (f *flags) register(cmd *cobra.Command) {
+	fs := cmd.Flags()
+	fs.SortFlags = false
+	fs.StringVar(&f.proxy.Kubeconfig, "kubeconfig", "", "watch the API server of this kubeconfig `file`; without it and --manifests, that of the pod or of $KUBECONFIG or ~/.kube/config")
+	fs.StringVar(&f.proxy.Manifests, "manifests", "", "read services, endpoint slices and nodes from this `file or folder` of Kubernetes manifests, and follow it")
+	fs.StringVar(&f.proxy.Services.ServiceProxyName, "service-proxy-name", "", "serve the services whose label service.kubernetes.io/service-proxy-name is this `name`, headless ones included; without it, those that have no such label")
+	fs.StringVar(&f.proxy.NodeName, "node-name", "", "serve the node of this `name`; without it, $NODE_NAME or the host's name in lower case")
+	fs.StringSliceVar(&f.proxy.Services.KeepLabels, "keep-labels", nil, "hand on the service labels that match these `patterns`")
+	fs.StringSliceVar(&f.proxy.Services.KeepAnnotations, "keep-annotations", nil, "hand on the service annotations that match these `patterns`")
+	fs.StringVar(&f.mapIP, "all-ports-annotation", "", "make an all-ports service of each that has this `annotation` with a true value")
+	fs.DurationVar(&f.proxy.Sink.MinInterval, "min-sync-interval", 0, "the least time from the end of one sync to the start of the next")
+	fs.BoolVar(&f.proxy.Sink.Once, "once", false, "end when everything has been programmed once")
+	fs.StringVar(&f.healthz, "healthz-bind-address", "", "serve /healthz, /livez and /readyz on this `host:port`; without a host, on loopback only (off by default)")
+	fs.StringVar(&f.metricsAddr, "metrics-bind-address", "", "serve /metrics on this `host:port`; without a host, on loopback only (off by default)")
+
+	var logging flag.FlagSet
+	klog.InitFlags(&logging)
+	fs.AddGoFlag(logging.Lookup("v"))
+	fs.AddGoFlag(logging.Lookup("vmodule"))
+	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
+}
+
+func (f *flags) run(ctx context.Context, name string, s sink.Sink) error {
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	collected, err := metrics.New(registry, metrics.Options{})
+	if err != nil {
+		return err
+	}
+	opts := f.proxy
+	opts.Sink.Name = name
+	opts.Observe = collected.Sink
+	if f.mapIP != "" {
+		opts.Services.MapIP = watcher.MapIPAnnotated(f.mapIP)
+	}
+	proxy, err := kpng.New(opts)
+	if err != nil {
+		return err
+	}
+	servers, err := listen(f.healthz, f.metricsAddr, newHealth(proxy), registry)
+	if err != nil {
+		return err
+	}
+	klog.FromContext(ctx).V(1).Info("Starting", "node", proxy.NodeName(), "serviceProxyName", opts.Services.ServiceProxyName)
+
+	group, running := errgroup.WithContext(ctx)
+	serving, stopServing := context.WithCancel(running)
+	for _, server := range servers {
+		group.Go(func() error { return server.serve(serving) })
+	}
+	group.Go(func() error {
+		defer stopServing()
+		return proxy.Run(running, s)
+	})
+	return group.Wait()
+}

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package app
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+)
+
+// server is an HTTP server that listens already.
+type server struct {
+	listener net.Listener
+	http     http.Server
+}
+
+// listen opens what health checks and metrics are served on; one server serves
+// both if they have the same address. An empty address means not to serve.
+func listen(healthAddress, metricsAddress string, h *health, registry *prometheus.Registry) ([]*server, error) {
+	handlers := map[string]*http.ServeMux{}
+	mux := func(address string) *http.ServeMux {
+		if handlers[address] == nil {
+			handlers[address] = http.NewServeMux()
+		}
+		return handlers[address]
+	}
+	if healthAddress != "" {
+		h.register(mux(healthAddress))
+	}
+	if metricsAddress != "" {
+		mux(metricsAddress).Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+	}
+	var servers []*server
+	for address, handler := range handlers {
+		s, err := newServer(address, handler)
+		if err != nil {
+			for _, s := range servers {
+				s.listener.Close()
+			}
+			return nil, err
+		}
+		servers = append(servers, s)
+	}
+	return servers, nil
+}
+
+func newServer(address string, handler http.Handler) (*server, error) {
+	host, port, err := net.SplitHostPort(address)
+	if err != nil {
+		return nil, fmt.Errorf("bind address %q is not host:port: %w", address, err)
+	}
+	if host == "" {
+		host = "127.0.0.1"
+	}
+	listener, err := net.Listen("tcp", net.JoinHostPort(host, port))
+	if err != nil {
+		return nil, fmt.Errorf("serving health or metrics: %w", err)
+	}
+	return &server{listener, http.Server{
+		Handler:           handler,
+		ReadHeaderTimeout: 5 * time.Second,
+		ReadTimeout:       10 * time.Second,
+		WriteTimeout:      30 * time.Second,
+		IdleTimeout:       time.Minute,
+		MaxHeaderBytes:    1 << 14,
+	}}, nil
+}
+
+// serve serves until ctx ends.
+func (s *server) serve(ctx context.Context) error {
+	stop := context.AfterFunc(ctx, func() { s.http.Close() })
+	defer stop()
+	if err := s.http.Serve(s.listener); !errors.Is(err, http.ErrServerClosed) {
+		return fmt.Errorf("serving on %s: %w", s.listener.Addr(), err)
+	}
+	return nil
+}

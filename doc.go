@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package kpng is a library for writing Kubernetes service proxies.
+//
+// It watches Services, EndpointSlices and Nodes, works out what one node has to
+// program, and hands that to a [sink.Sink] as small, ordered change sets. What a
+// Service means on a node (traffic policies, topology, terminating endpoints,
+// dual stack, conflicting claims) is decided once, by package nodeview. How to
+// program it is the sink's business, and the only part left to write.
+//
+// A whole proxy that runs beside kube-proxy and serves the services labelled
+// service.kubernetes.io/service-proxy-name: my-proxy:
+//
+//	err := kpng.Run(ctx, kpng.Options{
+//		Services: watcher.Options{ServiceProxyName: "my-proxy"},
+//	}, sink.FullState(func(ctx context.Context, services []*api.ServiceEndpoints) error {
+//		return program(services)
+//	}))
+//
+// # Sinks
+//
+// [sink.FullState] is the simplest one: it is told everything, each time. A sink
+// of your own is told what changed, with each service's view before and after:
+//
+//	func (s *mySink) Sync(ctx context.Context, c *sink.Changes) error {
+//		for change := range c.Services {
+//			for frontend := range nodeview.Frontends(change.New) {
+//				…
+//			}
+//		}
+//		return nil
+//	}
+//
+// If Sync fails, nothing is lost: what was not acknowledged comes again, merged
+// with what changed meanwhile. [sink.Events] calls typed methods to set and
+// delete services, frontends and endpoints, in an order in which no address is
+// ever claimed twice. Package sinktest helps to test all of them.
+//
+// # Sources
+//
+// By default the API server is that of the pod or of the kubeconfig. An embedder
+// hands in a rest.Config, or the informers that it runs anyway; a file or
+// folder of manifests will do as well. See [Options].
+//
+// # Guarantees
+//
+// Sinks are told nothing until services, endpoint slices and nodes have all
+// been read once. After that the loss of the API server changes nothing: the
+// dataplane keeps its state, and on return is told the difference. What does not
+// change this node's view of a service reaches no sink, and what does costs as
+// much as that service, however many there are.
+package kpng

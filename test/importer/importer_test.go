@@ -6,6 +6,7 @@ import (
 	_ "embed"
 	"fmt"
 	"maps"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -41,12 +42,12 @@ func unwantedIn(paths []string) []string {
 	return found
 }
 
-// sevenLines is the smallest service proxy.
+// embedder is about the smallest program that has kpng in it.
 //
-//go:embed testdata/proxy/main.go
-var sevenLines string
+//go:embed testdata/embedder/main.go
+var embedder string
 
-// imports has the packages that embedders use and sevenLines does not.
+// imports has the packages that embedders use, so that none is forgotten.
 const imports = `package main
 
 import (
@@ -69,7 +70,7 @@ func main() {}
 `
 
 func TestAnImporterLinksNothingUnwanted(t *testing.T) {
-	importer := newImporter(t, map[string]string{"main.go": sevenLines, "imports.go": imports})
+	importer := newImporter(t, map[string]string{"main.go": embedder, "imports.go": imports})
 	without := newModule(t, "", map[string]string{"main.go": clientGoOnly})
 	for _, goos := range []string{"linux", "windows", "darwin"} {
 		t.Run(goos, func(t *testing.T) {
@@ -84,7 +85,7 @@ func TestAnImporterLinksNothingUnwanted(t *testing.T) {
 }
 
 func TestAnImporterGetsNoKubernetesModule(t *testing.T) {
-	importer := newImporter(t, map[string]string{"main.go": sevenLines, "imports.go": imports})
+	importer := newImporter(t, map[string]string{"main.go": embedder, "imports.go": imports})
 	without := newModule(t, "", map[string]string{"main.go": clientGoOnly})
 	versions := importer.versions(t)
 	if v, ok := versions["k8s.io/kubernetes"]; ok {
@@ -94,13 +95,10 @@ func TestAnImporterGetsNoKubernetesModule(t *testing.T) {
 		strings.Join(raised(without.versions(t), versions), "\n"))
 }
 
-func TestTheSevenLineProgramIsAProgram(t *testing.T) {
-	importer := newImporter(t, map[string]string{"main.go": sevenLines})
-	binary := filepath.Join(t.TempDir(), "proxy")
-	importer.goCommand(t, "build", "-o", binary, ".")
-
+func TestAnImporterIsBuiltOfNothingUnwanted(t *testing.T) {
+	importer := newImporter(t, map[string]string{"main.go": embedder})
 	var modules []string
-	for _, line := range importer.goCommand(t, "version", "-m", binary) {
+	for _, line := range importer.goCommand(t, "version", "-m", importer.build(t)) {
 		if f := strings.Fields(line); len(f) > 1 && f[0] == "dep" {
 			modules = append(modules, f[1])
 		}
@@ -111,6 +109,32 @@ func TestTheSevenLineProgramIsAProgram(t *testing.T) {
 	if found := unwantedIn(modules); len(found) > 0 {
 		t.Errorf("it was built of what it should not:\n%s", strings.Join(found, "\n"))
 	}
+}
+
+func TestTheReadmesProgramIsAProgram(t *testing.T) {
+	readme, err := os.ReadFile(filepath.Join(checkout(t), "README.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, program, _ := strings.Cut(string(readme), "```go\nfunc main() {\n")
+	program, _, ok := strings.Cut(program, "```\n")
+	if !ok {
+		t.Fatal("README.md has no func main")
+	}
+	newImporter(t, map[string]string{"main.go": `package main
+
+import (
+	"context"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/sink"
+)
+
+func program(*api.ServiceEndpoints) {}
+
+func main() {
+` + program}).build(t)
 }
 
 // What the tests above rely on: that a program which does link something

@@ -74,6 +74,14 @@ func (m *module) versions(t *testing.T) map[string]string {
 	return versions
 }
 
+// build compiles the program and returns the path of the executable.
+func (m *module) build(t *testing.T) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "program")
+	m.goCommand(t, "build", "-o", path, ".")
+	return path
+}
+
 // goCommand runs the go command in the module and returns the lines it prints.
 func (m *module) goCommand(t *testing.T, args ...string) []string {
 	t.Helper()

@@ -1,0 +1,475 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package file
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/fsnotify/fsnotify"
+	"go.uber.org/goleak"
+	"k8s.io/klog/v2"
+	"k8s.io/klog/v2/textlogger"
+	"k8s.io/utils/clock"
+	clocktesting "k8s.io/utils/clock/testing"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// patience is how long a test waits for what has to happen.
+const patience = 20 * time.Second
+
+// following is a follower at work.
+type following struct {
+	t      *testing.T
+	ctx    context.Context
+	state  *cluster.State
+	loaded chan error
+	log    *strings.Builder // to be read when the follower has ended
+	stop   func()
+}
+
+// follow starts to follow path and waits for the first reading.
+func follow(t *testing.T, path string, change ...func(*follower)) *following {
+	t.Helper()
+	x := &following{t: t, state: cluster.New(cluster.Options{}), loaded: make(chan error, 1000), log: &strings.Builder{}}
+	f := &follower{
+		opts:      Options{Path: path, Clock: clock.RealClock{}},
+		log:       textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(x.log))),
+		state:     x.state,
+		newNotify: fsnotify.NewWatcher,
+		loaded:    func(err error) { x.loaded <- err },
+	}
+	for _, c := range change {
+		c(f)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	done := make(chan error, 1)
+	go func() { done <- f.run(ctx) }()
+	x.ctx = ctx
+	x.stop = func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("run returned %v", err)
+		}
+		done <- nil
+	}
+	t.Cleanup(x.stop)
+	select {
+	case <-x.state.Synced():
+	case <-ctx.Done():
+		t.Fatal("never synced")
+	}
+	return x
+}
+
+// awaitServices waits until the state has the services of these names.
+func (x *following) awaitServices(want ...string) {
+	x.t.Helper()
+	for {
+		snapshot := x.state.Snapshot()
+		got := x.services()
+		if slices.Equal(got, want) {
+			return
+		}
+		select {
+		case <-x.state.Changed(snapshot.Revision):
+		case <-x.ctx.Done():
+			x.t.Fatalf("services are %v, want %v", got, want)
+		}
+	}
+}
+
+func (x *following) services() []string {
+	var names []string
+	for key := range x.state.Snapshot().Services.All() {
+		names = append(names, key.Name)
+	}
+	return names
+}
+
+// awaitLoad waits for a reading that ends well, or that does not.
+func (x *following) awaitLoad(well bool) error {
+	x.t.Helper()
+	for {
+		select {
+		case err := <-x.loaded:
+			if (err == nil) == well {
+				return err
+			}
+		case <-x.ctx.Done():
+			x.t.Fatalf("no reading ended well: %v", well)
+		}
+	}
+}
+
+// named returns manifests of services of these names.
+func named(names ...string) string {
+	var list []string
+	for _, name := range names {
+		list = append(list, strings.Replace(service, "name: web", "name: "+name, 1))
+	}
+	return strings.Join(list, "---\n")
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func put(t *testing.T, path, text string) {
+	t.Helper()
+	must(t, os.WriteFile(path, []byte(text), 0o644))
+}
+
+func TestChangesAreFollowed(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		// prepare makes manifests with service a in dir and returns their path.
+		prepare func(t *testing.T, dir string) string
+		// change makes them say b.
+		change func(t *testing.T, dir string)
+	}{{
+		name:    "a file written in place",
+		prepare: inFile,
+		change:  func(t *testing.T, dir string) { put(t, filepath.Join(dir, "m.yaml"), named("b")) },
+	}, {
+		name:    "a file renamed over",
+		prepare: inFile,
+		change: func(t *testing.T, dir string) {
+			put(t, filepath.Join(dir, ".m.yaml.swp"), named("b"))
+			must(t, os.Rename(filepath.Join(dir, ".m.yaml.swp"), filepath.Join(dir, "m.yaml")))
+		},
+	}, {
+		name:    "a file moved away and made anew",
+		prepare: inFile,
+		change: func(t *testing.T, dir string) {
+			must(t, os.Rename(filepath.Join(dir, "m.yaml"), filepath.Join(dir, "m.yaml~")))
+			put(t, filepath.Join(dir, "m.yaml"), named("b"))
+		},
+	}, {
+		name:    "a file deleted and made anew",
+		prepare: inFile,
+		change: func(t *testing.T, dir string) {
+			must(t, os.Remove(filepath.Join(dir, "m.yaml")))
+			put(t, filepath.Join(dir, "m.yaml"), named("b"))
+		},
+	}, {
+		name: "a ConfigMap's file, swapped by its kubelet",
+		prepare: func(t *testing.T, dir string) string {
+			return filepath.Join(inConfigMap(t, dir), "m.yaml")
+		},
+		change: swapConfigMap,
+	}, {
+		name:    "a ConfigMap's folder, swapped by its kubelet",
+		prepare: inConfigMap,
+		change:  swapConfigMap,
+	}, {
+		name: "the target of a symbolic link elsewhere, written in place",
+		prepare: func(t *testing.T, dir string) string {
+			must(t, os.MkdirAll(filepath.Join(dir, "here"), 0o755))
+			must(t, os.MkdirAll(filepath.Join(dir, "deep", "there"), 0o755))
+			put(t, filepath.Join(dir, "deep", "there", "m.yaml"), named("a"))
+			must(t, os.Symlink(filepath.Join(dir, "deep", "there", "m.yaml"), filepath.Join(dir, "here", "m.yaml")))
+			return filepath.Join(dir, "here", "m.yaml")
+		},
+		change: func(t *testing.T, dir string) { put(t, filepath.Join(dir, "deep", "there", "m.yaml"), named("b")) },
+	}, {
+		name:    "a file added to a folder and one removed",
+		prepare: inFolder,
+		change: func(t *testing.T, dir string) {
+			put(t, filepath.Join(dir, "conf", "b.yaml"), named("b"))
+			must(t, os.Remove(filepath.Join(dir, "conf", "m.yaml")))
+		},
+	}, {
+		name:    "a folder replaced by another",
+		prepare: inFolder,
+		change: func(t *testing.T, dir string) {
+			must(t, os.Mkdir(filepath.Join(dir, "next"), 0o755))
+			put(t, filepath.Join(dir, "next", "m.yaml"), named("b"))
+			must(t, os.Rename(filepath.Join(dir, "conf"), filepath.Join(dir, "old")))
+			must(t, os.Rename(filepath.Join(dir, "next"), filepath.Join(dir, "conf")))
+		},
+	}, {
+		name: "the folder of a file replaced by another",
+		prepare: func(t *testing.T, dir string) string {
+			return filepath.Join(inFolder(t, dir), "m.yaml")
+		},
+		change: func(t *testing.T, dir string) {
+			must(t, os.RemoveAll(filepath.Join(dir, "conf")))
+			must(t, os.Mkdir(filepath.Join(dir, "conf"), 0o755))
+			put(t, filepath.Join(dir, "conf", "m.yaml"), named("b"))
+		},
+	}, {
+		name:    "a symbolic link to a folder, turned to another",
+		prepare: inLinkedFolder,
+		change: func(t *testing.T, dir string) {
+			must(t, os.MkdirAll(filepath.Join(dir, "v2", "conf"), 0o755))
+			put(t, filepath.Join(dir, "v2", "conf", "m.yaml"), named("b"))
+			must(t, os.Symlink(filepath.Join(dir, "v2", "conf"), filepath.Join(dir, "next")))
+			must(t, os.Rename(filepath.Join(dir, "next"), filepath.Join(dir, "current")))
+		},
+	}} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			x := follow(t, c.prepare(t, dir))
+			x.awaitServices("a")
+			c.change(t, dir)
+			x.awaitServices("b")
+			// Whatever was replaced is followed like what was there first.
+			for _, path := range []string{"m.yaml", "conf/m.yaml", "conf/b.yaml", "current/m.yaml", "deep/there/m.yaml"} {
+				path = filepath.Join(dir, path)
+				if _, err := os.Stat(path); err == nil {
+					put(t, path, named("c"))
+				}
+			}
+			x.awaitServices("c")
+		})
+	}
+}
+
+func inFile(t *testing.T, dir string) string {
+	put(t, filepath.Join(dir, "m.yaml"), named("a"))
+	return filepath.Join(dir, "m.yaml")
+}
+
+func inFolder(t *testing.T, dir string) string {
+	must(t, os.Mkdir(filepath.Join(dir, "conf"), 0o755))
+	put(t, filepath.Join(dir, "conf", "m.yaml"), named("a"))
+	return filepath.Join(dir, "conf")
+}
+
+func inLinkedFolder(t *testing.T, dir string) string {
+	must(t, os.MkdirAll(filepath.Join(dir, "v1", "conf"), 0o755))
+	put(t, filepath.Join(dir, "v1", "conf", "m.yaml"), named("a"))
+	must(t, os.Symlink(filepath.Join(dir, "v1", "conf"), filepath.Join(dir, "current")))
+	return filepath.Join(dir, "current")
+}
+
+// inConfigMap lays files out as a kubelet does for a ConfigMap.
+func inConfigMap(t *testing.T, dir string) string {
+	conf := filepath.Join(dir, "conf")
+	must(t, os.MkdirAll(filepath.Join(conf, "..2024_01"), 0o755))
+	put(t, filepath.Join(conf, "..2024_01", "m.yaml"), named("a"))
+	must(t, os.Symlink("..2024_01", filepath.Join(conf, "..data")))
+	must(t, os.Symlink(filepath.Join("..data", "m.yaml"), filepath.Join(conf, "m.yaml")))
+	return conf
+}
+
+func swapConfigMap(t *testing.T, dir string) {
+	conf := filepath.Join(dir, "conf")
+	must(t, os.Mkdir(filepath.Join(conf, "..2024_02"), 0o755))
+	put(t, filepath.Join(conf, "..2024_02", "m.yaml"), named("b"))
+	must(t, os.Symlink("..2024_02", filepath.Join(conf, "..data_tmp")))
+	must(t, os.Rename(filepath.Join(conf, "..data_tmp"), filepath.Join(conf, "..data")))
+	must(t, os.RemoveAll(filepath.Join(conf, "..2024_01")))
+}
+
+func TestABrokenFileChangesNothingAndIsLoggedOnce(t *testing.T) {
+	path := inFile(t, t.TempDir())
+	x := follow(t, path)
+	before := x.state.Snapshot().Revision
+
+	put(t, path, named("b")+"oops: [")
+	err := x.awaitLoad(false)
+	if want := path + ":10: "; !strings.HasPrefix(err.Error(), path) {
+		t.Errorf("error is %q, want it to start with %q", err, want)
+	}
+	put(t, path, named("b")+"oops: [")
+	x.awaitLoad(false)
+	if after := x.state.Snapshot().Revision; after != before {
+		t.Errorf("revision went from %d to %d", before, after)
+	}
+
+	put(t, path, named("b"))
+	x.awaitServices("b")
+	x.stop()
+	if n := strings.Count(x.log.String(), "cannot be used"); n != 1 {
+		t.Errorf("logged %d times:\n%s", n, x.log)
+	}
+	if !strings.Contains(x.log.String(), "good again") {
+		t.Errorf("recovery is not logged:\n%s", x.log)
+	}
+}
+
+func TestWhatIsGoneIsKeptUntilItComesBack(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		prepare func(*testing.T, string) string
+		gone    string
+	}{
+		{"a file", inFile, "m.yaml"},
+		{"a folder", inFolder, "conf"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			x := follow(t, c.prepare(t, dir))
+			must(t, os.RemoveAll(filepath.Join(dir, c.gone)))
+			if err := x.awaitLoad(false); !errors.Is(err, os.ErrNotExist) {
+				t.Errorf("error is %v", err)
+			}
+			x.awaitServices("a")
+			c.prepare(t, dir)
+			x.awaitLoad(true)
+			x.awaitServices("a")
+		})
+	}
+}
+
+func TestAnEmptiedFolderTakesEverythingAway(t *testing.T) {
+	dir := t.TempDir()
+	x := follow(t, inFolder(t, dir))
+	must(t, os.Remove(filepath.Join(dir, "conf", "m.yaml")))
+	x.awaitServices()
+}
+
+func TestReadingTheSameAgainChangesNothing(t *testing.T) {
+	path := inFile(t, t.TempDir())
+	x := follow(t, path)
+	before := x.state.Snapshot()
+	put(t, path, "# only a comment more\n"+named("a"))
+	x.awaitLoad(true)
+	if after := x.state.Snapshot(); after.Revision != before.Revision {
+		t.Errorf("revision went from %d to %d", before.Revision, after.Revision)
+	}
+	put(t, path, named("a", "b"))
+	x.awaitServices("a", "b")
+	key := (&api.Service{Namespace: "default", Name: "a"}).Key()
+	old, _ := before.Services.Get(key)
+	now, _ := x.state.Snapshot().Services.Get(key)
+	if old != now {
+		t.Error("a service that did not change was written again")
+	}
+}
+
+// stepClock is a clock that stands still until it is stepped. It tells of each
+// timer and ticker that is started.
+type stepClock struct {
+	*clocktesting.FakeClock
+	started chan struct{}
+}
+
+func (c *stepClock) After(d time.Duration) <-chan time.Time {
+	ch := c.FakeClock.After(d)
+	c.started <- struct{}{}
+	return ch
+}
+
+func (c *stepClock) NewTicker(d time.Duration) clock.Ticker {
+	ticker := c.FakeClock.NewTicker(d)
+	c.started <- struct{}{}
+	return ticker
+}
+
+// followPolling is follow without notifications and with a clock that stands
+// still. It waits for the polling to begin.
+func followPolling(t *testing.T, path string) (*following, *stepClock) {
+	t.Helper()
+	c := &stepClock{clocktesting.NewFakeClock(time.Now()), make(chan struct{}, 1)}
+	x := follow(t, path, func(f *follower) {
+		f.opts.Clock = c
+		f.newNotify = func() (*fsnotify.Watcher, error) { return nil, errors.New("too many of them") }
+	})
+	x.awaitTimer(c)
+	return x, c
+}
+
+func (x *following) awaitTimer(c *stepClock) {
+	x.t.Helper()
+	select {
+	case <-c.started:
+	case err := <-x.loaded:
+		x.t.Fatalf("read too early, with error %v", err)
+	case <-x.ctx.Done():
+		x.t.Fatal("no timer was started")
+	}
+}
+
+func TestPollingIsEnoughWhereThereAreNoNotifications(t *testing.T) {
+	path := inFile(t, t.TempDir())
+	x, c := followPolling(t, path)
+	put(t, path, named("b", "c"))
+	c.Step(pollInterval)
+	x.awaitTimer(c)
+	c.Step(settleTime)
+	x.awaitServices("b", "c")
+	x.stop()
+	if n := strings.Count(x.log.String(), "too many of them"); n != 1 {
+		t.Errorf("the reason is logged %d times:\n%s", n, x.log)
+	}
+}
+
+func TestAFileThatIsBeingWrittenIsLeftInPeace(t *testing.T) {
+	path := inFile(t, t.TempDir())
+	x, c := followPolling(t, path)
+	put(t, path, named("b", "c"))
+	c.Step(pollInterval)
+	x.awaitTimer(c)
+	put(t, path, named("b", "c", "d"))
+	c.Step(settleTime)
+	x.awaitTimer(c)
+	c.Step(settleTime)
+	x.awaitServices("b", "c", "d")
+}
+
+func TestAFileThatNeverSettlesIsReadAllTheSame(t *testing.T) {
+	path := inFile(t, t.TempDir())
+	x, c := followPolling(t, path)
+	put(t, path, named("b", "c"))
+	c.Step(pollInterval)
+	x.awaitTimer(c)
+	for waited := settleTime; ; waited += settleTime {
+		put(t, path, strings.Repeat("#", int(waited/settleTime))+"\n"+named("b", "c"))
+		c.Step(settleTime)
+		select {
+		case <-c.started:
+			if waited > maxSettleTime {
+				t.Fatalf("not read after %v", waited)
+			}
+			continue
+		case err := <-x.loaded:
+			if err != nil || waited < maxSettleTime {
+				t.Errorf("read after %v, error %v", waited, err)
+			}
+		case <-x.ctx.Done():
+			t.Fatal("nothing happens")
+		}
+		break
+	}
+	x.awaitServices("b", "c")
+}
+
+func TestTheFirstReadingMustSucceed(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	err := Watch(t.Context(), state, Options{Path: filepath.Join(t.TempDir(), "none.yaml")})
+	if !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("error is %v", err)
+	}
+	if state.IsSynced() {
+		t.Error("synced without having read anything")
+	}
+}
+
+func TestOnceEndsAfterTheFirstReading(t *testing.T) {
+	ctx := klog.NewContext(t.Context(), klog.Logger{})
+	state := cluster.New(cluster.Options{})
+	if err := Watch(ctx, state, Options{Path: inFile(t, t.TempDir()), Once: true}); err != nil {
+		t.Fatal(err)
+	}
+	if !state.IsSynced() || state.Snapshot().Services.Len() != 1 {
+		t.Error("nothing read")
+	}
+}

@@ -143,6 +143,15 @@ func TestFrontends(t *testing.T) {
 			ClusterIP 10.96.0.1:0/TCP: there is no port number
 			ClusterIP 10.96.0.1:53/Protocol(0): the protocol is not known`,
 	}, {
+		name: "of two ports with one node port the first has it",
+		service: service(headless, ports("a=80", "b=81"), func(s *api.Service) {
+			s.Ports[0].NodePort, s.Ports[1].NodePort = 30080, 30080
+		}),
+		slices: `slice a a=8080 b=8081
+			10.0.0.1 ready`,
+		want:     "NodePort IPv4:30080/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
+		unserved: "NodePort IPv4:30080/TCP: an earlier port of the service has the same number and protocol, or name",
+	}, {
 		name:    "an address named as external and as load-balancer IP has one frontend",
 		service: service(loadBalancerIPs("192.0.2.1"), externalIPs("192.0.2.1", "192.0.2.2")),
 		slices:  oneReady,

@@ -3,6 +3,7 @@
 package nodeview
 
 import (
+	"cmp"
 	"fmt"
 	"iter"
 	"net/netip"
@@ -23,8 +24,8 @@ const (
 	UnknownProtocol
 	// NoPortNumber: the port has no number, or the service no ports.
 	NoPortNumber
-	// DuplicatePort: an earlier port of the service has the same number and
-	// protocol, or the same name.
+	// DuplicatePort: an earlier port of the service has the same number (or node
+	// port) and protocol, or the same name.
 	DuplicatePort
 	// Lost: an older service holds the address, protocol and port.
 	Lost
@@ -95,19 +96,21 @@ func sites(se *api.ServiceEndpoints) iter.Seq[site] {
 			if !svc.MapIP {
 				fault = NoPortNumber
 			}
-			portSites(se, nil, fault, yield)
+			portSites(se, nil, fault, 0, yield)
 			return
 		}
 		for i := range svc.Ports {
-			if !portSites(se, &svc.Ports[i], portFault(svc.Ports, i), yield) {
+			fault := portFault(svc.Ports, i)
+			if !portSites(se, &svc.Ports[i], fault, cmp.Or(fault, nodePortFault(svc.Ports, i)), yield) {
 				return
 			}
 		}
 	}
 }
 
-// portSites yields the sites of one port, all with the port's fault if it has one.
-func portSites(se *api.ServiceEndpoints, port *api.PortMapping, fault Fault, yield func(site) bool) bool {
+// portSites yields the sites of one port. Where the port itself cannot be
+// served, fault says why, and nodePortFault why it cannot at its node port.
+func portSites(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortFault Fault, yield func(site) bool) bool {
 	served := familiesOf(se.Service)
 	for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
 		s := site{FrontendKey: FrontendKey{Family: family}, port: port}
@@ -128,15 +131,29 @@ func portSites(se *api.ServiceEndpoints, port *api.PortMapping, fault Fault, yie
 				}
 			}
 		}
-		if port != nil && port.NodePort != 0 && !se.Service.MapIP && served.has(family) {
+		if port != nil && port.NodePort != 0 && served.has(family) {
 			s.Kind, s.Addr, s.Port = NodePort, netip.Addr{}, port.NodePort
-			s.fault, s.winner = siteFault(se, s.FrontendKey, fault, served)
+			s.fault, s.winner = siteFault(se, s.FrontendKey, nodePortFault, served)
 			if !yield(s) {
 				return false
 			}
 		}
 	}
 	return true
+}
+
+// nodePortFault says why the port at index i, good otherwise, can have no
+// frontend at its node port.
+func nodePortFault(ports []api.PortMapping, i int) Fault {
+	if ports[i].NodePort == 0 {
+		return 0
+	}
+	for j, o := range ports[:i] {
+		if o.NodePort == ports[i].NodePort && o.Protocol == ports[i].Protocol && portFault(ports, j) == 0 {
+			return DuplicatePort
+		}
+	}
+	return 0
 }
 
 // frontendAddrs returns a service's addresses of one family, by kind from

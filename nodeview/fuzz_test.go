@@ -1,0 +1,394 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nodeview
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// FuzzView makes services, slices and nodes of its input and holds View and
+// Frontends against the rules, as oracle_test.go reads them, and against what
+// they promise.
+func FuzzView(f *testing.F) {
+	r := rand.New(rand.NewPCG(1, 2))
+	for range 200 {
+		seed := make([]byte, 40+r.IntN(200))
+		for i := range seed {
+			seed[i] = byte(r.Uint32())
+		}
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, data []byte) {
+		d := &dice{data}
+		state, node := d.state(), d.node()
+		checkView(t, state, node)
+		before := View(state, node)
+		checkView(t, d.change(state), node)
+		checkDiff(t, before, View(d.change(state), node))
+	})
+}
+
+// dice makes choices of fuzzed bytes; without any left, always the first.
+type dice struct{ data []byte }
+
+func (d *dice) n(n int) int {
+	if len(d.data) == 0 {
+		return 0
+	}
+	b := d.data[0]
+	d.data = d.data[1:]
+	return int(b) % n
+}
+
+func (d *dice) bool() bool { return d.n(2) == 1 }
+
+func pick[T any](d *dice, from ...T) T { return from[d.n(len(from))] }
+
+func (d *dice) addrs() api.IPSet {
+	var s api.IPSet
+	for range d.n(3) {
+		s.Add(netip.MustParseAddr(pick(d, "192.0.2.1", "192.0.2.2", "2001:db8::1", "2001:db8::2")))
+	}
+	return s
+}
+
+func (d *dice) state() *api.ServiceState {
+	svc := &api.Service{
+		Namespace: "default", Name: "web",
+		Type: pick(d, api.ClusterIP, api.NodePort, api.LoadBalancer),
+		IPs: api.ServiceIPs{
+			ClusterIPs: d.addrs(), ExternalIPs: d.addrs(), LoadBalancerIPs: d.addrs(), Headless: d.bool(),
+		},
+		MapIP:                  d.n(8) == 7,
+		ExternalTrafficToLocal: d.bool(),
+		InternalTrafficToLocal: d.bool(),
+		IPFamilies: pick(d,
+			[]api.Family{api.IPv4}, []api.Family{api.IPv6, api.IPv4}, []api.Family{api.IPv6}, nil),
+	}
+	names := []string{"a", "b", "c"}
+	if d.bool() {
+		names = names[:1]
+	}
+	if len(names) == 1 && d.bool() {
+		names[0] = ""
+	}
+	for _, name := range names[:d.n(len(names)+1)] {
+		svc.Ports = append(svc.Ports, api.PortMapping{
+			Name:           name,
+			Protocol:       pick(d, api.TCP, api.UDP, api.SCTP, api.UnknownProtocol),
+			Port:           pick[int32](d, 1, 2, 3, 0),
+			NodePort:       pick[int32](d, 0, 30001, 30002),
+			TargetPort:     pick[int32](d, 0, 1001, 1002),
+			TargetPortName: pick(d, "", "x"),
+		})
+	}
+	s := &api.ServiceState{Service: svc}
+	for i := range d.n(4) {
+		s.Slices = append(s.Slices, d.slice(fmt.Sprint("web-", i)))
+	}
+	for range d.n(3) {
+		lost := api.LostClaim{Winner: types.NamespacedName{Name: "older"}}
+		if all := slices.Collect(svc.IPs.ExternalIPs.All()); len(all) > 0 {
+			lost.IP = pick(d, all...)
+		}
+		if !svc.MapIP {
+			lost.Protocol, lost.Port = api.TCP, pick[int32](d, 1, 2, 30001)
+		}
+		s.Lost = append(s.Lost, lost)
+	}
+	return s
+}
+
+func (d *dice) slice(name string) *api.EndpointSlice {
+	s := &api.EndpointSlice{
+		Namespace: "default", Name: name, ServiceName: "web", Family: pick(d, api.IPv4, api.IPv4, api.IPv6),
+	}
+	for range d.n(4) {
+		s.Ports = append(s.Ports, api.EndpointPort{
+			Name:     pick(d, "", "a", "b", "c"),
+			Protocol: pick(d, api.TCP, api.UDP, api.SCTP, api.UnknownProtocol),
+			Port:     pick[int32](d, 1001, 1002, 0),
+		})
+	}
+	pool := []string{"10.0.0.1", "10.0.0.2", "10.0.0.3"}
+	if s.Family == api.IPv6 {
+		pool = []string{"fd00::1", "fd00::2"}
+	}
+	for range d.n(6) {
+		ep := api.SliceEndpoint{
+			Addr:       netip.MustParseAddr(pick(d, pool...)),
+			Hostname:   pick(d, "", "web-0"),
+			NodeName:   pick(d, "here", "there", ""),
+			Conditions: d.conditions(),
+		}
+		switch d.n(3) {
+		case 1:
+			ep.Hints = &api.Hints{ForZones: pick(d, []string{"zone-1"}, []string{"zone-2"}, []string{""})}
+		case 2:
+			ep.Hints = &api.Hints{
+				ForNodes: pick(d, []string{"here"}, []string{"there", "here"}, []string{"there"}, []string{""}),
+				ForZones: pick(d, nil, []string{"zone-1"}),
+			}
+		}
+		s.Endpoints = append(s.Endpoints, ep)
+	}
+	return s
+}
+
+func (d *dice) conditions() api.Conditions {
+	return api.Conditions{Ready: d.bool(), Serving: d.bool(), Terminating: d.bool()}
+}
+
+func (d *dice) node() *api.Node {
+	return pick(d, here, &api.Node{Name: "there", Labels: map[string]string{api.ZoneLabel: "zone-2"}},
+		&api.Node{Name: "here"}, &api.Node{Labels: map[string]string{api.ZoneLabel: "zone-1"}}, nil)
+}
+
+// change returns s with other conditions, and perhaps without a slice.
+func (d *dice) change(s *api.ServiceState) *api.ServiceState {
+	c := copyState(s)
+	for _, slice := range c.Slices {
+		for i := range slice.Endpoints {
+			slice.Endpoints[i].Conditions = d.conditions()
+		}
+	}
+	if len(c.Slices) > 0 && d.bool() {
+		c.Slices = c.Slices[1:]
+	}
+	return c
+}
+
+func copyState(s *api.ServiceState) *api.ServiceState {
+	c := *s
+	c.Slices = make([]*api.EndpointSlice, len(s.Slices))
+	for i := range s.Slices {
+		slice := *s.Slices[i]
+		slice.Endpoints = slices.Clone(slice.Endpoints)
+		c.Slices[i] = &slice
+	}
+	return &c
+}
+
+func checkView(t *testing.T, state *api.ServiceState, node *api.Node) {
+	t.Helper()
+	se := View(state, node)
+	checkArrival(t, state, node, se)
+	checkEndpoints(t, state, se)
+	checkOldClient(t, se)
+	want := newOracle(state, node)
+	if diff := cmp.Diff(want.view(), oracleView(se)); diff != "" {
+		t.Errorf("view differs from the rules (-rules +View):\n%s", diff)
+	}
+	checkFrontends(t, want, se)
+	if e := Explain(state, node); !e.View.Equal(se) || e.String() == "" {
+		t.Errorf("Explain has another view than View")
+	}
+	if t.Failed() {
+		t.Logf("state: %s", cmp.Diff(nil, state, cmp.Comparer(func(a, b netip.Addr) bool { return a == b })))
+		t.FailNow()
+	}
+}
+
+// checkArrival: neither the order of slices nor that of endpoints matters, and
+// View leaves its input alone.
+func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, se *api.ServiceEndpoints) {
+	t.Helper()
+	shuffled := copyState(state)
+	if !View(state, node).Equal(se) {
+		t.Errorf("View differs when called again")
+	}
+	if !slices.EqualFunc(shuffled.Slices, state.Slices, (*api.EndpointSlice).Equal) {
+		t.Errorf("View changed its input")
+	}
+	r := rand.New(rand.NewPCG(3, 4))
+	r.Shuffle(len(shuffled.Slices), func(i, j int) {
+		shuffled.Slices[i], shuffled.Slices[j] = shuffled.Slices[j], shuffled.Slices[i]
+	})
+	for _, s := range shuffled.Slices {
+		r.Shuffle(len(s.Endpoints), func(i, j int) { s.Endpoints[i], s.Endpoints[j] = s.Endpoints[j], s.Endpoints[i] })
+	}
+	if again := View(shuffled, node); !again.Equal(se) {
+		t.Errorf("order of arrival matters (-as is +shuffled):\n%s", cmp.Diff(describe(se), describe(again)))
+	}
+}
+
+// checkEndpoints: both lists are in strict order, no endpoint is on both, those
+// listed are on a list and those draining are on none, and keys depend on
+// nothing but addresses and ports.
+func checkEndpoints(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
+	t.Helper()
+	possible := possibleKeys(state)
+	seen := map[string]bool{}
+	for _, list := range [][]api.Endpoint{se.Endpoints, se.Draining} {
+		for i := range list {
+			e := &list[i]
+			if i > 0 && list[i-1].Compare(e) >= 0 {
+				t.Errorf("%s comes after %s", e.Key(), list[i-1].Key())
+			}
+			if seen[e.Key()] {
+				t.Errorf("%s comes twice", e.Key())
+			}
+			seen[e.Key()] = true
+			if !possible[e.Key()] {
+				t.Errorf("no slice has the key %s", e.Key())
+			}
+			if e.IPs.Len() != 1 {
+				t.Errorf("%s has %d addresses", e.Key(), e.IPs.Len())
+			}
+		}
+	}
+	for i := range se.Endpoints {
+		if se.Endpoints[i].Scopes == (api.Scopes{}) {
+			t.Errorf("%s is listed, but on no list", se.Endpoints[i].Key())
+		}
+	}
+	for i := range se.Draining {
+		if e := &se.Draining[i]; e.Scopes != (api.Scopes{}) || e.PortScopes != nil {
+			t.Errorf("%s is draining, but on a list", e.Key())
+		}
+	}
+}
+
+// possibleKeys returns the keys of all endpoints, listed or not.
+func possibleKeys(state *api.ServiceState) map[string]bool {
+	keys := map[string]bool{}
+	for _, slice := range state.Slices {
+		for i := range slice.Endpoints {
+			e := api.Endpoint{IPs: api.NewIPSet(slice.Endpoints[i].Addr)}
+			if !state.Service.MapIP {
+				for _, p := range oraclePorts(state.Service) {
+					e.PortOverrides = append(e.PortOverrides, oracleOverride(slice, p)...)
+				}
+			}
+			keys[e.Key()] = true
+		}
+	}
+	return keys
+}
+
+// checkOldClient: a client that knows nothing but PortOverrides and the
+// numeric targetPort finds the right port of every listed endpoint.
+func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
+	t.Helper()
+	for f := range Frontends(se) {
+		for _, e := range slices.Concat(f.Elsewhere.Endpoints, f.Node.Endpoints) {
+			if f.ServicePort == nil {
+				continue
+			}
+			old := f.ServicePort.TargetPort
+			name := f.ServicePort.Name
+			if name == "" {
+				name = f.ServicePort.TargetPortName
+			}
+			for _, o := range e.PortOverrides {
+				if o.Name == name {
+					old = o.Port
+				}
+			}
+			if old != e.Port || e.Port == 0 {
+				t.Errorf("%s of %s: an old client finds port %d, a new one %d", f.FrontendKey, e.Key(), old, e.Port)
+			}
+		}
+	}
+}
+
+// checkFrontends: each place that the service names is served or unserved,
+// once, with the lists and verdicts of the rules.
+func checkFrontends(t *testing.T, want *oracle, se *api.ServiceEndpoints) {
+	t.Helper()
+	served := map[api.Claim]map[api.Family]bool{}
+	for f := range Frontends(se) {
+		if served[f.Claim()][f.Family] {
+			t.Errorf("%s comes twice", f.FrontendKey)
+		}
+		if served[f.Claim()] == nil {
+			served[f.Claim()] = map[api.Family]bool{}
+		}
+		served[f.Claim()][f.Family] = true
+		for _, c := range []struct {
+			name string
+			got  Traffic
+			want oracleTraffic
+		}{
+			{"elsewhere", f.Elsewhere, want.traffic(&f, false)},
+			{"this node", f.Node, want.traffic(&f, true)},
+		} {
+			got := oracleTraffic{Verdict: c.got.Verdict}
+			for _, e := range c.got.Endpoints {
+				got.Endpoints = append(got.Endpoints, addrPort(e.Addr(), e.Port))
+				if !slices.ContainsFunc(se.Endpoints, func(o api.Endpoint) bool { return o.Equal(e.Endpoint) }) {
+					t.Errorf("%s: %s is not in the view", f.FrontendKey, e.Key())
+				}
+				if api.FamilyOf(e.Addr()) != f.Family {
+					t.Errorf("%s: %s is of another family", f.FrontendKey, e.Key())
+				}
+			}
+			slices.Sort(got.Endpoints)
+			if diff := cmp.Diff(c.want, got); diff != "" {
+				t.Errorf("%s: traffic from %s differs from the rules (-rules +Frontends):\n%s", f.FrontendKey, c.name, diff)
+			}
+		}
+	}
+	for u := range Unserved(se) {
+		if served[u.Claim()][u.Family] && (u.Fault == Lost || u.Fault == OtherFamily) {
+			t.Errorf("%s is served and unserved", u.FrontendKey)
+		}
+	}
+	for claim, families := range want.claims() {
+		for family := range families {
+			if !served[claim][family] {
+				t.Errorf("%v is not served in %s", claim, family)
+			}
+			delete(served[claim], family)
+		}
+	}
+	for claim, families := range served {
+		for family := range families {
+			t.Errorf("%v is served in %s, though nothing names it", claim, family)
+		}
+	}
+}
+
+// checkDiff: what differs between two views, applied to the first by key, gives
+// the second.
+func checkDiff(t *testing.T, before, after *api.ServiceEndpoints) {
+	t.Helper()
+	programmed := map[string]api.Endpoint{}
+	for _, e := range before.Endpoints {
+		programmed[e.Key()] = e
+	}
+	// Both lists are in order, so that one pass over both finds the difference.
+	old, new := before.Endpoints, after.Endpoints
+	for len(old) > 0 || len(new) > 0 {
+		switch {
+		case len(new) == 0 || len(old) > 0 && old[0].Compare(&new[0]) < 0:
+			delete(programmed, old[0].Key())
+			old = old[1:]
+		case len(old) == 0 || old[0].Compare(&new[0]) > 0:
+			if _, ok := programmed[new[0].Key()]; ok {
+				t.Fatalf("%s is added, but was there", new[0].Key())
+			}
+			programmed[new[0].Key()] = new[0]
+			new = new[1:]
+		default:
+			programmed[new[0].Key()] = new[0]
+			old, new = old[1:], new[1:]
+		}
+	}
+	if len(programmed) != len(after.Endpoints) {
+		t.Fatalf("%d endpoints after the difference is applied, want %d", len(programmed), len(after.Endpoints))
+	}
+	for _, e := range after.Endpoints {
+		if got := programmed[e.Key()]; !got.Equal(&e) {
+			t.Fatalf("%s differs after the difference is applied", e.Key())
+		}
+	}
+}

@@ -21,10 +21,12 @@ import (
 	"fmt"
 	"path"
 	"strconv"
+	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/validation"
 )
 
 // The labels by which Kubernetes tells service proxies what is theirs. The
@@ -76,9 +78,12 @@ type Converter struct {
 	shared  shared
 }
 
-// New returns a Converter. The only error is a malformed pattern in KeepLabels
-// or KeepAnnotations.
+// New returns a Converter. Errors are a ServiceProxyName that cannot be the
+// value of a label, and a malformed pattern in KeepLabels or KeepAnnotations.
 func New(o Options) (*Converter, error) {
+	if faults := validation.IsValidLabelValue(o.ServiceProxyName); len(faults) > 0 {
+		return nil, fmt.Errorf("service proxy name %q: %s", o.ServiceProxyName, strings.Join(faults, "; "))
+	}
 	for _, list := range [...]struct {
 		option   string
 		patterns []string

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"errors"
+	"sync"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/watcher"
+)
+
+// Options say what to watch and how. Exactly one of Config and Informers is
+// required.
+type Options struct {
+	// Options select the services and what is kept of them.
+	watcher.Options
+
+	// Config says how to reach the API server. It is copied, with these changes:
+	// protobuf as content type, no compression (see Compression), no timeout,
+	// which would end watches, and no client-side rate limit unless QPS or
+	// RateLimiter is set.
+	Config *rest.Config
+
+	// Informers, if set, are the source instead.
+	Informers *Informers
+
+	// NodeName is the one node whose object is watched. Empty means all nodes.
+	NodeName string
+
+	// Compression lets the API server compress its answers. It saves network
+	// traffic and makes the first listing two to three times slower. Default:
+	// false.
+	Compression bool
+
+	// FailFast makes Watch return the first error that it meets before
+	// everything has been listed, instead of trying again.
+	FailFast bool
+
+	// OnError, if set, is told each failed list or watch request. It is called
+	// from several goroutines and must return soon.
+	OnError func(*Error)
+
+	// OnEvent, if set, is told each time the server delivers a listing or a
+	// change of a resource, such as "services". It is called from several
+	// goroutines and must return soon.
+	OnEvent func(resource string)
+}
+
+// Watch keeps state equal to what the API server has, and calls its SetSynced
+// when everything has been listed once. It returns nil when ctx is done, with
+// nothing left running. Errors of the server are logged, told to
+// Options.OnError, and retried with a backoff of up to a minute; Watch returns
+// an error only if the options are invalid, or with Options.FailFast, which
+// returns an [*Error].
+//
+// A state takes one Watch in its life, and other writers only if they leave
+// alone what Watch writes: all scopes are in use.
+func Watch(ctx context.Context, state *cluster.State, opts Options) error {
+	converter, err := watcher.New(opts.Options)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	w := &watch{
+		opts:      opts,
+		state:     state,
+		converter: converter,
+		logger:    klog.FromContext(ctx),
+		end:       cancel,
+		gate:      gate{open: state.SetSynced},
+	}
+	if w.onEvent = opts.OnEvent; w.onEvent == nil {
+		w.onEvent = func(string) {}
+	}
+	switch {
+	case (opts.Config == nil) == (opts.Informers == nil):
+		return errors.New("exactly one of Config and Informers is required")
+	case opts.Informers != nil:
+		return w.followInformers(ctx, opts.Informers)
+	default:
+		return w.followServer(ctx, opts.Config)
+	}
+}
+
+// watch is one call of Watch.
+type watch struct {
+	opts      Options
+	state     *cluster.State
+	converter *watcher.Converter
+	clients   *clients // nil with informers
+	logger    klog.Logger
+	onEvent   func(resource string)
+	// end ends the watch with an error.
+	end     func(error)
+	gate    gate
+	running sync.WaitGroup
+}
+
+// The things to be listed before the state has synced, beside the handmade slices.
+const (
+	services       = "services"
+	endpointSlices = "endpointslices"
+	nodes          = "nodes"
+)
+
+// serviceStore returns the store for the services that the proxy wants.
+func (w *watch) serviceStore(to writer[api.Service]) *store[*corev1.Service, api.Service] {
+	return newStore(w, services, to, func(s *corev1.Service) *api.Service {
+		if !w.converter.WantsService(s) {
+			return nil
+		}
+		service, problems := w.converter.Service(s)
+		w.log(problems)
+		return service
+	})
+}
+
+// sliceStore returns a store for those slices that wanted says.
+func (w *watch) sliceStore(wanted func(*discoveryv1.EndpointSlice) bool, to writer[api.EndpointSlice]) *store[*discoveryv1.EndpointSlice, api.EndpointSlice] {
+	return newStore(w, endpointSlices, to, func(s *discoveryv1.EndpointSlice) *api.EndpointSlice {
+		if !wanted(s) {
+			return nil
+		}
+		slice, problems := w.converter.EndpointSlice(s)
+		w.log(problems)
+		return slice
+	})
+}
+
+// nodeStore returns the store for the node, or nodes, that Options.NodeName says.
+func (w *watch) nodeStore(to writer[api.Node]) *store[*corev1.Node, api.Node] {
+	return newStore(w, nodes, to, func(n *corev1.Node) *api.Node {
+		if w.opts.NodeName != "" && n.Name != w.opts.NodeName {
+			return nil
+		}
+		node, problems := w.converter.Node(n)
+		w.log(problems)
+		return node
+	})
+}
+
+func (w *watch) log(problems []watcher.Problem) {
+	for _, p := range problems {
+		w.logger.Info("Left out what cannot be used", "kind", p.Kind, "object", klog.KRef(p.Object.Namespace, p.Object.Name),
+			"field", p.Field, "problem", p.Message)
+	}
+}
+
+// gate opens when everything it was told to wait for is done.
+type gate struct {
+	open    func()
+	mu      sync.Mutex
+	waiting map[any]struct{}
+}
+
+// wait makes the gate wait for things. Once it is open that has no effect.
+func (g *gate) wait(things ...any) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.waiting == nil {
+		g.waiting = map[any]struct{}{}
+	}
+	for _, t := range things {
+		g.waiting[t] = struct{}{}
+	}
+}
+
+// done says that a thing is done or of no interest any more.
+func (g *gate) done(thing any) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if _, ok := g.waiting[thing]; !ok {
+		return
+	}
+	delete(g.waiting, thing)
+	if len(g.waiting) == 0 {
+		g.open()
+	}
+}
+
+func keyOf(namespace, name string) types.NamespacedName {
+	return types.NamespacedName{Namespace: namespace, Name: name}
+}

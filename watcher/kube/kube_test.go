@@ -1,0 +1,534 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2/ktesting"
+
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/watcher"
+)
+
+// world is an API server, and a Watch of it while running.
+type world struct {
+	*apiServer
+	t     *testing.T
+	opts  Options
+	state *cluster.State
+	stop  func() error // ends the watch and returns its error
+}
+
+// inWorld runs a test in a bubble of its own, where time passes only when
+// nothing else can happen.
+func inWorld(t *testing.T, opts Options, test func(*world)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{apiServer: newAPIServer(t), t: t, opts: opts, state: cluster.New(cluster.Options{})}
+		test(w)
+		if w.stop != nil {
+			w.stop()
+		}
+	})
+}
+
+func named(name string) Options {
+	return Options{Options: watcher.Options{ServiceProxyName: name}}
+}
+
+// start starts the watch and waits until it is at rest.
+func (w *world) start() {
+	w.t.Helper()
+	opts := w.opts
+	if opts.Informers == nil {
+		opts.Config = w.config()
+	}
+	_, ctx := ktesting.NewTestContext(w.t)
+	ctx, cancel := context.WithCancel(ctx)
+	ended := make(chan error, 1)
+	go func() { ended <- Watch(ctx, w.state, opts) }()
+	w.stop = func() error {
+		cancel()
+		err := <-ended
+		w.stop = nil
+		return err
+	}
+	synctest.Wait()
+}
+
+// advance lets time pass, and waits until everything is at rest.
+func (w *world) advance(d time.Duration) {
+	time.Sleep(d)
+	synctest.Wait()
+}
+
+// expect compares the state, written down as lines such as "service default/web",
+// "slice default/web-1 10.0.0.1" and "node a".
+func (w *world) expect(want ...string) {
+	w.t.Helper()
+	synctest.Wait()
+	if !w.state.IsSynced() {
+		w.t.Error("the state has not synced")
+	}
+	w.expectBeforeSync(want...)
+}
+
+func (w *world) expectBeforeSync(want ...string) {
+	w.t.Helper()
+	slices.Sort(want)
+	if diff := cmp.Diff(want, w.dump()); diff != "" {
+		w.t.Errorf("state (-want +got):\n%s", diff)
+	}
+}
+
+func (w *world) dump() []string {
+	var got []string
+	snapshot := w.state.Snapshot()
+	for key := range snapshot.Services.All() {
+		got = append(got, "service "+key.String())
+	}
+	for key, s := range snapshot.Slices.All() {
+		line := "slice " + key.String()
+		for _, e := range s.Endpoints {
+			line += " " + e.Addr.String()
+		}
+		got = append(got, line)
+	}
+	for name := range snapshot.Nodes.All() {
+		got = append(got, "node "+name)
+	}
+	slices.Sort(got)
+	return got
+}
+
+// service returns a service with an address of its own, so that services do not
+// take frontends from each other.
+func service(name string, labels ...string) *corev1.Service {
+	h := fnv.New32()
+	h.Write([]byte(name))
+	sum := h.Sum(nil)
+	return &corev1.Service{
+		ObjectMeta: meta("default", name, labels...),
+		Spec: corev1.ServiceSpec{
+			ClusterIP: netip.AddrFrom4([4]byte{10, sum[1], sum[2], sum[3]}).String(),
+			Selector:  map[string]string{"app": name},
+			Ports:     []corev1.ServicePort{{Port: 80}},
+		},
+	}
+}
+
+func selectorless(name string, labels ...string) *corev1.Service {
+	s := service(name, labels...)
+	s.Spec.Selector = nil
+	return s
+}
+
+func headless(s *corev1.Service) *corev1.Service {
+	s.Spec.ClusterIP = "None"
+	return s
+}
+
+func slice(service, name, addr string, labels ...string) *discoveryv1.EndpointSlice {
+	return &discoveryv1.EndpointSlice{
+		ObjectMeta:  meta("default", name, append(labels, discoveryv1.LabelServiceName, service)...),
+		AddressType: discoveryv1.AddressTypeIPv4,
+		Endpoints:   []discoveryv1.Endpoint{{Addresses: []string{addr}}},
+	}
+}
+
+func node(name string) *corev1.Node { return &corev1.Node{ObjectMeta: meta("", name)} }
+
+const proxyName = watcher.LabelServiceProxyName
+
+func TestGeneralProxySeesWhatBearsNoLabel(t *testing.T) {
+	inWorld(t, Options{}, func(w *world) {
+		w.set(
+			service("web"), slice("web", "web-1", "10.0.0.1"),
+			service("special", proxyName, "x"), slice("special", "special-1", "10.0.0.2", proxyName, "x"),
+			headless(service("db")), slice("db", "db-1", "10.0.0.3", watcher.LabelHeadless, ""),
+			node("a"), node("b"),
+		)
+		w.start()
+		w.expect("service default/web", "slice default/web-1 10.0.0.1", "node a", "node b")
+	})
+}
+
+func TestNamedProxySeesItsLabelAndHeadlessServices(t *testing.T) {
+	inWorld(t, named("x"), func(w *world) {
+		w.set(
+			service("web"), slice("web", "web-1", "10.0.0.1"),
+			service("other", proxyName, "y"), slice("other", "other-1", "10.0.0.4", proxyName, "y"),
+			service("special", proxyName, "x"), slice("special", "special-1", "10.0.0.2", proxyName, "x"),
+			headless(service("db", proxyName, "x")), slice("db", "db-1", "10.0.0.3", proxyName, "x", watcher.LabelHeadless, ""),
+		)
+		w.start()
+		w.expect("service default/special", "slice default/special-1 10.0.0.2", "service default/db", "slice default/db-1 10.0.0.3")
+	})
+}
+
+func TestSelectionIsTheServers(t *testing.T) {
+	for _, tc := range []struct {
+		name string
+		opts Options
+		want map[string]string // resource: labels | fields
+	}{
+		{"a general proxy asks for what bears no label and is not headless, and for all nodes", Options{}, map[string]string{
+			services:       "!service.kubernetes.io/service-proxy-name | spec.clusterIP!=None",
+			endpointSlices: "!service.kubernetes.io/headless,!service.kubernetes.io/service-proxy-name | ",
+			nodes:          " | ",
+		}},
+		{"a named proxy asks for its label", named("x"), map[string]string{
+			services:       "service.kubernetes.io/service-proxy-name=x | ",
+			endpointSlices: "service.kubernetes.io/service-proxy-name=x | ",
+			nodes:          " | ",
+		}},
+		{"a node's proxy asks for its own node only", Options{NodeName: "a"}, map[string]string{
+			services:       "!service.kubernetes.io/service-proxy-name | spec.clusterIP!=None",
+			endpointSlices: "!service.kubernetes.io/headless,!service.kubernetes.io/service-proxy-name | ",
+			nodes:          " | metadata.name=a",
+		}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			inWorld(t, tc.opts, func(w *world) {
+				w.start()
+				got := map[string]string{}
+				for _, r := range w.seen(func(request) bool { return true }) {
+					parts := strings.Split(r.Labels, ",")
+					slices.Sort(parts)
+					got[r.Resource] = strings.Join(parts, ",") + " | " + r.Fields
+					if r.Verb != "watch" || !r.InitialEvents {
+						t.Errorf("request %+v is no streaming list", r)
+					}
+					if accept := r.Header.Get("Accept"); !strings.HasPrefix(accept, "application/vnd.kubernetes.protobuf") {
+						t.Errorf("Accept %q of %s does not ask for protobuf", accept, r.Resource)
+					}
+					if encoding := r.Header.Get("Accept-Encoding"); strings.Contains(encoding, "gzip") {
+						t.Errorf("Accept-Encoding %q of %s asks for compression", encoding, r.Resource)
+					}
+				}
+				if diff := cmp.Diff(tc.want, got); diff != "" {
+					t.Errorf("requests (-want +got):\n%s", diff)
+				}
+			})
+		})
+	}
+}
+
+func TestCompressionIsUsedIfAskedFor(t *testing.T) {
+	inWorld(t, Options{Compression: true}, func(w *world) {
+		w.start()
+		for _, r := range w.seen(func(request) bool { return true }) {
+			if !strings.Contains(r.Header.Get("Accept-Encoding"), "gzip") {
+				t.Errorf("Accept-Encoding of %s: %q", r.Resource, r.Header.Get("Accept-Encoding"))
+			}
+		}
+	})
+}
+
+func TestChangesArrive(t *testing.T) {
+	inWorld(t, Options{}, func(w *world) {
+		w.start()
+		w.expect()
+		w.set(service("web"), slice("web", "web-1", "10.0.0.1"), node("a"))
+		w.expect("service default/web", "slice default/web-1 10.0.0.1", "node a")
+		w.set(slice("web", "web-1", "10.0.0.2"))
+		w.expect("service default/web", "slice default/web-1 10.0.0.2", "node a")
+		w.bookmark()
+		w.delete(slice("web", "web-1", ""), node("a"))
+		w.expect("service default/web")
+		w.delete(service("web"))
+		w.expect()
+	})
+}
+
+func TestLabelFlipsAreAddsAndDeletes(t *testing.T) {
+	inWorld(t, Options{}, func(w *world) {
+		w.set(service("web"), slice("web", "web-1", "10.0.0.1"))
+		w.start()
+		w.set(service("web", proxyName, "x"))
+		w.expect("slice default/web-1 10.0.0.1") // until the slice controller relabels it
+		w.set(slice("web", "web-1", "10.0.0.1", proxyName, "x"))
+		w.expect()
+		w.set(service("web"), slice("web", "web-1", "10.0.0.1"))
+		w.expect("service default/web", "slice default/web-1 10.0.0.1")
+		w.set(headless(service("web")))
+		w.expect("slice default/web-1 10.0.0.1")
+	})
+}
+
+func TestRecreatedObjectReplacesItsPredecessor(t *testing.T) {
+	inWorld(t, Options{}, func(w *world) {
+		first := service("web")
+		w.set(first)
+		w.start()
+		second := service("web")
+		second.UID = "second"
+		w.delete(first)
+		w.set(second)
+		w.expect("service default/web")
+		got, _ := w.state.Snapshot().Services.Get(types.NamespacedName{Namespace: "default", Name: "web"})
+		if got.UID != "second" {
+			t.Errorf("UID %q, want that of the second object", got.UID)
+		}
+		third := service("web")
+		third.UID = "third"
+		w.listener.unplug(true)
+		w.delete(second)
+		w.set(third)
+		w.compact()
+		w.listener.unplug(false)
+		w.advance(2 * time.Minute)
+		got, _ = w.state.Snapshot().Services.Get(types.NamespacedName{Namespace: "default", Name: "web"})
+		if got == nil || got.UID != "third" {
+			t.Errorf("after a relist: %+v, want the third object", got)
+		}
+	})
+}
+
+func TestDroppedWatchGoesOnWhereItStopped(t *testing.T) {
+	inWorld(t, Options{}, func(w *world) {
+		w.set(service("web"))
+		w.start()
+		w.set(service("api"))
+		w.expect("service default/web", "service default/api")
+		w.advance(2 * time.Second)
+		w.seen(func(request) bool { return true })
+		w.drop()
+		w.set(service("db"))
+		w.advance(2 * time.Minute)
+		w.expect("service default/web", "service default/api", "service default/db")
+		for _, r := range w.seen(func(r request) bool { return r.Resource == services }) {
+			if r.InitialEvents || r.Verb == "list" {
+				t.Errorf("a dropped watch led to a listing: %+v", r)
+			}
+		}
+	})
+}
+
+func TestLostServerChangesNothingAndAfterwardsOnlyTheDifferenceIsWritten(t *testing.T) {
+	for _, compacted := range []bool{false, true} {
+		t.Run(fmt.Sprintf("compacted=%t", compacted), func(t *testing.T) {
+			inWorld(t, Options{}, func(w *world) {
+				w.set(service("stays"), service("goes"), slice("stays", "stays-1", "10.0.0.1"))
+				w.start()
+				before := w.state.Snapshot()
+				w.listener.unplug(true)
+				w.advance(10 * time.Minute)
+				if got := w.state.Snapshot().Revision; got != before.Revision {
+					t.Errorf("revision went from %d to %d while the server was away", before.Revision, got)
+				}
+				w.delete(service("goes"))
+				w.set(service("comes"))
+				if compacted {
+					w.compact()
+				}
+				w.listener.unplug(false)
+				w.advance(2 * time.Minute)
+				w.expect("service default/stays", "service default/comes", "slice default/stays-1 10.0.0.1")
+				changes, _ := w.state.Snapshot().States.Since(before.Revision)
+				got := map[string]bool{}
+				for c := range changes {
+					got[c.Key.Name] = c.Deleted
+				}
+				if diff := cmp.Diff(map[string]bool{"goes": true, "comes": false}, got); diff != "" {
+					t.Errorf("changes, by whether they are deletions (-want +got):\n%s", diff)
+				}
+			})
+		})
+	}
+}
+
+func TestServerWithoutStreamingListsIsListed(t *testing.T) {
+	inWorld(t, Options{}, func(w *world) {
+		var mu sync.Mutex
+		var told []string
+		w.opts.OnError = func(e *Error) {
+			mu.Lock()
+			defer mu.Unlock()
+			told = append(told, e.Error())
+		}
+		w.refuse = func(r request) *apierrors.StatusError {
+			if r.InitialEvents {
+				return apierrors.NewInvalid(schema.GroupKind{Kind: "ListOptions"}, "", nil)
+			}
+			return nil
+		}
+		w.set(service("web"), slice("web", "web-1", "10.0.0.1"), node("a"))
+		w.start()
+		w.expect("service default/web", "slice default/web-1 10.0.0.1", "node a")
+		w.set(service("api"))
+		w.expect("service default/web", "service default/api", "slice default/web-1 10.0.0.1", "node a")
+		if len(told) > 0 {
+			t.Errorf("told as errors: %q", told)
+		}
+	})
+}
+
+func TestServerThatCannotSelectByClusterIPIsFilteredHere(t *testing.T) {
+	inWorld(t, Options{}, func(w *world) {
+		w.refuse = func(r request) *apierrors.StatusError {
+			if strings.Contains(r.Fields, "spec.clusterIP") {
+				return apierrors.NewBadRequest("field label not supported: spec.clusterIP")
+			}
+			return nil
+		}
+		w.set(service("web"), headless(service("db")))
+		w.start()
+		w.expect("service default/web")
+	})
+}
+
+func TestUnusableObjectsAreLeftOut(t *testing.T) {
+	inWorld(t, Options{}, func(w *world) {
+		orphan := slice("web", "orphan", "10.0.0.1")
+		delete(orphan.Labels, discoveryv1.LabelServiceName)
+		w.set(service("web"), orphan, slice("web", "bad", "10.0.0.300"), slice("web", "good", "10.0.0.3"))
+		w.start()
+		w.expect("service default/web", "slice default/bad", "slice default/good 10.0.0.3")
+		unlabelled := slice("web", "good", "10.0.0.3")
+		delete(unlabelled.Labels, discoveryv1.LabelServiceName)
+		w.set(unlabelled)
+		w.expect("service default/web", "slice default/bad")
+	})
+}
+
+func forbid(resource string) func(request) *apierrors.StatusError {
+	return func(r request) *apierrors.StatusError {
+		if r.Resource != resource {
+			return nil
+		}
+		return apierrors.NewForbidden(schema.GroupResource{Group: "discovery.k8s.io", Resource: resource}, "",
+			fmt.Errorf("User %q cannot %s resource %q", "proxy", r.Verb, resource))
+	}
+}
+
+func TestMissingPermissionIsNamedAndTriedAgain(t *testing.T) {
+	inWorld(t, Options{}, func(w *world) {
+		var mu sync.Mutex
+		told := map[string]int{}
+		w.opts.OnError = func(e *Error) {
+			mu.Lock()
+			defer mu.Unlock()
+			if !e.MissingPermission() {
+				t.Errorf("%v: not taken for a missing permission", e)
+			}
+			told[e.Error()]++
+		}
+		w.refuse = forbid(endpointSlices)
+		w.set(service("web"), slice("web", "web-1", "10.0.0.1"))
+		w.start()
+		w.advance(10 * time.Minute)
+		if w.state.IsSynced() {
+			t.Error("synced without slices")
+		}
+		w.mu.Lock()
+		w.refuse = nil
+		w.mu.Unlock()
+		w.advance(2 * time.Minute)
+		w.expect("service default/web", "slice default/web-1 10.0.0.1")
+		for _, verb := range []string{"list", "watch"} {
+			want := verb + ` endpointslices at API server http://api.test: missing permission; needed are the verbs list and watch on resource "endpointslices" of API group "discovery.k8s.io" in all namespaces: `
+			if !slices.ContainsFunc(slices.Collect(maps.Keys(told)), func(text string) bool { return strings.HasPrefix(text, want) }) {
+				t.Errorf("want an error that begins with %q, got %v", want, told)
+			}
+		}
+	})
+}
+
+func TestFailFastReturnsTheFirstError(t *testing.T) {
+	for _, tc := range []struct {
+		name   string
+		breaks func(*world)
+		want   string
+	}{
+		{"a forbidden resource", func(w *world) { w.refuse = forbid(nodes) },
+			`watch nodes at API server http://api.test: missing permission; needed are the verbs list and watch on resource "nodes" of API group "" at cluster scope: `},
+		{"a missing credential", func(w *world) {
+			w.refuse = func(request) *apierrors.StatusError { return apierrors.NewUnauthorized("Unauthorized") }
+		}, "credentials are missing or not accepted; needed are "},
+		{"an unreachable server", func(w *world) { w.listener.unplug(true) },
+			" at API server http://api.test: dial tcp: connect: connection refused"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			inWorld(t, Options{FailFast: true}, func(w *world) {
+				tc.breaks(w)
+				w.start()
+				err := w.stop()
+				if failed := new(Error); !errors.As(err, &failed) || !strings.Contains(err.Error(), tc.want) {
+					t.Errorf("Watch = %v, want an *Error with %q", err, tc.want)
+				}
+			})
+		})
+	}
+}
+
+func TestFailFastEndsWithTheFirstSync(t *testing.T) {
+	inWorld(t, Options{FailFast: true}, func(w *world) {
+		w.set(service("web"))
+		w.start()
+		w.listener.unplug(true)
+		w.advance(time.Hour)
+		w.listener.unplug(false)
+		w.set(service("api"))
+		w.advance(2 * time.Minute)
+		w.expect("service default/web", "service default/api")
+		if err := w.stop(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestWatchEndsAtOnceWhileTheServerIsAway(t *testing.T) {
+	inWorld(t, Options{}, func(w *world) {
+		w.listener.unplug(true)
+		w.start()
+		w.advance(10 * time.Minute)
+		began := time.Now()
+		if err := w.stop(); err != nil {
+			t.Error(err)
+		}
+		if took := time.Since(began); took != 0 {
+			t.Errorf("took %v", took)
+		}
+	})
+}
+
+func TestInvalidOptionsAreRefused(t *testing.T) {
+	for name, opts := range map[string]Options{
+		"neither Config nor Informers":      {},
+		"an informer is missing":            {Informers: &Informers{}},
+		"a name that is no label value":     {Options: watcher.Options{ServiceProxyName: "a b"}},
+		"a malformed pattern":               {Options: watcher.Options{KeepLabels: []string{"["}}},
+		"a Config that is contradictory":    {Config: badConfig()},
+		"a Config for an impossible server": {Config: badHost()},
+	} {
+		if err := Watch(t.Context(), cluster.New(cluster.Options{}), opts); err == nil {
+			t.Errorf("%s: no error", name)
+		}
+	}
+}
+
+func badConfig() *rest.Config {
+	return &rest.Config{Host: "https://api.test", TLSClientConfig: rest.TLSClientConfig{CAFile: "does-not-exist"}}
+}
+
+func badHost() *rest.Config { return &rest.Config{Host: "://"} }

@@ -1,0 +1,417 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/rest"
+)
+
+// object is what the server stores.
+type object interface {
+	metav1.Object
+	runtime.Object
+}
+
+// apiServer lists and watches services, endpoint slices and nodes over HTTP as a
+// kube-apiserver does: label and field selectors, resource versions, streaming
+// lists, bookmarks, 410 Gone. Connections are in memory, so that it runs inside
+// of a synctest bubble.
+type apiServer struct {
+	listener *pipeListener
+	// refuse, if set, decides whether a request fails, and how.
+	refuse func(request) *apierrors.StatusError
+
+	mu        sync.Mutex
+	revision  int
+	compacted int
+	objects   map[string]object // by resource/namespace/name
+	log       []change
+	requests  []request
+	changed   chan struct{} // closed and renewed when there is something to send
+	dropped   chan struct{} // closed and renewed when watches are dropped
+	bookmarks int           // how many times bookmarks have been asked for
+}
+
+// change is an entry of the log: old or new is nil if the object did not exist.
+type change struct {
+	revision int
+	resource string
+	old, new object
+}
+
+// request is a list or watch as the server saw it.
+type request struct {
+	Verb, Resource, Namespace, Labels, Fields, ResourceVersion string
+	InitialEvents                                              bool
+	Header                                                     http.Header
+}
+
+func newAPIServer(t *testing.T) *apiServer {
+	s := &apiServer{
+		listener: newPipeListener(),
+		objects:  map[string]object{},
+		revision: 10,
+		changed:  make(chan struct{}),
+		dropped:  make(chan struct{}),
+	}
+	server := &http.Server{Handler: s}
+	var serving sync.WaitGroup
+	serving.Go(func() { server.Serve(s.listener) })
+	t.Cleanup(func() {
+		server.Close()
+		serving.Wait()
+	})
+	return s
+}
+
+func (s *apiServer) config() *rest.Config {
+	return &rest.Config{Host: "http://api.test", Dial: s.listener.dial}
+}
+
+func resourceOf(o object) string {
+	switch o.(type) {
+	case *corev1.Service:
+		return services
+	case *discoveryv1.EndpointSlice:
+		return endpointSlices
+	case *corev1.Node:
+		return nodes
+	}
+	panic(fmt.Sprintf("unexpected %T", o))
+}
+
+// set creates or changes objects.
+func (s *apiServer) set(list ...object) {
+	for _, o := range list {
+		s.write(o, o.DeepCopyObject().(object))
+	}
+}
+
+// delete deletes objects.
+func (s *apiServer) delete(list ...object) {
+	for _, o := range list {
+		s.write(o, nil)
+	}
+}
+
+func (s *apiServer) write(id, new object) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.revision++
+	resource := resourceOf(id)
+	key := resource + "/" + id.GetNamespace() + "/" + id.GetName()
+	old := s.objects[key]
+	if new != nil {
+		new.SetResourceVersion(strconv.Itoa(s.revision))
+		new.GetObjectKind().SetGroupVersionKind(kindOf(resource, ""))
+		s.objects[key] = new
+	} else {
+		delete(s.objects, key)
+	}
+	s.log = append(s.log, change{s.revision, resource, old, new})
+	s.signal()
+}
+
+func kindOf(resource, suffix string) schema.GroupVersionKind {
+	switch resource {
+	case services:
+		return corev1.SchemeGroupVersion.WithKind("Service" + suffix)
+	case nodes:
+		return corev1.SchemeGroupVersion.WithKind("Node" + suffix)
+	default:
+		return discoveryv1.SchemeGroupVersion.WithKind("EndpointSlice" + suffix)
+	}
+}
+
+func (s *apiServer) signal() {
+	close(s.changed)
+	s.changed = make(chan struct{})
+}
+
+// bookmark sends a bookmark on all watches.
+func (s *apiServer) bookmark() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.bookmarks++
+	s.signal()
+}
+
+// drop ends all watches.
+func (s *apiServer) drop() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	close(s.dropped)
+	s.dropped = make(chan struct{})
+}
+
+// compact forgets the log: watches from earlier revisions are answered with 410 Gone.
+func (s *apiServer) compact() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.compacted = s.revision
+}
+
+// seen returns the requests so far that match, and forgets all.
+func (s *apiServer) seen(match func(request) bool) []request {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var out []request
+	for _, r := range s.requests {
+		if match(r) {
+			out = append(out, r)
+		}
+	}
+	s.requests = nil
+	return out
+}
+
+func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	req, match, err := parseRequest(r.URL)
+	req.Header = r.Header
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusBadRequest)
+		return
+	}
+	s.mu.Lock()
+	s.requests = append(s.requests, req)
+	refuse, compacted := s.refuse, s.compacted
+	s.mu.Unlock()
+	if refuse != nil {
+		if refused := refuse(req); refused != nil {
+			sendStatus(w, refused)
+			return
+		}
+	}
+	since, _ := strconv.Atoi(req.ResourceVersion)
+	switch {
+	case req.Verb == "list":
+		s.list(w, req, match)
+	case since != 0 && since < compacted:
+		sendStatus(w, apierrors.NewResourceExpired("too old resource version"))
+	default:
+		s.watch(w, r.Context(), req, match, since)
+	}
+}
+
+func parseRequest(u *url.URL) (request, func(object) bool, error) {
+	q := u.Query()
+	r := request{
+		Verb:            "list",
+		Labels:          q.Get("labelSelector"),
+		Fields:          q.Get("fieldSelector"),
+		ResourceVersion: q.Get("resourceVersion"),
+		InitialEvents:   q.Get("sendInitialEvents") == "true",
+	}
+	if q.Get("watch") == "true" {
+		r.Verb = "watch"
+	}
+	path := strings.Split(strings.Trim(u.Path, "/"), "/")
+	r.Resource = path[len(path)-1]
+	if len(path) > 2 && path[len(path)-3] == "namespaces" {
+		r.Namespace = path[len(path)-2]
+	}
+	byLabels, err := labels.Parse(r.Labels)
+	if err != nil {
+		return r, nil, err
+	}
+	byFields, err := fields.ParseSelector(r.Fields)
+	if err != nil {
+		return r, nil, err
+	}
+	return r, func(o object) bool {
+		set := fields.Set{"metadata.name": o.GetName()}
+		if service, ok := o.(*corev1.Service); ok {
+			set["spec.clusterIP"] = service.Spec.ClusterIP
+		}
+		return (r.Namespace == "" || r.Namespace == o.GetNamespace()) && byLabels.Matches(labels.Set(o.GetLabels())) && byFields.Matches(set)
+	}, nil
+}
+
+func sendStatus(w http.ResponseWriter, e *apierrors.StatusError) {
+	status := e.Status()
+	status.TypeMeta = metav1.TypeMeta{APIVersion: "v1", Kind: "Status"}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(int(status.Code))
+	json.NewEncoder(w).Encode(status)
+}
+
+// matching returns the objects that a request asks for.
+func (s *apiServer) matching(req request, match func(object) bool) []object {
+	var out []object
+	for key, o := range s.objects {
+		if strings.HasPrefix(key, req.Resource+"/") && match(o) {
+			out = append(out, o)
+		}
+	}
+	return out
+}
+
+func (s *apiServer) list(w http.ResponseWriter, req request, match func(object) bool) {
+	s.mu.Lock()
+	items, revision := s.matching(req, match), s.revision
+	s.mu.Unlock()
+	kind := kindOf(req.Resource, "List")
+	w.Header().Set("Content-Type", "application/json")
+	json.NewEncoder(w).Encode(map[string]any{
+		"apiVersion": kind.GroupVersion().String(),
+		"kind":       kind.Kind,
+		"metadata":   metav1.ListMeta{ResourceVersion: strconv.Itoa(revision)},
+		"items":      items,
+	})
+}
+
+func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req request, match func(object) bool, since int) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(http.StatusOK)
+	encoder := json.NewEncoder(w)
+	send := func(kind string, o any) { encoder.Encode(map[string]any{"type": kind, "object": o}) }
+	sendBookmark := func(revision int, annotations map[string]string) {
+		kind := kindOf(req.Resource, "")
+		send("BOOKMARK", map[string]any{
+			"apiVersion": kind.GroupVersion().String(),
+			"kind":       kind.Kind,
+			"metadata":   metav1.ObjectMeta{ResourceVersion: strconv.Itoa(revision), Annotations: annotations},
+		})
+	}
+
+	s.mu.Lock()
+	dropped, bookmarks := s.dropped, s.bookmarks
+	if req.InitialEvents {
+		for _, o := range s.matching(req, match) {
+			send("ADDED", o)
+		}
+		since = s.revision
+		sendBookmark(since, map[string]string{metav1.InitialEventsAnnotationKey: "true"})
+	}
+	for {
+		for _, c := range s.log {
+			if c.revision <= since || c.resource != req.Resource {
+				continue
+			}
+			before, after := c.old != nil && match(c.old), c.new != nil && match(c.new)
+			switch {
+			case before && after:
+				send("MODIFIED", c.new)
+			case after:
+				send("ADDED", c.new)
+			case before:
+				gone := c.old.DeepCopyObject().(object)
+				gone.SetResourceVersion(strconv.Itoa(c.revision))
+				send("DELETED", gone)
+			}
+		}
+		since = s.revision
+		if bookmarks != s.bookmarks {
+			bookmarks = s.bookmarks
+			sendBookmark(since, nil)
+		}
+		changed := s.changed
+		s.mu.Unlock()
+		w.(http.Flusher).Flush()
+		select {
+		case <-changed:
+		case <-dropped:
+			return
+		case <-ctx.Done():
+			return
+		}
+		s.mu.Lock()
+	}
+}
+
+// pipeListener accepts connections that are made in memory.
+type pipeListener struct {
+	conns  chan net.Conn
+	closed chan struct{}
+	once   sync.Once
+
+	mu        sync.Mutex
+	unplugged bool
+	live      []net.Conn
+}
+
+func newPipeListener() *pipeListener {
+	return &pipeListener{conns: make(chan net.Conn), closed: make(chan struct{})}
+}
+
+func (l *pipeListener) Accept() (net.Conn, error) {
+	select {
+	case c := <-l.conns:
+		return c, nil
+	case <-l.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+func (l *pipeListener) Close() error {
+	l.once.Do(func() { close(l.closed) })
+	return nil
+}
+
+func (l *pipeListener) Addr() net.Addr { return pipeAddr{} }
+
+type pipeAddr struct{}
+
+func (pipeAddr) Network() string { return "pipe" }
+func (pipeAddr) String() string  { return "pipe" }
+
+// unplug makes the server unreachable, or reachable again.
+func (l *pipeListener) unplug(off bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.unplugged = off
+	if off {
+		for _, c := range l.live {
+			c.Close()
+		}
+		l.live = nil
+	}
+}
+
+func (l *pipeListener) dial(ctx context.Context, _, _ string) (net.Conn, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.unplugged {
+		return nil, &net.OpError{Op: "dial", Net: "tcp", Err: os.NewSyscallError("connect", syscall.ECONNREFUSED)}
+	}
+	client, server := net.Pipe()
+	select {
+	case l.conns <- server:
+	case <-l.closed:
+		return nil, net.ErrClosed
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	l.live = append(l.live, client)
+	return client, nil
+}
+
+func meta(namespace, name string, keyValues ...string) metav1.ObjectMeta {
+	m := metav1.ObjectMeta{Namespace: namespace, Name: name, UID: types.UID(namespace + "/" + name)}
+	for i := 0; i < len(keyValues); i += 2 {
+		metav1.SetMetaDataLabel(&m, keyValues[i], keyValues[i+1])
+	}
+	return m
+}

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"fmt"
+	"iter"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/cache"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/watcher"
+)
+
+// item is an object of the API, reduced to what goes into the state.
+type item[T any] struct {
+	key types.NamespacedName
+	uid types.UID
+	// value is nil if the object is of no use to the proxy.
+	value *T
+	// selectorless says of a service that it has no selector.
+	selectorless bool
+}
+
+// GetObjectMeta gives the reflector, which collects the items of a streaming
+// list before it hands them over, the name to key them by.
+func (i *item[T]) GetObjectMeta() metav1.Object {
+	return &metav1.ObjectMeta{Namespace: i.key.Namespace, Name: i.key.Name, UID: i.uid}
+}
+
+// writer brings items into the state.
+type writer[T any] interface {
+	set(*item[T])
+	remove(types.NamespacedName)
+	// replace writes a full listing. All items have a value.
+	replace([]*item[T])
+}
+
+// store is what a reflector writes into. It reduces objects as they arrive and
+// hands them to its writer: a cache.TransformingStore that stores nothing.
+type store[O metav1.Object, T any] struct {
+	resource string
+	convert  func(O) *T
+	to       writer[T]
+	onEvent  func(resource string)
+	listed   func() // called after each full listing
+}
+
+var _ cache.TransformingStore = (*store[*corev1.Node, api.Node])(nil)
+
+func newStore[O metav1.Object, T any](w *watch, resource string, to writer[T], convert func(O) *T) *store[O, T] {
+	return &store[O, T]{
+		resource: resource,
+		convert:  convert,
+		to:       to,
+		onEvent:  w.onEvent,
+		listed:   func() { w.gate.done(resource) },
+	}
+}
+
+// item returns the reduced form of what the reflector delivers, which may be
+// that already.
+func (s *store[O, T]) item(obj any) (*item[T], error) {
+	if i, ok := obj.(*item[T]); ok {
+		return i, nil
+	}
+	o, ok := obj.(O)
+	if !ok {
+		return nil, fmt.Errorf("unexpected object of type %T among %s", obj, s.resource)
+	}
+	i := &item[T]{key: keyOf(o.GetNamespace(), o.GetName()), uid: o.GetUID(), value: s.convert(o)}
+	if service, ok := obj.(*corev1.Service); ok {
+		i.selectorless = watcher.Selectorless(service)
+	}
+	return i, nil
+}
+
+// Transformer returns the reduction, which the reflector applies to the objects
+// of a streaming list one by one.
+func (s *store[O, T]) Transformer() cache.TransformFunc {
+	return func(obj any) (any, error) { return s.item(obj) }
+}
+
+// Add sets the object.
+func (s *store[O, T]) Add(obj any) error { return s.Update(obj) }
+
+// Update sets the object, or removes it if it has become of no use.
+func (s *store[O, T]) Update(obj any) error {
+	i, err := s.item(obj)
+	if err != nil {
+		return err
+	}
+	s.onEvent(s.resource)
+	if i.value == nil {
+		s.to.remove(i.key)
+	} else {
+		s.to.set(i)
+	}
+	return nil
+}
+
+// Delete removes the object.
+func (s *store[O, T]) Delete(obj any) error {
+	if gone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
+		obj = gone.Obj
+	}
+	var key types.NamespacedName
+	switch o := obj.(type) {
+	case *item[T]:
+		key = o.key
+	case O:
+		key = keyOf(o.GetNamespace(), o.GetName())
+	default:
+		return fmt.Errorf("unexpected deleted object of type %T among %s", obj, s.resource)
+	}
+	s.onEvent(s.resource)
+	s.to.remove(key)
+	return nil
+}
+
+// Replace writes a full listing.
+func (s *store[O, T]) Replace(list []any, _ string) error {
+	items := make([]*item[T], 0, len(list))
+	for n, obj := range list {
+		i, err := s.item(obj)
+		if err != nil {
+			return err
+		}
+		list[n] = nil // the reduced form is all that is needed of it
+		if i.value != nil {
+			items = append(items, i)
+		}
+	}
+	s.onEvent(s.resource)
+	s.to.replace(items)
+	s.listed()
+	return nil
+}
+
+// Resync has nothing to do: there is no queue that could have lost something.
+func (s *store[O, T]) Resync() error { return nil }
+
+func values[T any](items []*item[T]) iter.Seq[*T] {
+	return func(yield func(*T) bool) {
+		for _, i := range items {
+			if !yield(i.value) {
+				return
+			}
+		}
+	}
+}
+
+// mainScope is the scope of everything but the handmade slices.
+const mainScope diffstore.Scope = 0
+
+// serviceWriter, sliceWriter and nodeWriter write what one watch of the whole
+// cluster brings.
+type (
+	serviceWriter struct{ state *cluster.State }
+	sliceWriter   struct{ state *cluster.State }
+	nodeWriter    struct{ state *cluster.State }
+)
+
+func (w serviceWriter) set(i *item[api.Service]) {
+	w.state.Update(func(tx *cluster.Tx) { tx.SetService(mainScope, i.value) })
+}
+
+func (w serviceWriter) remove(key types.NamespacedName) {
+	w.state.Update(func(tx *cluster.Tx) { tx.DeleteService(mainScope, key) })
+}
+
+func (w serviceWriter) replace(all []*item[api.Service]) {
+	w.state.Update(func(tx *cluster.Tx) { tx.ReplaceServices(mainScope, values(all)) })
+}
+
+func (w sliceWriter) set(i *item[api.EndpointSlice]) {
+	w.state.Update(func(tx *cluster.Tx) { tx.SetSlice(mainScope, i.value) })
+}
+
+func (w sliceWriter) remove(key types.NamespacedName) {
+	w.state.Update(func(tx *cluster.Tx) { tx.DeleteSlice(mainScope, key) })
+}
+
+func (w sliceWriter) replace(all []*item[api.EndpointSlice]) {
+	w.state.Update(func(tx *cluster.Tx) { tx.ReplaceSlices(mainScope, values(all)) })
+}
+
+func (w nodeWriter) set(i *item[api.Node]) {
+	w.state.Update(func(tx *cluster.Tx) { tx.SetNode(mainScope, i.value) })
+}
+
+func (w nodeWriter) remove(key types.NamespacedName) {
+	w.state.Update(func(tx *cluster.Tx) { tx.DeleteNode(mainScope, key.Name) })
+}
+
+func (w nodeWriter) replace(all []*item[api.Node]) {
+	w.state.Update(func(tx *cluster.Tx) { tx.ReplaceNodes(mainScope, values(all)) })
+}

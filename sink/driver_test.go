@@ -651,7 +651,6 @@ type stages struct {
 	startErr        error
 	stopErr         error
 	verify          func(ctx context.Context) error
-	contextOfStop   context.Context
 	deadlineOfStop  time.Duration
 	startPanicsWith any
 }
@@ -778,6 +777,7 @@ func TestVerify(t *testing.T) {
 		run(t, sink.Options{VerifyInterval: time.Minute}, s, func(w *world) {
 			w.src.MarkSynced()
 			time.Sleep(time.Minute)
+			synctest.Wait()
 			w.waitApplied()
 			w.expectTold(0, "0s: full web none→[1]", "1m0s: full web none→[1]")
 		})
@@ -796,7 +796,7 @@ func TestVerify(t *testing.T) {
 		}}
 		run(t, opts, s, func(w *world) {
 			w.src.MarkSynced()
-			time.Sleep(2 * time.Minute)
+			time.Sleep(2*time.Minute + time.Second)
 			w.src.Set(view(web, 2))
 			synctest.Wait()
 			w.waitApplied()

@@ -135,6 +135,13 @@ func (s *Source) Revision() uint64 {
 	return s.revision
 }
 
+// Node returns the node.
+func (s *Source) Node() *api.Node {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.node
+}
+
 // Views returns all views in order of their keys.
 func (s *Source) Views() []*api.ServiceEndpoints {
 	s.mu.Lock()

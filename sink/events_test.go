@@ -1,0 +1,351 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+)
+
+// eventLog is a handler that writes down what it is told. fail, where it is
+// set, decides what becomes of an event.
+type eventLog struct {
+	lines []string
+	fail  func(line string) error
+}
+
+func (l *eventLog) note(format string, args ...any) error {
+	line := fmt.Sprintf(format, args...)
+	l.lines = append(l.lines, line)
+	if l.fail != nil {
+		return l.fail(line)
+	}
+	return nil
+}
+
+// take returns what was written since it was called last.
+func (l *eventLog) take() string {
+	lines := l.lines
+	l.lines = nil
+	return strings.Join(lines, "\n")
+}
+
+func (l *eventLog) SetService(_ context.Context, svc *api.Service) error {
+	return l.note("set service %s", svc.Name)
+}
+
+func (l *eventLog) DeleteService(_ context.Context, svc *api.Service) error {
+	return l.note("delete service %s", svc.Name)
+}
+
+func (l *eventLog) SetEndpoint(_ context.Context, svc *api.Service, e *api.Endpoint) error {
+	return l.note("set endpoint %s %s", svc.Name, e.Key())
+}
+
+func (l *eventLog) DeleteEndpoint(_ context.Context, svc *api.Service, e *api.Endpoint) error {
+	return l.note("delete endpoint %s %s", svc.Name, e.Key())
+}
+
+func (l *eventLog) SetFrontend(_ context.Context, svc *api.Service, f nodeview.Frontend) error {
+	return l.note("set frontend %s %s → %s", svc.Name, f.FrontendKey, targets(f))
+}
+
+func (l *eventLog) DeleteFrontend(_ context.Context, svc *api.Service, f nodeview.Frontend) error {
+	return l.note("delete frontend %s %s", svc.Name, f.FrontendKey)
+}
+
+// targets returns the last bytes of the endpoints of a frontend.
+func targets(f nodeview.Frontend) string {
+	n := []byte{}
+	for _, t := range f.Elsewhere.Endpoints {
+		n = append(n, t.Addr().AsSlice()[3])
+	}
+	return fmt.Sprint(n)
+}
+
+// at returns v with the cluster IP 10.96.0.n.
+func at(n byte, v *api.ServiceEndpoints) *api.ServiceEndpoints {
+	v.Service.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, 96, 0, n}))
+	return v
+}
+
+func TestEvents(t *testing.T) {
+	a, b := key("a"), key("b")
+	log := &eventLog{}
+	run(t, sink.Options{}, sink.Events(log), func(w *world) {
+		step := func(what string, change func(), want ...string) {
+			w.Helper()
+			change()
+			w.waitApplied()
+			if diff := cmp.Diff(strings.Join(want, "\n"), log.take()); diff != "" {
+				w.Errorf("%s: events (-want +got):\n%s", what, diff)
+			}
+		}
+		w.src.Delete(web)
+		w.src.Set(at(1, view(a, 1)), at(2, view(b, 2)))
+
+		step("a full one sets services, then endpoints, then frontends", w.src.MarkSynced,
+			"set service a", "set service b",
+			"set endpoint a 10.0.0.1", "set endpoint b 10.0.0.2",
+			"set frontend a ClusterIP 10.96.0.1:80/TCP → [1]", "set frontend b ClusterIP 10.96.0.2:80/TCP → [2]")
+
+		step("two services swap their addresses", func() { w.src.Set(at(2, view(a, 1)), at(1, view(b, 2))) },
+			"delete frontend a ClusterIP 10.96.0.1:80/TCP", "delete frontend b ClusterIP 10.96.0.2:80/TCP",
+			"set service a", "set service b",
+			"set frontend a ClusterIP 10.96.0.2:80/TCP → [1]", "set frontend b ClusterIP 10.96.0.1:80/TCP → [2]")
+
+		step("one endpoint comes and one goes", func() { w.src.Set(at(2, view(a, 3)), at(1, view(b, 2, 4))) },
+			"delete endpoint a 10.0.0.1",
+			"set endpoint a 10.0.0.3", "set endpoint b 10.0.0.4",
+			"set frontend a ClusterIP 10.96.0.2:80/TCP → [3]", "set frontend b ClusterIP 10.96.0.1:80/TCP → [2 4]")
+
+		step("what a full one has no longer is deleted, and what it still has is not told", func() { w.src.Lag(); w.src.Delete(a) },
+			"delete frontend a ClusterIP 10.96.0.2:80/TCP", "delete endpoint a 10.0.0.3", "delete service a")
+
+		step("a draining endpoint is deleted", func() {
+			v := at(1, view(b, 2))
+			v.Draining = view(b, 4).Endpoints
+			w.src.Set(v)
+		}, "delete endpoint b 10.0.0.4", "set frontend b ClusterIP 10.96.0.1:80/TCP → [2]")
+
+		log.fail = func(line string) error {
+			if strings.HasPrefix(line, "set endpoint a") {
+				log.fail = nil
+				return errBusy
+			}
+			return nil
+		}
+		step("an error ends the events of its service, which is then told from the start",
+			func() { w.src.Set(at(3, view(a, 1, 2)), at(1, view(b, 3))) },
+			"delete endpoint b 10.0.0.2", "set service a",
+			"set endpoint a 10.0.0.1", "set endpoint b 10.0.0.3", "set frontend b ClusterIP 10.96.0.1:80/TCP → [3]",
+			"set service a", "set endpoint a 10.0.0.1", "set endpoint a 10.0.0.2", "set frontend a ClusterIP 10.96.0.3:80/TCP → [1 2]")
+
+		log.fail = func(line string) error {
+			if strings.HasPrefix(line, "delete frontend") {
+				log.fail = nil
+				panic("oops")
+			}
+			return nil
+		}
+		step("a service that could not be deleted and is there again is set again", func() {
+			w.src.Delete(a)
+			synctest.Wait()
+			w.src.Set(at(3, view(a, 1)))
+		},
+			"delete frontend a ClusterIP 10.96.0.3:80/TCP",
+			"delete endpoint a 10.0.0.2",
+			"set service a", "set endpoint a 10.0.0.1", "set frontend a ClusterIP 10.96.0.3:80/TCP → [1]")
+
+		log.fail = func(string) error { log.fail = nil; return sink.ErrStartOver }
+		step("a handler that starts over is told everything, and to delete what went meanwhile", func() {
+			w.src.Set(at(3, view(a)))
+			synctest.Wait()
+			w.src.Delete(b)
+		},
+			"delete endpoint a 10.0.0.1",
+			"delete frontend b ClusterIP 10.96.0.1:80/TCP",
+			"delete endpoint a 10.0.0.1", "delete endpoint b 10.0.0.3", "delete service b",
+			"set service a", "set frontend a ClusterIP 10.96.0.3:80/TCP → []")
+	})
+}
+
+func TestEventsNamesObjectInError(t *testing.T) {
+	log := &eventLog{}
+	s := sink.Events(log)
+	cases := map[string]string{
+		"set service":     "service default/web: set service: dataplane is busy",
+		"set endpoint":    "service default/web: set endpoint 10.0.0.1: dataplane is busy",
+		"set frontend":    "service default/web: set frontend ClusterIP 10.96.0.1:80/TCP: dataplane is busy",
+		"delete frontend": "service default/web: delete frontend ClusterIP 10.96.0.1:80/TCP: dataplane is busy",
+		"delete endpoint": "service default/web: delete endpoint 10.0.0.1: dataplane is busy",
+		"delete service":  "service default/web: delete service: dataplane is busy",
+	}
+	for _, event := range []string{"set service", "set endpoint", "set frontend", "delete frontend", "delete endpoint", "delete service"} {
+		log.fail = func(line string) error {
+			if strings.HasPrefix(line, event) {
+				return errBusy
+			}
+			return nil
+		}
+		c := sink.Change{Key: web}
+		if strings.HasPrefix(event, "set") {
+			c.New = at(1, view(web, 1))
+		}
+		err := s.Sync(t.Context(), &sink.Changes{Services: slices.Values([]sink.Change{c})})
+		var failed *sink.Failed
+		if !errors.As(err, &failed) || err.Error() != cases[event] {
+			t.Errorf("%s fails: got %v, want %s", event, err, cases[event])
+		}
+	}
+}
+
+func TestEventsPassesOnTheLifeOfItsHandler(t *testing.T) {
+	handler := struct {
+		eventLog
+		*stages
+	}{stages: &stages{verify: func(context.Context) error { return errBusy }}}
+	s := sink.Events(&handler)
+	err := errors.Join(s.(sink.Starter).Start(t.Context()), s.(sink.Stopper).Stop(t.Context()))
+	if err != nil || !slices.Equal(handler.log, []string{"start", "stop"}) {
+		t.Errorf("start and stop: %v, %v", handler.log, err)
+	}
+	if err := s.(sink.Verifier).Verify(t.Context()); err != errBusy {
+		t.Errorf("verify: %v", err)
+	}
+	plain := sink.Events(&eventLog{})
+	err = errors.Join(plain.(sink.Starter).Start(t.Context()), plain.(sink.Stopper).Stop(t.Context()),
+		plain.(sink.Verifier).Verify(t.Context()), plain.(sink.Cleaner).Cleanup(t.Context()))
+	if err != nil {
+		t.Errorf("a handler without a life of its own: %v", err)
+	}
+}
+
+// objects is a handler that keeps what it was told and checks that nothing
+// refers to what is not there, and that no address is taken twice. Each of its
+// events fails at times, before or after it is done.
+type objects struct {
+	t         *testing.T
+	r         *rand.Rand
+	failing   bool
+	services  map[string]bool
+	endpoints map[string]bool
+	frontends map[string]string // to the service that has it, and its endpoints
+}
+
+func (o *objects) do(event func()) error {
+	if !o.failing {
+		event()
+		return nil
+	}
+	switch o.r.IntN(20) {
+	case 0:
+		return errBusy
+	case 1:
+		event()
+		return errBusy
+	case 2:
+		panic("oops")
+	case 3:
+		return sink.ErrStartOver
+	}
+	event()
+	return nil
+}
+
+func (o *objects) SetService(_ context.Context, svc *api.Service) error {
+	return o.do(func() { o.services[svc.Name] = true })
+}
+
+func (o *objects) DeleteService(_ context.Context, svc *api.Service) error {
+	return o.do(func() { delete(o.services, svc.Name) })
+}
+
+func (o *objects) SetEndpoint(_ context.Context, svc *api.Service, e *api.Endpoint) error {
+	if !o.services[svc.Name] {
+		o.t.Errorf("endpoint %s is set before its service %s", e.Key(), svc.Name)
+	}
+	return o.do(func() { o.endpoints[svc.Name+" "+e.Key()] = true })
+}
+
+func (o *objects) DeleteEndpoint(_ context.Context, svc *api.Service, e *api.Endpoint) error {
+	return o.do(func() { delete(o.endpoints, svc.Name+" "+e.Key()) })
+}
+
+func (o *objects) SetFrontend(_ context.Context, svc *api.Service, f nodeview.Frontend) error {
+	for _, e := range f.Elsewhere.Endpoints {
+		if !o.endpoints[svc.Name+" "+e.Key()] {
+			o.t.Errorf("frontend %s of %s is set before its endpoint %s", f.FrontendKey, svc.Name, e.Key())
+		}
+	}
+	k := f.FrontendKey.String()
+	if owner, _, ok := strings.Cut(o.frontends[k], " "); ok && owner != svc.Name && !o.failing {
+		o.t.Errorf("frontend %s is set for %s while %s has it", k, svc.Name, owner)
+	}
+	return o.do(func() { o.frontends[k] = svc.Name + " " + targets(f) })
+}
+
+func (o *objects) DeleteFrontend(_ context.Context, svc *api.Service, f nodeview.Frontend) error {
+	k := f.FrontendKey.String()
+	return o.do(func() {
+		if owner, _, _ := strings.Cut(o.frontends[k], " "); owner == svc.Name {
+			delete(o.frontends, k)
+		}
+	})
+}
+
+// FuzzEvents lets a source change and a handler fail at random, and checks that
+// in the end the handler has the objects that the source has.
+func FuzzEvents(f *testing.F) {
+	for seed := range uint64(50) {
+		f.Add(seed, uint8(200))
+	}
+	f.Fuzz(func(t *testing.T, seed uint64, ops uint8) {
+		r := rand.New(rand.NewPCG(seed, 1))
+		o := &objects{
+			t: t, r: rand.New(rand.NewPCG(seed, 2)), failing: seed%4 > 0,
+			services: map[string]bool{}, endpoints: map[string]bool{}, frontends: map[string]string{},
+		}
+		run(t, sink.Options{}, sink.Events(o), func(w *world) {
+			w.src.MarkSynced()
+			for range ops {
+				// Each address belongs to one service at a time.
+				free := []byte{1, 2, 3, 4, 5, 6}
+				r.Shuffle(len(free), func(i, j int) { free[i], free[j] = free[j], free[i] })
+				var set []*api.ServiceEndpoints
+				for i, name := range []string{"a", "b", "c", "d"} {
+					if r.IntN(3) == 0 {
+						w.src.Delete(key(name))
+					} else {
+						set = append(set, at(free[i], view(key(name), bytesUpTo(r)...)))
+					}
+				}
+				w.src.Set(set...)
+				if r.IntN(10) == 0 {
+					w.src.Lag()
+				}
+				if r.IntN(2) == 0 {
+					synctest.Wait()
+				}
+			}
+			synctest.Wait()
+			o.failing = false
+			w.waitApplied()
+
+			want := &objects{services: map[string]bool{}, endpoints: map[string]bool{}, frontends: map[string]string{}}
+			for _, v := range w.src.Views() {
+				want.services[v.Service.Name] = true
+				for _, e := range v.Endpoints {
+					want.endpoints[v.Service.Name+" "+e.Key()] = true
+				}
+				for f := range nodeview.Frontends(v) {
+					want.frontends[f.FrontendKey.String()] = v.Service.Name + " " + targets(f)
+				}
+			}
+			if diff := cmp.Diff(want.lists(), o.lists()); diff != "" {
+				w.Errorf("objects (-want +got):\n%s", diff)
+			}
+		})
+	})
+}
+
+func (o *objects) lists() [][]string {
+	frontends := []string{}
+	for k, v := range o.frontends {
+		frontends = append(frontends, k+" "+v)
+	}
+	return [][]string{slices.Sorted(maps.Keys(o.services)), slices.Sorted(maps.Keys(o.endpoints)), slices.Sorted(slices.Values(frontends))}
+}

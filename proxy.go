@@ -176,3 +176,23 @@ func (p *Proxy) Status() []sink.Status {
 	}
 	return all
 }
+
+// WaitApplied returns nil when every sink has acknowledged all that the cluster
+// has said by now. It returns an error if ctx ends before, or Run does.
+func (p *Proxy) WaitApplied(ctx context.Context) error {
+	select {
+	case <-p.state.Synced():
+	case <-ctx.Done():
+		return fmt.Errorf("waiting for the cluster's state to be read: %w", context.Cause(ctx))
+	}
+	revision := p.state.Snapshot().Revision
+	p.mu.Lock()
+	drivers := p.drivers
+	p.mu.Unlock()
+	for _, d := range drivers {
+		if err := d.WaitApplied(ctx, uint64(revision)); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package app_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/sink"
+	"go.uber.org/goleak"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// run runs a command and returns how it ended.
+func run(ctx context.Context, s sink.Sink, args ...string) error {
+	cmd := app.Command("test", s)
+	cmd.SetArgs(args)
+	cmd.SetOut(io.Discard)
+	return cmd.ExecuteContext(ctx)
+}
+
+func ignore(context.Context, []*api.ServiceEndpoints) error { return nil }
+
+const demo = "../examples/demo.yaml"
+
+func TestOncePrintsAndEnds(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		args []string
+		want string
+	}{
+		{"the services of a proxy name", []string{"--service-proxy-name=kpng-example"}, "kpng-example"},
+		{"the services of none", nil, "web"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			var names []string
+			s := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+				for _, s := range services {
+					names = append(names, s.Service.Name)
+				}
+				return nil
+			})
+			if err := run(t.Context(), s, append(test.args, "--manifests", demo, "--node-name=vm-002", "--once")...); err != nil {
+				t.Fatal(err)
+			}
+			if got := strings.Join(names, " "); got != test.want {
+				t.Errorf("services %q, want %q", got, test.want)
+			}
+		})
+	}
+}
+
+func TestWhatCannotGoOnSaysWhy(t *testing.T) {
+	t.Setenv("KUBECONFIG", filepath.Join(t.TempDir(), "none"))
+	t.Setenv("HOME", t.TempDir())
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	broken := filepath.Join(t.TempDir(), "broken.yaml")
+	if err := os.WriteFile(broken, []byte("kind: Service\napiVersion: v1\nmetadata: {\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, test := range []struct {
+		name string
+		args []string
+		want []string
+	}{
+		{"a kubeconfig that does not exist", []string{"--kubeconfig=/does/not/exist"}, []string{"/does/not/exist", "no such file"}},
+		{"nothing known of an API server", nil, []string{"no API server known"}},
+		{"manifests that do not exist", []string{"--manifests=/does/not/exist.yaml"}, []string{"/does/not/exist.yaml", "no such file"}},
+		{"a manifest with a syntax error", []string{"--manifests", broken}, []string{broken + ":"}},
+		{"two sources", []string{"--manifests", demo, "--kubeconfig=x"}, []string{"manifests", "kubeconfig"}},
+		{"an address in use", []string{"--manifests", demo, "--healthz-bind-address", taken.Addr().String()}, []string{taken.Addr().String(), "in use"}},
+		{"an address that is none", []string{"--manifests", demo, "--metrics-bind-address", "10256"}, []string{`"10256"`}},
+		{"a pattern that is none", []string{"--manifests", demo, "--keep-labels", "[a"}, []string{"[a"}},
+		{"an argument", []string{"surprise"}, []string{"surprise"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			err := run(t.Context(), sink.FullState(ignore), test.args...)
+			if err == nil {
+				t.Fatal("no error")
+			}
+			for _, want := range test.want {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("error %q does not name %q", err, want)
+				}
+			}
+		})
+	}
+}
+
+// freeAddress returns a loopback address that nobody listens on.
+func freeAddress(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+func get(t *testing.T, url string) (int, []byte) {
+	t.Helper()
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	answer, err := client.Get(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	body, err := io.ReadAll(answer.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return answer.StatusCode, body
+}
+
+func TestHealthAndMetricsAreServedWhereAsked(t *testing.T) {
+	health, metrics := freeAddress(t), freeAddress(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	entered, release := make(chan struct{}), make(chan struct{})
+	s := sink.FullState(func(context.Context, []*api.ServiceEndpoints) error {
+		select {
+		case <-entered:
+		default:
+			close(entered)
+		}
+		<-release
+		return nil
+	})
+	ended := make(chan error)
+	go func() {
+		ended <- run(ctx, s, "--manifests", demo, "--node-name=vm-002", "--healthz-bind-address", health, "--metrics-bind-address", metrics)
+	}()
+	<-entered
+	for path, want := range map[string]int{"/livez": 200, "/healthz": 200, "/readyz": 503, "/metrics": 404} {
+		if got, body := get(t, "http://"+health+path); got != want {
+			t.Errorf("before the first sync ended %s says %d, want %d: %s", path, got, want, body)
+		}
+	}
+	close(release)
+	status := 0
+	for status != 200 && t.Context().Err() == nil {
+		status, _ = get(t, "http://"+health+"/readyz")
+	}
+	_, body := get(t, "http://"+health+"/readyz")
+	var report map[string]any
+	if err := json.Unmarshal(body, &report); err != nil || report["synced"] != true || report["nodeEligible"] != true {
+		t.Errorf("report %s, error %v", body, err)
+	}
+	if status, body := get(t, "http://"+metrics+"/metrics"); status != 200 || !bytes.Contains(body, []byte(`kpng_sink_sync_duration_seconds_count{sink="test",type="full"} 1`)) {
+		t.Errorf("metrics: status %d\n%s", status, body)
+	}
+	cancel()
+	if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
+		t.Errorf("ended with %v", err)
+	}
+}

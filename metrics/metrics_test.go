@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package metrics_test
+
+import (
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/metrics"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+func observe(o sink.Observer) {
+	o.Queued(time.Unix(1000, 500_000_000))
+	o.Pending(3)
+	o.Synced(sink.SyncResult{Full: true, Services: 7, Duration: 30 * time.Millisecond})
+	o.Synced(sink.SyncResult{Services: 2, Duration: 2 * time.Millisecond, Err: errors.New("all of it")})
+	o.Synced(sink.SyncResult{Services: 2, Duration: 2 * time.Millisecond, Failing: 1,
+		Err: &sink.Failed{types.NamespacedName{Namespace: "ns", Name: "a"}: errors.New("one of them")}})
+	o.Applied(400 * time.Millisecond)
+	o.Verified(time.Millisecond, nil)
+	o.Verified(time.Millisecond, errors.New("differs"))
+}
+
+func TestWhatASinkDoesIsCounted(t *testing.T) {
+	registry := prometheus.NewRegistry()
+	m, err := metrics.New(registry, metrics.Options{KubeProxy: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	observe(m.Sink("test"))
+
+	want := `
+# HELP kpng_sink_service_changes_pending Services that wait to be told, or told again.
+# TYPE kpng_sink_service_changes_pending gauge
+kpng_sink_service_changes_pending{sink="test"} 3
+# HELP kpng_sink_service_changes_total Services that the sink was told to set or delete.
+# TYPE kpng_sink_service_changes_total counter
+kpng_sink_service_changes_total{sink="test"} 11
+# HELP kpng_sink_services_failing Services whose last sync failed.
+# TYPE kpng_sink_services_failing gauge
+kpng_sink_services_failing{sink="test"} 1
+# HELP kpng_sink_sync_errors_total Syncs that were not acknowledged as a whole, by kind (all: nothing was; some: some services were not).
+# TYPE kpng_sink_sync_errors_total counter
+kpng_sink_sync_errors_total{kind="all",sink="test"} 1
+kpng_sink_sync_errors_total{kind="some",sink="test"} 1
+# HELP kpng_sink_sync_last_queued_timestamp_seconds When a change was last seen waiting.
+# TYPE kpng_sink_sync_last_queued_timestamp_seconds gauge
+kpng_sink_sync_last_queued_timestamp_seconds{sink="test"} 1000.5
+# HELP kpng_sink_verify_total Verifications of the dataplane, by result (ok or error).
+# TYPE kpng_sink_verify_total counter
+kpng_sink_verify_total{result="error",sink="test"} 1
+kpng_sink_verify_total{result="ok",sink="test"} 1
+# HELP kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds When a sync was last queued.
+# TYPE kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds gauge
+kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds 1000.5
+# HELP kubeproxy_sync_proxy_rules_service_changes_pending Changes of services, their endpoints included, that wait for a sync.
+# TYPE kubeproxy_sync_proxy_rules_service_changes_pending gauge
+kubeproxy_sync_proxy_rules_service_changes_pending 3
+# HELP kubeproxy_sync_proxy_rules_service_changes_total Changes of services, their endpoints included.
+# TYPE kubeproxy_sync_proxy_rules_service_changes_total counter
+kubeproxy_sync_proxy_rules_service_changes_total 11
+`
+	if err := testutil.GatherAndCompare(registry, strings.NewReader(want),
+		"kpng_sink_service_changes_pending", "kpng_sink_service_changes_total", "kpng_sink_services_failing",
+		"kpng_sink_sync_errors_total", "kpng_sink_sync_last_queued_timestamp_seconds", "kpng_sink_verify_total",
+		"kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds", "kubeproxy_sync_proxy_rules_service_changes_pending",
+		"kubeproxy_sync_proxy_rules_service_changes_total"); err != nil {
+		t.Error(err)
+	}
+
+	counts := map[string]uint64{}
+	families, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range families {
+		for _, series := range f.Metric {
+			if h := series.GetHistogram(); h != nil {
+				counts[f.GetName()] += h.GetSampleCount()
+			}
+		}
+	}
+	for name, want := range map[string]uint64{
+		"kpng_sink_sync_duration_seconds":                  3,
+		"kpng_sink_network_programming_duration_seconds":   1,
+		"kubeproxy_sync_proxy_rules_duration_seconds":      3,
+		"kubeproxy_sync_full_proxy_rules_duration_seconds": 1,
+		"kubeproxy_network_programming_duration_seconds":   1,
+	} {
+		if counts[name] != want {
+			t.Errorf("%s has %d observations, want %d", name, counts[name], want)
+		}
+	}
+}
+
+func TestKubeProxysNamesAreThereOnlyWhenAskedFor(t *testing.T) {
+	registry := prometheus.NewRegistry()
+	m, err := metrics.New(registry, metrics.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	observe(m.Sink("test"))
+	families, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(families) == 0 {
+		t.Fatal("no metrics")
+	}
+	for _, f := range families {
+		if !strings.HasPrefix(f.GetName(), "kpng_") {
+			t.Errorf("metric %s", f.GetName())
+		}
+	}
+}
+
+func TestARegistryThatHasThemKeepsWhatItHas(t *testing.T) {
+	registry := prometheus.NewRegistry()
+	if _, err := metrics.New(registry, metrics.Options{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := metrics.New(registry, metrics.Options{KubeProxy: true}); err == nil {
+		t.Fatal("registered twice")
+	}
+	other := prometheus.NewRegistry()
+	taken := prometheus.NewGauge(prometheus.GaugeOpts{Name: "kubeproxy_sync_proxy_rules_last_timestamp_seconds"})
+	other.MustRegister(taken)
+	if _, err := metrics.New(other, metrics.Options{KubeProxy: true}); err == nil {
+		t.Fatal("took a name that was taken")
+	}
+	if n, err := testutil.GatherAndCount(other); n != 1 || err != nil {
+		t.Errorf("%d metrics left, error %v; want the one that was there", n, err)
+	}
+}

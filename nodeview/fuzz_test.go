@@ -3,6 +3,7 @@
 package nodeview
 
 import (
+	"encoding/json"
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
@@ -192,7 +193,8 @@ func checkView(t *testing.T, state *api.ServiceState, node *api.Node) {
 		t.Errorf("Explain has another view than View")
 	}
 	if t.Failed() {
-		t.Logf("state: %s", cmp.Diff(nil, state, cmp.Comparer(func(a, b netip.Addr) bool { return a == b })))
+		state, _ := json.Marshal(state)
+		t.Logf("state: %s, node: %+v", state, node)
 		t.FailNow()
 	}
 }

@@ -4,7 +4,6 @@ package nodeview
 
 import (
 	"cmp"
-	"fmt"
 	"net/netip"
 	"slices"
 
@@ -155,16 +154,24 @@ func oraclePrefers(a, b entry) bool {
 		return a.slice.Name < b.slice.Name
 	}
 	// Within one slice, any order will do that is one of content.
-	return fmt.Sprintf("%s %s", oracleContent(a), a.ep.Zone) < fmt.Sprintf("%s %s", oracleContent(b), b.ep.Zone)
+	return slices.Compare(oracleContent(a), oracleContent(b)) < 0
 }
 
-func oracleContent(e entry) string {
+// oracleContent returns what two entries of one slice may differ in, each list
+// ended so that a shorter one comes first.
+func oracleContent(e entry) []string {
+	out := []string{e.ep.NodeName, e.ep.Hostname, e.ep.Zone}
 	h := e.ep.Hints
 	if h == nil {
 		h = &api.Hints{}
 	}
-	// What is missing sorts before everything else.
-	return fmt.Sprintf("%q %q %q %q", e.ep.NodeName, e.ep.Hostname, h.ForNodes, h.ForZones)
+	for _, list := range [][]string{h.ForNodes, h.ForZones} {
+		for _, name := range list {
+			out = append(out, "+"+name)
+		}
+		out = append(out, "")
+	}
+	return out
 }
 
 // oraclePorts returns the ports that can be served; a nil one stands for all.

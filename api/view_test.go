@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package api
+
+import (
+	"encoding/json"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+func addrs(list ...string) IPSet {
+	var s IPSet
+	for _, a := range list {
+		s.Add(netip.MustParseAddr(a))
+	}
+	return s
+}
+
+// example is the view that the flagship use prints: a dual-stack headless
+// service with external IPs, one pod here and one elsewhere.
+func example() *ServiceEndpoints {
+	both := Scopes{Internal: true, External: true}
+	ready := Conditions{Ready: true, Serving: true}
+	return &ServiceEndpoints{
+		Service: &Service{
+			Namespace: "default", Name: "kpng-example", Type: ClusterIP,
+			IPs:        ServiceIPs{ExternalIPs: addrs("10.0.0.55", "1000::55"), Headless: true},
+			Ports:      []PortMapping{{Protocol: TCP, Port: 6000, TargetPort: 6000}},
+			IPFamilies: []Family{IPv4, IPv6},
+		},
+		Endpoints: []Endpoint{
+			{IPs: addrs("11.0.1.2"), Scopes: both, NodeName: "vm-001", Conditions: ready},
+			{IPs: addrs("11.0.2.2"), Local: true, Scopes: both, NodeName: "vm-002", Conditions: ready},
+			{IPs: addrs("1100::102"), Scopes: both, NodeName: "vm-001", Conditions: ready},
+			{IPs: addrs("1100::202"), Local: true, Scopes: both, NodeName: "vm-002", Conditions: ready},
+		},
+	}
+}
+
+func TestJSON(t *testing.T) {
+	got, err := json.Marshal(example())
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := strings.Join([]string{
+		`{"Service":{"Namespace":"default","Name":"kpng-example","Type":"ClusterIP",`,
+		`"IPs":{"ClusterIPs":{},"ExternalIPs":{"V4":["10.0.0.55"],"V6":["1000::55"]},"Headless":true},`,
+		`"Ports":[{"Protocol":1,"Port":6000,"TargetPort":6000}],"IPFamilies":["IPv4","IPv6"]},`,
+		`"Endpoints":[`,
+		`{"IPs":{"V4":["11.0.1.2"]},"Scopes":{"Internal":true,"External":true},"NodeName":"vm-001","Ready":true,"Serving":true},`,
+		`{"IPs":{"V4":["11.0.2.2"]},"Local":true,"Scopes":{"Internal":true,"External":true},"NodeName":"vm-002","Ready":true,"Serving":true},`,
+		`{"IPs":{"V6":["1100::102"]},"Scopes":{"Internal":true,"External":true},"NodeName":"vm-001","Ready":true,"Serving":true},`,
+		`{"IPs":{"V6":["1100::202"]},"Local":true,"Scopes":{"Internal":true,"External":true},"NodeName":"vm-002","Ready":true,"Serving":true}]}`,
+	}, "")
+	if diff := cmp.Diff(want, string(got)); diff != "" {
+		t.Errorf("JSON differs (-want +got):\n%s", diff)
+	}
+	var back ServiceEndpoints
+	if err := json.Unmarshal(got, &back); err != nil {
+		t.Fatal(err)
+	}
+	if !back.Equal(example()) {
+		t.Errorf("the view read back differs from the one written: %s", got)
+	}
+}
+
+// TestJSONQueries makes the queries that users make of the JSON with jq:
+//
+//	.Service.IPs.ExternalIPs.V6[0]
+//	.Endpoints[]|select(.Local == true)|select(.IPs.V6 != null)|.IPs.V6[0]
+func TestJSONQueries(t *testing.T) {
+	text, err := json.Marshal(example())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var doc any
+	if err := json.Unmarshal(text, &doc); err != nil {
+		t.Fatal(err)
+	}
+	field := func(v any, path ...string) any {
+		for _, name := range path {
+			m, ok := v.(map[string]any)
+			if !ok {
+				return nil
+			}
+			v = m[name]
+		}
+		return v
+	}
+	if got := field(doc, "Service", "IPs", "ExternalIPs", "V6").([]any)[0]; got != "1000::55" {
+		t.Errorf("the service's first external IPv6 address is %v, want 1000::55", got)
+	}
+	var local []any
+	for _, e := range field(doc, "Endpoints").([]any) {
+		if v6 := field(e, "IPs", "V6"); field(e, "Local") == true && v6 != nil {
+			local = append(local, v6.([]any)[0])
+		}
+	}
+	if diff := cmp.Diff([]any{"1100::202"}, local); diff != "" {
+		t.Errorf("the local endpoints' IPv6 addresses differ (-want +got):\n%s", diff)
+	}
+}
+
+func TestEndpointKeyAndOrder(t *testing.T) {
+	// In order, each with its key.
+	keyed := []struct {
+		key      string
+		endpoint Endpoint
+	}{
+		{"10.0.0.1", Endpoint{IPs: addrs("10.0.0.1")}},
+		{"10.0.0.1#8080", Endpoint{IPs: addrs("10.0.0.1"), PortOverrides: []PortName{{Port: 8080}}}},
+		{"10.0.0.1#http=8080", Endpoint{IPs: addrs("10.0.0.1"), PortOverrides: []PortName{{"http", 8080}}}},
+		{"10.0.0.1#http=8080,https=1", Endpoint{IPs: addrs("10.0.0.1"), PortOverrides: []PortName{{"http", 8080}, {"https", 1}}}},
+		{"10.0.0.1#http=9090", Endpoint{IPs: addrs("10.0.0.1"), PortOverrides: []PortName{{"http", 9090}}}},
+		{"10.0.0.2", Endpoint{IPs: addrs("10.0.0.2")}},
+		{"fd00::1", Endpoint{IPs: addrs("fd00::1")}},
+		{"fd00::1#http=8080", Endpoint{IPs: addrs("fd00::1"), PortOverrides: []PortName{{"http", 8080}}}},
+	}
+	for i, c := range keyed {
+		if got := c.endpoint.Key(); got != c.key {
+			t.Errorf("Key() = %q, want %q", got, c.key)
+		}
+		for j, o := range keyed {
+			want := 0
+			switch {
+			case i < j:
+				want = -1
+			case i > j:
+				want = 1
+			}
+			if got := c.endpoint.Compare(&o.endpoint); got != want {
+				t.Errorf("%s compared to %s is %d, want %d", c.key, o.key, got, want)
+			}
+		}
+	}
+	changed := keyed[1].endpoint
+	changed.Conditions, changed.Scopes, changed.NodeName = Conditions{Ready: true}, Scopes{Internal: true}, "elsewhere"
+	if got := changed.Key(); got != keyed[1].key {
+		t.Errorf("with other conditions, lists and node the key is %q, want %q", got, keyed[1].key)
+	}
+}
+
+func TestTargetPort(t *testing.T) {
+	for _, c := range []struct {
+		name      string
+		overrides []PortName
+		port      PortMapping
+		want      int32
+	}{
+		{"a named port", []PortName{{"a", 1}, {"b", 2}}, PortMapping{Name: "b", TargetPort: 3}, 2},
+		{"a named port that the endpoint does not serve", []PortName{{"a", 1}}, PortMapping{Name: "b", TargetPort: 3}, 0},
+		{"an unnamed port with a named targetPort", []PortName{{"web", 1}}, PortMapping{TargetPortName: "web"}, 1},
+		{"an unnamed port with another number", []PortName{{"", 1}}, PortMapping{TargetPort: 3}, 1},
+		{"an unnamed port with its own number", nil, PortMapping{TargetPort: 3}, 3},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			e := Endpoint{PortOverrides: c.overrides}
+			if got := e.TargetPort(&c.port); got != c.want {
+				t.Errorf("TargetPort = %d, want %d", got, c.want)
+			}
+		})
+	}
+}
+
+func TestScopesOf(t *testing.T) {
+	tcp, udp := &PortMapping{Protocol: TCP, Port: 53}, &PortMapping{Protocol: UDP, Port: 53}
+	flat := Endpoint{Scopes: Scopes{Internal: true}}
+	uneven := Endpoint{
+		Scopes:     Scopes{Internal: true, External: true},
+		PortScopes: []PortScopes{{TCP, 53, Scopes{Internal: true}}},
+	}
+	for _, c := range []struct {
+		name     string
+		endpoint Endpoint
+		port     *PortMapping
+		want     Scopes
+	}{
+		{"the same for all ports", flat, udp, Scopes{Internal: true}},
+		{"by port", uneven, tcp, Scopes{Internal: true}},
+		{"on no list for this port", uneven, udp, Scopes{}},
+		{"all ports", flat, nil, Scopes{Internal: true}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if got := c.endpoint.ScopesOf(c.port); got != c.want {
+				t.Errorf("ScopesOf = %+v, want %+v", got, c.want)
+			}
+		})
+	}
+}
+
+func TestFamilies(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		service Service
+		want    []Family
+	}{
+		{"those of ipFamilies", Service{IPFamilies: []Family{IPv6}, IPs: ServiceIPs{ClusterIPs: addrs("10.0.0.1")}}, []Family{IPv6}},
+		{"else of the cluster IPs", Service{IPs: ServiceIPs{ClusterIPs: addrs("fd00::1", "10.0.0.1"), ExternalIPs: addrs("192.0.2.1")}}, []Family{IPv4, IPv6}},
+		{"else, headless, of the external IPs", Service{IPs: ServiceIPs{Headless: true, ExternalIPs: addrs("2001:db8::1")}}, []Family{IPv6}},
+		{"else none", Service{IPs: ServiceIPs{ExternalIPs: addrs("192.0.2.1")}}, nil},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if got := c.service.Families(); !slices.Equal(got, c.want) {
+				t.Errorf("Families = %v, want %v", got, c.want)
+			}
+		})
+	}
+}
+
+func TestIPSet(t *testing.T) {
+	s := NewIPSet(netip.MustParseAddr("fd00::1"), netip.MustParseAddr("::ffff:10.0.0.1"), netip.MustParseAddr("10.0.0.2"),
+		netip.MustParseAddr("10.0.0.1"), netip.Addr{})
+	want := IPSet{
+		V4: []netip.Addr{netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("10.0.0.2")},
+		V6: []netip.Addr{netip.MustParseAddr("fd00::1")},
+	}
+	if !s.Equal(&want) {
+		t.Errorf("the set is %v, want %v", s, want)
+	}
+	if got := slices.Collect(s.All()); !slices.Equal(got, append(want.V4, want.V6...)) {
+		t.Errorf("All yields %v", got)
+	}
+	if !s.Contains(netip.MustParseAddr("::ffff:10.0.0.2")) || s.Contains(netip.MustParseAddr("10.0.0.3")) || s.Contains(netip.Addr{}) {
+		t.Error("Contains is wrong about one of its addresses")
+	}
+}

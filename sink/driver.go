@@ -239,12 +239,12 @@ func (d *Driver) syncFull(ctx context.Context, u *Update) {
 	result, failed, acked := d.sync(ctx, &c)
 	result.Services = int(read.Load())
 	d.update(func() {
-		d.synced = acked
 		if !acked {
 			d.backOff(result.Err)
 			return
 		}
 		d.ack(u)
+		d.synced = true
 		d.status.FullSyncs++
 		d.status.LastFullSync = d.status.LastSync
 		before := d.pending
@@ -449,15 +449,10 @@ func (d *Driver) backOff(err error) {
 	d.status.Err, d.status.NextAttempt = err, d.notBefore
 }
 
-// startOver sees to it that the sink is told everything next, which makes up
-// for whatever is pending.
+// startOver sees to it that the sink is told everything next.
 func (d *Driver) startOver() {
 	d.src.Reset()
-	d.update(func() {
-		d.synced = false
-		d.pending = newPending()
-		d.nodePending = false
-	})
+	d.update(func() { d.synced = false })
 }
 
 // queued notes that changes wait.

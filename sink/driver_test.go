@@ -252,6 +252,23 @@ func TestDriver(t *testing.T) {
 			"150ms: web [1]→[2] again", "250ms: dns none→[2] again",
 		},
 	}, {
+		name: "a failed service that took part in a sync that failed comes with the next one",
+		test: func(w *world) {
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.rec.Script(failing(web), failing(web), failing(web), sinktest.Fail(errBusy))
+			for n := byte(2); n < 6; n++ {
+				w.src.Set(view(web, n))
+				synctest.Wait()
+			}
+		},
+		want: []string{
+			"0s: full web none→[1]", "0s: web [1]→[2]: service default/web: dataplane is busy",
+			"0s: web [1]→[3] again: service default/web: dataplane is busy",
+			"0s: web [1]→[4] again: service default/web: dataplane is busy",
+			"0s: web [1]→[5] again: dataplane is busy", "100ms: web [1]→[5] again",
+		},
+	}, {
 		name: "a service that failed and went is deleted",
 		test: func(w *world) {
 			w.src.MarkSynced()
@@ -415,6 +432,9 @@ func TestDriver(t *testing.T) {
 				}
 				w.waitApplied()
 				w.expectTold(0, tc.want...)
+				if s := w.driver.Status(); !s.WaitingSince.IsZero() || s.Err != nil {
+					w.Errorf("nothing waits, and the status is %+v", s)
+				}
 			})
 		})
 	}
@@ -443,6 +463,45 @@ func TestBackoffOfServiceGrowsThroughChanges(t *testing.T) {
 		want := []sink.FailingService{{Key: web, Err: errBusy, Failures: 4, NextRetry: w.start.Add(5 * time.Second)}}
 		if diff := cmp.Diff(want, got, cmp.Comparer(func(a, b error) bool { return a == b })); diff != "" {
 			w.Errorf("failing services (-want +got):\n%s", diff)
+		}
+	})
+}
+
+// A service that fails in a full one as it did before goes on backing off.
+func TestBackoffOfServiceGrowsThroughFullSyncs(t *testing.T) {
+	run(t, sink.Options{Backoff: sink.Backoff{Initial: time.Minute, Max: time.Hour}}, nil, func(w *world) {
+		w.rec.Script(sinktest.Repeat(3, sinktest.FailServices(errBusy, web))...)
+		w.src.MarkSynced()
+		for range 2 {
+			synctest.Wait()
+			w.src.Lag()
+		}
+		w.waitApplied()
+		w.expectTold(3, "4m0s: web none→[1] again")
+	})
+}
+
+// The latency of a service that failed counts from its oldest change.
+func TestLatencyCountsFromOldestChangeNotAcknowledged(t *testing.T) {
+	var latencies []time.Duration
+	opts := sink.Options{Observer: sink.Observer{Applied: func(l time.Duration) { latencies = append(latencies, l) }}}
+	run(t, opts, nil, func(w *world) {
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.rec.Script(sinktest.Repeat(3, sinktest.FailServices(errBusy, web))...)
+		w.src.Set(view(web, 2))
+		synctest.Wait()
+		for n := byte(3); n < 5; n++ {
+			w.src.SetTriggered(time.Now(), view(web, n))
+			synctest.Wait()
+			time.Sleep(10 * time.Millisecond)
+		}
+		w.waitApplied()
+		w.cancel()
+		<-w.ended
+		// Told at 0 and 10 ms, again 400 ms after the third failure.
+		if want := []time.Duration{410 * time.Millisecond}; !slices.Equal(latencies, want) {
+			w.Errorf("latencies %v, want %v", latencies, want)
 		}
 	})
 }
@@ -514,7 +573,7 @@ func TestWaitApplied(t *testing.T) {
 		w.rec.Script(sinktest.Fail(sink.ErrStartOver))
 		w.src.Set(view(dns, 3))
 		synctest.Wait()
-		if applied(before) {
+		if applied(before) || w.driver.Status().Revision != 0 {
 			w.Error("something counts as applied while the sink starts over")
 		}
 		w.waitApplied()

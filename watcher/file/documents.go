@@ -178,7 +178,9 @@ func yamlError(text []byte, err error) *syntaxError {
 			line = 1 + bytes.Count(text[:i], []byte("\n"))
 		}
 	}
-	return &syntaxError{max(line, 1), message}
+	// What is missing at the end is missing after the last thing there is.
+	last := 1 + bytes.Count(bytes.TrimRight(text, " \t\r\n"), []byte("\n"))
+	return &syntaxError{min(max(line, 1), last), message}
 }
 
 // expansion replaces aliases by what they stand for.

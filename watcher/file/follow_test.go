@@ -284,8 +284,8 @@ func TestABrokenFileChangesNothingAndIsLoggedOnce(t *testing.T) {
 
 	put(t, path, named("b")+"oops: [")
 	err := x.awaitLoad(false)
-	if want := path + ":10: "; !strings.HasPrefix(err.Error(), path) {
-		t.Errorf("error is %q, want it to start with %q", err, want)
+	if want := path + ":9: did not find expected node content"; err.Error() != want {
+		t.Errorf("error is %q, want %q", err, want)
 	}
 	put(t, path, named("b")+"oops: [")
 	x.awaitLoad(false)

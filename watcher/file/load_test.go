@@ -113,6 +113,10 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: edit(service, "name: web", `name: web: x`),
 		want: []string{"m.yaml:4: mapping values are not allowed in this context"},
 	}, {
+		name: "a flow sequence that is not closed",
+		text: edit(service, "name: web", "labels: {a: b") + "\n\n---\n" + slice,
+		want: []string{"m.yaml:5: did not find expected ',' or '}'"},
+	}, {
 		name: "an error in the first line",
 		text: "a: b: c\n",
 		want: []string{"m.yaml:1: mapping values are not allowed in this context"},

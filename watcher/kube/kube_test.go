@@ -94,7 +94,7 @@ func (w *world) expect(want ...string) {
 
 func (w *world) expectBeforeSync(want ...string) {
 	w.t.Helper()
-	slices.Sort(want)
+	want = slices.Sorted(slices.Values(want))
 	if diff := cmp.Diff(want, w.dump()); diff != "" {
 		w.t.Errorf("state (-want +got):\n%s", diff)
 	}

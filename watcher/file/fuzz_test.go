@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package file
+
+import (
+	"bytes"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/kpng-project/kpng/watcher"
+)
+
+// FuzzParse: whatever a file holds, it is read without a panic, or refused by
+// errors each of which names the file and a line that it has.
+func FuzzParse(f *testing.F) {
+	for _, path := range []string{"../../examples/demo.yaml", "testdata/kubectl.yaml", "testdata/kubectl.json"} {
+		data, err := os.ReadFile(path)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(path, data)
+	}
+	f.Add("m.yaml", []byte("a: &a [*a]\nb: {<<: *a}\n---\n%TAG ! x\n...\n\xff"))
+	f.Add("m.json", []byte(`{"kind":"List","apiVersion":"v1","items":[[null]]}{`))
+	f.Fuzz(func(t *testing.T, name string, data []byte) {
+		p, err := newParser(watcher.Options{ServiceProxyName: "kpng-example"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.file(name, data)
+		m, err := p.result()
+		if err == nil {
+			for _, s := range m.Services {
+				if s.Name == "" || s.Namespace == "" {
+					t.Errorf("a service without name or namespace: %+v", s)
+				}
+			}
+			return
+		}
+		lines := 1 + bytes.Count(data, []byte("\n"))
+		for _, e := range err.(Errors) {
+			if e.File != name || !strings.HasPrefix(e.Error(), name) {
+				t.Errorf("%q does not name the file %q", e, name)
+			}
+			if e.Line > lines || e.Line == 0 && len(data) > 0 || e.Message == "" {
+				t.Errorf("%q is of line %d of %d", e, e.Line, lines)
+			}
+		}
+	})
+}

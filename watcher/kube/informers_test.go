@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"testing"
+	"testing/synctest"
+
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/kpng-project/kpng/watcher"
+)
+
+// withInformers runs a test with informers of the whole cluster.
+func withInformers(t *testing.T, opts Options, test func(*world)) {
+	t.Helper()
+	inWorld(t, opts, func(w *world) {
+		client, err := kubernetes.NewForConfig(w.config())
+		if err != nil {
+			t.Fatal(err)
+		}
+		factory := informers.NewSharedInformerFactory(client, 0)
+		w.opts.Informers = &Informers{
+			Services:       factory.Core().V1().Services().Informer(),
+			EndpointSlices: factory.Discovery().V1().EndpointSlices().Informer(),
+			Nodes:          factory.Core().V1().Nodes().Informer(),
+		}
+		ctx, cancel := context.WithCancel(w.t.Context())
+		defer func() {
+			cancel()
+			factory.Shutdown()
+		}()
+		factory.StartWithContext(ctx)
+		test(w)
+	})
+}
+
+func TestInformersAreFilteredHere(t *testing.T) {
+	everything := []object{
+		service("web"), slice("web", "web-1", "10.0.0.1"),
+		headless(service("db")), slice("db", "db-1", "10.0.0.2", watcher.LabelHeadless, ""),
+		service("special", proxyName, "x"), slice("special", "special-1", "10.0.0.3", proxyName, "x"),
+		headless(service("special-db", proxyName, "x")),
+		selectorless("byhand", proxyName, "x"), slice("byhand", "plain", "10.0.0.4"),
+		slice("stranger", "stranger-1", "10.0.0.5"),
+		node("a"), node("b"),
+	}
+	for _, tc := range []struct {
+		name string
+		opts Options
+		want []string
+	}{
+		{"for a general proxy", Options{}, []string{
+			"service default/web", "slice default/web-1 10.0.0.1", "node a", "node b",
+			"slice default/plain 10.0.0.4", "slice default/stranger-1 10.0.0.5",
+		}},
+		{"for a named proxy", named("x"), []string{
+			"service default/special", "slice default/special-1 10.0.0.3", "service default/special-db",
+			"service default/byhand", "slice default/plain 10.0.0.4", "node a", "node b",
+		}},
+		{"for one node", Options{NodeName: "b"}, []string{
+			"service default/web", "slice default/web-1 10.0.0.1", "node b",
+			"slice default/plain 10.0.0.4", "slice default/stranger-1 10.0.0.5",
+		}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			withInformers(t, tc.opts, func(w *world) {
+				w.set(everything...)
+				w.start()
+				w.expect(tc.want...)
+			})
+		})
+	}
+}
+
+func TestInformersDeliverChanges(t *testing.T) {
+	withInformers(t, named("x"), func(w *world) {
+		w.start()
+		w.set(slice("byhand", "plain", "10.0.0.1"))
+		w.expect()
+		w.set(selectorless("byhand", proxyName, "x"))
+		w.expect("service default/byhand", "slice default/plain 10.0.0.1")
+		w.set(slice("byhand", "plain", "10.0.0.2", proxyName, "x"))
+		w.expect("service default/byhand", "slice default/plain 10.0.0.2")
+		w.set(slice("byhand", "plain", "10.0.0.3"))
+		w.expect("service default/byhand", "slice default/plain 10.0.0.3")
+		w.set(selectorless("byhand"))
+		w.expect()
+		w.set(selectorless("byhand", proxyName, "x"))
+		w.expect("service default/byhand", "slice default/plain 10.0.0.3")
+		w.set(service("byhand", proxyName, "x"))
+		w.expect("service default/byhand")
+		w.delete(service("byhand"))
+		w.expect()
+	})
+}
+
+func TestInformersDeliverARecreatedObject(t *testing.T) {
+	withInformers(t, Options{}, func(w *world) {
+		w.set(service("web"), node("a"))
+		w.start()
+		w.expect("service default/web", "node a")
+		w.delete(service("web"), node("a"))
+		w.set(service("web"))
+		w.expect("service default/web")
+	})
+}
+
+func TestInformersAreLeftAloneWhenTheWatchEnds(t *testing.T) {
+	withInformers(t, Options{}, func(w *world) {
+		w.set(service("web"))
+		w.start()
+		w.expect("service default/web")
+		if err := w.stop(); err != nil {
+			t.Error(err)
+		}
+		w.set(service("api"))
+		synctest.Wait()
+		w.expect("service default/web")
+		if w.opts.Informers.Services.IsStopped() {
+			t.Error("the informer was stopped")
+		}
+	})
+}

@@ -43,8 +43,8 @@ type Handler interface {
 // that of keys.
 //
 // A full Changes is told as the difference to what h was told before. For this
-// the sink holds the view of each service that it told last; besides the map
-// entry that costs nothing while the source holds the same view.
+// the sink holds the last view of every service that it told, which is memory of
+// its own unless the source holds the same views.
 //
 // The services whose events failed are returned as [*Failed]. If an error of h
 // wraps [ErrStartOver], the full Changes that follows sets all there is again.

@@ -15,9 +15,9 @@ import (
 // written anew each time.
 //
 // What sync returns is what Sync returns: see [Sink]. After an error it gets the
-// whole state again. It may keep the slice and must not change it. Besides the
-// views, the sink holds one pointer a service; what it does itself at each Sync
-// is to copy these.
+// whole state again. It may keep the slice and must not change it. The sink holds
+// the views of all services; what it adds to each Sync is to copy one pointer a
+// service.
 func FullState(sync func(ctx context.Context, services []*api.ServiceEndpoints) error) Sink {
 	var state []*api.ServiceEndpoints
 	return Func(func(ctx context.Context, c *Changes) error {

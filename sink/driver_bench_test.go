@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink_test
+
+import (
+	"context"
+	"fmt"
+	"testing"
+
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+)
+
+// BenchmarkDriverOneChange measures the way of one change through the driver, from
+// the source to the observer, which must not depend on how many services there
+// are, nor on how many fail.
+func BenchmarkDriverOneChange(b *testing.B) {
+	for _, bc := range []struct{ services, failing int }{{1000, 0}, {50_000, 0}, {50_000, 10_000}} {
+		b.Run(fmt.Sprintf("services=%d/failing=%d", bc.services, bc.failing), func(b *testing.B) {
+			views := manyViews(bc.services)
+			src := sinktest.NewSource()
+			src.Set(views...)
+			src.MarkSynced()
+			s := sink.Func(func(_ context.Context, c *sink.Changes) error {
+				var failed sink.Failed
+				if c.Full {
+					for _, v := range views[:bc.failing] {
+						failed.Add(v.Key(), errBusy)
+					}
+				}
+				return failed.Err()
+			})
+			synced := make(chan struct{}, 1)
+			opts := sink.Options{
+				Backoff:  sink.Backoff{Initial: 1 << 60, Max: 1 << 60},
+				Observer: sink.Observer{Synced: func(sink.SyncResult) { synced <- struct{}{} }},
+			}
+			ctx, cancel := context.WithCancel(b.Context())
+			ended := make(chan error)
+			go func() { ended <- sink.Run(ctx, src, s, opts) }()
+			<-synced
+			last := views[len(views)-1].Key()
+			b.ReportAllocs()
+			for n := byte(0); b.Loop(); n++ {
+				src.Set(view(last, n))
+				<-synced
+			}
+			cancel()
+			<-ended
+		})
+	}
+}

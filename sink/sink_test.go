@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink_test
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+)
+
+func TestEndpointsOfAChange(t *testing.T) {
+	notReady := view(web, 1, 2)
+	notReady.Endpoints[1].Ready = false
+	many, flipped := &api.ServiceEndpoints{Service: view(web).Service}, view(web)
+	for n := range 1000 {
+		many.Endpoints = append(many.Endpoints, view(web, byte(n)).Endpoints...)
+		many.Endpoints[n].PortOverrides = []api.PortName{{Name: "http", Port: int32(n + 1)}}
+	}
+	slices.SortFunc(many.Endpoints, func(a, b api.Endpoint) int { return a.Compare(&b) })
+	flipped.Endpoints = slices.Clone(many.Endpoints)
+	flipped.Endpoints[500].Ready = false
+
+	cases := []struct {
+		name     string
+		old, new *api.ServiceEndpoints
+		want     []string
+	}{
+		{"a new service adds all", nil, view(web, 1, 2), []string{"none→10.0.0.1", "none→10.0.0.2"}},
+		{"a deleted service removes all", view(web, 1, 2), nil, []string{"10.0.0.1→none", "10.0.0.2→none"}},
+		{"neither has any", nil, nil, nil},
+		{"equal views differ in nothing", view(web, 1), view(web, 1), nil},
+		{"some are added and some removed, in order", view(web, 1, 3, 4), view(web, 2, 3, 5),
+			[]string{"10.0.0.1→none", "none→10.0.0.2", "10.0.0.4→none", "none→10.0.0.5"}},
+		{"a condition changes", view(web, 1, 2), notReady, []string{"10.0.0.2→10.0.0.2"}},
+		{"one of a thousand flips", many, flipped, []string{
+			fmt.Sprintf("%s→%[1]s", many.Endpoints[500].Addr())}},
+	}
+	for _, tc := range cases {
+		t.Run(tc.name, func(t *testing.T) {
+			addr := func(e *api.Endpoint) string {
+				if e == nil {
+					return "none"
+				}
+				return e.Addr().String()
+			}
+			var got []string
+			c := sink.Change{Key: web, Old: tc.old, New: tc.new}
+			for old, new := range c.Endpoints() {
+				got = append(got, addr(old)+"→"+addr(new))
+			}
+			if diff := cmp.Diff(tc.want, got); diff != "" {
+				t.Errorf("endpoints (-want +got):\n%s", diff)
+			}
+			for range c.Endpoints() {
+				break // must not go on
+			}
+		})
+	}
+}
+
+func TestFailed(t *testing.T) {
+	var failed sink.Failed
+	failed.Add(web, nil)
+	if err := failed.Err(); err != nil {
+		t.Errorf("nothing failed: %v", err)
+	}
+	failed.Add(web, errBusy)
+	failed.Add(dns, fmt.Errorf("lost track: %w", sink.ErrStartOver))
+	err := failed.Err()
+	want := "service default/dns: lost track: sink needs a full sync; service default/web: dataplane is busy"
+	if err == nil || err.Error() != want {
+		t.Errorf("got %v, want %s", err, want)
+	}
+	if !errors.Is(err, errBusy) || !errors.Is(err, sink.ErrStartOver) {
+		t.Error("the errors of the services are not in it")
+	}
+}

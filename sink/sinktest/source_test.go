@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sinktest_test
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+)
+
+// version returns what view was given.
+func version(v *api.ServiceEndpoints) string {
+	if v == nil {
+		return "none"
+	}
+	return v.Service.Labels["version"]
+}
+
+// describe returns an update as one line.
+func describe(u *sink.Update) string {
+	if u == nil {
+		return "nil"
+	}
+	b := &strings.Builder{}
+	fmt.Fprintf(b, "revision %d", u.Revision)
+	if u.Full {
+		b.WriteString(" full")
+	}
+	for c := range u.Services {
+		fmt.Fprintf(b, " %s %s→%s", c.Key.Name, version(c.Old), version(c.New))
+		if !c.TriggerTime.IsZero() {
+			fmt.Fprintf(b, " since %d", c.TriggerTime.Unix())
+		}
+	}
+	if u.NodeChanged && !u.Full {
+		b.WriteString(" node")
+	}
+	return b.String()
+}
+
+func isChanged(s *sinktest.Source) bool {
+	select {
+	case <-s.Changed():
+		return true
+	default:
+		return false
+	}
+}
+
+func TestSource(t *testing.T) {
+	src := sinktest.NewSource()
+	var u *sink.Update
+	step := func(what string, changed bool, want string, do func()) {
+		t.Helper()
+		do()
+		if got := isChanged(src); got != changed {
+			t.Errorf("%s: changed is %t", what, got)
+		}
+		var err error
+		if u, err = src.Next(); err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(want, describe(u)); diff != "" {
+			t.Errorf("%s: update (-want +got):\n%s", what, diff)
+		}
+	}
+	advance := func() { src.Advance(u) }
+
+	step("not synced", false, "nil", func() { src.Set(view(b, "1"), view(a, "1")) })
+	step("synced", true, "revision 2 full a none→1 b none→1", src.MarkSynced)
+	step("not acknowledged", true, "revision 3 full a none→2 b none→1", func() { src.Set(view(a, "2")) })
+	step("acknowledged", false, "revision 3", advance)
+	step("equal", false, "revision 3", func() { src.Set(view(a, "2")); src.Delete(key("x")); src.SetNode(nil) })
+	step("changed twice", true, "revision 5 a 2→4", func() { src.Set(view(a, "3")); src.Set(view(a, "4")) })
+	before := u
+	step("changed after the update and acknowledged", true, "revision 6 a 4→5", func() { src.Set(view(a, "5")); src.Advance(u) })
+	if got := version(before.View(a)); got != "4" || before.View(key("x")) != nil {
+		t.Errorf("an update of revision 5 has version %s of a", got)
+	}
+	step("deleted, and another one came and went", true, "revision 9 a 4→none", func() {
+		src.Delete(a)
+		src.Set(view(key("x"), "1"))
+		src.Delete(key("x"))
+	})
+	step("acknowledged again", false, "revision 9", advance)
+	step("the node", true, "revision 10 node", func() { src.SetNode(&api.Node{Name: "n"}) })
+	step("the node as it was", true, "revision 11", func() { src.SetNode(nil) })
+	step("triggered", true, "revision 14 b 1→4 since 5", func() {
+		src.SetTriggered(time.Unix(7, 0), view(b, "2"))
+		src.SetTriggered(time.Unix(5, 0), view(b, "3"))
+		src.Set(view(b, "4"))
+	})
+	step("lagging", true, "revision 14 full b none→4", src.Lag)
+	step("acknowledged once more", false, "revision 14", advance)
+	step("reset", true, "revision 14 full b none→4", src.Reset)
+
+	errStream := errors.New("bad stream")
+	src.Fail(errStream)
+	if u, err := src.Next(); u != nil || err != errStream {
+		t.Errorf("a source that fails returned %v, %v", u, err)
+	}
+}

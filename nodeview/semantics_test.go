@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nodeview
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+// TestEveryRuleHasItsTest holds docs/semantics.md against the code: every row
+// of a table of rules names a test, or says that the conformance kit will show
+// it, and every function, test and case that it names exists.
+func TestEveryRuleHasItsTest(t *testing.T) {
+	code := readCode(t, "..")
+	text, err := os.ReadFile("../docs/semantics.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	quoted := regexp.MustCompile("`([^`]+)`")
+	rules, inTable := 0, false
+	for n, line := range strings.Split(string(text), "\n") {
+		cells := strings.Split(strings.Trim(line, "| "), " | ")
+		switch {
+		case !strings.HasPrefix(line, "|"):
+			inTable = false
+			continue
+		case line == "| Rule | Function | Test |":
+			inTable = true
+			continue
+		case !inTable || strings.HasPrefix(line, "|---"):
+			continue
+		case len(cells) != 3:
+			t.Errorf("line %d: %d cells, want rule, function and test", n+1, len(cells))
+			continue
+		}
+		rules++
+		for _, name := range quoted.FindAllStringSubmatch(cells[1], -1) {
+			if !code.hasFunction(name[1]) {
+				t.Errorf("line %d: there is no function %s", n+1, name[1])
+			}
+		}
+		tests := quoted.FindAllStringSubmatch(cells[2], -1)
+		if len(tests) == 0 && cells[2] != "*Conformance*" {
+			t.Errorf("line %d: no test: %s", n+1, cells[2])
+		}
+		for _, name := range tests {
+			if !code.hasTest(name[1]) {
+				t.Errorf("line %d: there is no test %s", n+1, name[1])
+			}
+		}
+	}
+	if rules < 80 {
+		t.Errorf("only %d rules were found", rules)
+	}
+}
+
+// code is what can be named in docs/semantics.md.
+type code struct {
+	functions map[string]bool            // package.function, package.Type.method and package.Type
+	tests     map[string]map[string]bool // package.test → the strings in it, which may be cases
+}
+
+func (c *code) hasFunction(name string) bool {
+	return c.functions[name] || c.functions["nodeview."+name]
+}
+
+func (c *code) hasTest(name string) bool {
+	// A package's path may have slashes of its own: the test begins at the dot.
+	dot := strings.Index(name, ".")
+	test, subtest, _ := strings.Cut(name[dot+1:], "/")
+	cases, ok := c.tests[name[:dot+1]+test]
+	return dot > 0 && ok && (subtest == "" || cases[subtest])
+}
+
+// readCode parses all packages of the module at root.
+func readCode(t *testing.T, root string) *code {
+	c := &code{map[string]bool{}, map[string]map[string]bool{}}
+	err := filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if d.IsDir() {
+			// What begins with a dot is no package, and test/ is another module.
+			if name := d.Name(); path != root && (strings.HasPrefix(name, ".") || name == "testdata" || path == filepath.Join(root, "test")) {
+				return filepath.SkipDir
+			}
+			return nil
+		}
+		if !strings.HasSuffix(path, ".go") {
+			return nil
+		}
+		file, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.SkipObjectResolution)
+		if err != nil {
+			return err
+		}
+		pkg, err := filepath.Rel(root, filepath.Dir(path))
+		if err != nil {
+			return err
+		}
+		c.read(filepath.ToSlash(pkg), file, strings.HasSuffix(path, "_test.go"))
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+func (c *code) read(pkg string, file *ast.File, test bool) {
+	for _, decl := range file.Decls {
+		switch d := decl.(type) {
+		case *ast.FuncDecl:
+			if test {
+				c.tests[pkg+"."+d.Name.Name] = stringsIn(d)
+			} else {
+				c.functions[pkg+"."+receiver(d)+d.Name.Name] = true
+			}
+		case *ast.GenDecl:
+			for _, spec := range d.Specs {
+				if s, ok := spec.(*ast.TypeSpec); ok {
+					c.functions[pkg+"."+s.Name.Name] = true
+				}
+			}
+		}
+	}
+}
+
+// receiver returns "Type." for a method.
+func receiver(d *ast.FuncDecl) string {
+	if d.Recv == nil {
+		return ""
+	}
+	typ := d.Recv.List[0].Type
+	if star, ok := typ.(*ast.StarExpr); ok {
+		typ = star.X
+	}
+	if name, ok := typ.(*ast.Ident); ok {
+		return name.Name + "."
+	}
+	return ""
+}
+
+func stringsIn(n ast.Node) map[string]bool {
+	found := map[string]bool{}
+	ast.Inspect(n, func(n ast.Node) bool {
+		if lit, ok := n.(*ast.BasicLit); ok && lit.Kind == token.STRING {
+			if s, err := strconv.Unquote(lit.Value); err == nil {
+				found[s] = true
+			}
+		}
+		return true
+	})
+	return found
+}

@@ -138,32 +138,32 @@ func TestChangesAreFollowed(t *testing.T) {
 		name string
 		// prepare makes manifests with service a in dir and returns their path.
 		prepare func(t *testing.T, dir string) string
-		// change makes them say b.
-		change func(t *testing.T, dir string)
+		// change makes them say name instead.
+		change func(t *testing.T, dir, name string)
 	}{{
 		name:    "a file written in place",
 		prepare: inFile,
-		change:  func(t *testing.T, dir string) { put(t, filepath.Join(dir, "m.yaml"), named("b")) },
+		change:  func(t *testing.T, dir, name string) { put(t, filepath.Join(dir, "m.yaml"), named(name)) },
 	}, {
 		name:    "a file renamed over",
 		prepare: inFile,
-		change: func(t *testing.T, dir string) {
-			put(t, filepath.Join(dir, ".m.yaml.swp"), named("b"))
+		change: func(t *testing.T, dir, name string) {
+			put(t, filepath.Join(dir, ".m.yaml.swp"), named(name))
 			must(t, os.Rename(filepath.Join(dir, ".m.yaml.swp"), filepath.Join(dir, "m.yaml")))
 		},
 	}, {
 		name:    "a file moved away and made anew",
 		prepare: inFile,
-		change: func(t *testing.T, dir string) {
-			must(t, os.Rename(filepath.Join(dir, "m.yaml"), filepath.Join(dir, "m.yaml~")))
-			put(t, filepath.Join(dir, "m.yaml"), named("b"))
+		change: func(t *testing.T, dir, name string) {
+			must(t, os.Rename(filepath.Join(dir, "m.yaml"), filepath.Join(dir, "before-"+name)))
+			put(t, filepath.Join(dir, "m.yaml"), named(name))
 		},
 	}, {
 		name:    "a file deleted and made anew",
 		prepare: inFile,
-		change: func(t *testing.T, dir string) {
+		change: func(t *testing.T, dir, name string) {
 			must(t, os.Remove(filepath.Join(dir, "m.yaml")))
-			put(t, filepath.Join(dir, "m.yaml"), named("b"))
+			put(t, filepath.Join(dir, "m.yaml"), named(name))
 		},
 	}, {
 		name: "a ConfigMap's file, swapped by its kubelet",
@@ -184,21 +184,27 @@ func TestChangesAreFollowed(t *testing.T) {
 			must(t, os.Symlink(filepath.Join(dir, "deep", "there", "m.yaml"), filepath.Join(dir, "here", "m.yaml")))
 			return filepath.Join(dir, "here", "m.yaml")
 		},
-		change: func(t *testing.T, dir string) { put(t, filepath.Join(dir, "deep", "there", "m.yaml"), named("b")) },
+		change: func(t *testing.T, dir, name string) {
+			put(t, filepath.Join(dir, "deep", "there", "m.yaml"), named(name))
+		},
 	}, {
 		name:    "a file added to a folder and one removed",
 		prepare: inFolder,
-		change: func(t *testing.T, dir string) {
-			put(t, filepath.Join(dir, "conf", "b.yaml"), named("b"))
-			must(t, os.Remove(filepath.Join(dir, "conf", "m.yaml")))
+		change: func(t *testing.T, dir, name string) {
+			before, err := filepath.Glob(filepath.Join(dir, "conf", "*"))
+			must(t, err)
+			put(t, filepath.Join(dir, "conf", name+".yaml"), named(name))
+			for _, path := range before {
+				must(t, os.Remove(path))
+			}
 		},
 	}, {
 		name:    "a folder replaced by another",
 		prepare: inFolder,
-		change: func(t *testing.T, dir string) {
+		change: func(t *testing.T, dir, name string) {
 			must(t, os.Mkdir(filepath.Join(dir, "next"), 0o755))
-			put(t, filepath.Join(dir, "next", "m.yaml"), named("b"))
-			must(t, os.Rename(filepath.Join(dir, "conf"), filepath.Join(dir, "old")))
+			put(t, filepath.Join(dir, "next", "m.yaml"), named(name))
+			must(t, os.Rename(filepath.Join(dir, "conf"), filepath.Join(dir, "before-"+name)))
 			must(t, os.Rename(filepath.Join(dir, "next"), filepath.Join(dir, "conf")))
 		},
 	}, {
@@ -206,18 +212,18 @@ func TestChangesAreFollowed(t *testing.T) {
 		prepare: func(t *testing.T, dir string) string {
 			return filepath.Join(inFolder(t, dir), "m.yaml")
 		},
-		change: func(t *testing.T, dir string) {
+		change: func(t *testing.T, dir, name string) {
 			must(t, os.RemoveAll(filepath.Join(dir, "conf")))
 			must(t, os.Mkdir(filepath.Join(dir, "conf"), 0o755))
-			put(t, filepath.Join(dir, "conf", "m.yaml"), named("b"))
+			put(t, filepath.Join(dir, "conf", "m.yaml"), named(name))
 		},
 	}, {
 		name:    "a symbolic link to a folder, turned to another",
 		prepare: inLinkedFolder,
-		change: func(t *testing.T, dir string) {
-			must(t, os.MkdirAll(filepath.Join(dir, "v2", "conf"), 0o755))
-			put(t, filepath.Join(dir, "v2", "conf", "m.yaml"), named("b"))
-			must(t, os.Symlink(filepath.Join(dir, "v2", "conf"), filepath.Join(dir, "next")))
+		change: func(t *testing.T, dir, name string) {
+			must(t, os.MkdirAll(filepath.Join(dir, name, "conf"), 0o755))
+			put(t, filepath.Join(dir, name, "conf", "m.yaml"), named(name))
+			must(t, os.Symlink(filepath.Join(dir, name, "conf"), filepath.Join(dir, "next")))
 			must(t, os.Rename(filepath.Join(dir, "next"), filepath.Join(dir, "current")))
 		},
 	}} {
@@ -226,16 +232,11 @@ func TestChangesAreFollowed(t *testing.T) {
 			dir := t.TempDir()
 			x := follow(t, c.prepare(t, dir))
 			x.awaitServices("a")
-			c.change(t, dir)
-			x.awaitServices("b")
-			// Whatever was replaced is followed like what was there first.
-			for _, path := range []string{"m.yaml", "conf/m.yaml", "conf/b.yaml", "current/m.yaml", "deep/there/m.yaml"} {
-				path = filepath.Join(dir, path)
-				if _, err := os.Stat(path); err == nil {
-					put(t, path, named("c"))
-				}
+			// What comes in the place of something else is followed like it.
+			for _, name := range []string{"b", "c"} {
+				c.change(t, dir, name)
+				x.awaitServices(name)
 			}
-			x.awaitServices("c")
 		})
 	}
 }
@@ -268,13 +269,15 @@ func inConfigMap(t *testing.T, dir string) string {
 	return conf
 }
 
-func swapConfigMap(t *testing.T, dir string) {
+func swapConfigMap(t *testing.T, dir, name string) {
 	conf := filepath.Join(dir, "conf")
-	must(t, os.Mkdir(filepath.Join(conf, "..2024_02"), 0o755))
-	put(t, filepath.Join(conf, "..2024_02", "m.yaml"), named("b"))
-	must(t, os.Symlink("..2024_02", filepath.Join(conf, "..data_tmp")))
+	before, err := os.Readlink(filepath.Join(conf, "..data"))
+	must(t, err)
+	must(t, os.Mkdir(filepath.Join(conf, "..2024_"+name), 0o755))
+	put(t, filepath.Join(conf, "..2024_"+name, "m.yaml"), named(name))
+	must(t, os.Symlink("..2024_"+name, filepath.Join(conf, "..data_tmp")))
 	must(t, os.Rename(filepath.Join(conf, "..data_tmp"), filepath.Join(conf, "..data")))
-	must(t, os.RemoveAll(filepath.Join(conf, "..2024_01")))
+	must(t, os.RemoveAll(filepath.Join(conf, before)))
 }
 
 func TestABrokenFileChangesNothingAndIsLoggedOnce(t *testing.T) {

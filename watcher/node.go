@@ -35,14 +35,14 @@ func (c *Converter) Node(n *corev1.Node) (*api.Node, []Problem) {
 		}
 		out.Addresses = append(out.Addresses, api.NodeAddress{Type: string(a.Type), IP: ip})
 	}
-	cidrs, field := n.Spec.PodCIDRs, "spec.podCIDRs"
+	cidrs := n.Spec.PodCIDRs
 	if len(cidrs) == 0 && n.Spec.PodCIDR != "" {
-		cidrs, field = []string{n.Spec.PodCIDR}, "spec.podCIDR"
+		cidrs = []string{n.Spec.PodCIDR} // which the API server copies to podCIDRs
 	}
-	for _, text := range cidrs {
+	for i, text := range cidrs {
 		p, ok := parsePrefix(text)
 		if !ok {
-			r.add(field, "%q is not a CIDR", text)
+			r.add(fmt.Sprintf("spec.podCIDRs[%d]", i), "%q is not a CIDR", text)
 			continue
 		}
 		out.PodCIDRs = append(out.PodCIDRs, p)

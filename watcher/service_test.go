@@ -1,0 +1,408 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package watcher
+
+import (
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+func addrs(texts ...string) []netip.Addr {
+	var out []netip.Addr
+	for _, s := range texts {
+		out = append(out, netip.MustParseAddr(s))
+	}
+	return out
+}
+
+func prefixes(texts ...string) []netip.Prefix {
+	var out []netip.Prefix
+	for _, s := range texts {
+		out = append(out, netip.MustParsePrefix(s))
+	}
+	return out
+}
+
+// messages writes problems as the log would.
+func messages(problems []Problem) []string {
+	var out []string
+	for _, p := range problems {
+		out = append(out, p.Error())
+	}
+	return out
+}
+
+var cmpOptions = cmp.Options{
+	cmp.Comparer(func(a, b netip.Addr) bool { return a == b }),
+	cmp.Comparer(func(a, b netip.Prefix) bool { return a == b }),
+}
+
+func ptr[T any](v T) *T { return &v }
+
+func TestServiceConversion(t *testing.T) {
+	type service = corev1.Service
+	for _, tc := range []struct {
+		name     string
+		options  Options
+		change   func(*service) // of the empty service default/web
+		want     func(*api.Service)
+		problems []string
+	}{
+		{
+			name:   "an empty service is a ClusterIP service without an address",
+			change: func(*service) {},
+			want:   func(*api.Service) {},
+		},
+		{
+			name: "identity, age and families are kept",
+			change: func(s *service) {
+				s.UID, s.CreationTimestamp = "1234", metav1.Unix(99, 0)
+				s.Spec.IPFamilies = []corev1.IPFamily{"IPv6", "IPv4", "IPv6"}
+			},
+			want: func(s *api.Service) {
+				s.UID, s.Created = "1234", time.Unix(99, 0)
+				s.IPFamilies = []api.Family{api.IPv6, api.IPv4}
+			},
+		},
+		{
+			name:     "an unknown IP family is left out",
+			change:   func(s *service) { s.Spec.IPFamilies = []corev1.IPFamily{"IPv5", "IPv4"} },
+			want:     func(s *api.Service) { s.IPFamilies = []api.Family{api.IPv4} },
+			problems: []string{`Service default/web: spec.ipFamilies[0]: unknown IP family "IPv5"`},
+		},
+		{
+			name: "cluster IPs are sorted by family",
+			change: func(s *service) {
+				s.Spec.ClusterIP, s.Spec.ClusterIPs = "10.0.0.1", []string{"10.0.0.1", "fd00::1"}
+			},
+			want: func(s *api.Service) {
+				s.IPs.ClusterIPs = api.IPSet{V4: addrs("10.0.0.1"), V6: addrs("fd00::1")}
+			},
+		},
+		{
+			name: "clusterIPs counts before the legacy clusterIP",
+			change: func(s *service) {
+				s.Spec.ClusterIP, s.Spec.ClusterIPs = "10.0.0.1", []string{"10.0.0.2"}
+			},
+			want: func(s *api.Service) { s.IPs.ClusterIPs.V4 = addrs("10.0.0.2") },
+		},
+		{
+			name:   "the legacy clusterIP counts where clusterIPs is empty",
+			change: func(s *service) { s.Spec.ClusterIP = "10.0.0.1" },
+			want:   func(s *api.Service) { s.IPs.ClusterIPs.V4 = addrs("10.0.0.1") },
+		},
+		{
+			name:   "clusterIP None makes a headless service",
+			change: func(s *service) { s.Spec.ClusterIP, s.Spec.ClusterIPs = "None", []string{"None"} },
+			want:   func(s *api.Service) { s.IPs.Headless = true },
+		},
+		{
+			name: "a headless service may have external IPs",
+			change: func(s *service) {
+				s.Spec.ClusterIP, s.Spec.ExternalIPs = "None", []string{"10.0.0.55", "1000::55"}
+			},
+			want: func(s *api.Service) {
+				s.IPs.Headless = true
+				s.IPs.ExternalIPs = api.IPSet{V4: addrs("10.0.0.55"), V6: addrs("1000::55")}
+			},
+		},
+		{
+			name:   "numbers of addresses may have leading zeros",
+			change: func(s *service) { s.Spec.ClusterIP = "010.000.000.009" },
+			want:   func(s *api.Service) { s.IPs.ClusterIPs.V4 = addrs("10.0.0.9") },
+		},
+		{
+			name:   "mapped IPv4 addresses are IPv4 addresses",
+			change: func(s *service) { s.Spec.ExternalIPs = []string{"::ffff:10.0.0.1", "10.0.0.1"} },
+			want:   func(s *api.Service) { s.IPs.ExternalIPs.V4 = addrs("10.0.0.1") },
+		},
+		{
+			name:   "addresses that cannot be read are left out, empty ones silently",
+			change: func(s *service) { s.Spec.ExternalIPs = []string{"", "10.0.0.300", " ", "fe80::1%eth0", "10.0.0.1"} },
+			want:   func(s *api.Service) { s.IPs.ExternalIPs.V4 = addrs("10.0.0.1") },
+			problems: []string{
+				`Service default/web: spec.externalIPs[1]: "10.0.0.300" is not an IP address`,
+				`Service default/web: spec.externalIPs[3]: "fe80::1%eth0" is not an IP address`,
+			},
+		},
+		{
+			name:     "a cluster IP that cannot be read is reported",
+			change:   func(s *service) { s.Spec.ClusterIP = "ten" },
+			want:     func(*api.Service) {},
+			problems: []string{`Service default/web: spec.clusterIP: "ten" is not an IP address`},
+		},
+		{
+			name: "ingress addresses count by ipMode, and hostnames do not",
+			change: func(s *service) {
+				s.Spec.Type = corev1.ServiceTypeLoadBalancer
+				s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{
+					{IP: "192.0.2.1"},
+					{IP: "192.0.2.2", IPMode: ptr(corev1.LoadBalancerIPModeVIP)},
+					{IP: "192.0.2.3", IPMode: ptr(corev1.LoadBalancerIPModeProxy)},
+					{IP: "192.0.2.4", IPMode: ptr(corev1.LoadBalancerIPMode("Other"))},
+					{Hostname: "lb.example.com"},
+				}
+			},
+			want: func(s *api.Service) {
+				s.Type = api.LoadBalancer
+				s.IPs.LoadBalancerIPs.V4 = addrs("192.0.2.1", "192.0.2.2")
+				s.IPs.ProxiedIPs.V4 = addrs("192.0.2.3", "192.0.2.4")
+			},
+		},
+		{
+			name: "source ranges are trimmed, masked and guard the load-balancer IPs",
+			change: func(s *service) {
+				s.Spec.Type = corev1.ServiceTypeLoadBalancer
+				s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.0.2.1"}}
+				s.Spec.LoadBalancerSourceRanges = []string{" 10.1.2.3/8 ", "fd00::/64\t", "010.0.0.0/16", ""}
+			},
+			want: func(s *api.Service) {
+				s.Type = api.LoadBalancer
+				s.IPs.LoadBalancerIPs.V4 = addrs("192.0.2.1")
+				s.IPFilters = []api.IPFilter{{
+					TargetIPs:    api.IPSet{V4: addrs("192.0.2.1")},
+					SourceRanges: prefixes("10.0.0.0/8", "fd00::/64", "10.0.0.0/16"),
+				}}
+			},
+		},
+		{
+			name: "if no source range can be read, nobody gets in",
+			change: func(s *service) {
+				s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.0.2.1"}}
+				s.Spec.LoadBalancerSourceRanges = []string{"10.0.0.0", "::ffff:10.0.0.0/104"}
+			},
+			want: func(s *api.Service) {
+				s.IPs.LoadBalancerIPs.V4 = addrs("192.0.2.1")
+				s.IPFilters = []api.IPFilter{{TargetIPs: api.IPSet{V4: addrs("192.0.2.1")}}}
+			},
+			problems: []string{
+				`Service default/web: spec.loadBalancerSourceRanges[0]: "10.0.0.0" is not a CIDR; it admits nobody`,
+				`Service default/web: spec.loadBalancerSourceRanges[1]: "::ffff:10.0.0.0/104" is not a CIDR; it admits nobody`,
+			},
+		},
+		{
+			name: "blank source ranges limit nothing",
+			change: func(s *service) {
+				s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.0.2.1"}}
+				s.Spec.LoadBalancerSourceRanges = []string{"", " "}
+			},
+			want: func(s *api.Service) { s.IPs.LoadBalancerIPs.V4 = addrs("192.0.2.1") },
+		},
+		{
+			name: "the annotation for source ranges is not consulted",
+			change: func(s *service) {
+				s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.0.2.1"}}
+				s.Annotations = map[string]string{corev1.AnnotationLoadBalancerSourceRangesKey: "10.0.0.0/8"}
+			},
+			want: func(s *api.Service) { s.IPs.LoadBalancerIPs.V4 = addrs("192.0.2.1") },
+		},
+		{
+			name:   "without load-balancer IPs there is nothing to guard",
+			change: func(s *service) { s.Spec.LoadBalancerSourceRanges = []string{"10.0.0.0/8"} },
+			want:   func(*api.Service) {},
+		},
+		{
+			name: "an ExternalName service has no addresses",
+			change: func(s *service) {
+				s.Spec.Type, s.Spec.ExternalName = corev1.ServiceTypeExternalName, "example.com"
+				s.Spec.ExternalIPs, s.Spec.ClusterIP = []string{"10.0.0.1"}, "10.0.0.2"
+			},
+			want: func(s *api.Service) { s.Type = api.ExternalName },
+		},
+		{
+			name:     "an unknown type is kept and reported",
+			change:   func(s *service) { s.Spec.Type = "Teleport" },
+			want:     func(s *api.Service) { s.Type = "Teleport" },
+			problems: []string{`Service default/web: spec.type: unknown type "Teleport"`},
+		},
+		{
+			name: "traffic policies are kept",
+			change: func(s *service) {
+				s.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal
+				s.Spec.InternalTrafficPolicy = ptr(corev1.ServiceInternalTrafficPolicyLocal)
+			},
+			want: func(s *api.Service) { s.ExternalTrafficToLocal, s.InternalTrafficToLocal = true, true },
+		},
+		{
+			name: "the health-check node port counts for a load balancer with policy Local",
+			change: func(s *service) {
+				s.Spec.Type, s.Spec.HealthCheckNodePort = corev1.ServiceTypeLoadBalancer, 30000
+				s.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal
+			},
+			want: func(s *api.Service) {
+				s.Type, s.ExternalTrafficToLocal, s.HealthCheckNodePort = api.LoadBalancer, true, 30000
+			},
+		},
+		{
+			name: "the health-check node port does not count with policy Cluster",
+			change: func(s *service) {
+				s.Spec.Type, s.Spec.HealthCheckNodePort = corev1.ServiceTypeLoadBalancer, 30000
+			},
+			want: func(s *api.Service) { s.Type = api.LoadBalancer },
+		},
+		{
+			name: "ports get the API's defaults: TCP, and the target port of the same number",
+			change: func(s *service) {
+				s.Spec.Ports = []corev1.ServicePort{{Port: 80}}
+			},
+			want: func(s *api.Service) {
+				s.Ports = []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 80}}
+			},
+		},
+		{
+			name: "ports are kept with all they say",
+			change: func(s *service) {
+				s.Spec.Ports = []corev1.ServicePort{
+					{Name: "dns", Protocol: "UDP", Port: 53, TargetPort: intstr.FromInt32(5353), NodePort: 30053},
+					{Name: "dns-tcp", Protocol: "TCP", Port: 53, TargetPort: intstr.FromString("dns"), AppProtocol: ptr("example.com/dns")},
+					{Name: "assoc", Protocol: "SCTP", Port: 53},
+				}
+			},
+			want: func(s *api.Service) {
+				s.Ports = []api.PortMapping{
+					{Name: "dns", Protocol: api.UDP, Port: 53, TargetPort: 5353, NodePort: 30053},
+					{Name: "dns-tcp", Protocol: api.TCP, Port: 53, TargetPortName: "dns", AppProtocol: "example.com/dns"},
+					{Name: "assoc", Protocol: api.SCTP, Port: 53, TargetPort: 53},
+				}
+			},
+		},
+		{
+			name: "a port that is no port number is left out, the others are served",
+			change: func(s *service) {
+				s.Spec.Ports = []corev1.ServicePort{{Name: "zero"}, {Name: "big", Port: 65536}, {Name: "ok", Port: 80, NodePort: -1, TargetPort: intstr.FromInt32(99999)}}
+			},
+			want: func(s *api.Service) {
+				s.Ports = []api.PortMapping{{Name: "ok", Protocol: api.TCP, Port: 80, TargetPort: 80}}
+			},
+			problems: []string{
+				"Service default/web: spec.ports[0].port: 0 is not a port number",
+				"Service default/web: spec.ports[1].port: 65536 is not a port number",
+				"Service default/web: spec.ports[2].nodePort: -1 is not a port number",
+				"Service default/web: spec.ports[2].targetPort: 99999 is not a port number; using 80",
+			},
+		},
+		{
+			name: "a port of an unknown protocol is kept without one, and reported",
+			change: func(s *service) {
+				s.Spec.Ports = []corev1.ServicePort{{Name: "a", Port: 80, Protocol: "QUIC"}, {Name: "b", Port: 80, Protocol: "DCCP"}}
+			},
+			want: func(s *api.Service) {
+				s.Ports = []api.PortMapping{{Name: "a", Port: 80, TargetPort: 80}, {Name: "b", Port: 80, TargetPort: 80}}
+			},
+			problems: []string{
+				`Service default/web: spec.ports[0].protocol: unknown protocol "QUIC"`,
+				`Service default/web: spec.ports[1].protocol: unknown protocol "DCCP"`,
+			},
+		},
+		{
+			name: "of two ports with one name, or with one number and protocol, the first counts",
+			change: func(s *service) {
+				s.Spec.Ports = []corev1.ServicePort{{Name: "a", Port: 80}, {Name: "a", Port: 81}, {Name: "b", Port: 80, Protocol: "TCP"}}
+			},
+			want: func(s *api.Service) {
+				s.Ports = []api.PortMapping{{Name: "a", Protocol: api.TCP, Port: 80, TargetPort: 80}}
+			},
+			problems: []string{
+				`Service default/web: spec.ports[1].name: the name "a" is taken by an earlier port`,
+				"Service default/web: spec.ports[2].port: 80/TCP is taken by an earlier port",
+			},
+		},
+		{
+			name:   "session affinity has a default timeout",
+			change: func(s *service) { s.Spec.SessionAffinity = corev1.ServiceAffinityClientIP },
+			want: func(s *api.Service) {
+				s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
+			},
+		},
+		{
+			name: "session affinity keeps its timeout",
+			change: func(s *service) {
+				s.Spec.SessionAffinity = corev1.ServiceAffinityClientIP
+				s.Spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: ptr(int32(86400))}}
+			},
+			want: func(s *api.Service) {
+				s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 86400}
+			},
+		},
+		{
+			name: "a timeout out of range gives the default",
+			change: func(s *service) {
+				s.Spec.SessionAffinity = corev1.ServiceAffinityClientIP
+				s.Spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: ptr(int32(0))}}
+			},
+			want: func(s *api.Service) {
+				s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
+			},
+			problems: []string{"Service default/web: spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400; using 10800"},
+		},
+		{
+			name:     "an unknown affinity is none",
+			change:   func(s *service) { s.Spec.SessionAffinity = "Cookie" },
+			want:     func(*api.Service) {},
+			problems: []string{`Service default/web: spec.sessionAffinity: unknown affinity "Cookie"`},
+		},
+		{
+			name: "labels and annotations are not kept unless asked for",
+			change: func(s *service) {
+				s.Labels, s.Annotations = map[string]string{"app": "web"}, map[string]string{"note": "x"}
+			},
+			want: func(*api.Service) {},
+		},
+		{
+			name:    "labels and annotations that match a pattern are kept",
+			options: Options{KeepLabels: []string{"a*", "example.com/*"}, KeepAnnotations: []string{"*"}},
+			change: func(s *service) {
+				s.Labels = map[string]string{"app": "web", "tier": "1", "example.com/x": "2", "a/b": "3"}
+				s.Annotations = map[string]string{"note": "x", "example.com/y": "4"}
+			},
+			want: func(s *api.Service) {
+				s.Labels = map[string]string{"app": "web", "example.com/x": "2"}
+				s.Annotations = map[string]string{"note": "x"}
+			},
+		},
+		{
+			name:    "an annotation makes an all-ports service",
+			options: Options{MapIP: MapIPAnnotated("example.com/all-ports")},
+			change:  func(s *service) { s.Annotations = map[string]string{"example.com/all-ports": "true"} },
+			want:    func(s *api.Service) { s.MapIP = true },
+		},
+		{
+			name:    "an annotation that is not true makes no all-ports service",
+			options: Options{MapIP: MapIPAnnotated("example.com/all-ports")},
+			change:  func(s *service) { s.Annotations = map[string]string{"example.com/all-ports": "maybe"} },
+			want:    func(*api.Service) {},
+		},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			in := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "web"}}
+			tc.change(in)
+			before := in.DeepCopy()
+			want := &api.Service{Namespace: "default", Name: "web", Type: api.ClusterIP}
+			tc.want(want)
+			got, problems := newConverter(t, tc.options).Service(in)
+			if diff := cmp.Diff(want, got, cmpOptions); diff != "" {
+				t.Errorf("service (-want +got):\n%s", diff)
+			}
+			if diff := cmp.Diff(tc.problems, messages(problems)); diff != "" {
+				t.Errorf("problems (-want +got):\n%s", diff)
+			}
+			if diff := cmp.Diff(before, in); diff != "" {
+				t.Errorf("the object was changed:\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestNoServiceGivesNone(t *testing.T) {
+	if s, problems := newConverter(t, Options{}).Service(nil); s != nil || problems != nil {
+		t.Errorf("Service(nil) = %v, %v", s, problems)
+	}
+}

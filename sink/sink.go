@@ -21,11 +21,11 @@ type Sink interface {
 	// Sync makes the dataplane agree with c. It must be idempotent: what it
 	// reports as failed may be half applied and comes again.
 	//
-	// nil acknowledges all of c, an error that wraps a [*Failed] all of it but
-	// the services that this names, and any other error nothing: what was not
+	// nil acknowledges all of c, a [*Failed] all of it but the services it
+	// names, and any other error nothing (see [Acknowledged]): what was not
 	// acknowledged comes again, merged with what changed meanwhile. An error
-	// that wraps [ErrStartOver], whatever else it wraps, acknowledges nothing
-	// and asks for a full c next. A panic counts as an error.
+	// that wraps [ErrStartOver] asks for a full c next. A panic counts as an
+	// error.
 	//
 	// Sync is never called twice at once, and c is only valid until it returns;
 	// the views in it may be kept.
@@ -154,16 +154,26 @@ type Failed map[types.NamespacedName]error
 
 // Error names every failed service and its error.
 func (f *Failed) Error() string {
-	keys := slices.SortedFunc(maps.Keys(*f), api.CompareKeys)
+	services := f.services()
+	keys := slices.SortedFunc(maps.Keys(services), api.CompareKeys)
 	msgs := make([]string, len(keys))
 	for i, k := range keys {
-		msgs[i] = fmt.Sprintf("service %s: %v", k, (*f)[k])
+		msgs[i] = fmt.Sprintf("service %s: %v", k, services[k])
 	}
 	return strings.Join(msgs, "; ")
 }
 
 // Unwrap returns the services' errors.
-func (f *Failed) Unwrap() []error { return slices.Collect(maps.Values(*f)) }
+func (f *Failed) Unwrap() []error { return slices.Collect(maps.Values(f.services())) }
+
+// services returns what failed, which is nothing for a nil *Failed: a Sync that
+// returns one by mistake means that all went well.
+func (f *Failed) services() Failed {
+	if f == nil {
+		return nil
+	}
+	return *f
+}
 
 // Add notes that the service key failed with err. A nil err is ignored.
 func (f *Failed) Add(key types.NamespacedName, err error) {
@@ -182,6 +192,27 @@ func (f *Failed) Err() error {
 		return nil
 	}
 	return f
+}
+
+// Acknowledged says what a Sync that returned err acknowledged: nothing if ok is
+// false, else everything but the services in failed.
+//
+// A *Failed counts as such alone or where errors were wrapped around it one by
+// one; joined with another error it does not, for that one may be about
+// everything. Nor does it if it wraps [ErrStartOver].
+func Acknowledged(err error) (failed Failed, ok bool) {
+	if err == nil {
+		return nil, true
+	}
+	if errors.Is(err, ErrStartOver) {
+		return nil, false
+	}
+	for ; err != nil; err = errors.Unwrap(err) {
+		if f, ok := err.(*Failed); ok {
+			return f.services(), true
+		}
+	}
+	return nil, false
 }
 
 // ErrStartOver is wrapped by a Sync or Verify that no longer knows what its

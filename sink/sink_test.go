@@ -80,3 +80,31 @@ func TestFailed(t *testing.T) {
 		t.Error("the errors of the services are not in it")
 	}
 }
+
+func TestAcknowledged(t *testing.T) {
+	failed := &sink.Failed{web: errBusy}
+	var none *sink.Failed
+	cases := []struct {
+		name       string
+		err        error
+		wantFailed sink.Failed
+		wantOK     bool
+	}{
+		{"nil acknowledges everything", nil, nil, true},
+		{"an error acknowledges nothing", errBusy, nil, false},
+		{"failed services are excepted", failed, *failed, true},
+		{"they may be wrapped", fmt.Errorf("table kpng: %w", failed), *failed, true},
+		{"joined with another error they acknowledge nothing", errors.Join(failed, errBusy), nil, false},
+		{"with start over they acknowledge nothing", &sink.Failed{web: sink.ErrStartOver}, nil, false},
+		{"no failed services acknowledge everything", &sink.Failed{}, sink.Failed{}, true},
+		{"a nil Failed acknowledges everything", none, nil, true},
+	}
+	for _, tc := range cases {
+		t.Run(tc.name, func(t *testing.T) {
+			got, ok := sink.Acknowledged(tc.err)
+			if ok != tc.wantOK || len(got) != len(tc.wantFailed) || got[web] != tc.wantFailed[web] {
+				t.Errorf("got %v, %t, want %v, %t", got, ok, tc.wantFailed, tc.wantOK)
+			}
+		})
+	}
+}

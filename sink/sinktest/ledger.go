@@ -76,8 +76,8 @@ func (l *ledger) check(c *Sync) []string {
 
 // settle notes how c was answered.
 func (l *ledger) settle(c *Sync) {
-	var failed *sink.Failed
-	switch acked := c.Err == nil || errors.As(c.Err, &failed); {
+	failed, acked := sink.Acknowledged(c.Err)
+	switch {
 	case errors.Is(c.Err, sink.ErrStartOver), !acked && c.Full:
 		l.full = false
 		return
@@ -95,12 +95,8 @@ func (l *ledger) settle(c *Sync) {
 	}
 	l.revision = c.Revision
 	l.node, l.nodeUnacked = c.Node, false
-	errs := sink.Failed{}
-	if failed != nil {
-		errs = *failed
-	}
 	for _, s := range c.Services {
-		if _, ok := errs[s.Key]; ok {
+		if _, ok := failed[s.Key]; ok {
 			continue
 		}
 		delete(l.unacked, s.Key)
@@ -110,7 +106,7 @@ func (l *ledger) settle(c *Sync) {
 			l.views[s.Key] = s.New
 		}
 	}
-	for key := range errs {
+	for key := range failed {
 		l.unacked[key] = true
 	}
 }

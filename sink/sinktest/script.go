@@ -4,7 +4,6 @@ package sinktest
 
 import (
 	"context"
-	"errors"
 	"slices"
 
 	"github.com/kpng-project/kpng/sink"
@@ -26,11 +25,11 @@ func FailServices(err error, keys ...types.NamespacedName) Step {
 	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 		var failed sink.Failed
 		if syncErr := s.Sync(ctx, c); syncErr != nil {
-			var f *sink.Failed
-			if !errors.As(syncErr, &f) {
+			f, ok := sink.Acknowledged(syncErr)
+			if !ok {
 				return syncErr
 			}
-			for key, err := range *f {
+			for key, err := range f {
 				failed.Add(key, err)
 			}
 		}

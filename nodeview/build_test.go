@@ -109,7 +109,7 @@ func ips(addrs ...string) api.IPSet {
 // endpointSlices reads slices from text. A line "slice NAME PORT…" begins one,
 // with the unnamed port 8080 where it names none; every other line is an
 // endpoint: its address, its conditions (ready stands for serving too), @node,
-// and hints as zones=z1,z2 and nodes=n1,n2.
+// host=name, zone=name, and hints as zones=z1,z2 and nodes=n1,n2.
 func endpointSlices(text string) []*api.EndpointSlice {
 	var out []*api.EndpointSlice
 	for line := range strings.Lines(text) {
@@ -151,6 +151,10 @@ func endpoint(words []string) api.SliceEndpoint {
 			ep.Terminating = true
 		case w[0] == '@':
 			ep.NodeName = w[1:]
+		case key == "host":
+			ep.Hostname = value
+		case key == "zone":
+			ep.Zone = value
 		case key == "zones" || key == "nodes":
 			if ep.Hints == nil {
 				ep.Hints = &api.Hints{}

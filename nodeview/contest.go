@@ -61,14 +61,13 @@ func (c *contest) gather(buf []candidate, served families, tr *trace) []candidat
 		noPort := !slices.ContainsFunc(offers, func(n int32) bool { return n != 0 })
 		for i := range slice.Endpoints {
 			ep := &slice.Endpoints[i]
-			addr := ep.Addr.Unmap()
 			switch {
-			case !served.has(api.FamilyOf(addr)):
+			case !served.has(api.FamilyOf(ep.Addr)):
 				tr.skipped(slice, ep, OutFamily)
 			case noPort:
 				tr.skipped(slice, ep, OutNoPort)
 			default:
-				buf = append(buf, candidate{addr: addr, ep: ep, slice: int32(s)})
+				buf = append(buf, candidate{addr: ep.Addr, ep: ep, slice: int32(s)})
 			}
 		}
 	}

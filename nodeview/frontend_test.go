@@ -102,8 +102,16 @@ func TestFrontends(t *testing.T) {
 		unserved: `LoadBalancerIP [2001:db8::2]:80/TCP: the service is not served in this family
 			ExternalIP [2001:db8::1]:80/TCP: the service is not served in this family`,
 	}, {
+		name: "an address that one field names twice has one frontend",
+		service: service(headless, func(s *api.Service) {
+			a := netip.MustParseAddr("192.0.2.1")
+			s.IPs.ExternalIPs.V4 = []netip.Addr{a, a}
+		}),
+		slices: oneReady,
+		want:   "ExternalIP 192.0.2.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
+	}, {
 		name:    "a headless service has external IPs but no cluster IP",
-		service: service(headless, externalIPs("192.0.2.1")),
+		service: service(headless, externalIPs("192.0.2.1"), func(s *api.Service) { s.IPs.ClusterIPs = ips("10.96.0.1") }),
 		slices:  oneReady,
 		want:    "ExternalIP 192.0.2.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
 	}, {
@@ -144,13 +152,16 @@ func TestFrontends(t *testing.T) {
 			ClusterIP 10.96.0.1:53/Protocol(0): the protocol is not known`,
 	}, {
 		name: "of two ports with one node port the first has it",
-		service: service(headless, ports("a=80", "b=81"), func(s *api.Service) {
-			s.Ports[0].NodePort, s.Ports[1].NodePort = 30080, 30080
+		service: service(headless, ports("none=0", "a=80", "b=81"), func(s *api.Service) {
+			for i := range s.Ports {
+				s.Ports[i].NodePort = 30080
+			}
 		}),
 		slices: `slice a a=8080 b=8081
 			10.0.0.1 ready`,
-		want:     "NodePort IPv4:30080/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
-		unserved: "NodePort IPv4:30080/TCP: an earlier port of the service has the same number and protocol, or name",
+		want: "NodePort IPv4:30080/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
+		unserved: `NodePort IPv4:30080/TCP: there is no port number
+			NodePort IPv4:30080/TCP: an earlier port of the service has the same number and protocol, or name`,
 	}, {
 		name:    "an address named as external and as load-balancer IP has one frontend",
 		service: service(loadBalancerIPs("192.0.2.1"), externalIPs("192.0.2.1", "192.0.2.2")),
@@ -279,6 +290,17 @@ func TestFrontendsShareLists(t *testing.T) {
 				t.Errorf("%s has a copy of the endpoint", f.FrontendKey)
 			}
 		}
+	}
+}
+
+func TestShortCircuitSharesTheInternalList(t *testing.T) {
+	se := View(&api.ServiceState{
+		Service: service(externalLocal, externalIPs("192.0.2.1")),
+		Slices:  endpointSlices(oneReady),
+	}, here)
+	all := slices.Collect(Frontends(se))
+	if &all[0].Elsewhere.Endpoints[0] != &all[1].Node.Endpoints[0] {
+		t.Errorf("%s has a list of its own for this node's traffic", all[1].FrontendKey)
 	}
 }
 

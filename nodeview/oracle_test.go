@@ -199,7 +199,7 @@ func oraclePorts(svc *api.Service) []*api.PortMapping {
 
 func oracleTarget(slice *api.EndpointSlice, p *api.PortMapping) int32 {
 	for _, sp := range slice.Ports {
-		if sp.Name == p.Name && sp.Protocol == p.Protocol && sp.Port > 0 {
+		if sp.Name == p.Name && sp.Protocol == p.Protocol {
 			return sp.Port
 		}
 	}

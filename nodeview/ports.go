@@ -77,7 +77,7 @@ func targetPort(slice *api.EndpointSlice, p *api.PortMapping) int32 {
 		return anyPort
 	}
 	for i := range slice.Ports {
-		if o := &slice.Ports[i]; o.Name == p.Name && o.Protocol == p.Protocol && o.Port != 0 {
+		if o := &slice.Ports[i]; o.Name == p.Name && o.Protocol == p.Protocol {
 			return o.Port
 		}
 	}

@@ -217,8 +217,29 @@ func TestDuplicates(t *testing.T) {
 		slices: `slice a
 			10.0.0.1 ready @there
 			10.0.0.1 ready @here
-			10.0.0.1 ready @here zones=zone-1`,
-		want: "10.0.0.1 local internal external",
+			10.0.0.2 ready host=b
+			10.0.0.2 ready host=a
+			10.0.0.3 ready zone=b
+			10.0.0.3 ready zone=a`,
+		want: `10.0.0.1 local internal external
+			10.0.0.2 internal external
+			10.0.0.3 internal external`,
+	}, {
+		name: "twice in one slice with other zone hints, whatever the order",
+		slices: `slice a
+			10.0.0.1 ready zones=zone-2
+			10.0.0.1 ready zones=zone-1
+			10.0.0.2 ready zones=zone-2`,
+		want: `10.0.0.1 internal external
+			draining 10.0.0.2`,
+	}, {
+		name: "twice in one slice with other node hints, whatever the order",
+		slices: `slice a
+			10.0.0.1 ready nodes=there
+			10.0.0.1 ready nodes=here
+			10.0.0.2 ready nodes=there`,
+		want: `10.0.0.1 internal external
+			draining 10.0.0.2`,
 	}, {
 		name:    "one address with two numbers is two endpoints",
 		service: service(ports("http=80→web")),

@@ -284,7 +284,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 	}, {
 		name: "a pod network that is none",
 		text: "apiVersion: v1\nkind: Node\nmetadata:\n  name: n\nspec:\n  podCIDRs: [x]\n",
-		want: []string{`m.yaml:6: Node n: spec.podCIDRs: "x" is not a CIDR`},
+		want: []string{`m.yaml:6: Node n: spec.podCIDRs[0]: "x" is not a CIDR`},
 	}, {
 		name: "a good document between two bad ones hides neither",
 		text: edit(service, "port: 80", "port: -1") + "---\n" + slice + "---\na: b: c\n",
@@ -460,5 +460,20 @@ func TestManyWaysToWriteTheSame(t *testing.T) {
 				t.Errorf("services (-want +got):\n%s", diff)
 			}
 		})
+	}
+}
+
+func TestStandardInputIsRead(t *testing.T) {
+	input, err := os.Open(filepath.Join(write(t, map[string]string{"m": service + "oops"}), "m"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer input.Close()
+	stdin := os.Stdin
+	defer func() { os.Stdin = stdin }()
+	os.Stdin = input
+	_, err = Load(Stdin, watcher.Options{})
+	if want := "stdin:9: could not find expected ':'"; err == nil || err.Error() != want {
+		t.Errorf("error is %v, want %s", err, want)
 	}
 }

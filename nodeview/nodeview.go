@@ -100,23 +100,19 @@ func (c *contest) list(se *api.ServiceEndpoints, pol policies, here place) {
 		}
 		n := at[cand.fate]
 		at[cand.fate]++
+		e := &endpoints[n]
+		e.Hostname, e.NodeName, e.Zone, e.Conditions = cand.ep.Hostname, cand.ep.NodeName, cand.ep.Zone, cand.ep.Conditions
+		e.Local = here.runs(cand.ep)
+		e.PortOverrides = c.overrides[cand.slice]
+		e.Scopes = cand.scopes
 		addrs[n] = cand.addr
-		endpoints[n] = api.Endpoint{
-			Hostname:      cand.ep.Hostname,
-			Local:         here.runs(cand.ep),
-			PortOverrides: c.overrides[cand.slice],
-			Scopes:        cand.scopes,
-			NodeName:      cand.ep.NodeName,
-			Zone:          cand.ep.Zone,
-			Conditions:    cand.ep.Conditions,
-		}
 		if cand.addr.Is4() {
-			endpoints[n].IPs.V4 = addrs[n : n+1 : n+1]
+			e.IPs.V4 = addrs[n : n+1 : n+1]
 		} else {
-			endpoints[n].IPs.V6 = addrs[n : n+1 : n+1]
+			e.IPs.V6 = addrs[n : n+1 : n+1]
 		}
 		if cand.uneven {
-			endpoints[n].PortScopes = c.portScopes(i, pol)
+			e.PortScopes = c.portScopes(i, pol)
 		}
 	}
 }

@@ -69,9 +69,7 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints 
 			if !t.usable {
 				se.Unusable = append(se.Unusable, portFamily(port, f))
 			}
-			if tr != nil {
-				tr.decided(&c, p, f, &t, lo, hi)
-			}
+			tr.decided(&c, p, f, &t, lo, hi)
 		}
 	}
 	c.list(se, policiesOf(svc), here)

@@ -3,8 +3,6 @@
 package nodeview
 
 import (
-	"slices"
-
 	"github.com/kpng-project/kpng/api"
 )
 
@@ -41,10 +39,12 @@ func portFault(ports []api.PortMapping, i int) Fault {
 		return UnknownProtocol
 	case p.Port == 0:
 		return NoPortNumber
-	case slices.ContainsFunc(ports[:i], func(o api.PortMapping) bool {
-		return o.Port == p.Port && o.Protocol == p.Protocol || overrideName(&o) == overrideName(p)
-	}):
-		return DuplicatePort
+	}
+	for j := range ports[:i] {
+		o := &ports[j]
+		if o.Port == p.Port && o.Protocol == p.Protocol || overrideName(o) == overrideName(p) {
+			return DuplicatePort
+		}
 	}
 	return 0
 }

@@ -18,9 +18,8 @@ type Sources struct {
 	// Ranges are those of the frontend's family.
 	Ranges []netip.Prefix
 	// Own are the service's load-balancer addresses of the frontend's family.
-	// They get in as sources where a range admits this node: a packet that the
-	// node sends to such an address, which is its own by then, may have it as
-	// source as well.
+	// As sources, they get in where a range admits this node: on a node that has
+	// such an address on an interface, what it sends there comes from there.
 	Own []netip.Addr
 }
 

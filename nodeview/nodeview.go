@@ -35,7 +35,9 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints 
 		return nil
 	}
 
-	// The buffers keep a common service, few endpoints in few slices, off the heap.
+	// The buffers keep a common service, few endpoints in few slices, off the
+	// heap, as long as what fills them returns the result: stored through a
+	// pointer, they would escape.
 	var (
 		ports      [4]*api.PortMapping
 		targets    [8]int32

@@ -655,6 +655,15 @@ func TestFamilies(t *testing.T) {
 	}})
 }
 
+// TestViewAllocatesOnlyItsResult: the view, its endpoints, their addresses and
+// their ports. A feed computes many views.
+func TestViewAllocatesOnlyItsResult(t *testing.T) {
+	s := benchState(10)
+	if got := testing.AllocsPerRun(100, func() { View(s, here) }); got > 4 {
+		t.Errorf("View allocates %v times, want 4", got)
+	}
+}
+
 func TestViewCarriesWhatBackendsNeed(t *testing.T) {
 	s := &api.ServiceState{
 		Service: service(),

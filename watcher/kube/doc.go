@@ -16,6 +16,12 @@
 // lost server changes nothing; when it is back, only what was missed is
 // written.
 //
+// # Permissions
+//
+// The verbs list and watch on services, on endpointslices of API group
+// discovery.k8s.io, and on nodes, all of them cluster-wide. Where one is missing
+// an [Error] names it.
+//
 // # Services without a selector
 //
 // The endpoint-slice controller copies a service's labels to its slices, which

@@ -23,6 +23,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
 	"github.com/kpng-project/kpng/cluster"
@@ -35,7 +36,8 @@ type world struct {
 	t     *testing.T
 	opts  Options
 	state *cluster.State
-	stop  func() error // ends the watch and returns its error
+	ctx   context.Context // of the watch
+	stop  func() error    // ends the watch and returns its error
 }
 
 // inWorld runs a test in a bubble of its own, where time passes only when
@@ -43,7 +45,8 @@ type world struct {
 func inWorld(t *testing.T, opts Options, test func(*world)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		w := &world{apiServer: newAPIServer(t), t: t, opts: opts, state: cluster.New(cluster.Options{})}
+		_, ctx := ktesting.NewTestContext(t)
+		w := &world{apiServer: newAPIServer(t), t: t, opts: opts, state: cluster.New(cluster.Options{}), ctx: ctx}
 		test(w)
 		if w.stop != nil {
 			w.stop()
@@ -62,8 +65,7 @@ func (w *world) start() {
 	if opts.Informers == nil {
 		opts.Config = w.config()
 	}
-	_, ctx := ktesting.NewTestContext(w.t)
-	ctx, cancel := context.WithCancel(ctx)
+	ctx, cancel := context.WithCancel(w.ctx)
 	ended := make(chan error, 1)
 	go func() { ended <- Watch(ctx, w.state, opts) }()
 	w.stop = func() error {
@@ -312,7 +314,7 @@ func TestDroppedWatchGoesOnWhereItStopped(t *testing.T) {
 		w.expect("service default/web", "service default/api")
 		w.advance(2 * time.Second)
 		w.seen(func(request) bool { return true })
-		w.drop()
+		w.drop(nil)
 		w.set(service("db"))
 		w.advance(2 * time.Minute)
 		w.expect("service default/web", "service default/api", "service default/db")
@@ -322,6 +324,31 @@ func TestDroppedWatchGoesOnWhereItStopped(t *testing.T) {
 			}
 		}
 	})
+}
+
+func TestErrorInAWatchLosesNothing(t *testing.T) {
+	for name, last := range map[string]*apierrors.StatusError{
+		"410 Gone":              apierrors.NewResourceExpired("too old resource version"),
+		"500 Internal error":    apierrors.NewInternalError(errors.New("etcd is away")),
+		"429 Too many requests": apierrors.NewTooManyRequests("later", 1),
+	} {
+		t.Run(name, func(t *testing.T) {
+			inWorld(t, named("x"), func(w *world) {
+				w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"),
+					selectorless("byhand", proxyName, "x"), slice("byhand", "plain", "10.0.0.2"))
+				w.start()
+				w.advance(2 * time.Second)
+				w.drop(last)
+				w.delete(slice("web", "web-1", ""), slice("byhand", "plain", ""), service("web"))
+				if apierrors.IsResourceExpired(last) {
+					w.compact()
+				}
+				w.set(slice("byhand", "another", "10.0.0.3"))
+				w.advance(2 * time.Minute)
+				w.expect("service default/byhand", "slice default/another 10.0.0.3")
+			})
+		})
+	}
 }
 
 func TestLostServerChangesNothingAndAfterwardsOnlyTheDifferenceIsWritten(t *testing.T) {
@@ -450,6 +477,42 @@ func TestMissingPermissionIsNamedAndTriedAgain(t *testing.T) {
 			if !slices.ContainsFunc(slices.Collect(maps.Keys(told)), func(text string) bool { return strings.HasPrefix(text, want) }) {
 				t.Errorf("want an error that begins with %q, got %v", want, told)
 			}
+		}
+	})
+}
+
+func TestAnErrorThatLastsIsLoggedRarely(t *testing.T) {
+	inWorld(t, Options{}, func(w *world) {
+		failures := 0
+		w.opts.OnError = func(*Error) { failures++ }
+		logger := ktesting.NewLogger(w.t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
+		w.ctx = klog.NewContext(w.t.Context(), logger)
+		w.refuse = forbid(nodes)
+		w.start()
+		w.advance(time.Hour - time.Minute)
+		lines := strings.Count(logger.GetSink().(ktesting.Underlier).GetBuffer().String(), "missing permission")
+		if failures < 60 || lines < 2 || lines > 2*12 {
+			t.Errorf("in an hour of %d errors %d lines of log, want 1 in 5 minutes for each of list and watch", failures, lines)
+		}
+	})
+}
+
+func TestEventsAreTold(t *testing.T) {
+	inWorld(t, Options{}, func(w *world) {
+		var mu sync.Mutex
+		told := map[string]int{}
+		w.opts.OnEvent = func(resource string) {
+			mu.Lock()
+			defer mu.Unlock()
+			told[resource]++
+		}
+		w.start()
+		w.set(service("web"), node("a"))
+		w.delete(service("web"))
+		synctest.Wait()
+		want := map[string]int{"services": 3, "endpointslices": 1, "nodes": 2}
+		if diff := cmp.Diff(want, told); diff != "" {
+			t.Errorf("events (-want +got):\n%s", diff)
 		}
 	})
 }

@@ -49,9 +49,10 @@ type apiServer struct {
 	objects   map[string]object // by resource/namespace/name
 	log       []change
 	requests  []request
-	changed   chan struct{} // closed and renewed when there is something to send
-	dropped   chan struct{} // closed and renewed when watches are dropped
-	bookmarks int           // how many times bookmarks have been asked for
+	changed   chan struct{}          // closed and renewed when there is something to send
+	dropped   chan struct{}          // closed and renewed when watches are dropped
+	last      *apierrors.StatusError // what dropped watches send at last; nil for nothing
+	bookmarks int                    // how many times bookmarks have been asked for
 }
 
 // change is an entry of the log: old or new is nil if the object did not exist.
@@ -158,10 +159,11 @@ func (s *apiServer) bookmark() {
 	s.signal()
 }
 
-// drop ends all watches.
-func (s *apiServer) drop() {
+// drop ends all watches, with an error event unless last is nil.
+func (s *apiServer) drop(last *apierrors.StatusError) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.last = last
 	close(s.dropped)
 	s.dropped = make(chan struct{})
 }
@@ -249,9 +251,14 @@ func parseRequest(u *url.URL) (request, func(object) bool, error) {
 	}, nil
 }
 
-func sendStatus(w http.ResponseWriter, e *apierrors.StatusError) {
+func withKind(e *apierrors.StatusError) metav1.Status {
 	status := e.Status()
 	status.TypeMeta = metav1.TypeMeta{APIVersion: "v1", Kind: "Status"}
+	return status
+}
+
+func sendStatus(w http.ResponseWriter, e *apierrors.StatusError) {
+	status := withKind(e)
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(int(status.Code))
 	json.NewEncoder(w).Encode(status)
@@ -333,6 +340,12 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 		select {
 		case <-changed:
 		case <-dropped:
+			s.mu.Lock()
+			last := s.last
+			s.mu.Unlock()
+			if last != nil {
+				send("ERROR", withKind(last))
+			}
 			return
 		case <-ctx.Done():
 			return

@@ -9,7 +9,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 
@@ -106,7 +105,7 @@ type watch struct {
 	running sync.WaitGroup
 }
 
-// The things to be listed before the state has synced, beside the handmade slices.
+// What is watched, by the names that the API has for it.
 const (
 	services       = "services"
 	endpointSlices = "endpointslices"
@@ -154,40 +153,4 @@ func (w *watch) log(problems []watcher.Problem) {
 		w.logger.Info("Left out what cannot be used", "kind", p.Kind, "object", klog.KRef(p.Object.Namespace, p.Object.Name),
 			"field", p.Field, "problem", p.Message)
 	}
-}
-
-// gate opens when everything it was told to wait for is done.
-type gate struct {
-	open    func()
-	mu      sync.Mutex
-	waiting map[any]struct{}
-}
-
-// wait makes the gate wait for things. Once it is open that has no effect.
-func (g *gate) wait(things ...any) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	if g.waiting == nil {
-		g.waiting = map[any]struct{}{}
-	}
-	for _, t := range things {
-		g.waiting[t] = struct{}{}
-	}
-}
-
-// done says that a thing is done or of no interest any more.
-func (g *gate) done(thing any) {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	if _, ok := g.waiting[thing]; !ok {
-		return
-	}
-	delete(g.waiting, thing)
-	if len(g.waiting) == 0 {
-		g.open()
-	}
-}
-
-func keyOf(namespace, name string) types.NamespacedName {
-	return types.NamespacedName{Namespace: namespace, Name: name}
 }

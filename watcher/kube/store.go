@@ -145,6 +145,10 @@ func (s *store[O, T]) Replace(list []any, _ string) error {
 // Resync has nothing to do: there is no queue that could have lost something.
 func (s *store[O, T]) Resync() error { return nil }
 
+func keyOf(namespace, name string) types.NamespacedName {
+	return types.NamespacedName{Namespace: namespace, Name: name}
+}
+
 func values[T any](items []*item[T]) iter.Seq[*T] {
 	return func(yield func(*T) bool) {
 		for _, i := range items {

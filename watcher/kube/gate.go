@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import "sync"
+
+// gate opens when everything it was told to wait for is done.
+type gate struct {
+	open    func()
+	mu      sync.Mutex
+	waiting map[any]struct{}
+}
+
+// wait makes the gate wait for things. Once it is open that has no effect.
+func (g *gate) wait(things ...any) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.waiting == nil {
+		g.waiting = map[any]struct{}{}
+	}
+	for _, t := range things {
+		g.waiting[t] = struct{}{}
+	}
+}
+
+// done says that a thing is done or of no interest any more.
+func (g *gate) done(thing any) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if _, ok := g.waiting[thing]; !ok {
+		return
+	}
+	delete(g.waiting, thing)
+	if len(g.waiting) == 0 {
+		g.open()
+	}
+}

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package integration
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime/debug"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/test/apiserver"
+	"k8s.io/klog/v2"
+)
+
+// patience is how long a test waits for anything. What is waited for comes in
+// moments, or after a backoff of some seconds; the rest is for busy machines.
+const patience = 2 * time.Minute
+
+var (
+	shared   apiserver.Shared
+	programs builder
+)
+
+func TestMain(m *testing.M) {
+	// Tests take servers away from proxies in this process, which log that.
+	klog.LogToStderr(false)
+	klog.SetOutput(io.Discard)
+	code := shared.Run(m)
+	if err := programs.remove(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		code = max(code, 1)
+	}
+	os.Exit(code)
+}
+
+// within returns the test's context, with a deadline.
+func within(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeoutCause(t.Context(), patience, fmt.Errorf("nothing for %s", patience))
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// builder builds programs, each once.
+type builder struct {
+	mu    sync.Mutex
+	dir   string
+	built map[string]string
+}
+
+// kpngJSON returns the path of the command kpng-json.
+func kpngJSON(t testing.TB) string { return programs.build(t, "../..", "./examples/kpng-json") }
+
+// build returns the path of the program made of a package of the module that
+// dir belongs to. It has the race detector if the test has it.
+func (b *builder) build(t testing.TB, dir, pkg string) string {
+	t.Helper()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if path, ok := b.built[pkg]; ok {
+		return path
+	}
+	if b.dir == "" {
+		var err error
+		if b.dir, err = os.MkdirTemp("", "kpng-test-"); err != nil {
+			t.Fatal(err)
+		}
+		b.built = map[string]string{}
+	}
+	path := filepath.Join(b.dir, filepath.Base(pkg))
+	args := []string{"build", "-o", path}
+	if raceDetector() {
+		args = append(args, "-race")
+	}
+	cmd := exec.CommandContext(t.Context(), "go", append(args, pkg)...)
+	cmd.Dir = dir
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("build %s: %v\n%s", pkg, err, out)
+	}
+	b.built[pkg] = path
+	return path
+}
+
+func (b *builder) remove() error {
+	if b.dir == "" {
+		return nil
+	}
+	return os.RemoveAll(b.dir)
+}
+
+// raceDetector reports whether the test was built with it.
+func raceDetector() bool {
+	info, ok := debug.ReadBuildInfo()
+	return ok && slices.Contains(info.Settings, debug.BuildSetting{Key: "-race", Value: "true"})
+}
+
+// exitCode returns the exit code that the error of exec.Cmd.Wait stands for.
+func exitCode(err error) int {
+	if exit := new(exec.ExitError); errors.As(err, &exit) {
+		return exit.ExitCode()
+	}
+	if err != nil {
+		return -1
+	}
+	return 0
+}

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package integration
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"testing"
+
+	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/watcher"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/intstr"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
+)
+
+// tenant is a test's part of a server: a namespace, and a node of the same name
+// that need not exist.
+type tenant struct {
+	t      testing.TB
+	client kubernetes.Interface
+	name   string
+}
+
+func newTenant(t testing.TB, server *apiserver.Server) *tenant {
+	t.Helper()
+	name := server.Namespace(t)
+	t.Cleanup(func() {
+		err := server.Client().CoreV1().Nodes().Delete(context.WithoutCancel(t.Context()), name, metav1.DeleteOptions{})
+		if err != nil && !apierrors.IsNotFound(err) && server.APIServer.Running() {
+			t.Error(err)
+		}
+	})
+	return &tenant{t, server.Client(), name}
+}
+
+// through returns the tenant with another API server to write to.
+func (n *tenant) through(server *apiserver.Server) *tenant {
+	return &tenant{n.t, server.Client(), n.name}
+}
+
+// object is a Service, an EndpointSlice or a Node.
+type object interface {
+	metav1.Object
+	runtime.Object
+}
+
+// put creates objects, or makes those that are there say what these say.
+func (n *tenant) put(objects ...object) {
+	n.t.Helper()
+	for _, o := range objects {
+		if err := n.tryPut(o); err != nil {
+			n.t.Fatalf("put %T %s: %v", o, o.GetName(), err)
+		}
+	}
+}
+
+func (n *tenant) tryPut(o object) error {
+	kinds, _, err := scheme.Scheme.ObjectKinds(o)
+	if err != nil {
+		return err
+	}
+	o.GetObjectKind().SetGroupVersionKind(kinds[0])
+	body, err := json.Marshal(o)
+	if err != nil {
+		return err
+	}
+	request := n.at(o, func(c rest.Interface) *rest.Request { return c.Patch(types.ApplyPatchType) })
+	return request.Param("fieldManager", "test").Param("force", "true").Body(body).Do(n.t.Context()).Error()
+}
+
+// remove deletes objects.
+func (n *tenant) remove(objects ...object) {
+	n.t.Helper()
+	for _, o := range objects {
+		if err := n.tryRemove(o); err != nil {
+			n.t.Fatalf("delete %T %s: %v", o, o.GetName(), err)
+		}
+	}
+}
+
+func (n *tenant) tryRemove(o object) error {
+	return n.at(o, rest.Interface.Delete).Do(n.t.Context()).Error()
+}
+
+// at returns a request about o.
+func (n *tenant) at(o object, verb func(rest.Interface) *rest.Request) *rest.Request {
+	switch o.(type) {
+	case *corev1.Service:
+		return verb(n.client.CoreV1().RESTClient()).Namespace(n.name).Resource("services").Name(o.GetName())
+	case *discoveryv1.EndpointSlice:
+		return verb(n.client.DiscoveryV1().RESTClient()).Namespace(n.name).Resource("endpointslices").Name(o.GetName())
+	case *corev1.Node:
+		return verb(n.client.CoreV1().RESTClient()).Resource("nodes").Name(o.GetName())
+	}
+	panic(fmt.Sprintf("unexpected %T", o))
+}
+
+// service returns the service as the API server has it.
+func (n *tenant) service(name string) *corev1.Service {
+	n.t.Helper()
+	s, err := n.client.CoreV1().Services(n.name).Get(n.t.Context(), name, metav1.GetOptions{})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	return s
+}
+
+// node returns the tenant's node, in a zone unless that is empty.
+func (n *tenant) node(zone string) *corev1.Node {
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: n.name}}
+	if zone != "" {
+		node.Labels = map[string]string{corev1.LabelTopologyZone: zone}
+	}
+	return node
+}
+
+// newService returns a service with a selector, for the proxy of this name; ""
+// stands for the general one.
+func newService(name, proxy string, ports ...corev1.ServicePort) *corev1.Service {
+	return &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Name: name, Labels: proxyLabel(proxy)},
+		Spec:       corev1.ServiceSpec{Selector: map[string]string{"app": name}, Ports: ports},
+	}
+}
+
+// newSlice returns a slice of a service, with the labels that the controller
+// copies.
+func newSlice(name string, of *corev1.Service, ports []discoveryv1.EndpointPort, endpoints ...discoveryv1.Endpoint) *discoveryv1.EndpointSlice {
+	s := &discoveryv1.EndpointSlice{
+		ObjectMeta:  metav1.ObjectMeta{Name: name, Labels: proxyLabel(of.Labels[watcher.LabelServiceProxyName])},
+		AddressType: discoveryv1.AddressTypeIPv4,
+		Ports:       ports,
+		Endpoints:   endpoints,
+	}
+	s.Labels[discoveryv1.LabelServiceName] = of.Name
+	if len(endpoints) > 0 && netip.MustParseAddr(endpoints[0].Addresses[0]).Is6() {
+		s.AddressType = discoveryv1.AddressTypeIPv6
+	}
+	return s
+}
+
+func proxyLabel(proxy string) map[string]string {
+	if proxy == "" {
+		return map[string]string{}
+	}
+	return map[string]string{watcher.LabelServiceProxyName: proxy}
+}
+
+// newEndpoint returns a ready endpoint on a node; "" stands for none.
+func newEndpoint(addr, node string) discoveryv1.Endpoint {
+	e := discoveryv1.Endpoint{Addresses: []string{addr}, Conditions: conditions(true, true, false)}
+	if node != "" {
+		e.NodeName = &node
+	}
+	return e
+}
+
+func conditions(ready, serving, terminating bool) discoveryv1.EndpointConditions {
+	return discoveryv1.EndpointConditions{Ready: &ready, Serving: &serving, Terminating: &terminating}
+}
+
+// servicePort returns a port of a service whose target is a number or a name.
+func servicePort(name string, port int32, target any) corev1.ServicePort {
+	p := corev1.ServicePort{Name: name, Port: port}
+	switch t := target.(type) {
+	case int:
+		p.TargetPort = intstr.FromInt(t)
+	case string:
+		p.TargetPort = intstr.FromString(t)
+	}
+	return p
+}
+
+// slicePorts returns the only port of a slice.
+func slicePorts(name string, port int32) []discoveryv1.EndpointPort {
+	return []discoveryv1.EndpointPort{{Name: &name, Port: &port}}
+}

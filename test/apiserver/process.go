@@ -195,6 +195,9 @@ func (p *Process) logTail(from int64) string {
 // and keep the log with the test's artifacts.
 func (p *Process) showLogOnFailure(t testing.TB) {
 	from := p.logSize()
+	// Asked for now: it may be a temporary folder of the test's, and these are
+	// removed before what was registered earlier than the first of them is called.
+	dir := t.ArtifactDir()
 	t.Cleanup(func() {
 		if !t.Failed() {
 			return
@@ -202,7 +205,7 @@ func (p *Process) showLogOnFailure(t testing.TB) {
 		t.Log(p.logTail(from))
 		log, err := os.ReadFile(p.logPath)
 		if err == nil {
-			err = os.WriteFile(filepath.Join(t.ArtifactDir(), filepath.Base(p.logPath)), log, 0o644)
+			err = os.WriteFile(filepath.Join(dir, filepath.Base(p.logPath)), log, 0o644)
 		}
 		if err != nil {
 			t.Logf("keep the log of %s: %v", p.name, err)

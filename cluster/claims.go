@@ -31,7 +31,10 @@ func newClaims() claims {
 }
 
 func (c claim) compare(o claim) int {
-	return cmp.Or(compareClaims(c.Claim, o.Claim), byAge(c.claimant, o.claimant))
+	if d := compareClaims(c.Claim, o.Claim); d != 0 {
+		return d
+	}
+	return byAge(c.claimant, o.claimant)
 }
 
 // compareClaims puts a claim to a whole address before those to its ports.

@@ -383,7 +383,7 @@ func TestTheExampleIsPrintedInFull(t *testing.T) {
 			fmt.Sprintf(endpoint, "V6", "1100::202", `"Local":true,`, n.name),
 			fmt.Sprintf(endpoint, "V6", "1100::302", "", elsewhere),
 		}, ","))
-	all, _ := n.named.out.since(0)
+	all, _ := s.out.since(0)
 	got := all[len(all)-2] // the last one is the stamp
 	if diff := cmp.Diff(decode(t, want), decode(t, got)); diff != "" {
 		t.Errorf("printed (-want +got):\n%s", diff)

@@ -29,7 +29,7 @@ func (w *watch) handmade(s *discoveryv1.EndpointSlice) bool {
 
 func (w *watch) serviceSource() source[*corev1.ServiceList] {
 	src := source[*corev1.ServiceList]{
-		client:   w.clients.core.Services(""),
+		client:   w.clients.services(),
 		resource: schema.GroupResource{Resource: services},
 	}
 	if name := w.opts.ServiceProxyName; name != "" {
@@ -43,7 +43,7 @@ func (w *watch) serviceSource() source[*corev1.ServiceList] {
 
 func (w *watch) nodeSource() source[*corev1.NodeList] {
 	src := source[*corev1.NodeList]{
-		client:   w.clients.core.Nodes(),
+		client:   w.clients.nodes(),
 		resource: schema.GroupResource{Resource: nodes},
 	}
 	if name := w.opts.NodeName; name != "" {
@@ -78,7 +78,7 @@ func (w *watch) handmadeSource() source[*discoveryv1.EndpointSliceList] {
 
 func (w *watch) slices(namespace string, requirements ...string) source[*discoveryv1.EndpointSliceList] {
 	return source[*discoveryv1.EndpointSliceList]{
-		client:    w.clients.discovery.EndpointSlices(namespace),
+		client:    w.clients.endpointSlices(namespace),
 		resource:  schema.GroupResource{Group: discoveryv1.GroupName, Resource: endpointSlices},
 		namespace: namespace,
 		labels:    strings.Join(requirements, ","),

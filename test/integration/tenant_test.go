@@ -65,17 +65,23 @@ func (n *tenant) put(objects ...object) {
 }
 
 func (n *tenant) tryPut(o object) error {
-	kinds, _, err := scheme.Scheme.ObjectKinds(o)
-	if err != nil {
-		return err
-	}
-	o.GetObjectKind().SetGroupVersionKind(kinds[0])
+	n.setKind(o)
 	body, err := json.Marshal(o)
 	if err != nil {
 		return err
 	}
 	request := n.at(o, func(c rest.Interface) *rest.Request { return c.Patch(types.ApplyPatchType) })
 	return request.Param("fieldManager", "test").Param("force", "true").Body(body).Do(n.t.Context()).Error()
+}
+
+// setKind makes an object say what it is.
+func (n *tenant) setKind(o object) {
+	n.t.Helper()
+	kinds, _, err := scheme.Scheme.ObjectKinds(o)
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	o.GetObjectKind().SetGroupVersionKind(kinds[0])
 }
 
 // remove deletes objects.

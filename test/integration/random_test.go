@@ -1,0 +1,336 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package integration
+
+import (
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/watcher"
+	"github.com/kpng-project/kpng/watcher/kube"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/informers"
+)
+
+var seed = flag.Uint64("seed", 0, "seed of the random tests; 0 is a random one")
+
+const (
+	rounds             = 8
+	operationsPerRound = 50
+)
+
+// TestWhatIsPrintedIsWhatTheAPIServerHas changes a namespace at random, under
+// the eyes of two proxies with names and the general one, each as a kpng-json
+// and as a proxy in this process that is handed informers, and compares what
+// they show with a view of what the API server lists, read as a manifest.
+func TestWhatIsPrintedIsWhatTheAPIServerHas(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		// byHand is how many more services without a selector there are.
+		byHand int
+		// network is where external addresses are from: services of one claim
+		// those of the other's, whatever their namespace.
+		network string
+	}{
+		{"with few services without a selector", 0, "198.51.100"},
+		{"with more of them than have a watch of their own", kube.MaxOwnWatches + 1, "203.0.113"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			number := *seed
+			if number == 0 {
+				number = rand.Uint64()
+			}
+			t.Logf("-seed %d", number)
+			server := shared.Get(t)
+			n := newTenant(t, server)
+			r := &randomizer{n, rand.New(rand.NewPCG(number, 0)), []string{"", n.name + "-a", n.name + "-b"}, test.network}
+			for i := range test.byHand {
+				s := newService(fmt.Sprintf("by-hand-%d", i), r.proxies[1], servicePort("", 80, 80))
+				s.Spec.Selector = nil
+				n.put(s)
+			}
+
+			kubeconfig := apiserver.Kubeconfig(t, server.Config())
+			own := startInformers(t, server)
+			var screens []*screen
+			for _, proxy := range r.proxies {
+				screens = append(screens, startScreen(n, kubeconfig, proxy),
+					runScreen(n, kpng.Options{Informers: own, Services: watcher.Options{ServiceProxyName: proxy}}))
+			}
+			for round := range rounds {
+				for range operationsPerRound {
+					r.operate()
+				}
+				manifest := n.manifest(filepath.Join(t.TempDir(), "list.json"))
+				for _, s := range screens {
+					want := viewOf(t, manifest, s)
+					s.settle(func() string { return cmp.Diff(want, s.shown, equate) })
+				}
+				if t.Failed() {
+					t.Fatalf("in round %d", round)
+				}
+			}
+		})
+	}
+}
+
+// equate compares views as JSON does: what is empty is not there.
+var equate = cmp.Transformer("JSON", func(views []*api.ServiceEndpoints) []any {
+	var out []any
+	for _, v := range views {
+		text, err := json.Marshal(v)
+		if err != nil {
+			panic(err)
+		}
+		var printed any
+		if err := json.Unmarshal(text, &printed); err != nil {
+			panic(err)
+		}
+		out = append(out, printed)
+	}
+	return out
+})
+
+// startInformers starts those of a program that watches everything.
+func startInformers(t testing.TB, server *apiserver.Server) *kube.Informers {
+	t.Helper()
+	factory := informers.NewSharedInformerFactory(server.Client(), 0)
+	own := &kube.Informers{
+		Services:       factory.Core().V1().Services().Informer(),
+		EndpointSlices: factory.Discovery().V1().EndpointSlices().Informer(),
+		Nodes:          factory.Core().V1().Nodes().Informer(),
+	}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	factory.StartWithContext(ctx)
+	t.Cleanup(func() {
+		cancel()
+		factory.Shutdown()
+	})
+	return own
+}
+
+// manifest writes what the API server has to a file.
+func (n *tenant) manifest(path string) string {
+	n.t.Helper()
+	ctx := n.t.Context()
+	services, err := n.client.CoreV1().Services("").List(ctx, metav1.ListOptions{})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	endpointSlices, err := n.client.DiscoveryV1().EndpointSlices("").List(ctx, metav1.ListOptions{})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	nodes, err := n.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	list := &metav1.List{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "List"}}
+	add := func(o object) {
+		if o.GetNamespace() == n.name || o.GetName() == n.name {
+			n.setKind(o)
+			list.Items = append(list.Items, runtime.RawExtension{Object: o})
+		}
+	}
+	for i := range services.Items {
+		add(&services.Items[i])
+	}
+	for i := range endpointSlices.Items {
+		add(&endpointSlices.Items[i])
+	}
+	for i := range nodes.Items {
+		add(&nodes.Items[i])
+	}
+	text, err := json.MarshalIndent(list, "", " ")
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	if err := os.WriteFile(path, text, 0o600); err != nil {
+		n.t.Fatal(err)
+	}
+	return path
+}
+
+// viewOf returns what a proxy has to show of a manifest.
+func viewOf(t testing.TB, manifest string, s *screen) []*api.ServiceEndpoints {
+	t.Helper()
+	var views []*api.ServiceEndpoints
+	err := kpng.Run(t.Context(), kpng.Options{
+		Manifests: manifest,
+		NodeName:  s.tenant.name,
+		Services:  watcher.Options{ServiceProxyName: s.proxy, KeepLabels: []string{watcher.LabelServiceProxyName}},
+		Sink:      sink.Options{Once: true},
+	}, sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+		for _, v := range services {
+			if v.Service.Name != s.stamp.Name {
+				views = append(views, v)
+			}
+		}
+		return nil
+	}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return views
+}
+
+// randomizer changes a tenant at random.
+type randomizer struct {
+	*tenant
+	*rand.Rand
+	proxies []string
+	network string
+}
+
+// pick returns one of its arguments.
+func pick[T any](r *randomizer, from ...T) T { return from[r.IntN(len(from))] }
+
+// operate does one thing.
+func (r *randomizer) operate() {
+	r.t.Helper()
+	node := r.node(pick(r, "", "a", "b"))
+	var err error
+	switch {
+	case r.IntN(40) == 0:
+		err = r.tryRemove(node)
+	case r.IntN(20) == 0:
+		err = r.tryPut(node)
+	case r.IntN(2) == 0:
+		slice := r.slice()
+		if r.IntN(8) == 0 {
+			err = r.tryRemove(slice)
+		} else {
+			err = r.tryPut(slice)
+		}
+	default:
+		service := r.service()
+		switch r.IntN(8) {
+		case 0:
+			err = r.tryRemove(service)
+		case 1:
+			err = r.admit(service.Name)
+		default:
+			err = r.tryPut(service)
+			if apierrors.IsInvalid(err) { // what cannot be changed has changed
+				r.remove(service)
+				err = r.tryPut(service)
+			}
+		}
+	}
+	if err != nil && !apierrors.IsNotFound(err) {
+		r.t.Fatal(err)
+	}
+}
+
+var serviceNames = []string{"a", "b", "c", "d", "e", "f", "g", "h", "i", "j"}
+
+// service returns a service of any kind. There are few external IPs, ports and
+// families, so that services claim each other's.
+func (r *randomizer) service() *corev1.Service {
+	i := r.IntN(len(serviceNames))
+	s := newService(serviceNames[i], r.proxies[i%len(r.proxies)])
+	if r.IntN(5) == 0 {
+		s.Labels = proxyLabel(pick(r, append(r.proxies, "somebody-else")...))
+	}
+	s.Spec.Ports = []corev1.ServicePort{servicePort("", pick[int32](r, 80, 81), pick[any](r, 8080, "web"))}
+	if r.IntN(2) == 0 {
+		s.Spec.Ports = []corev1.ServicePort{servicePort("web", 80, pick[any](r, 8080, "web")), servicePort("admin", 81, 9090)}
+		s.Spec.Ports[1].Protocol = pick(r, corev1.ProtocolTCP, corev1.ProtocolUDP)
+	}
+	if r.IntN(2) == 0 {
+		s.Spec.Selector = nil
+	}
+	s.Spec.Type = pick(r, corev1.ServiceTypeClusterIP, corev1.ServiceTypeClusterIP, corev1.ServiceTypeNodePort, corev1.ServiceTypeLoadBalancer)
+	s.Spec.IPFamilyPolicy = new(pick(r, corev1.IPFamilyPolicySingleStack, corev1.IPFamilyPolicyRequireDualStack))
+	s.Spec.InternalTrafficPolicy = new(pick(r, corev1.ServiceInternalTrafficPolicyCluster, corev1.ServiceInternalTrafficPolicyLocal))
+	s.Spec.SessionAffinity = pick(r, corev1.ServiceAffinityNone, corev1.ServiceAffinityClientIP)
+	if r.IntN(2) == 0 {
+		s.Spec.ExternalIPs = pick(r, []string{r.network + ".1"}, []string{r.network + ".1", "2001:db8::" + r.network + ".1"}, []string{r.network + ".2"})
+	}
+	if s.Spec.Type == corev1.ServiceTypeClusterIP {
+		if r.IntN(4) == 0 {
+			s.Spec.ClusterIP = corev1.ClusterIPNone
+		}
+	} else {
+		s.Spec.ExternalTrafficPolicy = pick(r, corev1.ServiceExternalTrafficPolicyCluster, corev1.ServiceExternalTrafficPolicyLocal)
+	}
+	if s.Spec.Type == corev1.ServiceTypeLoadBalancer && r.IntN(2) == 0 {
+		s.Spec.LoadBalancerSourceRanges = []string{"192.0.2.0/24"}
+	}
+	if r.IntN(12) == 0 {
+		s.Spec = corev1.ServiceSpec{Type: corev1.ServiceTypeExternalName, ExternalName: "example.org"}
+	}
+	return s
+}
+
+// admit gives a service addresses of a load balancer.
+func (r *randomizer) admit(name string) error {
+	ingress := pick(r,
+		`{"ip":%q,"ipMode":"VIP"}`,
+		`{"ip":%q,"ipMode":"VIP"},{"ip":"192.0.2.2","ipMode":"Proxy"}`,
+		`{"ip":%q,"ipMode":"Proxy"},{"hostname":"example.org"}`)
+	patch := fmt.Sprintf(`{"status":{"loadBalancer":{"ingress":[`+ingress+`]}}}`, r.network+".3")
+	_, err := r.client.CoreV1().Services(r.name).Patch(r.t.Context(), name, types.MergePatchType, []byte(patch), metav1.PatchOptions{}, "status")
+	if apierrors.IsInvalid(err) {
+		return nil // no load balancer
+	}
+	return err
+}
+
+// slice returns a slice of any service, most often with the labels that the
+// controller would give it.
+func (r *randomizer) slice() *discoveryv1.EndpointSlice {
+	of := newService(pick(r, serviceNames...), pick(r, r.proxies...))
+	if stored, err := r.client.CoreV1().Services(r.name).Get(r.t.Context(), of.Name, metav1.GetOptions{}); err == nil && r.IntN(8) > 0 {
+		of = stored
+	}
+	ports := slices.Concat(slicePorts("", 8080), slicePorts("web", pick[int32](r, 8080, 8081)), slicePorts("admin", 9090))
+	ports[2].Protocol = new(pick(r, corev1.ProtocolTCP, corev1.ProtocolUDP))
+	if r.IntN(3) == 0 {
+		ports = ports[:r.IntN(3)]
+	}
+	number := r.IntN(16)
+	s := newSlice(fmt.Sprintf("s%02d", number), of, ports)
+	network := "10.9.0.%d"
+	if number%2 == 1 {
+		s.AddressType, network = discoveryv1.AddressTypeIPv6, "fd00:9::%d"
+	}
+	for _, i := range r.Perm(6)[:r.IntN(6)] {
+		e := newEndpoint(fmt.Sprintf(network, i+1), pick(r, "", r.name, "elsewhere"))
+		e.Conditions = pick(r, conditions(true, true, false), conditions(true, true, false), conditions(false, true, true),
+			conditions(false, false, true), conditions(false, true, false), discoveryv1.EndpointConditions{})
+		if r.IntN(2) == 0 {
+			e.Zone = new(pick(r, "a", "b"))
+			e.Hints = &discoveryv1.EndpointHints{ForZones: []discoveryv1.ForZone{{Name: *e.Zone}}}
+		}
+		s.Endpoints = append(s.Endpoints, e)
+	}
+	if of.Spec.ClusterIP == corev1.ClusterIPNone {
+		s.Labels[watcher.LabelHeadless] = ""
+	}
+	if r.IntN(5) == 0 {
+		delete(s.Labels, watcher.LabelServiceProxyName)
+	}
+	if r.IntN(15) == 0 {
+		delete(s.Labels, discoveryv1.LabelServiceName)
+	}
+	return s
+}

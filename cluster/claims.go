@@ -97,9 +97,9 @@ func claimsOf(s *api.Service) []api.Claim {
 }
 
 // replace puts the claims of new in the place of those of old, two versions of
-// one service of which either may be nil. It returns the other services that
-// may have won or lost something by it.
-func (c *claims) replace(old, new *api.Service) []*api.Service {
+// one service of which either may be nil. It reports whether that may change
+// who holds what, and for which services besides.
+func (c *claims) replace(old, new *api.Service) (changed bool, others []*api.Service) {
 	before, after := claimsOf(old), claimsOf(new)
 	for _, cl := range before {
 		c.remove(claim{cl, old})
@@ -108,9 +108,8 @@ func (c *claims) replace(old, new *api.Service) []*api.Service {
 		c.add(claim{cl, new})
 	}
 	if old != nil && new != nil && old.Created.Equal(new.Created) && slices.Equal(before, after) {
-		return nil
+		return false, nil
 	}
-	var others []*api.Service
 	for _, list := range [...][]api.Claim{before, after} {
 		for _, cl := range list {
 			for o := range c.contest(cl) {
@@ -121,7 +120,7 @@ func (c *claims) replace(old, new *api.Service) []*api.Service {
 		}
 	}
 	slices.SortFunc(others, byAge)
-	return slices.Compact(others)
+	return true, slices.Compact(others)
 }
 
 func (c *claims) add(cl claim) {

@@ -147,10 +147,15 @@ func (s *State) NewCursor() *diffstore.Cursor[types.NamespacedName, *api.Service
 // serviceChanged brings the service's joined state and its claims up to date,
 // and the joined states of the services that won or lost claims by it.
 func (s *State) serviceChanged(key types.NamespacedName, old, new *api.Service) {
-	others := s.claims.replace(old, new)
+	changed, others := s.claims.replace(old, new)
 	state := s.state(key)
 	state.Service = new
-	state.Lost = s.claims.lost(new)
+	if changed {
+		state.Lost = nil
+	}
+	if len(others) > 0 {
+		state.Lost = s.claims.lost(new)
+	}
 	s.setState(key, state)
 	for _, other := range others {
 		state := s.state(other.Key())

@@ -2,7 +2,10 @@
 
 package diffstore
 
-import "iter"
+import (
+	"iter"
+	"slices"
+)
 
 // replace compares first and writes then, so that a key that is listed twice is recorded once or, if its last value is the
 // one it has, not at all.
@@ -10,18 +13,25 @@ func (s *Store[K, V]) replace(scope Scope, listing iter.Seq2[K, V]) int {
 	before := s.recorded
 	s.listings++
 
-	different := newKeyTree[K, V](s.options.Compare)
+	var different []*entry[K, V]
+	ascending := true // and each key once
 	for key, value := range listing {
 		e, ok := s.find(key)
+		again := ok && e.seen == s.listings
 		if ok {
 			e.seen = s.listings
 			s.scopes.move(e, scope)
 		}
-		if !ok || !s.options.Equal(e.value, value) {
-			different.ReplaceOrInsert(&entry[K, V]{key: key, value: value, scope: scope})
-		} else if different.Len() > 0 {
-			different.Delete(e)
+		if ok && !again && s.options.Equal(e.value, value) {
+			continue
 		}
+		if last := len(different) - 1; again || last >= 0 && s.options.Compare(different[last].key, key) >= 0 {
+			ascending = false
+		}
+		different = append(different, &entry[K, V]{key: key, value: value, scope: scope})
+	}
+	if !ascending {
+		different = s.lastOfEach(different)
 	}
 
 	var gone []*entry[K, V]
@@ -40,9 +50,23 @@ func (s *Store[K, V]) replace(scope Scope, listing iter.Seq2[K, V]) int {
 	for _, e := range gone {
 		s.remove(e)
 	}
-	different.Ascend(func(e *entry[K, V]) bool {
+	for _, e := range different {
 		s.put(e)
-		return true
-	})
+	}
 	return int(s.recorded - before)
+}
+
+// lastOfEach sorts entries by key and keeps the last of those with one key, unless it is what the store has.
+func (s *Store[K, V]) lastOfEach(entries []*entry[K, V]) []*entry[K, V] {
+	slices.SortStableFunc(entries, func(a, b *entry[K, V]) int { return s.options.Compare(a.key, b.key) })
+	last := entries[:0]
+	for i, e := range entries {
+		if i+1 < len(entries) && s.options.Compare(e.key, entries[i+1].key) == 0 {
+			continue
+		}
+		if old, ok := s.find(e.key); !ok || !s.options.Equal(old.value, e.value) {
+			last = append(last, e)
+		}
+	}
+	return last
 }

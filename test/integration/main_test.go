@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -31,8 +30,7 @@ var (
 
 func TestMain(m *testing.M) {
 	// Tests take servers away from proxies in this process, which log that.
-	klog.LogToStderr(false)
-	klog.SetOutput(io.Discard)
+	klog.SetLogger(klog.Logger{})
 	code := shared.Run(m)
 	if err := programs.remove(); err != nil {
 		fmt.Fprintln(os.Stderr, err)

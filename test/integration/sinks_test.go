@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package integration
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"github.com/kpng-project/kpng/watcher"
+	"go.uber.org/goleak"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/rest"
+)
+
+func TestASinkInTroubleLosesNothingAndIsToldEachServiceOnce(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		// failures are what the Syncs do that see the first change. The last of
+		// them ends when release is closed.
+		failures func(release <-chan struct{}) []sinktest.Step
+		// acked says that the last of them acknowledges what it was told.
+		acked bool
+	}{
+		{"it fails three times", func(release <-chan struct{}) []sinktest.Step {
+			return append(sinktest.Repeat(2, sinktest.Fail(errors.New("no"))), after(release, sinktest.Fail(errors.New("no"))))
+		}, false},
+		{"it panics", func(release <-chan struct{}) []sinktest.Step {
+			return []sinktest.Step{after(release, sinktest.Panic("no"))}
+		}, false},
+		{"it blocks", func(release <-chan struct{}) []sinktest.Step {
+			return []sinktest.Step{sinktest.Block(release)}
+		}, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			server := shared.Get(t)
+			n := newTenant(t, server)
+			services := map[string]*corev1.Service{}
+			for _, name := range []string{"a", "b", "brief", "c", "d"} {
+				services[name] = newService(name, n.name, servicePort("", 80, 80))
+			}
+			n.put(services["a"], services["b"], services["c"])
+			rec := sinktest.NewRecorder(t, nil)
+			p, _ := run(t, kpng.Options{
+				Config:   server.Config(),
+				NodeName: n.name,
+				Services: watcher.Options{ServiceProxyName: n.name},
+				Sink:     sink.Options{Backoff: sink.Backoff{Initial: time.Millisecond}},
+			}, rec)
+			if err := p.WaitApplied(within(t)); err != nil {
+				t.Fatal(err)
+			}
+
+			release := make(chan struct{})
+			failures := test.failures(release)
+			rec.Script(failures...)
+			syncs := len(rec.Syncs())
+			port := func(name string, number int32) {
+				services[name].Spec.Ports[0].Port = number
+				n.put(services[name])
+			}
+			port("a", 81)
+			if err := rec.WaitSyncs(within(t), syncs+len(failures)-1); err != nil {
+				t.Fatal(err)
+			}
+			// What happens while the last of them runs is told together.
+			port("a", 82)
+			port("a", 83)
+			port("b", 81)
+			n.put(services["brief"])
+			n.remove(services["brief"], services["c"])
+			n.put(services["d"])
+			waitState(t, p, func(s *cluster.Snapshot) bool {
+				_, ok := s.Services.Get(types.NamespacedName{Namespace: n.name, Name: "d"})
+				return ok
+			})
+			close(release)
+			if err := p.WaitApplied(within(t)); err != nil {
+				t.Fatal(err)
+			}
+
+			all := rec.Syncs()[syncs:]
+			if len(all) != len(failures)+1 {
+				t.Errorf("%d syncs, want %d and one", len(all), len(failures))
+			}
+			type change struct {
+				old, new int32 // ports
+				retry    bool
+			}
+			got := map[string]change{}
+			last := all[len(all)-1]
+			for _, c := range last.Services {
+				got[c.Key.Name] = change{portOf(c.Old), portOf(c.New), c.Retry}
+			}
+			want := map[string]change{"a": {80, 83, true}, "b": {80, 81, false}, "c": {80, 0, false}, "d": {0, 80, false}}
+			if test.acked {
+				want["a"] = change{81, 83, false}
+			}
+			if diff := cmp.Diff(want, got, cmp.AllowUnexported(change{})); diff != "" {
+				t.Errorf("what it was told in the end (-want +got):\n%s", diff)
+			}
+			if len(last.Services) != len(got) || last.Full {
+				t.Errorf("the last sync has %d changes, full: %t", len(last.Services), last.Full)
+			}
+			if diff := cmp.Diff([]string{"a IPv4 83!", "b IPv4 81!", "d IPv4 80!"}, describe(rec.Views())); diff != "" {
+				t.Errorf("what it has (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+// after returns a step that waits for release.
+func after(release <-chan struct{}, step sinktest.Step) sinktest.Step {
+	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+		<-release
+		return step(ctx, c, s)
+	}
+}
+
+// portOf returns the port of a view's service, 0 if there is none.
+func portOf(v *api.ServiceEndpoints) int32 {
+	if v == nil {
+		return 0
+	}
+	return v.Service.Ports[0].Port
+}
+
+// waitState waits until what p knows of the cluster is as done says.
+func waitState(t *testing.T, p *kpng.Proxy, done func(*cluster.Snapshot) bool) {
+	t.Helper()
+	ctx := within(t)
+	for {
+		s := p.State().Snapshot()
+		if done(s) {
+			return
+		}
+		select {
+		case <-p.State().Changed(s.Revision):
+		case <-ctx.Done():
+			t.Fatalf("waiting for the state: %v", context.Cause(ctx))
+		}
+	}
+}
+
+// permissions are what docs/running.md says that a proxy needs.
+var permissions = []rbacv1.PolicyRule{
+	{APIGroups: []string{""}, Resources: []string{"services", "nodes"}, Verbs: []string{"get", "list", "watch"}},
+	{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"get", "list", "watch"}},
+}
+
+// TestNothingIsLeftRunning is not parallel: it would see the goroutines of others.
+func TestNothingIsLeftRunning(t *testing.T) {
+	server := shared.Get(t)
+	n := newTenant(t, server)
+	n.put(newService("web", n.name, servicePort("", 80, 80)))
+	for _, byHand := range []string{"x", "y"} {
+		s := newService(byHand, n.name, servicePort("", 80, 80))
+		s.Spec.Selector = nil
+		n.put(s)
+	}
+	// Users of their own have connections of their own.
+	somebody := server.User(t, permissions...)
+	nobody := server.User(t)
+	nowhere := rest.CopyConfig(nobody)
+	nowhere.Host = "https://127.0.0.1:1"
+
+	never := make(chan struct{})
+	for _, test := range []struct {
+		name string
+		opts kpng.Options
+		step sinktest.Step
+		// wait waits for the moment to cancel.
+		wait func(*testing.T, *kpng.Proxy, *wire)
+	}{
+		{"after everything is applied", kpng.Options{Config: somebody}, nil, applied},
+		{"while a sync runs", kpng.Options{Config: somebody}, sinktest.Block(never), func(t *testing.T, p *kpng.Proxy, _ *wire) {
+			waitState(t, p, func(*cluster.Snapshot) bool { return p.State().IsSynced() })
+		}},
+		{"at once", kpng.Options{Config: somebody}, nil, func(*testing.T, *kpng.Proxy, *wire) {}},
+		{"while the server cannot be reached", kpng.Options{Config: nowhere}, nil, failed},
+		{"while the server refuses", kpng.Options{Config: nobody}, nil, failed},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			before := goleak.IgnoreCurrent()
+			w := newWire()
+			test.opts.Config = w.tap(rest.CopyConfig(test.opts.Config))
+			test.opts.NodeName = n.name
+			test.opts.Services.ServiceProxyName = n.name
+			rec := sinktest.NewRecorder(t, nil)
+			if test.step != nil {
+				rec.Script(test.step)
+			}
+			p, stop := run(t, test.opts, rec)
+			test.wait(t, p, w)
+			stop()
+			goleak.VerifyNone(t, before)
+		})
+	}
+}
+
+// TestNothingIsLeftOnInformers is not parallel either.
+func TestNothingIsLeftOnInformers(t *testing.T) {
+	server := shared.Get(t)
+	n := newTenant(t, server)
+	opts := kpng.Options{
+		Informers: startInformers(t, server),
+		NodeName:  n.name,
+		Services:  watcher.Options{ServiceProxyName: n.name},
+	}
+	// Once the informers have told of a change, they start nothing more.
+	p, stop := run(t, opts, sinktest.NewRecorder(t, nil))
+	applied(t, p, nil)
+	web := newService("web", n.name, servicePort("", 80, 80))
+	n.put(web, newSlice("web", web, nil, newEndpoint("10.1.0.1", "")), n.node(""))
+	waitState(t, p, func(s *cluster.Snapshot) bool {
+		return s.Services.Len() == 1 && s.Slices.Len() == 1 && s.Nodes.Len() == 1
+	})
+	stop()
+
+	before := goleak.IgnoreCurrent()
+	p, stop = run(t, opts, sinktest.NewRecorder(t, nil))
+	applied(t, p, nil)
+	stop()
+	goleak.VerifyNone(t, before)
+}
+
+func applied(t *testing.T, p *kpng.Proxy, _ *wire) {
+	t.Helper()
+	if err := p.WaitApplied(within(t)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func failed(t *testing.T, _ *kpng.Proxy, w *wire) {
+	t.Helper()
+	w.wait(t, 0, "a request that fails", func(r request) bool { return r.err != nil || r.status >= 400 })
+}

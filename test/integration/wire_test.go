@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package integration
+
+import (
+	"context"
+	"net/http"
+	"path"
+	"sync"
+	"testing"
+
+	"k8s.io/client-go/rest"
+)
+
+// wire sees the requests of a proxy in this process.
+type wire struct {
+	mu       sync.Mutex
+	requests []request
+	more     chan struct{} // closed by the next request
+}
+
+// request is a request that was answered, or could not be.
+type request struct {
+	// resource is what was asked for, such as "services".
+	resource string
+	// list says that it asked for a listing, streamed or not.
+	list bool
+	// status is the answer's, and err why there is none.
+	status int
+	err    error
+}
+
+func newWire() *wire { return &wire{more: make(chan struct{})} }
+
+// tap makes whatever uses config go by this wire.
+func (w *wire) tap(config *rest.Config) *rest.Config {
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return &tap{w, next} })
+	return config
+}
+
+// tap is one end of a wire.
+type tap struct {
+	wire *wire
+	next http.RoundTripper
+}
+
+// RoundTrip implements http.RoundTripper.
+func (t *tap) RoundTrip(r *http.Request) (*http.Response, error) {
+	answer, err := t.next.RoundTrip(r)
+	query := r.URL.Query()
+	status := 0
+	if err == nil {
+		status = answer.StatusCode
+	}
+	t.wire.mu.Lock()
+	defer t.wire.mu.Unlock()
+	t.wire.requests = append(t.wire.requests, request{
+		resource: path.Base(r.URL.Path),
+		list:     query.Get("watch") != "true" || query.Get("sendInitialEvents") == "true",
+		status:   status,
+		err:      err,
+	})
+	close(t.wire.more)
+	t.wire.more = make(chan struct{})
+	return answer, err
+}
+
+// WrappedRoundTripper is by what client-go finds the connections to close.
+func (t *tap) WrappedRoundTripper() http.RoundTripper { return t.next }
+
+// count returns how many requests there were, to wait for those after.
+func (w *wire) count() int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return len(w.requests)
+}
+
+// wait waits for a request after the first n.
+func (w *wire) wait(t testing.TB, n int, what string, is func(request) bool) {
+	t.Helper()
+	ctx := within(t)
+	for {
+		w.mu.Lock()
+		requests, more := w.requests[n:], w.more
+		w.mu.Unlock()
+		for _, r := range requests {
+			if is(r) {
+				return
+			}
+		}
+		select {
+		case <-more:
+		case <-ctx.Done():
+			t.Fatalf("waiting for %s: %v, after %+v", what, context.Cause(ctx), requests)
+		}
+	}
+}

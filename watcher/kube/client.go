@@ -12,7 +12,6 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
-	utilnet "k8s.io/apimachinery/pkg/util/net"
 	watchapi "k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/gentype"
 	"k8s.io/client-go/rest"
@@ -22,6 +21,7 @@ import (
 // are left alone: they come with the types of all groups, for every program.
 type clients struct {
 	http            *http.Client
+	connections     *connections
 	core, discovery rest.Interface
 	parameters      runtime.ParameterCodec
 }
@@ -48,7 +48,8 @@ func newClients(config *rest.Config, compression bool) (*clients, error) {
 	if config.UserAgent == "" {
 		config.UserAgent = rest.DefaultKubernetesUserAgent()
 	}
-	c := &clients{parameters: runtime.NewParameterCodec(scheme)}
+	c := &clients{connections: newConnections(config.Dial), parameters: runtime.NewParameterCodec(scheme)}
+	config.Dial = c.connections.DialContext
 	var err error
 	if c.http, err = rest.HTTPClientFor(config); err != nil {
 		return nil, err
@@ -87,7 +88,7 @@ func (c *clients) endpointSlices(namespace string) listWatcher[*discoveryv1.Endp
 
 func newObject[T any]() *T { return new(T) }
 
-func (c *clients) close() { utilnet.CloseIdleConnectionsFor(c.http.Transport) }
+func (c *clients) close() { c.connections.close() }
 
 // server returns the base URL of the API server.
 func (c *clients) server() string {

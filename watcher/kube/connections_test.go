@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"context"
+	"encoding/pem"
+	"io"
+	"log"
+	"net"
+	"net/http/httptest"
+	"sync"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/rest"
+
+	"github.com/kpng-project/kpng/cluster"
+)
+
+// closing is a connection that is waited for to be closed.
+type closing struct {
+	net.Conn
+	wait *sync.WaitGroup
+	once sync.Once
+}
+
+func (c *closing) Close() error {
+	c.once.Do(c.wait.Done)
+	return c.Conn.Close()
+}
+
+// With HTTP/2 all watches share a connection, and it is in use until the last of
+// them has been cancelled.
+func TestConnectionsAreClosedThoughWatchesUsedThemLast(t *testing.T) {
+	server := httptest.NewUnstartedServer(newAPIServer(t))
+	server.EnableHTTP2 = true
+	server.Config.ErrorLog = log.New(io.Discard, "", 0) // of handshakes that are cut short
+	server.StartTLS()
+	defer server.Close()
+	for range 20 {
+		var open sync.WaitGroup
+		config := &rest.Config{
+			Host: server.URL,
+			TLSClientConfig: rest.TLSClientConfig{
+				CAData: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw}),
+			},
+			Dial: func(ctx context.Context, network, address string) (net.Conn, error) {
+				conn, err := new(net.Dialer).DialContext(ctx, network, address)
+				if err != nil {
+					return nil, err
+				}
+				open.Add(1)
+				return &closing{Conn: conn, wait: &open}, nil
+			},
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		state := cluster.New(cluster.Options{})
+		ended := make(chan error)
+		go func() { ended <- Watch(ctx, state, Options{Config: config}) }()
+		<-state.Synced()
+		cancel()
+		if err := <-ended; err != nil {
+			t.Fatal(err)
+		}
+		closed := make(chan struct{})
+		go func() {
+			open.Wait()
+			close(closed)
+		}()
+		select {
+		case <-closed:
+		case <-time.After(10 * time.Second):
+			t.Fatal("a connection stays open")
+		}
+	}
+}
+
+func TestAConnectionThatIsMadeTooLateIsClosed(t *testing.T) {
+	dialling, goOn := make(chan struct{}), make(chan struct{})
+	near, far := net.Pipe()
+	defer far.Close()
+	c := newConnections(func(context.Context, string, string) (net.Conn, error) {
+		close(dialling)
+		<-goOn
+		return near, nil
+	})
+	result := make(chan error)
+	go func() {
+		_, err := c.DialContext(t.Context(), "", "")
+		result <- err
+	}()
+	<-dialling
+	c.close()
+	close(goOn)
+	if err := <-result; err == nil {
+		t.Error("a connection after close")
+	}
+	if _, err := far.Read(make([]byte, 1)); err == nil {
+		t.Error("it is still open")
+	}
+}

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package integration
+
+import (
+	"crypto/x509"
+	"encoding/pem"
+	"net/http/httptest"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/watcher"
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+)
+
+func TestAMissingPermissionIsNamedAndItsGrantNoticed(t *testing.T) {
+	for _, test := range []struct {
+		resource, group string
+	}{
+		{"services", ""},
+		{"endpointslices", "discovery.k8s.io"},
+		{"nodes", ""},
+	} {
+		t.Run(test.resource, func(t *testing.T) {
+			t.Parallel()
+			server := shared.Get(t)
+			n := newTenant(t, server)
+			web := newService("web", n.name, servicePort("", 80, 80))
+			n.put(web, newSlice("web", web, slicePorts("", 80), newEndpoint("10.1.0.1", "")))
+			config := server.User(t, without(test.resource)...)
+			args := []string{"--kubeconfig", apiserver.Kubeconfig(t, config), "--service-proxy-name", n.name, "--node-name", n.name,
+				"--keep-labels", watcher.LabelServiceProxyName}
+			missing := []string{"missing permission", "the verbs list and watch", `resource "` + test.resource + `"`, `group "` + test.group + `"`}
+
+			once := start(t, append(args, "--once")...)
+			if code := once.exit(t); code != 1 {
+				t.Errorf("with --once it ends with %d, want 1", code)
+			}
+			once.stderr.wait(t, append(missing, "kpng-json: ")...)
+
+			s := newScreen(n, n.name, nil)
+			p := start(t, args...)
+			s.out = p.stdout
+			p.stderr.wait(t, quoted(missing)...)
+			if printed := p.stdout.String(); printed != "" {
+				t.Errorf("printed without having read everything:\n%s", printed)
+			}
+			grant(t, server, config)
+			s.expect("web IPv4 80", "  10.1.0.1 80")
+			s.checkAll()
+		})
+	}
+}
+
+// quoted returns words as they are in a log, which quotes what it is told.
+func quoted(words []string) []string {
+	var out []string
+	for _, w := range words {
+		out = append(out, strings.ReplaceAll(w, `"`, `\"`))
+	}
+	return out
+}
+
+// without returns the permissions without those on a resource.
+func without(resource string) []rbacv1.PolicyRule {
+	var rules []rbacv1.PolicyRule
+	for _, rule := range permissions {
+		rule.Resources = slices.DeleteFunc(slices.Clone(rule.Resources), func(r string) bool { return r == resource })
+		if len(rule.Resources) > 0 {
+			rules = append(rules, rule)
+		}
+	}
+	return rules
+}
+
+// grant gives the user of config all permissions.
+func grant(t *testing.T, server *apiserver.Server, config *rest.Config) {
+	t.Helper()
+	roles := server.Client().RbacV1().ClusterRoles()
+	role, err := roles.Get(t.Context(), userOf(t, config), metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	role.Rules = permissions
+	if _, err := roles.Update(t.Context(), role, metav1.UpdateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// userOf returns the user as whom config makes requests.
+func userOf(t *testing.T, config *rest.Config) string {
+	t.Helper()
+	block, _ := pem.Decode(config.CertData)
+	cert, err := x509.ParseCertificate(block.Bytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return cert.Subject.CommonName
+}
+
+// strangersCertificate returns one, as PEM, that has signed none of the server's.
+func strangersCertificate() []byte {
+	stranger := httptest.NewTLSServer(nil)
+	defer stranger.Close()
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: stranger.Certificate().Raw})
+}
+
+func TestAServerThatCannotBeUsedIsNamed(t *testing.T) {
+	t.Parallel()
+	server := shared.Get(t)
+	wrongToken := server.Config()
+	wrongToken.CertData, wrongToken.KeyData = nil, nil
+	wrongToken.BearerToken = "wrong"
+	anonymous := server.Config()
+	anonymous.CertData, anonymous.KeyData = nil, nil
+	stranger := server.Config()
+	stranger.CAData = strangersCertificate()
+	nowhere := server.Config()
+	nowhere.Host = "https://127.0.0.1:1"
+	plain := server.Config()
+	plain.Host = "http" + strings.TrimPrefix(plain.Host, "https")
+
+	for _, test := range []struct {
+		name   string
+		config *rest.Config
+		want   []string
+	}{
+		{"a token that is not accepted", wrongToken, []string{"credentials are missing or not accepted", server.Config().Host}},
+		{"no credentials", anonymous, []string{"missing permission", `"system:anonymous"`, server.Config().Host}},
+		{"an authority that has not signed its certificate", stranger, []string{"certificate", server.Config().Host}},
+		{"nobody listens", nowhere, []string{"https://127.0.0.1:1", "connection refused"}},
+		{"the wrong protocol", plain, []string{plain.Host, "rejected our request"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
+			args := []string{"--kubeconfig", apiserver.Kubeconfig(t, test.config), "--node-name", "node"}
+			once := start(t, append(args, "--once")...)
+			if code := once.exit(t); code != 1 {
+				t.Errorf("with --once it ends with %d, want 1", code)
+			}
+			once.stderr.wait(t, append(test.want, "kpng-json: ")...)
+			if printed := once.stdout.String(); printed != "" {
+				t.Errorf("printed:\n%s", printed)
+			}
+			start(t, args...).stderr.wait(t, quoted(test.want)...)
+		})
+	}
+}
+
+func TestOncePrintsEverythingOnce(t *testing.T) {
+	t.Parallel()
+	server := shared.Get(t)
+	n := newTenant(t, server)
+	web := newService("web", n.name, servicePort("", 80, 80))
+	byHand := newService("by-hand", n.name, servicePort("", 80, 80))
+	byHand.Spec.Selector = nil
+	n.put(web, newSlice("web", web, slicePorts("", 80), newEndpoint("10.1.0.1", "")),
+		byHand, newSlice("by-hand", newService("by-hand", ""), slicePorts("", 80), newEndpoint("10.1.0.2", "")))
+	p := start(t, "--kubeconfig", apiserver.Kubeconfig(t, server.Config()), "--service-proxy-name", n.name, "--node-name", n.name, "--once")
+	if code := p.exit(t); code != 0 {
+		t.Errorf("it ends with %d, want 0", code)
+	}
+	all, _ := p.stdout.since(0)
+	if len(all) != 2 || !hasAll(all[0], []string{"by-hand", "10.1.0.2"}) || !hasAll(all[1], []string{"web", "10.1.0.1"}) {
+		t.Errorf("printed:\n%s", p.stdout)
+	}
+}

@@ -74,6 +74,18 @@ func (n *tenant) tryPut(o object) error {
 	return request.Param("fieldManager", "test").Param("force", "true").Body(body).Do(n.t.Context()).Error()
 }
 
+// create creates an object.
+func (n *tenant) create(o object) error {
+	var err error
+	switch o := o.(type) {
+	case *corev1.Service:
+		_, err = n.client.CoreV1().Services(n.name).Create(n.t.Context(), o, metav1.CreateOptions{})
+	case *discoveryv1.EndpointSlice:
+		_, err = n.client.DiscoveryV1().EndpointSlices(n.name).Create(n.t.Context(), o, metav1.CreateOptions{})
+	}
+	return err
+}
+
 // setKind makes an object say what it is.
 func (n *tenant) setKind(o object) {
 	n.t.Helper()

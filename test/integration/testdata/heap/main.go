@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command heap runs a proxy with a sink that does nothing and, once that has
+// been told everything, prints how many services it has and how many bytes are
+// alive.
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"os"
+	"runtime"
+
+	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/sink"
+)
+
+func main() {
+	var opts kpng.Options
+	flag.StringVar(&opts.Kubeconfig, "kubeconfig", "", "the API server")
+	flag.StringVar(&opts.Services.ServiceProxyName, "service-proxy-name", "", "the proxy's name")
+	flag.StringVar(&opts.NodeName, "node-name", "", "the node")
+	flag.Parse()
+	if err := run(opts); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+}
+
+func run(opts kpng.Options) error {
+	p, err := kpng.New(opts)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() { ended <- p.Run(ctx, sink.Func(func(context.Context, *sink.Changes) error { return nil })) }()
+	if err := p.WaitApplied(ctx); err != nil {
+		return err
+	}
+	var memory runtime.MemStats
+	for range 3 { // what finalizers and pools hold goes with the second and third
+		runtime.GC()
+	}
+	runtime.ReadMemStats(&memory)
+	fmt.Println(p.State().Snapshot().Services.Len(), memory.HeapAlloc)
+	cancel()
+	return <-ended
+}

@@ -39,10 +39,10 @@ func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
 		out.IPFilters = sourceRanges(s, &out.IPs.LoadBalancerIPs, &r)
 		out.HealthCheckNodePort = healthCheckNodePort(s, &r)
 	}
-	c.shared.mu.Lock()
-	out.Namespace = c.shared.string(s.Namespace)
+	c.ofServices.mu.Lock()
+	out.Namespace = c.ofServices.string(s.Namespace)
 	out.Ports = c.servicePorts(s.Spec.Ports, &r)
-	c.shared.mu.Unlock()
+	c.ofServices.mu.Unlock()
 	return out, r.done()
 }
 
@@ -206,7 +206,7 @@ func sessionAffinity(s *corev1.Service, r *report) api.SessionAffinity {
 
 // servicePorts converts the ports of a service. A port without a valid number
 // is left out; so is one that repeats the name, or number and protocol, of an
-// earlier one. The caller holds shared.mu.
+// earlier one. The caller holds ofServices.mu.
 func (c *Converter) servicePorts(in []corev1.ServicePort, r *report) []api.PortMapping {
 	if len(in) == 0 {
 		return nil
@@ -244,7 +244,7 @@ func (c *Converter) servicePorts(in []corev1.ServicePort, r *report) []api.PortM
 		}
 		switch {
 		case p.TargetPort.Type == intstr.String && p.TargetPort.StrVal != "":
-			m.TargetPortName = c.shared.string(p.TargetPort.StrVal)
+			m.TargetPortName = c.ofServices.string(p.TargetPort.StrVal)
 		case p.TargetPort.Type == intstr.Int && isPort(p.TargetPort.IntVal):
 			m.TargetPort = p.TargetPort.IntVal
 		default:
@@ -253,9 +253,9 @@ func (c *Converter) servicePorts(in []corev1.ServicePort, r *report) []api.PortM
 			}
 			m.TargetPort = p.Port
 		}
-		m.Name = c.shared.string(p.Name)
+		m.Name = c.ofServices.string(p.Name)
 		if p.AppProtocol != nil {
-			m.AppProtocol = c.shared.string(*p.AppProtocol)
+			m.AppProtocol = c.ofServices.string(*p.AppProtocol)
 		}
 		out = append(out, m)
 	}

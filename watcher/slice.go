@@ -44,11 +44,11 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 		Family:      family,
 		TriggerTime: triggerTime(s),
 	}
-	c.shared.mu.Lock()
-	out.Namespace = c.shared.string(s.Namespace)
+	c.ofSlices.mu.Lock()
+	out.Namespace = c.ofSlices.string(s.Namespace)
 	out.Ports = c.endpointPorts(s.Ports, &r)
 	out.Endpoints = c.endpoints(s.Endpoints, family, &r)
-	c.shared.mu.Unlock()
+	c.ofSlices.mu.Unlock()
 	return out, r.done()
 }
 
@@ -67,7 +67,7 @@ func triggerTime(s *discoveryv1.EndpointSlice) time.Time {
 }
 
 // endpointPorts converts the ports of a slice. One that repeats name and
-// protocol of an earlier one is left out. The caller holds shared.mu.
+// protocol of an earlier one is left out. The caller holds ofSlices.mu.
 func (c *Converter) endpointPorts(in []discoveryv1.EndpointPort, r *report) []api.EndpointPort {
 	if len(in) == 0 {
 		return nil
@@ -78,7 +78,7 @@ func (c *Converter) endpointPorts(in []discoveryv1.EndpointPort, r *report) []ap
 		field := func(name string) string { return fmt.Sprintf("ports[%d].%s", i, name) }
 		e := api.EndpointPort{Protocol: api.TCP}
 		if p.Name != nil {
-			e.Name = c.shared.string(*p.Name)
+			e.Name = c.ofSlices.string(*p.Name)
 		}
 		if p.Protocol != nil {
 			var known bool
@@ -98,7 +98,7 @@ func (c *Converter) endpointPorts(in []discoveryv1.EndpointPort, r *report) []ap
 			}
 		}
 		if p.AppProtocol != nil {
-			e.AppProtocol = c.shared.string(*p.AppProtocol)
+			e.AppProtocol = c.ofSlices.string(*p.AppProtocol)
 		}
 		out = append(out, e)
 	}
@@ -107,7 +107,7 @@ func (c *Converter) endpointPorts(in []discoveryv1.EndpointPort, r *report) []ap
 
 // endpoints converts the endpoints of a slice. Only the first address of each
 // counts: the API forbids to give the others a meaning. One without a usable
-// address is left out. The caller holds shared.mu.
+// address is left out. The caller holds ofSlices.mu.
 func (c *Converter) endpoints(in []discoveryv1.Endpoint, family api.Family, r *report) []api.SliceEndpoint {
 	if len(in) == 0 {
 		return nil
@@ -131,8 +131,8 @@ func (c *Converter) endpoints(in []discoveryv1.Endpoint, family api.Family, r *r
 		out = append(out, api.SliceEndpoint{
 			Addr:       a,
 			Hostname:   value(e.Hostname, ""),
-			NodeName:   c.shared.string(value(e.NodeName, "")),
-			Zone:       c.shared.string(value(e.Zone, "")),
+			NodeName:   c.ofSlices.string(value(e.NodeName, "")),
+			Zone:       c.ofSlices.string(value(e.Zone, "")),
 			Hints:      c.hints(e.Hints),
 			Conditions: conditions(&e.Conditions),
 		})
@@ -150,7 +150,7 @@ func conditions(c *discoveryv1.EndpointConditions) api.Conditions {
 }
 
 // hints converts an endpoint's hints; nil if they name nothing. The caller
-// holds shared.mu.
+// holds ofSlices.mu.
 func (c *Converter) hints(in *discoveryv1.EndpointHints) *api.Hints {
 	if in == nil || len(in.ForNodes) == 0 && len(in.ForZones) == 0 {
 		return nil
@@ -166,14 +166,14 @@ func (c *Converter) hints(in *discoveryv1.EndpointHints) *api.Hints {
 		if k == (hintKey{}) {
 			return nil
 		}
-		return c.shared.hint(k)
+		return c.ofSlices.hint(k)
 	}
 	out := &api.Hints{}
 	for _, n := range in.ForNodes {
-		out.ForNodes = append(out.ForNodes, c.shared.string(n.Name))
+		out.ForNodes = append(out.ForNodes, c.ofSlices.string(n.Name))
 	}
 	for _, z := range in.ForZones {
-		out.ForZones = append(out.ForZones, c.shared.string(z.Name))
+		out.ForZones = append(out.ForZones, c.ofSlices.string(z.Name))
 	}
 	return out
 }

@@ -75,7 +75,9 @@ func MapIPAnnotated(name string) func(*corev1.Service) bool {
 // is safe for concurrent use.
 type Converter struct {
 	options Options
-	shared  shared
+	// Apart, so that the reflectors of services and slices do not wait for each
+	// other.
+	ofServices, ofSlices shared
 }
 
 // New returns a Converter. Errors are a ServiceProxyName that cannot be the

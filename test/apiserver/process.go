@@ -22,8 +22,9 @@ const (
 	// startTimeout is how long a process may take to be ready. It comes up in
 	// seconds; the rest is for machines with much else to do.
 	startTimeout = 2 * time.Minute
-	// stopTimeout is how long a process may take to end after SIGTERM.
-	stopTimeout = time.Minute
+	// stopTimeout is how long a process may take to end after SIGTERM. An API
+	// server waits a minute for its clients to end their watches.
+	stopTimeout = 90 * time.Second
 	// pollInterval is how often a process is asked whether it is ready.
 	pollInterval = 20 * time.Millisecond
 	// tailBytes is how much of a log's end a failed test shows.
@@ -54,7 +55,8 @@ func (p *Process) Start(t testing.TB) {
 	}
 }
 
-// Stop ends the process the orderly way and waits for its end.
+// Stop ends the process the orderly way and waits for its end, which takes an
+// API server a minute while somebody watches.
 func (p *Process) Stop(t testing.TB) {
 	t.Helper()
 	if err := p.stop(syscall.SIGTERM); err != nil {

@@ -19,8 +19,8 @@ func TestTheServicesOfOthersTakeNoMemory(t *testing.T) {
 	t.Parallel()
 	const (
 		ownServices      = 10
-		othersServices   = 1000
-		slicesPerService = 5
+		othersServices   = 500
+		slicesPerService = 10
 		most             = 1.1
 	)
 	server := apiserver.Start(t, apiserver.Options{})
@@ -48,7 +48,7 @@ func TestTheServicesOfOthersTakeNoMemory(t *testing.T) {
 			for j := range slicesPerService {
 				slice := newSlice(fmt.Sprintf("%s-%d", s.Name, j), s, slicePorts("", 80))
 				for k := range 4 {
-					slice.Endpoints = append(slice.Endpoints, newEndpoint(fmt.Sprintf("10.%d.%d.%d", 10+i/250, i%250, j*10+k), "elsewhere"))
+					slice.Endpoints = append(slice.Endpoints, newEndpoint(fmt.Sprintf("10.%d.%d.%d", 10+i/250, i%250, j*4+k), "elsewhere"))
 				}
 				if err := n.create(slice); err != nil {
 					return err

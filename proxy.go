@@ -46,10 +46,11 @@ type Options struct {
 	NodeName string
 
 	// Sink are the settings of the sinks' drivers. If there are several sinks
-	// their number, from 0, is appended to Name.
+	// their number, from 0, is appended to Name, and all of them call
+	// Sink.Observer, from goroutines of their own.
 	Sink sink.Options
 	// Observe returns the observer of the sink of a name, in place of
-	// Sink.Observer. Default: none.
+	// Sink.Observer. It is called once for each sink, by Run. Default: none.
 	Observe func(name string) sink.Observer
 }
 
@@ -74,7 +75,9 @@ type Proxy struct {
 	watch func(context.Context, *cluster.State) error
 
 	mu      sync.Mutex
+	started bool
 	drivers []*sink.Driver
+	ended   chan struct{} // closed when Run returns
 }
 
 // New returns a Proxy. It reads the kubeconfig, if there is one, but talks to
@@ -91,7 +94,7 @@ func New(opts Options) (*Proxy, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Proxy{opts: opts, state: cluster.New(cluster.Options{}), watch: watch}, nil
+	return &Proxy{opts: opts, state: cluster.New(cluster.Options{}), watch: watch, ended: make(chan struct{})}, nil
 }
 
 // Run makes a Proxy and runs it: see [New] and [Proxy.Run].
@@ -115,15 +118,18 @@ func (p *Proxy) Run(ctx context.Context, sinks ...sink.Sink) error {
 	if len(sinks) == 0 {
 		return errors.New("nothing to run: no sink given")
 	}
-	if err := p.makeDrivers(sinks); err != nil {
-		return err
+	if !p.start() {
+		return errors.New("proxy runs already, or has ended")
 	}
+	defer close(p.ended)
+	drive := p.newDrivers(sinks)
+
 	group, running := errgroup.WithContext(ctx)
 	watching, stopWatching := context.WithCancel(running)
 	group.Go(func() error { return p.watch(watching, p.state) })
 	group.Go(func() error {
 		defer stopWatching()
-		return p.drive(running)
+		return drive(running)
 	})
 	err := group.Wait()
 	if err == context.Cause(ctx) && !p.opts.Sink.Once {
@@ -132,21 +138,20 @@ func (p *Proxy) Run(ctx context.Context, sinks ...sink.Sink) error {
 	return err
 }
 
-// drive runs the drivers until all have ended, or the first fails.
-func (p *Proxy) drive(ctx context.Context) error {
-	group, ctx := errgroup.WithContext(ctx)
-	for _, d := range p.drivers {
-		group.Go(func() error { return d.Run(ctx) })
-	}
-	return group.Wait()
-}
-
-func (p *Proxy) makeDrivers(sinks []sink.Sink) error {
+// start reports whether the proxy had not been started before.
+func (p *Proxy) start() bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.drivers != nil {
-		return errors.New("proxy runs already, or has ended")
-	}
+	started := p.started
+	p.started = true
+	return !started
+}
+
+// newDrivers gives each sink its driver, and returns what runs them until all
+// have ended, or the first fails.
+func (p *Proxy) newDrivers(sinks []sink.Sink) func(context.Context) error {
+	var drivers []*sink.Driver
+	var feeds []*feed.Feed
 	for i, s := range sinks {
 		opts := p.opts.Sink
 		if len(sinks) > 1 {
@@ -155,9 +160,23 @@ func (p *Proxy) makeDrivers(sinks []sink.Sink) error {
 		if p.opts.Observe != nil {
 			opts.Observer = p.opts.Observe(opts.Name)
 		}
-		p.drivers = append(p.drivers, sink.NewDriver(feed.New(p.state, p.opts.NodeName), s, opts))
+		source := feed.New(p.state, p.opts.NodeName)
+		feeds = append(feeds, source)
+		drivers = append(drivers, sink.NewDriver(source, s, opts))
 	}
-	return nil
+	p.mu.Lock()
+	p.drivers = drivers
+	p.mu.Unlock()
+	return func(ctx context.Context) error {
+		group, ctx := errgroup.WithContext(ctx)
+		for i, d := range drivers {
+			group.Go(func() error {
+				defer feeds[i].Close()
+				return d.Run(ctx)
+			})
+		}
+		return group.Wait()
+	}
 }
 
 // State returns what is known of the cluster. It may be read, not written.
@@ -178,10 +197,13 @@ func (p *Proxy) Status() []sink.Status {
 }
 
 // WaitApplied returns nil when every sink has acknowledged all that the cluster
-// has said by now. It returns an error if ctx ends before, or Run does.
+// has said by now. It returns an error if ctx ends before, or Run does. It may be
+// called before Run.
 func (p *Proxy) WaitApplied(ctx context.Context) error {
 	select {
 	case <-p.state.Synced():
+	case <-p.ended:
+		return errors.New("waiting for the cluster's state to be read: the proxy has ended")
 	case <-ctx.Done():
 		return fmt.Errorf("waiting for the cluster's state to be read: %w", context.Cause(ctx))
 	}

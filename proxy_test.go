@@ -160,3 +160,20 @@ func TestDefaultNodeName(t *testing.T) {
 		t.Errorf("%q, %v; want the host's name %q", name, err, host)
 	}
 }
+
+func TestWaitAppliedEndsWithRun(t *testing.T) {
+	opts := demo()
+	opts.Manifests = "does/not/exist.yaml"
+	p, err := kpng.New(opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	waited := make(chan error)
+	go func() { waited <- p.WaitApplied(t.Context()) }()
+	if err := p.Run(t.Context(), sink.FullState(func(context.Context, []*api.ServiceEndpoints) error { return nil })); err == nil {
+		t.Error("Run says nothing of manifests that are not there")
+	}
+	if err := <-waited; err == nil {
+		t.Error("applied, though nothing could be read")
+	}
+}

@@ -31,6 +31,19 @@ func FamilyOf(a netip.Addr) Family {
 	}
 }
 
+// Unspecified returns the address of a family that stands for any address:
+// 0.0.0.0 or ::. It is the zero Addr if f is no family.
+func Unspecified(f Family) netip.Addr {
+	switch f {
+	case IPv4:
+		return netip.IPv4Unspecified()
+	case IPv6:
+		return netip.IPv6Unspecified()
+	default:
+		return netip.Addr{}
+	}
+}
+
 // String returns the name that the Kubernetes API uses: "IPv4" or "IPv6".
 func (f Family) String() string {
 	switch f {

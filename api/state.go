@@ -20,8 +20,9 @@ type ServiceState struct {
 }
 
 // Claim is what a frontend takes for its service alone: a protocol and port at
-// an address. Protocol and Port are 0 if it takes the whole address (MapIP);
-// IP is the zero Addr if it is a node port, which every node address has.
+// an address. Protocol and Port are 0 if it takes the whole address (MapIP).
+// IP is the unspecified address of its family if it is a node port, which all
+// node addresses have.
 type Claim struct {
 	IP       netip.Addr `json:",omitzero"`
 	Protocol Protocol   `json:",omitempty"`

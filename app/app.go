@@ -39,6 +39,7 @@ import (
 func Main(s sink.Sink) {
 	name := strings.TrimSuffix(filepath.Base(os.Args[0]), ".exe")
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop) // so that a second signal kills
 	err := Command(name, s).ExecuteContext(ctx)
 	stop()
 	klog.Flush()

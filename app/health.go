@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// stuckAfter is how long changes may wait until a proxy counts as stuck, as
-// long as kube-proxy's: twice its longest sync period.
+// stuckAfter is how long changes may wait for a sink that may be told until the
+// proxy counts as stuck.
 const stuckAfter = 2 * time.Minute
 
 // toBeDeleted is the taint of a node that the cluster autoscaler takes away.
@@ -63,8 +63,9 @@ func (h *health) handler(ok func(report) bool) http.HandlerFunc {
 }
 
 func (h *health) report() report {
-	r := report{CurrentTime: h.now(), NodeEligible: h.nodeEligible(), Synced: true}
-	for _, s := range h.proxy.Status() {
+	sinks := h.proxy.Status()
+	r := report{CurrentTime: h.now(), NodeEligible: h.nodeEligible(), Synced: len(sinks) > 0}
+	for _, s := range sinks {
 		r.Synced = r.Synced && s.FullSyncs > 0
 		r.Stuck = r.Stuck || !s.WaitingSince.IsZero() && r.CurrentTime.Sub(s.WaitingSince) > stuckAfter
 		if r.LastUpdated.IsZero() || s.LastSync.Before(r.LastUpdated) {

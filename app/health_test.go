@@ -92,3 +92,16 @@ func TestHealth(t *testing.T) {
 		})
 	}
 }
+
+func TestAProxyThatDoesNotRunYetIsNotReady(t *testing.T) {
+	proxy, err := kpng.New(kpng.Options{Manifests: "none.yaml", NodeName: "n"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := map[string]int{"/livez": 200, "/healthz": 200, "/readyz": 503}
+	for path, got := range answers(newHealth(proxy)) {
+		if got != want[path] {
+			t.Errorf("%s says %d, want %d", path, got, want[path])
+		}
+	}
+}

@@ -5,10 +5,12 @@ package cluster
 import (
 	"cmp"
 	"iter"
+	"net/netip"
 	"slices"
 
 	"github.com/google/btree"
 	"github.com/kpng-project/kpng/api"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // claims says who holds which frontend: every claim of every service, in order
@@ -78,17 +80,13 @@ func claimsOf(s *api.Service) []api.Claim {
 					continue
 				}
 				for i := range s.Ports {
-					if p := &s.Ports[i]; p.Protocol != api.UnknownProtocol && p.Port != 0 {
-						list = append(list, api.Claim{IP: ip, Protocol: p.Protocol, Port: p.Port})
-					}
+					list = appendPort(list, ip, s.Ports[i].Protocol, s.Ports[i].Port)
 				}
 			}
 		}
-	}
-	if !s.MapIP {
-		for i := range s.Ports {
-			if p := &s.Ports[i]; p.Protocol != api.UnknownProtocol && p.NodePort != 0 {
-				list = append(list, api.Claim{Protocol: p.Protocol, Port: p.NodePort})
+		if !s.MapIP {
+			for i := range s.Ports {
+				list = appendPort(list, api.Unspecified(family), s.Ports[i].Protocol, s.Ports[i].NodePort)
 			}
 		}
 	}
@@ -96,114 +94,151 @@ func claimsOf(s *api.Service) []api.Claim {
 	return slices.Compact(list)
 }
 
+func appendPort(list []api.Claim, ip netip.Addr, protocol api.Protocol, port int32) []api.Claim {
+	if protocol == api.UnknownProtocol || port == 0 {
+		return list
+	}
+	return append(list, api.Claim{IP: ip, Protocol: protocol, Port: port})
+}
+
+// outcome says who holds what a service claims, the service itself or another.
+type outcome struct {
+	claim
+	holder *api.Service
+}
+
 // replace puts the claims of new in the place of those of old, two versions of
-// one service of which either may be nil. It reports whether that may change
-// who holds what, and for which services besides.
-func (c *claims) replace(old, new *api.Service) (changed bool, others []*api.Service) {
+// one service of which either may be nil. It returns the outcomes that are to be
+// noted: what new has lost, and what other services have won or lost by the
+// change. False means that new holds and has lost what old did.
+func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 	before, after := claimsOf(old), claimsOf(new)
+	same := old != nil && new != nil && old.Created.Equal(new.Created) && slices.Equal(before, after)
+	var arenas []api.Claim
+	if !same {
+		arenas = c.arenas(before, after)
+	}
+	var holders map[claim]types.NamespacedName // of what other services claim
+	for _, arena := range arenas {
+		for o := range c.outcomes(arena) {
+			if o.claimant != old {
+				if holders == nil {
+					holders = map[claim]types.NamespacedName{}
+				}
+				holders[o.claim] = o.holder.Key()
+			}
+		}
+	}
 	for _, cl := range before {
 		c.remove(claim{cl, old})
 	}
 	for _, cl := range after {
 		c.add(claim{cl, new})
 	}
-	if old != nil && new != nil && old.Created.Equal(new.Created) && slices.Equal(before, after) {
-		return false, nil
-	}
-	for _, list := range [...][]api.Claim{before, after} {
-		for _, cl := range list {
-			for o := range c.contest(cl) {
-				if o.claimant != new {
-					others = append(others, o.claimant)
-				}
+	var changed []outcome
+	for _, arena := range arenas {
+		for o := range c.outcomes(arena) {
+			if o.claimant == new && o.holder != new || o.claimant != new && holders[o.claim] != o.holder.Key() {
+				changed = append(changed, o)
 			}
 		}
 	}
-	slices.SortFunc(others, byAge)
-	return true, slices.Compact(others)
+	return changed, !same
 }
 
 func (c *claims) add(cl claim) {
-	if _, had := c.tree.ReplaceOrInsert(cl); !had && cl.whole() {
+	if _, had := c.tree.ReplaceOrInsert(cl); !had && claimsAddress(cl.Claim) {
 		c.wholes++
 	}
 }
 
 func (c *claims) remove(cl claim) {
-	if _, had := c.tree.Delete(cl); had && cl.whole() {
+	if _, had := c.tree.Delete(cl); had && claimsAddress(cl.Claim) {
 		c.wholes--
 	}
 }
 
-// contest yields the claims among which that to cl is decided: those to the
-// same thing, in order of age; or, if somebody claims the whole address, all
-// claims to the address.
-func (c *claims) contest(cl api.Claim) iter.Seq[claim] {
-	return func(yield func(claim) bool) {
-		from, byAddress := cl, c.byAddress(cl)
-		if byAddress {
-			from = api.Claim{IP: cl.IP}
+// arenas returns where the claims of both lists meet others, each arena once: a
+// claim stands for itself or, if it is one to a whole address or somebody has
+// one to its address, that for all claims to the address.
+func (c *claims) arenas(before, after []api.Claim) []api.Claim {
+	list := slices.Concat(before, after)
+	for i, cl := range list {
+		if whole := (api.Claim{IP: cl.IP}); cl == whole || c.claimed(whole) {
+			list[i] = whole
 		}
-		c.tree.AscendGreaterOrEqual(claim{Claim: from}, func(o claim) bool {
-			return (o.Claim == from || byAddress && o.IP == from.IP) && yield(o)
-		})
 	}
+	slices.SortFunc(list, compareClaims)
+	list = slices.Compact(list)
+	// Where a service that claimed an address claims ports of it now, or the
+	// other way round, the arena of the address is before those of its ports.
+	address := api.Claim{}
+	return slices.DeleteFunc(list, func(cl api.Claim) bool {
+		if claimsAddress(cl) {
+			address = cl
+			return false
+		}
+		return cl.IP == address.IP
+	})
 }
 
-// byAddress reports whether cl is decided among all claims to its address.
-func (c *claims) byAddress(cl api.Claim) bool {
-	whole := claim{Claim: api.Claim{IP: cl.IP}}
-	if whole.Claim == cl {
-		return true
-	}
+// claimed reports whether anybody claims a whole address.
+func (c *claims) claimed(whole api.Claim) bool {
 	found := false
-	if c.wholes > 0 && cl.IP.IsValid() {
-		c.tree.AscendGreaterOrEqual(whole, func(o claim) bool {
-			found = o.Claim == whole.Claim
+	if c.wholes > 0 {
+		c.tree.AscendGreaterOrEqual(claim{Claim: whole}, func(o claim) bool {
+			found = o.Claim == whole
 			return false
 		})
 	}
 	return found
 }
 
-// lost returns the claims of s that others hold.
-func (c *claims) lost(s *api.Service) []api.LostClaim {
-	var lost []api.LostClaim
-	for _, cl := range claimsOf(s) {
-		if winner := c.winner(claim{cl, s}); winner != s {
-			lost = append(lost, api.LostClaim{Claim: cl, Winner: winner.Key()})
+// outcomes yields who holds what in an arena. Claims are granted in order of
+// age, each if it meets none granted before.
+func (c *claims) outcomes(arena api.Claim) iter.Seq[outcome] {
+	return func(yield func(outcome) bool) {
+		var buffer [4]claim
+		all := buffer[:0]
+		c.tree.AscendGreaterOrEqual(claim{Claim: arena}, func(o claim) bool {
+			if o.Claim != arena && !(claimsAddress(arena) && o.IP == arena.IP) {
+				return false
+			}
+			all = append(all, o)
+			return true
+		})
+		if !claimsAddress(arena) {
+			for _, cl := range all {
+				if !yield(outcome{cl, all[0].claimant}) {
+					return
+				}
+			}
+			return
+		}
+		slices.SortStableFunc(all, func(a, b claim) int { return byAge(a.claimant, b.claimant) })
+		holders := map[api.Claim]*api.Service{}
+		var oldest *api.Service // of those that hold anything
+		for _, cl := range all {
+			holder := holders[cl.Claim]
+			if holder == nil {
+				holder = holders[arena]
+			}
+			if holder == nil && cl.Claim == arena {
+				holder = oldest
+			}
+			if holder == nil {
+				holder = cl.claimant
+				holders[cl.Claim] = holder
+			}
+			if oldest == nil {
+				oldest = holder
+			}
+			if !yield(outcome{cl, holder}) {
+				return
+			}
 		}
 	}
-	return lost
 }
 
-// winner returns the claimant of cl, or the one whose older claim is in its
-// way. Claims are granted in order of age, each if it meets none granted before.
-func (c *claims) winner(cl claim) *api.Service {
-	if !c.byAddress(cl.Claim) {
-		for first := range c.contest(cl.Claim) {
-			return first.claimant
-		}
-	}
-	var granted []claim
-	for _, next := range slices.SortedFunc(c.contest(cl.Claim), func(a, b claim) int {
-		return cmp.Or(byAge(a.claimant, b.claimant), compareClaims(a.Claim, b.Claim))
-	}) {
-		i := slices.IndexFunc(granted, next.meets)
-		switch {
-		case next == cl && i >= 0:
-			return granted[i].claimant
-		case next == cl:
-			return cl.claimant
-		case i < 0:
-			granted = append(granted, next)
-		}
-	}
-	return cl.claimant
-}
-
-// whole reports whether c takes a whole address.
-func (c claim) whole() bool { return c.Protocol == 0 && c.Port == 0 }
-
-// meets reports whether c and o, claims to one address, exclude each other.
-func (c claim) meets(o claim) bool { return c.Claim == o.Claim || c.whole() || o.whole() }
+// claimsAddress reports whether c takes a whole address.
+func claimsAddress(c api.Claim) bool { return c.Protocol == 0 && c.Port == 0 }

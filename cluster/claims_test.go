@@ -49,7 +49,7 @@ func lost(state *cluster.State) []string {
 	for k, s := range state.Snapshot().States.All() {
 		for _, l := range s.Lost {
 			ip := "*"
-			if l.IP.IsValid() {
+			if !l.IP.IsUnspecified() {
 				ip = l.IP.String()
 			}
 			list = append(list, fmt.Sprintf("%s %s:%d/%s %s", k.Name, ip, l.Port, l.Protocol, l.Winner.Name))
@@ -120,6 +120,23 @@ func TestClaims(t *testing.T) {
 				with(service("b", 2, "10.0.0.2", 81), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
 			},
 			[]string{"a *:30000/TCP b"},
+		}, {
+			"node ports of different families do not meet",
+			[]*api.Service{
+				with(service("a", 1, "10.0.0.1", 80), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
+				with(service("b", 2, "fd00::1", 81), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
+			},
+			nil,
+		}, {
+			"a service without a family claims nothing",
+			[]*api.Service{
+				with(service("a", 1, "10.0.0.1", 80), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
+				with(service("b", 2, "10.0.0.2", 81), func(s *api.Service) {
+					s.Ports[0].NodePort = 30000
+					s.IPs.ClusterIPs = api.IPSet{}
+				}),
+			},
+			nil,
 		}, {
 			"an address of a family that the service does not serve is not claimed",
 			[]*api.Service{
@@ -251,7 +268,7 @@ func grantInOrderOfAge(state *cluster.State) map[string][]api.LostClaim {
 				}
 				claims = append(claims, api.Claim{IP: ip, Protocol: p.Protocol, Port: p.Port})
 				if p.NodePort != 0 {
-					claims = append(claims, api.Claim{Protocol: p.Protocol, Port: p.NodePort})
+					claims = append(claims, api.Claim{IP: netip.IPv4Unspecified(), Protocol: p.Protocol, Port: p.NodePort})
 				}
 			}
 		}
@@ -261,7 +278,7 @@ func grantInOrderOfAge(state *cluster.State) map[string][]api.LostClaim {
 		for _, c := range slices.Compact(claims) {
 			i := slices.IndexFunc(granted, func(g grant) bool {
 				whole := g.Claim == api.Claim{IP: c.IP} || c == api.Claim{IP: c.IP}
-				return g.winner != s.Key() && (g.Claim == c || whole && g.IP == c.IP && c.IP.IsValid())
+				return g.winner != s.Key() && (g.Claim == c || whole && g.IP == c.IP)
 			})
 			if i < 0 {
 				granted = append(granted, grant{c, s.Key()})
@@ -271,4 +288,32 @@ func grantInOrderOfAge(state *cluster.State) map[string][]api.LostClaim {
 		}
 	}
 	return all
+}
+
+// BenchmarkContestedAddress changes one of many services that share an address
+// with an all-ports service, and one of many that claim one port.
+func BenchmarkContestedAddress(b *testing.B) {
+	for _, test := range []struct {
+		name string
+		port func(i int) int32
+		all  bool
+	}{
+		{"an all-ports service and 500 ports", func(i int) int32 { return int32(i + 1) }, true},
+		{"one port, 500 times", func(int) int32 { return 80 }, false},
+	} {
+		b.Run(test.name, func(b *testing.B) {
+			state := cluster.New(cluster.Options{})
+			if test.all {
+				state.Update(func(tx *cluster.Tx) { tx.SetService(0, wholeAddress(service("whole", 250, "10.0.0.1"))) })
+			}
+			for i := range 500 {
+				state.Update(func(tx *cluster.Tx) { tx.SetService(0, service(fmt.Sprint("s", i), i, "10.0.0.1", test.port(i))) })
+			}
+			i := 0
+			for b.Loop() {
+				i++
+				state.Update(func(tx *cluster.Tx) { tx.SetService(0, service("s7", 7, "10.0.0.1", int32(1000+i%2))) })
+			}
+		})
+	}
 }

@@ -147,24 +147,47 @@ func (s *State) NewCursor() *diffstore.Cursor[types.NamespacedName, *api.Service
 // serviceChanged brings the service's joined state and its claims up to date,
 // and the joined states of the services that won or lost claims by it.
 func (s *State) serviceChanged(key types.NamespacedName, old, new *api.Service) {
-	changed, others := s.claims.replace(old, new)
+	outcomes, changed := s.claims.replace(old, new)
 	state := s.state(key)
 	state.Service = new
 	if changed {
 		state.Lost = nil
 	}
-	if len(others) > 0 {
-		state.Lost = s.claims.lost(new)
+	slices.SortStableFunc(outcomes, func(a, b outcome) int { return byAge(a.claimant, b.claimant) })
+	for len(outcomes) > 0 {
+		claimant := outcomes[0].claimant
+		n := 1
+		for n < len(outcomes) && outcomes[n].claimant == claimant {
+			n++
+		}
+		if claimant == new {
+			state.Lost = settle(nil, outcomes[:n])
+		} else {
+			other := s.state(claimant.Key())
+			other.Lost = settle(other.Lost, outcomes[:n])
+			s.setState(claimant.Key(), other)
+		}
+		outcomes = outcomes[n:]
 	}
 	s.setState(key, state)
-	for _, other := range others {
-		state := s.state(other.Key())
-		lost := s.claims.lost(other)
-		if !slices.Equal(state.Lost, lost) {
-			state.Lost = lost
-			s.setState(other.Key(), state)
+}
+
+// settle returns what a service has lost, in order, after some outcomes.
+func settle(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
+	lost = slices.Clone(lost)
+	for _, o := range outcomes {
+		i, found := slices.BinarySearchFunc(lost, o.Claim, func(l api.LostClaim, c api.Claim) int { return compareClaims(l.Claim, c) })
+		if found {
+			lost = slices.Delete(lost, i, i+1)
+		}
+		if o.holder != o.claimant {
+			lost = slices.Insert(lost, i, api.LostClaim{Claim: o.Claim, Winner: o.holder.Key()})
 		}
 	}
+	if len(lost) == 0 {
+		return nil
+	}
+	return lost
 }
 
 // sliceChanged moves the slice from the state of its former service to that of

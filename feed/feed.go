@@ -189,18 +189,17 @@ func candidates(before, after view, delta diffstore.Delta[types.NamespacedName, 
 	}
 }
 
-// triggerTime returns the oldest trigger time of the slices that changed.
+// triggerTime returns the oldest trigger time of the slices that changed. One
+// that is new here tells nothing: it may be as old as the service, and have come
+// by a change of a label.
 func triggerTime(was, is *api.ServiceState) time.Time {
 	var oldest time.Time
 	if was == nil || is == nil {
 		return oldest
 	}
 	for _, slice := range is.Slices {
-		t := slice.TriggerTime
-		if t.IsZero() || !oldest.IsZero() && !t.Before(oldest) {
-			continue
-		}
-		if i, found := slices.BinarySearchFunc(was.Slices, slice.Name, byName); !found || was.Slices[i] != slice {
+		i, found := slices.BinarySearchFunc(was.Slices, slice.Name, byName)
+		if t := slice.TriggerTime; found && was.Slices[i] != slice && !t.IsZero() && (oldest.IsZero() || t.Before(oldest)) {
 			oldest = t
 		}
 	}

@@ -240,6 +240,7 @@ func TestTriggerTimeIsThatOfTheSlicesThatChanged(t *testing.T) {
 	state.Update(func(tx *cluster.Tx) {
 		tx.SetService(0, service("a"))
 		tx.SetSlice(0, at(slice("a-1", "a", "x"), early))
+		tx.SetSlice(0, at(slice("a-2", "a", "x"), early))
 	})
 	full, _ := f.Next()
 	for c := range full.Services {
@@ -254,6 +255,15 @@ func TestTriggerTimeIsThatOfTheSlicesThatChanged(t *testing.T) {
 	for c := range u.Services {
 		if !c.TriggerTime.Equal(late) {
 			t.Errorf("trigger time %v, want %v", c.TriggerTime, late)
+		}
+	}
+	f.Advance(u)
+
+	state.Update(func(tx *cluster.Tx) { tx.SetSlice(0, at(slice("a-3", "a", "y", "y", "z"), early)) })
+	u, _ = f.Next()
+	for c := range u.Services {
+		if !c.TriggerTime.IsZero() {
+			t.Errorf("a slice that is new here has trigger time %v", c.TriggerTime)
 		}
 	}
 	f.Advance(u)

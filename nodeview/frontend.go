@@ -76,7 +76,11 @@ func (k FrontendKey) String() string {
 
 // Claim returns what the frontend takes for its service alone.
 func (k FrontendKey) Claim() api.Claim {
-	return api.Claim{IP: k.Addr, Protocol: k.Protocol, Port: k.Port}
+	addr := k.Addr
+	if k.Kind == NodePort {
+		addr = api.Unspecified(k.Family)
+	}
+	return api.Claim{IP: addr, Protocol: k.Protocol, Port: k.Port}
 }
 
 // Frontend is something to program, with everything decided. Frontends of one
@@ -183,7 +187,8 @@ func (m Masquerade) String() string {
 
 // Frontends yields what is to be programmed for se, by service port, then by
 // family, then by kind, each as the service lists them. No two have the same
-// address, protocol and port.
+// address, protocol and port. Of a nil se, the view of a service that is gone,
+// there are none.
 func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
 		var lists portLists

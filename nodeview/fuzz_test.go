@@ -97,9 +97,7 @@ func (d *dice) state() *api.ServiceState {
 	}
 	for range d.n(3) {
 		lost := api.LostClaim{Winner: types.NamespacedName{Name: "older"}}
-		if all := slices.Collect(svc.IPs.ExternalIPs.All()); len(all) > 0 {
-			lost.IP = pick(d, all...)
-		}
+		lost.IP = pick(d, append(slices.Collect(svc.IPs.ExternalIPs.All()), netip.IPv4Unspecified(), netip.IPv6Unspecified())...)
 		if !svc.MapIP {
 			lost.Protocol, lost.Port = api.TCP, pick[int32](d, 1, 2, 30001)
 		}

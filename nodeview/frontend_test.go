@@ -444,3 +444,12 @@ func TestFrontendKeyString(t *testing.T) {
 		}
 	}
 }
+
+func TestViewThatIsGoneHasNoFrontends(t *testing.T) {
+	if got := describeFrontends(nil); len(got) > 0 {
+		t.Errorf("frontends of a nil view: %v", got)
+	}
+	if got := describeUnserved(nil); len(got) > 0 {
+		t.Errorf("unserved frontends of a nil view: %v", got)
+	}
+}

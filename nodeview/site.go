@@ -68,7 +68,8 @@ func (u UnservedFrontend) String() string {
 }
 
 // Unserved yields the frontends that the service of se names and that are not
-// among its [Frontends], in the same order, for users to be told.
+// among its [Frontends], in the same order, for users to be told. Of a nil se
+// there are none.
 func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
 		for s := range sites(se) {
@@ -87,9 +88,12 @@ type site struct {
 	winner types.NamespacedName
 }
 
-// sites yields every site of se once.
+// sites yields every site of se once, none if se is nil.
 func sites(se *api.ServiceEndpoints) iter.Seq[site] {
 	return func(yield func(site) bool) {
+		if se == nil {
+			return
+		}
 		svc := se.Service
 		if wholeAddress(svc) {
 			var fault Fault

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
@@ -23,7 +24,9 @@ import (
 //
 // An error, or a panic, ends the events of its service for this Sync. When the
 // service comes again, all its objects are set again, and deletes may be
-// repeated, or be of objects whose set was never told.
+// repeated, or be of objects whose set was never told. But a DeleteFrontend that
+// succeeded is not repeated, and none is told of a place that another service
+// has: a handler may keep frontends by address and port alone.
 type Handler interface {
 	SetService(ctx context.Context, svc *api.Service) error
 	DeleteService(ctx context.Context, svc *api.Service) error
@@ -39,8 +42,10 @@ type Handler interface {
 // services of a Changes, first frontends are deleted, then endpoints, then
 // services; then services are set, then endpoints, then frontends. So nothing
 // refers to what is not there, and an address or port that goes from one service
-// to another is free before it is taken. Within each of these steps the order is
-// that of keys.
+// to another is free before it is taken. Where it is not, because the first
+// service failed before its frontend was deleted, the frontend of the other one
+// is held back: that service has failed too, and is told again. Within each of
+// these steps the order is that of keys.
 //
 // A full Changes is told as the difference to what h was told before. For this
 // the sink holds the last view of every service that it told, which is memory of
@@ -52,7 +57,7 @@ type Handler interface {
 // The sink starts, stops, cleans up and verifies h, where h is a [Starter],
 // [Stopper], [Cleaner] or [Verifier].
 func Events(h Handler) Sink {
-	return &events{handler: h, told: map[types.NamespacedName]told{}}
+	return &events{handler: h, told: map[types.NamespacedName]told{}, stuck: map[types.NamespacedName]bool{}}
 }
 
 // events is the sink of Events. The methods of a sink are never called at once,
@@ -60,13 +65,18 @@ func Events(h Handler) Sink {
 type events struct {
 	handler Handler
 	told    map[types.NamespacedName]told
+	// stuck are the services some of whose deletes have not succeeded yet: their
+	// frontends may be where others are to be.
+	stuck map[types.NamespacedName]bool
 }
 
 // told is what the handler was told of a service: every object of view if sure,
-// else it may have any of them. Whatever is not of view was deleted.
+// else it may have any of them but the frontends in absent. Whatever is not of
+// view was deleted.
 type told struct {
-	view *api.ServiceEndpoints
-	sure bool
+	view   *api.ServiceEndpoints
+	sure   bool
+	absent map[nodeview.FrontendKey]bool
 }
 
 // transition takes a service from what was told to its new view, nil if it goes.
@@ -77,16 +87,36 @@ type transition struct {
 	// deleted is whether all deletes have succeeded, so that nothing is left but
 	// objects of new.
 	deleted bool
+	// absent are frontends that the handler does not have: of old until deleted,
+	// then of new.
+	absent map[nodeview.FrontendKey]bool
+	// heldBack says why frontends of new are held back, nil if none are.
+	heldBack error
 	// err is what went wrong first; nothing is told after it.
 	err error
 }
 
 func (e *events) Sync(ctx context.Context, c *Changes) error {
 	transitions := e.transitions(c)
-	for _, step := range []func(context.Context, *transition) error{
-		e.deleteFrontends, e.deleteEndpoints, e.deleteService,
-		e.setService, e.setEndpoints, e.setFrontends,
-	} {
+	tell(ctx, transitions, e.deleteFrontends, e.deleteEndpoints, e.deleteService)
+	for _, t := range transitions {
+		e.note(t)
+	}
+	e.holdBack(transitions)
+	tell(ctx, transitions, e.setService, e.setEndpoints, e.setFrontends)
+
+	var failed Failed
+	for _, t := range transitions {
+		e.note(t)
+		failed.Add(t.key, t.err)
+	}
+	return e.distrust(failed.Err())
+}
+
+// tell takes all transitions, but for those that fail, through one step after
+// the other.
+func tell(ctx context.Context, transitions []*transition, steps ...func(context.Context, *transition) error) {
+	for _, step := range steps {
 		for _, t := range transitions {
 			switch {
 			case t.err != nil:
@@ -97,24 +127,14 @@ func (e *events) Sync(ctx context.Context, c *Changes) error {
 			}
 		}
 	}
-
-	var failed Failed
-	for _, t := range transitions {
-		failed.Add(t.key, t.err)
-		if t.deleted {
-			e.note(t.key, told{view: t.new, sure: t.err == nil})
-		} else {
-			e.note(t.key, told{view: t.old.view})
-		}
-	}
-	return e.distrust(failed.Err())
 }
 
 // transitions returns what c is to do, in order of keys.
 func (e *events) transitions(c *Changes) []*transition {
 	var transitions []*transition
 	add := func(key types.NamespacedName, new *api.ServiceEndpoints) {
-		transitions = append(transitions, &transition{key: key, old: e.told[key], new: new})
+		old := e.told[key]
+		transitions = append(transitions, &transition{key: key, old: old, new: new, absent: maps.Clone(old.absent)})
 	}
 	for s := range c.Services {
 		add(s.Key, s.New)
@@ -135,17 +155,15 @@ func (e *events) transitions(c *Changes) []*transition {
 }
 
 func (e *events) deleteFrontends(ctx context.Context, t *transition) error {
-	if t.old.view == nil {
-		return nil
-	}
 	kept := frontends(t.new)
 	for f := range nodeview.Frontends(t.old.view) {
-		if _, ok := kept[f.FrontendKey]; ok {
+		if _, ok := kept[f.FrontendKey]; ok || t.absent[f.FrontendKey] {
 			continue
 		}
 		if err := e.handler.DeleteFrontend(ctx, t.old.view.Service, f); err != nil {
 			return fmt.Errorf("delete frontend %s: %w", f.FrontendKey, err)
 		}
+		t.setAbsent(f.FrontendKey)
 	}
 	return nil
 }
@@ -169,7 +187,7 @@ func (e *events) deleteService(ctx context.Context, t *transition) error {
 			return fmt.Errorf("delete service: %w", err)
 		}
 	}
-	t.deleted = true
+	t.deleted, t.absent = true, nil
 	return nil
 }
 
@@ -198,19 +216,16 @@ func (e *events) setEndpoints(ctx context.Context, t *transition) error {
 }
 
 func (e *events) setFrontends(ctx context.Context, t *transition) error {
-	if t.new == nil {
-		return nil
-	}
 	known := frontends(t.known())
 	for f := range nodeview.Frontends(t.new) {
-		if old, ok := known[f.FrontendKey]; ok && frontendsEqual(&old, &f) {
+		if old, ok := known[f.FrontendKey]; ok && frontendsEqual(&old, &f) || t.absent[f.FrontendKey] {
 			continue
 		}
 		if err := e.handler.SetFrontend(ctx, t.new.Service, f); err != nil {
 			return fmt.Errorf("set frontend %s: %w", f.FrontendKey, err)
 		}
 	}
-	return nil
+	return t.heldBack
 }
 
 // known returns the view that the handler has for certain, nil if it has none.
@@ -221,12 +236,28 @@ func (t *transition) known() *api.ServiceEndpoints {
 	return nil
 }
 
-// note notes what was told of the service key.
-func (e *events) note(key types.NamespacedName, t told) {
-	if t.view == nil {
-		delete(e.told, key)
+func (t *transition) setAbsent(k nodeview.FrontendKey) {
+	if t.absent == nil {
+		t.absent = map[nodeview.FrontendKey]bool{}
+	}
+	t.absent[k] = true
+}
+
+// note notes what t has told so far.
+func (e *events) note(t *transition) {
+	now := told{view: t.old.view, absent: t.absent}
+	if t.deleted {
+		now.view, now.sure = t.new, t.err == nil
+	}
+	if now.view == nil {
+		delete(e.told, t.key)
 	} else {
-		e.told[key] = t
+		e.told[t.key] = now
+	}
+	if t.deleted || now.view == nil {
+		delete(e.stuck, t.key)
+	} else {
+		e.stuck[t.key] = true
 	}
 }
 
@@ -235,7 +266,8 @@ func (e *events) note(key types.NamespacedName, t told) {
 func (e *events) distrust(err error) error {
 	if errors.Is(err, ErrStartOver) {
 		for key, t := range e.told {
-			e.told[key] = told{view: t.view}
+			t.sure = false
+			e.told[key] = t
 		}
 	}
 	return err
@@ -273,11 +305,8 @@ func (e *events) Verify(ctx context.Context) error {
 	return nil
 }
 
-// frontends returns the frontends of a view, none if that is nil.
+// frontends returns the frontends of a view.
 func frontends(se *api.ServiceEndpoints) map[nodeview.FrontendKey]nodeview.Frontend {
-	if se == nil {
-		return nil
-	}
 	all := map[nodeview.FrontendKey]nodeview.Frontend{}
 	for f := range nodeview.Frontends(se) {
 		all[f.FrontendKey] = f

@@ -18,6 +18,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // eventLog is a handler that writes down what it is told. fail, where it is
@@ -163,6 +164,97 @@ func TestEvents(t *testing.T) {
 	})
 }
 
+// An address goes from one service to another while the first fails.
+func TestEventsHoldBackFrontendUntilItsPlaceIsFree(t *testing.T) {
+	a, b, c := key("a"), key("b"), key("c")
+	gone := func(k types.NamespacedName) sink.Change { return sink.Change{Key: k} }
+	set := func(v *api.ServiceEndpoints) sink.Change { return sink.Change{Key: v.Key(), New: v} }
+	whole := func(v *api.ServiceEndpoints) *api.ServiceEndpoints {
+		v.Service.MapIP = true
+		return v
+	}
+	const heldBack = "service default/b: set frontend ClusterIP 10.96.0.1:80/TCP: service default/a may still have ClusterIP 10.96.0.1:80/TCP"
+	cases := []struct {
+		name  string
+		first *api.ServiceEndpoints // has the address first
+		fails string                // the event that fails once
+		syncs [][]sink.Change
+		want  [][]string // events and, last, the error of each sync
+	}{{
+		name:  "its frontend cannot be deleted",
+		first: at(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
+		syncs: [][]sink.Change{{gone(a), set(at(1, view(b)))}, {gone(a), set(at(1, view(b)))}},
+		want: [][]string{
+			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "set service b", "service default/a: delete frontend ClusterIP 10.96.0.1:80/TCP: dataplane is busy; " + heldBack},
+			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "delete service a", "set service b", "set frontend b ClusterIP 10.96.0.1:80/TCP → []", "<nil>"},
+		},
+	}, {
+		name:  "its frontend is deleted, and an endpoint cannot be",
+		first: at(1, view(a, 1)), fails: "delete endpoint a 10.0.0.1",
+		syncs: [][]sink.Change{{gone(a), set(at(1, view(b)))}, {gone(a)}},
+		want: [][]string{
+			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "delete endpoint a 10.0.0.1", "set service b", "set frontend b ClusterIP 10.96.0.1:80/TCP → []", "service default/a: delete endpoint 10.0.0.1: dataplane is busy"},
+			{"delete endpoint a 10.0.0.1", "delete service a", "<nil>"},
+		},
+	}, {
+		name:  "the other one comes while it waits for its retry",
+		first: at(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
+		syncs: [][]sink.Change{{gone(a)}, {set(at(1, view(b)))}},
+		want: [][]string{
+			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "service default/a: delete frontend ClusterIP 10.96.0.1:80/TCP: dataplane is busy"},
+			{"set service b", heldBack},
+		},
+	}, {
+		name:  "it gets the address back: what was held back is not deleted",
+		first: at(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
+		syncs: [][]sink.Change{{gone(a), set(at(1, view(b)))}, {set(at(1, view(a))), gone(b)}},
+		want: [][]string{
+			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "set service b", "service default/a: delete frontend ClusterIP 10.96.0.1:80/TCP: dataplane is busy; " + heldBack},
+			{"delete service b", "set service a", "set frontend a ClusterIP 10.96.0.1:80/TCP → []", "<nil>"},
+		},
+	}, {
+		name:  "it has the whole address: the ports of the other one wait too",
+		first: whole(at(1, view(a))), fails: "delete frontend a ClusterIP 10.96.0.1",
+		syncs: [][]sink.Change{{gone(a), set(at(1, view(b)))}},
+		want: [][]string{
+			{"delete frontend a ClusterIP 10.96.0.1", "set service b", "service default/a: delete frontend ClusterIP 10.96.0.1: dataplane is busy; " +
+				"service default/b: set frontend ClusterIP 10.96.0.1:80/TCP: service default/a may still have ClusterIP 10.96.0.1"},
+		},
+	}, {
+		name:  "others are not held back",
+		first: at(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
+		syncs: [][]sink.Change{{gone(a), set(at(2, view(c)))}},
+		want: [][]string{
+			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "set service c", "set frontend c ClusterIP 10.96.0.2:80/TCP → []", "service default/a: delete frontend ClusterIP 10.96.0.1:80/TCP: dataplane is busy"},
+		},
+	}}
+	for _, tc := range cases {
+		t.Run(tc.name, func(t *testing.T) {
+			log := &eventLog{}
+			s := sink.Events(log)
+			if err := s.Sync(t.Context(), &sink.Changes{Services: slices.Values([]sink.Change{set(tc.first)})}); err != nil {
+				t.Fatal(err)
+			}
+			log.take()
+			log.fail = func(line string) error {
+				if line == tc.fails {
+					log.fail = nil
+					return errBusy
+				}
+				return nil
+			}
+			var got [][]string
+			for _, changes := range tc.syncs {
+				err := s.Sync(t.Context(), &sink.Changes{Services: slices.Values(changes)})
+				got = append(got, append(strings.Split(log.take(), "\n"), fmt.Sprint(err)))
+			}
+			if diff := cmp.Diff(tc.want, got); diff != "" {
+				t.Errorf("events and errors (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
 func TestEventsNamesObjectInError(t *testing.T) {
 	log := &eventLog{}
 	s := sink.Events(log)
@@ -214,16 +306,17 @@ func TestEventsPassesOnTheLifeOfItsHandler(t *testing.T) {
 	}
 }
 
-// objects is a handler that keeps what it was told and checks that nothing
-// refers to what is not there, and that no address is taken twice. Each of its
-// events fails at times, before or after it is done.
+// objects is a handler that keeps what it was told, frontends by what they claim
+// alone. It checks that nothing refers to what is not there, that no address is
+// taken twice, and that none is taken from another service. Each of its events
+// fails at times, before or after it is done.
 type objects struct {
 	t         *testing.T
 	r         *rand.Rand
 	failing   bool
 	services  map[string]bool
 	endpoints map[string]bool
-	frontends map[string]string // to the service that has it, and its endpoints
+	frontends map[api.Claim]string // to the service that has it, and its endpoints
 }
 
 func (o *objects) do(event func()) error {
@@ -271,24 +364,24 @@ func (o *objects) SetFrontend(_ context.Context, svc *api.Service, f nodeview.Fr
 			o.t.Errorf("frontend %s of %s is set before its endpoint %s", f.FrontendKey, svc.Name, e.Key())
 		}
 	}
-	k := f.FrontendKey.String()
-	if owner, _, ok := strings.Cut(o.frontends[k], " "); ok && owner != svc.Name && !o.failing {
-		o.t.Errorf("frontend %s is set for %s while %s has it", k, svc.Name, owner)
-	}
-	return o.do(func() { o.frontends[k] = svc.Name + " " + targets(f) })
+	o.checkOwner("set", svc, f)
+	return o.do(func() { o.frontends[f.Claim()] = svc.Name + " " + targets(f) })
 }
 
 func (o *objects) DeleteFrontend(_ context.Context, svc *api.Service, f nodeview.Frontend) error {
-	k := f.FrontendKey.String()
-	return o.do(func() {
-		if owner, _, _ := strings.Cut(o.frontends[k], " "); owner == svc.Name {
-			delete(o.frontends, k)
-		}
-	})
+	o.checkOwner("deleted", svc, f)
+	return o.do(func() { delete(o.frontends, f.Claim()) })
+}
+
+func (o *objects) checkOwner(what string, svc *api.Service, f nodeview.Frontend) {
+	if owner, _, ok := strings.Cut(o.frontends[f.Claim()], " "); ok && owner != svc.Name {
+		o.t.Errorf("frontend %s is %s for %s while %s has it", f.FrontendKey, what, svc.Name, owner)
+	}
 }
 
 // FuzzEvents lets a source change and a handler fail at random, and checks that
-// in the end the handler has the objects that the source has.
+// in the end the handler has the objects that the source has, and on the way no
+// address that goes from service to service has two, or is lost to a late delete.
 func FuzzEvents(f *testing.F) {
 	for seed := range uint64(50) {
 		f.Add(seed, uint8(200))
@@ -297,7 +390,7 @@ func FuzzEvents(f *testing.F) {
 		r := rand.New(rand.NewPCG(seed, 1))
 		o := &objects{
 			t: t, r: rand.New(rand.NewPCG(seed, 2)), failing: seed%4 > 0,
-			services: map[string]bool{}, endpoints: map[string]bool{}, frontends: map[string]string{},
+			services: map[string]bool{}, endpoints: map[string]bool{}, frontends: map[api.Claim]string{},
 		}
 		run(t, sink.Options{}, sink.Events(o), func(w *world) {
 			w.src.MarkSynced()
@@ -310,7 +403,11 @@ func FuzzEvents(f *testing.F) {
 					if r.IntN(3) == 0 {
 						w.src.Delete(key(name))
 					} else {
-						set = append(set, at(free[i], view(key(name), bytesUpTo(r)...)))
+						v := at(free[i], view(key(name), bytesUpTo(r)...))
+						if r.IntN(4) == 0 {
+							v.Service.IPs.ExternalIPs, v.Service.IPs.ClusterIPs = v.Service.IPs.ClusterIPs, api.IPSet{}
+						}
+						set = append(set, v)
 					}
 				}
 				w.src.Set(set...)
@@ -325,14 +422,14 @@ func FuzzEvents(f *testing.F) {
 			o.failing = false
 			w.waitApplied()
 
-			want := &objects{services: map[string]bool{}, endpoints: map[string]bool{}, frontends: map[string]string{}}
+			want := &objects{services: map[string]bool{}, endpoints: map[string]bool{}, frontends: map[api.Claim]string{}}
 			for _, v := range w.src.Views() {
 				want.services[v.Service.Name] = true
 				for _, e := range v.Endpoints {
 					want.endpoints[v.Service.Name+" "+e.Key()] = true
 				}
 				for f := range nodeview.Frontends(v) {
-					want.frontends[f.FrontendKey.String()] = v.Service.Name + " " + targets(f)
+					want.frontends[f.Claim()] = v.Service.Name + " " + targets(f)
 				}
 			}
 			if diff := cmp.Diff(want.lists(), o.lists()); diff != "" {
@@ -345,7 +442,7 @@ func FuzzEvents(f *testing.F) {
 func (o *objects) lists() [][]string {
 	frontends := []string{}
 	for k, v := range o.frontends {
-		frontends = append(frontends, k+" "+v)
+		frontends = append(frontends, fmt.Sprint(k, " ", v))
 	}
 	return [][]string{slices.Sorted(maps.Keys(o.services)), slices.Sorted(maps.Keys(o.endpoints)), slices.Sorted(slices.Values(frontends))}
 }

@@ -3,7 +3,6 @@
 package nodeview
 
 import (
-	"bytes"
 	"flag"
 	"net/netip"
 	"os"
@@ -83,12 +82,9 @@ func TestExplain(t *testing.T) {
 				t.Errorf("Explain has another view than View (-View +Explain):\n%s", cmp.Diff(describe(want), describe(e.View)))
 			}
 			golden := filepath.Join("testdata", "explain", strings.ReplaceAll(c.name, " ", "-")+".txt")
-			var got bytes.Buffer
-			if _, err := e.WriteTo(&got); err != nil {
-				t.Fatal(err)
-			}
+			got := e.String()
 			if *update {
-				if err := os.WriteFile(golden, got.Bytes(), 0o644); err != nil {
+				if err := os.WriteFile(golden, []byte(got), 0o644); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -96,7 +92,7 @@ func TestExplain(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if diff := cmp.Diff(string(want), got.String()); diff != "" {
+			if diff := cmp.Diff(string(want), got); diff != "" {
 				t.Errorf("explanation differs from %s; go test -run TestExplain -update writes it (-want +got):\n%s", golden, diff)
 			}
 		})

@@ -5,18 +5,11 @@ package nodeview
 import (
 	"cmp"
 	"fmt"
-	"io"
 	"slices"
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
 )
-
-// WriteTo writes e as text for people.
-func (e *Explanation) WriteTo(w io.Writer) (int64, error) {
-	n, err := io.WriteString(w, e.String())
-	return int64(n), err
-}
 
 // String returns e as text of several lines.
 func (e *Explanation) String() string {

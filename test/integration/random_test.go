@@ -50,7 +50,7 @@ func TestWhatIsPrintedIsWhatTheAPIServerHas(t *testing.T) {
 		network string
 	}{
 		{"with few services without a selector", 0, "198.51.100"},
-		{"with more of them than have a watch of their own", kube.MaxOwnWatches + 1, "203.0.113"},
+		{"with more of them than have a watch of their own", 33, "203.0.113"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()

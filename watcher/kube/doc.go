@@ -29,9 +29,13 @@
 // Slices of a service without a selector are made by somebody else and may lack
 // the label. With a ServiceProxyName each such service therefore has a watch of
 // its own for the slices that the common watch leaves out, and a new one shows
-// up in the state together with its first list, or after [HoldTimeout]. From
-// [MaxOwnWatches] such services on, one watch serves all of them: it follows the
-// slices of the whole cluster that the endpoint-slice controller has not made.
+// up in the state together with its first list, or after five seconds. Once there
+// are more than 32 such services, one watch serves all of them, for good. It
+// follows what the common watch leaves out in the whole cluster, which costs as
+// much as the slices of everybody.
+//
+// A slice that several watches show counts in its latest version, by resource
+// version.
 //
 // # Label flips
 //

@@ -2,7 +2,11 @@
 
 package kube
 
-import "sync"
+import (
+	"fmt"
+	"slices"
+	"sync"
+)
 
 // gate opens when everything it was told to wait for is done.
 type gate struct {
@@ -34,4 +38,16 @@ func (g *gate) done(thing any) {
 	if len(g.waiting) == 0 {
 		g.open()
 	}
+}
+
+// pending names what is waited for, in order.
+func (g *gate) pending() []string {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	var names []string
+	for thing := range g.waiting {
+		names = append(names, fmt.Sprint(thing))
+	}
+	slices.Sort(names)
+	return slices.Compact(names)
 }

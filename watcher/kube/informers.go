@@ -8,11 +8,9 @@ import (
 	"fmt"
 	"sync"
 
-	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/client-go/tools/cache"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/watcher"
 )
 
 // Informers are those that a program runs anyway, in place of a connection of
@@ -34,32 +32,27 @@ func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 	if in.Services == nil || in.EndpointSlices == nil || in.Nodes == nil {
 		return errors.New("informers are needed for services, endpoint slices and nodes")
 	}
-	w.gate.wait(services, endpointSlices, nodes)
+	w.awaitLists(ctx)
 
 	var toServices writer[api.Service] = serviceWriter{w.state}
-	var toSlices eventStore = w.sliceStore(w.converter.WantsSlice, sliceWriter{w.state})
+	var toSlices writer[api.EndpointSlice] = sliceWriter{w.state}
 	slicesListed := func() {}
 	if w.opts.ServiceProxyName != "" {
-		// The informer has everybody's slices, as the single watch has.
-		h := newHandmade(w)
-		defer h.close()
-		h.single = true
-		toServices = handmadeServices{h}
-		toSlices = bothSlices{
-			converter: w.converter,
-			labelled:  toSlices,
-			handmade:  w.sliceStore(w.handmade, handmadeSlices{h}),
-		}
+		// The informer has everybody's slices, in one view.
+		m := newMerger(w)
+		defer m.close()
+		m.shared = true
+		toServices, toSlices = mergedServices{m}, viewWriter{m, m.newView()}
 		slicesListed = func() {
-			h.mu.Lock()
-			defer h.mu.Unlock()
-			h.commit(h.takeOver)
+			m.mu.Lock()
+			defer m.mu.Unlock()
+			m.commit(m.takeOver)
 		}
 	}
 
 	for _, f := range [...]*follower{
 		{watch: w, resource: services, informer: in.Services, store: w.serviceStore(toServices)},
-		{watch: w, resource: endpointSlices, informer: in.EndpointSlices, store: toSlices, listed: slicesListed},
+		{watch: w, resource: endpointSlices, informer: in.EndpointSlices, store: w.sliceStore(toSlices), listed: slicesListed},
 		{watch: w, resource: nodes, informer: in.Nodes, store: w.nodeStore(nodeWriter{w.state})},
 	} {
 		registration, err := f.informer.AddEventHandler(f)
@@ -133,29 +126,4 @@ func (f *follower) handOn(to func(any) error, obj any) {
 	if err := to(obj); err != nil {
 		f.logger.Error(err, "Informer delivered what it should not", "resource", f.resource)
 	}
-}
-
-// bothSlices takes the slices of everybody. Each goes to the store that wants it
-// first and then out of the other, so that one whose labels change is never
-// missing.
-type bothSlices struct {
-	converter          *watcher.Converter
-	labelled, handmade eventStore
-}
-
-// Add sets a slice.
-func (b bothSlices) Add(obj any) error { return b.Update(obj) }
-
-// Update sets a slice.
-func (b bothSlices) Update(obj any) error {
-	slice, _ := obj.(*discoveryv1.EndpointSlice)
-	if b.converter.WantsSlice(slice) {
-		return errors.Join(b.labelled.Update(obj), b.handmade.Update(obj))
-	}
-	return errors.Join(b.handmade.Update(obj), b.labelled.Update(obj))
-}
-
-// Delete removes a slice.
-func (b bothSlices) Delete(obj any) error {
-	return errors.Join(b.labelled.Delete(obj), b.handmade.Delete(obj))
 }

@@ -4,8 +4,10 @@ package kube
 
 import (
 	"context"
+	"strings"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
@@ -105,6 +107,22 @@ func TestInformersDeliverARecreatedObject(t *testing.T) {
 		w.delete(service("web"), node("a"))
 		w.set(service("web"))
 		w.expect("service default/web")
+	})
+}
+
+func TestInformersThatNobodyStartedAreNamed(t *testing.T) {
+	withInformers(t, Options{}, func(w *world) {
+		client, err := kubernetes.NewForConfig(w.config())
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.opts.Informers.Nodes = informers.NewSharedInformerFactory(client, 0).Core().V1().Nodes().Informer()
+		log := w.bufferLog()
+		w.start()
+		w.advance(time.Hour)
+		if got := log(); strings.Count(got, "Still waiting") != 1 || !strings.Contains(got, `["nodes"]`) {
+			t.Errorf("want one line that names the nodes, got %s", got)
+		}
 	})
 }
 

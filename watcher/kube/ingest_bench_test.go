@@ -83,12 +83,12 @@ func newBenchWatch(b *testing.B) *benchWatch {
 		b.Fatal(err)
 	}
 	state := cluster.New(cluster.Options{})
-	w := &watch{state: state, converter: converter, onEvent: func(string) {}, gate: gate{open: state.SetSynced}}
+	w := &watch{state: state, converter: converter, gate: gate{open: state.SetSynced}}
 	w.gate.wait(services, endpointSlices)
 	return &benchWatch{
 		state:    state,
 		services: w.serviceStore(serviceWriter{state}),
-		slices:   w.sliceStore(converter.WantsSlice, sliceWriter{state}),
+		slices:   w.sliceStore(sliceWriter{state}),
 	}
 }
 

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"sync"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -41,17 +42,13 @@ type Options struct {
 	Compression bool
 
 	// FailFast makes Watch return the first error that it meets before
-	// everything has been listed, instead of trying again.
+	// everything has been listed, instead of trying again. With Informers it has
+	// no effect: their errors do not come here.
 	FailFast bool
 
 	// OnError, if set, is told each failed list or watch request. It is called
 	// from several goroutines and must return soon.
 	OnError func(*Error)
-
-	// OnEvent, if set, is told each time the server delivers a listing or a
-	// change of a resource, such as "services". It is called from several
-	// goroutines and must return soon.
-	OnEvent func(resource string)
 }
 
 // Watch keeps state equal to what the API server has, and calls its SetSynced
@@ -62,7 +59,7 @@ type Options struct {
 // returns an [*Error].
 //
 // A state takes one Watch in its life, and other writers only if they leave
-// alone what Watch writes: all scopes are in use.
+// alone what Watch writes, all of it in scope 0.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	converter, err := watcher.New(opts.Options)
 	if err != nil {
@@ -77,9 +74,6 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 		logger:    klog.FromContext(ctx),
 		end:       cancel,
 		gate:      gate{open: state.SetSynced},
-	}
-	if w.onEvent = opts.OnEvent; w.onEvent == nil {
-		w.onEvent = func(string) {}
 	}
 	switch {
 	case (opts.Config == nil) == (opts.Informers == nil):
@@ -98,7 +92,6 @@ type watch struct {
 	converter *watcher.Converter
 	clients   *clients // nil with informers
 	logger    klog.Logger
-	onEvent   func(resource string)
 	// end ends the watch with an error.
 	end     func(error)
 	gate    gate
@@ -112,39 +105,58 @@ const (
 	nodes          = "nodes"
 )
 
-// serviceStore returns the store for the services that the proxy wants.
-func (w *watch) serviceStore(to writer[api.Service]) *store[*corev1.Service, api.Service] {
-	return newStore(w, services, to, func(s *corev1.Service) *api.Service {
-		if !w.converter.WantsService(s) {
-			return nil
+// noticeAfter is how long the first lists may take before it is said which ones
+// are missing. Informers that nobody has started say nothing.
+const noticeAfter = 10 * time.Second
+
+// awaitLists makes the state wait for the first list of each kind.
+func (w *watch) awaitLists(ctx context.Context) {
+	w.gate.wait(services, endpointSlices, nodes)
+	w.running.Go(func() {
+		select {
+		case <-w.state.Synced():
+		case <-ctx.Done():
+		case <-time.After(noticeAfter):
+			w.logger.Info("Still waiting for the first list", "of", w.gate.pending(), "waited", noticeAfter)
 		}
-		service, problems := w.converter.Service(s)
-		w.log(problems)
-		return service
 	})
 }
 
-// sliceStore returns a store for those slices that wanted says.
-func (w *watch) sliceStore(wanted func(*discoveryv1.EndpointSlice) bool, to writer[api.EndpointSlice]) *store[*discoveryv1.EndpointSlice, api.EndpointSlice] {
-	return newStore(w, endpointSlices, to, func(s *discoveryv1.EndpointSlice) *api.EndpointSlice {
-		if !wanted(s) {
-			return nil
+// serviceStore returns the store for the services that the proxy wants.
+func (w *watch) serviceStore(to writer[api.Service]) *store[*corev1.Service, api.Service] {
+	return newStore(w, services, to, func(s *corev1.Service, i *item[api.Service]) {
+		if !w.converter.WantsService(s) {
+			return
+		}
+		service, problems := w.converter.Service(s)
+		w.log(problems)
+		i.value, i.selectorless = service, watcher.Selectorless(s)
+	})
+}
+
+// sliceStore returns a store for the slices that the proxy wants. With a
+// ServiceProxyName it takes all: which ones are wanted the merger knows.
+func (w *watch) sliceStore(to writer[api.EndpointSlice]) *store[*discoveryv1.EndpointSlice, api.EndpointSlice] {
+	return newStore(w, endpointSlices, to, func(s *discoveryv1.EndpointSlice, i *item[api.EndpointSlice]) {
+		i.labelled = w.converter.WantsSlice(s)
+		if !i.labelled && w.opts.ServiceProxyName == "" {
+			return
 		}
 		slice, problems := w.converter.EndpointSlice(s)
 		w.log(problems)
-		return slice
+		i.value = slice
 	})
 }
 
 // nodeStore returns the store for the node, or nodes, that Options.NodeName says.
 func (w *watch) nodeStore(to writer[api.Node]) *store[*corev1.Node, api.Node] {
-	return newStore(w, nodes, to, func(n *corev1.Node) *api.Node {
+	return newStore(w, nodes, to, func(n *corev1.Node, i *item[api.Node]) {
 		if w.opts.NodeName != "" && n.Name != w.opts.NodeName {
-			return nil
+			return
 		}
 		node, problems := w.converter.Node(n)
 		w.log(problems)
-		return node
+		i.value = node
 	})
 }
 

@@ -77,6 +77,13 @@ func (w *world) start() {
 	synctest.Wait()
 }
 
+// bufferLog makes the watch log into a buffer, which the returned function reads.
+func (w *world) bufferLog() func() string {
+	logger := ktesting.NewLogger(w.t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
+	w.ctx = klog.NewContext(w.t.Context(), logger)
+	return func() string { return logger.GetSink().(ktesting.Underlier).GetBuffer().String() }
+}
+
 // advance lets time pass, and waits until everything is at rest.
 func (w *world) advance(d time.Duration) {
 	time.Sleep(d)
@@ -485,34 +492,54 @@ func TestAnErrorThatLastsIsLoggedRarely(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		failures := 0
 		w.opts.OnError = func(*Error) { failures++ }
-		logger := ktesting.NewLogger(w.t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
-		w.ctx = klog.NewContext(w.t.Context(), logger)
+		log := w.bufferLog()
 		w.refuse = forbid(nodes)
 		w.start()
 		w.advance(time.Hour - time.Minute)
-		lines := strings.Count(logger.GetSink().(ktesting.Underlier).GetBuffer().String(), "missing permission")
+		lines := strings.Count(log(), "missing permission")
 		if failures < 60 || lines < 2 || lines > 2*12 {
 			t.Errorf("in an hour of %d errors %d lines of log, want 1 in 5 minutes for each of list and watch", failures, lines)
 		}
 	})
 }
 
-func TestEventsAreTold(t *testing.T) {
+func TestWhatIsWaitedForIsLoggedOnce(t *testing.T) {
+	for _, tc := range []struct {
+		name string
+		opts Options
+		want string
+	}{
+		{"for a general proxy", Options{}, `["endpointslices","nodes"]`},
+		{"for a named proxy", named("x"), `["endpointslices","endpointslices of services without a selector","nodes"]`},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			inWorld(t, tc.opts, func(w *world) {
+				log := w.bufferLog()
+				unblock := w.block(func(r request) bool { return r.Resource != services })
+				w.set(selectorless("one", proxyName, "x"), selectorless("two", proxyName, "x"))
+				w.start()
+				w.advance(noticeAfter - time.Millisecond)
+				if log := log(); strings.Contains(log, "Still waiting") {
+					t.Errorf("logged too early: %s", log)
+				}
+				w.advance(time.Hour)
+				got := log()
+				if strings.Count(got, "Still waiting") != 1 || !strings.Contains(got, tc.want) {
+					t.Errorf("want one line with %s, got %s", tc.want, got)
+				}
+				unblock()
+			})
+		})
+	}
+}
+
+func TestNothingIsLoggedOnceAllIsListed(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
-		var mu sync.Mutex
-		told := map[string]int{}
-		w.opts.OnEvent = func(resource string) {
-			mu.Lock()
-			defer mu.Unlock()
-			told[resource]++
-		}
+		log := w.bufferLog()
 		w.start()
-		w.set(service("web"), node("a"))
-		w.delete(service("web"))
-		synctest.Wait()
-		want := map[string]int{"services": 3, "endpointslices": 1, "nodes": 2}
-		if diff := cmp.Diff(want, told); diff != "" {
-			t.Errorf("events (-want +got):\n%s", diff)
+		w.advance(time.Hour)
+		if log := log(); log != "" {
+			t.Errorf("logged: %s", log)
 		}
 	})
 }

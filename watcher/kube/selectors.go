@@ -14,19 +14,6 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 )
 
-// endpointSliceController is who makes the slices of services with a selector,
-// as their label endpointslice.kubernetes.io/managed-by says.
-const endpointSliceController = "endpointslice-controller.k8s.io"
-
-// unlabelled reports whether the common watch of slices leaves s out.
-func (w *watch) unlabelled(s *discoveryv1.EndpointSlice) bool { return !w.converter.WantsSlice(s) }
-
-// handmade reports whether the common watch leaves s out and it is not the work
-// of the endpoint-slice controller.
-func (w *watch) handmade(s *discoveryv1.EndpointSlice) bool {
-	return w.unlabelled(s) && s.Labels[discoveryv1.LabelManagedBy] != endpointSliceController
-}
-
 func (w *watch) serviceSource() source[*corev1.ServiceList] {
 	src := source[*corev1.ServiceList]{
 		client:   w.clients.services(),
@@ -68,12 +55,11 @@ func (w *watch) ownSource(service types.NamespacedName) source[*discoveryv1.Endp
 		differs(watcher.LabelServiceProxyName, w.opts.ServiceProxyName))
 }
 
-// handmadeSource returns the slices of all services that the common watch
-// leaves out, except those that the endpoint-slice controller makes.
-func (w *watch) handmadeSource() source[*discoveryv1.EndpointSliceList] {
-	return w.slices("",
-		differs(watcher.LabelServiceProxyName, w.opts.ServiceProxyName),
-		differs(discoveryv1.LabelManagedBy, endpointSliceController))
+// sharedSource returns the slices of all services that the common watch leaves
+// out. Whoever made them: those of the endpoint-slice controller outlast the
+// selector of their service.
+func (w *watch) sharedSource() source[*discoveryv1.EndpointSliceList] {
+	return w.slices("", differs(watcher.LabelServiceProxyName, w.opts.ServiceProxyName))
 }
 
 func (w *watch) slices(namespace string, requirements ...string) source[*discoveryv1.EndpointSliceList] {

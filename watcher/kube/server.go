@@ -9,6 +9,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 
 	"github.com/kpng-project/kpng/api"
@@ -21,19 +22,24 @@ func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 		return fmt.Errorf("client for API server %s: %w", config.Host, err)
 	}
 	defer w.clients.close()
-	w.gate.wait(services, endpointSlices, nodes)
+	w.awaitLists(ctx)
 
 	var toServices writer[api.Service] = serviceWriter{w.state}
+	var toSlices writer[api.EndpointSlice] = sliceWriter{w.state}
 	if w.opts.ServiceProxyName != "" {
-		h := newHandmade(w)
-		defer h.close()
-		h.startOwn = func(own *ownService) context.CancelFunc { return w.startOwn(ctx, h, own) }
-		h.startSingle = func() { w.startSingle(ctx, h) }
-		toServices = handmadeServices{h}
+		m := newMerger(w)
+		defer m.close()
+		m.startOwn = func(service types.NamespacedName, to viewWriter) context.CancelFunc {
+			ctx, cancel := context.WithCancel(ctx)
+			w.startMore(ctx, w.ownSource(service), to)
+			return cancel
+		}
+		m.startShared = func(to viewWriter) { w.startMore(ctx, w.sharedSource(), to) }
+		toServices, toSlices = mergedServices{m}, viewWriter{m, m.newView()}
 	}
 	w.running.Go(func() { reflect(ctx, w, w.serviceSource(), &corev1.Service{}, w.serviceStore(toServices)) })
 	w.running.Go(func() {
-		reflect(ctx, w, w.sliceSource(), &discoveryv1.EndpointSlice{}, w.sliceStore(w.converter.WantsSlice, sliceWriter{w.state}))
+		reflect(ctx, w, w.sliceSource(), &discoveryv1.EndpointSlice{}, w.sliceStore(toSlices))
 	})
 	w.running.Go(func() { reflect(ctx, w, w.nodeSource(), &corev1.Node{}, w.nodeStore(nodeWriter{w.state})) })
 	w.running.Wait()
@@ -44,18 +50,9 @@ func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 	return nil
 }
 
-// startOwn watches the handmade slices of one service.
-func (w *watch) startOwn(ctx context.Context, h *handmade, own *ownService) context.CancelFunc {
-	ctx, cancel := context.WithCancel(ctx)
-	store := w.sliceStore(w.unlabelled, ownSlices{h, own})
-	store.listed = func() {}
-	w.running.Go(func() { reflect(ctx, w, w.ownSource(own.key), &discoveryv1.EndpointSlice{}, store) })
-	return cancel
-}
-
-// startSingle watches the handmade slices of all services.
-func (w *watch) startSingle(ctx context.Context, h *handmade) {
-	store := w.sliceStore(w.handmade, handmadeSlices{h})
-	store.listed = func() {}
-	w.running.Go(func() { reflect(ctx, w, w.handmadeSource(), &discoveryv1.EndpointSlice{}, store) })
+// startMore watches slices that the common watch leaves out.
+func (w *watch) startMore(ctx context.Context, src source[*discoveryv1.EndpointSliceList], to viewWriter) {
+	store := w.sliceStore(to)
+	store.listed = func() {} // the gate waits for services instead
+	w.running.Go(func() { reflect(ctx, w, src, &discoveryv1.EndpointSlice{}, store) })
 }

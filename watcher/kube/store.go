@@ -14,17 +14,20 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/diffstore"
-	"github.com/kpng-project/kpng/watcher"
 )
 
 // item is an object of the API, reduced to what goes into the state.
 type item[T any] struct {
 	key types.NamespacedName
 	uid types.UID
+	// revision is the resource version.
+	revision string
 	// value is nil if the object is of no use to the proxy.
 	value *T
 	// selectorless says of a service that it has no selector.
 	selectorless bool
+	// labelled says of a slice that its labels alone make it one for the proxy.
+	labelled bool
 }
 
 // GetObjectMeta gives the reflector, which collects the items of a streaming
@@ -45,20 +48,18 @@ type writer[T any] interface {
 // hands them to its writer: a cache.TransformingStore that stores nothing.
 type store[O metav1.Object, T any] struct {
 	resource string
-	convert  func(O) *T
+	reduce   func(O, *item[T]) // sets the value and what is said of it
 	to       writer[T]
-	onEvent  func(resource string)
 	listed   func() // called after each full listing
 }
 
 var _ cache.TransformingStore = (*store[*corev1.Node, api.Node])(nil)
 
-func newStore[O metav1.Object, T any](w *watch, resource string, to writer[T], convert func(O) *T) *store[O, T] {
+func newStore[O metav1.Object, T any](w *watch, resource string, to writer[T], reduce func(O, *item[T])) *store[O, T] {
 	return &store[O, T]{
 		resource: resource,
-		convert:  convert,
+		reduce:   reduce,
 		to:       to,
-		onEvent:  w.onEvent,
 		listed:   func() { w.gate.done(resource) },
 	}
 }
@@ -73,10 +74,8 @@ func (s *store[O, T]) item(obj any) (*item[T], error) {
 	if !ok {
 		return nil, fmt.Errorf("unexpected object of type %T among %s", obj, s.resource)
 	}
-	i := &item[T]{key: keyOf(o.GetNamespace(), o.GetName()), uid: o.GetUID(), value: s.convert(o)}
-	if service, ok := obj.(*corev1.Service); ok {
-		i.selectorless = watcher.Selectorless(service)
-	}
+	i := &item[T]{key: keyOf(o.GetNamespace(), o.GetName()), uid: o.GetUID(), revision: o.GetResourceVersion()}
+	s.reduce(o, i)
 	return i, nil
 }
 
@@ -95,7 +94,6 @@ func (s *store[O, T]) Update(obj any) error {
 	if err != nil {
 		return err
 	}
-	s.onEvent(s.resource)
 	if i.value == nil {
 		s.to.remove(i.key)
 	} else {
@@ -118,7 +116,6 @@ func (s *store[O, T]) Delete(obj any) error {
 	default:
 		return fmt.Errorf("unexpected deleted object of type %T among %s", obj, s.resource)
 	}
-	s.onEvent(s.resource)
 	s.to.remove(key)
 	return nil
 }
@@ -136,7 +133,6 @@ func (s *store[O, T]) Replace(list []any, _ string) error {
 			items = append(items, i)
 		}
 	}
-	s.onEvent(s.resource)
 	s.to.replace(items)
 	s.listed()
 	return nil
@@ -159,7 +155,7 @@ func values[T any](items []*item[T]) iter.Seq[*T] {
 	}
 }
 
-// mainScope is the scope of everything but the handmade slices.
+// mainScope is the scope of everything that is written.
 const mainScope diffstore.Scope = 0
 
 // serviceWriter, sliceWriter and nodeWriter write what one watch of the whole

@@ -3,8 +3,11 @@
 package kube
 
 import (
+	"context"
 	"fmt"
+	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -12,13 +15,21 @@ import (
 	"github.com/google/go-cmp/cmp"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/watcher"
 )
 
 // forOwn says whether r is for the slices of one service.
 func forOwn(r request) bool { return strings.Contains(r.Labels, discoveryv1.LabelServiceName) }
 
-// forSingle says whether r is for the handmade slices of all services.
-func forSingle(r request) bool { return strings.Contains(r.Labels, discoveryv1.LabelManagedBy) }
+// forShared says whether r is for the unlabelled slices of all services.
+func forShared(r request) bool { return r.Labels == proxyName+"!=x" }
+
+// forCommon says whether r is for the slices that bear the proxy's label.
+func forCommon(r request) bool { return r.Resource == endpointSlices && r.Labels == proxyName+"=x" }
 
 // block makes the server not answer requests that match until the returned
 // function is called.
@@ -108,7 +119,7 @@ func TestLaterServiceIsPublishedWithItsSlices(t *testing.T) {
 		w.start()
 		unblock := w.block(forOwn)
 		w.set(slice("byhand", "plain", "10.0.0.1"), selectorless("byhand", proxyName, "x"))
-		w.advance(HoldTimeout - time.Millisecond)
+		w.advance(holdTimeout - time.Millisecond)
 		w.expect()
 		changed := selectorless("byhand", proxyName, "x")
 		changed.Spec.Ports[0].Port = 81
@@ -123,7 +134,7 @@ func TestLaterServiceIsPublishedWithItsSlices(t *testing.T) {
 				t.Errorf("published as %+v", c.Value)
 			}
 		}
-		w.advance(2 * HoldTimeout)
+		w.advance(2 * holdTimeout)
 		w.expect("service default/byhand", "slice default/plain 10.0.0.1")
 	})
 }
@@ -133,7 +144,7 @@ func TestLaterServiceIsPublishedWithoutItsSlicesAfterAWhile(t *testing.T) {
 		w.start()
 		unblock := w.block(forOwn)
 		w.set(slice("byhand", "plain", "10.0.0.1"), selectorless("byhand", proxyName, "x"))
-		w.advance(HoldTimeout)
+		w.advance(holdTimeout)
 		w.expect("service default/byhand")
 		unblock()
 		w.expect("service default/byhand", "slice default/plain 10.0.0.1")
@@ -147,7 +158,7 @@ func TestServiceDeletedWhileItWaitsIsNeverPublished(t *testing.T) {
 		w.set(selectorless("byhand", proxyName, "x"))
 		synctest.Wait()
 		w.delete(selectorless("byhand"))
-		w.advance(2 * HoldTimeout)
+		w.advance(2 * holdTimeout)
 		unblock()
 		w.expect()
 	})
@@ -224,7 +235,7 @@ func TestPublishedServiceThatLosesItsSelectorStays(t *testing.T) {
 }
 
 func TestSliceThatChangesItsLabelMovesBetweenWatches(t *testing.T) {
-	for _, services := range []int{1, MaxOwnWatches + 1} {
+	for _, services := range []int{1, maxOwnWatches + 1} {
 		t.Run(fmt.Sprintf("with %d services", services), func(t *testing.T) {
 			inWorld(t, named("x"), func(w *world) {
 				want := w.crowd(services - 1)
@@ -241,6 +252,183 @@ func TestSliceThatChangesItsLabelMovesBetweenWatches(t *testing.T) {
 	}
 }
 
+// away makes the server refuse requests that match, and ends all watches, as on
+// its restart, until the returned function is called.
+func (w *world) away(match func(request) bool) (back func()) {
+	var refusing atomic.Bool
+	refusing.Store(true)
+	w.mu.Lock()
+	w.refuse = func(r request) *apierrors.StatusError {
+		if refusing.Load() && match(r) {
+			return apierrors.NewTooManyRequests("later", 1)
+		}
+		return nil
+	}
+	w.mu.Unlock()
+	w.drop(nil)
+	return func() {
+		refusing.Store(false)
+		w.advance(10 * time.Minute)
+	}
+}
+
+// A watch that lags shows a slice as it was before it went to another watch, and
+// then that it is gone.
+func TestWatchThatLagsDoesNotUndoWhatAnotherBrought(t *testing.T) {
+	const labelled, plain = true, false
+	for _, tc := range []struct {
+		name    string
+		crowd   int
+		lagging func(request) bool
+		before  bool
+	}{
+		{"the service's own watch lags behind the common one", 0, forOwn, plain},
+		{"the common watch lags behind the service's own", 0, forCommon, labelled},
+		{"the watch for all services lags behind the common one", maxOwnWatches, forShared, plain},
+		{"the common watch lags behind the one for all services", maxOwnWatches, forCommon, labelled},
+	} {
+		for _, compacted := range []bool{false, true} {
+			for _, end := range []string{"stays", "is deleted", "returns"} {
+				t.Run(fmt.Sprintf("%s, compacted=%t, the slice %s", tc.name, compacted, end), func(t *testing.T) {
+					inWorld(t, named("x"), func(w *world) {
+						set := func(addr string, labelled bool) {
+							s := slice("byhand", "byhand-1", addr)
+							if labelled {
+								s.Labels[proxyName] = "x"
+							}
+							w.set(s)
+						}
+						want := append(w.crowd(tc.crowd), "service default/byhand")
+						w.set(selectorless("byhand", proxyName, "x"))
+						set("10.1.0.1", tc.before)
+						w.start()
+						w.expect(append(want, "slice default/byhand-1 10.1.0.1")...)
+						w.advance(2 * time.Second)
+
+						back := w.away(tc.lagging)
+						set("10.1.0.2", tc.before)
+						set("10.1.0.3", !tc.before)
+						w.advance(5 * time.Second)
+						w.expect(append(want, "slice default/byhand-1 10.1.0.3")...)
+						switch end {
+						case "stays":
+							want = append(want, "slice default/byhand-1 10.1.0.3")
+						case "is deleted":
+							w.delete(slice("byhand", "byhand-1", ""))
+							w.expect(want...)
+						case "returns":
+							set("10.1.0.4", tc.before)
+							want = append(want, "slice default/byhand-1 10.1.0.4")
+						}
+						if compacted {
+							w.compact()
+						}
+						back()
+						w.expect(want...)
+						w.delete(slice("byhand", "byhand-1", ""))
+						w.advance(time.Minute)
+						w.expect(slices.DeleteFunc(want, func(line string) bool { return strings.HasPrefix(line, "slice default/byhand-1") })...)
+					})
+				})
+			}
+		}
+	}
+}
+
+func TestSliceMovesBetweenServicesWithoutSelectorWhoseWatchesLag(t *testing.T) {
+	for _, lagging := range []string{"from", "to"} {
+		t.Run(lagging, func(t *testing.T) {
+			inWorld(t, named("x"), func(w *world) {
+				w.set(selectorless("from", proxyName, "x"), selectorless("to", proxyName, "x"), slice("from", "moves", "10.1.0.1"))
+				w.start()
+				w.advance(2 * time.Second)
+				back := w.away(func(r request) bool { return strings.Contains(r.Labels, discoveryv1.LabelServiceName+"="+lagging) })
+				w.set(slice("from", "moves", "10.1.0.2"), slice("to", "moves", "10.1.0.3"), slice("to", "moves", "10.1.0.4"))
+				w.advance(5 * time.Second)
+				back()
+				w.expect("service default/from", "service default/to", "slice default/moves 10.1.0.4")
+			})
+		})
+	}
+}
+
+// mergerOf returns a merger without watches, which has listed everything once.
+func mergerOf(t *testing.T) *merger {
+	opts := named("x")
+	converter, err := watcher.New(opts.Options)
+	if err != nil {
+		t.Fatal(err)
+	}
+	state := cluster.New(cluster.Options{})
+	m := newMerger(&watch{opts: opts, state: state, converter: converter, gate: gate{open: state.SetSynced}})
+	m.startOwn = func(types.NamespacedName, viewWriter) context.CancelFunc { return func() {} }
+	m.startShared = func(viewWriter) {}
+	return m
+}
+
+// at returns a slice in a version of the server.
+func at(revision string, s *discoveryv1.EndpointSlice) any {
+	s.ResourceVersion = revision
+	return s
+}
+
+// An etcd that is restored from a backup counts on from there.
+func TestResourceVersionsMayStartOverWithARelist(t *testing.T) {
+	m := mergerOf(t)
+	common, shared := viewWriter{m, m.newView()}, viewWriter{m, m.newView()}
+	addr := func() (addrs []string) {
+		for _, s := range m.state.Snapshot().Slices.All() {
+			addrs = append(addrs, s.Endpoints[0].Addr.String())
+		}
+		return addrs
+	}
+	mergedServices{m}.set(&item[api.Service]{key: keyOf("default", "byhand"), value: &api.Service{Namespace: "default", Name: "byhand"}, selectorless: true})
+	m.sliceStore(common).Replace([]any{at("1000", slice("byhand", "moves", "10.1.0.1", proxyName, "x"))}, "1000")
+	m.sliceStore(shared).Replace([]any{at("500", slice("byhand", "moves", "10.1.0.2"))}, "600")
+	m.sliceStore(common).Replace(nil, "600")
+	if diff := cmp.Diff([]string{"10.1.0.2"}, addr()); diff != "" {
+		t.Errorf("addresses (-want +got):\n%s", diff)
+	}
+}
+
+func TestServiceThatComesOrGoesTouchesItsOwnSlicesOnly(t *testing.T) {
+	m := mergerOf(t)
+	m.shared, m.listed = true, true
+	store := m.sliceStore(viewWriter{m, m.newView()})
+	for i := range 100 {
+		store.Add(at("1", slice(fmt.Sprintf("service-%d", i%50), fmt.Sprintf("slice-%d", i), "10.1.0.1")))
+	}
+	for _, change := range []func(types.NamespacedName){
+		func(key types.NamespacedName) { m.add(key, nil) },
+		m.drop,
+	} {
+		change(keyOf("default", "service-7"))
+		slices.SortFunc(m.touched, api.CompareKeys)
+		want := []types.NamespacedName{keyOf("default", "slice-57"), keyOf("default", "slice-7")}
+		if diff := cmp.Diff(want, m.touched); diff != "" {
+			t.Errorf("slices to be written (-want +got):\n%s", diff)
+		}
+		m.commit(nil)
+	}
+}
+
+func TestSlicesThatTheControllerLeftBehindAreServed(t *testing.T) {
+	for _, services := range []int{1, maxOwnWatches + 1} {
+		t.Run(fmt.Sprintf("with %d services", services), func(t *testing.T) {
+			inWorld(t, named("x"), func(w *world) {
+				want := w.crowd(services - 1)
+				w.set(selectorless("was", proxyName, "x"), slice("was", "was-1", "10.9.0.1", discoveryv1.LabelManagedBy, controller))
+				w.start()
+				w.expect(append(want, "service default/was", "slice default/was-1 10.9.0.1")...)
+			})
+		})
+	}
+}
+
+// controller is what the label says of slices that the endpoint-slice controller
+// makes.
+const controller = "endpointslice-controller.k8s.io"
+
 // crowd makes n services without selector, with a slice each, and returns what
 // they add to the state.
 func (w *world) crowd(n int) (want []string) {
@@ -254,24 +442,24 @@ func (w *world) crowd(n int) (want []string) {
 
 func TestManyServicesShareOneWatch(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
-		want := w.crowd(MaxOwnWatches + 8)
+		want := w.crowd(maxOwnWatches + 8)
 		w.set(
 			slice("later", "later-1", "10.0.2.1"),
-			slice("controlled", "controlled-1", "10.0.2.2", discoveryv1.LabelManagedBy, endpointSliceController),
+			slice("controlled", "controlled-1", "10.0.2.2", discoveryv1.LabelManagedBy, controller),
 		)
 		w.start()
 		w.expect(want...)
-		own, single := 0, 0
+		own, shared := 0, 0
 		for _, r := range w.seen(func(request) bool { return true }) {
 			if forOwn(r) {
 				own++
 			}
-			if forSingle(r) {
-				single++
+			if forShared(r) {
+				shared++
 			}
 		}
-		if own != 0 || single != 1 {
-			t.Errorf("%d own watches and %d for all, want 0 and 1", own, single)
+		if own != 0 || shared != 1 {
+			t.Errorf("%d own watches and %d for all, want 0 and 1", own, shared)
 		}
 
 		w.set(selectorless("later", proxyName, "x"))
@@ -292,7 +480,7 @@ func TestManyServicesShareOneWatch(t *testing.T) {
 
 func TestOneWatchTakesOverFromMany(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
-		want := w.crowd(MaxOwnWatches)
+		want := w.crowd(maxOwnWatches)
 		w.start()
 		w.expect(want...)
 		before := w.state.Snapshot().Revision

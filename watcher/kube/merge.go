@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"slices"
+
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/resourceversion"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+)
+
+// view is what one watch shows of the endpoint slices. A slice whose labels
+// change leaves one view and enters another, in whatever order the two watches
+// deliver that: for a while it may be in both, or in none.
+type view struct {
+	versions map[types.NamespacedName]*item[api.EndpointSlice]
+	// unlabelled has the names of the slices that lack the proxy's label, by the
+	// service that they are for.
+	unlabelled map[types.NamespacedName][]string
+	// listed is called within the commit of each full listing; may be nil.
+	listed func(tx *cluster.Tx)
+	ended  bool
+}
+
+func newView() *view {
+	return &view{versions: map[types.NamespacedName]*item[api.EndpointSlice]{}, unlabelled: map[types.NamespacedName][]string{}}
+}
+
+func (v *view) put(i *item[api.EndpointSlice]) {
+	v.drop(i.key)
+	v.versions[i.key] = i
+	if !i.labelled {
+		service := i.value.ServiceKey()
+		v.unlabelled[service] = append(v.unlabelled[service], i.key.Name)
+	}
+}
+
+func (v *view) drop(key types.NamespacedName) {
+	i := v.versions[key]
+	if i == nil {
+		return
+	}
+	delete(v.versions, key)
+	if i.labelled {
+		return
+	}
+	service := i.value.ServiceKey()
+	names := v.unlabelled[service]
+	if len(names) == 1 {
+		delete(v.unlabelled, service)
+		return
+	}
+	n := slices.Index(names, key.Name)
+	v.unlabelled[service] = slices.Delete(names, n, n+1)
+}
+
+// newer reports whether a is a later version than b of the same slice. Versions
+// that cannot be compared are none later than the other. KEP-5504 has the rule.
+func newer(a, b *item[api.EndpointSlice]) bool {
+	order, err := resourceversion.CompareResourceVersion(a.revision, b.revision)
+	return err == nil && order > 0
+}
+
+// newView adds a view to those that are merged.
+func (m *merger) newView() *view {
+	v := newView()
+	m.views = append(m.views, v)
+	return v
+}
+
+// endView takes a view out of those that are merged. What its watch delivers
+// from now on is ignored.
+func (m *merger) endView(v *view) {
+	v.ended = true
+	m.views = slices.DeleteFunc(m.views, func(other *view) bool { return other == v })
+	for key := range v.versions {
+		m.touched = append(m.touched, key)
+	}
+}
+
+// put sets a slice in a view. A view that still has an older version lags, and
+// would bring that back if this one went first. Versions are never refused for
+// being old: after a restore of etcd they all are.
+func (m *merger) put(v *view, i *item[api.EndpointSlice]) {
+	v.put(i)
+	for _, other := range m.views {
+		if old := other.versions[i.key]; old != nil && newer(i, old) {
+			other.drop(i.key)
+		}
+	}
+	m.touched = append(m.touched, i.key)
+}
+
+// touchUnlabelled says that the service came to be without a selector, or ceased
+// to be, so that its unlabelled slices belong into the state or do not.
+func (m *merger) touchUnlabelled(service types.NamespacedName) {
+	for _, v := range m.views {
+		for _, name := range v.unlabelled[service] {
+			m.touched = append(m.touched, keyOf(service.Namespace, name))
+		}
+	}
+}
+
+// write brings the state's version of a slice up to date: the newest that any
+// view has, unless it is of no use to the proxy.
+func (m *merger) write(tx *cluster.Tx, key types.NamespacedName) {
+	var newest *item[api.EndpointSlice]
+	for _, v := range m.views {
+		if i := v.versions[key]; i != nil && (newest == nil || newer(i, newest)) {
+			newest = i
+		}
+	}
+	if newest != nil && (newest.labelled || m.services[newest.value.ServiceKey()] != nil) {
+		tx.SetSlice(mainScope, newest.value)
+	} else {
+		tx.DeleteSlice(mainScope, key)
+	}
+}
+
+// viewWriter brings what a watch delivers into its view, and the outcome into
+// the state.
+type viewWriter struct {
+	*merger
+	view *view
+}
+
+func (w viewWriter) set(i *item[api.EndpointSlice]) {
+	w.update(func() { w.put(w.view, i) }, nil)
+}
+
+func (w viewWriter) remove(key types.NamespacedName) {
+	w.update(func() {
+		w.view.drop(key)
+		w.touched = append(w.touched, key)
+	}, nil)
+}
+
+func (w viewWriter) replace(all []*item[api.EndpointSlice]) {
+	w.update(func() {
+		for key := range w.view.versions {
+			w.touched = append(w.touched, key)
+		}
+		clear(w.view.versions)
+		clear(w.view.unlabelled)
+		for _, i := range all {
+			w.put(w.view, i)
+		}
+	}, w.view.listed)
+}
+
+// update changes the view and commits, unless the view is no longer merged.
+func (w viewWriter) update(change func(), write func(tx *cluster.Tx)) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if !w.view.ended {
+		change()
+		w.commit(write)
+	}
+}

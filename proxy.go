@@ -18,6 +18,7 @@ import (
 	"github.com/kpng-project/kpng/watcher/kube"
 	"golang.org/x/sync/errgroup"
 	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
 )
 
 // Options say what to proxy, for which node, and where to learn it from. The
@@ -128,6 +129,10 @@ func (p *Proxy) Run(ctx context.Context, sinks ...sink.Sink) error {
 	watching, stopWatching := context.WithCancel(running)
 	group.Go(func() error { return p.watch(watching, p.state) })
 	group.Go(func() error {
+		p.warnOfUnknownNode(watching)
+		return nil
+	})
+	group.Go(func() error {
 		defer stopWatching()
 		return drive(running)
 	})
@@ -136,6 +141,19 @@ func (p *Proxy) Run(ctx context.Context, sinks ...sink.Sink) error {
 		return nil
 	}
 	return err
+}
+
+// warnOfUnknownNode says so if the cluster does not know the node: a name that is
+// misspelt makes nothing local, and fails in no other way.
+func (p *Proxy) warnOfUnknownNode(ctx context.Context) {
+	select {
+	case <-ctx.Done():
+		return
+	case <-p.state.Synced():
+	}
+	if _, known := p.state.Snapshot().Nodes.Get(p.opts.NodeName); !known {
+		klog.FromContext(ctx).Info("No such node, so far: no zone is known, and local is what names it", "node", p.opts.NodeName)
+	}
 }
 
 // start reports whether the proxy had not been started before.

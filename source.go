@@ -66,6 +66,8 @@ func loadConfig(path string) (*rest.Config, error) {
 	switch {
 	case err == nil:
 		return config, nil
+	case path != "" && clientcmd.IsEmptyConfig(err):
+		return nil, fmt.Errorf("kubeconfig %s: its current context names no cluster", path)
 	case path != "":
 		return nil, fmt.Errorf("kubeconfig %s: %w", path, err)
 	case clientcmd.IsEmptyConfig(err):

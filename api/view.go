@@ -4,6 +4,7 @@ package api
 
 import (
 	"cmp"
+	"encoding/json"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -25,6 +26,16 @@ type ServiceEndpoints struct {
 	Unusable []PortFamily `json:",omitempty"`
 	// Lost are frontends of the service that belong to an older one.
 	Lost []LostClaim `json:",omitempty"`
+}
+
+// MarshalJSON returns the JSON form. Endpoints is there even if it is empty, so
+// that a reader may iterate over it.
+func (se ServiceEndpoints) MarshalJSON() ([]byte, error) {
+	type fields ServiceEndpoints // has no methods
+	if se.Endpoints == nil {
+		se.Endpoints = []Endpoint{}
+	}
+	return json.Marshal(fields(se))
 }
 
 // PortFamily names a service port in one family. Protocol and Port are 0 for

@@ -16,6 +16,7 @@ package app
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"os"
@@ -58,7 +59,12 @@ func Command(name string, s sink.Sink) *cobra.Command {
 		Args:          cobra.NoArgs,
 		SilenceUsage:  true,
 		SilenceErrors: true,
-		RunE:          func(cmd *cobra.Command, _ []string) error { return f.run(cmd.Context(), name, s) },
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := f.check(cmd); err != nil {
+				return err
+			}
+			return f.run(cmd.Context(), name, s)
+		},
 	}
 	f.register(cmd)
 	return cmd
@@ -76,12 +82,12 @@ func (f *flags) register(cmd *cobra.Command) {
 	fs := cmd.Flags()
 	fs.SortFlags = false
 	fs.StringVar(&f.proxy.Kubeconfig, "kubeconfig", "", "watch the API server of this kubeconfig `file`; without it and --manifests, that of the pod or of $KUBECONFIG or ~/.kube/config")
-	fs.StringVar(&f.proxy.Manifests, "manifests", "", "read services, endpoint slices and nodes from this `file or folder` of Kubernetes manifests, and follow it")
+	fs.StringVar(&f.proxy.Manifests, "manifests", "", "read services, endpoint slices and nodes from this `file or folder` of Kubernetes manifests, and follow it; - is standard input, read once")
 	fs.StringVar(&f.proxy.Services.ServiceProxyName, "service-proxy-name", "", "serve the services whose label service.kubernetes.io/service-proxy-name is this `name`, headless ones included; without it, those that have no such label")
 	fs.StringVar(&f.proxy.NodeName, "node-name", "", "serve the node of this `name`; without it, $NODE_NAME or the host's name in lower case")
-	fs.StringSliceVar(&f.proxy.Services.KeepLabels, "keep-labels", nil, "hand on the service labels that match these `patterns`")
-	fs.StringSliceVar(&f.proxy.Services.KeepAnnotations, "keep-annotations", nil, "hand on the service annotations that match these `patterns`")
-	fs.StringVar(&f.mapIP, "all-ports-annotation", "", "make an all-ports service of each that has this `annotation` with a true value")
+	fs.StringSliceVar(&f.proxy.Services.KeepLabels, "keep-labels", nil, "hand on the service labels that match these `patterns`, such as app or example.com/*")
+	fs.StringSliceVar(&f.proxy.Services.KeepAnnotations, "keep-annotations", nil, "hand on the service annotations that match these `patterns`, such as example.com/*")
+	fs.StringVar(&f.mapIP, "all-ports-annotation", "", "make an all-ports service of each that has this `annotation` with the value true")
 	fs.DurationVar(&f.proxy.Sink.MinInterval, "min-sync-interval", 0, "the least time from the end of one sync to the start of the next")
 	fs.BoolVar(&f.proxy.Sink.Once, "once", false, "end when everything has been programmed once")
 	fs.StringVar(&f.healthz, "healthz-bind-address", "", "serve /healthz, /livez and /readyz on this `host:port`; without a host, on loopback only (off by default)")
@@ -91,7 +97,23 @@ func (f *flags) register(cmd *cobra.Command) {
 	klog.InitFlags(&logging)
 	fs.AddGoFlag(logging.Lookup("v"))
 	fs.AddGoFlag(logging.Lookup("vmodule"))
-	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
+}
+
+// check refuses flags that make no sense, above all a source that is given and
+// empty: whoever wrote "$FILE" did not mean the API server at hand.
+func (f *flags) check(cmd *cobra.Command) error {
+	for _, name := range [...]string{"kubeconfig", "manifests", "node-name", "service-proxy-name", "all-ports-annotation"} {
+		if flag := cmd.Flags().Lookup(name); flag.Changed && strings.TrimSpace(flag.Value.String()) == "" {
+			return fmt.Errorf("--%s is given, but empty", name)
+		}
+	}
+	if f.proxy.Kubeconfig != "" && f.proxy.Manifests != "" {
+		return errors.New("--kubeconfig and --manifests exclude each other")
+	}
+	if f.proxy.Sink.MinInterval < 0 {
+		return fmt.Errorf("--min-sync-interval is negative: %v", f.proxy.Sink.MinInterval)
+	}
+	return nil
 }
 
 func (f *flags) run(ctx context.Context, name string, s sink.Sink) error {
@@ -115,7 +137,11 @@ func (f *flags) run(ctx context.Context, name string, s sink.Sink) error {
 	if err != nil {
 		return err
 	}
-	klog.FromContext(ctx).V(1).Info("Starting", "node", proxy.NodeName(), "serviceProxyName", opts.Services.ServiceProxyName)
+	log := klog.FromContext(ctx)
+	log.V(1).Info("Starting", "node", proxy.NodeName(), "serviceProxyName", opts.Services.ServiceProxyName)
+	for _, server := range servers {
+		log.V(1).Info("Serving health or metrics", "address", server.listener.Addr())
+	}
 
 	group, running := errgroup.WithContext(ctx)
 	serving, stopServing := context.WithCancel(running)

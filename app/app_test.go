@@ -87,6 +87,8 @@ func TestWhatCannotGoOnSaysWhy(t *testing.T) {
 		{"an address in use", []string{"--manifests", demo, "--healthz-bind-address", taken.Addr().String()}, []string{taken.Addr().String(), "in use"}},
 		{"an address that is none", []string{"--manifests", demo, "--metrics-bind-address", "10256"}, []string{`"10256"`}},
 		{"a pattern that is none", []string{"--manifests", demo, "--keep-labels", "[a"}, []string{"[a"}},
+		{"a source that is given and empty", []string{"--manifests", ""}, []string{"--manifests", "empty"}},
+		{"a negative interval", []string{"--manifests", demo, "--min-sync-interval", "-5s"}, []string{"--min-sync-interval"}},
 		{"an argument", []string{"surprise"}, []string{"surprise"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {

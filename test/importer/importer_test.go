@@ -131,7 +131,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-func program(*api.ServiceEndpoints) {}
+func program(context.Context, []*api.ServiceEndpoints) error { return nil }
 
 func main() {
 ` + program}).build(t)

@@ -30,7 +30,7 @@
 // the label. With a ServiceProxyName each such service therefore has a watch of
 // its own for the slices that the common watch leaves out, and a new one shows
 // up in the state together with its first list, or after five seconds. Once there
-// are more than 32 such services, one watch serves all of them, for good. It
+// are more than 32 such services, those that come share one watch, for good. It
 // follows what the common watch leaves out in the whole cluster, which costs as
 // much as the slices of everybody.
 //

@@ -46,7 +46,7 @@ func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 		slicesListed = func() {
 			m.mu.Lock()
 			defer m.mu.Unlock()
-			m.commit(m.takeOver)
+			m.commit(m.sharedListed)
 		}
 	}
 

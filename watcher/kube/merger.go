@@ -19,7 +19,7 @@ const (
 	// list of its slices before it goes into the state without.
 	holdTimeout = 5 * time.Second
 	// maxOwnWatches is how many services without a selector have a watch of
-	// their own each. Once there are more, a single one takes over for good.
+	// their own each. Once there are more, those that come share one.
 	maxOwnWatches = 32
 )
 
@@ -39,8 +39,8 @@ type merger struct {
 	views    []*view
 	services map[types.NamespacedName]*ownService
 
-	// shared says that one watch serves all services, and listed that its first
-	// list is in.
+	// shared says that there is a watch for all services, and listed that its
+	// first list is in. Own watches from before stay: they may be ahead of it.
 	shared, listed bool
 
 	// What the next commit has to do: touched are the slices to be brought up to
@@ -52,7 +52,7 @@ type merger struct {
 // ownService is a service without a selector.
 type ownService struct {
 	key types.NamespacedName
-	// view is that of its own watch, which stop ends; nil if it has none.
+	// view is that of its own watch, which stop ends. Both are nil without one.
 	view *view
 	stop context.CancelFunc
 	// held is the service while it is kept out of the state, until the list of
@@ -120,34 +120,24 @@ func (m *merger) add(key types.NamespacedName, hold *api.Service) *ownService {
 	return own
 }
 
-// wantShared starts the watch for all services if there are too many for own ones.
+// wantShared starts the watch for all services if they are too many for own ones.
 func (m *merger) wantShared(services int) {
 	if !m.shared && services > maxOwnWatches {
 		m.shared = true
 		v := m.newView()
-		v.listed = m.takeOver
+		v.listed = m.sharedListed
 		m.startShared(viewWriter{m, v})
 	}
 }
 
-// takeOver says that the first list of the watch for all services is in.
-func (m *merger) takeOver(tx *cluster.Tx) {
+// sharedListed says that the first list of the watch for all services is in.
+func (m *merger) sharedListed(tx *cluster.Tx) {
 	if m.listed {
 		return
 	}
 	m.listed = true
 	for _, own := range m.services {
-		m.endOwn(own)
 		m.publish(tx, own)
-	}
-}
-
-// endOwn ends the service's own watch, if it has one.
-func (m *merger) endOwn(own *ownService) {
-	if own.view != nil {
-		own.stop()
-		m.endView(own.view)
-		own.view = nil
 	}
 }
 
@@ -158,7 +148,9 @@ func (m *merger) drop(key types.NamespacedName) {
 		return
 	}
 	own.release()
-	m.endOwn(own)
+	if own.view != nil {
+		m.endView(own.view)
+	}
 	delete(m.services, key)
 	m.touchUnlabelled(key)
 	m.ready = append(m.ready, own)

@@ -352,8 +352,8 @@ func TestSliceMovesBetweenServicesWithoutSelectorWhoseWatchesLag(t *testing.T) {
 	}
 }
 
-// mergerOf returns a merger without watches, which has listed everything once.
-func mergerOf(t *testing.T) *merger {
+// newTestMerger returns a merger without watches: tests deliver in their place.
+func newTestMerger(t *testing.T) *merger {
 	opts := named("x")
 	converter, err := watcher.New(opts.Options)
 	if err != nil {
@@ -372,27 +372,67 @@ func at(revision string, s *discoveryv1.EndpointSlice) any {
 	return s
 }
 
-// An etcd that is restored from a backup counts on from there.
-func TestResourceVersionsMayStartOverWithARelist(t *testing.T) {
-	m := mergerOf(t)
-	common, shared := viewWriter{m, m.newView()}, viewWriter{m, m.newView()}
-	addr := func() (addrs []string) {
-		for _, s := range m.state.Snapshot().Slices.All() {
-			addrs = append(addrs, s.Endpoints[0].Addr.String())
-		}
-		return addrs
+// addresses returns those of all slices in the state.
+func (m *merger) addresses() (addrs []string) {
+	for _, s := range m.state.Snapshot().Slices.All() {
+		addrs = append(addrs, s.Endpoints[0].Addr.String())
 	}
-	mergedServices{m}.set(&item[api.Service]{key: keyOf("default", "byhand"), value: &api.Service{Namespace: "default", Name: "byhand"}, selectorless: true})
-	m.sliceStore(common).Replace([]any{at("1000", slice("byhand", "moves", "10.1.0.1", proxyName, "x"))}, "1000")
-	m.sliceStore(shared).Replace([]any{at("500", slice("byhand", "moves", "10.1.0.2"))}, "600")
-	m.sliceStore(common).Replace(nil, "600")
-	if diff := cmp.Diff([]string{"10.1.0.2"}, addr()); diff != "" {
-		t.Errorf("addresses (-want +got):\n%s", diff)
+	return addrs
+}
+
+func (m *merger) expect(t *testing.T, when string, want ...string) {
+	t.Helper()
+	if diff := cmp.Diff(want, m.addresses()); diff != "" {
+		t.Errorf("addresses %s (-want +got):\n%s", when, diff)
 	}
 }
 
+// An etcd that is restored from a backup counts on from there.
+func TestResourceVersionsMayStartOverWithARelist(t *testing.T) {
+	m := newTestMerger(t)
+	common, shared := m.sliceStore(viewWriter{m, m.newView()}), m.sliceStore(viewWriter{m, m.newView()})
+	m.add(keyOf("default", "byhand"), nil)
+	common.Replace([]any{at("1000", slice("byhand", "moves", "10.1.0.1", proxyName, "x"))}, "1000")
+	shared.Replace([]any{at("500", slice("byhand", "moves", "10.1.0.2"))}, "600")
+	common.Replace(nil, "600")
+	m.expect(t, "after both relists", "10.1.0.2")
+}
+
+func TestListOfTheSharedWatchMayBeOlderThanWhatOwnWatchesBrought(t *testing.T) {
+	key := keyOf("default", "byhand")
+	m := newTestMerger(t)
+	own := m.sliceStore(viewWriter{m, m.add(key, nil).view})
+	own.Replace([]any{at("5", slice("byhand", "byhand-1", "10.1.0.5")), at("7", slice("byhand", "byhand-2", "10.1.0.7"))}, "7")
+	own.Update(at("9", slice("byhand", "byhand-1", "10.1.0.9")))
+
+	v := m.newView()
+	v.listed = m.sharedListed
+	shared := m.sliceStore(viewWriter{m, v})
+	shared.Replace([]any{at("5", slice("byhand", "byhand-1", "10.1.0.5"))}, "6")
+	m.expect(t, "after the old list", "10.1.0.9", "10.1.0.7")
+	own.Delete(at("11", slice("byhand", "byhand-1", "10.1.0.9")))
+	m.expect(t, "after a deletion that the shared watch is yet to deliver", "10.1.0.7")
+	shared.Add(at("7", slice("byhand", "byhand-2", "10.1.0.7")))
+	shared.Update(at("9", slice("byhand", "byhand-1", "10.1.0.9")))
+	shared.Delete(at("11", slice("byhand", "byhand-1", "10.1.0.9")))
+	m.expect(t, "when the shared watch has caught up", "10.1.0.7")
+	m.drop(key)
+	m.commit(nil)
+	m.expect(t, "without the service")
+}
+
+func TestVersionsThatCannotBeComparedAreServed(t *testing.T) {
+	m := newTestMerger(t)
+	common, shared := m.sliceStore(viewWriter{m, m.newView()}), m.sliceStore(viewWriter{m, m.newView()})
+	m.add(keyOf("default", "byhand"), nil)
+	shared.Add(at("", slice("byhand", "moves", "10.1.0.1")))
+	common.Add(at("b", slice("byhand", "moves", "10.1.0.2", proxyName, "x")))
+	shared.Delete(at("", slice("byhand", "moves", "10.1.0.1")))
+	m.expect(t, "when one of the views is left", "10.1.0.2")
+}
+
 func TestServiceThatComesOrGoesTouchesItsOwnSlicesOnly(t *testing.T) {
-	m := mergerOf(t)
+	m := newTestMerger(t)
 	m.shared, m.listed = true, true
 	store := m.sliceStore(viewWriter{m, m.newView()})
 	for i := range 100 {

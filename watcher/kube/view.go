@@ -30,6 +30,9 @@ func newView() *view {
 }
 
 func (v *view) put(i *item[api.EndpointSlice]) {
+	if old := v.versions[i.key]; old != nil && old.value.Equal(i.value) {
+		i.value = old.value // which the state keeps; one of them is enough
+	}
 	v.drop(i.key)
 	v.versions[i.key] = i
 	if !i.labelled {
@@ -81,17 +84,22 @@ func (m *merger) endView(v *view) {
 	}
 }
 
-// put sets a slice in a view. A view that still has an older version lags, and
-// would bring that back if this one went first. Versions are never refused for
-// being old: after a restore of etcd they all are.
+// put sets a slice in a view. That other views have a newer version is no reason
+// not to: after a restore of etcd they all do.
 func (m *merger) put(v *view, i *item[api.EndpointSlice]) {
 	v.put(i)
-	for _, other := range m.views {
-		if old := other.versions[i.key]; old != nil && newer(i, old) {
-			other.drop(i.key)
+	m.outdate(i)
+	m.touched = append(m.touched, i.key)
+}
+
+// outdate drops the versions that are older than i, which has been seen. A watch
+// that lags would bring one back if the newer one went first.
+func (m *merger) outdate(i *item[api.EndpointSlice]) {
+	for _, v := range m.views {
+		if old := v.versions[i.key]; old != nil && newer(i, old) {
+			v.drop(i.key)
 		}
 	}
-	m.touched = append(m.touched, i.key)
 }
 
 // touchUnlabelled says that the service came to be without a selector, or ceased
@@ -133,20 +141,26 @@ func (w viewWriter) set(i *item[api.EndpointSlice]) {
 
 func (w viewWriter) remove(key types.NamespacedName) {
 	w.update(func() {
-		w.view.drop(key)
-		w.touched = append(w.touched, key)
+		if i := w.view.versions[key]; i != nil {
+			w.view.drop(key)
+			w.outdate(i)
+			w.touched = append(w.touched, key)
+		}
 	}, nil)
 }
 
 func (w viewWriter) replace(all []*item[api.EndpointSlice]) {
 	w.update(func() {
-		for key := range w.view.versions {
-			w.touched = append(w.touched, key)
-		}
-		clear(w.view.versions)
-		clear(w.view.unlabelled)
+		listed := make(map[types.NamespacedName]bool, len(all))
 		for _, i := range all {
+			listed[i.key] = true
 			w.put(w.view, i)
+		}
+		for key := range w.view.versions {
+			if !listed[key] {
+				w.view.drop(key)
+				w.touched = append(w.touched, key)
+			}
 		}
 	}, w.view.listed)
 }

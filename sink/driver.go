@@ -18,12 +18,14 @@ type Driver struct {
 	sink Sink
 	opts Options
 
-	// The goroutine of Run alone uses these.
+	// The goroutine of Run alone uses these, and the one that watches for it
+	// during a Verify.
 	notBefore time.Time // when the next Sync may begin
 	verifyAt  time.Time // when the next Verify may begin, zero for never
+	noted     bool      // whether the changes that wait now were noted
 
-	// The goroutine of Run writes what follows with mu held and reads it
-	// without; everybody else reads it with mu held.
+	// The same goroutines write what follows with mu held and read it without;
+	// everybody else reads it with mu held.
 	mu      sync.Mutex
 	started bool
 	end     error         // not nil once Run has ended
@@ -54,7 +56,7 @@ func NewDriver(src Source, s Sink, opts Options) *Driver {
 }
 
 // Run drives s with what src has until ctx ends. It is short for
-// [NewDriver] and [Driver.Run].
+// [NewDriver] and [Driver.Run]. The caller closes src afterwards.
 func Run(ctx context.Context, src Source, s Sink, opts Options) error {
 	return NewDriver(src, s, opts).Run(ctx)
 }
@@ -64,7 +66,8 @@ func Run(ctx context.Context, src Source, s Sink, opts Options) error {
 // the sink cannot be started, joined with that of Stop if there is one. It
 // waits for a Sync that runs, so that nothing of the sink runs on.
 //
-// A driver runs once. Run begins by resetting src, and does not close it.
+// A driver runs once. Run begins by resetting the source, and does not close it:
+// who made the source does, after Run has returned.
 func (d *Driver) Run(ctx context.Context) (err error) {
 	d.mu.Lock()
 	started := d.started
@@ -88,7 +91,11 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 	}
 	if s, ok := d.sink.(Starter); ok {
 		if err := guard(ctx, "Start", s.Start); err != nil {
-			return fmt.Errorf("start sink: %w", err)
+			if ctx.Err() != nil {
+				log.V(2).Info("Ended while starting", "result", err)
+				return context.Cause(ctx)
+			}
+			return fmt.Errorf("start %s: %w", d.label(), err)
 		}
 	}
 	if s, ok := d.sink.(Stopper); ok {
@@ -96,7 +103,7 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 			stopCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.opts.StopTimeout)
 			defer cancel()
 			if stopErr := guard(stopCtx, "Stop", s.Stop); stopErr != nil {
-				err = errors.Join(err, fmt.Errorf("stop sink: %w", stopErr))
+				err = errors.Join(err, fmt.Errorf("stop %s: %w", d.label(), stopErr))
 			}
 		}()
 	}
@@ -115,7 +122,7 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 // wait returns nil when there is something to tell the sink and it may be told,
 // and an error when ctx has ended. Meanwhile it verifies.
 func (d *Driver) wait(ctx context.Context) error {
-	noted := false
+	d.noted = false
 	for {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
@@ -124,10 +131,7 @@ func (d *Driver) wait(ctx context.Context) error {
 		changed := d.src.Changed()
 		queued := isClosed(changed)
 		if queued {
-			if !noted {
-				d.queued(now)
-				noted = true
-			}
+			d.queued(now)
 			changed = nil
 		}
 		retryAt, retry := d.pending.nextRetry()
@@ -175,7 +179,8 @@ func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struc
 	}
 }
 
-// verify lets the sink verify until something is to do, as for sleep.
+// verify lets the sink verify until something is to do, as for sleep. It notes
+// when that is, for a Verify may take its time.
 func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	log := klog.FromContext(ctx)
 	begin := d.opts.Clock.Now()
@@ -183,8 +188,15 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 	watched := make(chan struct{})
 	go func() {
 		defer close(watched)
+		defer cancel()
 		d.sleep(verifyCtx, wake, changed)
-		cancel()
+		switch {
+		case verifyCtx.Err() != nil:
+		case isClosed(changed):
+			d.queued(d.opts.Clock.Now())
+		default:
+			d.waiting(d.opts.Clock.Now())
+		}
 	}()
 	err := guard(verifyCtx, "Verify", d.sink.(Verifier).Verify)
 	cutShort := verifyCtx.Err() != nil
@@ -205,15 +217,26 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 	d.opts.Observer.Verified(end.Sub(begin), err)
 }
 
-// queued notes that changes wait.
+// queued notes that changes wait, unless that was noted already.
 func (d *Driver) queued(now time.Time) {
+	if d.noted {
+		return
+	}
+	d.noted = true
+	d.update(func() { d.status.LastQueued = now })
+	d.waiting(now)
+	d.opts.Observer.Queued(now)
+}
+
+// waiting notes that there is something to tell the sink, which counts from when
+// the sink may be told. As long as nothing waits, no failure puts that off: only
+// the minimum interval does.
+func (d *Driver) waiting(now time.Time) {
 	d.update(func() {
-		d.status.LastQueued = now
 		if d.status.WaitingSince.IsZero() {
-			d.status.WaitingSince = now
+			d.status.WaitingSince = later(now, d.notBefore)
 		}
 	})
-	d.opts.Observer.Queued(now)
 }
 
 // update changes what others may read, and wakes those who wait for it.
@@ -223,6 +246,14 @@ func (d *Driver) update(change func()) {
 	change()
 	close(d.moved)
 	d.moved = make(chan struct{})
+}
+
+// label names the sink in errors.
+func (d *Driver) label() string {
+	if d.opts.Name == "" {
+		return "sink"
+	}
+	return "sink " + d.opts.Name
 }
 
 func isClosed(c <-chan struct{}) bool {

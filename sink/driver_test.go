@@ -613,17 +613,23 @@ func TestStatus(t *testing.T) {
 		w.rec.Script(sinktest.Fail(errBusy))
 		w.src.Set(view(dns))
 		expect("in the minimum interval", sink.Status{
-			Revision: 1, FullSyncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(10 * time.Second),
+			Revision: 1, FullSyncs: 1, LastQueued: at(10 * time.Second),
 			LastFullSync: at(10 * time.Second), LastSync: at(10 * time.Second),
 		})
 		time.Sleep(time.Second)
 		expect("after a sync that failed", sink.Status{
-			Revision: 1, FullSyncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(10 * time.Second),
+			Revision: 1, FullSyncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(11 * time.Second),
+			LastFullSync: at(10 * time.Second), LastSync: at(10 * time.Second),
+			Err: errBusy, Failures: 1, NextAttempt: at(12 * time.Second), Pending: 1,
+		})
+		time.Sleep(time.Second - 1)
+		expect("in the backoff", sink.Status{
+			Revision: 1, FullSyncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(11 * time.Second),
 			LastFullSync: at(10 * time.Second), LastSync: at(10 * time.Second),
 			Err: errBusy, Failures: 1, NextAttempt: at(12 * time.Second), Pending: 1,
 		})
 		w.rec.Script(sinktest.FailServices(errBusy, dns))
-		time.Sleep(time.Second)
+		time.Sleep(1)
 		expect("while a service fails", sink.Status{
 			Revision: 1, FullSyncs: 1, PartialSyncs: 1, LastQueued: at(10 * time.Second),
 			LastFullSync: at(10 * time.Second), LastSync: at(12 * time.Second), Pending: 1,
@@ -703,6 +709,26 @@ func TestRunEndsWithCauseOfContext(t *testing.T) {
 	})
 }
 
+func TestRunEndsWithCauseOfContextDuringStart(t *testing.T) {
+	cause := errors.New("node is drained")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	s := &starter{start: func(ctx context.Context) error {
+		cancel(cause)
+		return ctx.Err()
+	}}
+	if err := sink.Run(ctx, sinktest.NewSource(), s, sink.Options{}); err != cause {
+		t.Errorf("Run returned %v, want the cause of its context", err)
+	}
+}
+
+// starter is a sink whose Start is a function.
+type starter struct {
+	sink.Func
+	start func(context.Context) error
+}
+
+func (s *starter) Start(ctx context.Context) error { return s.start(ctx) }
+
 // stages is a sink with all of a sink's life.
 type stages struct {
 	sink.Sink
@@ -742,6 +768,7 @@ func TestLifeOfASink(t *testing.T) {
 	cases := []struct {
 		name     string
 		sink     *stages
+		opts     sink.Options
 		wantLog  []string
 		wantErrs []error
 		wantText string
@@ -761,6 +788,18 @@ func TestLifeOfASink(t *testing.T) {
 		wantLog:  []string{"start"},
 		wantText: "start sink: panic in Start: oops",
 	}, {
+		name:     "one with a name is named if it cannot start",
+		sink:     &stages{startErr: errStart},
+		opts:     sink.Options{Name: "nft"},
+		wantLog:  []string{"start"},
+		wantText: "start sink nft: no netlink",
+	}, {
+		name:     "one with a name is named if it cannot stop",
+		sink:     &stages{stopErr: errStop},
+		opts:     sink.Options{Name: "nft"},
+		wantLog:  []string{"start", "sync", "stop"},
+		wantText: "stop sink nft: address in use",
+	}, {
 		name:     "the error of stop is returned beside the end of the context",
 		sink:     &stages{stopErr: errStop},
 		wantLog:  []string{"start", "sync", "stop"},
@@ -768,7 +807,8 @@ func TestLifeOfASink(t *testing.T) {
 	}}
 	for _, tc := range cases {
 		t.Run(tc.name, func(t *testing.T) {
-			run(t, sink.Options{StopTimeout: time.Minute}, tc.sink, func(w *world) {
+			tc.opts.StopTimeout = time.Minute
+			run(t, tc.opts, tc.sink, func(w *world) {
 				w.src.MarkSynced()
 				synctest.Wait()
 				w.cancel()
@@ -821,6 +861,54 @@ func TestVerify(t *testing.T) {
 			w.waitApplied()
 			w.expectTold(1, "1m1s: web [1]→[2]")
 		})
+	})
+	t.Run("that hangs is seen as soon as something waits", func(t *testing.T) {
+		for _, tc := range []struct {
+			name     string
+			what     func(w *world)
+			opts     sink.Options
+			waiting  time.Duration
+			queued   time.Duration
+			observed int
+		}{
+			{"a change", func(w *world) { w.src.Set(view(web, 2)) }, sink.Options{}, 90 * time.Second, 90 * time.Second, 2},
+			{"a change in the minimum interval", func(w *world) { w.src.Set(view(web, 2)) },
+				sink.Options{MinInterval: 2 * time.Minute}, 2 * time.Minute, 90 * time.Second, 2},
+			{"a service that is due", func(*world) {}, sink.Options{Backoff: sink.Backoff{Initial: 95 * time.Second, Max: time.Hour}}, 95 * time.Second, 0, 1},
+		} {
+			t.Run(tc.name, func(t *testing.T) {
+				var release chan struct{}
+				observed := 0
+				s := &stages{verify: func(context.Context) error { <-release; return nil }}
+				opts := tc.opts
+				opts.VerifyInterval = time.Minute
+				opts.Observer.Queued = func(time.Time) { observed++ }
+				run(t, opts, s, func(w *world) {
+					release = make(chan struct{})
+					if opts.Backoff.Initial > 0 {
+						w.rec.Script(sinktest.FailServices(errBusy, web))
+					}
+					w.src.MarkSynced()
+					time.Sleep(90 * time.Second)
+					tc.what(w)
+					synctest.Wait()
+					time.Sleep(time.Hour)
+					got := w.driver.Status()
+					if want := w.start.Add(tc.waiting); !got.WaitingSince.Equal(want) {
+						w.Errorf("waiting since %v, want %v", got.WaitingSince, want)
+					}
+					if want := w.start.Add(tc.queued); !got.LastQueued.Equal(want) {
+						w.Errorf("last queued %v, want %v", got.LastQueued, want)
+					}
+					close(release)
+					w.waitApplied()
+					synctest.Wait()
+					if got := w.driver.Status().WaitingSince; !got.IsZero() || observed != tc.observed {
+						w.Errorf("afterwards: waiting since %v, queued %d times, want zero and %d", got, observed, tc.observed)
+					}
+				})
+			})
+		}
 	})
 	t.Run("ends when a service is due again", func(t *testing.T) {
 		s := &stages{verify: func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }}

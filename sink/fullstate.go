@@ -14,6 +14,12 @@ import (
 // all services in order of namespace and name. It is for a dataplane that is
 // written anew each time.
 //
+// The endpoints of a view are those of all its lists, also those that only
+// traffic from this node to an external frontend uses (see [api.Scopes]):
+// [nodeview.Frontends] says where each frontend's traffic goes. sync is not told
+// this node, only called again when it changes; a sink that needs it, say for
+// its addresses, implements [Sink] and calls a FullState with each Changes.
+//
 // What sync returns is what Sync returns: see [Sink]. After an error it gets the
 // whole state again. It may keep the slice and must not change it. The sink holds
 // the views of all services; what it adds to each Sync is to copy one pointer a

@@ -17,14 +17,6 @@ type holder struct {
 	service types.NamespacedName
 }
 
-// address is where frontends of several services can meet.
-type address struct {
-	ip     netip.Addr
-	family api.Family
-}
-
-func addressOf(k nodeview.FrontendKey) address { return address{k.Addr, k.Family} }
-
 // holdBack marks the new frontends for which there is no place yet, because a
 // stuck service may still have one there.
 func (e *events) holdBack(transitions []*transition) {
@@ -37,7 +29,7 @@ func (e *events) holdBack(transitions []*transition) {
 			continue // it sets nothing in this Sync
 		}
 		for f := range nodeview.Frontends(t.new) {
-			for _, h := range holders[addressOf(f.FrontendKey)] {
+			for _, h := range holders[f.Claim().IP] {
 				if meet(h.Claim(), f.Claim()) {
 					t.setAbsent(f.FrontendKey)
 					t.heldBack = fmt.Errorf("set frontend %s: service %s may still have %s", f.FrontendKey, h.service, h.FrontendKey)
@@ -48,14 +40,14 @@ func (e *events) holdBack(transitions []*transition) {
 }
 
 // holders returns the frontends that stuck services may have, by address.
-func (e *events) holders() map[address][]holder {
-	holders := map[address][]holder{}
+func (e *events) holders() map[netip.Addr][]holder {
+	holders := map[netip.Addr][]holder{}
 	for key := range e.stuck {
 		t := e.told[key]
 		for f := range nodeview.Frontends(t.view) {
 			if !t.absent[f.FrontendKey] {
-				a := addressOf(f.FrontendKey)
-				holders[a] = append(holders[a], holder{f.FrontendKey, key})
+				ip := f.Claim().IP
+				holders[ip] = append(holders[ip], holder{f.FrontendKey, key})
 			}
 		}
 	}

@@ -57,7 +57,7 @@ type Backoff struct {
 }
 
 // Observer is told what a driver does, for metrics. Each function may be nil.
-// They are called one at a time, from the goroutine of Run, which waits for them.
+// They are called one at a time, and Run waits for them.
 type Observer struct {
 	// Queued is called when the driver notices a change that waits, the first
 	// since it last looked.

@@ -30,6 +30,7 @@ type Source interface {
 	// Reset forgets the position.
 	Reset()
 	// Close releases what the source holds. No other method may be called then.
+	// Who made the source closes it, after its driver has ended.
 	Close()
 }
 

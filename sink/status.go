@@ -31,11 +31,13 @@ type Status struct {
 	// LastQueued is when the driver last noticed that changes began to wait.
 	LastQueued time.Time
 
-	// WaitingSince is since when changes wait, or a Sync that tells them or
-	// tells failed services again runs, without having been acknowledged; zero
-	// if none do. Services that wait for their own retry do not count: one
-	// that cannot be programmed does not make a sink that is stuck. A health
-	// check compares it with the clock.
+	// WaitingSince is since when the sink could be told something that it has not
+	// acknowledged: changes, or failed services that are due again; zero if there
+	// is nothing. A Sync or Verify that does not return counts, and so does the
+	// backoff after a Sync that failed. Options.MinInterval does not count, nor
+	// do services that wait for their own retry: one that cannot be programmed
+	// does not make a sink that is stuck. A health check compares it with the
+	// clock.
 	WaitingSince time.Time
 	// SyncingSince is when the Sync that runs now began, zero if none runs.
 	SyncingSince time.Time
@@ -72,6 +74,9 @@ func (d *Driver) Status() Status {
 	defer d.mu.Unlock()
 	s := d.status
 	s.Name = d.opts.Name
+	if s.WaitingSince.After(d.opts.Clock.Now()) {
+		s.WaitingSince = time.Time{} // the minimum interval has not passed yet
+	}
 	s.Pending = d.pending.len()
 	if d.synced {
 		s.Revision = d.applied()

@@ -18,6 +18,7 @@ import (
 
 // step tells the sink what it does not have.
 func (d *Driver) step(ctx context.Context) {
+	d.waiting(d.opts.Clock.Now())
 	u, err := d.src.Next()
 	if err == nil && u == nil {
 		err = errors.New("source has changed but has no update")
@@ -189,12 +190,7 @@ func (d *Driver) fail(s *unacked, err error, drawn float64) {
 // services of it were not.
 func (d *Driver) sync(ctx context.Context, c *Changes) (result SyncResult, failed Failed, acked bool) {
 	begin := d.opts.Clock.Now()
-	d.update(func() {
-		d.status.SyncingSince = begin
-		if d.status.WaitingSince.IsZero() {
-			d.status.WaitingSince = begin
-		}
-	})
+	d.update(func() { d.status.SyncingSince = begin })
 	err := guard(ctx, "Sync", func(ctx context.Context) error { return d.sink.Sync(ctx, c) })
 	end := d.opts.Clock.Now()
 	d.update(func() { d.status.SyncingSince = time.Time{} })

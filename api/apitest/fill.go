@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package apitest makes values of package api for tests.
+// Package apitest makes values of package api for tests: any values, and those of a
+// cluster that changes.
 package apitest
 
 import (

@@ -197,11 +197,15 @@ func listen(t testing.TB, address string) net.Listener {
 // serve serves state on an address.
 func serve(t testing.TB, state *cluster.State, address string, opts remote.ServerOptions) (server *remote.Server, stop func()) {
 	t.Helper()
+	return serveOn(t, state, listen(t, address), opts)
+}
+
+func serveOn(t testing.TB, state *cluster.State, l net.Listener, opts remote.ServerOptions) (server *remote.Server, stop func()) {
+	t.Helper()
 	server, err := remote.NewServer(state, opts)
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := listen(t, address)
 	return server, start(t, func(ctx context.Context) error { return server.Serve(ctx, l) })
 }
 

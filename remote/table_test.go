@@ -103,6 +103,7 @@ const (
 // tableClient holds what it was told by path, as old backends do.
 type tableClient struct {
 	t      *testing.T
+	conn   *grpc.ClientConn
 	stream grpc.ClientStream
 	node   string
 
@@ -126,7 +127,7 @@ func newTableClient(t *testing.T, ctx context.Context, address, node string) *ta
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &tableClient{t: t, stream: stream, node: node}
+	return &tableClient{t: t, conn: conn, stream: stream, node: node}
 }
 
 // next asks for the next operations and applies them, to the Sync.

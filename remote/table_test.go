@@ -281,3 +281,22 @@ func TestAClientOfTheFirstKpngFollows(t *testing.T) {
 		t.Errorf("%d resets, want 1", c.resets)
 	}
 }
+
+func TestAClientThatLagsStartsOver(t *testing.T) {
+	w := newWorld(8, 3, 5)
+	l := listen(t, "127.0.0.1:0")
+	serveOn(t, w.state, l, quick)
+	c := newTableClient(t, within(t), "tcp://"+l.Addr().String(), "node-1")
+	c.next()
+	for range 10_100 {
+		w.mark()
+	}
+	c.next()
+	services, endpoints := w.want("node-1")
+	if diff := append(diffMaps(c.services, services), diffMaps(c.endpoints, endpoints)...); len(diff) > 0 {
+		t.Error(strings.Join(diff, "\n"))
+	}
+	if c.resets != 2 {
+		t.Errorf("%d resets, want 2", c.resets)
+	}
+}

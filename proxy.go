@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/sink"
@@ -202,6 +203,12 @@ func (p *Proxy) State() *cluster.State { return p.state }
 
 // NodeName returns the name of the node that is proxied for.
 func (p *Proxy) NodeName() string { return p.opts.NodeName }
+
+// Node returns the node that is proxied for, nil while it is not known.
+func (p *Proxy) Node() *api.Node {
+	node, _ := p.state.Snapshot().Nodes.Get(p.opts.NodeName)
+	return node
+}
 
 // Status returns where each sink stands; nothing before Run.
 func (p *Proxy) Status() []sink.Status {

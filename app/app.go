@@ -9,7 +9,7 @@
 //
 // The flags say where services come from (--kubeconfig, --manifests; in a pod,
 // its service account), which of them (--service-proxy-name) and for which node
-// (--node-name). The command ends with status 0 on SIGINT or SIGTERM, and with
+// (--node-name); or which server has worked that out (--api). The command ends with status 0 on SIGINT or SIGTERM, and with
 // --once when everything has been programmed once; with status 1 and a line on
 // standard error if it cannot go on.
 package app
@@ -26,6 +26,7 @@ import (
 	"syscall"
 
 	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher"
@@ -73,6 +74,7 @@ func Command(name string, s sink.Sink) *cobra.Command {
 // flags are the command's settings.
 type flags struct {
 	proxy       kpng.Options
+	api         apiFlags
 	mapIP       string
 	healthz     string
 	metricsAddr string
@@ -97,6 +99,7 @@ func (f *flags) register(cmd *cobra.Command) {
 	klog.InitFlags(&logging)
 	fs.AddGoFlag(logging.Lookup("v"))
 	fs.AddGoFlag(logging.Lookup("vmodule"))
+	f.api.register(cmd)
 }
 
 // check refuses flags that make no sense, above all a source that is given and
@@ -129,16 +132,16 @@ func (f *flags) run(ctx context.Context, name string, s sink.Sink) error {
 	if f.mapIP != "" {
 		opts.Services.MapIP = watcher.MapIPAnnotated(f.mapIP)
 	}
-	proxy, err := kpng.New(opts)
+	src, err := f.source(opts)
 	if err != nil {
 		return err
 	}
-	servers, err := listen(f.healthz, f.metricsAddr, newHealth(proxy), registry)
+	servers, err := listen(f.healthz, f.metricsAddr, newHealth(src), registry)
 	if err != nil {
 		return err
 	}
 	log := klog.FromContext(ctx)
-	log.V(1).Info("Starting", "node", proxy.NodeName(), "serviceProxyName", opts.Services.ServiceProxyName)
+	log.V(1).Info("Starting", "node", src.NodeName(), "serviceProxyName", opts.Services.ServiceProxyName)
 	for _, server := range servers {
 		log.V(1).Info("Serving health or metrics", "address", server.listener.Addr())
 	}
@@ -150,7 +153,30 @@ func (f *flags) run(ctx context.Context, name string, s sink.Sink) error {
 	}
 	group.Go(func() error {
 		defer stopServing()
-		return proxy.Run(running, s)
+		return src.Run(running, s)
 	})
 	return group.Wait()
+}
+
+// source returns where the services come from.
+func (f *flags) source(opts kpng.Options) (source, error) {
+	if err := f.api.check(); err != nil {
+		return nil, err
+	}
+	if len(f.api.addresses) > 0 {
+		return newServed(f.api.options(), opts)
+	}
+	return kpng.New(opts)
+}
+
+// source is where services come from.
+type source interface {
+	// Run brings them to the sinks until its context ends; it returns nil then.
+	Run(context.Context, ...sink.Sink) error
+	// Status says where each sink stands.
+	Status() []sink.Status
+	// NodeName is the name of the node that is served, and Node its object, nil
+	// while it is not known.
+	NodeName() string
+	Node() *api.Node
 }

@@ -8,7 +8,6 @@ import (
 	"slices"
 	"time"
 
-	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/api"
 )
 
@@ -25,11 +24,11 @@ const toBeDeleted = "ToBeDeletedByClusterAutoscaler"
 //   - healthz: and its node is to stay, so load balancers may use it;
 //   - readyz: and everything has been programmed once.
 type health struct {
-	proxy *kpng.Proxy
-	now   func() time.Time
+	source source
+	now    func() time.Time
 }
 
-func newHealth(p *kpng.Proxy) *health { return &health{p, time.Now} }
+func newHealth(s source) *health { return &health{s, time.Now} }
 
 func (h *health) register(mux *http.ServeMux) {
 	mux.HandleFunc("GET /livez", h.handler(report.live))
@@ -63,7 +62,7 @@ func (h *health) handler(ok func(report) bool) http.HandlerFunc {
 }
 
 func (h *health) report() report {
-	sinks := h.proxy.Status()
+	sinks := h.source.Status()
 	r := report{CurrentTime: h.now(), NodeEligible: h.nodeEligible(), Synced: len(sinks) > 0}
 	for _, s := range sinks {
 		r.Synced = r.Synced && s.FullSyncs > 0
@@ -78,6 +77,6 @@ func (h *health) report() report {
 // nodeEligible reports whether load balancers may send traffic to this node, as
 // far as its object tells.
 func (h *health) nodeEligible() bool {
-	node, ok := h.proxy.State().Snapshot().Nodes.Get(h.proxy.NodeName())
-	return !ok || !node.Deleting && !slices.ContainsFunc(node.Taints, func(t api.Taint) bool { return t.Key == toBeDeleted })
+	node := h.source.Node()
+	return node == nil || !node.Deleting && !slices.ContainsFunc(node.Taints, func(t api.Taint) bool { return t.Key == toBeDeleted })
 }

@@ -56,6 +56,7 @@ func newStore[K, V any](s *State, opts Options, compare func(a, b K) int, equal 
 		Revisions: s.revisions,
 		Clock:     opts.Clock,
 		OnChange:  onChange,
+		Resumable: true, // for readers in other processes, who come back with a revision
 	})
 }
 
@@ -139,7 +140,10 @@ func (s *State) Snapshot() *Snapshot {
 }
 
 // NewCursor returns a cursor on the joined states, for a reader that has to
-// learn of each service that changes. Its limits are diffstore's defaults.
+// learn of each service that changes. Its limits are diffstore's defaults. What
+// is deleted is remembered within these limits even if every cursor has passed
+// it, so that a reader may also come back with a revision and go on with
+// Snapshot.States.Since.
 func (s *State) NewCursor() *diffstore.Cursor[types.NamespacedName, *api.ServiceState] {
 	return s.states.NewCursor()
 }

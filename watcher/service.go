@@ -31,7 +31,7 @@ func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
 		Annotations:            keep(s.Annotations, c.options.KeepAnnotations),
 		SessionAffinity:        sessionAffinity(s, &r),
 		UID:                    s.UID,
-		Created:                s.CreationTimestamp.Time,
+		Created:                s.CreationTimestamp.UTC(), // or what is printed of it would depend on this machine
 		IPFamilies:             families(s.Spec.IPFamilies, &r),
 	}
 	if out.Type != api.ExternalName {

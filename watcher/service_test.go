@@ -406,3 +406,18 @@ func TestNoServiceGivesNone(t *testing.T) {
 		t.Errorf("Service(nil) = %v, %v", s, problems)
 	}
 }
+
+func TestCreatedIsInUTC(t *testing.T) {
+	created := time.Date(2026, 1, 2, 3, 4, 5, 0, time.FixedZone("elsewhere", 3600))
+	c, err := New(Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, _ := c.Service(&corev1.Service{ObjectMeta: metav1.ObjectMeta{CreationTimestamp: metav1.NewTime(created)}})
+	if s.Created != created.UTC() {
+		t.Errorf("created %s, want %s", s.Created, created.UTC())
+	}
+	if s, _ := c.Service(&corev1.Service{}); !s.Created.IsZero() {
+		t.Errorf("created %s, want none", s.Created)
+	}
+}

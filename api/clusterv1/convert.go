@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package clusterv1 is the wire form of a cluster's state: the messages by which
+// one kpng follows another, and their conversion from and to package api.
+// Services and nodes have the form that package localv1 gives them.
+//
+// docs/wire.md describes the protocol. Trigger times do not travel.
+//
+// hack/generate generates the code of the messages.
+package clusterv1
+
+import (
+	"fmt"
+	"net/netip"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/localv1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// FromKey returns the wire form of a namespaced name.
+func FromKey(k types.NamespacedName) *Key { return &Key{Namespace: k.Namespace, Name: k.Name} }
+
+// ToKey returns the namespaced name.
+func (x *Key) ToKey() types.NamespacedName {
+	return types.NamespacedName{Namespace: x.GetNamespace(), Name: x.GetName()}
+}
+
+// FromSlice returns the wire form of s.
+func FromSlice(s *api.EndpointSlice) *EndpointSlice {
+	x := &EndpointSlice{Namespace: s.Namespace, Name: s.Name, ServiceName: s.ServiceName, Family: localv1.Family(s.Family)}
+	for _, p := range s.Ports {
+		x.Ports = append(x.Ports, &EndpointPort{
+			Name: p.Name, Protocol: localv1.Protocol(p.Protocol), Port: p.Port, AppProtocol: p.AppProtocol,
+		})
+	}
+	for i := range s.Endpoints {
+		x.Endpoints = append(x.Endpoints, fromEndpoint(&s.Endpoints[i]))
+	}
+	return x
+}
+
+func fromEndpoint(e *api.SliceEndpoint) *SliceEndpoint {
+	x := &SliceEndpoint{
+		Addr: e.Addr.String(), Hostname: e.Hostname, NodeName: e.NodeName, Zone: e.Zone,
+		Conditions: localv1.FromConditions(e.Conditions),
+	}
+	if e.Hints != nil {
+		x.Hints = &Hints{ForNodes: e.Hints.ForNodes, ForZones: e.Hints.ForZones}
+	}
+	return x
+}
+
+// ToSlice returns the slice. An error names what cannot be read.
+func (x *EndpointSlice) ToSlice() (*api.EndpointSlice, error) {
+	s := &api.EndpointSlice{
+		Namespace: x.GetNamespace(), Name: x.GetName(), ServiceName: x.GetServiceName(), Family: api.Family(x.GetFamily()),
+	}
+	for _, p := range x.GetPorts() {
+		s.Ports = append(s.Ports, api.EndpointPort{
+			Name: p.GetName(), Protocol: api.Protocol(p.GetProtocol()), Port: p.GetPort(), AppProtocol: p.GetAppProtocol(),
+		})
+	}
+	for _, w := range x.GetEndpoints() {
+		e, err := w.toEndpoint()
+		if err != nil {
+			return nil, fmt.Errorf("endpoint slice %s: %w", s.Key(), err)
+		}
+		s.Endpoints = append(s.Endpoints, e)
+	}
+	return s, nil
+}
+
+func (x *SliceEndpoint) toEndpoint() (api.SliceEndpoint, error) {
+	addr, err := netip.ParseAddr(x.GetAddr())
+	if err != nil {
+		return api.SliceEndpoint{}, err
+	}
+	e := api.SliceEndpoint{
+		Addr: addr, Hostname: x.GetHostname(), NodeName: x.GetNodeName(), Zone: x.GetZone(),
+		Conditions: x.GetConditions().ToConditions(),
+	}
+	if h := x.GetHints(); h != nil {
+		e.Hints = &api.Hints{ForNodes: h.GetForNodes(), ForZones: h.GetForZones()}
+	}
+	return e, nil
+}

@@ -1,0 +1,243 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package localv1_test
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"net/netip"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/apitest"
+	"github.com/kpng-project/kpng/api/localv1"
+	"google.golang.org/protobuf/proto"
+)
+
+var equateAddrs = cmp.Options{
+	cmp.Comparer(func(a, b netip.Addr) bool { return a == b }),
+	cmp.Comparer(func(a, b netip.Prefix) bool { return a == b }),
+}
+
+// travel marshals m and returns what arrives.
+func travel[M proto.Message](t *testing.T, m M) M {
+	t.Helper()
+	sent := localv1.Marshal(m)
+	arrived := m.ProtoReflect().New().Interface().(M)
+	if err := proto.Unmarshal(sent, arrived); err != nil {
+		t.Fatal(err)
+	}
+	if again := localv1.Marshal(arrived); !bytes.Equal(sent, again) {
+		t.Errorf("marshalled twice:\n%x\n%x", sent, again)
+	}
+	return arrived
+}
+
+// FuzzConversions sends values over the wire and expects them to arrive as they
+// were.
+func FuzzConversions(f *testing.F) {
+	for seed := range uint64(20) {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, seed uint64) {
+		r := rand.New(rand.NewPCG(seed, 0))
+		view := apitest.Random[api.ServiceEndpoints](r)
+		if view.Service == nil {
+			view.Service = new(api.Service)
+		}
+		got, err := travel(t, localv1.FromView(&view)).ToView()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, list := range []struct {
+			from     []api.Endpoint
+			to       *[]api.Endpoint
+			draining bool
+		}{{view.Endpoints, &got.Endpoints, false}, {view.Draining, &got.Draining, true}} {
+			for i := range list.from {
+				e, draining, err := travel(t, localv1.FromEndpoint(&list.from[i], list.draining)).ToEndpoint()
+				if err != nil {
+					t.Fatal(err)
+				}
+				if draining != list.draining {
+					t.Errorf("draining is %t", draining)
+				}
+				*list.to = append(*list.to, e)
+			}
+		}
+		if !view.Equal(got) {
+			t.Errorf("the view differs (- sent, + arrived):\n%s", cmp.Diff(&view, got, equateAddrs))
+		}
+
+		service, err := travel(t, localv1.FromService(view.Service)).ToService()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !view.Service.Equal(service) {
+			t.Errorf("the service differs (- sent, + arrived):\n%s", cmp.Diff(view.Service, service, equateAddrs))
+		}
+
+		node := apitest.Random[api.Node](r)
+		arrived, err := travel(t, localv1.FromNode(&node)).ToNode()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !node.Equal(arrived) {
+			t.Errorf("the node differs (- sent, + arrived):\n%s", cmp.Diff(&node, arrived, equateAddrs))
+		}
+	})
+}
+
+// FuzzUnmarshal gives the conversions messages of any content: an error is fine,
+// a panic is not, and what is accepted arrives when it is sent on.
+func FuzzUnmarshal(f *testing.F) {
+	for seed := range uint64(5) {
+		r := rand.New(rand.NewPCG(seed, 1))
+		service, endpoint, node := apitest.Random[api.Service](r), apitest.Random[api.Endpoint](r), apitest.Random[api.Node](r)
+		f.Add(localv1.Marshal(localv1.FromService(&service)))
+		f.Add(localv1.Marshal(localv1.FromEndpoint(&endpoint, true)))
+		f.Add(localv1.Marshal(localv1.FromNode(&node)))
+	}
+	f.Fuzz(func(t *testing.T, b []byte) {
+		var service localv1.Service
+		if proto.Unmarshal(b, &service) == nil {
+			if v, err := service.ToView(); err == nil {
+				if again, err := travel(t, localv1.FromView(v)).ToView(); err != nil || !again.Equal(v) {
+					t.Errorf("error %v (- received, + sent on):\n%s", err, cmp.Diff(v, again, equateAddrs))
+				}
+			}
+		}
+		var endpoint localv1.Endpoint
+		if proto.Unmarshal(b, &endpoint) == nil {
+			if e, draining, err := endpoint.ToEndpoint(); err == nil {
+				if again, _, err := travel(t, localv1.FromEndpoint(&e, draining)).ToEndpoint(); err != nil || !again.Equal(&e) {
+					t.Errorf("error %v (- received, + sent on):\n%s", err, cmp.Diff(e, again, equateAddrs))
+				}
+			}
+		}
+		var node localv1.Node
+		if proto.Unmarshal(b, &node) == nil {
+			if n, err := node.ToNode(); err == nil {
+				if again, err := travel(t, localv1.FromNode(n)).ToNode(); err != nil || !again.Equal(n) {
+					t.Errorf("error %v (- received, + sent on):\n%s", err, cmp.Diff(n, again, equateAddrs))
+				}
+			}
+		}
+	})
+}
+
+func TestWhatAnOldServerLeavesOut(t *testing.T) {
+	e, draining, err := (&localv1.Endpoint{IPs: &localv1.IPSet{V4: []string{"10.0.0.1"}}}).ToEndpoint()
+	if err != nil || draining || !e.Ready || !e.Serving || e.Terminating {
+		t.Errorf("an endpoint without conditions is %+v, draining %t, error %v; want it ready and serving", e, draining, err)
+	}
+}
+
+func TestWhatCannotBeRead(t *testing.T) {
+	ips := func(v4, v6 string) *localv1.IPSet { return &localv1.IPSet{V4: []string{v4}, V6: []string{v6}} }
+	for _, test := range []struct {
+		name string
+		do   func() error
+		want string
+	}{
+		{"an address that is none", func() error {
+			_, err := (&localv1.Service{Namespace: "ns", Name: "s", IPs: &localv1.ServiceIPs{ClusterIPs: ips("x", "::1")}}).ToService()
+			return err
+		}, "service ns/s: "},
+		{"an address among those of the other family", func() error {
+			_, err := (&localv1.Service{IPs: &localv1.ServiceIPs{ExternalIPs: ips("::1", "::1")}}).ToService()
+			return err
+		}, "::1 is no IPv4 address"},
+		{"a source range that is none", func() error {
+			_, err := (&localv1.Service{IPFilters: []*localv1.IPFilter{{SourceRanges: []string{"10.0.0.1"}}}}).ToService()
+			return err
+		}, `"10.0.0.1"`},
+		{"a lost claim of no address", func() error {
+			_, err := (&localv1.Service{Lost: []*localv1.LostClaim{{IP: "x"}}}).ToView()
+			return err
+		}, "lost claim"},
+		{"an endpoint without an address", func() error {
+			_, _, err := (&localv1.Endpoint{}).ToEndpoint()
+			return err
+		}, "0 addresses"},
+		{"a node with a bad CIDR", func() error {
+			_, err := (&localv1.Node{Name: "n", PodCIDRs: []string{"x"}}).ToNode()
+			return err
+		}, "node n: pod CIDR"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			if err := test.do(); err == nil || !strings.Contains(err.Error(), test.want) {
+				t.Errorf("error %v, want one with %q", err, test.want)
+			}
+		})
+	}
+}
+
+func TestTextThatIsNotUTF8IsRepaired(t *testing.T) {
+	const bad, good = "a\xff", "a\uFFFD"
+	got, err := travel(t, localv1.FromService(&api.Service{
+		Name:        "s",
+		Annotations: map[string]string{bad: bad, "fine": "fine"},
+		Ports:       []api.PortMapping{{Name: "p", AppProtocol: bad}},
+	})).ToService()
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := &api.Service{
+		Name:        "s",
+		Annotations: map[string]string{good: good, "fine": "fine"},
+		Ports:       []api.PortMapping{{Name: "p", AppProtocol: good}},
+	}
+	if !got.Equal(want) {
+		t.Error(cmp.Diff(want, got, equateAddrs))
+	}
+	if b := localv1.Marshal(&localv1.IPSet{V4: []string{"ok", bad}}); !slices.Equal(b[len(b)-4:], []byte(good)) {
+		t.Errorf("a list became %q", b)
+	}
+}
+
+// TestRandomFillsEverything keeps FuzzConversions honest: each field is set by
+// some seed.
+func TestRandomFillsEverything(t *testing.T) {
+	never := map[string]bool{}
+	for seed := range uint64(200) {
+		v := apitest.Random[api.ServiceEndpoints](rand.New(rand.NewPCG(seed, 0)))
+		zeroFields(reflect.ValueOf(v), "", func(path string, zero bool) {
+			if before, seen := never[path]; !seen || before {
+				never[path] = zero
+			}
+		})
+	}
+	for path, n := range never {
+		if n {
+			t.Errorf("%s is never set", path)
+		}
+	}
+}
+
+func zeroFields(v reflect.Value, path string, visit func(path string, zero bool)) {
+	switch v.Kind() {
+	case reflect.Struct:
+		if v.Type().PkgPath() != reflect.TypeFor[api.Service]().PkgPath() {
+			visit(path, v.IsZero())
+			return
+		}
+		for i := range v.NumField() {
+			zeroFields(v.Field(i), path+"."+v.Type().Field(i).Name, visit)
+		}
+	case reflect.Pointer:
+		if !v.IsNil() {
+			zeroFields(v.Elem(), path, visit)
+		}
+	case reflect.Slice:
+		for i := range v.Len() {
+			zeroFields(v.Index(i), path+"[]", visit)
+		}
+	default:
+		visit(path, v.IsZero())
+	}
+}

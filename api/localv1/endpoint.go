@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package localv1
+
+import (
+	"fmt"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// FromEndpoint returns the wire form of e. Draining says which list of its view
+// it is from.
+func FromEndpoint(e *api.Endpoint, draining bool) *Endpoint {
+	return &Endpoint{
+		Hostname: e.Hostname,
+		IPs:      fromIPSet(&e.IPs),
+		Local:    e.Local,
+		PortOverrides: convert(e.PortOverrides, func(p *api.PortName) *PortName {
+			return &PortName{Name: p.Name, Port: p.Port}
+		}),
+		Scopes: fromScopes(e.Scopes),
+		PortScopes: convert(e.PortScopes, func(p *api.PortScopes) *PortScopes {
+			return &PortScopes{Protocol: Protocol(p.Protocol), Port: p.Port, Scopes: fromScopes(p.Scopes)}
+		}),
+		NodeName:   e.NodeName,
+		Zone:       e.Zone,
+		Conditions: FromConditions(e.Conditions),
+		Draining:   draining,
+	}
+}
+
+// ToEndpoint returns the endpoint, and whether it is one of those that drain. An
+// error names what cannot be read.
+func (x *Endpoint) ToEndpoint() (e api.Endpoint, draining bool, err error) {
+	e = api.Endpoint{
+		Hostname: x.GetHostname(),
+		Local:    x.GetLocal(),
+		PortOverrides: convertPointers(x.GetPortOverrides(), func(p *PortName) api.PortName {
+			return api.PortName{Name: p.GetName(), Port: p.GetPort()}
+		}),
+		Scopes: x.GetScopes().toScopes(),
+		PortScopes: convertPointers(x.GetPortScopes(), func(p *PortScopes) api.PortScopes {
+			return api.PortScopes{Protocol: api.Protocol(p.GetProtocol()), Port: p.GetPort(), Scopes: p.GetScopes().toScopes()}
+		}),
+		NodeName:   x.GetNodeName(),
+		Zone:       x.GetZone(),
+		Conditions: x.GetConditions().ToConditions(),
+	}
+	if err := x.GetIPs().to(&e.IPs); err != nil {
+		return e, false, fmt.Errorf("endpoint: %w", err)
+	}
+	if n := e.IPs.Len(); n != 1 {
+		return e, false, fmt.Errorf("endpoint has %d addresses", n)
+	}
+	return e, x.GetDraining(), nil
+}
+
+func fromScopes(s api.Scopes) *EndpointScopes {
+	return &EndpointScopes{Internal: s.Internal, External: s.External, Cluster: s.Cluster}
+}
+
+func (x *EndpointScopes) toScopes() api.Scopes {
+	return api.Scopes{Internal: x.GetInternal(), External: x.GetExternal(), Cluster: x.GetCluster()}
+}
+
+// FromConditions returns the wire form of c.
+func FromConditions(c api.Conditions) *EndpointConditions {
+	return &EndpointConditions{Ready: c.Ready, Serving: c.Serving, Terminating: c.Terminating}
+}
+
+// ToConditions returns the conditions; where none were sent, as servers of the
+// first kpng do, those of an endpoint that traffic may go to.
+func (x *EndpointConditions) ToConditions() api.Conditions {
+	if x == nil {
+		return api.Conditions{Ready: true, Serving: true}
+	}
+	return api.Conditions{Ready: x.GetReady(), Serving: x.GetServing(), Terminating: x.GetTerminating()}
+}

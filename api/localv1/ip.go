@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package localv1
+
+import (
+	"fmt"
+	"net/netip"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+func fromIPSet(s *api.IPSet) *IPSet {
+	return &IPSet{V4: convert(s.V4, fromAddrIn), V6: convert(s.V6, fromAddrIn)}
+}
+
+// fromIPSetUnlessEmpty is fromIPSet for sets that are left out if nothing is in
+// them, as in JSON.
+func fromIPSetUnlessEmpty(s *api.IPSet) *IPSet {
+	if s.IsZero() {
+		return nil
+	}
+	return fromIPSet(s)
+}
+
+// to fills set with what x names.
+func (x *IPSet) to(set *api.IPSet) (err error) {
+	if set.V4, err = toAddrs(x.GetV4(), api.IPv4); err != nil {
+		return err
+	}
+	set.V6, err = toAddrs(x.GetV6(), api.IPv6)
+	return err
+}
+
+func toAddrs(list []string, family api.Family) ([]netip.Addr, error) {
+	if len(list) == 0 {
+		return nil, nil
+	}
+	addrs := make([]netip.Addr, len(list))
+	for i, s := range list {
+		a, err := netip.ParseAddr(s)
+		if err != nil {
+			return nil, err
+		}
+		if a = a.Unmap(); api.FamilyOf(a) != family || a.Zone() != "" {
+			return nil, fmt.Errorf("%s is no %s address", a, family)
+		}
+		addrs[i] = a
+	}
+	return addrs, nil
+}
+
+// fromAddr returns a as text, empty for the zero Addr.
+func fromAddr(a netip.Addr) string {
+	if !a.IsValid() {
+		return ""
+	}
+	return a.String()
+}
+
+func fromAddrIn(a *netip.Addr) string { return fromAddr(*a) }
+
+func toPrefixes(list []string) ([]netip.Prefix, error) {
+	if len(list) == 0 {
+		return nil, nil
+	}
+	prefixes := make([]netip.Prefix, len(list))
+	for i, s := range list {
+		p, err := netip.ParsePrefix(s)
+		if err != nil {
+			return nil, err
+		}
+		prefixes[i] = p
+	}
+	return prefixes, nil
+}
+
+// convert returns what f makes of each value, nil for none.
+func convert[From, To any](list []From, f func(*From) To) []To {
+	if len(list) == 0 {
+		return nil
+	}
+	out := make([]To, len(list))
+	for i := range list {
+		out[i] = f(&list[i])
+	}
+	return out
+}
+
+// convertPointers is convert for messages.
+func convertPointers[From, To any](list []*From, f func(*From) To) []To {
+	return convert(list, func(x **From) To { return f(*x) })
+}

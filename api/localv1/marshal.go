@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package localv1
+
+import (
+	"fmt"
+	"strings"
+
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
+)
+
+// Marshal returns the encoding of m. Of equal messages it is equal, within one
+// build of the program. Strings that are not UTF-8, which protobuf refuses and an
+// API server can be made to hand out, are repaired in m as encoding/json does it.
+func Marshal(m proto.Message) []byte {
+	deterministic := proto.MarshalOptions{Deterministic: true}
+	b, err := deterministic.Marshal(m)
+	if err != nil {
+		repair(m.ProtoReflect())
+		b, err = deterministic.Marshal(m)
+	}
+	if err != nil {
+		panic(fmt.Sprintf("localv1: marshal %s: %v", m.ProtoReflect().Descriptor().FullName(), err)) // no other error exists in proto3
+	}
+	return b
+}
+
+// repair makes every string in m valid UTF-8.
+func repair(m protoreflect.Message) {
+	m.Range(func(field protoreflect.FieldDescriptor, value protoreflect.Value) bool {
+		switch {
+		case field.IsMap():
+			repairMap(field, value.Map())
+		case field.IsList():
+			for list, i := value.List(), 0; i < list.Len(); i++ {
+				if v, changed := repaired(field, list.Get(i)); changed {
+					list.Set(i, v)
+				}
+			}
+		default:
+			if v, changed := repaired(field, value); changed {
+				m.Set(field, v)
+			}
+		}
+		return true
+	})
+}
+
+// repairMap does it for a map, whose keys are strings: what a key that has to
+// change maps to moves to the key as it should be.
+func repairMap(field protoreflect.FieldDescriptor, m protoreflect.Map) {
+	fixed := map[string]protoreflect.Value{}
+	m.Range(func(key protoreflect.MapKey, value protoreflect.Value) bool {
+		v, changed := repaired(field.MapValue(), value)
+		if k := valid(key.String()); changed || k != key.String() {
+			m.Clear(key)
+			fixed[k] = v
+		}
+		return true
+	})
+	for key, value := range fixed {
+		m.Set(protoreflect.ValueOfString(key).MapKey(), value)
+	}
+}
+
+// repaired returns a single value as it should be, and whether it is another. It
+// repairs messages in place.
+func repaired(field protoreflect.FieldDescriptor, v protoreflect.Value) (protoreflect.Value, bool) {
+	switch field.Kind() {
+	case protoreflect.MessageKind:
+		repair(v.Message())
+	case protoreflect.StringKind:
+		if s := valid(v.String()); s != v.String() {
+			return protoreflect.ValueOfString(s), true
+		}
+	}
+	return v, false
+}
+
+func valid(s string) string { return strings.ToValidUTF8(s, "\uFFFD") }

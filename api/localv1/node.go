@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package localv1
+
+import (
+	"fmt"
+	"net/netip"
+
+	"github.com/kpng-project/kpng/api"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// FromNode returns the wire form of n.
+func FromNode(n *api.Node) *Node {
+	return &Node{
+		Name:   n.Name,
+		UID:    string(n.UID),
+		Labels: n.Labels,
+		Addresses: convert(n.Addresses, func(a *api.NodeAddress) *NodeAddress {
+			return &NodeAddress{Type: a.Type, IP: fromAddr(a.IP)}
+		}),
+		PodCIDRs: convert(n.PodCIDRs, func(p *netip.Prefix) string { return p.String() }),
+		Taints: convert(n.Taints, func(t *api.Taint) *Taint {
+			return &Taint{Key: t.Key, Value: t.Value, Effect: t.Effect}
+		}),
+		Deleting: n.Deleting,
+	}
+}
+
+// ToNode returns the node. An error names what cannot be read.
+func (x *Node) ToNode() (*api.Node, error) {
+	n := &api.Node{
+		Name:   x.GetName(),
+		UID:    types.UID(x.GetUID()),
+		Labels: x.GetLabels(),
+		Taints: convertPointers(x.GetTaints(), func(t *Taint) api.Taint {
+			return api.Taint{Key: t.GetKey(), Value: t.GetValue(), Effect: t.GetEffect()}
+		}),
+		Deleting: x.GetDeleting(),
+	}
+	for _, a := range x.GetAddresses() {
+		ip, err := netip.ParseAddr(a.GetIP())
+		if err != nil {
+			return nil, fmt.Errorf("node %s: %w", n.Name, err)
+		}
+		n.Addresses = append(n.Addresses, api.NodeAddress{Type: a.GetType(), IP: ip})
+	}
+	var err error
+	if n.PodCIDRs, err = toPrefixes(x.GetPodCIDRs()); err != nil {
+		return nil, fmt.Errorf("node %s: pod CIDR: %w", n.Name, err)
+	}
+	return n, nil
+}

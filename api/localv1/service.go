@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package localv1
+
+import (
+	"fmt"
+	"net/netip"
+
+	"github.com/kpng-project/kpng/api"
+	"google.golang.org/protobuf/types/known/timestamppb"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// FromService returns the wire form of s.
+func FromService(s *api.Service) *Service {
+	w := &Service{
+		Namespace: s.Namespace,
+		Name:      s.Name,
+		Type:      string(s.Type),
+		IPs: &ServiceIPs{
+			ClusterIPs:      fromIPSet(&s.IPs.ClusterIPs),
+			ExternalIPs:     fromIPSetUnlessEmpty(&s.IPs.ExternalIPs),
+			Headless:        s.IPs.Headless,
+			LoadBalancerIPs: fromIPSetUnlessEmpty(&s.IPs.LoadBalancerIPs),
+			ProxiedIPs:      fromIPSetUnlessEmpty(&s.IPs.ProxiedIPs),
+		},
+		MapIP:                  s.MapIP,
+		Ports:                  convert(s.Ports, fromPort),
+		ExternalTrafficToLocal: s.ExternalTrafficToLocal,
+		Labels:                 s.Labels,
+		Annotations:            s.Annotations,
+		IPFilters:              convert(s.IPFilters, fromFilter),
+		InternalTrafficToLocal: s.InternalTrafficToLocal,
+		HealthCheckNodePort:    s.HealthCheckNodePort,
+		UID:                    string(s.UID),
+		IPFamilies:             convert(s.IPFamilies, fromFamily),
+	}
+	if a := s.SessionAffinity.ClientIP; a != nil {
+		w.SessionAffinity = &Service_ClientIP{ClientIP: &ClientIPAffinity{TimeoutSeconds: a.TimeoutSeconds}}
+	}
+	if !s.Created.IsZero() {
+		w.Created = timestamppb.New(s.Created)
+	}
+	return w
+}
+
+// FromView returns the wire form of what a view says of its service: everything
+// but the endpoints.
+func FromView(v *api.ServiceEndpoints) *Service {
+	w := FromService(v.Service)
+	w.Unusable = convert(v.Unusable, func(p *api.PortFamily) *PortFamily {
+		return &PortFamily{Protocol: Protocol(p.Protocol), Port: p.Port, Family: Family(p.Family)}
+	})
+	w.Lost = convert(v.Lost, func(l *api.LostClaim) *LostClaim {
+		return &LostClaim{
+			IP: fromAddr(l.IP), Protocol: Protocol(l.Protocol), Port: l.Port,
+			WinnerNamespace: l.Winner.Namespace, WinnerName: l.Winner.Name,
+		}
+	})
+	return w
+}
+
+// ToService returns the service. An error names what cannot be read.
+func (x *Service) ToService() (*api.Service, error) {
+	s := &api.Service{
+		Namespace:              x.GetNamespace(),
+		Name:                   x.GetName(),
+		Type:                   api.ServiceType(x.GetType()),
+		MapIP:                  x.GetMapIP(),
+		Ports:                  convertPointers(x.GetPorts(), toPort),
+		ExternalTrafficToLocal: x.GetExternalTrafficToLocal(),
+		InternalTrafficToLocal: x.GetInternalTrafficToLocal(),
+		Labels:                 x.GetLabels(),
+		Annotations:            x.GetAnnotations(),
+		HealthCheckNodePort:    x.GetHealthCheckNodePort(),
+		UID:                    types.UID(x.GetUID()),
+		IPFamilies:             convert(x.GetIPFamilies(), func(f *Family) api.Family { return api.Family(*f) }),
+	}
+	if t := x.GetCreated(); t != nil {
+		s.Created = t.AsTime()
+	}
+	if a, ok := x.GetSessionAffinity().(*Service_ClientIP); ok {
+		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: a.ClientIP.GetTimeoutSeconds()}
+	}
+	ips := x.GetIPs()
+	s.IPs.Headless = ips.GetHeadless()
+	for _, set := range [...]struct {
+		to   *api.IPSet
+		from *IPSet
+	}{
+		{&s.IPs.ClusterIPs, ips.GetClusterIPs()},
+		{&s.IPs.ExternalIPs, ips.GetExternalIPs()},
+		{&s.IPs.LoadBalancerIPs, ips.GetLoadBalancerIPs()},
+		{&s.IPs.ProxiedIPs, ips.GetProxiedIPs()},
+	} {
+		if err := set.from.to(set.to); err != nil {
+			return nil, fmt.Errorf("service %s: %w", s.Key(), err)
+		}
+	}
+	for _, f := range x.GetIPFilters() {
+		filter, err := f.toFilter()
+		if err != nil {
+			return nil, fmt.Errorf("service %s: filter: %w", s.Key(), err)
+		}
+		s.IPFilters = append(s.IPFilters, filter)
+	}
+	return s, nil
+}
+
+// ToView returns the service as a view without endpoints. An error names what
+// cannot be read.
+func (x *Service) ToView() (*api.ServiceEndpoints, error) {
+	s, err := x.ToService()
+	if err != nil {
+		return nil, err
+	}
+	v := &api.ServiceEndpoints{
+		Service: s,
+		Unusable: convertPointers(x.GetUnusable(), func(p *PortFamily) api.PortFamily {
+			return api.PortFamily{Protocol: api.Protocol(p.GetProtocol()), Port: p.GetPort(), Family: api.Family(p.GetFamily())}
+		}),
+	}
+	for _, l := range x.GetLost() {
+		lost := api.LostClaim{
+			Claim:  api.Claim{Protocol: api.Protocol(l.GetProtocol()), Port: l.GetPort()},
+			Winner: types.NamespacedName{Namespace: l.GetWinnerNamespace(), Name: l.GetWinnerName()},
+		}
+		if l.GetIP() != "" {
+			if lost.IP, err = netip.ParseAddr(l.GetIP()); err != nil {
+				return nil, fmt.Errorf("service %s: lost claim: %w", s.Key(), err)
+			}
+		}
+		v.Lost = append(v.Lost, lost)
+	}
+	return v, nil
+}
+
+func fromPort(p *api.PortMapping) *PortMapping {
+	return &PortMapping{
+		Name: p.Name, Protocol: Protocol(p.Protocol), Port: p.Port, NodePort: p.NodePort,
+		TargetPort: p.TargetPort, TargetPortName: p.TargetPortName, AppProtocol: p.AppProtocol,
+	}
+}
+
+func toPort(x *PortMapping) api.PortMapping {
+	return api.PortMapping{
+		Name: x.GetName(), Protocol: api.Protocol(x.GetProtocol()), Port: x.GetPort(), NodePort: x.GetNodePort(),
+		TargetPort: x.GetTargetPort(), TargetPortName: x.GetTargetPortName(), AppProtocol: x.GetAppProtocol(),
+	}
+}
+
+func fromFamily(f *api.Family) Family { return Family(*f) }
+
+func fromFilter(f *api.IPFilter) *IPFilter {
+	return &IPFilter{
+		TargetIPs:    fromIPSetUnlessEmpty(&f.TargetIPs),
+		SourceRanges: convert(f.SourceRanges, func(p *netip.Prefix) string { return p.String() }),
+	}
+}
+
+func (x *IPFilter) toFilter() (f api.IPFilter, err error) {
+	if err := x.GetTargetIPs().to(&f.TargetIPs); err != nil {
+		return f, err
+	}
+	f.SourceRanges, err = toPrefixes(x.GetSourceRanges())
+	return f, err
+}

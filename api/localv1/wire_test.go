@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package localv1_test
+
+import (
+	"flag"
+	"fmt"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api/clusterv1"
+	"github.com/kpng-project/kpng/api/localv1"
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/types/dynamicpb"
+)
+
+var files = []protoreflect.FileDescriptor{localv1.File_api_localv1_localv1_proto, clusterv1.File_api_clusterv1_clusterv1_proto}
+
+// messages returns all messages but the entries of maps.
+func messages() []protoreflect.MessageDescriptor {
+	var list []protoreflect.MessageDescriptor
+	for _, file := range files {
+		for i := range file.Messages().Len() {
+			list = append(list, file.Messages().Get(i))
+		}
+	}
+	return list
+}
+
+// TestTheDocumentedNumbersAreThoseOfTheWire holds the tables of docs/wire.md
+// against the messages.
+func TestTheDocumentedNumbersAreThoseOfTheWire(t *testing.T) {
+	var got []string
+	for _, m := range messages() {
+		var fields []string
+		for i := range m.Fields().Len() {
+			f := m.Fields().Get(i)
+			fields = append(fields, fmt.Sprintf("%s %s = %d", f.Name(), kind(f), f.Number()))
+		}
+		got = append(got, fmt.Sprintf("%s: %s", m.Name(), strings.Join(fields, ", ")))
+	}
+	for i := range files[0].Enums().Len() {
+		e := files[0].Enums().Get(i)
+		var values []string
+		for i := range e.Values().Len() {
+			v := e.Values().Get(i)
+			values = append(values, fmt.Sprintf("%s = %d", v.Name(), v.Number()))
+		}
+		got = append(got, fmt.Sprintf("%s: %s", e.Name(), strings.Join(values, ", ")))
+	}
+
+	page, err := os.ReadFile("../../docs/wire.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var want []string
+	for _, row := range regexp.MustCompile(`(?m)^\| ([A-Za-z]+) \| (.* = [0-9]+|) ?\|$`).FindAllStringSubmatch(string(page), -1) {
+		want = append(want, row[1]+": "+row[2])
+	}
+	slices.Sort(got)
+	slices.Sort(want)
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("- docs/wire.md, + the messages:\n%s", diff)
+	}
+}
+
+// kind names a field's type as docs/wire.md does.
+func kind(f protoreflect.FieldDescriptor) string {
+	if f.IsMap() {
+		return "map"
+	}
+	repeated := ""
+	if f.IsList() {
+		repeated = "repeated "
+	}
+	name := func(d protoreflect.Descriptor) string {
+		if d.ParentFile().Package() != f.ParentFile().Package() && d.ParentFile().Package() == "localv1" {
+			return "localv1." + string(d.Name())
+		}
+		return string(d.Name())
+	}
+	switch f.Kind() {
+	case protoreflect.MessageKind:
+		return repeated + name(f.Message())
+	case protoreflect.EnumKind:
+		return repeated + "enum " + name(f.Enum())
+	default:
+		return repeated + f.Kind().String()
+	}
+}
+
+// TestTheFirstKpngsNumbers has them a second time, so that nobody changes page and
+// messages together.
+func TestTheFirstKpngsNumbers(t *testing.T) {
+	for message, fields := range map[protoreflect.Name]string{
+		"WatchReq":         "NodeName 1",
+		"OpItem":           "Sync 1 Set 2 Delete 3 Reset 4",
+		"Ref":              "Set 1 Path 2",
+		"Value":            "Ref 1 Bytes 2",
+		"Service":          "Namespace 1 Name 2 Type 3 IPs 4 MapIP 5 Ports 6 ExternalTrafficToLocal 7 Labels 8 Annotations 9 IPFilters 10 ClientIP 11 InternalTrafficToLocal 12 HealthCheckNodePort 13",
+		"IPFilter":         "TargetIPs 1 SourceRanges 2",
+		"ServiceIPs":       "ClusterIPs 1 ExternalIPs 2 Headless 3 LoadBalancerIPs 4",
+		"IPSet":            "V4 1 V6 2",
+		"Endpoint":         "Hostname 1 IPs 2 Local 3 PortOverrides 4 Scopes 5",
+		"EndpointScopes":   "Internal 1 External 2",
+		"PortName":         "Name 1 Port 2",
+		"PortMapping":      "Name 1 Protocol 2 Port 3 NodePort 4 TargetPort 5 TargetPortName 6",
+		"ClientIPAffinity": "TimeoutSeconds 1",
+	} {
+		all := files[0].Messages().ByName(message).Fields()
+		var old []string
+		for i := range all.Len() {
+			if f := all.Get(i); f.Number() < 100 {
+				old = append(old, fmt.Sprintf("%s %d", f.Name(), f.Number()))
+			}
+		}
+		if got := strings.Join(old, " "); got != fields {
+			t.Errorf("%s has %s, want %s", message, got, fields)
+		}
+	}
+}
+
+var update = flag.Bool("update", false, "write testdata/golden.txt anew")
+
+// TestGoldenBytes holds each message with all its fields set against bytes that
+// were written down.
+func TestGoldenBytes(t *testing.T) {
+	var out strings.Builder
+	for _, d := range messages() {
+		m := filled(d, 0)
+		fmt.Fprintf(&out, "%s %x\n", d.FullName(), localv1.Marshal(m))
+		for i := range d.Oneofs().Len() {
+			choices := d.Oneofs().Get(i).Fields()
+			for i := range choices.Len() {
+				f := choices.Get(i)
+				m.Set(f, filledValue(f, 0))
+				fmt.Fprintf(&out, "%s with %s %x\n", d.FullName(), f.Name(), localv1.Marshal(m))
+			}
+		}
+	}
+	const path = "testdata/golden.txt"
+	if *update {
+		if err := os.WriteFile(path, []byte(out.String()), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(strings.Split(string(want), "\n"), strings.Split(out.String(), "\n")); diff != "" {
+		t.Errorf("the wire has changed (- golden, + now); if that is meant, run go test -update:\n%s", diff)
+	}
+}
+
+// filled returns a message with every field set, to its number where it can be; of
+// a oneof, the last one.
+func filled(d protoreflect.MessageDescriptor, depth int) *dynamicpb.Message {
+	m := dynamicpb.NewMessage(d)
+	for i := range d.Fields().Len() {
+		f := d.Fields().Get(i)
+		switch {
+		case f.IsMap():
+			m.Mutable(f).Map().Set(protoreflect.ValueOfString("key").MapKey(), protoreflect.ValueOfString("value"))
+		case f.IsList():
+			if depth < 3 {
+				m.Mutable(f).List().Append(filledValue(f, depth))
+			}
+		default:
+			m.Set(f, filledValue(f, depth))
+		}
+	}
+	return m
+}
+
+func filledValue(f protoreflect.FieldDescriptor, depth int) protoreflect.Value {
+	switch f.Kind() {
+	case protoreflect.MessageKind:
+		return protoreflect.ValueOfMessage(filled(f.Message(), depth+1))
+	case protoreflect.EnumKind:
+		return protoreflect.ValueOfEnum(f.Enum().Values().Get(1).Number())
+	case protoreflect.BoolKind:
+		return protoreflect.ValueOfBool(true)
+	case protoreflect.Int32Kind:
+		return protoreflect.ValueOfInt32(int32(f.Number()))
+	case protoreflect.Int64Kind:
+		return protoreflect.ValueOfInt64(int64(f.Number()))
+	case protoreflect.BytesKind:
+		return protoreflect.ValueOfBytes([]byte{byte(f.Number())})
+	default:
+		return protoreflect.ValueOfString(string(f.Name()))
+	}
+}

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package app_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/remote"
+	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/watcher"
+	"github.com/kpng-project/kpng/watcher/file"
+)
+
+// serveDemo serves the demo's services of a proxy name, and returns where.
+func serveDemo(t *testing.T, proxyName string) (address string) {
+	t.Helper()
+	state := cluster.New(cluster.Options{})
+	server, err := remote.NewServer(state, remote.ServerOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	address = "unix://" + filepath.Join(t.TempDir(), "s")
+	a, err := transport.ParseAddress(address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := a.Listen(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 2)
+	go func() {
+		ended <- file.Watch(ctx, state, file.Options{Path: demo, Options: watcher.Options{ServiceProxyName: proxyName}})
+	}()
+	go func() { ended <- server.Serve(ctx, l) }()
+	t.Cleanup(func() {
+		cancel()
+		for range 2 {
+			if err := <-ended; err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	return address
+}
+
+// printOnce returns what kpng-json prints with some flags and --once.
+func printOnce(t *testing.T, args ...string) string {
+	t.Helper()
+	var out bytes.Buffer
+	s := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+		for _, service := range services {
+			if err := json.NewEncoder(&out).Encode(service); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	if err := run(t.Context(), s, append(args, "--once")...); err != nil {
+		t.Fatal(err)
+	}
+	return out.String()
+}
+
+func TestServedByAnotherKpngItPrintsTheSame(t *testing.T) {
+	for _, name := range []string{"", "kpng-example"} {
+		want := printOnce(t, "--manifests", demo, "--service-proxy-name", name, "--node-name=vm-002")
+		got := printOnce(t, "--api", serveDemo(t, name), "--node-name=vm-002")
+		if got != want || got == "" {
+			t.Errorf("proxy name %q: with --api\n%s\nwith --manifests\n%s", name, got, want)
+		}
+	}
+}
+
+func TestFlagsOfAnAPIThatMakeNoSense(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		args []string
+		want []string
+	}{
+		{"what to serve is the server's to say", []string{"--api=unix:///s", "--service-proxy-name=x"}, []string{"api", "service-proxy-name"}},
+		{"two sources", []string{"--api=unix:///s", "--manifests", demo}, []string{"api", "manifests"}},
+		{"another two", []string{"--api=unix:///s", "--kubeconfig=x"}, []string{"api", "kubeconfig"}},
+		{"TLS without an address", []string{"--manifests", demo, "--tls-ca-file=x"}, []string{"--tls", "--api"}},
+		{"plaintext to another machine", []string{"--api=tcp://192.0.2.1:12090"}, []string{"192.0.2.1", "TLS"}},
+		{"no address", []string{"--api=192.0.2.1"}, []string{`"192.0.2.1"`}},
+		{"a certificate that is not there", []string{"--api=tcp://192.0.2.1:1", "--tls-ca-file=a", "--tls-cert-file=b", "--tls-key-file=c"}, []string{"b", "c"}},
+		{"half of TLS", []string{"--api=tcp://192.0.2.1:1", "--tls-ca-file=a"}, []string{"three files"}},
+		{"nobody there, and once", []string{"--api=unix:///does/not/exist", "--once"}, []string{"/does/not/exist"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			err := run(t.Context(), sink.FullState(ignore), append(test.args, "--node-name=n")...)
+			if err == nil {
+				t.Fatal("no error")
+			}
+			for _, want := range test.want {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("error %q does not name %q", err, want)
+				}
+			}
+		})
+	}
+}

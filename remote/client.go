@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/diffstore"
+	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/sink"
+	"google.golang.org/grpc"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+)
+
+// ClientOptions say which node's view a client follows, and where.
+type ClientOptions struct {
+	transport.DialOptions
+	// NodeName is the node to follow.
+	NodeName string
+}
+
+// Client is a [sink.Source] that follows a server's view of one node. [Client.Run]
+// has to run for it. Its own methods may be called at any time by anybody, those
+// of Source by one reader.
+type Client struct {
+	opts   ClientOptions
+	dialer *transport.Dialer
+
+	mu        sync.Mutex
+	revisions *diffstore.Revisions
+	views     *diffstore.Store[types.NamespacedName, *entry]
+	nodes     *diffstore.Store[string, *api.Node] // the own node, if it is known
+	state     *clientState                        // nil until the first Sync
+	changed   chan struct{}                       // closed by the next Sync that changes something
+	token     []byte                              // of the last Sync
+
+	reader reader
+}
+
+// clientState is what the client has after a Sync.
+type clientState struct {
+	revision diffstore.Revision
+	views    *diffstore.Snapshot[types.NamespacedName, *entry]
+	node     *api.Node
+}
+
+// reader is the position of the reader.
+type reader struct {
+	cursor *diffstore.Cursor[types.NamespacedName, *entry]
+	has    *clientState // nil if it has to start over
+
+	// What Next returned last.
+	offered *sink.Update
+	state   *clientState
+}
+
+// NewClient returns a client. It talks to nobody before Run.
+func NewClient(opts ClientOptions) (*Client, error) {
+	dialer, err := transport.NewDialer(opts.DialOptions)
+	if err != nil {
+		return nil, err
+	}
+	c := &Client{opts: opts, dialer: dialer, revisions: new(diffstore.Revisions), changed: make(chan struct{})}
+	c.views = diffstore.New(diffstore.Options[types.NamespacedName, *entry]{
+		Compare: api.CompareKeys, Equal: (*entry).equal, Revisions: c.revisions, Clock: opts.Clock,
+	})
+	c.nodes = diffstore.New(diffstore.Options[string, *api.Node]{
+		Compare: strings.Compare, Equal: (*api.Node).Equal, Revisions: c.revisions, Clock: opts.Clock,
+	})
+	c.reader.cursor = c.views.NewCursor()
+	return c, nil
+}
+
+// Run follows the server until ctx ends, and returns the cause of that. With
+// FailFast it returns the first error instead.
+func (c *Client) Run(ctx context.Context) error { return c.dialer.Stay(ctx, c.follow) }
+
+// follow follows the server at the other end of conn for as long as it goes.
+func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, good func()) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stream, err := localv1.NewSetsClient(conn).Watch(ctx)
+	if err != nil {
+		return err
+	}
+	token := c.lastToken()
+	for {
+		if err := stream.Send(c.request(token)); err != nil {
+			_, err = stream.Recv() // which says why
+			return err
+		}
+		a := newAnswer(c)
+		for !a.synced {
+			item, err := stream.Recv()
+			if err != nil {
+				return err
+			}
+			if err := a.take(item); err != nil {
+				c.forgetToken()
+				return err
+			}
+		}
+		good()
+		if a.reset {
+			klog.FromContext(ctx).Info("The server told everything", "services", c.Services())
+		}
+		token = nil
+	}
+}
+
+// request asks for what is new. All but the first on a stream say nothing else.
+func (c *Client) request(token []byte) *localv1.WatchReq {
+	if token == nil {
+		token = []byte{}
+	}
+	return &localv1.WatchReq{
+		NodeName: c.opts.NodeName, AllEndpoints: true, OwnNode: true, Batches: true, Resume: token,
+	}
+}
+
+func (c *Client) lastToken() []byte {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.token
+}
+
+// forgetToken makes the next server start over.
+func (c *Client) forgetToken() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.token = nil
+}
+
+// commit takes over what a complete answer says.
+func (c *Client) commit(a *answer) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	entries, err := a.entries()
+	if err != nil {
+		return err
+	}
+	before := c.revisions.Last()
+	if a.reset {
+		c.views.Replace(0, entries.all())
+	} else {
+		c.views.Commit(entries.write)
+	}
+	switch {
+	case a.node != nil:
+		c.nodes.Set(0, c.opts.NodeName, a.node)
+	case a.reset || a.nodeGone:
+		c.nodes.Delete(0, c.opts.NodeName)
+	}
+	c.token = a.token
+	if c.state != nil && c.revisions.Last() == before {
+		return nil
+	}
+	node, _ := c.nodes.Get(c.opts.NodeName)
+	c.state = &clientState{c.revisions.Last(), c.views.Snapshot(), node}
+	close(c.changed)
+	c.changed = make(chan struct{})
+	return nil
+}
+
+// Services returns how many services the client has.
+func (c *Client) Services() int { return c.views.Len() }
+
+// Node returns the node as the server told it last, nil if it is not known.
+func (c *Client) Node() *api.Node {
+	if state, _ := c.get(); state != nil {
+		return state.node
+	}
+	return nil
+}
+
+// Revision returns the revision of what the client has, 0 before it has anything.
+// Revisions are the client's own; they go on when the server is another.
+func (c *Client) Revision() uint64 {
+	if state, _ := c.get(); state != nil {
+		return uint64(state.revision)
+	}
+	return 0
+}
+
+// get returns what the client has, and what is closed when that changes.
+func (c *Client) get() (*clientState, <-chan struct{}) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.state, c.changed
+}
+
+// Changed implements [sink.Source].
+func (c *Client) Changed() <-chan struct{} {
+	state, changed := c.get()
+	if state != c.reader.has {
+		closed := make(chan struct{})
+		close(closed)
+		return closed
+	}
+	return changed
+}
+
+// Next implements [sink.Source]. It never fails.
+func (c *Client) Next() (*sink.Update, error) {
+	state, _ := c.get()
+	if state == nil {
+		return nil, nil
+	}
+	if c.reader.state != state {
+		c.reader.offered, c.reader.state = c.reader.update(state), state
+	}
+	return c.reader.offered, nil
+}
+
+// Advance implements [sink.Source].
+func (c *Client) Advance(u *sink.Update) {
+	if r := &c.reader; u == r.offered {
+		r.cursor.Advance(r.state.views)
+		r.has = r.state
+		r.offered, r.state = nil, nil
+	}
+}
+
+// Reset implements [sink.Source].
+func (c *Client) Reset() {
+	c.reader.cursor.Close()
+	c.reader = reader{cursor: c.views.NewCursor()}
+}
+
+// Close implements [sink.Source].
+func (c *Client) Close() { c.reader.cursor.Close() }
+
+// update returns what state has beyond the reader's position.
+func (r *reader) update(state *clientState) *sink.Update {
+	delta := r.cursor.Until(state.views)
+	u := &sink.Update{
+		Changes: sink.Changes{Full: delta.Full(), Revision: uint64(state.revision), Node: state.node},
+		View: func(key types.NamespacedName) *api.ServiceEndpoints {
+			e, _ := state.views.Get(key)
+			return e.viewOrNil()
+		},
+	}
+	if u.Full {
+		u.NodeChanged = true
+		u.Services = func(yield func(sink.Change) bool) {
+			for key, e := range state.views.All() {
+				if !yield(sink.Change{Key: key, New: e.view}) {
+					return
+				}
+			}
+		}
+		return u
+	}
+	u.NodeChanged = !state.node.Equal(r.has.node)
+	var list []sink.Change
+	for change := range delta.Changes() {
+		old, _ := delta.Old.Get(change.Key)
+		if before, after := old.viewOrNil(), change.Value.viewOrNil(); !before.Equal(after) {
+			list = append(list, sink.Change{Key: change.Key, Old: before, New: after})
+		}
+	}
+	slices.SortFunc(list, func(a, b sink.Change) int { return api.CompareKeys(a.Key, b.Key) })
+	u.Services = slices.Values(list)
+	return u
+}
+
+var _ sink.Source = (*Client)(nil)

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote
+
+import (
+	"github.com/kpng-project/kpng/api/localv1"
+	"google.golang.org/protobuf/encoding/protowire"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Field numbers of the messages that are put together of parts which are
+// marshalled already.
+const (
+	opItemReplace     protowire.Number = 100
+	opItemBatch       protowire.Number = 101
+	wholeService      protowire.Number = 1
+	wholeEndpoints    protowire.Number = 2
+	keyedEndpointKey  protowire.Number = 1
+	keyedEndpointData protowire.Number = 2
+)
+
+// frame is an OpItem as it lies in the field Batch of another one: several of
+// them in a row are an OpItem with a batch.
+type frame []byte
+
+// newFrame returns the frame of an operation.
+func newFrame(item *localv1.OpItem) frame {
+	return appendField(nil, opItemBatch, localv1.Marshal(item))
+}
+
+// item returns the OpItem on its own.
+func (f frame) item() []byte {
+	_, _, tag := protowire.ConsumeTag(f)
+	_, length := protowire.ConsumeVarint(f[tag:])
+	return f[tag+length:]
+}
+
+func setFrame(set localv1.Set, path string, value []byte) frame {
+	return newFrame(&localv1.OpItem{Op: &localv1.OpItem_Set{Set: &localv1.Value{
+		Ref: &localv1.Ref{Set: set, Path: path}, Bytes: value,
+	}}})
+}
+
+func deleteFrame(set localv1.Set, path string) frame {
+	return newFrame(&localv1.OpItem{Op: &localv1.OpItem_Delete{Delete: &localv1.Ref{Set: set, Path: path}}})
+}
+
+func resetFrame() frame {
+	return newFrame(&localv1.OpItem{Op: &localv1.OpItem_Reset_{Reset_: &localv1.EmptyOp{}}})
+}
+
+func syncFrame(token []byte) frame {
+	return newFrame(&localv1.OpItem{Op: &localv1.OpItem_Sync{Sync: &localv1.EmptyOp{}}, Resume: token})
+}
+
+// replaceFrame tells a service as a whole.
+func replaceFrame(service []byte, endpoints []wireEndpoint) frame {
+	whole := appendField(nil, wholeService, service)
+	for i := range endpoints {
+		e := &endpoints[i]
+		size := protowire.SizeTag(keyedEndpointKey) + protowire.SizeBytes(len(e.key)) +
+			protowire.SizeTag(keyedEndpointData) + protowire.SizeBytes(len(e.value))
+		whole = protowire.AppendTag(whole, wholeEndpoints, protowire.BytesType)
+		whole = protowire.AppendVarint(whole, uint64(size))
+		whole = appendField(whole, keyedEndpointKey, []byte(e.key))
+		whole = appendField(whole, keyedEndpointData, e.value)
+	}
+	return appendField(nil, opItemBatch, appendField(nil, opItemReplace, whole))
+}
+
+func appendField(b []byte, number protowire.Number, value []byte) []byte {
+	return protowire.AppendBytes(protowire.AppendTag(b, number, protowire.BytesType), value)
+}
+
+func servicePath(key types.NamespacedName) string { return key.Namespace + "/" + key.Name }
+
+func endpointPath(key types.NamespacedName, endpoint string) string {
+	return key.Namespace + "/" + key.Name + "/" + endpoint
+}

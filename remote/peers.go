@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote
+
+import (
+	"context"
+	"crypto/x509"
+	"net"
+	"sync"
+	"sync/atomic"
+
+	"golang.org/x/time/rate"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+	"k8s.io/utils/clock"
+)
+
+// peers counts what clients take, and holds it against the limits.
+type peers struct {
+	limits Limits
+	clock  clock.PassiveClock
+
+	refused, stalled atomic.Uint64
+
+	mu          sync.Mutex
+	connections int
+	byHost      map[string]int // connections
+	open        int            // streams
+	byName      map[string]*account
+}
+
+// account is what is known of a peer that has streams, or had some lately.
+type account struct {
+	streams int
+	opening *rate.Limiter
+}
+
+func newPeers(limits Limits, c clock.PassiveClock) *peers {
+	return &peers{limits: limits, clock: c, byHost: map[string]int{}, byName: map[string]*account{}}
+}
+
+// limit returns l without the connections that are too many.
+func (p *peers) limit(l net.Listener) net.Listener { return &limitedListener{l, p} }
+
+type limitedListener struct {
+	net.Listener
+	peers *peers
+}
+
+// Accept implements net.Listener.
+func (l *limitedListener) Accept() (net.Conn, error) {
+	for {
+		conn, err := l.Listener.Accept()
+		if err != nil {
+			return nil, err
+		}
+		host := hostOf(conn.RemoteAddr())
+		if l.peers.connect(host) {
+			return &countedConn{Conn: conn, release: func() { l.peers.disconnect(host) }}, nil
+		}
+		conn.Close()
+	}
+}
+
+// countedConn is a connection that is counted until it is closed.
+type countedConn struct {
+	net.Conn
+	once    sync.Once
+	release func()
+}
+
+// Close implements net.Conn.
+func (c *countedConn) Close() error {
+	c.once.Do(c.release)
+	return c.Conn.Close()
+}
+
+func hostOf(a net.Addr) string {
+	if tcp, ok := a.(*net.TCPAddr); ok {
+		return tcp.IP.String()
+	}
+	return a.Network()
+}
+
+func (p *peers) connect(host string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.connections >= p.limits.Connections || p.byHost[host] >= p.limits.ConnectionsPerPeer {
+		p.refused.Add(1)
+		return false
+	}
+	p.connections++
+	p.byHost[host]++
+	return true
+}
+
+func (p *peers) disconnect(host string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.connections--
+	if p.byHost[host]--; p.byHost[host] == 0 {
+		delete(p.byHost, host)
+	}
+}
+
+// guard returns creds that let a stream close its connection.
+func (p *peers) guard(creds credentials.TransportCredentials) credentials.TransportCredentials {
+	return connCredentials{creds}
+}
+
+type connCredentials struct {
+	credentials.TransportCredentials
+}
+
+// connInfo is what a handshake found out, and on which connection.
+type connInfo struct {
+	credentials.AuthInfo
+	conn net.Conn
+}
+
+// ServerHandshake implements credentials.TransportCredentials.
+func (c connCredentials) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	conn, info, err := c.TransportCredentials.ServerHandshake(raw)
+	return conn, connInfo{info, raw}, err
+}
+
+// Clone implements credentials.TransportCredentials.
+func (c connCredentials) Clone() credentials.TransportCredentials {
+	return connCredentials{c.TransportCredentials.Clone()}
+}
+
+// caller is the other end of a stream.
+type caller struct {
+	name string            // what its peer is known by
+	cert *x509.Certificate // nil without TLS
+	conn net.Conn
+}
+
+func callerOf(ctx context.Context) (caller, error) {
+	p, _ := peer.FromContext(ctx)
+	info, ok := p.AuthInfo.(connInfo)
+	if !ok {
+		return caller{}, status.Error(codes.Internal, "no connection is known for this stream")
+	}
+	c := caller{name: hostOf(p.Addr), conn: info.conn}
+	if tls, ok := info.AuthInfo.(credentials.TLSInfo); ok && len(tls.State.PeerCertificates) > 0 {
+		c.cert = tls.State.PeerCertificates[0]
+		if c.cert.Subject.CommonName != "" {
+			c.name = "CN=" + c.cert.Subject.CommonName
+		}
+	}
+	return c, nil
+}
+
+// admit counts a stream of the caller, until done is called.
+func (p *peers) admit(c caller) (done func(), err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	a := p.byName[c.name]
+	if a == nil {
+		p.sweep()
+		a = &account{opening: rate.NewLimiter(rate.Limit(p.limits.StreamRate), p.limits.StreamsPerPeer)}
+		p.byName[c.name] = a
+	}
+	if a.streams >= p.limits.StreamsPerPeer {
+		p.refused.Add(1)
+		return nil, status.Errorf(codes.ResourceExhausted, "%s has %d streams, which is the limit", c.name, a.streams)
+	}
+	if !a.opening.AllowN(p.clock.Now(), 1) {
+		p.refused.Add(1)
+		return nil, status.Errorf(codes.ResourceExhausted, "%s opens streams too fast", c.name)
+	}
+	a.streams++
+	p.open++
+	return func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		a.streams--
+		p.open--
+	}, nil
+}
+
+// sweep forgets peers that have no streams when there are many.
+func (p *peers) sweep() {
+	if len(p.byName) < 2*p.limits.Connections {
+		return
+	}
+	for name, a := range p.byName {
+		if a.streams == 0 {
+			delete(p.byName, name)
+		}
+	}
+}
+
+func (p *peers) streams() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.open
+}

@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/apitest"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/remote"
+	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"go.uber.org/goleak"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// within returns a context that ends with the test, or when that takes too long.
+func within(t testing.TB) context.Context {
+	ctx, cancel := context.WithTimeoutCause(t.Context(), time.Minute, errors.New("waited for a minute"))
+	t.Cleanup(cancel)
+	return ctx
+}
+
+// writer writes a World to a state.
+type writer struct{ tx *cluster.Tx }
+
+func (w writer) SetService(s *api.Service)            { w.tx.SetService(0, s) }
+func (w writer) DeleteService(k types.NamespacedName) { w.tx.DeleteService(0, k) }
+func (w writer) SetSlice(s *api.EndpointSlice)        { w.tx.SetSlice(0, s) }
+func (w writer) DeleteSlice(k types.NamespacedName)   { w.tx.DeleteSlice(0, k) }
+func (w writer) SetNode(n *api.Node)                  { w.tx.SetNode(0, n) }
+func (w writer) DeleteNode(name string)               { w.tx.DeleteNode(0, name) }
+func update(s *cluster.State, write func(apitest.Writer)) {
+	s.Update(func(tx *cluster.Tx) { write(writer{tx}) })
+}
+
+// world is a random cluster, and the state that has it.
+type world struct {
+	*apitest.World
+	state *cluster.State
+	step  int
+}
+
+func newWorld(seed uint64, nodes, services int) *world {
+	w := &world{World: apitest.NewWorld(rand.New(rand.NewPCG(seed, 0)), nodes, services), state: cluster.New(cluster.Options{})}
+	update(w.state, w.WriteAll)
+	w.mark()
+	w.state.SetSynced()
+	return w
+}
+
+// change makes so many random changes, and marks the last.
+func (w *world) change(n int) {
+	for range n {
+		update(w.state, w.Change)
+	}
+	w.mark()
+}
+
+// mark makes a service say how many steps there were: who has seen it has seen all.
+func (w *world) mark() {
+	w.step++
+	update(w.state, func(to apitest.Writer) { to.SetService(marker(w.step)) })
+}
+
+const markerAnnotation = "step"
+
+func marker(step int) *api.Service {
+	return &api.Service{
+		Namespace: "zzz", Name: "marker", Type: api.ClusterIP,
+		Annotations: map[string]string{markerAnnotation: strconv.Itoa(step)},
+	}
+}
+
+// screen is a sink that prints like kpng-json, and keeps the last print.
+type screen struct {
+	mu    sync.Mutex
+	print []byte
+	step  int
+	moved chan struct{}
+}
+
+func newScreen() *screen { return &screen{moved: make(chan struct{})} }
+
+func (s *screen) sink() sink.Sink {
+	encoded := map[*api.ServiceEndpoints][]byte{} // of the last print
+	return sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+		var print bytes.Buffer
+		before, step := encoded, 0
+		encoded = make(map[*api.ServiceEndpoints][]byte, len(services))
+		for _, service := range services {
+			if service.Service.Name == "marker" {
+				step, _ = strconv.Atoi(service.Service.Annotations[markerAnnotation])
+			}
+			line, ok := before[service]
+			if !ok {
+				var err error
+				if line, err = json.Marshal(service); err != nil {
+					return err
+				}
+			}
+			encoded[service] = line
+			print.Write(append(line, '\n'))
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.print, s.step = print.Bytes(), step
+		close(s.moved)
+		s.moved = make(chan struct{})
+		return nil
+	})
+}
+
+// at returns what was printed when the marker was at a step, or later.
+func (s *screen) at(ctx context.Context, step int) ([]byte, error) {
+	for {
+		s.mu.Lock()
+		print, now, moved := s.print, s.step, s.moved
+		s.mu.Unlock()
+		if now >= step {
+			return print, nil
+		}
+		select {
+		case <-moved:
+		case <-ctx.Done():
+			return nil, fmt.Errorf("the print is at step %d, not %d: %w", now, step, context.Cause(ctx))
+		}
+	}
+}
+
+// drive runs a sink over a source until the test ends.
+func drive(t testing.TB, src sink.Source, s sink.Sink) {
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		sink.Run(ctx, src, s, sink.Options{})
+	}()
+	t.Cleanup(func() {
+		cancel()
+		<-ended
+		src.Close()
+	})
+}
+
+// start runs f in the background until it is stopped, at the latest when the test
+// ends.
+func start(t testing.TB, f func(context.Context) error) (stop func()) {
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		if err := f(ctx); err != nil && !errors.Is(err, context.Canceled) {
+			t.Errorf("ended with %v", err)
+		}
+	}()
+	stop = func() {
+		cancel()
+		<-ended
+	}
+	t.Cleanup(stop)
+	return stop
+}
+
+// socket returns the address of a unix socket that is not there yet.
+func socket(t testing.TB) string { return "unix://" + filepath.Join(t.TempDir(), "s") }
+
+func listen(t testing.TB, address string) net.Listener {
+	t.Helper()
+	a, err := transport.ParseAddress(address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := a.Listen(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return l
+}
+
+// serve serves state on an address.
+func serve(t testing.TB, state *cluster.State, address string, opts remote.ServerOptions) (server *remote.Server, stop func()) {
+	t.Helper()
+	return serveOn(t, state, listen(t, address), opts)
+}
+
+func serveOn(t testing.TB, state *cluster.State, l net.Listener, opts remote.ServerOptions) (server *remote.Server, stop func()) {
+	t.Helper()
+	server, err := remote.NewServer(state, opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return server, start(t, func(ctx context.Context) error { return server.Serve(ctx, l) })
+}
+
+// follow returns a client that runs.
+func follow(t testing.TB, node string, addresses ...string) (client *remote.Client, stop func()) {
+	t.Helper()
+	client, err := remote.NewClient(remote.ClientOptions{
+		NodeName:    node,
+		DialOptions: transport.DialOptions{Addresses: addresses, MinBackoff: time.Millisecond, MaxBackoff: 20 * time.Millisecond},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return client, start(t, client.Run)
+}
+
+// quick are the options of a server in tests: nobody is kept waiting, and a stop
+// that cuts streams off does not wait either.
+var quick = remote.ServerOptions{BatchInterval: -1, Limits: remote.Limits{StreamRate: 1e6}}
+
+// TestASinkIsToldTheSameAsInProcess holds what kpng-json prints over the wire
+// against what it prints in process, after each of 500 changes to 200 services.
+func TestASinkIsToldTheSameAsInProcess(t *testing.T) {
+	ctx := within(t)
+	w := newWorld(1, 8, 200)
+	address := socket(t)
+	serve(t, w.state, address, quick)
+	for node, steps := range map[string]int{apitest.NodeName(1): 500, apitest.NodeName(5): 50, "unknown": 50} {
+		here, there := newScreen(), newScreen()
+		drive(t, feed.New(w.state, node), here.sink())
+		client, _ := follow(t, node, address)
+		drive(t, client, sinktest.NewRecorder(t, there.sink()))
+		for range steps {
+			w.change(1)
+			want, err := here.at(ctx, w.step)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got, err := there.at(ctx, w.step)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !bytes.Equal(got, want) {
+				t.Fatalf("step %d, node %s: over the wire\n%s\nin process\n%s", w.step, node, got, want)
+			}
+		}
+		if want, _ := w.state.Snapshot().Nodes.Get(node); !client.Node().Equal(want) {
+			t.Errorf("the node is %+v, want %+v", client.Node(), want)
+		}
+	}
+}

@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote_test
+
+import (
+	"bytes"
+	"context"
+	"io"
+	"net"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/apitest"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/remote"
+	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	watcher "github.com/kpng-project/kpng/watcher/remote"
+)
+
+// gate is an address in front of a server that lets nobody through while it is
+// closed, and counts what comes from the server.
+type gate struct {
+	address  string
+	received atomic.Int64
+
+	mu    sync.Mutex
+	to    string // where it leads; empty while it is closed
+	conns map[net.Conn]bool
+}
+
+func newGate(t testing.TB) *gate {
+	l := listen(t, "127.0.0.1:0")
+	g := &gate{address: "tcp://" + l.Addr().String(), conns: map[net.Conn]bool{}}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			in, err := l.Accept()
+			if err != nil {
+				return
+			}
+			out := g.open(in)
+			if out == nil {
+				in.Close()
+				continue
+			}
+			wg.Go(func() { g.copy(out, in, nil) })
+			wg.Go(func() { g.copy(in, out, &g.received) })
+		}
+	})
+	t.Cleanup(func() {
+		l.Close()
+		g.close()
+		wg.Wait()
+	})
+	return g
+}
+
+// open returns the connection through which in goes on, nil if there is none.
+func (g *gate) open(in net.Conn) net.Conn {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.to == "" {
+		return nil
+	}
+	out, err := net.Dial("unix", g.to)
+	if err != nil {
+		return nil
+	}
+	g.conns[in], g.conns[out] = true, true
+	return out
+}
+
+func (g *gate) copy(to, from net.Conn, count *atomic.Int64) {
+	defer to.Close()
+	defer from.Close()
+	buf := make([]byte, 32<<10)
+	for {
+		n, err := from.Read(buf)
+		if count != nil {
+			count.Add(int64(n))
+		}
+		if _, werr := to.Write(buf[:n]); err != nil || werr != nil {
+			return
+		}
+	}
+}
+
+// lead opens the gate to the server at a unix socket.
+func (g *gate) lead(address string) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.to = address[len("unix://"):]
+}
+
+// close closes it, and all connections.
+func (g *gate) close() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.to = ""
+	for c := range g.conns {
+		c.Close()
+	}
+	clear(g.conns)
+}
+
+// keys returns the names of the services that a Sync was told.
+func keys(s sinktest.Sync) []string {
+	var names []string
+	for _, c := range s.Services {
+		names = append(names, c.Key.Name)
+	}
+	return names
+}
+
+// plain is a service that the World does not have.
+func plain(name string, port int32) *api.Service {
+	return &api.Service{
+		Namespace: "plain", Name: name, Type: api.ClusterIP,
+		Ports: []api.PortMapping{{Protocol: api.TCP, Port: port, TargetPort: port}},
+	}
+}
+
+func TestAfterALossOnlyWhatChangedComes(t *testing.T) {
+	ctx := within(t)
+	w := newWorld(3, 6, 300)
+	for _, name := range []string{"changes", "goes", "stays"} {
+		update(w.state, func(to apitest.Writer) { to.SetService(plain(name, 1)) })
+	}
+	address := socket(t)
+	server, _ := serve(t, w.state, address, quick)
+	g := newGate(t)
+	g.lead(address)
+	client, _ := follow(t, "node-1", g.address)
+	rec := sinktest.NewRecorder(t, nil)
+	drive(t, client, rec)
+	if err := rec.WaitSyncs(ctx, 1); err != nil {
+		t.Fatal(err)
+	}
+	first := g.received.Swap(0)
+
+	g.close()
+	update(w.state, func(to apitest.Writer) {
+		to.SetService(plain("changes", 2))
+		to.DeleteService(plain("goes", 1).Key())
+		to.SetService(plain("comes", 1))
+	})
+	views := server.Stats().Views
+	g.lead(address)
+	if err := rec.WaitSyncs(ctx, 2); err != nil {
+		t.Fatal(err)
+	}
+	got := rec.Syncs()[1]
+	if want := []string{"changes", "comes", "goes"}; got.Full || !slices.Equal(keys(got), want) {
+		t.Errorf("told %v, full %t; want %v", keys(got), got.Full, want)
+	}
+	if n := g.received.Load(); n > 2000 || n > first/20 {
+		t.Errorf("%d bytes came after the loss, %d at first", n, first)
+	}
+	if n := server.Stats().Views - views; n != 2 {
+		t.Errorf("the server worked out %d views, want 2", n)
+	}
+}
+
+func TestAfterAChangeOfZoneATokenIsVoid(t *testing.T) {
+	ctx := within(t)
+	state := cluster.New(cluster.Options{})
+	at := func(zone string) *api.Node {
+		return &api.Node{Name: "n", Labels: map[string]string{api.ZoneLabel: zone}}
+	}
+	update(state, func(to apitest.Writer) {
+		to.SetNode(at("a"))
+		to.SetService(hinted)
+		to.SetSlice(hintedSlice)
+	})
+	state.SetSynced()
+	address := socket(t)
+	serve(t, state, address, quick)
+	g := newGate(t)
+	g.lead(address)
+	client, _ := follow(t, "n", g.address)
+	rec := sinktest.NewRecorder(t, nil)
+	drive(t, client, rec)
+	if err := rec.WaitSyncs(ctx, 1); err != nil {
+		t.Fatal(err)
+	}
+	g.close()
+	update(state, func(to apitest.Writer) { to.SetNode(at("b")) })
+	g.lead(address)
+	if err := rec.WaitSyncs(ctx, 2); err != nil {
+		t.Fatal(err)
+	}
+	if got := rec.Views()[0].Endpoints; len(got) != 1 || got[0].Zone != "b" {
+		t.Errorf("endpoints %+v, want that of zone b", got)
+	}
+}
+
+func TestANewServerIsAMinimalDifference(t *testing.T) {
+	ctx := within(t)
+	state := func(names ...string) *cluster.State {
+		s := cluster.New(cluster.Options{})
+		update(s, func(to apitest.Writer) {
+			for _, name := range names {
+				to.SetService(plain(name, 1))
+			}
+		})
+		s.SetSynced()
+		return s
+	}
+	one, two := socket(t), socket(t)
+	_, stop := serve(t, state("a", "b", "c"), one, quick)
+	serve(t, state("b", "c", "d"), two, quick)
+	client, _ := follow(t, "n", one, two)
+	rec := sinktest.NewRecorder(t, nil)
+	drive(t, client, rec)
+	if err := rec.WaitSyncs(ctx, 1); err != nil {
+		t.Fatal(err)
+	}
+	stop()
+	if err := rec.WaitSyncs(ctx, 2); err != nil {
+		t.Fatal(err)
+	}
+	got := rec.Syncs()[1]
+	if diff := cmp.Diff([]string{"a", "d"}, keys(got)); diff != "" || got.Full {
+		t.Errorf("full %t, services:\n%s", got.Full, diff)
+	}
+}
+
+// TestNothingIsLostUnderChurn kills servers, relays, clients and connections in
+// turn while the cluster changes. At the end every sink has what it would have in
+// process, and what they were told on the way was in order.
+func TestNothingIsLostUnderChurn(t *testing.T) {
+	ctx := within(t)
+	w := newWorld(4, 5, 80)
+	update(w.state, func(to apitest.Writer) { to.SetService(plain("stays", 1)) })
+	origin, relayed := socket(t), socket(t)
+	opts := quick
+	opts.ServeCluster = true
+
+	var stopServer, stopRelay, stopRelayed func()
+	startServer := func() { _, stopServer = serve(t, w.state, origin, opts) }
+	copied := cluster.New(cluster.Options{})
+	startRelay := func() {
+		stopRelay = start(t, func(ctx context.Context) error {
+			return watcher.Watch(ctx, copied, watcher.Options{DialOptions: transport.DialOptions{
+				Addresses: []string{origin}, MinBackoff: time.Millisecond, MaxBackoff: 10 * time.Millisecond,
+			}})
+		})
+	}
+	startRelayed := func() { _, stopRelayed = serve(t, copied, relayed, opts) }
+	startServer()
+	startRelay()
+	startRelayed()
+
+	gates := []*gate{newGate(t), newGate(t)}
+	gates[0].lead(origin)
+	gates[1].lead(relayed)
+	var screens []*screen
+	var recs []*sinktest.Recorder
+	var client *remote.Client
+	var stopClient func()
+	for _, g := range gates {
+		client, stopClient = follow(t, "node-2", g.address)
+		s := newScreen()
+		rec := sinktest.NewRecorder(t, s.sink())
+		drive(t, client, rec)
+		screens, recs = append(screens, s), append(recs, rec)
+	}
+	for round := range 50 {
+		w.change(10)
+		switch round % 5 {
+		case 0:
+			gates[0].close()
+			w.change(5)
+			gates[0].lead(origin)
+		case 1:
+			stopServer()
+			w.change(5)
+			startServer()
+		case 2:
+			stopRelay()
+			w.change(5)
+			startRelay()
+		case 3:
+			stopRelayed()
+			w.change(5)
+			startRelayed()
+		case 4:
+			stopClient()
+			w.change(5)
+			stopClient = start(t, client.Run)
+		}
+	}
+	w.change(1)
+	here := newScreen()
+	drive(t, feed.New(w.state, "node-2"), here.sink())
+	want, err := here.at(ctx, w.step)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, s := range screens {
+		got, err := s.at(ctx, w.step)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(got, want) {
+			t.Errorf("sink %d has\n%s\nwant\n%s", i, got, want)
+		}
+		told := 0
+		for _, sync := range recs[i].Syncs() {
+			if slices.Contains(keys(sync), "stays") {
+				told++
+			}
+		}
+		if told != 1 {
+			t.Errorf("sink %d was told %d times of a service that never changed", i, told)
+		}
+	}
+}
+
+// TestHalfAnAnswerIsNotSeen cuts the connection in the middle of the first answer,
+// again and again, further on each time.
+func TestHalfAnAnswerIsNotSeen(t *testing.T) {
+	w := newWorld(5, 5, 400)
+	address := socket(t)
+	serve(t, w.state, address, quick)
+	u, err := feed.New(w.state, "node-1").Next()
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := 0
+	for range u.Services {
+		all++
+	}
+	for limit := int64(1000); ; limit *= 2 {
+		l := listen(t, "127.0.0.1:0")
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			in, err := l.Accept()
+			l.Close()
+			if err != nil {
+				return
+			}
+			defer in.Close()
+			out, err := net.Dial("unix", address[len("unix://"):])
+			if err != nil {
+				return
+			}
+			go func() {
+				io.Copy(out, in)
+				out.Close()
+			}()
+			io.Copy(in, io.LimitReader(out, limit))
+			out.Close()
+		}()
+		client, err := remote.NewClient(remote.ClientOptions{NodeName: "node-1", DialOptions: transport.DialOptions{
+			Addresses: []string{l.Addr().String()}, FailFast: true,
+		}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- client.Run(ctx) }()
+		var complete bool
+		select {
+		case <-client.Changed():
+			complete = true
+		case <-ended:
+			ended <- nil
+		}
+		cancel()
+		<-ended
+		<-done
+		update, err := client.Next()
+		if err != nil {
+			t.Fatal(err)
+		}
+		client.Close()
+		switch {
+		case !complete && update != nil:
+			t.Fatalf("after %d bytes the client shows something and says nothing", limit)
+		case complete:
+			if n := client.Services(); n != all {
+				t.Fatalf("%d services, want %d", n, all)
+			}
+			return
+		}
+	}
+}

@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"net"
+	"time"
+
+	"github.com/kpng-project/kpng/api/clusterv1"
+	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/remote/transport"
+	"golang.org/x/sync/errgroup"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/keepalive"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/clock"
+)
+
+// ServerOptions are a server's settings. The zero value serves loopback and unix
+// sockets in plaintext.
+type ServerOptions struct {
+	// TLS, if not nil, is asked of every client.
+	TLS *transport.TLS
+	// Insecure allows plaintext where other machines can see it.
+	Insecure bool
+
+	// NodeCertificates lets a client watch only the node that its certificate
+	// is made out to, with the common name system:node:NAME. It needs TLS.
+	NodeCertificates bool
+
+	// ServeCluster serves the state of the whole cluster, too, for a kpng that
+	// hands it on. With TLS, ClusterReaders names who may have it.
+	ServeCluster bool
+	// ClusterReaders are common names or organisations of certificates.
+	ClusterReaders []string
+
+	// BatchInterval is how long the server waits for more after a change until
+	// it tells its clients. Default 10 ms; negative means not at all.
+	BatchInterval time.Duration
+	// Limits bound what clients can take.
+	Limits Limits
+	// StopTimeout is how long answers that are being sent may take when the
+	// server stops. Default 5 s.
+	StopTimeout time.Duration
+
+	// Clock is for tests. Default: the real one.
+	Clock clock.WithTicker
+}
+
+// Limits bound what clients can take from a server. A peer is the common name of
+// a certificate or, without one, an IP address; all clients of unix sockets are
+// one peer. Zero values stand for the defaults.
+type Limits struct {
+	// Connections are those of all peers together. Default 20,000.
+	Connections int
+	// ConnectionsPerPeer are those of one IP address, or of unix sockets.
+	// Default 256.
+	ConnectionsPerPeer int
+	// StreamsPerPeer are open at once. Default 256.
+	StreamsPerPeer int
+	// StreamRate is how many streams a second a peer may open in the long run,
+	// since the first answer of each may be everything; as many as
+	// StreamsPerPeer in a burst. Default 20.
+	StreamRate float64
+	// SendTimeout is how long a client may take for one message, of some 64 KB
+	// or one operation, until its connection is closed. Default 30 s.
+	SendTimeout time.Duration
+	// CacheBytes is about how much memory is used to keep marshalled views.
+	// Default 64 MiB.
+	CacheBytes int
+}
+
+// Server serves views of a cluster's state, and the state itself if asked to.
+type Server struct {
+	opts     ServerOptions
+	state    *cluster.State
+	instance []byte // tells this server's tokens from another's
+
+	published *publisher
+	changes   *changesOf
+	views     *views
+	peers     *peers
+	stopping  chan struct{}
+}
+
+// NewServer returns a server of what state has, from when it has synced on.
+func NewServer(state *cluster.State, opts ServerOptions) (*Server, error) {
+	switch {
+	case opts.TLS == nil && opts.NodeCertificates:
+		return nil, errors.New("NodeCertificates needs TLS")
+	case opts.TLS == nil && len(opts.ClusterReaders) > 0:
+		return nil, errors.New("ClusterReaders needs TLS")
+	case opts.TLS != nil && opts.ServeCluster && len(opts.ClusterReaders) == 0:
+		return nil, errors.New("ServeCluster with TLS needs ClusterReaders: nobody could read it")
+	}
+	setDefault(&opts.BatchInterval, 10*time.Millisecond)
+	setDefault(&opts.StopTimeout, 5*time.Second)
+	setDefault(&opts.Limits.Connections, 20_000)
+	setDefault(&opts.Limits.ConnectionsPerPeer, 256)
+	setDefault(&opts.Limits.StreamsPerPeer, 256)
+	setDefault(&opts.Limits.StreamRate, 20)
+	setDefault(&opts.Limits.SendTimeout, 30*time.Second)
+	setDefault(&opts.Limits.CacheBytes, 64<<20)
+	if opts.Clock == nil {
+		opts.Clock = clock.RealClock{}
+	}
+	instance := make([]byte, 16)
+	rand.Read(instance) // never fails
+	return &Server{
+		opts:      opts,
+		state:     state,
+		instance:  instance,
+		published: newPublisher(state, opts.BatchInterval, opts.Clock),
+		changes:   &changesOf{},
+		views:     newViews(opts.Limits.CacheBytes),
+		peers:     newPeers(opts.Limits, opts.Clock),
+		stopping:  make(chan struct{}),
+	}, nil
+}
+
+func setDefault[T comparable](field *T, value T) {
+	var zero T
+	if *field == zero {
+		*field = value
+	}
+}
+
+// Serve serves on the listeners until ctx ends, and closes them; then it returns
+// nil. Answers that are being sent get StopTimeout to end. It returns an error if a
+// listener is one on which it must not serve, or fails. A server serves once.
+func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
+	defer func() {
+		for _, l := range listeners {
+			l.Close()
+		}
+	}()
+	creds, err := s.credentials(ctx, listeners)
+	if err != nil {
+		return err
+	}
+	server := grpc.NewServer(
+		grpc.Creds(s.peers.guard(creds)),
+		grpc.ForceServerCodecV2(newRawCodec()),
+		grpc.ConnectionTimeout(10*time.Second),
+		grpc.MaxConcurrentStreams(uint32(s.opts.Limits.StreamsPerPeer)),
+		grpc.MaxRecvMsgSize(maxRequest),
+		grpc.MaxHeaderListSize(16<<10),
+		grpc.ReadBufferSize(4<<10),
+		grpc.SharedWriteBuffer(true),
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 10 * time.Second}),
+	)
+	localv1.RegisterSetsServer(server, setsServer{Server: s})
+	if s.opts.ServeCluster {
+		clusterv1.RegisterClusterServer(server, clusterServer{Server: s})
+	}
+
+	group, serving := errgroup.WithContext(ctx)
+	group.Go(func() error { return s.published.run(serving) })
+	for _, l := range listeners {
+		group.Go(func() error {
+			klog.FromContext(ctx).Info("Serving", "address", l.Addr().String(), "tls", s.opts.TLS != nil)
+			if err := server.Serve(s.peers.limit(l)); err != nil && !errors.Is(err, grpc.ErrServerStopped) {
+				return fmt.Errorf("serve on %s: %w", l.Addr(), err)
+			}
+			return nil
+		})
+	}
+	group.Go(func() error {
+		<-serving.Done()
+		close(s.stopping)
+		timer := time.AfterFunc(s.opts.StopTimeout, server.Stop)
+		defer timer.Stop()
+		server.GracefulStop()
+		return nil
+	})
+	err = group.Wait()
+	server.Stop()
+	return err
+}
+
+// maxRequest is the largest message that a client may send. A WatchReq has a name
+// and a token.
+const maxRequest = 16 << 10
+
+// credentials returns how connections are secured, and an error if they would not
+// be where they have to.
+func (s *Server) credentials(ctx context.Context, listeners []net.Listener) (credentials.TransportCredentials, error) {
+	if s.opts.TLS != nil {
+		config, err := s.opts.TLS.Server(klog.FromContext(ctx))
+		if err != nil {
+			return nil, err
+		}
+		return credentials.NewTLS(config), nil
+	}
+	for _, l := range listeners {
+		if err := transport.CheckPlaintext(l.Addr()); err != nil && !s.opts.Insecure {
+			return nil, err
+		}
+	}
+	return insecure.NewCredentials(), nil
+}
+
+// Stats are what a server has done so far, and what it has to do.
+type Stats struct {
+	// Streams are open now.
+	Streams int
+	// Views were computed and marshalled, of Values services and endpoints.
+	Views, Values uint64
+	// Refused are the connections and streams that a limit did not admit.
+	Refused uint64
+	// Stalled are the connections that were closed because a client took
+	// nothing.
+	Stalled uint64
+}
+
+// Stats may be called by anybody at any time.
+func (s *Server) Stats() Stats {
+	return Stats{
+		Streams: s.peers.streams(),
+		Views:   s.views.computed.Load(),
+		Values:  s.views.values.Load(),
+		Refused: s.peers.refused.Load(),
+		Stalled: s.peers.stalled.Load(),
+	}
+}

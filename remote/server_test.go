@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote_test
+
+import (
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/apitest"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/remote"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	testclock "k8s.io/utils/clock/testing"
+)
+
+// hinted is a service with an endpoint in zones a and b each, hinted at it.
+var (
+	hinted = &api.Service{
+		Namespace: "plain", Name: "hinted", Type: api.ClusterIP,
+		IPs:   api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr("10.0.0.1"))},
+		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 80}},
+	}
+	hintedSlice = &api.EndpointSlice{
+		Namespace: "plain", Name: "hinted-1", ServiceName: "hinted", Family: api.IPv4,
+		Ports: []api.EndpointPort{{Protocol: api.TCP, Port: 80}},
+		Endpoints: []api.SliceEndpoint{
+			{Addr: netip.MustParseAddr("172.16.0.1"), NodeName: "in-a", Zone: "a", Hints: &api.Hints{ForZones: []string{"a"}}, Conditions: api.Conditions{Ready: true, Serving: true}},
+			{Addr: netip.MustParseAddr("172.16.0.2"), NodeName: "in-b", Zone: "b", Hints: &api.Hints{ForZones: []string{"b"}}, Conditions: api.Conditions{Ready: true, Serving: true}},
+		},
+	}
+)
+
+// TestViewsAreWorkedOutOncePerClass has ten nodes in each of two zones, and one in
+// each on which an endpoint runs.
+func TestViewsAreWorkedOutOncePerClass(t *testing.T) {
+	ctx := within(t)
+	state := cluster.New(cluster.Options{})
+	var nodes []string
+	update(state, func(to apitest.Writer) {
+		for _, zone := range []string{"a", "b"} {
+			for _, name := range []string{"in-", "1-", "2-", "3-", "4-", "5-", "6-", "7-", "8-", "9-"} {
+				nodes = append(nodes, name+zone)
+				to.SetNode(&api.Node{Name: name + zone, Labels: map[string]string{api.ZoneLabel: zone}})
+			}
+		}
+		to.SetService(hinted)
+		to.SetSlice(hintedSlice)
+	})
+	state.SetSynced()
+	address := socket(t)
+	server, _ := serve(t, state, address, quick)
+	var recs []*sinktest.Recorder
+	for _, node := range nodes {
+		client, _ := follow(t, node, address)
+		rec := sinktest.NewRecorder(t, nil)
+		drive(t, client, rec)
+		recs = append(recs, rec)
+	}
+	wait := func(syncs int) {
+		t.Helper()
+		for i, rec := range recs {
+			if err := rec.WaitSyncs(ctx, syncs); err != nil {
+				t.Fatalf("node %s: %v", nodes[i], err)
+			}
+		}
+	}
+	wait(1)
+	const classes = 4 // two zones, and a node in each
+	if got := server.Stats().Views; got != classes {
+		t.Errorf("%d views were worked out for %d nodes, want %d", got, len(nodes), classes)
+	}
+	before := server.Stats()
+	changed := *hinted
+	changed.InternalTrafficToLocal = true
+	update(state, func(to apitest.Writer) { to.SetService(&changed) })
+	wait(2)
+	if got := server.Stats().Views - before.Views; got != classes {
+		t.Errorf("a change made %d views, want %d", got, classes)
+	}
+	if got := server.Stats().Values - before.Values; got > 3*classes {
+		t.Errorf("a change made %d values, want %d at most", got, 3*classes)
+	}
+}
+
+// TestWhatANodeDoesNotSeeReachesItNot adds an endpoint that does not serve, and
+// another node.
+func TestWhatANodeDoesNotSeeReachesItNot(t *testing.T) {
+	ctx := within(t)
+	state := cluster.New(cluster.Options{})
+	update(state, func(to apitest.Writer) {
+		to.SetNode(&api.Node{Name: "n", Labels: map[string]string{api.ZoneLabel: "a"}})
+		to.SetService(hinted)
+		to.SetSlice(hintedSlice)
+	})
+	state.SetSynced()
+	address := socket(t)
+	serve(t, state, address, quick)
+	client, _ := follow(t, "n", address)
+	rec := sinktest.NewRecorder(t, nil)
+	drive(t, client, rec)
+	if err := rec.WaitSyncs(ctx, 1); err != nil {
+		t.Fatal(err)
+	}
+	more := *hintedSlice
+	more.Endpoints = append(slices.Clone(more.Endpoints), api.SliceEndpoint{Addr: netip.MustParseAddr("172.16.0.3"), NodeName: "in-b", Zone: "b"})
+	update(state, func(to apitest.Writer) {
+		to.SetSlice(&more)
+		to.SetNode(&api.Node{Name: "another"})
+	})
+	update(state, func(to apitest.Writer) { to.SetService(plain("mark", 1)) })
+	if err := rec.Wait(ctx, func(syncs []sinktest.Sync) bool { return len(rec.Views()) == 2 }); err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range rec.Syncs()[1:] {
+		if got := keys(s); len(got) != 1 || got[0] != "mark" {
+			t.Errorf("told %v", got)
+		}
+	}
+}
+
+// TestChangesAreBatched makes a hundred changes while the server waits for more.
+func TestChangesAreBatched(t *testing.T) {
+	ctx := within(t)
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	clock := testclock.NewFakeClock(time.Unix(0, 0))
+	opts := quick
+	opts.BatchInterval, opts.Clock = 10*time.Millisecond, clock
+	address := socket(t)
+	serve(t, state, address, opts)
+	client, _ := follow(t, "n", address)
+	rec := sinktest.NewRecorder(t, nil)
+	drive(t, client, rec)
+	if err := rec.WaitSyncs(ctx, 1); err != nil {
+		t.Fatal(err)
+	}
+	for port := range int32(100) {
+		update(state, func(to apitest.Writer) { to.SetService(plain("s", port+1)) })
+	}
+	for !clock.HasWaiters() {
+		if ctx.Err() != nil {
+			t.Fatal("the server does not wait")
+		}
+	}
+	clock.Step(10 * time.Millisecond)
+	if err := rec.WaitSyncs(ctx, 2); err != nil {
+		t.Fatal(err)
+	}
+	if got := rec.Syncs(); len(got) != 2 || got[1].Services[0].New.Service.Ports[0].Port != 100 {
+		t.Errorf("%d syncs, the last with %+v", len(got), got[1].Services)
+	}
+}
+
+// TestALargeServiceIsToldInParts has a service that is larger than an operation.
+func TestALargeServiceIsToldInParts(t *testing.T) {
+	ctx := within(t)
+	state := cluster.New(cluster.Options{})
+	slice := *hintedSlice
+	slice.Endpoints = nil
+	addr := netip.MustParseAddr("172.16.0.0")
+	for range 30_000 {
+		addr = addr.Next()
+		slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{Addr: addr, NodeName: "in-a", Zone: "a", Conditions: api.Conditions{Ready: true, Serving: true}})
+	}
+	update(state, func(to apitest.Writer) {
+		to.SetService(hinted)
+		to.SetSlice(&slice)
+	})
+	state.SetSynced()
+	address := socket(t)
+	serve(t, state, address, quick)
+	client, _ := follow(t, "n", address)
+	rec := sinktest.NewRecorder(t, nil)
+	drive(t, client, rec)
+	if err := rec.WaitSyncs(ctx, 1); err != nil {
+		t.Fatal(err)
+	}
+	if got := len(rec.Views()[0].Endpoints); got != 30_000 {
+		t.Errorf("%d endpoints", got)
+	}
+}
+
+func TestOptionsThatMakeNoSense(t *testing.T) {
+	for name, opts := range map[string]remote.ServerOptions{
+		"node certificates without TLS":           {NodeCertificates: true},
+		"readers without TLS":                     {ServeCluster: true, ClusterReaders: []string{"x"}},
+		"a cluster that nobody with TLS may read": {TLS: tlsFiles("x"), ServeCluster: true},
+	} {
+		if _, err := remote.NewServer(cluster.New(cluster.Options{}), opts); err == nil {
+			t.Errorf("%s: no error", name)
+		}
+	}
+}

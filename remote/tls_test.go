@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote_test
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"math/big"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/remote"
+	"github.com/kpng-project/kpng/remote/transport"
+	watcher "github.com/kpng-project/kpng/watcher/remote"
+)
+
+// authority signs certificates.
+type authority struct {
+	cert *x509.Certificate
+	key  *ecdsa.PrivateKey
+}
+
+func newAuthority(t testing.TB) *authority {
+	t.Helper()
+	a := &authority{key: newKey(t)}
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "authority"},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, a.key.Public(), a.key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if a.cert, err = x509.ParseCertificate(der); err != nil {
+		t.Fatal(err)
+	}
+	return a
+}
+
+func newKey(t testing.TB) *ecdsa.PrivateKey {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return key
+}
+
+func tlsFiles(dir string) *transport.TLS {
+	return &transport.TLS{
+		CAFile: filepath.Join(dir, "ca"), CertFile: filepath.Join(dir, "cert"), KeyFile: filepath.Join(dir, "key"),
+		ServerName: "kpng.test",
+	}
+}
+
+// issue writes a certificate for name into files.
+func (a *authority) issue(t testing.TB, files *transport.TLS, name string, organizations ...string) {
+	t.Helper()
+	key := newKey(t)
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name, Organization: organizations},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		DNSNames: []string{"kpng.test"}, KeyUsage: x509.KeyUsageDigitalSignature,
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
+	}
+	cert, err := x509.CreateCertificate(rand.Reader, template, a.cert, key.Public(), a.key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	private, err := x509.MarshalPKCS8PrivateKey(key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for path, block := range map[string]*pem.Block{
+		files.CAFile:   {Type: "CERTIFICATE", Bytes: a.cert.Raw},
+		files.CertFile: {Type: "CERTIFICATE", Bytes: cert},
+		files.KeyFile:  {Type: "PRIVATE KEY", Bytes: private},
+	} {
+		if err := os.WriteFile(path, pem.EncodeToMemory(block), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func (a *authority) newFiles(t testing.TB, name string, organizations ...string) *transport.TLS {
+	files := tlsFiles(t.TempDir())
+	a.issue(t, files, name, organizations...)
+	return files
+}
+
+// try lets a client of node connect once, and returns its error, nil if it was
+// served.
+func try(t *testing.T, address, node string, files *transport.TLS) error {
+	t.Helper()
+	client, err := remote.NewClient(remote.ClientOptions{NodeName: node, DialOptions: transport.DialOptions{
+		Addresses: []string{address}, TLS: files, FailFast: true,
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	ctx, cancel := context.WithCancel(within(t))
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() { ended <- client.Run(ctx) }()
+	select {
+	case <-client.Changed():
+		cancel()
+		<-ended
+		return nil
+	case err := <-ended:
+		return err
+	}
+}
+
+func tryCluster(t *testing.T, address string, files *transport.TLS) error {
+	t.Helper()
+	state := cluster.New(cluster.Options{})
+	ctx, cancel := context.WithCancel(within(t))
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() {
+		ended <- watcher.Watch(ctx, state, watcher.Options{DialOptions: transport.DialOptions{
+			Addresses: []string{address}, TLS: files, FailFast: true,
+		}})
+	}()
+	select {
+	case <-state.Synced():
+		cancel()
+		<-ended
+		return nil
+	case err := <-ended:
+		return err
+	}
+}
+
+// expect holds an error against what it should say, nothing if there should be
+// none.
+func expect(t *testing.T, err error, want string) {
+	t.Helper()
+	switch {
+	case want == "" && err != nil:
+		t.Errorf("error %v", err)
+	case want != "" && (err == nil || !strings.Contains(err.Error(), want)):
+		t.Errorf("error %v, want one with %q", err, want)
+	}
+}
+
+func TestCertificates(t *testing.T) {
+	ca, foreign := newAuthority(t), newAuthority(t)
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	l := listen(t, "127.0.0.1:0")
+	address := l.Addr().String()
+	opts := quick
+	opts.TLS = ca.newFiles(t, "server")
+	opts.NodeCertificates = true
+	opts.ServeCluster, opts.ClusterReaders = true, []string{"relays", "relay-1"}
+	serveOn(t, state, l, opts)
+
+	node := ca.newFiles(t, "system:node:n")
+	stranger := foreign.newFiles(t, "system:node:n")
+	stranger.CAFile = node.CAFile
+	wrongName := *node
+	wrongName.ServerName = "another.test"
+	distrustful := *node
+	distrustful.CAFile = foreign.newFiles(t, "x").CAFile
+
+	for _, test := range []struct {
+		name, node string
+		files      *transport.TLS
+		want       string
+	}{
+		{"a node gets its own view", "n", node, ""},
+		{"and not another node's", "m", node, "PermissionDenied"},
+		{"nor one without a name", "", node, "PermissionDenied"},
+		{"a certificate that is no node's gets none", "n", ca.newFiles(t, "n"), "PermissionDenied"},
+		{"without TLS there is nothing", "n", nil, "Unavailable"},
+		{"a certificate of another authority is refused", "n", stranger, "Unavailable"},
+		{"a server whose name is another is refused", "n", &wrongName, "another.test"},
+		{"a server of another authority is refused", "n", &distrustful, "unknown authority"},
+	} {
+		t.Run(test.name, func(t *testing.T) { expect(t, try(t, address, test.node, test.files), test.want) })
+	}
+	for _, test := range []struct {
+		name  string
+		files *transport.TLS
+		want  string
+	}{
+		{"the cluster is for who is named", ca.newFiles(t, "relay-1"), ""},
+		{"or whose organisation is", ca.newFiles(t, "x", "relays"), ""},
+		{"and for nobody else", node, "PermissionDenied"},
+	} {
+		t.Run(test.name, func(t *testing.T) { expect(t, tryCluster(t, address, test.files), test.want) })
+	}
+}
+
+func TestTheClusterIsServedOnlyIfAsked(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	address := socket(t)
+	serve(t, state, address, quick)
+	expect(t, tryCluster(t, address, nil), "Unimplemented")
+}
+
+// TestCertificatesAreReloaded renews certificates and authority under a server.
+func TestCertificatesAreReloaded(t *testing.T) {
+	old, renewed := newAuthority(t), newAuthority(t)
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	l := listen(t, "127.0.0.1:0")
+	opts := quick
+	opts.TLS = old.newFiles(t, "server")
+	serveOn(t, state, l, opts)
+	before, after := old.newFiles(t, "n"), renewed.newFiles(t, "n")
+	expect(t, try(t, l.Addr().String(), "n", before), "")
+	expect(t, try(t, l.Addr().String(), "n", after), "unknown authority")
+
+	later := time.Now().Add(time.Minute)
+	if err := os.WriteFile(opts.TLS.CertFile, []byte("half a certif"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	os.Chtimes(opts.TLS.CertFile, later, later)
+	expect(t, try(t, l.Addr().String(), "n", before), "") // what cannot be used changes nothing
+
+	renewed.issue(t, opts.TLS, "server")
+	later = later.Add(time.Minute)
+	os.Chtimes(opts.TLS.CertFile, later, later)
+	expect(t, try(t, l.Addr().String(), "n", after), "")
+	expect(t, try(t, l.Addr().String(), "n", before), "unknown authority")
+}
+
+func TestPlaintextIsForThisMachine(t *testing.T) {
+	l, err := net.Listen("tcp", "0.0.0.0:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server, err := remote.NewServer(cluster.New(cluster.Options{}), remote.ServerOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	expect(t, server.Serve(t.Context(), l), "TLS")
+	if _, err := remote.NewClient(remote.ClientOptions{DialOptions: transport.DialOptions{Addresses: []string{"192.0.2.1:1"}}}); err == nil {
+		t.Error("a client talks to another machine in plaintext")
+	}
+	if _, err := remote.NewClient(remote.ClientOptions{DialOptions: transport.DialOptions{Addresses: []string{"192.0.2.1:1"}, Insecure: true}}); err != nil {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package transport
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+)
+
+// DefaultAddress is where a server listens and a client looks for it if nothing
+// else is said.
+const DefaultAddress = "tcp://127.0.0.1:12090"
+
+// Address is where a server listens: tcp://host:port or unix:///path. In front of
+// a host, tcp:// may be left out.
+type Address struct {
+	network string // tcp or unix
+	name    string // host:port or path
+}
+
+// ParseAddress reads an address.
+func ParseAddress(s string) (Address, error) {
+	if path, ok := strings.CutPrefix(s, "unix://"); ok {
+		if !strings.HasPrefix(path, "/") {
+			return Address{}, fmt.Errorf("address %q: the path of a unix socket begins with /, as in unix:///run/kpng/kpng.sock", s)
+		}
+		return Address{"unix", path}, nil
+	}
+	hostPort := strings.TrimPrefix(s, "tcp://")
+	_, port, err := net.SplitHostPort(hostPort)
+	if err != nil || port == "" || strings.Contains(hostPort, "/") {
+		return Address{}, fmt.Errorf("address %q is neither tcp://host:port nor unix:///path", s)
+	}
+	return Address{"tcp", hostPort}, nil
+}
+
+// String returns the address with its scheme.
+func (a Address) String() string { return a.network + "://" + a.name }
+
+// host returns the host of a tcp address, empty for all or none.
+func (a Address) host() string {
+	if a.network != "tcp" {
+		return ""
+	}
+	host, _, _ := net.SplitHostPort(a.name)
+	return host
+}
+
+// CheckPlaintext returns an error if a, without TLS, is seen by others than this
+// machine.
+func (a Address) CheckPlaintext() error {
+	ip, err := netip.ParseAddr(a.host())
+	if a.network == "unix" || a.host() == "localhost" || err == nil && ip.Unmap().IsLoopback() {
+		return nil
+	}
+	return plaintextError(a.String())
+}
+
+// CheckPlaintext is [Address.CheckPlaintext] for the address of a listener.
+func CheckPlaintext(a net.Addr) error {
+	switch a := a.(type) {
+	case *net.UnixAddr:
+		return nil
+	case *net.TCPAddr:
+		if a.IP.IsLoopback() {
+			return nil
+		}
+	}
+	return plaintextError(a.Network() + "://" + a.String())
+}
+
+func plaintextError(address string) error {
+	return fmt.Errorf("%s would be reached without TLS and is not on loopback: give certificates, or say that this is to be insecure", address)
+}

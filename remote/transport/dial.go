@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package transport
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/keepalive"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/clock"
+)
+
+// DialOptions say how a client reaches a server.
+type DialOptions struct {
+	// Addresses are those of one or more servers, as for [ParseAddress]: when
+	// one is lost or does not answer, the next is tried. Default: DefaultAddress.
+	Addresses []string
+	// TLS, if not nil, is used with all of them.
+	TLS *TLS
+	// Insecure allows plaintext to other machines.
+	Insecure bool
+	// MinBackoff and MaxBackoff bound the wait until the addresses are tried
+	// again: at random up to MinBackoff, and up to twice as long after each
+	// round in which none was good for anything, up to MaxBackoff. Default: 500
+	// ms and 15 s.
+	MinBackoff, MaxBackoff time.Duration
+	// FailFast ends Stay with the first error, for programs that run once.
+	FailFast bool
+	// Clock is for tests. Default: the real one.
+	Clock clock.WithTicker
+}
+
+// Dialer reaches a server again and again.
+type Dialer struct {
+	opts      DialOptions
+	addresses []Address
+}
+
+// NewDialer returns a dialer. It talks to nobody yet.
+func NewDialer(opts DialOptions) (*Dialer, error) {
+	if len(opts.Addresses) == 0 {
+		opts.Addresses = []string{DefaultAddress}
+	}
+	if opts.MinBackoff <= 0 {
+		opts.MinBackoff = 500 * time.Millisecond
+	}
+	if opts.MaxBackoff <= 0 {
+		opts.MaxBackoff = 15 * time.Second
+	}
+	if opts.Clock == nil {
+		opts.Clock = clock.RealClock{}
+	}
+	d := &Dialer{opts: opts}
+	for _, s := range opts.Addresses {
+		a, err := ParseAddress(s)
+		if err != nil {
+			return nil, err
+		}
+		if opts.TLS == nil && !opts.Insecure {
+			if err := a.CheckPlaintext(); err != nil {
+				return nil, err
+			}
+		}
+		d.addresses = append(d.addresses, a)
+	}
+	return d, nil
+}
+
+// Stay calls use with a connection, and with the next one whenever it returns,
+// until ctx ends; then it returns the cause of that. What use calls good is what
+// makes a connection one that was worth it, after which the wait is short again.
+func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *grpc.ClientConn, good func()) error) error {
+	log := klog.FromContext(ctx)
+	var files *certFiles
+	if d.opts.TLS != nil {
+		files = &certFiles{TLS: *d.opts.TLS, log: log}
+		if _, _, err := files.load(); err != nil {
+			return err
+		}
+	}
+	failures := 0 // in a row
+	for i := 0; ; i++ {
+		address := d.addresses[i%len(d.addresses)]
+		wasGood := false
+		err := d.connect(ctx, address, files, func(conn *grpc.ClientConn) error {
+			return use(klog.NewContext(ctx, log.WithValues("server", address.String())), conn, func() { wasGood = true })
+		})
+		switch {
+		case ctx.Err() != nil:
+			return context.Cause(ctx)
+		case d.opts.FailFast:
+			return fmt.Errorf("server %s: %w", address, err)
+		case wasGood:
+			failures = 0
+		}
+		failures++
+		wait := time.Duration(0)
+		if wasGood || failures%len(d.addresses) == 0 {
+			wait = d.backoff(failures / len(d.addresses))
+		}
+		log.Error(err, "Lost the server or could not reach it, will try again", "server", address.String(), "failures", failures, "wait", wait)
+		if err := d.sleep(ctx, wait); err != nil {
+			return err
+		}
+	}
+}
+
+// backoff returns how long to wait before round n.
+func (d *Dialer) backoff(round int) time.Duration {
+	most := d.opts.MinBackoff
+	for ; round > 1 && most < d.opts.MaxBackoff; round-- {
+		most *= 2
+	}
+	return rand.N(min(most, d.opts.MaxBackoff)) + 1
+}
+
+func (d *Dialer) sleep(ctx context.Context, wait time.Duration) error {
+	timer := d.opts.Clock.NewTimer(wait)
+	defer timer.Stop()
+	select {
+	case <-timer.C():
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+func (d *Dialer) connect(ctx context.Context, a Address, files *certFiles, use func(*grpc.ClientConn) error) error {
+	creds, err := d.credentials(a, files)
+	if err != nil {
+		return err
+	}
+	options := []grpc.DialOption{
+		grpc.WithTransportCredentials(creds),
+		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) {
+			dialer := net.Dialer{Timeout: 5 * time.Second}
+			return dialer.DialContext(ctx, a.network, a.name)
+		}),
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
+		grpc.WithDisableServiceConfig(),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessage)),
+	}
+	if files == nil {
+		options = append(options, grpc.WithAuthority("localhost"))
+	}
+	conn, err := grpc.NewClient("passthrough:///"+a.name, options...)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	if err := use(conn); err != nil {
+		return err
+	}
+	return errors.New("the server ended the stream")
+}
+
+// maxMessage bounds what a client takes in one message. Servers send no more
+// than some 2 MB.
+const maxMessage = 16 << 20
+
+func (d *Dialer) credentials(a Address, files *certFiles) (credentials.TransportCredentials, error) {
+	if files == nil {
+		return insecure.NewCredentials(), nil
+	}
+	cert, pool, err := files.load()
+	if err != nil {
+		return nil, err
+	}
+	name := files.ServerName
+	if name == "" {
+		name = a.host()
+	}
+	if name == "" {
+		name = "localhost" // of a unix socket
+	}
+	return credentials.NewTLS(&tls.Config{
+		MinVersion:   tls.VersionTLS13,
+		ServerName:   name,
+		RootCAs:      pool,
+		Certificates: []tls.Certificate{*cert},
+	}), nil
+}

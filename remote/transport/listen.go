@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package transport
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// DefaultSocketMode lets nobody but the server's user connect to a unix socket.
+const DefaultSocketMode fs.FileMode = 0o600
+
+// Listen listens on a. The mode, with 0 for the default, is that of a unix socket.
+//
+// A socket that a server left behind is replaced. One that somebody still
+// listens on is an error, and so is a file of another kind. The new socket has its
+// mode before anybody can connect to it, and is removed when the listener is
+// closed, unless another one has taken its place.
+func (a Address) Listen(mode fs.FileMode) (net.Listener, error) {
+	if a.network == "unix" {
+		if mode == 0 {
+			mode = DefaultSocketMode
+		}
+		return listenUnix(a.name, mode)
+	}
+	l, err := net.Listen(a.network, a.name)
+	if err != nil {
+		return nil, fmt.Errorf("listen on %s: %w", a, err)
+	}
+	return l, nil
+}
+
+func listenUnix(path string, mode fs.FileMode) (net.Listener, error) {
+	if err := checkStale(path); err != nil {
+		return nil, fmt.Errorf("listen on unix://%s: %w", path, err)
+	}
+	// The socket is made where nobody else may look, and moved when it is ready.
+	private, err := os.MkdirTemp(filepath.Dir(path), ".kpng-")
+	if err != nil {
+		return nil, fmt.Errorf("listen on unix://%s: %w", path, err)
+	}
+	defer os.RemoveAll(private)
+	made := filepath.Join(private, "s")
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: made, Net: "unix"})
+	if err != nil {
+		return nil, fmt.Errorf("listen on unix://%s: %w", path, err)
+	}
+	l.SetUnlinkOnClose(false)
+	info, err := publish(made, path, mode)
+	if err != nil {
+		l.Close()
+		return nil, fmt.Errorf("listen on unix://%s: %w", path, err)
+	}
+	return &unixListener{UnixListener: l, path: path, info: info}, nil
+}
+
+// publish moves the socket to its place.
+func publish(made, path string, mode fs.FileMode) (fs.FileInfo, error) {
+	if err := os.Chmod(made, mode); err != nil {
+		return nil, err
+	}
+	info, err := os.Lstat(made)
+	if err != nil {
+		return nil, err
+	}
+	return info, os.Rename(made, path)
+}
+
+// checkStale returns nil if there is nothing at path, or a socket on which nobody
+// listens.
+func checkStale(path string) error {
+	info, err := os.Lstat(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if info.Mode().Type() != fs.ModeSocket {
+		return errors.New("there is a file that is no socket")
+	}
+	conn, err := net.DialTimeout("unix", path, time.Second)
+	if err == nil {
+		conn.Close()
+		return errors.New("somebody listens there already")
+	}
+	if !errors.Is(err, syscall.ECONNREFUSED) {
+		return fmt.Errorf("there is a socket, and whether somebody listens cannot be told: %w", err)
+	}
+	return nil
+}
+
+// unixListener removes its socket when it is closed.
+type unixListener struct {
+	*net.UnixListener
+	path string
+	info fs.FileInfo
+	once sync.Once
+}
+
+// Close implements net.Listener.
+func (l *unixListener) Close() error {
+	l.once.Do(func() {
+		if now, err := os.Lstat(l.path); err == nil && os.SameFile(now, l.info) {
+			os.Remove(l.path)
+		}
+	})
+	return l.UnixListener.Close()
+}
+
+// Addr implements net.Listener.
+func (l *unixListener) Addr() net.Addr { return &net.UnixAddr{Name: l.path, Net: "unix"} }

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote
+
+import (
+	"container/list"
+	"sync"
+	"sync/atomic"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// class stands for all nodes that see a service alike: a node on which an endpoint
+// runs, or that a hint names, for itself; any other one for its zone, if a hint
+// names that.
+type class struct{ node, zone string }
+
+// views computes and marshals each view once and keeps what was used last, by
+// state (and so by service and revision) and class of node.
+type views struct {
+	limit int // of what is kept, in bytes
+
+	mu     sync.Mutex
+	states map[*api.ServiceState]*list.Element
+	lru    *list.List // of *sharedState, the one used last in front
+	size   int        // of what is kept
+
+	ids      atomic.Uint64
+	computed atomic.Uint64 // views
+	values   atomic.Uint64 // services and endpoints marshalled
+}
+
+func newViews(limit int) *views {
+	return &views{limit: limit, states: map[*api.ServiceState]*list.Element{}, lru: list.New()}
+}
+
+// of returns how a node of that name and zone sees the service of state, nil if it
+// has nothing to do for it.
+func (v *views) of(state *api.ServiceState, node, zone string) *wireView {
+	if state == nil {
+		return nil
+	}
+	s := v.shared(state)
+	c := s.classOf(node, zone)
+	s.mu.Lock()
+	w, ok := s.views[c]
+	if !ok {
+		w = v.compute(state, c)
+		s.views[c] = w
+	}
+	s.mu.Unlock()
+	if !ok && w != nil {
+		v.grow(s, w.size())
+	}
+	return w
+}
+
+func (v *views) compute(state *api.ServiceState, c class) *wireView {
+	node := &api.Node{Name: c.node}
+	if c.zone != "" {
+		node.Labels = map[string]string{api.ZoneLabel: c.zone}
+	}
+	se := nodeview.View(state, node)
+	if se == nil {
+		return nil
+	}
+	v.computed.Add(1)
+	v.values.Add(uint64(1 + len(se.Endpoints) + len(se.Draining)))
+	return newWireView(v.ids.Add(1), se)
+}
+
+// shared returns what is kept of state.
+func (v *views) shared(state *api.ServiceState) *sharedState {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if e, ok := v.states[state]; ok {
+		v.lru.MoveToFront(e)
+		return e.Value.(*sharedState)
+	}
+	s := newSharedState(state)
+	v.states[state] = v.lru.PushFront(s)
+	v.size += s.size
+	v.evict()
+	return s
+}
+
+// grow notes that s has grown.
+func (v *views) grow(s *sharedState, by int) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if _, ok := v.states[s.state]; ok {
+		s.size += by
+		v.size += by
+	}
+	v.evict()
+}
+
+// evict forgets what was not used for longest.
+func (v *views) evict() {
+	for v.size > v.limit && v.lru.Len() > 1 {
+		oldest := v.lru.Remove(v.lru.Back()).(*sharedState)
+		delete(v.states, oldest.state)
+		v.size -= oldest.size
+	}
+}
+
+// sharedState is what is kept of one state of a service.
+type sharedState struct {
+	state *api.ServiceState
+	// nodes and zones are those that the state's endpoints name: the nodes they
+	// run on or are hinted at, and the zones they are hinted at.
+	nodes, zones map[string]struct{}
+
+	size int // guarded by views.mu
+
+	mu    sync.Mutex
+	views map[class]*wireView
+}
+
+func newSharedState(state *api.ServiceState) *sharedState {
+	s := &sharedState{
+		state: state,
+		nodes: map[string]struct{}{},
+		zones: map[string]struct{}{},
+		views: map[class]*wireView{},
+	}
+	for _, slice := range state.Slices {
+		for i := range slice.Endpoints {
+			ep := &slice.Endpoints[i]
+			s.nodes[ep.NodeName] = struct{}{}
+			if ep.Hints == nil {
+				continue
+			}
+			for _, node := range ep.Hints.ForNodes {
+				s.nodes[node] = struct{}{}
+			}
+			for _, zone := range ep.Hints.ForZones {
+				s.zones[zone] = struct{}{}
+			}
+		}
+	}
+	s.size = 500 + 50*(len(s.nodes)+len(s.zones))
+	return s
+}
+
+func (s *sharedState) classOf(node, zone string) class {
+	var c class
+	if _, ok := s.nodes[node]; ok {
+		c.node = node
+	}
+	if _, ok := s.zones[zone]; ok {
+		c.zone = zone
+	}
+	return c
+}

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"testing"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/apitest"
+	"github.com/kpng-project/kpng/api/localv1"
+	"google.golang.org/protobuf/proto"
+)
+
+func stateOf(name string, slices ...*api.EndpointSlice) *api.ServiceState {
+	return &api.ServiceState{Service: &api.Service{Namespace: "ns", Name: name, Type: api.ClusterIP}, Slices: slices}
+}
+
+func TestViewsAreForgottenWhenTheyAreTooMany(t *testing.T) {
+	const limit = 100_000
+	v := newViews(limit)
+	used := stateOf("used")
+	first := v.of(used, "n", "z")
+	for i := range 1000 {
+		v.of(stateOf(fmt.Sprint("s", i)), "n", "z")
+		if v.of(used, "n", "z") != first {
+			t.Fatal("a view that is used is forgotten")
+		}
+		if v.size > limit {
+			t.Fatalf("%d bytes are kept", v.size)
+		}
+	}
+	if n := v.lru.Len(); n != len(v.states) || n > 200 || n < 50 {
+		t.Errorf("%d states are kept, of which %d are known", n, len(v.states))
+	}
+	sum := 0
+	for e := v.lru.Front(); e != nil; e = e.Next() {
+		sum += e.Value.(*sharedState).size
+	}
+	if sum != v.size {
+		t.Errorf("size is %d, want %d", v.size, sum)
+	}
+}
+
+func TestAViewIsWorkedOutOnceHoweverManyAsk(t *testing.T) {
+	v := newViews(1 << 20)
+	s := stateOf("s")
+	var wg sync.WaitGroup
+	for i := range 20 {
+		wg.Go(func() { v.of(s, fmt.Sprint("node-", i), fmt.Sprint("zone-", i%2)) })
+	}
+	wg.Wait()
+	if n := v.computed.Load(); n != 1 {
+		t.Errorf("%d views", n)
+	}
+}
+
+func TestClasses(t *testing.T) {
+	s := newSharedState(stateOf("s", &api.EndpointSlice{Endpoints: []api.SliceEndpoint{
+		{NodeName: "runs"},
+		{NodeName: ""},
+		{Hints: &api.Hints{ForNodes: []string{"hinted"}, ForZones: []string{"zone"}}},
+	}}))
+	for _, test := range []struct {
+		name, node, zone string
+		want             class
+	}{
+		{"an endpoint runs there", "runs", "", class{node: "runs"}},
+		{"a hint names it", "hinted", "", class{node: "hinted"}},
+		{"a hint names the zone", "n", "zone", class{zone: "zone"}},
+		{"both", "runs", "zone", class{"runs", "zone"}},
+		{"neither", "n", "another", class{}},
+		{"no node", "", "", class{}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			if got := s.classOf(test.node, test.zone); got != test.want {
+				t.Errorf("class %+v, want %+v", got, test.want)
+			}
+		})
+	}
+}
+
+// FuzzDelta applies the difference of two random views to what a client of the
+// first one has, and expects the second.
+func FuzzDelta(f *testing.F) {
+	for seed := range uint64(10) {
+		f.Add(seed)
+	}
+	f.Fuzz(func(t *testing.T, seed uint64) {
+		r := rand.New(rand.NewPCG(seed, 0))
+		old, new := randomView(r, 1), randomView(r, 2)
+		for _, who := range []audience{anybody, askers} {
+			has := map[string]string{}
+			for _, step := range []*wireDelta{delta(nil, old, who), delta(old, new, who)} {
+				apply(t, has, step)
+			}
+			if delta(old, new, who) != delta(old, new, who) {
+				t.Error("a difference is worked out twice")
+			}
+			want := map[string]string{}
+			apply(t, want, delta(nil, new, who))
+			if fmt.Sprint(has) != fmt.Sprint(want) {
+				t.Errorf("audience %d: has\n%q\nwant\n%q", who, has, want)
+			}
+			apply(t, has, delta(new, nil, who))
+			if len(has) > 0 {
+				t.Errorf("audience %d: %q is left", who, has)
+			}
+		}
+	})
+}
+
+func randomView(r *rand.Rand, id uint64) *wireView {
+	v := &api.ServiceEndpoints{Service: &api.Service{Namespace: "ns", Name: "s", MapIP: r.IntN(2) > 0}}
+	seen := map[string]bool{}
+	for range r.IntN(8) {
+		e := apitest.Random[api.Endpoint](r)
+		e.PortOverrides = nil // so that there are few keys
+		if seen[e.Key()] {
+			continue
+		}
+		seen[e.Key()] = true
+		if r.IntN(3) > 0 {
+			v.Endpoints = append(v.Endpoints, e)
+		} else {
+			v.Draining = append(v.Draining, e)
+		}
+	}
+	return newWireView(id, v)
+}
+
+// apply applies operations to what a client has, by path.
+func apply(t *testing.T, has map[string]string, d *wireDelta) {
+	t.Helper()
+	for _, frames := range d {
+		for _, f := range frames {
+			var item localv1.OpItem
+			if err := proto.Unmarshal(f.item(), &item); err != nil {
+				t.Fatal(err)
+			}
+			switch op := item.Op.(type) {
+			case *localv1.OpItem_Set:
+				has[op.Set.Ref.Path] = string(op.Set.Bytes)
+			case *localv1.OpItem_Delete:
+				if _, ok := has[op.Delete.Path]; !ok {
+					t.Errorf("%s is deleted and not there", op.Delete.Path)
+				}
+				delete(has, op.Delete.Path)
+			}
+		}
+	}
+}

@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote
+
+import (
+	"context"
+	"iter"
+	"slices"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/cluster"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+)
+
+// watch is one client's position, and how it wants to be told.
+type watch struct {
+	server *Server
+	sender opSender
+	name   string
+	who    audience
+	// ownNode is whether the client is told of the node itself, and tokens
+	// whether it resumes.
+	ownNode, tokens bool
+
+	// resume is the token that the client came with, until it is answered.
+	resume []byte
+
+	// The rest is what the client has: synced is whether anything, and at which
+	// revision it got its last token.
+	synced   bool
+	token    diffRevision
+	cursor   *statesCursor
+	node     *api.Node
+	revision diffRevision
+}
+
+func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.WatchReq) *watch {
+	w := &watch{
+		server: s,
+		sender: opSender{
+			sender:  sender{stream, c, s.opts.Limits.SendTimeout, &s.peers.stalled},
+			batches: req.GetBatches(),
+		},
+		name:    req.GetNodeName(),
+		ownNode: req.GetOwnNode(),
+		tokens:  req.Resume != nil,
+		resume:  req.GetResume(),
+		cursor:  s.state.NewCursor(),
+	}
+	if req.GetAllEndpoints() {
+		w.who = askers
+	}
+	return w
+}
+
+// answer waits until there is something to tell, and tells it.
+func (w *watch) answer(ctx context.Context) error {
+	for {
+		snapshot, next := w.server.published.get()
+		if snapshot != nil && (!w.synced || snapshot.Revision != w.revision) {
+			if told, err := w.tell(snapshot); told || err != nil {
+				return err
+			}
+		}
+		select {
+		case <-next:
+		case <-ctx.Done():
+			return status.FromContextError(ctx.Err()).Err()
+		case <-w.server.stopping:
+			return status.Error(codes.Unavailable, "the server stops")
+		}
+	}
+}
+
+// staleToken is how many changes in the cluster make a token stale: a client that
+// has not been told anything meanwhile gets a new one, for it would be told too
+// much if it came back with the old one.
+const staleToken = 1000
+
+// tell brings the client to the snapshot, and reports whether there was anything to
+// tell.
+func (w *watch) tell(snapshot *cluster.Snapshot) (bool, error) {
+	node, _ := snapshot.Nodes.Get(w.name)
+	tell := !w.synced || w.tokens && snapshot.Revision-w.token > staleToken
+	for f := range w.operations(snapshot, node) {
+		tell = true
+		if err := w.sender.op(f); err != nil {
+			return true, err
+		}
+	}
+	if tell {
+		if err := w.sync(snapshot, node); err != nil {
+			return true, err
+		}
+		w.synced, w.resume = true, nil
+	}
+	w.cursor.Advance(snapshot.States)
+	w.node, w.revision = node, snapshot.Revision
+	return tell, nil
+}
+
+// sync ends an answer.
+func (w *watch) sync(snapshot *cluster.Snapshot, node *api.Node) error {
+	var token []byte
+	if w.tokens {
+		token = w.server.newToken(snapshot.Revision, w.depends(node)...)
+		w.token = snapshot.Revision
+	}
+	if err := w.sender.op(syncFrame(token)); err != nil {
+		return err
+	}
+	return w.sender.flush()
+}
+
+// depends is what makes the views of this client what they are, besides the
+// cluster's state.
+func (w *watch) depends(node *api.Node) []string {
+	return []string{w.name, node.Zone(), string('0' + rune(w.who))}
+}
+
+// operations yields what leads from what the client has to the snapshot, but for
+// the Sync.
+func (w *watch) operations(snapshot *cluster.Snapshot, node *api.Node) iter.Seq[frame] {
+	d := w.cursor.Until(snapshot.States)
+	if !d.Full() {
+		return concat(w.nodeFrames(node, !node.Equal(w.node)), phases(slices.Values(w.deltas(d, node))))
+	}
+	if since, ok := w.since(snapshot, node); ok {
+		return concat(w.nodeFrames(node, true), since)
+	}
+	start := concat(slices.Values([]frame{resetFrame()}), w.nodeFrames(node, node != nil))
+	if w.tokens {
+		return concat(start, w.wholes(d.New, node))
+	}
+	return concat(start, phases(w.additions(d.New, node)))
+}
+
+// nodeFrames yields what tells the client of the node, if it wants to know and is
+// to be told.
+func (w *watch) nodeFrames(node *api.Node, tell bool) iter.Seq[frame] {
+	return func(yield func(frame) bool) {
+		switch {
+		case !tell || !w.ownNode:
+		case node == nil:
+			yield(deleteFrame(localv1.Set_NodesSet, w.name))
+		default:
+			yield(setFrame(localv1.Set_NodesSet, w.name, localv1.Marshal(localv1.FromNode(node))))
+		}
+	}
+}
+
+// since yields the services that changed after the client's token, each as a
+// whole. It returns false if there is no token that is good.
+func (w *watch) since(snapshot *cluster.Snapshot, node *api.Node) (iter.Seq[frame], bool) {
+	revision, ok := w.server.readToken(w.resume, w.depends(node)...)
+	if !ok {
+		return nil, false
+	}
+	changes, ok := snapshot.States.Since(revision)
+	if !ok {
+		return nil, false
+	}
+	return func(yield func(frame) bool) {
+		for c := range changes {
+			frames := []frame{deleteFrame(localv1.Set_ServicesSet, servicePath(c.Key))}
+			if view := w.view(c.Value, node); view != nil {
+				frames = view.whole(w.who)
+			}
+			for _, f := range frames {
+				if !yield(f) {
+					return
+				}
+			}
+		}
+	}, true
+}
+
+// wholes yields all services, each as a whole.
+func (w *watch) wholes(s *states, node *api.Node) iter.Seq[frame] {
+	return func(yield func(frame) bool) {
+		for _, state := range s.All() {
+			view := w.view(state, node)
+			if view == nil {
+				continue
+			}
+			for _, f := range view.whole(w.who) {
+				if !yield(f) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// additions yields how each service comes to be, from nothing.
+func (w *watch) additions(s *states, node *api.Node) iter.Seq[*wireDelta] {
+	return func(yield func(*wireDelta) bool) {
+		for _, state := range s.All() {
+			if view := w.view(state, node); view != nil && !yield(delta(nil, view, w.who)) {
+				return
+			}
+		}
+	}
+}
+
+// deltas returns what changes in this node's views.
+func (w *watch) deltas(d statesDelta, node *api.Node) []*wireDelta {
+	changes := slices.Values(w.server.changes.step(d))
+	if node.Zone() != w.node.Zone() {
+		changes = everything(d)
+	}
+	var list []*wireDelta
+	for c := range changes {
+		old, new := w.view(c.old, w.node), w.view(c.new, node)
+		if old != new {
+			list = append(list, delta(old, new, w.who))
+		}
+	}
+	return list
+}
+
+// view returns how the client's node, as it is or was, sees a service.
+func (w *watch) view(state *api.ServiceState, node *api.Node) *wireView {
+	return w.server.views.of(state, w.name, node.Zone())
+}
+
+// phases yields the operations of deltas in the order in which clients need them:
+// a service comes before its endpoints and goes after them.
+func phases(deltas iter.Seq[*wireDelta]) iter.Seq[frame] {
+	return func(yield func(frame) bool) {
+		for phase := range len(wireDelta{}) {
+			for d := range deltas {
+				for _, f := range d[phase] {
+					if !yield(f) {
+						return
+					}
+				}
+			}
+		}
+	}
+}
+
+func concat[T any](sequences ...iter.Seq[T]) iter.Seq[T] {
+	return func(yield func(T) bool) {
+		for _, s := range sequences {
+			for v := range s {
+				if !yield(v) {
+					return
+				}
+			}
+		}
+	}
+}

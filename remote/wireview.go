@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote
+
+import (
+	"bytes"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/localv1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// wireView is a view as it goes over the wire. All streams of one class share it.
+type wireView struct {
+	id        uint64 // of this view and no other; 0 is no view
+	key       types.NamespacedName
+	service   []byte
+	endpoints []wireEndpoint // in order of their keys
+
+	mu     sync.Mutex
+	deltas [2][2]memo[*wireDelta] // by audience, and by whether it is from nothing
+	wholes [2][]frame             // by audience
+}
+
+// wireEndpoint is an endpoint, marshalled.
+type wireEndpoint struct {
+	key   string
+	value []byte
+	// elsewhere says that it takes traffic from elsewhere: that it has the
+	// Internal or the External scope.
+	elsewhere bool
+}
+
+// audience is who is told: index into what differs by that.
+type audience int
+
+const (
+	// anybody is told of endpoints that take traffic from elsewhere only.
+	anybody audience = iota
+	// askers are the clients that asked for all endpoints.
+	askers
+)
+
+func (a audience) hears(e *wireEndpoint) bool { return a == askers || e.elsewhere }
+
+// memo is what was worked out for one id.
+type memo[T any] struct {
+	id    uint64
+	value T
+}
+
+// newWireView marshals v.
+func newWireView(id uint64, v *api.ServiceEndpoints) *wireView {
+	w := &wireView{
+		id:        id,
+		key:       v.Key(),
+		service:   localv1.Marshal(localv1.FromView(v)),
+		endpoints: make([]wireEndpoint, 0, len(v.Endpoints)+len(v.Draining)),
+	}
+	w.add(v.Endpoints, false)
+	w.add(v.Draining, true)
+	slices.SortFunc(w.endpoints, func(a, b wireEndpoint) int { return strings.Compare(a.key, b.key) })
+	return w
+}
+
+func (w *wireView) add(list []api.Endpoint, draining bool) {
+	for i := range list {
+		e := &list[i]
+		w.endpoints = append(w.endpoints, wireEndpoint{
+			key:       e.Key(),
+			value:     localv1.Marshal(localv1.FromEndpoint(e, draining)),
+			elsewhere: !draining && (e.Scopes.Internal || e.Scopes.External),
+		})
+	}
+}
+
+// size estimates what the view takes in memory, with what is worked out of it.
+func (w *wireView) size() int {
+	n := 400 + 3*len(w.service)
+	for i := range w.endpoints {
+		n += 150 + 3*(len(w.endpoints[i].key)+len(w.endpoints[i].value))
+	}
+	return n
+}
+
+// wireDelta is the difference of two views in single operations, by phase.
+type wireDelta [4][]frame
+
+// The phases of an answer: a service comes before its endpoints and goes after
+// them.
+const (
+	setServices = iota
+	setEndpoints
+	deleteEndpoints
+	deleteServices
+)
+
+// delta returns what leads from old to new, two views of one service, of which one
+// may be nil.
+func delta(old, new *wireView, who audience) *wireDelta {
+	if new == nil {
+		return removal(old, who)
+	}
+	from, slot := uint64(0), 0
+	if old != nil {
+		from, slot = old.id, 1
+	}
+	new.mu.Lock()
+	defer new.mu.Unlock()
+	m := &new.deltas[who][slot]
+	if m.value == nil || m.id != from {
+		*m = memo[*wireDelta]{from, newDelta(old, new, who)}
+	}
+	return m.value
+}
+
+func newDelta(old, new *wireView, who audience) *wireDelta {
+	d := &wireDelta{}
+	var before []wireEndpoint
+	if old != nil {
+		before = old.endpoints
+	}
+	if old == nil || !bytes.Equal(old.service, new.service) {
+		d[setServices] = []frame{setFrame(localv1.Set_ServicesSet, servicePath(new.key), new.service)}
+	}
+	for o, n := range pairs(before, new.endpoints) {
+		told := o != nil && who.hears(o)
+		switch {
+		case n != nil && who.hears(n) && !(told && bytes.Equal(o.value, n.value)):
+			d[setEndpoints] = append(d[setEndpoints], setFrame(localv1.Set_EndpointsSet, endpointPath(new.key, n.key), n.value))
+		case told && (n == nil || !who.hears(n)):
+			d[deleteEndpoints] = append(d[deleteEndpoints], deleteFrame(localv1.Set_EndpointsSet, endpointPath(new.key, o.key)))
+		}
+	}
+	return d
+}
+
+// removal returns what takes a view away.
+func removal(old *wireView, who audience) *wireDelta {
+	d := &wireDelta{deleteServices: {deleteFrame(localv1.Set_ServicesSet, servicePath(old.key))}}
+	for i := range old.endpoints {
+		if e := &old.endpoints[i]; who.hears(e) {
+			d[deleteEndpoints] = append(d[deleteEndpoints], deleteFrame(localv1.Set_EndpointsSet, endpointPath(old.key, e.key)))
+		}
+	}
+	return d
+}
+
+// pairs yields the endpoints of two lists in order of their keys, those with one
+// key together.
+func pairs(before, after []wireEndpoint) func(yield func(old, new *wireEndpoint) bool) {
+	return func(yield func(old, new *wireEndpoint) bool) {
+		for len(before) > 0 || len(after) > 0 {
+			var old, new *wireEndpoint
+			order := 0
+			switch {
+			case len(before) == 0:
+				order = 1
+			case len(after) == 0:
+				order = -1
+			default:
+				order = strings.Compare(before[0].key, after[0].key)
+			}
+			if order <= 0 {
+				old, before = &before[0], before[1:]
+			}
+			if order >= 0 {
+				new, after = &after[0], after[1:]
+			}
+			if !yield(old, new) {
+				return
+			}
+		}
+	}
+}
+
+// maxWhole is about how large an operation gets. A service with more endpoints
+// than go into it is told as a whole with some of them, and the others are set.
+const maxWhole = 1 << 20
+
+// whole returns what tells the view as a whole.
+func (w *wireView) whole(who audience) []frame {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.wholes[who] == nil {
+		w.wholes[who] = w.newWhole(who)
+	}
+	return w.wholes[who]
+}
+
+func (w *wireView) newWhole(who audience) []frame {
+	var listed []wireEndpoint
+	var rest []frame
+	size := len(w.service)
+	for i := range w.endpoints {
+		e := &w.endpoints[i]
+		if !who.hears(e) {
+			continue
+		}
+		if size += len(e.key) + len(e.value); size <= maxWhole {
+			listed = append(listed, *e)
+		} else {
+			rest = append(rest, setFrame(localv1.Set_EndpointsSet, endpointPath(w.key, e.key), e.value))
+		}
+	}
+	return append([]frame{replaceFrame(w.service, listed)}, rest...)
+}

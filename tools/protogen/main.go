@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command protogen generates Go code from the .proto files that are its
+// arguments, beside each of them: protoc without protoc. It compiles them
+// relative to the working directory and hands them to protoc-gen-go and
+// protoc-gen-go-grpc, which are in the folder of the flag -plugins.
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+
+	"github.com/bufbuild/protocompile"
+	"github.com/bufbuild/protocompile/protoutil"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/types/descriptorpb"
+	"google.golang.org/protobuf/types/pluginpb"
+)
+
+func main() {
+	plugins := flag.String("plugins", ".", "`folder` of the plugins")
+	flag.Parse()
+	if err := run(context.Background(), *plugins, flag.Args()); err != nil {
+		fmt.Fprintf(os.Stderr, "protogen: %v\n", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, plugins string, files []string) error {
+	compiler := protocompile.Compiler{
+		Resolver:       protocompile.WithStandardImports(&protocompile.SourceResolver{}),
+		SourceInfoMode: protocompile.SourceInfoStandard,
+	}
+	compiled, err := compiler.Compile(ctx, files...)
+	if err != nil {
+		return err
+	}
+	request := &pluginpb.CodeGeneratorRequest{FileToGenerate: files, Parameter: proto.String("paths=source_relative")}
+	seen := map[string]bool{}
+	for _, file := range compiled {
+		request.ProtoFile = appendFile(request.ProtoFile, seen, file)
+	}
+	for _, plugin := range []string{"protoc-gen-go", "protoc-gen-go-grpc"} {
+		if err := generate(ctx, filepath.Join(plugins, plugin), request); err != nil {
+			return fmt.Errorf("%s: %w", plugin, err)
+		}
+	}
+	return nil
+}
+
+// appendFile appends file to list, after what it imports.
+func appendFile(list []*descriptorpb.FileDescriptorProto, seen map[string]bool, file protoreflect.FileDescriptor) []*descriptorpb.FileDescriptorProto {
+	if seen[file.Path()] {
+		return list
+	}
+	seen[file.Path()] = true
+	for imports, i := file.Imports(), 0; i < imports.Len(); i++ {
+		list = appendFile(list, seen, imports.Get(i).FileDescriptor)
+	}
+	return append(list, protoutil.ProtoFromFileDescriptor(file))
+}
+
+// generate writes what the plugin makes of the request.
+func generate(ctx context.Context, plugin string, request *pluginpb.CodeGeneratorRequest) error {
+	in, err := proto.Marshal(request)
+	if err != nil {
+		return err
+	}
+	cmd := exec.CommandContext(ctx, plugin)
+	cmd.Stdin, cmd.Stderr = bytes.NewReader(in), os.Stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return err
+	}
+	var response pluginpb.CodeGeneratorResponse
+	if err := proto.Unmarshal(out, &response); err != nil {
+		return err
+	}
+	if response.Error != nil {
+		return errors.New(response.GetError())
+	}
+	for _, file := range response.File {
+		if err := os.WriteFile(file.GetName(), []byte(file.GetContent()), 0o644); err != nil {
+			return err
+		}
+	}
+	return nil
+}

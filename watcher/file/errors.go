@@ -14,7 +14,8 @@ type Error struct {
 	// Line counts from 1; 0 means the file as a whole.
 	Line int
 	// Object is the kind, namespace and name of the object, as in
-	// "Service default/web", empty if the trouble is not within one.
+	// "Service default/web", the kind alone if it has no name, and empty if the
+	// trouble is not within one.
 	Object string
 	// Message says what is wrong, with the path of the field if there is one.
 	Message string

@@ -97,6 +97,10 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: "",
 		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
 	}, {
+		name: "a node without a name",
+		text: "apiVersion: v1\nkind: Node\nmetadata: {}\n",
+		want: []string{"m.yaml:3: Node: metadata.name: missing"},
+	}, {
 		name: "a tab as indentation, in the second document",
 		text: service + "---\n# comment\n\n" + edit(slice, "  name: web-1", "\tname: web-1"),
 		want: []string{"m.yaml:15: found character that cannot start any token"},
@@ -198,7 +202,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		name: "an item of a list in JSON",
 		file: "m.json",
 		text: "{\n \"kind\": \"List\",\n \"apiVersion\": \"v1\",\n \"items\": [\n  {\n   \"kind\": \"Node\",\n   \"apiVersion\": \"v1\",\n   \"metadata\": {\n    \"name\": 5\n   }\n  }\n ]\n}\n",
-		want: []string{"m.json:9: Node : metadata.name: 5 where text belongs: put it in quotes"},
+		want: []string{"m.json:9: Node: metadata.name: 5 where text belongs: put it in quotes"},
 	}, {
 		name: "items that are no list",
 		text: "apiVersion: v1\nkind: List\nitems: 3\n",
@@ -206,7 +210,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 	}, {
 		name: "a service without a name",
 		text: edit(service, "name: web", "generateName: web-"),
-		want: []string{"m.yaml:3: Service default/: metadata.name: missing"},
+		want: []string{"m.yaml:3: Service: metadata.name: missing"},
 	}, {
 		name: "a name that is none",
 		text: edit(service, "name: web", "name: Web"),

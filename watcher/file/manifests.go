@@ -154,11 +154,13 @@ func (p *parser) node(at place, n *yaml3.Node, itemOf metav1.TypeMeta) {
 		}
 	}
 
-	at.object = kind + " "
-	if kind != "Node" {
-		at.object += cmp.Or(text(n, "metadata", "namespace"), metav1.NamespaceDefault) + "/"
+	at.object = kind
+	if name := text(n, "metadata", "name"); name != "" {
+		if kind != "Node" {
+			name = cmp.Or(text(n, "metadata", "namespace"), metav1.NamespaceDefault) + "/" + name
+		}
+		at.object += " " + name
 	}
-	at.object += text(n, "metadata", "name")
 	switch apiVersion + " " + kind {
 	case "v1 Service":
 		p.service(at, n)

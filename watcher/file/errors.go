@@ -35,6 +35,18 @@ func (e *Error) Error() string {
 	return b.String()
 }
 
+// keysAndValues returns what there is of e for a log.
+func (e *Error) keysAndValues() []any {
+	kv := []any{"file", e.File}
+	if e.Line > 0 {
+		kv = append(kv, "line", e.Line)
+	}
+	if e.Object != "" {
+		kv = append(kv, "object", e.Object)
+	}
+	return append(kv, "warning", e.Message)
+}
+
 // Errors is everything that is wrong with a set of manifests, in the order of
 // files and lines.
 type Errors []*Error

@@ -121,7 +121,7 @@ func (f *follower) load() error {
 	warned := make(map[string]bool, len(m.Warnings))
 	for _, w := range m.Warnings {
 		if !f.warned[w.Error()] && !warned[w.Error()] {
-			f.log.Info("Manifest", "file", w.File, "line", w.Line, "object", w.Object, "warning", w.Message)
+			f.log.Info("Manifests are used with a warning", w.keysAndValues()...)
 		}
 		warned[w.Error()] = true
 	}

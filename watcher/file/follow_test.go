@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/fsnotify/fsnotify"
+	"github.com/google/go-cmp/cmp"
 	"go.uber.org/goleak"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/textlogger"
@@ -337,6 +338,31 @@ func TestAnEmptiedFolderTakesEverythingAway(t *testing.T) {
 	x := follow(t, inFolder(t, dir))
 	must(t, os.Remove(filepath.Join(dir, "conf", "m.yaml")))
 	x.awaitServices()
+}
+
+func TestAWarningIsLoggedWithWhatThereIsOfIt(t *testing.T) {
+	dir := t.TempDir()
+	put(t, filepath.Join(dir, "m.yaml"), "{apiVersion: v1, kind: Pod}\n---\n{apiVersion: v1, kind: Pod}\n---\n"+
+		strings.Replace(slice, "kubernetes.io/service-name", "app", 1))
+	empty := t.TempDir()
+	for path, want := range map[string][]string{
+		dir: {
+			`"Manifests are used with a warning" file="` + dir + `/m.yaml" line=9 object="EndpointSlice default/web-1" warning="metadata.labels[kubernetes.io/service-name]: missing, so the slice belongs to no service"`,
+			`"Manifests are used with a warning" file="` + dir + `/m.yaml" line=1 warning="v1 Pod is not read (objects: 2)"`,
+		},
+		empty: {`"Manifests are used with a warning" file="` + empty + `" warning="no manifests in this folder"`},
+	} {
+		x := follow(t, path)
+		x.stop()
+		var got []string
+		for line := range strings.Lines(x.log.String()) {
+			_, message, _ := strings.Cut(line, "] ")
+			got = append(got, strings.TrimSpace(message))
+		}
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Errorf("log (-want +got):\n%s", diff)
+		}
+	}
 }
 
 func TestReadingTheSameAgainChangesNothing(t *testing.T) {

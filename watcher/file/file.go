@@ -22,6 +22,9 @@
 //
 // # What is refused
 //
+// What is not a regular file, or larger than 512 MiB; the standard input, which
+// [Stdin] stands for, is exempt from the former.
+//
 // What the API server would not admit, as far as a service proxy cares: what is
 // no YAML, values of the wrong type, unknown fields, addresses and ports that
 // are none, the same object twice. [Errors] lists all of it by file, line and
@@ -38,7 +41,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -80,7 +82,8 @@ type Options struct {
 // without items or empty the folder.
 //
 // Changes are noticed at once where the operating system tells of them, and
-// within five seconds elsewhere, such as on network file systems.
+// within five seconds elsewhere: on network file systems, behind symbolic links
+// in a folder, and where the permission to read is given.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	if opts.Clock == nil {
 		opts.Clock = clock.RealClock{}
@@ -94,30 +97,30 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	return f.run(ctx)
 }
 
-// Load reads manifests once. The error is Errors if it is about what they say.
-func Load(path string, options watcher.Options) (*Manifests, error) {
+// Load reads manifests once. The error is Errors if it is about what they say,
+// and that of ctx if it ends before. Then a read of the standard input goes on,
+// as nothing can interrupt it.
+func Load(ctx context.Context, path string, options watcher.Options) (*Manifests, error) {
 	p, err := newParser(options)
 	if err != nil {
 		return nil, err
 	}
-	if path == Stdin {
-		data, err := io.ReadAll(os.Stdin)
-		if err != nil {
-			return nil, fmt.Errorf("reading manifests from standard input: %w", err)
+	names, readOne := []string{"stdin"}, readStdin
+	if path != Stdin {
+		readOne = readFile
+		if names, err = list(path); err != nil {
+			return nil, fmt.Errorf("reading manifests: %w", err)
 		}
-		p.file("stdin", data)
-		return p.result()
-	}
-	names, err := list(path)
-	if err != nil {
-		return nil, fmt.Errorf("reading manifests: %w", err)
 	}
 	for _, name := range names {
-		data, err := os.ReadFile(name)
+		data, err := readOne(ctx, name)
+		if err == nil {
+			p.file(ctx, name, data)
+			err = ctx.Err()
+		}
 		if err != nil {
 			return nil, fmt.Errorf("reading manifests: %w", err)
 		}
-		p.file(name, data)
 	}
 	if len(names) == 0 {
 		p.warn(&Error{File: path, Message: "no manifests in this folder"})
@@ -150,7 +153,7 @@ func list(path string) ([]string, error) {
 			// It went between the listing and now.
 		case err != nil:
 			return nil, err
-		case info.Mode().IsRegular():
+		case !info.IsDir():
 			names = append(names, name)
 		}
 	}

@@ -56,7 +56,10 @@ func (f *follower) run(ctx context.Context) error {
 		defer f.notifications.close()
 		f.notifications.arm(f.opts.Path)
 	}
-	if err := f.load(); err != nil {
+	switch err := f.load(ctx); {
+	case ctx.Err() != nil:
+		return nil
+	case err != nil:
 		return err
 	}
 	f.state.SetSynced()
@@ -90,7 +93,7 @@ func (f *follower) follow(ctx context.Context) {
 		case <-settled:
 			if look(f.opts.Path).equal(f.seen) || !f.opts.Clock.Now().Before(deadline) {
 				settled = nil
-				f.reload()
+				f.reload(ctx)
 			}
 		}
 		f.notifications.arm(f.opts.Path)
@@ -107,9 +110,9 @@ func (f *follower) follow(ctx context.Context) {
 }
 
 // load reads the manifests and writes them to the state.
-func (f *follower) load() error {
+func (f *follower) load(ctx context.Context) error {
 	f.seen = look(f.opts.Path)
-	m, err := Load(f.opts.Path, f.opts.Options)
+	m, err := Load(ctx, f.opts.Path, f.opts.Options)
 	if err != nil {
 		return err
 	}
@@ -131,8 +134,11 @@ func (f *follower) load() error {
 }
 
 // reload is load for all but the first time.
-func (f *follower) reload() {
-	err := f.load()
+func (f *follower) reload(ctx context.Context) {
+	err := f.load(ctx)
+	if ctx.Err() != nil {
+		return
+	}
 	switch {
 	case err != nil && err.Error() != f.failing:
 		f.failing = err.Error()

@@ -365,6 +365,18 @@ func TestAWarningIsLoggedWithWhatThereIsOfIt(t *testing.T) {
 	}
 }
 
+func TestWatchEndsWithItsContextWhileItReads(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	state := cluster.New(cluster.Options{})
+	if err := Watch(ctx, state, Options{Path: inFile(t, t.TempDir())}); err != nil {
+		t.Errorf("error is %v", err)
+	}
+	if state.IsSynced() {
+		t.Error("synced without having read anything")
+	}
+}
+
 func TestReadingTheSameAgainChangesNothing(t *testing.T) {
 	path := inFile(t, t.TempDir())
 	x := follow(t, path)

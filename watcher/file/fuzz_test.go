@@ -22,7 +22,7 @@ func FuzzParse(f *testing.F) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		p.file(name, data)
+		p.file(t.Context(), name, data)
 		m, err := p.result()
 		if err == nil {
 			for _, s := range m.Services {

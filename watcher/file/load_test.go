@@ -97,6 +97,10 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: "",
 		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
 	}, {
+		name: "binary data",
+		text: "\x7fELF\x02\n\x00",
+		want: []string{"m.yaml:2: not UTF-8 text"},
+	}, {
 		name: "a node without a name",
 		text: "apiVersion: v1\nkind: Node\nmetadata: {}\n",
 		want: []string{"m.yaml:3: Node: metadata.name: missing"},
@@ -302,7 +306,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 				c.file = "m.yaml"
 			}
 			t.Chdir(write(t, map[string]string{c.file: c.text}))
-			_, err := Load(c.file, watcher.Options{})
+			_, err := Load(t.Context(), c.file, watcher.Options{})
 			if err == nil {
 				t.Fatal("accepted")
 			}
@@ -322,7 +326,7 @@ func TestErrorsAreListedUpToABound(t *testing.T) {
 	for i := range 30 {
 		fmt.Fprintf(&text, "---\n- %d\n", i)
 	}
-	_, err := Load(filepath.Join(write(t, map[string]string{"m.yaml": text.String()}), "m.yaml"), watcher.Options{})
+	_, err := Load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": text.String()}), "m.yaml"), watcher.Options{})
 	lines := strings.Split(err.Error(), "\n")
 	if len(lines) != maxErrorLines+1 || lines[maxErrorLines] != "and 10 more errors" {
 		t.Errorf("got %d lines, the last %q", len(lines), lines[len(lines)-1])
@@ -331,7 +335,7 @@ func TestErrorsAreListedUpToABound(t *testing.T) {
 
 func TestAnObjectInTwoFilesIsRefused(t *testing.T) {
 	dir := write(t, map[string]string{"a.yaml": service, "b.yaml": "# again\n" + service})
-	_, err := Load(dir, watcher.Options{})
+	_, err := Load(t.Context(), dir, watcher.Options{})
 	want := fmt.Sprintf("%s/b.yaml:2: Service default/web: already defined at %s/a.yaml:1", dir, dir)
 	if err == nil || err.Error() != want {
 		t.Errorf("got %v\nwant %s", err, want)
@@ -349,7 +353,7 @@ func TestAFolderIsItsManifests(t *testing.T) {
 		"sub/d.yaml":    "nonsense: [",
 		"dir.yaml/x":    "nonsense: [",
 	})
-	m, err := Load(dir, watcher.Options{})
+	m, err := Load(t.Context(), dir, watcher.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -403,7 +407,7 @@ func TestWhatIsLeftOutIsWarnedOf(t *testing.T) {
 	}} {
 		t.Run(c.name, func(t *testing.T) {
 			dir := write(t, map[string]string{"m.yaml": c.text})
-			m, err := Load(filepath.Join(dir, "m.yaml"), watcher.Options{})
+			m, err := Load(t.Context(), filepath.Join(dir, "m.yaml"), watcher.Options{})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -426,7 +430,7 @@ func TestWhatMayBeMissingMayBeMissing(t *testing.T) {
 		{"JSON null", "null"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			m, err := Load(filepath.Join(write(t, map[string]string{"m.yaml": c.text}), "m.yaml"), watcher.Options{})
+			m, err := Load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": c.text}), "m.yaml"), watcher.Options{})
 			if err != nil || len(names(m)) > 0 {
 				t.Errorf("got %v, %v", m, err)
 			}
@@ -435,7 +439,7 @@ func TestWhatMayBeMissingMayBeMissing(t *testing.T) {
 }
 
 func TestManyWaysToWriteTheSame(t *testing.T) {
-	want, err := Load(filepath.Join(write(t, map[string]string{"m.yaml": service}), "m.yaml"), watcher.Options{})
+	want, err := Load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": service}), "m.yaml"), watcher.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -456,7 +460,7 @@ func TestManyWaysToWriteTheSame(t *testing.T) {
 		{"a port in hexadecimal", "m.yaml", strings.Replace(service, "80", "0x50", 1)},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			got, err := Load(filepath.Join(write(t, map[string]string{c.file: c.text}), c.file), watcher.Options{})
+			got, err := Load(t.Context(), filepath.Join(write(t, map[string]string{c.file: c.text}), c.file), watcher.Options{})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -476,7 +480,7 @@ func TestStandardInputIsRead(t *testing.T) {
 	stdin := os.Stdin
 	defer func() { os.Stdin = stdin }()
 	os.Stdin = input
-	_, err = Load(Stdin, watcher.Options{})
+	_, err = Load(t.Context(), Stdin, watcher.Options{})
 	if want := "stdin:9: could not find expected ':'"; err == nil || err.Error() != want {
 		t.Errorf("error is %v, want %s", err, want)
 	}

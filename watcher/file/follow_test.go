@@ -333,10 +333,58 @@ func TestWhatIsGoneIsKeptUntilItComesBack(t *testing.T) {
 	}
 }
 
-func TestAnEmptiedFolderTakesEverythingAway(t *testing.T) {
-	dir := t.TempDir()
-	x := follow(t, inFolder(t, dir))
-	must(t, os.Remove(filepath.Join(dir, "conf", "m.yaml")))
+func TestAFolderThatLosesItsManifestsKeepsThem(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		// empty leaves an empty folder at conf.
+		empty func(t *testing.T, x *following, conf string)
+	}{{
+		name: "the files are removed",
+		empty: func(t *testing.T, _ *following, conf string) {
+			must(t, os.Remove(filepath.Join(conf, "m.yaml")))
+		},
+	}, {
+		name: "the folder is removed and comes back empty",
+		empty: func(t *testing.T, x *following, conf string) {
+			must(t, os.RemoveAll(conf))
+			for !errors.Is(x.awaitLoad(false), os.ErrNotExist) {
+			}
+			must(t, os.Mkdir(conf, 0o755))
+		},
+	}} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			conf := inFolder(t, t.TempDir())
+			x := follow(t, conf)
+			before := x.state.Snapshot().Revision
+			c.empty(t, x, conf)
+			for !errors.Is(x.awaitLoad(false), errVanished) {
+			}
+			if after := x.state.Snapshot().Revision; after != before {
+				t.Errorf("revision went from %d to %d", before, after)
+			}
+			put(t, filepath.Join(conf, "next.yaml"), named("b"))
+			x.awaitServices("b")
+			x.stop()
+			if n := strings.Count(x.log.String(), "cannot be used"); n != 1 {
+				t.Errorf("logged %d times:\n%s", n, x.log)
+			}
+		})
+	}
+}
+
+func TestAFolderMayBeEmptyToBeginWith(t *testing.T) {
+	conf := t.TempDir()
+	x := follow(t, conf)
+	x.awaitServices()
+	put(t, filepath.Join(conf, "m.yaml"), named("a"))
+	x.awaitServices("a")
+}
+
+func TestAListWithoutItemsTakesEverythingAway(t *testing.T) {
+	conf := inFolder(t, t.TempDir())
+	x := follow(t, conf)
+	put(t, filepath.Join(conf, "m.yaml"), "apiVersion: v1\nkind: List\nitems: []\n")
 	x.awaitServices()
 }
 

@@ -97,6 +97,31 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: "",
 		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
 	}, {
+		name: "a file of a line end",
+		text: "\n",
+		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+	}, {
+		name: "a file of comments",
+		text: "# nothing yet\n",
+		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+	}, {
+		name: "a file of a marker",
+		text: "---\n",
+		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+	}, {
+		name: "a file of empty documents",
+		text: "---\n# nothing\n---\n",
+		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+	}, {
+		name: "a file of null",
+		text: "null\n",
+		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+	}, {
+		name: "a JSON file of null",
+		file: "m.json",
+		text: "null",
+		want: []string{"m.json: empty; a List without items says that there is nothing"},
+	}, {
 		name: "binary data",
 		text: "\x7fELF\x02\n\x00",
 		want: []string{"m.yaml:2: not UTF-8 text"},
@@ -423,11 +448,9 @@ func TestWhatIsLeftOutIsWarnedOf(t *testing.T) {
 
 func TestWhatMayBeMissingMayBeMissing(t *testing.T) {
 	for _, c := range []struct{ name, text string }{
-		{"comments only", "# nothing yet\n"},
-		{"empty documents", "---\n---\n# x\n---\n"},
 		{"a list without items", "apiVersion: v1\nkind: List\nitems: []\n"},
 		{"a list whose items are null", "apiVersion: v1\nkind: List\nitems:\n"},
-		{"JSON null", "null"},
+		{"documents without an object beside one with", "---\n---\n# x\n---\nnull\n---\napiVersion: v1\nkind: List\n"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			m, err := Load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": c.text}), "m.yaml"), watcher.Options{})

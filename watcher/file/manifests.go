@@ -95,19 +95,17 @@ func (p *parser) result() (*Manifests, error) {
 
 // file reads one file. When ctx ends, the result means nothing.
 func (p *parser) file(ctx context.Context, name string, data []byte) {
-	if len(data) == 0 {
-		p.fail(&Error{File: name, Message: "empty; a List without items says that there is nothing"})
-		return
-	}
 	before := len(p.errors)
 	docs, errs := documents(ctx, name, data)
 	for _, err := range errs {
 		p.fail(&Error{File: name, Line: err.line, Message: err.message})
 	}
+	docs = slices.DeleteFunc(docs, func(d document) bool { return d.root.ShortTag() == "!!null" })
+	if len(docs) == 0 && len(errs) == 0 {
+		p.fail(&Error{File: name, Message: "empty; a List without items says that there is nothing"})
+	}
 	for _, doc := range docs {
-		if doc.root.ShortTag() != "!!null" {
-			p.node(ctx, place{file: name, first: doc.first}, doc.root, metav1.TypeMeta{})
-		}
+		p.node(ctx, place{file: name, first: doc.first}, doc.root, metav1.TypeMeta{})
 	}
 	slices.SortStableFunc(p.errors[before:], func(a, b *Error) int { return cmp.Compare(a.Line, b.Line) })
 }

@@ -20,21 +20,32 @@
 // # Sinks
 //
 // [sink.FullState] is the simplest one: it is told everything, each time. A sink
-// of your own is told what changed, with each service's view before and after:
+// of your own is told what changed, with each service's view before and after;
+// New is nil when the service goes, and so has no frontends. The first Changes
+// is full, and whatever else the dataplane has goes then:
 //
-//	func (s *mySink) Sync(ctx context.Context, c *sink.Changes) error {
-//		for change := range c.Services {
-//			for frontend := range nodeview.Frontends(change.New) {
-//				…
+//	func (m *frontendMap) Sync(_ context.Context, c *sink.Changes) error {
+//		var failed sink.Failed
+//		if c.Full {
+//			m.prune(c.Services, &failed)
+//		}
+//		for s := range c.Services { // first what goes, so that its place is free
+//			failed.Add(s.Key, m.removeStale(s))
+//		}
+//		for s := range c.Services {
+//			if failed[s.Key] == nil {
+//				failed.Add(s.Key, m.set(s))
 //			}
 //		}
-//		return nil
+//		return failed.Err()
 //	}
 //
-// If Sync fails, nothing is lost: what was not acknowledged comes again, merged
-// with what changed meanwhile. [sink.Events] calls typed methods to set and
-// delete services, frontends and endpoints, in an order in which no address is
-// ever claimed twice. Package sinktest helps to test all of them.
+// The example "Frontends" of package sink has the rest of it, with what
+// [nodeview.Frontends] says of each view. If Sync fails, nothing is lost: what was
+// not acknowledged comes again, merged with what changed meanwhile, and marked as a
+// Retry. [sink.Events] calls typed methods to set and delete services, frontends
+// and endpoints, in an order in which no address is ever claimed twice, whatever
+// fails. Package sinktest helps to test all of them.
 //
 // # Sources
 //

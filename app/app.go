@@ -105,7 +105,7 @@ func (f *flags) register(cmd *cobra.Command) {
 // check refuses flags that make no sense, above all a source that is given and
 // empty: whoever wrote "$FILE" did not mean the API server at hand.
 func (f *flags) check(cmd *cobra.Command) error {
-	for _, name := range [...]string{"kubeconfig", "manifests", "node-name", "service-proxy-name", "all-ports-annotation"} {
+	for _, name := range [...]string{"kubeconfig", "manifests", "node-name"} {
 		if flag := cmd.Flags().Lookup(name); flag.Changed && strings.TrimSpace(flag.Value.String()) == "" {
 			return fmt.Errorf("--%s is given, but empty", name)
 		}

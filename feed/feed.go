@@ -5,11 +5,14 @@
 //
 //	state := cluster.New(cluster.Options{})
 //	go kube.Watch(ctx, state, kube.Options{NodeName: node})
-//	err := sink.Run(ctx, feed.New(state, node), mySink, sink.Options{})
+//	f := feed.New(state, node)
+//	defer f.Close()
+//	err := sink.Run(ctx, f, mySink, sink.Options{})
 //
 // A feed holds one snapshot, the one its reader acknowledged last. The views
 // before and after a change are computed from two snapshots when they are asked
-// for, so thousands of feeds on one state cost little more than one.
+// for, so thousands of feeds on one state cost little more than one. Until it is
+// closed the state keeps for it what has been deleted since that snapshot.
 package feed
 
 import (

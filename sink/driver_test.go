@@ -629,7 +629,7 @@ func TestStatus(t *testing.T) {
 			Err: errBusy, Failures: 1, NextAttempt: at(12 * time.Second), Pending: 1,
 		})
 		w.rec.Script(sinktest.FailServices(errBusy, dns))
-		time.Sleep(1)
+		time.Sleep(time.Nanosecond)
 		expect("while a service fails", sink.Status{
 			Revision: 1, FullSyncs: 1, PartialSyncs: 1, LastQueued: at(10 * time.Second),
 			LastFullSync: at(10 * time.Second), LastSync: at(12 * time.Second), Pending: 1,

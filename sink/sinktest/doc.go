@@ -18,6 +18,14 @@
 //	go d.Run(ctx)
 //	err := d.WaitApplied(ctx, src.Revision())
 //
+// What sinks get wrong most easily is a failure while an address goes from one
+// service to another: told again, the first one must not take it from the second.
+// Here web gives its address to dns, and fails:
+//
+//	rec.Script(sinktest.FailServices(errors.New("no memory in map"), web))
+//	src.Set(webElsewhere, dnsAtTheAddressOfWeb)
+//	err := d.WaitApplied(ctx, src.Revision())
+//
 // Nothing here sleeps; run in a bubble of testing/synctest, the driver's
 // intervals and backoffs take no time either. All types are safe for concurrent
 // use.

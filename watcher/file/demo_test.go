@@ -25,7 +25,7 @@ func TestTheDemoIsSplitByServiceProxyName(t *testing.T) {
 		"another": {"node vm-002", "node vm-003"},
 	} {
 		t.Run("name "+name, func(t *testing.T) {
-			m, err := Load("../../examples/demo.yaml", watcher.Options{ServiceProxyName: name})
+			m, err := Load(t.Context(), "../../examples/demo.yaml", watcher.Options{ServiceProxyName: name})
 			if err != nil {
 				t.Fatal(err)
 			}

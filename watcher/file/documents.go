@@ -4,6 +4,7 @@ package file
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -12,7 +13,6 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
-	"unicode/utf8"
 
 	yaml3 "go.yaml.in/yaml/v3"
 	"sigs.k8s.io/yaml"
@@ -32,20 +32,24 @@ type syntaxError struct {
 }
 
 // documents splits a file into its documents and parses them. A document with
-// a syntax error does not hide those after it, unless the file is JSON.
-func documents(name string, data []byte) ([]document, []syntaxError) {
+// a syntax error does not hide those after it, unless the file is JSON. When ctx
+// ends, what is returned means nothing.
+func documents(ctx context.Context, name string, data []byte) ([]document, []syntaxError) {
 	data = bytes.TrimPrefix(data, []byte("\ufeff"))
-	if line, ok := invalidUTF8(data); ok {
+	if line, ok := noText(data); ok {
 		return nil, []syntaxError{{line, "not UTF-8 text"}}
 	}
 	// JSON is read as JSON because YAML parsers do not know all its escapes.
 	if strings.EqualFold(filepath.Ext(name), ".json") || json.Valid(data) {
-		return jsonDocuments(data)
+		return jsonDocuments(ctx, data)
 	}
 	var docs []document
 	var errs []syntaxError
 	for text, first := range yamlTexts(data) {
-		root, err := parseYAML(text)
+		if ctx.Err() != nil {
+			break
+		}
+		root, err := parseYAML(ctx, text)
 		if err != nil {
 			errs = append(errs, syntaxError{first + err.line, err.message})
 		} else if root != nil {
@@ -53,25 +57,6 @@ func documents(name string, data []byte) ([]document, []syntaxError) {
 		}
 	}
 	return docs, errs
-}
-
-// invalidUTF8 returns the line of the first byte that is not UTF-8.
-func invalidUTF8(data []byte) (line int, found bool) {
-	if utf8.Valid(data) {
-		return 0, false
-	}
-	line = 1
-	for len(data) > 0 {
-		r, size := utf8.DecodeRune(data)
-		if r == utf8.RuneError && size == 1 {
-			break
-		}
-		if r == '\n' {
-			line++
-		}
-		data = data[size:]
-	}
-	return line, true
 }
 
 // yamlTexts yields the text of each document, its "---" included, and the
@@ -119,9 +104,9 @@ func onlyDirectives(text []byte) bool {
 }
 
 // parseYAML returns the tree of a document, nil if it is empty.
-func parseYAML(text []byte) (*yaml3.Node, *syntaxError) {
+func parseYAML(ctx context.Context, text []byte) (*yaml3.Node, *syntaxError) {
 	var doc yaml3.Node
-	decoder := yaml3.NewDecoder(bytes.NewReader(text))
+	decoder := yaml3.NewDecoder(interruptible{bytes.NewReader(text), ctx})
 	err := decoder.Decode(&doc)
 	if err == io.EOF || err == nil && len(doc.Content) == 0 {
 		return nil, nil
@@ -131,6 +116,9 @@ func parseYAML(text []byte) (*yaml3.Node, *syntaxError) {
 		if more := decoder.Decode(&yaml3.Node{}); more != io.EOF {
 			err = more
 		}
+	}
+	if ctx.Err() != nil {
+		return nil, nil
 	}
 	if err != nil {
 		return nil, yamlError(text, err)
@@ -221,8 +209,8 @@ func (x *expansion) resolve(n **yaml3.Node, aliased bool) *syntaxError {
 }
 
 // jsonDocuments parses JSON texts, one after the other.
-func jsonDocuments(data []byte) ([]document, []syntaxError) {
-	r := jsonReader{data: data, dec: json.NewDecoder(bytes.NewReader(data)), line: 1}
+func jsonDocuments(ctx context.Context, data []byte) ([]document, []syntaxError) {
+	r := jsonReader{data: data, dec: json.NewDecoder(interruptible{bytes.NewReader(data), ctx}), line: 1}
 	r.dec.UseNumber()
 	var docs []document
 	for {

@@ -14,7 +14,8 @@ type Error struct {
 	// Line counts from 1; 0 means the file as a whole.
 	Line int
 	// Object is the kind, namespace and name of the object, as in
-	// "Service default/web", empty if the trouble is not within one.
+	// "Service default/web", the kind alone if it has no name, and empty if the
+	// trouble is not within one.
 	Object string
 	// Message says what is wrong, with the path of the field if there is one.
 	Message string
@@ -32,6 +33,18 @@ func (e *Error) Error() string {
 	}
 	b.WriteString(": " + e.Message)
 	return b.String()
+}
+
+// keysAndValues returns what there is of e for a log.
+func (e *Error) keysAndValues() []any {
+	kv := []any{"file", e.File}
+	if e.Line > 0 {
+		kv = append(kv, "line", e.Line)
+	}
+	if e.Object != "" {
+		kv = append(kv, "object", e.Object)
+	}
+	return append(kv, "warning", e.Message)
 }
 
 // Errors is everything that is wrong with a set of manifests, in the order of

@@ -22,6 +22,12 @@
 //
 // # What is refused
 //
+// What is not a regular file, or larger than 512 MiB; the standard input, which
+// [Stdin] stands for, is exempt from the former. A file that holds no object at
+// all, be it of no bytes or of comments only: it is more likely half written than
+// meant to take everything away. A List without items says that there is nothing.
+// A folder that has no manifests is allowed if it is so at the first reading.
+//
 // What the API server would not admit, as far as a service proxy cares: what is
 // no YAML, values of the wrong type, unknown fields, addresses and ports that
 // are none, the same object twice. [Errors] lists all of it by file, line and
@@ -38,7 +44,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -74,13 +79,14 @@ type Options struct {
 //
 // An error of the first reading is returned. One of a later reading is logged,
 // once, and state keeps what it has until the manifests are good again, or
-// there again. A file is read when it has not changed for a moment, so that one
-// that is being written is left in peace; a file of no bytes is refused, as it
-// is most likely about to be written. To take everything away, write a List
-// without items or empty the folder.
+// there again: a folder that loses its last manifest takes nothing away either.
+// To take everything away, write a List without items. A file is read when it has
+// not changed for a moment, so that one that is being written is left in peace;
+// a writer that pauses for longer should write another file and rename it.
 //
 // Changes are noticed at once where the operating system tells of them, and
-// within five seconds elsewhere, such as on network file systems.
+// within five seconds elsewhere: on network file systems, behind symbolic links
+// in a folder, and where the permission to read is given.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	if opts.Clock == nil {
 		opts.Clock = clock.RealClock{}
@@ -94,35 +100,42 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	return f.run(ctx)
 }
 
-// Load reads manifests once. The error is Errors if it is about what they say.
-func Load(path string, options watcher.Options) (*Manifests, error) {
+// Load reads manifests once. The error is Errors if it is about what they say,
+// and that of ctx if it ends before. Then a read of the standard input goes on,
+// as nothing can interrupt it.
+func Load(ctx context.Context, path string, options watcher.Options) (*Manifests, error) {
+	m, _, err := load(ctx, path, options)
+	return m, err
+}
+
+// load is Load that also returns how many files there are.
+func load(ctx context.Context, path string, options watcher.Options) (m *Manifests, files int, err error) {
 	p, err := newParser(options)
 	if err != nil {
-		return nil, err
+		return nil, 0, err
 	}
-	if path == Stdin {
-		data, err := io.ReadAll(os.Stdin)
-		if err != nil {
-			return nil, fmt.Errorf("reading manifests from standard input: %w", err)
+	names, readOne := []string{"stdin"}, readStdin
+	if path != Stdin {
+		readOne = readFile
+		if names, err = list(path); err != nil {
+			return nil, 0, fmt.Errorf("reading manifests: %w", err)
 		}
-		p.file("stdin", data)
-		return p.result()
-	}
-	names, err := list(path)
-	if err != nil {
-		return nil, fmt.Errorf("reading manifests: %w", err)
 	}
 	for _, name := range names {
-		data, err := os.ReadFile(name)
-		if err != nil {
-			return nil, fmt.Errorf("reading manifests: %w", err)
+		data, err := readOne(ctx, name)
+		if err == nil {
+			p.file(ctx, name, data)
+			err = ctx.Err()
 		}
-		p.file(name, data)
+		if err != nil {
+			return nil, 0, fmt.Errorf("reading manifests: %w", err)
+		}
 	}
 	if len(names) == 0 {
 		p.warn(&Error{File: path, Message: "no manifests in this folder"})
 	}
-	return p.result()
+	m, err = p.result()
+	return m, len(names), err
 }
 
 // list returns the files that path stands for, in the order of reading.
@@ -150,7 +163,7 @@ func list(path string) ([]string, error) {
 			// It went between the listing and now.
 		case err != nil:
 			return nil, err
-		case info.Mode().IsRegular():
+		case !info.IsDir():
 			names = append(names, name)
 		}
 	}

@@ -4,6 +4,9 @@ package file
 
 import (
 	"context"
+	"errors"
+	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -43,7 +46,9 @@ type follower struct {
 
 	notifications notifications
 	seen          sighting
-	// failing is the text of the last reading's error, empty if it was good.
+	// files is how many files the last good reading found.
+	files int
+	// failing is the trouble of the last reading's error, empty if it was good.
 	failing string
 	// warned holds what the last good reading warned of.
 	warned map[string]bool
@@ -56,7 +61,10 @@ func (f *follower) run(ctx context.Context) error {
 		defer f.notifications.close()
 		f.notifications.arm(f.opts.Path)
 	}
-	if err := f.load(); err != nil {
+	switch err := f.load(ctx); {
+	case ctx.Err() != nil:
+		return nil
+	case err != nil:
 		return err
 	}
 	f.state.SetSynced()
@@ -90,7 +98,7 @@ func (f *follower) follow(ctx context.Context) {
 		case <-settled:
 			if look(f.opts.Path).equal(f.seen) || !f.opts.Clock.Now().Before(deadline) {
 				settled = nil
-				f.reload()
+				f.reload(ctx)
 			}
 		}
 		f.notifications.arm(f.opts.Path)
@@ -107,12 +115,17 @@ func (f *follower) follow(ctx context.Context) {
 }
 
 // load reads the manifests and writes them to the state.
-func (f *follower) load() error {
+func (f *follower) load(ctx context.Context) error {
 	f.seen = look(f.opts.Path)
-	m, err := Load(f.opts.Path, f.opts.Options)
+	m, files, err := load(ctx, f.opts.Path, f.opts.Options)
 	if err != nil {
 		return err
 	}
+	if files == 0 && f.files > 0 {
+		// Were it meant, it would look the same as a folder being replaced.
+		return fmt.Errorf("reading manifests: %w", errVanished)
+	}
+	f.files = files
 	f.state.Update(func(tx *cluster.Tx) {
 		tx.ReplaceNodes(0, slices.Values(m.Nodes))
 		tx.ReplaceServices(0, slices.Values(m.Services))
@@ -121,7 +134,7 @@ func (f *follower) load() error {
 	warned := make(map[string]bool, len(m.Warnings))
 	for _, w := range m.Warnings {
 		if !f.warned[w.Error()] && !warned[w.Error()] {
-			f.log.Info("Manifest", "file", w.File, "line", w.Line, "object", w.Object, "warning", w.Message)
+			f.log.Info("Manifests are used with a warning", w.keysAndValues()...)
 		}
 		warned[w.Error()] = true
 	}
@@ -130,12 +143,18 @@ func (f *follower) load() error {
 	return nil
 }
 
+// errVanished says that a folder has lost its manifests.
+var errVanished = errors.New("the folder has no manifests any more; a List without items says that there is nothing")
+
 // reload is load for all but the first time.
-func (f *follower) reload() {
-	err := f.load()
+func (f *follower) reload(ctx context.Context) {
+	err := f.load(ctx)
+	if ctx.Err() != nil {
+		return
+	}
 	switch {
-	case err != nil && err.Error() != f.failing:
-		f.failing = err.Error()
+	case err != nil && trouble(err) != f.failing:
+		f.failing = trouble(err)
 		f.log.Error(err, "Manifests cannot be used, keeping what was read before")
 	case err == nil && f.failing != "":
 		f.failing = ""
@@ -144,6 +163,15 @@ func (f *follower) reload() {
 	if f.loaded != nil {
 		f.loaded(err)
 	}
+}
+
+// trouble returns what tells err from others that are logged. A folder that is
+// removed and comes back empty is one trouble.
+func trouble(err error) string {
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, errVanished) {
+		return errVanished.Error()
+	}
+	return err.Error()
 }
 
 // sighting is what the files of a path looked like at some time.

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/fsnotify/fsnotify"
+	"github.com/google/go-cmp/cmp"
 	"go.uber.org/goleak"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/textlogger"
@@ -332,11 +333,96 @@ func TestWhatIsGoneIsKeptUntilItComesBack(t *testing.T) {
 	}
 }
 
-func TestAnEmptiedFolderTakesEverythingAway(t *testing.T) {
-	dir := t.TempDir()
-	x := follow(t, inFolder(t, dir))
-	must(t, os.Remove(filepath.Join(dir, "conf", "m.yaml")))
+func TestAFolderThatLosesItsManifestsKeepsThem(t *testing.T) {
+	for _, c := range []struct {
+		name string
+		// empty leaves an empty folder at conf.
+		empty func(t *testing.T, x *following, conf string)
+	}{{
+		name: "the files are removed",
+		empty: func(t *testing.T, _ *following, conf string) {
+			must(t, os.Remove(filepath.Join(conf, "m.yaml")))
+		},
+	}, {
+		name: "the folder is removed and comes back empty",
+		empty: func(t *testing.T, x *following, conf string) {
+			must(t, os.RemoveAll(conf))
+			for !errors.Is(x.awaitLoad(false), os.ErrNotExist) {
+			}
+			must(t, os.Mkdir(conf, 0o755))
+		},
+	}} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			conf := inFolder(t, t.TempDir())
+			x := follow(t, conf)
+			before := x.state.Snapshot().Revision
+			c.empty(t, x, conf)
+			for !errors.Is(x.awaitLoad(false), errVanished) {
+			}
+			if after := x.state.Snapshot().Revision; after != before {
+				t.Errorf("revision went from %d to %d", before, after)
+			}
+			put(t, filepath.Join(conf, "next.yaml"), named("b"))
+			x.awaitServices("b")
+			x.stop()
+			if n := strings.Count(x.log.String(), "cannot be used"); n != 1 {
+				t.Errorf("logged %d times:\n%s", n, x.log)
+			}
+		})
+	}
+}
+
+func TestAFolderMayBeEmptyToBeginWith(t *testing.T) {
+	conf := t.TempDir()
+	x := follow(t, conf)
 	x.awaitServices()
+	put(t, filepath.Join(conf, "m.yaml"), named("a"))
+	x.awaitServices("a")
+}
+
+func TestAListWithoutItemsTakesEverythingAway(t *testing.T) {
+	conf := inFolder(t, t.TempDir())
+	x := follow(t, conf)
+	put(t, filepath.Join(conf, "m.yaml"), "apiVersion: v1\nkind: List\nitems: []\n")
+	x.awaitServices()
+}
+
+func TestAWarningIsLoggedWithWhatThereIsOfIt(t *testing.T) {
+	dir := t.TempDir()
+	put(t, filepath.Join(dir, "m.yaml"), "{apiVersion: v1, kind: Pod}\n---\n{apiVersion: v1, kind: Pod}\n---\n"+
+		strings.Replace(slice, "kubernetes.io/service-name", "app", 1))
+	empty := t.TempDir()
+	for path, want := range map[string][]string{
+		dir: {
+			`"Manifests are used with a warning" file="` + dir + `/m.yaml" line=9 object="EndpointSlice default/web-1" warning="metadata.labels[kubernetes.io/service-name]: missing, so the slice belongs to no service"`,
+			`"Manifests are used with a warning" file="` + dir + `/m.yaml" line=1 warning="v1 Pod is not read (objects: 2)"`,
+		},
+		empty: {`"Manifests are used with a warning" file="` + empty + `" warning="no manifests in this folder"`},
+	} {
+		x := follow(t, path)
+		x.stop()
+		var got []string
+		for line := range strings.Lines(x.log.String()) {
+			_, message, _ := strings.Cut(line, "] ")
+			got = append(got, strings.TrimSpace(message))
+		}
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Errorf("log (-want +got):\n%s", diff)
+		}
+	}
+}
+
+func TestWatchEndsWithItsContextWhileItReads(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	state := cluster.New(cluster.Options{})
+	if err := Watch(ctx, state, Options{Path: inFile(t, t.TempDir())}); err != nil {
+		t.Errorf("error is %v", err)
+	}
+	if state.IsSynced() {
+		t.Error("synced without having read anything")
+	}
 }
 
 func TestReadingTheSameAgainChangesNothing(t *testing.T) {

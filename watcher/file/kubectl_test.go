@@ -72,7 +72,7 @@ func TestWhatKubectlPrintsIsRead(t *testing.T) {
 	}
 	for _, path := range []string{"testdata/kubectl.yaml", "testdata/kubectl.json"} {
 		t.Run(path, func(t *testing.T) {
-			got, err := Load(path, watcher.Options{})
+			got, err := Load(t.Context(), path, watcher.Options{})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -100,7 +100,7 @@ items:
 - {apiVersion: v1, kind: Service, metadata: {name: selected, labels: {service.kubernetes.io/service-proxy-name: me}}, spec: {clusterIP: None, selector: {app: a}}}
 - {apiVersion: v1, kind: Service, metadata: {name: other}, spec: {clusterIP: None}}
 `
-	m, err := Load(write(t, map[string]string{"m.yaml": text}), watcher.Options{ServiceProxyName: "me"})
+	m, err := Load(t.Context(), write(t, map[string]string{"m.yaml": text}), watcher.Options{ServiceProxyName: "me"})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -97,6 +97,39 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: "",
 		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
 	}, {
+		name: "a file of a line end",
+		text: "\n",
+		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+	}, {
+		name: "a file of comments",
+		text: "# nothing yet\n",
+		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+	}, {
+		name: "a file of a marker",
+		text: "---\n",
+		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+	}, {
+		name: "a file of empty documents",
+		text: "---\n# nothing\n---\n",
+		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+	}, {
+		name: "a file of null",
+		text: "null\n",
+		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+	}, {
+		name: "a JSON file of null",
+		file: "m.json",
+		text: "null",
+		want: []string{"m.json: empty; a List without items says that there is nothing"},
+	}, {
+		name: "binary data",
+		text: "\x7fELF\x02\n\x00",
+		want: []string{"m.yaml:2: not UTF-8 text"},
+	}, {
+		name: "a node without a name",
+		text: "apiVersion: v1\nkind: Node\nmetadata: {}\n",
+		want: []string{"m.yaml:3: Node: metadata.name: missing"},
+	}, {
 		name: "a tab as indentation, in the second document",
 		text: service + "---\n# comment\n\n" + edit(slice, "  name: web-1", "\tname: web-1"),
 		want: []string{"m.yaml:15: found character that cannot start any token"},
@@ -198,7 +231,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		name: "an item of a list in JSON",
 		file: "m.json",
 		text: "{\n \"kind\": \"List\",\n \"apiVersion\": \"v1\",\n \"items\": [\n  {\n   \"kind\": \"Node\",\n   \"apiVersion\": \"v1\",\n   \"metadata\": {\n    \"name\": 5\n   }\n  }\n ]\n}\n",
-		want: []string{"m.json:9: Node : metadata.name: 5 where text belongs: put it in quotes"},
+		want: []string{"m.json:9: Node: metadata.name: 5 where text belongs: put it in quotes"},
 	}, {
 		name: "items that are no list",
 		text: "apiVersion: v1\nkind: List\nitems: 3\n",
@@ -206,7 +239,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 	}, {
 		name: "a service without a name",
 		text: edit(service, "name: web", "generateName: web-"),
-		want: []string{"m.yaml:3: Service default/: metadata.name: missing"},
+		want: []string{"m.yaml:3: Service: metadata.name: missing"},
 	}, {
 		name: "a name that is none",
 		text: edit(service, "name: web", "name: Web"),
@@ -298,7 +331,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 				c.file = "m.yaml"
 			}
 			t.Chdir(write(t, map[string]string{c.file: c.text}))
-			_, err := Load(c.file, watcher.Options{})
+			_, err := Load(t.Context(), c.file, watcher.Options{})
 			if err == nil {
 				t.Fatal("accepted")
 			}
@@ -318,7 +351,7 @@ func TestErrorsAreListedUpToABound(t *testing.T) {
 	for i := range 30 {
 		fmt.Fprintf(&text, "---\n- %d\n", i)
 	}
-	_, err := Load(filepath.Join(write(t, map[string]string{"m.yaml": text.String()}), "m.yaml"), watcher.Options{})
+	_, err := Load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": text.String()}), "m.yaml"), watcher.Options{})
 	lines := strings.Split(err.Error(), "\n")
 	if len(lines) != maxErrorLines+1 || lines[maxErrorLines] != "and 10 more errors" {
 		t.Errorf("got %d lines, the last %q", len(lines), lines[len(lines)-1])
@@ -327,7 +360,7 @@ func TestErrorsAreListedUpToABound(t *testing.T) {
 
 func TestAnObjectInTwoFilesIsRefused(t *testing.T) {
 	dir := write(t, map[string]string{"a.yaml": service, "b.yaml": "# again\n" + service})
-	_, err := Load(dir, watcher.Options{})
+	_, err := Load(t.Context(), dir, watcher.Options{})
 	want := fmt.Sprintf("%s/b.yaml:2: Service default/web: already defined at %s/a.yaml:1", dir, dir)
 	if err == nil || err.Error() != want {
 		t.Errorf("got %v\nwant %s", err, want)
@@ -345,7 +378,7 @@ func TestAFolderIsItsManifests(t *testing.T) {
 		"sub/d.yaml":    "nonsense: [",
 		"dir.yaml/x":    "nonsense: [",
 	})
-	m, err := Load(dir, watcher.Options{})
+	m, err := Load(t.Context(), dir, watcher.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -399,7 +432,7 @@ func TestWhatIsLeftOutIsWarnedOf(t *testing.T) {
 	}} {
 		t.Run(c.name, func(t *testing.T) {
 			dir := write(t, map[string]string{"m.yaml": c.text})
-			m, err := Load(filepath.Join(dir, "m.yaml"), watcher.Options{})
+			m, err := Load(t.Context(), filepath.Join(dir, "m.yaml"), watcher.Options{})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -415,14 +448,12 @@ func TestWhatIsLeftOutIsWarnedOf(t *testing.T) {
 
 func TestWhatMayBeMissingMayBeMissing(t *testing.T) {
 	for _, c := range []struct{ name, text string }{
-		{"comments only", "# nothing yet\n"},
-		{"empty documents", "---\n---\n# x\n---\n"},
 		{"a list without items", "apiVersion: v1\nkind: List\nitems: []\n"},
 		{"a list whose items are null", "apiVersion: v1\nkind: List\nitems:\n"},
-		{"JSON null", "null"},
+		{"documents without an object beside one with", "---\n---\n# x\n---\nnull\n---\napiVersion: v1\nkind: List\n"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			m, err := Load(filepath.Join(write(t, map[string]string{"m.yaml": c.text}), "m.yaml"), watcher.Options{})
+			m, err := Load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": c.text}), "m.yaml"), watcher.Options{})
 			if err != nil || len(names(m)) > 0 {
 				t.Errorf("got %v, %v", m, err)
 			}
@@ -431,7 +462,7 @@ func TestWhatMayBeMissingMayBeMissing(t *testing.T) {
 }
 
 func TestManyWaysToWriteTheSame(t *testing.T) {
-	want, err := Load(filepath.Join(write(t, map[string]string{"m.yaml": service}), "m.yaml"), watcher.Options{})
+	want, err := Load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": service}), "m.yaml"), watcher.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -452,7 +483,7 @@ func TestManyWaysToWriteTheSame(t *testing.T) {
 		{"a port in hexadecimal", "m.yaml", strings.Replace(service, "80", "0x50", 1)},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			got, err := Load(filepath.Join(write(t, map[string]string{c.file: c.text}), c.file), watcher.Options{})
+			got, err := Load(t.Context(), filepath.Join(write(t, map[string]string{c.file: c.text}), c.file), watcher.Options{})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -472,7 +503,7 @@ func TestStandardInputIsRead(t *testing.T) {
 	stdin := os.Stdin
 	defer func() { os.Stdin = stdin }()
 	os.Stdin = input
-	_, err = Load(Stdin, watcher.Options{})
+	_, err = Load(t.Context(), Stdin, watcher.Options{})
 	if want := "stdin:9: could not find expected ':'"; err == nil || err.Error() != want {
 		t.Errorf("error is %v, want %s", err, want)
 	}

@@ -4,6 +4,7 @@ package file
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"maps"
 	"reflect"
@@ -92,21 +93,19 @@ func (p *parser) result() (*Manifests, error) {
 	return &p.manifests, nil
 }
 
-// file reads one file.
-func (p *parser) file(name string, data []byte) {
-	if len(data) == 0 {
-		p.fail(&Error{File: name, Message: "empty; a List without items says that there is nothing"})
-		return
-	}
+// file reads one file. When ctx ends, the result means nothing.
+func (p *parser) file(ctx context.Context, name string, data []byte) {
 	before := len(p.errors)
-	docs, errs := documents(name, data)
+	docs, errs := documents(ctx, name, data)
 	for _, err := range errs {
 		p.fail(&Error{File: name, Line: err.line, Message: err.message})
 	}
+	docs = slices.DeleteFunc(docs, func(d document) bool { return d.root.ShortTag() == "!!null" })
+	if len(docs) == 0 && len(errs) == 0 {
+		p.fail(&Error{File: name, Message: "empty; a List without items says that there is nothing"})
+	}
 	for _, doc := range docs {
-		if doc.root.ShortTag() != "!!null" {
-			p.node(place{file: name, first: doc.first}, doc.root, metav1.TypeMeta{})
-		}
+		p.node(ctx, place{file: name, first: doc.first}, doc.root, metav1.TypeMeta{})
 	}
 	slices.SortStableFunc(p.errors[before:], func(a, b *Error) int { return cmp.Compare(a.Line, b.Line) })
 }
@@ -132,7 +131,10 @@ func (at place) error(line int, message string) *Error {
 
 // node reads an object, or the objects of a list. The items of a typed list,
 // as the API server sends them, do not repeat their type; it is handed in.
-func (p *parser) node(at place, n *yaml3.Node, itemOf metav1.TypeMeta) {
+func (p *parser) node(ctx context.Context, at place, n *yaml3.Node, itemOf metav1.TypeMeta) {
+	if ctx.Err() != nil {
+		return
+	}
 	if n.Kind != yaml3.MappingNode {
 		p.fail(at.error(n.Line, describeNode(n)+" where an object belongs"))
 		return
@@ -149,16 +151,18 @@ func (p *parser) node(at place, n *yaml3.Node, itemOf metav1.TypeMeta) {
 			if of != "" {
 				itemOf = metav1.TypeMeta{APIVersion: apiVersion, Kind: of}
 			}
-			p.items(at, items, itemOf)
+			p.items(ctx, at, items, itemOf)
 			return
 		}
 	}
 
-	at.object = kind + " "
-	if kind != "Node" {
-		at.object += cmp.Or(text(n, "metadata", "namespace"), metav1.NamespaceDefault) + "/"
+	at.object = kind
+	if name := text(n, "metadata", "name"); name != "" {
+		if kind != "Node" {
+			name = cmp.Or(text(n, "metadata", "namespace"), metav1.NamespaceDefault) + "/" + name
+		}
+		at.object += " " + name
 	}
-	at.object += text(n, "metadata", "name")
 	switch apiVersion + " " + kind {
 	case "v1 Service":
 		p.service(at, n)
@@ -176,14 +180,14 @@ func (p *parser) node(at place, n *yaml3.Node, itemOf metav1.TypeMeta) {
 	}
 }
 
-func (p *parser) items(at place, items *yaml3.Node, itemOf metav1.TypeMeta) {
+func (p *parser) items(ctx context.Context, at place, items *yaml3.Node, itemOf metav1.TypeMeta) {
 	switch {
 	case items == nil || items.ShortTag() == "!!null":
 	case items.Kind != yaml3.SequenceNode:
 		p.fail(at.error(items.Line, "items: "+describeNode(items)+" where a list belongs"))
 	default:
 		for _, item := range items.Content {
-			p.node(at, item, itemOf)
+			p.node(ctx, at, item, itemOf)
 		}
 	}
 }

@@ -5,11 +5,13 @@ package kube
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 
@@ -106,18 +108,36 @@ const (
 )
 
 // noticeAfter is how long the first lists may take before it is said which ones
-// are missing. Informers that nobody has started say nothing.
-const noticeAfter = 10 * time.Second
+// are missing, and giveUpAfter before Options.FailFast calls it an error.
+// Informers that nobody has started say nothing, nor does client-go of a server
+// that hangs up without an answer.
+const (
+	noticeAfter = 10 * time.Second
+	giveUpAfter = time.Minute
+)
 
 // awaitLists makes the state wait for the first list of each kind.
 func (w *watch) awaitLists(ctx context.Context) {
 	w.gate.wait(services, endpointSlices, nodes)
-	w.running.Go(func() {
+	late := func(after time.Duration) bool {
 		select {
 		case <-w.state.Synced():
 		case <-ctx.Done():
-		case <-time.After(noticeAfter):
-			w.logger.Info("Still waiting for the first list", "of", w.gate.pending(), "waited", noticeAfter)
+		case <-time.After(after):
+			return true
+		}
+		return false
+	}
+	w.running.Go(func() {
+		if !late(noticeAfter) {
+			return
+		}
+		w.logger.Info("Still waiting for the first list", "of", w.gate.pending(), "waited", noticeAfter)
+		if w.opts.FailFast && w.clients != nil && late(giveUpAfter-noticeAfter) {
+			for _, resource := range w.gate.pending() {
+				w.end(&Error{Verb: "list", Resource: schema.GroupResource{Resource: resource}, Server: w.clients.server(),
+					Err: fmt.Errorf("nothing listed within %v", giveUpAfter)})
+			}
 		}
 	})
 }

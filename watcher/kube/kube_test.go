@@ -571,6 +571,19 @@ func TestFailFastReturnsTheFirstError(t *testing.T) {
 	}
 }
 
+func TestFailFastEndsIfNothingIsListedInTime(t *testing.T) {
+	inWorld(t, Options{FailFast: true}, func(w *world) {
+		unblock := w.block(func(r request) bool { return r.Resource == nodes })
+		w.start()
+		w.advance(giveUpAfter + time.Second)
+		unblock()
+		err := w.stop()
+		if failed := new(Error); !errors.As(err, &failed) || !strings.Contains(err.Error(), "list nodes at API server http://api.test: nothing listed within 1m0s") {
+			t.Errorf("Watch = %v, want an *Error that names the server and what is missing", err)
+		}
+	})
+}
+
 func TestFailFastEndsWithTheFirstSync(t *testing.T) {
 	inWorld(t, Options{FailFast: true}, func(w *world) {
 		w.set(service("web"))

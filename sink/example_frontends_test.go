@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink_test
+
+import (
+	"context"
+	"fmt"
+	"iter"
+	"maps"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// frontendMap is a sink that keeps, like a map in a kernel, what each address,
+// protocol and port leads to.
+type frontendMap struct {
+	entries map[api.Claim]entry
+	fail    func(k api.Claim) error // what becomes of a write
+}
+
+// entry says whose an entry is: an address that goes from one service to another
+// must not be lost to a late delete of the first.
+type entry struct {
+	owner     types.NamespacedName
+	endpoints string
+}
+
+func (m *frontendMap) Sync(_ context.Context, c *sink.Changes) error {
+	var failed sink.Failed
+	if c.Full {
+		m.prune(c.Services, &failed)
+	}
+	for s := range c.Services { // first what goes, so that its place is free
+		failed.Add(s.Key, m.removeStale(s))
+	}
+	for s := range c.Services {
+		if failed[s.Key] == nil {
+			failed.Add(s.Key, m.set(s))
+		}
+	}
+	return failed.Err()
+}
+
+// prune removes what no service has, whoever left it.
+func (m *frontendMap) prune(services iter.Seq[sink.Change], failed *sink.Failed) {
+	owners := map[api.Claim]types.NamespacedName{}
+	for s := range services {
+		for f := range nodeview.Frontends(s.New) {
+			owners[f.Claim()] = s.Key
+		}
+	}
+	for k, e := range m.entries {
+		if owners[k] != e.owner {
+			failed.Add(e.owner, m.remove(k, e.owner))
+		}
+	}
+}
+
+// removeStale removes what s has no longer: the difference of its views. In a
+// retry that does not tell what there is, so all of its entries are looked up.
+func (m *frontendMap) removeStale(s sink.Change) error {
+	stale := map[api.Claim]bool{}
+	for f := range nodeview.Frontends(s.Old) {
+		stale[f.Claim()] = true
+	}
+	if s.Retry {
+		for k, e := range m.entries {
+			if e.owner == s.Key {
+				stale[k] = true
+			}
+		}
+	}
+	for f := range nodeview.Frontends(s.New) {
+		delete(stale, f.Claim())
+	}
+	for k := range stale {
+		if err := m.remove(k, s.Key); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// remove removes the entry at k, if it is still that of owner.
+func (m *frontendMap) remove(k api.Claim, owner types.NamespacedName) error {
+	if e, ok := m.entries[k]; !ok || e.owner != owner {
+		return nil
+	}
+	if err := m.write(k); err != nil {
+		return fmt.Errorf("remove %v: %w", k.IP, err)
+	}
+	delete(m.entries, k)
+	return nil
+}
+
+// set sets the frontends of s, none if it is gone.
+func (m *frontendMap) set(s sink.Change) error {
+	for f := range nodeview.Frontends(s.New) {
+		k := f.Claim()
+		if e, ok := m.entries[k]; ok && e.owner != s.Key {
+			return fmt.Errorf("set %s: service %s still has it", f.FrontendKey, e.owner)
+		}
+		if err := m.write(k); err != nil {
+			return fmt.Errorf("set %s: %w", f.FrontendKey, err)
+		}
+		m.entries[k] = entry{s.Key, targets(f)}
+	}
+	return nil
+}
+
+func (m *frontendMap) write(k api.Claim) error {
+	if m.fail != nil {
+		return m.fail(k)
+	}
+	return nil
+}
+
+// lines returns the entries in order of their addresses.
+func (m *frontendMap) lines() []string {
+	var lines []string
+	for k, e := range m.entries {
+		lines = append(lines, fmt.Sprintf("%v:%d %s → %s", k.IP, k.Port, e.owner.Name, e.endpoints))
+	}
+	slices.Sort(lines)
+	return lines
+}
+
+// A sink that programs differences deletes before it sets, knows whose each entry
+// is, looks up what there is where a service is told again, and prunes what a full
+// Changes does not have.
+func Example_frontends() {
+	src := sinktest.NewSource()
+	src.Set(at(1, view(web, 1)))
+	src.MarkSynced()
+	left := api.Claim{IP: netip.MustParseAddr("10.96.0.9"), Protocol: api.TCP, Port: 80}
+	m := &frontendMap{entries: map[api.Claim]entry{left: {owner: key("left-over")}}}
+
+	ctx, cancel := context.WithCancel(context.Background())
+	d := sink.NewDriver(src, m, sink.Options{})
+	ended := make(chan error)
+	go func() { ended <- d.Run(ctx) }()
+	_ = d.WaitApplied(ctx, src.Revision())
+	src.Set(at(2, view(web, 1, 2)), at(1, view(dns, 3))) // dns gets web's address
+	_ = d.WaitApplied(ctx, src.Revision())
+	cancel()
+	<-ended
+	fmt.Println(strings.Join(m.lines(), "\n"))
+	// Output:
+	// 10.96.0.1:80 dns → [3]
+	// 10.96.0.2:80 web → [1 2]
+}
+
+// addressTable is a handler of events that keeps frontends by address and port,
+// and whose they are nowhere.
+type addressTable struct {
+	eventLog
+	table map[api.Claim]string
+}
+
+func (t *addressTable) SetFrontend(ctx context.Context, svc *api.Service, f nodeview.Frontend) error {
+	if err := t.eventLog.SetFrontend(ctx, svc, f); err != nil {
+		return err
+	}
+	t.table[f.Claim()] = fmt.Sprintf("%v:%d %s → %s", f.Addr, f.Port, svc.Name, targets(f))
+	return nil
+}
+
+func (t *addressTable) DeleteFrontend(ctx context.Context, svc *api.Service, f nodeview.Frontend) error {
+	if err := t.eventLog.DeleteFrontend(ctx, svc, f); err != nil {
+		return err
+	}
+	delete(t.table, f.Claim())
+	return nil
+}
+
+// An address goes from one service to another in a Sync that fails, and is not
+// lost when the services are told again.
+func TestAddressChangesHandsInSyncThatFails(t *testing.T) {
+	a, b := key("a"), key("b")
+	// Each sink writes with write, which may fail, and lists what it has.
+	sinks := []struct {
+		name string
+		new  func(write func() error) (sink.Sink, func() []string)
+	}{{
+		name: "a map of frontends",
+		new: func(write func() error) (sink.Sink, func() []string) {
+			m := &frontendMap{entries: map[api.Claim]entry{}, fail: func(api.Claim) error { return write() }}
+			return m, m.lines
+		},
+	}, {
+		name: "events",
+		new: func(write func() error) (sink.Sink, func() []string) {
+			m := &addressTable{table: map[api.Claim]string{}}
+			m.fail = func(string) error { return write() }
+			return sink.Events(m), func() []string { return slices.Sorted(maps.Values(m.table)) }
+		},
+	}}
+	failures := []struct {
+		name   string
+		writes int // of the Sync that succeed before one fails, -1 for all
+		script []sinktest.Step
+	}{
+		{"the first write fails", 0, nil},
+		{"the second write fails", 1, nil},
+		{"the third write fails", 2, nil},
+		{"the one that gives fails", -1, []sinktest.Step{sinktest.FailServices(errBusy, a)}},
+		{"the one that takes fails", -1, []sinktest.Step{sinktest.FailServices(errBusy, b)}},
+		{"both fail, twice", -1, sinktest.Repeat(2, sinktest.FailServices(errBusy, a, b))},
+		{"all fails", -1, []sinktest.Step{sinktest.Fail(errBusy)}},
+		{"the sink starts over", -1, []sinktest.Step{sinktest.FailServices(sink.ErrStartOver, a)}},
+	}
+	for _, s := range sinks {
+		for _, f := range failures {
+			t.Run(s.name+": "+f.name, func(t *testing.T) {
+				left := -1
+				tested, list := s.new(func() error {
+					left--
+					if left == -1 {
+						return errBusy
+					}
+					return nil
+				})
+				run(t, sink.Options{}, tested, func(w *world) {
+					w.src.Delete(web)
+					w.src.Set(at(1, view(a, 1)))
+					w.src.MarkSynced()
+					w.waitApplied()
+					left = f.writes
+					w.rec.Script(f.script...)
+					w.src.Set(at(2, view(a, 1)), at(1, view(b, 2)))
+					w.waitApplied()
+					want := []string{"10.96.0.1:80 b → [2]", "10.96.0.2:80 a → [1]"}
+					if diff := cmp.Diff(want, list()); diff != "" {
+						w.Errorf("what the dataplane has (-want +got):\n%s", diff)
+					}
+				})
+			})
+		}
+	}
+}
+
+// The tutorial of the module's package comment is the Sync of this file.
+func TestTutorialIsCompiled(t *testing.T) {
+	doc, err := os.ReadFile("../doc.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	code, err := os.ReadFile("example_frontends_test.go")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, sync, _ := strings.Cut(string(code), "func (m *frontendMap) Sync(")
+	sync, _, _ = strings.Cut(sync, "\n}\n")
+	var comment strings.Builder
+	for line := range strings.Lines("func (m *frontendMap) Sync(" + sync + "\n}\n") {
+		comment.WriteString("//\t" + line)
+	}
+	if !strings.Contains(string(doc), comment.String()) {
+		t.Errorf("the tutorial in doc.go is not:\n%s", comment.String())
+	}
+}

@@ -150,3 +150,54 @@ func newStreams(b *testing.B, address string, nodes, perNode int) (told func()) 
 		answers.Add(nodes * perNode)
 	}
 }
+
+// BenchmarkIdleStreams opens streams that are told nothing any more, and reports
+// what each takes: of a server, of the same without anything of ours behind the
+// stream, and the client in this process with both.
+func BenchmarkIdleStreams(b *testing.B) {
+	const nodes, perNode = 50, 40
+	for _, bare := range []bool{true, false} {
+		b.Run(fmt.Sprintf("bare=%t", bare), func(b *testing.B) {
+			for b.Loop() {
+				address := socket(b)
+				if bare {
+					server := grpc.NewServer()
+					localv1.RegisterSetsServer(server, bareServer{})
+					l := listen(b, address)
+					go server.Serve(l)
+					b.Cleanup(server.Stop)
+				} else {
+					_, address = serveBench(b, largeState(100, nodes))
+				}
+				before := memory()
+				newStreams(b, address, nodes, perNode)
+				b.ReportMetric(float64(memory()-before)/(nodes*perNode), "B/stream")
+			}
+		})
+	}
+}
+
+// bareServer answers the first request of a stream, and no other.
+type bareServer struct {
+	localv1.UnimplementedSetsServer
+}
+
+func (bareServer) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, localv1.OpItem]) error {
+	if _, err := stream.Recv(); err != nil {
+		return err
+	}
+	sync := &localv1.OpItem{Op: &localv1.OpItem_Sync{Sync: &localv1.EmptyOp{}}}
+	if err := stream.Send(&localv1.OpItem{Batch: []*localv1.OpItem{sync}}); err != nil {
+		return err
+	}
+	<-stream.Context().Done()
+	return nil
+}
+
+func memory() uint64 {
+	runtime.GC()
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return m.HeapAlloc + m.StackInuse
+}

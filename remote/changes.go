@@ -79,14 +79,3 @@ func everything(d statesDelta) iter.Seq[change] {
 		}
 	}
 }
-
-// additions returns all services of a snapshot as changes.
-func additions(s *states) iter.Seq[change] {
-	return func(yield func(change) bool) {
-		for key, state := range s.All() {
-			if !yield(change{key: key, new: state}) {
-				return
-			}
-		}
-	}
-}

@@ -5,6 +5,7 @@ package remote_test
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"io"
 	"net"
 	"slices"
@@ -16,12 +17,15 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/api/apitest"
+	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	watcher "github.com/kpng-project/kpng/watcher/remote"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
 )
 
 // gate is an address in front of a server that lets nobody through while it is
@@ -201,6 +205,46 @@ func TestAfterAChangeOfZoneATokenIsVoid(t *testing.T) {
 	}
 }
 
+// TestAnIdleClientGetsNewTokens makes many changes that a client does not see, and
+// expects it to be told of where it is.
+func TestAnIdleClientGetsNewTokens(t *testing.T) {
+	ctx := within(t)
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	l := listen(t, "127.0.0.1:0")
+	serveOn(t, state, l, quick)
+	conn, err := grpc.NewClient(l.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	stream, err := localv1.NewSetsClient(conn).Watch(ctx)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var answers []string
+	for range 2 {
+		if err := stream.Send(&localv1.WatchReq{NodeName: "n", Batches: true, Resume: []byte{}}); err != nil {
+			t.Fatal(err)
+		}
+		item, err := stream.Recv()
+		if err != nil {
+			t.Fatal(err)
+		}
+		text := ""
+		for _, op := range item.Batch {
+			text += fmt.Sprintf("%T %t ", op.Op, len(op.Resume) > 0)
+		}
+		answers = append(answers, text)
+		for i := range 1100 {
+			update(state, func(to apitest.Writer) { to.SetNode(&api.Node{Name: fmt.Sprint("another-", i)}) })
+		}
+	}
+	if diff := cmp.Diff([]string{"*localv1.OpItem_Reset_ false *localv1.OpItem_Sync true ", "*localv1.OpItem_Sync true "}, answers); diff != "" {
+		t.Error(diff)
+	}
+}
+
 func TestANewServerIsAMinimalDifference(t *testing.T) {
 	ctx := within(t)
 	state := func(names ...string) *cluster.State {
@@ -304,7 +348,11 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	wantNode, _ := w.state.Snapshot().Nodes.Get("node-2")
 	for i, s := range screens {
+		if err := recs[i].Wait(ctx, func([]sinktest.Sync) bool { return recs[i].Node().Equal(wantNode) }); err != nil {
+			t.Errorf("sink %d has the node %+v, want %+v: %v", i, recs[i].Node(), wantNode, err)
+		}
 		got, err := s.at(ctx, w.step)
 		if err != nil {
 			t.Fatal(err)

@@ -153,7 +153,6 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 		grpc.MaxRecvMsgSize(maxRequest),
 		grpc.MaxHeaderListSize(16<<10),
 		grpc.ReadBufferSize(4<<10),
-		grpc.SharedWriteBuffer(true),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 10 * time.Second}),
 	)

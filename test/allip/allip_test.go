@@ -142,7 +142,7 @@ COMMIT
 )
 
 func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
-	need(t, "ip", "nft", "iptables", "ip6tables", "ping", "jq")
+	need(t, "ip", "setpriv", "nft", "iptables", "ip6tables", "ping", "jq")
 	for _, s := range subjects {
 		t.Run(s.name, func(t *testing.T) {
 			server := shared.Get(t)
@@ -383,7 +383,9 @@ func (s *subject) start(t testing.TB, node namespace, proxy, kubeconfig string) 
 	t.Helper()
 	const health = "127.0.0.1:10256"
 	args, env := s.command(t)
-	args = append([]string{"netns", "exec", string(node)}, args...)
+	// With the capability that its manifest asks for, and no other.
+	args = append([]string{"netns", "exec", string(node),
+		"setpriv", "--bounding-set=-all,+net_admin", "--inh-caps=-all,+net_admin", "--no-new-privs"}, args...)
 	cmd := exec.Command("ip", append(args, "--kubeconfig", kubeconfig, "--service-proxy-name", proxy,
 		"--node-name", proxy, "--healthz-bind-address", health)...)
 	var log bytes.Buffer

@@ -198,7 +198,7 @@ func askOn(c net.Conn) (string, error) {
 
 // ping returns an error unless an echo request is answered.
 func (n namespace) ping(ip netip.Addr) error {
-	out, err := exec.Command("ip", "netns", "exec", string(n), "ping", "-n", "-c", "1", "-W", "1", ip.String()).CombinedOutput()
+	out, err := exec.Command("ip", "netns", "exec", string(n), "ping", "-n", "-c", "1", "-W", "0.3", ip.String()).CombinedOutput()
 	if err != nil {
 		return fmt.Errorf("ping %s: %w\n%s", ip, err, out)
 	}

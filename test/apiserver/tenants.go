@@ -152,6 +152,7 @@ func Kubeconfig(t testing.TB, config *rest.Config) string {
 		AuthInfos: map[string]*clientcmdapi.AuthInfo{name: {
 			ClientCertificateData: config.CertData,
 			ClientKeyData:         config.KeyData,
+			Token:                 config.BearerToken,
 		}},
 	}, path)
 	if err != nil {

@@ -17,7 +17,9 @@ import (
 
 // The sets of a table.
 const (
-	// pods is a map: external IP and slot → pod.
+	// pod is a map: external IP → pod, if there is one.
+	pod = "pod"
+	// pods is a map: external IP and slot → pod, if there are several.
 	pods = "pods"
 	// hairpin has pod, pod for each pod: the source and destination of what a pod
 	// sends to itself by way of an external IP. Its own address is no source that
@@ -57,25 +59,27 @@ func elements(v *api.ServiceEndpoints) iter.Seq2[element, string] {
 			ip := f.Addr.AsSlice()
 			local := localPods(&f)
 			switch {
-			case len(local) > 0:
+			case len(local) == 1:
+				if !add(pod, string(local[0].AsSlice()), ip) {
+					return
+				}
+			case len(local) > 1:
+				for slot := range uint32(slots) {
+					if !add(pods, string(owner(slot, local).AsSlice()), ip, binary.NativeEndian.AppendUint32(nil, slot)) {
+						return
+					}
+				}
 			case f.Elsewhere.Verdict == nodeview.Reject:
 				if !add(rejected, "", ip) {
 					return
 				}
-				continue
 			default:
 				if !add(dropped, "", ip) {
 					return
 				}
-				continue
 			}
-			for slot := range uint32(slots) {
-				if !add(pods, string(owner(slot, local).AsSlice()), ip, binary.NativeEndian.AppendUint32(nil, slot)) {
-					return
-				}
-			}
-			for _, pod := range local {
-				if !add(hairpin, "", pod.AsSlice(), pod.AsSlice()) {
+			for _, self := range local {
+				if !add(hairpin, "", self.AsSlice(), self.AsSlice()) {
 					return
 				}
 			}

@@ -38,10 +38,9 @@ func describe(v *api.ServiceEndpoints) []string {
 	for e, value := range elements(v) {
 		size := map[api.Family]int{api.IPv4: 4, api.IPv6: 16}[e.family]
 		ip, _ := netip.AddrFromSlice([]byte(e.key[:size]))
-		pod, _ := netip.AddrFromSlice([]byte(value))
 		line := fmt.Sprintf("%s %s", e.set, ip)
-		if e.set == pods {
-			line += " " + pod.String()
+		if to, ok := netip.AddrFromSlice([]byte(value)); ok {
+			line += " " + to.String()
 		}
 		lines = append(lines, line)
 	}
@@ -71,16 +70,16 @@ func TestElements(t *testing.T) {
 	}{
 		{"no service", nil, nil},
 		{"a local pod of one family", view(endpoint("11.0.2.2", true)),
-			[]string{"dropped 1000::55", "hairpin 11.0.2.2", "pods 10.0.0.55 11.0.2.2"}},
+			[]string{"dropped 1000::55", "hairpin 11.0.2.2", "pod 10.0.0.55 11.0.2.2"}},
 		{"local pods of both families, and others", view(endpoint("11.0.2.2", true), endpoint("11.0.3.2", false), endpoint("1100::202", true)),
-			[]string{"hairpin 11.0.2.2", "hairpin 1100::202", "pods 10.0.0.55 11.0.2.2", "pods 1000::55 1100::202"}},
+			[]string{"hairpin 11.0.2.2", "hairpin 1100::202", "pod 10.0.0.55 11.0.2.2", "pod 1000::55 1100::202"}},
 		{"two local pods share the slots", view(endpoint("11.0.2.2", true), endpoint("11.0.2.3", true)),
 			[]string{"dropped 1000::55", "hairpin 11.0.2.2", "hairpin 11.0.2.3", "pods 10.0.0.55 11.0.2.2", "pods 10.0.0.55 11.0.2.3"}},
 		{"pods on other nodes only", view(endpoint("11.0.3.2", false)), []string{"dropped 10.0.0.55", "dropped 1000::55"}},
 		{"a local pod that is not for external traffic", view(offList), []string{"dropped 10.0.0.55", "dropped 1000::55"}},
 		{"nothing usable in the cluster, in one family", unusable, []string{"dropped 1000::55", "rejected 10.0.0.55"}},
 		{"an address that belongs to an older service", lost, []string{"dropped 1000::55"}},
-		{"an address of a family that is not served", onlyIPv6, []string{"hairpin 1100::202", "pods 1000::55 1100::202"}},
+		{"an address of a family that is not served", onlyIPv6, []string{"hairpin 1100::202", "pod 1000::55 1100::202"}},
 		{"a service with ports", others, nil},
 		{"load-balancer addresses, one of them an external IP too", balanced, []string{"dropped 10.0.0.55"}},
 	} {

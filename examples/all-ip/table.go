@@ -22,6 +22,7 @@ const layout = "kpng all-ip 1"
 // prints it:
 //
 //	chain services {
+//		dnat to ip daddr map @pod
 //		dnat to ip daddr . jhash ip saddr mod 64 seed 0x1 map @pods
 //		ip daddr @rejected meta l4proto tcp reject with tcp reset
 //		ip daddr @rejected reject
@@ -63,6 +64,8 @@ func tables(name string) []*table {
 func (t *table) set(name string) *nftables.Set {
 	s := &nftables.Set{Table: t.Table, Name: name, KeyType: t.address}
 	switch name {
+	case pod:
+		s.IsMap, s.DataType = true, t.address
 	case pods:
 		// nft has no name for the type of a hash; a mark is a number too.
 		s.KeyType = nftables.MustConcatSetType(t.address, nftables.TypeMark)
@@ -76,7 +79,7 @@ func (t *table) set(name string) *nftables.Set {
 // sets yields all sets.
 func (t *table) sets() iter.Seq[*nftables.Set] {
 	return func(yield func(*nftables.Set) bool) {
-		for _, name := range []string{pods, hairpin, rejected, dropped} {
+		for _, name := range []string{pod, pods, hairpin, rejected, dropped} {
 			if !yield(t.set(name)) {
 				return
 			}
@@ -114,6 +117,12 @@ func (t *table) rules(chain *nftables.Chain) []*nftables.Rule {
 		return &expr.Payload{DestRegister: register, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: t.size}
 	}
 	second := unix.NFT_REG32_00 + t.size/4
+	mapped := func(by string) []expr.Any {
+		return []expr.Any{
+			&expr.Lookup{SourceRegister: unix.NFT_REG_1, SetName: by, IsDestRegSet: true, DestRegister: unix.NFT_REG_1},
+			&expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(t.Family), RegAddrMin: unix.NFT_REG_1},
+		}
+	}
 	in := func(set string) expr.Any { return &expr.Lookup{SourceRegister: unix.NFT_REG_1, SetName: set} }
 	destinationIn := func(set string, then ...expr.Any) []expr.Any {
 		return append([]expr.Any{load(unix.NFT_REG_1, t.destination), in(set)}, then...)
@@ -121,13 +130,13 @@ func (t *table) rules(chain *nftables.Chain) []*nftables.Rule {
 	var rules [][]expr.Any
 	switch chain.Name {
 	case services:
-		rules = [][]expr.Any{{
-			load(unix.NFT_REG_1, t.destination),
-			load(unix.NFT_REG_3, t.source),
-			&expr.Hash{SourceRegister: unix.NFT_REG_3, Length: t.size, DestRegister: second, Modulus: slots, Seed: 1, Type: expr.HashTypeJenkins},
-			&expr.Lookup{SourceRegister: unix.NFT_REG_1, SetName: pods, IsDestRegSet: true, DestRegister: unix.NFT_REG_1},
-			&expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(t.Family), RegAddrMin: unix.NFT_REG_1},
-		},
+		rules = [][]expr.Any{
+			append([]expr.Any{load(unix.NFT_REG_1, t.destination)}, mapped(pod)...),
+			append([]expr.Any{
+				load(unix.NFT_REG_1, t.destination),
+				load(unix.NFT_REG_3, t.source),
+				&expr.Hash{SourceRegister: unix.NFT_REG_3, Length: t.size, DestRegister: second, Modulus: slots, Seed: 1, Type: expr.HashTypeJenkins},
+			}, mapped(pods)...),
 			destinationIn(rejected,
 				&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: unix.NFT_REG_1},
 				&expr.Cmp{Op: expr.CmpOpEq, Register: unix.NFT_REG_1, Data: []byte{unix.IPPROTO_TCP}},

@@ -50,11 +50,14 @@ func need(t testing.TB, tools ...string) {
 	}
 }
 
-// build returns the path of an example's program. It has the race detector if
+// build returns the path of an example's program, which is built once. It has the race detector if
 // the test has it.
 func build(t testing.TB, example string) string {
 	t.Helper()
 	path := filepath.Join(bin, example)
+	if _, err := os.Stat(path); err == nil {
+		return path
+	}
 	args := []string{"build", "-o", path}
 	info, _ := debug.ReadBuildInfo()
 	if slices.Contains(info.Settings, debug.BuildSetting{Key: "-race", Value: "true"}) {

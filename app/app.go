@@ -7,6 +7,14 @@
 //		app.Main(mySink)
 //	}
 //
+// A program with flags of its own adds them to its command:
+//
+//	func main() {
+//		cmd := app.Command("my-proxy", mySink)
+//		cmd.Flags().StringVar(&mySink.table, "table", "my-proxy", "…")
+//		app.Execute(cmd)
+//	}
+//
 // The flags say where services come from (--kubeconfig, --manifests; in a pod,
 // its service account), which of them (--service-proxy-name) and for which node
 // (--node-name); or which server has worked that out (--api). The command ends with status 0 on SIGINT or SIGTERM, and with
@@ -34,25 +42,32 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/spf13/cobra"
 	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
 	"k8s.io/klog/v2"
 )
 
 // Main runs s as the whole program, with the program's arguments, and exits.
 func Main(s sink.Sink) {
-	name := strings.TrimSuffix(filepath.Base(os.Args[0]), ".exe")
+	Execute(Command(strings.TrimSuffix(filepath.Base(os.Args[0]), ".exe"), s))
+}
+
+// Execute runs cmd as the whole program, with the program's arguments, and exits.
+func Execute(cmd *cobra.Command) {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop) // so that a second signal kills
-	err := Command(name, s).ExecuteContext(ctx)
+	err := cmd.ExecuteContext(ctx)
 	stop()
 	klog.Flush()
 	if err != nil {
-		fmt.Fprintf(os.Stderr, "%s: %v\n", name, err)
+		fmt.Fprintf(os.Stderr, "%s: %v\n", cmd.Name(), err)
 		os.Exit(1)
 	}
 }
 
 // Command returns the command that runs s until its context ends. The caller
-// may give it a description, and make it part of a larger one.
+// may give it a description, more flags and other defaults, and make it part of
+// a larger one. If s is a [sink.Cleaner], the command can also clean up
+// (--cleanup).
 func Command(name string, s sink.Sink) *cobra.Command {
 	var f flags
 	cmd := &cobra.Command{
@@ -68,6 +83,16 @@ func Command(name string, s sink.Sink) *cobra.Command {
 		},
 	}
 	f.register(cmd)
+	if cleaner, ok := s.(sink.Cleaner); ok {
+		cleanup := cmd.Flags().Bool("cleanup", false, "remove all that this program has ever programmed, and end")
+		run := cmd.RunE
+		cmd.RunE = func(cmd *cobra.Command, args []string) error {
+			if *cleanup {
+				return cleaner.Cleanup(cmd.Context())
+			}
+			return run(cmd, args)
+		}
+	}
 	return cmd
 }
 
@@ -76,6 +101,7 @@ type flags struct {
 	proxy       kpng.Options
 	api         apiFlags
 	mapIP       string
+	mapAllIPs   bool
 	healthz     string
 	metricsAddr string
 }
@@ -90,6 +116,7 @@ func (f *flags) register(cmd *cobra.Command) {
 	fs.StringSliceVar(&f.proxy.Services.KeepLabels, "keep-labels", nil, "hand on the service labels that match these `patterns`, such as app or example.com/*")
 	fs.StringSliceVar(&f.proxy.Services.KeepAnnotations, "keep-annotations", nil, "hand on the service annotations that match these `patterns`, such as example.com/*")
 	fs.StringVar(&f.mapIP, "all-ports-annotation", "", "make an all-ports service of each that has this `annotation` with the value true")
+	fs.BoolVar(&f.mapAllIPs, "all-ports", false, "make an all-ports service of each")
 	fs.DurationVar(&f.proxy.Sink.MinInterval, "min-sync-interval", 0, "the least time from the end of one sync to the start of the next")
 	fs.BoolVar(&f.proxy.Sink.Once, "once", false, "end when everything has been programmed once")
 	fs.StringVar(&f.healthz, "healthz-bind-address", "", "serve /healthz, /livez and /readyz on this `host:port`; without a host, on loopback only (off by default)")
@@ -129,7 +156,10 @@ func (f *flags) run(ctx context.Context, name string, s sink.Sink) error {
 	opts := f.proxy
 	opts.Sink.Name = name
 	opts.Observe = collected.Sink
-	if f.mapIP != "" {
+	switch {
+	case f.mapAllIPs:
+		opts.Services.MapIP = func(*corev1.Service) bool { return true }
+	case f.mapIP != "":
 		opts.Services.MapIP = watcher.MapIPAnnotated(f.mapIP)
 	}
 	src, err := f.source(opts)

@@ -62,6 +62,54 @@ func TestOncePrintsAndEnds(t *testing.T) {
 	}
 }
 
+func TestAServiceIsAnAllPortsServiceIfAsked(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		args []string
+		want bool
+	}{
+		{"not by itself", nil, false},
+		{"with all others", []string{"--all-ports"}, true},
+		{"not without the annotation", []string{"--all-ports-annotation=all-ports"}, false},
+		{"with all others, whatever its annotations", []string{"--all-ports", "--all-ports-annotation=all-ports"}, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			got := []bool{}
+			s := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+				for _, s := range services {
+					got = append(got, s.Service.MapIP)
+				}
+				return nil
+			})
+			if err := run(t.Context(), s, append(test.args, "--manifests", demo, "--node-name=vm-002", "--once")...); err != nil {
+				t.Fatal(err)
+			}
+			if len(got) != 1 || got[0] != test.want {
+				t.Errorf("all-ports services: %t, want one: %t", got, test.want)
+			}
+		})
+	}
+}
+
+// cleaner is a sink that counts what is asked of it.
+type cleaner struct{ syncs, cleanups int }
+
+func (c *cleaner) Sync(context.Context, *sink.Changes) error { c.syncs++; return nil }
+func (c *cleaner) Cleanup(context.Context) error             { c.cleanups++; return nil }
+
+func TestASinkThatCanCleanUpDoesSoInsteadOfRunning(t *testing.T) {
+	var c cleaner
+	if err := run(t.Context(), &c, "--manifests=/does/not/exist", "--cleanup"); err != nil {
+		t.Fatal(err)
+	}
+	if c.syncs != 0 || c.cleanups != 1 {
+		t.Errorf("%d syncs and %d cleanups, want one cleanup", c.syncs, c.cleanups)
+	}
+	if err := run(t.Context(), sink.FullState(ignore), "--cleanup"); err == nil {
+		t.Error("a sink that cannot clean up has the flag")
+	}
+}
+
 func TestWhatCannotGoOnSaysWhy(t *testing.T) {
 	t.Setenv("KUBECONFIG", filepath.Join(t.TempDir(), "none"))
 	t.Setenv("HOME", t.TempDir())

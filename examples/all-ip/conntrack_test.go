@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package main
+
+import (
+	"net"
+	"net/netip"
+	"testing"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+func TestConnectionsThatAreForgotten(t *testing.T) {
+	after := view(endpoint("11.0.2.2", true), endpoint("1100::202", true))
+	after.Draining = []api.Endpoint{endpoint("11.0.2.3", true)}
+	serving, gone := flows{}, flows{}
+	serving.add(view(endpoint("11.0.2.4", true)), after)
+	gone.add(view(endpoint("11.0.2.2", true)), nil)
+	swapped := flows{}
+	swapped.add(nil, after)
+	swapped.add(view(endpoint("11.0.2.4", true)), nil)
+
+	for _, test := range []struct {
+		name     string
+		flows    flows
+		protocol uint8
+		to, pod  string
+		want     bool
+	}{
+		{"UDP to a pod that serves", serving, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.2", false},
+		{"UDP to a pod that drains", serving, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.3", false},
+		{"UDP to a pod that is gone", serving, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.4", true},
+		{"UDP that bypassed the service", serving, unix.IPPROTO_UDP, "10.0.0.55", "10.0.0.55", true},
+		{"a ping to a pod that is gone", serving, unix.IPPROTO_ICMPV6, "1000::55", "1100::204", true},
+		{"IPv6 to a pod that serves", serving, unix.IPPROTO_UDP, "1000::55", "1100::202", false},
+		{"TCP to a pod that is gone", serving, unix.IPPROTO_TCP, "10.0.0.55", "11.0.2.4", false},
+		{"SCTP to a pod that is gone", serving, unix.IPPROTO_SCTP, "10.0.0.55", "11.0.2.4", false},
+		{"UDP to somewhere else", serving, unix.IPPROTO_UDP, "10.0.0.56", "11.0.2.4", false},
+		{"UDP to a service that is gone", gone, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.2", true},
+		{"UDP to an address that another service took over", swapped, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.2", false},
+		{"UDP to one that it was taken from", swapped, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.4", true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			flow := &netlink.ConntrackFlow{}
+			flow.Forward.Protocol = test.protocol
+			flow.Forward.DstIP = net.IP(netip.MustParseAddr(test.to).AsSlice())
+			flow.Reverse.SrcIP = net.ParseIP(test.pod) // 16 bytes, as it may come
+			if got := test.flows.MatchConntrackFlow(flow); got != test.want {
+				t.Errorf("forgotten: %t, want %t", got, test.want)
+			}
+		})
+	}
+}

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+// Command all-ip is a specialised proxier: all traffic to the external IPs of a
+// service, whatever its protocol and port, goes to a pod on this node. It serves
+// the services of one service-proxy name and leaves the others to kube-proxy,
+// which runs beside it and is not disturbed.
+//
+//	all-ip --service-proxy-name kpng-example
+//
+// README.md says what it does, and what it does not.
+package main
+
+import "github.com/kpng-project/kpng/app"
+
+func main() {
+	b := &backend{}
+	cmd := app.Command("all-ip", b)
+	cmd.Long = "all-ip sends all traffic to the external IPs of a service, whatever its protocol and port, to a pod on this node."
+	cmd.Flags().StringVar(&b.name, "table", "kpng-all-ip", "the `name` of the nftables tables, ip and ip6, to keep; each all-ip on a node needs its own")
+	cmd.MarkFlagsOneRequired("service-proxy-name", "cleanup")
+
+	allPorts := cmd.Flags().Lookup("all-ports")
+	allPorts.Value.Set("true")
+	allPorts.DefValue = "true"
+	app.Execute(cmd)
+}

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package main
+
+import (
+	"iter"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
+	"github.com/google/nftables/userdata"
+	"github.com/kpng-project/kpng/api"
+	"golang.org/x/sys/unix"
+)
+
+// layout is the comment of every rule. It changes with the rules, so that tables
+// that another version of all-ip has made are made anew.
+const layout = "kpng all-ip 1"
+
+// table is one of the two tables: sets that change, and rules that do not. As nft
+// prints it:
+//
+//	chain services {
+//		dnat to ip daddr map @pod
+//		dnat to ip daddr . jhash ip saddr mod 64 seed 0x1 map @pods
+//		ip daddr @rejected meta l4proto tcp reject with tcp reset
+//		ip daddr @rejected reject
+//		ip daddr @dropped drop
+//	}
+//	chain prerouting {
+//		type nat hook prerouting priority dstnat - 1
+//		jump services
+//	}
+//	chain output {
+//		type nat hook output priority -101
+//		jump services
+//	}
+//	chain postrouting {
+//		type nat hook postrouting priority srcnat - 1
+//		ip saddr . ip daddr @hairpin masquerade
+//	}
+//
+// All of them are asked about the first packet of a connection only, before
+// kube-proxy's. The rest, and the way back, is done by connection tracking.
+type table struct {
+	*nftables.Table
+	family api.Family
+	// size is that of an address, source and destination are the addresses'
+	// offsets in a packet's header.
+	size, source, destination uint32
+	address                   nftables.SetDatatype
+	unreachable               uint8 // ICMP's code for ports
+}
+
+func tables(name string) []*table {
+	return []*table{
+		{&nftables.Table{Name: name, Family: nftables.TableFamilyIPv4}, api.IPv4, 4, 12, 16, nftables.TypeIPAddr, 3},
+		{&nftables.Table{Name: name, Family: nftables.TableFamilyIPv6}, api.IPv6, 16, 8, 24, nftables.TypeIP6Addr, 4},
+	}
+}
+
+// set returns the set of a name.
+func (t *table) set(name string) *nftables.Set {
+	s := &nftables.Set{Table: t.Table, Name: name, KeyType: t.address}
+	switch name {
+	case pod:
+		s.IsMap, s.DataType = true, t.address
+	case pods:
+		// nft has no name for the type of a hash; a mark is a number too.
+		s.KeyType = nftables.MustConcatSetType(t.address, nftables.TypeMark)
+		s.IsMap, s.DataType = true, t.address
+	case hairpin:
+		s.KeyType = nftables.MustConcatSetType(t.address, t.address)
+	}
+	return s
+}
+
+// sets yields all sets.
+func (t *table) sets() iter.Seq[*nftables.Set] {
+	return func(yield func(*nftables.Set) bool) {
+		for _, name := range []string{pod, pods, hairpin, rejected, dropped} {
+			if !yield(t.set(name)) {
+				return
+			}
+		}
+	}
+}
+
+// The chains.
+const (
+	services    = "services"
+	prerouting  = "prerouting"
+	output      = "output"
+	postrouting = "postrouting"
+)
+
+// chains returns all chains, the one that is jumped to first.
+func (t *table) chains() []*nftables.Chain {
+	base := func(name string, hook *nftables.ChainHook, priority nftables.ChainPriority) *nftables.Chain {
+		return &nftables.Chain{Table: t.Table, Name: name, Type: nftables.ChainTypeNAT, Hooknum: hook, Priority: &priority}
+	}
+	return []*nftables.Chain{
+		{Table: t.Table, Name: services},
+		base(prerouting, nftables.ChainHookPrerouting, *nftables.ChainPriorityNATDest-1),
+		base(output, nftables.ChainHookOutput, *nftables.ChainPriorityNATDest-1),
+		base(postrouting, nftables.ChainHookPostrouting, *nftables.ChainPriorityNATSource-1),
+	}
+}
+
+// rules returns the rules of a chain.
+//
+// The kernel's registers have 16 bytes, 1 to 4, or are quarters of these, 8 to
+// 23. The parts of a key are side by side.
+func (t *table) rules(chain *nftables.Chain) []*nftables.Rule {
+	load := func(register, offset uint32) expr.Any {
+		return &expr.Payload{DestRegister: register, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: t.size}
+	}
+	second := unix.NFT_REG32_00 + t.size/4
+	mapped := func(by string) []expr.Any {
+		return []expr.Any{
+			&expr.Lookup{SourceRegister: unix.NFT_REG_1, SetName: by, IsDestRegSet: true, DestRegister: unix.NFT_REG_1},
+			&expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(t.Family), RegAddrMin: unix.NFT_REG_1},
+		}
+	}
+	in := func(set string) expr.Any { return &expr.Lookup{SourceRegister: unix.NFT_REG_1, SetName: set} }
+	destinationIn := func(set string, then ...expr.Any) []expr.Any {
+		return append([]expr.Any{load(unix.NFT_REG_1, t.destination), in(set)}, then...)
+	}
+	var rules [][]expr.Any
+	switch chain.Name {
+	case services:
+		rules = [][]expr.Any{
+			append([]expr.Any{load(unix.NFT_REG_1, t.destination)}, mapped(pod)...),
+			append([]expr.Any{
+				load(unix.NFT_REG_1, t.destination),
+				load(unix.NFT_REG_3, t.source),
+				&expr.Hash{SourceRegister: unix.NFT_REG_3, Length: t.size, DestRegister: second, Modulus: slots, Seed: 1, Type: expr.HashTypeJenkins},
+			}, mapped(pods)...),
+			destinationIn(rejected,
+				&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: unix.NFT_REG_1},
+				&expr.Cmp{Op: expr.CmpOpEq, Register: unix.NFT_REG_1, Data: []byte{unix.IPPROTO_TCP}},
+				&expr.Reject{Type: unix.NFT_REJECT_TCP_RST}),
+			destinationIn(rejected, &expr.Reject{Type: unix.NFT_REJECT_ICMP_UNREACH, Code: t.unreachable}),
+			destinationIn(dropped, &expr.Verdict{Kind: expr.VerdictDrop}),
+		}
+	case postrouting:
+		rules = [][]expr.Any{{load(unix.NFT_REG_1, t.source), load(second, t.destination), in(hairpin), &expr.Masq{}}}
+	default:
+		rules = [][]expr.Any{{&expr.Verdict{Kind: expr.VerdictJump, Chain: services}}}
+	}
+	var out []*nftables.Rule
+	for _, exprs := range rules {
+		out = append(out, &nftables.Rule{
+			Table: t.Table, Chain: chain, Exprs: exprs,
+			UserData: userdata.AppendString(nil, userdata.TypeComment, layout),
+		})
+	}
+	return out
+}

@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package main
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"iter"
+	"slices"
+
+	"github.com/google/nftables"
+	"github.com/kpng-project/kpng/api"
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// errNotIntact is returned for tables that are not there, or not as this version
+// of all-ip makes them.
+var errNotIntact = errors.New("not there, or not as all-ip makes them")
+
+// probe returns an error that says what is missing if this process cannot use
+// nftables.
+func (b *backend) probe() error {
+	conn, err := connect()
+	if err == nil {
+		_, err = conn.ListTableOfFamily(b.name, nftables.TableFamilyIPv4)
+	}
+	return explain(err)
+}
+
+// explain says what the errors mean that come from a kernel that cannot, or does
+// not want to, do anything about nftables.
+func explain(err error) error {
+	switch {
+	case err == nil || errors.Is(err, unix.ENOENT):
+		return nil // there is no such table yet
+	case errors.Is(err, unix.EPERM):
+		return fmt.Errorf("all-ip needs the capability NET_ADMIN: %w", err)
+	case errors.Is(err, unix.EPROTONOSUPPORT), errors.Is(err, unix.EINVAL), errors.Is(err, unix.EOPNOTSUPP):
+		return fmt.Errorf("all-ip needs nftables (CONFIG_NF_TABLES), which this kernel has not, or may not load: %w", err)
+	default:
+		return fmt.Errorf("asking the kernel for nftables: %w", err)
+	}
+}
+
+// socketBuffer is as long as the longest transaction: a kernel takes one only if
+// it comes in one piece. It is some 200,000 elements.
+const socketBuffer = 32 << 20
+
+func connect() (*nftables.Conn, error) {
+	return nftables.New(nftables.WithSockOptions(func(c *netlink.Conn) error {
+		return errors.Join(c.SetWriteBuffer(socketBuffer), c.SetReadBuffer(socketBuffer))
+	}))
+}
+
+// read returns what the tables hold. The error wraps errNotIntact if they have to
+// be made anew.
+func (b *backend) read() (state, error) {
+	conn, err := connect()
+	if err != nil {
+		return nil, err
+	}
+	have := state{}
+	for _, t := range tables(b.name) {
+		for _, chain := range t.chains() {
+			rules, err := conn.GetRules(t.Table, chain)
+			if err != nil {
+				return nil, fmt.Errorf("reading chain %s of tables %q: %w", chain.Name, b.name, err)
+			}
+			if !slices.EqualFunc(rules, t.rules(chain), func(got, want *nftables.Rule) bool {
+				return bytes.Equal(got.UserData, want.UserData)
+			}) {
+				return nil, fmt.Errorf("chain %s: %w", chain.Name, errNotIntact)
+			}
+		}
+		for set := range t.sets() {
+			all, err := conn.GetSetElements(set)
+			if err != nil {
+				return nil, fmt.Errorf("reading set %s of tables %q: %w", set.Name, b.name, err)
+			}
+			for _, e := range all {
+				have[element{t.family, set.Name, string(e.Key)}] = string(e.Val)
+			}
+		}
+	}
+	return have, nil
+}
+
+// transaction is a list of changes that happen together or not at all.
+type transaction struct {
+	conn   *nftables.Conn
+	name   string
+	tables []*table
+
+	removed, added map[setKey][]nftables.SetElement
+}
+
+type setKey struct {
+	family api.Family
+	name   string
+}
+
+func (b *backend) begin() (*transaction, error) {
+	conn, err := connect()
+	if err != nil {
+		return nil, err
+	}
+	return &transaction{
+		conn: conn, name: b.name, tables: tables(b.name),
+		removed: map[setKey][]nftables.SetElement{}, added: map[setKey][]nftables.SetElement{},
+	}, nil
+}
+
+// drop removes the tables if they are there.
+func (tx *transaction) drop() {
+	for _, t := range tx.tables {
+		tx.conn.AddTable(t.Table) // what is not there cannot be deleted
+		tx.conn.DelTable(t.Table)
+	}
+}
+
+// create makes the tables anew, with nothing in their sets.
+func (tx *transaction) create() error {
+	tx.drop()
+	for _, t := range tx.tables {
+		tx.conn.AddTable(t.Table)
+		for set := range t.sets() {
+			if err := tx.conn.AddSet(set, nil); err != nil {
+				return fmt.Errorf("making set %s: %w", set.Name, err)
+			}
+		}
+		for _, chain := range t.chains() {
+			tx.conn.AddChain(chain)
+			for _, rule := range t.rules(chain) {
+				tx.conn.AddRule(rule)
+			}
+		}
+	}
+	return nil
+}
+
+// remove removes e, if it is in s, from the tables and from s.
+func (tx *transaction) remove(s state, e element) {
+	value, ok := s[e]
+	if !ok {
+		return
+	}
+	delete(s, e)
+	set := setKey{e.family, e.set}
+	tx.removed[set] = append(tx.removed[set], nftables.SetElement{Key: []byte(e.key), Val: []byte(value)})
+}
+
+// set gives e a value in the tables and in s, unless it has it.
+func (tx *transaction) set(s state, e element, value string) {
+	if old, ok := s[e]; ok && old == value {
+		return
+	}
+	tx.remove(s, e)
+	s[e] = value
+	set := setKey{e.family, e.set}
+	tx.added[set] = append(tx.added[set], nftables.SetElement{Key: []byte(e.key), Val: []byte(value)})
+}
+
+// commit makes the changes.
+func (tx *transaction) commit() error {
+	for _, t := range tx.tables {
+		for set := range t.sets() {
+			for chunk := range chunks(tx.removed[setKey{t.family, set.Name}]) {
+				if err := tx.conn.SetDeleteElements(set, chunk); err != nil {
+					return fmt.Errorf("removing elements of set %s: %w", set.Name, err)
+				}
+			}
+			for chunk := range chunks(tx.added[setKey{t.family, set.Name}]) {
+				if err := tx.conn.SetAddElements(set, chunk); err != nil {
+					return fmt.Errorf("adding elements to set %s: %w", set.Name, err)
+				}
+			}
+		}
+	}
+	if err := tx.conn.Flush(); err != nil {
+		return fmt.Errorf("changing tables %q: %w", tx.name, err)
+	}
+	return nil
+}
+
+// chunks cuts a list into such as fit into one message, of less than 64 KiB.
+func chunks(list []nftables.SetElement) iter.Seq[[]nftables.SetElement] {
+	return slices.Chunk(list, 500)
+}

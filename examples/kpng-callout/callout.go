@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"runtime"
+	"strings"
+	"time"
+
+	"k8s.io/klog/v2"
+)
+
+// callout is a program to run.
+type callout struct {
+	args    []string // the program and its arguments
+	timeout time.Duration
+	stdout  *os.File
+}
+
+// gracePeriod is how long what is left of a callout may hold its standard input
+// and error open after it has ended.
+const gracePeriod = time.Second
+
+// run runs the callout once. It returns when the callout has ended, by itself or
+// because it was killed: when it took too long, or ctx ended.
+func (c *callout) run(ctx context.Context, stdin io.Reader) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, c.timeout, fmt.Errorf("it ran for longer than %s", c.timeout))
+	defer cancel()
+	var stderr tail
+	cmd := exec.CommandContext(ctx, c.args[0], c.args[1:]...)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = stdin, c.stdout, &stderr
+	cmd.WaitDelay = gracePeriod
+	killAll(cmd)
+
+	// The kernel kills the callout with the thread that started it, so that
+	// thread has to stay as long as this program does.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	err := cmd.Run()
+	if ctx.Err() != nil && err != nil {
+		err = fmt.Errorf("killed, as %w", context.Cause(ctx))
+	}
+	if errors.Is(err, exec.ErrWaitDelay) {
+		err = nil // it ended well, and left something running
+	}
+	said := stderr.String()
+	switch {
+	case err != nil && said != "":
+		return fmt.Errorf("callout %s: %w: %s", c, err, said)
+	case err != nil:
+		return fmt.Errorf("callout %s: %w", c, err)
+	case said != "":
+		klog.FromContext(ctx).Info("The callout succeeded with a remark", "callout", c.String(), "stderr", said)
+	}
+	return nil
+}
+
+// String returns the callout as a command line for people.
+func (c *callout) String() string { return strings.Join(c.args, " ") }

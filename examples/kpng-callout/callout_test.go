@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package main
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+const demo = "../demo.yaml"
+
+// beTheCommand makes the test binary the command kpng-callout.
+const beTheCommand = "KPNG_TEST_CALLOUT"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(beTheCommand) != "" {
+		main()
+		return
+	}
+	goleak.VerifyTestMain(m)
+}
+
+// run runs a callout and returns what it wrote to standard output.
+func run(t *testing.T, timeout time.Duration, stdin string, args ...string) (string, error) {
+	t.Helper()
+	out, err := os.Create(filepath.Join(t.TempDir(), "stdout"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer out.Close()
+	c := callout{args: args, timeout: timeout, stdout: out}
+	result := c.run(t.Context(), strings.NewReader(stdin))
+	said, err := os.ReadFile(out.Name())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(said), result
+}
+
+func TestACalloutReadsItsInputAndWritesToStandardOutput(t *testing.T) {
+	got, err := run(t, time.Minute, "a\nb\n", "sed", "s/b/ c /")
+	if want := "a\n c \n"; got != want || err != nil {
+		t.Errorf("output %q, error %v, want %q", got, err, want)
+	}
+}
+
+func TestACalloutNeedNotReadItsInput(t *testing.T) {
+	if _, err := run(t, time.Minute, strings.Repeat("x", 1<<20), "true"); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestAFailureSaysWhatFailedAndHow(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		args []string
+		want []string
+	}{
+		{"an exit code and standard error", []string{"sh", "-c", "echo no such thing >&2; exit 3"}, []string{"sh -c", "exit status 3", "no such thing"}},
+		{"a signal", []string{"sh", "-c", "kill -9 $$"}, []string{"signal: killed"}},
+		{"a program that does not exist", []string{"/does/not/exist"}, []string{"/does/not/exist", "no such file"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			_, err := run(t, time.Minute, "", test.args...)
+			if err == nil {
+				t.Fatal("no error")
+			}
+			for _, want := range test.want {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("error %q does not say %q", err, want)
+				}
+			}
+		})
+	}
+}
+
+func TestOfLongErrorsTheEndIsTold(t *testing.T) {
+	_, err := run(t, time.Minute, "", "sh", "-c", "seq 100000 >&2; echo the end >&2; exit 1")
+	if err == nil || !strings.HasSuffix(err.Error(), "100000\nthe end") || len(err.Error()) > maxTail+200 {
+		t.Errorf("an error of %d bytes that does not end as expected", len(fmt.Sprint(err)))
+	}
+}
+
+func TestAHungCalloutIsKilledWithAllItStarted(t *testing.T) {
+	out, err := run(t, 200*time.Millisecond, "", "sh", "-c", "echo $$; sleep 1000 & echo $!; wait")
+	if err == nil || !strings.Contains(err.Error(), "ran for longer than 200ms") {
+		t.Errorf("error %v, want one that tells of the time-out", err)
+	}
+	pids := strings.Fields(out)
+	if len(pids) != 2 {
+		t.Fatalf("processes %q, want two", pids)
+	}
+	for _, pid := range pids {
+		waitDead(t, pid)
+	}
+}
+
+func TestWhatACalloutLeavesBehindHoldsNothingUp(t *testing.T) {
+	out, err := run(t, time.Minute, "", "sh", "-c", "sleep 1000 & echo $!")
+	if err != nil {
+		t.Error(err)
+	}
+	var pid int
+	if _, err := fmt.Sscan(out, &pid); err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+		t.Errorf("what it left behind: %v", err)
+	}
+}
+
+// waitDead waits until a process has ended. Whether somebody has taken note of
+// that does not matter.
+func waitDead(t *testing.T, pid string) {
+	t.Helper()
+	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(time.Millisecond) {
+		stat, err := os.ReadFile("/proc/" + pid + "/stat")
+		if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ESRCH) {
+			return
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		// The state comes after the program's name in brackets.
+		if _, after, _ := bytes.Cut(stat, []byte(") ")); bytes.HasPrefix(after, []byte("Z")) {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("process %s still runs: %s", pid, stat)
+		}
+	}
+}
+
+// command returns kpng-callout as a process to start, for what the demo has
+// without a proxy name. It is killed with the test.
+func command(t *testing.T, callout string, args ...string) *exec.Cmd {
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	t.Cleanup(cancel)
+	cmd := exec.CommandContext(ctx, os.Args[0], append([]string{"--manifests", demo, "--node-name", "vm-002"}, args...)...)
+	cmd.Env = append(os.Environ(), beTheCommand+"=1", "CALLOUT="+callout)
+	return cmd
+}
+
+func TestTheCommandGivesEachServiceALine(t *testing.T) {
+	out, err := command(t, "jq -c '[.Service.Name, (.Endpoints|length)]'", "--once").CombinedOutput()
+	if want := "[\"web\",2]\n"; string(out) != want || err != nil {
+		t.Errorf("output %q, error %v, want %q", out, err, want)
+	}
+}
+
+func TestTheCommandRunsNothingWithoutACallout(t *testing.T) {
+	out, err := command(t, "").CombinedOutput()
+	if err == nil || !strings.Contains(string(out), "CALLOUT names no program") {
+		t.Errorf("output %q, error %v", out, err)
+	}
+}
+
+func TestTheCommandLogsAFailureAndTriesAgain(t *testing.T) {
+	seen := filepath.Join(t.TempDir(), "seen")
+	cmd := command(t, fmt.Sprintf(`sh -c "mkdir %s && echo the first time >&2 && exit 7; wc -l"`, seen), "--once")
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if string(out) != "1\n" || err != nil {
+		t.Errorf("output %q, error %v, want one line counted", out, err)
+	}
+	for _, want := range []string{"exit status 7", "the first time", "will be tried again"} {
+		if !strings.Contains(stderr.String(), want) {
+			t.Errorf("the log does not say %q:\n%s", want, &stderr)
+		}
+	}
+}
+
+func TestTheCommandNeverRunsTwoAtOnce(t *testing.T) {
+	dir := t.TempDir()
+	manifest, lock := filepath.Join(dir, "state.yaml"), filepath.Join(dir, "lock")
+	port := func(number int) {
+		t.Helper()
+		service := fmt.Sprintf(`{"apiVersion":"v1","kind":"Service","metadata":{"name":"a","namespace":"default"},"spec":{"clusterIP":"10.96.0.1","ports":[{"port":%d}]}}`, number)
+		if err := os.WriteFile(manifest+".new", []byte(service), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(manifest+".new", manifest); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const last = 20
+	port(1)
+	// Each call takes longer than it takes to make the next change.
+	cmd := command(t, fmt.Sprintf(`sh -c "mkdir %[1]s || echo two at once; jq '.Service.Ports[0].Port'; sleep 0.1; rmdir %[1]s"`, lock), "--manifests", manifest)
+	out := startReading(t, cmd)
+	for want := 1; ; {
+		line, err := out.ReadString('\n')
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got int
+		if _, err := fmt.Sscan(line, &got); err != nil {
+			t.Fatalf("the callout said %q", line)
+		}
+		if got == last {
+			break
+		}
+		if want == 1 {
+			for want < last {
+				want++
+				port(want)
+				time.Sleep(10 * time.Millisecond)
+			}
+		}
+	}
+	end(t, cmd, os.Interrupt)
+}
+
+func TestTheEndOfTheCommandIsTheEndOfItsCallout(t *testing.T) {
+	for _, signal := range []syscall.Signal{syscall.SIGTERM, syscall.SIGINT, syscall.SIGKILL} {
+		t.Run(signal.String(), func(t *testing.T) {
+			cmd := command(t, `sh -c "echo $$; exec sleep 1000"`)
+			pid, err := startReading(t, cmd).ReadString('\n')
+			if err != nil {
+				t.Fatal(err)
+			}
+			end(t, cmd, signal)
+			waitDead(t, strings.TrimSpace(pid))
+		})
+	}
+}
+
+// startReading starts cmd and returns its standard output.
+func startReading(t *testing.T, cmd *exec.Cmd) *bufio.Reader {
+	t.Helper()
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd.Stderr = os.Stderr
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	return bufio.NewReader(out)
+}
+
+// end ends cmd with a signal, and expects it to take any but SIGKILL well.
+func end(t *testing.T, cmd *exec.Cmd, signal os.Signal) {
+	t.Helper()
+	if err := cmd.Process.Signal(signal); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Wait(); err != nil && signal != os.Signal(syscall.SIGKILL) {
+		t.Errorf("%s ended it with %v", signal, err)
+	}
+}

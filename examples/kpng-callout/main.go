@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command kpng-callout runs the program that $CALLOUT names, with arguments if
+// need be, whenever what its node has to proxy changes. The program is given all
+// of it on standard input, one JSON object a service, as kpng-json prints it:
+//
+//	CALLOUT=jq kpng-callout --manifests examples/demo.yaml --node-name vm-002
+//
+// A program that fails is run again, after a while that grows.
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"os"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/spf13/cobra"
+)
+
+func main() {
+	callout := callout{stdout: os.Stdout}
+	cmd := app.Command("kpng-callout", sink.FullState(callout.sync))
+	cmd.Long = "kpng-callout runs the program $CALLOUT with all that this node has to proxy on standard input, one JSON object a service."
+	cmd.Flags().DurationVar(&callout.timeout, "callout-timeout", time.Minute, "kill $CALLOUT and what it started, and count it as failed, when it runs for longer")
+	cmd.PreRunE = func(*cobra.Command, []string) (err error) {
+		callout.args, err = split(os.Getenv("CALLOUT"))
+		return err
+	}
+	app.Execute(cmd)
+}
+
+func (c *callout) sync(ctx context.Context, services []*api.ServiceEndpoints) error {
+	var stdin bytes.Buffer
+	encoder := json.NewEncoder(&stdin)
+	for _, service := range services {
+		if err := encoder.Encode(service); err != nil {
+			return err
+		}
+	}
+	return c.run(ctx, &stdin)
+}

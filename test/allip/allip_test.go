@@ -1,0 +1,445 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package allip
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/test/apiserver"
+)
+
+// inTime is how long a change may take to be in force.
+const inTime = time.Second
+
+// subject is one of the two that are tested.
+type subject struct {
+	name string
+	// command returns the arguments and environment to start it with.
+	command func(t testing.TB) (args, env []string)
+	// cleanup returns the command that removes what it made.
+	cleanup func(t testing.TB) []string
+	// own returns what it has made, as its tool prints it.
+	own func(t testing.TB, node namespace) string
+	// forgets says that it deletes what connection tracking knows of pods that
+	// are gone.
+	forgets bool
+}
+
+const script = "../../examples/kpng-callout/all-ip.sh"
+
+var subjects = []subject{
+	{
+		name:    "all-ip",
+		command: func(t testing.TB) (args, env []string) { return []string{build(t, "all-ip")}, nil },
+		cleanup: func(t testing.TB) []string { return []string{build(t, "all-ip"), "--cleanup"} },
+		own: func(t testing.TB, node namespace) string {
+			// With handles, which are new if something is written again.
+			return node.exec(t, "", "nft", "-a", "list", "table", "ip", "kpng-all-ip") +
+				node.exec(t, "", "nft", "-a", "list", "table", "ip6", "kpng-all-ip")
+		},
+		forgets: true,
+	},
+	{
+		name: "kpng-callout with all-ip.sh",
+		command: func(t testing.TB) (args, env []string) {
+			path, err := filepath.Abs(script)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return []string{build(t, "kpng-callout"), "--all-ports"}, []string{"CALLOUT='" + path + "'"}
+		},
+		cleanup: func(testing.TB) []string { return []string{script, "cleanup"} },
+		own: func(t testing.TB, node namespace) string {
+			ours, _ := splitIPTables(t, node)
+			return ours
+		},
+	},
+}
+
+// splitIPTables returns what iptables and ip6tables have, ours and others'.
+func splitIPTables(t testing.TB, node namespace) (ours, others string) {
+	t.Helper()
+	for _, tool := range []string{"iptables-save", "ip6tables-save"} {
+		for line := range strings.Lines(node.exec(t, "", tool)) {
+			switch {
+			case strings.HasPrefix(line, "#"): // the time
+			case strings.Contains(line, "KPNG-ALL-IP"):
+				ours += line
+			default:
+				others += line
+			}
+		}
+	}
+	return ours, others
+}
+
+// foreign returns all rules of others.
+func foreign(t testing.TB, node namespace) string {
+	t.Helper()
+	_, all := splitIPTables(t, node)
+	for table := range strings.Lines(node.exec(t, "", "nft", "list", "tables")) {
+		switch words := strings.Fields(table); strings.Join(words[1:], " ") {
+		case "ip kpng-all-ip", "ip6 kpng-all-ip":
+		case "ip nat", "ip filter", "ip6 nat", "ip6 filter": // iptables' own
+		default:
+			all += node.exec(t, "", "nft", "-a", "list", "table", words[1], words[2])
+		}
+	}
+	return all
+}
+
+// The rules of others that are there: what kube-proxy has with nftables, and with
+// iptables.
+const (
+	foreignTable = `
+table ip kube-proxy {
+	map service-ips {
+		type ipv4_addr . inet_proto . inet_service : verdict
+		elements = { 10.96.0.1 . tcp . 443 : goto service-A }
+	}
+	chain service-A {
+		meta l4proto tcp dnat to 11.0.2.2:6443
+	}
+	chain services {
+		ip daddr . meta l4proto . th dport vmap @service-ips
+	}
+	chain nat-prerouting {
+		type nat hook prerouting priority dstnat;
+		jump services
+	}
+	chain nat-output {
+		type nat hook output priority -100;
+		jump services
+	}
+}`
+	foreignIPTables = `*nat
+:KUBE-SERVICES - [0:0]
+:KUBE-POSTROUTING - [0:0]
+-A PREROUTING -j KUBE-SERVICES
+-A OUTPUT -j KUBE-SERVICES
+-A POSTROUTING -j KUBE-POSTROUTING
+-A KUBE-POSTROUTING -m mark --mark 0x4000/0x4000 -j MASQUERADE
+COMMIT
+*filter
+:KUBE-FORWARD - [0:0]
+-A FORWARD -j KUBE-FORWARD
+-A KUBE-FORWARD -m mark --mark 0x4000/0x4000 -j ACCEPT
+COMMIT
+`
+)
+
+func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
+	need(t, "ip", "setpriv", "nft", "iptables", "ip6tables", "ping", "jq")
+	for _, s := range subjects {
+		t.Run(s.name, func(t *testing.T) {
+			server := shared.Get(t)
+			c := newCluster(t, server)
+			n := newNetwork(t)
+			n.node.relay(t, strings.TrimPrefix(server.Config().Host, "https://"))
+			n.node.exec(t, foreignTable, "nft", "-f", "-")
+			n.node.exec(t, foreignIPTables, "iptables-restore", "--noflush")
+			n.node.exec(t, foreignIPTables, "ip6tables-restore", "--noflush")
+			others := foreign(t, n.node)
+			kubeconfig := apiserver.Kubeconfig(t, server.Config())
+			start := func() *process { return s.start(t, n.node, c.name, kubeconfig) }
+
+			p := start()
+			soon := func(what string, f func() error) {
+				t.Helper()
+				eventually(t, what, f)
+				if now := foreign(t, n.node); now != others {
+					t.Fatalf("%s: other's rules changed:\n%s", what, cmp.Diff(others, now))
+				}
+			}
+			p.ready(t)
+			soon("nothing is served", n.leadsTo("beyond"))
+
+			c.create("example", c.name)
+			c.lead("example", "pod1", "pod2@elsewhere")
+			soon("a service comes", n.leadsTo("pod1"))
+			soon("a pod that reaches itself", func() error { return n.is(n.pods["pod1"], "pod1", "tcp", tcpPorts[0]) })
+			soon("the node's own traffic", func() error { return n.is(n.node, "pod1", "tcp", tcpPorts[0]) })
+
+			flow, err := n.outside.dial("udp", externalIPs[0], udpPort)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer flow.Close()
+			if got, err := askOn(flow); got != "pod1" || err != nil {
+				t.Errorf("a UDP client reaches %q, error %v", got, err)
+			}
+			c.lead("example", "pod1@elsewhere", "pod2")
+			soon("the pod moves", n.leadsTo("pod2"))
+			if got, err := askOn(flow); s.forgets && (got != "pod2" || err != nil) {
+				t.Errorf("the UDP client then reaches %q, error %v", got, err)
+			}
+
+			c.lead("example", "pod1@elsewhere")
+			soon("all pods are elsewhere", n.fails(isTimeout))
+			c.lead("example", "pod1!@elsewhere")
+			soon("no pod is ready", n.fails(isRefused))
+			c.lead("example", "pod1", "pod2")
+			soon("there are two pods", n.answers)
+
+			c.lead("example", "pod1")
+			c.create("rival", c.name)
+			c.lead("rival", "pod2")
+			soon("a younger service claims the addresses", n.leadsTo("pod1"))
+			c.label("example", "somebody-else")
+			soon("the service gets another label", n.leadsTo("pod2"))
+			c.label("example", c.name)
+			soon("the service gets its label back", n.leadsTo("pod1"))
+			c.remove("example")
+			soon("the older service is deleted", n.leadsTo("pod2"))
+
+			before := s.own(t, n.node)
+			n.uninterrupted(t, func() {
+				p.end(t, syscall.SIGKILL)
+				p = start()
+				p.ready(t)
+				// It does work again.
+				c.lead("rival", "pod1")
+				eventually(t, "the pod moves", n.leadsTo("pod1"))
+				c.lead("rival", "pod2")
+				eventually(t, "and back", n.leadsTo("pod2"))
+			})
+			if s.forgets {
+				p.end(t, syscall.SIGKILL)
+				before = s.own(t, n.node)
+				p = start()
+				p.ready(t)
+			}
+			if diff := cmp.Diff(before, s.own(t, n.node)); diff != "" {
+				t.Errorf("after a restart it has other rules (-before +after):\n%s", diff)
+			}
+
+			c.remove("rival")
+			soon("the last service is deleted", n.leadsTo("beyond"))
+			p.end(t, syscall.SIGTERM)
+			n.node.exec(t, "", s.cleanup(t)...)
+			if now := foreign(t, n.node); now != others {
+				t.Errorf("cleaned up, others' rules have changed:\n%s", cmp.Diff(others, now))
+			}
+			if all := n.node.exec(t, "", "nft", "list", "ruleset"); strings.Contains(strings.ToLower(all), "kpng") {
+				t.Errorf("cleaned up, something of it is left:\n%s", all)
+			}
+		})
+	}
+}
+
+// eventually waits until f returns nil, and fails the test if that takes longer
+// than it may.
+func eventually(t testing.TB, what string, f func() error) {
+	t.Helper()
+	start := time.Now()
+	for {
+		began := time.Now()
+		err := f()
+		if err == nil {
+			// What took a while to look at was in force when that began.
+			t.Logf("%s: in force after at most %s", what, began.Sub(start).Round(time.Millisecond))
+			return
+		}
+		if began.Sub(start) > inTime {
+			t.Fatalf("%s: not in force %s later: %v", what, began.Sub(start), err)
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+}
+
+// is returns an error unless a client reaches a pod of this name, at both
+// addresses.
+func (n *network) is(client namespace, name, protocol string, port int) error {
+	for _, ip := range externalIPs {
+		if got, err := client.ask(protocol, ip, port); got != name || err != nil {
+			return fmt.Errorf("%s, %s port %d leads to %q, error %w", ip, protocol, port, got, err)
+		}
+	}
+	return nil
+}
+
+// leadsTo returns a function that returns an error unless all traffic from
+// outside leads to the pod of a name.
+func (n *network) leadsTo(name string) func() error {
+	return func() error {
+		errs := []error{n.is(n.outside, name, "udp", udpPort)}
+		for _, port := range tcpPorts {
+			errs = append(errs, n.is(n.outside, name, "tcp", port))
+		}
+		for _, ip := range externalIPs {
+			errs = append(errs, n.outside.ping(ip))
+		}
+		return errors.Join(errs...)
+	}
+}
+
+// answers returns an error unless some pod answers.
+func (n *network) answers() error {
+	for _, ip := range externalIPs {
+		if _, err := n.outside.ask("tcp", ip, tcpPorts[0]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// fails returns a function that returns an error unless connections from outside
+// fail as they ought to.
+func (n *network) fails(as func(error) bool) func() error {
+	return func() error {
+		for _, ip := range externalIPs {
+			for _, port := range tcpPorts {
+				if got, err := n.outside.ask("tcp", ip, port); err == nil || !as(err) {
+					return fmt.Errorf("%s, port %d leads to %q, error %v", ip, port, got, err)
+				}
+			}
+			if n.outside.ping(ip) == nil {
+				return fmt.Errorf("%s answers", ip)
+			}
+		}
+		return nil
+	}
+}
+
+func isTimeout(err error) bool {
+	timeout, ok := errors.AsType[net.Error](err)
+	return ok && timeout.Timeout()
+}
+
+func isRefused(err error) bool { return errors.Is(err, syscall.ECONNREFUSED) }
+
+// uninterrupted calls f, and fails the test unless a connection lasts through
+// it, and new ones are made all the time.
+func (n *network) uninterrupted(t testing.TB, f func()) {
+	t.Helper()
+	streams := make([]net.Conn, len(externalIPs))
+	for i, ip := range externalIPs {
+		c, err := n.outside.dial("tcp", ip, tcpPorts[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		streams[i] = c
+		if _, err := io.ReadFull(c, make([]byte, len("pod1\n"))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	stop := make(chan struct{})
+	var clients sync.WaitGroup
+	for i, ip := range externalIPs {
+		clients.Go(func() {
+			for asked := 0; ; asked++ {
+				select {
+				case <-stop:
+					t.Logf("%s: %d connections, and one that lasted", ip, asked)
+					return
+				case <-time.After(5 * time.Millisecond):
+				}
+				streams[i].SetDeadline(time.Now().Add(2 * time.Second))
+				word := make([]byte, 4)
+				if _, err := streams[i].Write([]byte("echo")); err != nil {
+					t.Errorf("%s: a lasting connection: %v", ip, err)
+					return
+				}
+				if _, err := io.ReadFull(streams[i], word); err != nil || !bytes.Equal(word, []byte("echo")) {
+					t.Errorf("%s: a lasting connection: %q, %v", ip, word, err)
+					return
+				}
+				if _, err := n.outside.ask("tcp", ip, tcpPorts[1]); err != nil {
+					t.Errorf("%s: a new connection: %v", ip, err)
+					return
+				}
+			}
+		})
+	}
+	f()
+	close(stop)
+	clients.Wait()
+}
+
+// process is a subject that was started.
+type process struct {
+	cmd    *exec.Cmd
+	health string
+	node   namespace
+	ended  bool
+}
+
+// start starts the subject on a node.
+func (s *subject) start(t testing.TB, node namespace, proxy, kubeconfig string) *process {
+	t.Helper()
+	const health = "127.0.0.1:10256"
+	args, env := s.command(t)
+	// With the capability that its manifest asks for, and no other.
+	args = append([]string{"netns", "exec", string(node),
+		"setpriv", "--bounding-set=-all,+net_admin", "--inh-caps=-all,+net_admin", "--no-new-privs"}, args...)
+	cmd := exec.Command("ip", append(args, "--kubeconfig", kubeconfig, "--service-proxy-name", proxy,
+		"--node-name", proxy, "--healthz-bind-address", health)...)
+	var log bytes.Buffer
+	cmd.Env = append(os.Environ(), env...)
+	cmd.Stdout, cmd.Stderr = &log, &log
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	p := &process{cmd: cmd, health: health, node: node}
+	t.Cleanup(func() {
+		if !p.ended {
+			p.end(t, syscall.SIGKILL)
+		}
+		if t.Failed() {
+			t.Logf("%s logged:\n%s", s.name, &log)
+		}
+	})
+	return p
+}
+
+// ready waits until the process has done its first sync.
+func (p *process) ready(t testing.TB) {
+	t.Helper()
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
+		if p.get("/readyz") {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("it does not get ready")
+		}
+	}
+}
+
+// get reports whether a path of the process's health server says 200.
+func (p *process) get(path string) bool {
+	var c net.Conn
+	if err := p.node.in(func() (err error) { c, err = net.Dial("tcp", p.health); return err }); err != nil {
+		return false
+	}
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(time.Second))
+	fmt.Fprintf(c, "GET %s HTTP/1.0\r\n\r\n", path)
+	answer, _ := io.ReadAll(c)
+	return bytes.HasPrefix(answer, []byte("HTTP/1.0 200"))
+}
+
+// end ends the process with a signal.
+func (p *process) end(t testing.TB, signal syscall.Signal) {
+	t.Helper()
+	p.ended = true
+	if err := p.cmd.Process.Signal(signal); err != nil {
+		t.Error(err)
+	}
+	if err := p.cmd.Wait(); err != nil && signal != syscall.SIGKILL {
+		t.Errorf("it ended with %v", err)
+	}
+}

@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package allip
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"os"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/test/apiserver"
+	authenticationv1 "k8s.io/api/authentication/v1"
+	authorizationv1 "k8s.io/api/authorization/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/yaml"
+	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+)
+
+// account is where the manifests' service accounts are.
+const account = "kube-system"
+
+func TestTheManifestsAreValidAndGrantWhatIsNeededAndNoMore(t *testing.T) {
+	for name, manifest := range map[string]string{
+		"all-ip":       "../../examples/all-ip/deploy/all-ip.yaml",
+		"kpng-callout": "../../examples/kpng-callout/deploy/kpng-callout.yaml",
+	} {
+		t.Run(name, func(t *testing.T) {
+			server := shared.Get(t)
+			if got, want := apply(t, server, manifest), []string{"ServiceAccount", "ClusterRole", "ClusterRoleBinding", "DaemonSet"}; !slices.Equal(got, want) {
+				t.Errorf("the manifest has %q, want %q", got, want)
+			}
+			config := actAs(t, server, name)
+			nobody := actAs(t, server, newAccount(t, server))
+
+			granted := waitRules(t, config)
+			want := append(rulesOf(t, nobody),
+				authorizationv1.ResourceRule{Verbs: []string{"get", "list", "watch"}, APIGroups: []string{""}, Resources: []string{"services", "nodes"}},
+				authorizationv1.ResourceRule{Verbs: []string{"get", "list", "watch"}, APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}},
+			)
+			if diff := cmp.Diff(sorted(want), sorted(granted)); diff != "" {
+				t.Errorf("what it may do (-want +got):\n%s", diff)
+			}
+
+			c := newCluster(t, server)
+			c.create("example", c.name)
+			c.lead("example", "pod1")
+			out := sh(t, "", build(t, "kpng-json"), "--kubeconfig", apiserver.Kubeconfig(t, config), "--once",
+				"--service-proxy-name", c.name, "--node-name", c.name, "--all-ports")
+			if !bytes.Contains([]byte(out), []byte(podIPs["pod1"][1])) {
+				t.Errorf("with these rights kpng-json prints %q", out)
+			}
+		})
+	}
+}
+
+// apply applies a manifest as kubectl does, with strict validation, and returns
+// the kinds of its objects. They go with the test.
+func apply(t testing.TB, server *apiserver.Server, manifest string) (kinds []string) {
+	t.Helper()
+	file, err := os.Open(manifest)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	client, err := dynamic.NewForConfig(server.Config())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for documents := yaml.NewYAMLOrJSONDecoder(file, 4096); ; {
+		object := &unstructured.Unstructured{}
+		if err := documents.Decode(object); errors.Is(err, io.EOF) {
+			return kinds
+		} else if err != nil {
+			t.Fatalf("%s: %v", manifest, err)
+		}
+		kinds = append(kinds, object.GetKind())
+		resource, ok := map[string]schema.GroupVersionResource{
+			"ServiceAccount":     {Version: "v1", Resource: "serviceaccounts"},
+			"ClusterRole":        {Group: "rbac.authorization.k8s.io", Version: "v1", Resource: "clusterroles"},
+			"ClusterRoleBinding": {Group: "rbac.authorization.k8s.io", Version: "v1", Resource: "clusterrolebindings"},
+			"DaemonSet":          {Group: "apps", Version: "v1", Resource: "daemonsets"},
+		}[object.GetKind()]
+		if !ok {
+			t.Fatalf("%s has a %s", manifest, object.GetKind())
+		}
+		objects := client.Resource(resource).Namespace(object.GetNamespace())
+		body, err := object.MarshalJSON()
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = objects.Patch(t.Context(), object.GetName(), types.ApplyPatchType, body,
+			metav1.PatchOptions{FieldManager: "test", FieldValidation: metav1.FieldValidationStrict})
+		if err != nil {
+			t.Fatalf("apply %s %s of %s: %v", object.GetKind(), object.GetName(), manifest, err)
+		}
+		t.Cleanup(func() {
+			if err := objects.Delete(context.WithoutCancel(t.Context()), object.GetName(), metav1.DeleteOptions{}); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// actAs returns what a client needs to be a service account.
+func actAs(t testing.TB, server *apiserver.Server, name string) *rest.Config {
+	t.Helper()
+	token, err := server.Client().CoreV1().ServiceAccounts(account).CreateToken(t.Context(), name, &authenticationv1.TokenRequest{}, metav1.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	config := rest.AnonymousClientConfig(server.Config())
+	config.BearerToken = token.Status.Token
+	return config
+}
+
+// newAccount makes a service account that nobody gave a right to.
+func newAccount(t testing.TB, server *apiserver.Server) string {
+	t.Helper()
+	accounts := server.Client().CoreV1().ServiceAccounts(account)
+	made, err := accounts.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Name: "nobody"}}, metav1.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := accounts.Delete(context.WithoutCancel(t.Context()), made.Name, metav1.DeleteOptions{}); err != nil {
+			t.Error(err)
+		}
+	})
+	return made.Name
+}
+
+// rulesOf returns what a client may do with objects.
+func rulesOf(t testing.TB, config *rest.Config) []authorizationv1.ResourceRule {
+	t.Helper()
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	review := &authorizationv1.SelfSubjectRulesReview{Spec: authorizationv1.SelfSubjectRulesReviewSpec{Namespace: account}}
+	answer, err := client.AuthorizationV1().SelfSubjectRulesReviews().Create(t.Context(), review, metav1.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if answer.Status.Incomplete {
+		t.Fatalf("the rules of a client are not all known: %s", answer.Status.EvaluationError)
+	}
+	return answer.Status.ResourceRules
+}
+
+// waitRules returns what a client may do, once the authorizer, which follows
+// roles and bindings, has seen that it may do something with slices.
+func waitRules(t testing.TB, config *rest.Config) []authorizationv1.ResourceRule {
+	t.Helper()
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
+		rules := rulesOf(t, config)
+		if slices.ContainsFunc(rules, func(r authorizationv1.ResourceRule) bool { return slices.Contains(r.Resources, "endpointslices") }) {
+			return rules
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("it may still do no more than %v", rules)
+		}
+	}
+}
+
+func sorted(rules []authorizationv1.ResourceRule) []string {
+	var lines []string
+	for i := range rules {
+		lines = append(lines, rules[i].String())
+	}
+	slices.Sort(lines)
+	return slices.Compact(lines)
+}

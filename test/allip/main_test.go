@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package allip
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/test/apiserver"
+)
+
+var (
+	shared apiserver.Shared
+	// bin is where programs are built.
+	bin string
+)
+
+func TestMain(m *testing.M) {
+	var err error
+	if bin, err = os.MkdirTemp("", "kpng-test-"); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	code := shared.Run(m)
+	if err := os.RemoveAll(bin); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		code = max(code, 1)
+	}
+	os.Exit(code)
+}
+
+// need fails the test unless it runs as root and the tools are there.
+func need(t testing.TB, tools ...string) {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Fatal("this test makes network namespaces, for which it has to be root")
+	}
+	for _, tool := range tools {
+		if _, err := exec.LookPath(tool); err != nil {
+			t.Fatalf("this test needs %s: %v (Debian: apt-get install iproute2 nftables iptables iputils-ping jq)", tool, err)
+		}
+	}
+}
+
+// build returns the path of an example's program, which is built once. It has the race detector if
+// the test has it.
+func build(t testing.TB, example string) string {
+	t.Helper()
+	path := filepath.Join(bin, example)
+	if _, err := os.Stat(path); err == nil {
+		return path
+	}
+	args := []string{"build", "-o", path}
+	info, _ := debug.ReadBuildInfo()
+	if slices.Contains(info.Settings, debug.BuildSetting{Key: "-race", Value: "true"}) {
+		args = append(args, "-race")
+	}
+	cmd := exec.CommandContext(t.Context(), "go", append(args, "./examples/"+example)...)
+	cmd.Dir = "../.."
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("build %s: %v\n%s", example, err, out)
+	}
+	return path
+}
+
+// sh runs a program and returns what it prints.
+func sh(t testing.TB, stdin string, args ...string) string {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, args[0], args[1:]...)
+	cmd.Stdin = strings.NewReader(stdin)
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		t.Fatalf("%s: %v\n%s", strings.Join(args, " "), err, out)
+	}
+	return string(out)
+}

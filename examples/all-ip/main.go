@@ -19,7 +19,7 @@ func main() {
 	cmd := app.Command("all-ip", b)
 	cmd.Long = "all-ip sends all traffic to the external IPs of a service, whatever its protocol and port, to a pod on this node."
 	cmd.Flags().StringVar(&b.name, "table", "kpng-all-ip", "the `name` of the nftables tables, ip and ip6, to keep; each all-ip on a node needs its own")
-	cmd.MarkFlagsOneRequired("service-proxy-name", "cleanup")
+	cmd.MarkFlagsOneRequired("service-proxy-name", "api", "cleanup")
 
 	allPorts := cmd.Flags().Lookup("all-ports")
 	allPorts.Value.Set("true")

@@ -5,13 +5,10 @@ package kpng
 import (
 	"context"
 	"errors"
-	"fmt"
 
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/watcher/file"
 	"github.com/kpng-project/kpng/watcher/kube"
-	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
 )
 
 // source returns what fills the state, as opts says.
@@ -33,7 +30,7 @@ func source(opts Options) (func(context.Context, *cluster.State) error, error) {
 	config := opts.Config
 	if config == nil && opts.Informers == nil {
 		var err error
-		if config, err = loadConfig(opts.Kubeconfig); err != nil {
+		if config, err = kube.LoadConfig(opts.Kubeconfig); err != nil {
 			return nil, err
 		}
 	}
@@ -46,33 +43,4 @@ func source(opts Options) (func(context.Context, *cluster.State) error, error) {
 			FailFast:  opts.Sink.Once,
 		})
 	}, nil
-}
-
-// loadConfig reads the kubeconfig file of path; without one, it takes the pod's
-// service account or, outside a cluster, what kubectl would.
-func loadConfig(path string) (*rest.Config, error) {
-	if path == "" {
-		config, err := rest.InClusterConfig()
-		if err == nil {
-			return config, nil
-		}
-		if !errors.Is(err, rest.ErrNotInCluster) {
-			return nil, fmt.Errorf("using the pod's service account: %w", err)
-		}
-	}
-	rules := clientcmd.NewDefaultClientConfigLoadingRules()
-	rules.ExplicitPath = path
-	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, nil).ClientConfig()
-	switch {
-	case err == nil:
-		return config, nil
-	case path != "" && clientcmd.IsEmptyConfig(err):
-		return nil, fmt.Errorf("kubeconfig %s: its current context names no cluster", path)
-	case path != "":
-		return nil, fmt.Errorf("kubeconfig %s: %w", path, err)
-	case clientcmd.IsEmptyConfig(err):
-		return nil, errors.New("no API server known: no kubeconfig or manifests given, not in a pod, and nothing in $KUBECONFIG or ~/.kube/config")
-	default:
-		return nil, fmt.Errorf("kubeconfig of $KUBECONFIG or ~/.kube/config: %w", err)
-	}
 }

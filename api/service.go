@@ -167,6 +167,16 @@ func (s *Service) Families() []Family {
 	}
 }
 
+// FrontendIPs returns the addresses of a family that have frontends: cluster IPs,
+// which a headless service has none of, load-balancer IPs, and external IPs.
+func (s *Service) FrontendIPs(f Family) (ips [3][]netip.Addr) {
+	if !s.IPs.Headless {
+		ips[0] = s.IPs.ClusterIPs.Family(f)
+	}
+	ips[1], ips[2] = s.IPs.LoadBalancerIPs.Family(f), s.IPs.ExternalIPs.Family(f)
+	return ips
+}
+
 func (s *IPSet) families() []Family {
 	var f []Family
 	if len(s.V4) > 0 {

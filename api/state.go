@@ -4,6 +4,7 @@ package api
 
 import (
 	"net/netip"
+	"slices"
 	"strings"
 
 	"k8s.io/apimachinery/pkg/types"
@@ -17,6 +18,12 @@ type ServiceState struct {
 	Slices []*EndpointSlice `json:",omitempty"`
 	// Lost are the claims of the service that another one holds, in order.
 	Lost []LostClaim `json:",omitempty"`
+}
+
+// FindSlice returns where the slice of that name is in Slices, or would be, and
+// whether it is there.
+func (s *ServiceState) FindSlice(name string) (int, bool) {
+	return slices.BinarySearchFunc(s.Slices, name, func(s *EndpointSlice, name string) int { return strings.Compare(s.Name, name) })
 }
 
 // Claim is what a frontend takes for its service alone: a protocol and port at

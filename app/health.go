@@ -18,40 +18,39 @@ const stuckAfter = 2 * time.Minute
 // toBeDeleted is the taint of a node that the cluster autoscaler takes away.
 const toBeDeleted = "ToBeDeletedByClusterAutoscaler"
 
-// health answers /healthz, /livez and /readyz.
+// Health answers /healthz, /livez and /readyz.
 //
-//   - livez: the proxy is not stuck;
+//   - livez: the program is not stuck;
 //   - healthz: and its node is to stay, so load balancers may use it;
-//   - readyz: and everything has been programmed once.
-type health struct {
-	source source
-	now    func() time.Time
+//   - readyz: and it has done everything once.
+type Health func() HealthReport
+
+func (h Health) register(mux *http.ServeMux) {
+	mux.HandleFunc("GET /livez", h.handler(HealthReport.live))
+	mux.HandleFunc("GET /healthz", h.handler(HealthReport.healthy))
+	mux.HandleFunc("GET /readyz", h.handler(HealthReport.ready))
 }
 
-func newHealth(s source) *health { return &health{s, time.Now} }
-
-func (h *health) register(mux *http.ServeMux) {
-	mux.HandleFunc("GET /livez", h.handler(report.live))
-	mux.HandleFunc("GET /healthz", h.handler(report.healthy))
-	mux.HandleFunc("GET /readyz", h.handler(report.ready))
+// HealthReport is the body of every answer.
+type HealthReport struct {
+	// LastUpdated is when something was last done, zero if that is not known.
+	LastUpdated time.Time `json:"lastUpdated"`
+	CurrentTime time.Time `json:"currentTime"`
+	// Synced says that everything has been done once.
+	Synced bool `json:"synced"`
+	// Stuck says that what is to be done has waited for too long.
+	Stuck bool `json:"stuck"`
+	// NodeEligible says that load balancers may send traffic to this node.
+	NodeEligible bool `json:"nodeEligible"`
 }
 
-// report is the body of every answer.
-type report struct {
-	LastUpdated  time.Time `json:"lastUpdated"`
-	CurrentTime  time.Time `json:"currentTime"`
-	Synced       bool      `json:"synced"`
-	Stuck        bool      `json:"stuck"`
-	NodeEligible bool      `json:"nodeEligible"`
-}
+func (r HealthReport) live() bool    { return !r.Stuck }
+func (r HealthReport) healthy() bool { return r.live() && r.NodeEligible }
+func (r HealthReport) ready() bool   { return r.healthy() && r.Synced }
 
-func (r report) live() bool    { return !r.Stuck }
-func (r report) healthy() bool { return r.live() && r.NodeEligible }
-func (r report) ready() bool   { return r.healthy() && r.Synced }
-
-func (h *health) handler(ok func(report) bool) http.HandlerFunc {
+func (h Health) handler(ok func(HealthReport) bool) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
-		r := h.report()
+		r := h()
 		w.Header().Set("Content-Type", "application/json")
 		w.Header().Set("X-Content-Type-Options", "nosniff")
 		if !ok(r) {
@@ -61,22 +60,24 @@ func (h *health) handler(ok func(report) bool) http.HandlerFunc {
 	}
 }
 
-func (h *health) report() report {
-	sinks := h.source.Status()
-	r := report{CurrentTime: h.now(), NodeEligible: h.nodeEligible(), Synced: len(sinks) > 0}
-	for _, s := range sinks {
-		r.Synced = r.Synced && s.FullSyncs > 0
-		r.Stuck = r.Stuck || !s.WaitingSince.IsZero() && r.CurrentTime.Sub(s.WaitingSince) > stuckAfter
-		if r.LastUpdated.IsZero() || s.LastSync.Before(r.LastUpdated) {
-			r.LastUpdated = s.LastSync
+// healthOf returns the health of a proxy.
+func healthOf(p proxy, now func() time.Time) Health {
+	return func() HealthReport {
+		sinks := p.Status()
+		r := HealthReport{CurrentTime: now(), NodeEligible: nodeEligible(p.Node()), Synced: len(sinks) > 0}
+		for _, s := range sinks {
+			r.Synced = r.Synced && s.FullSyncs > 0
+			r.Stuck = r.Stuck || !s.WaitingSince.IsZero() && r.CurrentTime.Sub(s.WaitingSince) > stuckAfter
+			if r.LastUpdated.IsZero() || s.LastSync.Before(r.LastUpdated) {
+				r.LastUpdated = s.LastSync
+			}
 		}
+		return r
 	}
-	return r
 }
 
 // nodeEligible reports whether load balancers may send traffic to this node, as
 // far as its object tells.
-func (h *health) nodeEligible() bool {
-	node := h.source.Node()
+func nodeEligible(node *api.Node) bool {
 	return node == nil || !node.Deleting && !slices.ContainsFunc(node.Taints, func(t api.Taint) bool { return t.Key == toBeDeleted })
 }

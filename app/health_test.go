@@ -16,7 +16,7 @@ import (
 )
 
 // answers returns the status of each path.
-func answers(h *health) map[string]int {
+func answers(h Health) map[string]int {
 	mux := http.NewServeMux()
 	h.register(mux)
 	got := map[string]int{}
@@ -78,8 +78,7 @@ func TestHealth(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			h := newHealth(proxy)
-			h.now = func() time.Time { return time.Now().Add(test.later) }
+			h := healthOf(proxy, func() time.Time { return time.Now().Add(test.later) })
 			for path, got := range answers(h) {
 				if got != test.want[path] {
 					t.Errorf("%s says %d, want %d", path, got, test.want[path])
@@ -99,7 +98,7 @@ func TestAProxyThatDoesNotRunYetIsNotReady(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := map[string]int{"/livez": 200, "/healthz": 200, "/readyz": 503}
-	for path, got := range answers(newHealth(proxy)) {
+	for path, got := range answers(healthOf(proxy, time.Now)) {
 		if got != want[path] {
 			t.Errorf("%s says %d, want %d", path, got, want[path])
 		}

@@ -11,8 +11,51 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"github.com/spf13/pflag"
+	"golang.org/x/sync/errgroup"
+	"k8s.io/klog/v2"
 )
+
+// Serving says where a program serves health checks and metrics. The zero value
+// serves neither.
+type Serving struct {
+	health, metrics string
+}
+
+// Register adds the flags: --healthz-bind-address and --metrics-bind-address.
+func (s *Serving) Register(fs *pflag.FlagSet) {
+	fs.StringVar(&s.health, "healthz-bind-address", "", "serve /healthz, /livez and /readyz on this `host:port`; without a host, on loopback only (off by default)")
+	fs.StringVar(&s.metrics, "metrics-bind-address", "", "serve /metrics on this `host:port`; without a host, on loopback only (off by default)")
+}
+
+// Run serves while run runs, and returns what it returns. It returns an error,
+// and run does not start, if it cannot listen; an error of serving ends run.
+func (s *Serving) Run(ctx context.Context, h Health, metrics prometheus.Gatherer, run func(context.Context) error) error {
+	servers, err := listen(s.health, s.metrics, h, metrics)
+	if err != nil {
+		return err
+	}
+	group, running := errgroup.WithContext(ctx)
+	serving, stopServing := context.WithCancel(running)
+	for _, server := range servers {
+		klog.FromContext(ctx).V(1).Info("Serving health or metrics", "address", server.listener.Addr())
+		group.Go(func() error { return server.serve(serving) })
+	}
+	group.Go(func() error {
+		defer stopServing()
+		return run(running)
+	})
+	return group.Wait()
+}
+
+// NewRegistry returns a registry with the metrics of the process and of Go.
+func NewRegistry() *prometheus.Registry {
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	return registry
+}
 
 // server is an HTTP server that listens already.
 type server struct {
@@ -22,7 +65,7 @@ type server struct {
 
 // listen opens what health checks and metrics are served on; one server serves
 // both if they have the same address. An empty address means not to serve.
-func listen(healthAddress, metricsAddress string, h *health, registry *prometheus.Registry) ([]*server, error) {
+func listen(healthAddress, metricsAddress string, h Health, metrics prometheus.Gatherer) ([]*server, error) {
 	handlers := map[string]*http.ServeMux{}
 	mux := func(address string) *http.ServeMux {
 		if handlers[address] == nil {
@@ -34,7 +77,7 @@ func listen(healthAddress, metricsAddress string, h *health, registry *prometheu
 		h.register(mux(healthAddress))
 	}
 	if metricsAddress != "" {
-		mux(metricsAddress).Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+		mux(metricsAddress).Handle("GET /metrics", promhttp.HandlerFor(metrics, promhttp.HandlerOpts{}))
 	}
 	var servers []*server
 	for address, handler := range handlers {

@@ -73,8 +73,8 @@ func claimsOf(s *api.Service) []api.Claim {
 	}
 	var list []api.Claim
 	for _, family := range s.Families() {
-		for _, ips := range [...]*api.IPSet{&s.IPs.ClusterIPs, &s.IPs.ExternalIPs, &s.IPs.LoadBalancerIPs} {
-			for _, ip := range ips.Family(family) {
+		for _, ips := range s.FrontendIPs(family) {
+			for _, ip := range ips {
 				if s.MapIP {
 					list = append(list, api.Claim{IP: ip})
 					continue

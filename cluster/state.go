@@ -3,7 +3,6 @@
 package cluster
 
 import (
-	"cmp"
 	"iter"
 	"slices"
 	"strings"
@@ -199,7 +198,7 @@ func settle(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 func (s *State) sliceChanged(key types.NamespacedName, old, new *api.EndpointSlice) {
 	if old != nil && (new == nil || old.ServiceName != new.ServiceName) {
 		state := s.state(old.ServiceKey())
-		if i, found := findSlice(state.Slices, key.Name); found {
+		if i, found := state.FindSlice(key.Name); found {
 			state.Slices = slices.Concat(state.Slices[:i], state.Slices[i+1:])
 			s.setState(old.ServiceKey(), state)
 		}
@@ -208,17 +207,13 @@ func (s *State) sliceChanged(key types.NamespacedName, old, new *api.EndpointSli
 		return
 	}
 	state := s.state(new.ServiceKey())
-	i, found := findSlice(state.Slices, key.Name)
+	i, found := state.FindSlice(key.Name)
 	next := i
 	if found {
 		next++
 	}
 	state.Slices = slices.Concat(state.Slices[:i], []*api.EndpointSlice{new}, state.Slices[next:])
 	s.setState(new.ServiceKey(), state)
-}
-
-func findSlice(list []*api.EndpointSlice, name string) (int, bool) {
-	return slices.BinarySearchFunc(list, name, func(s *api.EndpointSlice, name string) int { return cmp.Compare(s.Name, name) })
 }
 
 // state returns a copy of the service's joined state, to be changed and set.

@@ -18,7 +18,6 @@ package feed
 import (
 	"iter"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -201,14 +200,12 @@ func triggerTime(was, is *api.ServiceState) time.Time {
 		return oldest
 	}
 	for _, slice := range is.Slices {
-		i, found := slices.BinarySearchFunc(was.Slices, slice.Name, byName)
+		i, found := was.FindSlice(slice.Name)
 		if t := slice.TriggerTime; found && was.Slices[i] != slice && !t.IsZero() && (oldest.IsZero() || t.Before(oldest)) {
 			oldest = t
 		}
 	}
 	return oldest
 }
-
-func byName(s *api.EndpointSlice, name string) int { return strings.Compare(s.Name, name) }
 
 var _ sink.Source = (*Feed)(nil)

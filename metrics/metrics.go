@@ -46,15 +46,23 @@ func New(r prometheus.Registerer, opts Options) (*Metrics, error) {
 		m.kubeProxy = newKubeProxyMetrics()
 		collectors = append(collectors, m.kubeProxy.collectors()...)
 	}
+	if err := register(r, collectors...); err != nil {
+		return nil, err
+	}
+	return m, nil
+}
+
+// register registers all collectors or none.
+func register(r prometheus.Registerer, collectors ...prometheus.Collector) error {
 	for i, c := range collectors {
 		if err := r.Register(c); err != nil {
 			for _, done := range collectors[:i] {
 				r.Unregister(done)
 			}
-			return nil, fmt.Errorf("registering kpng's metrics: %w", err)
+			return fmt.Errorf("registering kpng's metrics: %w", err)
 		}
 	}
-	return m, nil
+	return nil
 }
 
 // Sink returns the observer for the driver of the named sink.

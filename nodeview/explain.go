@@ -11,39 +11,40 @@ import (
 )
 
 // Explanation is a [View] with the reason of every decision in it. Its String
-// is for people to read.
+// is for people to read, its JSON for programs.
 type Explanation struct {
 	// Service is what was asked about, zero if not even that is known.
 	Service types.NamespacedName
 	// Node and Zone are where the view is taken from, empty if not known.
-	Node, Zone string
+	Node string `json:",omitempty"`
+	Zone string `json:",omitempty"`
 	// View is what [View] returns. If it is nil there is nothing else, and Absent
 	// says why.
-	View   *api.ServiceEndpoints
-	Absent string
+	View   *api.ServiceEndpoints `json:",omitempty"`
+	Absent string                `json:",omitempty"`
 	// InternalLocal and ExternalLocal say which traffic policies are Local, those
 	// that do not count left out.
 	InternalLocal, ExternalLocal bool
 	// Lists explains the lists of each service port and family.
-	Lists []ListExplanation
+	Lists []ListExplanation `json:",omitempty"`
 	// Skipped are endpoints that no list considers.
-	Skipped []EndpointExplanation
+	Skipped []EndpointExplanation `json:",omitempty"`
 	// Frontends and Unserved are what the functions of that name yield.
-	Frontends []Frontend
-	Unserved  []UnservedFrontend
+	Frontends []Frontend         `json:",omitempty"`
+	Unserved  []UnservedFrontend `json:",omitempty"`
 }
 
 // ListExplanation says how the lists of one service port and family came about.
 type ListExplanation struct {
 	// Port is the service port, nil for all ports.
-	Port   *api.PortMapping
+	Port   *api.PortMapping `json:",omitempty"`
 	Family api.Family
 	// Usable says that some endpoint in the cluster is usable. Otherwise the
 	// frontends of the port and family reject.
 	Usable   bool
 	Topology Topology
 	// Endpoints are in order of address.
-	Endpoints []EndpointExplanation
+	Endpoints []EndpointExplanation `json:",omitempty"`
 }
 
 // EndpointExplanation says why an endpoint is on each list, or not. On lists
@@ -53,12 +54,14 @@ type EndpointExplanation struct {
 	Slice    string
 	Endpoint *api.SliceEndpoint
 	// TargetPort is the port at the endpoint, 0 if there is none or any.
-	TargetPort int32
+	TargetPort int32 `json:",omitempty"`
 	// Internal, External and ShortCircuit are the lists api.Scopes names Internal,
 	// External and Cluster. ShortCircuit is 0 unless the external policy is Local.
-	Internal, External, ShortCircuit Reason
+	Internal     Reason `json:",omitzero"`
+	External     Reason `json:",omitzero"`
+	ShortCircuit Reason `json:",omitzero"`
 	// Preferred names the slice whose entry counts instead, for OutDuplicate.
-	Preferred string
+	Preferred string `json:",omitempty"`
 }
 
 // Explain returns the node's view of s, as [View] does, with all reasons.

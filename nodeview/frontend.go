@@ -50,12 +50,12 @@ type FrontendKey struct {
 	Kind Kind
 	// Addr is the zero Addr for a node port: any node address of Family that the
 	// backend admits.
-	Addr   netip.Addr
+	Addr   netip.Addr `json:",omitzero"`
 	Family api.Family
 	// Protocol and Port, 1 to 65535, are 0 if the frontend takes every protocol
 	// and port of the address (Service.MapIP).
-	Protocol api.Protocol
-	Port     int32
+	Protocol api.Protocol `json:",omitempty"`
+	Port     int32        `json:",omitempty"`
 }
 
 // String returns the key as in "ClusterIP 10.96.0.10:53/UDP", "NodePort
@@ -88,7 +88,7 @@ func (k FrontendKey) Claim() api.Claim {
 type Frontend struct {
 	FrontendKey
 	// ServicePort is the service port that is served, nil for all ports.
-	ServicePort *api.PortMapping
+	ServicePort *api.PortMapping `json:",omitempty"`
 
 	// Elsewhere is what becomes of traffic that does not start on this node.
 	Elsewhere Traffic
@@ -100,14 +100,14 @@ type Frontend struct {
 
 	// Sources says who gets in. It comes before all else, for sources on this
 	// node too: who does not get in is dropped.
-	Sources Sources
+	Sources Sources `json:",omitzero"`
 	// Masquerade says whose connections get a source address of this node.
 	Masquerade Masquerade
 	// Affinity is how long, after its last new connection, a client address
 	// keeps its endpoint; 0 means there is no affinity. It is kept per service
 	// port, and leads to an endpoint only while that is on the list that the
 	// client's traffic uses.
-	Affinity time.Duration
+	Affinity time.Duration `json:",omitempty"`
 }
 
 // Traffic is what becomes of some of a frontend's traffic.
@@ -115,14 +115,14 @@ type Traffic struct {
 	Verdict Verdict
 	// Endpoints are those to balance over, all of the frontend's family, in order
 	// of address and ports. It is empty unless Verdict is Forward.
-	Endpoints []Target
+	Endpoints []Target `json:",omitempty"`
 }
 
 // Target is an endpoint of a frontend.
 type Target struct {
 	*api.Endpoint
 	// Port is the port at the endpoint, 0 if the port stays what it is.
-	Port int32
+	Port int32 `json:",omitempty"`
 }
 
 // Verdict says what to do with a new connection.
@@ -155,7 +155,7 @@ func (v Verdict) String() string {
 }
 
 // Masquerade says whose connections through a frontend get a source address of
-// this node. Those of an endpoint that reaches itself (hairpin) always do.
+// this node. Those of an endpoint of this node that reaches itself (hairpin) always do.
 type Masquerade uint8
 
 // The masquerade rules.

@@ -53,10 +53,10 @@ func (f Fault) String() string {
 type UnservedFrontend struct {
 	FrontendKey
 	// ServicePort is the port it would serve, nil for all ports.
-	ServicePort *api.PortMapping
+	ServicePort *api.PortMapping `json:",omitempty"`
 	Fault       Fault
 	// Winner is the service that holds it, if Fault is Lost.
-	Winner types.NamespacedName
+	Winner types.NamespacedName `json:",omitzero"`
 }
 
 // String names the frontend and says why it is not served.
@@ -121,7 +121,7 @@ func portSites(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortF
 		if port != nil {
 			s.Protocol, s.Port = port.Protocol, port.Port
 		}
-		addrs := frontendAddrs(se.Service, family)
+		addrs := se.Service.FrontendIPs(family) // by kind, from ClusterIP on
 		for i, list := range addrs {
 			for j, addr := range list {
 				// An address that is named twice has one frontend: that of the first kind.
@@ -158,18 +158,6 @@ func nodePortFault(ports []api.PortMapping, i int) Fault {
 		}
 	}
 	return 0
-}
-
-// frontendAddrs returns a service's addresses of one family, by kind from
-// ClusterIP to ExternalIP. A headless service has no cluster IP.
-func frontendAddrs(svc *api.Service, f api.Family) [3][]netip.Addr {
-	lists := [3][]netip.Addr{
-		svc.IPs.ClusterIPs.Family(f), svc.IPs.LoadBalancerIPs.Family(f), svc.IPs.ExternalIPs.Family(f),
-	}
-	if svc.IPs.Headless {
-		lists[0] = nil
-	}
-	return lists
 }
 
 func named(lists [][]netip.Addr, a netip.Addr) bool {

@@ -16,11 +16,11 @@ type Sources struct {
 	// nobody does.
 	Restricted bool
 	// Ranges are those of the frontend's family.
-	Ranges []netip.Prefix
+	Ranges []netip.Prefix `json:",omitempty"`
 	// Own are the service's load-balancer addresses of the frontend's family.
 	// As sources, they get in where a range admits this node: on a node that has
 	// such an address on an interface, what it sends there comes from there.
-	Own []netip.Addr
+	Own []netip.Addr `json:",omitempty"`
 }
 
 // sourceRanges returns who may use the service's frontends at addr: where

@@ -3,6 +3,7 @@
 package remote
 
 import (
+	"errors"
 	"fmt"
 	"iter"
 	"strings"
@@ -35,6 +36,9 @@ func newAnswer(c *Client) *answer {
 // take applies one message. With the Sync the client has all of it.
 func (a *answer) take(item *localv1.OpItem) error {
 	for _, i := range item.GetBatch() {
+		if a.synced {
+			return errors.New("a batch goes on after its Sync")
+		}
 		if err := a.apply(i); err != nil {
 			return err
 		}

@@ -78,7 +78,7 @@ func NewClient(opts ClientOptions) (*Client, error) {
 }
 
 // Run follows the server until ctx ends, and returns the cause of that. With
-// FailFast it returns the first error instead.
+// FailFast it returns an error instead when no address is any good.
 func (c *Client) Run(ctx context.Context) error { return c.dialer.Stay(ctx, c.follow) }
 
 // follow follows the server at the other end of conn for as long as it goes.

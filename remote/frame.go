@@ -11,8 +11,10 @@ import (
 // Field numbers of the messages that are put together of parts which are
 // marshalled already.
 const (
+	opItemSync        protowire.Number = 1
 	opItemReplace     protowire.Number = 100
 	opItemBatch       protowire.Number = 101
+	opItemResume      protowire.Number = 102
 	wholeService      protowire.Number = 1
 	wholeEndpoints    protowire.Number = 2
 	keyedEndpointKey  protowire.Number = 1
@@ -49,8 +51,13 @@ func resetFrame() frame {
 	return newFrame(&localv1.OpItem{Op: &localv1.OpItem_Reset_{Reset_: &localv1.EmptyOp{}}})
 }
 
+// syncFrame is put together by hand: each stream has its own for each answer.
 func syncFrame(token []byte) frame {
-	return newFrame(&localv1.OpItem{Op: &localv1.OpItem_Sync{Sync: &localv1.EmptyOp{}}, Resume: token})
+	item := appendField(make([]byte, 0, 8+len(token)), opItemSync, nil)
+	if token != nil {
+		item = appendField(item, opItemResume, token)
+	}
+	return appendField(make([]byte, 0, 8+len(item)), opItemBatch, item)
 }
 
 // replaceFrame tells a service as a whole.

@@ -3,20 +3,32 @@
 package remote_test
 
 import (
+	"bytes"
 	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/binary"
+	"errors"
 	"io"
 	"math/rand/v2"
 	"net"
+	"os"
 	"runtime"
+	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/kpng-project/kpng/api/apitest"
+	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/remote"
+	"github.com/kpng-project/kpng/remote/transport"
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/connectivity"
+	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/encoding/protowire"
 )
@@ -41,7 +53,13 @@ func besiege(t *testing.T, opts remote.ServerOptions) *besieged {
 	}
 	start(t, func(ctx context.Context) error { return server.Serve(ctx, l, good) })
 	b.server, b.address = server, l.Addr().String()
-	client, _ := follow(t, "node-1", "unix://"+good.Addr().String())
+	client, err := remote.NewClient(remote.ClientOptions{NodeName: "node-1", DialOptions: transport.DialOptions{
+		Addresses: []string{"unix://" + good.Addr().String()}, TLS: opts.TLS,
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	start(t, client.Run)
 	drive(t, client, b.screen.sink())
 	b.undisturbed(t)
 	b.heap = heap()
@@ -75,74 +93,195 @@ func heap() uint64 {
 	return m.HeapAlloc
 }
 
+// TestGarbage sends what is no HTTP/2, and what is and means nothing.
 func TestGarbage(t *testing.T) {
 	b := besiege(t, quick)
 	r := rand.New(rand.NewPCG(1, 1))
-	const preface = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-	for i := range 50 {
-		conn, err := net.Dial("tcp", b.address)
+	garbage := func(n int) []byte {
+		bytes := make([]byte, n)
+		for i := range bytes {
+			bytes[i] = byte(r.Uint32())
+		}
+		return bytes
+	}
+	headers := http2Frame(http2Headers, endHeaders, 1, watchHeaders)
+	for _, test := range []struct {
+		name string
+		send func() []byte
+	}{
+		{"bytes that are no HTTP/2", func() []byte { return garbage(1 + r.IntN(50_000)) }},
+		{"bytes that are no frames", func() []byte { return slices.Concat(http2Hello, garbage(1+r.IntN(50_000))) }},
+		{"frames of any type with anything in them", func() []byte {
+			frames := http2Hello
+			for range 20 {
+				frames = slices.Concat(frames, http2Frame(byte(r.IntN(12)), byte(r.Uint32()), uint32(r.IntN(4)), garbage(r.IntN(500))))
+			}
+			return frames
+		}},
+		{"headers that cannot be decoded", func() []byte {
+			return slices.Concat(http2Hello, http2Frame(http2Headers, endHeaders, 1, garbage(1000)))
+		}},
+		{"headers that do not end", func() []byte {
+			frames := slices.Concat(http2Hello, http2Frame(http2Headers, 0, 1, watchHeaders))
+			for range 500 {
+				frames = append(frames, http2Frame(http2Continuation, 0, 1, hpackField("x", strings.Repeat("x", 1000)))...)
+			}
+			return frames
+		}},
+		{"a stream's frames without a stream", func() []byte { return slices.Concat(http2Hello, http2Frame(http2Data, 0, 77, garbage(1000))) }},
+		{"a message that is no WatchReq", func() []byte {
+			return slices.Concat(http2Hello, headers, http2Frame(http2Data, 0, 1, slices.Concat([]byte{0, 0, 0, 3, 232}, garbage(1000))))
+		}},
+		{"the beginning of a message of 4 GB", func() []byte {
+			return slices.Concat(http2Hello, headers, http2Frame(http2Data, 0, 1, []byte{0, 255, 255, 255, 255, 1, 2, 3}))
+		}},
+		{"pings and settings without an end", func() []byte {
+			both := slices.Concat(http2Frame(http2Ping, 0, 0, make([]byte, 8)), http2Frame(http2Settings, 0, 0, nil))
+			return slices.Concat(http2Hello, bytes.Repeat(both, 5000))
+		}},
+		{"streams that are reset as soon as they are there", func() []byte {
+			frames := http2Hello
+			for id := uint32(1); id < 2000; id += 2 {
+				frames = append(frames, http2Frame(http2Headers, endHeaders, id, watchHeaders)...)
+				frames = append(frames, http2Frame(http2Reset, 0, id, []byte{0, 0, 0, 8})...)
+			}
+			return frames
+		}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			for range 10 {
+				conn, err := net.Dial("tcp", b.address)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer conn.Close()
+				conn.SetDeadline(time.Now().Add(30 * time.Second))
+				conn.Write(test.send()) // which the server need not wait for
+				conn.(*net.TCPConn).CloseWrite()
+				if _, err := io.Copy(io.Discard, conn); errors.Is(err, os.ErrDeadlineExceeded) {
+					t.Fatal("the connection stays")
+				}
+			}
+			b.contained(t, 4<<20)
+			for ctx := within(t); b.server.Stats().Streams > 1; runtime.Gosched() {
+				if ctx.Err() != nil {
+					t.Fatalf("there are %d streams, want that of the good client", b.server.Stats().Streams)
+				}
+			}
+		})
+	}
+}
+
+// What the tests write of HTTP/2 (RFC 9113).
+const (
+	http2Data, http2Headers, http2Reset, http2Settings, http2Ping, http2Continuation = 0, 1, 3, 4, 6, 9
+
+	endHeaders = 4
+)
+
+var (
+	// http2Hello begins a connection.
+	http2Hello = append([]byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), http2Frame(http2Settings, 0, 0, nil)...)
+	// watchHeaders are those of a call of Watch.
+	watchHeaders = slices.Concat(
+		hpackField(":method", "POST"), hpackField(":scheme", "http"), hpackField(":path", localv1.Sets_Watch_FullMethodName),
+		hpackField(":authority", "localhost"), hpackField("content-type", "application/grpc"), hpackField("te", "trailers"))
+)
+
+func http2Frame(kind, flags byte, stream uint32, payload []byte) []byte {
+	n := len(payload)
+	return append(binary.BigEndian.AppendUint32([]byte{byte(n >> 16), byte(n >> 8), byte(n), kind, flags}, stream), payload...)
+}
+
+// hpackField is a header field as a literal that is not indexed (RFC 7541, 6.2.2).
+func hpackField(name, value string) []byte {
+	b := []byte{0}
+	for _, s := range []string{name, value} {
+		if len(s) < 127 {
+			b = append(b, byte(len(s)))
+		} else {
+			b = binary.AppendUvarint(append(b, 127), uint64(len(s)-127))
+		}
+		b = append(b, s...)
+	}
+	return b
+}
+
+// hugeCodec sends a message that has a piece over and over.
+type hugeCodec struct {
+	bytesCodec
+	piece []byte
+	times int
+}
+
+// Marshal implements encoding.CodecV2.
+func (c hugeCodec) Marshal(any) (mem.BufferSlice, error) {
+	return slices.Repeat(mem.BufferSlice{mem.SliceBuffer(c.piece)}, c.times), nil
+}
+
+// TestAMessageOf100MB looks at all that was allocated, be it garbage already.
+func TestAMessageOf100MB(t *testing.T) {
+	b := besiege(t, quick)
+	c := newTableClient(t, within(t), "tcp://"+b.address, "node-1")
+	huge := hugeCodec{piece: make([]byte, 1<<20), times: 100}
+	before := allocated()
+	for range 3 {
+		stream, err := c.conn.NewStream(within(t), &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}, localv1.Sets_Watch_FullMethodName, grpc.ForceCodecV2(huge))
 		if err != nil {
 			t.Fatal(err)
 		}
-		if i%2 == 0 {
-			io.WriteString(conn, preface)
+		stream.SendMsg(struct{}{})
+		var answer []byte
+		if err := stream.RecvMsg(&answer); status.Code(err) != codes.ResourceExhausted {
+			t.Errorf("error %v, want ResourceExhausted", err)
 		}
-		garbage := make([]byte, 1+r.IntN(50_000))
-		for i := range garbage {
-			garbage[i] = byte(r.Uint32())
-		}
-		conn.Write(garbage)
-		conn.(*net.TCPConn).CloseWrite()
-		io.Copy(io.Discard, conn) // until the server closes it
-		conn.Close()
+	}
+	if n := allocated() - before; n > 20<<20 {
+		t.Errorf("%d MB were allocated, for client and server", n>>20)
 	}
 	b.contained(t, 4<<20)
 }
 
-func TestAMessageOf100MB(t *testing.T) {
-	b := besiege(t, quick)
-	huge := strings.Repeat("x", 100<<20)
-	before := heap()
-	for range 3 {
-		c := newTableClient(t, within(t), "tcp://"+b.address, huge)
-		request := protowire.AppendString(protowire.AppendTag(nil, watchReqNodeName, protowire.BytesType), huge)
-		c.stream.SendMsg(&request)
-		var answer []byte
-		if err := c.stream.RecvMsg(&answer); status.Code(err) != codes.ResourceExhausted {
-			t.Errorf("error %v, want ResourceExhausted", err)
-		}
-	}
-	if now := heap(); now > before+110<<20 { // one request is the test's own
-		t.Errorf("the heap grew from %d MB to %d MB", before>>20, now>>20)
-	}
-	b.undisturbed(t)
+// allocated returns how many bytes were ever allocated.
+func allocated() uint64 {
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return m.TotalAlloc
 }
 
+// TestAMillionRequests sends requests on one stream until the server takes no more.
 func TestAMillionRequests(t *testing.T) {
+	const million = 1_000_000
 	b := besiege(t, quick)
 	ctx, cancel := context.WithCancel(within(t))
 	defer cancel()
 	c := newTableClient(t, ctx, "tcp://"+b.address, "node-1")
 	c.next()
-	sent := make(chan int, 1)
+	var sent atomic.Int64
+	ended := make(chan struct{})
 	go func() {
+		defer close(ended)
 		request := protowire.AppendString(protowire.AppendTag(nil, watchReqNodeName, protowire.BytesType), "node-1")
-		for i := range 1_000_000 {
-			if c.stream.SendMsg(&request) != nil {
-				sent <- i
-				return
-			}
+		for sent.Load() < million && c.stream.SendMsg(&request) == nil {
+			sent.Add(1)
 		}
-		sent <- 1_000_000
 	}()
-	for range 20 {
+	for last, stuck := int64(-1), 0; stuck < 10 && ctx.Err() == nil; {
 		b.undisturbed(t)
+		if now := sent.Load(); now == last && now > 0 {
+			stuck++
+		} else {
+			last, stuck = now, 0
+		}
+		select {
+		case <-ended:
+			t.Fatalf("the server took %d requests", sent.Load())
+		case <-time.After(20 * time.Millisecond):
+		}
 	}
-	b.contained(t, 8<<20)
+	b.contained(t, 4<<20)
 	cancel()
-	if n := <-sent; n == 1_000_000 {
-		t.Error("the server took a million requests")
-	}
+	<-ended
 }
 
 func TestAClientThatNeverReads(t *testing.T) {
@@ -167,6 +306,67 @@ func TestAClientThatNeverReads(t *testing.T) {
 		}
 		runtime.Gosched()
 	}
+}
+
+// TestHandshakesThatFail tries to get in without what it takes.
+func TestHandshakesThatFail(t *testing.T) {
+	ca, foreign := newAuthority(t), newAuthority(t)
+	opts := quick
+	opts.TLS = ca.newFiles(t, "server")
+	b := besiege(t, opts)
+	pool := x509.NewCertPool()
+	pool.AddCert(ca.cert)
+	config := func(files *transport.TLS) *tls.Config {
+		c := &tls.Config{RootCAs: pool, ServerName: "kpng.test", NextProtos: []string{"h2"}}
+		if files != nil {
+			cert, err := tls.LoadX509KeyPair(files.CertFile, files.KeyFile)
+			if err != nil {
+				t.Fatal(err)
+			}
+			// GetClientCertificate sends it whoever the server says it trusts.
+			c.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
+		}
+		return c
+	}
+	old := config(ca.newFiles(t, "n"))
+	old.MaxVersion = tls.VersionTLS12
+	expired := tlsFiles(t.TempDir())
+	ca.issueUntil(t, expired, time.Now().Add(-time.Minute), "n")
+	for _, test := range []struct {
+		name   string
+		config *tls.Config
+		want   string
+	}{
+		{"with a certificate it works", config(ca.newFiles(t, "n")), ""},
+		{"without one it does not", config(nil), "certificate required"},
+		{"with one of another authority neither", config(foreign.newFiles(t, "n")), "unknown certificate authority"},
+		{"nor with one that has expired", config(expired), "expired certificate"},
+		{"nor with an older TLS", old, "protocol version"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			for range 20 {
+				expect(t, handshake(t, b.address, test.config), test.want)
+			}
+			b.contained(t, 4<<20)
+		})
+	}
+}
+
+// handshake connects and returns nil if the server begins to talk HTTP/2. With TLS
+// 1.3 a client learns that it is not wanted when it reads.
+func handshake(t *testing.T, address string, config *tls.Config) error {
+	raw, err := net.Dial("tcp", address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer raw.Close()
+	raw.SetDeadline(time.Now().Add(30 * time.Second))
+	conn := tls.Client(raw, config)
+	if _, err := conn.Write(http2Hello); err != nil {
+		return err
+	}
+	_, err = conn.Read(make([]byte, 1))
+	return err
 }
 
 func TestStreamsAreLimited(t *testing.T) {

@@ -23,6 +23,7 @@ type peers struct {
 	clock  clock.PassiveClock
 
 	refused, stalled atomic.Uint64
+	sent             atomic.Uint64 // bytes
 
 	mu          sync.Mutex
 	connections int

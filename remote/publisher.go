@@ -38,15 +38,14 @@ func (p *publisher) get() (*cluster.Snapshot, <-chan struct{}) {
 
 // run publishes until ctx ends.
 func (p *publisher) run(ctx context.Context) error {
-	const none = ^diffRevision(0)
-	revision := none
+	revision := notYet
 	for {
 		select {
 		case <-p.state.Changed(revision):
 		case <-ctx.Done():
 			return nil
 		}
-		if p.interval > 0 && revision != none {
+		if p.interval > 0 && revision != notYet {
 			timer := p.clock.NewTimer(p.interval)
 			select {
 			case <-timer.C():

@@ -3,7 +3,6 @@
 package remote
 
 import (
-	"context"
 	"iter"
 	"slices"
 
@@ -26,32 +25,14 @@ type clusterServer struct {
 
 // Watch implements clusterv1.ClusterServer.
 func (s clusterServer) Watch(stream grpc.BidiStreamingServer[clusterv1.WatchRequest, clusterv1.WatchResponse]) error {
-	c, err := callerOf(stream.Context())
-	if err != nil {
-		return err
-	}
-	if err := s.mayReadCluster(c); err != nil {
-		return err
-	}
-	done, err := s.peers.admit(c)
-	if err != nil {
-		return err
-	}
-	defer done()
-	req, err := stream.Recv()
-	if err != nil {
-		return endOf(err)
-	}
-	r := relay{Server: s.Server, sender: sender{stream, c, s.opts.Limits.SendTimeout, &s.peers.stalled}}
-	r.revision, r.positioned = s.readToken(req.GetResume())
-	for {
-		if err := r.answer(stream.Context()); err != nil {
-			return err
+	return converse(s.Server, stream, func(c caller, req *clusterv1.WatchRequest) (listener[clusterv1.WatchRequest], error) {
+		if err := s.mayReadCluster(c); err != nil {
+			return nil, err
 		}
-		if _, err := stream.Recv(); err != nil {
-			return endOf(err)
-		}
-	}
+		r := &relay{server: s.Server, sender: s.newSender(stream, c)}
+		r.revision, r.positioned = s.readToken(req.GetResume())
+		return r, nil
+	})
 }
 
 func (s *Server) mayReadCluster(c caller) error {
@@ -68,84 +49,44 @@ func (s *Server) mayReadCluster(c caller) error {
 
 // relay is the position of a client that follows the cluster's state.
 type relay struct {
-	*Server
-	sender   sender
-	answered bool
+	server *Server
+	sender sender
 	// revision is that of what the client has, if positioned.
 	revision   diffRevision
 	positioned bool
 
-	part *clusterv1.WatchResponse
+	part clusterv1.WatchResponse
 	size int // of part, about
 }
 
-// answer waits until the state is another than the client's, and tells it.
-func (r *relay) answer(ctx context.Context) error {
-	for {
-		snapshot, next := r.published.get()
-		if snapshot != nil && (!r.answered || snapshot.Revision != r.revision) {
-			return r.tell(snapshot)
-		}
-		select {
-		case <-next:
-		case <-ctx.Done():
-			return status.FromContextError(ctx.Err()).Err()
-		case <-r.stopping:
-			return status.Error(codes.Unavailable, "the server stops")
-		}
-	}
-}
-
-// tell brings the client to the snapshot.
-func (r *relay) tell(snapshot *cluster.Snapshot) error {
+// tell implements listener.
+func (r *relay) tell(snapshot *cluster.Snapshot) (bool, error) {
 	services, a := since(snapshot.Services, r)
 	slices, b := since(snapshot.Slices, r)
 	nodes, c := since(snapshot.Nodes, r)
-	reset := !a || !b || !c
-	if reset {
+	if r.part.Reset_ = !a || !b || !c; r.part.Reset_ {
 		services, slices, nodes = snapshot.Services.All(), snapshot.Slices.All(), snapshot.Nodes.All()
 	}
-	r.part, r.size = &clusterv1.WatchResponse{Reset_: reset}, 0
-	for key, s := range services {
-		var m proto.Message
-		if s == nil {
-			m = appendTo(&r.part.DeletedServices, clusterv1.FromKey(key))
-		} else {
-			m = appendTo(&r.part.Services, localv1.FromService(s))
-		}
-		if err := r.grow(proto.Size(m)); err != nil {
-			return err
-		}
+	name := func(name string) string { return name }
+	if err := add(r, services, &r.part.Services, localv1.FromService, &r.part.DeletedServices, clusterv1.FromKey); err != nil {
+		return true, err
 	}
-	for key, s := range slices {
-		var m proto.Message
-		if s == nil {
-			m = appendTo(&r.part.DeletedSlices, clusterv1.FromKey(key))
-		} else {
-			m = appendTo(&r.part.Slices, clusterv1.FromSlice(s))
-		}
-		if err := r.grow(proto.Size(m)); err != nil {
-			return err
-		}
+	if err := add(r, slices, &r.part.Slices, clusterv1.FromSlice, &r.part.DeletedSlices, clusterv1.FromKey); err != nil {
+		return true, err
 	}
-	for name, n := range nodes {
-		size := len(name)
-		if n == nil {
-			r.part.DeletedNodes = append(r.part.DeletedNodes, name)
-		} else {
-			size = proto.Size(appendTo(&r.part.Nodes, localv1.FromNode(n)))
-		}
-		if err := r.grow(size); err != nil {
-			return err
-		}
+	if err := add(r, nodes, &r.part.Nodes, localv1.FromNode, &r.part.DeletedNodes, name); err != nil {
+		return true, err
 	}
-	r.part.Token = r.newToken(snapshot.Revision)
-	if err := r.flush(); err != nil {
-		return err
-	}
-	r.answered, r.revision, r.positioned = true, snapshot.Revision, true
-	return nil
+	r.part.Token = r.server.newToken(snapshot.Revision)
+	r.revision, r.positioned = snapshot.Revision, true
+	return true, r.flush()
 }
+
+// hear implements listener. Requests say no more than that the client is ready.
+func (r *relay) hear(*clusterv1.WatchRequest) error { return nil }
+
+// close implements listener.
+func (r *relay) close() {}
 
 // since yields what changed after the position of r, the zero value for what is
 // gone. It returns false if that is not known.
@@ -163,22 +104,35 @@ func since[K, V any](s *diffstore.Snapshot[K, V], r *relay) (iter.Seq2[K, V], bo
 	}, ok
 }
 
-func appendTo[M proto.Message](list *[]M, m M) M {
-	*list = append(*list, m)
-	return m
-}
+// deletionSize is about what a deletion takes on the wire.
+const deletionSize = 64
 
-// grow notes that the part has grown, and sends it if it is large enough.
-func (r *relay) grow(by int) error {
-	if r.size += by; r.size < batchBytes {
-		return nil
+// add adds objects of one kind to the part, nil being one that is gone, and sends
+// what is large enough.
+func add[K, V any, M proto.Message, D any](r *relay, objects iter.Seq2[K, *V], set *[]M, message func(*V) M, deleted *[]D, name func(K) D) error {
+	for key, object := range objects {
+		if object == nil {
+			*deleted = append(*deleted, name(key))
+			r.size += deletionSize
+		} else {
+			m := message(object)
+			*set = append(*set, m)
+			r.size += proto.Size(m)
+		}
+		if r.size < batchBytes {
+			continue
+		}
+		if err := r.flush(); err != nil {
+			return err
+		}
 	}
-	return r.flush()
+	return nil
 }
 
 // flush sends the part, and begins the next one.
 func (r *relay) flush() error {
-	m := &raw{mem.BufferSlice{mem.SliceBuffer(localv1.Marshal(r.part))}}
-	r.part, r.size = &clusterv1.WatchResponse{}, 0
+	m := &raw{mem.BufferSlice{mem.SliceBuffer(localv1.Marshal(&r.part))}}
+	r.part.Reset()
+	r.size = 0
 	return r.sender.send(m)
 }

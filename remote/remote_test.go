@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
+	"os"
 	"path/filepath"
 	"strconv"
 	"sync"
@@ -28,7 +29,13 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) {
+	if os.Getenv(crowdEnv) != "" {
+		runCrowd()
+		return
+	}
+	goleak.VerifyTestMain(m)
+}
 
 // within returns a context that ends with the test, or when that takes too long.
 func within(t testing.TB) context.Context {

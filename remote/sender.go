@@ -3,7 +3,6 @@
 package remote
 
 import (
-	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -18,16 +17,29 @@ type sender struct {
 	stream  grpc.ServerStream
 	caller  caller
 	timeout time.Duration
-	stalled *atomic.Uint64
+	peers   *peers      // where what was sent, and who stalled, is counted
+	stalled *time.Timer // closes the connection while a message is sent
+}
+
+func (s *Server) newSender(stream grpc.ServerStream, c caller) sender {
+	return sender{stream: stream, caller: c, timeout: s.opts.Limits.SendTimeout, peers: s.peers}
 }
 
 // send sends one message.
-func (s *sender) send(m any) error {
-	stalled := time.AfterFunc(s.timeout, func() { s.caller.conn.Close() })
+func (s *sender) send(m *raw) error {
+	size := m.bytes.Len()
+	if s.stalled == nil {
+		s.stalled = time.AfterFunc(s.timeout, func() { s.caller.conn.Close() })
+	} else {
+		s.stalled.Reset(s.timeout)
+	}
 	err := s.stream.SendMsg(m)
-	if !stalled.Stop() {
-		s.stalled.Add(1)
+	if !s.stalled.Stop() {
+		s.peers.stalled.Add(1)
 		return status.Error(codes.DeadlineExceeded, "the client takes nothing")
+	}
+	if err == nil {
+		s.peers.sent.Add(uint64(size))
 	}
 	return err
 }
@@ -49,6 +61,9 @@ type opSender struct {
 func (s *opSender) op(f frame) error {
 	if !s.batches {
 		return s.send(&raw{mem.BufferSlice{mem.SliceBuffer(f.item())}})
+	}
+	if s.batch == nil {
+		s.batch = make(mem.BufferSlice, 0, 4) // most answers are short
 	}
 	s.batch = append(s.batch, mem.SliceBuffer(f))
 	s.size += len(f)

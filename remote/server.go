@@ -77,6 +77,18 @@ type Limits struct {
 	CacheBytes int
 }
 
+// DefaultLimits returns those that zero values stand for.
+func DefaultLimits() Limits {
+	return Limits{
+		Connections:        20_000,
+		ConnectionsPerPeer: 256,
+		StreamsPerPeer:     256,
+		StreamRate:         20,
+		SendTimeout:        30 * time.Second,
+		CacheBytes:         64 << 20,
+	}
+}
+
 // Server serves views of a cluster's state, and the state itself if asked to.
 type Server struct {
 	opts     ServerOptions
@@ -102,12 +114,13 @@ func NewServer(state *cluster.State, opts ServerOptions) (*Server, error) {
 	}
 	setDefault(&opts.BatchInterval, 10*time.Millisecond)
 	setDefault(&opts.StopTimeout, 5*time.Second)
-	setDefault(&opts.Limits.Connections, 20_000)
-	setDefault(&opts.Limits.ConnectionsPerPeer, 256)
-	setDefault(&opts.Limits.StreamsPerPeer, 256)
-	setDefault(&opts.Limits.StreamRate, 20)
-	setDefault(&opts.Limits.SendTimeout, 30*time.Second)
-	setDefault(&opts.Limits.CacheBytes, 64<<20)
+	limits := DefaultLimits()
+	setDefault(&opts.Limits.Connections, limits.Connections)
+	setDefault(&opts.Limits.ConnectionsPerPeer, limits.ConnectionsPerPeer)
+	setDefault(&opts.Limits.StreamsPerPeer, limits.StreamsPerPeer)
+	setDefault(&opts.Limits.StreamRate, limits.StreamRate)
+	setDefault(&opts.Limits.SendTimeout, limits.SendTimeout)
+	setDefault(&opts.Limits.CacheBytes, limits.CacheBytes)
 	if opts.Clock == nil {
 		opts.Clock = clock.RealClock{}
 	}
@@ -145,17 +158,7 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	if err != nil {
 		return err
 	}
-	server := grpc.NewServer(
-		grpc.Creds(s.peers.guard(creds)),
-		grpc.ForceServerCodecV2(newRawCodec()),
-		grpc.ConnectionTimeout(10*time.Second),
-		grpc.MaxConcurrentStreams(uint32(s.opts.Limits.StreamsPerPeer)),
-		grpc.MaxRecvMsgSize(maxRequest),
-		grpc.MaxHeaderListSize(16<<10),
-		grpc.ReadBufferSize(4<<10),
-		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
-		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 10 * time.Second}),
-	)
+	server := grpc.NewServer(s.grpcOptions(creds)...)
 	localv1.RegisterSetsServer(server, setsServer{Server: s})
 	if s.opts.ServeCluster {
 		clusterv1.RegisterClusterServer(server, clusterServer{Server: s})
@@ -189,6 +192,27 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 // and a token.
 const maxRequest = 16 << 10
 
+// requestWindow is how much a client may send that nobody has read yet: the least
+// that HTTP/2 has without being asked. It is fixed, as grpc would send a ping with
+// each request to find out whether more of it were faster.
+const requestWindow = 64 << 10
+
+func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.ServerOption {
+	return []grpc.ServerOption{
+		grpc.Creds(s.peers.guard(creds)),
+		grpc.ForceServerCodecV2(newRawCodec()),
+		grpc.ConnectionTimeout(10 * time.Second),
+		grpc.MaxConcurrentStreams(uint32(s.opts.Limits.StreamsPerPeer)),
+		grpc.MaxRecvMsgSize(maxRequest),
+		grpc.MaxHeaderListSize(16 << 10),
+		grpc.ReadBufferSize(4 << 10),
+		grpc.StaticStreamWindowSize(requestWindow),
+		grpc.StaticConnWindowSize(requestWindow),
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 10 * time.Second}),
+	}
+}
+
 // credentials returns how connections are secured, and an error if they would not
 // be where they have to.
 func (s *Server) credentials(ctx context.Context, listeners []net.Listener) (credentials.TransportCredentials, error) {
@@ -213,6 +237,8 @@ type Stats struct {
 	Streams int
 	// Views were computed and marshalled, of Values services and endpoints.
 	Views, Values uint64
+	// Bytes are those of the messages that were sent, without framing and TLS.
+	Bytes uint64
 	// Refused are the connections and streams that a limit did not admit.
 	Refused uint64
 	// Stalled are the connections that were closed because a client took
@@ -226,6 +252,7 @@ func (s *Server) Stats() Stats {
 		Streams: s.peers.streams(),
 		Views:   s.views.computed.Load(),
 		Values:  s.views.values.Load(),
+		Bytes:   s.peers.sent.Load(),
 		Refused: s.peers.refused.Load(),
 		Stalled: s.peers.stalled.Load(),
 	}

@@ -3,9 +3,6 @@
 package remote
 
 import (
-	"errors"
-	"io"
-
 	"github.com/kpng-project/kpng/api/localv1"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -20,44 +17,12 @@ type setsServer struct {
 
 // Watch implements localv1.SetsServer.
 func (s setsServer) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, localv1.OpItem]) error {
-	c, err := callerOf(stream.Context())
-	if err != nil {
-		return err
-	}
-	done, err := s.peers.admit(c)
-	if err != nil {
-		return err
-	}
-	defer done()
-	req, err := stream.Recv()
-	if err != nil {
-		return endOf(err)
-	}
-	if err := s.mayWatch(c, req.GetNodeName()); err != nil {
-		return err
-	}
-	w := s.newWatch(stream, c, req)
-	defer w.cursor.Close()
-	for {
-		if err := w.answer(stream.Context()); err != nil {
-			return err
+	return converse(s.Server, stream, func(c caller, req *localv1.WatchReq) (listener[localv1.WatchReq], error) {
+		if err := s.mayWatch(c, req.GetNodeName()); err != nil {
+			return nil, err
 		}
-		req, err := stream.Recv()
-		if err != nil {
-			return endOf(err)
-		}
-		if name := req.GetNodeName(); name != "" && name != w.name {
-			return status.Errorf(codes.InvalidArgument, "this stream is for node %q, open another one for node %q", w.name, name)
-		}
-	}
-}
-
-// endOf is how a stream ends whose client is heard no more.
-func endOf(err error) error {
-	if errors.Is(err, io.EOF) {
-		return nil
-	}
-	return err
+		return s.newWatch(stream, c, req), nil
+	})
 }
 
 // nodeCertificate is what the common name of a node's certificate begins with.

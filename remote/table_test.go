@@ -6,11 +6,13 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"iter"
 	"maps"
 	"slices"
 	"strings"
 	"testing"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/api/apitest"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
@@ -93,10 +95,22 @@ const (
 
 	servicesSet, endpointsSet = 1, 2
 
-	serviceNamespace, serviceName, serviceIPs      = 1, 2, 4
-	serviceIPsClusterIPs                           = 1
-	endpointIPs, endpointLocal, endpointScopes     = 2, 3, 5
+	serviceNamespace, serviceName, serviceType, serviceIPs, serviceMapIP, servicePorts = 1, 2, 3, 4, 5, 6
+	serviceExternalTrafficToLocal, serviceLabels, serviceAnnotations, serviceIPFilters = 7, 8, 9, 10
+	serviceClientIP, serviceInternalTrafficToLocal, serviceHealthCheckNodePort         = 11, 12, 13
+
+	serviceIPsClusterIPs, serviceIPsExternalIPs, serviceIPsHeadless, serviceIPsLoadBalancerIPs = 1, 2, 3, 4
+
+	portName, portProtocol, portPort, portNodePort, portTargetPort, portTargetPortName = 1, 2, 3, 4, 5, 6
+
+	ipFilterTargetIPs, ipFilterSourceRanges = 1, 2
+	clientIPTimeoutSeconds                  = 1
+	mapKey, mapValue                        = 1, 2
+
+	endpointHostname, endpointIPs, endpointLocal, endpointPortOverrides, endpointScopes = 1, 2, 3, 4, 5
+
 	endpointScopesInternal, endpointScopesExternal = 1, 2
+	portNameName, portNamePort                     = 1, 2
 	ipSetV4, ipSetV6                               = 1, 2
 )
 
@@ -162,7 +176,7 @@ func (c *tableClient) next() {
 			switch get(ref, refSet).varint {
 			case servicesSet:
 				phase = 1
-				c.services[path] = c.summary(get(parse(c.t, get(data, serviceIPs).bytes), serviceIPsClusterIPs))
+				c.services[path] = c.service(data)
 				if want := string(get(data, serviceNamespace).bytes) + "/" + string(get(data, serviceName).bytes); path != want {
 					c.t.Errorf("the service at %s says it is %s", path, want)
 				}
@@ -173,7 +187,7 @@ func (c *tableClient) next() {
 				if internal+external == 0 {
 					c.t.Errorf("endpoint %s takes no traffic, and an old client balances to it", path)
 				}
-				c.endpoints[path] = fmt.Sprint(c.summary(get(data, endpointIPs)), get(data, endpointLocal).varint, internal, external)
+				c.endpoints[path] = c.endpoint(data)
 				if c.services[c.serviceOf(path)] == "" {
 					c.t.Errorf("endpoint %s comes before its service", path)
 				}
@@ -203,9 +217,73 @@ func (c *tableClient) next() {
 
 func (c *tableClient) serviceOf(path string) string { return path[:strings.LastIndex(path, "/")] }
 
-func (c *tableClient) summary(ips field) string {
-	fields := parse(c.t, ips.bytes)
-	return fmt.Sprintf("%s,%s", get(fields, ipSetV4).bytes, get(fields, ipSetV6).bytes)
+// service says what is in a Service.
+func (c *tableClient) service(data []field) string {
+	ips := parse(c.t, get(data, serviceIPs).bytes)
+	text := fmt.Sprintf("%s at %s external %s load balancer %s headless %d all %d local %d %d check %d labels %s %s",
+		get(data, serviceType).bytes, c.ips(get(ips, serviceIPsClusterIPs)), c.ips(get(ips, serviceIPsExternalIPs)),
+		c.ips(get(ips, serviceIPsLoadBalancerIPs)), get(ips, serviceIPsHeadless).varint, get(data, serviceMapIP).varint,
+		get(data, serviceExternalTrafficToLocal).varint, get(data, serviceInternalTrafficToLocal).varint,
+		get(data, serviceHealthCheckNodePort).varint, c.entries(data, serviceLabels), c.entries(data, serviceAnnotations))
+	for port := range c.messages(data, servicePorts) {
+		text += fmt.Sprintf(" port %s %d %d %d %d %s", get(port, portName).bytes, get(port, portProtocol).varint, get(port, portPort).varint,
+			get(port, portNodePort).varint, get(port, portTargetPort).varint, get(port, portTargetPortName).bytes)
+	}
+	for filter := range c.messages(data, serviceIPFilters) {
+		text += fmt.Sprintf(" filter %s %s", c.ips(get(filter, ipFilterTargetIPs)), texts(filter, ipFilterSourceRanges))
+	}
+	for affinity := range c.messages(data, serviceClientIP) {
+		text += fmt.Sprintf(" affinity %d", get(affinity, clientIPTimeoutSeconds).varint)
+	}
+	return text
+}
+
+// endpoint says what is in an Endpoint.
+func (c *tableClient) endpoint(data []field) string {
+	scopes := parse(c.t, get(data, endpointScopes).bytes)
+	text := fmt.Sprintf("%s at %s local %d internal %d external %d", get(data, endpointHostname).bytes, c.ips(get(data, endpointIPs)),
+		get(data, endpointLocal).varint, get(scopes, endpointScopesInternal).varint, get(scopes, endpointScopesExternal).varint)
+	for port := range c.messages(data, endpointPortOverrides) {
+		text += fmt.Sprintf(" port %s %d", get(port, portNameName).bytes, get(port, portNamePort).varint)
+	}
+	return text
+}
+
+// ips says what is in an IPSet.
+func (c *tableClient) ips(set field) string {
+	fields := parse(c.t, set.bytes)
+	return fmt.Sprint(texts(fields, ipSetV4), texts(fields, ipSetV6))
+}
+
+// entries returns the entries of a map.
+func (c *tableClient) entries(data []field, number protowire.Number) map[string]string {
+	all := map[string]string{}
+	for entry := range c.messages(data, number) {
+		all[string(get(entry, mapKey).bytes)] = string(get(entry, mapValue).bytes)
+	}
+	return all
+}
+
+// messages yields the fields of each message that is a field of a number.
+func (c *tableClient) messages(data []field, number protowire.Number) iter.Seq[[]field] {
+	return func(yield func([]field) bool) {
+		for _, f := range data {
+			if f.number == number && !yield(parse(c.t, f.bytes)) {
+				return
+			}
+		}
+	}
+}
+
+// texts returns the strings that are fields of a number.
+func texts(data []field, number protowire.Number) []string {
+	list := []string{}
+	for _, f := range data {
+		if f.number == number {
+			list = append(list, string(f.bytes))
+		}
+	}
+	return list
 }
 
 // want returns what the client should have by now.
@@ -216,29 +294,44 @@ func (w *world) want(node string) (services, endpoints map[string]string) {
 	u, _ := f.Next()
 	for c := range u.Services {
 		path := c.Key.String()
-		ips := c.New.Service.IPs.ClusterIPs
-		v4, v6 := "", ""
-		if len(ips.V4) > 0 {
-			v4 = ips.V4[0].String()
-		}
-		if len(ips.V6) > 0 {
-			v6 = ips.V6[0].String()
-		}
-		services[path] = v4 + "," + v6
+		services[path] = wantService(c.New.Service)
 		for _, e := range c.New.Endpoints {
-			if !e.Scopes.Internal && !e.Scopes.External {
-				continue
+			if e.Scopes.Internal || e.Scopes.External {
+				endpoints[path+"/"+e.Key()] = wantEndpoint(&e)
 			}
-			ip := "," + e.Addr().String()
-			if e.Addr().Is4() {
-				ip = e.Addr().String() + ","
-			}
-			number := func(b bool) int { return map[bool]int{true: 1}[b] }
-			endpoints[path+"/"+e.Key()] = fmt.Sprint(ip, number(e.Local), number(e.Scopes.Internal), number(e.Scopes.External))
 		}
 	}
 	return services, endpoints
 }
+
+func wantService(s *api.Service) string {
+	text := fmt.Sprintf("%s at %s external %s load balancer %s headless %d all %d local %d %d check %d labels %s %s",
+		s.Type, wantIPs(s.IPs.ClusterIPs), wantIPs(s.IPs.ExternalIPs), wantIPs(s.IPs.LoadBalancerIPs), number(s.IPs.Headless), number(s.MapIP),
+		number(s.ExternalTrafficToLocal), number(s.InternalTrafficToLocal), s.HealthCheckNodePort, s.Labels, s.Annotations)
+	for _, p := range s.Ports {
+		text += fmt.Sprintf(" port %s %d %d %d %d %s", p.Name, p.Protocol, p.Port, p.NodePort, p.TargetPort, p.TargetPortName)
+	}
+	for _, f := range s.IPFilters {
+		text += fmt.Sprintf(" filter %s %s", wantIPs(f.TargetIPs), f.SourceRanges)
+	}
+	if s.SessionAffinity.ClientIP != nil {
+		text += fmt.Sprintf(" affinity %d", s.SessionAffinity.ClientIP.TimeoutSeconds)
+	}
+	return text
+}
+
+func wantEndpoint(e *api.Endpoint) string {
+	text := fmt.Sprintf("%s at %s local %d internal %d external %d", e.Hostname, wantIPs(e.IPs), number(e.Local),
+		number(e.Scopes.Internal), number(e.Scopes.External))
+	for _, p := range e.PortOverrides {
+		text += fmt.Sprintf(" port %s %d", p.Name, p.Port)
+	}
+	return text
+}
+
+func wantIPs(s api.IPSet) string { return fmt.Sprint(s.V4, s.V6) }
+
+func number(b bool) int { return map[bool]int{true: 1}[b] }
 
 func diffMaps(got, want map[string]string) []string {
 	var lines []string

@@ -67,10 +67,16 @@ func tlsFiles(dir string) *transport.TLS {
 // issue writes a certificate for name into files.
 func (a *authority) issue(t testing.TB, files *transport.TLS, name string, organizations ...string) {
 	t.Helper()
+	a.issueUntil(t, files, time.Now().Add(time.Hour), name, organizations...)
+}
+
+// issueUntil writes a certificate that is good until then.
+func (a *authority) issueUntil(t testing.TB, files *transport.TLS, end time.Time, name string, organizations ...string) {
+	t.Helper()
 	key := newKey(t)
 	template := &x509.Certificate{
 		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: name, Organization: organizations},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: end,
 		DNSNames: []string{"kpng.test"}, KeyUsage: x509.KeyUsageDigitalSignature,
 		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
 	}

@@ -16,7 +16,8 @@ import (
 // newToken returns the token for a revision. What follows are strings on which the
 // told depends, such as the node and its zone.
 func (s *Server) newToken(revision diffstore.Revision, depends ...string) []byte {
-	b := binary.AppendUvarint(bytes.Clone(s.instance), uint64(revision))
+	b := append(make([]byte, 0, 128), s.instance...)
+	b = binary.AppendUvarint(b, uint64(revision))
 	for _, d := range depends {
 		b = append(binary.AppendUvarint(b, uint64(len(d))), d...)
 	}

@@ -46,28 +46,30 @@ func (v *views) of(state *api.ServiceState, node, zone string) *wireView {
 	s.mu.Lock()
 	w, ok := s.views[c]
 	if !ok {
-		w = v.compute(state, c)
+		w = v.compute(s, c)
 		s.views[c] = w
 	}
 	s.mu.Unlock()
 	if !ok && w != nil {
-		v.grow(s, w.size())
+		v.grow(s, w.size)
 	}
 	return w
 }
 
-func (v *views) compute(state *api.ServiceState, c class) *wireView {
+// compute works out how a class sees s. The caller holds s.mu.
+func (v *views) compute(s *sharedState, c class) *wireView {
 	node := &api.Node{Name: c.node}
 	if c.zone != "" {
 		node.Labels = map[string]string{api.ZoneLabel: c.zone}
 	}
-	se := nodeview.View(state, node)
+	se := nodeview.View(s.state, node)
 	if se == nil {
 		return nil
 	}
 	v.computed.Add(1)
-	v.values.Add(uint64(1 + len(se.Endpoints) + len(se.Draining)))
-	return newWireView(v.ids.Add(1), se)
+	w := newWireView(v.ids.Add(1), se, &s.endpoints)
+	v.values.Add(uint64(w.values))
+	return w
 }
 
 // shared returns what is kept of state.
@@ -89,7 +91,7 @@ func (v *views) shared(state *api.ServiceState) *sharedState {
 func (v *views) grow(s *sharedState, by int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if _, ok := v.states[s.state]; ok {
+	if e, ok := v.states[s.state]; ok && e.Value == s { // and not forgotten meanwhile
 		s.size += by
 		v.size += by
 	}
@@ -114,8 +116,9 @@ type sharedState struct {
 
 	size int // guarded by views.mu
 
-	mu    sync.Mutex
-	views map[class]*wireView
+	mu        sync.Mutex
+	views     map[class]*wireView
+	endpoints marshalled
 }
 
 func newSharedState(state *api.ServiceState) *sharedState {

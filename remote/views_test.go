@@ -5,12 +5,15 @@ package remote
 import (
 	"fmt"
 	"math/rand/v2"
+	"net/netip"
 	"sync"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/api/apitest"
 	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/nodeview"
 	"google.golang.org/protobuf/proto"
 )
 
@@ -41,6 +44,54 @@ func TestViewsAreForgottenWhenTheyAreTooMany(t *testing.T) {
 	}
 	if sum != v.size {
 		t.Errorf("size is %d, want %d", v.size, sum)
+	}
+}
+
+// TestAViewOfWhatIsForgottenMeanwhile has a state that is forgotten and kept again
+// while a view of it is worked out.
+func TestAViewOfWhatIsForgottenMeanwhile(t *testing.T) {
+	v := newViews(1) // the last state
+	state := stateOf("s")
+	first := v.shared(state)
+	v.shared(stateOf("another"))
+	again := v.shared(state)
+	v.grow(first, 1000)
+	if v.size != again.size {
+		t.Errorf("size is %d, want %d", v.size, again.size)
+	}
+}
+
+// TestClassesShareEndpoints works out the views of nodes on each of which one endpoint
+// runs, or more, with and without what others have marshalled.
+func TestClassesShareEndpoints(t *testing.T) {
+	const nodes = 8
+	r := rand.New(rand.NewPCG(1, 1))
+	random := func() bool { return r.IntN(2) > 0 }
+	for range 100 {
+		slice := &api.EndpointSlice{Family: api.IPv4, Ports: []api.EndpointPort{{Protocol: api.TCP, Port: 80}}}
+		for i := range byte(2 * nodes) {
+			slice.Endpoints = append(slice.Endpoints, api.SliceEndpoint{
+				Addr: netip.AddrFrom4([4]byte{10, 0, 0, i}), NodeName: apitest.NodeName(r.IntN(nodes)),
+				Conditions: api.Conditions{Ready: random(), Serving: random(), Terminating: random()},
+			})
+		}
+		state := stateOf("s", slice)
+		state.Service.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, 1, 0, 0}))
+		state.Service.Ports = []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 80}}
+		state.Service.InternalTrafficToLocal = random()
+		v := newViews(1 << 20)
+		for n := range nodes {
+			name := apitest.NodeName(n)
+			got := v.of(state, name, "")
+			want := newWireView(got.id, nodeview.View(state, &api.Node{Name: name}), new(marshalled))
+			if diff := cmp.Diff(want.endpoints, got.endpoints, cmp.AllowUnexported(wireEndpoint{})); diff != "" {
+				t.Fatalf("%s (- by itself, + beside others):\n%s", name, diff)
+			}
+		}
+		// An endpoint looks alike to all nodes but its own.
+		if got, most := int(v.values.Load()), nodes+2*len(slice.Endpoints); got > most {
+			t.Errorf("%d values were marshalled, want %d at most", got, most)
+		}
 	}
 }
 
@@ -128,7 +179,7 @@ func randomView(r *rand.Rand, id uint64) *wireView {
 			v.Draining = append(v.Draining, e)
 		}
 	}
-	return newWireView(id, v)
+	return newWireView(id, v, new(marshalled))
 }
 
 // apply applies operations to what a client has, by path.

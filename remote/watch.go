@@ -3,7 +3,6 @@
 package remote
 
 import (
-	"context"
 	"iter"
 	"slices"
 
@@ -30,18 +29,17 @@ type watch struct {
 
 	// The rest is what the client has: synced is whether anything, and at which
 	// revision it got its last token.
-	synced   bool
-	token    diffRevision
-	cursor   *statesCursor
-	node     *api.Node
-	revision diffRevision
+	synced bool
+	token  diffRevision
+	cursor *statesCursor
+	node   *api.Node
 }
 
 func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.WatchReq) *watch {
 	w := &watch{
 		server: s,
 		sender: opSender{
-			sender:  sender{stream, c, s.opts.Limits.SendTimeout, &s.peers.stalled},
+			sender:  s.newSender(stream, c),
 			batches: req.GetBatches(),
 		},
 		name:    req.GetNodeName(),
@@ -56,32 +54,23 @@ func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.Watch
 	return w
 }
 
-// answer waits until there is something to tell, and tells it.
-func (w *watch) answer(ctx context.Context) error {
-	for {
-		snapshot, next := w.server.published.get()
-		if snapshot != nil && (!w.synced || snapshot.Revision != w.revision) {
-			if told, err := w.tell(snapshot); told || err != nil {
-				return err
-			}
-		}
-		select {
-		case <-next:
-		case <-ctx.Done():
-			return status.FromContextError(ctx.Err()).Err()
-		case <-w.server.stopping:
-			return status.Error(codes.Unavailable, "the server stops")
-		}
-	}
-}
-
 // staleToken is how many changes in the cluster make a token stale: a client that
 // has not been told anything meanwhile gets a new one, for it would be told too
 // much if it came back with the old one.
 const staleToken = 1000
 
-// tell brings the client to the snapshot, and reports whether there was anything to
-// tell.
+// hear implements listener.
+func (w *watch) hear(req *localv1.WatchReq) error {
+	if name := req.GetNodeName(); name != "" && name != w.name {
+		return status.Errorf(codes.InvalidArgument, "this stream is for node %q, open another one for node %q", w.name, name)
+	}
+	return nil
+}
+
+// close implements listener.
+func (w *watch) close() { w.cursor.Close() }
+
+// tell implements listener.
 func (w *watch) tell(snapshot *cluster.Snapshot) (bool, error) {
 	node, _ := snapshot.Nodes.Get(w.name)
 	tell := !w.synced || w.tokens && snapshot.Revision-w.token > staleToken
@@ -98,7 +87,7 @@ func (w *watch) tell(snapshot *cluster.Snapshot) (bool, error) {
 		w.synced, w.resume = true, nil
 	}
 	w.cursor.Advance(snapshot.States)
-	w.node, w.revision = node, snapshot.Revision
+	w.node = node
 	return tell, nil
 }
 

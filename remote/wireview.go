@@ -5,6 +5,7 @@ package remote
 import (
 	"bytes"
 	"slices"
+	"sort"
 	"strings"
 	"sync"
 
@@ -19,6 +20,9 @@ type wireView struct {
 	key       types.NamespacedName
 	service   []byte
 	endpoints []wireEndpoint // in order of their keys
+
+	values int // that were marshalled for it
+	size   int // in memory, with what is worked out of it, about
 
 	mu     sync.Mutex
 	deltas [2][2]memo[*wireDelta] // by audience, and by whether it is from nothing
@@ -52,38 +56,60 @@ type memo[T any] struct {
 	value T
 }
 
-// newWireView marshals v.
-func newWireView(id uint64, v *api.ServiceEndpoints) *wireView {
+// marshalled are the endpoints of a service in all the forms in which nodes see them,
+// each marshalled once: most look the same to all but the node on which they run.
+type marshalled []*marshalledEndpoint // in order of address and ports
+
+type marshalledEndpoint struct {
+	wireEndpoint
+	endpoint api.Endpoint
+	draining bool
+}
+
+// wire returns e as it goes over the wire, and whether it was not marshalled before.
+func (m *marshalled) wire(e *api.Endpoint, draining bool) (wireEndpoint, bool) {
+	list := *m
+	i := sort.Search(len(list), func(i int) bool { return list[i].endpoint.Compare(e) >= 0 })
+	for ; i < len(list) && list[i].endpoint.Compare(e) == 0; i++ {
+		if list[i].draining == draining && list[i].endpoint.Equal(e) {
+			return list[i].wireEndpoint, false
+		}
+	}
+	w := wireEndpoint{
+		key:       e.Key(),
+		value:     localv1.Marshal(localv1.FromEndpoint(e, draining)),
+		elsewhere: !draining && (e.Scopes.Internal || e.Scopes.External),
+	}
+	*m = slices.Insert(list, i, &marshalledEndpoint{w, *e, draining})
+	return w, true
+}
+
+// newWireView marshals v, but for the endpoints that are marshalled already.
+func newWireView(id uint64, v *api.ServiceEndpoints, m *marshalled) *wireView {
 	w := &wireView{
 		id:        id,
 		key:       v.Key(),
 		service:   localv1.Marshal(localv1.FromView(v)),
 		endpoints: make([]wireEndpoint, 0, len(v.Endpoints)+len(v.Draining)),
+		values:    1,
 	}
-	w.add(v.Endpoints, false)
-	w.add(v.Draining, true)
+	w.size = 400 + 3*len(w.service)
+	w.add(v.Endpoints, false, m)
+	w.add(v.Draining, true, m)
 	slices.SortFunc(w.endpoints, func(a, b wireEndpoint) int { return strings.Compare(a.key, b.key) })
 	return w
 }
 
-func (w *wireView) add(list []api.Endpoint, draining bool) {
+func (w *wireView) add(list []api.Endpoint, draining bool, m *marshalled) {
 	for i := range list {
-		e := &list[i]
-		w.endpoints = append(w.endpoints, wireEndpoint{
-			key:       e.Key(),
-			value:     localv1.Marshal(localv1.FromEndpoint(e, draining)),
-			elsewhere: !draining && (e.Scopes.Internal || e.Scopes.External),
-		})
+		e, fresh := m.wire(&list[i], draining)
+		w.endpoints = append(w.endpoints, e)
+		w.size += 60 + len(e.key) + len(e.value)
+		if fresh {
+			w.size += 400 + 2*(len(e.key)+len(e.value))
+			w.values++
+		}
 	}
-}
-
-// size estimates what the view takes in memory, with what is worked out of it.
-func (w *wireView) size() int {
-	n := 400 + 3*len(w.service)
-	for i := range w.endpoints {
-		n += 150 + 3*(len(w.endpoints[i].key)+len(w.endpoints[i].value))
-	}
-	return n
 }
 
 // wireDelta is the difference of two views in single operations, by phase.

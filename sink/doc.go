@@ -37,6 +37,11 @@
 // Sync costs the driver depends on what changed, not on how many services there
 // are.
 //
+// A full Sync may take long. A sink that can let changes through while it is under
+// way asks for them with [Changes.Meanwhile]. That is a preview and acknowledges
+// nothing, so that sinks which share a driver need not know of each other: the next
+// Sync tells all of it again, as retries.
+//
 // # When programming fails
 //
 // A sink says which services failed by returning [*Failed], and the driver tells
@@ -53,7 +58,7 @@
 //
 // # More than Sync
 //
-// A sink may implement [Starter], [Stopper], [Cleaner] and [Verifier]. If it wants
+// A sink may implement [Starter], [Stopper] or [Drainer], [Cleaner] and [Verifier]. If it wants
 // the whole state instead of changes, [FullState] makes a sink of a function; if
 // it wants single objects, [Events] makes one of a [Handler]. Package sinktest
 // drives a sink in tests.

@@ -3,6 +3,7 @@
 package sink
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -100,7 +101,7 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 	}
 	if s, ok := d.sink.(Stopper); ok {
 		defer func() {
-			stopCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.opts.StopTimeout)
+			stopCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.stopTimeout())
 			defer cancel()
 			if stopErr := guard(stopCtx, "Stop", s.Stop); stopErr != nil {
 				err = errors.Join(err, fmt.Errorf("stop %s: %w", d.label(), stopErr))
@@ -117,6 +118,15 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 			return nil
 		}
 	}
+}
+
+// stopTimeout returns how long the sink may take to stop.
+func (d *Driver) stopTimeout() time.Duration {
+	timeout := d.opts.StopTimeout
+	if s, ok := d.sink.(Drainer); ok && timeout == 0 {
+		timeout = s.StopTimeout()
+	}
+	return cmp.Or(timeout, 10*time.Second)
 }
 
 // wait returns nil when there is something to tell the sink and it may be told,
@@ -210,6 +220,7 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 		log.Info("The sink verified and starts over", "reason", err)
 		d.startOver()
 	case cutShort:
+		d.verifyAt = end.Add(d.opts.VerifyInterval / 4)
 		return
 	case err != nil:
 		log.Error(err, "Verifying failed")

@@ -69,7 +69,7 @@ func FuzzDriver(f *testing.F) {
 // returns the channel to close if that is to block the sink.
 func mutate(w *world, r *rand.Rand, plane dataplane) []chan struct{} {
 	someKey := func() types.NamespacedName { return key(string(rune('a' + r.IntN(6)))) }
-	switch r.IntN(16) {
+	switch r.IntN(17) {
 	case 0, 1, 2, 3, 4:
 		w.src.SetTriggered(time.Now(), view(someKey(), bytesUpTo(r)...))
 	case 5, 6:
@@ -100,6 +100,9 @@ func mutate(w *world, r *rand.Rand, plane dataplane) []chan struct{} {
 			return []chan struct{}{release}
 		}
 		close(release)
+	case 16:
+		wait := func() time.Duration { return time.Duration(r.IntN(100)) * time.Millisecond }
+		w.rec.Script(plane.pausing(wait(), wait()))
 	}
 	return nil
 }
@@ -126,7 +129,29 @@ func (p dataplane) Sync(_ context.Context, c *sink.Changes) error {
 	for s := range c.Services {
 		p.apply(&s)
 	}
+	if c.Full {
+		p.catchUp(c)
+	}
 	return nil
+}
+
+func (p dataplane) catchUp(c *sink.Changes) {
+	for _, s := range c.Meanwhile() {
+		p.apply(&s)
+	}
+}
+
+// pausing returns a step that catches up after each wait, in a full Sync.
+func (p dataplane) pausing(waits ...time.Duration) sinktest.Step {
+	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+		err := s.Sync(ctx, c)
+		for _, wait := range waits {
+			if time.Sleep(wait); c.Full {
+				p.catchUp(c)
+			}
+		}
+		return err
+	}
 }
 
 func (p dataplane) apply(s *sink.Change) {

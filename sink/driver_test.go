@@ -113,6 +113,12 @@ func (w *world) told(skip int) string {
 		if s.NodeChanged && !s.Full {
 			b.WriteString(" node")
 		}
+		if len(s.Meanwhile) > 0 {
+			b.WriteString(" meanwhile")
+		}
+		for _, c := range s.Meanwhile {
+			fmt.Fprintf(&b, " %s %s→%s", c.Key.Name, describe(c.Old), describe(c.New))
+		}
 		if s.Err != nil {
 			fmt.Fprintf(&b, ": %v", s.Err)
 		}
@@ -142,6 +148,21 @@ func (w *world) expectTold(skip int, lines ...string) {
 }
 
 var compare = []cmp.Option{cmp.Comparer(func(a, b *api.ServiceEndpoints) bool { return a.Equal(b) })}
+
+// asking returns a step that asks what changed n times, a second apart, and then
+// goes on with step, or with the sink.
+func asking(n int, step sinktest.Step) sinktest.Step {
+	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
+		for range n {
+			time.Sleep(time.Second)
+			c.Meanwhile()
+		}
+		if step != nil {
+			return step(ctx, c, s)
+		}
+		return s.Sync(ctx, c)
+	}
+}
 
 func TestDriver(t *testing.T) {
 	failing := func(keys ...types.NamespacedName) sinktest.Step { return sinktest.FailServices(errBusy, keys...) }
@@ -200,6 +221,79 @@ func TestDriver(t *testing.T) {
 			close(release)
 		},
 		want: []string{"0s: full web none→[1]", "0s: dns none→[2] web [1]→[2]", "10s: dns [2]→none web [2]→[11]"},
+	}, {
+		name: "a sink that asks is told what changes during a full one, and again afterwards",
+		test: func(w *world) {
+			w.rec.Script(asking(3, nil))
+			w.src.MarkSynced()
+			synctest.Wait()
+			w.src.Set(view(web, 2), view(dns))
+			time.Sleep(1500 * time.Millisecond)
+			w.src.Set(view(web, 3))
+			w.src.Delete(dns)
+			time.Sleep(time.Second)
+			w.src.Set(view(dns, 4))
+		},
+		want: []string{
+			"0s: full web none→[1] meanwhile dns none→[] web [1]→[2] dns []→none web [2]→[3] dns none→[4]",
+			"3s: dns none→[4] again web [1]→[3] again",
+		},
+	}, {
+		name: "what was told meanwhile and is as it was is told again",
+		test: func(w *world) {
+			w.rec.Script(asking(1, nil))
+			w.src.MarkSynced()
+			synctest.Wait()
+			w.src.Set(view(web, 2), view(dns))
+			time.Sleep(1500 * time.Millisecond)
+			w.src.Delete(dns)
+		},
+		opts: sink.Options{MinInterval: 2 * time.Second},
+		want: []string{
+			"0s: full web none→[1] meanwhile dns none→[] web [1]→[2]", "3s: dns none→none again web [1]→[2] again",
+		},
+	}, {
+		name: "a service that fails in a full one and changes meanwhile has no old view",
+		test: func(w *world) {
+			w.rec.Script(asking(1, failing(web)))
+			w.src.MarkSynced()
+			synctest.Wait()
+			w.src.Set(view(web, 2), view(dns))
+		},
+		want: []string{
+			"0s: full web none→[1] meanwhile dns none→[] web [1]→[2]: service default/web: dataplane is busy",
+			"1s: dns none→[] again", "1.1s: web none→[2] again",
+		},
+	}, {
+		name: "if a full one fails, what was told meanwhile comes with the next",
+		test: func(w *world) {
+			w.rec.Script(asking(1, sinktest.Fail(errBusy)))
+			w.src.MarkSynced()
+			synctest.Wait()
+			w.src.Set(view(web, 2), view(dns))
+		},
+		want: []string{
+			"0s: full web none→[1] meanwhile dns none→[] web [1]→[2]: dataplane is busy", "1.1s: full dns none→[] web none→[2]",
+		},
+	}, {
+		name: "during a full one nobody is told what a change of the node brings, nor what the source has lost count of",
+		test: func(w *world) {
+			w.rec.Script(asking(2, nil))
+			w.src.MarkSynced()
+			synctest.Wait()
+			w.src.SetNode(&api.Node{Name: "n1"})
+			w.src.Set(view(web, 2))
+			time.Sleep(2 * time.Second)
+			synctest.Wait()
+			w.rec.Script(asking(2, nil))
+			w.src.Lag()
+			synctest.Wait()
+			w.src.Lag()
+			w.src.Set(view(web, 3))
+		},
+		want: []string{
+			"0s: full web none→[1]", "2s: web [1]→[2] node", "2s: full web none→[2]", "4s: full web none→[3]",
+		},
 	}, {
 		name: "a full one that fails comes again, backing off",
 		test: func(w *world) {
@@ -832,6 +926,38 @@ func TestLifeOfASink(t *testing.T) {
 	}
 }
 
+// drainer says itself how long it may take to stop.
+type drainer struct {
+	stages
+	timeout time.Duration
+}
+
+func (d *drainer) StopTimeout() time.Duration { return d.timeout }
+
+func TestTimeToStop(t *testing.T) {
+	for _, tc := range []struct {
+		name                string
+		option, sinks, want time.Duration
+	}{
+		{"nobody says how long", 0, 0, 10 * time.Second},
+		{"the sink says how long", 0, time.Hour, time.Hour},
+		{"the option comes first", time.Minute, time.Hour, time.Minute},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			s := &drainer{timeout: tc.sinks}
+			run(t, sink.Options{StopTimeout: tc.option}, s, func(w *world) {
+				w.src.MarkSynced()
+				synctest.Wait()
+				w.cancel()
+				<-w.ended
+				if s.deadlineOfStop != tc.want {
+					w.Errorf("Stop had %v, want %v", s.deadlineOfStop, tc.want)
+				}
+			})
+		})
+	}
+}
+
 func TestVerify(t *testing.T) {
 	t.Run("comes at its interval when nothing else is to do", func(t *testing.T) {
 		var at []time.Time
@@ -860,6 +986,29 @@ func TestVerify(t *testing.T) {
 			w.src.Set(view(web, 2))
 			w.waitApplied()
 			w.expectTold(1, "1m1s: web [1]→[2]")
+		})
+	})
+	t.Run("comes again sooner when a change cut it short", func(t *testing.T) {
+		var at []time.Duration
+		var begin time.Time
+		s := &stages{verify: func(ctx context.Context) error {
+			at = append(at, time.Since(begin))
+			if len(at) == 1 {
+				<-ctx.Done()
+			}
+			return ctx.Err()
+		}}
+		run(t, sink.Options{VerifyInterval: time.Minute}, s, func(w *world) {
+			begin = w.start
+			w.src.MarkSynced()
+			time.Sleep(62 * time.Second)
+			w.src.Set(view(web, 2))
+			w.waitApplied()
+			time.Sleep(2 * time.Minute)
+			synctest.Wait()
+			if diff := cmp.Diff([]time.Duration{60 * time.Second, 77 * time.Second, 137 * time.Second}, at); diff != "" {
+				w.Errorf("calls of Verify (-want +got):\n%s", diff)
+			}
 		})
 	})
 	t.Run("that hangs is seen as soon as something waits", func(t *testing.T) {

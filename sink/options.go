@@ -24,12 +24,12 @@ type Options struct {
 	Backoff Backoff
 
 	// VerifyInterval is the time from the end of one Verify to the start of the
-	// next, for a sink that is a [Verifier]. Default one minute; negative means
-	// never.
+	// next, for a sink that is a [Verifier]. After one that changes cut short it is a
+	// quarter of that. Default one minute; negative means never.
 	VerifyInterval time.Duration
 
 	// StopTimeout is how long a [Stopper] may take until its context ends.
-	// Default ten seconds.
+	// Default: what a [Drainer] says, and ten seconds for others.
 	StopTimeout time.Duration
 
 	// Once makes Run end with nil as soon as the first full Changes has been
@@ -97,7 +97,6 @@ func (o Options) withDefaults() Options {
 	setDefault(&o.Backoff.Max, 30*time.Second)
 	setDefault(&o.Backoff.Jitter, 0.1)
 	setDefault(&o.VerifyInterval, time.Minute)
-	setDefault(&o.StopTimeout, 10*time.Second)
 	if o.Clock == nil {
 		o.Clock = clock.RealClock{}
 	}

@@ -51,6 +51,14 @@ type Stopper interface {
 	Stop(ctx context.Context) error
 }
 
+// Drainer is a [Stopper] that lets what it serves end when it stops, and says how
+// long that may take at most. It counts where [Options.StopTimeout] says nothing;
+// 0 says nothing either.
+type Drainer interface {
+	Stopper
+	StopTimeout() time.Duration
+}
+
 // Cleaner is implemented by a sink that leaves something behind when it stops,
 // on purpose, so that traffic flows on while its program is replaced. Cleanup
 // removes all that sinks of this kind and name ever made, and nothing else. No
@@ -81,6 +89,17 @@ type Changes struct {
 	// once. It may be read several times. A full one is computed while it is
 	// read: keep what you need of it rather than all of it.
 	Services iter.Seq[Change]
+	// Meanwhile, nil if c is not full, returns what has changed since c was made
+	// or Meanwhile was called last, in order of namespace and name, each service
+	// once: Old is its view in Services, or the one that Meanwhile returned last.
+	// Services stays as it is. What comes with a change of Node waits.
+	//
+	// A sink need not call it. One whose full Sync takes long may, in between, so
+	// that changes do not wait for its end. It programs them as it can and tells
+	// nothing of those that fail: whatever comes of the Sync, none of it is
+	// acknowledged, and the next one tells these services again, as retries.
+	// A sink calls it from one goroutine at a time.
+	Meanwhile func() []Change
 	// Node is this node as the API has it, nil while it is not known.
 	Node *api.Node
 	// NodeChanged says that Node differs from what was last acknowledged, or
@@ -97,9 +116,9 @@ type Change struct {
 	// New is the view to program, nil if the service has to go.
 	New *api.ServiceEndpoints
 	// Retry says that New, or a view between Old and New, was told before and
-	// not acknowledged, so that any part of it may be programmed besides Old: a
-	// difference of Old and New is not enough to go by. Old and New may then be
-	// equal, or both be nil. It is false in a full Changes.
+	// not acknowledged, or was told by Meanwhile, so that any part of it may be
+	// programmed besides Old: a difference of Old and New is not enough to go by.
+	// Old and New may then be equal, or both be nil. It is false in a full Changes.
 	Retry bool
 	// TriggerTime is when the oldest endpoint change in it happened, as the
 	// endpoints controller noted; zero if unknown or no endpoint changed.

@@ -41,6 +41,9 @@ func (d *Driver) syncFull(ctx context.Context, u *Update) {
 	c := u.Changes
 	c.Services = counted(u.Services, &read)
 	c.NodeChanged = true
+	d.src.Advance(u) // so that what comes next is seen; if this fails it starts over anyway
+	ahead := ahead{base: u.Revision, reached: u.Revision, told: map[types.NamespacedName]*unacked{}}
+	c.Meanwhile = func() []Change { return d.meanwhile(&ahead) }
 	result, failed, acked := d.sync(ctx, &c)
 	result.Services = int(read.Load())
 	d.update(func() {
@@ -48,15 +51,22 @@ func (d *Driver) syncFull(ctx context.Context, u *Update) {
 			d.backOff(result.Err)
 			return
 		}
-		d.ack(u)
+		d.ack()
+		d.position = ahead.reached
 		d.synced = true
 		d.status.FullSyncs++
 		d.status.LastFullSync = d.status.LastSync
 		before := d.pending
 		d.pending = newPending()
+		for _, s := range ahead.told {
+			d.pending.put(s)
+		}
 		drawn := draw()
 		for key, err := range failed {
 			s := &unacked{key: key}
+			if told := ahead.told[key]; told != nil {
+				s.trigger = told.trigger
+			}
 			if b := before.get(key); b != nil {
 				s.failures = b.failures
 			}
@@ -71,6 +81,38 @@ func (d *Driver) syncFull(ctx context.Context, u *Update) {
 		d.startOver()
 	}
 	d.report(ctx, result, failed)
+}
+
+// ahead is what a sink was told by Meanwhile, in a full Sync of what was at the
+// revision base: services that are pending when it ends, and the position then.
+type ahead struct {
+	base, reached uint64
+	told          map[types.NamespacedName]*unacked
+}
+
+// meanwhile returns what changed since a.reached, and notes it in a. What is no
+// difference of services alone comes after the full Sync.
+func (d *Driver) meanwhile(a *ahead) []Change {
+	if !isClosed(d.src.Changed()) {
+		return nil
+	}
+	d.noted = false
+	d.queued(d.opts.Clock.Now())
+	u, err := d.src.Next()
+	if err != nil || u == nil || u.Full || u.NodeChanged {
+		return nil
+	}
+	changes := slices.Collect(u.Services)
+	for _, c := range changes {
+		if s := a.told[c.Key]; s != nil {
+			s.trigger = earlier(s.trigger, c.TriggerTime)
+		} else {
+			a.told[c.Key] = &unacked{key: c.Key, old: c.Old, since: a.base, trigger: c.TriggerTime}
+		}
+	}
+	d.src.Advance(u)
+	a.reached = u.Revision
+	return changes
 }
 
 // syncPartial tells the sink what changed and what is due again.
@@ -161,7 +203,8 @@ func (d *Driver) settle(u *Update, changes []Change, failed Failed) {
 			d.pending.remove(c.Key)
 		}
 	}
-	d.ack(u)
+	d.advance(u)
+	d.ack()
 	d.status.PartialSyncs++
 }
 
@@ -202,9 +245,8 @@ func (d *Driver) sync(ctx context.Context, c *Changes) (result SyncResult, faile
 	return SyncResult{Full: c.Full, Duration: end.Sub(begin), Err: err}, failed, acked
 }
 
-// ack notes that a Sync that brings the sink to u was acknowledged.
-func (d *Driver) ack(u *Update) {
-	d.advance(u)
+// ack notes that a Sync was acknowledged.
+func (d *Driver) ack() {
 	d.nodePending = false
 	d.status.LastSync = d.opts.Clock.Now()
 	d.recovered()

@@ -179,21 +179,23 @@ func TestWhatCannotBeRead(t *testing.T) {
 
 func TestTextThatIsNotUTF8IsRepaired(t *testing.T) {
 	const bad, good = "a\xff", "a\uFFFD"
-	got, err := travel(t, localv1.FromService(&api.Service{
-		Name:        "s",
-		Annotations: map[string]string{bad: bad, "fine": "fine"},
-		Ports:       []api.PortMapping{{Name: "p", AppProtocol: bad}},
-	})).ToService()
+	newService := func(text string) *api.Service {
+		return &api.Service{
+			Name:        "s",
+			Annotations: map[string]string{text: text, "fine": "fine"},
+			Ports:       []api.PortMapping{{Name: "p", AppProtocol: text}},
+		}
+	}
+	service := newService(bad)
+	got, err := travel(t, localv1.FromService(service)).ToService()
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := &api.Service{
-		Name:        "s",
-		Annotations: map[string]string{good: good, "fine": "fine"},
-		Ports:       []api.PortMapping{{Name: "p", AppProtocol: good}},
-	}
-	if !got.Equal(want) {
+	if want := newService(good); !got.Equal(want) {
 		t.Error(cmp.Diff(want, got, equateAddrs))
+	}
+	if want := newService(bad); !service.Equal(want) {
+		t.Errorf("what was sent is another now:\n%s", cmp.Diff(want, service, equateAddrs))
 	}
 	if b := localv1.Marshal(&localv1.IPSet{V4: []string{"ok", bad}}); !slices.Equal(b[len(b)-4:], []byte(good)) {
 		t.Errorf("a list became %q", b)

@@ -12,11 +12,14 @@ import (
 
 // Marshal returns the encoding of m. Of equal messages it is equal, within one
 // build of the program. Strings that are not UTF-8, which protobuf refuses and an
-// API server can be made to hand out, are repaired in m as encoding/json does it.
+// API server can be made to hand out, are repaired as encoding/json does it, and
+// stay as they are in m: messages share maps and lists with the values that they
+// were made of, which others read.
 func Marshal(m proto.Message) []byte {
 	deterministic := proto.MarshalOptions{Deterministic: true}
 	b, err := deterministic.Marshal(m)
 	if err != nil {
+		m = proto.Clone(m)
 		repair(m.ProtoReflect())
 		b, err = deterministic.Marshal(m)
 	}

@@ -169,6 +169,13 @@ func TestTheCommandRunsNothingWithoutACallout(t *testing.T) {
 	}
 }
 
+func TestTheCommandRunsNothingThatHasNoTime(t *testing.T) {
+	out, err := command(t, "true", "--callout-timeout=0").CombinedOutput()
+	if err == nil || !strings.Contains(string(out), "--callout-timeout is not greater than zero") {
+		t.Errorf("output %q, error %v", out, err)
+	}
+}
+
 func TestTheCommandLogsAFailureAndTriesAgain(t *testing.T) {
 	seen := filepath.Join(t.TempDir(), "seen")
 	cmd := command(t, fmt.Sprintf(`sh -c "mkdir %s && echo the first time >&2 && exit 7; wc -l"`, seen), "--once")

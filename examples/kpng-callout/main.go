@@ -13,6 +13,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"fmt"
 	"os"
 	"time"
 
@@ -28,6 +29,9 @@ func main() {
 	cmd.Long = "kpng-callout runs the program $CALLOUT with all that this node has to proxy on standard input, one JSON object a service."
 	cmd.Flags().DurationVar(&callout.timeout, "callout-timeout", time.Minute, "kill $CALLOUT and what it started, and count it as failed, when it runs for longer")
 	cmd.PreRunE = func(*cobra.Command, []string) (err error) {
+		if callout.timeout <= 0 {
+			return fmt.Errorf("--callout-timeout is not greater than zero: %v", callout.timeout)
+		}
 		callout.args, err = split(os.Getenv("CALLOUT"))
 		return err
 	}

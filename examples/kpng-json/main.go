@@ -5,23 +5,10 @@
 package main
 
 import (
-	"context"
-	"encoding/json"
 	"os"
 
-	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/sink"
 )
 
-func main() {
-	out := json.NewEncoder(os.Stdout)
-	app.Main(sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
-		for _, service := range services {
-			if err := out.Encode(service); err != nil {
-				return err
-			}
-		}
-		return nil
-	}))
-}
+func main() { app.Main(sink.JSON(os.Stdout)) }

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/netip"
 	"strings"
+	"syscall"
 )
 
 // DefaultAddress is where a server listens and a client looks for it if nothing
@@ -25,6 +26,10 @@ func ParseAddress(s string) (Address, error) {
 	if path, ok := strings.CutPrefix(s, "unix://"); ok {
 		if !strings.HasPrefix(path, "/") {
 			return Address{}, fmt.Errorf("address %q: the path of a unix socket begins with /, as in unix:///run/kpng/kpng.sock", s)
+		}
+		// A socket can be moved to where nobody can connect to it.
+		if most := len(syscall.RawSockaddrUnix{}.Path) - 1; len(path) > most {
+			return Address{}, fmt.Errorf("address %q: the path of a unix socket has no more than %d bytes", s, most)
 		}
 		return Address{"unix", path}, nil
 	}

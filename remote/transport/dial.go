@@ -33,7 +33,8 @@ type DialOptions struct {
 	// round in which none was good for anything, up to MaxBackoff. Default: 500
 	// ms and 15 s.
 	MinBackoff, MaxBackoff time.Duration
-	// FailFast ends Stay with the first error, for programs that run once.
+	// FailFast ends Stay with an error when each address has failed once, or the
+	// connection that was good is lost, for programs that run once.
 	FailFast bool
 	// Clock is for tests. Default: the real one.
 	Clock clock.WithTicker
@@ -94,15 +95,16 @@ func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *g
 		err := d.connect(ctx, address, files, func(conn *grpc.ClientConn) error {
 			return use(klog.NewContext(ctx, log.WithValues("server", address.String())), conn, func() { wasGood = true })
 		})
-		switch {
-		case ctx.Err() != nil:
+		if ctx.Err() != nil {
 			return context.Cause(ctx)
-		case d.opts.FailFast:
-			return fmt.Errorf("server %s: %w", address, err)
-		case wasGood:
+		}
+		if wasGood {
 			failures = 0
 		}
 		failures++
+		if d.opts.FailFast && (wasGood || failures == len(d.addresses)) {
+			return fmt.Errorf("server %s: %w", address, err)
+		}
 		wait := time.Duration(0)
 		if wasGood || failures%len(d.addresses) == 0 {
 			wait = d.backoff(failures / len(d.addresses))
@@ -146,6 +148,8 @@ func (d *Dialer) connect(ctx context.Context, a Address, files *certFiles, use f
 			return dialer.DialContext(ctx, a.network, a.name)
 		}),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
+		grpc.WithStaticStreamWindowSize(answerWindow),
+		grpc.WithStaticConnWindowSize(answerWindow),
 		grpc.WithDisableServiceConfig(),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessage)),
 	}
@@ -162,6 +166,12 @@ func (d *Dialer) connect(ctx context.Context, a Address, files *certFiles, use f
 	}
 	return errors.New("the server ended the stream")
 }
+
+// answerWindow is how much a server may send that the client has not read yet. It is
+// fixed, as grpc would send a ping with each answer to find out whether more of it
+// were faster, which costs thousands of clients more than the answer. It
+// fills 100 MB/s over 10 ms.
+const answerWindow = 1 << 20
 
 // maxMessage bounds what a client takes in one message. Servers send no more
 // than some 2 MB.

@@ -37,6 +37,7 @@ func TestParseAddress(t *testing.T) {
 		{in: "tcp://[::ffff:127.0.0.1]:1", want: "tcp://[::ffff:127.0.0.1]:1"},
 		{in: "kpng.example:1", want: "tcp://kpng.example:1", exposed: true},
 		{in: "unix://relative"},
+		{in: "unix:///" + strings.Repeat("x", 107)},
 		{in: "127.0.0.1"},
 		{in: "127.0.0.1:"},
 		{in: "http://127.0.0.1:1"},
@@ -178,14 +179,35 @@ func TestComingBack(t *testing.T) {
 	})
 }
 
-func TestTheFirstErrorEndsWhoWantsThat(t *testing.T) {
-	d, err := transport.NewDialer(transport.DialOptions{FailFast: true})
-	if err != nil {
-		t.Fatal(err)
-	}
-	want := errors.New("lost")
-	err = d.Stay(t.Context(), func(context.Context, *grpc.ClientConn, func()) error { return want })
-	if !errors.Is(err, want) || !strings.Contains(err.Error(), "127.0.0.1:12090") {
-		t.Errorf("error %v", err)
+func TestWhoWantsToFailFastTriesEachAddressOnce(t *testing.T) {
+	for _, test := range []struct {
+		name      string
+		addresses []string
+		good      int // the try that is good, from 1
+		tries     int
+		last      string
+	}{
+		{"the default address", nil, 0, 1, "127.0.0.1:12090"},
+		{"two addresses", []string{"127.0.0.1:1", "127.0.0.1:2"}, 0, 2, "127.0.0.1:2"},
+		{"the first of two is lost after it was good", []string{"127.0.0.1:1", "127.0.0.1:2"}, 1, 1, "127.0.0.1:1"},
+		{"the second of three is lost after it was good", []string{"127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"}, 2, 2, "127.0.0.1:2"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			d, err := transport.NewDialer(transport.DialOptions{Addresses: test.addresses, FailFast: true})
+			if err != nil {
+				t.Fatal(err)
+			}
+			lost := errors.New("lost")
+			tries := 0
+			err = d.Stay(t.Context(), func(_ context.Context, _ *grpc.ClientConn, good func()) error {
+				if tries++; tries == test.good {
+					good()
+				}
+				return lost
+			})
+			if !errors.Is(err, lost) || !strings.Contains(err.Error(), test.last+":") || tries != test.tries {
+				t.Errorf("error %v after %d tries, want one of %s after %d", err, tries, test.last, test.tries)
+			}
+		})
 	}
 }

@@ -5,6 +5,7 @@ package sinktest
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
@@ -74,6 +75,28 @@ func (l *ledger) check(c *Sync) []string {
 	return wrong
 }
 
+// checkMeanwhile returns what is wrong with changes, which Changes.Meanwhile
+// returned in the call c.
+func checkMeanwhile(c *Sync, changes []sink.Change) []string {
+	var wrong []string
+	told := map[types.NamespacedName]*api.ServiceEndpoints{}
+	for _, s := range slices.Concat(c.Services, c.Meanwhile) {
+		told[s.Key] = s.New
+	}
+	for i, s := range changes {
+		if i > 0 && api.CompareKeys(changes[i-1].Key, s.Key) >= 0 {
+			wrong = append(wrong, fmt.Sprintf("service %s comes after %s", s.Key, changes[i-1].Key))
+		}
+		if !s.Old.Equal(told[s.Key]) || s.Retry {
+			wrong = append(wrong, fmt.Sprintf("service %s: old is not what was told last, or retry is %t", s.Key, s.Retry))
+		}
+		if s.New.Equal(told[s.Key]) {
+			wrong = append(wrong, fmt.Sprintf("service %s was told as it is", s.Key))
+		}
+	}
+	return wrong
+}
+
 // settle notes how c was answered.
 func (l *ledger) settle(c *Sync) {
 	failed, acked := sink.Acknowledged(c.Err)
@@ -105,6 +128,9 @@ func (l *ledger) settle(c *Sync) {
 		} else {
 			l.views[s.Key] = s.New
 		}
+	}
+	for _, s := range c.Meanwhile {
+		l.unacked[s.Key] = true
 	}
 	for key := range failed {
 		l.unacked[key] = true

@@ -36,9 +36,11 @@ type Recorder struct {
 type Sync struct {
 	// Full, Revision, Node and NodeChanged are those of the Changes, and
 	// Services what its Services yielded.
-	Full        bool
-	Revision    uint64
-	Services    []sink.Change
+	Full     bool
+	Revision uint64
+	Services []sink.Change
+	// Meanwhile is what the sink was told when it called Changes.Meanwhile.
+	Meanwhile   []sink.Change
 	Node        *api.Node
 	NodeChanged bool
 	// Err is what the sink answered. It is [ErrPanicked] if it panicked.
@@ -127,6 +129,18 @@ func (r *Recorder) Sync(ctx context.Context, c *sink.Changes) error {
 		Err:         ErrPanicked,
 		Began:       time.Now(),
 	}
+	if c.Meanwhile != nil {
+		meanwhile, observed := c.Meanwhile, *c
+		observed.Meanwhile = func() []sink.Change {
+			changes := meanwhile()
+			for _, violation := range checkMeanwhile(&call, changes) {
+				r.tb.Errorf("in the Sync at revision %d, meanwhile: %s", call.Revision, violation)
+			}
+			call.Meanwhile = append(call.Meanwhile, changes...)
+			return changes
+		}
+		c = &observed
+	}
 	r.mu.Lock()
 	if r.running {
 		r.tb.Errorf("Sync at revision %d is called while another one runs", c.Revision)
@@ -169,6 +183,14 @@ func (r *Recorder) Stop(ctx context.Context) error {
 		return s.Stop(ctx)
 	}
 	return nil
+}
+
+// StopTimeout implements [sink.Drainer].
+func (r *Recorder) StopTimeout() time.Duration {
+	if s, ok := r.sink.(sink.Drainer); ok {
+		return s.StopTimeout()
+	}
+	return 0
 }
 
 // Verify implements [sink.Verifier].

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -19,6 +20,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/netns"
 )
 
 // inTime is how long a change may take to be in force.
@@ -148,7 +150,8 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 			server := shared.Get(t)
 			c := newCluster(t, server)
 			n := newNetwork(t)
-			n.node.relay(t, strings.TrimPrefix(server.Config().Host, "https://"))
+			api := strings.TrimPrefix(server.Config().Host, "https://")
+			netns.Place(n.node.in).Relay(t, api, "tcp", api)
 			n.node.exec(t, foreignTable, "nft", "-f", "-")
 			n.node.exec(t, foreignIPTables, "iptables-restore", "--noflush")
 			n.node.exec(t, foreignIPTables, "ip6tables-restore", "--noflush")
@@ -280,10 +283,31 @@ func (n *network) leadsTo(name string) func() error {
 			errs = append(errs, n.is(n.outside, name, "tcp", port))
 		}
 		for _, ip := range externalIPs {
-			errs = append(errs, n.outside.ping(ip))
+			errs = append(errs, n.echo(ip, name))
 		}
 		return errors.Join(errs...)
 	}
+}
+
+// echo returns an error unless an echo request from outside arrives at the pod of a
+// name, and is answered.
+func (n *network) echo(ip netip.Addr, name string) error {
+	at, ok := n.pods[name]
+	if !ok {
+		at = n.beyond
+	}
+	before, err := at.echoRequests(ip)
+	if err != nil {
+		return err
+	}
+	if err := n.outside.ping(ip); err != nil {
+		return err
+	}
+	after, err := at.echoRequests(ip)
+	if err == nil && after == before {
+		return fmt.Errorf("an echo request to %s does not arrive at %q", ip, name)
+	}
+	return err
 }
 
 // answers returns an error unless some pod answers.
@@ -305,6 +329,9 @@ func (n *network) fails(as func(error) bool) func() error {
 				if got, err := n.outside.ask("tcp", ip, port); err == nil || !as(err) {
 					return fmt.Errorf("%s, port %d leads to %q, error %v", ip, port, got, err)
 				}
+			}
+			if got, err := n.outside.ask("udp", ip, udpPort); err == nil || !as(err) {
+				return fmt.Errorf("%s, UDP leads to %q, error %v", ip, got, err)
 			}
 			if n.outside.ping(ip) == nil {
 				return fmt.Errorf("%s answers", ip)

@@ -32,8 +32,11 @@ const account = "kube-system"
 
 func TestTheManifestsAreValidAndGrantWhatIsNeededAndNoMore(t *testing.T) {
 	for name, manifest := range map[string]string{
-		"all-ip":       "../../examples/all-ip/deploy/all-ip.yaml",
-		"kpng-callout": "../../examples/kpng-callout/deploy/kpng-callout.yaml",
+		"all-ip":         "../../examples/all-ip/deploy/all-ip.yaml",
+		"kpng-callout":   "../../examples/kpng-callout/deploy/kpng-callout.yaml",
+		"kpng-nftables":  "../../cmd/kpng/deploy/nftables.yaml",
+		"winuserspace":   "../../examples/winuserspace/deploy/winuserspace.yaml",
+		"winkernelspace": "../../examples/winkernelspace/deploy/winkernelspace.yaml",
 	} {
 		t.Run(name, func(t *testing.T) {
 			server := shared.Get(t)

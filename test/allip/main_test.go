@@ -18,7 +18,8 @@ import (
 )
 
 var (
-	shared apiserver.Shared
+	// Containers of manifests are privileged, or the host's own.
+	shared = apiserver.Shared{Options: apiserver.Options{Flags: []string{"--allow-privileged"}}}
 	// bin is where programs are built.
 	bin string
 )

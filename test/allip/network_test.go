@@ -3,19 +3,21 @@
 package allip
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/netip"
 	"os"
 	"os/exec"
-	"runtime"
+	"slices"
 	"strconv"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"github.com/kpng-project/kpng/test/netns"
 )
 
 // namespace is a network namespace, by its name.
@@ -56,67 +58,7 @@ func (n namespace) exec(t testing.TB, stdin string, args ...string) string {
 }
 
 // in calls f in the namespace. Sockets that f makes stay in it.
-func (n namespace) in(f func() error) error {
-	done := make(chan error)
-	go func() {
-		// The thread ends with this goroutine, which does not unlock it: it is of
-		// no use to others.
-		runtime.LockOSThread()
-		done <- func() error {
-			file, err := os.Open("/run/netns/" + string(n))
-			if err != nil {
-				return err
-			}
-			defer file.Close()
-			if err := unix.Setns(int(file.Fd()), unix.CLONE_NEWNET); err != nil {
-				return fmt.Errorf("entering namespace %s: %w", n, err)
-			}
-			return f()
-		}()
-	}()
-	return <-done
-}
-
-// listen listens on TCP in the namespace until the test ends, and has handle
-// handle connections.
-func (n namespace) listen(t testing.TB, address string, handle func(net.Conn)) {
-	t.Helper()
-	var l net.Listener
-	if err := n.in(func() (err error) { l, err = net.Listen("tcp", address); return err }); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { l.Close() })
-	go func() {
-		for {
-			c, err := l.Accept()
-			if err != nil {
-				return
-			}
-			go func() {
-				defer c.Close()
-				handle(c)
-			}()
-		}
-	}()
-}
-
-// relay makes what listens on a loopback address of the machine reachable at the
-// same address in the namespace.
-func (n namespace) relay(t testing.TB, address string) {
-	t.Helper()
-	n.listen(t, address, func(c net.Conn) {
-		server, err := net.Dial("tcp", address)
-		if err != nil {
-			return
-		}
-		defer server.Close()
-		go func() {
-			defer server.Close()
-			io.Copy(server, c)
-		}()
-		io.Copy(c, server)
-	})
-}
+func (n namespace) in(f func() error) error { return netns.Named(string(n))(f) }
 
 // The ports that pods serve: with TCP they say their name and echo what they
 // get, with UDP they answer with their name.
@@ -129,31 +71,14 @@ var (
 func (n namespace) serve(t testing.TB, name string, ips ...string) {
 	t.Helper()
 	for _, port := range tcpPorts {
-		n.listen(t, ":"+strconv.Itoa(port), func(c net.Conn) {
+		netns.Place(n.in).Listen(t, ":"+strconv.Itoa(port), func(c net.Conn) {
 			fmt.Fprintf(c, "%s\n", name)
 			io.Copy(c, c)
 		})
 	}
 	for _, ip := range ips {
 		// Of its own for each address, to answer from that.
-		var c net.PacketConn
-		if err := n.in(func() (err error) {
-			c, err = net.ListenPacket("udp", net.JoinHostPort(ip, strconv.Itoa(udpPort)))
-			return err
-		}); err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { c.Close() })
-		go func() {
-			buffer := make([]byte, 1500)
-			for {
-				_, from, err := c.ReadFrom(buffer)
-				if err != nil {
-					return
-				}
-				c.WriteTo([]byte(name), from)
-			}
-		}()
+		netns.Place(n.in).Answer(t, net.JoinHostPort(ip, strconv.Itoa(udpPort)), name)
 	}
 }
 
@@ -205,6 +130,41 @@ func (n namespace) ping(ip netip.Addr) error {
 	return nil
 }
 
+// echoRequests returns how many the namespace has been sent, of the family of ip.
+func (n namespace) echoRequests(ip netip.Addr) (count int, err error) {
+	err = n.in(func() error {
+		// Not /proc/net, which is that of the process's first thread.
+		if ip.Is6() {
+			text, err := os.ReadFile("/proc/thread-self/net/snmp6")
+			if err != nil {
+				return err
+			}
+			for line := range strings.Lines(string(text)) {
+				if words := strings.Fields(line); words[0] == "Icmp6InEchos" {
+					count, err = strconv.Atoi(words[1])
+					return err
+				}
+			}
+			return errors.New("no count of echo requests")
+		}
+		text, err := os.ReadFile("/proc/thread-self/net/snmp")
+		if err != nil {
+			return err
+		}
+		var names []string
+		for line := range strings.Lines(string(text)) {
+			words := strings.Fields(line)
+			if i := slices.Index(names, "InEchos"); words[0] == "Icmp:" && i > 0 {
+				count, err = strconv.Atoi(words[i])
+				return err
+			}
+			names = words
+		}
+		return errors.New("no count of echo requests")
+	})
+	return count, err
+}
+
 // The addresses of the node towards its pods, and of the pods.
 var (
 	gateways = []string{"11.0.2.1", "1100::201"}
@@ -218,18 +178,19 @@ var (
 type network struct {
 	node, outside namespace
 	pods          map[string]namespace
+	beyond        namespace
 }
 
 func newNetwork(t testing.TB) *network {
 	t.Helper()
 	n := &network{node: newNamespace(t, "node"), outside: newNamespace(t, "outside"), pods: map[string]namespace{}}
-	beyond := newNamespace(t, "beyond")
+	n.beyond = newNamespace(t, "beyond")
 	n.node.setting(t, "ipv4/ip_forward", "1")
 	n.node.setting(t, "ipv6/conf/all/forwarding", "1")
 	// Who asks often is refused each time.
 	n.node.setting(t, "ipv4/icmp_ratelimit", "0")
 	n.node.setting(t, "ipv6/icmp/ratelimit", "0")
-	for i, other := range []namespace{n.outside, beyond} {
+	for i, other := range []namespace{n.outside, n.beyond} {
 		name := fmt.Sprintf("side%d", i)
 		connect(t, n.node, name, other)
 		n.node.ip(t, "addr", "add", fmt.Sprintf("10.%d.0.1/24", i+1), "dev", name)
@@ -241,14 +202,14 @@ func newNetwork(t testing.TB) *network {
 	n.outside.ip(t, "route", "add", "default", "via", "fd01::1")
 	n.node.ip(t, "route", "add", "default", "via", "10.2.0.2")
 	n.node.ip(t, "route", "add", "default", "via", "fd02::2")
-	beyond.ip(t, "route", "add", "default", "via", "10.2.0.1")
-	beyond.ip(t, "route", "add", "default", "via", "fd02::1")
+	n.beyond.ip(t, "route", "add", "default", "via", "10.2.0.1")
+	n.beyond.ip(t, "route", "add", "default", "via", "fd02::1")
 	var ips []string
 	for _, ip := range externalIPs {
-		beyond.ip(t, "addr", "add", ip.String(), "dev", "lo")
+		n.beyond.ip(t, "addr", "add", ip.String(), "dev", "lo")
 		ips = append(ips, ip.String())
 	}
-	beyond.serve(t, "beyond", ips...)
+	n.beyond.serve(t, "beyond", ips...)
 	for name, ips := range podIPs {
 		pod := newNamespace(t, name)
 		connect(t, n.node, name, pod)

@@ -20,6 +20,8 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
+
+	"github.com/kpng-project/kpng/test/gotool"
 )
 
 // The address ranges that cluster IPs come from.
@@ -41,8 +43,9 @@ type Server struct {
 	Etcd      *Process
 
 	options   Options
-	binaries  binaries
 	authority *authority
+	// The programs.
+	etcdPath, apiServerPath string
 	// dir holds everything on disk: keys, logs, data, sockets.
 	dir    string
 	port   *port
@@ -72,11 +75,11 @@ func Start(t testing.TB, options Options) *Server {
 func (s *Server) Replica(t testing.TB) *Server {
 	t.Helper()
 	r := &Server{
-		Etcd:      s.Etcd,
-		options:   s.options,
-		binaries:  s.binaries,
-		authority: s.authority,
-		dir:       s.dir,
+		Etcd:          s.Etcd,
+		options:       s.options,
+		authority:     s.authority,
+		apiServerPath: s.apiServerPath,
+		dir:           s.dir,
 	}
 	if err := r.startAPIServer(t.Context()); err != nil {
 		t.Fatal(err)
@@ -135,7 +138,10 @@ func (s *Server) compact(ctx context.Context) (err error) {
 // takes down again if it fails.
 func start(ctx context.Context, options Options) (_ *Server, err error) {
 	s := &Server{options: options}
-	if s.binaries, err = build(ctx); err != nil {
+	if s.etcdPath, err = gotool.Build(ctx, gotool.Etcd); err != nil {
+		return nil, err
+	}
+	if s.apiServerPath, err = gotool.Build(ctx, gotool.KubeAPIServer); err != nil {
 		return nil, err
 	}
 	if s.authority, err = newAuthority(); err != nil {
@@ -200,7 +206,7 @@ func (s *Server) startEtcd(ctx context.Context) error {
 	}}
 	s.Etcd = &Process{
 		name: "etcd",
-		path: s.binaries.etcd,
+		path: s.etcdPath,
 		args: []string{
 			"--data-dir=" + s.path("data"),
 			"--listen-peer-urls=" + peer,
@@ -250,7 +256,7 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 	s.client = client
 	s.APIServer = &Process{
 		name: "kube-apiserver",
-		path: s.binaries.kubeAPIServer,
+		path: s.apiServerPath,
 		args: append([]string{
 			"--etcd-servers=unix://" + s.etcdSocket(),
 			"--bind-address=127.0.0.1",

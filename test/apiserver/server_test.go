@@ -305,14 +305,6 @@ func TestAServerThatCannotStartSaysWhy(t *testing.T) {
 	}
 }
 
-func TestWithoutTheGoCommandTheErrorSaysSo(t *testing.T) {
-	t.Setenv("PATH", t.TempDir())
-	_, err := build(t.Context())
-	if err == nil || !strings.Contains(err.Error(), "needs the go command") {
-		t.Errorf("error is %v, want one that says what is missing", err)
-	}
-}
-
 func TestALogsTailBeginsWithAWholeLine(t *testing.T) {
 	p := &Process{name: "p", logPath: t.TempDir() + "/log"}
 	var log strings.Builder

@@ -34,6 +34,7 @@ import (
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/bare"
 )
 
 const (
@@ -127,36 +128,8 @@ func compressed(way func(context.Context, *rest.Config) (any, error)) func(conte
 	}
 }
 
-// nothing is a reflector's store that stores nothing.
-type nothing struct{ listed chan struct{} }
-
-func (nothing) Add(any) error                 { return nil }
-func (nothing) Update(any) error              { return nil }
-func (nothing) Delete(any) error              { return nil }
-func (nothing) Resync() error                 { return nil }
-func (n nothing) Replace([]any, string) error { close(n.listed); return nil }
-
-// The selectors of a general proxy.
-const (
-	serviceLabels = "!service.kubernetes.io/service-proxy-name"
-	sliceLabels   = serviceLabels + ",!service.kubernetes.io/headless"
-)
-
 func bareReflectors(ctx context.Context, config *rest.Config) (any, error) {
-	client, err := kubernetes.NewForConfig(config)
-	if err != nil {
-		return nil, err
-	}
-	s, e := nothing{make(chan struct{})}, nothing{make(chan struct{})}
-	reflect := func(resource string, c cache.Getter, labels string, expected pkgruntime.Object, store nothing) {
-		lw := cache.NewFilteredListWatchFromClient(c, resource, "", func(o *metav1.ListOptions) { o.LabelSelector = labels })
-		go cache.NewReflector(lw, expected, store, 0).RunWithContext(ctx)
-	}
-	reflect("services", client.CoreV1().RESTClient(), serviceLabels, &corev1.Service{}, s)
-	reflect("endpointslices", client.DiscoveryV1().RESTClient(), sliceLabels, &discoveryv1.EndpointSlice{}, e)
-	<-s.listed
-	<-e.listed
-	return nil, nil
+	return nil, bare.Reflect(ctx, config)
 }
 
 func sharedInformers(ctx context.Context, config *rest.Config) (any, error) {

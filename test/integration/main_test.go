@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"runtime/debug"
 	"slices"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
@@ -50,19 +51,34 @@ func within(t testing.TB) context.Context {
 type builder struct {
 	mu    sync.Mutex
 	dir   string
-	built map[string]string
+	built map[string]string // by package and race detector
 }
 
-// kpngJSON returns the path of the command kpng-json.
-func kpngJSON(t testing.TB) string { return programs.build(t, "../..", "./examples/kpng-json") }
+// kpngJSON returns the path of the command kpng-json, which has the race detector
+// if the test has it.
+func kpngJSON(t testing.TB) string {
+	return programs.build(t, "../..", "./examples/kpng-json", raceDetector())
+}
+
+// quickKpngJSON returns the path of a kpng-json without the race detector, for
+// tests in which it prints much.
+func quickKpngJSON(t testing.TB) string {
+	return programs.build(t, "../..", "./examples/kpng-json", false)
+}
+
+// kpngProgram returns the path of the command kpng, built like [kpngJSON].
+func kpngProgram(t testing.TB) string {
+	return programs.build(t, "../..", "./cmd/kpng", raceDetector())
+}
 
 // build returns the path of the program made of a package of the module that
-// dir belongs to. It has the race detector if the test has it.
-func (b *builder) build(t testing.TB, dir, pkg string) string {
+// dir belongs to, with the race detector or without.
+func (b *builder) build(t testing.TB, dir, pkg string, race bool) string {
 	t.Helper()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if path, ok := b.built[pkg]; ok {
+	key := fmt.Sprint(pkg, " race ", race)
+	if path, ok := b.built[key]; ok {
 		return path
 	}
 	if b.dir == "" {
@@ -72,9 +88,9 @@ func (b *builder) build(t testing.TB, dir, pkg string) string {
 		}
 		b.built = map[string]string{}
 	}
-	path := filepath.Join(b.dir, filepath.Base(pkg))
+	path := filepath.Join(b.dir, strconv.Itoa(len(b.built)), filepath.Base(pkg))
 	args := []string{"build", "-o", path}
-	if raceDetector() {
+	if race {
 		args = append(args, "-race")
 	}
 	cmd := exec.CommandContext(t.Context(), "go", append(args, pkg)...)
@@ -82,7 +98,7 @@ func (b *builder) build(t testing.TB, dir, pkg string) string {
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("build %s: %v\n%s", pkg, err, out)
 	}
-	b.built[pkg] = path
+	b.built[key] = path
 	return path
 }
 

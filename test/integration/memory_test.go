@@ -78,7 +78,7 @@ func TestTheServicesOfOthersTakeNoMemory(t *testing.T) {
 // median of three processes.
 func heap(t *testing.T, kubeconfig, proxy string, services int) uint64 {
 	t.Helper()
-	program := programs.build(t, ".", "./testdata/heap")
+	program := programs.build(t, ".", "./testdata/heap", raceDetector())
 	var sizes []uint64
 	for range 3 {
 		out, err := exec.CommandContext(within(t), program, "-kubeconfig", kubeconfig, "-service-proxy-name", proxy, "-node-name", "node").Output()

@@ -5,8 +5,10 @@ package integration
 import (
 	"bytes"
 	"context"
+	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -83,10 +85,12 @@ func (l *lines) String() string {
 	return strings.Join(list, "\n")
 }
 
-// process is a kpng-json that was started.
+// process is a program that was started.
 type process struct {
+	// stdout is nil if the output goes elsewhere.
 	stdout, stderr *lines
 
+	name  string
 	cmd   *exec.Cmd
 	ended chan struct{}
 	err   error // of the end
@@ -96,10 +100,20 @@ type process struct {
 // has ended before.
 func start(t testing.TB, args ...string) *process {
 	t.Helper()
-	p := &process{stdout: newLines(), stderr: newLines(), ended: make(chan struct{})}
-	p.cmd = exec.Command(kpngJSON(t), args...)
+	out := newLines()
+	p := launch(t, out, kpngJSON(t), args...)
+	p.stdout = out
+	return p
+}
+
+// launch does with any program what start does with kpng-json, and has it write
+// to out.
+func launch(t testing.TB, out io.Writer, program string, args ...string) *process {
+	t.Helper()
+	p := &process{stderr: newLines(), name: filepath.Base(program), ended: make(chan struct{})}
+	p.cmd = exec.Command(program, args...)
 	p.cmd.Env = append(os.Environ(), "GORACE=halt_on_error=1")
-	p.cmd.Stdout, p.cmd.Stderr = p.stdout, p.stderr
+	p.cmd.Stdout, p.cmd.Stderr = out, p.stderr
 	if err := p.cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
@@ -114,7 +128,7 @@ func start(t testing.TB, args ...string) *process {
 			p.stop(t)
 		}
 		if t.Failed() {
-			t.Logf("kpng-json %s logged:\n%s", strings.Join(args, " "), p.stderr)
+			t.Logf("%s %s logged:\n%s", p.name, strings.Join(args, " "), p.stderr)
 		}
 	})
 	return p
@@ -132,12 +146,21 @@ func (p *process) stop(t testing.TB) {
 	select {
 	case <-p.ended:
 		if p.err != nil {
-			t.Errorf("kpng-json ended with %v after an interrupt:\n%s", p.err, p.stderr)
+			t.Errorf("%s ended with %v after an interrupt:\n%s", p.name, p.err, p.stderr)
 		}
 	case <-ctx.Done():
 		p.cmd.Process.Kill()
-		t.Errorf("kpng-json did not end after an interrupt:\n%s", p.stderr)
+		t.Errorf("%s did not end after an interrupt:\n%s", p.name, p.stderr)
 	}
+}
+
+// kill ends the process by SIGKILL and waits for its end.
+func (p *process) kill(t testing.TB) {
+	t.Helper()
+	if err := p.cmd.Process.Kill(); err != nil {
+		t.Fatalf("kill %s: %v", p.name, err)
+	}
+	<-p.ended
 }
 
 // exit waits for the end that the process comes to by itself, and returns its
@@ -149,7 +172,33 @@ func (p *process) exit(t testing.TB) int {
 	case <-p.ended:
 		return exitCode(p.err)
 	case <-ctx.Done():
-		t.Fatalf("waiting for kpng-json to end: %v; it logged:\n%s", context.Cause(ctx), p.stderr)
+		t.Fatalf("waiting for %s to end: %v; it logged:\n%s", p.name, context.Cause(ctx), p.stderr)
 		panic("unreachable")
 	}
+}
+
+// socket returns the address of a unix socket that is not there yet.
+func socket(t testing.TB) string {
+	t.Helper()
+	// Not a test's own folder: its path is too long for a unix socket's.
+	dir, err := os.MkdirTemp("", "kpng-test-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	return "unix://" + filepath.Join(dir, "api.sock")
+}
+
+// serve starts a kpng that serves a tenant's services, those with its name as
+// the proxy's.
+func serve(n *tenant, kubeconfig, address string) *process {
+	n.t.Helper()
+	return launch(n.t, io.Discard, kpngProgram(n.t), "kube", "--kubeconfig", kubeconfig, "--service-proxy-name", n.name,
+		"to-api", "--listen", address)
+}
+
+// relay starts a kpng that serves what another one serves.
+func relay(n *tenant, from, address string) *process {
+	n.t.Helper()
+	return launch(n.t, io.Discard, kpngProgram(n.t), "api", "--api", from, "to-api", "--listen", address)
 }

@@ -3,6 +3,7 @@
 package integration
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"flag"
@@ -16,6 +17,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/test/apiserver"
 	"github.com/kpng-project/kpng/watcher"
@@ -24,7 +27,6 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/informers"
 )
@@ -54,14 +56,10 @@ func TestWhatIsPrintedIsWhatTheAPIServerHas(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			number := *seed
-			if number == 0 {
-				number = rand.Uint64()
-			}
-			t.Logf("-seed %d", number)
+			random := newRandom(t)
 			server := shared.Get(t)
 			n := newTenant(t, server)
-			r := &randomizer{n, rand.New(rand.NewPCG(number, 0)), []string{"", n.name + "-a", n.name + "-b"}, test.network}
+			r := &randomizer{n, random, []string{"", n.name + "-a", n.name + "-b"}, test.network, 10, 16}
 			for i := range test.byHand {
 				s := newService(fmt.Sprintf("by-hand-%d", i), r.proxies[1], servicePort("", 80, 80))
 				s.Spec.Selector = nil
@@ -79,7 +77,7 @@ func TestWhatIsPrintedIsWhatTheAPIServerHas(t *testing.T) {
 				for range operationsPerRound {
 					r.operate()
 				}
-				manifest := n.manifest(filepath.Join(t.TempDir(), "list.json"))
+				manifest := n.manifest(filepath.Join(t.TempDir(), "list.json"), n.list())
 				for _, s := range screens {
 					want := viewOf(t, manifest, s)
 					s.settle(func() string { return cmp.Diff(want, s.shown, equate) })
@@ -127,46 +125,115 @@ func startInformers(t testing.TB, server *apiserver.Server) *kube.Informers {
 	return own
 }
 
-// manifest writes what the API server has to a file.
-func (n *tenant) manifest(path string) string {
+// objects are what there is of a tenant.
+type objects struct {
+	services []*corev1.Service
+	slices   []*discoveryv1.EndpointSlice
+	nodes    []*corev1.Node
+}
+
+// list returns what the API server has of the tenant.
+func (n *tenant) list() objects {
 	n.t.Helper()
 	ctx := n.t.Context()
-	services, err := n.client.CoreV1().Services("").List(ctx, metav1.ListOptions{})
+	allServices, err := n.client.CoreV1().Services(n.name).List(ctx, metav1.ListOptions{})
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	endpointSlices, err := n.client.DiscoveryV1().EndpointSlices("").List(ctx, metav1.ListOptions{})
+	allSlices, err := n.client.DiscoveryV1().EndpointSlices(n.name).List(ctx, metav1.ListOptions{})
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	nodes, err := n.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
+	allNodes, err := n.client.CoreV1().Nodes().List(ctx, metav1.ListOptions{FieldSelector: "metadata.name=" + n.name})
 	if err != nil {
 		n.t.Fatal(err)
 	}
-	list := &metav1.List{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "List"}}
+	return objects{pointers(allServices.Items), pointers(allSlices.Items), pointers(allNodes.Items)}
+}
+
+func pointers[T any](list []T) []*T {
+	var out []*T
+	for i := range list {
+		out = append(out, &list[i])
+	}
+	return out
+}
+
+// manifest writes objects to a file, at a stroke.
+func (n *tenant) manifest(path string, all objects) string {
+	n.t.Helper()
+	var items [][]byte
 	add := func(o object) {
-		if o.GetNamespace() == n.name || o.GetName() == n.name {
-			n.setKind(o)
-			list.Items = append(list.Items, runtime.RawExtension{Object: o})
+		n.setKind(o)
+		o.SetManagedFields(nil) // kubectl does not show them either
+		text, err := json.Marshal(o)
+		if err != nil {
+			n.t.Fatal(err)
 		}
+		items = append(items, text)
 	}
-	for i := range services.Items {
-		add(&services.Items[i])
+	for _, s := range all.services {
+		add(s)
 	}
-	for i := range endpointSlices.Items {
-		add(&endpointSlices.Items[i])
+	for _, s := range all.slices {
+		add(s)
 	}
-	for i := range nodes.Items {
-		add(&nodes.Items[i])
+	for _, node := range all.nodes {
+		add(node)
 	}
-	text, err := json.MarshalIndent(list, "", " ")
-	if err != nil {
+	text := fmt.Appendf(nil, `{"apiVersion":"v1","kind":"List","items":[%s]}`, bytes.Join(items, []byte(",\n")))
+	if err := os.WriteFile(path+"~", text, 0o600); err != nil {
 		n.t.Fatal(err)
 	}
-	if err := os.WriteFile(path, text, 0o600); err != nil {
+	if err := os.Rename(path+"~", path); err != nil {
 		n.t.Fatal(err)
 	}
 	return path
+}
+
+// print returns what a kpng-json with the tenant's name as its proxy name has to
+// print of objects on some node.
+func (n *tenant) print(node string, all objects) []byte {
+	n.t.Helper()
+	convert, err := watcher.New(watcher.Options{ServiceProxyName: n.name})
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	state := cluster.New(cluster.Options{})
+	selectorless := map[string]bool{}
+	state.Update(func(tx *cluster.Tx) {
+		for _, o := range all.services {
+			if convert.WantsService(o) {
+				s, _ := convert.Service(o)
+				tx.SetService(0, s)
+				selectorless[o.Name] = watcher.Selectorless(o)
+			}
+		}
+		for _, o := range all.slices {
+			if s, _ := convert.EndpointSlice(o); s != nil && (convert.WantsSlice(o) || selectorless[s.ServiceName]) {
+				tx.SetSlice(0, s)
+			}
+		}
+		for _, o := range all.nodes {
+			node, _ := convert.Node(o)
+			tx.SetNode(0, node)
+		}
+	})
+	state.SetSynced()
+	source := feed.New(state, node)
+	defer source.Close()
+	update, err := source.Next()
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	var out bytes.Buffer
+	encoder := json.NewEncoder(&out)
+	for change := range update.Services {
+		if err := encoder.Encode(change.New); err != nil {
+			n.t.Fatal(err)
+		}
+	}
+	return out.Bytes()
 }
 
 // viewOf returns what a proxy has to show of a manifest.
@@ -192,21 +259,33 @@ func viewOf(t testing.TB, manifest string, s *screen) []*api.ServiceEndpoints {
 	return views
 }
 
+// newRandom returns a source of random numbers, and logs how to get the same.
+func newRandom(t testing.TB) *rand.Rand {
+	number := *seed
+	if number == 0 {
+		number = rand.Uint64()
+	}
+	t.Logf("-seed %d", number)
+	return rand.New(rand.NewPCG(number, 0))
+}
+
 // randomizer changes a tenant at random.
 type randomizer struct {
 	*tenant
 	*rand.Rand
 	proxies []string
 	network string
+	// services and slices are how many of them there can be.
+	services, slices int
 }
 
 // pick returns one of its arguments.
-func pick[T any](r *randomizer, from ...T) T { return from[r.IntN(len(from))] }
+func pick[T any](r *rand.Rand, from ...T) T { return from[r.IntN(len(from))] }
 
 // operate does one thing.
 func (r *randomizer) operate() {
 	r.t.Helper()
-	node := r.node(pick(r, "", "a", "b"))
+	node := r.node(pick(r.Rand, "", "a", "b"))
 	var err error
 	switch {
 	case r.IntN(40) == 0:
@@ -221,7 +300,7 @@ func (r *randomizer) operate() {
 			err = r.tryPut(slice)
 		}
 	default:
-		service := r.service()
+		service := r.service(r.IntN(r.services))
 		switch r.IntN(8) {
 		case 0:
 			err = r.tryRemove(service)
@@ -240,37 +319,36 @@ func (r *randomizer) operate() {
 	}
 }
 
-var serviceNames = []string{"a", "b", "c", "d", "e", "f", "g", "h", "i", "j"}
+func serviceName(i int) string { return fmt.Sprintf("r%03d", i) }
 
-// service returns a service of any kind. There are few external IPs, ports and
-// families, so that services claim each other's.
-func (r *randomizer) service() *corev1.Service {
-	i := r.IntN(len(serviceNames))
-	s := newService(serviceNames[i], r.proxies[i%len(r.proxies)])
+// service returns service number i, of any kind. There are few external IPs,
+// ports and families, so that services claim each other's.
+func (r *randomizer) service(i int) *corev1.Service {
+	s := newService(serviceName(i), r.proxies[i%len(r.proxies)])
 	if r.IntN(5) == 0 {
-		s.Labels = proxyLabel(pick(r, append(r.proxies, "somebody-else")...))
+		s.Labels = proxyLabel(pick(r.Rand, append(r.proxies, "somebody-else")...))
 	}
-	s.Spec.Ports = []corev1.ServicePort{servicePort("", pick[int32](r, 80, 81), pick[any](r, 8080, "web"))}
+	s.Spec.Ports = []corev1.ServicePort{servicePort("", pick[int32](r.Rand, 80, 81), pick[any](r.Rand, 8080, "web"))}
 	if r.IntN(2) == 0 {
-		s.Spec.Ports = []corev1.ServicePort{servicePort("web", 80, pick[any](r, 8080, "web")), servicePort("admin", 81, 9090)}
-		s.Spec.Ports[1].Protocol = pick(r, corev1.ProtocolTCP, corev1.ProtocolUDP)
+		s.Spec.Ports = []corev1.ServicePort{servicePort("web", 80, pick[any](r.Rand, 8080, "web")), servicePort("admin", 81, 9090)}
+		s.Spec.Ports[1].Protocol = pick(r.Rand, corev1.ProtocolTCP, corev1.ProtocolUDP)
 	}
 	if r.IntN(2) == 0 {
 		s.Spec.Selector = nil
 	}
-	s.Spec.Type = pick(r, corev1.ServiceTypeClusterIP, corev1.ServiceTypeClusterIP, corev1.ServiceTypeNodePort, corev1.ServiceTypeLoadBalancer)
-	s.Spec.IPFamilyPolicy = new(pick(r, corev1.IPFamilyPolicySingleStack, corev1.IPFamilyPolicyRequireDualStack))
-	s.Spec.InternalTrafficPolicy = new(pick(r, corev1.ServiceInternalTrafficPolicyCluster, corev1.ServiceInternalTrafficPolicyLocal))
-	s.Spec.SessionAffinity = pick(r, corev1.ServiceAffinityNone, corev1.ServiceAffinityClientIP)
+	s.Spec.Type = pick(r.Rand, corev1.ServiceTypeClusterIP, corev1.ServiceTypeClusterIP, corev1.ServiceTypeNodePort, corev1.ServiceTypeLoadBalancer)
+	s.Spec.IPFamilyPolicy = new(pick(r.Rand, corev1.IPFamilyPolicySingleStack, corev1.IPFamilyPolicyRequireDualStack))
+	s.Spec.InternalTrafficPolicy = new(pick(r.Rand, corev1.ServiceInternalTrafficPolicyCluster, corev1.ServiceInternalTrafficPolicyLocal))
+	s.Spec.SessionAffinity = pick(r.Rand, corev1.ServiceAffinityNone, corev1.ServiceAffinityClientIP)
 	if r.IntN(2) == 0 {
-		s.Spec.ExternalIPs = pick(r, []string{r.network + ".1"}, []string{r.network + ".1", "2001:db8::" + r.network + ".1"}, []string{r.network + ".2"})
+		s.Spec.ExternalIPs = pick(r.Rand, []string{r.network + ".1"}, []string{r.network + ".1", "2001:db8::" + r.network + ".1"}, []string{r.network + ".2"})
 	}
 	if s.Spec.Type == corev1.ServiceTypeClusterIP {
 		if r.IntN(4) == 0 {
 			s.Spec.ClusterIP = corev1.ClusterIPNone
 		}
 	} else {
-		s.Spec.ExternalTrafficPolicy = pick(r, corev1.ServiceExternalTrafficPolicyCluster, corev1.ServiceExternalTrafficPolicyLocal)
+		s.Spec.ExternalTrafficPolicy = pick(r.Rand, corev1.ServiceExternalTrafficPolicyCluster, corev1.ServiceExternalTrafficPolicyLocal)
 	}
 	if s.Spec.Type == corev1.ServiceTypeLoadBalancer && r.IntN(2) == 0 {
 		s.Spec.LoadBalancerSourceRanges = []string{"192.0.2.0/24"}
@@ -283,7 +361,7 @@ func (r *randomizer) service() *corev1.Service {
 
 // admit gives a service addresses of a load balancer.
 func (r *randomizer) admit(name string) error {
-	ingress := pick(r,
+	ingress := pick(r.Rand,
 		`{"ip":%q,"ipMode":"VIP"}`,
 		`{"ip":%q,"ipMode":"VIP"},{"ip":"192.0.2.2","ipMode":"Proxy"}`,
 		`{"ip":%q,"ipMode":"Proxy"},{"hostname":"example.org"}`)
@@ -298,27 +376,27 @@ func (r *randomizer) admit(name string) error {
 // slice returns a slice of any service, most often with the labels that the
 // controller would give it.
 func (r *randomizer) slice() *discoveryv1.EndpointSlice {
-	of := newService(pick(r, serviceNames...), pick(r, r.proxies...))
+	of := newService(serviceName(r.IntN(r.services)), pick(r.Rand, r.proxies...))
 	if stored, err := r.client.CoreV1().Services(r.name).Get(r.t.Context(), of.Name, metav1.GetOptions{}); err == nil && r.IntN(8) > 0 {
 		of = stored
 	}
-	ports := slices.Concat(slicePorts("", 8080), slicePorts("web", pick[int32](r, 8080, 8081)), slicePorts("admin", 9090))
-	ports[2].Protocol = new(pick(r, corev1.ProtocolTCP, corev1.ProtocolUDP))
+	ports := slices.Concat(slicePorts("", 8080), slicePorts("web", pick[int32](r.Rand, 8080, 8081)), slicePorts("admin", 9090))
+	ports[2].Protocol = new(pick(r.Rand, corev1.ProtocolTCP, corev1.ProtocolUDP))
 	if r.IntN(3) == 0 {
 		ports = ports[:r.IntN(3)]
 	}
-	number := r.IntN(16)
-	s := newSlice(fmt.Sprintf("s%02d", number), of, ports)
+	number := r.IntN(r.slices)
+	s := newSlice(fmt.Sprintf("s%03d", number), of, ports)
 	network := "10.9.0.%d"
 	if number%2 == 1 {
 		s.AddressType, network = discoveryv1.AddressTypeIPv6, "fd00:9::%d"
 	}
 	for _, i := range r.Perm(6)[:r.IntN(6)] {
-		e := newEndpoint(fmt.Sprintf(network, i+1), pick(r, "", r.name, "elsewhere"))
-		e.Conditions = pick(r, conditions(true, true, false), conditions(true, true, false), conditions(false, true, true),
+		e := newEndpoint(fmt.Sprintf(network, i+1), pick(r.Rand, "", r.name, "elsewhere"))
+		e.Conditions = pick(r.Rand, conditions(true, true, false), conditions(true, true, false), conditions(false, true, true),
 			conditions(false, false, true), conditions(false, true, false), discoveryv1.EndpointConditions{})
 		if r.IntN(2) == 0 {
-			e.Zone = new(pick(r, "a", "b"))
+			e.Zone = new(pick(r.Rand, "a", "b"))
 			e.Hints = &discoveryv1.EndpointHints{ForZones: []discoveryv1.ForZone{{Name: *e.Zone}}}
 		}
 		s.Endpoints = append(s.Endpoints, e)

@@ -5,7 +5,8 @@
 //
 //	kubectl get services,endpointslices,nodes -A -o yaml
 //
-// prints it. [Load] reads manifests once, [Watch] follows them.
+// prints it. [Load] reads manifests once, [Watch] follows them, and [Write] writes
+// a state as manifests that are read back into an equal one.
 //
 // # What is read
 //

@@ -299,6 +299,7 @@ func TestABrokenFileChangesNothingAndIsLoggedOnce(t *testing.T) {
 
 	put(t, path, named("b"))
 	x.awaitServices("b")
+	x.awaitLoad(true) // and has been logged
 	x.stop()
 	if n := strings.Count(x.log.String(), "cannot be used"); n != 1 {
 		t.Errorf("logged %d times:\n%s", n, x.log)

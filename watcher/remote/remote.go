@@ -9,11 +9,14 @@ package remote
 
 import (
 	"context"
+	"iter"
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/api/clusterv1"
+	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/remote/transport"
 	"google.golang.org/grpc"
 	"k8s.io/apimachinery/pkg/types"
@@ -31,8 +34,8 @@ type Options struct {
 //
 // While the other kpng is away, state keeps what it has. After that only what
 // changed comes or, if another one answers or it was away for long, everything,
-// of which state records what is different. With FailFast, Watch returns the first
-// error.
+// of which state records what is different. With FailFast, Watch returns an error
+// instead when no address is any good.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	dialer, err := transport.NewDialer(opts.DialOptions)
 	if err != nil {
@@ -79,7 +82,7 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, good func(
 		good()
 		req = &clusterv1.WatchRequest{}
 		if a.reset {
-			klog.FromContext(ctx).Info("The server told everything", "services", len(a.services), "slices", len(a.slices), "nodes", len(a.nodes))
+			klog.FromContext(ctx).Info("The server told everything", "services", len(a.services.set), "slices", len(a.slices.set), "nodes", len(a.nodes.set))
 		}
 	}
 }
@@ -87,14 +90,16 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, good func(
 // answer gathers the parts of an answer.
 type answer struct {
 	reset    bool
-	services []*api.Service
-	slices   []*api.EndpointSlice
-	nodes    []*api.Node
+	services objects[types.NamespacedName, api.Service]
+	slices   objects[types.NamespacedName, api.EndpointSlice]
+	nodes    objects[string, api.Node]
+	token    []byte // not nil when the answer is complete
+}
 
-	deletedServices, deletedSlices []types.NamespacedName
-	deletedNodes                   []string
-
-	token []byte // not nil when the answer is complete
+// objects are those of one kind that an answer names.
+type objects[K, V any] struct {
+	set     []*V
+	deleted []K
 }
 
 // take adds a part.
@@ -102,64 +107,54 @@ func (a *answer) take(part *clusterv1.WatchResponse) error {
 	if part.GetReset_() {
 		*a = answer{reset: true}
 	}
-	for _, m := range part.GetServices() {
-		s, err := m.ToService()
-		if err != nil {
-			return err
-		}
-		a.services = append(a.services, s)
+	name := func(name string) string { return name }
+	if err := add(&a.services, part.GetServices(), (*localv1.Service).ToService, part.GetDeletedServices(), (*clusterv1.Key).ToKey); err != nil {
+		return err
 	}
-	for _, m := range part.GetSlices() {
-		s, err := m.ToSlice()
-		if err != nil {
-			return err
-		}
-		a.slices = append(a.slices, s)
+	if err := add(&a.slices, part.GetSlices(), (*clusterv1.EndpointSlice).ToSlice, part.GetDeletedSlices(), (*clusterv1.Key).ToKey); err != nil {
+		return err
 	}
-	for _, m := range part.GetNodes() {
-		n, err := m.ToNode()
-		if err != nil {
-			return err
-		}
-		a.nodes = append(a.nodes, n)
+	if err := add(&a.nodes, part.GetNodes(), (*localv1.Node).ToNode, part.GetDeletedNodes(), name); err != nil {
+		return err
 	}
-	for _, key := range part.GetDeletedServices() {
-		a.deletedServices = append(a.deletedServices, key.ToKey())
-	}
-	for _, key := range part.GetDeletedSlices() {
-		a.deletedSlices = append(a.deletedSlices, key.ToKey())
-	}
-	a.deletedNodes = append(a.deletedNodes, part.GetDeletedNodes()...)
 	if len(part.GetToken()) > 0 {
 		a.token = part.GetToken()
 	}
 	return nil
 }
 
+// add adds what a part says of one kind.
+func add[K, V, M, D any](o *objects[K, V], set []M, object func(M) (*V, error), deleted []D, key func(D) K) error {
+	for _, m := range set {
+		v, err := object(m)
+		if err != nil {
+			return err
+		}
+		o.set = append(o.set, v)
+	}
+	for _, d := range deleted {
+		o.deleted = append(o.deleted, key(d))
+	}
+	return nil
+}
+
 // write makes the state what the answer says.
 func (a *answer) write(tx *cluster.Tx) {
-	if a.reset {
-		tx.ReplaceServices(0, slices.Values(a.services))
-		tx.ReplaceSlices(0, slices.Values(a.slices))
-		tx.ReplaceNodes(0, slices.Values(a.nodes))
+	a.services.write(a.reset, tx.ReplaceServices, tx.SetService, tx.DeleteService)
+	a.slices.write(a.reset, tx.ReplaceSlices, tx.SetSlice, tx.DeleteSlice)
+	a.nodes.write(a.reset, tx.ReplaceNodes, tx.SetNode, tx.DeleteNode)
+}
+
+// write makes those of one kind what the answer says: all of them, if all is new.
+func (o *objects[K, V]) write(all bool, replace func(diffstore.Scope, iter.Seq[*V]), set func(diffstore.Scope, *V), remove func(diffstore.Scope, K)) {
+	if all {
+		replace(0, slices.Values(o.set))
 		return
 	}
-	for _, s := range a.services {
-		tx.SetService(0, s)
+	for _, v := range o.set {
+		set(0, v)
 	}
-	for _, s := range a.slices {
-		tx.SetSlice(0, s)
-	}
-	for _, n := range a.nodes {
-		tx.SetNode(0, n)
-	}
-	for _, key := range a.deletedServices {
-		tx.DeleteService(0, key)
-	}
-	for _, key := range a.deletedSlices {
-		tx.DeleteSlice(0, key)
-	}
-	for _, name := range a.deletedNodes {
-		tx.DeleteNode(0, name)
+	for _, key := range o.deleted {
+		remove(0, key)
 	}
 }

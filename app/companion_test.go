@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package app_test
+
+import (
+	"context"
+	"sync/atomic"
+	"testing"
+
+	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/sink"
+)
+
+// pair is a sink with another one beside it.
+type pair struct {
+	services, beside atomic.Int32
+	healthy          func() bool
+}
+
+func count(n *atomic.Int32) sink.Func {
+	return func(_ context.Context, c *sink.Changes) error {
+		for range c.Services {
+			n.Add(1)
+		}
+		return nil
+	}
+}
+
+func (p *pair) Sync(ctx context.Context, c *sink.Changes) error { return count(&p.services)(ctx, c) }
+
+func (p *pair) Beside(healthy func() bool) []sink.Sink {
+	p.healthy = healthy
+	return []sink.Sink{count(&p.beside)}
+}
+
+var _ app.Companion = (*pair)(nil)
+
+func TestASinkMayHaveOthersBesideIt(t *testing.T) {
+	for name, source := range map[string][]string{
+		"of manifests":    {"--manifests", demo, "--service-proxy-name=kpng-example"},
+		"of another kpng": {"--api", serveDemo(t, "kpng-example")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var p pair
+			if err := run(t.Context(), &p, append(source, "--node-name=vm-002", "--once")...); err != nil {
+				t.Fatal(err)
+			}
+			if a, b := p.services.Load(), p.beside.Load(); a == 0 || a != b {
+				t.Errorf("the sink is told %d services, the one beside it %d", a, b)
+			}
+			if !p.healthy() {
+				t.Error("a program that has done everything is stuck")
+			}
+		})
+	}
+}

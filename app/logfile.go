@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package app
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime/debug"
+	"sync"
+)
+
+// logFile is a file of limited size that lines are written to. It is safe for
+// concurrent use.
+type logFile struct {
+	path string
+	most int64
+
+	mu   sync.Mutex
+	file *os.File
+	size int64
+}
+
+// openLogFile opens the file, which it makes if there is none, and its folder. A
+// crash of the program goes there too.
+func openLogFile(path string, most int64) (*logFile, error) {
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return nil, fmt.Errorf("opening a log file: %w", err)
+	}
+	f := &logFile{path: path, most: most}
+	if err := f.open(); err != nil {
+		return nil, err
+	}
+	return f, nil
+}
+
+func (f *logFile) open() error {
+	file, err := os.OpenFile(f.path, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o644)
+	if err != nil {
+		return fmt.Errorf("opening a log file: %w", err)
+	}
+	info, err := file.Stat()
+	if err == nil {
+		err = debug.SetCrashOutput(file, debug.CrashOptions{})
+	}
+	if err != nil {
+		file.Close()
+		return fmt.Errorf("logging to %s: %w", f.path, err)
+	}
+	f.file, f.size = file, info.Size()
+	return nil
+}
+
+// Write implements io.Writer.
+func (f *logFile) Write(line []byte) (int, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.file == nil || f.size > 0 && f.size+int64(len(line)) > f.most {
+		if err := f.startAnew(); err != nil {
+			return 0, err
+		}
+	}
+	n, err := f.file.Write(line)
+	f.size += int64(n)
+	return n, err
+}
+
+// startAnew puts the file aside. If it cannot be, lines are added to it.
+func (f *logFile) startAnew() error {
+	if f.file != nil {
+		// Windows does not rename what is open.
+		err := errors.Join(debug.SetCrashOutput(nil, debug.CrashOptions{}), f.file.Close())
+		f.file = nil
+		if err == nil {
+			_ = os.Rename(f.path, f.path+".old")
+		}
+	}
+	return f.open()
+}

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import (
+	"context"
+
+	"github.com/kpng-project/kpng/backends/conformance/internal/world"
+)
+
+var allPortsCases = []testCase{
+	{name: "all ports of all addresses lead to endpoints, the port staying what it is", needs: []Feature{AllPorts}, run: func(s *scene) {
+		web := s.allPorts().leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		for _, port := range world.PodPorts {
+			s.reaches(s.outside, on(web.externalIP(), int(port)), s.a, s.d)
+			s.reaches(s.c, on(web.clusterIP(), int(port)), s.a, s.d)
+			s.reaches(s.node, on(web.externalIP(), int(port)), s.a, s.d)
+		}
+	}},
+	{name: "echo requests lead to endpoints", needs: []Feature{AllPorts}, run: func(s *scene) {
+		web := s.allPorts().leadsTo(ready(s.a))
+		s.publish()
+		for _, from := range []person{s.outside, s.c, s.node} {
+			s.must(s.ping(from, web))
+		}
+		s.remove(web)
+		s.publish()
+		for _, from := range []person{s.outside, s.c} {
+			if s.ping(from, web) == nil {
+				s.failf("from %s to %s: an echo request is answered after the service has gone", from, web.externalIP())
+			}
+		}
+	}},
+	{name: "an endpoint reaches itself", needs: []Feature{AllPorts}, run: func(s *scene) {
+		web := s.allPorts().leadsTo(ready(s.a))
+		s.publish()
+		s.masquerades(s.a, on(web.externalIP(), 8080), s.a)
+	}},
+	{name: "without endpoints connections to any port are refused", needs: []Feature{AllPorts, Reject}, run: func(s *scene) {
+		web := s.allPorts()
+		s.publish()
+		for _, port := range []int{80, 8080} {
+			s.refuses(s.outside, on(web.externalIP(), port))
+			s.refuses(s.node, on(web.externalIP(), port))
+		}
+	}},
+	{name: "with policy Local and endpoints elsewhere only, connections to any port are dropped", needs: []Feature{AllPorts}, run: func(s *scene) {
+		web := s.allPorts().externalLocal().leadsTo(ready(s.d))
+		s.publish()
+		s.drops(s.outside, on(web.externalIP(), 80), on(web.externalIP(), 8080))
+	}},
+	{name: "ports of the service and of its slices do not matter", needs: []Feature{AllPorts}, run: func(s *scene) {
+		web := s.allPorts()
+		web.alsoLeadsTo("1", nil, ready(s.a))
+		s.publish()
+		s.reaches(s.outside, on(web.externalIP(), 8081), s.a)
+	}},
+	{name: "a younger service gets no port of an address that is taken as a whole", needs: []Feature{AllPorts, Claims}, run: func(s *scene) {
+		older := s.allPorts().leadsTo(ready(s.a))
+		younger := s.service("younger").leadsTo(ready(s.b))
+		younger.Spec.ExternalIPs, younger.Spec.ExternalTrafficPolicy = older.Spec.ExternalIPs, older.Spec.ExternalTrafficPolicy
+		for i := range younger.Spec.Ports {
+			younger.Spec.Ports[i].Port = 8080
+		}
+		younger.leadsTo(ready(s.b))
+		s.publish()
+		s.reaches(s.outside, on(older.externalIP(), 8080), s.a)
+		s.remove(older)
+		s.publish()
+		s.reaches(s.outside, younger.externalIP(), s.b)
+	}},
+}
+
+// allPorts puts an all-ports service with an external IP on.
+func (s *scene) allPorts() *service {
+	svc := s.service("all").withExternalIP()
+	svc.Annotations = map[string]string{AllPortsAnnotation: "true"}
+	return svc
+}
+
+// ping sends an echo request to a service's external IP.
+func (s *scene) ping(from person, svc *service) error {
+	ctx, cancel := context.WithTimeout(s.ctx, quiet)
+	defer cancel()
+	return from.Ping(ctx, svc.externalIP().Addr())
+}

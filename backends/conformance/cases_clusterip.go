@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import (
+	"net/netip"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+var clusterIPCases = []testCase{
+	{name: "a cluster IP leads to every ready endpoint, on this node and elsewhere", run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		s.publish()
+		for _, from := range []person{s.node, s.c, s.a} {
+			s.reaches(from, web.clusterIP(), s.a, s.b, s.d)
+		}
+	}},
+	{name: "a cluster IP is served for clients outside that have a route to it", needs: []Feature{ClusterIPsFromOutside}, run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a), ready(s.b))
+		s.publish()
+		s.reaches(s.outside, web.clusterIP(), s.a, s.b)
+	}},
+	{name: "endpoints may be in the network of a host, of this node's too", run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.node), ready(s.node2))
+		s.publish()
+		s.reaches(s.a, web.clusterIP(), s.node, s.node2)
+		s.reaches(s.node, web.clusterIP(), s.node, s.node2)
+	}},
+	{name: "a service without endpoints refuses connections", needs: []Feature{Reject}, run: func(s *scene) {
+		web := s.service("web")
+		s.publish()
+		s.refuses(s.node, web.clusterIP())
+		s.refuses(s.a, web.clusterIP())
+	}},
+	{name: "a service without endpoints refuses connections from outside", needs: []Feature{Reject, ClusterIPsFromOutside}, run: func(s *scene) {
+		web := s.service("web")
+		s.publish()
+		s.refuses(s.outside, web.clusterIP())
+	}},
+	{name: "the first endpoint takes connections, and when the last has gone they are refused again", needs: []Feature{Reject}, run: func(s *scene) {
+		web := s.service("web").leadsTo()
+		s.publish()
+		s.refuses(s.c, web.clusterIP())
+		web.leadsTo(ready(s.a))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a)
+		web.leadsTo()
+		s.publish()
+		s.refuses(s.c, web.clusterIP())
+	}},
+	{name: "a port of a cluster IP that is none of the service's refuses connections", needs: []Feature{RejectUnknownPorts}, run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a))
+		s.publish()
+		for _, from := range []person{s.node, s.b} {
+			s.refuses(from, on(web.clusterIP(), 81))
+		}
+	}},
+	{name: "connections are spread evenly", run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a), ready(s.b), ready(s.d), ready(s.e))
+		s.publish()
+		s.even(s.c, web.clusterIP(), s.a, s.b, s.d, s.e)
+	}},
+	{name: "two slices that name an endpoint name one endpoint", run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a), ready(s.b))
+		web.alsoLeadsTo("2", targetPorts(web.Spec.Ports), ready(s.a))
+		s.publish()
+		s.even(s.c, web.clusterIP(), s.a, s.b)
+	}},
+	{name: "an endpoint that comes takes connections, and one that goes takes none", run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a)
+		web.leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.b, s.d)
+		web.leadsTo(ready(s.b), ready(s.d))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.b, s.d)
+	}},
+	{name: "a service that is deleted is left alone", run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a))
+		s.service("stays").leadsTo(ready(s.b))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a)
+		s.remove(web)
+		s.publish()
+		s.leaves(s.c, web.clusterIP())
+	}},
+	{name: "a service of another proxy is left alone", run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a))
+		web.Labels = map[string]string{proxyNameLabel: "somebody-else"}
+		s.publish()
+		s.leaves(s.c, web.clusterIP())
+		web.Labels = nil
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a)
+		web.Labels = map[string]string{proxyNameLabel: "somebody-else"}
+		s.publish()
+		s.leaves(s.c, web.clusterIP())
+	}},
+}
+
+var portCases = []testCase{
+	{name: "TCP and UDP of one number are two ports", needs: []Feature{UDP}, run: func(s *scene) {
+		web := s.service("web")
+		web.Spec.Ports[1].TargetPort = intstr.FromInt32(8081)
+		web.leadsTo().alsoLeadsTo("tcp", targetPorts(web.Spec.Ports[:1]), ready(s.a)).
+			alsoLeadsTo("udp", targetPorts(web.Spec.Ports[1:]), ready(s.b))
+		s.publish()
+		s.reachesOver(api.TCP, s.c, web.clusterIP(), s.a)
+		s.reachesOver(api.UDP, s.c, web.clusterIP(), s.b)
+	}},
+	{name: "each port has its own endpoints", run: func(s *scene) {
+		web := s.service("web").addPort("alt", 81, 8081)
+		half := len(web.Spec.Ports) / 2
+		web.leadsTo().alsoLeadsTo("2", targetPorts(web.Spec.Ports[:half]), ready(s.a), ready(s.d)).
+			alsoLeadsTo("3", targetPorts(web.Spec.Ports[half:]), ready(s.b))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.d)
+		s.reaches(s.c, on(web.clusterIP(), 81), s.b)
+	}},
+	{name: "one port without endpoints refuses connections while another takes them", needs: []Feature{Reject}, run: func(s *scene) {
+		web := s.service("web").addPort("alt", 81, 8081)
+		half := len(web.Spec.Ports) / 2
+		web.leadsTo().alsoLeadsTo("2", targetPorts(web.Spec.Ports[:half]), ready(s.a))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a)
+		s.refuses(s.c, on(web.clusterIP(), 81))
+	}},
+	{name: "a named target port may have another number in each slice", run: func(s *scene) {
+		web := s.service("web")
+		one := targetPorts(web.Spec.Ports)
+		for i := range web.Spec.Ports {
+			web.Spec.Ports[i].TargetPort = intstr.FromString("serve")
+		}
+		var other []discoveryv1.EndpointPort
+		for _, p := range one {
+			number := int32(8082)
+			p.Port = &number
+			other = append(other, p)
+		}
+		web.alsoLeadsTo("1", numbered(one, 8080), ready(s.a)).alsoLeadsTo("2", numbered(other, 8082), ready(s.b))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.b)
+	}},
+	{name: "a change of a port's number alone moves the port", needs: []Feature{RejectUnknownPorts}, run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a)
+		for i := range web.Spec.Ports {
+			web.Spec.Ports[i].Port = 82
+		}
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a)
+		s.refuses(s.c, on(web.clusterIP(), 80))
+	}},
+	{name: "a change of a target port alone leads to the new one", needs: []Feature{EndpointRefusals}, run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a))
+		// Nobody listens there.
+		for i := range web.Spec.Ports {
+			web.Spec.Ports[i].TargetPort = intstr.FromInt32(9)
+		}
+		web.leadsTo(ready(s.a))
+		s.publish()
+		s.refuses(s.c, web.clusterIP())
+		for i := range web.Spec.Ports {
+			web.Spec.Ports[i].TargetPort = intstr.FromInt32(8081)
+		}
+		web.leadsTo(ready(s.a))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a)
+	}},
+	{name: "a change of a port's name alone changes nothing", run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a), ready(s.b))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.b)
+		for i := range web.Spec.Ports {
+			web.Spec.Ports[i].Name += "-renamed"
+		}
+		web.leadsTo(ready(s.a), ready(s.b))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.b)
+	}},
+	{name: "a service that takes the place of one of another name has its address", run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a)
+		renamed := s.service("renamed").leadsTo(ready(s.b))
+		renamed.Spec.ClusterIP, renamed.Spec.ClusterIPs = web.Spec.ClusterIP, web.Spec.ClusterIPs
+		s.remove(web)
+		s.publish()
+		s.reaches(s.c, renamed.clusterIP(), s.b)
+	}},
+	{name: "a port that the proxy may not know does not disturb the others", run: func(s *scene) {
+		web := s.service("web")
+		web.Spec.Ports = append(web.Spec.Ports, corev1.ServicePort{Name: "sctp", Protocol: corev1.ProtocolSCTP, Port: 80, TargetPort: intstr.FromInt32(8080)})
+		web.leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.d)
+	}},
+	{name: "an SCTP port leads to every ready endpoint", needs: []Feature{SCTP}, run: func(s *scene) {
+		web := s.service("web")
+		web.Spec.Ports = []corev1.ServicePort{{Protocol: corev1.ProtocolSCTP, Port: 80, TargetPort: intstr.FromInt32(8080)}}
+		web.leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		s.publish() // programmed it is in any case
+		if !s.world.SCTP {
+			s.unavailable("the kernel has no SCTP sockets; the port was programmed, and no packet sent")
+		}
+		s.reachesOver(api.SCTP, s.c, web.clusterIP(), s.a, s.b, s.d)
+	}},
+}
+
+// numbered returns slice ports with another number.
+func numbered(ports []discoveryv1.EndpointPort, number int32) []discoveryv1.EndpointPort {
+	var all []discoveryv1.EndpointPort
+	for _, p := range ports {
+		p.Port = &number
+		all = append(all, p)
+	}
+	return all
+}
+
+var dualStackCases = []testCase{
+	{name: "a dual-stack service serves each family from its own endpoints", once: true, run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		for _, ip := range web.Spec.ClusterIPs {
+			s.reaches(s.c, netip.AddrPortFrom(netip.MustParseAddr(ip), servicePort), s.a, s.d)
+		}
+	}},
+	{name: "a family without endpoints refuses connections while the other takes them", once: true, needs: []Feature{Reject}, run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a))
+		web.slices[0].only = api.IPv4
+		s.publish()
+		s.reaches(s.c, web.at(web.Spec.ClusterIPs[0]), s.a)
+		s.refuses(s.c, web.at(web.Spec.ClusterIPs[1]))
+		web.slices[0].only = api.IPv6
+		s.publish()
+		s.refuses(s.c, web.at(web.Spec.ClusterIPs[0]))
+		s.reaches(s.c, web.at(web.Spec.ClusterIPs[1]), s.a)
+	}},
+	{name: "a service that becomes dual-stack is served in both families", once: true, run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a))
+		families, ips := web.Spec.IPFamilies, web.Spec.ClusterIPs
+		single, dual := corev1.IPFamilyPolicySingleStack, corev1.IPFamilyPolicyRequireDualStack
+		web.Spec.IPFamilies, web.Spec.ClusterIPs, web.Spec.IPFamilyPolicy = families[:1], ips[:1], &single
+		s.publish()
+		s.reaches(s.c, web.at(ips[0]), s.a)
+		s.leaves(s.c, web.at(ips[1]))
+		web.Spec.IPFamilies, web.Spec.ClusterIPs, web.Spec.IPFamilyPolicy = families, ips, &dual
+		s.publish()
+		s.reaches(s.c, web.at(ips[0]), s.a)
+		s.reaches(s.c, web.at(ips[1]), s.a)
+	}},
+}

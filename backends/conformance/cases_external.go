@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import (
+	"net/netip"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/conformance/internal/world"
+)
+
+var externalCases = []testCase{
+	{name: "a node port is served at every node address, for clients anywhere", needs: []Feature{NodePorts}, run: func(s *scene) {
+		web := s.service("web").withNodePort().leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		for i := range 2 {
+			for _, from := range []person{s.outside, s.c, s.node, s.e} {
+				s.reaches(from, web.nodePort(i), s.a, s.d)
+			}
+		}
+	}},
+	{name: "a node port is not served on loopback addresses", needs: []Feature{NodePorts}, run: func(s *scene) {
+		web := s.service("web").withNodePort().leadsTo(ready(s.a))
+		s.publish()
+		s.refuses(s.node, netip.AddrPortFrom(loopback(s.family), uint16(web.Spec.Ports[0].NodePort)))
+	}},
+	{name: "a node port is not served at addresses of the node other than those chosen", needs: []Feature{NodePorts, NodePortCIDRs}, run: func(s *scene) {
+		web := s.service("web").withNodePort().leadsTo(ready(s.a))
+		s.publish()
+		s.refuses(s.b, netip.AddrPortFrom(gateway(s.family), uint16(web.Spec.Ports[0].NodePort)))
+	}},
+	{name: "a node port of a service without endpoints refuses connections", needs: []Feature{NodePorts, Reject}, run: func(s *scene) {
+		web := s.service("web").withNodePort()
+		s.publish()
+		for _, from := range []person{s.outside, s.a, s.node} {
+			s.refuses(from, web.nodePort(0))
+		}
+	}},
+	{name: "a node port that a service gives up is closed", needs: []Feature{NodePorts}, run: func(s *scene) {
+		web := s.service("web").withNodePort().leadsTo(ready(s.a))
+		s.publish()
+		to := web.nodePort(0)
+		s.reaches(s.outside, to, s.a)
+		web.withNodePort()
+		s.publish()
+		s.refuses(s.outside, to)
+		s.reaches(s.outside, web.nodePort(0), s.a)
+	}},
+	{name: "an external IP is served for clients anywhere", run: func(s *scene) {
+		web := s.service("web").withExternalIP().leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		for _, from := range []person{s.outside, s.c, s.node} {
+			s.reaches(from, web.externalIP(), s.a, s.d)
+		}
+	}},
+	{name: "a load-balancer IP is served for clients anywhere", run: func(s *scene) {
+		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		for _, from := range []person{s.outside, s.c, s.node} {
+			s.reaches(from, web.loadBalancerIP(), s.a, s.d)
+		}
+	}},
+	{name: "a load-balancer IP of mode Proxy is left alone", run: func(s *scene) {
+		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
+		mode := corev1.LoadBalancerIPModeProxy
+		web.Status.LoadBalancer.Ingress[0].IPMode = &mode
+		s.publish()
+		s.leaves(s.outside, web.loadBalancerIP())
+		s.reaches(s.c, web.clusterIP(), s.a)
+	}},
+	{name: "external addresses of a service without endpoints refuse connections", needs: []Feature{Reject}, run: func(s *scene) {
+		web := s.service("web").withExternalIP().withLoadBalancer()
+		s.publish()
+		for _, from := range []person{s.outside, s.a, s.node} {
+			s.refuses(from, web.externalIP())
+			s.refuses(from, web.loadBalancerIP())
+		}
+	}},
+	{name: "an external IP that a service gives up is left alone", run: func(s *scene) {
+		web := s.service("web").withExternalIP().leadsTo(ready(s.a))
+		s.publish()
+		to := web.externalIP()
+		s.reaches(s.outside, to, s.a)
+		web.Spec.ExternalIPs = nil
+		web.withExternalIP()
+		s.publish()
+		s.reaches(s.outside, web.externalIP(), s.a)
+		s.leaves(s.outside, to)
+	}},
+	{name: "two services may swap their external IPs", run: func(s *scene) {
+		web := s.service("web").withExternalIP().leadsTo(ready(s.a))
+		dns := s.service("dns").withExternalIP().leadsTo(ready(s.d))
+		s.publish()
+		for range 3 {
+			s.reaches(s.outside, web.externalIP(), s.a)
+			s.reaches(s.outside, dns.externalIP(), s.d)
+			web.Spec.ExternalIPs, dns.Spec.ExternalIPs = dns.Spec.ExternalIPs, web.Spec.ExternalIPs
+			s.publish()
+		}
+		s.reaches(s.outside, web.externalIP(), s.a)
+		s.reaches(s.outside, dns.externalIP(), s.d)
+	}},
+	{name: "of two services that claim an address and port the older one has it, until it goes", needs: []Feature{Claims}, run: func(s *scene) {
+		older := s.service("a").withExternalIP().leadsTo(ready(s.a))
+		younger := s.service("b").leadsTo(ready(s.b))
+		younger.Spec.ExternalIPs, younger.Spec.ExternalTrafficPolicy = older.Spec.ExternalIPs, older.Spec.ExternalTrafficPolicy
+		s.publish()
+		s.reaches(s.outside, older.externalIP(), s.a)
+		s.reaches(s.c, younger.clusterIP(), s.b)
+		s.remove(older)
+		s.publish()
+		s.reaches(s.outside, younger.externalIP(), s.b)
+	}},
+	{name: "two services may share an address on different ports", run: func(s *scene) {
+		web := s.service("web").withExternalIP().leadsTo(ready(s.a))
+		dns := s.service("dns")
+		dns.Spec.ExternalIPs, dns.Spec.ExternalTrafficPolicy = web.Spec.ExternalIPs, web.Spec.ExternalTrafficPolicy
+		for i := range dns.Spec.Ports {
+			dns.Spec.Ports[i].Port = 81
+		}
+		dns.leadsTo(ready(s.d))
+		s.publish()
+		s.reaches(s.outside, web.externalIP(), s.a)
+		s.reaches(s.outside, dns.externalIP(), s.d)
+		s.remove(web)
+		s.publish()
+		s.reaches(s.outside, dns.externalIP(), s.d)
+	}},
+}
+
+func loopback(f api.Family) netip.Addr {
+	return map[api.Family]netip.Addr{api.IPv4: netip.MustParseAddr("127.0.0.1"), api.IPv6: netip.IPv6Loopback()}[f]
+}
+
+// gateway returns the node's address towards its pods.
+func gateway(f api.Family) netip.Addr { return number(world.PodCIDRs[f], 1) }
+
+var sourceRangeCases = []testCase{
+	{name: "source ranges let nobody else in, by no load-balancer IP", needs: []Feature{SourceRanges}, run: func(s *scene) {
+		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
+		friend, stranger := s.as(s.outside, 1), s.as(s.outside, 2)
+		web.Spec.LoadBalancerSourceRanges = []string{only(friend)}
+		s.publish()
+		s.reaches(friend, web.loadBalancerIP(), s.a)
+		s.drops(stranger, web.loadBalancerIP())
+		web.Spec.LoadBalancerSourceRanges = []string{only(stranger), " " + only(s.as(s.outside, 3)) + " "}
+		s.publish()
+		s.reaches(stranger, web.loadBalancerIP(), s.a)
+		s.reaches(s.as(s.outside, 3), web.loadBalancerIP(), s.a)
+		s.drops(friend, web.loadBalancerIP())
+		web.Spec.LoadBalancerSourceRanges = nil
+		s.publish()
+		s.reaches(friend, web.loadBalancerIP(), s.a)
+	}},
+	{name: "source ranges hold for sources on this node", needs: []Feature{SourceRanges}, run: func(s *scene) {
+		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
+		web.Spec.LoadBalancerSourceRanges = []string{only(s.as(s.c, 0))}
+		s.publish()
+		s.reaches(s.c, web.loadBalancerIP(), s.a)
+		s.drops(s.b, web.loadBalancerIP())
+		s.drops(s.node, web.loadBalancerIP())
+	}},
+	{name: "source ranges hold for load-balancer IPs only", needs: []Feature{SourceRanges}, run: func(s *scene) {
+		web := s.service("web").exposed().leadsTo(ready(s.a))
+		web.Spec.LoadBalancerSourceRanges = []string{only(s.as(s.outside, 1))}
+		s.publish()
+		stranger := s.as(s.outside, 2)
+		s.drops(stranger, web.loadBalancerIP())
+		s.reaches(stranger, web.externalIP(), s.a)
+		s.reaches(s.c, web.clusterIP(), s.a)
+		if _, lacks := s.opts.Unsupported[NodePorts]; !lacks {
+			s.reaches(stranger, web.nodePort(0), s.a)
+		}
+	}},
+	{name: "source ranges hold for an address that is an external IP too", needs: []Feature{SourceRanges}, run: func(s *scene) {
+		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
+		web.Spec.ExternalIPs = []string{web.Status.LoadBalancer.Ingress[0].IP}
+		web.Spec.LoadBalancerSourceRanges = []string{only(s.as(s.outside, 1))}
+		s.publish()
+		s.reaches(s.as(s.outside, 1), web.externalIP(), s.a)
+		s.drops(s.as(s.outside, 2), web.externalIP())
+	}},
+	{name: "a range of all addresses lets everybody in", needs: []Feature{SourceRanges}, run: func(s *scene) {
+		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
+		web.Spec.LoadBalancerSourceRanges = []string{only(s.as(s.b, 0)), map[api.Family]string{api.IPv4: "0.0.0.0/0", api.IPv6: "::/0"}[s.family]}
+		s.publish()
+		s.reaches(s.outside, web.loadBalancerIP(), s.a)
+		s.reaches(s.node, web.loadBalancerIP(), s.a)
+	}},
+	{name: "ranges of the other family only let nobody of this one in", needs: []Feature{SourceRanges, FamilyOnlyRanges}, run: func(s *scene) {
+		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
+		web.Spec.LoadBalancerSourceRanges = []string{map[api.Family]string{api.IPv4: "::/0", api.IPv6: "0.0.0.0/0"}[s.family]}
+		s.publish()
+		s.drops(s.outside, web.loadBalancerIP())
+		s.drops(s.c, web.loadBalancerIP())
+	}},
+	{name: "source ranges come before the verdict of a service without endpoints", needs: []Feature{SourceRanges, Reject, RangesBeforeReject}, run: func(s *scene) {
+		web := s.service("web").withLoadBalancer()
+		web.Spec.LoadBalancerSourceRanges = []string{only(s.as(s.outside, 1))}
+		s.publish()
+		s.refuses(s.as(s.outside, 1), web.loadBalancerIP())
+		s.drops(s.as(s.outside, 2), web.loadBalancerIP())
+	}},
+	{name: "a range that lets the node in lets in what it sends from the service's own load-balancer IP", needs: []Feature{SourceRanges}, run: func(s *scene) {
+		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
+		web.Spec.LoadBalancerSourceRanges = []string{only(s.as(s.node, 0))}
+		s.ownsAddress(web.loadBalancerIP().Addr())
+		node := s.node
+		node.source = web.loadBalancerIP().Addr()
+		s.publish()
+		s.reaches(node, web.loadBalancerIP(), s.a)
+		web.Spec.LoadBalancerSourceRanges = []string{only(s.as(s.outside, 0))}
+		s.publish()
+		s.drops(node, web.loadBalancerIP())
+	}},
+}
+
+// only returns the range that has but one person's source address.
+func only(p person) string { return netip.PrefixFrom(p.source, p.source.BitLen()).String() }
+
+// ownsAddress gives the node an address for the rest of the case, as controllers do
+// that announce load-balancer IPs.
+func (s *scene) ownsAddress(addr netip.Addr) {
+	change := func(f func(netlink.Link, *netlink.Addr) error) error {
+		return s.node.Do(func() error {
+			lo, err := netlink.LinkByName("lo")
+			if err != nil {
+				return err
+			}
+			a, err := netlink.ParseAddr(netip.PrefixFrom(addr, addr.BitLen()).String())
+			if err != nil {
+				return err
+			}
+			a.Flags = unix.IFA_F_NODAD // or IPv6 could not use it at once
+			return f(lo, a)
+		})
+	}
+	s.must(change(netlink.AddrAdd))
+	s.later(func() error { return change(netlink.AddrDel) })
+}

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"strconv"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/conformance/internal/world"
+)
+
+var healthCases = []testCase{
+	{name: "a health-check node port tells how many ready endpoints are on this node", needs: []Feature{HealthChecks}, run: func(s *scene) {
+		web := s.checked().leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		s.publish()
+		s.eventually(func() { s.healthIs(web, 2) })
+		web.leadsTo(ready(s.a), draining(s.b), ready(s.d))
+		s.publish()
+		s.eventually(func() { s.healthIs(web, 1) })
+		web.leadsTo(unready(s.a), draining(s.b), ready(s.d))
+		s.publish()
+		s.eventually(func() { s.healthIs(web, 0) })
+		web.leadsTo(ready(s.a))
+		s.publish()
+		s.eventually(func() { s.healthIs(web, 1) })
+	}},
+	{name: "a health-check node port follows its service, and goes with it", needs: []Feature{HealthChecks}, run: func(s *scene) {
+		web := s.checked().leadsTo(ready(s.a))
+		s.publish()
+		s.eventually(func() { s.healthIs(web, 1) })
+		old := web.healthCheck(0)
+		s.remove(web)
+		other := s.checked().leadsTo(ready(s.b))
+		s.publish()
+		s.eventually(func() { s.healthIs(other, 1) })
+		s.eventually(func() { s.connectionRefused(old) })
+	}},
+	{name: "a health-check node port that is in use disturbs no other service, and is opened when it is free", needs: []Feature{HealthChecks}, run: func(s *scene) {
+		web, other := s.checked().leadsTo(ready(s.a)), s.checked().leadsTo(ready(s.b))
+		var taken []net.Listener
+		for i := range 2 {
+			var l net.Listener
+			s.must(s.node.Do(func() (err error) { l, err = net.Listen("tcp", web.healthCheck(i).String()); return err }))
+			taken = append(taken, l)
+			s.later(func() error {
+				if err := l.Close(); !errors.Is(err, net.ErrClosed) {
+					return err
+				}
+				return nil
+			})
+		}
+		s.announce()
+		s.eventually(func() {
+			s.healthIs(other, 1)
+			s.reaches(s.outside, other.loadBalancerIP(), s.b)
+			s.reaches(s.c, web.clusterIP(), s.a)
+		})
+		for _, l := range taken {
+			s.must(l.Close())
+		}
+		s.eventually(func() { s.healthIs(web, 1) })
+	}},
+}
+
+// checked puts a service on that load balancers ask about.
+func (s *scene) checked() *service {
+	svc := s.service("web" + strconv.Itoa(len(s.services))).withLoadBalancer().externalLocal()
+	svc.Spec.HealthCheckNodePort = s.nodePort()
+	return svc
+}
+
+// healthCheck returns where they ask, at the node's address number i.
+func (svc *service) healthCheck(i int) netip.AddrPort {
+	return netip.AddrPortFrom(svc.scene.node.Addrs.Family(svc.scene.family)[i], uint16(svc.Spec.HealthCheckNodePort))
+}
+
+// healthIs checks what a load balancer is told at all node addresses.
+func (s *scene) healthIs(svc *service, local int) {
+	status := http.StatusOK
+	if local == 0 {
+		status = http.StatusServiceUnavailable
+	}
+	for i := range 2 {
+		for _, path := range []string{"/", "/healthz?any=path"} {
+			url := "http://" + svc.healthCheck(i).String() + path
+			response, body := s.get(url)
+			if response.StatusCode != status {
+				s.failf("%s: status %d, not %d, with %d ready endpoints on this node", url, response.StatusCode, status, local)
+			}
+			want := map[string]any{
+				"service":             map[string]any{"namespace": svc.Namespace, "name": svc.Name},
+				"localEndpoints":      float64(local),
+				"serviceProxyHealthy": true,
+			}
+			var got map[string]any
+			if err := json.Unmarshal(body, &got); err != nil {
+				s.failf("%s: body %q: %w", url, body, err)
+			}
+			if diff := cmp.Diff(want, got); diff != "" {
+				s.failf("%s: body (-want +got):\n%s", url, diff)
+			}
+			for header, want := range map[string]string{
+				"Content-Type":                     "application/json",
+				"X-Content-Type-Options":           "nosniff",
+				"X-Load-Balancing-Endpoint-Weight": strconv.Itoa(local),
+			} {
+				if got := response.Header.Get(header); got != want {
+					s.failf("%s: header %s is %q, not %q", url, header, got, want)
+				}
+			}
+		}
+	}
+}
+
+// get asks by HTTP, from outside.
+func (s *scene) get(url string) (*http.Response, []byte) {
+	ctx, cancel := context.WithTimeout(s.ctx, s.opts.Patience)
+	defer cancel()
+	transport := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, to string) (net.Conn, error) {
+		return s.outside.Dial(ctx, api.TCP, netip.Addr{}, netip.MustParseAddrPort(to))
+	}}
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
+	s.must(err)
+	response, err := transport.RoundTrip(request)
+	if err != nil {
+		s.failf("%s: %w", url, err)
+	}
+	defer response.Body.Close()
+	body, err := io.ReadAll(response.Body)
+	if err != nil {
+		s.failf("%s: %w", url, err)
+	}
+	return response, body
+}
+
+func (s *scene) connectionRefused(to netip.AddrPort) {
+	if answer, err := s.ask(s.outside, api.TCP, to, s.opts.Patience); !world.Refused(err) {
+		s.failf("%s, to be refused: answer %v, error %v", what(s.outside, api.TCP, to), answer, err)
+	}
+}

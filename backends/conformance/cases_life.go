@@ -1,0 +1,326 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/watcher"
+)
+
+const proxyNameLabel = watcher.LabelServiceProxyName
+
+// crowd is how many services come and go to keep a proxy busy.
+const crowd = 80
+
+var lifeCases = []testCase{
+	{name: "while many services come and go, no connection to another one fails", run: func(s *scene) {
+		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		others := s.crowd()
+		traffic := s.traffic(web, s.a, s.d)
+		for range 3 {
+			s.services = append(s.services[:1:1], others...)
+			s.publish()
+			s.services = s.services[:1]
+			s.publish()
+		}
+		traffic.end()
+	}},
+	{name: "a proxy that is killed while it programs many services, and started again, fails no connection", needs: []Feature{Restart}, run: func(s *scene) {
+		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		others := s.crowd()
+		start := time.Now()
+		s.services = append(s.services[:1:1], others...)
+		s.publish()
+		took := time.Since(start)
+		traffic := s.traffic(web, s.a, s.d)
+		const kills = 4 // even, so that the others are there in the end
+		for i := range kills {
+			// Others come, or go, each time.
+			s.services = s.services[:1]
+			if i%2 == 1 {
+				s.services = append(s.services[:1:1], others...)
+			}
+			s.announce()
+			s.pass(took * time.Duration(i+1) / (kills + 1))
+			s.must(s.kill())
+			traffic.more(20)
+			s.must(s.start(s.ctx, s.site))
+		}
+		traffic.end()
+		s.reaches(s.c, others[0].clusterIP(), s.b)
+		s.reaches(s.c, others[crowd-1].clusterIP(), s.b)
+		s.services = s.services[:1]
+		s.publish()
+		s.leaves(s.c, others[0].clusterIP())
+		s.leaves(s.c, others[crowd-1].clusterIP())
+	}},
+	{name: "what changes while no process runs is made up for by the next", needs: []Feature{Restart}, run: func(s *scene) {
+		stays := s.service("stays").exposed().leadsTo(ready(s.a))
+		goes := s.service("goes").exposed().leadsTo(ready(s.b))
+		moves := s.service("moves").exposed().leadsTo(ready(s.b))
+		s.publish()
+		s.must(s.kill())
+		s.reaches(s.outside, stays.loadBalancerIP(), s.a)
+		s.reaches(s.outside, goes.loadBalancerIP(), s.b)
+		s.remove(goes)
+		moves.leadsTo(ready(s.d))
+		comes := s.service("comes").leadsTo(ready(s.a))
+		s.announce()
+		s.must(s.start(s.ctx, s.site))
+		s.reaches(s.c, stays.clusterIP(), s.a)
+		s.reaches(s.c, moves.clusterIP(), s.d)
+		s.reaches(s.c, comes.clusterIP(), s.a)
+		s.leaves(s.c, goes.clusterIP())
+		s.leaves(s.outside, goes.externalIP())
+	}},
+	{name: "two instances and kube-proxy's rules live side by side", needs: []Feature{Instances, Cleanup}, run: func(s *scene) {
+		s.addKubeProxy()
+		rules := s.kubeProxy()
+		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.d))
+		other := s.service("other").exposed().leadsTo(ready(s.b), ready(s.e))
+		headless := s.service("headless").withExternalIP().leadsTo(ready(s.c))
+		headless.Spec.ClusterIP, headless.Spec.ClusterIPs = corev1.ClusterIPNone, []string{corev1.ClusterIPNone}
+		for _, svc := range []*service{other, headless} {
+			svc.Labels = map[string]string{proxyNameLabel: "second"}
+			svc.slices = nil
+		}
+		other.leadsTo(ready(s.b), ready(s.e))
+		headless.leadsTo(ready(s.c))
+		s.publish()
+		for _, to := range other.all() {
+			if to != other.nodePort(0) {
+				s.leaves(s.outside, to)
+			}
+		}
+		site := s.site
+		site.Instance, site.ServiceProxyName = "kpng-second", "second"
+		second, err := s.subject.Start(s.ctx, site)
+		s.must(err)
+		s.later(second.Kill)
+		check := func() {
+			for _, from := range []person{s.outside, s.node, s.c} {
+				for _, to := range web.external() {
+					s.masquerades(from, to, s.a, s.d)
+				}
+			}
+		}
+		s.publish()
+		s.eventually(func() { s.reaches(s.outside, headless.externalIP(), s.c) })
+		check()
+		for _, to := range other.external() {
+			s.masquerades(s.outside, to, s.b, s.e)
+		}
+		s.reaches(s.c, other.clusterIP(), s.b, s.e)
+		s.must(second.Kill())
+		s.must(s.subject.Cleanup(s.ctx, site))
+		check()
+		s.leaves(s.outside, headless.externalIP())
+		s.leaves(s.c, other.clusterIP())
+		if diff := cmp.Diff(rules, s.kubeProxy()); diff != "" {
+			s.failf("kube-proxy's rules have changed, or met a packet with its mark (-before +after):\n%s", diff)
+		}
+	}},
+	{name: "clean-up removes everything that was made, and nothing else", needs: []Feature{Cleanup}, run: func(s *scene) {
+		web := s.service("web").exposed().withAffinity(100).leadsTo(ready(s.a), ready(s.d))
+		s.service("none").exposed()
+		s.publish()
+		s.choice(api.TCP, s.outside, web.loadBalancerIP())
+		s.must(s.kill())
+		s.must(s.subject.Cleanup(s.ctx, s.site))
+		after, err := s.inventory()
+		s.must(err)
+		if diff := cmp.Diff(s.before, after); diff != "" {
+			s.failf("the node is not as it was (-before +after):\n%s", diff)
+		}
+		s.must(s.subject.Cleanup(s.ctx, s.site)) // where there is nothing left
+	}},
+}
+
+// crowd returns services that are not on yet.
+func (s *scene) crowd() []*service {
+	on := len(s.services)
+	for i := range crowd {
+		s.service(fmt.Sprintf("crowd%d", i)).leadsTo(ready(s.b))
+	}
+	others := s.services[on:]
+	s.services = s.services[:on:on]
+	return others
+}
+
+// restart kills the proxy and starts it again.
+func (s *scene) restart() {
+	s.must(s.kill())
+	s.must(s.start(s.ctx, s.site))
+}
+
+// restartWith restarts the proxy, set up otherwise for this case.
+func (s *scene) restartWith(change func(*Site)) {
+	site := s.site
+	change(&site)
+	replace := func(old, site Site) error {
+		return errors.Join(s.kill(), s.subject.Cleanup(s.ctx, old), s.start(s.ctx, site))
+	}
+	s.later(func() error { return replace(site, s.site) })
+	s.must(replace(s.site, site))
+}
+
+// eventually tries until there is nothing to fail for.
+func (s *scene) eventually(f func()) {
+	for deadline := time.Now().Add(s.opts.Patience); ; {
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			f()
+		}()
+		<-done
+		err := s.err
+		s.err = nil
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			s.must(err)
+		}
+		s.pass(10 * time.Millisecond)
+	}
+}
+
+// traffic is connections to a service, one after the other, from several clients.
+type traffic struct {
+	scene *scene
+	// persons are those it has to reach.
+	persons []person
+	cancel  context.CancelFunc
+	group   sync.WaitGroup
+	count   atomic.Int64
+	failed  chan error
+}
+
+func (s *scene) traffic(svc *service, persons ...person) *traffic {
+	ctx, cancel := context.WithCancel(s.ctx)
+	t := &traffic{scene: s, persons: persons, cancel: cancel, failed: make(chan error, 1)}
+	s.later(func() error { t.stop(); return nil })
+	for _, way := range []struct {
+		from person
+		to   netip.AddrPort
+	}{{s.c, svc.clusterIP()}, {s.node, svc.clusterIP()}, {s.outside, svc.loadBalancerIP()}} {
+		for _, protocol := range s.protocols {
+			t.group.Go(func() { t.run(ctx, protocol, way.from, way.to) })
+		}
+	}
+	return t
+}
+
+func (t *traffic) run(ctx context.Context, protocol api.Protocol, from person, to netip.AddrPort) {
+	// No faster than a few hundred a second: the proxy wants the processor, too.
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for ctx.Err() == nil {
+		answer, err := t.scene.ask(from, protocol, to, t.scene.opts.Patience)
+		if err == nil && !slices.ContainsFunc(t.persons, func(p person) bool { return p.Name == answer.Name }) {
+			err = fmt.Errorf("answer from %s", answer.Name)
+		}
+		if err != nil && ctx.Err() == nil {
+			select {
+			case t.failed <- fmt.Errorf("connection %d, %s, to reach %s: %w", t.count.Load(), what(from, protocol, to), names(t.persons), err):
+			default:
+			}
+			return
+		}
+		t.count.Add(1)
+		<-tick.C
+	}
+}
+
+// more waits until some more connections have been made.
+func (t *traffic) more(n int64) {
+	deadline := time.Now().Add(t.scene.opts.Patience)
+	for until := t.count.Load() + n; t.count.Load() < until && len(t.failed) == 0 && time.Now().Before(deadline); {
+		t.scene.pass(time.Millisecond)
+	}
+}
+
+func (t *traffic) stop() {
+	t.cancel()
+	t.group.Wait()
+}
+
+// end checks that there were some, and that none failed.
+func (t *traffic) end() {
+	t.stop()
+	select {
+	case err := <-t.failed:
+		t.scene.must(err)
+	default:
+	}
+	if t.count.Load() < 20 {
+		t.scene.failf("only %d connections were made", t.count.Load())
+	}
+}
+
+// kubeProxyRules look like kube-proxy's, and drop and count what has its mark.
+const kubeProxyRules = `
+table ip kube-proxy {
+	comment "rules for kube-proxy"
+	map service-ips {
+		type ipv4_addr . inet_proto . inet_service : verdict
+		elements = { 192.0.2.1 . tcp . 443 : goto service-foreign }
+	}
+	chain service-foreign {
+		meta l4proto tcp dnat to 192.0.2.2:6443
+	}
+	chain nat-prerouting {
+		type nat hook prerouting priority dstnat; policy accept;
+		ip daddr . meta l4proto . th dport vmap @service-ips
+	}
+	chain nat-output {
+		type nat hook output priority -100; policy accept;
+		ip daddr . meta l4proto . th dport vmap @service-ips
+	}
+	chain postrouting {
+		type filter hook postrouting priority 50; policy accept;
+		meta mark and 0x00004000 != 0 counter drop
+	}
+}
+table ip6 kube-proxy {
+	chain postrouting {
+		type filter hook postrouting priority 50; policy accept;
+		meta mark and 0x00004000 != 0 counter drop
+	}
+}
+`
+
+func (s *scene) addKubeProxy() {
+	_, err := s.nft(kubeProxyRules, "-f", "-")
+	s.must(err)
+	s.later(func() error {
+		_, err := s.nft("delete table ip kube-proxy; delete table ip6 kube-proxy", "-f", "-")
+		return err
+	})
+}
+
+func (s *scene) kubeProxy() string {
+	var all string
+	for _, table := range [][]string{{"ip", "kube-proxy"}, {"ip6", "kube-proxy"}, {"inet", "somebody"}} {
+		rules, err := s.nft("", "-a", "list", "table", table[0], table[1])
+		s.must(err)
+		all += rules
+	}
+	return all
+}

@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import (
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+)
+
+var endpointCases = []testCase{
+	{name: "endpoints that are not ready get no connections", run: func(s *scene) {
+		web := s.service("web").leadsTo(unready(s.a), ready(s.b), unready(s.d))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.b)
+		web.leadsTo(ready(s.a), unready(s.b), ready(s.d))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.d)
+	}},
+	{name: "missing conditions mean ready", run: func(s *scene) {
+		e := ready(s.a)
+		e.Conditions = discoveryv1.EndpointConditions{}
+		web := s.service("web").leadsTo(e, unready(s.b))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a)
+	}},
+	{name: "connections are refused if no endpoint is ready, nor serving and terminating", needs: []Feature{Reject}, run: func(s *scene) {
+		web := s.service("web").leadsTo(unready(s.a), s.b.serves(false, true, false), s.d.serves(false, false, true))
+		s.publish()
+		s.refuses(s.c, web.clusterIP())
+	}},
+	{name: "ready and terminating counts as ready", run: func(s *scene) {
+		web := s.service("web").leadsTo(s.a.serves(true, true, true), ready(s.b))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.b)
+	}},
+	{name: "terminating endpoints get no connections while one is ready", run: func(s *scene) {
+		web := s.service("web").leadsTo(draining(s.a), ready(s.d))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.d)
+	}},
+	{name: "if none is ready, those that serve and terminate get connections", run: func(s *scene) {
+		web := s.service("web").leadsTo(draining(s.a), draining(s.d), unready(s.b), s.e.serves(false, false, true))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.d)
+	}},
+	{name: "policy Local falls back to terminating endpoints on this node, whatever is ready elsewhere", run: func(s *scene) {
+		web := s.service("web").withLoadBalancer().externalLocal().leadsTo(draining(s.a), ready(s.d))
+		dns := s.service("dns").internalLocal().leadsTo(draining(s.b), unready(s.a), ready(s.d))
+		s.publish()
+		s.reaches(s.outside, web.loadBalancerIP(), s.a)
+		s.reaches(s.c, dns.clusterIP(), s.b)
+	}},
+	{name: "policy Local prefers ready endpoints on this node to terminating ones", run: func(s *scene) {
+		web := s.service("web").withLoadBalancer().externalLocal().leadsTo(draining(s.a), ready(s.b), ready(s.d))
+		s.publish()
+		s.reaches(s.outside, web.loadBalancerIP(), s.b)
+	}},
+}
+
+var topologyCases = []testCase{
+	{name: "zone hints on all endpoints choose those of this node's zone", run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a).forZone(zone), ready(s.b).forZone("elsewhere"), ready(s.d).forZone("elsewhere").forZone(zone))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.d)
+		web.leadsTo(ready(s.a).forZone("elsewhere"), ready(s.b).forZone(zone), ready(s.d).forZone("elsewhere"))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.b)
+	}},
+	{name: "node hints on all endpoints choose those of this node, before zone hints do", run: func(s *scene) {
+		web := s.service("web").leadsTo(
+			ready(s.a).forZone(zone).forNode(nodeNames[1]),
+			ready(s.b).forZone("elsewhere").forNode(nodeNames[0]),
+			ready(s.d).forZone(zone).forNode(nodeNames[1]).forNode(nodeNames[0]))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.b, s.d)
+	}},
+	{name: "hints that a ready endpoint lacks are ignored", run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a).forZone(zone), ready(s.b), ready(s.d).forZone("elsewhere"))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.b, s.d)
+		web.leadsTo(ready(s.a).forZone(zone), unready(s.b), ready(s.d).forZone("elsewhere"))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a)
+	}},
+	{name: "hints for other zones only are ignored", run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a).forZone("elsewhere"), ready(s.d).forZone("elsewhere"))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.d)
+	}},
+	{name: "where node hints name other nodes only, zone hints choose", run: func(s *scene) {
+		web := s.service("web").leadsTo(
+			ready(s.a).forZone(zone).forNode(nodeNames[1]),
+			ready(s.b).forZone("elsewhere").forNode(nodeNames[1]))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a)
+	}},
+	{name: "the fallback to terminating endpoints ignores hints", run: func(s *scene) {
+		web := s.service("web").leadsTo(draining(s.a).forZone(zone), draining(s.d).forZone("elsewhere"))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.d)
+	}},
+	{name: "policy Local ignores hints", run: func(s *scene) {
+		web := s.service("web").internalLocal().leadsTo(ready(s.a).forZone("elsewhere"), ready(s.b).forZone(zone), ready(s.d).forZone(zone))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.b)
+	}},
+	{name: "hints are followed at external addresses, too", run: func(s *scene) {
+		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a).forZone(zone), ready(s.d).forZone("elsewhere"))
+		s.publish()
+		s.reaches(s.outside, web.loadBalancerIP(), s.a)
+	}},
+	{name: "a node that loses its zone uses all endpoints", run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a).forZone(zone), ready(s.d).forZone("elsewhere"))
+		s.publish()
+		// Nodes are read apart from services, and the marker does not tell of them.
+		s.eventually(func() { s.reaches(s.c, web.clusterIP(), s.a) })
+		s.reaches(s.c, web.clusterIP(), s.a) // not by luck
+		s.nodeObjects = s.nodes()
+		delete(s.nodeObjects[0].Labels, corev1.LabelTopologyZone)
+		s.publish()
+		s.eventually(func() { s.reaches(s.c, web.clusterIP(), s.a, s.d) })
+	}},
+}
+
+var policyCases = []testCase{
+	{name: "internal policy Local leads to endpoints on this node only", run: func(s *scene) {
+		web := s.service("web").internalLocal().leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		s.publish()
+		for _, from := range []person{s.node, s.c} {
+			s.reaches(from, web.clusterIP(), s.a, s.b)
+		}
+	}},
+	{name: "internal policy Local drops connections if endpoints are elsewhere only", run: func(s *scene) {
+		web := s.service("web").internalLocal().leadsTo(ready(s.d))
+		s.publish()
+		s.drops(s.c, web.clusterIP())
+		s.drops(s.node, web.clusterIP())
+	}},
+	{name: "internal policy Local refuses connections if there are no endpoints at all", needs: []Feature{Reject}, run: func(s *scene) {
+		web := s.service("web").internalLocal().leadsTo(unready(s.d))
+		s.publish()
+		s.refuses(s.c, web.clusterIP())
+		s.refuses(s.node, web.clusterIP())
+	}},
+	{name: "internal policy Local does not count at external addresses", run: func(s *scene) {
+		web := s.service("web").internalLocal().exposed().leadsTo(ready(s.d))
+		s.publish()
+		for _, to := range web.external() {
+			s.reaches(s.outside, to, s.d)
+		}
+	}},
+	{name: "external policy Local leads from outside to endpoints on this node only", run: func(s *scene) {
+		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		s.publish()
+		for _, to := range web.external() {
+			s.reaches(s.outside, to, s.a, s.b)
+		}
+	}},
+	{name: "external policy Local drops connections from outside if endpoints are elsewhere only", run: func(s *scene) {
+		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.d))
+		s.publish()
+		s.drops(s.outside, web.external()...)
+		s.drops(s.e, web.external()...)
+	}},
+	{name: "external policy Local refuses connections if there are no endpoints at all", needs: []Feature{Reject}, run: func(s *scene) {
+		web := s.service("web").exposed().externalLocal().leadsTo(unready(s.d))
+		s.publish()
+		for _, to := range web.external() {
+			s.refuses(s.outside, to)
+			s.refuses(s.node, to)
+		}
+	}},
+	{name: "external policy Local does not count at cluster IPs", run: func(s *scene) {
+		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		s.reaches(s.c, web.clusterIP(), s.a, s.d)
+	}},
+	{name: "external policy Local counts for external IPs of services of type ClusterIP", run: func(s *scene) {
+		web := s.service("web").withExternalIP().externalLocal().leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		s.reaches(s.outside, web.externalIP(), s.a)
+	}},
+	{name: "the node's own connections ignore external policy Local", run: func(s *scene) {
+		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.a), ready(s.d))
+		dns := s.service("dns").exposed().externalLocal().leadsTo(ready(s.d))
+		s.publish()
+		for _, to := range web.external() {
+			s.reaches(s.node, to, s.a, s.d)
+		}
+		for _, to := range dns.external() {
+			s.reaches(s.node, to, s.d)
+		}
+	}},
+	{name: "connections of this node's pods ignore external policy Local", needs: []Feature{ShortCircuitPods}, run: func(s *scene) {
+		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.a), ready(s.d))
+		dns := s.service("dns").exposed().externalLocal().leadsTo(ready(s.d))
+		s.publish()
+		for _, to := range web.external() {
+			s.reaches(s.c, to, s.a, s.d)
+		}
+		for _, to := range dns.external() {
+			s.reaches(s.c, to, s.d)
+		}
+	}},
+	{name: "with both policies Local, only connections to external addresses ignore them", run: func(s *scene) {
+		web := s.service("web").exposed().externalLocal().internalLocal().leadsTo(ready(s.d))
+		s.publish()
+		s.reaches(s.node, web.loadBalancerIP(), s.d)
+		s.drops(s.node, web.clusterIP())
+	}},
+	{name: "a change of the policies takes effect", run: func(s *scene) {
+		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		s.reaches(s.outside, web.loadBalancerIP(), s.a, s.d)
+		web.externalLocal().internalLocal()
+		s.publish()
+		s.reaches(s.outside, web.loadBalancerIP(), s.a)
+		s.reaches(s.c, web.clusterIP(), s.a)
+		cluster := corev1.ServiceInternalTrafficPolicyCluster
+		web.Spec.ExternalTrafficPolicy, web.Spec.InternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyCluster, &cluster
+		s.publish()
+		s.reaches(s.outside, web.loadBalancerIP(), s.a, s.d)
+		s.reaches(s.c, web.clusterIP(), s.a, s.d)
+	}},
+}
+
+var sourceAddressCases = []testCase{
+	{name: "an endpoint that reaches itself through its service sees an address of the node", run: func(s *scene) {
+		web := s.service("web").exposed().leadsTo(ready(s.a))
+		dns := s.service("dns").exposed().externalLocal().leadsTo(ready(s.a))
+		s.publish()
+		for _, to := range append(web.all(), dns.all()...) {
+			s.masquerades(s.a, to, s.a)
+		}
+	}},
+	{name: "at a cluster IP, connections from pods and from the node keep their source address", needs: []Feature{SourceAddress}, run: func(s *scene) {
+		web := s.service("web").leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		s.keepsSource(s.c, web.clusterIP(), s.a, s.d)
+		s.keepsSource(s.node, web.clusterIP(), s.a, s.d)
+	}},
+	{name: "at external addresses with policy Cluster, all connections get an address of the node", run: func(s *scene) {
+		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		for _, to := range web.external() {
+			for _, from := range []person{s.outside, s.c, s.e, s.node} {
+				s.masquerades(from, to, s.a, s.d)
+			}
+		}
+	}},
+	{name: "at external addresses with policy Local, connections from outside keep their source address", needs: []Feature{SourceAddress}, run: func(s *scene) {
+		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		s.publish()
+		for _, to := range web.external() {
+			s.keepsSource(s.outside, to, s.a, s.b)
+		}
+	}},
+	{name: "at external addresses with policy Local, the node's own connections get the address towards the endpoint", needs: []Feature{SourceAddress}, run: func(s *scene) {
+		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.d))
+		s.publish()
+		// The node's second address is towards beyond.
+		for _, to := range web.external() {
+			for _, peer := range s.reaches(s.as(s.node, 1), to, s.d) {
+				if peer != s.node.Addrs.Family(s.family)[0] {
+					s.failf("from node to %s: %s sees %s, not the address towards it", to, s.d.Name, peer)
+				}
+			}
+		}
+	}},
+	{name: "at external addresses with policy Local, connections of this node's pods keep their source address", needs: []Feature{SourceAddress, ShortCircuitPods}, run: func(s *scene) {
+		web := s.service("web").withExternalIP().withLoadBalancer().externalLocal().leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		for _, to := range web.external() {
+			s.keepsSource(s.c, to, s.a, s.d)
+		}
+	}},
+	{name: "at a cluster IP, connections from outside the pod network get an address of the node if that is asked for", needs: []Feature{Masquerade, ClusterIPsFromOutside}, run: func(s *scene) {
+		s.restartWith(func(site *Site) { site.Masquerade = MasqueradeOutside })
+		web := s.service("web").leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		s.masquerades(s.outside, web.clusterIP(), s.a, s.d)
+		s.keepsSource(s.c, web.clusterIP(), s.a, s.d)
+	}},
+	{name: "at a cluster IP, all connections get an address of the node if that is asked for", needs: []Feature{Masquerade}, run: func(s *scene) {
+		s.restartWith(func(site *Site) { site.Masquerade = MasqueradeAll })
+		web := s.service("web").leadsTo(ready(s.a), ready(s.d))
+		s.publish()
+		for _, from := range []person{s.c, s.node, s.b} {
+			s.masquerades(from, web.clusterIP(), s.a, s.d)
+		}
+	}},
+}

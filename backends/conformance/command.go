@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// Command is a Subject that is a command.
+type Command struct {
+	// Proxy returns the command that runs the proxy at a site until it is killed.
+	Proxy func(Site) *exec.Cmd
+	// Clean returns the command that removes what the proxy has left at a site. If
+	// it is nil nothing is removed.
+	Clean func(Site) *exec.Cmd
+	// Publisher puts the objects where the command reads them.
+	Publisher
+}
+
+// Publisher puts objects where a proxy reads them: see [Subject].
+type Publisher interface {
+	Publish(ctx context.Context, objects *Objects) error
+}
+
+// Start implements Subject.
+func (c *Command) Start(_ context.Context, site Site) (Process, error) {
+	cmd, p := c.Proxy(site), &commandProcess{done: make(chan struct{})}
+	cmd.Stdout, cmd.Stderr = &p.output, &p.output
+	ended, err := site.Start(cmd)
+	if err != nil {
+		return nil, fmt.Errorf("starting %s: %w", cmd, err)
+	}
+	p.process = cmd.Process
+	go func() {
+		<-ended
+		close(p.done)
+	}()
+	return p, nil
+}
+
+// Cleanup implements Subject.
+func (c *Command) Cleanup(_ context.Context, site Site) error {
+	if c.Clean == nil {
+		return nil
+	}
+	cmd, printed := c.Clean(site), &output{}
+	cmd.Stdout, cmd.Stderr = printed, printed
+	ended, err := site.Start(cmd)
+	if err == nil {
+		err = <-ended
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w\n%s", cmd, err, printed)
+	}
+	return nil
+}
+
+// commandProcess is a command that runs.
+type commandProcess struct {
+	process *os.Process
+	output  output
+	done    chan struct{}
+}
+
+func (p *commandProcess) Kill() error {
+	err := p.process.Kill()
+	<-p.done
+	if err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("killing the proxy: %w", err)
+	}
+	return nil
+}
+
+func (p *commandProcess) Output() string { return p.output.String() }
+
+// Manifests is a Publisher that writes a file of this path, in one step, as package
+// watcher/file reads it.
+type Manifests string
+
+// Publish implements Publisher.
+func (path Manifests) Publish(_ context.Context, objects *Objects) error {
+	list := struct {
+		metav1.TypeMeta `json:",inline"`
+		Items           []any `json:"items"`
+	}{metav1.TypeMeta{APIVersion: "v1", Kind: "List"}, []any{}}
+	for _, o := range objects.Nodes {
+		o := o.DeepCopy()
+		o.TypeMeta = metav1.TypeMeta{APIVersion: corev1.SchemeGroupVersion.String(), Kind: "Node"}
+		list.Items = append(list.Items, o)
+	}
+	for _, o := range objects.Services {
+		o := o.DeepCopy()
+		o.TypeMeta = metav1.TypeMeta{APIVersion: corev1.SchemeGroupVersion.String(), Kind: "Service"}
+		list.Items = append(list.Items, o)
+	}
+	for _, o := range objects.Slices {
+		o := o.DeepCopy()
+		o.TypeMeta = metav1.TypeMeta{APIVersion: discoveryv1.SchemeGroupVersion.String(), Kind: "EndpointSlice"}
+		list.Items = append(list.Items, o)
+	}
+	text, err := json.MarshalIndent(list, "", " ")
+	if err != nil {
+		return fmt.Errorf("writing manifests: %w", err)
+	}
+	next := filepath.Join(filepath.Dir(string(path)), ".next-"+filepath.Base(string(path)))
+	if err := os.WriteFile(next, text, 0o600); err != nil {
+		return fmt.Errorf("writing manifests: %w", err)
+	}
+	if err := os.Rename(next, string(path)); err != nil {
+		return fmt.Errorf("writing manifests: %w", err)
+	}
+	return nil
+}

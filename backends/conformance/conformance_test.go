@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import (
+	"encoding/json"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"testing"
+
+	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/backends/conformance/internal/reference"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/watcher"
+)
+
+// broken returns a maker of the reference proxy with a fault.
+func broken(fault reference.Fault) NewSink {
+	return func(site Site) (sink.Sink, error) {
+		return reference.New(reference.Options{
+			Table:             site.Instance,
+			NodePortCIDRs:     site.NodePortCIDRs,
+			ClusterCIDRs:      site.ClusterCIDRs,
+			PodInterfaces:     site.PodInterfaces,
+			MasqueradeOutside: site.Masquerade == MasqueradeOutside,
+			MasqueradeAll:     site.Masquerade == MasqueradeAll,
+			Fault:             fault,
+		}), nil
+	}
+}
+
+// TestReference shows that the kit asks for nothing that cannot be had, and
+// what its matrix looks like.
+func TestReference(t *testing.T) {
+	matrix := Run(t, broken(""), Options{})
+	for _, r := range matrix {
+		if r.Outcome != Passed && r.Outcome != Unavailable {
+			t.Errorf("%s: %s", r.Case, r.Outcome)
+		}
+	}
+}
+
+// TestCommand tests a subject that is a command, reads manifests and says nothing
+// of what it has programmed. The command is this test.
+func TestCommand(t *testing.T) {
+	const siteVariable, manifestsVariable = "KPNG_TEST_SITE", "KPNG_TEST_MANIFESTS"
+	if text := os.Getenv(siteVariable); text != "" {
+		var site Site
+		if err := json.Unmarshal([]byte(text), &site); err != nil {
+			t.Fatal(err)
+		}
+		s, err := broken("")(site)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Fatal(kpng.Run(t.Context(), kpng.Options{
+			Manifests: os.Getenv(manifestsVariable),
+			NodeName:  site.NodeName,
+			Services:  watcher.Options{ServiceProxyName: site.ServiceProxyName},
+		}, s))
+	}
+	manifests := filepath.Join(t.TempDir(), "manifests.json")
+	again := func(site Site) *exec.Cmd {
+		text, err := json.Marshal(site)
+		if err != nil {
+			t.Error(err)
+		}
+		cmd := exec.Command(os.Args[0], "-test.run=^TestCommand$")
+		cmd.Env = append(os.Environ(), siteVariable+"="+string(text), manifestsVariable+"="+manifests)
+		return cmd
+	}
+	matrix := RunSubject(t, &Command{Proxy: again, Publisher: Manifests(manifests)}, Options{
+		Unsupported: map[Feature]string{Cleanup: "the command has no clean-up"},
+		Cases:       regexp.MustCompile("every ready endpoint|killed while|clean-up|loses its zone|deleted is left alone"),
+	})
+	if got := matrix.Count(Passed); got < 8 {
+		t.Errorf("%d results passed", got)
+	}
+	if got := matrix.Count(Unsupported); got != 4 {
+		t.Errorf("%d results are of what is declared not supported, not 4", got)
+	}
+}

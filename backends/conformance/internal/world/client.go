@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package world
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// Answer is what a server says.
+type Answer struct {
+	// Name is the server's name.
+	Name string
+	// Peer is who asked, as the server sees it.
+	Peer netip.AddrPort
+}
+
+// Conn is an open connection to a server, or a socket that sends from one UDP
+// port.
+type Conn struct {
+	net.Conn
+	lines *bufio.Reader
+}
+
+// Dial opens a connection. From is the source address; the zero Addr lets the
+// kernel choose.
+func (h *Host) Dial(ctx context.Context, protocol api.Protocol, from netip.Addr, to netip.AddrPort) (*Conn, error) {
+	var c net.Conn
+	var err error
+	switch protocol {
+	case api.TCP:
+		dialer := net.Dialer{}
+		if from.IsValid() {
+			dialer.LocalAddr = &net.TCPAddr{IP: from.AsSlice()}
+		}
+		err = h.Do(func() (err error) { c, err = dialer.DialContext(ctx, "tcp", to.String()); return err })
+	case api.UDP:
+		c, err = h.dialUDP(from, to)
+	case api.SCTP:
+		c, err = h.dialStream(ctx, unix.IPPROTO_SCTP, from, to)
+	default:
+		return nil, fmt.Errorf("dialing %s: %w", protocol, errors.ErrUnsupported)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return &Conn{c, bufio.NewReader(c)}, nil
+}
+
+// dialUDP sends from a port that has not been used for long: a flow that connection
+// tracking remembers is not a new one.
+func (h *Host) dialUDP(from netip.Addr, to netip.AddrPort) (c *net.UDPConn, err error) {
+	const first, number = 10000, 19000 // below the ports that the kernel chooses
+	for range 100 {
+		port := first + int(h.lastPort.Add(1)%number)
+		local := &net.UDPAddr{IP: from.AsSlice(), Port: port}
+		err = h.Do(func() (err error) { c, err = net.DialUDP("udp", local, net.UDPAddrFromAddrPort(to)); return err })
+		if !errors.Is(err, unix.EADDRINUSE) {
+			return c, err
+		}
+	}
+	return nil, err
+}
+
+// Ask asks the server at the other end who it is. It may be called again and
+// again.
+func (c *Conn) Ask(deadline time.Time) (Answer, error) {
+	if err := c.SetDeadline(deadline); err != nil {
+		return Answer{}, err
+	}
+	// Where rules on this host refuse or drop a packet the sender is told that it is
+	// not permitted, whichever of the two it is.
+	if _, err := c.Write([]byte("?\n")); err != nil && !errors.Is(err, unix.EPERM) {
+		return Answer{}, err
+	}
+	line, err := c.lines.ReadString('\n')
+	if err != nil {
+		return Answer{}, err
+	}
+	name, peer, _ := strings.Cut(strings.TrimSuffix(line, "\n"), " ")
+	addr, err := netip.ParseAddrPort(peer)
+	if err != nil {
+		return Answer{}, fmt.Errorf("answer %q: %w", line, err)
+	}
+	return Answer{name, addr}, nil
+}
+
+// Ask asks over a new connection.
+func (h *Host) Ask(ctx context.Context, protocol api.Protocol, from netip.Addr, to netip.AddrPort) (Answer, error) {
+	c, err := h.Dial(ctx, protocol, from, to)
+	if err != nil {
+		return Answer{}, err
+	}
+	defer c.Close()
+	deadline, _ := ctx.Deadline()
+	return c.Ask(deadline)
+}
+
+// Refused reports whether err says that the other side sent a reset, or that the
+// port is unreachable.
+func Refused(err error) bool { return errors.Is(err, unix.ECONNREFUSED) }
+
+// TimedOut reports whether err says that no answer came.
+func TimedOut(err error) bool {
+	var timeout net.Error
+	return errors.As(err, &timeout) && timeout.Timeout()
+}

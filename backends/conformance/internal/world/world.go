@@ -1,0 +1,287 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package world
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// World is a node with what is around it. See the package comment.
+type World struct {
+	Node, Node2, Router, Client, Beyond *Host
+	// Local are the pods on Node, Remote those on Node2.
+	Local, Remote []*Host
+	// SCTP says whether the kernel has SCTP sockets; if so, pods serve it, too.
+	SCTP bool
+
+	hosts []*Host
+}
+
+// The networks of the world, one a family.
+var (
+	// ServiceCIDRs are where cluster IPs are taken from.
+	ServiceCIDRs = prefixes("10.96.0.0/16", "fd00:10:96::/112")
+	// ExternalCIDRs are where external IPs and load-balancer IPs are taken from.
+	ExternalCIDRs = prefixes("198.18.0.0/16", "fd00:198:18::/112")
+	// ClusterCIDRs have all pods, PodCIDRs those of Node.
+	ClusterCIDRs = prefixes("10.244.0.0/16", "fd00:10:244::/48")
+	PodCIDRs     = prefixes("10.244.1.0/24", "fd00:10:244:1::/64")
+	// NodeCIDRs have the addresses of nodes, but not those that the nodes have
+	// towards their pods.
+	NodeCIDRs = prefixes("192.168.0.0/16", "fd00:192:168::/48")
+	// ClientCIDRs have the addresses of Client.
+	ClientCIDRs = prefixes("203.0.113.0/24", "fd00:203:113::/64")
+)
+
+// NodePodCIDR returns the network of the pods on Node (0) or Node2 (1).
+func NodePodCIDR(node int, f api.Family) netip.Prefix {
+	return []map[api.Family]netip.Prefix{PodCIDRs, prefixes("10.244.2.0/24", "fd00:10:244:2::/64")}[node][f]
+}
+
+// PodInterfaces is how the names of Node's interfaces to its pods begin.
+const PodInterfaces = "pod-"
+
+// The ports of the world.
+var (
+	// PodPorts are the ports on which pods and nodes serve TCP and UDP.
+	PodPorts = []uint16{8080, 8081, 8082}
+	// ServicePorts are the ports on which beyond answers at all addresses of
+	// services.
+	ServicePorts = []uint16{80, 81, 82, 8080, 8081}
+)
+
+// clientAddrs is how many addresses of a family the client has.
+const clientAddrs = 24
+
+func prefixes(v4, v6 string) map[api.Family]netip.Prefix {
+	return map[api.Family]netip.Prefix{api.IPv4: netip.MustParsePrefix(v4), api.IPv6: netip.MustParsePrefix(v6)}
+}
+
+// New makes a world. It takes the rights of root.
+func New() (w *World, err error) {
+	if os.Geteuid() != 0 {
+		return nil, errors.New("making network namespaces takes the rights of root")
+	}
+	w = &World{}
+	defer func() {
+		if err != nil {
+			w.Close()
+		}
+	}()
+	for _, h := range []struct {
+		name string
+		host **Host
+	}{{"router", &w.Router}, {"node", &w.Node}, {"node2", &w.Node2}, {"client", &w.Client}, {"beyond", &w.Beyond}} {
+		if *h.host, err = w.host(h.name); err != nil {
+			return w, err
+		}
+	}
+	return w, w.build()
+}
+
+// Close ends the servers and lets the namespaces go.
+func (w *World) Close() {
+	for _, h := range w.hosts {
+		h.close()
+	}
+}
+
+func (w *World) host(name string) (*Host, error) {
+	h, err := newHost(name)
+	if err != nil {
+		return nil, err
+	}
+	w.hosts = append(w.hosts, h)
+	return h, nil
+}
+
+func (w *World) build() error {
+	var plan planner
+	for _, h := range []*Host{w.Node, w.Node2, w.Router} {
+		plan.do(h, func() error {
+			return set("ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
+				// Who asks often is refused each time.
+				"ipv4/icmp_ratelimit=0", "ipv4/icmp_msgs_per_sec=1000000", "ipv4/icmp_msgs_burst=1000000", "ipv6/icmp/ratelimit=0")
+		})
+	}
+	// Links, with the addresses of both ends.
+	plan.link(w.Router, "client", []string{"203.0.113.1/24", "fd00:203:113::1/64"}, w.Client, "eth0", nil)
+	for i := range clientAddrs {
+		plan.addr(w.Client, "eth0", fmt.Sprintf("203.0.113.%d/24", 10+i), fmt.Sprintf("fd00:203:113::%x/64", 16+i))
+	}
+	plan.link(w.Router, "node", []string{"192.168.1.1/24", "fd00:192:168:1::1/64"}, w.Node, "eth0", []string{"192.168.1.2/24", "fd00:192:168:1::2/64"})
+	plan.link(w.Router, "node2", []string{"192.168.2.1/24", "fd00:192:168:2::1/64"}, w.Node2, "eth0", []string{"192.168.2.2/24", "fd00:192:168:2::2/64"})
+	plan.link(w.Beyond, "eth0", []string{"192.168.3.1/24", "fd00:192:168:3::1/64"}, w.Node, "eth1", []string{"192.168.3.2/24", "fd00:192:168:3::2/64"})
+	// Ways.
+	for _, h := range []*Host{w.Client, w.Node2} {
+		gateways := map[*Host][]string{w.Client: {"203.0.113.1", "fd00:203:113::1"}, w.Node2: {"192.168.2.1", "fd00:192:168:2::1"}}[h]
+		plan.route(h, "eth0", gateways, "0.0.0.0/0", "::/0")
+	}
+	for _, cidrs := range []map[api.Family]netip.Prefix{ServiceCIDRs, ExternalCIDRs, PodCIDRs, prefixes("192.168.3.0/24", "fd00:192:168:3::/64")} {
+		plan.route(w.Router, "node", []string{"192.168.1.2", "fd00:192:168:1::2"}, cidrs[api.IPv4].String(), cidrs[api.IPv6].String())
+	}
+	plan.route(w.Router, "node2", []string{"192.168.2.2", "fd00:192:168:2::2"}, "10.244.2.0/24", "fd00:10:244:2::/64")
+	for _, to := range [][]string{{"203.0.113.0/24", "fd00:203:113::/64"}, {"192.168.2.0/24", "fd00:192:168:2::/64"}, {"10.244.2.0/24", "fd00:10:244:2::/64"}} {
+		plan.route(w.Node, "eth0", []string{"192.168.1.1", "fd00:192:168:1::1"}, to...)
+	}
+	plan.route(w.Node, "eth1", []string{"192.168.3.1", "fd00:192:168:3::1"}, "0.0.0.0/0", "::/0")
+	plan.route(w.Beyond, "eth0", []string{"192.168.3.2", "fd00:192:168:3::2"}, "0.0.0.0/0", "::/0")
+	// Beyond has every address of a service, but does not answer echo requests:
+	// they do not tell who answers.
+	for _, cidrs := range []map[api.Family]netip.Prefix{ServiceCIDRs, ExternalCIDRs} {
+		plan.own(w.Beyond, cidrs[api.IPv4].String(), cidrs[api.IPv6].String())
+	}
+	plan.do(w.Beyond, func() error {
+		return set("ipv4/icmp_echo_ignore_all=1", "ipv6/icmp/echo_ignore_all=1", "ipv6/ip_nonlocal_bind=1")
+	})
+	// Pods.
+	for i, name := range []string{"a", "b", "c", "d", "e"} {
+		node, number, pods := w.Node, 1, &w.Local
+		if i >= 3 {
+			node, number, pods = w.Node2, 2, &w.Remote
+		}
+		pod, err := w.host(name)
+		if err != nil {
+			return err
+		}
+		*pods = append(*pods, pod)
+		addrs := []string{fmt.Sprintf("10.244.%d.%d/32", number, 10+i), fmt.Sprintf("fd00:10:244:%d::%x/128", number, 16+i)}
+		gateways := []string{fmt.Sprintf("10.244.%d.1", number), fmt.Sprintf("fd00:10:244:%d::1", number)}
+		plan.link(node, PodInterfaces+name, []string{gateways[0] + "/32", gateways[1] + "/128"}, pod, "eth0", addrs)
+		plan.route(node, PodInterfaces+name, nil, addrs...)
+		plan.route(pod, "eth0", nil, gateways[0]+"/32", gateways[1]+"/128")
+		plan.route(pod, "eth0", gateways, "0.0.0.0/0", "::/0")
+	}
+	if plan.err != nil {
+		return plan.err
+	}
+	w.SCTP = hasSCTP()
+	for _, h := range append([]*Host{w.Node, w.Node2, w.Client}, append(w.Local, w.Remote...)...) {
+		if err := h.serve(PodPorts); err != nil {
+			return err
+		}
+		if w.SCTP {
+			if err := h.serveStream(unix.IPPROTO_SCTP, PodPorts[0]); err != nil {
+				return err
+			}
+		}
+	}
+	return w.Beyond.serve(ServicePorts)
+}
+
+// planner makes links, addresses and routes until one fails.
+type planner struct{ err error }
+
+func (p *planner) do(h *Host, f func() error) {
+	if p.err == nil {
+		if err := h.Do(f); err != nil {
+			p.err = fmt.Errorf("setting up %s: %w", h.Name, err)
+		}
+	}
+}
+
+// link makes a link of two interfaces with these addresses.
+func (p *planner) link(h *Host, name string, addrs []string, peer *Host, peerName string, peerAddrs []string) {
+	p.do(h, func() error {
+		attrs := netlink.NewLinkAttrs()
+		attrs.Name = name
+		veth := &netlink.Veth{LinkAttrs: attrs, PeerName: peerName, PeerNamespace: netlink.NsFd(int(peer.namespace.Fd()))}
+		if err := netlink.LinkAdd(veth); err != nil {
+			return fmt.Errorf("adding link %s: %w", name, err)
+		}
+		return netlink.LinkSetUp(veth)
+	})
+	p.do(peer, func() error {
+		link, err := netlink.LinkByName(peerName)
+		if err != nil {
+			return err
+		}
+		return netlink.LinkSetUp(link)
+	})
+	p.addr(h, name, addrs...)
+	p.addr(peer, peerName, peerAddrs...)
+}
+
+// addr gives addresses to an interface, by which others know the host.
+func (p *planner) addr(h *Host, name string, addrs ...string) {
+	for _, addr := range addrs {
+		p.do(h, func() error {
+			link, err := netlink.LinkByName(name)
+			if err != nil {
+				return err
+			}
+			a, err := netlink.ParseAddr(addr)
+			if err != nil {
+				return err
+			}
+			a.Flags = unix.IFA_F_NODAD // or IPv6 could not use it at once
+			h.Addrs.Add(netip.MustParsePrefix(addr).Addr())
+			if err := netlink.AddrAdd(link, a); err != nil {
+				return fmt.Errorf("adding address %s to %s: %w", addr, name, err)
+			}
+			return nil
+		})
+	}
+}
+
+// route adds routes by gateways, the first for IPv4 and the second for IPv6, or
+// to neighbours.
+func (p *planner) route(h *Host, name string, gateways []string, to ...string) {
+	for _, cidr := range to {
+		p.do(h, func() error {
+			link, err := netlink.LinkByName(name)
+			if err != nil {
+				return err
+			}
+			dst, err := netlink.ParseIPNet(cidr)
+			if err != nil {
+				return err
+			}
+			route := &netlink.Route{LinkIndex: link.Attrs().Index, Dst: dst}
+			switch {
+			case gateways == nil:
+				route.Scope = netlink.SCOPE_LINK
+			case netip.MustParsePrefix(cidr).Addr().Is4():
+				route.Gw = net.ParseIP(gateways[0])
+			default:
+				route.Gw = net.ParseIP(gateways[1])
+			}
+			if err := netlink.RouteAdd(route); err != nil {
+				return fmt.Errorf("adding a route to %s: %w", cidr, err)
+			}
+			return nil
+		})
+	}
+}
+
+// own makes all addresses of networks local ones.
+func (p *planner) own(h *Host, cidrs ...string) {
+	for _, cidr := range cidrs {
+		p.do(h, func() error {
+			lo, err := netlink.LinkByName("lo")
+			if err != nil {
+				return err
+			}
+			dst, err := netlink.ParseIPNet(cidr)
+			if err != nil {
+				return err
+			}
+			route := &netlink.Route{LinkIndex: lo.Attrs().Index, Dst: dst, Type: unix.RTN_LOCAL, Table: unix.RT_TABLE_LOCAL, Scope: netlink.SCOPE_HOST}
+			if err := netlink.RouteAdd(route); err != nil {
+				return fmt.Errorf("adding the local network %s: %w", cidr, err)
+			}
+			return nil
+		})
+	}
+}

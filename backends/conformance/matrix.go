@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import (
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// Outcome is what became of a case in a family.
+type Outcome int
+
+// The outcomes.
+const (
+	// Passed: the proxy does what the case says.
+	Passed Outcome = iota
+	// Failed: it does not.
+	Failed
+	// Unsupported: it does not, as it has declared.
+	Unsupported
+	// UnsupportedPassed: it does, although it has declared not to.
+	UnsupportedPassed
+	// Unavailable: the kernel lacks what the case needs.
+	Unavailable
+)
+
+// String returns the word for the matrix.
+func (o Outcome) String() string {
+	switch o {
+	case Passed:
+		return "ok"
+	case Failed:
+		return "FAILED"
+	case Unsupported:
+		return "not supported"
+	case UnsupportedPassed:
+		return "ok, though declared not supported"
+	case Unavailable:
+		return "not available here"
+	}
+	return fmt.Sprintf("Outcome(%d)", int(o))
+}
+
+// Result is what became of a case in a family.
+type Result struct {
+	// Section is the section of docs/semantics.md that the case is about.
+	Section string
+	// Case is its name, a sentence.
+	Case string
+	// Family is 0 for a case about both or none.
+	Family  api.Family
+	Outcome Outcome
+	// Reason is why it failed, is not supported or not available.
+	Reason string
+	// Took is how long it took.
+	Took time.Duration
+}
+
+// where says in which family it was, for a message.
+func (r Result) where() string {
+	if r.Family == 0 {
+		return ""
+	}
+	return r.Family.String() + ": "
+}
+
+// Matrix is what became of all cases, in order, those of a case side by side.
+type Matrix []Result
+
+// Count returns how many results have an outcome.
+func (m Matrix) Count(o Outcome) int {
+	n := 0
+	for _, r := range m {
+		if r.Outcome == o {
+			n++
+		}
+	}
+	return n
+}
+
+// String returns the matrix as a table for a log.
+func (m Matrix) String() string {
+	var text strings.Builder
+	section := ""
+	for _, row := range m.rows() {
+		if row[0].Section != section {
+			section = row[0].Section
+			fmt.Fprintf(&text, "%s\n", section)
+		}
+		fmt.Fprintf(&text, "  %-100s", row[0].Case)
+		for _, r := range row {
+			if r.Family == 0 {
+				fmt.Fprintf(&text, "  %s", r.Outcome)
+			} else {
+				fmt.Fprintf(&text, "  %s %s", r.Family, r.Outcome)
+			}
+		}
+		text.WriteByte('\n')
+	}
+	fmt.Fprintf(&text, "%s\n", m.summary())
+	return text.String()
+}
+
+// WriteMarkdown writes the matrix as tables in Markdown, one a section.
+func (m Matrix) WriteMarkdown(w io.Writer) error {
+	var text strings.Builder
+	section := ""
+	notes := notes{}
+	for _, row := range m.rows() {
+		if row[0].Section != section {
+			section = row[0].Section
+			fmt.Fprintf(&text, "\n### %s\n\n| Case | IPv4 | IPv6 |\n|---|---|---|\n", section)
+		}
+		cells := map[api.Family]string{}
+		for _, r := range row {
+			cells[r.Family] = r.Outcome.String() + notes.mark(r.Reason)
+		}
+		if both, ok := cells[0]; ok {
+			cells[api.IPv4], cells[api.IPv6] = both, both
+		}
+		fmt.Fprintf(&text, "| %s | %s | %s |\n", row[0].Case, cells[api.IPv4], cells[api.IPv6])
+	}
+	fmt.Fprintf(&text, "\n%s\n", m.summary())
+	for i, reason := range notes.reasons {
+		fmt.Fprintf(&text, "\n%d. %s", i+1, strings.ReplaceAll(reason, "\n", " "))
+	}
+	if len(notes.reasons) > 0 {
+		text.WriteByte('\n')
+	}
+	_, err := io.WriteString(w, strings.TrimPrefix(text.String(), "\n"))
+	return err
+}
+
+// rows returns the results of each case.
+func (m Matrix) rows() [][]Result {
+	var rows [][]Result
+	for i, r := range m {
+		if i > 0 && m[i-1].Case == r.Case && m[i-1].Section == r.Section {
+			rows[len(rows)-1] = append(rows[len(rows)-1], r)
+		} else {
+			rows = append(rows, []Result{r})
+		}
+	}
+	return rows
+}
+
+func (m Matrix) summary() string {
+	var parts []string
+	for _, o := range []Outcome{Passed, Failed, Unsupported, UnsupportedPassed, Unavailable} {
+		if n := m.Count(o); n > 0 {
+			parts = append(parts, fmt.Sprintf("%d %s", n, o))
+		}
+	}
+	return strings.Join(parts, "; ")
+}
+
+// notes numbers reasons.
+type notes struct{ reasons []string }
+
+// mark returns the reference to a reason.
+func (n *notes) mark(reason string) string {
+	if reason == "" {
+		return ""
+	}
+	for i, known := range n.reasons {
+		if known == reason {
+			return fmt.Sprintf(" (%d)", i+1)
+		}
+	}
+	n.reasons = append(n.reasons, reason)
+	return fmt.Sprintf(" (%d)", len(n.reasons))
+}

@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import "sync"
+
+// output keeps the end of what a process prints.
+type output struct {
+	mu   sync.Mutex
+	text []byte
+}
+
+// maxOutput is how much of it is kept at least.
+const maxOutput = 16 << 10
+
+func (o *output) Write(p []byte) (int, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.text = append(o.text, p...)
+	if len(o.text) > 2*maxOutput {
+		o.text = append(o.text[:0], o.text[len(o.text)-maxOutput:]...)
+	}
+	return len(p), nil
+}
+
+func (o *output) String() string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return string(o.text)
+}

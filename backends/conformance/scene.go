@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"runtime"
+	"slices"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/conformance/internal/world"
+)
+
+// scene is what a case works with: it puts services on, publishes them, and has
+// the people of the world connect. Whatever is not as it should be ends the case.
+type scene struct {
+	*kit
+	ctx    context.Context
+	family api.Family
+	// protocols are those that every port of a service has, and every check tries.
+	protocols []api.Protocol
+	services  []*service
+	// nodeObjects are the nodes, nil for those of the kit.
+	nodeObjects []*corev1.Node
+
+	// node is the node under test and node2 the other one, in their role as
+	// clients or as endpoints in the host's network. The pods a, b and c are on
+	// node, d and e on node2.
+	node, node2, a, b, c, d, e person
+	// outside is the client outside the cluster.
+	outside person
+
+	number int
+	err    error
+	undo   []func() error
+}
+
+// person is a host of the world, with the address from which it connects: the zero
+// Addr where the kernel chooses.
+type person struct {
+	*world.Host
+	source netip.Addr
+}
+
+func (p person) String() string {
+	if p.source.IsValid() {
+		return fmt.Sprintf("%s (%s)", p.Name, p.source)
+	}
+	return p.Name
+}
+
+// as returns the person as it connects from its address number i.
+func (s *scene) as(p person, i int) person {
+	p.source = p.Addrs.Family(s.family)[i]
+	return p
+}
+
+func newScene(ctx context.Context, k *kit, family api.Family) *scene {
+	s := &scene{kit: k, ctx: ctx, family: family, protocols: []api.Protocol{api.TCP, api.UDP}}
+	if _, lacks := k.opts.Unsupported[UDP]; lacks {
+		s.protocols = s.protocols[:1]
+	}
+	w := k.world
+	s.node, s.node2, s.outside = person{Host: w.Node}, person{Host: w.Node2}, person{Host: w.Client}
+	s.a, s.b, s.c = person{Host: w.Local[0]}, person{Host: w.Local[1]}, person{Host: w.Local[2]}
+	s.d, s.e = person{Host: w.Remote[0]}, person{Host: w.Remote[1]}
+	k.scenes++
+	s.number = k.scenes
+	return s
+}
+
+// failf ends the case.
+func (s *scene) failf(format string, args ...any) {
+	s.err = fmt.Errorf(format, args...)
+	runtime.Goexit()
+}
+
+func (s *scene) must(err error) {
+	if err != nil {
+		s.failf("%w", err)
+	}
+}
+
+// unavailable ends the case, because the kernel lacks something.
+func (s *scene) unavailable(what string) { s.must(unavailableError{what}) }
+
+// later has something done when the case ends, last things first.
+func (s *scene) later(f func() error) { s.undo = append(s.undo, f) }
+
+// leave ends the case.
+func (s *scene) leave() {
+	for _, f := range slices.Backward(s.undo) {
+		if err := f(); err != nil && s.err == nil {
+			s.err = err
+		}
+	}
+	err := s.kit.publish(s.ctx, &Objects{})
+	// What a case has left undone must not make the next one fail.
+	if s.err != nil {
+		err = errors.Join(err, s.kill(), s.subject.Cleanup(s.ctx, s.site))
+	}
+	if s.process == nil {
+		err = errors.Join(err, s.start(s.ctx, s.site))
+	}
+	if s.err == nil {
+		s.err = err
+	}
+}
+
+// publish publishes the scene's services as they are, and waits until they are
+// programmed.
+func (s *scene) publish() {
+	s.announce()
+	s.must(s.settle(s.ctx))
+}
+
+// announce publishes the scene's services, and does not wait.
+func (s *scene) announce() {
+	objects := &Objects{}
+	for _, node := range s.nodeObjects {
+		objects.Nodes = append(objects.Nodes, node.DeepCopy())
+	}
+	for _, svc := range s.services {
+		service, endpoints := svc.objects()
+		objects.Services = append(objects.Services, service)
+		objects.Slices = append(objects.Slices, endpoints...)
+	}
+	s.must(s.kit.publish(s.ctx, objects))
+}
+
+// remove takes a service off, with its slices.
+func (s *scene) remove(svc *service) {
+	s.services = slices.DeleteFunc(s.services, func(o *service) bool { return o == svc })
+}
+
+// allocate returns a number that is handed out once in a run.
+func (k *kit) allocate() int {
+	k.allocated++
+	return k.allocated
+}
+
+// clusterIP, externalIP and nodePort return what no service has had before: what
+// connection tracking and affinity remember is of no concern to the next case.
+func (s *scene) clusterIP(family api.Family) netip.Addr {
+	return number(world.ServiceCIDRs[family], 0x100+s.allocate())
+}
+
+func (s *scene) externalIP(family api.Family) netip.Addr {
+	return number(world.ExternalCIDRs[family], 0x100+s.allocate())
+}
+
+func (s *scene) nodePort() int32 { return int32(30000 + s.allocate()) }

@@ -1,0 +1,299 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// namespace is where the services of cases are.
+const namespace = "kpng-conformance"
+
+// The ports that services have unless a case says otherwise.
+const (
+	servicePort = 80
+	targetPort  = 8080
+)
+
+// service is a service of a scene with its slices. Cases change Service and slices
+// as they like, and publish again.
+type service struct {
+	*corev1.Service
+	scene  *scene
+	slices []*slice
+}
+
+// slice is some of the endpoints of a service, in each of its families.
+type slice struct {
+	name      string
+	ports     []discoveryv1.EndpointPort
+	endpoints []endpoint
+	// only is the family it is for, 0 for each that the service has.
+	only api.Family
+}
+
+// endpoint is a person that serves.
+type endpoint struct {
+	person
+	discoveryv1.Endpoint
+}
+
+// service puts a service of type ClusterIP on, in the scene's families, with port
+// 80 of each protocol leading to 8080, and without endpoints.
+func (s *scene) service(name string) *service {
+	families := []api.Family{s.family}
+	policy, internal := corev1.IPFamilyPolicySingleStack, corev1.ServiceInternalTrafficPolicyCluster
+	if s.family == 0 {
+		families, policy = []api.Family{api.IPv4, api.IPv6}, corev1.IPFamilyPolicyRequireDualStack
+	}
+	svc := &service{Service: &corev1.Service{ObjectMeta: metav1.ObjectMeta{
+		// The name is new for each case, as what it says cannot all be changed later.
+		Namespace: namespace, Name: fmt.Sprintf("%s-%d", name, s.number),
+	}}, scene: s}
+	svc.Spec.Type = corev1.ServiceTypeClusterIP
+	svc.Spec.SessionAffinity = corev1.ServiceAffinityNone
+	svc.Spec.IPFamilyPolicy, svc.Spec.InternalTrafficPolicy = &policy, &internal
+	for _, family := range families {
+		svc.Spec.IPFamilies = append(svc.Spec.IPFamilies, corev1.IPFamily(family.String()))
+		svc.Spec.ClusterIPs = append(svc.Spec.ClusterIPs, s.clusterIP(family).String())
+	}
+	svc.Spec.ClusterIP = svc.Spec.ClusterIPs[0]
+	svc.addPort("", servicePort, targetPort)
+	s.services = append(s.services, svc)
+	return svc
+}
+
+// addPort adds a port for each protocol of the scene, named by name and protocol.
+func (svc *service) addPort(name string, port, target int32) *service {
+	for _, protocol := range svc.scene.protocols {
+		svc.Spec.Ports = append(svc.Spec.Ports, corev1.ServicePort{
+			Name:     strings.TrimPrefix(name+"-"+strings.ToLower(protocol.String()), "-"),
+			Protocol: corev1.Protocol(protocol.String()), Port: port, TargetPort: intstr.FromInt32(target),
+		})
+	}
+	return svc
+}
+
+// withNodePort makes it a service of type NodePort; all its ports of one number
+// have one node port.
+func (svc *service) withNodePort() *service {
+	if svc.Spec.Type == corev1.ServiceTypeClusterIP {
+		svc.Spec.Type = corev1.ServiceTypeNodePort
+	}
+	svc.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyCluster
+	numbers := map[int32]int32{}
+	for i := range svc.Spec.Ports {
+		p := &svc.Spec.Ports[i]
+		if numbers[p.Port] == 0 {
+			numbers[p.Port] = svc.scene.nodePort()
+		}
+		p.NodePort = numbers[p.Port]
+	}
+	return svc
+}
+
+// withExternalIP gives it an external IP of each of its families.
+func (svc *service) withExternalIP() *service {
+	svc.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyCluster
+	for _, family := range svc.families() {
+		svc.Spec.ExternalIPs = append(svc.Spec.ExternalIPs, svc.scene.externalIP(family).String())
+	}
+	return svc
+}
+
+// withLoadBalancer makes it a service of type LoadBalancer with an address of each
+// of its families.
+func (svc *service) withLoadBalancer() *service {
+	svc.Spec.Type = corev1.ServiceTypeLoadBalancer
+	svc.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyCluster
+	allocate, vip := svc.Spec.Ports[0].NodePort != 0, corev1.LoadBalancerIPModeVIP
+	svc.Spec.AllocateLoadBalancerNodePorts = &allocate
+	for _, family := range svc.families() {
+		svc.Status.LoadBalancer.Ingress = append(svc.Status.LoadBalancer.Ingress,
+			corev1.LoadBalancerIngress{IP: svc.scene.externalIP(family).String(), IPMode: &vip})
+	}
+	return svc
+}
+
+// exposed gives it everything that a service can be reached by.
+func (svc *service) exposed() *service {
+	return svc.withNodePort().withExternalIP().withLoadBalancer()
+}
+
+func (svc *service) externalLocal() *service {
+	svc.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal
+	return svc
+}
+
+func (svc *service) internalLocal() *service {
+	policy := corev1.ServiceInternalTrafficPolicyLocal
+	svc.Spec.InternalTrafficPolicy = &policy
+	return svc
+}
+
+// withAffinity gives it session affinity of some seconds.
+func (svc *service) withAffinity(seconds int32) *service {
+	svc.Spec.SessionAffinity = corev1.ServiceAffinityClientIP
+	svc.Spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: &seconds}}
+	return svc
+}
+
+func (svc *service) families() []api.Family {
+	var families []api.Family
+	for _, family := range svc.Spec.IPFamilies {
+		families = append(families, map[corev1.IPFamily]api.Family{corev1.IPv4Protocol: api.IPv4, corev1.IPv6Protocol: api.IPv6}[family])
+	}
+	return families
+}
+
+// leadsTo makes these its endpoints, in one slice that has the service's ports.
+func (svc *service) leadsTo(endpoints ...endpoint) *service {
+	svc.slices = nil
+	return svc.alsoLeadsTo("1", targetPorts(svc.Spec.Ports), endpoints...)
+}
+
+// alsoLeadsTo adds a slice.
+func (svc *service) alsoLeadsTo(name string, ports []discoveryv1.EndpointPort, endpoints ...endpoint) *service {
+	svc.slices = append(svc.slices, &slice{name: name, ports: ports, endpoints: endpoints})
+	return svc
+}
+
+// targetPorts returns the ports of a slice for service ports that name their target
+// by number.
+func targetPorts(ports []corev1.ServicePort) []discoveryv1.EndpointPort {
+	var targets []discoveryv1.EndpointPort
+	for _, p := range ports {
+		targets = append(targets, discoveryv1.EndpointPort{Name: &p.Name, Protocol: &p.Protocol, Port: &p.TargetPort.IntVal})
+	}
+	return targets
+}
+
+// objects returns the service and its slices as they are now.
+func (svc *service) objects() (*corev1.Service, []*discoveryv1.EndpointSlice) {
+	var all []*discoveryv1.EndpointSlice
+	for _, slice := range svc.slices {
+		for _, family := range svc.families() {
+			if slice.only == 0 || slice.only == family {
+				all = append(all, slice.object(svc, family))
+			}
+		}
+	}
+	return svc.Service.DeepCopy(), all
+}
+
+func (sl *slice) object(svc *service, family api.Family) *discoveryv1.EndpointSlice {
+	o := &discoveryv1.EndpointSlice{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: svc.Namespace, Name: svc.Name + "-" + suffix(family) + "-" + sl.name,
+			Labels: map[string]string{discoveryv1.LabelServiceName: svc.Name},
+		},
+		AddressType: discoveryv1.AddressType(family.String()),
+		Ports:       slices.Clone(sl.ports),
+	}
+	for key, value := range svc.Labels {
+		o.Labels[key] = value
+	}
+	for _, e := range sl.endpoints {
+		e.Endpoint.Addresses = []string{e.Addr(family).String()}
+		o.Endpoints = append(o.Endpoints, *e.Endpoint.DeepCopy())
+	}
+	return o.DeepCopy()
+}
+
+// ready returns a person as an endpoint that is ready.
+func ready(p person) endpoint { return p.serves(true, true, false) }
+
+// draining returns it as one that terminates, and still serves.
+func draining(p person) endpoint { return p.serves(false, true, true) }
+
+// unready returns it as one that is not ready, nor serves.
+func unready(p person) endpoint { return p.serves(false, false, false) }
+
+func (p person) serves(ready, serving, terminating bool) endpoint {
+	e := endpoint{person: p}
+	e.Conditions = discoveryv1.EndpointConditions{Ready: &ready, Serving: &serving, Terminating: &terminating}
+	node := nodeNames[0]
+	if p.Name == "d" || p.Name == "e" || p.Name == "node2" {
+		node = nodeNames[1]
+	}
+	e.NodeName = &node
+	return e
+}
+
+// forZone returns the endpoint with a hint for a zone.
+func (e endpoint) forZone(name string) endpoint {
+	e.Hints = e.Hints.DeepCopy()
+	if e.Hints == nil {
+		e.Hints = &discoveryv1.EndpointHints{}
+	}
+	e.Hints.ForZones = append(e.Hints.ForZones, discoveryv1.ForZone{Name: name})
+	return e
+}
+
+// forNode returns the endpoint with a hint for a node.
+func (e endpoint) forNode(name string) endpoint {
+	e.Hints = e.Hints.DeepCopy()
+	if e.Hints == nil {
+		e.Hints = &discoveryv1.EndpointHints{}
+	}
+	e.Hints.ForNodes = append(e.Hints.ForNodes, discoveryv1.ForNode{Name: name})
+	return e
+}
+
+// Where the first port of the service is reached, in the scene's family.
+
+func (svc *service) clusterIP() netip.AddrPort {
+	return svc.at(svc.Spec.ClusterIPs[0])
+}
+
+func (svc *service) externalIP() netip.AddrPort {
+	return svc.at(svc.Spec.ExternalIPs[0])
+}
+
+func (svc *service) loadBalancerIP() netip.AddrPort {
+	return svc.at(svc.Status.LoadBalancer.Ingress[0].IP)
+}
+
+// nodePort is at the node's address number i.
+func (svc *service) nodePort(i int) netip.AddrPort {
+	return netip.AddrPortFrom(svc.scene.node.Addrs.Family(svc.scene.family)[i], uint16(svc.Spec.Ports[0].NodePort))
+}
+
+// external returns all of them but the cluster IP.
+func (svc *service) external() []netip.AddrPort {
+	var all []netip.AddrPort
+	for _, ip := range svc.Spec.ExternalIPs {
+		all = append(all, svc.at(ip))
+	}
+	for _, ingress := range svc.Status.LoadBalancer.Ingress {
+		all = append(all, svc.at(ingress.IP))
+	}
+	if _, lacks := svc.scene.opts.Unsupported[NodePorts]; !lacks && svc.Spec.Ports[0].NodePort != 0 {
+		all = append(all, svc.nodePort(0))
+	}
+	return all
+}
+
+// all returns all of them.
+func (svc *service) all() []netip.AddrPort { return append(svc.external(), svc.clusterIP()) }
+
+func (svc *service) at(ip string) netip.AddrPort {
+	return netip.AddrPortFrom(netip.MustParseAddr(ip), uint16(svc.Spec.Ports[0].Port))
+}
+
+// on returns the same address with another port.
+func on(to netip.AddrPort, port int) netip.AddrPort {
+	return netip.AddrPortFrom(to.Addr(), uint16(port))
+}

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"slices"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/watcher"
+)
+
+// carryOut makes this process the proxy, until the kit hangs up or kills it, or
+// cleans up.
+func (o order) carryOut(newSink NewSink) error {
+	ctx := klog.NewContext(context.Background(), klog.Background())
+	s, err := newSink(o.Site)
+	if err != nil {
+		return fmt.Errorf("making the sink: %w", err)
+	}
+	if o.Cleanup {
+		cleaner, ok := s.(sink.Cleaner)
+		if !ok {
+			return nil
+		}
+		if err := cleaner.Cleanup(ctx); err != nil {
+			return fmt.Errorf("cleaning up: %w", err)
+		}
+		return nil
+	}
+	file := os.NewFile(3, "kit")
+	conn, err := net.FileConn(file)
+	if err != nil {
+		return fmt.Errorf("talking to the kit: %w", err)
+	}
+	file.Close()
+	return proxy(ctx, o.Site, s, conn)
+}
+
+// proxy feeds a sink with the objects that come by conn until that is closed.
+func proxy(ctx context.Context, site Site, s sink.Sink, conn net.Conn) error {
+	converter, err := watcher.New(watcher.Options{
+		ServiceProxyName: site.ServiceProxyName,
+		MapIP:            watcher.MapIPAnnotated(AllPortsAnnotation),
+	})
+	if err != nil {
+		return err
+	}
+	state := cluster.New(cluster.Options{})
+	source := feed.New(state, site.NodeName)
+	defer source.Close()
+	driver := sink.NewDriver(source, s, sink.Options{})
+	ctx, cancel := context.WithCancel(ctx)
+	ended := make(chan error, 1)
+	go func() {
+		err := driver.Run(ctx)
+		conn.Close() // or nobody would notice
+		ended <- err
+	}()
+	stopReporting := func() {}
+	for decoder := json.NewDecoder(conn); ; {
+		var p publication
+		if err := decoder.Decode(&p); err != nil {
+			stopReporting()
+			cancel()
+			if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
+				return fmt.Errorf("driving the sink: %w", err)
+			}
+			if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) {
+				return nil
+			}
+			return fmt.Errorf("reading what the kit publishes: %w", err)
+		}
+		stopReporting()
+		revision := write(state, converter, p.Objects)
+		var reporting context.Context
+		reporting, stopReporting = context.WithCancel(ctx)
+		go reportOn(reporting, driver, conn, p.Generation, revision)
+	}
+}
+
+// write makes the state what the objects say, in one commit, and returns its
+// revision.
+func write(state *cluster.State, converter *watcher.Converter, objects *Objects) uint64 {
+	var services []*api.Service
+	for _, o := range objects.Services {
+		if converter.WantsService(o) {
+			service, _ := converter.Service(o)
+			services = append(services, service)
+		}
+	}
+	var endpoints []*api.EndpointSlice
+	for _, o := range objects.Slices {
+		if slice, _ := converter.EndpointSlice(o); slice != nil && converter.WantsSlice(o) {
+			endpoints = append(endpoints, slice)
+		}
+	}
+	var nodes []*api.Node
+	for _, o := range objects.Nodes {
+		node, _ := converter.Node(o)
+		nodes = append(nodes, node)
+	}
+	const scope = 1
+	state.Update(func(tx *cluster.Tx) {
+		tx.ReplaceNodes(scope, slices.Values(nodes))
+		tx.ReplaceServices(scope, slices.Values(services))
+		tx.ReplaceSlices(scope, slices.Values(endpoints))
+	})
+	state.SetSynced()
+	return uint64(state.Snapshot().Revision)
+}
+
+// reportOn tells the kit when a generation is applied and, until then, what is
+// wrong.
+func reportOn(ctx context.Context, driver *sink.Driver, conn net.Conn, generation int, revision uint64) {
+	for ctx.Err() == nil {
+		wait, cancel := context.WithTimeout(ctx, 200*time.Millisecond)
+		r := report{Generation: generation, Applied: driver.WaitApplied(wait, revision) == nil}
+		cancel()
+		if !r.Applied {
+			r.Trouble = trouble(driver.Status())
+		}
+		if json.NewEncoder(conn).Encode(r) != nil || r.Applied {
+			return
+		}
+	}
+}
+
+func trouble(status sink.Status) string {
+	var text string
+	if status.Err != nil {
+		text = status.Err.Error()
+	}
+	for _, f := range status.Failing {
+		text += fmt.Sprintf("; %s: %v", f.Key, f.Err)
+	}
+	return text
+}

@@ -1,0 +1,254 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conformance
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"regexp"
+	"strings"
+	"sync"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// order is what the environment of a process of the test binary says it is for.
+type order struct {
+	// Test is the name of the test whose sink it runs.
+	Test string
+	Site Site
+	// Cleanup says to clean up, rather than to proxy.
+	Cleanup bool
+}
+
+const orderVariable = "KPNG_CONFORMANCE"
+
+// What goes between the kit and a process with a sink, as JSON: objects one way, a
+// report about them the other.
+type (
+	publication struct {
+		Generation int
+		Objects    *Objects
+	}
+	report struct {
+		Generation int
+		// Applied says that all of the generation is programmed; else Trouble may
+		// say what stands against it.
+		Applied bool
+		Trouble string
+	}
+)
+
+// sinkSubject runs a sink in processes of the test binary.
+type sinkSubject struct {
+	test string
+
+	mu   sync.Mutex
+	last publication
+	// running are the processes that have not been killed.
+	running map[*sinkProcess]struct{}
+}
+
+// newSinkSubject returns the subject of newSink. In a process that was made to be
+// its proxy, it does not return.
+func newSinkSubject(t *testing.T, newSink NewSink) *sinkSubject {
+	t.Helper()
+	if text := os.Getenv(orderVariable); text != "" {
+		var o order
+		if err := json.Unmarshal([]byte(text), &o); err != nil {
+			t.Fatalf("%s: %v", orderVariable, err)
+		}
+		if o.Test != t.Name() {
+			t.Fatalf("this process is to be the proxy of %s, but %s is run", o.Test, t.Name())
+		}
+		if err := o.carryOut(newSink); err != nil {
+			fmt.Fprintf(os.Stderr, "conformance: %v\n", err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	return &sinkSubject{test: t.Name(), running: map[*sinkProcess]struct{}{}}
+}
+
+// command returns the command that carries out an order.
+func (s *sinkSubject) command(ctx context.Context, o order) (*exec.Cmd, *output, error) {
+	o.Test = s.test
+	text, err := json.Marshal(o)
+	if err != nil {
+		return nil, nil, err
+	}
+	var pattern []string
+	for name := range strings.SplitSeq(s.test, "/") {
+		pattern = append(pattern, "^"+regexp.QuoteMeta(name)+"$")
+	}
+	cmd := exec.CommandContext(ctx, os.Args[0], "-test.run="+strings.Join(pattern, "/"), "-test.count=1", "-test.timeout=0")
+	cmd.Env = append(os.Environ(), orderVariable+"="+string(text))
+	printed := &output{}
+	cmd.Stdout, cmd.Stderr = printed, printed
+	return cmd, printed, nil
+}
+
+func (s *sinkSubject) Publish(_ context.Context, objects *Objects) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.last = publication{s.last.Generation + 1, objects}
+	for p := range s.running {
+		if err := p.send(s.last); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *sinkSubject) Start(_ context.Context, site Site) (Process, error) {
+	ends, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("making a pair of sockets: %w", err)
+	}
+	ours, theirs := os.NewFile(uintptr(ends[0]), "proxy"), os.NewFile(uintptr(ends[1]), "kit")
+	defer ours.Close()
+	defer theirs.Close()
+	conn, err := net.FileConn(ours)
+	if err != nil {
+		return nil, fmt.Errorf("using a socket: %w", err)
+	}
+	// The process outlives the case that starts it.
+	cmd, printed, err := s.command(context.Background(), order{Site: site})
+	if err != nil {
+		return nil, err
+	}
+	cmd.ExtraFiles = []*os.File{theirs}
+	ended, err := site.Start(cmd)
+	if err != nil {
+		conn.Close()
+		return nil, fmt.Errorf("starting the test binary again: %w", err)
+	}
+	p := &sinkProcess{subject: s, cmd: cmd, output: printed, conn: conn, encoder: json.NewEncoder(conn), done: make(chan struct{}), reported: make(chan struct{})}
+	go p.wait(ended)
+	go p.read()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.running[p] = struct{}{}
+	return p, p.send(s.last)
+}
+
+// Settle waits until all processes have programmed what was published last.
+func (s *sinkSubject) Settle(ctx context.Context) error {
+	s.mu.Lock()
+	generation := s.last.Generation
+	var running []*sinkProcess
+	for p := range s.running {
+		running = append(running, p)
+	}
+	s.mu.Unlock()
+	for _, p := range running {
+		if err := p.settle(ctx, generation); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *sinkSubject) Cleanup(ctx context.Context, site Site) error {
+	cmd, printed, err := s.command(ctx, order{Site: site, Cleanup: true})
+	if err != nil {
+		return err
+	}
+	ended, err := site.Start(cmd)
+	if err == nil {
+		err = <-ended
+	}
+	if err != nil {
+		return fmt.Errorf("cleaning up: %w\n%s", err, printed)
+	}
+	return nil
+}
+
+// sinkProcess is a process with a sink.
+type sinkProcess struct {
+	subject *sinkSubject
+	cmd     *exec.Cmd
+	output  *output
+	conn    net.Conn
+	encoder *json.Encoder
+	// done is closed when the process has ended, by err.
+	done chan struct{}
+	err  error
+
+	mu   sync.Mutex
+	last report
+	// reported is closed, and made anew, when last changes.
+	reported chan struct{}
+}
+
+func (p *sinkProcess) wait(ended <-chan error) {
+	p.err = <-ended
+	close(p.done)
+	p.conn.Close()
+}
+
+func (p *sinkProcess) send(m publication) error {
+	if err := p.encoder.Encode(m); err != nil {
+		return fmt.Errorf("publishing to the proxy: %w\n%s", err, p.output)
+	}
+	return nil
+}
+
+func (p *sinkProcess) read() {
+	for decoder := json.NewDecoder(p.conn); ; {
+		var r report
+		if err := decoder.Decode(&r); err != nil {
+			return // it has ended, or will be told so by whoever asks for more
+		}
+		p.mu.Lock()
+		if r.Generation >= p.last.Generation { // one that is overtaken says nothing
+			p.last = r
+			close(p.reported)
+			p.reported = make(chan struct{})
+		}
+		p.mu.Unlock()
+	}
+}
+
+func (p *sinkProcess) settle(ctx context.Context, generation int) error {
+	for {
+		p.mu.Lock()
+		last, reported := p.last, p.reported
+		p.mu.Unlock()
+		if last.Applied && last.Generation >= generation {
+			return nil
+		}
+		select {
+		case <-reported:
+		case <-p.done:
+			return fmt.Errorf("the proxy has ended: %w\n%s", errors.Join(errors.New("unasked"), p.err), p.output)
+		case <-ctx.Done():
+			return fmt.Errorf("the proxy has not programmed what was published: %w; it says: %q", context.Cause(ctx), last.Trouble)
+		}
+	}
+}
+
+func (p *sinkProcess) Kill() error {
+	p.subject.mu.Lock()
+	delete(p.subject.running, p)
+	p.subject.mu.Unlock()
+	err := p.cmd.Process.Kill()
+	<-p.done
+	if err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("killing the proxy: %w", err)
+	}
+	if strings.Contains(p.output.String(), "WARNING: DATA RACE") {
+		return fmt.Errorf("the proxy has a data race:\n%s", p.output)
+	}
+	return nil
+}
+
+func (p *sinkProcess) Output() string { return p.output.String() }

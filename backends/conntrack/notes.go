@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conntrack
+
+import (
+	"maps"
+	"net/netip"
+	"sync"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// notes are the places whose flows have to be looked at. Sync writes them, and
+// who looks reads them.
+type notes struct {
+	// places are those that each service had when it was told last.
+	places map[types.NamespacedName][]place
+
+	mu  sync.Mutex
+	due map[place]note
+	// count is the number of what was noted last.
+	count uint64
+}
+
+// note is a place to be looked at. While it is, its verdict is kept up to date:
+// a flow to an endpoint that has just come is not ended for the sake of one that
+// went before.
+type note struct {
+	verdict
+	count uint64
+}
+
+func newNotes() *notes {
+	return &notes{places: map[types.NamespacedName][]place{}, due: map[place]note{}}
+}
+
+// add notes what c may have made stale, and reports whether that is anything.
+// It is not called twice at once.
+func (n *notes) add(c *sink.Changes) bool {
+	due := map[place]verdict{}     // what has to be looked at
+	present := map[place]verdict{} // what has not, as far as c tells
+	var left []place
+	told := map[types.NamespacedName]bool{}
+	for s := range c.Services {
+		told[s.Key] = true
+		now := verdictsOf(s.New)
+		var before map[place]verdict
+		if !c.Full && !s.Retry {
+			before = verdictsOf(s.Old)
+		}
+		for p, v := range now {
+			if old, had := before[p]; had && !v.outdates(old, api.FamilyOf(p.Addr())) {
+				present[p] = v
+			} else {
+				due[p] = v
+			}
+		}
+		left = append(left, n.replace(s.Key, now)...)
+	}
+	if c.Full {
+		for key := range n.places {
+			if !told[key] {
+				left = append(left, n.replace(key, nil)...)
+			}
+		}
+	}
+	for _, p := range left {
+		if _, taken := due[p]; !taken {
+			due[p] = present[p] // which is nobody's, unless it was handed over
+		}
+	}
+
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for p, v := range present {
+		if old, ok := n.due[p]; ok {
+			n.due[p] = note{v, old.count}
+		}
+	}
+	if len(due) == 0 {
+		return false
+	}
+	n.count++
+	for p, v := range due {
+		n.due[p] = note{v, n.count}
+	}
+	return true
+}
+
+// replace notes which places a service has now, and returns those that it has
+// no longer.
+func (n *notes) replace(key types.NamespacedName, now map[place]verdict) (left []place) {
+	for _, p := range n.places[key] {
+		if _, ok := now[p]; !ok {
+			left = append(left, p)
+		}
+	}
+	if len(now) == 0 {
+		delete(n.places, key)
+		return left
+	}
+	places := make([]place, 0, len(now))
+	for p := range now {
+		places = append(places, p)
+	}
+	n.places[key] = places
+	return left
+}
+
+// stale reports whether a flow has to end. Of the places that it may be a flow
+// to, the one that names most counts. The node ports are those of nodeAddrs.
+func (n *notes) stale(f flow, nodeAddrs map[netip.Addr]bool) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	addr, port := f.to.Addr(), f.to.Port()
+	if note, ok := n.due[f.to]; ok {
+		return note.stale(f)
+	}
+	if note, ok := n.due[netip.AddrPortFrom(addr, 0)]; ok {
+		return note.stale(f)
+	}
+	if nodeAddrs[addr] {
+		if note, ok := n.due[netip.AddrPortFrom(api.Unspecified(api.FamilyOf(addr)), port)]; ok {
+			return note.stale(f)
+		}
+	}
+	return false
+}
+
+// open returns the places that are due, and the number up to which they were
+// noted.
+func (n *notes) open() (places []place, count uint64) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	for p := range n.due {
+		places = append(places, p)
+	}
+	return places, n.count
+}
+
+// done forgets what was noted up to count.
+func (n *notes) done(count uint64) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	maps.DeleteFunc(n.due, func(_ place, d note) bool { return d.count <= count })
+}

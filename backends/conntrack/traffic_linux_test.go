@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package conntrack
+
+import (
+	"fmt"
+	"net"
+	"os/exec"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/backends/internal/netnstest"
+)
+
+// TestClientsFollowTheirService has clients that send from one port for ever, as
+// resolvers do, through a small dataplane of nft's own words.
+func TestClientsFollowTheirService(t *testing.T) {
+	n, opts := world(t)
+	client, pods := netnstest.New(t), netnstest.New(t)
+	n.Set(t, "ipv4/ip_forward", "1")
+	n.Join(t, "client", client, "eth0")
+	n.Add(t, "client", "10.2.0.1/24")
+	client.Add(t, "eth0", "10.2.0.2/24")
+	client.Route(t, "default", "10.2.0.1", "eth0")
+	n.Join(t, "pods", pods, "eth0")
+	n.Add(t, "pods", "10.1.0.254/24")
+	for name, address := range map[string]string{"pod1": pod1, "pod2": pod2, "beyond": dns} {
+		pods.Add(t, "eth0", strings.Split(address, ":")[0]+"/24")
+		answer(t, pods, address, name)
+	}
+	pods.Route(t, "default", "10.1.0.254", "eth0")
+	n.Route(t, "10.96.0.10/32", "10.1.0.1", "pods")
+
+	program := func(endpoint string) {
+		t.Helper()
+		dnat := ""
+		if endpoint != "" {
+			dnat = "ip daddr . udp dport { 10.96.0.10 . 53, 10.2.0.1 . 30053 } dnat to " + endpoint
+		}
+		rules := fmt.Sprintf(`
+			table ip test
+			delete table ip test
+			table ip test {
+				chain prerouting {
+					type nat hook prerouting priority dstnat
+					ct state new counter
+					%s
+				}
+			}`, dnat)
+		if err := n.Do(func() error {
+			nft := exec.Command("nft", "-f", "-")
+			nft.Stdin = strings.NewReader(rules)
+			out, err := nft.CombinedOutput()
+			if err != nil {
+				return fmt.Errorf("nft: %w\n%s", err, out)
+			}
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const frontends = "ip 10.96.0.10\nport 53 30053\n"
+	states := []struct{ answers, endpoint, service string }{
+		{"pod1", pod1, frontends + "ready 10.1.0.1"},
+		{"pod2", pod2, frontends + "ready 10.1.0.2"},
+	}
+	r, _ := start(t, opts)
+	program("")
+	before := services(t, map[string]string{"dns": frontends})
+	tell(t, r, whole(before))
+	clusterIP, nodePort := socket(t, client, dns), socket(t, client, node)
+	expect(t, clusterIP, "beyond")
+	expect(t, nodePort, "")
+
+	for _, state := range states {
+		program(state.endpoint)
+		if got := ask(clusterIP); got == state.answers {
+			t.Errorf("a client that is left alone gets to %s", got)
+		}
+		now := services(t, map[string]string{"dns": state.service})
+		tell(t, r, difference(before, now))
+		before = now
+		expect(t, clusterIP, state.answers)
+		expect(t, nodePort, state.answers)
+	}
+}
+
+// answer has a UDP server of a name in a namespace until the test ends.
+func answer(t *testing.T, n *netnstest.Namespace, address, name string) {
+	t.Helper()
+	var c net.PacketConn
+	if err := n.Do(func() (err error) {
+		c, err = net.ListenPacket("udp", address)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		buffer := make([]byte, 100)
+		for {
+			_, from, err := c.ReadFrom(buffer)
+			if err != nil {
+				return
+			}
+			c.WriteTo([]byte(name), from)
+		}
+	}()
+	t.Cleanup(func() {
+		c.Close()
+		<-ended
+	})
+}
+
+func socket(t *testing.T, n *netnstest.Namespace, to string) net.Conn {
+	t.Helper()
+	var c net.Conn
+	if err := n.Do(func() (err error) { c, err = net.Dial("udp", to); return err }); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	return c
+}
+
+// ask returns who answers, empty if nobody does.
+func ask(c net.Conn) string {
+	c.SetDeadline(time.Now().Add(200 * time.Millisecond))
+	if _, err := c.Write([]byte("?")); err != nil {
+		return ""
+	}
+	buffer := make([]byte, 100)
+	read, _ := c.Read(buffer)
+	return string(buffer[:read])
+}
+
+// expect asks until the right one answers. An answer may be one to an earlier
+// question.
+func expect(t *testing.T, c net.Conn, want string) {
+	t.Helper()
+	got := ask(c)
+	for deadline := time.Now().Add(10 * time.Second); got != want && time.Now().Before(deadline); {
+		got = ask(c)
+	}
+	if got != want {
+		t.Errorf("%s is answered by %q, want %q", c.RemoteAddr(), got, want)
+	}
+}

@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package healthcheck_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/healthcheck"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"go.uber.org/goleak"
+	"k8s.io/apimachinery/pkg/types"
+	clocktesting "k8s.io/utils/clock/testing"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// network is a network in which addresses are free unless they are taken: what
+// listens at one of them really listens on loopback.
+type network struct {
+	mu    sync.Mutex
+	taken map[string]error
+	open  map[string]net.Listener
+}
+
+func newNetwork() *network {
+	return &network{taken: map[string]error{}, open: map[string]net.Listener{}}
+}
+
+func (n *network) take(addr string, err error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.taken[addr] = err
+}
+
+func (n *network) listen(_ context.Context, addr netip.AddrPort) (net.Listener, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	at := addr.String()
+	if err := n.taken[at]; err != nil {
+		return nil, err
+	}
+	if n.open[at] != nil {
+		return nil, fmt.Errorf("listen %s: already in use", at)
+	}
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		return nil, err
+	}
+	n.open[at] = l
+	return listener{l, func() {
+		n.mu.Lock()
+		defer n.mu.Unlock()
+		delete(n.open, at)
+	}}, nil
+}
+
+type listener struct {
+	net.Listener
+	closed func()
+}
+
+func (l listener) Close() error {
+	l.closed()
+	return l.Listener.Close()
+}
+
+// addrs returns what is listened on, in order.
+func (n *network) addrs() []string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	list := []string{}
+	for at := range n.open {
+		list = append(list, at)
+	}
+	slices.Sort(list)
+	return list
+}
+
+func (n *network) get(t testing.TB, addr, path string) (int, http.Header, string) {
+	t.Helper()
+	n.mu.Lock()
+	l := n.open[addr]
+	n.mu.Unlock()
+	if l == nil {
+		t.Fatalf("nobody listens on %s, only on %q", addr, n.addrs())
+	}
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 5 * time.Second}
+	response, err := client.Get("http://" + l.Addr().String() + path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer response.Body.Close()
+	body, err := io.ReadAll(response.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return response.StatusCode, response.Header, string(body)
+}
+
+// world has a server that is driven by hand.
+type world struct {
+	*network
+	source *sinktest.Source
+	driver *sink.Driver
+}
+
+func newWorld(t *testing.T, opts healthcheck.Options) *world {
+	return newWorldIn(t, newNetwork(), opts)
+}
+
+func newWorldIn(t *testing.T, n *network, opts healthcheck.Options) *world {
+	w := &world{network: n, source: sinktest.NewSource()}
+	opts.Listen = w.listen
+	if opts.Addrs == nil {
+		opts.Addrs = nodeaddr.Of(netip.MustParseAddr("10.0.0.1"))
+	}
+	w.driver = sink.NewDriver(w.source, sinktest.NewRecorder(t, healthcheck.New(opts)), sink.Options{})
+	w.source.MarkSynced()
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error)
+	go func() { ended <- w.driver.Run(ctx) }()
+	t.Cleanup(func() {
+		stop()
+		if err := <-ended; !errors.Is(err, context.Canceled) {
+			t.Error(err)
+		}
+		if open := w.addrs(); len(open) > 0 {
+			t.Errorf("still listening on %q at the end", open)
+		}
+	})
+	return w
+}
+
+// tell sets views, deletes services, and waits until the server knows.
+func (w *world) tell(t *testing.T, views []*api.ServiceEndpoints, deleted ...string) {
+	t.Helper()
+	w.source.Set(views...)
+	for _, name := range deleted {
+		w.source.Delete(types.NamespacedName{Namespace: "test", Name: name})
+	}
+	ctx, stop := context.WithTimeout(t.Context(), 10*time.Second)
+	defer stop()
+	if err := w.driver.WaitApplied(ctx, w.source.Revision()); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// local returns the view of a service with a health-check port and ready
+// endpoints on this node.
+func local(name string, port int32, endpoints ...string) *api.ServiceEndpoints {
+	svc := &api.Service{
+		Namespace: "test", Name: name, Type: api.LoadBalancer, ExternalTrafficToLocal: true, HealthCheckNodePort: port,
+		IPFamilies: []api.Family{api.IPv4, api.IPv6}, Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 80}},
+	}
+	state := &api.ServiceState{Service: svc}
+	for _, e := range endpoints {
+		addr := netip.MustParseAddr(e)
+		state.Slices = append(state.Slices, &api.EndpointSlice{
+			Namespace: "test", Name: e, ServiceName: name, Family: api.FamilyOf(addr), Ports: []api.EndpointPort{{Protocol: api.TCP, Port: 80}},
+			Endpoints: []api.SliceEndpoint{{Addr: addr, NodeName: "here", Conditions: api.Conditions{Ready: true, Serving: true}}},
+		})
+	}
+	return nodeview.View(state, &api.Node{Name: "here"})
+}
+
+func one(v *api.ServiceEndpoints) []*api.ServiceEndpoints { return []*api.ServiceEndpoints{v} }
+
+func TestAnswers(t *testing.T) {
+	var healthy atomic.Bool
+	w := newWorld(t, healthcheck.Options{
+		Addrs:   nodeaddr.Of(netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("fd00::1")),
+		Healthy: healthy.Load,
+	})
+	for _, test := range []struct {
+		name      string
+		endpoints []string
+		healthy   bool
+		addr      string
+		status    int
+		body      string
+		weight    string
+	}{
+		{"two endpoints here", []string{"10.1.0.1", "10.1.0.2"}, true, "10.0.0.1:30001", 200,
+			`{"service":{"namespace":"test","name":"web"},"localEndpoints":2,"serviceProxyHealthy":true}`, "2"},
+		{"no endpoint here", nil, true, "10.0.0.1:30001", 503,
+			`{"service":{"namespace":"test","name":"web"},"localEndpoints":0,"serviceProxyHealthy":true}`, "0"},
+		{"a proxy that is not well", []string{"10.1.0.1"}, false, "10.0.0.1:30001", 503,
+			`{"service":{"namespace":"test","name":"web"},"localEndpoints":1,"serviceProxyHealthy":false}`, "1"},
+		{"what counts are endpoints of the listener's family", []string{"10.1.0.1", "10.1.0.2", "fd01::1"}, true, "[fd00::1]:30001", 200,
+			`{"service":{"namespace":"test","name":"web"},"localEndpoints":1,"serviceProxyHealthy":true}`, "1"},
+		{"none of the listener's family", []string{"10.1.0.1"}, true, "[fd00::1]:30001", 503,
+			`{"service":{"namespace":"test","name":"web"},"localEndpoints":0,"serviceProxyHealthy":true}`, "0"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			healthy.Store(test.healthy)
+			w.tell(t, one(local("web", 30001, test.endpoints...)))
+			for _, path := range []string{"/", "/healthz", "/any//path/../?x=y"} {
+				status, header, body := w.get(t, test.addr, path)
+				if status != test.status {
+					t.Errorf("%s is answered with %d, want %d", path, status, test.status)
+				}
+				if diff := cmp.Diff(test.body+"\n", body); diff != "" {
+					t.Errorf("body (-want +got):\n%s", diff)
+				}
+				for key, want := range map[string]string{
+					"Content-Type": "application/json", "X-Content-Type-Options": "nosniff", "X-Load-Balancing-Endpoint-Weight": test.weight,
+				} {
+					if got := header.Get(key); got != want {
+						t.Errorf("header %s is %q, want %q", key, got, want)
+					}
+				}
+			}
+		})
+	}
+}
+
+func TestPortsFollowTheirServices(t *testing.T) {
+	w := newWorld(t, healthcheck.Options{})
+	check := func(want ...string) {
+		t.Helper()
+		if diff := cmp.Diff(append([]string{}, want...), w.addrs()); diff != "" {
+			t.Errorf("listening on (-want +got):\n%s", diff)
+		}
+	}
+	w.tell(t, []*api.ServiceEndpoints{local("a", 30001), local("b", 30002)})
+	check("10.0.0.1:30001", "10.0.0.1:30002")
+	w.tell(t, one(local("a", 30003)))
+	check("10.0.0.1:30002", "10.0.0.1:30003")
+	cluster := local("b", 30002)
+	svc := *cluster.Service
+	svc.ExternalTrafficToLocal = false
+	w.tell(t, one(&api.ServiceEndpoints{Service: &svc}))
+	check("10.0.0.1:30003")
+
+	// Two services swap their ports.
+	w.tell(t, []*api.ServiceEndpoints{local("a", 30003, "10.1.0.1"), local("b", 30002)})
+	w.tell(t, []*api.ServiceEndpoints{local("a", 30002, "10.1.0.1"), local("b", 30003)})
+	check("10.0.0.1:30002", "10.0.0.1:30003")
+	if status, _, body := w.get(t, "10.0.0.1:30002", "/"); status != 200 {
+		t.Errorf("after a swap, %d: %s", status, body)
+	}
+	// One that has the port of another gets it when that goes.
+	w.tell(t, one(local("c", 30003, "10.1.0.1")))
+	if status, _, body := w.get(t, "10.0.0.1:30003", "/"); status != 503 {
+		t.Errorf("the second of two services answers: %s", body)
+	}
+	w.tell(t, nil, "b")
+	if status, _, body := w.get(t, "10.0.0.1:30003", "/"); status != 200 {
+		t.Errorf("after the first of two services has gone, %d: %s", status, body)
+	}
+
+	// A source that starts over.
+	w.source.Lag()
+	w.tell(t, nil, "a")
+	check("10.0.0.1:30003")
+}
+
+func TestAddressesAreFollowed(t *testing.T) {
+	addrs := nodeaddr.Of(netip.MustParseAddr("10.0.0.1"))
+	observed := make(chan [2]int, 10)
+	w := newWorld(t, healthcheck.Options{Addrs: addrs, Observe: func(open, failing int) { observed <- [2]int{open, failing} }})
+	w.tell(t, one(local("a", 30001)))
+	<-observed
+	// For a link-local address there is nothing to listen on without an interface.
+	addrs.Set(netip.MustParseAddr("10.0.0.2"), netip.MustParseAddr("fd00::1"), netip.MustParseAddr("fe80::1"))
+	if got := <-observed; got != [2]int{2, 0} {
+		t.Errorf("observed %v", got)
+	}
+	if diff := cmp.Diff([]string{"10.0.0.2:30001", "[fd00::1]:30001"}, w.addrs()); diff != "" {
+		t.Errorf("listening on (-want +got):\n%s", diff)
+	}
+}
+
+func TestAPortThatCannotBeOpenedIsReportedAndTriedAgain(t *testing.T) {
+	clock := clocktesting.NewFakeClock(time.Now())
+	faults := make(chan healthcheck.Fault, 10)
+	observed := make(chan [2]int, 10)
+	n := newNetwork()
+	inUse := errors.New("address already in use")
+	n.take("10.0.0.1:30001", inUse)
+	w := newWorldIn(t, n, healthcheck.Options{
+		Clock: clock, Fault: func(f healthcheck.Fault) { faults <- f }, Observe: func(open, failing int) { observed <- [2]int{open, failing} },
+	})
+	w.tell(t, []*api.ServiceEndpoints{local("a", 30001), local("b", 30002, "10.1.0.1")})
+	want := healthcheck.Fault{Service: types.NamespacedName{Namespace: "test", Name: "a"}, Addr: netip.MustParseAddrPort("10.0.0.1:30001"), Err: inUse}
+	if got := <-faults; got != want {
+		t.Errorf("reported %+v, want %+v", got, want)
+	}
+	if got := <-observed; got != [2]int{1, 1} {
+		t.Errorf("observed %v open and failing", got)
+	}
+	if status, _, _ := w.get(t, "10.0.0.1:30002", "/"); status != 200 {
+		t.Errorf("another service is disturbed: %d", status)
+	}
+
+	step := func(d time.Duration) {
+		t.Helper()
+		for deadline := time.Now().Add(10 * time.Second); !clock.HasWaiters(); time.Sleep(time.Millisecond) {
+			if time.Now().After(deadline) {
+				t.Fatal("nobody waits to try again")
+			}
+		}
+		clock.Step(d)
+	}
+	step(time.Second) // for the same reason, which is not reported again
+	step(0)
+	n.take("10.0.0.1:30001", nil)
+	for deadline := time.Now().Add(10 * time.Second); len(n.addrs()) < 2 && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+		clock.Step(time.Second)
+	}
+	if got := <-observed; got != [2]int{2, 0} {
+		t.Errorf("observed %v open and failing", got)
+	}
+	if len(faults) > 0 {
+		t.Errorf("reported once more: %+v", <-faults)
+	}
+}

@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+)
+
+// world returns the views of n services with m endpoints each.
+func world(n, m int) []sink.Change {
+	list := make([]sink.Change, n)
+	for i := range n {
+		list[i] = sink.Change{New: numbered(i, m)}
+	}
+	return list
+}
+
+// numbered returns service i with m endpoints.
+func numbered(i, m int) *api.ServiceEndpoints {
+	ip := netip.AddrFrom4([4]byte{10, 96 + byte(i>>16), byte(i >> 8), byte(i)})
+	eps := make([]string, m)
+	for e := range eps {
+		n := i*16 + e
+		eps[e] = netip.AddrFrom4([4]byte{11, byte(n >> 16), byte(n >> 8), byte(n)}).String()
+	}
+	return view(fmt.Sprintf("svc-%06d", i), []string{ip.String()}, eps, nil)
+}
+
+func BenchmarkLoad(b *testing.B) {
+	for _, n := range []int{1_000, 10_000, 30_000} {
+		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
+			all := changes(true, world(n, 10)...)
+			for b.Loop() {
+				b.StopTimer()
+				be, _ := start(b, Options{})
+				b.StartTimer()
+				mustSync(b, be, all)
+			}
+		})
+	}
+}
+
+// BenchmarkResync is a restart with nothing to do.
+func BenchmarkResync(b *testing.B) {
+	for _, n := range []int{1_000, 10_000, 30_000} {
+		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
+			all := changes(true, world(n, 10)...)
+			be, ns := start(b, Options{})
+			mustSync(b, be, all)
+			for b.Loop() {
+				mustSync(b, startIn(b, ns, Options{}), all)
+			}
+		})
+	}
+}
+
+// BenchmarkChange changes one service of n: an endpoint is replaced, added, or
+// the service deleted and made again.
+func BenchmarkChange(b *testing.B) {
+	for _, n := range []int{1_000, 10_000, 30_000} {
+		be, _ := start(b, Options{})
+		list := world(n, 10)
+		mustSync(b, be, changes(true, list...))
+		old := list[n/2].New
+		replaced := view(old.Service.Name, []string{old.Service.IPs.ClusterIPs.V4[0].String()}, []string{"12.0.0.1", "12.0.0.2", "12.0.0.3", "12.0.0.4", "12.0.0.5", "12.0.0.6", "12.0.0.7", "12.0.0.8", "12.0.0.9", "12.0.0.10"}, nil)
+		more := numbered(n/2, 11)
+		for _, kind := range []struct {
+			name   string
+			change *api.ServiceEndpoints
+		}{{"all endpoints replaced", replaced}, {"endpoint added and removed", more}, {"service deleted and made", nil}} {
+			b.Run(fmt.Sprintf("services=%d/%s", n, kind.name), func(b *testing.B) {
+				for b.Loop() {
+					key := old.Key()
+					mustSync(b, be, changes(false, sink.Change{Key: key, Old: old, New: kind.change}))
+					mustSync(b, be, changes(false, sink.Change{Key: key, Old: kind.change, New: old}))
+				}
+			})
+		}
+	}
+}
+
+// BenchmarkConnect connects to the services one after the other, from their own node to
+// pods there that accept, and says how long that takes in the median.
+func BenchmarkConnect(b *testing.B) {
+	for _, n := range []int{10, 1_000, 30_000} {
+		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
+			be, ns := start(b, Options{})
+			mustSync(b, be, changes(true, world(n, 10)...))
+			for _, network := range []string{"10.0.0.1/8", "11.0.0.1/8"} { // of the services and of the pods
+				ns.Add(b, "lo", network)
+			}
+			serve(b, ns, "pod")
+			times := make([]time.Duration, 0, b.N)
+			err := ns.Do(func() error {
+				for i := range b.N {
+					to := &unix.SockaddrInet4{Port: 80, Addr: numbered(i*7919%n, 0).Service.IPs.ClusterIPs.V4[0].As4()}
+					took, err := connect(to)
+					if err != nil {
+						return err
+					}
+					times = append(times, took)
+				}
+				return nil
+			})
+			if err != nil {
+				b.Fatal(err)
+			}
+			slices.Sort(times)
+			b.ReportMetric(float64(times[len(times)/2].Nanoseconds())/1000, "µs-median")
+		})
+	}
+}
+
+// connect returns how long it takes to connect.
+func connect(to unix.Sockaddr) (time.Duration, error) {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return 0, err
+	}
+	defer unix.Close(fd)
+	// The end of a connection that is reset takes no local port.
+	if err := unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}); err != nil {
+		return 0, err
+	}
+	begin := time.Now()
+	for {
+		err := unix.Connect(fd, to)
+		if errors.Is(err, unix.EINTR) {
+			continue // as Go's scheduler signals its threads
+		}
+		if errors.Is(err, unix.EISCONN) {
+			err = nil
+		}
+		return time.Since(begin), err
+	}
+}
+
+// BenchmarkChangeDuringFullSync changes services one after the other while a full
+// Sync is under way that finds nothing to do, and says how long the kernel did not have
+// such a change, in the median and at worst: at a restart, where the table has been
+// read when the source has synced, and later.
+func BenchmarkChangeDuringFullSync(b *testing.B) {
+	for _, n := range []int{1_000, 10_000, 30_000} {
+		src := sinktest.NewSource()
+		for _, c := range world(n, 10) {
+			src.Set(c.New)
+		}
+		src.SetNode(node)
+		src.MarkSynced()
+		for _, kind := range []string{"restart", "later"} {
+			b.Run(fmt.Sprintf("services=%d/endpoints=10/%s", n, kind), func(b *testing.B) {
+				be, ns := start(b, Options{})
+				observer, err := dial(ns.FD, be.opts.table())
+				if err != nil {
+					b.Fatal(err)
+				}
+				defer observer.close()
+				src.Reset()
+				d, stop := drive(b, src, be, func() {})
+				waitApplied(b, d, src)
+				var waits []time.Duration
+				for b.Loop() {
+					before := d.Status().FullSyncs
+					if kind == "later" {
+						src.Lag()
+					} else {
+						b.StopTimer()
+						stop()
+						be = startIn(b, ns, Options{})
+						waitReadAhead(be)
+						b.StartTimer()
+						before = 0
+						d, stop = drive(b, src, be, func() {})
+					}
+					for d.Status().SyncingSince.IsZero() && d.Status().FullSyncs == before {
+						time.Sleep(10 * time.Microsecond)
+					}
+					for d.Status().FullSyncs == before {
+						i := rand.IntN(n)
+						address := netip.AddrFrom4([4]byte{12, 0, byte(len(waits) >> 8), byte(len(waits))})
+						changed := numbered(i, 10)
+						changed.Endpoints[0].IPs = api.NewIPSet(address)
+						began := time.Now()
+						src.Set(changed)
+						waitForEndpoint(b, observer, i, address)
+						waits = append(waits, time.Since(began))
+					}
+				}
+				slices.Sort(waits)
+				ms := func(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
+				b.ReportMetric(ms(waits[len(waits)/2]), "ms-median-wait")
+				b.ReportMetric(ms(waits[len(waits)-1]), "ms-worst-wait")
+			})
+		}
+	}
+}
+
+// waitForEndpoint waits until the kernel has address as the first endpoint of service i.
+func waitForEndpoint(b *testing.B, c *conn, i int, address netip.Addr) {
+	b.Helper()
+	id, at := frontendKeyOf(i)
+	w := keyWriter{&id, at}
+	w.slot(0)
+	for {
+		e, ok, err := c.get(b.Context(), id)
+		if err != nil {
+			b.Fatal(err)
+		}
+		if ok && addrOf(e.data[:4]) == address {
+			return
+		}
+		time.Sleep(100 * time.Microsecond)
+	}
+}

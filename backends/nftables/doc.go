@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package nftables is a sink that programs services into the Linux kernel with
+// nftables, as kube-proxy's mode of that name does.
+//
+//	b, err := nftables.New(nftables.Options{})
+//	if err != nil {
+//		return err
+//	}
+//	return kpng.Run(ctx, opts, b)
+package nftables

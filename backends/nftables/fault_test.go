@@ -1,0 +1,573 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netnstest"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+)
+
+func TestOptionsThatMakeNoSenseAreRefused(t *testing.T) {
+	for name, opts := range map[string]Options{
+		"an instance that is no name":              {Instance: "a b"},
+		"a mark of two bits":                       {MasqueradeMark: 0x3},
+		"kube-proxy's mark":                        {MasqueradeMark: 0x4000},
+		"an interface that breaks out of its rule": {PodInterfaces: []string{`x" accept`}},
+		"outsiders, and nothing tells them":        {MasqueradeOutsiders: true},
+		"a priority before connection tracking":    {DNATPriority: -300},
+	} {
+		if _, err := New(opts); err == nil {
+			t.Errorf("%s is accepted", name)
+		}
+	}
+}
+
+func TestStartSaysThatNftIsMissing(t *testing.T) {
+	b, err := New(Options{NFT: "nft-that-is-nowhere", NetNS: netnstest.New(t).FD, Sysctls: IgnoreSysctls})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Stop(context.Background())
+	if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), "without the nft program") {
+		t.Errorf("Start returns %v", err)
+	}
+}
+
+func TestSysctlsAreSetWhenAskedFor(t *testing.T) {
+	ns := netnstest.New(t)
+	b, err := New(Options{NetNS: ns.FD, Sysctls: SetSysctls})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Stop(context.Background())
+	if err := b.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range sysctls {
+		var value []byte
+		if err := ns.Do(func() (err error) { value, err = os.ReadFile("/proc/sys/" + name); return err }); err != nil {
+			t.Fatal(err)
+		}
+		if string(value) != "1\n" {
+			t.Errorf("%s is %q", name, value)
+		}
+	}
+}
+
+// TestAFullMapFailsTheServiceThatFillsIt makes a map that holds four endpoints: the
+// services that fit are programmed, the other says what failed and stays as it was.
+func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
+	b, ns := start(t, Options{})
+	nft(t, ns, `table inet kpng
+delete map inet kpng service-endpoints4
+table inet kpng { map service-endpoints4 { typeof ip daddr . meta l4proto . th dport . numgen random mod 2 : ip daddr . th dport; size 4; }; }
+`, "-f", "-")
+	small := view("small", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
+	large := view("large", []string{"10.96.0.2"}, []string{"10.0.0.3", "10.0.0.4", "10.0.0.5"}, nil)
+	err := b.Sync(t.Context(), changes(true, set(large), set(small)))
+	failed, ok := sink.Acknowledged(err)
+	if !ok || len(failed) != 1 {
+		t.Fatalf("Sync returns %v, want one service that failed", err)
+	}
+	for key, err := range failed {
+		if !errors.Is(err, unix.ENFILE) || !strings.Contains(err.Error(), "service-endpoints4") {
+			t.Errorf("%s failed with %v, want that the map is full", key, err)
+		}
+	}
+	// What fits goes on to change.
+	for _, v := range []*api.ServiceEndpoints{small, large} {
+		if _, ok := failed[v.Key()]; !ok {
+			mustSync(t, b, changes(false, sink.Change{Old: v, Key: v.Key()}))
+			delete(failed, v.Key())
+		}
+	}
+	for key := range failed {
+		v := map[string]*api.ServiceEndpoints{"small": small, "large": large}[key.Name]
+		mustSync(t, b, changes(false, sink.Change{New: v, Retry: true}))
+	}
+	if err := b.Verify(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestFailuresNameTheElement(t *testing.T) {
+	b, ns := start(t, Options{})
+	mustSync(t, b, changes(true))
+	// An element in the way that only half belongs to the service.
+	nft(t, ns, "delete chain inet kpng output\nflush chain inet kpng services\nflush chain inet kpng here\ndelete map inet kpng services4\n", "-f", "-")
+	err := b.Sync(t.Context(), changes(false, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
+	var failed sink.Failed
+	failed, _ = sink.Acknowledged(err)
+	if err := failed[types.NamespacedName{Namespace: "default", Name: "web"}]; err == nil ||
+		!errors.Is(err, syscall.ENOENT) || !strings.Contains(err.Error(), "10.96.0.1 . tcp . 80") {
+		t.Errorf("the failure is %v", err)
+	}
+}
+
+func TestManyEndpoints(t *testing.T) {
+	b, _ := start(t, Options{})
+	const n = 65_536
+	eps := make([]string, n)
+	for i := range eps {
+		eps[i] = netip.AddrFrom4([4]byte{11, 0, byte(i >> 8), byte(i)}).String()
+	}
+	many := view("many", []string{"10.96.0.1"}, eps, nil)
+	mustSync(t, b, changes(true, set(many)))
+	if got := len(contents(t, b)); got != n+2 {
+		t.Errorf("there are %d elements, want an endpoint each, a frontend and a cluster IP", got)
+	}
+	fewer := view("many", []string{"10.96.0.1"}, eps[1:], nil)
+	mustSync(t, b, changes(false, sink.Change{Old: many, New: fewer}))
+	if err := b.Verify(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestCleanupRemovesNothingElse(t *testing.T) {
+	ns := netnstest.New(t)
+	one, two := startIn(t, ns, Options{Instance: "one"}), startIn(t, ns, Options{Instance: "two"})
+	nft(t, ns, "table inet other { chain c { counter packets 0 bytes 0; }; }\n", "-f", "-")
+	web := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)
+	mustSync(t, one, changes(true, set(web)))
+	mustSync(t, two, changes(true, set(web)))
+	for range 2 {
+		if err := one.Cleanup(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if tables := nft(t, ns, "", "list", "tables"); tables != "table inet kpng-two\ntable inet other\n" {
+		t.Errorf("after Cleanup there are\n%s", tables)
+	}
+	if err := two.Verify(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestListingLoads checks that nft takes what it prints of a table, as users do who
+// save and restore rulesets.
+func TestListingLoads(t *testing.T) {
+	b, ns := start(t, Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, MasqueradeOutsiders: true})
+	var list []sink.Change
+	for i := range 9 {
+		list = append(list, set(view(fmt.Sprint("svc-", i), []string{fmt.Sprintf("10.96.0.%d", i), fmt.Sprintf("fd00::%x", i)},
+			[]string{"10.0.0.1", "10.0.0.2", "!10.0.0.3", "fd01::1", "!fd01::2"}, func(s *api.Service) {
+				s.Type = api.LoadBalancer
+				s.Ports[0].NodePort = int32(30000 + i)
+				s.ExternalTrafficToLocal = i%2 == 0
+				s.IPs.LoadBalancerIPs = api.NewIPSet(netip.AddrFrom4([4]byte{203, 0, 113, byte(i)}))
+				if i%3 == 0 {
+					s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
+				}
+				if i%4 == 0 {
+					s.IPFilters = []api.IPFilter{{TargetIPs: s.IPs.LoadBalancerIPs, SourceRanges: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}}
+				}
+			})))
+	}
+	mustSync(t, b, changes(true, list...))
+	listing := nft(t, ns, "", "list", "ruleset")
+	other := netnstest.New(t)
+	nft(t, other, listing, "-f", "-")
+	if again := nft(t, other, "", "list", "ruleset"); strings.Join(lines(again), "\n") != strings.Join(lines(listing), "\n") {
+		t.Errorf("the listing is not the same after it was loaded:\n%s\nwas\n%s", again, listing)
+	}
+}
+
+func TestDataplane(t *testing.T) {
+	b, ns := start(t, Options{})
+	web := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
+	mustSync(t, b, changes(true, set(web)))
+	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 1 }\n", "-f", "-")
+	got, err := b.Dataplane(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := `table inet kpng
+  services4 10.96.0.1 . tcp . 80 : goto service4-2
+  service-endpoints4 10.96.0.1 . tcp . 80 . 0 : 10.0.0.1 . 8080
+- service-endpoints4 10.96.0.1 . tcp . 80 . 1 : 10.0.0.2 . 8080
+`
+	if got != want {
+		t.Errorf("the dataplane is\n%swant\n%s", got, want)
+	}
+}
+
+// TestDataplaneOfANodePort checks that where node ports are served is no difference.
+func TestDataplaneOfANodePort(t *testing.T) {
+	b, _ := start(t, Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
+	web := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) {
+		s.Type = api.NodePort
+		s.Ports[0].NodePort = 30001
+	})
+	mustSync(t, b, changes(true, set(web)))
+	for addr, want := range map[string]string{
+		"192.0.2.1": "  nodeport-addresses4 192.0.2.1\n",
+		"192.0.2.9": "  nodeport-addresses4 192.0.2.9 is not there: no node ports are served at this address\n",
+	} {
+		got, err := b.Dataplane(t.Context(), netip.MustParseAddr(addr), api.TCP, 30001, web)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want = "table inet kpng\n" + want + "  nodeports4 tcp . 30001 : goto nodeport4-external-1\n  nodeport-endpoints4 tcp . 30001 . 0 : 10.0.0.1 . 8080\n"
+		if got != want {
+			t.Errorf("the dataplane is\n%swant\n%s", got, want)
+		}
+	}
+}
+
+// TestFaultsOfTheKernel has the kernel answer what it seldom does. What it refuses
+// leaves the table as it was; what becomes well in time, or at a second look, is
+// no error.
+func TestFaultsOfTheKernel(t *testing.T) {
+	refused := func(errno unix.Errno) error { return &failure{errno: errno, what: "adding something"} }
+	lost := fmt.Errorf("%w: %w", errUnknownOutcome, unix.ENOBUFS)
+	some := errors.New("some services fail")
+	for name, test := range map[string]struct {
+		// faults are what happens in turn, nil that all is well; the last goes on.
+		faults []error
+		// done says that a fault is only of the answer: the transaction takes effect.
+		done bool
+		want error
+		// says is part of the error.
+		says string
+	}{
+		"no buffer for a moment":                         {faults: []error{unix.ENOBUFS, unix.ENOBUFS, nil}},
+		"memory that is short for a moment":              {faults: []error{refused(unix.ENOMEM), nil}},
+		"others who change tables for a moment":          {faults: []error{refused(unix.EAGAIN), nil}},
+		"something in use for a moment":                  {faults: []error{refused(unix.EBUSY), refused(unix.EBUSY), nil}},
+		"no buffer for good":                             {faults: []error{unix.ENOBUFS}, want: unix.ENOBUFS, says: "no buffer space"},
+		"something in use for good":                      {faults: []error{refused(unix.EBUSY)}, want: some, says: "adding something: device or resource busy"},
+		"no permission any more":                         {faults: []error{refused(unix.EPERM)}, want: unix.EPERM, says: "CAP_NET_ADMIN"},
+		"an answer that is lost, of what was done":       {faults: []error{lost, nil}, done: true, want: sink.ErrStartOver, says: "no answer"},
+		"an answer that is lost, of what was not done":   {faults: []error{lost, nil}, want: sink.ErrStartOver, says: "no answer"},
+		"a message that is too long for the buffer":      {faults: []error{unix.EMSGSIZE}, want: some, says: "message too long"},
+		"a service among others that the kernel refuses": {faults: []error{refused(unix.EINVAL), refused(unix.EINVAL), nil}, want: some, says: "invalid argument"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var transacted, refusals int
+			b, _ := start(t, Options{Observer: Observer{Transacted: func(err error) {
+				transacted++
+				if err != nil {
+					refusals++
+				}
+			}}})
+			old := []*api.ServiceEndpoints{view("a", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("b", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)}
+			changed := []*api.ServiceEndpoints{view("a", []string{"10.96.0.1"}, []string{"10.0.0.2"}, nil), view("b", []string{"10.96.0.2"}, []string{"10.0.0.3"}, nil)}
+			mustSync(t, b, changes(true, set(old[0]), set(old[1])))
+			before := contents(t, b)
+			exchange, left := b.conn.exchange, test.faults
+			transacted, refusals = 0, 0
+			var told []error
+			b.conn.exchange = func(batch []byte) error {
+				err := left[0]
+				if len(left) > 1 {
+					left = left[1:]
+				}
+				told = append(told, err)
+				if err == nil {
+					return exchange(batch)
+				}
+				if test.done {
+					exchange(batch)
+				}
+				return err
+			}
+			err := b.Sync(t.Context(), changes(false, sink.Change{Old: old[0], New: changed[0]}, sink.Change{Old: old[1], New: changed[1]}))
+			failed, acknowledged := sink.Acknowledged(err)
+			switch {
+			case test.want == nil && err != nil, test.want != nil && err == nil:
+				t.Fatalf("Sync returns %v, want %v", err, test.want)
+			case test.want == some && (!acknowledged || len(failed) == 0):
+				t.Errorf("Sync returns %v, want an error of services", err)
+			case test.want != nil && test.want != some && (acknowledged || !errors.Is(err, test.want)):
+				t.Errorf("Sync returns %v, want %v of all", err, test.want)
+			case err != nil && !strings.Contains(err.Error(), test.says):
+				t.Errorf("the error %q does not say %q", err, test.says)
+			}
+			want := 0
+			for _, err := range told {
+				if err != nil {
+					want++
+				}
+			}
+			if transacted != len(told) || refusals != want {
+				t.Errorf("the observer is told of %d transactions, %d of them refused; want %d and %d", transacted, refusals, len(told), want)
+			}
+			b.conn.exchange = exchange
+			if len(failed) == len(old) || errors.Is(err, unix.EPERM) {
+				if diff := cmp.Diff(before, contents(t, b)); diff != "" {
+					t.Errorf("what failed changed the table (-before +after):\n%s", diff)
+				}
+			}
+
+			// When all is well again, what is told again is programmed.
+			again := changes(true, set(changed[0]), set(changed[1]))
+			if acknowledged {
+				var list []sink.Change
+				for i, v := range changed {
+					if _, ok := failed[v.Key()]; ok {
+						list = append(list, sink.Change{Old: old[i], New: v, Retry: true})
+					}
+				}
+				again = changes(false, list...)
+			}
+			mustSync(t, b, again)
+			if err := b.Verify(t.Context()); err != nil {
+				t.Error(err)
+			}
+			fresh, _ := start(t, Options{})
+			mustSync(t, fresh, changes(true, set(changed[0]), set(changed[1])))
+			if diff := cmp.Diff(contents(t, fresh), contents(t, b)); diff != "" {
+				t.Errorf("the table after all (-fresh +actual):\n%s", diff)
+			}
+		})
+	}
+}
+
+// TestDriftIsCounted checks what an Observer is told.
+func TestDriftIsCounted(t *testing.T) {
+	var holds, drifted, mended int
+	b, ns := start(t, Options{NodeAddresses: nodeaddr.Of(), Observer: Observer{
+		Holds: func(n int) { holds = n }, Drifted: func() { drifted++ }, Mended: func() { mended++ },
+	}})
+	old, changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("web", []string{"10.96.0.1"}, []string{"10.0.0.2"}, nil)
+	mustSync(t, b, changes(true, set(old)))
+	check := func(when string, want ...int) {
+		t.Helper()
+		if diff := cmp.Diff(want, []int{holds, drifted, mended}); diff != "" {
+			t.Errorf("%s, elements, drift found and mended (-want +got):\n%s", when, diff)
+		}
+	}
+	elements := len(contents(t, b))
+	check("after a load", elements, 0, 0)
+	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 0 }\n", "-f", "-")
+	mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}))
+	check("after a change that meets drift", elements, 1, 0)
+	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("Verify returns %v", err)
+	}
+	mustSync(t, b, changes(true, set(changed)))
+	check("after a full Sync because of it", elements, 1, 1)
+	nft(t, ns, "flush map inet kpng service-endpoints4\n", "-f", "-")
+	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("Verify returns %v", err)
+	}
+	check("after a Verify that finds drift", elements, 2, 1)
+	mustSync(t, b, changes(true, set(changed)))
+	check("after a full Sync", elements, 2, 2)
+	nft(t, ns, "", "delete", "table", "inet", "kpng")
+	if err := b.Sync(t.Context(), changes(false, sink.Change{Old: changed, New: old})); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("Sync returns %v", err)
+	}
+	check("after a Sync without a table", elements, 3, 2)
+}
+
+// TestAFullSyncLeavesWhatItCannotProgram restarts with services that have changed and
+// that the kernel refuses: they are as they were, whole, while others come and go.
+func TestAFullSyncLeavesWhatItCannotProgram(t *testing.T) {
+	opts := Options{NodeAddresses: nodeaddr.Of()}
+	b, ns := start(t, opts)
+	local := func(s *api.Service) {
+		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
+		s.Type, s.ExternalTrafficToLocal = api.LoadBalancer, true
+		s.IPFilters = []api.IPFilter{{TargetIPs: s.IPs.LoadBalancerIPs, SourceRanges: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}}
+	}
+	cluster := func(s *api.Service) { local(s); s.ExternalTrafficToLocal, s.IPFilters = false, nil }
+	sticky := func(s *api.Service) { s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100} }
+	three, two := []string{"!10.0.0.1", "10.0.0.2", "10.0.0.3"}, []string{"!10.0.0.1", "10.0.0.2"}
+	mustSync(t, b, changes(true,
+		set(view("plain", []string{"10.96.0.1"}, three, local)),
+		set(view("sticky", []string{"10.96.0.2"}, three, sticky))))
+	before := nft(t, ns, "", "list", "table", "inet", "kpng")
+	mustSync(t, b, changes(false, set(view("gone", []string{"10.96.0.3"}, []string{"10.0.0.1"}, nil))))
+
+	b = startIn(t, ns, opts)
+	exchange := b.conn.exchange
+	b.conn.exchange = func(batch []byte) error {
+		for rest := batch; len(rest) > 0; rest = rest[binary.NativeEndian.Uint32(rest):] {
+			switch binary.NativeEndian.Uint16(rest[4:]) {
+			case nftMsg(unix.NFT_MSG_NEWSET), nftMsg(unix.NFT_MSG_NEWSETELEM):
+				return &failure{errno: unix.EINVAL}
+			}
+		}
+		return exchange(batch)
+	}
+	now := changes(true,
+		set(view("plain", []string{"10.96.0.1"}, two, cluster)),
+		set(view("sticky", []string{"10.96.0.2"}, two, sticky)))
+	err := b.Sync(t.Context(), now)
+	if failed, ok := sink.Acknowledged(err); !ok || len(failed) != 2 {
+		t.Fatalf("Sync returns %v, want two services that failed", err)
+	}
+	if diff := cmp.Diff(lines(before), lines(nft(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
+		t.Errorf("the services that failed are not as they were (-before +after):\n%s", diff)
+	}
+	b.conn.exchange = exchange
+	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("Verify returns %v, want one that has the leftovers removed", err)
+	}
+	mustSync(t, b, now)
+	if err := b.Verify(t.Context()); err != nil {
+		t.Error(err)
+	}
+	fresh, other := start(t, opts)
+	mustSync(t, fresh, now)
+	if diff := cmp.Diff(lines(nft(t, other, "", "list", "table", "inet", "kpng")), lines(nft(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
+		t.Errorf("the table after all (-fresh +actual):\n%s", diff)
+	}
+}
+
+// TestPatienceWithServicesThatFail checks how often Verify asks for a full Sync while a
+// service fails in each: not at all if nothing is left behind, and ever more seldom else.
+func TestPatienceWithServicesThatFail(t *testing.T) {
+	for name, test := range map[string]struct {
+		old  []sink.Change
+		want []bool
+	}{
+		"nothing is left": {want: make([]bool, 8)},
+		"endpoints are left": {
+			old:  []sink.Change{set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil))},
+			want: []bool{true, false, true, false, false, false, true, false},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			opts := Options{NodeAddresses: nodeaddr.Of()}
+			b, ns := start(t, opts)
+			ok := set(view("ok", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil))
+			mustSync(t, b, changes(true, append(test.old, ok)...))
+			b = startIn(t, ns, opts)
+			exchange := b.conn.exchange
+			b.conn.exchange = func(batch []byte) error {
+				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // 10.99.98.97
+					return &failure{errno: unix.EINVAL}
+				}
+				return exchange(batch)
+			}
+			now := changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.99.98.97"}, nil)), ok)
+			sync := func() {
+				t.Helper()
+				if failed, ok := sink.Acknowledged(b.Sync(t.Context(), now)); !ok || len(failed) != 1 {
+					t.Fatalf("%v failed, acknowledged: %t; want one service", failed, ok)
+				}
+			}
+			sync()
+			var asked []bool
+			for range test.want {
+				err := b.Verify(t.Context())
+				asked = append(asked, errors.Is(err, sink.ErrStartOver))
+				if err != nil {
+					sync()
+				}
+			}
+			if diff := cmp.Diff(test.want, asked); diff != "" {
+				t.Errorf("whether Verify asked (-want +got):\n%s", diff)
+			}
+			b.conn.exchange = exchange
+			mustSync(t, b, now)
+			if err := b.Verify(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// TestDriftIsFoundAmongConstantChanges verifies as a driver does that always has another
+// change to tell.
+func TestDriftIsFoundAmongConstantChanges(t *testing.T) {
+	b, ns := start(t, Options{})
+	list := make([]sink.Change, 1000)
+	for i := range list {
+		list[i] = set(view(fmt.Sprintf("svc-%03d", i), []string{fmt.Sprintf("10.96.%d.%d", i/250, i%250)}, []string{"10.0.0.1", "10.0.0.2", "10.0.0.3"}, nil))
+	}
+	mustSync(t, b, changes(true, list...))
+	nft(t, ns, "flush map inet kpng service-endpoints4\n", "-f", "-")
+	cutShort, cancel := context.WithCancel(t.Context())
+	cancel()
+	for range 3 * (1 + len(allMaps())) {
+		err := b.Verify(cutShort)
+		if errors.Is(err, sink.ErrStartOver) {
+			return
+		}
+		if !errors.Is(err, context.Canceled) {
+			t.Fatalf("Verify returns %v", err)
+		}
+	}
+	t.Error("no Verify found that a map was flushed")
+}
+
+// TestDamageAroundTheFirstSyncIsFound flushes chains of the skeleton between Start and the
+// first Sync, and in the middle of that.
+func TestDamageAroundTheFirstSyncIsFound(t *testing.T) {
+	b, ns := start(t, Options{})
+	nft(t, ns, "flush chain inet kpng prerouting\n", "-f", "-")
+	c := changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)))
+	c.Meanwhile = func() []sink.Change {
+		nft(t, ns, "flush chain inet kpng output\n", "-f", "-")
+		return nil
+	}
+	mustSync(t, b, c)
+	if listing := nft(t, ns, "", "list", "chain", "inet", "kpng", "prerouting"); !strings.Contains(listing, "jump services") {
+		t.Errorf("what was flushed before the first Sync is not mended by it:\n%s", listing)
+	}
+	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("after a chain was flushed during the first Sync, Verify returns %v", err)
+	}
+	c.Meanwhile = nil
+	mustSync(t, b, c)
+	if err := b.Verify(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestNodePortsFollowTheNode checks that a Node change that has been acknowledged has moved
+// the node ports.
+func TestNodePortsFollowTheNode(t *testing.T) {
+	source := &nodeSource{Source: nodeaddr.Of()}
+	b, ns := start(t, Options{NodeAddresses: source})
+	mustSync(t, b, changes(true))
+	b.stopTasks() // which follow the addresses, too
+	b.tasks.Wait()
+	c := changes(false)
+	c.Node, c.NodeChanged = &api.Node{Name: "here", Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.7")}}}, true
+	mustSync(t, b, c)
+	if listing := nft(t, ns, "", "list", "set", "inet", "kpng", "nodeport-addresses4"); !strings.Contains(listing, "192.0.2.7") {
+		t.Errorf("node ports are not served at the new address:\n%s", listing)
+	}
+}
+
+// nodeSource has the addresses of the Node object, and tells nobody that they change.
+type nodeSource struct {
+	nodeaddr.Source
+	mu    sync.Mutex
+	addrs []netip.Addr
+}
+
+func (s *nodeSource) SetNode(n *api.Node) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.addrs = nodeAddrs(n)
+}
+
+func (s *nodeSource) Addresses() ([]netip.Addr, <-chan struct{}) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.addrs, nil
+}

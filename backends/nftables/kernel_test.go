@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+)
+
+// contents returns all elements of the table, and its chains.
+func contents(t testing.TB, b *Backend) []string {
+	t.Helper()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	var list []string
+	for _, m := range allMaps() {
+		if m.role == nodePortAddresses {
+			continue
+		}
+		s, err := readSnapshot(t.Context(), b.conn, m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if s.foreign {
+			t.Errorf("%s has elements that are none of ours", m.name())
+		}
+		for e := range s.all() {
+			list = append(list, e.String())
+		}
+	}
+	slices.Sort(list)
+	return list
+}
+
+// randomView returns some view of the service called name, nil one time in six. Services
+// share addresses now and then, at different ports.
+func randomView(rng *rand.Rand, name string, number int) *api.ServiceEndpoints {
+	if rng.IntN(6) == 0 {
+		return nil
+	}
+	var eps []string
+	for range rng.IntN(5) {
+		here := []string{"", "!"}[rng.IntN(2)]
+		eps = append(eps, fmt.Sprintf("%s10.0.0.%d", here, rng.IntN(20)), fmt.Sprintf("%sfd01::%x", here, rng.IntN(20)))
+	}
+	slices.Sort(eps)
+	eps = slices.CompactFunc(eps, func(a, b string) bool { return strings.TrimPrefix(a, "!") == strings.TrimPrefix(b, "!") })
+	return view(name, []string{fmt.Sprintf("10.96.0.%d", number), fmt.Sprintf("fd00::%x", number)}, eps, func(s *api.Service) {
+		s.Ports[0].Port = int32(8000 + number)
+		if rng.IntN(2) == 0 {
+			s.Type = api.LoadBalancer
+			s.ExternalTrafficToLocal = rng.IntN(2) == 0
+			s.Ports[0].NodePort = int32(30000 + number)
+			shared := rng.IntN(3)
+			s.IPs.ExternalIPs = api.NewIPSet(netip.AddrFrom4([4]byte{203, 0, 113, byte(shared)}))
+			s.IPs.LoadBalancerIPs = api.NewIPSet(netip.AddrFrom4([4]byte{203, 0, 113, byte(100 + shared)}), netip.MustParseAddr("2001:db8::100"))
+			if rng.IntN(2) == 0 {
+				s.IPFilters = []api.IPFilter{{TargetIPs: s.IPs.LoadBalancerIPs, SourceRanges: []netip.Prefix{
+					netip.PrefixFrom(netip.AddrFrom4([4]byte{192, 0, 2, 0}), 20+rng.IntN(10)).Masked(),
+					netip.MustParsePrefix("198.51.100.0/24"), netip.MustParsePrefix("2001:db8::/64"),
+				}}}
+			}
+		}
+		s.MapIP = rng.IntN(10) == 0
+		if s.MapIP {
+			s.IPs.ExternalIPs = api.NewIPSet(netip.AddrFrom4([4]byte{203, 0, 113, byte(200 + number)}))
+			s.IPs.LoadBalancerIPs, s.IPFilters = api.IPSet{}, nil
+		}
+		if rng.IntN(4) == 0 {
+			s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: int32(10 + rng.IntN(3))}
+		}
+	})
+}
+
+// TestAnySequenceOfChanges checks that a table that changed many times is
+// what a fresh load of the last state would have made it.
+func TestAnySequenceOfChanges(t *testing.T) {
+	for seed := range uint64(4) {
+		t.Run(fmt.Sprintf("seed %d", seed), func(t *testing.T) {
+			rng := rand.New(rand.NewPCG(seed, 1))
+			b, ns := start(t, Options{})
+			now := map[types.NamespacedName]*api.ServiceEndpoints{}
+			full := func() *sink.Changes {
+				var list []sink.Change
+				for _, v := range now {
+					list = append(list, set(v))
+				}
+				return changes(true, list...)
+			}
+			mustSync(t, b, full())
+			for range 40 {
+				var list []sink.Change
+				for _, n := range rng.Perm(12)[:1+rng.IntN(5)] {
+					name := fmt.Sprint("svc-", n)
+					key := types.NamespacedName{Namespace: "default", Name: name}
+					old, changed := now[key], randomView(rng, name, n)
+					list = append(list, sink.Change{Key: key, Old: old, New: changed})
+					now[key] = changed
+					if changed == nil {
+						delete(now, key)
+					}
+				}
+				mustSync(t, b, changes(false, list...))
+				switch rng.IntN(8) {
+				case 0:
+					mustSync(t, b, full())
+				case 1:
+					if err := b.Verify(t.Context()); err != nil {
+						t.Fatal(err)
+					}
+				case 2:
+					b = startIn(t, ns, Options{})
+					mustSync(t, b, full())
+				}
+			}
+			fresh, _ := start(t, Options{})
+			mustSync(t, fresh, full())
+			if diff := cmp.Diff(contents(t, fresh), contents(t, b)); diff != "" {
+				t.Errorf("the table is not as a fresh load makes it (-fresh +is):\n%s", diff)
+			}
+			if err := b.Verify(t.Context()); err != nil {
+				t.Error(err)
+			}
+			if diff := cmp.Diff(chainNames(t, fresh), chainNames(t, b)); diff != "" {
+				t.Errorf("the chains are not as a fresh load makes them (-fresh +are):\n%s", diff)
+			}
+			mustSync(t, b, changes(true))
+			if left := contents(t, b); len(left) > 0 {
+				t.Errorf("elements are left that no service has: %v", left)
+			}
+		})
+	}
+}
+
+func chainNames(t testing.TB, b *Backend) []string {
+	t.Helper()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	chains, err := b.conn.chains(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return slices.Sorted(maps.Keys(chains))
+}
+
+func TestDriftIsFoundAndMended(t *testing.T) {
+	for name, damage := range map[string]string{
+		"the table is deleted":           "delete table inet kpng",
+		"the table is flushed":           "flush table inet kpng",
+		"a map is flushed":               "flush map inet kpng service-endpoints4",
+		"an element is deleted":          "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }",
+		"an element is added":            "add element inet kpng cluster-ips4 { 10.99.0.1 }",
+		"an element leads elsewhere":     "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 0 }; add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 0 : 1.2.3.4 . 5 }",
+		"a rule of the skeleton is gone": "flush chain inet kpng prerouting",
+		"a rule is added":                "add rule inet kpng service4-2 counter",
+		"a chain is added":               "add chain inet kpng other",
+		"a chain with a jump is added":   "add chain inet kpng bar; add chain inet kpng foo; add rule inet kpng foo jump bar",
+		"a source range is added":        "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.0.0.0/8 }",
+	} {
+		t.Run(name, func(t *testing.T) {
+			b, ns := start(t, Options{})
+			all := changes(true, set(view("web", []string{"10.96.0.1", "fd00::1"}, []string{"10.0.0.1", "10.0.0.2", "fd01::1"}, nil)))
+			mustSync(t, b, all)
+			if err := b.Verify(t.Context()); err != nil {
+				t.Fatalf("before: %v", err)
+			}
+			before := nft(t, ns, "", "list", "table", "inet", "kpng")
+			nft(t, ns, strings.ReplaceAll(damage, "; ", "\n"), "-f", "-")
+
+			err := b.Verify(t.Context())
+			if !errors.Is(err, sink.ErrStartOver) {
+				t.Fatalf("Verify returns %v, want an error that asks to start over", err)
+			}
+			t.Log(err)
+			mustSync(t, b, all)
+			if err := b.Verify(t.Context()); err != nil {
+				t.Errorf("after: %v", err)
+			}
+			if diff := cmp.Diff(lines(before), lines(nft(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
+				t.Errorf("the table is not as before (-before +after):\n%s", diff)
+			}
+		})
+	}
+}
+
+// lines returns the lines of s, sorted: a map prints its elements in any order, and
+// chains in that of their making.
+func lines(s string) []string {
+	list := strings.FieldsFunc(s, func(r rune) bool { return r == '\n' || r == ',' || r == '{' || r == '}' })
+	for i := range list {
+		list[i] = strings.TrimSpace(list[i])
+	}
+	slices.Sort(list)
+	return list
+}
+
+// TestChangesMeetDrift checks that a change finds its way when what it changes is not
+// as it was left, and says so when the table is gone.
+func TestChangesMeetDrift(t *testing.T) {
+	b, ns := start(t, Options{})
+	old := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
+	other := view("other", []string{"10.96.0.2"}, []string{"10.0.0.3"}, nil)
+	mustSync(t, b, changes(true, set(old), set(other)))
+	nft(t, ns, "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }\n"+
+		"add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 2 : 1.2.3.4 . 5 }\n", "-f", "-")
+	changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2", "10.0.0.4"}, nil)
+	mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}, sink.Change{Old: other, Key: other.Key()}))
+	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("after a change that met drift, Verify returns %v, want an error that asks to start over", err)
+	}
+	mustSync(t, b, changes(true, set(changed)))
+	if err := b.Verify(t.Context()); err != nil {
+		t.Errorf("after drift was mended: %v", err)
+	}
+	nft(t, ns, "", "delete", "table", "inet", "kpng")
+	if err := b.Sync(t.Context(), changes(false, sink.Change{Old: changed, New: old})); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("without a table, Sync returns %v, want an error that asks to start over", err)
+	}
+	mustSync(t, b, changes(true, set(old)))
+}
+
+// TestSourceRangesChange checks that ranges which contain those of before, or are
+// contained in them, take their place: in a Sync, at a restart, and where somebody put
+// another range in the way.
+func TestSourceRangesChange(t *testing.T) {
+	from := func(ranges ...string) *api.ServiceEndpoints {
+		return view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) {
+			s.Type = api.LoadBalancer
+			s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
+			filter := api.IPFilter{TargetIPs: s.IPs.LoadBalancerIPs}
+			for _, r := range ranges {
+				filter.SourceRanges = append(filter.SourceRanges, netip.MustParsePrefix(r))
+			}
+			s.IPFilters = []api.IPFilter{filter}
+		})
+	}
+	wide, narrow := from("10.0.0.0/8"), from("10.0.0.0/16", "10.1.0.0/16", "10.0.0.0/24")
+	b, ns := start(t, Options{})
+	check := func(when string, want ...string) {
+		t.Helper()
+		if err := b.Verify(t.Context()); err != nil {
+			t.Errorf("%s: %v", when, err)
+		}
+		var got []string
+		for _, line := range contents(t, b) {
+			if r, ok := strings.CutPrefix(line, "service-sources4 203.0.113.1 . tcp . 80 . "); ok {
+				got = append(got, r)
+			}
+		}
+		if diff := cmp.Diff(want, got); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", when, diff)
+		}
+	}
+	mustSync(t, b, changes(true, set(wide)))
+	check("at first", "10.0.0.0/8")
+	mustSync(t, b, changes(false, sink.Change{Old: wide, New: narrow}))
+	check("narrower", "10.0.0.0/16", "10.1.0.0/16")
+	mustSync(t, b, changes(false, sink.Change{Old: narrow, New: wide}))
+	check("wider", "10.0.0.0/8")
+	b = startIn(t, ns, Options{})
+	mustSync(t, b, changes(true, set(narrow)))
+	check("narrower at a restart", "10.0.0.0/16", "10.1.0.0/16")
+	b = startIn(t, ns, Options{})
+	mustSync(t, b, changes(true, set(wide)))
+	check("wider at a restart", "10.0.0.0/8")
+
+	other := from("172.16.0.0/12")
+	mustSync(t, b, changes(false, sink.Change{Old: wide, New: other}))
+	nft(t, ns, "add element inet kpng service-sources4 { 203.0.113.1 . tcp . 80 . 10.0.0.0/7 }\n", "-f", "-")
+	if err := b.Sync(t.Context(), changes(false, sink.Change{Old: other, New: narrow})); err == nil || !strings.Contains(err.Error(), "10.0.0.0/16") {
+		t.Errorf("with a range in the way, Sync returns %v", err)
+	}
+	mustSync(t, b, changes(true, set(narrow)))
+	check("after a full Sync", "10.0.0.0/16", "10.1.0.0/16")
+}

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os/exec"
+	"slices"
+	"strings"
+	"testing"
+
+	"go.uber.org/goleak"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netnstest"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// node is the node that the tests program.
+var node = &api.Node{
+	Name:      "here",
+	Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.1")}, {Type: "InternalIP", IP: netip.MustParseAddr("2001:db8::1")}},
+}
+
+// view returns the node's view of a service with one port, TCP 80, the cluster IPs
+// ips, and ready endpoints at port 8080; a "!" puts one on this node. edit
+// changes the service, if there is something to change.
+func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
+	svc := &api.Service{
+		Namespace: "default", Name: name, Type: api.ClusterIP,
+		Ports:      []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
+		IPFamilies: []api.Family{api.IPv4, api.IPv6},
+	}
+	for _, ip := range ips {
+		svc.IPs.ClusterIPs.Add(netip.MustParseAddr(ip))
+	}
+	if edit != nil {
+		edit(svc)
+	}
+	state := &api.ServiceState{Service: svc}
+	for _, family := range []api.Family{api.IPv4, api.IPv6} {
+		slice := &api.EndpointSlice{Namespace: "default", Name: fmt.Sprint(name, "-", family), ServiceName: name, Family: family}
+		for _, p := range svc.Ports {
+			slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: 8080})
+		}
+		for _, e := range endpoints {
+			addr, here := strings.CutPrefix(e, "!")
+			a := netip.MustParseAddr(addr)
+			if api.FamilyOf(a) != family {
+				continue
+			}
+			se := api.SliceEndpoint{Addr: a, NodeName: "elsewhere", Conditions: api.Conditions{Ready: true, Serving: true}}
+			if here {
+				se.NodeName = node.Name
+			}
+			slice.Endpoints = append(slice.Endpoints, se)
+		}
+		state.Slices = append(state.Slices, slice)
+	}
+	return nodeview.View(state, node)
+}
+
+// changes returns a Changes of these services.
+func changes(full bool, list ...sink.Change) *sink.Changes {
+	for i := range list {
+		c := &list[i]
+		if c.Key.Name == "" {
+			if c.New != nil {
+				c.Key = c.New.Key()
+			} else {
+				c.Key = c.Old.Key()
+			}
+		}
+	}
+	return &sink.Changes{Full: full, Services: slices.Values(list), Node: node, NodeChanged: full}
+}
+
+// set is the change that a service comes, or is there.
+func set(v *api.ServiceEndpoints) sink.Change { return sink.Change{New: v} }
+
+// start returns a backend that has started in a network namespace of its own.
+func start(t testing.TB, opts Options) (*Backend, *netnstest.Namespace) {
+	t.Helper()
+	ns := netnstest.New(t)
+	return startIn(t, ns, opts), ns
+}
+
+func startIn(t testing.TB, ns *netnstest.Namespace, opts Options) *Backend {
+	t.Helper()
+	opts.NetNS = ns.FD
+	opts.Sysctls = IgnoreSysctls
+	b, err := New(opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { b.Stop(context.Background()) })
+	return b
+}
+
+func mustSync(t testing.TB, b *Backend, c *sink.Changes) {
+	t.Helper()
+	if err := b.Sync(t.Context(), c); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// nft runs nft in the namespace and returns what it prints.
+func nft(t testing.TB, ns *netnstest.Namespace, input string, args ...string) string {
+	t.Helper()
+	var out []byte
+	err := ns.Do(func() (err error) {
+		cmd := exec.Command("nft", args...)
+		cmd.Stdin = strings.NewReader(input)
+		out, err = cmd.CombinedOutput()
+		return err
+	})
+	if err != nil {
+		t.Fatalf("nft %v: %v\n%s", args, err, out)
+	}
+	return string(out)
+}

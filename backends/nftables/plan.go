@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"net/netip"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// planner turns views into elements. It is pure but for its memory of names.
+type planner struct {
+	// nodeAddrs are the node's addresses, for source ranges that admit it.
+	nodeAddrs []netip.Addr
+	// names are the chains of classes seen, and classes the way back.
+	names   map[class]string
+	classes map[string]class
+}
+
+func newPlanner() *planner {
+	return &planner{names: map[class]string{}, classes: map[string]class{}}
+}
+
+// withNodeAddrs returns a planner for a node with other addresses.
+func (p *planner) withNodeAddrs(addrs []netip.Addr) *planner {
+	return &planner{nodeAddrs: addrs, names: p.names, classes: p.classes}
+}
+
+// plan emits the elements that se needs, each once unless its map is shared, and the
+// objects, perhaps several times. Of a nil se there are none.
+func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), own func(object)) {
+	if se == nil {
+		return
+	}
+	for f := range nodeview.Frontends(se) {
+		p.frontend(se, &f, emit, own)
+	}
+	for _, ip := range [...][]netip.Addr{se.Service.IPs.ClusterIPs.V4, se.Service.IPs.ClusterIPs.V6} {
+		for _, a := range ip {
+			p.member(mapID{role: clusterIPs}, a, emit)
+		}
+	}
+	for i := range se.Endpoints {
+		if e := &se.Endpoints[i]; e.Local {
+			p.hairpin(e.Addr(), emit)
+		}
+	}
+}
+
+func (p *planner) frontend(se *api.ServiceEndpoints, f *nodeview.Frontend, emit func(element), own func(object)) {
+	c := class{
+		scope:      scopeOf(f),
+		family:     f.Family,
+		filtered:   f.Sources.Restricted,
+		masquerade: f.Masquerade,
+	}
+	list := "external"
+	if f.Kind == nodeview.ClusterIP {
+		list = "internal"
+	}
+	p.traffic(se, c, f, list, &f.Elsewhere, emit, own)
+	if f.Masquerade == nodeview.MasqueradeNode {
+		p.traffic(se, class{scope: c.scope, family: f.Family, here: true}, f, "cluster", &f.Node, emit, own)
+	}
+	if f.Sources.Restricted {
+		p.sources(c.scope, f, emit)
+	}
+}
+
+func scopeOf(f *nodeview.Frontend) scope {
+	switch {
+	case f.Kind == nodeview.NodePort:
+		return nodePort
+	case f.Port == 0:
+		return address
+	default:
+		return service
+	}
+}
+
+// traffic emits what leads some of f's traffic where t says. list is what the list
+// of endpoints is called.
+func (p *planner) traffic(se *api.ServiceEndpoints, c class, f *nodeview.Frontend, list string, t *nodeview.Traffic, emit func(element), own func(object)) {
+	from, to := frontends, endpoints
+	if c.here {
+		from, to = hereFrontends, hereEndpoints
+	}
+	c.verdict = t.Verdict
+	switch {
+	case c.verdict != nodeview.Forward:
+	case f.Affinity > 0:
+		c.list = p.affinity(se, f, list, t.Endpoints, own)
+	default:
+		c.endpoints = len(t.Endpoints)
+	}
+	e, _ := frontendKey(mapID{from, c.scope, f.Family}, f)
+	if c.list != "" {
+		e.chain = c.chain()
+		own(object{name: e.chain, rules: c.rules()})
+	} else {
+		e.chain = p.chain(c)
+	}
+	emit(e)
+
+	if c.endpoints == 0 {
+		return
+	}
+	e, at := frontendKey(mapID{to, c.scope, f.Family}, f)
+	for i := range t.Endpoints {
+		w := keyWriter{&e.elementID, at}
+		w.slot(i)
+		e.value = target(t.Endpoints[i].Addr(), t.Endpoints[i].Port)
+		emit(e)
+	}
+}
+
+// frontendKey returns an element of m whose key begins with f, and where the
+// rest of the key goes.
+func frontendKey(m mapID, f *nodeview.Frontend) (element, int) {
+	e := element{elementID: elementID{m: m}}
+	w := keyWriter{id: &e.elementID}
+	if m.scope != nodePort {
+		w.addr(f.Addr)
+	}
+	if m.scope != address {
+		w.protocol(f.Protocol)
+		w.port(f.Port)
+	}
+	return e, w.at
+}
+
+// sources emits who gets in. The kernel refuses ranges that overlap, which
+// prefixes only do where one contains the other.
+func (p *planner) sources(s scope, f *nodeview.Frontend, emit func(element)) {
+	prefixes := f.Sources.Prefixes(p.nodeAddrs)
+	for i, prefix := range prefixes {
+		if containedInOther(prefixes, i) {
+			continue
+		}
+		e, at := frontendKey(mapID{sources, s, f.Family}, f)
+		w := keyWriter{&e.elementID, at}
+		w.addr(prefix.Masked().Addr())
+		e.key[maxKey-1] = byte(prefix.Bits())
+		emit(e)
+	}
+}
+
+// containedInOther reports whether another prefix contains prefixes[i]; of equal
+// ones the first counts.
+func containedInOther(prefixes []netip.Prefix, i int) bool {
+	for j, other := range prefixes {
+		if j != i && other.Overlaps(prefixes[i]) &&
+			(other.Bits() < prefixes[i].Bits() || other.Bits() == prefixes[i].Bits() && j < i) {
+			return true
+		}
+	}
+	return false
+}
+
+// hairpin emits that connections from a to itself are masqueraded.
+func (p *planner) hairpin(a netip.Addr, emit func(element)) {
+	e := element{elementID: elementID{m: mapID{role: hairpins, family: api.FamilyOf(a)}}}
+	w := keyWriter{id: &e.elementID}
+	w.addr(a)
+	w.addr(a)
+	emit(e)
+}
+
+// member emits that a is in the set m of its family.
+func (p *planner) member(m mapID, a netip.Addr, emit func(element)) {
+	emit(addressElement(m, a))
+}
+
+func addressElement(m mapID, a netip.Addr) element {
+	m.family = api.FamilyOf(a)
+	e := element{elementID: elementID{m: m}}
+	w := keyWriter{id: &e.elementID}
+	w.addr(a)
+	return e
+}
+
+// chain returns the name of a class's chain, or verdict, and remembers it.
+func (p *planner) chain(c class) string {
+	name, ok := p.names[c]
+	if !ok {
+		name = c.chain()
+		p.names[c] = name
+		if name != drop && name != rejectChain {
+			p.classes[name] = c
+		}
+	}
+	return name
+}

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nodeaddr
+
+import (
+	"net/netip"
+	"slices"
+	"sync"
+)
+
+// List is a Source whose addresses its owner sets. Its zero value has none.
+type List struct {
+	mu      sync.Mutex
+	addrs   []netip.Addr
+	changed chan struct{} // nil until somebody asks
+}
+
+// Of returns a List of addrs.
+func Of(addrs ...netip.Addr) *List {
+	l := &List{}
+	l.Set(addrs...)
+	return l
+}
+
+// Addresses implements Source.
+func (l *List) Addresses() ([]netip.Addr, <-chan struct{}) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.changed == nil {
+		l.changed = make(chan struct{})
+	}
+	return l.addrs, l.changed
+}
+
+// Set replaces the addresses, in any order, and reports whether that changed
+// them. Zones are dropped, mapped addresses unmapped, and what is no address is
+// left out.
+func (l *List) Set(addrs ...netip.Addr) bool {
+	addrs = normalised(addrs)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if slices.Equal(addrs, l.addrs) {
+		return false
+	}
+	l.addrs = addrs
+	if l.changed != nil {
+		close(l.changed)
+		l.changed = nil
+	}
+	return true
+}
+
+func normalised(addrs []netip.Addr) []netip.Addr {
+	out := make([]netip.Addr, 0, len(addrs))
+	for _, a := range addrs {
+		if a.IsValid() {
+			out = append(out, a.Unmap().WithZone(""))
+		}
+	}
+	slices.SortFunc(out, netip.Addr.Compare)
+	return slices.Compact(out)
+}

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nodeaddr
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+)
+
+func handleOf(fd int) netns.NsHandle {
+	if fd == 0 {
+		return netns.None()
+	}
+	return netns.NsHandle(fd)
+}
+
+// subscribe returns a channel that gets a value soon after an address of the
+// namespace changed. It is closed when notifications have ended: with ctx, or as
+// some were lost.
+func subscribe(ctx context.Context, netNS int) (<-chan struct{}, error) {
+	socket, err := nl.SubscribeAt(handleOf(netNS), netns.None(), unix.NETLINK_ROUTE, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR)
+	if err != nil {
+		return nil, fmt.Errorf("subscribing to changes of addresses: %w", err)
+	}
+	notify := make(chan struct{}, 1)
+	stop := context.AfterFunc(ctx, socket.Close)
+	go func() {
+		defer close(notify)
+		defer func() {
+			if stop() {
+				socket.Close()
+			}
+		}()
+		for {
+			if _, _, err := socket.Receive(); err != nil {
+				return
+			}
+			select {
+			case notify <- struct{}{}:
+			default: // who reads has yet to look
+			}
+		}
+	}()
+	return notify, nil
+}
+
+// look reads the addresses of a namespace.
+func look(netNS int, exclude []string) (seen, error) {
+	handle, err := netlink.NewHandleAt(handleOf(netNS), unix.NETLINK_ROUTE)
+	if err != nil {
+		return seen{}, err
+	}
+	defer handle.Close()
+	excluded, err := indexes(handle, exclude)
+	if err != nil {
+		return seen{}, err
+	}
+	list, err := addresses(handle)
+	if err != nil {
+		return seen{}, err
+	}
+	var s seen
+	for _, a := range list {
+		// One that another machine may have is not ours yet, or never will be.
+		unsure := a.Flags&unix.IFA_F_DADFAILED != 0 || a.Flags&unix.IFA_F_TENTATIVE != 0 && a.Flags&unix.IFA_F_OPTIMISTIC == 0
+		ip, ok := netip.AddrFromSlice(a.IP)
+		if ok && !unsure && !slices.Contains(excluded, a.LinkIndex) {
+			s.all = append(s.all, ip)
+		}
+	}
+	for _, target := range anywhere {
+		if ip, ok := source(handle, target); ok {
+			s.outgoing = append(s.outgoing, ip)
+		}
+	}
+	return s, nil
+}
+
+// indexes returns the interfaces of these names that exist.
+func indexes(handle *netlink.Handle, names []string) ([]int, error) {
+	var out []int
+	for _, name := range names {
+		link, err := handle.LinkByName(name)
+		if errors.As(err, &netlink.LinkNotFoundError{}) {
+			continue
+		} else if err != nil {
+			return nil, fmt.Errorf("interface %s: %w", name, err)
+		}
+		out = append(out, link.Attrs().Index)
+	}
+	return out, nil
+}
+
+// addresses lists all addresses, once more if they changed meanwhile.
+func addresses(handle *netlink.Handle) (list []netlink.Addr, err error) {
+	for range 3 {
+		list, err = handle.AddrList(nil, netlink.FAMILY_ALL)
+		if !errors.Is(err, netlink.ErrDumpInterrupted) {
+			break
+		}
+	}
+	return list, err
+}
+
+// source returns the address from which a packet to target is sent.
+func source(handle *netlink.Handle, target netip.Addr) (netip.Addr, bool) {
+	routes, err := handle.RouteGet(net.IP(target.AsSlice()))
+	if err != nil || len(routes) == 0 {
+		return netip.Addr{}, false // there is no route
+	}
+	ip, ok := netip.AddrFromSlice(routes[0].Src)
+	return ip, ok
+}

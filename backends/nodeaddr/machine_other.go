@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !linux
+
+package nodeaddr
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+)
+
+// subscribe has no notification to offer.
+func subscribe(context.Context, int) (<-chan struct{}, error) { return nil, nil }
+
+// look reads the machine's addresses.
+func look(_ int, exclude []string) (seen, error) {
+	interfaces, err := net.Interfaces()
+	if err != nil {
+		return seen{}, err
+	}
+	var s seen
+	for _, i := range interfaces {
+		if slices.Contains(exclude, i.Name) {
+			continue
+		}
+		addrs, err := i.Addrs()
+		if err != nil {
+			return seen{}, fmt.Errorf("interface %s: %w", i.Name, err)
+		}
+		for _, a := range addrs {
+			if prefix, ok := a.(*net.IPNet); ok {
+				if ip, ok := netip.AddrFromSlice(prefix.IP); ok {
+					s.all = append(s.all, ip)
+				}
+			}
+		}
+	}
+	for _, target := range anywhere {
+		if ip, ok := source(target); ok {
+			s.outgoing = append(s.outgoing, ip)
+		}
+	}
+	return s, nil
+}
+
+// source returns the address from which a packet to target is sent. It sends
+// none: it connects a UDP socket.
+func source(target netip.Addr) (netip.Addr, bool) {
+	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(target, 9)))
+	if err != nil {
+		return netip.Addr{}, false // there is no route
+	}
+	defer c.Close()
+	return c.LocalAddr().(*net.UDPAddr).AddrPort().Addr(), true
+}

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nodeaddr
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+)
+
+// Selection says which addresses of a node are served. What its fields select
+// adds up; its zero value is Primary.
+//
+// Loopback and link-local addresses are never selected but by a CIDR that lies
+// among them, such as 127.0.0.0/8 or fe80::/10; one that is wider is no such
+// wish.
+type Selection struct {
+	// Primary selects the addresses by which the cluster knows the node: the
+	// InternalIPs of its Node object, or if it has none its ExternalIPs. While
+	// the object is not known, it is the addresses that the machine sends from on
+	// its default routes, at most one of each family.
+	Primary bool
+	// All selects every address of the machine.
+	All bool
+	// CIDRs select the addresses of the machine that one of them contains.
+	CIDRs []netip.Prefix
+}
+
+// ParseSelection reads what a user lists: primary, all, and CIDRs. An empty list
+// is primary.
+func ParseSelection(list []string) (Selection, error) {
+	var s Selection
+	for _, item := range list {
+		switch item = strings.TrimSpace(item); item {
+		case "primary":
+			s.Primary = true
+		case "all":
+			s.All = true
+		default:
+			prefix, err := netip.ParsePrefix(item)
+			if err != nil {
+				return Selection{}, fmt.Errorf("node-port addresses %q: neither primary, nor all, nor a CIDR", item)
+			}
+			s.CIDRs = append(s.CIDRs, prefix.Masked())
+		}
+	}
+	return s, nil
+}
+
+// String returns what ParseSelection reads.
+func (s Selection) String() string {
+	var list []string
+	if s.primary() {
+		list = append(list, "primary")
+	}
+	if s.All {
+		list = append(list, "all")
+	}
+	for _, p := range s.CIDRs {
+		list = append(list, p.String())
+	}
+	return strings.Join(list, ",")
+}
+
+func (s *Selection) primary() bool { return s.Primary || !s.All && len(s.CIDRs) == 0 }
+
+// of returns what is selected of a machine's addresses, of which primary are
+// those by which it is known.
+func (s *Selection) of(machine, primary []netip.Addr) []netip.Addr {
+	var selected []netip.Addr
+	if s.primary() {
+		selected = slices.Clone(primary)
+	}
+	for _, a := range machine {
+		if s.admits(a) {
+			selected = append(selected, a)
+		}
+	}
+	return selected
+}
+
+func (s *Selection) admits(a netip.Addr) bool {
+	a = a.Unmap().WithZone("")
+	if s.All && !confined(a) {
+		return true
+	}
+	return slices.ContainsFunc(s.CIDRs, func(p netip.Prefix) bool {
+		return p.Contains(a) && (!confined(a) || confined(p.Masked().Addr()))
+	})
+}
+
+// confined reports whether a reaches no further than the machine or its link.
+func confined(a netip.Addr) bool { return a.IsLoopback() || a.IsLinkLocalUnicast() }

@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"sync"
+)
+
+// references counts who needs an address to be local. It is safe for concurrent
+// use, and changes different addresses at once.
+type references struct {
+	addresses Addresses // nil: addresses have to be local already
+
+	// mu is not held while an address is added or removed, which may take seconds.
+	mu    sync.Mutex
+	count map[netip.Addr]int
+	// stuck are the addresses that nobody needs and that may be there still.
+	stuck map[netip.Addr]struct{}
+	// changing are the addresses that are being added or removed; changed tells
+	// that one is not any more.
+	changing map[netip.Addr]struct{}
+	changed  sync.Cond
+}
+
+func newReferences(a Addresses) *references {
+	r := &references{addresses: a, count: map[netip.Addr]int{}, stuck: map[netip.Addr]struct{}{}, changing: map[netip.Addr]struct{}{}}
+	r.changed.L = &r.mu
+	return r
+}
+
+// change calls f while nobody else changes addr. It is called with the lock held,
+// which it releases for that.
+func (r *references) change(addr netip.Addr, f func() error) error {
+	r.changing[addr] = struct{}{}
+	r.mu.Unlock()
+	err := f()
+	r.mu.Lock()
+	delete(r.changing, addr)
+	r.changed.Broadcast()
+	return err
+}
+
+// lock takes the lock at a moment when nobody changes addr.
+func (r *references) lock(addr netip.Addr) {
+	r.mu.Lock()
+	for {
+		if _, busy := r.changing[addr]; !busy {
+			return
+		}
+		r.changed.Wait()
+	}
+}
+
+// acquire makes addr local for one more user.
+func (r *references) acquire(ctx context.Context, addr netip.Addr) error {
+	if r.addresses == nil || addr.IsLoopback() {
+		return nil
+	}
+	r.lock(addr)
+	defer r.mu.Unlock()
+	if r.count[addr] == 0 {
+		if err := r.change(addr, func() error { return r.addresses.Add(ctx, addr) }); err != nil {
+			r.stuck[addr] = struct{}{} // it may have come all the same
+			return fmt.Errorf("making %s local: %w", addr, err)
+		}
+		delete(r.stuck, addr)
+	}
+	r.count[addr]++
+	return nil
+}
+
+// share adds a user of an address that is local for another one already.
+func (r *references) share(addr netip.Addr) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.count[addr]++
+}
+
+// release takes one user of addr away, and with the last one the address. If that
+// fails it is tried again by sweep.
+func (r *references) release(ctx context.Context, addr netip.Addr) error {
+	if r.addresses == nil || addr.IsLoopback() {
+		return nil
+	}
+	r.lock(addr)
+	defer r.mu.Unlock()
+	if r.count[addr]--; r.count[addr] > 0 {
+		return nil
+	}
+	delete(r.count, addr)
+	r.stuck[addr] = struct{}{}
+	return r.remove(ctx, addr)
+}
+
+// sweep removes what could not be removed before.
+func (r *references) sweep(ctx context.Context) error {
+	r.mu.Lock()
+	stuck := slices.Collect(maps.Keys(r.stuck))
+	r.mu.Unlock()
+	return atOnce(stuck, func(addr netip.Addr) error {
+		r.lock(addr)
+		defer r.mu.Unlock()
+		if _, still := r.stuck[addr]; !still {
+			return nil
+		}
+		return r.remove(ctx, addr)
+	})
+}
+
+// remove removes an address that is stuck. The caller holds the lock.
+func (r *references) remove(ctx context.Context, addr netip.Addr) error {
+	if err := r.change(addr, func() error { return r.addresses.Remove(ctx, addr) }); err != nil {
+		return fmt.Errorf("removing %s from this host: %w", addr, err)
+	}
+	delete(r.stuck, addr)
+	return nil
+}
+
+// has reports whether addr is local for somebody's sake.
+func (r *references) has(addr netip.Addr) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.count[addr] > 0
+}
+
+// atOnce calls f with each item, with up to 64 at the same time, and returns the
+// errors joined.
+func atOnce[T any](items []T, f func(T) error) error {
+	errs := make([]error, len(items))
+	room := make(chan struct{}, 64)
+	var all sync.WaitGroup
+	for i, item := range items {
+		room <- struct{}{}
+		all.Go(func() {
+			errs[i] = f(item)
+			<-room
+		})
+	}
+	all.Wait()
+	return errors.Join(errs...)
+}

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+)
+
+// fakeAddresses are in memory.
+type fakeAddresses struct {
+	// adding and removing are called before an address is added or removed.
+	adding, removing func() error
+
+	mu    sync.Mutex
+	there []netip.Addr
+}
+
+func newFakeAddresses() *fakeAddresses {
+	nothing := func() error { return nil }
+	return &fakeAddresses{adding: nothing, removing: nothing}
+}
+
+func (f *fakeAddresses) Add(_ context.Context, addr netip.Addr) error {
+	err := f.adding()
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.there = append(f.there, addr) // even if there is an error
+	return err
+}
+
+func (f *fakeAddresses) Remove(_ context.Context, addr netip.Addr) error {
+	if err := f.removing(); err != nil {
+		return err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.there = slices.DeleteFunc(f.there, func(a netip.Addr) bool { return a == addr })
+	return nil
+}
+
+func (f *fakeAddresses) Cleanup(context.Context) error { return nil }
+
+// gathering returns a function that returns once it has been called so often at
+// the same time.
+func gathering(calls int) func() error {
+	var all sync.WaitGroup
+	all.Add(calls)
+	return func() error {
+		all.Done()
+		gathered := make(chan struct{})
+		go func() {
+			defer close(gathered)
+			all.Wait()
+		}()
+		select {
+		case <-gathered:
+			return nil
+		case <-time.After(patience):
+			return errors.New("the others do not come")
+		}
+	}
+}
+
+// unusableAt returns services at 192.0.2.0 and so on, where nobody listens.
+func unusableAt(addresses int) []*api.ServiceEndpoints {
+	var views []*api.ServiceEndpoints
+	for i := range addresses {
+		views = append(views, serviceAt(fmt.Sprint("web", i), fmt.Sprintf("192.0.2.%d", i), 80, api.TCP).unusable().view())
+	}
+	return views
+}
+
+func TestAddressesComeAndGoAtOnce(t *testing.T) {
+	const addresses = 40
+	f := newFakeAddresses()
+	f.adding, f.removing = gathering(addresses), gathering(addresses)
+	b, err := New(Options{Addresses: f, NodeAddresses: nodeaddr.Of()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Sync(t.Context(), fullOf(unusableAt(addresses)...)); err != nil {
+		t.Error(err)
+	}
+	if err := b.Stop(context.Background()); err != nil {
+		t.Error(err)
+	}
+	if len(f.there) > 0 {
+		t.Errorf("at the end there are %v", f.there)
+	}
+}
+
+func TestNobodyWaitsForAnAddressButWhoListensThere(t *testing.T) {
+	f := newFakeAddresses()
+	begun, end := make(chan struct{}), make(chan struct{})
+	f.adding = func() error {
+		close(begun)
+		<-end
+		return nil
+	}
+	w := newWorld(t, Options{Addresses: f})
+	w.source.Set(unusableAt(1)...)
+	<-begun
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		w.Stats()
+		w.startsHere(netip.MustParseAddr("198.51.100.1"))
+	}()
+	select {
+	case <-done:
+	case <-time.After(patience):
+		t.Error("statistics or a new connection wait for an address to become local")
+	}
+	close(end)
+	<-done
+	w.applied()
+}
+
+func TestAnAddressThatMayHaveComeIsRemoved(t *testing.T) {
+	f := newFakeAddresses()
+	r := newReferences(f)
+	addr := netip.MustParseAddr("192.0.2.1")
+	f.adding = func() error { return errors.New("status 1") }
+	if err := r.acquire(t.Context(), addr); err == nil {
+		t.Error("there is no error")
+	}
+	f.removing = func() error { return errors.New("status 2") }
+	if err := r.sweep(t.Context()); err == nil {
+		t.Error("there is no error of the removal")
+	}
+	f.removing = func() error { return nil }
+	if err := r.sweep(t.Context()); err != nil || len(f.there) > 0 {
+		t.Errorf("after another try there are %v, error %v", f.there, err)
+	}
+}

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"fmt"
+	"net/netip"
+	"sync"
+	"testing"
+	"time"
+)
+
+// affine returns rules of a port with so many endpoints, and their route.
+func affine(endpoints int, timeout time.Duration) (*rules, route) {
+	var targets []netip.AddrPort
+	for i := range endpoints {
+		targets = append(targets, netip.MustParseAddrPort(fmt.Sprintf("10.244.0.%d:80", i+1)))
+	}
+	rt := route{pool: newPool(targets)}
+	return &rules{port: &port{}, elsewhere: rt, node: rt, affinity: timeout}, rt
+}
+
+func TestConnectionsOfOneClientThatComeAtOnceGoToOneEndpoint(t *testing.T) {
+	r, rt := affine(50, time.Minute)
+	now := time.Now()
+	for i := range 2000 {
+		client := netip.AddrFrom4([4]byte{127, 0, byte(i >> 8), byte(i)})
+		var got [8]netip.AddrPort
+		var all sync.WaitGroup
+		for j := range got {
+			all.Go(func() { got[j], _ = r.endpoint(rt, client, nil, now) })
+		}
+		all.Wait()
+		for _, e := range got {
+			if e != got[0] {
+				t.Fatalf("client %s is told %s and %s", client, got[0], e)
+			}
+		}
+	}
+}
+
+func TestChangedTimeoutOfAffinityCountsAtOnce(t *testing.T) {
+	r, rt := affine(2, 100*time.Second)
+	client, now := netip.MustParseAddr("127.0.0.1"), time.Now()
+	// Of two endpoints in turn, the one of the last round may come again.
+	moves := func(prepare func()) bool {
+		for range 20 {
+			first, _ := r.endpoint(rt, client, nil, now)
+			prepare()
+			second, _ := r.endpoint(rt, client, nil, now)
+			if first != second {
+				return true
+			}
+		}
+		return false
+	}
+	if moves(func() { now = now.Add(50 * time.Second) }) {
+		t.Error("the client leaves its endpoint within the time-out")
+	}
+	if !moves(func() {
+		r.affinity = 100 * time.Second
+		r.endpoint(rt, client, nil, now)
+		now, r.affinity = now.Add(50*time.Second), 10*time.Second
+	}) {
+		t.Error("the client keeps its endpoint for longer than the time-out is now")
+	}
+	r.affinity = 100 * time.Second
+	if !moves(func() { r.port.affinity.setTimeout(0) }) {
+		t.Error("the client has its endpoint again once affinity has been off")
+	}
+}

@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"net"
+	"net/netip"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// TestEndpointThatAnswersNothingIsPassedOver has an endpoint with a full backlog:
+// it drops what comes.
+func TestEndpointThatAnswersNothingIsPassedOver(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	hole := blackHole(t)
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(hole, namedServer(t, "alive")).view())
+	for range 4 {
+		begin := time.Now()
+		if got := asked(t, "127.0.0.2", port); got != "alive" {
+			t.Fatalf("connected to %s", got)
+		}
+		if took := time.Since(begin); took > 2*time.Second {
+			t.Errorf("took %v, although the second endpoint is tried after 250 ms", took)
+		}
+	}
+}
+
+// blackHole is where a TCP connection is neither accepted nor refused.
+func blackHole(t *testing.T) netip.AddrPort {
+	t.Helper()
+	fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { syscall.Close(fd) })
+	if err := syscall.Bind(fd, &syscall.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}); err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Listen(fd, 0); err != nil {
+		t.Fatal(err)
+	}
+	name, err := syscall.Getsockname(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(name.(*syscall.SockaddrInet4).Port))
+	c, err := net.Dial("tcp", at.String()) // fills the backlog of one
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	return at
+}

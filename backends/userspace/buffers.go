@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import "sync"
+
+// buffers are those of streams. It is safe for concurrent use.
+type buffers struct{ pool sync.Pool }
+
+// bufferSize is how much of a stream is moved at once, by copying it.
+const bufferSize = 32 << 10
+
+func newBuffers() *buffers {
+	return &buffers{sync.Pool{New: func() any {
+		b := make([]byte, bufferSize)
+		return &b
+	}}}
+}
+
+func (b *buffers) get() *[]byte { return b.pool.Get().(*[]byte) }
+
+func (b *buffers) put(buffer *[]byte) { b.pool.Put(buffer) }

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package userspace_test
+
+import (
+	"hash/fnv"
+	"testing"
+
+	"github.com/kpng-project/kpng/backends/conformance"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/backends/userspace"
+	"github.com/kpng-project/kpng/sink"
+)
+
+func TestConformance(t *testing.T) {
+	conformance.Run(t, func(site conformance.Site) (sink.Sink, error) {
+		instance := fnv.New32a()
+		instance.Write([]byte(site.Instance))
+		return userspace.New(userspace.Options{
+			Addresses: userspace.LocalRoutes(userspace.RouteOptions{Protocol: 100 + int(instance.Sum32()%80)}),
+			NodePorts: nodeaddr.Selection{CIDRs: site.NodePortCIDRs},
+			PodCIDRs:  site.PodCIDRs,
+		})
+	}, conformance.Options{Unsupported: map[conformance.Feature]string{
+		conformance.SCTP:               "Go has no sockets for it",
+		conformance.AllPorts:           "a socket listens at one port",
+		conformance.SourceAddress:      "an endpoint sees the proxy as its client",
+		conformance.Masquerade:         "an endpoint sees the proxy as its client, whatever is asked for",
+		conformance.Restart:            "connections go through the process",
+		conformance.HealthChecks:       "a sink of its own serves them: healthcheck.Server",
+		conformance.RangesBeforeReject: "who is not to be refused is not told apart where nobody listens",
+		conformance.EndpointRefusals:   "the client is connected before an endpoint refuses, and of UDP it hears nothing",
+	}})
+}

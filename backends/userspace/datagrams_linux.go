@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"net"
+
+	"golang.org/x/net/ipv4"
+)
+
+// datagrams reads and writes the datagrams of a socket of either family, many by
+// one system call. One goroutine at a time may read.
+type datagrams struct {
+	c *ipv4.PacketConn
+	// expected is how many datagrams are read at once: preparing for more than
+	// come costs more than reading them.
+	expected int
+}
+
+func newDatagrams(c *net.UDPConn) datagrams { return datagrams{ipv4.NewPacketConn(c), 1} }
+
+// read reads what there is, at least one datagram.
+func (d *datagrams) read(messages []ipv4.Message) (int, error) {
+	n, err := d.c.ReadBatch(messages[:d.expected], 0)
+	switch {
+	case n == d.expected:
+		d.expected = min(2*n, len(messages))
+	case d.expected > 1 && n <= d.expected/4:
+		d.expected /= 2
+	}
+	return n, err
+}
+
+// write writes all messages. It stops at the first that cannot be written.
+func (d *datagrams) write(messages []ipv4.Message) error {
+	for len(messages) > 0 {
+		n, err := d.c.WriteBatch(messages, 0)
+		if err != nil {
+			return err
+		}
+		messages = messages[n:]
+	}
+	return nil
+}

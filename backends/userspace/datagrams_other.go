@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !linux
+
+package userspace
+
+import (
+	"net"
+
+	"golang.org/x/net/ipv4"
+)
+
+// datagrams reads and writes the datagrams of a socket.
+type datagrams struct{ c *net.UDPConn }
+
+func newDatagrams(c *net.UDPConn) datagrams { return datagrams{c} }
+
+// read reads one datagram.
+func (d *datagrams) read(messages []ipv4.Message) (int, error) {
+	n, addr, err := d.c.ReadFromUDP(messages[0].Buffers[0])
+	messages[0].N, messages[0].Addr = n, addr
+	return 1, err
+}
+
+// write writes all messages. It stops at the first that cannot be written.
+func (d *datagrams) write(messages []ipv4.Message) error {
+	for i := range messages {
+		var err error
+		if m := &messages[i]; m.Addr == nil {
+			_, err = d.c.Write(m.Buffers[0])
+		} else {
+			_, err = d.c.WriteTo(m.Buffers[0], m.Addr)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"k8s.io/klog/v2"
+)
+
+// engine is what all listeners of a Backend share. It is safe for concurrent
+// use.
+type engine struct {
+	opts   *Options
+	log    klog.Logger
+	local  *references
+	served ports
+	// machine has all addresses of this machine's interfaces.
+	machine    *nodeaddr.Watcher
+	buffers    *buffers
+	pipes      *pipes
+	batches    *batches
+	udp        *udpClients
+	complaints complaints
+	// starving is how many connections lack a file descriptor towards their
+	// endpoint.
+	starving atomic.Int32
+	// hurry is closed when there is no time left to drain.
+	hurry chan struct{}
+	// running are the goroutines that end when what they serve is closed.
+	running sync.WaitGroup
+}
+
+// startsHere reports whether traffic from client starts on this node.
+func (e *engine) startsHere(client netip.Addr) bool {
+	return client.IsLoopback() ||
+		slices.ContainsFunc(e.opts.PodCIDRs, func(p netip.Prefix) bool { return p.Contains(client) }) ||
+		e.local.has(client) || e.isMachines(client)
+}
+
+// isMachines reports whether an interface of this machine has addr.
+func (e *engine) isMachines(addr netip.Addr) bool {
+	addrs, _ := e.machine.Addresses()
+	_, found := slices.BinarySearchFunc(addrs, addr.WithZone(""), netip.Addr.Compare)
+	return found
+}
+
+func (e *engine) logEndpoint(p *port, client net.Addr, pool *pool, endpoint netip.AddrPort) {
+	if log := e.log.V(3); log.Enabled() {
+		log.Info("NextEndpoint for service", "servicePortName", p.name, "address", client, "endpoints", pool.sorted)
+		log.Info("Mapped service to endpoint", "service", p.name, "endpoint", endpoint)
+	}
+}
+
+// complain logs err, once in ten seconds for each message.
+func (e *engine) complain(err error, message string, keysAndValues ...any) {
+	if e.complaints.due(message, time.Now()) {
+		e.log.WithCallDepth(1).Error(err, message, keysAndValues...)
+	}
+}
+
+// complaints are when errors were logged that would be too often otherwise, by
+// message. It is safe for concurrent use.
+type complaints struct {
+	mu   sync.Mutex
+	last map[string]time.Time
+}
+
+func (c *complaints) due(message string, now time.Time) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if last, ok := c.last[message]; ok && now.Sub(last) <= 10*time.Second {
+		return false
+	}
+	if c.last == nil {
+		c.last = map[string]time.Time{}
+	}
+	c.last[message] = now
+	return true
+}

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// plan is what a service needs, worked out of its view.
+type plan struct {
+	// addresses are those of the service, which have to be local.
+	addresses []netip.Addr
+	// places are where somebody has to listen, in the order of the view's
+	// frontends.
+	places []placed
+	// refused are places where nobody listens, as all clients are refused.
+	refused map[place]struct{}
+	ports   map[portKey]planned
+	// dependsOnNode says that another plan may come of other node addresses.
+	dependsOnNode bool
+	// unsupported says what of the view no socket can serve. It is no failure, as
+	// trying again would not help.
+	unsupported error
+}
+
+type placed struct {
+	place
+	rules *rules
+}
+
+type planned struct {
+	*port
+	serving []netip.AddrPort
+	pools   []*pool
+	// affinity is how long a client keeps its endpoint; 0 means it does not.
+	affinity time.Duration
+}
+
+// planFor works out what view needs on a node with the given addresses. It goes
+// on with what s has, and changes nothing of s. A nil view needs nothing.
+func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) *plan {
+	p := &plan{refused: map[place]struct{}{}, ports: map[portKey]planned{}}
+	if view == nil {
+		return p
+	}
+	var errs []error
+	for f := range nodeview.Frontends(view) {
+		if err := unsupported(&f); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		r := p.rules(s, view, &f, node)
+		addrs := []netip.Addr{f.Addr}
+		switch {
+		case f.Kind == nodeview.NodePort:
+			p.dependsOnNode = true
+			addrs = ofFamily(node, f.Family)
+		case !slices.Contains(p.addresses, f.Addr):
+			p.addresses = append(p.addresses, f.Addr)
+		}
+		p.dependsOnNode = p.dependsOnNode || f.Sources.Restricted
+		for _, a := range addrs {
+			at := place{f.Protocol, netip.AddrPortFrom(a, uint16(f.Port))}
+			if r.refused() {
+				p.refused[at] = struct{}{} // the host refuses where nobody listens
+			} else {
+				p.places = append(p.places, placed{at, r})
+			}
+		}
+	}
+	p.unsupported = errors.Join(errs...)
+	return p
+}
+
+// unsupported returns why a frontend cannot be served by sockets.
+func unsupported(f *nodeview.Frontend) error {
+	switch {
+	case f.ServicePort == nil:
+		return fmt.Errorf("%s: a userspace proxy cannot serve all ports of an address", f.FrontendKey)
+	case f.Protocol != api.TCP && f.Protocol != api.UDP:
+		return fmt.Errorf("%s: a userspace proxy serves TCP and UDP only", f.FrontendKey)
+	default:
+		return nil
+	}
+}
+
+// rules returns those of a frontend. Frontends of one port share what can be
+// shared.
+func (p *plan) rules(s *service, view *api.ServiceEndpoints, f *nodeview.Frontend, node []netip.Addr) *rules {
+	key := portKey{f.Protocol, f.ServicePort.Port}
+	of, ok := p.ports[key]
+	if !ok {
+		of.port = s.ports[key]
+		if of.port == nil || of.port.name != portName(s.key, f.ServicePort) {
+			of.port = newPort(s.key, f.ServicePort)
+		}
+		of.serving = servingOf(view, f.ServicePort)
+	}
+	routeOf := func(t nodeview.Traffic) route {
+		pool := of.port.pool(t.Endpoints, of.pools)
+		if !slices.Contains(of.pools, pool) {
+			of.pools = append(of.pools, pool)
+		}
+		return route{t.Verdict, pool}
+	}
+	r := &rules{port: of.port, elsewhere: routeOf(f.Elsewhere), node: routeOf(f.Node), affinity: f.Affinity}
+	if f.Sources.Restricted {
+		r.admission = admission{restricted: true, prefixes: f.Sources.Prefixes(node)}
+	}
+	of.affinity = max(of.affinity, f.Affinity)
+	p.ports[key] = of
+	return r
+}
+
+func ofFamily(addrs []netip.Addr, family api.Family) []netip.Addr {
+	return slices.DeleteFunc(slices.Clone(addrs), func(a netip.Addr) bool { return api.FamilyOf(a) != family })
+}

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"sync"
+
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// pool is a list of endpoints that take turns. It is safe for concurrent use.
+type pool struct {
+	sorted []netip.AddrPort
+
+	mu sync.Mutex
+	// turns are the endpoints in the order of one round; each round has another
+	// one. So proxies do not all begin with the same endpoint, and clients that
+	// come in a steady rhythm do not always get the same.
+	turns []netip.AddrPort
+	next  int
+}
+
+func newPool(sorted []netip.AddrPort) *pool {
+	return &pool{sorted: sorted, turns: slices.Clone(sorted), next: len(sorted)}
+}
+
+// pick returns the endpoint whose turn it is, of those that are not in tried. It
+// returns false if there are none.
+func (p *pool) pick(tried []netip.AddrPort) (netip.AddrPort, bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for range 2 * len(p.turns) { // two rounds have every endpoint, wherever they begin
+		if p.next == len(p.turns) {
+			rand.Shuffle(len(p.turns), func(i, j int) { p.turns[i], p.turns[j] = p.turns[j], p.turns[i] })
+			p.next = 0
+		}
+		e := p.turns[p.next]
+		p.next++
+		if !slices.Contains(tried, e) {
+			return e, true
+		}
+	}
+	return netip.AddrPort{}, false
+}
+
+func (p *pool) contains(e netip.AddrPort) bool {
+	_, found := slices.BinarySearchFunc(p.sorted, e, netip.AddrPort.Compare)
+	return found
+}
+
+// addrPorts returns where targets are, in order and each once.
+func addrPorts(targets []nodeview.Target) []netip.AddrPort {
+	out := make([]netip.AddrPort, len(targets))
+	for i, t := range targets {
+		out[i] = netip.AddrPortFrom(t.Addr(), uint16(t.Port))
+	}
+	slices.SortFunc(out, netip.AddrPort.Compare)
+	return slices.Compact(out)
+}

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"maps"
+	"net/netip"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// port is a port of a service, as long as the service has it.
+type port struct {
+	portKey
+	service types.NamespacedName
+	// name is how logs call it: namespace/service, and the port's name after a
+	// colon if it has one.
+	name     string
+	counters counters
+	affinity affinity
+
+	// What follows belongs to who syncs.
+
+	// pools are those of the last plan: one for each family and list.
+	pools []*pool
+	// serving are the endpoints that have not gone, in order, those included
+	// that new connections do not go to.
+	serving []netip.AddrPort
+}
+
+// ports are those of all services. They are apart from the services, which belong
+// to who syncs, so that nobody else waits for a Sync. It is safe for concurrent use.
+type ports struct {
+	mu  sync.Mutex
+	all map[*port]struct{}
+}
+
+// replace puts next in the place of p. Either may be nil.
+func (s *ports) replace(p, next *port) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.all, p)
+	if next == nil {
+		return
+	}
+	if s.all == nil {
+		s.all = map[*port]struct{}{}
+	}
+	s.all[next] = struct{}{}
+}
+
+func (s *ports) list() []*port {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Collect(maps.Keys(s.all))
+}
+
+// portKey identifies a port within its service.
+type portKey struct {
+	protocol api.Protocol
+	number   int32
+}
+
+func newPort(service types.NamespacedName, p *api.PortMapping) *port {
+	return &port{portKey: portKey{p.Protocol, p.Port}, service: service, name: portName(service, p)}
+}
+
+func portName(service types.NamespacedName, p *api.PortMapping) string {
+	if p.Name == "" {
+		return service.String()
+	}
+	return service.String() + ":" + p.Name
+}
+
+// counters count what a port does. Active goes up and down.
+type counters struct {
+	connections, active, dialFailures    atomic.Int64
+	bytesToEndpoints, bytesFromEndpoints atomic.Int64
+}
+
+// pool returns the pool of targets: one that p has if it has one with the same
+// endpoints, so that their turns go on. made are those of the present plan.
+func (p *port) pool(targets []nodeview.Target, made []*pool) *pool {
+	endpoints := addrPorts(targets)
+	same := func(o *pool) bool { return slices.Equal(o.sorted, endpoints) }
+	for _, pools := range [...][]*pool{made, p.pools} {
+		if i := slices.IndexFunc(pools, same); i >= 0 {
+			return pools[i]
+		}
+	}
+	return newPool(endpoints)
+}
+
+// servingOf returns the endpoints of the port that have not gone.
+func servingOf(se *api.ServiceEndpoints, p *api.PortMapping) []netip.AddrPort {
+	out := make([]netip.AddrPort, 0, len(se.Endpoints)+len(se.Draining))
+	for _, list := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
+		for i := range list {
+			if number := list[i].TargetPort(p); number != 0 {
+				out = append(out, netip.AddrPortFrom(list[i].Addr(), uint16(number)))
+			}
+		}
+	}
+	slices.SortFunc(out, netip.AddrPort.Compare)
+	return slices.Compact(out)
+}
+
+// setServing says which endpoints have not gone. Clients that were attached to
+// one that has choose anew.
+func (p *port) setServing(serving []netip.AddrPort) {
+	before := p.serving
+	p.serving = serving
+	if slices.ContainsFunc(before, func(e netip.AddrPort) bool { return !p.serves(e) }) {
+		p.affinity.detach(func(c attachment) bool { return !p.serves(c.endpoint) })
+	}
+}
+
+func (p *port) serves(e netip.AddrPort) bool {
+	_, found := slices.BinarySearchFunc(p.serving, e, netip.AddrPort.Compare)
+	return found
+}

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+)
+
+// RouteOptions are the settings of LocalRoutes. The zero value is useful.
+type RouteOptions struct {
+	// Protocol is the routing protocol number, 5 to 255, that marks the routes:
+	// all that carry it are taken for its own. Two proxies on one host need
+	// different ones. Default 107.
+	Protocol int
+	// NetNS is the file descriptor of the network namespace whose addresses they
+	// are, which stays open as long as they are used. Default 0: that of the
+	// process.
+	NetNS int
+}
+
+// metric sets these routes apart from the kernel's own of the same addresses,
+// which have 0, and from those with another number. All can be there at once, and
+// each be removed without the others.
+func (r localRoutes) metric() int { return 1024 + r.Protocol }
+
+// LocalRoutes makes addresses local by a route of type local to each, over the
+// loopback interface and in the kernel's table of local addresses. It needs
+// CAP_NET_ADMIN, but not for addresses that are local already.
+//
+// Compared with addresses on an interface, routes need no interface of their
+// own, are found by the kernel in a tree instead of a list, carry a mark that
+// says whose they are, and may lie beside an address of somebody else's.
+func LocalRoutes(opts RouteOptions) Addresses {
+	if opts.Protocol == 0 {
+		opts.Protocol = 107
+	}
+	return localRoutes(opts)
+}
+
+type localRoutes RouteOptions
+
+func (r localRoutes) route(addr netip.Addr) *netlink.Route {
+	return &netlink.Route{
+		Dst:       &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(addr.BitLen(), addr.BitLen())},
+		LinkIndex: loopbackIndex,
+		Type:      unix.RTN_LOCAL,
+		Table:     unix.RT_TABLE_LOCAL,
+		Scope:     netlink.SCOPE_HOST,
+		Protocol:  netlink.RouteProtocol(r.Protocol),
+		Priority:  r.metric(),
+	}
+}
+
+// loopbackIndex is the index of the loopback interface, which is the first of
+// every network namespace.
+const loopbackIndex = 1
+
+// with calls f with what reaches the namespace's routes.
+func (r localRoutes) with(f func(*netlink.Handle) error) error {
+	open := func() (*netlink.Handle, error) { return netlink.NewHandle(unix.NETLINK_ROUTE) }
+	if r.NetNS != 0 {
+		open = func() (*netlink.Handle, error) {
+			return netlink.NewHandleAt(netns.NsHandle(r.NetNS), unix.NETLINK_ROUTE)
+		}
+	}
+	h, err := open()
+	if err != nil {
+		return fmt.Errorf("opening a netlink socket: %w", err)
+	}
+	defer h.Close()
+	return f(h)
+}
+
+// Add implements Addresses.
+func (r localRoutes) Add(_ context.Context, addr netip.Addr) error {
+	return r.with(func(h *netlink.Handle) error {
+		err := h.RouteAdd(r.route(addr))
+		switch {
+		case err == nil, errors.Is(err, unix.EEXIST), errors.Is(err, unix.EPERM) && isLocal(h, addr):
+			return nil
+		case errors.Is(err, unix.EPERM):
+			return fmt.Errorf("adding a local route, which needs CAP_NET_ADMIN: %w", err)
+		default:
+			return fmt.Errorf("adding a local route: %w", err)
+		}
+	})
+}
+
+// isLocal reports whether packets to addr end on this host. Whether a socket can be
+// bound to it is no answer: with net.ipv4.ip_nonlocal_bind it can to all.
+func isLocal(h *netlink.Handle, addr netip.Addr) bool {
+	routes, err := h.RouteGet(addr.AsSlice())
+	return err == nil && len(routes) > 0 && routes[0].Type == unix.RTN_LOCAL
+}
+
+// Remove implements Addresses.
+func (r localRoutes) Remove(_ context.Context, addr netip.Addr) error {
+	err := r.with(func(h *netlink.Handle) error { return h.RouteDel(r.route(addr)) })
+	// Without the privilege to remove a route none was added.
+	if err == nil || errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EPERM) {
+		return nil
+	}
+	return fmt.Errorf("deleting a local route: %w", err)
+}
+
+// Cleanup implements Addresses.
+func (r localRoutes) Cleanup(context.Context) error {
+	return r.with(func(h *netlink.Handle) error {
+		return errors.Join(r.cleanup(h, netlink.FAMILY_V4), r.cleanup(h, netlink.FAMILY_V6))
+	})
+}
+
+func (r localRoutes) cleanup(h *netlink.Handle, family int) error {
+	routes, err := h.RouteListFiltered(family,
+		&netlink.Route{Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL, Protocol: netlink.RouteProtocol(r.Protocol)},
+		netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE|netlink.RT_FILTER_PROTOCOL)
+	if err != nil {
+		return fmt.Errorf("listing local routes: %w", err)
+	}
+	for i := range routes {
+		if err := h.RouteDel(&routes[i]); err != nil && !errors.Is(err, unix.ESRCH) {
+			return fmt.Errorf("deleting the local route to %s: %w", routes[i].Dst, err)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netnstest"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// localRoutesIn returns where local routes over the loopback interface lead that
+// carry a routing protocol number other than the kernel's.
+func localRoutesIn(t *testing.T, n *netnstest.Namespace) []string {
+	t.Helper()
+	var out []string
+	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+		routes, err := n.Links.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_LOCAL}, netlink.RT_FILTER_TABLE)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, r := range routes {
+			if r.Protocol != unix.RTPROT_KERNEL {
+				out = append(out, r.Dst.String())
+			}
+		}
+	}
+	slices.Sort(out)
+	return out
+}
+
+func TestAddressesAreLocalAsLongAsServed(t *testing.T) {
+	n := netnstest.New(t)
+	cmd, stdin := backendProcess(t, n, "10.96.0.1", "10.96.0.2", "fd00::1")
+	if diff := cmp.Diff([]string{"10.96.0.1/32", "10.96.0.2/32", "fd00::1/128"}, localRoutesIn(t, n)); diff != "" {
+		t.Errorf("local routes (-want +got):\n%s", diff)
+	}
+	err := n.Do(func() error {
+		c, err := net.DialTimeout("tcp", "10.96.0.1:80", patience)
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		fmt.Fprintln(c, "hello")
+		line, err := bufio.NewReader(c).ReadString('\n')
+		if line != "a hello\n" {
+			return fmt.Errorf("answer %q, error %w", line, err)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Errorf("connecting to a cluster IP: %v", err)
+	}
+	stdin.Close()
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("the process ended with: %v", err)
+	}
+	if got := localRoutesIn(t, n); len(got) != 0 {
+		t.Errorf("once it has stopped, there are local routes to %v", got)
+	}
+}
+
+func TestRestartAfterKillLeavesNoAddressBehind(t *testing.T) {
+	n := netnstest.New(t)
+	foreign := netlink.Route{
+		Dst: &net.IPNet{IP: net.IPv4(10, 97, 0, 1), Mask: net.CIDRMask(32, 32)}, LinkIndex: 1,
+		Type: unix.RTN_LOCAL, Table: unix.RT_TABLE_LOCAL, Scope: netlink.SCOPE_HOST, Protocol: 108, Priority: 1024,
+	}
+	if err := n.Links.RouteAdd(&foreign); err != nil {
+		t.Fatal(err)
+	}
+	cmd, _ := backendProcess(t, n, "10.96.0.1", "10.96.0.2", "fd00::1")
+	cmd.Process.Signal(syscall.SIGKILL)
+	cmd.Wait()
+	if got := localRoutesIn(t, n); len(got) != 4 {
+		t.Fatalf("the killed process has left local routes to %v", got)
+	}
+	cmd, stdin := backendProcess(t, n, "10.96.0.2")
+	if diff := cmp.Diff([]string{"10.96.0.2/32", "10.97.0.1/32"}, localRoutesIn(t, n)); diff != "" {
+		t.Errorf("local routes after the restart (-want +got):\n%s", diff)
+	}
+	stdin.Close()
+	cmd.Wait()
+	if diff := cmp.Diff([]string{"10.97.0.1/32"}, localRoutesIn(t, n)); diff != "" {
+		t.Errorf("local routes after the end (-want +got):\n%s", diff)
+	}
+}
+
+func TestBackendsShareAnAddress(t *testing.T) {
+	n := netnstest.New(t)
+	a, b := LocalRoutes(RouteOptions{NetNS: n.FD}), LocalRoutes(RouteOptions{NetNS: n.FD, Protocol: 108})
+	for _, addr := range []netip.Addr{netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("fd00::1")} {
+		if err := errors.Join(a.Add(t.Context(), addr), b.Add(t.Context(), addr), a.Remove(t.Context(), addr)); err != nil {
+			t.Error(err)
+		}
+		if got := localRoutesIn(t, n); len(got) != 1 {
+			t.Errorf("once the first has removed %s, there are local routes to %v", addr, got)
+		}
+		if err := b.Remove(t.Context(), addr); err != nil {
+			t.Error(err)
+		}
+		if got := localRoutesIn(t, n); len(got) != 0 {
+			t.Errorf("once both have removed %s, there are local routes to %v", addr, got)
+		}
+	}
+}
+
+func TestAnAddressThatCanBeBoundToNeedNotBeLocal(t *testing.T) {
+	n := netnstest.New(t)
+	n.Set(t, "ipv4/ip_nonlocal_bind", "1")
+	n.Add(t, "lo", "10.96.0.1/32")
+	for addr, want := range map[string]bool{"10.96.0.1": true, "10.96.0.2": false, "127.0.0.9": true} {
+		if got := isLocal(n.Links, netip.MustParseAddr(addr)); got != want {
+			t.Errorf("%s is local: %v, want %v", addr, got, want)
+		}
+	}
+}
+
+// inside runs the rest of a test with a Backend on a thread in a namespace of its
+// own, where sockets and routes are opened and made.
+func inside(t *testing.T, n *netnstest.Namespace, f func(b *Backend)) {
+	t.Helper()
+	b, err := New(Options{Addresses: LocalRoutes(RouteOptions{NetNS: n.FD}), NodeAddresses: nodeaddr.Of(), DrainTimeout: patience})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := n.Do(func() error {
+		if err := b.Start(t.Context()); err != nil {
+			return err
+		}
+		f(b)
+		return b.Stop(context.Background())
+	}); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestAddressGoesWithItsLastUser(t *testing.T) {
+	n := netnstest.New(t)
+	inside(t, n, func(b *Backend) {
+		sync := func(want []string, views ...*api.ServiceEndpoints) {
+			t.Helper()
+			if err := b.Sync(t.Context(), fullOf(views...)); err != nil {
+				t.Error(err)
+			}
+			if diff := cmp.Diff(want, localRoutesIn(t, n)); diff != "" {
+				t.Errorf("local routes (-want +got):\n%s", diff)
+			}
+		}
+		a := serviceAt("a", "10.96.0.1", 80, api.TCP).view()
+		b2 := serviceAt("b", "10.96.0.1", 81, api.TCP).view()
+		sync([]string{"10.96.0.1/32"}, a, b2)
+		sync([]string{"10.96.0.1/32"}, b2)
+		sync([]string{"10.96.0.2/32"}, serviceAt("b", "10.96.0.2", 81, api.TCP).view())
+		sync(nil)
+	})
+}
+
+func TestAddressStaysForConnectionsThatDrain(t *testing.T) {
+	n := netnstest.New(t)
+	inside(t, n, func(b *Backend) {
+		view := serviceAt("a", "10.96.0.1", 80, api.TCP).to(netip.MustParseAddrPort("127.0.0.1:9")).view()
+		if err := b.Sync(t.Context(), fullOf(view)); err != nil {
+			t.Fatal(err)
+		}
+		// A connection, whatever becomes of it.
+		l := b.held[place{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}].listeners[place{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}].(*tcpListener)
+		l.enter()
+		if err := b.Sync(t.Context(), fullOf()); err != nil {
+			t.Fatal(err)
+		}
+		if got := localRoutesIn(t, n); len(got) != 1 {
+			t.Errorf("while a connection is left, there are local routes to %v", got)
+		}
+		l.leave(nil)
+		for deadline := time.Now().Add(patience); len(localRoutesIn(t, n)) > 0; time.Sleep(time.Millisecond) {
+			if time.Now().After(deadline) {
+				t.Error("the address stays")
+				return
+			}
+		}
+	})
+}

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"runtime"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netnstest"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
+)
+
+// BenchmarkServices starts services with three frontends each, and changes an
+// endpoint of one of them. There are as many as the limit of open files lets
+// there be, up to 10,000.
+func BenchmarkServices(b *testing.B) {
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		b.Fatal(err)
+	}
+	services := min(10_000, (int(limit.Cur)-100)/3)
+	var start, change time.Duration
+	var memory uint64
+	for range b.N {
+		n := netnstest.New(b)
+		backend, err := New(Options{Addresses: LocalRoutes(RouteOptions{}), NodeAddresses: nodeaddr.Of(netip.MustParseAddr("127.0.0.1"))})
+		if err != nil {
+			b.Fatal(err)
+		}
+		views := make([]*api.ServiceEndpoints, services)
+		for i := range views {
+			views[i] = manyServices(i, 1)
+		}
+		before := heap()
+		if err := n.Do(func() error {
+			if err := backend.Start(context.Background()); err != nil {
+				return err
+			}
+			begin := time.Now()
+			if err := backend.Sync(b.Context(), fullOf(views...)); err != nil {
+				return err
+			}
+			start += time.Since(begin)
+			memory = heap() - before
+			const changes = 1000
+			begin = time.Now()
+			for i := range changes {
+				next := manyServices(i, 2)
+				c := sink.Change{Key: next.Key(), Old: views[i], New: next}
+				if err := backend.Sync(b.Context(), &sink.Changes{Services: func(yield func(sink.Change) bool) { yield(c) }}); err != nil {
+					return err
+				}
+			}
+			change += time.Since(begin) / changes
+			return backend.Stop(b.Context())
+		}); err != nil {
+			b.Fatal(err)
+		}
+	}
+	b.ReportMetric(float64(services), "services")
+	b.ReportMetric(start.Seconds()/float64(b.N), "s/start")
+	b.ReportMetric(float64(change.Microseconds())/float64(b.N), "µs/change")
+	b.ReportMetric(float64(memory)/float64(services)/1000, "KB/service")
+	b.ReportMetric(0, "ns/op")
+}
+
+// heap returns what Go holds, stacks included.
+func heap() uint64 {
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return m.HeapInuse + m.StackInuse
+}
+
+// manyServices returns the i-th of many: a cluster IP, an external IP, a node
+// port, and endpoints.
+func manyServices(i, endpoints int) *api.ServiceEndpoints {
+	s := serviceAt(fmt.Sprint("web-", i), fmt.Sprintf("10.96.%d.%d", i/250, i%250+1), 80, api.TCP)
+	s.Service.Type = api.NodePort
+	s.Service.IPs.ExternalIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, 97, byte(i / 250), byte(i%250 + 1)}))
+	s.Service.Ports[0].NodePort = int32(30000 + i)
+	for e := range endpoints {
+		s.to(netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 244, byte(i), byte(e + 1)}), 8080))
+	}
+	return s.view()
+}

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"syscall"
+
+	"golang.org/x/net/bpf"
+	"golang.org/x/sys/unix"
+)
+
+// networkHeader is where a socket filter finds the IP header, wherever the
+// packet it is given begins (SKF_NET_OFF).
+const networkHeader = 0xfff00000
+
+// maxInstructions is how long a socket filter may be (BPF_MAXINSNS).
+const maxInstructions = 4096
+
+// What a socket filter answers: how much of a packet is kept.
+var takePacket, dropPacket = bpf.RetConstant{Val: 1<<32 - 1}, bpf.RetConstant{}
+
+// program returns the socket filter that is s for packets of one IP family, nil
+// if all are taken.
+func (s *screen) program(v4 bool) []bpf.Instruction {
+	if s.nobody {
+		return []bpf.Instruction{dropPacket}
+	}
+	if !s.hereOnly && !s.restricted {
+		return nil
+	}
+	var admit []bpf.Instruction
+	if s.restricted {
+		for _, p := range s.prefixes {
+			admit = append(admit, unlessIn(p, v4, takePacket)...)
+		}
+		admit = append(admit, dropPacket)
+	} else {
+		admit = []bpf.Instruction{takePacket}
+	}
+	if !s.hereOnly {
+		return admit
+	}
+	// Each test that succeeds jumps behind all of them.
+	var tests [][]bpf.Instruction
+	for _, p := range s.pods {
+		tests = append(tests, unlessIn(p, v4, bpf.Jump{}))
+	}
+	rest := 1 // the drop after the last test
+	for i := len(tests) - 1; i >= 0; i-- {
+		if n := len(tests[i]); n > 0 {
+			tests[i][n-1] = bpf.Jump{Skip: uint32(rest)}
+			rest += n
+		}
+	}
+	out := []bpf.Instruction{
+		bpf.LoadExtension{Num: bpf.ExtInterfaceIndex},
+		bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: loopbackIndex, SkipTrue: 1},
+		bpf.Jump{Skip: uint32(rest)},
+	}
+	for _, t := range tests {
+		out = append(out, t...)
+	}
+	return append(append(out, dropPacket), admit...)
+}
+
+// unlessIn returns a test that ends with the instruction then for packets whose
+// source is in p, and goes on behind it for others. There is none for a prefix
+// of the other family.
+func unlessIn(p netip.Prefix, v4 bool, then bpf.Instruction) []bpf.Instruction {
+	if p.Addr().Is4() != v4 {
+		return nil
+	}
+	source := uint32(networkHeader + 8) // in an IPv6 header
+	if v4 {
+		source = networkHeader + 12
+	}
+	type word struct{ offset, mask, value uint32 }
+	var words []word
+	addr := p.Masked().Addr().AsSlice()
+	for bits, at := p.Bits(), 0; bits > 0; bits, at = bits-32, at+4 {
+		mask := ^uint32(0)
+		if bits < 32 {
+			mask <<= 32 - bits
+		}
+		words = append(words, word{source + uint32(at), mask, binary.BigEndian.Uint32(addr[at:])})
+	}
+	const perWord = 3
+	var out []bpf.Instruction
+	for i, w := range words {
+		out = append(out,
+			bpf.LoadAbsolute{Off: w.offset, Size: 4},
+			bpf.ALUOpConstant{Op: bpf.ALUOpAnd, Val: w.mask},
+			bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: w.value, SkipTrue: uint8(perWord*(len(words)-i-1) + 1)})
+	}
+	return append(out, then)
+}
+
+// attach puts s before the socket c, in place of what was there. A screen of
+// too many prefixes, be it for a filter or for the memory that the kernel grants a
+// socket's options (net.core.optmem_max), is none: who accepts decides, then.
+func (s *screen) attach(c syscall.RawConn, v4 bool) error {
+	program := s.program(v4)
+	if len(program) > maxInstructions {
+		program = nil
+	}
+	raw, err := bpf.Assemble(program)
+	if err != nil {
+		return fmt.Errorf("assembling the socket filter: %w", err)
+	}
+	return onDescriptor(c, func(fd int) error {
+		if len(raw) > 0 {
+			filter := make([]unix.SockFilter, len(raw))
+			for i, r := range raw {
+				filter[i] = unix.SockFilter{Code: r.Op, Jt: r.Jt, Jf: r.Jf, K: r.K}
+			}
+			err := unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]})
+			if err == nil {
+				return nil
+			}
+			if !errors.Is(err, unix.ENOMEM) {
+				return fmt.Errorf("attaching the socket filter: %w", err)
+			}
+		}
+		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0); err != nil && !errors.Is(err, unix.ENOENT) {
+			return fmt.Errorf("detaching the socket filter: %w", err)
+		}
+		return nil
+	})
+}

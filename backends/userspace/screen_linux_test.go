@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netnstest"
+)
+
+// TestWhoAcceptsDecidesWhereTheKernelHasNoRoomForAFilter has more source ranges
+// than a socket may have filters for.
+func TestWhoAcceptsDecidesWhereTheKernelHasNoRoomForAFilter(t *testing.T) {
+	n := netnstest.New(t)
+	if err := n.Do(func() error {
+		_, err := os.Stat("/proc/sys/net/core/optmem_max")
+		return err
+	}); err != nil {
+		t.Skip("before Linux 6.8 the limit is that of the machine:", err)
+	}
+	server := namedServer(t, "a") // not in there, as the backend's goroutines are not
+	inside(t, n, func(b *Backend) {
+		admit := func(ranges ...netip.Prefix) {
+			t.Helper()
+			view := serviceAt("web", "10.96.0.1", 80, api.TCP).to(server).change(func(s *api.Service) {
+				s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
+				s.IPFilters = []api.IPFilter{{TargetIPs: s.IPs.ExternalIPs, SourceRanges: ranges}}
+			}).view()
+			if err := b.Sync(t.Context(), fullOf(view)); err != nil {
+				t.Error(err)
+			}
+		}
+		ask := func(from string) (string, error) {
+			d := net.Dialer{Timeout: patience, LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}
+			c, err := d.Dial("tcp", "192.0.2.1:80")
+			if err != nil {
+				return "", err
+			}
+			defer c.Close()
+			c.SetDeadline(time.Now().Add(patience))
+			fmt.Fprintln(c, "hello")
+			return bufio.NewReader(c).ReadString('\n')
+		}
+		admit(netip.MustParsePrefix("127.1.0.0/16"))
+		n.Set(t, "core/optmem_max", "512")
+		var ranges []netip.Prefix
+		for i := range 100 {
+			ranges = append(ranges, netip.PrefixFrom(netip.AddrFrom4([4]byte{127, 2, 0, byte(i)}), 32))
+		}
+		admit(ranges...)
+		if got, err := ask("127.2.0.99"); got != "a hello\n" {
+			t.Errorf("a client that is admitted gets %q, error %v", got, err)
+		}
+		if got, err := ask("127.1.0.1"); !errors.Is(err, syscall.ECONNRESET) {
+			t.Errorf("a client that is not admitted any more gets %q, error %v, want a reset", got, err)
+		}
+	})
+}

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// service is what there is of a service. It belongs to who syncs.
+type service struct {
+	*engine
+	key types.NamespacedName
+	// view is the one to plan anew when the node's addresses change; nil if that
+	// changes nothing.
+	view *api.ServiceEndpoints
+	// failed says that the last Sync reported it as failed.
+	failed bool
+	// unsupported is what was logged of what cannot be served.
+	unsupported string
+	ports       map[portKey]*port
+	addresses   map[netip.Addr]struct{}
+	listeners   map[place]listener
+	// lingering are closed listeners whose connections go on without a limit, as
+	// the service still has the frontend: it only has no endpoint, or had none.
+	lingering []lingerer
+}
+
+type lingerer struct {
+	place
+	listener
+}
+
+func newService(e *engine, key types.NamespacedName) *service {
+	return &service{engine: e, key: key, ports: map[portKey]*port{}, addresses: map[netip.Addr]struct{}{}, listeners: map[place]listener{}}
+}
+
+// withdraw closes what p does not need, so that others may have it. held are the
+// places of all services.
+func (s *service) withdraw(p *plan, held map[place]*service) {
+	keep := make(map[place]struct{}, len(p.places))
+	for _, want := range p.places {
+		keep[want.place] = struct{}{}
+	}
+	for at, l := range s.listeners {
+		if _, ok := keep[at]; ok {
+			continue
+		}
+		l.close()
+		delete(s.listeners, at)
+		delete(held, at)
+		s.log.V(3).Info("Stopping service", "service", s.key, "listener", at)
+		s.lingering = append(s.lingering, lingerer{at, l})
+	}
+	s.lingering = slices.DeleteFunc(s.lingering, func(l lingerer) bool {
+		_, keeps := keep[l.place]
+		_, refuses := p.refused[l.place]
+		if keeps || refuses {
+			return isDrained(l)
+		}
+		s.retire(l.place, l.listener)
+		return true
+	})
+}
+
+func isDrained(l listener) bool {
+	select {
+	case <-l.drained():
+		return true
+	default:
+		return false
+	}
+}
+
+// retire lets the connections of a closed listener end, and keeps its address
+// local for so long.
+func (s *service) retire(at place, l listener) {
+	if isDrained(l) {
+		return
+	}
+	_, holds := s.addresses[at.at.Addr()]
+	if holds {
+		s.local.share(at.at.Addr())
+	}
+	s.running.Go(func() {
+		timeout := time.NewTimer(s.opts.DrainTimeout)
+		defer timeout.Stop()
+		select {
+		case <-l.drained():
+		case <-timeout.C:
+		case <-s.hurry:
+		}
+		l.abort()
+		<-l.drained()
+		if holds {
+			s.forgo(context.Background(), at.at.Addr())
+		}
+	})
+}
+
+// apply brings about p, as far as it can at addresses that are local already. It
+// returns what it could not.
+func (s *service) apply(ctx context.Context, p *plan, held map[place]*service) error {
+	s.complainOf(p.unsupported)
+	var errs []error
+	for key, of := range p.ports {
+		if s.ports[key] != of.port {
+			s.served.replace(s.ports[key], of.port)
+			s.ports[key] = of.port
+			s.log.V(3).Info("Adding new service", "servicePortName", of.name, "protocol", of.protocol, "portNum", of.number)
+		}
+		of.port.pools = of.pools
+		of.port.affinity.setTimeout(of.affinity)
+	}
+	for _, want := range p.places {
+		if err := s.open(ctx, want, p, held); err != nil {
+			errs = append(errs, err)
+		}
+	}
+	s.settleUDP(p)
+	return errors.Join(errs...)
+}
+
+// complainOf logs what cannot be served, once.
+func (s *service) complainOf(unsupported error) {
+	text := ""
+	if unsupported != nil {
+		text = unsupported.Error()
+	}
+	if text != "" && text != s.unsupported {
+		s.log.Error(unsupported, "Not all of the service can be served", "service", s.key)
+	}
+	s.unsupported = text
+}
+
+// open makes somebody listen at a place, under the rules there.
+func (s *service) open(ctx context.Context, want placed, p *plan, held map[place]*service) error {
+	if l, ok := s.listeners[want.place]; ok {
+		return l.setRules(want.rules)
+	}
+	if addr := want.at.Addr(); slices.Contains(p.addresses, addr) {
+		if _, ok := s.addresses[addr]; !ok {
+			return nil // what failed is that the address is made local
+		}
+	}
+	if other, ok := held[want.place]; ok {
+		return fmt.Errorf("listening at %s: service %s still does", want.place, other.key)
+	}
+	l, err := s.listen(ctx, want.place, want.rules)
+	if err != nil {
+		return err
+	}
+	s.listeners[want.place] = l
+	held[want.place] = s
+	s.log.V(3).Info("Proxying for service", "servicePortName", want.rules.port.name, "protocol", want.protocol, "address", want.at)
+	return nil
+}
+
+// settleUDP ends the UDP clients whose endpoint went.
+func (s *service) settleUDP(p *plan) {
+	for _, of := range p.ports {
+		of.port.setServing(of.serving)
+	}
+	for _, want := range p.places {
+		// The clients may be of another port, which had the place before.
+		if l, ok := s.listeners[want.place].(*udpListener); ok {
+			l.endpointsLost(want.rules.port.serves)
+		}
+	}
+}
+
+// forget lets go of the ports and addresses that p does not need. It returns these
+// addresses, for the caller to release.
+func (s *service) forget(p *plan) (needless []netip.Addr) {
+	for key, port := range s.ports {
+		if _, ok := p.ports[key]; !ok {
+			s.served.replace(port, nil)
+			delete(s.ports, key)
+		}
+	}
+	for addr := range s.addresses {
+		if !slices.Contains(p.addresses, addr) {
+			delete(s.addresses, addr)
+			needless = append(needless, addr)
+		}
+	}
+	return needless
+}
+
+// forgo releases addresses. What fails is tried again later.
+func (e *engine) forgo(ctx context.Context, addrs ...netip.Addr) {
+	if err := atOnce(addrs, func(addr netip.Addr) error { return e.local.release(ctx, addr) }); err != nil {
+		e.log.Error(err, "Addresses stay on this host for now")
+	}
+}

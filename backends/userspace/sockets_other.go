@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !linux
+
+package userspace
+
+import "syscall"
+
+const keepAliveInherited = false
+
+func listenerControl(syscall.RawConn) error { return nil }
+
+func bindAnywhere(syscall.RawConn) error { return nil }

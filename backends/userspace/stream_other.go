@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build !linux
+
+package userspace
+
+import (
+	"net"
+	"syscall"
+)
+
+// stream moves the bytes of one direction of a connection. It has no buffer while
+// it waits.
+type stream struct {
+	source, destination *net.TCPConn
+	raw                 syscall.RawConn
+	buffers             *buffers
+}
+
+func newStream(source, destination *net.TCPConn, b *buffers, _ *pipes) (*stream, error) {
+	raw, err := source.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	return &stream{source, destination, raw, b}, nil
+}
+
+// move waits until there is something to move, and moves what there is. It
+// returns how many bytes that were, and io.EOF at the end.
+func (s *stream) move() (int, error) {
+	if err := waitReadable(s.raw); err != nil {
+		return 0, err
+	}
+	buffer := s.buffers.get()
+	defer s.buffers.put(buffer)
+	n, err := s.source.Read(*buffer)
+	if err != nil {
+		return 0, err
+	}
+	return s.destination.Write((*buffer)[:n])
+}
+
+// pipes are for splicing, which is Linux's.
+type pipes struct{}
+
+func newPipes() *pipes { return &pipes{} }
+
+func (*pipes) close() {}

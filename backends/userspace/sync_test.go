@@ -1,0 +1,441 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	clocktesting "k8s.io/utils/clock/testing"
+)
+
+// refused reports whether nobody listens. A connection that was not accepted
+// before its listener was closed counts.
+func refused(t *testing.T, addr string, port int32) bool {
+	t.Helper()
+	c, err := net.DialTimeout("tcp", net.JoinHostPort(addr, fmt.Sprint(port)), patience)
+	if err == nil {
+		c.Close()
+	} else if !errors.Is(err, syscall.ECONNREFUSED) && !errors.Is(err, syscall.ECONNRESET) {
+		t.Fatalf("connecting to %s: %v", addr, err)
+	}
+	return err != nil
+}
+
+// dropped reports whether a connection is neither accepted nor refused.
+func dropped(t *testing.T, addr string, port int32) bool {
+	t.Helper()
+	c, err := net.DialTimeout("tcp", net.JoinHostPort(addr, fmt.Sprint(port)), 200*time.Millisecond)
+	if err == nil {
+		c.Close()
+		return false
+	}
+	var timeout net.Error
+	return errors.As(err, &timeout) && timeout.Timeout()
+}
+
+func TestEstablishedConnectionOutlivesChangesOfItsService(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	first, second := namedServer(t, "first"), namedServer(t, "second")
+	service := func() *testService { return serviceAt("web", "127.0.0.2", port, api.TCP) }
+	w.set(service().to(first).view())
+	c := dial(t, "127.0.0.2", port)
+	c.ask()
+	for _, next := range []struct {
+		name string
+		view *api.ServiceEndpoints
+	}{
+		{"its endpoint is taken out of service", service().to(second).draining(first).view()},
+		{"its endpoint went", service().to(second).view()},
+		{"the service has no endpoint at all", service().unusable().view()},
+		{"the service gets an external IP", service().to(second).change(func(s *api.Service) {
+			s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.3"))
+		}).view()},
+	} {
+		w.set(next.view)
+		if got := c.ask(); got != "first" {
+			t.Errorf("%s: the connection got to %s", next.name, got)
+		}
+	}
+	if got := asked(t, "127.0.0.2", port); got != "second" {
+		t.Errorf("a new connection got to %s", got)
+	}
+	if got := asked(t, "127.0.0.3", port); got != "second" {
+		t.Errorf("a connection to the external IP got to %s", got)
+	}
+}
+
+func TestListenerThatStaysIsNotOpenedAgain(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	service := serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a"))
+	w.set(service.view())
+	at := place{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port))}
+	before := w.listenerAt(at)
+	w.source.Lag() // the next update is full
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "b")).view())
+	if w.listenerAt(at) != before {
+		t.Error("the listener is another one")
+	}
+}
+
+func (w *world) listenerAt(at place) listener {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.held[at].listeners[at]
+}
+
+func TestServicesExchangeTheirAddresses(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	a, b := namedServer(t, "a"), namedServer(t, "b")
+	w.set(serviceAt("a", "127.0.0.2", port, api.TCP).to(a).view(), serviceAt("b", "127.0.0.3", port, api.TCP).to(b).view())
+	w.set(serviceAt("a", "127.0.0.3", port, api.TCP).to(a).view(), serviceAt("b", "127.0.0.2", port, api.TCP).to(b).view())
+	if got := asked(t, "127.0.0.3", port) + asked(t, "127.0.0.2", port); got != "ab" {
+		t.Errorf("got to %s", got)
+	}
+}
+
+func TestPortInUseDisturbsNobodyElse(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	taken, err := net.Listen("tcp", fmt.Sprintf("127.0.0.2:%d", port))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	both := func(s *api.Service) { s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.3")) }
+	err = w.failing(
+		serviceAt("blocked", "127.0.0.2", port, api.TCP).change(both).to(namedServer(t, "blocked")).view(),
+		serviceAt("web", "127.0.0.4", port, api.TCP).to(namedServer(t, "web")).view())
+	if !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), fmt.Sprintf("127.0.0.2:%d/TCP", port)) {
+		t.Errorf("the error is %q, want one that says which port is in use", err)
+	}
+	if got := asked(t, "127.0.0.4", port); got != "web" {
+		t.Errorf("the other service got to %s", got)
+	}
+	if got := asked(t, "127.0.0.3", port); got != "blocked" {
+		t.Errorf("the service's other address got to %s", got)
+	}
+	taken.Close()
+	w.applied()
+	if got := asked(t, "127.0.0.2", port); got != "blocked" {
+		t.Errorf("once the port is free, it got to %s", got)
+	}
+}
+
+func TestWhatSocketsCannotServeIsLoggedAndTheRestServed(t *testing.T) {
+	for name, change := range map[string]func(*api.Service){
+		"a service of all ports": func(s *api.Service) { s.MapIP, s.Ports = true, nil },
+		"SCTP": func(s *api.Service) {
+			s.Ports = append(s.Ports, api.PortMapping{Name: "sctp", Protocol: api.SCTP, Port: 80, TargetPort: 80})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, Options{})
+			port := freePort(t, "127.0.0.2")
+			for range 2 { // the second time, nothing has changed
+				w.source.Lag()
+				w.set(serviceAt("odd", "127.0.0.2", port, api.TCP).change(change).to(namedServer(t, "a")).view())
+			}
+			if name == "SCTP" && asked(t, "127.0.0.2", port) != "a" {
+				t.Error("the TCP port is not served")
+			}
+			if got := strings.Count(w.log.String(), "a userspace proxy"); got != 1 {
+				t.Errorf("it is logged %d times, want once:\n%s", got, w.log.String())
+			}
+		})
+	}
+}
+
+func TestVerdictsWithoutEndpoints(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("none", "127.0.0.2", port, api.TCP).unusable().view(), serviceAt("elsewhere", "127.0.0.3", port, api.TCP).view())
+	if !refused(t, "127.0.0.2", port) {
+		t.Error("nothing in the cluster is usable, and yet the connection is not refused")
+	}
+	if !dropped(t, "127.0.0.3", port) {
+		t.Error("only other nodes have endpoints, and yet the connection is not dropped")
+	}
+	w.set(serviceAt("none", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).view(),
+		serviceAt("elsewhere", "127.0.0.3", port, api.TCP).to(namedServer(t, "b")).view())
+	if got := asked(t, "127.0.0.2", port) + asked(t, "127.0.0.3", port); got != "ab" {
+		t.Errorf("with endpoints, got to %s", got)
+	}
+}
+
+// TestSourceRangesDropOthers has a load balancer that only some addresses of the
+// loopback network may use.
+func TestSourceRangesDropOthers(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).change(func(s *api.Service) {
+		s.Type = api.LoadBalancer
+		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.3"))
+		s.IPFilters = []api.IPFilter{{TargetIPs: s.IPs.LoadBalancerIPs, SourceRanges: []netip.Prefix{
+			netip.MustParsePrefix("127.9.0.0/16"), netip.MustParsePrefix("127.10.0.1/32"),
+		}}}
+	}).view())
+	for from, want := range map[string]bool{"127.9.3.4": true, "127.10.0.1": true, "127.10.0.2": false, "127.8.0.1": false} {
+		d := net.Dialer{Timeout: 200 * time.Millisecond, LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}
+		c, err := d.Dial("tcp", fmt.Sprintf("127.0.0.3:%d", port))
+		if err == nil {
+			c.Close()
+		}
+		if got := err == nil; got != want {
+			t.Errorf("from %s: connected %v, want %v (%v)", from, got, want, err)
+		}
+	}
+	if got := asked(t, "127.0.0.2", port); got != "a" {
+		t.Errorf("the cluster IP, which is not restricted, got to %s", got)
+	}
+}
+
+// TestLocalPolicyIsShortCircuitedForThisNode has endpoints on other nodes only.
+func TestLocalPolicyIsShortCircuitedForThisNode(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).with(api.Scopes{Internal: true, Cluster: true}, namedServer(t, "far")).
+		change(func(s *api.Service) {
+			s.ExternalTrafficToLocal = true
+			s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.3"))
+		}).view())
+	if got := asked(t, "127.0.0.3", port); got != "far" {
+		t.Errorf("this node got to %s", got)
+	}
+}
+
+func TestClientKeepsItsEndpoint(t *testing.T) {
+	clock := clocktesting.NewFakeClock(time.Now())
+	w := newWorld(t, Options{Clock: clock})
+	port := freePort(t, "127.0.0.2")
+	servers := []netip.AddrPort{namedServer(t, "a"), namedServer(t, "b"), namedServer(t, "c")}
+	affine := func(s *api.Service) {
+		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+	}
+	service := func() *testService { return serviceAt("web", "127.0.0.2", port, api.TCP) }
+	from := func(addr string) string {
+		c := dialFrom(t, addr, "127.0.0.2", port)
+		defer c.Close()
+		return c.ask()
+	}
+	w.set(service().to(servers...).change(affine).view())
+	first := from("127.5.0.1")
+	if second := from("127.5.0.2"); second == first {
+		t.Errorf("two clients got to %s: they are not told apart", first)
+	}
+	for range 4 {
+		clock.Step(90 * time.Second) // each new connection refreshes it
+		if got := from("127.5.0.1"); got != first {
+			t.Fatalf("got to %s, and before to %s", got, first)
+		}
+	}
+
+	var others []netip.AddrPort
+	var kept netip.AddrPort
+	for i, name := range []string{"a", "b", "c"} {
+		if name == first {
+			kept = servers[i]
+		} else {
+			others = append(others, servers[i])
+		}
+	}
+	w.set(service().to(kept, others[0]).change(affine).view())
+	if got := from("127.5.0.1"); got != first {
+		t.Errorf("got to %s because another endpoint went", got)
+	}
+	w.set(service().to(others...).change(affine).view())
+	next := from("127.5.0.1")
+	if next == first {
+		t.Errorf("still gets to %s, which went", first)
+	}
+	w.set(service().to(servers...).change(affine).view())
+	if got := from("127.5.0.1"); got != next {
+		t.Errorf("got to %s, and before to %s", got, next)
+	}
+
+	clock.Step(101 * time.Second)
+	seen := map[string]bool{}
+	for range 5 { // two rounds of three, one of which has begun
+		seen[from("127.5.0.1")] = true
+		clock.Step(101 * time.Second)
+	}
+	if len(seen) != 3 {
+		t.Errorf("after the time-out got to %v only", seen)
+	}
+
+	w.set(service().to(servers...).view())
+	seen = map[string]bool{}
+	for range 5 {
+		seen[from("127.5.0.1")] = true
+	}
+	if len(seen) != 3 {
+		t.Errorf("without affinity got to %v only", seen)
+	}
+}
+
+func TestTrafficFromAnInterfaceStartsHere(t *testing.T) {
+	w := newWorld(t, Options{})
+	addrs, err := net.InterfaceAddrs()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, a := range addrs {
+		addr := netip.MustParsePrefix(a.String()).Addr()
+		if !w.startsHere(addr) {
+			t.Errorf("traffic from %s does not start here", addr)
+		}
+	}
+	if addr := netip.MustParseAddr("198.51.100.1"); w.startsHere(addr) {
+		t.Errorf("traffic from %s starts here", addr)
+	}
+}
+
+func TestNodePortsFollowTheNodesAddresses(t *testing.T) {
+	addrs := nodeaddr.Of(netip.MustParseAddr("127.0.0.5"))
+	w := newWorld(t, Options{NodeAddresses: addrs})
+	port, nodePort := freePort(t, "127.0.0.2"), freePort(t, "127.0.0.5")
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).change(func(s *api.Service) {
+		s.Type = api.NodePort
+		s.Ports[0].NodePort = nodePort
+	}).view())
+	if got := asked(t, "127.0.0.5", nodePort); got != "a" {
+		t.Errorf("got to %s", got)
+	}
+	if !refused(t, "127.0.0.6", nodePort) {
+		t.Error("the node port is served at an address that is not admitted")
+	}
+	c := dial(t, "127.0.0.5", nodePort)
+	c.ask()
+	addrs.Set(netip.MustParseAddr("127.0.0.6"))
+	eventually(t, "the node port moves", func() bool {
+		return !refused(t, "127.0.0.6", nodePort) && refused(t, "127.0.0.5", nodePort)
+	})
+	if got := c.ask(); got != "a" {
+		t.Errorf("the connection there was got to %s", got)
+	}
+}
+
+func TestBothFamiliesAreServed(t *testing.T) {
+	w := newWorld(t, Options{})
+	server := namedServerAt(t, "six", "[::1]:0")
+	port := freePort(t, "::1")
+	w.set(serviceAt("web", "::1", port, api.TCP).to(server).view())
+	if got := asked(t, "::1", port); got != "six" {
+		t.Errorf("got to %s", got)
+	}
+	if !refused(t, "127.0.0.1", port) {
+		t.Error("the other family is served too")
+	}
+}
+
+func TestConnectionsOfAServiceThatGoesAreDrained(t *testing.T) {
+	w := newWorld(t, Options{DrainTimeout: 300 * time.Millisecond})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).view())
+	c := dial(t, "127.0.0.2", port)
+	c.ask()
+	w.source.Delete(key("web"))
+	w.applied()
+	if !refused(t, "127.0.0.2", port) {
+		t.Error("a new connection is not refused")
+	}
+	if got := c.ask(); got != "a" {
+		t.Errorf("while it drains, got to %s", got)
+	}
+	begin := time.Now()
+	if _, err := io.Copy(io.Discard, c); !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("the connection ended with %v, want a reset", err)
+	}
+	if took := time.Since(begin); took > 5*time.Second {
+		t.Errorf("it took %v to end", took)
+	}
+}
+
+func TestConnectionsOfAServiceWithoutEndpointsAreNotLimited(t *testing.T) {
+	w := newWorld(t, Options{DrainTimeout: 100 * time.Millisecond})
+	port := freePort(t, "127.0.0.2")
+	server := namedServer(t, "a")
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(server).view())
+	c := dial(t, "127.0.0.2", port)
+	c.ask()
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).unusable().view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(server).view())
+	c.SetReadDeadline(time.Now().Add(300 * time.Millisecond))
+	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Fatalf("while its service is there, the connection ended with %v", err)
+	}
+	c.SetReadDeadline(time.Now().Add(patience))
+	w.source.Delete(key("web"))
+	w.applied()
+	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("once the service has gone, the connection ended with %v, want a reset", err)
+	}
+}
+
+func TestStopWaitsForConnectionsToEnd(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).view())
+	c := dial(t, "127.0.0.2", port)
+	c.ask()
+	w.stop()
+	eventually(t, "new connections are refused", func() bool { return refused(t, "127.0.0.2", port) })
+	if got := c.ask(); got != "a" {
+		t.Errorf("while it stops, got to %s", got)
+	}
+	c.Close()
+	w.end()
+}
+
+func TestStatsCount(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).view())
+	c := dial(t, "127.0.0.2", port)
+	c.ask()
+	asked(t, "127.0.0.2", port)
+	want := PortStats{Service: key("web"), Protocol: api.TCP, Port: port, Connections: 2, Active: 1, BytesToEndpoints: 12, BytesFromEndpoints: 16}
+	var got PortStats
+	eventually(t, "one connection is left", func() bool { got = w.stats("web"); return got.Active == 1 })
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("stats (-want +got):\n%s", diff)
+	}
+}
+
+func TestNodePortsAreNotServedAmongTheAddressesOfServices(t *testing.T) {
+	loopback := nodeaddr.Selection{CIDRs: []netip.Prefix{netip.MustParsePrefix("127.0.0.0/8")}}
+	interfaces, err := net.Interfaces()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, i := range interfaces {
+		names = append(names, i.Name)
+	}
+	for _, test := range []struct {
+		exclude []string
+		want    bool
+	}{{nil, true}, {names, false}} {
+		b, err := New(Options{NodePorts: loopback, ExcludeInterfaces: test.exclude})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if addrs, _ := b.NodeAddresses().Addresses(); len(addrs) > 0 != test.want {
+			t.Errorf("without the interfaces %q, node ports are served at %v", test.exclude, addrs)
+		}
+	}
+}

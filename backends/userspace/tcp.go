@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// tcpListener serves the TCP connections of one place.
+type tcpListener struct {
+	frontend
+	socket *net.TCPListener
+	// connecting ends with abort: what looks for an endpoint gives up.
+	connecting context.Context
+	giveUp     context.CancelFunc
+	// closing is closed to end accept, and accepted once that has ended.
+	closing, accepted chan struct{}
+
+	mu      sync.Mutex
+	serving int // connections, from accept to their end
+	relays  map[*relay]struct{}
+	closed  bool
+	aborted bool
+	empty   chan struct{}
+}
+
+func (e *engine) listenTCP(ctx context.Context, p place, r *rules) (*tcpListener, error) {
+	socket, err := e.opts.Sockets.ListenTCP(ctx, p.at)
+	if err != nil {
+		return nil, fmt.Errorf("listening at %s: %w", p, err)
+	}
+	l := &tcpListener{
+		socket: socket, relays: map[*relay]struct{}{},
+		closing: make(chan struct{}), accepted: make(chan struct{}), empty: make(chan struct{}),
+	}
+	l.engine, l.place = e, p
+	if l.raw, err = socket.SyscallConn(); err == nil {
+		err = l.setRules(r)
+	}
+	if err != nil {
+		socket.Close()
+		return nil, err
+	}
+	l.connecting, l.giveUp = context.WithCancel(context.Background())
+	e.running.Go(l.accept)
+	return l, nil
+}
+
+// accept takes connections until the socket is closed, and leaves all else to a
+// goroutine a connection, which any core runs. Taking one is 8 µs of the
+// 100 µs of CPU that a short connection costs, so a dozen cores are busy before
+// this loop is. Several sockets at one place (SO_REUSEPORT) would cost a descriptor
+// each, and one that closes resets the clients in its queue.
+func (l *tcpListener) accept() {
+	defer close(l.accepted)
+	wait := time.Duration(0)
+	for {
+		client, err := l.socket.AcceptTCP()
+		switch {
+		case err == nil:
+			wait = 0
+			l.enter()
+			go l.serve(client)
+			l.letOthersConnect()
+			continue
+		case errors.Is(err, net.ErrClosed):
+			return
+		case outOfDescriptors(err):
+			l.complain(err, outOfDescriptorsMessage, "listener", l.place)
+		default: // such as a client that has gone already, or no memory
+			l.log.V(2).Info("Could not accept a connection", "listener", l.place, "err", err)
+		}
+		wait = min(max(2*wait, 5*time.Millisecond), time.Second)
+		select {
+		case <-time.After(wait):
+		case <-l.closing:
+		}
+	}
+}
+
+// letOthersConnect waits until no connection lacks a descriptor towards its
+// endpoint: those that come free are for them, as it is they that will end and
+// give back two.
+func (l *tcpListener) letOthersConnect() {
+	for l.starving.Load() > 0 {
+		select {
+		case <-time.After(10 * time.Millisecond):
+		case <-l.closing:
+			return
+		}
+	}
+}
+
+const (
+	raiseTheLimit           = "raise the limit of open files (LimitNOFILE, ulimit -n)"
+	outOfDescriptorsMessage = "Out of file descriptors: new connections wait until others end, " + raiseTheLimit
+)
+
+func (l *tcpListener) enter() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.serving++
+}
+
+// leave notes that a connection has ended, whose relay is r if it got so far.
+func (l *tcpListener) leave(r *relay) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	delete(l.relays, r)
+	l.serving--
+	l.checkEmpty()
+}
+
+// checkEmpty is called with the lock held.
+func (l *tcpListener) checkEmpty() {
+	if l.closed && l.serving == 0 {
+		l.giveUp()
+		close(l.empty)
+	}
+}
+
+// serve finds an endpoint for client.
+func (l *tcpListener) serve(client *net.TCPConn) {
+	if log := l.log.V(3); log.Enabled() {
+		log.Info("Accepted TCP connection from remote", "remoteAddress", client.RemoteAddr(), "localAddress", client.LocalAddr())
+	}
+	counters := &l.current.Load().port.counters
+	counters.connections.Add(1)
+	counters.active.Add(1)
+	endpoint, err := l.connect(client)
+	if err != nil {
+		l.log.V(2).Info("Resetting connection", "listener", l.place, "client", client.RemoteAddr(), "reason", err)
+		resetConn(client)
+		counters.active.Add(-1)
+		l.leave(nil)
+		return
+	}
+	r := &relay{client: client, endpoint: endpoint, counters: counters, log: l.log}
+	r.done = func() {
+		counters.active.Add(-1)
+		l.leave(r)
+	}
+	if log := l.log.V(4); log.Enabled() {
+		log.Info("Creating proxy between remote and local addresses",
+			"inRemoteAddress", client.RemoteAddr(), "inLocalAddress", client.LocalAddr(),
+			"outLocalAddress", endpoint.LocalAddr(), "outRemoteAddress", endpoint.RemoteAddr())
+	}
+	l.mu.Lock()
+	l.relays[r] = struct{}{}
+	aborted := l.aborted
+	l.mu.Unlock()
+	if aborted {
+		r.abort() // the relay sees it at once
+	}
+	if err := r.start(l.buffers, l.pipes); err != nil { // both are closed already
+		r.done()
+	}
+}
+
+var errNotAdmitted = errors.New("the client is not admitted, or there is no endpoint for it on this node")
+
+// connect connects to the endpoint whose turn it is, or to the next.
+func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
+	from := client.RemoteAddr().(*net.TCPAddr).AddrPort().Addr().Unmap()
+	var tried, refused []netip.AddrPort
+	var failures []error
+	starves := false
+	defer func() {
+		if starves {
+			l.starving.Add(-1)
+		}
+	}()
+	for attempt := 0; attempt < len(l.opts.DialTimeouts); {
+		r := l.current.Load() // it may change between attempts
+		rt := r.routeOf(from, l.startsHere)
+		if rt.verdict != nodeview.Forward {
+			return nil, errNotAdmitted
+		}
+		endpoint, ok := r.endpoint(rt, from, tried, l.opts.Clock.Now())
+		if !ok && len(tried) > len(refused) {
+			// Who was slow gets another chance, and more time.
+			tried = slices.Clone(refused)
+			endpoint, ok = r.endpoint(rt, from, tried, l.opts.Clock.Now())
+		}
+		if !ok {
+			break
+		}
+		l.logEndpoint(r.port, client.RemoteAddr(), rt.pool, endpoint)
+
+		conn, err := l.dialTCP(endpoint, l.opts.DialTimeouts[attempt])
+		switch {
+		case err == nil:
+			return conn, nil
+		case l.connecting.Err() != nil:
+			return nil, errors.New("the listener has gone")
+		case outOfDescriptors(err):
+			// Not the endpoint's fault. The client waits, but not for ever: if all
+			// descriptors are held by clients that wait, none comes free.
+			l.complain(err, outOfDescriptorsMessage, "service", r.port.name)
+			failures = append(failures, err)
+			if !starves {
+				starves = true
+				l.starving.Add(1)
+			}
+			attempt++
+			if attempt == len(l.opts.DialTimeouts) {
+				continue // to the end
+			}
+			select {
+			case <-time.After(l.opts.DialTimeouts[attempt-1]):
+			case <-l.connecting.Done():
+			}
+			continue
+		}
+		attempt++
+		r.port.counters.dialFailures.Add(1)
+		failures = append(failures, err)
+		l.log.V(2).Info("Endpoint did not accept a connection", "service", r.port.name, "endpoint", endpoint, "err", err)
+		tried = append(tried, endpoint)
+		var timeout net.Error
+		if !errors.As(err, &timeout) || !timeout.Timeout() {
+			refused = append(refused, endpoint)
+		}
+	}
+	return nil, fmt.Errorf("no endpoint accepted it: %w", errors.Join(failures...))
+}
+
+func (l *tcpListener) dialTCP(endpoint netip.AddrPort, timeout time.Duration) (*net.TCPConn, error) {
+	d := net.Dialer{Timeout: timeout, KeepAliveConfig: keepAlive}
+	return d.DialTCP(l.connecting, network("tcp", endpoint.Addr()), netip.AddrPort{}, endpoint)
+}
+
+func (l *tcpListener) close() {
+	close(l.closing)
+	l.socket.Close()
+	<-l.accepted // what was accepted last has entered
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.closed = true
+	l.checkEmpty()
+}
+
+func (l *tcpListener) drained() <-chan struct{} { return l.empty }
+
+func (l *tcpListener) abort() {
+	l.giveUp()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.aborted = true
+	for r := range l.relays {
+		r.abort()
+	}
+}

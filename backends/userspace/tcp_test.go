@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"bytes"
+	"crypto/rand"
+	"crypto/sha256"
+	"errors"
+	"io"
+	"net"
+	"net/netip"
+	"strconv"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+)
+
+func TestEndpointsTakeTurns(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a"), namedServer(t, "b"), namedServer(t, "c")).view())
+	got := map[string]int{}
+	for range 30 {
+		got[asked(t, "127.0.0.2", port)]++
+	}
+	if diff := cmp.Diff(map[string]int{"a": 10, "b": 10, "c": 10}, got); diff != "" {
+		t.Errorf("connections by endpoint (-want +got):\n%s", diff)
+	}
+}
+
+// TestManyBytesArriveAsTheyWere moves so many bytes that they are spliced, both
+// ways at once.
+func TestManyBytesArriveAsTheyWere(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	echo := listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) { io.Copy(c, c) })
+	w.set(serviceAt("echo", "127.0.0.2", port, api.TCP).to(echo).view())
+	c := dial(t, "127.0.0.2", port)
+	sent, got := sha256.New(), sha256.New()
+	const size = 16 << 20
+	go func() {
+		io.CopyN(io.MultiWriter(c.TCPConn, sent), rand.Reader, size)
+		c.CloseWrite()
+	}()
+	n, err := io.Copy(got, c.TCPConn)
+	if n != size || err != nil {
+		t.Fatalf("got %d bytes of %d, error %v", n, size, err)
+	}
+	if !bytes.Equal(sent.Sum(nil), got.Sum(nil)) {
+		t.Error("the bytes that came back are not those that were sent")
+	}
+}
+
+func TestHalfClosedConnectionGoesOn(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	// The server answers when it has read to the end.
+	count := listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
+		all, _ := io.ReadAll(c)
+		c.Write(bytes.ToUpper(all))
+	})
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(count).view())
+	c := dial(t, "127.0.0.2", port)
+	c.Write([]byte("hello"))
+	c.CloseWrite()
+	got, err := io.ReadAll(c)
+	if string(got) != "HELLO" || err != nil {
+		t.Errorf("after half a close the answer is %q, error %v", got, err)
+	}
+}
+
+func TestResetComesOutAsReset(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	ended := make(chan error, 1)
+	server := listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
+		b := make([]byte, 5)
+		io.ReadFull(c, b)
+		if string(b) == "reset" {
+			c.SetLinger(0)
+			return
+		}
+		c.Write(b)
+		_, err := c.Read(b)
+		ended <- err
+	})
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(server).view())
+
+	t.Run("from the endpoint", func(t *testing.T) {
+		c := dial(t, "127.0.0.2", port)
+		c.Write([]byte("reset"))
+		if _, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
+			t.Errorf("the client got %v, want a reset", err)
+		}
+	})
+	t.Run("from the client", func(t *testing.T) {
+		c := dial(t, "127.0.0.2", port)
+		c.Write([]byte("hello"))
+		if _, err := io.ReadFull(c, make([]byte, 5)); err != nil {
+			t.Fatal(err)
+		}
+		c.SetLinger(0)
+		c.Close()
+		if err := <-ended; !errors.Is(err, syscall.ECONNRESET) {
+			t.Errorf("the endpoint got %v, want a reset", err)
+		}
+	})
+}
+
+// TestResetComesOutWhileBytesMove has so many on their way that they are spliced.
+func TestResetComesOutWhileBytesMove(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	const before = 4 << 20 // bytes that the resetting side moves first
+	ended := make(chan error, 1)
+	server := listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
+		mode := make([]byte, 1)
+		io.ReadFull(c, mode)
+		if mode[0] == 'r' {
+			io.CopyN(c, zeros{}, before)
+			c.SetLinger(0)
+			return
+		}
+		_, err := io.Copy(c, zeros{})
+		ended <- err
+	})
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(server).view())
+
+	t.Run("from the endpoint", func(t *testing.T) {
+		c := dial(t, "127.0.0.2", port)
+		c.Write([]byte("r"))
+		if n, err := io.Copy(io.Discard, c); !errors.Is(err, syscall.ECONNRESET) {
+			t.Errorf("the client got %v after %d bytes, want a reset", err, n)
+		}
+	})
+	t.Run("from the client", func(t *testing.T) {
+		c := dial(t, "127.0.0.2", port)
+		c.Write([]byte("w"))
+		if _, err := io.CopyN(io.Discard, c, before); err != nil {
+			t.Fatal(err)
+		}
+		c.SetLinger(0)
+		c.Close()
+		if err := <-ended; !errors.Is(err, syscall.ECONNRESET) && !errors.Is(err, syscall.EPIPE) {
+			t.Errorf("the endpoint got %v, want a reset", err)
+		}
+	})
+}
+
+// zeros are without end.
+type zeros struct{}
+
+func (zeros) Read(b []byte) (int, error) {
+	clear(b)
+	return len(b), nil
+}
+
+// TestListenerClosesWhileConnectionsCome opens and closes one in a storm of
+// connections, each of which is accepted or not, but never half.
+func TestListenerClosesWhileConnectionsCome(t *testing.T) {
+	w := newWorld(t, Options{})
+	w.set() // now it has started
+	at := place{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(freePort(t, "127.0.0.2")))}
+	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
+	view := serviceAt("web", "127.0.0.2", int32(at.at.Port()), api.TCP).to(dead).view()
+	r := newService(&w.engine, key("web")).planFor(view, nil).places[0].rules
+	ended := make(chan struct{})
+	var clients sync.WaitGroup
+	for range 4 {
+		clients.Go(func() {
+			for {
+				select {
+				case <-ended:
+					return
+				default:
+				}
+				if c, err := net.Dial("tcp", at.at.String()); err == nil {
+					c.Close()
+				}
+			}
+		})
+	}
+	for range 300 {
+		l, err := w.listenTCP(t.Context(), at, r)
+		if err != nil {
+			t.Error(err)
+			break
+		}
+		time.Sleep(time.Millisecond)
+		l.close()
+		<-l.drained()
+		l.mu.Lock()
+		if l.serving != 0 {
+			t.Errorf("%d connections are served once all have ended", l.serving)
+		}
+		l.mu.Unlock()
+	}
+	close(ended)
+	clients.Wait()
+}
+
+func TestEndpointThatRefusesIsPassedOver(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(dead, namedServer(t, "alive")).view())
+	for range 10 {
+		if got := asked(t, "127.0.0.2", port); got != "alive" {
+			t.Fatalf("connected to %s", got)
+		}
+	}
+	if got := w.stats("web").DialFailures; got < 1 || got > 10 {
+		t.Errorf("%d dial failures, want at most one for each of 10 connections", got)
+	}
+}
+
+func TestConnectionIsResetWhenEveryEndpointRefuses(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(dead).view())
+	// The reset may come before the client knows that it is connected.
+	c, err := net.Dial("tcp", net.JoinHostPort("127.0.0.2", strconv.Itoa(int(port))))
+	if err == nil {
+		defer c.Close()
+		_, err = c.Read(make([]byte, 1))
+	}
+	if !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("the connection ended with %v, want a reset", err)
+	}
+	if got := w.stats("web").DialFailures; got != 1 {
+		t.Errorf("%d dial failures, want 1: who refuses is not asked again", got)
+	}
+}

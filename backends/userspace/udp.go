@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"sync"
+	"time"
+
+	"github.com/kpng-project/kpng/nodeview"
+	"golang.org/x/net/ipv4"
+)
+
+// udpListener serves the UDP clients of one place.
+type udpListener struct {
+	frontend
+	socket *net.UDPConn
+	datagrams
+	empty chan struct{}
+
+	mu      sync.Mutex
+	closed  bool
+	clients map[netip.AddrPort]*udpClient
+}
+
+func (e *engine) listenUDP(ctx context.Context, p place, r *rules) (*udpListener, error) {
+	socket, err := e.opts.Sockets.ListenUDP(ctx, p.at)
+	if err != nil {
+		return nil, fmt.Errorf("listening at %s: %w", p, err)
+	}
+	l := &udpListener{socket: socket, datagrams: newDatagrams(socket), empty: make(chan struct{}), clients: map[netip.AddrPort]*udpClient{}}
+	l.engine, l.place = e, p
+	if l.raw, err = socket.SyscallConn(); err == nil {
+		err = l.setRules(r)
+	}
+	if err != nil {
+		socket.Close()
+		return nil, err
+	}
+	e.running.Go(l.receive)
+	return l, nil
+}
+
+// receive hands datagrams of clients to endpoints until the socket is closed.
+func (l *udpListener) receive() {
+	var told []*udpClient // of one batch
+	for {
+		err := waitReadable(l.raw)
+		if err == nil {
+			b := l.batches.get()
+			var n int
+			if n, err = l.read(b.messages[:]); err == nil {
+				told = l.forward(b.messages[:n], told[:0])
+			}
+			l.batches.put(b)
+			clear(told)
+		}
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err != nil { // such as a datagram that is too large for Windows
+			l.log.V(2).Info("Could not receive a datagram", "listener", l.place, "err", err)
+			time.Sleep(time.Millisecond)
+		}
+	}
+}
+
+// forward sends each datagram to the endpoint of its client. It uses told as
+// room for the clients, and returns it.
+func (l *udpListener) forward(messages []ipv4.Message, told []*udpClient) []*udpClient {
+	now := l.opts.Clock.Now()
+	var c *udpClient
+	for i := range messages {
+		m := &messages[i]
+		from := m.Addr.(*net.UDPAddr).AddrPort()
+		from = netip.AddrPortFrom(from.Addr().Unmap(), from.Port())
+		if c == nil || c.addr != from {
+			if c = l.client(from, now); c == nil {
+				continue
+			}
+			if len(c.waiting) == 0 {
+				told = append(told, c)
+			}
+		}
+		c.waiting = append(c.waiting, ipv4.Message{Buffers: [][]byte{m.Buffers[0][:m.N]}})
+	}
+	for _, c := range told {
+		c.send(now)
+	}
+	return told
+}
+
+// client returns the client with the address from, a new one if it has to be. It
+// returns nil if the client's datagrams are to be dropped.
+func (l *udpListener) client(from netip.AddrPort, now time.Time) *udpClient {
+	l.mu.Lock()
+	c := l.clients[from]
+	l.mu.Unlock()
+	if c != nil {
+		return c
+	}
+	for {
+		r := l.current.Load()
+		rt := r.routeOf(from.Addr(), l.startsHere)
+		if rt.verdict != nodeview.Forward {
+			return nil
+		}
+		endpoint, ok := r.endpoint(rt, from.Addr(), nil, now)
+		if !ok {
+			return nil
+		}
+		l.logEndpoint(r.port, net.UDPAddrFromAddrPort(from), rt.pool, endpoint)
+		c, err := l.newClient(from, endpoint, r, now)
+		switch {
+		case err == nil:
+			return c
+		case errors.Is(err, errOutdated):
+			continue
+		}
+		r.port.counters.dialFailures.Add(1)
+		l.complain(err, "Dropping datagrams", "service", r.port.name)
+		return nil
+	}
+}
+
+var errOutdated = errors.New("the rules have changed since the endpoint was chosen")
+
+// newClient returns a new client of an endpoint that was chosen under r. Its error
+// is errOutdated if that may be one that went meanwhile.
+func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now time.Time) (*udpClient, error) {
+	l.udp.makeRoom()
+	dial := func() (*net.UDPConn, error) {
+		return (&net.Dialer{}).DialUDP(context.Background(), network("udp", endpoint.Addr()), netip.AddrPort{}, endpoint)
+	}
+	socket, err := dial()
+	if outOfDescriptors(err) || outOfPorts(err) {
+		l.complain(err, "Out of file descriptors or local ports: UDP clients that were silent longest lose their endpoint, "+raiseTheLimit+" or the range of ports")
+		l.udp.evict()
+		socket, err = dial()
+	}
+	if err != nil {
+		return nil, err
+	}
+	c := &udpClient{
+		listener: l, addr: from, to: net.UDPAddrFromAddrPort(from), endpoint: endpoint,
+		socket: socket, datagrams: newDatagrams(socket), port: r.port,
+	}
+	if c.raw, err = socket.SyscallConn(); err != nil {
+		socket.Close()
+		return nil, err
+	}
+	c.heard.Store(now.UnixNano())
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		socket.Close()
+		return nil, net.ErrClosed
+	}
+	// Whoever changes the rules looks for clients of lost endpoints after that.
+	if l.current.Load() != r {
+		socket.Close()
+		return nil, errOutdated
+	}
+	l.clients[from] = c
+	l.udp.add(c)
+	r.port.counters.connections.Add(1)
+	r.port.counters.active.Add(1)
+	l.running.Go(c.receive)
+	return c, nil
+}
+
+// endpointsLost ends the clients of endpoints that do not serve any more.
+func (l *udpListener) endpointsLost(serves func(netip.AddrPort) bool) {
+	l.mu.Lock()
+	var lost []*udpClient
+	for _, c := range l.clients {
+		if !serves(c.endpoint) {
+			lost = append(lost, c)
+		}
+	}
+	l.mu.Unlock()
+	for _, c := range lost {
+		c.end()
+	}
+}
+
+func (l *udpListener) close() {
+	l.socket.Close()
+	l.mu.Lock()
+	l.closed = true
+	l.mu.Unlock()
+	l.endpointsLost(func(netip.AddrPort) bool { return false })
+	close(l.empty)
+}
+
+func (l *udpListener) drained() <-chan struct{} { return l.empty }
+
+func (l *udpListener) abort() {}

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	clocktesting "k8s.io/utils/clock/testing"
+)
+
+// udpServer answers each datagram with its name and the datagram.
+func udpServer(t *testing.T, name string) netip.AddrPort {
+	t.Helper()
+	c, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var done sync.WaitGroup
+	done.Go(func() {
+		b := make([]byte, maxDatagram)
+		for {
+			n, from, err := c.ReadFromUDPAddrPort(b)
+			if errors.Is(err, net.ErrClosed) {
+				return
+			}
+			if err == nil {
+				c.WriteToUDPAddrPort(append([]byte(name+" "), b[:n]...), from)
+			}
+		}
+	})
+	t.Cleanup(func() {
+		c.Close()
+		done.Wait()
+	})
+	return c.LocalAddr().(*net.UDPAddr).AddrPort()
+}
+
+// udpDial opens a socket to a service.
+func udpDial(t *testing.T, addr string, port int32) *net.UDPConn {
+	t.Helper()
+	c, err := net.Dial("udp", net.JoinHostPort(addr, fmt.Sprint(port)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	return c.(*net.UDPConn)
+}
+
+// udpAsk sends a datagram, again as long as there is no answer, and returns the
+// first word of the answer, the server's name.
+func udpAsk(t *testing.T, c *net.UDPConn) string {
+	t.Helper()
+	var name string
+	eventually(t, "a datagram is answered", func() bool {
+		c.Write([]byte("hello"))
+		c.SetReadDeadline(time.Now().Add(200 * time.Millisecond))
+		b := make([]byte, maxDatagram)
+		n, err := c.Read(b)
+		name, _, _ = strings.Cut(string(b[:n]), " ")
+		return err == nil
+	})
+	return name
+}
+
+func TestUDPClientKeepsItsEndpoint(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a"), udpServer(t, "b")).view())
+	got := map[string]int{}
+	for range 10 {
+		c := udpDial(t, "127.0.0.2", port)
+		name := udpAsk(t, c)
+		got[name]++
+		for range 3 {
+			if again := udpAsk(t, c); again != name {
+				t.Fatalf("one client got to %s and then to %s", name, again)
+			}
+		}
+	}
+	if diff := cmp.Diff(map[string]int{"a": 5, "b": 5}, got); diff != "" {
+		t.Errorf("clients by endpoint (-want +got):\n%s", diff)
+	}
+}
+
+func TestLargestDatagramIsMoved(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a")).view())
+	c := udpDial(t, "127.0.0.2", port)
+	const size = 65507 - len("a ") // 64 KiB with all headers, and the name in the answer
+	if _, err := c.Write(make([]byte, size)); err != nil {
+		t.Fatal(err)
+	}
+	c.SetReadDeadline(time.Now().Add(patience))
+	if n, err := c.Read(make([]byte, maxDatagram)); n != 65507 || err != nil {
+		t.Errorf("got %d bytes, error %v", n, err)
+	}
+}
+
+func TestUDPClientIsForgottenWhenSilent(t *testing.T) {
+	clock := clocktesting.NewFakeClock(time.Now())
+	w := newWorld(t, Options{Clock: clock, UDPTimeout: time.Minute})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a")).view())
+	silent, talking := udpDial(t, "127.0.0.2", port), udpDial(t, "127.0.0.2", port)
+	udpAsk(t, silent)
+	udpAsk(t, talking)
+	clock.Step(50 * time.Second)
+	udpAsk(t, talking)
+	clock.Step(20 * time.Second)
+	eventually(t, "one client is left", func() bool { return w.stats("dns").Active == 1 })
+	udpAsk(t, talking)
+	if got := w.stats("dns").Connections; got != 2 {
+		t.Errorf("%d clients came, want 2: who talks is not forgotten", got)
+	}
+}
+
+func TestUDPClientLeavesAnEndpointThatWent(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	first, second := udpServer(t, "first"), udpServer(t, "second")
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(first).view())
+	c := udpDial(t, "127.0.0.2", port)
+	if got := udpAsk(t, c); got != "first" {
+		t.Fatalf("got to %s", got)
+	}
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(second).draining(first).view())
+	if got := udpAsk(t, c); got != "first" {
+		t.Errorf("got to %s, although the first endpoint still serves", got)
+	}
+	if got := udpAsk(t, udpDial(t, "127.0.0.2", port)); got != "second" {
+		t.Errorf("a new client got to %s, which is on no list", got)
+	}
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(second).view())
+	if got := udpAsk(t, c); got != "second" {
+		t.Errorf("got to %s, which went", got)
+	}
+}
+
+func TestUDPClientLeavesTheEndpointOfAPortThatWent(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	named := func(name string, server netip.AddrPort) *api.ServiceEndpoints {
+		s := serviceAt("dns", "127.0.0.2", port, api.UDP).to(server)
+		s.Service.Ports[0].Name, s.Endpoints[0].PortOverrides[0].Name = name, name
+		return s.view()
+	}
+	w.set(named("old", udpServer(t, "first")))
+	c := udpDial(t, "127.0.0.2", port)
+	udpAsk(t, c)
+	w.set(named("new", udpServer(t, "second")))
+	if got := udpAsk(t, c); got != "second" {
+		t.Errorf("got to %s, which went", got)
+	}
+}
+
+// TestUDPClientThatComesWhileItsEndpointGoes has the endpoint go when it has just
+// been chosen.
+func TestUDPClientThatComesWhileItsEndpointGoes(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	first, second := udpServer(t, "first"), udpServer(t, "second")
+	changed := make(chan struct{})
+	w.log.on("Mapped service to endpoint", func() {
+		defer close(changed)
+		w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(second).view())
+	})
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(first).view())
+	c := udpDial(t, "127.0.0.2", port)
+	c.Write([]byte("hello"))
+	<-changed
+	if got := udpAsk(t, c); got != "second" {
+		t.Errorf("got to %s, which went", got)
+	}
+}
+
+func TestUDPClientLeavesAnEndpointThatRefuses(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(dead, udpServer(t, "alive")).view())
+	for range 4 {
+		if got := udpAsk(t, udpDial(t, "127.0.0.2", port)); got != "alive" {
+			t.Errorf("got to %s", got)
+		}
+	}
+}
+
+func TestAffinityDoesNotBindUDPClientsToAnEndpointThatRefuses(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(dead, udpServer(t, "alive")).change(func(s *api.Service) {
+		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+	}).view())
+	for range 4 {
+		if got := udpAsk(t, udpDial(t, "127.0.0.2", port)); got != "alive" {
+			t.Errorf("got to %s", got)
+		}
+	}
+}
+
+func TestUDPIsRefusedOnceItsServiceHasGone(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a")).view())
+	c := udpDial(t, "127.0.0.2", port)
+	udpAsk(t, c)
+	w.source.Delete(key("dns"))
+	w.applied()
+	eventually(t, "datagrams are refused", func() bool {
+		c.SetDeadline(time.Now().Add(200 * time.Millisecond))
+		c.Write([]byte("hello"))
+		_, err := c.Read(make([]byte, 10))
+		return errors.Is(err, syscall.ECONNREFUSED)
+	})
+}
+
+func TestTableOfUDPClientsIsBounded(t *testing.T) {
+	w := newWorld(t, Options{MaxUDPClients: 32})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a")).view())
+	for range 100 {
+		udpAsk(t, udpDial(t, "127.0.0.2", port))
+		if got := w.stats("dns").Active; got > 32 {
+			t.Fatalf("there are %d clients at once", got)
+		}
+	}
+	if got := w.stats("dns").Connections; got != 100 {
+		t.Errorf("%d clients came, want 100", got)
+	}
+}
+
+// TestTwentyThousandUDPClients come while there are descriptors for half of
+// them: those that were silent longest make room.
+func TestTwentyThousandUDPClients(t *testing.T) {
+	const clients, room = 20_000, 10_000
+	w := newWorld(t, Options{MaxUDPClients: room})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a")).view())
+	for first := 0; first < clients; first += 100 {
+		var sockets []*net.UDPConn
+		for i := range 100 {
+			from := &net.UDPAddr{IP: net.IPv4(127, 1, byte((first+i)>>8), byte(first+i))}
+			c, err := net.DialUDP("udp", from, &net.UDPAddr{IP: net.IPv4(127, 0, 0, 2), Port: int(port)})
+			if err != nil {
+				t.Fatal(err)
+			}
+			c.Write([]byte("hello"))
+			sockets = append(sockets, c)
+		}
+		for i, c := range sockets {
+			c.SetReadDeadline(time.Now().Add(patience))
+			if _, err := c.Read(make([]byte, 10)); err != nil {
+				t.Fatalf("client %d: %v", first+i, err)
+			}
+			c.Close()
+		}
+	}
+	s := w.stats("dns")
+	if s.Connections != clients || s.Active > room || s.Active < room/2 {
+		t.Errorf("%d clients came and %d are left, want %d and at most %d", s.Connections, s.Active, clients, room)
+	}
+}

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"cmp"
+	"errors"
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/net/ipv4"
+)
+
+// udpClient is a client of a UDP listener, and the socket from which its
+// datagrams go to its endpoint.
+type udpClient struct {
+	listener *udpListener
+	addr     netip.AddrPort
+	to       *net.UDPAddr // addr
+	endpoint netip.AddrPort
+	socket   *net.UDPConn
+	datagrams
+	raw   syscall.RawConn
+	port  *port
+	heard atomic.Int64 // when either side last said something, in Unix nanoseconds
+
+	// waiting are datagrams for the endpoint. It belongs to the listener's
+	// goroutine.
+	waiting []ipv4.Message
+	ended   sync.Once
+}
+
+// send sends the datagrams that wait. If they cannot be sent, the client chooses
+// another endpoint with its next one.
+func (c *udpClient) send(now time.Time) {
+	c.heard.Store(now.UnixNano())
+	bytes := 0
+	for i := range c.waiting {
+		bytes += len(c.waiting[i].Buffers[0])
+	}
+	err := c.write(c.waiting)
+	clear(c.waiting)
+	c.waiting = c.waiting[:0]
+	if err != nil {
+		c.fail(err)
+		return
+	}
+	c.port.counters.bytesToEndpoints.Add(int64(bytes))
+}
+
+// receive hands the endpoint's answers to the client until it is ended.
+func (c *udpClient) receive() {
+	for {
+		n, bytes, err := 0, 0, waitReadable(c.raw)
+		if err == nil {
+			b := c.listener.batches.get()
+			if n, err = c.read(b.messages[:]); err == nil {
+				for i := range b.messages[:n] {
+					m := &b.messages[i]
+					m.Buffers[0] = m.Buffers[0][:m.N]
+					m.Addr = c.to
+					bytes += m.N
+				}
+				// What cannot be sent to the client is lost, as datagrams are.
+				if c.listener.write(b.messages[:n]) == nil {
+					c.port.counters.bytesFromEndpoints.Add(int64(bytes))
+				}
+				c.heard.Store(c.listener.opts.Clock.Now().UnixNano())
+			}
+			c.listener.batches.put(b)
+		}
+		if err != nil {
+			c.fail(err)
+			return
+		}
+	}
+}
+
+// fail ends the client because of what its socket says: that it is closed, or
+// that the endpoint is not there.
+func (c *udpClient) fail(err error) {
+	if !errors.Is(err, net.ErrClosed) {
+		c.port.counters.dialFailures.Add(1)
+		c.port.affinity.leave(c.addr.Addr(), c.endpoint)
+		c.listener.log.V(2).Info("Endpoint did not take a datagram", "listener", c.listener.place, "endpoint", c.endpoint, "err", err)
+	}
+	c.end()
+}
+
+// end makes the client unknown.
+func (c *udpClient) end() {
+	c.ended.Do(func() {
+		l := c.listener
+		l.mu.Lock()
+		delete(l.clients, c.addr)
+		l.mu.Unlock()
+		l.udp.remove(c)
+		c.port.counters.active.Add(-1)
+		c.socket.Close()
+	})
+}
+
+// udpClients are those of all listeners. It is safe for concurrent use.
+type udpClients struct {
+	max int
+
+	mu  sync.Mutex
+	all map[*udpClient]struct{}
+}
+
+func newUDPClients(max int) *udpClients {
+	return &udpClients{max: max, all: map[*udpClient]struct{}{}}
+}
+
+func (u *udpClients) add(c *udpClient) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.all[c] = struct{}{}
+}
+
+func (u *udpClients) remove(c *udpClient) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	delete(u.all, c)
+}
+
+// makeRoom makes sure that there is room for one more.
+func (u *udpClients) makeRoom() {
+	u.mu.Lock()
+	full := len(u.all) >= u.max
+	u.mu.Unlock()
+	if full {
+		u.evict()
+	}
+}
+
+// evict ends those that were silent longest: one of sixteen, as looking for them
+// means looking at all.
+func (u *udpClients) evict() {
+	type entry struct {
+		client *udpClient
+		heard  int64
+	}
+	u.mu.Lock()
+	entries := make([]entry, 0, len(u.all))
+	for c := range u.all {
+		entries = append(entries, entry{c, c.heard.Load()})
+	}
+	u.mu.Unlock()
+	slices.SortFunc(entries, func(a, b entry) int { return cmp.Compare(a.heard, b.heard) })
+	for _, e := range entries[:(len(entries)+15)/16] {
+		e.client.end()
+	}
+}
+
+// expire ends those that neither said nor were told anything since.
+func (u *udpClients) expire(since time.Time) {
+	u.mu.Lock()
+	var silent []*udpClient
+	for c := range u.all {
+		if c.heard.Load() < since.UnixNano() {
+			silent = append(silent, c)
+		}
+	}
+	u.mu.Unlock()
+	for _, c := range silent {
+		c.end()
+	}
+}

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build unix
+
+package userspace
+
+import (
+	"errors"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// waitReadable waits until c can be read, which it also can at its end. It
+// returns the error of c, if it has one. Whoever waits so needs no buffer
+// meanwhile.
+func waitReadable(c syscall.RawConn) error {
+	var err error
+	waitErr := c.Read(func(fd uintptr) bool {
+		_, _, err = unix.Recvfrom(int(fd), nil, unix.MSG_PEEK|unix.MSG_DONTWAIT)
+		for errors.Is(err, unix.EINTR) {
+			_, _, err = unix.Recvfrom(int(fd), nil, unix.MSG_PEEK|unix.MSG_DONTWAIT)
+		}
+		return !errors.Is(err, unix.EAGAIN)
+	})
+	if waitErr != nil {
+		return waitErr
+	}
+	return err
+}
+
+// outOfDescriptors reports whether err means that this process, or the host, has
+// no file descriptors left.
+func outOfDescriptors(err error) bool {
+	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE)
+}
+
+// outOfPorts reports whether err, of connecting a UDP socket, means that the host
+// has no port left for it.
+func outOfPorts(err error) bool {
+	return errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EADDRINUSE) || errors.Is(err, unix.EADDRNOTAVAIL)
+}

@@ -1,0 +1,353 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr/funcr"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"go.uber.org/goleak"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// patience is how long a test waits for what should happen at once.
+const patience = 10 * time.Second
+
+// world is a Backend and what drives it.
+type world struct {
+	*testing.T
+	*Backend
+	source *sinktest.Source
+	driver *sink.Driver
+	ctx    context.Context
+	stop   context.CancelFunc
+	ended  chan error
+	log    *logBuffer
+}
+
+// logBuffer has what was logged.
+type logBuffer struct {
+	mu    sync.Mutex
+	lines []string
+	// awaited is the text at whose next line reaction is called.
+	awaited  string
+	reaction func()
+}
+
+// on calls f when text is logged next, before who logs it goes on.
+func (b *logBuffer) on(text string, f func()) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.awaited, b.reaction = text, f
+}
+
+func (b *logBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return strings.Join(b.lines, "\n")
+}
+
+func (b *logBuffer) write(prefix, line string) {
+	b.mu.Lock()
+	b.lines = append(b.lines, line)
+	reaction := b.reaction
+	if reaction != nil && strings.Contains(line, b.awaited) {
+		b.reaction = nil
+	} else {
+		reaction = nil
+	}
+	b.mu.Unlock()
+	if reaction != nil {
+		reaction()
+	}
+}
+
+// newWorld starts a Backend without services. Node ports are at 127.0.0.1 and
+// ::1 unless opts says otherwise.
+func newWorld(t *testing.T, opts Options) *world {
+	t.Helper()
+	if opts.NodeAddresses == nil {
+		opts.NodeAddresses = nodeaddr.Of(netip.MustParseAddr("127.0.0.1"), netip.IPv6Loopback())
+	}
+	b, err := New(opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &world{T: t, Backend: b, source: sinktest.NewSource(), ended: make(chan error, 1), log: &logBuffer{}}
+	w.ctx, w.stop = context.WithCancel(klog.NewContext(t.Context(), funcr.New(w.log.write, funcr.Options{Verbosity: 4})))
+	w.driver = sink.NewDriver(w.source, sinktest.NewRecorder(t, b), sink.Options{
+		Backoff: sink.Backoff{Initial: 20 * time.Millisecond, Max: 100 * time.Millisecond},
+	})
+	w.source.MarkSynced()
+	go func() { w.ended <- w.driver.Run(w.ctx) }()
+	t.Cleanup(w.end)
+	return w
+}
+
+// end stops the Backend.
+func (w *world) end() {
+	w.stop()
+	if err, ok := <-w.ended; ok {
+		close(w.ended)
+		if err != nil && !errors.Is(err, context.Canceled) {
+			w.Errorf("the driver ended with: %v", err)
+		}
+	}
+}
+
+// set sets views and waits until they are served.
+func (w *world) set(views ...*api.ServiceEndpoints) {
+	w.Helper()
+	w.source.Set(views...)
+	w.applied()
+}
+
+func (w *world) applied() {
+	w.Helper()
+	ctx, cancel := context.WithTimeout(w.ctx, patience)
+	defer cancel()
+	if err := w.driver.WaitApplied(ctx, w.source.Revision()); err != nil {
+		w.Fatalf("not applied: %v, failing: %v", err, w.driver.Status().Failing)
+	}
+}
+
+// failing sets views and returns the error of the service that fails.
+func (w *world) failing(views ...*api.ServiceEndpoints) error {
+	w.Helper()
+	w.source.Set(views...)
+	var err error
+	eventually(w.T, "a service fails", func() bool {
+		failing := w.driver.Status().Failing
+		if len(failing) == 0 {
+			return false
+		}
+		err = failing[0].Err
+		return true
+	})
+	return err
+}
+
+// fullOf returns the Changes that are all of views.
+func fullOf(views ...*api.ServiceEndpoints) *sink.Changes {
+	return &sink.Changes{Full: true, Services: func(yield func(sink.Change) bool) {
+		for _, v := range views {
+			if !yield(sink.Change{Key: v.Key(), New: v}) {
+				return
+			}
+		}
+	}}
+}
+
+// eventually waits until done is true.
+func eventually(t *testing.T, what string, done func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(patience); !done(); time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("does not come to pass: %s", what)
+		}
+	}
+}
+
+// testService is a service to be changed by a test.
+type testService struct{ api.ServiceEndpoints }
+
+// service is one with a TCP port 80, or what protocol says, at addr.
+func serviceAt(name, addr string, number int32, protocol api.Protocol) *testService {
+	ip := netip.MustParseAddr(addr)
+	return &testService{api.ServiceEndpoints{Service: &api.Service{
+		Namespace: "default", Name: name, Type: api.ClusterIP,
+		IPs:        api.ServiceIPs{ClusterIPs: api.NewIPSet(ip)},
+		IPFamilies: []api.Family{api.FamilyOf(ip)},
+		Ports:      []api.PortMapping{{Protocol: protocol, Port: number, TargetPort: number}},
+	}}}
+}
+
+// to gives the first port endpoints on all lists.
+func (s *testService) to(endpoints ...netip.AddrPort) *testService {
+	return s.with(api.Scopes{Internal: true, External: true, Cluster: true}, endpoints...)
+}
+
+// with adds endpoints with scopes to the first port.
+func (s *testService) with(scopes api.Scopes, endpoints ...netip.AddrPort) *testService {
+	for _, e := range endpoints {
+		s.Endpoints = append(s.Endpoints, endpoint(e, scopes))
+	}
+	slices.SortFunc(s.Endpoints, func(a, b api.Endpoint) int { return a.Compare(&b) })
+	return s
+}
+
+// draining adds an endpoint that serves but is on no list.
+func (s *testService) draining(e netip.AddrPort) *testService {
+	s.Draining = append(s.Draining, endpoint(e, api.Scopes{}))
+	return s
+}
+
+// change applies f to the service.
+func (s *testService) change(f func(*api.Service)) *testService {
+	f(s.Service)
+	return s
+}
+
+// unusable says that nothing in the cluster serves the first port.
+func (s *testService) unusable() *testService {
+	p := s.Service.Ports[0]
+	for _, f := range s.Service.IPFamilies {
+		s.Unusable = append(s.Unusable, api.PortFamily{Protocol: p.Protocol, Port: p.Port, Family: f})
+	}
+	return s
+}
+
+func (s *testService) view() *api.ServiceEndpoints { return &s.ServiceEndpoints }
+
+func endpoint(e netip.AddrPort, scopes api.Scopes) api.Endpoint {
+	return api.Endpoint{
+		IPs:           api.NewIPSet(e.Addr()),
+		PortOverrides: []api.PortName{{Port: int32(e.Port())}},
+		Scopes:        scopes,
+		Conditions:    api.Conditions{Ready: true, Serving: true},
+	}
+}
+
+func key(name string) types.NamespacedName {
+	return types.NamespacedName{Namespace: "default", Name: name}
+}
+
+// freePort returns a port that nobody uses at addr.
+func freePort(t *testing.T, addr string) int32 {
+	t.Helper()
+	l, err := net.Listen("tcp", net.JoinHostPort(addr, "0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return int32(l.Addr().(*net.TCPAddr).Port)
+}
+
+// listenAt listens with a TCP server that handles each connection with handle,
+// until the test ends.
+func listenAt(t *testing.T, at string, handle func(*net.TCPConn)) netip.AddrPort {
+	t.Helper()
+	l, err := net.Listen("tcp", at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			c, err := l.Accept()
+			if outOfDescriptors(err) {
+				time.Sleep(10 * time.Millisecond)
+				continue
+			}
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				handle(c.(*net.TCPConn))
+			}()
+		}
+	}()
+	t.Cleanup(func() {
+		l.Close()
+		<-done
+	})
+	return l.Addr().(*net.TCPAddr).AddrPort()
+}
+
+// namedServer answers each line with its name and the line.
+func namedServer(t *testing.T, name string) netip.AddrPort {
+	return namedServerAt(t, name, "127.0.0.1:0")
+}
+
+func namedServerAt(t *testing.T, name, at string) netip.AddrPort {
+	t.Helper()
+	return listenAt(t, at, func(c *net.TCPConn) {
+		for lines := bufio.NewScanner(c); lines.Scan(); {
+			if _, err := fmt.Fprintln(c, name, lines.Text()); err != nil {
+				return
+			}
+		}
+	})
+}
+
+// client is a TCP connection through a service.
+type client struct {
+	*testing.T
+	*net.TCPConn
+	lines *bufio.Reader
+}
+
+// dial connects to a service.
+func dial(t *testing.T, addr string, port int32) *client {
+	t.Helper()
+	return dialFrom(t, "", addr, port)
+}
+
+// dialFrom connects to a service from a local address.
+func dialFrom(t *testing.T, from, addr string, port int32) *client {
+	t.Helper()
+	d := net.Dialer{Timeout: patience}
+	if from != "" {
+		d.LocalAddr = &net.TCPAddr{IP: net.ParseIP(from)}
+	}
+	c, err := d.Dial("tcp", net.JoinHostPort(addr, fmt.Sprint(port)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.SetDeadline(time.Now().Add(patience))
+	t.Cleanup(func() { c.Close() })
+	return &client{t, c.(*net.TCPConn), bufio.NewReader(c)}
+}
+
+// ask sends a line and returns the first word of the answer, the server's name.
+func (c *client) ask() string {
+	c.Helper()
+	if _, err := fmt.Fprintln(c, "hello"); err != nil {
+		c.Fatal(err)
+	}
+	line, err := c.lines.ReadString('\n')
+	if err != nil {
+		c.Fatal(err)
+	}
+	name, _, _ := strings.Cut(line, " ")
+	return name
+}
+
+// asked returns the name of the server that a new connection gets to.
+func asked(t *testing.T, addr string, port int32) string {
+	t.Helper()
+	c := dial(t, addr, port)
+	defer c.Close()
+	return c.ask()
+}
+
+// stats returns those of the first port of a service.
+func (w *world) stats(name string) PortStats {
+	w.Helper()
+	for s := range w.Stats() {
+		if s.Service == key(name) {
+			return s
+		}
+	}
+	w.Fatalf("there are no stats of %s", name)
+	return PortStats{}
+}

@@ -1,0 +1,488 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kernelspace_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"os"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"k8s.io/klog/v2"
+)
+
+// at96 puts a service's cluster IP at 10.96.0.n.
+func at96(n int) func(*api.Service) {
+	return func(s *api.Service) {
+		s.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, 96, byte(n >> 8), byte(n)}))
+	}
+}
+
+// balancer returns a load balancer somebody else makes, to an endpoint.
+func balancer(endpoint, vip string, ports ...uint16) kernelspace.LoadBalancer {
+	lb := kernelspace.LoadBalancer{Endpoints: []string{endpoint}}
+	if vip != "" {
+		lb.VIPs = []netip.Addr{addr(vip)}
+	}
+	for _, p := range ports {
+		lb.Ports = append(lb.Ports, kernelspace.PortMapping{Protocol: kernelspace.ProtocolTCP, External: p, Internal: 8080})
+	}
+	return lb
+}
+
+// made makes what somebody else makes.
+func (w *world) made(lb kernelspace.LoadBalancer) string {
+	w.Helper()
+	id, err := w.hns.CreateLoadBalancer(lb)
+	if err != nil {
+		w.Fatal(err)
+	}
+	return id
+}
+
+// calls fails the test unless the calls of HNS since it was last asked are these.
+func (w *world) calls(want map[string]int) {
+	w.Helper()
+	if diff := cmp.Diff(want, w.hns.Calls()); diff != "" {
+		w.Errorf("calls of HNS (-want +got):\n%s", diff)
+	}
+}
+
+var listing = map[string]int{"Network": 1, "Endpoints": 1, "LoadBalancers": 1}
+
+func and(calls map[string]int, more map[string]int) map[string]int {
+	all := maps.Clone(calls)
+	maps.Copy(all, more)
+	return all
+}
+
+func TestHNSIsListedOnceWhateverTheNumberOfServices(t *testing.T) {
+	const services, endpoints = 200, 5
+	w := l2bridge(t)
+	for i := range services {
+		var all []api.SliceEndpoint
+		for e := range endpoints {
+			all = append(all, at(fmt.Sprintf("10.1.%d.%d", i, e+1)))
+		}
+		v := view(service(fmt.Sprint("svc-", i), at96(i)), all...)
+		w.views[v.Key()] = v
+	}
+	w.must(w.full())
+	first := and(listing, map[string]int{"Features": 1, "CreateEndpoint": services * endpoints, "CreateLoadBalancer": services})
+	w.calls(first)
+
+	w.restart()
+	w.must(w.full())
+	w.calls(and(listing, map[string]int{"Features": 1}))
+
+	w.must(w.set(view(service("svc-7", at96(7)), at("10.1.7.1"), at("10.1.7.2"), at("10.1.7.3"), at("10.1.7.4"), at("10.1.7.9"))))
+	w.calls(map[string]int{"CreateEndpoint": 1, "UpdateLoadBalancer": 1, "DeleteEndpoint": 1})
+
+	w.must(w.backend.Verify(t.Context()))
+	w.calls(listing)
+}
+
+func TestALoadBalancerIsReplacedWhereWindowsCannotChangeIt(t *testing.T) {
+	for name, features := range map[string]kernelspace.Features{
+		"Windows says so beforehand": without(func(f *kernelspace.Features) { f.ModifyLoadBalancer = false }),
+		"Windows says so when asked": fakehns.AllFeatures(),
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, features, kernelspace.Network{}, kernelspace.Options{})
+			w.hns.SetHook(failing("UpdateLoadBalancer", kernelspace.ErrNotSupported))
+			w.must(w.set(view(service("web"), at("10.1.2.1"))))
+			w.must(w.set(view(service("web"), at("10.1.2.2"))))
+			w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
+			w.remotes("10.1.2.2")
+			w.must(w.remove("web"))
+			w.has("")
+		})
+	}
+}
+
+func TestAChangedPolicyReplacesTheLoadBalancer(t *testing.T) {
+	w := l2bridge(t, "10.1.1.1")
+	endpoints := []api.SliceEndpoint{at("10.1.1.1@here"), at("10.1.2.1")}
+	w.must(w.set(view(service("web"), endpoints...)))
+	w.must(w.set(view(service("web", affine), endpoints...)))
+	w.has("10.96.0.1 protocol 6 port 80->8080 per client to 10.1.1.1 10.1.2.1")
+	w.must(w.set(view(service("web", internalLocal), endpoints...)))
+	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1")
+	w.must(w.set(view(service("web", func(s *api.Service) { s.Ports[0].TargetPort = 9090 }), endpoints...)))
+	w.has("10.96.0.1 protocol 6 port 80->9090 to 10.1.1.1 10.1.2.1")
+}
+
+func TestTwoServicesSwapAddresses(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.2"))))
+	w.must(w.set(view(service("a", at96(2)), at("10.1.2.1")), view(service("b", at96(1)), at("10.1.2.2"))))
+	w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2
+		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1`)
+}
+
+func TestEndpointsAreSharedAndGoWithTheirLastUser(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.1"))))
+	w.remotes("10.1.2.1")
+	w.must(w.remove("a"))
+	w.remotes("10.1.2.1")
+	w.must(w.remove("b"))
+	w.remotes()
+}
+
+func TestAPodThatComesHereTakesThePlaceOfItsRemoteEndpoint(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("web"), at("10.1.1.1"))))
+	w.pod("10.1.1.1", "fd00:1::1")
+	w.must(w.backend.Verify(t.Context()))
+	w.remotes()
+	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1")
+	w.must(w.remove("web"))
+	if got, want := w.hns.Dump(), "endpoint [10.1.1.1 fd00:1::1]\n"; got != want {
+		t.Errorf("HNS has\n%swant the pod's endpoint\n%s", got, want)
+	}
+}
+
+func TestAPodHereThatHNSLearnsOfLaterIsFoundByOneListing(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	w.pod("10.1.1.1")
+	w.pod("10.1.1.2")
+	w.hns.Calls()
+	w.must(w.set(view(service("web"), at("10.1.1.1@here"), at("10.1.1.2@here"), at("10.1.2.1"))))
+	w.calls(and(listing, map[string]int{"UpdateLoadBalancer": 1}))
+	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.1.1.2 10.1.2.1")
+}
+
+func TestWhatOthersMadeIsLeftAlone(t *testing.T) {
+	w := l2bridge(t, "10.1.1.1")
+	pod := w.pod("10.1.1.9")
+	remote, err := w.hns.CreateEndpoint(kernelspace.Endpoint{Network: w.network, Addrs: []netip.Addr{addr("10.1.2.1")}, Remote: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.made(balancer(pod, "10.96.9.9", 80))
+	w.made(balancer(pod, "", 31000))
+	w.made(balancer(remote, "10.96.9.8", 80))
+	before := w.hns.Dump()
+
+	w.must(w.set(view(service("web"), at("10.1.1.1@here"), at("10.1.2.1")), view(service("dns", at96(2)), at("10.1.2.1"))))
+	w.must(w.remove("dns"))
+	w.restart()
+	w.must(w.full())
+	w.must(w.remove("web"))
+	if diff := cmp.Diff(before, w.hns.Dump()); diff != "" {
+		t.Errorf("after services came and went HNS has something else (-before +after):\n%s", diff)
+	}
+
+	w.must(w.set(view(service("web"), at("10.1.1.1@here"), at("10.1.2.1"))))
+	w.must(w.backend.Cleanup(t.Context()))
+	if diff := cmp.Diff(before, w.hns.Dump()); diff != "" {
+		t.Errorf("after Cleanup HNS has something else (-before +after):\n%s", diff)
+	}
+	if _, err := os.Stat(w.opts.StateFile); !os.IsNotExist(err) {
+		t.Errorf("after Cleanup the state file is there: %v", err)
+	}
+}
+
+func TestTheFrontendOfAServiceIsTakenFromWhoHasNoOther(t *testing.T) {
+	w := l2bridge(t)
+	pod := w.pod("10.1.1.9")
+	w.made(balancer(pod, "10.96.0.1", 80))
+	w.made(balancer(pod, "10.96.0.2", 80, 81))
+	got := failures(t, w.set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.1"))))
+	if !strings.Contains(got["b"], "frontend 10.96.0.2:80/TCP: load balancer") || !strings.Contains(got["b"], "and 10.96.0.2:81/TCP besides") || len(got) != 1 {
+		t.Errorf("failed: %q, want b, for its frontend is another's who has more", got)
+	}
+	w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+		10.96.0.2 protocol 6 port 80->8080 protocol 6 port 81->8080 to 10.1.1.9`)
+}
+
+func TestALoadBalancerThatCameAfterTheListingIsReplaced(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("other", at96(2)), at("10.1.2.1"))))
+	w.made(balancer(w.pod("10.1.1.9"), "10.96.0.1", 80))
+	w.hns.Calls()
+	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	w.calls(and(listing, map[string]int{"CreateLoadBalancer": 2, "DeleteLoadBalancer": 1}))
+	w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1`)
+}
+
+func TestAFailureConcernsItsServiceAloneAndNamesFrontendAndError(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.2"))))
+
+	refused := 0
+	w.hns.SetHook(func(call string) error {
+		if call == "UpdateLoadBalancer" {
+			refused++
+			if refused == 1 {
+				return errRefused
+			}
+		}
+		return nil
+	})
+	got := failures(t, w.set(view(service("a", at96(1)), at("10.1.2.3")), view(service("b", at96(2)), at("10.1.2.4"))))
+	if len(got) != 1 || !strings.HasPrefix(got["a"], "frontend 10.96.0.1:80/TCP: update load balancer ") || !strings.HasSuffix(got["a"], ": HNS says no") {
+		t.Errorf("failed: %q", got)
+	}
+	w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.4`)
+
+	// Another service does not bring a's turn, which its driver decides.
+	w.hns.Calls()
+	w.must(w.set(view(service("b", at96(2)), at("10.1.2.5"))))
+	w.calls(and(listing, map[string]int{"CreateEndpoint": 1, "UpdateLoadBalancer": 1, "DeleteEndpoint": 3}))
+	w.must(w.set(w.views[view(service("a")).Key()]))
+	w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.3
+		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.5`)
+	w.remotes("10.1.2.3", "10.1.2.5")
+}
+
+func TestADeletionThatFailsComesAgain(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	w.hns.SetHook(failing("DeleteLoadBalancer", errRefused))
+	if got := failures(t, w.remove("web")); !strings.Contains(got["web"], "frontend 10.96.0.1:80/TCP: delete load balancer") {
+		t.Errorf("failed: %q", got)
+	}
+
+	// So it does after a restart, when only the record knows whose it was.
+	w.restart()
+	if got := failures(t, w.full()); !strings.Contains(got["web"], "frontend 10.96.0.1:80/TCP: delete load balancer") {
+		t.Errorf("after a restart, failed: %q", got)
+	}
+	w.hns.SetHook(nil)
+	w.must(w.remove("web"))
+	w.has("")
+	w.remotes()
+}
+
+func TestALoadBalancerThatIsGoneIsNoError(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	lbs, _ := w.hns.LoadBalancers()
+	if err := w.hns.DeleteLoadBalancer(lbs[0].ID); err != nil {
+		t.Fatal(err)
+	}
+	w.must(w.remove("web"))
+	w.remotes()
+}
+
+func TestVerifyMendsWhatOthersChanged(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.2"))))
+	want := w.hns.Dump()
+	lbs, _ := w.hns.LoadBalancers()
+	if err := w.hns.DeleteLoadBalancer(lbs[0].ID); err != nil {
+		t.Fatal(err)
+	}
+	lbs[1].Endpoints = lbs[0].Endpoints
+	if err := w.hns.UpdateLoadBalancer(lbs[1]); err != nil {
+		t.Fatal(err)
+	}
+	w.must(w.backend.Verify(t.Context()))
+	if diff := cmp.Diff(want, w.hns.Dump()); diff != "" {
+		t.Errorf("Verify left something changed (-want +got):\n%s", diff)
+	}
+}
+
+func TestWhatIsLostWhileVerifyFailsIsMended(t *testing.T) {
+	for _, call := range []string{"Network", "Endpoints", "LoadBalancers", "CreateLoadBalancer"} {
+		t.Run(call, func(t *testing.T) {
+			w := l2bridge(t)
+			w.must(w.set(view(service("web"), at("10.1.2.1"))))
+			want := w.hns.Dump()
+			lbs, _ := w.hns.LoadBalancers()
+			if err := w.hns.DeleteLoadBalancer(lbs[0].ID); err != nil {
+				t.Fatal(err)
+			}
+			w.hns.SetHook(failing(call, kernelspace.ErrNotRunning))
+			if err := w.backend.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+				t.Errorf("HNS does not run, and Verify returns %v, which does not have it asked again", err)
+			}
+			w.hns.SetHook(nil)
+			w.must(w.full())
+			if diff := cmp.Diff(want, w.hns.Dump()); diff != "" {
+				t.Errorf("HNS runs again, and has something else (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestWhatHNSSaysItDidAndDidNotIsMended(t *testing.T) {
+	for _, call := range []string{"CreateLoadBalancer", "UpdateLoadBalancer", "DeleteLoadBalancer", "CreateEndpoint", "DeleteEndpoint"} {
+		t.Run(call, func(t *testing.T) {
+			w := l2bridge(t)
+			steps := func() {
+				failures(t, w.set(view(service("web"), at("10.1.2.1"))))
+				failures(t, w.set(view(service("web"), at("10.1.2.2"))))
+				failures(t, w.set(view(service("web", affine), at("10.1.2.2"))))
+			}
+			steps()
+			want := w.hns.Dump()
+			w.must(w.remove("web"))
+
+			w.hns.SetHook(failing(call, fakehns.ErrIgnored))
+			steps()
+			w.hns.SetHook(nil)
+			w.must(w.full())
+			if diff := cmp.Diff(want, w.hns.Dump()); diff != "" {
+				t.Errorf("(-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestHNSThatDoesNotRunFailsEverythingAndIsAskedAgain(t *testing.T) {
+	w := l2bridge(t)
+	w.hns.SetHook(func(string) error { return kernelspace.ErrNotRunning })
+	if err := w.set(view(service("web"), at("10.1.2.1"))); err == nil || !strings.Contains(err.Error(), "HNS does not run") {
+		t.Errorf("HNS does not run, and the sync returns %v", err)
+	}
+	w.calls(map[string]int{"Features": 1})
+	w.hns.SetHook(nil)
+	w.must(w.full())
+
+	w.hns.SetHook(failing("CreateEndpoint", kernelspace.ErrNotRunning))
+	changed := view(service("web"), at("10.1.2.2"))
+	if err := w.set(changed); err == nil || !strings.Contains(err.Error(), "service default/web: frontend 10.96.0.1:80/TCP: ") {
+		t.Errorf("HNS stops, and the sync returns %v", err)
+	}
+	w.hns.SetHook(nil)
+	w.must(w.set(changed))
+	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
+	w.remotes("10.1.2.2")
+}
+
+func TestANetworkThatComesLaterIsWaitedFor(t *testing.T) {
+	w := l2bridge(t)
+	network, _ := w.hns.NetworkByID(w.network)
+	w.hns.RemoveNetwork(w.network)
+	if err := w.set(view(service("web"), at("10.1.2.1"))); err == nil || !strings.Contains(err.Error(), `HNS network "pods": `) {
+		t.Errorf("there is no network, and the sync returns %v", err)
+	}
+	w.hns.AddNetwork(network)
+	w.must(w.full())
+	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1")
+}
+
+func TestANetworkThatIsMadeAnewHasEverythingMadeAnew(t *testing.T) {
+	w := l2bridge(t, "10.1.1.1")
+	w.must(w.set(view(service("web"), at("10.1.1.1@here"), at("10.1.2.1"))))
+	want := w.hns.Dump()
+	w.hns.RemoveNetwork(w.network)
+	w.network = w.hns.AddNetwork(kernelspace.Network{Name: "pods"})
+	w.pod("10.1.1.1")
+	if err := w.set(view(service("other", at96(2)), at("10.1.2.2"))); err == nil {
+		t.Error("an endpoint was made on a network that is gone")
+	}
+	w.must(w.remove("other"))
+	if diff := cmp.Diff(want, w.hns.Dump()); diff != "" {
+		t.Errorf("the network was made anew (-want +got):\n%s", diff)
+	}
+}
+
+func TestAnOverlayNetworkAsksForASourceVIPAndRemoteSubnets(t *testing.T) {
+	overlay := kernelspace.Network{Overlay: true}
+	w := newWorld(t, fakehns.AllFeatures(), overlay, kernelspace.Options{})
+	if err := w.full(); err == nil || !strings.Contains(err.Error(), "needs a source VIP") {
+		t.Errorf("without a source VIP the sync returns %v", err)
+	}
+	w = newWorld(t, without(func(f *kernelspace.Features) { f.RemoteSubnet = false }), overlay, kernelspace.Options{})
+	if err := w.full(); err == nil || !strings.Contains(err.Error(), "remote subnets are not supported") {
+		t.Errorf("where Windows has no remote subnets the sync returns %v", err)
+	}
+}
+
+func TestABrokenStateFileIsNoReasonToStop(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	if err := os.WriteFile(w.opts.StateFile, []byte("{"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.backend.Cleanup(t.Context()); err == nil {
+		t.Error("Cleanup does not say that it cannot tell what to remove")
+	}
+	w.restart()
+	w.must(w.full())
+	w.calls(and(listing, map[string]int{"Features": 1}))
+	w.must(w.remove("web"))
+	w.has("")
+}
+
+func TestAContestedFrontendFailsTheServiceThatDoesNotHaveIt(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("a"), at("10.1.2.1"))))
+	b := view(service("b"), at("10.1.2.2"))
+	if got, want := failures(t, w.set(b)), map[string]string{"b": "frontend 10.96.0.1:80/TCP: is that of service default/a"}; !maps.Equal(got, want) {
+		t.Errorf("failed: %q, want %q", got, want)
+	}
+	w.must(w.remove("a"))
+	w.must(w.set(b))
+	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
+}
+
+func TestOptionsThatMakeNoSenseAreRefused(t *testing.T) {
+	hns := fakehns.New(fakehns.AllFeatures())
+	for name, opts := range map[string]kernelspace.Options{
+		"HNS is required":                {Network: "pods"},
+		"Network is required":            {HNS: hns},
+		"more than one address of a fam": {HNS: hns, Network: "pods", SourceVIPs: []netip.Addr{addr("10.0.0.1"), addr("10.0.0.2")}},
+	} {
+		if _, err := kernelspace.New(opts); err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("New(%+v) returned %v, want that %s", opts, err, name)
+		}
+	}
+}
+
+func TestHNSIsAwayForHalfAMinute(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := l2bridge(t)
+		src := sinktest.NewSource()
+		src.SetNode(node())
+		src.Set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.2")))
+		src.MarkSynced()
+		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logr.Discard()))
+		d := sink.NewDriver(src, w.backend, sink.Options{})
+		ended := make(chan error, 1)
+		go func() { ended <- d.Run(ctx) }()
+		synctest.Wait()
+
+		w.hns.Calls()
+		w.hns.SetHook(func(string) error { return kernelspace.ErrNotRunning })
+		src.Set(view(service("a", at96(1)), at("10.1.2.3")), view(service("c", at96(3)), at("10.1.2.4")))
+		src.Delete(view(service("b")).Key())
+		time.Sleep(30 * time.Second)
+		asked := 0
+		for _, n := range w.hns.Calls() {
+			asked += n
+		}
+		if asked < 2 || asked > 20 {
+			t.Errorf("in half a minute HNS was asked %d times whether it runs, want some with ever longer pauses", asked)
+		}
+		w.hns.SetHook(nil)
+		time.Sleep(time.Minute)
+		w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.3
+			10.96.0.3 protocol 6 port 80->8080 to 10.1.2.4`)
+		w.remotes("10.1.2.3", "10.1.2.4")
+		cancel()
+		if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
+			t.Errorf("the driver ended with %v", err)
+		}
+	})
+}

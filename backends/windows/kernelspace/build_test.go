@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kernelspace_test
+
+import (
+	"errors"
+	"maps"
+	"net/netip"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+const here = "this-node"
+
+// node is this node; zone is its zone.
+func node() *api.Node {
+	return &api.Node{
+		Name:      here,
+		Labels:    map[string]string{api.ZoneLabel: "zone-a"},
+		Addresses: []api.NodeAddress{{Type: "InternalIP", IP: addr("192.168.0.1")}, {Type: "InternalIP", IP: addr("fd00:192::1")}},
+	}
+}
+
+func addr(s string) netip.Addr { return netip.MustParseAddr(s) }
+
+func addrs(s ...string) api.IPSet {
+	var all []netip.Addr
+	for _, a := range s {
+		all = append(all, addr(a))
+	}
+	return api.NewIPSet(all...)
+}
+
+// service returns a service with a cluster IP and one port, 80/TCP to 8080,
+// changed as the test wants it.
+func service(name string, change ...func(*api.Service)) *api.Service {
+	s := &api.Service{
+		Namespace: "default", Name: name, Type: api.ClusterIP,
+		IPs:   api.ServiceIPs{ClusterIPs: addrs("10.96.0.1")},
+		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
+	}
+	for _, c := range change {
+		c(s)
+	}
+	return s
+}
+
+// at returns an endpoint: "10.1.0.2" is elsewhere, "10.1.0.1@here" on this node.
+func at(s string, change ...func(*api.SliceEndpoint)) api.SliceEndpoint {
+	ip, local := strings.CutSuffix(s, "@here")
+	e := api.SliceEndpoint{Addr: addr(ip), NodeName: "other-node", Conditions: api.Conditions{Ready: true, Serving: true}}
+	if local {
+		e.NodeName = here
+	}
+	for _, c := range change {
+		c(&e)
+	}
+	return e
+}
+
+// view returns what this node has to do for a service with these endpoints.
+func view(s *api.Service, endpoints ...api.SliceEndpoint) *api.ServiceEndpoints {
+	state := &api.ServiceState{Service: s}
+	for _, family := range []api.Family{api.IPv4, api.IPv6} {
+		slice := &api.EndpointSlice{Namespace: s.Namespace, Name: family.String(), ServiceName: s.Name, Family: family}
+		for _, p := range s.Ports {
+			slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: p.TargetPort})
+		}
+		for _, e := range endpoints {
+			if api.FamilyOf(e.Addr) == family {
+				slice.Endpoints = append(slice.Endpoints, e)
+			}
+		}
+		state.Slices = append(state.Slices, slice)
+	}
+	return nodeview.View(state, node())
+}
+
+// world is a backend with its HNS, driven by hand.
+type world struct {
+	*testing.T
+	hns     *fakehns.HNS
+	network string
+	opts    kernelspace.Options
+	backend *kernelspace.Backend
+	views   map[types.NamespacedName]*api.ServiceEndpoints
+}
+
+// newWorld returns a backend that has started, on a network that has pods of
+// this node at the addresses.
+func newWorld(t *testing.T, features kernelspace.Features, network kernelspace.Network, opts kernelspace.Options, pods ...string) *world {
+	t.Helper()
+	w := &world{T: t, hns: fakehns.New(features), views: map[types.NamespacedName]*api.ServiceEndpoints{}}
+	network.Name = "pods"
+	w.network = w.hns.AddNetwork(network)
+	for _, pod := range pods {
+		w.pod(pod)
+	}
+	opts.HNS, opts.Network = w.hns, "pods"
+	opts.StateFile = filepath.Join(t.TempDir(), "state", "kpng.json")
+	w.opts = opts
+	w.restart()
+	return w
+}
+
+// l2bridge is a world of the latest Windows and a plain network.
+func l2bridge(t *testing.T, pods ...string) *world {
+	t.Helper()
+	return newWorld(t, fakehns.AllFeatures(), kernelspace.Network{}, kernelspace.Options{}, pods...)
+}
+
+// pod makes the HNS endpoint of a pod of this node.
+func (w *world) pod(ips ...string) string {
+	w.Helper()
+	e := kernelspace.Endpoint{Network: w.network, MAC: "00-15-5d-00-00-01"}
+	for _, ip := range ips {
+		e.Addrs = append(e.Addrs, addr(ip))
+	}
+	id, err := w.hns.CreateEndpoint(e)
+	if err != nil {
+		w.Fatal(err)
+	}
+	return id
+}
+
+// restart puts a new backend in the place of the one that was.
+func (w *world) restart() {
+	w.Helper()
+	b, err := kernelspace.New(w.opts)
+	if err != nil {
+		w.Fatal(err)
+	}
+	if err := b.Start(w.Context()); err != nil {
+		w.Fatal(err)
+	}
+	w.backend = b
+	w.hns.Calls()
+}
+
+// full syncs everything.
+func (w *world) full() error {
+	var changes []sink.Change
+	for _, key := range slices.SortedFunc(maps.Keys(w.views), api.CompareKeys) {
+		changes = append(changes, sink.Change{Key: key, New: w.views[key]})
+	}
+	return w.backend.Sync(w.Context(), &sink.Changes{Full: true, Services: slices.Values(changes), Node: node(), NodeChanged: true})
+}
+
+// set syncs services that have changed.
+func (w *world) set(views ...*api.ServiceEndpoints) error {
+	var changes []sink.Change
+	for _, v := range views {
+		changes = append(changes, sink.Change{Key: v.Key(), Old: w.views[v.Key()], New: v})
+		w.views[v.Key()] = v
+	}
+	return w.backend.Sync(w.Context(), &sink.Changes{Services: slices.Values(changes), Node: node()})
+}
+
+// remove syncs a service that is gone.
+func (w *world) remove(name string) error {
+	key := types.NamespacedName{Namespace: "default", Name: name}
+	change := sink.Change{Key: key, Old: w.views[key]}
+	delete(w.views, key)
+	return w.backend.Sync(w.Context(), &sink.Changes{Services: slices.Values([]sink.Change{change}), Node: node()})
+}
+
+// must fails the test if err is not nil.
+func (w *world) must(err error) {
+	w.Helper()
+	if err != nil {
+		w.Fatalf("sync failed: %v", err)
+	}
+}
+
+// has fails the test unless HNS has these load balancers, one a line, and no
+// others.
+func (w *world) has(want string) {
+	w.Helper()
+	var got, wanted []string
+	for line := range strings.Lines(w.hns.Dump()) {
+		if rest, ok := strings.CutPrefix(strings.TrimSpace(line), "load balancer "); ok {
+			got = append(got, rest)
+		}
+	}
+	for line := range strings.Lines(want) {
+		if line = strings.TrimSpace(line); line != "" {
+			wanted = append(wanted, line)
+		}
+	}
+	slices.Sort(wanted)
+	if diff := cmp.Diff(wanted, got); diff != "" {
+		w.Errorf("HNS' load balancers (-want +got):\n%s", diff)
+	}
+}
+
+// remotes fails the test unless the addresses of remote endpoints are these.
+func (w *world) remotes(want ...string) {
+	w.Helper()
+	endpoints, err := w.hns.Endpoints(w.network)
+	if err != nil {
+		w.Fatal(err)
+	}
+	var got []string
+	for _, e := range endpoints {
+		if e.Remote {
+			got = append(got, e.Addrs[0].String())
+		}
+	}
+	slices.Sort(got)
+	slices.Sort(want)
+	if diff := cmp.Diff(want, got); diff != "" {
+		w.Errorf("remote endpoints (-want +got):\n%s", diff)
+	}
+}
+
+// failures returns what a sync failed, by the services' names.
+func failures(t *testing.T, err error) map[string]string {
+	t.Helper()
+	failed, ok := sink.Acknowledged(err)
+	if !ok {
+		t.Fatalf("sync failed as a whole: %v", err)
+	}
+	all := map[string]string{}
+	for key, err := range failed {
+		all[key.Name] = err.Error()
+	}
+	return all
+}
+
+var errRefused = errors.New("HNS says no")
+
+// failing returns a hook that fails calls of a name.
+func failing(name string, err error) func(string) error {
+	return func(call string) error {
+		if call == name {
+			return err
+		}
+		return nil
+	}
+}

@@ -1,0 +1,488 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package fakehns is a Host Networking Service in memory, for tests on any
+// system. It refuses what HNS refuses: an address or a frontend twice, a load
+// balancer without endpoints or with one that does not exist, the end of an
+// endpoint that is used, and what its version does not support.
+//
+//	hns := fakehns.New(fakehns.AllFeatures())
+//	hns.AddNetwork(kernelspace.Network{Name: "l2bridge"})
+//	backend, err := kernelspace.New(kernelspace.Options{HNS: hns, Network: "l2bridge"})
+package fakehns
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+)
+
+// AllFeatures returns those of the latest version of Windows.
+func AllFeatures() kernelspace.Features {
+	return kernelspace.Features{DSR: true, DualStack: true, RemoteSubnet: true, SessionAffinity: true, ModifyLoadBalancer: true}
+}
+
+var (
+	// ErrInUse is the error of deleting an endpoint that a load balancer uses.
+	ErrInUse = errors.New("endpoint is used by a load balancer")
+
+	// ErrAnswerLost, returned by a hook, has a call do its work and then fail.
+	ErrAnswerLost = errors.New("the answer of HNS is lost")
+	// ErrIgnored, returned by a hook, has a call that writes do nothing and
+	// succeed.
+	ErrIgnored = errors.New("HNS did not do what it said it did")
+)
+
+// HNS implements [kernelspace.HNS]. It is safe for concurrent use.
+type HNS struct {
+	mu        sync.Mutex
+	features  kernelspace.Features
+	networks  map[string]kernelspace.Network
+	endpoints map[string]kernelspace.Endpoint
+	balancers map[string]kernelspace.LoadBalancer
+	frontends map[frontend]string
+	addrs     map[addrKey]string
+	uses      map[string]int
+	next      uint64
+	calls     map[string]int
+	hook      func(call string) error
+}
+
+var _ kernelspace.HNS = &HNS{}
+
+type frontend struct {
+	vip      netip.Addr
+	v6       bool
+	protocol uint32
+	port     uint16
+}
+
+// addrKey is what only one endpoint has. A pod's endpoint and a remote one may have
+// the same address, for the network plug-in does not ask who else knows it.
+type addrKey struct {
+	network string
+	addr    netip.Addr
+	remote  bool
+}
+
+// New returns an HNS without any objects.
+func New(features kernelspace.Features) *HNS {
+	return &HNS{
+		features:  features,
+		networks:  map[string]kernelspace.Network{},
+		endpoints: map[string]kernelspace.Endpoint{},
+		balancers: map[string]kernelspace.LoadBalancer{},
+		frontends: map[frontend]string{},
+		addrs:     map[addrKey]string{},
+		uses:      map[string]int{},
+		calls:     map[string]int{},
+	}
+}
+
+// SetHook has f called at the beginning of each call of [kernelspace.HNS], with
+// its name. What f returns, if it is not nil, the call fails with. f must not
+// call the HNS.
+func (h *HNS) SetHook(f func(call string) error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.hook = f
+}
+
+// Calls returns how often each call was made since the last time it was asked
+// for.
+func (h *HNS) Calls() map[string]int {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	calls := h.calls
+	h.calls = map[string]int{}
+	return calls
+}
+
+// AddNetwork adds a network, or replaces the one of its ID if it has one, and
+// returns its ID.
+func (h *HNS) AddNetwork(n kernelspace.Network) string {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if n.ID == "" {
+		n.ID = h.id()
+	}
+	h.networks[n.ID] = n
+	return n.ID
+}
+
+// RemoveNetwork removes a network with its endpoints, and the load balancers that
+// used them.
+func (h *HNS) RemoveNetwork(id string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	delete(h.networks, id)
+	for _, e := range maps.Clone(h.endpoints) {
+		if e.Network != id {
+			continue
+		}
+		for _, lb := range maps.Clone(h.balancers) {
+			if slices.Contains(lb.Endpoints, e.ID) {
+				h.drop(lb)
+			}
+		}
+		h.forget(e)
+	}
+}
+
+// Endpoint returns the endpoint of an ID.
+func (h *HNS) Endpoint(id string) (kernelspace.Endpoint, bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	e, ok := h.endpoints[id]
+	return e, ok
+}
+
+// LoadBalancer returns the load balancer of an ID.
+func (h *HNS) LoadBalancer(id string) (kernelspace.LoadBalancer, bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	lb, ok := h.balancers[id]
+	return lb, ok
+}
+
+// NetworkByID returns the network of an ID.
+func (h *HNS) NetworkByID(id string) (kernelspace.Network, bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	n, ok := h.networks[id]
+	return n, ok
+}
+
+// id returns a new ID, which looks like a GUID.
+func (h *HNS) id() string {
+	h.next++
+	return fmt.Sprintf("%08x-0000-4000-8000-%012x", h.next>>48, h.next&(1<<48-1))
+}
+
+// call counts a call, and returns what the hook says of it.
+func (h *HNS) call(name string) error {
+	h.calls[name]++
+	if h.hook == nil {
+		return nil
+	}
+	return h.hook(name)
+}
+
+// write makes a call that changes something.
+func (h *HNS) write(name string, do func() (id string, err error)) (string, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	hooked := h.call(name)
+	switch {
+	case errors.Is(hooked, ErrIgnored):
+		return h.id(), nil
+	case hooked != nil && !errors.Is(hooked, ErrAnswerLost):
+		return "", hooked
+	}
+	id, err := do()
+	if err == nil && hooked != nil {
+		return "", hooked
+	}
+	return id, err
+}
+
+// Features implements kernelspace.HNS.
+func (h *HNS) Features() (kernelspace.Features, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.features, h.call("Features")
+}
+
+// Network implements kernelspace.HNS.
+func (h *HNS) Network(name string) (*kernelspace.Network, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if err := h.call("Network"); err != nil {
+		return nil, err
+	}
+	for _, n := range h.networks {
+		if n.Name == name {
+			n.RemoteSubnets = slices.Clone(n.RemoteSubnets)
+			return &n, nil
+		}
+	}
+	return nil, fmt.Errorf("network %q: %w", name, kernelspace.ErrNotFound)
+}
+
+// Endpoints implements kernelspace.HNS.
+func (h *HNS) Endpoints(network string) ([]kernelspace.Endpoint, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if err := h.call("Endpoints"); err != nil {
+		return nil, err
+	}
+	var list []kernelspace.Endpoint
+	for _, id := range slices.Sorted(maps.Keys(h.endpoints)) {
+		if e := h.endpoints[id]; e.Network == network {
+			list = append(list, e)
+		}
+	}
+	return list, nil
+}
+
+// LoadBalancers implements kernelspace.HNS.
+func (h *HNS) LoadBalancers() ([]kernelspace.LoadBalancer, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if err := h.call("LoadBalancers"); err != nil {
+		return nil, err
+	}
+	var list []kernelspace.LoadBalancer
+	for _, id := range slices.Sorted(maps.Keys(h.balancers)) {
+		list = append(list, h.balancers[id])
+	}
+	return list, nil
+}
+
+// CreateEndpoint implements kernelspace.HNS.
+func (h *HNS) CreateEndpoint(e kernelspace.Endpoint) (string, error) {
+	return h.write("CreateEndpoint", func() (string, error) { return h.createEndpoint(e) })
+}
+
+func (h *HNS) createEndpoint(e kernelspace.Endpoint) (string, error) {
+	if _, ok := h.networks[e.Network]; !ok {
+		return "", fmt.Errorf("network %s: %w", e.Network, kernelspace.ErrNotFound)
+	}
+	if len(e.Addrs) == 0 {
+		return "", errors.New("an endpoint has an address")
+	}
+	for _, a := range e.Addrs {
+		if id, ok := h.addrs[addrKey{e.Network, a, e.Remote}]; ok {
+			return "", fmt.Errorf("address %s is that of endpoint %s: %w", a, id, kernelspace.ErrExists)
+		}
+	}
+	e.ID = h.id()
+	h.endpoints[e.ID] = e
+	for _, a := range e.Addrs {
+		h.addrs[addrKey{e.Network, a, e.Remote}] = e.ID
+	}
+	return e.ID, nil
+}
+
+// DeleteEndpoint implements kernelspace.HNS.
+func (h *HNS) DeleteEndpoint(id string) error {
+	_, err := h.write("DeleteEndpoint", func() (string, error) { return "", h.deleteEndpoint(id) })
+	return err
+}
+
+func (h *HNS) deleteEndpoint(id string) error {
+	e, ok := h.endpoints[id]
+	if !ok {
+		return fmt.Errorf("endpoint %s: %w", id, kernelspace.ErrNotFound)
+	}
+	if h.uses[id] > 0 {
+		return fmt.Errorf("endpoint %s: %w", id, ErrInUse)
+	}
+	h.forget(e)
+	return nil
+}
+
+func (h *HNS) forget(e kernelspace.Endpoint) {
+	delete(h.endpoints, e.ID)
+	for _, a := range e.Addrs {
+		delete(h.addrs, addrKey{e.Network, a, e.Remote})
+	}
+}
+
+// CreateLoadBalancer implements kernelspace.HNS.
+func (h *HNS) CreateLoadBalancer(lb kernelspace.LoadBalancer) (string, error) {
+	return h.write("CreateLoadBalancer", func() (string, error) { return h.createLoadBalancer(lb) })
+}
+
+func (h *HNS) createLoadBalancer(lb kernelspace.LoadBalancer) (string, error) {
+	if err := h.check(lb); err != nil {
+		return "", err
+	}
+	lb.ID = h.id()
+	h.add(lb)
+	return lb.ID, nil
+}
+
+// UpdateLoadBalancer implements kernelspace.HNS.
+func (h *HNS) UpdateLoadBalancer(lb kernelspace.LoadBalancer) error {
+	_, err := h.write("UpdateLoadBalancer", func() (string, error) { return "", h.updateLoadBalancer(lb) })
+	return err
+}
+
+func (h *HNS) updateLoadBalancer(lb kernelspace.LoadBalancer) error {
+	if !h.features.ModifyLoadBalancer {
+		return kernelspace.ErrNotSupported
+	}
+	old, ok := h.balancers[lb.ID]
+	if !ok {
+		return fmt.Errorf("load balancer %s: %w", lb.ID, kernelspace.ErrNotFound)
+	}
+	if err := h.check(lb); err != nil {
+		return err
+	}
+	h.drop(old)
+	h.add(lb)
+	return nil
+}
+
+// DeleteLoadBalancer implements kernelspace.HNS.
+func (h *HNS) DeleteLoadBalancer(id string) error {
+	_, err := h.write("DeleteLoadBalancer", func() (string, error) { return "", h.deleteLoadBalancer(id) })
+	return err
+}
+
+func (h *HNS) deleteLoadBalancer(id string) error {
+	lb, ok := h.balancers[id]
+	if !ok {
+		return fmt.Errorf("load balancer %s: %w", id, kernelspace.ErrNotFound)
+	}
+	h.drop(lb)
+	return nil
+}
+
+// check returns an error if HNS does not take such a load balancer.
+func (h *HNS) check(lb kernelspace.LoadBalancer) error {
+	if len(lb.Endpoints) == 0 || len(lb.Ports) == 0 {
+		return errors.New("a load balancer has endpoints and ports")
+	}
+	for i, id := range lb.Endpoints {
+		if _, ok := h.endpoints[id]; !ok {
+			return fmt.Errorf("endpoint %s: %w", id, kernelspace.ErrNotFound)
+		}
+		if slices.Contains(lb.Endpoints[:i], id) {
+			return fmt.Errorf("endpoint %s twice", id)
+		}
+	}
+	if lb.Flags&kernelspace.DSR != 0 && !h.features.DSR || lb.Flags&kernelspace.IPv6 != 0 && !h.features.DualStack {
+		return fmt.Errorf("flags %d: %w", lb.Flags, kernelspace.ErrNotSupported)
+	}
+	for _, p := range lb.Ports {
+		if p.Distribution != kernelspace.PerConnection && !h.features.SessionAffinity {
+			return fmt.Errorf("distribution %d: %w", p.Distribution, kernelspace.ErrNotSupported)
+		}
+	}
+	for _, f := range frontendsOf(lb) {
+		if id, ok := h.frontends[f]; ok && id != lb.ID {
+			return fmt.Errorf("frontend %v is that of load balancer %s: %w", f, id, kernelspace.ErrExists)
+		}
+	}
+	return nil
+}
+
+func (h *HNS) add(lb kernelspace.LoadBalancer) {
+	lb.Endpoints, lb.VIPs, lb.Ports = slices.Clone(lb.Endpoints), slices.Clone(lb.VIPs), slices.Clone(lb.Ports)
+	h.balancers[lb.ID] = lb
+	for _, f := range frontendsOf(lb) {
+		h.frontends[f] = lb.ID
+	}
+	for _, id := range lb.Endpoints {
+		h.uses[id]++
+	}
+}
+
+func (h *HNS) drop(lb kernelspace.LoadBalancer) {
+	delete(h.balancers, lb.ID)
+	for _, f := range frontendsOf(lb) {
+		delete(h.frontends, f)
+	}
+	for _, id := range lb.Endpoints {
+		h.uses[id]--
+	}
+}
+
+func frontendsOf(lb kernelspace.LoadBalancer) []frontend {
+	vips := lb.VIPs
+	if len(vips) == 0 {
+		vips = []netip.Addr{{}}
+	}
+	var all []frontend
+	for _, vip := range vips {
+		for _, p := range lb.Ports {
+			all = append(all, frontend{vip, lb.Flags&kernelspace.IPv6 != 0, p.Protocol, p.External})
+		}
+	}
+	return all
+}
+
+// Dump returns all endpoints and load balancers as sorted lines, without IDs, so
+// that what came about in different ways can be compared.
+func (h *HNS) Dump() string {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	var lines []string
+	for _, e := range h.endpoints {
+		line := fmt.Sprintf("endpoint %v", e.Addrs)
+		if e.Remote {
+			line += " remote mac " + e.MAC
+		}
+		if e.Provider.IsValid() {
+			line += " at " + e.Provider.String()
+		}
+		if e.Name != "" {
+			line += " named " + e.Name
+		}
+		lines = append(lines, line)
+	}
+	for _, lb := range h.balancers {
+		lines = append(lines, h.dump(lb))
+	}
+	slices.Sort(lines)
+	return strings.Join(append(lines, ""), "\n")
+}
+
+func (h *HNS) dump(lb kernelspace.LoadBalancer) string {
+	var b strings.Builder
+	b.WriteString("load balancer")
+	for _, vip := range lb.VIPs {
+		fmt.Fprintf(&b, " %s", vip)
+	}
+	if len(lb.VIPs) == 0 {
+		b.WriteString(" node port")
+	}
+	for _, name := range []struct {
+		flag kernelspace.LoadBalancerFlags
+		name string
+	}{{kernelspace.DSR, " DSR"}, {kernelspace.IPv6, " IPv6"}} {
+		if lb.Flags&name.flag != 0 {
+			b.WriteString(name.name)
+		}
+	}
+	if lb.SourceVIP.IsValid() {
+		fmt.Fprintf(&b, " source %s", lb.SourceVIP)
+	}
+	for _, p := range lb.Ports {
+		fmt.Fprintf(&b, " protocol %d port %d->%d", p.Protocol, p.External, p.Internal)
+		for _, name := range []struct {
+			flag kernelspace.PortFlags
+			name string
+		}{
+			{kernelspace.LocalRoutedVIP, " LocalRoutedVIP"}, {kernelspace.UseMux, " UseMux"},
+			{kernelspace.PreserveDIP, " PreserveDIP"}, {kernelspace.VIPExternalIP, " VIPExternalIP"},
+		} {
+			if p.Flags&name.flag != 0 {
+				b.WriteString(name.name)
+			}
+		}
+		if p.Distribution == kernelspace.PerClient {
+			b.WriteString(" per client")
+		}
+	}
+	var addrs []string
+	for _, id := range lb.Endpoints {
+		addr := h.endpoints[id].Addrs[0]
+		for _, a := range h.endpoints[id].Addrs {
+			if a.Is6() == (lb.Flags&kernelspace.IPv6 != 0) {
+				addr = a
+			}
+		}
+		addrs = append(addrs, addr.String())
+	}
+	slices.Sort(addrs)
+	fmt.Fprintf(&b, " to %s", strings.Join(addrs, " "))
+	return b.String()
+}

@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kernelspace_test
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"net/netip"
+	"path/filepath"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/go-logr/logr"
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/apitest"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+)
+
+// FuzzBackend lets a cluster change, HNS fail, the network be made anew, pods come
+// to this node and backends be killed in the middle of a call, all at random. It
+// checks that in the end HNS has what a backend makes that starts on it with
+// nothing there, and that what others made is never touched.
+func FuzzBackend(f *testing.F) {
+	for seed := range uint64(12) {
+		f.Add(seed, uint8(60))
+	}
+	f.Fuzz(func(t *testing.T, seed uint64, steps uint8) {
+		synctest.Test(t, func(t *testing.T) { newFuzzer(t, seed).run(int(steps)) })
+	})
+}
+
+// writer writes to a state.
+type writer struct{ tx *cluster.Tx }
+
+func (w writer) SetService(s *api.Service)              { w.tx.SetService(0, s) }
+func (w writer) DeleteService(key types.NamespacedName) { w.tx.DeleteService(0, key) }
+func (w writer) SetSlice(s *api.EndpointSlice)          { w.tx.SetSlice(0, s) }
+func (w writer) DeleteSlice(key types.NamespacedName)   { w.tx.DeleteSlice(0, key) }
+func (w writer) SetNode(n *api.Node)                    { w.tx.SetNode(0, n) }
+func (w writer) DeleteNode(name string)                 { w.tx.DeleteNode(0, name) }
+
+type fuzzer struct {
+	*testing.T
+	r       *rand.Rand
+	state   *cluster.State
+	world   *apitest.World
+	hns     *fakehns.HNS
+	network string
+	opts    kernelspace.Options
+	stop    func() // the backend that runs
+	hook    func(string) error
+}
+
+func newFuzzer(t *testing.T, seed uint64) *fuzzer {
+	r := rand.New(rand.NewPCG(seed, 0))
+	features := fakehns.AllFeatures()
+	features.ModifyLoadBalancer = r.IntN(3) > 0
+	features.SessionAffinity = r.IntN(3) > 0
+	f := &fuzzer{
+		T: t, r: r,
+		state: cluster.New(cluster.Options{}),
+		world: apitest.NewWorld(r, 3, 5),
+		hns:   fakehns.New(features),
+	}
+	f.opts = kernelspace.Options{HNS: f.hns, Network: "pods", StateFile: filepath.Join(t.TempDir(), "kpng.json"), EnableDSR: r.IntN(2) == 0}
+	f.write(f.world.WriteAll)
+	f.state.SetSynced()
+	f.makeNetwork()
+	return f
+}
+
+// write changes the cluster's state.
+func (f *fuzzer) write(change func(apitest.Writer)) {
+	f.state.Update(func(tx *cluster.Tx) { change(writer{tx}) })
+}
+
+// makeNetwork makes the network, with what others have on it.
+func (f *fuzzer) makeNetwork() {
+	f.network = f.hns.AddNetwork(kernelspace.Network{Name: "pods"})
+	foreign, err := f.hns.CreateEndpoint(kernelspace.Endpoint{Network: f.network, Addrs: []netip.Addr{addr("10.200.0.1")}, Name: "foreign"})
+	if err != nil {
+		f.Fatal(err)
+	}
+	for _, lb := range []kernelspace.LoadBalancer{
+		balancer(foreign, "10.200.1.1", 80), balancer(foreign, "", 31999), balancer(foreign, "10.200.1.2", 80, 81),
+	} {
+		if _, err := f.hns.CreateLoadBalancer(lb); err != nil {
+			f.Fatal(err)
+		}
+	}
+}
+
+// foreign returns what others have.
+func (f *fuzzer) foreign() string {
+	var all []string
+	for line := range strings.Lines(f.hns.Dump()) {
+		if strings.Contains(line, "10.200.") || strings.Contains(line, "31999") {
+			all = append(all, line)
+		}
+	}
+	return strings.Join(all, "")
+}
+
+// start starts a backend and its driver.
+func (f *fuzzer) start() {
+	b, err := kernelspace.New(f.opts)
+	if err != nil {
+		f.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(klog.NewContext(f.Context(), logr.Discard()))
+	reader := feed.New(f.state, apitest.NodeName(0))
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		defer reader.Close()
+		if err := sink.Run(ctx, reader, b, sink.Options{}); err != nil && !errors.Is(err, context.Canceled) {
+			f.Errorf("the driver ended with %v", err)
+		}
+	}()
+	f.stop = func() { cancel(); <-done }
+}
+
+// errCrash is the panic of a backend that is killed in the middle of a call. Its
+// driver takes it for an error, and is stopped before it goes on.
+var errCrash = errors.New("killed")
+
+func (f *fuzzer) run(steps int) {
+	f.start()
+	before := f.foreign()
+	for range steps {
+		switch f.r.IntN(12) {
+		case 0:
+			f.fail()
+		case 1:
+			f.setHook(nil)
+		case 2:
+			f.kill()
+		case 3:
+			f.stop()
+			f.start()
+		case 4:
+			f.setHook(nil)
+			f.hns.RemoveNetwork(f.network)
+			f.makeNetwork()
+		case 5, 6:
+			f.pods(f.r.IntN(2) == 0)
+		case 7:
+			time.Sleep(time.Duration(f.r.IntN(int(3 * time.Minute))))
+		default:
+			f.write(f.world.Change)
+		}
+		if f.r.IntN(2) == 0 {
+			synctest.Wait()
+			if now := f.foreign(); now != before {
+				f.Fatalf("what others made has changed:\n%s", cmp.Diff(before, now))
+			}
+		}
+	}
+	f.setHook(nil)
+	f.pods(true)
+	time.Sleep(time.Hour) // longer than any backoff, and several verifications
+	f.stop()
+	got := f.hns.Dump()
+
+	// What a fresh start makes, of what others have.
+	have, err := f.hns.Endpoints(f.network)
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.hns.RemoveNetwork(f.network)
+	f.makeNetwork()
+	for _, e := range have {
+		if !e.Remote && e.Name == "" {
+			f.makePod(e.Addrs[0])
+		}
+	}
+	f.opts.StateFile = filepath.Join(f.TempDir(), "fresh.json")
+	f.start()
+	time.Sleep(time.Hour)
+	f.stop()
+	if diff := cmp.Diff(f.hns.Dump(), got); diff != "" {
+		f.Errorf("after a fresh start HNS has something else (-fresh +got):\n%s", diff)
+	}
+	b, err := kernelspace.New(f.opts)
+	if err != nil {
+		f.Fatal(err)
+	}
+	if err := b.Cleanup(f.Context()); err != nil {
+		f.Error(err)
+	}
+	if left := f.hns.Dump(); strings.Contains(left, "remote") || strings.Count(left, "load balancer") != 3 {
+		f.Errorf("Cleanup left more or less than what others have:\n%s", left)
+	}
+}
+
+// fail has some calls fail from now on.
+func (f *fuzzer) fail() {
+	errs := []error{
+		errRefused, kernelspace.ErrNotRunning, kernelspace.ErrNotFound, kernelspace.ErrExists,
+		fakehns.ErrAnswerLost, fakehns.ErrIgnored,
+	}
+	r := rand.New(rand.NewPCG(f.r.Uint64(), 0))
+	every := 1 + r.IntN(6)
+	f.setHook(func(string) error {
+		if r.IntN(every) > 0 {
+			return nil
+		}
+		return errs[r.IntN(len(errs))]
+	})
+}
+
+// kill ends the backend in the middle of a call, before or after HNS has done
+// it, and starts another.
+func (f *fuzzer) kill() {
+	n := f.r.IntN(6)
+	killed := false
+	f.setHook(func(string) error {
+		if n--; n < 0 {
+			killed = true
+		}
+		if killed {
+			panic(errCrash)
+		}
+		return nil
+	})
+	f.write(f.world.Change)
+	synctest.Wait()
+	f.stop()
+	f.setHook(nil)
+	f.start()
+}
+
+// pods makes the HNS endpoints of this node's pods: all, or some.
+func (f *fuzzer) pods(all bool) {
+	f.hns.SetHook(nil)
+	defer f.hns.SetHook(f.hook)
+	have, err := f.hns.Endpoints(f.network)
+	if err != nil {
+		f.Fatal(err)
+	}
+	known := map[netip.Addr]bool{}
+	for _, e := range have {
+		known[e.Addrs[0]] = known[e.Addrs[0]] || !e.Remote
+	}
+	for _, a := range f.local() {
+		if known[a] || !all && f.r.IntN(2) == 0 {
+			continue
+		}
+		known[a] = true
+		f.makePod(a)
+	}
+}
+
+// makePod makes the HNS endpoint of a pod of this node.
+func (f *fuzzer) makePod(a netip.Addr) {
+	if _, err := f.hns.CreateEndpoint(kernelspace.Endpoint{Network: f.network, Addrs: []netip.Addr{a}, MAC: "00-15-5d-00-00-01"}); err != nil {
+		f.Fatal(err)
+	}
+}
+
+// setHook sets the hook that holds until the next one.
+func (f *fuzzer) setHook(hook func(string) error) {
+	f.hook = hook
+	f.hns.SetHook(hook)
+}
+
+// local returns the addresses of this node's pods that services use.
+func (f *fuzzer) local() []netip.Addr {
+	var all []netip.Addr
+	snapshot := f.state.Snapshot()
+	node := &api.Node{Name: apitest.NodeName(0)}
+	if known, ok := snapshot.Nodes.Get(node.Name); ok {
+		node = known
+	}
+	for _, s := range snapshot.States.All() {
+		if v := nodeview.View(s, node); v != nil {
+			for i := range v.Endpoints {
+				if v.Endpoints[i].Local {
+					all = append(all, v.Endpoints[i].Addr())
+				}
+			}
+		}
+	}
+	return all
+}

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kernelspace
+
+import "time"
+
+// Observer is told what the backend does, from the goroutine that calls Sync or
+// Verify; its functions must not block. Those that are nil are not called.
+type Observer struct {
+	// Called tells of a call of HNS by its name ("CreateLoadBalancer", …), how
+	// long it took, and how it ended.
+	Called func(call string, took time.Duration, err error)
+	// Holds tells how many endpoints and load balancers HNS has that the backend
+	// made, whenever that is known anew.
+	Holds func(endpoints, loadBalancers int)
+}
+
+// observed is an HNS whose calls are told.
+type observed struct {
+	hns  HNS
+	tell func(call string, took time.Duration, err error)
+	now  func() time.Time
+}
+
+func observe[T any](o *observed, call string, f func() (T, error)) (T, error) {
+	begin := o.now()
+	v, err := f()
+	o.tell(call, o.now().Sub(begin), err)
+	return v, err
+}
+
+func (o *observed) Features() (Features, error) {
+	return observe(o, "Features", o.hns.Features)
+}
+
+func (o *observed) Network(name string) (*Network, error) {
+	return observe(o, "Network", func() (*Network, error) { return o.hns.Network(name) })
+}
+
+func (o *observed) Endpoints(network string) ([]Endpoint, error) {
+	return observe(o, "Endpoints", func() ([]Endpoint, error) { return o.hns.Endpoints(network) })
+}
+
+func (o *observed) LoadBalancers() ([]LoadBalancer, error) {
+	return observe(o, "LoadBalancers", o.hns.LoadBalancers)
+}
+
+func (o *observed) CreateEndpoint(e Endpoint) (string, error) {
+	return observe(o, "CreateEndpoint", func() (string, error) { return o.hns.CreateEndpoint(e) })
+}
+
+func (o *observed) DeleteEndpoint(id string) error {
+	_, err := observe(o, "DeleteEndpoint", func() (struct{}, error) { return struct{}{}, o.hns.DeleteEndpoint(id) })
+	return err
+}
+
+func (o *observed) CreateLoadBalancer(lb LoadBalancer) (string, error) {
+	return observe(o, "CreateLoadBalancer", func() (string, error) { return o.hns.CreateLoadBalancer(lb) })
+}
+
+func (o *observed) UpdateLoadBalancer(lb LoadBalancer) error {
+	_, err := observe(o, "UpdateLoadBalancer", func() (struct{}, error) { return struct{}{}, o.hns.UpdateLoadBalancer(lb) })
+	return err
+}
+
+func (o *observed) DeleteLoadBalancer(id string) error {
+	_, err := observe(o, "DeleteLoadBalancer", func() (struct{}, error) { return struct{}{}, o.hns.DeleteLoadBalancer(id) })
+	return err
+}

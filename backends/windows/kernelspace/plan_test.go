@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kernelspace_test
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+)
+
+func external(s *api.Service) {
+	s.Type = api.LoadBalancer
+	s.IPs.ExternalIPs = addrs("198.51.100.1")
+	s.IPs.LoadBalancerIPs = addrs("203.0.113.1")
+	s.Ports[0].NodePort = 30080
+}
+
+func externalLocal(s *api.Service) { external(s); s.ExternalTrafficToLocal = true }
+func internalLocal(s *api.Service) { s.InternalTrafficToLocal = true }
+func affine(s *api.Service) {
+	s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
+}
+func preserving(s *api.Service) {
+	external(s)
+	s.Annotations = map[string]string{kernelspace.PreserveDestination: "true"}
+}
+
+func dualStack(s *api.Service) {
+	s.IPs.ClusterIPs = addrs("10.96.0.1", "fd00:96::1")
+	s.IPFamilies = []api.Family{api.IPv4, api.IPv6}
+	s.Ports[0].NodePort = 30080
+	s.Type = api.NodePort
+}
+
+func terminating(e *api.SliceEndpoint) {
+	e.Conditions = api.Conditions{Serving: true, Terminating: true}
+}
+
+func without(change func(*kernelspace.Features)) kernelspace.Features {
+	f := fakehns.AllFeatures()
+	change(&f)
+	return f
+}
+
+func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
+	all := fakehns.AllFeatures()
+	overlay := kernelspace.Network{Overlay: true, RemoteSubnets: []kernelspace.RemoteSubnet{
+		{Prefix: netip.MustParsePrefix("10.1.2.0/24"), Provider: addr("192.168.0.2")},
+	}}
+	sourceVIP := kernelspace.Options{SourceVIPs: []netip.Addr{addr("10.1.1.250")}, HostMAC: "00-15-5d-00-00-99"}
+	for _, tc := range []struct {
+		name     string
+		features *kernelspace.Features
+		network  kernelspace.Network
+		opts     kernelspace.Options
+		pods     []string // of this node
+		view     *api.ServiceEndpoints
+		want     string
+		remotes  []string
+		fails    string
+	}{{
+		name: "a cluster IP goes to pods here and elsewhere",
+		pods: []string{"10.1.1.1"}, view: view(service("web"), at("10.1.1.1@here"), at("10.1.2.1")),
+		want:    "10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.1.2.1",
+		remotes: []string{"10.1.2.1"},
+	}, {
+		name: "a cluster IP has direct server return if that is asked for",
+		opts: kernelspace.Options{EnableDSR: true}, view: view(service("web"), at("10.1.2.1")),
+		want:    "10.96.0.1 DSR protocol 6 port 80->8080 to 10.1.2.1",
+		remotes: []string{"10.1.2.1"},
+	}, {
+		name:     "direct server return is done without where Windows lacks it",
+		features: new(without(func(f *kernelspace.Features) { f.DSR = false })),
+		opts:     kernelspace.Options{EnableDSR: true}, view: view(service("web", externalLocal), at("10.1.1.1@here")),
+		pods: []string{"10.1.1.1"},
+		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1
+			198.51.100.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1
+			203.0.113.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1
+			node port protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1`,
+	}, {
+		name: "a cluster IP with internal policy Local goes to pods here",
+		pods: []string{"10.1.1.1"}, view: view(service("web", internalLocal), at("10.1.1.1@here"), at("10.1.2.1")),
+		want: "10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1",
+	}, {
+		name: "with internal policy Local and no pod here nothing is left behind",
+		view: view(service("web", internalLocal), at("10.1.2.1")),
+	}, {
+		name: "external frontends with policy Cluster go everywhere",
+		pods: []string{"10.1.1.1"}, view: view(service("web", external), at("10.1.1.1@here"), at("10.1.2.1")),
+		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.1.2.1
+			198.51.100.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1 10.1.2.1
+			203.0.113.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1 10.1.2.1
+			node port protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1 10.1.2.1`,
+		remotes: []string{"10.1.2.1"},
+	}, {
+		name: "external frontends with policy Local go to pods here, with direct server return",
+		pods: []string{"10.1.1.1"}, view: view(service("web", externalLocal), at("10.1.1.1@here"), at("10.1.2.1")),
+		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.1.2.1
+			198.51.100.1 DSR protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1
+			203.0.113.1 DSR protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1
+			node port DSR protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1`,
+		remotes: []string{"10.1.2.1"},
+	}, {
+		name: "with preserve-destination the ingress address and the node port go to pods here",
+		pods: []string{"10.1.1.1"}, view: view(service("web", preserving), at("10.1.1.1@here"), at("10.1.2.1")),
+		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.1.2.1
+			198.51.100.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1 10.1.2.1
+			203.0.113.1 DSR protocol 6 port 80->8080 UseMux PreserveDIP VIPExternalIP to 10.1.1.1
+			node port protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1`,
+		remotes: []string{"10.1.2.1"},
+	}, {
+		name: "session affinity distributes by client",
+		view: view(service("web", affine), at("10.1.2.1")),
+		want: "10.96.0.1 protocol 6 port 80->8080 per client to 10.1.2.1", remotes: []string{"10.1.2.1"},
+	}, {
+		name:     "session affinity is done without where Windows lacks it",
+		features: new(without(func(f *kernelspace.Features) { f.SessionAffinity = false })),
+		view:     view(service("web", affine), at("10.1.2.1")),
+		want:     "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
+	}, {
+		name: "dual stack makes load balancers of both families",
+		pods: []string{"10.1.1.1"}, view: view(service("web", dualStack), at("10.1.1.1@here"), at("fd00:1::1")),
+		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1
+			fd00:96::1 IPv6 protocol 6 port 80->8080 to fd00:1::1
+			node port protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1
+			node port IPv6 protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to fd00:1::1`,
+		remotes: []string{"fd00:1::1"},
+	}, {
+		name:     "IPv6 is not served where Windows lacks it",
+		features: new(without(func(f *kernelspace.Features) { f.DualStack = false })),
+		pods:     []string{"10.1.1.1"}, view: view(service("web", dualStack), at("10.1.1.1@here"), at("fd00:1::1")),
+		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1
+			node port protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1`,
+	}, {
+		name: "UDP and TCP on one port are two load balancers, and SCTP none",
+		view: view(service("dns", func(s *api.Service) {
+			s.Ports = []api.PortMapping{
+				{Name: "udp", Protocol: api.UDP, Port: 53, TargetPort: 5353}, {Name: "tcp", Protocol: api.TCP, Port: 53, TargetPort: 5353},
+				{Name: "sctp", Protocol: api.SCTP, Port: 53, TargetPort: 5353},
+			}
+		}), at("10.1.2.1")),
+		want: `10.96.0.1 protocol 17 port 53->5353 to 10.1.2.1
+			10.96.0.1 protocol 6 port 53->5353 to 10.1.2.1`,
+		remotes: []string{"10.1.2.1"},
+	}, {
+		name: "terminating endpoints serve when none is ready",
+		view: view(service("web"), at("10.1.2.1", terminating), at("10.1.2.2", terminating)),
+		want: "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1 10.1.2.2", remotes: []string{"10.1.2.1", "10.1.2.2"},
+	}, {
+		name: "terminating endpoints do not serve while one is ready",
+		view: view(service("web"), at("10.1.2.1", terminating), at("10.1.2.2")),
+		want: "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2", remotes: []string{"10.1.2.2"},
+	}, {
+		name: "topology hints are followed",
+		view: view(service("web"), at("10.1.2.1", hinted("zone-a")), at("10.1.2.2", hinted("zone-b"))),
+		want: "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
+	}, {
+		name: "a load-balancer address with source ranges is not served",
+		view: view(service("web", func(s *api.Service) {
+			s.Type = api.LoadBalancer
+			s.IPs.LoadBalancerIPs = addrs("203.0.113.1")
+			s.IPFilters = []api.IPFilter{{TargetIPs: addrs("203.0.113.1"), SourceRanges: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}}}
+		}), at("10.1.2.1")),
+		want: "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
+	}, {
+		name: "an all-ports service is not served",
+		view: view(service("web", func(s *api.Service) { s.MapIP = true; s.IPs.ExternalIPs = addrs("198.51.100.1") }), at("10.1.2.1")),
+	}, {
+		name: "a pod in this node's host network is reached at the node's address",
+		view: view(service("web"), at("192.168.0.1@here")),
+		want: "10.96.0.1 protocol 6 port 80->8080 to 192.168.0.1", remotes: []string{"192.168.0.1"},
+	}, {
+		name: "a pod here without an HNS endpoint fails its service, and the others serve",
+		pods: []string{"10.1.1.1"}, view: view(service("web"), at("10.1.1.1@here"), at("10.1.1.2@here")),
+		want:  "10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1",
+		fails: "frontend 10.96.0.1:80/TCP: endpoint 10.1.1.2: is a pod of this node, and the network plug-in has not made an HNS endpoint for it",
+	}, {
+		name: "on an overlay network the source VIP is the pod network's, and endpoints name their node",
+		pods: []string{"10.1.1.1"}, network: overlay, opts: sourceVIP, view: view(service("web"), at("10.1.1.1@here"), at("10.1.2.1")),
+		want:    "10.96.0.1 source 10.1.1.250 protocol 6 port 80->8080 to 10.1.1.1 10.1.2.1",
+		remotes: []string{"10.1.2.1"},
+	}, {
+		name:    "on an overlay network the source is this node's address where an endpoint is beyond the cluster",
+		network: overlay, opts: sourceVIP, view: view(service("web"), at("8.8.8.8")),
+		want: "10.96.0.1 source 192.168.0.1 protocol 6 port 80->8080 to 8.8.8.8", remotes: []string{"8.8.8.8"},
+	}, {
+		name:    "on an overlay network the source is this node's address where an endpoint is another node",
+		network: overlay, opts: sourceVIP, view: view(service("web"), at("192.168.0.2")),
+		want: "10.96.0.1 source 192.168.0.1 protocol 6 port 80->8080 to 192.168.0.2", remotes: []string{"192.168.0.2"},
+	}, {
+		name: "on another network there is the source VIP that was asked for",
+		opts: sourceVIP, view: view(service("web"), at("10.1.2.1")),
+		want: "10.96.0.1 source 10.1.1.250 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
+	}} {
+		t.Run(tc.name, func(t *testing.T) {
+			features := all
+			if tc.features != nil {
+				features = *tc.features
+			}
+			w := newWorld(t, features, tc.network, tc.opts, tc.pods...)
+			w.views[tc.view.Key()] = tc.view
+			got := failures(t, w.full())
+			if got["web"] != tc.fails {
+				t.Errorf("the sync failed with %q, want %q", got["web"], tc.fails)
+			}
+			w.has(tc.want)
+			w.remotes(tc.remotes...)
+
+			// Everything there is of it goes with it.
+			w.must(w.remove(tc.view.Service.Name))
+			w.has("")
+			w.remotes()
+		})
+	}
+}
+
+func hinted(zone string) func(*api.SliceEndpoint) {
+	return func(e *api.SliceEndpoint) { e.Hints = &api.Hints{ForZones: []string{zone}} }
+}
+
+func TestDifferentNumbersOfANamedPortAreAMappingEach(t *testing.T) {
+	w := l2bridge(t)
+	v := view(service("web", func(s *api.Service) {
+		s.Ports[0].Name, s.Ports[0].TargetPortName = "http", "http"
+	}), at("10.1.2.1"), at("10.1.2.2"))
+	v.Endpoints[1].PortOverrides = []api.PortName{{Name: "http", Port: 9090}}
+	w.must(w.set(v))
+	w.has("10.96.0.1 protocol 6 port 80->8080 protocol 6 port 80->9090 to 10.1.2.1 10.1.2.2")
+}
+
+func TestAnOverlayNetworkHasAnEndpointForTheSourceVIP(t *testing.T) {
+	w := newWorld(t, fakehns.AllFeatures(),
+		kernelspace.Network{Overlay: true, RemoteSubnets: []kernelspace.RemoteSubnet{{Prefix: netip.MustParsePrefix("10.1.2.0/24"), Provider: addr("192.168.0.2")}}},
+		kernelspace.Options{SourceVIPs: []netip.Addr{addr("10.1.1.250")}, HostMAC: "00-15-5d-00-00-99"})
+	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	const sourceVIP = "endpoint [10.1.1.250] named kpng-source-vip\n"
+	if got, want := w.hns.Dump(), sourceVIP+
+		"endpoint [10.1.2.1] remote mac 02-11-0a-01-02-01 at 192.168.0.2 named kpng-10.1.2.1\n"+
+		"load balancer 10.96.0.1 source 10.1.1.250 protocol 6 port 80->8080 to 10.1.2.1\n"; got != want {
+		t.Errorf("HNS has\n%swant\n%s", got, want)
+	}
+
+	// The pod network of the node that is gone is given to a new one.
+	network, _ := w.hns.NetworkByID(w.network)
+	network.RemoteSubnets[0].Provider = addr("192.168.0.3")
+	w.hns.AddNetwork(network)
+	w.must(w.backend.Verify(t.Context()))
+	if got := w.hns.Dump(); !strings.Contains(got, "at 192.168.0.3 named kpng-10.1.2.1") || !strings.Contains(got, "to 10.1.2.1") {
+		t.Errorf("the pod network has moved, and HNS has\n%s", got)
+	}
+
+	// A node comes after the last listing.
+	network.RemoteSubnets = append(network.RemoteSubnets, kernelspace.RemoteSubnet{Prefix: netip.MustParsePrefix("10.1.3.0/24"), Provider: addr("192.168.0.4")})
+	w.hns.AddNetwork(network)
+	if err := w.set(view(service("web"), at("10.1.3.1"))); err == nil {
+		t.Error("the network changes under a sync, and nothing is to be told again")
+	}
+	w.must(w.set(view(service("web"), at("10.1.3.1"))))
+	if got := w.hns.Dump(); !strings.Contains(got, "at 192.168.0.4 named kpng-10.1.3.1") {
+		t.Errorf("a node has come, and HNS has\n%s", got)
+	}
+
+	w.must(w.remove("web"))
+	if got := w.hns.Dump(); got != sourceVIP {
+		t.Errorf("all services are gone, and HNS has\n%s", got)
+	}
+	w.must(w.backend.Cleanup(t.Context()))
+	if got := w.hns.Dump(); got != "" {
+		t.Errorf("after Cleanup HNS has\n%s", got)
+	}
+}

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package proxy
+
+import (
+	"net/netip"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/spf13/pflag"
+	"go.uber.org/goleak"
+)
+
+// proxyOf returns what a command line makes.
+func proxyOf(t *testing.T, hns kernelspace.HNS, args ...string) *Proxy {
+	t.Helper()
+	p := New(hns)
+	fs := pflag.NewFlagSet("kernelspace", pflag.ContinueOnError)
+	p.Register(fs)
+	if err := fs.Parse(args); err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func TestFlagsBecomeOptions(t *testing.T) {
+	t.Setenv("KUBE_NETWORK", "l2bridge")
+	t.Setenv("ProgramData", "/data")
+	addr := netip.MustParseAddr
+	for _, tc := range []struct {
+		name string
+		args []string
+		want kernelspace.Options
+	}{
+		{"the environment names the network and the folder", nil, kernelspace.Options{
+			Network: "l2bridge", Name: "kpng", StateFile: filepath.Join("/data", "kpng", "kernelspace.json"),
+		}},
+		{"everything", []string{
+			"--network=vxlan", "--instance=mine", "--state-file=mine.json", "--enable-dsr", "--source-vip=10.1.1.250,fd00::250",
+			"--node-ip=192.168.0.1", "--node-ip=fd00:192::1", "--host-mac=00-15-5d-01-02-03",
+		}, kernelspace.Options{
+			Network: "vxlan", Name: "mine", StateFile: "mine.json", EnableDSR: true, HostMAC: "00-15-5d-01-02-03",
+			SourceVIPs: []netip.Addr{addr("10.1.1.250"), addr("fd00::250")}, NodeIPs: []netip.Addr{addr("192.168.0.1"), addr("fd00:192::1")},
+		}},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			p := proxyOf(t, nil, tc.args...)
+			if diff := cmp.Diff(tc.want, p.opts, cmpopts.EquateComparable(netip.Addr{}), cmpopts.IgnoreFields(kernelspace.Options{}, "Observer")); diff != "" {
+				t.Errorf("options (-want +got):\n%s", diff)
+			}
+			if len(p.Beside(nil)) != 1 {
+				t.Error("health checks are not answered")
+			}
+		})
+	}
+	if beside := proxyOf(t, nil, "--no-health-checks").Beside(nil); len(beside) > 0 {
+		t.Errorf("there is %v beside the backend, which was not asked for", beside)
+	}
+	if err := (&addresses{&[]netip.Addr{}}).Set("10.0.0"); err == nil {
+		t.Error("what is no address is taken for one")
+	}
+}
+
+func TestLoadBalancersAreCountedStayAndAreCleanedUp(t *testing.T) {
+	defer goleak.VerifyNone(t)
+	hns := fakehns.New(fakehns.AllFeatures())
+	hns.AddNetwork(kernelspace.Network{Name: "pods"})
+	args := []string{"--network=pods", "--state-file=" + filepath.Join(t.TempDir(), "kpng.json")}
+	p := proxyOf(t, hns, args...)
+	registry := prometheus.NewPedanticRegistry()
+	registry.MustRegister(p)
+
+	if err := p.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	view := nodeview.View(&api.ServiceState{
+		Service: &api.Service{
+			Namespace: "default", Name: "web", Type: api.ClusterIP,
+			IPs:   api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr("10.96.0.1"))},
+			Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
+		},
+		Slices: []*api.EndpointSlice{{
+			Namespace: "default", Name: "web", ServiceName: "web", Family: api.IPv4,
+			Ports:     []api.EndpointPort{{Protocol: api.TCP, Port: 8080}},
+			Endpoints: []api.SliceEndpoint{{Addr: netip.MustParseAddr("10.1.2.1"), Conditions: api.Conditions{Ready: true, Serving: true}}},
+		}},
+	}, &api.Node{Name: "this-node"})
+	changes := slices.Values([]sink.Change{{Key: view.Key(), New: view}})
+	if err := p.Sync(t.Context(), &sink.Changes{Full: true, Services: changes}); err != nil {
+		t.Fatal(err)
+	}
+	if err := testutil.GatherAndCompare(registry, strings.NewReader(`
+# HELP kpng_hns_load_balancers Load balancers that HNS has for kpng.
+# TYPE kpng_hns_load_balancers gauge
+kpng_hns_load_balancers 1
+`), "kpng_hns_load_balancers"); err != nil {
+		t.Error(err)
+	}
+	if err := p.Verify(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if err := p.Stop(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if !strings.Contains(hns.Dump(), "load balancer 10.96.0.1") {
+		t.Errorf("the program has ended, and HNS has\n%s", hns.Dump())
+	}
+	if err := proxyOf(t, hns, args...).Cleanup(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if left := hns.Dump(); left != "" {
+		t.Errorf("after Cleanup HNS has\n%s", left)
+	}
+}

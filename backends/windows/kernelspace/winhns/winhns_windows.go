@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package winhns
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"strings"
+
+	"github.com/Microsoft/hcsshim/hcn"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"golang.org/x/sys/windows"
+)
+
+// HNS implements [kernelspace.HNS]. The zero value is ready for use, and HNS
+// need not run yet.
+type HNS struct{}
+
+var _ kernelspace.HNS = HNS{}
+
+// What HNS' remote procedure call says while the service does not run, as Win32
+// error codes (winerror.h).
+const (
+	rpcUnknownInterface  = hcn.ErrorCode(windows.RPC_S_UNKNOWN_IF)
+	rpcServerUnavailable = hcn.ErrorCode(windows.RPC_S_SERVER_UNAVAILABLE)
+)
+
+// wrap adds kernelspace's error to one of HNS that means the same.
+func wrap(err error) error {
+	meaning := error(nil)
+	switch {
+	case err == nil:
+		return nil
+	case hcn.CheckErrorWithCode(err, rpcUnknownInterface), hcn.CheckErrorWithCode(err, rpcServerUnavailable):
+		meaning = kernelspace.ErrNotRunning
+	case hcn.IsElementNotFoundError(err), hcn.IsNotFoundError(err):
+		meaning = kernelspace.ErrNotFound
+	case hcn.IsPortAlreadyExistsError(err), hcn.CheckErrorWithCode(err, hcn.ErrorCode(windows.ERROR_OBJECT_ALREADY_EXISTS)),
+		hcn.CheckErrorWithCode(err, hcn.ErrorCode(windows.ERROR_DUP_NAME)):
+		meaning = kernelspace.ErrExists
+	case hcn.IsNotImplemented(err), hcn.CheckErrorWithCode(err, hcn.ErrorCode(windows.ERROR_NOT_SUPPORTED)):
+		meaning = kernelspace.ErrNotSupported
+	default:
+		return err
+	}
+	return fmt.Errorf("%w: %w", meaning, err)
+}
+
+// Features implements [kernelspace.HNS]. hcn.GetSupportedFeatures would do it,
+// but remembers for ever that HNS did not run when it was asked first.
+func (HNS) Features() (kernelspace.Features, error) {
+	globals, err := hcn.GetGlobals()
+	if err != nil {
+		return kernelspace.Features{}, wrap(err)
+	}
+	has := func(ranges hcn.VersionRanges) bool { return inRanges(globals.Version, ranges) }
+	if !has(hcn.V2ApiSupport) {
+		return kernelspace.Features{}, fmt.Errorf("HNS %d.%d is too old, 9.2 is needed: %w",
+			globals.Version.Major, globals.Version.Minor, kernelspace.ErrNotSupported)
+	}
+	return kernelspace.Features{
+		DSR:                has(hcn.DSRVersion),
+		DualStack:          has(hcn.IPv6DualStackVersion),
+		RemoteSubnet:       has(hcn.RemoteSubnetVersion),
+		SessionAffinity:    has(hcn.SessionAffinityVersion),
+		ModifyLoadBalancer: has(hcn.ModifyLoadbalancerVersion),
+	}, nil
+}
+
+func inRanges(v hcn.Version, ranges hcn.VersionRanges) bool {
+	less := func(a, b hcn.Version) bool { return a.Major < b.Major || a.Major == b.Major && a.Minor < b.Minor }
+	for _, r := range ranges {
+		if !less(v, r.MinVersion) && !less(r.MaxVersion, v) {
+			return true
+		}
+	}
+	return false
+}
+
+// Network implements [kernelspace.HNS].
+func (HNS) Network(name string) (*kernelspace.Network, error) {
+	found, err := hcn.GetNetworkByName(name)
+	if err != nil {
+		return nil, wrap(err)
+	}
+	n := &kernelspace.Network{ID: found.Id, Name: found.Name, Overlay: found.Type == hcn.Overlay}
+	for _, p := range found.Policies {
+		if p.Type != hcn.RemoteSubnetRoute {
+			continue
+		}
+		var setting hcn.RemoteSubnetRoutePolicySetting
+		if err := json.Unmarshal(p.Settings, &setting); err != nil {
+			return nil, fmt.Errorf("read a remote subnet of network %s: %w", n.ID, err)
+		}
+		prefix, err := netip.ParsePrefix(setting.DestinationPrefix)
+		if err != nil {
+			return nil, fmt.Errorf("read a remote subnet of network %s: %w", n.ID, err)
+		}
+		provider, err := netip.ParseAddr(setting.ProviderAddress)
+		if err != nil {
+			return nil, fmt.Errorf("read the provider of remote subnet %s of network %s: %w", prefix, n.ID, err)
+		}
+		n.RemoteSubnets = append(n.RemoteSubnets, kernelspace.RemoteSubnet{Prefix: prefix, Provider: provider})
+	}
+	return n, nil
+}
+
+// Endpoints implements [kernelspace.HNS].
+func (HNS) Endpoints(network string) ([]kernelspace.Endpoint, error) {
+	listed, err := list(func() ([]hcn.HostComputeEndpoint, error) { return hcn.ListEndpointsOfNetwork(network) })
+	if err != nil {
+		return nil, err
+	}
+	all := make([]kernelspace.Endpoint, 0, len(listed))
+	for i := range listed {
+		// HNS may not filter as it is asked to.
+		if e := endpoint(&listed[i]); strings.EqualFold(e.Network, network) {
+			all = append(all, e)
+		}
+	}
+	return all, nil
+}
+
+// LoadBalancers implements [kernelspace.HNS].
+func (HNS) LoadBalancers() ([]kernelspace.LoadBalancer, error) {
+	listed, err := list(hcn.ListLoadBalancers)
+	if err != nil {
+		return nil, err
+	}
+	all := make([]kernelspace.LoadBalancer, 0, len(listed))
+	for i := range listed {
+		if lb, ok := balancer(&listed[i]); ok {
+			all = append(all, lb)
+		}
+	}
+	return all, nil
+}
+
+// list lists something. hcn asks for the IDs first and then for each object: one
+// that goes meanwhile, as a pod's endpoint may, fails the listing, which is no
+// reason to give up.
+func list[T any](f func() ([]T, error)) (all []T, err error) {
+	for range 3 {
+		all, err = f()
+		if err = wrap(err); !errors.Is(err, kernelspace.ErrNotFound) {
+			break
+		}
+	}
+	return all, err
+}
+
+// CreateEndpoint implements [kernelspace.HNS].
+func (HNS) CreateEndpoint(e kernelspace.Endpoint) (string, error) {
+	create := &hcn.HostComputeEndpoint{
+		Name:               e.Name,
+		HostComputeNetwork: e.Network,
+		MacAddress:         e.MAC,
+		SchemaVersion:      hcn.V2SchemaVersion(),
+	}
+	for _, a := range e.Addrs {
+		create.IpConfigurations = append(create.IpConfigurations, hcn.IpConfig{IpAddress: a.String()})
+	}
+	if e.Remote {
+		create.Flags = hcn.EndpointFlagsRemoteEndpoint
+	}
+	if e.Provider.IsValid() {
+		setting, err := json.Marshal(hcn.ProviderAddressEndpointPolicySetting{ProviderAddress: e.Provider.String()})
+		if err != nil {
+			return "", err
+		}
+		create.Policies = []hcn.EndpointPolicy{{Type: hcn.NetworkProviderAddress, Settings: setting}}
+	}
+	created, err := create.Create()
+	if err != nil {
+		return "", wrap(err)
+	}
+	return strings.ToLower(created.Id), nil
+}
+
+// DeleteEndpoint implements [kernelspace.HNS].
+func (HNS) DeleteEndpoint(id string) error {
+	return wrap((&hcn.HostComputeEndpoint{Id: id}).Delete())
+}
+
+// CreateLoadBalancer implements [kernelspace.HNS].
+func (HNS) CreateLoadBalancer(lb kernelspace.LoadBalancer) (string, error) {
+	created, err := hcnBalancer(lb).Create()
+	if err != nil {
+		return "", wrap(err)
+	}
+	return strings.ToLower(created.Id), nil
+}
+
+// UpdateLoadBalancer implements [kernelspace.HNS].
+func (HNS) UpdateLoadBalancer(lb kernelspace.LoadBalancer) error {
+	_, err := hcnBalancer(lb).Update(lb.ID)
+	return wrap(err)
+}
+
+// DeleteLoadBalancer implements [kernelspace.HNS].
+func (HNS) DeleteLoadBalancer(id string) error {
+	return wrap((&hcn.HostComputeLoadBalancer{Id: id}).Delete())
+}

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/spf13/cobra"
+)
+
+// explainCommand says what becomes of services on a node, and why.
+func explainCommand() *cobra.Command {
+	var (
+		source              app.Source
+		node, output        string
+		dataplane, instance string
+	)
+	cmd := &cobra.Command{
+		Use:   "explain --node NODE [NAMESPACE/NAME | IP[:PORT[/PROTOCOL]]]",
+		Short: "Explain what a node does with services: which endpoints are in or out, which verdicts hold, and why",
+		Example: `  kpng explain --node worker-1 default/web
+  kpng explain --node worker-1 10.96.0.80:80/tcp
+  kpng explain --node worker-1 --dataplane nftables 10.96.0.80:80/tcp
+  kpng explain -i state.yaml --node worker-1 -o json | jq '.Frontends[] | select(.Elsewhere.Verdict == "Reject")'`,
+		Args: cobra.MaximumNArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if node == "" {
+				return errors.New("--node is given, but empty")
+			}
+			var about question
+			if len(args) > 0 {
+				var err error
+				if about, err = parseQuestion(args[0]); err != nil {
+					return err
+				}
+			}
+			print, err := printer(cmd.OutOrStdout(), output)
+			if err != nil {
+				return err
+			}
+			look := func(*nodeview.Explanation, *api.Node) error { return nil }
+			switch {
+			case dataplane == "" && instance != "":
+				return errors.New("--instance is about the backend that --dataplane names")
+			case dataplane != "" && output != "text":
+				return fmt.Errorf("--dataplane prints text, not --output %s", output)
+			case dataplane != "":
+				i, err := newInspector(dataplane, instance)
+				if err != nil {
+					return err
+				}
+				look = func(e *nodeview.Explanation, n *api.Node) error {
+					return inspect(cmd.Context(), cmd.OutOrStdout(), i, e, n, about.addr)
+				}
+			}
+			return explain(cmd.Context(), &source, node, about, print, look, cmd.ErrOrStderr())
+		},
+	}
+	fs := cmd.Flags()
+	fs.SortFlags = false
+	fs.StringVar(&node, "node", "", "the `name` of the node whose view is explained")
+	fs.StringVarP(&output, "output", "o", "text", "print `text or json`; of JSON, one object a service and line")
+	fs.StringVar(&dataplane, "dataplane", "", "print what this `backend` has programmed on this machine, too, beside what it should have; it needs the backend's rights")
+	fs.StringVar(&instance, "instance", "", "the `name` of the backend's instance, if it has one")
+	source.Register(cmd)
+	err := errors.Join(
+		cmd.MarkFlagRequired("node"),
+		cmd.RegisterFlagCompletionFunc("output", cobra.FixedCompletions([]string{"text", "json"}, cobra.ShellCompDirectiveNoFileComp)),
+	)
+	if err != nil {
+		panic(err) // there is no such flag
+	}
+	return cmd
+}
+
+// printer returns what prints explanations one by one.
+func printer(w io.Writer, output string) (func(*nodeview.Explanation) error, error) {
+	switch output {
+	case "text":
+		separator := ""
+		return func(e *nodeview.Explanation) error {
+			_, err := fmt.Fprint(w, separator, e)
+			separator = "\n"
+			return err
+		}, nil
+	case "json":
+		out := json.NewEncoder(w)
+		return func(e *nodeview.Explanation) error { return out.Encode(e) }, nil
+	default:
+		return nil, fmt.Errorf("--output %q is neither text nor json", output)
+	}
+}
+
+// explain prints what the source says about a question, and what look finds to
+// each answer.
+func explain(ctx context.Context, source *app.Source, nodeName string, about question,
+	print func(*nodeview.Explanation) error, look func(*nodeview.Explanation, *api.Node) error, warnings io.Writer) error {
+	snapshot, err := source.Load(ctx)
+	if err != nil {
+		return err
+	}
+	node, known := snapshot.Nodes.Get(nodeName)
+	if !known {
+		node = &api.Node{Name: nodeName}
+		fmt.Fprintf(warnings, "There is no node %q: no zone is known, and local is what names it.\n", nodeName)
+	}
+	found := false
+	for e := range about.explanations(snapshot, node) {
+		found = true
+		if err := errors.Join(print(e), look(e, node)); err != nil {
+			return err
+		}
+	}
+	if !found && about != (question{}) {
+		return about.notFound(snapshot, node)
+	}
+	return nil
+}
+
+// explanations yields the answers to a question, in order of services.
+func (q question) explanations(s *cluster.Snapshot, node *api.Node) func(func(*nodeview.Explanation) bool) {
+	return func(yield func(*nodeview.Explanation) bool) {
+		if q.service.Name != "" {
+			if state, ok := s.States.Get(q.service); ok {
+				yield(nodeview.Explain(state, node))
+			}
+			return
+		}
+		for _, state := range s.States.All() {
+			e := nodeview.Explain(state, node)
+			if q.addr.IsValid() && !q.narrow(e, node) {
+				continue
+			}
+			if !yield(e) {
+				return
+			}
+		}
+	}
+}
+
+// narrow leaves in e what is about the address of the question, and reports
+// whether there is anything.
+func (q question) narrow(e *nodeview.Explanation, node *api.Node) bool {
+	e.Frontends = slices.DeleteFunc(e.Frontends, func(f nodeview.Frontend) bool { return !q.asksFor(f.FrontendKey, node) })
+	e.Unserved = slices.DeleteFunc(e.Unserved, func(u nodeview.UnservedFrontend) bool { return !q.asksFor(u.FrontendKey, node) })
+	e.Lists = slices.DeleteFunc(e.Lists, func(l nodeview.ListExplanation) bool {
+		return !slices.ContainsFunc(e.Frontends, func(f nodeview.Frontend) bool { return f.ServicePort == l.Port && f.Family == l.Family })
+	})
+	return len(e.Frontends)+len(e.Unserved) > 0
+}
+
+// notFound says that there is no answer, and what there is instead.
+func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
+	if q.service.Name != "" {
+		return fmt.Errorf("there is no service %s among those that are served", q.service)
+	}
+	var others []string
+	for e := range (question{addr: q.addr}).explanations(s, node) {
+		for _, f := range e.Frontends {
+			others = append(others, fmt.Sprintf("%s of %s", f.FrontendKey, e.Service))
+		}
+	}
+	const most = 10
+	switch {
+	case len(others) == 0:
+		return fmt.Errorf("no service is served at %s", q.addr)
+	case len(others) > most:
+		others = append(others[:most], fmt.Sprintf("and %d more", len(others)-most))
+	}
+	return fmt.Errorf("no service is served at %s, where there are: %s", q.text(), strings.Join(others, ", "))
+}

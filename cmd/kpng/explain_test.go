@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"encoding/json"
+	"flag"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+var update = flag.Bool("update", false, "write the golden files in testdata")
+
+const explained = "testdata/explain.yaml"
+
+func TestExplain(t *testing.T) {
+	for _, test := range []struct {
+		name  string
+		about []string
+	}{
+		{"everything", nil},
+		{"a service", []string{"default/web"}},
+		{"a cluster IP and port", []string{"10.0.0.1:80"}},
+		{"a node port", []string{"192.0.2.1:30080/tcp"}},
+		{"an address that two services claim", []string{"198.51.100.1:80/TCP"}},
+		{"an address with one of its protocols", []string{"10.0.0.3:53/udp"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			got := mustExecute(t, append([]string{"explain", "-i", explained, "--node=here"}, test.about...)...)
+			golden := filepath.Join("testdata", "explain "+test.name+".txt")
+			golden = strings.ReplaceAll(golden, " ", "-")
+			if *update {
+				if err := os.WriteFile(golden, []byte(got), 0o644); err != nil {
+					t.Fatal(err)
+				}
+			}
+			want, err := os.ReadFile(golden)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(string(want), got); diff != "" {
+				t.Errorf("-want +got (go test -update writes %s):\n%s", golden, diff)
+			}
+		})
+	}
+}
+
+func TestAnyAddressOfAServiceAndARelayExplainTheSame(t *testing.T) {
+	served := serve(t, "file", "-i", explained)
+	for _, about := range []string{"default/web", "10.0.0.1", "198.51.100.2:80"} {
+		want := mustExecute(t, "explain", "-i", explained, "--node=here", about)
+		if got := mustExecute(t, "explain", "--api", served, "--node=here", about); got != want || got == "" {
+			t.Errorf("%s: a server explains\n%s\nwant\n%s", about, got, want)
+		}
+	}
+}
+
+func TestExplanationsAreJSONIfAsked(t *testing.T) {
+	var e struct {
+		Service struct{ Name string }
+		Lists   []struct {
+			Topology  string
+			Endpoints []struct {
+				Endpoint                         struct{ Addr string }
+				Internal, External, ShortCircuit struct {
+					In  bool
+					Why string
+				}
+			}
+		}
+		Frontends []struct {
+			Kind, Addr, Masquerade string
+			Elsewhere, Node        struct{ Verdict string }
+		}
+	}
+	out := mustExecute(t, "explain", "-i", explained, "--node=here", "198.51.100.2:80/tcp", "-o", "json")
+	if err := json.Unmarshal([]byte(out), &e); err != nil {
+		t.Fatalf("%v in %s", err, out)
+	}
+	if len(e.Frontends) != 1 || e.Frontends[0].Kind != "LoadBalancerIP" || e.Frontends[0].Elsewhere.Verdict != "Forward" || e.Frontends[0].Masquerade != "MasqueradeNode" {
+		t.Errorf("frontends %+v in %s", e.Frontends, out)
+	}
+	if len(e.Lists) != 1 || len(e.Lists[0].Endpoints) != 4 {
+		t.Fatalf("lists %+v in %s", e.Lists, out)
+	}
+	there := e.Lists[0].Endpoints[1]
+	if !there.Internal.In || there.External.In || there.External.Why != "not on this node" || !there.ShortCircuit.In {
+		t.Errorf("endpoint %+v in %s", there, out)
+	}
+}
+
+func TestQuestionsWithoutAnAnswer(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		args []string
+		want []string
+	}{
+		{"a service that is not there", []string{"default/nobody"}, []string{"default/nobody"}},
+		{"a port that is not there", []string{"10.0.0.1:81"}, []string{"10.0.0.1:81", "ClusterIP 10.0.0.1:80/TCP of default/web"}},
+		{"another protocol", []string{"10.0.0.1:80/udp"}, []string{"10.0.0.1:80/UDP", "10.0.0.1:80/TCP"}},
+		{"an address that is not there", []string{"10.9.9.9:80"}, []string{"10.9.9.9"}},
+		{"a node port of another node", []string{"192.0.2.2:30080"}, []string{"192.0.2.2"}},
+		{"a name without a namespace", []string{"web"}, []string{`"web"`, "NAMESPACE/NAME"}},
+		{"a protocol that is none", []string{"10.0.0.1:80/icmp"}, []string{"10.0.0.1:80/icmp", "tcp"}},
+		{"a protocol without a port", []string{"10.0.0.1/tcp"}, []string{"10.0.0.1/tcp", "NAMESPACE/NAME"}},
+		{"half an address", []string{"10.0.0:80/tcp"}, []string{"10.0.0:80/tcp", "NAMESPACE/NAME"}},
+		{"two questions", []string{"a/b", "c/d"}, []string{"at most 1"}},
+		{"an output that is none", []string{"-o", "yaml"}, []string{"--output", "yaml"}},
+		{"two sources", []string{"--api=unix:///s"}, []string{"api", "manifests"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			_, err := execute(t.Context(), append([]string{"explain", "-i", explained, "--node=here"}, test.args...)...)
+			if err == nil {
+				t.Fatal("no error")
+			}
+			for _, want := range test.want {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("error %q does not name %q", err, want)
+				}
+			}
+		})
+	}
+	for _, node := range [][]string{nil, {"--node="}} {
+		if _, err := execute(t.Context(), append([]string{"explain", "-i", explained}, node...)...); err == nil || !strings.Contains(err.Error(), "node") {
+			t.Errorf("with the node %q: error %v", node, err)
+		}
+	}
+}

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command kpng brings what a cluster says about its services from a source (an
+// API server, manifests, another kpng) to a target: clients on the network, a
+// backend in this process, a file.
+//
+//	kpng kube --kubeconfig F to-api --listen unix:///run/kpng/kpng.sock
+//	kpng api --api unix:///run/kpng/kpng.sock to-local json
+//
+// It also explains what becomes of a service on a node, and why. docs/running.md
+// is its manual.
+package main
+
+import (
+	"fmt"
+	"strings"
+
+	"github.com/kpng-project/kpng/app"
+	"github.com/spf13/cobra"
+)
+
+func main() { app.Execute(newRoot()) }
+
+func newRoot() *cobra.Command {
+	root := group("kpng", "Bring what a cluster says about its services to whom it concerns",
+		kubeSource(), fileSource(), apiSource(), explainCommand(), cleanupCommand(), versionCommand())
+	root.SilenceErrors = true
+	root.SilenceUsage = true
+	app.RegisterLogging(root.PersistentFlags())
+	return root
+}
+
+// group returns a command that has others below it and does nothing itself.
+func group(name, short string, commands ...*cobra.Command) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   name,
+		Short: short,
+		Args:  cobra.ArbitraryArgs,
+		RunE: func(cmd *cobra.Command, args []string) error {
+			var names []string
+			for _, c := range cmd.Commands() {
+				if c.IsAvailableCommand() {
+					names = append(names, c.Name())
+				}
+			}
+			known := strings.Join(names, ", ")
+			if len(args) > 0 {
+				return fmt.Errorf("%s has no command %q, only %s", cmd.CommandPath(), args[0], known)
+			}
+			return fmt.Errorf("%s needs a command: one of %s", cmd.CommandPath(), known)
+		},
+	}
+	cmd.PersistentFlags().SortFlags = false
+	cmd.AddCommand(commands...)
+	return cmd
+}
+
+func kubeSource() *cobra.Command {
+	var s app.Source
+	cmd := group("kube", "Watch a Kubernetes API server", toAPI(&s), toLocal(&s), toFile(&s))
+	s.RegisterKube(cmd.PersistentFlags())
+	return cmd
+}
+
+func fileSource() *cobra.Command {
+	var s app.Source
+	cmd := group("file", "Read Kubernetes manifests and follow them", toAPI(&s), toLocal(&s), toFile(&s))
+	s.RegisterManifests(cmd.PersistentFlags())
+	if err := cmd.MarkPersistentFlagRequired("manifests"); err != nil {
+		panic(err) // there is no such flag
+	}
+	return cmd
+}
+
+func apiSource() *cobra.Command {
+	var s app.Source
+	cmd := group("api", "Be served by another kpng", toAPI(&s), toLocal(&s), toFileFromAPI(&s))
+	s.RegisterAPI(cmd.PersistentFlags())
+	return cmd
+}

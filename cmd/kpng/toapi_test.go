@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"io"
+	"math/big"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+// identity is a certificate with its key.
+type identity struct {
+	cert *x509.Certificate
+	key  *ecdsa.PrivateKey
+}
+
+// newIdentity returns one that by has signed or, if that is nil, an authority.
+func newIdentity(t *testing.T, by *identity, name string, organizations ...string) *identity {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(time.Now().UnixNano()),
+		Subject:      pkix.Name{CommonName: name, Organization: organizations},
+		NotBefore:    time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		DNSNames:    []string{"localhost"},
+		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
+	}
+	signer := &identity{template, key}
+	if by == nil {
+		template.IsCA, template.BasicConstraintsValid, template.KeyUsage = true, true, x509.KeyUsageCertSign
+	} else {
+		signer = by
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, signer.cert, key.Public(), signer.key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cert, err := x509.ParseCertificate(der)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &identity{cert, key}
+}
+
+// flags writes the identity to files and returns the flags that name them.
+func (i *identity) flags(t *testing.T, prefix string, authority *identity) []string {
+	t.Helper()
+	key, err := x509.MarshalPKCS8PrivateKey(i.key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	var flags []string
+	for name, block := range map[string]*pem.Block{
+		"ca":   {Type: "CERTIFICATE", Bytes: authority.cert.Raw},
+		"cert": {Type: "CERTIFICATE", Bytes: i.cert.Raw},
+		"key":  {Type: "PRIVATE KEY", Bytes: key},
+	} {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, pem.EncodeToMemory(block), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		flags = append(flags, "--"+prefix+"tls-"+name+"-file="+path)
+	}
+	return flags
+}
+
+func TestCertificatesSayWhoMayHaveWhat(t *testing.T) {
+	ca := newIdentity(t, nil, "authority")
+	node := newIdentity(t, ca, "system:node:vm-002").flags(t, "api-", ca)
+	reader := newIdentity(t, ca, "relay", "kpng:readers").flags(t, "api-", ca)
+	stranger := newIdentity(t, newIdentity(t, nil, "another"), "system:node:vm-002").flags(t, "api-", ca)
+
+	address := newSocket(t)
+	server := append([]string{"file", "-i", demo, "to-api", "--listen", address, "--node-certificates", "--cluster-readers=kpng:readers"},
+		newIdentity(t, ca, "server").flags(t, "", ca)...)
+	start(t, server...)
+	toJSON := func(node string) []string { return []string{"to-local", "json", "--once", "--node-name", node} }
+	eventually(t, "the server answers", func() bool {
+		_, err := execute(t.Context(), append(append([]string{"api", "--api", address}, node...), toJSON("vm-002")...)...)
+		return err == nil
+	})
+	for _, test := range []struct {
+		name   string
+		flags  []string
+		target []string
+		want   string // in the error, empty for none
+	}{
+		{"a node has its own view", node, toJSON("vm-002"), ""},
+		{"and not another's", node, toJSON("vm-003"), "vm-003"},
+		{"and not the cluster's state", node, []string{"to-file", "-"}, "may not read"},
+		{"which is for those that are named", reader, []string{"to-file", "-"}, ""},
+		{"a certificate of another authority is for nothing", stranger, toJSON("vm-002"), "server " + address},
+		{"nor is none", nil, toJSON("vm-002"), "server " + address},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			_, err := execute(t.Context(), append(append([]string{"api", "--api", address}, test.flags...), test.target...)...)
+			if (err == nil) != (test.want == "") || err != nil && !strings.Contains(err.Error(), test.want) {
+				t.Errorf("error %v, want one with %q", err, test.want)
+			}
+		})
+	}
+}
+
+func TestWhatMakesNoSenseIsNamed(t *testing.T) {
+	t.Setenv("KUBECONFIG", filepath.Join(t.TempDir(), "none"))
+	t.Setenv("HOME", t.TempDir())
+	file := []string{"file", "-i", demo}
+	toAPI := func(flags ...string) []string { return append(append(file[:3:3], "to-api"), flags...) }
+	for _, test := range []struct {
+		name string
+		args []string
+		want []string
+	}{
+		{"no source", nil, []string{"kpng needs a command", "kube"}},
+		{"a source that is none", []string{"etcd"}, []string{`"etcd"`, "kube"}},
+		{"no target", file, []string{"kpng file needs a command", "to-api"}},
+		{"a target that is none", append(file[:3:3], "to-cloud"), []string{`"to-cloud"`, "to-local"}},
+		{"no backend", append(file[:3:3], "to-local"), []string{"to-local needs a command", "json"}},
+		{"a backend that is none", append(file[:3:3], "to-local", "smoke"), []string{`"smoke"`, "json"}},
+		{"no manifests", []string{"file", "to-api"}, []string{"manifests"}},
+		{"manifests that are given and empty", []string{"file", "-i", "", "to-api"}, []string{"manifests", "empty"}},
+		{"manifests that are not there", []string{"file", "-i", "/does/not/exist.yaml", "to-api", "--listen", "tcp://127.0.0.1:0"}, []string{"/does/not/exist.yaml"}},
+		{"a kubeconfig that is not there", []string{"kube", "--kubeconfig=/does/not/exist", "to-api", "--listen", "tcp://127.0.0.1:0"}, []string{"/does/not/exist"}},
+		{"nothing known of an API server", []string{"kube", "to-file", "-"}, []string{"no API server known"}},
+		{"an address of another machine in plaintext", toAPI("--listen", "tcp://0.0.0.0:0"), []string{"TLS"}},
+		{"a server that is given and empty", []string{"api", "--api=", "to-file", "-"}, []string{"--api", "empty"}},
+		{"a server on another machine in plaintext", []string{"api", "--api", "tcp://192.0.2.1:1", "to-api", "--listen", "tcp://127.0.0.1:0"}, []string{"192.0.2.1", "TLS"}},
+		{"an address that is none", toAPI("--listen", "somewhere"), []string{"--listen", `"somewhere"`}},
+		{"no address", toAPI("--listen", ""), []string{"--listen", "empty"}},
+		{"a mode that is none", toAPI("--socket-mode", "rw"), []string{"--socket-mode", `"rw"`}},
+		{"a folder that is not there", toAPI("--listen", "unix:///does/not/exist/s"), []string{"/does/not/exist"}},
+		{"half of TLS", toAPI("--tls-ca-file", "x"), []string{"--tls-key-file"}},
+		{"certificates that are not there", toAPI("--listen=tcp://127.0.0.1:0", "--tls-ca-file=x", "--tls-cert-file=/does/not/exist", "--tls-key-file=x"), []string{"/does/not/exist"}},
+		{"node certificates without TLS", toAPI("--node-certificates"), []string{"--node-certificates", "--tls-ca-file"}},
+		{"readers without TLS", toAPI("--cluster-readers=x"), []string{"--cluster-readers", "--tls-ca-file"}},
+		{"a limit of nothing", toAPI("--max-connections=0"), []string{"--max-connections"}},
+		{"a negative rate", toAPI("--stream-rate=-1"), []string{"--stream-rate"}},
+		{"a negative interval", toAPI("--batch-interval=-1s"), []string{"--batch-interval"}},
+		{"a proxy name that is none", append(file[:3:3], "--service-proxy-name=a b", "to-file", "-"), []string{"a b"}},
+		{"a file of another kind", append(file[:3:3], "to-file", "state.txt"), []string{"state.txt", ".yaml"}},
+		{"no file", append(file[:3:3], "to-file"), []string{"1 arg"}},
+		{"a negative interval of writing", append(file[:3:3], "to-file", "x.yaml", "--min-write-interval=-1s"), []string{"--min-write-interval"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			_, err := execute(t.Context(), test.args...)
+			if err == nil {
+				t.Fatal("no error")
+			}
+			for _, want := range test.want {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("error %q does not name %q", err, want)
+				}
+			}
+		})
+	}
+}
+
+// freeAddress returns a loopback address that nobody listens on.
+func freeAddress(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+// get returns status and body, and 0 if nobody answers.
+func get(t *testing.T, url string) (int, string) {
+	t.Helper()
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
+	answer, err := client.Get(url)
+	if err != nil {
+		return 0, ""
+	}
+	defer answer.Body.Close()
+	body, err := io.ReadAll(answer.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return answer.StatusCode, string(body)
+}
+
+func TestAServerShowsHowItIs(t *testing.T) {
+	socket, status := newSocket(t), freeAddress(t)
+	// Nobody is there yet whom it could relay.
+	start(t, "api", "--api", socket, "to-api", "--listen", "tcp://"+freeAddress(t), "--healthz-bind-address", status, "--metrics-bind-address", status)
+	eventually(t, "the server is alive", func() bool { code, _ := get(t, "http://"+status+"/livez"); return code == 200 })
+	if code, body := get(t, "http://"+status+"/readyz"); code != 503 {
+		t.Errorf("ready without a source: %d %s", code, body)
+	}
+	start(t, "file", "-i", demo, "to-api", "--listen", socket)
+	eventually(t, "the server is ready", func() bool { code, _ := get(t, "http://"+status+"/readyz"); return code == 200 })
+	if _, body := get(t, "http://"+status+"/metrics"); !strings.Contains(body, "\nkpng_server_streams 0\n") {
+		t.Errorf("no metrics of the server in\n%s", body)
+	}
+}

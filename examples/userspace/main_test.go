@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package main
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// inNamespace says, in the environment, that the process has a network namespace
+// to itself.
+const inNamespace = "KPNG_IN_NAMESPACE"
+
+// TestTheREADME does what README.md walks through, in a network namespace as
+// there: as root, or as whoever may make a user namespace.
+func TestTheREADME(t *testing.T) {
+	if os.Getenv(inNamespace) == "" {
+		args := []string{"--net", os.Args[0], "-test.run=^TestTheREADME$"}
+		if os.Geteuid() != 0 {
+			args = append([]string{"--map-root-user"}, args...)
+		}
+		test := exec.CommandContext(t.Context(), "unshare", args...)
+		test.Env = append(os.Environ(), inNamespace+"=1")
+		if out, err := test.CombinedOutput(); err != nil {
+			t.Fatalf("in a network namespace: %v\n%s", err, out)
+		}
+		return
+	}
+	run(t, "ip", "link", "set", "lo", "up")
+	bin := t.TempDir()
+	run(t, "go", "build", "-o", bin+"/", ".", "./pods")
+	manifests := filepath.Join(bin, "demo.yaml")
+	demo, err := os.ReadFile("demo.yaml")
+	if err == nil {
+		err = os.WriteFile(manifests, demo, 0o600)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	start(t, filepath.Join(bin, "pods"), "10.244.0.2:8080", "10.244.0.3:8080", "[fd00:10:244::2]:8080")
+	for _, pod := range []string{"10.244.0.2:8080", "10.244.0.3:8080", "[fd00:10:244::2]:8080"} {
+		eventually(t, "the pod "+pod+" serves", func() error {
+			_, err := get("http://" + pod)
+			_, errUDP := askUDP(pod)
+			return errors.Join(err, errUDP)
+		})
+	}
+	proxy := start(t, filepath.Join(bin, "userspace"), "--manifests", manifests, "--node-name", "here", "-v=4")
+
+	const podA, podB, podA6 = "pod 10.244.0.2:8080\n", "pod 10.244.0.3:8080\n", "pod [fd00:10:244::2]:8080\n"
+	for _, c := range []struct {
+		what, url string
+		want      []string
+	}{
+		{"the cluster IP leads to two pods in turn, and never to the one that is not there", "http://10.96.0.80", []string{podA, podB}},
+		{"IPv6 leads to its own pod", "http://[fd00:10:96::80]", []string{podA6}},
+		{"the external IP leads to the two", "http://192.0.2.80", []string{podA, podB}},
+	} {
+		var got []string
+		eventually(t, c.what, func() error { // at first nobody may serve yet
+			pod, err := get(c.url)
+			if err != nil {
+				return err
+			}
+			if got = append(got, pod); len(got) < 6 {
+				return errors.New("more are to be asked")
+			}
+			return nil
+		})
+		slices.Sort(got)
+		if got = slices.Compact(got); !slices.Equal(got, c.want) {
+			t.Errorf("%s: %q answer, want %q", c.what, got, c.want)
+		}
+	}
+	var pods []string
+	eventually(t, "UDP is answered", func() error {
+		pod, err := askUDP("10.96.0.10:53")
+		if err != nil {
+			return err
+		}
+		if pods = append(pods, pod); len(pods) < 4 {
+			return errors.New("more are to be asked")
+		}
+		return nil
+	})
+	if len(slices.Compact(pods)) != 1 {
+		t.Errorf("one client's datagrams go to %q, though it has affinity", pods)
+	}
+	const routes = "ip route show table local proto 107; ip -6 route show table local proto 107"
+	if out := run(t, "sh", "-c", routes); !strings.Contains(out, "local 10.96.0.80 ") || !strings.Contains(out, "local fd00:10:96::80 ") {
+		t.Errorf("local by routes are\n%s", out)
+	}
+
+	// The Service web is the first of the file.
+	_, rest, _ := strings.Cut(string(demo), "\n---\n")
+	if err := errors.Join(os.WriteFile(manifests+".new", []byte(rest), 0o600), os.Rename(manifests+".new", manifests)); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "a service that has gone is served no more", func() error {
+		if pod, err := get("http://10.96.0.80"); err == nil {
+			return fmt.Errorf("%q answers", pod)
+		}
+		return nil
+	})
+	if err := proxy.end(); err != nil {
+		t.Errorf("the proxy ended with %v", err)
+	}
+	if out := run(t, "sh", "-c", routes); out != "" {
+		t.Errorf("after the end, local by routes are\n%s", out)
+	}
+	expectLog(t, proxy.log.String())
+}
+
+// expectLog expects the lines of the userspace proxy of kube-proxy, with their
+// keys, as on Windows.
+func expectLog(t *testing.T, log string) {
+	t.Helper()
+	const sink, web = ` sink="userspace0" `, `"default/web:http"`
+	const at, pod = `"?10\.96\.0\.80:80"?`, `"?10\.244\.0\.[23]:8080"?`
+	const client, own = `"?[0-9.]+:\d+"?`, `"?[0-9.]+:\d+"?`
+	for _, pattern := range []string{
+		`"Adding new service"` + sink + `servicePortName=` + web + ` protocol="TCP" portNum=80`,
+		`"Proxying for service"` + sink + `servicePortName=` + web + ` protocol="TCP" address=` + at,
+		`"Accepted TCP connection from remote"` + sink + `remoteAddress=` + client + ` localAddress=` + at,
+		`"NextEndpoint for service"` + sink + `servicePortName=` + web + ` address=` + client + ` endpoints=\["?10\.244\.0\.2:8080"?,"?10\.244\.0\.3:8080"?,"?10\.244\.0\.4:8080"?\]`,
+		`"Mapped service to endpoint"` + sink + `service=` + web + ` endpoint=` + pod,
+		`"Creating proxy between remote and local addresses"` + sink + `inRemoteAddress=` + client + ` inLocalAddress=` + at + ` outLocalAddress=` + own + ` outRemoteAddress=` + pod,
+		`"Copying remote address bytes"` + sink + `direction="to backend" sourceRemoteAddress=` + client + ` destinationRemoteAddress=` + pod,
+		`"Copying remote address bytes"` + sink + `direction="from backend" sourceRemoteAddress=` + pod + ` destinationRemoteAddress=` + client,
+		`"Copied remote address bytes"` + sink + `bytes=\d+ direction="to backend" sourceRemoteAddress=` + client + ` destinationRemoteAddress=` + pod,
+		`"Copied remote address bytes"` + sink + `bytes=\d+ direction="from backend" sourceRemoteAddress=` + pod + ` destinationRemoteAddress=` + client,
+		`"Stopping service"` + sink + `service="default/web"`,
+	} {
+		if !regexp.MustCompile(pattern).MatchString(log) {
+			t.Errorf("the log has no line like\n%s", pattern)
+		}
+	}
+}
+
+func run(t *testing.T, name string, args ...string) string {
+	t.Helper()
+	out, err := exec.CommandContext(t.Context(), name, args...).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%s %s: %v\n%s", name, strings.Join(args, " "), err, out)
+	}
+	return string(out)
+}
+
+// process is a program that runs.
+type process struct {
+	log buffer
+	// end asks it to end, if nobody has, and returns how it did.
+	end func() error
+}
+
+func start(t *testing.T, name string, args ...string) *process {
+	t.Helper()
+	p := &process{}
+	cmd := exec.Command(name, args...)
+	cmd.Stdout, cmd.Stderr = &p.log, &p.log
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	p.end = sync.OnceValue(func() error {
+		return errors.Join(cmd.Process.Signal(syscall.SIGTERM), cmd.Wait())
+	})
+	t.Cleanup(func() {
+		p.end()
+		if t.Failed() {
+			t.Logf("%s logged\n%s", filepath.Base(name), p.log.String())
+		}
+	})
+	return p
+}
+
+// buffer is written to while it is read.
+type buffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (b *buffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.Write(p)
+}
+
+func (b *buffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.b.String()
+}
+
+// eventually calls try until it returns nil, for as long as that may take on a
+// busy machine.
+func eventually(t *testing.T, what string, try func() error) {
+	t.Helper()
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
+		err := try()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("not within a minute: %s: %v", what, err)
+		}
+	}
+}
+
+// get asks once, on a connection of its own.
+func get(url string) (string, error) {
+	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 10 * time.Second}
+	answer, err := client.Get(url)
+	if err != nil {
+		return "", err
+	}
+	defer answer.Body.Close()
+	body, err := io.ReadAll(answer.Body)
+	return string(body), err
+}
+
+// askUDP asks once, from a port of its own.
+func askUDP(to string) (string, error) {
+	c, err := net.Dial("udp", to)
+	if err != nil {
+		return "", err
+	}
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(time.Second))
+	if _, err := io.WriteString(c, "hi"); err != nil {
+		return "", err
+	}
+	answer := make([]byte, 100)
+	n, err := c.Read(answer)
+	return string(answer[:n]), err
+}

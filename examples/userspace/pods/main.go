@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+// Command pods plays the pods of demo.yaml where there is no cluster: it gives
+// this host their addresses and says, over HTTP and over UDP, who was reached.
+//
+//	pods 10.244.0.2:8080 10.244.0.3:8080 [fd00:10:244::2]:8080
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/kpng-project/kpng/backends/userspace"
+	"golang.org/x/sync/errgroup"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if err := play(ctx, os.Args[1:]); err != nil {
+		fmt.Fprintln(os.Stderr, "pods:", err)
+		os.Exit(1)
+	}
+}
+
+func play(ctx context.Context, pods []string) error {
+	// Not the number of the proxy's own addresses, which go with it.
+	addresses := userspace.LocalRoutes(userspace.RouteOptions{Protocol: 108})
+	defer addresses.Cleanup(context.Background())
+	servers, ctx := errgroup.WithContext(ctx)
+	for _, pod := range pods {
+		at, err := netip.ParseAddrPort(pod)
+		if err != nil {
+			return err
+		}
+		if err := addresses.Add(ctx, at.Addr()); err != nil {
+			return fmt.Errorf("making %s local: %w", at.Addr(), err)
+		}
+		servers.Go(func() error { return serveHTTP(ctx, at) })
+		servers.Go(func() error { return serveUDP(ctx, at) })
+	}
+	return servers.Wait()
+}
+
+// config opens sockets at addresses that the host has by a route only.
+var config = net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
+	var err error
+	return errors.Join(c.Control(func(fd uintptr) { err = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_IP, syscall.IP_FREEBIND, 1) }), err)
+}}
+
+func serveHTTP(ctx context.Context, at netip.AddrPort) error {
+	listener, err := config.Listen(ctx, "tcp", at.String())
+	if err != nil {
+		return err
+	}
+	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "pod", at) })}
+	defer context.AfterFunc(ctx, func() { server.Close() })()
+	if err := server.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+		return err
+	}
+	return nil
+}
+
+func serveUDP(ctx context.Context, at netip.AddrPort) error {
+	socket, err := config.ListenPacket(ctx, "udp", at.String())
+	if err != nil {
+		return err
+	}
+	defer context.AfterFunc(ctx, func() { socket.Close() })()
+	for {
+		_, client, err := socket.ReadFrom(make([]byte, 1<<16))
+		if errors.Is(err, net.ErrClosed) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		socket.WriteTo(fmt.Appendln(nil, "pod", at), client)
+	}
+}

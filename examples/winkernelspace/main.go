@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build windows
+
+// Command winkernelspace proxies services on a Windows node, by the load
+// balancers of the Host Networking Service.
+//
+//	winkernelspace --network l2bridge --api tcp://127.0.0.1:12090
+//	winkernelspace --network l2bridge --kubeconfig C:\k\config
+//
+// README.md says how to run it.
+package main
+
+import (
+	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace/proxy"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace/winhns"
+)
+
+func main() {
+	p := proxy.New(winhns.HNS{})
+	cmd := app.Command("winkernelspace", p)
+	cmd.Long = "winkernelspace proxies services on a Windows node, by the load balancers of the Host Networking Service (HNS)."
+	p.Register(cmd.Flags())
+	// The backend knows one annotation, which sources would drop.
+	keep := cmd.Flags().Lookup("keep-annotations")
+	keep.Value.Set(kernelspace.PreserveDestination)
+	keep.DefValue = "[" + kernelspace.PreserveDestination + "]"
+	app.Execute(cmd)
+}

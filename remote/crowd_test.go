@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote_test
+
+import (
+	"bufio"
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/remote/transport"
+	"google.golang.org/grpc"
+	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
+)
+
+// crowd is the clients of a benchmark. They run in a process of their own, so that
+// what the benchmark measures of its own process is the server. They connect as
+// [remote.Client] does, and look for nothing in what they receive but operations.
+type crowd struct {
+	Address string
+	// Tokens are the resume tokens of the clients, by node. Each node has one
+	// connection, with so many streams.
+	Nodes   []crowdNode
+	PerNode int
+}
+
+type crowdNode struct {
+	Name  string
+	Token []byte
+}
+
+// crowdRound is one answer to each stream of a crowd.
+type crowdRound struct {
+	Synced            []int64 // in order, when the streams got their Sync, in Unix nanoseconds
+	Bytes, Operations int
+}
+
+// at returns when so much of the streams had got their Sync.
+func (r *crowdRound) at(quantile float64) time.Time {
+	return time.Unix(0, r.Synced[int(quantile*float64(len(r.Synced)-1))])
+}
+
+// start starts the crowd, and returns what waits until each stream has got one more
+// answer.
+func (c *crowd) start(b *testing.B) (next func() *crowdRound) {
+	b.Helper()
+	cmd := exec.CommandContext(b.Context(), os.Args[0])
+	cmd.Env = append(os.Environ(), crowdEnv+"=1")
+	cmd.Stderr = os.Stderr
+	stdin, err := cmd.StdinPipe()
+	if err != nil {
+		b.Fatal(err)
+	}
+	stdout, err := cmd.StdoutPipe()
+	if err != nil {
+		b.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		b.Fatal(err)
+	}
+	b.Cleanup(func() {
+		stdin.Close() // ends it
+		cmd.Wait()
+	})
+	if err := json.NewEncoder(stdin).Encode(c); err != nil {
+		b.Fatal(err)
+	}
+	rounds := json.NewDecoder(bufio.NewReader(stdout))
+	return func() *crowdRound {
+		b.Helper()
+		var r crowdRound
+		if err := rounds.Decode(&r); err != nil {
+			b.Fatalf("read what the clients say: %v", err)
+		}
+		return &r
+	}
+}
+
+// crowdEnv makes a process of this test a crowd.
+const crowdEnv = "KPNG_TEST_CROWD"
+
+// runCrowd is the process of a crowd. It ends when its standard input does.
+func runCrowd() {
+	var c crowd
+	in := json.NewDecoder(os.Stdin)
+	if err := in.Decode(&c); err != nil {
+		fmt.Fprintln(os.Stderr, "read what to do:", err)
+		os.Exit(1)
+	}
+	rounds := &crowdRounds{streams: len(c.Nodes) * c.PerNode, out: json.NewEncoder(os.Stdout)}
+	for _, n := range c.Nodes {
+		go c.runNode(n, rounds)
+	}
+	io.Copy(io.Discard, in.Buffered())
+	io.Copy(io.Discard, os.Stdin)
+}
+
+// runNode runs the streams of a node.
+func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
+	dialer, err := transport.NewDialer(transport.DialOptions{Addresses: []string{c.Address}, FailFast: true})
+	if err == nil {
+		err = dialer.Stay(context.Background(), func(ctx context.Context, conn *grpc.ClientConn, _ func()) error {
+			failed := make(chan error)
+			for range c.PerNode {
+				go func() { failed <- n.watch(ctx, conn, rounds) }()
+			}
+			return <-failed
+		})
+	}
+	fmt.Fprintf(os.Stderr, "node %s: %v\n", n.Name, err)
+}
+
+// watch asks again and again, first with the token.
+func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, rounds *crowdRounds) error {
+	desc := &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}
+	stream, err := conn.NewStream(ctx, desc, localv1.Sets_Watch_FullMethodName, grpc.ForceCodecV2(bytesCodec{}))
+	if err != nil {
+		return err
+	}
+	request := &localv1.WatchReq{NodeName: n.Name, AllEndpoints: true, OwnNode: true, Batches: true, Resume: n.Token}
+	for {
+		message, err := proto.Marshal(request)
+		if err != nil {
+			return err
+		}
+		if err := stream.SendMsg(&message); err != nil {
+			return err
+		}
+		size, operations, synced := 0, 0, false
+		for !synced {
+			var answer []byte
+			if err := stream.RecvMsg(&answer); err != nil {
+				return err
+			}
+			var n int
+			n, synced = countOperations(answer)
+			size, operations = size+len(answer), operations+n
+		}
+		rounds.synced(size, operations)
+		request.Resume = []byte{}
+	}
+}
+
+// countOperations returns how many operations a batch has, of which a Replace
+// counts as many as it names services and endpoints, and whether there is a Sync.
+func countOperations(message []byte) (n int, synced bool) {
+	for op := range fieldsOf(message) {
+		switch op.number {
+		case opItemBatch:
+			in, sync := countOperations(op.bytes)
+			n, synced = n+in, synced || sync
+		case opItemReplace:
+			for range fieldsOf(op.bytes) {
+				n++
+			}
+		case opSync:
+			synced = true
+		case opItemResume:
+		default:
+			n++
+		}
+	}
+	return n, synced
+}
+
+const opItemReplace, opItemBatch, opItemResume = 100, 101, 102
+
+// fieldsOf yields the fields of a message that are of type bytes.
+func fieldsOf(message []byte) func(yield func(field) bool) {
+	return func(yield func(field) bool) {
+		for len(message) > 0 {
+			number, kind, tag := protowire.ConsumeTag(message)
+			if tag < 0 {
+				return
+			}
+			n := protowire.ConsumeFieldValue(number, kind, message[tag:])
+			if n < 0 {
+				return
+			}
+			if kind == protowire.BytesType {
+				value, _ := protowire.ConsumeBytes(message[tag:])
+				if !yield(field{number: number, bytes: value}) {
+					return
+				}
+			}
+			message = message[tag+n:]
+		}
+	}
+}
+
+// crowdRounds gathers what the streams of a crowd got.
+type crowdRounds struct {
+	streams int
+	out     *json.Encoder
+
+	mu  sync.Mutex
+	now crowdRound
+}
+
+// synced notes the answer to one stream.
+func (r *crowdRounds) synced(bytes, operations int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.now.Synced = append(r.now.Synced, time.Now().UnixNano())
+	r.now.Bytes += bytes
+	r.now.Operations += operations
+	if len(r.now.Synced) < r.streams {
+		return
+	}
+	slices.SortFunc(r.now.Synced, cmp.Compare[int64])
+	if err := r.out.Encode(r.now); err != nil {
+		fmt.Fprintln(os.Stderr, "say what there was:", err)
+		os.Exit(1)
+	}
+	r.now = crowdRound{}
+}

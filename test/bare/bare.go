@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package bare reads a cluster as every service proxy has to, and does nothing
+// with what it reads: the least that proxies can be measured against.
+package bare
+
+import (
+	"context"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
+)
+
+// The selectors of a general proxy.
+const (
+	serviceLabels = "!service.kubernetes.io/service-proxy-name"
+	sliceLabels   = serviceLabels + ",!service.kubernetes.io/headless"
+)
+
+// Reflect runs client-go's reflectors for services and endpoint slices until ctx
+// ends, and returns when both have listed everything, or ctx has ended.
+func Reflect(ctx context.Context, config *rest.Config) error {
+	client, err := kubernetes.NewForConfig(config)
+	if err != nil {
+		return err
+	}
+	services, slices := nothing{make(chan struct{})}, nothing{make(chan struct{})}
+	reflect := func(resource string, c cache.Getter, labels string, expected runtime.Object, store nothing) {
+		lw := cache.NewFilteredListWatchFromClient(c, resource, "", func(o *metav1.ListOptions) { o.LabelSelector = labels })
+		go cache.NewReflector(lw, expected, store, 0).RunWithContext(ctx)
+	}
+	reflect("services", client.CoreV1().RESTClient(), serviceLabels, &corev1.Service{}, services)
+	reflect("endpointslices", client.DiscoveryV1().RESTClient(), sliceLabels, &discoveryv1.EndpointSlice{}, slices)
+	for _, s := range []nothing{services, slices} {
+		select {
+		case <-s.listed:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+	return nil
+}
+
+// nothing is a reflector's store that stores nothing.
+type nothing struct{ listed chan struct{} }
+
+func (nothing) Add(any) error                 { return nil }
+func (nothing) Update(any) error              { return nil }
+func (nothing) Delete(any) error              { return nil }
+func (nothing) Resync() error                 { return nil }
+func (n nothing) Replace([]any, string) error { close(n.listed); return nil }

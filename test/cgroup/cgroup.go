@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+// Package cgroup measures what processes take, by a memory cgroup of their own: of
+// either version of cgroups.
+package cgroup
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+// Group is a memory cgroup, which goes with its test.
+type Group struct {
+	testing.TB
+	dir string
+}
+
+var groups atomic.Int64
+
+// New makes a group, for which one has to be root.
+func New(t testing.TB) *Group {
+	t.Helper()
+	name := fmt.Sprintf("kpng-%d-%d", os.Getpid(), groups.Add(1))
+	dir := filepath.Join("/sys/fs/cgroup", name)
+	own, err := os.ReadFile("/proc/self/cgroup")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(own)) {
+		if parts := strings.SplitN(strings.TrimSpace(line), ":", 3); len(parts) == 3 && parts[1] == "memory" {
+			dir = filepath.Join("/sys/fs/cgroup/memory", parts[2], name)
+		}
+	}
+	if err := os.Mkdir(dir, 0o755); err != nil {
+		t.Fatalf("making a memory cgroup, which needs root: %v", err)
+	}
+	g := &Group{t, dir}
+	t.Cleanup(g.remove)
+	return g
+}
+
+// remove removes the group, whose last processes may be ending.
+func (g *Group) remove() {
+	var err error
+	for range 100 {
+		if err = os.Remove(g.dir); err == nil || errors.Is(err, fs.ErrNotExist) {
+			return
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	g.Errorf("removing a memory cgroup: %v", err)
+}
+
+// Command returns the command that runs args in the group.
+func (g *Group) Command(args ...string) []string {
+	return append([]string{"sh", "-c", `echo $$ >"$0/cgroup.procs" && exec "$@"`, g.dir}, args...)
+}
+
+// Memory returns the bytes charged to the group, the kernel's for it included.
+func (g *Group) Memory() int64 {
+	g.Helper()
+	return g.read("memory.usage_in_bytes", "memory.current")
+}
+
+// KernelMemory returns what of that is the kernel's: what it allocated for the
+// group's sockets, page tables and nftables elements, say.
+func (g *Group) KernelMemory() int64 {
+	g.Helper()
+	if stat, err := os.ReadFile(filepath.Join(g.dir, "memory.stat")); err == nil {
+		for line := range strings.Lines(string(stat)) {
+			if value, ok := strings.CutPrefix(line, "kernel "); ok {
+				return g.number(value)
+			}
+		}
+	}
+	return g.read("memory.kmem.usage_in_bytes")
+}
+
+// read returns the number in the first of these files that is there.
+func (g *Group) read(names ...string) int64 {
+	g.Helper()
+	for _, name := range names {
+		if b, err := os.ReadFile(filepath.Join(g.dir, name)); err == nil {
+			return g.number(string(b))
+		}
+	}
+	g.Fatalf("%s has none of %s", g.dir, strings.Join(names, ", "))
+	return 0
+}
+
+func (g *Group) number(text string) int64 {
+	g.Helper()
+	n, err := strconv.ParseInt(strings.TrimSpace(text), 10, 64)
+	if err != nil {
+		g.Fatal(err)
+	}
+	return n
+}
+
+// members returns the group's processes.
+func (g *Group) members() []string {
+	g.Helper()
+	b, err := os.ReadFile(filepath.Join(g.dir, "cgroup.procs"))
+	if err != nil {
+		g.Fatal(err)
+	}
+	return strings.Fields(string(b))
+}
+
+// CPU returns the processor time that the group's processes have used, and the
+// children that they waited for.
+func (g *Group) CPU() time.Duration {
+	g.Helper()
+	ticks := int64(0)
+	for _, pid := range g.members() {
+		b, err := os.ReadFile("/proc/" + pid + "/stat")
+		if err != nil {
+			continue // it has just ended
+		}
+		// What follows the name, which may have spaces, begins with the third field.
+		fields := strings.Fields(string(b[strings.LastIndexByte(string(b), ')')+1:]))
+		for _, field := range fields[11:15] { // utime, stime, cutime, cstime
+			ticks += g.number(field)
+		}
+	}
+	return time.Duration(ticks) * (time.Second / 100)
+}
+
+// Descriptors returns how many files the group's processes have open.
+func (g *Group) Descriptors() int {
+	g.Helper()
+	n := 0
+	for _, pid := range g.members() {
+		if entries, err := os.ReadDir("/proc/" + pid + "/fd"); err == nil {
+			n += len(entries)
+		}
+	}
+	return n
+}

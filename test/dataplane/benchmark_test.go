@@ -1,0 +1,305 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dataplane
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"k8s.io/apimachinery/pkg/runtime"
+
+	"github.com/kpng-project/kpng/test/bare"
+	"github.com/kpng-project/kpng/test/cgroup"
+	"github.com/kpng-project/kpng/test/kubeproxy"
+)
+
+const (
+	// loadPatience is how long a proxy may take to program a cluster.
+	loadPatience = 20 * time.Minute
+	// changeEvery is how often an endpoint changes.
+	changeEvery = 100 * time.Millisecond
+	// changePatience is how long the last change may take.
+	changePatience = 5 * time.Minute
+)
+
+// proxy is one of those that are compared.
+type proxy struct {
+	name string
+	// command returns the program and its arguments, with the given least time
+	// between syncs, or the program's default if it is 0.
+	command func(t testing.TB, c *cluster, interval time.Duration) []string
+}
+
+var (
+	kpngProxy = proxy{"kpng", func(t testing.TB, c *cluster, interval time.Duration) []string {
+		args := []string{kpng(t), "kube", "--kubeconfig", c.kubeconfig, "--node-name", nodeName, "to-local", "nftables", "--cluster-cidr", podCIDR.String()}
+		if interval != 0 {
+			args = append(args, "--min-sync-interval", interval.String())
+		}
+		return args
+	}}
+	kubeProxy = proxy{"kube-proxy", func(t testing.TB, c *cluster, interval time.Duration) []string {
+		return kubeproxy.Command(t, kubeproxy.Options{Kubeconfig: c.kubeconfig, Node: nodeName, ClusterCIDR: podCIDR.String(), MinSyncPeriod: interval})
+	}}
+)
+
+// kpng builds the kpng command.
+func kpng(t testing.TB) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "kpng")
+	build := exec.CommandContext(t.Context(), "go", "build", "-o", path, "./cmd/kpng")
+	build.Dir = "../.."
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("build kpng: %v\n%s", err, out)
+	}
+	return path
+}
+
+func Benchmark(b *testing.B) {
+	answer(b)
+	for _, s := range parseShapes(b, *shapes) {
+		b.Run(s.String(), func(b *testing.B) {
+			c := newCluster(b, s)
+			for _, p := range []proxy{kpngProxy, kubeProxy} {
+				if !slices.Contains(strings.Split(*proxies, ","), p.name) {
+					continue
+				}
+				b.Run(p.name, func(b *testing.B) {
+					for range b.N {
+						c.measure(b, p)
+					}
+				})
+			}
+		})
+	}
+}
+
+// measure measures one proxy on the cluster as it is, and leaves nothing of it in
+// the kernel.
+func (c *cluster) measure(b *testing.B, p proxy) {
+	b.ReportMetric(0, "ns/op")
+	b.Cleanup(func() { flush(b) })
+	c.group = cgroup.New(b)
+
+	listing := c.list(b)
+	r := c.start(b, p, 0)
+	r.load(b, listing)
+	r.rest()
+	r.latency(b, "default")
+	r.connections(b)
+	b.ReportMetric(float64(kilobytes(b, r.status(), "VmRSS"))/(1<<20), "MB-resident")
+	b.ReportMetric(float64(kilobytes(b, r.status(), "VmHWM"))/(1<<20), "MB-peak")
+	r.kill(b)
+
+	r = c.start(b, p, time.Millisecond)
+	c.mark(b) // the tables are there, but the proxy has to read them first
+	r.rest()
+	r.latency(b, "least")
+	r.kill(b)
+
+	// The proxy has gone, and what the group still holds is what it left in the kernel.
+	b.ReportMetric(float64(c.group.KernelMemory())/(1<<20), "MB-kernel")
+}
+
+// flush empties the namespace's nftables.
+func flush(b testing.TB) {
+	b.Helper()
+	if out, err := exec.Command("nft", "flush", "ruleset").CombinedOutput(); err != nil {
+		b.Errorf("nft flush ruleset: %v\n%s", err, out)
+	}
+}
+
+// running is a proxy that runs.
+type running struct {
+	*cluster
+	cmd   *exec.Cmd
+	begin time.Time
+}
+
+func (c *cluster) start(b testing.TB, p proxy, interval time.Duration) *running {
+	b.Helper()
+	args := c.group.Command(p.command(b, c, interval)...)
+	log, err := os.Create(filepath.Join(b.TempDir(), p.name+".log"))
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer log.Close()
+	cmd := exec.Command(args[0], args[1:]...)
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	r := &running{cluster: c, cmd: cmd, begin: time.Now()}
+	if err := cmd.Start(); err != nil {
+		b.Fatal(err)
+	}
+	b.Cleanup(func() {
+		r.kill(b)
+		if b.Failed() {
+			text, _ := os.ReadFile(log.Name())
+			b.Logf("%s logged:\n%s", p.name, text[max(0, len(text)-4<<10):])
+		}
+	})
+	return r
+}
+
+// kill ends the proxy if it runs.
+func (r *running) kill(b testing.TB) {
+	if r.cmd.ProcessState != nil {
+		return
+	}
+	r.cmd.Process.Kill()
+	r.cmd.Wait() // how it ended is known
+}
+
+func (r *running) status() string { return fmt.Sprintf("/proc/%d/status", r.cmd.Process.Pid) }
+
+// wait waits until every service leads to a pod. It returns when the last
+// did.
+func (r *running) wait(b testing.TB) time.Time {
+	b.Helper()
+	deadline := time.Now().Add(loadPatience)
+	var reached time.Time
+	// Proxies that program in steps go by name: the last is a good one to ask. Others
+	// are asked once it leads somewhere.
+	for service := r.services - 1; service >= 0; service-- {
+		for {
+			_, err := connect(service, 20*time.Millisecond)
+			if err == nil {
+				break
+			}
+			reached = time.Time{}
+			if time.Now().After(deadline) {
+				b.Fatalf("service %s leads nowhere after %s: %v", name(service), loadPatience, err)
+			}
+			time.Sleep(time.Millisecond)
+		}
+		if reached.IsZero() {
+			reached = time.Now()
+		}
+	}
+	return reached
+}
+
+// load measures the proxy's start. What it does once it has the cluster is the time
+// beyond what a bare reader needs for reading it.
+func (r *running) load(b *testing.B, listing time.Duration) {
+	b.Helper()
+	took := r.wait(b).Sub(r.begin)
+	b.ReportMetric(took.Seconds(), "s-start→programmed")
+	b.ReportMetric((took - listing).Seconds(), "s-listed→programmed")
+	b.ReportMetric(r.group.CPU().Seconds(), "cpu-s-start")
+}
+
+// rest waits until the proxy has nothing more to do.
+func (r *running) rest() {
+	for busy := true; busy; {
+		before := r.group.CPU()
+		time.Sleep(time.Second)
+		busy = r.group.CPU()-before > 20*time.Millisecond
+	}
+}
+
+// list reads the cluster as a proxy has to, and returns how long it took.
+func (c *cluster) list(b *testing.B) time.Duration {
+	b.Helper()
+	config := c.server.Config()
+	config.ContentType = runtime.ContentTypeProtobuf
+	config.DisableCompression = true
+	ctx, cancel := context.WithCancel(b.Context())
+	defer cancel()
+	begin := time.Now()
+	if err := bare.Reflect(ctx, config); err != nil {
+		b.Fatalf("list the cluster: %v", err)
+	}
+	return time.Since(begin)
+}
+
+// latency changes endpoints and reports how long each takes until the kernel
+// has it: from the API's answer to when a bare watch shows it, and from there.
+func (r *running) latency(b *testing.B, interval string) {
+	b.Helper()
+	ctx, cancel := context.WithCancel(b.Context())
+	defer cancel()
+	watched, programmed := r.follow(b, ctx), tables(b, ctx)
+
+	type change struct {
+		pod     netip.Addr
+		written time.Time
+	}
+	var made []change
+	// No endpoint is replaced again before a proxy of some seconds' interval has seen it.
+	services := rand.New(rand.NewPCG(1, 2)).Perm(r.services)
+	before := r.group.CPU()
+	tick := time.NewTicker(changeEvery)
+	defer tick.Stop()
+	for i := range *changes {
+		<-tick.C
+		pod := r.pod()
+		made = append(made, change{netip.MustParseAddr(pod), time.Now()})
+		if err := r.change(ctx, services[i%r.services], i/r.services%r.endpoints, pod); err != nil {
+			b.Fatal(err)
+		}
+	}
+	var fromWrite, fromWatch []time.Duration
+	deadline := time.Now().Add(changePatience)
+	for _, c := range made {
+		for {
+			kernel, ok := programmed.of(c.pod)
+			seen, ok2 := watched.of(c.pod)
+			if ok && ok2 {
+				fromWrite = append(fromWrite, kernel.Sub(c.written))
+				fromWatch = append(fromWatch, kernel.Sub(seen))
+				break
+			}
+			if time.Now().After(deadline) {
+				b.Fatalf("endpoint %s: in the kernel %t, watched %t", c.pod, ok, ok2)
+			}
+			time.Sleep(10 * time.Millisecond)
+		}
+	}
+	used := r.group.CPU() - before
+	report := func(from string, list []time.Duration) {
+		slices.Sort(list)
+		for _, p := range []int{50, 99} {
+			b.ReportMetric(float64(list[(len(list)-1)*p/100].Microseconds())/1000, fmt.Sprintf("ms-%s-p%d-%s", from, p, interval))
+		}
+	}
+	report("write→kernel", fromWrite)
+	report("watch→kernel", fromWatch)
+	b.ReportMetric(used.Seconds()*1000/float64(*changes), "cpu-s/1000-changes-"+interval)
+}
+
+// connections reports how long it takes to connect through the services, one at a
+// time.
+func (r *running) connections(b *testing.B) {
+	b.Helper()
+	random := rand.New(rand.NewPCG(3, 4))
+	times := make([]time.Duration, 0, *connects)
+	refused := 0
+	begin := time.Now()
+	for range *connects {
+		took, err := connect(random.IntN(r.services), 5*time.Second)
+		if err != nil {
+			refused++
+			continue
+		}
+		times = append(times, took)
+	}
+	took := time.Since(begin)
+	b.ReportMetric(float64(refused), "connects-failed")
+	if len(times) == 0 {
+		b.Fatal("no service leads anywhere")
+	}
+	slices.Sort(times)
+	b.ReportMetric(float64(times[len(times)/2].Nanoseconds())/1000, "µs-connect-p50")
+	b.ReportMetric(float64(len(times))/took.Seconds(), "connects/s")
+}

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dataplane
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/utils/ptr"
+
+	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/cgroup"
+)
+
+const (
+	namespace = "default"
+	nodeName  = "node"
+	// writers is how many requests are under way when the cluster is filled.
+	writers = 16
+)
+
+// shape is how large a cluster is.
+type shape struct {
+	services, endpoints int
+	// rich services have four frontends each (cluster IP, node port, external IP and
+	// load-balancer IP) and external traffic policy Local.
+	rich bool
+}
+
+func (s shape) String() string {
+	name := fmt.Sprintf("%dx%d", s.services, s.endpoints)
+	if s.rich {
+		name += "+"
+	}
+	return name
+}
+
+func parseShapes(t testing.TB, list string) []shape {
+	t.Helper()
+	var all []shape
+	for word := range strings.SplitSeq(list, ",") {
+		numbers, rich := strings.CutSuffix(word, "+")
+		services, endpoints, _ := strings.Cut(numbers, "x")
+		s := shape{rich: rich}
+		var err, err2 error
+		s.services, err = strconv.Atoi(services)
+		s.endpoints, err2 = strconv.Atoi(endpoints)
+		if err != nil || err2 != nil || s.services < 1 || s.endpoints < 1 {
+			t.Fatalf("shape %q is not like 1000x10 or 1000x10+", word)
+		}
+		all = append(all, s)
+	}
+	return all
+}
+
+// cluster is a real API server's, with one node and services of one shape.
+type cluster struct {
+	shape
+	server     *apiserver.Server
+	client     kubernetes.Interface
+	kubeconfig string
+	// group is that of the proxy that is measured.
+	group *cgroup.Group
+	// fresh is the number of endpoint addresses used so far.
+	fresh int
+}
+
+func newCluster(t testing.TB, s shape) *cluster {
+	t.Helper()
+	server := apiserver.Start(t, apiserver.Options{Flags: []string{"--service-node-port-range=10000-65535"}})
+	c := &cluster{shape: s, server: server, client: server.Client(), kubeconfig: apiserver.Kubeconfig(t, server.Config())}
+	_, err := c.client.CoreV1().Nodes().Create(t.Context(), &corev1.Node{
+		ObjectMeta: metav1.ObjectMeta{Name: nodeName},
+		Status:     corev1.NodeStatus{Addresses: []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: nodeIP.String()}}},
+	}, metav1.CreateOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	group, ctx := errgroup.WithContext(t.Context())
+	group.SetLimit(writers)
+	for i := range s.services {
+		slice := c.slice(i)
+		group.Go(func() error { return c.create(ctx, i, slice) })
+	}
+	if err := group.Wait(); err != nil {
+		t.Fatalf("fill the cluster: %v", err)
+	}
+	return c
+}
+
+// vip returns the cluster IP of a service.
+func vip(service int) netip.Addr { return offset(firstVIP, service) }
+
+// offset returns the n-th address after a.
+func offset(a netip.Addr, n int) netip.Addr {
+	b := a.As4()
+	for i := 3; n > 0; i-- {
+		n += int(b[i])
+		b[i] = byte(n)
+		n >>= 8
+	}
+	return netip.AddrFrom4(b)
+}
+
+// pod returns an endpoint address that was in no slice before.
+func (c *cluster) pod() string {
+	c.fresh++
+	return offset(podCIDR.Addr(), 256+c.fresh).String()
+}
+
+// name returns the name of a service. Names are in the order of numbers.
+func name(service int) string { return fmt.Sprintf("service-%06d", service) }
+
+func (c *cluster) create(ctx context.Context, i int, slice *discoveryv1.EndpointSlice) error {
+	service := &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Name: name(i), Labels: map[string]string{"app": name(i)}},
+		Spec: corev1.ServiceSpec{
+			ClusterIP: vip(i).String(),
+			Selector:  map[string]string{"app": name(i)},
+			Ports:     []corev1.ServicePort{{Name: "http", Port: servicePort}},
+		},
+	}
+	if c.rich {
+		service.Spec.Type = corev1.ServiceTypeLoadBalancer
+		service.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal
+		service.Spec.ExternalIPs = []string{offset(netip.MustParseAddr("10.97.0.0"), i).String()}
+	}
+	service, err := c.client.CoreV1().Services(namespace).Create(ctx, service, metav1.CreateOptions{})
+	if err != nil {
+		return err
+	}
+	if c.rich {
+		service.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: offset(netip.MustParseAddr("10.98.0.0"), i).String()}}
+		if _, err := c.client.CoreV1().Services(namespace).UpdateStatus(ctx, service, metav1.UpdateOptions{}); err != nil {
+			return err
+		}
+	}
+	_, err = c.client.DiscoveryV1().EndpointSlices(namespace).Create(ctx, slice, metav1.CreateOptions{})
+	return err
+}
+
+// slice returns a service's endpoints, as the slice controller would write
+// them.
+func (c *cluster) slice(service int) *discoveryv1.EndpointSlice {
+	slice := &discoveryv1.EndpointSlice{
+		ObjectMeta: metav1.ObjectMeta{Name: name(service), Labels: map[string]string{
+			discoveryv1.LabelServiceName: name(service),
+			discoveryv1.LabelManagedBy:   "endpointslice-controller.k8s.io",
+			"app":                        name(service),
+		}},
+		AddressType: discoveryv1.AddressTypeIPv4,
+		Ports:       []discoveryv1.EndpointPort{{Name: ptr.To("http"), Port: ptr.To[int32](podPort), Protocol: ptr.To(corev1.ProtocolTCP)}},
+	}
+	for range c.endpoints {
+		slice.Endpoints = append(slice.Endpoints, discoveryv1.Endpoint{
+			Addresses:  []string{c.pod()},
+			NodeName:   ptr.To(nodeName),
+			Conditions: discoveryv1.EndpointConditions{Ready: ptr.To(true), Serving: ptr.To(true), Terminating: ptr.To(false)},
+		})
+	}
+	return slice
+}
+
+// change replaces endpoint i of a service by a pod with this address.
+func (c *cluster) change(ctx context.Context, service, i int, pod string) error {
+	slices := c.client.DiscoveryV1().EndpointSlices(namespace)
+	slice, err := slices.Get(ctx, name(service), metav1.GetOptions{})
+	if err != nil {
+		return err
+	}
+	slice.Endpoints[i].Addresses = []string{pod}
+	_, err = slices.Update(ctx, slice, metav1.UpdateOptions{})
+	return err
+}
+
+// sightings are when addresses were seen somewhere for the first time.
+type sightings struct {
+	mu    sync.Mutex
+	times map[netip.Addr]time.Time
+}
+
+func newSightings() *sightings { return &sightings{times: make(map[netip.Addr]time.Time)} }
+
+// saw notes an address.
+func (s *sightings) saw(a netip.Addr, now time.Time) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, before := s.times[a]; !before {
+		s.times[a] = now
+	}
+}
+
+// of returns when an address was seen.
+func (s *sightings) of(a netip.Addr) (time.Time, bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	t, ok := s.times[a]
+	return t, ok
+}
+
+// follow notes the addresses that a bare watch shows, until ctx ends.
+func (c *cluster) follow(t testing.TB, ctx context.Context) *sightings {
+	t.Helper()
+	slices := c.client.DiscoveryV1().EndpointSlices(namespace)
+	list, err := slices.List(ctx, metav1.ListOptions{Limit: 1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	watch, err := slices.Watch(ctx, metav1.ListOptions{ResourceVersion: list.ResourceVersion})
+	if err != nil {
+		t.Fatal(err)
+	}
+	seen := newSightings()
+	go func() {
+		defer watch.Stop()
+		for event := range watch.ResultChan() {
+			now := time.Now()
+			slice, ok := event.Object.(*discoveryv1.EndpointSlice)
+			if !ok {
+				continue
+			}
+			for _, e := range slice.Endpoints {
+				seen.saw(netip.MustParseAddr(e.Addresses[0]), now)
+			}
+		}
+	}()
+	return seen
+}

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dataplane
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// tables notes the endpoint addresses that the kernel says have come into its
+// nftables, wherever and in whatever form, until ctx ends. No format of a proxy is
+// relied on but that an address is its four bytes.
+func tables(t testing.TB, ctx context.Context) *sightings {
+	t.Helper()
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(
+		unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 512<<20),
+		unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Usec: 100_000}),
+		unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK, Groups: 1 << (unix.NFNLGRP_NFTABLES - 1)}),
+	); err != nil {
+		t.Fatal(err)
+	}
+	seen := newSightings()
+	done := make(chan struct{})
+	t.Cleanup(func() { <-done })
+	go func() {
+		defer close(done)
+		defer unix.Close(fd)
+		buffer := make([]byte, 1<<20)
+		for ctx.Err() == nil {
+			n, _, err := unix.Recvfrom(fd, buffer, 0)
+			now := time.Now()
+			switch {
+			case errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EINTR):
+			case err != nil:
+				t.Errorf("listen to the kernel: %v", err)
+				return
+			default:
+				for i := 0; i+4 <= n; i++ {
+					if a := netip.AddrFrom4([4]byte(buffer[i : i+4])); podCIDR.Contains(a) {
+						seen.saw(a, now)
+					}
+				}
+			}
+		}
+	}()
+	return seen
+}
+
+// connect returns how long it takes to connect to a service, from its cluster
+// IP to a pod that accepts.
+func connect(service int, patience time.Duration) (time.Duration, error) {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return 0, err
+	}
+	defer unix.Close(fd)
+	if err := errors.Join(
+		// The end of a connection that is reset takes no local port.
+		unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}),
+		unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1),
+	); err != nil {
+		return 0, err
+	}
+	timeout := unix.NsecToTimeval(patience.Nanoseconds())
+	if err := unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &timeout); err != nil {
+		return 0, err
+	}
+	begin := time.Now()
+	for {
+		// One that a signal of Go's scheduler interrupted goes on.
+		err = unix.Connect(fd, &unix.SockaddrInet4{Port: servicePort, Addr: vip(service).As4()})
+		switch {
+		case errors.Is(err, unix.EINTR):
+		case errors.Is(err, unix.EISCONN):
+			return time.Since(begin), nil
+		default:
+			return time.Since(begin), err
+		}
+	}
+}
+
+// answer accepts the connections to all pods until the benchmark ends.
+func answer(t testing.TB) {
+	t.Helper()
+	l, err := net.Listen("tcp", fmt.Sprintf(":%d", podPort))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			c.Close()
+		}
+	}()
+}
+
+// kilobytes returns a line of a file in /proc, in bytes.
+func kilobytes(t testing.TB, file, line string) int {
+	t.Helper()
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for l := range strings.Lines(string(text)) {
+		if value, ok := strings.CutPrefix(l, line+":"); ok {
+			n, err := strconv.Atoi(strings.TrimSpace(strings.TrimSuffix(strings.TrimSpace(value), "kB")))
+			if err != nil {
+				t.Fatal(err)
+			}
+			return n << 10
+		}
+	}
+	t.Fatalf("%s has no line %s", file, line)
+	return 0
+}

@@ -1,0 +1,364 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package dataplane
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"os/exec"
+	"regexp"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sync/errgroup"
+	"golang.org/x/time/rate"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
+
+	"github.com/kpng-project/kpng/test/cgroup"
+)
+
+var (
+	soakFor  = flag.Duration("soak", 20*time.Second, "how `long` TestSoak changes services")
+	soakSeed = flag.Uint64("seed", 0, "seed of TestSoak; 0 is a random one")
+)
+
+const (
+	// stable is the service that traffic goes to; it does not change.
+	stable = 0
+	// marker is the service whose endpoint tells how far a proxy is.
+	marker = 1
+	// churned is how many services there are besides, or may be.
+	churned = 400
+	// changeRate is how many changes are made in a second.
+	changeRate = 200
+	// connectRate is how many connections are made in a second.
+	connectRate = 300
+	// memoryGrowth is what the proxy may take more at the end than at half time: what the
+	// runtime has not collected yet.
+	memoryGrowth = 12 << 20
+)
+
+// TestSoak changes services and endpoints at random, and none of the
+// connections to a service that does not change may fail. At the end the kernel
+// has what it has after a fresh start.
+func TestSoak(t *testing.T) {
+	seed := *soakSeed
+	if seed == 0 {
+		seed = rand.Uint64()
+	}
+	t.Logf("-seed %d", seed)
+	answer(t)
+	c := newCluster(t, shape{services: 2, endpoints: 3})
+	c.group = cgroup.New(t)
+	proxy := c.start(t, kpngProxy, time.Millisecond)
+	proxy.wait(t)
+
+	ctx, stop := context.WithTimeout(t.Context(), *soakFor)
+	defer stop()
+	var group errgroup.Group
+	traffic := traffic{}
+	group.Go(func() error { return traffic.run(ctx) })
+	churn := &churn{cluster: c}
+	for worker := range uint64(writers) {
+		group.Go(func() error { return churn.run(ctx, rand.New(rand.NewPCG(seed, worker))) })
+	}
+	var halfway int
+	group.Go(func() error {
+		select {
+		case <-time.After(*soakFor / 2):
+			halfway = kilobytes(t, proxy.status(), "VmRSS")
+		case <-ctx.Done():
+		}
+		return nil
+	})
+	if err := group.Wait(); err != nil {
+		t.Fatal(err)
+	}
+	made, tried := churn.made.Load(), churn.tried.Load()
+	t.Logf("%d changes, %.0f/s of the %d/s to be tried, of which %.0f/s were; %d connections", made,
+		float64(made)/soakFor.Seconds(), changeRate, float64(tried)/soakFor.Seconds(), traffic.made.Load())
+	// How many can be tried depends on the machine, and some meet another writer's.
+	if least := int64(*soakFor/time.Second) * changeRate / 4; made < least {
+		t.Errorf("%d changes were made, want at least %d", made, least)
+	}
+
+	marked := c.mark(t)
+	end := kilobytes(t, proxy.status(), "VmRSS")
+	t.Logf("memory: %d KiB halfway, %d KiB at the end", halfway>>10, end>>10)
+	if end > halfway+memoryGrowth {
+		t.Errorf("resident memory grew from %d to %d KiB", halfway>>10, end>>10)
+	}
+	after := ruleset(t, marked)
+	proxy.kill(t)
+	flush(t)
+	fresh := c.start(t, kpngProxy, time.Millisecond)
+	fresh.wait(t)
+	if diff := cmp.Diff(ruleset(t, c.mark(t)), after); diff != "" {
+		t.Errorf("the kernel has something else than after a fresh start (-fresh +got):\n%s", diff)
+	}
+}
+
+// traffic connects to the stable service.
+type traffic struct{ made atomic.Int64 }
+
+func (tr *traffic) run(ctx context.Context) error {
+	limit := rate.NewLimiter(connectRate, 1)
+	for limit.Wait(ctx) == nil {
+		if _, err := connect(stable, 5*time.Second); err != nil {
+			return fmt.Errorf("connection %d to the stable service: %w", tr.made.Load(), err)
+		}
+		tr.made.Add(1)
+	}
+	return nil
+}
+
+// churn changes all services but the stable one and the marker.
+type churn struct {
+	*cluster
+	tried, made atomic.Int64
+	limit       sync.Once
+	rate        *rate.Limiter
+
+	mu sync.Mutex // for cluster.fresh
+}
+
+func (c *churn) run(ctx context.Context, random *rand.Rand) error {
+	c.limit.Do(func() { c.rate = rate.NewLimiter(changeRate, 1) })
+	for c.rate.Wait(ctx) == nil {
+		c.tried.Add(1)
+		err := c.change(ctx, random, 2+random.IntN(churned))
+		switch {
+		case err == nil:
+			c.made.Add(1)
+		// Another was there first, or the cluster IP is not free again yet.
+		case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err), apierrors.IsNotFound(err), apierrors.IsInvalid(err):
+		case ctx.Err() != nil:
+			return nil
+		default:
+			return fmt.Errorf("change a service: %w", err)
+		}
+	}
+	return nil
+}
+
+// change changes one service or its endpoints.
+func (c *churn) change(ctx context.Context, random *rand.Rand, service int) error {
+	services := c.client.CoreV1().Services(namespace)
+	old, err := services.Get(ctx, name(service), metav1.GetOptions{})
+	if apierrors.IsNotFound(err) {
+		_, err := services.Create(ctx, c.random(random, service), metav1.CreateOptions{})
+		return err
+	}
+	if err != nil {
+		return err
+	}
+	switch random.IntN(10) {
+	case 0:
+		return services.Delete(ctx, name(service), metav1.DeleteOptions{})
+	case 1, 2:
+		new := c.random(random, service)
+		new.ResourceVersion, new.Spec.ClusterIPs = old.ResourceVersion, old.Spec.ClusterIPs
+		_, err := services.Update(ctx, new, metav1.UpdateOptions{})
+		return err
+	case 3:
+		old.Status.LoadBalancer.Ingress = nil
+		if old.Spec.Type == corev1.ServiceTypeLoadBalancer && random.IntN(2) == 0 {
+			old.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: c.elsewhere(random, 98)}}
+		}
+		_, err := services.UpdateStatus(ctx, old, metav1.UpdateOptions{})
+		return err
+	default:
+		return c.endpoints(ctx, random, service)
+	}
+}
+
+// endpoints replaces a service's endpoints, from none to a dozen in various
+// conditions.
+func (c *churn) endpoints(ctx context.Context, random *rand.Rand, service int) error {
+	slices := c.client.DiscoveryV1().EndpointSlices(namespace)
+	c.mu.Lock()
+	slice := c.slice(service)
+	c.mu.Unlock()
+	slice.Endpoints = someOf(random, slice.Endpoints)
+	_, err := slices.Update(ctx, slice, metav1.UpdateOptions{})
+	if apierrors.IsNotFound(err) {
+		_, err = slices.Create(ctx, slice, metav1.CreateOptions{})
+	}
+	return err
+}
+
+// someOf makes up to four endpoints of each of those given.
+func someOf(random *rand.Rand, from []discoveryv1.Endpoint) []discoveryv1.Endpoint {
+	var all []discoveryv1.Endpoint
+	for range random.IntN(5) {
+		for _, e := range from {
+			e.Addresses = []string{offset(podCIDR.Addr(), 1<<20+random.IntN(1<<20)).String()}
+			if random.IntN(3) == 0 {
+				e.NodeName = ptr.To("another")
+			}
+			if random.IntN(5) == 0 {
+				e.Conditions = discoveryv1.EndpointConditions{Ready: ptr.To(false), Serving: ptr.To(random.IntN(2) == 0), Terminating: ptr.To(true)}
+			}
+			all = append(all, e)
+		}
+	}
+	return all
+}
+
+// elsewhere returns one of few addresses, for which services compete.
+func (c *churn) elsewhere(random *rand.Rand, network byte) string {
+	return netip.AddrFrom4([4]byte{10, network, 0, byte(random.IntN(200))}).String()
+}
+
+// random returns a service as it could be.
+func (c *churn) random(random *rand.Rand, service int) *corev1.Service {
+	s := &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Name: name(service), Labels: map[string]string{"app": name(service)}},
+		Spec: corev1.ServiceSpec{
+			ClusterIP: vip(service).String(),
+			Selector:  map[string]string{"app": name(service)},
+			Ports:     []corev1.ServicePort{{Name: "http", Port: servicePort}},
+		},
+	}
+	if random.IntN(3) == 0 {
+		s.Spec.Ports = append(s.Spec.Ports, corev1.ServicePort{Name: "dns", Port: 53, Protocol: corev1.ProtocolUDP})
+	}
+	if random.IntN(4) == 0 {
+		s.Spec.SessionAffinity = corev1.ServiceAffinityClientIP
+		s.Spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: ptr.To(int32(60 + random.IntN(2)))}}
+	}
+	if random.IntN(4) == 0 {
+		s.Spec.InternalTrafficPolicy = ptr.To(corev1.ServiceInternalTrafficPolicyLocal)
+	}
+	if random.IntN(2) == 0 {
+		s.Spec.ExternalIPs = []string{c.elsewhere(random, 97)}
+		s.Spec.Type = corev1.ServiceTypeLoadBalancer
+		if random.IntN(2) == 0 {
+			s.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal
+		}
+		if random.IntN(2) == 0 {
+			s.Spec.LoadBalancerSourceRanges = []string{"192.0.2.0/24", "198.51.100.7/32"}[:1+random.IntN(2)]
+		}
+	}
+	return s
+}
+
+// mark gives the marker other endpoints and waits until the kernel has them, and
+// so everything before. It returns the address of the one that is new.
+func (c *cluster) mark(t testing.TB) string {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), loadPatience)
+	defer cancel()
+	seen := tables(t, ctx)
+	pod := c.pod()
+	if err := c.change(ctx, marker, 0, pod); err != nil {
+		t.Fatal(err)
+	}
+	for {
+		if _, ok := seen.of(netip.MustParseAddr(pod)); ok {
+			return pod
+		}
+		select {
+		case <-time.After(10 * time.Millisecond):
+		case <-ctx.Done():
+			t.Fatalf("the marker's endpoint %s did not come into the kernel: %v", pod, ctx.Err())
+		}
+	}
+}
+
+// ruleset returns what the kernel has, without what differs between loads of
+// the same: handles, counters, the order of what is unordered, chains that
+// nothing leads to any more, which the backend keeps for the next service that
+// needs one, and the marker's address.
+func ruleset(t testing.TB, marked string) []string {
+	t.Helper()
+	out, err := exec.Command("nft", "-j", "list", "ruleset").Output()
+	if err != nil {
+		var exit *exec.ExitError
+		if errors.As(err, &exit) {
+			t.Fatalf("nft -j list ruleset: %v\n%s", err, exit.Stderr)
+		}
+		t.Fatal(err)
+	}
+	var list struct{ Nftables []map[string]map[string]any }
+	out = bytes.ReplaceAll(out, []byte(strconv.Quote(marked)), []byte(`"marked"`))
+	if err := json.Unmarshal(out, &list); err != nil {
+		t.Fatalf("nft -j list ruleset: %v", err)
+	}
+	var lines []string
+	// chains have what each chain is made of, and leads where the chain's rules lead.
+	chains, leads := map[string][]string{}, map[string][]string{}
+	var reached []string
+	for _, object := range list.Nftables {
+		for kind, o := range object {
+			delete(o, "handle")
+			elements, _ := o["elem"].([]any)
+			delete(o, "elem")
+			line := kind + " " + text(t, o)
+			switch kind {
+			case "metainfo":
+			case "chain":
+				name := o["name"].(string)
+				chains[name] = append(chains[name], line)
+				if o["hook"] != nil {
+					reached = append(reached, name)
+				}
+			case "rule":
+				name := o["chain"].(string)
+				chains[name] = append(chains[name], line)
+				leads[name] = append(leads[name], targets(line)...)
+			default:
+				lines = append(lines, line)
+				for _, e := range elements {
+					element := fmt.Sprintf("element of %v: %s", o["name"], text(t, e))
+					lines = append(lines, element)
+					reached = append(reached, targets(element)...)
+				}
+			}
+		}
+	}
+	for len(reached) > 0 {
+		name := reached[0]
+		lines = append(lines, chains[name]...)
+		reached = append(reached[1:], leads[name]...)
+		delete(chains, name)
+		delete(leads, name)
+	}
+	slices.Sort(lines)
+	return lines
+}
+
+var target = regexp.MustCompile(`"(?:goto|jump)":\{"target":"([^"]+)"`)
+
+// targets returns the chains to which an object in JSON leads.
+func targets(object string) []string {
+	var names []string
+	for _, match := range target.FindAllStringSubmatch(object, -1) {
+		names = append(names, match[1])
+	}
+	return names
+}
+
+func text(t testing.TB, v any) string {
+	t.Helper()
+	b, err := json.Marshal(v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
+}

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package gotool builds the programs that tests run against and that are tools
+// of this module: Kubernetes' own, from Go modules. The first build takes
+// minutes, and later ones come from the go command's cache.
+package gotool
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// The programs, as the tool directives of this module's go.mod name them.
+const (
+	Etcd          = "go.etcd.io/etcd/server/v3"
+	KubeAPIServer = "k8s.io/kubernetes/cmd/kube-apiserver"
+	KubeProxy     = "k8s.io/kubernetes/cmd/kube-proxy"
+)
+
+// Build returns the path of a program in the go command's cache, and has it
+// built if it is not there. Test processes that come at once wait for the first:
+// the cache would keep them from harm, but not from doing the same work.
+func Build(ctx context.Context, program string) (string, error) {
+	unlock, err := lockBuild()
+	if err != nil {
+		return "", err
+	}
+	defer unlock()
+
+	cmd := exec.CommandContext(ctx, "go", "tool", "-n", program)
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	err = cmd.Run()
+	if errors.Is(err, exec.ErrNotFound) {
+		return "", fmt.Errorf("build %s: this test needs the go command in $PATH: %w", program, err)
+	}
+	if err != nil {
+		return "", fmt.Errorf("build %s: %w\n%s", program, err, stderr.Bytes())
+	}
+	return strings.TrimSpace(stdout.String()), nil
+}
+
+// lockBuild waits until no other test process builds.
+func lockBuild() (unlock func(), err error) {
+	cache, err := os.UserCacheDir()
+	if err != nil {
+		return nil, fmt.Errorf("lock the build: %w", err)
+	}
+	dir := filepath.Join(cache, "kpng")
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return nil, fmt.Errorf("lock the build: %w", err)
+	}
+	f, err := os.OpenFile(filepath.Join(dir, "test-build.lock"), os.O_CREATE|os.O_RDWR, 0o644)
+	if err != nil {
+		return nil, fmt.Errorf("lock the build: %w", err)
+	}
+	for {
+		err = unix.Flock(int(f.Fd()), unix.LOCK_EX)
+		if !errors.Is(err, unix.EINTR) {
+			break
+		}
+	}
+	if err != nil {
+		f.Close()
+		return nil, fmt.Errorf("lock %s: %w", f.Name(), err)
+	}
+	return func() { f.Close() }, nil
+}

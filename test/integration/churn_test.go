@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package integration
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"sync"
+	"testing"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/test/apiserver"
+	"golang.org/x/time/rate"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+)
+
+var kills = flag.Int("kills", 12, "how often a process is killed under churn")
+
+// TestWhatIsKilledComesBackAndNothingIsLost kills a server, a client, a relay and
+// the API server in turn while services change. Nobody may ever show less than
+// before, but for what was removed through the API, and in the end all show what
+// the API server has.
+func TestWhatIsKilledComesBackAndNothingIsLost(t *testing.T) {
+	t.Parallel()
+	server := apiserver.Start(t, apiserver.Options{})
+	c := newChurn(t, server.Replica(t))
+	kubeconfig := apiserver.Kubeconfig(t, server.Config())
+	served, relayed := socket(t), socket(t)
+	startServer := func() *process { return serve(c.tenant, kubeconfig, served) }
+	startRelay := func() *process { return relay(c.tenant, served, relayed) }
+	serving, relaying := startServer(), startRelay()
+	viewers := []*viewer{
+		newViewer(c, c.name, served),
+		newViewer(c, "unknown", served),
+		newViewer(c, c.name, relayed),
+	}
+	settle := func() {
+		t.Helper()
+		c.stamp.Spec.Ports[0].Port++
+		c.put(c.stamp)
+		for _, v := range viewers {
+			v.wait(t, c.stamp.Spec.Ports[0].Port)
+		}
+	}
+	settle()
+
+	for i := range *kills {
+		c.wait(t, c.IntN(20))
+		switch i % 4 {
+		case 0:
+			serving.kill(t)
+			c.wait(t, c.IntN(20))
+			serving = startServer()
+		case 1:
+			v := pick(c.Rand, viewers...)
+			v.process.kill(t)
+			c.wait(t, c.IntN(20))
+			v.start(t)
+		case 2:
+			relaying.kill(t)
+			c.wait(t, c.IntN(20))
+			relaying = startRelay()
+		case 3:
+			server.APIServer.Kill(t)
+			c.wait(t, c.IntN(20))
+			server.APIServer.Start(t)
+		}
+		settle()
+	}
+	c.stop()
+	settle()
+	all := c.list()
+	for _, v := range viewers {
+		v.out.expect(t, c.print(v.node, all), v.String())
+	}
+}
+
+// churn changes a tenant at random, at some changes a second. Of each service
+// there is a slice, whose endpoints have addresses that no other ever has.
+type churn struct {
+	*tenant
+	*rand.Rand            // of the test
+	own        *rand.Rand // of who makes the changes
+	stamp      *corev1.Service
+	stop       func()
+
+	services map[string]*corev1.Service
+	slices   map[string]*discoveryv1.EndpointSlice
+	made     int // services and addresses so far
+
+	mu      sync.Mutex
+	changes int
+	more    chan struct{} // closed by the next change
+	// removed are the services and endpoints that were, or are about to be.
+	removed map[string]bool
+}
+
+const changesPerSecond = 15
+
+// newChurn fills a tenant of a server, and changes it until it is stopped, at
+// the latest when the test ends.
+func newChurn(t *testing.T, server *apiserver.Server) *churn {
+	t.Helper()
+	random := newRandom(t)
+	c := &churn{
+		tenant: newTenant(t, server),
+		Rand:   random, own: rand.New(rand.NewPCG(random.Uint64(), 0)),
+		services: map[string]*corev1.Service{}, slices: map[string]*discoveryv1.EndpointSlice{},
+		more: make(chan struct{}), removed: map[string]bool{},
+	}
+	c.stamp = newService("zzz-stamp", c.name, servicePort("", 1, 1))
+	c.put(c.node("a"), c.stamp)
+	for range 40 {
+		if err := c.add(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	var ended sync.WaitGroup
+	ended.Go(func() {
+		limit := rate.NewLimiter(changesPerSecond, 1)
+		for limit.Wait(ctx) == nil {
+			if err := c.change(); err != nil {
+				t.Errorf("change something: %v", err)
+				return
+			}
+			c.mu.Lock()
+			c.changes++
+			close(c.more)
+			c.more = make(chan struct{})
+			c.mu.Unlock()
+		}
+	})
+	c.stop = func() {
+		cancel()
+		ended.Wait()
+	}
+	t.Cleanup(c.stop)
+	return c
+}
+
+// wait waits for so many changes.
+func (c *churn) wait(t *testing.T, changes int) {
+	t.Helper()
+	ctx := within(t)
+	for first := -1; ; {
+		c.mu.Lock()
+		now, more := c.changes, c.more
+		c.mu.Unlock()
+		if first < 0 {
+			first = now
+		}
+		if now >= first+changes {
+			return
+		}
+		select {
+		case <-more:
+		case <-ctx.Done():
+			t.Fatalf("waiting for changes: %v", context.Cause(ctx))
+		}
+	}
+}
+
+// add makes a service and its slice.
+func (c *churn) add() error {
+	c.made++
+	s := newService(fmt.Sprintf("s%04d", c.made), c.name, servicePort("", 80, 80))
+	if c.own.IntN(4) == 0 {
+		s.Spec.Selector = nil
+	}
+	slice := newSlice(s.Name, s, slicePorts("", 80), c.endpoint(), c.endpoint())
+	c.services[s.Name], c.slices[s.Name] = s, slice
+	if err := c.tryPut(s); err != nil {
+		return err
+	}
+	return c.tryPut(slice)
+}
+
+// endpoint returns an endpoint that there was never before.
+func (c *churn) endpoint() discoveryv1.Endpoint {
+	c.made++
+	e := newEndpoint(fmt.Sprintf("10.%d.%d.%d", c.made>>16&255, c.made>>8&255, c.made&255), pick(c.own, "", c.name, "unknown"))
+	e.Hints = &discoveryv1.EndpointHints{ForZones: []discoveryv1.ForZone{{Name: pick(c.own, "a", "b")}}}
+	return e
+}
+
+// change changes something.
+func (c *churn) change() error {
+	name := pick(c.own, slices.Sorted(maps.Keys(c.services))...)
+	service, slice := c.services[name], c.slices[name]
+	switch what := c.own.IntN(12); {
+	case what == 0:
+		return c.tryPut(c.node(pick(c.own, "", "a", "b")))
+	case what == 1 || len(c.services) < 20:
+		return c.add()
+	case what == 2:
+		gone := []string{name}
+		for _, e := range slice.Endpoints {
+			gone = append(gone, name+" "+e.Addresses[0])
+		}
+		c.forget(gone...)
+		delete(c.services, name)
+		delete(c.slices, name)
+		if err := c.tryRemove(service); err != nil {
+			return err
+		}
+		return c.tryRemove(slice)
+	case what < 5:
+		service.Spec.Ports[0].Port++
+		return c.tryPut(service)
+	case what < 7 && len(slice.Endpoints) > 0:
+		i := c.own.IntN(len(slice.Endpoints))
+		c.forget(name + " " + slice.Endpoints[i].Addresses[0])
+		slice.Endpoints = slices.Delete(slice.Endpoints, i, i+1)
+		return c.tryPut(slice)
+	case what < 9 && len(slice.Endpoints) > 0:
+		// Whoever terminates and serves is still shown.
+		slice.Endpoints[0].Conditions = conditions(false, true, true)
+		return c.tryPut(slice)
+	default:
+		slice.Endpoints = append(slice.Endpoints, c.endpoint())
+		return c.tryPut(slice)
+	}
+}
+
+// forget notes that services or endpoints are about to be removed.
+func (c *churn) forget(entries ...string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, e := range entries {
+		c.removed[e] = true
+	}
+}
+
+// lost returns the entries of before that are not in after and were not removed.
+func (c *churn) lost(before, after map[string]bool) []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var lost []string
+	for e := range before {
+		if !after[e] && !c.removed[e] {
+			lost = append(lost, e)
+		}
+	}
+	slices.Sort(lost)
+	return lost
+}
+
+// viewer is a node's kpng-json that is served by a kpng, or one such process
+// after the other.
+type viewer struct {
+	churn      *churn
+	node, from string
+	process    *process
+	out        *prints
+
+	mu    sync.Mutex
+	shown map[string]bool // services and endpoints in the last print
+	stamp int32
+}
+
+// newViewer starts the first process.
+func newViewer(c *churn, node, from string) *viewer {
+	v := &viewer{churn: c, node: node, from: from}
+	v.start(c.t)
+	return v
+}
+
+// String says which one it is.
+func (v *viewer) String() string { return fmt.Sprintf("the viewer of node %s at %s", v.node, v.from) }
+
+func (v *viewer) start(t testing.TB) {
+	t.Helper()
+	v.out = newPrints(v.churn.name, v.churn.stamp.Name)
+	v.out.each = func(print []byte) { v.check(t, print) }
+	v.process = launch(t, v.out, quickKpngJSON(t), "--api", v.from, "--node-name", v.node)
+}
+
+// check holds a print against the one before, which may be that of a process
+// that was killed.
+func (v *viewer) check(t testing.TB, print []byte) {
+	shown, stamp := map[string]bool{}, int32(0)
+	for line := range bytes.Lines(print) {
+		var view api.ServiceEndpoints
+		if err := json.Unmarshal(line, &view); err != nil {
+			t.Errorf("printed what cannot be read: %v\n%s", err, line)
+			return
+		}
+		name := view.Service.Name
+		shown[name] = true
+		stamp = view.Service.Ports[0].Port
+		for _, endpoints := range [...][]api.Endpoint{view.Endpoints, view.Draining} {
+			for i := range endpoints {
+				shown[name+" "+endpoints[i].Addr().String()] = true
+			}
+		}
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if lost := v.churn.lost(v.shown, shown); len(lost) > 0 {
+		t.Errorf("%s lost %d of %d entries: %s", v, len(lost), len(v.shown), lost)
+	}
+	v.shown, v.stamp = shown, stamp
+}
+
+// wait waits until the print has this stamp in it.
+func (v *viewer) wait(t testing.TB, stamp int32) {
+	t.Helper()
+	if print, ok := v.out.wait(t, func([]byte) bool {
+		v.mu.Lock()
+		defer v.mu.Unlock()
+		return v.stamp == stamp
+	}); !ok {
+		t.Fatalf("%s is not at stamp %d; it shows\n%s", v, stamp, print)
+	}
+}

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package integration
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/kpng-project/kpng/test/apiserver"
+	corev1 "k8s.io/api/core/v1"
+)
+
+// TestWhoComesBackIsToldWhatChanged cuts off a client and a relay from a server
+// while some of 200 services change, and counts the bytes that come when they are
+// back. The server that was started anew, which knows no tokens of the old one,
+// tells everything.
+func TestWhoComesBackIsToldWhatChanged(t *testing.T) {
+	const services = 200
+	t.Parallel()
+	server := shared.Get(t)
+	n := newTenant(t, server)
+	var all []*corev1.Service
+	for i := range services {
+		s := newService(fmt.Sprintf("s%03d", i), n.name, servicePort("", 80, 80))
+		slice := newSlice(s.Name, s, slicePorts("", 80))
+		for e := range 10 {
+			slice.Endpoints = append(slice.Endpoints, newEndpoint(fmt.Sprintf("10.1.%d.%d", i, e), ""))
+		}
+		n.put(s, slice)
+		all = append(all, s)
+	}
+	stamp := newService("zzz-stamp", n.name, servicePort("", 1, 1))
+	n.put(stamp)
+
+	kubeconfig := apiserver.Kubeconfig(t, server.Config())
+	served := socket(t)
+	serving := serve(n, kubeconfig, served)
+	printer := func(api string) *prints {
+		out := newPrints(n.name, stamp.Name)
+		launch(t, out, quickKpngJSON(t), "--api", api, "--node-name", n.name)
+		return out
+	}
+	direct := printer(served)
+	for _, test := range []struct {
+		name string
+		// start starts what is served at an address, and returns what it shows.
+		start func(address string) *prints
+	}{
+		{"a client", printer},
+		{"a relay", func(address string) *prints {
+			relayed := socket(t)
+			relay(n, address, relayed)
+			return printer(relayed)
+		}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			gate := newGate(t, served)
+			out := test.start(gate.address)
+			expect := func(out *prints, who string) {
+				t.Helper()
+				out.expect(t, n.print(n.name, n.list()), who)
+			}
+			// away changes services and the stamp, as nobody comes through the gate.
+			away := func(changes int) {
+				t.Helper()
+				gate.close()
+				for _, s := range all[:changes] {
+					s.Spec.Ports[0].Port++
+					n.put(s)
+				}
+				stamp.Spec.Ports[0].Port++
+				n.put(stamp)
+			}
+			expect(direct, "who is always there")
+			expect(out, test.name)
+			everything := gate.received.Load()
+
+			for _, changes := range []int{0, 1, 10, 100} {
+				away(changes)
+				expect(direct, "who is always there")
+				gate.reopen()
+				expect(out, test.name)
+				most := 500 + int64(changes)*everything/services*5/4
+				if got := gate.received.Load(); got > most {
+					t.Errorf("%d bytes after %d changes, want at most %d; everything is %d", got, changes, most, everything)
+				}
+			}
+
+			away(0)
+			serving.kill(t)
+			serving = serve(n, kubeconfig, served)
+			expect(direct, "who is always there")
+			gate.reopen()
+			expect(out, test.name)
+			if got := gate.received.Load(); got < everything*3/4 || got > everything*5/4 {
+				t.Errorf("%d bytes from another server, want about %d", got, everything)
+			}
+		})
+	}
+}

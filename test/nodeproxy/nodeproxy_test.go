@@ -1,0 +1,308 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nodeproxy
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/netns"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+var shared apiserver.Shared
+
+func TestMain(m *testing.M) { os.Exit(shared.Run(m)) }
+
+// The rights of the DaemonSet's service account.
+var rights = []rbacv1.PolicyRule{
+	{APIGroups: []string{""}, Resources: []string{"services", "nodes"}, Verbs: []string{"get", "list", "watch"}},
+	{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"get", "list", "watch"}},
+}
+
+// least runs what follows as root with CAP_NET_ADMIN and nothing else, as the
+// DaemonSet does.
+var least = []string{"setpriv", "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--no-new-privs"}
+
+const (
+	nodeIP   = "10.2.0.1"
+	udpPort  = 5353
+	pod1     = "10.1.0.1"
+	pod2     = "10.1.0.2"
+	healthz  = "127.0.0.1:10256"
+	nodeName = "nodeproxy"
+)
+
+// world is a node with two pods, and a client.
+type world struct {
+	t                  *testing.T
+	server             *apiserver.Server
+	namespace          string // of the API server
+	node, pods, client namespace
+	kubeconfig, kpng   string
+}
+
+func newWorld(t *testing.T) *world {
+	w := &world{t: t, server: shared.Get(t)}
+	w.namespace = w.server.Namespace(t)
+	w.node, w.pods, w.client = newNamespace(t, "node"), newNamespace(t, "pods"), newNamespace(t, "client")
+	if err := w.node.in(func() error { return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0) }); err != nil {
+		t.Fatal(err)
+	}
+	join(t, w.node, "client", nodeIP+"/24", w.client, "10.2.0.2/24")
+	join(t, w.node, "pods", "10.1.0.254/24", w.pods, pod1+"/24", pod2+"/24")
+	netns.Place(w.pods.in).Answer(t, net.JoinHostPort(pod1, fmt.Sprint(udpPort)), "pod1")
+	netns.Place(w.pods.in).Answer(t, net.JoinHostPort(pod2, fmt.Sprint(udpPort)), "pod2")
+
+	config := w.server.User(t, rights...)
+	w.kubeconfig = apiserver.Kubeconfig(t, config)
+	api, err := url.Parse(config.Host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	netns.Place(w.node.in).Relay(t, api.Host, "tcp", api.Host)
+
+	w.kpng = buildKpng(t)
+
+	nodes := w.server.Client().CoreV1().Nodes()
+	node, err := nodes.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName}}, metav1.CreateOptions{})
+	w.check(err)
+	t.Cleanup(func() { w.check(nodes.Delete(context.WithoutCancel(t.Context()), nodeName, metav1.DeleteOptions{})) })
+	node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: nodeIP}}
+	_, err = nodes.UpdateStatus(t.Context(), node, metav1.UpdateOptions{})
+	w.check(err)
+	return w
+}
+
+func (w *world) check(err error) {
+	w.t.Helper()
+	if err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+// service creates a service, and returns what the API server makes of it.
+func (w *world) service(name string, spec corev1.ServiceSpec) *corev1.Service {
+	w.t.Helper()
+	svc, err := w.server.Client().CoreV1().Services(w.namespace).Create(w.t.Context(),
+		&corev1.Service{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: spec}, metav1.CreateOptions{})
+	w.check(err)
+	return svc
+}
+
+// lead makes a service lead to one address, on a node.
+func (w *world) lead(service *corev1.Service, ip, node string) {
+	w.t.Helper()
+	slices := w.server.Client().DiscoveryV1().EndpointSlices(w.namespace)
+	port, ready := int32(udpPort), true
+	slice := &discoveryv1.EndpointSlice{
+		ObjectMeta:  metav1.ObjectMeta{Name: service.Name, Labels: map[string]string{discoveryv1.LabelServiceName: service.Name}},
+		AddressType: discoveryv1.AddressTypeIPv4,
+		Ports:       []discoveryv1.EndpointPort{{Protocol: &service.Spec.Ports[0].Protocol, Port: &port, Name: &service.Spec.Ports[0].Name}},
+		Endpoints:   []discoveryv1.Endpoint{{Addresses: []string{ip}, NodeName: &node, Conditions: discoveryv1.EndpointConditions{Ready: &ready}}},
+	}
+	old, err := slices.Get(w.t.Context(), slice.Name, metav1.GetOptions{})
+	if err != nil {
+		_, err = slices.Create(w.t.Context(), slice, metav1.CreateOptions{})
+	} else {
+		slice.ResourceVersion = old.ResourceVersion
+		_, err = slices.Update(w.t.Context(), slice, metav1.UpdateOptions{})
+	}
+	w.check(err)
+}
+
+// run starts kpng and waits until it is ready. What it logs is shown if the test
+// fails. End sends it a signal and returns how it ended.
+func (w *world) run() (end func(os.Signal) error) {
+	w.t.Helper()
+	args := w.node.exec(append(least, w.kpng, "kube", "--kubeconfig", w.kubeconfig, "to-local", "nftables",
+		"--node-name", nodeName, "--healthz-bind-address", healthz, "--cluster-cidr", "10.1.0.0/16")...)
+	cmd := exec.Command(args[0], args[1:]...)
+	var log bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &log, &log
+	w.check(cmd.Start())
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	stopped := false
+	end = func(s os.Signal) error {
+		stopped = true
+		cmd.Process.Signal(s)
+		select {
+		case err := <-ended:
+			return err
+		case <-time.After(20 * time.Second):
+			cmd.Process.Kill()
+			<-ended
+			return errors.New("it did not end in time")
+		}
+	}
+	w.t.Cleanup(func() {
+		if !stopped {
+			end(os.Kill)
+		}
+		if w.t.Failed() {
+			w.t.Logf("kpng said:\n%s", &log)
+		}
+	})
+	await(w.t, "readiness", "200 ", func() string {
+		status, body := w.get(w.node, "http://"+healthz+"/readyz")
+		if status == 200 {
+			body = ""
+		}
+		return fmt.Sprint(status, " ", body)
+	})
+	return end
+}
+
+// TestMissingRightsAreNamed checks what kpng says, started or cleaning up, that may not
+// change tables.
+func TestMissingRightsAreNamed(t *testing.T) {
+	node := newNamespace(t, "node")
+	kpng := buildKpng(t)
+	none := []string{"setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", kpng}
+	manifests := t.TempDir()
+	for _, args := range [][]string{
+		{"file", "-i", manifests, "to-local", "nftables", "--node-name", nodeName, "--healthz-bind-address="},
+		{"cleanup", "nftables"},
+	} {
+		command := node.exec(append(none, args...)...)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		out, err := exec.CommandContext(ctx, command[0], command[1:]...).CombinedOutput()
+		cancel()
+		if err == nil || !strings.Contains(string(out), "CAP_NET_ADMIN") {
+			t.Errorf("kpng %s ends with %v and does not say what it lacks:\n%s", strings.Join(args, " "), err, out)
+		}
+	}
+}
+
+// buildKpng builds the command kpng and returns where it is.
+func buildKpng(t *testing.T) string {
+	t.Helper()
+	kpng := filepath.Join(t.TempDir(), "kpng")
+	build := exec.CommandContext(t.Context(), "go", "build", "-o", kpng, "./cmd/kpng")
+	build.Dir = "../.."
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("build kpng: %v\n%s", err, out)
+	}
+	return kpng
+}
+
+// get fetches a page from a namespace; the status is 0 if that fails.
+func (w *world) get(from namespace, page string) (status int, body string) {
+	client := &http.Client{Timeout: time.Second, Transport: &http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, network, address string) (c net.Conn, err error) {
+			err = from.in(func() error { c, err = new(net.Dialer).DialContext(ctx, network, address); return err })
+			return c, err
+		},
+	}}
+	response, err := client.Get(page)
+	if err != nil {
+		return 0, err.Error()
+	}
+	defer response.Body.Close()
+	text, err := io.ReadAll(response.Body)
+	if err != nil {
+		return 0, err.Error()
+	}
+	return response.StatusCode, string(text)
+}
+
+// explains checks what kpng says that the kernel has for a service's cluster IP:
+// whether there is a difference, and something that it says.
+func (w *world) explains(service *corev1.Service, difference, want string) {
+	w.t.Helper()
+	text := sh(w.t, w.node.exec(append(least, w.kpng, "explain", "--kubeconfig", w.kubeconfig, "--node", nodeName,
+		"--dataplane", "nftables", fmt.Sprintf("%s:53/udp", service.Spec.ClusterIP))...)...)
+	_, dataplane, found := strings.Cut(text, "\nDataplane for ")
+	if !found || !strings.Contains(dataplane, want) {
+		w.t.Errorf("explain --dataplane does not say %q:\n%s", want, text)
+	}
+	var got string
+	for line := range strings.Lines(dataplane) {
+		for _, sign := range []string{"+", "-"} {
+			if strings.HasPrefix(line, "  "+sign) {
+				got = sign
+			}
+		}
+	}
+	if got != difference {
+		w.t.Errorf("explain --dataplane has a difference %q, want %q:\n%s", got, difference, text)
+	}
+}
+
+func TestKpngInPlaceOfKubeProxy(t *testing.T) {
+	w := newWorld(t)
+	dns := w.service("dns", corev1.ServiceSpec{
+		Type: corev1.ServiceTypeNodePort, Ports: []corev1.ServicePort{{Name: "dns", Protocol: corev1.ProtocolUDP, Port: 53}},
+	})
+	web := w.service("web", corev1.ServiceSpec{
+		Type: corev1.ServiceTypeLoadBalancer, ExternalTrafficPolicy: corev1.ServiceExternalTrafficPolicyLocal,
+		Ports: []corev1.ServicePort{{Name: "web", Protocol: corev1.ProtocolTCP, Port: 80}},
+	})
+	w.lead(dns, pod1, nodeName)
+	w.lead(web, pod1, nodeName)
+	end := w.run()
+
+	clusterIP := w.client.client(t, net.JoinHostPort(dns.Spec.ClusterIP, "53"))
+	nodePort := w.client.client(t, net.JoinHostPort(nodeIP, fmt.Sprint(dns.Spec.Ports[0].NodePort)))
+	reach := func(when, want string) {
+		t.Helper()
+		await(t, "the cluster IP's answer "+when, want, func() string { return ask(clusterIP) })
+		await(t, "the node port's answer "+when, want, func() string { return ask(nodePort) })
+	}
+	reach("at first", "pod1")
+	w.lead(dns, pod2, nodeName)
+	reach("after its pod moved", "pod2")
+
+	page := fmt.Sprintf("http://%s:%d/", nodeIP, web.Spec.HealthCheckNodePort)
+	health := func() int { status, _ := w.get(w.client, page); return status }
+	await(t, "a health check with a pod here", 200, health)
+	if _, body := w.get(w.client, page); body != fmt.Sprintf(
+		`{"service":{"namespace":%q,"name":"web"},"localEndpoints":1,"serviceProxyHealthy":true}`+"\n", w.namespace) {
+		t.Errorf("a health check is answered %s", body)
+	}
+	w.lead(web, pod1, "elsewhere")
+	await(t, "a health check without a pod here", 503, health)
+
+	if err := end(os.Kill); err == nil {
+		t.Error("kpng did not notice that it was killed")
+	}
+	fresh := w.client.client(t, net.JoinHostPort(dns.Spec.ClusterIP, "53"))
+	if got := ask(fresh); got != "pod2" {
+		t.Errorf("while kpng is away, a new client is answered by %q", got)
+	}
+	w.lead(dns, pod1, nodeName)
+	end = w.run()
+	reach("after its pod moved while kpng was away", "pod1")
+
+	if err := end(os.Interrupt); err != nil {
+		t.Errorf("kpng ended with %v", err)
+	}
+	w.explains(dns, "", ": "+pod1+" . "+fmt.Sprint(udpPort))
+	sh(t, w.node.exec("nft", "flush", "map", "inet", "kpng", "services4")...)
+	w.explains(dns, "-", "")
+	if ruleset := sh(t, w.node.exec("nft", "list", "tables")...); ruleset != "table inet kpng\n" {
+		t.Errorf("after its end there is %q", ruleset)
+	}
+	sh(t, w.node.exec(append(least, w.kpng, "cleanup", "nftables")...)...)
+	if ruleset := sh(t, w.node.exec("nft", "list", "ruleset")...); ruleset != "" {
+		t.Errorf("after cleaning up there is %s", ruleset)
+	}
+}

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package userspacebench
+
+import (
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/test/cgroup"
+)
+
+func TestMain(m *testing.M) {
+	if arg := os.Getenv("KPNG_BENCH_CLIENT"); arg != "" {
+		client(arg)
+		return
+	}
+	if os.Getenv("KPNG_BENCH_SERVER") != "" {
+		server()
+		return
+	}
+	if os.Getenv("KPNG_BENCH_CONTENT") != "" {
+		content(os.Args[1:])
+		return
+	}
+	os.Exit(m.Run())
+}
+
+const (
+	each    = 1500 * time.Millisecond
+	idlers  = 2000
+	getters = 32
+)
+
+// sample is one round's figures of a proxy; what it cannot do is 0.
+type sample map[string]float64
+
+// columns are the figures, in the order of the table.
+var columns = []string{
+	"1 stream, Gbit/s", "16 streams, Gbit/s", "CPU s/GB", "connections/s",
+	"latency p50, µs", "latency p99, µs", "KB/idle connection", "descriptors/idle connection", "datagrams/s",
+}
+
+// BenchmarkProxies prints a table of medians, rounds interleaved.
+func BenchmarkProxies(b *testing.B) {
+	w := newWorld(b)
+	all := proxies(w)
+	rounds := 3
+	if testing.Short() {
+		rounds = 1
+	}
+	samples := map[string][]sample{}
+	for range rounds {
+		for _, p := range all {
+			samples[p.name] = append(samples[p.name], w.measure(p))
+		}
+	}
+	table := "\n| | " + strings.Join(columns, " | ") + " |\n|---" + strings.Repeat("|---", len(columns)) + "|\n"
+	for _, p := range all {
+		table += "| " + p.name
+		for _, c := range columns {
+			table += " | " + spread(samples[p.name], c)
+		}
+		table += " |\n"
+	}
+	fmt.Println(table)
+	b.ReportMetric(0, "ns/op") // the table is what counts
+}
+
+// spread returns the median of a figure, and the least and most.
+func spread(samples []sample, column string) string {
+	var values []float64
+	for _, s := range samples {
+		if v := s[column]; v != 0 {
+			values = append(values, v)
+		}
+	}
+	if len(values) == 0 {
+		return "–"
+	}
+	slices.Sort(values)
+	format := "%.0f"
+	if values[len(values)/2] < 100 {
+		format = "%.1f"
+	}
+	if values[len(values)/2] < 10 {
+		format = "%.2f"
+	}
+	return fmt.Sprintf(format+" ("+format+"–"+format+")", values[len(values)/2], values[0], values[len(values)-1])
+}
+
+// measure runs a proxy through all loads.
+func (w *world) measure(p *proxy) sample {
+	server := w.start(w.server, nil, "env", "KPNG_BENCH_SERVER=1", os.Args[0])
+	defer server.stop()
+	w.waitServed(server, serverAddr, echoPort)
+	var group *cgroup.Group
+	if p.command != nil {
+		if p.bound {
+			w.in(w.proxy, "ip", "addr", "add", frontendAddr+"/32", "dev", "lo")
+			defer w.in(w.proxy, "ip", "addr", "del", frontendAddr+"/32", "dev", "lo")
+		}
+		group = cgroup.New(w)
+		running := w.start(w.proxy, group, p.command...)
+		// kube-proxy leaves its rules behind.
+		defer w.in(w.proxy, "iptables", "-t", "nat", "-F")
+		defer running.stop()
+		for _, port := range []int{httpPort, bulkPort, echoPort} {
+			w.waitServed(running, frontendAddr, port)
+		}
+	}
+	s := sample{}
+	run := func(l load) result {
+		l.Target, l.For = p.target(), each
+		return w.load(l, nil)
+	}
+	s["1 stream, Gbit/s"] = run(load{Kind: "bulk", Clients: 1}).perSecond() * 8 / 1e9
+	before := time.Duration(0)
+	if group != nil {
+		before = group.CPU()
+	}
+	bulk := run(load{Kind: "bulk", Clients: 16})
+	s["16 streams, Gbit/s"] = bulk.perSecond() * 8 / 1e9
+	if group != nil {
+		s["CPU s/GB"] = (group.CPU() - before).Seconds() / (float64(bulk.Count) / 1e9)
+	}
+	http := run(load{Kind: "http", Clients: getters})
+	s["connections/s"] = http.perSecond()
+	if http.Errors > 0 {
+		w.Logf("%s: %d of %d connections failed", p.name, http.Errors, http.Count)
+	}
+	echo := run(load{Kind: "echo", Clients: 1})
+	s["latency p50, µs"] = float64(echo.P50.Microseconds())
+	s["latency p99, µs"] = float64(echo.P99.Microseconds())
+	if p.udp {
+		s["datagrams/s"] = run(load{Kind: "udp", Clients: 16}).perSecond()
+	}
+	if group != nil {
+		time.Sleep(500 * time.Millisecond) // until connections of before have gone
+		memoryBefore, filesBefore := group.Memory(), group.Descriptors()
+		w.load(load{Kind: "idle", Target: p.target(), Clients: idlers}, func() {
+			s["KB/idle connection"] = float64(group.Memory()-memoryBefore) / idlers / 1000
+			s["descriptors/idle connection"] = float64(group.Descriptors()-filesBefore) / idlers
+		})
+	}
+	return s
+}

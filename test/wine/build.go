@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package wine
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// Build builds a Windows program of the root module, a package as in
+// "./examples/kpng-json", and returns its path. Two lines of Go's standard
+// library are changed, in the sources of the toolchain at hand: a UDP socket need
+// not understand SIO_UDP_NETRESET, and a file may be deleted on systems that do
+// not implement FileDispositionInformationEx.
+func (w *Wine) Build(t testing.TB, pkg string) string {
+	t.Helper()
+	return w.BuildFrom(t, rootModule(t), pkg)
+}
+
+// BuildFrom is [Wine.Build] for a package of the module in a folder, such as a
+// program of the test that stands in for one of Windows' own.
+func (*Wine) BuildFrom(t testing.TB, dir, pkg string) string {
+	t.Helper()
+	tmp := t.TempDir()
+	overlay, err := writeOverlay(tmp, goEnv(t, "GOROOT"))
+	if err != nil {
+		t.Fatalf("change the standard library for Wine: %v", err)
+	}
+	exe := filepath.Join(tmp, path.Base(pkg)+".exe")
+	cmd := exec.CommandContext(t.Context(), "go", "build", "-overlay", overlay, "-o", exe, pkg)
+	cmd.Dir = dir
+	cmd.Env = append(os.Environ(), "GOOS=windows", "GOARCH=amd64", "CGO_ENABLED=0")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("build %s for Windows: %v\n%s", pkg, err, out)
+	}
+	return exe
+}
+
+// CompileDLL compiles a library for 64-bit Windows from C, with the libraries
+// that args name (as in -lws2_32), and returns the path of name.
+func CompileDLL(t testing.TB, name, source string, args ...string) string {
+	t.Helper()
+	dll := filepath.Join(t.TempDir(), name)
+	cmd := exec.CommandContext(t.Context(), "x86_64-w64-mingw32-gcc",
+		append([]string{"-shared", "-O1", "-Wall", "-Werror", "-o", dll, source}, args...)...)
+	out, err := cmd.CombinedOutput()
+	if errors.Is(err, exec.ErrNotFound) {
+		t.Fatalf("this test needs a compiler for Windows: %v (Debian: apt-get install --no-install-recommends gcc-mingw-w64-x86-64)", err)
+	}
+	if err != nil {
+		t.Fatalf("compile %s: %v\n%s", source, err, out)
+	}
+	return dll
+}
+
+// change is a change to a source file of the standard library.
+type change struct {
+	file, from, to string
+}
+
+var changes = [...]change{
+	{
+		file: "net/fd_windows.go",
+		from: "windows.SIO_UDP_NETRESET, (*byte)(unsafe.Pointer(&flag)), size, nil, 0, &ret, nil, 0)\n\t\tif err != nil {",
+		to:   "windows.SIO_UDP_NETRESET, (*byte)(unsafe.Pointer(&flag)), size, nil, 0, &ret, nil, 0)\n\t\tif err != nil && err != syscall.Errno(10045) {",
+	},
+	{
+		file: "internal/syscall/windows/at_windows.go",
+		from: "case STATUS_INVALID_INFO_CLASS,",
+		to:   "case STATUS_INVALID_INFO_CLASS, NTStatus(0xC0000002),",
+	},
+}
+
+// writeOverlay writes what go build -overlay reads, and the changed sources, to
+// a folder.
+func writeOverlay(dir, goroot string) (string, error) {
+	replace := map[string]string{}
+	for _, c := range changes {
+		original := filepath.Join(goroot, "src", c.file)
+		source, err := os.ReadFile(original)
+		if err != nil {
+			return "", err
+		}
+		if n := bytes.Count(source, []byte(c.from)); n != 1 {
+			return "", fmt.Errorf("%s has %d times, not once: %q; see what this version of Go does there", original, n, c.from)
+		}
+		changed := filepath.Join(dir, filepath.Base(c.file))
+		if err := os.WriteFile(changed, bytes.Replace(source, []byte(c.from), []byte(c.to), 1), 0o644); err != nil {
+			return "", err
+		}
+		replace[original] = changed
+	}
+	data, err := json.Marshal(map[string]any{"Replace": replace})
+	if err != nil {
+		return "", err
+	}
+	overlay := filepath.Join(dir, "overlay.json")
+	return overlay, os.WriteFile(overlay, data, 0o644)
+}
+
+func goEnv(t testing.TB, name string) string {
+	t.Helper()
+	out, err := exec.CommandContext(t.Context(), "go", "env", name).Output()
+	if err != nil {
+		t.Fatalf("go env %s: %v", name, err)
+	}
+	return strings.TrimSpace(string(out))
+}
+
+// rootModule returns the folder of the root module.
+func rootModule(t testing.TB) string {
+	t.Helper()
+	out, err := exec.CommandContext(t.Context(), "go", "list", "-m", "-f", "{{.Dir}}", "github.com/kpng-project/kpng").Output()
+	if err != nil {
+		t.Fatalf("find the root module: %v", err)
+	}
+	return strings.TrimSpace(string(out))
+}

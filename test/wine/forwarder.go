@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package wine
+
+import (
+	"bytes"
+	"encoding/binary"
+)
+
+// forwarder returns a library for 64-bit Windows without code, whose only
+// export is forwarded to one of another library ("library.Symbol"). The layout is
+// that of Microsoft's "PE Format": headers, and one section that is the export
+// directory.
+func forwarder(name, symbol, target string) []byte {
+	const (
+		section   uint32 = 0x1000 // address of the section
+		alignment uint32 = 0x200  // of sections in the file
+		directory uint32 = 40     // size of the export directory table
+	)
+	le := binary.LittleEndian
+	// The directory is followed by the address table, the name pointer table and
+	// the ordinal table with one entry each, and by the strings.
+	exports := make([]byte, directory+4+4+4)
+	text := func(s string) uint32 {
+		at := section + uint32(len(exports))
+		exports = append(append(exports, s...), 0)
+		return at
+	}
+	nameAt, symbolAt, targetAt := text(name), text(symbol), text(target)
+	le.PutUint32(exports[12:], nameAt)
+	le.PutUint32(exports[16:], 1) // first ordinal
+	le.PutUint32(exports[20:], 1) // addresses
+	le.PutUint32(exports[24:], 1) // names
+	le.PutUint32(exports[28:], section+directory)
+	le.PutUint32(exports[32:], section+directory+4)
+	le.PutUint32(exports[36:], section+directory+8)
+	// An address within the directory is the text of where to forward to.
+	le.PutUint32(exports[directory:], targetAt)
+	le.PutUint32(exports[directory+4:], symbolAt)
+	size := uint32(len(exports))
+	exports = append(exports, make([]byte, alignment-size%alignment)...)
+
+	var b bytes.Buffer
+	write := func(values ...any) {
+		for _, v := range values {
+			if err := binary.Write(&b, le, v); err != nil {
+				panic(err) // v has no fixed size
+			}
+		}
+	}
+	dos := make([]byte, 64)
+	copy(dos, "MZ")
+	le.PutUint32(dos[60:], uint32(len(dos)))
+	write(dos, []byte("PE\x00\x00"))
+	write(uint16(0x8664), uint16(1), [3]uint32{}, uint16(240), uint16(0x2022))                                                  // AMD64, one section; large addresses, a library
+	write(uint16(0x20b), uint16(0), [5]uint32{1: uint32(len(exports))})                                                         // PE32+
+	write(uint64(0x180000000), uint32(0x1000), uint32(alignment))                                                               // base address, alignments
+	write([6]uint16{6, 0, 0, 0, 6, 0}, [4]uint32{1: 2 * section, 2: alignment})                                                 // versions; sizes of image and headers
+	write(uint16(3), uint16(0x160), [4]uint64{0x100000, 0x1000, 0x100000, 0x1000})                                              // console; relocatable, no execution of data; stack, heap
+	write([2]uint32{1: 16}, section, size, [15]uint64{})                                                                        // data directories: exports alone
+	write([]byte(".edata\x00\x00"), [6]uint32{size, section, uint32(len(exports)), alignment}, [2]uint16{}, uint32(0x40000040)) // readable data
+	write(make([]byte, int(alignment)-b.Len()), exports)
+	return b.Bytes()
+}

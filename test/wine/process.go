@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package wine
+
+import (
+	"context"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// endTimeout is how long a killed program may take to end.
+const endTimeout = 30 * time.Second
+
+// Process is a program that was started.
+type Process struct {
+	name  string
+	log   string
+	cmd   *exec.Cmd
+	ended chan struct{}
+}
+
+// Start starts a program, which is killed when the test ends. Of what it prints
+// a failed test shows the end.
+func (w *Wine) Start(t testing.TB, exe string, args ...string) *Process {
+	t.Helper()
+	return w.StartEnv(t, nil, exe, args...)
+}
+
+// StartEnv is [Wine.Start] with additions to the environment, each "NAME=value".
+func (w *Wine) StartEnv(t testing.TB, env []string, exe string, args ...string) *Process {
+	t.Helper()
+	name := filepath.Base(exe)
+	log, err := os.CreateTemp(t.ArtifactDir(), name+".*.log")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer log.Close()
+	p := &Process{
+		name:  name,
+		log:   log.Name(),
+		cmd:   w.command(context.WithoutCancel(t.Context()), env, exe, args),
+		ended: make(chan struct{}),
+	}
+	p.cmd.Stdout, p.cmd.Stderr = log, log
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	started := make(chan error)
+	go func() {
+		defer close(p.ended)
+		// The kernel takes the end of a thread for the end of the parent.
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		err := p.cmd.Start()
+		started <- err
+		if err == nil {
+			p.cmd.Wait() // how it ended is in ProcessState
+		}
+	}()
+	if err := <-started; err != nil {
+		t.Fatalf("start %s: %v", name, err)
+	}
+	t.Cleanup(func() {
+		p.Kill(t)
+		if t.Failed() {
+			t.Logf("%s printed, at the end:\n%s", name, tail(p.Log(t)))
+		}
+	})
+	return p
+}
+
+// Kill ends the program without a chance to do anything, and waits for its end.
+func (p *Process) Kill(t testing.TB) {
+	t.Helper()
+	if !p.Running() {
+		return
+	}
+	p.cmd.Process.Kill() // an error means that it has ended
+	select {
+	case <-p.ended:
+	case <-time.After(endTimeout):
+		t.Errorf("%s still runs %s after it was killed", p.name, endTimeout)
+	}
+}
+
+// Running reports whether the program runs.
+func (p *Process) Running() bool {
+	select {
+	case <-p.ended:
+		return false
+	default:
+		return true
+	}
+}
+
+// Wait waits until the program ends by itself, and returns its exit status. The
+// test fails if that takes longer than timeout.
+func (p *Process) Wait(t testing.TB, timeout time.Duration) int {
+	t.Helper()
+	select {
+	case <-p.ended:
+	case <-time.After(timeout):
+		t.Fatalf("%s still runs after %s", p.name, timeout)
+	}
+	return p.cmd.ProcessState.ExitCode()
+}
+
+// Log returns what the program has printed so far, on standard output and
+// error.
+func (p *Process) Log(t testing.TB) string {
+	t.Helper()
+	log, err := os.ReadFile(p.log)
+	if err != nil {
+		t.Errorf("read the output of %s: %v", p.name, err)
+	}
+	return string(log)
+}
+
+func tail(log string) string {
+	const most = 8 << 10
+	if len(log) > most {
+		return "…" + log[len(log)-most:]
+	}
+	return log
+}

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package winkernelspace
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// everything has a service that asks for all that there is, in the presence of an
+// overlay network of the latest Windows, and, by kpng itself, of a bridge of an
+// early one.
+func (w *world) everything() {
+	w.Helper()
+	clusterIPs, nodePort := w.createEverything()
+
+	w.process.Kill(w.T)
+	w.hns.become(latest)
+	w.network(kernelspace.Network{Overlay: true, RemoteSubnets: []kernelspace.RemoteSubnet{
+		{Prefix: netip.MustParsePrefix("10.2.0.0/16"), Provider: netip.MustParseAddr("192.168.0.2")},
+		{Prefix: netip.MustParsePrefix("fd00:2::/64"), Provider: netip.MustParseAddr("192.168.0.2")},
+	}})
+	direct := []string{"--kubeconfig", w.kubeconfig, "--service-proxy-name", w.namespace}
+	overlay := append(direct, "--enable-dsr", "--source-vip", "10.1.1.250,fd00:1::250", "--host-mac", "00-15-5d-00-00-99")
+	w.startProxy(overlay...)
+	want := []string{
+		"endpoint [10.1.1.1 fd00:1::1]",
+		"endpoint [10.1.1.250] named kpng-source-vip",
+		"endpoint [fd00:1::250] named kpng-source-vip",
+		"endpoint [10.2.0.1] remote mac 02-11-0a-02-00-01 at 192.168.0.2 named kpng-10.2.0.1",
+		"endpoint [fd00:2::1] remote mac 02-11-02-2b-97-11 at 192.168.0.2 named kpng-fd00:2::1",
+		"load balancer " + clusterIPs[0] + " DSR source 10.1.1.250 protocol 6 port 80->8080 per client to 10.1.1.1 10.2.0.1",
+		"load balancer " + clusterIPs[1] + " DSR IPv6 source fd00:1::250 protocol 6 port 80->8080 per client to fd00:1::1 fd00:2::1",
+		"load balancer 198.51.100.1 source 10.1.1.250 protocol 6 port 80->8080 VIPExternalIP per client to 10.1.1.1 10.2.0.1",
+		"load balancer 203.0.113.1 DSR source 10.1.1.250 protocol 6 port 80->8080 UseMux PreserveDIP VIPExternalIP per client to 10.1.1.1",
+		fmt.Sprintf("load balancer node port source 10.1.1.250 protocol 6 port %d->8080 LocalRoutedVIP VIPExternalIP per client to 10.1.1.1", nodePort),
+		fmt.Sprintf("load balancer node port IPv6 source fd00:1::250 protocol 6 port %d->8080 LocalRoutedVIP VIPExternalIP per client to fd00:1::1", nodePort),
+	}
+	w.await("an overlay network has everything", dump(want...))
+
+	// What is listed is found to be what was made; one more service shows that the
+	// proxy has come that far.
+	w.process.Kill(w.T)
+	w.hns.functions()
+	w.create(0)
+	w.startProxy(overlay...)
+	w.await("an overlay network is found as it was left", dump(append(want,
+		"endpoint [10.2.0.2] remote mac 02-11-0a-02-00-02 at 192.168.0.2 named kpng-10.2.0.2",
+		"load balancer "+w.services[0].clusterIP+" DSR source 10.1.1.250 protocol 6 port 80->8080 to 10.1.1.1 10.2.0.1 10.2.0.2")...))
+	calls := w.hns.functions()
+	if calls["CreateEndpoint"] != 1 || calls["CreateLoadBalancer"] != 1 || calls["ModifyLoadBalancer"]+calls["DeleteLoadBalancer"]+calls["DeleteEndpoint"] != 0 {
+		w.Errorf("the overlay network is found as it was left, and for one more service the calls are %v", calls)
+	}
+	w.remove(0)
+
+	w.process.Kill(w.T)
+	w.hns.become(server2019)
+	w.network(kernelspace.Network{})
+	w.exe = w.wine.Build(w.T, "./cmd/kpng")
+	w.startProxy(append([]string{"kube", "to-local", "kernelspace", "--keep-annotations", kernelspace.PreserveDestination}, direct...)...)
+	w.await("an early Windows has what it can do", dump(
+		"endpoint [10.1.1.1 fd00:1::1]",
+		"endpoint [10.2.0.1] remote mac 02-11-0a-02-00-01 named kpng-10.2.0.1",
+		"load balancer "+clusterIPs[0]+" protocol 6 port 80->8080 to 10.1.1.1 10.2.0.1",
+		"load balancer 198.51.100.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1 10.2.0.1",
+		"load balancer 203.0.113.1 DSR protocol 6 port 80->8080 UseMux PreserveDIP VIPExternalIP to 10.1.1.1",
+		fmt.Sprintf("load balancer node port protocol 6 port %d->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1", nodePort),
+	))
+}
+
+// network gives the HNS a network with a pod of both families.
+func (w *world) network(n kernelspace.Network) {
+	w.Helper()
+	n.Name = "pods"
+	id := w.hns.hns.AddNetwork(n)
+	if _, err := w.hns.hns.CreateEndpoint(kernelspace.Endpoint{
+		Network: id, Addrs: []netip.Addr{netip.MustParseAddr("10.1.1.1"), netip.MustParseAddr("fd00:1::1")}, MAC: "00-15-5D-00-00-01",
+	}); err != nil {
+		w.Fatal(err)
+	}
+}
+
+// dump returns lines as Dump does.
+func dump(lines ...string) string {
+	slices.Sort(lines)
+	return strings.Join(append(lines, ""), "\n")
+}
+
+// createEverything creates a service with all kinds of frontends, session
+// affinity and preserve-destination.
+func (w *world) createEverything() (clusterIPs []string, nodePort int32) {
+	w.Helper()
+	dualStack := corev1.IPFamilyPolicyRequireDualStack
+	services := w.client.CoreV1().Services(w.namespace)
+	made, err := services.Create(w.Context(), &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: "everything", Labels: map[string]string{"service.kubernetes.io/service-proxy-name": w.namespace},
+			Annotations: map[string]string{kernelspace.PreserveDestination: "true"},
+		},
+		Spec: corev1.ServiceSpec{
+			Type: corev1.ServiceTypeLoadBalancer, IPFamilyPolicy: &dualStack,
+			IPFamilies:  []corev1.IPFamily{corev1.IPv4Protocol, corev1.IPv6Protocol},
+			ExternalIPs: []string{"198.51.100.1"}, SessionAffinity: corev1.ServiceAffinityClientIP,
+			Ports: []corev1.ServicePort{{Port: 80}},
+		},
+	}, metav1.CreateOptions{})
+	if err != nil {
+		w.Fatal(err)
+	}
+	made.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "203.0.113.1"}}
+	if _, err := services.UpdateStatus(w.Context(), made, metav1.UpdateOptions{}); err != nil {
+		w.Fatal(err)
+	}
+	port, elsewhere := int32(8080), "elsewhere"
+	for family, at := range map[discoveryv1.AddressType][]string{
+		discoveryv1.AddressTypeIPv4: {"10.1.1.1", "10.2.0.1"}, discoveryv1.AddressTypeIPv6: {"fd00:1::1", "fd00:2::1"},
+	} {
+		if _, err := w.client.DiscoveryV1().EndpointSlices(w.namespace).Create(w.Context(), &discoveryv1.EndpointSlice{
+			ObjectMeta: metav1.ObjectMeta{Name: "everything-" + strings.ToLower(string(family)), Labels: map[string]string{
+				discoveryv1.LabelServiceName: "everything", "service.kubernetes.io/service-proxy-name": w.namespace,
+			}},
+			AddressType: family, Ports: []discoveryv1.EndpointPort{{Port: &port}},
+			Endpoints: []discoveryv1.Endpoint{{Addresses: at[:1], NodeName: &w.namespace}, {Addresses: at[1:], NodeName: &elsewhere}},
+		}, metav1.CreateOptions{}); err != nil {
+			w.Fatal(err)
+		}
+	}
+	return made.Spec.ClusterIPs, made.Spec.Ports[0].NodePort
+}

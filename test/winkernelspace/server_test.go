@@ -1,0 +1,422 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package winkernelspace
+
+import (
+	"bytes"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+)
+
+// What HNS answers, as HRESULTs.
+const (
+	ok           = "0"
+	notFound     = "80070490" // ERROR_NOT_FOUND
+	exists       = "803b0013" // HCN_E_PORT_ALREADY_EXISTS
+	notSupported = "80004001" // E_NOTIMPL
+	invalid      = "80070057" // E_INVALIDARG
+)
+
+// server is HNS as the libraries of testdata/hcn.c reach it. What it holds stays
+// while it does not run.
+type server struct {
+	hns     *fakehns.HNS
+	version version
+	port    int
+
+	mu       sync.Mutex
+	listener net.Listener
+	conns    map[net.Conn]bool
+	handles  map[string]string // to IDs
+	next     int
+	calls    map[string]int
+	// fails is the function whose next calls fail, and how many do.
+	fails string
+	left  int
+}
+
+// version is that of HNS, which says what it can do.
+type version struct{ Major, Minor int }
+
+// The versions of the tests: Windows Server 2019's, and a late one.
+var (
+	server2019 = version{9, 3}
+	latest     = version{15, 4}
+)
+
+func (v version) features() kernelspace.Features {
+	since := func(major, minor int) bool { return v.Major > major || v.Major == major && v.Minor >= minor }
+	return kernelspace.Features{
+		DSR: since(9, 3), DualStack: since(11, 10), RemoteSubnet: since(9, 2), SessionAffinity: since(12, 0), ModifyLoadBalancer: since(15, 4),
+	}
+}
+
+// become makes it an HNS of a version that holds nothing.
+func (s *server) become(v version) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.hns, s.version = fakehns.New(v.features()), v
+}
+
+func newServer(t *testing.T) *server {
+	s := &server{handles: map[string]string{}, conns: map[net.Conn]bool{}, calls: map[string]int{}}
+	s.become(latest)
+	s.start(t)
+	t.Cleanup(s.stop)
+	return s
+}
+
+// start lets HNS run.
+func (s *server) start(t *testing.T) {
+	t.Helper()
+	l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", s.port))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.listener, s.port = l, l.Addr().(*net.TCPAddr).Port
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			s.mu.Lock()
+			s.conns[c] = true
+			s.mu.Unlock()
+			go s.serve(c)
+		}
+	}()
+}
+
+// stop ends HNS.
+func (s *server) stop() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.listener.Close()
+	for c := range s.conns {
+		c.Close()
+	}
+	clear(s.conns)
+	clear(s.handles)
+}
+
+// fail lets the next n calls of a function fail. It returns how many of those
+// that were to fail before have not.
+func (s *server) fail(function string, n int) (left int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	left = s.left
+	s.fails, s.left = function, n
+	return left
+}
+
+// functions returns how often each function was called since it was last asked.
+func (s *server) functions() map[string]int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	calls := s.calls
+	s.calls = map[string]int{}
+	return calls
+}
+
+// serve answers the requests of a connection.
+func (s *server) serve(c net.Conn) {
+	defer c.Close()
+	for {
+		var size uint32
+		if err := binary.Read(c, binary.LittleEndian, &size); err != nil {
+			return
+		}
+		request := make([]byte, size)
+		if _, err := io.ReadFull(c, request); err != nil {
+			return
+		}
+		parts := strings.Split(string(request), "\x00")
+		a := s.answer(parts[0], strings.ToLower(parts[1]), parts[2], parts[3])
+		body := strings.Join([]string{a.result, strconv.Itoa(a.handle), a.document, a.fault, ""}, "\x00")
+		var out bytes.Buffer
+		binary.Write(&out, binary.LittleEndian, uint32(len(body)))
+		out.WriteString(body)
+		if _, err := c.Write(out.Bytes()); err != nil {
+			return
+		}
+	}
+}
+
+// answer is what a call returns.
+type answer struct {
+	result   string
+	handle   int
+	document string
+	fault    string
+}
+
+// of returns the answer of a call that ended with err, and else with a document.
+func of(v any, err error) answer {
+	if err == nil {
+		document := ""
+		if v != nil {
+			data, err := json.Marshal(v)
+			if err != nil {
+				panic(err)
+			}
+			document = string(data)
+		}
+		return answer{result: ok, document: document}
+	}
+	fault, _ := json.Marshal(map[string]any{"Success": false, "Error": err.Error()})
+	a := answer{result: invalid, fault: string(fault)}
+	switch {
+	case errors.Is(err, kernelspace.ErrNotFound):
+		a.result = notFound
+	case errors.Is(err, kernelspace.ErrExists):
+		a.result = exists
+	case errors.Is(err, kernelspace.ErrNotSupported):
+		a.result = notSupported
+	}
+	return a
+}
+
+func (s *server) answer(function, id, handle, document string) answer {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.calls[function]++
+	if s.fails == function && s.left > 0 {
+		s.left--
+		return of(nil, errors.New("injected"))
+	}
+	if opened, ok := s.handles[handle]; ok {
+		id = opened
+	}
+	switch function {
+	case "HNSCall /globals/version":
+		return of(map[string]any{"Success": true, "Output": s.version}, nil)
+
+	case "EnumerateNetwork":
+		n, err := s.hns.Network(filter(document)["Name"])
+		if errors.Is(err, kernelspace.ErrNotFound) {
+			return of([]string{}, nil)
+		} else if err != nil {
+			return of(nil, err)
+		}
+		return of([]string{n.ID}, nil)
+	case "OpenNetwork":
+		_, found := s.hns.NetworkByID(id)
+		return s.open(id, found)
+	case "QueryNetwork":
+		n, _ := s.hns.NetworkByID(id)
+		return of(fromNetwork(n), nil)
+
+	case "EnumerateEndpoint":
+		// A network's ID is compared as it was given out.
+		network := filter(document)["VirtualNetwork"]
+		if network != strings.ToUpper(network) {
+			return of([]string{}, nil)
+		}
+		list, err := s.hns.Endpoints(strings.ToLower(network))
+		ids := []string{}
+		for _, e := range list {
+			ids = append(ids, e.ID)
+		}
+		return of(ids, err)
+	case "OpenEndpoint":
+		_, found := s.hns.Endpoint(id)
+		return s.open(id, found)
+	case "QueryEndpoint":
+		e, _ := s.hns.Endpoint(id)
+		return of(fromEndpoint(e), nil)
+	case "CreateEndpoint":
+		var e hcnEndpoint
+		if err := json.Unmarshal([]byte(document), &e); err != nil {
+			return of(nil, err)
+		}
+		made, err := s.hns.CreateEndpoint(e.endpoint(id))
+		if err != nil {
+			return of(nil, err)
+		}
+		return s.open(made, true)
+	case "DeleteEndpoint":
+		return of(nil, s.hns.DeleteEndpoint(id))
+
+	case "EnumerateLoadBalancer":
+		list, err := s.hns.LoadBalancers()
+		ids := []string{}
+		for _, lb := range list {
+			ids = append(ids, lb.ID)
+		}
+		return of(ids, err)
+	case "OpenLoadBalancer":
+		_, found := s.hns.LoadBalancer(id)
+		return s.open(id, found)
+	case "QueryLoadBalancer":
+		lb, _ := s.hns.LoadBalancer(id)
+		return of(fromBalancer(lb), nil)
+	case "CreateLoadBalancer", "ModifyLoadBalancer":
+		var lb hcnBalancer
+		if err := json.Unmarshal([]byte(document), &lb); err != nil {
+			return of(nil, err)
+		}
+		if function == "ModifyLoadBalancer" {
+			return of(nil, s.hns.UpdateLoadBalancer(lb.balancer(id)))
+		}
+		made, err := s.hns.CreateLoadBalancer(lb.balancer(""))
+		if err != nil {
+			return of(nil, err)
+		}
+		return s.open(made, true)
+	case "DeleteLoadBalancer":
+		return of(nil, s.hns.DeleteLoadBalancer(id))
+
+	case "CloseNetwork", "CloseEndpoint", "CloseLoadBalancer":
+		delete(s.handles, handle)
+		return of(nil, nil)
+	default:
+		return of(nil, fmt.Errorf("function %s: %w", function, kernelspace.ErrNotSupported))
+	}
+}
+
+// open returns a handle of an object.
+func (s *server) open(id string, found bool) answer {
+	if !found {
+		return of(nil, kernelspace.ErrNotFound)
+	}
+	s.next++
+	s.handles[strconv.Itoa(s.next)] = id
+	return answer{result: ok, handle: s.next}
+}
+
+// filter returns what a query asks for.
+func filter(document string) map[string]string {
+	var query struct{ Filter string }
+	var f map[string]string
+	if json.Unmarshal([]byte(document), &query) == nil {
+		json.Unmarshal([]byte(query.Filter), &f)
+	}
+	return f
+}
+
+// hcnPolicy is a setting of a network or an endpoint.
+type hcnPolicy struct {
+	Type     string
+	Settings map[string]string
+}
+
+func fromNetwork(n kernelspace.Network) any {
+	to := struct {
+		ID, Name, Type string
+		Policies       []hcnPolicy
+	}{ID: strings.ToUpper(n.ID), Name: n.Name, Type: "L2Bridge"}
+	if n.Overlay {
+		to.Type = "Overlay"
+	}
+	for _, s := range n.RemoteSubnets {
+		to.Policies = append(to.Policies, hcnPolicy{"RemoteSubnetRoute", map[string]string{
+			"DestinationPrefix": s.Prefix.String(), "ProviderAddress": s.Provider.String(),
+		}})
+	}
+	return to
+}
+
+// hcnEndpoint and hcnBalancer are HNS' documents.
+type hcnEndpoint struct {
+	ID                 string
+	Name               string
+	HostComputeNetwork string
+	IpConfigurations   []struct{ IpAddress string }
+	MacAddress         string
+	Flags              uint32
+	Policies           []hcnPolicy
+}
+
+func fromEndpoint(e kernelspace.Endpoint) hcnEndpoint {
+	to := hcnEndpoint{ID: strings.ToUpper(e.ID), Name: e.Name, HostComputeNetwork: strings.ToUpper(e.Network), MacAddress: e.MAC}
+	for _, a := range e.Addrs {
+		to.IpConfigurations = append(to.IpConfigurations, struct{ IpAddress string }{a.String()})
+	}
+	if e.Remote {
+		to.Flags = 1
+	}
+	if e.Provider.IsValid() {
+		to.Policies = []hcnPolicy{{"ProviderAddress", map[string]string{"ProviderAddress": e.Provider.String()}}}
+	}
+	return to
+}
+
+func (e *hcnEndpoint) endpoint(network string) kernelspace.Endpoint {
+	to := kernelspace.Endpoint{Name: e.Name, Network: network, MAC: e.MacAddress, Remote: e.Flags == 1}
+	for _, c := range e.IpConfigurations {
+		to.Addrs = append(to.Addrs, netip.MustParseAddr(c.IpAddress))
+	}
+	for _, p := range e.Policies {
+		to.Provider = netip.MustParseAddr(p.Settings["ProviderAddress"])
+	}
+	return to
+}
+
+type hcnBalancer struct {
+	ID                   string
+	HostComputeEndpoints []string
+	SourceVIP            string
+	FrontendVIPs         []string
+	PortMappings         []hcnPort
+	Flags                uint32
+}
+
+type hcnPort struct {
+	Protocol                   uint32
+	InternalPort, ExternalPort uint16
+	DistributionType, Flags    uint32
+}
+
+func fromBalancer(lb kernelspace.LoadBalancer) hcnBalancer {
+	to := hcnBalancer{ID: strings.ToUpper(lb.ID), Flags: uint32(lb.Flags)}
+	if lb.SourceVIP.IsValid() {
+		to.SourceVIP = lb.SourceVIP.String()
+	}
+	for _, id := range lb.Endpoints {
+		to.HostComputeEndpoints = append(to.HostComputeEndpoints, strings.ToUpper(id))
+	}
+	for _, vip := range lb.VIPs {
+		to.FrontendVIPs = append(to.FrontendVIPs, vip.String())
+	}
+	for _, p := range lb.Ports {
+		to.PortMappings = append(to.PortMappings, hcnPort{p.Protocol, p.Internal, p.External, uint32(p.Distribution), uint32(p.Flags)})
+	}
+	return to
+}
+
+func (lb *hcnBalancer) balancer(id string) kernelspace.LoadBalancer {
+	to := kernelspace.LoadBalancer{ID: id, Flags: kernelspace.LoadBalancerFlags(lb.Flags)}
+	if lb.SourceVIP != "" {
+		to.SourceVIP = netip.MustParseAddr(lb.SourceVIP)
+	}
+	for _, e := range lb.HostComputeEndpoints {
+		to.Endpoints = append(to.Endpoints, strings.ToLower(e))
+	}
+	for _, vip := range lb.FrontendVIPs {
+		to.VIPs = append(to.VIPs, netip.MustParseAddr(vip))
+	}
+	for _, p := range lb.PortMappings {
+		to.Ports = append(to.Ports, kernelspace.PortMapping{
+			Protocol: p.Protocol, Internal: p.InternalPort, External: p.ExternalPort,
+			Distribution: kernelspace.Distribution(p.DistributionType), Flags: kernelspace.PortFlags(p.Flags),
+		})
+	}
+	return to
+}

@@ -1,0 +1,463 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package winkernelspace
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/wine"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+)
+
+// patience is how long a test waits for anything. What is waited for comes in
+// moments, or after a backoff of some seconds; the rest is for busy machines.
+const patience = time.Minute
+
+var shared apiserver.Shared
+
+func TestMain(m *testing.M) { os.Exit(shared.Run(m)) }
+
+// world is an API server with services, a kpng that serves them, and a Windows
+// node with its HNS.
+type world struct {
+	*testing.T
+	client    kubernetes.Interface
+	namespace string // that of the services, also their proxy's name and the node's
+	services  []*service
+
+	hns        *server
+	foreign    string
+	wine       *wine.Wine
+	exe        string
+	kpng       string
+	kubeconfig string
+	address    string
+	stopKpng   func()
+	process    *wine.Process
+}
+
+// service is a service of the test, and what it is to be.
+type service struct {
+	clusterIP     string
+	affinity      bool
+	internalLocal bool
+	// endpoints are addresses; those of 10.1.1.0/24 are pods of the node.
+	endpoints []string
+}
+
+const services = 50
+
+func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
+	w := newWorld(t)
+	w.startKpng()
+	w.startProxy("--api", w.address)
+
+	w.step("services are created", func() {
+		for i := range services {
+			w.create(i)
+		}
+	})
+	w.step("endpoints change", func() {
+		for i := range services {
+			w.lead(i, w.pod(i+1), remote(i, 2), remote(i, 3))
+		}
+	})
+	w.step("policies change", func() {
+		for i := 0; i < services; i += 2 {
+			w.change(i, func(s *service) { s.internalLocal = true })
+		}
+	})
+	w.step("services get session affinity", func() {
+		for i := 0; i < services; i += 3 {
+			w.change(i, func(s *service) { s.affinity = true })
+		}
+	})
+	w.step("services lose session affinity", func() {
+		for i := 0; i < services; i += 3 {
+			w.change(i, func(s *service) { s.affinity = false })
+		}
+	})
+	w.hns.functions()
+	w.lead(7, w.pod(8), remote(7, 2), remote(7, 9))
+	w.eventually("one endpoint is replaced")
+	if calls := w.hns.functions(); calls["EnumerateEndpoint"]+calls["EnumerateLoadBalancer"] != 0 ||
+		calls["CreateEndpoint"] != 1 || calls["ModifyLoadBalancer"] != 1 || calls["DeleteEndpoint"] != 1 {
+		t.Errorf("one endpoint was replaced by the calls %v, want one creation, one change, one deletion and no listing", calls)
+	}
+
+	w.step("the proxy is killed while services change and go", func() {
+		w.process.Kill(t)
+		for i := range 5 {
+			w.remove(i)
+		}
+		w.lead(10, remote(10, 7))
+		w.startProxy("--api", w.address)
+	})
+	w.process.Kill(t)
+	w.hns.functions()
+	w.startProxy("--api", w.address)
+	w.ready()
+	w.eventually("the proxy is started anew, with nothing changed")
+	for function, n := range w.hns.functions() {
+		if strings.HasPrefix(function, "Create") || strings.HasPrefix(function, "Modify") || strings.HasPrefix(function, "Delete") {
+			t.Errorf("nothing has changed, and a restart calls %s %d times", function, n)
+		}
+	}
+
+	w.step("HNS is away for a while", func() {
+		w.hns.stop()
+		w.lead(11, remote(11, 7))
+		w.remove(12)
+		time.Sleep(3 * time.Second) // that it is away for this long is the point
+		w.hns.start(t)
+	})
+	w.step("kpng is killed while services change", func() {
+		w.stopKpng()
+		w.lead(13, remote(13, 7))
+		w.remove(14)
+		w.startKpng()
+	})
+	// Calls fail, for services whose policy is Cluster, each time for another one.
+	next := 13
+	for _, function := range []string{
+		"CreateEndpoint", "QueryEndpoint", "CloseEndpoint", "OpenNetwork", "CloseNetwork",
+		"OpenLoadBalancer", "ModifyLoadBalancer", "QueryLoadBalancer", "CloseLoadBalancer",
+	} {
+		next += 2
+		w.failing(function, 3, func() { w.lead(next, remote(next, 8), remote(next, 9)) })
+	}
+	next += 2
+	w.failing("DeleteEndpoint", 1, func() { w.lead(next, remote(next, 8)) })
+	for _, function := range []string{"CreateLoadBalancer", "DeleteLoadBalancer"} {
+		next += 2
+		w.failing(function, 3, func() { w.change(next, func(s *service) { s.affinity = true }) })
+	}
+	for _, function := range []string{
+		"HNSCall /globals/version", "EnumerateNetwork", "QueryNetwork", "EnumerateEndpoint", "OpenEndpoint", "EnumerateLoadBalancer",
+	} {
+		next += 2
+		w.failing(function, 3, func() {
+			w.process.Kill(t)
+			w.lead(next, remote(next, 8))
+			w.startProxy("--api", w.address)
+		})
+	}
+
+	w.step("the proxy watches the API server itself", func() {
+		w.process.Kill(t)
+		w.lead(9, remote(9, 7))
+		w.startProxy("--kubeconfig", w.kubeconfig, "--service-proxy-name", w.namespace)
+	})
+	w.step("all services go", func() {
+		for i, s := range w.services {
+			if s != nil {
+				w.remove(i)
+			}
+		}
+	})
+	if got := w.hns.hns.Dump(); got != w.foreign {
+		t.Errorf("all services are gone, and what HNS has is not what others made (-want +got):\n%s", cmp.Diff(w.foreign, got))
+	}
+	w.everything()
+}
+
+func newWorld(t *testing.T) *world {
+	t.Helper()
+	api := shared.Get(t)
+	w := &world{T: t, client: api.Client(), namespace: api.Namespace(t), hns: newServer(t), services: make([]*service, services)}
+	w.kubeconfig = apiserver.Kubeconfig(t, api.Config())
+	nodes := w.client.CoreV1().Nodes()
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: w.namespace}}
+	node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "192.168.0.1"}}
+	if _, err := nodes.Create(t.Context(), node, metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { nodes.Delete(context.WithoutCancel(t.Context()), node.Name, metav1.DeleteOptions{}) })
+
+	// The network, its pods, and what others made.
+	network := w.hns.hns.AddNetwork(kernelspace.Network{Name: "pods"})
+	var pod string
+	for i := range services + 2 {
+		id, err := w.hns.hns.CreateEndpoint(kernelspace.Endpoint{Network: network, Addrs: []netip.Addr{netip.MustParseAddr(w.pod(i))}, MAC: "00-15-5D-00-00-01"})
+		if err != nil {
+			t.Fatal(err)
+		}
+		pod = id
+	}
+	for _, vips := range [][]netip.Addr{nil, {netip.MustParseAddr("10.96.255.1")}} {
+		if _, err := w.hns.hns.CreateLoadBalancer(kernelspace.LoadBalancer{
+			Endpoints: []string{pod}, VIPs: vips,
+			Ports: []kernelspace.PortMapping{{Protocol: kernelspace.ProtocolTCP, External: 80, Internal: 80}},
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	w.foreign = w.hns.hns.Dump()
+
+	w.wine = wine.New(t, wine.Options{})
+	for _, dll := range []string{"computenetwork.dll", "vmcompute.dll"} {
+		w.wine.Install(t, wine.CompileDLL(t, dll, "../../backends/windows/kernelspace/testdata/hcn.c", "-lws2_32", "-lole32"))
+	}
+	w.exe = w.wine.Build(t, "./examples/winkernelspace")
+	w.kpng = filepath.Join(t.TempDir(), "kpng")
+	build := exec.CommandContext(t.Context(), "go", "build", "-o", w.kpng, "./cmd/kpng")
+	build.Dir = "../.."
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("build kpng: %v\n%s", err, out)
+	}
+	w.address = "tcp://" + freeAddress(t)
+	return w
+}
+
+// freeAddress returns an address of loopback on which nobody listens.
+func freeAddress(t *testing.T) string {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+// pod returns the address of a pod of the node.
+func (*world) pod(i int) string { return fmt.Sprintf("10.1.1.%d", i+1) }
+
+// remote returns the address of a pod elsewhere.
+func remote(service, n int) string { return fmt.Sprintf("10.2.%d.%d", service, n) }
+
+// startKpng starts the server.
+func (w *world) startKpng() {
+	w.Helper()
+	cmd := exec.Command(w.kpng, "kube", "--kubeconfig", w.kubeconfig, "--service-proxy-name", w.namespace, "to-api", "--listen", w.address)
+	var log bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &log, &log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	ended, started := make(chan struct{}), make(chan error)
+	go func() {
+		defer close(ended)
+		runtime.LockOSThread() // the end of which the kernel takes for the parent's
+		defer runtime.UnlockOSThread()
+		err := cmd.Start()
+		started <- err
+		if err == nil {
+			cmd.Wait()
+		}
+	}()
+	if err := <-started; err != nil {
+		w.Fatalf("start kpng: %v", err)
+	}
+	w.stopKpng = func() { cmd.Process.Kill(); <-ended }
+	stop := w.stopKpng
+	w.Cleanup(func() {
+		stop()
+		if w.Failed() {
+			w.Logf("kpng printed:\n%s", &log)
+		}
+	})
+}
+
+// startProxy starts the proxy on the node.
+func (w *world) startProxy(source ...string) {
+	w.Helper()
+	w.process = w.wine.StartEnv(w, []string{fmt.Sprintf("FAKE_HNS_PORT=%d", w.hns.port)}, w.exe,
+		append(source, "--network", "pods", "--node-name", w.namespace, "--node-ip", "192.168.0.1", "-v=3")...)
+}
+
+// ready waits until the proxy has listed HNS.
+func (w *world) ready() {
+	w.Helper()
+	for deadline := time.Now().Add(patience); ; time.Sleep(20 * time.Millisecond) {
+		w.hns.mu.Lock()
+		listed := w.hns.calls["EnumerateLoadBalancer"] > 0
+		w.hns.mu.Unlock()
+		if listed {
+			return
+		}
+		if time.Now().After(deadline) {
+			w.Fatalf("the proxy does not list HNS' load balancers")
+		}
+	}
+}
+
+// step does something, and waits until HNS has what it has to have.
+func (w *world) step(what string, do func()) {
+	w.Helper()
+	start := time.Now()
+	do()
+	w.eventually(what)
+	w.Logf("%s: done after %s", what, time.Since(start).Round(time.Millisecond))
+}
+
+// failing does something while the next calls of a function fail.
+func (w *world) failing(function string, times int, do func()) {
+	w.Helper()
+	w.hns.fail(function, times)
+	w.step(function+" fails", do)
+	if left := w.hns.fail("", 0); left == times {
+		w.Errorf("%s was to fail, and was not called", function)
+	}
+}
+
+// eventually waits until HNS has exactly what it has to have, and fails the test
+// if that does not come or if the proxy has ended.
+func (w *world) eventually(what string) {
+	w.Helper()
+	w.await(what, w.expected())
+}
+
+// await waits until HNS has what want says, as Dump shows it.
+func (w *world) await(what, want string) {
+	w.Helper()
+	for deadline := time.Now().Add(patience); ; time.Sleep(20 * time.Millisecond) {
+		got := w.hns.hns.Dump()
+		if got == want {
+			break
+		}
+		if time.Now().After(deadline) {
+			w.Fatalf("%s: HNS has something else (-want +got):\n%s", what, cmp.Diff(want, got))
+		}
+	}
+	if !w.process.Running() {
+		w.Fatalf("%s: the proxy has ended", what)
+	}
+}
+
+// expected returns what HNS has to have, as Dump shows it.
+func (w *world) expected() string {
+	lines := slices.Collect(strings.Lines(w.foreign))
+	remotes := map[string]bool{}
+	for _, s := range w.services {
+		if s == nil {
+			continue
+		}
+		var to []string
+		for _, e := range s.endpoints {
+			local := strings.HasPrefix(e, "10.1.1.")
+			if s.internalLocal && !local {
+				continue
+			}
+			to = append(to, e)
+			if !local {
+				remotes[e] = true
+			}
+		}
+		if len(to) == 0 {
+			continue
+		}
+		slices.Sort(to)
+		affinity := ""
+		if s.affinity {
+			affinity = " per client"
+		}
+		lines = append(lines, fmt.Sprintf("load balancer %s protocol 6 port 80->8080%s to %s\n", s.clusterIP, affinity, strings.Join(to, " ")))
+	}
+	for e := range remotes {
+		b := netip.MustParseAddr(e).As4()
+		lines = append(lines, fmt.Sprintf("endpoint [%s] remote mac 02-11-%02x-%02x-%02x-%02x named kpng-%s\n", e, b[0], b[1], b[2], b[3], e))
+	}
+	slices.Sort(lines)
+	return strings.Join(lines, "")
+}
+
+func name(i int) string { return fmt.Sprintf("svc-%d", i) }
+
+// create creates a service with three endpoints, one of them on the node.
+func (w *world) create(i int) {
+	w.Helper()
+	made, err := w.client.CoreV1().Services(w.namespace).Create(w.Context(), &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Name: name(i), Labels: map[string]string{"service.kubernetes.io/service-proxy-name": w.namespace}},
+		Spec:       corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 80}}},
+	}, metav1.CreateOptions{})
+	if err != nil {
+		w.Fatal(err)
+	}
+	w.services[i] = &service{clusterIP: made.Spec.ClusterIP}
+	w.lead(i, w.pod(i), remote(i, 1), remote(i, 2))
+}
+
+// lead gives a service other endpoints.
+func (w *world) lead(i int, endpoints ...string) {
+	w.Helper()
+	port := int32(8080)
+	slice := &discoveryv1.EndpointSlice{
+		ObjectMeta: metav1.ObjectMeta{Name: name(i), Labels: map[string]string{
+			discoveryv1.LabelServiceName: name(i), "service.kubernetes.io/service-proxy-name": w.namespace,
+		}},
+		AddressType: discoveryv1.AddressTypeIPv4,
+		Ports:       []discoveryv1.EndpointPort{{Port: &port}},
+	}
+	for _, e := range endpoints {
+		node := "elsewhere"
+		if strings.HasPrefix(e, "10.1.1.") {
+			node = w.namespace
+		}
+		slice.Endpoints = append(slice.Endpoints, discoveryv1.Endpoint{Addresses: []string{e}, NodeName: &node})
+	}
+	slicesOf := w.client.DiscoveryV1().EndpointSlices(w.namespace)
+	var err error
+	if w.services[i].endpoints == nil {
+		_, err = slicesOf.Create(w.Context(), slice, metav1.CreateOptions{})
+	} else {
+		_, err = slicesOf.Update(w.Context(), slice, metav1.UpdateOptions{})
+	}
+	if err != nil {
+		w.Fatal(err)
+	}
+	w.services[i].endpoints = endpoints
+}
+
+// change changes a service.
+func (w *world) change(i int, f func(*service)) {
+	w.Helper()
+	f(w.services[i])
+	all := w.client.CoreV1().Services(w.namespace)
+	object, err := all.Get(w.Context(), name(i), metav1.GetOptions{})
+	if err != nil {
+		w.Fatal(err)
+	}
+	object.Spec.SessionAffinity, object.Spec.SessionAffinityConfig = corev1.ServiceAffinityNone, nil
+	if w.services[i].affinity {
+		object.Spec.SessionAffinity = corev1.ServiceAffinityClientIP
+	}
+	policy := corev1.ServiceInternalTrafficPolicyCluster
+	if w.services[i].internalLocal {
+		policy = corev1.ServiceInternalTrafficPolicyLocal
+	}
+	object.Spec.InternalTrafficPolicy = &policy
+	if _, err := all.Update(w.Context(), object, metav1.UpdateOptions{}); err != nil {
+		w.Fatal(err)
+	}
+}
+
+// remove deletes a service and its slice.
+func (w *world) remove(i int) {
+	w.Helper()
+	if err := w.client.CoreV1().Services(w.namespace).Delete(w.Context(), name(i), metav1.DeleteOptions{}); err != nil {
+		w.Fatal(err)
+	}
+	if err := w.client.DiscoveryV1().EndpointSlices(w.namespace).Delete(w.Context(), name(i), metav1.DeleteOptions{}); err != nil {
+		w.Fatal(err)
+	}
+	w.services[i] = nil
+}

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package winuserspace
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/test/netns"
+)
+
+// The interfaces of the namespace: that of the node, that of its pods, and the one
+// that the addresses of services are put on.
+const nodeInterface, podInterface, serviceInterface = "node0", "pod0", "svc0"
+
+// namespace is a network namespace that stands in for the node, by its name.
+type namespace string
+
+func newNamespace(t *testing.T) namespace {
+	t.Helper()
+	n := namespace(fmt.Sprintf("kpng-winuserspace-%d", os.Getpid()))
+	command(t, "ip", "netns", "add", string(n))
+	t.Cleanup(func() { command(t, "ip", "netns", "del", string(n)) })
+	n.ip(t, "link", "set", "lo", "up")
+	for _, name := range []string{nodeInterface, podInterface, serviceInterface} {
+		n.ip(t, "link", "add", name, "type", "veth", "peer", "name", name+"-end")
+		n.ip(t, "link", "set", name, "up")
+		n.ip(t, "link", "set", name+"-end", "up")
+	}
+	return n
+}
+
+func command(t *testing.T, args ...string) string {
+	t.Helper()
+	var stderr bytes.Buffer
+	cmd := exec.Command(args[0], args[1:]...)
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("%s (which needs root): %v\n%s", strings.Join(args, " "), err, &stderr)
+	}
+	return string(out)
+}
+
+// ip runs ip in the namespace.
+func (n namespace) ip(t *testing.T, args ...string) string {
+	t.Helper()
+	return command(t, append([]string{"ip", "-n", string(n)}, args...)...)
+}
+
+// in calls f in the namespace. Sockets that f makes stay in it.
+func (n namespace) in(f func() error) error { return netns.Named(string(n))(f) }
+
+// pod gives the namespace an address at which a pod serves port 8080: with TCP it
+// says its address and echoes what it gets, with UDP it answers with its address.
+func (n namespace) pod(t *testing.T, ip string) {
+	t.Helper()
+	n.ip(t, "addr", "add", ip, "dev", podInterface, "nodad")
+	at := net.JoinHostPort(ip, "8080")
+	netns.Place(n.in).Listen(t, at, func(c net.Conn) {
+		fmt.Fprintln(c, ip)
+		io.Copy(c, c)
+	})
+	netns.Place(n.in).Answer(t, at, ip)
+}
+
+// conn is a connection to a pod, through a service.
+type conn struct {
+	net.Conn
+	reader *bufio.Reader
+	pod    string
+}
+
+// dial connects from an address of the node, "" for any, and reads which pod it
+// is.
+func (n namespace) dial(from, to string) (*conn, error) {
+	dialer := net.Dialer{Timeout: 5 * time.Second}
+	if from != "" {
+		dialer.LocalAddr = &net.TCPAddr{IP: net.ParseIP(from)}
+	}
+	var c net.Conn
+	if err := n.in(func() (err error) { c, err = dialer.Dial("tcp", to); return err }); err != nil {
+		return nil, err
+	}
+	c.SetDeadline(time.Now().Add(30 * time.Second))
+	r := bufio.NewReader(c)
+	line, err := r.ReadString('\n')
+	if err != nil {
+		c.Close()
+		return nil, fmt.Errorf("read from %s: %w", to, err)
+	}
+	return &conn{c, r, strings.TrimSpace(line)}, nil
+}
+
+// echo sends a text, ends its direction, and expects the text and the end.
+func (c *conn) echo(text string) error {
+	if _, err := io.WriteString(c, text); err != nil {
+		return err
+	}
+	if err := c.Conn.(*net.TCPConn).CloseWrite(); err != nil {
+		return err
+	}
+	got, err := io.ReadAll(c.reader)
+	if err != nil {
+		return err
+	}
+	if string(got) != text {
+		return fmt.Errorf("%d bytes came back of %d", len(got), len(text))
+	}
+	return nil
+}
+
+// ask connects, exchanges a text, and returns the pod that answered.
+func (n namespace) ask(from, to string) (string, error) {
+	c, err := n.dial(from, to)
+	if err != nil {
+		return "", err
+	}
+	defer c.Close()
+	return c.pod, c.echo("hello")
+}
+
+// askUDP returns the pod that answered a datagram.
+func (n namespace) askUDP(to string) (string, error) {
+	var c net.Conn
+	if err := n.in(func() (err error) { c, err = net.Dial("udp", to); return err }); err != nil {
+		return "", err
+	}
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(time.Second))
+	if _, err := io.WriteString(c, "who"); err != nil {
+		return "", err
+	}
+	buffer := make([]byte, 100)
+	got, err := c.Read(buffer)
+	return string(buffer[:got]), err
+}
+
+// addresses returns what is on the interface of services.
+func (n namespace) addresses(t *testing.T) []string {
+	t.Helper()
+	var links []struct {
+		Addresses []struct {
+			Family string `json:"family"`
+			Local  string `json:"local"`
+			Scope  string `json:"scope"`
+		} `json:"addr_info"`
+	}
+	if err := json.Unmarshal([]byte(n.ip(t, "-json", "addr", "show", "dev", serviceInterface)), &links); err != nil {
+		t.Fatal(err)
+	}
+	addresses := []string{}
+	for _, link := range links {
+		for _, a := range link.Addresses {
+			if a.Scope == "global" {
+				addresses = append(addresses, a.Local)
+			}
+		}
+	}
+	slices.Sort(addresses)
+	return addresses
+}
+
+// netsh is what the program netsh of this test asks. It does what is asked for a
+// moment after it has said that it has.
+type netsh struct {
+	namespace namespace
+
+	mu      sync.Mutex
+	added   map[string]int
+	deleted map[string]int
+	refused string // an address that is not added
+	odd     []string
+}
+
+func serveNetsh(t *testing.T, n namespace) *netsh {
+	t.Helper()
+	s := &netsh{namespace: n, added: map[string]int{}, deleted: map[string]int{}}
+	netns.Place(n.in).Listen(t, "127.0.0.1:5555", func(c net.Conn) {
+		var args []string
+		if err := json.NewDecoder(c).Decode(&args); err != nil {
+			return
+		}
+		text, status := "OK.", 0
+		if err := s.do(args); err != nil {
+			text, status = "Falscher Parameter: "+err.Error(), 1
+		}
+		json.NewEncoder(c).Encode(map[string]any{"Text": text, "Status": status})
+	})
+	t.Cleanup(func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		for _, call := range s.odd {
+			t.Errorf("netsh was called in a way that Windows refuses: %s", call)
+		}
+	})
+	return s
+}
+
+func (s *netsh) do(args []string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	text := strings.Join(args, " ")
+	for _, family := range []struct{ add, delete, bits string }{
+		{"interface ipv4 add address name=" + serviceInterface + " address=%s mask=255.255.255.255 store=active skipassource=true",
+			"interface ipv4 delete address name=" + serviceInterface + " address=%s store=active", "/32"},
+		{"interface ipv6 add address interface=" + serviceInterface + " address=%s/128 store=active skipassource=true",
+			"interface ipv6 delete address interface=" + serviceInterface + " address=%s store=active", "/128"},
+	} {
+		if ip, ok := matches(text, family.add); ok {
+			if ip == s.refused {
+				return errors.New("refused")
+			}
+			s.added[ip]++
+			time.AfterFunc(50*time.Millisecond, func() { s.change("add", ip+family.bits) })
+			return nil
+		}
+		if ip, ok := matches(text, family.delete); ok {
+			s.deleted[ip]++
+			return s.change("del", ip+family.bits)
+		}
+	}
+	s.odd = append(s.odd, text)
+	return errors.New("unknown")
+}
+
+func (s *netsh) change(what, prefix string) error {
+	return exec.Command("ip", "-n", string(s.namespace), "addr", what, prefix, "dev", serviceInterface, "nodad").Run()
+}
+
+// matches reports whether text is a pattern with an address in place of %s.
+func matches(text, pattern string) (string, bool) {
+	before, after, _ := strings.Cut(pattern, "%s")
+	ip, ok := strings.CutPrefix(text, before)
+	if ok {
+		ip, ok = strings.CutSuffix(ip, after)
+	}
+	if _, err := netip.ParseAddr(ip); err != nil {
+		return "", false
+	}
+	return ip, ok
+}
+
+// times returns how often an address was added and deleted.
+func (s *netsh) times(ip string) (added, deleted int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.added[ip], s.deleted[ip]
+}
+
+func (s *netsh) refuse(ip string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.refused = ip
+}

@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package file
+
+import (
+	"bytes"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/apitest"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/watcher"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// scoped makes a Tx a writer of one scope. What no source writes, as no manifest
+// can say it, is left out.
+type scoped struct{ *cluster.Tx }
+
+func (w scoped) SetService(s *api.Service) {
+	if s.Type == api.ExternalName {
+		s.IPs, s.IPFilters = api.ServiceIPs{}, nil
+	}
+	if s.Type != api.LoadBalancer || !s.ExternalTrafficToLocal {
+		s.HealthCheckNodePort = 0
+	}
+	w.Tx.SetService(0, s)
+}
+
+func (w scoped) DeleteService(key types.NamespacedName) { w.Tx.DeleteService(0, key) }
+func (w scoped) SetSlice(s *api.EndpointSlice)          { w.Tx.SetSlice(0, s) }
+func (w scoped) DeleteSlice(key types.NamespacedName)   { w.Tx.DeleteSlice(0, key) }
+func (w scoped) SetNode(n *api.Node)                    { w.Tx.SetNode(0, n) }
+func (w scoped) DeleteNode(name string)                 { w.Tx.DeleteNode(0, name) }
+
+// readBack writes the state and reads what was written.
+func readBack(t *testing.T, s *cluster.Snapshot, opts WriteOptions) *cluster.Snapshot {
+	t.Helper()
+	var text bytes.Buffer
+	if err := Write(&text, s, opts); err != nil {
+		t.Fatal(err)
+	}
+	name := "state.yaml"
+	if opts.JSON {
+		name = "state.json"
+	}
+	path := filepath.Join(t.TempDir(), name)
+	if err := os.WriteFile(path, text.Bytes(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	annotation := opts.AllPortsAnnotation
+	if annotation == "" {
+		annotation = DefaultAllPortsAnnotation
+	}
+	state := cluster.New(cluster.Options{})
+	err := Watch(t.Context(), state, Options{Path: path, Once: true, Options: watcher.Options{
+		ServiceProxyName: opts.ServiceProxyName,
+		KeepLabels:       []string{"app", "tier", "example.com/*"},
+		KeepAnnotations:  []string{"example.com/*"},
+		MapIP:            watcher.MapIPAnnotated(annotation),
+	}})
+	if err != nil {
+		t.Fatalf("%v, reading\n%s", err, text.Bytes())
+	}
+	return state.Snapshot()
+}
+
+// contents returns all that a state holds; trigger times, which do not count when
+// values are compared, stand beside them.
+func contents(s *cluster.Snapshot) map[string]any {
+	all := map[string]any{}
+	for key, service := range s.Services.All() {
+		all["Service "+key.String()] = service
+	}
+	for key, slice := range s.Slices.All() {
+		all["EndpointSlice "+key.String()] = slice
+		all["trigger time of "+key.String()] = slice.TriggerTime.UTC().String()
+	}
+	for name, node := range s.Nodes.All() {
+		all["Node "+name] = node
+	}
+	return all
+}
+
+func TestWhatIsWrittenIsReadBack(t *testing.T) {
+	for seed := range uint64(30) {
+		r := rand.New(rand.NewPCG(seed, 0))
+		state := cluster.New(cluster.Options{})
+		world := apitest.NewWorld(r, 5, 20)
+		state.Update(func(tx *cluster.Tx) {
+			world.WriteAll(scoped{tx})
+			for range 40 {
+				world.Change(scoped{tx})
+			}
+		})
+		opts := WriteOptions{
+			JSON:               seed%2 > 0,
+			ServiceProxyName:   []string{"", "example"}[seed/2%2],
+			AllPortsAnnotation: []string{"", "example.org/all"}[seed/4%2],
+		}
+		t.Run(fmt.Sprintf("%+v, seed %d", opts, seed), func(t *testing.T) {
+			want := state.Snapshot()
+			if diff := cmp.Diff(contents(want), contents(readBack(t, want, opts))); diff != "" {
+				t.Errorf("-written +read:\n%s", diff)
+			}
+		})
+	}
+}
+
+// everything returns values in which, together, no field is zero.
+func everything() (services []*api.Service, slices []*api.EndpointSlice, nodes []*api.Node) {
+	addr, prefix := netip.MustParseAddr, netip.MustParsePrefix
+	lb := api.NewIPSet(addr("203.0.113.2"), addr("203.0.113.1"), addr("fd02::1"))
+	return []*api.Service{{
+			Namespace: "a", Name: "full", Type: api.LoadBalancer, UID: "uid-1", Created: time.Unix(1_700_000_000, 0).UTC(),
+			IPs: api.ServiceIPs{
+				ClusterIPs:      api.NewIPSet(addr("10.0.0.1"), addr("fd00::1")),
+				ExternalIPs:     api.NewIPSet(addr("198.51.100.2"), addr("198.51.100.1"), addr("fd01::1")),
+				LoadBalancerIPs: lb,
+				ProxiedIPs:      api.NewIPSet(addr("203.0.113.9"), addr("fd02::9")),
+			},
+			MapIP: true,
+			Ports: []api.PortMapping{
+				{Name: "a", Protocol: api.TCP, Port: 80, NodePort: 30080, TargetPort: 8080, AppProtocol: "http"},
+				{Name: "b", Protocol: api.SCTP, Port: 80, TargetPortName: "sctp"},
+			},
+			ExternalTrafficToLocal: true, InternalTrafficToLocal: true, HealthCheckNodePort: 32000,
+			Labels:          map[string]string{"app": "", "example.com/x": "1"},
+			Annotations:     map[string]string{"example.com/y": "ünïcode: \"{[\n"},
+			IPFilters:       []api.IPFilter{{TargetIPs: lb, SourceRanges: []netip.Prefix{prefix("10.0.0.0/8"), prefix("::/0")}}},
+			SessionAffinity: api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: 1}},
+			IPFamilies:      []api.Family{api.IPv6, api.IPv4},
+		}, {
+			Namespace: "a", Name: "headless", Type: api.ClusterIP,
+			IPs: api.ServiceIPs{Headless: true, ExternalIPs: api.NewIPSet(addr("10.0.0.55"))},
+		}}, []*api.EndpointSlice{{
+			Namespace: "a", Name: "full-1", ServiceName: "full", Family: api.IPv6,
+			TriggerTime: time.Unix(1_700_000_001, 123_000).UTC(),
+			Ports:       []api.EndpointPort{{Name: "a", Protocol: api.TCP, Port: 8080, AppProtocol: "http"}, {Name: "b", Protocol: api.SCTP}},
+			Endpoints: []api.SliceEndpoint{{
+				Addr: addr("fd03::1"), Hostname: "h", NodeName: "n", Zone: "z",
+				Hints:      &api.Hints{ForNodes: []string{"n", "m"}, ForZones: []string{"z", "y"}},
+				Conditions: api.Conditions{Ready: true, Serving: true, Terminating: true},
+			}, {Addr: addr("fd03::2")}},
+		}, {Namespace: "a", Name: "of-nobody", ServiceName: "nobody", Family: api.IPv4}}, []*api.Node{{
+			Name: "n", UID: "uid-2", Labels: map[string]string{"kubernetes.io/os": "linux", "empty": ""}, Deleting: true,
+			Addresses: []api.NodeAddress{{Type: "InternalIP", IP: addr("192.0.2.1")}, {Type: "ExternalIP", IP: addr("fd04::1")}},
+			PodCIDRs:  []netip.Prefix{prefix("10.1.0.0/24"), prefix("fd05::/64")},
+			Taints:    []api.Taint{{Key: "k", Value: "v", Effect: "NoSchedule"}},
+		}, {Name: "bare"}}
+}
+
+func TestEveryFieldIsWritten(t *testing.T) {
+	services, slices, nodes := everything()
+	zero := map[string]bool{}
+	findZero(reflect.ValueOf([]any{services, slices, nodes}), "", zero)
+	for field, isZero := range zero {
+		if isZero {
+			t.Errorf("the test knows no value for %s", field)
+		}
+	}
+	state := cluster.New(cluster.Options{})
+	state.Update(func(tx *cluster.Tx) {
+		for _, s := range services {
+			tx.SetService(0, s)
+		}
+		for _, s := range slices {
+			tx.SetSlice(0, s)
+		}
+		for _, n := range nodes {
+			tx.SetNode(0, n)
+		}
+	})
+	for _, json := range []bool{false, true} {
+		opts := WriteOptions{JSON: json, ServiceProxyName: "example"}
+		if diff := cmp.Diff(contents(state.Snapshot()), contents(readBack(t, state.Snapshot(), opts))); diff != "" {
+			t.Errorf("%+v: -written +read:\n%s", opts, diff)
+		}
+	}
+}
+
+// findZero notes for each field of package api below v whether it is zero
+// wherever it appears.
+func findZero(v reflect.Value, field string, zero map[string]bool) {
+	if field != "" {
+		isZero, seen := zero[field]
+		zero[field] = v.IsZero() && (isZero || !seen)
+	}
+	switch v.Kind() {
+	case reflect.Pointer, reflect.Interface:
+		if !v.IsNil() {
+			findZero(v.Elem(), "", zero)
+		}
+	case reflect.Slice:
+		for i := range v.Len() {
+			findZero(v.Index(i), "", zero)
+		}
+	case reflect.Struct:
+		if v.Type().PkgPath() != reflect.TypeFor[api.Service]().PkgPath() {
+			return
+		}
+		for i := range v.NumField() {
+			findZero(v.Field(i), v.Type().Name()+"."+v.Type().Field(i).Name, zero)
+		}
+	}
+}
+
+func TestAnEmptyStateIsReadBack(t *testing.T) {
+	for _, json := range []bool{false, true} {
+		if got := contents(readBack(t, cluster.New(cluster.Options{}).Snapshot(), WriteOptions{JSON: json})); len(got) > 0 {
+			t.Errorf("read %v", got)
+		}
+	}
+}
+
+func TestWhatNoManifestTellsIsRefused(t *testing.T) {
+	for _, test := range []struct {
+		name    string
+		service api.Service
+		want    string
+	}{
+		{"a protocol that is not known", api.Service{Type: api.ClusterIP, Ports: []api.PortMapping{{Port: 1, TargetPort: 1}}}, "protocol"},
+		{"a filter of other addresses", api.Service{Type: api.ClusterIP, IPFilters: []api.IPFilter{{}}}, "another"},
+		{"a service that has the annotation and is no all-ports service",
+			api.Service{Type: api.ClusterIP, Annotations: map[string]string{DefaultAllPortsAnnotation: "true"}}, "another"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			test.service.Namespace, test.service.Name = "ns", "svc"
+			state := cluster.New(cluster.Options{})
+			state.Update(func(tx *cluster.Tx) { tx.SetService(0, &test.service) })
+			err := Write(&bytes.Buffer{}, state.Snapshot(), WriteOptions{})
+			if err == nil || !strings.Contains(err.Error(), "Service ns/svc") || !strings.Contains(err.Error(), test.want) {
+				t.Errorf("error %v does not name the service and %q", err, test.want)
+			}
+		})
+	}
+}

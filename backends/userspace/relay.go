@@ -28,11 +28,11 @@ type relay struct {
 // leaves are all that a connection holds, and their stacks have not been grown
 // by dialing.
 func (r *relay) start(b *buffers, p *pipes) error {
-	toEndpoint, err := newStream(r.client, r.endpoint, b, p)
+	toEndpoint, err := newStream(r.client, r.endpoint, true, b, p)
 	if err != nil {
 		return err
 	}
-	toClient, err := newStream(r.endpoint, r.client, b, p)
+	toClient, err := newStream(r.endpoint, r.client, false, b, p)
 	if err != nil {
 		return err
 	}

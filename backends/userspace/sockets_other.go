@@ -10,4 +10,6 @@ const keepAliveInherited = false
 
 func listenerControl(syscall.RawConn) error { return nil }
 
+func dialControl(string, string, syscall.RawConn) error { return nil }
+
 func bindAnywhere(syscall.RawConn) error { return nil }

@@ -17,19 +17,24 @@ import (
 // the kernel moves pages instead of copying bytes. It has neither while it
 // waits: ten thousand idle connections are the rule, not the exception.
 type stream struct {
-	source, sink         syscall.RawConn
-	destination          *net.TCPConn
-	buffers              *buffers
-	pipes                *pipes
-	buffer               *[]byte
-	pipe                 *pipe
-	n                    int
-	err                  error
-	spliced              bool // so much comes at once that a pipe is worth it
-	fill, splice, unload func(fd uintptr) bool
+	source, sink syscall.RawConn
+	buffers      *buffers
+	pipes        *pipes
+	buffer       *[]byte
+	rest         []byte // what is in the buffer, and not written yet
+	pipe         *pipe
+	n            int   // bytes in the pipe
+	end          error // what comes after all of that, if it is known: io.EOF or a failure
+	err          error
+	spliced      bool // so much comes at once that a pipe is worth it
+	unconfirmed  bool // nothing has been written to the sink, which waits for it
+
+	fill, empty, splice, unload func(fd uintptr) bool
 }
 
-func newStream(source, destination *net.TCPConn, b *buffers, p *pipes) (*stream, error) {
+// newStream returns the direction from source to destination. dialed says that
+// this is the first to write to destination, which has been dialed.
+func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pipes) (*stream, error) {
 	from, err := source.SyscallConn()
 	if err != nil {
 		return nil, err
@@ -38,8 +43,9 @@ func newStream(source, destination *net.TCPConn, b *buffers, p *pipes) (*stream,
 	if err != nil {
 		return nil, err
 	}
-	s := &stream{source: from, sink: to, destination: destination, buffers: b, pipes: p}
-	s.fill, s.splice, s.unload = s.tryFill, s.trySplice, s.tryUnload // made once, as each is an allocation
+	s := &stream{source: from, sink: to, buffers: b, pipes: p, unconfirmed: dialed}
+	// Made once, as each is an allocation.
+	s.fill, s.empty, s.splice, s.unload = s.tryFill, s.tryEmpty, s.trySplice, s.tryUnload
 	return s, nil
 }
 
@@ -52,35 +58,72 @@ func (s *stream) move() (int, error) {
 	if err := s.source.Read(s.fill); err != nil {
 		return 0, err
 	}
-	if s.err != nil {
-		return 0, s.err
+	if s.buffer == nil {
+		return 0, s.end
 	}
 	defer s.putBuffer()
-	if s.n == 0 {
-		return 0, io.EOF
+	n := len(s.rest)
+	s.spliced = n == len(*s.buffer)
+	if err := s.sink.Write(s.empty); err != nil || s.err != nil {
+		return n - len(s.rest), errors.Join(err, s.err)
 	}
-	s.spliced = s.n == len(*s.buffer)
-	return s.destination.Write((*s.buffer)[:s.n])
+	return n, s.end
 }
 
-// tryFill reads from the source, if it has something.
+// tryFill reads from the source, if it has something, until it has no more: what
+// comes last is sent together with the end. Without anything there is no buffer.
 func (s *stream) tryFill(fd uintptr) bool {
 	s.buffer = s.buffers.get()
-	s.n, s.err = ignoringEINTR(func() (int, error) { return unix.Read(int(fd), *s.buffer) })
-	if s.err == unix.EAGAIN {
-		s.putBuffer()
-		return false
+	filled := 0
+	for filled < len(*s.buffer) && s.end == nil {
+		n, err := ignoringEINTR(func() (int, error) { return unix.Read(int(fd), (*s.buffer)[filled:]) })
+		if err == unix.EAGAIN {
+			break
+		}
+		switch {
+		case err != nil:
+			s.end = fmt.Errorf("read: %w", err)
+		case n == 0:
+			s.end = io.EOF
+		default:
+			filled += n
+		}
 	}
-	if s.err != nil {
+	if s.unconfirmed && filled == 0 && s.end == nil {
+		confirm(s.sink) // if the endpoint has gone, that is seen when something is written
+	}
+	s.unconfirmed = false
+	if filled == 0 {
 		s.putBuffer()
-		s.err = fmt.Errorf("read: %w", s.err)
+		return s.end != nil
+	}
+	s.rest = (*s.buffer)[:filled]
+	return true
+}
+
+// tryEmpty writes what is in the buffer.
+func (s *stream) tryEmpty(fd uintptr) bool {
+	flags := 0
+	if s.end == io.EOF {
+		flags = unix.MSG_MORE // the end, in the same packet
+	}
+	for len(s.rest) > 0 {
+		n, err := ignoringEINTR(func() (int, error) { return unix.SendmsgN(int(fd), s.rest, nil, nil, flags) })
+		if err == unix.EAGAIN {
+			return false
+		}
+		if err != nil {
+			s.err = fmt.Errorf("write: %w", err)
+			return true
+		}
+		s.rest = s.rest[n:]
 	}
 	return true
 }
 
 func (s *stream) putBuffer() {
 	s.buffers.put(s.buffer)
-	s.buffer = nil
+	s.buffer, s.rest = nil, nil
 }
 
 func (s *stream) moveByPipe() (int, error) {
@@ -164,7 +207,7 @@ func ignoringEINTR(f func() (int, error)) (int, error) {
 }
 
 // pipeSize is how much a pipe holds.
-const pipeSize = 256 << 10
+const pipeSize = 1 << 20
 
 // spliceWorth is how many bytes have to come at once for the pipe to be kept up.
 const spliceWorth = 16 << 10

@@ -235,8 +235,14 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 }
 
 func (l *tcpListener) dialTCP(endpoint netip.AddrPort, timeout time.Duration) (*net.TCPConn, error) {
-	d := net.Dialer{Timeout: timeout, KeepAliveConfig: keepAlive}
-	return d.DialTCP(l.connecting, network("tcp", endpoint.Addr()), netip.AddrPort{}, endpoint)
+	d := net.Dialer{Timeout: timeout, KeepAliveConfig: keepAlive, Control: dialControl}
+	// Not DialTCP, which binds the socket first: it then has a local port to itself,
+	// and there are 28,232 of those. Otherwise, it only has it towards this endpoint.
+	c, err := d.DialContext(l.connecting, network("tcp", endpoint.Addr()), endpoint.String())
+	if err != nil {
+		return nil, err
+	}
+	return c.(*net.TCPConn), nil
 }
 
 func (l *tcpListener) close() {

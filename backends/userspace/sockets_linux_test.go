@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"fmt"
+	"io"
+	"net"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netnstest"
+)
+
+// TestLocalPortsAreShared has more connections than local ports, to two
+// endpoints: each may use them all.
+func TestLocalPortsAreShared(t *testing.T) {
+	n := netnstest.New(t)
+	n.Set(t, "ipv4/ip_local_port_range", "30000 30003")
+	if err := n.Do(func() error {
+		l := &tcpListener{connecting: t.Context()}
+		for _, at := range []string{"127.0.0.1:1001", "127.0.0.1:1002"} {
+			endpoint := listenAt(t, at, func(c *net.TCPConn) { io.Copy(io.Discard, c) })
+			for i := range 3 {
+				c, err := l.dialTCP(endpoint, patience)
+				if err != nil {
+					return fmt.Errorf("connection %d: %w", i, err)
+				}
+				defer c.Close()
+			}
+		}
+		return nil
+	}); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestEndpointThatSpeaksFirstNeedNotWait connects so often that it would take 4 s
+// if the endpoint heard of a connection only when the kernel is tired of waiting for
+// the client's first bytes.
+func TestEndpointThatSpeaksFirstNeedNotWait(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("smtp", "127.0.0.2", port, api.TCP).to(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
+		fmt.Fprintln(c, "220 ready")
+		io.Copy(io.Discard, c)
+	})).view())
+	begin := time.Now()
+	const connections = 20
+	for range connections {
+		c := dial(t, "127.0.0.2", port)
+		if _, err := c.Read(make([]byte, 100)); err != nil {
+			t.Fatal(err)
+		}
+		c.Close()
+	}
+	if took := time.Since(begin); took > 2*time.Second {
+		t.Errorf("%d connections took %v", connections, took)
+	}
+}

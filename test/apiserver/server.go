@@ -121,7 +121,7 @@ func (s *Server) Compact(t testing.TB) {
 }
 
 func (s *Server) compact(ctx context.Context) (err error) {
-	client, err := clientv3.New(clientv3.Config{Endpoints: []string{"unix://" + s.etcdSocket()}, Context: ctx})
+	client, err := s.etcdClient(ctx)
 	if err != nil {
 		return err
 	}

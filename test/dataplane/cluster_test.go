@@ -9,13 +9,16 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
-	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/uuid"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/utils/ptr"
 
@@ -26,8 +29,8 @@ import (
 const (
 	namespace = "default"
 	nodeName  = "node"
-	// writers is how many requests are under way when the cluster is filled.
-	writers = 16
+	// firstNodePort is the node port of the first rich service.
+	firstNodePort = 10000
 )
 
 // shape is how large a cluster is.
@@ -73,12 +76,12 @@ type cluster struct {
 	// group is that of the proxy that is measured.
 	group *cgroup.Group
 	// fresh is the number of endpoint addresses used so far.
-	fresh int
+	fresh atomic.Int64
 }
 
 func newCluster(t testing.TB, s shape) *cluster {
 	t.Helper()
-	server := apiserver.Start(t, apiserver.Options{Flags: []string{"--service-node-port-range=10000-65535"}})
+	server := apiserver.Start(t, apiserver.Options{Flags: []string{fmt.Sprintf("--service-node-port-range=%d-65535", firstNodePort)}})
 	c := &cluster{shape: s, server: server, client: server.Client(), kubeconfig: apiserver.Kubeconfig(t, server.Config())}
 	_, err := c.client.CoreV1().Nodes().Create(t.Context(), &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{Name: nodeName},
@@ -87,20 +90,31 @@ func newCluster(t testing.TB, s shape) *cluster {
 	if err != nil {
 		t.Fatal(err)
 	}
-	group, ctx := errgroup.WithContext(t.Context())
-	group.SetLimit(writers)
-	for i := range s.services {
-		slice := c.slice(i)
-		group.Go(func() error { return c.create(ctx, i, slice) })
-	}
-	if err := group.Wait(); err != nil {
+	if err := c.fill(t.Context()); err != nil {
 		t.Fatalf("fill the cluster: %v", err)
 	}
+	// It finds out about the node ports when it starts.
+	server.APIServer.Kill(t)
+	server.APIServer.Start(t)
 	return c
 }
 
 // vip returns the cluster IP of a service.
 func vip(service int) netip.Addr { return offset(firstVIP, service) }
+
+// externalIP and loadBalancerIP return the addresses of a rich service.
+func externalIP(service int) string {
+	return offset(netip.MustParseAddr("10.97.0.0"), service).String()
+}
+func loadBalancerIP(service int) string {
+	return offset(netip.MustParseAddr("10.98.0.0"), service).String()
+}
+
+// nodePorts returns a rich service's node port and that for its health checks.
+func nodePorts(service int) (traffic, health int32) {
+	traffic = int32(firstNodePort + 2*service)
+	return traffic, traffic + 1
+}
 
 // offset returns the n-th address after a.
 func offset(a netip.Addr, n int) netip.Addr {
@@ -115,39 +129,73 @@ func offset(a netip.Addr, n int) netip.Addr {
 
 // pod returns an endpoint address that was in no slice before.
 func (c *cluster) pod() string {
-	c.fresh++
-	return offset(podCIDR.Addr(), 256+c.fresh).String()
+	return offset(podCIDR.Addr(), 256+int(c.fresh.Add(1))).String()
 }
 
 // name returns the name of a service. Names are in the order of numbers.
 func name(service int) string { return fmt.Sprintf("service-%06d", service) }
 
-func (c *cluster) create(ctx context.Context, i int, slice *discoveryv1.EndpointSlice) error {
+// fill makes the services and their endpoints: the first through the API, and the
+// others are copies of what the API server made of that.
+func (c *cluster) fill(ctx context.Context) error {
+	service, err := c.create(ctx)
+	if err != nil {
+		return err
+	}
+	slice, err := c.client.DiscoveryV1().EndpointSlices(namespace).Create(ctx, c.slice(0), metav1.CreateOptions{})
+	if err != nil {
+		return err
+	}
+	address, err := c.client.NetworkingV1().IPAddresses().Get(ctx, service.Spec.ClusterIP, metav1.GetOptions{})
+	if err != nil {
+		return err
+	}
+	return c.server.Store(ctx, c.services-1, func(i int) []runtime.Object { return c.copies(i+1, service, slice, address) })
+}
+
+// copies returns what is stored for a service, made of what is for the first.
+func (c *cluster) copies(i int, service *corev1.Service, slice *discoveryv1.EndpointSlice, address *networkingv1.IPAddress) []runtime.Object {
+	service, slice, address = service.DeepCopy(), slice.DeepCopy(), address.DeepCopy()
+	label := map[string]string{"app": name(i)}
+	service.Name, service.UID, service.Labels = name(i), uuid.NewUUID(), label
+	service.Spec.Selector = label
+	service.Spec.ClusterIP = vip(i).String()
+	service.Spec.ClusterIPs = []string{service.Spec.ClusterIP}
+	if c.rich {
+		service.Spec.ExternalIPs = []string{externalIP(i)}
+		service.Status.LoadBalancer.Ingress[0].IP = loadBalancerIP(i)
+		service.Spec.Ports[0].NodePort, service.Spec.HealthCheckNodePort = nodePorts(i)
+	}
+	copied := c.slice(i)
+	slice.Name, slice.UID, slice.Labels, slice.Endpoints = copied.Name, uuid.NewUUID(), copied.Labels, copied.Endpoints
+	address.Name, address.UID = service.Spec.ClusterIP, uuid.NewUUID()
+	address.Spec.ParentRef.Name = service.Name
+	return []runtime.Object{address, service, slice}
+}
+
+// create creates the first service.
+func (c *cluster) create(ctx context.Context) (*corev1.Service, error) {
 	service := &corev1.Service{
-		ObjectMeta: metav1.ObjectMeta{Name: name(i), Labels: map[string]string{"app": name(i)}},
+		ObjectMeta: metav1.ObjectMeta{Name: name(0), Labels: map[string]string{"app": name(0)}},
 		Spec: corev1.ServiceSpec{
-			ClusterIP: vip(i).String(),
-			Selector:  map[string]string{"app": name(i)},
+			ClusterIP: vip(0).String(),
+			Selector:  map[string]string{"app": name(0)},
 			Ports:     []corev1.ServicePort{{Name: "http", Port: servicePort}},
 		},
 	}
 	if c.rich {
 		service.Spec.Type = corev1.ServiceTypeLoadBalancer
 		service.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal
-		service.Spec.ExternalIPs = []string{offset(netip.MustParseAddr("10.97.0.0"), i).String()}
+		service.Spec.ExternalIPs = []string{externalIP(0)}
+		service.Spec.Ports[0].NodePort, service.Spec.HealthCheckNodePort = nodePorts(0)
 	}
-	service, err := c.client.CoreV1().Services(namespace).Create(ctx, service, metav1.CreateOptions{})
-	if err != nil {
-		return err
+	services := c.client.CoreV1().Services(namespace)
+	service, err := services.Create(ctx, service, metav1.CreateOptions{})
+	if err != nil || !c.rich {
+		return service, err
 	}
-	if c.rich {
-		service.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: offset(netip.MustParseAddr("10.98.0.0"), i).String()}}
-		if _, err := c.client.CoreV1().Services(namespace).UpdateStatus(ctx, service, metav1.UpdateOptions{}); err != nil {
-			return err
-		}
-	}
-	_, err = c.client.DiscoveryV1().EndpointSlices(namespace).Create(ctx, slice, metav1.CreateOptions{})
-	return err
+	service.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: loadBalancerIP(0)}}
+	return services.UpdateStatus(ctx, service, metav1.UpdateOptions{})
 }
 
 // slice returns a service's endpoints, as the slice controller would write

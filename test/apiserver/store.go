@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package apiserver
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"path"
+
+	clientv3 "go.etcd.io/etcd/client/v3"
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/scheme"
+)
+
+// Store puts objects into etcd as they are, and makes of each what an API server
+// would have stored: whoever watches sees it. It is for clusters so large that
+// their creation takes longer than the test, as the API server counts all
+// cluster IPs whenever it gives one out. What it would have filled in
+// or checked is the caller's: defaults, UIDs, the IPAddress of a cluster IP, node
+// ports. objects returns the i-th of n groups, by several goroutines at once.
+func (s *Server) Store(ctx context.Context, n int, objects func(i int) []runtime.Object) (err error) {
+	client, err := s.etcdClient(ctx)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, client.Close()) }()
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(storers)
+	for i := range n {
+		group.Go(func() error {
+			for _, o := range objects(i) {
+				if err := store(ctx, client, o); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	return group.Wait()
+}
+
+// storers is how many objects are put into etcd at once.
+const storers = 16
+
+func store(ctx context.Context, client *clientv3.Client, object runtime.Object) error {
+	var in string
+	var meta *metav1.ObjectMeta
+	version := corev1.SchemeGroupVersion
+	switch o := object.(type) {
+	case *corev1.Service:
+		in, meta = "services/specs", &o.ObjectMeta
+	case *discoveryv1.EndpointSlice:
+		in, meta, version = "endpointslices", &o.ObjectMeta, discoveryv1.SchemeGroupVersion
+	case *networkingv1.IPAddress:
+		in, meta, version = "ipaddresses", &o.ObjectMeta, networkingv1.SchemeGroupVersion
+	default:
+		return fmt.Errorf("store a %T: it is not known where", object)
+	}
+	key := path.Join("/registry", in, meta.Namespace, meta.Name)
+	meta.ResourceVersion = "" // etcd has it
+	var value bytes.Buffer
+	if err := scheme.Codecs.EncoderForVersion(storageCodec, version).Encode(object, &value); err != nil {
+		return fmt.Errorf("encode %s: %w", key, err)
+	}
+	_, err := client.Put(ctx, key, value.String())
+	return err
+}
+
+// storageCodec is for the form that an API server stores its own types in.
+var storageCodec = func() runtime.Serializer {
+	info, ok := runtime.SerializerInfoForMediaType(scheme.Codecs.SupportedMediaTypes(), runtime.ContentTypeProtobuf)
+	if !ok {
+		panic("the scheme has no protobuf")
+	}
+	return info.Serializer
+}()
+
+func (s *Server) etcdClient(ctx context.Context) (*clientv3.Client, error) {
+	return clientv3.New(clientv3.Config{Endpoints: []string{"unix://" + s.etcdSocket()}, Context: ctx})
+}

@@ -42,7 +42,7 @@ type sample map[string]float64
 
 // columns are the figures, in the order of the table.
 var columns = []string{
-	"1 stream, Gbit/s", "16 streams, Gbit/s", "CPU s/GB", "connections/s",
+	"1 stream, Gbit/s", "16 streams, Gbit/s", "CPU s/GB", "connections/s", "CPU µs/connection",
 	"latency p50, µs", "latency p99, µs", "KB/idle connection", "descriptors/idle connection", "datagrams/s",
 }
 
@@ -119,18 +119,22 @@ func (w *world) measure(p *proxy) sample {
 		l.Target, l.For = p.target(), each
 		return w.load(l, nil)
 	}
+	// used runs a load and returns what the proxy used of the processors for it.
+	used := func(l load) (result, time.Duration) {
+		if group == nil {
+			return run(l), 0
+		}
+		before := group.CPU()
+		r := run(l)
+		return r, group.CPU() - before
+	}
 	s["1 stream, Gbit/s"] = run(load{Kind: "bulk", Clients: 1}).perSecond() * 8 / 1e9
-	before := time.Duration(0)
-	if group != nil {
-		before = group.CPU()
-	}
-	bulk := run(load{Kind: "bulk", Clients: 16})
+	bulk, cpu := used(load{Kind: "bulk", Clients: 16})
 	s["16 streams, Gbit/s"] = bulk.perSecond() * 8 / 1e9
-	if group != nil {
-		s["CPU s/GB"] = (group.CPU() - before).Seconds() / (float64(bulk.Count) / 1e9)
-	}
-	http := run(load{Kind: "http", Clients: getters})
+	s["CPU s/GB"] = cpu.Seconds() / (float64(bulk.Count) / 1e9)
+	http, cpu := used(load{Kind: "http", Clients: getters})
 	s["connections/s"] = http.perSecond()
+	s["CPU µs/connection"] = float64(cpu.Microseconds()) / float64(http.Count)
 	if http.Errors > 0 {
 		w.Logf("%s: %d of %d connections failed", p.name, http.Errors, http.Count)
 	}

@@ -77,6 +77,9 @@ func (r *references) acquire(ctx context.Context, addr netip.Addr) error {
 
 // share adds a user of an address that is local for another one already.
 func (r *references) share(addr netip.Addr) {
+	if r.addresses == nil || addr.IsLoopback() {
+		return
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.count[addr]++
@@ -110,6 +113,29 @@ func (r *references) sweep(ctx context.Context) error {
 			return nil
 		}
 		return r.remove(ctx, addr)
+	})
+}
+
+// restore makes those addresses local again that somebody needs and that somebody
+// else took away. It goes on with other ones next time if ctx ends.
+func (r *references) restore(ctx context.Context) error {
+	r.mu.Lock()
+	needed := slices.Collect(maps.Keys(r.count))
+	r.mu.Unlock()
+	return atOnce(needed, func(addr netip.Addr) error {
+		if ctx.Err() != nil {
+			return nil
+		}
+		r.lock(addr)
+		defer r.mu.Unlock()
+		if r.count[addr] == 0 {
+			return nil
+		}
+		// An Add that is cut short would take the address back.
+		if err := r.change(addr, func() error { return r.addresses.Add(context.WithoutCancel(ctx), addr) }); err != nil {
+			return fmt.Errorf("making %s local: %w", addr, err)
+		}
+		return nil
 	})
 }
 

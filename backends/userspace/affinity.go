@@ -9,6 +9,11 @@ import (
 	"time"
 )
 
+// maxAttached is how many client addresses a port remembers, as many as
+// kube-proxy's nftables mode. Somebody who makes addresses up must not fill
+// the memory.
+const maxAttached = 65_535
+
 // affinity remembers which endpoint a client address uses. It is safe for
 // concurrent use.
 type affinity struct {
@@ -37,8 +42,28 @@ func (a *affinity) endpoint(client netip.Addr, timeout time.Duration, pool *pool
 	if a.clients == nil {
 		a.clients = map[netip.Addr]attachment{}
 	}
+	if _, known := a.clients[client]; !known && len(a.clients) >= maxAttached {
+		a.forgetOne()
+	}
 	a.clients[client] = attachment{c.endpoint, now}
 	return c.endpoint, true
+}
+
+// forgetOne forgets one of the clients, which are many: that of a few that has not
+// come for the longest time.
+func (a *affinity) forgetOne() {
+	var oldest netip.Addr
+	var used time.Time
+	few := 0
+	for client, c := range a.clients { // in a random order
+		if few == 0 || c.used.Before(used) {
+			oldest, used = client, c.used
+		}
+		if few++; few == 8 {
+			break
+		}
+	}
+	delete(a.clients, oldest)
 }
 
 // setTimeout says after what time clients are forgotten, at the latest.

@@ -69,3 +69,27 @@ func TestChangedTimeoutOfAffinityCountsAtOnce(t *testing.T) {
 		t.Error("the client has its endpoint again once affinity has been off")
 	}
 }
+
+func TestClientsThatAreRememberedAreBounded(t *testing.T) {
+	a := &affinity{}
+	first, second := netip.MustParseAddrPort("10.0.0.1:80"), netip.MustParseAddrPort("10.0.0.2:80")
+	both := newPool([]netip.AddrPort{first, second})
+	now := time.Now()
+	old := netip.MustParseAddr("192.0.2.1")
+	a.endpoint(old, time.Hour, both, nil, now)
+	client := netip.MustParseAddr("10.128.0.0")
+	for range 3 * maxAttached {
+		now = now.Add(time.Millisecond)
+		client = client.Next()
+		a.endpoint(client, time.Hour, both, nil, now)
+	}
+	if len(a.clients) != maxAttached {
+		t.Errorf("%d clients are remembered, want %d", len(a.clients), maxAttached)
+	}
+	if _, ok := a.clients[client]; !ok {
+		t.Error("who came last has been forgotten")
+	}
+	if _, ok := a.clients[old]; ok {
+		t.Error("who came first is remembered")
+	}
+}

@@ -88,7 +88,8 @@ func (b *Backend) NodeAddresses() nodeaddr.Source { return b.node }
 func (b *Backend) Start(ctx context.Context) error {
 	b.log = klog.FromContext(ctx)
 	if err := b.Cleanup(ctx); err != nil {
-		return err
+		// One address too many is no reason to serve none.
+		b.log.Error(err, "Addresses stay on this host until the next start or cleanup")
 	}
 	tasks, stop := context.WithCancel(context.WithoutCancel(ctx))
 	b.stopTasks = stop
@@ -112,6 +113,10 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 	}
 	return nil
 }
+
+// Verify implements sink.Verifier. It makes the addresses of services local again
+// that somebody else took away.
+func (b *Backend) Verify(ctx context.Context) error { return b.local.restore(ctx) }
 
 // update is what becomes of one service.
 type update struct {

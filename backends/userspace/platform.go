@@ -14,13 +14,13 @@ import (
 //
 // A Backend adds and removes different addresses at the same time, up to 64 of them,
 // as each may take seconds; the calls for one address come one at a time. It
-// counts who needs an address: none is added twice, unless an Add or Remove of it
-// has failed.
+// counts who needs an address, so that each is added and removed once; but all that
+// are needed are added again by Verify, in case somebody else took one away.
 type Addresses interface {
 	// Add makes addr local and returns once it is, or with an error if it is not
 	// within a time the implementation bounds. An address that somebody else has
 	// made local is none of its business: that is no error, and Remove then
-	// changes nothing.
+	// changes nothing. Nor is it an error, and costs little, if addr has been added.
 	Add(ctx context.Context, addr netip.Addr) error
 	// Remove takes back what Add did, or what is left of an Add that failed. It is
 	// called again if it fails.

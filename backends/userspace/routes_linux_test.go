@@ -148,6 +148,28 @@ func inside(t *testing.T, n *netnstest.Namespace, f func(b *Backend)) {
 	}
 }
 
+func TestAnAddressThatSomebodyTookAwayComesBack(t *testing.T) {
+	n := netnstest.New(t)
+	inside(t, n, func(b *Backend) {
+		if err := b.Sync(t.Context(), fullOf(serviceAt("a", "10.96.0.1", 80, api.TCP).unusable().view(), serviceAt("b", "fd00::1", 80, api.TCP).unusable().view())); err != nil {
+			t.Error(err)
+		}
+		want := localRoutesIn(t, n)
+		if err := b.opts.Addresses.Cleanup(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if got := localRoutesIn(t, n); len(got) != 0 || len(want) != 2 {
+			t.Fatalf("local routes to %v, without them to %v", want, got)
+		}
+		if err := b.Verify(t.Context()); err != nil {
+			t.Error(err)
+		}
+		if diff := cmp.Diff(want, localRoutesIn(t, n)); diff != "" {
+			t.Errorf("local routes (-want +got):\n%s", diff)
+		}
+	})
+}
+
 func TestAddressGoesWithItsLastUser(t *testing.T) {
 	n := netnstest.New(t)
 	inside(t, n, func(b *Backend) {

@@ -3,6 +3,8 @@
 package userspace
 
 import (
+	"bytes"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -57,5 +59,43 @@ func TestEndpointThatSpeaksFirstNeedNotWait(t *testing.T) {
 	}
 	if took := time.Since(begin); took > 2*time.Second {
 		t.Errorf("%d connections took %v", connections, took)
+	}
+}
+
+func TestManyBytesAreMovedWithoutPipes(t *testing.T) {
+	w := newWorld(t, Options{})
+	w.pipes.open = func() (*pipe, error) { return nil, errors.New("too many open files") }
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("echo", "127.0.0.2", port, api.TCP).to(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) { io.Copy(c, c) })).view())
+	c := dial(t, "127.0.0.2", port)
+	sent := bytes.Repeat([]byte("kpng"), 1<<20)
+	go func() {
+		c.Write(sent)
+		c.CloseWrite()
+	}()
+	if got, err := io.ReadAll(c); err != nil || !bytes.Equal(got, sent) {
+		t.Errorf("%d bytes came back of %d, error %v", len(got), len(sent), err)
+	}
+}
+
+// TestTheEndComesAfterASlowReader fills what lies between endpoint and client, so
+// that the last bytes wait, with the end right behind them.
+func TestTheEndComesAfterASlowReader(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	answer := bytes.Repeat([]byte("kpng"), 1<<20)
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
+		for rest := answer; len(rest) > 0; { // in pieces that are copied, not spliced
+			n := min(len(rest), 20_000)
+			c.Write(rest[:n])
+			rest = rest[n:]
+		}
+		c.Close()
+	})).view())
+	c := dial(t, "127.0.0.2", port)
+	c.CloseWrite() // so that the other direction has ended before
+	time.Sleep(100 * time.Millisecond)
+	if got, err := io.ReadAll(c); err != nil || !bytes.Equal(got, answer) {
+		t.Errorf("%d bytes came of %d, error %v", len(got), len(answer), err)
 	}
 }

@@ -132,7 +132,7 @@ func (s *stream) moveByPipe() (int, error) {
 	}
 	if s.err != nil {
 		if errors.Is(s.err, errNoPipe) {
-			s.spliced = false
+			s.spliced, s.err = false, nil
 			return s.move()
 		}
 		return 0, s.err
@@ -222,7 +222,8 @@ func newPipe() (*pipe, error) {
 	if err := unix.Pipe2(fds[:], unix.O_NONBLOCK|unix.O_CLOEXEC); err != nil {
 		return nil, err
 	}
-	// A user who has many pipes already gets a smaller one, which does as well.
+	// A user who has many pipes already gets a smaller one. What is moved by that is
+	// as a rule less than what is worth it.
 	unix.FcntlInt(uintptr(fds[0]), unix.F_SETPIPE_SZ, pipeSize)
 	return &pipe{in: fds[1], out: fds[0]}, nil
 }
@@ -233,16 +234,19 @@ func (p *pipe) close() {
 }
 
 // pipes keeps pipes that nobody uses, a few. It is safe for concurrent use.
-type pipes struct{ free chan *pipe }
+type pipes struct {
+	free chan *pipe
+	open func() (*pipe, error)
+}
 
-func newPipes() *pipes { return &pipes{free: make(chan *pipe, 32)} }
+func newPipes() *pipes { return &pipes{make(chan *pipe, 32), newPipe} }
 
 func (p *pipes) get() (*pipe, error) {
 	select {
 	case pipe := <-p.free:
 		return pipe, nil
 	default:
-		return newPipe()
+		return p.open()
 	}
 }
 

@@ -53,6 +53,7 @@ var (
 	_ sink.Starter         = (*Proxy)(nil)
 	_ sink.Drainer         = (*Proxy)(nil)
 	_ sink.Cleaner         = (*Proxy)(nil)
+	_ sink.Verifier        = (*Proxy)(nil)
 	_ prometheus.Collector = (*Proxy)(nil)
 )
 
@@ -142,6 +143,9 @@ func (p *Proxy) StopTimeout() time.Duration { return p.running.StopTimeout() }
 
 // Sync implements sink.Sink.
 func (p *Proxy) Sync(ctx context.Context, c *sink.Changes) error { return p.running.Sync(ctx, c) }
+
+// Verify implements sink.Verifier.
+func (p *Proxy) Verify(ctx context.Context) error { return p.running.Verify(ctx) }
 
 // Cleanup implements sink.Cleaner.
 func (p *Proxy) Cleanup(ctx context.Context) error {

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"sync"
 	"time"
 
 	"github.com/kpng-project/kpng/backends/userspace"
@@ -159,16 +160,22 @@ func (a *Addresses) Cleanup(ctx context.Context) error {
 	}
 	left := a.record.addresses()
 	klog.FromContext(ctx).V(2).Info("Removing addresses that were left behind", "addresses", len(left), "stateFile", a.opts.StateFile)
-	var errs []error
-	for _, addr := range left {
-		errs = append(errs, a.Remove(ctx, addr))
+	errs := make([]error, len(left))
+	var all sync.WaitGroup
+	for i, addr := range left {
+		all.Go(func() { errs[i] = a.Remove(ctx, addr) })
 	}
+	all.Wait()
 	return errors.Join(errs...)
 }
 
 // netsh calls netsh when there is room for another.
 func (a *Addresses) netsh(ctx context.Context, args ...string) error {
-	a.running <- struct{}{}
+	select {
+	case a.running <- struct{}{}:
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
 	defer func() { <-a.running }()
 	return a.system.netsh(ctx, args...)
 }

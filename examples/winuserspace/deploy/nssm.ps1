@@ -22,7 +22,7 @@ $nssm = (Get-Command nssm.exe).Source
 # Runs nssm, and fails if it does.
 function Invoke-Nssm {
     & $nssm @args
-    if ($LASTEXITCODE -ne 0) { throw "nssm $args: status $LASTEXITCODE" }
+    if ($LASTEXITCODE -ne 0) { throw "nssm ${args}: status $LASTEXITCODE" }
 }
 
 # Makes a service whose output goes to files of at most 100 MB.

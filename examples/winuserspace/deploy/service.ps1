@@ -18,7 +18,7 @@ $ErrorActionPreference = 'Stop'
 # Runs sc.exe, and fails if it does.
 function Invoke-Sc {
     sc.exe @args | Out-Null
-    if ($LASTEXITCODE -ne 0) { throw "sc.exe $args: status $LASTEXITCODE" }
+    if ($LASTEXITCODE -ne 0) { throw "sc.exe ${args}: status $LASTEXITCODE" }
 }
 
 # Makes a service that is started again after ten seconds whenever it fails.

@@ -115,7 +115,7 @@ func (f *SinkFlags) Run(ctx context.Context, name string, source *Source, servin
 	health := healthOf(p, time.Now)
 	sinks := []sink.Sink{s}
 	if c, ok := s.(Companion); ok {
-		sinks = append(sinks, c.Beside(func() bool { return health().live() })...)
+		sinks = append(sinks, c.Beside(func() bool { return health().serves() })...)
 	}
 	return serving.Run(ctx, health, registry, func(ctx context.Context) error { return p.Run(ctx, sinks...) })
 }
@@ -125,7 +125,7 @@ func (f *SinkFlags) Run(ctx context.Context, name string, source *Source, servin
 // they are numbered then: the sink itself is NAME0.
 type Companion interface {
 	// Beside returns the others. Healthy reports whether the program is not stuck,
-	// as /livez does.
+	// as /livez does, and has done everything once: what it serves, it serves.
 	Beside(healthy func() bool) []sink.Sink
 }
 

@@ -46,6 +46,7 @@ type HealthReport struct {
 
 func (r HealthReport) live() bool    { return !r.Stuck }
 func (r HealthReport) healthy() bool { return r.live() && r.NodeEligible }
+func (r HealthReport) serves() bool  { return r.live() && r.Synced }
 func (r HealthReport) ready() bool   { return r.healthy() && r.Synced }
 
 func (h Health) handler(ok func(HealthReport) bool) http.HandlerFunc {

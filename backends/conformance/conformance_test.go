@@ -5,11 +5,13 @@
 package conformance
 
 import (
+	"context"
 	"encoding/json"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strings"
 	"testing"
 
 	"github.com/kpng-project/kpng"
@@ -82,5 +84,19 @@ func TestCommand(t *testing.T) {
 	}
 	if got := matrix.Count(Unsupported); got != 4 {
 		t.Errorf("%d results are of what is declared not supported, not 4", got)
+	}
+}
+
+// silent never programs anything, and says why.
+type silent struct{ Subject }
+
+func (silent) Settle(ctx context.Context) error { return context.DeadlineExceeded }
+func (silent) Output() string                   { return "unknown flag: --colour" }
+func (silent) Kill() error                      { return nil }
+
+func TestWhatTheProxyPrintedIsShown(t *testing.T) {
+	k := &kit{subject: silent{}, process: silent{}}
+	if err := k.settle(t.Context()); err == nil || !strings.Contains(err.Error(), "unknown flag: --colour") {
+		t.Errorf("settling a proxy that ends with an unknown flag: %v", err)
 	}
 }

@@ -208,10 +208,17 @@ func (k *kit) kill() error {
 func (k *kit) settle(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, k.opts.Patience)
 	defer cancel()
+	await := k.awaitMarker
 	if settler, ok := k.subject.(Settler); ok {
-		return settler.Settle(ctx)
+		await = settler.Settle
 	}
-	return k.awaitMarker(ctx)
+	err := await(ctx)
+	if err != nil && k.process != nil {
+		if output := k.process.Output(); output != "" {
+			return fmt.Errorf("%w; the proxy has printed:\n%s", err, output)
+		}
+	}
+	return err
 }
 
 // publish publishes objects, besides the nodes and the marker.

@@ -229,7 +229,7 @@ func (p *sinkProcess) settle(ctx context.Context, generation int) error {
 		select {
 		case <-reported:
 		case <-p.done:
-			return fmt.Errorf("the proxy has ended: %w\n%s", errors.Join(errors.New("unasked"), p.err), p.output)
+			return fmt.Errorf("the proxy has ended: %w", errors.Join(errors.New("unasked"), p.err))
 		case <-ctx.Done():
 			return fmt.Errorf("the proxy has not programmed what was published: %w; it says: %q", context.Cause(ctx), last.Trouble)
 		}

@@ -25,7 +25,8 @@ type Options struct {
 	// Addrs are the addresses to listen on. IPv6 link-local ones are left out, for
 	// which there is nothing to listen on without an interface. Required.
 	Addrs nodeaddr.Source
-	// Healthy says whether the proxy itself is well: it is not stuck. Default: it is.
+	// Healthy says whether the proxy itself is well: it has programmed everything once and
+	// is not stuck. Default: it is.
 	Healthy func() bool
 	// Fault is told when a port cannot be listened on, once until it can or the
 	// reason is another one, so that it may make an event of it. It is called by

@@ -87,7 +87,7 @@ func (b *Backend) fail(parts []part, err error, failed *sink.Failed) {
 // look reads what the kernel has of a part's elements, and corrects the part and
 // the state by it.
 func (b *Backend) look(ctx context.Context, p *part) error {
-	if ok, err := b.conn.exists(ctx); err != nil {
+	if ok, _, err := b.conn.exists(ctx); err != nil {
 		return err
 	} else if !ok {
 		b.drift()

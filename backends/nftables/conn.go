@@ -18,7 +18,7 @@ import (
 
 // conn talks to nf_tables over netlink. It is for one goroutine at a time.
 type conn struct {
-	nl    *netlink.Conn
+	nl    *netlink.Conn // nil if the next request needs a new one
 	netNS int
 	table string
 	seq   uint32
@@ -69,7 +69,14 @@ func (c *conn) open() error {
 	return nil
 }
 
-func (c *conn) close() error { return c.nl.Close() }
+func (c *conn) close() error {
+	if c.nl == nil {
+		return nil
+	}
+	nl := c.nl
+	c.nl = nil
+	return nl.Close()
+}
 
 func (c *conn) wire() *wire { return &wire{table: c.table} }
 
@@ -160,7 +167,13 @@ func (c *conn) transactOnce(b []byte) error {
 	return nil
 }
 
+// send sends b, over a new socket if need be.
 func (c *conn) send(b []byte) error {
+	if c.nl == nil {
+		if err := c.open(); err != nil {
+			return err
+		}
+	}
 	raw, err := c.nl.SyscallConn()
 	if err != nil {
 		return err
@@ -258,8 +271,8 @@ func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f
 		}
 		if ctx.Err() != nil && !done {
 			// A socket can only begin another dump when one has ended.
-			c.nl.Close()
-			return errors.Join(context.Cause(ctx), c.open())
+			c.close()
+			return context.Cause(ctx)
 		}
 	}
 	if interrupted {
@@ -270,7 +283,7 @@ func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f
 
 // dump calls f with each element of the map m. If others change tables
 // meanwhile it begins again, with restart.
-func (c *conn) dump(ctx context.Context, m mapID, restart func(), f func(element, bool)) error {
+func (c *conn) dump(ctx context.Context, m mapID, restart func(), f func(element, foreign)) error {
 	chains := map[string]string{}
 	for attempt := 0; ; attempt++ {
 		restart()
@@ -299,9 +312,9 @@ func (c *conn) get(ctx context.Context, id elementID) (e element, ok bool, err e
 		w.element(&element{elementID: id}, false)
 		w.endNest(list)
 	}, func(payload []byte) {
-		decodeElements(id.m, payload, map[string]string{}, func(got element, valid bool) {
+		decodeElements(id.m, payload, map[string]string{}, func(got element, not foreign) {
 			// Asked for a range, the kernel also answers with one that contains it.
-			if valid && got.elementID == id {
+			if not == nil && got.elementID == id {
 				e, ok = got, true
 			}
 		})
@@ -331,7 +344,7 @@ func (c *conn) chains(ctx context.Context) (map[string][]byte, error) {
 					table = cString(v)
 				case unix.NFTA_CHAIN_NAME:
 					name = cString(v)
-				case unix.NFTA_CHAIN_HOOK, unix.NFTA_CHAIN_TYPE:
+				case unix.NFTA_CHAIN_HOOK, unix.NFTA_CHAIN_TYPE, unix.NFTA_CHAIN_POLICY:
 					hook = append(hook, v...)
 				}
 			})
@@ -400,18 +413,26 @@ func (c *conn) rules(ctx context.Context, restart func(), f func(chain string, e
 	}
 }
 
-// exists reports whether the table is there.
-func (c *conn) exists(ctx context.Context) (bool, error) {
-	err := c.query(ctx, unix.NFT_MSG_GETTABLE, 0, func(w *wire) {
+// exists reports whether the table is there, and whether it is awake: somebody may have
+// switched it off.
+func (c *conn) exists(ctx context.Context) (there, awake bool, err error) {
+	var flags uint32
+	err = c.query(ctx, unix.NFT_MSG_GETTABLE, 0, func(w *wire) {
 		w.string(unix.NFTA_TABLE_NAME, c.table)
-	}, func([]byte) {})
+	}, func(payload []byte) {
+		attributes(payload, func(attr uint16, v []byte) {
+			if attr == unix.NFTA_TABLE_FLAGS && len(v) == 4 {
+				flags = binary.BigEndian.Uint32(v)
+			}
+		})
+	})
 	if errors.Is(err, unix.ENOENT) {
-		return false, nil
+		return false, false, nil
 	}
 	if err != nil {
-		return false, fmt.Errorf("looking for table %s: %w", c.table, err)
+		return false, false, fmt.Errorf("looking for table %s: %w", c.table, err)
 	}
-	return true, nil
+	return true, flags&unix.NFT_TABLE_F_DORMANT == 0, nil
 }
 
 // generation returns a number that is another one after any change of any table.

@@ -29,7 +29,7 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 		return "", err
 	}
 	defer c.close()
-	if ok, err := c.exists(ctx); err != nil {
+	if ok, _, err := c.exists(ctx); err != nil {
 		return "", err
 	} else if !ok {
 		return fmt.Sprintf("there is no table inet %s\n", b.opts.table()), nil

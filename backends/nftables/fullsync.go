@@ -77,6 +77,9 @@ func (b *Backend) newFullSync(ctx context.Context, c *sink.Changes) (*fullSync, 
 	if err != nil {
 		return nil, err
 	}
+	if err := b.dropForeign(ctx, there); err != nil {
+		return nil, err
+	}
 	b.state, b.verified, b.cutShort = there.state, 0, 0
 	own, err := b.ownObjects(ctx)
 	if err != nil {
@@ -168,6 +171,21 @@ func (b *Backend) read(ctx context.Context) (*found, error) {
 		snapshots[m] = s
 	}
 	return &found{snapshots, st, generation}, nil
+}
+
+// dropForeign removes elements that this package could not have made. They may be in
+// the way of some that it makes.
+func (b *Backend) dropForeign(ctx context.Context, there *found) error {
+	for _, m := range allMaps() {
+		foreign := there.snapshots[m].foreign
+		if len(foreign) == 0 {
+			continue
+		}
+		if err := b.conn.transact(ctx, func(w *wire) { w.deleteForeign(m, foreign) }); err != nil {
+			return fmt.Errorf("removing %d elements of %s that somebody else made: %w", len(foreign), m.name(), err)
+		}
+	}
+	return nil
 }
 
 // write programs all services, some at a time.

@@ -35,7 +35,7 @@ func contents(t testing.TB, b *Backend) []string {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if s.foreign {
+		if s.foreign != nil {
 			t.Errorf("%s has elements that are none of ours", m.name())
 		}
 		for e := range s.all() {
@@ -170,6 +170,9 @@ func TestDriftIsFoundAndMended(t *testing.T) {
 		"a chain is added":               "add chain inet kpng other",
 		"a chain with a jump is added":   "add chain inet kpng bar; add chain inet kpng foo; add rule inet kpng foo jump bar",
 		"a source range is added":        "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.0.0.0/8 }",
+		"a range that is no prefix":      "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.1.2.3-10.1.2.9, 10.96.0.9 . tcp . 80-90 . 10.1.2.3 }",
+		"a chain's policy is changed":    "add chain inet kpng prerouting { policy drop; }",
+		"the table sleeps":               "add table inet kpng { flags dormant; }",
 	} {
 		t.Run(name, func(t *testing.T) {
 			b, ns := start(t, Options{})

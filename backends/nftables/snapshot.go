@@ -5,6 +5,7 @@
 package nftables
 
 import (
+	"bytes"
 	"context"
 	"encoding/binary"
 	"iter"
@@ -24,7 +25,7 @@ type snapshot struct {
 	// takenBits say which records have been taken.
 	takenBits []uint64
 	// foreign are elements that this package did not make.
-	foreign bool
+	foreign []foreign
 }
 
 func (s *snapshot) keySize() int { return s.m.keyLen() + 1 }
@@ -71,9 +72,9 @@ func readOnce(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	s := &snapshot{m: m}
 	var records []byte
 	numbers := map[string]int{}
-	err := c.dump(ctx, m, func() { records = records[:0] }, func(e element, ok bool) {
-		if !ok {
-			s.foreign = true
+	err := c.dump(ctx, m, func() { records, s.foreign = records[:0], nil }, func(e element, not foreign) {
+		if not != nil {
+			s.foreign = append(s.foreign, bytes.Clone(not))
 			return
 		}
 		records = append(records, e.key[:m.keyLen()]...)

@@ -12,6 +12,7 @@ import (
 	"maps"
 	"slices"
 
+	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"github.com/kpng-project/kpng/sink"
@@ -39,14 +40,25 @@ func (b *Backend) Verify(ctx context.Context) error {
 		return fmt.Errorf("table inet %s %s: %w", b.opts.table(), reason, sink.ErrStartOver)
 	}
 	err := b.verify(ctx)
-	cutShort := ctx.Err() != nil && errors.Is(err, context.Cause(ctx))
-	if err != nil && !cutShort {
+	var d difference
+	switch {
+	case err == nil, ctx.Err() != nil && errors.Is(err, context.Cause(ctx)): // cut short
+		return err
+	case errors.As(err, &d), errors.Is(err, unix.ENOENT):
 		b.drift()
 		b.state = nil
 		return fmt.Errorf("table inet %s is not as it was left: %w (%w)", b.opts.table(), err, sink.ErrStartOver)
+	default:
+		return fmt.Errorf("verifying table inet %s: %w", b.opts.table(), err)
 	}
-	return err
 }
+
+// difference says in what the table is not as it was left.
+type difference string
+
+func (d difference) Error() string { return string(d) }
+
+func differs(format string, args ...any) error { return difference(fmt.Sprintf(format, args...)) }
 
 func (b *Backend) verify(ctx context.Context) error {
 	for b.verified <= len(allMaps()) {
@@ -107,9 +119,9 @@ func (b *Backend) verifyMap(ctx context.Context, m mapID) error {
 	want := b.state.digests[m]
 	for attempt := 0; ; attempt++ {
 		var d digest
-		err := b.conn.dump(ctx, m, func() { d = digest{} }, func(e element, ok bool) {
+		err := b.conn.dump(ctx, m, func() { d = digest{} }, func(e element, not foreign) {
 			d.n++
-			if ok {
+			if not == nil {
 				d.sum += b.state.hash(&e.elementID, &e.value)
 			}
 		})
@@ -119,7 +131,7 @@ func (b *Backend) verifyMap(ctx context.Context, m mapID) error {
 		// As many elements as there should be, and others: that is also what a map looks like
 		// while it grows or shrinks.
 		if d.n != want.n || attempt == resizeAttempts {
-			return fmt.Errorf("%s has %d elements that are not the %d it should have", m.name(), d.n, want.n)
+			return differs("%s has %d elements that are not the %d it should have", m.name(), d.n, want.n)
 		}
 		if err := pause(ctx, attempt); err != nil {
 			return err
@@ -130,38 +142,45 @@ func (b *Backend) verifyMap(ctx context.Context, m mapID) error {
 // verifyChains compares chains and their rules with what they were when they
 // were read last. Of a chain that has been made since, the number of rules counts.
 func (b *Backend) verifyChains(ctx context.Context) error {
+	there, awake, err := b.conn.exists(ctx)
+	if err != nil {
+		return err
+	}
+	if there && !awake {
+		return differs("it is dormant")
+	}
 	chains, err := b.readChains(ctx)
 	if err != nil {
 		return err
 	}
 	for name := range b.state.rules {
 		if _, ok := chains[name]; !ok {
-			return fmt.Errorf("chain %s is gone", name)
+			return differs("chain %s is gone", name)
 		}
 	}
 	for name, c := range chains {
 		if want, ok := b.state.rules[name]; ok {
 			if c != want {
-				return fmt.Errorf("chain %s has other rules", name)
+				return differs("chain %s has other rules", name)
 			}
 			continue
 		}
 		want, own := b.state.own[name]
 		if !own {
 			if _, ok := b.state.chains[name]; !ok {
-				return fmt.Errorf("there is a chain %s", name)
+				return differs("there is a chain %s", name)
 			}
 			want = len(b.planner.classes[name].rules())
 		}
 		if c.n != want {
-			return fmt.Errorf("chain %s has %d rules instead of %d", name, c.n, want)
+			return differs("chain %s has %d rules instead of %d", name, c.n, want)
 		}
 		b.state.rules[name] = c
 	}
 	for _, made := range []map[string]int{b.state.chains, b.state.own} {
 		for name := range made {
 			if _, ok := chains[name]; !ok {
-				return fmt.Errorf("chain %s is gone", name)
+				return differs("chain %s is gone", name)
 			}
 		}
 	}

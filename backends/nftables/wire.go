@@ -224,15 +224,45 @@ func attributes(b []byte, f func(attr uint16, v []byte)) {
 	}
 }
 
+// foreign is an element that this package could not have made, as the kernel
+// encodes it.
+type foreign []byte
+
+// deleteForeign adds messages that delete such elements of a map.
+func (w *wire) deleteForeign(m mapID, elems []foreign) {
+	for _, e := range elems {
+		at := w.begin(nftMsg(unix.NFT_MSG_DELSETELEM), 0, unix.NFPROTO_INET, 0)
+		w.string(unix.NFTA_SET_ELEM_LIST_TABLE, w.table)
+		w.string(unix.NFTA_SET_ELEM_LIST_SET, m.name())
+		list := w.nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+		item := w.nest(unix.NFTA_LIST_ELEM)
+		attributes(e, func(attr uint16, v []byte) {
+			if attr == unix.NFTA_SET_ELEM_KEY || attr == nftaSetElemKeyEnd {
+				key := w.nest(attr)
+				w.b = append(w.b, v...)
+				w.endNest(key)
+			}
+		})
+		w.endNest(item)
+		w.endNest(list)
+		w.end(at)
+	}
+}
+
 // decodeElements calls f with each element of a NFT_MSG_NEWSETELEM message about
-// the map m. What is no element that this package could have made comes with
-// ok false.
-func decodeElements(m mapID, payload []byte, chains map[string]string, f func(e element, ok bool)) {
+// the map m. One that this package could not have made comes as it is.
+func decodeElements(m mapID, payload []byte, chains map[string]string, f func(element, foreign)) {
 	attributes(payload, func(attr uint16, list []byte) {
 		if attr != unix.NFTA_SET_ELEM_LIST_ELEMENTS {
 			return
 		}
-		attributes(list, func(_ uint16, item []byte) { f(decodeElement(m, item, chains)) })
+		attributes(list, func(_ uint16, item []byte) {
+			if e, ok := decodeElement(m, item, chains); ok {
+				f(e, nil)
+			} else {
+				f(e, item)
+			}
+		})
 	})
 }
 

@@ -13,7 +13,7 @@ import (
 )
 
 // stream moves the bytes of one direction of a connection. Few at a time go
-// through a buffer, which is two system calls; many go through a pipe, by which
+// through a buffer, which is three system calls; many go through a pipe, by which
 // the kernel moves pages instead of copying bytes. It has neither while it
 // waits: ten thousand idle connections are the rule, not the exception.
 type stream struct {

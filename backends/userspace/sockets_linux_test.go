@@ -38,9 +38,9 @@ func TestLocalPortsAreShared(t *testing.T) {
 	}
 }
 
-// TestEndpointThatSpeaksFirstNeedNotWait connects so often that it would take 4 s
-// if the endpoint heard of a connection only when the kernel is tired of waiting for
-// the client's first bytes.
+// TestEndpointThatSpeaksFirstNeedNotWait connects some times. Each would take 0.2 s if
+// the endpoint heard of a connection only when the kernel is tired of waiting for the
+// client's first bytes.
 func TestEndpointThatSpeaksFirstNeedNotWait(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -48,17 +48,18 @@ func TestEndpointThatSpeaksFirstNeedNotWait(t *testing.T) {
 		fmt.Fprintln(c, "220 ready")
 		io.Copy(io.Discard, c)
 	})).view())
-	begin := time.Now()
-	const connections = 20
-	for range connections {
+	fastest := patience
+	for range 20 {
+		begin := time.Now()
 		c := dial(t, "127.0.0.2", port)
 		if _, err := c.Read(make([]byte, 100)); err != nil {
 			t.Fatal(err)
 		}
+		fastest = min(fastest, time.Since(begin))
 		c.Close()
 	}
-	if took := time.Since(begin); took > 2*time.Second {
-		t.Errorf("%d connections took %v", connections, took)
+	if fastest > 150*time.Millisecond {
+		t.Errorf("the fastest of 20 connections took %v", fastest)
 	}
 }
 

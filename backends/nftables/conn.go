@@ -281,26 +281,32 @@ func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f
 	return nil
 }
 
+// list is query for all objects of a kind. If others change tables meanwhile it
+// begins again, with restart, that many times.
+func (c *conn) list(ctx context.Context, msg uint16, again int, restart func(), fill func(*wire), f func(payload []byte)) error {
+	for attempt := 0; ; attempt++ {
+		restart()
+		err := c.query(ctx, msg, unix.NLM_F_DUMP, fill, f)
+		if !errors.Is(err, errInterrupted) || attempt == again {
+			return err
+		}
+	}
+}
+
 // dump calls f with each element of the map m. If others change tables
 // meanwhile it begins again, with restart.
 func (c *conn) dump(ctx context.Context, m mapID, restart func(), f func(element, foreign)) error {
 	chains := map[string]string{}
-	for attempt := 0; ; attempt++ {
-		restart()
-		err := c.query(ctx, unix.NFT_MSG_GETSETELEM, unix.NLM_F_DUMP, func(w *wire) {
-			w.string(unix.NFTA_SET_ELEM_LIST_TABLE, c.table)
-			w.string(unix.NFTA_SET_ELEM_LIST_SET, m.name())
-		}, func(payload []byte) { decodeElements(m, payload, chains, f) })
-		// Where other tables change all the time no dump is ever undisturbed. That does not
-		// make this one wrong: nobody but us should change this table.
-		if errors.Is(err, errInterrupted) && attempt < 3 {
-			continue
-		}
-		if err != nil && !errors.Is(err, errInterrupted) {
-			return fmt.Errorf("reading %s: %w", m.name(), err)
-		}
-		return nil
+	err := c.list(ctx, unix.NFT_MSG_GETSETELEM, 3, restart, func(w *wire) {
+		w.string(unix.NFTA_SET_ELEM_LIST_TABLE, c.table)
+		w.string(unix.NFTA_SET_ELEM_LIST_SET, m.name())
+	}, func(payload []byte) { decodeElements(m, payload, chains, f) })
+	// Where other tables change all the time no dump is ever undisturbed. That does not
+	// make this one wrong: nobody but us should change this table.
+	if err != nil && !errors.Is(err, errInterrupted) {
+		return fmt.Errorf("reading %s: %w", m.name(), err)
 	}
+	return nil
 }
 
 // get returns what the element id has in the kernel, ok false if it is not there.
@@ -328,89 +334,76 @@ func (c *conn) get(ctx context.Context, id elementID) (e element, ok bool, err e
 	return e, ok, nil
 }
 
+// objectsAgain is how often chains, sets or rules are listed again.
+const objectsAgain = 10
+
 // chains returns the table's chains, and of each that has one where it is hooked, as
 // the kernel encodes it.
 func (c *conn) chains(ctx context.Context) (map[string][]byte, error) {
-	for attempt := 0; ; attempt++ {
-		chains := map[string][]byte{}
-		err := c.query(ctx, unix.NFT_MSG_GETCHAIN, unix.NLM_F_DUMP, func(w *wire) {
-			w.string(unix.NFTA_CHAIN_TABLE, c.table)
-		}, func(payload []byte) {
-			var table, name string
-			var hook []byte
-			attributes(payload, func(attr uint16, v []byte) {
-				switch attr {
-				case unix.NFTA_CHAIN_TABLE:
-					table = cString(v)
-				case unix.NFTA_CHAIN_NAME:
-					name = cString(v)
-				case unix.NFTA_CHAIN_HOOK, unix.NFTA_CHAIN_TYPE, unix.NFTA_CHAIN_POLICY:
-					hook = append(hook, v...)
-				}
-			})
-			if table == c.table {
-				chains[name] = hook
+	var chains map[string][]byte
+	err := c.list(ctx, unix.NFT_MSG_GETCHAIN, objectsAgain, func() { chains = map[string][]byte{} }, func(w *wire) {
+		w.string(unix.NFTA_CHAIN_TABLE, c.table)
+	}, func(payload []byte) {
+		var table, name string
+		var hook []byte
+		attributes(payload, func(attr uint16, v []byte) {
+			switch attr {
+			case unix.NFTA_CHAIN_TABLE:
+				table = cString(v)
+			case unix.NFTA_CHAIN_NAME:
+				name = cString(v)
+			case unix.NFTA_CHAIN_HOOK, unix.NFTA_CHAIN_TYPE, unix.NFTA_CHAIN_POLICY:
+				hook = append(hook, v...)
 			}
 		})
-		if errors.Is(err, errInterrupted) && attempt < 10 {
-			continue
+		if table == c.table {
+			chains[name] = hook
 		}
-		if err != nil {
-			return nil, fmt.Errorf("listing the chains of table %s: %w", c.table, err)
-		}
-		return chains, nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("listing the chains of table %s: %w", c.table, err)
 	}
+	return chains, nil
 }
 
 // sets returns the names of the table's maps and sets.
 func (c *conn) sets(ctx context.Context) ([]string, error) {
-	for attempt := 0; ; attempt++ {
-		var names []string
-		err := c.query(ctx, unix.NFT_MSG_GETSET, unix.NLM_F_DUMP, func(w *wire) {
-			w.string(unix.NFTA_SET_TABLE, c.table)
-		}, func(payload []byte) {
-			attributes(payload, func(attr uint16, v []byte) {
-				if attr == unix.NFTA_SET_NAME {
-					names = append(names, cString(v))
-				}
-			})
+	var names []string
+	err := c.list(ctx, unix.NFT_MSG_GETSET, objectsAgain, func() { names = nil }, func(w *wire) {
+		w.string(unix.NFTA_SET_TABLE, c.table)
+	}, func(payload []byte) {
+		attributes(payload, func(attr uint16, v []byte) {
+			if attr == unix.NFTA_SET_NAME {
+				names = append(names, cString(v))
+			}
 		})
-		if errors.Is(err, errInterrupted) && attempt < 10 {
-			continue
-		}
-		if err != nil {
-			return nil, fmt.Errorf("listing the sets of table %s: %w", c.table, err)
-		}
-		return names, nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("listing the sets of table %s: %w", c.table, err)
 	}
+	return names, nil
 }
 
 // rules calls f with the chain of each rule of the table, in order, and with the
 // rule as the kernel encodes it.
 func (c *conn) rules(ctx context.Context, restart func(), f func(chain string, expressions []byte)) error {
-	for attempt := 0; ; attempt++ {
-		restart()
-		err := c.query(ctx, unix.NFT_MSG_GETRULE, unix.NLM_F_DUMP, func(w *wire) {
-			w.string(unix.NFTA_RULE_TABLE, c.table)
-		}, func(payload []byte) {
-			var chain string
-			attributes(payload, func(attr uint16, v []byte) {
-				switch attr {
-				case unix.NFTA_RULE_CHAIN:
-					chain = cString(v)
-				case unix.NFTA_RULE_EXPRESSIONS:
-					f(chain, v)
-				}
-			})
+	err := c.list(ctx, unix.NFT_MSG_GETRULE, objectsAgain, restart, func(w *wire) {
+		w.string(unix.NFTA_RULE_TABLE, c.table)
+	}, func(payload []byte) {
+		var chain string
+		attributes(payload, func(attr uint16, v []byte) {
+			switch attr {
+			case unix.NFTA_RULE_CHAIN:
+				chain = cString(v)
+			case unix.NFTA_RULE_EXPRESSIONS:
+				f(chain, v)
+			}
 		})
-		if errors.Is(err, errInterrupted) && attempt < 10 {
-			continue
-		}
-		if err != nil {
-			return fmt.Errorf("listing the rules of table %s: %w", c.table, err)
-		}
-		return nil
+	})
+	if err != nil {
+		return fmt.Errorf("listing the rules of table %s: %w", c.table, err)
 	}
+	return nil
 }
 
 // exists reports whether the table is there, and whether it is awake: somebody may have

@@ -230,11 +230,7 @@ func (s *server) answer(function, id, handle, document string) answer {
 			return of([]string{}, nil)
 		}
 		list, err := s.hns.Endpoints(strings.ToLower(network))
-		ids := []string{}
-		for _, e := range list {
-			ids = append(ids, e.ID)
-		}
-		return of(ids, err)
+		return of(each(list, func(e kernelspace.Endpoint) string { return e.ID }), err)
 	case "OpenEndpoint":
 		_, found := s.hns.Endpoint(id)
 		return s.open(id, found)
@@ -256,11 +252,7 @@ func (s *server) answer(function, id, handle, document string) answer {
 
 	case "EnumerateLoadBalancer":
 		list, err := s.hns.LoadBalancers()
-		ids := []string{}
-		for _, lb := range list {
-			ids = append(ids, lb.ID)
-		}
-		return of(ids, err)
+		return of(each(list, func(lb kernelspace.LoadBalancer) string { return lb.ID }), err)
 	case "OpenLoadBalancer":
 		_, found := s.hns.LoadBalancer(id)
 		return s.open(id, found)
@@ -299,6 +291,15 @@ func (s *server) open(id string, found bool) answer {
 	s.next++
 	s.handles[strconv.Itoa(s.next)] = id
 	return answer{result: ok, handle: s.next}
+}
+
+// each returns what f makes of each item; it is no nil, which JSON shows.
+func each[T any](list []T, f func(T) string) []string {
+	made := []string{}
+	for _, item := range list {
+		made = append(made, f(item))
+	}
+	return made
 }
 
 // filter returns what a query asks for.

@@ -57,9 +57,14 @@ func (r *references) lock(addr netip.Addr) {
 	}
 }
 
+// counts reports whether the users of addr are counted, as it is made local for them.
+func (r *references) counts(addr netip.Addr) bool {
+	return r.addresses != nil && !addr.IsLoopback()
+}
+
 // acquire makes addr local for one more user.
 func (r *references) acquire(ctx context.Context, addr netip.Addr) error {
-	if r.addresses == nil || addr.IsLoopback() {
+	if !r.counts(addr) {
 		return nil
 	}
 	r.lock(addr)
@@ -77,7 +82,7 @@ func (r *references) acquire(ctx context.Context, addr netip.Addr) error {
 
 // share adds a user of an address that is local for another one already.
 func (r *references) share(addr netip.Addr) {
-	if r.addresses == nil || addr.IsLoopback() {
+	if !r.counts(addr) {
 		return
 	}
 	r.mu.Lock()
@@ -88,7 +93,7 @@ func (r *references) share(addr netip.Addr) {
 // release takes one user of addr away, and with the last one the address. If that
 // fails it is tried again by sweep.
 func (r *references) release(ctx context.Context, addr netip.Addr) error {
-	if r.addresses == nil || addr.IsLoopback() {
+	if !r.counts(addr) {
 		return nil
 	}
 	r.lock(addr)

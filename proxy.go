@@ -198,8 +198,8 @@ func (p *Proxy) newDrivers(sinks []sink.Sink) func(context.Context) error {
 	}
 }
 
-// State returns what is known of the cluster. It may be read, not written.
-func (p *Proxy) State() *cluster.State { return p.state }
+// State returns the state of the cluster, to be read.
+func (p *Proxy) State() cluster.Reader { return p.state }
 
 // NodeName returns the name of the node that is proxied for.
 func (p *Proxy) NodeName() string { return p.opts.NodeName }

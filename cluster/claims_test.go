@@ -156,9 +156,9 @@ func TestClaims(t *testing.T) {
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
 			for _, order := range []string{"as listed", "reversed"} {
-				state := cluster.New(cluster.Options{})
+				state := cluster.New(cluster.Options{Resumable: true})
 				for _, s := range test.services {
-					state.Update(func(tx *cluster.Tx) { tx.SetService(0, s) })
+					state.Update(func(tx *cluster.Tx) { tx.SetService(s) })
 				}
 				if diff := gocmp.Diff(append([]string{}, test.want...), lost(state)); diff != "" {
 					t.Errorf("%s (-want +got):\n%s", order, diff)
@@ -175,16 +175,16 @@ func TestAClaimIsHandedOverWhenTheWinnerGoes(t *testing.T) {
 		name  string
 		leave func(tx *cluster.Tx)
 	}{
-		{"deleted", func(tx *cluster.Tx) { tx.DeleteService(0, winner.Key()) }},
-		{"moved to another port", func(tx *cluster.Tx) { tx.SetService(0, service("old", 2, "10.0.0.1", 81)) }},
-		{"recreated and now the younger", func(tx *cluster.Tx) { tx.SetService(0, service("old", 0, "10.0.0.1", 80)) }},
+		{"deleted", func(tx *cluster.Tx) { tx.DeleteService(winner.Key()) }},
+		{"moved to another port", func(tx *cluster.Tx) { tx.SetService(service("old", 2, "10.0.0.1", 81)) }},
+		{"recreated and now the younger", func(tx *cluster.Tx) { tx.SetService(service("old", 0, "10.0.0.1", 80)) }},
 		{"not in a new listing", func(tx *cluster.Tx) {
-			tx.ReplaceServices(0, slices.Values([]*api.Service{loser}))
+			tx.ReplaceServices(slices.Values([]*api.Service{loser}))
 		}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			state := cluster.New(cluster.Options{})
-			state.Update(func(tx *cluster.Tx) { tx.SetService(0, winner); tx.SetService(0, loser) })
+			state := cluster.New(cluster.Options{Resumable: true})
+			state.Update(func(tx *cluster.Tx) { tx.SetService(winner); tx.SetService(loser) })
 			before := state.Snapshot()
 			if got := lost(state); len(got) != 1 {
 				t.Fatalf("lost before: %q", got)
@@ -205,7 +205,7 @@ func TestAClaimIsHandedOverWhenTheWinnerGoes(t *testing.T) {
 func TestClaimsAgreeWithGrantingInOrderOfAge(t *testing.T) {
 	for seed := range uint64(200) {
 		random := rand.New(rand.NewPCG(seed, 0))
-		state := cluster.New(cluster.Options{})
+		state := cluster.New(cluster.Options{Resumable: true})
 		for range 40 {
 			name := fmt.Sprint("s", random.IntN(8))
 			s := service(name, random.IntN(4), fmt.Sprint("10.0.0.", random.IntN(2)+1))
@@ -217,9 +217,9 @@ func TestClaimsAgreeWithGrantingInOrderOfAge(t *testing.T) {
 			s.MapIP = random.IntN(5) == 0
 			state.Update(func(tx *cluster.Tx) {
 				if random.IntN(4) == 0 {
-					tx.DeleteService(0, s.Key())
+					tx.DeleteService(s.Key())
 				} else {
-					tx.SetService(0, s)
+					tx.SetService(s)
 				}
 			})
 			if diff := gocmp.Diff(grantInOrderOfAge(state), lostByService(state), equateAddrs); diff != "" {
@@ -302,17 +302,17 @@ func BenchmarkContestedAddress(b *testing.B) {
 		{"one port, 500 times", func(int) int32 { return 80 }, false},
 	} {
 		b.Run(test.name, func(b *testing.B) {
-			state := cluster.New(cluster.Options{})
+			state := cluster.New(cluster.Options{Resumable: true})
 			if test.all {
-				state.Update(func(tx *cluster.Tx) { tx.SetService(0, wholeAddress(service("whole", 250, "10.0.0.1"))) })
+				state.Update(func(tx *cluster.Tx) { tx.SetService(wholeAddress(service("whole", 250, "10.0.0.1"))) })
 			}
 			for i := range 500 {
-				state.Update(func(tx *cluster.Tx) { tx.SetService(0, service(fmt.Sprint("s", i), i, "10.0.0.1", test.port(i))) })
+				state.Update(func(tx *cluster.Tx) { tx.SetService(service(fmt.Sprint("s", i), i, "10.0.0.1", test.port(i))) })
 			}
 			i := 0
 			for b.Loop() {
 				i++
-				state.Update(func(tx *cluster.Tx) { tx.SetService(0, service("s7", 7, "10.0.0.1", int32(1000+i%2))) })
+				state.Update(func(tx *cluster.Tx) { tx.SetService(service("s7", 7, "10.0.0.1", int32(1000+i%2))) })
 			}
 		})
 	}

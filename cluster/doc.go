@@ -5,17 +5,16 @@
 //
 //	state := cluster.New(cluster.Options{})
 //	state.Update(func(tx *cluster.Tx) {
-//		tx.ReplaceServices(scope, services)
-//		tx.ReplaceSlices(scope, slices)
+//		tx.ReplaceServices(services)
+//		tx.ReplaceSlices(slices)
 //	})
 //	state.SetSynced()
 //
 //	<-state.Changed(0)
-//	snapshot := state.Snapshot()
+//	snapshot := state.Snapshot() // and from now on wait for Changed(snapshot.Revision)
 //
-// One counter numbers all changes. A reader holds a snapshot, compares its
-// revision with the state's, and asks the newer snapshot what came since; it
-// is woken by [State.Changed] and never walks more than what changed.
+// One counter numbers all changes. A reader holds a cursor and the revision of the snapshot it
+// has, 0 for none. [State.Changed] wakes it, and it reads no more than what changed.
 //
 // Beside the objects, the state keeps for each service a joined value: the
 // service, its slices whatever order they came in, and the frontends that an

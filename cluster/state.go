@@ -11,7 +11,6 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/diffstore"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/utils/clock"
 )
 
 // State is what is known of the cluster. It is safe for concurrent use.
@@ -31,11 +30,23 @@ type State struct {
 	snapshot  *Snapshot     // of the current revision, nil until somebody asks
 }
 
-// Options configure a State. The zero value is fine.
+// Reader is what readers may do with a [State].
+type Reader interface {
+	Snapshot() *Snapshot
+	Changed(since diffstore.Revision) <-chan struct{}
+	Synced() <-chan struct{}
+	IsSynced() bool
+	NewCursor() *diffstore.Cursor[types.NamespacedName, *api.ServiceState]
+}
+
+var _ Reader = (*State)(nil)
+
+// Options configure a State. The zero value serves readers in this process.
 type Options struct {
-	// Clock tells how long deletions are kept for readers that lag. Default:
-	// the real one.
-	Clock clock.PassiveClock
+	// Resumable keeps deletions within diffstore's limits although no cursor needs them, for
+	// readers in other processes that come back with a revision. Servers set it. Without it,
+	// such a reader has to start over after any deletion.
+	Resumable bool
 }
 
 // New returns an empty State that has not synced.
@@ -53,19 +64,23 @@ func newStore[K, V any](s *State, opts Options, compare func(a, b K) int, equal 
 		Compare:   compare,
 		Equal:     equal,
 		Revisions: s.revisions,
-		Clock:     opts.Clock,
 		OnChange:  onChange,
-		Resumable: true, // for readers in other processes, who come back with a revision
+		Resumable: opts.Resumable,
 	})
 }
 
-// Update changes the state by one commit: readers see all that write did or
-// nothing of it. It must not call any method of the State but those of tx.
+// Update changes the state by one commit: readers see everything that write did, or nothing. If
+// write panics, readers see what it did until then. It must not call any method of the State
+// except those of tx.
 func (s *State) Update(write func(tx *Tx)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	before := s.revisions.Last()
+	defer s.commit(s.revisions.Last())
 	write(&Tx{s})
+}
+
+// commit ends an Update that began at a revision.
+func (s *State) commit(before diffstore.Revision) {
 	if s.revisions.Last() == before {
 		return
 	}
@@ -107,8 +122,8 @@ func (s *State) wake() {
 	}
 }
 
-// Changed returns a channel that is closed once the state has synced and its
-// revision is not the given one.
+// Changed returns a channel that is closed once the state has synced and its revision is not
+// the given one. No state has revision 0: a reader that has nothing yet gives that.
 func (s *State) Changed(since diffstore.Revision) <-chan struct{} {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -138,11 +153,8 @@ func (s *State) Snapshot() *Snapshot {
 	return s.snapshot
 }
 
-// NewCursor returns a cursor on the joined states, for a reader that has to
-// learn of each service that changes. Its limits are diffstore's defaults. What
-// is deleted is remembered within these limits even if every cursor has passed
-// it, so that a reader may also come back with a revision and go on with
-// Snapshot.States.Since.
+// NewCursor returns a cursor on the joined states, for a reader that needs each service that
+// changes. The caller closes it.
 func (s *State) NewCursor() *diffstore.Cursor[types.NamespacedName, *api.ServiceState] {
 	return s.states.NewCursor()
 }
@@ -226,10 +238,10 @@ func (s *State) state(key types.NamespacedName) api.ServiceState {
 
 func (s *State) setState(key types.NamespacedName, state api.ServiceState) {
 	if state.Service == nil && len(state.Slices) == 0 {
-		s.states.Delete(0, key)
+		s.states.Delete(key)
 		return
 	}
-	s.states.Set(0, key, &state)
+	s.states.Set(key, &state)
 }
 
 // Snapshot is the state at one revision. It is immutable and read without locks.
@@ -244,55 +256,51 @@ type Snapshot struct {
 }
 
 // Tx is one commit. It is valid within Update only.
-//
-// A scope names a writer, a watch for example. Set takes an object over from
-// the scope that wrote it last; Delete does nothing if another scope wrote it
-// last; Replace makes what the scope wrote equal to all.
 type Tx struct{ s *State }
 
 // SetService adds or changes a service.
-func (tx *Tx) SetService(scope diffstore.Scope, service *api.Service) {
-	tx.s.services.Set(scope, service.Key(), service)
+func (tx *Tx) SetService(service *api.Service) {
+	tx.s.services.Set(service.Key(), service)
 }
 
 // DeleteService removes a service.
-func (tx *Tx) DeleteService(scope diffstore.Scope, key types.NamespacedName) {
-	tx.s.services.Delete(scope, key)
+func (tx *Tx) DeleteService(key types.NamespacedName) {
+	tx.s.services.Delete(key)
 }
 
-// ReplaceServices makes the scope's services equal to all.
-func (tx *Tx) ReplaceServices(scope diffstore.Scope, all iter.Seq[*api.Service]) {
-	tx.s.services.Replace(scope, keyed(all, (*api.Service).Key))
+// ReplaceServices sets all and deletes every other service.
+func (tx *Tx) ReplaceServices(all iter.Seq[*api.Service]) {
+	tx.s.services.Replace(keyed(all, (*api.Service).Key))
 }
 
 // SetSlice adds or changes a slice.
-func (tx *Tx) SetSlice(scope diffstore.Scope, slice *api.EndpointSlice) {
-	tx.s.slices.Set(scope, slice.Key(), slice)
+func (tx *Tx) SetSlice(slice *api.EndpointSlice) {
+	tx.s.slices.Set(slice.Key(), slice)
 }
 
 // DeleteSlice removes a slice.
-func (tx *Tx) DeleteSlice(scope diffstore.Scope, key types.NamespacedName) {
-	tx.s.slices.Delete(scope, key)
+func (tx *Tx) DeleteSlice(key types.NamespacedName) {
+	tx.s.slices.Delete(key)
 }
 
-// ReplaceSlices makes the scope's slices equal to all.
-func (tx *Tx) ReplaceSlices(scope diffstore.Scope, all iter.Seq[*api.EndpointSlice]) {
-	tx.s.slices.Replace(scope, keyed(all, (*api.EndpointSlice).Key))
+// ReplaceSlices sets all and deletes every other slice.
+func (tx *Tx) ReplaceSlices(all iter.Seq[*api.EndpointSlice]) {
+	tx.s.slices.Replace(keyed(all, (*api.EndpointSlice).Key))
 }
 
 // SetNode adds or changes a node.
-func (tx *Tx) SetNode(scope diffstore.Scope, node *api.Node) {
-	tx.s.nodes.Set(scope, node.Name, node)
+func (tx *Tx) SetNode(node *api.Node) {
+	tx.s.nodes.Set(node.Name, node)
 }
 
 // DeleteNode removes a node.
-func (tx *Tx) DeleteNode(scope diffstore.Scope, name string) {
-	tx.s.nodes.Delete(scope, name)
+func (tx *Tx) DeleteNode(name string) {
+	tx.s.nodes.Delete(name)
 }
 
-// ReplaceNodes makes the scope's nodes equal to all.
-func (tx *Tx) ReplaceNodes(scope diffstore.Scope, all iter.Seq[*api.Node]) {
-	tx.s.nodes.Replace(scope, keyed(all, func(n *api.Node) string { return n.Name }))
+// ReplaceNodes sets all and deletes every other node.
+func (tx *Tx) ReplaceNodes(all iter.Seq[*api.Node]) {
+	tx.s.nodes.Replace(keyed(all, func(n *api.Node) string { return n.Name }))
 }
 
 func keyed[K, V any](all iter.Seq[V], key func(V) K) iter.Seq2[K, V] {

@@ -25,8 +25,8 @@ func changedSince(t *testing.T, state *cluster.State, before *cluster.Snapshot) 
 		t.Fatal("changes are forgotten already")
 	}
 	names := []string{}
-	for c := range changes {
-		names = append(names, c.Key.Name)
+	for key := range changes {
+		names = append(names, key.Name)
 	}
 	slices.Sort(names)
 	return names
@@ -58,42 +58,36 @@ func TestServicesAndSlicesAreJoined(t *testing.T) {
 		wantChanged []string
 	}{
 		{"a slice may come before its service",
-			func(tx *cluster.Tx) { tx.SetSlice(0, slice("a-2", "a")) },
+			func(tx *cluster.Tx) { tx.SetSlice(slice("a-2", "a")) },
 			[]string{"(a) a-2"}, []string{"a"}},
 		{"the service finds it",
-			func(tx *cluster.Tx) { tx.SetService(0, a); tx.SetService(0, b) },
+			func(tx *cluster.Tx) { tx.SetService(a); tx.SetService(b) },
 			[]string{"a a-2", "b"}, []string{"a", "b"}},
 		{"slices are in order of their names",
-			func(tx *cluster.Tx) { tx.SetSlice(0, slice("a-3", "a")); tx.SetSlice(0, slice("a-1", "a")) },
+			func(tx *cluster.Tx) { tx.SetSlice(slice("a-3", "a")); tx.SetSlice(slice("a-1", "a")) },
 			[]string{"a a-1 a-2 a-3", "b"}, []string{"a"}},
 		{"an equal slice changes nothing",
-			func(tx *cluster.Tx) { tx.SetSlice(0, slice("a-1", "a")) },
+			func(tx *cluster.Tx) { tx.SetSlice(slice("a-1", "a")) },
 			[]string{"a a-1 a-2 a-3", "b"}, []string{}},
 		{"a slice whose label changes moves to the other service",
-			func(tx *cluster.Tx) { tx.SetSlice(0, slice("a-2", "b")) },
+			func(tx *cluster.Tx) { tx.SetSlice(slice("a-2", "b")) },
 			[]string{"a a-1 a-3", "b a-2"}, []string{"a", "b"}},
-		{"a slice of another scope is taken over by a set",
-			func(tx *cluster.Tx) { tx.SetSlice(7, slice("a-1", "a")) },
-			[]string{"a a-1 a-3", "b a-2"}, []string{}},
-		{"and then not deleted by the former owner",
-			func(tx *cluster.Tx) { tx.DeleteSlice(0, key("a-1")) },
-			[]string{"a a-1 a-3", "b a-2"}, []string{}},
-		{"a listing removes what is not in it, of its own scope",
+		{"a listing removes what is not in it",
 			func(tx *cluster.Tx) {
-				tx.ReplaceSlices(0, slices.Values([]*api.EndpointSlice{slice("b-1", "b")}))
+				tx.ReplaceSlices(slices.Values([]*api.EndpointSlice{slice("a-1", "a"), slice("b-1", "b")}))
 			},
 			[]string{"a a-1", "b b-1"}, []string{"a", "b"}},
 		{"a service that goes leaves its slices waiting",
-			func(tx *cluster.Tx) { tx.DeleteService(0, a.Key()) },
+			func(tx *cluster.Tx) { tx.DeleteService(a.Key()) },
 			[]string{"(a) a-1", "b b-1"}, []string{"a"}},
 		{"nothing is left of a service without slices",
-			func(tx *cluster.Tx) { tx.DeleteSlice(7, key("a-1")) },
+			func(tx *cluster.Tx) { tx.DeleteSlice(key("a-1")) },
 			[]string{"b b-1"}, []string{"a"}},
 		{"nodes are no change of any service",
-			func(tx *cluster.Tx) { tx.SetNode(0, &api.Node{Name: "n"}) },
+			func(tx *cluster.Tx) { tx.SetNode(&api.Node{Name: "n"}) },
 			[]string{"b b-1"}, []string{}},
 	}
-	state := cluster.New(cluster.Options{})
+	state := cluster.New(cluster.Options{Resumable: true})
 	for _, step := range steps {
 		before := state.Snapshot()
 		state.Update(step.write)
@@ -118,7 +112,7 @@ func isClosed(c <-chan struct{}) bool {
 func TestReadersSeeNothingUntilAllIsSynced(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	changed := state.Changed(0)
-	state.Update(func(tx *cluster.Tx) { tx.SetService(0, service("a", 1, "10.0.0.1", 80)) })
+	state.Update(func(tx *cluster.Tx) { tx.SetService(service("a", 1, "10.0.0.1", 80)) })
 	if isClosed(changed) || isClosed(state.Changed(0)) || isClosed(state.Synced()) || state.IsSynced() {
 		t.Fatal("woken before all kinds have synced")
 	}
@@ -133,7 +127,7 @@ func TestAReaderIsWokenByChangesOnly(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.SetSynced()
 	set := func() {
-		state.Update(func(tx *cluster.Tx) { tx.SetService(0, service("a", 1, "10.0.0.1", 80)) })
+		state.Update(func(tx *cluster.Tx) { tx.SetService(service("a", 1, "10.0.0.1", 80)) })
 	}
 	set()
 	seen := state.Snapshot()
@@ -145,9 +139,80 @@ func TestAReaderIsWokenByChangesOnly(t *testing.T) {
 	if state.Snapshot() != seen {
 		t.Error("a new snapshot though nothing changed")
 	}
-	state.Update(func(tx *cluster.Tx) { tx.SetNode(0, &api.Node{Name: "n"}) })
+	state.Update(func(tx *cluster.Tx) { tx.SetNode(&api.Node{Name: "n"}) })
 	if !isClosed(changed) {
 		t.Error("not woken by a change")
+	}
+}
+
+// A caller may recover from the panic, as controller-runtime does for its reconcilers.
+func TestWhatAPanickingUpdateWroteIsSeen(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	before := state.Snapshot()
+	changed := state.Changed(before.Revision)
+	func() {
+		defer func() { recover() }()
+		state.Update(func(tx *cluster.Tx) {
+			tx.SetService(service("a", 1, "10.0.0.1", 80))
+			panic("half way")
+		})
+	}()
+	if !isClosed(changed) {
+		t.Error("the change wakes no reader")
+	}
+	after := state.Snapshot()
+	if n := after.Services.Len(); n != 1 {
+		t.Errorf("the snapshot has %d services, want 1", n)
+	}
+	if isClosed(state.Changed(after.Revision)) {
+		t.Error("the snapshot is not the present one: a reader would spin")
+	}
+}
+
+func TestAnEmptyClusterWakesAReaderThatHasNothing(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	if !isClosed(state.Changed(0)) {
+		t.Error("a reader that has nothing waits for ever")
+	}
+	if isClosed(state.Changed(state.Snapshot().Revision)) {
+		t.Error("a reader that has the empty cluster is woken")
+	}
+}
+
+func TestDeletionsAreRememberedForServersOnly(t *testing.T) {
+	for _, resumable := range []bool{false, true} {
+		t.Run(fmt.Sprintf("resumable=%v", resumable), func(t *testing.T) {
+			state := cluster.New(cluster.Options{Resumable: resumable})
+			state.Update(func(tx *cluster.Tx) {
+				tx.SetService(service("a", 1, "10.0.0.1", 80))
+				tx.SetSlice(slice("a-1", "a"))
+			})
+			cursor := state.NewCursor()
+			defer cursor.Close()
+			before := state.Snapshot()
+			cursor.Advance(before.States)
+			state.Update(func(tx *cluster.Tx) {
+				tx.DeleteService(key("a"))
+				tx.DeleteSlice(key("a-1"))
+			})
+			if _, ok := state.Snapshot().States.Since(before.Revision); !ok {
+				t.Error("forgotten before the cursor has passed")
+			}
+			cursor.Advance(state.Snapshot().States)
+			state.Update(func(tx *cluster.Tx) { // tombstones are dropped when something changes
+				tx.SetService(service("b", 1, "10.0.0.1", 80))
+				tx.SetSlice(slice("b-1", "b"))
+			})
+			after := state.Snapshot()
+			_, services := after.Services.Since(before.Revision)
+			_, slices := after.Slices.Since(before.Revision)
+			_, states := after.States.Since(before.Revision)
+			if services != resumable || slices != resumable || states != resumable {
+				t.Errorf("remembered: services %v, slices %v, states %v; want %v", services, slices, states, resumable)
+			}
+		})
 	}
 }
 
@@ -158,8 +223,8 @@ func TestACommitIsSeenAsAWhole(t *testing.T) {
 	wait.Go(func() {
 		for i := range 2000 {
 			state.Update(func(tx *cluster.Tx) {
-				tx.SetService(0, service("a", i, "10.0.0.1", 80))
-				tx.SetService(0, service("b", i, "10.0.0.2", 80))
+				tx.SetService(service("a", i, "10.0.0.1", 80))
+				tx.SetService(service("b", i, "10.0.0.2", 80))
 			})
 		}
 	})
@@ -189,8 +254,8 @@ func BenchmarkOneSliceChanges(b *testing.B) {
 			state.Update(func(tx *cluster.Tx) {
 				for i := range n {
 					name := fmt.Sprint("s", i)
-					tx.SetService(0, service(name, 1, fmt.Sprintf("10.%d.%d.%d", i>>16, i>>8&255, i&255), 80))
-					tx.SetSlice(0, slice(name, name))
+					tx.SetService(service(name, 1, fmt.Sprintf("10.%d.%d.%d", i>>16, i>>8&255, i&255), 80))
+					tx.SetSlice(slice(name, name))
 				}
 			})
 			b.ReportAllocs()
@@ -199,7 +264,7 @@ func BenchmarkOneSliceChanges(b *testing.B) {
 				i++
 				changed := slice("s7", "s7")
 				changed.Ports = []api.EndpointPort{{Port: int32(i)}}
-				state.Update(func(tx *cluster.Tx) { tx.SetSlice(0, changed) })
+				state.Update(func(tx *cluster.Tx) { tx.SetSlice(changed) })
 				state.Snapshot()
 			}
 		})

@@ -40,7 +40,7 @@ func ascending(n int) iter.Seq2[key, uint64] {
 func filled(n int) *Store[key, uint64] {
 	s := newKeys()
 	for k, v := range ascending(n) {
-		s.Set(0, k, v)
+		s.Set(k, v)
 	}
 	return s
 }
@@ -70,7 +70,7 @@ func BenchmarkSetRandom(b *testing.B) {
 			for b.Loop() {
 				s := newKeys()
 				for _, i := range order {
-					s.Set(0, key{uint64(i)}, uint64(i))
+					s.Set(key{uint64(i)}, uint64(i))
 				}
 			}
 			reportEach(b, n)
@@ -78,8 +78,8 @@ func BenchmarkSetRandom(b *testing.B) {
 	}
 }
 
-// BenchmarkOneChange is what a reader pays for one change among n keys: the write that meets a snapshot, the new snapshot,
-// and finding the change.
+// BenchmarkOneChange is what a reader pays for one change among n keys: the write that meets a
+// snapshot, the new snapshot, and finding the change.
 func BenchmarkOneChange(b *testing.B) {
 	for _, n := range []int{1_000, 1_000_000} {
 		b.Run(fmt.Sprint(n), func(b *testing.B) {
@@ -91,7 +91,7 @@ func BenchmarkOneChange(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
 				value++
-				s.Set(0, key{random.Uint64N(uint64(n))}, value)
+				s.Set(key{random.Uint64N(uint64(n))}, value)
 				delta := c.Until(s.Snapshot())
 				found := 0
 				for range delta.Changes() {
@@ -111,8 +111,8 @@ func BenchmarkFindOneChange(b *testing.B) {
 	for _, n := range []int{1_000, 1_000_000} {
 		b.Run(fmt.Sprint(n), func(b *testing.B) {
 			s := filled(n)
-			before := s.Revision()
-			s.Set(0, key{uint64(n / 2)}, 0)
+			before := s.Snapshot().Revision()
+			s.Set(key{uint64(n / 2)}, 0)
 			snapshot := s.Snapshot()
 			b.ReportAllocs()
 			for b.Loop() {
@@ -134,19 +134,9 @@ func BenchmarkReplaceEqual(b *testing.B) {
 	s := filled(n)
 	b.ReportAllocs()
 	for b.Loop() {
-		if recorded := s.Replace(0, ascending(n)); recorded != 0 {
+		if recorded := s.Replace(ascending(n)); recorded != 0 {
 			b.Fatalf("recorded %d changes", recorded)
 		}
-	}
-}
-
-func BenchmarkReplaceOneOfAMillion(b *testing.B) {
-	s := filled(1_000_000)
-	value := uint64(0)
-	b.ReportAllocs()
-	for b.Loop() {
-		value++
-		s.Replace(1, func(yield func(key, uint64) bool) { yield(key{1, 1}, value) })
 	}
 }
 
@@ -158,7 +148,7 @@ func BenchmarkDelete(b *testing.B) {
 		s := filled(n)
 		b.StartTimer()
 		for k := range ascending(n) {
-			s.Delete(0, k)
+			s.Delete(k)
 		}
 	}
 	reportEach(b, n)
@@ -194,18 +184,11 @@ func BenchmarkGet(b *testing.B) {
 // BenchmarkRetained reports what an entry keeps in memory, key and value included.
 func BenchmarkRetained(b *testing.B) {
 	const n = 1_000_000
-	for _, scope := range []Scope{0, 1} {
-		b.Run(fmt.Sprintf("scope %d", scope), func(b *testing.B) {
-			for b.Loop() {
-				before := heap()
-				s := newKeys()
-				for k, v := range ascending(n) {
-					s.Set(scope, k, v)
-				}
-				b.ReportMetric(float64(heap()-before)/n, "B/entry")
-				runtime.KeepAlive(s)
-			}
-		})
+	for b.Loop() {
+		before := heap()
+		s := filled(n)
+		b.ReportMetric(float64(heap()-before)/n, "B/entry")
+		runtime.KeepAlive(s)
 	}
 }
 

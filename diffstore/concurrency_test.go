@@ -4,46 +4,47 @@ package diffstore
 
 import (
 	"cmp"
-	"context"
-	"errors"
 	"maps"
 	"math/rand/v2"
 	"sync"
 	"testing"
 )
 
-// TestConcurrentUse runs writers, snapshot readers and cursors at once. Under the race detector it also pins how Clone is used:
-// a BTreeG must not be cloned while it is written to or cloned, and a clone that is never written to may be read by all.
+// TestConcurrentUse runs writers, snapshot readers and cursors at the same time. Under the race
+// detector it also pins how Clone is used: a BTreeG must not be cloned while it is written to or
+// cloned, and a clone that is never written to may be read by all.
 func TestConcurrentUse(t *testing.T) {
 	const writers, readers, followers, writes = 4, 4, 4, 1500
 	s := New(Options[int, int]{
-		Compare:       cmp.Compare[int],
-		Equal:         func(a, b int) bool { return a == b },
-		MaxTombstones: 50,
-		MaxLag:        100,
+		Compare: cmp.Compare[int],
+		Equal:   func(a, b int) bool { return a == b },
 	})
-	ctx, cancel := context.WithCancel(t.Context())
-	defer cancel()
+	s.limits.tombstones, s.limits.lag = 50, 100
+	ended := make(chan struct{})
+	isEnded := func() bool {
+		select {
+		case <-ended:
+			return true
+		default:
+			return false
+		}
+	}
 
 	var writing, reading sync.WaitGroup
-	for scope := range Scope(writers) {
+	for writer := range writers {
 		writing.Go(func() {
-			random := rand.New(rand.NewPCG(1, uint64(scope)))
+			random := rand.New(rand.NewPCG(1, uint64(writer)))
 			for i := range writes {
 				key, value := random.IntN(200), random.IntN(5)
-				switch random.IntN(10) {
+				switch random.IntN(20) {
 				case 0:
-					s.Replace(scope, maps.All(map[int]int{key: value, key + 1: value}))
-				case 1:
-					// Both keys always change together: readers must never see one without the other.
-					s.Commit(func(tx *Tx[int, int]) {
-						tx.Set(scope, -1, i)
-						tx.Set(scope, -2, i)
-					})
-				case 2, 3:
-					s.Delete(scope, key)
+					// Both negative keys always change together: readers must never see one
+					// without the other.
+					s.Replace(maps.All(map[int]int{-1: i, -2: i, key: value, key + 1: value}))
+				case 1, 2, 3, 4:
+					s.Delete(key)
 				default:
-					s.Set(scope, key, value)
+					s.Set(key, value)
 				}
 			}
 		})
@@ -51,10 +52,10 @@ func TestConcurrentUse(t *testing.T) {
 	for range readers {
 		reading.Go(func() {
 			var known Revision
-			for s.Wait(ctx, known) == nil {
+			for !isEnded() {
 				snapshot := s.Snapshot()
-				if snapshot.Revision() <= known {
-					t.Errorf("woken for revision %d after %d", snapshot.Revision(), known)
+				if snapshot.Revision() < known {
+					t.Errorf("revision %d after %d", snapshot.Revision(), known)
 				}
 				known = snapshot.Revision()
 				n := 0
@@ -74,11 +75,18 @@ func TestConcurrentUse(t *testing.T) {
 	mirrors := make([]map[int]int, followers)
 	for i := range mirrors {
 		mirrors[i] = map[int]int{}
-		reading.Go(func() { follow(ctx, t, s, mirrors[i]) })
+		reading.Go(func() {
+			c := s.NewCursor()
+			defer c.Close()
+			for last := false; !last; {
+				last = isEnded()
+				follow(c, mirrors[i])
+			}
+		})
 	}
 
 	writing.Wait()
-	cancel()
+	close(ended)
 	reading.Wait()
 	want := maps.Collect(s.Snapshot().All())
 	for i, mirror := range mirrors {
@@ -90,31 +98,18 @@ func TestConcurrentUse(t *testing.T) {
 	mustEqual(t, "cursors left", s.cursors.byRevision.Len(), 0)
 }
 
-// follow keeps a mirror until ctx ends, then reads what is left.
-func follow(ctx context.Context, t *testing.T, s *Store[int, int], mirror map[int]int) {
-	c := s.NewCursor()
-	defer c.Close()
-	for ended := false; ; {
-		delta := c.Until(s.Snapshot())
-		if delta.Full() {
-			clear(mirror)
-		}
-		for change := range delta.Changes() {
-			if change.Deleted {
-				delete(mirror, change.Key)
-			} else {
-				mirror[change.Key] = change.Value
-			}
-		}
-		c.Advance(delta.New)
-		if ended {
-			return
-		}
-		if err := s.Wait(ctx, delta.New.Revision()); err != nil {
-			if !errors.Is(err, context.Canceled) {
-				t.Error(err)
-			}
-			ended = true
+// follow brings a mirror up to date.
+func follow(c *Cursor[int, int], mirror map[int]int) {
+	delta := c.Until(c.store.Snapshot())
+	if delta.Full() {
+		clear(mirror)
+	}
+	for change := range delta.Changes() {
+		if _, ok := delta.New.Get(change.Key); ok {
+			mirror[change.Key] = change.New
+		} else {
+			delete(mirror, change.Key)
 		}
 	}
+	c.Advance(delta.New)
 }

@@ -2,14 +2,10 @@
 
 package diffstore
 
-import (
-	"iter"
+import "github.com/google/btree"
 
-	"github.com/google/btree"
-)
-
-// Cursor is the position of a reader that follows a [Store]: the snapshot it acknowledged last. For its sake the store remembers
-// later deletions, within the limits of [Options]. Close it.
+// Cursor is the position of a reader that follows a [Store]: the snapshot it acknowledged
+// last. The store remembers later deletions for it, within limits. Close it.
 //
 // It is meant for one reader at a time; calls from several goroutines are safe.
 type Cursor[K, V any] struct {
@@ -19,33 +15,10 @@ type Cursor[K, V any] struct {
 
 	// acknowledged is what the reader has; nil means that it has to start over.
 	acknowledged *Snapshot[K, V]
-	// held is the snapshot after which the store remembers deletions for this reader: the acknowledged one or, while the
-	// reader starts over, the one it was given to start with. Nil if there is none.
+	// held is the snapshot after which the store remembers deletions for this reader: the
+	// acknowledged one or, while the reader starts over, the one it was given to start with.
+	// Nil if there is none.
 	held *Snapshot[K, V]
-}
-
-// Delta is what a reader has to do to get from one snapshot to another, as [Cursor.Until] returns it. It stays valid whatever becomes
-// of the cursor.
-type Delta[K, V any] struct {
-	// Old is what the reader acknowledged last. Nil means that it has to start over: it must take on New as a whole and forget
-	// what else it has.
-	Old *Snapshot[K, V]
-	// New is what the reader has after this delta, and what it acknowledges with [Cursor.Advance].
-	New *Snapshot[K, V]
-}
-
-// Full reports whether the reader has to start over.
-func (d Delta[K, V]) Full() bool { return d.Old == nil }
-
-// Changes returns what changed from Old to New as [Snapshot.Since] does; of a full delta, all of New in key order.
-func (d Delta[K, V]) Changes() iter.Seq[Change[K, V]] {
-	if !d.Full() {
-		changes, _ := d.New.Since(d.Old.revision) // a cursor loses its position before New can have forgotten what followed
-		return changes
-	}
-	return func(yield func(Change[K, V]) bool) {
-		d.New.byKey.Ascend(func(e *entry[K, V]) bool { return yield(e.change()) })
-	}
 }
 
 // NewCursor returns the cursor of a reader that has nothing yet: its first delta is a full one.
@@ -56,9 +29,10 @@ func (s *Store[K, V]) NewCursor() *Cursor[K, V] {
 	return &Cursor[K, V]{store: s, id: s.cursors.created}
 }
 
-// Until returns the delta from the reader's position to a snapshot of the store, usually that of now. The position stays:
-// until the reader acknowledges with [Cursor.Advance], the same changes come again, merged with later ones. A snapshot that
-// is older than the position gives a delta without changes.
+// Until returns the delta from the reader's position to a snapshot of the store, usually the
+// present one. The position stays: until the reader acknowledges with [Cursor.Advance], the
+// same changes come again, merged with later ones. A snapshot that is older than the position
+// gives a delta without changes.
 //
 // It panics if the snapshot is one of another store.
 func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
@@ -67,7 +41,8 @@ func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
 	defer c.store.mu.Unlock()
 	switch {
 	case c.acknowledged == nil:
-		// Remember deletions from here on, or a reader that takes long to start over would start over for ever.
+		// Remember deletions from here on: otherwise a reader that takes long to start over would
+		// never end doing so.
 		c.hold(to)
 		return Delta[K, V]{New: to}
 	case to.revision <= c.acknowledged.revision:
@@ -77,8 +52,9 @@ func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
 	}
 }
 
-// Advance acknowledges that the reader has all of a snapshot, which need not come from [Cursor.Until]. A snapshot older than
-// the position is ignored; from one that lags too far the reader starts over.
+// Advance acknowledges that the reader has all of a snapshot, which need not come from
+// [Cursor.Until]. A snapshot older than the position is ignored; from one that lags too far
+// the reader starts over.
 //
 // It panics if the snapshot is one of another store.
 func (c *Cursor[K, V]) Advance(to *Snapshot[K, V]) {
@@ -92,7 +68,8 @@ func (c *Cursor[K, V]) Advance(to *Snapshot[K, V]) {
 	c.hold(to)
 }
 
-// Close ends the cursor: the store keeps nothing for it any more. A closed cursor gives full deltas.
+// Close ends the cursor: the store keeps nothing more for it. A closed cursor gives full
+// deltas.
 func (c *Cursor[K, V]) Close() {
 	c.store.mu.Lock()
 	defer c.store.mu.Unlock()
@@ -151,7 +128,7 @@ func (x *cursors[K, V]) drop(c *Cursor[K, V]) {
 
 // dropCursors lets go of the cursors that lag by too many changes, or by a deletion that is forgotten.
 func (s *Store[K, V]) dropCursors() {
-	allowed := uint64(max(s.options.MaxLag, s.byKey.Len()/4))
+	allowed := uint64(max(s.limits.lag, s.byKey.Len()/4))
 	for {
 		slowest, ok := s.cursors.slowest()
 		if !ok || slowest.held.revision >= s.floor && s.recorded-slowest.held.recorded <= allowed {

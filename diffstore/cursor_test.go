@@ -7,10 +7,9 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 	"weak"
-
-	clocktesting "k8s.io/utils/clock/testing"
 )
 
 func renderDelta(d Delta[string, int]) string {
@@ -19,30 +18,43 @@ func renderDelta(d Delta[string, int]) string {
 		out = append(out, "full:")
 	}
 	for c := range d.Changes() {
-		out = append(out, renderChange(c))
+		out = append(out, renderChange(d, c))
 	}
 	return strings.Join(out, " ")
 }
 
+// renderChange prints a change as "key=old>new", with nothing for a key that is absent.
+func renderChange(d Delta[string, int], c Change[string, int]) string {
+	value := func(s *Snapshot[string, int]) string {
+		if s == nil {
+			return ""
+		}
+		v, ok := s.Get(c.Key)
+		if !ok {
+			return ""
+		}
+		return strconv.Itoa(v)
+	}
+	return c.Key + "=" + value(d.Old) + ">" + value(d.New)
+}
+
 func TestCursor(t *testing.T) {
 	s := newStrings()
-	s.Replace(0, listing("a=1 b=1"))
+	s.Replace(listing("a=1 b=1"))
 	c := s.NewCursor()
 	defer c.Close()
 
 	first := c.Until(s.Snapshot())
-	mustEqual(t, "a new reader starts over", renderDelta(first), "full: a=1@1 b=1@2")
-	s.Set(0, "c", 1)
-	mustEqual(t, "what is not acknowledged comes again", renderDelta(c.Until(s.Snapshot())), "full: a=1@1 b=1@2 c=1@3")
+	mustEqual(t, "a new reader starts over", renderDelta(first), "full: a=>1 b=>1")
+	s.Set("c", 1)
+	mustEqual(t, "what is not acknowledged comes again", renderDelta(c.Until(s.Snapshot())), "full: a=>1 b=>1 c=>1")
 	c.Advance(first.New)
-	mustEqual(t, "then what followed", renderDelta(c.Until(s.Snapshot())), "c=1@3")
+	mustEqual(t, "then what followed", renderDelta(c.Until(s.Snapshot())), "c=>1")
 
-	s.Delete(0, "a")
-	s.Set(0, "c", 2)
+	s.Set("c", 2)
+	s.Delete("a")
 	d := c.Until(s.Snapshot())
-	mustEqual(t, "merged with later changes", renderDelta(d), "-a@4 c=2@5")
-	old, _ := d.Old.Get("a")
-	mustEqual(t, "the old value is at hand", old, 1)
+	mustEqual(t, "merged with later changes, in key order", renderDelta(d), "a=1> c=>2")
 	c.Advance(d.New)
 	mustEqual(t, "nothing new", renderDelta(c.Until(s.Snapshot())), "")
 
@@ -59,44 +71,81 @@ func TestCursorOfAnEmptyStore(t *testing.T) {
 	d := c.Until(s.Snapshot())
 	mustEqual(t, "first", renderDelta(d), "full:")
 	c.Advance(d.New)
-	s.Set(0, "a", 1)
-	mustEqual(t, "then", renderDelta(c.Until(s.Snapshot())), "a=1@1")
+	s.Set("a", 1)
+	mustEqual(t, "then", renderDelta(c.Until(s.Snapshot())), "a=>1")
 }
 
 func TestCursorMayBeginAtASnapshot(t *testing.T) {
 	s := newStrings()
-	s.Set(0, "a", 1)
+	s.Set("a", 1)
 	c := s.NewCursor()
 	defer c.Close()
 	c.Advance(s.Snapshot())
-	s.Replace(0, listing("b=1"))
-	mustEqual(t, "delta", renderDelta(c.Until(s.Snapshot())), "-a@2 b=1@3")
+	s.Replace(listing("b=1"))
+	mustEqual(t, "delta", renderDelta(c.Until(s.Snapshot())), "a=1> b=>1")
+}
+
+func TestChangesAreDifferencesInKeyOrder(t *testing.T) {
+	s := newStrings()
+	s.Replace(listing("a=1 b=2 c=3 d=4 e=5"))
+	c := s.NewCursor()
+	defer c.Close()
+	c.Advance(s.Snapshot())
+
+	s.Set("e", 0) // a zero value is a value
+	s.Set("d", 6)
+	s.Set("d", 4) // as it was
+	s.Set("bb", 7)
+	s.Delete("bb") // as it was
+	s.Delete("b")
+	s.Set("b", 8)
+	s.Delete("a")
+	s.Set("aa", 0)
+	d := c.Until(s.Snapshot())
+	var all, changes []Change[string, int]
+	for c := range d.Changes() {
+		changes = append(changes, c)
+	}
+	for c := range d.All() {
+		all = append(all, c)
+	}
+	mustEqual(t, "changes", changes, []Change[string, int]{{"a", 1, 0}, {"aa", 0, 0}, {"b", 2, 8}, {"e", 5, 0}})
+	mustEqual(t, "all", all, []Change[string, int]{{"a", 1, 0}, {"aa", 0, 0}, {"b", 2, 8}, {"c", 3, 3}, {"d", 4, 4}, {"e", 5, 0}})
+	for range d.Changes() {
+		break // loops can be left early
+	}
 }
 
 func TestTombstonesAreDroppedWhenEveryCursorHasPassed(t *testing.T) {
 	for _, tc := range []struct {
 		name      string
 		resumable bool
-		want      []int // tombstones: after the deletions, when one cursor has passed, when both have, when both are closed
+		// Tombstones before there are cursors, after deletions, when one cursor has passed,
+		// when both have, and when both are closed and more was deleted.
+		want []int
 	}{
-		{"as a rule", false, []int{2, 2, 0, 0}},
-		{"not in a resumable store", true, []int{2, 2, 2, 2}},
+		{"as a rule", false, []int{0, 2, 2, 0, 0}},
+		{"not in a resumable store", true, []int{1, 3, 3, 3, 4}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			s := newStrings(func(o *Options[string, int]) { o.Resumable = tc.resumable })
-			s.Replace(0, listing("a=1 b=1"))
+			s := newStrings(resumable(tc.resumable))
+			s.Replace(listing("a=1 b=1 c=1"))
+			s.Delete("c")
+			got := []int{s.tombstones.len()}
 			fast, slow := s.NewCursor(), s.NewCursor()
 			fast.Advance(s.Snapshot())
 			slow.Advance(s.Snapshot())
 
-			s.Replace(0, listing(""))
-			got := []int{s.tombstones.len()}
+			s.Replace(listing(""))
+			got = append(got, s.tombstones.len())
 			fast.Advance(s.Snapshot())
 			got = append(got, s.tombstones.len())
 			slow.Advance(s.Snapshot())
 			got = append(got, s.tombstones.len())
 			fast.Close()
 			slow.Close()
+			s.Set("d", 1)
+			s.Delete("d")
 			got = append(got, s.tombstones.len())
 			mustEqual(t, "tombstones", got, tc.want)
 			checkInvariants(t, s)
@@ -106,11 +155,11 @@ func TestTombstonesAreDroppedWhenEveryCursorHasPassed(t *testing.T) {
 
 func TestClosedCursorHoldsNothing(t *testing.T) {
 	s := newStrings()
-	s.Set(0, "a", 1)
+	s.Set("a", 1)
 	fast, slow := s.NewCursor(), s.NewCursor()
 	fast.Advance(s.Snapshot())
 	slow.Advance(s.Snapshot())
-	s.Delete(0, "a")
+	s.Delete("a")
 	fast.Advance(s.Snapshot())
 	mustEqual(t, "tombstones while the slow cursor is open", s.tombstones.len(), 1)
 
@@ -124,21 +173,20 @@ func TestClosedCursorHoldsNothing(t *testing.T) {
 
 func TestReaderThatStartsOverIsHeldFor(t *testing.T) {
 	s := newStrings()
-	s.Replace(0, listing("a=1 b=1"))
+	s.Replace(listing("a=1 b=1"))
 	fast, slow := s.NewCursor(), s.NewCursor()
 	defer fast.Close()
 	defer slow.Close()
 	fast.Advance(s.Snapshot())
 
 	d := slow.Until(s.Snapshot())
-	s.Delete(0, "a")
+	s.Delete("a")
 	fast.Advance(s.Snapshot())
 	slow.Advance(d.New)
-	mustEqual(t, "delta", renderDelta(slow.Until(s.Snapshot())), "-a@3")
+	mustEqual(t, "delta", renderDelta(slow.Until(s.Snapshot())), "a=1>")
 }
 
 func TestCursorThatLagsStartsOver(t *testing.T) {
-	clock := clocktesting.NewFakePassiveClock(time.Unix(0, 0))
 	for _, tc := range []struct {
 		name   string
 		length int // of the store
@@ -149,7 +197,7 @@ func TestCursorThatLagsStartsOver(t *testing.T) {
 			name: "not by as many changes as allowed",
 			lag: func(s *Store[string, int]) {
 				for i := range 10 {
-					s.Set(0, "hot", i)
+					s.Set("hot", i)
 				}
 			},
 		},
@@ -157,7 +205,7 @@ func TestCursorThatLagsStartsOver(t *testing.T) {
 			name: "by more changes than allowed",
 			lag: func(s *Store[string, int]) {
 				for i := range 11 {
-					s.Set(0, "hot", i)
+					s.Set("hot", i)
 				}
 			},
 			full: true,
@@ -167,7 +215,7 @@ func TestCursorThatLagsStartsOver(t *testing.T) {
 			length: 100,
 			lag: func(s *Store[string, int]) {
 				for i := range 25 {
-					s.Set(0, "hot", i)
+					s.Set("hot", i)
 				}
 			},
 		},
@@ -176,7 +224,7 @@ func TestCursorThatLagsStartsOver(t *testing.T) {
 			length: 100,
 			lag: func(s *Store[string, int]) {
 				for i := range 26 {
-					s.Set(0, "hot", i)
+					s.Set("hot", i)
 				}
 			},
 			full: true,
@@ -185,7 +233,7 @@ func TestCursorThatLagsStartsOver(t *testing.T) {
 			name:   "by more deletions than are remembered",
 			length: 5,
 			lag: func(s *Store[string, int]) {
-				s.Replace(0, listing(""))
+				s.Replace(listing(""))
 			},
 			full: true,
 		},
@@ -193,9 +241,9 @@ func TestCursorThatLagsStartsOver(t *testing.T) {
 			name:   "by a deletion longer ago than remembered",
 			length: 1,
 			lag: func(s *Store[string, int]) {
-				s.Replace(0, listing(""))
-				clock.SetTime(clock.Now().Add(2 * time.Minute))
-				s.Set(0, "x", 1)
+				s.Replace(listing(""))
+				time.Sleep(2 * time.Minute)
+				s.Set("x", 1)
 			},
 			full: true,
 		},
@@ -203,59 +251,56 @@ func TestCursorThatLagsStartsOver(t *testing.T) {
 			name:   "not by a change longer ago than deletions are remembered",
 			length: 1,
 			lag: func(s *Store[string, int]) {
-				s.Set(0, "x", 1)
-				clock.SetTime(clock.Now().Add(2 * time.Minute))
-				s.Set(0, "x", 2)
+				s.Set("x", 1)
+				time.Sleep(2 * time.Minute)
+				s.Set("x", 2)
 			},
 		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			s := newStrings(func(o *Options[string, int]) {
-				o.MaxLag = 10
-				o.MaxTombstones = 4
-				o.MaxTombstoneAge = time.Minute
-				o.Clock = clock
+			synctest.Test(t, func(t *testing.T) {
+				s := newStrings(limited(limits{lag: 10, tombstones: 4, tombstoneAge: time.Minute}))
+				for i := range tc.length {
+					s.Set(strconv.Itoa(i), i)
+				}
+				c := s.NewCursor()
+				defer c.Close()
+				c.Advance(s.Snapshot())
+				tc.lag(s)
+				mustEqual(t, "start over", c.Until(s.Snapshot()).Full(), tc.full)
+				checkInvariants(t, s)
 			})
-			for i := range tc.length {
-				s.Set(0, strconv.Itoa(i), i)
-			}
-			c := s.NewCursor()
-			defer c.Close()
-			c.Advance(s.Snapshot())
-			tc.lag(s)
-			mustEqual(t, "start over", c.Until(s.Snapshot()).Full(), tc.full)
-			checkInvariants(t, s)
 		})
 	}
 }
 
 func TestReaderMayCatchUpAfterItsPositionWasDropped(t *testing.T) {
-	s := newStrings(func(o *Options[string, int]) { o.MaxLag = 2 })
+	s := newStrings(limited(limits{lag: 2}))
 	c := s.NewCursor()
 	defer c.Close()
 	c.Advance(s.Snapshot())
-	s.Set(0, "a", 1)
+	s.Set("a", 1)
 	d := c.Until(s.Snapshot())
-	s.Set(0, "b", 1)
-	s.Set(0, "c", 1) // the position is dropped here, while the reader applies d
+	s.Set("b", 1)
+	s.Set("c", 1) // the position is dropped here, while the reader applies d
 	c.Advance(d.New)
-	mustEqual(t, "delta", renderDelta(c.Until(s.Snapshot())), "b=1@2 c=1@3")
+	mustEqual(t, "delta", renderDelta(c.Until(s.Snapshot())), "b=>1 c=>1")
 }
 
 // The reader here never comes back: what it held must be garbage nevertheless.
 func TestCursorThatLagsLetsGoOfItsSnapshot(t *testing.T) {
-	s := newStrings(func(o *Options[string, int]) { o.MaxLag = 1 })
+	s := newStrings(limited(limits{lag: 1}))
 	c := s.NewCursor()
 	defer c.Close()
-	s.Set(0, "a", 1)
+	s.Set("a", 1)
 	c.Advance(s.Snapshot())
 	held := weak.Make(s.Snapshot())
-	s.Set(0, "a", 2)
+	s.Set("a", 2)
 	runtime.GC()
 	if held.Value() == nil {
 		t.Fatal("the cursor does not hold its snapshot")
 	}
-	s.Set(0, "a", 3)
+	s.Set("a", 3)
 	runtime.GC()
 	if held.Value() != nil {
 		t.Error("the snapshot of a cursor that lags is still held")

@@ -4,7 +4,8 @@ package diffstore
 
 import "github.com/google/btree"
 
-// degree makes nodes of at most 63 entries: half a kilobyte to copy where a write meets a node that a snapshot shares.
+// degree makes nodes of at most 63 entries: half a kilobyte to copy where a write meets a node
+// that a snapshot shares.
 const degree = 32
 
 // entry is a key with its value, or the tombstone of a key.
@@ -15,9 +16,9 @@ type entry[K, V any] struct {
 	revision Revision
 	deleted  bool
 
-	// Only writers look at these, under the store's mutex, and may change them in place.
-	scope Scope
-	seen  uint64 // number of the last Replace whose listing had the key
+	// seen is the number of the last Replace whose listing had the key. Only writers look at
+	// it, under the store's mutex, and may change it in place.
+	seen uint64
 }
 
 // tree is an ordered set of entries.

@@ -8,9 +8,8 @@ import (
 	"maps"
 	"slices"
 	"testing"
+	"testing/synctest"
 	"time"
-
-	clocktesting "k8s.io/utils/clock/testing"
 )
 
 // checkInvariants compares the store's trees with each other.
@@ -22,21 +21,21 @@ func checkInvariants[K, V any](t *testing.T, s *Store[K, V]) {
 	if got, want := s.tombstones.byAge.Len(), s.tombstones.byKey.Len(); got != want {
 		t.Errorf("%d tombstones by age, %d by key", got, want)
 	}
-	if got := s.tombstones.len(); got > s.options.MaxTombstones {
-		t.Errorf("%d tombstones, allowed are %d", got, s.options.MaxTombstones)
+	if got := s.tombstones.len(); got > s.limits.tombstones {
+		t.Errorf("%d tombstones, allowed are %d", got, s.limits.tombstones)
 	}
 	if oldest, ok := s.tombstones.oldest(); ok {
 		if oldest.revision <= s.floor {
 			t.Errorf("a tombstone of revision %d is below the floor %d", oldest.revision, s.floor)
 		}
-		if slowest, ok := s.cursors.slowest(); ok && !s.options.Resumable && oldest.revision <= slowest.held.revision {
-			t.Errorf("a tombstone of revision %d is left although every cursor is at %d", oldest.revision, slowest.held.revision)
+		if slowest, ok := s.cursors.slowest(); !s.options.Resumable && (!ok || oldest.revision <= slowest.held.revision) {
+			t.Errorf("a tombstone of revision %d is left although every cursor has passed it", oldest.revision)
 		}
 	}
 	if slowest, ok := s.cursors.slowest(); ok && slowest.held.revision < s.floor {
 		t.Errorf("a cursor is at %d, below the floor %d", slowest.held.revision, s.floor)
 	}
-	live, indexed := 0, 0
+	live := 0
 	s.byRevision.Ascend(func(e *entry[K, V]) bool {
 		var ok bool
 		var same *entry[K, V]
@@ -45,12 +44,6 @@ func checkInvariants[K, V any](t *testing.T, s *Store[K, V]) {
 		} else {
 			same, ok = s.byKey.Get(e)
 			live++
-			if e.scope != 0 {
-				indexed++
-				if owned, ok := s.scopes.entries[e.scope].Get(e); !ok || owned != e {
-					t.Errorf("%v is not indexed for scope %d", e.key, e.scope)
-				}
-			}
 		}
 		if !ok || same != e {
 			t.Errorf("the change of %v at %d is not the one by key", e.key, e.revision)
@@ -60,25 +53,14 @@ func checkInvariants[K, V any](t *testing.T, s *Store[K, V]) {
 	if live != s.byKey.Len() {
 		t.Errorf("%d entries by revision, %d by key", live, s.byKey.Len())
 	}
-	for scope, owned := range s.scopes.entries {
-		indexed -= owned.Len()
-		if owned.Len() == 0 {
-			t.Errorf("scope %d owns nothing but is indexed", scope)
-		}
-	}
-	if indexed != 0 {
-		t.Errorf("the scopes' entries are %d off", indexed)
-	}
 }
 
 // fuzzState runs a store and, beside it, a model of plain maps.
 type fuzzState struct {
 	t       *testing.T
 	input   []byte
-	clock   *clocktesting.FakePassiveClock
 	store   *Store[byte, byte]
 	values  map[byte]byte
-	owners  map[byte]Scope
 	history map[Revision]map[byte]byte // the values after each commit
 	readers [3]fuzzReader
 }
@@ -98,55 +80,38 @@ func (f *fuzzState) next(n byte) byte {
 	return b % n
 }
 
-func (f *fuzzState) key() byte    { return f.next(12) }
-func (f *fuzzState) value() byte  { return f.next(3) }
-func (f *fuzzState) scope() Scope { return Scope(f.next(3)) }
+func (f *fuzzState) key() byte   { return f.next(12) }
+func (f *fuzzState) value() byte { return f.next(3) }
 
-// writer is what Store and Tx have in common.
-type writer interface {
-	Set(Scope, byte, byte) bool
-	Delete(Scope, byte) bool
-	Replace(Scope, iter.Seq2[byte, byte]) int
-}
-
-func (f *fuzzState) write(w writer) {
+func (f *fuzzState) write() {
 	switch f.next(4) {
 	case 0, 1:
-		scope, key, value := f.scope(), f.key(), f.value()
+		key, value := f.key(), f.value()
 		old, ok := f.values[key]
 		want := !ok || old != value
-		f.values[key], f.owners[key] = value, scope
-		if got := w.Set(scope, key, value); got != want {
-			f.t.Fatalf("Set(%d, %d, %d) = %v, want %v", scope, key, value, got, want)
+		f.values[key] = value
+		if got := f.store.Set(key, value); got != want {
+			f.t.Fatalf("Set(%d, %d) = %v, want %v", key, value, got, want)
 		}
 	case 2:
-		scope, key := f.scope(), f.key()
-		owner, ok := f.owners[key]
-		want := ok && owner == scope
-		if want {
-			delete(f.values, key)
-			delete(f.owners, key)
-		}
-		if got := w.Delete(scope, key); got != want {
-			f.t.Fatalf("Delete(%d, %d) = %v, want %v", scope, key, got, want)
+		key := f.key()
+		_, want := f.values[key]
+		delete(f.values, key)
+		if got := f.store.Delete(key); got != want {
+			f.t.Fatalf("Delete(%d) = %v, want %v", key, got, want)
 		}
 	case 3:
-		scope, listed := f.scope(), make([][2]byte, f.next(16))
+		listed := make([][2]byte, f.next(16))
 		for i := range listed {
 			listed[i] = [2]byte{f.key(), f.value()}
 		}
-		before := maps.Clone(f.values)
-		for key, owner := range f.owners {
-			if owner == scope {
-				delete(f.values, key)
-				delete(f.owners, key)
-			}
-		}
+		before := f.values
+		f.values = map[byte]byte{}
 		for _, kv := range listed {
-			f.values[kv[0]], f.owners[kv[0]] = kv[1], scope
+			f.values[kv[0]] = kv[1]
 		}
 		want := len(difference(before, f.values))
-		got := w.Replace(scope, func(yield func(byte, byte) bool) {
+		got := f.store.Replace(func(yield func(byte, byte) bool) {
 			for _, kv := range listed {
 				if !yield(kv[0], kv[1]) {
 					return
@@ -154,13 +119,13 @@ func (f *fuzzState) write(w writer) {
 			}
 		})
 		if got != want {
-			f.t.Fatalf("Replace(%d, %v) = %d, want %d", scope, listed, got, want)
+			f.t.Fatalf("Replace(%v) = %d, want %d", listed, got, want)
 		}
 	}
 }
 
-// difference returns the keys whose values differ.
-func difference(a, b map[byte]byte) map[byte]bool {
+// difference returns the keys whose values differ, in order.
+func difference(a, b map[byte]byte) []byte {
 	out := map[byte]bool{}
 	for _, pair := range [][2]map[byte]byte{{a, b}, {b, a}} {
 		for key, value := range pair[0] {
@@ -169,29 +134,13 @@ func difference(a, b map[byte]byte) map[byte]bool {
 			}
 		}
 	}
-	return out
-}
-
-func apply(mirror map[byte]byte, changes iter.Seq[Change[byte, byte]]) {
-	for c := range changes {
-		if c.Deleted {
-			delete(mirror, c.Key)
-		} else {
-			mirror[c.Key] = c.Value
-		}
-	}
+	return slices.Sorted(maps.Keys(out))
 }
 
 func (f *fuzzState) step() {
 	switch f.next(8) {
-	case 0, 1, 2:
-		f.write(f.store)
-	case 3:
-		f.store.Commit(func(tx *Tx[byte, byte]) {
-			for range f.next(6) {
-				f.write(tx)
-			}
-		})
+	case 0, 1, 2, 3:
+		f.write()
 	case 4, 5:
 		f.read(&f.readers[f.next(byte(len(f.readers)))])
 	case 6:
@@ -199,29 +148,44 @@ func (f *fuzzState) step() {
 		r.cursor.Close()
 		*r = fuzzReader{cursor: f.store.NewCursor(), mirror: map[byte]byte{}}
 	case 7:
-		f.clock.SetTime(f.clock.Now().Add(time.Duration(f.next(20)) * time.Second))
+		time.Sleep(time.Duration(f.next(20)) * time.Second)
 	}
 }
 
-// read lets a reader apply its delta, after or without further writes, and acknowledge it or not.
+// read lets a reader apply its delta, after or without further writes, and acknowledge it or
+// not.
 func (f *fuzzState) read(r *fuzzReader) {
 	delta := r.cursor.Until(f.store.Snapshot())
 	for range f.next(4) {
-		f.write(f.store)
+		f.write()
 	}
 	if f.next(4) == 0 {
 		return // as a sink that failed: nothing is acknowledged
 	}
-	if delta.Full() {
-		clear(r.mirror)
-	} else if got := maps.Collect(delta.Old.All()); !maps.Equal(got, r.mirror) {
-		f.t.Fatalf("the old snapshot has %v, the reader acknowledged %v", got, r.mirror)
+	old, new := map[byte]byte{}, maps.Collect(delta.New.All())
+	if !delta.Full() {
+		old = maps.Collect(delta.Old.All())
+		if !maps.Equal(old, r.mirror) {
+			f.t.Fatalf("the old snapshot has %v, the reader acknowledged %v", old, r.mirror)
+		}
 	}
-	apply(r.mirror, delta.Changes())
-	if got := maps.Collect(delta.New.All()); !maps.Equal(r.mirror, got) {
-		f.t.Fatalf("the reader has %v, the snapshot %v", r.mirror, got)
-	}
+	f.compare("Changes", delta.Changes(), difference(old, new), old, new)
+	both := maps.Clone(old)
+	maps.Copy(both, new)
+	f.compare("All", delta.All(), slices.Sorted(maps.Keys(both)), old, new)
+	r.mirror = new
 	r.cursor.Advance(delta.New)
+}
+
+// compare checks that the changes are those of keys, in order, from old to new values.
+func (f *fuzzState) compare(what string, changes iter.Seq[Change[byte, byte]], keys []byte, old, new map[byte]byte) {
+	var want []Change[byte, byte]
+	for _, key := range keys {
+		want = append(want, Change[byte, byte]{key, old[key], new[key]})
+	}
+	if got := slices.Collect(changes); !slices.Equal(got, want) {
+		f.t.Fatalf("%s are %v, want %v", what, got, want)
+	}
 }
 
 func (f *fuzzState) check() {
@@ -238,19 +202,18 @@ func (f *fuzzState) check() {
 			}
 			continue
 		}
-		list := slices.Collect(changes)
-		keys := map[byte]bool{}
-		for i, c := range list {
-			if keys[c.Key] {
-				f.t.Fatalf("key %d comes twice since %d", c.Key, revision)
+		now, keys := maps.Clone(then), map[byte]bool{}
+		for key, value := range changes {
+			if keys[key] {
+				f.t.Fatalf("key %d comes twice since %d", key, revision)
 			}
-			keys[c.Key] = true
-			if c.Revision <= revision || i > 0 && c.Revision <= list[i-1].Revision {
-				f.t.Fatalf("revision %d is out of order since %d", c.Revision, revision)
+			keys[key] = true
+			if _, ok := snapshot.Get(key); ok {
+				now[key] = value
+			} else {
+				delete(now, key)
 			}
 		}
-		now := maps.Clone(then)
-		apply(now, slices.Values(list))
 		if !maps.Equal(now, f.values) {
 			f.t.Fatalf("changes since %d lead to %v, want %v", revision, now, f.values)
 		}
@@ -263,31 +226,27 @@ func FuzzStore(f *testing.F) {
 	f.Add(true, []byte{3, 5, 3, 0, 9, 1, 1, 2, 2, 3, 0, 4, 1, 3, 0, 2, 4, 0, 2, 2, 0, 1, 1, 3, 1, 0, 7, 19, 5, 1, 1, 2, 0, 3})
 	f.Add(false, slices.Repeat([]byte{0, 0, 1, 7, 1, 4, 0, 0, 1, 0, 2, 1, 7, 4, 1, 0, 1}, 8))
 	f.Fuzz(func(t *testing.T, resumable bool, input []byte) {
-		clock := clocktesting.NewFakePassiveClock(time.Unix(0, 0))
-		state := fuzzState{
-			t:     t,
-			input: input[:min(len(input), 400)],
-			clock: clock,
-			store: New(Options[byte, byte]{
-				Compare:         cmp.Compare[byte],
-				Equal:           func(a, b byte) bool { return a == b },
-				MaxTombstones:   4,
-				MaxTombstoneAge: 30 * time.Second,
-				MaxLag:          8,
-				Resumable:       resumable,
-				Clock:           clock,
-			}),
-			values:  map[byte]byte{},
-			owners:  map[byte]Scope{},
-			history: map[Revision]map[byte]byte{},
-		}
-		for i := range state.readers {
-			state.readers[i] = fuzzReader{cursor: state.store.NewCursor(), mirror: map[byte]byte{}}
-		}
-		state.check()
-		for len(state.input) > 0 {
-			state.step()
+		synctest.Test(t, func(t *testing.T) {
+			state := fuzzState{
+				t:     t,
+				input: input[:min(len(input), 400)],
+				store: New(Options[byte, byte]{
+					Compare:   cmp.Compare[byte],
+					Equal:     func(a, b byte) bool { return a == b },
+					Resumable: resumable,
+				}),
+				values:  map[byte]byte{},
+				history: map[Revision]map[byte]byte{},
+			}
+			state.store.limits = limits{tombstones: 4, tombstoneAge: 30 * time.Second, lag: 8}
+			for i := range state.readers {
+				state.readers[i] = fuzzReader{cursor: state.store.NewCursor(), mirror: map[byte]byte{}}
+			}
 			state.check()
-		}
+			for len(state.input) > 0 {
+				state.step()
+				state.check()
+			}
+		})
 	})
 }

@@ -7,9 +7,9 @@ import (
 	"slices"
 )
 
-// replace compares first and writes then, so that a key that is listed twice is recorded once or, if its last value is the
-// one it has, not at all.
-func (s *Store[K, V]) replace(scope Scope, listing iter.Seq2[K, V]) int {
+// replace compares first and writes then, so that a key that is listed twice is recorded once
+// or, if its last value is the present one, not at all.
+func (s *Store[K, V]) replace(listing iter.Seq2[K, V]) int {
 	before := s.recorded
 	s.listings++
 
@@ -20,7 +20,6 @@ func (s *Store[K, V]) replace(scope Scope, listing iter.Seq2[K, V]) int {
 		again := ok && e.seen == s.listings
 		if ok {
 			e.seen = s.listings
-			s.scopes.move(e, scope)
 		}
 		if ok && !again && s.options.Equal(e.value, value) {
 			continue
@@ -28,25 +27,19 @@ func (s *Store[K, V]) replace(scope Scope, listing iter.Seq2[K, V]) int {
 		if last := len(different) - 1; again || last >= 0 && s.options.Compare(different[last].key, key) >= 0 {
 			ascending = false
 		}
-		different = append(different, &entry[K, V]{key: key, value: value, scope: scope})
+		different = append(different, &entry[K, V]{key: key, value: value})
 	}
 	if !ascending {
 		different = s.lastOfEach(different)
 	}
 
 	var gone []*entry[K, V]
-	collect := func(e *entry[K, V]) bool {
-		if e.scope == scope && e.seen != s.listings {
+	s.byKey.Ascend(func(e *entry[K, V]) bool {
+		if e.seen != s.listings {
 			gone = append(gone, e)
 		}
 		return true
-	}
-	if scope == 0 {
-		s.byKey.Ascend(collect)
-	} else if written, ok := s.scopes.entries[scope]; ok {
-		written.Ascend(collect)
-	}
-
+	})
 	for _, e := range gone {
 		s.remove(e)
 	}

@@ -6,39 +6,36 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
-
-	clocktesting "k8s.io/utils/clock/testing"
 )
 
 func TestSnapshotIsTakenOnceARevision(t *testing.T) {
 	s := newStrings()
-	s.Set(0, "a", 1)
+	s.Set("a", 1)
 	first := s.Snapshot()
-	s.Set(0, "a", 1)
-	s.Delete(0, "b")
-	s.Replace(0, listing("a=1"))
+	s.Set("a", 1)
+	s.Delete("b")
+	s.Replace(listing("a=1"))
 	if s.Snapshot() != first {
 		t.Error("writes that record nothing made a new snapshot")
 	}
-	s.Set(0, "a", 2)
+	s.Set("a", 2)
 	if s.Snapshot() == first {
 		t.Error("a change made no new snapshot")
 	}
 }
 
 func TestSnapshotNeverChanges(t *testing.T) {
-	s := newStrings()
+	s := newStrings(resumable(true))
 	for i := range 1000 {
-		s.Set(Scope(i%3), fmt.Sprintf("%04d", i), i)
+		s.Set(fmt.Sprintf("%04d", i), i)
 	}
-	s.Delete(1, "0001")
+	s.Delete("0001")
 	snapshot := s.Snapshot()
 	entries, since := render(snapshot), renderSince(snapshot, 500)
 
-	s.Replace(0, listing("0003=7 x=1"))
-	s.Replace(1, listing("0001=1 0000=1"))
-	s.Replace(2, listing(""))
+	s.Replace(listing("0003=7 x=1 0001=1 0000=1"))
 
 	mustEqual(t, "entries", render(snapshot), entries)
 	mustEqual(t, "since 500", renderSince(snapshot, 500), since)
@@ -46,30 +43,29 @@ func TestSnapshotNeverChanges(t *testing.T) {
 }
 
 func TestSnapshotReads(t *testing.T) {
-	s := newStrings()
-	s.Replace(0, listing("a=1 c=3 e=5"))
-	s.Delete(0, "c")
+	s := newStrings(resumable(true))
+	s.Replace(listing("a=1 c=3 e=5"))
+	s.Delete("c")
 	snapshot := s.Snapshot()
 
 	value, ok := snapshot.Get("e")
 	mustEqual(t, "e", value, 5)
 	mustEqual(t, "e is there", ok, true)
-	_, revision, ok := snapshot.Lookup("c")
-	mustEqual(t, "revision of a deleted key", revision, 0)
+	_, ok = snapshot.Get("c")
 	mustEqual(t, "deleted key is there", ok, false)
 	mustEqual(t, "length", snapshot.Len(), 2)
-	mustEqual(t, "revision", snapshot.Revision(), 4)
+	mustEqual(t, "revision", snapshot.Revision(), 5)
 
-	for _, tc := range []struct{ name, from, want string }{
-		{"from before the first", "", "ae"},
-		{"from a key that is there", "a", "ae"},
-		{"from between keys", "b", "e"},
-		{"from a deleted key", "c", "e"},
-		{"from after the last", "f", ""},
+	for _, tc := range []struct{ name, after, want string }{
+		{"after the zero value", "", "ae"},
+		{"after a key that is there", "a", "e"},
+		{"after a key between others", "b", "e"},
+		{"after a deleted key", "c", "e"},
+		{"after the last", "e", ""},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			var got strings.Builder
-			for key := range snapshot.From(tc.from) {
+			for key := range snapshot.After(tc.after) {
 				got.WriteString(key)
 			}
 			mustEqual(t, "keys", got.String(), tc.want)
@@ -81,9 +77,13 @@ func TestSnapshotReads(t *testing.T) {
 				mustEqual(t, "first", key, "a")
 				break
 			}
-			changes, _ := snapshot.Since(2)
-			for c := range changes {
-				mustEqual(t, "first change", renderChange(c), "e=5@3")
+			for key := range snapshot.After("a") {
+				mustEqual(t, "first after a", key, "e")
+				break
+			}
+			changes, _ := snapshot.Since(3)
+			for key, value := range changes {
+				mustEqual(t, "first change", fmt.Sprint(key, value), "e5")
 				break
 			}
 		}
@@ -91,16 +91,18 @@ func TestSnapshotReads(t *testing.T) {
 }
 
 func TestSince(t *testing.T) {
-	s := newStrings()
-	s.Replace(0, listing("a=1 b=1 c=1")) // 1 2 3
-	s.Set(0, "b", 2)                     // 4
-	s.Delete(0, "a")                     // 5
+	s := newStrings(resumable(true))
+	mustEqual(t, "nothing was written yet", renderSince(s.Snapshot(), 1), "")
+	s.Replace(listing("a=1 b=1 c=1")) // 2 3 4
+	s.Set("b", 2)                     // 5
+	s.Delete("a")                     // 6
 	for revision, want := range []string{
-		"c=1@3 b=2@4 -a@5",
-		"c=1@3 b=2@4 -a@5",
-		"c=1@3 b=2@4 -a@5",
-		"b=2@4 -a@5",
-		"-a@5",
+		"start over", // a reader that has nothing may have anything
+		"c=1 b=2 -a",
+		"c=1 b=2 -a",
+		"c=1 b=2 -a",
+		"b=2 -a",
+		"-a",
 		"",
 		"", // a revision that this store has not reached
 	} {
@@ -114,45 +116,41 @@ func TestSince(t *testing.T) {
 }
 
 func TestTombstoneLimits(t *testing.T) {
-	clock := clocktesting.NewFakePassiveClock(time.Unix(0, 0))
-	pass := func(d time.Duration) { clock.SetTime(clock.Now().Add(d)) }
-	s := newStrings(func(o *Options[string, int]) {
-		o.MaxTombstones = 2
-		o.MaxTombstoneAge = time.Minute
-		o.Clock = clock
+	synctest.Test(t, func(t *testing.T) {
+		s := newStrings(resumable(true), limited(limits{tombstones: 2, tombstoneAge: time.Minute}))
+		s.Replace(listing("a=1 b=1 c=1 d=1")) // 2 to 5
+		s.Delete("a")                         // 6
+		time.Sleep(30 * time.Second)
+		s.Delete("b") // 7
+		mustEqual(t, "two are remembered", renderSince(s.Snapshot(), 5), "-a -b")
+
+		old := s.Snapshot()
+		s.Delete("c") // 8
+		mustEqual(t, "before the one forgotten", renderSince(s.Snapshot(), 5), "start over")
+		mustEqual(t, "at the one forgotten", renderSince(s.Snapshot(), 6), "-b -c")
+		mustEqual(t, "the older snapshot still knows", renderSince(old, 5), "-a -b")
+
+		time.Sleep(time.Minute)
+		s.Set("d", 2) // 9
+		mustEqual(t, "as old as the limit", renderSince(s.Snapshot(), 7), "-c d=2")
+		time.Sleep(time.Second)
+		mustEqual(t, "a store at rest keeps them", renderSince(s.Snapshot(), 7), "-c d=2")
+		s.Set("d", 3) // 10
+		mustEqual(t, "older than the limit", renderSince(s.Snapshot(), 7), "start over")
+		mustEqual(t, "after the last forgotten", renderSince(s.Snapshot(), 8), "d=3")
+		checkInvariants(t, s)
 	})
-	s.Replace(0, listing("a=1 b=1 c=1 d=1")) // 1 to 4
-	s.Delete(0, "a")                         // 5
-	pass(30 * time.Second)
-	s.Delete(0, "b") // 6
-	mustEqual(t, "two are remembered", renderSince(s.Snapshot(), 4), "-a@5 -b@6")
-
-	old := s.Snapshot()
-	s.Delete(0, "c") // 7
-	mustEqual(t, "before the one forgotten", renderSince(s.Snapshot(), 4), "start over")
-	mustEqual(t, "at the one forgotten", renderSince(s.Snapshot(), 5), "-b@6 -c@7")
-	mustEqual(t, "the older snapshot still knows", renderSince(old, 4), "-a@5 -b@6")
-
-	pass(time.Minute)
-	s.Set(0, "d", 2) // 8
-	mustEqual(t, "as old as the limit", renderSince(s.Snapshot(), 6), "-c@7 d=2@8")
-	pass(time.Second)
-	mustEqual(t, "a store at rest keeps them", renderSince(s.Snapshot(), 6), "-c@7 d=2@8")
-	s.Set(0, "d", 3) // 9
-	mustEqual(t, "older than the limit", renderSince(s.Snapshot(), 6), "start over")
-	mustEqual(t, "after the last forgotten", renderSince(s.Snapshot(), 7), "d=3@9")
-	checkInvariants(t, s)
 }
 
 func TestKeyThatFlapsCountsOnce(t *testing.T) {
-	s := newStrings(func(o *Options[string, int]) { o.MaxTombstones = 2 })
-	s.Set(0, "a", 1)
-	s.Delete(0, "a")
-	s.Set(0, "b", 1)
+	s := newStrings(resumable(true), limited(limits{tombstones: 2}))
+	s.Set("a", 1)
+	s.Delete("a")
+	s.Set("b", 1)
 	for range 10 {
-		s.Delete(0, "b")
-		s.Set(0, "b", 1)
+		s.Delete("b")
+		s.Set("b", 1)
 	}
-	s.Delete(0, "b")
-	mustEqual(t, "changes", renderSince(s.Snapshot(), 0), "-a@2 -b@24")
+	s.Delete("b")
+	mustEqual(t, "changes", renderSince(s.Snapshot(), 1), "-a -b")
 }

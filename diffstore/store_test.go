@@ -5,50 +5,63 @@ package diffstore
 import (
 	"cmp"
 	"fmt"
-	"maps"
-	"slices"
 	"strings"
 	"testing"
 
 	gocmp "github.com/google/go-cmp/cmp"
+	"go.uber.org/goleak"
 )
 
-func newStrings(change ...func(*Options[string, int])) *Store[string, int] {
-	options := Options[string, int]{Compare: strings.Compare, Equal: func(a, b int) bool { return a == b }}
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+func newStrings(change ...func(*Store[string, int])) *Store[string, int] {
+	s := New(Options[string, int]{Compare: strings.Compare, Equal: func(a, b int) bool { return a == b }})
 	for _, f := range change {
-		f(&options)
+		f(s)
 	}
-	return New(options)
+	return s
+}
+
+func resumable(yes bool) func(*Store[string, int]) {
+	return func(s *Store[string, int]) { s.options.Resumable = yes }
+}
+
+// limited sets those limits that are not zero.
+func limited(l limits) func(*Store[string, int]) {
+	return func(s *Store[string, int]) {
+		s.limits = limits{
+			tombstones:   cmp.Or(l.tombstones, s.limits.tombstones),
+			tombstoneAge: cmp.Or(l.tombstoneAge, s.limits.tombstoneAge),
+			lag:          cmp.Or(l.lag, s.limits.lag),
+		}
+	}
 }
 
 // render prints a snapshot's entries as "key=value@revision".
 func render(s *Snapshot[string, int]) string {
 	var out []string
-	for key, value := range s.All() {
-		_, revision, _ := s.Lookup(key)
-		out = append(out, fmt.Sprintf("%s=%d@%d", key, value, revision))
-	}
+	s.byKey.Ascend(func(e *entry[string, int]) bool {
+		out = append(out, fmt.Sprintf("%s=%d@%d", e.key, e.value, e.revision))
+		return true
+	})
 	return strings.Join(out, " ")
 }
 
-// renderSince prints the changes after a revision as "key=value@revision" or "-key@revision".
+// renderSince prints the changes after a revision as "key=value" or "-key".
 func renderSince(s *Snapshot[string, int], revision Revision) string {
 	changes, ok := s.Since(revision)
 	if !ok {
 		return "start over"
 	}
 	var out []string
-	for c := range changes {
-		out = append(out, renderChange(c))
+	for key, value := range changes {
+		if _, ok := s.Get(key); ok {
+			out = append(out, fmt.Sprintf("%s=%d", key, value))
+		} else {
+			out = append(out, "-"+key)
+		}
 	}
 	return strings.Join(out, " ")
-}
-
-func renderChange(c Change[string, int]) string {
-	if c.Deleted {
-		return fmt.Sprintf("-%s@%d", c.Key, c.Revision)
-	}
-	return fmt.Sprintf("%s=%d@%d", c.Key, c.Value, c.Revision)
 }
 
 // listing is a full listing in the given order, such as "b=1 a=2".
@@ -79,107 +92,68 @@ func TestWrites(t *testing.T) {
 		write   func(*store) any
 		result  any
 		entries string
-		since   string // since revision 0
+		since   string // since the first revision
 	}{
 		{
 			name:    "a new key is recorded",
-			write:   func(s *store) any { return s.Set(0, "a", 1) },
+			write:   func(s *store) any { return s.Set("a", 1) },
 			result:  true,
-			entries: "a=1@1",
-			since:   "a=1@1",
+			entries: "a=1@2",
+			since:   "a=1",
 		},
 		{
 			name:    "an equal value is not recorded",
-			write:   func(s *store) any { s.Set(0, "a", 1); return s.Set(0, "a", 1) },
+			write:   func(s *store) any { s.Set("a", 1); return s.Set("a", 1) },
 			result:  false,
-			entries: "a=1@1",
-			since:   "a=1@1",
+			entries: "a=1@2",
+			since:   "a=1",
 		},
 		{
 			name:    "a key that changes twice is one change with the last revision",
-			write:   func(s *store) any { s.Set(0, "a", 1); s.Set(0, "b", 1); return s.Set(0, "a", 2) },
+			write:   func(s *store) any { s.Set("a", 1); s.Set("b", 1); return s.Set("a", 2) },
 			result:  true,
-			entries: "a=2@3 b=1@2",
-			since:   "b=1@2 a=2@3",
+			entries: "a=2@4 b=1@3",
+			since:   "b=1 a=2",
 		},
 		{
 			name:    "a deletion leaves a tombstone",
-			write:   func(s *store) any { s.Set(0, "a", 1); return s.Delete(0, "a") },
+			write:   func(s *store) any { s.Set("a", 1); return s.Delete("a") },
 			result:  true,
 			entries: "",
-			since:   "-a@2",
+			since:   "-a",
 		},
 		{
 			name:    "deleting an absent key is no change",
-			write:   func(s *store) any { return s.Delete(0, "a") },
+			write:   func(s *store) any { return s.Delete("a") },
 			result:  false,
 			entries: "",
 			since:   "",
 		},
 		{
 			name:    "a key set again takes the place of its tombstone",
-			write:   func(s *store) any { s.Set(0, "a", 1); s.Delete(0, "a"); return s.Set(0, "a", 1) },
+			write:   func(s *store) any { s.Set("a", 1); s.Delete("a"); return s.Set("a", 1) },
 			result:  true,
-			entries: "a=1@3",
-			since:   "a=1@3",
+			entries: "a=1@4",
+			since:   "a=1",
 		},
 		{
 			name: "a key deleted twice leaves one tombstone",
 			write: func(s *store) any {
-				s.Set(0, "a", 1)
-				s.Delete(0, "a")
-				s.Set(0, "a", 1)
-				return s.Delete(0, "a")
+				s.Set("a", 1)
+				s.Delete("a")
+				s.Set("a", 1)
+				return s.Delete("a")
 			},
 			result:  true,
 			entries: "",
-			since:   "-a@4",
-		},
-		{
-			name:    "a deletion by a scope that did not write last is ignored",
-			write:   func(s *store) any { s.Set(1, "a", 1); s.Set(2, "a", 2); return s.Delete(1, "a") },
-			result:  false,
-			entries: "a=2@2",
-			since:   "a=2@2",
-		},
-		{
-			name:    "setting an equal value makes the scope the owner, so the old owner cannot delete",
-			write:   func(s *store) any { s.Set(1, "a", 1); s.Set(0, "a", 1); return s.Delete(1, "a") },
-			result:  false,
-			entries: "a=1@1",
-			since:   "a=1@1",
-		},
-		{
-			name:    "setting an equal value makes the scope the owner, so it can delete",
-			write:   func(s *store) any { s.Set(0, "a", 1); s.Set(1, "a", 1); return s.Delete(1, "a") },
-			result:  true,
-			entries: "",
-			since:   "-a@2",
-		},
-		{
-			name: "a commit sees what it wrote",
-			write: func(s *store) any {
-				var got []any
-				s.Commit(func(tx *Tx[string, int]) {
-					tx.Set(0, "a", 1)
-					tx.Set(0, "b", 1)
-					tx.Delete(0, "b")
-					a, ok := tx.Get("a")
-					_, okB := tx.Get("b")
-					got = append(got, a, ok, okB, tx.Replace(0, listing("c=1")))
-				})
-				return got
-			},
-			result:  []any{1, true, false, 2},
-			entries: "c=1@5",
-			since:   "-b@3 -a@4 c=1@5",
+			since:   "-a",
 		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			s := newStrings()
+			s := newStrings(resumable(true))
 			mustEqual(t, "result", tc.write(s), tc.result)
 			mustEqual(t, "entries", render(s.Snapshot()), tc.entries)
-			mustEqual(t, "since 0", renderSince(s.Snapshot(), 0), tc.since)
+			mustEqual(t, "since the first revision", renderSince(s.Snapshot(), firstRevision), tc.since)
 			checkInvariants(t, s)
 		})
 	}
@@ -188,128 +162,75 @@ func TestWrites(t *testing.T) {
 func TestReplace(t *testing.T) {
 	for _, tc := range []struct {
 		name     string
-		before   map[Scope]string
-		scope    Scope
+		before   string
 		listing  string
 		recorded int
-		entries  map[string]Scope // with their owner
-		changes  string           // without revisions
+		entries  string
+		changes  string
 	}{
 		{
 			name:     "an unsorted listing fills an empty store",
 			listing:  "c=3 a=1 b=2",
 			recorded: 3,
-			entries:  map[string]Scope{"a=1": 0, "b=2": 0, "c=3": 0},
+			entries:  "a=1 b=2 c=3",
 			changes:  "a=1 b=2 c=3",
 		},
 		{
 			name:    "an equal listing records nothing",
-			before:  map[Scope]string{0: "a=1 b=2"},
+			before:  "a=1 b=2",
 			listing: "b=2 a=1",
-			entries: map[string]Scope{"a=1": 0, "b=2": 0},
+			entries: "a=1 b=2",
 		},
 		{
 			name:     "only differences are recorded, deletions first",
-			before:   map[Scope]string{0: "a=1 b=2 c=3"},
+			before:   "a=1 b=2 c=3",
 			listing:  "a=1 b=5 d=4",
 			recorded: 3,
-			entries:  map[string]Scope{"a=1": 0, "b=5": 0, "d=4": 0},
+			entries:  "a=1 b=5 d=4",
 			changes:  "-c b=5 d=4",
 		},
 		{
-			name:     "an empty listing deletes what the scope wrote, and nothing else",
-			before:   map[Scope]string{0: "a=1", 1: "b=1", 2: "c=1"},
-			scope:    1,
-			recorded: 1,
-			entries:  map[string]Scope{"a=1": 0, "c=1": 2},
-			changes:  "-b",
-		},
-		{
-			name:     "an empty listing of scope 0 leaves other scopes alone",
-			before:   map[Scope]string{0: "a=1", 1: "b=1"},
-			recorded: 1,
-			entries:  map[string]Scope{"b=1": 1},
-			changes:  "-a",
+			name:     "an empty listing deletes everything",
+			before:   "a=1 b=1",
+			recorded: 2,
+			changes:  "-a -b",
 		},
 		{
 			name:     "of duplicates the last counts, and is recorded once",
-			before:   map[Scope]string{0: "a=1"},
+			before:   "a=1",
 			listing:  "a=2 b=1 a=3 b=2",
 			recorded: 2,
-			entries:  map[string]Scope{"a=3": 0, "b=2": 0},
+			entries:  "a=3 b=2",
 			changes:  "a=3 b=2",
 		},
 		{
-			name:    "duplicates that end in the value of before record nothing",
-			before:  map[Scope]string{0: "a=1"},
+			name:    "duplicates that end in the present value record nothing",
+			before:  "a=1",
 			listing: "a=2 a=1",
-			entries: map[string]Scope{"a=1": 0},
+			entries: "a=1",
 		},
 		{
-			name:     "duplicates that begin with the value of before record the last",
-			before:   map[Scope]string{0: "a=1"},
+			name:     "duplicates that begin with the present value record the last",
+			before:   "a=1",
 			listing:  "a=1 a=2",
 			recorded: 1,
-			entries:  map[string]Scope{"a=2": 0},
+			entries:  "a=2",
 			changes:  "a=2",
-		},
-		{
-			name:     "listed entries of other scopes are taken over, recorded only if they differ",
-			before:   map[Scope]string{0: "a=1 b=1", 1: "c=1"},
-			scope:    2,
-			listing:  "a=1 b=2 c=1",
-			recorded: 1,
-			entries:  map[string]Scope{"a=1": 2, "b=2": 2, "c=1": 2},
-			changes:  "b=2",
-		},
-		{
-			name:    "scope 0 takes over from an indexed scope",
-			before:  map[Scope]string{1: "a=1 b=1"},
-			listing: "a=1",
-			entries: map[string]Scope{"a=1": 0, "b=1": 1},
 		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			s := newStrings()
-			for _, scope := range slices.Sorted(maps.Keys(tc.before)) {
-				s.Replace(scope, listing(tc.before[scope]))
+			s := newStrings(resumable(true))
+			s.Replace(listing(tc.before))
+			before := s.Snapshot().Revision()
+			mustEqual(t, "recorded", s.Replace(listing(tc.listing)), tc.recorded)
+			var entries []string
+			for key, value := range s.Snapshot().All() {
+				entries = append(entries, fmt.Sprintf("%s=%d", key, value))
 			}
-			before := s.Revision()
-
-			mustEqual(t, "recorded", s.Replace(tc.scope, listing(tc.listing)), tc.recorded)
-
-			got := map[string]Scope{}
-			s.byKey.Ascend(func(e *entry[string, int]) bool {
-				got[fmt.Sprintf("%s=%d", e.key, e.value)] = e.scope
-				return true
-			})
-			mustEqual(t, "entries", got, tc.entries)
-			var changes []string
-			since, _ := s.Snapshot().Since(before)
-			for c := range since {
-				text, _, _ := strings.Cut(renderChange(c), "@")
-				changes = append(changes, text)
-			}
-			mustEqual(t, "changes", strings.Join(changes, " "), tc.changes)
+			mustEqual(t, "entries", strings.Join(entries, " "), tc.entries)
+			mustEqual(t, "changes", renderSince(s.Snapshot(), before), tc.changes)
 			checkInvariants(t, s)
 		})
-	}
-}
-
-func TestReplaceOfASmallScopeLooksAtLittle(t *testing.T) {
-	compared := 0
-	s := New(Options[int, int]{
-		Compare: func(a, b int) int { compared++; return cmp.Compare(a, b) },
-		Equal:   func(a, b int) bool { return a == b },
-	})
-	for i := range 100_000 {
-		s.Set(0, i, 0)
-	}
-	s.Set(1, -1, 0)
-	compared = 0
-	mustEqual(t, "recorded", s.Replace(1, maps.All(map[int]int{-2: 0})), 2)
-	if compared > 300 {
-		t.Errorf("replacing one entry among 100,000 compared %d keys", compared)
 	}
 }
 
@@ -319,64 +240,51 @@ func TestEqualValueKeepsTheOldOne(t *testing.T) {
 		Compare: strings.Compare,
 		Equal:   func(a, b value) bool { return a.Compared == b.Compared },
 	})
-	s.Set(0, "a", value{1, 1})
-	s.Set(0, "a", value{1, 2})
+	s.Set("a", value{1, 1})
+	s.Set("a", value{1, 2})
 	got, _ := s.Get("a")
 	mustEqual(t, "value", got, value{1, 1})
 }
 
 func TestStoresShareRevisions(t *testing.T) {
-	revisions := new(Revisions)
-	share := func(o *Options[string, int]) { o.Revisions = revisions }
-	a, b := newStrings(share), newStrings(share)
-	a.Set(0, "x", 1)
-	b.Set(0, "x", 1)
-	b.Set(0, "y", 1)
-	a.Set(0, "y", 1)
-	mustEqual(t, "a", render(a.Snapshot()), "x=1@1 y=1@4")
-	mustEqual(t, "b", render(b.Snapshot()), "x=1@2 y=1@3")
-	mustEqual(t, "revision of b", b.Revision(), 3)
-	mustEqual(t, "last", revisions.Last(), 4)
-	mustEqual(t, "b since a revision of a", renderSince(b.Snapshot(), 2), "y=1@3")
+	options := Options[string, int]{Compare: strings.Compare, Equal: func(a, b int) bool { return a == b }, Revisions: new(Revisions)}
+	a, b := New(options), New(options)
+	mustEqual(t, "last without changes", options.Revisions.Last(), 1)
+	a.Set("x", 1)
+	b.Set("x", 1)
+	b.Set("y", 1)
+	a.Set("y", 1)
+	mustEqual(t, "a", render(a.Snapshot()), "x=1@2 y=1@5")
+	mustEqual(t, "b", render(b.Snapshot()), "x=1@3 y=1@4")
+	mustEqual(t, "revision of b", b.Snapshot().Revision(), 4)
+	mustEqual(t, "last", options.Revisions.Last(), 5)
+	mustEqual(t, "b since a revision of a", renderSince(b.Snapshot(), 3), "y=1")
 }
 
-func TestCommitIsSeenAtOnce(t *testing.T) {
+func TestReplaceIsSeenAsAWhole(t *testing.T) {
 	s := newStrings()
 	before := s.Snapshot()
-	s.Commit(func(tx *Tx[string, int]) {
-		tx.Set(0, "a", 1)
-		if s.Snapshot() != before {
+	s.Replace(func(yield func(string, int) bool) {
+		yield("a", 1)
+		if s.cached.Load() != before {
 			t.Error("the snapshot taken before is gone although the commit goes on")
 		}
-		tx.Set(0, "b", 1)
+		yield("b", 1)
 	})
-	mustEqual(t, "after", render(s.Snapshot()), "a=1@1 b=1@2")
-}
-
-func TestCommitThatPanicsKeepsWhatItWrote(t *testing.T) {
-	s := newStrings()
-	func() {
-		defer func() { _ = recover() }()
-		s.Commit(func(tx *Tx[string, int]) {
-			tx.Set(0, "a", 1)
-			panic("no")
-		})
-	}()
-	s.Set(0, "b", 1)
-	mustEqual(t, "after", render(s.Snapshot()), "a=1@1 b=1@2")
+	mustEqual(t, "after", render(s.Snapshot()), "a=1@2 b=1@3")
 }
 
 func TestListingThatPanicsRecordsNothing(t *testing.T) {
 	s := newStrings()
-	s.Set(0, "a", 1)
+	s.Set("a", 1)
 	func() {
 		defer func() { _ = recover() }()
-		s.Replace(0, func(yield func(string, int) bool) {
+		s.Replace(func(yield func(string, int) bool) {
 			yield("b", 1)
 			panic("no")
 		})
 	}()
-	mustEqual(t, "after", render(s.Snapshot()), "a=1@1")
+	mustEqual(t, "after", render(s.Snapshot()), "a=1@2")
 }
 
 func TestNewPanicsWithoutWhatIsRequired(t *testing.T) {
@@ -388,20 +296,17 @@ func TestNewPanicsWithoutWhatIsRequired(t *testing.T) {
 	New(Options[string, int]{Compare: strings.Compare})
 }
 
-func TestOnChangeIsToldWhatIsRecordedAndNothingElse(t *testing.T) {
-	var told []string
-	s := newStrings(func(o *Options[string, int]) {
-		o.OnChange = func(key string, old, new int) { told = append(told, fmt.Sprintf("%s %d>%d", key, old, new)) }
+func TestOnChangeGetsWhatIsRecordedAndNothingElse(t *testing.T) {
+	var got []string
+	s := newStrings(func(s *Store[string, int]) {
+		s.options.OnChange = func(key string, old, new int) { got = append(got, fmt.Sprintf("%s %d>%d", key, old, new)) }
 	})
-	s.Set(0, "a", 1)
-	s.Set(0, "a", 1)
-	s.Set(0, "a", 2)
-	s.Delete(1, "a")
-	s.Replace(0, listing("b=3 c=4 b=5"))
-	s.Delete(0, "c")
-	s.Set(0, "c", 6)
-	want := []string{"a 0>1", "a 1>2", "a 2>0", "b 0>5", "c 0>4", "c 4>0", "c 0>6"}
-	if diff := gocmp.Diff(want, told); diff != "" {
-		t.Errorf("(-want +got):\n%s", diff)
-	}
+	s.Set("a", 1)
+	s.Set("a", 1)
+	s.Set("a", 2)
+	s.Delete("b")
+	s.Replace(listing("b=3 c=4 b=5"))
+	s.Delete("c")
+	s.Set("c", 6)
+	mustEqual(t, "changes", got, []string{"a 0>1", "a 1>2", "a 2>0", "b 0>5", "c 0>4", "c 4>0", "c 0>6"})
 }

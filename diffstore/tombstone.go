@@ -14,8 +14,8 @@ type tombstone[K, V any] struct {
 	at time.Time
 }
 
-// tombstones finds tombstones by key, for when the key is set again, and by age. Readers do not see it: they find tombstones
-// among all changes by revision.
+// tombstones finds tombstones by key, for when the key is set again, and by age. Readers do
+// not see it: they find tombstones among all changes by revision.
 type tombstones[K, V any] struct {
 	byKey *tree[K, V]
 	byAge *btree.BTreeG[tombstone[K, V]]
@@ -46,15 +46,18 @@ func (x *tombstones[K, V]) take(e *entry[K, V]) (*entry[K, V], bool) {
 	return dead, ok
 }
 
-// trim drops the tombstones nobody needs or that exceed the limits, and lets go of the cursors that lag too far.
+// trim drops the tombstones that no reader needs or that exceed the limits, and lets go of the
+// cursors that lag too far.
 func (s *Store[K, V]) trim() {
 	s.dropTombstones(func(t tombstone[K, V]) bool {
-		return s.tombstones.len() > s.options.MaxTombstones || s.options.Clock.Since(t.at) > s.options.MaxTombstoneAge
+		return s.tombstones.len() > s.limits.tombstones || time.Since(t.at) > s.limits.tombstoneAge
 	})
 	s.dropCursors()
-	if slowest, ok := s.cursors.slowest(); ok && !s.options.Resumable {
-		s.dropTombstones(func(t tombstone[K, V]) bool { return t.revision <= slowest.held.revision })
+	if s.options.Resumable {
+		return
 	}
+	slowest, ok := s.cursors.slowest()
+	s.dropTombstones(func(t tombstone[K, V]) bool { return !ok || t.revision <= slowest.held.revision })
 }
 
 // dropTombstones drops the oldest tombstones for as long as drop says so.

@@ -16,7 +16,6 @@
 package feed
 
 import (
-	"iter"
 	"slices"
 	"time"
 
@@ -30,11 +29,11 @@ import (
 
 // Feed is a [sink.Source] for one node and one reader.
 type Feed struct {
-	state  *cluster.State
+	state  cluster.Reader
 	name   string
 	cursor *diffstore.Cursor[types.NamespacedName, *api.ServiceState]
 
-	// What the reader acknowledged last, besides the cursor's position.
+	// What the reader acknowledged last, besides the cursor's position; 0 and nil if nothing.
 	revision diffstore.Revision
 	node     *api.Node
 
@@ -47,13 +46,10 @@ type offer struct {
 	snapshot *cluster.Snapshot
 }
 
-// nowhere is a revision that no state has: the position of a reader without one.
-const nowhere = ^diffstore.Revision(0)
-
 // New returns a feed of the state as the named node sees it. Without a name
 // nothing is local and no node is this one.
-func New(state *cluster.State, nodeName string) *Feed {
-	return &Feed{state: state, name: nodeName, cursor: state.NewCursor(), revision: nowhere}
+func New(state cluster.Reader, nodeName string) *Feed {
+	return &Feed{state: state, name: nodeName, cursor: state.NewCursor()}
 }
 
 // Changed implements [sink.Source].
@@ -86,7 +82,7 @@ func (f *Feed) Advance(u *sink.Update) {
 func (f *Feed) Reset() {
 	f.cursor.Close()
 	f.cursor = f.state.NewCursor()
-	f.revision, f.node, f.offered = nowhere, nil, offer{}
+	f.revision, f.node, f.offered = 0, nil, offer{}
 }
 
 // Close implements [sink.Source].
@@ -155,40 +151,21 @@ func (v view) all(yield func(sink.Change) bool) {
 	}
 }
 
-// changes returns the services whose view differs, in order.
+// changes returns the services whose view differs, in order. If the node moved to another zone
+// that may be any.
 func changes(before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) []sink.Change {
+	candidates := delta.Changes()
+	if before.node.Zone() != after.node.Zone() {
+		candidates = delta.All()
+	}
 	var list []sink.Change
-	for key := range candidates(before, after, delta) {
-		was, _ := before.states.Get(key)
-		is, _ := after.states.Get(key)
-		old, new := before.see(was), after.see(is)
+	for c := range candidates {
+		old, new := before.see(c.Old), after.see(c.New)
 		if !old.Equal(new) {
-			list = append(list, sink.Change{Key: key, Old: old, New: new, TriggerTime: triggerTime(was, is)})
+			list = append(list, sink.Change{Key: c.Key, Old: old, New: new, TriggerTime: triggerTime(c.Old, c.New)})
 		}
 	}
-	slices.SortFunc(list, func(a, b sink.Change) int { return api.CompareKeys(a.Key, b.Key) })
 	return list
-}
-
-// candidates yields the services whose view may differ: those of which the
-// cluster says something else or, if the node moved to another zone, all.
-func candidates(before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) iter.Seq[types.NamespacedName] {
-	moved := before.node.Zone() != after.node.Zone()
-	return func(yield func(types.NamespacedName) bool) {
-		for c := range delta.Changes() {
-			if (c.Deleted || !moved) && !yield(c.Key) {
-				return
-			}
-		}
-		if !moved {
-			return
-		}
-		for key := range after.states.All() {
-			if !yield(key) {
-				return
-			}
-		}
-	}
 }
 
 // triggerTime returns the oldest trigger time of the slices that changed. One

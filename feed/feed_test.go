@@ -111,39 +111,39 @@ func TestUpdates(t *testing.T) {
 		want []string
 	}{
 		{"the first update is full, in order of names", func(tx *cluster.Tx) {
-			tx.SetService(0, service("b"))
-			tx.SetService(0, service("a"))
-			tx.SetSlice(0, slice("b-1", "b", "x", "y"))
+			tx.SetService(service("b"))
+			tx.SetService(service("a"))
+			tx.SetSlice(slice("b-1", "b", "x", "y"))
 		}, []string{"full", `node in zone ""`, "a: new", "b: +172.16.0.1 +172.16.0.2 new"}},
 		{"nothing changed", func(tx *cluster.Tx) {
-			tx.SetService(0, service("a"))
+			tx.SetService(service("a"))
 		}, []string{}},
 		{"a slice without a service is no change", func(tx *cluster.Tx) {
-			tx.SetSlice(0, slice("c-1", "c", "x"))
+			tx.SetSlice(slice("c-1", "c", "x"))
 		}, []string{}},
 		{"a service comes with the slices that waited for it", func(tx *cluster.Tx) {
-			tx.SetService(0, service("c"))
+			tx.SetService(service("c"))
 		}, []string{"c: +172.16.0.1 new"}},
 		{"what happens on another node is no change", func(tx *cluster.Tx) {
-			tx.SetNode(0, node("other", "y"))
+			tx.SetNode(node("other", "y"))
 		}, []string{}},
 		{"this node becomes known, and its zone decides on endpoints", func(tx *cluster.Tx) {
-			tx.SetNode(0, node("n", "y"))
+			tx.SetNode(node("n", "y"))
 		}, []string{`node in zone "y"`, "b: -172.16.0.1"}},
 		{"a change of an endpoint that is on no list here is only seen as draining", func(tx *cluster.Tx) {
 			s := slice("b-1", "b", "x", "y")
 			s.Endpoints[0].Conditions = api.Conditions{}
-			tx.SetSlice(0, s)
+			tx.SetSlice(s)
 		}, []string{"b:"}},
 		{"a service that goes", func(tx *cluster.Tx) {
-			tx.DeleteService(0, key("b"))
+			tx.DeleteService(key("b"))
 		}, []string{"b: -172.16.0.2 gone"}},
 		{"several commits are one update, and what came and went is none", func(tx *cluster.Tx) {
-			tx.SetService(0, service("b"))
-			tx.DeleteService(0, key("b"))
+			tx.SetService(service("b"))
+			tx.DeleteService(key("b"))
 		}, []string{}},
 		{"a winner that goes hands its frontend to the next", func(tx *cluster.Tx) {
-			tx.DeleteService(0, key("a"))
+			tx.DeleteService(key("a"))
 		}, []string{"a: gone", "c:"}},
 	}
 	for i, step := range steps {
@@ -179,12 +179,12 @@ func TestWhatIsNotAcknowledgedComesAgain(t *testing.T) {
 	defer f.Close()
 	next(t, f)
 
-	state.Update(func(tx *cluster.Tx) { tx.SetService(0, service("a")) })
+	state.Update(func(tx *cluster.Tx) { tx.SetService(service("a")) })
 	first, _ := f.Next()
 	if again, _ := f.Next(); again != first {
 		t.Error("the same update is computed twice")
 	}
-	state.Update(func(tx *cluster.Tx) { tx.SetService(0, service("b")) })
+	state.Update(func(tx *cluster.Tx) { tx.SetService(service("b")) })
 	second, _ := f.Next()
 	if diff := cmp.Diff([]string{"a: new", "b: new"}, describe(second)); diff != "" {
 		t.Errorf("second update (-want +got):\n%s", diff)
@@ -205,14 +205,14 @@ func TestAFeedStartsOver(t *testing.T) {
 			for i := range 10_100 {
 				s := service("a")
 				s.HealthCheckNodePort = int32(i + 1)
-				state.Update(func(tx *cluster.Tx) { tx.SetService(0, s) })
+				state.Update(func(tx *cluster.Tx) { tx.SetService(s) })
 			}
 		}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			state := cluster.New(cluster.Options{})
 			state.SetSynced()
-			state.Update(func(tx *cluster.Tx) { tx.SetService(0, service("a")) })
+			state.Update(func(tx *cluster.Tx) { tx.SetService(service("a")) })
 			f := feed.New(state, "n")
 			defer f.Close()
 			next(t, f)
@@ -238,9 +238,9 @@ func TestTriggerTimeIsThatOfTheSlicesThatChanged(t *testing.T) {
 	f := feed.New(state, "n")
 	defer f.Close()
 	state.Update(func(tx *cluster.Tx) {
-		tx.SetService(0, service("a"))
-		tx.SetSlice(0, at(slice("a-1", "a", "x"), early))
-		tx.SetSlice(0, at(slice("a-2", "a", "x"), early))
+		tx.SetService(service("a"))
+		tx.SetSlice(at(slice("a-1", "a", "x"), early))
+		tx.SetSlice(at(slice("a-2", "a", "x"), early))
 	})
 	full, _ := f.Next()
 	for c := range full.Services {
@@ -250,7 +250,7 @@ func TestTriggerTimeIsThatOfTheSlicesThatChanged(t *testing.T) {
 	}
 	f.Advance(full)
 
-	state.Update(func(tx *cluster.Tx) { tx.SetSlice(0, at(slice("a-2", "a", "x", "y"), late)) })
+	state.Update(func(tx *cluster.Tx) { tx.SetSlice(at(slice("a-2", "a", "x", "y"), late)) })
 	u, _ := f.Next()
 	for c := range u.Services {
 		if !c.TriggerTime.Equal(late) {
@@ -259,7 +259,7 @@ func TestTriggerTimeIsThatOfTheSlicesThatChanged(t *testing.T) {
 	}
 	f.Advance(u)
 
-	state.Update(func(tx *cluster.Tx) { tx.SetSlice(0, at(slice("a-3", "a", "y", "y", "z"), early)) })
+	state.Update(func(tx *cluster.Tx) { tx.SetSlice(at(slice("a-3", "a", "y", "y", "z"), early)) })
 	u, _ = f.Next()
 	for c := range u.Services {
 		if !c.TriggerTime.IsZero() {
@@ -268,7 +268,7 @@ func TestTriggerTimeIsThatOfTheSlicesThatChanged(t *testing.T) {
 	}
 	f.Advance(u)
 
-	state.Update(func(tx *cluster.Tx) { tx.SetSlice(0, at(slice("a-2", "a", "x", "y"), late.Add(time.Hour))) })
+	state.Update(func(tx *cluster.Tx) { tx.SetSlice(at(slice("a-2", "a", "x", "y"), late.Add(time.Hour))) })
 	if u, _ := f.Next(); len(describe(u)) != 0 {
 		t.Errorf("a new trigger time alone is an update: %q", describe(u))
 	}
@@ -286,11 +286,11 @@ func TestOneOfAThousandEndpointsFlips(t *testing.T) {
 
 	state := cluster.New(cluster.Options{})
 	state.SetSynced()
-	state.Update(func(tx *cluster.Tx) { tx.SetService(0, service("a")); tx.SetSlice(0, before) })
+	state.Update(func(tx *cluster.Tx) { tx.SetService(service("a")); tx.SetSlice(before) })
 	f := feed.New(state, "n")
 	defer f.Close()
 	next(t, f)
-	state.Update(func(tx *cluster.Tx) { tx.SetSlice(0, after) })
+	state.Update(func(tx *cluster.Tx) { tx.SetSlice(after) })
 	want := []string{"a: -" + after.Endpoints[500].Addr.String()}
 	if diff := cmp.Diff(want, next(t, f)); diff != "" {
 		t.Errorf("(-want +got):\n%s", diff)
@@ -314,15 +314,15 @@ func TestUpdatesLeadToTheViewOfNow(t *testing.T) {
 					name := string(rune('a' + random.IntN(4)))
 					switch random.IntN(6) {
 					case 0:
-						tx.DeleteService(0, key(name))
+						tx.DeleteService(key(name))
 					case 1:
-						tx.SetService(0, service(name))
+						tx.SetService(service(name))
 					case 2, 3:
-						tx.SetSlice(0, slice(fmt.Sprint("s", random.IntN(5)), name, zone(), zone()))
+						tx.SetSlice(slice(fmt.Sprint("s", random.IntN(5)), name, zone(), zone()))
 					case 4:
-						tx.DeleteSlice(0, key(fmt.Sprint("s", random.IntN(5))))
+						tx.DeleteSlice(key(fmt.Sprint("s", random.IntN(5))))
 					case 5:
-						tx.SetNode(0, node("node-x", zone()))
+						tx.SetNode(node("node-x", zone()))
 					}
 				}
 			})
@@ -385,8 +385,8 @@ func BenchmarkOneEndpointChanges(b *testing.B) {
 					name := fmt.Sprint("s", i)
 					s := service(name)
 					s.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, byte(i >> 16), byte(i >> 8), byte(i)}))
-					tx.SetService(0, s)
-					tx.SetSlice(0, slice(name, name, zones...))
+					tx.SetService(s)
+					tx.SetSlice(slice(name, name, zones...))
 				}
 			})
 			f := feed.New(state, "n")
@@ -399,7 +399,7 @@ func BenchmarkOneEndpointChanges(b *testing.B) {
 			i := 0
 			for b.Loop() {
 				i++
-				state.Update(func(tx *cluster.Tx) { tx.SetSlice(0, versions[i%2]) })
+				state.Update(func(tx *cluster.Tx) { tx.SetSlice(versions[i%2]) })
 				u, _ := f.Next()
 				if len(slices.Collect(u.Services)) != 1 {
 					b.Fatal("not one change")

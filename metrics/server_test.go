@@ -20,7 +20,7 @@ import (
 func TestWhatAServerDoesIsCounted(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.Update(func(tx *cluster.Tx) {
-		tx.SetService(0, &api.Service{Namespace: "ns", Name: "web", Type: api.ClusterIP})
+		tx.SetService(&api.Service{Namespace: "ns", Name: "web", Type: api.ClusterIP})
 	})
 	state.SetSynced()
 	server, err := remote.NewServer(state, remote.ServerOptions{})

@@ -192,12 +192,12 @@ func (e entries) all() iter.Seq2[types.NamespacedName, *entry] {
 }
 
 // write makes a store have what the entries say.
-func (e entries) write(tx *diffstore.Tx[types.NamespacedName, *entry]) {
+func (e entries) write(s *diffstore.Store[types.NamespacedName, *entry]) {
 	for key, entry := range e {
 		if entry == nil {
-			tx.Delete(0, key)
+			s.Delete(key)
 		} else {
-			tx.Set(0, key, entry)
+			s.Set(key, entry)
 		}
 	}
 }

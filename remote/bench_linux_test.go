@@ -30,7 +30,7 @@ import (
 
 // largeState has so many services of ten endpoints each, on nodes of three zones.
 func largeState(services, nodes int) *cluster.State {
-	state := cluster.New(cluster.Options{})
+	state := cluster.New(cluster.Options{Resumable: true})
 	update(state, func(to apitest.Writer) {
 		for n := range nodes {
 			to.SetNode(&api.Node{Name: apitest.NodeName(n), Labels: map[string]string{api.ZoneLabel: fmt.Sprint("zone-", n%3)}})

@@ -3,7 +3,6 @@
 package remote
 
 import (
-	"iter"
 	"slices"
 	"sync"
 
@@ -19,11 +18,8 @@ type (
 	statesCursor = diffstore.Cursor[types.NamespacedName, *api.ServiceState]
 )
 
-// change is what became of the state of one service; nil is none.
-type change struct {
-	key      types.NamespacedName
-	old, new *api.ServiceState
-}
+// change is the change of the state of one service; nil is none.
+type change = diffstore.Change[types.NamespacedName, *api.ServiceState]
 
 // changesOf keeps the changes of the step that streams took last: those that are
 // in step take the same.
@@ -42,40 +38,7 @@ func (c *changesOf) step(d statesDelta) []change {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.list == nil || c.from != from || c.to != to {
-		c.from, c.to, c.list = from, to, changes(d)
+		c.from, c.to, c.list = from, to, slices.AppendSeq([]change{}, d.Changes())
 	}
 	return c.list
-}
-
-func changes(d statesDelta) []change {
-	list := []change{}
-	for c := range d.Changes() {
-		old, _ := d.Old.Get(c.Key)
-		if old != c.Value {
-			list = append(list, change{c.Key, old, c.Value})
-		}
-	}
-	slices.SortFunc(list, func(a, b change) int { return api.CompareKeys(a.key, b.key) })
-	return list
-}
-
-// everything returns all services of both snapshots as changes, for a node that
-// sees all of them with other eyes.
-func everything(d statesDelta) iter.Seq[change] {
-	return func(yield func(change) bool) {
-		for key, new := range d.New.All() {
-			old, _ := d.Old.Get(key)
-			if !yield(change{key, old, new}) {
-				return
-			}
-		}
-		for c := range d.Changes() {
-			if !c.Deleted {
-				continue
-			}
-			if old, ok := d.Old.Get(c.Key); ok && !yield(change{c.Key, old, nil}) {
-				return
-			}
-		}
-	}
 }

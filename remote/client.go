@@ -68,10 +68,10 @@ func NewClient(opts ClientOptions) (*Client, error) {
 	}
 	c := &Client{opts: opts, dialer: dialer, revisions: new(diffstore.Revisions), changed: make(chan struct{})}
 	c.views = diffstore.New(diffstore.Options[types.NamespacedName, *entry]{
-		Compare: api.CompareKeys, Equal: (*entry).equal, Revisions: c.revisions, Clock: opts.Clock,
+		Compare: api.CompareKeys, Equal: (*entry).equal, Revisions: c.revisions,
 	})
 	c.nodes = diffstore.New(diffstore.Options[string, *api.Node]{
-		Compare: strings.Compare, Equal: (*api.Node).Equal, Revisions: c.revisions, Clock: opts.Clock,
+		Compare: strings.Compare, Equal: (*api.Node).Equal, Revisions: c.revisions,
 	})
 	c.reader.cursor = c.views.NewCursor()
 	return c, nil
@@ -147,15 +147,15 @@ func (c *Client) commit(a *answer) error {
 	}
 	before := c.revisions.Last()
 	if a.reset {
-		c.views.Replace(0, entries.all())
+		c.views.Replace(entries.all())
 	} else {
-		c.views.Commit(entries.write)
+		entries.write(c.views)
 	}
 	switch {
 	case a.node != nil:
-		c.nodes.Set(0, c.opts.NodeName, a.node)
+		c.nodes.Set(c.opts.NodeName, a.node)
 	case a.reset || a.nodeGone:
-		c.nodes.Delete(0, c.opts.NodeName)
+		c.nodes.Delete(c.opts.NodeName)
 	}
 	c.token = a.token
 	if c.state != nil && c.revisions.Last() == before {
@@ -169,7 +169,12 @@ func (c *Client) commit(a *answer) error {
 }
 
 // Services returns how many services the client has.
-func (c *Client) Services() int { return c.views.Len() }
+func (c *Client) Services() int {
+	if state, _ := c.get(); state != nil {
+		return state.views.Len()
+	}
+	return 0
+}
 
 // Node returns the node as the server told it last, nil if it is not known.
 func (c *Client) Node() *api.Node {
@@ -260,12 +265,10 @@ func (r *reader) update(state *clientState) *sink.Update {
 	u.NodeChanged = !state.node.Equal(r.has.node)
 	var list []sink.Change
 	for change := range delta.Changes() {
-		old, _ := delta.Old.Get(change.Key)
-		if before, after := old.viewOrNil(), change.Value.viewOrNil(); !before.Equal(after) {
+		if before, after := change.Old.viewOrNil(), change.New.viewOrNil(); !before.Equal(after) {
 			list = append(list, sink.Change{Key: change.Key, Old: before, New: after})
 		}
 	}
-	slices.SortFunc(list, func(a, b sink.Change) int { return api.CompareKeys(a.Key, b.Key) })
 	u.Services = slices.Values(list)
 	return u
 }

@@ -44,7 +44,7 @@ func converse[Request, Response any](s *Server, stream grpc.BidiStreamingServer[
 		return err
 	}
 	defer l.close()
-	at := notYet
+	at := diffRevision(0)
 	for {
 		if at, err = s.answer(stream.Context(), at, l.tell); err != nil {
 			return err
@@ -65,9 +65,6 @@ func endOf(err error) error {
 	}
 	return err
 }
-
-// notYet is the revision of who was told nothing yet.
-const notYet = ^diffRevision(0)
 
 // answer waits until there is another snapshot than the one at a revision, with
 // something in it to tell, and tells it. It returns the revision it has come to.

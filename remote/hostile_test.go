@@ -371,7 +371,7 @@ func handshake(t *testing.T, address string, config *tls.Config) error {
 
 func TestStreamsAreLimited(t *testing.T) {
 	opts := remote.ServerOptions{BatchInterval: -1, Limits: remote.Limits{StreamsPerPeer: 3, StreamRate: 1e-9}}
-	state := cluster.New(cluster.Options{})
+	state := cluster.New(cluster.Options{Resumable: true})
 	state.SetSynced()
 	l := listen(t, "127.0.0.1:0")
 	server, _ := serveOn(t, state, l, opts)

@@ -15,7 +15,7 @@ import (
 // for a while, so that a burst of them wakes the streams once, and so that all
 // streams go from one snapshot to the same next one.
 type publisher struct {
-	state    *cluster.State
+	state    cluster.Reader
 	interval time.Duration
 	clock    clock.WithTicker
 
@@ -24,7 +24,7 @@ type publisher struct {
 	next     chan struct{}     // closed when snapshot is replaced
 }
 
-func newPublisher(state *cluster.State, interval time.Duration, c clock.WithTicker) *publisher {
+func newPublisher(state cluster.Reader, interval time.Duration, c clock.WithTicker) *publisher {
 	return &publisher{state: state, interval: interval, clock: c, next: make(chan struct{})}
 }
 
@@ -38,14 +38,14 @@ func (p *publisher) get() (*cluster.Snapshot, <-chan struct{}) {
 
 // run publishes until ctx ends.
 func (p *publisher) run(ctx context.Context) error {
-	revision := notYet
+	revision := diffRevision(0)
 	for {
 		select {
 		case <-p.state.Changed(revision):
 		case <-ctx.Done():
 			return nil
 		}
-		if p.interval > 0 && revision != notYet {
+		if p.interval > 0 && revision != 0 {
 			timer := p.clock.NewTimer(p.interval)
 			select {
 			case <-timer.C():

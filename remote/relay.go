@@ -9,7 +9,6 @@ import (
 	"github.com/kpng-project/kpng/api/clusterv1"
 	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/mem"
@@ -30,7 +29,7 @@ func (s clusterServer) Watch(stream grpc.BidiStreamingServer[clusterv1.WatchRequ
 			return nil, err
 		}
 		r := &relay{server: s.Server, sender: s.newSender(stream, c)}
-		r.revision, r.positioned = s.readToken(req.GetResume())
+		r.revision = s.readToken(req.GetResume())
 		return r, nil
 	})
 }
@@ -49,11 +48,9 @@ func (s *Server) mayReadCluster(c caller) error {
 
 // relay is the position of a client that follows the cluster's state.
 type relay struct {
-	server *Server
-	sender sender
-	// revision is that of what the client has, if positioned.
-	revision   diffRevision
-	positioned bool
+	server   *Server
+	sender   sender
+	revision diffRevision // of what the client has, 0 if that is not known
 
 	part clusterv1.WatchResponse
 	size int // of part, about
@@ -61,9 +58,9 @@ type relay struct {
 
 // tell implements listener.
 func (r *relay) tell(snapshot *cluster.Snapshot) (bool, error) {
-	services, a := since(snapshot.Services, r)
-	slices, b := since(snapshot.Slices, r)
-	nodes, c := since(snapshot.Nodes, r)
+	services, a := snapshot.Services.Since(r.revision)
+	slices, b := snapshot.Slices.Since(r.revision)
+	nodes, c := snapshot.Nodes.Since(r.revision)
 	if r.part.Reset_ = !a || !b || !c; r.part.Reset_ {
 		services, slices, nodes = snapshot.Services.All(), snapshot.Slices.All(), snapshot.Nodes.All()
 	}
@@ -78,7 +75,7 @@ func (r *relay) tell(snapshot *cluster.Snapshot) (bool, error) {
 		return true, err
 	}
 	r.part.Token = r.server.newToken(snapshot.Revision)
-	r.revision, r.positioned = snapshot.Revision, true
+	r.revision = snapshot.Revision
 	return true, r.flush()
 }
 
@@ -87,22 +84,6 @@ func (r *relay) hear(*clusterv1.WatchRequest) error { return nil }
 
 // close implements listener.
 func (r *relay) close() {}
-
-// since yields what changed after the position of r, the zero value for what is
-// gone. It returns false if that is not known.
-func since[K, V any](s *diffstore.Snapshot[K, V], r *relay) (iter.Seq2[K, V], bool) {
-	if !r.positioned {
-		return nil, false
-	}
-	changes, ok := s.Since(r.revision)
-	return func(yield func(K, V) bool) {
-		for c := range changes {
-			if !yield(c.Key, c.Value) {
-				return
-			}
-		}
-	}, ok
-}
 
 // deletionSize is about what a deletion takes on the wire.
 const deletionSize = 64

@@ -47,12 +47,12 @@ func within(t testing.TB) context.Context {
 // writer writes a World to a state.
 type writer struct{ tx *cluster.Tx }
 
-func (w writer) SetService(s *api.Service)            { w.tx.SetService(0, s) }
-func (w writer) DeleteService(k types.NamespacedName) { w.tx.DeleteService(0, k) }
-func (w writer) SetSlice(s *api.EndpointSlice)        { w.tx.SetSlice(0, s) }
-func (w writer) DeleteSlice(k types.NamespacedName)   { w.tx.DeleteSlice(0, k) }
-func (w writer) SetNode(n *api.Node)                  { w.tx.SetNode(0, n) }
-func (w writer) DeleteNode(name string)               { w.tx.DeleteNode(0, name) }
+func (w writer) SetService(s *api.Service)            { w.tx.SetService(s) }
+func (w writer) DeleteService(k types.NamespacedName) { w.tx.DeleteService(k) }
+func (w writer) SetSlice(s *api.EndpointSlice)        { w.tx.SetSlice(s) }
+func (w writer) DeleteSlice(k types.NamespacedName)   { w.tx.DeleteSlice(k) }
+func (w writer) SetNode(n *api.Node)                  { w.tx.SetNode(n) }
+func (w writer) DeleteNode(name string)               { w.tx.DeleteNode(name) }
 func update(s *cluster.State, write func(apitest.Writer)) {
 	s.Update(func(tx *cluster.Tx) { write(writer{tx}) })
 }
@@ -65,7 +65,7 @@ type world struct {
 }
 
 func newWorld(seed uint64, nodes, services int) *world {
-	w := &world{World: apitest.NewWorld(rand.New(rand.NewPCG(seed, 0)), nodes, services), state: cluster.New(cluster.Options{})}
+	w := &world{World: apitest.NewWorld(rand.New(rand.NewPCG(seed, 0)), nodes, services), state: cluster.New(cluster.Options{Resumable: true})}
 	update(w.state, w.WriteAll)
 	w.mark()
 	w.state.SetSynced()

@@ -174,7 +174,7 @@ func TestAfterALossOnlyWhatChangedComes(t *testing.T) {
 
 func TestAfterAChangeOfZoneATokenIsVoid(t *testing.T) {
 	ctx := within(t)
-	state := cluster.New(cluster.Options{})
+	state := cluster.New(cluster.Options{Resumable: true})
 	at := func(zone string) *api.Node {
 		return &api.Node{Name: "n", Labels: map[string]string{api.ZoneLabel: zone}}
 	}
@@ -209,7 +209,7 @@ func TestAfterAChangeOfZoneATokenIsVoid(t *testing.T) {
 // expects it to be told of where it is.
 func TestAnIdleClientGetsNewTokens(t *testing.T) {
 	ctx := within(t)
-	state := cluster.New(cluster.Options{})
+	state := cluster.New(cluster.Options{Resumable: true})
 	state.SetSynced()
 	l := listen(t, "127.0.0.1:0")
 	serveOn(t, state, l, quick)
@@ -248,7 +248,7 @@ func TestAnIdleClientGetsNewTokens(t *testing.T) {
 func TestANewServerIsAMinimalDifference(t *testing.T) {
 	ctx := within(t)
 	state := func(names ...string) *cluster.State {
-		s := cluster.New(cluster.Options{})
+		s := cluster.New(cluster.Options{Resumable: true})
 		update(s, func(to apitest.Writer) {
 			for _, name := range names {
 				to.SetService(plain(name, 1))
@@ -289,7 +289,7 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 
 	var stopServer, stopRelay, stopRelayed func()
 	startServer := func() { _, stopServer = serve(t, w.state, origin, opts) }
-	copied := cluster.New(cluster.Options{})
+	copied := cluster.New(cluster.Options{Resumable: true})
 	startRelay := func() {
 		stopRelay = start(t, func(ctx context.Context) error {
 			return watcher.Watch(ctx, copied, watcher.Options{DialOptions: transport.DialOptions{

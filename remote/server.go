@@ -92,7 +92,7 @@ func DefaultLimits() Limits {
 // Server serves views of a cluster's state, and the state itself if asked to.
 type Server struct {
 	opts     ServerOptions
-	state    *cluster.State
+	state    cluster.Reader
 	instance []byte // tells this server's tokens from another's
 
 	published *publisher
@@ -102,8 +102,9 @@ type Server struct {
 	stopping  chan struct{}
 }
 
-// NewServer returns a server of what state has, from when it has synced on.
-func NewServer(state *cluster.State, opts ServerOptions) (*Server, error) {
+// NewServer returns a server of what state has, from when it has synced on. The state is one
+// with [cluster.Options].Resumable: otherwise clients start over after any deletion.
+func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 	switch {
 	case opts.TLS == nil && opts.NodeCertificates:
 		return nil, errors.New("NodeCertificates needs TLS")

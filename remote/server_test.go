@@ -37,7 +37,7 @@ var (
 // each on which an endpoint runs.
 func TestViewsAreWorkedOutOncePerClass(t *testing.T) {
 	ctx := within(t)
-	state := cluster.New(cluster.Options{})
+	state := cluster.New(cluster.Options{Resumable: true})
 	var nodes []string
 	update(state, func(to apitest.Writer) {
 		for _, zone := range []string{"a", "b"} {
@@ -89,7 +89,7 @@ func TestViewsAreWorkedOutOncePerClass(t *testing.T) {
 // another node.
 func TestWhatANodeDoesNotSeeReachesItNot(t *testing.T) {
 	ctx := within(t)
-	state := cluster.New(cluster.Options{})
+	state := cluster.New(cluster.Options{Resumable: true})
 	update(state, func(to apitest.Writer) {
 		to.SetNode(&api.Node{Name: "n", Labels: map[string]string{api.ZoneLabel: "a"}})
 		to.SetService(hinted)
@@ -124,7 +124,7 @@ func TestWhatANodeDoesNotSeeReachesItNot(t *testing.T) {
 // TestChangesAreBatched makes a hundred changes while the server waits for more.
 func TestChangesAreBatched(t *testing.T) {
 	ctx := within(t)
-	state := cluster.New(cluster.Options{})
+	state := cluster.New(cluster.Options{Resumable: true})
 	state.SetSynced()
 	clock := testclock.NewFakeClock(time.Unix(0, 0))
 	opts := quick
@@ -157,7 +157,7 @@ func TestChangesAreBatched(t *testing.T) {
 // TestALargeServiceIsToldInParts has a service that is larger than an operation.
 func TestALargeServiceIsToldInParts(t *testing.T) {
 	ctx := within(t)
-	state := cluster.New(cluster.Options{})
+	state := cluster.New(cluster.Options{Resumable: true})
 	slice := *hintedSlice
 	slice.Endpoints = nil
 	addr := netip.MustParseAddr("172.16.0.0")
@@ -189,7 +189,7 @@ func TestOptionsThatMakeNoSense(t *testing.T) {
 		"readers without TLS":                     {ServeCluster: true, ClusterReaders: []string{"x"}},
 		"a cluster that nobody with TLS may read": {TLS: tlsFiles("x"), ServeCluster: true},
 	} {
-		if _, err := remote.NewServer(cluster.New(cluster.Options{}), opts); err == nil {
+		if _, err := remote.NewServer(cluster.New(cluster.Options{Resumable: true}), opts); err == nil {
 			t.Errorf("%s: no error", name)
 		}
 	}

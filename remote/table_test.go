@@ -366,7 +366,7 @@ func TestAClientOfTheFirstKpngFollows(t *testing.T) {
 				w.Change(writer{tx})
 			}
 			w.step++
-			tx.SetService(0, marker(w.step))
+			tx.SetService(marker(w.step))
 		})
 		c.next()
 	}

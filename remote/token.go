@@ -24,13 +24,13 @@ func (s *Server) newToken(revision diffstore.Revision, depends ...string) []byte
 	return b
 }
 
-// readToken returns the revision of a token, and false if it is of another server
-// or depends on something else.
-func (s *Server) readToken(token []byte, depends ...string) (diffstore.Revision, bool) {
-	rest, ok := bytes.CutPrefix(token, s.instance)
-	if !ok {
-		return 0, false
-	}
+// readToken returns the revision of a token, 0 if it is of another server or depends on
+// something else.
+func (s *Server) readToken(token []byte, depends ...string) diffstore.Revision {
+	rest, _ := bytes.CutPrefix(token, s.instance)
 	revision, _ := binary.Uvarint(rest)
-	return diffstore.Revision(revision), bytes.Equal(token, s.newToken(diffstore.Revision(revision), depends...))
+	if !bytes.Equal(token, s.newToken(diffstore.Revision(revision), depends...)) {
+		return 0
+	}
+	return diffstore.Revision(revision)
 }

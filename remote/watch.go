@@ -144,18 +144,14 @@ func (w *watch) nodeFrames(node *api.Node, tell bool) iter.Seq[frame] {
 // since yields the services that changed after the client's token, each as a
 // whole. It returns false if there is no token that is good.
 func (w *watch) since(snapshot *cluster.Snapshot, node *api.Node) (iter.Seq[frame], bool) {
-	revision, ok := w.server.readToken(w.resume, w.depends(node)...)
-	if !ok {
-		return nil, false
-	}
-	changes, ok := snapshot.States.Since(revision)
+	changes, ok := snapshot.States.Since(w.server.readToken(w.resume, w.depends(node)...))
 	if !ok {
 		return nil, false
 	}
 	return func(yield func(frame) bool) {
-		for c := range changes {
-			frames := []frame{deleteFrame(localv1.Set_ServicesSet, servicePath(c.Key))}
-			if view := w.view(c.Value, node); view != nil {
+		for key, state := range changes {
+			frames := []frame{deleteFrame(localv1.Set_ServicesSet, servicePath(key))}
+			if view := w.view(state, node); view != nil {
 				frames = view.whole(w.who)
 			}
 			for _, f := range frames {
@@ -199,11 +195,11 @@ func (w *watch) additions(s *states, node *api.Node) iter.Seq[*wireDelta] {
 func (w *watch) deltas(d statesDelta, node *api.Node) []*wireDelta {
 	changes := slices.Values(w.server.changes.step(d))
 	if node.Zone() != w.node.Zone() {
-		changes = everything(d)
+		changes = d.All()
 	}
 	var list []*wireDelta
 	for c := range changes {
-		old, new := w.view(c.old, w.node), w.view(c.new, node)
+		old, new := w.view(c.Old, w.node), w.view(c.New, node)
 		if old != new {
 			list = append(list, delta(old, new, w.who))
 		}

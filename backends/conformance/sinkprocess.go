@@ -114,11 +114,10 @@ func write(state *cluster.State, converter *watcher.Converter, objects *Objects)
 		node, _ := converter.Node(o)
 		nodes = append(nodes, node)
 	}
-	const scope = 1
 	state.Update(func(tx *cluster.Tx) {
-		tx.ReplaceNodes(scope, slices.Values(nodes))
-		tx.ReplaceServices(scope, slices.Values(services))
-		tx.ReplaceSlices(scope, slices.Values(endpoints))
+		tx.ReplaceNodes(slices.Values(nodes))
+		tx.ReplaceServices(slices.Values(services))
+		tx.ReplaceSlices(slices.Values(endpoints))
 	})
 	state.SetSynced()
 	return uint64(state.Snapshot().Revision)

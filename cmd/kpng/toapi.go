@@ -92,7 +92,7 @@ func (f *serverFlags) get() (*apiServer, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--socket-mode %q is not a mode such as 0600", f.mode)
 	}
-	s := &apiServer{state: cluster.New(cluster.Options{}), mode: fs.FileMode(mode)}
+	s := &apiServer{state: cluster.New(cluster.Options{Resumable: true}), mode: fs.FileMode(mode)}
 	for _, text := range f.listen {
 		a, err := transport.ParseAddress(text)
 		if err != nil {

@@ -76,7 +76,7 @@ func TestAFileFollowsTheStateAtAnInterval(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := cluster.New(cluster.Options{})
 		set := func(name string) {
-			state.Update(func(tx *cluster.Tx) { tx.SetNode(0, &api.Node{Name: name}) })
+			state.Update(func(tx *cluster.Tx) { tx.SetNode(&api.Node{Name: name}) })
 		}
 		w, err := newFileWriter(path, file.WriteOptions{})
 		if err != nil {
@@ -109,14 +109,14 @@ func TestAFileFollowsTheStateAtAnInterval(t *testing.T) {
 		}
 
 		// A service that cannot be written leaves the file as it was.
-		state.Update(func(tx *cluster.Tx) { tx.SetService(0, &api.Service{Name: "odd", Type: "Odd"}) })
+		state.Update(func(tx *cluster.Tx) { tx.SetService(&api.Service{Name: "odd", Type: "Odd"}) })
 		time.Sleep(2 * time.Minute)
 		synctest.Wait()
 		if got := read(t, path); !strings.Contains(got, "three") {
 			t.Errorf("after a failure it is\n%s", got)
 		}
 		set("four")
-		state.Update(func(tx *cluster.Tx) { tx.DeleteService(0, (&api.Service{Name: "odd"}).Key()) })
+		state.Update(func(tx *cluster.Tx) { tx.DeleteService((&api.Service{Name: "odd"}).Key()) })
 		time.Sleep(2 * time.Minute)
 		synctest.Wait()
 		if got := read(t, path); !strings.Contains(got, "four") {
@@ -150,7 +150,7 @@ func TestAFailureToWriteIsLoggedOnce(t *testing.T) {
 		if err := os.RemoveAll(folder); err != nil {
 			t.Fatal(err)
 		}
-		state.Update(func(tx *cluster.Tx) { tx.SetNode(0, &api.Node{Name: "one"}) })
+		state.Update(func(tx *cluster.Tx) { tx.SetNode(&api.Node{Name: "one"}) })
 		time.Sleep(time.Minute)
 		cancel()
 		if err := <-ended; err != nil {

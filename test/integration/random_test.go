@@ -205,18 +205,18 @@ func (n *tenant) print(node string, all objects) []byte {
 		for _, o := range all.services {
 			if convert.WantsService(o) {
 				s, _ := convert.Service(o)
-				tx.SetService(0, s)
+				tx.SetService(s)
 				selectorless[o.Name] = watcher.Selectorless(o)
 			}
 		}
 		for _, o := range all.slices {
 			if s, _ := convert.EndpointSlice(o); s != nil && (convert.WantsSlice(o) || selectorless[s.ServiceName]) {
-				tx.SetSlice(0, s)
+				tx.SetSlice(s)
 			}
 		}
 		for _, o := range all.nodes {
 			node, _ := convert.Node(o)
-			tx.SetNode(0, node)
+			tx.SetNode(node)
 		}
 	})
 	state.SetSynced()

@@ -127,9 +127,9 @@ func (f *follower) load(ctx context.Context) error {
 	}
 	f.files = files
 	f.state.Update(func(tx *cluster.Tx) {
-		tx.ReplaceNodes(0, slices.Values(m.Nodes))
-		tx.ReplaceServices(0, slices.Values(m.Services))
-		tx.ReplaceSlices(0, slices.Values(m.Slices))
+		tx.ReplaceNodes(slices.Values(m.Nodes))
+		tx.ReplaceServices(slices.Values(m.Services))
+		tx.ReplaceSlices(slices.Values(m.Slices))
 	})
 	warned := make(map[string]bool, len(m.Warnings))
 	for _, w := range m.Warnings {

@@ -33,14 +33,14 @@ func (w scoped) SetService(s *api.Service) {
 	if s.Type != api.LoadBalancer || !s.ExternalTrafficToLocal {
 		s.HealthCheckNodePort = 0
 	}
-	w.Tx.SetService(0, s)
+	w.Tx.SetService(s)
 }
 
-func (w scoped) DeleteService(key types.NamespacedName) { w.Tx.DeleteService(0, key) }
-func (w scoped) SetSlice(s *api.EndpointSlice)          { w.Tx.SetSlice(0, s) }
-func (w scoped) DeleteSlice(key types.NamespacedName)   { w.Tx.DeleteSlice(0, key) }
-func (w scoped) SetNode(n *api.Node)                    { w.Tx.SetNode(0, n) }
-func (w scoped) DeleteNode(name string)                 { w.Tx.DeleteNode(0, name) }
+func (w scoped) DeleteService(key types.NamespacedName) { w.Tx.DeleteService(key) }
+func (w scoped) SetSlice(s *api.EndpointSlice)          { w.Tx.SetSlice(s) }
+func (w scoped) DeleteSlice(key types.NamespacedName)   { w.Tx.DeleteSlice(key) }
+func (w scoped) SetNode(n *api.Node)                    { w.Tx.SetNode(n) }
+func (w scoped) DeleteNode(name string)                 { w.Tx.DeleteNode(name) }
 
 // readBack writes the state and reads what was written.
 func readBack(t *testing.T, s *cluster.Snapshot, opts WriteOptions) *cluster.Snapshot {
@@ -171,13 +171,13 @@ func TestEveryFieldIsWritten(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.Update(func(tx *cluster.Tx) {
 		for _, s := range services {
-			tx.SetService(0, s)
+			tx.SetService(s)
 		}
 		for _, s := range slices {
-			tx.SetSlice(0, s)
+			tx.SetSlice(s)
 		}
 		for _, n := range nodes {
-			tx.SetNode(0, n)
+			tx.SetNode(n)
 		}
 	})
 	for _, json := range []bool{false, true} {
@@ -236,7 +236,7 @@ func TestWhatNoManifestTellsIsRefused(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			test.service.Namespace, test.service.Name = "ns", "svc"
 			state := cluster.New(cluster.Options{})
-			state.Update(func(tx *cluster.Tx) { tx.SetService(0, &test.service) })
+			state.Update(func(tx *cluster.Tx) { tx.SetService(&test.service) })
 			err := Write(&bytes.Buffer{}, state.Snapshot(), WriteOptions{})
 			if err == nil || !strings.Contains(err.Error(), "Service ns/svc") || !strings.Contains(err.Error(), test.want) {
 				t.Errorf("error %v does not name the service and %q", err, test.want)

@@ -46,7 +46,7 @@ func inWorld(t *testing.T, opts Options, test func(*world)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		_, ctx := ktesting.NewTestContext(t)
-		w := &world{apiServer: newAPIServer(t), t: t, opts: opts, state: cluster.New(cluster.Options{}), ctx: ctx}
+		w := &world{apiServer: newAPIServer(t), t: t, opts: opts, state: cluster.New(cluster.Options{Resumable: true}), ctx: ctx}
 		test(w)
 		if w.stop != nil {
 			w.stop()
@@ -380,8 +380,8 @@ func TestLostServerChangesNothingAndAfterwardsOnlyTheDifferenceIsWritten(t *test
 				w.expect("service default/stays", "service default/comes", "slice default/stays-1 10.0.0.1")
 				changes, _ := w.state.Snapshot().States.Since(before.Revision)
 				got := map[string]bool{}
-				for c := range changes {
-					got[c.Key.Name] = c.Deleted
+				for key, state := range changes {
+					got[key.Name] = state == nil
 				}
 				if diff := cmp.Diff(map[string]bool{"goes": true, "comes": false}, got); diff != "" {
 					t.Errorf("changes, by whether they are deletions (-want +got):\n%s", diff)

@@ -160,7 +160,7 @@ func (m *merger) drop(key types.NamespacedName) {
 func (m *merger) publish(tx *cluster.Tx, own *ownService) {
 	if own.held != nil {
 		own.timer.Stop()
-		tx.SetService(mainScope, own.held)
+		tx.SetService(own.held)
 		own.held = nil
 	}
 	m.ready = append(m.ready, own)
@@ -207,7 +207,7 @@ func (m mergedServices) set(i *item[api.Service]) {
 	} else if m.hold(i) {
 		return
 	}
-	m.commit(func(tx *cluster.Tx) { tx.SetService(mainScope, i.value) })
+	m.commit(func(tx *cluster.Tx) { tx.SetService(i.value) })
 }
 
 // hold serves a service without a selector and reports whether it is to be kept
@@ -229,7 +229,7 @@ func (m mergedServices) remove(key types.NamespacedName) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.drop(key)
-	m.commit(func(tx *cluster.Tx) { tx.DeleteService(mainScope, key) })
+	m.commit(func(tx *cluster.Tx) { tx.DeleteService(key) })
 }
 
 func (m mergedServices) replace(all []*item[api.Service]) {
@@ -253,5 +253,5 @@ func (m mergedServices) replace(all []*item[api.Service]) {
 			publish = append(publish, i)
 		}
 	}
-	m.commit(func(tx *cluster.Tx) { tx.ReplaceServices(mainScope, values(publish)) })
+	m.commit(func(tx *cluster.Tx) { tx.ReplaceServices(values(publish)) })
 }

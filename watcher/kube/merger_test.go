@@ -129,9 +129,9 @@ func TestLaterServiceIsPublishedWithItsSlices(t *testing.T) {
 		unblock()
 		w.expect("service default/byhand", "slice default/plain 10.0.0.1")
 		changes, _ := w.state.Snapshot().States.Since(before)
-		for c := range changes {
-			if c.Value.Service.Ports[0].Port != 81 || len(c.Value.Slices) != 1 {
-				t.Errorf("published as %+v", c.Value)
+		for _, state := range changes {
+			if state.Service.Ports[0].Port != 81 || len(state.Slices) != 1 {
+				t.Errorf("published as %+v", state)
 			}
 		}
 		w.advance(2 * holdTimeout)
@@ -359,7 +359,7 @@ func newTestMerger(t *testing.T) *merger {
 	if err != nil {
 		t.Fatal(err)
 	}
-	state := cluster.New(cluster.Options{})
+	state := cluster.New(cluster.Options{Resumable: true})
 	m := newMerger(&watch{opts: opts, state: state, converter: converter, gate: gate{open: state.SetSynced}})
 	m.startOwn = func(types.NamespacedName, viewWriter) context.CancelFunc { return func() {} }
 	m.startShared = func(viewWriter) {}
@@ -527,9 +527,9 @@ func TestOneWatchTakesOverFromMany(t *testing.T) {
 		w.set(slice("last", "last-1", "10.0.2.1"), selectorless("last", proxyName, "x"))
 		w.expect(append(want, "service default/last", "slice default/last-1 10.0.2.1")...)
 		changes, _ := w.state.Snapshot().States.Since(before)
-		for c := range changes {
-			if c.Key.Name != "last" {
-				t.Errorf("the change of watches changed %s", c.Key)
+		for key := range changes {
+			if key.Name != "last" {
+				t.Errorf("the change of watches changed %s", key)
 			}
 		}
 		w.delete(slice("crowd-3", "crowd-3", ""))

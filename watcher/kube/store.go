@@ -13,7 +13,6 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
 )
 
 // item is an object of the API, reduced to what goes into the state.
@@ -155,9 +154,6 @@ func values[T any](items []*item[T]) iter.Seq[*T] {
 	}
 }
 
-// mainScope is the scope of everything that is written.
-const mainScope diffstore.Scope = 0
-
 // serviceWriter, sliceWriter and nodeWriter write what one watch of the whole
 // cluster brings.
 type (
@@ -167,37 +163,37 @@ type (
 )
 
 func (w serviceWriter) set(i *item[api.Service]) {
-	w.state.Update(func(tx *cluster.Tx) { tx.SetService(mainScope, i.value) })
+	w.state.Update(func(tx *cluster.Tx) { tx.SetService(i.value) })
 }
 
 func (w serviceWriter) remove(key types.NamespacedName) {
-	w.state.Update(func(tx *cluster.Tx) { tx.DeleteService(mainScope, key) })
+	w.state.Update(func(tx *cluster.Tx) { tx.DeleteService(key) })
 }
 
 func (w serviceWriter) replace(all []*item[api.Service]) {
-	w.state.Update(func(tx *cluster.Tx) { tx.ReplaceServices(mainScope, values(all)) })
+	w.state.Update(func(tx *cluster.Tx) { tx.ReplaceServices(values(all)) })
 }
 
 func (w sliceWriter) set(i *item[api.EndpointSlice]) {
-	w.state.Update(func(tx *cluster.Tx) { tx.SetSlice(mainScope, i.value) })
+	w.state.Update(func(tx *cluster.Tx) { tx.SetSlice(i.value) })
 }
 
 func (w sliceWriter) remove(key types.NamespacedName) {
-	w.state.Update(func(tx *cluster.Tx) { tx.DeleteSlice(mainScope, key) })
+	w.state.Update(func(tx *cluster.Tx) { tx.DeleteSlice(key) })
 }
 
 func (w sliceWriter) replace(all []*item[api.EndpointSlice]) {
-	w.state.Update(func(tx *cluster.Tx) { tx.ReplaceSlices(mainScope, values(all)) })
+	w.state.Update(func(tx *cluster.Tx) { tx.ReplaceSlices(values(all)) })
 }
 
 func (w nodeWriter) set(i *item[api.Node]) {
-	w.state.Update(func(tx *cluster.Tx) { tx.SetNode(mainScope, i.value) })
+	w.state.Update(func(tx *cluster.Tx) { tx.SetNode(i.value) })
 }
 
 func (w nodeWriter) remove(key types.NamespacedName) {
-	w.state.Update(func(tx *cluster.Tx) { tx.DeleteNode(mainScope, key.Name) })
+	w.state.Update(func(tx *cluster.Tx) { tx.DeleteNode(key.Name) })
 }
 
 func (w nodeWriter) replace(all []*item[api.Node]) {
-	w.state.Update(func(tx *cluster.Tx) { tx.ReplaceNodes(mainScope, values(all)) })
+	w.state.Update(func(tx *cluster.Tx) { tx.ReplaceNodes(values(all)) })
 }

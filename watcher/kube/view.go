@@ -122,9 +122,9 @@ func (m *merger) write(tx *cluster.Tx, key types.NamespacedName) {
 		}
 	}
 	if newest != nil && (newest.labelled || m.services[newest.value.ServiceKey()] != nil) {
-		tx.SetSlice(mainScope, newest.value)
+		tx.SetSlice(newest.value)
 	} else {
-		tx.DeleteSlice(mainScope, key)
+		tx.DeleteSlice(key)
 	}
 }
 

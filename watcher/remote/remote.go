@@ -16,7 +16,6 @@ import (
 	"github.com/kpng-project/kpng/api/clusterv1"
 	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/remote/transport"
 	"google.golang.org/grpc"
 	"k8s.io/apimachinery/pkg/types"
@@ -146,15 +145,15 @@ func (a *answer) write(tx *cluster.Tx) {
 }
 
 // write makes those of one kind what the answer says: all of them, if all is new.
-func (o *objects[K, V]) write(all bool, replace func(diffstore.Scope, iter.Seq[*V]), set func(diffstore.Scope, *V), remove func(diffstore.Scope, K)) {
+func (o *objects[K, V]) write(all bool, replace func(iter.Seq[*V]), set func(*V), remove func(K)) {
 	if all {
-		replace(0, slices.Values(o.set))
+		replace(slices.Values(o.set))
 		return
 	}
 	for _, v := range o.set {
-		set(0, v)
+		set(v)
 	}
 	for _, key := range o.deleted {
-		remove(0, key)
+		remove(key)
 	}
 }

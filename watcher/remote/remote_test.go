@@ -27,12 +27,12 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 type writer struct{ tx *cluster.Tx }
 
-func (w writer) SetService(s *api.Service)            { w.tx.SetService(0, s) }
-func (w writer) DeleteService(k types.NamespacedName) { w.tx.DeleteService(0, k) }
-func (w writer) SetSlice(s *api.EndpointSlice)        { w.tx.SetSlice(0, s) }
-func (w writer) DeleteSlice(k types.NamespacedName)   { w.tx.DeleteSlice(0, k) }
-func (w writer) SetNode(n *api.Node)                  { w.tx.SetNode(0, n) }
-func (w writer) DeleteNode(name string)               { w.tx.DeleteNode(0, name) }
+func (w writer) SetService(s *api.Service)            { w.tx.SetService(s) }
+func (w writer) DeleteService(k types.NamespacedName) { w.tx.DeleteService(k) }
+func (w writer) SetSlice(s *api.EndpointSlice)        { w.tx.SetSlice(s) }
+func (w writer) DeleteSlice(k types.NamespacedName)   { w.tx.DeleteSlice(k) }
+func (w writer) SetNode(n *api.Node)                  { w.tx.SetNode(n) }
+func (w writer) DeleteNode(name string)               { w.tx.DeleteNode(name) }
 
 func update(s *cluster.State, write func(apitest.Writer)) {
 	s.Update(func(tx *cluster.Tx) { write(writer{tx}) })
@@ -128,7 +128,7 @@ func wait(t *testing.T, original, copied *cluster.State) {
 
 func TestTheStateIsCopied(t *testing.T) {
 	world := apitest.NewWorld(rand.New(rand.NewPCG(1, 0)), 10, 500)
-	original, copied := cluster.New(cluster.Options{}), cluster.New(cluster.Options{})
+	original, copied := cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{Resumable: true})
 	update(original, world.WriteAll)
 	address := "unix://" + filepath.Join(t.TempDir(), "s")
 	stop := serve(t, original, address)
@@ -157,7 +157,7 @@ func TestTheStateIsCopied(t *testing.T) {
 
 // TestARelistIsAMinimalDifference follows another server with almost the same.
 func TestARelistIsAMinimalDifference(t *testing.T) {
-	states := [2]*cluster.State{cluster.New(cluster.Options{}), cluster.New(cluster.Options{})}
+	states := [2]*cluster.State{cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{Resumable: true})}
 	for i, s := range states {
 		update(s, func(to apitest.Writer) {
 			for n := range 100 {
@@ -167,7 +167,7 @@ func TestARelistIsAMinimalDifference(t *testing.T) {
 		s.SetSynced()
 	}
 	address := "unix://" + filepath.Join(t.TempDir(), "s")
-	copied := cluster.New(cluster.Options{})
+	copied := cluster.New(cluster.Options{Resumable: true})
 	stop := serve(t, states[0], address)
 	follow(t, copied, address)
 	wait(t, states[0], copied)
@@ -177,8 +177,8 @@ func TestARelistIsAMinimalDifference(t *testing.T) {
 	wait(t, states[1], copied)
 	var changed []string
 	changes, _ := copied.Snapshot().States.Since(before.Revision)
-	for c := range changes {
-		changed = append(changed, c.Key.Name)
+	for key := range changes {
+		changed = append(changed, key.Name)
 	}
 	if diff := cmp.Diff([]string{"s0", "s100"}, changed); diff != "" {
 		t.Error(diff)

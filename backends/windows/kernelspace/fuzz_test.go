@@ -43,12 +43,12 @@ func FuzzBackend(f *testing.F) {
 // writer writes to a state.
 type writer struct{ tx *cluster.Tx }
 
-func (w writer) SetService(s *api.Service)              { w.tx.SetService(0, s) }
-func (w writer) DeleteService(key types.NamespacedName) { w.tx.DeleteService(0, key) }
-func (w writer) SetSlice(s *api.EndpointSlice)          { w.tx.SetSlice(0, s) }
-func (w writer) DeleteSlice(key types.NamespacedName)   { w.tx.DeleteSlice(0, key) }
-func (w writer) SetNode(n *api.Node)                    { w.tx.SetNode(0, n) }
-func (w writer) DeleteNode(name string)                 { w.tx.DeleteNode(0, name) }
+func (w writer) SetService(s *api.Service)              { w.tx.SetService(s) }
+func (w writer) DeleteService(key types.NamespacedName) { w.tx.DeleteService(key) }
+func (w writer) SetSlice(s *api.EndpointSlice)          { w.tx.SetSlice(s) }
+func (w writer) DeleteSlice(key types.NamespacedName)   { w.tx.DeleteSlice(key) }
+func (w writer) SetNode(n *api.Node)                    { w.tx.SetNode(n) }
+func (w writer) DeleteNode(name string)                 { w.tx.DeleteNode(name) }
 
 type fuzzer struct {
 	*testing.T

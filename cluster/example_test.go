@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cluster_test
+
+import (
+	"fmt"
+	"slices"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/diffstore"
+)
+
+// A reader follows a cluster, which may be empty to begin with.
+func Example() {
+	state := cluster.New(cluster.Options{})
+	state.Update(func(tx *cluster.Tx) { tx.ReplaceServices(slices.Values([]*api.Service{})) })
+	state.SetSynced()
+
+	var revision diffstore.Revision // of nothing
+	cursor := state.NewCursor()
+	defer cursor.Close()
+	for _, name := range []string{"db", "web"} {
+		<-state.Changed(revision)
+		snapshot := state.Snapshot()
+		delta := cursor.Until(snapshot.States)
+		fmt.Println("everything:", delta.Full())
+		for change := range delta.Changes() {
+			fmt.Println(" ", change.Key, change.Old == nil, change.New == nil)
+		}
+		cursor.Advance(snapshot.States)
+		revision = snapshot.Revision
+
+		// A watcher writes meanwhile.
+		state.Update(func(tx *cluster.Tx) { tx.SetService(&api.Service{Namespace: "default", Name: name}) })
+	}
+
+	// Output:
+	// everything: true
+	// everything: false
+	//   default/db true false
+}

@@ -20,11 +20,12 @@ type Service struct {
 	Type ServiceType `json:",omitempty"`
 	IPs  ServiceIPs
 
-	// MapIP makes this an all-ports service: everything sent to its addresses,
+	// AllPorts makes this an all-ports service: everything sent to its addresses,
 	// whatever the protocol and port, goes to an endpoint unchanged. It has no
-	// counterpart in the Kubernetes API; a source sets it when its user asks.
-	MapIP bool          `json:",omitempty"`
-	Ports []PortMapping `json:",omitempty"`
+	// counterpart in the Kubernetes API; a source sets it where its user says so.
+	// JSON and the wire call it MapIP.
+	AllPorts bool          `json:"MapIP,omitempty"`
+	Ports    []PortMapping `json:",omitempty"`
 
 	// ExternalTrafficToLocal is externalTrafficPolicy: Local.
 	ExternalTrafficToLocal bool `json:",omitempty"`
@@ -35,9 +36,9 @@ type Service struct {
 	Labels      map[string]string `json:",omitempty"`
 	Annotations map[string]string `json:",omitempty"`
 
-	// IPFilters say who may use which address; an address named by none is
-	// open to everybody.
-	IPFilters       []IPFilter      `json:",omitempty"`
+	// SourceRanges say which clients may use which addresses. An address that
+	// none of them names is open to all. JSON and the wire call them IPFilters.
+	SourceRanges    []SourceRanges  `json:"IPFilters,omitempty"`
 	SessionAffinity SessionAffinity `json:",omitzero"`
 
 	// HealthCheckNodePort is the port, 1 to 65535, on which every node answers
@@ -125,13 +126,13 @@ type PortMapping struct {
 	AppProtocol string `json:",omitempty"`
 }
 
-// IPFilter limits the clients of some of a service's addresses.
-type IPFilter struct {
-	// TargetIPs are the addresses that the filter guards.
+// SourceRanges limits the clients of some of a service's addresses.
+type SourceRanges struct {
+	// TargetIPs are the service's addresses that the ranges guard.
 	TargetIPs IPSet `json:",omitzero"`
-	// SourceRanges are the sources that get in. If it holds none of a family,
-	// nobody of that family gets in.
-	SourceRanges []netip.Prefix `json:",omitempty"`
+	// Prefixes are the sources that are admitted. If it has none of a family, no
+	// source of that family is admitted. JSON and the wire call them SourceRanges.
+	Prefixes []netip.Prefix `json:"SourceRanges,omitempty"`
 }
 
 // SessionAffinity says whether a client keeps its endpoint. At most one of the
@@ -196,12 +197,12 @@ func (s *Service) Equal(o *Service) bool {
 	return s != nil && o != nil &&
 		s.Namespace == o.Namespace && s.Name == o.Name && s.Type == o.Type &&
 		s.IPs.Equal(&o.IPs) &&
-		s.MapIP == o.MapIP &&
+		s.AllPorts == o.AllPorts &&
 		slices.Equal(s.Ports, o.Ports) &&
 		s.ExternalTrafficToLocal == o.ExternalTrafficToLocal &&
 		s.InternalTrafficToLocal == o.InternalTrafficToLocal &&
 		maps.Equal(s.Labels, o.Labels) && maps.Equal(s.Annotations, o.Annotations) &&
-		slices.EqualFunc(s.IPFilters, o.IPFilters, IPFilter.equal) &&
+		slices.EqualFunc(s.SourceRanges, o.SourceRanges, SourceRanges.equal) &&
 		s.SessionAffinity.equal(o.SessionAffinity) &&
 		s.HealthCheckNodePort == o.HealthCheckNodePort &&
 		s.UID == o.UID && s.Created.Equal(o.Created) &&
@@ -214,8 +215,8 @@ func (s *ServiceIPs) Equal(o *ServiceIPs) bool {
 		s.LoadBalancerIPs.Equal(&o.LoadBalancerIPs) && s.ProxiedIPs.Equal(&o.ProxiedIPs)
 }
 
-func (f IPFilter) equal(o IPFilter) bool {
-	return f.TargetIPs.Equal(&o.TargetIPs) && slices.Equal(f.SourceRanges, o.SourceRanges)
+func (r SourceRanges) equal(o SourceRanges) bool {
+	return r.TargetIPs.Equal(&o.TargetIPs) && slices.Equal(r.Prefixes, o.Prefixes)
 }
 
 func (a SessionAffinity) equal(o SessionAffinity) bool {

@@ -27,7 +27,7 @@ func (s *ServiceState) FindSlice(name string) (int, bool) {
 }
 
 // Claim is what a frontend takes for its service alone: a protocol and port at
-// an address. Protocol and Port are 0 if it takes the whole address (MapIP).
+// an address. Protocol and Port are 0 if it takes the whole address (AllPorts).
 // IP is the unspecified address of its family if it is a node port, which all
 // node addresses have.
 type Claim struct {

@@ -68,6 +68,29 @@ func TestJSON(t *testing.T) {
 	}
 }
 
+// TestJSONKeepsNamesOfTheWire checks the fields that have another name in Go.
+func TestJSONKeepsNamesOfTheWire(t *testing.T) {
+	s := Service{
+		AllPorts:     true,
+		SourceRanges: []SourceRanges{{TargetIPs: addrs("203.0.113.1"), Prefixes: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}}},
+	}
+	got, err := json.Marshal(s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const want = `{"IPs":{"ClusterIPs":{}},"MapIP":true,"IPFilters":[{"TargetIPs":{"V4":["203.0.113.1"]},"SourceRanges":["10.0.0.0/8"]}]}`
+	if diff := cmp.Diff(want, string(got)); diff != "" {
+		t.Errorf("JSON differs (-want +got):\n%s", diff)
+	}
+	var back Service
+	if err := json.Unmarshal(got, &back); err != nil {
+		t.Fatal(err)
+	}
+	if !back.Equal(&s) {
+		t.Errorf("the service read back differs from the one written: %s", got)
+	}
+}
+
 // TestJSONQueries makes the queries that users make of the JSON with jq:
 //
 //	.Service.IPs.ExternalIPs.V6[0]

@@ -77,7 +77,7 @@ func TestAServiceIsAnAllPortsServiceIfAsked(t *testing.T) {
 			got := []bool{}
 			s := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
 				for _, s := range services {
-					got = append(got, s.Service.MapIP)
+					got = append(got, s.Service.AllPorts)
 				}
 				return nil
 			})

@@ -66,9 +66,9 @@ func (f *serviceFlags) get() watcher.Options {
 	o := f.options
 	switch {
 	case f.mapAllIPs:
-		o.MapIP = func(*corev1.Service) bool { return true }
+		o.AllPorts = func(*corev1.Service) bool { return true }
 	case f.mapIP != "":
-		o.MapIP = watcher.MapIPAnnotated(f.mapIP)
+		o.AllPorts = watcher.AllPortsAnnotated(f.mapIP)
 	}
 	return o
 }

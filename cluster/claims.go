@@ -75,7 +75,7 @@ func claimsOf(s *api.Service) []api.Claim {
 	for _, family := range s.Families() {
 		for _, ips := range s.FrontendIPs(family) {
 			for _, ip := range ips {
-				if s.MapIP {
+				if s.AllPorts {
 					list = append(list, api.Claim{IP: ip})
 					continue
 				}
@@ -84,7 +84,7 @@ func claimsOf(s *api.Service) []api.Claim {
 				}
 			}
 		}
-		if !s.MapIP {
+		if !s.AllPorts {
 			for i := range s.Ports {
 				list = appendPort(list, api.Unspecified(family), s.Ports[i].Protocol, s.Ports[i].NodePort)
 			}

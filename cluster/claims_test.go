@@ -38,7 +38,7 @@ func with(s *api.Service, change func(*api.Service)) *api.Service {
 }
 
 func wholeAddress(s *api.Service) *api.Service {
-	return with(s, func(s *api.Service) { s.MapIP = true })
+	return with(s, func(s *api.Service) { s.AllPorts = true })
 }
 
 func key(name string) types.NamespacedName { return types.NamespacedName{Namespace: "ns", Name: name} }
@@ -214,7 +214,7 @@ func TestClaimsAgreeWithGrantingInOrderOfAge(t *testing.T) {
 					s.Ports = append(s.Ports, api.PortMapping{Protocol: api.Protocol(random.IntN(3)), Port: p + 80, NodePort: 30000 * int32(random.IntN(2))})
 				}
 			}
-			s.MapIP = random.IntN(5) == 0
+			s.AllPorts = random.IntN(5) == 0
 			state.Update(func(tx *cluster.Tx) {
 				if random.IntN(4) == 0 {
 					tx.DeleteService(s.Key())
@@ -258,7 +258,7 @@ func grantInOrderOfAge(state *cluster.State) map[string][]api.LostClaim {
 	for _, s := range services {
 		var claims []api.Claim
 		for ip := range s.IPs.ClusterIPs.All() {
-			if s.MapIP {
+			if s.AllPorts {
 				claims = append(claims, api.Claim{IP: ip})
 				continue
 			}

@@ -43,7 +43,7 @@ func ofType(t api.ServiceType) func(*api.Service) {
 
 func externalLocal(s *api.Service) { s.ExternalTrafficToLocal = true }
 func internalLocal(s *api.Service) { s.InternalTrafficToLocal = true }
-func mapIP(s *api.Service)         { s.MapIP = true }
+func mapIP(s *api.Service)         { s.AllPorts = true }
 func headless(s *api.Service)      { s.IPs.Headless, s.IPs.ClusterIPs = true, api.IPSet{} }
 
 func externalIPs(addrs ...string) func(*api.Service) {

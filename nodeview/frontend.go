@@ -53,7 +53,7 @@ type FrontendKey struct {
 	Addr   netip.Addr `json:",omitzero"`
 	Family api.Family
 	// Protocol and Port, 1 to 65535, are 0 if the frontend takes every protocol
-	// and port of the address (Service.MapIP).
+	// and port of the address (Service.AllPorts).
 	Protocol api.Protocol `json:",omitempty"`
 	Port     int32        `json:",omitempty"`
 }

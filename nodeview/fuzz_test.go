@@ -68,7 +68,7 @@ func (d *dice) state() *api.ServiceState {
 		IPs: api.ServiceIPs{
 			ClusterIPs: d.addrs(), ExternalIPs: d.addrs(), LoadBalancerIPs: d.addrs(), Headless: d.bool(),
 		},
-		MapIP:                  d.n(8) == 7,
+		AllPorts:               d.n(8) == 7,
 		ExternalTrafficToLocal: d.bool(),
 		InternalTrafficToLocal: d.bool(),
 		IPFamilies: pick(d,
@@ -98,7 +98,7 @@ func (d *dice) state() *api.ServiceState {
 	for range d.n(3) {
 		lost := api.LostClaim{Winner: types.NamespacedName{Name: "older"}}
 		lost.IP = pick(d, append(slices.Collect(svc.IPs.ExternalIPs.All()), netip.IPv4Unspecified(), netip.IPv6Unspecified())...)
-		if !svc.MapIP {
+		if !svc.AllPorts {
 			lost.Protocol, lost.Port = api.TCP, pick[int32](d, 1, 2, 30001)
 		}
 		s.Lost = append(s.Lost, lost)
@@ -263,7 +263,7 @@ func possibleKeys(state *api.ServiceState) map[string]bool {
 	for _, slice := range state.Slices {
 		for i := range slice.Endpoints {
 			e := api.Endpoint{IPs: api.NewIPSet(slice.Endpoints[i].Addr)}
-			if !state.Service.MapIP {
+			if !state.Service.AllPorts {
 				for _, p := range oraclePorts(state.Service) {
 					e.PortOverrides = append(e.PortOverrides, oracleOverride(slice, p)...)
 				}

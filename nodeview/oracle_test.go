@@ -176,7 +176,7 @@ func oracleContent(e entry) []string {
 
 // oraclePorts returns the ports that can be served; a nil one stands for all.
 func oraclePorts(svc *api.Service) []*api.PortMapping {
-	if svc.MapIP || len(svc.Ports) == 0 {
+	if svc.AllPorts || len(svc.Ports) == 0 {
 		return []*api.PortMapping{nil}
 	}
 	var out []*api.PortMapping
@@ -318,7 +318,7 @@ func (o *oracle) claims() map[api.Claim]map[api.Family]bool {
 		}
 		out[c][f] = true
 	}
-	if len(svc.Ports) == 0 && !svc.MapIP {
+	if len(svc.Ports) == 0 && !svc.AllPorts {
 		return out
 	}
 	for _, p := range oraclePorts(svc) {

@@ -12,7 +12,7 @@ const anyPort int32 = -1
 // wholeAddress reports whether an address serves the service as a whole,
 // whatever the ports of service and slices: an all-ports service does so, and
 // one without ports has nothing else to go by.
-func wholeAddress(svc *api.Service) bool { return svc.MapIP || len(svc.Ports) == 0 }
+func wholeAddress(svc *api.Service) bool { return svc.AllPorts || len(svc.Ports) == 0 }
 
 // servedPorts appends to buf the ports of svc that can have a frontend; nil
 // stands for the only "port" of a service that is served by whole addresses.

@@ -97,7 +97,7 @@ func sites(se *api.ServiceEndpoints) iter.Seq[site] {
 		svc := se.Service
 		if wholeAddress(svc) {
 			var fault Fault
-			if !svc.MapIP {
+			if !svc.AllPorts {
 				fault = NoPortNumber
 			}
 			portSites(se, nil, fault, 0, yield)

@@ -28,13 +28,13 @@ type Sources struct {
 // is everybody in its family. Ranges of the other family only let nobody in.
 func sourceRanges(svc *api.Service, addr netip.Addr) Sources {
 	var s Sources
-	for i := range svc.IPFilters {
-		filter := &svc.IPFilters[i]
+	for i := range svc.SourceRanges {
+		filter := &svc.SourceRanges[i]
 		if !addr.IsValid() || !filter.TargetIPs.Contains(addr) {
 			continue
 		}
 		s.Restricted = true
-		for _, r := range filter.SourceRanges {
+		for _, r := range filter.Prefixes {
 			if r.Addr().BitLen() != addr.BitLen() {
 				continue
 			}

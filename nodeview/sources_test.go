@@ -15,11 +15,11 @@ import (
 // watchers do for loadBalancerSourceRanges.
 func sourceRangesFor(ranges ...string) func(*api.Service) {
 	return func(s *api.Service) {
-		f := api.IPFilter{TargetIPs: s.IPs.LoadBalancerIPs}
+		f := api.SourceRanges{TargetIPs: s.IPs.LoadBalancerIPs}
 		for _, r := range ranges {
-			f.SourceRanges = append(f.SourceRanges, netip.MustParsePrefix(r))
+			f.Prefixes = append(f.Prefixes, netip.MustParsePrefix(r))
 		}
-		s.IPFilters = append(s.IPFilters, f)
+		s.SourceRanges = append(s.SourceRanges, f)
 	}
 }
 

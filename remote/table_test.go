@@ -306,13 +306,13 @@ func (w *world) want(node string) (services, endpoints map[string]string) {
 
 func wantService(s *api.Service) string {
 	text := fmt.Sprintf("%s at %s external %s load balancer %s headless %d all %d local %d %d check %d labels %s %s",
-		s.Type, wantIPs(s.IPs.ClusterIPs), wantIPs(s.IPs.ExternalIPs), wantIPs(s.IPs.LoadBalancerIPs), number(s.IPs.Headless), number(s.MapIP),
+		s.Type, wantIPs(s.IPs.ClusterIPs), wantIPs(s.IPs.ExternalIPs), wantIPs(s.IPs.LoadBalancerIPs), number(s.IPs.Headless), number(s.AllPorts),
 		number(s.ExternalTrafficToLocal), number(s.InternalTrafficToLocal), s.HealthCheckNodePort, s.Labels, s.Annotations)
 	for _, p := range s.Ports {
 		text += fmt.Sprintf(" port %s %d %d %d %d %s", p.Name, p.Protocol, p.Port, p.NodePort, p.TargetPort, p.TargetPortName)
 	}
-	for _, f := range s.IPFilters {
-		text += fmt.Sprintf(" filter %s %s", wantIPs(f.TargetIPs), f.SourceRanges)
+	for _, f := range s.SourceRanges {
+		text += fmt.Sprintf(" filter %s %s", wantIPs(f.TargetIPs), f.Prefixes)
 	}
 	if s.SessionAffinity.ClientIP != nil {
 		text += fmt.Sprintf(" affinity %d", s.SessionAffinity.ClientIP.TimeoutSeconds)

@@ -170,7 +170,7 @@ func TestEventsHoldBackFrontendUntilItsPlaceIsFree(t *testing.T) {
 	gone := func(k types.NamespacedName) sink.Change { return sink.Change{Key: k} }
 	set := func(v *api.ServiceEndpoints) sink.Change { return sink.Change{Key: v.Key(), New: v} }
 	whole := func(v *api.ServiceEndpoints) *api.ServiceEndpoints {
-		v.Service.MapIP = true
+		v.Service.AllPorts = true
 		return v
 	}
 	const heldBack = "service default/b: set frontend ClusterIP 10.96.0.1:80/TCP: service default/a may still have ClusterIP 10.96.0.1:80/TCP"

@@ -19,7 +19,7 @@ import (
 func FuzzConvert(f *testing.F) {
 	f.Add([]byte("some bytes to begin with"))
 	f.Add([]byte{})
-	options := []Options{{}, {ServiceProxyName: "x", KeepLabels: []string{"*"}, KeepAnnotations: []string{"*/*"}, MapIP: MapIPAnnotated("a")}}
+	options := []Options{{}, {ServiceProxyName: "x", KeepLabels: []string{"*"}, KeepAnnotations: []string{"*/*"}, AllPorts: AllPortsAnnotated("a")}}
 	f.Fuzz(func(t *testing.T, data []byte) {
 		var service corev1.Service
 		var slice discoveryv1.EndpointSlice
@@ -88,8 +88,8 @@ func checkService(t *testing.T, s *api.Service) {
 			}
 		}
 	}
-	for _, f := range s.IPFilters {
-		for _, r := range f.SourceRanges {
+	for _, f := range s.SourceRanges {
+		for _, r := range f.Prefixes {
 			if !r.IsValid() || r != r.Masked() || r.Addr().Is4In6() {
 				t.Errorf("source range %v", r)
 			}

@@ -24,7 +24,7 @@ func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
 	out := &api.Service{
 		Name:                   s.Name,
 		Type:                   serviceType(s.Spec.Type, &r),
-		MapIP:                  c.options.MapIP != nil && c.options.MapIP(s),
+		AllPorts:               c.options.AllPorts != nil && c.options.AllPorts(s),
 		ExternalTrafficToLocal: s.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal,
 		InternalTrafficToLocal: s.Spec.InternalTrafficPolicy != nil && *s.Spec.InternalTrafficPolicy == corev1.ServiceInternalTrafficPolicyLocal,
 		Labels:                 keep(s.Labels, c.options.KeepLabels),
@@ -36,7 +36,7 @@ func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
 	}
 	if out.Type != api.ExternalName {
 		out.IPs = serviceIPs(s, &r)
-		out.IPFilters = sourceRanges(s, &out.IPs.LoadBalancerIPs, &r)
+		out.SourceRanges = sourceRanges(s, &out.IPs.LoadBalancerIPs, &r)
 		out.HealthCheckNodePort = healthCheckNodePort(s, &r)
 	}
 	c.ofServices.mu.Lock()
@@ -151,8 +151,8 @@ func add(set *api.IPSet, s, field string, i int, r *report) {
 // kube-proxy.
 //
 // If ranges are named and none of them is valid, nobody gets in.
-func sourceRanges(s *corev1.Service, lb *api.IPSet, r *report) []api.IPFilter {
-	f := api.IPFilter{TargetIPs: *lb}
+func sourceRanges(s *corev1.Service, lb *api.IPSet, r *report) []api.SourceRanges {
+	f := api.SourceRanges{TargetIPs: *lb}
 	named := false
 	for i, text := range s.Spec.LoadBalancerSourceRanges {
 		if text = strings.TrimSpace(text); text == "" {
@@ -160,7 +160,7 @@ func sourceRanges(s *corev1.Service, lb *api.IPSet, r *report) []api.IPFilter {
 		}
 		named = true
 		if p, ok := parsePrefix(text); ok {
-			f.SourceRanges = append(f.SourceRanges, p)
+			f.Prefixes = append(f.Prefixes, p)
 		} else {
 			r.add(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%q is not a CIDR; it admits nobody", text)
 		}
@@ -168,7 +168,7 @@ func sourceRanges(s *corev1.Service, lb *api.IPSet, r *report) []api.IPFilter {
 	if !named || lb.IsZero() {
 		return nil
 	}
-	return []api.IPFilter{f}
+	return []api.SourceRanges{f}
 }
 
 // healthCheckNodePort returns the port of spec.healthCheckNodePort where it

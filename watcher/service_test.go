@@ -167,9 +167,9 @@ func TestServiceConversion(t *testing.T) {
 			want: func(s *api.Service) {
 				s.Type = api.LoadBalancer
 				s.IPs.LoadBalancerIPs.V4 = addrs("192.0.2.1")
-				s.IPFilters = []api.IPFilter{{
-					TargetIPs:    api.IPSet{V4: addrs("192.0.2.1")},
-					SourceRanges: prefixes("10.0.0.0/8", "fd00::/64", "10.0.0.0/16"),
+				s.SourceRanges = []api.SourceRanges{{
+					TargetIPs: api.IPSet{V4: addrs("192.0.2.1")},
+					Prefixes:  prefixes("10.0.0.0/8", "fd00::/64", "10.0.0.0/16"),
 				}}
 			},
 		},
@@ -181,7 +181,7 @@ func TestServiceConversion(t *testing.T) {
 			},
 			want: func(s *api.Service) {
 				s.IPs.LoadBalancerIPs.V4 = addrs("192.0.2.1")
-				s.IPFilters = []api.IPFilter{{TargetIPs: api.IPSet{V4: addrs("192.0.2.1")}}}
+				s.SourceRanges = []api.SourceRanges{{TargetIPs: api.IPSet{V4: addrs("192.0.2.1")}}}
 			},
 			problems: []string{
 				`Service default/web: spec.loadBalancerSourceRanges[0]: "10.0.0.0" is not a CIDR; it admits nobody`,
@@ -370,13 +370,13 @@ func TestServiceConversion(t *testing.T) {
 		},
 		{
 			name:    "an annotation makes an all-ports service",
-			options: Options{MapIP: MapIPAnnotated("example.com/all-ports")},
+			options: Options{AllPorts: AllPortsAnnotated("example.com/all-ports")},
 			change:  func(s *service) { s.Annotations = map[string]string{"example.com/all-ports": "true"} },
-			want:    func(s *api.Service) { s.MapIP = true },
+			want:    func(s *api.Service) { s.AllPorts = true },
 		},
 		{
 			name:    "an annotation that is not true makes no all-ports service",
-			options: Options{MapIP: MapIPAnnotated("example.com/all-ports")},
+			options: Options{AllPorts: AllPortsAnnotated("example.com/all-ports")},
 			change:  func(s *service) { s.Annotations = map[string]string{"example.com/all-ports": "maybe"} },
 			want:    func(*api.Service) {},
 		},

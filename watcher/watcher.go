@@ -53,16 +53,16 @@ type Options struct {
 	KeepLabels      []string
 	KeepAnnotations []string
 
-	// MapIP, if set, says of a service whether it is an all-ports service
-	// (api.Service.MapIP). It must not change or keep the object.
-	// [MapIPAnnotated] returns one that goes by an annotation.
-	MapIP func(*corev1.Service) bool
+	// AllPorts, if set, says of a service whether it is an all-ports service
+	// (api.Service.AllPorts). It must not change or keep the object.
+	// [AllPortsAnnotated] returns one that goes by an annotation.
+	AllPorts func(*corev1.Service) bool
 }
 
-// MapIPAnnotated returns a function for Options.MapIP that makes those services
+// AllPortsAnnotated returns a function for Options.AllPorts that makes those services
 // all-ports services whose annotation of this name holds a true value as
 // strconv.ParseBool reads it.
-func MapIPAnnotated(name string) func(*corev1.Service) bool {
+func AllPortsAnnotated(name string) func(*corev1.Service) bool {
 	return func(s *corev1.Service) bool {
 		on, err := strconv.ParseBool(s.Annotations[name])
 		return on && err == nil

@@ -119,7 +119,7 @@ func (w *World) service(i int) *api.Service {
 		Labels:                 map[string]string{"app": key.Name, "tier": fmt.Sprint(w.r.IntN(2))},
 		InternalTrafficToLocal: w.r.IntN(4) == 0,
 		ExternalTrafficToLocal: w.r.IntN(3) == 0,
-		MapIP:                  w.r.IntN(20) == 0,
+		AllPorts:               w.r.IntN(20) == 0,
 		Ports:                  w.ports(),
 	}
 	if w.r.IntN(2) == 0 {
@@ -128,7 +128,7 @@ func (w *World) service(i int) *api.Service {
 	if s.Type == api.LoadBalancer {
 		lb := netip.AddrFrom4([4]byte{203, 0, 113, byte(i)})
 		s.IPs.LoadBalancerIPs.Add(lb)
-		s.IPFilters = []api.IPFilter{{TargetIPs: api.NewIPSet(lb), SourceRanges: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}}}
+		s.SourceRanges = []api.SourceRanges{{TargetIPs: api.NewIPSet(lb), Prefixes: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}}}
 		s.HealthCheckNodePort = 32000
 	}
 	if w.r.IntN(4) == 0 {

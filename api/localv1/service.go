@@ -24,12 +24,12 @@ func FromService(s *api.Service) *Service {
 			LoadBalancerIPs: fromIPSetUnlessEmpty(&s.IPs.LoadBalancerIPs),
 			ProxiedIPs:      fromIPSetUnlessEmpty(&s.IPs.ProxiedIPs),
 		},
-		MapIP:                  s.MapIP,
+		MapIP:                  s.AllPorts,
 		Ports:                  convert(s.Ports, fromPort),
 		ExternalTrafficToLocal: s.ExternalTrafficToLocal,
 		Labels:                 s.Labels,
 		Annotations:            s.Annotations,
-		IPFilters:              convert(s.IPFilters, fromFilter),
+		IPFilters:              convert(s.SourceRanges, fromFilter),
 		InternalTrafficToLocal: s.InternalTrafficToLocal,
 		HealthCheckNodePort:    s.HealthCheckNodePort,
 		UID:                    string(s.UID),
@@ -66,7 +66,7 @@ func (x *Service) ToService() (*api.Service, error) {
 		Namespace:              x.GetNamespace(),
 		Name:                   x.GetName(),
 		Type:                   api.ServiceType(x.GetType()),
-		MapIP:                  x.GetMapIP(),
+		AllPorts:               x.GetMapIP(),
 		Ports:                  convertPointers(x.GetPorts(), toPort),
 		ExternalTrafficToLocal: x.GetExternalTrafficToLocal(),
 		InternalTrafficToLocal: x.GetInternalTrafficToLocal(),
@@ -102,7 +102,7 @@ func (x *Service) ToService() (*api.Service, error) {
 		if err != nil {
 			return nil, fmt.Errorf("service %s: filter: %w", s.Key(), err)
 		}
-		s.IPFilters = append(s.IPFilters, filter)
+		s.SourceRanges = append(s.SourceRanges, filter)
 	}
 	return s, nil
 }
@@ -151,17 +151,17 @@ func toPort(x *PortMapping) api.PortMapping {
 
 func fromFamily(f *api.Family) Family { return Family(*f) }
 
-func fromFilter(f *api.IPFilter) *IPFilter {
+func fromFilter(f *api.SourceRanges) *IPFilter {
 	return &IPFilter{
 		TargetIPs:    fromIPSetUnlessEmpty(&f.TargetIPs),
-		SourceRanges: convert(f.SourceRanges, func(p *netip.Prefix) string { return p.String() }),
+		SourceRanges: convert(f.Prefixes, func(p *netip.Prefix) string { return p.String() }),
 	}
 }
 
-func (x *IPFilter) toFilter() (f api.IPFilter, err error) {
+func (x *IPFilter) toFilter() (f api.SourceRanges, err error) {
 	if err := x.GetTargetIPs().to(&f.TargetIPs); err != nil {
 		return f, err
 	}
-	f.SourceRanges, err = toPrefixes(x.GetSourceRanges())
+	f.Prefixes, err = toPrefixes(x.GetSourceRanges())
 	return f, err
 }

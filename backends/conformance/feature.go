@@ -57,7 +57,7 @@ const (
 	// EstablishedStay is leaving established TCP connections and UDP flows alone when
 	// their endpoint drains, or what else changes.
 	EstablishedStay Feature = "established connections stay"
-	// AllPorts is all-ports services (api.Service.MapIP).
+	// AllPorts is all-ports services (api.Service.AllPorts).
 	AllPorts Feature = "all-ports services"
 	// Claims is giving an address and port that two services claim to the older one.
 	Claims Feature = "contested addresses"

@@ -55,7 +55,7 @@ func (o order) carryOut(newSink NewSink) error {
 func proxy(ctx context.Context, site Site, s sink.Sink, conn net.Conn) error {
 	converter, err := watcher.New(watcher.Options{
 		ServiceProxyName: site.ServiceProxyName,
-		MapIP:            watcher.MapIPAnnotated(AllPortsAnnotation),
+		AllPorts:         watcher.AllPortsAnnotated(AllPortsAnnotation),
 	})
 	if err != nil {
 		return err

@@ -16,7 +16,7 @@ import (
 )
 
 // AllPortsAnnotation is the annotation with which the kit makes a service an
-// all-ports service, by the value "true" (see watcher.MapIPAnnotated).
+// all-ports service, by the value "true" (see watcher.AllPortsAnnotated).
 const AllPortsAnnotation = "conformance.kpng.io/all-ports"
 
 // Subject is a proxy under test. The kit calls one method at a time.

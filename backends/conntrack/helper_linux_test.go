@@ -219,7 +219,7 @@ func service(t testing.TB, name, text string) *api.ServiceEndpoints {
 		case "local":
 			svc.InternalTrafficToLocal, svc.ExternalTrafficToLocal = true, true
 		case "all-ports":
-			svc.MapIP = true
+			svc.AllPorts = true
 		}
 	}
 	state := &api.ServiceState{Service: svc}

@@ -116,7 +116,7 @@ func verdictsOf(view *api.ServiceEndpoints) map[place]verdict {
 }
 
 func usesUDP(svc *api.Service) bool {
-	return svc.MapIP || slices.ContainsFunc(svc.Ports, func(p api.PortMapping) bool { return p.Protocol == api.UDP })
+	return svc.AllPorts || slices.ContainsFunc(svc.Ports, func(p api.PortMapping) bool { return p.Protocol == api.UDP })
 }
 
 func placeOf(c api.Claim) place { return netip.AddrPortFrom(c.IP, uint16(c.Port)) }

@@ -333,7 +333,7 @@ func (b *Backend) restrict(key types.NamespacedName, view *api.ServiceEndpoints)
 }
 
 func isRestricted(se *api.ServiceEndpoints) bool {
-	return se != nil && len(se.Service.IPFilters) > 0
+	return se != nil && len(se.Service.SourceRanges) > 0
 }
 
 // nodeAddrs returns the addresses of the node, which the API has.

@@ -178,7 +178,7 @@ func TestListingLoads(t *testing.T) {
 					s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
 				}
 				if i%4 == 0 {
-					s.IPFilters = []api.IPFilter{{TargetIPs: s.IPs.LoadBalancerIPs, SourceRanges: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}}
+					s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}}
 				}
 			})))
 	}
@@ -388,9 +388,9 @@ func TestAFullSyncLeavesWhatItCannotProgram(t *testing.T) {
 	local := func(s *api.Service) {
 		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
 		s.Type, s.ExternalTrafficToLocal = api.LoadBalancer, true
-		s.IPFilters = []api.IPFilter{{TargetIPs: s.IPs.LoadBalancerIPs, SourceRanges: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}}
+		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}}
 	}
-	cluster := func(s *api.Service) { local(s); s.ExternalTrafficToLocal, s.IPFilters = false, nil }
+	cluster := func(s *api.Service) { local(s); s.ExternalTrafficToLocal, s.SourceRanges = false, nil }
 	sticky := func(s *api.Service) { s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100} }
 	three, two := []string{"!10.0.0.1", "10.0.0.2", "10.0.0.3"}, []string{"!10.0.0.1", "10.0.0.2"}
 	mustSync(t, b, changes(true,

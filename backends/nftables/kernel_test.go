@@ -69,16 +69,16 @@ func randomView(rng *rand.Rand, name string, number int) *api.ServiceEndpoints {
 			s.IPs.ExternalIPs = api.NewIPSet(netip.AddrFrom4([4]byte{203, 0, 113, byte(shared)}))
 			s.IPs.LoadBalancerIPs = api.NewIPSet(netip.AddrFrom4([4]byte{203, 0, 113, byte(100 + shared)}), netip.MustParseAddr("2001:db8::100"))
 			if rng.IntN(2) == 0 {
-				s.IPFilters = []api.IPFilter{{TargetIPs: s.IPs.LoadBalancerIPs, SourceRanges: []netip.Prefix{
+				s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{
 					netip.PrefixFrom(netip.AddrFrom4([4]byte{192, 0, 2, 0}), 20+rng.IntN(10)).Masked(),
 					netip.MustParsePrefix("198.51.100.0/24"), netip.MustParsePrefix("2001:db8::/64"),
 				}}}
 			}
 		}
-		s.MapIP = rng.IntN(10) == 0
-		if s.MapIP {
+		s.AllPorts = rng.IntN(10) == 0
+		if s.AllPorts {
 			s.IPs.ExternalIPs = api.NewIPSet(netip.AddrFrom4([4]byte{203, 0, 113, byte(200 + number)}))
-			s.IPs.LoadBalancerIPs, s.IPFilters = api.IPSet{}, nil
+			s.IPs.LoadBalancerIPs, s.SourceRanges = api.IPSet{}, nil
 		}
 		if rng.IntN(4) == 0 {
 			s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: int32(10 + rng.IntN(3))}
@@ -244,11 +244,11 @@ func TestSourceRangesChange(t *testing.T) {
 		return view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) {
 			s.Type = api.LoadBalancer
 			s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
-			filter := api.IPFilter{TargetIPs: s.IPs.LoadBalancerIPs}
+			filter := api.SourceRanges{TargetIPs: s.IPs.LoadBalancerIPs}
 			for _, r := range ranges {
-				filter.SourceRanges = append(filter.SourceRanges, netip.MustParsePrefix(r))
+				filter.Prefixes = append(filter.Prefixes, netip.MustParsePrefix(r))
 			}
-			s.IPFilters = []api.IPFilter{filter}
+			s.SourceRanges = []api.SourceRanges{filter}
 		})
 	}
 	wide, narrow := from("10.0.0.0/8"), from("10.0.0.0/16", "10.1.0.0/16", "10.0.0.0/24")

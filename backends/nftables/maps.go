@@ -45,7 +45,7 @@ const (
 	service scope = iota
 	// nodePort: protocol and port, at every admitted node address.
 	nodePort
-	// address: all of an address (api.Service.MapIP).
+	// address: all of an address (api.Service.AllPorts).
 	address
 )
 

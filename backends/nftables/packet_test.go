@@ -114,13 +114,13 @@ func TestPackets(t *testing.T) {
 		set(view("filtered", []string{"10.96.0.5", "fd00::5"}, both, func(s *api.Service) {
 			s.Type = api.LoadBalancer
 			s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.5"), netip.MustParseAddr("2001:db8:1::5"))
-			s.IPFilters = []api.IPFilter{{TargetIPs: s.IPs.LoadBalancerIPs, SourceRanges: []netip.Prefix{
+			s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{
 				netip.MustParsePrefix("192.0.2.0/30"), netip.MustParsePrefix("192.0.2.2/32"), netip.MustParsePrefix("2001:db8::/127"),
 			}}}
 		})),
 		set(view("all-ports", nil, pod1, func(s *api.Service) {
 			s.IPs.Headless = true
-			s.MapIP = true
+			s.AllPorts = true
 			s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.6"), netip.MustParseAddr("2001:db8:1::6"))
 		})),
 	))

@@ -33,7 +33,7 @@ func TestWhoAcceptsDecidesWhereTheKernelHasNoRoomForAFilter(t *testing.T) {
 			t.Helper()
 			view := serviceAt("web", "10.96.0.1", 80, api.TCP).to(server).change(func(s *api.Service) {
 				s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
-				s.IPFilters = []api.IPFilter{{TargetIPs: s.IPs.ExternalIPs, SourceRanges: ranges}}
+				s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.ExternalIPs, Prefixes: ranges}}
 			}).view()
 			if err := b.Sync(t.Context(), fullOf(view)); err != nil {
 				t.Error(err)

@@ -138,7 +138,7 @@ func TestPortInUseDisturbsNobodyElse(t *testing.T) {
 
 func TestWhatSocketsCannotServeIsLoggedAndTheRestServed(t *testing.T) {
 	for name, change := range map[string]func(*api.Service){
-		"a service of all ports": func(s *api.Service) { s.MapIP, s.Ports = true, nil },
+		"a service of all ports": func(s *api.Service) { s.AllPorts, s.Ports = true, nil },
 		"SCTP": func(s *api.Service) {
 			s.Ports = append(s.Ports, api.PortMapping{Name: "sctp", Protocol: api.SCTP, Port: 80, TargetPort: 80})
 		},
@@ -185,7 +185,7 @@ func TestSourceRangesDropOthers(t *testing.T) {
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).change(func(s *api.Service) {
 		s.Type = api.LoadBalancer
 		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.3"))
-		s.IPFilters = []api.IPFilter{{TargetIPs: s.IPs.LoadBalancerIPs, SourceRanges: []netip.Prefix{
+		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{
 			netip.MustParsePrefix("127.9.0.0/16"), netip.MustParsePrefix("127.10.0.1/32"),
 		}}}
 	}).view())

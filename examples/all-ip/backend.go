@@ -114,7 +114,7 @@ func logUnserved(ctx context.Context, c *sink.Change) {
 		return
 	}
 	log := klog.FromContext(ctx).WithValues("service", c.Key)
-	if !c.New.Service.MapIP {
+	if !c.New.Service.AllPorts {
 		log.Info("Not served, as whoever sends it does not make it an all-ports service")
 	}
 	for u := range nodeview.Unserved(c.New) {

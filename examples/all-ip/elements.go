@@ -90,7 +90,7 @@ func elements(v *api.ServiceEndpoints) iter.Seq2[element, string] {
 // frontends yields the external IPs of a service that are this proxier's.
 func frontends(v *api.ServiceEndpoints) iter.Seq[nodeview.Frontend] {
 	return func(yield func(nodeview.Frontend) bool) {
-		if v == nil || !v.Service.MapIP {
+		if v == nil || !v.Service.AllPorts {
 			return
 		}
 		for f := range nodeview.Frontends(v) {

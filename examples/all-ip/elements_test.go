@@ -20,7 +20,7 @@ import (
 func view(endpoints ...api.Endpoint) *api.ServiceEndpoints {
 	return &api.ServiceEndpoints{
 		Service: &api.Service{
-			Name: "example", Type: api.ClusterIP, MapIP: true,
+			Name: "example", Type: api.ClusterIP, AllPorts: true,
 			IPs: api.ServiceIPs{Headless: true, ExternalIPs: api.NewIPSet(netip.MustParseAddr("10.0.0.55"), netip.MustParseAddr("1000::55"))},
 		},
 		Endpoints: endpoints,
@@ -56,7 +56,7 @@ func TestElements(t *testing.T) {
 	onlyIPv6 := view(endpoint("1100::202", true))
 	onlyIPv6.Service.IPFamilies = []api.Family{api.IPv6}
 	others := view(endpoint("11.0.2.2", true))
-	others.Service.MapIP = false
+	others.Service.AllPorts = false
 	others.Service.Ports = []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 80}}
 	balanced := view()
 	balanced.Service.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("1000::55"))

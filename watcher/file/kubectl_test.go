@@ -41,9 +41,9 @@ func TestWhatKubectlPrintsIsRead(t *testing.T) {
 			},
 			ExternalTrafficToLocal: true,
 			HealthCheckNodePort:    31822,
-			IPFilters: []api.IPFilter{{
-				TargetIPs:    api.NewIPSet(addr("198.51.100.7")),
-				SourceRanges: []netip.Prefix{netip.MustParsePrefix("203.0.113.0/24")},
+			SourceRanges: []api.SourceRanges{{
+				TargetIPs: api.NewIPSet(addr("198.51.100.7")),
+				Prefixes:  []netip.Prefix{netip.MustParsePrefix("203.0.113.0/24")},
 			}},
 			SessionAffinity: api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: 10800}},
 		}},

@@ -47,7 +47,7 @@ func (o *objects) service(s *api.Service) (*corev1.Service, error) {
 			HealthCheckNodePort: s.HealthCheckNodePort,
 		},
 	}
-	if s.MapIP && !watcher.MapIPAnnotated(o.opts.AllPortsAnnotation)(out) {
+	if s.AllPorts && !watcher.AllPortsAnnotated(o.opts.AllPortsAnnotation)(out) {
 		set(&out.Annotations, o.opts.AllPortsAnnotation, "true")
 	}
 	o.label(&out.Labels)
@@ -78,8 +78,8 @@ func (o *objects) service(s *api.Service) (*corev1.Service, error) {
 			ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: new(affinity.TimeoutSeconds)},
 		}
 	}
-	for _, filter := range s.IPFilters {
-		out.Spec.LoadBalancerSourceRanges = append(out.Spec.LoadBalancerSourceRanges, texts(filter.SourceRanges, netip.Prefix.String)...)
+	for _, filter := range s.SourceRanges {
+		out.Spec.LoadBalancerSourceRanges = append(out.Spec.LoadBalancerSourceRanges, texts(filter.Prefixes, netip.Prefix.String)...)
 	}
 	ingress(out, s.IPs.LoadBalancerIPs, corev1.LoadBalancerIPModeVIP)
 	ingress(out, s.IPs.ProxiedIPs, corev1.LoadBalancerIPModeProxy)

@@ -27,7 +27,7 @@ type WriteOptions struct {
 	// reads with watcher.Options.ServiceProxyName. The state does not have it.
 	ServiceProxyName string
 	// AllPortsAnnotation is the annotation that all-ports services get, for who
-	// reads with watcher.MapIPAnnotated. Default: DefaultAllPortsAnnotation.
+	// reads with watcher.AllPortsAnnotated. Default: DefaultAllPortsAnnotation.
 	AllPortsAnnotation string
 }
 
@@ -46,7 +46,7 @@ func Write(w io.Writer, s *cluster.Snapshot, opts WriteOptions) error {
 		ServiceProxyName: opts.ServiceProxyName,
 		KeepLabels:       everyKey,
 		KeepAnnotations:  everyKey,
-		MapIP:            watcher.MapIPAnnotated(opts.AllPortsAnnotation),
+		AllPorts:         watcher.AllPortsAnnotated(opts.AllPortsAnnotation),
 	})
 	if err != nil {
 		return err

@@ -28,7 +28,7 @@ type scoped struct{ *cluster.Tx }
 
 func (w scoped) SetService(s *api.Service) {
 	if s.Type == api.ExternalName {
-		s.IPs, s.IPFilters = api.ServiceIPs{}, nil
+		s.IPs, s.SourceRanges = api.ServiceIPs{}, nil
 	}
 	if s.Type != api.LoadBalancer || !s.ExternalTrafficToLocal {
 		s.HealthCheckNodePort = 0
@@ -66,7 +66,7 @@ func readBack(t *testing.T, s *cluster.Snapshot, opts WriteOptions) *cluster.Sna
 		ServiceProxyName: opts.ServiceProxyName,
 		KeepLabels:       []string{"app", "tier", "example.com/*"},
 		KeepAnnotations:  []string{"example.com/*"},
-		MapIP:            watcher.MapIPAnnotated(annotation),
+		AllPorts:         watcher.AllPortsAnnotated(annotation),
 	}})
 	if err != nil {
 		t.Fatalf("%v, reading\n%s", err, text.Bytes())
@@ -128,7 +128,7 @@ func everything() (services []*api.Service, slices []*api.EndpointSlice, nodes [
 				LoadBalancerIPs: lb,
 				ProxiedIPs:      api.NewIPSet(addr("203.0.113.9"), addr("fd02::9")),
 			},
-			MapIP: true,
+			AllPorts: true,
 			Ports: []api.PortMapping{
 				{Name: "a", Protocol: api.TCP, Port: 80, NodePort: 30080, TargetPort: 8080, AppProtocol: "http"},
 				{Name: "b", Protocol: api.SCTP, Port: 80, TargetPortName: "sctp"},
@@ -136,7 +136,7 @@ func everything() (services []*api.Service, slices []*api.EndpointSlice, nodes [
 			ExternalTrafficToLocal: true, InternalTrafficToLocal: true, HealthCheckNodePort: 32000,
 			Labels:          map[string]string{"app": "", "example.com/x": "1"},
 			Annotations:     map[string]string{"example.com/y": "ünïcode: \"{[\n"},
-			IPFilters:       []api.IPFilter{{TargetIPs: lb, SourceRanges: []netip.Prefix{prefix("10.0.0.0/8"), prefix("::/0")}}},
+			SourceRanges:    []api.SourceRanges{{TargetIPs: lb, Prefixes: []netip.Prefix{prefix("10.0.0.0/8"), prefix("::/0")}}},
 			SessionAffinity: api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: 1}},
 			IPFamilies:      []api.Family{api.IPv6, api.IPv4},
 		}, {
@@ -229,7 +229,7 @@ func TestWhatNoManifestTellsIsRefused(t *testing.T) {
 		want    string
 	}{
 		{"a protocol that is not known", api.Service{Type: api.ClusterIP, Ports: []api.PortMapping{{Port: 1, TargetPort: 1}}}, "protocol"},
-		{"a filter of other addresses", api.Service{Type: api.ClusterIP, IPFilters: []api.IPFilter{{}}}, "another"},
+		{"a filter of other addresses", api.Service{Type: api.ClusterIP, SourceRanges: []api.SourceRanges{{}}}, "another"},
 		{"a service that has the annotation and is no all-ports service",
 			api.Service{Type: api.ClusterIP, Annotations: map[string]string{DefaultAllPortsAnnotation: "true"}}, "another"},
 	} {

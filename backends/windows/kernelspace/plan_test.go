@@ -163,12 +163,12 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 		view: view(service("web", func(s *api.Service) {
 			s.Type = api.LoadBalancer
 			s.IPs.LoadBalancerIPs = addrs("203.0.113.1")
-			s.IPFilters = []api.IPFilter{{TargetIPs: addrs("203.0.113.1"), SourceRanges: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}}}
+			s.SourceRanges = []api.SourceRanges{{TargetIPs: addrs("203.0.113.1"), Prefixes: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}}}
 		}), at("10.1.2.1")),
 		want: "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
 	}, {
 		name: "an all-ports service is not served",
-		view: view(service("web", func(s *api.Service) { s.MapIP = true; s.IPs.ExternalIPs = addrs("198.51.100.1") }), at("10.1.2.1")),
+		view: view(service("web", func(s *api.Service) { s.AllPorts = true; s.IPs.ExternalIPs = addrs("198.51.100.1") }), at("10.1.2.1")),
 	}, {
 		name: "a pod in this node's host network is reached at the node's address",
 		view: view(service("web"), at("192.168.0.1@here")),

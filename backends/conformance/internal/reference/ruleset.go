@@ -100,10 +100,10 @@ func render(opts *Options, node *api.Node, services []*api.ServiceEndpoints) *ru
 func (r *ruleset) frontend(se *api.ServiceEndpoints, f *nodeview.Frontend, nodeAddrs []netip.Addr) {
 	fault := r.opts.Fault
 	match := r.match(f)
-	if (f.Sources.Restricted || fault == GuardsAll && len(se.Service.IPFilters) > 0) && fault != AnySource {
+	if (f.Sources.Restricted || fault == GuardsAll && len(se.Service.SourceRanges) > 0) && fault != AnySource {
 		sources := f.Sources
 		if fault == GuardsAll {
-			sources.Ranges = se.Service.IPFilters[0].SourceRanges
+			sources.Ranges = se.Service.SourceRanges[0].Prefixes
 		}
 		if fault == NoOwnAddress {
 			sources.Own = nil

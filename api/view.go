@@ -5,6 +5,7 @@ package api
 import (
 	"cmp"
 	"encoding/json"
+	"fmt"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -49,8 +50,9 @@ type PortFamily struct {
 // Endpoint is an endpoint as one node sees it.
 type Endpoint struct {
 	Hostname string `json:",omitempty"`
-	// IPs holds exactly one address.
-	IPs IPSet
+	// Addr is an IPv4 or IPv6 address, neither mapped nor with a zone. JSON and
+	// the wire have it as an IPSet named IPs, which holds nothing else.
+	Addr netip.Addr `json:"-"`
 	// Local says that the endpoint runs on this node.
 	Local bool `json:",omitempty"`
 	// PortOverrides are the ports at the endpoint: one for each named service
@@ -67,6 +69,40 @@ type Endpoint struct {
 	NodeName string `json:",omitempty"`
 	Zone     string `json:",omitempty"`
 	Conditions
+}
+
+// endpointFields is Endpoint without its methods.
+type endpointFields Endpoint
+
+// endpointJSON is the JSON form of an Endpoint. Its first two fields come before
+// the embedded ones, as on the wire.
+type endpointJSON struct {
+	Hostname string `json:",omitempty"`
+	IPs      IPSet
+	endpointFields
+}
+
+// MarshalJSON returns the JSON form.
+func (e Endpoint) MarshalJSON() ([]byte, error) {
+	return json.Marshal(endpointJSON{e.Hostname, NewIPSet(e.Addr), endpointFields(e)})
+}
+
+// UnmarshalJSON reads the JSON form. It is an error if IPs does not hold exactly
+// one address.
+func (e *Endpoint) UnmarshalJSON(text []byte) error {
+	var j endpointJSON
+	if err := json.Unmarshal(text, &j); err != nil {
+		return err
+	}
+	if n := j.IPs.Len(); n != 1 {
+		return fmt.Errorf("endpoint has %d addresses, want 1", n)
+	}
+	*e = Endpoint(j.endpointFields)
+	e.Hostname = j.Hostname
+	for a := range j.IPs.All() {
+		e.Addr = a.Unmap()
+	}
+	return nil
 }
 
 // Scopes are the lists an endpoint is on.
@@ -110,22 +146,11 @@ func (se *ServiceEndpoints) Equal(o *ServiceEndpoints) bool {
 		slices.Equal(se.Lost, o.Lost)
 }
 
-// Addr returns the endpoint's address.
-func (e *Endpoint) Addr() netip.Addr {
-	if len(e.IPs.V4) > 0 {
-		return e.IPs.V4[0]
-	}
-	if len(e.IPs.V6) > 0 {
-		return e.IPs.V6[0]
-	}
-	return netip.Addr{}
-}
-
 // Key identifies the endpoint within its service: its address and its ports.
 // It does not depend on conditions or lists and has no "/" in it. Two pods in
 // the host network share an address but not a key.
 func (e *Endpoint) Key() string {
-	b := e.Addr().AppendTo(make([]byte, 0, 64))
+	b := e.Addr.AppendTo(make([]byte, 0, 64))
 	for i, p := range e.PortOverrides {
 		if i == 0 {
 			b = append(b, '#')
@@ -143,7 +168,7 @@ func (e *Endpoint) Key() string {
 // Compare orders endpoints by address, then by ports. It is 0 only for
 // endpoints with the same Key.
 func (e *Endpoint) Compare(o *Endpoint) int {
-	if c := e.Addr().Compare(o.Addr()); c != 0 {
+	if c := e.Addr.Compare(o.Addr); c != 0 {
 		return c
 	}
 	return slices.CompareFunc(e.PortOverrides, o.PortOverrides, func(a, b PortName) int {
@@ -184,7 +209,7 @@ func (e *Endpoint) ScopesOf(p *PortMapping) Scopes {
 
 // Equal reports whether both endpoints are the same to a backend.
 func (e *Endpoint) Equal(o *Endpoint) bool {
-	return e.Hostname == o.Hostname && e.IPs.Equal(&o.IPs) && e.Local == o.Local &&
+	return e.Hostname == o.Hostname && e.Addr == o.Addr && e.Local == o.Local &&
 		slices.Equal(e.PortOverrides, o.PortOverrides) &&
 		e.Scopes == o.Scopes && slices.Equal(e.PortScopes, o.PortScopes) &&
 		e.NodeName == o.NodeName && e.Zone == o.Zone && e.Conditions == o.Conditions

@@ -12,6 +12,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
+func addr(s string) netip.Addr { return netip.MustParseAddr(s) }
+
 func addrs(list ...string) IPSet {
 	var s IPSet
 	for _, a := range list {
@@ -33,10 +35,10 @@ func example() *ServiceEndpoints {
 			IPFamilies: []Family{IPv4, IPv6},
 		},
 		Endpoints: []Endpoint{
-			{IPs: addrs("11.0.1.2"), Scopes: both, NodeName: "vm-001", Conditions: ready},
-			{IPs: addrs("11.0.2.2"), Local: true, Scopes: both, NodeName: "vm-002", Conditions: ready},
-			{IPs: addrs("1100::102"), Scopes: both, NodeName: "vm-001", Conditions: ready},
-			{IPs: addrs("1100::202"), Local: true, Scopes: both, NodeName: "vm-002", Conditions: ready},
+			{Addr: addr("11.0.1.2"), Scopes: both, NodeName: "vm-001", Conditions: ready},
+			{Addr: addr("11.0.2.2"), Local: true, Scopes: both, NodeName: "vm-002", Conditions: ready},
+			{Addr: addr("1100::102"), Scopes: both, NodeName: "vm-001", Conditions: ready},
+			{Addr: addr("1100::202"), Local: true, Scopes: both, NodeName: "vm-002", Conditions: ready},
 		},
 	}
 }
@@ -128,20 +130,29 @@ func TestJSONQueries(t *testing.T) {
 	}
 }
 
+func TestJSONEndpointHasOneAddress(t *testing.T) {
+	for _, text := range []string{`{}`, `{"IPs":{}}`, `{"IPs":{"V4":["10.0.0.1"],"V6":["fd00::1"]}}`} {
+		var e Endpoint
+		if err := json.Unmarshal([]byte(text), &e); err == nil || !strings.Contains(err.Error(), "addresses, want 1") {
+			t.Errorf("reading %s returns %v", text, err)
+		}
+	}
+}
+
 func TestEndpointKeyAndOrder(t *testing.T) {
 	// In order, each with its key.
 	keyed := []struct {
 		key      string
 		endpoint Endpoint
 	}{
-		{"10.0.0.1", Endpoint{IPs: addrs("10.0.0.1")}},
-		{"10.0.0.1#8080", Endpoint{IPs: addrs("10.0.0.1"), PortOverrides: []PortName{{Port: 8080}}}},
-		{"10.0.0.1#http=8080", Endpoint{IPs: addrs("10.0.0.1"), PortOverrides: []PortName{{"http", 8080}}}},
-		{"10.0.0.1#http=8080,https=1", Endpoint{IPs: addrs("10.0.0.1"), PortOverrides: []PortName{{"http", 8080}, {"https", 1}}}},
-		{"10.0.0.1#http=9090", Endpoint{IPs: addrs("10.0.0.1"), PortOverrides: []PortName{{"http", 9090}}}},
-		{"10.0.0.2", Endpoint{IPs: addrs("10.0.0.2")}},
-		{"fd00::1", Endpoint{IPs: addrs("fd00::1")}},
-		{"fd00::1#http=8080", Endpoint{IPs: addrs("fd00::1"), PortOverrides: []PortName{{"http", 8080}}}},
+		{"10.0.0.1", Endpoint{Addr: addr("10.0.0.1")}},
+		{"10.0.0.1#8080", Endpoint{Addr: addr("10.0.0.1"), PortOverrides: []PortName{{Port: 8080}}}},
+		{"10.0.0.1#http=8080", Endpoint{Addr: addr("10.0.0.1"), PortOverrides: []PortName{{"http", 8080}}}},
+		{"10.0.0.1#http=8080,https=1", Endpoint{Addr: addr("10.0.0.1"), PortOverrides: []PortName{{"http", 8080}, {"https", 1}}}},
+		{"10.0.0.1#http=9090", Endpoint{Addr: addr("10.0.0.1"), PortOverrides: []PortName{{"http", 9090}}}},
+		{"10.0.0.2", Endpoint{Addr: addr("10.0.0.2")}},
+		{"fd00::1", Endpoint{Addr: addr("fd00::1")}},
+		{"fd00::1#http=8080", Endpoint{Addr: addr("fd00::1"), PortOverrides: []PortName{{"http", 8080}}}},
 	}
 	for i, c := range keyed {
 		if got := c.endpoint.Key(); got != c.key {

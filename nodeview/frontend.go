@@ -258,7 +258,7 @@ func listsOf(se *api.ServiceEndpoints, port *api.PortMapping, family api.Family)
 // targets returns the endpoints of one port and family that are on a list.
 func targets(se *api.ServiceEndpoints, port *api.PortMapping, family api.Family, on func(api.Scopes) bool) []Target {
 	listed := func(e *api.Endpoint) bool {
-		return len(e.IPs.Family(family)) > 0 && on(e.ScopesOf(port))
+		return api.FamilyOf(e.Addr) == family && on(e.ScopesOf(port))
 	}
 	n := 0
 	for i := range se.Endpoints {

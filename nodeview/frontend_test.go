@@ -33,7 +33,7 @@ func trafficText(t Traffic) string {
 		if i > 0 {
 			text += " "
 		}
-		text += addrPort(e.Addr(), e.Port)
+		text += addrPort(e.Addr, e.Port)
 	}
 	return text
 }

@@ -240,8 +240,8 @@ func checkEndpoints(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoi
 			if !possible[e.Key()] {
 				t.Errorf("no slice has the key %s", e.Key())
 			}
-			if e.IPs.Len() != 1 {
-				t.Errorf("%s has %d addresses", e.Key(), e.IPs.Len())
+			if !e.Addr.IsValid() || e.Addr != e.Addr.Unmap() {
+				t.Errorf("%s has the address %s", e.Key(), e.Addr)
 			}
 		}
 	}
@@ -262,7 +262,7 @@ func possibleKeys(state *api.ServiceState) map[string]bool {
 	keys := map[string]bool{}
 	for _, slice := range state.Slices {
 		for i := range slice.Endpoints {
-			e := api.Endpoint{IPs: api.NewIPSet(slice.Endpoints[i].Addr)}
+			e := api.Endpoint{Addr: slice.Endpoints[i].Addr}
 			if !state.Service.AllPorts {
 				for _, p := range oraclePorts(state.Service) {
 					e.PortOverrides = append(e.PortOverrides, oracleOverride(slice, p)...)
@@ -323,11 +323,11 @@ func checkFrontends(t *testing.T, want *oracle, se *api.ServiceEndpoints) {
 		} {
 			got := oracleTraffic{Verdict: c.got.Verdict}
 			for _, e := range c.got.Endpoints {
-				got.Endpoints = append(got.Endpoints, addrPort(e.Addr(), e.Port))
+				got.Endpoints = append(got.Endpoints, addrPort(e.Addr, e.Port))
 				if !slices.ContainsFunc(se.Endpoints, func(o api.Endpoint) bool { return o.Equal(e.Endpoint) }) {
 					t.Errorf("%s: %s is not in the view", f.FrontendKey, e.Key())
 				}
-				if api.FamilyOf(e.Addr()) != f.Family {
+				if api.FamilyOf(e.Addr) != f.Family {
 					t.Errorf("%s: %s is of another family", f.FrontendKey, e.Key())
 				}
 			}

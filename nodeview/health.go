@@ -25,11 +25,11 @@ func ReadyLocal(se *api.ServiceEndpoints, family api.Family) int {
 	var last netip.Addr
 	for i := range se.Endpoints {
 		e := &se.Endpoints[i]
-		if !e.Local || !e.Ready || len(e.IPs.Family(family)) == 0 || e.Addr() == last {
+		if !e.Local || !e.Ready || api.FamilyOf(e.Addr) != family || e.Addr == last {
 			continue
 		}
 		n++
-		last = e.Addr()
+		last = e.Addr
 	}
 	return n
 }

@@ -2,7 +2,19 @@
 
 package nodeview
 
-import "encoding/json"
+import (
+	"encoding/json"
+	"fmt"
+)
+
+// MarshalJSON returns the endpoint's JSON form with the field Port.
+func (t Target) MarshalJSON() ([]byte, error) {
+	text, err := json.Marshal(t.Endpoint)
+	if err != nil || t.Port == 0 {
+		return text, err
+	}
+	return fmt.Appendf(text[:len(text)-1], `,"Port":%d}`, t.Port), nil
+}
 
 // MarshalJSON says whether the endpoint is on the list, and why: {"In": true,
 // "Why": "ready and on this node"}.

@@ -13,8 +13,6 @@
 package nodeview
 
 import (
-	"net/netip"
-
 	"github.com/kpng-project/kpng/api"
 )
 
@@ -85,7 +83,6 @@ func (c *contest) list(se *api.ServiceEndpoints, pol policies, here place) {
 		return
 	}
 	endpoints := make([]api.Endpoint, listed+draining)
-	addrs := make([]netip.Addr, listed+draining)
 	if listed > 0 {
 		se.Endpoints = endpoints[:listed:listed]
 	}
@@ -101,16 +98,10 @@ func (c *contest) list(se *api.ServiceEndpoints, pol policies, here place) {
 		n := at[cand.fate]
 		at[cand.fate]++
 		e := &endpoints[n]
-		e.Hostname, e.NodeName, e.Zone, e.Conditions = cand.ep.Hostname, cand.ep.NodeName, cand.ep.Zone, cand.ep.Conditions
+		e.Hostname, e.Addr, e.NodeName, e.Zone, e.Conditions = cand.ep.Hostname, cand.addr, cand.ep.NodeName, cand.ep.Zone, cand.ep.Conditions
 		e.Local = here.runs(cand.ep)
 		e.PortOverrides = c.overrides[cand.slice]
 		e.Scopes = cand.scopes
-		addrs[n] = cand.addr
-		if cand.addr.Is4() {
-			e.IPs.V4 = addrs[n : n+1 : n+1]
-		} else {
-			e.IPs.V6 = addrs[n : n+1 : n+1]
-		}
 		if cand.uneven {
 			e.PortScopes = c.portScopes(i, pol)
 		}

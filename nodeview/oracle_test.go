@@ -99,7 +99,7 @@ func newOracle(state *api.ServiceState, node *api.Node) *oracle {
 	}
 	for _, e := range serving {
 		if !listed[e.ep] {
-			key := api.Endpoint{IPs: api.NewIPSet(e.ep.Addr)}
+			key := api.Endpoint{Addr: e.ep.Addr}
 			if !wholeAddress(svc) {
 				for _, p := range oraclePorts(svc) {
 					key.PortOverrides = append(key.PortOverrides, oracleOverride(e.slice, p)...)
@@ -251,12 +251,12 @@ func oracleView(se *api.ServiceEndpoints) oracleResult {
 		for _, family := range se.Service.Families() {
 			l := oracleLists{Unusable: slices.Contains(se.Unusable, portFamily(p, family))}
 			for _, e := range se.Endpoints {
-				if api.FamilyOf(e.Addr()) != family {
+				if api.FamilyOf(e.Addr) != family {
 					continue
 				}
-				name := e.Addr().String()
+				name := e.Addr.String()
 				if p != nil {
-					name = addrPort(e.Addr(), e.TargetPort(p))
+					name = addrPort(e.Addr, e.TargetPort(p))
 				}
 				s := e.ScopesOf(p)
 				if s.Internal {

@@ -155,7 +155,7 @@ func (t Traffic) String() string {
 	case Forward:
 		to := make([]string, len(t.Endpoints))
 		for i, e := range t.Endpoints {
-			to[i] = addrPort(e.Addr(), e.Port)
+			to[i] = addrPort(e.Addr, e.Port)
 		}
 		return "forward to " + strings.Join(to, ", ")
 	case Reject:

@@ -675,7 +675,7 @@ func TestViewCarriesWhatBackendsNeed(t *testing.T) {
 	want := &api.ServiceEndpoints{
 		Service: s.Service,
 		Endpoints: []api.Endpoint{{
-			Hostname: "web-0", IPs: ips("10.0.0.1"), Local: true, Scopes: api.Scopes{Internal: true, External: true},
+			Hostname: "web-0", Addr: ips("10.0.0.1").V4[0], Local: true, Scopes: api.Scopes{Internal: true, External: true},
 			NodeName: "here", Zone: "zone-2", Conditions: api.Conditions{Serving: true, Terminating: true},
 		}},
 		Lost: s.Lost,

@@ -321,7 +321,7 @@ func wantService(s *api.Service) string {
 }
 
 func wantEndpoint(e *api.Endpoint) string {
-	text := fmt.Sprintf("%s at %s local %d internal %d external %d", e.Hostname, wantIPs(e.IPs), number(e.Local),
+	text := fmt.Sprintf("%s at %s local %d internal %d external %d", e.Hostname, wantIPs(api.NewIPSet(e.Addr)), number(e.Local),
 		number(e.Scopes.Internal), number(e.Scopes.External))
 	for _, p := range e.PortOverrides {
 		text += fmt.Sprintf(" port %s %d", p.Name, p.Port)

@@ -39,7 +39,7 @@ func view(key types.NamespacedName, endpoints ...byte) *api.ServiceEndpoints {
 	}}
 	for _, n := range endpoints {
 		v.Endpoints = append(v.Endpoints, api.Endpoint{
-			IPs:        api.NewIPSet(netip.AddrFrom4([4]byte{10, 0, 0, n})),
+			Addr:       netip.AddrFrom4([4]byte{10, 0, 0, n}),
 			Scopes:     api.Scopes{Internal: true, External: true},
 			Conditions: api.Conditions{Ready: true, Serving: true},
 		})
@@ -134,7 +134,7 @@ func describe(v *api.ServiceEndpoints) string {
 	}
 	var n []byte
 	for _, e := range v.Endpoints {
-		n = append(n, e.Addr().AsSlice()[3])
+		n = append(n, e.Addr.AsSlice()[3])
 	}
 	return fmt.Sprint(n)
 }

@@ -72,7 +72,7 @@ func (l *eventLog) DeleteFrontend(_ context.Context, svc *api.Service, f nodevie
 func targets(f nodeview.Frontend) string {
 	n := []byte{}
 	for _, t := range f.Elsewhere.Endpoints {
-		n = append(n, t.Addr().AsSlice()[3])
+		n = append(n, t.Addr.AsSlice()[3])
 	}
 	return fmt.Sprint(n)
 }

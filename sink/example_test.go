@@ -21,7 +21,7 @@ func source() *sinktest.Source {
 		src.Set(&api.ServiceEndpoints{
 			Service: &api.Service{Namespace: "default", Name: name},
 			Endpoints: []api.Endpoint{{
-				IPs:        api.NewIPSet(netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})),
+				Addr:       netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)}),
 				Conditions: api.Conditions{Ready: true, Serving: true},
 			}},
 		})
@@ -38,9 +38,9 @@ func Example() {
 			for old, new := range s.Endpoints() {
 				switch {
 				case old == nil:
-					fmt.Println("add", new.Addr(), "to", s.Key)
+					fmt.Println("add", new.Addr, "to", s.Key)
 				case new == nil:
-					fmt.Println("remove", old.Addr(), "from", s.Key)
+					fmt.Println("remove", old.Addr, "from", s.Key)
 				}
 			}
 		}

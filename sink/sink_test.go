@@ -38,7 +38,7 @@ func TestEndpointsOfAChange(t *testing.T) {
 			[]string{"10.0.0.1→none", "none→10.0.0.2", "10.0.0.4→none", "none→10.0.0.5"}},
 		{"a condition changes", view(web, 1, 2), notReady, []string{"10.0.0.2→10.0.0.2"}},
 		{"one of a thousand flips", many, flipped, []string{
-			fmt.Sprintf("%s→%[1]s", many.Endpoints[500].Addr())}},
+			fmt.Sprintf("%s→%[1]s", many.Endpoints[500].Addr)}},
 	}
 	for _, tc := range cases {
 		t.Run(tc.name, func(t *testing.T) {
@@ -46,7 +46,7 @@ func TestEndpointsOfAChange(t *testing.T) {
 				if e == nil {
 					return "none"
 				}
-				return e.Addr().String()
+				return e.Addr.String()
 			}
 			var got []string
 			c := sink.Change{Key: web, Old: tc.old, New: tc.new}

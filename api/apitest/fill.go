@@ -30,10 +30,6 @@ func fill(r *rand.Rand, v reflect.Value) {
 			x.Add(addr(r, api.IPv6))
 		}
 		return
-	case *api.Endpoint:
-		x.IPs = api.NewIPSet(addr(r, family(r)))
-		fillFields(r, v, "IPs")
-		return
 	case *api.Claim:
 		if r.IntN(2) > 0 {
 			x.IP = addr(r, family(r))

@@ -11,9 +11,10 @@ import (
 // FromEndpoint returns the wire form of e. Draining says which list of its view
 // it is from.
 func FromEndpoint(e *api.Endpoint, draining bool) *Endpoint {
+	ips := api.NewIPSet(e.Addr)
 	return &Endpoint{
 		Hostname: e.Hostname,
-		IPs:      fromIPSet(&e.IPs),
+		IPs:      fromIPSet(&ips),
 		Local:    e.Local,
 		PortOverrides: convert(e.PortOverrides, func(p *api.PortName) *PortName {
 			return &PortName{Name: p.Name, Port: p.Port}
@@ -46,11 +47,15 @@ func (x *Endpoint) ToEndpoint() (e api.Endpoint, draining bool, err error) {
 		Zone:       x.GetZone(),
 		Conditions: x.GetConditions().ToConditions(),
 	}
-	if err := x.GetIPs().to(&e.IPs); err != nil {
+	var ips api.IPSet
+	if err := x.GetIPs().to(&ips); err != nil {
 		return e, false, fmt.Errorf("endpoint: %w", err)
 	}
-	if n := e.IPs.Len(); n != 1 {
+	if n := ips.Len(); n != 1 {
 		return e, false, fmt.Errorf("endpoint has %d addresses", n)
+	}
+	for a := range ips.All() {
+		e.Addr = a
 	}
 	return e, x.GetDraining(), nil
 }

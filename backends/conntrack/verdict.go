@@ -52,8 +52,8 @@ func (v verdict) serves(endpoint netip.AddrPort) bool {
 }
 
 func (v verdict) among(list []api.Endpoint, endpoint netip.AddrPort) bool {
-	i := sort.Search(len(list), func(i int) bool { return list[i].Addr().Compare(endpoint.Addr()) >= 0 })
-	for ; i < len(list) && list[i].Addr() == endpoint.Addr(); i++ {
+	i := sort.Search(len(list), func(i int) bool { return list[i].Addr.Compare(endpoint.Addr()) >= 0 })
+	for ; i < len(list) && list[i].Addr == endpoint.Addr(); i++ {
 		if v.port == nil || list[i].TargetPort(v.port) == int32(endpoint.Port()) {
 			return true
 		}
@@ -74,7 +74,7 @@ func (v verdict) endpoints(family api.Family) iter.Seq[netip.AddrPort] {
 				if v.port != nil {
 					port = e.TargetPort(v.port)
 				}
-				if len(e.IPs.Family(family)) > 0 && (port != 0 || v.port == nil) && !yield(netip.AddrPortFrom(e.Addr(), uint16(port))) {
+				if api.FamilyOf(e.Addr) == family && (port != 0 || v.port == nil) && !yield(netip.AddrPortFrom(e.Addr, uint16(port))) {
 					return
 				}
 			}

@@ -53,7 +53,7 @@ func (p *planner) affinity(se *api.ServiceEndpoints, f *nodeview.Frontend, list 
 	var known, drawn [][]expr.Any
 	for i := range targets {
 		t := &targets[i]
-		which := fmt.Sprintf("%s.%d", strings.ReplaceAll(t.Addr().String(), ":", "."), t.Port)
+		which := fmt.Sprintf("%s.%d", strings.ReplaceAll(t.Addr.String(), ":", "."), t.Port)
 		clients, endpoint := ownName("clients", se, f, which), ownName("endpoint", se, f, which)
 		emit(object{name: clients, family: f.Family})
 		emit(object{name: endpoint, rules: encodeRules(
@@ -95,7 +95,7 @@ func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
 			&expr.Immediate{Register: 2, Data: binary.BigEndian.AppendUint16(nil, uint16(t.Port))})
 		nat.RegProtoMin = 2
 	}
-	return append(rule, &expr.Immediate{Register: 1, Data: t.Addr().AsSlice()}, nat)
+	return append(rule, &expr.Immediate{Register: 1, Data: t.Addr.AsSlice()}, nat)
 }
 
 // encodeRules returns rules as the kernel takes them.

@@ -193,7 +193,7 @@ func BenchmarkChangeDuringFullSync(b *testing.B) {
 						i := rand.IntN(n)
 						address := netip.AddrFrom4([4]byte{12, 0, byte(len(waits) >> 8), byte(len(waits))})
 						changed := numbered(i, 10)
-						changed.Endpoints[0].IPs = api.NewIPSet(address)
+						changed.Endpoints[0].Addr = address
 						began := time.Now()
 						src.Set(changed)
 						waitForEndpoint(b, observer, i, address)

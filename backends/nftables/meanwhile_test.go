@@ -297,7 +297,7 @@ func TestConnectionsAreJudgedByWhatWasProgrammed(t *testing.T) {
 	var told []string
 	b, _ := start(t, Options{Conntrack: sink.Func(func(_ context.Context, c *sink.Changes) error {
 		for ch := range c.Services {
-			told = append(told, fmt.Sprint(ch.Key.Name, " ", ch.New.Endpoints[0].Addr()))
+			told = append(told, fmt.Sprint(ch.Key.Name, " ", ch.New.Endpoints[0].Addr))
 		}
 		return nil
 	})})

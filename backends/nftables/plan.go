@@ -45,7 +45,7 @@ func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), own func(ob
 	}
 	for i := range se.Endpoints {
 		if e := &se.Endpoints[i]; e.Local {
-			p.hairpin(e.Addr(), emit)
+			p.hairpin(e.Addr, emit)
 		}
 	}
 }
@@ -112,7 +112,7 @@ func (p *planner) traffic(se *api.ServiceEndpoints, c class, f *nodeview.Fronten
 	for i := range t.Endpoints {
 		w := keyWriter{&e.elementID, at}
 		w.slot(i)
-		e.value = target(t.Endpoints[i].Addr(), t.Endpoints[i].Port)
+		e.value = target(t.Endpoints[i].Addr, t.Endpoints[i].Port)
 		emit(e)
 	}
 }

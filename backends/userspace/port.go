@@ -102,7 +102,7 @@ func servingOf(se *api.ServiceEndpoints, p *api.PortMapping) []netip.AddrPort {
 	for _, list := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
 		for i := range list {
 			if number := list[i].TargetPort(p); number != 0 {
-				out = append(out, netip.AddrPortFrom(list[i].Addr(), uint16(number)))
+				out = append(out, netip.AddrPortFrom(list[i].Addr, uint16(number)))
 			}
 		}
 	}

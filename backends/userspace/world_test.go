@@ -218,7 +218,7 @@ func (s *testService) view() *api.ServiceEndpoints { return &s.ServiceEndpoints 
 
 func endpoint(e netip.AddrPort, scopes api.Scopes) api.Endpoint {
 	return api.Endpoint{
-		IPs:           api.NewIPSet(e.Addr()),
+		Addr:          e.Addr(),
 		PortOverrides: []api.PortName{{Port: int32(e.Port())}},
 		Scopes:        scopes,
 		Conditions:    api.Conditions{Ready: true, Serving: true},

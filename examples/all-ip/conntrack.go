@@ -34,7 +34,7 @@ func (f flows) add(before, after *api.ServiceEndpoints) {
 	for frontend := range frontends(after) {
 		f[frontend.Addr] = localPods(&frontend)
 		for i := range after.Draining {
-			f[frontend.Addr] = append(f[frontend.Addr], after.Draining[i].Addr())
+			f[frontend.Addr] = append(f[frontend.Addr], after.Draining[i].Addr)
 		}
 	}
 }

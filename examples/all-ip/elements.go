@@ -106,7 +106,7 @@ func localPods(f *nodeview.Frontend) []netip.Addr {
 	var local []netip.Addr
 	for _, target := range f.Elsewhere.Endpoints {
 		if target.Local {
-			local = append(local, target.Addr())
+			local = append(local, target.Addr)
 		}
 	}
 	return local

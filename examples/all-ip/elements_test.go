@@ -28,7 +28,7 @@ func view(endpoints ...api.Endpoint) *api.ServiceEndpoints {
 }
 
 func endpoint(ip string, local bool) api.Endpoint {
-	return api.Endpoint{IPs: api.NewIPSet(netip.MustParseAddr(ip)), Local: local, Scopes: api.Scopes{Internal: true, External: true}}
+	return api.Endpoint{Addr: netip.MustParseAddr(ip), Local: local, Scopes: api.Scopes{Internal: true, External: true}}
 }
 
 // describe returns a line for each external IP of the elements of a view, and

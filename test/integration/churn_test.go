@@ -298,7 +298,7 @@ func (v *viewer) check(t testing.TB, print []byte) {
 		stamp = view.Service.Ports[0].Port
 		for _, endpoints := range [...][]api.Endpoint{view.Endpoints, view.Draining} {
 			for i := range endpoints {
-				shown[name+" "+endpoints[i].Addr().String()] = true
+				shown[name+" "+endpoints[i].Addr.String()] = true
 			}
 		}
 	}

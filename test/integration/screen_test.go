@@ -242,7 +242,7 @@ func describeService(v *api.ServiceEndpoints) string {
 }
 
 func describeEndpoint(v *api.ServiceEndpoints, e *api.Endpoint) string {
-	words := []string{" ", e.Addr().String()}
+	words := []string{" ", e.Addr.String()}
 	for i := range v.Service.Ports {
 		p := &v.Service.Ports[i]
 		word := fmt.Sprint(e.TargetPort(p))

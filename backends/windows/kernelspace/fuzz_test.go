@@ -287,7 +287,7 @@ func (f *fuzzer) local() []netip.Addr {
 		if v := nodeview.View(s, node); v != nil {
 			for i := range v.Endpoints {
 				if v.Endpoints[i].Local {
-					all = append(all, v.Endpoints[i].Addr())
+					all = append(all, v.Endpoints[i].Addr)
 				}
 			}
 		}

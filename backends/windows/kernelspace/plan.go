@@ -160,7 +160,7 @@ func (on *terrain) policy(f *nodeview.Frontend, preserve bool) policy {
 		if localOnly && !e.Local {
 			continue
 		}
-		addr := e.Addr()
+		addr := e.Addr
 		// A pod in the host's network has no network card of its own.
 		p.endpoints = append(p.endpoints, destination{addr, e.Local && !slices.Contains(on.nodeIPs, addr)})
 		p.targets = append(p.targets, uint16(e.Port))

@@ -36,7 +36,7 @@ func (f *flows) reconcile(opts *Options, services []*api.ServiceEndpoints) error
 			serving := map[netip.AddrPort]bool{}
 			for _, list := range [][]api.Endpoint{se.Endpoints, se.Draining} {
 				for i := range list {
-					serving[netip.AddrPortFrom(list[i].Addr(), uint16(list[i].TargetPort(fe.ServicePort)))] = true
+					serving[netip.AddrPortFrom(list[i].Addr, uint16(list[i].TargetPort(fe.ServicePort)))] = true
 				}
 			}
 			addrs := []netip.Addr{fe.Addr}

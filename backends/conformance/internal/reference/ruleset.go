@@ -80,7 +80,7 @@ func render(opts *Options, node *api.Node, services []*api.ServiceEndpoints) *ru
 		}
 		if opts.Fault != NoHairpin {
 			for i := range se.Endpoints {
-				a := se.Endpoints[i].Addr()
+				a := se.Endpoints[i].Addr
 				r.rule("nat-postrouting", "ct status dnat", ip(a), "saddr", a, ip(a), "daddr", a, "masquerade")
 			}
 		}
@@ -133,7 +133,7 @@ func (r *ruleset) frontend(se *api.ServiceEndpoints, f *nodeview.Frontend, nodeA
 		if fault == DrainingToo {
 			for i := range se.Draining {
 				e := &se.Draining[i]
-				if port := e.TargetPort(f.ServicePort); api.FamilyOf(e.Addr()) == f.Family && port != 0 {
+				if port := e.TargetPort(f.ServicePort); api.FamilyOf(e.Addr) == f.Family && port != 0 {
 					traffic.Verdict = nodeview.Forward
 					traffic.Endpoints = append(slices.Clone(traffic.Endpoints), nodeview.Target{Endpoint: e, Port: port})
 				}
@@ -252,9 +252,9 @@ func (r *ruleset) target(f *nodeview.Frontend, e nodeview.Target) string {
 		port = f.ServicePort.Port
 	}
 	if port == 0 {
-		return e.Addr().String()
+		return e.Addr.String()
 	}
-	return fmt.Sprintf("%s . %d", e.Addr(), port)
+	return fmt.Sprintf("%s . %d", e.Addr, port)
 }
 
 // affine balances with affinity: each endpoint has a set of its clients, which all
@@ -269,7 +269,7 @@ func (r *ruleset) affine(chain string, se *api.ServiceEndpoints, f *nodeview.Fro
 		}
 	}
 	for i, e := range endpoints {
-		who := fmt.Sprintf("%s-%d", e.Addr(), e.Port)
+		who := fmt.Sprintf("%s-%d", e.Addr, e.Port)
 		if r.opts.Fault == FixedAffinity {
 			who = fmt.Sprint(i)
 		}
@@ -279,14 +279,14 @@ func (r *ruleset) affine(chain string, se *api.ServiceEndpoints, f *nodeview.Fro
 		}
 		port := fmt.Sprint(f.ServicePort.Protocol, f.ServicePort.Port)
 		if r.opts.Fault == SharedAffinity {
-			port, who = "", e.Addr().String()
+			port, who = "", e.Addr.String()
 		}
 		set := name("clients", se.Key(), port, f.Family, who, timeout)
 		r.sets[set] = fmt.Sprintf("type %s; size 65535; flags dynamic; timeout %ds;", map[api.Family]string{api.IPv4: "ipv4_addr", api.IPv6: "ipv6_addr"}[f.Family], timeout)
 		endpoint := fmt.Sprintf("%s-%d", chain, i)
 		r.chain(endpoint, "")
 		r.rule(endpoint, fmt.Sprintf("update @%s { %s saddr }", set, family(f.Family)))
-		r.rule(endpoint, fmt.Sprintf("meta l4proto { tcp, udp, sctp } dnat %s to %s", family(f.Family), netip.AddrPortFrom(e.Addr(), uint16(e.Port))))
+		r.rule(endpoint, fmt.Sprintf("meta l4proto { tcp, udp, sctp } dnat %s to %s", family(f.Family), netip.AddrPortFrom(e.Addr, uint16(e.Port))))
 		r.rule(chain, fmt.Sprintf("%s saddr @%s goto %s", family(f.Family), set, endpoint))
 		if i < choose {
 			slots = append(slots, fmt.Sprintf("%d : goto %s", i, endpoint))

@@ -47,8 +47,8 @@ type Service struct {
 
 	// UID tells an object from one of the same name that was deleted before.
 	UID types.UID `json:",omitempty"`
-	// Created is metadata.creationTimestamp. The older of two services that
-	// claim one address and port wins.
+	// Created is metadata.creationTimestamp. Of two services that claim one
+	// address and port by addresses of the same kind the older wins.
 	Created time.Time `json:",omitzero"`
 	// IPFamilies are the families the service is served in, the preferred one
 	// first, as spec.ipFamilies says. Families returns what holds where this is

@@ -36,7 +36,8 @@ type Claim struct {
 	Port     int32      `json:",omitempty"`
 }
 
-// LostClaim is a claim that is held by an older service.
+// LostClaim is a claim that another service holds: one with a claim of a higher rank (first
+// cluster IPs, then load-balancer IPs, then external IPs), or an older one.
 type LostClaim struct {
 	Claim
 	Winner types.NamespacedName

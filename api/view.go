@@ -25,7 +25,7 @@ type ServiceEndpoints struct {
 	// Unusable are the service ports, by family, for which no endpoint is
 	// usable anywhere in the cluster: their frontends reject.
 	Unusable []PortFamily `json:",omitempty"`
-	// Lost are frontends of the service that belong to an older one.
+	// Lost are frontends of the service that belong to another one.
 	Lost []LostClaim `json:",omitempty"`
 }
 

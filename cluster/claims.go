@@ -13,9 +13,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// claims says who holds which frontend: every claim of every service, in order
-// of what is claimed and then of age, so that the claimants of one frontend
-// lie together, the winner first. It is guarded by State.mu.
+// claims knows who holds which frontend: every claim of every service, in order of what is
+// claimed, then of rank and then of age, so that the claimants of one frontend lie together,
+// the winner first. It is guarded by State.mu.
 type claims struct {
 	tree *btree.BTreeG[claim]
 	// wholes counts the claims to whole addresses. While there are none, no
@@ -23,8 +23,27 @@ type claims struct {
 	wholes int
 }
 
-type claim struct {
+// ranked is a claim with its rank. A service may claim one frontend by addresses of several
+// kinds; the best rank counts.
+type ranked struct {
 	api.Claim
+	rank rank
+}
+
+// rank orders the claims of different services to one frontend, before age does. The API server
+// allocates cluster IPs, a controller load-balancer IPs. Anybody may name any address as an
+// external IP, also one that is going to be another service's: it must not win against that.
+type rank uint8
+
+const (
+	clusterIP      rank = iota
+	loadBalancerIP      // in the order of Service.FrontendIPs
+	externalIP
+	nodePort
+)
+
+type claim struct {
+	ranked
 	claimant *api.Service
 }
 
@@ -34,6 +53,14 @@ func newClaims() claims {
 
 func (c claim) compare(o claim) int {
 	if d := compareClaims(c.Claim, o.Claim); d != 0 {
+		return d
+	}
+	return c.precedence(o)
+}
+
+// precedence is negative if c wins against o where they meet.
+func (c claim) precedence(o claim) int {
+	if d := cmp.Compare(c.rank, o.rank); d != 0 {
 		return d
 	}
 	return byAge(c.claimant, o.claimant)
@@ -67,38 +94,40 @@ func btoi(b bool) int {
 }
 
 // claimsOf returns what s claims, in order, each once.
-func claimsOf(s *api.Service) []api.Claim {
+func claimsOf(s *api.Service) []ranked {
 	if s == nil || s.Type == api.ExternalName {
 		return nil
 	}
-	var list []api.Claim
+	var list []ranked
 	for _, family := range s.Families() {
-		for _, ips := range s.FrontendIPs(family) {
+		for kind, ips := range s.FrontendIPs(family) {
 			for _, ip := range ips {
 				if s.AllPorts {
-					list = append(list, api.Claim{IP: ip})
+					list = append(list, ranked{api.Claim{IP: ip}, rank(kind)})
 					continue
 				}
 				for i := range s.Ports {
-					list = appendPort(list, ip, s.Ports[i].Protocol, s.Ports[i].Port)
+					list = appendPort(list, rank(kind), ip, s.Ports[i].Protocol, s.Ports[i].Port)
 				}
 			}
 		}
 		if !s.AllPorts {
 			for i := range s.Ports {
-				list = appendPort(list, api.Unspecified(family), s.Ports[i].Protocol, s.Ports[i].NodePort)
+				list = appendPort(list, nodePort, api.Unspecified(family), s.Ports[i].Protocol, s.Ports[i].NodePort)
 			}
 		}
 	}
-	slices.SortFunc(list, compareClaims)
-	return slices.Compact(list)
+	slices.SortFunc(list, func(a, b ranked) int {
+		return cmp.Or(compareClaims(a.Claim, b.Claim), cmp.Compare(a.rank, b.rank))
+	})
+	return slices.CompactFunc(list, func(a, b ranked) bool { return a.Claim == b.Claim })
 }
 
-func appendPort(list []api.Claim, ip netip.Addr, protocol api.Protocol, port int32) []api.Claim {
+func appendPort(list []ranked, rank rank, ip netip.Addr, protocol api.Protocol, port int32) []ranked {
 	if protocol == api.UnknownProtocol || port == 0 {
 		return list
 	}
-	return append(list, api.Claim{IP: ip, Protocol: protocol, Port: port})
+	return append(list, ranked{api.Claim{IP: ip, Protocol: protocol, Port: port}, rank})
 }
 
 // outcome says who holds what a service claims, the service itself or another.
@@ -161,11 +190,14 @@ func (c *claims) remove(cl claim) {
 // arenas returns where the claims of both lists meet others, each arena once: a
 // claim stands for itself or, if it is one to a whole address or somebody has
 // one to its address, that for all claims to the address.
-func (c *claims) arenas(before, after []api.Claim) []api.Claim {
-	list := slices.Concat(before, after)
-	for i, cl := range list {
-		if whole := (api.Claim{IP: cl.IP}); cl == whole || c.claimed(whole) {
-			list[i] = whole
+func (c *claims) arenas(before, after []ranked) []api.Claim {
+	list := make([]api.Claim, 0, len(before)+len(after))
+	for _, claims := range [...][]ranked{before, after} {
+		for _, cl := range claims {
+			if whole := (api.Claim{IP: cl.IP}); cl.Claim == whole || c.claimed(whole) {
+				cl.Claim = whole
+			}
+			list = append(list, cl.Claim)
 		}
 	}
 	slices.SortFunc(list, compareClaims)
@@ -186,7 +218,7 @@ func (c *claims) arenas(before, after []api.Claim) []api.Claim {
 func (c *claims) claimed(whole api.Claim) bool {
 	found := false
 	if c.wholes > 0 {
-		c.tree.AscendGreaterOrEqual(claim{Claim: whole}, func(o claim) bool {
+		c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: whole}}, func(o claim) bool {
 			found = o.Claim == whole
 			return false
 		})
@@ -194,13 +226,13 @@ func (c *claims) claimed(whole api.Claim) bool {
 	return found
 }
 
-// outcomes yields who holds what in an arena. Claims are granted in order of
-// age, each if it meets none granted before.
+// outcomes yields who holds what in an arena. Claims are granted in order of rank and age, each
+// if it meets none granted before.
 func (c *claims) outcomes(arena api.Claim) iter.Seq[outcome] {
 	return func(yield func(outcome) bool) {
 		var buffer [4]claim
 		all := buffer[:0]
-		c.tree.AscendGreaterOrEqual(claim{Claim: arena}, func(o claim) bool {
+		c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: arena}}, func(o claim) bool {
 			if o.Claim != arena && !(claimsAddress(arena) && o.IP == arena.IP) {
 				return false
 			}
@@ -215,23 +247,23 @@ func (c *claims) outcomes(arena api.Claim) iter.Seq[outcome] {
 			}
 			return
 		}
-		slices.SortStableFunc(all, func(a, b claim) int { return byAge(a.claimant, b.claimant) })
+		slices.SortStableFunc(all, claim.precedence)
 		holders := map[api.Claim]*api.Service{}
-		var oldest *api.Service // of those that hold anything
+		var first *api.Service // that holds anything
 		for _, cl := range all {
 			holder := holders[cl.Claim]
 			if holder == nil {
 				holder = holders[arena]
 			}
 			if holder == nil && cl.Claim == arena {
-				holder = oldest
+				holder = first
 			}
 			if holder == nil {
 				holder = cl.claimant
 				holders[cl.Claim] = holder
 			}
-			if oldest == nil {
-				oldest = holder
+			if first == nil {
+				first = holder
 			}
 			if !yield(outcome{cl, holder}) {
 				return

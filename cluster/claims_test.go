@@ -37,6 +37,14 @@ func with(s *api.Service, change func(*api.Service)) *api.Service {
 	return s
 }
 
+func external(ip string) func(*api.Service) {
+	return func(s *api.Service) { s.IPs.ExternalIPs.Add(netip.MustParseAddr(ip)) }
+}
+
+func loadBalancer(ip string) func(*api.Service) {
+	return func(s *api.Service) { s.IPs.LoadBalancerIPs.Add(netip.MustParseAddr(ip)) }
+}
+
 func wholeAddress(s *api.Service) *api.Service {
 	return with(s, func(s *api.Service) { s.AllPorts = true })
 }
@@ -84,12 +92,54 @@ func TestClaims(t *testing.T) {
 			[]*api.Service{service("b", 1, "10.0.0.1", 80), service("a", 1, "10.0.0.1", 80)},
 			[]string{"b 10.0.0.1:80/TCP a"},
 		}, {
-			"a cluster IP and somebody else's external IP meet",
+			"a cluster IP wins against the external IP of an older service",
 			[]*api.Service{
 				service("a", 1, "10.0.0.1", 80),
-				with(service("b", 2, "10.0.0.2", 80), func(s *api.Service) { s.IPs.ExternalIPs.Add(netip.MustParseAddr("10.0.0.1")) }),
+				with(service("b", 2, "10.0.0.2", 80), external("10.0.0.1")),
 			},
-			[]string{"a 10.0.0.1:80/TCP b"},
+			[]string{"b 10.0.0.1:80/TCP a"},
+		}, {
+			"a cluster IP wins against the load-balancer IP of an older service",
+			[]*api.Service{
+				service("a", 1, "10.0.0.1", 80),
+				with(service("b", 2, "10.0.0.2", 80), loadBalancer("10.0.0.1")),
+			},
+			[]string{"b 10.0.0.1:80/TCP a"},
+		}, {
+			"a load-balancer IP wins against the external IP of an older service",
+			[]*api.Service{
+				with(service("a", 1, "10.0.0.1", 80), loadBalancer("10.9.9.9")),
+				with(service("b", 2, "10.0.0.2", 80), external("10.9.9.9")),
+			},
+			[]string{"b 10.9.9.9:80/TCP a"},
+		}, {
+			"of two external IPs the older service's wins",
+			[]*api.Service{
+				with(service("a", 1, "10.0.0.1", 80), external("10.9.9.9")),
+				with(service("b", 2, "10.0.0.2", 80), external("10.9.9.9")),
+			},
+			[]string{"a 10.9.9.9:80/TCP b"},
+		}, {
+			"a service that names an address twice has the better claim",
+			[]*api.Service{
+				with(with(service("a", 1, "10.0.0.1", 80), external("10.9.9.9")), loadBalancer("10.9.9.9")),
+				with(service("b", 2, "10.0.0.2", 80), external("10.9.9.9")),
+			},
+			[]string{"b 10.9.9.9:80/TCP a"},
+		}, {
+			"a cluster IP wins against an older all-ports service that names it as external IP",
+			[]*api.Service{
+				service("a", 1, "10.0.0.1", 80),
+				wholeAddress(with(service("b", 2, "10.0.0.2"), external("10.0.0.1"))),
+			},
+			[]string{"b 10.0.0.1:0/Protocol(0) a"},
+		}, {
+			"the cluster IP of an all-ports service wins against ports of older external IPs",
+			[]*api.Service{
+				wholeAddress(service("a", 1, "10.0.0.1")),
+				with(service("b", 2, "10.0.0.2", 80, 81), external("10.0.0.1")),
+			},
+			[]string{"b 10.0.0.1:80/TCP a", "b 10.0.0.1:81/TCP a"},
 		}, {
 			"one service may name an address as external and as load-balancer IP",
 			[]*api.Service{with(service("a", 1, "10.0.0.1", 80), func(s *api.Service) {
@@ -200,9 +250,9 @@ func TestAClaimIsHandedOverWhenTheWinnerGoes(t *testing.T) {
 	}
 }
 
-// TestClaimsAgreeWithGrantingInOrderOfAge compares the incremental index with
+// TestClaimsAgreeWithGrantingInOrder compares the incremental index with
 // the definition, over random services that come, change and go.
-func TestClaimsAgreeWithGrantingInOrderOfAge(t *testing.T) {
+func TestClaimsAgreeWithGrantingInOrder(t *testing.T) {
 	for seed := range uint64(200) {
 		random := rand.New(rand.NewPCG(seed, 0))
 		state := cluster.New(cluster.Options{Resumable: true})
@@ -214,6 +264,11 @@ func TestClaimsAgreeWithGrantingInOrderOfAge(t *testing.T) {
 					s.Ports = append(s.Ports, api.PortMapping{Protocol: api.Protocol(random.IntN(3)), Port: p + 80, NodePort: 30000 * int32(random.IntN(2))})
 				}
 			}
+			for _, ips := range []*api.IPSet{&s.IPs.LoadBalancerIPs, &s.IPs.ExternalIPs} {
+				if random.IntN(3) == 0 {
+					ips.Add(netip.AddrFrom4([4]byte{10, 0, 0, byte(random.IntN(3) + 1)}))
+				}
+			}
 			s.AllPorts = random.IntN(5) == 0
 			state.Update(func(tx *cluster.Tx) {
 				if random.IntN(4) == 0 {
@@ -222,7 +277,7 @@ func TestClaimsAgreeWithGrantingInOrderOfAge(t *testing.T) {
 					tx.SetService(s)
 				}
 			})
-			if diff := gocmp.Diff(grantInOrderOfAge(state), lostByService(state), equateAddrs); diff != "" {
+			if diff := gocmp.Diff(grantInOrder(state), lostByService(state), equateAddrs); diff != "" {
 				t.Fatalf("seed %d (-want +got):\n%s", seed, diff)
 			}
 		}
@@ -239,9 +294,10 @@ func lostByService(state *cluster.State) map[string][]api.LostClaim {
 	return all
 }
 
-// grantInOrderOfAge is the definition: the oldest service takes what it claims,
+// grantInOrder is the definition: cluster IPs are granted first, then load-balancer IPs, then
+// external IPs and node ports; among claims of one kind the oldest service takes what it claims,
 // the next what is left, and so on.
-func grantInOrderOfAge(state *cluster.State) map[string][]api.LostClaim {
+func grantInOrder(state *cluster.State) map[string][]api.LostClaim {
 	var services []*api.Service
 	for _, s := range state.Snapshot().Services.All() {
 		services = append(services, s)
@@ -255,39 +311,58 @@ func grantInOrderOfAge(state *cluster.State) map[string][]api.LostClaim {
 	}
 	var granted []grant
 	all := map[string][]api.LostClaim{}
-	for _, s := range services {
-		var claims []api.Claim
-		for ip := range s.IPs.ClusterIPs.All() {
-			if s.AllPorts {
-				claims = append(claims, api.Claim{IP: ip})
-				continue
-			}
-			for _, p := range s.Ports {
-				if p.Protocol == api.UnknownProtocol {
-					continue
+	tried := map[grant]bool{}
+	for kind := range 3 {
+		for _, s := range services {
+			for _, c := range claimsOfKind(s, kind) {
+				if tried[grant{c, s.Key()}] {
+					continue // by a better claim
 				}
-				claims = append(claims, api.Claim{IP: ip, Protocol: p.Protocol, Port: p.Port})
-				if p.NodePort != 0 {
-					claims = append(claims, api.Claim{IP: netip.IPv4Unspecified(), Protocol: p.Protocol, Port: p.NodePort})
+				tried[grant{c, s.Key()}] = true
+				i := slices.IndexFunc(granted, func(g grant) bool {
+					whole := g.Claim == api.Claim{IP: c.IP} || c == api.Claim{IP: c.IP}
+					return g.winner != s.Key() && (g.Claim == c || whole && g.IP == c.IP)
+				})
+				if i < 0 {
+					granted = append(granted, grant{c, s.Key()})
+				} else {
+					all[s.Name] = append(all[s.Name], api.LostClaim{Claim: c, Winner: granted[i].winner})
 				}
-			}
-		}
-		slices.SortFunc(claims, func(a, b api.Claim) int {
-			return cmp.Or(a.IP.Compare(b.IP), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
-		})
-		for _, c := range slices.Compact(claims) {
-			i := slices.IndexFunc(granted, func(g grant) bool {
-				whole := g.Claim == api.Claim{IP: c.IP} || c == api.Claim{IP: c.IP}
-				return g.winner != s.Key() && (g.Claim == c || whole && g.IP == c.IP)
-			})
-			if i < 0 {
-				granted = append(granted, grant{c, s.Key()})
-			} else {
-				all[s.Name] = append(all[s.Name], api.LostClaim{Claim: c, Winner: granted[i].winner})
 			}
 		}
 	}
+	for _, lost := range all {
+		slices.SortFunc(lost, func(a, b api.LostClaim) int { return compareClaims(a.Claim, b.Claim) })
+	}
 	return all
+}
+
+// claimsOfKind returns the claims of a service by cluster IPs (0), load-balancer IPs (1), or
+// external IPs and node ports (2).
+func claimsOfKind(s *api.Service, kind int) []api.Claim {
+	var claims []api.Claim
+	for ip := range []*api.IPSet{&s.IPs.ClusterIPs, &s.IPs.LoadBalancerIPs, &s.IPs.ExternalIPs}[kind].All() {
+		if s.AllPorts {
+			claims = append(claims, api.Claim{IP: ip})
+			continue
+		}
+		for _, p := range s.Ports {
+			if p.Protocol != api.UnknownProtocol {
+				claims = append(claims, api.Claim{IP: ip, Protocol: p.Protocol, Port: p.Port})
+			}
+		}
+	}
+	for _, p := range s.Ports {
+		if kind == 2 && !s.AllPorts && p.NodePort != 0 && p.Protocol != api.UnknownProtocol {
+			claims = append(claims, api.Claim{IP: netip.IPv4Unspecified(), Protocol: p.Protocol, Port: p.NodePort})
+		}
+	}
+	slices.SortFunc(claims, compareClaims)
+	return slices.Compact(claims)
+}
+
+func compareClaims(a, b api.Claim) int {
+	return cmp.Or(a.IP.Compare(b.IP), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
 // BenchmarkContestedAddress changes one of many services that share an address

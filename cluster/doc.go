@@ -17,7 +17,7 @@
 // has, 0 for none. [State.Changed] wakes it, and it reads no more than what changed.
 //
 // Beside the objects, the state keeps for each service a joined value: the
-// service, its slices whatever order they came in, and the frontends that an
-// older service holds (see [api.ServiceState]). A change of any of these is a
+// service, its slices whatever order they came in, and the frontends that another
+// service holds (see [api.ServiceState]). A change of any of these is a
 // change of the joined value, and of no other service's.
 package cluster

@@ -187,7 +187,7 @@ func TestLostFrontends(t *testing.T) {
 		slices:   oneReady,
 		lost:     lost("192.0.2.1", api.TCP, 80),
 		want:     "ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
-		unserved: "ExternalIP 192.0.2.1:80/TCP: service default/older is older and holds it",
+		unserved: "ExternalIP 192.0.2.1:80/TCP: service default/older holds it",
 	}, {
 		name:    "the same port of another protocol is not lost",
 		service: service(externalIPs("192.0.2.1"), headless),
@@ -200,13 +200,13 @@ func TestLostFrontends(t *testing.T) {
 		slices:   oneReady,
 		lost:     lost("::", api.TCP, 30080),
 		want:     "NodePort IPv4:30080/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
-		unserved: `NodePort IPv6:30080/TCP: service default/older is older and holds it`,
+		unserved: `NodePort IPv6:30080/TCP: service default/older holds it`,
 	}, {
 		name:     "a whole address",
 		service:  service(mapIP, headless, externalIPs("192.0.2.1")),
 		slices:   oneReady,
 		lost:     lost("192.0.2.1", 0, 0),
-		unserved: "ExternalIP 192.0.2.1: service default/older is older and holds it",
+		unserved: "ExternalIP 192.0.2.1: service default/older holds it",
 	}})
 }
 

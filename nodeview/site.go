@@ -27,7 +27,7 @@ const (
 	// DuplicatePort: an earlier port of the service has the same number (or node
 	// port) and protocol, or the same name.
 	DuplicatePort
-	// Lost: an older service holds the address, protocol and port.
+	// Lost: another service holds the address, protocol and port.
 	Lost
 )
 
@@ -43,7 +43,7 @@ func (f Fault) String() string {
 	case DuplicatePort:
 		return "an earlier port of the service has the same number and protocol, or name"
 	case Lost:
-		return "an older service holds it"
+		return "another service holds it"
 	default:
 		return fmt.Sprintf("Fault(%d)", uint8(f))
 	}
@@ -62,7 +62,7 @@ type UnservedFrontend struct {
 // String names the frontend and says why it is not served.
 func (u UnservedFrontend) String() string {
 	if u.Fault == Lost {
-		return fmt.Sprintf("%s: service %s is older and holds it", u.FrontendKey, u.Winner)
+		return fmt.Sprintf("%s: service %s holds it", u.FrontendKey, u.Winner)
 	}
 	return fmt.Sprintf("%s: %s", u.FrontendKey, u.Fault)
 }

@@ -19,22 +19,22 @@
 //
 // # Sinks
 //
-// [sink.FullState] is the simplest one: it is told everything, each time. A sink
-// of your own is told what changed, with each service's view before and after;
-// New is nil when the service goes, and so has no frontends. The first Changes
-// is full, and whatever else the dataplane has goes then:
+// [sink.FullState] is the simplest one: it gets all services each time. A sink of your
+// own gets what changed, with each service's view before and after; New is nil when the
+// service is deleted. At the start it gets all services in a pass, and with Last it
+// prunes what belongs to none:
 //
 //	func (m *frontendMap) Sync(_ context.Context, c *sink.Changes) error {
+//		m.pass.Begin(c)
 //		var failed sink.Failed
-//		if c.Full {
-//			m.prune(c.Services, &failed)
-//		}
-//		for s := range c.Services { // first what goes, so that its place is free
-//			failed.Add(s.Key, m.removeStale(s))
-//		}
 //		for s := range c.Services {
-//			if failed[s.Key] == nil {
-//				failed.Add(s.Key, m.set(s))
+//			failed.Do(s.Key, func() error { return m.program(s) })
+//		}
+//		if c.Last {
+//			for k, e := range m.entries {
+//				if m.pass.Stale(e.owner) {
+//					failed.Do(e.owner, func() error { return m.remove(k, e.owner) })
+//				}
 //			}
 //		}
 //		return failed.Err()
@@ -42,8 +42,8 @@
 //
 // The example "Frontends" of package sink has the rest of it, with what
 // [nodeview.Frontends] says of each view. If Sync fails, nothing is lost: what was
-// not acknowledged comes again, merged with what changed meanwhile, and marked as a
-// Retry. [sink.Events] calls typed methods to set and delete services, frontends
+// not acknowledged comes again, merged with what changed meanwhile, and marked as
+// Unsure. [sink.Events] calls typed methods to set and delete services, frontends
 // and endpoints, in an order in which no address is ever claimed twice, whatever
 // fails. Package sinktest helps to test all of them.
 //

@@ -88,7 +88,7 @@ func TestRunFollowsWhatChanges(t *testing.T) {
 	if got := <-told; got != "b" {
 		t.Errorf("services %q, want b", got)
 	}
-	if s := p.Status(); len(s) != 1 || s[0].FullSyncs != 1 {
+	if s := p.Status(); len(s) != 1 || s[0].Passes != 1 {
 		t.Errorf("status %+v, want one sink with one full sync", s)
 	}
 	cancel()

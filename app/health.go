@@ -11,7 +11,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// stuckAfter is how long changes may wait for a sink that may be told until the
+// stuckAfter is how long something may wait for a sink that makes no progress until the
 // proxy counts as stuck.
 const stuckAfter = 2 * time.Minute
 
@@ -38,7 +38,7 @@ type HealthReport struct {
 	CurrentTime time.Time `json:"currentTime"`
 	// Synced says that everything has been done once.
 	Synced bool `json:"synced"`
-	// Stuck says that what is to be done has waited for too long.
+	// Stuck says that something waits and a sink has made no progress for too long.
 	Stuck bool `json:"stuck"`
 	// NodeEligible says that load balancers may send traffic to this node.
 	NodeEligible bool `json:"nodeEligible"`
@@ -67,8 +67,8 @@ func healthOf(p proxy, now func() time.Time) Health {
 		sinks := p.Status()
 		r := HealthReport{CurrentTime: now(), NodeEligible: nodeEligible(p.Node()), Synced: len(sinks) > 0}
 		for _, s := range sinks {
-			r.Synced = r.Synced && s.FullSyncs > 0
-			r.Stuck = r.Stuck || !s.WaitingSince.IsZero() && r.CurrentTime.Sub(s.WaitingSince) > stuckAfter
+			r.Synced = r.Synced && s.Passes > 0
+			r.Stuck = r.Stuck || s.StuckFor(r.CurrentTime) > stuckAfter
 			if r.LastUpdated.IsZero() || s.LastSync.Before(r.LastUpdated) {
 				r.LastUpdated = s.LastSync
 			}

@@ -16,7 +16,7 @@
 package feed
 
 import (
-	"slices"
+	"iter"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -95,21 +95,15 @@ func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
 	after := view{delta.New, f.self(node)}
 
 	u := &sink.Update{
-		Changes: sink.Changes{
-			Full:     delta.Full(),
-			Revision: uint64(snapshot.Revision),
-			Node:     node,
-		},
-		View: after.of,
+		Lost: delta.Full(), Revision: uint64(snapshot.Revision), Node: node, NodeChanged: true,
+		View: after.of, After: after.after,
 	}
-	if u.Full {
-		u.NodeChanged = true
-		u.Services = after.all
+	if u.Lost {
 		return u
 	}
 	u.NodeChanged = !node.Equal(f.node)
 	before := view{delta.Old, f.self(f.node)}
-	u.Services = slices.Values(changes(before, after, delta))
+	u.Changes = changes(before, after, delta)
 	return u
 }
 
@@ -140,11 +134,11 @@ func (v view) see(state *api.ServiceState) *api.ServiceEndpoints {
 	return nodeview.View(state, v.node)
 }
 
-// all yields every view as an addition.
-func (v view) all(yield func(sink.Change) bool) {
-	for key, state := range v.states.All() {
-		if se := v.see(state); se != nil {
-			if !yield(sink.Change{Key: key, New: se}) {
+// after yields the views of the services after key, in order.
+func (v view) after(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints] {
+	return func(yield func(*api.ServiceEndpoints) bool) {
+		for _, state := range v.states.After(key) {
+			if se := v.see(state); se != nil && !yield(se) {
 				return
 			}
 		}

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
-	"slices"
 	"testing"
 	"time"
 
@@ -69,15 +68,26 @@ func next(t *testing.T, f *feed.Feed) []string {
 	return describe(u)
 }
 
+// all returns what u has for its reader: the changes, or all services as new ones.
+func all(u *sink.Update) []sink.Change {
+	changes := u.Changes
+	if u.Lost {
+		for v := range u.After(types.NamespacedName{}) {
+			changes = append(changes, sink.Change{Key: v.Key(), New: v})
+		}
+	}
+	return changes
+}
+
 func describe(u *sink.Update) []string {
 	lines := []string{}
-	if u.Full {
-		lines = append(lines, "full")
+	if u.Lost {
+		lines = append(lines, "lost")
 	}
 	if u.NodeChanged {
 		lines = append(lines, fmt.Sprintf("node in zone %q", u.Node.Zone()))
 	}
-	for c := range u.Services {
+	for _, c := range all(u) {
 		line := c.Key.Name + ":"
 		for old, new := range c.Endpoints() {
 			switch {
@@ -114,7 +124,7 @@ func TestUpdates(t *testing.T) {
 			tx.SetService(service("b"))
 			tx.SetService(service("a"))
 			tx.SetSlice(slice("b-1", "b", "x", "y"))
-		}, []string{"full", `node in zone ""`, "a: new", "b: +172.16.0.1 +172.16.0.2 new"}},
+		}, []string{"lost", `node in zone ""`, "a: new", "b: +172.16.0.1 +172.16.0.2 new"}},
 		{"nothing changed", func(tx *cluster.Tx) {
 			tx.SetService(service("a"))
 		}, []string{}},
@@ -220,7 +230,7 @@ func TestAFeedStartsOver(t *testing.T) {
 			if !isClosed(f.Changed()) {
 				t.Fatal("not changed")
 			}
-			if diff := cmp.Diff([]string{"full", `node in zone ""`, "a: new"}, next(t, f)); diff != "" {
+			if diff := cmp.Diff([]string{"lost", `node in zone ""`, "a: new"}, next(t, f)); diff != "" {
 				t.Errorf("(-want +got):\n%s", diff)
 			}
 		})
@@ -242,17 +252,12 @@ func TestTriggerTimeIsThatOfTheSlicesThatChanged(t *testing.T) {
 		tx.SetSlice(at(slice("a-1", "a", "x"), early))
 		tx.SetSlice(at(slice("a-2", "a", "x"), early))
 	})
-	full, _ := f.Next()
-	for c := range full.Services {
-		if !c.TriggerTime.IsZero() {
-			t.Errorf("a full update has trigger time %v", c.TriggerTime)
-		}
-	}
-	f.Advance(full)
+	u, _ := f.Next()
+	f.Advance(u)
 
 	state.Update(func(tx *cluster.Tx) { tx.SetSlice(at(slice("a-2", "a", "x", "y"), late)) })
-	u, _ := f.Next()
-	for c := range u.Services {
+	u, _ = f.Next()
+	for _, c := range u.Changes {
 		if !c.TriggerTime.Equal(late) {
 			t.Errorf("trigger time %v, want %v", c.TriggerTime, late)
 		}
@@ -261,7 +266,7 @@ func TestTriggerTimeIsThatOfTheSlicesThatChanged(t *testing.T) {
 
 	state.Update(func(tx *cluster.Tx) { tx.SetSlice(at(slice("a-3", "a", "y", "y", "z"), early)) })
 	u, _ = f.Next()
-	for c := range u.Services {
+	for _, c := range u.Changes {
 		if !c.TriggerTime.IsZero() {
 			t.Errorf("a slice that is new here has trigger time %v", c.TriggerTime)
 		}
@@ -333,16 +338,16 @@ func TestUpdatesLeadToTheViewOfNow(t *testing.T) {
 			if random.IntN(3) == 0 {
 				continue
 			}
-			if u.Full {
+			if u.Lost {
 				clear(told)
 			}
 			last := types.NamespacedName{}
-			for c := range u.Services {
+			for _, c := range all(u) {
 				if api.CompareKeys(last, c.Key) >= 0 {
 					t.Fatalf("seed %d: %v after %v", seed, c.Key, last)
 				}
 				last = c.Key
-				if !u.Full && !c.Old.Equal(told[c.Key]) {
+				if !u.Lost && !c.Old.Equal(told[c.Key]) {
 					t.Fatalf("seed %d: old view of %v is not the acknowledged one", seed, c.Key)
 				}
 				told[c.Key] = c.New
@@ -401,7 +406,7 @@ func BenchmarkOneEndpointChanges(b *testing.B) {
 				i++
 				state.Update(func(tx *cluster.Tx) { tx.SetSlice(versions[i%2]) })
 				u, _ := f.Next()
-				if len(slices.Collect(u.Services)) != 1 {
+				if len(u.Changes) != 1 {
 					b.Fatal("not one change")
 				}
 				f.Advance(u)

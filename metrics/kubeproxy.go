@@ -44,9 +44,10 @@ func (m *kubeProxyMetrics) collectors() []prometheus.Collector {
 
 func (m *kubeProxyMetrics) synced(r sink.SyncResult) {
 	m.duration.Observe(r.Duration.Seconds())
-	if r.Full {
-		m.full.Observe(r.Duration.Seconds())
-	} else {
+	switch {
+	case r.Passed:
+		m.full.Observe(r.PassDuration.Seconds())
+	case !r.InPass:
 		m.partial.Observe(r.Duration.Seconds())
 	}
 	m.changes.Add(float64(r.Services))

@@ -14,7 +14,6 @@
 package metrics
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -139,7 +138,7 @@ func newSinkMetrics() sinkMetrics {
 		return prometheus.NewCounterVec(prometheus.CounterOpts(opts(name, help)), labels)
 	}
 	return sinkMetrics{
-		duration:    histogram("sync_duration_seconds", "How long a sync took, by type (full or partial).", syncBuckets, "sink", "type"),
+		duration:    histogram("sync_duration_seconds", "How long it took to deliver everything (full), or what changed (partial).", syncBuckets, "sink", "type"),
 		errors:      counter("sync_errors_total", "Syncs that were not acknowledged as a whole, by kind (all: nothing was; some: some services were not).", "sink", "kind"),
 		programming: histogram("network_programming_duration_seconds", "Time from the oldest endpoint change in a service to its being programmed.", programmingBuckets, "sink"),
 		lastQueued:  gauge("sync_last_queued_timestamp_seconds", "When a change was last seen waiting."),
@@ -179,9 +178,10 @@ func (m *sinkMetrics) of(sink string) *sinkSeries {
 }
 
 func (s *sinkSeries) synced(r sink.SyncResult) {
-	if r.Full {
-		s.full.Observe(r.Duration.Seconds())
-	} else {
+	switch {
+	case r.Passed:
+		s.full.Observe(r.PassDuration.Seconds())
+	case !r.InPass:
 		s.partial.Observe(r.Duration.Seconds())
 	}
 	s.changes.Add(float64(r.Services))
@@ -189,16 +189,13 @@ func (s *sinkSeries) synced(r sink.SyncResult) {
 	switch {
 	case r.Err == nil:
 		s.lastSynced.SetToCurrentTime()
-	case isPartial(r.Err):
-		s.failedSome.Inc()
 	default:
-		s.failedAll.Inc()
+		if _, ok := sink.Acknowledged(r.Err); ok {
+			s.failedSome.Inc()
+		} else {
+			s.failedAll.Inc()
+		}
 	}
-}
-
-func isPartial(err error) bool {
-	var failed *sink.Failed
-	return errors.As(err, &failed)
 }
 
 func (s *sinkSeries) verified(err error) {

@@ -4,7 +4,7 @@ package remote
 
 import (
 	"context"
-	"slices"
+	"iter"
 	"strings"
 	"sync"
 
@@ -245,21 +245,22 @@ func (c *Client) Close() { c.reader.cursor.Close() }
 func (r *reader) update(state *clientState) *sink.Update {
 	delta := r.cursor.Until(state.views)
 	u := &sink.Update{
-		Changes: sink.Changes{Full: delta.Full(), Revision: uint64(state.revision), Node: state.node},
+		Lost: delta.Full(), Revision: uint64(state.revision), Node: state.node, NodeChanged: true,
 		View: func(key types.NamespacedName) *api.ServiceEndpoints {
 			e, _ := state.views.Get(key)
 			return e.viewOrNil()
 		},
-	}
-	if u.Full {
-		u.NodeChanged = true
-		u.Services = func(yield func(sink.Change) bool) {
-			for key, e := range state.views.All() {
-				if !yield(sink.Change{Key: key, New: e.view}) {
-					return
+		After: func(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints] {
+			return func(yield func(*api.ServiceEndpoints) bool) {
+				for _, e := range state.views.After(key) {
+					if !yield(e.view) {
+						return
+					}
 				}
 			}
-		}
+		},
+	}
+	if u.Lost {
 		return u
 	}
 	u.NodeChanged = !state.node.Equal(r.has.node)
@@ -269,7 +270,7 @@ func (r *reader) update(state *clientState) *sink.Update {
 			list = append(list, sink.Change{Key: change.Key, Old: before, New: after})
 		}
 	}
-	u.Services = slices.Values(list)
+	u.Changes = list
 	return u
 }
 

@@ -26,6 +26,7 @@ import (
 	watcher "github.com/kpng-project/kpng/watcher/remote"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // gate is an address in front of a server that lets nobody through while it is
@@ -161,8 +162,8 @@ func TestAfterALossOnlyWhatChangedComes(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := rec.Syncs()[1]
-	if want := []string{"changes", "comes", "goes"}; got.Full || !slices.Equal(keys(got), want) {
-		t.Errorf("told %v, full %t; want %v", keys(got), got.Full, want)
+	if want := []string{"changes", "comes", "goes"}; got.First || !slices.Equal(keys(got), want) {
+		t.Errorf("got %v, first %t; want %v", keys(got), got.First, want)
 	}
 	if n := g.received.Load(); n > 2000 || n > first/20 {
 		t.Errorf("%d bytes came after the loss, %d at first", n, first)
@@ -271,8 +272,8 @@ func TestANewServerIsAMinimalDifference(t *testing.T) {
 		t.Fatal(err)
 	}
 	got := rec.Syncs()[1]
-	if diff := cmp.Diff([]string{"a", "d"}, keys(got)); diff != "" || got.Full {
-		t.Errorf("full %t, services:\n%s", got.Full, diff)
+	if diff := cmp.Diff([]string{"a", "d"}, keys(got)); diff != "" || got.First {
+		t.Errorf("first %t, services:\n%s", got.First, diff)
 	}
 }
 
@@ -383,7 +384,7 @@ func TestHalfAnAnswerIsNotSeen(t *testing.T) {
 		t.Fatal(err)
 	}
 	all := 0
-	for range u.Services {
+	for range u.After(types.NamespacedName{}) {
 		all++
 	}
 	for limit := int64(1000); ; limit *= 2 {

@@ -21,6 +21,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/encoding/protowire"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // A client of the first kpng, written from the table of docs/wire.md alone. It
@@ -292,10 +293,10 @@ func (w *world) want(node string) (services, endpoints map[string]string) {
 	f := feed.New(w.state, node)
 	defer f.Close()
 	u, _ := f.Next()
-	for c := range u.Services {
-		path := c.Key.String()
-		services[path] = wantService(c.New.Service)
-		for _, e := range c.New.Endpoints {
+	for v := range u.After(types.NamespacedName{}) {
+		path := v.Key().String()
+		services[path] = wantService(v.Service)
+		for _, e := range v.Endpoints {
 			if e.Scopes.Internal || e.Scopes.External {
 				endpoints[path+"/"+e.Key()] = wantEndpoint(&e)
 			}

@@ -7,7 +7,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime/debug"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"k8s.io/klog/v2"
@@ -19,28 +21,34 @@ type Driver struct {
 	sink Sink
 	opts Options
 
-	// The goroutine of Run alone uses these, and the one that watches for it
-	// during a Verify.
+	kick     chan struct{} // wakes Run after StartOver
+	progress atomic.Int64  // when the sink last made progress, in Unix nanoseconds
+
+	// Only the goroutine of Run uses these, and the one that watches for it during a
+	// Verify.
 	notBefore time.Time // when the next Sync may begin
 	verifyAt  time.Time // when the next Verify may begin, zero for never
 	noted     bool      // whether the changes that wait now were noted
+	pass      *delivery // the pass under way, nil if there is none
+	search    search
+	wasAlone  bool // whether the last Sync was of a service that comes alone
 
-	// The same goroutines write what follows with mu held and read it without;
-	// everybody else reads it with mu held.
+	// The same goroutines write these with mu held and read them without. All others
+	// hold mu.
 	mu      sync.Mutex
 	started bool
 	end     error         // not nil once Run has ended
 	moved   chan struct{} // closed and renewed when something below has changed
-	status  Status        // but for what Status adds
+	status  Status        // without the fields that Driver.Status fills in
 	pending pending
 
-	// synced is whether the sink acknowledged a full Changes and has not asked
-	// to start over since. If not, all it has to know comes in a full one.
-	synced bool
-	// position is the revision of the source's position.
+	// synced says that the last pass is complete, and restart that StartOver was
+	// called and the driver has not begun the new pass.
+	synced, restart bool
+	// position is the revision up to which everything is acknowledged or pending.
 	position uint64
-	// nodePending is whether the node was told and not acknowledged, and
-	// nodeSince the last revision at which the sink had the right one.
+	// nodePending says that the node differs from the one that the sink acknowledged
+	// last, and nodeSince is the last revision at which it did not.
 	nodePending bool
 	nodeSince   uint64
 }
@@ -51,6 +59,7 @@ func NewDriver(src Source, s Sink, opts Options) *Driver {
 		src:     src,
 		sink:    s,
 		opts:    opts.withDefaults(),
+		kick:    make(chan struct{}, 1),
 		moved:   make(chan struct{}),
 		pending: newPending(),
 	}
@@ -114,7 +123,7 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 			return err
 		}
 		d.step(ctx)
-		if d.opts.Once && d.synced && d.pending.len() == 0 && !d.nodePending {
+		if d.opts.Once && d.isDone() {
 			return nil
 		}
 	}
@@ -129,15 +138,28 @@ func (d *Driver) stopTimeout() time.Duration {
 	return cmp.Or(timeout, 10*time.Second)
 }
 
-// wait returns nil when there is something to tell the sink and it may be told,
-// and an error when ctx has ended. Meanwhile it verifies.
+// StartOver makes the driver begin a new pass, for a caller that knows that the
+// dataplane lost its state. It returns immediately. The pass begins as soon as no Sync
+// runs: neither a backoff nor Options.MinInterval delays it. StartOver may be called at
+// any time from any goroutine.
+func (d *Driver) StartOver() {
+	d.update(func() { d.restart, d.synced = true, false })
+	select {
+	case d.kick <- struct{}{}:
+	default:
+	}
+}
+
+// wait returns nil when the next Sync is due, and an error when ctx has ended.
+// Meanwhile it verifies.
 func (d *Driver) wait(ctx context.Context) error {
 	d.noted = false
 	for {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		now := d.opts.Clock.Now()
+		d.handleRestart()
+		now := time.Now()
 		changed := d.src.Changed()
 		queued := isClosed(changed)
 		if queued {
@@ -145,7 +167,7 @@ func (d *Driver) wait(ctx context.Context) error {
 			changed = nil
 		}
 		retryAt, retry := d.pending.nextRetry()
-		if d.nodePending {
+		if d.nodePending || d.pass != nil {
 			retryAt, retry = time.Time{}, true
 		}
 		due := queued || retry && !retryAt.After(now)
@@ -173,19 +195,41 @@ func (d *Driver) wait(ctx context.Context) error {
 	}
 }
 
+// handleRestart resets the source if StartOver was called.
+func (d *Driver) handleRestart() {
+	d.mu.Lock()
+	restart := d.restart
+	if d.restart {
+		d.restart, d.status.NextAttempt = false, time.Time{}
+	}
+	d.mu.Unlock()
+	if restart {
+		d.src.Reset()
+		d.notBefore = time.Time{}
+	}
+}
+
+// isDone reports whether a pass is complete and the sink has acknowledged everything.
+func (d *Driver) isDone() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.synced && d.pending.len() == 0 && !d.nodePending
+}
+
 // sleep returns at wake, unless that is zero, or when changed is closed, unless
-// that is nil, or when ctx ends.
+// that is nil, or when StartOver is called, or when ctx ends.
 func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	var alarm <-chan time.Time
 	if !wake.IsZero() {
-		timer := d.opts.Clock.NewTimer(wake.Sub(d.opts.Clock.Now()))
+		timer := time.NewTimer(time.Until(wake))
 		defer timer.Stop()
-		alarm = timer.C()
+		alarm = timer.C
 	}
 	select {
 	case <-ctx.Done():
 	case <-changed:
 	case <-alarm:
+	case <-d.kick:
 	}
 }
 
@@ -193,7 +237,7 @@ func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struc
 // when that is, for a Verify may take its time.
 func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	log := klog.FromContext(ctx)
-	begin := d.opts.Clock.Now()
+	begin := time.Now()
 	verifyCtx, cancel := context.WithCancel(ctx)
 	watched := make(chan struct{})
 	go func() {
@@ -203,9 +247,9 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 		switch {
 		case verifyCtx.Err() != nil:
 		case isClosed(changed):
-			d.queued(d.opts.Clock.Now())
+			d.queued(time.Now())
 		default:
-			d.waiting(d.opts.Clock.Now())
+			d.waiting(time.Now())
 		}
 	}()
 	err := guard(verifyCtx, "Verify", d.sink.(Verifier).Verify)
@@ -213,7 +257,7 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 	cancel()
 	<-watched
 
-	end := d.opts.Clock.Now()
+	end := time.Now()
 	d.verifyAt = end.Add(d.opts.VerifyInterval)
 	switch {
 	case errors.Is(err, ErrStartOver):
@@ -257,6 +301,17 @@ func (d *Driver) update(change func()) {
 	change()
 	close(d.moved)
 	d.moved = make(chan struct{})
+}
+
+// guard calls a method of the sink and makes an error of a panic.
+func guard(ctx context.Context, method string, f func(context.Context) error) (err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("panic in %s: %v", method, r)
+			klog.FromContext(ctx).Error(err, "The sink panicked", "stack", string(debug.Stack()))
+		}
+	}()
+	return f(ctx)
 }
 
 // label names the sink in errors.

@@ -23,7 +23,7 @@ func BenchmarkDriverOneChange(b *testing.B) {
 			src.MarkSynced()
 			s := sink.Func(func(_ context.Context, c *sink.Changes) error {
 				var failed sink.Failed
-				if c.Full {
+				if c.First {
 					for _, v := range views[:bc.failing] {
 						failed.Add(v.Key(), errBusy)
 					}

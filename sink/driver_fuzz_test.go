@@ -4,9 +4,11 @@ package sink_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"net/netip"
 	"slices"
 	"testing"
 	"testing/synctest"
@@ -14,30 +16,34 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"k8s.io/apimachinery/pkg/types"
 )
 
 // FuzzDriver lets a source change and a sink fail at random, and checks that in
-// the end the sink has what the source has. The recorder checks that on the way
-// each service is told in order, once, from what was last acknowledged, and that
-// nothing acknowledged is told again.
+// the end the sink has what the source has. Addresses change hands all the time. The
+// recorder checks that on the way each service is delivered in order, once, from what
+// was last acknowledged, and that nothing acknowledged is delivered again.
 func FuzzDriver(f *testing.F) {
-	for seed := range uint64(50) {
+	for seed := range uint64(100) {
 		f.Add(seed, uint8(200))
 	}
 	f.Fuzz(func(t *testing.T, seed uint64, ops uint8) {
 		r := rand.New(rand.NewPCG(seed, 0))
-		plane := dataplane{}
+		plane := newDataplane(r.IntN(2) == 0)
 		opts := sink.Options{
+			BatchSize:   1 + r.IntN(4),
 			MinInterval: time.Duration(r.IntN(3)) * 50 * time.Millisecond,
 			Backoff:     sink.Backoff{Jitter: float64(r.IntN(2)) / 2},
 		}
 		run(t, opts, plane, func(w *world) {
+			w.src.Delete(web)
+			services := fuzzServices{w: w, r: r}
 			var blocks []chan struct{}
 			for range ops {
-				blocks = append(blocks, mutate(w, r, plane)...)
+				blocks = append(blocks, services.mutate(plane)...)
 				if r.IntN(2) == 0 {
 					synctest.Wait()
 				}
@@ -61,25 +67,38 @@ func FuzzDriver(f *testing.F) {
 			if last := w.rec.Syncs()[len(w.rec.Syncs())-1]; time.Since(last.Ended) < 30*time.Minute {
 				w.Errorf("a sync came without a change, %v ago", time.Since(last.Ended))
 			}
+			if len(w.rec.Syncs()) > 100*(int(ops)+1) {
+				w.Errorf("%d changes took %d syncs", ops, len(w.rec.Syncs()))
+			}
 		})
 	})
 }
 
+// fuzzServices are the services a to f, which hand eight addresses to each other.
+type fuzzServices struct {
+	w      *world
+	r      *rand.Rand
+	owners [8]int // of each address, 0 for none, else which service
+}
+
+func fuzzKey(n int) types.NamespacedName { return key(string(rune('a' + n))) }
+
 // mutate does one thing at random to the source, the sink or the clock. It
 // returns the channel to close if that is to block the sink.
-func mutate(w *world, r *rand.Rand, plane dataplane) []chan struct{} {
-	someKey := func() types.NamespacedName { return key(string(rune('a' + r.IntN(6)))) }
+func (f *fuzzServices) mutate(plane *dataplane) []chan struct{} {
+	w, r := f.w, f.r
 	switch r.IntN(17) {
-	case 0, 1, 2, 3, 4:
-		w.src.SetTriggered(time.Now(), view(someKey(), bytesUpTo(r)...))
-	case 5, 6:
-		w.src.Delete(someKey())
+	case 0, 1, 2, 3, 4, 5, 6:
+		f.hand()
 	case 7:
 		w.src.SetNode(&api.Node{Name: fmt.Sprint("n", r.IntN(3))})
 	case 8:
 		w.src.MarkSynced()
-		if r.IntN(4) == 0 {
+		switch r.IntN(6) {
+		case 0:
 			w.src.Lag()
+		case 1:
+			w.driver.StartOver()
 		}
 	case 9:
 		var err error
@@ -90,21 +109,54 @@ func mutate(w *world, r *rand.Rand, plane dataplane) []chan struct{} {
 	case 10, 11, 12:
 		time.Sleep(time.Duration(r.IntN(300)) * time.Millisecond)
 	case 13:
-		w.rec.Script(sinktest.FailServices(errBusy, someKey(), someKey()))
+		plane.fail(fuzzKey(r.IntN(6)), 1+r.IntN(3), errBusy)
 	case 14:
-		w.rec.Script(plane.half(r.IntN(4), []error{errBusy, sink.ErrStartOver, nil}[r.IntN(3)]))
+		plane.fail(fuzzKey(r.IntN(6)), 1+r.IntN(8), errPanic)
 	case 15:
+		w.rec.Script(plane.half(r.IntN(4), []error{errBusy, sink.ErrStartOver, nil}[r.IntN(3)]))
+	case 16:
 		release := make(chan struct{})
 		w.rec.Script(sinktest.Block(release))
 		if r.IntN(2) == 0 {
 			return []chan struct{}{release}
 		}
 		close(release)
-	case 16:
-		wait := func() time.Duration { return time.Duration(r.IntN(100)) * time.Millisecond }
-		w.rec.Script(plane.pausing(wait(), wait()))
 	}
 	return nil
+}
+
+// hand gives some addresses to other services, and changes these services in one
+// update: a service without an address is deleted.
+func (f *fuzzServices) hand() {
+	changed := map[int]bool{1 + f.r.IntN(6): true}
+	for range f.r.IntN(4) {
+		i, to := f.r.IntN(len(f.owners)), f.r.IntN(7)
+		changed[f.owners[i]], changed[to] = true, true
+		f.owners[i] = to
+	}
+	delete(changed, 0)
+	var set []*api.ServiceEndpoints
+	for n := 1; n <= 6; n++ {
+		if !changed[n] {
+			continue
+		}
+		v := view(fuzzKey(n-1), bytesUpTo(f.r)...)
+		v.Service.AllPorts = f.r.IntN(4) == 0
+		var addrs []netip.Addr
+		for i, owner := range f.owners {
+			if owner == n {
+				addrs = append(addrs, netip.AddrFrom4([4]byte{10, 96, 0, byte(i + 1)}))
+			}
+		}
+		if len(addrs) == 0 {
+			f.w.src.Delete(v.Key()) // before others get its addresses
+			continue
+		}
+		v.Service.IPs.ClusterIPs = api.NewIPSet(addrs[0])
+		v.Service.IPs.ExternalIPs = api.NewIPSet(addrs[1:]...)
+		set = append(set, v)
+	}
+	f.w.src.SetTriggered(time.Now(), set...)
 }
 
 // bytesUpTo returns some of the bytes 1 to 4, in order.
@@ -118,95 +170,167 @@ func bytesUpTo(r *rand.Rand) []byte {
 	return some
 }
 
-// dataplane is a sink that programs differences only, as far as it may: the
-// endpoints of each service.
-type dataplane map[types.NamespacedName]map[string]bool
-
-func (p dataplane) Sync(_ context.Context, c *sink.Changes) error {
-	if c.Full {
-		clear(p)
-	}
-	for s := range c.Services {
-		p.apply(&s)
-	}
-	if c.Full {
-		p.catchUp(c)
-	}
-	return nil
+// dataplane is a sink that programs differences only, as far as it may: frontends by
+// address and port.
+type dataplane struct {
+	entries map[api.Claim]fuzzEntry
+	// atomic says that the sink changes nothing of a service that fails, and nothing at
+	// all if the Sync fails. Such a sink goes by Old where there is one.
+	atomic bool
+	// wanted are the frontends of the services delivered in the last pass.
+	wanted map[types.NamespacedName]*api.ServiceEndpoints
+	// failing says how services fail, and how often.
+	failing map[types.NamespacedName]*failure
 }
 
-func (p dataplane) catchUp(c *sink.Changes) {
-	for _, s := range c.Meanwhile() {
-		p.apply(&s)
-	}
+type fuzzEntry struct {
+	owner   types.NamespacedName
+	targets string
 }
 
-// pausing returns a step that catches up after each wait, in a full Sync.
-func (p dataplane) pausing(waits ...time.Duration) sinktest.Step {
-	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
-		err := s.Sync(ctx, c)
-		for _, wait := range waits {
-			if time.Sleep(wait); c.Full {
-				p.catchUp(c)
-			}
+type failure struct {
+	times int
+	err   error
+}
+
+var errPanic = errors.New("panic")
+
+func newDataplane(atomic bool) *dataplane {
+	p := &dataplane{
+		entries: map[api.Claim]fuzzEntry{}, atomic: atomic, failing: map[types.NamespacedName]*failure{},
+		wanted: map[types.NamespacedName]*api.ServiceEndpoints{},
+	}
+	for n := range byte(9) { // from an earlier process
+		claim := api.Claim{IP: netip.AddrFrom4([4]byte{10, 96, 0, n}), Protocol: api.TCP, Port: 80}
+		p.entries[claim] = fuzzEntry{key(string(rune('a' + n))), "[9]"}
+	}
+	return p
+}
+
+// fail makes the service key fail.
+func (p *dataplane) fail(key types.NamespacedName, times int, err error) {
+	p.failing[key] = &failure{times, err}
+}
+
+func (p *dataplane) Sync(_ context.Context, c *sink.Changes) error {
+	return p.sync(c, func(key types.NamespacedName) error {
+		f := p.failing[key]
+		if f == nil || f.times == 0 {
+			return nil
 		}
-		return err
-	}
+		f.times--
+		return f.err
+	})
 }
 
-func (p dataplane) apply(s *sink.Change) {
-	if s.Retry {
-		delete(p, s.Key)
-		s.Old = nil
+// sync programs c where fail allows it.
+func (p *dataplane) sync(c *sink.Changes, fail func(types.NamespacedName) error) error {
+	if c.First {
+		clear(p.wanted)
 	}
-	if s.New == nil {
-		delete(p, s.Key)
-		return
+	entries := maps.Clone(p.entries)
+	if !p.atomic {
+		entries = p.entries
 	}
-	if p[s.Key] == nil {
-		p[s.Key] = map[string]bool{}
-	}
-	for old, new := range s.Endpoints() {
-		switch {
-		case new == nil:
-			delete(p[s.Key], old.Key())
-		default:
-			p[s.Key][new.Key()] = true
-		}
-	}
-}
-
-// half returns a step that programs the first n services, and then fails with
-// err, or panics if that is nil.
-func (p dataplane) half(n int, err error) sinktest.Step {
-	return func(_ context.Context, c *sink.Changes, _ sink.Sink) error {
+	var failed sink.Failed
+	for _, program := range []func(map[api.Claim]fuzzEntry, *sink.Change){p.remove, p.set} {
 		for s := range c.Services {
-			if n--; n < 0 {
-				break
+			p.wanted[s.Key] = s.New
+			if failed[s.Key] != nil {
+				continue
 			}
-			p.apply(&s)
+			err := fail(s.Key)
+			if err == errPanic {
+				panic("oops")
+			}
+			if failed.Add(s.Key, err); err == nil {
+				program(entries, &s)
+			}
 		}
-		if err == nil {
-			panic("oops")
+		if len(failed) > 0 && p.atomic { // leave those alone
+			entries = maps.Clone(p.entries)
+			for _, program := range []func(map[api.Claim]fuzzEntry, *sink.Change){p.remove, p.set} {
+				for s := range c.Services {
+					if failed[s.Key] == nil {
+						program(entries, &s)
+					}
+				}
+			}
+			break
 		}
-		return err
+	}
+	if c.Last {
+		maps.DeleteFunc(entries, func(claim api.Claim, e fuzzEntry) bool {
+			if failed[e.owner] != nil || slices.Contains(c.Failing, e.owner) {
+				return false
+			}
+			for f := range nodeview.Frontends(p.wanted[e.owner]) {
+				if f.Claim() == claim {
+					return false
+				}
+			}
+			return true
+		})
+	}
+	p.entries = entries
+	return failed.Err()
+}
+
+// remove removes what s has no longer.
+func (p *dataplane) remove(entries map[api.Claim]fuzzEntry, s *sink.Change) {
+	for f := range nodeview.Frontends(s.Old) {
+		delete(entries, f.Claim())
+	}
+	if s.Unsure && (s.Old == nil || !p.atomic) {
+		maps.DeleteFunc(entries, func(_ api.Claim, e fuzzEntry) bool { return e.owner == s.Key })
 	}
 }
 
-// expect reports how p differs from the endpoints of views.
-func (p dataplane) expect(t *testing.T, views []*api.ServiceEndpoints) {
+// set sets what s has.
+func (p *dataplane) set(entries map[api.Claim]fuzzEntry, s *sink.Change) {
+	for f := range nodeview.Frontends(s.New) {
+		entries[f.Claim()] = fuzzEntry{s.Key, targets(f)}
+	}
+}
+
+// half returns a step that fails with err at the n-th service, or panics there if err
+// is nil.
+func (p *dataplane) half(n int, err error) sinktest.Step {
+	return func(_ context.Context, c *sink.Changes, _ sink.Sink) (result error) {
+		before := p.entries
+		defer func() {
+			if p.atomic && err != nil {
+				p.entries = before
+			}
+			if r := recover(); r != nil && err == nil {
+				panic(r)
+			}
+			result = err
+		}()
+		return p.sync(c, func(types.NamespacedName) error {
+			if n--; n < 0 {
+				panic("oops")
+			}
+			return nil
+		})
+	}
+}
+
+// expect reports how p differs from the frontends of views.
+func (p *dataplane) expect(t *testing.T, views []*api.ServiceEndpoints) {
 	t.Helper()
-	list := func(p dataplane) (lines []string) {
-		for _, k := range slices.SortedFunc(maps.Keys(p), api.CompareKeys) {
-			lines = append(lines, fmt.Sprintf("%s: %v", k, slices.Sorted(maps.Keys(p[k]))))
+	want := map[api.Claim]fuzzEntry{}
+	for _, v := range views {
+		p.set(want, &sink.Change{Key: v.Key(), New: v})
+	}
+	list := func(entries map[api.Claim]fuzzEntry) (lines []string) {
+		for claim, e := range entries {
+			lines = append(lines, fmt.Sprint(claim, " ", e))
 		}
+		slices.Sort(lines)
 		return lines
 	}
-	want := dataplane{}
-	for _, v := range views {
-		want.apply(&sink.Change{Key: v.Key(), New: v})
-	}
-	if diff := cmp.Diff(list(want), list(p)); diff != "" {
+	if diff := cmp.Diff(list(want), list(p.entries)); diff != "" {
 		t.Errorf("the dataplane (-want +got):\n%s", diff)
 	}
 }

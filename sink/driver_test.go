@@ -101,23 +101,25 @@ func (w *world) told(skip int) string {
 	var b strings.Builder
 	for _, s := range w.rec.Syncs()[skip:] {
 		fmt.Fprintf(&b, "%v:", s.Began.Sub(w.start))
-		if s.Full {
+		switch {
+		case s.First && s.Last:
 			b.WriteString(" full")
+		case s.First:
+			b.WriteString(" first")
+		case s.Last:
+			b.WriteString(" last")
 		}
 		for _, c := range s.Services {
 			fmt.Fprintf(&b, " %s %s→%s", c.Key.Name, describe(c.Old), describe(c.New))
-			if c.Retry {
-				b.WriteString(" again")
+			if c.Unsure && !s.First {
+				b.WriteString(" unsure")
 			}
 		}
-		if s.NodeChanged && !s.Full {
+		if len(s.Failing) > 0 {
+			fmt.Fprintf(&b, " failing %v", s.Failing)
+		}
+		if s.NodeChanged && !s.First {
 			b.WriteString(" node")
-		}
-		if len(s.Meanwhile) > 0 {
-			b.WriteString(" meanwhile")
-		}
-		for _, c := range s.Meanwhile {
-			fmt.Fprintf(&b, " %s %s→%s", c.Key.Name, describe(c.Old), describe(c.New))
 		}
 		if s.Err != nil {
 			fmt.Fprintf(&b, ": %v", s.Err)
@@ -148,21 +150,6 @@ func (w *world) expectTold(skip int, lines ...string) {
 }
 
 var compare = []cmp.Option{cmp.Comparer(func(a, b *api.ServiceEndpoints) bool { return a.Equal(b) })}
-
-// asking returns a step that asks what changed n times, a second apart, and then
-// goes on with step, or with the sink.
-func asking(n int, step sinktest.Step) sinktest.Step {
-	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
-		for range n {
-			time.Sleep(time.Second)
-			c.Meanwhile()
-		}
-		if step != nil {
-			return step(ctx, c, s)
-		}
-		return s.Sync(ctx, c)
-	}
-}
 
 func TestDriver(t *testing.T) {
 	failing := func(keys ...types.NamespacedName) sinktest.Step { return sinktest.FailServices(errBusy, keys...) }
@@ -222,79 +209,6 @@ func TestDriver(t *testing.T) {
 		},
 		want: []string{"0s: full web none→[1]", "0s: dns none→[2] web [1]→[2]", "10s: dns [2]→none web [2]→[11]"},
 	}, {
-		name: "a sink that asks is told what changes during a full one, and again afterwards",
-		test: func(w *world) {
-			w.rec.Script(asking(3, nil))
-			w.src.MarkSynced()
-			synctest.Wait()
-			w.src.Set(view(web, 2), view(dns))
-			time.Sleep(1500 * time.Millisecond)
-			w.src.Set(view(web, 3))
-			w.src.Delete(dns)
-			time.Sleep(time.Second)
-			w.src.Set(view(dns, 4))
-		},
-		want: []string{
-			"0s: full web none→[1] meanwhile dns none→[] web [1]→[2] dns []→none web [2]→[3] dns none→[4]",
-			"3s: dns none→[4] again web [1]→[3] again",
-		},
-	}, {
-		name: "what was told meanwhile and is as it was is told again",
-		test: func(w *world) {
-			w.rec.Script(asking(1, nil))
-			w.src.MarkSynced()
-			synctest.Wait()
-			w.src.Set(view(web, 2), view(dns))
-			time.Sleep(1500 * time.Millisecond)
-			w.src.Delete(dns)
-		},
-		opts: sink.Options{MinInterval: 2 * time.Second},
-		want: []string{
-			"0s: full web none→[1] meanwhile dns none→[] web [1]→[2]", "3s: dns none→none again web [1]→[2] again",
-		},
-	}, {
-		name: "a service that fails in a full one and changes meanwhile has no old view",
-		test: func(w *world) {
-			w.rec.Script(asking(1, failing(web)))
-			w.src.MarkSynced()
-			synctest.Wait()
-			w.src.Set(view(web, 2), view(dns))
-		},
-		want: []string{
-			"0s: full web none→[1] meanwhile dns none→[] web [1]→[2]: service default/web: dataplane is busy",
-			"1s: dns none→[] again", "1.1s: web none→[2] again",
-		},
-	}, {
-		name: "if a full one fails, what was told meanwhile comes with the next",
-		test: func(w *world) {
-			w.rec.Script(asking(1, sinktest.Fail(errBusy)))
-			w.src.MarkSynced()
-			synctest.Wait()
-			w.src.Set(view(web, 2), view(dns))
-		},
-		want: []string{
-			"0s: full web none→[1] meanwhile dns none→[] web [1]→[2]: dataplane is busy", "1.1s: full dns none→[] web none→[2]",
-		},
-	}, {
-		name: "during a full one nobody is told what a change of the node brings, nor what the source has lost count of",
-		test: func(w *world) {
-			w.rec.Script(asking(2, nil))
-			w.src.MarkSynced()
-			synctest.Wait()
-			w.src.SetNode(&api.Node{Name: "n1"})
-			w.src.Set(view(web, 2))
-			time.Sleep(2 * time.Second)
-			synctest.Wait()
-			w.rec.Script(asking(2, nil))
-			w.src.Lag()
-			synctest.Wait()
-			w.src.Lag()
-			w.src.Set(view(web, 3))
-		},
-		want: []string{
-			"0s: full web none→[1]", "2s: web [1]→[2] node", "2s: full web none→[2]", "4s: full web none→[3]",
-		},
-	}, {
 		name: "a full one that fails comes again, backing off",
 		test: func(w *world) {
 			w.rec.Script(sinktest.Repeat(3, sinktest.Fail(errBusy))...)
@@ -302,7 +216,7 @@ func TestDriver(t *testing.T) {
 		},
 		want: []string{
 			"0s: full web none→[1]: dataplane is busy", "100ms: full web none→[1]: dataplane is busy",
-			"300ms: full web none→[1]: dataplane is busy", "700ms: full web none→[1]",
+			"300ms: first: dataplane is busy", "700ms: first", "700ms: web none→[1] unsure", "700ms: last",
 		},
 	}, {
 		name: "what was told in a sync that failed comes again, merged with what changed meanwhile",
@@ -317,8 +231,8 @@ func TestDriver(t *testing.T) {
 		},
 		want: []string{
 			"0s: full web none→[1]", "0s: web [1]→[2] x none→[]: dataplane is busy",
-			"100ms: dns none→[] web [1]→[3] again x none→none again: dataplane is busy",
-			"300ms: dns none→[] again web [1]→[3] again x none→none again",
+			"100ms: dns none→[] web [1]→[3] unsure x none→none unsure: dataplane is busy",
+			"200ms: dns none→[] unsure", "200ms: web [1]→[3] unsure x none→none unsure",
 		},
 	}, {
 		name: "a panic is an error",
@@ -328,7 +242,7 @@ func TestDriver(t *testing.T) {
 			w.rec.Script(sinktest.Panic("oops"))
 			w.src.Set(view(web, 2))
 		},
-		want: []string{"0s: full web none→[1]", "0s: web [1]→[2]: sink panicked", "100ms: web [1]→[2] again"},
+		want: []string{"0s: full web none→[1]", "0s: web [1]→[2]: sink panicked", "100ms: web [1]→[2] unsure"},
 	}, {
 		name: "failed services come again by themselves, each with its own backoff",
 		test: func(w *world) {
@@ -342,8 +256,8 @@ func TestDriver(t *testing.T) {
 		},
 		want: []string{
 			"0s: full web none→[1]", "0s: dns none→[]: service default/dns: dataplane is busy",
-			"50ms: dns none→[2] again web [1]→[2] x none→[]: service default/dns: dataplane is busy; service default/web: dataplane is busy",
-			"150ms: web [1]→[2] again", "250ms: dns none→[2] again",
+			"50ms: dns none→[2] unsure web [1]→[2] x none→[]: service default/dns: dataplane is busy; service default/web: dataplane is busy",
+			"150ms: web [1]→[2] unsure", "250ms: dns none→[2] unsure",
 		},
 	}, {
 		name: "a failed service that took part in a sync that failed comes with the next one",
@@ -358,9 +272,9 @@ func TestDriver(t *testing.T) {
 		},
 		want: []string{
 			"0s: full web none→[1]", "0s: web [1]→[2]: service default/web: dataplane is busy",
-			"0s: web [1]→[3] again: service default/web: dataplane is busy",
-			"0s: web [1]→[4] again: service default/web: dataplane is busy",
-			"0s: web [1]→[5] again: dataplane is busy", "100ms: web [1]→[5] again",
+			"0s: web [1]→[3] unsure: service default/web: dataplane is busy",
+			"0s: web [1]→[4] unsure: service default/web: dataplane is busy",
+			"0s: web [1]→[5] unsure: dataplane is busy", "100ms: web [1]→[5] unsure",
 		},
 	}, {
 		name: "a service that failed and went is deleted",
@@ -375,10 +289,10 @@ func TestDriver(t *testing.T) {
 		want: []string{
 			"0s: full web none→[1]",
 			"0s: dns none→[] web [1]→[2]: service default/dns: dataplane is busy; service default/web: dataplane is busy",
-			"0s: dns none→none again web [1]→none again",
+			"0s: dns none→none unsure web [1]→none unsure",
 		},
 	}, {
-		name: "a service that failed and is again as it was is told again",
+		name: "a service that failed and is again as it was is told unsure",
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -388,7 +302,7 @@ func TestDriver(t *testing.T) {
 			w.src.Set(view(web, 1))
 		},
 		want: []string{
-			"0s: full web none→[1]", "0s: web [1]→[2]: service default/web: dataplane is busy", "0s: web [1]→[1] again",
+			"0s: full web none→[1]", "0s: web [1]→[2]: service default/web: dataplane is busy", "0s: web [1]→[1] unsure",
 		},
 	}, {
 		name: "services that fail in a full one are pending without an old view",
@@ -398,7 +312,7 @@ func TestDriver(t *testing.T) {
 			w.src.MarkSynced()
 		},
 		want: []string{
-			"0s: full dns none→[] web none→[1]: service default/web: dataplane is busy", "100ms: web none→[1] again",
+			"0s: full dns none→[] web none→[1]: service default/web: dataplane is busy", "100ms: web none→[1] unsure",
 		},
 	}, {
 		name: "a service that a full one failed to prune is deleted",
@@ -407,7 +321,7 @@ func TestDriver(t *testing.T) {
 			w.src.MarkSynced()
 		},
 		want: []string{
-			"0s: full web none→[1]: service default/stale: dataplane is busy", "100ms: stale none→none again",
+			"0s: full web none→[1]: service default/stale: dataplane is busy", "100ms: stale none→none unsure",
 		},
 	}, {
 		name: "a service that failed without having been told is told",
@@ -418,7 +332,7 @@ func TestDriver(t *testing.T) {
 			w.src.Set(view(dns))
 		},
 		want: []string{
-			"0s: full web none→[1]", "0s: dns none→[]: service default/web: dataplane is busy", "100ms: web [1]→[1] again",
+			"0s: full web none→[1]", "0s: dns none→[]: service default/web: dataplane is busy", "100ms: web [1]→[1] unsure",
 		},
 	}, {
 		name: "a reader that is too far behind gets a full one, which makes up for what is pending",
@@ -448,7 +362,7 @@ func TestDriver(t *testing.T) {
 		},
 		want: []string{
 			"0s: full web none→[1]", "0s: dns none→[]: service default/dns: dataplane is busy",
-			"0s: web [1]→[2]: lost track: sink needs a full sync", "100ms: full dns none→[] web none→[2]",
+			"0s: web [1]→[2]: lost track: sink starts over", "100ms: full dns none→[] web none→[2]",
 		},
 	}, {
 		name: "start over counts even in the error of one service",
@@ -459,7 +373,7 @@ func TestDriver(t *testing.T) {
 			w.src.Set(view(web, 2))
 		},
 		want: []string{
-			"0s: full web none→[1]", "0s: web [1]→[2]: service default/web: sink needs a full sync", "100ms: full web none→[2]",
+			"0s: full web none→[1]", "0s: web [1]→[2]: service default/web: sink starts over", "100ms: full web none→[2]",
 		},
 	}, {
 		name: "changes that cancel each other out are not told",
@@ -492,10 +406,10 @@ func TestDriver(t *testing.T) {
 			w.src.Set(view(web, 2))
 		},
 		want: []string{
-			"0s: full web none→[1]", "0s: web [1]→[2] node: service default/web: dataplane is busy", "100ms: web [1]→[2] again",
+			"0s: full web none→[1]", "0s: web [1]→[2] node: service default/web: dataplane is busy", "100ms: web [1]→[2] unsure",
 		},
 	}, {
-		name: "a source that fails is asked again",
+		name: "a source that fails is asked unsure",
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -571,7 +485,7 @@ func TestBackoffOfServiceGrowsThroughFullSyncs(t *testing.T) {
 			w.src.Lag()
 		}
 		w.waitApplied()
-		w.expectTold(3, "4m0s: web none→[1] again")
+		w.expectTold(3, "4m0s: web none→[1] unsure")
 	})
 }
 
@@ -627,7 +541,7 @@ func TestOnceEndsWhenEverythingIsApplied(t *testing.T) {
 		w.expectTold(0,
 			"0s: full web none→[1]: dataplane is busy",
 			"100ms: full web none→[1]: service default/web: dataplane is busy",
-			"200ms: web none→[1] again")
+			"200ms: web none→[1] unsure")
 		if err := w.driver.WaitApplied(w.Context(), w.src.Revision()); err != nil {
 			w.Errorf("everything was applied, but: %v", err)
 		}
@@ -699,40 +613,40 @@ func TestStatus(t *testing.T) {
 		w.rec.Script(sinktest.Block(release))
 		w.src.MarkSynced()
 		time.Sleep(10 * time.Second)
-		expect("in a sync", sink.Status{LastQueued: at(0), WaitingSince: at(0), SyncingSince: at(0)})
+		expect("in a sync", sink.Status{LastQueued: at(0), WaitingSince: at(0), SyncingSince: at(0), LastProgress: at(0)})
 
 		close(release)
-		expect("after a full sync", sink.Status{Revision: 1, FullSyncs: 1, LastQueued: at(0), LastFullSync: at(10 * time.Second), LastSync: at(10 * time.Second)})
+		expect("after a full sync", sink.Status{Revision: 1, Passes: 1, Syncs: 1, LastQueued: at(0), LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(10 * time.Second)})
 
 		w.rec.Script(sinktest.Fail(errBusy))
 		w.src.Set(view(dns))
 		expect("in the minimum interval", sink.Status{
-			Revision: 1, FullSyncs: 1, LastQueued: at(10 * time.Second),
-			LastFullSync: at(10 * time.Second), LastSync: at(10 * time.Second),
+			Revision: 1, Passes: 1, Syncs: 1, LastQueued: at(10 * time.Second),
+			LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(10 * time.Second),
 		})
 		time.Sleep(time.Second)
 		expect("after a sync that failed", sink.Status{
-			Revision: 1, FullSyncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(11 * time.Second),
-			LastFullSync: at(10 * time.Second), LastSync: at(10 * time.Second),
+			Revision: 1, Passes: 1, Syncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(11 * time.Second),
+			LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(11 * time.Second),
 			Err: errBusy, Failures: 1, NextAttempt: at(12 * time.Second), Pending: 1,
 		})
 		time.Sleep(time.Second - 1)
 		expect("in the backoff", sink.Status{
-			Revision: 1, FullSyncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(11 * time.Second),
-			LastFullSync: at(10 * time.Second), LastSync: at(10 * time.Second),
+			Revision: 1, Passes: 1, Syncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(11 * time.Second),
+			LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(11 * time.Second),
 			Err: errBusy, Failures: 1, NextAttempt: at(12 * time.Second), Pending: 1,
 		})
 		w.rec.Script(sinktest.FailServices(errBusy, dns))
 		time.Sleep(time.Nanosecond)
 		expect("while a service fails", sink.Status{
-			Revision: 1, FullSyncs: 1, PartialSyncs: 1, LastQueued: at(10 * time.Second),
-			LastFullSync: at(10 * time.Second), LastSync: at(12 * time.Second), Pending: 1,
+			Revision: 1, Passes: 1, Syncs: 2, LastQueued: at(10 * time.Second),
+			LastPass: at(10 * time.Second), LastSync: at(12 * time.Second), LastProgress: at(12 * time.Second), Pending: 1,
 			Failing: []sink.FailingService{{Key: dns, Err: errBusy, Failures: 1, NextRetry: at(12*time.Second + 100*time.Millisecond)}},
 		})
 		w.waitApplied()
 		expect("when all is well again", sink.Status{
-			Revision: 2, FullSyncs: 1, PartialSyncs: 2, LastQueued: at(10 * time.Second),
-			LastFullSync: at(10 * time.Second), LastSync: at(13 * time.Second),
+			Revision: 2, Passes: 1, Syncs: 3, LastQueued: at(10 * time.Second),
+			LastPass: at(10 * time.Second), LastSync: at(13 * time.Second), LastProgress: at(13 * time.Second),
 		})
 	})
 }
@@ -744,7 +658,7 @@ func TestObserver(t *testing.T) {
 		Queued:  func(time.Time) { see("queued") },
 		Pending: func(n int) { see("pending %d", n) },
 		Synced: func(r sink.SyncResult) {
-			see("synced full=%t services=%d took=%v failing=%d err=%v", r.Full, r.Services, r.Duration, r.Failing, r.Err)
+			see("synced passed=%t services=%d took=%v failing=%d err=%v", r.Passed, r.Services, r.Duration, r.Failing, r.Err)
 		},
 		Applied: func(latency time.Duration) { see("applied after %v", latency) },
 	}}
@@ -762,17 +676,18 @@ func TestObserver(t *testing.T) {
 		<-w.ended
 		want := []string{
 			"queued",
-			"synced full=true services=1 took=0s failing=0 err=<nil>",
+			"pending 1",
+			"synced passed=true services=1 took=0s failing=0 err=<nil>",
 			"pending 0",
 			"queued",
 			"pending 2",
 			"applied after 1s",
-			"synced full=false services=2 took=0s failing=1 err=service default/dns: dataplane is busy",
+			"synced passed=false services=2 took=0s failing=1 err=service default/dns: dataplane is busy",
 			"pending 1",
 			"queued",
 			"pending 1",
 			"applied after 1.1s",
-			"synced full=false services=1 took=0s failing=0 err=<nil>",
+			"synced passed=false services=1 took=0s failing=0 err=<nil>",
 			"pending 0",
 		}
 		if diff := cmp.Diff(want, seen); diff != "" {
@@ -1059,13 +974,13 @@ func TestVerify(t *testing.T) {
 			})
 		}
 	})
-	t.Run("ends when a service is due again", func(t *testing.T) {
+	t.Run("ends when a service is due unsure", func(t *testing.T) {
 		s := &stages{verify: func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }}
 		run(t, sink.Options{VerifyInterval: time.Minute, Backoff: sink.Backoff{Initial: time.Hour, Max: time.Hour}}, s, func(w *world) {
 			w.rec.Script(sinktest.FailServices(errBusy, web))
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.expectTold(1, "1h0m0s: web none→[1] again")
+			w.expectTold(1, "1h0m0s: web none→[1] unsure")
 		})
 	})
 	t.Run("may ask to start over", func(t *testing.T) {

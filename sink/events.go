@@ -4,9 +4,7 @@ package sink
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"maps"
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
@@ -47,62 +45,57 @@ type Handler interface {
 // is held back: that service has failed too, and is told again. Within each of
 // these steps the order is that of keys.
 //
-// A full Changes is told as the difference to what h was told before. For this
-// the sink holds the last view of every service that it told, which is memory of
-// its own unless the source holds the same views.
+// In a pass (see [Changes]) the sink deletes what differs from what h was told before,
+// and sets all objects of every service again, as h may have lost them. Before it sets
+// a frontend, it deletes one with the same address and port of a service that the pass
+// has not reached. For this the sink holds the last view of every service that it
+// delivered, which is memory of its own unless the source holds the same views.
 //
-// The services whose events failed are returned as [*Failed]. If an error of h
-// wraps [ErrStartOver], the full Changes that follows sets all there is again.
+// The services whose events failed are returned as [*Failed].
 //
-// The sink starts, stops, cleans up and verifies h, where h is a [Starter],
-// [Stopper], [Cleaner] or [Verifier].
+// The sink starts, stops, cleans up and verifies h, where h is a [Starter], [Stopper],
+// [Drainer], [Cleaner] or [Verifier].
 func Events(h Handler) Sink {
-	return &events{handler: h, told: map[types.NamespacedName]told{}, stuck: map[types.NamespacedName]bool{}}
+	return &events{
+		Forwarder: Forwarder{h}, handler: h,
+		told: map[types.NamespacedName]told{}, places: claims{},
+	}
 }
 
 // events is the sink of Events. The methods of a sink are never called at once,
 // so it needs no lock.
 type events struct {
+	Forwarder
 	handler Handler
 	told    map[types.NamespacedName]told
-	// stuck are the services some of whose deletes have not succeeded yet: their
-	// frontends may be where others are to be.
-	stuck map[types.NamespacedName]bool
+	// places tells whose frontends the handler may have, by claim.
+	places claims
+	pass   Pass
 }
 
-// told is what the handler was told of a service: every object of view if sure,
-// else it may have any of them but the frontends in absent. Whatever is not of
-// view was deleted.
+// told is what the handler was told of a service: every object of view if sure, else it
+// may have any of them. Whatever is not of view was deleted. Its frontends are in places.
 type told struct {
-	view   *api.ServiceEndpoints
-	sure   bool
-	absent map[nodeview.FrontendKey]bool
+	view *api.ServiceEndpoints
+	sure bool
 }
 
-// transition takes a service from what was told to its new view, nil if it goes.
+// transition takes a service from what was told to its new view, nil if it is deleted.
 type transition struct {
 	key types.NamespacedName
 	old told
 	new *api.ServiceEndpoints
-	// deleted is whether all deletes have succeeded, so that nothing is left but
-	// objects of new.
+	// deleted says that all deletes have succeeded, so that nothing is left but objects
+	// of new.
 	deleted bool
-	// absent are frontends that the handler does not have: of old until deleted,
-	// then of new.
-	absent map[nodeview.FrontendKey]bool
-	// heldBack says why frontends of new are held back, nil if none are.
-	heldBack error
 	// err is what went wrong first; nothing is told after it.
 	err error
 }
 
 func (e *events) Sync(ctx context.Context, c *Changes) error {
 	transitions := e.transitions(c)
+	e.makeRoom(ctx, transitions)
 	tell(ctx, transitions, e.deleteFrontends, e.deleteEndpoints, e.deleteService)
-	for _, t := range transitions {
-		e.note(t)
-	}
-	e.holdBack(transitions)
 	tell(ctx, transitions, e.setService, e.setEndpoints, e.setFrontends)
 
 	var failed Failed
@@ -110,7 +103,7 @@ func (e *events) Sync(ctx context.Context, c *Changes) error {
 		e.note(t)
 		failed.Add(t.key, t.err)
 	}
-	return e.distrust(failed.Err())
+	return failed.Err()
 }
 
 // tell takes all transitions, but for those that fail, through one step after
@@ -133,19 +126,21 @@ func tell(ctx context.Context, transitions []*transition, steps ...func(context.
 func (e *events) transitions(c *Changes) []*transition {
 	var transitions []*transition
 	add := func(key types.NamespacedName, new *api.ServiceEndpoints) {
-		old := e.told[key]
-		transitions = append(transitions, &transition{key: key, old: old, new: new, absent: maps.Clone(old.absent)})
+		transitions = append(transitions, &transition{key: key, old: e.told[key], new: new})
+	}
+	e.pass.Begin(c)
+	if c.First {
+		for key, t := range e.told { // the handler may have lost any of it
+			t.sure = false
+			e.told[key] = t
+		}
 	}
 	for s := range c.Services {
 		add(s.Key, s.New)
 	}
-	if c.Full {
-		kept := make(map[types.NamespacedName]bool, len(transitions))
-		for _, t := range transitions {
-			kept[t.key] = true
-		}
+	if c.Last {
 		for key := range e.told {
-			if !kept[key] {
+			if e.pass.Stale(key) {
 				add(key, nil)
 			}
 		}
@@ -154,16 +149,56 @@ func (e *events) transitions(c *Changes) []*transition {
 	return transitions
 }
 
+// makeRoom deletes the frontends of services without a transition that are where
+// frontends of others are to be.
+func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
+	for _, t := range transitions {
+		for f := range nodeview.Frontends(t.new) {
+			for _, other := range e.places.meet(f.Claim(), t.key) {
+				_, found := slices.BinarySearchFunc(transitions, other, func(t *transition, key types.NamespacedName) int {
+					return api.CompareKeys(t.key, key)
+				})
+				if !found {
+					e.evict(ctx, other, f.Claim())
+				}
+			}
+		}
+	}
+}
+
+// evict deletes the frontends of a service that exclude claim. One that cannot be
+// deleted stays in places.
+func (e *events) evict(ctx context.Context, key types.NamespacedName, claim api.Claim) {
+	t := &transition{key: key, old: told{view: e.told[key].view}}
+	e.told[key] = t.old
+	for f := range nodeview.Frontends(t.old.view) {
+		if excludes(f.Claim(), claim) {
+			_ = guard(ctx, "event handler", func(ctx context.Context) error { return e.deleteFrontend(ctx, t, f) })
+		}
+	}
+}
+
+// deleteFrontend deletes a frontend of t.old, if the handler may have it.
+func (e *events) deleteFrontend(ctx context.Context, t *transition, f nodeview.Frontend) error {
+	if !e.places.has(f.Claim(), t.key) {
+		return nil
+	}
+	if err := e.handler.DeleteFrontend(ctx, t.old.view.Service, f); err != nil {
+		return fmt.Errorf("delete frontend %s: %w", f.FrontendKey, err)
+	}
+	e.places.unset(f.Claim(), t.key)
+	return nil
+}
+
 func (e *events) deleteFrontends(ctx context.Context, t *transition) error {
 	kept := frontends(t.new)
 	for f := range nodeview.Frontends(t.old.view) {
-		if _, ok := kept[f.FrontendKey]; ok || t.absent[f.FrontendKey] {
+		if _, ok := kept[f.FrontendKey]; ok {
 			continue
 		}
-		if err := e.handler.DeleteFrontend(ctx, t.old.view.Service, f); err != nil {
-			return fmt.Errorf("delete frontend %s: %w", f.FrontendKey, err)
+		if err := e.deleteFrontend(ctx, t, f); err != nil {
+			return err
 		}
-		t.setAbsent(f.FrontendKey)
 	}
 	return nil
 }
@@ -187,7 +222,7 @@ func (e *events) deleteService(ctx context.Context, t *transition) error {
 			return fmt.Errorf("delete service: %w", err)
 		}
 	}
-	t.deleted, t.absent = true, nil
+	t.deleted = true
 	return nil
 }
 
@@ -215,17 +250,25 @@ func (e *events) setEndpoints(ctx context.Context, t *transition) error {
 	return nil
 }
 
+// setFrontends sets the frontends of t.new. It holds back those that exclude a frontend
+// of another service which could not be deleted.
 func (e *events) setFrontends(ctx context.Context, t *transition) error {
+	var heldBack error
 	known := frontends(t.known())
 	for f := range nodeview.Frontends(t.new) {
-		if old, ok := known[f.FrontendKey]; ok && frontendsEqual(&old, &f) || t.absent[f.FrontendKey] {
+		if old, ok := known[f.FrontendKey]; ok && frontendsEqual(&old, &f) {
 			continue
 		}
+		if others := e.places.meet(f.Claim(), t.key); len(others) > 0 {
+			heldBack = fmt.Errorf("set frontend %s: service %s may still have it", f.FrontendKey, others[0])
+			continue
+		}
+		e.places.set(f.Claim(), t.key)
 		if err := e.handler.SetFrontend(ctx, t.new.Service, f); err != nil {
 			return fmt.Errorf("set frontend %s: %w", f.FrontendKey, err)
 		}
 	}
-	return t.heldBack
+	return heldBack
 }
 
 // known returns the view that the handler has for certain, nil if it has none.
@@ -236,73 +279,17 @@ func (t *transition) known() *api.ServiceEndpoints {
 	return nil
 }
 
-func (t *transition) setAbsent(k nodeview.FrontendKey) {
-	if t.absent == nil {
-		t.absent = map[nodeview.FrontendKey]bool{}
-	}
-	t.absent[k] = true
-}
-
 // note notes what t has told so far.
 func (e *events) note(t *transition) {
-	now := told{view: t.old.view, absent: t.absent}
+	now := told{view: t.old.view}
 	if t.deleted {
-		now.view, now.sure = t.new, t.err == nil
+		now = told{t.new, t.err == nil}
 	}
 	if now.view == nil {
 		delete(e.told, t.key)
 	} else {
 		e.told[t.key] = now
 	}
-	if t.deleted || now.view == nil {
-		delete(e.stuck, t.key)
-	} else {
-		e.stuck[t.key] = true
-	}
-}
-
-// distrust returns err, and if that asks to start over, takes nothing that was
-// told for certain any more.
-func (e *events) distrust(err error) error {
-	if errors.Is(err, ErrStartOver) {
-		for key, t := range e.told {
-			t.sure = false
-			e.told[key] = t
-		}
-	}
-	return err
-}
-
-// Start implements Starter.
-func (e *events) Start(ctx context.Context) error {
-	if s, ok := e.handler.(Starter); ok {
-		return s.Start(ctx)
-	}
-	return nil
-}
-
-// Stop implements Stopper.
-func (e *events) Stop(ctx context.Context) error {
-	if s, ok := e.handler.(Stopper); ok {
-		return s.Stop(ctx)
-	}
-	return nil
-}
-
-// Cleanup implements Cleaner.
-func (e *events) Cleanup(ctx context.Context) error {
-	if s, ok := e.handler.(Cleaner); ok {
-		return s.Cleanup(ctx)
-	}
-	return nil
-}
-
-// Verify implements Verifier.
-func (e *events) Verify(ctx context.Context) error {
-	if s, ok := e.handler.(Verifier); ok {
-		return e.distrust(s.Verify(ctx))
-	}
-	return nil
 }
 
 // frontends returns the frontends of a view.

@@ -5,7 +5,6 @@ package sink_test
 import (
 	"context"
 	"fmt"
-	"iter"
 	"maps"
 	"net/netip"
 	"os"
@@ -25,7 +24,8 @@ import (
 // protocol and port leads to.
 type frontendMap struct {
 	entries map[api.Claim]entry
-	fail    func(k api.Claim) error // what becomes of a write
+	pass    sink.Pass
+	fail    func(k api.Claim) error // the result of a write
 }
 
 // entry says whose an entry is: an address that goes from one service to another
@@ -36,44 +36,37 @@ type entry struct {
 }
 
 func (m *frontendMap) Sync(_ context.Context, c *sink.Changes) error {
+	m.pass.Begin(c)
 	var failed sink.Failed
-	if c.Full {
-		m.prune(c.Services, &failed)
-	}
-	for s := range c.Services { // first what goes, so that its place is free
-		failed.Add(s.Key, m.removeStale(s))
-	}
 	for s := range c.Services {
-		if failed[s.Key] == nil {
-			failed.Add(s.Key, m.set(s))
+		failed.Do(s.Key, func() error { return m.program(s) })
+	}
+	if c.Last {
+		for k, e := range m.entries {
+			if m.pass.Stale(e.owner) {
+				failed.Do(e.owner, func() error { return m.remove(k, e.owner) })
+			}
 		}
 	}
 	return failed.Err()
 }
 
-// prune removes what no service has, whoever left it.
-func (m *frontendMap) prune(services iter.Seq[sink.Change], failed *sink.Failed) {
-	owners := map[api.Claim]types.NamespacedName{}
-	for s := range services {
-		for f := range nodeview.Frontends(s.New) {
-			owners[f.Claim()] = s.Key
-		}
+// program removes what s has no longer and sets what it has.
+func (m *frontendMap) program(s sink.Change) error {
+	if err := m.removeStale(s); err != nil {
+		return err
 	}
-	for k, e := range m.entries {
-		if owners[k] != e.owner {
-			failed.Add(e.owner, m.remove(k, e.owner))
-		}
-	}
+	return m.set(s)
 }
 
-// removeStale removes what s has no longer: the difference of its views. In a
-// retry that does not tell what there is, so all of its entries are looked up.
+// removeStale removes the entries that s no longer has: the difference of its views,
+// and if s is unsure, all other entries of the service.
 func (m *frontendMap) removeStale(s sink.Change) error {
 	stale := map[api.Claim]bool{}
 	for f := range nodeview.Frontends(s.Old) {
 		stale[f.Claim()] = true
 	}
-	if s.Retry {
+	if s.Unsure {
 		for k, e := range m.entries {
 			if e.owner == s.Key {
 				stale[k] = true
@@ -103,13 +96,10 @@ func (m *frontendMap) remove(k api.Claim, owner types.NamespacedName) error {
 	return nil
 }
 
-// set sets the frontends of s, none if it is gone.
+// set sets the frontends of s, none if it is deleted. It takes over entries of others.
 func (m *frontendMap) set(s sink.Change) error {
 	for f := range nodeview.Frontends(s.New) {
 		k := f.Claim()
-		if e, ok := m.entries[k]; ok && e.owner != s.Key {
-			return fmt.Errorf("set %s: service %s still has it", f.FrontendKey, e.owner)
-		}
 		if err := m.write(k); err != nil {
 			return fmt.Errorf("set %s: %w", f.FrontendKey, err)
 		}
@@ -135,9 +125,9 @@ func (m *frontendMap) lines() []string {
 	return lines
 }
 
-// A sink that programs differences deletes before it sets, knows whose each entry
-// is, looks up what there is where a service is told again, and prunes what a full
-// Changes does not have.
+// A sink that programs differences knows the service of each entry, looks up all entries
+// of a service that is unsure, and prunes the entries of stale services at the end of a
+// pass.
 func Example_frontends() {
 	src := sinktest.NewSource()
 	src.Set(at(1, view(web, 1)))

@@ -33,7 +33,7 @@ func source() *sinktest.Source {
 func Example() {
 	src := source() // a program has a feed or a remote client here
 	printer := sink.Func(func(_ context.Context, c *sink.Changes) error {
-		fmt.Println("full:", c.Full)
+		fmt.Println("first:", c.First, "last:", c.Last)
 		for s := range c.Services {
 			for old, new := range s.Endpoints() {
 				switch {
@@ -58,10 +58,10 @@ func Example() {
 	cancel()
 	fmt.Println(<-ended)
 	// Output:
-	// full: true
+	// first: true last: true
 	// add 10.0.0.1 to default/dns
 	// add 10.0.0.2 to default/web
-	// full: false
+	// first: false last: false
 	// remove 10.0.0.2 from default/web
 	// context canceled
 }
@@ -80,7 +80,7 @@ func ExampleFailed() {
 	backend := sink.Func(func(_ context.Context, c *sink.Changes) error {
 		var failed sink.Failed
 		for s := range c.Services {
-			failed.Add(s.Key, program(s))
+			failed.Do(s.Key, func() error { return program(s) })
 		}
 		return failed.Err()
 	})

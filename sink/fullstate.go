@@ -4,6 +4,8 @@ package sink
 
 import (
 	"context"
+	"encoding/json"
+	"io"
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
@@ -20,23 +22,33 @@ import (
 // this node, only called again when it changes; a sink that needs it, say for
 // its addresses, implements [Sink] and calls a FullState with each Changes.
 //
+// In a pass the sink gathers the services and calls sync with Changes.Last.
+//
 // What sync returns is what Sync returns: see [Sink]. After an error it gets the
 // whole state again. It may keep the slice and must not change it. The sink holds
 // the views of all services; what it adds to each Sync is to copy one pointer a
 // service.
 func FullState(sync func(ctx context.Context, services []*api.ServiceEndpoints) error) Sink {
 	var state []*api.ServiceEndpoints
+	inPass := true
 	return Func(func(ctx context.Context, c *Changes) error {
+		if c.First {
+			state, inPass = nil, true
+		}
 		state = apply(state, c)
-		return sync(ctx, state)
+		if inPass && !c.Last {
+			return nil
+		}
+		err := sync(ctx, state)
+		if _, ok := Acknowledged(err); ok {
+			inPass = false
+		}
+		return err
 	})
 }
 
 // apply returns state, which is in order of keys, with c applied to it.
 func apply(state []*api.ServiceEndpoints, c *Changes) []*api.ServiceEndpoints {
-	if c.Full {
-		state = nil
-	}
 	next := make([]*api.ServiceEndpoints, 0, len(state)+1)
 	for s := range c.Services {
 		i, found := slices.BinarySearchFunc(state, s.Key, func(v *api.ServiceEndpoints, key types.NamespacedName) int {
@@ -52,4 +64,19 @@ func apply(state []*api.ServiceEndpoints, c *Changes) []*api.ServiceEndpoints {
 		}
 	}
 	return append(next, state...)
+}
+
+// JSON returns a sink that writes to w what its node has to proxy, one JSON
+// object a service and line: at the start and again, as a whole, whenever
+// something changes.
+func JSON(w io.Writer) Sink {
+	out := json.NewEncoder(w)
+	return FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+		for _, service := range services {
+			if err := out.Encode(service); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
 }

@@ -66,7 +66,7 @@ func BenchmarkFullState(b *testing.B) {
 			}
 		}
 	}
-	if err := s.Sync(b.Context(), &sink.Changes{Full: true, Services: full}); err != nil {
+	if err := s.Sync(b.Context(), &sink.Changes{First: true, Last: true, Services: full}); err != nil {
 		b.Fatal(err)
 	}
 	one := &sink.Changes{Services: slices.Values([]sink.Change{{Key: views[0].Key(), New: views[0]}})}

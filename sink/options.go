@@ -5,8 +5,6 @@ package sink
 import (
 	"math/rand/v2"
 	"time"
-
-	"k8s.io/utils/clock"
 )
 
 // Options are a driver's settings. The zero value is useful.
@@ -14,13 +12,18 @@ type Options struct {
 	// Name says which sink this is, in logs and status. Default: no name.
 	Name string
 
-	// MinInterval is the least time from the end of one Sync to the start of
-	// the next; what changes meanwhile is told at once. Default 0: changes are
-	// told as soon as the sink is free.
+	// MinInterval is the least time from the end of one Sync to the start of the
+	// next. Changes during that time come together. It does not delay the Syncs of a
+	// pass. Default 0: changes are delivered as soon as the sink is free.
 	MinInterval time.Duration
 
-	// Backoff is how long to wait after a Sync that failed as a whole, and
-	// before a service that failed is told again.
+	// BatchSize limits the size of one Sync in a pass, and of the retries in one Sync:
+	// the number of services plus that of their endpoints. A larger service comes
+	// alone. Changes of the source are not limited. Default 10,000.
+	BatchSize int
+
+	// Backoff is how long to wait after a Sync that failed as a whole, and before a
+	// service that failed is delivered again.
 	Backoff Backoff
 
 	// VerifyInterval is the time from the end of one Verify to the start of the
@@ -32,14 +35,11 @@ type Options struct {
 	// Default: what a [Drainer] says, and ten seconds for others.
 	StopTimeout time.Duration
 
-	// Once makes Run end with nil as soon as the first full Changes has been
-	// acknowledged to the last service, those included that failed at first.
+	// Once makes Run end with nil as soon as a pass is complete and every service is
+	// acknowledged, those included that failed at first.
 	Once bool
 
-	// Clock is what the driver reads the time from. Default: the real one.
-	Clock clock.WithTicker
-
-	// Observer is told what the driver does.
+	// Observer gets reports of what the driver does.
 	Observer Observer
 }
 
@@ -56,50 +56,51 @@ type Backoff struct {
 	Jitter float64
 }
 
-// Observer is told what a driver does, for metrics. Each function may be nil.
-// They are called one at a time, and Run waits for them.
+// Observer gets reports of what a driver does, for metrics. Each function may be nil.
+// The driver calls one at a time and waits for it.
 type Observer struct {
 	// Queued is called when the driver notices a change that waits, the first
 	// since it last looked.
 	Queued func(at time.Time)
-	// Pending is called with the number of services that the sink has not
-	// acknowledged, as far as known: after each Sync, and before each one that
-	// is not full. Services that fail count.
+	// Pending is called before and after each Sync with the number of services that
+	// the sink has not acknowledged, as far as known. Services that fail count. Those
+	// that a pass has not reached do not.
 	Pending func(services int)
 	// Synced is called after each Sync.
 	Synced func(SyncResult)
-	// Applied is called for each acknowledged service with a trigger time: how
-	// long it took from the oldest endpoint change in it until now. Services of
-	// a full Changes do not count: their changes are of any age.
+	// Applied is called for each acknowledged service with a trigger time: the time
+	// since the oldest endpoint change in it. It is not called for services that a
+	// pass delivers without a change: their changes are of any age.
 	Applied func(latency time.Duration)
 	// Verified is called after each Verify that was not cut short by changes.
 	Verified func(took time.Duration, err error)
 }
 
-// SyncResult is what became of one Sync.
+// SyncResult is the result of one Sync.
 type SyncResult struct {
-	// Full says that the sink was told everything.
-	Full bool
-	// Services is how many services it was told. Of a full Changes it is how
-	// many the sink read the last time it went through them.
+	// InPass says that the Sync was part of a pass.
+	InPass bool
+	// PassDuration is the duration of the pass that the Sync completed, from the start
+	// of its first Sync. Passed says that the Sync completed a pass.
+	Passed       bool
+	PassDuration time.Duration
+	// Services is the number of services that were delivered.
 	Services int
-	// Duration is how long it took.
+	// Duration is how long the Sync took.
 	Duration time.Duration
-	// Err is nil if everything was acknowledged, a [*Failed] if all but some
+	// Err is nil if everything was acknowledged, a [*Failed] if everything except some
 	// services was.
 	Err error
-	// Failing is how many services wait for their retry now.
+	// Failing is the number of services that failed and wait for their retry.
 	Failing int
 }
 
 func (o Options) withDefaults() Options {
+	setDefault(&o.BatchSize, 10_000)
 	setDefault(&o.Backoff.Initial, 100*time.Millisecond)
 	setDefault(&o.Backoff.Max, 30*time.Second)
 	setDefault(&o.Backoff.Jitter, 0.1)
 	setDefault(&o.VerifyInterval, time.Minute)
-	if o.Clock == nil {
-		o.Clock = clock.RealClock{}
-	}
 	o.Observer = o.Observer.withDefaults()
 	return o
 }

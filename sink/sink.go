@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"iter"
 	"maps"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"time"
@@ -23,9 +24,10 @@ type Sink interface {
 	//
 	// nil acknowledges all of c, a [*Failed] all of it but the services it
 	// names, and any other error nothing (see [Acknowledged]): what was not
-	// acknowledged comes again, merged with what changed meanwhile. An error
-	// that wraps [ErrStartOver] asks for a full c next. A panic counts as an
-	// error.
+	// acknowledged comes again, merged with what changed meanwhile. After such an
+	// error the driver delivers fewer services at once, until it knows which service
+	// causes it. An error that wraps [ErrStartOver] asks for a new pass. A panic
+	// counts as an error.
 	//
 	// Sync is never called twice at once, and c is only valid until it returns;
 	// the views in it may be kept.
@@ -72,54 +74,61 @@ type Cleaner interface {
 // nothing else is to do, at Options.VerifyInterval, and never while a Sync
 // runs; its ctx is cancelled the moment changes wait, and the next call should
 // go on where this one stopped. An error that wraps [ErrStartOver] asks for a
-// full Sync; any other one, and a panic, is reported and changes nothing.
+// new pass; any other one, and a panic, is reported and changes nothing.
 type Verifier interface {
 	Verify(ctx context.Context) error
 }
 
-// Changes is what a Sync has to bring about.
+// Changes is what one Sync has to program.
+//
+// At the start, after [ErrStartOver], and whenever the source or the caller of
+// [Driver.StartOver] says that the dataplane may hold anything, the driver makes a
+// pass: it delivers every service once, in one Changes or in several of bounded size.
+// Services that change during a pass are delivered before its next batch. A pass may
+// begin again before it has ended.
 type Changes struct {
-	// Full says that Services is everything this node must have, so that what
-	// is not in it goes. Otherwise Services is what differs from what was last
-	// acknowledged.
-	Full bool
-	// Revision is the state's revision that is reached when all of it is applied.
+	// First begins a pass. From here on, nothing is known about the dataplane:
+	// acknowledgements of earlier Changes no longer count.
+	First bool
+	// Last ends a pass: every service was delivered since First. The sink programs
+	// Services and then prunes everything that belongs to no service delivered since
+	// First, except what may belong to the services in Failing.
+	Last bool
+	// Failing are, with Last, the services that were delivered in the pass and not
+	// acknowledged, except those in Services, in order of namespace and name. The
+	// dataplane may have anything of them. They are delivered again.
+	Failing []types.NamespacedName
+	// Revision is the revision of the source's state that the views belong to.
 	Revision uint64
-	// Services are the changed services in order of namespace and name, each
-	// once. It may be read several times. A full one is computed while it is
-	// read: keep what you need of it rather than all of it.
+	// Services are the services to program, in order of namespace and name, each once.
+	// They may be read several times. The services that one update of the source
+	// changes are never split over several Changes, so that services can swap addresses.
 	Services iter.Seq[Change]
-	// Meanwhile, nil if c is not full, returns what has changed since c was made
-	// or Meanwhile was called last, in order of namespace and name, each service
-	// once: Old is its view in Services, or the one that Meanwhile returned last.
-	// Services stays as it is. What comes with a change of Node waits.
-	//
-	// A sink need not call it. One whose full Sync takes long may, in between, so
-	// that changes do not wait for its end. It programs them as it can and tells
-	// nothing of those that fail: whatever comes of the Sync, none of it is
-	// acknowledged, and the next one tells these services again, as retries.
-	// A sink calls it from one goroutine at a time.
-	Meanwhile func() []Change
-	// Node is this node as the API has it, nil while it is not known.
+	// Node is this node as the API server has it, nil while it is not known.
 	Node *api.Node
-	// NodeChanged says that Node differs from what was last acknowledged, or
-	// was told and not acknowledged. It is true in a full one.
+	// NodeChanged says that Node differs from the one last acknowledged, or was
+	// delivered and not acknowledged. It is true with First.
 	NodeChanged bool
 }
 
-// Change is what becomes of one service.
+// Change is the change of one service.
+//
+// No two services have a claim (see [api.Claim]) at the same time. If the sink's own
+// records say that another service has an address of New, New takes it over, and the
+// sink forgets that the other service had it: that service is about to change, or to
+// be pruned.
 type Change struct {
 	Key types.NamespacedName
-	// Old is the view last acknowledged for the service, nil if there was none,
-	// and nil in a full Changes.
+	// Old is the view last acknowledged since the pass began, nil if there is none.
+	// It names no address that was given to another service in an earlier Sync.
 	Old *api.ServiceEndpoints
-	// New is the view to program, nil if the service has to go.
+	// New is the view to program, nil if the service has to be deleted.
 	New *api.ServiceEndpoints
-	// Retry says that New, or a view between Old and New, was told before and
-	// not acknowledged, or was told by Meanwhile, so that any part of it may be
-	// programmed besides Old: a difference of Old and New is not enough to go by.
-	// Old and New may then be equal, or both be nil. It is false in a full Changes.
-	Retry bool
+	// Unsure says that the dataplane may have anything of this service: it has not
+	// been acknowledged since First, or an earlier Sync of it failed. The difference
+	// between Old and New is then not enough: the sink compares with what there is, or
+	// programs the whole service. Old and New may be equal, or both be nil.
+	Unsure bool
 	// TriggerTime is when the oldest endpoint change in it happened, as the
 	// endpoints controller noted; zero if unknown or no endpoint changed.
 	TriggerTime time.Time
@@ -166,9 +175,9 @@ func (c *Change) Endpoints() iter.Seq2[*api.Endpoint, *api.Endpoint] {
 }
 
 // Failed is what Sync returns when some services could not be programmed and
-// all others were: the error of each, by service. After a full Changes it may
-// name services that were not in it and could not be pruned: they come again,
-// to be deleted.
+// all others were: the error of each, by service. It may name services that were
+// not in Changes.Services, such as those that could not be pruned: the driver
+// delivers them again, to be deleted if they do not exist.
 type Failed map[types.NamespacedName]error
 
 // Error names every failed service and its error.
@@ -205,6 +214,25 @@ func (f *Failed) Add(key types.NamespacedName, err error) {
 	(*f)[key] = err
 }
 
+// Do calls program, which programs the service key, and adds its error. A panic in
+// it counts as an error of the service; the driver logs its stack.
+func (f *Failed) Do(key types.NamespacedName, program func() error) {
+	defer func() {
+		if r := recover(); r != nil {
+			f.Add(key, &panicError{r, debug.Stack()})
+		}
+	}()
+	f.Add(key, program())
+}
+
+// panicError is the error of a service whose programming panicked.
+type panicError struct {
+	value any
+	stack []byte
+}
+
+func (e *panicError) Error() string { return fmt.Sprintf("panic: %v", e.value) }
+
 // Err returns f, or nil if nothing failed. Sync ends with return failed.Err().
 func (f *Failed) Err() error {
 	if len(*f) == 0 {
@@ -235,5 +263,5 @@ func Acknowledged(err error) (failed Failed, ok bool) {
 }
 
 // ErrStartOver is wrapped by a Sync or Verify that no longer knows what its
-// dataplane has, and wants a full Changes next.
-var ErrStartOver = errors.New("sink needs a full sync")
+// dataplane has, and wants a new pass.
+var ErrStartOver = errors.New("sink starts over")

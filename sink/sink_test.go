@@ -72,7 +72,7 @@ func TestFailed(t *testing.T) {
 	failed.Add(web, errBusy)
 	failed.Add(dns, fmt.Errorf("lost track: %w", sink.ErrStartOver))
 	err := failed.Err()
-	want := "service default/dns: lost track: sink needs a full sync; service default/web: dataplane is busy"
+	want := "service default/dns: lost track: sink starts over; service default/web: dataplane is busy"
 	if err == nil || err.Error() != want {
 		t.Errorf("got %v, want %s", err, want)
 	}

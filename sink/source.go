@@ -3,6 +3,8 @@
 package sink
 
 import (
+	"iter"
+
 	"github.com/kpng-project/kpng/api"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -12,8 +14,8 @@ import (
 // from one goroutine at a time.
 //
 // A source holds a position: what the reader acknowledged last. At the start,
-// after Reset, and when the position is too far behind, it has none, and the
-// next update is full.
+// after Reset, and when the position is too far behind, it has none, and the next
+// update is [Update.Lost].
 type Source interface {
 	// Changed returns a channel that is closed once there may be an update:
 	// when Next would return one beyond the position. It is never closed before
@@ -36,8 +38,21 @@ type Source interface {
 
 // Update is what a source has beyond its reader's position. It is immutable.
 type Update struct {
-	Changes
-	// View returns the node's view of any service at this update's revision,
-	// nil if it has none.
+	// Lost says that the source has no position of its reader, so that Changes is
+	// empty and the reader has to take over all services.
+	Lost bool
+	// Revision is the revision of the views in the update.
+	Revision uint64
+	// Changes are the services whose views differ from those at the position, in order
+	// of namespace and name. Old is the view at the position, and Unsure is not set.
+	Changes []Change
+	// Node is this node, nil while it is not known. NodeChanged says that it differs
+	// from the node at the position; it is true with Lost.
+	Node        *api.Node
+	NodeChanged bool
+	// View returns the view of any service, nil if there is none.
 	View func(types.NamespacedName) *api.ServiceEndpoints
+	// After yields the views of all services after key, in order of namespace and name.
+	// All services are after the zero key. Views are computed as they are read.
+	After func(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints]
 }

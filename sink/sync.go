@@ -7,8 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"iter"
+	"math/bits"
 	"slices"
-	"sync/atomic"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -16,281 +16,478 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// step tells the sink what it does not have.
+// batch is the content of one Sync.
+type batch struct {
+	Changes
+	// services is what Services yields.
+	services []Change
+	// alone says that services is one that comes alone.
+	alone bool
+}
+
+// search is the search for the services that make a Sync fail as a whole.
+type search struct {
+	// limit is how many services one Sync may have, 0 while there is no search.
+	limit int
+	// patience is how many failures in a row do not make the backoff grow.
+	patience int
+	// aloneFailures is how often in a row a service that comes alone failed, while no
+	// other Sync succeeded.
+	aloneFailures int
+	// restarts is how often in a row the sink started over and no pass ended.
+	restarts int
+}
+
+// step delivers to the sink what it does not have.
 func (d *Driver) step(ctx context.Context) {
-	d.waiting(d.opts.Clock.Now())
-	u, err := d.src.Next()
-	if err == nil && u == nil {
-		err = errors.New("source has changed but has no update")
-	}
-	switch {
-	case err != nil:
-		err = fmt.Errorf("get update from source: %w", err)
-		klog.FromContext(ctx).Error(err, "Nothing to tell the sink, will try again")
-		d.update(func() { d.backOff(err) })
-	case u.Full:
-		d.syncFull(ctx, u)
-	default:
-		d.syncPartial(ctx, u)
-	}
-}
-
-// syncFull tells the sink everything, whatever is pending included.
-func (d *Driver) syncFull(ctx context.Context, u *Update) {
-	var read atomic.Int64
-	c := u.Changes
-	c.Services = counted(u.Services, &read)
-	c.NodeChanged = true
-	d.src.Advance(u) // so that what comes next is seen; if this fails it starts over anyway
-	ahead := ahead{base: u.Revision, reached: u.Revision, told: map[types.NamespacedName]*unacked{}}
-	c.Meanwhile = func() []Change { return d.meanwhile(&ahead) }
-	result, failed, acked := d.sync(ctx, &c)
-	result.Services = int(read.Load())
-	d.update(func() {
-		if !acked {
-			d.backOff(result.Err)
-			return
-		}
-		d.ack()
-		d.position = ahead.reached
-		d.synced = true
-		d.status.FullSyncs++
-		d.status.LastFullSync = d.status.LastSync
-		before := d.pending
-		d.pending = newPending()
-		for _, s := range ahead.told {
-			d.pending.put(s)
-		}
-		drawn := draw()
-		for key, err := range failed {
-			s := &unacked{key: key}
-			if told := ahead.told[key]; told != nil {
-				s.trigger = told.trigger
-			}
-			if b := before.get(key); b != nil {
-				s.failures = b.failures
-			}
-			d.fail(s, err, drawn)
-		}
-	})
-	if acked {
-		if _, ok := d.sink.(Verifier); ok && d.opts.VerifyInterval > 0 && d.verifyAt.IsZero() {
-			d.verifyAt = d.status.LastSync.Add(d.opts.VerifyInterval)
-		}
-	} else {
-		d.startOver()
-	}
-	d.report(ctx, result, failed)
-}
-
-// ahead is what a sink was told by Meanwhile, in a full Sync of what was at the
-// revision base: services that are pending when it ends, and the position then.
-type ahead struct {
-	base, reached uint64
-	told          map[types.NamespacedName]*unacked
-}
-
-// meanwhile returns what changed since a.reached, and notes it in a. What is no
-// difference of services alone comes after the full Sync.
-func (d *Driver) meanwhile(a *ahead) []Change {
-	if !isClosed(d.src.Changed()) {
-		return nil
-	}
-	d.noted = false
-	d.queued(d.opts.Clock.Now())
-	u, err := d.src.Next()
-	if err != nil || u == nil || u.Full || u.NodeChanged {
-		return nil
-	}
-	changes := slices.Collect(u.Services)
-	for _, c := range changes {
-		if s := a.told[c.Key]; s != nil {
-			s.trigger = earlier(s.trigger, c.TriggerTime)
-		} else {
-			a.told[c.Key] = &unacked{key: c.Key, old: c.Old, since: a.base, trigger: c.TriggerTime}
-		}
+	d.waiting(time.Now())
+	u, err := d.next()
+	if err != nil {
+		d.sourceFailed(ctx, err)
+		return
 	}
 	d.src.Advance(u)
-	a.reached = u.Revision
-	return changes
-}
-
-// syncPartial tells the sink what changed and what is due again.
-func (d *Driver) syncPartial(ctx context.Context, u *Update) {
-	changes, added := d.merge(u)
-	c := u.Changes
-	c.Services = slices.Values(changes)
-	c.NodeChanged = u.NodeChanged || d.nodePending
-	if len(changes) == 0 && !c.NodeChanged {
+	b := d.compose(u)
+	if len(b.services) == 0 && !b.NodeChanged && !b.First && !b.Last {
+		if d.noted && u.Revision == d.position {
+			d.sourceFailed(ctx, errors.New("source signals changes and has none"))
+			return
+		}
 		d.update(func() {
-			d.advance(u)
+			d.position = u.Revision
 			d.recovered()
 		})
 		return
 	}
-	d.opts.Observer.Pending(d.pending.len() + added)
-	result, failed, acked := d.sync(ctx, &c)
-	result.Services = len(changes)
+	d.opts.Observer.Pending(d.unacknowledged(b.services))
+	result, failed, acked := d.sync(ctx, &b)
 	switch {
 	case acked:
-		d.update(func() { d.settle(u, changes, failed) })
-		d.observeLatency(changes, failed)
-		for key, err := range failed {
-			if _, told := findChange(changes, key); !told {
-				klog.FromContext(ctx).Error(err, "The sink failed a service that it was not told, will tell it", "service", key)
+		notDelivered := d.notDelivered(ctx, u, &b, failed)
+		d.update(func() { d.settle(u, &b, failed, notDelivered) })
+		d.observeLatency(b.services, failed)
+		if b.Last {
+			result.PassDuration, result.Passed = time.Since(d.pass.start), true
+			d.pass = nil
+			if _, ok := d.sink.(Verifier); ok && d.opts.VerifyInterval > 0 && d.verifyAt.IsZero() {
+				d.verifyAt = d.status.LastSync.Add(d.opts.VerifyInterval)
 			}
 		}
 	case errors.Is(result.Err, ErrStartOver):
-		d.update(func() { d.backOff(result.Err) })
+		d.search.restarts++
+		d.update(func() { d.backOff(result.Err, 0) })
 		d.startOver()
 	default:
-		d.update(func() {
-			d.backOff(result.Err)
-			for _, c := range changes {
-				d.pending.put(d.unacked(c))
-			}
-			if c.NodeChanged && !d.nodePending {
-				d.nodePending, d.nodeSince = true, d.position
-			}
-			d.advance(u)
-		})
+		d.update(func() { d.refused(u, &b, result.Err) })
 	}
 	d.report(ctx, result, failed)
 }
 
-// merge returns u's changes, together with the services that are due again, in
-// order of their keys, each made a change from what was last acknowledged. It
-// also returns how many of them are not pending.
-//
-// A pending service that has changed is told at once, whenever its retry is
-// due: the change may be what it needs. Its backoff goes on from where it was.
-func (d *Driver) merge(u *Update) (changes []Change, added int) {
-	due := d.pending.due(d.opts.Clock.Now())
-	for c := range u.Services {
-		for len(due) > 0 && api.CompareKeys(due[0].key, c.Key) < 0 {
-			changes = append(changes, due[0].retry(u.View(due[0].key)))
-			due = due[1:]
+// next returns the source's update. A panic of the source is an error.
+func (d *Driver) next() (u *Update, err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("panic in source: %v", r)
 		}
-		if len(due) > 0 && due[0].key == c.Key {
-			due = due[1:]
-		}
-		if s := d.pending.get(c.Key); s != nil {
-			c = s.merge(c)
-		} else {
-			added++
-		}
-		changes = append(changes, c)
+	}()
+	u, err = d.src.Next()
+	if err == nil && u == nil {
+		err = errors.New("source has changed but has no update")
 	}
-	for _, s := range due {
-		changes = append(changes, s.retry(u.View(s.key)))
-	}
-	return changes, added
+	return u, err
 }
 
-// settle notes that the sink acknowledged changes, which bring it to u, except
-// for what failed.
-func (d *Driver) settle(u *Update, changes []Change, failed Failed) {
-	drawn := draw()
-	for key, err := range failed {
-		c, told := findChange(changes, key)
-		if !told {
-			c.Key, c.Old = key, u.View(key)
-		}
-		d.fail(d.unacked(c), err, drawn)
+func (d *Driver) sourceFailed(ctx context.Context, err error) {
+	err = fmt.Errorf("get update from source: %w", err)
+	klog.FromContext(ctx).Error(err, "No update for the sink; retrying")
+	d.update(func() { d.backOff(err, 0) })
+}
+
+// compose returns what to deliver now. All that u has beyond the source's position is
+// in it, or is pending afterwards, or is delivered by the pass in its turn.
+func (d *Driver) compose(u *Update) batch {
+	if u.Lost {
+		d.update(d.begin)
 	}
+	if u.NodeChanged && !d.nodePending {
+		d.update(func() { d.nodePending, d.nodeSince = true, d.position })
+	}
+	var b batch
+	b.Revision, b.Node = u.Revision, u.Node
+	b.First = d.pass != nil && !d.pass.begun
+	b.NodeChanged = b.First || d.nodePending
+	d.addChanges(u, &b)
+	switch {
+	case d.addAlone(u, &b):
+	case d.search.limit == 1 && b.NodeChanged:
+		// Nothing else, so that it is known whether a service makes the Sync fail.
+	case d.pass != nil && !b.First && len(b.services) > 0 && !d.pass.yielded:
+		d.pass.yielded = true // changes come before the next batch of the pass
+	default:
+		d.addDue(u, &b)
+	}
+	b.Services = d.read(b.services)
+	return b
+}
+
+// addChanges adds u's changes to b. Those that have to wait become pending.
+func (d *Driver) addChanges(u *Update, b *batch) {
+	changes := u.Changes
+	if d.pass != nil {
+		changes = d.pass.admit(changes, d.opts.BatchSize)
+	}
+	var wait []Change
 	for _, c := range changes {
-		if _, ok := failed[c.Key]; !ok {
-			d.pending.remove(c.Key)
+		s := d.pending.get(c.Key)
+		switch {
+		case d.search.limit > 0 || s != nil && (s.alone || s.reason == queued):
+			wait = append(wait, c)
+		case s != nil:
+			b.services = append(b.services, s.merge(c))
+		default:
+			b.services = append(b.services, c)
 		}
 	}
-	d.advance(u)
-	d.ack()
-	d.status.PartialSyncs++
+	d.hold(wait)
 }
 
-// unacked returns the service of c as one that was told and not acknowledged,
-// and is due again at once.
-func (d *Driver) unacked(c Change) *unacked {
-	before := d.pending.get(c.Key)
-	if before == nil {
-		return &unacked{key: c.Key, old: c.Old, since: d.position, trigger: c.TriggerTime}
+// addAlone makes b a batch of one service that comes alone, if one is due and it is its
+// turn: such services take turns with others, and wait while everything fails.
+func (d *Driver) addAlone(u *Update, b *batch) bool {
+	now := time.Now()
+	s := d.pending.dueAlone(now)
+	others := len(b.services) > 0 || d.pass != nil || d.pending.hasDue(now)
+	if s == nil || b.First || others && (d.wasAlone || d.status.Failures > 0) {
+		d.wasAlone = false
+		return false
 	}
-	s := *before
-	s.trigger = earlier(s.trigger, c.TriggerTime)
-	s.retryAt = time.Time{}
-	return &s
+	d.hold(b.services)
+	b.services = []Change{s.change(u.View(s.key))}
+	b.alone, d.wasAlone = true, true
+	return true
 }
 
-// fail notes that the sink failed s with err, and when it comes again.
-func (d *Driver) fail(s *unacked, err error, drawn float64) {
-	s.failures++
-	s.err = err
-	s.retryAt = d.opts.Clock.Now().Add(d.opts.Backoff.wait(s.failures, drawn))
-	d.pending.put(s)
-}
-
-// sync calls the sink's Sync. It returns whether c was acknowledged, and which
-// services of it were not.
-func (d *Driver) sync(ctx context.Context, c *Changes) (result SyncResult, failed Failed, acked bool) {
-	begin := d.opts.Clock.Now()
-	d.update(func() { d.status.SyncingSince = begin })
-	err := guard(ctx, "Sync", func(ctx context.Context) error { return d.sink.Sync(ctx, c) })
-	end := d.opts.Clock.Now()
-	d.update(func() { d.status.SyncingSince = time.Time{} })
-	d.notBefore = end.Add(d.opts.MinInterval)
-	failed, acked = Acknowledged(err)
-	if acked && len(failed) == 0 {
-		err = nil
+// addDue adds services that are due again, and services of the pass, to b.
+func (d *Driver) addDue(u *Update, b *batch) {
+	changes := b.services
+	size, most := 0, d.search.limit
+	for i := range changes {
+		size += weight(&changes[i])
 	}
-	return SyncResult{Full: c.Full, Duration: end.Sub(begin), Err: err}, failed, acked
+	room := max(d.opts.BatchSize-size, d.opts.BatchSize/2, 1)
+
+	// waiting is how many services are pending through no fault of their own.
+	waiting := d.pending.count[queued] + d.pending.count[suspect]
+	for i := range changes {
+		if s := d.pending.get(changes[i].Key); s != nil && s.reason != failing {
+			waiting--
+		}
+	}
+	queuedLeft := d.pending.count[queued]
+	var void []types.NamespacedName
+	d.pending.due(time.Now(), func(s *unacked) bool {
+		if _, ok := findChange(changes, s.key); ok {
+			return true
+		}
+		added := len(b.services) - len(changes)
+		if most > 0 && added == most {
+			return false
+		}
+		c := s.change(u.View(s.key))
+		if added > 0 && weight(&c) > room && (most > 0 || s.reason != queued) {
+			return most == 0 && queuedLeft > 0 // changes of one update are not split
+		}
+		if s.reason == queued {
+			queuedLeft--
+		}
+		if s.reason != failing {
+			waiting--
+		}
+		if !c.Unsure && c.Old.Equal(c.New) {
+			void = append(void, s.key)
+			return true
+		}
+		room -= weight(&c)
+		b.services = append(b.services, c)
+		return true
+	})
+	if len(void) > 0 {
+		d.update(func() {
+			for _, key := range void {
+				d.pending.remove(key)
+			}
+		})
+	}
+
+	if d.pass != nil {
+		d.pass.yielded = false
+		more := true
+		if most == 0 || len(b.services) == 0 {
+			var next []Change
+			next, more = d.pass.next(u, most, room)
+			b.services = append(b.services, next...)
+		}
+		b.Last = !more && waiting == 0 && (most != 1 || len(b.services) == 0)
+	}
+	slices.SortFunc(b.services, func(a, b Change) int { return api.CompareKeys(a.Key, b.Key) })
+	if b.Last {
+		b.Failing = d.pending.keys(b.services)
+	}
 }
 
-// ack notes that a Sync was acknowledged.
-func (d *Driver) ack() {
-	d.nodePending = false
-	d.status.LastSync = d.opts.Clock.Now()
-	d.recovered()
-}
-
-// recovered notes that nothing waits, but for services with a retry of their own.
-func (d *Driver) recovered() {
-	d.status.WaitingSince = time.Time{}
-	d.status.Err, d.status.Failures, d.status.NextAttempt = nil, 0, time.Time{}
-}
-
-// advance moves the source's position to u.
-func (d *Driver) advance(u *Update) {
-	d.src.Advance(u)
-	d.position = u.Revision
-}
-
-// backOff notes that nothing was acknowledged because of err, and puts off the
-// next Sync.
-func (d *Driver) backOff(err error) {
-	d.status.Failures++
-	wait := d.opts.Backoff.wait(d.status.Failures, draw())
-	d.notBefore = later(d.notBefore, d.opts.Clock.Now().Add(wait))
-	d.status.Err, d.status.NextAttempt = err, d.notBefore
-}
-
-// startOver sees to it that the sink is told everything next.
-func (d *Driver) startOver() {
-	d.src.Reset()
-	d.update(func() { d.synced = false })
-}
-
-// counted is services, and sets read to how many of them were read last time.
-func counted(services iter.Seq[Change], read *atomic.Int64) iter.Seq[Change] {
+// read returns an iterator over services that notes the sink's progress.
+func (d *Driver) read(services []Change) iter.Seq[Change] {
+	hopeful := d.hopeful()
 	return func(yield func(Change) bool) {
-		n := int64(0)
-		defer func() { read.Store(n) }()
-		for c := range services {
-			n++
+		for _, c := range services {
+			if hopeful {
+				d.progressed()
+			}
 			if !yield(c) {
 				return
 			}
 		}
 	}
+}
+
+// sync calls the sink's Sync. It returns whether b was acknowledged, and which
+// services of it were not.
+func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed Failed, acked bool) {
+	hopeful := d.hopeful()
+	begin := time.Now()
+	d.update(func() { d.status.SyncingSince = begin })
+	err := guard(ctx, "Sync", func(ctx context.Context) error { return d.sink.Sync(ctx, &b.Changes) })
+	end := time.Now()
+	d.update(func() { d.status.SyncingSince = time.Time{} })
+	d.notBefore = end
+	if d.pass == nil || b.Last {
+		d.notBefore = end.Add(d.opts.MinInterval)
+	}
+	failed, acked = Acknowledged(err)
+	if acked && len(failed) == 0 {
+		err = nil
+	}
+	if acked || hopeful {
+		d.progressed()
+	}
+	return SyncResult{InPass: d.pass != nil, Services: len(b.services), Duration: end.Sub(begin), Err: err}, failed, acked
+}
+
+// hopeful reports whether a Sync that does not end counts as progress: not if so many
+// failed in a row that the sink does not seem to work at all.
+func (d *Driver) hopeful() bool {
+	return d.status.Failures == 0 || d.status.Failures <= d.search.patience
+}
+
+func (d *Driver) progressed() { d.progress.Store(time.Now().UnixNano()) }
+
+// settle notes that the sink acknowledged b except for what failed.
+func (d *Driver) settle(u *Update, b *batch, failed Failed, notDelivered []Change) {
+	drawn := draw()
+	for _, c := range slices.Concat(b.services, notDelivered) {
+		if err, ok := failed[c.Key]; ok {
+			s := d.unacked(c, failing)
+			s.alone = false
+			d.fail(s, err, drawn)
+		}
+	}
+	for _, c := range b.services {
+		if _, ok := failed[c.Key]; ok {
+			continue
+		}
+		d.pending.acknowledge(c.Key, c.New)
+		if d.pass != nil {
+			delete(d.pass.before, c.Key)
+		}
+	}
+	d.position = u.Revision
+	d.nodePending = false
+	d.status.LastSync = time.Now()
+	d.recovered()
+	d.search.aloneFailures, d.pending.aloneAt = 0, time.Time{}
+	if d.pass == nil || b.Last {
+		d.search.restarts = 0
+	}
+	if len(b.services) > 0 {
+		d.search.limit *= 2
+	}
+	if d.search.limit >= d.opts.BatchSize || d.pending.count[suspect] == 0 {
+		d.search.limit = 0
+	}
+	switch {
+	case b.Last:
+		d.synced = !d.restart
+		d.status.Passes++
+		d.status.LastPass = d.status.LastSync
+	case d.pass != nil:
+		d.pass.begun = true
+	}
+	d.status.Syncs++
+}
+
+// notDelivered returns changes for the services in failed that are not in b.
+func (d *Driver) notDelivered(ctx context.Context, u *Update, b *batch, failed Failed) []Change {
+	var changes []Change
+	for key, err := range failed {
+		if _, ok := findChange(b.services, key); ok {
+			continue
+		}
+		klog.FromContext(ctx).Error(err, "Sink reported a failure for a service not in this sync; resending", "service", key)
+		c := Change{Key: key, Unsure: true}
+		if d.pass == nil || d.pass.delivered(key) {
+			c.Old, c.Unsure = u.View(key), false
+		} else {
+			d.pass.ahead[key] = struct{}{}
+		}
+		changes = append(changes, c)
+	}
+	return changes
+}
+
+// refused notes that nothing of b was acknowledged because of err. All of it comes
+// again: once as it was, then in halves until a service is alone. That one failed.
+func (d *Driver) refused(u *Update, b *batch, err error) {
+	n := len(b.services)
+	if b.alone {
+		d.fail(d.unacked(b.services[0], failing), err, draw())
+		// If nothing else succeeds either, the dataplane may be at fault.
+		d.search.aloneFailures++
+		d.pending.aloneAt = time.Now().Add(d.opts.Backoff.wait(d.search.aloneFailures, draw()))
+		d.position = u.Revision
+		if d.status.Failures == 0 {
+			d.recovered()
+		}
+		return
+	}
+	repeated := d.status.Failures > 0 || d.search.limit > 0
+	culprit := n == 1 && repeated && !b.First && !b.Last && !b.NodeChanged
+	for _, c := range b.services {
+		s := d.unacked(c, suspect)
+		if culprit {
+			s.reason, s.alone = failing, true
+			d.fail(s, err, draw())
+			continue
+		}
+		s.retryAt = time.Now()
+		d.pending.put(s)
+	}
+	if repeated {
+		d.search.limit = max(n/2, 1)
+	}
+	if culprit && d.pending.count[suspect] == 0 {
+		d.search.limit = 0
+	}
+	d.position = u.Revision
+	d.backOff(err, 2*bits.Len(uint(n)/2))
+}
+
+// hold makes changes pending without a delivery.
+func (d *Driver) hold(changes []Change) {
+	if len(changes) == 0 {
+		return
+	}
+	now := time.Now()
+	d.update(func() {
+		for _, c := range changes {
+			why := queued
+			if s := d.pending.get(c.Key); s != nil {
+				why = s.reason
+			}
+			s := d.unacked(c, why)
+			s.retryAt = now
+			d.pending.put(s)
+		}
+	})
+}
+
+// unacked returns c's service for pending: as it is there, or as it is in c.
+func (d *Driver) unacked(c Change, why reason) *unacked {
+	s := unacked{key: c.Key, old: c.Old, unsure: c.Unsure, since: d.position}
+	if before := d.pending.get(c.Key); before != nil {
+		s = *before
+	} else {
+		if c.Unsure {
+			s.since = 0
+		}
+		if d.pass != nil {
+			if failed := d.pass.before[c.Key]; failed != nil {
+				s.failures, s.err = failed.failures, failed.err
+			}
+		}
+	}
+	s.reason = why
+	s.unsure = s.unsure || why != queued
+	s.trigger = earlier(s.trigger, c.TriggerTime)
+	return &s
+}
+
+// fail notes that s failed with err, and when it comes again.
+func (d *Driver) fail(s *unacked, err error, drawn float64) {
+	s.failures++
+	s.err = err
+	s.retryAt = time.Now().Add(d.opts.Backoff.wait(s.failures, drawn))
+	d.pending.put(s)
+}
+
+// recovered notes that nothing waits except services with a retry of their own.
+func (d *Driver) recovered() {
+	d.status.WaitingSince = time.Time{}
+	d.status.Err, d.status.Failures, d.status.NextAttempt = nil, 0, time.Time{}
+}
+
+// backOff notes that nothing was acknowledged because of err, and delays the next
+// Sync. The first failure in a row says after how many more the wait begins to grow.
+func (d *Driver) backOff(err error, patience int) {
+	if d.status.Failures == 0 {
+		d.search.patience = patience
+	}
+	d.status.Failures++
+	wait := d.opts.Backoff.wait(max(d.status.Failures-d.search.patience, d.search.restarts), draw())
+	d.notBefore = later(d.notBefore, time.Now().Add(wait))
+	d.status.Err, d.status.NextAttempt = err, d.notBefore
+}
+
+// begin begins a pass. It delivers pending services as well, except those that come
+// alone: these stay pending.
+func (d *Driver) begin() {
+	before := map[types.NamespacedName]*unacked{}
+	if d.pass != nil {
+		before = d.pass.before
+	}
+	d.pass = &delivery{start: time.Now(), ahead: map[types.NamespacedName]struct{}{}, before: before}
+	old := d.pending
+	d.pending = newPending()
+	d.pending.aloneAt = old.aloneAt
+	for key, s := range old.byKey {
+		switch {
+		case s.alone:
+			kept := *s
+			kept.old, kept.unsure, kept.since = nil, true, 0
+			d.pending.put(&kept)
+			d.pass.ahead[key] = struct{}{}
+		case s.failures > 0:
+			before[key] = s
+		}
+	}
+	d.search.limit = 0
+	d.synced = false
+}
+
+// startOver makes the next Changes begin a pass.
+func (d *Driver) startOver() {
+	d.src.Reset()
+	d.update(func() { d.synced = false })
+}
+
+// unacknowledged returns how many services are pending or in changes.
+func (d *Driver) unacknowledged(changes []Change) int {
+	n := d.pending.len()
+	for i := range changes {
+		if d.pending.get(changes[i].Key) == nil {
+			n++
+		}
+	}
+	return n
 }
 
 // findChange returns the service's change in changes, which are in order.

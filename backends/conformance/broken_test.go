@@ -172,7 +172,7 @@ func TestEveryCaseCanFail(t *testing.T) {
 		for _, f := range faults {
 			t.Run(f.name, func(t *testing.T) {
 				t.Parallel()
-				subject := newSinkSubject(t, broken(f.sink))
+				subject := newSinkSubject(t, broken(f.sink), Options{})
 				for _, part := range f.cases {
 					if !slices.ContainsFunc(sections, func(s section) bool {
 						return slices.ContainsFunc(s.cases, func(c testCase) bool { return strings.Contains(c.name, part) })

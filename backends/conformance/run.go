@@ -42,6 +42,9 @@ type Options struct {
 	// Patience is how long the kit waits for what has to happen: for something to be
 	// programmed, and for an answer to come. Default: 20 s.
 	Patience time.Duration
+	// BatchSize is the driver's sink.Options.BatchSize, for Run. A small one makes passes of
+	// many batches. Default: the driver's.
+	BatchSize int
 	// Matrix is the file to which the matrix is written as Markdown. Default: none.
 	Matrix string
 	// Setup is called when the world stands and before the first process is
@@ -52,7 +55,7 @@ type Options struct {
 // Run tests a sink. See the package comment.
 func Run(t *testing.T, newSink NewSink, opts Options) Matrix {
 	t.Helper()
-	return RunSubject(t, newSinkSubject(t, newSink), opts)
+	return RunSubject(t, newSinkSubject(t, newSink, opts), opts)
 }
 
 // RunSubject tests a proxy. See the package comment.

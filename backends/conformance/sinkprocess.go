@@ -26,7 +26,7 @@ import (
 
 // carryOut makes this process the proxy, until the kit hangs up or kills it, or
 // cleans up.
-func (o order) carryOut(newSink NewSink) error {
+func (o order) carryOut(newSink NewSink, opts sink.Options) error {
 	ctx := klog.NewContext(context.Background(), klog.Background())
 	s, err := newSink(o.Site)
 	if err != nil {
@@ -48,11 +48,11 @@ func (o order) carryOut(newSink NewSink) error {
 		return fmt.Errorf("talking to the kit: %w", err)
 	}
 	file.Close()
-	return proxy(ctx, o.Site, s, conn)
+	return proxy(ctx, o.Site, s, opts, conn)
 }
 
 // proxy feeds a sink with the objects that come by conn until that is closed.
-func proxy(ctx context.Context, site Site, s sink.Sink, conn net.Conn) error {
+func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn net.Conn) error {
 	converter, err := watcher.New(watcher.Options{
 		ServiceProxyName: site.ServiceProxyName,
 		AllPorts:         watcher.AllPortsAnnotated(AllPortsAnnotation),
@@ -63,7 +63,7 @@ func proxy(ctx context.Context, site Site, s sink.Sink, conn net.Conn) error {
 	state := cluster.New(cluster.Options{})
 	source := feed.New(state, site.NodeName)
 	defer source.Close()
-	driver := sink.NewDriver(source, s, sink.Options{})
+	driver := sink.NewDriver(source, s, opts)
 	ctx, cancel := context.WithCancel(ctx)
 	ended := make(chan error, 1)
 	go func() {

@@ -18,6 +18,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/kpng-project/kpng/sink"
 )
 
 // order is what the environment of a process of the test binary says it is for.
@@ -59,7 +61,7 @@ type sinkSubject struct {
 
 // newSinkSubject returns the subject of newSink. In a process that was made to be
 // its proxy, it does not return.
-func newSinkSubject(t *testing.T, newSink NewSink) *sinkSubject {
+func newSinkSubject(t *testing.T, newSink NewSink, opts Options) *sinkSubject {
 	t.Helper()
 	if text := os.Getenv(orderVariable); text != "" {
 		var o order
@@ -69,7 +71,7 @@ func newSinkSubject(t *testing.T, newSink NewSink) *sinkSubject {
 		if o.Test != t.Name() {
 			t.Fatalf("this process is to be the proxy of %s, but %s is run", o.Test, t.Name())
 		}
-		if err := o.carryOut(newSink); err != nil {
+		if err := o.carryOut(newSink, sink.Options{BatchSize: opts.BatchSize}); err != nil {
 			fmt.Fprintf(os.Stderr, "conformance: %v\n", err)
 			os.Exit(1)
 		}

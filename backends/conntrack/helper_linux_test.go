@@ -255,9 +255,20 @@ func difference(before, now []*api.ServiceEndpoints) *sink.Changes {
 	return &sink.Changes{Services: slices.Values(list)}
 }
 
-// whole returns the full changes of a state.
+// whole returns a pass over a state in one batch.
 func whole(now []*api.ServiceEndpoints) *sink.Changes {
+	c := inPass(now...)
+	c.First, c.Last = true, true
+	return c
+}
+
+// inPass returns a batch in the middle of a pass.
+func inPass(now ...*api.ServiceEndpoints) *sink.Changes {
 	c := difference(nil, now)
-	c.Full = true
+	services := slices.Collect(c.Services)
+	for i := range services {
+		services[i].Unsure = true
+	}
+	c.Services = slices.Values(services)
 	return c
 }

@@ -17,8 +17,12 @@ import (
 // notes are the places whose flows have to be looked at. Sync writes them, and
 // who looks reads them.
 type notes struct {
-	// places are those that each service had when it was told last.
+	// places are those of each service, as it was delivered last, and owners whose
+	// each of them is. A place that was taken over is in places of two services until
+	// the first of them is delivered or pruned.
 	places map[types.NamespacedName][]place
+	owners map[place]types.NamespacedName
+	pass   sink.Pass
 
 	mu  sync.Mutex
 	due map[place]note
@@ -35,21 +39,24 @@ type note struct {
 }
 
 func newNotes() *notes {
-	return &notes{places: map[types.NamespacedName][]place{}, due: map[place]note{}}
+	return &notes{
+		places: map[types.NamespacedName][]place{},
+		owners: map[place]types.NamespacedName{},
+		due:    map[place]note{},
+	}
 }
 
 // add notes what c may have made stale, and reports whether that is anything.
 // It is not called twice at once.
 func (n *notes) add(c *sink.Changes) bool {
 	due := map[place]verdict{}     // what has to be looked at
-	present := map[place]verdict{} // what has not, as far as c tells
+	present := map[place]verdict{} // what has not, as far as c says
 	var left []place
-	told := map[types.NamespacedName]bool{}
+	n.pass.Begin(c)
 	for s := range c.Services {
-		told[s.Key] = true
 		now := verdictsOf(s.New)
 		var before map[place]verdict
-		if !c.Full && !s.Retry {
+		if !s.Unsure {
 			before = verdictsOf(s.Old)
 		}
 		for p, v := range now {
@@ -61,16 +68,16 @@ func (n *notes) add(c *sink.Changes) bool {
 		}
 		left = append(left, n.replace(s.Key, now)...)
 	}
-	if c.Full {
+	if c.Last {
 		for key := range n.places {
-			if !told[key] {
+			if n.pass.Stale(key) {
 				left = append(left, n.replace(key, nil)...)
 			}
 		}
 	}
 	for _, p := range left {
-		if _, taken := due[p]; !taken {
-			due[p] = present[p] // which is nobody's, unless it was handed over
+		if _, taken := n.owners[p]; !taken {
+			due[p] = verdict{} // which is nobody's
 		}
 	}
 
@@ -91,11 +98,12 @@ func (n *notes) add(c *sink.Changes) bool {
 	return true
 }
 
-// replace notes which places a service has now, and returns those that it has
-// no longer.
+// replace notes which places a service has now, and returns those that it no longer
+// has, except what another service has taken over.
 func (n *notes) replace(key types.NamespacedName, now map[place]verdict) (left []place) {
 	for _, p := range n.places[key] {
-		if _, ok := now[p]; !ok {
+		if _, keeps := now[p]; !keeps && n.owners[p] == key {
+			delete(n.owners, p)
 			left = append(left, p)
 		}
 	}
@@ -106,6 +114,7 @@ func (n *notes) replace(key types.NamespacedName, now map[place]verdict) (left [
 	places := make([]place, 0, len(now))
 	for p := range now {
 		places = append(places, p)
+		n.owners[p] = key
 	}
 	n.places[key] = places
 	return left

@@ -219,8 +219,8 @@ func TestStaleConnectionsAreEnded(t *testing.T) {
 	}
 }
 
-// Of a change that is told again nobody knows what it follows.
-func TestAChangeThatIsToldAgainIsLookedAtAsAWhole(t *testing.T) {
+// What an unsure change follows is not known.
+func TestAnUnsureChangeIsLookedAtAsAWhole(t *testing.T) {
 	n, opts := world(t)
 	r, _ := start(t, opts)
 	before := services(t, map[string]string{"dns": "ip 10.96.0.10\nport 53\nready 10.1.0.1"})
@@ -229,11 +229,43 @@ func TestAChangeThatIsToldAgainIsLookedAtAsAWhole(t *testing.T) {
 	tell(t, r, difference(before, meanwhile))
 	enter(t, n.FD, udp(1, dns, pod1), udp(2, dns, pod2), udp(3, "10.96.0.11:53", pod1))
 	again := difference(before, before[:0])
-	again.Services = slices.Values([]sink.Change{{Key: before[0].Key(), Old: before[0], New: before[0], Retry: true}})
+	again.Services = slices.Values([]sink.Change{{Key: before[0].Key(), Old: before[0], New: before[0], Unsure: true}})
 	tell(t, r, again)
 	if diff := gocmp.Diff(texts([]connection{udp(1, dns, pod1)}), entries(t, n.FD)); diff != "" {
 		t.Errorf("connections (-want +got):\n%s", diff)
 	}
+}
+
+// Connections end as the batches of a pass say, those of services that are gone when it
+// ends, and none to an address that was taken over from a service.
+func TestAPassInSeveralBatches(t *testing.T) {
+	at := func(name, ip, pods string) *api.ServiceEndpoints {
+		return service(t, name, "ip "+ip+"\nport 53\nready "+pods)
+	}
+	n, opts := world(t)
+	r, _ := start(t, opts)
+	tell(t, r, whole([]*api.ServiceEndpoints{at("gone", "10.96.0.10", "10.1.0.1"), at("moves", "10.96.0.11", "10.1.0.1"), at("stays", "10.96.0.12", "10.1.0.1")}))
+	toGone, toMoved := udp(1, "10.96.0.10:53", pod1), udp(2, "10.96.0.11:53", pod1)
+	toStaying, toRemoved := udp(3, "10.96.0.12:53", pod1), udp(4, "10.96.0.12:53", pod2)
+	enter(t, n.FD, toGone, toMoved, toStaying, toRemoved)
+	check := func(after string, want ...connection) {
+		t.Helper()
+		if diff := gocmp.Diff(texts(want), entries(t, n.FD)); diff != "" {
+			t.Errorf("connections after %s (-want +got):\n%s", after, diff)
+		}
+	}
+	first := inPass(at("a", "10.96.0.11", "10.1.0.1"))
+	first.First = true
+	tell(t, r, first)
+	check("another service has taken an address over", toGone, toMoved, toStaying, toRemoved)
+	tell(t, r, first)
+	check("the pass began again", toGone, toMoved, toStaying, toRemoved)
+	tell(t, r, inPass(at("moves", "10.96.0.13", "10.1.0.1")))
+	check("the service that had it is delivered", toGone, toMoved, toStaying, toRemoved)
+	last := inPass(at("stays", "10.96.0.12", "10.1.0.1"))
+	last.Last = true
+	tell(t, r, last)
+	check("the pass has ended", toMoved, toStaying)
 }
 
 func services(t testing.TB, texts map[string]string) []*api.ServiceEndpoints {

@@ -63,11 +63,14 @@ type Server struct {
 	addrs    []netip.Addr
 	retry    chan struct{} // has a value when there is a new failed attempt
 	counts   [2]int        // what Observe was told last
+	pass     sink.Pass
 }
 
 // port is a port that some service asks for.
 type port struct {
-	claimants []types.NamespacedName // the first has it
+	// claimants are the services that ask for it. The first has it, which was delivered
+	// last: another one is about to change or to be pruned.
+	claimants []types.NamespacedName
 	doors     map[netip.Addr]*door
 }
 
@@ -142,14 +145,13 @@ func (s *Server) Sync(ctx context.Context, c *sink.Changes) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	touched := map[int32]bool{}
-	told := map[types.NamespacedName]bool{}
+	s.pass.Begin(c)
 	for change := range c.Services {
-		told[change.Key] = true
 		s.set(change.Key, change.New, touched)
 	}
-	if c.Full {
+	if c.Last {
 		for key := range s.services {
-			if !told[key] {
+			if s.pass.Stale(key) {
 				s.set(key, nil, touched)
 			}
 		}
@@ -182,7 +184,7 @@ func (s *Server) set(key types.NamespacedName, view *api.ServiceEndpoints, touch
 			if s.ports[now] == nil {
 				s.ports[now] = &port{doors: map[netip.Addr]*door{}}
 			}
-			s.ports[now].claimants = append(s.ports[now].claimants, key)
+			s.ports[now].claimants = slices.Insert(s.ports[now].claimants, 0, key)
 		}
 	}
 	if now == 0 {

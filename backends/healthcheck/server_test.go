@@ -255,20 +255,57 @@ func TestPortsFollowTheirServices(t *testing.T) {
 	if status, _, body := w.get(t, "10.0.0.1:30002", "/"); status != 200 {
 		t.Errorf("after a swap, %d: %s", status, body)
 	}
-	// One that has the port of another gets it when that goes.
+	// A service takes over the port of another one, which is about to change or to go.
 	w.tell(t, one(local("c", 30003, "10.1.0.1")))
-	if status, _, body := w.get(t, "10.0.0.1:30003", "/"); status != 503 {
-		t.Errorf("the second of two services answers: %s", body)
+	if status, _, body := w.get(t, "10.0.0.1:30003", "/"); status != 200 {
+		t.Errorf("after a port was taken over, %d: %s", status, body)
 	}
 	w.tell(t, nil, "b")
 	if status, _, body := w.get(t, "10.0.0.1:30003", "/"); status != 200 {
-		t.Errorf("after the first of two services has gone, %d: %s", status, body)
+		t.Errorf("after the service that had the port has gone, %d: %s", status, body)
 	}
 
 	// A source that starts over.
 	w.source.Lag()
 	w.tell(t, nil, "a")
 	check("10.0.0.1:30003")
+}
+
+func TestAPassInSeveralBatches(t *testing.T) {
+	n := newNetwork()
+	server := healthcheck.New(healthcheck.Options{Addrs: nodeaddr.Of(netip.MustParseAddr("10.0.0.1")), Listen: n.listen})
+	if err := server.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	defer server.Stop(t.Context())
+	batch := func(first, last bool, views ...*api.ServiceEndpoints) {
+		t.Helper()
+		var changes []sink.Change
+		for _, v := range views {
+			changes = append(changes, sink.Change{Key: v.Key(), New: v, Unsure: true})
+		}
+		if err := server.Sync(t.Context(), &sink.Changes{First: first, Last: last, Services: slices.Values(changes)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	check := func(when string, want ...string) {
+		t.Helper()
+		if diff := cmp.Diff(want, n.addrs()); diff != "" {
+			t.Errorf("%s, listening on (-want +got):\n%s", when, diff)
+		}
+	}
+	batch(true, true, local("a", 30001), local("gone", 30002), local("moved", 30003))
+	batch(true, false, local("a", 30003, "10.1.0.1"))
+	check("in a pass", "10.0.0.1:30002", "10.0.0.1:30003")
+	if status, _, body := n.get(t, "10.0.0.1:30003", "/"); status != 200 {
+		t.Errorf("the service that took a port over is answered with %d: %s", status, body)
+	}
+	batch(true, false, local("a", 30003))
+	check("after the pass began again", "10.0.0.1:30002", "10.0.0.1:30003")
+	batch(false, false, local("moved", 30001))
+	check("after the other service was delivered", "10.0.0.1:30001", "10.0.0.1:30002", "10.0.0.1:30003")
+	batch(false, true)
+	check("after the pass", "10.0.0.1:30001", "10.0.0.1:30003")
 }
 
 func TestAddressesAreFollowed(t *testing.T) {

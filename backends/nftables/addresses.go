@@ -39,7 +39,7 @@ func (b *Backend) updateNodePortAddresses(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.state == nil {
-		return nil // a full Sync is due, which does it
+		return nil // a pass is due, which does it
 	}
 	return b.syncNodePortAddresses(ctx)
 }

@@ -9,7 +9,6 @@ import (
 	"errors"
 	"fmt"
 	"hash/maphash"
-	"maps"
 	"net/netip"
 	"slices"
 	"sync"
@@ -27,7 +26,6 @@ type Backend struct {
 	opts          Options
 	connections   sink.Sink
 	nodeAddresses nodeaddr.Source
-	piece         int // defaultPiece, but in tests
 
 	// tasks run until stopTasks, from Start to Stop.
 	tasks     sync.WaitGroup
@@ -53,17 +51,16 @@ type Backend struct {
 	// restricted are the views of services with source ranges: what these admit
 	// depends on the node's addresses too.
 	restricted map[types.NamespacedName]*api.ServiceEndpoints
-	// ahead are the services that the last full Sync programmed as it was told
-	// meanwhile, until the driver tells them again.
-	ahead map[types.NamespacedName]*api.ServiceEndpoints
+	// pass is the pass under way, nil if there is none.
+	pass *pass
 	// drifted says that somebody else changed the table and it has not been mended.
 	drifted bool
-	// leftovers says that the last full Sync left what may be of services that it could
-	// not program, and what nobody knows how to remove when they are.
+	// leftovers says that the last pass left what may be of services that failed, and
+	// what nobody knows how to remove when they are programmed.
 	leftovers bool
 	// drifting says that a change met drift: there may be more, elsewhere.
 	drifting bool
-	// patience is before Verify asks for a full Sync because of either.
+	// patience is before Verify asks for a new pass because of either.
 	patience patience
 	// verified is how many parts the Verify under way has seen, and cutShort how often it
 	// ended in the next one.
@@ -84,11 +81,9 @@ func New(opts Options) (*Backend, error) {
 	}
 	return &Backend{
 		opts:       opts,
-		piece:      defaultPiece,
 		seed:       maphash.MakeSeed(),
 		planner:    newPlanner(),
 		restricted: map[types.NamespacedName]*api.ServiceEndpoints{},
-		ahead:      map[types.NamespacedName]*api.ServiceEndpoints{},
 		stopTasks:  func() {},
 	}, nil
 }
@@ -171,7 +166,7 @@ func (b *Backend) hangUp() error {
 		return nil
 	}
 	err := b.conn.close()
-	b.conn, b.found, b.state = nil, nil, nil
+	b.conn, b.found, b.state, b.pass = nil, nil, nil, nil
 	return err
 }
 
@@ -190,55 +185,18 @@ func (b *Backend) dial() error {
 }
 
 // Sync implements [sink.Sink]. What it reports as failed is as it was
-// before. A full Sync reads the table and writes what differs.
+// before. The first Sync of a pass reads the table.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	err := b.sync(ctx, c)
 	if _, ok := sink.Acknowledged(err); !ok {
 		return err
 	}
-	if err := b.connections.Sync(ctx, b.programmed(c)); err != nil {
+	if err := b.connections.Sync(ctx, c); err != nil {
 		// The changes come again, though they have been programmed. Only reading the
 		// table tells them from others then.
 		return fmt.Errorf("connection tracking: %w (%w)", err, sink.ErrStartOver)
 	}
 	return err
-}
-
-// programmed returns c as it has been programmed: after a full Sync with what it was told
-// meanwhile, for connections go by that already.
-func (b *Backend) programmed(c *sink.Changes) *sink.Changes {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if !c.Full || len(b.ahead) == 0 {
-		return c
-	}
-	told, ahead := *c, maps.Clone(b.ahead)
-	told.Services = func(yield func(sink.Change) bool) {
-		keys := slices.SortedFunc(maps.Keys(ahead), api.CompareKeys)
-		// next yields the first of keys, unless it has gone.
-		next := func() bool {
-			key := keys[0]
-			keys = keys[1:]
-			return ahead[key] == nil || yield(sink.Change{Key: key, New: ahead[key]})
-		}
-		for ch := range c.Services {
-			for len(keys) > 0 && api.CompareKeys(keys[0], ch.Key) < 0 {
-				if !next() {
-					return
-				}
-			}
-			if len(keys) > 0 && keys[0] == ch.Key {
-				if !next() {
-					return
-				}
-			} else if !yield(ch) {
-				return
-			}
-		}
-		for len(keys) > 0 && next() {
-		}
-	}
-	return &told
 }
 
 func (b *Backend) sync(ctx context.Context, c *sink.Changes) error {
@@ -248,22 +206,38 @@ func (b *Backend) sync(ctx context.Context, c *sink.Changes) error {
 		return err
 	}
 	defer b.observe()
-	var err error
-	switch {
-	case c.Full:
-		err = b.syncFull(ctx, c)
-	case b.state == nil:
-		err = fmt.Errorf("it is not known what table inet %s has: %w", b.opts.table(), sink.ErrStartOver)
-	default:
-		err = b.syncChanges(ctx, c)
+	err := b.program(ctx, c)
+	if _, ok := sink.Acknowledged(err); !ok {
+		b.state = nil
+		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
-	if err == nil && !b.drifting {
+	if err == nil && b.pass == nil && !b.drifting {
 		b.mended()
 	}
 	return err
 }
 
-// syncChanges programs what differs between the views of each service.
+// program begins or ends a pass and programs what differs between the views of each
+// service. After an error that is no [*sink.Failed] it is not known what the table has.
+func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
+	if c.First {
+		if err := b.beginPass(ctx, c.Node); err != nil {
+			return err
+		}
+	} else if b.state == nil {
+		return fmt.Errorf("it is not known what table inet %s has", b.opts.table())
+	}
+	err := b.syncChanges(ctx, c)
+	if _, ok := sink.Acknowledged(err); ok && c.Last {
+		if err := b.endPass(ctx, err != nil || len(c.Failing) > 0); err != nil {
+			return err
+		}
+	}
+	return err
+}
+
+// syncChanges programs what differs between the views of each service, and in a pass
+// what differs from what there is.
 func (b *Backend) syncChanges(ctx context.Context, c *sink.Changes) error {
 	p := newPatch()
 	before := b.planner
@@ -274,14 +248,10 @@ func (b *Backend) syncChanges(ctx context.Context, c *sink.Changes) error {
 	moved := !slices.Equal(before.nodeAddrs, b.planner.nodeAddrs)
 	changed := map[types.NamespacedName]*api.ServiceEndpoints{}
 	for ch := range c.Services {
-		old := ch.Old
-		if programmed, ok := b.ahead[ch.Key]; ok {
-			old = programmed
-		}
 		p.begin(ch.Key)
-		before.plan(old, p.remove, p.disown)
-		b.planner.plan(ch.New, p.add, p.own)
-		if moved || isRestricted(old) || isRestricted(ch.New) {
+		before.plan(ch.Old, p.remove, p.disown)
+		b.want(p, ch.New)
+		if moved || isRestricted(ch.Old) || isRestricted(ch.New) {
 			changed[ch.Key] = ch.New
 		}
 	}
@@ -290,33 +260,28 @@ func (b *Backend) syncChanges(ctx context.Context, c *sink.Changes) error {
 			if _, ok := changed[key]; !ok {
 				p.begin(key)
 				before.plan(view, p.remove, p.disown)
-				b.planner.plan(view, p.add, p.own)
+				b.want(p, view)
 			}
 		}
 	}
 	var failed sink.Failed
 	if err := b.apply(ctx, p.parts(), &failed); err != nil {
-		b.state = nil
 		return err
 	}
 	if moved && len(failed) > 0 {
 		// Which services have been programmed for which addresses, views do not tell.
-		b.state = nil
 		return fmt.Errorf("the node's addresses changed: %w (%w)", failed.Err(), sink.ErrStartOver)
+	}
+	if b.pass != nil && len(failed) > 0 {
+		b.pass.giveBack(p, failed)
 	}
 	for key, view := range changed {
 		if _, ok := failed[key]; !ok {
 			b.restrict(key, view)
 		}
 	}
-	for ch := range c.Services {
-		if _, ok := failed[ch.Key]; !ok {
-			delete(b.ahead, ch.Key)
-		}
-	}
 	if c.NodeChanged {
 		if err := b.syncNodePortAddresses(ctx); err != nil {
-			b.state = nil
 			return fmt.Errorf("the node's addresses changed: %w (%w)", err, sink.ErrStartOver)
 		}
 	}

@@ -149,11 +149,11 @@ func connect(to unix.Sockaddr) (time.Duration, error) {
 	}
 }
 
-// BenchmarkChangeDuringFullSync changes services one after the other while a full
-// Sync is under way that finds nothing to do, and says how long the kernel did not have
-// such a change, in the median and at worst: at a restart, where the table has been
-// read when the source has synced, and later.
-func BenchmarkChangeDuringFullSync(b *testing.B) {
+// BenchmarkChangeDuringPass changes services one after the other during a pass that finds
+// nothing to do, and says how long the kernel did not have such a change, in the median and
+// at worst: at a restart, where the table has been read when the source has synced, and
+// later.
+func BenchmarkChangeDuringPass(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000} {
 		src := sinktest.NewSource()
 		for _, c := range world(n, 10) {
@@ -170,11 +170,11 @@ func BenchmarkChangeDuringFullSync(b *testing.B) {
 				}
 				defer observer.close()
 				src.Reset()
-				d, stop := drive(b, src, be, func() {})
+				d, stop := drive(b, src, be, 0)
 				waitApplied(b, d, src)
 				var waits []time.Duration
 				for b.Loop() {
-					before := d.Status().FullSyncs
+					before := d.Status().Passes
 					if kind == "later" {
 						src.Lag()
 					} else {
@@ -184,12 +184,12 @@ func BenchmarkChangeDuringFullSync(b *testing.B) {
 						waitReadAhead(be)
 						b.StartTimer()
 						before = 0
-						d, stop = drive(b, src, be, func() {})
+						d, stop = drive(b, src, be, 0)
 					}
-					for d.Status().SyncingSince.IsZero() && d.Status().FullSyncs == before {
+					for d.Status().SyncingSince.IsZero() && d.Status().Passes == before {
 						time.Sleep(10 * time.Microsecond)
 					}
-					for d.Status().FullSyncs == before {
+					for d.Status().Passes == before {
 						i := rand.IntN(n)
 						address := netip.AddrFrom4([4]byte{12, 0, byte(len(waits) >> 8), byte(len(waits))})
 						changed := numbered(i, 10)

@@ -102,7 +102,7 @@ table inet kpng { map service-endpoints4 { typeof ip daddr . meta l4proto . th d
 	}
 	for key := range failed {
 		v := map[string]*api.ServiceEndpoints{"small": small, "large": large}[key.Name]
-		mustSync(t, b, changes(false, sink.Change{New: v, Retry: true}))
+		mustSync(t, b, changes(false, sink.Change{New: v, Unsure: true}))
 	}
 	if err := b.Verify(t.Context()); err != nil {
 		t.Error(err)
@@ -324,7 +324,7 @@ func TestFaultsOfTheKernel(t *testing.T) {
 				var list []sink.Change
 				for i, v := range changed {
 					if _, ok := failed[v.Key()]; ok {
-						list = append(list, sink.Change{Old: old[i], New: v, Retry: true})
+						list = append(list, sink.Change{Old: old[i], New: v, Unsure: true})
 					}
 				}
 				again = changes(false, list...)
@@ -365,14 +365,14 @@ func TestDriftIsCounted(t *testing.T) {
 		t.Errorf("Verify returns %v", err)
 	}
 	mustSync(t, b, changes(true, set(changed)))
-	check("after a full Sync because of it", elements, 1, 1)
+	check("after a pass because of it", elements, 1, 1)
 	nft(t, ns, "flush map inet kpng service-endpoints4\n", "-f", "-")
 	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v", err)
 	}
 	check("after a Verify that finds drift", elements, 2, 1)
 	mustSync(t, b, changes(true, set(changed)))
-	check("after a full Sync", elements, 2, 2)
+	check("after a pass", elements, 2, 2)
 	nft(t, ns, "", "delete", "table", "inet", "kpng")
 	if err := b.Sync(t.Context(), changes(false, sink.Change{Old: changed, New: old})); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Sync returns %v", err)
@@ -380,9 +380,9 @@ func TestDriftIsCounted(t *testing.T) {
 	check("after a Sync without a table", elements, 3, 2)
 }
 
-// TestAFullSyncLeavesWhatItCannotProgram restarts with services that have changed and
+// TestAPassLeavesWhatItCannotProgram restarts with services that have changed and
 // that the kernel refuses: they are as they were, whole, while others come and go.
-func TestAFullSyncLeavesWhatItCannotProgram(t *testing.T) {
+func TestAPassLeavesWhatItCannotProgram(t *testing.T) {
 	opts := Options{NodeAddresses: nodeaddr.Of()}
 	b, ns := start(t, opts)
 	local := func(s *api.Service) {
@@ -435,7 +435,7 @@ func TestAFullSyncLeavesWhatItCannotProgram(t *testing.T) {
 	}
 }
 
-// TestPatienceWithServicesThatFail checks how often Verify asks for a full Sync while a
+// TestPatienceWithServicesThatFail checks how often Verify asks for a pass while a
 // service fails in each: not at all if nothing is left behind, and ever more seldom else.
 func TestPatienceWithServicesThatFail(t *testing.T) {
 	for name, test := range map[string]struct {
@@ -513,25 +513,22 @@ func TestDriftIsFoundAmongConstantChanges(t *testing.T) {
 	t.Error("no Verify found that a map was flushed")
 }
 
-// TestDamageAroundTheFirstSyncIsFound flushes chains of the skeleton between Start and the
-// first Sync, and in the middle of that.
-func TestDamageAroundTheFirstSyncIsFound(t *testing.T) {
+// TestDamageAroundTheFirstPassIsFound flushes chains of the skeleton between Start and the
+// first Sync, and in the middle of the first pass.
+func TestDamageAroundTheFirstPassIsFound(t *testing.T) {
 	b, ns := start(t, Options{})
 	nft(t, ns, "flush chain inet kpng prerouting\n", "-f", "-")
-	c := changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)))
-	c.Meanwhile = func() []sink.Change {
-		nft(t, ns, "flush chain inet kpng output\n", "-f", "-")
-		return nil
-	}
-	mustSync(t, b, c)
+	web := set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))
+	mustSync(t, b, batch(true, false, web))
+	nft(t, ns, "flush chain inet kpng output\n", "-f", "-")
+	mustSync(t, b, batch(false, true))
 	if listing := nft(t, ns, "", "list", "chain", "inet", "kpng", "prerouting"); !strings.Contains(listing, "jump services") {
 		t.Errorf("what was flushed before the first Sync is not mended by it:\n%s", listing)
 	}
 	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
-		t.Errorf("after a chain was flushed during the first Sync, Verify returns %v", err)
+		t.Errorf("after a chain was flushed during the first pass, Verify returns %v", err)
 	}
-	c.Meanwhile = nil
-	mustSync(t, b, c)
+	mustSync(t, b, changes(true, web))
 	if err := b.Verify(t.Context()); err != nil {
 		t.Error(err)
 	}

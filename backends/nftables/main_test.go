@@ -67,8 +67,8 @@ func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.Se
 	return nodeview.View(state, node)
 }
 
-// changes returns a Changes of these services.
-func changes(full bool, list ...sink.Change) *sink.Changes {
+// changes returns a Changes of these services, which is a pass in one batch if whole.
+func changes(whole bool, list ...sink.Change) *sink.Changes {
 	for i := range list {
 		c := &list[i]
 		if c.Key.Name == "" {
@@ -79,7 +79,21 @@ func changes(full bool, list ...sink.Change) *sink.Changes {
 			}
 		}
 	}
-	return &sink.Changes{Full: full, Services: slices.Values(list), Node: node, NodeChanged: full}
+	c := inPass(list...)
+	if !whole {
+		c.Services = slices.Values(list)
+	}
+	c.First, c.Last, c.NodeChanged = whole, whole, whole
+	return c
+}
+
+// inPass returns a batch in the middle of a pass.
+func inPass(list ...sink.Change) *sink.Changes {
+	list = slices.Clone(list)
+	for i := range list {
+		list[i].Unsure = true
+	}
+	return &sink.Changes{Services: slices.Values(list), Node: node}
 }
 
 // set is the change that a service comes, or is there.

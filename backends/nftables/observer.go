@@ -14,7 +14,7 @@ type Observer struct {
 	// have.
 	Holds func(elements int)
 	// Drifted is called when a Verify, or a Sync that the kernel refuses, finds that
-	// the table is not as it was left; Mended by the first full Sync after that
+	// the table is not as it was left; Mended at the end of the first pass after that
 	// which programs everything. Until then, Drifted is not called again.
 	Drifted, Mended func()
 }

@@ -64,7 +64,7 @@ type Options struct {
 
 	// Conntrack is told all changes after they have been programmed, so that it may
 	// end connections to endpoints that went. It is started and stopped with the
-	// backend. If it fails, everything is told again in a full Sync. Default: a
+	// backend. If it fails, everything is delivered again in a new pass. Default: a
 	// reconciler of package conntrack.
 	Conntrack sink.Sink
 

@@ -19,8 +19,9 @@ type op struct {
 	// wanted is by how much the number of those who want the element changes, if
 	// its map is shared. hasOld and hasNew follow from it when the op is applied.
 	wanted int
-	// looked says that hasOld and old were read from the kernel.
-	looked bool
+	// looked says that hasOld and old were read from the kernel, and taken that they are
+	// those that the table had when the pass began.
+	looked, taken bool
 	// part is the part of the patch that the op belongs to.
 	part int
 }

@@ -131,7 +131,7 @@ func (b *Backend) loadSkeleton(ctx context.Context) error {
 	return nil
 }
 
-// refreshSkeleton loads the skeleton for a full Sync, unless Start has just done so and
+// refreshSkeleton loads the skeleton for a pass, unless Start has just done so and
 // nobody has changed any table since.
 func (b *Backend) refreshSkeleton(ctx context.Context) error {
 	if b.fresh {

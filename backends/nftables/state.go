@@ -20,7 +20,7 @@ type state struct {
 	// last: how many rules there are, and a hash of them.
 	rules map[string]digest
 	// wanted is how many want each element of a shared map, and hold on top of that if
-	// what was there before the last full Sync may want it.
+	// a service that was not delivered in the pass may want it.
 	wanted map[elementID]int
 	// holding says that some are held on.
 	holding bool

@@ -20,7 +20,8 @@ import (
 
 // Verify implements [sink.Verifier]: it reads the table and compares it with what
 // Syncs left there. If somebody flushed, edited or deleted it, the error
-// wraps [sink.ErrStartOver], and the full Sync that follows mends it.
+// wraps [sink.ErrStartOver], and the pass that follows mends it. During a pass it
+// does nothing.
 //
 // It holds no second copy of the table to compare with, only the number and a
 // hash of each map's elements. When its context ends it remembers how far it
@@ -31,6 +32,9 @@ func (b *Backend) Verify(ctx context.Context) error {
 	defer b.mu.Unlock()
 	if b.state == nil {
 		return fmt.Errorf("it is not known what table inet %s has: %w", b.opts.table(), sink.ErrStartOver)
+	}
+	if b.pass != nil {
+		return nil
 	}
 	if (b.drifting || b.leftovers) && b.patience.over() {
 		reason := "may have leftovers of services that could not be programmed"
@@ -92,14 +96,14 @@ func (b *Backend) verifyPart(ctx context.Context, part int) error {
 // its end: among changes that never pause, a long map would never be verified.
 const maxCutShort = 2
 
-// patience is how many Verifies pass before one asks for a full Sync though services fail in
-// each: ever more. What they leave, and how changes meet it, a full Sync does not mend then.
+// patience is how many Verifies go by before one asks for a new pass though services fail in
+// each: ever more. A pass does not mend what they leave then.
 type patience struct{ left, next int }
 
 // maxPatience is an hour, at one Verify a minute.
 const maxPatience = 60
 
-// synced notes a full Sync in which services failed, or none.
+// synced notes a pass in which services failed, or none.
 func (p *patience) synced(failed bool) {
 	if !failed {
 		*p = patience{}

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"net/netip"
 	"sync"
 	"time"
@@ -132,11 +131,12 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	nodeaddr.SetNode(b.node, c.Node)
 	node, _ := b.node.Addresses()
 
-	var updates []update
-	gone := map[types.NamespacedName]*service{}
-	if c.Full {
-		gone = maps.Clone(b.services)
+	if c.First {
+		for _, s := range b.services {
+			s.stale = true
+		}
 	}
+	var updates []update
 	for change := range c.Services {
 		s := b.services[change.Key]
 		if s == nil {
@@ -145,11 +145,15 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 			}
 			s = newService(&b.engine, change.Key)
 		}
-		delete(gone, change.Key)
+		s.stale = false
 		updates = append(updates, update{s, change.New, s.planFor(change.New, node)})
 	}
-	for _, s := range gone {
-		updates = append(updates, update{s, nil, s.planFor(nil, node)})
+	if c.Last {
+		for _, s := range b.services {
+			if s.stale {
+				updates = append(updates, update{s, nil, s.planFor(nil, node)})
+			}
+		}
 	}
 	err := b.bringAbout(ctx, updates)
 	failed, _ := sink.Acknowledged(err)

@@ -21,8 +21,9 @@ type service struct {
 	// view is the one to plan anew when the node's addresses change; nil if that
 	// changes nothing.
 	view *api.ServiceEndpoints
-	// failed says that the last Sync reported it as failed.
-	failed bool
+	// failed says that the last Sync reported it as failed, and stale that it has not
+	// been delivered since the pass began.
+	failed, stale bool
 	// unsupported is what was logged of what cannot be served.
 	unsupported string
 	ports       map[portKey]*port
@@ -50,14 +51,9 @@ func (s *service) withdraw(p *plan, held map[place]*service) {
 		keep[want.place] = struct{}{}
 	}
 	for at, l := range s.listeners {
-		if _, ok := keep[at]; ok {
-			continue
+		if _, ok := keep[at]; !ok {
+			s.leave(at, l, held)
 		}
-		l.close()
-		delete(s.listeners, at)
-		delete(held, at)
-		s.log.V(3).Info("Stopping service", "service", s.key, "listener", at)
-		s.lingering = append(s.lingering, lingerer{at, l})
 	}
 	s.lingering = slices.DeleteFunc(s.lingering, func(l lingerer) bool {
 		_, keeps := keep[l.place]
@@ -68,6 +64,15 @@ func (s *service) withdraw(p *plan, held map[place]*service) {
 		s.retire(l.place, l.listener)
 		return true
 	})
+}
+
+// leave closes the listener of a place, so that another one can have it.
+func (s *service) leave(at place, l listener, held map[place]*service) {
+	l.close()
+	delete(s.listeners, at)
+	delete(held, at)
+	s.log.V(3).Info("Stopping service", "service", s.key, "listener", at)
+	s.lingering = append(s.lingering, lingerer{at, l})
 }
 
 func isDrained(l listener) bool {
@@ -151,7 +156,13 @@ func (s *service) open(ctx context.Context, want placed, p *plan, held map[place
 		}
 	}
 	if other, ok := held[want.place]; ok {
-		return fmt.Errorf("listening at %s: service %s still does", want.place, other.key)
+		if !other.stale && !other.failed {
+			return fmt.Errorf("listening at %s: service %s still does", want.place, other.key)
+		}
+		// The other service is about to change or to be pruned. Until then it does not
+		// follow the node's addresses, as it would need the place again.
+		other.leave(want.place, other.listeners[want.place], held)
+		other.view = nil
 	}
 	l, err := s.listen(ctx, want.place, want.rules)
 	if err != nil {

@@ -108,6 +108,50 @@ func TestServicesExchangeTheirAddresses(t *testing.T) {
 	}
 }
 
+func TestAPassInSeveralBatches(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	a, b, gone := namedServer(t, "a"), namedServer(t, "b"), namedServer(t, "g")
+	at := func(name string, last int, to netip.AddrPort) *api.ServiceEndpoints {
+		return serviceAt(name, fmt.Sprintf("127.0.0.%d", last), port, api.TCP).to(to).view()
+	}
+	w.set(at("a", 2, a), at("b", 3, b), at("gone", 4, gone))
+	served := func(want string) {
+		t.Helper()
+		if got := asked(t, "127.0.0.2", port) + asked(t, "127.0.0.3", port) + asked(t, "127.0.0.4", port); got != want {
+			t.Errorf("got to %s, want %s", got, want)
+		}
+	}
+	batch := func(first, last bool, views ...*api.ServiceEndpoints) {
+		t.Helper()
+		c := fullOf(views...)
+		c.First, c.Last = first, last
+		if err := w.Sync(w.ctx, c); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// The services swap their addresses. Each is served at the place of the other one
+	// before that is delivered.
+	batch(true, false, at("a", 3, a))
+	if got := asked(t, "127.0.0.3", port) + asked(t, "127.0.0.4", port); got != "ag" {
+		t.Errorf("got to %s, want ag", got)
+	}
+	batch(false, false, at("b", 2, b))
+	served("bag")
+	// The pass begins again, and they swap once more.
+	batch(true, false, at("a", 2, a))
+	batch(false, false, at("b", 3, b))
+	served("abg")
+	batch(false, true)
+	if got := asked(t, "127.0.0.2", port) + asked(t, "127.0.0.3", port); got != "ab" {
+		t.Errorf("got to %s, want ab", got)
+	}
+	if c, err := net.Dial("tcp", fmt.Sprintf("127.0.0.4:%d", port)); err == nil {
+		c.Close()
+		t.Error("a service that was not delivered in the pass is served after it")
+	}
+}
+
 func TestPortInUseDisturbsNobodyElse(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")

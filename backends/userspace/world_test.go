@@ -146,9 +146,9 @@ func (w *world) failing(views ...*api.ServiceEndpoints) error {
 
 // fullOf returns the Changes that are all of views.
 func fullOf(views ...*api.ServiceEndpoints) *sink.Changes {
-	return &sink.Changes{Full: true, Services: func(yield func(sink.Change) bool) {
+	return &sink.Changes{First: true, Last: true, Services: func(yield func(sink.Change) bool) {
 		for _, v := range views {
-			if !yield(sink.Change{Key: v.Key(), New: v}) {
+			if !yield(sink.Change{Key: v.Key(), New: v, Unsure: true}) {
 				return
 			}
 		}

@@ -15,20 +15,24 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// backend is the sink: it keeps two tables, one a family, in step with what it
-// is told.
+// backend is the sink: it keeps two tables, one a family, in step with the services.
 type backend struct {
 	name string // of both tables
 	have state  // what is in them, unless the last Sync failed
-	// uses says how often each element of have is asked for.
+	want state  // what the services delivered since the pass began need
+	// uses says how many services need each element of want.
 	uses map[element]int
+	// flows are those of the services that changed since the last transaction.
+	flows flows
+	// passing says that a pass has begun and not ended.
+	passing bool
 }
 
 // Start fails if the kernel does not do what all-ip needs.
 func (b *backend) Start(context.Context) error { return b.probe() }
 
-// Sync changes the tables in one transaction. If that fails, nobody knows what is
-// in them, and a full Sync reads it.
+// Sync changes the tables in one transaction, at the end of a pass. If that fails, it is
+// not known what is in them, and the next pass reads it.
 func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 	if err := b.sync(ctx, c); err != nil {
 		return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
@@ -37,13 +41,38 @@ func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 }
 
 func (b *backend) sync(ctx context.Context, c *sink.Changes) error {
+	if c.First {
+		b.want, b.uses, b.flows, b.passing = state{}, map[element]int{}, flows{}, true
+	}
+	changed := state{}
+	for change := range c.Services {
+		logUnserved(ctx, &change)
+		for e := range elements(change.Old) {
+			b.uses[e]--
+			changed[e] = ""
+		}
+		for e, value := range elements(change.New) {
+			b.uses[e]++
+			b.want[e] = value
+			changed[e] = ""
+		}
+		b.flows.add(change.Old, change.New)
+	}
+	for e := range changed {
+		if b.uses[e] == 0 {
+			delete(b.uses, e)
+			delete(b.want, e)
+		}
+	}
+	if b.passing && !c.Last {
+		return nil
+	}
 	tx, err := b.begin()
 	if err != nil {
 		return err
 	}
-	// old is what may have to go, want what has to be there.
-	old, want, flows := state{}, state{}, flows{}
-	if c.Full {
+	if c.Last {
+		b.passing = false
 		b.have, err = b.read()
 		if errors.Is(err, errNotIntact) {
 			b.have, err = state{}, tx.create()
@@ -51,35 +80,23 @@ func (b *backend) sync(ctx context.Context, c *sink.Changes) error {
 		if err != nil {
 			return err
 		}
-		b.uses = map[element]int{}
-		maps.Copy(old, b.have)
-		flows.addAddressesOf(b.have)
+		maps.Copy(changed, b.have)
+		maps.Copy(changed, b.want)
+		b.flows.addAddressesOf(b.have)
 	}
-	for change := range c.Services {
-		logUnserved(ctx, &change)
-		for e, value := range elements(change.Old) {
-			old[e] = value
-			b.uses[e]--
-		}
-		for e, value := range elements(change.New) {
-			want[e] = value
-			b.uses[e]++
-		}
-		flows.add(change.Old, change.New)
-	}
-	for e := range old {
-		if b.uses[e] == 0 {
-			delete(b.uses, e)
+	for e := range changed {
+		if value, ok := b.want[e]; ok {
+			tx.set(b.have, e, value)
+		} else {
 			tx.remove(b.have, e)
 		}
-	}
-	for e, value := range want {
-		tx.set(b.have, e, value)
 	}
 	if err := tx.commit(); err != nil {
 		return err
 	}
-	return flows.forgetOthers()
+	done := b.flows
+	b.flows = flows{}
+	return done.forgetOthers()
 }
 
 // Verify notices if somebody else has changed the tables, as does a firewall

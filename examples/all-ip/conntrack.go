@@ -39,7 +39,7 @@ func (f flows) add(before, after *api.ServiceEndpoints) {
 	}
 }
 
-// addAddressesOf makes the external IPs known that a state is about.
+// addAddressesOf makes those external IPs of a state known that are not yet.
 func (f flows) addAddressesOf(s state) {
 	for e := range s {
 		if e.set == hairpin {
@@ -49,7 +49,8 @@ func (f flows) addAddressesOf(s state) {
 		if e.family == api.IPv6 {
 			size = 16
 		}
-		if ip, ok := netip.AddrFromSlice([]byte(e.key[:size])); ok {
+		ip, _ := netip.AddrFromSlice([]byte(e.key[:size]))
+		if _, known := f[ip]; !known {
 			f[ip] = nil
 		}
 	}

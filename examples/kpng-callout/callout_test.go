@@ -185,7 +185,7 @@ func TestTheCommandLogsAFailureAndTriesAgain(t *testing.T) {
 	if string(out) != "1\n" || err != nil {
 		t.Errorf("output %q, error %v, want one line counted", out, err)
 	}
-	for _, want := range []string{"exit status 7", "the first time", "will be tried again"} {
+	for _, want := range []string{"exit status 7", "the first time", "Sync failed; retrying"} {
 		if !strings.Contains(stderr.String(), want) {
 			t.Errorf("the log does not say %q:\n%s", want, &stderr)
 		}

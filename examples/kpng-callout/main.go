@@ -2,7 +2,8 @@
 
 // Command kpng-callout runs the program that $CALLOUT names, with arguments if
 // need be, whenever what its node has to proxy changes. The program is given all
-// of it on standard input, one JSON object a service, as kpng-json prints it:
+// of it on standard input, one JSON object a service, as kpng-json prints it, and never
+// a part of it:
 //
 //	CALLOUT=jq kpng-callout --manifests examples/demo.yaml --node-name vm-002
 //
@@ -26,7 +27,7 @@ import (
 func main() {
 	callout := callout{stdout: os.Stdout}
 	cmd := app.Command("kpng-callout", sink.FullState(callout.sync))
-	cmd.Long = "kpng-callout runs the program $CALLOUT with all that this node has to proxy on standard input, one JSON object a service."
+	cmd.Long = "kpng-callout runs the program $CALLOUT with all that this node has to proxy on standard input, one JSON object a service: never a part of it, and for the first time when every service is known."
 	cmd.Flags().DurationVar(&callout.timeout, "callout-timeout", time.Minute, "kill $CALLOUT and what it started, and count it as failed, when it runs for longer")
 	cmd.PreRunE = func(*cobra.Command, []string) (err error) {
 		if callout.timeout <= 0 {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command kpng-json prints what its node has to proxy, one JSON object a
-// service, at the start and again, as a whole, whenever something changes.
+// service, at the start and again, as a whole, whenever something changes. It prints
+// nothing before every service is known.
 package main
 
 import (

@@ -8,19 +8,25 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// ledger is what a sink acknowledged, and what it was told besides: what a
-// driver has to go by.
+// ledger is what a sink was delivered and what it acknowledged: what a driver has to
+// go by.
 type ledger struct {
-	// full is whether a full Changes was acknowledged and is still good.
-	full     bool
-	revision uint64
-	views    map[types.NamespacedName]*api.ServiceEndpoints
-	// unacked are the services that were told and not acknowledged since.
-	unacked     map[types.NamespacedName]bool
+	// begun says that the First of a pass was acknowledged and that the sink did not
+	// start over since, and inPass that the pass is not complete.
+	begun, inPass bool
+	revision      uint64
+	views         map[types.NamespacedName]*api.ServiceEndpoints
+	// acked are the services that were acknowledged since First.
+	acked map[types.NamespacedName]bool
+	// unacked are the services delivered since First and not acknowledged since.
+	unacked map[types.NamespacedName]bool
+	// owners are the services that were acknowledged last for each claim.
+	owners      map[api.Claim]types.NamespacedName
 	node        *api.Node
 	nodeUnacked bool
 }
@@ -28,7 +34,9 @@ type ledger struct {
 func newLedger() ledger {
 	return ledger{
 		views:   map[types.NamespacedName]*api.ServiceEndpoints{},
+		acked:   map[types.NamespacedName]bool{},
 		unacked: map[types.NamespacedName]bool{},
+		owners:  map[api.Claim]types.NamespacedName{},
 	}
 }
 
@@ -37,20 +45,25 @@ func (l *ledger) check(c *Sync) []string {
 	var wrong []string
 	report := func(format string, args ...any) { wrong = append(wrong, fmt.Sprintf(format, args...)) }
 
+	if c.First {
+		*l = newLedger()
+	}
 	switch {
-	case c.Full && !c.NodeChanged:
-		report("is full and says that the node has not changed")
-	case c.Full:
-	case !l.full:
-		report("should be full")
+	case c.First && !c.NodeChanged:
+		report("begins a pass and says that the node has not changed")
+	case c.First:
+	case !l.begun:
+		report("should begin a pass")
+	case c.Last && !l.inPass:
+		report("ends a pass that was not begun")
 	case c.Revision < l.revision:
 		report("was at revision %d already", l.revision)
 	case c.NodeChanged && !l.nodeUnacked && c.Node.Equal(l.node):
 		report("says that the node changed, which was acknowledged as it is")
 	case !c.NodeChanged && (l.nodeUnacked || !c.Node.Equal(l.node)):
 		report("does not say that the node changed")
-	case !c.NodeChanged && len(c.Services) == 0:
-		report("has nothing to say")
+	case !c.NodeChanged && !c.Last && len(c.Services) == 0:
+		report("has nothing to deliver")
 	}
 	for i, s := range c.Services {
 		if i > 0 && api.CompareKeys(c.Services[i-1].Key, s.Key) >= 0 {
@@ -61,78 +74,116 @@ func (l *ledger) check(c *Sync) []string {
 		}
 		old := l.views[s.Key]
 		switch {
-		case c.Full && (s.New == nil || s.Old != nil || s.Retry):
-			report("service %s: new: %t, old: %t, retry: %t in a full one", s.Key, s.New != nil, s.Old != nil, s.Retry)
-		case c.Full || !l.full:
-		case !s.Old.Equal(old):
+		case !s.Unsure && (l.unacked[s.Key] || (c.First || l.inPass) && !l.acked[s.Key]):
+			report("service %s is not marked as unsure", s.Key)
+		case s.Old != nil && !s.Old.Equal(old):
 			report("service %s: old is not what was acknowledged", s.Key)
-		case s.Retry != l.unacked[s.Key]:
-			report("service %s: retry is %t", s.Key, s.Retry)
-		case !s.Retry && s.New.Equal(old):
+		case s.Old == nil && old != nil && l.owns(s.Key, old):
+			report("service %s: old is missing", s.Key)
+		case s.Old != nil && !l.owns(s.Key, s.Old):
+			report("service %s: old has a claim that another service has now", s.Key)
+		case !s.Unsure && s.New.Equal(old):
 			report("service %s was acknowledged as it is", s.Key)
 		}
 	}
-	return wrong
+	return append(wrong, l.checkFailing(c)...)
 }
 
-// checkMeanwhile returns what is wrong with changes, which Changes.Meanwhile
-// returned in the call c.
-func checkMeanwhile(c *Sync, changes []sink.Change) []string {
+// owns reports whether no other service was acknowledged for a claim of view since the
+// service key was.
+func (l *ledger) owns(key types.NamespacedName, view *api.ServiceEndpoints) bool {
+	for f := range nodeview.Frontends(view) {
+		if l.owners[f.Claim()] != key {
+			return false
+		}
+	}
+	return true
+}
+
+// checkFailing returns what is wrong with the services that c names as failing.
+func (l *ledger) checkFailing(c *Sync) []string {
 	var wrong []string
-	told := map[types.NamespacedName]*api.ServiceEndpoints{}
-	for _, s := range slices.Concat(c.Services, c.Meanwhile) {
-		told[s.Key] = s.New
+	in := map[types.NamespacedName]bool{}
+	for _, s := range c.Services {
+		in[s.Key] = true
 	}
-	for i, s := range changes {
-		if i > 0 && api.CompareKeys(changes[i-1].Key, s.Key) >= 0 {
-			wrong = append(wrong, fmt.Sprintf("service %s comes after %s", s.Key, changes[i-1].Key))
+	if !c.Last && len(c.Failing) > 0 {
+		wrong = append(wrong, "names failing services and does not end a pass")
+	}
+	if !slices.IsSortedFunc(c.Failing, api.CompareKeys) {
+		wrong = append(wrong, "names failing services out of order")
+	}
+	for _, key := range c.Failing {
+		if in[key] || l.acked[key] && !l.unacked[key] {
+			wrong = append(wrong, fmt.Sprintf("names service %s as failing", key))
 		}
-		if !s.Old.Equal(told[s.Key]) || s.Retry {
-			wrong = append(wrong, fmt.Sprintf("service %s: old is not what was told last, or retry is %t", s.Key, s.Retry))
-		}
-		if s.New.Equal(told[s.Key]) {
-			wrong = append(wrong, fmt.Sprintf("service %s was told as it is", s.Key))
+	}
+	if c.Last {
+		for key := range l.unacked {
+			if !in[key] && !slices.Contains(c.Failing, key) {
+				wrong = append(wrong, fmt.Sprintf("does not name service %s as failing", key))
+			}
 		}
 	}
 	return wrong
 }
 
-// settle notes how c was answered.
+// settle notes the answer to c.
 func (l *ledger) settle(c *Sync) {
-	failed, acked := sink.Acknowledged(c.Err)
+	failed, ok := sink.Acknowledged(c.Err)
 	switch {
-	case errors.Is(c.Err, sink.ErrStartOver), !acked && c.Full:
-		l.full = false
+	case errors.Is(c.Err, sink.ErrStartOver):
+		l.begun = false
 		return
-	case !acked:
+	case !ok:
 		for _, s := range c.Services {
 			l.unacked[s.Key] = true
 		}
 		l.nodeUnacked = l.nodeUnacked || c.NodeChanged
 		return
 	}
-
-	if c.Full {
-		*l = newLedger()
-		l.full = true
+	if c.First {
+		l.begun, l.inPass = true, true
+	}
+	if c.Last {
+		l.inPass = false
 	}
 	l.revision = c.Revision
 	l.node, l.nodeUnacked = c.Node, false
-	for _, s := range c.Services {
-		if _, ok := failed[s.Key]; ok {
-			continue
-		}
-		delete(l.unacked, s.Key)
-		if s.New == nil {
-			delete(l.views, s.Key)
-		} else {
-			l.views[s.Key] = s.New
-		}
-	}
-	for _, s := range c.Meanwhile {
-		l.unacked[s.Key] = true
-	}
 	for key := range failed {
 		l.unacked[key] = true
 	}
+	for _, s := range c.Services {
+		if _, ok := failed[s.Key]; !ok {
+			l.acknowledge(&s)
+		}
+	}
+}
+
+func (l *ledger) acknowledge(s *sink.Change) {
+	delete(l.unacked, s.Key)
+	l.acked[s.Key] = true
+	if s.New == nil {
+		delete(l.views, s.Key)
+		return
+	}
+	l.views[s.Key] = s.New
+	for f := range nodeview.Frontends(s.New) {
+		l.own(f.Claim(), s.Key)
+	}
+}
+
+// own notes that key has a claim, and none has one that excludes it.
+func (l *ledger) own(claim api.Claim, key types.NamespacedName) {
+	whole := api.Claim{IP: claim.IP}
+	if claim == whole {
+		for other := range l.owners {
+			if other.IP == claim.IP {
+				delete(l.owners, other)
+			}
+		}
+	} else {
+		delete(l.owners, whole)
+	}
+	l.owners[claim] = key
 }

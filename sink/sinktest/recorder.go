@@ -13,14 +13,16 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // Recorder is a [sink.Sink] that stands in front of another one: it records
 // what the driver tells, passes it on, plays its script, and reports to its test
 // every call that breaks the contract of [sink.Sink].
 //
-// It starts, stops and verifies the sink behind it, where that can be.
+// It forwards the optional methods of the sink behind it.
 type Recorder struct {
+	forwarder
 	tb   testing.TB
 	sink sink.Sink
 
@@ -32,15 +34,16 @@ type Recorder struct {
 	acked   ledger
 }
 
+type forwarder = sink.Forwarder
+
 // Sync is one recorded call.
 type Sync struct {
-	// Full, Revision, Node and NodeChanged are those of the Changes, and
-	// Services what its Services yielded.
-	Full     bool
-	Revision uint64
-	Services []sink.Change
-	// Meanwhile is what the sink was told when it called Changes.Meanwhile.
-	Meanwhile   []sink.Change
+	// First, Last, Failing, Revision, Node and NodeChanged are those of the Changes,
+	// and Services what its Services yielded.
+	First, Last bool
+	Failing     []types.NamespacedName
+	Revision    uint64
+	Services    []sink.Change
 	Node        *api.Node
 	NodeChanged bool
 	// Err is what the sink answered. It is [ErrPanicked] if it panicked.
@@ -58,7 +61,7 @@ func NewRecorder(tb testing.TB, s sink.Sink) *Recorder {
 	if s == nil {
 		s = sink.Func(func(context.Context, *sink.Changes) error { return nil })
 	}
-	return &Recorder{tb: tb, sink: s, moved: make(chan struct{}), acked: newLedger()}
+	return &Recorder{forwarder: forwarder{To: s}, tb: tb, sink: s, moved: make(chan struct{}), acked: newLedger()}
 }
 
 // Script appends steps to what the next Syncs do, one step each. When there is
@@ -121,7 +124,9 @@ func (r *Recorder) WaitSyncs(ctx context.Context, n int) error {
 // Sync implements [sink.Sink].
 func (r *Recorder) Sync(ctx context.Context, c *sink.Changes) error {
 	call := Sync{
-		Full:        c.Full,
+		First:       c.First,
+		Last:        c.Last,
+		Failing:     c.Failing,
 		Revision:    c.Revision,
 		Services:    slices.Collect(c.Services),
 		Node:        c.Node,
@@ -129,25 +134,13 @@ func (r *Recorder) Sync(ctx context.Context, c *sink.Changes) error {
 		Err:         ErrPanicked,
 		Began:       time.Now(),
 	}
-	if c.Meanwhile != nil {
-		meanwhile, observed := c.Meanwhile, *c
-		observed.Meanwhile = func() []sink.Change {
-			changes := meanwhile()
-			for _, violation := range checkMeanwhile(&call, changes) {
-				r.tb.Errorf("in the Sync at revision %d, meanwhile: %s", call.Revision, violation)
-			}
-			call.Meanwhile = append(call.Meanwhile, changes...)
-			return changes
-		}
-		c = &observed
-	}
 	r.mu.Lock()
 	if r.running {
 		r.tb.Errorf("Sync at revision %d is called while another one runs", c.Revision)
 	}
 	r.running = true
 	for _, violation := range r.acked.check(&call) {
-		r.tb.Errorf("Sync %d (full: %t, revision %d): %s", len(r.syncs), call.Full, call.Revision, violation)
+		r.tb.Errorf("Sync %d (first: %t, last: %t, revision %d): %s", len(r.syncs), call.First, call.Last, call.Revision, violation)
 	}
 	var step Step = func(ctx context.Context, c *sink.Changes, s sink.Sink) error { return s.Sync(ctx, c) }
 	if len(r.script) > 0 {
@@ -167,36 +160,4 @@ func (r *Recorder) Sync(ctx context.Context, c *sink.Changes) error {
 	}()
 	call.Err = step(ctx, c, r.sink)
 	return call.Err
-}
-
-// Start implements [sink.Starter].
-func (r *Recorder) Start(ctx context.Context) error {
-	if s, ok := r.sink.(sink.Starter); ok {
-		return s.Start(ctx)
-	}
-	return nil
-}
-
-// Stop implements [sink.Stopper].
-func (r *Recorder) Stop(ctx context.Context) error {
-	if s, ok := r.sink.(sink.Stopper); ok {
-		return s.Stop(ctx)
-	}
-	return nil
-}
-
-// StopTimeout implements [sink.Drainer].
-func (r *Recorder) StopTimeout() time.Duration {
-	if s, ok := r.sink.(sink.Drainer); ok {
-		return s.StopTimeout()
-	}
-	return 0
-}
-
-// Verify implements [sink.Verifier].
-func (r *Recorder) Verify(ctx context.Context) error {
-	if s, ok := r.sink.(sink.Verifier); ok {
-		return s.Verify(ctx)
-	}
-	return nil
 }

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 	"slices"
 	"testing"
 	"testing/synctest"
@@ -37,7 +38,10 @@ func view(key types.NamespacedName, version string) *api.ServiceEndpoints {
 }
 
 func full(services ...sink.Change) *sink.Changes {
-	return &sink.Changes{Full: true, Revision: 1, NodeChanged: true, Services: slices.Values(services)}
+	for i := range services {
+		services[i].Unsure = true
+	}
+	return &sink.Changes{First: true, Last: true, Revision: 1, NodeChanged: true, Services: slices.Values(services)}
 }
 
 func partial(services ...sink.Change) *sink.Changes {
@@ -49,8 +53,30 @@ func set(old, new *api.ServiceEndpoints) sink.Change {
 }
 
 func again(c sink.Change) sink.Change {
-	c.Retry = true
+	c.Unsure = true
 	return c
+}
+
+const first, last = 1, 2
+
+// pass returns a Changes of a pass.
+func pass(flags int, services ...sink.Change) *sink.Changes {
+	return &sink.Changes{
+		First: flags == first, Last: flags == last, Revision: 2, NodeChanged: flags == first, Services: slices.Values(services),
+	}
+}
+
+func failing(c *sink.Changes, keys ...types.NamespacedName) *sink.Changes {
+	c.Failing = keys
+	return c
+}
+
+// at1 returns a copy of v at the address 10.96.0.1.
+func at1(v *api.ServiceEndpoints) *api.ServiceEndpoints {
+	svc := *v.Service
+	svc.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.1"))
+	svc.Ports = []api.PortMapping{{Protocol: api.TCP, Port: 80}}
+	return &api.ServiceEndpoints{Service: &svc}
 }
 
 // complaints is a test that takes down what it is told.
@@ -75,45 +101,45 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 		name:  "a full one, a change, an addition and a deletion are fine",
 		calls: []*sink.Changes{full(set(nil, a1)), partial(set(a1, a2)), partial(set(nil, b1)), partial(sink.Change{Key: a, Old: a2})},
 	}, {
-		name:  "the first one should be full",
+		name:  "the first one should begin a pass",
 		calls: []*sink.Changes{partial(set(nil, a1))},
-		want:  []string{"Sync 0 (full: false, revision 2): should be full"},
+		want:  []string{"Sync 0 (first: false, last: false, revision 2): should begin a pass"},
 	}, {
 		name:  "after a full one that failed comes a full one",
 		steps: []sinktest.Step{fail},
-		calls: []*sink.Changes{full(set(nil, a1)), partial(set(nil, a1))},
-		want:  []string{"Sync 1 (full: false, revision 2): should be full"},
+		calls: []*sink.Changes{full(set(nil, a1)), partial(again(set(nil, a1)))},
+		want:  []string{"Sync 1 (first: false, last: false, revision 2): should begin a pass"},
 	}, {
 		name:  "after a sink wanted to start over comes a full one",
 		steps: []sinktest.Step{sinktest.Fail(nil), sinktest.Fail(sink.ErrStartOver)},
 		calls: []*sink.Changes{full(), partial(set(nil, a1)), partial(set(nil, a1))},
-		want:  []string{"Sync 2 (full: false, revision 2): should be full"},
+		want:  []string{"Sync 2 (first: false, last: false, revision 2): should begin a pass"},
 	}, {
 		name:  "a full one has a node, and no old views",
-		calls: []*sink.Changes{{Full: true, Services: slices.Values([]sink.Change{set(a1, a2)})}},
+		calls: []*sink.Changes{{First: true, Last: true, Services: slices.Values([]sink.Change{set(a1, a2)})}},
 		want: []string{
-			"Sync 0 (full: true, revision 0): is full and says that the node has not changed",
-			"Sync 0 (full: true, revision 0): service default/a: new: true, old: true, retry: false in a full one",
+			"Sync 0 (first: true, last: true, revision 0): begins a pass and says that the node has not changed",
+			"Sync 0 (first: true, last: true, revision 0): service default/a is not marked as unsure",
 		},
 	}, {
 		name:  "services come in order, each once",
 		calls: []*sink.Changes{full(set(nil, b1), set(nil, a1), set(nil, a1))},
 		want: []string{
-			"Sync 0 (full: true, revision 1): service default/a comes after default/b",
-			"Sync 0 (full: true, revision 1): service default/a comes after default/a",
+			"Sync 0 (first: true, last: true, revision 1): service default/a comes after default/b",
+			"Sync 0 (first: true, last: true, revision 1): service default/a comes after default/a",
 		},
 	}, {
 		name:  "a key is that of its view",
 		calls: []*sink.Changes{full(sink.Change{Key: a, New: b1})},
-		want:  []string{"Sync 0 (full: true, revision 1): service default/a has the view of default/b"},
+		want:  []string{"Sync 0 (first: true, last: true, revision 1): service default/a has the view of default/b"},
 	}, {
 		name:  "old is what was acknowledged",
 		calls: []*sink.Changes{full(set(nil, a1)), partial(set(nil, a2))},
-		want:  []string{"Sync 1 (full: false, revision 2): service default/a: old is not what was acknowledged"},
+		want:  []string{"Sync 1 (first: false, last: false, revision 2): service default/a: old is missing"},
 	}, {
 		name:  "what was acknowledged is not told again",
 		calls: []*sink.Changes{full(set(nil, a1)), partial(set(a1, a1))},
-		want:  []string{"Sync 1 (full: false, revision 2): service default/a was acknowledged as it is"},
+		want:  []string{"Sync 1 (first: false, last: false, revision 2): service default/a was acknowledged as it is"},
 	}, {
 		name:  "what failed is told again, from what was acknowledged before",
 		steps: []sinktest.Step{sinktest.Fail(nil), sinktest.FailServices(errBusy, a)},
@@ -126,27 +152,75 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 		name:  "a retry is marked",
 		steps: []sinktest.Step{sinktest.FailServices(errBusy, a)},
 		calls: []*sink.Changes{full(set(nil, a1)), partial(set(nil, a1))},
-		want:  []string{"Sync 1 (full: false, revision 2): service default/a: retry is false"},
+		want:  []string{"Sync 1 (first: false, last: false, revision 2): service default/a is not marked as unsure"},
 	}, {
-		name:  "what is no retry is not marked",
-		calls: []*sink.Changes{full(), partial(again(set(nil, a1)))},
-		want:  []string{"Sync 1 (full: false, revision 2): service default/a: retry is true"},
+		name: "a pass comes in batches, and names the services that failed",
+		calls: []*sink.Changes{
+			pass(first, again(set(nil, a1))), pass(0, again(set(nil, b1))), pass(last),
+		},
+	}, {
+		name:  "a pass may begin again",
+		calls: []*sink.Changes{pass(first, again(set(nil, a1))), pass(first), pass(last, again(set(nil, a1)))},
+	}, {
+		name:  "a pass that begins again forgets what was acknowledged",
+		calls: []*sink.Changes{pass(first, again(set(nil, a1))), pass(first), pass(last, set(a1, a2))},
+		want: []string{
+			"Sync 2 (first: false, last: true, revision 2): service default/a is not marked as unsure",
+		},
+	}, {
+		name:  "a pass does not end twice",
+		calls: []*sink.Changes{full(), pass(last)},
+		want:  []string{"Sync 1 (first: false, last: true, revision 2): ends a pass that was not begun"},
+	}, {
+		name:  "in a pass all services are unsure until they are acknowledged",
+		calls: []*sink.Changes{pass(first), pass(0, set(nil, a1))},
+		want:  []string{"Sync 1 (first: false, last: false, revision 2): service default/a is not marked as unsure"},
+	}, {
+		name:  "failing services are named at the end of a pass",
+		steps: []sinktest.Step{sinktest.FailServices(errBusy, a)},
+		calls: []*sink.Changes{pass(first, again(set(nil, a1))), failing(pass(last), a)},
+	}, {
+		name:  "failing services are not forgotten at the end of a pass",
+		steps: []sinktest.Step{sinktest.FailServices(errBusy, a)},
+		calls: []*sink.Changes{pass(first, again(set(nil, a1))), pass(last)},
+		want:  []string{"Sync 1 (first: false, last: true, revision 2): does not name service default/a as failing"},
+	}, {
+		name:  "services that do not fail are not named",
+		calls: []*sink.Changes{pass(first, again(set(nil, a1))), failing(pass(last), a)},
+		want:  []string{"Sync 1 (first: false, last: true, revision 2): names service default/a as failing"},
+	}, {
+		name:  "failing services are named at the end only",
+		calls: []*sink.Changes{full(), failing(partial(set(nil, a1)), b)},
+		want:  []string{"Sync 1 (first: false, last: false, revision 2): names failing services and does not end a pass"},
+	}, {
+		name:  "a claim that another service was acknowledged for is not in old",
+		steps: []sinktest.Step{sinktest.Fail(nil), sinktest.FailServices(errBusy, a)},
+		calls: []*sink.Changes{
+			full(set(nil, at1(a1))), partial(set(at1(a1), a2)), partial(set(nil, at1(b1))), partial(again(set(at1(a1), a2))),
+		},
+		want: []string{"Sync 3 (first: false, last: false, revision 2): service default/a: old has a claim that another service has now"},
+	}, {
+		name:  "such an old view is missing",
+		steps: []sinktest.Step{sinktest.Fail(nil), sinktest.FailServices(errBusy, a)},
+		calls: []*sink.Changes{
+			full(set(nil, at1(a1))), partial(set(at1(a1), a2)), partial(set(nil, at1(b1))), partial(again(set(nil, a2))),
+		},
 	}, {
 		name:  "revisions do not go back",
 		calls: []*sink.Changes{full(), partial(set(nil, a1)), {Revision: 1, Services: slices.Values([]sink.Change{set(a1, a2)})}},
-		want:  []string{"Sync 2 (full: false, revision 1): was at revision 2 already"},
+		want:  []string{"Sync 2 (first: false, last: false, revision 1): was at revision 2 already"},
 	}, {
 		name:  "there is something to say",
 		calls: []*sink.Changes{full(), partial()},
-		want:  []string{"Sync 1 (full: false, revision 2): has nothing to say"},
+		want:  []string{"Sync 1 (first: false, last: false, revision 2): has nothing to deliver"},
 	}, {
 		name:  "a node that changed is said to",
 		calls: []*sink.Changes{full(), {Revision: 2, Services: slices.Values([]sink.Change{set(nil, a1)}), Node: &api.Node{Name: "n"}}},
-		want:  []string{"Sync 1 (full: false, revision 2): does not say that the node changed"},
+		want:  []string{"Sync 1 (first: false, last: false, revision 2): does not say that the node changed"},
 	}, {
 		name:  "a node that did not change is not said to",
 		calls: []*sink.Changes{full(), {Revision: 2, Services: slices.Values([]sink.Change{set(nil, a1)}), NodeChanged: true}},
-		want:  []string{"Sync 1 (full: false, revision 2): says that the node changed, which was acknowledged as it is"},
+		want:  []string{"Sync 1 (first: false, last: false, revision 2): says that the node changed, which was acknowledged as it is"},
 	}}
 	for _, tc := range cases {
 		t.Run(tc.name, func(t *testing.T) {

@@ -3,6 +3,7 @@
 package sinktest
 
 import (
+	"iter"
 	"maps"
 	"slices"
 	"sync"
@@ -120,7 +121,7 @@ func (s *Source) Fail(err error) {
 	s.err = err
 }
 
-// Lag makes the next update full, as for a reader that is too far behind.
+// Lag makes the next update [sink.Update.Lost], as for a reader that is too far behind.
 func (s *Source) Lag() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -176,17 +177,19 @@ func (s *Source) Next() (*sink.Update, error) {
 		v, _ := views.Get(probe(key))
 		return v
 	}
-	u := &sink.Update{View: view, Changes: sink.Changes{Full: !s.positioned, Revision: s.revision, Node: s.node}}
+	u := &sink.Update{
+		Lost: !s.positioned, Revision: s.revision, Node: s.node, NodeChanged: true, View: view,
+		After: func(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints] {
+			return func(yield func(*api.ServiceEndpoints) bool) {
+				views.AscendGreaterOrEqual(probe(key), func(v *api.ServiceEndpoints) bool {
+					return v.Key() == key || yield(v)
+				})
+			}
+		},
+	}
 	if s.positioned {
 		u.NodeChanged = s.since.nodeChanged && !s.since.node.Equal(s.node)
-		u.Services = slices.Values(s.since.changes(view))
-	} else {
-		u.NodeChanged = true
-		u.Services = func(yield func(sink.Change) bool) {
-			views.Ascend(func(v *api.ServiceEndpoints) bool {
-				return yield(sink.Change{Key: v.Key(), New: v})
-			})
-		}
+		u.Changes = s.since.changes(view)
 	}
 	s.next = diff{}
 	return u, nil

@@ -13,6 +13,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // version returns what view was given.
@@ -30,16 +31,22 @@ func describe(u *sink.Update) string {
 	}
 	b := &strings.Builder{}
 	fmt.Fprintf(b, "revision %d", u.Revision)
-	if u.Full {
-		b.WriteString(" full")
+	if u.Lost {
+		b.WriteString(" lost")
 	}
-	for c := range u.Services {
+	changes := u.Changes
+	if u.Lost {
+		for v := range u.After(types.NamespacedName{}) {
+			changes = append(changes, sink.Change{Key: v.Key(), New: v})
+		}
+	}
+	for _, c := range changes {
 		fmt.Fprintf(b, " %s %s→%s", c.Key.Name, version(c.Old), version(c.New))
 		if !c.TriggerTime.IsZero() {
 			fmt.Fprintf(b, " since %d", c.TriggerTime.Unix())
 		}
 	}
-	if u.NodeChanged && !u.Full {
+	if u.NodeChanged && !u.Lost {
 		b.WriteString(" node")
 	}
 	return b.String()
@@ -74,8 +81,8 @@ func TestSource(t *testing.T) {
 	advance := func() { src.Advance(u) }
 
 	step("not synced", false, "nil", func() { src.Set(view(b, "1"), view(a, "1")) })
-	step("synced", true, "revision 2 full a none→1 b none→1", src.MarkSynced)
-	step("not acknowledged", true, "revision 3 full a none→2 b none→1", func() { src.Set(view(a, "2")) })
+	step("synced", true, "revision 2 lost a none→1 b none→1", src.MarkSynced)
+	step("not acknowledged", true, "revision 3 lost a none→2 b none→1", func() { src.Set(view(a, "2")) })
 	step("acknowledged", false, "revision 3", advance)
 	step("equal", false, "revision 3", func() { src.Set(view(a, "2")); src.Delete(key("x")); src.SetNode(nil) })
 	step("changed twice", true, "revision 5 a 2→4", func() { src.Set(view(a, "3")); src.Set(view(a, "4")) })
@@ -97,9 +104,9 @@ func TestSource(t *testing.T) {
 		src.SetTriggered(time.Unix(5, 0), view(b, "3"))
 		src.Set(view(b, "4"))
 	})
-	step("lagging", true, "revision 14 full b none→4", src.Lag)
+	step("lagging", true, "revision 14 lost b none→4", src.Lag)
 	step("acknowledged once more", false, "revision 14", advance)
-	step("reset", true, "revision 14 full b none→4", src.Reset)
+	step("reset", true, "revision 14 lost b none→4", src.Reset)
 
 	errStream := errors.New("bad stream")
 	src.Fail(errStream)

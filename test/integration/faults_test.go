@@ -187,8 +187,8 @@ func told(t *testing.T, syncs []sinktest.Sync) map[string]int {
 	t.Helper()
 	count := map[string]int{}
 	for _, s := range syncs {
-		if s.Full {
-			t.Errorf("there was a full sync at revision %d", s.Revision)
+		if s.First {
+			t.Errorf("a pass began at revision %d", s.Revision)
 		}
 		for _, c := range s.Services {
 			count[c.Key.Name]++

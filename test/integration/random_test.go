@@ -228,8 +228,8 @@ func (n *tenant) print(node string, all objects) []byte {
 	}
 	var out bytes.Buffer
 	encoder := json.NewEncoder(&out)
-	for change := range update.Services {
-		if err := encoder.Encode(change.New); err != nil {
+	for view := range update.After(types.NamespacedName{}) {
+		if err := encoder.Encode(view); err != nil {
 			n.t.Fatal(err)
 		}
 	}

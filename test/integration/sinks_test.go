@@ -95,12 +95,12 @@ func TestASinkInTroubleLosesNothingAndIsToldEachServiceOnce(t *testing.T) {
 			}
 			type change struct {
 				old, new int32 // ports
-				retry    bool
+				unsure   bool
 			}
 			got := map[string]change{}
 			last := all[len(all)-1]
 			for _, c := range last.Services {
-				got[c.Key.Name] = change{portOf(c.Old), portOf(c.New), c.Retry}
+				got[c.Key.Name] = change{portOf(c.Old), portOf(c.New), c.Unsure}
 			}
 			want := map[string]change{"a": {80, 83, true}, "b": {80, 81, false}, "c": {80, 0, false}, "d": {0, 80, false}}
 			if test.acked {
@@ -109,8 +109,8 @@ func TestASinkInTroubleLosesNothingAndIsToldEachServiceOnce(t *testing.T) {
 			if diff := cmp.Diff(want, got, cmp.AllowUnexported(change{})); diff != "" {
 				t.Errorf("what it was told in the end (-want +got):\n%s", diff)
 			}
-			if len(last.Services) != len(got) || last.Full {
-				t.Errorf("the last sync has %d changes, full: %t", len(last.Services), last.Full)
+			if len(last.Services) != len(got) || last.First {
+				t.Errorf("the last sync has %d changes, first of a pass: %t", len(last.Services), last.First)
 			}
 			if diff := cmp.Diff([]string{"a IPv4 83!", "b IPv4 81!", "d IPv4 80!"}, describe(rec.Views())); diff != "" {
 				t.Errorf("what it has (-want +got):\n%s", diff)

@@ -42,6 +42,9 @@ type Backend struct {
 	have *holdings
 	// todo are frontends that are yet to be looked at.
 	todo map[Frontend]bool
+	// passing says that a pass of the driver has begun and not ended. views are those of
+	// the services delivered since, and nothing is pruned.
+	passing bool
 	// failing are services whose last sync failed: their driver says when to try
 	// again.
 	failing map[types.NamespacedName]bool
@@ -107,29 +110,33 @@ func (b *Backend) Start(ctx context.Context) error {
 	return nil
 }
 
-// Sync implements [sink.Sink]. HNS is listed before the first changes and after
+// Sync implements [sink.Sink]. HNS is listed when a pass begins and after
 // a failure, and at most once more, where the changes name a pod of this node
 // that was not there. What fails is reported in a [*sink.Failed], by service with
-// frontend and HNS' error; that HNS does not run, or that the network is not
-// there, fails everything.
+// frontend and HNS' error. If HNS does not run, or the network is not there, everything
+// fails, and Sync asks for a new pass, which is tried until HNS is back.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
+	if c.First {
+		clear(b.views)
+		clear(b.failing)
+		b.have, b.planned = nil, false
+	}
+	b.passing = (b.passing || c.First) && !c.Last
 	told := b.learn(ctx, c)
 	p := &pass{Backend: b, ctx: ctx, log: klog.FromContext(ctx), told: told}
-	if c.Full {
-		p.told = nil
-		clear(b.failing)
-		b.have = nil
+	err := p.run()
+	if _, ok := sink.Acknowledged(err); !ok {
+		return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
 	}
-	return p.run()
+	return err
 }
 
 // Verify implements [sink.Verifier]: it lists HNS and mends what is not as it was
 // left. It leaves alone what has failed, as that comes again by itself. If it
-// fails, what HNS has is not known, and it asks for a full Sync, which is tried
-// until HNS is back.
+// fails, what HNS has is not known, and it asks for a new pass.
 func (b *Backend) Verify(ctx context.Context) error {
-	if b.have == nil {
-		return nil // nothing was programmed yet, or a Sync will list
+	if b.have == nil || b.passing {
+		return nil // a Sync will list, or has just done so
 	}
 	b.have = nil
 	p := &pass{Backend: b, ctx: ctx, log: klog.FromContext(ctx), told: map[types.NamespacedName]bool{}}
@@ -150,10 +157,6 @@ func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.Namespac
 		} else {
 			b.views[change.Key] = change.New
 		}
-	}
-	if c.Full {
-		maps.DeleteFunc(b.views, func(key types.NamespacedName, _ *api.ServiceEndpoints) bool { return !told[key] })
-		b.planned = false
 	}
 	if c.NodeChanged && len(b.opts.NodeIPs) == 0 && c.Node != nil {
 		var ips []netip.Addr
@@ -255,9 +258,7 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 		for i := range policies {
 			f := policies[i].Frontend
 			b.todo[f] = true
-			if _, taken := b.wanted[f]; !taken {
-				b.wanted[f] = want{key, &policies[i]}
-			}
+			b.wanted[f] = want{key, &policies[i]} // perhaps in place of a service that is about to change
 		}
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"maps"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -425,16 +426,70 @@ func TestABrokenStateFileIsNoReasonToStop(t *testing.T) {
 	w.has("")
 }
 
-func TestAContestedFrontendFailsTheServiceThatDoesNotHaveIt(t *testing.T) {
+func TestAFrontendIsTakenOverFromAServiceThatIsAboutToChange(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("a"), at("10.1.2.1"))))
-	b := view(service("b"), at("10.1.2.2"))
-	if got, want := failures(t, w.set(b)), map[string]string{"b": "frontend 10.96.0.1:80/TCP: is that of service default/a"}; !maps.Equal(got, want) {
-		t.Errorf("failed: %q, want %q", got, want)
-	}
+	w.must(w.set(view(service("b"), at("10.1.2.2"))))
 	w.must(w.remove("a"))
-	w.must(w.set(b))
 	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
+}
+
+// pass syncs one batch of a pass.
+func (w *world) pass(first, last bool, views ...*api.ServiceEndpoints) error {
+	var changes []sink.Change
+	for _, v := range views {
+		changes = append(changes, sink.Change{Key: v.Key(), New: v, Unsure: true})
+	}
+	return w.backend.Sync(w.Context(), &sink.Changes{First: first, Last: last, Services: slices.Values(changes), Node: node(), NodeChanged: first})
+}
+
+func TestAPassInSeveralBatches(t *testing.T) {
+	a, b := view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.2"))
+	for _, restart := range []bool{false, true} {
+		t.Run(fmt.Sprintf("restart %t", restart), func(t *testing.T) {
+			w := l2bridge(t)
+			w.must(w.set(a, b, view(service("gone", at96(3)), at("10.1.2.3"))))
+			if restart {
+				w.restart()
+			}
+			w.hns.Calls()
+
+			// a and b have swapped their addresses.
+			w.must(w.pass(true, false, view(service("a", at96(2)), at("10.1.2.1"))))
+			w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
+				10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3`)
+			w.must(w.pass(false, false, view(service("b", at96(1)), at("10.1.2.2"))))
+			want := `10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2
+				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
+				10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3`
+			w.has(want)
+			if restart {
+				w.calls(and(listing, map[string]int{"Features": 1, "UpdateLoadBalancer": 2}))
+			} else {
+				w.calls(and(listing, map[string]int{"UpdateLoadBalancer": 2}))
+			}
+			w.must(w.backend.Verify(t.Context()))
+			w.has(want)
+
+			// The pass begins again, and "gone" is not delivered.
+			w.must(w.pass(true, false, a))
+			w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
+				10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3`)
+			w.hns.SetHook(failing("UpdateLoadBalancer", errRefused))
+			if got := failures(t, w.pass(false, false, b)); len(got) != 1 || got["b"] == "" {
+				t.Errorf("failed: %q, want b", got)
+			}
+			w.hns.SetHook(nil)
+			w.must(w.pass(false, true))
+			w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1`)
+			w.must(w.set(b))
+			w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.2`)
+		})
+	}
 }
 
 func TestOptionsThatMakeNoSenseAreRefused(t *testing.T) {

@@ -26,11 +26,11 @@ func BenchmarkSync(b *testing.B) {
 		all = append(all, at(fmt.Sprintf("10.%d.%d.%d", 128+i>>8, i&255, last)))
 		return view(service(fmt.Sprint("svc-", i), at96(i)), all...)
 	}
-	full := &sink.Changes{Full: true, Node: node(), NodeChanged: true}
+	full := &sink.Changes{First: true, Last: true, Node: node(), NodeChanged: true}
 	var changes []sink.Change
 	for i := range services {
 		v := viewOf(i, endpoints)
-		changes = append(changes, sink.Change{Key: v.Key(), New: v})
+		changes = append(changes, sink.Change{Key: v.Key(), New: v, Unsure: true})
 	}
 	full.Services = slices.Values(changes)
 

@@ -151,9 +151,9 @@ func (w *world) restart() {
 func (w *world) full() error {
 	var changes []sink.Change
 	for _, key := range slices.SortedFunc(maps.Keys(w.views), api.CompareKeys) {
-		changes = append(changes, sink.Change{Key: key, New: w.views[key]})
+		changes = append(changes, sink.Change{Key: key, New: w.views[key], Unsure: true})
 	}
-	return w.backend.Sync(w.Context(), &sink.Changes{Full: true, Services: slices.Values(changes), Node: node(), NodeChanged: true})
+	return w.backend.Sync(w.Context(), &sink.Changes{First: true, Last: true, Services: slices.Values(changes), Node: node(), NodeChanged: true})
 }
 
 // set syncs services that have changed.

@@ -60,6 +60,8 @@ type fuzzer struct {
 	opts    kernelspace.Options
 	stop    func() // the backend that runs
 	hook    func(string) error
+	// batchSize makes the driver's passes have several batches.
+	batchSize int
 }
 
 func newFuzzer(t *testing.T, seed uint64) *fuzzer {
@@ -74,6 +76,7 @@ func newFuzzer(t *testing.T, seed uint64) *fuzzer {
 		hns:   fakehns.New(features),
 	}
 	f.opts = kernelspace.Options{HNS: f.hns, Network: "pods", StateFile: filepath.Join(t.TempDir(), "kpng.json"), EnableDSR: r.IntN(2) == 0}
+	f.batchSize = 1 + r.IntN(10)
 	f.write(f.world.WriteAll)
 	f.state.SetSynced()
 	f.makeNetwork()
@@ -124,7 +127,7 @@ func (f *fuzzer) start() {
 	go func() {
 		defer close(done)
 		defer reader.Close()
-		if err := sink.Run(ctx, reader, b, sink.Options{}); err != nil && !errors.Is(err, context.Canceled) {
+		if err := sink.Run(ctx, reader, b, sink.Options{BatchSize: f.batchSize}); err != nil && !errors.Is(err, context.Canceled) {
 			f.Errorf("the driver ended with %v", err)
 		}
 	}()

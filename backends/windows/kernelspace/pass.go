@@ -20,8 +20,7 @@ type pass struct {
 	*Backend
 	ctx context.Context
 	log klog.Logger
-	// told are the services that may be tried although they failed before; nil
-	// means all.
+	// told are the services that may be tried although they failed before.
 	told map[types.NamespacedName]bool
 
 	failed sink.Failed
@@ -101,7 +100,7 @@ func (p *pass) steps() error {
 		switch {
 		case wanted && !p.waits(w.service):
 			keep = append(keep, f)
-		case !wanted && !p.waits(p.record.entries[f].Service):
+		case !wanted && !p.passing && !p.waits(p.record.entries[f].Service):
 			remove = append(remove, f)
 		}
 	}
@@ -119,8 +118,7 @@ func (p *pass) steps() error {
 			return err
 		}
 	}
-	p.reportContested()
-	if p.wrong {
+	if p.wrong || p.passing {
 		return nil // an endpoint that seems idle may not be, or soon will not
 	}
 	return p.dropIdle()
@@ -128,7 +126,7 @@ func (p *pass) steps() error {
 
 // waits reports whether a service has failed and is not to be tried now.
 func (p *pass) waits(service types.NamespacedName) bool {
-	return p.told != nil && !p.told[service] && p.failing[service]
+	return p.failing[service] && !p.told[service]
 }
 
 // do does a step for a frontend, and notes if it fails. An error that it returns
@@ -321,23 +319,6 @@ func (p *pass) deleteBalancer(id string) error {
 	p.log.V(3).Info("Deleted load balancer", "id", id)
 	p.have.removeBalancer(id)
 	return nil
-}
-
-// reportContested fails the services with a frontend that another one has, which
-// sources do not let happen (api.Claim) but for a moment.
-func (p *pass) reportContested() {
-	told := maps.Keys(p.told)
-	if p.told == nil {
-		told = maps.Keys(p.plans)
-	}
-	for key := range told {
-		for i := range p.plans[key] {
-			f := p.plans[key][i].Frontend
-			if w := p.wanted[f]; w.service != key {
-				p.fail(key, fmt.Errorf("frontend %s: is that of service %s", f, w.service))
-			}
-		}
-	}
 }
 
 func (p *pass) saveRecord() {

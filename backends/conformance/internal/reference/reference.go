@@ -47,6 +47,9 @@ type Proxy struct {
 	opts     Options
 	node     *api.Node
 	services map[types.NamespacedName]*api.ServiceEndpoints
+	// passing says that a pass has begun and not ended. The services of earlier
+	// passes are forgotten then, and the table stays as it is.
+	passing bool
 	// written is what the table has besides rules, nil if it is not there.
 	written *ruleset
 	flows   flows
@@ -61,7 +64,7 @@ func New(opts Options) *Proxy {
 // Sync implements sink.Sink.
 func (p *Proxy) Sync(ctx context.Context, c *sink.Changes) error {
 	p.node = c.Node
-	if c.Full {
+	if c.First {
 		p.services = map[types.NamespacedName]*api.ServiceEndpoints{}
 	}
 	for s := range c.Services {
@@ -70,6 +73,10 @@ func (p *Proxy) Sync(ctx context.Context, c *sink.Changes) error {
 		} else {
 			p.services[s.Key] = p.opts.Fault.apply(s.New)
 		}
+	}
+	p.passing = (p.passing || c.First) && !c.Last
+	if p.passing {
+		return nil // the table is written as a whole
 	}
 	var services []*api.ServiceEndpoints
 	for _, se := range p.services {

@@ -97,7 +97,7 @@ func TestLoadBalancersAreCountedStayAndAreCleanedUp(t *testing.T) {
 		}},
 	}, &api.Node{Name: "this-node"})
 	changes := slices.Values([]sink.Change{{Key: view.Key(), New: view}})
-	if err := p.Sync(t.Context(), &sink.Changes{Full: true, Services: changes}); err != nil {
+	if err := p.Sync(t.Context(), &sink.Changes{First: true, Last: true, Services: changes}); err != nil {
 		t.Fatal(err)
 	}
 	if err := testutil.GatherAndCompare(registry, strings.NewReader(`

@@ -1,0 +1,325 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+)
+
+// checkFresh checks that b's table is what a fresh load of the services makes it, and that b
+// knows.
+func checkFresh(t *testing.T, b *Backend, services ...sink.Change) {
+	t.Helper()
+	if err := b.Verify(t.Context()); err != nil {
+		t.Error(err)
+	}
+	fresh, _ := start(t, Options{})
+	mustSync(t, fresh, changes(true, services...))
+	if diff := cmp.Diff(contents(t, fresh), contents(t, b)); diff != "" {
+		t.Errorf("the table is not as a fresh load makes it (-fresh +is):\n%s", diff)
+	}
+	if diff := cmp.Diff(chainNames(t, fresh), chainNames(t, b)); diff != "" {
+		t.Errorf("the chains are not as a fresh load makes them (-fresh +are):\n%s", diff)
+	}
+}
+
+// batch returns a batch of a pass.
+func batch(first, last bool, list ...sink.Change) *sink.Changes {
+	c := changes(true, list...)
+	c.First, c.Last, c.NodeChanged = first, last, first
+	return c
+}
+
+// leadsTo returns the endpoint in the first slot of a cluster IP, as the kernel has it.
+func leadsTo(t *testing.T, b *Backend, ip string) string {
+	t.Helper()
+	for _, line := range contents(t, b) {
+		if rest, ok := strings.CutPrefix(line, "service-endpoints4 "+ip+" . tcp . 80 . 0 : "); ok {
+			return rest
+		}
+	}
+	return "nothing"
+}
+
+// TestAPassInSeveralBatches checks that what services take over is theirs, that pruning
+// waits for the end of a pass, and that it may begin again before.
+func TestAPassInSeveralBatches(t *testing.T) {
+	at := func(name, ip, endpoint string) sink.Change {
+		return set(view(name, []string{ip}, []string{endpoint}, nil))
+	}
+	for name, restart := range map[string]bool{"the same process": false, "another process": true} {
+		t.Run(name, func(t *testing.T) {
+			b, ns := start(t, Options{})
+			mustSync(t, b, changes(true, at("a", "10.96.0.1", "!10.0.0.1"), at("b", "10.96.0.2", "!10.0.0.1"), at("gone", "10.96.0.3", "10.0.0.3")))
+			undrifted := Options{Observer: Observer{Drifted: func() { t.Error("nobody else changed the table, and drift is reported") }}}
+			if restart {
+				b = startIn(t, ns, undrifted)
+			}
+			check := func(when string, want ...string) {
+				t.Helper()
+				got := []string{leadsTo(t, b, "10.96.0.1"), leadsTo(t, b, "10.96.0.2"), leadsTo(t, b, "10.96.0.3")}
+				if diff := cmp.Diff(want, got); diff != "" {
+					t.Errorf("%s, the addresses lead to (-want +got):\n%s", when, diff)
+				}
+			}
+			// The services swap their addresses. They share an endpoint of this node.
+			a, bb := at("a", "10.96.0.2", "10.0.0.4"), at("b", "10.96.0.1", "!10.0.0.1")
+			mustSync(t, b, batch(true, false, a))
+			check("after the first batch", "10.0.0.1 . 8080", "10.0.0.4 . 8080", "10.0.0.3 . 8080")
+			if !slices.Contains(contents(t, b), "hairpins4 10.0.0.1 . 10.0.0.1") {
+				t.Error("the hairpin that another service needs is gone")
+			}
+			if err := b.Verify(t.Context()); err != nil {
+				t.Errorf("during a pass, Verify returns %v", err)
+			}
+			mustSync(t, b, batch(false, false, bb))
+			check("after the second batch", "10.0.0.1 . 8080", "10.0.0.4 . 8080", "10.0.0.3 . 8080")
+
+			// It begins again, and they swap as a change of both.
+			mustSync(t, b, batch(true, false, a))
+			first, second := at("a", "10.96.0.1", "10.0.0.4"), at("b", "10.96.0.2", "!10.0.0.1")
+			change := changes(false, sink.Change{Old: a.New, New: first.New}, sink.Change{New: second.New, Unsure: true})
+			mustSync(t, b, change)
+			check("after a change during the pass", "10.0.0.4 . 8080", "10.0.0.1 . 8080", "10.0.0.3 . 8080")
+			mustSync(t, b, batch(false, true))
+			check("after the pass", "10.0.0.4 . 8080", "10.0.0.1 . 8080", "nothing")
+			checkFresh(t, b, first, second)
+		})
+	}
+}
+
+// TestAFailureInAPassSparesWhatMayBeTheServices has the kernel refuse a service, in a pass
+// that ends before the service succeeds, and in one in which it succeeds before the end.
+func TestAFailureInAPassSparesWhatMayBeTheServices(t *testing.T) {
+	old := []string{"10.0.0.1", "10.0.0.2", "10.0.0.3"}
+	web := set(view("web", []string{"10.96.0.1"}, []string{"10.99.98.97"}, nil))
+	ok := set(view("ok", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil))
+	for name, recovers := range map[string]bool{"until its end": false, "before its end": true} {
+		t.Run(name, func(t *testing.T) {
+			b, ns := start(t, Options{})
+			mustSync(t, b, changes(true, set(view("web", []string{"10.96.0.1"}, old, nil)), set(view("gone", []string{"10.96.0.3"}, old, nil))))
+			b = startIn(t, ns, Options{Observer: Observer{Drifted: func() { t.Error("nobody else changed the table, and drift is reported") }}})
+			exchange := b.conn.exchange
+			b.conn.exchange = func(batch []byte) error {
+				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // 10.99.98.97
+					return &failure{errno: unix.EINVAL}
+				}
+				return exchange(batch)
+			}
+			if failed, ok := sink.Acknowledged(b.Sync(t.Context(), batch(true, false, web))); !ok || len(failed) != 1 {
+				t.Fatalf("failed: %v, acknowledged: %t; want one service", failed, ok)
+			}
+			mustSync(t, b, batch(false, false, ok))
+			last := batch(false, true)
+			if recovers {
+				b.conn.exchange = exchange
+				mustSync(t, b, batch(false, false, web))
+			} else {
+				last.Failing = []types.NamespacedName{web.New.Key()}
+			}
+			mustSync(t, b, last)
+			if got := leadsTo(t, b, "10.96.0.3"); got != "nothing" {
+				t.Errorf("a service that is gone leads to %s", got)
+			}
+			if recovers {
+				checkFresh(t, b, web, ok)
+				return
+			}
+			if got := leadsTo(t, b, "10.96.0.1"); got != "10.0.0.1 . 8080" {
+				t.Errorf("the service that failed leads to %s", got)
+			}
+			if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+				t.Errorf("Verify returns %v, want one that has the leftovers removed", err)
+			}
+			b.conn.exchange = exchange
+			mustSync(t, b, changes(true, web, ok))
+			checkFresh(t, b, web, ok)
+		})
+	}
+}
+
+// TestAnyChangesDuringPasses checks that the table is what a fresh load makes it,
+// whatever happened during passes: services come, go, change and exchange their
+// addresses, and transactions fail.
+func TestAnyChangesDuringPasses(t *testing.T) {
+	for seed := range uint64(8) {
+		failures := seed%2 == 1
+		t.Run(fmt.Sprintf("seed %d, failures: %t", seed, failures), func(t *testing.T) {
+			rng := rand.New(rand.NewPCG(seed, 2))
+			src := sinktest.NewSource()
+			src.SetNode(node)
+			numbers := rng.Perm(12)
+			keyOf := func(i int) types.NamespacedName {
+				return types.NamespacedName{Namespace: "default", Name: fmt.Sprint("svc-", i)}
+			}
+			change := func() {
+				i, j := rng.IntN(len(numbers)), rng.IntN(len(numbers))
+				if rng.IntN(3) == 0 {
+					numbers[i], numbers[j] = numbers[j], numbers[i]
+				}
+				// A service gives an address up before another one gets it.
+				src.Delete(keyOf(i), keyOf(j))
+				for _, k := range []int{i, j} {
+					if v := randomView(rng, keyOf(k).Name, numbers[k]); v != nil {
+						src.Set(v)
+					}
+				}
+			}
+			for range 20 {
+				change()
+			}
+			src.MarkSynced()
+
+			b, _ := start(t, Options{Observer: Observer{Drifted: func() {
+				if !failures {
+					t.Error("something is not as it was left, and nobody else changed it")
+				}
+			}}})
+			unfailing := b.conn.exchange
+			fail := false // set and read by the driver's goroutine
+			b.conn.exchange = func(batch []byte) error {
+				if fail && rng.IntN(8) == 0 {
+					return &failure{errno: unix.ENFILE}
+				}
+				return unfailing(batch)
+			}
+			syncs := 0
+			changing := sink.Func(func(ctx context.Context, c *sink.Changes) error {
+				fail = failures
+				if syncs++; !c.First && syncs < 200 && rng.IntN(2) == 0 {
+					change()
+				}
+				return b.Sync(ctx, c)
+			})
+			d, stop := drive(t, src, sinktest.NewRecorder(t, changing), 1+rng.IntN(40))
+			waitApplied(t, d, src)
+			for i := range 8 {
+				src.Lag()
+				src.Set(view("last", []string{"10.97.0.1"}, []string{fmt.Sprintf("10.0.1.%d", i)}, nil))
+				waitApplied(t, d, src)
+			}
+			stop()
+			if d.Status().Passes < 5 {
+				t.Errorf("there were %d passes", d.Status().Passes)
+			}
+			b.conn.exchange = unfailing
+			var list []sink.Change
+			for _, v := range src.Views() {
+				list = append(list, set(v))
+			}
+			if b.leftovers || b.drifting {
+				mustSync(t, b, changes(true, list...))
+			}
+			checkFresh(t, b, list...)
+		})
+	}
+}
+
+// TestTableIsReadAhead checks that the first Sync uses what was read at the start, and
+// reads again if somebody has changed tables since.
+func TestTableIsReadAhead(t *testing.T) {
+	first, ns := start(t, Options{})
+	web, other := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("other", []string{"10.96.0.2"}, []string{"10.0.0.2"}, nil)
+	mustSync(t, first, changes(true, set(web), set(other)))
+	for name, edit := range map[string]string{
+		"nobody changed it": "",
+		"somebody did":      "delete element inet kpng services4 { 10.96.0.2 . tcp . 80 }\n",
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := startIn(t, ns, Options{})
+			waitReadAhead(b)
+			before := b.found.state
+			if edit != "" {
+				nft(t, ns, edit, "-f", "-")
+			}
+			mustSync(t, b, changes(true, set(web), set(other)))
+			if used := b.state == before; used != (edit == "") || b.found != nil {
+				t.Errorf("what was found at the start was used: %t; is kept: %t", used, b.found != nil)
+			}
+			if err := b.Verify(t.Context()); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// waitReadAhead waits until b has read its table, which it does after its start.
+func waitReadAhead(b *Backend) {
+	for read := false; !read; time.Sleep(time.Millisecond) {
+		b.mu.Lock()
+		read = b.found != nil
+		b.mu.Unlock()
+	}
+}
+
+// frontendKeyOf returns the beginning of the keys of service i's endpoints, and where
+// it ends.
+func frontendKeyOf(i int) (elementID, int) {
+	e := elementID{m: mapID{endpoints, service, api.IPv4}}
+	w := keyWriter{id: &e}
+	w.addr(numbered(i, 1).Service.IPs.ClusterIPs.V4[0])
+	w.protocol(api.TCP)
+	w.port(80)
+	return e, w.at
+}
+
+// drive runs a driver between src and s until stop is called or the test ends.
+func drive(t testing.TB, src sink.Source, s sink.Sink, batchSize int) (d *sink.Driver, stop func()) {
+	t.Helper()
+	d = sink.NewDriver(src, s, sink.Options{
+		BatchSize: batchSize, VerifyInterval: -1,
+		Backoff: sink.Backoff{Initial: time.Millisecond, Max: 10 * time.Millisecond},
+	})
+	ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), klog.Logger{}))
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		d.Run(ctx)
+	}()
+	stop = func() { cancel(); <-ended }
+	t.Cleanup(stop)
+	return d, stop
+}
+
+// waitApplied waits until d's sink has all that src has, whatever comes to it meanwhile.
+// Where a service stays in the way of its own leftovers, it has a pass come, which Verify
+// would ask for.
+func waitApplied(t testing.TB, d *sink.Driver, src *sinktest.Source) {
+	t.Helper()
+	deadline := time.Now().Add(time.Minute)
+	for applied := uint64(0); applied != src.Revision(); {
+		applied = src.Revision()
+		for {
+			ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+			err := d.WaitApplied(ctx, applied)
+			cancel()
+			if err == nil {
+				break
+			}
+			if time.Now().After(deadline) {
+				t.Fatalf("%v: %+v", err, d.Status())
+			}
+			if len(d.Status().Failing) > 0 {
+				src.Lag()
+			}
+		}
+	}
+}

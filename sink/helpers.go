@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink
+
+import (
+	"context"
+	"time"
+
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// Pass tells a sink that keeps records by service which of them are stale at the end
+// of a pass. The zero value is ready to use.
+//
+//	func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
+//		b.pass.Begin(c)
+//		var failed sink.Failed
+//		for s := range c.Services {
+//			failed.Do(s.Key, func() error { return b.program(s) })
+//		}
+//		if c.Last {
+//			for key := range b.services {
+//				if b.pass.Stale(key) {
+//					failed.Do(key, func() error { return b.remove(key) })
+//				}
+//			}
+//		}
+//		return failed.Err()
+//	}
+//
+// Pass holds the keys of the services delivered since First.
+type Pass struct {
+	delivered map[types.NamespacedName]struct{}
+	last      bool
+}
+
+// Begin notes the services of c. A sink calls it once at the start of each Sync.
+func (p *Pass) Begin(c *Changes) {
+	if c.First || p.delivered == nil {
+		p.delivered = map[types.NamespacedName]struct{}{}
+	}
+	p.last = c.Last
+	for s := range c.Services {
+		p.delivered[s.Key] = struct{}{}
+	}
+	for _, key := range c.Failing {
+		p.delivered[key] = struct{}{}
+	}
+}
+
+// Stale reports whether the sink has to prune what belongs to the service key: in a
+// Sync with Changes.Last, if the service was not delivered since First and is not in
+// Changes.Failing. In any other Sync it returns false.
+func (p *Pass) Stale(key types.NamespacedName) bool {
+	_, delivered := p.delivered[key]
+	return p.last && !delivered
+}
+
+// Forwarder forwards the optional methods of a sink, such as [Starter] and
+// [Verifier], to another value. A sink that wraps another one embeds it and
+// implements Sync, so that it forgets none of them.
+//
+// Where To does not implement a method, the method does nothing and returns nil.
+type Forwarder struct{ To any }
+
+// Start implements [Starter].
+func (f Forwarder) Start(ctx context.Context) error {
+	if s, ok := f.To.(Starter); ok {
+		return s.Start(ctx)
+	}
+	return nil
+}
+
+// Stop implements [Stopper].
+func (f Forwarder) Stop(ctx context.Context) error {
+	if s, ok := f.To.(Stopper); ok {
+		return s.Stop(ctx)
+	}
+	return nil
+}
+
+// StopTimeout implements [Drainer].
+func (f Forwarder) StopTimeout() time.Duration {
+	if s, ok := f.To.(Drainer); ok {
+		return s.StopTimeout()
+	}
+	return 0
+}
+
+// Cleanup implements [Cleaner].
+func (f Forwarder) Cleanup(ctx context.Context) error {
+	if s, ok := f.To.(Cleaner); ok {
+		return s.Cleanup(ctx)
+	}
+	return nil
+}
+
+// Verify implements [Verifier].
+func (f Forwarder) Verify(ctx context.Context) error {
+	if s, ok := f.To.(Verifier); ok {
+		return s.Verify(ctx)
+	}
+	return nil
+}

@@ -20,8 +20,7 @@ import (
 
 // Verify implements [sink.Verifier]: it reads the table and compares it with what
 // Syncs left there. If somebody flushed, edited or deleted it, the error
-// wraps [sink.ErrStartOver], and the pass that follows mends it. During a pass it
-// does nothing.
+// wraps [sink.ErrStartOver], and the pass that follows mends it.
 //
 // It holds no second copy of the table to compare with, only the number and a
 // hash of each map's elements. When its context ends it remembers how far it
@@ -32,9 +31,6 @@ func (b *Backend) Verify(ctx context.Context) error {
 	defer b.mu.Unlock()
 	if b.state == nil {
 		return fmt.Errorf("it is not known what table inet %s has: %w", b.opts.table(), sink.ErrStartOver)
-	}
-	if b.pass != nil {
-		return nil
 	}
 	if (b.drifting || b.leftovers) && b.patience.over() {
 		reason := "may have leftovers of services that could not be programmed"

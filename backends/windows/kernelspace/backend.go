@@ -135,8 +135,8 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 // left. It leaves alone what has failed, as that comes again by itself. If it
 // fails, what HNS has is not known, and it asks for a new pass.
 func (b *Backend) Verify(ctx context.Context) error {
-	if b.have == nil || b.passing {
-		return nil // a Sync will list, or has just done so
+	if b.have == nil {
+		return nil // nothing was programmed yet, or a Sync will list
 	}
 	b.have = nil
 	p := &pass{Backend: b, ctx: ctx, log: klog.FromContext(ctx), told: map[types.NamespacedName]bool{}}

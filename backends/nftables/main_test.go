@@ -121,10 +121,12 @@ func startIn(t testing.TB, ns *netnstest.Namespace, opts Options) *Backend {
 	return b
 }
 
-func mustSync(t testing.TB, b *Backend, c *sink.Changes) {
+func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 	t.Helper()
-	if err := b.Sync(t.Context(), c); err != nil {
-		t.Fatal(err)
+	for _, c := range all {
+		if err := b.Sync(t.Context(), c); err != nil {
+			t.Fatal(err)
+		}
 	}
 }
 

@@ -254,7 +254,11 @@ func (b *Backend) prune(ctx context.Context, f *pass, failed bool) error {
 		for e := range f.unheld(m, failed) {
 			o := op{elementID: e.elementID, hasOld: true, old: e.value}
 			if m.shared() {
-				o.wanted = -hold // it goes if no service wants it
+				if b.state.wanted[e.elementID] > hold {
+					b.state.wanted[e.elementID] -= hold
+					continue
+				}
+				o.wanted = -hold
 			}
 			stale.ops = append(stale.ops, o)
 			if len(stale.ops) == maxOps {

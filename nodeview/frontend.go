@@ -113,9 +113,35 @@ type Frontend struct {
 // Traffic is what becomes of some of a frontend's traffic.
 type Traffic struct {
 	Verdict Verdict
+	// List identifies Endpoints among the lists of the service. It is 0 unless
+	// Verdict is Forward.
+	List ListID `json:"-"`
 	// Endpoints are those to balance over, all of the frontend's family, in order
 	// of address and ports. It is empty unless Verdict is Forward.
 	Endpoints []Target `json:",omitempty"`
+}
+
+// ListID identifies a list of endpoints within its service, for backends that keep
+// lists (as groups or maps, say) beside frontends. It is comparable and never 0.
+//
+// Within one view, lists have the same ListID if and only if they have the same
+// endpoints with the same ports, whichever frontends use them. From one view of the
+// service to the next a list keeps its ListID while endpoints come and go, in this
+// process and in others, except where it becomes equal to another list of the
+// service or stops to be so. A backend may always compare the lists of two views by
+// their identities: what it has to change is what became of each.
+type ListID uint64
+
+// listID returns the identity of the Local or the Cluster list of a port and family.
+func listID(port *api.PortMapping, family api.Family, local bool) ListID {
+	id := ListID(family) << 32
+	if local {
+		id |= 1 << 40
+	}
+	if port != nil {
+		id |= ListID(port.Protocol)<<16 | ListID(port.Port)
+	}
+	return id
 }
 
 // Target is an endpoint of a frontend.
@@ -191,13 +217,13 @@ func (m Masquerade) String() string {
 // there are none.
 func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
-		var lists portLists
+		lists := portLists{se: se}
 		for s := range sites(se) {
 			if s.fault != 0 {
 				continue
 			}
-			if lists.se == nil || lists.port != s.port || lists.family != s.Family {
-				lists = listsOf(se, s.port, s.Family)
+			if lists.family == 0 || lists.port != s.port || lists.family != s.Family {
+				lists.next(s.port, s.Family)
 			}
 			if !yield(frontend(s, &lists)) {
 				return
@@ -231,18 +257,27 @@ type portLists struct {
 	se                               *api.ServiceEndpoints
 	port                             *api.PortMapping
 	family                           api.Family
-	internal, external, shortCircuit []Target
+	internal, external, shortCircuit list
+	// distinct are the lists of all ports and families so far, each once.
+	distinct []list
 }
 
-func listsOf(se *api.ServiceEndpoints, port *api.PortMapping, family api.Family) portLists {
-	l := portLists{se: se, port: port, family: family}
+// list is a list of endpoints and its identity.
+type list struct {
+	id      ListID
+	targets []Target
+}
+
+// next goes on to another port or family.
+func (l *portLists) next(port *api.PortMapping, family api.Family) {
+	l.port, l.family = port, family
 	// Where both policies are the same, so are the lists; and with one of them
 	// Cluster, its list is the Cluster list.
-	pol := policiesOf(se.Service)
-	l.internal = targets(se, port, family, func(s api.Scopes) bool { return s.Internal })
+	pol := policiesOf(l.se.Service)
+	l.internal = l.list(pol.internalLocal, func(s api.Scopes) bool { return s.Internal })
 	l.external = l.internal
 	if pol.internalLocal != pol.externalLocal {
-		l.external = targets(se, port, family, func(s api.Scopes) bool { return s.External })
+		l.external = l.list(pol.externalLocal, func(s api.Scopes) bool { return s.External })
 	}
 	switch {
 	case !pol.externalLocal:
@@ -250,9 +285,25 @@ func listsOf(se *api.ServiceEndpoints, port *api.PortMapping, family api.Family)
 	case !pol.internalLocal:
 		l.shortCircuit = l.internal
 	default:
-		l.shortCircuit = targets(se, port, family, func(s api.Scopes) bool { return s.Cluster })
+		l.shortCircuit = l.list(false, func(s api.Scopes) bool { return s.Cluster })
 	}
-	return l
+}
+
+// list returns the Local or the Cluster list, which has the endpoints with the scope.
+// If another list of the service is equal, it returns that one.
+func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
+	targets := targets(l.se, l.port, l.family, scope)
+	if len(targets) == 0 {
+		return list{}
+	}
+	for _, other := range l.distinct {
+		if slices.Equal(other.targets, targets) {
+			return other
+		}
+	}
+	made := list{listID(l.port, l.family, local), targets}
+	l.distinct = append(l.distinct, made)
+	return made
 }
 
 // targets returns the endpoints of one port and family that are on a list.
@@ -282,8 +333,8 @@ func targets(se *api.ServiceEndpoints, port *api.PortMapping, family api.Family,
 	return out
 }
 
-func (l *portLists) traffic(list []Target) Traffic {
-	return Traffic{Verdict: l.verdict(list), Endpoints: list}
+func (l *portLists) traffic(list list) Traffic {
+	return Traffic{Verdict: l.verdict(list.targets), List: list.id, Endpoints: list.targets}
 }
 
 // verdict decides about traffic that uses list.

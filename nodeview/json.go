@@ -4,16 +4,81 @@ package nodeview
 
 import (
 	"encoding/json"
-	"fmt"
+	"io"
+	"net/netip"
+
+	"github.com/kpng-project/kpng/api"
 )
 
-// MarshalJSON returns the endpoint's JSON form with the field Port.
-func (t Target) MarshalJSON() ([]byte, error) {
-	text, err := json.Marshal(t.Endpoint)
-	if err != nil || t.Port == 0 {
-		return text, err
+// WriteFrontends writes what a node has to program, for scripts: first the node on a
+// line, {} if it is nil, then all [Frontends] of the views, each on a line with the
+// Namespace and Name of its service. Sources are decided for the addresses of node:
+// only those in Ranges are admitted.
+func WriteFrontends(w io.Writer, node *api.Node, views []*api.ServiceEndpoints) error {
+	if node == nil {
+		node = &api.Node{}
 	}
-	return fmt.Appendf(text[:len(text)-1], `,"Port":%d}`, t.Port), nil
+	addrs := make([]netip.Addr, len(node.Addresses))
+	for i := range node.Addresses {
+		addrs[i] = node.Addresses[i].IP
+	}
+	out := json.NewEncoder(w)
+	if err := out.Encode(node); err != nil {
+		return err
+	}
+	for _, view := range views {
+		for f := range Frontends(view) {
+			f.Sources = Sources{Restricted: f.Sources.Restricted, Ranges: f.Sources.Prefixes(addrs)}
+			line := f.json()
+			line.Namespace, line.Name = view.Service.Namespace, view.Service.Name
+			if err := out.Encode(line); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// frontendJSON is the JSON form of a Frontend.
+type frontendJSON struct {
+	Namespace string `json:",omitempty"`
+	Name      string `json:",omitempty"`
+	Kind      Kind
+	Addr      netip.Addr `json:",omitzero"`
+	Family    api.Family
+	Protocol  string `json:",omitempty"` // "TCP", "UDP" or "SCTP"
+	Port      int32  `json:",omitempty"`
+	PortName  string `json:",omitempty"` // of the service port
+
+	Elsewhere, Node Traffic
+	Sources         Sources `json:",omitzero"`
+	Masquerade      Masquerade
+	AffinitySeconds int32 `json:",omitempty"`
+}
+
+func (f *Frontend) json() frontendJSON {
+	j := frontendJSON{
+		Kind: f.Kind, Addr: f.Addr, Family: f.Family, Port: f.Port,
+		Elsewhere: f.Elsewhere, Node: f.Node, Sources: f.Sources, Masquerade: f.Masquerade,
+		AffinitySeconds: int32(f.Affinity.Seconds()),
+	}
+	if f.ServicePort != nil {
+		j.Protocol, j.PortName = f.Protocol.String(), f.ServicePort.Name
+	}
+	return j
+}
+
+// MarshalJSON returns the form that [WriteFrontends] writes, without the service.
+func (f Frontend) MarshalJSON() ([]byte, error) { return json.Marshal(f.json()) }
+
+// MarshalJSON returns the address and port of the endpoint, and where it runs.
+func (t Target) MarshalJSON() ([]byte, error) {
+	return json.Marshal(struct {
+		Addr     netip.Addr
+		Port     int32  `json:",omitempty"`
+		Local    bool   `json:",omitempty"`
+		NodeName string `json:",omitempty"`
+	}{t.Addr, t.Port, t.Local, t.NodeName})
 }
 
 // MarshalJSON says whether the endpoint is on the list, and why: {"In": true,

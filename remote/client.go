@@ -120,7 +120,7 @@ func (c *Client) request(token []byte) *localv1.WatchReq {
 		token = []byte{}
 	}
 	return &localv1.WatchReq{
-		NodeName: c.opts.NodeName, AllEndpoints: true, OwnNode: true, Batches: true, Resume: token,
+		NodeName: c.opts.NodeName, AllEndpoints: true, OwnNode: true, Batches: true, Resumption: &localv1.WatchReq_Resume{Resume: token},
 	}
 }
 

@@ -127,7 +127,7 @@ func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, rounds *cro
 	if err != nil {
 		return err
 	}
-	request := &localv1.WatchReq{NodeName: n.Name, AllEndpoints: true, OwnNode: true, Batches: true, Resume: n.Token}
+	request := &localv1.WatchReq{NodeName: n.Name, AllEndpoints: true, OwnNode: true, Batches: true, Resumption: &localv1.WatchReq_Resume{Resume: n.Token}}
 	for {
 		message, err := proto.Marshal(request)
 		if err != nil {
@@ -147,7 +147,7 @@ func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, rounds *cro
 			size, operations = size+len(answer), operations+n
 		}
 		rounds.synced(size, operations)
-		request.Resume = []byte{}
+		request.Resumption = &localv1.WatchReq_Resume{}
 	}
 }
 

@@ -225,7 +225,7 @@ func TestAnIdleClientGetsNewTokens(t *testing.T) {
 	}
 	var answers []string
 	for range 2 {
-		if err := stream.Send(&localv1.WatchReq{NodeName: "n", Batches: true, Resume: []byte{}}); err != nil {
+		if err := stream.Send(&localv1.WatchReq{NodeName: "n", Batches: true, Resumption: &localv1.WatchReq_Resume{}}); err != nil {
 			t.Fatal(err)
 		}
 		item, err := stream.Recv()

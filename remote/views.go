@@ -13,8 +13,11 @@ import (
 
 // class stands for all nodes that see a service alike: a node on which an endpoint
 // runs, or that a hint names, for itself; any other one for its zone, if a hint
-// names that.
-type class struct{ node, zone string }
+// names that. It is for those who want frontends, or for those who want endpoints.
+type class struct {
+	node, zone string
+	frontends  bool
+}
 
 // views computes and marshals each view once and keeps what was used last, by
 // state (and so by service and revision) and class of node.
@@ -37,12 +40,13 @@ func newViews(limit int) *views {
 
 // of returns how a node of that name and zone sees the service of state, nil if it
 // has nothing to do for it.
-func (v *views) of(state *api.ServiceState, node, zone string) *wireView {
+func (v *views) of(state *api.ServiceState, node, zone string, frontends bool) *wireView {
 	if state == nil {
 		return nil
 	}
 	s := v.shared(state)
 	c := s.classOf(node, zone)
+	c.frontends = frontends
 	s.mu.Lock()
 	w, ok := s.views[c]
 	if !ok {
@@ -67,7 +71,12 @@ func (v *views) compute(s *sharedState, c class) *wireView {
 		return nil
 	}
 	v.computed.Add(1)
-	w := newWireView(v.ids.Add(1), se, &s.endpoints)
+	var w *wireView
+	if c.frontends {
+		w = newWireFrontends(v.ids.Add(1), se)
+	} else {
+		w = newWireView(v.ids.Add(1), se, &s.endpoints)
+	}
 	v.values.Add(uint64(w.values))
 	return w
 }

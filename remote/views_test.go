@@ -25,10 +25,10 @@ func TestViewsAreForgottenWhenTheyAreTooMany(t *testing.T) {
 	const limit = 100_000
 	v := newViews(limit)
 	used := stateOf("used")
-	first := v.of(used, "n", "z")
+	first := v.of(used, "n", "z", false)
 	for i := range 1000 {
-		v.of(stateOf(fmt.Sprint("s", i)), "n", "z")
-		if v.of(used, "n", "z") != first {
+		v.of(stateOf(fmt.Sprint("s", i)), "n", "z", false)
+		if v.of(used, "n", "z", false) != first {
 			t.Fatal("a view that is used is forgotten")
 		}
 		if v.size > limit {
@@ -82,7 +82,7 @@ func TestClassesShareEndpoints(t *testing.T) {
 		v := newViews(1 << 20)
 		for n := range nodes {
 			name := apitest.NodeName(n)
-			got := v.of(state, name, "")
+			got := v.of(state, name, "", false)
 			want := newWireView(got.id, nodeview.View(state, &api.Node{Name: name}), new(marshalled))
 			if diff := cmp.Diff(want.endpoints, got.endpoints, cmp.AllowUnexported(wireEndpoint{})); diff != "" {
 				t.Fatalf("%s (- by itself, + beside others):\n%s", name, diff)
@@ -100,7 +100,7 @@ func TestAViewIsWorkedOutOnceHoweverManyAsk(t *testing.T) {
 	s := stateOf("s")
 	var wg sync.WaitGroup
 	for i := range 20 {
-		wg.Go(func() { v.of(s, fmt.Sprint("node-", i), fmt.Sprint("zone-", i%2)) })
+		wg.Go(func() { v.of(s, fmt.Sprint("node-", i), fmt.Sprint("zone-", i%2), false) })
 	}
 	wg.Wait()
 	if n := v.computed.Load(); n != 1 {
@@ -121,7 +121,7 @@ func TestClasses(t *testing.T) {
 		{"an endpoint runs there", "runs", "", class{node: "runs"}},
 		{"a hint names it", "hinted", "", class{node: "hinted"}},
 		{"a hint names the zone", "n", "zone", class{zone: "zone"}},
-		{"both", "runs", "zone", class{"runs", "zone"}},
+		{"both", "runs", "zone", class{node: "runs", zone: "zone"}},
 		{"neither", "n", "another", class{}},
 		{"no node", "", "", class{}},
 	} {

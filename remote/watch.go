@@ -3,6 +3,7 @@
 package remote
 
 import (
+	"fmt"
 	"iter"
 	"slices"
 
@@ -23,6 +24,9 @@ type watch struct {
 	// ownNode is whether the client is told of the node itself, and tokens
 	// whether it resumes.
 	ownNode, tokens bool
+	// frontends is whether the client wants frontends in place of services and
+	// endpoints.
+	frontends bool
 
 	// resume is the token that the client came with, until it is answered.
 	resume []byte
@@ -42,11 +46,12 @@ func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.Watch
 			sender:  s.newSender(stream, c),
 			batches: req.GetBatches(),
 		},
-		name:    req.GetNodeName(),
-		ownNode: req.GetOwnNode(),
-		tokens:  req.Resume != nil,
-		resume:  req.GetResume(),
-		cursor:  s.state.NewCursor(),
+		name:      req.GetNodeName(),
+		ownNode:   req.GetOwnNode(),
+		frontends: req.GetFrontends(),
+		tokens:    req.GetResumption() != nil,
+		resume:    req.GetResume(),
+		cursor:    s.state.NewCursor(),
 	}
 	if req.GetAllEndpoints() {
 		w.who = askers
@@ -107,7 +112,7 @@ func (w *watch) sync(snapshot *cluster.Snapshot, node *api.Node) error {
 // depends is what makes the views of this client what they are, besides the
 // cluster's state.
 func (w *watch) depends(node *api.Node) []string {
-	return []string{w.name, node.Zone(), string('0' + rune(w.who))}
+	return []string{w.name, node.Zone(), fmt.Sprint(w.who, w.frontends)}
 }
 
 // operations yields what leads from what the client has to the snapshot, but for
@@ -150,7 +155,7 @@ func (w *watch) since(snapshot *cluster.Snapshot, node *api.Node) (iter.Seq[fram
 	}
 	return func(yield func(frame) bool) {
 		for key, state := range changes {
-			frames := []frame{deleteFrame(localv1.Set_ServicesSet, servicePath(key))}
+			frames := []frame{deleteFrame(w.set(), servicePath(key))}
 			if view := w.view(state, node); view != nil {
 				frames = view.whole(w.who)
 			}
@@ -207,9 +212,17 @@ func (w *watch) deltas(d statesDelta, node *api.Node) []*wireDelta {
 	return list
 }
 
+// set returns the set in which the client has services.
+func (w *watch) set() localv1.Set {
+	if w.frontends {
+		return localv1.Set_FrontendsSet
+	}
+	return localv1.Set_ServicesSet
+}
+
 // view returns how the client's node, as it is or was, sees a service.
 func (w *watch) view(state *api.ServiceState, node *api.Node) *wireView {
-	return w.server.views.of(state, w.name, node.Zone())
+	return w.server.views.of(state, w.name, node.Zone(), w.frontends)
 }
 
 // phases yields the operations of deltas in the order in which clients need them:

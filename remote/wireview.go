@@ -16,8 +16,11 @@ import (
 
 // wireView is a view as it goes over the wire. All streams of one class share it.
 type wireView struct {
-	id        uint64 // of this view and no other; 0 is no view
-	key       types.NamespacedName
+	id  uint64 // of this view and no other; 0 is no view
+	key types.NamespacedName
+	// service is the value that the service has in set: the service itself, or its
+	// frontends, which come without endpoints.
+	set       localv1.Set
 	service   []byte
 	endpoints []wireEndpoint // in order of their keys
 
@@ -89,6 +92,7 @@ func newWireView(id uint64, v *api.ServiceEndpoints, m *marshalled) *wireView {
 	w := &wireView{
 		id:        id,
 		key:       v.Key(),
+		set:       localv1.Set_ServicesSet,
 		service:   localv1.Marshal(localv1.FromView(v)),
 		endpoints: make([]wireEndpoint, 0, len(v.Endpoints)+len(v.Draining)),
 		values:    1,
@@ -97,6 +101,19 @@ func newWireView(id uint64, v *api.ServiceEndpoints, m *marshalled) *wireView {
 	w.add(v.Endpoints, false, m)
 	w.add(v.Draining, true, m)
 	slices.SortFunc(w.endpoints, func(a, b wireEndpoint) int { return strings.Compare(a.key, b.key) })
+	return w
+}
+
+// newWireFrontends marshals the frontends of v.
+func newWireFrontends(id uint64, v *api.ServiceEndpoints) *wireView {
+	w := &wireView{
+		id:      id,
+		key:     v.Key(),
+		set:     localv1.Set_FrontendsSet,
+		service: localv1.Marshal(frontendsOf(v)),
+		values:  1,
+	}
+	w.size = 400 + 3*len(w.service)
 	return w
 }
 
@@ -150,7 +167,7 @@ func newDelta(old, new *wireView, who audience) *wireDelta {
 		before = old.endpoints
 	}
 	if old == nil || !bytes.Equal(old.service, new.service) {
-		d[setServices] = []frame{setFrame(localv1.Set_ServicesSet, servicePath(new.key), new.service)}
+		d[setServices] = []frame{setFrame(new.set, servicePath(new.key), new.service)}
 	}
 	for o, n := range pairs(before, new.endpoints) {
 		told := o != nil && who.hears(o)
@@ -166,7 +183,7 @@ func newDelta(old, new *wireView, who audience) *wireDelta {
 
 // removal returns what takes a view away.
 func removal(old *wireView, who audience) *wireDelta {
-	d := &wireDelta{deleteServices: {deleteFrame(localv1.Set_ServicesSet, servicePath(old.key))}}
+	d := &wireDelta{deleteServices: {deleteFrame(old.set, servicePath(old.key))}}
 	for i := range old.endpoints {
 		if e := &old.endpoints[i]; who.hears(e) {
 			d[deleteEndpoints] = append(d[deleteEndpoints], deleteFrame(localv1.Set_EndpointsSet, endpointPath(old.key, e.key)))
@@ -218,6 +235,9 @@ func (w *wireView) whole(who audience) []frame {
 }
 
 func (w *wireView) newWhole(who audience) []frame {
+	if w.set == localv1.Set_FrontendsSet {
+		return []frame{setFrame(w.set, servicePath(w.key), w.service)}
+	}
 	var listed []wireEndpoint
 	var rest []frame
 	size := len(w.service)

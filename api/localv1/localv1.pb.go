@@ -43,6 +43,9 @@ const (
 	Set_GlobalNodeInfos     Set = 12
 	// NodesSet has the client's own node.
 	Set_NodesSet Set = 100
+	// FrontendsSet has a ServiceFrontends of each service, for clients that ask for
+	// Frontends.
+	Set_FrontendsSet Set = 101
 )
 
 // Enum value maps for Set.
@@ -55,6 +58,7 @@ var (
 		11:  "GlobalEndpointInfos",
 		12:  "GlobalNodeInfos",
 		100: "NodesSet",
+		101: "FrontendsSet",
 	}
 	Set_value = map[string]int32{
 		"UnknownSet":          0,
@@ -64,6 +68,7 @@ var (
 		"GlobalEndpointInfos": 11,
 		"GlobalNodeInfos":     12,
 		"NodesSet":            100,
+		"FrontendsSet":        101,
 	}
 )
 
@@ -195,6 +200,173 @@ func (Family) EnumDescriptor() ([]byte, []int) {
 	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{2}
 }
 
+type FrontendKind int32
+
+const (
+	FrontendKind_UnknownKind    FrontendKind = 0
+	FrontendKind_ClusterIP      FrontendKind = 1
+	FrontendKind_LoadBalancerIP FrontendKind = 2
+	FrontendKind_ExternalIP     FrontendKind = 3
+	FrontendKind_NodePort       FrontendKind = 4
+)
+
+// Enum value maps for FrontendKind.
+var (
+	FrontendKind_name = map[int32]string{
+		0: "UnknownKind",
+		1: "ClusterIP",
+		2: "LoadBalancerIP",
+		3: "ExternalIP",
+		4: "NodePort",
+	}
+	FrontendKind_value = map[string]int32{
+		"UnknownKind":    0,
+		"ClusterIP":      1,
+		"LoadBalancerIP": 2,
+		"ExternalIP":     3,
+		"NodePort":       4,
+	}
+)
+
+func (x FrontendKind) Enum() *FrontendKind {
+	p := new(FrontendKind)
+	*p = x
+	return p
+}
+
+func (x FrontendKind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (FrontendKind) Descriptor() protoreflect.EnumDescriptor {
+	return file_api_localv1_localv1_proto_enumTypes[3].Descriptor()
+}
+
+func (FrontendKind) Type() protoreflect.EnumType {
+	return &file_api_localv1_localv1_proto_enumTypes[3]
+}
+
+func (x FrontendKind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use FrontendKind.Descriptor instead.
+func (FrontendKind) EnumDescriptor() ([]byte, []int) {
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{3}
+}
+
+type Verdict int32
+
+const (
+	Verdict_UnknownVerdict Verdict = 0
+	// Forward: to any endpoint of the list.
+	Verdict_Forward Verdict = 1
+	// Reject: with a TCP reset, or port unreachable.
+	Verdict_Reject Verdict = 2
+	// Drop: without an answer.
+	Verdict_Drop Verdict = 3
+)
+
+// Enum value maps for Verdict.
+var (
+	Verdict_name = map[int32]string{
+		0: "UnknownVerdict",
+		1: "Forward",
+		2: "Reject",
+		3: "Drop",
+	}
+	Verdict_value = map[string]int32{
+		"UnknownVerdict": 0,
+		"Forward":        1,
+		"Reject":         2,
+		"Drop":           3,
+	}
+)
+
+func (x Verdict) Enum() *Verdict {
+	p := new(Verdict)
+	*p = x
+	return p
+}
+
+func (x Verdict) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Verdict) Descriptor() protoreflect.EnumDescriptor {
+	return file_api_localv1_localv1_proto_enumTypes[4].Descriptor()
+}
+
+func (Verdict) Type() protoreflect.EnumType {
+	return &file_api_localv1_localv1_proto_enumTypes[4]
+}
+
+func (x Verdict) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Verdict.Descriptor instead.
+func (Verdict) EnumDescriptor() ([]byte, []int) {
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{4}
+}
+
+// Masquerade says whose connections through a frontend get a source address of
+// the node. Those of an endpoint to itself (hairpin) always do.
+type Masquerade int32
+
+const (
+	Masquerade_UnknownMasquerade Masquerade = 0
+	// MasqueradeIfAsked: those from outside the pod network, if the client's user
+	// says so.
+	Masquerade_MasqueradeIfAsked Masquerade = 1
+	Masquerade_MasqueradeAll     Masquerade = 2
+	// MasqueradeNode: those of the node itself, but not of its pods.
+	Masquerade_MasqueradeNode Masquerade = 3
+)
+
+// Enum value maps for Masquerade.
+var (
+	Masquerade_name = map[int32]string{
+		0: "UnknownMasquerade",
+		1: "MasqueradeIfAsked",
+		2: "MasqueradeAll",
+		3: "MasqueradeNode",
+	}
+	Masquerade_value = map[string]int32{
+		"UnknownMasquerade": 0,
+		"MasqueradeIfAsked": 1,
+		"MasqueradeAll":     2,
+		"MasqueradeNode":    3,
+	}
+)
+
+func (x Masquerade) Enum() *Masquerade {
+	p := new(Masquerade)
+	*p = x
+	return p
+}
+
+func (x Masquerade) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Masquerade) Descriptor() protoreflect.EnumDescriptor {
+	return file_api_localv1_localv1_proto_enumTypes[5].Descriptor()
+}
+
+func (Masquerade) Type() protoreflect.EnumType {
+	return &file_api_localv1_localv1_proto_enumTypes[5]
+}
+
+func (x Masquerade) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Masquerade.Descriptor instead.
+func (Masquerade) EnumDescriptor() ([]byte, []int) {
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{5}
+}
+
 // WatchReq asks for the next operations. The fields of the first one hold for
 // the stream; in later ones they are empty or the same.
 type WatchReq struct {
@@ -210,8 +382,16 @@ type WatchReq struct {
 	Batches bool `protobuf:"varint,102,opt,name=Batches,proto3" json:"Batches,omitempty"`
 	// Resume asks for a token with each Sync and, where the server has to tell
 	// whole services, for one Replace each. Its value is the token of the last
-	// Sync that the client acted on; empty if it has none.
-	Resume        []byte `protobuf:"bytes,103,opt,name=Resume,proto3,oneof" json:"Resume,omitempty"`
+	// Sync that the client acted on; empty if it has none. The oneof tells an empty
+	// one from none, for compilers that do not know optional fields.
+	//
+	// Types that are valid to be assigned to Resumption:
+	//
+	//	*WatchReq_Resume
+	Resumption isWatchReq_Resumption `protobuf_oneof:"Resumption"`
+	// Frontends asks for what is to be programmed, with everything decided, in
+	// FrontendsSet. It comes in place of services and endpoints.
+	Frontends     bool `protobuf:"varint,104,opt,name=Frontends,proto3" json:"Frontends,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -274,12 +454,38 @@ func (x *WatchReq) GetBatches() bool {
 	return false
 }
 
-func (x *WatchReq) GetResume() []byte {
+func (x *WatchReq) GetResumption() isWatchReq_Resumption {
 	if x != nil {
-		return x.Resume
+		return x.Resumption
 	}
 	return nil
 }
+
+func (x *WatchReq) GetResume() []byte {
+	if x != nil {
+		if x, ok := x.Resumption.(*WatchReq_Resume); ok {
+			return x.Resume
+		}
+	}
+	return nil
+}
+
+func (x *WatchReq) GetFrontends() bool {
+	if x != nil {
+		return x.Frontends
+	}
+	return false
+}
+
+type isWatchReq_Resumption interface {
+	isWatchReq_Resumption()
+}
+
+type WatchReq_Resume struct {
+	Resume []byte `protobuf:"bytes,103,opt,name=Resume,proto3,oneof"`
+}
+
+func (*WatchReq_Resume) isWatchReq_Resumption() {}
 
 // OpItem is one operation or, with Batch, several.
 type OpItem struct {
@@ -476,7 +682,7 @@ func (*EmptyOp) Descriptor() ([]byte, []int) {
 type Ref struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Set   Set                    `protobuf:"varint,1,opt,name=Set,proto3,enum=localv1.Set" json:"Set,omitempty"`
-	// Path is namespace/name of a service, namespace/name/key of its endpoint, or
+	// Path is namespace/name of a service or its frontends, namespace/name/key of its endpoint, or
 	// the name of a node.
 	Path          string `protobuf:"bytes,2,opt,name=Path,proto3" json:"Path,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -530,7 +736,7 @@ func (x *Ref) GetPath() string {
 type Value struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Ref   *Ref                   `protobuf:"bytes,1,opt,name=Ref,proto3" json:"Ref,omitempty"`
-	// Bytes are a Service, an Endpoint or a Node.
+	// Bytes are a Service, an Endpoint, a Node or a ServiceFrontends.
 	Bytes         []byte `protobuf:"bytes,2,opt,name=Bytes,proto3" json:"Bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1906,18 +2112,411 @@ func (x *Taint) GetEffect() string {
 	return ""
 }
 
+// ServiceFrontends is what a node has to program for a service.
+type ServiceFrontends struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Namespace string                 `protobuf:"bytes,1,opt,name=Namespace,proto3" json:"Namespace,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=Name,proto3" json:"Name,omitempty"`
+	// Frontends are in no two services at one IP (or node port), protocol and port.
+	Frontends []*Frontend `protobuf:"bytes,3,rep,name=Frontends,proto3" json:"Frontends,omitempty"`
+	// Lists are the lists of endpoints to which the frontends forward.
+	Lists         []*TargetList `protobuf:"bytes,4,rep,name=Lists,proto3" json:"Lists,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ServiceFrontends) Reset() {
+	*x = ServiceFrontends{}
+	mi := &file_api_localv1_localv1_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ServiceFrontends) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ServiceFrontends) ProtoMessage() {}
+
+func (x *ServiceFrontends) ProtoReflect() protoreflect.Message {
+	mi := &file_api_localv1_localv1_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ServiceFrontends.ProtoReflect.Descriptor instead.
+func (*ServiceFrontends) Descriptor() ([]byte, []int) {
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *ServiceFrontends) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *ServiceFrontends) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ServiceFrontends) GetFrontends() []*Frontend {
+	if x != nil {
+		return x.Frontends
+	}
+	return nil
+}
+
+func (x *ServiceFrontends) GetLists() []*TargetList {
+	if x != nil {
+		return x.Lists
+	}
+	return nil
+}
+
+// Frontend is one place where traffic arrives, and what becomes of it.
+type Frontend struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Kind  FrontendKind           `protobuf:"varint,1,opt,name=Kind,proto3,enum=localv1.FrontendKind" json:"Kind,omitempty"`
+	// IP is empty for a node port: all addresses of the node in Family at which the
+	// client serves node ports.
+	IP     string `protobuf:"bytes,2,opt,name=IP,proto3" json:"IP,omitempty"`
+	Family Family `protobuf:"varint,3,opt,name=Family,proto3,enum=localv1.Family" json:"Family,omitempty"`
+	// Protocol and Port are 0 if every protocol and port of IP is meant.
+	Protocol Protocol `protobuf:"varint,4,opt,name=Protocol,proto3,enum=localv1.Protocol" json:"Protocol,omitempty"`
+	Port     int32    `protobuf:"varint,5,opt,name=Port,proto3" json:"Port,omitempty"`
+	// PortName is the name of the service port, empty if it has none.
+	PortName string `protobuf:"bytes,6,opt,name=PortName,proto3" json:"PortName,omitempty"`
+	// Elsewhere is for traffic that does not start on this node, Node for traffic
+	// that does: that of the node itself and of its pods.
+	Elsewhere *Traffic `protobuf:"bytes,7,opt,name=Elsewhere,proto3" json:"Elsewhere,omitempty"`
+	Node      *Traffic `protobuf:"bytes,8,opt,name=Node,proto3" json:"Node,omitempty"`
+	// If Restricted is set, only sources in SourceRanges are admitted, and those of
+	// OwnSources on a node one of whose addresses is in SourceRanges. Traffic of
+	// others is dropped, whatever Elsewhere and Node say, and wherever it starts.
+	Restricted   bool       `protobuf:"varint,9,opt,name=Restricted,proto3" json:"Restricted,omitempty"`
+	SourceRanges []string   `protobuf:"bytes,10,rep,name=SourceRanges,proto3" json:"SourceRanges,omitempty"`
+	OwnSources   []string   `protobuf:"bytes,11,rep,name=OwnSources,proto3" json:"OwnSources,omitempty"`
+	Masquerade   Masquerade `protobuf:"varint,12,opt,name=Masquerade,proto3,enum=localv1.Masquerade" json:"Masquerade,omitempty"`
+	// AffinitySeconds is how long, after its last new connection, a client address
+	// keeps its endpoint. 0 means that it does not.
+	AffinitySeconds int32 `protobuf:"varint,13,opt,name=AffinitySeconds,proto3" json:"AffinitySeconds,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *Frontend) Reset() {
+	*x = Frontend{}
+	mi := &file_api_localv1_localv1_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Frontend) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Frontend) ProtoMessage() {}
+
+func (x *Frontend) ProtoReflect() protoreflect.Message {
+	mi := &file_api_localv1_localv1_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Frontend.ProtoReflect.Descriptor instead.
+func (*Frontend) Descriptor() ([]byte, []int) {
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *Frontend) GetKind() FrontendKind {
+	if x != nil {
+		return x.Kind
+	}
+	return FrontendKind_UnknownKind
+}
+
+func (x *Frontend) GetIP() string {
+	if x != nil {
+		return x.IP
+	}
+	return ""
+}
+
+func (x *Frontend) GetFamily() Family {
+	if x != nil {
+		return x.Family
+	}
+	return Family_UnknownFamily
+}
+
+func (x *Frontend) GetProtocol() Protocol {
+	if x != nil {
+		return x.Protocol
+	}
+	return Protocol_UnknownProtocol
+}
+
+func (x *Frontend) GetPort() int32 {
+	if x != nil {
+		return x.Port
+	}
+	return 0
+}
+
+func (x *Frontend) GetPortName() string {
+	if x != nil {
+		return x.PortName
+	}
+	return ""
+}
+
+func (x *Frontend) GetElsewhere() *Traffic {
+	if x != nil {
+		return x.Elsewhere
+	}
+	return nil
+}
+
+func (x *Frontend) GetNode() *Traffic {
+	if x != nil {
+		return x.Node
+	}
+	return nil
+}
+
+func (x *Frontend) GetRestricted() bool {
+	if x != nil {
+		return x.Restricted
+	}
+	return false
+}
+
+func (x *Frontend) GetSourceRanges() []string {
+	if x != nil {
+		return x.SourceRanges
+	}
+	return nil
+}
+
+func (x *Frontend) GetOwnSources() []string {
+	if x != nil {
+		return x.OwnSources
+	}
+	return nil
+}
+
+func (x *Frontend) GetMasquerade() Masquerade {
+	if x != nil {
+		return x.Masquerade
+	}
+	return Masquerade_UnknownMasquerade
+}
+
+func (x *Frontend) GetAffinitySeconds() int32 {
+	if x != nil {
+		return x.AffinitySeconds
+	}
+	return 0
+}
+
+type Traffic struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Verdict Verdict                `protobuf:"varint,1,opt,name=Verdict,proto3,enum=localv1.Verdict" json:"Verdict,omitempty"`
+	// List is an index into ServiceFrontends.Lists. It counts if Verdict is Forward.
+	List          int32 `protobuf:"varint,2,opt,name=List,proto3" json:"List,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Traffic) Reset() {
+	*x = Traffic{}
+	mi := &file_api_localv1_localv1_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Traffic) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Traffic) ProtoMessage() {}
+
+func (x *Traffic) ProtoReflect() protoreflect.Message {
+	mi := &file_api_localv1_localv1_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Traffic.ProtoReflect.Descriptor instead.
+func (*Traffic) Descriptor() ([]byte, []int) {
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *Traffic) GetVerdict() Verdict {
+	if x != nil {
+		return x.Verdict
+	}
+	return Verdict_UnknownVerdict
+}
+
+func (x *Traffic) GetList() int32 {
+	if x != nil {
+		return x.List
+	}
+	return 0
+}
+
+// TargetList has at least one target, in order of address and port.
+type TargetList struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Targets       []*Target              `protobuf:"bytes,1,rep,name=Targets,proto3" json:"Targets,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TargetList) Reset() {
+	*x = TargetList{}
+	mi := &file_api_localv1_localv1_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TargetList) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TargetList) ProtoMessage() {}
+
+func (x *TargetList) ProtoReflect() protoreflect.Message {
+	mi := &file_api_localv1_localv1_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TargetList.ProtoReflect.Descriptor instead.
+func (*TargetList) Descriptor() ([]byte, []int) {
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *TargetList) GetTargets() []*Target {
+	if x != nil {
+		return x.Targets
+	}
+	return nil
+}
+
+type Target struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	IP    string                 `protobuf:"bytes,1,opt,name=IP,proto3" json:"IP,omitempty"`
+	// Port is 0 if the destination port stays what it is.
+	Port int32 `protobuf:"varint,2,opt,name=Port,proto3" json:"Port,omitempty"`
+	// Local says that the endpoint runs on this node.
+	Local         bool   `protobuf:"varint,3,opt,name=Local,proto3" json:"Local,omitempty"`
+	NodeName      string `protobuf:"bytes,4,opt,name=NodeName,proto3" json:"NodeName,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Target) Reset() {
+	*x = Target{}
+	mi := &file_api_localv1_localv1_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Target) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Target) ProtoMessage() {}
+
+func (x *Target) ProtoReflect() protoreflect.Message {
+	mi := &file_api_localv1_localv1_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Target.ProtoReflect.Descriptor instead.
+func (*Target) Descriptor() ([]byte, []int) {
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *Target) GetIP() string {
+	if x != nil {
+		return x.IP
+	}
+	return ""
+}
+
+func (x *Target) GetPort() int32 {
+	if x != nil {
+		return x.Port
+	}
+	return 0
+}
+
+func (x *Target) GetLocal() bool {
+	if x != nil {
+		return x.Local
+	}
+	return false
+}
+
+func (x *Target) GetNodeName() string {
+	if x != nil {
+		return x.NodeName
+	}
+	return ""
+}
+
 var File_api_localv1_localv1_proto protoreflect.FileDescriptor
 
 const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\n" +
-	"\x19api/localv1/localv1.proto\x12\alocalv1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xa6\x01\n" +
+	"\x19api/localv1/localv1.proto\x12\alocalv1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc4\x01\n" +
 	"\bWatchReq\x12\x1a\n" +
 	"\bNodeName\x18\x01 \x01(\tR\bNodeName\x12\"\n" +
 	"\fAllEndpoints\x18d \x01(\bR\fAllEndpoints\x12\x18\n" +
 	"\aOwnNode\x18e \x01(\bR\aOwnNode\x12\x18\n" +
-	"\aBatches\x18f \x01(\bR\aBatches\x12\x1b\n" +
-	"\x06Resume\x18g \x01(\fH\x00R\x06Resume\x88\x01\x01B\t\n" +
-	"\a_Resume\"\x9e\x02\n" +
+	"\aBatches\x18f \x01(\bR\aBatches\x12\x18\n" +
+	"\x06Resume\x18g \x01(\fH\x00R\x06Resume\x12\x1c\n" +
+	"\tFrontends\x18h \x01(\bR\tFrontendsB\f\n" +
+	"\n" +
+	"Resumption\"\x9e\x02\n" +
 	"\x06OpItem\x12&\n" +
 	"\x04Sync\x18\x01 \x01(\v2\x10.localv1.EmptyOpH\x00R\x04Sync\x12\"\n" +
 	"\x03Set\x18\x02 \x01(\v2\x0e.localv1.ValueH\x00R\x03Set\x12&\n" +
@@ -2059,7 +2658,44 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\x05Taint\x12\x10\n" +
 	"\x03Key\x18\x01 \x01(\tR\x03Key\x12\x14\n" +
 	"\x05Value\x18\x02 \x01(\tR\x05Value\x12\x16\n" +
-	"\x06Effect\x18\x03 \x01(\tR\x06Effect*\x8c\x01\n" +
+	"\x06Effect\x18\x03 \x01(\tR\x06Effect\"\xa0\x01\n" +
+	"\x10ServiceFrontends\x12\x1c\n" +
+	"\tNamespace\x18\x01 \x01(\tR\tNamespace\x12\x12\n" +
+	"\x04Name\x18\x02 \x01(\tR\x04Name\x12/\n" +
+	"\tFrontends\x18\x03 \x03(\v2\x11.localv1.FrontendR\tFrontends\x12)\n" +
+	"\x05Lists\x18\x04 \x03(\v2\x13.localv1.TargetListR\x05Lists\"\xe6\x03\n" +
+	"\bFrontend\x12)\n" +
+	"\x04Kind\x18\x01 \x01(\x0e2\x15.localv1.FrontendKindR\x04Kind\x12\x0e\n" +
+	"\x02IP\x18\x02 \x01(\tR\x02IP\x12'\n" +
+	"\x06Family\x18\x03 \x01(\x0e2\x0f.localv1.FamilyR\x06Family\x12-\n" +
+	"\bProtocol\x18\x04 \x01(\x0e2\x11.localv1.ProtocolR\bProtocol\x12\x12\n" +
+	"\x04Port\x18\x05 \x01(\x05R\x04Port\x12\x1a\n" +
+	"\bPortName\x18\x06 \x01(\tR\bPortName\x12.\n" +
+	"\tElsewhere\x18\a \x01(\v2\x10.localv1.TrafficR\tElsewhere\x12$\n" +
+	"\x04Node\x18\b \x01(\v2\x10.localv1.TrafficR\x04Node\x12\x1e\n" +
+	"\n" +
+	"Restricted\x18\t \x01(\bR\n" +
+	"Restricted\x12\"\n" +
+	"\fSourceRanges\x18\n" +
+	" \x03(\tR\fSourceRanges\x12\x1e\n" +
+	"\n" +
+	"OwnSources\x18\v \x03(\tR\n" +
+	"OwnSources\x123\n" +
+	"\n" +
+	"Masquerade\x18\f \x01(\x0e2\x13.localv1.MasqueradeR\n" +
+	"Masquerade\x12(\n" +
+	"\x0fAffinitySeconds\x18\r \x01(\x05R\x0fAffinitySeconds\"I\n" +
+	"\aTraffic\x12*\n" +
+	"\aVerdict\x18\x01 \x01(\x0e2\x10.localv1.VerdictR\aVerdict\x12\x12\n" +
+	"\x04List\x18\x02 \x01(\x05R\x04List\"7\n" +
+	"\n" +
+	"TargetList\x12)\n" +
+	"\aTargets\x18\x01 \x03(\v2\x0f.localv1.TargetR\aTargets\"^\n" +
+	"\x06Target\x12\x0e\n" +
+	"\x02IP\x18\x01 \x01(\tR\x02IP\x12\x12\n" +
+	"\x04Port\x18\x02 \x01(\x05R\x04Port\x12\x14\n" +
+	"\x05Local\x18\x03 \x01(\bR\x05Local\x12\x1a\n" +
+	"\bNodeName\x18\x04 \x01(\tR\bNodeName*\x9e\x01\n" +
 	"\x03Set\x12\x0e\n" +
 	"\n" +
 	"UnknownSet\x10\x00\x12\x0f\n" +
@@ -2069,7 +2705,8 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\x12\x17\n" +
 	"\x13GlobalEndpointInfos\x10\v\x12\x13\n" +
 	"\x0fGlobalNodeInfos\x10\f\x12\f\n" +
-	"\bNodesSet\x10d*;\n" +
+	"\bNodesSet\x10d\x12\x10\n" +
+	"\fFrontendsSet\x10e*;\n" +
 	"\bProtocol\x12\x13\n" +
 	"\x0fUnknownProtocol\x10\x00\x12\a\n" +
 	"\x03TCP\x10\x01\x12\a\n" +
@@ -2078,7 +2715,26 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\x06Family\x12\x11\n" +
 	"\rUnknownFamily\x10\x00\x12\b\n" +
 	"\x04IPv4\x10\x04\x12\b\n" +
-	"\x04IPv6\x10\x0627\n" +
+	"\x04IPv6\x10\x06*`\n" +
+	"\fFrontendKind\x12\x0f\n" +
+	"\vUnknownKind\x10\x00\x12\r\n" +
+	"\tClusterIP\x10\x01\x12\x12\n" +
+	"\x0eLoadBalancerIP\x10\x02\x12\x0e\n" +
+	"\n" +
+	"ExternalIP\x10\x03\x12\f\n" +
+	"\bNodePort\x10\x04*@\n" +
+	"\aVerdict\x12\x12\n" +
+	"\x0eUnknownVerdict\x10\x00\x12\v\n" +
+	"\aForward\x10\x01\x12\n" +
+	"\n" +
+	"\x06Reject\x10\x02\x12\b\n" +
+	"\x04Drop\x10\x03*a\n" +
+	"\n" +
+	"Masquerade\x12\x15\n" +
+	"\x11UnknownMasquerade\x10\x00\x12\x15\n" +
+	"\x11MasqueradeIfAsked\x10\x01\x12\x11\n" +
+	"\rMasqueradeAll\x10\x02\x12\x12\n" +
+	"\x0eMasqueradeNode\x10\x0327\n" +
 	"\x04Sets\x12/\n" +
 	"\x05Watch\x12\x11.localv1.WatchReq\x1a\x0f.localv1.OpItem(\x010\x01B*Z(github.com/kpng-project/kpng/api/localv1b\x06proto3"
 
@@ -2094,88 +2750,106 @@ func file_api_localv1_localv1_proto_rawDescGZIP() []byte {
 	return file_api_localv1_localv1_proto_rawDescData
 }
 
-var file_api_localv1_localv1_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_api_localv1_localv1_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
+var file_api_localv1_localv1_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
+var file_api_localv1_localv1_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
 var file_api_localv1_localv1_proto_goTypes = []any{
 	(Set)(0),                      // 0: localv1.Set
 	(Protocol)(0),                 // 1: localv1.Protocol
 	(Family)(0),                   // 2: localv1.Family
-	(*WatchReq)(nil),              // 3: localv1.WatchReq
-	(*OpItem)(nil),                // 4: localv1.OpItem
-	(*EmptyOp)(nil),               // 5: localv1.EmptyOp
-	(*Ref)(nil),                   // 6: localv1.Ref
-	(*Value)(nil),                 // 7: localv1.Value
-	(*WholeService)(nil),          // 8: localv1.WholeService
-	(*KeyedEndpoint)(nil),         // 9: localv1.KeyedEndpoint
-	(*Service)(nil),               // 10: localv1.Service
-	(*IPFilter)(nil),              // 11: localv1.IPFilter
-	(*ServiceIPs)(nil),            // 12: localv1.ServiceIPs
-	(*IPSet)(nil),                 // 13: localv1.IPSet
-	(*Endpoint)(nil),              // 14: localv1.Endpoint
-	(*EndpointScopes)(nil),        // 15: localv1.EndpointScopes
-	(*PortScopes)(nil),            // 16: localv1.PortScopes
-	(*EndpointConditions)(nil),    // 17: localv1.EndpointConditions
-	(*PortName)(nil),              // 18: localv1.PortName
-	(*PortMapping)(nil),           // 19: localv1.PortMapping
-	(*ClientIPAffinity)(nil),      // 20: localv1.ClientIPAffinity
-	(*PortFamily)(nil),            // 21: localv1.PortFamily
-	(*LostClaim)(nil),             // 22: localv1.LostClaim
-	(*Node)(nil),                  // 23: localv1.Node
-	(*NodeAddress)(nil),           // 24: localv1.NodeAddress
-	(*Taint)(nil),                 // 25: localv1.Taint
-	nil,                           // 26: localv1.Service.LabelsEntry
-	nil,                           // 27: localv1.Service.AnnotationsEntry
-	nil,                           // 28: localv1.Node.LabelsEntry
-	(*timestamppb.Timestamp)(nil), // 29: google.protobuf.Timestamp
+	(FrontendKind)(0),             // 3: localv1.FrontendKind
+	(Verdict)(0),                  // 4: localv1.Verdict
+	(Masquerade)(0),               // 5: localv1.Masquerade
+	(*WatchReq)(nil),              // 6: localv1.WatchReq
+	(*OpItem)(nil),                // 7: localv1.OpItem
+	(*EmptyOp)(nil),               // 8: localv1.EmptyOp
+	(*Ref)(nil),                   // 9: localv1.Ref
+	(*Value)(nil),                 // 10: localv1.Value
+	(*WholeService)(nil),          // 11: localv1.WholeService
+	(*KeyedEndpoint)(nil),         // 12: localv1.KeyedEndpoint
+	(*Service)(nil),               // 13: localv1.Service
+	(*IPFilter)(nil),              // 14: localv1.IPFilter
+	(*ServiceIPs)(nil),            // 15: localv1.ServiceIPs
+	(*IPSet)(nil),                 // 16: localv1.IPSet
+	(*Endpoint)(nil),              // 17: localv1.Endpoint
+	(*EndpointScopes)(nil),        // 18: localv1.EndpointScopes
+	(*PortScopes)(nil),            // 19: localv1.PortScopes
+	(*EndpointConditions)(nil),    // 20: localv1.EndpointConditions
+	(*PortName)(nil),              // 21: localv1.PortName
+	(*PortMapping)(nil),           // 22: localv1.PortMapping
+	(*ClientIPAffinity)(nil),      // 23: localv1.ClientIPAffinity
+	(*PortFamily)(nil),            // 24: localv1.PortFamily
+	(*LostClaim)(nil),             // 25: localv1.LostClaim
+	(*Node)(nil),                  // 26: localv1.Node
+	(*NodeAddress)(nil),           // 27: localv1.NodeAddress
+	(*Taint)(nil),                 // 28: localv1.Taint
+	(*ServiceFrontends)(nil),      // 29: localv1.ServiceFrontends
+	(*Frontend)(nil),              // 30: localv1.Frontend
+	(*Traffic)(nil),               // 31: localv1.Traffic
+	(*TargetList)(nil),            // 32: localv1.TargetList
+	(*Target)(nil),                // 33: localv1.Target
+	nil,                           // 34: localv1.Service.LabelsEntry
+	nil,                           // 35: localv1.Service.AnnotationsEntry
+	nil,                           // 36: localv1.Node.LabelsEntry
+	(*timestamppb.Timestamp)(nil), // 37: google.protobuf.Timestamp
 }
 var file_api_localv1_localv1_proto_depIdxs = []int32{
-	5,  // 0: localv1.OpItem.Sync:type_name -> localv1.EmptyOp
-	7,  // 1: localv1.OpItem.Set:type_name -> localv1.Value
-	6,  // 2: localv1.OpItem.Delete:type_name -> localv1.Ref
-	5,  // 3: localv1.OpItem.Reset:type_name -> localv1.EmptyOp
-	8,  // 4: localv1.OpItem.Replace:type_name -> localv1.WholeService
-	4,  // 5: localv1.OpItem.Batch:type_name -> localv1.OpItem
+	8,  // 0: localv1.OpItem.Sync:type_name -> localv1.EmptyOp
+	10, // 1: localv1.OpItem.Set:type_name -> localv1.Value
+	9,  // 2: localv1.OpItem.Delete:type_name -> localv1.Ref
+	8,  // 3: localv1.OpItem.Reset:type_name -> localv1.EmptyOp
+	11, // 4: localv1.OpItem.Replace:type_name -> localv1.WholeService
+	7,  // 5: localv1.OpItem.Batch:type_name -> localv1.OpItem
 	0,  // 6: localv1.Ref.Set:type_name -> localv1.Set
-	6,  // 7: localv1.Value.Ref:type_name -> localv1.Ref
-	10, // 8: localv1.WholeService.Service:type_name -> localv1.Service
-	9,  // 9: localv1.WholeService.Endpoints:type_name -> localv1.KeyedEndpoint
-	14, // 10: localv1.KeyedEndpoint.Endpoint:type_name -> localv1.Endpoint
-	12, // 11: localv1.Service.IPs:type_name -> localv1.ServiceIPs
-	19, // 12: localv1.Service.Ports:type_name -> localv1.PortMapping
-	26, // 13: localv1.Service.Labels:type_name -> localv1.Service.LabelsEntry
-	27, // 14: localv1.Service.Annotations:type_name -> localv1.Service.AnnotationsEntry
-	11, // 15: localv1.Service.IPFilters:type_name -> localv1.IPFilter
-	20, // 16: localv1.Service.ClientIP:type_name -> localv1.ClientIPAffinity
-	29, // 17: localv1.Service.Created:type_name -> google.protobuf.Timestamp
+	9,  // 7: localv1.Value.Ref:type_name -> localv1.Ref
+	13, // 8: localv1.WholeService.Service:type_name -> localv1.Service
+	12, // 9: localv1.WholeService.Endpoints:type_name -> localv1.KeyedEndpoint
+	17, // 10: localv1.KeyedEndpoint.Endpoint:type_name -> localv1.Endpoint
+	15, // 11: localv1.Service.IPs:type_name -> localv1.ServiceIPs
+	22, // 12: localv1.Service.Ports:type_name -> localv1.PortMapping
+	34, // 13: localv1.Service.Labels:type_name -> localv1.Service.LabelsEntry
+	35, // 14: localv1.Service.Annotations:type_name -> localv1.Service.AnnotationsEntry
+	14, // 15: localv1.Service.IPFilters:type_name -> localv1.IPFilter
+	23, // 16: localv1.Service.ClientIP:type_name -> localv1.ClientIPAffinity
+	37, // 17: localv1.Service.Created:type_name -> google.protobuf.Timestamp
 	2,  // 18: localv1.Service.IPFamilies:type_name -> localv1.Family
-	21, // 19: localv1.Service.Unusable:type_name -> localv1.PortFamily
-	22, // 20: localv1.Service.Lost:type_name -> localv1.LostClaim
-	13, // 21: localv1.IPFilter.TargetIPs:type_name -> localv1.IPSet
-	13, // 22: localv1.ServiceIPs.ClusterIPs:type_name -> localv1.IPSet
-	13, // 23: localv1.ServiceIPs.ExternalIPs:type_name -> localv1.IPSet
-	13, // 24: localv1.ServiceIPs.LoadBalancerIPs:type_name -> localv1.IPSet
-	13, // 25: localv1.ServiceIPs.ProxiedIPs:type_name -> localv1.IPSet
-	13, // 26: localv1.Endpoint.IPs:type_name -> localv1.IPSet
-	18, // 27: localv1.Endpoint.PortOverrides:type_name -> localv1.PortName
-	15, // 28: localv1.Endpoint.Scopes:type_name -> localv1.EndpointScopes
-	16, // 29: localv1.Endpoint.PortScopes:type_name -> localv1.PortScopes
-	17, // 30: localv1.Endpoint.Conditions:type_name -> localv1.EndpointConditions
+	24, // 19: localv1.Service.Unusable:type_name -> localv1.PortFamily
+	25, // 20: localv1.Service.Lost:type_name -> localv1.LostClaim
+	16, // 21: localv1.IPFilter.TargetIPs:type_name -> localv1.IPSet
+	16, // 22: localv1.ServiceIPs.ClusterIPs:type_name -> localv1.IPSet
+	16, // 23: localv1.ServiceIPs.ExternalIPs:type_name -> localv1.IPSet
+	16, // 24: localv1.ServiceIPs.LoadBalancerIPs:type_name -> localv1.IPSet
+	16, // 25: localv1.ServiceIPs.ProxiedIPs:type_name -> localv1.IPSet
+	16, // 26: localv1.Endpoint.IPs:type_name -> localv1.IPSet
+	21, // 27: localv1.Endpoint.PortOverrides:type_name -> localv1.PortName
+	18, // 28: localv1.Endpoint.Scopes:type_name -> localv1.EndpointScopes
+	19, // 29: localv1.Endpoint.PortScopes:type_name -> localv1.PortScopes
+	20, // 30: localv1.Endpoint.Conditions:type_name -> localv1.EndpointConditions
 	1,  // 31: localv1.PortScopes.Protocol:type_name -> localv1.Protocol
-	15, // 32: localv1.PortScopes.Scopes:type_name -> localv1.EndpointScopes
+	18, // 32: localv1.PortScopes.Scopes:type_name -> localv1.EndpointScopes
 	1,  // 33: localv1.PortMapping.Protocol:type_name -> localv1.Protocol
 	1,  // 34: localv1.PortFamily.Protocol:type_name -> localv1.Protocol
 	2,  // 35: localv1.PortFamily.Family:type_name -> localv1.Family
 	1,  // 36: localv1.LostClaim.Protocol:type_name -> localv1.Protocol
-	28, // 37: localv1.Node.Labels:type_name -> localv1.Node.LabelsEntry
-	24, // 38: localv1.Node.Addresses:type_name -> localv1.NodeAddress
-	25, // 39: localv1.Node.Taints:type_name -> localv1.Taint
-	3,  // 40: localv1.Sets.Watch:input_type -> localv1.WatchReq
-	4,  // 41: localv1.Sets.Watch:output_type -> localv1.OpItem
-	41, // [41:42] is the sub-list for method output_type
-	40, // [40:41] is the sub-list for method input_type
-	40, // [40:40] is the sub-list for extension type_name
-	40, // [40:40] is the sub-list for extension extendee
-	0,  // [0:40] is the sub-list for field type_name
+	36, // 37: localv1.Node.Labels:type_name -> localv1.Node.LabelsEntry
+	27, // 38: localv1.Node.Addresses:type_name -> localv1.NodeAddress
+	28, // 39: localv1.Node.Taints:type_name -> localv1.Taint
+	30, // 40: localv1.ServiceFrontends.Frontends:type_name -> localv1.Frontend
+	32, // 41: localv1.ServiceFrontends.Lists:type_name -> localv1.TargetList
+	3,  // 42: localv1.Frontend.Kind:type_name -> localv1.FrontendKind
+	2,  // 43: localv1.Frontend.Family:type_name -> localv1.Family
+	1,  // 44: localv1.Frontend.Protocol:type_name -> localv1.Protocol
+	31, // 45: localv1.Frontend.Elsewhere:type_name -> localv1.Traffic
+	31, // 46: localv1.Frontend.Node:type_name -> localv1.Traffic
+	5,  // 47: localv1.Frontend.Masquerade:type_name -> localv1.Masquerade
+	4,  // 48: localv1.Traffic.Verdict:type_name -> localv1.Verdict
+	33, // 49: localv1.TargetList.Targets:type_name -> localv1.Target
+	6,  // 50: localv1.Sets.Watch:input_type -> localv1.WatchReq
+	7,  // 51: localv1.Sets.Watch:output_type -> localv1.OpItem
+	51, // [51:52] is the sub-list for method output_type
+	50, // [50:51] is the sub-list for method input_type
+	50, // [50:50] is the sub-list for extension type_name
+	50, // [50:50] is the sub-list for extension extendee
+	0,  // [0:50] is the sub-list for field type_name
 }
 
 func init() { file_api_localv1_localv1_proto_init() }
@@ -2183,7 +2857,9 @@ func file_api_localv1_localv1_proto_init() {
 	if File_api_localv1_localv1_proto != nil {
 		return
 	}
-	file_api_localv1_localv1_proto_msgTypes[0].OneofWrappers = []any{}
+	file_api_localv1_localv1_proto_msgTypes[0].OneofWrappers = []any{
+		(*WatchReq_Resume)(nil),
+	}
 	file_api_localv1_localv1_proto_msgTypes[1].OneofWrappers = []any{
 		(*OpItem_Sync)(nil),
 		(*OpItem_Set)(nil),
@@ -2199,8 +2875,8 @@ func file_api_localv1_localv1_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_localv1_localv1_proto_rawDesc), len(file_api_localv1_localv1_proto_rawDesc)),
-			NumEnums:      3,
-			NumMessages:   26,
+			NumEnums:      6,
+			NumMessages:   31,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

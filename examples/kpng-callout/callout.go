@@ -13,6 +13,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kpng-project/kpng/api"
 	"k8s.io/klog/v2"
 )
 
@@ -21,6 +22,11 @@ type callout struct {
 	args    []string // the program and its arguments
 	timeout time.Duration
 	stdout  *os.File
+
+	// frontends is whether its standard input has frontends of node, in place of
+	// services.
+	frontends bool
+	node      *api.Node
 }
 
 // gracePeriod is how long what is left of a callout may hold its standard input

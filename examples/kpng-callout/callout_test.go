@@ -192,6 +192,21 @@ func TestTheCommandLogsAFailureAndTriesAgain(t *testing.T) {
 	}
 }
 
+func TestCalloutsGetFrontendsIfAsked(t *testing.T) {
+	out, err := command(t, `jq -rc '[.Name, .Kind, .Addr, .Port, .Elsewhere.Verdict, .Elsewhere.Endpoints[0].Addr]'`,
+		"--manifests", demo, "--service-proxy-name", "kpng-example", "--node-name", "vm-002", "--once", "--frontends").Output()
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := `["vm-002",null,null,null,null,null]
+["kpng-example","ExternalIP","10.0.0.55",6000,"Forward","11.0.2.2"]
+["kpng-example","ExternalIP","1000::55",6000,"Forward","1100::202"]
+`
+	if got := string(out); got != want {
+		t.Errorf("the callout printed\n%swant\n%s", got, want)
+	}
+}
+
 func TestTheCommandNeverRunsTwoAtOnce(t *testing.T) {
 	dir := t.TempDir()
 	manifest, lock := filepath.Join(dir, "state.yaml"), filepath.Join(dir, "lock")

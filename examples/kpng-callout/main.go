@@ -2,8 +2,8 @@
 
 // Command kpng-callout runs the program that $CALLOUT names, with arguments if
 // need be, whenever what its node has to proxy changes. The program is given all
-// of it on standard input, one JSON object a service, as kpng-json prints it, and never
-// a part of it:
+// of it on standard input, and never a part of it: one JSON object a service, as
+// kpng-json prints it, or with --frontends the node and one JSON object a frontend:
 //
 //	CALLOUT=jq kpng-callout --manifests examples/demo.yaml --node-name vm-002
 //
@@ -20,15 +20,21 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/cobra"
 )
 
 func main() {
 	callout := callout{stdout: os.Stdout}
-	cmd := app.Command("kpng-callout", sink.FullState(callout.sync))
+	all := sink.FullState(callout.sync)
+	cmd := app.Command("kpng-callout", sink.Func(func(ctx context.Context, c *sink.Changes) error {
+		callout.node = c.Node
+		return all.Sync(ctx, c)
+	}))
 	cmd.Long = "kpng-callout runs the program $CALLOUT with all that this node has to proxy on standard input, one JSON object a service: never a part of it, and for the first time when every service is known."
 	cmd.Flags().DurationVar(&callout.timeout, "callout-timeout", time.Minute, "kill $CALLOUT and what it started, and count it as failed, when it runs for longer")
+	cmd.Flags().BoolVar(&callout.frontends, "frontends", false, "give the node on a line, then each frontend with everything decided, instead of services")
 	cmd.PreRunE = func(*cobra.Command, []string) (err error) {
 		if callout.timeout <= 0 {
 			return fmt.Errorf("--callout-timeout is not greater than zero: %v", callout.timeout)
@@ -41,6 +47,12 @@ func main() {
 
 func (c *callout) sync(ctx context.Context, services []*api.ServiceEndpoints) error {
 	var stdin bytes.Buffer
+	if c.frontends {
+		if err := nodeview.WriteFrontends(&stdin, c.node, services); err != nil {
+			return err
+		}
+		return c.run(ctx, &stdin)
+	}
 	encoder := json.NewEncoder(&stdin)
 	for _, service := range services {
 		if err := encoder.Encode(service); err != nil {

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package nodeview
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+)
+
+func TestWriteFrontends(t *testing.T) {
+	node := &api.Node{Name: here.Name, Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("10.9.0.1")}}}
+	web := service(ofType(api.LoadBalancer), externalLocal, loadBalancerIPs("203.0.113.1"), sourceRangesFor("10.9.0.0/16"), nodePort(30080),
+		func(s *api.Service) {
+			s.Ports[0].Name, s.SessionAffinity.ClientIP = "http", &api.ClientIPAffinity{TimeoutSeconds: 60}
+		})
+	all := service(mapIP, headless, externalIPs("192.0.2.1"), func(s *api.Service) { s.Name = "whole" })
+	var views []*api.ServiceEndpoints
+	for _, state := range []*api.ServiceState{
+		{Service: web, Slices: endpointSlices("slice a http=8080\n10.0.0.1 ready @there")},
+		{Service: all, Slices: endpointSlices("slice a\n10.0.0.2 ready @here")},
+	} {
+		views = append(views, View(state, node))
+	}
+	var out strings.Builder
+	if err := WriteFrontends(&out, node, views); err != nil {
+		t.Fatal(err)
+	}
+	const there = `{"Verdict":"Forward","Endpoints":[{"Addr":"10.0.0.1","Port":8080,"NodeName":"there"}]}`
+	want := []string{
+		`{"Name":"here","Addresses":[{"Type":"InternalIP","IP":"10.9.0.1"}]}`,
+		`{"Namespace":"default","Name":"web","Kind":"ClusterIP","Addr":"10.96.0.1","Family":"IPv4","Protocol":"TCP","Port":80,` +
+			`"PortName":"http","Elsewhere":` + there + `,"Node":` + there + `,"Masquerade":"MasqueradeIfAsked","AffinitySeconds":60}`,
+		`{"Namespace":"default","Name":"web","Kind":"LoadBalancerIP","Addr":"203.0.113.1","Family":"IPv4","Protocol":"TCP","Port":80,` +
+			`"PortName":"http","Elsewhere":{"Verdict":"Drop"},"Node":` + there + `,` +
+			`"Sources":{"Restricted":true,"Ranges":["10.9.0.0/16","203.0.113.1/32"]},"Masquerade":"MasqueradeNode","AffinitySeconds":60}`,
+		`{"Namespace":"default","Name":"web","Kind":"NodePort","Family":"IPv4","Protocol":"TCP","Port":30080,` +
+			`"PortName":"http","Elsewhere":{"Verdict":"Drop"},"Node":` + there + `,"Masquerade":"MasqueradeNode","AffinitySeconds":60}`,
+		`{"Namespace":"default","Name":"whole","Kind":"ExternalIP","Addr":"192.0.2.1","Family":"IPv4",` +
+			`"Elsewhere":{"Verdict":"Forward","Endpoints":[{"Addr":"10.0.0.2","Local":true,"NodeName":"here"}]},` +
+			`"Node":{"Verdict":"Forward","Endpoints":[{"Addr":"10.0.0.2","Local":true,"NodeName":"here"}]},"Masquerade":"MasqueradeAll"}`,
+	}
+	if diff := cmp.Diff(want, strings.Split(strings.TrimSuffix(out.String(), "\n"), "\n")); diff != "" {
+		t.Errorf("lines (-want +got):\n%s", diff)
+	}
+
+	out.Reset()
+	if err := WriteFrontends(&out, nil, nil); err != nil || out.String() != "{}\n" {
+		t.Errorf("without a node it writes %q, error %v", out.String(), err)
+	}
+}

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote
+
+import (
+	"net/netip"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// frontendsOf returns the frontends of a view as they go over the wire, each list of
+// endpoints once.
+func frontendsOf(v *api.ServiceEndpoints) *localv1.ServiceFrontends {
+	w := &localv1.ServiceFrontends{Namespace: v.Service.Namespace, Name: v.Service.Name}
+	lists := map[nodeview.ListID]int32{}
+	traffic := func(t nodeview.Traffic) *localv1.Traffic {
+		if t.Verdict != nodeview.Forward {
+			return &localv1.Traffic{Verdict: localv1.Verdict(t.Verdict) + localv1.Verdict_Forward}
+		}
+		list, ok := lists[t.List]
+		if !ok {
+			list = int32(len(w.Lists))
+			lists[t.List] = list
+			w.Lists = append(w.Lists, targetList(t.Endpoints))
+		}
+		return &localv1.Traffic{Verdict: localv1.Verdict_Forward, List: list}
+	}
+	for f := range nodeview.Frontends(v) {
+		to := &localv1.Frontend{
+			Kind:   localv1.FrontendKind(f.Kind),
+			Family: localv1.Family(f.Family), Protocol: localv1.Protocol(f.Protocol), Port: f.Port,
+			Elsewhere: traffic(f.Elsewhere), Node: traffic(f.Node),
+			Restricted:      f.Sources.Restricted,
+			SourceRanges:    texts(f.Sources.Ranges, netip.Prefix.String),
+			OwnSources:      texts(f.Sources.Own, netip.Addr.String),
+			Masquerade:      localv1.Masquerade(f.Masquerade) + localv1.Masquerade_MasqueradeIfAsked,
+			AffinitySeconds: int32(f.Affinity.Seconds()),
+		}
+		if f.Addr.IsValid() {
+			to.IP = f.Addr.String()
+		}
+		if f.ServicePort != nil {
+			to.PortName = f.ServicePort.Name
+		}
+		w.Frontends = append(w.Frontends, to)
+	}
+	return w
+}
+
+func targetList(list []nodeview.Target) *localv1.TargetList {
+	w := &localv1.TargetList{Targets: make([]*localv1.Target, len(list))}
+	for i, t := range list {
+		w.Targets[i] = &localv1.Target{IP: t.Addr.String(), Port: t.Port, Local: t.Local, NodeName: t.NodeName}
+	}
+	return w
+}
+
+func texts[T any](list []T, text func(T) string) []string {
+	out := make([]string, len(list))
+	for i, v := range list {
+		out[i] = text(v)
+	}
+	return out
+}

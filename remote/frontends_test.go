@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/apitest"
+	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/cluster"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+)
+
+// TestFrontendsComeInPlaceOfServices follows a service as a client that asks for
+// frontends does: without them, it would have to derive all of this.
+func TestFrontendsComeInPlaceOfServices(t *testing.T) {
+	state := cluster.New(cluster.Options{Resumable: true})
+	service := *hinted
+	service.Type, service.ExternalTrafficToLocal = api.LoadBalancer, true
+	service.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 60}
+	service.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
+	service.SourceRanges = []api.SourceRanges{{
+		TargetIPs: service.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")},
+	}}
+	update(state, func(to apitest.Writer) {
+		to.SetNode(&api.Node{Name: "in-a", Labels: map[string]string{api.ZoneLabel: "a"}})
+		to.SetService(&service)
+		to.SetSlice(hintedSlice)
+	})
+	state.SetSynced()
+	l := listen(t, "127.0.0.1:0")
+	serveOn(t, state, l, quick)
+	conn, err := grpc.NewClient(l.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+
+	// answer returns the operations of the next answer to a request, and its token.
+	answer := func(stream grpc.BidiStreamingClient[localv1.WatchReq, localv1.OpItem], req *localv1.WatchReq) (ops []string, token []byte) {
+		t.Helper()
+		req.NodeName, req.Frontends = "in-a", true
+		if err := stream.Send(req); err != nil {
+			t.Fatal(err)
+		}
+		for {
+			item, err := stream.Recv()
+			if err != nil {
+				t.Fatal(err)
+			}
+			switch op := item.Op.(type) {
+			case *localv1.OpItem_Reset_:
+				ops = append(ops, "reset")
+			case *localv1.OpItem_Sync:
+				return ops, item.Resume
+			case *localv1.OpItem_Delete:
+				ops = append(ops, fmt.Sprintf("delete %s %s", op.Delete.Set, op.Delete.Path))
+			case *localv1.OpItem_Set:
+				var value localv1.ServiceFrontends
+				if err := proto.Unmarshal(op.Set.Bytes, &value); err != nil {
+					t.Fatal(err)
+				}
+				ops = append(ops, fmt.Sprintf("set %s %s %s", op.Set.Ref.Set, op.Set.Ref.Path, frontendsText(t, &value)))
+			default:
+				t.Fatalf("operation %T", op)
+			}
+		}
+	}
+	watch := func() grpc.BidiStreamingClient[localv1.WatchReq, localv1.OpItem] {
+		stream, err := localv1.NewSetsClient(conn).Watch(within(t))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return stream
+	}
+
+	here, drop := `{"Verdict":"Forward"}`, `{"Verdict":"Drop"}`
+	text := func(external string) string {
+		return `set FrontendsSet plain/hinted {"Frontends":[` +
+			`{"AffinitySeconds":60,"Elsewhere":` + here + `,"Family":"IPv4","IP":"10.0.0.1","Kind":"ClusterIP",` +
+			`"Masquerade":"MasqueradeIfAsked","Node":` + here + `,"Port":80,"Protocol":"TCP"},` +
+			`{"AffinitySeconds":60,"Elsewhere":` + external + `,"Family":"IPv4","IP":"203.0.113.1","Kind":"LoadBalancerIP",` +
+			`"Masquerade":"MasqueradeNode","Node":` + here + `,"OwnSources":["203.0.113.1"],"Port":80,"Protocol":"TCP",` +
+			`"Restricted":true,"SourceRanges":["192.0.2.0/24"]}],`
+	}
+	stream := watch()
+	got, _ := answer(stream, &localv1.WatchReq{Resumption: &localv1.WatchReq_Resume{}})
+	want := []string{"reset", text(here) + `"Lists":[{"Targets":[{"IP":"172.16.0.1","Local":true,"NodeName":"in-a","Port":80}]}],"Name":"hinted","Namespace":"plain"}`}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("the first answer (-want +got):\n%s", diff)
+	}
+
+	moved := *hintedSlice
+	moved.Endpoints = hintedSlice.Endpoints[1:]
+	update(state, func(to apitest.Writer) { to.SetSlice(&moved) })
+	got, token := answer(stream, &localv1.WatchReq{})
+	want = []string{text(drop) + `"Lists":[{"Targets":[{"IP":"172.16.0.2","NodeName":"in-b","Port":80}]}],"Name":"hinted","Namespace":"plain"}`}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("after a change (-want +got):\n%s", diff)
+	}
+
+	update(state, func(to apitest.Writer) { to.DeleteService(service.Key()) })
+	want = []string{"delete FrontendsSet plain/hinted"}
+	if got, _ := answer(stream, &localv1.WatchReq{}); !cmp.Equal(want, got) {
+		t.Errorf("after the service is deleted: %q, want %q", got, want)
+	}
+	if got, _ := answer(watch(), &localv1.WatchReq{Resumption: &localv1.WatchReq_Resume{Resume: token}}); !cmp.Equal(want, got) {
+		t.Errorf("resumed before the service was deleted: %q, want %q", got, want)
+	}
+}
+
+// frontendsText returns m as JSON in a form that does not vary.
+func frontendsText(t *testing.T, m *localv1.ServiceFrontends) string {
+	t.Helper()
+	text, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var value any
+	if err := json.Unmarshal(text, &value); err != nil {
+		t.Fatal(err)
+	}
+	if text, err = json.Marshal(value); err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}

@@ -55,6 +55,7 @@ type serviceFlags struct {
 
 func (f *serviceFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&f.options.ServiceProxyName, "service-proxy-name", "", "serve the services whose label service.kubernetes.io/service-proxy-name is this `name`, headless ones included; without it, those that have no such label")
+	fs.BoolVar(&f.options.IgnoreExternalIPs, "ignore-external-ips", false, "serve no external IPs (spec.externalIPs), which whoever may create a service can choose at will")
 	fs.StringSliceVar(&f.options.KeepLabels, "keep-labels", nil, "hand on the service labels that match these `patterns`, such as app or example.com/*")
 	fs.StringSliceVar(&f.options.KeepAnnotations, "keep-annotations", nil, "hand on the service annotations that match these `patterns`, such as example.com/*")
 	fs.StringVar(&f.mapIP, "all-ports-annotation", "", "make an all-ports service of each that has this `annotation` with the value true")

@@ -37,7 +37,7 @@ func (s *Source) Register(cmd *cobra.Command) {
 	s.api.register(fs)
 	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
 	// What to serve is the server's to say.
-	for _, other := range []string{"kubeconfig", "manifests", "service-proxy-name", "keep-labels", "keep-annotations", "all-ports", "all-ports-annotation"} {
+	for _, other := range []string{"kubeconfig", "manifests", "service-proxy-name", "ignore-external-ips", "keep-labels", "keep-annotations", "all-ports", "all-ports-annotation"} {
 		cmd.MarkFlagsMutuallyExclusive("api", other)
 	}
 }

@@ -35,7 +35,7 @@ func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
 		IPFamilies:             families(s.Spec.IPFamilies, &r),
 	}
 	if out.Type != api.ExternalName {
-		out.IPs = serviceIPs(s, &r)
+		out.IPs = c.serviceIPs(s, &r)
 		out.SourceRanges = sourceRanges(s, &out.IPs.LoadBalancerIPs, &r)
 		out.HealthCheckNodePort = healthCheckNodePort(s, &r)
 	}
@@ -103,7 +103,7 @@ func families(in []corev1.IPFamily, r *report) []api.Family {
 	return out
 }
 
-func serviceIPs(s *corev1.Service, r *report) api.ServiceIPs {
+func (c *Converter) serviceIPs(s *corev1.Service, r *report) api.ServiceIPs {
 	ips := api.ServiceIPs{Headless: isHeadless(s)}
 	switch {
 	case ips.Headless:
@@ -112,7 +112,9 @@ func serviceIPs(s *corev1.Service, r *report) api.ServiceIPs {
 	default:
 		add(&ips.ClusterIPs, s.Spec.ClusterIP, "spec.clusterIP", -1, r)
 	}
-	addAll(&ips.ExternalIPs, s.Spec.ExternalIPs, "spec.externalIPs", r)
+	if !c.options.IgnoreExternalIPs {
+		addAll(&ips.ExternalIPs, s.Spec.ExternalIPs, "spec.externalIPs", r)
+	}
 	for i := range s.Status.LoadBalancer.Ingress {
 		in := &s.Status.LoadBalancer.Ingress[i]
 		set := &ips.LoadBalancerIPs

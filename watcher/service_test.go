@@ -369,6 +369,15 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
+			name:    "external IPs are left out on request, whatever they are",
+			options: Options{IgnoreExternalIPs: true},
+			change: func(s *service) {
+				s.Spec.ClusterIP = "10.0.0.1"
+				s.Spec.ExternalIPs = []string{"192.0.2.1", "no address"}
+			},
+			want: func(s *api.Service) { s.IPs.ClusterIPs = api.NewIPSet(addrs("10.0.0.1")...) },
+		},
+		{
 			name:    "an annotation makes an all-ports service",
 			options: Options{AllPorts: AllPortsAnnotated("example.com/all-ports")},
 			change:  func(s *service) { s.Annotations = map[string]string{"example.com/all-ports": "true"} },

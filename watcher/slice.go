@@ -3,6 +3,7 @@
 package watcher
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -21,9 +22,12 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 		return nil, nil
 	}
 	r := report{kind: "EndpointSlice", namespace: s.Namespace, name: s.Name}
-	service := s.Labels[discoveryv1.LabelServiceName]
+	service := s.Labels[cmp.Or(c.options.ServiceNameLabel, discoveryv1.LabelServiceName)]
 	if service == "" {
-		r.add("metadata.labels["+discoveryv1.LabelServiceName+"]", "missing, so the slice belongs to no service")
+		// Slices without a label of the proxy's own choice are other proxies'.
+		if c.options.ServiceNameLabel == "" {
+			r.add("metadata.labels["+discoveryv1.LabelServiceName+"]", "missing, so the slice belongs to no service")
+		}
 		return nil, r.done()
 	}
 	var family api.Family

@@ -18,6 +18,7 @@
 package watcher
 
 import (
+	"cmp"
 	"fmt"
 	"path"
 	"strconv"
@@ -29,7 +30,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// The labels by which Kubernetes tells service proxies what is theirs. The
+// The labels by which Kubernetes marks what is for which service proxy. The
 // endpoint-slice controller copies the first from services to their slices and
 // sets the second on the slices of headless services.
 const (
@@ -45,6 +46,24 @@ type Options struct {
 	// included. Empty selects the services without this label, except headless
 	// ones.
 	ServiceProxyName string
+
+	// Skip, if set, reports services that are not served although their label
+	// says so. It gets the object of the API, for it to judge by anything: a list
+	// of names, annotations, spec.loadBalancerClass. It must depend on the object
+	// alone, must neither change nor keep it, and is called from several
+	// goroutines.
+	Skip func(*corev1.Service) bool
+
+	// ServiceNameLabel is the label of a slice that names its service. Slices
+	// without it belong to no service. Another label than the default selects
+	// slices that somebody makes beside those of Kubernetes, for example for
+	// secondary networks. Default: kubernetes.io/service-name.
+	ServiceNameLabel string
+
+	// IgnoreExternalIPs leaves spec.externalIPs out, as a cluster does without
+	// the feature gate AllowServiceExternalIPs (KEP-5707). Everybody who may
+	// create services can claim any address by them.
+	IgnoreExternalIPs bool
 
 	// KeepLabels and KeepAnnotations name the labels and annotations of a
 	// service that the model carries, as patterns of path.Match. A "*" matches
@@ -81,10 +100,14 @@ type Converter struct {
 }
 
 // New returns a Converter. Errors are a ServiceProxyName that cannot be the
-// value of a label, and a malformed pattern in KeepLabels or KeepAnnotations.
+// value of a label, a ServiceNameLabel that cannot be the name of one, and a
+// malformed pattern in KeepLabels or KeepAnnotations.
 func New(o Options) (*Converter, error) {
 	if faults := validation.IsValidLabelValue(o.ServiceProxyName); len(faults) > 0 {
 		return nil, fmt.Errorf("service proxy name %q: %s", o.ServiceProxyName, strings.Join(faults, "; "))
+	}
+	if faults := validation.IsQualifiedName(cmp.Or(o.ServiceNameLabel, discoveryv1.LabelServiceName)); len(faults) > 0 {
+		return nil, fmt.Errorf("service name label %q: %s", o.ServiceNameLabel, strings.Join(faults, "; "))
 	}
 	for _, list := range [...]struct {
 		option   string
@@ -100,9 +123,9 @@ func New(o Options) (*Converter, error) {
 }
 
 // WantsService reports whether s is for this proxy, as
-// Options.ServiceProxyName says.
+// Options.ServiceProxyName and Options.Skip say.
 func (c *Converter) WantsService(s *corev1.Service) bool {
-	if s == nil {
+	if s == nil || c.options.Skip != nil && c.options.Skip(s) {
 		return false
 	}
 	if name := c.options.ServiceProxyName; name != "" {
@@ -112,12 +135,15 @@ func (c *Converter) WantsService(s *corev1.Service) bool {
 	return !elsewhere && !isHeadless(s)
 }
 
-// WantsSlice reports whether the labels of s say that it is for this proxy.
+// WantsSlice reports whether s is for this proxy by its labels alone: with a
+// ServiceProxyName, if its label equals that; without one, if it is not that of
+// a headless service. The general proxy takes slices with any
+// service.kubernetes.io/service-proxy-name, as kube-proxy does: that label
+// decides about services, and on a slice it may be older than on the service.
 //
-// With a ServiceProxyName there are more to serve: the slices of wanted services
-// without a selector (see [Selectorless]). Somebody else than the endpoint-slice
-// controller makes those and may leave out the label. They are told by their
-// service, which takes knowledge of both.
+// With a ServiceProxyName, all other slices of wanted services without a
+// selector are served, too (see [Selectorless]). The endpoint-slice controller
+// does not make those, and so they may lack the label.
 func (c *Converter) WantsSlice(s *discoveryv1.EndpointSlice) bool {
 	if s == nil {
 		return false
@@ -125,9 +151,8 @@ func (c *Converter) WantsSlice(s *discoveryv1.EndpointSlice) bool {
 	if name := c.options.ServiceProxyName; name != "" {
 		return s.Labels[LabelServiceProxyName] == name
 	}
-	_, elsewhere := s.Labels[LabelServiceProxyName]
 	_, headless := s.Labels[LabelHeadless]
-	return !elsewhere && !headless
+	return !headless
 }
 
 // Selectorless reports whether s has no selector, so that the endpoint-slice

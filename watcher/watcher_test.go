@@ -66,7 +66,7 @@ func TestWantsSlice(t *testing.T) {
 		want      bool
 	}{
 		{"without a name, a slice without the labels is served", "", labels(), true},
-		{"without a name, a labelled slice is somebody else's", "", labels(LabelServiceProxyName, "x"), false},
+		{"without a name, a slice with a proxy's label is served, as its service may have lost the label", "", labels(LabelServiceProxyName, "x"), true},
 		{"without a name, a slice of a headless service is left out", "", labels(LabelHeadless, ""), false},
 		{"with a name, an equal label is served", "x", labels(LabelServiceProxyName, "x"), true},
 		{"with a name, a slice of a headless service is served", "x", labels(LabelServiceProxyName, "x", LabelHeadless, ""), true},
@@ -79,6 +79,35 @@ func TestWantsSlice(t *testing.T) {
 				t.Errorf("WantsSlice = %t, want %t", got, tc.want)
 			}
 		})
+	}
+}
+
+func TestSkippedServiceIsNotWanted(t *testing.T) {
+	class := "example.com/lb"
+	c := newConverter(t, Options{ServiceProxyName: "x", Skip: func(s *corev1.Service) bool {
+		return s.Spec.LoadBalancerClass != nil && *s.Spec.LoadBalancerClass == class
+	}})
+	wanted := &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, "x")}
+	skipped := wanted.DeepCopy()
+	skipped.Spec.LoadBalancerClass = &class
+	if !c.WantsService(wanted) || c.WantsService(skipped) {
+		t.Errorf("WantsService = %t for a service that is not skipped and %t for one that is", c.WantsService(wanted), c.WantsService(skipped))
+	}
+}
+
+func TestServiceNameLabelNamesTheService(t *testing.T) {
+	const label = "example.com/service-name"
+	c := newConverter(t, Options{ServiceNameLabel: label})
+	own := &discoveryv1.EndpointSlice{ObjectMeta: labels(label, "api", discoveryv1.LabelServiceName, "web"), AddressType: discoveryv1.AddressTypeIPv4}
+	if got, problems := c.EndpointSlice(own); got == nil || got.ServiceName != "api" || problems != nil {
+		t.Errorf("EndpointSlice = %+v, %v, want one of service api", got, problems)
+	}
+	other := &discoveryv1.EndpointSlice{ObjectMeta: labels(discoveryv1.LabelServiceName, "web"), AddressType: discoveryv1.AddressTypeIPv4}
+	if got, problems := c.EndpointSlice(other); got != nil || problems != nil {
+		t.Errorf("a slice without the label: %+v, %v, want none and no problem", got, problems)
+	}
+	if _, err := New(Options{ServiceNameLabel: "a b"}); err == nil || !strings.Contains(err.Error(), `service name label "a b"`) {
+		t.Errorf("New with a label of an impossible name: %v", err)
 	}
 }
 

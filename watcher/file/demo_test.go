@@ -19,7 +19,7 @@ func TestTheDemoIsSplitByServiceProxyName(t *testing.T) {
 		},
 		"": {
 			"service default/web",
-			"slice default/web-ipv4",
+			"slice default/kpng-example-ipv4", "slice default/kpng-example-ipv6", "slice default/web-ipv4",
 			"node vm-002", "node vm-003",
 		},
 		"another": {"node vm-002", "node vm-003"},

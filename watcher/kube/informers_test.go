@@ -56,7 +56,7 @@ func TestInformersAreFilteredHere(t *testing.T) {
 	}{
 		{"for a general proxy", Options{}, []string{
 			"service default/web", "slice default/web-1 10.0.0.1", "node a", "node b",
-			"slice default/plain 10.0.0.4", "slice default/stranger-1 10.0.0.5",
+			"slice default/plain 10.0.0.4", "slice default/stranger-1 10.0.0.5", "slice default/special-1 10.0.0.3",
 		}},
 		{"for a named proxy", named("x"), []string{
 			"service default/special", "slice default/special-1 10.0.0.3", "service default/special-db",
@@ -64,7 +64,7 @@ func TestInformersAreFilteredHere(t *testing.T) {
 		}},
 		{"for one node", Options{NodeName: "b"}, []string{
 			"service default/web", "slice default/web-1 10.0.0.1", "node b",
-			"slice default/plain 10.0.0.4", "slice default/stranger-1 10.0.0.5",
+			"slice default/plain 10.0.0.4", "slice default/stranger-1 10.0.0.5", "slice default/special-1 10.0.0.3",
 		}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

@@ -177,7 +177,17 @@ func TestGeneralProxySeesWhatBearsNoLabel(t *testing.T) {
 			node("a"), node("b"),
 		)
 		w.start()
-		w.expect("service default/web", "slice default/web-1 10.0.0.1", "node a", "node b")
+		w.expect("service default/web", "slice default/web-1 10.0.0.1", "slice default/special-1 10.0.0.2", "node a", "node b")
+	})
+}
+
+// The label decides about services: kube-proxy takes slices whatever theirs is.
+func TestServiceThatLosesItsLabelHasItsEndpoints(t *testing.T) {
+	inWorld(t, Options{}, func(w *world) {
+		w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"))
+		w.start()
+		w.set(service("web"))
+		w.expect("service default/web", "slice default/web-1 10.0.0.1")
 	})
 }
 
@@ -202,7 +212,7 @@ func TestSelectionIsTheServers(t *testing.T) {
 	}{
 		{"a general proxy asks for what bears no label and is not headless, and for all nodes", Options{}, map[string]string{
 			services:       "!service.kubernetes.io/service-proxy-name | spec.clusterIP!=None",
-			endpointSlices: "!service.kubernetes.io/headless,!service.kubernetes.io/service-proxy-name | ",
+			endpointSlices: "!service.kubernetes.io/headless | ",
 			nodes:          " | ",
 		}},
 		{"a named proxy asks for its label", named("x"), map[string]string{
@@ -212,7 +222,7 @@ func TestSelectionIsTheServers(t *testing.T) {
 		}},
 		{"a node's proxy asks for its own node only", Options{NodeName: "a"}, map[string]string{
 			services:       "!service.kubernetes.io/service-proxy-name | spec.clusterIP!=None",
-			endpointSlices: "!service.kubernetes.io/headless,!service.kubernetes.io/service-proxy-name | ",
+			endpointSlices: "!service.kubernetes.io/headless | ",
 			nodes:          " | metadata.name=a",
 		}},
 	} {
@@ -274,9 +284,7 @@ func TestLabelFlipsAreAddsAndDeletes(t *testing.T) {
 		w.set(service("web"), slice("web", "web-1", "10.0.0.1"))
 		w.start()
 		w.set(service("web", proxyName, "x"))
-		w.expect("slice default/web-1 10.0.0.1") // until the slice controller relabels it
-		w.set(slice("web", "web-1", "10.0.0.1", proxyName, "x"))
-		w.expect()
+		w.expect("slice default/web-1 10.0.0.1")
 		w.set(service("web"), slice("web", "web-1", "10.0.0.1"))
 		w.expect("service default/web", "slice default/web-1 10.0.0.1")
 		w.set(headless(service("web")))

@@ -45,7 +45,7 @@ func (w *watch) sliceSource() source[*discoveryv1.EndpointSliceList] {
 	if name := w.opts.ServiceProxyName; name != "" {
 		return w.slices("", equals(watcher.LabelServiceProxyName, name))
 	}
-	return w.slices("", absent(watcher.LabelServiceProxyName), absent(watcher.LabelHeadless))
+	return w.slices("", absent(watcher.LabelHeadless))
 }
 
 // ownSource returns the slices of one service that the common watch leaves out.

@@ -6,61 +6,27 @@ package winkernelspace
 
 import (
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
 
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// everything has a service that asks for all that there is, in the presence of an
-// overlay network of the latest Windows, and, by kpng itself, of a bridge of an
-// early one.
+// everything has a service that asks for all that there is, on an overlay network of the
+// latest Windows in all its moods, and, by kpng itself, on a bridge of an early one.
 func (w *world) everything() {
 	w.Helper()
 	clusterIPs, nodePort := w.createEverything()
-
-	w.process.Kill(w.T)
-	w.hns.become(latest)
-	w.network(kernelspace.Network{Overlay: true, RemoteSubnets: []kernelspace.RemoteSubnet{
-		{Prefix: netip.MustParsePrefix("10.2.0.0/16"), Provider: netip.MustParseAddr("192.168.0.2")},
-		{Prefix: netip.MustParsePrefix("fd00:2::/64"), Provider: netip.MustParseAddr("192.168.0.2")},
-	}})
 	direct := []string{"--kubeconfig", w.kubeconfig, "--service-proxy-name", w.namespace}
-	overlay := append(direct, "--enable-dsr", "--source-vip", "10.1.1.250,fd00:1::250", "--host-mac", "00-15-5d-00-00-99")
-	w.startProxy(overlay...)
-	want := []string{
-		"endpoint [10.1.1.1 fd00:1::1]",
-		"endpoint [10.1.1.250] named kpng-source-vip",
-		"endpoint [fd00:1::250] named kpng-source-vip",
-		"endpoint [10.2.0.1] remote mac 02-11-0a-02-00-01 at 192.168.0.2 named kpng-10.2.0.1",
-		"endpoint [fd00:2::1] remote mac 02-11-02-2b-97-11 at 192.168.0.2 named kpng-fd00:2::1",
-		"load balancer " + clusterIPs[0] + " DSR source 10.1.1.250 protocol 6 port 80->8080 per client to 10.1.1.1 10.2.0.1",
-		"load balancer " + clusterIPs[1] + " DSR IPv6 source fd00:1::250 protocol 6 port 80->8080 per client to fd00:1::1 fd00:2::1",
-		"load balancer 198.51.100.1 source 10.1.1.250 protocol 6 port 80->8080 VIPExternalIP per client to 10.1.1.1 10.2.0.1",
-		"load balancer 203.0.113.1 DSR source 10.1.1.250 protocol 6 port 80->8080 UseMux PreserveDIP VIPExternalIP per client to 10.1.1.1",
-		fmt.Sprintf("load balancer node port source 10.1.1.250 protocol 6 port %d->8080 LocalRoutedVIP VIPExternalIP per client to 10.1.1.1", nodePort),
-		fmt.Sprintf("load balancer node port IPv6 source fd00:1::250 protocol 6 port %d->8080 LocalRoutedVIP VIPExternalIP per client to fd00:1::1", nodePort),
+	for _, name := range slices.Sorted(maps.Keys(fakehns.AllQuirks())) {
+		w.overlay(name, fakehns.AllQuirks()[name], direct, clusterIPs[0], nodePort)
 	}
-	w.await("an overlay network has everything", dump(want...))
-
-	// What is listed is found to be what was made; one more service shows that the
-	// proxy has come that far.
-	w.process.Kill(w.T)
-	w.hns.functions()
-	w.create(0)
-	w.startProxy(overlay...)
-	w.await("an overlay network is found as it was left", dump(append(want,
-		"endpoint [10.2.0.2] remote mac 02-11-0a-02-00-02 at 192.168.0.2 named kpng-10.2.0.2",
-		"load balancer "+w.services[0].clusterIP+" DSR source 10.1.1.250 protocol 6 port 80->8080 to 10.1.1.1 10.2.0.1 10.2.0.2")...))
-	calls := w.hns.functions()
-	if calls["CreateEndpoint"] != 1 || calls["CreateLoadBalancer"] != 1 || calls["ModifyLoadBalancer"]+calls["DeleteLoadBalancer"]+calls["DeleteEndpoint"] != 0 {
-		w.Errorf("the overlay network is found as it was left, and for one more service the calls are %v", calls)
-	}
-	w.remove(0)
 
 	w.process.Kill(w.T)
 	w.hns.become(server2019)
@@ -70,11 +36,57 @@ func (w *world) everything() {
 	w.await("an early Windows has what it can do", dump(
 		"endpoint [10.1.1.1 fd00:1::1]",
 		"endpoint [10.2.0.1] remote mac 02-11-0a-02-00-01 named kpng-10.2.0.1",
-		"load balancer "+clusterIPs[0]+" protocol 6 port 80->8080 to 10.1.1.1 10.2.0.1",
-		"load balancer 198.51.100.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1 10.2.0.1",
-		"load balancer 203.0.113.1 DSR protocol 6 port 80->8080 UseMux PreserveDIP VIPExternalIP to 10.1.1.1",
-		fmt.Sprintf("load balancer node port protocol 6 port %d->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1", nodePort),
+		"load balancer "+clusterIPs[0]+" source 192.168.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.2.0.1",
+		"load balancer 198.51.100.1 source 192.168.0.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1 10.2.0.1",
+		"load balancer 203.0.113.1 DSR source 192.168.0.1 protocol 6 port 80->8080 UseMux PreserveDIP VIPExternalIP to 10.1.1.1",
+		fmt.Sprintf("load balancer node port source 192.168.0.1 protocol 6 port %d->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1", nodePort),
 	))
+}
+
+// overlay has the service on an overlay network of the latest Windows.
+func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clusterIP string, nodePort int32) {
+	w.Helper()
+	w.process.Kill(w.T)
+	w.hns.become(latest)
+	w.hns.hns.SetQuirks(quirks)
+	w.network(kernelspace.Network{Overlay: true, RemoteSubnets: []kernelspace.RemoteSubnet{
+		{Prefix: netip.MustParsePrefix("10.2.0.0/16"), Provider: netip.MustParseAddr("192.168.0.2")},
+		{Prefix: netip.MustParsePrefix("fd00:2::/64"), Provider: netip.MustParseAddr("192.168.0.2")},
+	}})
+	args := append(slices.Clip(direct), "--enable-dsr", "--source-vip", "10.1.1.250,fd00:1::250", "--host-mac", "00-15-5d-00-00-99")
+	w.startProxy(args...)
+	vipEndpoint := func(ip string) string {
+		return "endpoint [" + ip + "] remote mac 00-15-5d-00-00-99 at 192.168.0.1 named kpng-" + ip
+	}
+	want := []string{
+		"endpoint [10.1.1.1 fd00:1::1]",
+		"endpoint [10.1.1.250] named kpng-source-vip",
+		"endpoint [10.2.0.1] remote mac 02-11-0a-02-00-01 at 192.168.0.2 named kpng-10.2.0.1",
+		vipEndpoint(clusterIP),
+		"load balancer " + clusterIP + " DSR source 10.1.1.250 protocol 6 port 80->8080 per client to 10.1.1.1 10.2.0.1",
+		"load balancer 198.51.100.1 source 10.1.1.250 protocol 6 port 80->8080 VIPExternalIP per client to 10.1.1.1 10.2.0.1",
+		"load balancer 203.0.113.1 DSR source 10.1.1.250 protocol 6 port 80->8080 UseMux PreserveDIP VIPExternalIP per client to 10.1.1.1",
+		fmt.Sprintf("load balancer node port source 10.1.1.250 protocol 6 port %d->8080 LocalRoutedVIP VIPExternalIP per client to 10.1.1.1", nodePort),
+	}
+	w.await("an overlay network has everything, HNS "+name, dump(want...))
+
+	// What is listed is found to be what was made; one more service shows that the
+	// proxy has come that far.
+	w.process.Kill(w.T)
+	w.hns.functions()
+	w.create(0)
+	w.startProxy(args...)
+	added := w.services[0].clusterIP
+	w.await("an overlay network is found as it was left, HNS "+name, dump(append(want,
+		"endpoint [10.2.0.2] remote mac 02-11-0a-02-00-02 at 192.168.0.2 named kpng-10.2.0.2",
+		vipEndpoint(added),
+		"load balancer "+added+" DSR source 10.1.1.250 protocol 6 port 80->8080 to 10.1.1.1 10.2.0.1 10.2.0.2")...))
+	calls := w.hns.functions()
+	if calls["CreateEndpoint"] != 2 || calls["CreateLoadBalancer"] != 1 || calls["ModifyLoadBalancer"]+calls["DeleteLoadBalancer"]+calls["DeleteEndpoint"] != 0 {
+		w.Errorf("HNS %s: the overlay network is found as it was left, and for one more service the calls are %v", name, calls)
+	}
+	w.remove(0)
+	w.await("the service is gone, HNS "+name, dump(want...))
 }
 
 // network gives the HNS a network with a pod of both families.

@@ -31,6 +31,32 @@ const (
 	invalid      = "80070057" // E_INVALIDARG
 )
 
+// results are what HNS is known to answer, of kube-proxy and hcsshim.
+var results = []string{
+	notFound, exists, notSupported, invalid,
+	"80070005", // ERROR_ACCESS_DENIED
+	"8007000d", // ERROR_INVALID_DATA
+	"8007001f", // ERROR_GEN_FAILURE
+	"80070032", // ERROR_NOT_SUPPORTED
+	"80070034", // ERROR_DUP_NAME
+	"800700b7", // ERROR_ALREADY_EXISTS
+	"80070426", // ERROR_SERVICE_NOT_ACTIVE
+	"800706b5", // RPC_S_UNKNOWN_IF
+	"800706ba", // RPC_S_SERVER_UNAVAILABLE
+	"800706be", // RPC_S_CALL_FAILED
+	"80071392", // ERROR_OBJECT_ALREADY_EXISTS
+	"803b0001", // HCN_E_NETWORK_NOT_FOUND
+	"803b0002", // HCN_E_ENDPOINT_NOT_FOUND
+	"803b000d", // HCN_E_INVALID_POLICY
+	"803b0012", // HCN_E_POLICY_ALREADY_EXISTS
+	"803b0015", // HCN_E_REQUEST_UNSUPPORTED
+	"803b001b", // HCN_E_INVALID_JSON
+	"803b001e", // HCN_E_INVALID_IP
+	"803b0020", // HCN_E_MANAGER_STOPPED
+	"803b002c", // HCN_E_ENTITY_HAS_REFERENCES
+	"c037010e", // HCS_E_SYSTEM_NOT_FOUND
+}
+
 // server is HNS as the libraries of testdata/hcn.c reach it. What it holds stays
 // while it does not run.
 type server struct {
@@ -44,9 +70,10 @@ type server struct {
 	handles  map[string]string // to IDs
 	next     int
 	calls    map[string]int
-	// fails is the function whose next calls fail, and how many do.
-	fails string
-	left  int
+	// fails is the function whose next calls fail, how many do, and their result.
+	fails  string
+	left   int
+	result string
 }
 
 // version is that of HNS, which says what it can do.
@@ -70,6 +97,7 @@ func (s *server) become(v version) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.hns, s.version = fakehns.New(v.features()), v
+	s.hns.SetHost(netip.MustParseAddr(nodeIP))
 }
 
 func newServer(t *testing.T) *server {
@@ -116,13 +144,13 @@ func (s *server) stop() {
 	clear(s.handles)
 }
 
-// fail lets the next n calls of a function fail. It returns how many of those
+// fail lets the next n calls of a function fail with a result. It returns how many of those
 // that were to fail before have not.
-func (s *server) fail(function string, n int) (left int) {
+func (s *server) fail(function string, n int, result string) (left int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	left = s.left
-	s.fails, s.left = function, n
+	s.fails, s.left, s.result = function, n, result
 	return left
 }
 
@@ -199,7 +227,9 @@ func (s *server) answer(function, id, handle, document string) answer {
 	s.calls[function]++
 	if s.fails == function && s.left > 0 {
 		s.left--
-		return of(nil, errors.New("injected"))
+		a := of(nil, errors.New("injected"))
+		a.result = s.result
+		return a
 	}
 	if opened, ok := s.handles[handle]; ok {
 		id = opened
@@ -271,7 +301,7 @@ func (s *server) answer(function, id, handle, document string) answer {
 		if err != nil {
 			return of(nil, err)
 		}
-		return s.open(made, true)
+		return s.open(made.ID, true)
 	case "DeleteLoadBalancer":
 		return of(nil, s.hns.DeleteLoadBalancer(id))
 

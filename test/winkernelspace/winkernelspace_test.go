@@ -68,6 +68,9 @@ type service struct {
 
 const services = 50
 
+// nodeIP is the node's address, which is the source VIP on a bridge.
+const nodeIP = "192.168.0.1"
+
 func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 	w := newWorld(t)
 	w.startKpng()
@@ -153,6 +156,14 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		next += 2
 		w.failing(function, 3, func() { w.change(next, func(s *service) { s.affinity = true }) })
 	}
+	// Each result is survived, by creations that are retried.
+	for i, result := range results {
+		w.hns.fail("CreateLoadBalancer", 2, result)
+		w.step("CreateLoadBalancer fails with "+result, func() {
+			w.change(next, func(s *service) { s.affinity = i%2 == 1 })
+		})
+	}
+	w.hns.fail("", 0, "")
 	for _, function := range []string{
 		"HNSCall /globals/version", "EnumerateNetwork", "QueryNetwork", "EnumerateEndpoint", "OpenEndpoint", "EnumerateLoadBalancer",
 	} {
@@ -189,7 +200,7 @@ func newWorld(t *testing.T) *world {
 	w.kubeconfig = apiserver.Kubeconfig(t, api.Config())
 	nodes := w.client.CoreV1().Nodes()
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: w.namespace}}
-	node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "192.168.0.1"}}
+	node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: nodeIP}}
 	if _, err := nodes.Create(t.Context(), node, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
@@ -281,7 +292,7 @@ func (w *world) startKpng() {
 func (w *world) startProxy(source ...string) {
 	w.Helper()
 	w.process = w.wine.StartEnv(w, []string{fmt.Sprintf("FAKE_HNS_PORT=%d", w.hns.port)}, w.exe,
-		append(source, "--network", "pods", "--node-name", w.namespace, "--node-ip", "192.168.0.1", "-v=3")...)
+		append(source, "--network", "pods", "--node-name", w.namespace, "--node-ip", nodeIP, "-v=3")...)
 }
 
 // ready waits until the proxy has listed HNS.
@@ -312,9 +323,9 @@ func (w *world) step(what string, do func()) {
 // failing does something while the next calls of a function fail.
 func (w *world) failing(function string, times int, do func()) {
 	w.Helper()
-	w.hns.fail(function, times)
+	w.hns.fail(function, times, invalid)
 	w.step(function+" fails", do)
-	if left := w.hns.fail("", 0); left == times {
+	if left := w.hns.fail("", 0, ""); left == times {
 		w.Errorf("%s was to fail, and was not called", function)
 	}
 }
@@ -370,7 +381,7 @@ func (w *world) expected() string {
 		if s.affinity {
 			affinity = " per client"
 		}
-		lines = append(lines, fmt.Sprintf("load balancer %s protocol 6 port 80->8080%s to %s\n", s.clusterIP, affinity, strings.Join(to, " ")))
+		lines = append(lines, fmt.Sprintf("load balancer %s source %s protocol 6 port 80->8080%s to %s\n", s.clusterIP, nodeIP, affinity, strings.Join(to, " ")))
 	}
 	for e := range remotes {
 		b := netip.MustParseAddr(e).As4()

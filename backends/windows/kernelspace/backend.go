@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/windows/internal/journal"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
@@ -69,7 +70,7 @@ func New(opts Options) (*Backend, error) {
 	if err := opts.check(); err != nil {
 		return nil, err
 	}
-	opts.Name = cmp.Or(opts.Name, "kpng")
+	opts.Name, opts.RootEndpoint = cmp.Or(opts.Name, "kpng"), cmp.Or(opts.RootEndpoint, "cbr0")
 	b := &Backend{
 		opts:    opts,
 		hns:     opts.HNS,
@@ -85,6 +86,7 @@ func New(opts Options) (*Backend, error) {
 		b.hns = &observed{opts.HNS, opts.Observer.Called, time.Now}
 	}
 	b.terrain.dsr = opts.EnableDSR
+	b.terrain.forwardHealthChecks, b.terrain.healthzPort = opts.ForwardHealthChecks, opts.HealthzPort
 	for _, a := range opts.SourceVIPs {
 		if a.Is4() {
 			b.terrain.sourceVIP4 = a
@@ -95,18 +97,34 @@ func New(opts Options) (*Backend, error) {
 	return b, nil
 }
 
-// Start reads which load balancers an earlier process made. HNS is not asked: it
-// may come later.
+// Start reads which load balancers an earlier process made. It fails if the state file is
+// something else, or if HNS answers that it cannot do what the options ask for. HNS need not
+// run yet.
 func (b *Backend) Start(ctx context.Context) error {
 	r, err := readRecord(b.opts.StateFile)
-	if err != nil {
+	switch {
+	case errors.Is(err, journal.ErrForeign):
+		return err
+	case err != nil:
 		// To go on is better than not to proxy. What can be lost is load balancers
 		// of services that are no more.
 		klog.FromContext(ctx).Error(err, "Load balancers of services that were deleted meanwhile will be left behind")
-		r, _ = readRecord("")
-		r.path = b.opts.StateFile
+		r = newRecord(journal.New(b.opts.StateFile, journalKind))
 	}
 	b.record = r
+	if b.opts.EnableDSR {
+		if features, err := b.hns.Features(); err == nil {
+			return b.checkFeatures(features)
+		}
+	}
+	return nil
+}
+
+// checkFeatures returns an error if HNS cannot do what the options ask for.
+func (b *Backend) checkFeatures(f Features) error {
+	if b.opts.EnableDSR && !f.DSR {
+		return fmt.Errorf("direct server return, which Options.EnableDSR asks for, is %w", ErrNotSupported)
+	}
 	return nil
 }
 
@@ -182,8 +200,11 @@ func (b *Backend) survey(ctx context.Context) error {
 		if err != nil {
 			return fmt.Errorf("ask HNS what it can do: %w", err)
 		}
+		if err := b.checkFeatures(features); err != nil {
+			return err
+		}
 		b.terrain.features, b.surveyed = features, true
-		b.warn(ctx)
+		klog.FromContext(ctx).V(1).Info("HNS runs", "features", features)
 	}
 	network, err := b.hns.Network(b.opts.Network)
 	if err != nil {
@@ -193,8 +214,8 @@ func (b *Backend) survey(ctx context.Context) error {
 		if !b.terrain.features.RemoteSubnet {
 			return fmt.Errorf("HNS network %q is an overlay network: remote subnets are %w", b.opts.Network, ErrNotSupported)
 		}
-		if len(b.opts.SourceVIPs) == 0 {
-			return fmt.Errorf("HNS network %q is an overlay network, which needs a source VIP", b.opts.Network)
+		if !b.terrain.sourceVIP4.IsValid() {
+			return fmt.Errorf("HNS network %q is an overlay network, which needs a source VIP of IPv4", b.opts.Network)
 		}
 	}
 	endpoints, err := b.hns.Endpoints(network.ID)
@@ -216,29 +237,24 @@ func (b *Backend) survey(ctx context.Context) error {
 	for f := range b.wanted {
 		b.todo[f] = true
 	}
-	for f := range b.record.entries {
-		b.todo[f] = true
+	for _, m := range b.record.made {
+		b.todo[m.Frontend] = true
 	}
 	return nil
-}
-
-// warn logs what was asked for and is not to be had.
-func (b *Backend) warn(ctx context.Context) {
-	f := b.terrain.features
-	if b.opts.EnableDSR && !f.DSR {
-		klog.FromContext(ctx).Info("Direct server return is not supported by this version of Windows, and not used")
-	}
-	klog.FromContext(ctx).V(1).Info("HNS runs", "features", f)
 }
 
 // replan plans services anew, and notes the frontends that this concerns.
 func (b *Backend) replan(ctx context.Context, keys func(yield func(types.NamespacedName) bool)) {
 	var again []types.NamespacedName
+	var shared []Frontend
 	for key := range keys {
 		for i := range b.plans[key] {
 			f := b.plans[key][i].Frontend
 			if b.wanted[f].service == key {
 				delete(b.wanted, f)
+				if b.plans[key][i].toRoot {
+					shared = append(shared, f)
+				}
 			}
 			b.todo[f] = true
 		}
@@ -259,6 +275,24 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 			f := policies[i].Frontend
 			b.todo[f] = true
 			b.wanted[f] = want{key, &policies[i]} // perhaps in place of a service that is about to change
+		}
+	}
+	for _, f := range shared {
+		b.inherit(f)
+	}
+}
+
+// inherit finds another service that has a frontend for health checks, which services with
+// one load-balancer address share.
+func (b *Backend) inherit(f Frontend) {
+	if _, wanted := b.wanted[f]; wanted {
+		return
+	}
+	for key, policies := range b.plans {
+		for i := range policies {
+			if policies[i].Frontend == f {
+				b.wanted[f] = want{key, &policies[i]}
+			}
 		}
 	}
 }
@@ -302,7 +336,6 @@ func (b *Backend) Cleanup(context.Context) error {
 	if err != nil {
 		return err
 	}
-	b.record = r
 	balancers, err := b.hns.LoadBalancers()
 	if err != nil {
 		return fmt.Errorf("list HNS' load balancers: %w", err)
@@ -316,13 +349,11 @@ func (b *Backend) Cleanup(context.Context) error {
 		return fmt.Errorf("list the endpoints of HNS network %q: %w", b.opts.Network, err)
 	}
 	h := newHoldings(b.opts.Name, endpoints, balancers)
+	r.confirm(h)
 	var errs []error
-	for f, id := range maps.Clone(h.byFrontend) {
-		if !b.record.owns(f, id) {
-			continue
-		}
+	for _, id := range sortedKeys(r.made) {
 		if err := b.hns.DeleteLoadBalancer(id); err != nil && !errors.Is(err, ErrNotFound) {
-			errs = append(errs, fmt.Errorf("delete load balancer %s, %s: %w", id, f, err))
+			errs = append(errs, fmt.Errorf("delete load balancer %s, %s: %w", id, r.made[id].Frontend, err))
 			continue
 		}
 		h.removeBalancer(id)
@@ -336,7 +367,7 @@ func (b *Backend) Cleanup(context.Context) error {
 		}
 	}
 	if len(errs) == 0 {
-		errs = append(errs, b.record.remove())
+		errs = append(errs, r.journal.Remove())
 	}
 	return errors.Join(errs...)
 }

@@ -9,6 +9,7 @@ import (
 	"maps"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -47,11 +48,11 @@ func balancer(endpoint, vip string, ports ...uint16) kernelspace.LoadBalancer {
 // made makes what somebody else makes.
 func (w *world) made(lb kernelspace.LoadBalancer) string {
 	w.Helper()
-	id, err := w.hns.CreateLoadBalancer(lb)
+	made, err := w.hns.CreateLoadBalancer(lb)
 	if err != nil {
 		w.Fatal(err)
 	}
-	return id
+	return made.ID
 }
 
 // calls fails the test unless the calls of HNS since it was last asked are these.
@@ -196,6 +197,128 @@ func TestWhatOthersMadeIsLeftAlone(t *testing.T) {
 	}
 	if _, err := os.Stat(w.opts.StateFile); !os.IsNotExist(err) {
 		t.Errorf("after Cleanup the state file is there: %v", err)
+	}
+}
+
+func TestAForeignLoadBalancerIsNotTakenForARequestedOne(t *testing.T) {
+	const foreign = `10.96.0.1 protocol 6 port 80->8080 protocol 6 port 443->8080 to 10.1.1.1`
+	t.Run("it came after the last listing", func(t *testing.T) {
+		w := l2bridge(t)
+		pod := w.pod("10.1.1.1")
+		w.must(w.set(view(service("other", at96(9)), at("10.1.1.1@here"))))
+		w.made(balancer(pod, "10.96.0.1", 80, 443))
+		got := failures(t, w.set(view(service("web"), at("10.1.1.1@here"))))
+		if !strings.Contains(got["web"], "and 10.96.0.1:443/TCP besides") {
+			t.Errorf("failed: %q, want that the frontend is somebody else's", got)
+		}
+		w.must(w.remove("other"))
+		w.has(foreign)
+	})
+	for _, answer := range []error{errRefused, kernelspace.ErrNotRunning} {
+		t.Run("it came after a request that failed: "+answer.Error(), func(t *testing.T) {
+			w := l2bridge(t)
+			pod := w.pod("10.1.1.1")
+			w.hns.SetHook(failing("CreateLoadBalancer", answer))
+			if err := w.set(view(service("web"), at("10.1.1.1@here"))); err == nil {
+				t.Error("the creation fails, and the sync does not")
+			}
+			w.hns.SetHook(nil)
+			w.made(balancer(pod, "10.96.0.1", 80, 443))
+			w.must(w.remove("web"))
+			w.has(foreign)
+			w.restart()
+			w.must(w.full())
+			w.has(foreign)
+			w.must(w.backend.Cleanup(t.Context()))
+			w.has(foreign)
+		})
+	}
+}
+
+func TestALoadBalancerWhoseCreationWasNotAnsweredIsAnOwnOne(t *testing.T) {
+	for _, quirk := range []string{"none", "all"} {
+		for name, restarts := range map[string]bool{"in the same process": false, "in the next process": true} {
+			t.Run(name+"/HNS "+quirk, func(t *testing.T) {
+				w := l2bridge(t)
+				w.hns.SetQuirks(fakehns.AllQuirks()[quirk])
+				w.hns.SetHook(failing("CreateLoadBalancer", fakehns.ErrAnswerLost))
+				failures(t, w.set(view(service("web"), at("10.1.2.1"))))
+				w.hns.SetHook(nil)
+				w.hns.Calls()
+				if restarts {
+					w.restart()
+				}
+				w.must(w.full())
+				if n := w.hns.Calls()["CreateLoadBalancer"]; n != 0 {
+					t.Errorf("it was created again %d times", n)
+				}
+				w.must(w.remove("web"))
+				w.has("")
+			})
+		}
+	}
+}
+
+func TestSeveralOwnLoadBalancersOfOneFrontendBecomeOne(t *testing.T) {
+	w := newWorld(t, without(func(f *kernelspace.Features) { f.ModifyLoadBalancer = false }), kernelspace.Network{}, kernelspace.Options{})
+	w.hns.SetQuirks(fakehns.Quirks{SharesFrontends: true})
+	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	w.hns.SetHook(failing("DeleteLoadBalancer", fakehns.ErrIgnored))
+	failures(t, w.set(view(service("web"), at("10.1.2.2"))))
+	w.hns.SetHook(nil)
+	w.must(w.full())
+	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
+	w.remotes("10.1.2.2")
+}
+
+func TestADeletionIsTriedTwice(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	refused := false
+	w.hns.SetHook(func(call string) error {
+		if call == "DeleteLoadBalancer" && !refused {
+			refused = true
+			return errRefused
+		}
+		return nil
+	})
+	w.must(w.remove("web"))
+	w.has("")
+	w.remotes()
+}
+
+func TestAPodThatTakesTheAddressOfARemoteOneIsServedImmediately(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("web"), at("10.1.2.1"))))
+	pod := w.pod("10.1.2.1")
+	w.must(w.set(view(service("web"), at("10.1.2.1@here"))))
+	lbs, _ := w.hns.LoadBalancers()
+	if len(lbs) != 1 || lbs[0].Endpoints[0] != pod {
+		t.Errorf("load balancers %v, want one to the pod's own endpoint %s", lbs, pod)
+	}
+	w.remotes()
+}
+
+func TestABackendThatAsksForDSRWhereThereIsNoneDoesNotStart(t *testing.T) {
+	none := without(func(f *kernelspace.Features) { f.DSR = false })
+	hns := fakehns.New(none)
+	hns.AddNetwork(kernelspace.Network{Name: "pods"})
+	b, err := kernelspace.New(kernelspace.Options{HNS: hns, Network: "pods", EnableDSR: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const wanted = "direct server return, which Options.EnableDSR asks for, is not supported"
+	if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), wanted) {
+		t.Errorf("Start returned %v, want that %s", err, wanted)
+	}
+	// HNS may come after the backend.
+	hns.SetHook(func(string) error { return kernelspace.ErrNotRunning })
+	if err := b.Start(t.Context()); err != nil {
+		t.Errorf("HNS does not run, and Start returned %v", err)
+	}
+	hns.SetHook(nil)
+	if err := b.Sync(t.Context(), &sink.Changes{First: true, Last: true, Services: func(func(sink.Change) bool) {}}); err == nil || !strings.Contains(err.Error(), wanted) {
+		t.Errorf("Sync returned %v, want that %s", err, wanted)
 	}
 }
 
@@ -410,10 +533,15 @@ func TestAnOverlayNetworkAsksForASourceVIPAndRemoteSubnets(t *testing.T) {
 	}
 }
 
-func TestABrokenStateFileIsNoReasonToStop(t *testing.T) {
+func TestADamagedStateFileIsNoReasonToStop(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("web"), at("10.1.2.1"))))
-	if err := os.WriteFile(w.opts.StateFile, []byte("{"), 0o644); err != nil {
+	data, err := os.ReadFile(w.opts.StateFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	header, rest, _ := strings.Cut(string(data), "\n")
+	if err := os.WriteFile(w.opts.StateFile, []byte(header+"\n0badc0de\n"+rest), 0o644); err != nil {
 		t.Fatal(err)
 	}
 	if err := w.backend.Cleanup(t.Context()); err == nil {
@@ -424,6 +552,25 @@ func TestABrokenStateFileIsNoReasonToStop(t *testing.T) {
 	w.calls(and(listing, map[string]int{"Features": 1}))
 	w.must(w.remove("web"))
 	w.has("")
+}
+
+func TestAStateFileThatIsSomethingElseIsNotOverwritten(t *testing.T) {
+	w := l2bridge(t)
+	const something = "[mysqld]\n"
+	w.opts.StateFile = filepath.Join(t.TempDir(), "my.ini")
+	if err := os.WriteFile(w.opts.StateFile, []byte(something), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	b, err := kernelspace.New(w.opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), "my.ini") || !strings.Contains(err.Error(), "[mysqld]") {
+		t.Errorf("Start returned %v, want an error with the file's name and content", err)
+	}
+	if data, _ := os.ReadFile(w.opts.StateFile); string(data) != something {
+		t.Errorf("the file was overwritten with %q", data)
+	}
 }
 
 func TestAFrontendIsTakenOverFromAServiceThatIsAboutToChange(t *testing.T) {

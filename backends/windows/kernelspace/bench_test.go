@@ -103,4 +103,30 @@ func BenchmarkSync(b *testing.B) {
 		b.StopTimer()
 		report(b, hns.Calls())
 	})
+	// Before Windows Server 2025, which changes load balancers in place, one endpoint is a
+	// deletion and a creation, and both are noted in the journal.
+	b.Run("one endpoint of 10,000 services, Windows Server 2022", func(b *testing.B) {
+		features := fakehns.AllFeatures()
+		features.ModifyLoadBalancer = false
+		hns := fakehns.New(features)
+		hns.AddNetwork(kernelspace.Network{Name: "pods"})
+		backend := newBackend(b, hns, b.TempDir()+"/kpng.journal")
+		var changes []sink.Change
+		for i := range 10_000 {
+			v := view(service(fmt.Sprint("svc-", i), at96(i)), at("10.1.2.1"))
+			changes = append(changes, sink.Change{Key: v.Key(), New: v})
+		}
+		sync(b, backend, &sink.Changes{First: true, Last: true, Node: node(), NodeChanged: true, Services: slices.Values(changes)})
+		hns.Calls()
+		views := []*api.ServiceEndpoints{
+			view(service("svc-7", at96(7)), at("10.1.2.2")), view(service("svc-7", at96(7)), at("10.1.2.3")),
+		}
+		b.ResetTimer()
+		for i := range b.N {
+			v := views[i%2]
+			sync(b, backend, &sink.Changes{Services: slices.Values([]sink.Change{{Key: v.Key(), New: v}}), Node: node()})
+		}
+		b.StopTimer()
+		report(b, hns.Calls())
+	})
 }

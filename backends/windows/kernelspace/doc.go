@@ -24,7 +24,7 @@
 // for the backend, and removed when no load balancer uses them.
 //
 // HNS gives a load balancer no name and no owner. Options.StateFile remembers
-// which ones are own ones.
+// which ones are own ones, by their IDs.
 //
 // # What HNS cannot do
 //
@@ -37,8 +37,13 @@
 //   - The time-out of session affinity: it is HNS' own.
 //   - SCTP and all-ports services, which are not served, which is logged.
 //   - Where endpoints of one service have several numbers for a named target
-//     port, there is one port mapping for each number.
+//     port, those of one number get all traffic: the number that most have. The
+//     others are logged as not served.
+//   - IPv6 on overlay networks, which is not served, which is logged.
+//   - Pods of this node in its host network: they get no traffic, which is logged,
+//     unless HNS has an endpoint for the node's address.
 //
-// What depends on the version of Windows (direct server return, IPv6, session
-// affinity, changes in place) is asked for once, and done without if it is not there.
+// What depends on the version of Windows (direct server return of frontends with
+// externalTrafficPolicy Local, IPv6, session affinity, changes in place) is asked for once,
+// and done without if it is not there.
 package kernelspace

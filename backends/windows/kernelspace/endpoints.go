@@ -3,6 +3,7 @@
 package kernelspace
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -12,57 +13,105 @@ import (
 // endpoints returns the IDs of a policy's endpoints, and an error that names
 // those that there are not. Remote ones are made.
 func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
+	if policy.toRoot {
+		id, ok := p.have.endpointNamed(p.opts.RootEndpoint)
+		if !ok {
+			return nil, fmt.Errorf("HNS network %q has no endpoint %q for health checks", p.opts.Network, p.opts.RootEndpoint)
+		}
+		return []string{id}, nil
+	}
 	var errs []error
 	for _, d := range policy.endpoints {
 		id, err := p.endpoint(d)
-		if ends(err) {
+		switch {
+		case ends(err):
 			return nil, err
-		}
-		if err != nil {
+		case err != nil:
 			errs = append(errs, fmt.Errorf("endpoint %s: %w", d.addr, err))
-		} else if !slices.Contains(ids, id) {
+		case id != "" && !slices.Contains(ids, id):
 			ids = append(ids, id)
 		}
 	}
 	return ids, errors.Join(errs...)
 }
 
-// endpoint returns the ID of the endpoint of an address. Whoever's it is, there
-// can only be one.
+// endpoint returns the ID of the endpoint of an address, "" if the address is this node's
+// own and HNS has no endpoint for it. Whoever's the endpoint is, there can only be one.
 func (p *pass) endpoint(d destination) (string, error) {
-	if id, ok := p.have.endpointAt(d.addr); ok {
-		return id, nil
+	if e, ok := p.have.endpointAt(d.addr); ok && !p.isLeftover(e, d) {
+		return e.ID, nil
 	}
-	if d.local || p.astray(d.addr) {
+	if d.at == hostHere {
+		return "", nil
+	}
+	if d.at == podHere || p.astray(d.addr) {
 		// A pod, or a node, that came after the last listing.
 		if err := p.relist(); err != nil {
 			return "", err
 		}
-		if id, ok := p.have.endpointAt(d.addr); ok {
-			return id, nil
+		if e, ok := p.have.endpointAt(d.addr); ok && !p.isLeftover(e, d) {
+			return e.ID, nil
 		}
 	}
-	if d.local {
+	if d.at == podHere {
 		return "", errors.New("is a pod of this node, and the network plug-in has not made an HNS endpoint for it")
 	}
 	e := p.terrain.remote(endpointName(p.opts.Name, d.addr), d.addr)
-	id, err := p.hns.CreateEndpoint(e)
+	id, err := p.createEndpoint(e)
 	if errors.Is(err, ErrExists) && !p.listed {
 		if err := p.relist(); err != nil {
 			return "", err
 		}
-		if id, ok := p.have.endpointAt(d.addr); ok {
-			return id, nil
+		if e, ok := p.have.endpointAt(d.addr); ok {
+			return e.ID, nil
 		}
 	}
+	return id, err
+}
+
+// isLeftover reports whether an endpoint is that of a pod elsewhere which had the address
+// of a pod of this node.
+func (p *pass) isLeftover(e Endpoint, d destination) bool {
+	return d.at == podHere && p.have.isRemote(e)
+}
+
+func (p *pass) createEndpoint(e Endpoint) (id string, err error) {
+	id, err = p.hns.CreateEndpoint(e)
 	if err != nil {
 		p.wrong = true
 		return "", fmt.Errorf("create: %w", err)
 	}
-	p.log.V(4).Info("Created endpoint", "address", d.addr, "id", id)
+	p.log.V(4).Info("Created endpoint", "addresses", e.Addrs, "id", id)
 	e.ID = id
 	p.have.addEndpoint(e)
 	return id, nil
+}
+
+// ensureVIPEndpoint makes the endpoint of a cluster IP on an overlay network.
+func (p *pass) ensureVIPEndpoint(vip netip.Addr) error {
+	if _, ok := p.have.endpointAt(vip); ok {
+		return nil
+	}
+	mac, err := p.hostMAC()
+	if err == nil {
+		_, err = p.createEndpoint(p.terrain.vipEndpoint(endpointName(p.opts.Name, vip), vip, mac))
+	}
+	if err != nil && !errors.Is(err, ErrExists) {
+		return fmt.Errorf("endpoint of the cluster IP: %w", err)
+	}
+	return nil // one that came after the last listing serves as well
+}
+
+// hostMAC returns the hardware address of this node for endpoints of addresses that the
+// node claims.
+func (p *pass) hostMAC() (string, error) {
+	if p.mac == "" {
+		p.mac = cmp.Or(p.opts.HostMAC, macOfInterface(p.nodeIPs))
+	}
+	if p.mac == "" {
+		return "", fmt.Errorf("no interface has one of this node's addresses %v, so that its hardware address is not known", p.nodeIPs)
+	}
+	return p.mac, nil
 }
 
 // astray reports whether no tunnel of an overlay network is known to lead to
@@ -78,23 +127,16 @@ func (p *pass) ensureSourceVIPs() error {
 		return nil
 	}
 	for _, vip := range p.opts.SourceVIPs {
-		if _, ok := p.have.endpointAt(vip); ok {
-			continue
+		if _, ok := p.have.endpointAt(vip); ok || !vip.Is4() {
+			continue // IPv6 is not balanced there
 		}
-		mac := p.opts.HostMAC
-		if mac == "" {
-			mac = macOfInterface(p.nodeIPs)
+		mac, err := p.hostMAC()
+		if err == nil {
+			_, err = p.createEndpoint(Endpoint{Name: sourceVIPName(p.opts.Name), Network: p.terrain.network.ID, Addrs: []netip.Addr{vip}, MAC: mac})
 		}
-		if mac == "" {
-			return fmt.Errorf("endpoint of the source VIP %s: no interface has one of this node's addresses %v, so that its hardware address is not known", vip, p.nodeIPs)
-		}
-		e := Endpoint{Name: sourceVIPName(p.opts.Name), Network: p.terrain.network.ID, Addrs: []netip.Addr{vip}, MAC: mac}
-		id, err := p.hns.CreateEndpoint(e)
 		if err != nil {
-			return fmt.Errorf("create the endpoint of the source VIP %s: %w", vip, err)
+			return fmt.Errorf("endpoint of the source VIP %s: %w", vip, err)
 		}
-		e.ID = id
-		p.have.addEndpoint(e)
 	}
 	return nil
 }
@@ -116,12 +158,11 @@ func (p *pass) dropMoved() error {
 		if !provider.IsValid() || provider == e.Provider {
 			continue
 		}
-		for _, user := range p.have.users(id) {
-			frontends := frontendsOf(p.have.balancers[user])
-			if len(frontends) != 1 || !p.record.owns(frontends[0], user) {
+		for _, user := range p.have.users(e) {
+			if !p.record.owns(user) {
 				continue
 			}
-			p.todo[frontends[0]] = true
+			p.todo[p.record.made[user].Frontend] = true
 			if err := p.deleteBalancer(user); err != nil {
 				return err
 			}

@@ -7,11 +7,11 @@ import (
 	"net/netip"
 )
 
-// HNS is what the backend asks of the Host Networking Service. Package winhns
-// has the real one, fakehns one to test with. One goroutine uses it at a time.
+// HNS is what the backend needs of the Host Networking Service. Package winhns has the
+// real one, fakehns one to test with. One goroutine uses it at a time.
 //
-// Identifiers are GUIDs; those of endpoints and load balancers are in lower case. Errors wrap those of this package where
-// they mean the same.
+// Identifiers are GUIDs; those of endpoints and load balancers are in lower case. Errors
+// wrap those of this package where they mean the same.
 type HNS interface {
 	// Features returns what this version of Windows can do.
 	Features() (Features, error)
@@ -26,10 +26,11 @@ type HNS interface {
 	CreateEndpoint(Endpoint) (id string, err error)
 	// DeleteEndpoint returns ErrNotFound if there is no such endpoint.
 	DeleteEndpoint(id string) error
-	// CreateLoadBalancer creates a load balancer, whose ID is empty, and returns
-	// its ID. It returns ErrExists if another one has one of its frontends.
-	CreateLoadBalancer(LoadBalancer) (id string, err error)
-	// UpdateLoadBalancer makes the load balancer of this ID what it is told.
+	// CreateLoadBalancer creates a load balancer, whose ID is empty, and returns it as
+	// HNS describes it: with its ID, and perhaps without settings that HNS keeps to
+	// itself. It returns ErrExists if another one has one of its frontends.
+	CreateLoadBalancer(LoadBalancer) (LoadBalancer, error)
+	// UpdateLoadBalancer replaces the settings of the load balancer of this ID.
 	UpdateLoadBalancer(LoadBalancer) error
 	// DeleteLoadBalancer returns ErrNotFound if there is no such load balancer.
 	DeleteLoadBalancer(id string) error

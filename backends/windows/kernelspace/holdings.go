@@ -18,9 +18,11 @@ type holdings struct {
 	endpoints  map[string]Endpoint
 	byAddr     map[netip.Addr][]string // the one to use first
 	balancers  map[string]LoadBalancer
-	byFrontend map[Frontend]string
-	// uses counts the load balancers of an endpoint, whoever's they are.
+	byFrontend map[Frontend][]string // in order; HNS refuses a second one, as a rule
+	// uses counts the load balancers that send to an endpoint, and vips those that have
+	// an address as VIP, whoever's they are.
 	uses map[string]int
+	vips map[netip.Addr]int
 	// idle are own endpoints that no load balancer uses.
 	idle map[string]bool
 	// own counts own endpoints.
@@ -33,24 +35,33 @@ func newHoldings(name string, endpoints []Endpoint, balancers []LoadBalancer) *h
 		endpoints:  make(map[string]Endpoint, len(endpoints)),
 		byAddr:     make(map[netip.Addr][]string, len(endpoints)),
 		balancers:  make(map[string]LoadBalancer, len(balancers)),
-		byFrontend: make(map[Frontend]string, len(balancers)),
+		byFrontend: make(map[Frontend][]string, len(balancers)),
 		uses:       make(map[string]int, len(endpoints)),
+		vips:       map[netip.Addr]int{},
 		idle:       map[string]bool{},
 	}
+	// A listing may have an object twice.
 	for _, e := range endpoints {
-		h.addEndpoint(e)
+		if _, known := h.endpoints[e.ID]; !known {
+			h.addEndpoint(e)
+		}
 	}
 	for _, lb := range balancers {
-		h.addBalancer(lb)
+		if _, known := h.balancers[lb.ID]; !known {
+			h.addBalancer(lb)
+		}
 	}
 	return h
 }
 
-// isOwn reports whether an endpoint is one that this backend made for others'
-// load balancers to be sent to: by its name, which HNS keeps.
+// isOwn reports whether this backend made an endpoint for an address that is not a pod's of
+// this node. Its name says so, which HNS keeps; HNS may keep the flag to itself.
 func (h *holdings) isOwn(e Endpoint) bool {
-	return e.Remote && len(e.Addrs) == 1 && e.Name == endpointName(h.name, e.Addrs[0])
+	return len(e.Addrs) == 1 && e.Name == endpointName(h.name, e.Addrs[0])
 }
+
+// isRemote reports whether an endpoint is not a network card of this machine.
+func (h *holdings) isRemote(e Endpoint) bool { return e.Remote || h.isOwn(e) }
 
 // endpointName returns the name of the endpoint that the backend of a name makes
 // for an address.
@@ -63,23 +74,30 @@ func (h *holdings) addEndpoint(e Endpoint) {
 		// A pod's own endpoint is the right one, and a remote one of its address
 		// a leftover; any other order would do if it is always the same.
 		slices.SortFunc(ids, func(x, y string) int {
-			return cmp.Or(rank(h.endpoints[x])-rank(h.endpoints[y]), cmp.Compare(x, y))
+			return cmp.Or(h.rank(x)-h.rank(y), cmp.Compare(x, y))
 		})
 		h.byAddr[a] = ids
 	}
 	if h.isOwn(e) {
 		h.own++
-		if h.uses[e.ID] == 0 {
-			h.idle[e.ID] = true
-		}
 	}
+	h.settle(e)
 }
 
-func rank(e Endpoint) int {
-	if e.Remote {
+func (h *holdings) rank(id string) int {
+	if h.isRemote(h.endpoints[id]) {
 		return 1
 	}
 	return 0
+}
+
+// settle decides whether an endpoint is idle.
+func (h *holdings) settle(e Endpoint) {
+	if h.isOwn(e) && h.uses[e.ID] == 0 && h.vips[e.Addrs[0]] == 0 {
+		h.idle[e.ID] = true
+	} else {
+		delete(h.idle, e.ID)
+	}
 }
 
 func (h *holdings) removeEndpoint(id string) {
@@ -99,49 +117,74 @@ func (h *holdings) removeEndpoint(id string) {
 	delete(h.idle, id)
 }
 
-// endpointAt returns the ID of the endpoint of an address.
-func (h *holdings) endpointAt(a netip.Addr) (id string, ok bool) {
+// endpointAt returns the endpoint of an address.
+func (h *holdings) endpointAt(a netip.Addr) (e Endpoint, ok bool) {
 	if ids := h.byAddr[a]; len(ids) > 0 {
-		return ids[0], true
+		return h.endpoints[ids[0]], true
 	}
-	return "", false
+	return Endpoint{}, false
+}
+
+// endpointNamed returns the ID of the endpoint of a name, the first one of several.
+func (h *holdings) endpointNamed(name string) (id string, ok bool) {
+	for _, e := range h.endpoints {
+		if e.Name == name && (!ok || e.ID < id) {
+			id, ok = e.ID, true
+		}
+	}
+	return id, ok
 }
 
 func (h *holdings) addBalancer(lb LoadBalancer) {
 	h.balancers[lb.ID] = lb
 	for _, f := range frontendsOf(lb) {
-		h.byFrontend[f] = lb.ID
+		ids := append(h.byFrontend[f], lb.ID)
+		slices.Sort(ids)
+		h.byFrontend[f] = ids
 	}
-	for _, e := range lb.Endpoints {
-		h.uses[e]++
-		delete(h.idle, e)
-	}
+	h.use(lb, 1)
 }
 
 func (h *holdings) removeBalancer(id string) {
 	lb := h.balancers[id]
 	for _, f := range frontendsOf(lb) {
-		if h.byFrontend[f] == id {
+		ids := slices.DeleteFunc(h.byFrontend[f], func(x string) bool { return x == id })
+		if len(ids) == 0 {
 			delete(h.byFrontend, f)
-		}
-	}
-	for _, e := range lb.Endpoints {
-		if h.uses[e]--; h.uses[e] > 0 {
-			continue
-		}
-		delete(h.uses, e)
-		if known, ok := h.endpoints[e]; ok && h.isOwn(known) {
-			h.idle[e] = true
+		} else {
+			h.byFrontend[f] = ids
 		}
 	}
 	delete(h.balancers, id)
+	h.use(lb, -1)
 }
 
-// users returns the IDs of the load balancers that use an endpoint, in order.
-func (h *holdings) users(endpoint string) []string {
+// use counts a load balancer, by n, with the endpoints that it needs: those that it sends
+// to, and on an overlay network those of its VIPs.
+func (h *holdings) use(lb LoadBalancer, n int) {
+	for _, id := range lb.Endpoints {
+		if h.uses[id] += n; h.uses[id] == 0 {
+			delete(h.uses, id)
+		}
+		if e, known := h.endpoints[id]; known {
+			h.settle(e)
+		}
+	}
+	for _, vip := range lb.VIPs {
+		if h.vips[vip] += n; h.vips[vip] == 0 {
+			delete(h.vips, vip)
+		}
+		for _, id := range h.byAddr[vip] {
+			h.settle(h.endpoints[id])
+		}
+	}
+}
+
+// users returns the IDs of the load balancers that need an endpoint, in order.
+func (h *holdings) users(e Endpoint) []string {
 	var ids []string
 	for id, lb := range h.balancers {
-		if slices.Contains(lb.Endpoints, endpoint) {
+		if slices.Contains(lb.Endpoints, e.ID) || slices.ContainsFunc(lb.VIPs, func(vip netip.Addr) bool { return slices.Contains(e.Addrs, vip) }) {
 			ids = append(ids, id)
 		}
 	}
@@ -171,36 +214,11 @@ func frontendsOf(lb LoadBalancer) []Frontend {
 	return frontends
 }
 
-// The settings that the backend decides; HNS may add its own.
-const (
-	knownFlags     = DSR | IPv6
-	knownPortFlags = LocalRoutedVIP | UseMux | PreserveDIP | VIPExternalIP
-)
-
-// sameButEndpoints reports whether have is what want asks for, endpoints aside.
-func sameButEndpoints(have, want LoadBalancer) bool {
-	return (!want.SourceVIP.IsValid() || have.SourceVIP == want.SourceVIP) &&
-		(have.Flags^want.Flags)&knownFlags == 0 &&
-		slices.Equal(have.VIPs, want.VIPs) &&
-		slices.EqualFunc(sortedPorts(have.Ports), sortedPorts(want.Ports), func(a, b PortMapping) bool {
-			return a.Protocol == b.Protocol && a.External == b.External && a.Internal == b.Internal &&
-				a.Distribution == b.Distribution && (a.Flags^b.Flags)&knownPortFlags == 0
-		})
-}
-
-func sortedPorts(ports []PortMapping) []PortMapping {
-	if len(ports) < 2 {
-		return ports
-	}
-	return slices.SortedFunc(slices.Values(ports), func(a, b PortMapping) int {
-		return cmp.Or(cmp.Compare(a.External, b.External), cmp.Compare(a.Internal, b.Internal))
-	})
-}
-
 // sameEndpoints reports whether both have the same set of endpoints.
-func sameEndpoints(have, want LoadBalancer) bool {
-	if len(have.Endpoints) != len(want.Endpoints) {
-		return false
-	}
-	return slices.Equal(slices.Sorted(slices.Values(have.Endpoints)), slices.Sorted(slices.Values(want.Endpoints)))
+func sameEndpoints(a, b LoadBalancer) bool {
+	return slices.Equal(endpointSet(a), endpointSet(b))
+}
+
+func endpointSet(lb LoadBalancer) []string {
+	return slices.Compact(slices.Sorted(slices.Values(lb.Endpoints)))
 }

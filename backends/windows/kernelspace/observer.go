@@ -54,8 +54,8 @@ func (o *observed) DeleteEndpoint(id string) error {
 	return err
 }
 
-func (o *observed) CreateLoadBalancer(lb LoadBalancer) (string, error) {
-	return observe(o, "CreateLoadBalancer", func() (string, error) { return o.hns.CreateLoadBalancer(lb) })
+func (o *observed) CreateLoadBalancer(lb LoadBalancer) (LoadBalancer, error) {
+	return observe(o, "CreateLoadBalancer", func() (LoadBalancer, error) { return o.hns.CreateLoadBalancer(lb) })
 }
 
 func (o *observed) UpdateLoadBalancer(lb LoadBalancer) error {

@@ -27,20 +27,29 @@ type Options struct {
 	// different names need different files. Default: none.
 	StateFile string
 
-	// EnableDSR asks for direct server return for cluster IPs, where Windows has
-	// it. Default: false. Frontends with externalTrafficPolicy Local have it
-	// wherever Windows does.
+	// EnableDSR asks for direct server return for cluster IPs. Where Windows lacks it,
+	// the backend does not start. Default: false. Frontends with externalTrafficPolicy
+	// Local have it wherever Windows does.
 	EnableDSR bool
 	// SourceVIPs are the source addresses of what load balancers send on, at most
-	// one a family. An overlay network needs one: an address of the pod network
-	// that no pod has. Default: HNS decides.
+	// one a family. An overlay network needs one of IPv4: an address of the pod network
+	// that no pod has. Default: on other networks, the node's addresses.
 	SourceVIPs []netip.Addr
 	// NodeIPs are this node's addresses. Default: those of its Node object.
 	NodeIPs []netip.Addr
-	// HostMAC is the hardware address, as in "00-15-5d-01-02-03", for the endpoint of a
-	// source VIP on an overlay network. Default: that of the interface that has
+	// HostMAC is the hardware address, as in "00-15-5d-01-02-03", for the endpoints of
+	// source VIPs and cluster IPs on an overlay network. Default: that of the interface that has
 	// the node's address.
 	HostMAC string
+
+	// ForwardHealthChecks has load balancers, for each load-balancer address of a service,
+	// forward health checks to this node: to the service's health-check node port, or, of
+	// services without one, to HealthzPort unless that is 0. Default: false.
+	ForwardHealthChecks bool
+	HealthzPort         uint16
+	// RootEndpoint is the name of the HNS endpoint through which this node itself is
+	// reached, for ForwardHealthChecks. Default: "cbr0".
+	RootEndpoint string
 
 	// Observer is told what the backend does.
 	Observer Observer

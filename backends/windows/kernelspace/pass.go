@@ -28,6 +28,8 @@ type pass struct {
 	listed bool
 	// wrong says that a call failed, so that what HNS has is not known.
 	wrong bool
+	// mac is this node's hardware address, once it is known.
+	mac string
 }
 
 // errAbort is wrapped by an error after which a pass cannot go on.
@@ -44,7 +46,8 @@ func (p *pass) run() error {
 		p.replanAll(p.ctx)
 	}
 	err := p.steps()
-	p.saveRecord()
+	p.record.dropUnrequested()
+	p.note(p.record.journal.Write())
 	if p.have != nil && p.opts.Observer.Holds != nil {
 		p.opts.Observer.Holds(p.have.own, p.record.len())
 	}
@@ -100,14 +103,14 @@ func (p *pass) steps() error {
 		switch {
 		case wanted && !p.waits(w.service):
 			keep = append(keep, f)
-		case !wanted && !p.passing && !p.waits(p.record.entries[f].Service):
+		case !wanted && !p.passing && !p.waits(p.holder(f)):
 			remove = append(remove, f)
 		}
 	}
 	// First away with what has to go: what comes may need its place.
 	slices.SortFunc(remove, compareFrontends)
 	for _, f := range remove {
-		if err := p.do(f, p.record.entries[f].Service, p.remove); err != nil {
+		if err := p.do(f, p.holder(f), p.remove); err != nil {
 			return err
 		}
 	}
@@ -153,178 +156,6 @@ func (p *pass) fail(service types.NamespacedName, err error) {
 		err = fmt.Errorf("%w; %w", before, err)
 	}
 	p.failed.Add(service, err)
-}
-
-// remove deletes the own load balancer at a frontend, if there is one.
-func (p *pass) remove(f Frontend) error {
-	if id, ok := p.have.byFrontend[f]; ok && p.record.owns(f, id) {
-		if err := p.deleteBalancer(id); err != nil {
-			return err
-		}
-		p.record.delete(f)
-	} else if !p.record.entries[f].deleted {
-		p.record.forget(f)
-	}
-	return nil
-}
-
-// announce notes which load balancers are about to be made, so that they are
-// known as own ones even if nothing can be noted after. It is one write for all.
-func (p *pass) announce(frontends []Frontend) {
-	for _, f := range frontends {
-		w := p.wanted[f]
-		id, found := p.have.byFrontend[f]
-		if found && !p.record.owns(f, id) {
-			continue // somebody else's, so far
-		}
-		p.record.set(f, entry{ID: id, Pending: !found || !p.mayStay(p.have.balancers[id], w.policy), Service: w.service})
-	}
-	p.saveRecord()
-}
-
-// mayStay reports whether a load balancer is or can be made what a policy asks
-// for without being replaced.
-func (p *pass) mayStay(lb LoadBalancer, policy *policy) bool {
-	var ids []string
-	for _, d := range policy.endpoints {
-		id, ok := p.have.endpointAt(d.addr)
-		if !ok && !p.terrain.features.ModifyLoadBalancer {
-			return false
-		}
-		ids = append(ids, id)
-	}
-	want := policy.with(ids)
-	return sameButEndpoints(lb, want) && (p.terrain.features.ModifyLoadBalancer || sameEndpoints(lb, want))
-}
-
-// ensure makes HNS have the load balancer that is wanted at a frontend, with as
-// many of its endpoints as there are.
-func (p *pass) ensure(f Frontend) error {
-	w := p.wanted[f]
-	ids, lacking := p.endpoints(w.policy)
-	if ends(lacking) {
-		return lacking
-	}
-	if len(ids) == 0 {
-		if err := p.remove(f); err != nil {
-			return err
-		}
-		return lacking
-	}
-	if err := p.balance(f, w, w.policy.with(ids)); err != nil {
-		return err
-	}
-	return lacking
-}
-
-// balance makes HNS have the load balancer want at a frontend.
-func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
-	id, found := p.have.byFrontend[f]
-	if !found {
-		return p.create(f, w, want)
-	}
-	have := p.have.balancers[id]
-	same := sameButEndpoints(have, want)
-	if same && sameEndpoints(have, want) {
-		p.record.set(f, entry{ID: id, Service: w.service})
-		return nil
-	}
-	if err := p.mayReplace(f, have); err != nil {
-		return err
-	}
-	if same && p.terrain.features.ModifyLoadBalancer {
-		want.ID = id
-		err := p.hns.UpdateLoadBalancer(want)
-		if err == nil {
-			p.log.V(3).Info("Updated load balancer", "service", w.service, "frontend", f.String(), "id", id, "endpoints", len(want.Endpoints))
-			p.have.removeBalancer(id)
-			p.have.addBalancer(want)
-			p.record.set(f, entry{ID: id, Service: w.service})
-			return nil
-		}
-		if !errors.Is(err, ErrNotSupported) {
-			p.wrong = true
-			return fmt.Errorf("update load balancer %s: %w", id, err)
-		}
-		p.terrain.features.ModifyLoadBalancer = false
-		want.ID = ""
-	}
-	p.expect(f, w)
-	if err := p.deleteBalancer(id); err != nil {
-		return err
-	}
-	return p.create(f, w, want)
-}
-
-// mayReplace returns an error if a load balancer that is somebody else's has
-// frontends besides those of services that are served here. Otherwise it is the
-// leftover of another proxy: the frontend is the service's.
-func (p *pass) mayReplace(f Frontend, lb LoadBalancer) error {
-	if p.record.owns(f, lb.ID) {
-		return nil
-	}
-	for _, other := range frontendsOf(lb) {
-		if _, wanted := p.wanted[other]; !wanted {
-			return fmt.Errorf("load balancer %s, which was made by somebody else, has this frontend, and %s besides", lb.ID, other)
-		}
-	}
-	p.log.Info("Replacing a load balancer that somebody else made", "frontend", f.String(), "id", lb.ID)
-	return nil
-}
-
-// expect notes that a load balancer is about to be made, unless that is noted.
-func (p *pass) expect(f Frontend, w want) {
-	if e := p.record.entries[f]; !e.Pending {
-		p.record.set(f, entry{ID: e.ID, Pending: true, Service: w.service})
-		p.saveRecord()
-	}
-}
-
-// create creates a load balancer. If HNS knows one with this frontend after
-// all, that one is looked up and replaced.
-func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
-	p.expect(f, w)
-	id, err := p.hns.CreateLoadBalancer(want)
-	if errors.Is(err, ErrExists) && !p.listed {
-		if err := p.relist(); err != nil {
-			return err
-		}
-		if holder, ok := p.have.byFrontend[f]; ok {
-			if err := p.mayReplace(f, p.have.balancers[holder]); err != nil {
-				return err
-			}
-			if err := p.deleteBalancer(holder); err != nil {
-				return err
-			}
-		}
-		id, err = p.hns.CreateLoadBalancer(want)
-	}
-	if err != nil {
-		p.wrong = true
-		return fmt.Errorf("create load balancer: %w", err)
-	}
-	p.log.V(3).Info("Created load balancer", "service", w.service, "frontend", f.String(), "id", id, "endpoints", len(want.Endpoints))
-	want.ID = id
-	p.have.addBalancer(want)
-	p.record.set(f, entry{ID: id, Service: w.service})
-	return nil
-}
-
-// deleteBalancer deletes a load balancer. That it is gone already is no error.
-func (p *pass) deleteBalancer(id string) error {
-	if err := p.hns.DeleteLoadBalancer(id); err != nil && !errors.Is(err, ErrNotFound) {
-		p.wrong = true
-		return fmt.Errorf("delete load balancer %s: %w", id, err)
-	}
-	p.log.V(3).Info("Deleted load balancer", "id", id)
-	p.have.removeBalancer(id)
-	return nil
-}
-
-func (p *pass) saveRecord() {
-	if err := p.record.save(); err != nil {
-		p.log.Error(err, "If this process is killed now, load balancers may be left behind")
-	}
 }
 
 // sortedKeys returns the keys of a map by the order of strings.

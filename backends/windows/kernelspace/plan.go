@@ -43,23 +43,38 @@ func (f Frontend) String() string {
 // endpoints by address, as HNS' IDs are not known before it is asked.
 type policy struct {
 	Frontend
-	// targets are the ports at the endpoints, ascending.
-	targets      []uint16
+	// target is the port at the endpoints.
+	target       uint16
 	flags        LoadBalancerFlags
 	portFlags    PortFlags
 	distribution Distribution
 	sourceVIP    netip.Addr
-	// endpoints are in order of their addresses, each once.
+	// needsVIPEndpoint says that HNS needs an endpoint for the VIP as well.
+	needsVIPEndpoint bool
+	// endpoints are in order of their addresses, each once. Health checks go to the
+	// root endpoint instead.
 	endpoints []destination
+	toRoot    bool
 }
 
 // destination is an endpoint of a policy.
 type destination struct {
 	addr netip.Addr
-	// local says that the endpoint is a pod of this node, whose HNS endpoint is
-	// the network plug-in's to make.
-	local bool
+	at   place
 }
+
+// place says where an endpoint is.
+type place uint8
+
+const (
+	// elsewhere is not on this node: the backend makes an HNS endpoint for it.
+	elsewhere place = iota
+	// podHere is a pod of this node: the network plug-in makes its HNS endpoint.
+	podHere
+	// hostHere is this node itself, with a pod in its host network. An HNS endpoint that
+	// claims the node's own address would take it from the node, so none is made.
+	hostHere
+)
 
 // unserved is a frontend that HNS cannot provide, or not as it is asked for.
 type unserved struct {
@@ -74,6 +89,10 @@ type terrain struct {
 	features Features
 	// dsr asks for direct server return for cluster IPs.
 	dsr bool
+	// forwardHealthChecks has health checks at load-balancer addresses forwarded, those
+	// of services without a port of their own to healthzPort unless it is 0.
+	forwardHealthChecks bool
+	healthzPort         uint16
 	// sourceVIPs are zero where the family has none.
 	sourceVIP4, sourceVIP6 netip.Addr
 	// nodeIPs are this node's addresses, the ones to use in tunnels first.
@@ -91,21 +110,34 @@ const PreserveDestination = "preserve-destination"
 // pure. A frontend without endpoints has no load balancer: HNS can neither
 // reject nor drop.
 func plan(se *api.ServiceEndpoints, on *terrain) (policies []policy, lacking []unserved) {
+	var checked []nodeview.Frontend
 	for f := range nodeview.Frontends(se) {
-		reason := on.refuses(&f)
-		if reason != "" {
+		if reason := on.refuses(&f); reason != "" {
 			lacking = append(lacking, unserved{key: f.FrontendKey, reason: reason})
 			continue
 		}
-		if f.Affinity > 0 && !on.features.SessionAffinity {
-			lacking = append(lacking, unserved{f.FrontendKey, "session affinity is not supported by this version of Windows", true})
+		p, degraded := on.policy(&f, preservesDestination(se.Service))
+		for _, reason := range degraded {
+			lacking = append(lacking, unserved{f.FrontendKey, reason, true})
 		}
-		if p := on.policy(&f, preservesDestination(se.Service)); len(p.endpoints) > 0 {
+		if len(p.endpoints) == 0 {
+			continue
+		}
+		policies = append(policies, p)
+		if f.Kind == nodeview.LoadBalancerIP && slices.ContainsFunc(f.Elsewhere.Endpoints, isNotTerminating) {
+			checked = append(checked, f)
+		}
+	}
+	for i := range checked {
+		p, ok := on.healthCheck(&checked[i], se.Service)
+		if ok && !slices.ContainsFunc(policies, func(other policy) bool { return other.Frontend == p.Frontend }) {
 			policies = append(policies, p)
 		}
 	}
 	return policies, lacking
 }
+
+func isNotTerminating(t nodeview.Target) bool { return !t.Conditions.Terminating }
 
 // refuses returns why HNS cannot provide a frontend, "" if it can.
 func (on *terrain) refuses(f *nodeview.Frontend) string {
@@ -116,6 +148,8 @@ func (on *terrain) refuses(f *nodeview.Frontend) string {
 		return fmt.Sprintf("HNS does not balance %s", f.Protocol)
 	case f.Sources.Restricted:
 		return "HNS cannot limit a load balancer to source ranges, and to let everybody in is not what was asked for"
+	case f.Family == api.IPv6 && on.network.Overlay:
+		return "HNS does not balance IPv6 on overlay networks"
 	case f.Family == api.IPv6 && !on.features.DualStack:
 		return "IPv6 is not supported by this version of Windows"
 	default:
@@ -123,15 +157,18 @@ func (on *terrain) refuses(f *nodeview.Frontend) string {
 	}
 }
 
-// policy decides all about a frontend's load balancer. External frontends have
-// the endpoints for traffic from elsewhere: HNS has one list for all.
-func (on *terrain) policy(f *nodeview.Frontend, preserve bool) policy {
-	p := policy{Frontend: Frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}}
+// policy decides all about a frontend's load balancer, and says what of the frontend
+// it leaves out. External frontends have the endpoints for traffic from elsewhere: HNS
+// has one list for all.
+func (on *terrain) policy(f *nodeview.Frontend, preserve bool) (p policy, degraded []string) {
+	p = policy{Frontend: Frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}}
 	if f.Family == api.IPv6 {
 		p.flags |= IPv6
 	}
 	if f.Affinity > 0 && on.features.SessionAffinity {
 		p.distribution = PerClient
+	} else if f.Affinity > 0 {
+		degraded = append(degraded, "session affinity is not supported by this version of Windows")
 	}
 	// With the external policy Local, replies leave from the pods' own node with
 	// the client's address untouched: that is direct server return.
@@ -140,6 +177,7 @@ func (on *terrain) policy(f *nodeview.Frontend, preserve bool) policy {
 	switch f.Kind {
 	case nodeview.ClusterIP:
 		dsr = on.dsr
+		p.needsVIPEndpoint = on.network.Overlay
 	case nodeview.NodePort:
 		p.portFlags = LocalRoutedVIP | VIPExternalIP
 		localOnly = preserve
@@ -156,36 +194,91 @@ func (on *terrain) policy(f *nodeview.Frontend, preserve bool) policy {
 	if dsr && on.features.DSR {
 		p.flags |= DSR
 	}
+	var candidates []nodeview.Target
 	for _, e := range f.Elsewhere.Endpoints {
-		if localOnly && !e.Local {
-			continue
+		if !localOnly || e.Local {
+			candidates = append(candidates, e)
 		}
-		addr := e.Addr
-		// A pod in the host's network has no network card of its own.
-		p.endpoints = append(p.endpoints, destination{addr, e.Local && !slices.Contains(on.nodeIPs, addr)})
-		p.targets = append(p.targets, uint16(e.Port))
+	}
+	p.target = commonPort(candidates)
+	for _, e := range candidates {
+		if uint16(e.Port) == p.target {
+			p.endpoints = append(p.endpoints, on.destination(e.Endpoint))
+		}
+	}
+	if len(p.endpoints) < len(candidates) {
+		degraded = append(degraded, fmt.Sprintf("HNS balances to one target port: only endpoints at port %d get traffic", p.target))
 	}
 	slices.SortFunc(p.endpoints, func(a, b destination) int { return a.addr.Compare(b.addr) })
-	p.endpoints = slices.CompactFunc(p.endpoints, func(a, b destination) bool { return a.addr == b.addr })
-	slices.Sort(p.targets)
-	p.targets = slices.Compact(p.targets)
+	p.endpoints = slices.Compact(p.endpoints)
+	if slices.ContainsFunc(p.endpoints, func(d destination) bool { return d.at == hostHere }) {
+		degraded = append(degraded, "endpoints in the host network of this node get no traffic, unless HNS has an endpoint for the node's address")
+	}
 	p.sourceVIP = on.source(&p)
-	return p
+	return p, degraded
 }
 
-// source returns the source address of a policy. On an overlay network it is
-// the node's own where an endpoint is outside the network of pods: another node,
-// or beyond the cluster.
+// commonPort returns the port of most endpoints, of several the lowest one.
+func commonPort(endpoints []nodeview.Target) uint16 {
+	count := map[uint16]int{}
+	var common uint16
+	for _, e := range endpoints {
+		port := uint16(e.Port)
+		count[port]++
+		if more := count[port] - count[common]; more > 0 || more == 0 && port < common {
+			common = port
+		}
+	}
+	return common
+}
+
+func (on *terrain) destination(e *api.Endpoint) destination {
+	d := destination{addr: e.Addr}
+	switch {
+	case slices.Contains(on.nodeIPs, d.addr):
+		d.at = hostHere
+	case e.Local:
+		d.at = podHere
+	}
+	return d
+}
+
+// healthCheck returns the load balancer that forwards health checks from a load-balancer
+// address to this node's health-check port, as kube-proxy does with
+// --forward-healthcheck-vip. It is not ok if that is not needed.
+func (on *terrain) healthCheck(f *nodeview.Frontend, svc *api.Service) (p policy, ok bool) {
+	port := cmp.Or(uint16(svc.HealthCheckNodePort), on.healthzPort)
+	if !on.forwardHealthChecks || port == 0 {
+		return policy{}, false
+	}
+	p = policy{
+		Frontend: Frontend{VIP: f.Addr, Family: f.Family, Protocol: ProtocolTCP, Port: port},
+		target:   port, toRoot: true,
+	}
+	if f.Family == api.IPv6 {
+		p.flags |= IPv6
+	}
+	if preservesDestination(svc) {
+		p.portFlags |= UseMux | PreserveDIP
+	}
+	p.sourceVIP = on.source(&p)
+	return p, true
+}
+
+// source returns the source address of a policy. On an overlay network it is the
+// configured one, or the node's own where an endpoint is outside the network of pods:
+// another node, or beyond the cluster. On other networks it is the node's own unless
+// another one is configured.
 func (on *terrain) source(p *policy) netip.Addr {
 	vip := on.sourceVIP4
 	if p.Family == api.IPv6 {
 		vip = on.sourceVIP6
 	}
 	if !on.network.Overlay {
-		return vip
+		return cmp.Or(vip, on.nodeIP(p.Family))
 	}
 	for _, e := range p.endpoints {
-		if e.local || slices.Contains(on.nodeIPs, e.addr) {
+		if e.at != elsewhere {
 			continue
 		}
 		if provider := on.network.Provider(e.addr); !provider.IsValid() || provider == e.addr {
@@ -214,6 +307,15 @@ func (on *terrain) remote(name string, addr netip.Addr) Endpoint {
 		e.Provider = cmp.Or(on.network.Provider(addr), on.nodeIP(api.FamilyOf(addr)))
 	}
 	return e
+}
+
+// vipEndpoint returns the HNS endpoint of a cluster IP on an overlay network: this node
+// claims the address, so that its own packets reach the load balancer.
+func (on *terrain) vipEndpoint(name string, vip netip.Addr, mac string) Endpoint {
+	return Endpoint{
+		Name: name, Network: on.network.ID, Addrs: []netip.Addr{vip}, MAC: mac,
+		Remote: true, Provider: on.nodeIP(api.FamilyOf(vip)),
+	}
 }
 
 // macOf makes up the hardware address of a remote endpoint: locally administered,
@@ -247,15 +349,15 @@ func protocolOf(p api.Protocol) uint32 {
 
 // with returns the policy as a load balancer, with endpoints of these IDs.
 func (p *policy) with(ids []string) LoadBalancer {
-	lb := LoadBalancer{Endpoints: ids, SourceVIP: p.sourceVIP, Flags: p.flags}
+	lb := LoadBalancer{
+		Endpoints: ids, SourceVIP: p.sourceVIP, Flags: p.flags,
+		Ports: []PortMapping{{
+			Protocol: p.Protocol, External: p.Port, Internal: p.target,
+			Distribution: p.distribution, Flags: p.portFlags,
+		}},
+	}
 	if p.VIP.IsValid() {
 		lb.VIPs = []netip.Addr{p.VIP}
-	}
-	for _, target := range p.targets {
-		lb.Ports = append(lb.Ports, PortMapping{
-			Protocol: p.Protocol, External: p.Port, Internal: target,
-			Distribution: p.distribution, Flags: p.portFlags,
-		})
 	}
 	return lb
 }

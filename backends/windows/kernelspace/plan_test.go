@@ -3,6 +3,7 @@
 package kernelspace_test
 
 import (
+	"fmt"
 	"net/netip"
 	"strings"
 	"testing"
@@ -57,6 +58,7 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 		features *kernelspace.Features
 		network  kernelspace.Network
 		opts     kernelspace.Options
+		named    []string // other endpoints here, as "cbr0=10.1.1.2"
 		pods     []string // of this node
 		view     *api.ServiceEndpoints
 		want     string
@@ -75,8 +77,7 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 	}, {
 		name:     "direct server return is done without where Windows lacks it",
 		features: new(without(func(f *kernelspace.Features) { f.DSR = false })),
-		opts:     kernelspace.Options{EnableDSR: true}, view: view(service("web", externalLocal), at("10.1.1.1@here")),
-		pods: []string{"10.1.1.1"},
+		pods:     []string{"10.1.1.1"}, view: view(service("web", externalLocal), at("10.1.1.1@here")),
 		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1
 			198.51.100.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1
 			203.0.113.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1
@@ -170,9 +171,57 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 		name: "an all-ports service is not served",
 		view: view(service("web", func(s *api.Service) { s.AllPorts = true; s.IPs.ExternalIPs = addrs("198.51.100.1") }), at("10.1.2.1")),
 	}, {
-		name: "a pod in this node's host network is reached at the node's address",
+		name: "a pod in this node's host network gets no endpoint that takes the address from the node",
+		view: view(service("web"), at("192.168.0.1@here"), at("10.1.2.1")),
+		want: "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
+	}, {
+		name: "a service whose pods are all in this node's host network has no load balancer",
 		view: view(service("web"), at("192.168.0.1@here")),
-		want: "10.96.0.1 protocol 6 port 80->8080 to 192.168.0.1", remotes: []string{"192.168.0.1"},
+	}, {
+		name: "a pod in this node's host network is served where HNS has an endpoint for the node's address",
+		pods: []string{"192.168.0.1"}, view: view(service("web"), at("192.168.0.1@here")),
+		want: "10.96.0.1 protocol 6 port 80->8080 to 192.168.0.1",
+	}, {
+		name: "health checks at a load-balancer address are forwarded if that is asked for",
+		opts: kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256}, named: []string{"cbr0=10.1.1.2"},
+		view: view(service("web", external), at("10.1.2.1")),
+		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+			198.51.100.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.2.1
+			203.0.113.1 protocol 6 port 10256->10256 to 10.1.1.2
+			203.0.113.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.2.1
+			node port protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.2.1`,
+		remotes: []string{"10.1.2.1"},
+	}, {
+		name: "health checks go to the health-check node port of a service that has one",
+		opts: kernelspace.Options{ForwardHealthChecks: true, RootEndpoint: "root"}, named: []string{"root=10.1.1.2"},
+		view: view(service("web", preserving, func(s *api.Service) { s.ExternalTrafficToLocal, s.HealthCheckNodePort = true, 31999 }), at("10.1.1.1@here")),
+		pods: []string{"10.1.1.1"},
+		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1
+			198.51.100.1 DSR protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1
+			203.0.113.1 DSR protocol 6 port 80->8080 UseMux PreserveDIP VIPExternalIP to 10.1.1.1
+			203.0.113.1 protocol 6 port 31999->31999 UseMux PreserveDIP to 10.1.1.2
+			node port DSR protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1`,
+	}, {
+		name: "health checks are not forwarded while all endpoints terminate",
+		opts: kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256}, named: []string{"cbr0=10.1.1.2"},
+		view: view(service("web", func(s *api.Service) {
+			s.Type = api.LoadBalancer
+			s.IPs.LoadBalancerIPs = addrs("203.0.113.1")
+		}), at("10.1.2.1", terminating)),
+		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+			203.0.113.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.2.1`,
+		remotes: []string{"10.1.2.1"},
+	}, {
+		name: "without the root endpoint health checks fail their service, which serves",
+		opts: kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256},
+		view: view(service("web", func(s *api.Service) {
+			s.Type = api.LoadBalancer
+			s.IPs.LoadBalancerIPs = addrs("203.0.113.1")
+		}), at("10.1.2.1")),
+		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+			203.0.113.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.2.1`,
+		remotes: []string{"10.1.2.1"},
+		fails:   `frontend 203.0.113.1:10256/TCP: HNS network "pods" has no endpoint "cbr0" for health checks`,
 	}, {
 		name: "a pod here without an HNS endpoint fails its service, and the others serve",
 		pods: []string{"10.1.1.1"}, view: view(service("web"), at("10.1.1.1@here"), at("10.1.1.2@here")),
@@ -182,39 +231,69 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 		name: "on an overlay network the source VIP is the pod network's, and endpoints name their node",
 		pods: []string{"10.1.1.1"}, network: overlay, opts: sourceVIP, view: view(service("web"), at("10.1.1.1@here"), at("10.1.2.1")),
 		want:    "10.96.0.1 source 10.1.1.250 protocol 6 port 80->8080 to 10.1.1.1 10.1.2.1",
-		remotes: []string{"10.1.2.1"},
+		remotes: []string{"10.1.2.1", "10.96.0.1"},
+	}, {
+		name:    "on an overlay network IPv4 alone is served",
+		network: overlay, opts: sourceVIP, view: view(service("web", dualStack), at("10.1.2.1"), at("fd00:1::1")),
+		want: `10.96.0.1 source 10.1.1.250 protocol 6 port 80->8080 to 10.1.2.1
+			node port source 10.1.1.250 protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.2.1`,
+		remotes: []string{"10.1.2.1", "10.96.0.1"},
 	}, {
 		name:    "on an overlay network the source is this node's address where an endpoint is beyond the cluster",
 		network: overlay, opts: sourceVIP, view: view(service("web"), at("8.8.8.8")),
-		want: "10.96.0.1 source 192.168.0.1 protocol 6 port 80->8080 to 8.8.8.8", remotes: []string{"8.8.8.8"},
+		want: "10.96.0.1 source 192.168.0.1 protocol 6 port 80->8080 to 8.8.8.8", remotes: []string{"8.8.8.8", "10.96.0.1"},
 	}, {
 		name:    "on an overlay network the source is this node's address where an endpoint is another node",
 		network: overlay, opts: sourceVIP, view: view(service("web"), at("192.168.0.2")),
-		want: "10.96.0.1 source 192.168.0.1 protocol 6 port 80->8080 to 192.168.0.2", remotes: []string{"192.168.0.2"},
+		want: "10.96.0.1 source 192.168.0.1 protocol 6 port 80->8080 to 192.168.0.2", remotes: []string{"192.168.0.2", "10.96.0.1"},
 	}, {
 		name: "on another network there is the source VIP that was asked for",
 		opts: sourceVIP, view: view(service("web"), at("10.1.2.1")),
 		want: "10.96.0.1 source 10.1.1.250 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
 	}} {
-		t.Run(tc.name, func(t *testing.T) {
-			features := all
-			if tc.features != nil {
-				features = *tc.features
-			}
-			w := newWorld(t, features, tc.network, tc.opts, tc.pods...)
-			w.views[tc.view.Key()] = tc.view
-			got := failures(t, w.full())
-			if got["web"] != tc.fails {
-				t.Errorf("the sync failed with %q, want %q", got["web"], tc.fails)
-			}
-			w.has(tc.want)
-			w.remotes(tc.remotes...)
+		for quirk, quirks := range fakehns.AllQuirks() {
+			t.Run(tc.name+"/HNS "+quirk, func(t *testing.T) {
+				features := all
+				if tc.features != nil {
+					features = *tc.features
+				}
+				w := newWorld(t, features, tc.network, tc.opts, tc.pods...)
+				w.hns.SetQuirks(quirks)
+				for _, n := range tc.named {
+					name, ip, _ := strings.Cut(n, "=")
+					w.endpoint(kernelspace.Endpoint{Name: name, Addrs: []netip.Addr{addr(ip)}})
+				}
+				w.views[tc.view.Key()] = tc.view
+				for range 2 {
+					got := failures(t, w.full())
+					if got["web"] != tc.fails {
+						t.Errorf("the sync failed with %q, want %q", got["web"], tc.fails)
+					}
+					w.has(tc.want)
+					w.remotes(tc.remotes...)
 
-			// Everything there is of it goes with it.
-			w.must(w.remove(tc.view.Service.Name))
-			w.has("")
-			w.remotes()
-		})
+					// What was made is found to be what is wanted.
+					w.hns.Calls()
+					w.must(w.backend.Verify(t.Context()))
+					if tc.fails == "" {
+						w.calls(listing)
+					}
+					w.restart()
+					failures(t, w.full())
+					for call, n := range w.hns.Calls() {
+						if listing[call] == 0 && call != "Features" {
+							t.Errorf("after a restart %s was called %d times", call, n)
+						}
+					}
+
+					// Everything that was made for the service goes with it.
+					w.must(w.remove(tc.view.Service.Name))
+					w.has("")
+					w.remotes()
+					w.views[tc.view.Key()] = tc.view
+				}
+			})
+		}
 	}
 }
 
@@ -222,17 +301,56 @@ func hinted(zone string) func(*api.SliceEndpoint) {
 	return func(e *api.SliceEndpoint) { e.Hints = &api.Hints{ForZones: []string{zone}} }
 }
 
-func TestDifferentNumbersOfANamedPortAreAMappingEach(t *testing.T) {
+func TestOfSeveralTargetPortsTheOneOfMostEndpointsIsServed(t *testing.T) {
 	w := l2bridge(t)
-	v := view(service("web", func(s *api.Service) {
-		s.Ports[0].Name, s.Ports[0].TargetPortName = "http", "http"
-	}), at("10.1.2.1"), at("10.1.2.2"))
+	named := func(s *api.Service) { s.Ports[0].Name, s.Ports[0].TargetPortName = "http", "http" }
+	v := view(service("web", named), at("10.1.2.1"), at("10.1.2.2"))
 	v.Endpoints[1].PortOverrides = []api.PortName{{Name: "http", Port: 9090}}
 	w.must(w.set(v))
-	w.has("10.96.0.1 protocol 6 port 80->8080 protocol 6 port 80->9090 to 10.1.2.1 10.1.2.2")
+	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1")
+	v = view(service("web", named), at("10.1.2.1"), at("10.1.2.2"), at("10.1.2.3"))
+	v.Endpoints[1].PortOverrides = []api.PortName{{Name: "http", Port: 9090}}
+	v.Endpoints[2].PortOverrides = []api.PortName{{Name: "http", Port: 9090}}
+	w.must(w.set(v))
+	w.has("10.96.0.1 protocol 6 port 80->9090 to 10.1.2.2 10.1.2.3")
+	w.remotes("10.1.2.2", "10.1.2.3")
 }
 
-func TestAnOverlayNetworkHasAnEndpointForTheSourceVIP(t *testing.T) {
+func TestTheSourceVIPOfABridgeIsTheNodesAddress(t *testing.T) {
+	w := l2bridge(t)
+	w.must(w.set(view(service("web", dualStack), at("10.1.2.1"), at("fd00:1::1"))))
+	if got, want := w.hns.Dump(), `endpoint [10.1.2.1] remote mac 02-11-0a-01-02-01 named kpng-10.1.2.1
+endpoint [fd00:1::1] remote mac 02-11-c9-16-f6-c8 named kpng-fd00:1::1
+load balancer 10.96.0.1 source 192.168.0.1 protocol 6 port 80->8080 to 10.1.2.1
+load balancer fd00:96::1 IPv6 source fd00:192::1 protocol 6 port 80->8080 to fd00:1::1
+load balancer node port IPv6 source fd00:192::1 protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to fd00:1::1
+load balancer node port source 192.168.0.1 protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.2.1
+`; got != want {
+		t.Errorf("HNS has\n%swant\n%s", got, want)
+	}
+}
+
+func TestServicesShareTheHealthChecksOfALoadBalancerAddress(t *testing.T) {
+	w := newWorld(t, fakehns.AllFeatures(), kernelspace.Network{}, kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256})
+	w.endpoint(kernelspace.Endpoint{Name: "cbr0", Addrs: []netip.Addr{addr("10.1.1.2")}})
+	at := func(port int32) *api.ServiceEndpoints {
+		return view(service(fmt.Sprint("web-", port), at96(int(port)), func(s *api.Service) {
+			s.Type, s.Ports[0].Port = api.LoadBalancer, port
+			s.IPs.LoadBalancerIPs = addrs("203.0.113.1")
+		}), at("10.1.2.1"))
+	}
+	const check = "load balancer 203.0.113.1 source 192.168.0.1 protocol 6 port 10256->10256 to 10.1.1.2\n"
+	w.must(w.set(at(80), at(81)))
+	for _, name := range []string{"web-80", "web-81"} {
+		if !strings.Contains(w.hns.Dump(), check) {
+			t.Errorf("before %s goes HNS has\n%s", name, w.hns.Dump())
+		}
+		w.must(w.remove(name))
+	}
+	w.has("")
+}
+
+func TestAnOverlayNetworkHasEndpointsForTheSourceVIPAndClusterIPs(t *testing.T) {
 	w := newWorld(t, fakehns.AllFeatures(),
 		kernelspace.Network{Overlay: true, RemoteSubnets: []kernelspace.RemoteSubnet{{Prefix: netip.MustParsePrefix("10.1.2.0/24"), Provider: addr("192.168.0.2")}}},
 		kernelspace.Options{SourceVIPs: []netip.Addr{addr("10.1.1.250")}, HostMAC: "00-15-5d-00-00-99"})
@@ -240,6 +358,7 @@ func TestAnOverlayNetworkHasAnEndpointForTheSourceVIP(t *testing.T) {
 	const sourceVIP = "endpoint [10.1.1.250] named kpng-source-vip\n"
 	if got, want := w.hns.Dump(), sourceVIP+
 		"endpoint [10.1.2.1] remote mac 02-11-0a-01-02-01 at 192.168.0.2 named kpng-10.1.2.1\n"+
+		"endpoint [10.96.0.1] remote mac 00-15-5d-00-00-99 at 192.168.0.1 named kpng-10.96.0.1\n"+
 		"load balancer 10.96.0.1 source 10.1.1.250 protocol 6 port 80->8080 to 10.1.2.1\n"; got != want {
 		t.Errorf("HNS has\n%swant\n%s", got, want)
 	}

@@ -3,198 +3,220 @@
 package kernelspace
 
 import (
+	"cmp"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"io/fs"
-	"maps"
-	"os"
-	"path/filepath"
+	"hash/fnv"
+	"net/netip"
 	"slices"
+	"strings"
 
+	"github.com/kpng-project/kpng/backends/windows/internal/journal"
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// record remembers, in a file, which of the machine's load balancers are own
-// ones, as HNS gives them no name to tell by. A load balancer is noted before it
-// is made, by its frontend, and with its ID after: whenever the process is
-// killed, what it made is found again, and nothing else.
+// record remembers, in a journal, which of the machine's load balancers are own ones, as HNS
+// gives them no name to tell by. A load balancer is in one of these states:
+//
+//	planned    its creation is about to be requested
+//	requested  its creation was requested; whether HNS has it under an ID that is not known is
+//	           for the next listing to tell
+//	made       HNS has it, under an ID
+//	deleted    HNS says that it was deleted, which the next listing confirms
+//
+// A load balancer is an own one by its ID alone. In the journal requested looks like
+// planned, and deleted like made: a process that begins knows neither an answer of HNS nor
+// its own request, and a listing settles both.
 type record struct {
-	path    string // empty: in memory only
-	entries map[Frontend]entry
-	changed bool
+	journal *journal.Journal
+	planned map[Frontend]*planned
+	made    map[string]*made // by ID
 }
 
-// entry is an own load balancer.
-type entry struct {
-	// ID is empty if it was never seen to be made.
-	ID string
-	// Pending says that it is being made, in the place of ID if there is one.
-	Pending bool `json:",omitempty"`
-	// Service is whom it is for.
+// planned is a load balancer whose ID is not known.
+type planned struct {
 	Service types.NamespacedName
-
-	// deleted says that HNS has said that it is deleted, which its next listing
-	// has to confirm.
-	deleted bool
+	Target  uint16
+	// Asked is the digest of the settings that HNS is asked for.
+	Asked     digest
+	requested bool
 }
 
-// line is an entry in the file.
-type line struct {
-	Frontend
-	entry
+// made is a load balancer that HNS created.
+type made struct {
+	Frontend Frontend
+	Service  types.NamespacedName
+	// Asked is the digest of the settings that HNS was asked for, and Answered of those
+	// that it described in return: HNS does not tell all settings.
+	Asked, Answered digest
+	deleted         bool
 }
 
-// readRecord reads the record of a file. One that does not exist is empty.
+const (
+	journalKind   = "load balancers"
+	plannedPrefix = "planned "
+	madePrefix    = "made "
+)
+
+// readRecord reads the record of a file. One that does not exist is empty. An empty path
+// keeps the record in memory.
 func readRecord(path string) (*record, error) {
-	r := &record{path: path, entries: map[Frontend]entry{}}
-	if path == "" {
-		return r, nil
-	}
-	data, err := os.ReadFile(path)
-	if errors.Is(err, fs.ErrNotExist) {
-		return r, nil
-	}
+	j, err := journal.Open(path, journalKind)
 	if err != nil {
-		return nil, fmt.Errorf("read the record of load balancers: %w", err)
+		return nil, err
 	}
-	var lines []line
-	if err := json.Unmarshal(data, &lines); err != nil {
-		return nil, fmt.Errorf("read the record of load balancers, %s: %w", path, err)
-	}
-	for _, l := range lines {
-		r.entries[l.Frontend] = l.entry
+	r := newRecord(j)
+	for key, value := range j.All() {
+		if err := r.read(key, value); err != nil {
+			return nil, fmt.Errorf("read journal %s: entry %q: %w", path, key, err)
+		}
 	}
 	return r, nil
 }
 
-// owns reports whether the load balancer id at f is an own one.
-func (r *record) owns(f Frontend, id string) bool {
-	e, ok := r.entries[f]
-	return ok && (e.Pending || e.ID == id)
+func newRecord(j *journal.Journal) *record {
+	return &record{journal: j, planned: map[Frontend]*planned{}, made: map[string]*made{}}
 }
 
-// set notes an entry.
-func (r *record) set(f Frontend, e entry) {
-	if r.entries[f] != e {
-		r.entries[f] = e
-		r.changed = true
+func (r *record) read(key, value string) error {
+	if id, ok := strings.CutPrefix(key, madePrefix); ok {
+		m := &made{}
+		r.made[id] = m
+		return json.Unmarshal([]byte(value), m)
+	}
+	text, ok := strings.CutPrefix(key, plannedPrefix)
+	if !ok {
+		return fmt.Errorf("neither %q nor %q", plannedPrefix, madePrefix)
+	}
+	var f Frontend
+	if err := json.Unmarshal([]byte(text), &f); err != nil {
+		return err
+	}
+	p := &planned{requested: true}
+	r.planned[f] = p
+	return json.Unmarshal([]byte(value), p)
+}
+
+// owns reports whether a load balancer is an own one.
+func (r *record) owns(id string) bool { return r.made[id] != nil }
+
+// plan notes that the creation of a load balancer is about to be requested.
+func (r *record) plan(f Frontend, p planned) {
+	r.planned[f] = &p
+	r.journal.Set(plannedPrefix+encode(f), encode(p))
+}
+
+// add notes that HNS has a load balancer, whose plan it fulfills if there was one.
+func (r *record) add(id string, m made) {
+	r.made[id] = &m
+	r.journal.Set(madePrefix+id, encode(m))
+	r.drop(m.Frontend)
+}
+
+// drop forgets a plan.
+func (r *record) drop(f Frontend) {
+	if r.planned[f] != nil {
+		delete(r.planned, f)
+		r.journal.Delete(plannedPrefix + encode(f))
 	}
 }
 
-// delete notes that HNS says that the load balancer of f is deleted.
-func (r *record) delete(f Frontend) {
-	if e, ok := r.entries[f]; ok {
-		e.deleted = true
-		r.entries[f] = e
+// dropUnrequested forgets plans that were not carried out.
+func (r *record) dropUnrequested() {
+	for f, p := range r.planned {
+		if !p.requested {
+			r.drop(f)
+		}
 	}
 }
 
-// confirm forgets the load balancers that were deleted and are not in a listing,
-// and takes those that are for what they are.
+// forget forgets a load balancer that HNS does not have.
+func (r *record) forget(id string) {
+	delete(r.made, id)
+	r.journal.Delete(madePrefix + id)
+}
+
+// confirm brings the record in line with a listing. It forgets load balancers that are not
+// listed, and finds out which requests HNS carried out: a load balancer that is not known has
+// the frontend of the request, no other one, and the same target.
 func (r *record) confirm(have *holdings) {
-	for f, e := range r.entries {
-		if !e.deleted {
+	for id, m := range r.made {
+		if _, listed := have.balancers[id]; !listed {
+			r.forget(id)
+		} else {
+			m.deleted = false
+		}
+	}
+	for f, p := range r.planned {
+		if !p.requested {
 			continue
 		}
-		if id, ok := have.byFrontend[f]; ok && r.owns(f, id) {
-			e.deleted = false
-			r.entries[f] = e
-		} else {
-			r.forget(f)
+		for _, id := range have.byFrontend[f] {
+			lb := have.balancers[id]
+			if !r.owns(id) && len(frontendsOf(lb)) == 1 && len(lb.Ports) == 1 && lb.Ports[0].Internal == p.Target {
+				r.add(id, made{Frontend: f, Service: p.Service, Asked: p.Asked, Answered: digestOf(lb)})
+			}
 		}
+		r.drop(f)
 	}
 }
 
-// len returns how many load balancers there are.
+// len returns how many load balancers HNS has that are own ones.
 func (r *record) len() int {
 	n := 0
-	for _, e := range r.entries {
-		if !e.deleted {
+	for _, m := range r.made {
+		if !m.deleted {
 			n++
 		}
 	}
 	return n
 }
 
-// forget removes the entry of f.
-func (r *record) forget(f Frontend) {
-	if _, ok := r.entries[f]; ok {
-		delete(r.entries, f)
-		r.changed = true
+// unchanged reports whether a load balancer has the settings want, endpoints aside. HNS does
+// not describe all settings, so a description that is the same as after the creation stands
+// for what was asked for then.
+func (r *record) unchanged(have, want LoadBalancer) bool {
+	got, asked := digestOf(have), digestOf(want)
+	if m := r.made[have.ID]; m != nil && got == m.Answered {
+		return asked == m.Asked
 	}
+	if !want.SourceVIP.IsValid() {
+		have.SourceVIP = netip.Addr{} // one that HNS chose
+		got = digestOf(have)
+	}
+	return got == asked
 }
 
-// save writes the file if there is something new.
-func (r *record) save() error {
-	if !r.changed || r.path == "" {
-		return nil
+// digest stands for the settings of a load balancer, endpoints aside.
+type digest uint64
+
+// The settings that the backend decides; HNS may add its own.
+const (
+	knownFlags     = DSR | IPv6
+	knownPortFlags = LocalRoutedVIP | UseMux | PreserveDIP | VIPExternalIP
+)
+
+func digestOf(lb LoadBalancer) digest {
+	ports := slices.Clone(lb.Ports)
+	slices.SortFunc(ports, func(a, b PortMapping) int {
+		return cmp.Or(cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.External, b.External), cmp.Compare(a.Internal, b.Internal))
+	})
+	h := fnv.New64a()
+	fmt.Fprint(h, lb.SourceVIP, lb.Flags&knownFlags, lb.VIPs)
+	for _, p := range ports {
+		fmt.Fprint(h, " ", p.Protocol, p.External, p.Internal, p.Distribution, p.Flags&knownPortFlags)
 	}
-	lines := make([]line, 0, len(r.entries))
-	for _, f := range slices.SortedFunc(maps.Keys(r.entries), compareFrontends) {
-		lines = append(lines, line{f, r.entries[f]})
-	}
-	data, err := json.Marshal(lines)
-	if err == nil {
-		err = writeFile(r.path, data)
-	}
-	if err != nil {
-		return fmt.Errorf("write the record of load balancers: %w", err)
-	}
-	r.changed = false
-	return nil
+	return digest(h.Sum64())
 }
 
-// remove removes the file.
-func (r *record) remove() error {
-	clear(r.entries)
-	if r.path == "" {
-		return nil
-	}
-	if err := os.Remove(r.path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("remove the record of load balancers: %w", err)
-	}
-	return nil
-}
-
-// writeFile replaces a file so that it is there as a whole or as it was before,
-// after a crash too.
-func writeFile(path string, data []byte) (err error) {
-	dir := filepath.Dir(path)
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return err
-	}
-	f, err := os.CreateTemp(dir, filepath.Base(path)+".*")
+func encode(v any) string {
+	data, err := json.Marshal(v)
 	if err != nil {
-		return err
+		panic(err) // structs of numbers, strings and addresses
 	}
-	defer func() {
-		if err != nil {
-			os.Remove(f.Name())
-		}
-	}()
-	_, err = f.Write(data)
-	if err == nil {
-		err = f.Sync()
-	}
-	if closed := f.Close(); err == nil {
-		err = closed
-	}
-	if err != nil {
-		return err
-	}
-	return os.Rename(f.Name(), path)
+	return string(data)
 }
 
 func compareFrontends(a, b Frontend) int {
-	switch {
-	case a.VIP != b.VIP:
-		return a.VIP.Compare(b.VIP)
-	case a.Family != b.Family:
-		return int(a.Family) - int(b.Family)
-	case a.Protocol != b.Protocol:
-		return int(a.Protocol) - int(b.Protocol)
-	default:
-		return int(a.Port) - int(b.Port)
-	}
+	return cmp.Or(a.VIP.Compare(b.VIP), cmp.Compare(a.Family, b.Family), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }

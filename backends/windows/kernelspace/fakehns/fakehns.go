@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package fakehns is a Host Networking Service in memory, for tests on any
-// system. It refuses what HNS refuses: an address or a frontend twice, a load
-// balancer without endpoints or with one that does not exist, the end of an
-// endpoint that is used, and what its version does not support.
+// system. It refuses what any version of HNS is known to refuse: an address or a frontend
+// twice, a load balancer without endpoints, with one that does not exist or with two
+// targets for one port, on an overlay network IPv6 and a cluster IP or source VIP without an
+// endpoint, the deletion of an endpoint that is used, and what its version does not support. In
+// addition it may have [Quirks].
 //
 //	hns := fakehns.New(fakehns.AllFeatures())
 //	hns.AddNetwork(kernelspace.Network{Name: "l2bridge"})
@@ -51,6 +53,49 @@ type HNS struct {
 	next      uint64
 	calls     map[string]int
 	hook      func(call string) error
+	quirks    Quirks
+	host      []netip.Addr
+}
+
+// Quirks are ways in which HNS describes its objects that callers must cope with. The zero
+// value describes each object once, in order of IDs, as it was made.
+type Quirks struct {
+	// HiddenFlags and HiddenPortFlags are settings of load balancers that it does not
+	// describe.
+	HiddenFlags     kernelspace.LoadBalancerFlags
+	HiddenPortFlags kernelspace.PortFlags
+	// HidesSourceVIP, HidesDistribution, HidesRemote and HidesProvider say the same of
+	// single settings of load balancers and endpoints.
+	HidesSourceVIP, HidesDistribution, HidesRemote, HidesProvider bool
+	// AddsPortFlags are settings that it adds to each load balancer's ports.
+	AddsPortFlags kernelspace.PortFlags
+	// ListsTwice has a listing name each object twice, and ListsBackwards in the opposite
+	// order, as are endpoints within a load balancer.
+	ListsTwice, ListsBackwards bool
+	// SharesFrontends lets several load balancers have one frontend.
+	SharesFrontends bool
+}
+
+// AllQuirks returns quirks by a name, each kind alone and all together.
+func AllQuirks() map[string]Quirks {
+	const ports = kernelspace.LocalRoutedVIP | kernelspace.UseMux | kernelspace.PreserveDIP | kernelspace.VIPExternalIP
+	return map[string]Quirks{
+		"none":                 {},
+		"hides flags":          {HiddenFlags: kernelspace.DSR},
+		"hides port flags":     {HiddenPortFlags: kernelspace.VIPExternalIP},
+		"hides all port flags": {HiddenPortFlags: ports},
+		"hides source VIPs":    {HidesSourceVIP: true},
+		"hides distribution":   {HidesDistribution: true},
+		"hides remote":         {HidesRemote: true},
+		"hides providers":      {HidesProvider: true},
+		"adds port flags":      {AddsPortFlags: 1 | kernelspace.LocalRoutedVIP},
+		"lists twice":          {ListsTwice: true},
+		"lists backwards":      {ListsBackwards: true},
+		"all": {
+			HiddenFlags: kernelspace.DSR, HiddenPortFlags: ports, HidesSourceVIP: true, HidesDistribution: true,
+			HidesRemote: true, HidesProvider: true, ListsTwice: true, ListsBackwards: true, SharesFrontends: true,
+		},
+	}
 }
 
 var _ kernelspace.HNS = &HNS{}
@@ -84,6 +129,14 @@ func New(features kernelspace.Features) *HNS {
 	}
 }
 
+// SetHost sets the addresses of the machine itself. On an overlay network a source VIP is
+// one of them, or that of an endpoint.
+func (h *HNS) SetHost(addrs ...netip.Addr) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.host = addrs
+}
+
 // SetHook has f called at the beginning of each call of [kernelspace.HNS], with
 // its name. What f returns, if it is not nil, the call fails with. f must not
 // call the HNS.
@@ -91,6 +144,52 @@ func (h *HNS) SetHook(f func(call string) error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.hook = f
+}
+
+// SetQuirks sets the quirks of all answers from now on.
+func (h *HNS) SetQuirks(q Quirks) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.quirks = q
+}
+
+// describeEndpoint returns an endpoint as HNS describes it.
+func (q *Quirks) describeEndpoint(e kernelspace.Endpoint) kernelspace.Endpoint {
+	e.Remote = e.Remote && !q.HidesRemote
+	if q.HidesProvider {
+		e.Provider = netip.Addr{}
+	}
+	return e
+}
+
+func (q *Quirks) describeBalancer(lb kernelspace.LoadBalancer) kernelspace.LoadBalancer {
+	lb.Endpoints, lb.VIPs, lb.Ports = slices.Clone(lb.Endpoints), slices.Clone(lb.VIPs), slices.Clone(lb.Ports)
+	if q.ListsBackwards {
+		slices.Reverse(lb.Endpoints)
+	}
+	if q.HidesSourceVIP {
+		lb.SourceVIP = netip.Addr{}
+	}
+	lb.Flags &^= q.HiddenFlags
+	for i := range lb.Ports {
+		p := &lb.Ports[i]
+		p.Flags = p.Flags&^q.HiddenPortFlags | q.AddsPortFlags
+		if q.HidesDistribution {
+			p.Distribution = kernelspace.PerConnection
+		}
+	}
+	return lb
+}
+
+// list returns what a listing of these IDs names.
+func (q *Quirks) list(ids []string) []string {
+	if q.ListsBackwards {
+		slices.Reverse(ids)
+	}
+	if q.ListsTwice {
+		ids = append(ids, ids...)
+	}
+	return ids
 }
 
 // Calls returns how often each call was made since the last time it was asked
@@ -134,20 +233,20 @@ func (h *HNS) RemoveNetwork(id string) {
 	}
 }
 
-// Endpoint returns the endpoint of an ID.
+// Endpoint returns the endpoint of an ID, as HNS describes it.
 func (h *HNS) Endpoint(id string) (kernelspace.Endpoint, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	e, ok := h.endpoints[id]
-	return e, ok
+	return h.quirks.describeEndpoint(e), ok
 }
 
-// LoadBalancer returns the load balancer of an ID.
+// LoadBalancer returns the load balancer of an ID, as HNS describes it.
 func (h *HNS) LoadBalancer(id string) (kernelspace.LoadBalancer, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	lb, ok := h.balancers[id]
-	return lb, ok
+	return h.quirks.describeBalancer(lb), ok
 }
 
 // NetworkByID returns the network of an ID.
@@ -222,9 +321,9 @@ func (h *HNS) Endpoints(network string) ([]kernelspace.Endpoint, error) {
 		return nil, err
 	}
 	var list []kernelspace.Endpoint
-	for _, id := range slices.Sorted(maps.Keys(h.endpoints)) {
+	for _, id := range h.quirks.list(slices.Sorted(maps.Keys(h.endpoints))) {
 		if e := h.endpoints[id]; e.Network == network {
-			list = append(list, e)
+			list = append(list, h.quirks.describeEndpoint(e))
 		}
 	}
 	return list, nil
@@ -238,8 +337,8 @@ func (h *HNS) LoadBalancers() ([]kernelspace.LoadBalancer, error) {
 		return nil, err
 	}
 	var list []kernelspace.LoadBalancer
-	for _, id := range slices.Sorted(maps.Keys(h.balancers)) {
-		list = append(list, h.balancers[id])
+	for _, id := range h.quirks.list(slices.Sorted(maps.Keys(h.balancers))) {
+		list = append(list, h.quirks.describeBalancer(h.balancers[id]))
 	}
 	return list, nil
 }
@@ -295,8 +394,15 @@ func (h *HNS) forget(e kernelspace.Endpoint) {
 }
 
 // CreateLoadBalancer implements kernelspace.HNS.
-func (h *HNS) CreateLoadBalancer(lb kernelspace.LoadBalancer) (string, error) {
-	return h.write("CreateLoadBalancer", func() (string, error) { return h.createLoadBalancer(lb) })
+func (h *HNS) CreateLoadBalancer(lb kernelspace.LoadBalancer) (kernelspace.LoadBalancer, error) {
+	id, err := h.write("CreateLoadBalancer", func() (string, error) { return h.createLoadBalancer(lb) })
+	if err != nil {
+		return kernelspace.LoadBalancer{}, err
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	lb.ID = id
+	return h.quirks.describeBalancer(lb), nil
 }
 
 func (h *HNS) createLoadBalancer(lb kernelspace.LoadBalancer) (string, error) {
@@ -357,6 +463,16 @@ func (h *HNS) check(lb kernelspace.LoadBalancer) error {
 		if slices.Contains(lb.Endpoints[:i], id) {
 			return fmt.Errorf("endpoint %s twice", id)
 		}
+		if err := h.checkOverlay(lb, h.endpoints[id].Network); err != nil {
+			return err
+		}
+	}
+	for i, p := range lb.Ports {
+		if slices.ContainsFunc(lb.Ports[:i], func(other kernelspace.PortMapping) bool {
+			return other.Protocol == p.Protocol && other.External == p.External
+		}) {
+			return fmt.Errorf("port %d twice: %w", p.External, kernelspace.ErrExists)
+		}
 	}
 	if lb.Flags&kernelspace.DSR != 0 && !h.features.DSR || lb.Flags&kernelspace.IPv6 != 0 && !h.features.DualStack {
 		return fmt.Errorf("flags %d: %w", lb.Flags, kernelspace.ErrNotSupported)
@@ -367,8 +483,27 @@ func (h *HNS) check(lb kernelspace.LoadBalancer) error {
 		}
 	}
 	for _, f := range frontendsOf(lb) {
-		if id, ok := h.frontends[f]; ok && id != lb.ID {
+		if id, ok := h.frontends[f]; ok && id != lb.ID && !h.quirks.SharesFrontends {
 			return fmt.Errorf("frontend %v is that of load balancer %s: %w", f, id, kernelspace.ErrExists)
+		}
+	}
+	return nil
+}
+
+// checkOverlay returns an error if an overlay network does not take such a load balancer.
+func (h *HNS) checkOverlay(lb kernelspace.LoadBalancer, network string) error {
+	if !h.networks[network].Overlay {
+		return nil
+	}
+	if lb.Flags&kernelspace.IPv6 != 0 {
+		return errors.New("IPv6 on an overlay network")
+	}
+	if _, ok := h.addrs[addrKey{network, lb.SourceVIP, false}]; !ok && !slices.Contains(h.host, lb.SourceVIP) {
+		return fmt.Errorf("source VIP %s has no endpoint", lb.SourceVIP)
+	}
+	for _, vip := range lb.VIPs {
+		if _, ok := h.addrs[addrKey{network, vip, true}]; !ok && lb.Ports[0].Flags&kernelspace.VIPExternalIP == 0 {
+			return fmt.Errorf("VIP %s has no endpoint", vip)
 		}
 	}
 	return nil
@@ -388,7 +523,9 @@ func (h *HNS) add(lb kernelspace.LoadBalancer) {
 func (h *HNS) drop(lb kernelspace.LoadBalancer) {
 	delete(h.balancers, lb.ID)
 	for _, f := range frontendsOf(lb) {
-		delete(h.frontends, f)
+		if h.frontends[f] == lb.ID {
+			delete(h.frontends, f)
+		}
 	}
 	for _, id := range lb.Endpoints {
 		h.uses[id]--

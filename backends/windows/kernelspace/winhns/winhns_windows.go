@@ -11,7 +11,6 @@ import (
 
 	"github.com/Microsoft/hcsshim/hcn"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"golang.org/x/sys/windows"
 )
 
 // HNS implements [kernelspace.HNS]. The zero value is ready for use, and HNS
@@ -20,29 +19,21 @@ type HNS struct{}
 
 var _ kernelspace.HNS = HNS{}
 
-// What HNS' remote procedure call says while the service does not run, as Win32
-// error codes (winerror.h).
-const (
-	rpcUnknownInterface  = hcn.ErrorCode(windows.RPC_S_UNKNOWN_IF)
-	rpcServerUnavailable = hcn.ErrorCode(windows.RPC_S_SERVER_UNAVAILABLE)
-)
-
 // wrap adds kernelspace's error to one of HNS that means the same.
 func wrap(err error) error {
-	meaning := error(nil)
-	switch {
-	case err == nil:
+	if err == nil {
 		return nil
-	case hcn.CheckErrorWithCode(err, rpcUnknownInterface), hcn.CheckErrorWithCode(err, rpcServerUnavailable):
-		meaning = kernelspace.ErrNotRunning
-	case hcn.IsElementNotFoundError(err), hcn.IsNotFoundError(err):
+	}
+	meaning := error(nil)
+	if hcn.IsNotFoundError(err) { // of hcsshim itself
 		meaning = kernelspace.ErrNotFound
-	case hcn.IsPortAlreadyExistsError(err), hcn.CheckErrorWithCode(err, hcn.ErrorCode(windows.ERROR_OBJECT_ALREADY_EXISTS)),
-		hcn.CheckErrorWithCode(err, hcn.ErrorCode(windows.ERROR_DUP_NAME)):
-		meaning = kernelspace.ErrExists
-	case hcn.IsNotImplemented(err), hcn.CheckErrorWithCode(err, hcn.ErrorCode(windows.ERROR_NOT_SUPPORTED)):
-		meaning = kernelspace.ErrNotSupported
-	default:
+	}
+	for code, m := range results {
+		if hcn.CheckErrorWithCode(err, hcn.ErrorCode(code)) {
+			meaning = m
+		}
+	}
+	if meaning == nil {
 		return err
 	}
 	return fmt.Errorf("%w: %w", meaning, err)
@@ -185,12 +176,14 @@ func (HNS) DeleteEndpoint(id string) error {
 }
 
 // CreateLoadBalancer implements [kernelspace.HNS].
-func (HNS) CreateLoadBalancer(lb kernelspace.LoadBalancer) (string, error) {
+func (HNS) CreateLoadBalancer(lb kernelspace.LoadBalancer) (kernelspace.LoadBalancer, error) {
 	created, err := hcnBalancer(lb).Create()
 	if err != nil {
-		return "", wrap(err)
+		return kernelspace.LoadBalancer{}, wrap(err)
 	}
-	return strings.ToLower(created.Id), nil
+	made, _ := balancer(created) // what is no address is none of ours
+	made.ID = strings.ToLower(created.Id)
+	return made, nil
 }
 
 // UpdateLoadBalancer implements [kernelspace.HNS].

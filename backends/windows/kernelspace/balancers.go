@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kernelspace
+
+import (
+	"errors"
+	"fmt"
+
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// note logs that the journal could not be written. To go on is better than not to proxy.
+func (p *pass) note(err error) {
+	if err != nil {
+		p.log.Error(err, "Load balancers may be left behind if this process is killed now")
+	}
+}
+
+// own returns the IDs of the own load balancers at a frontend: one, as a rule.
+func (p *pass) own(f Frontend) []string {
+	var ids []string
+	for _, id := range p.have.byFrontend[f] {
+		if p.record.owns(id) {
+			ids = append(ids, id)
+		}
+	}
+	return ids
+}
+
+// holder returns the service for which there is a load balancer at a frontend.
+func (p *pass) holder(f Frontend) types.NamespacedName {
+	for _, id := range p.own(f) {
+		return p.record.made[id].Service
+	}
+	return types.NamespacedName{}
+}
+
+// remove deletes the own load balancers at a frontend.
+func (p *pass) remove(f Frontend) error {
+	for _, id := range p.own(f) {
+		if err := p.deleteBalancer(id); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// announce notes which load balancers are about to be created, so that they are known as
+// own ones even if nothing can be noted after. The journal is flushed once for all.
+func (p *pass) announce(frontends []Frontend) {
+	for _, f := range frontends {
+		if w := p.wanted[f]; p.isToBeCreated(f, w.policy) {
+			p.plan(f, w)
+		}
+	}
+	p.note(p.record.journal.Sync())
+}
+
+func (p *pass) plan(f Frontend, w want) {
+	p.record.plan(f, planned{Service: w.service, Target: w.policy.target, Asked: digestOf(w.policy.with(nil))})
+}
+
+// isToBeCreated reports whether a policy needs a load balancer that there is not: there is
+// none at its frontend, or one that cannot be changed into it.
+func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
+	own := p.own(f)
+	if len(own) == 0 {
+		return len(p.have.byFrontend[f]) == 0 // that of somebody else may have to stay
+	}
+	var ids []string
+	for _, d := range policy.endpoints {
+		e, ok := p.have.endpointAt(d.addr)
+		if !ok && !p.terrain.features.ModifyLoadBalancer {
+			return true
+		}
+		ids = append(ids, e.ID)
+	}
+	have, want := p.have.balancers[own[0]], policy.with(ids)
+	return !p.record.unchanged(have, want) || !p.terrain.features.ModifyLoadBalancer && !sameEndpoints(have, want)
+}
+
+// ensure makes HNS have the load balancer that is wanted at a frontend, with as
+// many of its endpoints as there are.
+func (p *pass) ensure(f Frontend) error {
+	w := p.wanted[f]
+	ids, lacking := p.endpoints(w.policy)
+	if ends(lacking) {
+		return lacking
+	}
+	if len(ids) == 0 {
+		if err := p.remove(f); err != nil {
+			return err
+		}
+		return lacking
+	}
+	if w.policy.needsVIPEndpoint {
+		if err := p.ensureVIPEndpoint(f.VIP); err != nil {
+			return err
+		}
+	}
+	if err := p.balance(f, w, w.policy.with(ids)); err != nil {
+		return err
+	}
+	return lacking
+}
+
+// balance makes HNS have the load balancer want at a frontend.
+func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
+	holders := p.have.byFrontend[f]
+	if len(holders) == 0 {
+		return p.create(f, w, want)
+	}
+	have := p.have.balancers[holders[0]]
+	if own := p.own(f); len(own) > 0 {
+		have = p.have.balancers[own[0]]
+		for _, id := range own[1:] {
+			if err := p.deleteBalancer(id); err != nil {
+				return err
+			}
+		}
+	}
+	unchanged := p.record.unchanged(have, want)
+	if unchanged && sameEndpoints(have, want) {
+		p.keep(f, w, have, want)
+		return nil
+	}
+	if err := p.mayReplace(f, have); err != nil {
+		return err
+	}
+	if unchanged && p.terrain.features.ModifyLoadBalancer {
+		err := p.update(f, w, have, want)
+		if !errors.Is(err, ErrNotSupported) {
+			return err
+		}
+		p.terrain.features.ModifyLoadBalancer = false
+	}
+	if err := p.deleteBalancer(have.ID); err != nil {
+		return err
+	}
+	return p.create(f, w, want)
+}
+
+// keep notes that a load balancer is as it is wanted, whoever made it.
+func (p *pass) keep(f Frontend, w want, have, want LoadBalancer) {
+	if m := p.record.made[have.ID]; m == nil || m.Service != w.service {
+		p.record.add(have.ID, made{Frontend: f, Service: w.service, Asked: digestOf(want), Answered: digestOf(have)})
+	}
+}
+
+// update changes the endpoints of a load balancer. It returns ErrNotSupported if Windows
+// cannot do that.
+func (p *pass) update(f Frontend, w want, have, want LoadBalancer) error {
+	want.ID = have.ID
+	if err := p.hns.UpdateLoadBalancer(want); errors.Is(err, ErrNotSupported) {
+		return err
+	} else if err != nil {
+		p.wrong = true
+		return fmt.Errorf("update load balancer %s: %w", have.ID, err)
+	}
+	p.log.V(3).Info("Updated load balancer", "service", w.service, "frontend", f.String(), "id", have.ID, "endpoints", len(want.Endpoints))
+	p.keep(f, w, have, want)
+	p.have.removeBalancer(have.ID)
+	have.Endpoints = want.Endpoints
+	p.have.addBalancer(have)
+	return nil
+}
+
+// mayReplace returns an error if a load balancer that is somebody else's has
+// frontends besides those of services that are served here. Otherwise it is the
+// leftover of another proxy: the frontend is the service's.
+func (p *pass) mayReplace(f Frontend, lb LoadBalancer) error {
+	if p.record.owns(lb.ID) {
+		return nil
+	}
+	for _, other := range frontendsOf(lb) {
+		if _, wanted := p.wanted[other]; !wanted {
+			return fmt.Errorf("load balancer %s, which was made by somebody else, has this frontend, and %s besides", lb.ID, other)
+		}
+	}
+	p.log.Info("Replacing a load balancer that somebody else made", "frontend", f.String(), "id", lb.ID)
+	return nil
+}
+
+// create creates a load balancer. If HNS has one with this frontend after all, HNS is
+// listed, and that one is changed or replaced.
+func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
+	if p.record.planned[f] == nil {
+		p.plan(f, w)
+		p.note(p.record.journal.Sync())
+	}
+	p.record.planned[f].requested = true
+	answer, err := p.hns.CreateLoadBalancer(want)
+	if errors.Is(err, ErrExists) {
+		p.record.planned[f].requested = false // what is there was not made by this request
+		if !p.listed {
+			if err := p.relist(); err != nil {
+				return err
+			}
+			return p.balance(f, w, want)
+		}
+	}
+	if err != nil {
+		p.wrong = true
+		return fmt.Errorf("create load balancer: %w", err)
+	}
+	p.log.V(3).Info("Created load balancer", "service", w.service, "frontend", f.String(), "id", answer.ID, "endpoints", len(want.Endpoints))
+	p.record.add(answer.ID, made{Frontend: f, Service: w.service, Asked: digestOf(want), Answered: digestOf(answer)})
+	answer.Endpoints = want.Endpoints
+	p.have.addBalancer(answer)
+	return nil
+}
+
+// deleteBalancer deletes a load balancer. That it is gone already is no error.
+func (p *pass) deleteBalancer(id string) error {
+	err := p.hns.DeleteLoadBalancer(id)
+	if err != nil && !ends(err) && !errors.Is(err, ErrNotFound) {
+		// Windows Server 2019 at times refuses once what it then does.
+		err = p.hns.DeleteLoadBalancer(id)
+	}
+	if err != nil && !errors.Is(err, ErrNotFound) {
+		p.wrong = true
+		return fmt.Errorf("delete load balancer %s: %w", id, err)
+	}
+	p.log.V(3).Info("Deleted load balancer", "id", id)
+	p.have.removeBalancer(id)
+	if m := p.record.made[id]; m != nil {
+		m.deleted = true
+	}
+	return nil
+}

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package winhns
+
+import "github.com/kpng-project/kpng/backends/windows/kernelspace"
+
+// results says what failures of HNS mean to the backend. The keys are HRESULTs as hcsshim
+// reports them: Win32 codes without their facility (winerror.h), all others whole. Results
+// that are not here fail the service or the listing that met them.
+var results = map[uint32]error{
+	// HNS is a service that is called over RPC, and restarts.
+	0x426:      kernelspace.ErrNotRunning, // ERROR_SERVICE_NOT_ACTIVE
+	0x6b5:      kernelspace.ErrNotRunning, // RPC_S_UNKNOWN_IF
+	0x6ba:      kernelspace.ErrNotRunning, // RPC_S_SERVER_UNAVAILABLE
+	0x6be:      kernelspace.ErrNotRunning, // RPC_S_CALL_FAILED
+	0x6bf:      kernelspace.ErrNotRunning, // RPC_S_CALL_FAILED_DNE
+	0x6d9:      kernelspace.ErrNotRunning, // EPT_S_NOT_REGISTERED
+	0x803b0020: kernelspace.ErrNotRunning, // HCN_E_MANAGER_STOPPED
+
+	0x490:      kernelspace.ErrNotFound, // ERROR_NOT_FOUND
+	0x803b0001: kernelspace.ErrNotFound, // HCN_E_NETWORK_NOT_FOUND
+	0x803b0002: kernelspace.ErrNotFound, // HCN_E_ENDPOINT_NOT_FOUND
+	0x803b0008: kernelspace.ErrNotFound, // HCN_E_POLICY_NOT_FOUND
+
+	0x34:       kernelspace.ErrExists, // ERROR_DUP_NAME
+	0xb7:       kernelspace.ErrExists, // ERROR_ALREADY_EXISTS
+	0x1392:     kernelspace.ErrExists, // ERROR_OBJECT_ALREADY_EXISTS
+	0x803b0012: kernelspace.ErrExists, // HCN_E_POLICY_ALREADY_EXISTS
+	0x803b0013: kernelspace.ErrExists, // HCN_E_PORT_ALREADY_EXISTS
+
+	0x32:       kernelspace.ErrNotSupported, // ERROR_NOT_SUPPORTED
+	0x80004001: kernelspace.ErrNotSupported, // E_NOTIMPL
+	0x803b0015: kernelspace.ErrNotSupported, // HCN_E_REQUEST_UNSUPPORTED
+}

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package winhns
+
+import (
+	"errors"
+	"testing"
+
+	"github.com/kpng-project/kpng/backends/windows/kernelspace"
+)
+
+func TestResultsMeanWhatKubeProxyAndHcsshimTakeThemFor(t *testing.T) {
+	for name, test := range map[string]struct {
+		code uint32
+		want error
+	}{
+		"kube-proxy: HNS does not run":               {0x6b5, kernelspace.ErrNotRunning},
+		"kube-proxy: the policy exists":              {0xb7, kernelspace.ErrExists},
+		"hcsshim: the port exists":                   {0x803b0013, kernelspace.ErrExists},
+		"hcsshim: element not found":                 {0x490, kernelspace.ErrNotFound},
+		"hcsshim: not implemented":                   {0x80004001, kernelspace.ErrNotSupported},
+		"hcsshim: not supported":                     {0x32, kernelspace.ErrNotSupported},
+		"HNS stops in the middle of a call":          {0x6be, kernelspace.ErrNotRunning},
+		"an invalid argument has no general meaning": {0x80070057, nil},
+		"an invalid address neither":                 {0x803b001e, nil},
+	} {
+		if got := results[test.code]; !errors.Is(got, test.want) {
+			t.Errorf("%s: result %#x means %v, want %v", name, test.code, got, test.want)
+		}
+	}
+}

@@ -22,6 +22,9 @@ type references struct {
 	count map[netip.Addr]int
 	// stuck are the addresses that nobody needs and that may be there still.
 	stuck map[netip.Addr]struct{}
+	// left are the addresses that a process before this one made local, until it is known
+	// which of them are needed.
+	left []netip.Addr
 	// changing are the addresses that are being added or removed; changed tells
 	// that one is not any more.
 	changing map[netip.Addr]struct{}
@@ -55,6 +58,30 @@ func (r *references) lock(addr netip.Addr) {
 		}
 		r.changed.Wait()
 	}
+}
+
+// adopt learns the addresses that a process before this one made local.
+func (r *references) adopt(ctx context.Context) (err error) {
+	if r.addresses == nil {
+		return nil
+	}
+	left, err := r.addresses.Left(ctx)
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.left = left
+	return err
+}
+
+// abandon leaves the adopted addresses that nobody needs to sweep.
+func (r *references) abandon() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, addr := range r.left {
+		if r.count[addr] == 0 {
+			r.stuck[addr] = struct{}{}
+		}
+	}
+	r.left = nil
 }
 
 // counts reports whether the users of addr are counted, as it is made local for them.

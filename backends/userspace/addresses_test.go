@@ -23,6 +23,8 @@ type fakeAddresses struct {
 
 	mu    sync.Mutex
 	there []netip.Addr
+	// left are there since a process before this one.
+	left []netip.Addr
 }
 
 func newFakeAddresses() *fakeAddresses {
@@ -48,6 +50,8 @@ func (f *fakeAddresses) Remove(_ context.Context, addr netip.Addr) error {
 	return nil
 }
 
+func (f *fakeAddresses) Left(context.Context) ([]netip.Addr, error) { return f.left, nil }
+
 func (f *fakeAddresses) Cleanup(context.Context) error { return nil }
 
 // gathering returns a function that returns once it has been called so often at
@@ -68,6 +72,31 @@ func gathering(calls int) func() error {
 		case <-time.After(patience):
 			return errors.New("the others do not come")
 		}
+	}
+}
+
+func TestAddressesThatWereLeftBehindAreRemovedUnlessTheyAreNeeded(t *testing.T) {
+	f := newFakeAddresses()
+	needed, needless := netip.MustParseAddr("192.0.2.0"), netip.MustParseAddr("198.51.100.1")
+	f.left, f.there = []netip.Addr{needed, needless}, []netip.Addr{needless}
+	b, err := New(Options{Addresses: f, NodeAddresses: nodeaddr.Of()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.local.sweep(t.Context()); err != nil || !slices.Contains(f.there, needless) {
+		t.Errorf("before the first pass ended there are %v, %v", f.there, err)
+	}
+	if err := b.Sync(t.Context(), fullOf(unusableAt(1)...)); err != nil {
+		t.Error(err)
+	}
+	if !slices.Equal(f.there, []netip.Addr{needed}) {
+		t.Errorf("after the first pass there are %v, want %s", f.there, needed)
+	}
+	if err := b.Stop(context.Background()); err != nil || len(f.there) > 0 {
+		t.Errorf("at the end there are %v, %v", f.there, err)
 	}
 }
 

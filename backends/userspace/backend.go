@@ -82,11 +82,11 @@ var everyAddress = nodeaddr.Selection{All: true, CIDRs: []netip.Prefix{netip.Mus
 // served, for who serves something else there.
 func (b *Backend) NodeAddresses() nodeaddr.Source { return b.node }
 
-// Start implements sink.Starter. It removes what a process that was killed left
-// behind. Logs go to the logger of ctx from now on.
+// Start implements sink.Starter. Addresses that a process that was killed left behind are
+// kept for the services that need them. Logs go to the logger of ctx from now on.
 func (b *Backend) Start(ctx context.Context) error {
 	b.log = klog.FromContext(ctx)
-	if err := b.Cleanup(ctx); err != nil {
+	if err := b.local.adopt(ctx); err != nil {
 		// One address too many is no reason to serve none.
 		b.log.Error(err, "Addresses stay on this host until the next start or cleanup")
 	}
@@ -156,7 +156,11 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 		}
 	}
 	err := b.bringAbout(ctx, updates)
-	failed, _ := sink.Acknowledged(err)
+	failed, acknowledged := sink.Acknowledged(err)
+	if acknowledged && c.Last {
+		b.local.abandon()
+		b.sweepAddresses(ctx)
+	}
 	for _, u := range updates {
 		_, u.service.failed = failed[u.key]
 	}
@@ -271,9 +275,13 @@ func (b *Backend) sweep(ctx context.Context) {
 		for _, p := range b.served.list() {
 			p.affinity.expire(now)
 		}
-		if err := b.local.sweep(ctx); err != nil && ctx.Err() == nil {
-			b.log.Error(err, "Addresses stay on this host for now")
-		}
+		b.sweepAddresses(ctx)
+	}
+}
+
+func (b *Backend) sweepAddresses(ctx context.Context) {
+	if err := b.local.sweep(ctx); err != nil && ctx.Err() == nil {
+		b.log.Error(err, "Addresses stay on this host for now")
 	}
 }
 
@@ -300,5 +308,6 @@ func (b *Backend) Stop(ctx context.Context) error {
 	b.running.Wait()
 	stop()
 	b.pipes.close()
+	b.local.abandon()
 	return errors.Join(err, b.local.sweep(last))
 }

@@ -25,8 +25,13 @@ type Addresses interface {
 	// Remove takes back what Add did, or what is left of an Add that failed. It is
 	// called again if it fails.
 	Remove(ctx context.Context, addr netip.Addr) error
+	// Left returns the addresses that Add made local in a process before this one, which
+	// was killed, and that are local still. A Backend calls it when it starts. It removes
+	// those that no service needs when the first pass has ended, so that the others stay
+	// as they are.
+	Left(ctx context.Context) ([]netip.Addr, error)
 	// Cleanup removes all that Add ever did, in this process or in one before it
-	// that was killed, and nothing else. A Backend calls it when it starts.
+	// that was killed, and nothing else.
 	Cleanup(ctx context.Context) error
 }
 

@@ -111,24 +111,32 @@ func (r localRoutes) Remove(_ context.Context, addr netip.Addr) error {
 	return fmt.Errorf("deleting a local route: %w", err)
 }
 
-// Cleanup implements Addresses.
-func (r localRoutes) Cleanup(context.Context) error {
-	return r.with(func(h *netlink.Handle) error {
-		return errors.Join(r.cleanup(h, netlink.FAMILY_V4), r.cleanup(h, netlink.FAMILY_V6))
+// Left implements Addresses.
+func (r localRoutes) Left(context.Context) (left []netip.Addr, err error) {
+	err = r.with(func(h *netlink.Handle) error {
+		for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+			routes, err := h.RouteListFiltered(family,
+				&netlink.Route{Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL, Protocol: netlink.RouteProtocol(r.Protocol)},
+				netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE|netlink.RT_FILTER_PROTOCOL)
+			if err != nil {
+				return fmt.Errorf("listing local routes: %w", err)
+			}
+			for i := range routes {
+				if addr, ok := netip.AddrFromSlice(routes[i].Dst.IP); ok {
+					left = append(left, addr.Unmap())
+				}
+			}
+		}
+		return nil
 	})
+	return left, err
 }
 
-func (r localRoutes) cleanup(h *netlink.Handle, family int) error {
-	routes, err := h.RouteListFiltered(family,
-		&netlink.Route{Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL, Protocol: netlink.RouteProtocol(r.Protocol)},
-		netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE|netlink.RT_FILTER_PROTOCOL)
-	if err != nil {
-		return fmt.Errorf("listing local routes: %w", err)
+// Cleanup implements Addresses.
+func (r localRoutes) Cleanup(ctx context.Context) error {
+	left, err := r.Left(ctx)
+	for _, addr := range left {
+		err = errors.Join(err, r.Remove(ctx, addr))
 	}
-	for i := range routes {
-		if err := h.RouteDel(&routes[i]); err != nil && !errors.Is(err, unix.ESRCH) {
-			return fmt.Errorf("deleting the local route to %s: %w", routes[i].Dst, err)
-		}
-	}
-	return nil
+	return err
 }

@@ -290,7 +290,7 @@ func (b *Backend) inherit(f Frontend) {
 	}
 	for key, policies := range b.plans {
 		for i := range policies {
-			if policies[i].Frontend == f {
+			if heir, ok := b.wanted[f]; policies[i].Frontend == f && (!ok || api.CompareKeys(key, heir.service) < 0) {
 				b.wanted[f] = want{key, &policies[i]}
 			}
 		}

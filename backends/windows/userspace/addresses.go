@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -14,6 +15,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/backends/userspace"
+	"github.com/kpng-project/kpng/backends/windows/internal/journal"
 	"k8s.io/klog/v2"
 )
 
@@ -31,9 +33,8 @@ type Options struct {
 	// Default: the environment variable InterfaceVariable, and without it
 	// DefaultInterface.
 	Interface string
-	// StateFile is where the addresses that have been added are written down; its
-	// folder is made if need be. Two proxies on one host need different ones.
-	// Default: kpng\userspace.addresses in the folder %ProgramData%.
+	// StateFile notes the addresses that have been added; its folder is created. Two proxies on one host need different ones.
+	// Default: kpng\userspace.journal in the folder %ProgramData%.
 	StateFile string
 	// Timeout is how long adding an address may take until sockets can be bound to
 	// it. Windows looks for others that have it first, for about three seconds
@@ -43,21 +44,29 @@ type Options struct {
 
 // Addresses puts addresses on a network interface. Its methods may be called at
 // the same time for different addresses, which then wait together until they can
-// be used; Cleanup is called alone.
+// be used; Left and Cleanup are called alone.
 type Addresses struct {
 	opts   Options
 	system system
-	record record
-	// running has room for as many calls of netsh as there may be at once: each is
-	// a process.
-	running chan struct{}
+
+	// recording guards record, which has the interface of each address that was added, or
+	// is about to be; it is nil until it was read. Windows forgets the addresses when it
+	// stops, so the file need not survive that.
+	recording sync.Mutex
+	record    *journal.Journal
+
+	// looking guards the last look at the interface.
+	looking sync.Mutex
+	looked  time.Time
+	has     map[netip.Addr]bool
+	lookErr error
 }
 
 var _ userspace.Addresses = (*Addresses)(nil)
 
 // New returns Addresses that nothing has been done for yet. It fails if the
 // options make no sense.
-func New(opts Options) (*Addresses, error) { return newAddresses(opts, host{}) }
+func New(opts Options) (*Addresses, error) { return newAddresses(opts, newHost()) }
 
 func newAddresses(opts Options, s system) (*Addresses, error) {
 	opts.Interface = cmp.Or(opts.Interface, os.Getenv(InterfaceVariable), DefaultInterface)
@@ -66,27 +75,54 @@ func newAddresses(opts Options, s system) (*Addresses, error) {
 		if data == "" {
 			return nil, errors.New("no state file is given, and %ProgramData%, where it would be, is not set")
 		}
-		opts.StateFile = filepath.Join(data, "kpng", "userspace.addresses")
+		opts.StateFile = filepath.Join(data, "kpng", "userspace.journal")
 	}
 	if opts.Timeout < 0 {
 		return nil, fmt.Errorf("timeout %v: negative", opts.Timeout)
 	}
 	opts.Timeout = cmp.Or(opts.Timeout, 10*time.Second)
-	return &Addresses{opts: opts, system: s, record: record{path: opts.StateFile}, running: make(chan struct{}, 4)}, nil
+	return &Addresses{opts: opts, system: s}, nil
 }
 
 // Interface returns the name of the network interface that addresses are put on.
 func (a *Addresses) Interface() string { return a.opts.Interface }
 
+// recorded calls f with the record, and writes what f changes.
+func (a *Addresses) recorded(f func(*journal.Journal)) error {
+	a.recording.Lock()
+	defer a.recording.Unlock()
+	if a.record == nil {
+		j, err := journal.Open(a.opts.StateFile, "addresses")
+		if err != nil {
+			return err
+		}
+		a.record = j
+	}
+	f(a.record)
+	return a.record.Write()
+}
+
+// fresh is how old a look at the interface may be for an address that is about to be added:
+// one look serves all addresses of a Sync.
+const fresh = time.Second
+
+// look reports whether an address was on the interface at a time after since.
+func (a *Addresses) look(addr netip.Addr, since time.Time) (there bool, err error) {
+	a.looking.Lock()
+	defer a.looking.Unlock()
+	if !a.looked.After(since) {
+		a.looked = time.Now()
+		a.has, a.lookErr = a.system.addresses(a.opts.Interface)
+	}
+	return a.has[addr], a.lookErr
+}
+
 // Add implements userspace.Addresses.
 func (a *Addresses) Add(ctx context.Context, addr netip.Addr) error {
-	if err := a.record.load(); err != nil {
-		return err
-	}
 	if a.system.usable(addr) {
 		return nil
 	}
-	there, err := a.system.has(a.opts.Interface, addr)
+	there, err := a.look(addr, time.Now().Add(-fresh))
 	if err != nil {
 		return err
 	}
@@ -105,14 +141,18 @@ func (a *Addresses) Add(ctx context.Context, addr netip.Addr) error {
 
 // put adds an address that is not there.
 func (a *Addresses) put(ctx context.Context, addr netip.Addr) error {
-	if err := a.record.add(addr, a.opts.Interface); err != nil {
+	if err := a.recorded(func(j *journal.Journal) { j.Set(addr.String(), a.opts.Interface) }); err != nil {
 		return err
 	}
-	if err := a.netsh(ctx, addArguments(a.opts.Interface, addr)...); err != nil {
-		// It may have come all the same.
-		return errors.Join(fmt.Errorf("adding %s to interface %q: %w", addr, a.opts.Interface, err), a.Remove(context.WithoutCancel(ctx), addr))
+	err := a.system.add(ctx, a.opts.Interface, addr)
+	if err == nil {
+		return nil
 	}
-	return nil
+	err = fmt.Errorf("add %s to interface %q: %w", addr, a.opts.Interface, err)
+	if there, lookErr := a.look(addr, time.Now()); lookErr == nil && !there {
+		return errors.Join(err, a.forget(addr))
+	}
+	return errors.Join(err, a.Remove(context.WithoutCancel(ctx), addr)) // it came all the same
 }
 
 // wait waits until sockets can be bound to addr.
@@ -133,32 +173,62 @@ func (a *Addresses) wait(ctx context.Context, addr netip.Addr) error {
 
 // Remove implements userspace.Addresses.
 func (a *Addresses) Remove(ctx context.Context, addr netip.Addr) error {
-	if err := a.record.load(); err != nil {
+	on, ours := "", false
+	if err := a.recorded(func(j *journal.Journal) { on, ours = j.Get(addr.String()) }); err != nil || !ours {
 		return err
 	}
-	on, ours := a.record.on(addr)
-	if !ours {
-		return nil
-	}
-	there, err := a.system.has(on, addr)
-	if err != nil {
-		return err
-	}
-	if there {
-		if err := a.netsh(ctx, deleteArguments(on, addr)...); err != nil {
-			return fmt.Errorf("deleting %s from interface %q: %w", addr, on, err)
+	if err := a.system.remove(ctx, on, addr); err != nil {
+		has, lookErr := a.system.addresses(on)
+		if lookErr == nil && has[addr] || lookErr != nil && !errors.Is(lookErr, errNoInterface) {
+			return fmt.Errorf("delete %s from interface %q: %w", addr, on, err)
 		}
-		klog.FromContext(ctx).V(4).Info("Removed address", "address", addr, "interface", on)
 	}
-	return a.record.remove(addr)
+	klog.FromContext(ctx).V(4).Info("Removed address", "address", addr, "interface", on)
+	a.looking.Lock()
+	delete(a.has, addr)
+	a.looking.Unlock()
+	return a.forget(addr)
+}
+
+func (a *Addresses) forget(addr netip.Addr) error {
+	return a.recorded(func(j *journal.Journal) { j.Delete(addr.String()) })
+}
+
+// Left implements userspace.Addresses.
+func (a *Addresses) Left(context.Context) ([]netip.Addr, error) {
+	recorded := map[string]string{}
+	if err := a.recorded(func(j *journal.Journal) { recorded = maps.Collect(j.All()) }); err != nil {
+		return nil, err
+	}
+	interfaces := map[string]map[netip.Addr]bool{}
+	var left []netip.Addr
+	for text, on := range recorded {
+		addr, err := netip.ParseAddr(text)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", a.opts.StateFile, err)
+		}
+		has, listed := interfaces[on]
+		if !listed {
+			if has, err = a.system.addresses(on); err != nil && !errors.Is(err, errNoInterface) {
+				return nil, err
+			}
+			interfaces[on] = has
+		}
+		if has[addr] {
+			left = append(left, addr)
+		} else if err := a.forget(addr); err != nil { // Windows was restarted
+			return nil, err
+		}
+	}
+	return left, nil
 }
 
 // Cleanup implements userspace.Addresses.
 func (a *Addresses) Cleanup(ctx context.Context) error {
-	if err := a.record.load(); err != nil {
+	left, err := a.Left(ctx)
+	if err != nil {
 		return err
 	}
-	left := a.record.addresses()
 	klog.FromContext(ctx).V(2).Info("Removing addresses that were left behind", "addresses", len(left), "stateFile", a.opts.StateFile)
 	errs := make([]error, len(left))
 	var all sync.WaitGroup
@@ -167,31 +237,4 @@ func (a *Addresses) Cleanup(ctx context.Context) error {
 	}
 	all.Wait()
 	return errors.Join(errs...)
-}
-
-// netsh calls netsh when there is room for another.
-func (a *Addresses) netsh(ctx context.Context, args ...string) error {
-	select {
-	case a.running <- struct{}{}:
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
-	defer func() { <-a.running }()
-	return a.system.netsh(ctx, args...)
-}
-
-func addArguments(on string, addr netip.Addr) []string {
-	// Without a mask, Windows would take all of 10.0.0.0/8 for near.
-	args := []string{"interface", "ipv4", "add", "address", "name=" + on, "address=" + addr.String(), "mask=255.255.255.255"}
-	if addr.Is6() {
-		args = []string{"interface", "ipv6", "add", "address", "interface=" + on, "address=" + addr.String() + "/128"}
-	}
-	return append(args, "store=active", "skipassource=true")
-}
-
-func deleteArguments(on string, addr netip.Addr) []string {
-	if addr.Is6() {
-		return []string{"interface", "ipv6", "delete", "address", "interface=" + on, "address=" + addr.String(), "store=active"}
-	}
-	return []string{"interface", "ipv4", "delete", "address", "name=" + on, "address=" + addr.String(), "store=active"}
 }

@@ -5,6 +5,7 @@ package userspace
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"net/netip"
 	"os"
@@ -29,15 +30,18 @@ const nic = "vEthernet (HNS Internal NIC)"
 // fakeSystem is a Windows whose interfaces are in memory.
 type fakeSystem struct {
 	mu sync.Mutex
-	// addresses has the interface of each address, and when it can be used.
-	addresses map[netip.Addr]fakeAddress
+	// has has the interface of each address, and when it can be used.
+	has map[netip.Addr]fakeAddress
 	// delay is how long an address that was added cannot be used.
 	delay time.Duration
-	// fails says how netsh fails, by the verb add or delete; what it was asked
-	// for is done nevertheless if does says so.
+	// fails says how calls fail, by the verb add or delete; what was asked for is done
+	// nevertheless if does says so.
 	fails map[string]error
 	does  bool
-	calls []string
+	// gone says that there is no interface.
+	gone    bool
+	calls   []string
+	lookups int
 }
 
 type fakeAddress struct {
@@ -46,44 +50,58 @@ type fakeAddress struct {
 }
 
 func newFakeSystem() *fakeSystem {
-	return &fakeSystem{addresses: map[netip.Addr]fakeAddress{}, fails: map[string]error{}}
+	return &fakeSystem{has: map[netip.Addr]fakeAddress{}, fails: map[string]error{}}
 }
 
-func (f *fakeSystem) netsh(_ context.Context, args ...string) error {
+func (f *fakeSystem) add(_ context.Context, on string, addr netip.Addr) error {
+	return f.change("add", on, addr, func() { f.has[addr] = fakeAddress{on, time.Now().Add(f.delay)} })
+}
+
+func (f *fakeSystem) remove(_ context.Context, on string, addr netip.Addr) error {
+	return f.change("delete", on, addr, func() { delete(f.has, addr) })
+}
+
+func (f *fakeSystem) change(verb, on string, addr netip.Addr, do func()) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.calls = append(f.calls, strings.Join(args, " "))
-	verb := args[2]
+	f.calls = append(f.calls, fmt.Sprint(verb, " ", addr))
+	if f.gone {
+		return errNoInterface
+	}
+	if _, there := f.has[addr]; there == (verb == "add") {
+		return errors.New("status 1") // as netsh says
+	}
 	if err := f.fails[verb]; err != nil && !f.does {
 		return err
 	}
-	_, on, _ := strings.Cut(args[4], "=")
-	_, text, _ := strings.Cut(args[5], "=")
-	addr := netip.MustParseAddr(strings.TrimSuffix(text, "/128"))
-	if verb == "add" {
-		f.addresses[addr] = fakeAddress{on, time.Now().Add(f.delay)}
-	} else {
-		delete(f.addresses, addr)
-	}
+	do()
 	return f.fails[verb]
 }
 
 func (f *fakeSystem) usable(addr netip.Addr) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	a, ok := f.addresses[addr]
+	a, ok := f.has[addr]
 	return ok && !time.Now().Before(a.usable)
 }
 
-func (f *fakeSystem) has(name string, addr netip.Addr) (bool, error) {
+func (f *fakeSystem) addresses(on string) (map[netip.Addr]bool, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return f.addresses[addr].on == name, nil
+	f.lookups++
+	if f.gone {
+		return nil, errNoInterface
+	}
+	here := map[netip.Addr]bool{}
+	for addr, a := range f.has {
+		here[addr] = a.on == on
+	}
+	return here, nil
 }
 
 func (f *fakeSystem) expect(t *testing.T, want ...netip.Addr) {
 	t.Helper()
-	got := slices.SortedFunc(maps.Keys(f.addresses), netip.Addr.Compare)
+	got := slices.SortedFunc(maps.Keys(f.has), netip.Addr.Compare)
 	if diff := cmp.Diff(want, got, cmp.Comparer(func(a, b netip.Addr) bool { return a == b })); diff != "" {
 		t.Errorf("addresses of the host (-want +got):\n%s", diff)
 	}
@@ -107,6 +125,21 @@ func check(t *testing.T, what string, err error) {
 }
 
 func TestNetshIsCalledWithAllThatMatters(t *testing.T) {
+	var calls []string
+	for _, addr := range []netip.Addr{ip4, ip6} {
+		calls = append(calls, strings.Join(addArguments(nic, addr), " "), strings.Join(deleteArguments(nic, addr), " "))
+	}
+	if diff := cmp.Diff([]string{
+		"interface ipv4 add address name=" + nic + " address=10.96.0.10 mask=255.255.255.255 store=active skipassource=true",
+		"interface ipv4 delete address name=" + nic + " address=10.96.0.10 store=active",
+		"interface ipv6 add address interface=" + nic + " address=fd00:10:96::a/128 store=active skipassource=true",
+		"interface ipv6 delete address interface=" + nic + " address=fd00:10:96::a store=active",
+	}, calls); diff != "" {
+		t.Errorf("calls of netsh (-want +got):\n%s", diff)
+	}
+}
+
+func TestAnAddressIsAddedAndRemoved(t *testing.T) {
 	f := newFakeSystem()
 	a := process(t, f, filepath.Join(t.TempDir(), "kpng", "state"))
 	for _, addr := range []netip.Addr{ip4, ip6} {
@@ -117,14 +150,88 @@ func TestNetshIsCalledWithAllThatMatters(t *testing.T) {
 		check(t, "remove", a.Remove(t.Context(), addr))
 	}
 	f.expect(t)
-	if diff := cmp.Diff([]string{
-		"interface ipv4 add address name=" + nic + " address=10.96.0.10 mask=255.255.255.255 store=active skipassource=true",
-		"interface ipv6 add address interface=" + nic + " address=fd00:10:96::a/128 store=active skipassource=true",
-		"interface ipv4 delete address name=" + nic + " address=10.96.0.10 store=active",
-		"interface ipv6 delete address interface=" + nic + " address=fd00:10:96::a store=active",
-	}, f.calls); diff != "" {
-		t.Errorf("calls of netsh (-want +got):\n%s", diff)
+}
+
+// many returns n addresses.
+func many(n int) []netip.Addr {
+	var all []netip.Addr
+	for i := range n {
+		all = append(all, netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)}))
 	}
+	return all
+}
+
+func TestARestartKeepsTheAddressesThatAreNeeded(t *testing.T) {
+	f := newFakeSystem()
+	path := filepath.Join(t.TempDir(), "state")
+	first := process(t, f, path)
+	all := many(100)
+	for _, addr := range all {
+		check(t, "add", first.Add(t.Context(), addr))
+	}
+	f.calls = nil
+	second := process(t, f, path)
+	left, err := second.Left(t.Context())
+	check(t, "what is left", err)
+	slices.SortFunc(left, netip.Addr.Compare)
+	if !slices.Equal(left, all) {
+		t.Errorf("of 100 addresses %d are left", len(left))
+	}
+	for _, addr := range all {
+		check(t, "add", second.Add(t.Context(), addr))
+	}
+	if len(f.calls) > 0 {
+		t.Errorf("a restart with the same addresses changes the host %d times", len(f.calls))
+	}
+	check(t, "remove", second.Remove(t.Context(), all[0]))
+	f.expect(t, all[1:]...)
+}
+
+func TestAMissingInterfaceIsNoticedOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFakeSystem()
+		f.gone = true
+		a := process(t, f, filepath.Join(t.TempDir(), "state"))
+		for _, addr := range many(1000) {
+			if err := a.Add(t.Context(), addr); !errors.Is(err, errNoInterface) {
+				t.Fatalf("add returned %v", err)
+			}
+		}
+		if len(f.calls) > 0 || f.lookups != 1 {
+			t.Errorf("for 1000 addresses the host was changed %d times, and the interface looked up %d times; want 0 and 1", len(f.calls), f.lookups)
+		}
+		// It comes, and serves soon.
+		f.gone = false
+		time.Sleep(fresh)
+		check(t, "add", a.Add(t.Context(), ip4))
+	})
+}
+
+func TestAnAddressThatIsNeverUsableDelaysNoOther(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newFakeSystem()
+		a := process(t, f, filepath.Join(t.TempDir(), "state"))
+		f.delay = time.Hour
+		var bad sync.WaitGroup
+		for _, addr := range many(10) {
+			bad.Go(func() {
+				if err := a.Add(t.Context(), addr); err == nil {
+					t.Errorf("%s can be used", addr)
+				}
+			})
+		}
+		synctest.Wait()
+		f.mu.Lock()
+		f.delay = 0
+		f.mu.Unlock()
+		start := time.Now()
+		check(t, "add", a.Add(t.Context(), ip4))
+		if took := time.Since(start); took > 0 {
+			t.Errorf("while others wait it took %v", took)
+		}
+		bad.Wait()
+		f.expect(t, ip4)
+	})
 }
 
 func TestAddReturnsWhenTheAddressCanBeUsed(t *testing.T) {
@@ -204,9 +311,9 @@ func TestAnEndedContextEndsTheWait(t *testing.T) {
 func TestAddressesOfOthersAreLeftAlone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
-		f.addresses[ip4] = fakeAddress{on: "Ethernet"}
+		f.has[ip4] = fakeAddress{on: "Ethernet"}
 		// Somebody has just added it where ours go.
-		f.addresses[ip6] = fakeAddress{on: nic, usable: time.Now().Add(time.Second)}
+		f.has[ip6] = fakeAddress{on: nic, usable: time.Now().Add(time.Second)}
 		a := process(t, f, filepath.Join(t.TempDir(), "state"))
 		for _, addr := range []netip.Addr{ip4, ip6} {
 			check(t, "add", a.Add(t.Context(), addr))
@@ -222,14 +329,14 @@ func TestAddressesOfOthersAreLeftAlone(t *testing.T) {
 
 func TestWhatAKilledProcessAddedIsRemovedByTheNext(t *testing.T) {
 	f := newFakeSystem()
-	f.addresses[netip.MustParseAddr("10.96.0.99")] = fakeAddress{on: nic}
+	f.has[netip.MustParseAddr("10.96.0.99")] = fakeAddress{on: nic}
 	path := filepath.Join(t.TempDir(), "state")
 	first := process(t, f, path)
 	for _, addr := range []netip.Addr{ip4, ip6, netip.MustParseAddr("10.96.0.11")} {
 		check(t, "add", first.Add(t.Context(), addr))
 	}
 	check(t, "remove", first.Remove(t.Context(), ip6))
-	f.addresses[ip6] = fakeAddress{on: nic} // now it is somebody else's
+	f.has[ip6] = fakeAddress{on: nic} // now it is somebody else's
 
 	second := process(t, f, path)
 	check(t, "clean up", second.Cleanup(t.Context()))
@@ -262,7 +369,7 @@ func TestAddressesThatWentByThemselvesAreForgotten(t *testing.T) {
 	f := newFakeSystem()
 	path := filepath.Join(t.TempDir(), "state")
 	check(t, "add", process(t, f, path).Add(t.Context(), ip4))
-	clear(f.addresses) // Windows was restarted
+	clear(f.has) // Windows was restarted
 	calls := len(f.calls)
 	check(t, "clean up", process(t, f, path).Cleanup(t.Context()))
 	if len(f.calls) != calls {
@@ -270,55 +377,23 @@ func TestAddressesThatWentByThemselvesAreForgotten(t *testing.T) {
 	}
 }
 
-func TestAHalfWrittenLineCountsForNothing(t *testing.T) {
+func TestAStateFileThatIsSomethingElseIsNotOverwritten(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state")
-	write := func(text string) {
-		t.Helper()
-		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
-			t.Fatal(err)
-		}
+	const something = "[mysqld]\n"
+	if err := os.WriteFile(path, []byte(something), 0o644); err != nil {
+		t.Fatal(err)
 	}
 	f := newFakeSystem()
-	f.addresses[ip4], f.addresses[ip6] = fakeAddress{on: nic}, fakeAddress{on: nic}
-	write("add 10.96.0.10 " + nic + "\nadd fd00:10:96::a vEther")
-	check(t, "clean up", process(t, f, path).Cleanup(t.Context()))
-	f.expect(t, ip6)
-
-	write("[mysqld]\n")
-	if err := process(t, f, path).Cleanup(t.Context()); err == nil || !strings.Contains(err.Error(), "[mysqld]") {
-		t.Errorf("of a file of others, cleaning up returned %v", err)
+	a := process(t, f, path)
+	for what, err := range map[string]error{"Cleanup": a.Cleanup(t.Context()), "Add": a.Add(t.Context(), ip4)} {
+		if err == nil || !strings.Contains(err.Error(), "[mysqld]") {
+			t.Errorf("%s returned %v", what, err)
+		}
 	}
-	if data, _ := os.ReadFile(path); string(data) != "[mysqld]\n" {
+	if data, _ := os.ReadFile(path); string(data) != something {
 		t.Errorf("it was overwritten with %q", data)
 	}
-}
-
-func TestALineAfterAHalfWrittenOneIsWhole(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "state")
-	r := record{path: path}
-	check(t, "load", r.load())
-	check(t, "add", r.add(ip4, nic))
-	check(t, "write half a line", appendTo(path, "add 10.96"))
-	r.torn = true // as after the error that came with it
-	check(t, "add", r.add(ip6, nic))
-	next := record{path: path}
-	check(t, "load", next.load())
-	if want := map[netip.Addr]string{ip4: nic, ip6: nic}; !maps.Equal(next.interfaces, want) {
-		t.Errorf("the next process reads %v, want %v", next.interfaces, want)
-	}
-}
-
-func TestTheStateFileDoesNotGrowForEver(t *testing.T) {
-	r := record{path: filepath.Join(t.TempDir(), "state")}
-	check(t, "load", r.load())
-	for range 2000 {
-		check(t, "add", r.add(ip4, nic))
-		check(t, "remove", r.remove(ip4))
-	}
-	data, err := os.ReadFile(r.path)
-	if lines := strings.Count(string(data), "\n"); err != nil || lines > 1100 {
-		t.Errorf("of 4000 changes to one address the file has %d lines, error %v", lines, err)
-	}
+	f.expect(t)
 }
 
 func TestTheInterfaceIsThatOfTheOptionsOrTheEnvironment(t *testing.T) {
@@ -347,7 +422,7 @@ func TestTheStateFileIsInTheFolderForData(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := filepath.Join(data, "kpng", "userspace.addresses"); a.opts.StateFile != want {
+	if want := filepath.Join(data, "kpng", "userspace.journal"); a.opts.StateFile != want {
 		t.Errorf("it is %s, want %s", a.opts.StateFile, want)
 	}
 	t.Setenv("ProgramData", "")

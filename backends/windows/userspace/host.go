@@ -5,35 +5,122 @@ package userspace
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"slices"
 	"time"
 )
 
 // system is what there is of Windows.
 type system interface {
-	// netsh runs netsh, and returns an error if its exit status is not 0.
-	netsh(ctx context.Context, args ...string) error
+	// add puts a host address on the interface of a name, and remove takes it away. They
+	// do not wait until the address can be used.
+	add(ctx context.Context, on string, addr netip.Addr) error
+	remove(ctx context.Context, on string, addr netip.Addr) error
 	// usable reports whether sockets can be bound to addr.
 	usable(addr netip.Addr) bool
-	// has reports whether addr is a host address of the interface of this name.
-	// Where there is no such interface, it is not.
-	has(name string, addr netip.Addr) (bool, error)
+	// addresses returns the host addresses of the interface of a name. It returns
+	// errNoInterface if there is none.
+	addresses(on string) (map[netip.Addr]bool, error)
 }
 
-// host is the system that the process runs on.
-type host struct{}
+var errNoInterface = errors.New("no such network interface")
+
+// host is the system that the process runs on. It uses the IP Helper API, and netsh where
+// that does not do what it is asked for.
+type host struct {
+	// running has room for as many calls of netsh as there may be at once: each is
+	// a process.
+	running chan struct{}
+}
+
+func newHost() host { return host{make(chan struct{}, 4)} }
+
+func (h host) add(ctx context.Context, on string, addr netip.Addr) error {
+	return h.change(ctx, on, addr, addByAPI, addArguments)
+}
+
+func (h host) remove(ctx context.Context, on string, addr netip.Addr) error {
+	return h.change(ctx, on, addr, removeByAPI, deleteArguments)
+}
+
+func (h host) change(ctx context.Context, on string, addr netip.Addr,
+	byAPI func(*net.Interface, netip.Addr) error, arguments func(string, netip.Addr) []string) error {
+	i, err := interfaceOf(on)
+	if err != nil {
+		return err
+	}
+	if byAPI(i, addr) == nil {
+		return nil
+	}
+	select {
+	case h.running <- struct{}{}:
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+	defer func() { <-h.running }()
+	return netsh(ctx, arguments(on, addr)...)
+}
+
+// interfaceOf returns the interface of a name. It is not net.InterfaceByName, whose error
+// does not tell whether there is none.
+func interfaceOf(name string) (*net.Interface, error) {
+	interfaces, err := net.Interfaces()
+	if err != nil {
+		return nil, fmt.Errorf("list interfaces: %w", err)
+	}
+	var names []string
+	for i := range interfaces {
+		if interfaces[i].Name == name {
+			return &interfaces[i], nil
+		}
+		names = append(names, interfaces[i].Name)
+	}
+	return nil, fmt.Errorf("%w: %q; there are %q", errNoInterface, name, names)
+}
+
+func (host) addresses(on string) (map[netip.Addr]bool, error) {
+	i, err := interfaceOf(on)
+	if err != nil {
+		return nil, err
+	}
+	addrs, err := i.Addrs()
+	if err != nil {
+		return nil, fmt.Errorf("list the addresses of interface %q: %w", on, err)
+	}
+	hosts := map[netip.Addr]bool{}
+	for _, a := range addrs {
+		if prefix, ok := a.(*net.IPNet); ok {
+			ones, bits := prefix.Mask.Size()
+			if addr, ok := netip.AddrFromSlice(prefix.IP); ok && ones == bits {
+				hosts[addr.Unmap()] = true
+			}
+		}
+	}
+	return hosts, nil
+}
+
+func (host) usable(addr netip.Addr) bool {
+	// Not a look at the addresses that are listed: an address that Windows still
+	// looks for elsewhere is, and cannot be bound to.
+	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(addr, 0)))
+	if err != nil {
+		return false
+	}
+	l.Close()
+	return true
+}
 
 // netshTimeout is how long one netsh may take: it does within a second what it is
 // asked for here.
 const netshTimeout = 30 * time.Second
 
-func (host) netsh(ctx context.Context, args ...string) error {
+// netsh runs netsh, and returns an error if its exit status is not 0.
+func netsh(ctx context.Context, args ...string) error {
 	ctx, cancel := context.WithTimeout(ctx, netshTimeout)
 	defer cancel()
 	// Not by PATH, which others may write to.
@@ -50,38 +137,19 @@ func (host) netsh(ctx context.Context, args ...string) error {
 	return fmt.Errorf("netsh %q: %w, and it says %q", args, err, bytes.TrimSpace(out))
 }
 
-func (host) usable(addr netip.Addr) bool {
-	// Not a look at the addresses that are listed: an address that Windows still
-	// looks for elsewhere is, and cannot be bound to.
-	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(addr, 0)))
-	if err != nil {
-		return false
+func addArguments(on string, addr netip.Addr) []string {
+	// Without a mask, Windows would take all of 10.0.0.0/8 for near.
+	args := []string{"interface", "ipv4", "add", "address", "name=" + on, "address=" + addr.String(), "mask=255.255.255.255"}
+	if addr.Is6() {
+		args = []string{"interface", "ipv6", "add", "address", "interface=" + on, "address=" + addr.String() + "/128"}
 	}
-	l.Close()
-	return true
+	return append(args, "store=active", "skipassource=true")
 }
 
-func (host) has(name string, addr netip.Addr) (bool, error) {
-	// Not net.InterfaceByName, whose error does not tell whether there is none.
-	interfaces, err := net.Interfaces()
-	if err != nil {
-		return false, fmt.Errorf("listing interfaces: %w", err)
+func deleteArguments(on string, addr netip.Addr) []string {
+	family, name := "ipv4", "name="
+	if addr.Is6() {
+		family, name = "ipv6", "interface="
 	}
-	at := slices.IndexFunc(interfaces, func(i net.Interface) bool { return i.Name == name })
-	if at < 0 {
-		return false, nil
-	}
-	addrs, err := interfaces[at].Addrs()
-	if err != nil {
-		return false, fmt.Errorf("listing the addresses of interface %q: %w", name, err)
-	}
-	return slices.ContainsFunc(addrs, func(a net.Addr) bool {
-		prefix, ok := a.(*net.IPNet)
-		if !ok {
-			return false
-		}
-		ones, bits := prefix.Mask.Size()
-		has, _ := netip.AddrFromSlice(prefix.IP)
-		return has.Unmap() == addr && ones == bits
-	}), nil
+	return []string{"interface", family, "delete", "address", name + on, "address=" + addr.String(), "store=active"}
 }

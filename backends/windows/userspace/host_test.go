@@ -3,6 +3,7 @@
 package userspace
 
 import (
+	"errors"
 	"net"
 	"net/netip"
 	"strings"
@@ -20,20 +21,30 @@ func TestTheHostIsAskedForWhatItHas(t *testing.T) {
 	}
 	name := interfaceWith(t, loopback)
 	for _, test := range []struct {
-		name      string
-		on        string
-		addr      netip.Addr
-		wantThere bool
+		name string
+		on   string
+		addr netip.Addr
 	}{
 		{name: "an address with others in its prefix is no host address", on: name, addr: loopback},
 		{name: "an address of nobody", on: name, addr: nobodys},
-		{name: "no such interface", on: "no such interface", addr: loopback},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			if there, err := h.has(test.on, test.addr); err != nil || there != test.wantThere {
-				t.Errorf("%s on %q: %t, %v", test.addr, test.on, there, err)
+			has, err := h.addresses(test.on)
+			if err != nil || has[test.addr] {
+				t.Errorf("%s on %q: %t, %v", test.addr, test.on, has[test.addr], err)
 			}
 		})
+	}
+}
+
+func TestAMissingInterfaceIsNamedWithThoseThatThereAre(t *testing.T) {
+	there := interfaceWith(t, netip.MustParseAddr("127.0.0.1"))
+	_, err := host{}.addresses("Ethernet 99")
+	if !errors.Is(err, errNoInterface) || !strings.Contains(err.Error(), `"Ethernet 99"`) || !strings.Contains(err.Error(), there) {
+		t.Errorf("it is %v, want an error with the name and %q", err, there)
+	}
+	if err := newHost().add(t.Context(), "Ethernet 99", ip4); !errors.Is(err, errNoInterface) {
+		t.Errorf("adding an address returned %v", err)
 	}
 }
 
@@ -61,7 +72,7 @@ func interfaceWith(t *testing.T, addr netip.Addr) string {
 
 func TestAMissingNetshIsAnError(t *testing.T) {
 	t.Setenv("SystemRoot", t.TempDir())
-	if err := (host{}).netsh(t.Context(), "interface", "ipv4"); err == nil || !strings.Contains(err.Error(), `"interface" "ipv4"`) {
+	if err := netsh(t.Context(), "interface", "ipv4"); err == nil || !strings.Contains(err.Error(), `"interface" "ipv4"`) {
 		t.Errorf("it is %v, want an error that says what was to be done", err)
 	}
 }

@@ -14,17 +14,26 @@ param(
 )
 $ErrorActionPreference = 'Stop'
 
+# Runs sc.exe, and fails if it does.
+function Invoke-Sc {
+    sc.exe @args | Out-Null
+    if ($LASTEXITCODE -ne 0) { throw "sc.exe ${args}: status $LASTEXITCODE" }
+}
+
 if ($Install) {
     New-Service -Name $Name -BinaryPathName "`"$Program`" $Arguments" -StartupType Automatic `
         -Description 'Proxies Kubernetes services by the Host Networking Service' | Out-Null
-    # Started again after ten seconds whenever it fails.
-    sc.exe failure $Name reset= 3600 actions= restart/10000 | Out-Null
-    if ($LASTEXITCODE -ne 0) { throw "sc.exe failure $Name ended with $LASTEXITCODE" }
+    # Started again after ten seconds whenever it fails; failureflag counts an end with an
+    # error as a failure, not only a crash.
+    Invoke-Sc failure $Name reset= 3600 actions= restart/10000
+    Invoke-Sc failureflag $Name 1
     Start-Service -Name $Name
 } elseif ($Uninstall) {
-    Stop-Service -Name $Name
-    sc.exe delete $Name | Out-Null
-    if ($LASTEXITCODE -ne 0) { throw "sc.exe delete $Name ended with $LASTEXITCODE" }
+    # A service that is not there, as after an uninstallation that stopped halfway, is no error.
+    if (Get-Service $Name -ErrorAction SilentlyContinue) {
+        Stop-Service -Name $Name
+        Invoke-Sc delete $Name
+    }
     # Load balancers stay when the program ends; this removes all that it made.
     $cleanup = Start-Process -FilePath $Program -ArgumentList "$Arguments --cleanup" -Wait -NoNewWindow -PassThru
     if ($cleanup.ExitCode -ne 0) { throw "$Program --cleanup ended with $($cleanup.ExitCode)" }

@@ -55,12 +55,17 @@ if ($Install) {
     Invoke-Nssm start kpng
     Invoke-Nssm start winuserspace
 } elseif ($Uninstall) {
+    # A service that is not there, or was stopped, as after an uninstallation that stopped
+    # halfway, is no error.
     foreach ($name in 'winuserspace', 'kpng') {
-        Invoke-Nssm stop $name
+        $service = Get-Service $name -ErrorAction SilentlyContinue
+        if (-not $service) { continue }
+        if ($service.Status -ne 'Stopped') { Invoke-Nssm stop $name }
         Invoke-Nssm remove $name confirm
     }
     # In case the program was killed.
     & (Join-Path $Programs 'winuserspace.exe') --cleanup
+    if ($LASTEXITCODE -ne 0) { throw "winuserspace.exe --cleanup: status $LASTEXITCODE" }
 } else {
     throw 'Give -Install or -Uninstall.'
 }

@@ -37,12 +37,16 @@ if ($Install) {
     Add-Program winuserspace "-v=4 --interface `"$Interface`"" 'Proxies Kubernetes services' kpng
     Start-Service kpng, winuserspace
 } elseif ($Uninstall) {
+    # A service that is not there, as after an uninstallation that stopped halfway, is no error.
     foreach ($name in 'winuserspace', 'kpng') {
-        Stop-Service $name
-        Invoke-Sc delete $name
+        if (Get-Service $name -ErrorAction SilentlyContinue) {
+            Stop-Service $name
+            Invoke-Sc delete $name
+        }
     }
     # In case the program was killed.
     & (Join-Path $Programs 'winuserspace.exe') --cleanup
+    if ($LASTEXITCODE -ne 0) { throw "winuserspace.exe --cleanup: status $LASTEXITCODE" }
 } else {
     throw 'Give -Install or -Uninstall.'
 }

@@ -134,7 +134,7 @@ var errOutdated = errors.New("the rules have changed since the endpoint was chos
 func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now time.Time) (*udpClient, error) {
 	l.udp.makeRoom()
 	dial := func() (*net.UDPConn, error) {
-		return (&net.Dialer{}).DialUDP(context.Background(), network("udp", endpoint.Addr()), netip.AddrPort{}, endpoint)
+		return net.DialUDP(network("udp", endpoint.Addr()), nil, net.UDPAddrFromAddrPort(endpoint))
 	}
 	socket, err := dial()
 	if outOfDescriptors(err) || outOfPorts(err) {

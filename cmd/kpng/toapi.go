@@ -14,8 +14,8 @@ import (
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/health"
-	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/remote"
+	"github.com/kpng-project/kpng/remote/collector"
 	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -152,7 +152,7 @@ func (f *serverFlags) check() error {
 // run serves what source says until ctx ends.
 func (s *apiServer) run(ctx context.Context, source *app.Source, serving *app.Serving) error {
 	registry := app.NewRegistry()
-	registry.MustRegister(metrics.NewServerCollector(s.server))
+	registry.MustRegister(collector.New(s.server))
 	return serving.Run(ctx, s.health, registry, func(ctx context.Context) error {
 		listeners, err := s.listen()
 		if err != nil {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"path"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -17,9 +18,9 @@ import (
 
 const kpngModule = "github.com/kpng-project/kpng"
 
-// unwanted are the modules that an embedder of kpng gets nothing of: what makes
+// unwanted are the modules that an embedder of kpng links nothing of: what makes
 // a command of a sink, what carries it over the network, and the backends'
-// libraries.
+// libraries. Package metrics is what Prometheus is for.
 var unwanted = []string{
 	"github.com/Microsoft/hcsshim",
 	"github.com/google/nftables",
@@ -47,15 +48,16 @@ func unwantedIn(paths []string) []string {
 //go:embed testdata/embedder/main.go
 var embedder string
 
-// imports has the packages that embedders use, so that none is forgotten.
-const imports = `package main
-
-import (
-	_ "github.com/kpng-project/kpng"
-	_ "github.com/kpng-project/kpng/sink"
-	_ "github.com/kpng-project/kpng/watcher/kube"
-)
-`
+// program returns a program that imports packages of kpng.
+func program(packages ...string) map[string]string {
+	var b strings.Builder
+	b.WriteString("package main\n\n")
+	for _, p := range packages {
+		fmt.Fprintf(&b, "import _ %q\n", path.Join(kpngModule, p))
+	}
+	b.WriteString("\nfunc main() {}\n")
+	return map[string]string{"main.go": b.String()}
+}
 
 // clientGoOnly is what any program that watches Kubernetes imports.
 const clientGoOnly = `package main
@@ -70,22 +72,33 @@ func main() {}
 `
 
 func TestAnImporterLinksNothingUnwanted(t *testing.T) {
-	importer := newImporter(t, map[string]string{"main.go": embedder, "imports.go": imports})
 	without := newModule(t, "", map[string]string{"main.go": clientGoOnly})
-	for _, goos := range []string{"linux", "windows", "darwin"} {
-		t.Run(goos, func(t *testing.T) {
-			linked := importer.linked(t, goos)
-			if found := unwantedIn(slices.Collect(maps.Keys(linked))); len(found) > 0 {
-				t.Errorf("it links what it should not:\n%s", strings.Join(found, "\n"))
-			}
-			t.Logf("linked beside the standard library and what comes with client-go:\n%s",
-				strings.Join(own(linked, without.linked(t, goos)), "\n"))
-		})
+	for _, c := range []struct {
+		name     string
+		packages []string
+		wanted   string // a prefix of modules that it may link nevertheless
+	}{
+		{"facade", []string{".", "sink", "watcher/kube"}, "none"},
+		{"metrics", []string{"metrics"}, "github.com/prometheus"},
+	} {
+		importer := newImporter(t, program(c.packages...))
+		for _, goos := range []string{"linux", "windows", "darwin"} {
+			t.Run(c.name+" on "+goos, func(t *testing.T) {
+				linked := importer.linked(t, goos)
+				for _, found := range unwantedIn(slices.Collect(maps.Keys(linked))) {
+					if !strings.HasPrefix(found, c.wanted) {
+						t.Errorf("it links %s", found)
+					}
+				}
+				t.Logf("linked beside the standard library and what comes with client-go:\n%s",
+					strings.Join(own(linked, without.linked(t, goos)), "\n"))
+			})
+		}
 	}
 }
 
 func TestAnImporterGetsNoKubernetesModule(t *testing.T) {
-	importer := newImporter(t, map[string]string{"main.go": embedder, "imports.go": imports})
+	importer := newImporter(t, map[string]string{"main.go": embedder})
 	without := newModule(t, "", map[string]string{"main.go": clientGoOnly})
 	versions := importer.versions(t)
 	if v, ok := versions["k8s.io/kubernetes"]; ok {
@@ -97,12 +110,19 @@ func TestAnImporterGetsNoKubernetesModule(t *testing.T) {
 
 func TestAnImporterIsBuiltOfNothingUnwanted(t *testing.T) {
 	importer := newImporter(t, map[string]string{"main.go": embedder})
-	var modules []string
-	for _, line := range importer.goCommand(t, "version", "-m", importer.build(t)) {
-		if f := strings.Fields(line); len(f) > 1 && f[0] == "dep" {
+	program := importer.build(t)
+	var modules, versions []string
+	for _, line := range importer.goCommand(t, "version", "-m", program) {
+		if f := strings.Fields(line); len(f) > 2 && f[0] == "dep" {
 			modules = append(modules, f[1])
+			versions = append(versions, f[1]+" "+f[2])
 		}
 	}
+	info, err := os.Stat(program)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("%d bytes, stripped, built of:\n%s", info.Size(), strings.Join(versions, "\n"))
 	if !slices.Contains(modules, kpngModule) {
 		t.Errorf("%s is not among the modules it was built of: %v", kpngModule, modules)
 	}

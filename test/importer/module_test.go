@@ -74,11 +74,11 @@ func (m *module) versions(t *testing.T) map[string]string {
 	return versions
 }
 
-// build compiles the program and returns the path of the executable.
+// build compiles the program and returns the path of the stripped executable.
 func (m *module) build(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "program")
-	m.goCommand(t, "build", "-o", path, ".")
+	m.goCommand(t, "build", "-ldflags=-s", "-o", path, ".")
 	return path
 }
 

@@ -87,9 +87,7 @@ type follower struct {
 }
 
 func (f *follower) awaitList(ctx context.Context, registration cache.ResourceEventHandlerRegistration) {
-	select {
-	case <-registration.HasSyncedChecker().Done():
-	case <-ctx.Done():
+	if !cache.WaitForCacheSync(ctx.Done(), registration.HasSynced) {
 		return
 	}
 	if f.listed != nil {

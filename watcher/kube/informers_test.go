@@ -34,7 +34,7 @@ func withInformers(t *testing.T, opts Options, test func(*world)) {
 			cancel()
 			factory.Shutdown()
 		}()
-		factory.StartWithContext(ctx)
+		factory.Start(ctx.Done())
 		test(w)
 	})
 }

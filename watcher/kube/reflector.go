@@ -37,10 +37,8 @@ func reflect[L runtime.Object](ctx context.Context, w *watch, src source[L], exp
 	lw := src.listWatch(r)
 	backoff := newBackoff()
 	reflector := cache.NewReflectorWithOptions(lw, expected, store, cache.ReflectorOptions{
-		Logger:  &w.logger,
-		Name:    strings.TrimSuffix("kpng/"+src.resource.Resource+"/"+src.namespace, "/"),
-		Clock:   untilDone{ctx: ctx},
-		Backoff: &backoff,
+		Name:  strings.TrimSuffix("kpng/"+src.resource.Resource+"/"+src.namespace, "/"),
+		Clock: untilDone{ctx: ctx},
 	})
 	_ = backoff.DelayWithReset(clock.RealClock{}, backoffReset).Until(ctx, true, true, func(ctx context.Context) (bool, error) {
 		err := reflector.ListAndWatchWithContext(ctx)
@@ -93,9 +91,9 @@ func newBackoff() wait.Backoff {
 	return wait.Backoff{Duration: backoffMin, Cap: backoffMax, Steps: 38, Factor: 2, Jitter: 1}
 }
 
-// untilDone is the real clock for one reflector, except that After ends early
-// when ctx does: a reflector that cannot reach its server sleeps by After
-// without looking at its context.
+// untilDone is the real clock for one reflector, except that waits end early
+// when ctx does: a reflector that cannot reach its server sleeps by After, or by a
+// timer before client-go v0.35, without looking at its context.
 type untilDone struct {
 	clock.RealClock
 	ctx context.Context
@@ -109,4 +107,22 @@ func (c untilDone) After(d time.Duration) <-chan time.Time {
 		ch <- time.Now()
 	})
 	return ch
+}
+
+func (c untilDone) NewTimer(d time.Duration) clock.Timer { return &untilDoneTimer{c, c.After(d)} }
+
+// untilDoneTimer has a channel of its clock's After.
+type untilDoneTimer struct {
+	clock untilDone
+	c     <-chan time.Time
+}
+
+func (t *untilDoneTimer) C() <-chan time.Time { return t.c }
+
+// Stop does nothing: a reflector stops no timer that it backs off by.
+func (t *untilDoneTimer) Stop() bool { return false }
+
+func (t *untilDoneTimer) Reset(d time.Duration) bool {
+	t.c = t.clock.After(d)
+	return true
 }

@@ -46,6 +46,9 @@ type writer[T any] interface {
 // store is what a reflector writes into. It reduces objects as they arrive and
 // hands them to its writer: a cache.TransformingStore that stores nothing.
 type store[O metav1.Object, T any] struct {
+	// Store is nil. Before v0.35, client-go's reflectors require methods of it that
+	// they never call.
+	cache.Store
 	resource string
 	reduce   func(O, *item[T]) // sets the value and what is said of it
 	to       writer[T]

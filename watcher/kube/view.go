@@ -3,10 +3,10 @@
 package kube
 
 import (
+	"math/big"
 	"slices"
 
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/apimachinery/pkg/util/resourceversion"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
@@ -61,10 +61,12 @@ func (v *view) drop(key types.NamespacedName) {
 }
 
 // newer reports whether a is a later version than b of the same slice. Versions
-// that cannot be compared are none later than the other. KEP-5504 has the rule.
+// that cannot be compared are none later than the other. KEP-5504 has the rule;
+// client-go has a function for it from v0.35 on.
 func newer(a, b *item[api.EndpointSlice]) bool {
-	order, err := resourceversion.CompareResourceVersion(a.revision, b.revision)
-	return err == nil && order > 0
+	x, okA := new(big.Int).SetString(a.revision, 10)
+	y, okB := new(big.Int).SetString(b.revision, 10)
+	return okA && okB && x.Cmp(y) > 0
 }
 
 // newView adds a view to those that are merged.

@@ -11,6 +11,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
+	"k8s.io/utils/ptr"
 )
 
 func external(s *api.Service) {
@@ -76,7 +77,7 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 		remotes: []string{"10.1.2.1"},
 	}, {
 		name:     "direct server return is done without where Windows lacks it",
-		features: new(without(func(f *kernelspace.Features) { f.DSR = false })),
+		features: ptr.To(without(func(f *kernelspace.Features) { f.DSR = false })),
 		pods:     []string{"10.1.1.1"}, view: view(service("web", externalLocal), at("10.1.1.1@here")),
 		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1
 			198.51.100.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1
@@ -119,7 +120,7 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 		want: "10.96.0.1 protocol 6 port 80->8080 per client to 10.1.2.1", remotes: []string{"10.1.2.1"},
 	}, {
 		name:     "session affinity is done without where Windows lacks it",
-		features: new(without(func(f *kernelspace.Features) { f.SessionAffinity = false })),
+		features: ptr.To(without(func(f *kernelspace.Features) { f.SessionAffinity = false })),
 		view:     view(service("web", affine), at("10.1.2.1")),
 		want:     "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
 	}, {
@@ -132,7 +133,7 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 		remotes: []string{"fd00:1::1"},
 	}, {
 		name:     "IPv6 is not served where Windows lacks it",
-		features: new(without(func(f *kernelspace.Features) { f.DualStack = false })),
+		features: ptr.To(without(func(f *kernelspace.Features) { f.DualStack = false })),
 		pods:     []string{"10.1.1.1"}, view: view(service("web", dualStack), at("10.1.1.1@here"), at("fd00:1::1")),
 		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1
 			node port protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1`,

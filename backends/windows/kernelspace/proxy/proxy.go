@@ -53,10 +53,10 @@ func New(hns kernelspace.HNS) *Proxy {
 	if err != nil {
 		panic(err) // only options can be wrong, and there are none
 	}
-	hnsMetrics, checks := metrics.NewKernelspaceCollector(), nodeproxy.NewHealthChecks()
+	calls, checks := newHNSMetrics(), nodeproxy.NewHealthChecks()
 	return &Proxy{
-		Collectors: metrics.Collectors{hnsMetrics, checks},
-		opts:       kernelspace.Options{HNS: hns, Observer: hnsMetrics.Observer()},
+		Collectors: metrics.Collectors{calls, checks},
+		opts:       kernelspace.Options{HNS: hns, Observer: calls.observer()},
 		checks:     checks,
 		addrs:      addrs,
 	}

@@ -1,21 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Command embedder prints the names of the services of a folder of manifests, or
+// without one, of the cluster that it runs in.
 package main
 
 import (
 	"context"
 	"fmt"
 	"log"
+	"os"
+	"strings"
 
 	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
 )
 
 func main() {
-	log.Fatal(kpng.Run(context.Background(), kpng.Options{}, sink.Func(func(_ context.Context, c *sink.Changes) error {
-		for s := range c.Services {
-			fmt.Println(s.Key, s.New)
-		}
-		return nil
-	})))
+	ctx, stop := context.WithCancel(context.Background())
+	err := kpng.Run(ctx, kpng.Options{Manifests: strings.Join(os.Args[1:], "")}, sink.FullState(
+		func(_ context.Context, services []*api.ServiceEndpoints) error {
+			for _, s := range services {
+				fmt.Println(s.Key())
+			}
+			stop()
+			return nil
+		}))
+	if err != nil {
+		log.Fatal(err)
+	}
 }

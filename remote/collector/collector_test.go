@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package metrics_test
+package collector_test
 
 import (
 	"context"
@@ -9,8 +9,8 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/remote"
+	"github.com/kpng-project/kpng/remote/collector"
 	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
@@ -28,7 +28,7 @@ func TestWhatAServerDoesIsCounted(t *testing.T) {
 		t.Fatal(err)
 	}
 	registry := prometheus.NewPedanticRegistry()
-	registry.MustRegister(metrics.NewServerCollector(server))
+	registry.MustRegister(collector.New(server))
 	if problems, err := testutil.GatherAndLint(registry); err != nil || len(problems) > 0 {
 		t.Errorf("problems %v, error %v", problems, err)
 	}

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package metrics
+// Package collector shows what a [remote.Server] does as Prometheus metrics.
+package collector
 
 import (
 	"github.com/kpng-project/kpng/remote"
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// NewServerCollector returns a collector of what a server has done for its
-// clients, and for how many, for the caller to register.
-func NewServerCollector(s *remote.Server) prometheus.Collector {
+// New returns a collector of the server's statistics, for the caller to register.
+func New(s *remote.Server) prometheus.Collector {
 	metric := func(kind prometheus.ValueType, name, help string, of func(remote.Stats) float64) serverMetric {
 		return serverMetric{prometheus.NewDesc(prometheus.BuildFQName("kpng", "server", name), help, nil, nil), kind, of}
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package metrics_test
+package proxy
 
 import (
 	"errors"
@@ -8,16 +8,15 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/metrics"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 )
 
 func TestWhatABackendDoesWithHNSIsShown(t *testing.T) {
-	c := metrics.NewKernelspaceCollector()
+	c := newHNSMetrics()
 	registry := prometheus.NewPedanticRegistry()
 	registry.MustRegister(c)
-	o := c.Observer()
+	o := c.observer()
 	o.Called("CreateLoadBalancer", time.Millisecond, nil)
 	o.Called("CreateLoadBalancer", time.Millisecond, errors.New("no"))
 	o.Holds(3, 2)

@@ -8,7 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"path/filepath"
+	"reflect"
 	"regexp"
 	"slices"
 	"strconv"
@@ -18,17 +18,7 @@ import (
 	kjson "sigs.k8s.io/json"
 )
 
-// documents yields the documents of a file as JSON, or what is wrong with them, each with
-// the line at which it begins.
-func documents(name string, data []byte, yield func(line int, document []byte, err error) bool) {
-	// JSON is read as JSON because YAML parsers do not know all its escapes.
-	if strings.EqualFold(filepath.Ext(name), ".json") || json.Valid(data) {
-		jsonDocuments(data, yield)
-	} else {
-		yamlDocuments(data, yield)
-	}
-}
-
+// jsonDocuments yields each document of a file, or an error, and the line where it begins.
 func jsonDocuments(data []byte, yield func(int, []byte, error) bool) {
 	decoder := json.NewDecoder(bytes.NewReader(data))
 	line, counted := 1, 0
@@ -50,6 +40,7 @@ var (
 	yamlLine   = regexp.MustCompile(`\bline \d+`)
 )
 
+// yamlDocuments is jsonDocuments for YAML, and yields it as JSON.
 func yamlDocuments(data []byte, yield func(int, []byte, error) bool) {
 	for line := 1; len(data) > 0; {
 		// The parser gives up at an error, so it gets one document after the other.
@@ -111,18 +102,14 @@ func decode(data []byte, object any, limit int) (wrong, strict []error) {
 		if err == nil {
 			return wrong, strict
 		}
-		misfit, path, start, end := new(json.UnmarshalTypeError), "", int64(0), int64(0)
-		if errors.As(err, &misfit) && len(wrong) < limit {
-			path, start, end = find(data, misfit.Offset)
-		}
-		if path == "" {
+		misfit := new(json.UnmarshalTypeError)
+		_ = errors.As(err, &misfit) // or there is no offset, and so no path
+		path, start, end := find(data, misfit.Offset)
+		if path == "" || len(wrong) >= limit {
 			return append(wrong, err), nil
 		}
-		kind := misfit.Type.Kind().String()
-		if kind == "string" {
-			kind += " (in quotes)"
-		}
-		wrong = append(wrong, fmt.Errorf("%s: %.50s where a value of type %s belongs", path, data[start:end], kind))
+		hint := map[bool]string{true: " (in quotes)"}[misfit.Type.Kind() == reflect.String]
+		wrong = append(wrong, fmt.Errorf("%s: %.50s where a value of type %s%s belongs", path, data[start:end], misfit.Type.Kind(), hint))
 		// The library ends at the first value. Look for the next one with null in its place.
 		data = slices.Concat(data[:start], []byte("null"), data[end:])
 	}

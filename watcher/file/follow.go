@@ -24,9 +24,7 @@ import (
 const (
 	settleTime    = 100 * time.Millisecond // without a change, before a file is read
 	maxSettleTime = 2 * time.Second        // for changes that never pause
-	// pollInterval is the time between looks without a notification. Network file systems
-	// send none, and some changes happen outside of the folders that are watched.
-	pollInterval = 5 * time.Second
+	pollInterval  = 5 * time.Second        // between looks without a notification
 )
 
 // Options say what Watch reads.
@@ -41,19 +39,17 @@ type Options struct {
 
 // Watch reads manifests into state, which has synced then, and follows their changes until
 // ctx is done; then it returns nil. Each reading is one commit, which changes only what is
-// different. Nothing else may write to state.
+// different. Nothing else may write to state. An error of the first reading is returned.
+// An error of a later one is logged once, and state keeps what it has until the manifests
+// are valid again, or exist again: a folder that loses its last manifest removes nothing.
 //
-// An error of the first reading is returned. An error of a later reading is logged once,
-// and state keeps what it has until the manifests are valid again, or exist again: a
-// folder that loses its last manifest removes nothing either. A file is read when it has
-// not changed for 100 ms, as it may be half written; a writer that pauses for longer should
-// write another file and rename it.
-//
-// Changes are noticed immediately where the operating system sends notifications, and
-// within five seconds elsewhere: on network file systems, behind symbolic links in a
-// folder, and where permissions change.
+// A file is read when it has not changed for 100 ms, as it may be half written. Changes are
+// noticed immediately where the operating system sends notifications, and within five
+// seconds elsewhere: on network file systems, behind symbolic links in a folder, and where
+// permissions change.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
-	f := &follower{opts: opts, log: klog.FromContext(ctx).WithValues("path", opts.Path), state: state, notify: &fsnotify.Watcher{}}
+	log := klog.FromContext(ctx).WithValues("path", opts.Path)
+	f := &follower{opts: opts, log: log, state: state, notify: &fsnotify.Watcher{}, loaded: func(error) {}}
 	if !opts.Once && opts.Path != Stdin {
 		if notify, err := fsnotify.NewWatcher(); err != nil {
 			f.noNotification(err)
@@ -65,24 +61,19 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	return f.run(ctx)
 }
 
-// follower reads manifests again when they change.
-//
-// A change is a difference between two sightings. A notification of the operating system
-// is only a reason to look. So it does not matter whether a file is written in place,
-// renamed over, or swapped by a symbolic link some levels up.
+// follower reads manifests again when two sightings differ. A notification is only a reason
+// to look, so files may be written, renamed over, or swapped by a link some levels up.
 type follower struct {
 	opts   Options
 	log    klog.Logger
 	state  *cluster.State
 	notify *fsnotify.Watcher // without channels if there are no notifications
-	loaded func(error)       // if set, called with the outcome of each reading but the first
+	loaded func(error)       // called with the outcome of each reading but the first
 
-	seen   sighting
-	files  int // of the last good reading
-	logged struct {
-		failure, notify string // the last ones
-		warnings        map[string]bool
-	}
+	seen                sighting
+	files               int    // of the last good reading
+	failure, unnotified string // the last errors that were logged
+	warned              map[string]bool
 }
 
 func (f *follower) run(ctx context.Context) error {
@@ -95,16 +86,10 @@ func (f *follower) run(ctx context.Context) error {
 	f.state.SetSynced()
 	if f.opts.Path == Stdin && !f.opts.Once {
 		<-ctx.Done()
-	} else if !f.opts.Once {
-		f.follow(ctx)
 	}
-	return nil
-}
-
-func (f *follower) follow(ctx context.Context) {
 	poll := time.NewTicker(pollInterval)
 	defer poll.Stop()
-	for ctx.Err() == nil {
+	for !f.opts.Once && ctx.Err() == nil {
 		f.arm()
 		again := false
 		select {
@@ -113,7 +98,7 @@ func (f *follower) follow(ctx context.Context) {
 		case err := <-f.notify.Errors:
 			f.noNotification(err)
 		case <-poll.C:
-			again = f.logged.failure != ""
+			again = f.failure != ""
 		}
 		if !again && look(f.opts.Path).equal(f.seen) {
 			continue
@@ -122,7 +107,7 @@ func (f *follower) follow(ctx context.Context) {
 			f.seen = look(f.opts.Path)
 			select {
 			case <-ctx.Done():
-				return
+				return nil
 			case <-time.After(settleTime):
 			}
 			if look(f.opts.Path).equal(f.seen) {
@@ -131,9 +116,10 @@ func (f *follower) follow(ctx context.Context) {
 		}
 		f.reload(ctx)
 	}
+	return nil
 }
 
-// errVanished is an error because a folder that is being replaced looks the same.
+// A folder that is being replaced looks as if it had lost its manifests.
 var errVanished = errors.New("the folder has no manifests any more; a List without items says that there is nothing")
 
 // load reads the manifests and writes them to the state.
@@ -154,12 +140,12 @@ func (f *follower) load(ctx context.Context) error {
 	})
 	warned := map[string]bool{}
 	for _, w := range m.warnings {
-		if !f.logged.warnings[w] && !warned[w] {
+		if !f.warned[w] && !warned[w] {
 			f.log.Info("Manifests are used with a warning", "warning", w)
 		}
 		warned[w] = true
 	}
-	f.logged.warnings = warned
+	f.warned = warned
 	f.log.V(2).Info("Read manifests", "services", len(m.services), "slices", len(m.slices), "nodes", len(m.nodes))
 	return nil
 }
@@ -176,21 +162,19 @@ func (f *follower) reload(ctx context.Context) {
 	} else if err != nil {
 		failing = strings.TrimPrefix(err.Error(), "read manifests: ")
 	}
-	if failing != "" && failing != f.logged.failure {
+	if failing != "" && failing != f.failure {
 		f.log.Error(err, "Manifests cannot be used, keeping what was read before")
-	} else if failing == "" && f.logged.failure != "" {
+	} else if failing == "" && f.failure != "" {
 		f.log.Info("Manifests are good again")
 	}
-	f.logged.failure = failing
-	if f.loaded != nil {
-		f.loaded(err)
-	}
+	f.failure = failing
+	f.loaded(err)
 }
 
 // noNotification logs an error of the notifications, once while it is the same.
 func (f *follower) noNotification(err error) {
-	if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, fsnotify.ErrNonExistentWatch) && f.logged.notify != err.Error() {
-		f.logged.notify = err.Error()
+	if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, fsnotify.ErrNonExistentWatch) && f.unnotified != err.Error() {
+		f.unnotified = err.Error()
 		f.log.Info("No notification of some changes to manifests; polling", "err", err, "interval", pollInterval)
 	}
 }
@@ -204,11 +188,8 @@ func (f *follower) arm() {
 		return
 	}
 	var folders []string
-	for _, resolve := range []func(string) (string, error){filepath.EvalSymlinks, filepath.Abs} {
-		folder, err := resolve(f.opts.Path)
-		if err != nil {
-			continue
-		}
+	target, _ := filepath.EvalSymlinks(f.opts.Path) // or the working directory, which is harmless
+	for _, folder := range []string{filepath.Clean(f.opts.Path), target} {
 		if info, err := os.Stat(folder); err != nil || !info.IsDir() {
 			folder = filepath.Dir(folder)
 		}

@@ -10,6 +10,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"path/filepath"
 	"slices"
 	"strings"
 	"unicode/utf8"
@@ -28,14 +29,12 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 )
 
-// manifests is what a set of files says: what is meant for the proxy, each object once,
-// in no particular order.
+// manifests is what a set of files says of what is meant for the proxy, each object once.
 type manifests struct {
 	services []*api.Service
 	slices   []*api.EndpointSlice
 	nodes    []*api.Node
-	// warnings say what was left out and what looks like a mistake.
-	warnings []string
+	warnings []string // what was left out and what looks like a mistake
 	files    int
 }
 
@@ -45,34 +44,29 @@ const maxListed = 20
 // parser reads files one by one and collects what they say. A place in a file is written
 // as in "a.yaml: document 2 (line 10): items[3]: Service default/web".
 type parser struct {
-	converter *watcher.Converter
-	// anySlice says that wanted services without a selector are served with slices of
-	// any labels; see watcher.Converter.WantsSlice.
-	anySlice     bool
+	converter    *watcher.Converter
+	named        bool // for a proxy with a name
 	manifests    manifests
 	problems     []error
 	unlisted     int                           // problems
 	defined      map[string]string             // the place of each object
 	ignored      map[string][]string           // the places of objects of other kinds
-	selectorless map[types.NamespacedName]bool // wanted services
+	selectorless map[types.NamespacedName]bool // services whose slices need no label; see watcher.Converter.WantsSlice
 	undecided    []*api.EndpointSlice          // wanted if their service is in selectorless
 }
 
 func newParser(options watcher.Options) (*parser, error) {
 	converter, err := watcher.New(options)
 	return &parser{
-		converter:    converter,
-		anySlice:     options.ServiceProxyName != "",
-		defined:      map[string]string{},
-		ignored:      map[string][]string{},
-		selectorless: map[types.NamespacedName]bool{},
+		converter: converter, named: options.ServiceProxyName != "",
+		defined: map[string]string{}, ignored: map[string][]string{}, selectorless: map[types.NamespacedName]bool{},
 	}, err
 }
 
 // finish completes the manifests when all files are read, or returns what is wrong.
 func (p *parser) finish() error {
 	for _, s := range p.undecided {
-		if p.anySlice && p.selectorless[s.ServiceKey()] {
+		if p.named && p.selectorless[s.ServiceKey()] {
 			p.manifests.slices = append(p.manifests.slices, s)
 		}
 	}
@@ -103,8 +97,14 @@ func (p *parser) file(ctx context.Context, name string, data []byte) {
 		p.fail(name, "not UTF-8 text")
 		return
 	}
+	data = bytes.TrimPrefix(data, []byte("\ufeff"))
+	// JSON is read as JSON because YAML parsers do not know all its escapes.
+	documents := yamlDocuments
+	if strings.EqualFold(filepath.Ext(name), ".json") || json.Valid(data) {
+		documents = jsonDocuments
+	}
 	empty, number := true, 0
-	documents(name, bytes.TrimPrefix(data, []byte("\ufeff")), func(line int, document []byte, err error) bool {
+	documents(data, func(line int, document []byte, err error) bool {
 		number++
 		at := fmt.Sprintf("%s: document %d (line %d)", name, number, line)
 		if err != nil {
@@ -146,18 +146,16 @@ func (p *parser) object(ctx context.Context, at string, data []byte, itemOf meta
 		for _, err := range duplicates {
 			p.fail(at, "%v", err)
 		}
-		itemOf = metav1.TypeMeta{}
-		if of != "" {
-			itemOf = metav1.TypeMeta{APIVersion: apiVersion, Kind: of}
+		if itemOf = (metav1.TypeMeta{APIVersion: apiVersion, Kind: of}); of == "" {
+			itemOf.APIVersion = "" // of a List, whose items have their own
 		}
 		for i := 0; i < len(items) && ctx.Err() == nil; i++ {
 			p.object(ctx, fmt.Sprintf("%s: items[%d]", at, i), items[i], itemOf)
 		}
 		return
 	}
-	read := map[string]func(string, []byte){
-		"v1 Service": p.service, "discovery.k8s.io/v1 EndpointSlice": p.slice, "v1 Node": p.node,
-	}[apiVersion+" "+kind]
+	kinds := map[string]func(string, []byte){"v1 Service": p.service, "discovery.k8s.io/v1 EndpointSlice": p.slice, "v1 Node": p.node}
+	read := kinds[apiVersion+" "+kind]
 	if read == nil {
 		p.ignored[apiVersion+" "+kind] = append(p.ignored[apiVersion+" "+kind], at)
 		return
@@ -282,8 +280,27 @@ func (p *parser) validate(at string, s *corev1.Service) {
 	if len(spec.ClusterIPs) == 0 && spec.ClusterIP != "" {
 		spec.ClusterIPs = []string{spec.ClusterIP} // as the API server does
 	}
-	p.validateClusterIPs(at, spec)
-	if len(spec.Ports) == 0 && !slices.Contains(spec.ClusterIPs, corev1.ClusterIPNone) {
+	ips := spec.ClusterIPs
+	headless := slices.Contains(ips, corev1.ClusterIPNone)
+	if spec.ClusterIP != "" && spec.ClusterIP != ips[0] {
+		p.fail(at, "spec.clusterIPs[0]: %q is not spec.clusterIP, %q", ips[0], spec.ClusterIP)
+	}
+	if headless && len(ips) > 1 {
+		p.fail(at, "spec.clusterIPs: None excludes all others")
+	}
+	if headless && (spec.Type == corev1.ServiceTypeNodePort || spec.Type == corev1.ServiceTypeLoadBalancer) {
+		p.fail(at, "spec.clusterIP: None does not go with type %s", spec.Type)
+	}
+	for i, ip := range ips {
+		parsed := utilnet.ParseIPSloppy(ip) // or the converter reports it
+		is6 := utilnet.IsIPv6(parsed)
+		if i > 0 && parsed != nil && utilnet.IsIPv6(utilnet.ParseIPSloppy(ips[0])) == is6 {
+			p.fail(at, "spec.clusterIPs[%d]: %s is of the same family as the first", i, ip)
+		} else if parsed != nil && i < len(spec.IPFamilies) && spec.IPFamilies[i] == map[bool]corev1.IPFamily{false: "IPv6", true: "IPv4"}[is6] {
+			p.fail(at, "spec.clusterIPs[%d]: %s is not an %s address, as spec.ipFamilies[%d] says", i, ip, spec.IPFamilies[i], i)
+		}
+	}
+	if len(spec.Ports) == 0 && !headless {
 		p.fail(at, "spec.ports: missing; only headless services go without")
 	}
 	for i, port := range spec.Ports {
@@ -296,50 +313,10 @@ func (p *parser) validate(at string, s *corev1.Service) {
 			p.name(at, fmt.Sprintf("spec.ports[%d].targetPort", i), port.TargetPort.StrVal, validation.IsValidPortName)
 		}
 	}
-	for i, f := range spec.IPFamilies {
-		if slices.Contains(spec.IPFamilies[:i], f) {
-			p.fail(at, "spec.ipFamilies[%d]: %s is there twice", i, f)
-		}
-	}
-	policy := ptr.Deref(spec.IPFamilyPolicy, "")
-	if policy == corev1.IPFamilyPolicySingleStack && len(spec.IPFamilies) > 1 {
-		p.fail(at, "spec.ipFamilies: more than one with ipFamilyPolicy SingleStack")
-	}
-	p.oneOf(at, "spec.ipFamilyPolicy", string(policy), "SingleStack", "PreferDualStack", "RequireDualStack")
+	p.oneOf(at, "spec.ipFamilyPolicy", string(ptr.Deref(spec.IPFamilyPolicy, "")), "SingleStack", "PreferDualStack", "RequireDualStack")
 	p.oneOf(at, "spec.internalTrafficPolicy", string(ptr.Deref(spec.InternalTrafficPolicy, "")), "Cluster", "Local")
 	p.oneOf(at, "spec.externalTrafficPolicy", string(spec.ExternalTrafficPolicy), "Cluster", "Local")
 	for i, in := range s.Status.LoadBalancer.Ingress {
 		p.oneOf(at, fmt.Sprintf("status.loadBalancer.ingress[%d].ipMode", i), string(ptr.Deref(in.IPMode, "")), "VIP", "Proxy")
-	}
-}
-
-func (p *parser) validateClusterIPs(at string, spec *corev1.ServiceSpec) {
-	ips := spec.ClusterIPs
-	if spec.ClusterIP != "" && spec.ClusterIP != ips[0] {
-		p.fail(at, "spec.clusterIPs[0]: %q is not spec.clusterIP, %q", ips[0], spec.ClusterIP)
-	}
-	if slices.Contains(ips, corev1.ClusterIPNone) {
-		if len(ips) > 1 {
-			p.fail(at, "spec.clusterIPs: None excludes all others")
-		}
-		if spec.Type == corev1.ServiceTypeNodePort || spec.Type == corev1.ServiceTypeLoadBalancer {
-			p.fail(at, "spec.clusterIP: None does not go with type %s", spec.Type)
-		}
-		return
-	}
-	seen := map[corev1.IPFamily]bool{}
-	for i, ip := range ips {
-		family, other := corev1.IPv6Protocol, corev1.IPv4Protocol
-		if parsed := utilnet.ParseIPSloppy(ip); parsed == nil {
-			continue // which the converter reports
-		} else if parsed.To4() != nil {
-			family, other = other, family
-		}
-		if seen[family] {
-			p.fail(at, "spec.clusterIPs[%d]: %s is the second %s address", i, ip, family)
-		} else if i < len(spec.IPFamilies) && spec.IPFamilies[i] == other {
-			p.fail(at, "spec.clusterIPs[%d]: %s is not an %s address, as spec.ipFamilies[%d] says", i, ip, other, i)
-		}
-		seen[family] = true
 	}
 }

@@ -33,11 +33,10 @@ const DefaultAllPortsAnnotation = "all-ports"
 type WriteOptions struct {
 	// JSON writes a List in JSON instead of documents in YAML.
 	JSON bool
-	// ServiceProxyName, if not empty, is written as the label
-	// service.kubernetes.io/service-proxy-name of services and slices, for a reader with
-	// the same watcher.Options.ServiceProxyName. The state does not hold it.
+	// ServiceProxyName, if not empty, labels services and slices for a reader with the
+	// same watcher.Options.ServiceProxyName.
 	ServiceProxyName string
-	// AllPortsAnnotation is the annotation that all-ports services get, for a reader with
+	// AllPortsAnnotation marks all-ports services for a reader with
 	// watcher.AllPortsAnnotated. Default: DefaultAllPortsAnnotation.
 	AllPortsAnnotation string
 }
@@ -46,23 +45,21 @@ type WriteOptions struct {
 // with the proxy name and the annotation of opts, which keeps the labels and annotations
 // that s has, gets a state that is equal to s.
 //
-// It returns an error that names the first object that manifests cannot express: one that
-// an API server would not have. After an error the output is incomplete.
+// It returns an error that names the first object that manifests cannot express, which an
+// API server would not have. After an error the output means nothing.
 func Write(w io.Writer, s *cluster.Snapshot, opts WriteOptions) error {
 	if opts.AllPortsAnnotation == "" {
 		opts.AllPortsAnnotation = DefaultAllPortsAnnotation
 	}
-	everyKey := []string{"*", "*/*"}
-	converter, err := watcher.New(watcher.Options{
-		ServiceProxyName: opts.ServiceProxyName,
-		KeepLabels:       everyKey,
-		KeepAnnotations:  everyKey,
-		AllPorts:         watcher.AllPortsAnnotated(opts.AllPortsAnnotation),
-	})
+	allPorts, everyKey := watcher.AllPortsAnnotated(opts.AllPortsAnnotation), []string{"*", "*/*"}
+	converter, err := watcher.New(watcher.Options{ServiceProxyName: opts.ServiceProxyName, KeepLabels: everyKey, KeepAnnotations: everyKey, AllPorts: allPorts})
 	if err != nil {
 		return err
 	}
-	o := &objects{opts: opts, converter: converter, out: bufio.NewWriter(w)}
+	o := &objects{opts: opts, allPorts: allPorts, converter: converter, out: bufio.NewWriter(w), marshal: yaml.Marshal, separator: "---\n"}
+	if opts.JSON {
+		o.marshal, o.separator = json.Marshal, `{"apiVersion":"v1","kind":"List","items":[`+"\n"
+	}
 	for _, service := range s.Services.All() {
 		o.service(service)
 	}
@@ -75,7 +72,7 @@ func Write(w io.Writer, s *cluster.Snapshot, opts WriteOptions) error {
 	switch {
 	case o.err != nil:
 		return o.err
-	case o.count == 0:
+	case s.Services.Len()+s.Slices.Len()+s.Nodes.Len() == 0:
 		o.out.WriteString(`{"apiVersion":"v1","kind":"List","items":[]}` + "\n") // which is YAML, too
 	case opts.JSON:
 		o.out.WriteString("\n]}\n")
@@ -86,22 +83,17 @@ func Write(w io.Writer, s *cluster.Snapshot, opts WriteOptions) error {
 // objects is the inverse of watcher.Converter, which converts what it writes back.
 type objects struct {
 	opts      WriteOptions
+	allPorts  func(*corev1.Service) bool
 	converter *watcher.Converter
 	out       *bufio.Writer
-	count     int
+	marshal   func(any) ([]byte, error)
+	separator string
 	err       error
 }
 
 // write writes an object, unless it would be read as another one.
 func (o *objects) write(name string, object any, same bool, problems []watcher.Problem) {
-	separator, marshal := "---\n", yaml.Marshal
-	if o.opts.JSON {
-		separator, marshal = ",\n", json.Marshal
-		if o.count == 0 {
-			separator = `{"apiVersion":"v1","kind":"List","items":[` + "\n"
-		}
-	}
-	text, err := marshal(object)
+	text, err := o.marshal(object)
 	if len(problems) > 0 {
 		err = fmt.Errorf("%s: %s", problems[0].Field, problems[0].Message)
 	} else if !same {
@@ -110,9 +102,10 @@ func (o *objects) write(name string, object any, same bool, problems []watcher.P
 	if err != nil && o.err == nil {
 		o.err = fmt.Errorf("write %s: %w", name, err)
 	}
-	o.count++
-	o.out.WriteString(separator)
-	o.out.Write(text)
+	o.out.WriteString(o.separator + string(text))
+	if o.opts.JSON {
+		o.separator = ",\n"
+	}
 }
 
 func (o *objects) service(s *api.Service) {
@@ -121,10 +114,8 @@ func (o *objects) service(s *api.Service) {
 		first, second = second, first
 	}
 	spec := corev1.ServiceSpec{
-		Type:                corev1.ServiceType(s.Type),
-		ClusterIPs:          slices.Concat(texts(first), texts(second)),
-		ExternalIPs:         texts(slices.Collect(s.IPs.ExternalIPs.All())),
-		HealthCheckNodePort: s.HealthCheckNodePort,
+		Type: corev1.ServiceType(s.Type), HealthCheckNodePort: s.HealthCheckNodePort,
+		ClusterIPs: slices.Concat(texts(first), texts(second)), ExternalIPs: texts(slices.Collect(s.IPs.ExternalIPs.All())),
 	}
 	if s.IPs.Headless {
 		spec.ClusterIPs = []string{corev1.ClusterIPNone}
@@ -174,7 +165,7 @@ func (o *objects) service(s *api.Service) {
 		Spec:   spec,
 		Status: corev1.ServiceStatus{LoadBalancer: corev1.LoadBalancerStatus{Ingress: ingress}},
 	}
-	if s.AllPorts && !watcher.AllPortsAnnotated(o.opts.AllPortsAnnotation)(out) {
+	if s.AllPorts && !o.allPorts(out) {
 		metav1.SetMetaDataAnnotation(&out.ObjectMeta, o.opts.AllPortsAnnotation, "true")
 	}
 	o.mark(&out.ObjectMeta)

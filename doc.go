@@ -47,6 +47,15 @@
 // and endpoints, in an order in which no address is ever claimed twice, whatever
 // fails. Package sinktest helps to test all of them.
 //
+// Several sinks, each with a driver and settings of its own, are given as options:
+//
+//	p, err := kpng.New(kpng.Options{Sinks: []kpng.Sink{
+//		{Sink: tables, Options: sink.Options{Name: "tables", MinInterval: time.Second}},
+//		{Sink: checks, Options: sink.Options{Name: "checks"}},
+//	}})
+//	mux.Handle("GET /healthz", health.Handler(p.Health))
+//	err = p.Run(ctx)
+//
 // # Sources
 //
 // By default the API server is that of the pod or of the kubeconfig. An embedder

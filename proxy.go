@@ -7,17 +7,20 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
-	"sync"
+	"sync/atomic"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/together"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/kpng-project/kpng/watcher/kube"
-	"golang.org/x/sync/errgroup"
 	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 )
@@ -44,27 +47,34 @@ type Options struct {
 	// service.kubernetes.io/service-proxy-name, and what to keep of them.
 	Services watcher.Options
 
-	// NodeName is the node to proxy for. Default: see [DefaultNodeName].
+	// NodeName is the node to proxy for. Default and form: see [NodeName].
 	NodeName string
 
-	// Sink are the settings of the sinks' drivers. If there are several sinks
-	// their number, from 0, is appended to Name, and all of them call
-	// Sink.Observer, from goroutines of their own.
-	Sink sink.Options
-	// Observe returns the observer of the sink of a name, in place of
-	// Sink.Observer. It is called once for each sink, by Run. Default: none.
-	Observe func(name string) sink.Observer
+	// Sinks are the sinks to drive. [Run] appends those that it is given.
+	Sinks []Sink
 }
 
-// DefaultNodeName returns the environment variable NODE_NAME or, if that is
-// empty, the host's name in lower case, as the kubelet registers it.
-func DefaultNodeName() (string, error) {
-	if name := os.Getenv("NODE_NAME"); name != "" {
-		return name, nil
+// Sink is a sink and the settings of its driver. Each sink has a driver of its own: one that is
+// slow or fails does not hold up the others.
+type Sink struct {
+	Sink sink.Sink
+	// Options are the settings. The names of several sinks must differ; by default they are
+	// numbered from 0. If all sinks have Once, the proxy ends when all are done.
+	Options sink.Options
+}
+
+// NodeName returns the name of a node as kube-proxy works it out: the given one or, without it,
+// the environment variable NODE_NAME or the host's name, without white space around it and in
+// lower case.
+func NodeName(given string) (string, error) {
+	for _, name := range [...]string{given, os.Getenv("NODE_NAME")} {
+		if name = strings.ToLower(strings.TrimSpace(name)); name != "" {
+			return name, nil
+		}
 	}
 	name, err := os.Hostname()
 	if err != nil {
-		return "", fmt.Errorf("no node name given, and none to be had from the system: %w", err)
+		return "", fmt.Errorf("get the host's name, as no node name is given: %w", err)
 	}
 	return strings.ToLower(strings.TrimSpace(name)), nil
 }
@@ -72,129 +82,137 @@ func DefaultNodeName() (string, error) {
 // Proxy watches a cluster and drives sinks. Its methods may be called at any
 // time and from any goroutine.
 type Proxy struct {
-	opts  Options
-	state *cluster.State
-	watch func(context.Context, *cluster.State) error
+	nodeName string
+	state    *cluster.State
+	watch    func(context.Context, *cluster.State) error
+	feeds    []*feed.Feed
+	drivers  []*sink.Driver
+	once     bool // all sinks have Options.Once
 
-	mu      sync.Mutex
-	started bool
-	drivers []*sink.Driver
-	ended   chan struct{} // closed when Run returns
+	started   atomic.Bool
+	nodeKnown atomic.Bool   // the cluster had the node once
+	ended     chan struct{} // closed when Run returns
 }
 
-// New returns a Proxy. It reads the kubeconfig, if there is one, but talks to
-// nobody yet.
+// New returns a Proxy. It checks the options and reads the kubeconfig, if there is one, and does
+// not connect to anything.
 func New(opts Options) (*Proxy, error) {
-	if opts.NodeName == "" {
-		name, err := DefaultNodeName()
-		if err != nil {
-			return nil, err
-		}
-		opts.NodeName = name
-	}
-	watch, err := source(opts)
+	name, err := NodeName(opts.NodeName)
 	if err != nil {
 		return nil, err
 	}
-	return &Proxy{opts: opts, state: cluster.New(cluster.Options{}), watch: watch, ended: make(chan struct{})}, nil
+	opts.NodeName = name
+	sinks, err := named(opts.Sinks)
+	if err != nil {
+		return nil, err
+	}
+	once := !slices.ContainsFunc(sinks, func(s Sink) bool { return !s.Options.Once })
+	watch, err := source(opts, once)
+	if err != nil {
+		return nil, err
+	}
+	p := &Proxy{nodeName: name, state: cluster.New(cluster.Options{}), watch: watch, once: once, ended: make(chan struct{})}
+	for _, s := range sinks {
+		f := feed.New(p.state, name)
+		p.feeds = append(p.feeds, f)
+		p.drivers = append(p.drivers, sink.NewDriver(f, s.Sink, s.Options))
+	}
+	return p, nil
 }
 
-// Run makes a Proxy and runs it: see [New] and [Proxy.Run].
+// named returns sinks with their default names.
+func named(sinks []Sink) ([]Sink, error) {
+	if len(sinks) == 0 {
+		return nil, errors.New("no sink given")
+	}
+	sinks = slices.Clone(sinks)
+	taken := map[string]bool{}
+	for i := range sinks {
+		s := &sinks[i]
+		if s.Sink == nil {
+			return nil, fmt.Errorf("sink %d (name %q) is nil", i, s.Options.Name)
+		}
+		if s.Options.Name == "" && len(sinks) > 1 {
+			s.Options.Name = strconv.Itoa(i)
+		}
+		if taken[s.Options.Name] {
+			return nil, fmt.Errorf("two sinks have the name %q", s.Options.Name)
+		}
+		taken[s.Options.Name] = true
+	}
+	return sinks, nil
+}
+
+// Run makes a Proxy with Options.Sinks and, with default settings, the given sinks, and runs it:
+// see [New] and [Proxy.Run].
 func Run(ctx context.Context, opts Options, sinks ...sink.Sink) error {
+	opts.Sinks = slices.Clone(opts.Sinks)
+	for _, s := range sinks {
+		opts.Sinks = append(opts.Sinks, Sink{Sink: s})
+	}
 	p, err := New(opts)
 	if err != nil {
 		return err
 	}
-	return p.Run(ctx, sinks...)
+	return p.Run(ctx)
 }
 
-// Run brings what the cluster says to the sinks until ctx ends; then it returns
-// nil. With Options.Sink.Once it ends as soon as every sink has been told
-// everything once. It returns an error if it cannot go on: a sink that does not
-// start, manifests that cannot be read to begin with, an API server that
-// refuses what it needs where Once says not to wait. Whatever goes wrong later is
-// logged and retried, and the dataplane keeps its state.
+// Run programs the sinks until ctx ends; then it returns nil. If all sinks have Options.Once it
+// ends as soon as all are done. It returns an error if it cannot go on: a sink that does not
+// start, manifests that cannot be read to begin with, an API server that refuses what it needs
+// where Once says not to wait. Errors of sinks that do not stop are joined to it. Whatever goes
+// wrong later is logged and retried, and the dataplane keeps its state.
 //
 // A Proxy runs once.
-func (p *Proxy) Run(ctx context.Context, sinks ...sink.Sink) error {
-	if len(sinks) == 0 {
-		return errors.New("nothing to run: no sink given")
-	}
-	if !p.start() {
+func (p *Proxy) Run(ctx context.Context) error {
+	if p.started.Swap(true) {
 		return errors.New("proxy runs already, or has ended")
 	}
 	defer close(p.ended)
-	drive := p.newDrivers(sinks)
-
-	group, running := errgroup.WithContext(ctx)
-	watching, stopWatching := context.WithCancel(running)
-	group.Go(func() error { return p.watch(watching, p.state) })
-	group.Go(func() error {
-		p.warnOfUnknownNode(watching)
-		return nil
-	})
-	group.Go(func() error {
-		defer stopWatching()
-		return drive(running)
-	})
-	err := group.Wait()
-	if err == context.Cause(ctx) && !p.opts.Sink.Once {
+	defer func() {
+		for _, f := range p.feeds {
+			f.Close()
+		}
+	}()
+	watching, stopWatching := context.WithCancel(ctx)
+	defer stopWatching()
+	var drivers []func(context.Context) error
+	for _, d := range p.drivers {
+		drivers = append(drivers, d.Run)
+	}
+	err := together.Run(watching,
+		func(ctx context.Context) error { return p.watch(ctx, p.state) },
+		p.followNode,
+		func(ctx context.Context) error {
+			err := together.Run(ctx, drivers...)
+			stopWatching()
+			return err
+		})
+	if err != nil && err == context.Cause(watching) && (ctx.Err() == nil || !p.once) {
 		return nil
 	}
 	return err
 }
 
-// warnOfUnknownNode says so if the cluster does not know the node: a name that is
-// misspelt makes nothing local, and fails in no other way.
-func (p *Proxy) warnOfUnknownNode(ctx context.Context) {
-	select {
-	case <-ctx.Done():
-		return
-	case <-p.state.Synced():
-	}
-	if _, known := p.state.Snapshot().Nodes.Get(p.opts.NodeName); !known {
-		klog.FromContext(ctx).Info("No such node, so far: no zone is known, and local is what names it", "node", p.opts.NodeName)
-	}
-}
-
-// start reports whether the proxy had not been started before.
-func (p *Proxy) start() bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	started := p.started
-	p.started = true
-	return !started
-}
-
-// newDrivers gives each sink its driver, and returns what runs them until all
-// have ended, or the first fails.
-func (p *Proxy) newDrivers(sinks []sink.Sink) func(context.Context) error {
-	var drivers []*sink.Driver
-	var feeds []*feed.Feed
-	for i, s := range sinks {
-		opts := p.opts.Sink
-		if len(sinks) > 1 {
-			opts.Name += strconv.Itoa(i)
+// followNode waits until the cluster has the node, and warns if it does not have it to begin
+// with: a misspelt name makes nothing local, and fails in no other way.
+func (p *Proxy) followNode(ctx context.Context) error {
+	var revision diffstore.Revision
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-p.state.Changed(revision):
 		}
-		if p.opts.Observe != nil {
-			opts.Observer = p.opts.Observe(opts.Name)
+		snapshot := p.state.Snapshot()
+		if _, ok := snapshot.Nodes.Get(p.nodeName); ok {
+			p.nodeKnown.Store(true)
+			return nil
 		}
-		source := feed.New(p.state, p.opts.NodeName)
-		feeds = append(feeds, source)
-		drivers = append(drivers, sink.NewDriver(source, s, opts))
-	}
-	p.mu.Lock()
-	p.drivers = drivers
-	p.mu.Unlock()
-	return func(ctx context.Context) error {
-		group, ctx := errgroup.WithContext(ctx)
-		for i, d := range drivers {
-			group.Go(func() error {
-				defer feeds[i].Close()
-				return d.Run(ctx)
-			})
+		if revision == 0 {
+			klog.FromContext(ctx).Error(nil, "Node object not found; zone unknown, locality decided by node name", "node", p.nodeName)
 		}
-		return group.Wait()
+		revision = snapshot.Revision
 	}
 }
 
@@ -202,18 +220,16 @@ func (p *Proxy) newDrivers(sinks []sink.Sink) func(context.Context) error {
 func (p *Proxy) State() cluster.Reader { return p.state }
 
 // NodeName returns the name of the node that is proxied for.
-func (p *Proxy) NodeName() string { return p.opts.NodeName }
+func (p *Proxy) NodeName() string { return p.nodeName }
 
 // Node returns the node that is proxied for, nil while it is not known.
 func (p *Proxy) Node() *api.Node {
-	node, _ := p.state.Snapshot().Nodes.Get(p.opts.NodeName)
+	node, _ := p.state.Snapshot().Nodes.Get(p.nodeName)
 	return node
 }
 
-// Status returns where each sink stands; nothing before Run.
+// Status returns the status of each sink.
 func (p *Proxy) Status() []sink.Status {
-	p.mu.Lock()
-	defer p.mu.Unlock()
 	var all []sink.Status
 	for _, d := range p.drivers {
 		all = append(all, d.Status())
@@ -221,22 +237,23 @@ func (p *Proxy) Status() []sink.Status {
 	return all
 }
 
-// WaitApplied returns nil when every sink has acknowledged all that the cluster
-// has said by now. It returns an error if ctx ends before, or Run does. It may be
-// called before Run.
+// Health returns what health checks report: see package health.
+func (p *Proxy) Health() health.Report {
+	return health.Of(p.Status(), p.Node(), p.nodeKnown.Load())
+}
+
+// WaitApplied returns nil when every sink has acknowledged the cluster's state as it is at the
+// call. It returns an error if ctx ends before, or Run does. It may be called before Run.
 func (p *Proxy) WaitApplied(ctx context.Context) error {
 	select {
 	case <-p.state.Synced():
 	case <-p.ended:
-		return errors.New("waiting for the cluster's state to be read: the proxy has ended")
+		return errors.New("wait for the cluster's state to be read: the proxy has ended")
 	case <-ctx.Done():
-		return fmt.Errorf("waiting for the cluster's state to be read: %w", context.Cause(ctx))
+		return fmt.Errorf("wait for the cluster's state to be read: %w", context.Cause(ctx))
 	}
 	revision := p.state.Snapshot().Revision
-	p.mu.Lock()
-	drivers := p.drivers
-	p.mu.Unlock()
-	for _, d := range drivers {
+	for _, d := range p.drivers {
 		if err := d.WaitApplied(ctx, uint64(revision)); err != nil {
 			return err
 		}

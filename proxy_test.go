@@ -8,14 +8,20 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher"
+	"github.com/kpng-project/kpng/watcher/kube"
 	"go.uber.org/goleak"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
@@ -73,11 +79,11 @@ func TestRunFollowsWhatChanges(t *testing.T) {
 	write("a")
 	ctx, cancel := context.WithCancel(t.Context())
 	told, ended := make(chan string), make(chan error)
-	p, err := kpng.New(kpng.Options{Manifests: manifest, NodeName: "n"})
+	p, err := kpng.New(kpng.Options{Manifests: manifest, NodeName: "n", Sinks: []kpng.Sink{{Sink: names(told)}}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	go func() { ended <- p.Run(ctx, names(told)) }()
+	go func() { ended <- p.Run(ctx) }()
 	if got := <-told; got != "a" {
 		t.Errorf("services %q, want a", got)
 	}
@@ -95,7 +101,7 @@ func TestRunFollowsWhatChanges(t *testing.T) {
 	if err := <-ended; err != nil {
 		t.Errorf("ended with %v", err)
 	}
-	if err := p.Run(ctx, names(told)); err == nil {
+	if err := p.Run(ctx); err == nil {
 		t.Error("a proxy ran twice")
 	}
 }
@@ -113,12 +119,26 @@ func TestRunEndsWithWhatKeepsItFromGoingOn(t *testing.T) {
 	nodeless.Manifests = "does/not/exist.yaml"
 	two := demo()
 	two.Config = &rest.Config{}
+	nodes := cache.NewSharedInformer(&cache.ListWatch{}, &corev1.Node{}, 0)
+	informers := kpng.Options{NodeName: "n", Informers: &kube.Informers{
+		Services:       cache.NewSharedInformer(&cache.ListWatch{}, &corev1.Service{}, 0),
+		EndpointSlices: nodes,
+		Nodes:          nodes,
+	}}
+	missing := informers
+	missing.Informers = &kube.Informers{Services: informers.Informers.Services, EndpointSlices: cache.NewSharedInformer(&cache.ListWatch{}, &discoveryv1.EndpointSlice{}, 0)}
+	namesake := demo()
+	namesake.Sinks = []kpng.Sink{{Sink: never, Options: sink.Options{Name: "a"}}, {Sink: never, Options: sink.Options{Name: "a"}}}
 	for _, test := range []struct {
 		name  string
 		opts  kpng.Options
 		sinks []sink.Sink
 		want  string
 	}{
+		{"a sink that is nil", demo(), []sink.Sink{never, nil}, "sink 1 (name \"\") is nil"},
+		{"two sinks of one name", namesake, nil, `the name "a"`},
+		{"an informer of the wrong kind", informers, []sink.Sink{never}, "EndpointSlices is one of *v1.Node, want *v1.EndpointSlice"},
+		{"no informer for a kind", missing, []sink.Sink{never}, "no informer given for Nodes"},
 		{"no sink", demo(), nil, "no sink"},
 		{"a sink that does not start", demo(), []sink.Sink{unstartable{never}}, "no such device"},
 		{"manifests that are not there", nodeless, []sink.Sink{never}, "does/not/exist.yaml"},
@@ -136,41 +156,165 @@ func TestRunEndsWithWhatKeepsItFromGoingOn(t *testing.T) {
 func TestOnceThatIsCutShortIsAnError(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	opts := demo()
-	opts.Sink.Once = true
-	err := kpng.Run(ctx, opts, sink.Func(func(context.Context, *sink.Changes) error {
+	opts.Sinks = []kpng.Sink{{Options: sink.Options{Once: true}, Sink: sink.Func(func(context.Context, *sink.Changes) error {
 		cancel()
 		return errors.New("not yet")
-	}))
+	})}}
+	err := kpng.Run(ctx, opts)
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("error %v, want that of the context", err)
 	}
 }
 
-func TestDefaultNodeName(t *testing.T) {
-	t.Setenv("NODE_NAME", "from-environment")
-	if name, err := kpng.DefaultNodeName(); name != "from-environment" || err != nil {
-		t.Errorf("%q, %v", name, err)
+// unstoppable is a sink whose Stop fails. It closes synced at its first Sync.
+type unstoppable struct {
+	once   sync.Once
+	synced chan struct{}
+}
+
+func (s *unstoppable) Sync(context.Context, *sink.Changes) error {
+	s.once.Do(func() { close(s.synced) })
+	return nil
+}
+
+func (s *unstoppable) Stop(context.Context) error { return errors.New("routes were left behind") }
+
+func TestErrorsOfStopAreReturned(t *testing.T) {
+	for _, test := range []struct {
+		name string
+		with []sink.Sink
+		want int // errors
+	}{
+		{"of the only sink", nil, 1},
+		{"of one of two sinks", []sink.Sink{sink.Func(func(context.Context, *sink.Changes) error { return nil })}, 1},
+		{"of both", []sink.Sink{&unstoppable{synced: make(chan struct{})}}, 2},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			ctx, cancel := context.WithCancel(t.Context())
+			s := &unstoppable{synced: make(chan struct{})}
+			ended := make(chan error)
+			go func() { ended <- kpng.Run(ctx, demo(), append(test.with, s)...) }()
+			for _, s := range append(test.with, s) {
+				if s, ok := s.(*unstoppable); ok {
+					<-s.synced
+				}
+			}
+			cancel()
+			err := <-ended
+			if err == nil || strings.Count(err.Error(), "routes were left behind") != test.want || errors.Is(err, context.Canceled) {
+				t.Errorf("error %v, want %d of Stop and none of the context", err, test.want)
+			}
+		})
 	}
-	t.Setenv("NODE_NAME", "")
+}
+
+func TestEachSinkHasItsOptions(t *testing.T) {
+	nothing := sink.Func(func(context.Context, *sink.Changes) error { return nil })
+	var synced [3]atomic.Bool
+	opts := demo()
+	for i, name := range []string{"tables", "", "checks"} {
+		opts.Sinks = append(opts.Sinks, kpng.Sink{Sink: nothing, Options: sink.Options{
+			Name: name, Once: true, Observer: sink.Observer{Synced: func(sink.SyncResult) { synced[i].Store(true) }},
+		}})
+	}
+	p, err := kpng.New(opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Run(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []string{"tables", "1", "checks"} {
+		if got := p.Status()[i].Name; got != want || !synced[i].Load() {
+			t.Errorf("sink %d has the name %q and observed %t, want %q and true", i, got, synced[i].Load(), want)
+		}
+	}
+}
+
+func TestHealthOfANode(t *testing.T) {
+	const plain = "apiVersion: v1\nkind: Node\nmetadata: {name: n}\n"
+	manifest := filepath.Join(t.TempDir(), "node.yaml")
+	write := func(text string) {
+		t.Helper()
+		if err := os.WriteFile(manifest+".new", []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(manifest+".new", manifest); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write("apiVersion: v1\nkind: List\nitems: []\n")
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error)
+	nodes := make(chan *api.Node, 10)
+	p, err := kpng.New(kpng.Options{Manifests: manifest, NodeName: " N\n", Sinks: []kpng.Sink{{Sink: sink.Func(func(_ context.Context, c *sink.Changes) error {
+		nodes <- c.Node
+		return nil
+	})}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r := p.Health(); r.Synced || !r.NodeEligible {
+		t.Errorf("before Run: %+v", r)
+	}
+	go func() { ended <- p.Run(ctx) }()
+	for _, step := range []struct {
+		name, text string
+		eligible   bool
+	}{
+		{"the node was never known", "", true},
+		{"the node is there", plain, true},
+		{"the cluster autoscaler is going to delete it", plain + "spec: {taints: [{key: ToBeDeletedByClusterAutoscaler, effect: NoSchedule}]}\n", false},
+		{"its object is gone", "apiVersion: v1\nkind: List\nitems: []\n", false},
+	} {
+		if step.text != "" {
+			write(step.text)
+		}
+		<-nodes
+		if err := p.WaitApplied(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if r := p.Health(); !r.Synced || r.NodeEligible != step.eligible {
+			t.Errorf("%s: %+v, want eligible %t", step.name, r, step.eligible)
+		}
+	}
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}
+
+func TestNodeName(t *testing.T) {
 	host, err := os.Hostname()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if name, err := kpng.DefaultNodeName(); name != strings.ToLower(host) || err != nil {
-		t.Errorf("%q, %v; want the host's name %q", name, err, host)
+	for _, test := range []struct{ name, given, environment, want string }{
+		{"the given one comes first", "given", "environment", "given"},
+		{"in lower case, without space", " VM-002\n", "", "vm-002"},
+		{"the environment's", "", "Environment ", "environment"},
+		{"the host's", "", " ", strings.ToLower(host)},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			t.Setenv("NODE_NAME", test.environment)
+			if got, err := kpng.NodeName(test.given); got != test.want || err != nil {
+				t.Errorf("%q, %v; want %q", got, err, test.want)
+			}
+		})
 	}
 }
 
 func TestWaitAppliedEndsWithRun(t *testing.T) {
 	opts := demo()
 	opts.Manifests = "does/not/exist.yaml"
+	opts.Sinks = []kpng.Sink{{Sink: sink.Func(func(context.Context, *sink.Changes) error { return nil })}}
 	p, err := kpng.New(opts)
 	if err != nil {
 		t.Fatal(err)
 	}
 	waited := make(chan error)
 	go func() { waited <- p.WaitApplied(t.Context()) }()
-	if err := p.Run(t.Context(), sink.FullState(func(context.Context, []*api.ServiceEndpoints) error { return nil })); err == nil {
+	if err := p.Run(t.Context()); err == nil {
 		t.Error("Run says nothing of manifests that are not there")
 	}
 	if err := <-waited; err == nil {

@@ -32,11 +32,11 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
-	"time"
 
 	"github.com/kpng-project/kpng"
-	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
@@ -61,6 +61,7 @@ func Command(name string, s sink.Sink) *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:           name,
+		Version:       Version(),
 		Args:          cobra.NoArgs,
 		SilenceUsage:  true,
 		SilenceErrors: true,
@@ -102,41 +103,48 @@ func (f *SinkFlags) Run(ctx context.Context, name string, source *Source, servin
 			return fmt.Errorf("registering the metrics of sink %s: %w", name, err)
 		}
 	}
-	driver, err := f.get()
+	settings, err := f.get()
 	if err != nil {
 		return err
 	}
-	driver.Name = name
-	p, err := source.proxy(kpng.Options{NodeName: string(f.node), Sink: driver, Observe: collected.Sink})
-	if err != nil {
+	var p proxy // which the companions of s ask for its health
+	sinks := []sink.Sink{s}
+	if c, ok := s.(Companion); ok {
+		sinks = append(sinks, c.Beside(func() bool {
+			r := p.Health()
+			return r.Synced && !r.Stuck
+		})...)
+	}
+	opts := kpng.Options{NodeName: string(f.node)}
+	for i, s := range sinks {
+		settings.Name = name
+		if len(sinks) > 1 {
+			settings.Name += strconv.Itoa(i)
+		}
+		settings.Observer = collected.Sink(settings.Name)
+		opts.Sinks = append(opts.Sinks, kpng.Sink{Sink: s, Options: settings})
+	}
+	if p, err = source.proxy(opts); err != nil {
 		return err
 	}
 	klog.FromContext(ctx).V(1).Info("Starting", "node", p.NodeName(), "serviceProxyName", source.Services().ServiceProxyName)
-	health := healthOf(p, time.Now)
-	sinks := []sink.Sink{s}
-	if c, ok := s.(Companion); ok {
-		sinks = append(sinks, c.Beside(func() bool { return health().serves() })...)
-	}
-	return serving.Run(ctx, health, registry, func(ctx context.Context) error { return p.Run(ctx, sinks...) })
+	return serving.Run(ctx, p.Health, registry, p.Run)
 }
 
 // Companion is implemented by a sink that has others run beside it, each with a
 // driver of its own, so that they go on where one fails. In logs and metrics
 // they are numbered then: the sink itself is NAME0.
 type Companion interface {
-	// Beside returns the others. Healthy reports whether the program is not stuck,
-	// as /livez does, and has done everything once: what it serves, it serves.
+	// Beside returns the others. Healthy reports whether the program is not stuck, as /livez
+	// does, and has programmed every service once. It must not be called before the others run.
 	Beside(healthy func() bool) []sink.Sink
 }
 
-// proxy brings the services of a node to sinks.
+// proxy brings the services of a node to its sinks.
 type proxy interface {
 	// Run does so until its context ends; it returns nil then.
-	Run(context.Context, ...sink.Sink) error
-	// Status says where each sink stands.
-	Status() []sink.Status
-	// NodeName is the name of the node that is served, and Node its object, nil
-	// while it is not known.
+	Run(context.Context) error
+	Health() health.Report
+	// NodeName is the name of the node that is proxied for.
 	NodeName() string
-	Node() *api.Node
 }

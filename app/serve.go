@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"time"
 
+	"github.com/kpng-project/kpng/health"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -32,7 +33,7 @@ func (s *Serving) Register(fs *pflag.FlagSet) {
 
 // Run serves while run runs, and returns what it returns. It returns an error,
 // and run does not start, if it cannot listen; an error of serving ends run.
-func (s *Serving) Run(ctx context.Context, h Health, metrics prometheus.Gatherer, run func(context.Context) error) error {
+func (s *Serving) Run(ctx context.Context, h health.Handler, metrics prometheus.Gatherer, run func(context.Context) error) error {
 	servers, err := listen(s.health, s.metrics, h, metrics)
 	if err != nil {
 		return err
@@ -65,7 +66,7 @@ type server struct {
 
 // listen opens what health checks and metrics are served on; one server serves
 // both if they have the same address. An empty address means not to serve.
-func listen(healthAddress, metricsAddress string, h Health, metrics prometheus.Gatherer) ([]*server, error) {
+func listen(healthAddress, metricsAddress string, h health.Handler, metrics prometheus.Gatherer) ([]*server, error) {
 	handlers := map[string]*http.ServeMux{}
 	mux := func(address string) *http.ServeMux {
 		if handlers[address] == nil {
@@ -74,7 +75,9 @@ func listen(healthAddress, metricsAddress string, h Health, metrics prometheus.G
 		return handlers[address]
 	}
 	if healthAddress != "" {
-		h.register(mux(healthAddress))
+		for _, path := range []string{"/livez", "/healthz", "/readyz"} {
+			mux(healthAddress).Handle("GET "+path, h)
+		}
 	}
 	if metricsAddress != "" {
 		mux(metricsAddress).Handle("GET /metrics", promhttp.HandlerFor(metrics, promhttp.HandlerOpts{}))

@@ -4,105 +4,98 @@ package app
 
 import (
 	"context"
-	"strconv"
-	"sync"
+	"slices"
+	"sync/atomic"
 
 	"github.com/kpng-project/kpng"
-	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/health"
+	"github.com/kpng-project/kpng/internal/together"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
-	"golang.org/x/sync/errgroup"
 )
 
-// served is a proxy that another kpng serves. Each sink has a connection of its
-// own.
+// served is a proxy that another kpng serves. Each sink has a connection of its own.
 type served struct {
-	dial remote.ClientOptions
-	opts kpng.Options // of which those of the node and of sinks count
-	// first is the client of the first sink, which knows the node.
-	first *remote.Client
-
-	mu      sync.Mutex
-	drivers []*sink.Driver
+	nodeName  string
+	clients   []*remote.Client
+	drivers   []*sink.Driver
+	once      bool
+	nodeKnown atomic.Bool // the server had the node once
 }
 
 func newServed(dial transport.DialOptions, opts kpng.Options) (*served, error) {
-	if opts.NodeName == "" {
-		name, err := kpng.DefaultNodeName()
+	name, err := kpng.NodeName(opts.NodeName)
+	if err != nil {
+		return nil, err
+	}
+	v := &served{nodeName: name, once: !slices.ContainsFunc(opts.Sinks, func(s kpng.Sink) bool { return !s.Options.Once })}
+	dial.FailFast = v.once
+	for _, s := range opts.Sinks {
+		client, err := remote.NewClient(remote.ClientOptions{DialOptions: dial, NodeName: name})
 		if err != nil {
 			return nil, err
 		}
-		opts.NodeName = name
+		v.clients = append(v.clients, client)
+		v.drivers = append(v.drivers, sink.NewDriver(knownNode{client, &v.nodeKnown}, s.Sink, s.Options))
 	}
-	dial.FailFast = opts.Sink.Once
-	v := &served{dial: remote.ClientOptions{DialOptions: dial, NodeName: opts.NodeName}, opts: opts}
-	var err error
-	v.first, err = remote.NewClient(v.dial)
-	return v, err
+	return v, nil
+}
+
+// knownNode is a source that notes whether it ever had the node.
+type knownNode struct {
+	sink.Source
+	known *atomic.Bool
+}
+
+// Next implements [sink.Source].
+func (s knownNode) Next() (*sink.Update, error) {
+	u, err := s.Source.Next()
+	if u != nil && u.Node != nil {
+		s.known.Store(true)
+	}
+	return u, err
 }
 
 // Run implements proxy.
-func (v *served) Run(ctx context.Context, sinks ...sink.Sink) error {
-	group, running := errgroup.WithContext(ctx)
-	for i, s := range sinks {
-		client := v.first
-		if i > 0 {
-			var err error
-			if client, err = remote.NewClient(v.dial); err != nil {
-				return err // as the first one was made, so can this be
-			}
-		}
-		opts := v.opts.Sink
-		if len(sinks) > 1 {
-			opts.Name += strconv.Itoa(i)
-		}
-		opts.Observer = v.opts.Observe(opts.Name)
-		driver := sink.NewDriver(client, s, opts)
-		v.mu.Lock()
-		v.drivers = append(v.drivers, driver)
-		v.mu.Unlock()
-		group.Go(func() error { return drive(running, client, driver) })
+func (v *served) Run(ctx context.Context) error {
+	var all []func(context.Context) error
+	for i := range v.drivers {
+		all = append(all, func(ctx context.Context) error { return drive(ctx, v.clients[i], v.drivers[i]) })
 	}
-	err := group.Wait()
-	if err == context.Cause(ctx) && !v.opts.Sink.Once {
+	err := together.Run(ctx, all...)
+	if err == context.Cause(ctx) && !v.once {
 		return nil
 	}
 	return err
 }
 
-// drive runs a driver, and its client as long.
+// drive runs a driver, and its client as long. A client that cannot go on ends the driver.
 func drive(ctx context.Context, client *remote.Client, driver *sink.Driver) error {
 	defer client.Close()
-	group, running := errgroup.WithContext(ctx)
-	following, stopFollowing := context.WithCancel(running)
-	group.Go(func() error {
-		err := client.Run(following)
-		if following.Err() != nil {
-			return nil
+	ctx, stop := context.WithCancelCause(ctx)
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		if err := client.Run(ctx); err != nil {
+			stop(err)
 		}
-		return err
-	})
-	group.Go(func() error {
-		defer stopFollowing()
-		return driver.Run(running)
-	})
-	return group.Wait()
+	}()
+	defer func() {
+		stop(nil)
+		<-ended
+	}()
+	return driver.Run(ctx)
 }
 
-// Status implements proxy.
-func (v *served) Status() []sink.Status {
-	v.mu.Lock()
-	defer v.mu.Unlock()
+// Health implements proxy.
+func (v *served) Health() health.Report {
 	var all []sink.Status
 	for _, d := range v.drivers {
 		all = append(all, d.Status())
 	}
-	return all
+	return health.Of(all, v.clients[0].Node(), v.nodeKnown.Load())
 }
 
-// Node implements proxy.
-func (v *served) Node() *api.Node { return v.first.Node() }
-
 // NodeName implements proxy.
-func (v *served) NodeName() string { return v.opts.NodeName }
+func (v *served) NodeName() string { return v.nodeName }

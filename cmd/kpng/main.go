@@ -24,6 +24,7 @@ func main() { app.Execute(newRoot()) }
 func newRoot() *cobra.Command {
 	root := group("kpng", "Bring what a cluster says about its services to whom it concerns",
 		kubeSource(), fileSource(), apiSource(), explainCommand(), cleanupCommand(), versionCommand())
+	root.Version = app.Version()
 	root.SilenceErrors = true
 	root.SilenceUsage = true
 	app.RegisterLogging(root.PersistentFlags())

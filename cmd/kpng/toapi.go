@@ -13,6 +13,7 @@ import (
 
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/health"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/transport"
@@ -180,6 +181,6 @@ func (s *apiServer) listen() ([]net.Listener, error) {
 }
 
 // health says that the server is ready once it has something to serve.
-func (s *apiServer) health() app.HealthReport {
-	return app.HealthReport{CurrentTime: time.Now(), Synced: s.state.IsSynced(), NodeEligible: true}
+func (s *apiServer) health() health.Report {
+	return health.Report{CurrentTime: time.Now(), Synced: s.state.IsSynced(), NodeEligible: true}
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io/fs"
 	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"sync"
@@ -19,10 +20,10 @@ const DefaultSocketMode fs.FileMode = 0o600
 
 // Listen listens on a. The mode, with 0 for the default, is that of a unix socket.
 //
-// A socket that a server left behind is replaced. One that somebody still
-// listens on is an error, and so is a file of another kind. The new socket has its
-// mode before anybody can connect to it, and is removed when the listener is
-// closed, unless another one has taken its place.
+// The directory of a unix socket is created if its parent exists. A socket that a server left
+// behind is replaced. A socket that is still listened on is an error, and so is a file of
+// another kind. The new socket has its mode before a client can connect to it. It is removed
+// when the listener is closed, unless another one has taken its place.
 func (a Address) Listen(mode fs.FileMode) (net.Listener, error) {
 	if a.network == "unix" {
 		if mode == 0 {
@@ -30,7 +31,11 @@ func (a Address) Listen(mode fs.FileMode) (net.Listener, error) {
 		}
 		return listenUnix(a.name, mode)
 	}
-	l, err := net.Listen(a.network, a.name)
+	network := a.network
+	if at, err := netip.ParseAddrPort(a.name); err == nil && at.Addr().Is4() {
+		network = "tcp4" // "tcp" would serve 0.0.0.0 on IPv6 too
+	}
+	l, err := net.Listen(network, a.name)
 	if err != nil {
 		return nil, fmt.Errorf("listen on %s: %w", a, err)
 	}
@@ -40,6 +45,9 @@ func (a Address) Listen(mode fs.FileMode) (net.Listener, error) {
 func listenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 	if err := checkStale(path); err != nil {
 		return nil, fmt.Errorf("listen on unix://%s: %w", path, err)
+	}
+	if err := os.Mkdir(filepath.Dir(path), 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+		return nil, fmt.Errorf("listen on unix://%s: create its directory: %w", path, err)
 	}
 	// The socket is made where nobody else may look, and moved when it is ready.
 	private, err := os.MkdirTemp(filepath.Dir(path), ".kpng-")

@@ -87,6 +87,44 @@ func TestASocketHasItsMode(t *testing.T) {
 	}
 }
 
+func TestAMissingDirectoryIsCreated(t *testing.T) {
+	root := t.TempDir()
+	for _, test := range []struct{ path, err string }{
+		{"kpng/s", ""},
+		{"not/there/s", "create its directory: mkdir " + root + "/not/there: no such file or directory"},
+	} {
+		a, err := transport.ParseAddress("unix://" + root + "/" + test.path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		l, err := a.Listen(0)
+		switch {
+		case err == nil:
+			l.Close()
+			if test.err != "" {
+				t.Errorf("%s: no error", test.path)
+			}
+		case test.err == "" || !strings.Contains(err.Error(), test.err):
+			t.Errorf("%s: error %v, want %q", test.path, err, test.err)
+		}
+	}
+}
+
+func TestAnIPv4AddressIsNotWidened(t *testing.T) {
+	a, err := transport.ParseAddress("tcp://0.0.0.0:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	l, err := a.Listen(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if got := l.Addr().String(); !strings.HasPrefix(got, "0.0.0.0:") {
+		t.Errorf("listens on %s", got)
+	}
+}
+
 func TestAStaleSocketIsReplaced(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	stale, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})

@@ -147,18 +147,18 @@ func sharedInformers(ctx context.Context, config *rest.Config) (any, error) {
 }
 
 func runProxy(ctx context.Context, config *rest.Config) (any, error) {
-	p, err := kpng.New(kpng.Options{Config: config, NodeName: "node-1"})
+	p, err := kpng.New(kpng.Options{Config: config, NodeName: "node-1", Sinks: []kpng.Sink{{
+		Sink: sink.Func(func(_ context.Context, c *sink.Changes) error {
+			for range c.Services {
+			}
+			return nil
+		}),
+	}}})
 	if err != nil {
 		return nil, err
 	}
 	ended := make(chan error, 1)
-	go func() {
-		ended <- p.Run(ctx, sink.Func(func(_ context.Context, c *sink.Changes) error {
-			for range c.Services {
-			}
-			return nil
-		}))
-	}()
+	go func() { ended <- p.Run(ctx) }()
 	select {
 	case err := <-ended:
 		return nil, err

@@ -240,19 +240,20 @@ func (n *tenant) print(node string, all objects) []byte {
 func viewOf(t testing.TB, manifest string, s *screen) []*api.ServiceEndpoints {
 	t.Helper()
 	var views []*api.ServiceEndpoints
-	err := kpng.Run(t.Context(), kpng.Options{
-		Manifests: manifest,
-		NodeName:  s.tenant.name,
-		Services:  watcher.Options{ServiceProxyName: s.proxy, KeepLabels: []string{watcher.LabelServiceProxyName}},
-		Sink:      sink.Options{Once: true},
-	}, sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+	printer := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
 		for _, v := range services {
 			if v.Service.Name != s.stamp.Name {
 				views = append(views, v)
 			}
 		}
 		return nil
-	}))
+	})
+	err := kpng.Run(t.Context(), kpng.Options{
+		Manifests: manifest,
+		NodeName:  s.tenant.name,
+		Services:  watcher.Options{ServiceProxyName: s.proxy, KeepLabels: []string{watcher.LabelServiceProxyName}},
+		Sinks:     []kpng.Sink{{Sink: printer, Options: sink.Options{Once: true}}},
+	})
 	if err != nil {
 		t.Fatal(err)
 	}

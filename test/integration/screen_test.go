@@ -89,13 +89,16 @@ func printTo(out *lines, services []*api.ServiceEndpoints) error {
 // run runs a proxy in this process until the test, or stop, ends it.
 func run(t testing.TB, opts kpng.Options, sinks ...sink.Sink) (p *kpng.Proxy, stop func()) {
 	t.Helper()
+	for _, s := range sinks {
+		opts.Sinks = append(opts.Sinks, kpng.Sink{Sink: s})
+	}
 	p, err := kpng.New(opts)
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	ended := make(chan error, 1)
-	go func() { ended <- p.Run(ctx, sinks...) }()
+	go func() { ended <- p.Run(ctx) }()
 	stopped := false
 	stop = func() {
 		if stopped {

@@ -55,8 +55,8 @@ func TestASinkInTroubleLosesNothingAndIsToldEachServiceOnce(t *testing.T) {
 				Config:   server.Config(),
 				NodeName: n.name,
 				Services: watcher.Options{ServiceProxyName: n.name},
-				Sink:     sink.Options{Backoff: sink.Backoff{Initial: time.Millisecond}},
-			}, rec)
+				Sinks:    []kpng.Sink{{Sink: rec, Options: sink.Options{Backoff: sink.Backoff{Initial: time.Millisecond}}}},
+			})
 			if err := p.WaitApplied(within(t)); err != nil {
 				t.Fatal(err)
 			}

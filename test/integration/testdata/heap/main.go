@@ -29,6 +29,7 @@ func main() {
 }
 
 func run(opts kpng.Options) error {
+	opts.Sinks = []kpng.Sink{{Sink: sink.Func(func(context.Context, *sink.Changes) error { return nil })}}
 	p, err := kpng.New(opts)
 	if err != nil {
 		return err
@@ -36,7 +37,7 @@ func run(opts kpng.Options) error {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	ended := make(chan error, 1)
-	go func() { ended <- p.Run(ctx, sink.Func(func(context.Context, *sink.Changes) error { return nil })) }()
+	go func() { ended <- p.Run(ctx) }()
 	if err := p.WaitApplied(ctx); err != nil {
 		return err
 	}

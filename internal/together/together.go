@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package together runs functions that end together, without losing any of their errors.
+package together
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+)
+
+// Run calls all functions at the same time and waits for them. The first error ends the context
+// of the others. Run returns all errors joined, without the cause of that context. If there is no
+// other error and ctx ended a function, Run returns the cause of ctx.
+func Run(ctx context.Context, functions ...func(context.Context) error) error {
+	running, stop := context.WithCancel(ctx)
+	defer stop()
+	errs := make([]error, len(functions))
+	var wait sync.WaitGroup
+	for i, f := range functions {
+		wait.Go(func() {
+			if errs[i] = f(running); errs[i] != nil {
+				stop()
+			}
+		})
+	}
+	wait.Wait()
+	failed := errors.Join(errs...) != nil
+	cause := context.Cause(running)
+	for i, err := range errs {
+		errs[i] = without(err, cause)
+	}
+	if err := errors.Join(errs...); err != nil || !failed {
+		return err
+	}
+	return cause
+}
+
+// without returns an error, which may be a join, without the cause.
+func without(err, cause error) error {
+	if err == cause {
+		return nil
+	}
+	joined, ok := err.(interface{ Unwrap() []error })
+	if !ok || !slices.Contains(joined.Unwrap(), cause) {
+		return err
+	}
+	rest := slices.DeleteFunc(slices.Clone(joined.Unwrap()), func(e error) bool { return e == cause })
+	return errors.Join(rest...)
+}

@@ -3,273 +3,145 @@
 package file
 
 import (
+	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"io"
 	"reflect"
+	"regexp"
+	"slices"
+	"strconv"
 	"strings"
 
-	yaml3 "go.yaml.in/yaml/v3"
+	"go.yaml.in/yaml/v2"
+	kjson "sigs.k8s.io/json"
 )
 
-// decoder puts trees into API types strictly: it tells of every value of a
-// wrong type, every field that the type does not have and every field that is
-// there twice, with the line of each. Decoding by way of JSON, as is usual,
-// would forget the lines and stop at the first wrong type.
-type decoder struct {
-	// invalid and unknown receive what is wrong.
-	invalid, unknown func(n *yaml3.Node, message string)
-	// fields caches the fields of each struct type by their JSON name.
-	fields map[reflect.Type]map[string][]int
-}
-
-// decode sets v, a pointer, to what n says.
-func (d *decoder) decode(n *yaml3.Node, v any) { d.value(n, reflect.ValueOf(v).Elem(), "") }
-
-func (d *decoder) value(n *yaml3.Node, v reflect.Value, path string) {
-	if n.ShortTag() == "!!null" {
-		return
-	}
-	if v.Kind() == reflect.Pointer {
-		v.Set(reflect.New(v.Type().Elem()))
-		d.value(n, v.Elem(), path)
-		return
-	}
-	if u, ok := v.Addr().Interface().(json.Unmarshaler); ok {
-		text, err := json.Marshal(plain(n))
-		if err == nil {
-			err = u.UnmarshalJSON(text)
+// jsonDocuments yields each document of a file, or an error, and the line where it begins.
+func jsonDocuments(data []byte, yield func(int, []byte, error) bool) {
+	decoder := json.NewDecoder(bytes.NewReader(data))
+	line, counted := 1, 0
+	for more := true; more; {
+		var document json.RawMessage
+		err := decoder.Decode(&document)
+		at := int(decoder.InputOffset()) - len(document)
+		if syntax := new(json.SyntaxError); errors.As(err, &syntax) {
+			at = int(syntax.Offset) - 1 // the line of the error says more
 		}
-		if err != nil {
-			d.invalid(n, fmt.Sprintf("%s: %v", path, err))
-		}
-		return
-	}
-	switch kind := v.Kind(); {
-	case kind == reflect.Struct && n.Kind == yaml3.MappingNode:
-		d.structure(n, v, path)
-	case kind == reflect.Map && n.Kind == yaml3.MappingNode:
-		d.mapping(n, v, path)
-	case kind == reflect.Slice && n.Kind == yaml3.SequenceNode:
-		v.Set(reflect.MakeSlice(v.Type(), len(n.Content), len(n.Content)))
-		for i, item := range n.Content {
-			d.value(item, v.Index(i), fmt.Sprintf("%s[%d]", path, i))
-		}
-	case kind == reflect.String && isString(n):
-		v.SetString(n.Value)
-	case kind == reflect.Bool && n.ShortTag() == "!!bool":
-		var b bool
-		if err := n.Decode(&b); err != nil {
-			d.invalid(n, fmt.Sprintf("%s: %v", path, err))
-		}
-		v.SetBool(b)
-	case v.CanInt() && n.ShortTag() == "!!int":
-		var i int64
-		if err := n.Decode(&i); err != nil || v.OverflowInt(i) {
-			d.invalid(n, fmt.Sprintf("%s: %s is out of range", path, n.Value))
-			return
-		}
-		v.SetInt(i)
-	default:
-		message := fmt.Sprintf("%s: %s where %s belongs", path, describeNode(n), describeType(v))
-		if kind == reflect.String && n.Kind == yaml3.ScalarNode {
-			message += ": put it in quotes"
-		}
-		d.invalid(n, message)
+		line, counted = line+bytes.Count(data[counted:at], []byte("\n")), at
+		more = err != io.EOF && yield(line, document, err) && err == nil
 	}
 }
 
-func (d *decoder) structure(n *yaml3.Node, v reflect.Value, path string) {
-	fields := d.fieldsOf(v.Type())
-	for name, pair := range d.pairs(n, path) {
-		index, known := fields[name]
-		if !known {
-			d.unknown(pair[0], fmt.Sprintf("unknown field %q", join(path, name)))
-			continue
+var (
+	// yamlMarker begins a document wherever it stands: not even a quoted string may hold it.
+	yamlMarker = regexp.MustCompile(`\n---([ \t\r\n]|$)`)
+	yamlLine   = regexp.MustCompile(`\bline \d+`)
+)
+
+// yamlDocuments is jsonDocuments for YAML, and yields it as JSON.
+func yamlDocuments(data []byte, yield func(int, []byte, error) bool) {
+	for line := 1; len(data) > 0; {
+		// The parser gives up at an error, so it gets one document after the other.
+		text := data
+		if marker := yamlMarker.FindIndex(data); marker != nil && data[0] != '%' {
+			text = data[:marker[0]+1]
 		}
-		d.value(pair[1], v.FieldByIndex(index), join(path, name))
-	}
-}
-
-func (d *decoder) mapping(n *yaml3.Node, v reflect.Value, path string) {
-	v.Set(reflect.MakeMapWithSize(v.Type(), len(n.Content)/2))
-	for name, pair := range d.pairs(n, path) {
-		element := reflect.New(v.Type().Elem()).Elem()
-		d.value(pair[1], element, fmt.Sprintf("%s[%s]", path, name))
-		v.SetMapIndex(reflect.ValueOf(name).Convert(v.Type().Key()), element)
-	}
-}
-
-// pairs yields the fields of a mapping, each as key and value, the first of
-// each name.
-func (d *decoder) pairs(n *yaml3.Node, path string) func(yield func(string, [2]*yaml3.Node) bool) {
-	return func(yield func(string, [2]*yaml3.Node) bool) {
-		seen := make(map[string]bool, len(n.Content)/2)
-		for i := 0; i+1 < len(n.Content); i += 2 {
-			key := n.Content[i]
-			switch {
-			case key.Kind != yaml3.ScalarNode:
-				d.invalid(key, fmt.Sprintf("%s: %s as the name of a field", path, describeNode(key)))
-			case seen[key.Value]:
-				d.invalid(key, fmt.Sprintf("field %q is there twice", join(path, key.Value)))
-			default:
-				seen[key.Value] = true
-				if !yield(key.Value, [2]*yaml3.Node{key, n.Content[i+1]}) {
-					return
-				}
+		decoder := yaml.NewDecoder(bytes.NewReader(text))
+		decoder.SetStrict(true)
+		for more := true; more; {
+			var tree any
+			var document []byte
+			err := decoder.Decode(&tree)
+			if err == io.EOF {
+				break
+			} else if err == nil {
+				document, err = json.Marshal(withTextKeys(tree))
+			} else {
+				message := strings.ReplaceAll(err.Error(), "\n ", "")
+				// For some errors the parser counts lines from 0.
+				first := line - 1 + strings.Count(message, "did not find expected ")
+				err = errors.New(yamlLine.ReplaceAllStringFunc(message, func(s string) string {
+					n, _ := strconv.Atoi(s[len("line "):])
+					return fmt.Sprintf("line %d", first+n)
+				}))
 			}
-		}
-	}
-}
-
-// fieldsOf returns the index of each field of a struct type by its JSON name.
-// The API's types inline some embedded structs.
-func (d *decoder) fieldsOf(t reflect.Type) map[string][]int {
-	if known, ok := d.fields[t]; ok {
-		return known
-	}
-	fields := make(map[string][]int, t.NumField())
-	for i := range t.NumField() {
-		f := t.Field(i)
-		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
-		switch {
-		case name == "" && f.Anonymous:
-			for inner, index := range d.fieldsOf(f.Type) {
-				fields[inner] = append([]int{i}, index...)
+			if !yield(line, document, err) {
+				return
 			}
-		case name != "" && name != "-":
-			fields[name] = []int{i}
+			more = err == nil
 		}
+		line += bytes.Count(text, []byte("\n"))
+		data = data[len(text):]
 	}
-	d.fields[t] = fields
-	return fields
 }
 
-// plain returns what n says as encoding/json would put it into an any.
-func plain(n *yaml3.Node) any {
-	switch n.Kind {
-	case yaml3.MappingNode:
-		m := make(map[string]any, len(n.Content)/2)
-		for i := 0; i+1 < len(n.Content); i += 2 {
-			m[n.Content[i].Value] = plain(n.Content[i+1])
+// withTextKeys returns a tree of YAML in which all keys are text, as in JSON.
+func withTextKeys(tree any) any {
+	switch t := tree.(type) {
+	case []any:
+		for i := range t {
+			t[i] = withTextKeys(t[i])
+		}
+	case map[any]any:
+		m := make(map[string]any, len(t))
+		for key, value := range t {
+			m[fmt.Sprint(key)] = withTextKeys(value)
 		}
 		return m
-	case yaml3.SequenceNode:
-		list := make([]any, len(n.Content))
-		for i, item := range n.Content {
-			list[i] = plain(item)
+	}
+	return tree
+}
+
+// decode decodes a JSON object into object, a pointer to a struct. It returns up to limit
+// values that do not fit, or the unknown and duplicate fields.
+func decode(data []byte, object any, limit int) (wrong, strict []error) {
+	for {
+		strict, err := kjson.UnmarshalStrict(data, object)
+		if err == nil {
+			return wrong, strict
 		}
-		return list
-	}
-	var scalar any = n.Value
-	if !isString(n) {
-		if err := n.Decode(&scalar); err != nil {
-			return n.Value
+		misfit := new(json.UnmarshalTypeError)
+		_ = errors.As(err, &misfit) // or there is no offset, and so no path
+		path, start, end := find(data, misfit.Offset)
+		if path == "" || len(wrong) >= limit {
+			return append(wrong, err), nil
 		}
-	}
-	return scalar
-}
-
-// isString reports whether n is text for the API: what YAML takes for a point
-// in time or for binary data is, too.
-func isString(n *yaml3.Node) bool {
-	switch n.ShortTag() {
-	case "!!str", "!!timestamp", "!!binary":
-		return n.Kind == yaml3.ScalarNode
-	default:
-		return false
+		hint := map[bool]string{true: " (in quotes)"}[misfit.Type.Kind() == reflect.String]
+		wrong = append(wrong, fmt.Errorf("%s: %.50s where a value of type %s%s belongs", path, data[start:end], misfit.Type.Kind(), hint))
+		// The library ends at the first value. Look for the next one with null in its place.
+		data = slices.Concat(data[:start], []byte("null"), data[end:])
 	}
 }
 
-func describeNode(n *yaml3.Node) string {
-	switch {
-	case n.Kind == yaml3.MappingNode:
-		return "a mapping"
-	case n.Kind == yaml3.SequenceNode:
-		return "a list"
-	case isString(n):
-		return fmt.Sprintf("the text %q", n.Value)
-	default:
-		return n.Value
-	}
-}
-
-func describeType(v reflect.Value) string {
-	switch v.Kind() {
-	case reflect.Struct, reflect.Map:
-		return "a mapping"
-	case reflect.Slice:
-		return "a list"
-	case reflect.String:
-		return "text"
-	case reflect.Bool:
-		return "true or false"
-	default:
-		return "a whole number"
-	}
-}
-
-func join(path, name string) string {
-	if path == "" {
-		return name
-	}
-	return path + "." + name
-}
-
-// child returns the key and the value of a field of the mapping n, nil if it
-// has none.
-func child(n *yaml3.Node, name string) (key, value *yaml3.Node) {
-	if n != nil && n.Kind == yaml3.MappingNode {
-		for i := 0; i+1 < len(n.Content); i += 2 {
-			if n.Content[i].Value == name {
-				return n.Content[i], n.Content[i+1]
+// find returns the path, the beginning and the end of the value in a valid JSON text whose
+// first token ends at offset; no path if there is none.
+func find(data []byte, offset int64) (found string, start, end int64) {
+	decoder := json.NewDecoder(bytes.NewReader(data))
+	var value func(path string)
+	value = func(path string) {
+		before := decoder.InputOffset()
+		token, _ := decoder.Token()
+		head := decoder.InputOffset()
+		switch token {
+		case json.Delim('{'):
+			for decoder.More() {
+				key, _ := decoder.Token()
+				value(strings.TrimPrefix(fmt.Sprintf("%s.%s", path, key), "."))
 			}
-		}
-	}
-	return nil, nil
-}
-
-// text returns the text at a path of field names below n, empty if there is none.
-func text(n *yaml3.Node, path ...string) string {
-	for _, name := range path {
-		_, n = child(n, name)
-	}
-	if n == nil || !isString(n) {
-		return ""
-	}
-	return n.Value
-}
-
-// lineOf returns the line of the field at path, written as in the messages of
-// the API server: spec.ports[0].port, metadata.labels[app]. If n has no such
-// field, it is the line of what should hold it.
-func lineOf(n *yaml3.Node, path string) int {
-	line := n.Line
-	for path != "" && n != nil {
-		var name string
-		var key *yaml3.Node
-		if rest, isIndex := strings.CutPrefix(path, "["); isIndex {
-			name, path, _ = strings.Cut(rest, "]")
-		} else {
-			path = strings.TrimPrefix(path, ".")
-			end := strings.IndexAny(path, ".[")
-			if end < 0 {
-				end = len(path)
+			decoder.Token() // which ends it
+		case json.Delim('['):
+			for i := 0; decoder.More(); i++ {
+				value(fmt.Sprintf("%s[%d]", path, i))
 			}
-			name, path = path[:end], path[end:]
+			decoder.Token()
 		}
-		if n.Kind == yaml3.SequenceNode {
-			var i int
-			if _, err := fmt.Sscan(name, &i); err != nil || i < 0 || i >= len(n.Content) {
-				return line
-			}
-			n = n.Content[i]
-			key = n
-		} else {
-			key, n = child(n, name)
-		}
-		if n != nil {
-			line = key.Line
+		if head == offset {
+			found, end = path, decoder.InputOffset()
+			start = head - int64(len(bytes.TrimLeft(data[before:head], " \t\r\n,:")))
 		}
 	}
-	return line
+	value("")
+	return found, start, end
 }

@@ -25,15 +25,15 @@ func TestTheDemoIsSplitByServiceProxyName(t *testing.T) {
 		"another": {"node vm-002", "node vm-003"},
 	} {
 		t.Run("name "+name, func(t *testing.T) {
-			m, err := Load(t.Context(), "../../examples/demo.yaml", watcher.Options{ServiceProxyName: name})
+			m, err := load(t.Context(), "../../examples/demo.yaml", watcher.Options{ServiceProxyName: name})
 			if err != nil {
 				t.Fatal(err)
 			}
 			if diff := cmp.Diff(want, names(m)); diff != "" {
 				t.Errorf("objects (-want +got):\n%s", diff)
 			}
-			if len(m.Warnings) > 0 {
-				t.Errorf("warnings: %v", m.Warnings)
+			if len(m.warnings) > 0 {
+				t.Errorf("warnings: %v", m.warnings)
 			}
 		})
 	}

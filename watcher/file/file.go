@@ -1,176 +1,136 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package file fills a cluster.State from manifests: ordinary Kubernetes YAML
-// or JSON, as people write it and as
+// Package file fills a cluster.State from manifests: Kubernetes YAML or JSON, as people
+// write it and as kubectl get services,endpointslices,nodes -A -o yaml prints it. [Watch]
+// reads manifests and follows their changes. [Write] writes a state as manifests that are
+// read back into an equal one.
 //
-//	kubectl get services,endpointslices,nodes -A -o yaml
+// A path names a file or a folder, in which the files are read whose names end in .yaml,
+// .yml or .json and do not begin with a dot. Services and Nodes of v1 and EndpointSlices of
+// discovery.k8s.io/v1 are read, singly or in lists. Others are skipped with one warning for
+// each kind. The rules of package watcher say which objects are meant for the proxy. The
+// API's defaults are filled in, but nothing is allocated, such as a clusterIP.
 //
-// prints it. [Load] reads manifests once, [Watch] follows them, and [Write] writes
-// a state as manifests that are read back into an equal one.
-//
-// # What is read
-//
-// A path names a file or a folder. Of a folder, the files directly in it whose
-// names end in .yaml, .yml or .json are read in order of their names; hidden
-// ones (which start with a dot) are not, and subfolders are not entered. A file
-// holds one or more documents, each an object or a list of objects. Services
-// and Nodes of v1 and EndpointSlices of discovery.k8s.io/v1 are read; objects
-// of any other kind are left alone, with a warning for each kind.
-//
-// The rules of package watcher say which objects are meant for the proxy. The
-// API's defaults are filled in, and an object without a namespace is in
-// "default". Nothing is allocated: a service without clusterIP has none.
-//
-// # What is refused
-//
-// What is not a regular file, or larger than 512 MiB; the standard input, which
-// [Stdin] stands for, is exempt from the former. A file that holds no object at
-// all, be it of no bytes or of comments only: it is more likely half written than
-// meant to take everything away. A List without items says that there is nothing.
-// A folder that has no manifests is allowed if it is so at the first reading.
-//
-// What the API server would not admit, as far as a service proxy cares: what is
-// no YAML, values of the wrong type, unknown fields, addresses and ports that
-// are none, the same object twice. [Errors] lists all of it by file, line and
-// object. Then nothing of the manifests is used, valid or not: half of what was
-// meant is rarely what was meant.
-//
-// Some things are left out with a warning instead: an unknown field in an object
-// that has a metadata.uid, since then an API server of a later release has
-// written it; an EndpointSlice that names no service; and an address of a Node
-// that is none.
+// Objects are refused that the API server would not admit, as far as a service proxy
+// cares, unknown fields included, and so is a file without an object: a List without items
+// says that there are none. The error lists all of it by file, document, object and field.
+// Then nothing of the manifests is used: half of what was meant is rarely what was meant.
+// Some things are left out with a warning instead: an unknown field in an object that has
+// a metadata.uid, since an API server of a later release has written it; an EndpointSlice
+// that names no service; and an invalid address of a Node.
 package file
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 
-	"github.com/fsnotify/fsnotify"
-	"k8s.io/klog/v2"
-	"k8s.io/utils/clock"
-
-	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/watcher"
 )
 
 // Stdin is the path that stands for the standard input.
 const Stdin = "-"
 
-// Options say what Watch reads.
-type Options struct {
-	// Path is a file, a folder, or Stdin, which is read once.
-	Path string
-	// Once ends Watch after the first reading.
-	Once bool
-	// Options select what is meant for the proxy.
-	watcher.Options
-	// Clock is for tests. Default: the real one.
-	Clock clock.WithTicker
-}
+// maxSize keeps a wrong file from filling the memory.
+const maxSize = 512 << 20
 
-// Watch reads manifests into state, which has synced then, and follows their
-// changes until ctx is done; it returns nil then. Each reading is one commit,
-// which changes only what is different. Nobody else may write to state.
-//
-// An error of the first reading is returned. One of a later reading is logged,
-// once, and state keeps what it has until the manifests are good again, or
-// there again: a folder that loses its last manifest takes nothing away either.
-// To take everything away, write a List without items. A file is read when it has
-// not changed for a moment, so that one that is being written is left in peace;
-// a writer that pauses for longer should write another file and rename it.
-//
-// Changes are noticed at once where the operating system tells of them, and
-// within five seconds elsewhere: on network file systems, behind symbolic links
-// in a folder, and where the permission to read is given.
-func Watch(ctx context.Context, state *cluster.State, opts Options) error {
-	if opts.Clock == nil {
-		opts.Clock = clock.RealClock{}
-	}
-	f := &follower{
-		opts:      opts,
-		log:       klog.FromContext(ctx).WithValues("path", opts.Path),
-		state:     state,
-		newNotify: fsnotify.NewWatcher,
-	}
-	return f.run(ctx)
-}
-
-// Load reads manifests once. The error is Errors if it is about what they say,
-// and that of ctx if it ends before. Then a read of the standard input goes on,
-// as nothing can interrupt it.
-func Load(ctx context.Context, path string, options watcher.Options) (*Manifests, error) {
-	m, _, err := load(ctx, path, options)
-	return m, err
-}
-
-// load is Load that also returns how many files there are.
-func load(ctx context.Context, path string, options watcher.Options) (m *Manifests, files int, err error) {
+// load reads manifests once. It returns when ctx ends, although nothing can interrupt the
+// parser or a read of the standard input: these end in the background.
+func load(ctx context.Context, path string, options watcher.Options) (*manifests, error) {
 	p, err := newParser(options)
 	if err != nil {
-		return nil, 0, err
+		return nil, err
 	}
-	names, readOne := []string{"stdin"}, readStdin
+	done := make(chan error, 1)
+	go func(stdin io.Reader) { done <- p.load(ctx, path, stdin) }(os.Stdin)
+	select {
+	case err := <-done:
+		return &p.manifests, err
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+func (p *parser) load(ctx context.Context, path string, stdin io.Reader) error {
+	files, err := []string{"stdin"}, error(nil)
 	if path != Stdin {
-		readOne = readFile
-		if names, err = list(path); err != nil {
-			return nil, 0, fmt.Errorf("reading manifests: %w", err)
-		}
+		files, err = list(path)
 	}
-	for _, name := range names {
-		data, err := readOne(ctx, name)
+	for i := 0; i < len(files) && err == nil && ctx.Err() == nil; i++ {
+		var data []byte
+		if path == Stdin {
+			data, err = readAll(files[i], stdin)
+		} else {
+			data, err = readFile(files[i])
+		}
 		if err == nil {
-			p.file(ctx, name, data)
-			err = ctx.Err()
-		}
-		if err != nil {
-			return nil, 0, fmt.Errorf("reading manifests: %w", err)
+			p.file(ctx, files[i], data)
 		}
 	}
-	if len(names) == 0 {
-		p.warn(&Error{File: path, Message: "no manifests in this folder"})
+	if err = cmp.Or(ctx.Err(), err); err != nil {
+		return fmt.Errorf("read manifests: %w", err)
 	}
-	m, err = p.result()
-	return m, len(names), err
+	if len(files) == 0 {
+		p.warn(path, "no manifests in this folder")
+	}
+	p.manifests.files = len(files)
+	return p.finish()
 }
 
 // list returns the files that path stands for, in the order of reading.
-func list(path string) ([]string, error) {
-	info, err := os.Stat(path)
-	if err != nil {
-		return nil, err
-	}
-	if !info.IsDir() {
-		return []string{path}, nil
+func list(path string) (names []string, err error) {
+	if info, err := os.Stat(path); err != nil || !info.IsDir() {
+		return []string{path}, err
 	}
 	entries, err := os.ReadDir(path) // sorted
-	if err != nil {
-		return nil, err
-	}
-	var names []string
 	for _, entry := range entries {
-		name := filepath.Join(path, entry.Name())
-		if !isManifest(entry.Name()) {
+		if strings.HasPrefix(entry.Name(), ".") || !slices.Contains([]string{".yaml", ".yml", ".json"}, filepath.Ext(entry.Name())) {
 			continue
 		}
+		name := filepath.Join(path, entry.Name())
 		info, err := os.Stat(name)
-		switch {
-		case errors.Is(err, fs.ErrNotExist) && entry.Type()&fs.ModeSymlink == 0:
-			// It went between the listing and now.
-		case err != nil:
+		if errors.Is(err, fs.ErrNotExist) && entry.Type()&fs.ModeSymlink == 0 {
+			continue // the file was removed after the folder was read
+		} else if err != nil {
 			return nil, err
-		case !info.IsDir():
+		} else if !info.IsDir() {
 			names = append(names, name)
 		}
 	}
-	return names, nil
+	return names, err
 }
 
-func isManifest(name string) bool {
-	return !strings.HasPrefix(name, ".") && slices.Contains([]string{".yaml", ".yml", ".json"}, filepath.Ext(name))
+// readFile returns the content of a regular file. Opening anything else might have effects,
+// and reading it might never end.
+func readFile(name string) ([]byte, error) {
+	info, err := os.Stat(name)
+	if err != nil {
+		return nil, err
+	}
+	if !info.Mode().IsRegular() {
+		return nil, fmt.Errorf("%s: not a regular file (%s); use %q to read the standard input", name, info.Mode(), Stdin)
+	}
+	// Opening does not block, even if a named pipe has replaced the file by now.
+	f, err := os.OpenFile(name, os.O_RDONLY|syscall.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close() // nothing was written
+	return readAll(name, f)
+}
+
+func readAll(name string, r io.Reader) ([]byte, error) {
+	data, err := io.ReadAll(io.LimitReader(r, maxSize+1))
+	if len(data) > maxSize {
+		err = fmt.Errorf("%s: larger than %d MiB", name, maxSize>>20)
+	}
+	return data, err
 }

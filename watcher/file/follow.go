@@ -7,208 +7,224 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/fsnotify/fsnotify"
 	"k8s.io/klog/v2"
 
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/watcher"
 )
 
 const (
-	// settleTime is how long a file must not have changed before it is read.
-	settleTime = 100 * time.Millisecond
-	// maxSettleTime is how long changes that never pause are waited out.
-	maxSettleTime = 2 * time.Second
-	// pollInterval is how often we look without being told to. Network file
-	// systems tell nothing, and some changes happen where we do not watch: to
-	// the target of a link in the folder, or two levels above it.
-	pollInterval = 5 * time.Second
+	settleTime    = 100 * time.Millisecond // without a change, before a file is read
+	maxSettleTime = 2 * time.Second        // for changes that never pause
+	pollInterval  = 5 * time.Second        // between looks without a notification
 )
 
-// follower reads manifests again when they change.
+// Options say what Watch reads.
+type Options struct {
+	// Path is a file, a folder, or Stdin, which is read once.
+	Path string
+	// Once ends Watch after the first reading.
+	Once bool
+	// Options select what is meant for the proxy.
+	watcher.Options
+}
+
+// Watch reads manifests into state, which has synced then, and follows their changes until
+// ctx is done; then it returns nil. Each reading is one commit, which changes only what is
+// different. Nothing else may write to state. An error of the first reading is returned.
+// An error of a later one is logged once, and state keeps what it has until the manifests
+// are valid again, or exist again: a folder that loses its last manifest removes nothing.
 //
-// What tells a change is what the files look like (see sighting); a
-// notification of the operating system is but a reason to look. So it does not
-// matter whether a file is written in place, renamed over, or swapped by a
-// symbolic link some levels up, and notifications of a busy folder cost little.
+// A file is read when it has not changed for 100 ms, as it may be half written. Changes are
+// noticed immediately where the operating system sends notifications, and within five
+// seconds elsewhere: on network file systems, behind symbolic links in a folder, and where
+// permissions change.
+func Watch(ctx context.Context, state *cluster.State, opts Options) error {
+	log := klog.FromContext(ctx).WithValues("path", opts.Path)
+	f := &follower{opts: opts, log: log, state: state, notify: &fsnotify.Watcher{}, loaded: func(error) {}}
+	if !opts.Once && opts.Path != Stdin {
+		if notify, err := fsnotify.NewWatcher(); err != nil {
+			f.noNotification(err)
+		} else {
+			defer notify.Close() // an error would change nothing
+			f.notify = notify
+		}
+	}
+	return f.run(ctx)
+}
+
+// follower reads manifests again when two sightings differ. A notification is only a reason
+// to look, so files may be written, renamed over, or swapped by a link some levels up.
 type follower struct {
-	opts  Options
-	log   klog.Logger
-	state *cluster.State
+	opts   Options
+	log    klog.Logger
+	state  *cluster.State
+	notify *fsnotify.Watcher // without channels if there are no notifications
+	loaded func(error)       // called with the outcome of each reading but the first
 
-	newNotify func() (*fsnotify.Watcher, error)
-	// loaded, if set, is told the outcome of each reading.
-	loaded func(error)
-
-	notifications notifications
-	seen          sighting
-	// files is how many files the last good reading found.
-	files int
-	// failing is the trouble of the last reading's error, empty if it was good.
-	failing string
-	// warned holds what the last good reading warned of.
-	warned map[string]bool
+	seen                sighting
+	files               int    // of the last good reading
+	failure, unnotified string // the last errors that were logged
+	warned              map[string]bool
 }
 
 func (f *follower) run(ctx context.Context) error {
-	follow := !f.opts.Once && f.opts.Path != Stdin
-	if follow {
-		f.notifications.open(f.log, f.newNotify)
-		defer f.notifications.close()
-		f.notifications.arm(f.opts.Path)
-	}
-	switch err := f.load(ctx); {
-	case ctx.Err() != nil:
+	f.arm()
+	if err := f.load(ctx); ctx.Err() != nil {
 		return nil
-	case err != nil:
+	} else if err != nil {
 		return err
 	}
 	f.state.SetSynced()
-	switch {
-	case follow:
-		f.follow(ctx)
-	case !f.opts.Once:
+	if f.opts.Path == Stdin && !f.opts.Once {
 		<-ctx.Done()
+	}
+	poll := time.NewTicker(pollInterval)
+	defer poll.Stop()
+	for !f.opts.Once && ctx.Err() == nil {
+		f.arm()
+		again := false
+		select {
+		case <-ctx.Done():
+		case <-f.notify.Events:
+		case err := <-f.notify.Errors:
+			f.noNotification(err)
+		case <-poll.C:
+			again = f.failure != ""
+		}
+		if !again && look(f.opts.Path).equal(f.seen) {
+			continue
+		}
+		for range maxSettleTime / settleTime {
+			f.seen = look(f.opts.Path)
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-time.After(settleTime):
+			}
+			if look(f.opts.Path).equal(f.seen) {
+				break
+			}
+		}
+		f.reload(ctx)
 	}
 	return nil
 }
 
-func (f *follower) follow(ctx context.Context) {
-	poll := f.opts.Clock.NewTicker(pollInterval)
-	defer poll.Stop()
-
-	var settled <-chan time.Time // nil while nothing has changed
-	var deadline time.Time       // for reading what does not settle
-	for {
-		changed := false
-		select {
-		case <-ctx.Done():
-			return
-		case event := <-f.notifications.events():
-			// Two writes may be too close for the time of the file to tell.
-			changed = event.Op != fsnotify.Chmod && f.seen.has(event.Name)
-		case err := <-f.notifications.errors():
-			f.notifications.failed(err)
-		case <-poll.C():
-			changed = f.failing != ""
-		case <-settled:
-			if look(f.opts.Path).equal(f.seen) || !f.opts.Clock.Now().Before(deadline) {
-				settled = nil
-				f.reload(ctx)
-			}
-		}
-		f.notifications.arm(f.opts.Path)
-		now := look(f.opts.Path)
-		if !changed && now.equal(f.seen) {
-			continue
-		}
-		f.seen = now
-		if settled == nil {
-			deadline = f.opts.Clock.Now().Add(maxSettleTime)
-		}
-		settled = f.opts.Clock.After(max(0, min(settleTime, deadline.Sub(f.opts.Clock.Now()))))
-	}
-}
+// A folder that is being replaced looks as if it had lost its manifests.
+var errVanished = errors.New("the folder has no manifests any more; a List without items says that there is nothing")
 
 // load reads the manifests and writes them to the state.
 func (f *follower) load(ctx context.Context) error {
 	f.seen = look(f.opts.Path)
-	m, files, err := load(ctx, f.opts.Path, f.opts.Options)
+	m, err := load(ctx, f.opts.Path, f.opts.Options)
 	if err != nil {
 		return err
 	}
-	if files == 0 && f.files > 0 {
-		// Were it meant, it would look the same as a folder being replaced.
-		return fmt.Errorf("reading manifests: %w", errVanished)
+	if m.files == 0 && f.files > 0 {
+		return fmt.Errorf("read manifests: %w", errVanished)
 	}
-	f.files = files
+	f.files = m.files
 	f.state.Update(func(tx *cluster.Tx) {
-		tx.ReplaceNodes(slices.Values(m.Nodes))
-		tx.ReplaceServices(slices.Values(m.Services))
-		tx.ReplaceSlices(slices.Values(m.Slices))
+		tx.ReplaceNodes(slices.Values(m.nodes))
+		tx.ReplaceServices(slices.Values(m.services))
+		tx.ReplaceSlices(slices.Values(m.slices))
 	})
-	warned := make(map[string]bool, len(m.Warnings))
-	for _, w := range m.Warnings {
-		if !f.warned[w.Error()] && !warned[w.Error()] {
-			f.log.Info("Manifests are used with a warning", w.keysAndValues()...)
+	warned := map[string]bool{}
+	for _, w := range m.warnings {
+		if !f.warned[w] && !warned[w] {
+			f.log.Info("Manifests are used with a warning", "warning", w)
 		}
-		warned[w.Error()] = true
+		warned[w] = true
 	}
 	f.warned = warned
-	f.log.V(2).Info("Read manifests", "services", len(m.Services), "slices", len(m.Slices), "nodes", len(m.Nodes))
+	f.log.V(2).Info("Read manifests", "services", len(m.services), "slices", len(m.slices), "nodes", len(m.nodes))
 	return nil
 }
 
-// errVanished says that a folder has lost its manifests.
-var errVanished = errors.New("the folder has no manifests any more; a List without items says that there is nothing")
-
-// reload is load for all but the first time.
+// reload is load for all readings but the first.
 func (f *follower) reload(ctx context.Context) {
 	err := f.load(ctx)
 	if ctx.Err() != nil {
 		return
 	}
-	switch {
-	case err != nil && trouble(err) != f.failing:
-		f.failing = trouble(err)
+	failing := ""
+	if errors.Is(err, fs.ErrNotExist) {
+		failing = errVanished.Error() // a folder that is removed may come back empty
+	} else if err != nil {
+		failing = strings.TrimPrefix(err.Error(), "read manifests: ")
+	}
+	if failing != "" && failing != f.failure {
 		f.log.Error(err, "Manifests cannot be used, keeping what was read before")
-	case err == nil && f.failing != "":
-		f.failing = ""
+	} else if failing == "" && f.failure != "" {
 		f.log.Info("Manifests are good again")
 	}
-	if f.loaded != nil {
-		f.loaded(err)
+	f.failure = failing
+	f.loaded(err)
+}
+
+// noNotification logs an error of the notifications, once while it is the same.
+func (f *follower) noNotification(err error) {
+	if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, fsnotify.ErrNonExistentWatch) && f.unnotified != err.Error() {
+		f.unnotified = err.Error()
+		f.log.Info("No notification of some changes to manifests; polling", "err", err, "interval", pollInterval)
 	}
 }
 
-// trouble returns what tells err from others that are logged. A folder that is
-// removed and comes back empty is one trouble.
-func trouble(err error) string {
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, errVanished) {
-		return errVanished.Error()
+// arm watches the folders in which a change may concern the path as it is now: the one
+// that holds the manifests, and the one above, in which it may be replaced; if the path is
+// a symbolic link, those of its target, too. Adding a folder again has an effect only if
+// another one has taken its place.
+func (f *follower) arm() {
+	if f.notify.Events == nil {
+		return
 	}
-	return err.Error()
+	var folders []string
+	target, _ := filepath.EvalSymlinks(f.opts.Path) // or the working directory, which is harmless
+	for _, folder := range []string{filepath.Clean(f.opts.Path), target} {
+		if info, err := os.Stat(folder); err != nil || !info.IsDir() {
+			folder = filepath.Dir(folder)
+		}
+		folders = append(folders, folder, filepath.Join(folder, ".."))
+	}
+	for _, folder := range f.notify.WatchList() {
+		if !slices.Contains(folders, folder) {
+			f.noNotification(f.notify.Remove(folder))
+		}
+	}
+	for _, folder := range folders {
+		f.noNotification(f.notify.Add(folder))
+	}
 }
 
-// sighting is what the files of a path looked like at some time.
-type sighting struct {
-	files []seenFile
-	// err says why there is nothing to see.
-	err string
-}
-
-type seenFile struct {
-	name string
-	info os.FileInfo
-}
+// sighting is what the files of a path looked like at some time, by name. Without a file it
+// has the reason as the name.
+type sighting map[string]fs.FileInfo
 
 func look(path string) sighting {
+	s := sighting{}
 	names, err := list(path)
-	if err != nil {
-		return sighting{err: err.Error()}
-	}
-	var s sighting
 	for _, name := range names {
-		info, err := os.Stat(name)
-		if err != nil {
-			return sighting{err: err.Error()}
+		if err == nil {
+			s[name], err = os.Stat(name)
 		}
-		s.files = append(s.files, seenFile{name, info})
+	}
+	if err != nil {
+		return sighting{err.Error(): nil}
 	}
 	return s
 }
 
 func (s sighting) equal(o sighting) bool {
-	return s.err == o.err && slices.EqualFunc(s.files, o.files, func(a, b seenFile) bool {
-		return a.name == b.name && os.SameFile(a.info, b.info) && a.info.Size() == b.info.Size() && a.info.ModTime().Equal(b.info.ModTime())
+	return maps.EqualFunc(s, o, func(a, b fs.FileInfo) bool {
+		return a == b || a != nil && b != nil && os.SameFile(a, b) && a.Size() == b.Size() && a.ModTime().Equal(b.ModTime())
 	})
-}
-
-// has reports whether name is one of the files.
-func (s sighting) has(name string) bool {
-	return slices.ContainsFunc(s.files, func(f seenFile) bool { return filepath.Clean(f.name) == filepath.Clean(name) })
 }

@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/fsnotify/fsnotify"
@@ -17,8 +18,6 @@ import (
 	"go.uber.org/goleak"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/textlogger"
-	"k8s.io/utils/clock"
-	clocktesting "k8s.io/utils/clock/testing"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
@@ -36,22 +35,26 @@ type following struct {
 	state  *cluster.State
 	loaded chan error
 	log    *strings.Builder // to be read when the follower has ended
+	notify *fsnotify.Watcher
 	stop   func()
 }
 
 // follow starts to follow path and waits for the first reading.
-func follow(t *testing.T, path string, change ...func(*follower)) *following {
+func follow(t *testing.T, path string, notify bool) *following {
 	t.Helper()
 	x := &following{t: t, state: cluster.New(cluster.Options{}), loaded: make(chan error, 1000), log: &strings.Builder{}}
 	f := &follower{
-		opts:      Options{Path: path, Clock: clock.RealClock{}},
-		log:       textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(x.log))),
-		state:     x.state,
-		newNotify: fsnotify.NewWatcher,
-		loaded:    func(err error) { x.loaded <- err },
+		opts:   Options{Path: path},
+		log:    textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(x.log))),
+		state:  x.state,
+		notify: &fsnotify.Watcher{},
+		loaded: func(err error) { x.loaded <- err },
 	}
-	for _, c := range change {
-		c(f)
+	if notify {
+		w, err := fsnotify.NewWatcher()
+		must(t, err)
+		t.Cleanup(func() { w.Close() })
+		f.notify, x.notify = w, w
 	}
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	done := make(chan error, 1)
@@ -231,7 +234,7 @@ func TestChangesAreFollowed(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			dir := t.TempDir()
-			x := follow(t, c.prepare(t, dir))
+			x := follow(t, c.prepare(t, dir), true)
 			x.awaitServices("a")
 			// What comes in the place of something else is followed like it.
 			for _, name := range []string{"b", "c"} {
@@ -283,12 +286,12 @@ func swapConfigMap(t *testing.T, dir, name string) {
 
 func TestABrokenFileChangesNothingAndIsLoggedOnce(t *testing.T) {
 	path := inFile(t, t.TempDir())
-	x := follow(t, path)
+	x := follow(t, path, true)
 	before := x.state.Snapshot().Revision
 
 	put(t, path, named("b")+"oops: [")
 	err := x.awaitLoad(false)
-	if want := path + ":9: did not find expected node content"; err.Error() != want {
+	if want := path + ": document 1 (line 1): yaml: line 10: did not find expected node content"; err.Error() != want {
 		t.Errorf("error is %q, want %q", err, want)
 	}
 	put(t, path, named("b")+"oops: [")
@@ -321,7 +324,7 @@ func TestWhatIsGoneIsKeptUntilItComesBack(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			dir := t.TempDir()
-			x := follow(t, c.prepare(t, dir))
+			x := follow(t, c.prepare(t, dir), true)
 			must(t, os.RemoveAll(filepath.Join(dir, c.gone)))
 			for !errors.Is(x.awaitLoad(false), os.ErrNotExist) {
 				// The folder may be seen without its file first.
@@ -356,7 +359,7 @@ func TestAFolderThatLosesItsManifestsKeepsThem(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			conf := inFolder(t, t.TempDir())
-			x := follow(t, conf)
+			x := follow(t, conf, true)
 			before := x.state.Snapshot().Revision
 			c.empty(t, x, conf)
 			for !errors.Is(x.awaitLoad(false), errVanished) {
@@ -376,7 +379,7 @@ func TestAFolderThatLosesItsManifestsKeepsThem(t *testing.T) {
 
 func TestAFolderMayBeEmptyToBeginWith(t *testing.T) {
 	conf := t.TempDir()
-	x := follow(t, conf)
+	x := follow(t, conf, true)
 	x.awaitServices()
 	put(t, filepath.Join(conf, "m.yaml"), named("a"))
 	x.awaitServices("a")
@@ -384,7 +387,7 @@ func TestAFolderMayBeEmptyToBeginWith(t *testing.T) {
 
 func TestAListWithoutItemsTakesEverythingAway(t *testing.T) {
 	conf := inFolder(t, t.TempDir())
-	x := follow(t, conf)
+	x := follow(t, conf, true)
 	put(t, filepath.Join(conf, "m.yaml"), "apiVersion: v1\nkind: List\nitems: []\n")
 	x.awaitServices()
 }
@@ -396,12 +399,12 @@ func TestAWarningIsLoggedWithWhatThereIsOfIt(t *testing.T) {
 	empty := t.TempDir()
 	for path, want := range map[string][]string{
 		dir: {
-			`"Manifests are used with a warning" file="` + dir + `/m.yaml" line=9 object="EndpointSlice default/web-1" warning="metadata.labels[kubernetes.io/service-name]: missing, so the slice belongs to no service"`,
-			`"Manifests are used with a warning" file="` + dir + `/m.yaml" line=1 warning="v1 Pod is not read (objects: 2)"`,
+			`"Manifests are used with a warning" warning="` + dir + `/m.yaml: document 3 (line 4): EndpointSlice default/web-1: metadata.labels[kubernetes.io/service-name]: missing, so the slice belongs to no service"`,
+			`"Manifests are used with a warning" warning="` + dir + `/m.yaml: document 1 (line 1): v1 Pod is not read (objects: 2)"`,
 		},
-		empty: {`"Manifests are used with a warning" file="` + empty + `" warning="no manifests in this folder"`},
+		empty: {`"Manifests are used with a warning" warning="` + empty + `: no manifests in this folder"`},
 	} {
-		x := follow(t, path)
+		x := follow(t, path, true)
 		x.stop()
 		var got []string
 		for line := range strings.Lines(x.log.String()) {
@@ -428,7 +431,7 @@ func TestWatchEndsWithItsContextWhileItReads(t *testing.T) {
 
 func TestReadingTheSameAgainChangesNothing(t *testing.T) {
 	path := inFile(t, t.TempDir())
-	x := follow(t, path)
+	x := follow(t, path, true)
 	before := x.state.Snapshot()
 	put(t, path, "# only a comment more\n"+named("a"))
 	x.awaitLoad(true)
@@ -445,57 +448,38 @@ func TestReadingTheSameAgainChangesNothing(t *testing.T) {
 	}
 }
 
-// stepClock is a clock that stands still until it is stepped. It tells of each
-// timer and ticker that is started.
-type stepClock struct {
-	*clocktesting.FakeClock
-	started chan struct{}
-}
-
-func (c *stepClock) After(d time.Duration) <-chan time.Time {
-	ch := c.FakeClock.After(d)
-	c.started <- struct{}{}
-	return ch
-}
-
-func (c *stepClock) NewTicker(d time.Duration) clock.Ticker {
-	ticker := c.FakeClock.NewTicker(d)
-	c.started <- struct{}{}
-	return ticker
-}
-
-// followPolling is follow without notifications and with a clock that stands
-// still. It waits for the polling to begin.
-func followPolling(t *testing.T, path string) (*following, *stepClock) {
-	t.Helper()
-	c := &stepClock{clocktesting.NewFakeClock(time.Now()), make(chan struct{}, 1)}
-	x := follow(t, path, func(f *follower) {
-		f.opts.Clock = c
-		f.newNotify = func() (*fsnotify.Watcher, error) { return nil, errors.New("too many of them") }
+// polling runs test in a bubble of package synctest, where a follower of path is without
+// notifications.
+func polling(t *testing.T, test func(t *testing.T, path string, x *following)) {
+	synctest.Test(t, func(t *testing.T) {
+		path := inFile(t, t.TempDir())
+		test(t, path, follow(t, path, false))
 	})
-	x.awaitTimer(c)
-	return x, c
 }
 
-func (x *following) awaitTimer(c *stepClock) {
+// expectServices checks what the state has when d has passed.
+func (x *following) expectServices(d time.Duration, want ...string) {
 	x.t.Helper()
-	select {
-	case <-c.started:
-	case err := <-x.loaded:
-		x.t.Fatalf("read too early, with error %v", err)
-	case <-x.ctx.Done():
-		x.t.Fatal("no timer was started")
+	time.Sleep(d)
+	synctest.Wait()
+	if got := x.services(); !slices.Equal(got, want) {
+		x.t.Fatalf("services are %v, want %v", got, want)
 	}
 }
 
 func TestPollingIsEnoughWhereThereAreNoNotifications(t *testing.T) {
+	polling(t, func(t *testing.T, path string, x *following) {
+		put(t, path, named("b", "c"))
+		x.expectServices(pollInterval+settleTime, "b", "c")
+	})
+}
+
+func TestAnErrorOfTheNotificationsIsLoggedOnce(t *testing.T) {
 	path := inFile(t, t.TempDir())
-	x, c := followPolling(t, path)
-	put(t, path, named("b", "c"))
-	c.Step(pollInterval)
-	x.awaitTimer(c)
-	c.Step(settleTime)
-	x.awaitServices("b", "c")
+	x := follow(t, path, true)
+	for range 2 {
+		x.notify.Errors <- errors.New("too many of them")
+	}
 	x.stop()
 	if n := strings.Count(x.log.String(), "too many of them"); n != 1 {
 		t.Errorf("the reason is logged %d times:\n%s", n, x.log)
@@ -503,43 +487,26 @@ func TestPollingIsEnoughWhereThereAreNoNotifications(t *testing.T) {
 }
 
 func TestAFileThatIsBeingWrittenIsLeftInPeace(t *testing.T) {
-	path := inFile(t, t.TempDir())
-	x, c := followPolling(t, path)
-	put(t, path, named("b", "c"))
-	c.Step(pollInterval)
-	x.awaitTimer(c)
-	put(t, path, named("b", "c", "d"))
-	c.Step(settleTime)
-	x.awaitTimer(c)
-	c.Step(settleTime)
-	x.awaitServices("b", "c", "d")
+	polling(t, func(t *testing.T, path string, x *following) {
+		put(t, path, named("b", "c"))
+		x.expectServices(pollInterval, "a")
+		put(t, path, named("b", "c", "d"))
+		x.expectServices(settleTime, "a")
+		x.expectServices(settleTime, "b", "c", "d")
+	})
 }
 
 func TestAFileThatNeverSettlesIsReadAllTheSame(t *testing.T) {
-	path := inFile(t, t.TempDir())
-	x, c := followPolling(t, path)
-	put(t, path, named("b", "c"))
-	c.Step(pollInterval)
-	x.awaitTimer(c)
-	for waited := settleTime; ; waited += settleTime {
-		put(t, path, strings.Repeat("#", int(waited/settleTime))+"\n"+named("b", "c"))
-		c.Step(settleTime)
-		select {
-		case <-c.started:
-			if waited > maxSettleTime {
-				t.Fatalf("not read after %v", waited)
-			}
-			continue
-		case err := <-x.loaded:
-			if err != nil || waited < maxSettleTime {
-				t.Errorf("read after %v, error %v", waited, err)
-			}
-		case <-x.ctx.Done():
-			t.Fatal("nothing happens")
+	polling(t, func(t *testing.T, path string, x *following) {
+		put(t, path, named("b", "c"))
+		x.expectServices(pollInterval, "a")
+		for waited := settleTime; waited < maxSettleTime; waited += settleTime {
+			put(t, path, strings.Repeat("#", int(waited/settleTime))+"\n"+named("b", "c"))
+			x.expectServices(settleTime, "a")
 		}
-		break
-	}
-	x.awaitServices("b", "c")
+		put(t, path, "# the last one\n"+named("b", "c"))
+		x.expectServices(settleTime, "b", "c")
+	})
 }
 
 func TestTheFirstReadingMustSucceed(t *testing.T) {

@@ -4,6 +4,7 @@ package file
 
 import (
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
@@ -26,8 +27,9 @@ func TestWhatKubectlPrintsIsRead(t *testing.T) {
 	trigger := time.Date(2026, 3, 1, 9, 31, 0, 0, time.UTC)
 	ready := api.Conditions{Ready: true, Serving: true}
 	zoneA, zoneB := &api.Hints{ForZones: []string{"zone-a"}}, &api.Hints{ForZones: []string{"zone-b"}}
-	want := &Manifests{
-		Services: []*api.Service{{
+	want := &manifests{
+		files: 1,
+		services: []*api.Service{{
 			Namespace: "prod", Name: "shop", Type: api.LoadBalancer,
 			UID: "0b0e7f5c-9a57-4d8f-8d0d-3a4f8f1c5a11", Created: time.Date(2026, 3, 1, 9, 30, 12, 0, time.UTC),
 			IPs: api.ServiceIPs{
@@ -47,7 +49,7 @@ func TestWhatKubectlPrintsIsRead(t *testing.T) {
 			}},
 			SessionAffinity: api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: 10800}},
 		}},
-		Slices: []*api.EndpointSlice{{
+		slices: []*api.EndpointSlice{{
 			Namespace: "prod", Name: "shop-x4k01", ServiceName: "shop", Family: api.IPv4, Ports: ports, TriggerTime: trigger,
 			Endpoints: []api.SliceEndpoint{
 				{Addr: addr("10.244.1.5"), NodeName: "worker-1", Zone: "zone-a", Hints: zoneA, Conditions: ready},
@@ -59,7 +61,7 @@ func TestWhatKubectlPrintsIsRead(t *testing.T) {
 				{Addr: addr("fd00:10:244:1::5"), NodeName: "worker-1", Zone: "zone-a", Hints: zoneA, Conditions: ready},
 			},
 		}},
-		Nodes: []*api.Node{{
+		nodes: []*api.Node{{
 			Name: "worker-1", UID: "aa0e7f5c-9a57-4d8f-8d0d-3a4f8f1c5abb",
 			Labels: map[string]string{"kubernetes.io/arch": "amd64", "kubernetes.io/hostname": "worker-1", "topology.kubernetes.io/zone": "zone-a"},
 			Addresses: []api.NodeAddress{
@@ -72,15 +74,15 @@ func TestWhatKubectlPrintsIsRead(t *testing.T) {
 	}
 	for _, path := range []string{"testdata/kubectl.yaml", "testdata/kubectl.json"} {
 		t.Run(path, func(t *testing.T) {
-			got, err := Load(t.Context(), path, watcher.Options{})
+			got, err := load(t.Context(), path, watcher.Options{})
 			if err != nil {
 				t.Fatal(err)
 			}
-			if len(got.Warnings) != 1 || got.Warnings[0].Message != `unknown field "status.declaredThingOfTheFuture" is not read` {
-				t.Errorf("warnings: %v", got.Warnings)
+			if len(got.warnings) != 1 || !strings.HasSuffix(got.warnings[0], `document 1 (line 1): items[3]: Node worker-1: unknown field "status.declaredThingOfTheFuture" is not read`) {
+				t.Errorf("warnings: %v", got.warnings)
 			}
-			got.Warnings = nil
-			if diff := cmp.Diff(want, got, opt, optPrefix); diff != "" {
+			got.warnings = nil
+			if diff := cmp.Diff(want, got, opt, optPrefix, cmp.AllowUnexported(manifests{})); diff != "" {
 				t.Errorf("manifests (-want +got):\n%s", diff)
 			}
 		})
@@ -100,7 +102,7 @@ items:
 - {apiVersion: v1, kind: Service, metadata: {name: selected, labels: {service.kubernetes.io/service-proxy-name: me}}, spec: {clusterIP: None, selector: {app: a}}}
 - {apiVersion: v1, kind: Service, metadata: {name: other}, spec: {clusterIP: None}}
 `
-	m, err := Load(t.Context(), write(t, map[string]string{"m.yaml": text}), watcher.Options{ServiceProxyName: "me"})
+	m, err := load(t.Context(), write(t, map[string]string{"m.yaml": text}), watcher.Options{ServiceProxyName: "me"})
 	if err != nil {
 		t.Fatal(err)
 	}

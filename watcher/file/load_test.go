@@ -3,7 +3,6 @@
 package file
 
 import (
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -56,25 +55,25 @@ func write(t *testing.T, files map[string]string) string {
 }
 
 // names lists what m holds.
-func names(m *Manifests) []string {
+func names(m *manifests) []string {
 	var list []string
-	for _, s := range m.Services {
+	for _, s := range m.services {
 		list = append(list, "service "+s.Key().String())
 	}
-	for _, s := range m.Slices {
+	for _, s := range m.slices {
 		list = append(list, "slice "+s.Key().String())
 	}
-	for _, n := range m.Nodes {
+	for _, n := range m.nodes {
 		list = append(list, "node "+n.Name)
 	}
 	return list
 }
 
 // warnings lists the warnings of m, without the folder.
-func warnings(m *Manifests, dir string) []string {
+func warnings(m *manifests, dir string) []string {
 	var list []string
-	for _, w := range m.Warnings {
-		list = append(list, strings.TrimPrefix(w.Error(), dir+"/"))
+	for _, w := range m.warnings {
+		list = append(list, strings.TrimPrefix(w, dir+"/"))
 	}
 	return list
 }
@@ -124,206 +123,222 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 	}, {
 		name: "binary data",
 		text: "\x7fELF\x02\n\x00",
-		want: []string{"m.yaml:2: not UTF-8 text"},
+		want: []string{"m.yaml: document 1 (line 1): yaml: control characters are not allowed"},
 	}, {
 		name: "a node without a name",
 		text: "apiVersion: v1\nkind: Node\nmetadata: {}\n",
-		want: []string{"m.yaml:3: Node: metadata.name: missing"},
+		want: []string{"m.yaml: document 1 (line 1): Node: metadata.name: missing"},
 	}, {
 		name: "a tab as indentation, in the second document",
 		text: service + "---\n# comment\n\n" + edit(slice, "  name: web-1", "\tname: web-1"),
-		want: []string{"m.yaml:15: found character that cannot start any token"},
+		want: []string{"m.yaml: document 2 (line 9): yaml: line 15: found character that cannot start any token"},
 	}, {
 		name: "a key that is not indented like its siblings",
 		text: edit(service, "  ports:", " ports:"),
-		want: []string{"m.yaml:7: did not find expected key"},
+		want: []string{"m.yaml: document 1 (line 1): yaml: line 7: did not find expected key"},
 	}, {
 		name: "a string that is not closed",
 		text: edit(service, "name: web", `name: "web`),
-		want: []string{"m.yaml:4: found unexpected end of stream"},
+		want: []string{"m.yaml: document 1 (line 1): yaml: line 9: found unexpected end of stream"},
 	}, {
 		name: "a colon too many",
 		text: edit(service, "name: web", `name: web: x`),
-		want: []string{"m.yaml:4: mapping values are not allowed in this context"},
+		want: []string{"m.yaml: document 1 (line 1): yaml: line 4: mapping values are not allowed in this context"},
 	}, {
 		name: "a flow sequence that is not closed",
 		text: edit(service, "name: web", "labels: {a: b") + "\n\n---\n" + slice,
-		want: []string{"m.yaml:5: did not find expected ',' or '}'"},
+		want: []string{"m.yaml: document 1 (line 1): yaml: line 5: did not find expected ',' or '}'"},
 	}, {
 		name: "an error in the first line",
 		text: "a: b: c\n",
-		want: []string{"m.yaml:1: mapping values are not allowed in this context"},
+		want: []string{"m.yaml: document 1 (line 1): yaml: mapping values are not allowed in this context"},
 	}, {
 		name: "a comma missing in JSON",
 		file: "m.json",
 		text: "{\n \"apiVersion\": \"v1\",\n \"kind\": \"Service\"\n \"metadata\": {}\n}\n",
-		want: []string{`m.json:4: invalid character '"' after object key:value pair`},
+		want: []string{`m.json: document 1 (line 4): invalid character '"' after object key:value pair`},
 	}, {
 		name: "JSON that is cut off",
 		file: "m.json",
 		text: "{\n \"apiVersion\": \"v1\",\n \"kind\": [\n\n",
-		want: []string{"m.json:3: the JSON text ends too early"},
+		want: []string{"m.json: document 1 (line 1): unexpected EOF"},
 	}, {
 		name: "JSON followed by something else",
 		file: "m.json",
 		text: "{\"apiVersion\": \"v1\", \"kind\": \"Pod\"}\n}\n",
-		want: []string{"m.json:2: invalid character '}' looking for beginning of value"},
+		want: []string{"m.json: document 2 (line 2): invalid character '}' looking for beginning of value"},
 	}, {
 		name: "bytes that are not UTF-8",
 		text: service + "# caf\xe9\n",
-		want: []string{"m.yaml:9: not UTF-8 text"},
+		want: []string{"m.yaml: not UTF-8 text"},
 	}, {
 		name: "an alias to nothing",
 		text: edit(service, "name: web", "name: *other"),
-		want: []string{"m.yaml:4: unknown anchor 'other' referenced"},
+		want: []string{"m.yaml: document 1 (line 1): yaml: unknown anchor 'other' referenced"},
 	}, {
 		name: "an alias to what holds it",
 		text: "apiVersion: v1\nkind: List\nitems: &all\n- *all\n",
-		want: []string{"m.yaml:4: alias to a value that contains it"},
+		want: []string{"m.yaml: document 1 (line 1): yaml: anchor 'all' value contains itself"},
 	}, {
 		name: "aliases that grow exponentially",
 		text: "a: &a [x,x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b,*b]\n" +
 			"d: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: &e [*d,*d,*d,*d,*d,*d,*d,*d,*d,*d]\n",
-		want: []string{"m.yaml:1: aliases stand for more than 100000 values"},
+		want: []string{"m.yaml: document 1 (line 1): yaml: document contains excessive aliasing"},
 	}, {
 		name: "a document that is no object",
 		text: service + "---\n- 1\n",
-		want: []string{"m.yaml:10: a list where an object belongs"},
+		want: []string{"m.yaml: document 2 (line 9): not an object with apiVersion and kind"},
 	}, {
 		name: "an object without kind",
 		text: "apiVersion: v1\nmetadata: {name: x}\n",
-		want: []string{"m.yaml:1: an object needs apiVersion and kind"},
+		want: []string{"m.yaml: document 1 (line 1): not an object with apiVersion and kind"},
 	}, {
 		name: "a misspelt field",
 		text: edit(service, "- port: 80", "- port: 80\n    targetport: 8080"),
-		want: []string{`m.yaml:9: Service default/web: unknown field "spec.ports[0].targetport"`},
+		want: []string{`m.yaml: document 1 (line 1): Service default/web: unknown field "spec.ports[0].targetport"`},
 	}, {
 		name: "a field that is there twice",
 		text: edit(service, "  clusterIP: 10.96.0.1", "  clusterIP: 10.96.0.1\n  clusterIP: 10.96.0.2"),
-		want: []string{`m.yaml:7: Service default/web: field "spec.clusterIP" is there twice`},
+		want: []string{`m.yaml: document 1 (line 1): yaml: unmarshal errors: line 7: key "clusterIP" already set in map`},
 	}, {
 		name: "values of the wrong type, all of them",
 		text: edit(service, "  name: web", "  name: web\n  labels: {a: 1, b: true}", "- port: 80", "- port: eighty\n    nodePort: {}\n  publishNotReadyAddresses: 1"),
 		want: []string{
-			"m.yaml:5: Service default/web: metadata.labels[a]: 1 where text belongs: put it in quotes",
-			"m.yaml:5: Service default/web: metadata.labels[b]: true where text belongs: put it in quotes",
-			`m.yaml:9: Service default/web: spec.ports[0].port: the text "eighty" where a whole number belongs`,
-			"m.yaml:10: Service default/web: spec.ports[0].nodePort: a mapping where a whole number belongs",
-			"m.yaml:11: Service default/web: spec.publishNotReadyAddresses: 1 where true or false belongs",
+			"m.yaml: document 1 (line 1): Service default/web: metadata.labels.a: 1 where a value of type string (in quotes) belongs",
+			"m.yaml: document 1 (line 1): Service default/web: metadata.labels.b: true where a value of type string (in quotes) belongs",
+			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].nodePort: {} where a value of type int32 belongs",
+			`m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: "eighty" where a value of type int32 belongs`,
+			"m.yaml: document 1 (line 1): Service default/web: spec.publishNotReadyAddresses: 1 where a value of type bool belongs",
 		},
+	}, {
+		name: "what is a truth value in YAML unless it is in quotes",
+		text: edit(service, "name: web", "name: no"),
+		want: []string{"m.yaml: document 1 (line 1): Service: metadata.name: false where a value of type string (in quotes) belongs"},
+	}, {
+		name: "a target port that is neither number nor name",
+		text: edit(service, "port: 80", "port: 80\n    targetPort: {}"),
+		want: []string{"m.yaml: document 1 (line 1): Service default/web: json: cannot unmarshal object into Go struct field ServicePort.spec.ports.targetPort of type int32"},
+	}, {
+		name: "something after the end of an object",
+		text: "{apiVersion: v1, kind: Pod}\n{apiVersion: v1, kind: Pod}\n",
+		want: []string{"m.yaml: document 2 (line 1): yaml: line 2: did not find expected <document start>"},
+	}, {
+		name: "a key below the indentation of the object",
+		text: "  apiVersion: v1\n  kind: Pod\nmetadata: {}\n",
+		want: []string{"m.yaml: document 2 (line 1): yaml: line 3: did not find expected <document start>"},
 	}, {
 		name: "a number that does not fit",
 		text: edit(service, "port: 80", "port: 99999999999"),
-		want: []string{"m.yaml:8: Service default/web: spec.ports[0].port: 99999999999 is out of range"},
+		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: 99999999999 where a value of type int32 belongs"},
 	}, {
 		name: "a time that is none",
 		text: edit(service, "name: web", "name: web\n  creationTimestamp: yesterday"),
-		want: []string{`m.yaml:5: Service default/web: metadata.creationTimestamp: parsing time "yesterday" as "2006-01-02T15:04:05Z07:00": cannot parse "yesterday" as "2006"`},
+		want: []string{`m.yaml: document 1 (line 1): Service default/web: parsing time "yesterday" as "2006-01-02T15:04:05Z07:00": cannot parse "yesterday" as "2006"`},
 	}, {
 		name: "the same service twice in a file",
 		text: service + "---\n" + edit(service, "name: web", "name: web\n  namespace: default"),
-		want: []string{"m.yaml:10: Service default/web: already defined at m.yaml:1"},
+		want: []string{"m.yaml: document 2 (line 9): Service default/web: already defined in m.yaml: document 1 (line 1)"},
 	}, {
 		name: "an item of a list",
 		text: "apiVersion: v1\nkind: List\nitems:\n- apiVersion: v1\n  kind: Service\n  metadata:\n    name: web\n    namespace: shop\n  spec:\n    clusterIP: None\n    ports:\n    - port: 0\n",
-		want: []string{"m.yaml:12: Service shop/web: spec.ports[0].port: 0 is not a port number"},
+		want: []string{"m.yaml: document 1 (line 1): items[0]: Service shop/web: spec.ports[0].port: 0 is not a port number"},
 	}, {
 		name: "an item of a list in JSON",
 		file: "m.json",
 		text: "{\n \"kind\": \"List\",\n \"apiVersion\": \"v1\",\n \"items\": [\n  {\n   \"kind\": \"Node\",\n   \"apiVersion\": \"v1\",\n   \"metadata\": {\n    \"name\": 5\n   }\n  }\n ]\n}\n",
-		want: []string{"m.json:9: Node: metadata.name: 5 where text belongs: put it in quotes"},
+		want: []string{"m.json: document 1 (line 1): items[0]: Node: metadata.name: 5 where a value of type string (in quotes) belongs"},
 	}, {
 		name: "items that are no list",
 		text: "apiVersion: v1\nkind: List\nitems: 3\n",
-		want: []string{"m.yaml:3: items: 3 where a list belongs"},
+		want: []string{"m.yaml: document 1 (line 1): items: not a list"},
 	}, {
 		name: "a service without a name",
 		text: edit(service, "name: web", "generateName: web-"),
-		want: []string{"m.yaml:3: Service: metadata.name: missing"},
+		want: []string{"m.yaml: document 1 (line 1): Service: metadata.name: missing"},
 	}, {
 		name: "a name that is none",
 		text: edit(service, "name: web", "name: Web"),
-		want: []string{"m.yaml:4: Service default/Web: metadata.name: \"Web\": a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?')"},
+		want: []string{`m.yaml: document 1 (line 1): Service default/Web: metadata.name: "Web": a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?')`},
 	}, {
 		name: "an unknown protocol, a port above 65535 and an invalid IP",
 		text: edit(service, "10.96.0.1", "10.96.0.256", "port: 80", "port: 65536\n  - name: b\n    port: 81\n    protocol: QUIC"),
 		want: []string{
-			`m.yaml:6: Service default/web: spec.clusterIP: "10.96.0.256" is not an IP address`,
-			"m.yaml:8: Service default/web: spec.ports[0].name: missing; a service with several ports names each",
-			"m.yaml:8: Service default/web: spec.ports[0].port: 65536 is not a port number",
-			`m.yaml:11: Service default/web: spec.ports[1].protocol: unknown protocol "QUIC"`,
+			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].name: missing; a service with several ports names each",
+			`m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[0]: "10.96.0.256" is not an IP address`,
+			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: 65536 is not a port number",
+			`m.yaml: document 1 (line 1): Service default/web: spec.ports[1].protocol: unknown protocol "QUIC"`,
 		},
 	}, {
 		name: "two service ports of one name",
 		text: edit(service, "port: 80", "port: 80\n    name: a\n  - port: 81\n    name: a"),
-		want: []string{`m.yaml:11: Service default/web: spec.ports[1].name: the name "a" is taken by an earlier port`},
+		want: []string{`m.yaml: document 1 (line 1): Service default/web: spec.ports[1].name: the name "a" is taken by an earlier port`},
 	}, {
 		name: "a service without ports",
 		text: edit(service, "ports:\n  - port: 80\n", "type: ClusterIP\n"),
-		want: []string{"m.yaml:5: Service default/web: spec.ports: missing; only headless services go without"},
+		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.ports: missing; only headless services go without"},
 	}, {
 		name: "values that are none of those the API knows",
 		text: edit(service, "clusterIP: 10.96.0.1", "type: External\n  clusterIP: 10.96.0.1\n  externalTrafficPolicy: local\n  internalTrafficPolicy: Node\n  ipFamilies: [IPv5]\n  ipFamilyPolicy: DualStack\n  sessionAffinity: IP"),
 		want: []string{
-			`m.yaml:6: Service default/web: spec.type: unknown type "External"`,
-			`m.yaml:8: Service default/web: spec.externalTrafficPolicy: "local" is none of Cluster, Local`,
-			`m.yaml:9: Service default/web: spec.internalTrafficPolicy: "Node" is none of Cluster, Local`,
-			`m.yaml:10: Service default/web: spec.ipFamilies[0]: unknown IP family "IPv5"`,
-			`m.yaml:11: Service default/web: spec.ipFamilyPolicy: "DualStack" is none of SingleStack, PreferDualStack, RequireDualStack`,
-			`m.yaml:12: Service default/web: spec.sessionAffinity: unknown affinity "IP"`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.ipFamilyPolicy: "DualStack" is none of SingleStack, PreferDualStack, RequireDualStack`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.internalTrafficPolicy: "Node" is none of Cluster, Local`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.externalTrafficPolicy: "local" is none of Cluster, Local`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.type: unknown type "External"`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.sessionAffinity: unknown affinity "IP"`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.ipFamilies[0]: unknown IP family "IPv5"`,
 		},
 	}, {
 		name: "cluster IPs that contradict each other",
 		text: edit(service, "clusterIP: 10.96.0.1", "clusterIP: 10.96.0.1\n  clusterIPs:\n  - 10.96.0.2\n  - 10.96.0.3"),
 		want: []string{
-			`m.yaml:8: Service default/web: spec.clusterIPs[0]: "10.96.0.2" is not spec.clusterIP, "10.96.0.1"`,
-			"m.yaml:9: Service default/web: spec.clusterIPs[1]: 10.96.0.3 is the second IPv4 address",
+			`m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[0]: "10.96.0.2" is not spec.clusterIP, "10.96.0.1"`,
+			"m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[1]: 10.96.0.3 is of the same family as the first",
 		},
 	}, {
 		name: "a cluster IP of another family than the first",
 		text: edit(service, "clusterIP: 10.96.0.1", "clusterIP: 10.96.0.1\n  ipFamilies: [IPv6]"),
-		want: []string{"m.yaml:6: Service default/web: spec.clusterIP: 10.96.0.1 is not an IPv6 address, as spec.ipFamilies[0] says"},
+		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[0]: 10.96.0.1 is not an IPv6 address, as spec.ipFamilies[0] says"},
 	}, {
 		name: "a line end within a JSON string",
 		file: "m.json",
 		text: "{\n \"apiVersion\": \"v1\n\"\n}\n",
-		want: []string{`m.json:2: invalid character '\n' in string literal`},
+		want: []string{`m.json: document 1 (line 2): invalid character '\n' in string literal`},
 	}, {
 		name: "a node-port service without cluster IP",
 		text: edit(service, "clusterIP: 10.96.0.1", "type: NodePort\n  clusterIP: None"),
-		want: []string{"m.yaml:7: Service default/web: spec.clusterIP: None does not go with type NodePort"},
+		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.clusterIP: None does not go with type NodePort"},
 	}, {
 		name: "an affinity timeout, a source range, an ingress mode and a target port that are none",
 		text: edit(service, "clusterIP: 10.96.0.1", "sessionAffinity: ClientIP\n  sessionAffinityConfig: {clientIP: {timeoutSeconds: 0}}\n  loadBalancerSourceRanges: [10.0.0.0/33]", "port: 80", "port: 80\n    targetPort: UPPER\nstatus: {loadBalancer: {ingress: [{ip: 1.2.3.4, ipMode: vip}]}}"),
 		want: []string{
-			"m.yaml:7: Service default/web: spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400; using 10800",
-			`m.yaml:8: Service default/web: spec.loadBalancerSourceRanges[0]: "10.0.0.0/33" is not a CIDR; it admits nobody`,
-			`m.yaml:11: Service default/web: spec.ports[0].targetPort: "UPPER": must contain only alpha-numeric characters (a-z, 0-9), and hyphens (-)`,
-			`m.yaml:11: Service default/web: spec.ports[0].targetPort: "UPPER": must contain at least one letter (a-z)`,
-			`m.yaml:12: Service default/web: status.loadBalancer.ingress[0].ipMode: "vip" is none of VIP, Proxy`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.ports[0].targetPort: "UPPER": must contain only alpha-numeric characters (a-z, 0-9), and hyphens (-)`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.ports[0].targetPort: "UPPER": must contain at least one letter (a-z)`,
+			`m.yaml: document 1 (line 1): Service default/web: status.loadBalancer.ingress[0].ipMode: "vip" is none of VIP, Proxy`,
+			"m.yaml: document 1 (line 1): Service default/web: spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400; using 10800",
+			`m.yaml: document 1 (line 1): Service default/web: spec.loadBalancerSourceRanges[0]: "10.0.0.0/33" is not a CIDR; it admits nobody`,
 		},
 	}, {
 		name: "a slice without address type",
 		text: edit(slice, "addressType: IPv4\n", ""),
-		want: []string{`m.yaml:1: EndpointSlice default/web-1: addressType: unknown address type ""`},
+		want: []string{`m.yaml: document 1 (line 1): EndpointSlice default/web-1: addressType: unknown address type ""`},
 	}, {
 		name: "endpoint addresses that are none, and of the other family",
 		text: edit(slice, "- addresses: [10.0.0.1]", "- addresses: [10.0.0]\n- addresses:\n  - 1000::1\n- addresses: []"),
 		want: []string{
-			`m.yaml:11: EndpointSlice default/web-1: endpoints[0].addresses[0]: "10.0.0" is not an IP address`,
-			`m.yaml:13: EndpointSlice default/web-1: endpoints[1].addresses[0]: "1000::1" is not an IPv4 address, as the slice's addressType says`,
-			"m.yaml:14: EndpointSlice default/web-1: endpoints[2].addresses: empty",
+			`m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints[0].addresses[0]: "10.0.0" is not an IP address`,
+			`m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints[1].addresses[0]: "1000::1" is not an IPv4 address, as the slice's addressType says`,
+			"m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints[2].addresses: empty",
 		},
 	}, {
 		name: "a pod network that is none",
-		text: "apiVersion: v1\nkind: Node\nmetadata:\n  name: n\nspec:\n  podCIDRs: [x]\n",
-		want: []string{`m.yaml:6: Node n: spec.podCIDRs[0]: "x" is not a CIDR`},
+		text: "apiVersion: v1\nkind: Node\nmetadata:\n  name: n1\nspec:\n  podCIDRs: [x]\n",
+		want: []string{`m.yaml: document 1 (line 1): Node n1: spec.podCIDRs[0]: "x" is not a CIDR`},
 	}, {
 		name: "a good document between two bad ones hides neither",
 		text: edit(service, "port: 80", "port: -1") + "---\n" + slice + "---\na: b: c\n",
 		want: []string{
-			"m.yaml:8: Service default/web: spec.ports[0].port: -1 is not a port number",
-			"m.yaml:22: mapping values are not allowed in this context",
+			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: -1 is not a port number",
+			"m.yaml: document 3 (line 21): yaml: line 22: mapping values are not allowed in this context",
 		},
 	}} {
 		t.Run(c.name, func(t *testing.T) {
@@ -331,16 +346,12 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 				c.file = "m.yaml"
 			}
 			t.Chdir(write(t, map[string]string{c.file: c.text}))
-			_, err := Load(t.Context(), c.file, watcher.Options{})
+			_, err := load(t.Context(), c.file, watcher.Options{})
 			if err == nil {
 				t.Fatal("accepted")
 			}
 			if diff := cmp.Diff(c.want, strings.Split(err.Error(), "\n")); diff != "" {
 				t.Errorf("errors (-want +got):\n%s", diff)
-			}
-			var one *Error
-			if !errors.As(err, &one) || one.File != c.file {
-				t.Errorf("no Error of the file in %#v", err)
 			}
 		})
 	}
@@ -351,17 +362,17 @@ func TestErrorsAreListedUpToABound(t *testing.T) {
 	for i := range 30 {
 		fmt.Fprintf(&text, "---\n- %d\n", i)
 	}
-	_, err := Load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": text.String()}), "m.yaml"), watcher.Options{})
+	_, err := load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": text.String()}), "m.yaml"), watcher.Options{})
 	lines := strings.Split(err.Error(), "\n")
-	if len(lines) != maxErrorLines+1 || lines[maxErrorLines] != "and 10 more errors" {
+	if len(lines) != maxListed+1 || lines[maxListed] != "and 10 more errors" {
 		t.Errorf("got %d lines, the last %q", len(lines), lines[len(lines)-1])
 	}
 }
 
 func TestAnObjectInTwoFilesIsRefused(t *testing.T) {
 	dir := write(t, map[string]string{"a.yaml": service, "b.yaml": "# again\n" + service})
-	_, err := Load(t.Context(), dir, watcher.Options{})
-	want := fmt.Sprintf("%s/b.yaml:2: Service default/web: already defined at %s/a.yaml:1", dir, dir)
+	_, err := load(t.Context(), dir, watcher.Options{})
+	want := fmt.Sprintf("%s/b.yaml: document 1 (line 1): Service default/web: already defined in %s/a.yaml: document 1 (line 1)", dir, dir)
 	if err == nil || err.Error() != want {
 		t.Errorf("got %v\nwant %s", err, want)
 	}
@@ -378,15 +389,15 @@ func TestAFolderIsItsManifests(t *testing.T) {
 		"sub/d.yaml":    "nonsense: [",
 		"dir.yaml/x":    "nonsense: [",
 	})
-	m, err := Load(t.Context(), dir, watcher.Options{})
+	m, err := load(t.Context(), dir, watcher.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
 	if diff := cmp.Diff([]string{"service default/web", "slice default/web-1", "node n1"}, names(m)); diff != "" {
 		t.Errorf("objects (-want +got):\n%s", diff)
 	}
-	if len(m.Warnings) > 0 {
-		t.Errorf("warnings: %v", m.Warnings)
+	if len(m.warnings) > 0 {
+		t.Errorf("warnings: %v", m.warnings)
 	}
 }
 
@@ -403,36 +414,36 @@ func TestWhatIsLeftOutIsWarnedOf(t *testing.T) {
 		name: "an endpoint slice without the service label is ignored",
 		text: "apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\nmetadata:\n  name: x\n  labels:\n    app: a\naddressType: IPv4\n",
 		warnings: []string{
-			"m.yaml:5: EndpointSlice default/x: metadata.labels[kubernetes.io/service-name]: missing, so the slice belongs to no service",
+			"m.yaml: document 1 (line 1): EndpointSlice default/x: metadata.labels[kubernetes.io/service-name]: missing, so the slice belongs to no service",
 		},
 	}, {
 		name:     "more endpoints than an API server admits are served",
 		text:     strings.Replace(slice, "- addresses: [10.0.0.1]\n", endpoints.String(), 1),
 		objects:  []string{"slice default/web-1"},
-		warnings: []string{"m.yaml:10: EndpointSlice default/web-1: endpoints: 1001 of them; an API server admits 1000 in a slice"},
+		warnings: []string{"m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints: 1001 of them; an API server admits 1000 in a slice"},
 	}, {
 		name:    "other kinds are named once each",
 		text:    "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\n---\napiVersion: v1\nkind: Pod\nspec: {whatever: 1}\n---\napiVersion: v1\nkind: ConfigMapList\nitems:\n- {data: {}}\n---\napiVersion: serving.knative.dev/v1\nkind: Service\n---\n" + service,
 		objects: []string{"service default/web"},
 		warnings: []string{
-			"m.yaml:14: serving.knative.dev/v1 Service is not read (objects: 1)",
-			"m.yaml:12: v1 ConfigMap is not read (objects: 1)",
-			"m.yaml:1: v1 Pod is not read (objects: 2)",
+			"m.yaml: document 4 (line 13): serving.knative.dev/v1 Service is not read (objects: 1)",
+			"m.yaml: document 3 (line 8): items[0]: v1 ConfigMap is not read (objects: 1)",
+			"m.yaml: document 1 (line 1): v1 Pod is not read (objects: 2)",
 		},
 	}, {
 		name:     "an unknown field in an object of an API server is that of a later release",
 		text:     strings.NewReplacer("  name: web", "  name: web\n  uid: 3f2e", "- port: 80", "- port: 80\n    color: red").Replace(service),
 		objects:  []string{"service default/web"},
-		warnings: []string{`m.yaml:10: Service default/web: unknown field "spec.ports[0].color" is not read`},
+		warnings: []string{`m.yaml: document 1 (line 1): Service default/web: unknown field "spec.ports[0].color" is not read`},
 	}, {
 		name:     "a node address that is none is left out",
-		text:     "apiVersion: v1\nkind: Node\nmetadata: {name: n}\nstatus:\n  addresses:\n  - type: InternalIP\n    address: here\n",
-		objects:  []string{"node n"},
-		warnings: []string{`m.yaml:7: Node n: status.addresses[0].address: "here" is not an IP address`},
+		text:     "apiVersion: v1\nkind: Node\nmetadata: {name: n1}\nstatus:\n  addresses:\n  - type: InternalIP\n    address: here\n",
+		objects:  []string{"node n1"},
+		warnings: []string{`m.yaml: document 1 (line 1): Node n1: status.addresses[0].address: "here" is not an IP address`},
 	}} {
 		t.Run(c.name, func(t *testing.T) {
 			dir := write(t, map[string]string{"m.yaml": c.text})
-			m, err := Load(t.Context(), filepath.Join(dir, "m.yaml"), watcher.Options{})
+			m, err := load(t.Context(), filepath.Join(dir, "m.yaml"), watcher.Options{})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -453,7 +464,7 @@ func TestWhatMayBeMissingMayBeMissing(t *testing.T) {
 		{"documents without an object beside one with", "---\n---\n# x\n---\nnull\n---\napiVersion: v1\nkind: List\n"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			m, err := Load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": c.text}), "m.yaml"), watcher.Options{})
+			m, err := load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": c.text}), "m.yaml"), watcher.Options{})
 			if err != nil || len(names(m)) > 0 {
 				t.Errorf("got %v, %v", m, err)
 			}
@@ -462,7 +473,7 @@ func TestWhatMayBeMissingMayBeMissing(t *testing.T) {
 }
 
 func TestManyWaysToWriteTheSame(t *testing.T) {
-	want, err := Load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": service}), "m.yaml"), watcher.Options{})
+	want, err := load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": service}), "m.yaml"), watcher.Options{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -483,11 +494,11 @@ func TestManyWaysToWriteTheSame(t *testing.T) {
 		{"a port in hexadecimal", "m.yaml", strings.Replace(service, "80", "0x50", 1)},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			got, err := Load(t.Context(), filepath.Join(write(t, map[string]string{c.file: c.text}), c.file), watcher.Options{})
+			got, err := load(t.Context(), filepath.Join(write(t, map[string]string{c.file: c.text}), c.file), watcher.Options{})
 			if err != nil {
 				t.Fatal(err)
 			}
-			if diff := cmp.Diff(want.Services, got.Services); diff != "" {
+			if diff := cmp.Diff(want.services, got.services); diff != "" {
 				t.Errorf("services (-want +got):\n%s", diff)
 			}
 		})
@@ -503,8 +514,8 @@ func TestStandardInputIsRead(t *testing.T) {
 	stdin := os.Stdin
 	defer func() { os.Stdin = stdin }()
 	os.Stdin = input
-	_, err = Load(t.Context(), Stdin, watcher.Options{})
-	if want := "stdin:9: could not find expected ':'"; err == nil || err.Error() != want {
+	_, err = load(t.Context(), Stdin, watcher.Options{})
+	if want := "stdin: document 1 (line 1): yaml: line 10: could not find expected ':'"; err == nil || err.Error() != want {
 		t.Errorf("error is %v, want %s", err, want)
 	}
 }

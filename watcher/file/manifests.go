@@ -3,304 +3,320 @@
 package file
 
 import (
+	"bytes"
 	"cmp"
 	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
-	"reflect"
+	"path/filepath"
 	"slices"
 	"strings"
+	"unicode/utf8"
 
-	yaml3 "go.yaml.in/yaml/v3"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/apimachinery/pkg/util/validation"
+	utilnet "k8s.io/utils/net"
+	"k8s.io/utils/ptr"
+	kjson "sigs.k8s.io/json"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/watcher"
 )
 
-// Manifests is what a set of manifests says: what is meant for the proxy, each
-// object once, in no particular order.
-type Manifests struct {
-	Services []*api.Service
-	Slices   []*api.EndpointSlice
-	Nodes    []*api.Node
-	// Warnings tell what was left out and what looks like a mistake.
-	Warnings []*Error
+// manifests is what a set of files says of what is meant for the proxy, each object once.
+type manifests struct {
+	services []*api.Service
+	slices   []*api.EndpointSlice
+	nodes    []*api.Node
+	warnings []string // what was left out and what looks like a mistake
+	files    int
 }
 
-// maxEndpoints is how many endpoints the API server admits in a slice.
-const maxEndpoints = 1000
+// maxListed is how many problems an error lists; more would hide the first ones.
+const maxListed = 20
 
-// maxErrors bounds the errors that are collected at all.
-const maxErrors = 1000
-
-// parser reads files one by one and collects what they say.
+// parser reads files one by one and collects what they say. A place in a file is written
+// as in "a.yaml: document 2 (line 10): items[3]: Service default/web".
 type parser struct {
-	converter *watcher.Converter
-	// anySlice says that wanted services without a selector are served with
-	// slices of whatever labels; see watcher.Converter.WantsSlice.
-	anySlice bool
-	decoder  decoder
-
-	manifests    Manifests
-	errors       Errors
-	defined      map[string]*Error             // where each object is
-	ignored      map[string]*ignored           // by apiVersion and kind
-	selectorless map[types.NamespacedName]bool // wanted services
+	converter    *watcher.Converter
+	named        bool // for a proxy with a name
+	manifests    manifests
+	problems     []error
+	unlisted     int                           // problems
+	defined      map[string]string             // the place of each object
+	ignored      map[string][]string           // the places of objects of other kinds
+	selectorless map[types.NamespacedName]bool // services whose slices need no label; see watcher.Converter.WantsSlice
 	undecided    []*api.EndpointSlice          // wanted if their service is in selectorless
-}
-
-// ignored is a kind of object that is none of a proxy's business.
-type ignored struct {
-	first *Error
-	count int
 }
 
 func newParser(options watcher.Options) (*parser, error) {
 	converter, err := watcher.New(options)
-	if err != nil {
-		return nil, err
-	}
 	return &parser{
-		converter:    converter,
-		anySlice:     options.ServiceProxyName != "",
-		decoder:      decoder{fields: map[reflect.Type]map[string][]int{}},
-		defined:      map[string]*Error{},
-		ignored:      map[string]*ignored{},
-		selectorless: map[types.NamespacedName]bool{},
-	}, nil
+		converter: converter, named: options.ServiceProxyName != "",
+		defined: map[string]string{}, ignored: map[string][]string{}, selectorless: map[types.NamespacedName]bool{},
+	}, err
 }
 
-// result returns what all files say, or Errors.
-func (p *parser) result() (*Manifests, error) {
-	if len(p.errors) > 0 {
-		return nil, p.errors
-	}
+// finish completes the manifests when all files are read, or returns what is wrong.
+func (p *parser) finish() error {
 	for _, s := range p.undecided {
-		if p.selectorless[s.ServiceKey()] {
-			p.manifests.Slices = append(p.manifests.Slices, s)
+		if p.named && p.selectorless[s.ServiceKey()] {
+			p.manifests.slices = append(p.manifests.slices, s)
 		}
 	}
 	for _, kind := range slices.Sorted(maps.Keys(p.ignored)) {
-		i := p.ignored[kind]
-		i.first.Message = fmt.Sprintf("%s is not read (objects: %d)", kind, i.count)
-		p.manifests.Warnings = append(p.manifests.Warnings, i.first)
+		p.warn(p.ignored[kind][0], "%s is not read (objects: %d)", kind, len(p.ignored[kind]))
 	}
-	return &p.manifests, nil
+	if p.unlisted > 0 {
+		p.problems = append(p.problems, fmt.Errorf("and %d more errors", p.unlisted))
+	}
+	return errors.Join(p.problems...)
+}
+
+func (p *parser) warn(at, format string, args ...any) {
+	p.manifests.warnings = append(p.manifests.warnings, at+": "+fmt.Sprintf(format, args...))
+}
+
+func (p *parser) fail(at, format string, args ...any) {
+	if len(p.problems) == maxListed {
+		p.unlisted++
+		return
+	}
+	p.problems = append(p.problems, errors.New(at+": "+fmt.Sprintf(format, args...)))
 }
 
 // file reads one file. When ctx ends, the result means nothing.
 func (p *parser) file(ctx context.Context, name string, data []byte) {
-	before := len(p.errors)
-	docs, errs := documents(ctx, name, data)
-	for _, err := range errs {
-		p.fail(&Error{File: name, Line: err.line, Message: err.message})
-	}
-	docs = slices.DeleteFunc(docs, func(d document) bool { return d.root.ShortTag() == "!!null" })
-	if len(docs) == 0 && len(errs) == 0 {
-		p.fail(&Error{File: name, Message: "empty; a List without items says that there is nothing"})
-	}
-	for _, doc := range docs {
-		p.node(ctx, place{file: name, first: doc.first}, doc.root, metav1.TypeMeta{})
-	}
-	slices.SortStableFunc(p.errors[before:], func(a, b *Error) int { return cmp.Compare(a.Line, b.Line) })
-}
-
-func (p *parser) fail(err *Error) {
-	if len(p.errors) < maxErrors {
-		p.errors = append(p.errors, err)
-	}
-}
-
-func (p *parser) warn(err *Error) { p.manifests.Warnings = append(p.manifests.Warnings, err) }
-
-// place is where the nodes of a document are: their lines count from first.
-type place struct {
-	file   string
-	first  int
-	object string
-}
-
-func (at place) error(line int, message string) *Error {
-	return &Error{File: at.file, Line: at.first + line, Object: at.object, Message: message}
-}
-
-// node reads an object, or the objects of a list. The items of a typed list,
-// as the API server sends them, do not repeat their type; it is handed in.
-func (p *parser) node(ctx context.Context, at place, n *yaml3.Node, itemOf metav1.TypeMeta) {
-	if ctx.Err() != nil {
+	if !utf8.Valid(data) {
+		p.fail(name, "not UTF-8 text")
 		return
 	}
-	if n.Kind != yaml3.MappingNode {
-		p.fail(at.error(n.Line, describeNode(n)+" where an object belongs"))
-		return
+	data = bytes.TrimPrefix(data, []byte("\ufeff"))
+	// JSON is read as JSON because YAML parsers do not know all its escapes.
+	documents := yamlDocuments
+	if strings.EqualFold(filepath.Ext(name), ".json") || json.Valid(data) {
+		documents = jsonDocuments
 	}
-	apiVersion := cmp.Or(text(n, "apiVersion"), itemOf.APIVersion)
-	kind := cmp.Or(text(n, "kind"), itemOf.Kind)
-	if apiVersion == "" || kind == "" {
-		p.fail(at.error(n.Line, "an object needs apiVersion and kind"))
-		return
-	}
-	if of, isList := strings.CutSuffix(kind, "List"); isList {
-		if key, items := child(n, "items"); key != nil || of == "" {
-			itemOf = metav1.TypeMeta{}
-			if of != "" {
-				itemOf = metav1.TypeMeta{APIVersion: apiVersion, Kind: of}
-			}
-			p.items(ctx, at, items, itemOf)
-			return
+	empty, number := true, 0
+	documents(data, func(line int, document []byte, err error) bool {
+		number++
+		at := fmt.Sprintf("%s: document %d (line %d)", name, number, line)
+		if err != nil {
+			p.fail(at, "%v", err)
+		} else if string(document) != "null" {
+			p.object(ctx, at, document, metav1.TypeMeta{})
 		}
-	}
-
-	at.object = kind
-	if name := text(n, "metadata", "name"); name != "" {
-		if kind != "Node" {
-			name = cmp.Or(text(n, "metadata", "namespace"), metav1.NamespaceDefault) + "/" + name
-		}
-		at.object += " " + name
-	}
-	switch apiVersion + " " + kind {
-	case "v1 Service":
-		p.service(at, n)
-	case "discovery.k8s.io/v1 EndpointSlice":
-		p.slice(at, n)
-	case "v1 Node":
-		p.clusterNode(at, n)
-	default:
-		kind := apiVersion + " " + kind
-		if p.ignored[kind] == nil {
-			at.object = ""
-			p.ignored[kind] = &ignored{first: at.error(n.Line, "")}
-		}
-		p.ignored[kind].count++
-	}
-}
-
-func (p *parser) items(ctx context.Context, at place, items *yaml3.Node, itemOf metav1.TypeMeta) {
-	switch {
-	case items == nil || items.ShortTag() == "!!null":
-	case items.Kind != yaml3.SequenceNode:
-		p.fail(at.error(items.Line, "items: "+describeNode(items)+" where a list belongs"))
-	default:
-		for _, item := range items.Content {
-			p.node(ctx, at, item, itemOf)
-		}
-	}
-}
-
-func (p *parser) service(at place, n *yaml3.Node) {
-	var object corev1.Service
-	if !p.decode(at, n, &object) {
-		return
-	}
-	object.Namespace = cmp.Or(object.Namespace, metav1.NamespaceDefault)
-	service, problems := p.converter.Service(&object)
-	failed := p.report(at, n, problems, func(c check) { c.service(&object) })
-	if failed || !p.converter.WantsService(&object) {
-		return
-	}
-	p.manifests.Services = append(p.manifests.Services, service)
-	if watcher.Selectorless(&object) && p.anySlice {
-		p.selectorless[service.Key()] = true
-	}
-}
-
-func (p *parser) slice(at place, n *yaml3.Node) {
-	var object discoveryv1.EndpointSlice
-	if !p.decode(at, n, &object) {
-		return
-	}
-	object.Namespace = cmp.Or(object.Namespace, metav1.NamespaceDefault)
-	slice, problems := p.converter.EndpointSlice(&object)
-	failed := p.report(at, n, problems, func(c check) {
-		c.name("metadata.name", object.Name, validation.IsDNS1123Subdomain)
-		c.name("metadata.namespace", object.Namespace, validation.IsDNS1123Label)
+		empty = empty && string(document) == "null"
+		return ctx.Err() == nil
 	})
-	if failed {
+	if empty {
+		p.fail(name, "empty; a List without items says that there is nothing")
+	}
+}
+
+// object reads an object, or the objects of a list. The items of a typed list, as the
+// API server sends them, do not repeat their type; it is handed in.
+func (p *parser) object(ctx context.Context, at string, data []byte, itemOf metav1.TypeMeta) {
+	var head struct {
+		metav1.TypeMeta `json:",inline"`
+		Metadata        struct {
+			Name      string `json:"name"`
+			Namespace string `json:"namespace"`
+		} `json:"metadata"`
+		Items json.RawMessage `json:"items"`
+	}
+	// A field of the wrong type is left empty here, and found again below.
+	duplicates, _ := kjson.UnmarshalStrict(data, &head, kjson.DisallowDuplicateFields)
+	apiVersion, kind := cmp.Or(head.APIVersion, itemOf.APIVersion), cmp.Or(head.Kind, itemOf.Kind)
+	if apiVersion == "" || kind == "" {
+		p.fail(at, "not an object with apiVersion and kind")
 		return
 	}
-	if count := len(object.Endpoints); count > maxEndpoints {
-		p.warn(at.error(lineOf(n, "endpoints"), fmt.Sprintf("endpoints: %d of them; an API server admits %d in a slice", count, maxEndpoints)))
+	if of, isList := strings.CutSuffix(kind, "List"); isList && (head.Items != nil || of == "") {
+		var items []json.RawMessage
+		if head.Items != nil && json.Unmarshal(head.Items, &items) != nil {
+			p.fail(at, "items: not a list")
+		}
+		for _, err := range duplicates {
+			p.fail(at, "%v", err)
+		}
+		if itemOf = (metav1.TypeMeta{APIVersion: apiVersion, Kind: of}); of == "" {
+			itemOf.APIVersion = "" // of a List, whose items have their own
+		}
+		for i := 0; i < len(items) && ctx.Err() == nil; i++ {
+			p.object(ctx, fmt.Sprintf("%s: items[%d]", at, i), items[i], itemOf)
+		}
+		return
 	}
-	switch {
-	case slice == nil:
-	case p.converter.WantsSlice(&object):
-		p.manifests.Slices = append(p.manifests.Slices, slice)
-	case p.anySlice:
+	kinds := map[string]func(string, []byte){"v1 Service": p.service, "discovery.k8s.io/v1 EndpointSlice": p.slice, "v1 Node": p.node}
+	read := kinds[apiVersion+" "+kind]
+	if read == nil {
+		p.ignored[apiVersion+" "+kind] = append(p.ignored[apiVersion+" "+kind], at)
+		return
+	}
+	object := kind
+	if name := head.Metadata.Name; name != "" {
+		if kind != "Node" {
+			name = cmp.Or(head.Metadata.Namespace, metav1.NamespaceDefault) + "/" + name
+		}
+		object += " " + name
+		if first, again := p.defined[object]; again {
+			p.fail(at+": "+object, "already defined in %s", first)
+		}
+		p.defined[object] = at
+	}
+	read(at+": "+object, data)
+}
+
+func (p *parser) service(at string, data []byte) {
+	var in corev1.Service
+	if !p.decode(at, data, &in, &in.ObjectMeta, validation.IsDNS1123Label) {
+		return
+	}
+	p.validate(at, &in)
+	service, problems := p.converter.Service(&in)
+	p.report(at, problems)
+	if p.converter.WantsService(&in) {
+		p.manifests.services = append(p.manifests.services, service)
+		p.selectorless[service.Key()] = watcher.Selectorless(&in)
+	}
+}
+
+func (p *parser) slice(at string, data []byte) {
+	var in discoveryv1.EndpointSlice
+	if !p.decode(at, data, &in, &in.ObjectMeta, validation.IsDNS1123Subdomain) {
+		return
+	}
+	if count, limit := len(in.Endpoints), 1000; count > limit {
+		p.warn(at, "endpoints: %d of them; an API server admits %d in a slice", count, limit)
+	}
+	slice, problems := p.converter.EndpointSlice(&in)
+	p.report(at, problems)
+	if p.converter.WantsSlice(&in) && slice != nil {
+		p.manifests.slices = append(p.manifests.slices, slice)
+	} else if slice != nil {
 		p.undecided = append(p.undecided, slice)
 	}
 }
 
-func (p *parser) clusterNode(at place, n *yaml3.Node) {
-	var object corev1.Node
-	if !p.decode(at, n, &object) {
+func (p *parser) node(at string, data []byte) {
+	var in corev1.Node
+	if !p.decode(at, data, &in, &in.ObjectMeta, validation.IsDNS1123Subdomain) {
 		return
 	}
-	node, problems := p.converter.Node(&object)
-	failed := p.report(at, n, problems, func(c check) {
-		c.name("metadata.name", object.Name, validation.IsDNS1123Subdomain)
-	})
-	if !failed {
-		p.manifests.Nodes = append(p.manifests.Nodes, node)
-	}
+	node, problems := p.converter.Node(&in)
+	p.report(at, problems)
+	p.manifests.nodes = append(p.manifests.nodes, node)
 }
 
-// decode decodes n into object and reports whether that went well.
+// decode decodes an object, and reports whether it has the right form.
 //
-// A field that the type does not have is refused: a misspelt field that is
-// ignored does more harm. In an object that an API server has written, which
-// its UID tells, such a field is no mistake but that of a later release; it is
-// left out with a warning.
-func (p *parser) decode(at place, n *yaml3.Node, object any) (ok bool) {
-	ok = true
-	fail := func(n *yaml3.Node, message string) {
-		ok = false
-		p.fail(at.error(n.Line, message))
-	}
-	p.decoder.invalid, p.decoder.unknown = fail, fail
-	if text(n, "metadata", "uid") != "" {
-		p.decoder.unknown = func(n *yaml3.Node, message string) { p.warn(at.error(n.Line, message+" is not read")) }
-	}
-	p.decoder.decode(n, object)
-	return ok
-}
-
-// report reports what the converter and our own check say of an object, and
-// whether the object has to be refused: an API server lets pass a slice that
-// belongs to no service and a node address that is none.
-func (p *parser) report(at place, n *yaml3.Node, problems []watcher.Problem, own func(check)) (failed bool) {
-	failed = p.definedBefore(at, n)
-	own(check{fail: func(field, message string) {
-		failed = true
-		p.fail(at.error(lineOf(n, field), field+": "+message))
-	}})
-	for _, problem := range problems {
-		err := at.error(lineOf(n, problem.Field), problem.Field+": "+problem.Message)
-		if strings.HasPrefix(problem.Field, "metadata.labels[") || strings.HasPrefix(problem.Field, "status.addresses") {
-			p.warn(err)
+// An unknown field is an error: a misspelt field that is ignored does more harm. In an
+// object that an API server has written, which its UID tells, it is a field of a later
+// release, which is left out with a warning.
+func (p *parser) decode(at string, data []byte, into any, meta *metav1.ObjectMeta, rule func(string) []string) bool {
+	wrong, unknown := decode(data, into, maxListed-len(p.problems))
+	for _, err := range append(wrong, unknown...) {
+		if meta.UID != "" && strings.HasPrefix(err.Error(), "unknown field") {
+			p.warn(at, "%v is not read", err)
 		} else {
-			failed = true
-			p.fail(err)
+			p.fail(at, "%v", err)
 		}
 	}
-	return failed
-}
-
-// definedBefore reports an object that is not the first of its name.
-func (p *parser) definedBefore(at place, n *yaml3.Node) bool {
-	if text(n, "metadata", "name") == "" {
+	if len(wrong) > 0 {
 		return false
 	}
-	here := at.error(n.Line, "")
-	if first, again := p.defined[at.object]; again {
-		here.Message = fmt.Sprintf("already defined at %s:%d", first.File, first.Line)
-		p.fail(here)
-		return true
+	p.name(at, "metadata.name", meta.Name, rule)
+	if _, isNode := into.(*corev1.Node); !isNode {
+		meta.Namespace = cmp.Or(meta.Namespace, metav1.NamespaceDefault)
+		p.name(at, "metadata.namespace", meta.Namespace, validation.IsDNS1123Label)
 	}
-	p.defined[at.object] = here
-	return false
+	return true
+}
+
+// report reports what the converter says of an object. An API server admits a slice that
+// belongs to no service, and an invalid address of a node.
+func (p *parser) report(at string, problems []watcher.Problem) {
+	for _, problem := range problems {
+		report := p.fail
+		if strings.HasPrefix(problem.Field, "metadata.labels[") || strings.HasPrefix(problem.Field, "status.addresses") {
+			report = p.warn
+		}
+		report(at, "%s: %s", problem.Field, problem.Message)
+	}
+}
+
+// name applies one of the API's rules for names.
+func (p *parser) name(at, field, name string, rule func(string) []string) {
+	if name == "" {
+		p.fail(at, "%s: missing", field)
+		return
+	}
+	for _, message := range rule(name) {
+		p.fail(at, "%s: %q: %s", field, name, message)
+	}
+}
+
+// oneOf checks a value that may be empty, for the API's default.
+func (p *parser) oneOf(at, field, v string, known ...string) {
+	if v != "" && !slices.Contains(known, v) {
+		p.fail(at, "%s: %q is none of %s", field, v, strings.Join(known, ", "))
+	}
+}
+
+// validate reports what the API server would not admit and a watcher.Converter, which
+// expects admitted objects, does not look for.
+func (p *parser) validate(at string, s *corev1.Service) {
+	spec := &s.Spec
+	if spec.Type == corev1.ServiceTypeExternalName {
+		return
+	}
+	if len(spec.ClusterIPs) == 0 && spec.ClusterIP != "" {
+		spec.ClusterIPs = []string{spec.ClusterIP} // as the API server does
+	}
+	ips := spec.ClusterIPs
+	headless := slices.Contains(ips, corev1.ClusterIPNone)
+	if spec.ClusterIP != "" && spec.ClusterIP != ips[0] {
+		p.fail(at, "spec.clusterIPs[0]: %q is not spec.clusterIP, %q", ips[0], spec.ClusterIP)
+	}
+	if headless && len(ips) > 1 {
+		p.fail(at, "spec.clusterIPs: None excludes all others")
+	}
+	if headless && (spec.Type == corev1.ServiceTypeNodePort || spec.Type == corev1.ServiceTypeLoadBalancer) {
+		p.fail(at, "spec.clusterIP: None does not go with type %s", spec.Type)
+	}
+	for i, ip := range ips {
+		parsed := utilnet.ParseIPSloppy(ip) // or the converter reports it
+		is6 := utilnet.IsIPv6(parsed)
+		if i > 0 && parsed != nil && utilnet.IsIPv6(utilnet.ParseIPSloppy(ips[0])) == is6 {
+			p.fail(at, "spec.clusterIPs[%d]: %s is of the same family as the first", i, ip)
+		} else if parsed != nil && i < len(spec.IPFamilies) && spec.IPFamilies[i] == map[bool]corev1.IPFamily{false: "IPv6", true: "IPv4"}[is6] {
+			p.fail(at, "spec.clusterIPs[%d]: %s is not an %s address, as spec.ipFamilies[%d] says", i, ip, spec.IPFamilies[i], i)
+		}
+	}
+	if len(spec.Ports) == 0 && !headless {
+		p.fail(at, "spec.ports: missing; only headless services go without")
+	}
+	for i, port := range spec.Ports {
+		if port.Name == "" && len(spec.Ports) > 1 {
+			p.fail(at, "spec.ports[%d].name: missing; a service with several ports names each", i)
+		} else if port.Name != "" {
+			p.name(at, fmt.Sprintf("spec.ports[%d].name", i), port.Name, validation.IsDNS1123Label)
+		}
+		if port.TargetPort.Type == intstr.String && port.TargetPort.StrVal != "" {
+			p.name(at, fmt.Sprintf("spec.ports[%d].targetPort", i), port.TargetPort.StrVal, validation.IsValidPortName)
+		}
+	}
+	p.oneOf(at, "spec.ipFamilyPolicy", string(ptr.Deref(spec.IPFamilyPolicy, "")), "SingleStack", "PreferDualStack", "RequireDualStack")
+	p.oneOf(at, "spec.internalTrafficPolicy", string(ptr.Deref(spec.InternalTrafficPolicy, "")), "Cluster", "Local")
+	p.oneOf(at, "spec.externalTrafficPolicy", string(spec.ExternalTrafficPolicy), "Cluster", "Local")
+	for i, in := range s.Status.LoadBalancer.Ingress {
+		p.oneOf(at, fmt.Sprintf("status.loadBalancer.ingress[%d].ipMode", i), string(ptr.Deref(in.IPMode, "")), "VIP", "Proxy")
+	}
 }

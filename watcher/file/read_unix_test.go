@@ -18,7 +18,7 @@ func TestANamedPipeIsNotWaitedFor(t *testing.T) {
 	must(t, syscall.Mkfifo(path, 0o600))
 	for name, path := range map[string]string{"by name": path, "in a folder": filepath.Dir(path)} {
 		t.Run(name, func(t *testing.T) {
-			_, err := Load(t.Context(), path, watcher.Options{})
+			_, err := load(t.Context(), path, watcher.Options{})
 			if err == nil || !strings.Contains(err.Error(), "m.yaml: not a regular file (prw") {
 				t.Errorf("error is %v", err)
 			}

@@ -5,119 +5,260 @@ package file
 import (
 	"bufio"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
+	"maps"
+	"slices"
+	"time"
 
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/yaml"
+
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/watcher"
-	"sigs.k8s.io/yaml"
 )
 
-// DefaultAllPortsAnnotation is what Write marks all-ports services with unless
-// told otherwise. Kubernetes has no field for that.
+// DefaultAllPortsAnnotation is the annotation with which Write marks all-ports services by
+// default. Kubernetes has no field for them.
 const DefaultAllPortsAnnotation = "all-ports"
 
-// WriteOptions say how Write writes. The zero value writes YAML that is read
-// without a proxy name.
+// WriteOptions say how Write writes. The zero value writes YAML for a reader without a
+// proxy name.
 type WriteOptions struct {
 	// JSON writes a List in JSON instead of documents in YAML.
 	JSON bool
-	// ServiceProxyName, if not empty, is written as the label
-	// service.kubernetes.io/service-proxy-name of services and slices, for who
-	// reads with watcher.Options.ServiceProxyName. The state does not have it.
+	// ServiceProxyName, if not empty, labels services and slices for a reader with the
+	// same watcher.Options.ServiceProxyName.
 	ServiceProxyName string
-	// AllPortsAnnotation is the annotation that all-ports services get, for who
-	// reads with watcher.AllPortsAnnotated. Default: DefaultAllPortsAnnotation.
+	// AllPortsAnnotation marks all-ports services for a reader with
+	// watcher.AllPortsAnnotated. Default: DefaultAllPortsAnnotation.
 	AllPortsAnnotation string
 }
 
-// Write writes the services, slices and nodes of s to w as manifests, in order.
-// Who reads them with the proxy name and the annotation of opts, and keeps the
-// labels and annotations that s has, gets a state that is equal to s.
+// Write writes the services, slices and nodes of s to w as manifests, in order. A reader
+// with the proxy name and the annotation of opts, which keeps the labels and annotations
+// that s has, gets a state that is equal to s.
 //
-// It returns an error that names the object if there is one that manifests cannot
-// tell: one that an API server would not have. What was written by then is to be
-// thrown away, as with an error of w.
+// It returns an error that names the first object that manifests cannot express, which an
+// API server would not have. After an error the output means nothing.
 func Write(w io.Writer, s *cluster.Snapshot, opts WriteOptions) error {
 	if opts.AllPortsAnnotation == "" {
 		opts.AllPortsAnnotation = DefaultAllPortsAnnotation
 	}
-	converter, err := watcher.New(watcher.Options{
-		ServiceProxyName: opts.ServiceProxyName,
-		KeepLabels:       everyKey,
-		KeepAnnotations:  everyKey,
-		AllPorts:         watcher.AllPortsAnnotated(opts.AllPortsAnnotation),
-	})
+	allPorts, everyKey := watcher.AllPortsAnnotated(opts.AllPortsAnnotation), []string{"*", "*/*"}
+	converter, err := watcher.New(watcher.Options{ServiceProxyName: opts.ServiceProxyName, KeepLabels: everyKey, KeepAnnotations: everyKey, AllPorts: allPorts})
 	if err != nil {
 		return err
 	}
-	out := bufio.NewWriter(w)
-	e := encoder{out: out, json: opts.JSON}
-	o := objects{opts: opts, converter: converter}
-	e.begin()
-	for key, service := range s.Services.All() {
-		if err := e.object(o.service(service)); err != nil {
-			return fmt.Errorf("write Service %s: %w", key, err)
-		}
+	o := &objects{opts: opts, allPorts: allPorts, converter: converter, out: bufio.NewWriter(w), marshal: yaml.Marshal, separator: "---\n"}
+	if opts.JSON {
+		o.marshal, o.separator = json.Marshal, `{"apiVersion":"v1","kind":"List","items":[`+"\n"
 	}
-	for key, slice := range s.Slices.All() {
-		if err := e.object(o.slice(slice)); err != nil {
-			return fmt.Errorf("write EndpointSlice %s: %w", key, err)
-		}
+	for _, service := range s.Services.All() {
+		o.service(service)
 	}
-	for name, node := range s.Nodes.All() {
-		if err := e.object(o.node(node)); err != nil {
-			return fmt.Errorf("write Node %s: %w", name, err)
-		}
+	for _, slice := range s.Slices.All() {
+		o.slice(slice)
 	}
-	e.end()
-	return out.Flush()
-}
-
-// everyKey are the patterns that all labels and annotations match.
-var everyKey = []string{"*", "*/*"}
-
-// encoder writes objects one after the other. The writer keeps its first error to
-// itself until it is flushed.
-type encoder struct {
-	out     *bufio.Writer
-	json    bool
-	objects int
-}
-
-func (e *encoder) begin() {
-	if e.json {
-		e.out.WriteString(`{"apiVersion":"v1","kind":"List","items":[`)
+	for _, node := range s.Nodes.All() {
+		o.node(node)
 	}
-}
-
-// object writes an object, unless there is an error already.
-func (e *encoder) object(object any, err error) error {
-	if err != nil {
-		return err
-	}
-	separator, marshal := "---\n", yaml.Marshal
-	if e.json {
-		separator, marshal = ",\n", json.Marshal
-		if e.objects == 0 {
-			separator = "\n"
-		}
-	}
-	text, err := marshal(object)
-	if err != nil {
-		return err
-	}
-	e.objects++
-	e.out.WriteString(separator)
-	e.out.Write(text)
-	return nil
-}
-
-func (e *encoder) end() {
 	switch {
-	case e.json:
-		e.out.WriteString("\n]}\n")
-	case e.objects == 0:
-		e.out.WriteString("apiVersion: v1\nkind: List\nitems: []\n")
+	case o.err != nil:
+		return o.err
+	case s.Services.Len()+s.Slices.Len()+s.Nodes.Len() == 0:
+		o.out.WriteString(`{"apiVersion":"v1","kind":"List","items":[]}` + "\n") // which is YAML, too
+	case opts.JSON:
+		o.out.WriteString("\n]}\n")
 	}
+	return o.out.Flush() // which returns the first error of all that was written
+}
+
+// objects is the inverse of watcher.Converter, which converts what it writes back.
+type objects struct {
+	opts      WriteOptions
+	allPorts  func(*corev1.Service) bool
+	converter *watcher.Converter
+	out       *bufio.Writer
+	marshal   func(any) ([]byte, error)
+	separator string
+	err       error
+}
+
+// write writes an object, unless it would be read as another one.
+func (o *objects) write(name string, object any, same bool, problems []watcher.Problem) {
+	text, err := o.marshal(object)
+	if len(problems) > 0 {
+		err = fmt.Errorf("%s: %s", problems[0].Field, problems[0].Message)
+	} else if !same {
+		err = errors.New("it would be read as another one")
+	}
+	if err != nil && o.err == nil {
+		o.err = fmt.Errorf("write %s: %w", name, err)
+	}
+	o.out.WriteString(o.separator + string(text))
+	if o.opts.JSON {
+		o.separator = ",\n"
+	}
+}
+
+func (o *objects) service(s *api.Service) {
+	first, second := s.IPs.ClusterIPs.V4, s.IPs.ClusterIPs.V6
+	if len(s.IPFamilies) > 0 && s.IPFamilies[0] == api.IPv6 {
+		first, second = second, first
+	}
+	spec := corev1.ServiceSpec{
+		Type: corev1.ServiceType(s.Type), HealthCheckNodePort: s.HealthCheckNodePort,
+		ClusterIPs: slices.Concat(texts(first), texts(second)), ExternalIPs: texts(slices.Collect(s.IPs.ExternalIPs.All())),
+	}
+	if s.IPs.Headless {
+		spec.ClusterIPs = []string{corev1.ClusterIPNone}
+	}
+	if len(spec.ClusterIPs) > 0 {
+		spec.ClusterIP = spec.ClusterIPs[0]
+	}
+	for _, f := range s.IPFamilies {
+		spec.IPFamilies = append(spec.IPFamilies, corev1.IPFamily(f.String()))
+	}
+	for _, p := range s.Ports {
+		target := intstr.FromInt32(p.TargetPort)
+		if p.TargetPortName != "" {
+			target = intstr.FromString(p.TargetPortName)
+		}
+		spec.Ports = append(spec.Ports, corev1.ServicePort{
+			Name: p.Name, Protocol: corev1.Protocol(p.Protocol.String()), AppProtocol: unlessEmpty(p.AppProtocol),
+			Port: p.Port, NodePort: p.NodePort, TargetPort: target,
+		})
+	}
+	if s.ExternalTrafficToLocal {
+		spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal
+	}
+	if s.InternalTrafficToLocal {
+		spec.InternalTrafficPolicy = ptr.To(corev1.ServiceInternalTrafficPolicyLocal)
+	}
+	if affinity := s.SessionAffinity.ClientIP; affinity != nil {
+		spec.SessionAffinity = corev1.ServiceAffinityClientIP
+		spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: &affinity.TimeoutSeconds}}
+	}
+	for _, filter := range s.SourceRanges {
+		spec.LoadBalancerSourceRanges = append(spec.LoadBalancerSourceRanges, texts(filter.Prefixes)...)
+	}
+	var ingress []corev1.LoadBalancerIngress
+	for ip := range s.IPs.LoadBalancerIPs.All() {
+		ingress = append(ingress, corev1.LoadBalancerIngress{IP: ip.String(), IPMode: ptr.To(corev1.LoadBalancerIPModeVIP)})
+	}
+	for ip := range s.IPs.ProxiedIPs.All() {
+		ingress = append(ingress, corev1.LoadBalancerIngress{IP: ip.String(), IPMode: ptr.To(corev1.LoadBalancerIPModeProxy)})
+	}
+	out := &corev1.Service{
+		TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Service"},
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: s.Namespace, Name: s.Name, UID: s.UID, CreationTimestamp: metav1.NewTime(s.Created),
+			Labels: maps.Clone(s.Labels), Annotations: maps.Clone(s.Annotations),
+		},
+		Spec:   spec,
+		Status: corev1.ServiceStatus{LoadBalancer: corev1.LoadBalancerStatus{Ingress: ingress}},
+	}
+	if s.AllPorts && !o.allPorts(out) {
+		metav1.SetMetaDataAnnotation(&out.ObjectMeta, o.opts.AllPortsAnnotation, "true")
+	}
+	o.mark(&out.ObjectMeta)
+	back, problems := o.converter.Service(out)
+	back.Labels, back.Annotations = only(back.Labels, s.Labels), only(back.Annotations, s.Annotations)
+	o.write("Service "+s.Key().String(), out, back.Equal(s), problems)
+}
+
+// mark labels an object for its proxy.
+func (o *objects) mark(meta *metav1.ObjectMeta) {
+	if o.opts.ServiceProxyName != "" {
+		metav1.SetMetaDataLabel(meta, watcher.LabelServiceProxyName, o.opts.ServiceProxyName)
+	}
+}
+
+// only returns m without the keys that known lacks: the marks, which the reader drops.
+func only(m, known map[string]string) map[string]string {
+	maps.DeleteFunc(m, func(key, _ string) bool { _, ok := known[key]; return !ok })
+	return m
+}
+
+func (o *objects) slice(s *api.EndpointSlice) {
+	out := &discoveryv1.EndpointSlice{
+		TypeMeta:    metav1.TypeMeta{APIVersion: "discovery.k8s.io/v1", Kind: "EndpointSlice"},
+		ObjectMeta:  metav1.ObjectMeta{Namespace: s.Namespace, Name: s.Name, Labels: map[string]string{discoveryv1.LabelServiceName: s.ServiceName}},
+		AddressType: discoveryv1.AddressType(s.Family.String()),
+		Endpoints:   []discoveryv1.Endpoint{},
+	}
+	o.mark(&out.ObjectMeta)
+	if !s.TriggerTime.IsZero() {
+		out.Annotations = map[string]string{corev1.EndpointsLastChangeTriggerTime: s.TriggerTime.UTC().Format(time.RFC3339Nano)}
+	}
+	for _, p := range s.Ports {
+		port := discoveryv1.EndpointPort{Name: &p.Name, Protocol: ptr.To(corev1.Protocol(p.Protocol.String())), AppProtocol: unlessEmpty(p.AppProtocol)}
+		if p.Port != 0 {
+			port.Port = &p.Port
+		}
+		out.Ports = append(out.Ports, port)
+	}
+	for _, e := range s.Endpoints {
+		endpoint := discoveryv1.Endpoint{
+			Addresses: []string{e.Addr.String()}, Hostname: unlessEmpty(e.Hostname), NodeName: unlessEmpty(e.NodeName), Zone: unlessEmpty(e.Zone),
+			Conditions: discoveryv1.EndpointConditions{Ready: &e.Ready, Serving: &e.Serving, Terminating: &e.Terminating},
+		}
+		if e.Hints != nil {
+			endpoint.Hints = &discoveryv1.EndpointHints{}
+			for _, name := range e.Hints.ForNodes {
+				endpoint.Hints.ForNodes = append(endpoint.Hints.ForNodes, discoveryv1.ForNode{Name: name})
+			}
+			for _, name := range e.Hints.ForZones {
+				endpoint.Hints.ForZones = append(endpoint.Hints.ForZones, discoveryv1.ForZone{Name: name})
+			}
+		}
+		out.Endpoints = append(out.Endpoints, endpoint)
+	}
+	back, problems := o.converter.EndpointSlice(out)
+	o.write("EndpointSlice "+s.Key().String(), out, back.Equal(s), problems)
+}
+
+func (o *objects) node(n *api.Node) {
+	out := &corev1.Node{
+		TypeMeta:   metav1.TypeMeta{APIVersion: "v1", Kind: "Node"},
+		ObjectMeta: metav1.ObjectMeta{Name: n.Name, UID: n.UID, Labels: n.Labels},
+		Spec:       corev1.NodeSpec{PodCIDRs: texts(n.PodCIDRs)},
+	}
+	if n.Deleting {
+		out.DeletionTimestamp = &metav1.Time{Time: time.Unix(0, 0)} // the real time is not known
+	}
+	for _, a := range n.Addresses {
+		out.Status.Addresses = append(out.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeAddressType(a.Type), Address: a.IP.String()})
+	}
+	for _, t := range n.Taints {
+		out.Spec.Taints = append(out.Spec.Taints, corev1.Taint{Key: t.Key, Value: t.Value, Effect: corev1.TaintEffect(t.Effect)})
+	}
+	back, problems := o.converter.Node(out)
+	// Without the many fields of a status that are never omitted.
+	object := map[string]any{
+		"apiVersion": out.APIVersion, "kind": out.Kind, "metadata": out.ObjectMeta, "spec": out.Spec,
+		"status": map[string]any{"addresses": out.Status.Addresses},
+	}
+	o.write("Node "+n.Name, object, back.Equal(n), problems)
+}
+
+func unlessEmpty(s string) *string {
+	if s == "" {
+		return nil
+	}
+	return &s
+}
+
+func texts[T fmt.Stringer](list []T) (out []string) {
+	for _, v := range list {
+		out = append(out, v.String())
+	}
+	return out
 }

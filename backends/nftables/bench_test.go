@@ -180,7 +180,7 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 				}
 				defer observer.close()
 				src.Reset()
-				d, stop := drive(b, src, be, 0)
+				d, stop := drive(b, src, sink.Func(be.Sync), 0)
 				waitApplied(b, d, src)
 				var waits []time.Duration
 				for b.Loop() {
@@ -194,7 +194,7 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 						waitReadAhead(be)
 						b.StartTimer()
 						before = 0
-						d, stop = drive(b, src, be, 0)
+						d, stop = drive(b, src, sink.Func(be.Sync), 0)
 					}
 					for d.Status().SyncingSince.IsZero() && d.Status().Passes == before {
 						time.Sleep(10 * time.Microsecond)

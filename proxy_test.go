@@ -232,7 +232,7 @@ func TestEachSinkHasItsOptions(t *testing.T) {
 }
 
 func TestHealthOfANode(t *testing.T) {
-	const plain = "apiVersion: v1\nkind: Node\nmetadata: {name: n}\n"
+	const plain = "apiVersion: v1\nkind: Node\nmetadata: {name: node-1}\n"
 	manifest := filepath.Join(t.TempDir(), "node.yaml")
 	write := func(text string) {
 		t.Helper()
@@ -247,7 +247,7 @@ func TestHealthOfANode(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan error)
 	nodes := make(chan *api.Node, 10)
-	p, err := kpng.New(kpng.Options{Manifests: manifest, NodeName: " N\n", Sinks: []kpng.Sink{{Sink: sink.Func(func(_ context.Context, c *sink.Changes) error {
+	p, err := kpng.New(kpng.Options{Manifests: manifest, NodeName: " Node-1\n", Sinks: []kpng.Sink{{Sink: sink.Func(func(_ context.Context, c *sink.Changes) error {
 		nodes <- c.Node
 		return nil
 	})}}})

@@ -81,7 +81,7 @@ func NewWindows() *Proxy {
 func (p *Proxy) Register(fs *pflag.FlagSet) {
 	if p.netsh != nil {
 		fs.StringVar(&p.netsh.Interface, "interface", "", "put the addresses of services on the network interface of this `name`; without it, $"+windows.InterfaceVariable+" or "+windows.DefaultInterface)
-		fs.StringVar(&p.netsh.StateFile, "state-file", "", "note the addresses that were added in this `file`; without it, in %ProgramData%\\kpng\\userspace.addresses")
+		fs.StringVar(&p.netsh.StateFile, "state-file", "", "note the addresses that were added in this `file`; without it, in %ProgramData%\\kpng\\userspace.journal")
 		fs.DurationVar(&p.netsh.Timeout, "address-timeout", 0, "how long an address that was added may take until it can be used; 0 means 10 s")
 	}
 	f := &p.flags

@@ -66,11 +66,14 @@ func New(hns kernelspace.HNS) *Proxy {
 func (p *Proxy) Register(fs *pflag.FlagSet) {
 	fs.StringVar(&p.opts.Network, "network", os.Getenv("KUBE_NETWORK"), "the `name` of the HNS network that pods are on; without it, $KUBE_NETWORK")
 	fs.StringVar(&p.opts.Name, "instance", "kpng", "the `name` that tells what this program made from what others did; each instance on a node needs its own, and its own --state-file")
-	fs.StringVar(&p.opts.StateFile, "state-file", filepath.Join(os.Getenv("ProgramData"), "kpng", "kernelspace.json"), "the `file` that remembers which load balancers are this program's")
-	fs.BoolVar(&p.opts.EnableDSR, "enable-dsr", false, "use direct server return for cluster IPs")
-	fs.Var(&addresses{&p.opts.SourceVIPs}, "source-vip", "the source `address` of what load balancers send on, at most one a family; an overlay network needs one")
+	fs.StringVar(&p.opts.StateFile, "state-file", filepath.Join(os.Getenv("ProgramData"), "kpng", "kernelspace.journal"), "the `file` that remembers which load balancers are this program's")
+	fs.BoolVar(&p.opts.EnableDSR, "enable-dsr", false, "use direct server return for cluster IPs; fails where Windows lacks it")
+	fs.Var(&addresses{&p.opts.SourceVIPs}, "source-vip", "the source `address` of what load balancers send on, at most one a family; an overlay network needs one of IPv4; without it, the node's address")
 	fs.Var(&addresses{&p.opts.NodeIPs}, "node-ip", "an `address` of this node; without it, those of its Node object")
-	fs.StringVar(&p.opts.HostMAC, "host-mac", "", "the hardware `address`, as in 00-15-5d-01-02-03, for the source VIP on an overlay network; without it, that of the interface that has the node's address")
+	fs.StringVar(&p.opts.HostMAC, "host-mac", "", "the hardware `address`, as in 00-15-5d-01-02-03, for the source VIP and cluster IPs on an overlay network; without it, that of the interface that has the node's address")
+	fs.BoolVar(&p.opts.ForwardHealthChecks, "forward-healthcheck-vip", false, "forward health checks at load-balancer addresses to this node")
+	fs.Uint16Var(&p.opts.HealthzPort, "forward-healthcheck-port", 10256, "the `port` for forwarded health checks of services without a health-check node port: that of --healthz-bind-address; 0 forwards none of them")
+	fs.StringVar(&p.opts.RootEndpoint, "root-hnsendpoint-name", "cbr0", "the `name` of the HNS endpoint through which this node is reached, for forwarded health checks")
 	p.checks.Register(fs)
 }
 

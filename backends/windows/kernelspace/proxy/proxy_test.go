@@ -44,13 +44,16 @@ func TestFlagsBecomeOptions(t *testing.T) {
 		want kernelspace.Options
 	}{
 		{"the environment names the network and the folder", nil, kernelspace.Options{
-			Network: "l2bridge", Name: "kpng", StateFile: filepath.Join("/data", "kpng", "kernelspace.json"),
+			Network: "l2bridge", Name: "kpng", StateFile: filepath.Join("/data", "kpng", "kernelspace.journal"),
+			HealthzPort: 10256, RootEndpoint: "cbr0",
 		}},
 		{"everything", []string{
 			"--network=vxlan", "--instance=mine", "--state-file=mine.json", "--enable-dsr", "--source-vip=10.1.1.250,fd00::250",
 			"--node-ip=192.168.0.1", "--node-ip=fd00:192::1", "--host-mac=00-15-5d-01-02-03",
+			"--forward-healthcheck-vip", "--forward-healthcheck-port=10257", "--root-hnsendpoint-name=root",
 		}, kernelspace.Options{
 			Network: "vxlan", Name: "mine", StateFile: "mine.json", EnableDSR: true, HostMAC: "00-15-5d-01-02-03",
+			ForwardHealthChecks: true, HealthzPort: 10257, RootEndpoint: "root",
 			SourceVIPs: []netip.Addr{addr("10.1.1.250"), addr("fd00::250")}, NodeIPs: []netip.Addr{addr("192.168.0.1"), addr("fd00:192::1")},
 		}},
 	} {

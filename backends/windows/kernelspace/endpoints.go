@@ -8,6 +8,8 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+
+	"github.com/kpng-project/kpng/api"
 )
 
 // endpoints returns the IDs of a policy's endpoints, and an error that names
@@ -93,6 +95,9 @@ func (p *pass) ensureVIPEndpoint(vip netip.Addr) error {
 		return nil
 	}
 	mac, err := p.hostMAC()
+	if err == nil && !p.terrain.nodeIP(api.FamilyOf(vip)).IsValid() {
+		err = errors.New("this node's address is not known")
+	}
 	if err == nil {
 		_, err = p.createEndpoint(p.terrain.vipEndpoint(endpointName(p.opts.Name, vip), vip, mac))
 	}

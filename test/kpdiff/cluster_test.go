@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kpdiff
+
+import (
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/intstr"
+)
+
+// thisNode is the node whose proxies are compared.
+const thisNode = "n1"
+
+// cluster is a service with its slices, and the zone of this node. No two endpoints
+// have one address: of those, kube-proxy takes any, and kpng the best.
+type cluster struct {
+	service *corev1.Service
+	slices  []*discoveryv1.EndpointSlice
+	zone    string
+}
+
+// String returns the cluster as JSON.
+func (c *cluster) String() string {
+	text, err := json.MarshalIndent(struct {
+		Zone    string
+		Service *corev1.Service
+		Slices  []*discoveryv1.EndpointSlice
+	}{c.zone, c.service, c.slices}, "", " ")
+	if err != nil {
+		return err.Error()
+	}
+	return string(text)
+}
+
+// hasOtherPorts reports whether a slice has a port that the service does not have.
+func (c *cluster) hasOtherPorts() bool {
+	for _, slice := range c.slices {
+		for _, p := range slice.Ports {
+			if !slices.ContainsFunc(c.service.Spec.Ports, func(s corev1.ServicePort) bool { return s.Name == *p.Name && s.Protocol == *p.Protocol }) {
+				return true
+			}
+		}
+	}
+	return false
+}
+
+// chance makes random choices.
+type chance struct{ *rand.Rand }
+
+// oneIn reports true once in n times.
+func (r chance) oneIn(n int) bool { return r.IntN(n) == 0 }
+
+func (r chance) condition() *bool { return pick(r, nil, new(true), new(false)) }
+
+func pick[T any](r chance, from ...T) T { return from[r.IntN(len(from))] }
+
+// portNames, protocols and ports are those of the service's ports, of which it has
+// the first one or more. Two ports share a number.
+var (
+	protocols = []corev1.Protocol{"TCP", "UDP", "TCP"}
+	ports     = []int32{80, 53, 53}
+)
+
+func newCluster(rnd *rand.Rand) *cluster {
+	r := chance{rnd}
+	c := &cluster{zone: pick(r, "", "a", "b")}
+	names := []string{"http", "dns", "dns-tcp"}[:1+r.IntN(3)]
+	if len(names) == 1 && r.oneIn(2) {
+		names[0] = ""
+	}
+	c.service = r.service(names)
+	e := &endpointMaker{chance: r, hints: r.IntN(5), conditions: r.IntN(3)}
+	for i := range r.IntN(5) {
+		c.slices = append(c.slices, e.slice(i, names))
+	}
+	return c
+}
+
+func (r chance) service(names []string) *corev1.Service {
+	s := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "svc"}}
+	s.Spec.IPFamilies = pick(r, []corev1.IPFamily{"IPv4"}, []corev1.IPFamily{"IPv6"}, []corev1.IPFamily{"IPv4", "IPv6"}, []corev1.IPFamily{"IPv6", "IPv4"})
+	for _, f := range s.Spec.IPFamilies {
+		ip := "fd00::1"
+		if f == "IPv4" {
+			ip = pick(r, "10.96.0.1", "010.096.0.1", "::ffff:10.96.0.1")
+		}
+		s.Spec.ClusterIPs = append(s.Spec.ClusterIPs, ip)
+	}
+	s.Spec.ClusterIP = s.Spec.ClusterIPs[0]
+	s.Spec.Type = pick(r, corev1.ServiceTypeClusterIP, corev1.ServiceTypeNodePort, corev1.ServiceTypeLoadBalancer, corev1.ServiceTypeLoadBalancer)
+	if r.oneIn(20) {
+		s.Spec.Type = corev1.ServiceTypeExternalName
+	}
+	for i, name := range names {
+		port := corev1.ServicePort{
+			Name: name, Protocol: protocols[i], Port: ports[i],
+			TargetPort: pick(r, intstr.FromInt32(8080), intstr.FromString("web"), intstr.FromInt32(0)),
+		}
+		if s.Spec.Type != corev1.ServiceTypeClusterIP && !r.oneIn(4) {
+			port.NodePort = 30000 + int32(i)
+		}
+		s.Spec.Ports = append(s.Spec.Ports, port)
+	}
+	if r.oneIn(2) {
+		s.Spec.ExternalIPs = pick(r, []string{"1.2.3.4"}, []string{"1.2.3.4", "fd01::4", ""}, []string{"fd01::4"}, []string{"001.2.3.4", "1.2.3.5"})
+	}
+	if s.Spec.Type == corev1.ServiceTypeLoadBalancer || r.oneIn(20) {
+		r.loadBalancer(s)
+	}
+	s.Spec.ExternalTrafficPolicy = pick(r, corev1.ServiceExternalTrafficPolicyCluster, corev1.ServiceExternalTrafficPolicyLocal, "")
+	s.Spec.InternalTrafficPolicy = pick(r, nil, new(corev1.ServiceInternalTrafficPolicyCluster), new(corev1.ServiceInternalTrafficPolicyLocal))
+	if r.oneIn(2) {
+		s.Spec.HealthCheckNodePort = 31000
+	}
+	s.Spec.SessionAffinity = corev1.ServiceAffinityNone
+	if r.oneIn(3) {
+		s.Spec.SessionAffinity = corev1.ServiceAffinityClientIP
+		s.Spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: new(1 + r.Int32N(86400))}}
+	}
+	return s
+}
+
+func (r chance) loadBalancer(s *corev1.Service) {
+	for _, ip := range []string{"5.5.5.5", "fd05::5", ""} {
+		if r.oneIn(2) {
+			s.Status.LoadBalancer.Ingress = append(s.Status.LoadBalancer.Ingress, corev1.LoadBalancerIngress{
+				IP: ip, Hostname: "x", IPMode: pick(r, nil, new(corev1.LoadBalancerIPModeVIP), new(corev1.LoadBalancerIPModeProxy)),
+			})
+		}
+	}
+	if r.oneIn(2) {
+		s.Spec.LoadBalancerSourceRanges = pick(r,
+			[]string{"192.168.0.0/16", " fd09::/16 "},
+			[]string{"0.0.0.0/0"},
+			[]string{"192.168.1.77/24", "0.0.0.0/0", "fd09::/64"},
+			[]string{"192.168.1.0/24", "::/0"},
+		)
+	}
+}
+
+// endpointMaker makes the slices of one cluster, most endpoints of which have hints,
+// or conditions, of one kind: endpoints that differ in all hardly ever agree on one.
+type endpointMaker struct {
+	chance
+	hints      int // 0: none, 1: zones mostly, 2: nodes and zones mostly, else any
+	conditions int // 0: any, 1: none is ready, 2: all are ready
+	made       int
+}
+
+func (r *endpointMaker) slice(number int, names []string) *discoveryv1.EndpointSlice {
+	s := &discoveryv1.EndpointSlice{ObjectMeta: metav1.ObjectMeta{
+		Namespace: "ns", Name: fmt.Sprintf("s%d", number), Labels: map[string]string{discoveryv1.LabelServiceName: "svc"},
+	}}
+	s.AddressType = pick(r.chance, discoveryv1.AddressTypeIPv4, discoveryv1.AddressTypeIPv4, discoveryv1.AddressTypeIPv6, discoveryv1.AddressTypeIPv6)
+	if r.oneIn(12) {
+		s.AddressType = discoveryv1.AddressTypeFQDN
+	}
+	for i, name := range names {
+		if r.oneIn(6) {
+			continue
+		}
+		port := discoveryv1.EndpointPort{Name: new(name), Protocol: new(protocols[i]), Port: new(pick[int32](r.chance, 8080, 8080, 9090))}
+		if r.oneIn(12) {
+			port.Port = pick(r.chance, nil, new(int32(0)))
+		}
+		if r.oneIn(12) {
+			port.Protocol = new(corev1.ProtocolSCTP)
+		}
+		if r.oneIn(12) {
+			port.Name = new("other")
+		}
+		s.Ports = append(s.Ports, port)
+	}
+	for range r.IntN(4) {
+		s.Endpoints = append(s.Endpoints, r.endpoint(s.AddressType))
+	}
+	return s
+}
+
+func (r *endpointMaker) endpoint(t discoveryv1.AddressType) discoveryv1.Endpoint {
+	r.made++
+	address := "x.example.com"
+	switch t {
+	case discoveryv1.AddressTypeIPv4:
+		address = pick(r.chance, fmt.Sprintf("172.16.0.%d", r.made), fmt.Sprintf("172.016.0.%d", r.made))
+	case discoveryv1.AddressTypeIPv6:
+		address = fmt.Sprintf("fd10::%x", r.made)
+	}
+	e := discoveryv1.Endpoint{
+		Addresses:  []string{address},
+		Conditions: discoveryv1.EndpointConditions{Ready: r.condition(), Serving: r.condition(), Terminating: r.condition()},
+		NodeName:   pick(r.chance, nil, new(thisNode), new("n2"), new("N1")),
+		Zone:       pick(r.chance, nil, new("a"), new("b")),
+	}
+	if r.oneIn(8) {
+		e.Addresses = append(e.Addresses, "172.31.0.1") // the first one counts
+	}
+	switch r.conditions {
+	case 1:
+		e.Conditions.Ready = new(false)
+	case 2:
+		e.Conditions = discoveryv1.EndpointConditions{Ready: pick(r.chance, nil, new(true))}
+	}
+	zones, nodes := false, false
+	switch r.hints {
+	case 0:
+	case 1:
+		zones = !r.oneIn(12)
+	case 2:
+		zones = !r.oneIn(12)
+		nodes = zones
+	default:
+		zones, nodes = r.oneIn(3), r.oneIn(3)
+	}
+	if zones || nodes {
+		e.Hints = &discoveryv1.EndpointHints{}
+	}
+	if zones {
+		e.Hints.ForZones = pick(r.chance, []discoveryv1.ForZone{{Name: "a"}}, []discoveryv1.ForZone{{Name: "b"}}, []discoveryv1.ForZone{{Name: "a"}, {Name: "b"}})
+	}
+	if nodes {
+		e.Hints.ForNodes = pick(r.chance, []discoveryv1.ForNode{{Name: thisNode}}, []discoveryv1.ForNode{{Name: "n2"}}, []discoveryv1.ForNode{{Name: "n2"}, {Name: thisNode}})
+	}
+	return e
+}

@@ -63,9 +63,9 @@ func (c *contest) gather(buf []candidate, served families, tr *trace) []candidat
 			ep := &slice.Endpoints[i]
 			switch {
 			case !served.has(api.FamilyOf(ep.Addr)):
-				tr.skipped(slice, ep, OutFamily)
+				tr.skipped(slice, ep, outFamily)
 			case noPort:
-				tr.skipped(slice, ep, OutNoPort)
+				tr.skipped(slice, ep, outNoPort)
 			default:
 				buf = append(buf, candidate{addr: ep.Addr, ep: ep, slice: int32(s)})
 			}
@@ -102,7 +102,7 @@ func (c *contest) dropUnserved() {
 		row := c.row(p)
 		for i := range row {
 			if c.target(p, i) == 0 {
-				row[i] = membership{OutNoPort, OutNoPort}
+				row[i] = membership{outNoPort, outNoPort}
 			}
 		}
 	}
@@ -133,11 +133,11 @@ func (c *contest) dropDuplicates() {
 				}
 				other, ok := best[c.target(p, i)]
 				if ok && c.preference(i, other) >= 0 {
-					row[i] = membership{OutDuplicate, OutDuplicate}
+					row[i] = membership{outDuplicate, outDuplicate}
 					continue
 				}
 				if ok {
-					row[other] = membership{OutDuplicate, OutDuplicate}
+					row[other] = membership{outDuplicate, outDuplicate}
 				}
 				best[c.target(p, i)] = i
 			}

@@ -60,7 +60,7 @@ type EndpointExplanation struct {
 	Internal     Reason `json:",omitzero"`
 	External     Reason `json:",omitzero"`
 	ShortCircuit Reason `json:",omitzero"`
-	// Preferred names the slice whose entry counts instead, for OutDuplicate.
+	// Preferred names the slice whose entry counts instead, for outDuplicate.
 	Preferred string `json:",omitempty"`
 }
 
@@ -115,7 +115,7 @@ func (t *trace) decided(c *contest, p int, f api.Family, found *tally, lo, hi in
 		cand := &c.candidates[i]
 		target := max(0, c.target(p, i))
 		ep := t.endpoint(c.slices[cand.slice], cand.ep, target, c.member(p, i))
-		if ep.Internal == OutDuplicate {
+		if ep.Internal == outDuplicate {
 			ep.Preferred = c.slices[c.preferredTo(p, i).slice].Name
 		}
 		list.Endpoints = append(list.Endpoints, ep)

@@ -5,6 +5,7 @@ package nodeview
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
@@ -16,8 +17,8 @@ import (
 )
 
 // FuzzView makes services, slices and nodes of its input and holds View and
-// Frontends against the rules, as oracle_test.go reads them, and against what
-// they promise.
+// Frontends against what they promise, and against those rules that kube-proxy does not
+// have, as oracle_test.go reads them.
 func FuzzView(f *testing.F) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for range 200 {
@@ -182,11 +183,9 @@ func checkView(t *testing.T, state *api.ServiceState, node *api.Node) {
 	checkArrival(t, state, node, se)
 	checkEndpoints(t, state, se)
 	checkOldClient(t, se)
-	want := newOracle(state, node)
-	if diff := cmp.Diff(want.view(), oracleView(se)); diff != "" {
-		t.Errorf("view differs from the rules (-rules +View):\n%s", diff)
-	}
-	checkFrontends(t, want, se)
+	checkCompetition(t, state, se)
+	checkAllPorts(t, state, node, se)
+	checkFrontends(t, state, se)
 	if e := Explain(state, node); !e.View.Equal(se) || e.String() == "" {
 		t.Errorf("Explain has another view than View")
 	}
@@ -262,16 +261,77 @@ func possibleKeys(state *api.ServiceState) map[string]bool {
 	keys := map[string]bool{}
 	for _, slice := range state.Slices {
 		for i := range slice.Endpoints {
-			e := api.Endpoint{Addr: slice.Endpoints[i].Addr}
-			if !state.Service.AllPorts {
-				for _, p := range oraclePorts(state.Service) {
-					e.PortOverrides = append(e.PortOverrides, oracleOverride(slice, p)...)
-				}
-			}
-			keys[e.Key()] = true
+			keys[oracleKey(state.Service, slice, slice.Endpoints[i].Addr)] = true
 		}
 	}
 	return keys
+}
+
+// checkCompetition: of entries with one address and port the best is listed, and
+// draining is what serves and is not listed for any port.
+func checkCompetition(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
+	t.Helper()
+	listed, drains := map[string]bool{}, map[string]bool{}
+	for i := range se.Endpoints {
+		listed[se.Endpoints[i].Key()] = true
+	}
+	for _, p := range oraclePorts(state.Service) {
+		for _, family := range state.Service.Families() {
+			entries := oracleEntries(state, p, family)
+			for i := range se.Endpoints {
+				e := &se.Endpoints[i]
+				if api.FamilyOf(e.Addr) != family || e.ScopesOf(p) == (api.Scopes{}) {
+					continue
+				}
+				var port int32
+				if p != nil {
+					port = e.TargetPort(p)
+				}
+				best, ok := entries[netip.AddrPortFrom(e.Addr, uint16(port))]
+				if !ok || best.ep.Conditions != e.Conditions || best.ep.NodeName != e.NodeName || oracleKey(state.Service, best.slice, e.Addr) != e.Key() {
+					t.Errorf("%s is listed for %s, and the best entry is %+v", e.Key(), portText(p), best.ep)
+				}
+			}
+			for _, e := range entries {
+				if key := oracleKey(state.Service, e.slice, e.ep.Addr); (e.ep.Serving || e.ep.Ready) && !listed[key] {
+					drains[key] = true
+				}
+			}
+		}
+	}
+	var got []string
+	for i := range se.Draining {
+		got = append(got, se.Draining[i].Key())
+	}
+	slices.Sort(got)
+	if diff := cmp.Diff(slices.Sorted(maps.Keys(drains)), got); diff != "" {
+		t.Errorf("draining endpoints differ from the rules (-rules +View):\n%s", diff)
+	}
+}
+
+// checkAllPorts: an all-ports service has the lists of a service with one port that all
+// slices serve.
+func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *api.ServiceEndpoints) {
+	t.Helper()
+	if !state.Service.AllPorts {
+		return
+	}
+	const port = 7
+	one, svc := copyState(state), *state.Service
+	svc.AllPorts, svc.Ports = false, []api.PortMapping{{Protocol: api.TCP, Port: port, TargetPort: port}}
+	one.Service, one.Lost = &svc, nil
+	for _, slice := range one.Slices {
+		slice.Ports = []api.EndpointPort{{Protocol: api.TCP, Port: port}}
+	}
+	want := View(one, node)
+	for i := range want.Unusable {
+		want.Unusable[i].Protocol, want.Unusable[i].Port = 0, 0
+	}
+	got := *se
+	got.Service, got.Lost = want.Service, nil
+	if !got.Equal(want) {
+		t.Errorf("all ports differ from one port:\n%s", cmp.Diff(describe(want), describe(&got)))
+	}
 }
 
 // checkOldClient: a client that knows nothing but PortOverrides and the
@@ -301,8 +361,8 @@ func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
 }
 
 // checkFrontends: each place that the service names is served or unserved,
-// once, with the lists and verdicts of the rules.
-func checkFrontends(t *testing.T, want *oracle, se *api.ServiceEndpoints) {
+// once, by endpoints of the view and the family.
+func checkFrontends(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	served := map[api.Claim]map[api.Family]bool{}
 	for f := range Frontends(se) {
@@ -313,27 +373,12 @@ func checkFrontends(t *testing.T, want *oracle, se *api.ServiceEndpoints) {
 			served[f.Claim()] = map[api.Family]bool{}
 		}
 		served[f.Claim()][f.Family] = true
-		for _, c := range []struct {
-			name string
-			got  Traffic
-			want oracleTraffic
-		}{
-			{"elsewhere", f.Elsewhere, want.traffic(&f, false)},
-			{"this node", f.Node, want.traffic(&f, true)},
-		} {
-			got := oracleTraffic{Verdict: c.got.Verdict}
-			for _, e := range c.got.Endpoints {
-				got.Endpoints = append(got.Endpoints, addrPort(e.Addr, e.Port))
-				if !slices.ContainsFunc(se.Endpoints, func(o api.Endpoint) bool { return o.Equal(e.Endpoint) }) {
-					t.Errorf("%s: %s is not in the view", f.FrontendKey, e.Key())
-				}
-				if api.FamilyOf(e.Addr) != f.Family {
-					t.Errorf("%s: %s is of another family", f.FrontendKey, e.Key())
-				}
+		for _, e := range slices.Concat(f.Elsewhere.Endpoints, f.Node.Endpoints) {
+			if !slices.ContainsFunc(se.Endpoints, func(o api.Endpoint) bool { return o.Equal(e.Endpoint) }) {
+				t.Errorf("%s: %s is not in the view", f.FrontendKey, e.Key())
 			}
-			slices.Sort(got.Endpoints)
-			if diff := cmp.Diff(c.want, got); diff != "" {
-				t.Errorf("%s: traffic from %s differs from the rules (-rules +Frontends):\n%s", f.FrontendKey, c.name, diff)
+			if api.FamilyOf(e.Addr) != f.Family {
+				t.Errorf("%s: %s is of another family", f.FrontendKey, e.Key())
 			}
 		}
 	}
@@ -342,7 +387,7 @@ func checkFrontends(t *testing.T, want *oracle, se *api.ServiceEndpoints) {
 			t.Errorf("%s is served and unserved", u.FrontendKey)
 		}
 	}
-	for claim, families := range want.claims() {
+	for claim, families := range oracleClaims(state) {
 		for family := range families {
 			if !served[claim][family] {
 				t.Errorf("%v is not served in %s", claim, family)

@@ -52,7 +52,7 @@ func zoneHints(ep *api.SliceEndpoint) []string {
 type membership struct{ cluster, local Reason }
 
 // competes reports whether the endpoint serves the port and is no duplicate.
-func (m membership) competes() bool { return m.cluster != OutNoPort && m.cluster != OutDuplicate }
+func (m membership) competes() bool { return m.cluster != outNoPort && m.cluster != outDuplicate }
 
 // tally is what the lists of one port and family depend on besides the
 // endpoint itself.
@@ -126,18 +126,18 @@ func clusterList(ep *api.SliceEndpoint, t *tally, here place) Reason {
 		return terminatingFallback(ep.Conditions, t.ready)
 	}
 	switch t.topology {
-	case ForNode:
+	case forNode:
 		if here.hintedNode(ep) {
-			return InForNode
+			return inForNode
 		}
-		return OutOtherNodes
-	case ForZone:
+		return outOtherNodes
+	case forZone:
 		if here.hintedZone(ep) {
-			return InForZone
+			return inForZone
 		}
-		return OutOtherZones
+		return outOtherZones
 	default:
-		return InReady
+		return inReady
 	}
 }
 
@@ -147,9 +147,9 @@ func clusterList(ep *api.SliceEndpoint, t *tally, here place) Reason {
 func localList(ep *api.SliceEndpoint, t *tally, here place) Reason {
 	switch {
 	case !here.runs(ep):
-		return OutNotHere
+		return outNotHere
 	case ep.Ready:
-		return InHere
+		return inHere
 	default:
 		return terminatingFallback(ep.Conditions, t.readyHere)
 	}
@@ -160,11 +160,11 @@ func localList(ep *api.SliceEndpoint, t *tally, here place) Reason {
 func terminatingFallback(c api.Conditions, ready int) Reason {
 	switch {
 	case !usable(c):
-		return OutNotReady
+		return outNotReady
 	case ready > 0:
-		return OutOthersReady
+		return outOthersReady
 	default:
-		return InTerminating
+		return inTerminating
 	}
 }
 
@@ -173,17 +173,17 @@ func terminatingFallback(c api.Conditions, ready int) Reason {
 func topology(t *tally) Topology {
 	switch {
 	case t.ready == 0:
-		return NoneReady
+		return noneReady
 	case t.nodeHints.hinted == t.ready && t.nodeHints.matching > 0:
-		return ForNode
+		return forNode
 	case t.zoneHints.hinted == t.ready && t.zoneHints.matching > 0:
-		return ForZone
+		return forZone
 	case t.nodeHints.hinted == 0 && t.zoneHints.hinted == 0:
-		return NoHints
+		return noHints
 	case t.nodeHints.hinted < t.ready && t.zoneHints.hinted < t.ready:
-		return HintsIncomplete
+		return hintsIncomplete
 	default:
-		return HintsElsewhere
+		return hintsElsewhere
 	}
 }
 

@@ -10,25 +10,9 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// oracle reads docs/semantics.md a second time, as literally as it can and
-// without regard to cost: sets of "address:port" for each service port and
-// family.
-type oracle struct {
-	state *api.ServiceState
-	lists map[api.PortFamily]oracleLists
-	// draining are the keys of endpoints that serve but are on no list.
-	draining []string
-}
-
-type oracleLists struct {
-	Internal, External, ShortCircuit []string
-	Unusable                         bool
-}
-
-type oracleTraffic struct {
-	Verdict   Verdict
-	Endpoints []string
-}
+// This file reads parts of docs/semantics.md a second time, as literally as it can and
+// without regard to cost: those that kube-proxy does not have. The others are compared
+// with kube-proxy itself, in test/kpdiff.
 
 // entry is an endpoint of a slice for one port.
 type entry struct {
@@ -37,87 +21,22 @@ type entry struct {
 	port  int32 // 0: all
 }
 
-func (e entry) String() string { return addrPort(e.ep.Addr, e.port) }
-
-func newOracle(state *api.ServiceState, node *api.Node) *oracle {
-	o := &oracle{state: state, lists: map[api.PortFamily]oracleLists{}}
-	svc := state.Service
-	nodeName, zone := "", ""
-	if node != nil {
-		nodeName, zone = node.Name, node.Labels["topology.kubernetes.io/zone"]
-	}
-	isLocal := func(e entry) bool { return nodeName != "" && e.ep.NodeName == nodeName }
-	isReady := func(e entry) bool { return e.ep.Ready }
-	isTerminating := func(e entry) bool { return !e.ep.Ready && e.ep.Serving && e.ep.Terminating }
-
-	externalLocal := svc.ExternalTrafficToLocal && (svc.Type == api.NodePort || svc.Type == api.LoadBalancer ||
-		svc.Type == api.ClusterIP && svc.IPs.ExternalIPs.Len() > 0)
-
-	listed := map[*api.SliceEndpoint]bool{}
-	var serving []entry
-	for _, p := range oraclePorts(svc) {
-		for _, family := range svc.Families() {
-			all := o.entries(p, family)
-			ready := keep(all, isReady)
-			cluster := ready
-			nodeHinted := keep(ready, func(e entry) bool { return e.ep.Hints != nil && len(e.ep.Hints.ForNodes) > 0 })
-			zoneHinted := keep(ready, func(e entry) bool { return e.ep.Hints != nil && len(e.ep.Hints.ForZones) > 0 })
-			thisNode := keep(nodeHinted, func(e entry) bool { return nodeName != "" && slices.Contains(e.ep.Hints.ForNodes, nodeName) })
-			thisZone := keep(zoneHinted, func(e entry) bool { return zone != "" && slices.Contains(e.ep.Hints.ForZones, zone) })
-			switch {
-			case len(ready) == 0:
-				cluster = keep(all, isTerminating)
-			case len(nodeHinted) == len(ready) && len(thisNode) > 0:
-				cluster = thisNode
-			case len(zoneHinted) == len(ready) && len(thisZone) > 0:
-				cluster = thisZone
-			}
-			local := keep(ready, isLocal)
-			if len(local) == 0 {
-				local = keep(keep(all, isLocal), isTerminating)
-			}
-
-			internal, external := cluster, cluster
-			var shortCircuit []entry
-			if svc.InternalTrafficToLocal {
-				internal = local
-			}
-			if externalLocal {
-				external, shortCircuit = local, cluster
-			}
-			for _, list := range [][]entry{internal, external, shortCircuit} {
-				for _, e := range list {
-					listed[e.ep] = true
-				}
-			}
-			serving = append(serving, keep(all, func(e entry) bool { return e.ep.Serving || e.ep.Ready })...)
-			o.lists[portFamily(p, family)] = oracleLists{
-				Internal: names(internal), External: names(external), ShortCircuit: names(shortCircuit),
-				Unusable: len(ready) == 0 && len(keep(all, isTerminating)) == 0,
-			}
+// oracleKey returns the key of an endpoint of a slice.
+func oracleKey(svc *api.Service, slice *api.EndpointSlice, addr netip.Addr) string {
+	e := api.Endpoint{Addr: addr}
+	if !svc.AllPorts {
+		for _, p := range oraclePorts(svc) {
+			e.PortOverrides = append(e.PortOverrides, oracleOverride(slice, p)...)
 		}
 	}
-	for _, e := range serving {
-		if !listed[e.ep] {
-			key := api.Endpoint{Addr: e.ep.Addr}
-			if !wholeAddress(svc) {
-				for _, p := range oraclePorts(svc) {
-					key.PortOverrides = append(key.PortOverrides, oracleOverride(e.slice, p)...)
-				}
-			}
-			o.draining = append(o.draining, key.Key())
-		}
-	}
-	slices.Sort(o.draining)
-	o.draining = slices.Compact(o.draining)
-	return o
+	return e.Key()
 }
 
-// entries returns the endpoints that serve a port in one family, each address
+// oracleEntries returns the endpoints that serve a port in one family, each address
 // and port once.
-func (o *oracle) entries(p *api.PortMapping, family api.Family) []entry {
+func oracleEntries(state *api.ServiceState, p *api.PortMapping, family api.Family) map[netip.AddrPort]entry {
 	best := map[netip.AddrPort]entry{}
-	for _, slice := range o.state.Slices {
+	for _, slice := range state.Slices {
 		for i := range slice.Endpoints {
 			e := entry{slice: slice, ep: &slice.Endpoints[i]}
 			if p != nil {
@@ -135,11 +54,7 @@ func (o *oracle) entries(p *api.PortMapping, family api.Family) []entry {
 			}
 		}
 	}
-	var out []entry
-	for _, e := range best {
-		out = append(out, e)
-	}
-	return out
+	return best
 }
 
 func oraclePrefers(a, b entry) bool {
@@ -224,92 +139,12 @@ func oracleOverride(slice *api.EndpointSlice, p *api.PortMapping) []api.PortName
 	return nil
 }
 
-func keep(list []entry, f func(entry) bool) []entry {
-	return slices.DeleteFunc(slices.Clone(list), func(e entry) bool { return !f(e) })
-}
-
-func names(list []entry) []string {
-	var out []string
-	for _, e := range list {
-		out = append(out, e.String())
-	}
-	slices.Sort(out)
-	return out
-}
-
-// oracleResult is a view in the terms of the oracle.
-type oracleResult struct {
-	Lists    map[api.PortFamily]oracleLists
-	Draining []string
-}
-
-func (o *oracle) view() oracleResult { return oracleResult{o.lists, o.draining} }
-
-func oracleView(se *api.ServiceEndpoints) oracleResult {
-	r := oracleResult{Lists: map[api.PortFamily]oracleLists{}}
-	for _, p := range oraclePorts(se.Service) {
-		for _, family := range se.Service.Families() {
-			l := oracleLists{Unusable: slices.Contains(se.Unusable, portFamily(p, family))}
-			for _, e := range se.Endpoints {
-				if api.FamilyOf(e.Addr) != family {
-					continue
-				}
-				name := e.Addr.String()
-				if p != nil {
-					name = addrPort(e.Addr, e.TargetPort(p))
-				}
-				s := e.ScopesOf(p)
-				if s.Internal {
-					l.Internal = append(l.Internal, name)
-				}
-				if s.External {
-					l.External = append(l.External, name)
-				}
-				if s.Cluster {
-					l.ShortCircuit = append(l.ShortCircuit, name)
-				}
-			}
-			slices.Sort(l.Internal)
-			slices.Sort(l.External)
-			slices.Sort(l.ShortCircuit)
-			r.Lists[portFamily(p, family)] = l
-		}
-	}
-	for i := range se.Draining {
-		r.Draining = append(r.Draining, se.Draining[i].Key())
-	}
-	slices.Sort(r.Draining)
-	return r
-}
-
-// traffic returns what becomes of traffic to f.
-func (o *oracle) traffic(f *Frontend, fromNode bool) oracleTraffic {
-	l := o.lists[portFamily(f.ServicePort, f.Family)]
-	var t oracleTraffic
-	switch {
-	case f.Kind == ClusterIP:
-		t.Endpoints = l.Internal
-	case fromNode && f.Masquerade == MasqueradeNode:
-		t.Endpoints = l.ShortCircuit
-	default:
-		t.Endpoints = l.External
-	}
-	switch {
-	case len(t.Endpoints) > 0:
-	case l.Unusable:
-		t.Verdict = Reject
-	default:
-		t.Verdict = Drop
-	}
-	return t
-}
-
-// claims returns what the service should be served at, by family.
-func (o *oracle) claims() map[api.Claim]map[api.Family]bool {
-	svc := o.state.Service
+// oracleClaims returns what the service should be served at, by family.
+func oracleClaims(state *api.ServiceState) map[api.Claim]map[api.Family]bool {
+	svc := state.Service
 	out := map[api.Claim]map[api.Family]bool{}
 	add := func(c api.Claim, f api.Family) {
-		lost := slices.ContainsFunc(o.state.Lost, func(l api.LostClaim) bool { return l.Claim == c })
+		lost := slices.ContainsFunc(state.Lost, func(l api.LostClaim) bool { return l.Claim == c })
 		if lost || !slices.Contains(svc.Families(), f) {
 			return
 		}

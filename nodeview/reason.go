@@ -9,70 +9,70 @@ type Reason uint8
 
 // Why an endpoint is on a list.
 const (
-	// InReady: it is ready, and topology does not choose.
-	InReady Reason = iota + 1
-	// InForNode: it is ready, and hinted for this node.
-	InForNode
-	// InForZone: it is ready, and hinted for this node's zone.
-	InForZone
-	// InHere: it is ready and runs on this node.
-	InHere
-	// InTerminating: it serves while it terminates, and the list has no ready one.
-	InTerminating
+	// inReady: it is ready, and topology does not choose.
+	inReady Reason = iota + 1
+	// inForNode: it is ready, and hinted for this node.
+	inForNode
+	// inForZone: it is ready, and hinted for this node's zone.
+	inForZone
+	// inHere: it is ready and runs on this node.
+	inHere
+	// inTerminating: it serves while it terminates, and the list has no ready one.
+	inTerminating
 )
 
 // Why an endpoint is not on a list.
 const (
-	// OutNotReady: it is neither ready, nor serving and terminating.
-	OutNotReady Reason = iota + 16
-	// OutOthersReady: it serves while it terminates, but the list has ready ones.
-	OutOthersReady
-	// OutOtherNodes: it is hinted for other nodes, and another one for this node.
-	OutOtherNodes
-	// OutOtherZones: it is hinted for other zones, and another one for this node's.
-	OutOtherZones
-	// OutNotHere: it does not run on this node.
-	OutNotHere
-	// OutNoPort: its slice has no port of the service port's name and protocol,
+	// outNotReady: it is neither ready, nor serving and terminating.
+	outNotReady Reason = iota + 16
+	// outOthersReady: it serves while it terminates, but the list has ready ones.
+	outOthersReady
+	// outOtherNodes: it is hinted for other nodes, and another one for this node.
+	outOtherNodes
+	// outOtherZones: it is hinted for other zones, and another one for this node's.
+	outOtherZones
+	// outNotHere: it does not run on this node.
+	outNotHere
+	// outNoPort: its slice has no port of the service port's name and protocol,
 	// or one without a number.
-	OutNoPort
-	// OutDuplicate: another entry with the same address and port is preferred.
-	OutDuplicate
-	// OutFamily: the service is not served in its family.
-	OutFamily
+	outNoPort
+	// outDuplicate: another entry with the same address and port is preferred.
+	outDuplicate
+	// outFamily: the service is not served in its family.
+	outFamily
 )
 
 // In reports whether the endpoint is on the list.
-func (r Reason) In() bool { return r != 0 && r < OutNotReady }
+func (r Reason) In() bool { return r != 0 && r < outNotReady }
 
 // String says it in words.
 func (r Reason) String() string {
 	switch r {
-	case InReady:
+	case inReady:
 		return "ready"
-	case InForNode:
+	case inForNode:
 		return "ready and hinted for this node"
-	case InForZone:
+	case inForZone:
 		return "ready and hinted for this node's zone"
-	case InHere:
+	case inHere:
 		return "ready and on this node"
-	case InTerminating:
+	case inTerminating:
 		return "serving while terminating, as none is ready"
-	case OutNotReady:
+	case outNotReady:
 		return "not ready"
-	case OutOthersReady:
+	case outOthersReady:
 		return "terminating, while others are ready"
-	case OutOtherNodes:
+	case outOtherNodes:
 		return "hinted for other nodes"
-	case OutOtherZones:
+	case outOtherZones:
 		return "hinted for other zones"
-	case OutNotHere:
+	case outNotHere:
 		return "not on this node"
-	case OutNoPort:
+	case outNoPort:
 		return "its slice does not serve the port"
-	case OutDuplicate:
+	case outDuplicate:
 		return "another entry with its address and port is preferred"
-	case OutFamily:
+	case outFamily:
 		return "the service is not served in its family"
 	default:
 		return fmt.Sprintf("Reason(%d)", uint8(r))
@@ -85,36 +85,36 @@ type Topology uint8
 
 // The outcomes of the topology rule.
 const (
-	// NoneReady: there is nothing to choose from.
-	NoneReady Topology = iota
-	// NoHints: no ready endpoint has any.
-	NoHints
-	// HintsIncomplete: neither node nor zone hints are on every ready endpoint,
+	// noneReady: there is nothing to choose from.
+	noneReady Topology = iota
+	// noHints: no ready endpoint has any.
+	noHints
+	// hintsIncomplete: neither node nor zone hints are on every ready endpoint,
 	// so they are ignored.
-	HintsIncomplete
-	// HintsElsewhere: the hints that are on every ready endpoint name only other
+	hintsIncomplete
+	// hintsElsewhere: the hints that are on every ready endpoint name only other
 	// nodes or zones, so they are ignored.
-	HintsElsewhere
-	// ForNode: only those hinted for this node are used.
-	ForNode
-	// ForZone: only those hinted for this node's zone are used.
-	ForZone
+	hintsElsewhere
+	// forNode: only those hinted for this node are used.
+	forNode
+	// forZone: only those hinted for this node's zone are used.
+	forZone
 )
 
 // String says it in words.
 func (t Topology) String() string {
 	switch t {
-	case NoneReady:
+	case noneReady:
 		return "no endpoint is ready"
-	case NoHints:
+	case noHints:
 		return "no hints, all ready endpoints"
-	case HintsIncomplete:
+	case hintsIncomplete:
 		return "hints are not on every ready endpoint and ignored, all ready endpoints"
-	case HintsElsewhere:
+	case hintsElsewhere:
 		return "hints are for elsewhere and ignored, all ready endpoints"
-	case ForNode:
+	case forNode:
 		return "ready endpoints hinted for this node"
-	case ForZone:
+	case forZone:
 		return "ready endpoints hinted for this node's zone"
 	default:
 		return fmt.Sprintf("Topology(%d)", uint8(t))

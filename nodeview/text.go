@@ -117,7 +117,7 @@ func (e *EndpointExplanation) text(b *strings.Builder) {
 			in = "in"
 		}
 		fmt.Fprintf(b, "    %-14s %-3s  %s", list, in, r)
-		if r == OutDuplicate {
+		if r == outDuplicate {
 			fmt.Fprintf(b, ": that of slice %s", e.Preferred)
 		}
 		b.WriteByte('\n')

@@ -225,7 +225,7 @@ func askOnce(namespace, source, to string) string {
 func eventually(t *testing.T, what, want string, get func() string) {
 	t.Helper()
 	var got string
-	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); {
+	for end := time.Now().Add(time.Minute); time.Now().Before(end); {
 		if got = get(); got == want {
 			return
 		}

@@ -13,6 +13,7 @@ import (
 	"strings"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
@@ -299,6 +300,13 @@ func TestEventsPassesOnTheLifeOfItsHandler(t *testing.T) {
 	}
 	if err := s.(sink.Verifier).Verify(t.Context()); err != errBusy {
 		t.Errorf("verify: %v", err)
+	}
+	draining := struct {
+		eventLog
+		*drainer
+	}{drainer: &drainer{timeout: time.Minute}}
+	if timeout := sink.Events(&draining).(sink.Drainer).StopTimeout(); timeout != time.Minute {
+		t.Errorf("the handler drains for a minute, its sink for %v", timeout)
 	}
 	plain := sink.Events(&eventLog{})
 	err = errors.Join(plain.(sink.Starter).Start(t.Context()), plain.(sink.Stopper).Stop(t.Context()),

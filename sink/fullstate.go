@@ -6,54 +6,116 @@ import (
 	"context"
 	"encoding/json"
 	"io"
+	"iter"
+	"maps"
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FullState returns a sink that calls sync, whatever changed, with the views of
-// all services in order of namespace and name. It is for a dataplane that is
-// written anew each time.
+// FullState returns a sink that calls sync, whatever changed, with the views of all
+// services in order of namespace and name. It is for a dataplane that is written as a
+// whole each time. [FullStateOf] does the same for a type that needs the node, or cleans
+// up, or verifies.
 //
 // The endpoints of a view are those of all its lists, also those that only
 // traffic from this node to an external frontend uses (see [api.Scopes]):
-// [nodeview.Frontends] says where each frontend's traffic goes. sync is not told
-// this node, only called again when it changes; a sink that needs it, say for
-// its addresses, implements [Sink] and calls a FullState with each Changes.
+// [nodeview.Frontends] says where each frontend's traffic goes.
 //
-// In a pass the sink gathers the services and calls sync with Changes.Last.
+// In a pass (see [Changes]) the sink gathers the services, and calls sync at the end.
+// What sync returns is what Sync returns: see [Sink]. A service that fails stays in the
+// state as it was acknowledged last until it is delivered again, so that one bad service
+// does not stop others. In a pass the sink cannot tell which service makes sync fail as
+// a whole: sync returns a [*Failed], or everything waits.
 //
-// What sync returns is what Sync returns: see [Sink]. After an error it gets the
-// whole state again. It may keep the slice and must not change it. The sink holds
-// the views of all services; what it adds to each Sync is to copy one pointer a
-// service.
+// sync may keep the slice and must not change it. The sink holds the views of all
+// services; what it adds to each Sync is to copy one pointer a service.
 func FullState(sync func(ctx context.Context, services []*api.ServiceEndpoints) error) Sink {
-	var state []*api.ServiceEndpoints
-	inPass := true
-	return Func(func(ctx context.Context, c *Changes) error {
-		if c.First {
-			state, inPass = nil, true
+	return FullStateOf(stateFunc(sync))
+}
+
+// StateSink programs the whole state of one node each time.
+type StateSink interface {
+	// SyncState makes the dataplane agree with services, which are in order of
+	// namespace and name. node is this node, nil while it is not known. The error is
+	// that of Sync: see [FullState].
+	SyncState(ctx context.Context, node *api.Node, services []*api.ServiceEndpoints) error
+}
+
+// FullStateOf returns a sink that calls s as [FullState] calls its function. It forwards
+// the optional methods of s: those of [Starter], [Stopper], [Drainer], [Cleaner] and
+// [Verifier].
+func FullStateOf(s StateSink) Sink { return &fullState{Forwarder: Forwarder{s}, sink: s, inPass: true} }
+
+type stateFunc func(ctx context.Context, services []*api.ServiceEndpoints) error
+
+func (f stateFunc) SyncState(ctx context.Context, _ *api.Node, services []*api.ServiceEndpoints) error {
+	return f(ctx, services)
+}
+
+type fullState struct {
+	Forwarder
+	sink StateSink
+	// acked is the state as it was acknowledged last.
+	acked []*api.ServiceEndpoints
+	// inPass says that a pass is under way, and gathered is what it has delivered.
+	inPass   bool
+	gathered []*api.ServiceEndpoints
+}
+
+func (f *fullState) Sync(ctx context.Context, c *Changes) error {
+	if c.First {
+		f.inPass, f.gathered = true, nil
+	}
+	if f.inPass && !c.Last {
+		f.gathered = apply(f.gathered, c.Services)
+		return nil
+	}
+	state := f.acked
+	if f.inPass {
+		state = f.gathered
+	}
+	state = apply(state, c.Services)
+	err := f.sink.SyncState(ctx, c.Node, state)
+	if failed, ok := Acknowledged(err); ok {
+		f.acked = revert(state, f.acked, failed)
+		f.inPass, f.gathered = false, nil
+	}
+	return err
+}
+
+// revert returns state with the services in failed as they were before.
+func revert(state, before []*api.ServiceEndpoints, failed Failed) []*api.ServiceEndpoints {
+	if len(failed) == 0 {
+		return state
+	}
+	return apply(state, func(yield func(Change) bool) {
+		for _, key := range slices.SortedFunc(maps.Keys(failed), api.CompareKeys) {
+			c := Change{Key: key}
+			if i, ok := findView(before, key); ok {
+				c.New = before[i]
+			}
+			if !yield(c) {
+				return
+			}
 		}
-		state = apply(state, c)
-		if inPass && !c.Last {
-			return nil
-		}
-		err := sync(ctx, state)
-		if _, ok := Acknowledged(err); ok {
-			inPass = false
-		}
-		return err
 	})
 }
 
-// apply returns state, which is in order of keys, with c applied to it.
-func apply(state []*api.ServiceEndpoints, c *Changes) []*api.ServiceEndpoints {
+// findView returns where the view of a service is in state, or would be, and whether
+// it is there.
+func findView(state []*api.ServiceEndpoints, key types.NamespacedName) (int, bool) {
+	return slices.BinarySearchFunc(state, key, func(v *api.ServiceEndpoints, key types.NamespacedName) int {
+		return api.CompareKeys(v.Key(), key)
+	})
+}
+
+// apply returns a copy of state with changes applied to it. Both are in order of keys.
+func apply(state []*api.ServiceEndpoints, changes iter.Seq[Change]) []*api.ServiceEndpoints {
 	next := make([]*api.ServiceEndpoints, 0, len(state)+1)
-	for s := range c.Services {
-		i, found := slices.BinarySearchFunc(state, s.Key, func(v *api.ServiceEndpoints, key types.NamespacedName) int {
-			return api.CompareKeys(v.Key(), key)
-		})
+	for s := range changes {
+		i, found := findView(state, s.Key)
 		next = append(next, state[:i]...)
 		if found {
 			i++

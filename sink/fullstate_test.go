@@ -7,6 +7,7 @@ import (
 	"slices"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
@@ -53,6 +54,98 @@ func TestFullStateCallsWithEverythingInOrder(t *testing.T) {
 			w.Errorf("a state that was kept became %v, want %v", names, want)
 		}
 	})
+}
+
+// rewriter is a sink of the whole state, with all that such a sink may have.
+type rewriter struct {
+	*stages
+	node  *api.Node
+	names []string
+	fail  func(services []*api.ServiceEndpoints) error
+	calls int
+}
+
+func (r *rewriter) SyncState(_ context.Context, node *api.Node, services []*api.ServiceEndpoints) error {
+	r.calls++
+	r.node, r.names = node, nil
+	for _, v := range services {
+		r.names = append(r.names, v.Service.Name+describe(v))
+	}
+	if r.fail != nil {
+		return r.fail(services)
+	}
+	return nil
+}
+
+func TestFullStateOfForwardsNodeAndOptionalMethods(t *testing.T) {
+	r := &rewriter{stages: &stages{verify: func(context.Context) error { return errBusy }}}
+	s := sink.FullStateOf(r)
+	if err := s.(sink.Starter).Start(t.Context()); err != nil || !slices.Equal(r.log, []string{"start"}) {
+		t.Errorf("start: %v, %v", err, r.log)
+	}
+	if err := s.(sink.Verifier).Verify(t.Context()); err != errBusy {
+		t.Errorf("verify: %v", err)
+	}
+	node := &api.Node{Name: "n"}
+	if err := s.Sync(t.Context(), &sink.Changes{First: true, Last: true, Node: node, Services: func(func(sink.Change) bool) {}}); err != nil || r.node != node {
+		t.Errorf("the node is %v, error %v", r.node, err)
+	}
+}
+
+func TestFullStateGathersInAPass(t *testing.T) {
+	r := &rewriter{stages: &stages{}}
+	run(t, sink.Options{BatchSize: 2}, sink.FullStateOf(r), func(w *world) {
+		w.src.Set(view(key("a"), 1), view(key("b"), 2), view(key("c"), 3))
+		w.src.MarkSynced()
+		w.waitApplied()
+		if want := []string{"a[1]", "b[2]", "c[3]", "web[1]"}; r.calls != 1 || !slices.Equal(r.names, want) {
+			t.Errorf("%d calls, the last with %v", r.calls, r.names)
+		}
+		w.src.Lag()
+		w.src.Delete(key("b"))
+		w.waitApplied()
+		if want := []string{"a[1]", "c[3]", "web[1]"}; r.calls != 2 || !slices.Equal(r.names, want) {
+			t.Errorf("after a second pass: %d calls, the last with %v", r.calls, r.names)
+		}
+	})
+}
+
+// A service that the sink cannot program stays as it was, and does not stop others.
+func TestFullStateWithoutTheServiceThatFails(t *testing.T) {
+	for _, whole := range []bool{false, true} {
+		r := &rewriter{stages: &stages{}}
+		r.fail = func(services []*api.ServiceEndpoints) error {
+			for _, v := range services {
+				if v.Key() == web && len(v.Endpoints) == 2 {
+					if whole {
+						return errBusy
+					}
+					return &sink.Failed{web: errBusy}
+				}
+			}
+			return nil
+		}
+		run(t, sink.Options{}, sink.FullStateOf(r), func(w *world) {
+			w.src.Set(view(dns, 1))
+			w.src.MarkSynced()
+			w.waitApplied()
+			w.src.Set(view(web, 1, 2))
+			time.Sleep(10 * time.Second)
+			w.src.Set(view(dns, 7))
+			time.Sleep(time.Second)
+			if want := []string{"dns[7]", "web[1]"}; !slices.Equal(r.names, want) && !slices.Equal(r.names, []string{"dns[7]", "web[1 2]"}) {
+				t.Errorf("whole: %t: the state is %v", whole, r.names)
+			}
+			if s := w.driver.Status(); len(s.Failing) != 1 || s.Pending != 1 {
+				t.Errorf("whole: %t: the status is %+v", whole, s)
+			}
+			w.src.Set(view(web, 3))
+			w.waitApplied()
+			if want := []string{"dns[7]", "web[3]"}; !slices.Equal(r.names, want) {
+				t.Errorf("whole: %t: in the end the state is %v", whole, r.names)
+			}
+		})
+	}
 }
 
 // BenchmarkFullState measures what the adapter adds to a sync of one change.

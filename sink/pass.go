@@ -82,6 +82,16 @@ func (p *delivery) next(u *Update, most, limit int) (services []Change, more boo
 	return services, more
 }
 
+// hasNext reports whether next would return a service.
+func (p *delivery) hasNext(u *Update) bool {
+	for view := range u.After(p.reached) {
+		if _, ahead := p.ahead[view.Key()]; !ahead {
+			return true
+		}
+	}
+	return false
+}
+
 // weight returns the size of a change for [Options.BatchSize].
 func weight(c *Change) int {
 	view := c.New

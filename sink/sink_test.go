@@ -81,6 +81,20 @@ func TestFailed(t *testing.T) {
 	}
 }
 
+func TestFailedDoMakesAPanicTheFailureOfItsService(t *testing.T) {
+	var failed sink.Failed
+	failed.Do(web, func() error { return nil })
+	if err := failed.Err(); err != nil {
+		t.Errorf("nothing failed: %v", err)
+	}
+	failed.Do(web, func() error { return errBusy })
+	failed.Do(dns, func() error { panic("index out of range") })
+	want := "service default/dns: panic: index out of range; service default/web: dataplane is busy"
+	if err := failed.Err(); err == nil || err.Error() != want {
+		t.Errorf("got %v, want %s", err, want)
+	}
+}
+
 func TestAcknowledged(t *testing.T) {
 	failed := &sink.Failed{web: errBusy}
 	var none *sink.Failed

@@ -221,8 +221,10 @@ func (d *Driver) addDue(u *Update, b *batch) {
 
 	if d.pass != nil {
 		d.pass.yielded = false
-		more := true
-		if most == 0 || len(b.services) == 0 {
+		var more bool
+		if d.pending.count[suspect] > 0 && len(b.services) > 0 {
+			more = d.pass.hasNext(u) // services that may be at fault stay among themselves
+		} else {
 			var next []Change
 			next, more = d.pass.next(u, most, room)
 			b.services = append(b.services, next...)

@@ -30,15 +30,19 @@ func BenchmarkDriverOneChange(b *testing.B) {
 				}
 				return failed.Err()
 			})
-			synced := make(chan struct{}, 1)
+			synced := make(chan sink.SyncResult, 1)
 			opts := sink.Options{
 				Backoff:  sink.Backoff{Initial: 1 << 60, Max: 1 << 60},
-				Observer: sink.Observer{Synced: func(sink.SyncResult) { synced <- struct{}{} }},
+				Observer: sink.Observer{Synced: func(r sink.SyncResult) { synced <- r }},
 			}
 			ctx, cancel := context.WithCancel(b.Context())
 			ended := make(chan error)
 			go func() { ended <- sink.Run(ctx, src, s, opts) }()
-			<-synced
+			for r := range synced {
+				if r.Passed {
+					break
+				}
+			}
 			last := views[len(views)-1].Key()
 			b.ReportAllocs()
 			for n := byte(0); b.Loop(); n++ {

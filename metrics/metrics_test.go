@@ -3,13 +3,17 @@
 package metrics_test
 
 import (
+	"context"
 	"errors"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/metrics"
 	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"k8s.io/apimachinery/pkg/types"
@@ -136,5 +140,75 @@ func TestARegistryThatHasThemKeepsWhatItHas(t *testing.T) {
 	}
 	if n, err := testutil.GatherAndCount(other); n != 1 || err != nil {
 		t.Errorf("%d metrics left, error %v; want the one that was there", n, err)
+	}
+}
+
+// gauge returns the value of the only series of a metric.
+func gauge(t *testing.T, r *prometheus.Registry, name string) float64 {
+	t.Helper()
+	families, err := r.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range families {
+		if f.GetName() == name {
+			return f.GetMetric()[0].GetGauge().GetValue()
+		}
+	}
+	t.Fatalf("no metric %s", name)
+	return 0
+}
+
+// A change of the cluster that this node does not see must not look like a change that
+// waits: kube-proxy's alerts compare these two metrics.
+func TestChangesThatThisNodeDoesNotSeeAreNotQueued(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := prometheus.NewRegistry()
+		m, err := metrics.New(r, metrics.Options{KubeProxy: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		src := sinktest.NewSource()
+		src.MarkSynced()
+		ctx, cancel := context.WithCancel(t.Context())
+		d := sink.NewDriver(src, sinktest.NewRecorder(t, nil), sink.Options{Observer: m.Sink("s")})
+		ended := make(chan error)
+		go func() { ended <- d.Run(ctx) }()
+		synctest.Wait()
+		before := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds")
+		time.Sleep(time.Minute)
+		src.SetNode(&api.Node{Name: "n"}) // and back: an update without a difference
+		src.SetNode(nil)
+		synctest.Wait()
+		if after := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds"); after != before || before == 0 {
+			t.Errorf("last queued went from %v to %v", before, after)
+		}
+		src.SetNode(&api.Node{Name: "n"})
+		synctest.Wait()
+		if after := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds"); after != before+60 {
+			t.Errorf("last queued is %v, want a minute after %v", after, before)
+		}
+		cancel()
+		<-ended
+	})
+}
+
+// A Failed that is joined with another error acknowledges nothing.
+func TestErrorsAreCountedAsTheyAcknowledge(t *testing.T) {
+	r := prometheus.NewRegistry()
+	m, err := metrics.New(r, metrics.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	failed := &sink.Failed{types.NamespacedName{Namespace: "ns", Name: "a"}: errors.New("one of them")}
+	m.Sink("s").Synced(sink.SyncResult{Err: errors.Join(failed, errors.New("the whole table is gone"))})
+	want := `
+# HELP kpng_sink_sync_errors_total Syncs that were not acknowledged as a whole, by kind (all: nothing was; some: some services were not).
+# TYPE kpng_sink_sync_errors_total counter
+kpng_sink_sync_errors_total{kind="all",sink="s"} 1
+kpng_sink_sync_errors_total{kind="some",sink="s"} 0
+`
+	if err := testutil.GatherAndCompare(r, strings.NewReader(want), "kpng_sink_sync_errors_total"); err != nil {
+		t.Error(err)
 	}
 }

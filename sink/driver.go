@@ -280,7 +280,6 @@ func (d *Driver) queued(now time.Time) {
 	d.noted = true
 	d.update(func() { d.status.LastQueued = now })
 	d.waiting(now)
-	d.opts.Observer.Queued(now)
 }
 
 // waiting notes that there is something to tell the sink, which counts from when

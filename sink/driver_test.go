@@ -684,7 +684,6 @@ func TestObserver(t *testing.T) {
 			"applied after 1s",
 			"synced passed=false services=2 took=0s failing=1 err=service default/dns: dataplane is busy",
 			"pending 1",
-			"queued",
 			"pending 1",
 			"applied after 1.1s",
 			"synced passed=false services=1 took=0s failing=0 err=<nil>",

@@ -59,8 +59,8 @@ type Backoff struct {
 // Observer gets reports of what a driver does, for metrics. Each function may be nil.
 // The driver calls one at a time and waits for it.
 type Observer struct {
-	// Queued is called when the driver notices a change that waits, the first
-	// since it last looked.
+	// Queued is called before a Sync with new changes: at is when the driver noticed the
+	// first. Changes in the source that this node does not see do not count.
 	Queued func(at time.Time)
 	// Pending is called before and after each Sync with the number of services that
 	// the sink has not acknowledged, as far as known. Services that fail count. Those

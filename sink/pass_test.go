@@ -469,6 +469,18 @@ func TestFailuresOfUnknownServicesEnd(t *testing.T) {
 	})
 }
 
+// What a sink fails to prune at the end of a pass holds up WaitApplied.
+func TestWaitAppliedWaitsForPrune(t *testing.T) {
+	run(t, sink.Options{BatchSize: 2}, nil, func(w *world) {
+		w.src.Set(view(dns, 1))
+		w.rec.Script(sinktest.FailServices(nil), sinktest.FailServices(errBusy, key("stale")))
+		w.src.MarkSynced()
+		w.waitApplied()
+		w.expectTold(0, "0s: first dns none→[1]", "0s: last web none→[1] unsure: service default/stale: dataplane is busy",
+			"100ms: stale none→none unsure")
+	})
+}
+
 func TestStartOver(t *testing.T) {
 	t.Run("begins a pass, whatever the driver waits for", func(t *testing.T) {
 		run(t, sink.Options{MinInterval: time.Hour, Backoff: sink.Backoff{Initial: time.Hour, Max: time.Hour}}, nil, func(w *world) {

@@ -59,6 +59,9 @@ func (d *Driver) step(ctx context.Context) {
 		})
 		return
 	}
+	if d.noted {
+		d.opts.Observer.Queued(d.status.LastQueued)
+	}
 	d.opts.Observer.Pending(d.unacknowledged(b.services))
 	result, failed, acked := d.sync(ctx, &b)
 	switch {
@@ -337,7 +340,7 @@ func (d *Driver) notDelivered(ctx context.Context, u *Update, b *batch, failed F
 		klog.FromContext(ctx).Error(err, "Sink reported a failure for a service not in this sync; resending", "service", key)
 		c := Change{Key: key, Unsure: true}
 		if d.pass == nil || d.pass.delivered(key) {
-			c.Old, c.Unsure = u.View(key), false
+			c.Old = u.View(key)
 		} else {
 			d.pass.ahead[key] = struct{}{}
 		}

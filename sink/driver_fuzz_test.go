@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"slices"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -180,6 +181,7 @@ type dataplane struct {
 	// wanted are the frontends of the services delivered in the last pass.
 	wanted map[types.NamespacedName]*api.ServiceEndpoints
 	// failing says how services fail, and how often.
+	mu      sync.Mutex
 	failing map[types.NamespacedName]*failure
 }
 
@@ -209,11 +211,15 @@ func newDataplane(atomic bool) *dataplane {
 
 // fail makes the service key fail.
 func (p *dataplane) fail(key types.NamespacedName, times int, err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	p.failing[key] = &failure{times, err}
 }
 
 func (p *dataplane) Sync(_ context.Context, c *sink.Changes) error {
 	return p.sync(c, func(key types.NamespacedName) error {
+		p.mu.Lock()
+		defer p.mu.Unlock()
 		f := p.failing[key]
 		if f == nil || f.times == 0 {
 			return nil

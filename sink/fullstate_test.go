@@ -101,10 +101,11 @@ func TestFullStateGathersInAPass(t *testing.T) {
 		if want := []string{"a[1]", "b[2]", "c[3]", "web[1]"}; r.calls != 1 || !slices.Equal(r.names, want) {
 			t.Errorf("%d calls, the last with %v", r.calls, r.names)
 		}
-		w.src.Lag()
 		w.src.Delete(key("b"))
 		w.waitApplied()
-		if want := []string{"a[1]", "c[3]", "web[1]"}; r.calls != 2 || !slices.Equal(r.names, want) {
+		w.src.Lag()
+		synctest.Wait()
+		if want := []string{"a[1]", "c[3]", "web[1]"}; r.calls != 3 || !slices.Equal(r.names, want) {
 			t.Errorf("after a second pass: %d calls, the last with %v", r.calls, r.names)
 		}
 	})
@@ -133,6 +134,7 @@ func TestFullStateWithoutTheServiceThatFails(t *testing.T) {
 			time.Sleep(10 * time.Second)
 			w.src.Set(view(dns, 7))
 			time.Sleep(time.Second)
+			synctest.Wait()
 			if want := []string{"dns[7]", "web[1]"}; !slices.Equal(r.names, want) && !slices.Equal(r.names, []string{"dns[7]", "web[1 2]"}) {
 				t.Errorf("whole: %t: the state is %v", whole, r.names)
 			}

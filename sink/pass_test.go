@@ -345,6 +345,7 @@ func TestADataplaneThatRefusesEverythingIsNotHammered(t *testing.T) {
 		w.src.Set(manyViews(10_000)...)
 		w.src.MarkSynced()
 		time.Sleep(10 * time.Minute)
+		synctest.Wait()
 		if calls > 60 {
 			t.Errorf("%d calls in ten minutes", calls)
 		}
@@ -395,6 +396,7 @@ func TestOneServiceOfManyMakesSyncPanic(t *testing.T) {
 		}
 		before := len(w.rec.Syncs())
 		time.Sleep(10 * time.Minute)
+		synctest.Wait()
 		if n := len(w.rec.Syncs()) - before; n > 30 {
 			t.Errorf("the service was delivered %d times in ten minutes", n)
 		}
@@ -584,6 +586,7 @@ func TestABrokenSourceIsAskedWithBackoff(t *testing.T) {
 				ended := make(chan error)
 				go func() { ended <- d.Run(ctx) }()
 				time.Sleep(10 * time.Minute)
+				synctest.Wait()
 				if src.calls > 50 {
 					t.Errorf("the source was asked %d times in ten minutes", src.calls)
 				}

@@ -282,9 +282,8 @@ func (d *Driver) queued(now time.Time) {
 	d.waiting(now)
 }
 
-// waiting notes that there is something to tell the sink, which counts from when
-// the sink may be told. As long as nothing waits, no failure puts that off: only
-// the minimum interval does.
+// waiting notes that there is something to deliver. That counts from when a Sync may
+// begin: the minimum interval does not count.
 func (d *Driver) waiting(now time.Time) {
 	d.update(func() {
 		if d.status.WaitingSince.IsZero() {

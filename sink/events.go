@@ -13,39 +13,38 @@ import (
 )
 
 // Handler gets single events from [Events]. svc is the service that the object
-// belongs to; for a delete it is the one that was told last.
+// belongs to; for a delete it is the one delivered last.
 //
-// A set tells a new object or a changed one: a service by its key, an endpoint by
+// A set delivers a new object or a changed one: a service by its key, an endpoint by
 // [api.Endpoint.Key], a frontend by its FrontendKey. A frontend comes with its
-// endpoints, so it also changes when one of these does. A handler that has no
-// use for some objects returns nil for them.
+// endpoints, so it also changes when one of these does. A handler that does not need
+// some objects returns nil for them.
 //
-// An error, or a panic, ends the events of its service for this Sync. When the
-// service comes again, all its objects are set again, and deletes may be
-// repeated, or be of objects whose set was never told. But a DeleteFrontend that
-// succeeded is not repeated, and none is told of a place that another service
-// has: a handler may keep frontends by address and port alone.
+// An error, or a panic, ends the events of its service for this Sync. When the service
+// comes again, and in a pass, all its objects are set again, and deletes may be repeated,
+// or be of objects whose set never came. But a DeleteFrontend that succeeded is not
+// repeated, and none comes for an address and port that another service has: a handler
+// may keep frontends by address and port alone.
 type Handler interface {
 	SetService(ctx context.Context, svc *api.Service) error
 	DeleteService(ctx context.Context, svc *api.Service) error
-	// SetEndpoint and DeleteEndpoint tell the endpoints this node balances to;
-	// Draining ones are not among them.
+	// SetEndpoint and DeleteEndpoint deliver the endpoints that this node balances to,
+	// without draining ones.
 	SetEndpoint(ctx context.Context, svc *api.Service, e *api.Endpoint) error
 	DeleteEndpoint(ctx context.Context, svc *api.Service, e *api.Endpoint) error
 	SetFrontend(ctx context.Context, svc *api.Service, f nodeview.Frontend) error
 	DeleteFrontend(ctx context.Context, svc *api.Service, f nodeview.Frontend) error
 }
 
-// Events returns a sink that tells h what changed, object by object. Over all
-// services of a Changes, first frontends are deleted, then endpoints, then
-// services; then services are set, then endpoints, then frontends. So nothing
-// refers to what is not there, and an address or port that goes from one service
-// to another is free before it is taken. Where it is not, because the first
-// service failed before its frontend was deleted, the frontend of the other one
-// is held back: that service has failed too, and is told again. Within each of
-// these steps the order is that of keys.
+// Events returns a sink that calls h for what changed, object by object. Over all
+// services of a Changes, first frontends are deleted, then endpoints, then services;
+// then services are set, then endpoints, then frontends. So nothing refers to an object
+// that does not exist, and an address or port that goes from one service to another is
+// free before it is taken. Where it is not, because the frontend of the first service
+// could not be deleted, the frontend of the other one is held back: that service has
+// failed too, and comes again. Within each of these steps the order is that of keys.
 //
-// In a pass (see [Changes]) the sink deletes what differs from what h was told before,
+// In a pass (see [Changes]) the sink deletes what differs from what it delivered before,
 // and sets all objects of every service again, as h may have lost them. Before it sets
 // a frontend, it deletes one with the same address and port of a service that the pass
 // has not reached. For this the sink holds the last view of every service that it

@@ -2,12 +2,12 @@
 
 // Package sinktest tests sinks without a cluster and without a dataplane.
 //
-// A [Source] is set by hand and drives a sink as a cluster would. A [Recorder]
-// stands between the driver and a sink: it records what the sink is told, keeps
-// the state that it acknowledged, makes Syncs fail, panic or block as a script
-// says, and checks what drivers promise: order, each service once, and Old as it
-// was acknowledged. The test of a sink sets views, waits until they are applied
-// and compares dataplanes; to see how the sink takes failures, it scripts some.
+// A test sets the views of a [Source]. A [Recorder] stands between the driver and a sink:
+// it records each Sync, keeps the state that the sink acknowledged, makes Syncs fail,
+// panic or block as a script says, and checks what drivers promise: passes, order, each
+// service once, Old as it was acknowledged, Unsure and Failing. The test of a sink sets
+// views, waits until they are applied and compares dataplanes. To see how the sink
+// handles failures, it scripts some.
 //
 //	src := sinktest.NewSource()
 //	src.Set(view)
@@ -18,8 +18,8 @@
 //	go d.Run(ctx)
 //	err := d.WaitApplied(ctx, src.Revision())
 //
-// What sinks get wrong most easily is a failure while an address goes from one
-// service to another: told again, the first one must not take it from the second.
+// Sinks most easily go wrong when a service fails that gives an address to another one:
+// its retry must not remove the address from the other one.
 // Here web gives its address to dns, and fails:
 //
 //	rec.Script(sinktest.FailServices(errors.New("no memory in map"), web))

@@ -17,7 +17,7 @@ import (
 )
 
 // Recorder is a [sink.Sink] that stands in front of another one: it records
-// what the driver tells, passes it on, plays its script, and reports to its test
+// what the driver delivers, passes it on, plays its script, and reports to its test
 // every call that breaks the contract of [sink.Sink].
 //
 // It forwards the optional methods of the sink behind it.

@@ -10,7 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Step is what one Sync does: c is what the driver tells, s the sink behind the
+// Step is what one Sync does: c is what the driver delivers, s the sink behind the
 // recorder.
 type Step func(ctx context.Context, c *sink.Changes, s sink.Sink) error
 

@@ -242,6 +242,26 @@ func (p *Proxy) Health() health.Report {
 	return health.Of(p.Status(), p.Node(), p.nodeKnown.Load())
 }
 
+// StartOver makes every sink get all services again, in a pass: for a program that knows that
+// the dataplane lost its state, as when a switch has reconnected. It returns immediately, and
+// the passes begin as soon as no Sync runs.
+func (p *Proxy) StartOver() {
+	for _, d := range p.drivers {
+		d.StartOver()
+	}
+}
+
+// WaitSynced returns nil when every sink has programmed every service once, except services
+// that fail. It returns an error if ctx ends before, or Run does. It may be called before Run.
+func (p *Proxy) WaitSynced(ctx context.Context) error {
+	for _, d := range p.drivers {
+		if err := d.WaitSynced(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // WaitApplied returns nil when every sink has acknowledged the cluster's state as it is at the
 // call. It returns an error if ctx ends before, or Run does. It may be called before Run.
 func (p *Proxy) WaitApplied(ctx context.Context) error {

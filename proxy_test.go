@@ -166,6 +166,41 @@ func TestOnceThatIsCutShortIsAnError(t *testing.T) {
 	}
 }
 
+func TestStartOverAndWaitSynced(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	passes := make(chan bool, 10)
+	opts := demo()
+	opts.Sinks = []kpng.Sink{{Sink: sink.Func(func(_ context.Context, c *sink.Changes) error {
+		var failed sink.Failed
+		for s := range c.Services {
+			failed.Add(s.Key, errors.New("no such device"))
+		}
+		if c.First {
+			passes <- true
+		}
+		return failed.Err()
+	})}}
+	p, err := kpng.New(opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error)
+	go func() { ended <- p.Run(ctx) }()
+	if err := p.WaitSynced(ctx); err != nil { // although its service fails
+		t.Error(err)
+	}
+	<-passes
+	p.StartOver()
+	<-passes
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+	if err := p.WaitSynced(t.Context()); err != nil {
+		t.Errorf("synced before it ended: %v", err)
+	}
+}
+
 // unstoppable is a sink whose Stop fails. It closes synced at its first Sync.
 type unstoppable struct {
 	once   sync.Once

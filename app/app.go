@@ -128,7 +128,11 @@ func (f *SinkFlags) Run(ctx context.Context, name string, source *Source, servin
 		return err
 	}
 	klog.FromContext(ctx).V(1).Info("Starting", "node", p.NodeName(), "serviceProxyName", source.Services().ServiceProxyName)
-	return serving.Run(ctx, p.Health, registry, p.Run)
+	run := p.Run
+	if settings.Once && f.onceTimeout > 0 {
+		run = func(ctx context.Context) error { return runOnce(ctx, p, f.onceTimeout) }
+	}
+	return serving.Run(ctx, p.Health, registry, run)
 }
 
 // Companion is implemented by a sink that has others run beside it, each with a
@@ -144,6 +148,7 @@ type Companion interface {
 type proxy interface {
 	// Run does so until its context ends; it returns nil then.
 	Run(context.Context) error
+	Status() []sink.Status
 	Health() health.Report
 	// NodeName is the name of the node that is proxied for.
 	NodeName() string

@@ -112,18 +112,24 @@ type SinkFlags struct {
 	node     given
 	interval time.Duration
 	once     bool
+
+	onceTimeout time.Duration
 }
 
-// Register adds the flags: --node-name, --min-sync-interval, --once.
+// Register adds the flags: --node-name, --min-sync-interval, --once, --once-timeout.
 func (f *SinkFlags) Register(fs *pflag.FlagSet) {
 	fs.Var(&f.node, "node-name", "serve the node of this `name`; without it, $NODE_NAME or the host's name in lower case")
 	fs.DurationVar(&f.interval, "min-sync-interval", 0, "the least time from the end of one sync to the start of the next")
 	fs.BoolVar(&f.once, "once", false, "end when everything has been programmed once")
+	fs.DurationVar(&f.onceTimeout, "once-timeout", time.Minute, "with --once: fail after this time without progress, and say which services are missing; 0 is never")
 }
 
 func (f *SinkFlags) get() (sink.Options, error) {
 	if f.interval < 0 {
 		return sink.Options{}, fmt.Errorf("--min-sync-interval is negative: %v", f.interval)
+	}
+	if f.onceTimeout < 0 {
+		return sink.Options{}, fmt.Errorf("--once-timeout is negative: %v", f.onceTimeout)
 	}
 	return sink.Options{MinInterval: f.interval, Once: f.once}, nil
 }

@@ -88,13 +88,18 @@ func drive(ctx context.Context, client *remote.Client, driver *sink.Driver) erro
 	return driver.Run(ctx)
 }
 
-// Health implements proxy.
-func (v *served) Health() health.Report {
+// Status implements proxy.
+func (v *served) Status() []sink.Status {
 	var all []sink.Status
 	for _, d := range v.drivers {
 		all = append(all, d.Status())
 	}
-	return health.Of(all, v.clients[0].Node(), v.nodeKnown.Load())
+	return all
+}
+
+// Health implements proxy.
+func (v *served) Health() health.Report {
+	return health.Of(v.Status(), v.clients[0].Node(), v.nodeKnown.Load())
 }
 
 // NodeName implements proxy.

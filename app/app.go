@@ -7,7 +7,8 @@
 //		app.Main(mySink)
 //	}
 //
-// A program with flags of its own adds them to its command:
+// A program with flags of its own adds them to its command, or has a sink that is
+// [Configurable]:
 //
 //	func main() {
 //		cmd := app.Command("my-proxy", mySink)
@@ -24,7 +25,7 @@
 // whose log is the event log or a file.
 //
 // A program of several commands, such as kpng itself, puts them together from
-// what a Command is made of: [Source], [SinkFlags], [Serving].
+// what a Command is made of: [Source] and [Serving].
 package app
 
 import (
@@ -41,6 +42,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"k8s.io/klog/v2"
 )
 
@@ -54,45 +56,94 @@ func Main(s sink.Sink) {
 // a larger one. If s is a [sink.Cleaner], the command can also clean up
 // (--cleanup).
 func Command(name string, s sink.Sink) *cobra.Command {
+	var source Source
+	cmd := source.Command(name, s)
+	cmd.Version = Version()
+	source.Register(cmd)
+	if cleaner, ok := s.(sink.Cleaner); ok {
+		AddCleanup(cmd, cleaner)
+	}
+	RegisterLogging(cmd.Flags())
+	return cmd
+}
+
+// AddCleanup adds the flag --cleanup to the command that runs s: the command then
+// cleans up instead.
+func AddCleanup(cmd *cobra.Command, s sink.Cleaner) {
+	cleanup := cmd.Flags().Bool("cleanup", false, "remove all that this program has ever programmed, and end")
+	run := cmd.RunE
+	cmd.RunE = func(cmd *cobra.Command, args []string) error {
+		if !*cleanup {
+			return run(cmd, args)
+		}
+		if err := configure(s); err != nil {
+			return err
+		}
+		return s.Cleanup(cmd.Context())
+	}
+}
+
+// Command returns the command that brings the services of s for this node to to until
+// its context ends; then it ends without an error. With --once it ends when everything
+// has been programmed once. The name is that of the command, and of the sink in logs
+// and metrics. The flags of the source itself are added by one of its Register methods.
+func (s *Source) Command(name string, to sink.Sink) *cobra.Command {
 	var (
-		source  Source
-		flags   SinkFlags
+		flags   sinkFlags
 		serving Serving
 	)
 	cmd := &cobra.Command{
 		Use:           name,
-		Version:       Version(),
 		Args:          cobra.NoArgs,
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return flags.Run(cmd.Context(), name, &source, &serving, s)
+			if err := configure(to); err != nil {
+				return err
+			}
+			if p, ok := to.(PortsOnly); ok && p.PortsOnly() && s.services.allPorts() {
+				return fmt.Errorf("--all-ports and --all-ports-annotation: %s does not proxy all-ports services", name)
+			}
+			return flags.run(cmd.Context(), name, s, &serving, to)
 		},
 	}
 	fs := cmd.Flags()
 	fs.SortFlags = false
-	source.Register(cmd)
-	flags.Register(fs)
-	serving.Register(fs)
-	RegisterLogging(fs)
-	if cleaner, ok := s.(sink.Cleaner); ok {
-		cleanup := cmd.Flags().Bool("cleanup", false, "remove all that this program has ever programmed, and end")
-		run := cmd.RunE
-		cmd.RunE = func(cmd *cobra.Command, args []string) error {
-			if *cleanup {
-				return cleaner.Cleanup(cmd.Context())
-			}
-			return run(cmd, args)
-		}
+	if c, ok := to.(Configurable); ok {
+		c.Register(fs)
 	}
+	flags.register(fs)
+	serving.Register(fs)
 	return cmd
 }
 
-// Run brings the services of source for this node to s until ctx ends; then it
+// Configurable is implemented by a sink that has flags of its own.
+type Configurable interface {
+	// Register adds the flags.
+	Register(*pflag.FlagSet)
+	// Configure is called when the flags have their values, before any method except
+	// Register. It may be called again. An error ends the command.
+	Configure() error
+}
+
+// PortsOnly is implemented by a sink that may not proxy all-ports services. If it does
+// not, the flags that make such services are errors.
+type PortsOnly interface {
+	PortsOnly() bool
+}
+
+func configure(s any) error {
+	if c, ok := s.(Configurable); ok {
+		return c.Configure()
+	}
+	return nil
+}
+
+// run brings the services of source for this node to s until ctx ends; then it
 // returns nil. With --once it ends when everything has been programmed once. The
 // name is that of the sink in logs and metrics; an s that is a
 // [prometheus.Collector] has its own metrics among them.
-func (f *SinkFlags) Run(ctx context.Context, name string, source *Source, serving *Serving, s sink.Sink) error {
+func (f *sinkFlags) run(ctx context.Context, name string, source *Source, serving *Serving, s sink.Sink) error {
 	registry := NewRegistry()
 	collected, err := metrics.New(registry, metrics.Options{})
 	if err != nil {

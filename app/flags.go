@@ -62,6 +62,9 @@ func (f *serviceFlags) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&f.mapAllIPs, "all-ports", false, "make an all-ports service of each")
 }
 
+// allPorts reports whether the flags make all-ports services.
+func (f *serviceFlags) allPorts() bool { return f.mapAllIPs || f.mapIP != "" }
+
 // get returns what the flags say.
 func (f *serviceFlags) get() watcher.Options {
 	o := f.options
@@ -106,9 +109,8 @@ func (f *apiFlags) get() (transport.DialOptions, error) {
 	return opts, nil
 }
 
-// SinkFlags are the settings of a sink's driver, and for which node it is. The
-// zero value is ready for Register.
-type SinkFlags struct {
+// sinkFlags are the settings of a sink's driver, and for which node it is.
+type sinkFlags struct {
 	node     given
 	interval time.Duration
 	once     bool
@@ -116,15 +118,14 @@ type SinkFlags struct {
 	onceTimeout time.Duration
 }
 
-// Register adds the flags: --node-name, --min-sync-interval, --once, --once-timeout.
-func (f *SinkFlags) Register(fs *pflag.FlagSet) {
+func (f *sinkFlags) register(fs *pflag.FlagSet) {
 	fs.Var(&f.node, "node-name", "serve the node of this `name`; without it, $NODE_NAME or the host's name in lower case")
 	fs.DurationVar(&f.interval, "min-sync-interval", 0, "the least time from the end of one sync to the start of the next")
 	fs.BoolVar(&f.once, "once", false, "end when everything has been programmed once")
 	fs.DurationVar(&f.onceTimeout, "once-timeout", time.Minute, "with --once: fail after this time without progress, and say which services are missing; 0 is never")
 }
 
-func (f *SinkFlags) get() (sink.Options, error) {
+func (f *sinkFlags) get() (sink.Options, error) {
 	if f.interval < 0 {
 		return sink.Options{}, fmt.Errorf("--min-sync-interval is negative: %v", f.interval)
 	}

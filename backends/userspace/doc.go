@@ -9,7 +9,7 @@
 //	…
 //	app.Main(b)
 //
-// Package backends/userspace/proxy is the same with flags, metrics and health
+// Package backends/program has the same with flags, metrics and health
 // checks.
 //
 // # Where services are reached

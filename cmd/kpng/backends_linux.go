@@ -3,16 +3,14 @@
 package main
 
 import (
+	"github.com/kpng-project/kpng/backends/program"
 	"github.com/kpng-project/kpng/backends/userspace"
-	"github.com/kpng-project/kpng/backends/userspace/proxy"
 )
 
-// platformBackends returns the backends that only exist here.
-func platformBackends() []backend {
-	return []backend{
-		{"nftables", "Program services into the kernel with nftables, in place of kube-proxy or beside it", newNFTables},
-		{"userspace", "Proxy by sockets of this process", newUserspace(onRoutes)},
+// platformBackends returns the backends of this platform.
+func platformBackends() []*program.Backend {
+	return []*program.Backend{
+		program.NFTables(),
+		program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})),
 	}
 }
-
-func onRoutes() *proxy.Proxy { return proxy.New(userspace.LocalRoutes(userspace.RouteOptions{})) }

@@ -4,11 +4,9 @@
 
 package main
 
-import "github.com/kpng-project/kpng/backends/userspace/proxy"
+import "github.com/kpng-project/kpng/backends/program"
 
-// platformBackends returns the backends that only exist here.
-func platformBackends() []backend {
-	return []backend{
-		{"userspace", "Proxy by sockets of this process, at addresses that this host has", newUserspace(func() *proxy.Proxy { return proxy.New(nil) })},
-	}
+// platformBackends returns the backends of this platform.
+func platformBackends() []*program.Backend {
+	return []*program.Backend{program.Userspace(nil)}
 }

@@ -11,41 +11,34 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/backends/program"
 	"github.com/kpng-project/kpng/nodeview"
-	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 )
 
-// inspector is a sink that tells what the dataplane of this machine has for a
-// frontend, beside what the view says it should have.
-type inspector interface {
-	sink.Sink
-	Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.ServiceEndpoints) (string, error)
-}
-
-// newInspector returns the backend of that name, which has to be an inspector.
-func newInspector(name, instance string) (inspector, error) {
+// inspectorOf returns the backend of that name, which has to be an inspector.
+func inspectorOf(cmd *cobra.Command, name, instance string) (program.Inspector, error) {
 	var known []string
-	for _, b := range backends() {
-		cmd := &cobra.Command{}
-		newSink := b.new(cmd)
-		if b.name == name && instance != "" {
-			if err := cmd.Flags().Set("instance", instance); err != nil {
+	for _, b := range backends(cmd) {
+		fs := pflag.NewFlagSet(b.Name, pflag.ContinueOnError)
+		b.Register(fs)
+		if b.Name == name && instance != "" {
+			if err := fs.Set("instance", instance); err != nil {
 				return nil, fmt.Errorf("--instance of the backend %s: %w", name, err)
 			}
 		}
-		s, err := newSink()
-		if err != nil {
+		if err := b.Configure(); err != nil {
 			return nil, err
 		}
-		i, ok := s.(inspector)
+		i, ok := b.Sink().(program.Inspector)
 		if !ok {
 			continue
 		}
-		if b.name == name {
+		if b.Name == name {
 			return i, nil
 		}
-		known = append(known, b.name)
+		known = append(known, b.Name)
 	}
 	if len(known) == 0 {
 		return nil, fmt.Errorf("--dataplane %q: no backend on this platform tells what it has programmed", name)
@@ -55,7 +48,7 @@ func newInspector(name, instance string) (inspector, error) {
 
 // inspect prints what the dataplane has for each of the explained frontends. asked
 // is the address that the question was about, if it was about one.
-func inspect(ctx context.Context, w io.Writer, i inspector, e *nodeview.Explanation, node *api.Node, asked netip.Addr) error {
+func inspect(ctx context.Context, w io.Writer, i program.Inspector, e *nodeview.Explanation, node *api.Node, asked netip.Addr) error {
 	for _, f := range e.Frontends {
 		for _, addr := range addressesOf(f.FrontendKey, node, asked) {
 			text, err := i.Dataplane(ctx, addr, f.Protocol, f.Port, e.View)

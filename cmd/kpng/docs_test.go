@@ -9,8 +9,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/app"
-	userspace "github.com/kpng-project/kpng/backends/userspace/proxy"
-	kernelspace "github.com/kpng-project/kpng/backends/windows/kernelspace/proxy"
+	"github.com/kpng-project/kpng/backends/program"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -54,9 +53,9 @@ func TestTheManualKnowsAllFlags(t *testing.T) {
 	walk(newRoot())
 	walk(app.Command("any", cleaner{}))
 	// Backends that newRoot has on Windows only, or as they are there.
-	for name, p := range map[string]interface{ Register(*pflag.FlagSet) }{"kernelspace": kernelspace.New(nil), "userspace": userspace.NewWindows()} {
-		cmd := &cobra.Command{Use: name}
-		p.Register(cmd.Flags())
+	for _, b := range []*program.Backend{program.Kernelspace(nil), program.WindowsUserspace()} {
+		cmd := &cobra.Command{Use: b.Name}
+		b.Register(cmd.Flags())
 		walk(cmd)
 	}
 	for name := range described {

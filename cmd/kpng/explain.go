@@ -11,11 +11,13 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/spf13/cobra"
+	"sigs.k8s.io/yaml"
 )
 
 // explainCommand says what becomes of services on a node, and why.
@@ -26,20 +28,23 @@ func explainCommand() *cobra.Command {
 		dataplane, instance string
 	)
 	cmd := &cobra.Command{
-		Use:   "explain --node NODE [NAMESPACE/NAME | IP[:PORT[/PROTOCOL]]]",
+		Use:   "explain [[NAMESPACE/]NAME | IP[:PORT[/PROTOCOL]]]",
 		Short: "Explain what a node does with services: which endpoints are in or out, which verdicts hold, and why",
-		Example: `  kpng explain --node worker-1 default/web
-  kpng explain --node worker-1 10.96.0.80:80/tcp
-  kpng explain --node worker-1 --dataplane nftables 10.96.0.80:80/tcp
-  kpng explain -i state.yaml --node worker-1 -o json | jq '.Frontends[] | select(.Elsewhere.Verdict == "Reject")'`,
+		Example: `  kpng explain --node-name worker-1 web
+  kpng explain --node-name worker-1 10.96.0.80:80/tcp
+  kpng explain --dataplane nftables 10.96.0.80:80/tcp
+  kpng explain -i state.yaml --node-name worker-1 -o json | jq '.Frontends[] | select(.Elsewhere.Verdict == "Reject")'`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if node == "" {
-				return errors.New("--node is given, but empty")
+			if cmd.Flags().Changed("node-name") && strings.TrimSpace(node) == "" {
+				return errors.New("--node-name is empty")
+			}
+			node, err := kpng.NodeName(node)
+			if err != nil {
+				return err
 			}
 			var about question
 			if len(args) > 0 {
-				var err error
 				if about, err = parseQuestion(args[0]); err != nil {
 					return err
 				}
@@ -55,7 +60,7 @@ func explainCommand() *cobra.Command {
 			case dataplane != "" && output != "text":
 				return fmt.Errorf("--dataplane prints text, not --output %s", output)
 			case dataplane != "":
-				i, err := newInspector(dataplane, instance)
+				i, err := inspectorOf(cmd, dataplane, instance)
 				if err != nil {
 					return err
 				}
@@ -68,16 +73,13 @@ func explainCommand() *cobra.Command {
 	}
 	fs := cmd.Flags()
 	fs.SortFlags = false
-	fs.StringVar(&node, "node", "", "the `name` of the node whose view is explained")
-	fs.StringVarP(&output, "output", "o", "text", "print `text or json`; of JSON, one object a service and line")
+	fs.StringVar(&node, "node-name", "", "explain the view of the node of this `name`; without it, $NODE_NAME or the host's name in lower case")
+	fs.StringVarP(&output, "output", "o", "text", "print `text, json or yaml`; of JSON, one object a service and line")
 	fs.StringVar(&dataplane, "dataplane", "", "print what this `backend` has programmed on this machine, too, beside what it should have; it needs the backend's rights")
 	fs.StringVar(&instance, "instance", "", "the `name` of the backend's instance, if it has one")
 	source.Register(cmd)
-	err := errors.Join(
-		cmd.MarkFlagRequired("node"),
-		cmd.RegisterFlagCompletionFunc("output", cobra.FixedCompletions([]string{"text", "json"}, cobra.ShellCompDirectiveNoFileComp)),
-	)
-	if err != nil {
+	completions := cobra.FixedCompletions([]string{"text", "json", "yaml"}, cobra.ShellCompDirectiveNoFileComp)
+	if err := cmd.RegisterFlagCompletionFunc("output", completions); err != nil {
 		panic(err) // there is no such flag
 	}
 	return cmd
@@ -96,8 +98,17 @@ func printer(w io.Writer, output string) (func(*nodeview.Explanation) error, err
 	case "json":
 		out := json.NewEncoder(w)
 		return func(e *nodeview.Explanation) error { return out.Encode(e) }, nil
+	case "yaml":
+		return func(e *nodeview.Explanation) error {
+			text, err := yaml.Marshal(e)
+			if err != nil {
+				return err
+			}
+			_, err = fmt.Fprintf(w, "---\n%s", text)
+			return err
+		}, nil
 	default:
-		return nil, fmt.Errorf("--output %q is neither text nor json", output)
+		return nil, fmt.Errorf("--output %q is not text, json or yaml", output)
 	}
 }
 
@@ -112,7 +123,7 @@ func explain(ctx context.Context, source *app.Source, nodeName string, about que
 	node, known := snapshot.Nodes.Get(nodeName)
 	if !known {
 		node = &api.Node{Name: nodeName}
-		fmt.Fprintf(warnings, "There is no node %q: no zone is known, and local is what names it.\n", nodeName)
+		fmt.Fprintf(warnings, "Node %q not found; zone and addresses unknown, locality decided by node name.\n", nodeName)
 	}
 	found := false
 	for e := range about.explanations(snapshot, node) {
@@ -164,6 +175,9 @@ func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 	if q.service.Name != "" {
 		return fmt.Errorf("there is no service %s among those that are served", q.service)
 	}
+	if about := q.nodePorts(s, node); len(node.Addresses) == 0 && len(about) > 0 {
+		return fmt.Errorf("no service is served at %s; addresses of node %s are unknown, and %s", q.text(), node.Name, strings.Join(about, ", "))
+	}
 	var others []string
 	for e := range (question{addr: q.addr}).explanations(s, node) {
 		for _, f := range e.Frontends {
@@ -178,4 +192,19 @@ func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 		others = append(others[:most], fmt.Sprintf("and %d more", len(others)-most))
 	}
 	return fmt.Errorf("no service is served at %s, where there are: %s", q.text(), strings.Join(others, ", "))
+}
+
+// nodePorts says which services have a node port of the question's port, family and
+// protocol.
+func (q question) nodePorts(s *cluster.Snapshot, node *api.Node) []string {
+	var found []string
+	for _, state := range s.States.All() {
+		for _, f := range nodeview.Explain(state, node).Frontends {
+			if f.Kind == nodeview.NodePort && f.Port == q.port && f.Family == api.FamilyOf(q.addr) &&
+				(q.protocol == api.UnknownProtocol || f.Protocol == q.protocol) {
+				found = append(found, fmt.Sprintf("%s has node port %d/%s", state.Service.Key(), f.Port, f.Protocol))
+			}
+		}
+	}
+	return found
 }

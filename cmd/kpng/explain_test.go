@@ -30,7 +30,7 @@ func TestExplain(t *testing.T) {
 		{"an address with one of its protocols", []string{"10.0.0.3:53/udp"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			got := mustExecute(t, append([]string{"explain", "-i", explained, "--node=here"}, test.about...)...)
+			got := mustExecute(t, append([]string{"explain", "-i", explained, "--node-name=here"}, test.about...)...)
 			golden := filepath.Join("testdata", "explain "+test.name+".txt")
 			golden = strings.ReplaceAll(golden, " ", "-")
 			if *update {
@@ -52,8 +52,8 @@ func TestExplain(t *testing.T) {
 func TestAnyAddressOfAServiceAndARelayExplainTheSame(t *testing.T) {
 	served := serve(t, "file", "-i", explained)
 	for _, about := range []string{"default/web", "10.0.0.1", "198.51.100.2:80"} {
-		want := mustExecute(t, "explain", "-i", explained, "--node=here", about)
-		if got := mustExecute(t, "explain", "--api", served, "--node=here", about); got != want || got == "" {
+		want := mustExecute(t, "explain", "-i", explained, "--node-name=here", about)
+		if got := mustExecute(t, "explain", "--api", served, "--node-name=here", about); got != want || got == "" {
 			t.Errorf("%s: a server explains\n%s\nwant\n%s", about, got, want)
 		}
 	}
@@ -77,7 +77,7 @@ func TestExplanationsAreJSONIfAsked(t *testing.T) {
 			Elsewhere, Node        struct{ Verdict string }
 		}
 	}
-	out := mustExecute(t, "explain", "-i", explained, "--node=here", "198.51.100.2:80/tcp", "-o", "json")
+	out := mustExecute(t, "explain", "-i", explained, "--node-name=here", "198.51.100.2:80/tcp", "-o", "json")
 	if err := json.Unmarshal([]byte(out), &e); err != nil {
 		t.Fatalf("%v in %s", err, out)
 	}
@@ -93,6 +93,14 @@ func TestExplanationsAreJSONIfAsked(t *testing.T) {
 	}
 }
 
+func TestExplanationsAreYAMLIfAsked(t *testing.T) {
+	t.Setenv("NODE_NAME", "here")
+	out := mustExecute(t, "explain", "-i", explained, "web", "-o", "yaml")
+	if !strings.HasPrefix(out, "---\n") || !strings.Contains(out, "Kind: ClusterIP") || !strings.Contains(out, "why: not on this node") && !strings.Contains(out, "Why: not on this node") {
+		t.Errorf("explained as\n%s", out)
+	}
+}
+
 func TestQuestionsWithoutAnAnswer(t *testing.T) {
 	for _, test := range []struct {
 		name string
@@ -104,16 +112,17 @@ func TestQuestionsWithoutAnAnswer(t *testing.T) {
 		{"another protocol", []string{"10.0.0.1:80/udp"}, []string{"10.0.0.1:80/UDP", "10.0.0.1:80/TCP"}},
 		{"an address that is not there", []string{"10.9.9.9:80"}, []string{"10.9.9.9"}},
 		{"a node port of another node", []string{"192.0.2.2:30080"}, []string{"192.0.2.2"}},
-		{"a name without a namespace", []string{"web"}, []string{`"web"`, "NAMESPACE/NAME"}},
+		{"a name without a namespace that is not there", []string{"nobody"}, []string{"default/nobody"}},
+		{"no name", []string{"default/"}, []string{`"default/"`, "[NAMESPACE/]NAME"}},
 		{"a protocol that is none", []string{"10.0.0.1:80/icmp"}, []string{"10.0.0.1:80/icmp", "tcp"}},
-		{"a protocol without a port", []string{"10.0.0.1/tcp"}, []string{"10.0.0.1/tcp", "NAMESPACE/NAME"}},
-		{"half an address", []string{"10.0.0:80/tcp"}, []string{"10.0.0:80/tcp", "NAMESPACE/NAME"}},
+		{"a protocol without a port", []string{"10.0.0.1/tcp"}, []string{"10.0.0.1/tcp", "[NAMESPACE/]NAME"}},
+		{"half an address", []string{"10.0.0:80/tcp"}, []string{"10.0.0:80/tcp", "[NAMESPACE/]NAME"}},
 		{"two questions", []string{"a/b", "c/d"}, []string{"at most 1"}},
-		{"an output that is none", []string{"-o", "yaml"}, []string{"--output", "yaml"}},
+		{"an output that is none", []string{"-o", "xml"}, []string{"--output", "xml"}},
 		{"two sources", []string{"--api=unix:///s"}, []string{"api", "manifests"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			_, err := execute(t.Context(), append([]string{"explain", "-i", explained, "--node=here"}, test.args...)...)
+			_, err := execute(t.Context(), append([]string{"explain", "-i", explained, "--node-name=here"}, test.args...)...)
 			if err == nil {
 				t.Fatal("no error")
 			}
@@ -124,9 +133,11 @@ func TestQuestionsWithoutAnAnswer(t *testing.T) {
 			}
 		})
 	}
-	for _, node := range [][]string{nil, {"--node="}} {
-		if _, err := execute(t.Context(), append([]string{"explain", "-i", explained}, node...)...); err == nil || !strings.Contains(err.Error(), "node") {
-			t.Errorf("with the node %q: error %v", node, err)
-		}
+	if _, err := execute(t.Context(), "explain", "-i", explained, "--node-name="); err == nil || !strings.Contains(err.Error(), "--node-name") {
+		t.Errorf("with an empty node name: error %v", err)
+	}
+	_, err := execute(t.Context(), "explain", "-i", explained, "--node-name=unknown", "192.0.2.1:30080")
+	if err == nil || !strings.Contains(err.Error(), "default/web has node port 30080/TCP") {
+		t.Errorf("of a node without addresses: error %v", err)
 	}
 }

@@ -23,7 +23,8 @@ type question struct {
 	protocol api.Protocol
 }
 
-// parseQuestion reads NAMESPACE/NAME, IP, IP:PORT or IP:PORT/PROTOCOL.
+// parseQuestion reads NAME, NAMESPACE/NAME, IP, IP:PORT or IP:PORT/PROTOCOL. The
+// namespace of NAME is default.
 func parseQuestion(s string) (question, error) {
 	if addr, err := netip.ParseAddr(s); err == nil {
 		return question{addr: addr.Unmap()}, nil
@@ -42,8 +43,11 @@ func parseQuestion(s string) (question, error) {
 		}
 		return question{}, fmt.Errorf("%q: the protocol is none of tcp, udp and sctp", s)
 	}
-	if !slash || before == "" || after == "" || strings.ContainsAny(s, ".:[]") || strings.Contains(after, "/") {
-		return question{}, fmt.Errorf("%q is neither NAMESPACE/NAME nor IP[:PORT[/PROTOCOL]]", s)
+	if !slash {
+		before, after = "default", s
+	}
+	if before == "" || after == "" || strings.ContainsAny(s, ".:[]") || strings.Contains(after, "/") {
+		return question{}, fmt.Errorf("%q is neither [NAMESPACE/]NAME nor IP[:PORT[/PROTOCOL]]", s)
 	}
 	return question{service: types.NamespacedName{Namespace: before, Name: after}}, nil
 }

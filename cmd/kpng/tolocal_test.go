@@ -5,10 +5,13 @@ package main
 import (
 	"context"
 	"errors"
+	"strings"
 	"testing"
 
+	"github.com/kpng-project/kpng/backends/program"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 )
 
 // traces is a sink that says what it is told to clean up.
@@ -25,16 +28,19 @@ func (s *traces) Cleanup(context.Context) error {
 
 func TestABackendCleansUpWhatItsFlagsSay(t *testing.T) {
 	var s traces
-	b := backend{"traces", "Leave traces", func(cmd *cobra.Command) func() (sink.Sink, error) {
-		cmd.Flags().StringVar(&s.table, "table", "kpng", "the `name` of the table")
-		return func() (sink.Sink, error) {
-			if s.table == "" {
-				return nil, errors.New("--table is empty")
-			}
-			return &s, nil
-		}
-	}}
-	cmd := b.cleanup()
+	traces := func() *cobra.Command {
+		return cleanup(&program.Backend{
+			Name:  "traces",
+			Flags: func(fs *pflag.FlagSet) { fs.StringVar(&s.table, "table", "kpng", "the `name` of the table") },
+			Make: func() (program.Parts, error) {
+				if s.table == "" {
+					return program.Parts{}, errors.New("--table is empty")
+				}
+				return program.Parts{Sink: &s}, nil
+			},
+		})
+	}
+	cmd := traces()
 	cmd.SetArgs([]string{"--table=mine"})
 	if err := cmd.ExecuteContext(t.Context()); err != nil {
 		t.Fatal(err)
@@ -42,6 +48,7 @@ func TestABackendCleansUpWhatItsFlagsSay(t *testing.T) {
 	if len(s.cleaned) != 1 || s.cleaned[0] != "mine" {
 		t.Errorf("cleaned up %q, want the table mine", s.cleaned)
 	}
+	cmd = traces()
 	cmd.SetArgs([]string{"--table="})
 	cmd.SilenceErrors, cmd.SilenceUsage = true, true
 	if err := cmd.ExecuteContext(t.Context()); err == nil {
@@ -51,4 +58,13 @@ func TestABackendCleansUpWhatItsFlagsSay(t *testing.T) {
 
 func TestABackendThatLeavesNothingBehindHasNothingToCleanUp(t *testing.T) {
 	mustExecute(t, "cleanup", "json")
+}
+
+func TestAllPortsNeedsABackendThatProxiesThem(t *testing.T) {
+	for _, flag := range []string{"--all-ports", "--all-ports-annotation=example.com/all"} {
+		_, err := execute(t.Context(), "file", "-i", explained, flag, "to-local", "userspace", "--once")
+		if err == nil || !strings.Contains(err.Error(), "--all-ports") {
+			t.Errorf("%s: error %v", flag, err)
+		}
+	}
 }

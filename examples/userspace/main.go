@@ -9,13 +9,10 @@ package main
 
 import (
 	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/backends/program"
 	"github.com/kpng-project/kpng/backends/userspace"
-	"github.com/kpng-project/kpng/backends/userspace/proxy"
 )
 
 func main() {
-	p := proxy.New(userspace.LocalRoutes(userspace.RouteOptions{}))
-	cmd := app.Command("userspace", p)
-	p.Register(cmd.Flags())
-	app.Execute(cmd)
+	app.Main(program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})))
 }

@@ -13,16 +13,14 @@ package main
 
 import (
 	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/backends/program"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
-	"github.com/kpng-project/kpng/backends/windows/kernelspace/proxy"
 	"github.com/kpng-project/kpng/backends/windows/kernelspace/winhns"
 )
 
 func main() {
-	p := proxy.New(winhns.HNS{})
-	cmd := app.Command("winkernelspace", p)
+	cmd := app.Command("winkernelspace", program.Kernelspace(winhns.HNS{}))
 	cmd.Long = "winkernelspace proxies services on a Windows node, by the load balancers of the Host Networking Service (HNS)."
-	p.Register(cmd.Flags())
 	// The backend knows one annotation, which sources would drop.
 	keep := cmd.Flags().Lookup("keep-annotations")
 	keep.Value.Set(kernelspace.PreserveDestination)

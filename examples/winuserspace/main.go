@@ -14,40 +14,20 @@ package main
 
 import (
 	"github.com/kpng-project/kpng/app"
-	"github.com/kpng-project/kpng/backends/userspace/proxy"
+	"github.com/kpng-project/kpng/backends/program"
 	"github.com/spf13/cobra"
 )
 
 func main() { app.Execute(command()) }
 
 func command() *cobra.Command {
-	var (
-		proxied = proxy.NewWindows()
-		source  app.Source
-		flags   app.SinkFlags
-		serving app.Serving
-		cleanup bool
-	)
-	cmd := &cobra.Command{
-		Use:           "winuserspace",
-		Long:          "winuserspace proxies services on a Windows node by sockets, at addresses that it puts on a network interface.",
-		Args:          cobra.NoArgs,
-		SilenceUsage:  true,
-		SilenceErrors: true,
-	}
-	fs := cmd.Flags()
-	fs.SortFlags = false
-	source.RegisterAPI(fs)
-	proxied.Register(fs)
-	fs.BoolVar(&cleanup, "cleanup", false, "remove the addresses that a program that was killed left behind, and end")
-	flags.Register(fs)
-	serving.Register(fs)
-	app.RegisterLogging(fs)
-	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
-		if cleanup {
-			return proxied.Cleanup(cmd.Context())
-		}
-		return flags.Run(cmd.Context(), cmd.Name(), &source, &serving, proxied)
-	}
+	var source app.Source
+	proxy := program.WindowsUserspace()
+	cmd := source.Command("winuserspace", proxy)
+	cmd.Version = app.Version()
+	cmd.Long = "winuserspace proxies services on a Windows node by sockets, at addresses that it puts on a network interface."
+	source.RegisterAPI(cmd.Flags())
+	app.AddCleanup(cmd, proxy)
+	app.RegisterLogging(cmd.Flags())
 	return cmd
 }

@@ -164,9 +164,9 @@ func TestWhatTheAPIServerHasIsServedRelayedWrittenAndExplained(t *testing.T) {
 			})
 		}
 		about := ns + "/web"
-		explained := kpng.run("explain", "--kubeconfig", kubeconfig, proxyName, "--node=here", about)
+		explained := kpng.run("explain", "--kubeconfig", kubeconfig, proxyName, "--node-name=here", about)
 		for _, source := range [][]string{{"--api", relay}, {"-i", written, proxyName}} {
-			got := kpng.run(append([]string{"explain", "--node=here", about}, source...)...)
+			got := kpng.run(append([]string{"explain", "--node-name=here", about}, source...)...)
 			if diff := cmp.Diff(explained, got); diff != "" {
 				t.Errorf("explained with %s (-kubeconfig +this):\n%s", source, diff)
 			}

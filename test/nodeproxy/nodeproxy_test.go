@@ -228,7 +228,7 @@ func (w *world) get(from namespace, page string) (status int, body string) {
 // whether there is a difference, and something that it says.
 func (w *world) explains(service *corev1.Service, difference, want string) {
 	w.t.Helper()
-	text := sh(w.t, w.node.exec(append(least, w.kpng, "explain", "--kubeconfig", w.kubeconfig, "--node", nodeName,
+	text := sh(w.t, w.node.exec(append(least, w.kpng, "explain", "--kubeconfig", w.kubeconfig, "--node-name", nodeName,
 		"--dataplane", "nftables", fmt.Sprintf("%s:53/udp", service.Spec.ClusterIP))...)...)
 	_, dataplane, found := strings.Cut(text, "\nDataplane for ")
 	if !found || !strings.Contains(dataplane, want) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package proxy
+package program
 
 import (
 	"net/netip"
@@ -22,19 +22,7 @@ import (
 	"go.uber.org/goleak"
 )
 
-// proxyOf returns what a command line makes.
-func proxyOf(t *testing.T, hns kernelspace.HNS, args ...string) *Proxy {
-	t.Helper()
-	p := New(hns)
-	fs := pflag.NewFlagSet("kernelspace", pflag.ContinueOnError)
-	p.Register(fs)
-	if err := fs.Parse(args); err != nil {
-		t.Fatal(err)
-	}
-	return p
-}
-
-func TestFlagsBecomeOptions(t *testing.T) {
+func TestFlagsOfKernelspace(t *testing.T) {
 	t.Setenv("KUBE_NETWORK", "l2bridge")
 	t.Setenv("ProgramData", "/data")
 	addr := netip.MustParseAddr
@@ -58,19 +46,24 @@ func TestFlagsBecomeOptions(t *testing.T) {
 		}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			p := proxyOf(t, nil, tc.args...)
-			if diff := cmp.Diff(tc.want, p.opts, cmpopts.EquateComparable(netip.Addr{}), cmpopts.IgnoreFields(kernelspace.Options{}, "Observer")); diff != "" {
+			var got kernelspace.Options
+			fs := pflag.NewFlagSet("kernelspace", pflag.ContinueOnError)
+			kernelspaceFlags(fs, &got, newHealthChecks())
+			if err := fs.Parse(tc.args); err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(tc.want, got, cmpopts.EquateComparable(netip.Addr{})); diff != "" {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
-			if len(p.Beside(nil)) != 1 {
+			if len(mustConfigure(t, Kernelspace(fakehns.New(fakehns.AllFeatures())), tc.args...).Beside(nil)) != 1 {
 				t.Error("health checks are not answered")
 			}
 		})
 	}
-	if beside := proxyOf(t, nil, "--no-health-checks").Beside(nil); len(beside) > 0 {
+	if beside := mustConfigure(t, Kernelspace(fakehns.New(fakehns.AllFeatures())), "--no-health-checks").Beside(nil); len(beside) > 0 {
 		t.Errorf("there is %v beside the backend, which was not asked for", beside)
 	}
-	if err := (&addresses{&[]netip.Addr{}}).Set("10.0.0"); err == nil {
+	if _, err := configured(t, Kernelspace(nil), "--node-ip=10.0.0"); err == nil {
 		t.Error("what is no address is taken for one")
 	}
 }
@@ -80,7 +73,7 @@ func TestLoadBalancersAreCountedStayAndAreCleanedUp(t *testing.T) {
 	hns := fakehns.New(fakehns.AllFeatures())
 	hns.AddNetwork(kernelspace.Network{Name: "pods"})
 	args := []string{"--network=pods", "--state-file=" + filepath.Join(t.TempDir(), "kpng.json")}
-	p := proxyOf(t, hns, args...)
+	p := mustConfigure(t, Kernelspace(hns), args...)
 	registry := prometheus.NewPedanticRegistry()
 	registry.MustRegister(p)
 
@@ -107,8 +100,17 @@ func TestLoadBalancersAreCountedStayAndAreCleanedUp(t *testing.T) {
 # HELP kpng_hns_load_balancers Load balancers that HNS has for kpng.
 # TYPE kpng_hns_load_balancers gauge
 kpng_hns_load_balancers 1
-`), "kpng_hns_load_balancers"); err != nil {
+# HELP kpng_hns_endpoints Endpoints that HNS has for kpng.
+# TYPE kpng_hns_endpoints gauge
+kpng_hns_endpoints 1
+`), "kpng_hns_load_balancers", "kpng_hns_endpoints"); err != nil {
 		t.Error(err)
+	}
+	if testutil.CollectAndCount(p, "kpng_hns_call_duration_seconds") == 0 {
+		t.Error("no call of HNS is counted")
+	}
+	if testutil.CollectAndCount(p, "kpng_hns_call_failures_total") != 0 {
+		t.Error("a failed call of HNS is counted")
 	}
 	if err := p.Verify(t.Context()); err != nil {
 		t.Error(err)
@@ -119,7 +121,7 @@ kpng_hns_load_balancers 1
 	if !strings.Contains(hns.Dump(), "load balancer 10.96.0.1") {
 		t.Errorf("the program has ended, and HNS has\n%s", hns.Dump())
 	}
-	if err := proxyOf(t, hns, args...).Cleanup(t.Context()); err != nil {
+	if err := mustConfigure(t, Kernelspace(hns), args...).Cleanup(t.Context()); err != nil {
 		t.Error(err)
 	}
 	if left := hns.Dump(); left != "" {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package proxy
+package program
 
 import (
 	"fmt"
 	"io"
+	"iter"
 	"net"
 	"net/netip"
 	"path/filepath"
@@ -18,27 +19,16 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/backends/userspace"
-	windows "github.com/kpng-project/kpng/backends/windows/userspace"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/spf13/pflag"
 	"go.uber.org/goleak"
+	"k8s.io/apimachinery/pkg/types"
 )
 
-// withFlags gives p a command line.
-func withFlags(t *testing.T, p *Proxy, args ...string) *Proxy {
-	t.Helper()
-	fs := pflag.NewFlagSet("userspace", pflag.ContinueOnError)
-	p.Register(fs)
-	if err := fs.Parse(args); err != nil {
-		t.Fatal(err)
-	}
-	return p
-}
-
-func TestFlagsBecomeOptions(t *testing.T) {
+func TestFlagsOfUserspace(t *testing.T) {
 	for _, tc := range []struct {
 		name string
 		args []string
@@ -54,57 +44,42 @@ func TestFlagsBecomeOptions(t *testing.T) {
 		}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			p := withFlags(t, New(nil), tc.args...)
-			got, err := p.options()
-			if err != nil {
+			var got userspace.Options
+			fs := pflag.NewFlagSet("userspace", pflag.ContinueOnError)
+			userspaceFlags(fs, &got, newHealthChecks())
+			if err := fs.Parse(tc.args); err != nil {
 				t.Fatal(err)
 			}
 			if diff := cmp.Diff(tc.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
-			if len(p.Beside(nil)) != 1 {
+			if len(mustConfigure(t, Userspace(nil), tc.args...).Beside(nil)) != 1 {
 				t.Error("health checks are not answered")
 			}
 		})
 	}
-	if beside := withFlags(t, New(nil), "--no-health-checks").Beside(nil); len(beside) > 0 {
-		t.Errorf("there is %v beside the backend, which was not asked for", beside)
+	if beside := mustConfigure(t, Userspace(nil), "--no-health-checks").Beside(nil); len(beside) > 0 {
+		t.Errorf("there is %v beside the backend", beside)
 	}
 }
 
-func TestFlagsOfWindowsBecomeOptions(t *testing.T) {
-	folder := t.TempDir()
-	p := withFlags(t, NewWindows(), "--interface=svc0", "--state-file="+folder, "--address-timeout=1s")
-	if diff := cmp.Diff(&windows.Options{Interface: "svc0", StateFile: folder, Timeout: time.Second}, p.netsh); diff != "" {
-		t.Errorf("options (-want +got):\n%s", diff)
-	}
-	opts, err := p.options()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if want := []string{"svc0"}; !slices.Equal(opts.ExcludeInterfaces, want) {
-		t.Errorf("node ports are not served on %q, want %q", opts.ExcludeInterfaces, want)
-	}
-	if err := opts.Addresses.Cleanup(t.Context()); err == nil {
-		t.Error("nothing was made of the options: the state file is a folder")
-	}
-}
-
-func TestFlagsThatMakeNoSenseAreToldAtTheStart(t *testing.T) {
+func TestFlagsOfUserspaceThatMakeNoSense(t *testing.T) {
 	for _, arg := range []string{"--node-port-addresses=eth0", "--pod-cidr=10.1.0.0", "--drain-timeout=-1s", "--address-timeout=-2s"} {
-		p := withFlags(t, NewWindows(), arg, "--state-file="+filepath.Join(t.TempDir(), "f"))
-		value := arg[strings.Index(arg, "=")+1:]
-		if beside := p.Beside(nil); len(beside) > 0 {
-			t.Errorf("%s: there is %v beside a backend that is none", arg, beside)
+		b, err := configured(t, WindowsUserspace(), arg, "--state-file="+filepath.Join(t.TempDir(), "f"))
+		if value := arg[strings.Index(arg, "=")+1:]; err == nil || !strings.Contains(err.Error(), value) {
+			t.Errorf("%s: error %v does not say what is wrong", arg, err)
 		}
-		if n := testutil.CollectAndCount(p, "kpng_userspace_connections_total"); n != 0 {
-			t.Errorf("%s: %d ports have metrics", arg, n)
+		if n := testutil.CollectAndCount(b); n != 0 {
+			t.Errorf("%s: there are %d metrics", arg, n)
 		}
-		for what, err := range map[string]error{"Start": p.Start(t.Context()), "Cleanup": p.Cleanup(t.Context())} {
-			if err == nil || !strings.Contains(err.Error(), value) {
-				t.Errorf("%s: %s returns %v, which does not say what is wrong", arg, what, err)
-			}
-		}
+	}
+}
+
+func TestAWindowsBackendExcludesItsInterface(t *testing.T) {
+	folder := t.TempDir()
+	b := mustConfigure(t, WindowsUserspace(), "--interface=svc0", "--state-file="+folder)
+	if err := b.Cleanup(t.Context()); err == nil {
+		t.Error("the state file is a folder, and Cleanup does not notice")
 	}
 }
 
@@ -132,7 +107,7 @@ func TestConnectionsAreProxiedAndCounted(t *testing.T) {
 	at := netip.MustParseAddrPort(free.Addr().String())
 	free.Close()
 
-	p := withFlags(t, New(nil))
+	p := mustConfigure(t, Userspace(nil))
 	registry := prometheus.NewPedanticRegistry()
 	registry.MustRegister(p)
 	if err := p.Start(t.Context()); err != nil {
@@ -181,5 +156,34 @@ kpng_healthcheck_ports_open 0
 	if c, err := net.Dial("tcp", at.String()); err == nil {
 		c.Close()
 		t.Error("the proxy has stopped, and the service is still served")
+	}
+}
+
+func TestEachPortHasItsMetrics(t *testing.T) {
+	stats := []userspace.PortStats{{
+		Service:  types.NamespacedName{Namespace: "default", Name: "web"},
+		Protocol: api.TCP, Port: 80,
+		Connections: 5, Active: 2, DialFailures: 1, BytesToEndpoints: 100, BytesFromEndpoints: 200,
+	}}
+	const want = `
+# HELP kpng_userspace_connections_active TCP connections and UDP clients that have not ended.
+# TYPE kpng_userspace_connections_active gauge
+kpng_userspace_connections_active{namespace="default",port="80",protocol="TCP",service="web"} 2
+# HELP kpng_userspace_connections_total TCP connections and UDP clients that came.
+# TYPE kpng_userspace_connections_total counter
+kpng_userspace_connections_total{namespace="default",port="80",protocol="TCP",service="web"} 5
+# HELP kpng_userspace_dial_failures_total Times that an endpoint did not take a connection or a datagram.
+# TYPE kpng_userspace_dial_failures_total counter
+kpng_userspace_dial_failures_total{namespace="default",port="80",protocol="TCP",service="web"} 1
+# HELP kpng_userspace_received_bytes_total Bytes received from endpoints.
+# TYPE kpng_userspace_received_bytes_total counter
+kpng_userspace_received_bytes_total{namespace="default",port="80",protocol="TCP",service="web"} 200
+# HELP kpng_userspace_sent_bytes_total Bytes sent to endpoints.
+# TYPE kpng_userspace_sent_bytes_total counter
+kpng_userspace_sent_bytes_total{namespace="default",port="80",protocol="TCP",service="web"} 100
+`
+	c := newPortMetrics(func() iter.Seq[userspace.PortStats] { return slices.Values(stats) })
+	if err := testutil.CollectAndCompare(c, strings.NewReader(want)); err != nil {
+		t.Error(err)
 	}
 }

@@ -1,35 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package program
 
 import (
+	"errors"
 	"net/netip"
+	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/google/go-cmp/cmp/cmpopts"
+	"github.com/kpng-project/kpng/backends/conntrack"
 	"github.com/kpng-project/kpng/backends/nftables"
-	"github.com/kpng-project/kpng/sink"
-	"github.com/spf13/cobra"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/spf13/pflag"
 )
-
-// nftablesOf returns what a command line makes.
-func nftablesOf(args ...string) (nftables.Options, *nodeProxy, error) {
-	var f nftablesFlags
-	cmd := &cobra.Command{Use: "nftables", RunE: func(*cobra.Command, []string) error { return nil }, SilenceErrors: true, SilenceUsage: true}
-	f.register(cmd)
-	cmd.SetArgs(args)
-	if err := cmd.Execute(); err != nil {
-		return nftables.Options{}, nil, err
-	}
-	opts, err := f.complete()
-	if err != nil {
-		return opts, nil, err
-	}
-	p, err := f.sink()
-	return opts, p, err
-}
 
 func TestFlagsOfNFTables(t *testing.T) {
 	pods := []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16"), netip.MustParsePrefix("fd01::/48")}
@@ -52,18 +40,21 @@ func TestFlagsOfNFTables(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got, p, err := nftablesOf(test.args...)
+			f := nftablesFlags{checks: newHealthChecks()}
+			fs := pflag.NewFlagSet("nftables", pflag.ContinueOnError)
+			f.register(fs)
+			if err := fs.Parse(test.args); err != nil {
+				t.Fatal(err)
+			}
+			got, err := f.complete()
 			if err != nil {
 				t.Fatal(err)
 			}
 			if diff := cmp.Diff(test.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
-			if len(p.Beside(nil)) != 1 {
+			if len(mustConfigure(t, NFTables(), test.args...).Beside(nil)) != 1 {
 				t.Error("health checks are not answered")
-			}
-			if _, ok := any(p).(sink.Cleaner); !ok {
-				t.Error("there is no way to clean up")
 			}
 		})
 	}
@@ -73,7 +64,7 @@ func TestFlagsOfNFTablesThatMakeNoSense(t *testing.T) {
 	for _, arg := range []string{
 		"--node-port-addresses=eth0", "--cluster-cidr=10.1.0.0", "--masquerade-bit=32", "--masquerade-bit=14", "--dnat-priority=0", "--snat-priority=-200", "--sysctls=maybe", "--instance=a b",
 	} {
-		_, _, err := nftablesOf(arg)
+		_, err := configured(t, NFTables(), arg)
 		if err == nil {
 			t.Errorf("%s is accepted", arg)
 		} else if value := strings.SplitN(arg, "=", 2)[1]; !strings.Contains(err.Error(), value) && arg != "--masquerade-bit=14" {
@@ -83,11 +74,45 @@ func TestFlagsOfNFTablesThatMakeNoSense(t *testing.T) {
 }
 
 func TestHealthChecksCanBeLeftOut(t *testing.T) {
-	_, p, err := nftablesOf("--no-health-checks")
+	if beside := mustConfigure(t, NFTables(), "--no-health-checks").Beside(nil); len(beside) > 0 {
+		t.Errorf("there is %v beside the backend", beside)
+	}
+}
+
+func TestWhatNFTablesDoesIsCounted(t *testing.T) {
+	registry := prometheus.NewPedanticRegistry()
+	flows, table, checks := newFlowMetrics(), newNFTablesMetrics(), newHealthChecks()
+	registry.MustRegister(slices.Concat(checks.collectors(), flows.collectors(), table.collectors())...)
+	flows.observe(conntrack.Pass{Seen: 5, Ended: 3, Duration: time.Millisecond})
+	flows.observe(conntrack.Pass{Seen: 1, Duration: time.Millisecond, Err: errors.New("no permission")})
+	o := table.observer()
+	o.Holds(9)
+	o.Holds(7)
+	o.Transacted(nil)
+	o.Transacted(errors.New("the map is full"))
+	o.Transacted(nil)
+	o.Drifted()
+	o.Drifted()
+	o.Mended()
+	got := map[string]float64{}
+	families, err := registry.Gather()
 	if err != nil {
 		t.Fatal(err)
 	}
-	if beside := p.Beside(nil); len(beside) > 0 {
-		t.Errorf("there is %v beside the backend", beside)
+	for _, f := range families {
+		m := f.GetMetric()[0]
+		got[f.GetName()] = m.GetGauge().GetValue() + m.GetCounter().GetValue() + float64(m.GetHistogram().GetSampleCount())
+	}
+	want := map[string]float64{
+		"kpng_conntrack_entries_ended_total": 3, "kpng_conntrack_entries_seen_total": 6, "kpng_conntrack_errors_total": 1, "kpng_conntrack_duration_seconds": 2,
+		"kpng_healthcheck_faults_total": 0, "kpng_healthcheck_ports_failing": 0, "kpng_healthcheck_ports_open": 0,
+		"kpng_nftables_drift_found_total": 2, "kpng_nftables_drift_mended_total": 1, "kpng_nftables_elements": 7,
+		"kpng_nftables_transaction_errors_total": 1, "kpng_nftables_transactions_total": 3,
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Errorf("metrics (-want +got):\n%s", diff)
+	}
+	if problems, err := testutil.GatherAndLint(registry); err != nil || len(problems) > 0 {
+		t.Errorf("problems %v, error %v", problems, err)
 	}
 }

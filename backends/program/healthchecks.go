@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"github.com/kpng-project/kpng/backends/healthcheck"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
+)
+
+// healthChecks are the health-check node ports beside a backend.
+type healthChecks struct {
+	off           bool
+	open, failing prometheus.Gauge
+	faults        prometheus.Counter
+}
+
+func newHealthChecks() *healthChecks {
+	const subsystem = "healthcheck"
+	return &healthChecks{
+		open:    gauge(subsystem, "ports_open", "Health-check node ports that are listened on, once for each node address."),
+		failing: gauge(subsystem, "ports_failing", "Health-check node ports that cannot be listened on, once for each node address."),
+		faults:  counter(subsystem, "faults_total", "Times that a health-check node port could not be listened on, for a new reason."),
+	}
+}
+
+func (h *healthChecks) register(fs *pflag.FlagSet) {
+	fs.BoolVar(&h.off, "no-health-checks", false, "do not serve health-check node ports")
+}
+
+func (h *healthChecks) collectors() []prometheus.Collector {
+	return []prometheus.Collector{h.open, h.failing, h.faults}
+}
+
+// at returns what serves health checks at the addresses, to be used as Parts.Beside.
+func (h *healthChecks) at(addrs nodeaddr.Source) func(healthy func() bool) []sink.Sink {
+	return func(healthy func() bool) []sink.Sink {
+		if h.off {
+			return nil
+		}
+		return []sink.Sink{healthcheck.New(healthcheck.Options{
+			Addrs:   addrs,
+			Healthy: healthy,
+			Fault:   func(healthcheck.Fault) { h.faults.Inc() },
+			Observe: func(open, failing int) {
+				h.open.Set(float64(open))
+				h.failing.Set(float64(failing))
+			},
+		})}
+	}
+}

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
+)
+
+func gauge(subsystem, name, help string) prometheus.Gauge {
+	return prometheus.NewGauge(prometheus.GaugeOpts{Namespace: "kpng", Subsystem: subsystem, Name: name, Help: help})
+}
+
+func counter(subsystem, name, help string) prometheus.Counter {
+	return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kpng", Subsystem: subsystem, Name: name, Help: help})
+}
+
+// durations are the buckets of how long something takes: 1 ms to 16 s.
+var durations = prometheus.ExponentialBuckets(0.001, 2, 15)
+
+// nodePortsFlag adds --node-port-addresses.
+func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection) {
+	*to = nodeaddr.Selection{Primary: true}
+	var given []string
+	fs.Var(&value{
+		show: func() string { return to.String() },
+		set: func(text string) (err error) {
+			given = append(given, strings.Split(text, ",")...)
+			*to, err = nodeaddr.ParseSelection(given)
+			return err
+		},
+	}, "node-port-addresses", "serve node ports and health checks at these `addresses` of the node: primary (those of its Node object), all, CIDRs")
+}
+
+// listFlag adds a flag that can be given several times, or with several values
+// between commas.
+func listFlag[T fmt.Stringer](fs *pflag.FlagSet, to *[]T, parse func(string) (T, error), name, usage string) {
+	fs.Var(&value{
+		show: func() string { return strings.Trim(fmt.Sprint(*to), "[]") },
+		set: func(text string) error {
+			for item := range strings.SplitSeq(text, ",") {
+				v, err := parse(strings.TrimSpace(item))
+				if err != nil {
+					return err
+				}
+				*to = append(*to, v)
+			}
+			return nil
+		},
+	}, name, usage)
+}
+
+// parseCIDR reads a CIDR and clears the bits of its host part.
+func parseCIDR(text string) (netip.Prefix, error) {
+	cidr, err := netip.ParsePrefix(text)
+	return cidr.Masked(), err
+}
+
+// value is a pflag.Value of functions.
+type value struct {
+	show func() string
+	set  func(string) error
+}
+
+func (v *value) Set(text string) error { return v.set(text) }
+func (*value) Type() string            { return "list" }
+
+// String returns "" for the zero value, which pflag compares with the default.
+func (v *value) String() string {
+	if v.show == nil {
+		return ""
+	}
+	return v.show()
+}

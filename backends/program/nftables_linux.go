@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/kpng-project/kpng/backends/conntrack"
+	"github.com/kpng-project/kpng/backends/nftables"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
+)
+
+var _ Inspector = (*nftables.Backend)(nil)
+
+// NFTables returns the backend that programs the nf_tables of the Linux kernel.
+func NFTables() *Backend {
+	f := &nftablesFlags{checks: newHealthChecks()}
+	return &Backend{
+		Name:  "nftables",
+		Short: "Program services into the kernel with nftables, in place of kube-proxy or beside it",
+		Long: "Programs services into the kernel with nftables, in place of kube-proxy or, for services of another proxy name, beside it. " +
+			"What is programmed stays when the program ends: see kpng cleanup nftables. It needs CAP_NET_ADMIN and the program nft.",
+		Flags: f.register,
+		Make:  f.parts,
+	}
+}
+
+// nftablesFlags are the settings of the backend as a user gives them.
+type nftablesFlags struct {
+	options           nftables.Options
+	nodePorts         nodeaddr.Selection
+	masqueradeBit     int
+	masqueradeOutside bool
+	sysctls           string
+	keepConnections   bool
+	checks            *healthChecks
+}
+
+func (f *nftablesFlags) register(fs *pflag.FlagSet) {
+	fs.StringVar(&f.options.Instance, "instance", "", "tell this backend from others on the node by a `name`: its table is kpng-NAME instead of kpng")
+	nodePortsFlag(fs, &f.nodePorts)
+	listFlag(fs, &f.options.ClusterCIDRs, parseCIDR, "cluster-cidr", "take sources in these `CIDRs` for pods")
+	fs.StringSliceVar(&f.options.PodInterfaces, "pod-interfaces", nil, "take what comes in by these `interfaces`, such as cni0 or veth*, for pods of this node")
+	fs.BoolVar(&f.options.MasqueradeAll, "masquerade-all", false, "masquerade all connections to cluster IPs")
+	fs.BoolVar(&f.masqueradeOutside, "masquerade-outside", true, "masquerade connections to cluster IPs from outside the pod network, where --cluster-cidr or --pod-interfaces tell what that is")
+	fs.IntVar(&f.masqueradeBit, "masquerade-bit", 13, "mark connections to be masqueraded with this `bit` of the packet mark, 0 to 31; not 14, which is kube-proxy's")
+	fs.Int32Var(&f.options.DNATPriority, "dnat-priority", -100, "choose endpoints at this `priority` of the hooks prerouting and output, not 0")
+	fs.Int32Var(&f.options.SNATPriority, "snat-priority", 100, "masquerade at this `priority` of the hook postrouting, not 0")
+	fs.BoolVar(&f.options.AcceptUnknownPorts, "accept-unknown-ports", false, "leave ports of a cluster IP that no service has to the routing table, instead of rejecting")
+	fs.StringVar(&f.sysctls, "sysctls", "report", "what to do about kernel settings that do not forward to pods: report, set or ignore")
+	fs.BoolVar(&f.keepConnections, "keep-udp-connections", false, "leave UDP connections to endpoints that have gone")
+	f.checks.register(fs)
+	fs.StringVar(&f.options.NFT, "nft", "nft", "the `program` nft")
+}
+
+// complete returns the backend's options as far as flags alone decide.
+func (f *nftablesFlags) complete() (nftables.Options, error) {
+	opts := f.options
+	opts.MasqueradeOutsiders = f.masqueradeOutside && len(opts.ClusterCIDRs)+len(opts.PodInterfaces) > 0
+	if f.masqueradeBit < 0 || f.masqueradeBit > 31 {
+		return opts, fmt.Errorf("--masquerade-bit is %d, not 0 to 31", f.masqueradeBit)
+	}
+	opts.MasqueradeMark = 1 << f.masqueradeBit
+	if opts.DNATPriority == 0 || opts.SNATPriority == 0 {
+		return opts, errors.New("--dnat-priority and --snat-priority may not be 0")
+	}
+	modes := map[string]nftables.SysctlMode{"report": nftables.ReportSysctls, "set": nftables.SetSysctls, "ignore": nftables.IgnoreSysctls}
+	mode, ok := modes[f.sysctls]
+	if !ok {
+		return opts, fmt.Errorf("--sysctls is %q, not report, set or ignore", f.sysctls)
+	}
+	opts.Sysctls = mode
+	return opts, nil
+}
+
+func (f *nftablesFlags) parts() (Parts, error) {
+	opts, err := f.complete()
+	if err != nil {
+		return Parts{}, err
+	}
+	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: f.nodePorts, ExcludeInterfaces: []string{"kube-ipvs0"}})
+	if err != nil {
+		return Parts{}, err
+	}
+	opts.NodeAddresses = addrs
+	flows, table := newFlowMetrics(), newNFTablesMetrics()
+	opts.Observer = table.observer()
+	opts.Conntrack = sink.Func(func(context.Context, *sink.Changes) error { return nil })
+	if !f.keepConnections {
+		opts.Conntrack = conntrack.New(conntrack.Options{NodeAddrs: addrs, Observe: flows.observe})
+	}
+	b, err := nftables.New(opts)
+	if err != nil {
+		return Parts{}, err
+	}
+	return Parts{
+		Sink:       b,
+		Follow:     addrs.Start,
+		Beside:     f.checks.at(addrs),
+		Collectors: slices.Concat(f.checks.collectors(), flows.collectors(), table.collectors()),
+	}, nil
+}
+
+// flowMetrics counts what package conntrack does.
+type flowMetrics struct {
+	seen, ended, errors prometheus.Counter
+	duration            prometheus.Histogram
+}
+
+func newFlowMetrics() *flowMetrics {
+	const subsystem = "conntrack"
+	return &flowMetrics{
+		seen:   counter(subsystem, "entries_seen_total", "Connections that the kernel listed while stale connections were looked for."),
+		ended:  counter(subsystem, "entries_ended_total", "Stale connections that were ended."),
+		errors: counter(subsystem, "errors_total", "Looks for stale connections that failed and are made again."),
+		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Namespace: "kpng", Subsystem: subsystem, Name: "duration_seconds", Help: "How long a look for stale connections took.", Buckets: durations,
+		}),
+	}
+}
+
+func (m *flowMetrics) collectors() []prometheus.Collector {
+	return []prometheus.Collector{m.seen, m.ended, m.errors, m.duration}
+}
+
+func (m *flowMetrics) observe(pass conntrack.Pass) {
+	m.seen.Add(float64(pass.Seen))
+	m.ended.Add(float64(pass.Ended))
+	m.duration.Observe(pass.Duration.Seconds())
+	if pass.Err != nil {
+		m.errors.Inc()
+	}
+}
+
+// nftablesMetrics counts what package nftables does.
+type nftablesMetrics struct {
+	elements                               prometheus.Gauge
+	transactions, refused, drifted, mended prometheus.Counter
+}
+
+func newNFTablesMetrics() *nftablesMetrics {
+	const subsystem = "nftables"
+	return &nftablesMetrics{
+		elements:     gauge(subsystem, "elements", "Elements of the maps and sets of the table."),
+		transactions: counter(subsystem, "transactions_total", "Attempts to change the table in a transaction."),
+		refused:      counter(subsystem, "transaction_errors_total", "Attempts to change the table that failed, and so changed nothing, or had no answer."),
+		drifted:      counter(subsystem, "drift_found_total", "Times that another program had changed the table."),
+		mended:       counter(subsystem, "drift_mended_total", "Times that the table was repaired after another program had changed it."),
+	}
+}
+
+func (m *nftablesMetrics) collectors() []prometheus.Collector {
+	return []prometheus.Collector{m.elements, m.transactions, m.refused, m.drifted, m.mended}
+}
+
+func (m *nftablesMetrics) observer() nftables.Observer {
+	return nftables.Observer{
+		Transacted: func(err error) {
+			m.transactions.Inc()
+			if err != nil {
+				m.refused.Inc()
+			}
+		},
+		Holds:   func(elements int) { m.elements.Set(float64(elements)) },
+		Drifted: m.drifted.Inc,
+		Mended:  m.mended.Inc,
+	}
+}

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package program makes programs of backends: with flags, metrics, health-check node
+// ports and whatever else a node needs beside a backend. Package app runs them:
+//
+//	app.Main(program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})))
+//
+// The backends themselves know nothing of this, so that a program which embeds one
+// links neither Prometheus nor a parser of flags.
+//
+// Each backend is one file with one function that returns a [Backend]. A new backend
+// needs such a file, and a line in the list of the command that is to have it.
+package program
+
+import (
+	"context"
+	"net/netip"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/spf13/pflag"
+)
+
+// Backend is a backend as a program runs it. It is a [sink.Sink] with the optional
+// methods that package app knows. Configure is called before any of these.
+//
+// What a backend is made of is in its exported fields, which do not change.
+type Backend struct {
+	// Name is the name of the backend in commands, logs and metrics.
+	Name string
+	// Short describes the backend in a line, Long in a few sentences.
+	Short, Long string
+	// OnlyPorts says that the backend does not proxy all-ports services.
+	OnlyPorts bool
+	// Flags adds the flags of the backend. Default: it has none.
+	Flags func(*pflag.FlagSet)
+	// Make makes the backend of the values of its flags. It changes nothing on the
+	// machine.
+	Make func() (Parts, error)
+
+	sink.Forwarder // to parts.Sink
+	parts          Parts
+	unfollow       func()
+}
+
+// Parts are what runs of a backend.
+type Parts struct {
+	// Sink programs the dataplane. It may be a [sink.Starter], [sink.Stopper],
+	// [sink.Drainer], [sink.Verifier], [sink.Cleaner] and [Inspector].
+	Sink sink.Sink
+	// Follow is called when Sink has started, and its result before Sink stops.
+	// Default: nothing.
+	Follow func(context.Context) (stop func())
+	// Beside returns sinks that run beside Sink, as in app.Companion. Default: none.
+	Beside func(healthy func() bool) []sink.Sink
+	// Collectors are the metrics of all parts.
+	Collectors []prometheus.Collector
+}
+
+// Inspector is implemented by a sink that can print what its dataplane has for a
+// frontend, beside what the view of its service says it should have. For a node port,
+// addr is an address of the node; for an all-ports service, protocol and port are 0.
+type Inspector interface {
+	Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.ServiceEndpoints) (string, error)
+}
+
+// Register adds the flags of the backend.
+func (b *Backend) Register(fs *pflag.FlagSet) {
+	if b.Flags != nil {
+		b.Flags(fs)
+	}
+}
+
+// Configure makes the backend of the values of its flags. Calls after the first one
+// that succeeded do nothing.
+func (b *Backend) Configure() (err error) {
+	if b.parts.Sink == nil {
+		b.parts, err = b.Make()
+		b.Forwarder = sink.Forwarder{To: b.parts.Sink}
+	}
+	return err
+}
+
+// PortsOnly implements app.PortsOnly.
+func (b *Backend) PortsOnly() bool { return b.OnlyPorts }
+
+// Sink returns the sink that programs the dataplane, nil before Configure.
+func (b *Backend) Sink() sink.Sink { return b.parts.Sink }
+
+// Sync implements sink.Sink.
+func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error { return b.parts.Sink.Sync(ctx, c) }
+
+// Start implements sink.Starter.
+func (b *Backend) Start(ctx context.Context) error {
+	if err := b.Forwarder.Start(ctx); err != nil {
+		return err
+	}
+	b.unfollow = func() {}
+	if b.parts.Follow != nil {
+		b.unfollow = b.parts.Follow(ctx)
+	}
+	return nil
+}
+
+// Stop implements sink.Stopper.
+func (b *Backend) Stop(ctx context.Context) error {
+	b.unfollow()
+	return b.Forwarder.Stop(ctx)
+}
+
+// Beside implements app.Companion.
+func (b *Backend) Beside(healthy func() bool) []sink.Sink {
+	if b.parts.Beside == nil {
+		return nil
+	}
+	return b.parts.Beside(healthy)
+}
+
+// Describe implements prometheus.Collector.
+func (b *Backend) Describe(to chan<- *prometheus.Desc) {
+	for _, c := range b.parts.Collectors {
+		c.Describe(to)
+	}
+}
+
+// Collect implements prometheus.Collector.
+func (b *Backend) Collect(to chan<- prometheus.Metric) {
+	for _, c := range b.parts.Collectors {
+		c.Collect(to)
+	}
+}

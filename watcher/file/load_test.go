@@ -292,7 +292,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: edit(service, "clusterIP: 10.96.0.1", "clusterIP: 10.96.0.1\n  clusterIPs:\n  - 10.96.0.2\n  - 10.96.0.3"),
 		want: []string{
 			`m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[0]: "10.96.0.2" is not spec.clusterIP, "10.96.0.1"`,
-			"m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[1]: 10.96.0.3 is the second IPv4 address",
+			"m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[1]: 10.96.0.3 is of the same family as the first",
 		},
 	}, {
 		name: "a cluster IP of another family than the first",

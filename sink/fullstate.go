@@ -32,7 +32,7 @@ import (
 // sync may keep the slice and must not change it. The sink holds the views of all
 // services; what it adds to each Sync is to copy one pointer a service.
 func FullState(sync func(ctx context.Context, services []*api.ServiceEndpoints) error) Sink {
-	return FullStateOf(stateFunc(sync))
+	return Func(FullStateOf(stateFunc(sync)).Sync) // without the methods that it could only forward
 }
 
 // StateSink programs the whole state of one node each time.

@@ -77,21 +77,23 @@ func TestConnectionsAreClosedThoughWatchesUsedThemLast(t *testing.T) {
 }
 
 func TestAConnectionThatIsMadeTooLateIsClosed(t *testing.T) {
-	dialling, goOn := make(chan struct{}), make(chan struct{})
+	dialling, goOn := make(chan struct{}, 10), make(chan struct{})
 	near, far := net.Pipe()
 	defer far.Close()
-	c := newConnections(func(context.Context, string, string) (net.Conn, error) {
-		close(dialling)
+	ctx, end := context.WithCancel(t.Context())
+	c, err := newClient(ctx, &rest.Config{Host: "http://api.test", Dial: func(context.Context, string, string) (net.Conn, error) {
+		dialling <- struct{}{}
 		<-goOn
 		return near, nil
-	})
+	}}, false)
+	if err != nil {
+		t.Fatal(err)
+	}
 	result := make(chan error)
-	go func() {
-		_, err := c.DialContext(t.Context(), "", "")
-		result <- err
-	}()
+	go func() { result <- c.core.Get().MaxRetries(0).Do(t.Context()).Error() }()
 	<-dialling
-	c.close()
+	end()
+	c.connections.CloseAll()
 	close(goOn)
 	if err := <-result; err == nil {
 		t.Error("a connection after close")

@@ -22,8 +22,6 @@ type Error struct {
 	Verb string
 	// Resource is what was asked for.
 	Resource schema.GroupResource
-	// Namespace is where; empty means in all.
-	Namespace string
 	// Server is the base URL of the API server.
 	Server string
 	// Err is the cause, such as an apierrors.StatusError.
@@ -54,11 +52,8 @@ func (e *Error) Error() string {
 
 func (e *Error) needed() string {
 	where := "in all namespaces"
-	switch {
-	case e.Resource.Resource == nodes:
+	if e.Resource.Resource == nodes {
 		where = "at cluster scope"
-	case e.Namespace != "":
-		where = fmt.Sprintf("in namespace %q", e.Namespace)
 	}
 	return fmt.Sprintf("needed are the verbs list and watch on resource %q of API group %q %s", e.Resource.Resource, e.Resource.Group, where)
 }
@@ -72,8 +67,7 @@ const remindAfter = 5 * time.Minute
 // reporter tells of the requests of one reflector, and repeats itself rarely.
 type reporter struct {
 	*watch
-	resource  schema.GroupResource
-	namespace string
+	resource schema.GroupResource
 
 	mu       sync.Mutex
 	failures map[string]failure // by verb
@@ -106,12 +100,12 @@ func (r *reporter) succeeded(ctx context.Context, verb string) {
 	delete(r.failures, verb)
 	r.mu.Unlock()
 	if failed {
-		klog.FromContext(ctx).Info("API server answers again", "verb", verb, "resource", r.resource.String(), "namespace", r.namespace)
+		klog.FromContext(ctx).Info("API server answers again", "verb", verb, "resource", r.resource.String())
 	}
 }
 
 func (r *reporter) failed(ctx context.Context, verb string, err error) {
-	e := &Error{Verb: verb, Resource: r.resource, Namespace: r.namespace, Server: r.clients.server(), Err: err}
+	e := &Error{Verb: verb, Resource: r.resource, Server: r.client.server(), Err: err}
 	if r.opts.OnError != nil {
 		r.opts.OnError(e)
 	}

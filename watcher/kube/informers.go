@@ -4,18 +4,21 @@ package kube
 
 import (
 	"context"
-	"errors"
 	"fmt"
+	"reflect"
 	"sync"
+	"time"
 
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/cache"
-
-	"github.com/kpng-project/kpng/api"
 )
 
 // Informers are those that a program runs anyway, in place of a connection of
-// Watch's own. What they deliver is filtered here. All three are required. Whoever
-// hands them in starts and stops them, and hears of their errors.
+// Watch's own. What they deliver is filtered here. All three are required. The
+// program starts and stops them, and handles their errors.
 //
 //	factory := informers.NewSharedInformerFactory(client, 0)
 //	kube.Informers{
@@ -27,44 +30,120 @@ type Informers struct {
 	Services, EndpointSlices, Nodes cache.SharedInformer
 }
 
-// followInformers fills the state from informers until ctx is done.
-func (w *watch) followInformers(ctx context.Context, in *Informers) error {
-	if in.Services == nil || in.EndpointSlices == nil || in.Nodes == nil {
-		return errors.New("informers are needed for services, endpoint slices and nodes")
-	}
-	w.awaitLists(ctx)
+// informer is one of the Informers.
+type informer struct {
+	cache.SharedInformer
+	resource string
+	example  runtime.Object
+}
 
-	var toServices writer[api.Service] = serviceWriter{w.state}
-	var toSlices writer[api.EndpointSlice] = sliceWriter{w.state}
-	slicesListed := func() {}
-	if w.opts.ServiceProxyName != "" {
-		// The informer has everybody's slices, in one view.
-		m := newMerger(w)
-		defer m.close()
-		m.shared = true
-		toServices, toSlices = mergedServices{m}, viewWriter{m, m.newView()}
-		slicesListed = func() {
-			m.mu.Lock()
-			defer m.mu.Unlock()
-			m.commit(m.sharedListed)
+func (in *Informers) all() []informer {
+	return []informer{
+		{in.Services, services, &corev1.Service{}},
+		{in.EndpointSlices, endpointSlices, &discoveryv1.EndpointSlice{}},
+		{in.Nodes, nodes, &corev1.Node{}},
+	}
+}
+
+// validate returns an error if one is missing or of another kind. nil is valid.
+func (in *Informers) validate() error {
+	if in == nil {
+		return nil
+	}
+	for _, i := range in.all() {
+		if i.SharedInformer == nil {
+			return fmt.Errorf("informer for %s is missing: informers are needed for services, endpoint slices and nodes", i.resource)
+		}
+		if got := i.objectType(); got != nil && got != reflect.TypeOf(i.example) {
+			return fmt.Errorf("informer for %s is one of %s", i.resource, got)
 		}
 	}
+	return nil
+}
 
-	for _, f := range [...]*follower{
-		{watch: w, resource: services, informer: in.Services, store: w.serviceStore(toServices)},
-		{watch: w, resource: endpointSlices, informer: in.EndpointSlices, store: w.sliceStore(toSlices), listed: slicesListed},
-		{watch: w, resource: nodes, informer: in.Nodes, store: w.nodeStore(nodeWriter{w.state})},
-	} {
-		registration, err := f.informer.AddEventHandler(f)
+// objectType returns the type of the informer's objects, or nil if it is unknown.
+// Before there are objects, client-go shows it in a field only.
+func (i informer) objectType() reflect.Type {
+	for _, o := range i.GetStore().List() {
+		return reflect.TypeOf(o)
+	}
+	v := reflect.ValueOf(i.SharedInformer)
+	for v.Kind() == reflect.Pointer || v.Kind() == reflect.Interface {
+		if v = v.Elem(); v.Kind() != reflect.Struct {
+			continue
+		}
+		if example := v.FieldByName("objectType"); example.Kind() == reflect.Interface && !example.IsNil() {
+			return example.Elem().Type()
+		}
+		v = v.FieldByName("SharedIndexInformer") // which may be wrapped
+	}
+	return nil
+}
+
+// startNoticeAfter is how long informers may take to sync before the log asks
+// whether they were started.
+const startNoticeAfter = 2 * time.Second
+
+// followInformers fills the state from informers until ctx is done.
+func (w *watch) followInformers(ctx context.Context, in *Informers) error {
+	w.running.Go(func() {
+		if w.late(ctx, startNoticeAfter) {
+			var waiting []string
+			for _, i := range in.all() {
+				if !i.HasSynced() {
+					waiting = append(waiting, i.resource)
+				}
+			}
+			w.logger.Info("Informers have not synced yet; they must be started by the program", "of", waiting, "waited", startNoticeAfter)
+		}
+	})
+	s := w.newStores(func(services []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
+		return in.slicesOf(w.serviceLabel(), services), nil
+	})
+	all := in.all()
+	for n, to := range [...]eventStore{s.services, s.slices, s.nodes} {
+		f := &follower{watch: w, resource: all[n].resource, store: to}
+		if n == 1 && s.selection != nil {
+			s.selection.begin(nil)
+		}
+		registration, err := all[n].AddEventHandler(f)
 		if err != nil {
 			return fmt.Errorf("follow informer of %s: %w", f.resource, err)
 		}
-		defer f.stop(registration)
-		w.running.Go(func() { f.awaitList(ctx, registration) })
+		defer f.stop(all[n], registration)
+		synced := func() {
+			if cache.WaitForCacheSync(ctx.Done(), registration.HasSynced) {
+				w.listed(f.resource)
+			}
+		}
+		if n == 0 && s.selection != nil {
+			synced() // which services are wanted decides about slices
+		} else {
+			w.running.Go(synced)
+		}
 	}
 	<-ctx.Done()
-	w.running.Wait()
 	return nil
+}
+
+// slicesOf returns the slices of some services.
+func (in *Informers) slicesOf(label string, services []types.NamespacedName) (found []*discoveryv1.EndpointSlice) {
+	for _, service := range services {
+		var all []any
+		err := error(nil)
+		if indexer, ok := in.EndpointSlices.GetStore().(cache.Indexer); ok {
+			all, err = indexer.ByIndex(cache.NamespaceIndex, service.Namespace)
+		}
+		if all == nil || err != nil {
+			all = in.EndpointSlices.GetStore().List()
+		}
+		for _, o := range all {
+			if s, ok := o.(*discoveryv1.EndpointSlice); ok && s.Namespace == service.Namespace && s.Labels[label] == service.Name {
+				found = append(found, s)
+			}
+		}
+	}
+	return found
 }
 
 // eventStore takes single events.
@@ -78,30 +157,18 @@ type eventStore interface {
 type follower struct {
 	*watch
 	resource string
-	informer cache.SharedInformer
 	store    eventStore
-	listed   func() // called when all of the initial list was handed on; may be nil
 
 	mu      sync.Mutex
 	stopped bool
 }
 
-func (f *follower) awaitList(ctx context.Context, registration cache.ResourceEventHandlerRegistration) {
-	if !cache.WaitForCacheSync(ctx.Done(), registration.HasSynced) {
-		return
-	}
-	if f.listed != nil {
-		f.listed()
-	}
-	f.gate.done(f.resource)
-}
-
 // stop ends the following. An event that is just being handed on is waited for.
-func (f *follower) stop(registration cache.ResourceEventHandlerRegistration) {
+func (f *follower) stop(from cache.SharedInformer, registration cache.ResourceEventHandlerRegistration) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.stopped = true
-	if err := f.informer.RemoveEventHandler(registration); err != nil {
+	if err := from.RemoveEventHandler(registration); err != nil {
 		f.logger.Error(err, "Removing the handler from an informer failed", "resource", f.resource)
 	}
 }
@@ -115,6 +182,7 @@ func (f *follower) OnUpdate(_, obj any) { f.handOn(f.store.Update, obj) }
 // OnDelete hands on that an object is gone.
 func (f *follower) OnDelete(obj any) { f.handOn(f.store.Delete, obj) }
 
+// handOn ends the watch if the informer is one of other objects.
 func (f *follower) handOn(to func(any) error, obj any) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -122,6 +190,6 @@ func (f *follower) handOn(to func(any) error, obj any) {
 		return
 	}
 	if err := to(obj); err != nil {
-		f.logger.Error(err, "Informer delivered what it should not", "resource", f.resource)
+		f.end(fmt.Errorf("informer for %s: %w", f.resource, err))
 	}
 }

@@ -11,6 +11,7 @@ import (
 
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/cache"
 
 	"github.com/kpng-project/kpng/watcher"
 )
@@ -120,7 +121,7 @@ func TestInformersThatNobodyStartedAreNamed(t *testing.T) {
 		log := w.bufferLog()
 		w.start()
 		w.advance(time.Hour)
-		if got := log(); strings.Count(got, "Still waiting") != 1 || !strings.Contains(got, `["nodes"]`) {
+		if got := log(); strings.Count(got, "have not synced") != 1 || !strings.Contains(got, `["nodes"]`) {
 			t.Errorf("want one line that names the nodes, got %s", got)
 		}
 	})
@@ -140,5 +141,43 @@ func TestInformersAreLeftAloneWhenTheWatchEnds(t *testing.T) {
 		if w.opts.Informers.Services.IsStopped() {
 			t.Error("the informer was stopped")
 		}
+	})
+}
+
+func TestInformersOfAnotherKindAreRefused(t *testing.T) {
+	err := Options{Informers: swappedInformers()}.Validate()
+	if err == nil || err.Error() != "informer for services is one of *v1.EndpointSlice" {
+		t.Errorf("Validate = %v", err)
+	}
+}
+
+// An informer whose kind cannot be seen before it delivers objects.
+func TestInformerThatDeliversAnotherKindEndsTheWatch(t *testing.T) {
+	withInformers(t, Options{}, func(w *world) {
+		in := w.opts.Informers
+		in.Services, in.Nodes = opaque{in.Nodes}, opaque{in.Services}
+		w.set(service("web"))
+		w.start()
+		if err := w.stop(); err == nil || !strings.Contains(err.Error(), "informer for nodes: unexpected object of type *v1.Service") {
+			t.Errorf("Watch = %v", err)
+		}
+	})
+}
+
+type opaque struct{ cache.SharedInformer }
+
+// GetStore hides what there is.
+func (opaque) GetStore() cache.Store { return cache.NewStore(cache.MetaNamespaceKeyFunc) }
+
+func TestInformersHaveTheSlicesOfAServiceThatGetsTheLabel(t *testing.T) {
+	withInformers(t, named("x"), func(w *world) {
+		w.set(service("web"), managed("web", "web-1", "10.0.0.1"))
+		w.start()
+		w.expect()
+		w.set(service("web", proxyName, "x"))
+		w.expect("service default/web", "slice default/web-1 10.0.0.1")
+		w.set(managed("web", "web-1", "10.0.0.1", proxyName, "x"))
+		w.set(service("web"))
+		w.expect("slice default/web-1 10.0.0.1")
 	})
 }

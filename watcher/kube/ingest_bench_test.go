@@ -83,13 +83,8 @@ func newBenchWatch(b *testing.B) *benchWatch {
 		b.Fatal(err)
 	}
 	state := cluster.New(cluster.Options{})
-	w := &watch{state: state, converter: converter, gate: gate{open: state.SetSynced}}
-	w.gate.wait(services, endpointSlices)
-	return &benchWatch{
-		state:    state,
-		services: w.serviceStore(serviceWriter{state}),
-		slices:   w.sliceStore(sliceWriter{state}),
-	}
+	s := (&watch{state: state, converter: converter, unlisted: map[string]bool{services: true, endpointSlices: true}}).newStores(nil)
+	return &benchWatch{state: state, services: s.services, slices: s.slices}
 }
 
 // list delivers a streaming list as a reflector does: each object is transformed

@@ -1,21 +1,57 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Package kube fills a cluster.State from a Kubernetes API server.
+//
+//	config, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
+//	…
+//	err = kube.Watch(ctx, state, kube.Options{Config: config, NodeName: node})
+//
+// Services and endpoint slices are filtered on the server, so that a proxy for
+// some services pays for these only, however large the cluster is. Objects are
+// converted as they arrive and go straight into the state: there is no second
+// cache, and no object of the API is kept. A program that has informers anyway
+// hands them in instead of a Config (see [Informers]).
+//
+// Readers see nothing before all kinds have been listed once. From then on a
+// lost server changes nothing; when it is back, only what was missed is
+// written.
+//
+// # Permissions
+//
+// The verbs list and watch on services, on endpointslices of API group
+// discovery.k8s.io, and on nodes, all of them cluster-wide. An [Error] names one
+// that is missing.
+//
+// # Slices of a proxy with a name
+//
+// The endpoint-slice controller copies a service's labels to its slices, so the
+// server can filter slices by service.kubernetes.io/service-proxy-name. That
+// leaves out slices that lack the label and count all the same:
+//
+//   - all slices of a service without a selector: the controller does not make them;
+//   - slices that the controller has made and not labelled yet, because the
+//     service has got its label just now.
+//
+// There is one watch for slices at a time. While wanted services have such
+// slices it has no filter; slices of other services are dropped as they arrive,
+// and nothing of them is kept. Otherwise it is filtered by the label. A service
+// that becomes wanted goes into the state together with its slices: those that
+// the watch may have left out before are listed in one small request.
 package kube
 
 import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
-	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 
-	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/watcher"
 )
@@ -35,7 +71,8 @@ type Options struct {
 	// Informers, if set, are the source instead.
 	Informers *Informers
 
-	// NodeName is the one node whose object is watched. Empty means all nodes.
+	// NodeName is the one node whose object is watched, exactly as the API has
+	// the name. Empty means all nodes.
 	NodeName string
 
 	// Compression lets the API server compress its answers. It saves network
@@ -48,43 +85,55 @@ type Options struct {
 	// no effect: their errors do not come here.
 	FailFast bool
 
-	// OnError, if set, is told each failed list or watch request. It is called
-	// from several goroutines and must return soon.
+	// OnError, if set, is called with each failed list or watch request, from
+	// several goroutines. It must return soon.
 	OnError func(*Error)
+}
+
+// Validate returns an error if Watch would refuse the options: those of package
+// watcher are invalid, there is not exactly one of Config and Informers, or an
+// informer is missing or is one of another kind.
+func (o Options) Validate() error {
+	if _, err := watcher.New(o.Options); err != nil {
+		return err
+	}
+	if (o.Config == nil) == (o.Informers == nil) {
+		return errors.New("exactly one of Config and Informers is required")
+	}
+	return o.Informers.validate()
 }
 
 // Watch keeps state equal to what the API server has, and calls its SetSynced
 // when everything has been listed once. It returns nil when ctx is done, with
-// nothing left running. Errors of the server are logged, told to
+// nothing left running. Errors of the server are logged, passed to
 // Options.OnError, and retried with a backoff of up to a minute; Watch returns
-// an error only if the options are invalid, or with Options.FailFast, which
-// returns an [*Error].
+// an error only if the options are invalid, if an informer delivers objects of
+// another kind, or with Options.FailFast, which returns an [*Error].
 //
-// A state takes one Watch in its life, and other writers only if they leave
-// alone what Watch writes, all of it in scope 0.
+// A state takes one Watch in its life, and no other writer.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
+	if err := opts.Validate(); err != nil {
+		return err
+	}
 	converter, err := watcher.New(opts.Options)
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithCancelCause(ctx)
-	defer cancel(nil)
-	w := &watch{
-		opts:      opts,
-		state:     state,
-		converter: converter,
-		logger:    klog.FromContext(ctx),
-		end:       cancel,
-		gate:      gate{open: state.SetSynced},
+	running, end := context.WithCancelCause(ctx)
+	defer end(nil)
+	w := &watch{opts: opts, state: state, converter: converter, logger: klog.FromContext(ctx), end: end}
+	w.unlisted = map[string]bool{services: true, endpointSlices: true, nodes: true}
+	if opts.Informers != nil {
+		err = w.followInformers(running, opts.Informers)
+	} else {
+		err = w.followServer(running, opts.Config)
 	}
-	switch {
-	case (opts.Config == nil) == (opts.Informers == nil):
-		return errors.New("exactly one of Config and Informers is required")
-	case opts.Informers != nil:
-		return w.followInformers(ctx, opts.Informers)
-	default:
-		return w.followServer(ctx, opts.Config)
+	if err == nil && ctx.Err() == nil {
+		err = context.Cause(running)
 	}
+	end(nil)
+	w.running.Wait()
+	return err
 }
 
 // watch is one call of Watch.
@@ -92,12 +141,15 @@ type watch struct {
 	opts      Options
 	state     *cluster.State
 	converter *watcher.Converter
-	clients   *clients // nil with informers
+	client    *client // nil with informers
 	logger    klog.Logger
 	// end ends the watch with an error.
 	end     func(error)
-	gate    gate
 	running sync.WaitGroup
+
+	mu sync.Mutex
+	// unlisted are the resources for whose first list the state waits.
+	unlisted map[string]bool
 }
 
 // What is watched, by the names that the API has for it.
@@ -107,82 +159,54 @@ const (
 	nodes          = "nodes"
 )
 
-// noticeAfter is how long the first lists may take before it is said which ones
-// are missing, and giveUpAfter before Options.FailFast calls it an error.
-// Informers that nobody has started say nothing, nor does client-go of a server
-// that hangs up without an answer.
+// listed notes that a resource has been listed. The state is synced with the last.
+func (w *watch) listed(resource string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	delete(w.unlisted, resource)
+	if len(w.unlisted) == 0 {
+		w.state.SetSynced()
+	}
+}
+
+// pending returns the resources that have not been listed yet, in order.
+func (w *watch) pending() []string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return slices.Sorted(maps.Keys(w.unlisted))
+}
+
+// late reports whether the state is still not synced after a time. It returns
+// false if ctx ends before.
+func (w *watch) late(ctx context.Context, after time.Duration) bool {
+	select {
+	case <-w.state.Synced():
+	case <-ctx.Done():
+	case <-time.After(after):
+		return true
+	}
+	return false
+}
+
+// noticeAfter is how long the first lists may take before the log names those
+// that are missing, and giveUpAfter before Options.FailFast makes it an error:
+// client-go does not report a server that hangs up without an answer.
 const (
 	noticeAfter = 10 * time.Second
 	giveUpAfter = time.Minute
 )
 
-// awaitLists makes the state wait for the first list of each kind.
-func (w *watch) awaitLists(ctx context.Context) {
-	w.gate.wait(services, endpointSlices, nodes)
-	late := func(after time.Duration) bool {
-		select {
-		case <-w.state.Synced():
-		case <-ctx.Done():
-		case <-time.After(after):
-			return true
-		}
-		return false
+// reportDelay reports lists that take long.
+func (w *watch) reportDelay(ctx context.Context) {
+	if !w.late(ctx, noticeAfter) {
+		return
 	}
-	w.running.Go(func() {
-		if !late(noticeAfter) {
-			return
-		}
-		w.logger.Info("Still waiting for the first list", "of", w.gate.pending(), "waited", noticeAfter)
-		if w.opts.FailFast && w.clients != nil && late(giveUpAfter-noticeAfter) {
-			for _, resource := range w.gate.pending() {
-				w.end(&Error{Verb: "list", Resource: schema.GroupResource{Resource: resource}, Server: w.clients.server(),
-					Err: fmt.Errorf("nothing listed within %v", giveUpAfter)})
-			}
-		}
-	})
-}
-
-// serviceStore returns the store for the services that the proxy wants.
-func (w *watch) serviceStore(to writer[api.Service]) *store[*corev1.Service, api.Service] {
-	return newStore(w, services, to, func(s *corev1.Service, i *item[api.Service]) {
-		if !w.converter.WantsService(s) {
-			return
-		}
-		service, problems := w.converter.Service(s)
-		w.log(problems)
-		i.value, i.selectorless = service, watcher.Selectorless(s)
-	})
-}
-
-// sliceStore returns a store for the slices that the proxy wants. With a
-// ServiceProxyName it takes all: which ones are wanted the merger knows.
-func (w *watch) sliceStore(to writer[api.EndpointSlice]) *store[*discoveryv1.EndpointSlice, api.EndpointSlice] {
-	return newStore(w, endpointSlices, to, func(s *discoveryv1.EndpointSlice, i *item[api.EndpointSlice]) {
-		i.labelled = w.converter.WantsSlice(s)
-		if !i.labelled && w.opts.ServiceProxyName == "" {
-			return
-		}
-		slice, problems := w.converter.EndpointSlice(s)
-		w.log(problems)
-		i.value = slice
-	})
-}
-
-// nodeStore returns the store for the node, or nodes, that Options.NodeName says.
-func (w *watch) nodeStore(to writer[api.Node]) *store[*corev1.Node, api.Node] {
-	return newStore(w, nodes, to, func(n *corev1.Node, i *item[api.Node]) {
-		if w.opts.NodeName != "" && n.Name != w.opts.NodeName {
-			return
-		}
-		node, problems := w.converter.Node(n)
-		w.log(problems)
-		i.value = node
-	})
-}
-
-func (w *watch) log(problems []watcher.Problem) {
-	for _, p := range problems {
-		w.logger.Info("Left out what cannot be used", "kind", p.Kind, "object", klog.KRef(p.Object.Namespace, p.Object.Name),
-			"field", p.Field, "problem", p.Message)
+	w.logger.Info("Still waiting for the first list", "of", w.pending(), "waited", noticeAfter)
+	if !w.opts.FailFast || !w.late(ctx, giveUpAfter-noticeAfter) {
+		return
+	}
+	for _, resource := range w.pending() {
+		w.end(&Error{Verb: "list", Resource: schema.GroupResource{Resource: resource}, Server: w.client.server(),
+			Err: fmt.Errorf("nothing listed within %v", giveUpAfter)})
 	}
 }

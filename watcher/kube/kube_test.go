@@ -22,6 +22,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/informers"
 	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
@@ -73,6 +74,9 @@ func (w *world) start() {
 		err := <-ended
 		w.stop = nil
 		return err
+	}
+	if opts.Informers != nil {
+		time.Sleep(time.Second) // whether they have synced is polled
 	}
 	synctest.Wait()
 }
@@ -425,20 +429,6 @@ func TestServerWithoutStreamingListsIsListed(t *testing.T) {
 	})
 }
 
-func TestServerThatCannotSelectByClusterIPIsFilteredHere(t *testing.T) {
-	inWorld(t, Options{}, func(w *world) {
-		w.refuse = func(r request) *apierrors.StatusError {
-			if strings.Contains(r.Fields, "spec.clusterIP") {
-				return apierrors.NewBadRequest("field label not supported: spec.clusterIP")
-			}
-			return nil
-		}
-		w.set(service("web"), headless(service("db")))
-		w.start()
-		w.expect("service default/web")
-	})
-}
-
 func TestUnusableObjectsAreLeftOut(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		orphan := slice("web", "orphan", "10.0.0.1")
@@ -518,7 +508,7 @@ func TestWhatIsWaitedForIsLoggedOnce(t *testing.T) {
 		want string
 	}{
 		{"for a general proxy", Options{}, `["endpointslices","nodes"]`},
-		{"for a named proxy", named("x"), `["endpointslices","endpointslices of services without a selector","nodes"]`},
+		{"for a named proxy", named("x"), `["endpointslices","nodes"]`},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			inWorld(t, tc.opts, func(w *world) {
@@ -627,6 +617,7 @@ func TestInvalidOptionsAreRefused(t *testing.T) {
 	for name, opts := range map[string]Options{
 		"neither Config nor Informers":      {},
 		"an informer is missing":            {Informers: &Informers{}},
+		"informers of other kinds":          {Informers: swappedInformers()},
 		"a name that is no label value":     {Options: watcher.Options{ServiceProxyName: "a b"}},
 		"a malformed pattern":               {Options: watcher.Options{KeepLabels: []string{"["}}},
 		"a Config that is contradictory":    {Config: badConfig()},
@@ -635,6 +626,16 @@ func TestInvalidOptionsAreRefused(t *testing.T) {
 		if err := Watch(t.Context(), cluster.New(cluster.Options{}), opts); err == nil {
 			t.Errorf("%s: no error", name)
 		}
+	}
+}
+
+// swappedInformers have not been started, so that they have no objects.
+func swappedInformers() *Informers {
+	factory := informers.NewSharedInformerFactory(nil, 0)
+	return &Informers{
+		Services:       factory.Discovery().V1().EndpointSlices().Informer(),
+		EndpointSlices: factory.Core().V1().Services().Informer(),
+		Nodes:          factory.Core().V1().Nodes().Informer(),
 	}
 }
 

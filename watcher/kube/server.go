@@ -3,56 +3,298 @@
 package kube
 
 import (
+	"cmp"
 	"context"
-	"errors"
 	"fmt"
+	"net"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/wait"
+	watchapi "k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/util/connrotation"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/clock"
 
-	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/watcher"
 )
 
 // followServer fills the state from an API server until ctx is done.
 func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 	var err error
-	if w.clients, err = newClients(config, w.opts.Compression); err != nil {
+	if w.client, err = newClient(ctx, config, w.opts.Compression); err != nil {
 		return fmt.Errorf("client for API server %s: %w", config.Host, err)
 	}
-	defer w.clients.close()
-	w.awaitLists(ctx)
-
-	var toServices writer[api.Service] = serviceWriter{w.state}
-	var toSlices writer[api.EndpointSlice] = sliceWriter{w.state}
-	if w.opts.ServiceProxyName != "" {
-		m := newMerger(w)
-		defer m.close()
-		m.startOwn = func(service types.NamespacedName, to viewWriter) context.CancelFunc {
-			ctx, cancel := context.WithCancel(ctx)
-			w.startMore(ctx, w.ownSource(service), to)
-			return cancel
-		}
-		m.startShared = func(to viewWriter) { w.startMore(ctx, w.sharedSource(), to) }
-		toServices, toSlices = mergedServices{m}, viewWriter{m, m.newView()}
-	}
-	w.running.Go(func() { reflect(ctx, w, w.serviceSource(), &corev1.Service{}, w.serviceStore(toServices)) })
+	defer w.client.connections.CloseAll()
+	w.running.Go(func() { w.reportDelay(ctx) })
+	s := w.newStores(w.finder(ctx))
+	w.running.Go(func() { w.reflect(ctx, w.serviceSource(), s.services) })
+	w.running.Go(func() { w.reflect(ctx, w.nodeSource(), s.nodes) })
 	w.running.Go(func() {
-		reflect(ctx, w, w.sliceSource(), &discoveryv1.EndpointSlice{}, w.sliceStore(toSlices))
+		if s.selection == nil {
+			w.reflect(ctx, w.sliceSource(false), s.slices)
+			return
+		}
+		select {
+		case <-s.selection.ready:
+		case <-ctx.Done():
+		}
+		s.selection.follow(ctx, func(ctx context.Context, filtered, again bool) {
+			src := w.sliceSource(filtered)
+			src.latest = again
+			w.reflect(ctx, src, s.slices)
+		})
 	})
-	w.running.Go(func() { reflect(ctx, w, w.nodeSource(), &corev1.Node{}, w.nodeStore(nodeWriter{w.state})) })
 	w.running.Wait()
-
-	if failed := new(Error); errors.As(context.Cause(ctx), &failed) {
-		return failed
-	}
 	return nil
 }
 
-// startMore watches slices that the common watch leaves out.
-func (w *watch) startMore(ctx context.Context, src source[*discoveryv1.EndpointSliceList], to viewWriter) {
-	store := w.sliceStore(to)
-	store.listed = func() {} // the gate waits for services instead
-	w.running.Go(func() { reflect(ctx, w, src, &discoveryv1.EndpointSlice{}, store) })
+// client talks to the two API groups that matter here. client-go's typed clients
+// are left alone: they come with the types of all groups, for every program.
+type client struct {
+	core, discovery rest.Interface
+	connections     *connrotation.Dialer
+}
+
+// newClient returns a client whose connections are its own, so that closing them
+// all disturbs nobody. A transport can only close connections that are idle, and
+// one whose watches were cancelled just now may not be so yet. None is made after
+// ctx is done.
+func newClient(ctx context.Context, config *rest.Config, compression bool) (*client, error) {
+	scheme := runtime.NewScheme()
+	for _, add := range [...]func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme} {
+		if err := add(scheme); err != nil {
+			return nil, err
+		}
+	}
+	metav1.AddToGroupVersion(scheme, schema.GroupVersion{Version: "v1"})
+
+	config = rest.CopyConfig(config)
+	config.NegotiatedSerializer = serializer.NewCodecFactory(scheme).WithoutConversion()
+	config.ContentType = runtime.ContentTypeProtobuf
+	config.AcceptContentTypes = runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON
+	config.DisableCompression = !compression
+	config.Timeout = 0
+	if config.QPS == 0 && config.RateLimiter == nil {
+		// A handful of long requests needs no limit, and the server has its own.
+		config.QPS = -1
+	}
+	if config.UserAgent == "" {
+		config.UserAgent = rest.DefaultKubernetesUserAgent()
+	}
+	dial := config.Dial
+	if dial == nil {
+		dial = (&net.Dialer{Timeout: 30 * time.Second, KeepAlive: 30 * time.Second}).DialContext
+	}
+	c := &client{connections: connrotation.NewDialer(dial)}
+	config.Dial = func(dialling context.Context, network, address string) (net.Conn, error) {
+		conn, err := c.connections.DialContext(dialling, network, address)
+		if err == nil && ctx.Err() != nil {
+			conn.Close()
+			return nil, net.ErrClosed
+		}
+		return conn, err
+	}
+	connect, err := rest.HTTPClientFor(config)
+	if err != nil {
+		return nil, err
+	}
+	if c.core, err = group(config, connect, "/api", corev1.SchemeGroupVersion); err != nil {
+		return nil, err
+	}
+	c.discovery, err = group(config, connect, "/apis", discoveryv1.SchemeGroupVersion)
+	return c, err
+}
+
+// group returns a client of one API group.
+func group(config *rest.Config, connect *http.Client, path string, version schema.GroupVersion) (rest.Interface, error) {
+	config = rest.CopyConfig(config)
+	config.APIPath = path
+	config.GroupVersion = &version
+	return rest.RESTClientForConfigAndClient(config, connect)
+}
+
+// server returns the base URL of the API server.
+func (c *client) server() string {
+	u := c.core.Get().URL()
+	return u.Scheme + "://" + u.Host
+}
+
+// source is what a reflector requests from the API server.
+type source struct {
+	client   rest.Interface
+	resource schema.GroupResource
+	example  runtime.Object
+	labels   string
+	fields   string
+	// latest requests the latest state from the beginning, and not any that the
+	// server has at hand: it must not be older than what was seen before.
+	latest bool
+}
+
+func (w *watch) serviceSource() *source {
+	src := &source{client: w.client.core, resource: schema.GroupResource{Resource: services}, example: &corev1.Service{}}
+	if name := w.opts.ServiceProxyName; name != "" {
+		src.labels = watcher.LabelServiceProxyName + "=" + name
+	} else {
+		src.labels = "!" + watcher.LabelServiceProxyName
+		src.fields = fields.OneTermNotEqualSelector("spec.clusterIP", corev1.ClusterIPNone).String()
+	}
+	return src
+}
+
+func (w *watch) nodeSource() *source {
+	src := &source{client: w.client.core, resource: schema.GroupResource{Resource: nodes}, example: &corev1.Node{}}
+	if name := w.opts.NodeName; name != "" {
+		src.fields = fields.OneTermEqualSelector("metadata.name", name).String()
+	}
+	return src
+}
+
+// sliceSource returns the watch of slices. Filtered, it shows those that have
+// the label of the proxy.
+func (w *watch) sliceSource(filtered bool) *source {
+	var labels []string
+	switch {
+	case w.opts.ServiceProxyName == "":
+		labels = append(labels, "!"+watcher.LabelHeadless)
+	case filtered:
+		labels = append(labels, watcher.LabelServiceProxyName+"="+w.opts.ServiceProxyName)
+	}
+	if w.opts.ServiceNameLabel != "" {
+		labels = append(labels, w.opts.ServiceNameLabel)
+	}
+	return &source{
+		client: w.client.discovery, resource: schema.GroupResource{Group: discoveryv1.GroupName, Resource: endpointSlices},
+		example: &discoveryv1.EndpointSlice{}, labels: strings.Join(labels, ","),
+	}
+}
+
+// serviceLabel returns the label of a slice that names its service.
+func (w *watch) serviceLabel() string {
+	return cmp.Or(w.opts.ServiceNameLabel, discoveryv1.LabelServiceName)
+}
+
+// servicesPerRequest bounds the length of a request's URL.
+const servicesPerRequest = 50
+
+// finder returns a finder that asks the API server.
+func (w *watch) finder(ctx context.Context) finder {
+	src := w.sliceSource(false)
+	r := &reporter{watch: w, resource: src.resource}
+	return func(services []types.NamespacedName) (found []*discoveryv1.EndpointSlice, err error) {
+		for chunk := range slices.Chunk(services, servicesPerRequest) {
+			namespace := chunk[0].Namespace
+			names := make([]string, len(chunk))
+			for i, service := range chunk {
+				names[i] = service.Name
+				if service.Namespace != namespace {
+					namespace = metav1.NamespaceAll
+				}
+			}
+			options := metav1.ListOptions{LabelSelector: fmt.Sprintf("%s in (%s),%s!=%s",
+				w.serviceLabel(), strings.Join(names, ","), watcher.LabelServiceProxyName, w.opts.ServiceProxyName)}
+			var list discoveryv1.EndpointSliceList
+			ctx, cancel := context.WithTimeout(ctx, findTimeout)
+			err := src.client.Get().Namespace(namespace).Resource(endpointSlices).VersionedParams(&options, metav1.ParameterCodec).Do(ctx).Into(&list)
+			r.request(ctx, "list", &options, err)
+			cancel()
+			if err != nil {
+				return found, err
+			}
+			for i := range list.Items {
+				found = append(found, &list.Items[i])
+			}
+		}
+		return found, nil
+	}
+}
+
+// reflect keeps store equal to what the source says, until ctx is done.
+func (w *watch) reflect(ctx context.Context, src *source, store cache.TransformingStore) {
+	r := &reporter{watch: w, resource: src.resource}
+	reflector := cache.NewReflectorWithOptions(src.listWatch(r), src.example, store, cache.ReflectorOptions{
+		Name:  "kpng/" + src.resource.Resource,
+		Clock: untilDone{ctx: ctx},
+	})
+	// The backoff of client-go's reflectors.
+	backoff := wait.Backoff{Duration: 800 * time.Millisecond, Cap: 30 * time.Second, Steps: 38, Factor: 2, Jitter: 1}
+	_ = backoff.DelayWithReset(clock.RealClock{}, 2*time.Minute).Until(ctx, true, true, func(ctx context.Context) (bool, error) {
+		err := reflector.ListAndWatchWithContext(ctx)
+		if err != nil && ctx.Err() == nil && !r.told(err) {
+			klog.FromContext(ctx).Error(err, "Reflecting failed, trying again", "resource", src.resource.String())
+		}
+		return false, nil
+	})
+}
+
+// listWatch returns the source in the form that reflectors take. The outcome of
+// each request is reported to r.
+func (src *source) listWatch(r *reporter) *cache.ListWatch {
+	lw := cache.NewFilteredListWatchFromClient(src.client, src.resource.Resource, metav1.NamespaceAll, func(options *metav1.ListOptions) {
+		options.LabelSelector, options.FieldSelector = src.labels, src.fields
+		if src.latest && options.ResourceVersion == "0" {
+			options.ResourceVersion = ""
+		}
+	})
+	return &cache.ListWatch{
+		ListWithContextFunc: func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
+			list, err := lw.ListWithContextFunc(ctx, options)
+			r.request(ctx, "list", &options, err)
+			return list, err
+		},
+		WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (watchapi.Interface, error) {
+			watch, err := lw.WatchFuncWithContext(ctx, options)
+			r.request(ctx, "watch", &options, err)
+			return watch, err
+		},
+	}
+}
+
+// untilDone is the real clock for one reflector, except that waits end early
+// when ctx does: a reflector that cannot reach its server sleeps by After, or by a
+// timer before client-go v0.35, without looking at its context.
+type untilDone struct {
+	clock.RealClock
+	ctx context.Context
+}
+
+func (c untilDone) After(d time.Duration) <-chan time.Time {
+	ctx, cancel := context.WithTimeout(c.ctx, d)
+	ch := make(chan time.Time, 1)
+	context.AfterFunc(ctx, func() {
+		cancel()
+		ch <- time.Now()
+	})
+	return ch
+}
+
+func (c untilDone) NewTimer(d time.Duration) clock.Timer { return &untilDoneTimer{c, c.After(d)} }
+
+// untilDoneTimer has a channel of its clock's After.
+type untilDoneTimer struct {
+	clock untilDone
+	c     <-chan time.Time
+}
+
+func (t *untilDoneTimer) C() <-chan time.Time { return t.c }
+
+// Stop does nothing: a reflector stops no timer that it backs off by.
+func (t *untilDoneTimer) Stop() bool { return false }
+
+func (t *untilDoneTimer) Reset(d time.Duration) bool {
+	t.c = t.clock.After(d)
+	return true
 }

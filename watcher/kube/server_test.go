@@ -53,6 +53,7 @@ type apiServer struct {
 	dropped   chan struct{}          // closed and renewed when watches are dropped
 	last      *apierrors.StatusError // what dropped watches send at last; nil for nothing
 	bookmarks int                    // how many times bookmarks have been asked for
+	watches   map[*request]bool      // that are open
 }
 
 // change is an entry of the log: old or new is nil if the object did not exist.
@@ -189,6 +190,18 @@ func (s *apiServer) seen(match func(request) bool) []request {
 	return out
 }
 
+// watched returns the label selectors of the open watches of a resource.
+func (s *apiServer) watched(resource string) (labels []string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for r := range s.watches {
+		if r.Resource == resource {
+			labels = append(labels, r.Labels)
+		}
+	}
+	return labels
+}
+
 func (s *apiServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	req, match, err := parseRequest(r.URL)
 	req.Header = r.Header
@@ -293,7 +306,17 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(http.StatusOK)
 	encoder := json.NewEncoder(w)
-	send := func(kind string, o any) { encoder.Encode(map[string]any{"type": kind, "object": o}) }
+	// What is to be sent is sent without the lock: the client may be busy with
+	// another request.
+	var pending []any
+	send := func(kind string, o any) { pending = append(pending, map[string]any{"type": kind, "object": o}) }
+	flush := func() {
+		for _, event := range pending {
+			encoder.Encode(event)
+		}
+		pending = nil
+		w.(http.Flusher).Flush()
+	}
 	sendBookmark := func(revision int, annotations map[string]string) {
 		kind := kindOf(req.Resource, "")
 		send("BOOKMARK", map[string]any{
@@ -304,6 +327,15 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 	}
 
 	s.mu.Lock()
+	if s.watches == nil {
+		s.watches = map[*request]bool{}
+	}
+	s.watches[&req] = true
+	defer func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		delete(s.watches, &req)
+	}()
 	dropped, bookmarks := s.dropped, s.bookmarks
 	if req.InitialEvents {
 		for _, o := range s.matching(req, match) {
@@ -336,7 +368,7 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 		}
 		changed := s.changed
 		s.mu.Unlock()
-		w.(http.Flusher).Flush()
+		flush()
 		select {
 		case <-changed:
 		case <-dropped:
@@ -345,6 +377,7 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 			s.mu.Unlock()
 			if last != nil {
 				send("ERROR", withKind(last))
+				flush()
 			}
 			return
 		case <-ctx.Done():

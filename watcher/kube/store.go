@@ -5,66 +5,62 @@ package kube
 import (
 	"fmt"
 	"iter"
+	"sync"
 
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/cache"
+	"k8s.io/klog/v2"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/watcher"
 )
 
 // item is an object of the API, reduced to what goes into the state.
 type item[T any] struct {
 	key types.NamespacedName
-	uid types.UID
-	// revision is the resource version.
-	revision string
-	// value is nil if the object is of no use to the proxy.
+	// value is nil if the object is of no use to the proxy, or is deleted.
 	value *T
-	// selectorless says of a service that it has no selector.
+	// selectorless says that the object is a service without a selector.
 	selectorless bool
-	// labelled says of a slice that its labels alone make it one for the proxy.
-	labelled bool
+	// unlabelled is set for a slice without the proxy's label.
+	unlabelled *origin
 }
 
-// GetObjectMeta gives the reflector, which collects the items of a streaming
-// list before it hands them over, the name to key them by.
+// GetObjectMeta returns the name, by which the reflector keys the items of a
+// streaming list until it hands them over.
 func (i *item[T]) GetObjectMeta() metav1.Object {
-	return &metav1.ObjectMeta{Namespace: i.key.Namespace, Name: i.key.Name, UID: i.uid}
+	return &metav1.ObjectMeta{Namespace: i.key.Namespace, Name: i.key.Name}
 }
 
 // writer brings items into the state.
 type writer[T any] interface {
-	set(*item[T])
-	remove(types.NamespacedName)
-	// replace writes a full listing. All items have a value.
-	replace([]*item[T])
+	// write sets an object, or removes it if the item has no value.
+	write(*item[T])
+	// replace writes a full listing. False means that it could not, that nothing
+	// has changed, and that another listing comes.
+	replace([]*item[T]) bool
 }
 
-// store is what a reflector writes into. It reduces objects as they arrive and
-// hands them to its writer: a cache.TransformingStore that stores nothing.
+// store is what a reflector or the handler of an informer writes into. It
+// reduces objects as they arrive and hands them to its writer: a
+// cache.TransformingStore that stores nothing.
 type store[O metav1.Object, T any] struct {
 	// Store is nil. Before v0.35, client-go's reflectors require methods of it that
 	// they never call.
 	cache.Store
 	resource string
-	reduce   func(O, *item[T]) // sets the value and what is said of it
-	to       writer[T]
-	listed   func() // called after each full listing
+	// mu is held while reduce and the writer are called.
+	mu     sync.Locker
+	reduce func(O, *item[T]) // sets the value and what is said of it
+	to     writer[T]
+	listed func() // called after each full listing
 }
 
 var _ cache.TransformingStore = (*store[*corev1.Node, api.Node])(nil)
-
-func newStore[O metav1.Object, T any](w *watch, resource string, to writer[T], reduce func(O, *item[T])) *store[O, T] {
-	return &store[O, T]{
-		resource: resource,
-		reduce:   reduce,
-		to:       to,
-		listed:   func() { w.gate.done(resource) },
-	}
-}
 
 // item returns the reduced form of what the reflector delivers, which may be
 // that already.
@@ -76,7 +72,7 @@ func (s *store[O, T]) item(obj any) (*item[T], error) {
 	if !ok {
 		return nil, fmt.Errorf("unexpected object of type %T among %s", obj, s.resource)
 	}
-	i := &item[T]{key: keyOf(o.GetNamespace(), o.GetName()), uid: o.GetUID(), revision: o.GetResourceVersion()}
+	i := &item[T]{key: types.NamespacedName{Namespace: o.GetNamespace(), Name: o.GetName()}}
 	s.reduce(o, i)
 	return i, nil
 }
@@ -84,7 +80,11 @@ func (s *store[O, T]) item(obj any) (*item[T], error) {
 // Transformer returns the reduction, which the reflector applies to the objects
 // of a streaming list one by one.
 func (s *store[O, T]) Transformer() cache.TransformFunc {
-	return func(obj any) (any, error) { return s.item(obj) }
+	return func(obj any) (any, error) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		return s.item(obj)
+	}
 }
 
 // Add sets the object.
@@ -92,38 +92,31 @@ func (s *store[O, T]) Add(obj any) error { return s.Update(obj) }
 
 // Update sets the object, or removes it if it has become of no use.
 func (s *store[O, T]) Update(obj any) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	i, err := s.item(obj)
-	if err != nil {
-		return err
+	if err == nil {
+		s.to.write(i)
 	}
-	if i.value == nil {
-		s.to.remove(i.key)
-	} else {
-		s.to.set(i)
-	}
-	return nil
+	return err
 }
 
 // Delete removes the object.
 func (s *store[O, T]) Delete(obj any) error {
-	if gone, ok := obj.(cache.DeletedFinalStateUnknown); ok {
-		obj = gone.Obj
+	key, err := cache.DeletionHandlingObjectToName(obj)
+	if err != nil {
+		return err
 	}
-	var key types.NamespacedName
-	switch o := obj.(type) {
-	case *item[T]:
-		key = o.key
-	case O:
-		key = keyOf(o.GetNamespace(), o.GetName())
-	default:
-		return fmt.Errorf("unexpected deleted object of type %T among %s", obj, s.resource)
-	}
-	s.to.remove(key)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.to.write(&item[T]{key: types.NamespacedName(key)})
 	return nil
 }
 
 // Replace writes a full listing.
 func (s *store[O, T]) Replace(list []any, _ string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	items := make([]*item[T], 0, len(list))
 	for n, obj := range list {
 		i, err := s.item(obj)
@@ -131,72 +124,119 @@ func (s *store[O, T]) Replace(list []any, _ string) error {
 			return err
 		}
 		list[n] = nil // the reduced form is all that is needed of it
-		if i.value != nil {
-			items = append(items, i)
-		}
+		items = append(items, i)
 	}
-	s.to.replace(items)
-	s.listed()
+	if s.to.replace(items) {
+		s.listed()
+	}
 	return nil
 }
 
 // Resync has nothing to do: there is no queue that could have lost something.
 func (s *store[O, T]) Resync() error { return nil }
 
-func keyOf(namespace, name string) types.NamespacedName {
-	return types.NamespacedName{Namespace: namespace, Name: name}
+// table is the writer of one kind of objects, as they are.
+type table[T any] struct {
+	state      *cluster.State
+	set        func(*cluster.Tx, *T)
+	remove     func(*cluster.Tx, types.NamespacedName)
+	replaceAll func(*cluster.Tx, iter.Seq[*T])
 }
 
+func (t table[T]) write(i *item[T]) {
+	t.state.Update(func(tx *cluster.Tx) { t.writeIn(tx, i) })
+}
+
+func (t table[T]) writeIn(tx *cluster.Tx, i *item[T]) {
+	if i.value == nil {
+		t.remove(tx, i.key)
+	} else {
+		t.set(tx, i.value)
+	}
+}
+
+func (t table[T]) replace(all []*item[T]) bool {
+	t.state.Update(func(tx *cluster.Tx) { t.replaceAll(tx, values(all)) })
+	return true
+}
+
+// values yields the values of the items that have one.
 func values[T any](items []*item[T]) iter.Seq[*T] {
 	return func(yield func(*T) bool) {
 		for _, i := range items {
-			if !yield(i.value) {
+			if i.value != nil && !yield(i.value) {
 				return
 			}
 		}
 	}
 }
 
-// serviceWriter, sliceWriter and nodeWriter write what one watch of the whole
-// cluster brings.
-type (
-	serviceWriter struct{ state *cluster.State }
-	sliceWriter   struct{ state *cluster.State }
-	nodeWriter    struct{ state *cluster.State }
-)
-
-func (w serviceWriter) set(i *item[api.Service]) {
-	w.state.Update(func(tx *cluster.Tx) { tx.SetService(i.value) })
+// stores are those of one watch.
+type stores struct {
+	services  *store[*corev1.Service, api.Service]
+	slices    *store[*discoveryv1.EndpointSlice, api.EndpointSlice]
+	nodes     *store[*corev1.Node, api.Node]
+	selection *selection // nil without a ServiceProxyName
 }
 
-func (w serviceWriter) remove(key types.NamespacedName) {
-	w.state.Update(func(tx *cluster.Tx) { tx.DeleteService(key) })
+// newStores returns stores that keep of services, slices and nodes what the
+// options say. find is for the selection of slices.
+func (w *watch) newStores(find finder) *stores {
+	s := &stores{
+		services: &store[*corev1.Service, api.Service]{
+			resource: services, mu: new(sync.Mutex), reduce: w.reduceService,
+			to: table[api.Service]{w.state, (*cluster.Tx).SetService, (*cluster.Tx).DeleteService, (*cluster.Tx).ReplaceServices},
+		},
+		slices: &store[*discoveryv1.EndpointSlice, api.EndpointSlice]{
+			resource: endpointSlices, mu: new(sync.Mutex), reduce: w.reduceSlice,
+			to: table[api.EndpointSlice]{w.state, (*cluster.Tx).SetSlice, (*cluster.Tx).DeleteSlice, (*cluster.Tx).ReplaceSlices},
+		},
+		nodes: &store[*corev1.Node, api.Node]{
+			resource: nodes, mu: new(sync.Mutex), reduce: w.reduceNode,
+			to: table[api.Node]{w.state, (*cluster.Tx).SetNode, func(tx *cluster.Tx, key types.NamespacedName) { tx.DeleteNode(key.Name) }, (*cluster.Tx).ReplaceNodes},
+		},
+	}
+	s.services.listed = func() { w.listed(services) }
+	s.slices.listed = func() { w.listed(endpointSlices) }
+	s.nodes.listed = func() { w.listed(nodes) }
+	if w.opts.ServiceProxyName != "" {
+		s.selection = newSelection(w, s, find)
+	}
+	return s
 }
 
-func (w serviceWriter) replace(all []*item[api.Service]) {
-	w.state.Update(func(tx *cluster.Tx) { tx.ReplaceServices(values(all)) })
+func (w *watch) reduceService(s *corev1.Service, i *item[api.Service]) {
+	if w.converter.WantsService(s) {
+		var problems []watcher.Problem
+		i.value, problems = w.converter.Service(s)
+		i.selectorless = watcher.Selectorless(s)
+		w.log(problems)
+	}
 }
 
-func (w sliceWriter) set(i *item[api.EndpointSlice]) {
-	w.state.Update(func(tx *cluster.Tx) { tx.SetSlice(i.value) })
+func (w *watch) reduceSlice(s *discoveryv1.EndpointSlice, i *item[api.EndpointSlice]) {
+	if w.converter.WantsSlice(s) {
+		w.convertSlice(s, i)
+	}
 }
 
-func (w sliceWriter) remove(key types.NamespacedName) {
-	w.state.Update(func(tx *cluster.Tx) { tx.DeleteSlice(key) })
+func (w *watch) convertSlice(s *discoveryv1.EndpointSlice, i *item[api.EndpointSlice]) {
+	var problems []watcher.Problem
+	i.value, problems = w.converter.EndpointSlice(s)
+	w.log(problems)
 }
 
-func (w sliceWriter) replace(all []*item[api.EndpointSlice]) {
-	w.state.Update(func(tx *cluster.Tx) { tx.ReplaceSlices(values(all)) })
+func (w *watch) reduceNode(n *corev1.Node, i *item[api.Node]) {
+	if w.opts.NodeName == "" || n.Name == w.opts.NodeName {
+		var problems []watcher.Problem
+		i.value, problems = w.converter.Node(n)
+		w.log(problems)
+	}
 }
 
-func (w nodeWriter) set(i *item[api.Node]) {
-	w.state.Update(func(tx *cluster.Tx) { tx.SetNode(i.value) })
-}
-
-func (w nodeWriter) remove(key types.NamespacedName) {
-	w.state.Update(func(tx *cluster.Tx) { tx.DeleteNode(key.Name) })
-}
-
-func (w nodeWriter) replace(all []*item[api.Node]) {
-	w.state.Update(func(tx *cluster.Tx) { tx.ReplaceNodes(values(all)) })
+func (w *watch) log(problems []watcher.Problem) {
+	for _, p := range problems {
+		w.logger.Info("Left out what cannot be used", "kind", p.Kind, "object", klog.KRef(p.Object.Namespace, p.Object.Name),
+			"field", p.Field, "problem", p.Message)
+	}
 }

@@ -1,0 +1,553 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"runtime"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/watcher"
+)
+
+// forLabelled says whether r is for the slices with the proxy's label, forAll
+// whether it is for all slices, and forSome whether it is for those of some
+// services.
+func forLabelled(r request) bool { return r.Resource == endpointSlices && r.Labels == proxyName+"=x" }
+func forAll(r request) bool      { return r.Resource == endpointSlices && r.Labels == "" }
+func forSome(r request) bool     { return strings.Contains(r.Labels, discoveryv1.LabelServiceName) }
+
+// block makes the server not answer requests that match until the returned
+// function is called.
+func (w *world) block(match func(request) bool) (unblock func()) {
+	gate := make(chan struct{})
+	w.mu.Lock()
+	w.refuse = func(r request) *apierrors.StatusError {
+		if match(r) {
+			<-gate
+		}
+		return nil
+	}
+	w.mu.Unlock()
+	return func() {
+		close(gate)
+		synctest.Wait()
+	}
+}
+
+// away makes the server refuse requests that match, and ends all watches, as on
+// its restart, until the returned function is called.
+func (w *world) away(match func(request) bool) (back func()) {
+	var refusing atomic.Bool
+	refusing.Store(true)
+	w.mu.Lock()
+	w.refuse = func(r request) *apierrors.StatusError {
+		if refusing.Load() && match(r) {
+			return apierrors.NewTooManyRequests("later", 1)
+		}
+		return nil
+	}
+	w.mu.Unlock()
+	w.drop(nil)
+	return func() {
+		refusing.Store(false)
+		w.advance(10 * time.Minute)
+	}
+}
+
+// expectWatch expects one watch of slices, and tells whether it is for all.
+func (w *world) expectWatch(all bool) {
+	w.t.Helper()
+	synctest.Wait()
+	want := proxyName + "=x"
+	if all {
+		want = ""
+	}
+	if diff := cmp.Diff([]string{want}, w.watched(endpointSlices)); diff != "" {
+		w.t.Errorf("label selectors of the watches of slices (-want +got):\n%s", diff)
+	}
+}
+
+// managed returns a slice as the endpoint-slice controller makes it.
+func managed(service, name, addr string, labels ...string) *discoveryv1.EndpointSlice {
+	return slice(service, name, addr, append(labels, discoveryv1.LabelManagedBy, managedByController)...)
+}
+
+func TestUnlabelledSlicesOfServicesWithoutSelectorAreServed(t *testing.T) {
+	inWorld(t, named("x"), func(w *world) {
+		w.set(
+			selectorless("byhand", proxyName, "x"),
+			slice("byhand", "plain", "10.0.0.1"),
+			slice("byhand", "labelled", "10.0.0.2", proxyName, "x"),
+			slice("byhand", "mislabelled", "10.0.0.3", proxyName, "y"),
+			managed("byhand", "left-behind", "10.0.0.7"),
+			slice("stranger", "stranger-1", "10.0.0.4"),
+			service("web", proxyName, "x"), slice("web", "added-by-hand", "10.0.0.5"),
+		)
+		w.start()
+		w.expect("service default/byhand", "service default/web", "slice default/plain 10.0.0.1",
+			"slice default/labelled 10.0.0.2", "slice default/mislabelled 10.0.0.3", "slice default/left-behind 10.0.0.7")
+		w.expectWatch(true)
+		w.set(slice("byhand", "plain", "10.0.0.11"), slice("byhand", "another", "10.0.0.6"))
+		w.delete(slice("byhand", "mislabelled", ""), slice("byhand", "left-behind", ""))
+		w.expect("service default/byhand", "service default/web",
+			"slice default/plain 10.0.0.11", "slice default/labelled 10.0.0.2", "slice default/another 10.0.0.6")
+		w.set(slice("stranger", "plain", "10.0.0.11")) // the service-name label can change
+		w.expect("service default/byhand", "service default/web", "slice default/labelled 10.0.0.2", "slice default/another 10.0.0.6")
+	})
+}
+
+func TestWatchIsFilteredWhileAllServicesHaveASelector(t *testing.T) {
+	inWorld(t, named("x"), func(w *world) {
+		w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"))
+		w.start()
+		w.expectWatch(false)
+		w.set(slice("byhand", "plain", "10.0.0.2"), selectorless("byhand", proxyName, "x"))
+		want := []string{"service default/web", "slice default/web-1 10.0.0.1"}
+		w.expect(append(want, "service default/byhand", "slice default/plain 10.0.0.2")...)
+		w.expectWatch(true)
+		before := w.state.Snapshot().Revision
+		w.delete(selectorless("byhand"))
+		w.expect(want...)
+		w.advance(filteredAfter - time.Second)
+		w.expectWatch(true)
+		w.advance(2 * time.Second)
+		w.expectWatch(false)
+		w.expect(want...)
+		changes, _ := w.state.Snapshot().States.Since(before)
+		for key := range changes {
+			if key.Name != "byhand" {
+				t.Errorf("the change of watches changed %s", key)
+			}
+		}
+	})
+}
+
+func TestGeneralProxyHasOneWatch(t *testing.T) {
+	inWorld(t, Options{}, func(w *world) {
+		w.set(selectorless("byhand"), slice("byhand", "plain", "10.0.0.1"))
+		w.start()
+		w.expect("service default/byhand", "slice default/plain 10.0.0.1")
+		if some := w.seen(forSome); len(some) > 0 {
+			t.Errorf("requests for the slices of some services: %+v", some)
+		}
+	})
+}
+
+func TestManyServicesWithoutSelectorNeedOneWatch(t *testing.T) {
+	inWorld(t, named("x"), func(w *world) {
+		w.start()
+		w.seen(forAll)
+		var want []string
+		for i := range 40 {
+			name, addr := fmt.Sprintf("s%d", i), fmt.Sprintf("10.0.0.%d", i)
+			w.set(slice(name, name, addr), selectorless(name, proxyName, "x"))
+			want = append(want, "service default/"+name, "slice default/"+name+" "+addr)
+		}
+		w.expect(want...)
+		w.expectWatch(true)
+		if all := w.seen(forAll); len(all) != 1 {
+			t.Errorf("all slices were watched %d times, want once", len(all))
+		}
+	})
+}
+
+func TestFirstSyncWaitsForTheSlicesOfServicesWithoutSelector(t *testing.T) {
+	inWorld(t, named("x"), func(w *world) {
+		unblock := w.block(forAll)
+		w.set(selectorless("byhand", proxyName, "x"), slice("byhand", "plain", "10.0.0.1"))
+		w.start()
+		w.advance(time.Minute)
+		if w.state.IsSynced() {
+			t.Error("synced before the slices were listed")
+		}
+		unblock()
+		w.expect("service default/byhand", "slice default/plain 10.0.0.1")
+	})
+}
+
+func TestServiceIsPublishedTogetherWithItsSlices(t *testing.T) {
+	for name, later := range map[string]struct {
+		service *corev1.Service
+		slice   *discoveryv1.EndpointSlice
+	}{
+		"that has no selector":              {selectorless("new", proxyName, "x"), slice("new", "new-1", "10.0.0.1")},
+		"whose slices are not labelled yet": {service("new", proxyName, "x"), managed("new", "new-1", "10.0.0.1")},
+	} {
+		for _, unfiltered := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, unfiltered=%t", name, unfiltered), func(t *testing.T) {
+				inWorld(t, named("x"), func(w *world) {
+					var want []string
+					if unfiltered {
+						w.set(selectorless("byhand", proxyName, "x"))
+						want = append(want, "service default/byhand")
+					}
+					w.start()
+					w.set(later.slice)
+					w.expect(want...)
+					before := w.state.Snapshot().Revision
+					w.set(later.service)
+					w.expect(append(want, "service default/new", "slice default/new-1 10.0.0.1")...)
+					changes, _ := w.state.Snapshot().States.Since(before)
+					for key, s := range changes {
+						if key.Name == "new" && (s.Service == nil || len(s.Slices) != 1) {
+							t.Errorf("published as %+v", s)
+						}
+					}
+				})
+			})
+		}
+	}
+}
+
+func TestNewServiceWithASelectorCostsNoRequest(t *testing.T) {
+	inWorld(t, named("x"), func(w *world) {
+		w.start()
+		w.seen(forSome)
+		created := service("web", proxyName, "x")
+		created.CreationTimestamp = metav1.Now()
+		w.set(created, slice("web", "web-1", "10.0.0.1", proxyName, "x"))
+		w.expect("service default/web", "slice default/web-1 10.0.0.1")
+		if some := w.seen(forSome); len(some) > 0 {
+			t.Errorf("requests for its slices: %+v", some)
+		}
+	})
+}
+
+// The label of a service is set to the proxy's. The controller labels its slices
+// later, soon or not.
+func TestServiceThatGetsTheLabelHasItsEndpoints(t *testing.T) {
+	for _, soon := range []bool{true, false} {
+		for _, end := range []string{"labelled", "deleted", "changed and labelled"} {
+			t.Run(fmt.Sprintf("soon=%t %s", soon, end), func(t *testing.T) {
+				inWorld(t, named("x"), func(w *world) {
+					w.set(service("web"), managed("web", "web-1", "10.0.0.1"), slice("web", "byhand", "10.0.0.9"))
+					w.start()
+					w.expect()
+					w.set(service("web", proxyName, "x"))
+					w.expect("service default/web", "slice default/web-1 10.0.0.1")
+					w.expectWatch(false)
+					if !soon {
+						w.advance(labelledWithin)
+						w.expect("service default/web", "slice default/web-1 10.0.0.1")
+						w.expectWatch(true)
+					}
+					want := []string{"service default/web"}
+					switch end {
+					case "labelled":
+						w.set(managed("web", "web-1", "10.0.0.1", proxyName, "x"))
+						want = append(want, "slice default/web-1 10.0.0.1")
+					case "deleted":
+						w.delete(managed("web", "web-1", ""))
+					case "changed and labelled":
+						w.set(managed("web", "web-1", "10.0.0.2"), managed("web", "web-1", "10.0.0.2", proxyName, "x"))
+						want = append(want, "slice default/web-1 10.0.0.2")
+					}
+					if soon && end == "deleted" {
+						w.advance(labelledWithin) // a filtered watch does not show it
+					}
+					w.expect(want...)
+					w.advance(filteredAfter)
+					w.expect(want...)
+					w.expectWatch(false)
+					w.set(service("web"))
+					if end == "deleted" {
+						want = nil
+					}
+					w.expect(slices.DeleteFunc(want, func(line string) bool { return strings.HasPrefix(line, "service") })...)
+				})
+			})
+		}
+	}
+}
+
+func TestServiceWhoseSlicesCannotBeFoundHasThemLater(t *testing.T) {
+	for _, unfiltered := range []bool{false, true} {
+		t.Run(fmt.Sprintf("unfiltered=%t", unfiltered), func(t *testing.T) {
+			inWorld(t, named("x"), func(w *world) {
+				var want []string
+				if unfiltered {
+					w.set(selectorless("first", proxyName, "x"))
+					want = append(want, "service default/first")
+				}
+				w.start()
+				unblock := w.block(forSome)
+				w.set(slice("byhand", "plain", "10.0.0.1"), selectorless("byhand", proxyName, "x"))
+				w.advance(findTimeout - time.Millisecond)
+				w.expect(want...)
+				w.advance(time.Second)
+				w.expect(append(want, "service default/byhand", "slice default/plain 10.0.0.1")...)
+				unblock()
+			})
+		})
+	}
+}
+
+func TestSelectorsComeAndGo(t *testing.T) {
+	inWorld(t, named("x"), func(w *world) {
+		w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"), slice("web", "byhand", "10.0.0.2"))
+		w.start()
+		w.expect("service default/web", "slice default/web-1 10.0.0.1")
+		w.set(selectorless("web", proxyName, "x"))
+		w.expect("service default/web", "slice default/web-1 10.0.0.1", "slice default/byhand 10.0.0.2")
+		w.set(service("web", proxyName, "x"))
+		w.expect("service default/web", "slice default/web-1 10.0.0.1")
+		w.set(selectorless("web", proxyName, "x"))
+		w.expect("service default/web", "slice default/web-1 10.0.0.1", "slice default/byhand 10.0.0.2")
+		w.set(selectorless("web", proxyName, "y"))
+		w.expect("slice default/web-1 10.0.0.1")
+	})
+}
+
+// While the watches change, or are away, everything changes.
+func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
+	for _, compacted := range []bool{false, true} {
+		for _, toAll := range []bool{false, true} {
+			t.Run(fmt.Sprintf("compacted=%t toAll=%t", compacted, toAll), func(t *testing.T) {
+				inWorld(t, named("x"), func(w *world) {
+					w.set(service("web", proxyName, "x"), slice("web", "stays", "10.0.0.1", proxyName, "x"),
+						slice("web", "goes", "10.0.0.2", proxyName, "x"), slice("byhand", "plain", "10.0.0.3"))
+					if !toAll {
+						w.set(selectorless("byhand", proxyName, "x"))
+					}
+					w.start()
+					w.advance(2 * time.Second)
+					back := w.away(func(r request) bool { return r.Resource == endpointSlices })
+					if toAll {
+						w.set(selectorless("byhand", proxyName, "x"))
+					} else {
+						w.delete(selectorless("byhand"))
+					}
+					w.advance(filteredAfter)
+					w.delete(slice("web", "goes", ""))
+					w.set(slice("web", "comes", "10.0.0.4", proxyName, "x"), slice("byhand", "later", "10.0.0.5"))
+					// The last that was heard of the slices with the label is kept.
+					for _, line := range []string{"slice default/stays 10.0.0.1", "slice default/goes 10.0.0.2"} {
+						if !slices.Contains(w.dump(), line) {
+							t.Errorf("lost %s", line)
+						}
+					}
+					if compacted {
+						w.compact()
+					}
+					back()
+					want := []string{"service default/web", "slice default/stays 10.0.0.1", "slice default/comes 10.0.0.4"}
+					if toAll {
+						want = append(want, "service default/byhand", "slice default/plain 10.0.0.3", "slice default/later 10.0.0.5")
+					}
+					w.expect(want...)
+					w.expectWatch(toAll)
+				})
+			})
+		}
+	}
+}
+
+// newTestSelection returns the stores of a proxy with a name, with a watch of all
+// slices, and what they write to. The slices that are found are those in store.
+func newTestSelection(t *testing.T, store *[]*discoveryv1.EndpointSlice) (*stores, *cluster.State) {
+	opts := named("x")
+	converter, err := watcher.New(opts.Options)
+	if err != nil {
+		t.Fatal(err)
+	}
+	state := cluster.New(cluster.Options{})
+	s := (&watch{opts: opts, state: state, converter: converter, unlisted: map[string]bool{nodes: true}}).newStores(
+		func([]types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) { return *store, nil })
+	s.selection.begin(nil)
+	return s, state
+}
+
+func TestSliceDroppedFromAListingIsFoundWhenItsServiceHasComeMeanwhile(t *testing.T) {
+	plain := slice("byhand", "plain", "10.0.0.1")
+	server := []*discoveryv1.EndpointSlice{plain}
+	s, state := newTestSelection(t, &server)
+	dropped, err := s.slices.Transformer()(plain)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.services.Add(selectorless("byhand", proxyName, "x"))
+	if err := s.slices.Replace([]any{dropped}, "1"); err != nil {
+		t.Fatal(err)
+	}
+	if n := state.Snapshot().Slices.Len(); n != 1 {
+		t.Errorf("%d slices, want 1", n)
+	}
+	server = nil
+	s.slices.Delete(plain)
+	if n := state.Snapshot().Slices.Len(); n != 0 {
+		t.Errorf("%d slices after its deletion, want 0", n)
+	}
+}
+
+func TestSliceFromAListingIsDroppedWhenItsServiceHasGoneMeanwhile(t *testing.T) {
+	s, state := newTestSelection(t, new([]*discoveryv1.EndpointSlice))
+	s.services.Add(selectorless("byhand", proxyName, "x"))
+	kept, err := s.slices.Transformer()(slice("byhand", "plain", "10.0.0.1"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.services.Add(service("byhand", proxyName, "x"))
+	if err := s.slices.Replace([]any{kept}, "1"); err != nil {
+		t.Fatal(err)
+	}
+	if n := state.Snapshot().Slices.Len(); n != 0 {
+		t.Errorf("%d slices, want 0", n)
+	}
+}
+
+func TestNothingOfTheSlicesOfOthersIsKept(t *testing.T) {
+	s, state := newTestSelection(t, new([]*discoveryv1.EndpointSlice))
+	s.services.Add(selectorless("byhand", proxyName, "x"))
+	heap := func() int64 {
+		runtime.GC()
+		runtime.GC()
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return int64(m.HeapAlloc)
+	}
+	before := heap()
+	const slices = 5000
+	for i := range slices {
+		other := slice("other", fmt.Sprintf("other-%d", i), "10.0.0.1")
+		for range 6 {
+			other.Endpoints = append(other.Endpoints, other.Endpoints...)
+		}
+		s.slices.Add(other)
+	}
+	// Names alone would be some 200 KB.
+	if kept := heap() - before; kept > 100_000 {
+		t.Errorf("%d bytes are kept of %d slices", kept, slices)
+	}
+	runtime.KeepAlive(s)
+	runtime.KeepAlive(state)
+}
+
+// TestSelectionConverges compares the state after random changes and faults with
+// what it has to be once the endpoint-slice controller has done its work.
+func TestSelectionConverges(t *testing.T) {
+	for seed := range uint64(100) {
+		inWorld(t, named("x"), func(w *world) {
+			r := rand.New(rand.NewPCG(seed, 3))
+			count := 4
+			if seed%5 == 0 {
+				count = 45
+			}
+			proxy := func() []string {
+				return [][]string{nil, {proxyName, "y"}, {proxyName, "x"}, {proxyName, "x"}}[r.IntN(4)]
+			}
+			exists := func(resource, name string) bool {
+				w.mu.Lock()
+				defer w.mu.Unlock()
+				return w.objects[resource+"/default/"+name] != nil
+			}
+			operate := func() {
+				name, of := fmt.Sprintf("s%d", r.IntN(count)), fmt.Sprintf("sl%d", r.IntN(count*2))
+				switch r.IntN(14) {
+				case 0, 1:
+					w.set(service(name, proxy()...))
+				case 2, 3:
+					w.set(selectorless(name, proxy()...))
+				case 4:
+					if exists(services, name) {
+						w.delete(service(name))
+					}
+				case 5:
+					if exists(endpointSlices, of) {
+						w.delete(slice(name, of, "10.0.0.1"))
+					}
+				case 6, 7, 8:
+					w.set(managed(name, of, fmt.Sprintf("10.0.0.%d", 1+r.IntN(200)), proxy()...))
+				default:
+					w.set(slice(name, of, fmt.Sprintf("10.0.0.%d", 1+r.IntN(200)), proxy()...))
+				}
+			}
+			for range count * 3 {
+				operate()
+			}
+			w.start()
+			for range 25 {
+				for range r.IntN(12) {
+					operate()
+				}
+				switch r.IntN(8) {
+				case 0:
+					w.drop(nil)
+				case 1:
+					w.compact()
+					w.drop(nil)
+				case 2:
+					w.drop(apierrors.NewResourceExpired("gone"))
+				case 3:
+					var n atomic.Int32
+					w.mu.Lock()
+					w.refuse = func(request) *apierrors.StatusError {
+						if n.Add(1)%2 == 0 {
+							return apierrors.NewTooManyRequests("slow down", 1)
+						}
+						return nil
+					}
+					w.mu.Unlock()
+				case 4:
+					w.mu.Lock()
+					w.refuse = nil
+					w.mu.Unlock()
+				}
+				if r.IntN(2) == 0 {
+					w.advance(time.Duration(r.IntN(20_000)) * time.Millisecond)
+				}
+			}
+			w.mu.Lock()
+			w.refuse = nil
+			var all []*discoveryv1.EndpointSlice
+			own := map[string]*corev1.Service{}
+			for _, o := range w.objects {
+				switch o := o.(type) {
+				case *corev1.Service:
+					own[o.Name] = o
+				case *discoveryv1.EndpointSlice:
+					all = append(all, o.DeepCopy())
+				}
+			}
+			w.mu.Unlock()
+			var want []string
+			for name, s := range own {
+				if s.Labels[proxyName] == "x" {
+					want = append(want, "service default/"+name)
+				}
+			}
+			for _, s := range all {
+				of := own[s.Labels[discoveryv1.LabelServiceName]]
+				if of != nil && len(of.Spec.Selector) > 0 && s.Labels[discoveryv1.LabelManagedBy] == managedByController {
+					delete(s.Labels, proxyName)
+					if label, ok := of.Labels[proxyName]; ok {
+						s.Labels[proxyName] = label
+					}
+					w.set(s)
+				}
+				if s.Labels[proxyName] == "x" || of != nil && of.Labels[proxyName] == "x" && watcher.Selectorless(of) {
+					want = append(want, "slice default/"+s.Name+" "+s.Endpoints[0].Addresses[0])
+				}
+			}
+			w.advance(10 * time.Minute)
+			slices.Sort(want)
+			if diff := cmp.Diff(want, w.dump()); diff != "" {
+				t.Errorf("seed %d (-want +got):\n%s", seed, diff)
+			}
+		})
+	}
+}

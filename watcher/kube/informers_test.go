@@ -24,7 +24,7 @@ func withInformers(t *testing.T, opts Options, test func(*world)) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		factory := informers.NewSharedInformerFactory(client, 0)
+		factory := informers.NewSharedInformerFactory(client, never)
 		w.opts.Informers = &Informers{
 			Services:       factory.Core().V1().Services().Informer(),
 			EndpointSlices: factory.Discovery().V1().EndpointSlices().Informer(),
@@ -117,7 +117,7 @@ func TestInformersThatNobodyStartedAreNamed(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		w.opts.Informers.Nodes = informers.NewSharedInformerFactory(client, 0).Core().V1().Nodes().Informer()
+		w.opts.Informers.Nodes = informers.NewSharedInformerFactory(client, never).Core().V1().Nodes().Informer()
 		log := w.bufferLog()
 		w.start()
 		w.advance(time.Hour)

@@ -289,7 +289,7 @@ func TestServiceWhoseSlicesCannotBeFoundHasThemLater(t *testing.T) {
 				w.set(slice("byhand", "plain", "10.0.0.1"), selectorless("byhand", proxyName, "x"))
 				w.advance(findTimeout - time.Millisecond)
 				w.expect(want...)
-				w.advance(time.Second)
+				w.advance(retryAfter + time.Millisecond)
 				w.expect(append(want, "service default/byhand", "slice default/plain 10.0.0.1")...)
 				unblock()
 			})

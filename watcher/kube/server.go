@@ -222,12 +222,17 @@ func (w *watch) finder(ctx context.Context) finder {
 	}
 }
 
+// never is a resync period: without one, reflectors before client-go v0.35 wait by
+// a channel at which time stands still in tests.
+const never = 100 * 365 * 24 * time.Hour
+
 // reflect keeps store equal to what the source says, until ctx is done.
 func (w *watch) reflect(ctx context.Context, src *source, store cache.TransformingStore) {
 	r := &reporter{watch: w, resource: src.resource}
 	reflector := cache.NewReflectorWithOptions(src.listWatch(r), src.example, store, cache.ReflectorOptions{
-		Name:  "kpng/" + src.resource.Resource,
-		Clock: untilDone{ctx: ctx},
+		Name:         "kpng/" + src.resource.Resource,
+		Clock:        untilDone{ctx: ctx},
+		ResyncPeriod: never,
 	})
 	// The backoff of client-go's reflectors.
 	backoff := wait.Backoff{Duration: 800 * time.Millisecond, Cap: 30 * time.Second, Steps: 38, Factor: 2, Jitter: 1}

@@ -17,7 +17,14 @@ import (
 // Execute runs cmd as the whole program, with the program's arguments, and exits.
 // It minds the flags of [RegisterLogging], and on Windows runs under the service
 // manager if that started the program.
+//
+// It enables client-go's streaming lists (KEP-3157), which are off by default before
+// v0.35, unless the environment variable KUBE_FEATURE_WatchListClient is set.
 func Execute(cmd *cobra.Command) {
+	const streamingLists = "KUBE_FEATURE_WatchListClient"
+	if _, set := os.LookupEnv(streamingLists); !set {
+		os.Setenv(streamingLists, "true") // client-go reads it at the first list
+	}
 	err := host(cmd)
 	klog.Flush()
 	if err != nil {

@@ -133,7 +133,9 @@ func newTableClient(t *testing.T, ctx context.Context, address, node string) *ta
 		t.Fatal(err)
 	}
 	conn, err := grpc.NewClient(strings.Replace(a.String(), "tcp://", "passthrough:///", 1),
-		grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithAuthority("localhost"))
+		grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithAuthority("localhost"),
+		// Fixed, since the windows that grpc estimates may grow over all that there is to send.
+		grpc.WithStaticStreamWindowSize(64<<10), grpc.WithStaticConnWindowSize(64<<10))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -682,8 +682,8 @@ func (*EmptyOp) Descriptor() ([]byte, []int) {
 type Ref struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Set   Set                    `protobuf:"varint,1,opt,name=Set,proto3,enum=localv1.Set" json:"Set,omitempty"`
-	// Path is namespace/name of a service or its frontends, namespace/name/key of its endpoint, or
-	// the name of a node.
+	// Path is namespace/name of a service or its frontends, namespace/name/key of
+	// its endpoint, or the name of a node.
 	Path          string `protobuf:"bytes,2,opt,name=Path,proto3" json:"Path,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache

@@ -24,12 +24,10 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 )
 
-// forLabelled says whether r is for the slices with the proxy's label, forAll
-// whether it is for all slices, and forSome whether it is for those of some
-// services.
-func forLabelled(r request) bool { return r.Resource == endpointSlices && r.Labels == proxyName+"=x" }
-func forAll(r request) bool      { return r.Resource == endpointSlices && r.Labels == "" }
-func forSome(r request) bool     { return strings.Contains(r.Labels, discoveryv1.LabelServiceName) }
+// forAll reports whether r is for all slices, and forSome whether it is for those of
+// some services.
+func forAll(r request) bool  { return r.Resource == endpointSlices && r.Labels == "" }
+func forSome(r request) bool { return strings.Contains(r.Labels, discoveryv1.LabelServiceName) }
 
 // block makes the server not answer requests that match until the returned
 // function is called.

@@ -20,9 +20,9 @@ import (
 
 	"github.com/go-logr/logr"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/api/apitest"
 	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/remote"
 	"google.golang.org/grpc"
 	"k8s.io/klog/v2"

@@ -13,9 +13,9 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/api/apitest"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/remote/transport"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"

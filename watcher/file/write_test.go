@@ -16,8 +16,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/api/apitest"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/watcher"
 	"k8s.io/apimachinery/pkg/types"
 )

@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
 // fill enters connections of 1,000 services, of 100 endpoints each.

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/backends/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
 // TestClientsFollowTheirService has clients that send from one port for ever, as
@@ -18,7 +18,7 @@ import (
 func TestClientsFollowTheirService(t *testing.T) {
 	n, opts := world(t)
 	client, pods := netnstest.New(t), netnstest.New(t)
-	n.Set(t, "ipv4/ip_forward", "1")
+	n.Set(t, "ipv4/ip_forward=1")
 	n.Join(t, "client", client, "eth0")
 	n.Add(t, "client", "10.2.0.1/24")
 	client.Add(t, "eth0", "10.2.0.2/24")

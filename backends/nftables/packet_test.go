@@ -15,8 +15,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netnstest"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 )
 
@@ -27,8 +27,8 @@ type packetWorld struct {
 
 func newPacketWorld(t *testing.T) *packetWorld {
 	w := &packetWorld{netnstest.New(t), netnstest.New(t), netnstest.New(t), netnstest.New(t)}
-	w.node.Set(t, "ipv4/ip_forward", "1")
-	w.node.Set(t, "ipv6/conf/all/forwarding", "1")
+	w.node.Set(t, "ipv4/ip_forward=1")
+	w.node.Set(t, "ipv6/conf/all/forwarding=1")
 	for _, peer := range []struct {
 		ns                     *netnstest.Namespace
 		name, node4, node6     string

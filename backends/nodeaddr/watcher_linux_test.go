@@ -9,8 +9,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netnstest"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"go.uber.org/goleak"
 	clocktesting "k8s.io/utils/clock/testing"
 )
@@ -96,8 +96,8 @@ func TestAddressesAreFollowed(t *testing.T) {
 func TestAnAddressThatIsStillTriedIsNotServed(t *testing.T) {
 	n := machine(t)
 	n.Stub(t, "new")
-	n.Set(t, "ipv6/conf/new/accept_dad", "1")
-	n.Set(t, "ipv6/conf/new/dad_transmits", "60") // of one second each
+	n.Set(t, "ipv6/conf/new/accept_dad=1")
+	n.Set(t, "ipv6/conf/new/dad_transmits=60") // of one second each
 	n.Add(t, "new", "fd02::1/64")
 	n.Add(t, "new", "10.2.0.1/24")
 	w := run(t, nodeaddr.Options{NetNS: n.FD, Selection: nodeaddr.Selection{CIDRs: []netip.Prefix{

@@ -18,8 +18,8 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netnstest"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"golang.org/x/sys/unix"
 )
 
@@ -161,7 +161,7 @@ func TestConnectionsWaitForFileDescriptors(t *testing.T) {
 // TestUDPClientsMakeRoomWhenPortsRunOut has a host with 64 local ports.
 func TestUDPClientsMakeRoomWhenPortsRunOut(t *testing.T) {
 	n := netnstest.New(t)
-	n.Set(t, "ipv4/ip_local_port_range", "40000 40063")
+	n.Set(t, "ipv4/ip_local_port_range=40000 40063")
 	t.Setenv("KPNG_BACKEND_UDP", "yes")
 	backendProcess(t, n, "10.96.0.1")
 	for i := range 200 {

@@ -16,8 +16,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netnstest"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 )
@@ -120,7 +120,7 @@ func TestBackendsShareAnAddress(t *testing.T) {
 
 func TestAnAddressThatCanBeBoundToNeedNotBeLocal(t *testing.T) {
 	n := netnstest.New(t)
-	n.Set(t, "ipv4/ip_nonlocal_bind", "1")
+	n.Set(t, "ipv4/ip_nonlocal_bind=1")
 	n.Add(t, "lo", "10.96.0.1/32")
 	for addr, want := range map[string]bool{"10.96.0.1": true, "10.96.0.2": false, "127.0.0.9": true} {
 		if got := isLocal(n.Links, netip.MustParseAddr(addr)); got != want {

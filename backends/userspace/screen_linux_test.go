@@ -14,7 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
 // TestWhoAcceptsDecidesWhereTheKernelHasNoRoomForAFilter has more source ranges
@@ -51,7 +51,7 @@ func TestWhoAcceptsDecidesWhereTheKernelHasNoRoomForAFilter(t *testing.T) {
 			return bufio.NewReader(c).ReadString('\n')
 		}
 		admit(netip.MustParsePrefix("127.1.0.0/16"))
-		n.Set(t, "core/optmem_max", "512")
+		n.Set(t, "core/optmem_max=512")
 		var ranges []netip.Prefix
 		for i := range 100 {
 			ranges = append(ranges, netip.PrefixFrom(netip.AddrFrom4([4]byte{127, 2, 0, byte(i)}), 32))

@@ -12,14 +12,14 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netnstest"
+	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
 // TestLocalPortsAreShared has more connections than local ports, to two
 // endpoints: each may use them all.
 func TestLocalPortsAreShared(t *testing.T) {
 	n := netnstest.New(t)
-	n.Set(t, "ipv4/ip_local_port_range", "30000 30003")
+	n.Set(t, "ipv4/ip_local_port_range=30000 30003")
 	if err := n.Do(func() error {
 		l := &tcpListener{connecting: t.Context()}
 		for _, at := range []string{"127.0.0.1:1001", "127.0.0.1:1002"} {

@@ -19,8 +19,8 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/test/apiserver"
-	"github.com/kpng-project/kpng/test/netns"
 )
 
 // inTime is how long a change may take to be in force.
@@ -49,8 +49,8 @@ var subjects = []subject{
 		cleanup: func(t testing.TB) []string { return []string{build(t, "all-ip"), "--cleanup"} },
 		own: func(t testing.TB, node namespace) string {
 			// With handles, which are new if something is written again.
-			return node.exec(t, "", "nft", "-a", "list", "table", "ip", "kpng-all-ip") +
-				node.exec(t, "", "nft", "-a", "list", "table", "ip6", "kpng-all-ip")
+			return node.Run(t, "nft", "-a", "list", "table", "ip", "kpng-all-ip") +
+				node.Run(t, "nft", "-a", "list", "table", "ip6", "kpng-all-ip")
 		},
 		forgets: true,
 	},
@@ -75,7 +75,7 @@ var subjects = []subject{
 func splitIPTables(t testing.TB, node namespace) (ours, others string) {
 	t.Helper()
 	for _, tool := range []string{"iptables-save", "ip6tables-save"} {
-		for line := range strings.Lines(node.exec(t, "", tool)) {
+		for line := range strings.Lines(node.Run(t, tool)) {
 			switch {
 			case strings.HasPrefix(line, "#"): // the time
 			case strings.Contains(line, "KPNG-ALL-IP"):
@@ -92,12 +92,12 @@ func splitIPTables(t testing.TB, node namespace) (ours, others string) {
 func foreign(t testing.TB, node namespace) string {
 	t.Helper()
 	_, all := splitIPTables(t, node)
-	for table := range strings.Lines(node.exec(t, "", "nft", "list", "tables")) {
+	for table := range strings.Lines(node.Run(t, "nft", "list", "tables")) {
 		switch words := strings.Fields(table); strings.Join(words[1:], " ") {
 		case "ip kpng-all-ip", "ip6 kpng-all-ip":
 		case "ip nat", "ip filter", "ip6 nat", "ip6 filter": // iptables' own
 		default:
-			all += node.exec(t, "", "nft", "-a", "list", "table", words[1], words[2])
+			all += node.Run(t, "nft", "-a", "list", "table", words[1], words[2])
 		}
 	}
 	return all
@@ -151,10 +151,10 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 			c := newCluster(t, server)
 			n := newNetwork(t)
 			api := strings.TrimPrefix(server.Config().Host, "https://")
-			netns.Place(n.node.in).Relay(t, api, "tcp", api)
-			n.node.exec(t, foreignTable, "nft", "-f", "-")
-			n.node.exec(t, foreignIPTables, "iptables-restore", "--noflush")
-			n.node.exec(t, foreignIPTables, "ip6tables-restore", "--noflush")
+			netnstest.Relay(t, n.node.Do, api, "tcp", api)
+			n.node.RunWith(t, foreignTable, "nft", "-f", "-")
+			n.node.RunWith(t, foreignIPTables, "iptables-restore", "--noflush")
+			n.node.RunWith(t, foreignIPTables, "ip6tables-restore", "--noflush")
 			others := foreign(t, n.node)
 			kubeconfig := apiserver.Kubeconfig(t, server.Config())
 			start := func() *process { return s.start(t, n.node, c.name, kubeconfig) }
@@ -232,11 +232,11 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 			c.remove("rival")
 			soon("the last service is deleted", n.leadsTo("beyond"))
 			p.end(t, syscall.SIGTERM)
-			n.node.exec(t, "", s.cleanup(t)...)
+			n.node.Run(t, s.cleanup(t)...)
 			if now := foreign(t, n.node); now != others {
 				t.Errorf("cleaned up, others' rules have changed:\n%s", cmp.Diff(others, now))
 			}
-			if all := n.node.exec(t, "", "nft", "list", "ruleset"); strings.Contains(strings.ToLower(all), "kpng") {
+			if all := n.node.Run(t, "nft", "list", "ruleset"); strings.Contains(strings.ToLower(all), "kpng") {
 				t.Errorf("cleaned up, something of it is left:\n%s", all)
 			}
 		})
@@ -411,14 +411,12 @@ func (s *subject) start(t testing.TB, node namespace, proxy, kubeconfig string) 
 	const health = "127.0.0.1:10256"
 	args, env := s.command(t)
 	// With the capability that its manifest asks for, and no other.
-	args = append([]string{"netns", "exec", string(node),
-		"setpriv", "--bounding-set=-all,+net_admin", "--inh-caps=-all,+net_admin", "--no-new-privs"}, args...)
-	cmd := exec.Command("ip", append(args, "--kubeconfig", kubeconfig, "--service-proxy-name", proxy,
-		"--node-name", proxy, "--healthz-bind-address", health)...)
+	args = append(args, "--kubeconfig", kubeconfig, "--service-proxy-name", proxy, "--node-name", proxy, "--healthz-bind-address", health)
+	cmd := exec.Command("setpriv", append([]string{"--bounding-set=-all,+net_admin", "--inh-caps=-all,+net_admin", "--no-new-privs"}, args...)...)
 	var log bytes.Buffer
 	cmd.Env = append(os.Environ(), env...)
 	cmd.Stdout, cmd.Stderr = &log, &log
-	if err := cmd.Start(); err != nil {
+	if err := node.Do(cmd.Start); err != nil {
 		t.Fatal(err)
 	}
 	p := &process{cmd: cmd, health: health, node: node}
@@ -449,7 +447,7 @@ func (p *process) ready(t testing.TB) {
 // get reports whether a path of the process's health server says 200.
 func (p *process) get(path string) bool {
 	var c net.Conn
-	if err := p.node.in(func() (err error) { c, err = net.Dial("tcp", p.health); return err }); err != nil {
+	if err := p.node.Do(func() (err error) { c, err = net.Dial("tcp", p.health); return err }); err != nil {
 		return false
 	}
 	defer c.Close()

@@ -58,7 +58,7 @@ func TestTheManifestsAreValidAndGrantWhatIsNeededAndNoMore(t *testing.T) {
 			c := newCluster(t, server)
 			c.create("example", c.name)
 			c.lead("example", "pod1")
-			out := sh(t, "", build(t, "kpng-json"), "--kubeconfig", apiserver.Kubeconfig(t, config), "--once",
+			out := sh(t, build(t, "kpng-json"), "--kubeconfig", apiserver.Kubeconfig(t, config), "--once",
 				"--service-proxy-name", c.name, "--node-name", c.name, "--all-ports")
 			if !bytes.Contains([]byte(out), []byte(podIPs["pod1"][1])) {
 				t.Errorf("with these rights kpng-json prints %q", out)

@@ -12,9 +12,9 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/backends/conformance"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/test/apiserver"
 	"github.com/kpng-project/kpng/test/kubeproxy"
-	"github.com/kpng-project/kpng/test/netns"
 )
 
 var matrix = flag.String("matrix", "", "`file` to which the matrix is written as Markdown")
@@ -54,7 +54,7 @@ func TestKubeProxy(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			netns.Place(site.Do).Relay(t, address.Host, "tcp", address.Host)
+			netnstest.Relay(t, site.Do, address.Host, "tcp", address.Host)
 		},
 	})
 }

@@ -11,7 +11,6 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
@@ -22,8 +21,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/remote"
-	"github.com/kpng-project/kpng/test/netns"
 )
 
 const (
@@ -45,23 +44,17 @@ func TestMessagesCompileWithDebiansCompiler(t *testing.T) {
 
 // TestScript has a node with two pods and a client beside it.
 func TestScript(t *testing.T) {
-	node, client := newNamespace(t, "node"), newNamespace(t, "client")
-	run(t, "ip", "link", "add", "client", "netns", node, "type", "veth", "peer", "name", "node", "netns", client)
-	for _, args := range [][]string{
-		{"-n", node, "addr", "add", "192.0.2.1/24", "dev", "client"},
-		{"-n", node, "addr", "add", "10.1.0.1/32", "dev", "lo"},
-		{"-n", node, "addr", "add", "10.1.0.2/32", "dev", "lo"},
-		{"-n", node, "link", "set", "client", "up"},
-		{"-n", client, "addr", "add", "192.0.2.2/24", "dev", "node"},
-		{"-n", client, "addr", "add", "192.0.2.3/24", "dev", "node"},
-		{"-n", client, "link", "set", "node", "up"},
-		{"-n", node, "route", "add", "default", "via", "192.0.2.2"}, // somewhere to send what is not translated
-		{"-n", client, "route", "add", "default", "via", "192.0.2.1"},
-	} {
-		run(t, "ip", args...)
-	}
+	node, client := netnstest.New(t), netnstest.New(t)
+	node.Join(t, "client", client, "node")
+	node.Add(t, "client", "192.0.2.1/24")
+	node.Add(t, "lo", "10.1.0.1/32")
+	node.Add(t, "lo", "10.1.0.2/32")
+	client.Add(t, "node", "192.0.2.2/24")
+	client.Add(t, "node", "192.0.2.3/24")
+	node.Route(t, "default", "192.0.2.2", "client") // somewhere to send what is not translated
+	client.Route(t, "default", "192.0.2.1", "node")
 	for _, pod := range []string{"10.1.0.1", "10.1.0.2"} {
-		netns.Named(node).Listen(t, pod+":8080", func(c net.Conn) { fmt.Fprintln(c, pod) })
+		netnstest.Listen(t, node.Do, pod+":8080", func(c net.Conn) { fmt.Fprintln(c, pod) })
 	}
 
 	state := cluster.New(cluster.Options{Resumable: true})
@@ -98,9 +91,13 @@ func TestScript(t *testing.T) {
 	start(t, node, serve(t, state))
 
 	both := "10.1.0.1 10.1.0.2"
-	check := func(from, source, to, want string) {
+	check := func(from *netnstest.Namespace, source, to, want string) {
 		t.Helper()
-		eventually(t, fmt.Sprintf("%s (%s) to %s", from, source, to), want, func() string { return ask(from, source, to) })
+		place := "the client"
+		if from == node {
+			place = "the node"
+		}
+		eventually(t, fmt.Sprintf("%s (%s) to %s", place, source, to), want, func() string { return ask(from, source, to) })
 	}
 	check(node, "", "10.96.0.1:80", both)
 	check(client, "", "10.96.0.1:80", both)
@@ -121,23 +118,6 @@ func TestScript(t *testing.T) {
 }
 
 func addrs(a string) api.IPSet { return api.NewIPSet(netip.MustParseAddr(a)) }
-
-// newNamespace makes a network namespace that goes with the test.
-func newNamespace(t *testing.T, name string) string {
-	t.Helper()
-	name = fmt.Sprintf("kpng-%d-%s", os.Getpid(), name)
-	run(t, "ip", "netns", "add", name)
-	t.Cleanup(func() { run(t, "ip", "netns", "del", name) })
-	run(t, "ip", "-n", name, "link", "set", "lo", "up")
-	return name
-}
-
-func run(t *testing.T, name string, args ...string) {
-	t.Helper()
-	if out, err := exec.CommandContext(context.WithoutCancel(t.Context()), name, args...).CombinedOutput(); err != nil {
-		t.Fatalf("%s %s: %v\n%s", name, strings.Join(args, " "), err, out)
-	}
-}
 
 // serve serves the state on a unix socket until the test ends, and returns its address.
 func serve(t *testing.T, state *cluster.State) string {
@@ -164,12 +144,12 @@ func serve(t *testing.T, state *cluster.State) string {
 }
 
 // start runs the script in a namespace until the test ends.
-func start(t *testing.T, namespace, address string) {
+func start(t *testing.T, n *netnstest.Namespace, address string) {
 	t.Helper()
-	cmd := exec.Command("ip", "netns", "exec", namespace, debian, script, address, "node")
+	cmd := exec.Command(debian, script, address, "node")
 	var out bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &out
-	if err := cmd.Start(); err != nil {
+	if err := n.Do(cmd.Start); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
@@ -183,10 +163,10 @@ func start(t *testing.T, namespace, address string) {
 
 // ask returns the pods that answer connections from a source address in a namespace,
 // in order, or what happens to all of them instead.
-func ask(namespace, source, to string) string {
+func ask(n *netnstest.Namespace, source, to string) string {
 	var answers []string
 	for range 20 {
-		answer := askOnce(namespace, source, to)
+		answer := askOnce(n, source, to)
 		if !slices.Contains(answers, answer) {
 			answers = append(answers, answer)
 		}
@@ -198,13 +178,13 @@ func ask(namespace, source, to string) string {
 	return strings.Join(answers, " ")
 }
 
-func askOnce(namespace, source, to string) string {
+func askOnce(n *netnstest.Namespace, source, to string) string {
 	dialer := net.Dialer{Timeout: 300 * time.Millisecond}
 	if source != "" {
 		dialer.LocalAddr = &net.TCPAddr{IP: net.ParseIP(source)}
 	}
 	var c net.Conn
-	err := netns.Named(namespace)(func() (err error) { c, err = dialer.Dial("tcp", to); return err })
+	err := n.Do(func() (err error) { c, err = dialer.Dial("tcp", to); return err })
 	switch {
 	case err != nil && strings.Contains(err.Error(), "refused"):
 		return "refused"
@@ -214,11 +194,11 @@ func askOnce(namespace, source, to string) string {
 	defer c.Close()
 	c.SetDeadline(time.Now().Add(5 * time.Second))
 	buffer := make([]byte, 100)
-	n, err := c.Read(buffer)
+	read, err := c.Read(buffer)
 	if err != nil {
 		return err.Error()
 	}
-	return strings.TrimSpace(string(buffer[:n]))
+	return strings.TrimSpace(string(buffer[:read]))
 }
 
 // eventually waits until get returns what is wanted.

@@ -4,28 +4,19 @@ package nodeproxy
 
 import (
 	"context"
-	"fmt"
 	"net"
-	"os"
 	"os/exec"
 	"strings"
 	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/test/netns"
+	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// namespace is a network namespace, by its name. It goes with its test.
-type namespace string
+// namespace is a network namespace. It goes with its test.
+type namespace struct{ *netnstest.Namespace }
 
-func newNamespace(t testing.TB, name string) namespace {
-	t.Helper()
-	n := namespace(fmt.Sprintf("kpng-%d-%s", os.Getpid(), name))
-	sh(t, "ip", "netns", "add", string(n))
-	t.Cleanup(func() { sh(t, "ip", "netns", "del", string(n)) })
-	n.ip(t, "link set lo up")
-	return n
-}
+func newNamespace(t testing.TB) namespace { return namespace{netnstest.New(t)} }
 
 // sh runs a program and returns what it prints.
 func sh(t testing.TB, args ...string) string {
@@ -39,37 +30,22 @@ func sh(t testing.TB, args ...string) string {
 	return string(out)
 }
 
-func (n namespace) ip(t testing.TB, command string) {
-	t.Helper()
-	sh(t, append([]string{"ip", "-n", string(n)}, strings.Fields(command)...)...)
-}
-
-// exec is the beginning of a command line that runs a program in the namespace.
-func (n namespace) exec(args ...string) []string {
-	return append([]string{"ip", "netns", "exec", string(n)}, args...)
-}
-
-// in calls f in the namespace. Sockets that f makes stay in it.
-func (n namespace) in(f func() error) error { return netns.Named(string(n))(f) }
-
 // join makes a link from an interface of a node to eth0 of another namespace.
 func join(t testing.TB, node namespace, name, nodeAddr string, other namespace, addrs ...string) {
 	t.Helper()
-	sh(t, "ip", "link", "add", name, "netns", string(node), "type", "veth", "peer", "name", "eth0", "netns", string(other))
-	node.ip(t, "link set "+name+" up")
-	node.ip(t, "addr add "+nodeAddr+" dev "+name)
-	other.ip(t, "link set eth0 up")
+	node.Join(t, name, other.Namespace, "eth0")
+	node.Add(t, name, nodeAddr)
 	for _, a := range addrs {
-		other.ip(t, "addr add "+a+" dev eth0")
+		other.Add(t, "eth0", a)
 	}
-	other.ip(t, "route add default via "+strings.Split(nodeAddr, "/")[0])
+	other.Route(t, "default", strings.Split(nodeAddr, "/")[0], "eth0")
 }
 
 // client is a UDP client that keeps its port.
 func (n namespace) client(t testing.TB, to string) net.Conn {
 	t.Helper()
 	var c net.Conn
-	if err := n.in(func() (err error) { c, err = net.Dial("udp", to); return err }); err != nil {
+	if err := n.Do(func() (err error) { c, err = net.Dial("udp", to); return err }); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { c.Close() })

@@ -18,8 +18,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/test/apiserver"
-	"github.com/kpng-project/kpng/test/netns"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -61,14 +61,12 @@ type world struct {
 func newWorld(t *testing.T) *world {
 	w := &world{t: t, server: shared.Get(t)}
 	w.namespace = w.server.Namespace(t)
-	w.node, w.pods, w.client = newNamespace(t, "node"), newNamespace(t, "pods"), newNamespace(t, "client")
-	if err := w.node.in(func() error { return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0) }); err != nil {
-		t.Fatal(err)
-	}
+	w.node, w.pods, w.client = newNamespace(t), newNamespace(t), newNamespace(t)
+	w.node.Set(t, "ipv4/ip_forward=1")
 	join(t, w.node, "client", nodeIP+"/24", w.client, "10.2.0.2/24")
 	join(t, w.node, "pods", "10.1.0.254/24", w.pods, pod1+"/24", pod2+"/24")
-	netns.Place(w.pods.in).Answer(t, net.JoinHostPort(pod1, fmt.Sprint(udpPort)), "pod1")
-	netns.Place(w.pods.in).Answer(t, net.JoinHostPort(pod2, fmt.Sprint(udpPort)), "pod2")
+	netnstest.Answer(t, w.pods.Do, net.JoinHostPort(pod1, fmt.Sprint(udpPort)), "pod1")
+	netnstest.Answer(t, w.pods.Do, net.JoinHostPort(pod2, fmt.Sprint(udpPort)), "pod2")
 
 	config := w.server.User(t, rights...)
 	w.kubeconfig = apiserver.Kubeconfig(t, config)
@@ -76,7 +74,7 @@ func newWorld(t *testing.T) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
-	netns.Place(w.node.in).Relay(t, api.Host, "tcp", api.Host)
+	netnstest.Relay(t, w.node.Do, api.Host, "tcp", api.Host)
 
 	w.kpng = buildKpng(t)
 
@@ -131,7 +129,7 @@ func (w *world) lead(service *corev1.Service, ip, node string) {
 // fails. End sends it a signal and returns how it ended.
 func (w *world) run() (end func(os.Signal) error) {
 	w.t.Helper()
-	args := w.node.exec(append(least, w.kpng, "kube", "--kubeconfig", w.kubeconfig, "to-local", "nftables",
+	args := w.node.Command(append(least, w.kpng, "kube", "--kubeconfig", w.kubeconfig, "to-local", "nftables",
 		"--node-name", nodeName, "--healthz-bind-address", healthz, "--cluster-cidr", "10.1.0.0/16")...)
 	cmd := exec.Command(args[0], args[1:]...)
 	var log bytes.Buffer
@@ -173,7 +171,7 @@ func (w *world) run() (end func(os.Signal) error) {
 // TestMissingRightsAreNamed checks what kpng says, started or cleaning up, that may not
 // change tables.
 func TestMissingRightsAreNamed(t *testing.T) {
-	node := newNamespace(t, "node")
+	node := newNamespace(t)
 	kpng := buildKpng(t)
 	none := []string{"setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", kpng}
 	manifests := t.TempDir()
@@ -181,7 +179,7 @@ func TestMissingRightsAreNamed(t *testing.T) {
 		{"file", "-i", manifests, "to-local", "nftables", "--node-name", nodeName, "--healthz-bind-address="},
 		{"cleanup", "nftables"},
 	} {
-		command := node.exec(append(none, args...)...)
+		command := node.Command(append(none, args...)...)
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		out, err := exec.CommandContext(ctx, command[0], command[1:]...).CombinedOutput()
 		cancel()
@@ -208,7 +206,7 @@ func (w *world) get(from namespace, page string) (status int, body string) {
 	client := &http.Client{Timeout: time.Second, Transport: &http.Transport{
 		DisableKeepAlives: true,
 		DialContext: func(ctx context.Context, network, address string) (c net.Conn, err error) {
-			err = from.in(func() error { c, err = new(net.Dialer).DialContext(ctx, network, address); return err })
+			err = from.Do(func() error { c, err = new(net.Dialer).DialContext(ctx, network, address); return err })
 			return c, err
 		},
 	}}
@@ -228,7 +226,7 @@ func (w *world) get(from namespace, page string) (status int, body string) {
 // whether there is a difference, and something that it says.
 func (w *world) explains(service *corev1.Service, difference, want string) {
 	w.t.Helper()
-	text := sh(w.t, w.node.exec(append(least, w.kpng, "explain", "--kubeconfig", w.kubeconfig, "--node-name", nodeName,
+	text := sh(w.t, w.node.Command(append(least, w.kpng, "explain", "--kubeconfig", w.kubeconfig, "--node-name", nodeName,
 		"--dataplane", "nftables", fmt.Sprintf("%s:53/udp", service.Spec.ClusterIP))...)...)
 	_, dataplane, found := strings.Cut(text, "\nDataplane for ")
 	if !found || !strings.Contains(dataplane, want) {
@@ -296,13 +294,13 @@ func TestKpngInPlaceOfKubeProxy(t *testing.T) {
 		t.Errorf("kpng ended with %v", err)
 	}
 	w.explains(dns, "", ": "+pod1+" . "+fmt.Sprint(udpPort))
-	sh(t, w.node.exec("nft", "flush", "map", "inet", "kpng", "services4")...)
+	sh(t, w.node.Command("nft", "flush", "map", "inet", "kpng", "services4")...)
 	w.explains(dns, "-", "")
-	if ruleset := sh(t, w.node.exec("nft", "list", "tables")...); ruleset != "table inet kpng\n" {
+	if ruleset := sh(t, w.node.Command("nft", "list", "tables")...); ruleset != "table inet kpng\n" {
 		t.Errorf("after its end there is %q", ruleset)
 	}
-	sh(t, w.node.exec(append(least, w.kpng, "cleanup", "nftables")...)...)
-	if ruleset := sh(t, w.node.exec("nft", "list", "ruleset")...); ruleset != "" {
+	sh(t, w.node.Command(append(least, w.kpng, "cleanup", "nftables")...)...)
+	if ruleset := sh(t, w.node.Command("nft", "list", "ruleset")...); ruleset != "" {
 		t.Errorf("after cleaning up there is %s", ruleset)
 	}
 }

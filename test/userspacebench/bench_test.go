@@ -102,13 +102,13 @@ func (w *world) measure(p *proxy) sample {
 	var group *cgroup.Group
 	if p.command != nil {
 		if p.bound {
-			w.in(w.proxy, "ip", "addr", "add", frontendAddr+"/32", "dev", "lo")
-			defer w.in(w.proxy, "ip", "addr", "del", frontendAddr+"/32", "dev", "lo")
+			w.proxy.Add(w, "lo", frontendAddr+"/32")
+			defer w.proxy.Remove(w, "lo", frontendAddr+"/32")
 		}
 		group = cgroup.New(w)
 		running := w.start(w.proxy, group, p.command...)
 		// kube-proxy leaves its rules behind.
-		defer w.in(w.proxy, "iptables", "-t", "nat", "-F")
+		defer w.proxy.Run(w, "iptables", "-t", "nat", "-F")
 		defer running.stop()
 		for _, port := range []int{httpPort, bulkPort, echoPort} {
 			w.waitServed(running, frontendAddr, port)

@@ -11,8 +11,8 @@ import (
 	"path/filepath"
 	"strings"
 
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/test/apiserver"
-	"github.com/kpng-project/kpng/test/netns"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
@@ -148,6 +148,6 @@ func clusterFor(w *world) string {
 	}
 	config := server.Config()
 	address := strings.TrimPrefix(config.Host, "https://")
-	netns.Named(w.proxy).Relay(w, address, "tcp", address)
+	netnstest.Relay(w, w.proxy.Do, address, "tcp", address)
 	return apiserver.Kubeconfig(w, config)
 }

@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/test/cgroup"
 )
 
@@ -34,30 +35,24 @@ const (
 // world is three network namespaces in a row: client, proxy, server.
 type world struct {
 	testing.TB
-	client, proxy, server string
+	client, proxy, server *netnstest.Namespace
 }
 
 func newWorld(t testing.TB) *world {
 	t.Helper()
-	prefix := fmt.Sprintf("kpngub%d-", os.Getpid())
-	w := &world{t, prefix + "client", prefix + "proxy", prefix + "server"}
-	for _, ns := range []string{w.client, w.proxy, w.server} {
-		w.run("ip", "netns", "add", ns)
-		t.Cleanup(func() { exec.Command("ip", "netns", "del", ns).Run() })
-		w.in(ns, "ip", "link", "set", "lo", "up")
+	w := &world{t, netnstest.New(t), netnstest.New(t), netnstest.New(t)}
+	for _, n := range []*netnstest.Namespace{w.client, w.proxy, w.server} {
 		// A client's ports come again within the minute that a closed connection is remembered.
-		w.in(ns, "sysctl", "-qw", "net.ipv4.ip_local_port_range=1024 65535", "net.ipv4.tcp_tw_reuse=1", "net.ipv4.ip_forward=1")
+		n.Set(t, "ipv4/ip_local_port_range=1024 65535", "ipv4/tcp_tw_reuse=1", "ipv4/ip_forward=1")
 	}
-	for _, link := range []struct{ ns, net string }{{w.client, "10.1.0"}, {w.server, "10.2.0"}} {
-		w.in(w.proxy, "ip", "link", "add", "to-"+link.net, "type", "veth", "peer", "name", "eth0", "netns", link.ns)
-		w.in(w.proxy, "ip", "addr", "add", link.net+".1/24", "dev", "to-"+link.net)
-		w.in(w.proxy, "ip", "link", "set", "to-"+link.net, "up")
-		w.in(link.ns, "ip", "addr", "add", link.net+".2/24", "dev", "eth0")
-		w.in(link.ns, "ip", "link", "set", "eth0", "up")
-		w.in(link.ns, "ip", "route", "add", "default", "via", link.net+".1")
+	for net, n := range map[string]*netnstest.Namespace{"10.1.0": w.client, "10.2.0": w.server} {
+		w.proxy.Join(t, "to-"+net, n, "eth0")
+		w.proxy.Add(t, "to-"+net, net+".1/24")
+		n.Add(t, "eth0", net+".2/24")
+		n.Route(t, "default", net+".1", "eth0")
 	}
 	// kube-proxy looks for the interface of the default route.
-	w.in(w.proxy, "ip", "route", "add", "default", "via", serverAddr)
+	w.proxy.Route(t, "default", serverAddr, "to-10.2.0")
 	return w
 }
 
@@ -69,12 +64,6 @@ func (w *world) run(name string, args ...string) {
 	}
 }
 
-// in runs a command to its end in a namespace.
-func (w *world) in(ns string, args ...string) {
-	w.Helper()
-	w.run("ip", append([]string{"netns", "exec", ns}, args...)...)
-}
-
 // process is one in a namespace, with what it starts.
 type process struct {
 	*exec.Cmd
@@ -83,9 +72,9 @@ type process struct {
 
 // start starts a command in a namespace, in a group if that is not nil. It ends with
 // stop.
-func (w *world) start(ns string, group *cgroup.Group, args ...string) *process {
+func (w *world) start(n *netnstest.Namespace, group *cgroup.Group, args ...string) *process {
 	w.Helper()
-	args = append([]string{"ip", "netns", "exec", ns}, args...)
+	args = n.Command(args...)
 	if group != nil {
 		args = group.Command(args...)
 	}
@@ -120,12 +109,12 @@ func (p *process) stop() {
 func (w *world) load(l load, meanwhile func()) result {
 	w.Helper()
 	arg, _ := json.Marshal(l)
-	cmd := exec.Command("ip", "netns", "exec", w.client, os.Args[0])
+	cmd := exec.Command(os.Args[0])
 	cmd.Env = append(os.Environ(), "KPNG_BENCH_CLIENT="+string(arg))
 	cmd.Stderr = os.Stderr
 	stdin, _ := cmd.StdinPipe()
 	stdout, _ := cmd.StdoutPipe()
-	if err := cmd.Start(); err != nil {
+	if err := w.client.Do(cmd.Start); err != nil {
 		w.Fatal(err)
 	}
 	decoder := json.NewDecoder(stdout)
@@ -148,9 +137,7 @@ func (w *world) load(l load, meanwhile func()) result {
 func (w *world) waitServed(p *process, target string, port int) {
 	w.Helper()
 	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(100 * time.Millisecond) {
-		cmd := exec.Command("ip", "netns", "exec", w.client, "sh", "-c", fmt.Sprintf("exec 3<>/dev/tcp/%s/%d", target, port))
-		cmd.Args[4] = "bash"
-		if cmd.Run() == nil {
+		if w.client.Do(exec.Command("bash", "-c", fmt.Sprintf("exec 3<>/dev/tcp/%s/%d", target, port)).Run) == nil {
 			return
 		}
 		if time.Now().After(deadline) {

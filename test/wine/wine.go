@@ -14,14 +14,16 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
 // Options say how a Wine differs from one that runs like any program of the
 // test. The zero value is fine.
 type Options struct {
-	// Namespace is the name of the network namespace (of ip netns) that programs
-	// run in. Default: that of the test.
-	Namespace string
+	// Namespace is the network namespace that programs run in. Default: that of the
+	// test.
+	Namespace *netnstest.Namespace
 }
 
 // Wine is a Windows installation that ends with the test. Its methods may be
@@ -89,8 +91,8 @@ func (w *Wine) Run(t testing.TB, exe string, args ...string) string {
 // command returns the command that runs a program of Windows.
 func (w *Wine) command(ctx context.Context, env []string, exe string, args []string) *exec.Cmd {
 	all := append([]string{"wine", exe}, args...)
-	if w.opts.Namespace != "" {
-		all = append([]string{"ip", "netns", "exec", w.opts.Namespace}, all...)
+	if w.opts.Namespace != nil {
+		all = w.opts.Namespace.Command(all...)
 	}
 	cmd := exec.CommandContext(ctx, all[0], all[1:]...)
 	cmd.Env = append(environ(w.dir), env...)

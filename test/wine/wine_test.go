@@ -7,9 +7,7 @@ package wine
 import (
 	"context"
 	"encoding/json"
-	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -17,6 +15,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/watcher"
@@ -53,24 +52,13 @@ func TestAProgramForWindowsIsServedByLinux(t *testing.T) {
 		t.Error("it runs after it was killed")
 	}
 
-	namespace := fmt.Sprintf("kpng-wine-%d", os.Getpid())
-	ip(t, "netns", "add", namespace)
-	t.Cleanup(func() { ip(t, "netns", "delete", namespace) })
-	elsewhere := New(t, Options{Namespace: namespace})
+	elsewhere := New(t, Options{Namespace: netnstest.New(t)})
 	if status := elsewhere.Start(t, exe, append(args, "--once")...).Wait(t, time.Minute); status != 1 {
 		t.Errorf("in a network namespace without the server its exit status is %d, want 1", status)
 	}
 
 	if status := w.Start(t, exe, "--no-such-flag").Wait(t, time.Minute); status != 1 {
 		t.Errorf("with a flag that it does not have its exit status is %d, want 1", status)
-	}
-}
-
-// ip runs the program ip.
-func ip(t *testing.T, args ...string) {
-	t.Helper()
-	if out, err := exec.Command("ip", args...).CombinedOutput(); err != nil {
-		t.Fatalf("ip %s: %v\n%s", strings.Join(args, " "), err, out)
 	}
 }
 

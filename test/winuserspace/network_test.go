@@ -6,14 +6,12 @@ package winuserspace
 
 import (
 	"bufio"
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/netip"
-	"os"
 	"os/exec"
 	"slices"
 	"strings"
@@ -21,62 +19,36 @@ import (
 	"testing"
 	"time"
 
-	"github.com/kpng-project/kpng/test/netns"
+	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
 // The interfaces of the namespace: that of the node, that of its pods, and the one
 // that the addresses of services are put on.
 const nodeInterface, podInterface, serviceInterface = "node0", "pod0", "svc0"
 
-// namespace is a network namespace that stands in for the node, by its name.
-type namespace string
+// namespace is a network namespace that stands in for the node.
+type namespace struct{ *netnstest.Namespace }
 
 func newNamespace(t *testing.T) namespace {
 	t.Helper()
-	n := namespace(fmt.Sprintf("kpng-winuserspace-%d", os.Getpid()))
-	command(t, "ip", "netns", "add", string(n))
-	t.Cleanup(func() { command(t, "ip", "netns", "del", string(n)) })
-	n.ip(t, "link", "set", "lo", "up")
+	n := namespace{netnstest.New(t)}
 	for _, name := range []string{nodeInterface, podInterface, serviceInterface} {
-		n.ip(t, "link", "add", name, "type", "veth", "peer", "name", name+"-end")
-		n.ip(t, "link", "set", name, "up")
-		n.ip(t, "link", "set", name+"-end", "up")
+		n.Stub(t, name)
 	}
 	return n
 }
-
-func command(t *testing.T, args ...string) string {
-	t.Helper()
-	var stderr bytes.Buffer
-	cmd := exec.Command(args[0], args[1:]...)
-	cmd.Stderr = &stderr
-	out, err := cmd.Output()
-	if err != nil {
-		t.Fatalf("%s (which needs root): %v\n%s", strings.Join(args, " "), err, &stderr)
-	}
-	return string(out)
-}
-
-// ip runs ip in the namespace.
-func (n namespace) ip(t *testing.T, args ...string) string {
-	t.Helper()
-	return command(t, append([]string{"ip", "-n", string(n)}, args...)...)
-}
-
-// in calls f in the namespace. Sockets that f makes stay in it.
-func (n namespace) in(f func() error) error { return netns.Named(string(n))(f) }
 
 // pod gives the namespace an address at which a pod serves port 8080: with TCP it
 // says its address and echoes what it gets, with UDP it answers with its address.
 func (n namespace) pod(t *testing.T, ip string) {
 	t.Helper()
-	n.ip(t, "addr", "add", ip, "dev", podInterface, "nodad")
+	n.Add(t, podInterface, ip)
 	at := net.JoinHostPort(ip, "8080")
-	netns.Place(n.in).Listen(t, at, func(c net.Conn) {
+	netnstest.Listen(t, n.Do, at, func(c net.Conn) {
 		fmt.Fprintln(c, ip)
 		io.Copy(c, c)
 	})
-	netns.Place(n.in).Answer(t, at, ip)
+	netnstest.Answer(t, n.Do, at, ip)
 }
 
 // conn is a connection to a pod, through a service.
@@ -94,7 +66,7 @@ func (n namespace) dial(from, to string) (*conn, error) {
 		dialer.LocalAddr = &net.TCPAddr{IP: net.ParseIP(from)}
 	}
 	var c net.Conn
-	if err := n.in(func() (err error) { c, err = dialer.Dial("tcp", to); return err }); err != nil {
+	if err := n.Do(func() (err error) { c, err = dialer.Dial("tcp", to); return err }); err != nil {
 		return nil, err
 	}
 	c.SetDeadline(time.Now().Add(30 * time.Second))
@@ -138,7 +110,7 @@ func (n namespace) ask(from, to string) (string, error) {
 // askUDP returns the pod that answered a datagram.
 func (n namespace) askUDP(to string) (string, error) {
 	var c net.Conn
-	if err := n.in(func() (err error) { c, err = net.Dial("udp", to); return err }); err != nil {
+	if err := n.Do(func() (err error) { c, err = net.Dial("udp", to); return err }); err != nil {
 		return "", err
 	}
 	defer c.Close()
@@ -161,7 +133,7 @@ func (n namespace) addresses(t *testing.T) []string {
 			Scope  string `json:"scope"`
 		} `json:"addr_info"`
 	}
-	if err := json.Unmarshal([]byte(n.ip(t, "-json", "addr", "show", "dev", serviceInterface)), &links); err != nil {
+	if err := json.Unmarshal([]byte(n.Run(t, "ip", "-json", "addr", "show", "dev", serviceInterface)), &links); err != nil {
 		t.Fatal(err)
 	}
 	addresses := []string{}
@@ -191,7 +163,7 @@ type netsh struct {
 func serveNetsh(t *testing.T, n namespace) *netsh {
 	t.Helper()
 	s := &netsh{namespace: n, added: map[string]int{}, deleted: map[string]int{}}
-	netns.Place(n.in).Listen(t, "127.0.0.1:5555", func(c net.Conn) {
+	netnstest.Listen(t, n.Do, "127.0.0.1:5555", func(c net.Conn) {
 		var args []string
 		if err := json.NewDecoder(c).Decode(&args); err != nil {
 			return
@@ -240,7 +212,7 @@ func (s *netsh) do(args []string) error {
 }
 
 func (s *netsh) change(what, prefix string) error {
-	return exec.Command("ip", "-n", string(s.namespace), "addr", what, prefix, "dev", serviceInterface, "nodad").Run()
+	return s.namespace.Do(exec.Command("ip", "addr", what, prefix, "dev", serviceInterface).Run)
 }
 
 // matches reports whether text is a pattern with an address in place of %s.

@@ -20,7 +20,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"github.com/kpng-project/kpng/test/netns"
+	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/test/wine"
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
@@ -57,17 +57,17 @@ func newWorld(t *testing.T) *world {
 	t.Helper()
 	node := newNamespace(t)
 	for _, ip := range []string{nodeIP, "192.168.77.2"} {
-		node.ip(t, "addr", "add", ip+"/24", "dev", nodeInterface)
+		node.Add(t, nodeInterface, ip+"/24")
 	}
-	node.ip(t, "addr", "add", foreign+"/32", "dev", serviceInterface)
+	node.Add(t, serviceInterface, foreign+"/32")
 	for _, ip := range []string{podA, podB, podC, podA6} {
 		node.pod(t, ip)
 	}
 	w := &world{t: t, node: node, netsh: serveNetsh(t, node), expected: sets.New[string]()}
 	w.cluster = newCluster(t)
 	w.cluster.node(nodeName, nodeIP)
-	netns.Place(node.in).Relay(t, "127.0.0.1:12090", "unix", w.socket)
-	w.wine = wine.New(t, wine.Options{Namespace: string(node)})
+	netnstest.Relay(t, node.Do, "127.0.0.1:12090", "unix", w.socket)
+	w.wine = wine.New(t, wine.Options{Namespace: node.Namespace})
 	w.wine.Install(t, w.wine.BuildFrom(t, ".", "./netsh"))
 	w.wine.Run(t, "reg", "add", `HKCU\Software\Wine\DllOverrides`, "/v", "netsh.exe", "/d", "native")
 	w.program = w.wine.Build(t, "./examples/winuserspace")

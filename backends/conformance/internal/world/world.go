@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
 // World is a node with what is around it. See the package comment.
@@ -98,10 +99,11 @@ func (w *World) Close() {
 }
 
 func (w *World) host(name string) (*Host, error) {
-	h, err := newHost(name)
+	namespace, err := netnstest.Make()
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("host %s: %w", name, err)
 	}
+	h := &Host{Namespace: namespace, Name: name}
 	w.hosts = append(w.hosts, h)
 	return h, nil
 }
@@ -109,11 +111,9 @@ func (w *World) host(name string) (*Host, error) {
 func (w *World) build() error {
 	var plan planner
 	for _, h := range []*Host{w.Node, w.Node2, w.Router} {
-		plan.do(h, func() error {
-			return set("ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
-				// Who asks often is refused each time.
-				"ipv4/icmp_ratelimit=0", "ipv4/icmp_msgs_per_sec=1000000", "ipv4/icmp_msgs_burst=1000000", "ipv6/icmp/ratelimit=0")
-		})
+		plan.set(h, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
+			// Who asks often is refused each time.
+			"ipv4/icmp_ratelimit=0", "ipv4/icmp_msgs_per_sec=1000000", "ipv4/icmp_msgs_burst=1000000", "ipv6/icmp/ratelimit=0")
 	}
 	// Links, with the addresses of both ends.
 	plan.link(w.Router, "client", []string{"203.0.113.1/24", "fd00:203:113::1/64"}, w.Client, "eth0", nil)
@@ -142,9 +142,7 @@ func (w *World) build() error {
 	for _, cidrs := range []map[api.Family]netip.Prefix{ServiceCIDRs, ExternalCIDRs} {
 		plan.own(w.Beyond, cidrs[api.IPv4].String(), cidrs[api.IPv6].String())
 	}
-	plan.do(w.Beyond, func() error {
-		return set("ipv4/icmp_echo_ignore_all=1", "ipv6/icmp/echo_ignore_all=1", "ipv6/ip_nonlocal_bind=1")
-	})
+	plan.set(w.Beyond, "ipv4/icmp_echo_ignore_all=1", "ipv6/icmp/echo_ignore_all=1", "ipv6/ip_nonlocal_bind=1")
 	// Pods.
 	for i, name := range []string{"a", "b", "c", "d", "e"} {
 		node, number, pods := w.Node, 1, &w.Local
@@ -191,12 +189,19 @@ func (p *planner) do(h *Host, f func() error) {
 	}
 }
 
+// set changes settings of the kernel.
+func (p *planner) set(h *Host, settings ...string) {
+	if p.err == nil {
+		p.err = h.Sysctl(settings...)
+	}
+}
+
 // link makes a link of two interfaces with these addresses.
 func (p *planner) link(h *Host, name string, addrs []string, peer *Host, peerName string, peerAddrs []string) {
 	p.do(h, func() error {
 		attrs := netlink.NewLinkAttrs()
 		attrs.Name = name
-		veth := &netlink.Veth{LinkAttrs: attrs, PeerName: peerName, PeerNamespace: netlink.NsFd(int(peer.namespace.Fd()))}
+		veth := &netlink.Veth{LinkAttrs: attrs, PeerName: peerName, PeerNamespace: netlink.NsFd(peer.FD)}
 		if err := netlink.LinkAdd(veth); err != nil {
 			return fmt.Errorf("adding link %s: %w", name, err)
 		}

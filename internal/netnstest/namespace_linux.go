@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package netnstest makes network namespaces for tests. It needs root. The
+// namespaces have no names, so nothing of them is left when a test is killed.
+package netnstest
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"runtime"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+)
+
+// Namespace is a network namespace. It is safe for concurrent use.
+type Namespace struct {
+	// FD is its file descriptor.
+	FD int
+	// Links configures it.
+	Links *netlink.Handle
+}
+
+// Make makes a namespace in which only the loopback interface is up.
+func Make() (*Namespace, error) {
+	n := &Namespace{FD: -1}
+	if err := onThread(func() error {
+		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+			return fmt.Errorf("making a network namespace, which needs root: %w", err)
+		}
+		fd, err := unix.Open("/proc/thread-self/ns/net", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+		n.FD = fd
+		return err
+	}); err != nil {
+		return nil, err
+	}
+	links, err := netlink.NewHandleAt(netns.NsHandle(n.FD))
+	if err != nil {
+		unix.Close(n.FD)
+		return nil, fmt.Errorf("opening netlink in a network namespace: %w", err)
+	}
+	n.Links = links
+	// Nobody else is there to have the same address, and looking takes a second.
+	err = n.Sysctl("ipv6/conf/default/accept_dad=0", "ipv6/conf/all/accept_dad=0")
+	if err == nil {
+		err = links.LinkSetUp(&netlink.Device{LinkAttrs: netlink.LinkAttrs{Index: 1}}) // lo
+	}
+	if err != nil {
+		n.Close()
+		return nil, err
+	}
+	return n, nil
+}
+
+// New is Make for a test, with which the namespace goes.
+func New(t testing.TB) *Namespace {
+	t.Helper()
+	n, err := Make()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(n.Close)
+	return n
+}
+
+// Close lets the namespace go, as soon as no socket or process is in it.
+func (n *Namespace) Close() {
+	n.Links.Close()
+	unix.Close(n.FD)
+}
+
+// Do calls f with its thread in the namespace: sockets that f makes and processes
+// that it starts are in it, and stay there. f must not leave its goroutine.
+func (n *Namespace) Do(f func() error) error {
+	return onThread(func() error { return n.enter(f) })
+}
+
+// Start starts a process in the namespace, which is killed should this process end
+// before it. The channel has the error of its end.
+func (n *Namespace) Start(cmd *exec.Cmd) (<-chan error, error) {
+	if cmd.SysProcAttr == nil {
+		cmd.SysProcAttr = &unix.SysProcAttr{}
+	}
+	cmd.SysProcAttr.Pdeathsig = unix.SIGKILL
+	started, ended := make(chan error, 1), make(chan error, 1)
+	go func() {
+		// That signal comes when the thread ends that started the process: it waits.
+		err := onThread(func() error {
+			err := n.enter(cmd.Start)
+			started <- err
+			if err != nil {
+				return nil
+			}
+			return cmd.Wait()
+		})
+		ended <- err
+	}()
+	return ended, <-started
+}
+
+// Command returns the command line that runs a program in the namespace, for what
+// starts programs by itself.
+func (n *Namespace) Command(args ...string) []string {
+	return append([]string{"nsenter", fmt.Sprintf("--net=/proc/%d/fd/%d", os.Getpid(), n.FD), "--"}, args...)
+}
+
+// Run runs a program in the namespace, at most for a minute, and returns what it
+// prints.
+func (n *Namespace) Run(t testing.TB, args ...string) string {
+	t.Helper()
+	return n.RunWith(t, "", args...)
+}
+
+// RunWith is Run with an input.
+func (n *Namespace) RunWith(t testing.TB, stdin string, args ...string) string {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, args[0], args[1:]...)
+	cmd.Stdin = strings.NewReader(stdin)
+	var out []byte
+	if err := n.Do(func() (err error) { out, err = cmd.CombinedOutput(); return err }); err != nil {
+		t.Fatalf("%s: %v\n%s", strings.Join(args, " "), err, out)
+	}
+	return string(out)
+}
+
+func (n *Namespace) enter(f func() error) error {
+	if err := unix.Setns(n.FD, unix.CLONE_NEWNET); err != nil {
+		return fmt.Errorf("entering a network namespace: %w", err)
+	}
+	return f()
+}
+
+// onThread calls f on a thread of its own, and brings that thread back to the
+// namespace it came from.
+func onThread(f func() error) error {
+	done := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread()
+		home, err := os.Open("/proc/thread-self/ns/net")
+		if err != nil {
+			done <- fmt.Errorf("finding the thread's own namespace: %w", err)
+			return
+		}
+		defer home.Close()
+		err = f()
+		// A thread that is not unlocked ends with its goroutine.
+		if unix.Setns(int(home.Fd()), unix.CLONE_NEWNET) == nil {
+			runtime.UnlockOSThread()
+		}
+		done <- err
+	}()
+	return <-done
+}
+
+// Sysctl sets settings of the kernel, each a path below /proc/sys/net and a value, as
+// in ipv4/ip_forward=1.
+func (n *Namespace) Sysctl(settings ...string) error {
+	return n.Do(func() error {
+		for _, setting := range settings {
+			path, value, _ := strings.Cut(setting, "=")
+			if err := os.WriteFile("/proc/sys/net/"+path, []byte(value), 0); err != nil {
+				return fmt.Errorf("setting %s: %w", setting, err)
+			}
+		}
+		return nil
+	})
+}
+
+// Set is Sysctl for a test.
+func (n *Namespace) Set(t testing.TB, settings ...string) {
+	t.Helper()
+	if err := n.Sysctl(settings...); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Up brings an interface up.
+func (n *Namespace) Up(t testing.TB, name string) {
+	t.Helper()
+	if err := n.Links.LinkSetUp(n.link(t, name)); err != nil {
+		t.Fatalf("interface %s: %v", name, err)
+	}
+}
+
+// Join makes a link between interface name of n and interface peer of o, and
+// brings it up.
+func (n *Namespace) Join(t testing.TB, name string, o *Namespace, peer string) {
+	t.Helper()
+	if err := n.Links.LinkAdd(&netlink.Veth{
+		LinkAttrs: netlink.LinkAttrs{Name: name}, PeerName: peer, PeerNamespace: netlink.NsFd(o.FD),
+	}); err != nil {
+		t.Fatalf("link from %s to %s: %v", name, peer, err)
+	}
+	n.Up(t, name)
+	o.Up(t, peer)
+}
+
+// Stub makes an interface that leads nowhere.
+func (n *Namespace) Stub(t testing.TB, name string) {
+	t.Helper()
+	n.Join(t, name, n, name+"-end")
+}
+
+// Add gives an interface an address, as in 10.0.0.1/24 or 10.0.0.1.
+func (n *Namespace) Add(t testing.TB, name, addr string) {
+	t.Helper()
+	if err := n.Links.AddrAdd(n.link(t, name), parseAddr(t, addr)); err != nil {
+		t.Fatalf("address %s of %s: %v", addr, name, err)
+	}
+}
+
+// Remove takes an address from an interface.
+func (n *Namespace) Remove(t testing.TB, name, addr string) {
+	t.Helper()
+	if err := n.Links.AddrDel(n.link(t, name), parseAddr(t, addr)); err != nil {
+		t.Fatalf("address %s of %s: %v", addr, name, err)
+	}
+}
+
+// Route sends a destination, or "default", over an interface, by way of a gateway
+// unless that is empty.
+func (n *Namespace) Route(t testing.TB, destination, gateway, name string) {
+	t.Helper()
+	route := &netlink.Route{LinkIndex: n.link(t, name).Attrs().Index}
+	if gateway == "" {
+		route.Scope = netlink.SCOPE_LINK
+	} else {
+		route.Gw = parseAddr(t, gateway).IP
+	}
+	if destination != "default" {
+		route.Dst = parseAddr(t, destination).IPNet
+	}
+	if err := n.Links.RouteReplace(route); err != nil {
+		t.Fatalf("route to %s by %s: %v", destination, name, err)
+	}
+}
+
+func (n *Namespace) link(t testing.TB, name string) netlink.Link {
+	t.Helper()
+	link, err := n.Links.LinkByName(name)
+	if err != nil {
+		t.Fatalf("interface %s: %v", name, err)
+	}
+	return link
+}
+
+func parseAddr(t testing.TB, s string) *netlink.Addr {
+	t.Helper()
+	if ip, err := netip.ParseAddr(s); err == nil {
+		s = netip.PrefixFrom(ip, ip.BitLen()).String()
+	}
+	addr, err := netlink.ParseAddr(s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return addr
+}

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package netnstest
+
+import (
+	"io"
+	"net"
+	"testing"
+)
+
+// Place calls a function in a network namespace, as Namespace.Do does.
+type Place = func(f func() error) error
+
+// Listen listens on TCP in a namespace until the test ends, and has handle handle
+// connections, which it need not close.
+func Listen(t testing.TB, in Place, address string, handle func(net.Conn)) {
+	t.Helper()
+	var l net.Listener
+	if err := in(func() (err error) { l, err = net.Listen("tcp", address); return err }); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				handle(c)
+			}()
+		}
+	}()
+}
+
+// Relay makes a server of the test's own namespace reachable at an address of
+// a namespace.
+func Relay(t testing.TB, in Place, address, network, server string) {
+	t.Helper()
+	Listen(t, in, address, func(c net.Conn) {
+		s, err := net.Dial(network, server)
+		if err != nil {
+			return
+		}
+		defer s.Close()
+		go func() {
+			defer s.Close()
+			io.Copy(s, c)
+		}()
+		io.Copy(c, s)
+	})
+}
+
+// Answer answers each UDP packet that comes to an address of a namespace with a name,
+// until the test ends.
+func Answer(t testing.TB, in Place, address, name string) {
+	t.Helper()
+	var c net.PacketConn
+	if err := in(func() (err error) { c, err = net.ListenPacket("udp", address); return err }); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	go func() {
+		buffer := make([]byte, 1<<16)
+		for {
+			_, from, err := c.ReadFrom(buffer)
+			if err != nil {
+				return
+			}
+			c.WriteTo([]byte(name), from)
+		}
+	}()
+}

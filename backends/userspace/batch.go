@@ -36,25 +36,38 @@ func (b *batch) reset() {
 	}
 }
 
-// batches keeps batches that nobody uses, a few: they are too large for a pool
-// that forgets them at each garbage collection. It is safe for concurrent use.
-type batches struct{ free chan *batch }
+// maxBatches is how many batches there are at most, 2 MiB each. A batch is used between
+// system calls that do not wait, so more would only help more cores.
+const maxBatches = 16
 
-func newBatches() *batches { return &batches{make(chan *batch, 8)} }
+// batches has the batches, which are too large for a pool that forgets them at each
+// garbage collection. It is safe for concurrent use.
+type batches struct {
+	free chan *batch
+	// unmade has room for each batch that is made.
+	unmade chan struct{}
+}
 
+func newBatches() *batches {
+	return &batches{make(chan *batch, maxBatches), make(chan struct{}, maxBatches)}
+}
+
+// get returns a batch. It waits if all are in use.
 func (b *batches) get() *batch {
 	select {
 	case batch := <-b.free:
 		return batch
 	default:
+	}
+	select {
+	case batch := <-b.free:
+		return batch
+	case b.unmade <- struct{}{}:
 		return newBatch()
 	}
 }
 
 func (b *batches) put(batch *batch) {
 	batch.reset()
-	select {
-	case b.free <- batch:
-	default:
-	}
+	b.free <- batch
 }

@@ -44,6 +44,10 @@ type Options struct {
 	// gone, be it that the service was deleted or that the backend stops, unless
 	// sink.Options.StopTimeout is shorter. Then they are reset. Default 30 s.
 	DrainTimeout time.Duration
+	// HalfClosedTimeout is how long a TCP connection may be idle after one side has
+	// ended its direction. Then it is reset. Default 1 h, which is the default of
+	// kube-proxy's --conntrack-tcp-timeout-close-wait.
+	HalfClosedTimeout time.Duration
 	// UDPTimeout is how long a UDP client that neither sends nor is sent
 	// anything keeps its endpoint. Default 60 s.
 	UDPTimeout time.Duration
@@ -69,7 +73,7 @@ func (o *Options) complete() error {
 		name  string
 		value *time.Duration
 		def   time.Duration
-	}{{"drain timeout", &o.DrainTimeout, 30 * time.Second}, {"UDP timeout", &o.UDPTimeout, time.Minute}} {
+	}{{"drain timeout", &o.DrainTimeout, 30 * time.Second}, {"timeout of half-closed connections", &o.HalfClosedTimeout, time.Hour}, {"UDP timeout", &o.UDPTimeout, time.Minute}} {
 		if *d.value < 0 {
 			return fmt.Errorf("%s %v: negative", d.name, *d.value)
 		}

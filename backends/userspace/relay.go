@@ -8,6 +8,7 @@ import (
 	"net"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"k8s.io/klog/v2"
 )
@@ -18,6 +19,8 @@ type relay struct {
 	counters         *counters
 	log              klog.Logger
 
+	// idle is how long nothing may move once one direction has ended.
+	idle  time.Duration
 	open  atomic.Int32 // directions that have not ended
 	reset sync.Once
 	done  func()
@@ -43,7 +46,7 @@ func (r *relay) start(b *buffers, p *pipes) error {
 }
 
 // copy moves one direction until its end, and hands the end on: the other
-// direction may go on after it.
+// direction may go on after it, until the source fails or nothing moves for too long.
 func (r *relay) copy(s *stream, direction string, source, destination *net.TCPConn, count *atomic.Int64) {
 	r.logCopying(direction, source, destination)
 	var bytes int64
@@ -52,6 +55,9 @@ func (r *relay) copy(s *stream, direction string, source, destination *net.TCPCo
 		bytes += int64(n)
 		count.Add(int64(n))
 		if err == nil {
+			if r.open.Load() == 1 {
+				r.limit(source, destination)
+			}
 			continue
 		}
 		if errors.Is(err, io.EOF) {
@@ -70,7 +76,20 @@ func (r *relay) copy(s *stream, direction string, source, destination *net.TCPCo
 		r.client.Close()
 		r.endpoint.Close()
 		r.done()
+		return
 	}
+	r.limit(destination, source)
+	if waitError(s.source) != nil {
+		r.abort() // which changes nothing where all has ended
+	}
+}
+
+// limit ends the direction from source to destination unless something moves soon. The
+// other one has ended.
+func (r *relay) limit(source, destination *net.TCPConn) {
+	deadline := time.Now().Add(r.idle)
+	source.SetReadDeadline(deadline)
+	destination.SetWriteDeadline(deadline)
 }
 
 // abort resets both connections.

@@ -34,6 +34,7 @@ func (r *rules) refused() bool {
 // routeOf returns the route of client. Its verdict is Drop for one that does not
 // get in.
 func (r *rules) routeOf(client netip.Addr, startsHere func(netip.Addr) bool) route {
+	client = client.WithZone("") // a prefix contains no address with a zone
 	if !r.admission.admits(client) {
 		return route{verdict: nodeview.Drop}
 	}

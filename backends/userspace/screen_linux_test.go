@@ -65,3 +65,30 @@ func TestWhoAcceptsDecidesWhereTheKernelHasNoRoomForAFilter(t *testing.T) {
 		}
 	})
 }
+
+// TestSourceRangesApplyToLinkLocalClients has a client whose address has a zone.
+func TestSourceRangesApplyToLinkLocalClients(t *testing.T) {
+	n := netnstest.New(t)
+	n.Add(t, "lo", "fe80::1/64")
+	server := namedServerAt(t, "a", "[::1]:0")
+	inside(t, n, func(b *Backend) {
+		for ranges, want := range map[string]bool{"fe80::/10": true, "fe80::2/128": false} {
+			if err := b.Sync(t.Context(), fullOf(serviceAt("web", "fd00::1", 80, api.TCP).to(server).change(func(s *api.Service) {
+				s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("fd00::2"))
+				s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.ExternalIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix(ranges)}}}
+			}).view())); err != nil {
+				t.Error(err)
+			}
+			d := net.Dialer{Timeout: 500 * time.Millisecond, LocalAddr: &net.TCPAddr{IP: net.ParseIP("fe80::1"), Zone: "lo"}}
+			c, err := d.Dial("tcp", "[fd00::2]:80")
+			if err == nil {
+				fmt.Fprintln(c, "hello")
+				_, err = bufio.NewReader(c).ReadString('\n')
+				c.Close()
+			}
+			if admitted := err == nil; admitted != want {
+				t.Errorf("with the source range %s, a client at fe80::1%%lo is admitted: %v, want %v (%v)", ranges, admitted, want, err)
+			}
+		}
+	})
+}

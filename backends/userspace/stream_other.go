@@ -12,9 +12,9 @@ import (
 // stream moves the bytes of one direction of a connection. It has no buffer while
 // it waits.
 type stream struct {
-	source, destination *net.TCPConn
-	raw                 syscall.RawConn
-	buffers             *buffers
+	from, to *net.TCPConn
+	source   syscall.RawConn // from
+	buffers  *buffers
 }
 
 func newStream(source, destination *net.TCPConn, _ bool, b *buffers, _ *pipes) (*stream, error) {
@@ -28,16 +28,16 @@ func newStream(source, destination *net.TCPConn, _ bool, b *buffers, _ *pipes) (
 // move waits until there is something to move, and moves what there is. It
 // returns how many bytes that were, and io.EOF at the end.
 func (s *stream) move() (int, error) {
-	if err := waitReadable(s.raw); err != nil {
+	if err := waitReadable(s.source); err != nil {
 		return 0, err
 	}
 	buffer := s.buffers.get()
 	defer s.buffers.put(buffer)
-	n, err := s.source.Read(*buffer)
+	n, err := s.from.Read(*buffer)
 	if err != nil {
 		return 0, err
 	}
-	return s.destination.Write((*buffer)[:n])
+	return s.to.Write((*buffer)[:n])
 }
 
 // pipes are for splicing, which is Linux's.

@@ -144,7 +144,7 @@ func (l *tcpListener) serve(client *net.TCPConn) {
 		l.leave(nil)
 		return
 	}
-	r := &relay{client: client, endpoint: endpoint, counters: counters, log: l.log}
+	r := &relay{client: client, endpoint: endpoint, counters: counters, log: l.log, idle: l.opts.HalfClosedTimeout}
 	r.done = func() {
 		counters.active.Add(-1)
 		l.leave(r)

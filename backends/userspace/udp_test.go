@@ -7,10 +7,12 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"runtime"
 	"strings"
 	"sync"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
@@ -239,6 +241,52 @@ func TestTableOfUDPClientsIsBounded(t *testing.T) {
 	if got := w.stats("dns").Connections; got != 100 {
 		t.Errorf("%d clients came, want 100", got)
 	}
+}
+
+// TestABurstOfManyUDPClientsTakesFewBatches has 1,000 clients, each of whose sockets gets
+// answers while others have theirs.
+func TestABurstOfManyUDPClientsTakesFewBatches(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a")).view())
+	var clients []*net.UDPConn
+	for range 1000 {
+		c := udpDial(t, "127.0.0.2", port)
+		udpAsk(t, c)
+		clients = append(clients, c)
+	}
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	for range 20 {
+		for _, c := range clients {
+			c.Write(make([]byte, 1000))
+		}
+	}
+	udpAsk(t, udpDial(t, "127.0.0.2", port)) // after all of them
+	runtime.ReadMemStats(&after)
+	if mib := (after.TotalAlloc - before.TotalAlloc) >> 20; mib > 128 {
+		t.Errorf("20 MB of datagrams allocated %d MiB, want at most 128", mib)
+	}
+}
+
+func TestWhoNeedsABatchWaitsUntilOneIsFree(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBatches()
+		var made []*batch
+		for range maxBatches {
+			made = append(made, b.get())
+		}
+		got := make(chan *batch, 1)
+		go func() { got <- b.get() }()
+		synctest.Wait()
+		if len(got) > 0 {
+			t.Fatalf("there are more than %d batches", 8)
+		}
+		b.put(made[0])
+		if <-got != made[0] {
+			t.Error("another batch was made, although one was free")
+		}
+	})
 }
 
 // TestTwentyThousandUDPClients come while there are descriptors for half of

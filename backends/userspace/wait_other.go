@@ -21,6 +21,9 @@ func waitReadable(c syscall.RawConn) error {
 	})
 }
 
+// waitError returns nil: Windows does not tell of a reset after the end.
+func waitError(syscall.RawConn) error { return nil }
+
 // outOfDescriptors is about a limit that there is not.
 func outOfDescriptors(error) bool { return false }
 

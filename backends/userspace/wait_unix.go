@@ -29,6 +29,19 @@ func waitReadable(c syscall.RawConn) error {
 	return err
 }
 
+// waitError waits until c has an error, such as a reset. Its end is none.
+func waitError(c syscall.RawConn) error {
+	var err error
+	waitErr := c.Read(func(fd uintptr) bool {
+		var code int
+		if code, err = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_ERROR); err == nil && code != 0 {
+			err = syscall.Errno(code)
+		}
+		return err != nil
+	})
+	return errors.Join(waitErr, err)
+}
+
 // outOfDescriptors reports whether err means that this process, or the host, has
 // no file descriptors left.
 func outOfDescriptors(err error) bool {

@@ -340,6 +340,16 @@ func asked(t *testing.T, addr string, port int32) string {
 	return c.ask()
 }
 
+// placeOf returns the place at an address and port.
+func placeOf(t *testing.T, protocol api.Protocol, at string) place {
+	t.Helper()
+	addr, err := netip.ParseAddrPort(at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return place{protocol, addr}
+}
+
 // stats returns those of the first port of a service.
 func (w *world) stats(name string) PortStats {
 	w.Helper()

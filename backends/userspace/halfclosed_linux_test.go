@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"errors"
+	"io"
+	"net"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"golang.org/x/sys/unix"
+)
+
+// watch returns the error that c gets, as a program sees it that waits for events.
+func watch(t *testing.T, c *net.TCPConn) <-chan error {
+	t.Helper()
+	raw, err := c.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- waitError(raw) }()
+	return ended
+}
+
+// expectReset waits for the error of a connection, which is to be a reset.
+func expectReset(t *testing.T, side string, ended <-chan error) {
+	t.Helper()
+	select {
+	case err := <-ended:
+		// After the end of the other side's bytes, a reset is EPIPE.
+		if !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
+			t.Errorf("the %s got %v, want a reset", side, err)
+		}
+	case <-time.After(patience):
+		t.Errorf("the %s got no reset", side)
+	}
+}
+
+// halfClosed returns a connection whose client has ended its direction, and both ends of
+// it.
+func halfClosed(t *testing.T, opts Options) (w *world, c *client, endpoint *net.TCPConn) {
+	t.Helper()
+	w = newWorld(t, opts)
+	port := freePort(t, "127.0.0.2")
+	read, end := make(chan *net.TCPConn), make(chan struct{})
+	t.Cleanup(func() { close(end) })
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
+		io.Copy(io.Discard, c)
+		read <- c
+		<-end
+	})).view())
+	c = dial(t, "127.0.0.2", port)
+	c.Write([]byte("hello"))
+	c.CloseWrite()
+	return w, c, <-read
+}
+
+func TestResetAfterHalfCloseComesOut(t *testing.T) {
+	t.Run("from the client", func(t *testing.T) {
+		w, c, endpoint := halfClosed(t, Options{})
+		ended := watch(t, endpoint)
+		resetConn(c.TCPConn)
+		expectReset(t, "endpoint", ended)
+		eventually(t, "the connection ends", func() bool { return w.stats("web").Active == 0 })
+	})
+	t.Run("from the endpoint", func(t *testing.T) {
+		w := newWorld(t, Options{})
+		port := freePort(t, "127.0.0.2")
+		reset := make(chan struct{})
+		w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
+			c.CloseWrite()
+			<-reset
+			resetConn(c)
+		})).view())
+		c := dial(t, "127.0.0.2", port)
+		if _, err := c.Read(make([]byte, 1)); err != io.EOF {
+			t.Fatalf("the client got %v, want the end", err)
+		}
+		ended := watch(t, c.TCPConn)
+		close(reset)
+		expectReset(t, "client", ended)
+	})
+}
+
+// TestHalfClosedClientThatVanishesIsNoticed takes the client's socket away without a
+// packet. The kernel's keep-alive then finds out.
+func TestHalfClosedClientThatVanishesIsNoticed(t *testing.T) {
+	w, c, endpoint := halfClosed(t, Options{})
+	l := w.listenerAt(placeOf(t, api.TCP, c.RemoteAddr().String())).(*tcpListener)
+	set := func(c *net.TCPConn, options map[int]int) {
+		t.Helper()
+		raw, err := c.SyscallConn()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for option, value := range options {
+			if err := onDescriptor(raw, func(fd int) error { return unix.SetsockoptInt(fd, unix.IPPROTO_TCP, option, value) }); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	ended := watch(t, endpoint)
+	set(c.TCPConn, map[int]int{unix.TCP_REPAIR: 1}) // now, closing it sends nothing
+	c.Close()
+	l.mu.Lock()
+	for r := range l.relays {
+		set(r.client, map[int]int{unix.TCP_KEEPIDLE: 1})
+	}
+	l.mu.Unlock()
+	expectReset(t, "endpoint", ended)
+}
+
+func TestHalfClosedConnectionThatIsIdleIsReset(t *testing.T) {
+	_, c, endpoint := halfClosed(t, Options{HalfClosedTimeout: 100 * time.Millisecond})
+	atEndpoint, atClient := watch(t, endpoint), watch(t, c.TCPConn)
+	expectReset(t, "endpoint", atEndpoint)
+	expectReset(t, "client", atClient)
+}
+
+func TestHalfClosedConnectionThatIsNotIdleGoesOn(t *testing.T) {
+	const timeout = 300 * time.Millisecond
+	_, c, endpoint := halfClosed(t, Options{HalfClosedTimeout: timeout})
+	go io.Copy(endpoint, zeros{})
+	for begin := time.Now(); time.Since(begin) < 3*timeout; {
+		if _, err := io.CopyN(io.Discard, c, 1<<20); err != nil {
+			t.Fatalf("after %v: %v", time.Since(begin), err)
+		}
+	}
+}

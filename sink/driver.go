@@ -213,7 +213,7 @@ func (d *Driver) handleRestart() {
 func (d *Driver) isDone() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return d.synced && d.pending.len() == 0 && !d.nodePending
+	return d.synced && len(d.pending.byKey) == 0 && !d.nodePending
 }
 
 // sleep returns at wake, unless that is zero, or when changed is closed, unless

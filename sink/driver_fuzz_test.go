@@ -97,7 +97,7 @@ func (f *fuzzServices) mutate(plane *dataplane) []chan struct{} {
 		w.src.MarkSynced()
 		switch r.IntN(6) {
 		case 0:
-			w.src.Lag()
+			w.src.Reset()
 		case 1:
 			w.driver.StartOver()
 		}

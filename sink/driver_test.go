@@ -342,7 +342,7 @@ func TestDriver(t *testing.T) {
 			w.rec.Script(failing(web))
 			w.src.Set(view(web, 2))
 			synctest.Wait()
-			w.src.Lag()
+			w.src.Reset()
 			time.Sleep(time.Minute)
 			w.src.Set(view(web, 3))
 		},
@@ -482,7 +482,7 @@ func TestBackoffOfServiceGrowsThroughFullSyncs(t *testing.T) {
 		w.src.MarkSynced()
 		for range 2 {
 			synctest.Wait()
-			w.src.Lag()
+			w.src.Reset()
 		}
 		w.waitApplied()
 		w.expectTold(3, "4m0s: web none→[1] unsure")

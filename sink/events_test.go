@@ -114,7 +114,7 @@ func TestEvents(t *testing.T) {
 			"set endpoint a 10.0.0.3", "set endpoint b 10.0.0.4",
 			"set frontend a ClusterIP 10.96.0.2:80/TCP → [3]", "set frontend b ClusterIP 10.96.0.1:80/TCP → [2 4]")
 
-		step("a pass deletes what is stale, and sets everything else again", func() { w.src.Lag(); w.src.Delete(a) },
+		step("a pass deletes what is stale, and sets everything else again", func() { w.src.Reset(); w.src.Delete(a) },
 			"delete frontend a ClusterIP 10.96.0.2:80/TCP", "delete endpoint a 10.0.0.3", "delete service a",
 			"set service b", "set endpoint b 10.0.0.2", "set endpoint b 10.0.0.4",
 			"set frontend b ClusterIP 10.96.0.1:80/TCP → [2 4]")
@@ -422,7 +422,7 @@ func FuzzEvents(f *testing.F) {
 				}
 				w.src.Set(set...)
 				if r.IntN(10) == 0 {
-					w.src.Lag()
+					w.src.Reset()
 				}
 				if r.IntN(2) == 0 {
 					synctest.Wait()

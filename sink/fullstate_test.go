@@ -44,7 +44,7 @@ func TestFullStateCallsWithEverythingInOrder(t *testing.T) {
 			synctest.Wait()
 			w.src.Delete(a)
 		}, view(b, 2), view(web, 1))
-		step("full again", func() { w.src.Lag(); w.src.Delete(b) }, view(web, 1))
+		step("full again", func() { w.src.Reset(); w.src.Delete(b) }, view(web, 1))
 
 		var names []string
 		for _, v := range calls[2] {
@@ -103,7 +103,7 @@ func TestFullStateGathersInAPass(t *testing.T) {
 		}
 		w.src.Delete(key("b"))
 		w.waitApplied()
-		w.src.Lag()
+		w.src.Reset()
 		synctest.Wait()
 		if want := []string{"a[1]", "c[3]", "web[1]"}; r.calls != 3 || !slices.Equal(r.names, want) {
 			t.Errorf("after a second pass: %d calls, the last with %v", r.calls, r.names)

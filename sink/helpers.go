@@ -10,25 +10,9 @@ import (
 )
 
 // Pass tells a sink that keeps records by service which of them are stale at the end
-// of a pass. The zero value is ready to use.
+// of a pass: see the package comment. The zero value is ready to use.
 //
-//	func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
-//		b.pass.Begin(c)
-//		var failed sink.Failed
-//		for s := range c.Services {
-//			failed.Do(s.Key, func() error { return b.program(s) })
-//		}
-//		if c.Last {
-//			for key := range b.services {
-//				if b.pass.Stale(key) {
-//					failed.Do(key, func() error { return b.remove(key) })
-//				}
-//			}
-//		}
-//		return failed.Err()
-//	}
-//
-// Pass holds the keys of the services delivered since First.
+// Pass holds the keys of the services that were delivered since First and not deleted.
 type Pass struct {
 	delivered map[types.NamespacedName]struct{}
 	last      bool
@@ -41,7 +25,12 @@ func (p *Pass) Begin(c *Changes) {
 	}
 	p.last = c.Last
 	for s := range c.Services {
-		p.delivered[s.Key] = struct{}{}
+		if s.New == nil && !c.Last {
+			// Where its deletion fails, the service is in Services or Failing of Last.
+			delete(p.delivered, s.Key)
+		} else {
+			p.delivered[s.Key] = struct{}{}
+		}
 	}
 	for _, key := range c.Failing {
 		p.delivered[key] = struct{}{}

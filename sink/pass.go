@@ -22,6 +22,8 @@ type delivery struct {
 	ahead   map[types.NamespacedName]struct{}
 	// yielded says that the last Changes had changes only and nothing of the pass.
 	yielded bool
+	// buffer is what the last batch was written to, for the next one.
+	buffer []Change
 	// before are the services that were failing when the pass began.
 	before map[types.NamespacedName]*unacked
 }
@@ -55,31 +57,35 @@ func (p *delivery) admit(changes []Change, limit int) []Change {
 	return admitted
 }
 
-// next returns the next services of the pass, at least one if there is one and at most
-// most, of up to limit services and endpoints, and whether there are more.
-func (p *delivery) next(u *Update, most, limit int) (services []Change, more bool) {
-	size := 0
+// next appends the next services of the pass to changes: at least one if there is one and
+// at most most, of up to limit services and endpoints. It returns whether there are more.
+func (p *delivery) next(u *Update, most, limit int, changes []Change) (_ []Change, more bool) {
+	if changes == nil {
+		changes = p.buffer[:0]
+	}
+	before, size := len(changes), 0
 	for view := range u.After(p.reached) {
 		c := Change{Key: view.Key(), New: view, Unsure: true}
 		if _, ahead := p.ahead[c.Key]; ahead {
 			continue
 		}
 		size += weight(&c)
-		if len(services) > 0 && (size > limit || len(services) == most) {
+		if n := len(changes) - before; n > 0 && (size > limit || n == most) {
 			more = true
 			break
 		}
-		services = append(services, c)
+		changes = append(changes, c)
 	}
-	if n := len(services); n > 0 {
-		p.reached = services[n-1].Key
+	if n := len(changes); n > before {
+		p.reached = changes[n-1].Key
+		p.buffer = changes
 		for key := range p.ahead {
 			if api.CompareKeys(key, p.reached) <= 0 {
 				delete(p.ahead, key)
 			}
 		}
 	}
-	return services, more
+	return changes, more
 }
 
 // hasNext reports whether next would return a service.

@@ -117,7 +117,7 @@ func TestPasses(t *testing.T) {
 			slow(w)
 			time.Sleep(1500 * time.Millisecond)
 			w.src.Delete(key("a"))
-			w.src.Lag()
+			w.src.Reset()
 		},
 		want: []string{
 			"0s: first a none→[1] b none→[1]", "1s: c none→[1] unsure d none→[1] unsure",

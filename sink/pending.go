@@ -67,7 +67,6 @@ type pending struct {
 	byKey   map[types.NamespacedName]*unacked
 	byRetry *btree.BTreeG[*unacked] // without those that come alone
 	alone   *btree.BTreeG[*unacked] // those that come alone, by retry
-	bySince *btree.BTreeG[*unacked]
 	// aloneAt is when the next one that comes alone may be delivered.
 	aloneAt time.Time
 	claims  claims // of the old views
@@ -84,24 +83,15 @@ func newPending() pending {
 		byKey:   map[types.NamespacedName]*unacked{},
 		byRetry: btree.NewG(degree, byRetry),
 		alone:   btree.NewG(degree, byRetry),
-		bySince: btree.NewG(degree, func(a, b *unacked) bool {
-			return cmp.Or(cmp.Compare(a.since, b.since), api.CompareKeys(a.key, b.key)) < 0
-		}),
-		claims: claims{},
+		claims:  claims{},
 	}
 }
-
-func (p *pending) len() int { return len(p.byKey) }
-
-// get returns the service key, nil if it is not pending.
-func (p *pending) get(key types.NamespacedName) *unacked { return p.byKey[key] }
 
 // put adds s, in place of an earlier one with its key.
 func (p *pending) put(s *unacked) {
 	p.remove(s.key)
 	p.byKey[s.key] = s
 	p.schedule(s).ReplaceOrInsert(s)
-	p.bySince.ReplaceOrInsert(s)
 	for f := range nodeview.Frontends(s.old) {
 		p.claims.set(f.Claim(), s.key)
 	}
@@ -119,7 +109,6 @@ func (p *pending) remove(key types.NamespacedName) {
 	}
 	delete(p.byKey, key)
 	p.schedule(s).Delete(s)
-	p.bySince.Delete(s)
 	for f := range nodeview.Frontends(s.old) {
 		p.claims.unset(f.Claim(), s.key)
 	}
@@ -181,7 +170,7 @@ func (p *pending) acknowledge(key types.NamespacedName, new *api.ServiceEndpoint
 	}
 	for f := range nodeview.Frontends(new) {
 		for _, other := range p.claims.meet(f.Claim(), key) {
-			changed := *p.get(other)
+			changed := *p.byKey[other]
 			changed.old, changed.unsure = nil, true
 			p.put(&changed)
 		}
@@ -203,8 +192,8 @@ func (p *pending) keys(delivered []Change) []types.NamespacedName {
 // applied returns the last revision up to which nothing is pending, which is
 // reached if nothing is pending at all.
 func (p *pending) applied(reached uint64) uint64 {
-	if s, ok := p.bySince.Min(); ok {
-		return min(s.since, reached)
+	for _, s := range p.byKey {
+		reached = min(reached, s.since)
 	}
 	return reached
 }

@@ -95,7 +95,7 @@ func (d *Driver) Status() Status {
 	if at := d.progress.Load(); at != 0 {
 		s.LastProgress = time.Unix(0, at)
 	}
-	s.Pending = d.pending.len()
+	s.Pending = len(d.pending.byKey)
 	if d.synced {
 		s.Revision = d.applied()
 	}
@@ -178,7 +178,7 @@ func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 	}
 	result.Failing = d.pending.failing
 	d.opts.Observer.Synced(result)
-	d.opts.Observer.Pending(d.pending.len())
+	d.opts.Observer.Pending(len(d.pending.byKey))
 }
 
 // logFailed logs the first services that failed, and how many more did.

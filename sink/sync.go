@@ -141,7 +141,7 @@ func (d *Driver) addChanges(u *Update, b *batch) {
 	}
 	var wait []Change
 	for _, c := range changes {
-		s := d.pending.get(c.Key)
+		s := d.pending.byKey[c.Key]
 		switch {
 		case d.search.limit > 0 || s != nil && (s.alone || s.reason == queued):
 			wait = append(wait, c)
@@ -182,7 +182,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 	// waiting is how many services are pending through no fault of their own.
 	waiting := d.pending.count[queued] + d.pending.count[suspect]
 	for i := range changes {
-		if s := d.pending.get(changes[i].Key); s != nil && s.reason != failing {
+		if s := d.pending.byKey[changes[i].Key]; s != nil && s.reason != failing {
 			waiting--
 		}
 	}
@@ -228,9 +228,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 		if d.pending.count[suspect] > 0 && len(b.services) > 0 {
 			more = d.pass.hasNext(u) // services that may be at fault stay among themselves
 		} else {
-			var next []Change
-			next, more = d.pass.next(u, most, room)
-			b.services = append(b.services, next...)
+			b.services, more = d.pass.next(u, most, room, b.services)
 		}
 		b.Last = !more && waiting == 0 && (most != 1 || len(b.services) == 0)
 	}
@@ -289,11 +287,13 @@ func (d *Driver) progressed() { d.progress.Store(time.Now().UnixNano()) }
 // settle notes that the sink acknowledged b except for what failed.
 func (d *Driver) settle(u *Update, b *batch, failed Failed, notDelivered []Change) {
 	drawn := draw()
-	for _, c := range slices.Concat(b.services, notDelivered) {
-		if err, ok := failed[c.Key]; ok {
-			s := d.unacked(c, failing)
-			s.alone = false
-			d.fail(s, err, drawn)
+	for _, changes := range [...][]Change{b.services, notDelivered} {
+		for _, c := range changes {
+			if err, ok := failed[c.Key]; ok {
+				s := d.unacked(c, failing)
+				s.alone = false
+				d.fail(s, err, drawn)
+			}
 		}
 	}
 	for _, c := range b.services {
@@ -395,7 +395,7 @@ func (d *Driver) hold(changes []Change) {
 	d.update(func() {
 		for _, c := range changes {
 			why := queued
-			if s := d.pending.get(c.Key); s != nil {
+			if s := d.pending.byKey[c.Key]; s != nil {
 				why = s.reason
 			}
 			s := d.unacked(c, why)
@@ -408,7 +408,7 @@ func (d *Driver) hold(changes []Change) {
 // unacked returns c's service for pending: as it is there, or as it is in c.
 func (d *Driver) unacked(c Change, why reason) *unacked {
 	s := unacked{key: c.Key, old: c.Old, unsure: c.Unsure, since: d.position}
-	if before := d.pending.get(c.Key); before != nil {
+	if before := d.pending.byKey[c.Key]; before != nil {
 		s = *before
 	} else {
 		if c.Unsure {
@@ -486,9 +486,9 @@ func (d *Driver) startOver() {
 
 // unacknowledged returns how many services are pending or in changes.
 func (d *Driver) unacknowledged(changes []Change) int {
-	n := d.pending.len()
+	n := len(d.pending.byKey)
 	for i := range changes {
-		if d.pending.get(changes[i].Key) == nil {
+		if d.pending.byKey[changes[i].Key] == nil {
 			n++
 		}
 	}

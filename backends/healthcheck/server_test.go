@@ -266,7 +266,7 @@ func TestPortsFollowTheirServices(t *testing.T) {
 	}
 
 	// A source that starts over.
-	w.source.Lag()
+	w.source.Reset()
 	w.tell(t, nil, "a")
 	check("10.0.0.1:30003")
 }

@@ -186,7 +186,7 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 				for b.Loop() {
 					before := d.Status().Passes
 					if kind == "later" {
-						src.Lag()
+						src.Reset()
 					} else {
 						b.StopTimer()
 						stop()

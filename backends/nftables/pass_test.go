@@ -209,7 +209,7 @@ func TestAnyChangesDuringPasses(t *testing.T) {
 			d, stop := drive(t, src, sinktest.NewRecorder(t, changing), 1+rng.IntN(40))
 			waitApplied(t, d, src)
 			for i := range 8 {
-				src.Lag()
+				src.Reset()
 				src.Set(view("last", []string{"10.97.0.1"}, []string{fmt.Sprintf("10.0.1.%d", i)}, nil))
 				waitApplied(t, d, src)
 			}
@@ -315,7 +315,7 @@ func waitApplied(t testing.TB, d *sink.Driver, src *sinktest.Source) {
 				t.Fatalf("%v: %+v", err, d.Status())
 			}
 			if len(d.Status().Failing) > 0 {
-				src.Lag()
+				src.Reset()
 			}
 		}
 	}

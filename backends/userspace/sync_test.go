@@ -84,7 +84,7 @@ func TestListenerThatStaysIsNotOpenedAgain(t *testing.T) {
 	w.set(service.view())
 	at := place{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port))}
 	before := w.listenerAt(at)
-	w.source.Lag() // the next update is full
+	w.source.Reset() // the next update is full
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "b")).view())
 	if w.listenerAt(at) != before {
 		t.Error("the listener is another one")
@@ -191,7 +191,7 @@ func TestWhatSocketsCannotServeIsLoggedAndTheRestServed(t *testing.T) {
 			w := newWorld(t, Options{})
 			port := freePort(t, "127.0.0.2")
 			for range 2 { // the second time, nothing has changed
-				w.source.Lag()
+				w.source.Reset()
 				w.set(serviceAt("odd", "127.0.0.2", port, api.TCP).change(change).to(namedServer(t, "a")).view())
 			}
 			if name == "SCTP" && asked(t, "127.0.0.2", port) != "a" {

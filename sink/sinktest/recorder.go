@@ -22,7 +22,7 @@ import (
 //
 // It forwards the optional methods of the sink behind it.
 type Recorder struct {
-	forwarder
+	sink.Forwarder
 	tb   testing.TB
 	sink sink.Sink
 
@@ -33,8 +33,6 @@ type Recorder struct {
 	moved   chan struct{} // closed and renewed when a Sync has ended
 	acked   ledger
 }
-
-type forwarder = sink.Forwarder
 
 // Sync is one recorded call.
 type Sync struct {
@@ -61,7 +59,7 @@ func NewRecorder(tb testing.TB, s sink.Sink) *Recorder {
 	if s == nil {
 		s = sink.Func(func(context.Context, *sink.Changes) error { return nil })
 	}
-	return &Recorder{forwarder: forwarder{To: s}, tb: tb, sink: s, moved: make(chan struct{}), acked: newLedger()}
+	return &Recorder{Forwarder: sink.Forwarder{To: s}, tb: tb, sink: s, moved: make(chan struct{}), acked: newLedger()}
 }
 
 // Script appends steps to what the next Syncs do, one step each. When there is

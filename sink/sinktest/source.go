@@ -4,57 +4,62 @@ package sinktest
 
 import (
 	"iter"
-	"maps"
-	"slices"
+	"strings"
 	"sync"
 	"time"
 
-	"github.com/google/btree"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Source is a [sink.Source] whose views are set by hand. Each call that changes
-// something is one revision, and what a reader has not fetched yet is coalesced.
-// Its cost does not grow with the number of services that do not change.
+// Source is a [sink.Source] whose views are set by hand. Each change has a revision, and
+// changes that a reader has not fetched yet are coalesced. Reset also stands for a reader
+// that lags too far. The cost of an update does not grow with the number of services that
+// do not change.
 type Source struct {
-	mu       sync.Mutex
-	views    *btree.BTreeG[*api.ServiceEndpoints]
+	mu        sync.Mutex
+	revisions *diffstore.Revisions
+	views     *views
+	nodes     *diffstore.Store[string, *api.Node] // the node, if it is known
+	synced    bool
+	err       error
+	changed   chan struct{} // closed and renewed by changes
+
+	cursor  *diffstore.Cursor[types.NamespacedName, triggered]
+	acked   position
+	offered position
+	update  *sink.Update // at offered, nil if Next has to make one
+}
+
+type views = diffstore.Store[types.NamespacedName, triggered]
+
+// triggered is a view and when its endpoints changed, zero if unknown.
+type triggered struct {
+	view *api.ServiceEndpoints
+	at   time.Time
+}
+
+// position is the state at one revision, the zero value for a reader that has nothing.
+type position struct {
+	revision diffstore.Revision
+	views    *diffstore.Snapshot[types.NamespacedName, triggered]
 	node     *api.Node
-	revision uint64
-	synced   bool
-	lagged   bool
-	err      error
-
-	changed chan struct{}
-	// positioned is whether there is a position; since is what changed after
-	// it, and next what changed after the last update that Next returned.
-	positioned  bool
-	since, next diff
-}
-
-// diff is what changed since some revision: what it was then.
-type diff struct {
-	views map[types.NamespacedName]before
-	node  *api.Node // meaningful if nodeChanged
-	// nodeChanged is whether the node was set, and any whether anything was.
-	nodeChanged, any bool
-}
-
-type before struct {
-	view    *api.ServiceEndpoints
-	trigger time.Time
 }
 
 // NewSource returns a source that has no services, no node and has not synced.
 func NewSource() *Source {
-	return &Source{
-		views: btree.NewG(16, func(a, b *api.ServiceEndpoints) bool {
-			return api.CompareKeys(a.Key(), b.Key()) < 0
-		}),
-		changed: make(chan struct{}),
-	}
+	s := &Source{revisions: new(diffstore.Revisions), changed: make(chan struct{})}
+	s.views = diffstore.New(diffstore.Options[types.NamespacedName, triggered]{
+		Compare: api.CompareKeys, Revisions: s.revisions,
+		Equal: func(a, b triggered) bool { return a.view.Equal(b.view) },
+	})
+	s.nodes = diffstore.New(diffstore.Options[string, *api.Node]{
+		Compare: strings.Compare, Revisions: s.revisions, Equal: (*api.Node).Equal,
+	})
+	s.cursor = s.views.NewCursor()
+	return s
 }
 
 // MarkSynced lets the reader see what is and will be set. Until then it sees
@@ -63,7 +68,7 @@ func (s *Source) MarkSynced() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.synced = true
-	s.signal()
+	s.wake()
 }
 
 // Set puts views in place of what their services had. One that is equal to what
@@ -72,46 +77,58 @@ func (s *Source) Set(views ...*api.ServiceEndpoints) { s.SetTriggered(time.Time{
 
 // SetTriggered is Set for views whose endpoint change happened at the time at.
 func (s *Source) SetTriggered(at time.Time, views ...*api.ServiceEndpoints) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, v := range views {
-		old, _ := s.views.Get(v)
-		if !v.Equal(old) {
-			s.views.ReplaceOrInsert(v)
-			s.note(v.Key(), old, at)
+	s.write(func() {
+		for _, v := range views {
+			first := at
+			if old, ok := s.views.Get(v.Key()); ok && !old.at.IsZero() && !s.hasAcked(old) && (at.IsZero() || old.at.Before(at)) {
+				first = old.at
+			}
+			s.views.Set(v.Key(), triggered{v, first})
 		}
+	})
+}
+
+// hasAcked reports whether the reader acknowledged a view.
+func (s *Source) hasAcked(t triggered) bool {
+	if s.acked.views == nil {
+		return false
 	}
-	s.signal()
+	acked, _ := s.acked.views.Get(t.view.Key())
+	return acked.view == t.view
 }
 
 // Delete takes services away. One that is not there changes nothing.
 func (s *Source) Delete(keys ...types.NamespacedName) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	for _, key := range keys {
-		if old, ok := s.views.Delete(probe(key)); ok {
-			s.note(key, old, time.Time{})
+	s.write(func() {
+		for _, key := range keys {
+			s.views.Delete(key)
 		}
-	}
-	s.signal()
+	})
 }
 
 // SetNode sets the node. One that is equal to what is there changes nothing.
 func (s *Source) SetNode(node *api.Node) {
+	s.write(func() {
+		if node == nil {
+			s.nodes.Delete("")
+		} else {
+			s.nodes.Set("", node)
+		}
+	})
+}
+
+func (s *Source) write(change func()) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if node.Equal(s.node) {
-		return
+	before := s.revisions.Last()
+	if change(); s.revisions.Last() != before {
+		s.wake()
 	}
-	s.revision++
-	for _, d := range []*diff{&s.since, &s.next} {
-		if !d.nodeChanged {
-			d.node = s.node
-		}
-		d.nodeChanged, d.any = true, true
-	}
-	s.node = node
-	s.signal()
+}
+
+func (s *Source) wake() {
+	close(s.changed)
+	s.changed = make(chan struct{})
 }
 
 // Fail makes Next return err, until it is called with nil.
@@ -121,38 +138,24 @@ func (s *Source) Fail(err error) {
 	s.err = err
 }
 
-// Lag makes the next update [sink.Update.Lost], as for a reader that is too far behind.
-func (s *Source) Lag() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.lagged = true
-	s.signal()
-}
-
 // Revision returns the revision of the last change; 0 if there was none.
-func (s *Source) Revision() uint64 {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.revision
-}
+func (s *Source) Revision() uint64 { return number(s.revisions.Last()) }
+
+// number counts changes from 1, as diffstore's first revision is that of none.
+func number(r diffstore.Revision) uint64 { return uint64(r) - 1 }
 
 // Node returns the node.
 func (s *Source) Node() *api.Node {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.node
+	node, _ := s.nodes.Get("")
+	return node
 }
 
 // Views returns all views in order of their keys.
 func (s *Source) Views() []*api.ServiceEndpoints {
-	s.mu.Lock()
-	views := s.views.Clone()
-	s.mu.Unlock()
-	all := make([]*api.ServiceEndpoints, 0, views.Len())
-	views.Ascend(func(v *api.ServiceEndpoints) bool {
-		all = append(all, v)
-		return true
-	})
+	all := []*api.ServiceEndpoints{}
+	for _, t := range s.views.Snapshot().All() {
+		all = append(all, t.view)
+	}
 	return all
 }
 
@@ -160,6 +163,11 @@ func (s *Source) Views() []*api.ServiceEndpoints {
 func (s *Source) Changed() <-chan struct{} {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.synced && s.revisions.Last() != s.acked.revision {
+		closed := make(chan struct{})
+		close(closed)
+		return closed
+	}
 	return s.changed
 }
 
@@ -170,99 +178,61 @@ func (s *Source) Next() (*sink.Update, error) {
 	if !s.synced || s.err != nil {
 		return nil, s.err
 	}
-	s.positioned = s.positioned && !s.lagged
-	s.lagged = false
-	views := s.views.Clone()
-	view := func(key types.NamespacedName) *api.ServiceEndpoints {
-		v, _ := views.Get(probe(key))
-		return v
+	if now := s.revisions.Last(); s.update == nil || now != s.offered.revision {
+		s.offered = position{now, s.views.Snapshot(), s.Node()}
+		s.update = s.difference(s.offered)
 	}
+	return s.update, nil
+}
+
+// difference returns what now has beyond the reader's position.
+func (s *Source) difference(now position) *sink.Update {
 	u := &sink.Update{
-		Lost: !s.positioned, Revision: s.revision, Node: s.node, NodeChanged: true, View: view,
+		Revision: number(now.revision), Node: now.node,
+		View: func(key types.NamespacedName) *api.ServiceEndpoints {
+			t, _ := now.views.Get(key)
+			return t.view
+		},
 		After: func(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints] {
 			return func(yield func(*api.ServiceEndpoints) bool) {
-				views.AscendGreaterOrEqual(probe(key), func(v *api.ServiceEndpoints) bool {
-					return v.Key() == key || yield(v)
-				})
+				for _, t := range now.views.After(key) {
+					if !yield(t.view) {
+						return
+					}
+				}
 			}
 		},
 	}
-	if s.positioned {
-		u.NodeChanged = s.since.nodeChanged && !s.since.node.Equal(s.node)
-		u.Changes = s.since.changes(view)
+	delta := s.cursor.Until(now.views)
+	if u.Lost = delta.Full(); u.Lost {
+		u.NodeChanged = true
+		return u
 	}
-	s.next = diff{}
-	return u, nil
+	u.NodeChanged = !now.node.Equal(s.acked.node)
+	for c := range delta.Changes() {
+		u.Changes = append(u.Changes, sink.Change{Key: c.Key, Old: c.Old.view, New: c.New.view, TriggerTime: c.New.at})
+	}
+	return u
 }
 
 // Advance implements [sink.Source].
-func (s *Source) Advance(*sink.Update) {
+func (s *Source) Advance(u *sink.Update) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.positioned = true
-	s.since, s.next = s.next, diff{}
-	s.signal()
+	if u == s.update {
+		s.cursor.Advance(s.offered.views)
+		s.acked, s.update = s.offered, nil
+	}
 }
 
 // Reset implements [sink.Source].
 func (s *Source) Reset() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.positioned = false
-	s.signal()
+	s.cursor.Close()
+	s.cursor, s.acked, s.update = s.views.NewCursor(), position{}, nil
+	s.wake()
 }
 
 // Close implements [sink.Source].
-func (s *Source) Close() {}
-
-// note notes a change of the service key, which was old before.
-func (s *Source) note(key types.NamespacedName, old *api.ServiceEndpoints, trigger time.Time) {
-	s.revision++
-	for _, d := range []*diff{&s.since, &s.next} {
-		b, ok := d.views[key]
-		if !ok {
-			b.view = old
-		}
-		if b.trigger.IsZero() || !trigger.IsZero() && trigger.Before(b.trigger) {
-			b.trigger = trigger
-		}
-		if d.views == nil {
-			d.views = map[types.NamespacedName]before{}
-		}
-		d.views[key] = b
-		d.any = true
-	}
-}
-
-// changes returns what differs between d and what view returns.
-func (d *diff) changes(view func(types.NamespacedName) *api.ServiceEndpoints) []sink.Change {
-	var changes []sink.Change
-	for _, key := range slices.SortedFunc(maps.Keys(d.views), api.CompareKeys) {
-		b, now := d.views[key], view(key)
-		if !b.view.Equal(now) {
-			changes = append(changes, sink.Change{Key: key, Old: b.view, New: now, TriggerTime: b.trigger})
-		}
-	}
-	return changes
-}
-
-// signal makes the channel of Changed agree with the state.
-func (s *Source) signal() {
-	closed := false
-	select {
-	case <-s.changed:
-		closed = true
-	default:
-	}
-	switch waiting := s.synced && (!s.positioned || s.lagged || s.since.any); {
-	case waiting && !closed:
-		close(s.changed)
-	case !waiting && closed:
-		s.changed = make(chan struct{})
-	}
-}
-
-// probe returns a view by which the service key is found.
-func probe(key types.NamespacedName) *api.ServiceEndpoints {
-	return &api.ServiceEndpoints{Service: &api.Service{Namespace: key.Namespace, Name: key.Name}}
-}
+func (s *Source) Close() { s.cursor.Close() }

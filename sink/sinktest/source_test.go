@@ -104,9 +104,8 @@ func TestSource(t *testing.T) {
 		src.SetTriggered(time.Unix(5, 0), view(b, "3"))
 		src.Set(view(b, "4"))
 	})
-	step("lagging", true, "revision 14 lost b none→4", src.Lag)
+	step("lagging", true, "revision 14 lost b none→4", src.Reset)
 	step("acknowledged once more", false, "revision 14", advance)
-	step("reset", true, "revision 14 lost b none→4", src.Reset)
 
 	errStream := errors.New("bad stream")
 	src.Fail(errStream)

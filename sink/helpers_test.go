@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package sink
+
+import (
+	"slices"
+	"strconv"
+	"testing"
+
+	"github.com/kpng-project/kpng/api"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// TestPassForgetsDeletedServices lets services come and go between two passes.
+func TestPassForgetsDeletedServices(t *testing.T) {
+	var p Pass
+	begin := func(c Changes, services ...Change) {
+		c.Services = slices.Values(services)
+		p.Begin(&c)
+	}
+	key := func(name string) types.NamespacedName { return types.NamespacedName{Name: name} }
+	begin(Changes{First: true}, Change{Key: key("kept"), New: &api.ServiceEndpoints{}})
+	for i := range 1000 {
+		begin(Changes{}, Change{Key: key(strconv.Itoa(i)), New: &api.ServiceEndpoints{}})
+		begin(Changes{}, Change{Key: key(strconv.Itoa(i))})
+	}
+	if n := len(p.delivered); n != 1 {
+		t.Errorf("a pass holds %d keys, want 1", n)
+	}
+	begin(Changes{Last: true}, Change{Key: key("deleted last")})
+	for name, stale := range map[string]bool{"kept": false, "deleted last": false, "never delivered": true} {
+		if p.Stale(key(name)) != stale {
+			t.Errorf("%s is stale: %t", name, !stale)
+		}
+	}
+}

@@ -137,8 +137,8 @@ func TestRunEndsWithWhatKeepsItFromGoingOn(t *testing.T) {
 	}{
 		{"a sink that is nil", demo(), []sink.Sink{never, nil}, "sink 1 (name \"\") is nil"},
 		{"two sinks of one name", namesake, nil, `the name "a"`},
-		{"an informer of the wrong kind", informers, []sink.Sink{never}, "EndpointSlices is one of *v1.Node, want *v1.EndpointSlice"},
-		{"no informer for a kind", missing, []sink.Sink{never}, "no informer given for Nodes"},
+		{"an informer of the wrong kind", informers, []sink.Sink{never}, "informer for endpointslices is one of *v1.Node"},
+		{"no informer for a kind", missing, []sink.Sink{never}, "informer for nodes is missing"},
 		{"no sink", demo(), nil, "no sink"},
 		{"a sink that does not start", demo(), []sink.Sink{unstartable{never}}, "no such device"},
 		{"manifests that are not there", nodeless, []sink.Sink{never}, "does/not/exist.yaml"},

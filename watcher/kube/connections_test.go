@@ -85,7 +85,7 @@ func TestAConnectionThatIsMadeTooLateIsClosed(t *testing.T) {
 		dialling <- struct{}{}
 		<-goOn
 		return near, nil
-	}}, false)
+	}})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -7,8 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net/url"
-	"sync"
-	"time"
+	"sync/atomic"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -16,122 +15,66 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Error is a failed request to the API server.
-type Error struct {
-	// Verb is "list" or "watch".
-	Verb string
-	// Resource is what was asked for.
-	Resource schema.GroupResource
-	// Server is the base URL of the API server.
-	Server string
-	// Err is the cause, such as an apierrors.StatusError.
-	Err error
+// requestError is a failed request to the API server. It has been reported.
+type requestError struct {
+	text  string
+	cause error
 }
 
-// MissingPermission reports whether the server refused the request because of
-// who asked (HTTP status 401 or 403). Retrying helps only once somebody has
-// granted the permission.
-func (e *Error) MissingPermission() bool {
-	return apierrors.IsForbidden(e.Err) || apierrors.IsUnauthorized(e.Err)
-}
+func (e *requestError) Error() string { return e.text }
 
-// Error names the server, and the permission if one is missing.
-func (e *Error) Error() string {
-	text := fmt.Sprintf("%s %s at API server %s: ", e.Verb, e.Resource.Resource, e.Server)
-	var request *url.Error
-	switch {
-	case apierrors.IsUnauthorized(e.Err):
-		text += "credentials are missing or not accepted; " + e.needed() + ": "
-	case apierrors.IsForbidden(e.Err):
-		text += "missing permission; " + e.needed() + ": "
-	case errors.As(e.Err, &request):
-		return text + request.Err.Error() // without the URL, a long one
-	}
-	return text + e.Err.Error()
-}
+func (e *requestError) Unwrap() error { return e.cause }
 
-func (e *Error) needed() string {
+// newRequestError returns an error that names the server, and the permission if one is
+// missing.
+func newRequestError(verb string, resource schema.GroupResource, server string, err error) *requestError {
 	where := "in all namespaces"
-	if e.Resource.Resource == nodes {
+	if resource.Resource == nodes {
 		where = "at cluster scope"
 	}
-	return fmt.Sprintf("needed are the verbs list and watch on resource %q of API group %q %s", e.Resource.Resource, e.Resource.Group, where)
+	needed := fmt.Sprintf("needed are the verbs list and watch on resource %q of API group %q %s: ", resource.Resource, resource.Group, where)
+	cause, request := err.Error(), (*url.Error)(nil)
+	switch {
+	case apierrors.IsUnauthorized(err):
+		cause = "credentials are missing or not accepted; " + needed + cause
+	case apierrors.IsForbidden(err):
+		cause = "missing permission; " + needed + cause
+	case errors.As(err, &request):
+		cause = request.Err.Error() // without the URL, a long one
+	}
+	return &requestError{fmt.Sprintf("%s %s at API server %s: %s", verb, resource.Resource, server, cause), err}
 }
 
-// Unwrap returns Err.
-func (e *Error) Unwrap() error { return e.Err }
-
-// remindAfter is how long an error that stays the same is not logged again.
-const remindAfter = 5 * time.Minute
-
-// reporter tells of the requests of one reflector, and repeats itself rarely.
+// reporter reports the requests of one reflector.
 type reporter struct {
 	*watch
 	resource schema.GroupResource
-
-	mu       sync.Mutex
-	failures map[string]failure // by verb
-	last     error
+	failing  atomic.Bool
 }
 
-type failure struct {
-	text   string
-	logged time.Time
-}
-
-// request takes note of the outcome of a request.
-func (r *reporter) request(ctx context.Context, verb string, options *metav1.ListOptions, err error) {
+// request reports a request that ended with err, and returns the error for the reflector.
+func (r *reporter) request(ctx context.Context, verb string, options *metav1.ListOptions, err error) error {
 	switch {
 	case err == nil:
-		r.succeeded(ctx, verb)
+		if r.failing.Swap(false) {
+			klog.FromContext(ctx).Info("API server answers again", "verb", verb, "resource", r.resource.String())
+		}
+		return nil
 	case ctx.Err() != nil:
+		return err
 	case isExpired(err):
-		// The reflector lists again.
+		return err // the reflector lists again
 	case options.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)):
-		// A server that knows no streaming lists; the reflector does without.
-	default:
-		r.failed(ctx, verb, err)
+		return err // a server that knows no streaming lists; the reflector does without
 	}
-}
-
-func (r *reporter) succeeded(ctx context.Context, verb string) {
-	r.mu.Lock()
-	_, failed := r.failures[verb]
-	delete(r.failures, verb)
-	r.mu.Unlock()
-	if failed {
-		klog.FromContext(ctx).Info("API server answers again", "verb", verb, "resource", r.resource.String())
-	}
-}
-
-func (r *reporter) failed(ctx context.Context, verb string, err error) {
-	e := &Error{Verb: verb, Resource: r.resource, Server: r.client.server(), Err: err}
-	if r.opts.OnError != nil {
-		r.opts.OnError(e)
-	}
+	e := newRequestError(verb, r.resource, r.client.server(), err)
 	if r.opts.FailFast && !r.state.IsSynced() {
 		r.end(e)
-		return
+		return e
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.last = err
-	text, now := e.Error(), time.Now()
-	if last := r.failures[verb]; last.text == text && now.Sub(last.logged) < remindAfter {
-		return
-	}
-	if r.failures == nil {
-		r.failures = map[string]failure{}
-	}
-	r.failures[verb] = failure{text, now}
+	r.failing.Store(true)
 	klog.FromContext(ctx).Error(e, "Request to the API server failed, trying again")
-}
-
-// told reports whether err, or what it wraps, has been reported already.
-func (r *reporter) told(err error) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.last != nil && errors.Is(err, r.last)
+	return e
 }
 
 // isExpired reports whether the server does not have the resource version that

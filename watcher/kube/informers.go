@@ -80,22 +80,10 @@ func (i informer) objectType() reflect.Type {
 	return nil
 }
 
-// startNoticeAfter is how long informers may take to sync before the log asks
-// whether they were started.
-const startNoticeAfter = 2 * time.Second
-
 // followInformers fills the state from informers until ctx is done.
 func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 	w.running.Go(func() {
-		if w.late(ctx, startNoticeAfter) {
-			var waiting []string
-			for _, i := range in.all() {
-				if !i.HasSynced() {
-					waiting = append(waiting, i.resource)
-				}
-			}
-			w.logger.Info("Informers have not synced yet; they must be started by the program", "of", waiting, "waited", startNoticeAfter)
-		}
+		w.reportDelay(ctx, 2*time.Second, "Informers have not synced yet; they must be started by the program")
 	})
 	s := w.newStores(func(services []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
 		return in.slicesOf(w.serviceLabel(), services), nil

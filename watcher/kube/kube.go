@@ -19,7 +19,7 @@
 // # Permissions
 //
 // The verbs list and watch on services, on endpointslices of API group
-// discovery.k8s.io, and on nodes, all of them cluster-wide. An [Error] names one
+// discovery.k8s.io, and on nodes, all of them cluster-wide. An error names one
 // that is missing.
 //
 // # Slices of a proxy with a name
@@ -42,13 +42,11 @@ package kube
 import (
 	"context"
 	"errors"
-	"fmt"
 	"maps"
 	"slices"
 	"sync"
 	"time"
 
-	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
 
@@ -63,9 +61,9 @@ type Options struct {
 	watcher.Options
 
 	// Config says how to reach the API server. It is copied, with these changes:
-	// protobuf as content type, no compression (see Compression), no timeout,
-	// which would end watches, and no client-side rate limit unless QPS or
-	// RateLimiter is set.
+	// protobuf as content type, no compression, which would make the first listing
+	// two to three times slower, no timeout, which would end watches, and no
+	// client-side rate limit unless QPS or RateLimiter is set.
 	Config *rest.Config
 
 	// Informers, if set, are the source instead.
@@ -75,19 +73,10 @@ type Options struct {
 	// the name. Empty means all nodes.
 	NodeName string
 
-	// Compression lets the API server compress its answers. It saves network
-	// traffic and makes the first listing two to three times slower. Default:
-	// false.
-	Compression bool
-
 	// FailFast makes Watch return the first error that it meets before
 	// everything has been listed, instead of trying again. With Informers it has
 	// no effect: their errors do not come here.
 	FailFast bool
-
-	// OnError, if set, is called with each failed list or watch request, from
-	// several goroutines. It must return soon.
-	OnError func(*Error)
 }
 
 // Validate returns an error if Watch would refuse the options: those of package
@@ -105,10 +94,9 @@ func (o Options) Validate() error {
 
 // Watch keeps state equal to what the API server has, and calls its SetSynced
 // when everything has been listed once. It returns nil when ctx is done, with
-// nothing left running. Errors of the server are logged, passed to
-// Options.OnError, and retried with a backoff of up to a minute; Watch returns
-// an error only if the options are invalid, if an informer delivers objects of
-// another kind, or with Options.FailFast, which returns an [*Error].
+// nothing left running. Errors of the server are logged and retried with a backoff
+// of up to a minute; Watch returns an error only if the options are invalid, if an
+// informer delivers objects of another kind, or with Options.FailFast.
 //
 // A state takes one Watch in its life, and no other writer.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
@@ -169,44 +157,14 @@ func (w *watch) listed(resource string) {
 	}
 }
 
-// pending returns the resources that have not been listed yet, in order.
-func (w *watch) pending() []string {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return slices.Sorted(maps.Keys(w.unlisted))
-}
-
-// late reports whether the state is still not synced after a time. It returns
-// false if ctx ends before.
-func (w *watch) late(ctx context.Context, after time.Duration) bool {
+// reportDelay logs once which resources have not been listed after a time.
+func (w *watch) reportDelay(ctx context.Context, after time.Duration, message string) {
 	select {
 	case <-w.state.Synced():
 	case <-ctx.Done():
 	case <-time.After(after):
-		return true
-	}
-	return false
-}
-
-// noticeAfter is how long the first lists may take before the log names those
-// that are missing, and giveUpAfter before Options.FailFast makes it an error:
-// client-go does not report a server that hangs up without an answer.
-const (
-	noticeAfter = 10 * time.Second
-	giveUpAfter = time.Minute
-)
-
-// reportDelay reports lists that take long.
-func (w *watch) reportDelay(ctx context.Context) {
-	if !w.late(ctx, noticeAfter) {
-		return
-	}
-	w.logger.Info("Still waiting for the first list", "of", w.pending(), "waited", noticeAfter)
-	if !w.opts.FailFast || !w.late(ctx, giveUpAfter-noticeAfter) {
-		return
-	}
-	for _, resource := range w.pending() {
-		w.end(&Error{Verb: "list", Resource: schema.GroupResource{Resource: resource}, Server: w.client.server(),
-			Err: fmt.Errorf("nothing listed within %v", giveUpAfter)})
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.logger.Info(message, "of", slices.Sorted(maps.Keys(w.unlisted)), "waited", after)
 	}
 }

@@ -5,6 +5,7 @@ package kube
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/http"
@@ -14,12 +15,14 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
 	"k8s.io/apimachinery/pkg/types"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/apimachinery/pkg/util/wait"
 	watchapi "k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/rest"
@@ -31,14 +34,18 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 )
 
+// noticeAfter is how long the first lists may take before the log names those
+// that are missing.
+const noticeAfter = 10 * time.Second
+
 // followServer fills the state from an API server until ctx is done.
 func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 	var err error
-	if w.client, err = newClient(ctx, config, w.opts.Compression); err != nil {
+	if w.client, err = newClient(ctx, config); err != nil {
 		return fmt.Errorf("client for API server %s: %w", config.Host, err)
 	}
 	defer w.client.connections.CloseAll()
-	w.running.Go(func() { w.reportDelay(ctx) })
+	w.running.Go(func() { w.reportDelay(ctx, noticeAfter, "Still waiting for the first list") })
 	s := w.newStores(w.finder(ctx))
 	w.running.Go(func() { w.reflect(ctx, w.serviceSource(), s.services) })
 	w.running.Go(func() { w.reflect(ctx, w.nodeSource(), s.nodes) })
@@ -72,7 +79,7 @@ type client struct {
 // all disturbs nobody. A transport can only close connections that are idle, and
 // one whose watches were cancelled just now may not be so yet. None is made after
 // ctx is done.
-func newClient(ctx context.Context, config *rest.Config, compression bool) (*client, error) {
+func newClient(ctx context.Context, config *rest.Config) (*client, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range [...]func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme} {
 		if err := add(scheme); err != nil {
@@ -85,7 +92,7 @@ func newClient(ctx context.Context, config *rest.Config, compression bool) (*cli
 	config.NegotiatedSerializer = serializer.NewCodecFactory(scheme).WithoutConversion()
 	config.ContentType = runtime.ContentTypeProtobuf
 	config.AcceptContentTypes = runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON
-	config.DisableCompression = !compression
+	config.DisableCompression = true
 	config.Timeout = 0
 	if config.QPS == 0 && config.RateLimiter == nil {
 		// A handful of long requests needs no limit, and the server has its own.
@@ -209,7 +216,7 @@ func (w *watch) finder(ctx context.Context) finder {
 			var list discoveryv1.EndpointSliceList
 			ctx, cancel := context.WithTimeout(ctx, findTimeout)
 			err := src.client.Get().Namespace(namespace).Resource(endpointSlices).VersionedParams(&options, metav1.ParameterCodec).Do(ctx).Into(&list)
-			r.request(ctx, "list", &options, err)
+			err = r.request(ctx, "list", &options, err)
 			cancel()
 			if err != nil {
 				return found, err
@@ -231,14 +238,13 @@ func (w *watch) reflect(ctx context.Context, src *source, store cache.Transformi
 	r := &reporter{watch: w, resource: src.resource}
 	reflector := cache.NewReflectorWithOptions(src.listWatch(r), src.example, store, cache.ReflectorOptions{
 		Name:         "kpng/" + src.resource.Resource,
-		Clock:        untilDone{ctx: ctx},
 		ResyncPeriod: never,
 	})
 	// The backoff of client-go's reflectors.
 	backoff := wait.Backoff{Duration: 800 * time.Millisecond, Cap: 30 * time.Second, Steps: 38, Factor: 2, Jitter: 1}
 	_ = backoff.DelayWithReset(clock.RealClock{}, 2*time.Minute).Until(ctx, true, true, func(ctx context.Context) (bool, error) {
 		err := reflector.ListAndWatchWithContext(ctx)
-		if err != nil && ctx.Err() == nil && !r.told(err) {
+		if reported := new(requestError); err != nil && ctx.Err() == nil && !errors.As(err, &reported) {
 			klog.FromContext(ctx).Error(err, "Reflecting failed, trying again", "resource", src.resource.String())
 		}
 		return false, nil
@@ -257,49 +263,16 @@ func (src *source) listWatch(r *reporter) *cache.ListWatch {
 	return &cache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
 			list, err := lw.ListWithContextFunc(ctx, options)
-			r.request(ctx, "list", &options, err)
-			return list, err
+			return list, r.request(ctx, "list", &options, err)
 		},
 		WatchFuncWithContext: func(ctx context.Context, options metav1.ListOptions) (watchapi.Interface, error) {
 			watch, err := lw.WatchFuncWithContext(ctx, options)
-			r.request(ctx, "watch", &options, err)
+			err = r.request(ctx, "watch", &options, err)
+			if options.SendInitialEvents != nil && (utilnet.IsConnectionRefused(err) || apierrors.IsTooManyRequests(err)) {
+				// The reflector would sleep without looking at its context. It lists instead.
+				err = errors.New(err.Error())
+			}
 			return watch, err
 		},
 	}
-}
-
-// untilDone is the real clock for one reflector, except that waits end early
-// when ctx does: a reflector that cannot reach its server sleeps by After, or by a
-// timer before client-go v0.35, without looking at its context.
-type untilDone struct {
-	clock.RealClock
-	ctx context.Context
-}
-
-func (c untilDone) After(d time.Duration) <-chan time.Time {
-	ctx, cancel := context.WithTimeout(c.ctx, d)
-	ch := make(chan time.Time, 1)
-	context.AfterFunc(ctx, func() {
-		cancel()
-		ch <- time.Now()
-	})
-	return ch
-}
-
-func (c untilDone) NewTimer(d time.Duration) clock.Timer { return &untilDoneTimer{c, c.After(d)} }
-
-// untilDoneTimer has a channel of its clock's After.
-type untilDoneTimer struct {
-	clock untilDone
-	c     <-chan time.Time
-}
-
-func (t *untilDoneTimer) C() <-chan time.Time { return t.c }
-
-// Stop does nothing: a reflector stops no timer that it backs off by.
-func (t *untilDoneTimer) Stop() bool { return false }
-
-func (t *untilDoneTimer) Reset(d time.Duration) bool {
-	t.c = t.clock.After(d)
-	return true
 }

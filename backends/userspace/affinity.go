@@ -4,7 +4,6 @@ package userspace
 
 import (
 	"net/netip"
-	"slices"
 	"sync"
 	"time"
 )
@@ -28,14 +27,14 @@ type attachment struct {
 }
 
 // endpoint returns the endpoint of client: that which it has used within timeout
-// if pool has it, else one of pool which it is attached to from now on. It is none
-// of those tried, and there is none if all are.
-func (a *affinity) endpoint(client netip.Addr, timeout time.Duration, pool *pool, tried []netip.AddrPort, now time.Time) (netip.AddrPort, bool) {
+// if pool has it, else one of pool which it is attached to from now on. It is not
+// unfit, and there is none if all are.
+func (a *affinity) endpoint(client netip.Addr, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	c, ok := a.clients[client]
-	if !ok || now.Sub(c.used) >= timeout || !pool.contains(c.endpoint) || slices.Contains(tried, c.endpoint) {
-		if c.endpoint, ok = pool.pick(tried); !ok {
+	if !ok || now.Sub(c.used) >= timeout || !pool.contains(c.endpoint) || unfit(c.endpoint) {
+		if c.endpoint, ok = pool.pick(unfit); !ok {
 			return c.endpoint, false
 		}
 	}

@@ -28,7 +28,7 @@ func TestConnectionsOfOneClientThatComeAtOnceGoToOneEndpoint(t *testing.T) {
 		var got [8]netip.AddrPort
 		var all sync.WaitGroup
 		for j := range got {
-			all.Go(func() { got[j], _ = r.endpoint(rt, client, nil, now) })
+			all.Go(func() { got[j], _ = r.endpoint(rt, client, noneUnfit, now) })
 		}
 		all.Wait()
 		for _, e := range got {
@@ -45,9 +45,9 @@ func TestChangedTimeoutOfAffinityCountsAtOnce(t *testing.T) {
 	// Of two endpoints in turn, the one of the last round may come again.
 	moves := func(prepare func()) bool {
 		for range 20 {
-			first, _ := r.endpoint(rt, client, nil, now)
+			first, _ := r.endpoint(rt, client, noneUnfit, now)
 			prepare()
-			second, _ := r.endpoint(rt, client, nil, now)
+			second, _ := r.endpoint(rt, client, noneUnfit, now)
 			if first != second {
 				return true
 			}
@@ -59,7 +59,7 @@ func TestChangedTimeoutOfAffinityCountsAtOnce(t *testing.T) {
 	}
 	if !moves(func() {
 		r.affinity = 100 * time.Second
-		r.endpoint(rt, client, nil, now)
+		r.endpoint(rt, client, noneUnfit, now)
 		now, r.affinity = now.Add(50*time.Second), 10*time.Second
 	}) {
 		t.Error("the client keeps its endpoint for longer than the time-out is now")
@@ -76,12 +76,12 @@ func TestClientsThatAreRememberedAreBounded(t *testing.T) {
 	both := newPool([]netip.AddrPort{first, second})
 	now := time.Now()
 	old := netip.MustParseAddr("192.0.2.1")
-	a.endpoint(old, time.Hour, both, nil, now)
+	a.endpoint(old, time.Hour, both, noneUnfit, now)
 	client := netip.MustParseAddr("10.128.0.0")
 	for range 3 * maxAttached {
 		now = now.Add(time.Millisecond)
 		client = client.Next()
-		a.endpoint(client, time.Hour, both, nil, now)
+		a.endpoint(client, time.Hour, both, noneUnfit, now)
 	}
 	if len(a.clients) != maxAttached {
 		t.Errorf("%d clients are remembered, want %d", len(a.clients), maxAttached)
@@ -93,3 +93,5 @@ func TestClientsThatAreRememberedAreBounded(t *testing.T) {
 		t.Error("who came first is remembered")
 	}
 }
+
+func noneUnfit(netip.AddrPort) bool { return false }

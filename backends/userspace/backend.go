@@ -29,7 +29,6 @@ type Backend struct {
 	// mu is held by who changes what is served.
 	mu       sync.Mutex
 	services map[types.NamespacedName]*service
-	held     map[place]*service
 
 	stopTasks context.CancelFunc
 	tasks     sync.WaitGroup
@@ -56,12 +55,14 @@ func New(opts Options) (*Backend, error) {
 			buffers: newBuffers(),
 			pipes:   newPipes(),
 			batches: newBatches(),
-			udp:     newUDPClients(opts.MaxUDPClients),
 			hurry:   make(chan struct{}),
 		},
 		services: map[types.NamespacedName]*service{},
-		held:     map[place]*service{},
 	}
+	b.held.all = map[place]*service{}
+	limit := openFilesLimit()
+	b.descriptors = newDescriptors(limit - limit/10) // the rest is for what else this process does
+	b.udp = newUDPClients(min(opts.MaxUDPClients, limit/2))
 	var err error
 	if b.machine, err = nodeaddr.New(nodeaddr.Options{Selection: everyAddress, Clock: opts.Clock}); err != nil {
 		return nil, err
@@ -171,7 +172,7 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 // opens what is new, so that services can exchange places.
 func (b *Backend) bringAbout(ctx context.Context, updates []update) error {
 	for _, u := range updates {
-		u.withdraw(u.plan, b.held)
+		u.withdraw(u.plan)
 		b.services[u.key] = u.service
 	}
 	lacking := b.makeLocal(ctx, updates)
@@ -182,7 +183,7 @@ func (b *Backend) bringAbout(ctx context.Context, updates []update) error {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		failed.Add(u.key, errors.Join(lacking[u.key], u.apply(ctx, u.plan, b.held)))
+		failed.Add(u.key, errors.Join(lacking[u.key], u.apply(ctx, u.plan)))
 		needless = append(needless, u.forget(u.plan)...)
 		if u.view == nil {
 			delete(b.services, u.key)

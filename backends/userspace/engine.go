@@ -7,7 +7,6 @@ import (
 	"net/netip"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/kpng-project/kpng/backends/nodeaddr"
@@ -28,9 +27,10 @@ type engine struct {
 	batches    *batches
 	udp        *udpClients
 	complaints complaints
-	// starving is how many connections lack a file descriptor towards their
-	// endpoint.
-	starving atomic.Int32
+	// descriptors counts those of listeners, connections and UDP clients.
+	descriptors *descriptors
+	// held are the places of all services.
+	held places
 	// hurry is closed when there is no time left to drain.
 	hurry chan struct{}
 	// running are the goroutines that end when what they serve is closed.
@@ -49,6 +49,18 @@ func (e *engine) isMachines(addr netip.Addr) bool {
 	addrs, _ := e.machine.Addresses()
 	_, found := slices.BinarySearchFunc(addrs, addr.WithZone(""), netip.Addr.Compare)
 	return found
+}
+
+// serves reports whether this process listens at an endpoint of p: a connection to it
+// would come back, here or by way of other services, without end.
+func (e *engine) serves(p *port, endpoint netip.AddrPort) bool {
+	if e.held.of(place{p.protocol, endpoint}) == nil {
+		return false
+	}
+	p.warnOfLoop.Do(func() {
+		e.log.Error(nil, "Endpoints of a service are addresses that this proxy serves itself; they are not used", "service", p.service, "endpoint", endpoint)
+	})
+	return true
 }
 
 func (e *engine) logEndpoint(p *port, client net.Addr, pool *pool, endpoint netip.AddrPort) {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"sync"
 	"sync/atomic"
 	"syscall"
 
@@ -19,6 +20,30 @@ type place struct {
 }
 
 func (p place) String() string { return p.at.String() + "/" + p.protocol.String() }
+
+// places are where services listen. It is safe for concurrent use.
+type places struct {
+	mu  sync.RWMutex
+	all map[place]*service
+}
+
+// of returns the service that listens at p, nil if none does.
+func (p *places) of(at place) *service {
+	p.mu.RLock()
+	defer p.mu.RUnlock()
+	return p.all[at]
+}
+
+// set says that s listens at a place, or with nil that nobody does.
+func (p *places) set(at place, s *service) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if s == nil {
+		delete(p.all, at)
+	} else {
+		p.all[at] = s
+	}
+}
 
 // listener serves the clients of one place.
 type listener interface {
@@ -56,9 +81,14 @@ func (f *frontend) setRules(r *rules) error {
 }
 
 // listen opens a listener that is under r from its first client on.
-func (e *engine) listen(ctx context.Context, p place, r *rules) (listener, error) {
+func (e *engine) listen(ctx context.Context, p place, r *rules) (l listener, err error) {
 	if p.protocol == api.UDP {
-		return e.listenUDP(ctx, p, r)
+		l, err = e.listenUDP(ctx, p, r)
+	} else {
+		l, err = e.listenTCP(ctx, p, r)
 	}
-	return e.listenTCP(ctx, p, r)
+	if err == nil {
+		e.descriptors.use(1)
+	}
+	return l, err
 }

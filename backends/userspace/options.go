@@ -53,8 +53,9 @@ type Options struct {
 	UDPTimeout time.Duration
 	// MaxUDPClients is how many UDP clients there are at most, each with a
 	// socket of its own, and so with one of the ports that the host has for all
-	// its clients: 28,232 on Linux, 16,384 on Windows. Above that, or when one of
-	// these runs out, those that were silent longest lose theirs. Default 8,192.
+	// its clients: 28,232 on Linux, 16,384 on Windows. There are no more than half as many
+	// as file descriptors. Above that, or when one of these runs out, those of the
+	// service with the most clients that were silent longest lose theirs. Default 8,192.
 	MaxUDPClients int
 
 	// Clock is what time-outs of UDP clients and of affinity are measured with.

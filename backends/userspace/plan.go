@@ -99,7 +99,7 @@ func (p *plan) rules(s *service, view *api.ServiceEndpoints, f *nodeview.Fronten
 	if !ok {
 		of.port = s.ports[key]
 		if of.port == nil || of.port.name != portName(s.key, f.ServicePort) {
-			of.port = newPort(s.key, f.ServicePort)
+			of.port = newPort(s, f.ServicePort)
 		}
 		of.serving = servingOf(view, f.ServicePort)
 	}

@@ -27,9 +27,9 @@ func newPool(sorted []netip.AddrPort) *pool {
 	return &pool{sorted: sorted, turns: slices.Clone(sorted), next: len(sorted)}
 }
 
-// pick returns the endpoint whose turn it is, of those that are not in tried. It
+// pick returns the endpoint whose turn it is, of those that are not unfit. It
 // returns false if there are none.
-func (p *pool) pick(tried []netip.AddrPort) (netip.AddrPort, bool) {
+func (p *pool) pick(unfit func(netip.AddrPort) bool) (netip.AddrPort, bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for range 2 * len(p.turns) { // two rounds have every endpoint, wherever they begin
@@ -39,7 +39,7 @@ func (p *pool) pick(tried []netip.AddrPort) (netip.AddrPort, bool) {
 		}
 		e := p.turns[p.next]
 		p.next++
-		if !slices.Contains(tried, e) {
+		if !unfit(e) {
 			return e, true
 		}
 	}

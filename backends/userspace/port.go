@@ -23,6 +23,9 @@ type port struct {
 	name     string
 	counters counters
 	affinity affinity
+	// account has the descriptors of the service.
+	account    *account
+	warnOfLoop *sync.Once
 
 	// What follows belongs to who syncs.
 
@@ -66,8 +69,8 @@ type portKey struct {
 	number   int32
 }
 
-func newPort(service types.NamespacedName, p *api.PortMapping) *port {
-	return &port{portKey: portKey{p.Protocol, p.Port}, service: service, name: portName(service, p)}
+func newPort(s *service, p *api.PortMapping) *port {
+	return &port{portKey: portKey{p.Protocol, p.Port}, service: s.key, name: portName(s.key, p), account: s.account, warnOfLoop: s.warnOfLoop}
 }
 
 func portName(service types.NamespacedName, p *api.PortMapping) string {

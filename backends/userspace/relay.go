@@ -30,12 +30,12 @@ type relay struct {
 // failed, and calls done then. It does not wait for that: the two goroutines it
 // leaves are all that a connection holds, and their stacks have not been grown
 // by dialing.
-func (r *relay) start(b *buffers, p *pipes) error {
-	toEndpoint, err := newStream(r.client, r.endpoint, true, b, p)
+func (r *relay) start(b *buffers, p *pipes, a *account) error {
+	toEndpoint, err := newStream(r.client, r.endpoint, true, b, p, a)
 	if err != nil {
 		return err
 	}
-	toClient, err := newStream(r.endpoint, r.client, false, b, p)
+	toClient, err := newStream(r.endpoint, r.client, false, b, p, a)
 	if err != nil {
 		return err
 	}

@@ -46,13 +46,13 @@ func (r *rules) routeOf(client netip.Addr, startsHere func(netip.Addr) bool) rou
 	return r.node
 }
 
-// endpoint returns the endpoint that client is to use, which is none of those
-// tried. It returns false if there is none.
-func (r *rules) endpoint(rt route, client netip.Addr, tried []netip.AddrPort, now time.Time) (netip.AddrPort, bool) {
+// endpoint returns the endpoint that client is to use, which is not unfit. It returns
+// false if there is none.
+func (r *rules) endpoint(rt route, client netip.Addr, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	if r.affinity == 0 {
-		return rt.pool.pick(tried)
+		return rt.pool.pick(unfit)
 	}
-	return r.port.affinity.endpoint(client, r.affinity, rt.pool, tried, now)
+	return r.port.affinity.endpoint(client, r.affinity, rt.pool, unfit, now)
 }
 
 // admission says who gets in. Its zero value lets everybody in.

@@ -72,6 +72,13 @@ func TestSourceRangesApplyToLinkLocalClients(t *testing.T) {
 	n.Add(t, "lo", "fe80::1/64")
 	server := namedServerAt(t, "a", "[::1]:0")
 	inside(t, n, func(b *Backend) {
+		eventually(t, "the kernel lets sockets use the address", func() bool {
+			l, err := net.Listen("tcp", "[fe80::1%lo]:0")
+			if err == nil {
+				l.Close()
+			}
+			return err == nil
+		})
 		for ranges, want := range map[string]bool{"fe80::/10": true, "fe80::2/128": false} {
 			if err := b.Sync(t.Context(), fullOf(serviceAt("web", "fd00::1", 80, api.TCP).to(server).change(func(s *api.Service) {
 				s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("fd00::2"))

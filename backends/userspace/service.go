@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -32,6 +33,9 @@ type service struct {
 	// lingering are closed listeners whose connections go on without a limit, as
 	// the service still has the frontend: it only has no endpoint, or had none.
 	lingering []lingerer
+	// account and warnOfLoop are shared by the ports.
+	account    *account
+	warnOfLoop *sync.Once
 }
 
 type lingerer struct {
@@ -40,19 +44,21 @@ type lingerer struct {
 }
 
 func newService(e *engine, key types.NamespacedName) *service {
-	return &service{engine: e, key: key, ports: map[portKey]*port{}, addresses: map[netip.Addr]struct{}{}, listeners: map[place]listener{}}
+	return &service{
+		engine: e, key: key, ports: map[portKey]*port{}, addresses: map[netip.Addr]struct{}{}, listeners: map[place]listener{},
+		account: &account{descriptors: e.descriptors}, warnOfLoop: &sync.Once{},
+	}
 }
 
-// withdraw closes what p does not need, so that others may have it. held are the
-// places of all services.
-func (s *service) withdraw(p *plan, held map[place]*service) {
+// withdraw closes what p does not need, so that others may have it.
+func (s *service) withdraw(p *plan) {
 	keep := make(map[place]struct{}, len(p.places))
 	for _, want := range p.places {
 		keep[want.place] = struct{}{}
 	}
 	for at, l := range s.listeners {
 		if _, ok := keep[at]; !ok {
-			s.leave(at, l, held)
+			s.leave(at, l)
 		}
 	}
 	s.lingering = slices.DeleteFunc(s.lingering, func(l lingerer) bool {
@@ -67,10 +73,11 @@ func (s *service) withdraw(p *plan, held map[place]*service) {
 }
 
 // leave closes the listener of a place, so that another one can have it.
-func (s *service) leave(at place, l listener, held map[place]*service) {
+func (s *service) leave(at place, l listener) {
 	l.close()
+	s.descriptors.use(-1)
 	delete(s.listeners, at)
-	delete(held, at)
+	s.held.set(at, nil)
 	s.log.V(3).Info("Stopping service", "service", s.key, "listener", at)
 	s.lingering = append(s.lingering, lingerer{at, l})
 }
@@ -112,7 +119,7 @@ func (s *service) retire(at place, l listener) {
 
 // apply brings about p, as far as it can at addresses that are local already. It
 // returns what it could not.
-func (s *service) apply(ctx context.Context, p *plan, held map[place]*service) error {
+func (s *service) apply(ctx context.Context, p *plan) error {
 	s.complainOf(p.unsupported)
 	var errs []error
 	for key, of := range p.ports {
@@ -125,7 +132,7 @@ func (s *service) apply(ctx context.Context, p *plan, held map[place]*service) e
 		of.port.affinity.setTimeout(of.affinity)
 	}
 	for _, want := range p.places {
-		if err := s.open(ctx, want, p, held); err != nil {
+		if err := s.open(ctx, want, p); err != nil {
 			errs = append(errs, err)
 		}
 	}
@@ -146,7 +153,7 @@ func (s *service) complainOf(unsupported error) {
 }
 
 // open makes somebody listen at a place, under the rules there.
-func (s *service) open(ctx context.Context, want placed, p *plan, held map[place]*service) error {
+func (s *service) open(ctx context.Context, want placed, p *plan) error {
 	if l, ok := s.listeners[want.place]; ok {
 		return l.setRules(want.rules)
 	}
@@ -155,13 +162,13 @@ func (s *service) open(ctx context.Context, want placed, p *plan, held map[place
 			return nil // what failed is that the address is made local
 		}
 	}
-	if other, ok := held[want.place]; ok {
+	if other := s.held.of(want.place); other != nil {
 		if !other.stale && !other.failed {
 			return fmt.Errorf("listening at %s: service %s still does", want.place, other.key)
 		}
 		// The other service is about to change or to be pruned. Until then it does not
 		// follow the node's addresses, as it would need the place again.
-		other.leave(want.place, other.listeners[want.place], held)
+		other.leave(want.place, other.listeners[want.place])
 		other.view = nil
 	}
 	l, err := s.listen(ctx, want.place, want.rules)
@@ -169,7 +176,7 @@ func (s *service) open(ctx context.Context, want placed, p *plan, held map[place
 		return err
 	}
 	s.listeners[want.place] = l
-	held[want.place] = s
+	s.held.set(want.place, s)
 	s.log.V(3).Info("Proxying for service", "servicePortName", want.rules.port.name, "protocol", want.protocol, "address", want.at)
 	return nil
 }

@@ -79,6 +79,23 @@ func TestManyBytesAreMovedWithoutPipes(t *testing.T) {
 	}
 }
 
+// TestAServiceThatHasItsShareOfDescriptorsGetsNoPipes has room for two connections.
+func TestAServiceThatHasItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
+	w := newWorld(t, Options{})
+	w.pipes.open = func() (*pipe, error) {
+		t.Error("a pipe is opened")
+		return newPipe()
+	}
+	port := freePort(t, "127.0.0.2")
+	w.set(serviceAt("echo", "127.0.0.2", port, api.TCP).to(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) { io.Copy(c, c) })).view())
+	w.leave(4)
+	c := dial(t, "127.0.0.2", port)
+	go c.Write(make([]byte, 4<<20))
+	if _, err := io.CopyN(io.Discard, c, 4<<20); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestTheEndComesAfterASlowReader fills what lies between endpoint and client, so
 // that the last bytes wait, with the end right behind them.
 func TestTheEndComesAfterASlowReader(t *testing.T) {

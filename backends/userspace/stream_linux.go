@@ -20,6 +20,7 @@ type stream struct {
 	source, sink syscall.RawConn
 	buffers      *buffers
 	pipes        *pipes
+	account      *account
 	buffer       *[]byte
 	rest         []byte // what is in the buffer, and not written yet
 	pipe         *pipe
@@ -34,7 +35,7 @@ type stream struct {
 
 // newStream returns the direction from source to destination. dialed says that
 // this is the first to write to destination, which has been dialed.
-func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pipes) (*stream, error) {
+func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pipes, a *account) (*stream, error) {
 	from, err := source.SyscallConn()
 	if err != nil {
 		return nil, err
@@ -43,7 +44,7 @@ func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pip
 	if err != nil {
 		return nil, err
 	}
-	s := &stream{source: from, sink: to, buffers: b, pipes: p, unconfirmed: dialed}
+	s := &stream{source: from, sink: to, buffers: b, pipes: p, account: a, unconfirmed: dialed}
 	// Made once, as each is an allocation.
 	s.fill, s.empty, s.splice, s.unload = s.tryFill, s.tryEmpty, s.trySplice, s.tryUnload
 	return s, nil
@@ -146,6 +147,7 @@ func (s *stream) moveByPipe() (int, error) {
 	if err := s.sink.Write(s.unload); err != nil || s.err != nil {
 		s.pipe.close() // something is left in it
 		s.pipe = nil
+		s.account.give(descriptorsPerPipe)
 		return moved - s.n, errors.Join(err, s.err)
 	}
 	s.putPipe()
@@ -154,7 +156,12 @@ func (s *stream) moveByPipe() (int, error) {
 
 // trySplice moves from the source into a pipe, if there is something.
 func (s *stream) trySplice(fd uintptr) bool {
+	if !s.account.take(descriptorsPerPipe) {
+		s.err = errNoPipe
+		return true
+	}
 	if s.pipe, s.err = s.pipes.get(); s.err != nil {
+		s.account.give(descriptorsPerPipe)
 		s.err = fmt.Errorf("%w: %w", errNoPipe, s.err)
 		return true
 	}
@@ -195,6 +202,7 @@ func (s *stream) tryUnload(fd uintptr) bool {
 func (s *stream) putPipe() {
 	s.pipes.put(s.pipe)
 	s.pipe = nil
+	s.account.give(descriptorsPerPipe)
 }
 
 func ignoringEINTR(f func() (int, error)) (int, error) {
@@ -208,6 +216,9 @@ func ignoringEINTR(f func() (int, error)) (int, error) {
 
 // pipeSize is how much a pipe holds.
 const pipeSize = 1 << 20
+
+// descriptorsPerPipe count for the service whose bytes are in a pipe.
+const descriptorsPerPipe = 2
 
 // spliceWorth is how many bytes have to come at once for the pipe to be kept up.
 const spliceWorth = 16 << 10

@@ -17,7 +17,7 @@ type stream struct {
 	buffers  *buffers
 }
 
-func newStream(source, destination *net.TCPConn, _ bool, b *buffers, _ *pipes) (*stream, error) {
+func newStream(source, destination *net.TCPConn, _ bool, b *buffers, _ *pipes, _ *account) (*stream, error) {
 	raw, err := source.SyscallConn()
 	if err != nil {
 		return nil, err

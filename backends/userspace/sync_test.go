@@ -94,7 +94,7 @@ func TestListenerThatStaysIsNotOpenedAgain(t *testing.T) {
 func (w *world) listenerAt(at place) listener {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.held[at].listeners[at]
+	return w.held.of(at).listeners[at]
 }
 
 func TestServicesExchangeTheirAddresses(t *testing.T) {

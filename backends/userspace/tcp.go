@@ -18,7 +18,8 @@ import (
 // tcpListener serves the TCP connections of one place.
 type tcpListener struct {
 	frontend
-	socket *net.TCPListener
+	socket  *net.TCPListener
+	account *account // of the service
 	// connecting ends with abort: what looks for an endpoint gives up.
 	connecting context.Context
 	giveUp     context.CancelFunc
@@ -39,7 +40,7 @@ func (e *engine) listenTCP(ctx context.Context, p place, r *rules) (*tcpListener
 		return nil, fmt.Errorf("listening at %s: %w", p, err)
 	}
 	l := &tcpListener{
-		socket: socket, relays: map[*relay]struct{}{},
+		socket: socket, account: r.port.account, relays: map[*relay]struct{}{},
 		closing: make(chan struct{}), accepted: make(chan struct{}), empty: make(chan struct{}),
 	}
 	l.engine, l.place = e, p
@@ -68,9 +69,12 @@ func (l *tcpListener) accept() {
 		switch {
 		case err == nil:
 			wait = 0
+			if !l.admit() {
+				resetConn(client)
+				continue
+			}
 			l.enter()
 			go l.serve(client)
-			l.letOthersConnect()
 			continue
 		case errors.Is(err, net.ErrClosed):
 			return
@@ -87,22 +91,30 @@ func (l *tcpListener) accept() {
 	}
 }
 
-// letOthersConnect waits until no connection lacks a descriptor towards its
-// endpoint: those that come free are for them, as it is they that will end and
-// give back two.
-func (l *tcpListener) letOthersConnect() {
-	for l.starving.Load() > 0 {
-		select {
-		case <-time.After(10 * time.Millisecond):
-		case <-l.closing:
-			return
-		}
+// admit takes the descriptors of a connection, of which one is accepted. It waits until
+// its service may have them, and returns false if the listener closes.
+func (l *tcpListener) admit() bool {
+	if l.account.take(descriptorsPerConnection) {
+		return true
 	}
+	l.complain(nil, shareMessage, "listener", l.place)
+	return l.account.takeUnless(descriptorsPerConnection, func() bool {
+		select {
+		case <-l.closing:
+			return true
+		default:
+			return false
+		}
+	})
 }
+
+// descriptorsPerConnection are towards the client and the endpoint.
+const descriptorsPerConnection = 2
 
 const (
 	raiseTheLimit           = "raise the limit of open files (LimitNOFILE, ulimit -n)"
 	outOfDescriptorsMessage = "Out of file descriptors: new connections wait until others end, " + raiseTheLimit
+	shareMessage            = "Out of file descriptors for this service: its new connections wait until others end, " + raiseTheLimit
 )
 
 func (l *tcpListener) enter() {
@@ -116,6 +128,7 @@ func (l *tcpListener) leave(r *relay) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	delete(l.relays, r)
+	l.account.give(descriptorsPerConnection)
 	l.serving--
 	l.checkEmpty()
 }
@@ -161,35 +174,32 @@ func (l *tcpListener) serve(client *net.TCPConn) {
 	if aborted {
 		r.abort() // the relay sees it at once
 	}
-	if err := r.start(l.buffers, l.pipes); err != nil { // both are closed already
+	if err := r.start(l.buffers, l.pipes, l.account); err != nil { // both are closed already
 		r.done()
 	}
 }
 
 var errNotAdmitted = errors.New("the client is not admitted, or there is no endpoint for it on this node")
 
+var errOwnEndpoints = errors.New("all its endpoints are addresses that this proxy serves itself")
+
 // connect connects to the endpoint whose turn it is, or to the next.
 func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 	from := client.RemoteAddr().(*net.TCPAddr).AddrPort().Addr().Unmap()
 	var tried, refused []netip.AddrPort
 	var failures []error
-	starves := false
-	defer func() {
-		if starves {
-			l.starving.Add(-1)
-		}
-	}()
-	for attempt := 0; attempt < len(l.opts.DialTimeouts); {
+	for attempt := range l.opts.DialTimeouts {
 		r := l.current.Load() // it may change between attempts
+		unfit := func(e netip.AddrPort) bool { return slices.Contains(tried, e) || l.serves(r.port, e) }
 		rt := r.routeOf(from, l.startsHere)
 		if rt.verdict != nodeview.Forward {
 			return nil, errNotAdmitted
 		}
-		endpoint, ok := r.endpoint(rt, from, tried, l.opts.Clock.Now())
+		endpoint, ok := r.endpoint(rt, from, unfit, l.opts.Clock.Now())
 		if !ok && len(tried) > len(refused) {
 			// Who was slow gets another chance, and more time.
 			tried = slices.Clone(refused)
-			endpoint, ok = r.endpoint(rt, from, tried, l.opts.Clock.Now())
+			endpoint, ok = r.endpoint(rt, from, unfit, l.opts.Clock.Now())
 		}
 		if !ok {
 			break
@@ -203,25 +213,9 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 		case l.connecting.Err() != nil:
 			return nil, errors.New("the listener has gone")
 		case outOfDescriptors(err):
-			// Not the endpoint's fault. The client waits, but not for ever: if all
-			// descriptors are held by clients that wait, none comes free.
 			l.complain(err, outOfDescriptorsMessage, "service", r.port.name)
-			failures = append(failures, err)
-			if !starves {
-				starves = true
-				l.starving.Add(1)
-			}
-			attempt++
-			if attempt == len(l.opts.DialTimeouts) {
-				continue // to the end
-			}
-			select {
-			case <-time.After(l.opts.DialTimeouts[attempt-1]):
-			case <-l.connecting.Done():
-			}
-			continue
+			return nil, err // not the endpoint's fault
 		}
-		attempt++
 		r.port.counters.dialFailures.Add(1)
 		failures = append(failures, err)
 		l.log.V(2).Info("Endpoint did not accept a connection", "service", r.port.name, "endpoint", endpoint, "err", err)
@@ -230,6 +224,9 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 		if !errors.As(err, &timeout) || !timeout.Timeout() {
 			refused = append(refused, endpoint)
 		}
+	}
+	if len(failures) == 0 {
+		return nil, errOwnEndpoints
 	}
 	return nil, fmt.Errorf("no endpoint accepted it: %w", errors.Join(failures...))
 }
@@ -247,6 +244,7 @@ func (l *tcpListener) dialTCP(endpoint netip.AddrPort, timeout time.Duration) (*
 
 func (l *tcpListener) close() {
 	close(l.closing)
+	l.descriptors.wake()
 	l.socket.Close()
 	<-l.accepted // what was accepted last has entered
 	l.mu.Lock()

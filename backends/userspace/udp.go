@@ -109,7 +109,8 @@ func (l *udpListener) client(from netip.AddrPort, now time.Time) *udpClient {
 		if rt.verdict != nodeview.Forward {
 			return nil
 		}
-		endpoint, ok := r.endpoint(rt, from.Addr(), nil, now)
+		unfit := func(e netip.AddrPort) bool { return l.serves(r.port, e) }
+		endpoint, ok := r.endpoint(rt, from.Addr(), unfit, now)
 		if !ok {
 			return nil
 		}
@@ -138,7 +139,7 @@ func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now tim
 	}
 	socket, err := dial()
 	if outOfDescriptors(err) || outOfPorts(err) {
-		l.complain(err, "Out of file descriptors or local ports: UDP clients that were silent longest lose their endpoint, "+raiseTheLimit+" or the range of ports")
+		l.complain(err, "Out of file descriptors or local ports: the UDP clients of the service with the most that were silent longest lose their endpoint, "+raiseTheLimit+" or the range of ports")
 		l.udp.evict()
 		socket, err = dial()
 	}
@@ -167,6 +168,7 @@ func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now tim
 	}
 	l.clients[from] = c
 	l.udp.add(c)
+	l.descriptors.use(1)
 	r.port.counters.connections.Add(1)
 	r.port.counters.active.Add(1)
 	l.running.Go(c.receive)

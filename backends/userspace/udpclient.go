@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"golang.org/x/net/ipv4"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // udpClient is a client of a UDP listener, and the socket from which its
@@ -100,6 +101,7 @@ func (c *udpClient) end() {
 		delete(l.clients, c.addr)
 		l.mu.Unlock()
 		l.udp.remove(c)
+		l.descriptors.use(-1)
 		c.port.counters.active.Add(-1)
 		c.socket.Close()
 	})
@@ -139,19 +141,25 @@ func (u *udpClients) makeRoom() {
 	}
 }
 
-// evict ends those that were silent longest: one of sixteen, as looking for them
-// means looking at all.
+// evict ends those of the service with the most that were silent longest: one of sixteen,
+// as looking for them means looking at all.
 func (u *udpClients) evict() {
 	type entry struct {
 		client *udpClient
 		heard  int64
 	}
+	byService := map[types.NamespacedName][]entry{}
 	u.mu.Lock()
-	entries := make([]entry, 0, len(u.all))
 	for c := range u.all {
-		entries = append(entries, entry{c, c.heard.Load()})
+		byService[c.port.service] = append(byService[c.port.service], entry{c, c.heard.Load()})
 	}
 	u.mu.Unlock()
+	var entries []entry
+	for _, of := range byService {
+		if len(of) > len(entries) {
+			entries = of
+		}
+	}
 	slices.SortFunc(entries, func(a, b entry) int { return cmp.Compare(a.heard, b.heard) })
 	for _, e := range entries[:(len(entries)+15)/16] {
 		e.client.end()

@@ -24,6 +24,9 @@ func waitReadable(c syscall.RawConn) error {
 // waitError returns nil: Windows does not tell of a reset after the end.
 func waitError(syscall.RawConn) error { return nil }
 
+// openFilesLimit returns how many file descriptors this process may have.
+func openFilesLimit() int { return maxDescriptors }
+
 // outOfDescriptors is about a limit that there is not.
 func outOfDescriptors(error) bool { return false }
 

@@ -42,6 +42,15 @@ func waitError(c syscall.RawConn) error {
 	return errors.Join(waitErr, err)
 }
 
+// openFilesLimit returns how many file descriptors this process may have.
+func openFilesLimit() int {
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		return maxDescriptors
+	}
+	return int(min(uint64(limit.Cur), maxDescriptors))
+}
+
 // outOfDescriptors reports whether err means that this process, or the host, has
 // no file descriptors left.
 func outOfDescriptors(err error) bool {

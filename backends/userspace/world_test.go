@@ -40,6 +40,7 @@ type world struct {
 	stop   context.CancelFunc
 	ended  chan error
 	log    *logBuffer
+	limit  int // of file descriptors
 }
 
 // logBuffer has what was logged.
@@ -90,7 +91,7 @@ func newWorld(t *testing.T, opts Options) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &world{T: t, Backend: b, source: sinktest.NewSource(), ended: make(chan error, 1), log: &logBuffer{}}
+	w := &world{T: t, Backend: b, source: sinktest.NewSource(), ended: make(chan error, 1), log: &logBuffer{}, limit: b.descriptors.free}
 	w.ctx, w.stop = context.WithCancel(klog.NewContext(t.Context(), funcr.New(w.log.write, funcr.Options{Verbosity: 4})))
 	w.driver = sink.NewDriver(w.source, sinktest.NewRecorder(t, b), sink.Options{
 		Backoff: sink.Backoff{Initial: 20 * time.Millisecond, Max: 100 * time.Millisecond},
@@ -108,6 +109,9 @@ func (w *world) end() {
 		close(w.ended)
 		if err != nil && !errors.Is(err, context.Canceled) {
 			w.Errorf("the driver ended with: %v", err)
+		}
+		if got := w.descriptors.free; got != w.limit {
+			w.Errorf("%d descriptors are free at the end, want %d", got, w.limit)
 		}
 	}
 }

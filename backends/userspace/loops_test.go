@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// TestEndpointsThatThisProcessServesAreRefused has a service with a cluster IP, an
+// external IP, a load-balancer IP and a node port. Its only endpoint is one of these, or a
+// service that leads back to it.
+func TestEndpointsThatThisProcessServesAreRefused(t *testing.T) {
+	const nodePort = 1
+	for name, endpointAt := range map[string]string{
+		"its cluster IP": "127.0.0.2", "its external IP": "127.0.0.3", "its load-balancer IP": "127.0.0.4",
+		"its node port": "127.0.0.1", "another service": "127.0.0.5",
+	} {
+		for _, protocol := range []api.Protocol{api.TCP, api.UDP} {
+			t.Run(fmt.Sprint(name, " ", protocol), func(t *testing.T) {
+				w := newWorld(t, Options{})
+				port := freePort(t, "127.0.0.2")
+				node := freePort(t, "127.0.0.1")
+				to := port
+				if name == "its node port" {
+					to = node
+				}
+				loop := serviceAt("loop", "127.0.0.2", port, protocol).
+					to(netip.AddrPortFrom(netip.MustParseAddr(endpointAt), uint16(to))).
+					change(func(s *api.Service) {
+						s.Type = api.LoadBalancer
+						s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.3"))
+						s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.4"))
+						s.Ports[0].NodePort = node
+					})
+				back := serviceAt("back", "127.0.0.5", port, protocol).to(netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port)))
+				w.set(loop.view(), back.view())
+				for range 2 {
+					once(t, protocol, "127.0.0.2", port)
+				}
+				const warning = "Endpoints of a service are addresses that this proxy serves"
+				eventually(t, "the log says so", func() bool { return strings.Contains(w.log.String(), warning) })
+				if protocol == api.TCP {
+					eventually(t, "both connections came", func() bool { return w.stats("loop").Connections == 2 })
+				}
+				loops, others := w.stats("loop"), w.stats("back")
+				if loops.Connections > 2 || others.Connections > 0 || loops.DialFailures+others.DialFailures > 0 {
+					t.Errorf("it came back: %+v, %+v", loops, others)
+				}
+				if got := strings.Count(w.log.String(), warning); got != 1 {
+					t.Errorf("it is logged %d times", got)
+				}
+			})
+		}
+	}
+}
+
+// once sends a few bytes to a service, and if it is a connection waits for its reset.
+func once(t *testing.T, protocol api.Protocol, addr string, port int32) {
+	t.Helper()
+	if protocol == api.UDP {
+		udpDial(t, addr, port).Write([]byte("hello"))
+		return
+	}
+	c, err := net.Dial("tcp", net.JoinHostPort(addr, fmt.Sprint(port)))
+	if err == nil {
+		defer c.Close()
+		c.SetDeadline(time.Now().Add(patience))
+		_, err = c.Read(make([]byte, 1))
+	}
+	if !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("the connection ended with %v, want a reset", err)
+	}
+}
+
+func TestOtherEndpointsOfALoopAreUsed(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	self := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port))
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(self, namedServer(t, "a")).change(func(s *api.Service) {
+		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+	}).view())
+	for range 4 {
+		if got := asked(t, "127.0.0.2", port); got != "a" {
+			t.Errorf("got to %s", got)
+		}
+	}
+}
+
+// leave lets connections and UDP clients have n file descriptors.
+func (w *world) leave(n int) {
+	w.descriptors.mu.Lock()
+	defer w.descriptors.mu.Unlock()
+	w.descriptors.free = n
+	w.limit = n + w.listening()
+}
+
+// listening returns how many descriptors listeners have.
+func (w *world) listening() (n int) {
+	w.Backend.mu.Lock()
+	defer w.Backend.mu.Unlock()
+	for _, s := range w.services {
+		n += len(s.listeners)
+	}
+	return n
+}
+
+// TestNoServiceTakesAllDescriptors has one with more clients than descriptors are left.
+func TestNoServiceTakesAllDescriptors(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	server := namedServer(t, "a")
+	w.set(serviceAt("hog", "127.0.0.2", port, api.TCP).to(server).view(), serviceAt("web", "127.0.0.3", port, api.TCP).to(server).view())
+	w.leave(50)
+	var clients []*client
+	served := make(chan int, 100)
+	for i := range cap(served) {
+		c := dial(t, "127.0.0.2", port)
+		clients = append(clients, c)
+		c.SetDeadline(time.Time{})
+		go func() {
+			fmt.Fprintln(c, "hello")
+			if _, err := c.lines.ReadString('\n'); err == nil {
+				served <- i
+			}
+		}()
+	}
+	eventually(t, "the log says so", func() bool { return strings.Contains(w.log.String(), "Out of file descriptors for this service") })
+	const share = 20 // connections of two descriptors each: four fifths of 50
+	for range share {
+		clients[<-served].Close() // and another one is served in its place
+	}
+	w.source.Delete(key("hog")) // while clients wait
+	w.source.Set(serviceAt("web", "127.0.0.3", port, api.TCP).to(server).view())
+	for range 3 {
+		if got := asked(t, "127.0.0.3", port); got != "a" {
+			t.Errorf("the other service got to %s", got)
+		}
+	}
+	w.applied()
+	for _, c := range clients {
+		c.Close()
+	}
+}
+
+// TestOtherServicesAreServedWhileOneHasItsShare has clients of a service wait.
+func TestOtherServicesAreServedWhileOneHasItsShare(t *testing.T) {
+	w := newWorld(t, Options{})
+	port := freePort(t, "127.0.0.2")
+	server := namedServer(t, "a")
+	w.set(serviceAt("hog", "127.0.0.2", port, api.TCP).to(server).view(), serviceAt("web", "127.0.0.3", port, api.TCP).to(server).view())
+	w.leave(50)
+	var clients []*client
+	for range 20 {
+		c := dial(t, "127.0.0.2", port)
+		c.ask()
+		clients = append(clients, c)
+	}
+	waiting := dial(t, "127.0.0.2", port)
+	fmt.Fprintln(waiting, "hello")
+	eventually(t, "the log says so", func() bool { return strings.Contains(w.log.String(), "Out of file descriptors for this service") })
+	if got := asked(t, "127.0.0.3", port); got != "a" {
+		t.Errorf("the other service got to %s", got)
+	}
+	for _, c := range clients {
+		c.Close()
+	}
+	if line, err := waiting.lines.ReadString('\n'); err != nil || line != "a hello\n" {
+		t.Errorf("once others have ended, the one that waited gets the answer %q, error %v", line, err)
+	}
+}
+
+func TestUDPClientsOfOneServiceMakeNoRoomForAnothers(t *testing.T) {
+	w := newWorld(t, Options{MaxUDPClients: 32})
+	port := freePort(t, "127.0.0.2")
+	server := udpServer(t, "a")
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(server).view(), serviceAt("hog", "127.0.0.3", port, api.UDP).to(server).view())
+	for range 8 {
+		udpAsk(t, udpDial(t, "127.0.0.2", port))
+	}
+	for range 100 {
+		udpAsk(t, udpDial(t, "127.0.0.3", port))
+	}
+	if s := w.stats("dns"); s.Active != 8 {
+		t.Errorf("%d of 8 clients are left because another service has many", s.Active)
+	}
+}

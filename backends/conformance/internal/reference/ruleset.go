@@ -222,16 +222,38 @@ func (r *ruleset) masquerade(o origin, f *nodeview.Frontend, chain string) {
 	}
 }
 
+// balance makes the rules that choose an endpoint.
 func (r *ruleset) balance(chain string, f *nodeview.Frontend, endpoints []nodeview.Target) {
-	var targets []string
-	for i, e := range r.slots(endpoints) {
-		targets = append(targets, fmt.Sprintf("%d : %s", i, r.target(f, e)))
+	slots := r.slots(endpoints)
+	for i, e := range slots {
+		r.rule(chain, oneIn(len(slots)-i), r.dnat(f, e))
 	}
-	protocols := ""
-	if f.Port != 0 {
-		protocols = "meta l4proto { tcp, udp, sctp }"
+}
+
+// oneIn matches one packet in n. These rules name no sets in braces: a packet that
+// is on its way through a long chain when the rules are replaced finds such a set of
+// the old rules empty, and would pass.
+func oneIn(n int) string {
+	if n == 1 {
+		return ""
 	}
-	r.rule(chain, protocols, fmt.Sprintf("dnat %s to numgen random mod %d map { %s }", family(f.Family), len(targets), strings.Join(targets, ", ")))
+	return fmt.Sprintf("numgen random mod %d == 0", n)
+}
+
+// dnat translates to an endpoint.
+func (r *ruleset) dnat(f *nodeview.Frontend, e nodeview.Target) string {
+	port := e.Port
+	if r.opts.Fault == KeepPort && f.Port != 0 {
+		port = f.ServicePort.Port
+	}
+	if port == 0 {
+		return fmt.Sprintf("dnat %s to %s", family(f.Family), e.Addr)
+	}
+	protocol := strings.ToLower(f.Protocol.String())
+	if r.opts.Fault == AnyProtocol {
+		protocol = "{ tcp, udp }"
+	}
+	return fmt.Sprintf("meta l4proto %s dnat %s to %s", protocol, family(f.Family), netip.AddrPortFrom(e.Addr, uint16(port)))
 }
 
 // slots returns an endpoint for each number that may be drawn.
@@ -245,23 +267,11 @@ func (r *ruleset) slots(endpoints []nodeview.Target) []nodeview.Target {
 	return endpoints
 }
 
-// target returns where an endpoint is, for dnat.
-func (r *ruleset) target(f *nodeview.Frontend, e nodeview.Target) string {
-	port := e.Port
-	if r.opts.Fault == KeepPort && f.Port != 0 {
-		port = f.ServicePort.Port
-	}
-	if port == 0 {
-		return e.Addr.String()
-	}
-	return fmt.Sprintf("%s . %d", e.Addr, port)
-}
-
 // affine balances with affinity: each endpoint has a set of its clients, which all
 // frontends of the service port share.
 func (r *ruleset) affine(chain string, se *api.ServiceEndpoints, f *nodeview.Frontend, endpoints []nodeview.Target) {
-	var slots []string
 	choose := len(endpoints)
+	var chosen []string
 	if r.opts.Fault == LooseAffinity {
 		for i := range se.Endpoints {
 			e := &se.Endpoints[i]
@@ -286,13 +296,15 @@ func (r *ruleset) affine(chain string, se *api.ServiceEndpoints, f *nodeview.Fro
 		endpoint := fmt.Sprintf("%s-%d", chain, i)
 		r.chain(endpoint, "")
 		r.rule(endpoint, fmt.Sprintf("update @%s { %s saddr }", set, family(f.Family)))
-		r.rule(endpoint, fmt.Sprintf("meta l4proto { tcp, udp, sctp } dnat %s to %s", family(f.Family), netip.AddrPortFrom(e.Addr, uint16(e.Port))))
+		r.rule(endpoint, r.dnat(f, e))
 		r.rule(chain, fmt.Sprintf("%s saddr @%s goto %s", family(f.Family), set, endpoint))
 		if i < choose {
-			slots = append(slots, fmt.Sprintf("%d : goto %s", i, endpoint))
+			chosen = append(chosen, endpoint)
 		}
 	}
-	r.rule(chain, fmt.Sprintf("numgen random mod %d vmap { %s }", len(slots), strings.Join(slots, ", ")))
+	for i, endpoint := range chosen {
+		r.rule(chain, oneIn(len(chosen)-i), "goto", endpoint)
+	}
 }
 
 // script returns what turns the table as it was into this one, in one transaction.

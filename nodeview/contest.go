@@ -33,10 +33,10 @@ type candidate struct {
 	ep    *api.SliceEndpoint
 	slice int32
 
-	// What settle finds.
-	scopes api.Scopes
-	uneven bool // the lists differ between ports
-	fate   fate
+	// What settle finds: the lists of all ports together, whether they differ between
+	// ports, and whether a candidate that is on none is draining.
+	scopes         api.Scopes
+	uneven, drains bool
 }
 
 // row returns the membership of every candidate for the port at index p.
@@ -55,14 +55,14 @@ func (c *contest) target(p, candidate int) int32 {
 // gather appends to buf the endpoints of the families in which the service is
 // served, of slices that serve any of its ports. Which family an endpoint has,
 // its address says.
-func (c *contest) gather(buf []candidate, served families, tr *trace) []candidate {
+func (c *contest) gather(buf []candidate, served []api.Family, tr *trace) []candidate {
 	for s, slice := range c.slices {
 		offers := c.targets[s*len(c.ports):][:len(c.ports)]
 		noPort := !slices.ContainsFunc(offers, func(n int32) bool { return n != 0 })
 		for i := range slice.Endpoints {
 			ep := &slice.Endpoints[i]
 			switch {
-			case !served.has(api.FamilyOf(ep.Addr)):
+			case !slices.Contains(served, api.FamilyOf(ep.Addr)):
 				tr.skipped(slice, ep, outFamily)
 			case noPort:
 				tr.skipped(slice, ep, outNoPort)
@@ -174,12 +174,4 @@ func trueFirst(a, b bool) int {
 	default:
 		return 1
 	}
-}
-
-func countEndpoints(list []*api.EndpointSlice) int {
-	n := 0
-	for _, s := range list {
-		n += len(s.Endpoints)
-	}
-	return n
 }

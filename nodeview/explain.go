@@ -128,8 +128,8 @@ func (t *trace) endpoint(slice *api.EndpointSlice, ep *api.SliceEndpoint, target
 		Slice:      slice.Name,
 		Endpoint:   ep,
 		TargetPort: target,
-		Internal:   t.pol.internal(m),
-		External:   t.pol.external(m),
+		Internal:   m.list(t.pol.internalLocal),
+		External:   m.list(t.pol.externalLocal),
 	}
 	if t.pol.externalLocal {
 		e.ShortCircuit = m.shortCircuit()

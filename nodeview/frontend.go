@@ -3,7 +3,6 @@
 package nodeview
 
 import (
-	"fmt"
 	"iter"
 	"net/netip"
 	"slices"
@@ -28,21 +27,10 @@ const (
 	NodePort
 )
 
+var kindNames = [...]string{ClusterIP: "ClusterIP", LoadBalancerIP: "LoadBalancerIP", ExternalIP: "ExternalIP", NodePort: "NodePort"}
+
 // String returns the name of the constant.
-func (k Kind) String() string {
-	switch k {
-	case ClusterIP:
-		return "ClusterIP"
-	case LoadBalancerIP:
-		return "LoadBalancerIP"
-	case ExternalIP:
-		return "ExternalIP"
-	case NodePort:
-		return "NodePort"
-	default:
-		return fmt.Sprintf("Kind(%d)", uint8(k))
-	}
-}
+func (k Kind) String() string { return text(kindNames[:], k) }
 
 // FrontendKey says where a frontend is. It is comparable, and unique within a
 // service.
@@ -166,19 +154,10 @@ const (
 	Drop
 )
 
+var verdictNames = [...]string{Forward: "Forward", Reject: "Reject", Drop: "Drop"}
+
 // String returns the name of the constant.
-func (v Verdict) String() string {
-	switch v {
-	case Forward:
-		return "Forward"
-	case Reject:
-		return "Reject"
-	case Drop:
-		return "Drop"
-	default:
-		return fmt.Sprintf("Verdict(%d)", uint8(v))
-	}
-}
+func (v Verdict) String() string { return text(verdictNames[:], v) }
 
 // Masquerade says whose connections through a frontend get a source address of
 // this node. Those of an endpoint of this node that reaches itself (hairpin) always do.
@@ -197,19 +176,10 @@ const (
 	MasqueradeNode
 )
 
+var masqueradeNames = [...]string{MasqueradeIfAsked: "MasqueradeIfAsked", MasqueradeAll: "MasqueradeAll", MasqueradeNode: "MasqueradeNode"}
+
 // String returns the name of the constant.
-func (m Masquerade) String() string {
-	switch m {
-	case MasqueradeIfAsked:
-		return "MasqueradeIfAsked"
-	case MasqueradeAll:
-		return "MasqueradeAll"
-	case MasqueradeNode:
-		return "MasqueradeNode"
-	default:
-		return fmt.Sprintf("Masquerade(%d)", uint8(m))
-	}
-}
+func (m Masquerade) String() string { return text(masqueradeNames[:], m) }
 
 // Frontends yields what is to be programmed for se, by service port, then by
 // family, then by kind, each as the service lists them. No two have the same
@@ -219,11 +189,11 @@ func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
 		lists := portLists{se: se}
 		for s := range sites(se) {
-			if s.fault != 0 {
+			if s.Fault != 0 {
 				continue
 			}
-			if lists.family == 0 || lists.port != s.port || lists.family != s.Family {
-				lists.next(s.port, s.Family)
+			if lists.family == 0 || lists.port != s.ServicePort || lists.family != s.Family {
+				lists.next(s.ServicePort, s.Family)
 			}
 			if !yield(frontend(s, &lists)) {
 				return
@@ -233,11 +203,11 @@ func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 }
 
 // frontend decides all about the frontend at s.
-func frontend(s site, lists *portLists) Frontend {
+func frontend(s UnservedFrontend, lists *portLists) Frontend {
 	svc := lists.se.Service
 	f := Frontend{
 		FrontendKey: s.FrontendKey,
-		ServicePort: s.port,
+		ServicePort: s.ServicePort,
 		Elsewhere:   lists.traffic(lists.external),
 		Node:        lists.traffic(lists.shortCircuit),
 		Sources:     sourceRanges(svc, s.Addr),
@@ -368,4 +338,30 @@ func affinity(svc *api.Service) time.Duration {
 		return 0
 	}
 	return time.Duration(svc.SessionAffinity.ClientIP.TimeoutSeconds) * time.Second
+}
+
+// HealthCheckPort returns the node port on which load balancers ask whether
+// this node has endpoints of svc, 0 if there is none. Only services of type
+// LoadBalancer with externalTrafficPolicy Local have one.
+func HealthCheckPort(svc *api.Service) int32 {
+	if svc.Type != api.LoadBalancer || !externalPolicyLocal(svc) {
+		return 0
+	}
+	return svc.HealthCheckNodePort
+}
+
+// ReadyLocal returns what the health-check node port answers about a family:
+// how many distinct addresses the ready endpoints on this node have.
+func ReadyLocal(se *api.ServiceEndpoints, family api.Family) int {
+	n := 0
+	var last netip.Addr
+	for i := range se.Endpoints {
+		e := &se.Endpoints[i]
+		if !e.Local || !e.Ready || api.FamilyOf(e.Addr) != family || e.Addr == last {
+			continue
+		}
+		n++
+		last = e.Addr
+	}
+	return n
 }

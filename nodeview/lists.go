@@ -214,21 +214,15 @@ func externalPolicyLocal(svc *api.Service) bool {
 // scopes says which list each kind of traffic uses.
 func (p policies) scopes(m membership) api.Scopes {
 	return api.Scopes{
-		Internal: p.internal(m).In(),
-		External: p.external(m).In(),
+		Internal: m.list(p.internalLocal).In(),
+		External: m.list(p.externalLocal).In(),
 		Cluster:  p.externalLocal && m.shortCircuit().In(),
 	}
 }
 
-func (p policies) internal(m membership) Reason {
-	if p.internalLocal {
-		return m.local
-	}
-	return m.cluster
-}
-
-func (p policies) external(m membership) Reason {
-	if p.externalLocal {
+// list returns what m says about the Local or the Cluster list.
+func (m membership) list(local bool) Reason {
+	if local {
 		return m.local
 	}
 	return m.cluster
@@ -238,28 +232,6 @@ func (p policies) external(m membership) Reason {
 // policy Local uses the Cluster list, as a load balancer would have brought it
 // to a node that has endpoints.
 func (m membership) shortCircuit() Reason { return m.cluster }
-
-// fate is what becomes of a candidate in the view.
-type fate uint8
-
-const (
-	gone fate = iota
-	onList
-	drains
-)
-
-// fateOf decides it for a candidate from its lists over all ports, whether it
-// competed for any of them, and its conditions.
-func fateOf(scopes api.Scopes, competes bool, c api.Conditions) fate {
-	switch {
-	case scopes != api.Scopes{}:
-		return onList
-	case competes && answers(c):
-		return drains
-	default:
-		return gone
-	}
-}
 
 // answers reports whether an endpoint may still have connections to keep: on
 // no list, it is draining. One that is ready counts, though its condition

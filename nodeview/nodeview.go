@@ -13,6 +13,8 @@
 package nodeview
 
 import (
+	"slices"
+
 	"github.com/kpng-project/kpng/api"
 )
 
@@ -45,8 +47,12 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints 
 	)
 	c := contest{slices: s.Slices, ports: servedPorts(ports[:0], svc)}
 	c.targets, c.overrides = matchPorts(targets[:0], overrides[:0], c.slices, c.ports)
-	families := familiesOf(svc)
-	c.candidates = c.gather(grow(candidates[:0], countEndpoints(s.Slices)), families, tr)
+	families := svc.Families()
+	endpoints := 0
+	for _, slice := range s.Slices {
+		endpoints += len(slice.Endpoints)
+	}
+	c.candidates = c.gather(grow(candidates[:0], endpoints), families, tr)
 	c.sort()
 	size := len(c.ports) * len(c.candidates)
 	c.members = grow(members[:0], size)[:size]
@@ -58,7 +64,7 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints 
 	v4 := c.countV4()
 	for p, port := range c.ports {
 		for _, f := range [...]api.Family{api.IPv4, api.IPv6} {
-			if !families.has(f) {
+			if !slices.Contains(families, f) {
 				continue
 			}
 			lo, hi := 0, v4
@@ -89,15 +95,20 @@ func (c *contest) list(se *api.ServiceEndpoints, pol policies, here place) {
 	if draining > 0 {
 		se.Draining = endpoints[listed:]
 	}
-	at := [...]int{onList: 0, drains: listed}
+	nextListed, nextDraining := 0, listed
 	for i := range c.candidates {
 		cand := &c.candidates[i]
-		if cand.fate == gone {
+		var e *api.Endpoint
+		switch {
+		case cand.scopes != api.Scopes{}:
+			e = &endpoints[nextListed]
+			nextListed++
+		case cand.drains:
+			e = &endpoints[nextDraining]
+			nextDraining++
+		default:
 			continue
 		}
-		n := at[cand.fate]
-		at[cand.fate]++
-		e := &endpoints[n]
 		e.Hostname, e.Addr, e.NodeName, e.Zone, e.Conditions = cand.ep.Hostname, cand.addr, cand.ep.NodeName, cand.ep.Zone, cand.ep.Conditions
 		e.Local = here.runs(cand.ep)
 		e.PortOverrides = c.overrides[cand.slice]
@@ -108,8 +119,9 @@ func (c *contest) list(se *api.ServiceEndpoints, pol policies, here place) {
 	}
 }
 
-// settle works out, for each candidate, the lists it is on over all ports and
-// so its fate, and returns how many are on a list and how many drain.
+// settle works out the lists that each candidate is on over all ports, and returns how
+// many are on a list and how many drain: those that competed for a port, are on no list,
+// and answer.
 func (c *contest) settle(pol policies) (listed, draining int) {
 	for i := range c.candidates {
 		cand := &c.candidates[i]
@@ -121,11 +133,11 @@ func (c *contest) settle(pol policies) (listed, draining int) {
 			cand.scopes = cand.scopes.Or(scopes)
 			competes = competes || m.competes()
 		}
-		cand.fate = fateOf(cand.scopes, competes, cand.ep.Conditions)
-		switch cand.fate {
-		case onList:
+		switch {
+		case cand.scopes != api.Scopes{}:
 			listed++
-		case drains:
+		case competes && answers(cand.ep.Conditions):
+			cand.drains = true
 			draining++
 		}
 	}

@@ -110,20 +110,3 @@ func portFamily(port *api.PortMapping, f api.Family) api.PortFamily {
 	}
 	return api.PortFamily{Protocol: port.Protocol, Port: port.Port, Family: f}
 }
-
-// families is a set of IP families.
-type families struct{ v4, v6 bool }
-
-// familiesOf returns the families in which svc is served.
-func familiesOf(svc *api.Service) families {
-	var s families
-	for _, f := range svc.Families() {
-		s.v4 = s.v4 || f == api.IPv4
-		s.v6 = s.v6 || f == api.IPv6
-	}
-	return s
-}
-
-func (s families) has(f api.Family) bool {
-	return f == api.IPv4 && s.v4 || f == api.IPv6 && s.v6
-}

@@ -31,23 +31,16 @@ const (
 	Lost
 )
 
-// String says it in words.
-func (f Fault) String() string {
-	switch f {
-	case OtherFamily:
-		return "the service is not served in this family"
-	case UnknownProtocol:
-		return "the protocol is not known"
-	case NoPortNumber:
-		return "there is no port number"
-	case DuplicatePort:
-		return "an earlier port of the service has the same number and protocol, or name"
-	case Lost:
-		return "another service holds it"
-	default:
-		return fmt.Sprintf("Fault(%d)", uint8(f))
-	}
+var faultTexts = [...]string{
+	OtherFamily:     "the service is not served in this family",
+	UnknownProtocol: "the protocol is not known",
+	NoPortNumber:    "there is no port number",
+	DuplicatePort:   "an earlier port of the service has the same number and protocol, or name",
+	Lost:            "another service holds it",
 }
+
+// String says it in words.
+func (f Fault) String() string { return text(faultTexts[:], f) }
 
 // UnservedFrontend is a frontend that a service names but does not get.
 type UnservedFrontend struct {
@@ -73,24 +66,17 @@ func (u UnservedFrontend) String() string {
 func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
 		for s := range sites(se) {
-			if s.fault != 0 && !yield(UnservedFrontend{s.FrontendKey, s.port, s.fault, s.winner}) {
+			if s.Fault != 0 && !yield(s) {
 				return
 			}
 		}
 	}
 }
 
-// site is where a service names a frontend, served or not.
-type site struct {
-	FrontendKey
-	port   *api.PortMapping // nil: all ports
-	fault  Fault
-	winner types.NamespacedName
-}
-
-// sites yields every site of se once, none if se is nil.
-func sites(se *api.ServiceEndpoints) iter.Seq[site] {
-	return func(yield func(site) bool) {
+// sites yields once each place where the service of se names a frontend. Those that are
+// served have the Fault 0. Of a nil se there are none.
+func sites(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
+	return func(yield func(UnservedFrontend) bool) {
 		if se == nil {
 			return
 		}
@@ -114,10 +100,10 @@ func sites(se *api.ServiceEndpoints) iter.Seq[site] {
 
 // portSites yields the sites of one port. Where the port itself cannot be
 // served, fault says why, and nodePortFault why it cannot at its node port.
-func portSites(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortFault Fault, yield func(site) bool) bool {
-	served := familiesOf(se.Service)
+func portSites(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortFault Fault, yield func(UnservedFrontend) bool) bool {
+	served := se.Service.Families()
 	for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
-		s := site{FrontendKey: FrontendKey{Family: family}, port: port}
+		s := UnservedFrontend{FrontendKey: FrontendKey{Family: family}, ServicePort: port}
 		if port != nil {
 			s.Protocol, s.Port = port.Protocol, port.Port
 		}
@@ -129,15 +115,15 @@ func portSites(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortF
 					continue
 				}
 				s.Kind, s.Addr = ClusterIP+Kind(i), addr
-				s.fault, s.winner = siteFault(se, s.FrontendKey, fault, served)
+				s.Fault, s.Winner = siteFault(se, s.FrontendKey, fault, served)
 				if !yield(s) {
 					return false
 				}
 			}
 		}
-		if port != nil && port.NodePort != 0 && served.has(family) {
+		if port != nil && port.NodePort != 0 && slices.Contains(served, family) {
 			s.Kind, s.Addr, s.Port = NodePort, netip.Addr{}, port.NodePort
-			s.fault, s.winner = siteFault(se, s.FrontendKey, nodePortFault, served)
+			s.Fault, s.Winner = siteFault(se, s.FrontendKey, nodePortFault, served)
 			if !yield(s) {
 				return false
 			}
@@ -165,9 +151,9 @@ func named(lists [][]netip.Addr, a netip.Addr) bool {
 }
 
 // siteFault says why there is no frontend at k, 0 if there is one.
-func siteFault(se *api.ServiceEndpoints, k FrontendKey, port Fault, served families) (Fault, types.NamespacedName) {
+func siteFault(se *api.ServiceEndpoints, k FrontendKey, port Fault, served []api.Family) (Fault, types.NamespacedName) {
 	switch {
-	case !served.has(k.Family):
+	case !slices.Contains(served, k.Family):
 		return OtherFamily, types.NamespacedName{}
 	case port != 0:
 		return port, types.NamespacedName{}

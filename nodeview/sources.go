@@ -55,7 +55,7 @@ func sourceRanges(svc *api.Service, addr netip.Addr) Sources {
 // node. It says nothing unless s is Restricted.
 func (s *Sources) Prefixes(nodeAddrs []netip.Addr) []netip.Prefix {
 	out := slices.Clone(s.Ranges)
-	if s.admitsAny(nodeAddrs) {
+	if slices.ContainsFunc(nodeAddrs, s.contains) {
 		for _, a := range s.Own {
 			out = append(out, netip.PrefixFrom(a, a.BitLen()))
 		}
@@ -63,14 +63,7 @@ func (s *Sources) Prefixes(nodeAddrs []netip.Addr) []netip.Prefix {
 	return out
 }
 
-// Admits reports whether packets from src get in on a node with the addresses
-// nodeAddrs.
-func (s *Sources) Admits(src netip.Addr, nodeAddrs []netip.Addr) bool {
-	return !s.Restricted || s.contains(src) || slices.Contains(s.Own, src) && s.admitsAny(nodeAddrs)
-}
-
+// contains reports whether a is in one of the ranges.
 func (s *Sources) contains(a netip.Addr) bool {
 	return slices.ContainsFunc(s.Ranges, func(r netip.Prefix) bool { return r.Contains(a) })
 }
-
-func (s *Sources) admitsAny(addrs []netip.Addr) bool { return slices.ContainsFunc(addrs, s.contains) }

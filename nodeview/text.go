@@ -21,31 +21,14 @@ func (e *Explanation) String() string {
 	for i := range e.Lists {
 		e.Lists[i].text(&b)
 	}
-	if len(e.Skipped) > 0 {
-		b.WriteString("\nendpoints of no list\n")
-	}
-	for i := range e.Skipped {
-		ep := &e.Skipped[i]
+	section(&b, "endpoints of no list", e.Skipped, func(ep *EndpointExplanation) {
 		fmt.Fprintf(&b, "  %s: %s\n", ep.name(), ep.Internal)
-	}
-	if len(e.View.Draining) > 0 {
-		b.WriteString("\ndraining: no new connections, existing ones are left alone\n")
-	}
-	for i := range e.View.Draining {
-		fmt.Fprintf(&b, "  %s\n", e.View.Draining[i].Key())
-	}
-	if len(e.Frontends) > 0 {
-		b.WriteString("\nfrontends\n")
-	}
-	for i := range e.Frontends {
-		e.Frontends[i].text(&b)
-	}
-	if len(e.Unserved) > 0 {
-		b.WriteString("\nnot served\n")
-	}
-	for _, u := range e.Unserved {
-		fmt.Fprintf(&b, "  %s\n", u)
-	}
+	})
+	section(&b, "draining: no new connections, existing ones are left alone", e.View.Draining, func(ep *api.Endpoint) {
+		fmt.Fprintf(&b, "  %s\n", ep.Key())
+	})
+	section(&b, "frontends", e.Frontends, func(f *Frontend) { f.text(&b) })
+	section(&b, "not served", e.Unserved, func(u *UnservedFrontend) { fmt.Fprintf(&b, "  %s\n", u) })
 	if port := HealthCheckPort(e.View.Service); port != 0 {
 		fmt.Fprintf(&b, "\nhealth check node port %d: ready on this node are %d IPv4 and %d IPv6 addresses\n",
 			port, ReadyLocal(e.View, api.IPv4), ReadyLocal(e.View, api.IPv6))
@@ -53,13 +36,22 @@ func (e *Explanation) String() string {
 	return b.String()
 }
 
-func (e *Explanation) head(b *strings.Builder) {
-	fmt.Fprintf(b, "service %s on ", e.Service)
-	if e.Node == "" {
-		b.WriteString("a node without a name")
-	} else {
-		fmt.Fprintf(b, "node %s", e.Node)
+// section writes a heading and the items below it, or nothing if there are none.
+func section[T any](b *strings.Builder, heading string, items []T, write func(*T)) {
+	if len(items) > 0 {
+		fmt.Fprintf(b, "\n%s\n", heading)
 	}
+	for i := range items {
+		write(&items[i])
+	}
+}
+
+func (e *Explanation) head(b *strings.Builder) {
+	node := "a node without a name"
+	if e.Node != "" {
+		node = "node " + e.Node
+	}
+	fmt.Fprintf(b, "service %s on %s", e.Service, node)
 	if e.Zone != "" {
 		fmt.Fprintf(b, " in zone %s", e.Zone)
 	}
@@ -143,7 +135,7 @@ func (f *Frontend) text(b *strings.Builder) {
 	if f.Sources.Restricted {
 		fmt.Fprintf(b, "    sources         %s\n", f.Sources)
 	}
-	fmt.Fprintf(b, "    masquerade      %s\n", masqueradeText(f.Masquerade))
+	fmt.Fprintf(b, "    masquerade      %s\n", text(masqueradeTexts[:], f.Masquerade))
 	if f.Affinity > 0 {
 		fmt.Fprintf(b, "    affinity        a client keeps its endpoint for %s\n", f.Affinity)
 	}
@@ -181,13 +173,8 @@ func (s Sources) String() string {
 	return "only " + strings.Join(text, ", ")
 }
 
-func masqueradeText(m Masquerade) string {
-	switch m {
-	case MasqueradeAll:
-		return "all"
-	case MasqueradeNode:
-		return "only what the node itself sends"
-	default:
-		return "from outside the pod network, if the backend is asked to"
-	}
+var masqueradeTexts = [...]string{
+	MasqueradeIfAsked: "from outside the pod network, if the backend is asked to",
+	MasqueradeAll:     "all",
+	MasqueradeNode:    "only what the node itself sends",
 }

@@ -20,6 +20,7 @@ import (
 
 	"github.com/kpng-project/kpng/sink"
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 )
 
 // Options says which metrics there are.
@@ -32,72 +33,84 @@ type Options struct {
 
 // Metrics holds the collectors. It is safe for concurrent use.
 type Metrics struct {
-	sinks     sinkMetrics
-	kubeProxy *kubeProxyMetrics // nil unless asked for
+	sinks     *sinkMetrics
+	kubeProxy []*series // one if Options.KubeProxy is set
 }
 
 // New registers the collectors with r. It fails if r has collectors of these
 // names already, and then leaves r as it was.
 func New(r prometheus.Registerer, opts Options) (*Metrics, error) {
-	m := &Metrics{sinks: newSinkMetrics()}
-	collectors := m.sinks.collectors()
+	all := prometheus.NewRegistry() // a collector, so that all are registered or none
+	m := &Metrics{sinks: newSinkMetrics(promauto.With(all))}
 	if opts.KubeProxy {
-		m.kubeProxy = newKubeProxyMetrics()
-		collectors = append(collectors, m.kubeProxy.collectors()...)
+		m.kubeProxy = []*series{newKubeProxySeries(promauto.With(all))}
 	}
-	if err := register(r, collectors...); err != nil {
-		return nil, err
+	if err := r.Register(all); err != nil {
+		return nil, fmt.Errorf("register kpng's metrics: %w", err)
 	}
 	return m, nil
 }
 
-// register registers all collectors or none.
-func register(r prometheus.Registerer, collectors ...prometheus.Collector) error {
-	for i, c := range collectors {
-		if err := r.Register(c); err != nil {
-			for _, done := range collectors[:i] {
-				r.Unregister(done)
-			}
-			return fmt.Errorf("registering kpng's metrics: %w", err)
-		}
-	}
-	return nil
-}
-
 // Sink returns the observer for the driver of the named sink.
 func (m *Metrics) Sink(name string) sink.Observer {
-	s := m.sinks.of(name)
-	k := m.kubeProxy
+	own := m.sinks.of(name)
+	all := append([]*series{&own.series}, m.kubeProxy...)
 	return sink.Observer{
 		Queued: func(at time.Time) {
-			s.lastQueued.Set(seconds(at))
-			if k != nil {
-				k.lastQueued.Set(seconds(at))
+			for _, s := range all {
+				s.lastQueued.Set(float64(at.UnixNano()) / 1e9)
 			}
 		},
 		Pending: func(services int) {
-			s.pending.Set(float64(services))
-			if k != nil {
-				k.pending.Set(float64(services))
+			for _, s := range all {
+				s.pending.Set(float64(services))
 			}
 		},
 		Synced: func(r sink.SyncResult) {
-			s.synced(r)
-			if k != nil {
-				k.synced(r)
+			for _, s := range all {
+				s.synced(r)
 			}
+			own.judged(r)
 		},
 		Applied: func(latency time.Duration) {
-			s.programming.Observe(latency.Seconds())
-			if k != nil {
-				k.programming.Observe(latency.Seconds())
+			for _, s := range all {
+				s.programming.Observe(latency.Seconds())
 			}
 		},
-		Verified: func(_ time.Duration, err error) { s.verified(err) },
+		Verified: func(_ time.Duration, err error) {
+			if err != nil {
+				own.verifiedBad.Inc()
+			} else {
+				own.verifiedOK.Inc()
+			}
+		},
 	}
 }
 
-func seconds(t time.Time) float64 { return float64(t.UnixNano()) / 1e9 }
+// series are the metrics of a sink that kube-proxy has as well.
+type series struct {
+	full, partial, programming prometheus.Observer
+	lastQueued, lastSynced     prometheus.Gauge
+	pending                    prometheus.Gauge
+	changes                    prometheus.Counter
+	duration                   prometheus.Observer // of any Sync; nil for none
+}
+
+func (s *series) synced(r sink.SyncResult) {
+	if s.duration != nil {
+		s.duration.Observe(r.Duration.Seconds())
+	}
+	switch {
+	case r.Passed:
+		s.full.Observe(r.PassDuration.Seconds())
+	case !r.InPass:
+		s.partial.Observe(r.Duration.Seconds())
+	}
+	s.changes.Add(float64(r.Services))
+	if r.Err == nil {
+		s.lastSynced.SetToCurrentTime()
+	}
+}
 
 // syncBuckets are kube-proxy's: 1 ms to 16 s.
 var syncBuckets = prometheus.ExponentialBuckets(0.001, 2, 15)
@@ -111,97 +124,91 @@ var programmingBuckets = slices.Concat(
 	prometheus.LinearBuckets(120, 30, 7),
 )
 
-// sinkMetrics are kpng's own, one series a sink.
-type sinkMetrics struct {
-	duration    *prometheus.HistogramVec
-	errors      *prometheus.CounterVec
-	programming *prometheus.HistogramVec
-	lastQueued  *prometheus.GaugeVec
-	lastSynced  *prometheus.GaugeVec
-	changes     *prometheus.CounterVec
-	pending     *prometheus.GaugeVec
-	failing     *prometheus.GaugeVec
-	verified    *prometheus.CounterVec
+// newKubeProxySeries returns metrics with kube-proxy's names and meaning, as far as they
+// apply to a proxy that does not rewrite its rules as a whole.
+func newKubeProxySeries(f promauto.Factory) *series {
+	histogram := func(name, help string, buckets []float64) prometheus.Histogram {
+		return f.NewHistogram(prometheus.HistogramOpts{Namespace: "kubeproxy", Name: name, Help: help, Buckets: buckets})
+	}
+	gauge := func(name, help string) prometheus.Gauge {
+		return f.NewGauge(prometheus.GaugeOpts{Namespace: "kubeproxy", Name: name, Help: help})
+	}
+	return &series{
+		duration:    histogram("sync_proxy_rules_duration_seconds", "How long a sync took.", syncBuckets),
+		full:        histogram("sync_full_proxy_rules_duration_seconds", "How long a full sync took.", syncBuckets),
+		partial:     histogram("sync_partial_proxy_rules_duration_seconds", "How long a partial sync took.", syncBuckets),
+		programming: histogram("network_programming_duration_seconds", "Time from an endpoint change to its being programmed.", programmingBuckets),
+		lastQueued:  gauge("sync_proxy_rules_last_queued_timestamp_seconds", "When a sync was last queued."),
+		lastSynced:  gauge("sync_proxy_rules_last_timestamp_seconds", "When a sync last succeeded."),
+		changes: f.NewCounter(prometheus.CounterOpts{
+			Namespace: "kubeproxy", Name: "sync_proxy_rules_service_changes_total", Help: "Changes of services, their endpoints included.",
+		}),
+		pending: gauge("sync_proxy_rules_service_changes_pending", "Changes of services, their endpoints included, that wait for a sync."),
+	}
 }
 
-func newSinkMetrics() sinkMetrics {
+// sinkMetrics are kpng's own, one series a sink.
+type sinkMetrics struct {
+	duration, programming                    *prometheus.HistogramVec
+	errors, changes, verified                *prometheus.CounterVec
+	lastQueued, lastSynced, pending, failing *prometheus.GaugeVec
+}
+
+func newSinkMetrics(f promauto.Factory) *sinkMetrics {
 	opts := func(name, help string) prometheus.Opts {
 		return prometheus.Opts{Namespace: "kpng", Subsystem: "sink", Name: name, Help: help}
 	}
 	histogram := func(name, help string, buckets []float64, labels ...string) *prometheus.HistogramVec {
-		return prometheus.NewHistogramVec(prometheus.HistogramOpts{Namespace: "kpng", Subsystem: "sink", Name: name, Help: help, Buckets: buckets}, labels)
+		return f.NewHistogramVec(prometheus.HistogramOpts{Namespace: "kpng", Subsystem: "sink", Name: name, Help: help, Buckets: buckets}, labels)
 	}
 	gauge := func(name, help string) *prometheus.GaugeVec {
-		return prometheus.NewGaugeVec(prometheus.GaugeOpts(opts(name, help)), []string{"sink"})
+		return f.NewGaugeVec(prometheus.GaugeOpts(opts(name, help)), []string{"sink"})
 	}
 	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
-		return prometheus.NewCounterVec(prometheus.CounterOpts(opts(name, help)), labels)
+		return f.NewCounterVec(prometheus.CounterOpts(opts(name, help)), labels)
 	}
-	return sinkMetrics{
+	return &sinkMetrics{
 		duration:    histogram("sync_duration_seconds", "How long it took to deliver everything (full), or what changed (partial).", syncBuckets, "sink", "type"),
 		errors:      counter("sync_errors_total", "Syncs that were not acknowledged as a whole, by kind (all: nothing was; some: some services were not).", "sink", "kind"),
 		programming: histogram("network_programming_duration_seconds", "Time from the oldest endpoint change in a service to its being programmed.", programmingBuckets, "sink"),
 		lastQueued:  gauge("sync_last_queued_timestamp_seconds", "When a change was last seen waiting."),
 		lastSynced:  gauge("sync_last_timestamp_seconds", "When a sync was last acknowledged as a whole."),
-		changes:     counter("service_changes_total", "Services that the sink was told to set or delete.", "sink"),
-		pending:     gauge("service_changes_pending", "Services that wait to be told, or told again."),
+		changes:     counter("service_changes_total", "Services that were delivered to the sink.", "sink"),
+		pending:     gauge("service_changes_pending", "Services that wait to be delivered, or delivered again."),
 		failing:     gauge("services_failing", "Services whose last sync failed."),
 		verified:    counter("verify_total", "Verifications of the dataplane, by result (ok or error).", "sink", "result"),
 	}
 }
 
-func (m *sinkMetrics) collectors() []prometheus.Collector {
-	return []prometheus.Collector{m.duration, m.errors, m.programming, m.lastQueued, m.lastSynced, m.changes, m.pending, m.failing, m.verified}
-}
-
-// sinkSeries are the series of one sink.
+// sinkSeries are the metrics of one sink.
 type sinkSeries struct {
-	full, partial           prometheus.Observer
+	series
 	failedAll, failedSome   prometheus.Counter
-	programming             prometheus.Observer
-	lastQueued, lastSynced  prometheus.Gauge
-	changes                 prometheus.Counter
-	pending, failing        prometheus.Gauge
+	failing                 prometheus.Gauge
 	verifiedOK, verifiedBad prometheus.Counter
 }
 
 func (m *sinkMetrics) of(sink string) *sinkSeries {
 	return &sinkSeries{
-		full: m.duration.WithLabelValues(sink, "full"), partial: m.duration.WithLabelValues(sink, "partial"),
+		series: series{
+			full: m.duration.WithLabelValues(sink, "full"), partial: m.duration.WithLabelValues(sink, "partial"),
+			programming: m.programming.WithLabelValues(sink),
+			lastQueued:  m.lastQueued.WithLabelValues(sink), lastSynced: m.lastSynced.WithLabelValues(sink),
+			pending: m.pending.WithLabelValues(sink),
+			changes: m.changes.WithLabelValues(sink),
+		},
 		failedAll: m.errors.WithLabelValues(sink, "all"), failedSome: m.errors.WithLabelValues(sink, "some"),
-		programming: m.programming.WithLabelValues(sink),
-		lastQueued:  m.lastQueued.WithLabelValues(sink), lastSynced: m.lastSynced.WithLabelValues(sink),
-		changes: m.changes.WithLabelValues(sink),
-		pending: m.pending.WithLabelValues(sink), failing: m.failing.WithLabelValues(sink),
+		failing:    m.failing.WithLabelValues(sink),
 		verifiedOK: m.verified.WithLabelValues(sink, "ok"), verifiedBad: m.verified.WithLabelValues(sink, "error"),
 	}
 }
 
-func (s *sinkSeries) synced(r sink.SyncResult) {
-	switch {
-	case r.Passed:
-		s.full.Observe(r.PassDuration.Seconds())
-	case !r.InPass:
-		s.partial.Observe(r.Duration.Seconds())
-	}
-	s.changes.Add(float64(r.Services))
+// judged counts failures.
+func (s *sinkSeries) judged(r sink.SyncResult) {
 	s.failing.Set(float64(r.Failing))
-	switch {
-	case r.Err == nil:
-		s.lastSynced.SetToCurrentTime()
-	default:
-		if _, ok := sink.Acknowledged(r.Err); ok {
-			s.failedSome.Inc()
-		} else {
-			s.failedAll.Inc()
-		}
-	}
-}
-
-func (s *sinkSeries) verified(err error) {
-	if err != nil {
-		s.verifiedBad.Inc()
-	} else {
-		s.verifiedOK.Inc()
+	if _, some := sink.Acknowledged(r.Err); r.Err != nil && some {
+		s.failedSome.Inc()
+	} else if r.Err != nil {
+		s.failedAll.Inc()
 	}
 }

@@ -40,10 +40,10 @@ func TestWhatASinkDoesIsCounted(t *testing.T) {
 	observe(m.Sink("test"))
 
 	want := `
-# HELP kpng_sink_service_changes_pending Services that wait to be told, or told again.
+# HELP kpng_sink_service_changes_pending Services that wait to be delivered, or delivered again.
 # TYPE kpng_sink_service_changes_pending gauge
 kpng_sink_service_changes_pending{sink="test"} 3
-# HELP kpng_sink_service_changes_total Services that the sink was told to set or delete.
+# HELP kpng_sink_service_changes_total Services that were delivered to the sink.
 # TYPE kpng_sink_service_changes_total counter
 kpng_sink_service_changes_total{sink="test"} 11
 # HELP kpng_sink_services_failing Services whose last sync failed.

@@ -33,8 +33,10 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime/debug"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/health"
@@ -59,8 +61,9 @@ func Command(name string, s sink.Sink) *cobra.Command {
 	var source Source
 	cmd := source.Command(name, s)
 	cmd.Version = Version()
-	source.Register(cmd)
-	if cleaner, ok := s.(sink.Cleaner); ok {
+	p, ok := s.(PortsOnly)
+	source.Register(cmd, !ok || !p.PortsOnly())
+	if cleaner := sink.CleanerOf(s); cleaner != nil {
 		AddCleanup(cmd, cleaner)
 	}
 	RegisterLogging(cmd.Flags())
@@ -101,9 +104,6 @@ func (s *Source) Command(name string, to sink.Sink) *cobra.Command {
 			if err := configure(to); err != nil {
 				return err
 			}
-			if p, ok := to.(PortsOnly); ok && p.PortsOnly() && s.services.allPorts() {
-				return fmt.Errorf("--all-ports and --all-ports-annotation: %s does not proxy all-ports services", name)
-			}
 			return flags.run(cmd.Context(), name, s, &serving, to)
 		},
 	}
@@ -127,7 +127,7 @@ type Configurable interface {
 }
 
 // PortsOnly is implemented by a sink that may not proxy all-ports services. If it does
-// not, the flags that make such services are errors.
+// not, its command has no flags that make such services.
 type PortsOnly interface {
 	PortsOnly() bool
 }
@@ -144,14 +144,14 @@ func configure(s any) error {
 // name is that of the sink in logs and metrics; an s that is a
 // [prometheus.Collector] has its own metrics among them.
 func (f *sinkFlags) run(ctx context.Context, name string, source *Source, serving *Serving, s sink.Sink) error {
-	registry := NewRegistry()
+	registry := prometheus.NewRegistry()
 	collected, err := metrics.New(registry, metrics.Options{})
 	if err != nil {
 		return err
 	}
 	if c, ok := s.(prometheus.Collector); ok {
 		if err := registry.Register(c); err != nil {
-			return fmt.Errorf("registering the metrics of sink %s: %w", name, err)
+			return fmt.Errorf("register the metrics of sink %s: %w", name, err)
 		}
 	}
 	settings, err := f.get()
@@ -203,4 +203,55 @@ type proxy interface {
 	Health() health.Report
 	// NodeName is the name of the node that is proxied for.
 	NodeName() string
+}
+
+// sinkFlags are the settings of a sink's driver, and for which node it is.
+type sinkFlags struct {
+	node     given
+	interval time.Duration
+	once     bool
+
+	onceTimeout time.Duration
+}
+
+func (f *sinkFlags) register(fs *pflag.FlagSet) {
+	fs.Var(&f.node, "node-name", "serve the node of this `name`; without it, $NODE_NAME or the host's name in lower case")
+	fs.DurationVar(&f.interval, "min-sync-interval", 0, "the least time from the end of one sync to the start of the next")
+	fs.BoolVar(&f.once, "once", false, "end when everything has been programmed once")
+	fs.DurationVar(&f.onceTimeout, "once-timeout", time.Minute, "with --once: fail after this time without progress, and say which services are missing; 0 is never")
+}
+
+func (f *sinkFlags) get() (sink.Options, error) {
+	if f.interval < 0 {
+		return sink.Options{}, fmt.Errorf("--min-sync-interval is negative: %v", f.interval)
+	}
+	if f.onceTimeout < 0 {
+		return sink.Options{}, fmt.Errorf("--once-timeout is negative: %v", f.onceTimeout)
+	}
+	return sink.Options{MinInterval: f.interval, Once: f.once}, nil
+}
+
+// Version returns what the program was built from, in one line: version, revision, Go and
+// platform.
+func Version() string {
+	info, ok := debug.ReadBuildInfo()
+	if !ok {
+		return "unknown, built without build information"
+	}
+	return versionOf(info)
+}
+
+func versionOf(info *debug.BuildInfo) string {
+	settings := map[string]string{}
+	for _, s := range info.Settings {
+		settings[s.Key] = s.Value
+	}
+	revision := settings["vcs.revision"]
+	if revision == "" {
+		revision = "unknown"
+	}
+	if settings["vcs.modified"] == "true" {
+		revision += ", modified"
+	}
+	return fmt.Sprintf("%s (revision %s) %s %s/%s", info.Main.Version, revision, info.GoVersion, settings["GOOS"], settings["GOARCH"])
 }

@@ -4,6 +4,7 @@ package app
 
 import (
 	"context"
+	"flag"
 	"fmt"
 	"io"
 	"os"
@@ -11,11 +12,22 @@ import (
 	"syscall"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 	"k8s.io/klog/v2"
 )
 
+// RegisterLogging adds the flags -v and --vmodule of klog, --log-file, and on Windows
+// --windows-service. [Execute] obeys the last two.
+func RegisterLogging(fs *pflag.FlagSet) {
+	var logging flag.FlagSet
+	klog.InitFlags(&logging)
+	fs.AddGoFlag(logging.Lookup("v"))
+	fs.AddGoFlag(logging.Lookup("vmodule"))
+	new(hosting).register(fs)
+}
+
 // Execute runs cmd as the whole program, with the program's arguments, and exits.
-// It minds the flags of [RegisterLogging], and on Windows runs under the service
+// It obeys the flags of [RegisterLogging], and on Windows runs under the service
 // manager if that started the program.
 //
 // It enables client-go's streaming lists (KEP-3157), which are off by default before
@@ -32,7 +44,7 @@ func Execute(cmd *cobra.Command) {
 	}
 }
 
-// host runs cmd as its arguments say, and tells why it failed if it did.
+// host runs cmd as its arguments say, and prints or logs its error.
 func host(cmd *cobra.Command) error {
 	h := hostingOf(os.Args[1:])
 	service, err := h.service()
@@ -85,4 +97,42 @@ func untilSignal(cmd *cobra.Command) error {
 	defer stop()
 	context.AfterFunc(ctx, stop) // so that a second signal kills
 	return cmd.ExecuteContext(ctx)
+}
+
+// hosting says who runs the program and where it logs. Its flags are read before cobra
+// parses any: errors of the others have to be logged as well, and a service manager does
+// not wait long for its answer.
+type hosting struct {
+	logFile        given
+	windowsService bool
+}
+
+func (h *hosting) register(fs *pflag.FlagSet) {
+	fs.Var(&h.logFile, "log-file", "log to this `file` instead of standard error; from 100 MB on it starts anew, and the one before it has .old after its name")
+	registerService(fs, &h.windowsService)
+}
+
+// hostingOf reads these flags from the arguments of a program, and leaves errors to cobra.
+func hostingOf(args []string) *hosting {
+	var h hosting
+	fs := pflag.NewFlagSet("", pflag.ContinueOnError)
+	fs.ParseErrorsAllowlist.UnknownFlags = true
+	fs.Usage = func() {}
+	fs.SetOutput(io.Discard)
+	h.register(fs)
+	_ = fs.Parse(args)
+	return &h
+}
+
+// logTo makes klog write to w, a line at a time. Errors are on standard error as
+// well.
+func logTo(w io.Writer) {
+	var logging flag.FlagSet
+	klog.InitFlags(&logging)
+	// Without it a line is written once for each severity that it reaches.
+	if err := logging.Set("one_output", "true"); err != nil {
+		panic(err) // klog has no such flag
+	}
+	klog.LogToStderr(false)
+	klog.SetOutput(w)
 }

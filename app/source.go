@@ -5,6 +5,7 @@ package app
 import (
 	"context"
 	"errors"
+	"strings"
 
 	"github.com/kpng-project/kpng"
 	"github.com/kpng-project/kpng/cluster"
@@ -16,6 +17,8 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // Source is where services come from, as flags say it. The zero value is ready for
@@ -28,18 +31,21 @@ type Source struct {
 }
 
 // Register adds the flags of all kinds to cmd, of which the user gives those of
-// one; without any it is the API server at hand.
-func (s *Source) Register(cmd *cobra.Command) {
-	fs := cmd.Flags()
-	fs.Var(&s.kubeconfig, "kubeconfig", "watch the API server of this kubeconfig `file`; without it and --manifests, that of the pod or of $KUBECONFIG or ~/.kube/config")
-	s.manifestsFlag(fs)
-	s.services.register(fs)
-	s.api.register(fs)
-	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
-	// What to serve is the server's to say.
-	for _, other := range []string{"kubeconfig", "manifests", "service-proxy-name", "ignore-external-ips", "keep-labels", "keep-annotations", "all-ports", "all-ports-annotation"} {
-		cmd.MarkFlagsMutuallyExclusive("api", other)
+// one; without any it is the API server at hand. With allPorts it includes those of
+// RegisterAllPorts.
+func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
+	own := pflag.NewFlagSet("", pflag.ContinueOnError)
+	own.SortFlags = false
+	own.Var(&s.kubeconfig, "kubeconfig", "watch the API server of this kubeconfig `file`; without it and --manifests, that of the pod or of $KUBECONFIG or ~/.kube/config")
+	s.RegisterManifests(own)
+	if allPorts {
+		s.RegisterAllPorts(own)
 	}
+	cmd.Flags().AddFlagSet(own)
+	s.api.register(cmd.Flags())
+	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
+	// With --api, the server decides which services there are.
+	own.VisitAll(func(f *pflag.Flag) { cmd.MarkFlagsMutuallyExclusive("api", f.Name) })
 }
 
 // RegisterKube adds the flags of a source that is an API server.
@@ -51,12 +57,15 @@ func (s *Source) RegisterKube(fs *pflag.FlagSet) {
 // RegisterManifests adds the flags of a source that is manifests. The command has
 // to require the first of them, --manifests.
 func (s *Source) RegisterManifests(fs *pflag.FlagSet) {
-	s.manifestsFlag(fs)
+	fs.VarP(&s.manifests, "manifests", "i", "read services, endpoint slices and nodes from this `file or folder` of Kubernetes manifests, and follow it; - is standard input, read once")
 	s.services.register(fs)
 }
 
-func (s *Source) manifestsFlag(fs *pflag.FlagSet) {
-	fs.VarP(&s.manifests, "manifests", "i", "read services, endpoint slices and nodes from this `file or folder` of Kubernetes manifests, and follow it; - is standard input, read once")
+// RegisterAllPorts adds the flags that make all-ports services, for a command whose sink
+// proxies them. They are for API servers and manifests: another kpng decides itself.
+func (s *Source) RegisterAllPorts(fs *pflag.FlagSet) {
+	fs.StringVar(&s.services.allPortsAnnotation, "all-ports-annotation", "", "make an all-ports service of each that has this `annotation` with the value true")
+	fs.BoolVar(&s.services.allPorts, "all-ports", false, "make an all-ports service of each")
 }
 
 // RegisterAPI adds the flags of a source that is another kpng.
@@ -68,7 +77,7 @@ func (s *Source) Services() watcher.Options { return s.services.get() }
 
 // AllPortsAnnotation returns the name of the annotation that makes an all-ports
 // service, if there is one.
-func (s *Source) AllPortsAnnotation() string { return s.services.mapIP }
+func (s *Source) AllPortsAnnotation() string { return s.services.allPortsAnnotation }
 
 // Watch fills state with the whole cluster, all nodes included, and follows it
 // until ctx ends; then it returns nil. Another kpng has to serve its cluster for
@@ -98,6 +107,29 @@ func (s *Source) Load(ctx context.Context) (*cluster.Snapshot, error) {
 		return nil, context.Cause(ctx)
 	}
 	return state.Snapshot(), nil
+}
+
+// Find returns the object of a service, whether or not it is served, and nil if there is
+// none. It returns [errors.ErrUnsupported] for another kpng and for standard input.
+func (s *Source) Find(ctx context.Context, key types.NamespacedName) (found *corev1.Service, err error) {
+	switch {
+	case len(s.api.addresses) > 0 || s.manifests == file.Stdin:
+		return nil, errors.ErrUnsupported
+	case s.manifests != "":
+		look := watcher.Options{Skip: func(service *corev1.Service) bool {
+			if service.Namespace == key.Namespace && service.Name == key.Name {
+				found = service.DeepCopy()
+			}
+			return true
+		}}
+		err = file.Watch(ctx, cluster.New(cluster.Options{}), file.Options{Path: string(s.manifests), Once: true, Options: look})
+		return found, err
+	}
+	config, err := kube.LoadConfig(string(s.kubeconfig))
+	if err != nil {
+		return nil, err
+	}
+	return kube.GetService(ctx, config, key)
 }
 
 func (s *Source) watch(ctx context.Context, state *cluster.State, once bool) error {
@@ -136,3 +168,80 @@ func (s *Source) proxy(opts kpng.Options) (proxy, error) {
 	opts.Kubeconfig, opts.Manifests, opts.Services = string(s.kubeconfig), string(s.manifests), s.Services()
 	return kpng.New(opts)
 }
+
+// serviceFlags say which services to serve and what to keep of them.
+type serviceFlags struct {
+	options            watcher.Options
+	allPorts           bool
+	allPortsAnnotation string
+}
+
+func (f *serviceFlags) register(fs *pflag.FlagSet) {
+	fs.StringVar(&f.options.ServiceProxyName, "service-proxy-name", "", "serve the services whose label service.kubernetes.io/service-proxy-name is this `name`, headless ones included; without it, those that have no such label")
+	fs.BoolVar(&f.options.IgnoreExternalIPs, "ignore-external-ips", false, "serve no external IPs (spec.externalIPs), which whoever may create a service can choose at will")
+	fs.StringSliceVar(&f.options.KeepLabels, "keep-labels", nil, "hand on the service labels that match these `patterns`, such as app or example.com/*")
+	fs.StringSliceVar(&f.options.KeepAnnotations, "keep-annotations", nil, "hand on the service annotations that match these `patterns`, such as example.com/*")
+}
+
+// get returns what the flags say.
+func (f *serviceFlags) get() watcher.Options {
+	o := f.options
+	switch {
+	case f.allPorts:
+		o.AllPorts = func(*corev1.Service) bool { return true }
+	case f.allPortsAnnotation != "":
+		o.AllPorts = watcher.AllPortsAnnotated(f.allPortsAnnotation)
+	}
+	return o
+}
+
+// apiFlags say how to reach another kpng.
+type apiFlags struct {
+	addresses []string
+	tls       transport.TLS
+	insecure  bool
+}
+
+func (f *apiFlags) register(fs *pflag.FlagSet, addresses ...string) {
+	fs.StringSliceVar(&f.addresses, "api", addresses, "be served by the kpng at this `address`, tcp://host:port or unix:///path; of several, one after the other is tried")
+	fs.StringVar(&f.tls.CAFile, "api-tls-ca-file", "", "the `file` with the authorities that sign the certificate of the kpng at --api; for TLS, with the next two")
+	fs.StringVar(&f.tls.CertFile, "api-tls-cert-file", "", "the `file` with this client's certificate")
+	fs.StringVar(&f.tls.KeyFile, "api-tls-key-file", "", "the `file` with the certificate's key")
+	fs.StringVar(&f.tls.ServerName, "api-tls-server-name", "", "the `name` in the certificate of the kpng at --api; without it, the host of its address")
+	fs.BoolVar(&f.insecure, "api-insecure", false, "allow an --api of another machine without TLS")
+}
+
+// get returns what the flags say, and an error if there are some that mean
+// nothing without another one.
+func (f *apiFlags) get() (transport.DialOptions, error) {
+	if f.addresses != nil && len(f.addresses) == 0 { // nil is without the flag
+		return transport.DialOptions{}, errors.New("--api is given, but empty")
+	}
+	if len(f.addresses) == 0 && (f.tls != transport.TLS{} || f.insecure) {
+		return transport.DialOptions{}, errors.New("the flags --api-… are for --api, which is not given")
+	}
+	opts := transport.DialOptions{Addresses: f.addresses, Insecure: f.insecure}
+	if f.tls != (transport.TLS{}) {
+		opts.TLS = &f.tls
+	}
+	return opts, nil
+}
+
+// given is the value of a flag that must not be set to an empty text: a user who wrote
+// "$FILE" did not mean the default.
+type given string
+
+// Set implements pflag.Value.
+func (g *given) Set(s string) error {
+	if strings.TrimSpace(s) == "" {
+		return errors.New("it is given, but empty")
+	}
+	*g = given(s)
+	return nil
+}
+
+// String implements pflag.Value.
+func (g *given) String() string { return string(*g) }
+
+// Type implements pflag.Value.
+func (g *given) Type() string { return "string" }

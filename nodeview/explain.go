@@ -73,7 +73,7 @@ func Explain(s *api.ServiceState, node *api.Node) *Explanation {
 		e.Absent = "there is no such service"
 		if len(s.Slices) > 0 {
 			e.Service = s.Slices[0].ServiceKey()
-			e.Absent = "there is no such service, only slices that name it"
+			e.Absent = "no such service is served, though slices name it"
 		}
 		return e
 	case s.Service.Type == api.ExternalName:

@@ -10,6 +10,17 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
+// WriteViews writes what a node has to proxy, for scripts: each view on a line.
+func WriteViews(w io.Writer, views []*api.ServiceEndpoints) error {
+	out := json.NewEncoder(w)
+	for _, view := range views {
+		if err := out.Encode(view); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // WriteFrontends writes what a node has to program, for scripts: first the node on a
 // line, {} if it is nil, then all [Frontends] of the views, each on a line with the
 // Namespace and Name of its service. Sources are decided for the addresses of node:

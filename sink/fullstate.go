@@ -4,8 +4,6 @@ package sink
 
 import (
 	"context"
-	"encoding/json"
-	"io"
 	"iter"
 	"maps"
 	"slices"
@@ -126,19 +124,4 @@ func apply(state []*api.ServiceEndpoints, changes iter.Seq[Change]) []*api.Servi
 		}
 	}
 	return append(next, state...)
-}
-
-// JSON returns a sink that writes to w what its node has to proxy, one JSON
-// object a service and line: at the start and again, as a whole, whenever
-// something changes.
-func JSON(w io.Writer) Sink {
-	out := json.NewEncoder(w)
-	return FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
-		for _, service := range services {
-			if err := out.Encode(service); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
 }

@@ -91,3 +91,17 @@ func (f Forwarder) Verify(ctx context.Context) error {
 	}
 	return nil
 }
+
+// forwardsTo returns To, for [CleanerOf].
+func (f Forwarder) forwardsTo() any { return f.To }
+
+// CleanerOf returns s as a [Cleaner], nil if it leaves nothing behind. A sink that embeds
+// a [Forwarder] always has the method Cleanup: it is a Cleaner if what it forwards to is
+// one.
+func CleanerOf(s any) Cleaner {
+	if f, ok := s.(interface{ forwardsTo() any }); ok && CleanerOf(f.forwardsTo()) == nil {
+		return nil
+	}
+	c, _ := s.(Cleaner)
+	return c
+}

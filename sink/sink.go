@@ -64,7 +64,7 @@ type Drainer interface {
 // Cleaner is implemented by a sink that leaves something behind when it stops,
 // on purpose, so that traffic flows on while its program is replaced. Cleanup
 // removes all that sinks of this kind and name ever made, and nothing else. No
-// driver calls it: commands do.
+// driver calls it: commands do. [CleanerOf] says whether a sink is one.
 type Cleaner interface {
 	Cleanup(ctx context.Context) error
 }

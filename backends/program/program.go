@@ -15,6 +15,7 @@ package program
 import (
 	"context"
 	"net/netip"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
@@ -39,9 +40,9 @@ type Backend struct {
 	// machine.
 	Make func() (Parts, error)
 
-	sink.Forwarder // to parts.Sink
-	parts          Parts
-	unfollow       func()
+	parts    Parts
+	forward  sink.Forwarder // to parts.Sink
+	unfollow func()
 }
 
 // Parts are what runs of a backend.
@@ -77,7 +78,7 @@ func (b *Backend) Register(fs *pflag.FlagSet) {
 func (b *Backend) Configure() (err error) {
 	if b.parts.Sink == nil {
 		b.parts, err = b.Make()
-		b.Forwarder = sink.Forwarder{To: b.parts.Sink}
+		b.forward.To = b.parts.Sink
 	}
 	return err
 }
@@ -93,7 +94,7 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error { return b.pa
 
 // Start implements sink.Starter.
 func (b *Backend) Start(ctx context.Context) error {
-	if err := b.Forwarder.Start(ctx); err != nil {
+	if err := b.forward.Start(ctx); err != nil {
 		return err
 	}
 	b.unfollow = func() {}
@@ -106,8 +107,17 @@ func (b *Backend) Start(ctx context.Context) error {
 // Stop implements sink.Stopper.
 func (b *Backend) Stop(ctx context.Context) error {
 	b.unfollow()
-	return b.Forwarder.Stop(ctx)
+	return b.forward.Stop(ctx)
 }
+
+// StopTimeout implements sink.Drainer.
+func (b *Backend) StopTimeout() time.Duration { return b.forward.StopTimeout() }
+
+// Verify implements sink.Verifier.
+func (b *Backend) Verify(ctx context.Context) error { return b.forward.Verify(ctx) }
+
+// Cleanup implements sink.Cleaner. It does nothing if Parts.Sink is no sink.Cleaner.
+func (b *Backend) Cleanup(ctx context.Context) error { return b.forward.Cleanup(ctx) }
 
 // Beside implements app.Companion.
 func (b *Backend) Beside(healthy func() bool) []sink.Sink {

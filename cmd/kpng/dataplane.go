@@ -13,17 +13,18 @@ import (
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/backends/program"
 	"github.com/kpng-project/kpng/nodeview"
-	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 )
 
 // inspectorOf returns the backend of that name, which has to be an inspector.
-func inspectorOf(cmd *cobra.Command, name, instance string) (program.Inspector, error) {
-	var known []string
-	for _, b := range backends(cmd) {
-		fs := pflag.NewFlagSet(b.Name, pflag.ContinueOnError)
+func inspectorOf(name, instance string) (program.Inspector, error) {
+	for _, b := range platformBackends() {
+		if b.Name != name {
+			continue
+		}
+		fs := pflag.NewFlagSet(name, pflag.ContinueOnError)
 		b.Register(fs)
-		if b.Name == name && instance != "" {
+		if instance != "" {
 			if err := fs.Set("instance", instance); err != nil {
 				return nil, fmt.Errorf("--instance of the backend %s: %w", name, err)
 			}
@@ -31,19 +32,11 @@ func inspectorOf(cmd *cobra.Command, name, instance string) (program.Inspector, 
 		if err := b.Configure(); err != nil {
 			return nil, err
 		}
-		i, ok := b.Sink().(program.Inspector)
-		if !ok {
-			continue
-		}
-		if b.Name == name {
+		if i, ok := b.Sink().(program.Inspector); ok {
 			return i, nil
 		}
-		known = append(known, b.Name)
 	}
-	if len(known) == 0 {
-		return nil, fmt.Errorf("--dataplane %q: no backend on this platform tells what it has programmed", name)
-	}
-	return nil, fmt.Errorf("--dataplane %q is not a backend that tells what it has programmed: %s", name, strings.Join(known, ", "))
+	return nil, fmt.Errorf("--dataplane %q is not a backend of this platform that tells what it has programmed, as nftables does", name)
 }
 
 // inspect prints what the dataplane has for each of the explained frontends. asked

@@ -3,11 +3,13 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"slices"
 	"strings"
 
@@ -16,7 +18,9 @@ import (
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/watcher"
 	"github.com/spf13/cobra"
+	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/yaml"
 )
 
@@ -60,7 +64,7 @@ func explainCommand() *cobra.Command {
 			case dataplane != "" && output != "text":
 				return fmt.Errorf("--dataplane prints text, not --output %s", output)
 			case dataplane != "":
-				i, err := inspectorOf(cmd, dataplane, instance)
+				i, err := inspectorOf(dataplane, instance)
 				if err != nil {
 					return err
 				}
@@ -68,7 +72,7 @@ func explainCommand() *cobra.Command {
 					return inspect(cmd.Context(), cmd.OutOrStdout(), i, e, n, about.addr)
 				}
 			}
-			return explain(cmd.Context(), &source, node, about, print, look, cmd.ErrOrStderr())
+			return explain(cmd, &source, node, about, print, look)
 		},
 	}
 	fs := cmd.Flags()
@@ -77,7 +81,7 @@ func explainCommand() *cobra.Command {
 	fs.StringVarP(&output, "output", "o", "text", "print `text, json or yaml`; of JSON, one object a service and line")
 	fs.StringVar(&dataplane, "dataplane", "", "print what this `backend` has programmed on this machine, too, beside what it should have; it needs the backend's rights")
 	fs.StringVar(&instance, "instance", "", "the `name` of the backend's instance, if it has one")
-	source.Register(cmd)
+	source.Register(cmd, true)
 	completions := cobra.FixedCompletions([]string{"text", "json", "yaml"}, cobra.ShellCompDirectiveNoFileComp)
 	if err := cmd.RegisterFlagCompletionFunc("output", completions); err != nil {
 		panic(err) // there is no such flag
@@ -114,16 +118,16 @@ func printer(w io.Writer, output string) (func(*nodeview.Explanation) error, err
 
 // explain prints what the source says about a question, and what look finds to
 // each answer.
-func explain(ctx context.Context, source *app.Source, nodeName string, about question,
-	print func(*nodeview.Explanation) error, look func(*nodeview.Explanation, *api.Node) error, warnings io.Writer) error {
-	snapshot, err := source.Load(ctx)
+func explain(cmd *cobra.Command, source *app.Source, nodeName string, about question,
+	print func(*nodeview.Explanation) error, look func(*nodeview.Explanation, *api.Node) error) error {
+	snapshot, err := source.Load(cmd.Context())
 	if err != nil {
 		return err
 	}
 	node, known := snapshot.Nodes.Get(nodeName)
 	if !known {
 		node = &api.Node{Name: nodeName}
-		fmt.Fprintf(warnings, "Node %q not found; zone and addresses unknown, locality decided by node name.\n", nodeName)
+		cmd.PrintErrf("Node %q not found; zone and addresses unknown, locality decided by node name.\n", nodeName)
 	}
 	found := false
 	for e := range about.explanations(snapshot, node) {
@@ -132,17 +136,21 @@ func explain(ctx context.Context, source *app.Source, nodeName string, about que
 			return err
 		}
 	}
-	if !found && about != (question{}) {
+	switch {
+	case found || about == (question{}):
+		return nil
+	case about.service.Name != "":
+		return about.notServed(cmd.Context(), source)
+	default:
 		return about.notFound(snapshot, node)
 	}
-	return nil
 }
 
 // explanations yields the answers to a question, in order of services.
-func (q question) explanations(s *cluster.Snapshot, node *api.Node) func(func(*nodeview.Explanation) bool) {
+func (q question) explanations(s *cluster.Snapshot, node *api.Node) iter.Seq[*nodeview.Explanation] {
 	return func(yield func(*nodeview.Explanation) bool) {
 		if q.service.Name != "" {
-			if state, ok := s.States.Get(q.service); ok {
+			if state, ok := s.States.Get(q.service); ok && state.Service != nil {
 				yield(nodeview.Explain(state, node))
 			}
 			return
@@ -170,11 +178,32 @@ func (q question) narrow(e *nodeview.Explanation, node *api.Node) bool {
 	return len(e.Frontends)+len(e.Unserved) > 0
 }
 
-// notFound says that there is no answer, and what there is instead.
-func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
-	if q.service.Name != "" {
+// notServed says why the service of the question is not served, as far as the source knows.
+func (q question) notServed(ctx context.Context, source *app.Source) error {
+	service, err := source.Find(ctx, q.service)
+	switch {
+	case errors.Is(err, errors.ErrUnsupported):
 		return fmt.Errorf("there is no service %s among those that are served", q.service)
+	case err != nil:
+		return fmt.Errorf("there is no service %s among those that are served; look for it among the others: %w", q.service, err)
+	case service == nil:
+		return fmt.Errorf("there is no service %s", q.service)
 	}
+	name, labelled := service.Labels[watcher.LabelServiceProxyName]
+	why := "it is not served; it may be new"
+	switch wanted := source.Services().ServiceProxyName; {
+	case labelled && name != wanted:
+		why = fmt.Sprintf("its label %s is %s", watcher.LabelServiceProxyName, cmp.Or(name, "empty"))
+	case !labelled && wanted != "":
+		why = fmt.Sprintf("it has no label %s, and --service-proxy-name is %s", watcher.LabelServiceProxyName, wanted)
+	case wanted == "" && service.Spec.ClusterIP == corev1.ClusterIPNone:
+		why = "it is headless (clusterIP: None), and such services are served only with --service-proxy-name"
+	}
+	return fmt.Errorf("service %s exists, but %s", q.service, why)
+}
+
+// notFound says that nothing is served at the address of the question, and what is instead.
+func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 	if about := q.nodePorts(s, node); len(node.Addresses) == 0 && len(about) > 0 {
 		return fmt.Errorf("no service is served at %s; addresses of node %s are unknown, and %s", q.text(), node.Name, strings.Join(about, ", "))
 	}

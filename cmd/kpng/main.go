@@ -23,7 +23,7 @@ func main() { app.Execute(newRoot()) }
 
 func newRoot() *cobra.Command {
 	root := group("kpng", "Bring what a cluster says about its services to whom it concerns",
-		kubeSource(), fileSource(), apiSource(), explainCommand(), cleanupCommand(), versionCommand())
+		kubeSource(), fileSource(), apiSource(), explainCommand(), cleanupCommand())
 	root.Version = app.Version()
 	root.SilenceErrors = true
 	root.SilenceUsage = true
@@ -58,14 +58,14 @@ func group(name, short string, commands ...*cobra.Command) *cobra.Command {
 
 func kubeSource() *cobra.Command {
 	var s app.Source
-	cmd := group("kube", "Watch a Kubernetes API server", toAPI(&s), toLocal(&s), toFile(&s))
+	cmd := group("kube", "Watch a Kubernetes API server", targets(&s, true)...)
 	s.RegisterKube(cmd.PersistentFlags())
 	return cmd
 }
 
 func fileSource() *cobra.Command {
 	var s app.Source
-	cmd := group("file", "Read Kubernetes manifests and follow them", toAPI(&s), toLocal(&s), toFile(&s))
+	cmd := group("file", "Read Kubernetes manifests and follow them", targets(&s, true)...)
 	s.RegisterManifests(cmd.PersistentFlags())
 	if err := cmd.MarkPersistentFlagRequired("manifests"); err != nil {
 		panic(err) // there is no such flag
@@ -75,7 +75,13 @@ func fileSource() *cobra.Command {
 
 func apiSource() *cobra.Command {
 	var s app.Source
-	cmd := group("api", "Be served by another kpng", toAPI(&s), toLocal(&s), toFileFromAPI(&s))
+	cmd := group("api", "Be served by another kpng", targets(&s, false)...)
 	s.RegisterAPI(cmd.PersistentFlags())
 	return cmd
+}
+
+// targets returns what can be done with a source. Unless it is another kpng, the user
+// selects which services there are, and which of them are all-ports services.
+func targets(s *app.Source, selects bool) []*cobra.Command {
+	return []*cobra.Command{toAPI(s, selects), toLocal(s, selects), toFile(s, selects)}
 }

@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -76,12 +77,18 @@ func eventually(t *testing.T, what string, try func() bool) {
 	}
 }
 
+// to returns the arguments for a source with its flags and a target with its own. All
+// flags come after the target, as some flags about the source are the target's.
+func to(source []string, target ...string) []string {
+	return slices.Concat(source[:1], target, source[1:])
+}
+
 // serve starts kpng with to-api on a unix socket, and returns its address when it
 // is listened on.
 func serve(t *testing.T, source ...string) (address string) {
 	t.Helper()
 	address = newSocket(t)
-	start(t, append(source, "to-api", "--listen", address)...)
+	start(t, to(source, "to-api", "--listen", address)...)
 	eventually(t, "somebody listens on "+address, func() bool {
 		_, err := os.Stat(strings.TrimPrefix(address, "unix://"))
 		return err == nil

@@ -23,7 +23,7 @@ import (
 )
 
 // toAPI serves the state of the source over gRPC.
-func toAPI(source *app.Source) *cobra.Command {
+func toAPI(source *app.Source, selects bool) *cobra.Command {
 	var (
 		f       serverFlags
 		serving app.Serving
@@ -43,6 +43,9 @@ func toAPI(source *app.Source) *cobra.Command {
 	cmd.Flags().SortFlags = false
 	f.register(cmd.Flags())
 	serving.Register(cmd.Flags())
+	if selects {
+		source.RegisterAllPorts(cmd.Flags())
+	}
 	return cmd
 }
 
@@ -151,9 +154,7 @@ func (f *serverFlags) check() error {
 
 // run serves what source says until ctx ends.
 func (s *apiServer) run(ctx context.Context, source *app.Source, serving *app.Serving) error {
-	registry := app.NewRegistry()
-	registry.MustRegister(collector.New(s.server))
-	return serving.Run(ctx, s.health, registry, func(ctx context.Context) error {
+	return serving.Run(ctx, s.health, collector.New(s.server), func(ctx context.Context) error {
 		listeners, err := s.listen()
 		if err != nil {
 			return err

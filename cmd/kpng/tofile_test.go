@@ -30,7 +30,7 @@ func TestWhatIsWrittenToAFileIsReadBack(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			fromFile := append([]string{"file", "-i", demo}, test.write...)
 			toJSON := []string{"to-local", "json", "--node-name=vm-002", "--once"}
-			want := mustExecute(t, append(fromFile, toJSON...)...)
+			want := mustExecute(t, to(fromFile, toJSON...)...)
 			served := serve(t, fromFile...)
 			for name, source := range map[string][]string{
 				"file.yaml": fromFile,
@@ -42,8 +42,8 @@ func TestWhatIsWrittenToAFileIsReadBack(t *testing.T) {
 				if source[0] == "api" && strings.Contains(strings.Join(test.write, ""), "proxy-name") {
 					marks = test.write
 				}
-				mustExecute(t, append(append(source, "to-file", path, "--once"), marks...)...)
-				if got := mustExecute(t, append(append([]string{"file", "-i", path}, test.print...), toJSON...)...); got != want {
+				mustExecute(t, append(to(source, "to-file", path, "--once"), marks...)...)
+				if got := mustExecute(t, to(append([]string{"file", "-i", path}, test.print...), toJSON...)...); got != want {
 					t.Errorf("%s: read\n%s\nwant\n%s", name, got, want)
 				}
 			}

@@ -3,27 +3,31 @@
 package main
 
 import (
+	"context"
+
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/app"
 	"github.com/kpng-project/kpng/backends/program"
+	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/spf13/cobra"
 )
 
-// backends returns the backends that this program can run. The JSON backend prints to
-// the output of cmd.
-func backends(cmd *cobra.Command) []*program.Backend {
-	return append([]*program.Backend{{
-		Name: "json", Short: "Print what the node has to proxy, one JSON object a service",
-		Make: func() (program.Parts, error) { return program.Parts{Sink: sink.JSON(cmd.OutOrStdout())}, nil },
-	}}, platformBackends()...)
-}
-
 // toLocal runs a backend in this process, for this node.
-func toLocal(source *app.Source) *cobra.Command {
+func toLocal(source *app.Source, selects bool) *cobra.Command {
 	cmd := group("to-local", "Run a backend for this node in this process")
-	for _, b := range backends(cmd) {
+	json := &program.Backend{Name: "json", Short: "Print what the node has to proxy, one JSON object a service"}
+	json.Make = func() (program.Parts, error) {
+		return program.Parts{Sink: sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+			return nodeview.WriteViews(cmd.OutOrStdout(), services)
+		})}, nil
+	}
+	for _, b := range append([]*program.Backend{json}, platformBackends()...) {
 		run := source.Command(b.Name, b)
 		run.Short, run.Long = b.Short, b.Long
+		if selects && !b.OnlyPorts {
+			source.RegisterAllPorts(run.Flags())
+		}
 		cmd.AddCommand(run)
 	}
 	return cmd
@@ -32,7 +36,7 @@ func toLocal(source *app.Source) *cobra.Command {
 // cleanupCommand removes what backends have left behind on purpose.
 func cleanupCommand() *cobra.Command {
 	cmd := group("cleanup", "Remove all that a backend has ever programmed on this machine")
-	for _, b := range backends(cmd) {
+	for _, b := range platformBackends() {
 		cmd.AddCommand(cleanup(b))
 	}
 	return cmd
@@ -45,10 +49,6 @@ func cleanup(b *program.Backend) *cobra.Command {
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
 		if err := b.Configure(); err != nil {
 			return err
-		}
-		if _, leavesSomething := b.Sink().(sink.Cleaner); !leavesSomething {
-			cmd.PrintErrf("the backend %s leaves nothing behind\n", b.Name)
-			return nil
 		}
 		return b.Cleanup(cmd.Context())
 	}

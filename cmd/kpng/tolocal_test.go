@@ -56,15 +56,21 @@ func TestABackendCleansUpWhatItsFlagsSay(t *testing.T) {
 	}
 }
 
-func TestABackendThatLeavesNothingBehindHasNothingToCleanUp(t *testing.T) {
-	mustExecute(t, "cleanup", "json")
-}
-
-func TestAllPortsNeedsABackendThatProxiesThem(t *testing.T) {
-	for _, flag := range []string{"--all-ports", "--all-ports-annotation=example.com/all"} {
-		_, err := execute(t.Context(), "file", "-i", explained, flag, "to-local", "userspace", "--once")
-		if err == nil || !strings.Contains(err.Error(), "--all-ports") {
-			t.Errorf("%s: error %v", flag, err)
+func TestAllPortsIsAFlagOfWhatProxiesThem(t *testing.T) {
+	has := map[string]bool{
+		"file to-api": true, "file to-local json": true, "file to-file": true, "kube to-local json": true, "explain": true,
+		"file to-local userspace": false, "api to-api": false, "api to-local json": false,
+	}
+	for command, want := range has {
+		help := mustExecute(t, append(strings.Fields(command), "--help")...)
+		for _, flag := range []string{"--all-ports ", "--all-ports-annotation "} {
+			if strings.Contains(help, flag) != want {
+				t.Errorf("kpng %s has the flag %s: %t, want %t", command, flag, !want, want)
+			}
 		}
+	}
+	_, err := execute(t.Context(), "file", "-i", explained, "to-local", "userspace", "--all-ports", "--once")
+	if err == nil || !strings.Contains(err.Error(), "--all-ports") {
+		t.Errorf("userspace with --all-ports: error %v", err)
 	}
 }

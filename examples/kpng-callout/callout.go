@@ -13,7 +13,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/kpng-project/kpng/api"
 	"k8s.io/klog/v2"
 )
 
@@ -23,10 +22,9 @@ type callout struct {
 	timeout time.Duration
 	stdout  *os.File
 
-	// frontends is whether its standard input has frontends of node, in place of
-	// services.
+	// frontends is whether its standard input has the node and its frontends, in place
+	// of services.
 	frontends bool
-	node      *api.Node
 }
 
 // gracePeriod is how long what is left of a callout may hold its standard input

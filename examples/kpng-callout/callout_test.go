@@ -169,6 +169,16 @@ func TestTheCommandRunsNothingWithoutACallout(t *testing.T) {
 	}
 }
 
+func TestTheCommandEndsIfThereIsNoSuchProgram(t *testing.T) {
+	for _, callout := range []string{"/does/not/exist -x", "no-such-program"} {
+		out, err := command(t, callout).CombinedOutput()
+		program, _, _ := strings.Cut(callout, " ")
+		if err == nil || !strings.Contains(string(out), "CALLOUT") || !strings.Contains(string(out), program) {
+			t.Errorf("CALLOUT=%q: output %q, error %v", callout, out, err)
+		}
+	}
+}
+
 func TestTheCommandRunsNothingThatHasNoTime(t *testing.T) {
 	out, err := command(t, "true", "--callout-timeout=0").CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "--callout-timeout is not greater than zero") {

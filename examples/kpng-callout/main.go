@@ -13,9 +13,9 @@ package main
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"fmt"
 	"os"
+	"os/exec"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -27,11 +27,7 @@ import (
 
 func main() {
 	callout := callout{stdout: os.Stdout}
-	all := sink.FullState(callout.sync)
-	cmd := app.Command("kpng-callout", sink.Func(func(ctx context.Context, c *sink.Changes) error {
-		callout.node = c.Node
-		return all.Sync(ctx, c)
-	}))
+	cmd := app.Command("kpng-callout", sink.FullStateOf(&callout))
 	cmd.Long = "kpng-callout runs the program $CALLOUT with all that this node has to proxy on standard input, one JSON object a service: never a part of it, and for the first time when every service is known."
 	cmd.Flags().DurationVar(&callout.timeout, "callout-timeout", time.Minute, "kill $CALLOUT and what it started, and count it as failed, when it runs for longer")
 	cmd.Flags().BoolVar(&callout.frontends, "frontends", false, "give the node on a line, then each frontend with everything decided, instead of services")
@@ -39,25 +35,28 @@ func main() {
 		if callout.timeout <= 0 {
 			return fmt.Errorf("--callout-timeout is not greater than zero: %v", callout.timeout)
 		}
-		callout.args, err = split(os.Getenv("CALLOUT"))
-		return err
+		if callout.args, err = split(os.Getenv("CALLOUT")); err != nil {
+			return err
+		}
+		if _, err := exec.LookPath(callout.args[0]); err != nil {
+			return fmt.Errorf("the environment variable CALLOUT names a program that cannot be run: %w", err)
+		}
+		return nil
 	}
 	app.Execute(cmd)
 }
 
-func (c *callout) sync(ctx context.Context, services []*api.ServiceEndpoints) error {
+// SyncState implements sink.StateSink.
+func (c *callout) SyncState(ctx context.Context, node *api.Node, services []*api.ServiceEndpoints) error {
 	var stdin bytes.Buffer
+	var err error
 	if c.frontends {
-		if err := nodeview.WriteFrontends(&stdin, c.node, services); err != nil {
-			return err
-		}
-		return c.run(ctx, &stdin)
+		err = nodeview.WriteFrontends(&stdin, node, services)
+	} else {
+		err = nodeview.WriteViews(&stdin, services)
 	}
-	encoder := json.NewEncoder(&stdin)
-	for _, service := range services {
-		if err := encoder.Encode(service); err != nil {
-			return err
-		}
+	if err != nil {
+		return err
 	}
 	return c.run(ctx, &stdin)
 }

@@ -17,19 +17,18 @@ import (
 )
 
 func main() {
-	var node *api.Node
-	views := sink.JSON(os.Stdout)
-	decided := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
-		return nodeview.WriteFrontends(os.Stdout, node, services)
-	})
-	var frontends bool
-	cmd := app.Command("kpng-json", sink.Func(func(ctx context.Context, c *sink.Changes) error {
-		if !frontends {
-			return views.Sync(ctx, c)
-		}
-		node = c.Node
-		return decided.Sync(ctx, c)
-	}))
-	cmd.Flags().BoolVar(&frontends, "frontends", false, "print the node, then each frontend with everything decided, instead of services")
+	var p printer
+	cmd := app.Command("kpng-json", sink.FullStateOf(&p))
+	cmd.Flags().BoolVar(&p.frontends, "frontends", false, "print the node, then each frontend with everything decided, instead of services")
 	app.Execute(cmd)
+}
+
+type printer struct{ frontends bool }
+
+// SyncState implements sink.StateSink.
+func (p *printer) SyncState(_ context.Context, node *api.Node, services []*api.ServiceEndpoints) error {
+	if p.frontends {
+		return nodeview.WriteFrontends(os.Stdout, node, services)
+	}
+	return nodeview.WriteViews(os.Stdout, services)
 }

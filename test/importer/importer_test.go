@@ -80,6 +80,10 @@ func TestAnImporterLinksNothingUnwanted(t *testing.T) {
 	}{
 		{"facade", []string{".", "sink", "watcher/kube"}, "none"},
 		{"metrics", []string{"metrics"}, "github.com/prometheus"},
+		{"backends", []string{
+			"backends/nftables", "backends/userspace", "backends/windows/userspace", "backends/windows/kernelspace",
+			"backends/conntrack", "backends/healthcheck", "backends/nodeaddr",
+		}, "github.com/google/nftables"},
 	} {
 		importer := newImporter(t, program(c.packages...))
 		for _, goos := range []string{"linux", "windows", "darwin"} {

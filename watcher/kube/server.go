@@ -276,3 +276,19 @@ func (src *source) listWatch(r *reporter) *cache.ListWatch {
 		},
 	}
 }
+
+// GetService returns a Service as the API server has it, whoever serves it, and nil if
+// there is none.
+func GetService(ctx context.Context, config *rest.Config, key types.NamespacedName) (*corev1.Service, error) {
+	c, err := newClient(ctx, config)
+	if err != nil {
+		return nil, err
+	}
+	defer c.connections.CloseAll()
+	s := &corev1.Service{}
+	err = c.core.Get().Namespace(key.Namespace).Resource(services).Name(key.Name).Do(ctx).Into(s)
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
+	return s, err
+}

@@ -25,6 +25,8 @@ type references struct {
 	// left are the addresses that a process before this one made local, until it is known
 	// which of them are needed.
 	left []netip.Addr
+	// room has room for as many changes as there may be at once.
+	room chan struct{}
 	// changing are the addresses that are being added or removed; changed tells
 	// that one is not any more.
 	changing map[netip.Addr]struct{}
@@ -32,7 +34,10 @@ type references struct {
 }
 
 func newReferences(a Addresses) *references {
-	r := &references{addresses: a, count: map[netip.Addr]int{}, stuck: map[netip.Addr]struct{}{}, changing: map[netip.Addr]struct{}{}}
+	r := &references{
+		addresses: a, count: map[netip.Addr]int{}, stuck: map[netip.Addr]struct{}{},
+		changing: map[netip.Addr]struct{}{}, room: make(chan struct{}, 64),
+	}
 	r.changed.L = &r.mu
 	return r
 }
@@ -60,28 +65,32 @@ func (r *references) lock(addr netip.Addr) {
 	}
 }
 
-// adopt learns the addresses that a process before this one made local.
-func (r *references) adopt(ctx context.Context) (err error) {
+// adopt learns the addresses that a process before this one made local, which counts as
+// their user until they are abandoned.
+func (r *references) adopt(ctx context.Context) error {
 	if r.addresses == nil {
 		return nil
 	}
 	left, err := r.addresses.Left(ctx)
+	if err != nil {
+		return fmt.Errorf("list addresses left on this host: %w", err)
+	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	for _, addr := range left {
+		r.count[addr]++
+	}
 	r.left = left
-	return err
+	return nil
 }
 
-// abandon leaves the adopted addresses that nobody needs to sweep.
-func (r *references) abandon() {
+// abandon returns the adopted addresses, for the caller to release.
+func (r *references) abandon() []netip.Addr {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for _, addr := range r.left {
-		if r.count[addr] == 0 {
-			r.stuck[addr] = struct{}{}
-		}
-	}
+	left := r.left
 	r.left = nil
+	return left
 }
 
 // counts reports whether the users of addr are counted, as it is made local for them.
@@ -107,14 +116,18 @@ func (r *references) acquire(ctx context.Context, addr netip.Addr) error {
 	return nil
 }
 
-// share adds a user of an address that is local for another one already.
-func (r *references) share(addr netip.Addr) {
+// share adds a user of an address that is local already. It returns false if addr is not.
+func (r *references) share(addr netip.Addr) bool {
 	if !r.counts(addr) {
-		return
+		return true
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if r.count[addr] == 0 {
+		return false
+	}
 	r.count[addr]++
+	return true
 }
 
 // release takes one user of addr away, and with the last one the address. If that
@@ -138,7 +151,7 @@ func (r *references) sweep(ctx context.Context) error {
 	r.mu.Lock()
 	stuck := slices.Collect(maps.Keys(r.stuck))
 	r.mu.Unlock()
-	return atOnce(stuck, func(addr netip.Addr) error {
+	return r.errorsOf(stuck, func(addr netip.Addr) error {
 		r.lock(addr)
 		defer r.mu.Unlock()
 		if _, still := r.stuck[addr]; !still {
@@ -154,7 +167,7 @@ func (r *references) restore(ctx context.Context) error {
 	r.mu.Lock()
 	needed := slices.Collect(maps.Keys(r.count))
 	r.mu.Unlock()
-	return atOnce(needed, func(addr netip.Addr) error {
+	return r.errorsOf(needed, func(addr netip.Addr) error {
 		if ctx.Err() != nil {
 			return nil
 		}
@@ -187,19 +200,31 @@ func (r *references) has(addr netip.Addr) bool {
 	return r.count[addr] > 0
 }
 
-// atOnce calls f with each item, with up to 64 at the same time, and returns the
-// errors joined.
-func atOnce[T any](items []T, f func(T) error) error {
-	errs := make([]error, len(items))
-	room := make(chan struct{}, 64)
+// inParallel calls f with each item, at most 64 at the same time for all callers, and
+// returns when all calls have returned.
+func inParallel[T any](room chan struct{}, items []T, f func(T)) {
 	var all sync.WaitGroup
-	for i, item := range items {
+	for _, item := range items {
 		room <- struct{}{}
 		all.Go(func() {
-			errs[i] = f(item)
+			f(item)
 			<-room
 		})
 	}
 	all.Wait()
+}
+
+// errorsOf calls f with each address, many at the same time, and returns the errors
+// joined.
+func (r *references) errorsOf(addrs []netip.Addr, f func(netip.Addr) error) error {
+	var mu sync.Mutex
+	var errs []error
+	inParallel(r.room, addrs, func(addr netip.Addr) {
+		if err := f(addr); err != nil {
+			mu.Lock()
+			defer mu.Unlock()
+			errs = append(errs, err)
+		}
+	})
 	return errors.Join(errs...)
 }

@@ -24,7 +24,8 @@ type fakeAddresses struct {
 	mu    sync.Mutex
 	there []netip.Addr
 	// left are there since a process before this one.
-	left []netip.Addr
+	left    []netip.Addr
+	leftErr error
 }
 
 func newFakeAddresses() *fakeAddresses {
@@ -50,7 +51,7 @@ func (f *fakeAddresses) Remove(_ context.Context, addr netip.Addr) error {
 	return nil
 }
 
-func (f *fakeAddresses) Left(context.Context) ([]netip.Addr, error) { return f.left, nil }
+func (f *fakeAddresses) Left(context.Context) ([]netip.Addr, error) { return f.left, f.leftErr }
 
 func (f *fakeAddresses) Cleanup(context.Context) error { return nil }
 
@@ -78,7 +79,8 @@ func gathering(calls int) func() error {
 func TestAddressesThatWereLeftBehindAreRemovedUnlessTheyAreNeeded(t *testing.T) {
 	f := newFakeAddresses()
 	needed, needless := netip.MustParseAddr("192.0.2.0"), netip.MustParseAddr("198.51.100.1")
-	f.left, f.there = []netip.Addr{needed, needless}, []netip.Addr{needless}
+	f.left, f.there = []netip.Addr{needed, needless}, []netip.Addr{needed, needless}
+	f.adding = func() error { return errors.New("added again") }
 	b, err := New(Options{Addresses: f, NodeAddresses: nodeaddr.Of()})
 	if err != nil {
 		t.Fatal(err)

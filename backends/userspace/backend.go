@@ -4,7 +4,6 @@ package userspace
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/netip"
 	"sync"
@@ -30,6 +29,7 @@ type Backend struct {
 	mu       sync.Mutex
 	services map[types.NamespacedName]*service
 
+	life      context.Context // of what the backend does by itself
 	stopTasks context.CancelFunc
 	tasks     sync.WaitGroup
 }
@@ -88,17 +88,15 @@ func (b *Backend) NodeAddresses() nodeaddr.Source { return b.node }
 func (b *Backend) Start(ctx context.Context) error {
 	b.log = klog.FromContext(ctx)
 	if err := b.local.adopt(ctx); err != nil {
-		// One address too many is no reason to serve none.
-		b.log.Error(err, "Addresses stay on this host until the next start or cleanup")
+		return err
 	}
-	tasks, stop := context.WithCancel(context.WithoutCancel(ctx))
-	b.stopTasks = stop
-	b.tasks.Go(func() { b.machine.Run(tasks) })
+	b.life, b.stopTasks = context.WithCancel(context.WithoutCancel(ctx))
+	b.tasks.Go(func() { b.machine.Run(b.life) })
 	if b.watcher != nil {
-		b.tasks.Go(func() { b.watcher.Run(tasks) })
+		b.tasks.Go(func() { b.watcher.Run(b.life) })
 	}
-	b.tasks.Go(func() { b.followNode(tasks) })
-	b.tasks.Go(func() { b.sweep(tasks) })
+	b.tasks.Go(func() { b.followNode(b.life) })
+	b.tasks.Go(func() { b.sweep(b.life) })
 	return nil
 }
 
@@ -123,21 +121,39 @@ type update struct {
 	*service
 	view *api.ServiceEndpoints // nil if it goes
 	*plan
+	err error // why not all of plan is served, guarded by Backend.mu
 }
 
-// Sync implements sink.Sink.
+// Sync implements sink.Sink. A service that waits for an address fails if no other address
+// comes or goes for a while. It is served there as soon as the address comes, and comes again.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
+	nodeaddr.SetNode(b.node, c.Node)
+	b.mu.Lock()
+	updates := b.updates(c)
+	changes := b.bringAbout(ctx, updates)
+	if c.Last && ctx.Err() == nil {
+		changes = append(changes, b.abandon()...)
+	}
+	b.mu.Unlock()
+	b.await(ctx, b.life, changes)
+
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	nodeaddr.SetNode(b.node, c.Node)
-	node, _ := b.node.Addresses()
+	for _, u := range updates {
+		u.service.failed = u.err != nil
+	}
+	return failures(ctx, updates)
+}
 
+// updates returns what becomes of the services of c, and with c.Last of those that were not
+// delivered in the pass.
+func (b *Backend) updates(c *sink.Changes) (updates []*update) {
+	node, _ := b.node.Addresses()
 	if c.First {
 		for _, s := range b.services {
 			s.stale = true
 		}
 	}
-	var updates []update
 	for change := range c.Services {
 		s := b.services[change.Key]
 		if s == nil {
@@ -147,44 +163,45 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 			s = newService(&b.engine, change.Key)
 		}
 		s.stale = false
-		updates = append(updates, update{s, change.New, s.planFor(change.New, node)})
+		updates = append(updates, &update{service: s, view: change.New, plan: s.planFor(change.New, node)})
 	}
 	if c.Last {
 		for _, s := range b.services {
 			if s.stale {
-				updates = append(updates, update{s, nil, s.planFor(nil, node)})
+				updates = append(updates, &update{service: s, plan: s.planFor(nil, node)})
 			}
 		}
 	}
-	err := b.bringAbout(ctx, updates)
-	failed, acknowledged := sink.Acknowledged(err)
-	if acknowledged && c.Last {
-		b.local.abandon()
-		b.sweepAddresses(ctx)
+	return updates
+}
+
+// failures returns the errors of updates.
+func failures(ctx context.Context, updates []*update) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
 	}
+	var failed sink.Failed
 	for _, u := range updates {
-		_, u.service.failed = failed[u.key]
+		failed.Add(u.key, u.err)
 	}
-	return err
+	return failed.Err()
 }
 
 // bringAbout closes what is not needed any more, for all services, before it
-// opens what is new, so that services can exchange places.
-func (b *Backend) bringAbout(ctx context.Context, updates []update) error {
+// opens what is new, so that services can exchange places. It returns the changes of
+// addresses that are left to await.
+func (b *Backend) bringAbout(ctx context.Context, updates []*update) (changes []*change) {
 	for _, u := range updates {
 		u.withdraw(u.plan)
 		b.services[u.key] = u.service
 	}
-	lacking := b.makeLocal(ctx, updates)
-	var failed sink.Failed
-	var needless []netip.Addr
-	defer func() { b.forgo(ctx, needless...) }()
 	for _, u := range updates {
 		if ctx.Err() != nil {
-			return context.Cause(ctx)
+			break
 		}
-		failed.Add(u.key, errors.Join(lacking[u.key], u.apply(ctx, u.plan)))
-		needless = append(needless, u.forget(u.plan)...)
+		changes = append(changes, u.lacking()...)
+		u.err = u.apply(ctx, u.plan)
+		changes = append(changes, u.forget(u.plan)...)
 		if u.view == nil {
 			delete(b.services, u.key)
 			continue
@@ -194,38 +211,16 @@ func (b *Backend) bringAbout(ctx context.Context, updates []update) error {
 			u.service.view = u.view
 		}
 	}
-	return failed.Err()
+	return changes
 }
 
-// makeLocal makes the addresses local that services are going to have, all at
-// once. It returns why services lack one.
-func (b *Backend) makeLocal(ctx context.Context, updates []update) map[types.NamespacedName]error {
-	type need struct {
-		*service
-		addr netip.Addr
-		err  error
+// abandon returns the removal of the addresses of a process before this one. Those that
+// services need stay.
+func (b *Backend) abandon() (changes []*change) {
+	for _, addr := range b.local.abandon() {
+		changes = append(changes, &change{addr: addr})
 	}
-	var needs []*need
-	for _, u := range updates {
-		for _, addr := range u.plan.addresses {
-			if _, has := u.service.addresses[addr]; !has {
-				needs = append(needs, &need{service: u.service, addr: addr})
-			}
-		}
-	}
-	atOnce(needs, func(n *need) error {
-		n.err = b.local.acquire(ctx, n.addr)
-		return nil
-	})
-	lacking := map[types.NamespacedName]error{}
-	for _, n := range needs {
-		if n.err != nil {
-			lacking[n.key] = errors.Join(lacking[n.key], n.err)
-			continue
-		}
-		n.service.addresses[n.addr] = struct{}{}
-	}
-	return lacking
+	return changes
 }
 
 // followNode lets services follow the node's addresses until ctx ends.
@@ -251,14 +246,24 @@ func (b *Backend) followNode(ctx context.Context) {
 // them, but for those that failed: they come again.
 func (b *Backend) replan(ctx context.Context, node []netip.Addr) error {
 	b.mu.Lock()
-	defer b.mu.Unlock()
-	var updates []update
+	var updates []*update
 	for _, s := range b.services {
 		if s.view != nil && !s.failed {
-			updates = append(updates, update{s, s.view, s.planFor(s.view, node)})
+			updates = append(updates, &update{service: s, view: s.view, plan: s.planFor(s.view, node)})
 		}
 	}
-	return b.bringAbout(ctx, updates)
+	changes := b.bringAbout(ctx, updates)
+	b.mu.Unlock()
+	b.await(ctx, ctx, changes)
+
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, u := range updates {
+		if u.waiting != nil {
+			u.err = nil // a Sync under way awaits its address
+		}
+	}
+	return failures(ctx, updates)
 }
 
 // sweep ends, at intervals, what has been silent for too long.
@@ -276,13 +281,9 @@ func (b *Backend) sweep(ctx context.Context) {
 		for _, p := range b.served.list() {
 			p.affinity.expire(now)
 		}
-		b.sweepAddresses(ctx)
-	}
-}
-
-func (b *Backend) sweepAddresses(ctx context.Context) {
-	if err := b.local.sweep(ctx); err != nil && ctx.Err() == nil {
-		b.log.Error(err, "Addresses stay on this host for now")
+		if err := b.local.sweep(ctx); err != nil && ctx.Err() == nil {
+			b.log.Error(err, addressesStay)
+		}
 	}
 }
 
@@ -297,18 +298,18 @@ func (b *Backend) Stop(ctx context.Context) error {
 	b.stopTasks()
 	b.tasks.Wait()
 	b.mu.Lock()
-	defer b.mu.Unlock()
-	var updates []update
+	var updates []*update
 	for _, s := range b.services {
-		updates = append(updates, update{s, nil, s.planFor(nil, nil)})
+		updates = append(updates, &update{service: s, plan: s.planFor(nil, nil)})
 	}
 	stop := context.AfterFunc(ctx, func() { close(b.hurry) })
 	// Addresses go even if there is no time left for anything else.
 	last := context.WithoutCancel(ctx)
-	err := b.bringAbout(last, updates)
+	changes := append(b.bringAbout(last, updates), b.abandon()...)
+	b.mu.Unlock()
+	b.await(last, last, changes)
 	b.running.Wait()
 	stop()
 	b.pipes.close()
-	b.local.abandon()
-	return errors.Join(err, b.local.sweep(last))
+	return b.local.sweep(last)
 }

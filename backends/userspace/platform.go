@@ -26,9 +26,9 @@ type Addresses interface {
 	// called again if it fails.
 	Remove(ctx context.Context, addr netip.Addr) error
 	// Left returns the addresses that Add made local in a process before this one, which
-	// was killed, and that are local still. A Backend calls it when it starts. It removes
-	// those that no service needs when the first pass has ended, so that the others stay
-	// as they are.
+	// was killed, and that are local still. A Backend calls it when it starts, and does not
+	// start if it fails. It removes those that no service needs when the first pass has
+	// ended, and uses the others as they are.
 	Left(ctx context.Context) ([]netip.Addr, error)
 	// Cleanup removes all that Add ever did, in this process or in one before it
 	// that was killed, and nothing else.

@@ -28,8 +28,11 @@ type service struct {
 	// unsupported is what was logged of what cannot be served.
 	unsupported string
 	ports       map[portKey]*port
-	addresses   map[netip.Addr]struct{}
-	listeners   map[place]listener
+	// addresses are those of the service, each with why it is not local: nil if it is.
+	addresses map[netip.Addr]error
+	// waiting is what the service needs while an address is not local, else nil.
+	waiting   *plan
+	listeners map[place]listener
 	// lingering are closed listeners whose connections go on without a limit, as
 	// the service still has the frontend: it only has no endpoint, or had none.
 	lingering []lingerer
@@ -45,7 +48,7 @@ type lingerer struct {
 
 func newService(e *engine, key types.NamespacedName) *service {
 	return &service{
-		engine: e, key: key, ports: map[portKey]*port{}, addresses: map[netip.Addr]struct{}{}, listeners: map[place]listener{},
+		engine: e, key: key, ports: map[portKey]*port{}, addresses: map[netip.Addr]error{}, listeners: map[place]listener{},
 		account: &account{descriptors: e.descriptors}, warnOfLoop: &sync.Once{},
 	}
 }
@@ -97,10 +100,8 @@ func (s *service) retire(at place, l listener) {
 	if isDrained(l) {
 		return
 	}
-	_, holds := s.addresses[at.at.Addr()]
-	if holds {
-		s.local.share(at.at.Addr())
-	}
+	err, known := s.addresses[at.at.Addr()]
+	holds := known && err == nil && s.local.share(at.at.Addr())
 	s.running.Go(func() {
 		timeout := time.NewTimer(s.opts.DrainTimeout)
 		defer timeout.Stop()
@@ -132,11 +133,18 @@ func (s *service) apply(ctx context.Context, p *plan) error {
 		of.port.affinity.setTimeout(of.affinity)
 	}
 	for _, want := range p.places {
-		if err := s.open(ctx, want, p); err != nil {
+		if err := s.open(ctx, want); err != nil {
 			errs = append(errs, err)
 		}
 	}
 	s.settleUDP(p)
+	s.waiting = nil
+	for _, addr := range p.addresses {
+		if err := s.addresses[addr]; err != nil {
+			s.waiting = p
+			errs = append(errs, err)
+		}
+	}
 	return errors.Join(errs...)
 }
 
@@ -153,14 +161,12 @@ func (s *service) complainOf(unsupported error) {
 }
 
 // open makes somebody listen at a place, under the rules there.
-func (s *service) open(ctx context.Context, want placed, p *plan) error {
+func (s *service) open(ctx context.Context, want placed) error {
 	if l, ok := s.listeners[want.place]; ok {
 		return l.setRules(want.rules)
 	}
-	if addr := want.at.Addr(); slices.Contains(p.addresses, addr) {
-		if _, ok := s.addresses[addr]; !ok {
-			return nil // what failed is that the address is made local
-		}
+	if s.addresses[want.at.Addr()] != nil {
+		return nil // once the address is local
 	}
 	if other := s.held.of(want.place); other != nil {
 		if !other.stale && !other.failed {
@@ -169,7 +175,7 @@ func (s *service) open(ctx context.Context, want placed, p *plan) error {
 		// The other service is about to change or to be pruned. Until then it does not
 		// follow the node's addresses, as it would need the place again.
 		other.leave(want.place, other.listeners[want.place])
-		other.view = nil
+		other.view, other.waiting = nil, nil
 	}
 	l, err := s.listen(ctx, want.place, want.rules)
 	if err != nil {
@@ -194,27 +200,32 @@ func (s *service) settleUDP(p *plan) {
 	}
 }
 
-// forget lets go of the ports and addresses that p does not need. It returns these
-// addresses, for the caller to release.
-func (s *service) forget(p *plan) (needless []netip.Addr) {
+// forget lets go of the ports and addresses that p does not need. It returns the changes
+// that release these addresses. One that is still being made local is released after that.
+func (s *service) forget(p *plan) (changes []*change) {
 	for key, port := range s.ports {
 		if _, ok := p.ports[key]; !ok {
 			s.served.replace(port, nil)
 			delete(s.ports, key)
 		}
 	}
-	for addr := range s.addresses {
-		if !slices.Contains(p.addresses, addr) {
-			delete(s.addresses, addr)
-			needless = append(needless, addr)
+	for addr, err := range s.addresses {
+		if isComing(err) || slices.Contains(p.addresses, addr) {
+			continue
+		}
+		delete(s.addresses, addr)
+		if err == nil {
+			changes = append(changes, &change{addr: addr})
 		}
 	}
-	return needless
+	return changes
 }
 
-// forgo releases addresses. What fails is tried again later.
-func (e *engine) forgo(ctx context.Context, addrs ...netip.Addr) {
-	if err := atOnce(addrs, func(addr netip.Addr) error { return e.local.release(ctx, addr) }); err != nil {
-		e.log.Error(err, "Addresses stay on this host for now")
+// forgo releases an address. What fails is tried again later.
+func (e *engine) forgo(ctx context.Context, addr netip.Addr) {
+	if err := e.local.release(ctx, addr); err != nil {
+		e.log.Error(err, addressesStay)
 	}
 }
+
+const addressesStay = "Addresses stay on this host for now"

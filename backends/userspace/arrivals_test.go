@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package userspace
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+)
+
+// slowAddresses become local when a test says so.
+type slowAddresses struct {
+	*fakeAddresses
+	// results has what Add returns for an address, when it is sent or the channel closed.
+	// Others come immediately.
+	results map[netip.Addr]chan error
+}
+
+func (s *slowAddresses) Add(ctx context.Context, addr netip.Addr) error {
+	if result, slow := s.results[addr]; slow {
+		select {
+		case err := <-result:
+			if err != nil {
+				return err
+			}
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	}
+	return s.fakeAddresses.Add(ctx, addr)
+}
+
+func (s *slowAddresses) has(addr netip.Addr) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Contains(s.there, addr)
+}
+
+// slow returns addresses of which those in addrs are slow.
+func slow(addrs ...string) *slowAddresses {
+	s := &slowAddresses{newFakeAddresses(), map[netip.Addr]chan error{}}
+	for _, a := range addrs {
+		s.results[netip.MustParseAddr(a)] = make(chan error)
+	}
+	return s
+}
+
+// elsewhere listens at 127.x.y.z instead of 10.x.y.z.
+type elsewhere struct{ hostSockets }
+
+func (e elsewhere) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCPListener, error) {
+	b := at.Addr().As4()
+	if b[0] == 10 {
+		b[0] = 127
+	}
+	return e.hostSockets.ListenTCP(ctx, netip.AddrPortFrom(netip.AddrFrom4(b), at.Port()))
+}
+
+func TestServicesAreServedWhenTheirAddressComes(t *testing.T) {
+	a := slow("10.96.0.2", "10.96.0.3")
+	w := newWorld(t, Options{Addresses: a, Sockets: elsewhere{}})
+	port := freePort(t, "127.96.0.1")
+	server := namedServer(t, "a")
+	w.source.Set(serviceAt("first", "10.96.0.1", port, api.TCP).to(server).view(),
+		serviceAt("second", "10.96.0.2", port, api.TCP).to(server).view(),
+		serviceAt("third", "10.96.0.3", port, api.TCP).to(server).view())
+	served := func(addr string) {
+		t.Helper()
+		eventually(t, addr+" is served", func() bool { return !refused(t, addr, port) })
+	}
+	served("127.96.0.1")
+	close(a.results[netip.MustParseAddr("10.96.0.3")])
+	served("127.96.0.3")
+	if !refused(t, "127.96.0.2", port) {
+		t.Error("a service is served at an address that is not local")
+	}
+	close(a.results[netip.MustParseAddr("10.96.0.2")])
+	served("127.96.0.2")
+	w.applied()
+}
+
+func TestAnAddressThatDoesNotComeDelaysNoOtherChange(t *testing.T) {
+	a := slow("10.96.0.2")
+	node := nodeaddr.Of(netip.MustParseAddr("127.0.0.5"))
+	w := newWorld(t, Options{Addresses: a, Sockets: elsewhere{}, NodeAddresses: node})
+	port, nodePort := freePort(t, "127.96.0.1"), freePort(t, "127.0.0.5")
+	bad := serviceAt("bad", "10.96.0.2", port, api.TCP).to(namedServer(t, "bad")).change(func(s *api.Service) {
+		s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.3"))
+	}).view()
+	good := func(server string) *api.ServiceEndpoints {
+		return serviceAt("good", "10.96.0.1", port, api.TCP).to(namedServer(t, server)).change(func(s *api.Service) {
+			s.Type = api.NodePort
+			s.Ports[0].NodePort = nodePort
+		}).view()
+	}
+	for _, server := range []string{"a", "b", "c"} {
+		w.source.Set(good(server), bad)
+		eventually(t, "the other service gets another endpoint", func() bool {
+			return !refused(t, "127.96.0.1", port) && asked(t, "127.96.0.1", port) == server
+		})
+	}
+	eventually(t, "the service is served at its other address", func() bool { return !refused(t, "127.96.0.3", port) })
+	node.Set(netip.MustParseAddr("127.0.0.6"))
+	eventually(t, "the node port moves", func() bool {
+		return !refused(t, "127.0.0.6", nodePort) && refused(t, "127.0.0.5", nodePort)
+	})
+	if failing := w.driver.Status().Failing; len(failing) != 1 || failing[0].Key != key("bad") {
+		t.Errorf("failing are %v, want the service that waits for its address", failing)
+	}
+	a.results[netip.MustParseAddr("10.96.0.2")] <- errors.New("somebody else has it")
+	eventually(t, "the error says why the address does not come", func() bool {
+		failing := w.driver.Status().Failing
+		return len(failing) == 1 && strings.Contains(failing[0].Err.Error(), "somebody else has it")
+	})
+	close(a.results[netip.MustParseAddr("10.96.0.2")])
+	w.applied()
+	if got := asked(t, "127.96.0.2", port); got != "bad" {
+		t.Errorf("got to %s", got)
+	}
+}
+
+// TestAnAddressThatComesLate comes after Sync has given up.
+func TestAnAddressThatComesLate(t *testing.T) {
+	addr := netip.MustParseAddr("10.96.0.2")
+	for name, gone := range map[string]bool{"is used": false, "is removed if its service has gone": true} {
+		t.Run(name, func(t *testing.T) {
+			a := slow(addr.String())
+			b, err := New(Options{Addresses: a, Sockets: elsewhere{}, NodeAddresses: nodeaddr.Of()})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := b.Start(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			port := freePort(t, "127.96.0.2")
+			all := fullOf(serviceAt("late", addr.String(), port, api.TCP).to(namedServer(t, "late")).view())
+			if failed, _ := sink.Acknowledged(b.Sync(t.Context(), all)); failed[key("late")] == nil {
+				t.Error("a service whose address is not local is acknowledged")
+			}
+			if gone {
+				all = fullOf()
+				if err := b.Sync(t.Context(), all); err != nil {
+					t.Error(err)
+				}
+			}
+			close(a.results[addr])
+			if gone {
+				eventually(t, "the address has come and gone", func() bool { return b.local.idle() && !a.has(addr) })
+			} else {
+				eventually(t, "the service is served", func() bool { return !refused(t, "127.96.0.2", port) })
+			}
+			if err := b.Sync(t.Context(), all); err != nil {
+				t.Error(err)
+			}
+			if err := b.Stop(context.Background()); err != nil || a.has(addr) {
+				t.Errorf("at the end the address is local: %v, error %v", a.has(addr), err)
+			}
+		})
+	}
+}
+
+// idle reports whether nobody needs an address, or is about to.
+func (r *references) idle() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.count) == 0 && len(r.changing) == 0
+}
+
+func TestABackendThatCannotKnowItsAddressesDoesNotStart(t *testing.T) {
+	a := slow()
+	a.leftErr = errors.New("no permission")
+	b, err := New(Options{Addresses: a, NodeAddresses: nodeaddr.Of()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Start(t.Context()); !errors.Is(err, a.leftErr) {
+		t.Errorf("it starts with %v", err)
+	}
+}

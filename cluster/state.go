@@ -23,6 +23,8 @@ type State struct {
 	// follow: those at which anything of a service last changed.
 	states *diffstore.Store[types.NamespacedName, *api.ServiceState]
 	claims claims
+	// stale has an entry while the source says so: a store, so that it is a change like others.
+	stale *diffstore.Store[string, bool]
 
 	revisions *diffstore.Revisions
 	changed   chan struct{} // closed by the next change; nil while nobody waits
@@ -56,6 +58,7 @@ func New(opts Options) *State {
 	s.slices = newStore(s, opts, api.CompareKeys, (*api.EndpointSlice).Equal, s.sliceChanged)
 	s.nodes = newStore(s, opts, strings.Compare, (*api.Node).Equal, nil)
 	s.states = newStore(s, opts, api.CompareKeys, func(a, b *api.ServiceState) bool { return a == b }, nil)
+	s.stale = newStore(s, opts, strings.Compare, func(a, b bool) bool { return a == b }, nil)
 	return s
 }
 
@@ -142,12 +145,14 @@ func (s *State) Snapshot() *Snapshot {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.snapshot == nil {
+		_, stale := s.stale.Get("")
 		s.snapshot = &Snapshot{
 			Revision: s.revisions.Last(),
 			Services: s.services.Snapshot(),
 			Slices:   s.slices.Snapshot(),
 			Nodes:    s.nodes.Snapshot(),
 			States:   s.states.Snapshot(),
+			Stale:    stale,
 		}
 	}
 	return s.snapshot
@@ -253,6 +258,8 @@ type Snapshot struct {
 	// States joins the others: everything about one service in one value, with
 	// the revision at which anything of it last changed.
 	States *diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
+	// Stale says that the source has lost the cluster for long: see [Tx.SetStale].
+	Stale bool
 }
 
 // Tx is one commit. It is valid within Update only.
@@ -301,6 +308,16 @@ func (tx *Tx) DeleteNode(name string) {
 // ReplaceNodes sets all and deletes every other node.
 func (tx *Tx) ReplaceNodes(all iter.Seq[*api.Node]) {
 	tx.s.nodes.Replace(keyed(all, func(n *api.Node) string { return n.Name }))
+}
+
+// SetStale says whether the source has lost the cluster for so long that another process may
+// know more. The state is what it was then.
+func (tx *Tx) SetStale(stale bool) {
+	if stale {
+		tx.s.stale.Set("", true)
+	} else {
+		tx.s.stale.Delete("")
+	}
 }
 
 func keyed[K, V any](all iter.Seq[V], key func(V) K) iter.Seq2[K, V] {

@@ -270,3 +270,24 @@ func BenchmarkOneSliceChanges(b *testing.B) {
 		})
 	}
 }
+
+func TestAStaleStateIsAChange(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	state.SetSynced()
+	for _, stale := range []bool{true, false} {
+		before := state.Snapshot()
+		changed := state.Changed(before.Revision)
+		for range 2 { // the second time nothing changes
+			state.Update(func(tx *cluster.Tx) { tx.SetStale(stale) })
+		}
+		after := state.Snapshot()
+		if after.Stale != stale || before.Stale == stale || after.Revision != before.Revision+1 {
+			t.Errorf("stale %t at %d, then %t at %d", before.Stale, before.Revision, after.Stale, after.Revision)
+		}
+		select {
+		case <-changed:
+		default:
+			t.Error("readers are not woken")
+		}
+	}
+}

@@ -3,47 +3,57 @@
 package remote
 
 import (
-	"errors"
 	"fmt"
 	"iter"
+	"maps"
+	"slices"
 	"strings"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/api/localv1"
-	"github.com/kpng-project/kpng/diffstore"
 	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
 )
 
 // answer gathers operations up to a Sync. Nobody sees any of it before.
+//
+// Objects that cannot be read are logged and left out, and the rest counts: a service or node
+// stays as the client has it, and an endpoint stays unless the service is sent as a whole.
 type answer struct {
 	client *Client
-	synced bool
-	token  []byte
+	log    klog.Logger
+
+	synced, stale bool
+	token         []byte
 
 	reset bool
 	// services are those that operations named, nil if they are gone. After a
 	// reset they are all there are.
 	services map[types.NamespacedName]*draft
-	node     *api.Node
-	nodeGone bool
+	// node is the node if it is named, nil if it is gone.
+	node      *api.Node
+	nodeNamed bool
 }
 
-func newAnswer(c *Client) *answer {
-	return &answer{client: c, services: map[types.NamespacedName]*draft{}}
+func newAnswer(c *Client, log klog.Logger) *answer {
+	return &answer{client: c, log: log, services: map[types.NamespacedName]*draft{}}
 }
 
-// take applies one message. With the Sync the client has all of it.
-func (a *answer) take(item *localv1.OpItem) error {
-	for _, i := range item.GetBatch() {
+// take applies one message. What comes after the Sync is ignored.
+func (a *answer) take(item *localv1.OpItem) {
+	for _, i := range append(item.GetBatch(), item) {
 		if a.synced {
-			return errors.New("a batch goes on after its Sync")
+			return
 		}
 		if err := a.apply(i); err != nil {
-			return err
+			a.leftOut(err)
 		}
 	}
-	return a.apply(item)
+}
+
+func (a *answer) leftOut(err error) {
+	a.log.Error(err, "Left out an object of the server that cannot be read")
 }
 
 // apply applies one operation. What it does not know it skips: that is of a server
@@ -51,33 +61,46 @@ func (a *answer) take(item *localv1.OpItem) error {
 func (a *answer) apply(item *localv1.OpItem) error {
 	switch op := item.GetOp().(type) {
 	case *localv1.OpItem_Reset_:
-		*a = answer{client: a.client, services: map[types.NamespacedName]*draft{}, reset: true}
+		a.services = map[types.NamespacedName]*draft{}
+		a.reset, a.node, a.nodeNamed = true, nil, true
 	case *localv1.OpItem_Replace:
-		return a.replace(op.Replace)
+		a.replace(op.Replace)
 	case *localv1.OpItem_Set:
 		return a.set(op.Set)
 	case *localv1.OpItem_Delete:
 		return a.delete(op.Delete)
 	case *localv1.OpItem_Sync:
-		a.synced, a.token = true, item.GetResume()
-		return a.client.commit(a)
+		a.synced, a.token, a.stale = true, item.GetResume(), item.GetStale()
 	}
 	return nil
 }
 
-func (a *answer) replace(whole *localv1.WholeService) error {
-	service, err := whole.GetService().ToView()
-	if err != nil {
-		return err
+func (a *answer) replace(whole *localv1.WholeService) {
+	key, service := a.service(whole.GetService())
+	if service == nil {
+		return
 	}
-	list := make([]keyedEndpoint, len(whole.GetEndpoints()))
-	for i, e := range whole.GetEndpoints() {
-		if list[i], err = newKeyedEndpoint(e.GetKey(), e.GetEndpoint()); err != nil {
-			return fmt.Errorf("service %s: %w", service.Key(), err)
+	list := make([]keyedEndpoint, 0, len(whole.GetEndpoints()))
+	for _, m := range whole.GetEndpoints() {
+		if e, err := newKeyedEndpoint(m.GetKey(), m.GetEndpoint()); err != nil {
+			a.leftOut(fmt.Errorf("service %s: endpoint %s: %w", key, m.GetKey(), err))
+		} else {
+			list = append(list, e)
 		}
 	}
-	a.services[service.Key()] = &draft{entry: newEntry(service, list)}
-	return nil
+	a.services[key] = &draft{entry: newEntry(service, list)}
+}
+
+// service returns a service or, if it cannot be read, as the client has it; nil without either.
+func (a *answer) service(m *localv1.Service) (types.NamespacedName, *api.ServiceEndpoints) {
+	key := types.NamespacedName{Namespace: m.GetNamespace(), Name: m.GetName()}
+	service, err := m.ToView()
+	if err != nil {
+		a.leftOut(err)
+		e, _ := a.client.views.Get(key)
+		return key, e.viewOrNil()
+	}
+	return key, service
 }
 
 func (a *answer) set(value *localv1.Value) error {
@@ -88,11 +111,9 @@ func (a *answer) set(value *localv1.Value) error {
 		if err := proto.Unmarshal(value.GetBytes(), &m); err != nil {
 			return fmt.Errorf("service %s: %w", path, err)
 		}
-		service, err := m.ToView()
-		if err != nil {
-			return err
+		if key, service := a.service(&m); service != nil {
+			a.draft(key).service = service
 		}
-		a.draft(service.Key()).service = service
 	case localv1.Set_EndpointsSet:
 		service, key, err := splitPath(path)
 		if err != nil {
@@ -104,19 +125,18 @@ func (a *answer) set(value *localv1.Value) error {
 		}
 		e, err := newKeyedEndpoint(key, &m)
 		if err != nil {
-			return fmt.Errorf("service %s: %w", service, err)
+			return fmt.Errorf("endpoint %s: %w", path, err)
 		}
 		a.draft(service).endpoints[key] = e
 	case localv1.Set_NodesSet:
 		var m localv1.Node
-		if err := proto.Unmarshal(value.GetBytes(), &m); err != nil {
+		err := proto.Unmarshal(value.GetBytes(), &m)
+		if err == nil {
+			a.node, err = m.ToNode()
+		}
+		if a.nodeNamed = err == nil; err != nil {
 			return fmt.Errorf("node %s: %w", path, err)
 		}
-		node, err := m.ToNode()
-		if err != nil {
-			return err
-		}
-		a.node, a.nodeGone = node, false
 	}
 	return nil
 }
@@ -136,7 +156,7 @@ func (a *answer) delete(ref *localv1.Ref) error {
 		}
 		delete(a.draft(service).endpoints, key)
 	case localv1.Set_NodesSet:
-		a.node, a.nodeGone = nil, true
+		a.node, a.nodeNamed = nil, true
 	}
 	return nil
 }
@@ -164,40 +184,28 @@ func (a *answer) draft(key types.NamespacedName) *draft {
 	return d
 }
 
-// entries are an answer's services as the client will have them, nil for those that
-// are gone.
-type entries map[types.NamespacedName]*entry
-
-func (a *answer) entries() (entries, error) {
-	out := make(entries, len(a.services))
-	for key, d := range a.services {
-		e, err := d.close()
-		if err != nil {
-			return nil, fmt.Errorf("service %s: %w", key, err)
-		}
-		out[key] = e
+// close returns what a draft of the answer says, nil if there is no service.
+func (a *answer) close(key types.NamespacedName, d *draft) *entry {
+	switch {
+	case d == nil:
+		return nil
+	case d.endpoints == nil:
+		return d.entry
+	case d.service != nil:
+		return newEntry(d.service, slices.Collect(maps.Values(d.endpoints)))
+	case len(d.endpoints) > 0:
+		a.leftOut(fmt.Errorf("service %s: its endpoints came without it", key))
 	}
-	return out, nil
+	return nil
 }
 
-// all yields the services that are there.
-func (e entries) all() iter.Seq2[types.NamespacedName, *entry] {
+// all yields the services that there are after a reset.
+func (a *answer) all() iter.Seq2[types.NamespacedName, *entry] {
 	return func(yield func(types.NamespacedName, *entry) bool) {
-		for key, entry := range e {
-			if entry != nil && !yield(key, entry) {
+		for key, d := range a.services {
+			if e := a.close(key, d); e != nil && !yield(key, e) {
 				return
 			}
-		}
-	}
-}
-
-// write makes a store have what the entries say.
-func (e entries) write(s *diffstore.Store[types.NamespacedName, *entry]) {
-	for key, entry := range e {
-		if entry == nil {
-			s.Delete(key)
-		} else {
-			s.Set(key, entry)
 		}
 	}
 }

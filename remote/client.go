@@ -5,7 +5,6 @@ package remote
 import (
 	"context"
 	"iter"
-	"strings"
 	"sync"
 
 	"github.com/kpng-project/kpng/api"
@@ -32,22 +31,20 @@ type Client struct {
 	opts   ClientOptions
 	dialer *transport.Dialer
 
-	mu        sync.Mutex
-	revisions *diffstore.Revisions
-	views     *diffstore.Store[types.NamespacedName, *entry]
-	nodes     *diffstore.Store[string, *api.Node] // the own node, if it is known
-	state     *clientState                        // nil until the first Sync
-	changed   chan struct{}                       // closed by the next Sync that changes something
-	token     []byte                              // of the last Sync
+	mu      sync.Mutex
+	views   *diffstore.Store[types.NamespacedName, *entry]
+	state   *clientState  // nil until the first Sync
+	changed chan struct{} // closed by the next Sync that changes something
+	token   []byte        // of the last Sync; Run's alone
 
 	reader reader
 }
 
 // clientState is what the client has after a Sync.
 type clientState struct {
-	revision diffstore.Revision
+	revision uint64 // counts Syncs that changed something
 	views    *diffstore.Snapshot[types.NamespacedName, *entry]
-	node     *api.Node
+	node     *api.Node // nil if it is not known
 }
 
 // reader is the position of the reader.
@@ -66,13 +63,8 @@ func NewClient(opts ClientOptions) (*Client, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &Client{opts: opts, dialer: dialer, revisions: new(diffstore.Revisions), changed: make(chan struct{})}
-	c.views = diffstore.New(diffstore.Options[types.NamespacedName, *entry]{
-		Compare: api.CompareKeys, Equal: (*entry).equal, Revisions: c.revisions,
-	})
-	c.nodes = diffstore.New(diffstore.Options[string, *api.Node]{
-		Compare: strings.Compare, Equal: (*api.Node).Equal, Revisions: c.revisions,
-	})
+	c := &Client{opts: opts, dialer: dialer, changed: make(chan struct{})}
+	c.views = diffstore.New(diffstore.Options[types.NamespacedName, *entry]{Compare: api.CompareKeys, Equal: (*entry).equal})
 	c.reader.cursor = c.views.NewCursor()
 	return c, nil
 }
@@ -82,35 +74,35 @@ func NewClient(opts ClientOptions) (*Client, error) {
 func (c *Client) Run(ctx context.Context) error { return c.dialer.Stay(ctx, c.follow) }
 
 // follow follows the server at the other end of conn for as long as it goes.
-func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, good func()) error {
+func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stream, err := localv1.NewSetsClient(conn).Watch(ctx)
 	if err != nil {
 		return err
 	}
-	token := c.lastToken()
+	token := c.token
 	for {
 		if err := stream.Send(c.request(token)); err != nil {
 			_, err = stream.Recv() // which says why
 			return err
 		}
-		a := newAnswer(c)
+		a := newAnswer(c, klog.FromContext(ctx))
 		for !a.synced {
 			item, err := stream.Recv()
 			if err != nil {
 				return err
 			}
-			if err := a.take(item); err != nil {
-				c.forgetToken()
+			a.take(item)
+			if err := heard(a.synced, a.stale); err != nil {
 				return err
 			}
 		}
-		good()
-		if a.reset {
-			klog.FromContext(ctx).Info("The server told everything", "services", c.Services())
-		}
+		c.commit(a)
 		token = nil
+		if a.reset {
+			a.log.Info("The server sent everything", "services", c.Services())
+		}
 	}
 }
 
@@ -124,48 +116,36 @@ func (c *Client) request(token []byte) *localv1.WatchReq {
 	}
 }
 
-func (c *Client) lastToken() []byte {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.token
-}
-
-// forgetToken makes the next server start over.
-func (c *Client) forgetToken() {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.token = nil
-}
-
 // commit takes over what a complete answer says.
-func (c *Client) commit(a *answer) error {
+func (c *Client) commit(a *answer) {
+	c.token = a.token
+	if a.reset {
+		c.views.Replace(a.all())
+	} else {
+		for key, d := range a.services {
+			if e := a.close(key, d); e != nil {
+				c.views.Set(key, e)
+			} else {
+				c.views.Delete(key)
+			}
+		}
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	entries, err := a.entries()
-	if err != nil {
-		return err
+	before := c.state
+	if before == nil {
+		before = &clientState{}
 	}
-	before := c.revisions.Last()
-	if a.reset {
-		c.views.Replace(entries.all())
-	} else {
-		entries.write(c.views)
+	now := &clientState{before.revision + 1, c.views.Snapshot(), before.node}
+	if a.nodeNamed {
+		now.node = a.node
 	}
-	switch {
-	case a.node != nil:
-		c.nodes.Set(c.opts.NodeName, a.node)
-	case a.reset || a.nodeGone:
-		c.nodes.Delete(c.opts.NodeName)
+	if c.state != nil && now.views == before.views && now.node.Equal(before.node) {
+		return
 	}
-	c.token = a.token
-	if c.state != nil && c.revisions.Last() == before {
-		return nil
-	}
-	node, _ := c.nodes.Get(c.opts.NodeName)
-	c.state = &clientState{c.revisions.Last(), c.views.Snapshot(), node}
+	c.state = now
 	close(c.changed)
 	c.changed = make(chan struct{})
-	return nil
 }
 
 // Services returns how many services the client has.
@@ -176,7 +156,7 @@ func (c *Client) Services() int {
 	return 0
 }
 
-// Node returns the node as the server told it last, nil if it is not known.
+// Node returns the node as the server sent it last, nil if it is not known.
 func (c *Client) Node() *api.Node {
 	if state, _ := c.get(); state != nil {
 		return state.node
@@ -188,7 +168,7 @@ func (c *Client) Node() *api.Node {
 // Revisions are the client's own; they go on when the server is another.
 func (c *Client) Revision() uint64 {
 	if state, _ := c.get(); state != nil {
-		return uint64(state.revision)
+		return state.revision
 	}
 	return 0
 }
@@ -245,7 +225,7 @@ func (c *Client) Close() { c.reader.cursor.Close() }
 func (r *reader) update(state *clientState) *sink.Update {
 	delta := r.cursor.Until(state.views)
 	u := &sink.Update{
-		Lost: delta.Full(), Revision: uint64(state.revision), Node: state.node, NodeChanged: true,
+		Lost: delta.Full(), Revision: state.revision, Node: state.node, NodeChanged: true,
 		View: func(key types.NamespacedName) *api.ServiceEndpoints {
 			e, _ := state.views.Get(key)
 			return e.viewOrNil()

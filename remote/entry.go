@@ -3,8 +3,6 @@
 package remote
 
 import (
-	"fmt"
-	"maps"
 	"slices"
 	"strings"
 
@@ -82,7 +80,7 @@ func (e *entry) viewOrNil() *api.ServiceEndpoints {
 type draft struct {
 	entry *entry // nil if there is none, and while the draft is open
 
-	service   *api.ServiceEndpoints // nil if it was not told
+	service   *api.ServiceEndpoints // nil if it was not sent, or cannot be read
 	endpoints map[string]keyedEndpoint
 }
 
@@ -104,21 +102,4 @@ func (d *draft) open() {
 		}
 	}
 	d.entry = nil
-}
-
-// close returns what the draft says, nil if that is nothing. Endpoints of a service
-// that was not told are an error.
-func (d *draft) close() (*entry, error) {
-	switch {
-	case d == nil:
-		return nil, nil
-	case d.endpoints == nil:
-		return d.entry, nil
-	case d.service != nil:
-		return newEntry(d.service, slices.Collect(maps.Values(d.endpoints))), nil
-	case len(d.endpoints) > 0:
-		return nil, fmt.Errorf("%d endpoints of a service that was not told", len(d.endpoints))
-	default:
-		return nil, nil
-	}
 }

@@ -4,6 +4,9 @@ package remote
 
 import (
 	"github.com/kpng-project/kpng/api/localv1"
+	"google.golang.org/grpc/encoding"
+	_ "google.golang.org/grpc/encoding/proto" // registers the codec that rawCodec falls back to
+	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/encoding/protowire"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -15,6 +18,7 @@ const (
 	opItemReplace     protowire.Number = 100
 	opItemBatch       protowire.Number = 101
 	opItemResume      protowire.Number = 102
+	opItemStale       protowire.Number = 103
 	wholeService      protowire.Number = 1
 	wholeEndpoints    protowire.Number = 2
 	keyedEndpointKey  protowire.Number = 1
@@ -52,10 +56,13 @@ func resetFrame() frame {
 }
 
 // syncFrame is put together by hand: each stream has its own for each answer.
-func syncFrame(token []byte) frame {
-	item := appendField(make([]byte, 0, 8+len(token)), opItemSync, nil)
+func syncFrame(token []byte, stale bool) frame {
+	item := appendField(make([]byte, 0, 16+len(token)), opItemSync, nil)
 	if token != nil {
 		item = appendField(item, opItemResume, token)
+	}
+	if stale {
+		item = protowire.AppendVarint(protowire.AppendTag(item, opItemStale, protowire.VarintType), 1)
 	}
 	return appendField(make([]byte, 0, 8+len(item)), opItemBatch, item)
 }
@@ -83,4 +90,21 @@ func servicePath(key types.NamespacedName) string { return key.Namespace + "/" +
 
 func endpointPath(key types.NamespacedName, endpoint string) string {
 	return key.Namespace + "/" + key.Name + "/" + endpoint
+}
+
+// raw is a message that is marshalled already. Its bytes may be shared: they are
+// read and not changed.
+type raw struct{ bytes mem.BufferSlice }
+
+// rawCodec is the usual codec, but for messages that are raw.
+type rawCodec struct{ encoding.CodecV2 }
+
+func newRawCodec() rawCodec { return rawCodec{encoding.GetCodecV2("proto")} }
+
+// Marshal implements encoding.CodecV2.
+func (c rawCodec) Marshal(v any) (mem.BufferSlice, error) {
+	if r, ok := v.(*raw); ok {
+		return r.bytes, nil
+	}
+	return c.CodecV2.Marshal(v)
 }

@@ -14,13 +14,11 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
-	"k8s.io/utils/clock"
 )
 
 // peers counts what clients take, and holds it against the limits.
 type peers struct {
 	limits Limits
-	clock  clock.PassiveClock
 
 	refused, stalled atomic.Uint64
 	sent             atomic.Uint64 // bytes
@@ -38,8 +36,8 @@ type account struct {
 	opening *rate.Limiter
 }
 
-func newPeers(limits Limits, c clock.PassiveClock) *peers {
-	return &peers{limits: limits, clock: c, byHost: map[string]int{}, byName: map[string]*account{}}
+func newPeers(limits Limits) *peers {
+	return &peers{limits: limits, byHost: map[string]int{}, byName: map[string]*account{}}
 }
 
 // limit returns l without the connections that are too many.
@@ -106,11 +104,7 @@ func (p *peers) disconnect(host string) {
 	}
 }
 
-// guard returns creds that let a stream close its connection.
-func (p *peers) guard(creds credentials.TransportCredentials) credentials.TransportCredentials {
-	return connCredentials{creds}
-}
-
+// connCredentials let a stream close its connection.
 type connCredentials struct {
 	credentials.TransportCredentials
 }
@@ -139,7 +133,9 @@ type caller struct {
 	conn net.Conn
 }
 
-func callerOf(ctx context.Context) (caller, error) {
+// callerOf returns the other end of a stream. If many may share a certificate, a peer is one
+// of them at one address.
+func callerOf(ctx context.Context, shared bool) (caller, error) {
 	p, _ := peer.FromContext(ctx)
 	info, ok := p.AuthInfo.(connInfo)
 	if !ok {
@@ -148,8 +144,11 @@ func callerOf(ctx context.Context) (caller, error) {
 	c := caller{name: hostOf(p.Addr), conn: info.conn}
 	if tls, ok := info.AuthInfo.(credentials.TLSInfo); ok && len(tls.State.PeerCertificates) > 0 {
 		c.cert = tls.State.PeerCertificates[0]
-		if c.cert.Subject.CommonName != "" {
-			c.name = "CN=" + c.cert.Subject.CommonName
+		switch cn := c.cert.Subject.CommonName; {
+		case cn != "" && shared:
+			c.name = "CN=" + cn + " at " + c.name
+		case cn != "":
+			c.name = "CN=" + cn
 		}
 	}
 	return c, nil
@@ -169,7 +168,7 @@ func (p *peers) admit(c caller) (done func(), err error) {
 		p.refused.Add(1)
 		return nil, status.Errorf(codes.ResourceExhausted, "%s has %d streams, which is the limit", c.name, a.streams)
 	}
-	if !a.opening.AllowN(p.clock.Now(), 1) {
+	if !a.opening.Allow() {
 		p.refused.Add(1)
 		return nil, status.Errorf(codes.ResourceExhausted, "%s opens streams too fast", c.name)
 	}

@@ -4,11 +4,21 @@ package remote
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
+	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
-	"k8s.io/utils/clock"
+	"github.com/kpng-project/kpng/diffstore"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+type (
+	states       = diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
+	statesDelta  = diffstore.Delta[types.NamespacedName, *api.ServiceState]
+	statesCursor = diffstore.Cursor[types.NamespacedName, *api.ServiceState]
+	stateChange  = diffstore.Change[types.NamespacedName, *api.ServiceState]
 )
 
 // publisher says which snapshot streams bring their clients to. It gathers commits
@@ -17,15 +27,19 @@ import (
 type publisher struct {
 	state    cluster.Reader
 	interval time.Duration
-	clock    clock.WithTicker
 
 	mu       sync.Mutex
 	snapshot *cluster.Snapshot // nil until the state has synced
 	next     chan struct{}     // closed when snapshot is replaced
+
+	// The changes of the step that streams took last: those that are in step take the same.
+	stepping sync.Mutex
+	from, to diffstore.Revision
+	changed  []stateChange
 }
 
-func newPublisher(state cluster.Reader, interval time.Duration, c clock.WithTicker) *publisher {
-	return &publisher{state: state, interval: interval, clock: c, next: make(chan struct{})}
+func newPublisher(state cluster.Reader, interval time.Duration) *publisher {
+	return &publisher{state: state, interval: interval, next: make(chan struct{})}
 }
 
 // get returns the present snapshot, nil if there is none yet, and what is closed
@@ -36,21 +50,40 @@ func (p *publisher) get() (*cluster.Snapshot, <-chan struct{}) {
 	return p.snapshot, p.next
 }
 
+// lags reports whether so much has changed since a snapshot that its memory should be freed:
+// twice as much as cursors may lag (see diffstore), as most changes are of a service's slice or
+// object and of its joined state.
+func (p *publisher) lags(snapshot *cluster.Snapshot) bool {
+	present, _ := p.get()
+	return int(present.Revision-snapshot.Revision) > 2*max(10_000, present.States.Len()/4)
+}
+
+// changes returns the services that changed, in order.
+func (p *publisher) changes(d statesDelta) []stateChange {
+	from, to := d.Old.Revision(), d.New.Revision()
+	if from == to {
+		return nil
+	}
+	p.stepping.Lock()
+	defer p.stepping.Unlock()
+	if p.from != from || p.to != to {
+		p.from, p.to, p.changed = from, to, slices.Collect(d.Changes())
+	}
+	return p.changed
+}
+
 // run publishes until ctx ends.
 func (p *publisher) run(ctx context.Context) error {
-	revision := diffRevision(0)
-	for {
+	for revision := diffstore.Revision(0); ; {
 		select {
 		case <-p.state.Changed(revision):
 		case <-ctx.Done():
 			return nil
 		}
 		if p.interval > 0 && revision != 0 {
-			timer := p.clock.NewTimer(p.interval)
 			select {
-			case <-timer.C():
+			case <-time.After(p.interval):
 			case <-ctx.Done():
-				timer.Stop()
 				return nil
 			}
 		}

@@ -9,6 +9,7 @@ import (
 	"github.com/kpng-project/kpng/api/clusterv1"
 	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/diffstore"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/mem"
@@ -50,7 +51,8 @@ func (s *Server) mayReadCluster(c caller) error {
 type relay struct {
 	server   *Server
 	sender   sender
-	revision diffRevision // of what the client has, 0 if that is not known
+	revision diffstore.Revision // of what the client has, 0 if that is not known
+	synced   bool               // whether it has an answer
 
 	part clusterv1.WatchResponse
 	size int // of part, about
@@ -58,6 +60,10 @@ type relay struct {
 
 // tell implements listener.
 func (r *relay) tell(snapshot *cluster.Snapshot) (bool, error) {
+	if r.synced && r.revision == snapshot.Revision {
+		return false, nil
+	}
+	r.sender.begin(snapshot)
 	services, a := snapshot.Services.Since(r.revision)
 	slices, b := snapshot.Slices.Since(r.revision)
 	nodes, c := snapshot.Nodes.Since(r.revision)
@@ -74,16 +80,13 @@ func (r *relay) tell(snapshot *cluster.Snapshot) (bool, error) {
 	if err := add(r, nodes, &r.part.Nodes, localv1.FromNode, &r.part.DeletedNodes, name); err != nil {
 		return true, err
 	}
-	r.part.Token = r.server.newToken(snapshot.Revision)
-	r.revision = snapshot.Revision
+	r.part.Token, r.part.Stale = r.server.newToken(snapshot.Revision), snapshot.Stale
+	r.revision, r.synced = snapshot.Revision, true
 	return true, r.flush()
 }
 
 // hear implements listener. Requests say no more than that the client is ready.
 func (r *relay) hear(*clusterv1.WatchRequest) error { return nil }
-
-// close implements listener.
-func (r *relay) close() {}
 
 // deletionSize is about what a deletion takes on the wire.
 const deletionSize = 64

@@ -37,9 +37,9 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// within returns a context that ends with the test, or when that takes too long.
+// within returns a context for one wait.
 func within(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeoutCause(t.Context(), time.Minute, errors.New("waited for a minute"))
+	ctx, cancel := context.WithTimeoutCause(t.Context(), patience, fmt.Errorf("waited for %v", patience))
 	t.Cleanup(cancel)
 	return ctx
 }
@@ -134,19 +134,23 @@ func (s *screen) sink() sink.Sink {
 	})
 }
 
+// patience is how long a test waits without progress.
+const patience = time.Minute
+
 // at returns what was printed when the marker was at a step, or later.
-func (s *screen) at(ctx context.Context, step int) ([]byte, error) {
+func (s *screen) at(t testing.TB, step int) []byte {
+	t.Helper()
 	for {
 		s.mu.Lock()
 		print, now, moved := s.print, s.step, s.moved
 		s.mu.Unlock()
 		if now >= step {
-			return print, nil
+			return print
 		}
 		select {
 		case <-moved:
-		case <-ctx.Done():
-			return nil, fmt.Errorf("the print is at step %d, not %d: %w", now, step, context.Cause(ctx))
+		case <-time.After(patience):
+			t.Fatalf("the print stays at step %d, want %d", now, step)
 		}
 	}
 }
@@ -236,7 +240,6 @@ var quick = remote.ServerOptions{BatchInterval: -1, Limits: remote.Limits{Stream
 // TestASinkIsToldTheSameAsInProcess holds what kpng-json prints over the wire
 // against what it prints in process, after each of 500 changes to 200 services.
 func TestASinkIsToldTheSameAsInProcess(t *testing.T) {
-	ctx := within(t)
 	w := newWorld(1, 8, 200)
 	address := socket(t)
 	serve(t, w.state, address, quick)
@@ -247,14 +250,7 @@ func TestASinkIsToldTheSameAsInProcess(t *testing.T) {
 		drive(t, client, sinktest.NewRecorder(t, there.sink()))
 		for range steps {
 			w.change(1)
-			want, err := here.at(ctx, w.step)
-			if err != nil {
-				t.Fatal(err)
-			}
-			got, err := there.at(ctx, w.step)
-			if err != nil {
-				t.Fatal(err)
-			}
+			want, got := here.at(t, w.step), there.at(t, w.step)
 			if !bytes.Equal(got, want) {
 				t.Fatalf("step %d, node %s: over the wire\n%s\nin process\n%s", w.step, node, got, want)
 			}

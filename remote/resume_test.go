@@ -16,7 +16,6 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/internal/apitest"
@@ -24,8 +23,6 @@ import (
 	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	watcher "github.com/kpng-project/kpng/watcher/remote"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/credentials/insecure"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -133,7 +130,6 @@ func plain(name string, port int32) *api.Service {
 }
 
 func TestAfterALossOnlyWhatChangedComes(t *testing.T) {
-	ctx := within(t)
 	w := newWorld(3, 6, 300)
 	for _, name := range []string{"changes", "goes", "stays"} {
 		update(w.state, func(to apitest.Writer) { to.SetService(plain(name, 1)) })
@@ -145,7 +141,7 @@ func TestAfterALossOnlyWhatChangedComes(t *testing.T) {
 	client, _ := follow(t, "node-1", g.address)
 	rec := sinktest.NewRecorder(t, nil)
 	drive(t, client, rec)
-	if err := rec.WaitSyncs(ctx, 1); err != nil {
+	if err := rec.WaitSyncs(within(t), 1); err != nil {
 		t.Fatal(err)
 	}
 	first := g.received.Swap(0)
@@ -158,7 +154,7 @@ func TestAfterALossOnlyWhatChangedComes(t *testing.T) {
 	})
 	views := server.Stats().Views
 	g.lead(address)
-	if err := rec.WaitSyncs(ctx, 2); err != nil {
+	if err := rec.WaitSyncs(within(t), 2); err != nil {
 		t.Fatal(err)
 	}
 	got := rec.Syncs()[1]
@@ -174,7 +170,6 @@ func TestAfterALossOnlyWhatChangedComes(t *testing.T) {
 }
 
 func TestAfterAChangeOfZoneATokenIsVoid(t *testing.T) {
-	ctx := within(t)
 	state := cluster.New(cluster.Options{Resumable: true})
 	at := func(zone string) *api.Node {
 		return &api.Node{Name: "n", Labels: map[string]string{api.ZoneLabel: zone}}
@@ -192,13 +187,13 @@ func TestAfterAChangeOfZoneATokenIsVoid(t *testing.T) {
 	client, _ := follow(t, "n", g.address)
 	rec := sinktest.NewRecorder(t, nil)
 	drive(t, client, rec)
-	if err := rec.WaitSyncs(ctx, 1); err != nil {
+	if err := rec.WaitSyncs(within(t), 1); err != nil {
 		t.Fatal(err)
 	}
 	g.close()
 	update(state, func(to apitest.Writer) { to.SetNode(at("b")) })
 	g.lead(address)
-	if err := rec.WaitSyncs(ctx, 2); err != nil {
+	if err := rec.WaitSyncs(within(t), 2); err != nil {
 		t.Fatal(err)
 	}
 	if got := rec.Views()[0].Endpoints; len(got) != 1 || got[0].Zone != "b" {
@@ -206,48 +201,38 @@ func TestAfterAChangeOfZoneATokenIsVoid(t *testing.T) {
 	}
 }
 
-// TestAnIdleClientGetsNewTokens makes many changes that a client does not see, and
-// expects it to be told of where it is.
-func TestAnIdleClientGetsNewTokens(t *testing.T) {
-	ctx := within(t)
-	state := cluster.New(cluster.Options{Resumable: true})
-	state.SetSynced()
-	l := listen(t, "127.0.0.1:0")
-	serveOn(t, state, l, quick)
-	conn, err := grpc.NewClient(l.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
-	if err != nil {
+// TestAClientLeavesAStaleServer has two servers, of which one has lost its source and then the
+// other one.
+func TestAClientLeavesAStaleServer(t *testing.T) {
+	set := func(s *cluster.State, name string, stale bool) {
+		s.Update(func(tx *cluster.Tx) {
+			tx.SetService(plain(name, 1))
+			tx.SetStale(stale)
+		})
+	}
+	one, two := many(0), many(0)
+	set(one, "old", true)
+	set(two, "new", false)
+	addresses := []string{socket(t), socket(t)}
+	serve(t, one, addresses[0], quick)
+	serve(t, two, addresses[1], quick)
+	client, _ := follow(t, "n", addresses...)
+	rec := sinktest.NewRecorder(t, nil)
+	drive(t, client, rec)
+	if err := rec.WaitSyncs(within(t), 1); err != nil {
 		t.Fatal(err)
 	}
-	defer conn.Close()
-	stream, err := localv1.NewSetsClient(conn).Watch(ctx)
-	if err != nil {
+	set(two, "unseen", true)
+	set(one, "newer", false)
+	if err := rec.WaitSyncs(within(t), 2); err != nil {
 		t.Fatal(err)
 	}
-	var answers []string
-	for range 2 {
-		if err := stream.Send(&localv1.WatchReq{NodeName: "n", Batches: true, Resumption: &localv1.WatchReq_Resume{}}); err != nil {
-			t.Fatal(err)
-		}
-		item, err := stream.Recv()
-		if err != nil {
-			t.Fatal(err)
-		}
-		text := ""
-		for _, op := range item.Batch {
-			text += fmt.Sprintf("%T %t ", op.Op, len(op.Resume) > 0)
-		}
-		answers = append(answers, text)
-		for i := range 1100 {
-			update(state, func(to apitest.Writer) { to.SetNode(&api.Node{Name: fmt.Sprint("another-", i)}) })
-		}
-	}
-	if diff := cmp.Diff([]string{"*localv1.OpItem_Reset_ false *localv1.OpItem_Sync true ", "*localv1.OpItem_Sync true "}, answers); diff != "" {
-		t.Error(diff)
+	if got, want := fmt.Sprint(keys(rec.Syncs()[0]), keys(rec.Syncs()[1])), "[new] [new newer old]"; got != want {
+		t.Errorf("the client had %s, want %s", got, want)
 	}
 }
 
 func TestANewServerIsAMinimalDifference(t *testing.T) {
-	ctx := within(t)
 	state := func(names ...string) *cluster.State {
 		s := cluster.New(cluster.Options{Resumable: true})
 		update(s, func(to apitest.Writer) {
@@ -260,15 +245,15 @@ func TestANewServerIsAMinimalDifference(t *testing.T) {
 	}
 	one, two := socket(t), socket(t)
 	_, stop := serve(t, state("a", "b", "c"), one, quick)
-	serve(t, state("b", "c", "d"), two, quick)
 	client, _ := follow(t, "n", one, two)
 	rec := sinktest.NewRecorder(t, nil)
 	drive(t, client, rec)
-	if err := rec.WaitSyncs(ctx, 1); err != nil {
+	if err := rec.WaitSyncs(within(t), 1); err != nil {
 		t.Fatal(err)
 	}
 	stop()
-	if err := rec.WaitSyncs(ctx, 2); err != nil {
+	serve(t, state("b", "c", "d"), two, quick)
+	if err := rec.WaitSyncs(within(t), 2); err != nil {
 		t.Fatal(err)
 	}
 	got := rec.Syncs()[1]
@@ -281,7 +266,6 @@ func TestANewServerIsAMinimalDifference(t *testing.T) {
 // turn while the cluster changes. At the end every sink has what it would have in
 // process, and what they were told on the way was in order.
 func TestNothingIsLostUnderChurn(t *testing.T) {
-	ctx := within(t)
 	w := newWorld(4, 5, 80)
 	update(w.state, func(to apitest.Writer) { to.SetService(plain("stays", 1)) })
 	origin, relayed := socket(t), socket(t)
@@ -345,19 +329,13 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 	w.change(1)
 	here := newScreen()
 	drive(t, feed.New(w.state, "node-2"), here.sink())
-	want, err := here.at(ctx, w.step)
-	if err != nil {
-		t.Fatal(err)
-	}
+	want := here.at(t, w.step)
 	wantNode, _ := w.state.Snapshot().Nodes.Get("node-2")
 	for i, s := range screens {
-		if err := recs[i].Wait(ctx, func([]sinktest.Sync) bool { return recs[i].Node().Equal(wantNode) }); err != nil {
+		if err := recs[i].Wait(within(t), func([]sinktest.Sync) bool { return recs[i].Node().Equal(wantNode) }); err != nil {
 			t.Errorf("sink %d has the node %+v, want %+v: %v", i, recs[i].Node(), wantNode, err)
 		}
-		got, err := s.at(ctx, w.step)
-		if err != nil {
-			t.Fatal(err)
-		}
+		got := s.at(t, w.step)
 		if !bytes.Equal(got, want) {
 			t.Errorf("sink %d has\n%s\nwant\n%s", i, got, want)
 		}

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"sync/atomic"
 	"time"
 
 	"github.com/kpng-project/kpng/api/clusterv1"
@@ -20,7 +21,6 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/keepalive"
 	"k8s.io/klog/v2"
-	"k8s.io/utils/clock"
 )
 
 // ServerOptions are a server's settings. The zero value serves loopback and unix
@@ -49,28 +49,27 @@ type ServerOptions struct {
 	// StopTimeout is how long answers that are being sent may take when the
 	// server stops. Default 5 s.
 	StopTimeout time.Duration
-
-	// Clock is for tests. Default: the real one.
-	Clock clock.WithTicker
 }
 
-// Limits bound what clients can take from a server. A peer is the common name of
-// a certificate or, without one, an IP address; all clients of unix sockets are
-// one peer. Zero values stand for the defaults.
+// Limits bound what clients can take from a server. A peer is an IP address or all of unix
+// sockets, and with TLS the common name of a certificate there. With NodeCertificates it is the
+// common name alone. Zero values stand for the defaults.
 type Limits struct {
 	// Connections are those of all peers together. Default 20,000.
 	Connections int
 	// ConnectionsPerPeer are those of one IP address, or of unix sockets.
 	// Default 256.
 	ConnectionsPerPeer int
-	// StreamsPerPeer are open at once. Default 256.
+	// StreamsPerPeer are open at once. A client needs one, and one that means harm can make
+	// each cost about 4 MB. Default 32.
 	StreamsPerPeer int
 	// StreamRate is how many streams a second a peer may open in the long run,
 	// since the first answer of each may be everything; as many as
 	// StreamsPerPeer in a burst. Default 20.
 	StreamRate float64
-	// SendTimeout is how long a client may take for one message, of some 64 KB
-	// or one operation, until its connection is closed. Default 30 s.
+	// SendTimeout is how long a client may take for one message, and for each 64 KB of an
+	// answer, until its connection is closed. A stream also ends if its answer takes longer
+	// and the cluster has changed too much meanwhile. Default 30 s.
 	SendTimeout time.Duration
 	// CacheBytes is about how much memory is used to keep marshalled views.
 	// Default 64 MiB.
@@ -82,7 +81,7 @@ func DefaultLimits() Limits {
 	return Limits{
 		Connections:        20_000,
 		ConnectionsPerPeer: 256,
-		StreamsPerPeer:     256,
+		StreamsPerPeer:     32,
 		StreamRate:         20,
 		SendTimeout:        30 * time.Second,
 		CacheBytes:         64 << 20,
@@ -95,8 +94,8 @@ type Server struct {
 	state    cluster.Reader
 	instance []byte // tells this server's tokens from another's
 
+	served    atomic.Bool
 	published *publisher
-	changes   *changesOf
 	views     *views
 	peers     *peers
 	stopping  chan struct{}
@@ -122,19 +121,15 @@ func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 	setDefault(&opts.Limits.StreamRate, limits.StreamRate)
 	setDefault(&opts.Limits.SendTimeout, limits.SendTimeout)
 	setDefault(&opts.Limits.CacheBytes, limits.CacheBytes)
-	if opts.Clock == nil {
-		opts.Clock = clock.RealClock{}
-	}
 	instance := make([]byte, 16)
 	rand.Read(instance) // never fails
 	return &Server{
 		opts:      opts,
 		state:     state,
 		instance:  instance,
-		published: newPublisher(state, opts.BatchInterval, opts.Clock),
-		changes:   &changesOf{},
+		published: newPublisher(state, opts.BatchInterval),
 		views:     newViews(opts.Limits.CacheBytes),
-		peers:     newPeers(opts.Limits, opts.Clock),
+		peers:     newPeers(opts.Limits),
 		stopping:  make(chan struct{}),
 	}, nil
 }
@@ -148,7 +143,7 @@ func setDefault[T comparable](field *T, value T) {
 
 // Serve serves on the listeners until ctx ends, and closes them; then it returns
 // nil. Answers that are being sent get StopTimeout to end. It returns an error if a
-// listener is one on which it must not serve, or fails. A server serves once.
+// listener is one on which it must not serve, or fails, and on the second call.
 func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	defer func() {
 		for _, l := range listeners {
@@ -158,6 +153,9 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	creds, err := s.credentials(ctx, listeners)
 	if err != nil {
 		return err
+	}
+	if s.served.Swap(true) {
+		return errors.New("server serves already, or has served")
 	}
 	server := grpc.NewServer(s.grpcOptions(creds)...)
 	localv1.RegisterSetsServer(server, setsServer{Server: s})
@@ -198,9 +196,13 @@ const maxRequest = 16 << 10
 // each request to find out whether more of it were faster.
 const requestWindow = 64 << 10
 
+// connectionAge is about how long a connection lasts, within 10 %. Then the client comes back
+// with its token. So the authorities of now are applied to it, and clients spread over servers.
+const connectionAge = 30 * time.Minute
+
 func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.ServerOption {
 	return []grpc.ServerOption{
-		grpc.Creds(s.peers.guard(creds)),
+		grpc.Creds(connCredentials{creds}),
 		grpc.ForceServerCodecV2(newRawCodec()),
 		grpc.ConnectionTimeout(10 * time.Second),
 		grpc.MaxConcurrentStreams(uint32(s.opts.Limits.StreamsPerPeer)),
@@ -209,7 +211,10 @@ func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.Serv
 		grpc.ReadBufferSize(4 << 10),
 		grpc.StaticStreamWindowSize(requestWindow),
 		grpc.StaticConnWindowSize(requestWindow),
-		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
+		grpc.KeepaliveParams(keepalive.ServerParameters{
+			Time: 30 * time.Second, Timeout: 10 * time.Second,
+			MaxConnectionAge: connectionAge, MaxConnectionAgeGrace: time.Minute,
+		}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 10 * time.Second}),
 	}
 }
@@ -242,8 +247,7 @@ type Stats struct {
 	Bytes uint64
 	// Refused are the connections and streams that a limit did not admit.
 	Refused uint64
-	// Stalled are the connections that were closed because a client took
-	// nothing.
+	// Stalled are the connections and streams that ended because a client took too little.
 	Stalled uint64
 }
 

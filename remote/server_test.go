@@ -3,17 +3,16 @@
 package remote_test
 
 import (
+	"context"
 	"net/netip"
 	"slices"
 	"testing"
-	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/internal/apitest"
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/sink/sinktest"
-	testclock "k8s.io/utils/clock/testing"
 )
 
 // hinted is a service with an endpoint in zones a and b each, hinted at it.
@@ -36,7 +35,6 @@ var (
 // TestViewsAreWorkedOutOncePerClass has ten nodes in each of two zones, and one in
 // each on which an endpoint runs.
 func TestViewsAreWorkedOutOncePerClass(t *testing.T) {
-	ctx := within(t)
 	state := cluster.New(cluster.Options{Resumable: true})
 	var nodes []string
 	update(state, func(to apitest.Writer) {
@@ -62,7 +60,7 @@ func TestViewsAreWorkedOutOncePerClass(t *testing.T) {
 	wait := func(syncs int) {
 		t.Helper()
 		for i, rec := range recs {
-			if err := rec.WaitSyncs(ctx, syncs); err != nil {
+			if err := rec.WaitSyncs(within(t), syncs); err != nil {
 				t.Fatalf("node %s: %v", nodes[i], err)
 			}
 		}
@@ -88,7 +86,6 @@ func TestViewsAreWorkedOutOncePerClass(t *testing.T) {
 // TestWhatANodeDoesNotSeeReachesItNot adds an endpoint that does not serve, and
 // another node.
 func TestWhatANodeDoesNotSeeReachesItNot(t *testing.T) {
-	ctx := within(t)
 	state := cluster.New(cluster.Options{Resumable: true})
 	update(state, func(to apitest.Writer) {
 		to.SetNode(&api.Node{Name: "n", Labels: map[string]string{api.ZoneLabel: "a"}})
@@ -101,7 +98,7 @@ func TestWhatANodeDoesNotSeeReachesItNot(t *testing.T) {
 	client, _ := follow(t, "n", address)
 	rec := sinktest.NewRecorder(t, nil)
 	drive(t, client, rec)
-	if err := rec.WaitSyncs(ctx, 1); err != nil {
+	if err := rec.WaitSyncs(within(t), 1); err != nil {
 		t.Fatal(err)
 	}
 	more := *hintedSlice
@@ -111,7 +108,7 @@ func TestWhatANodeDoesNotSeeReachesItNot(t *testing.T) {
 		to.SetNode(&api.Node{Name: "another"})
 	})
 	update(state, func(to apitest.Writer) { to.SetService(plain("mark", 1)) })
-	if err := rec.Wait(ctx, func(syncs []sinktest.Sync) bool { return len(rec.Views()) == 2 }); err != nil {
+	if err := rec.Wait(within(t), func(syncs []sinktest.Sync) bool { return len(rec.Views()) == 2 }); err != nil {
 		t.Fatal(err)
 	}
 	for _, s := range rec.Syncs()[1:] {
@@ -121,42 +118,8 @@ func TestWhatANodeDoesNotSeeReachesItNot(t *testing.T) {
 	}
 }
 
-// TestChangesAreBatched makes a hundred changes while the server waits for more.
-func TestChangesAreBatched(t *testing.T) {
-	ctx := within(t)
-	state := cluster.New(cluster.Options{Resumable: true})
-	state.SetSynced()
-	clock := testclock.NewFakeClock(time.Unix(0, 0))
-	opts := quick
-	opts.BatchInterval, opts.Clock = 10*time.Millisecond, clock
-	address := socket(t)
-	serve(t, state, address, opts)
-	client, _ := follow(t, "n", address)
-	rec := sinktest.NewRecorder(t, nil)
-	drive(t, client, rec)
-	if err := rec.WaitSyncs(ctx, 1); err != nil {
-		t.Fatal(err)
-	}
-	for port := range int32(100) {
-		update(state, func(to apitest.Writer) { to.SetService(plain("s", port+1)) })
-	}
-	for !clock.HasWaiters() {
-		if ctx.Err() != nil {
-			t.Fatal("the server does not wait")
-		}
-	}
-	clock.Step(10 * time.Millisecond)
-	if err := rec.WaitSyncs(ctx, 2); err != nil {
-		t.Fatal(err)
-	}
-	if got := rec.Syncs(); len(got) != 2 || got[1].Services[0].New.Service.Ports[0].Port != 100 {
-		t.Errorf("%d syncs, the last with %+v", len(got), got[1].Services)
-	}
-}
-
 // TestALargeServiceIsToldInParts has a service that is larger than an operation.
 func TestALargeServiceIsToldInParts(t *testing.T) {
-	ctx := within(t)
 	state := cluster.New(cluster.Options{Resumable: true})
 	slice := *hintedSlice
 	slice.Endpoints = nil
@@ -175,7 +138,7 @@ func TestALargeServiceIsToldInParts(t *testing.T) {
 	client, _ := follow(t, "n", address)
 	rec := sinktest.NewRecorder(t, nil)
 	drive(t, client, rec)
-	if err := rec.WaitSyncs(ctx, 1); err != nil {
+	if err := rec.WaitSyncs(within(t), 1); err != nil {
 		t.Fatal(err)
 	}
 	if got := len(rec.Views()[0].Endpoints); got != 30_000 {
@@ -192,5 +155,21 @@ func TestOptionsThatMakeNoSense(t *testing.T) {
 		if _, err := remote.NewServer(cluster.New(cluster.Options{Resumable: true}), opts); err == nil {
 			t.Errorf("%s: no error", name)
 		}
+	}
+}
+
+func TestAServerServesOnce(t *testing.T) {
+	state := cluster.New(cluster.Options{Resumable: true})
+	server, err := remote.NewServer(state, quick)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	expect(t, server.Serve(ctx, listen(t, socket(t))), "")
+	l := listen(t, socket(t))
+	expect(t, server.Serve(ctx, l), "serves already")
+	if _, err := l.Accept(); err == nil {
+		t.Error("the listener of the second call is open")
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
@@ -21,6 +22,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/encoding/protowire"
+	"google.golang.org/protobuf/proto"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -120,6 +122,7 @@ type tableClient struct {
 	t      *testing.T
 	conn   *grpc.ClientConn
 	stream grpc.ClientStream
+	cancel context.CancelFunc
 	node   string
 
 	resets              int
@@ -140,11 +143,21 @@ func newTableClient(t *testing.T, ctx context.Context, address, node string) *ta
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { conn.Close() })
+	ctx, cancel := context.WithCancel(ctx)
+	t.Cleanup(cancel)
 	stream, err := conn.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}, "/localv1.Sets/Watch", grpc.ForceCodecV2(bytesCodec{}))
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &tableClient{t: t, conn: conn, stream: stream, node: node}
+	return &tableClient{t: t, conn: conn, stream: stream, cancel: cancel, node: node}
+}
+
+// recv receives one message.
+func (c *tableClient) recv() ([]byte, error) {
+	defer time.AfterFunc(patience, c.cancel).Stop()
+	var message []byte
+	err := c.stream.RecvMsg(&message)
+	return message, err
 }
 
 // next asks for the next operations and applies them, to the Sync.
@@ -156,8 +169,8 @@ func (c *tableClient) next() {
 	}
 	last := 0 // of the phases: services set, endpoints set, endpoints deleted, services deleted
 	for {
-		var message []byte
-		if err := c.stream.RecvMsg(&message); err != nil {
+		message, err := c.recv()
+		if err != nil {
 			c.t.Fatal(err)
 		}
 		fields := parse(c.t, message)
@@ -352,12 +365,11 @@ func diffMaps(got, want map[string]string) []string {
 }
 
 func TestAClientOfTheFirstKpngFollows(t *testing.T) {
-	ctx := within(t)
 	w := newWorld(2, 6, 60)
 	l := listen(t, "127.0.0.1:0")
 	serveOn(t, w.state, l, quick)
 	node := apitest.NodeName(2)
-	c := newTableClient(t, ctx, "tcp://"+l.Addr().String(), node)
+	c := newTableClient(t, t.Context(), "tcp://"+l.Addr().String(), node)
 	c.next()
 	for range 200 {
 		services, endpoints := w.want(node)
@@ -382,14 +394,14 @@ func TestAClientThatLagsStartsOver(t *testing.T) {
 	w := newWorld(8, 3, 5)
 	l := listen(t, "127.0.0.1:0")
 	serveOn(t, w.state, l, quick)
-	c := newTableClient(t, within(t), "tcp://"+l.Addr().String(), "node-1")
+	c := newTableClient(t, t.Context(), "tcp://"+l.Addr().String(), "node-1")
 	c.next()
 	for range 10_100 {
 		w.mark()
 	}
 	services, endpoints := w.want("node-1")
 	// The server gathers changes before it tells them: another client sees when it has them all.
-	for other := newTableClient(t, within(t), "tcp://"+l.Addr().String(), "node-1"); len(diffMaps(other.services, services)) > 0; {
+	for other := newTableClient(t, t.Context(), "tcp://"+l.Addr().String(), "node-1"); len(diffMaps(other.services, services)) > 0; {
 		other.next()
 	}
 	c.next()
@@ -398,5 +410,12 @@ func TestAClientThatLagsStartsOver(t *testing.T) {
 	}
 	if c.resets != 2 {
 		t.Errorf("%d resets, want 2", c.resets)
+	}
+}
+
+func unmarshal(t *testing.T, b []byte, m proto.Message) {
+	t.Helper()
+	if err := proto.Unmarshal(b, m); err != nil {
+		t.Fatal(err)
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
+	"fmt"
 	"math/big"
 	"net"
 	"os"
@@ -22,6 +23,7 @@ import (
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/transport"
 	watcher "github.com/kpng-project/kpng/watcher/remote"
+	"google.golang.org/grpc"
 )
 
 // authority signs certificates.
@@ -46,6 +48,13 @@ func newAuthority(t testing.TB) *authority {
 		t.Fatal(err)
 	}
 	return a
+}
+
+// pool has the authority.
+func (a *authority) pool() *x509.CertPool {
+	pool := x509.NewCertPool()
+	pool.AddCert(a.cert)
+	return pool
 }
 
 func newKey(t testing.TB) *ecdsa.PrivateKey {
@@ -262,5 +271,49 @@ func TestPlaintextIsForThisMachine(t *testing.T) {
 	}
 	if _, err := remote.NewClient(remote.ClientOptions{DialOptions: transport.DialOptions{Addresses: []string{"192.0.2.1:1"}, Insecure: true}}); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestNodesMayShareACertificate has a certificate that all nodes of a DaemonSet use, and one
+// for each node.
+func TestNodesMayShareACertificate(t *testing.T) {
+	for _, test := range []struct {
+		name             string
+		nodeCertificates bool
+		hosts            []string // from which the node connects, with two streams allowed
+		want             string   // from the last
+	}{
+		{"nodes at their addresses", false, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, ""},
+		{"one node", false, []string{"127.0.0.2", "127.0.0.2", "127.0.0.2"}, "CN=system:node:n at 127.0.0.2 has 2 streams"},
+		{"a node's certificate at any address", true, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, "CN=system:node:n has 2 streams"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			ca := newAuthority(t)
+			opts := quick
+			opts.TLS, opts.NodeCertificates = ca.newFiles(t, "server"), test.nodeCertificates
+			opts.Limits.StreamsPerPeer = 2
+			l := listen(t, "0.0.0.0:0")
+			serveOn(t, many(1), l, opts)
+			files := ca.newFiles(t, "system:node:n")
+			creds := clientCredentials(t, ca, files.CertFile, files.KeyFile)
+			for i, host := range test.hosts {
+				dialer := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(host)}}
+				conn, err := grpc.NewClient(fmt.Sprint("passthrough:///127.0.0.1:", l.Addr().(*net.TCPAddr).Port), grpc.WithTransportCredentials(creds),
+					grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
+						return dialer.DialContext(ctx, "tcp4", address)
+					}))
+				if err != nil {
+					t.Fatal(err)
+				}
+				t.Cleanup(func() { conn.Close() })
+				stream := open(t, conn)
+				request(t, stream, nil)
+				if _, err = stream.Recv(); i == len(test.hosts)-1 {
+					expect(t, err, test.want)
+				} else {
+					expect(t, err, "")
+				}
+			}
+		})
 	}
 }

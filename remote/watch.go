@@ -3,13 +3,18 @@
 package remote
 
 import (
+	"bytes"
+	"context"
+	"encoding/binary"
 	"fmt"
 	"iter"
 	"slices"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/diffstore"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -31,12 +36,39 @@ type watch struct {
 	// resume is the token that the client came with, until it is answered.
 	resume []byte
 
-	// The rest is what the client has: synced is whether anything, and at which
-	// revision it got its last token.
-	synced bool
-	token  diffRevision
-	cursor *statesCursor
-	node   *api.Node
+	// The rest is what the client has: synced is whether anything, token the revision of its
+	// last token, and renewed when it got that.
+	synced, stale bool
+	token         diffstore.Revision
+	renewed       time.Time
+	cursor        *statesCursor
+	node          *api.Node
+}
+
+// setsServer serves views of nodes.
+type setsServer struct {
+	localv1.UnimplementedSetsServer
+	*Server
+}
+
+// Watch implements localv1.SetsServer.
+func (s setsServer) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, localv1.OpItem]) error {
+	return converse(s.Server, stream, func(c caller, req *localv1.WatchReq) (listener[localv1.WatchReq], error) {
+		if err := s.mayWatch(c, req.GetNodeName()); err != nil {
+			return nil, err
+		}
+		return s.newWatch(stream, c, req), nil
+	})
+}
+
+// nodeCertificate is what the common name of a node's certificate begins with.
+const nodeCertificate = "system:node:"
+
+func (s *Server) mayWatch(c caller, node string) error {
+	if !s.opts.NodeCertificates || c.cert != nil && node != "" && c.cert.Subject.CommonName == nodeCertificate+node {
+		return nil
+	}
+	return status.Errorf(codes.PermissionDenied, "%s may not watch node %q", c.name, node)
 }
 
 func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.WatchReq) *watch {
@@ -56,6 +88,7 @@ func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.Watch
 	if req.GetAllEndpoints() {
 		w.who = askers
 	}
+	context.AfterFunc(stream.Context(), w.cursor.Close)
 	return w
 }
 
@@ -72,13 +105,11 @@ func (w *watch) hear(req *localv1.WatchReq) error {
 	return nil
 }
 
-// close implements listener.
-func (w *watch) close() { w.cursor.Close() }
-
 // tell implements listener.
 func (w *watch) tell(snapshot *cluster.Snapshot) (bool, error) {
 	node, _ := snapshot.Nodes.Get(w.name)
-	tell := !w.synced || w.tokens && snapshot.Revision-w.token > staleToken
+	w.sender.begin(snapshot)
+	tell := !w.synced || w.tokens && w.mayExpire(snapshot) || w.stale != snapshot.Stale
 	for f := range w.operations(snapshot, node) {
 		tell = true
 		if err := w.sender.op(f); err != nil {
@@ -89,11 +120,17 @@ func (w *watch) tell(snapshot *cluster.Snapshot) (bool, error) {
 		if err := w.sync(snapshot, node); err != nil {
 			return true, err
 		}
-		w.synced, w.resume = true, nil
+		w.synced, w.stale, w.resume = true, snapshot.Stale, nil
 	}
 	w.cursor.Advance(snapshot.States)
 	w.node = node
 	return tell, nil
+}
+
+// mayExpire reports whether the client's token may soon be void.
+func (w *watch) mayExpire(snapshot *cluster.Snapshot) bool {
+	behind := snapshot.Revision - w.token
+	return behind > staleToken || behind > 0 && time.Since(w.renewed) >= renewTokens
 }
 
 // sync ends an answer.
@@ -101,12 +138,38 @@ func (w *watch) sync(snapshot *cluster.Snapshot, node *api.Node) error {
 	var token []byte
 	if w.tokens {
 		token = w.server.newToken(snapshot.Revision, w.depends(node)...)
-		w.token = snapshot.Revision
+		w.token, w.renewed = snapshot.Revision, time.Now()
 	}
-	if err := w.sender.op(syncFrame(token)); err != nil {
+	if err := w.sender.op(syncFrame(token, snapshot.Stale)); err != nil {
 		return err
 	}
 	return w.sender.flush()
+}
+
+// A token says where a client was: which server told it, up to which revision, and
+// of what else the views depend that it was told. It is the server's alone to
+// read; a client hands it back.
+
+// newToken returns the token for a revision. What follows are strings on which the
+// told depends, such as the node and its zone.
+func (s *Server) newToken(revision diffstore.Revision, depends ...string) []byte {
+	b := append(make([]byte, 0, 128), s.instance...)
+	b = binary.AppendUvarint(b, uint64(revision))
+	for _, d := range depends {
+		b = append(binary.AppendUvarint(b, uint64(len(d))), d...)
+	}
+	return b
+}
+
+// readToken returns the revision of a token, 0 if it is of another server or depends on
+// something else.
+func (s *Server) readToken(token []byte, depends ...string) diffstore.Revision {
+	rest, _ := bytes.CutPrefix(token, s.instance)
+	revision, _ := binary.Uvarint(rest)
+	if !bytes.Equal(token, s.newToken(diffstore.Revision(revision), depends...)) {
+		return 0
+	}
+	return diffstore.Revision(revision)
 }
 
 // depends is what makes the views of this client what they are, besides the
@@ -198,7 +261,7 @@ func (w *watch) additions(s *states, node *api.Node) iter.Seq[*wireDelta] {
 
 // deltas returns what changes in this node's views.
 func (w *watch) deltas(d statesDelta, node *api.Node) []*wireDelta {
-	changes := slices.Values(w.server.changes.step(d))
+	changes := slices.Values(w.server.published.changes(d))
 	if node.Zone() != w.node.Zone() {
 		changes = d.All()
 	}

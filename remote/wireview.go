@@ -79,7 +79,7 @@ func (m *marshalled) wire(e *api.Endpoint, draining bool) (wireEndpoint, bool) {
 		}
 	}
 	w := wireEndpoint{
-		key:       e.Key(),
+		key:       strings.ToValidUTF8(e.Key(), "\uFFFD"), // as localv1.Marshal does it
 		value:     localv1.Marshal(localv1.FromEndpoint(e, draining)),
 		elsewhere: !draining && (e.Scopes.Internal || e.Scopes.External),
 	}

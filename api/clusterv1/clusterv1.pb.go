@@ -88,7 +88,10 @@ type WatchResponse struct {
 	DeletedSlices   []*Key             `protobuf:"bytes,6,rep,name=deleted_slices,json=deletedSlices,proto3" json:"deleted_slices,omitempty"`
 	DeletedNodes    []string           `protobuf:"bytes,7,rep,name=deleted_nodes,json=deletedNodes,proto3" json:"deleted_nodes,omitempty"`
 	// token is in the last part and only there: what to resume with.
-	Token         []byte `protobuf:"bytes,8,opt,name=token,proto3" json:"token,omitempty"`
+	Token []byte `protobuf:"bytes,8,opt,name=token,proto3" json:"token,omitempty"`
+	// stale comes with the token: the server has lost its own source for long, and another
+	// server may know more.
+	Stale         bool `protobuf:"varint,9,opt,name=stale,proto3" json:"stale,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -177,6 +180,13 @@ func (x *WatchResponse) GetToken() []byte {
 		return x.Token
 	}
 	return nil
+}
+
+func (x *WatchResponse) GetStale() bool {
+	if x != nil {
+		return x.Stale
+	}
+	return false
 }
 
 type Key struct {
@@ -525,7 +535,7 @@ const file_api_clusterv1_clusterv1_proto_rawDesc = "" +
 	"\n" +
 	"\x1dapi/clusterv1/clusterv1.proto\x12\x0fkpng.cluster.v1\x1a\x19api/localv1/localv1.proto\"&\n" +
 	"\fWatchRequest\x12\x16\n" +
-	"\x06resume\x18\x01 \x01(\fR\x06resume\"\xe9\x02\n" +
+	"\x06resume\x18\x01 \x01(\fR\x06resume\"\xff\x02\n" +
 	"\rWatchResponse\x12\x14\n" +
 	"\x05reset\x18\x01 \x01(\bR\x05reset\x12,\n" +
 	"\bservices\x18\x02 \x03(\v2\x10.localv1.ServiceR\bservices\x126\n" +
@@ -534,7 +544,8 @@ const file_api_clusterv1_clusterv1_proto_rawDesc = "" +
 	"\x10deleted_services\x18\x05 \x03(\v2\x14.kpng.cluster.v1.KeyR\x0fdeletedServices\x12;\n" +
 	"\x0edeleted_slices\x18\x06 \x03(\v2\x14.kpng.cluster.v1.KeyR\rdeletedSlices\x12#\n" +
 	"\rdeleted_nodes\x18\a \x03(\tR\fdeletedNodes\x12\x14\n" +
-	"\x05token\x18\b \x01(\fR\x05token\"7\n" +
+	"\x05token\x18\b \x01(\fR\x05token\x12\x14\n" +
+	"\x05stale\x18\t \x01(\bR\x05stale\"7\n" +
 	"\x03Key\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"\x80\x02\n" +

@@ -35,7 +35,9 @@ func FromSlice(s *api.EndpointSlice) *EndpointSlice {
 		})
 	}
 	for i := range s.Endpoints {
-		x.Endpoints = append(x.Endpoints, fromEndpoint(&s.Endpoints[i]))
+		if s.Endpoints[i].Addr.IsValid() { // else the slice could not be read
+			x.Endpoints = append(x.Endpoints, fromEndpoint(&s.Endpoints[i]))
+		}
 	}
 	return x
 }

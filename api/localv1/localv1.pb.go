@@ -502,7 +502,10 @@ type OpItem struct {
 	Batch []*OpItem `protobuf:"bytes,101,rep,name=Batch,proto3" json:"Batch,omitempty"`
 	// Resume comes with a Sync: what to send in a WatchReq in order to go on from
 	// here.
-	Resume        []byte `protobuf:"bytes,102,opt,name=Resume,proto3" json:"Resume,omitempty"`
+	Resume []byte `protobuf:"bytes,102,opt,name=Resume,proto3" json:"Resume,omitempty"`
+	// Stale comes with a Sync: the server has lost its own source for long, and another
+	// server may know more.
+	Stale         bool `protobuf:"varint,103,opt,name=Stale,proto3" json:"Stale,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -601,6 +604,13 @@ func (x *OpItem) GetResume() []byte {
 		return x.Resume
 	}
 	return nil
+}
+
+func (x *OpItem) GetStale() bool {
+	if x != nil {
+		return x.Stale
+	}
+	return false
 }
 
 type isOpItem_Op interface {
@@ -2516,7 +2526,7 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\x06Resume\x18g \x01(\fH\x00R\x06Resume\x12\x1c\n" +
 	"\tFrontends\x18h \x01(\bR\tFrontendsB\f\n" +
 	"\n" +
-	"Resumption\"\x9e\x02\n" +
+	"Resumption\"\xb4\x02\n" +
 	"\x06OpItem\x12&\n" +
 	"\x04Sync\x18\x01 \x01(\v2\x10.localv1.EmptyOpH\x00R\x04Sync\x12\"\n" +
 	"\x03Set\x18\x02 \x01(\v2\x0e.localv1.ValueH\x00R\x03Set\x12&\n" +
@@ -2524,7 +2534,8 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\x05Reset\x18\x04 \x01(\v2\x10.localv1.EmptyOpH\x00R\x05Reset\x121\n" +
 	"\aReplace\x18d \x01(\v2\x15.localv1.WholeServiceH\x00R\aReplace\x12%\n" +
 	"\x05Batch\x18e \x03(\v2\x0f.localv1.OpItemR\x05Batch\x12\x16\n" +
-	"\x06Resume\x18f \x01(\fR\x06ResumeB\x04\n" +
+	"\x06Resume\x18f \x01(\fR\x06Resume\x12\x14\n" +
+	"\x05Stale\x18g \x01(\bR\x05StaleB\x04\n" +
 	"\x02Op\"\t\n" +
 	"\aEmptyOp\"9\n" +
 	"\x03Ref\x12\x1e\n" +

@@ -12,14 +12,18 @@ import (
 
 // FromNode returns the wire form of n.
 func FromNode(n *api.Node) *Node {
+	var addresses []*NodeAddress
+	for _, a := range n.Addresses {
+		if a.IP.IsValid() { // else the node could not be read
+			addresses = append(addresses, &NodeAddress{Type: a.Type, IP: a.IP.String()})
+		}
+	}
 	return &Node{
-		Name:   n.Name,
-		UID:    string(n.UID),
-		Labels: n.Labels,
-		Addresses: convert(n.Addresses, func(a *api.NodeAddress) *NodeAddress {
-			return &NodeAddress{Type: a.Type, IP: fromAddr(a.IP)}
-		}),
-		PodCIDRs: convert(n.PodCIDRs, func(p *netip.Prefix) string { return p.String() }),
+		Name:      n.Name,
+		UID:       string(n.UID),
+		Labels:    n.Labels,
+		Addresses: addresses,
+		PodCIDRs:  convert(n.PodCIDRs, func(p *netip.Prefix) string { return p.String() }),
 		Taints: convert(n.Taints, func(t *api.Taint) *Taint {
 			return &Taint{Key: t.Key, Value: t.Value, Effect: t.Effect}
 		}),

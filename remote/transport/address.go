@@ -27,9 +27,8 @@ func ParseAddress(s string) (Address, error) {
 		if !strings.HasPrefix(path, "/") {
 			return Address{}, fmt.Errorf("address %q: the path of a unix socket begins with /, as in unix:///run/kpng/kpng.sock", s)
 		}
-		// A socket can be moved to where nobody can connect to it.
-		if most := len(syscall.RawSockaddrUnix{}.Path) - 1; len(path) > most {
-			return Address{}, fmt.Errorf("address %q: the path of a unix socket has no more than %d bytes", s, most)
+		if longest, most := longestPath(path), len(syscall.RawSockaddrUnix{}.Path)-1; longest > most {
+			return Address{}, fmt.Errorf("address %q: the path of a unix socket is too long by %d bytes", s, longest-most)
 		}
 		return Address{"unix", path}, nil
 	}

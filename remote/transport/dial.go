@@ -7,6 +7,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"net"
 	"time"
@@ -16,13 +17,14 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/keepalive"
 	"k8s.io/klog/v2"
-	"k8s.io/utils/clock"
 )
 
 // DialOptions say how a client reaches a server.
 type DialOptions struct {
-	// Addresses are those of one or more servers, as for [ParseAddress]: when
-	// one is lost or does not answer, the next is tried. Default: DefaultAddress.
+	// Addresses are those of one or more servers, as for [ParseAddress]. A dialer starts
+	// with any of them, so that clients spread, and goes to the next one when it loses its
+	// server, when that does not answer, or when it is stale and others may not be. Default:
+	// DefaultAddress.
 	Addresses []string
 	// TLS, if not nil, is used with all of them.
 	TLS *TLS
@@ -36,8 +38,6 @@ type DialOptions struct {
 	// FailFast ends Stay with an error when each address has failed once, or the
 	// connection that was good is lost, for programs that run once.
 	FailFast bool
-	// Clock is for tests. Default: the real one.
-	Clock clock.WithTicker
 }
 
 // Dialer reaches a server again and again.
@@ -57,9 +57,6 @@ func NewDialer(opts DialOptions) (*Dialer, error) {
 	if opts.MaxBackoff <= 0 {
 		opts.MaxBackoff = 15 * time.Second
 	}
-	if opts.Clock == nil {
-		opts.Clock = clock.RealClock{}
-	}
 	d := &Dialer{opts: opts}
 	for _, s := range opts.Addresses {
 		a, err := ParseAddress(s)
@@ -76,10 +73,25 @@ func NewDialer(opts DialOptions) (*Dialer, error) {
 	return d, nil
 }
 
+// firstMessage is how long a server may take for each message of its first answer. One that
+// has not read its cluster yet sends none.
+const firstMessage = 15 * time.Second
+
+var (
+	errSilent = fmt.Errorf("the server sent nothing for %v; it may not have read its cluster yet", firstMessage)
+	errStale  = errors.New("the server has lost its own source for long; another address may have a newer state")
+)
+
 // Stay calls use with a connection, and with the next one whenever it returns,
-// until ctx ends; then it returns the cause of that. What use calls good is what
-// makes a connection one that was worth it, after which the wait is short again.
-func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *grpc.ClientConn, good func()) error) error {
+// until ctx ends; then it returns the cause of that.
+//
+// Use calls heard after each message. Complete says that the message ended an answer: then the
+// connection was worth it, and the next wait is short again. Stale is what the server says of
+// its own source. If heard returns an error, use drops the answer and returns that error.
+//
+// A server whose first answer does not come loses its turn if there are other addresses, or
+// with FailFast. A stale server loses it while there are addresses that were not tried since.
+func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error) error {
 	log := klog.FromContext(ctx)
 	var files *certFiles
 	if d.opts.TLS != nil {
@@ -88,32 +100,72 @@ func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *g
 			return err
 		}
 	}
+	n := len(d.addresses)
 	failures := 0 // in a row
-	for i := 0; ; i++ {
-		address := d.addresses[i%len(d.addresses)]
-		wasGood := false
-		err := d.connect(ctx, address, files, func(conn *grpc.ClientConn) error {
-			return use(klog.NewContext(ctx, log.WithValues("server", address.String())), conn, func() { wasGood = true })
-		})
+	for i := rand.N(n); ; i++ {
+		address := d.addresses[i%n]
+		running, end := context.WithCancelCause(klog.NewContext(ctx, log.WithValues("server", address.String())))
+		v := &visit{patience: firstMessage, others: n - 1, untried: n - 1 - failures}
+		if n == 1 && !d.opts.FailFast {
+			v.patience = math.MaxInt64 // there is no better use of the time
+		}
+		v.silent = time.AfterFunc(v.patience, func() { end(errSilent) })
+		err := d.connect(ctx, address, files, func(conn *grpc.ClientConn) error { return use(running, conn, v.heard) })
+		v.silent.Stop()
+		if running.Err() != nil {
+			err = context.Cause(running)
+		}
+		end(nil)
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		if wasGood {
+		if v.good {
 			failures = 0
 		}
 		failures++
-		if d.opts.FailFast && (wasGood || failures == len(d.addresses)) {
+		if d.opts.FailFast && (v.good || failures == n) {
 			return fmt.Errorf("server %s: %w", address, err)
 		}
 		wait := time.Duration(0)
-		if wasGood || failures%len(d.addresses) == 0 {
-			wait = d.backoff(failures / len(d.addresses))
+		if v.good || failures%n == 0 {
+			wait = d.backoff(failures / n)
 		}
-		log.Error(err, "Lost the server or could not reach it, will try again", "server", address.String(), "failures", failures, "wait", wait)
-		if err := d.sleep(ctx, wait); err != nil {
-			return err
+		if v.good {
+			log.Info("Lost the server, will connect again", "server", address.String(), "cause", err, "wait", wait)
+		} else {
+			log.Error(err, "Could not use the server, will try again", "server", address.String(), "failures", failures, "wait", wait)
+		}
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+			return context.Cause(ctx)
 		}
 	}
+}
+
+// visit is the use of one connection.
+type visit struct {
+	patience time.Duration
+	silent   *time.Timer // ends the visit
+	others   int         // addresses
+	untried  int         // those of them that have not failed since the last good answer
+	good     bool
+}
+
+func (v *visit) heard(complete, stale bool) error {
+	switch {
+	case complete && stale && v.untried > 0:
+		return errStale
+	case complete:
+		v.good = true
+		v.silent.Stop()
+		if !stale {
+			v.untried = v.others
+		}
+	case !v.good:
+		v.silent.Reset(v.patience)
+	}
+	return nil
 }
 
 // backoff returns how long to wait before round n.
@@ -123,17 +175,6 @@ func (d *Dialer) backoff(round int) time.Duration {
 		most *= 2
 	}
 	return rand.N(min(most, d.opts.MaxBackoff)) + 1
-}
-
-func (d *Dialer) sleep(ctx context.Context, wait time.Duration) error {
-	timer := d.opts.Clock.NewTimer(wait)
-	defer timer.Stop()
-	select {
-	case <-timer.C():
-		return nil
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	}
 }
 
 func (d *Dialer) connect(ctx context.Context, a Address, files *certFiles, use func(*grpc.ClientConn) error) error {

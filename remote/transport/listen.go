@@ -50,7 +50,7 @@ func listenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 		return nil, fmt.Errorf("listen on unix://%s: create its directory: %w", path, err)
 	}
 	// The socket is made where nobody else may look, and moved when it is ready.
-	private, err := os.MkdirTemp(filepath.Dir(path), ".kpng-")
+	private, err := os.MkdirTemp(filepath.Dir(path), privateDir)
 	if err != nil {
 		return nil, fmt.Errorf("listen on unix://%s: %w", path, err)
 	}
@@ -67,6 +67,15 @@ func listenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 		return nil, fmt.Errorf("listen on unix://%s: %w", path, err)
 	}
 	return &unixListener{UnixListener: l, path: path, info: info}, nil
+}
+
+// privateDir is what the name of the directory begins with in which a socket is made.
+const privateDir = ".kpng-"
+
+// longestPath returns the length of the longest path that the socket at path ever has.
+func longestPath(path string) int {
+	made := filepath.Join(filepath.Dir(path), privateDir+"4294967295", "s") // the largest number of os.MkdirTemp
+	return max(len(path), len(made))
 }
 
 // publish moves the socket to its place.
@@ -99,10 +108,16 @@ func checkStale(path string) error {
 		conn.Close()
 		return errors.New("somebody listens there already")
 	}
-	if !errors.Is(err, syscall.ECONNREFUSED) {
+	if !isRefused(err) {
 		return fmt.Errorf("there is a socket, and whether somebody listens cannot be told: %w", err)
 	}
 	return nil
+}
+
+// isRefused reports whether nobody listens where a connection failed. 10061 is WSAECONNREFUSED,
+// which package syscall does not take for its ECONNREFUSED, and no error of another system.
+func isRefused(err error) bool {
+	return errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, syscall.Errno(10061))
 }
 
 // unixListener removes its socket when it is closed.

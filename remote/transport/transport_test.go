@@ -9,12 +9,13 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/remote/transport"
 	"go.uber.org/goleak"
 	"google.golang.org/grpc"
@@ -37,7 +38,9 @@ func TestParseAddress(t *testing.T) {
 		{in: "tcp://[::ffff:127.0.0.1]:1", want: "tcp://[::ffff:127.0.0.1]:1"},
 		{in: "kpng.example:1", want: "tcp://kpng.example:1", exposed: true},
 		{in: "unix://relative"},
+		{in: "unix:///" + strings.Repeat("x", 106), want: "unix:///" + strings.Repeat("x", 106)},
 		{in: "unix:///" + strings.Repeat("x", 107)},
+		{in: "unix:///" + strings.Repeat("x", 88) + "/s"},
 		{in: "127.0.0.1"},
 		{in: "127.0.0.1:"},
 		{in: "http://127.0.0.1:1"},
@@ -66,6 +69,39 @@ func listen(t *testing.T, path string, mode fs.FileMode) (net.Listener, error) {
 		t.Fatal(err)
 	}
 	return a.Listen(mode)
+}
+
+// TestASocketPathIsAcceptedOrRefusedFirst tries directories of all lengths: what ParseAddress
+// accepts can be listened on.
+func TestASocketPathIsAcceptedOrRefusedFirst(t *testing.T) {
+	root := t.TempDir()
+	accepted, refused := 0, 0
+	for n := range 108 - len(root) - len("//s") {
+		dir := filepath.Join(root, strings.Repeat("d", n+1))
+		a, err := transport.ParseAddress("unix://" + dir + "/s")
+		if err != nil {
+			refused++
+			continue
+		}
+		l, err := a.Listen(0)
+		if err != nil {
+			t.Fatalf("a path of %d bytes: %v", len(dir)+2, err)
+		}
+		l.Close()
+		accepted++
+	}
+	if accepted == 0 || refused == 0 {
+		t.Errorf("%d accepted, %d refused", accepted, refused)
+	}
+}
+
+func TestARefusalOfWindowsIsARefusal(t *testing.T) {
+	for number, want := range map[syscall.Errno]bool{syscall.ECONNREFUSED: true, 10061: true, syscall.EACCES: false} {
+		err := &net.OpError{Op: "dial", Err: os.NewSyscallError("connect", number)}
+		if got := transport.IsRefused(err); got != want {
+			t.Errorf("%v: refused %t", err, got)
+		}
+	}
 }
 
 func TestASocketHasItsMode(t *testing.T) {
@@ -189,20 +225,20 @@ func TestComingBack(t *testing.T) {
 		ended := errors.New("enough")
 		var tried []string
 		last := time.Now()
-		err = d.Stay(ctx, func(_ context.Context, conn *grpc.ClientConn, good func()) error {
+		err = d.Stay(ctx, func(_ context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
 			n := len(tried)
 			waited := time.Since(last)
 			last = time.Now()
-			tried = append(tried, strings.TrimPrefix(conn.Target(), "passthrough:///127.0.0.1:"))
+			tried = append(tried, port(conn))
 			// There is no wait within a round, and after the fifth try, which was
-			// good, it all begins anew.
+			// good, it all begins again.
 			most := [...]time.Duration{0, 0, 1, 0, 2, 1, 1, 0, 2, 0}[n] * time.Second
 			if waited > most+1 {
 				t.Errorf("try %d came after %s, want %s at most", n, waited, most)
 			}
 			switch n {
 			case 4:
-				good()
+				heard(true, false)
 			case 9:
 				cancel(ended)
 			}
@@ -211,24 +247,48 @@ func TestComingBack(t *testing.T) {
 		if !errors.Is(err, ended) {
 			t.Errorf("error %v", err)
 		}
-		if diff := cmp.Diff(strings.Split("1 2 1 2 1 2 1 2 1 2", " "), tried); diff != "" {
-			t.Error(diff)
+		want := strings.Repeat("12", 6)
+		if got := strings.Join(tried, ""); got != want[:10] && got != want[1:11] {
+			t.Errorf("tried %s", got)
 		}
 	})
 }
 
-func TestWhoWantsToFailFastTriesEachAddressOnce(t *testing.T) {
+// port returns the port that conn connects to.
+func port(conn *grpc.ClientConn) string {
+	return strings.TrimPrefix(conn.Target(), "passthrough:///127.0.0.1:")
+}
+
+func TestClientsSpreadOverServers(t *testing.T) {
+	first := map[string]bool{}
+	for range 200 {
+		d, err := transport.NewDialer(transport.DialOptions{Addresses: []string{"127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		d.Stay(ctx, func(_ context.Context, conn *grpc.ClientConn, _ func(complete, stale bool) error) error {
+			first[port(conn)] = true
+			cancel()
+			return nil
+		})
+	}
+	if len(first) != 3 {
+		t.Errorf("200 clients started at %v", first)
+	}
+}
+
+func TestFailFastTriesEachAddressOnce(t *testing.T) {
 	for _, test := range []struct {
 		name      string
 		addresses []string
 		good      int // the try that is good, from 1
 		tries     int
-		last      string
 	}{
-		{"the default address", nil, 0, 1, "127.0.0.1:12090"},
-		{"two addresses", []string{"127.0.0.1:1", "127.0.0.1:2"}, 0, 2, "127.0.0.1:2"},
-		{"the first of two is lost after it was good", []string{"127.0.0.1:1", "127.0.0.1:2"}, 1, 1, "127.0.0.1:1"},
-		{"the second of three is lost after it was good", []string{"127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"}, 2, 2, "127.0.0.1:2"},
+		{"the default address", nil, 0, 1},
+		{"two addresses", []string{"127.0.0.1:1", "127.0.0.1:2"}, 0, 2},
+		{"the first of two is lost after it was good", []string{"127.0.0.1:1", "127.0.0.1:2"}, 1, 1},
+		{"the second of three is lost after it was good", []string{"127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"}, 2, 2},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			d, err := transport.NewDialer(transport.DialOptions{Addresses: test.addresses, FailFast: true})
@@ -236,16 +296,121 @@ func TestWhoWantsToFailFastTriesEachAddressOnce(t *testing.T) {
 				t.Fatal(err)
 			}
 			lost := errors.New("lost")
-			tries := 0
-			err = d.Stay(t.Context(), func(_ context.Context, _ *grpc.ClientConn, good func()) error {
-				if tries++; tries == test.good {
-					good()
+			var tried []string
+			err = d.Stay(t.Context(), func(_ context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
+				if tried = append(tried, port(conn)); len(tried) == test.good {
+					heard(true, false)
 				}
 				return lost
 			})
-			if !errors.Is(err, lost) || !strings.Contains(err.Error(), test.last+":") || tries != test.tries {
-				t.Errorf("error %v after %d tries, want one of %s after %d", err, tries, test.last, test.tries)
+			if !errors.Is(err, lost) || len(tried) != test.tries || !strings.Contains(err.Error(), ":"+tried[len(tried)-1]+":") {
+				t.Errorf("error %v after trying %v, want %d tries", err, tried, test.tries)
 			}
+			slices.Sort(tried)
+			if len(slices.Compact(tried)) != test.tries {
+				t.Errorf("tried %v", tried)
+			}
+		})
+	}
+}
+
+// TestASilentServerLosesItsTurn has servers that accept connections and have not read their
+// cluster, except one.
+func TestASilentServerLosesItsTurn(t *testing.T) {
+	for _, test := range []struct {
+		name      string
+		addresses []string
+		failFast  bool
+		slow      bool // the good server sends a message every ten seconds, the sixth completes the answer
+		want      time.Duration
+		silent    bool // Stay returns an error
+	}{
+		{name: "another one answers", addresses: []string{"127.0.0.1:1", "127.0.0.1:2"}, want: 15 * time.Second},
+		{name: "another one answers slowly", addresses: []string{"127.0.0.1:1", "127.0.0.1:2"}, slow: true, want: 75 * time.Second},
+		{name: "there is no other one", addresses: []string{"127.0.0.1:1"}, want: time.Hour},
+		{name: "there is none to wait for", addresses: []string{"127.0.0.1:1"}, failFast: true, want: 15 * time.Second, silent: true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				d, err := transport.NewDialer(transport.DialOptions{Addresses: test.addresses, FailFast: test.failFast})
+				if err != nil {
+					t.Fatal(err)
+				}
+				ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+				defer cancel()
+				tries, began := 0, time.Now()
+				err = d.Stay(ctx, func(ctx context.Context, _ *grpc.ClientConn, heard func(complete, stale bool) error) error {
+					if tries++; tries == 1 {
+						<-ctx.Done()
+						return ctx.Err()
+					}
+					for i := 0; test.slow && i < 6; i++ {
+						time.Sleep(10 * time.Second)
+						heard(i == 5, false)
+					}
+					if err := context.Cause(ctx); err != nil {
+						t.Errorf("the server that answered was lost: %v", err)
+					}
+					cancel()
+					return nil
+				})
+				if got := time.Since(began); got != test.want {
+					t.Errorf("took %v, want %v", got, test.want)
+				}
+				if silent := err != nil && strings.Contains(err.Error(), "sent nothing"); silent != test.silent {
+					t.Errorf("error %v", err)
+				}
+			})
+		})
+	}
+}
+
+// TestAStaleServerLosesItsTurn lists what servers say in turn, and where a client stays.
+func TestAStaleServerLosesItsTurn(t *testing.T) {
+	const dead, stale, fresh = 'd', 's', 'f'
+	for _, test := range []struct {
+		name    string
+		servers int
+		says    string // in the order in which the client comes to them; those at the end it stays with
+		stays   int    // how many of them are answers of the last server
+	}{
+		{"the only server is stale", 1, "sss", 3},
+		{"the other one is fresh", 2, "sff", 2},
+		{"both are stale", 2, "sss", 2},
+		{"the other one is dead", 2, "sdss", 2},
+		{"all three are stale", 3, "ssss", 2},
+		{"a server becomes stale later, and the other one is fresh", 2, "ffsff", 2},
+		{"a stale server becomes fresh, and stale again", 2, "ssfsf", 1},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				addresses := []string{"127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"}[:test.servers]
+				d, err := transport.NewDialer(transport.DialOptions{Addresses: addresses})
+				if err != nil {
+					t.Fatal(err)
+				}
+				ctx, cancel := context.WithCancel(t.Context())
+				said, stays := 0, 0
+				d.Stay(ctx, func(ctx context.Context, _ *grpc.ClientConn, heard func(complete, stale bool) error) error {
+					stays = 0
+					for said < len(test.says) {
+						now := test.says[said]
+						said++
+						if now == dead {
+							return errors.New("dead")
+						}
+						if err := heard(true, now == stale); err != nil {
+							return err
+						}
+						stays++
+					}
+					cancel()
+					return nil
+				})
+				if stays != test.stays {
+					t.Errorf("stays for %d answers, want %d", stays, test.stays)
+				}
+			})
 		})
 	}
 }

@@ -8,11 +8,14 @@ import (
 	"fmt"
 	"net/url"
 	"sync/atomic"
+	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/klog/v2"
+
+	"github.com/kpng-project/kpng/cluster"
 )
 
 // requestError is a failed request to the API server. It has been reported.
@@ -56,6 +59,7 @@ type reporter struct {
 func (r *reporter) request(ctx context.Context, verb string, options *metav1.ListOptions, err error) error {
 	switch {
 	case err == nil:
+		r.outcome(r.resource.Resource, true)
 		if r.failing.Swap(false) {
 			klog.FromContext(ctx).Info("API server answers again", "verb", verb, "resource", r.resource.String())
 		}
@@ -73,8 +77,28 @@ func (r *reporter) request(ctx context.Context, verb string, options *metav1.Lis
 		return e
 	}
 	r.failing.Store(true)
+	r.outcome(r.resource.Resource, false)
 	klog.FromContext(ctx).Error(e, "Request to the API server failed, trying again")
 	return e
+}
+
+// staleAfter is how long all requests for a resource fail until the state is stale.
+const staleAfter = 3 * time.Minute
+
+// outcome notes whether a request for a resource succeeded.
+func (w *watch) outcome(resource string, ok bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if ok {
+		delete(w.failedSince, resource)
+	} else if _, failed := w.failedSince[resource]; !failed {
+		w.failedSince[resource] = time.Now()
+	}
+	stale := false
+	for _, since := range w.failedSince {
+		stale = stale || time.Since(since) >= staleAfter
+	}
+	w.state.Update(func(tx *cluster.Tx) { tx.SetStale(stale) })
 }
 
 // isExpired reports whether the server does not have the resource version that

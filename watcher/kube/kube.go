@@ -111,6 +111,7 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	defer end(nil)
 	w := &watch{opts: opts, state: state, converter: converter, logger: klog.FromContext(ctx), end: end}
 	w.unlisted = map[string]bool{services: true, endpointSlices: true, nodes: true}
+	w.failedSince = map[string]time.Time{}
 	if opts.Informers != nil {
 		err = w.followInformers(running, opts.Informers)
 	} else {
@@ -138,6 +139,8 @@ type watch struct {
 	mu sync.Mutex
 	// unlisted are the resources for whose first list the state waits.
 	unlisted map[string]bool
+	// failedSince has, by resource, since when all requests have failed.
+	failedSince map[string]time.Time
 }
 
 // What is watched, by the names that the API has for it.

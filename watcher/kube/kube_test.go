@@ -371,8 +371,9 @@ func TestLostServerChangesNothingAndAfterwardsOnlyTheDifferenceIsWritten(t *test
 				before := w.state.Snapshot()
 				w.listener.unplug(true)
 				w.advance(10 * time.Minute)
-				if got := w.state.Snapshot().Revision; got != before.Revision {
-					t.Errorf("revision went from %d to %d while the server was away", before.Revision, got)
+				away := w.state.Snapshot()
+				if got := away.Services.Revision(); got != before.Services.Revision() || !away.Stale {
+					t.Errorf("services went from revision %d to %d while the server was away; stale %t", before.Services.Revision(), got, away.Stale)
 				}
 				w.delete(service("goes"))
 				w.set(service("comes"))
@@ -389,6 +390,9 @@ func TestLostServerChangesNothingAndAfterwardsOnlyTheDifferenceIsWritten(t *test
 				}
 				if diff := cmp.Diff(map[string]bool{"goes": true, "comes": false}, got); diff != "" {
 					t.Errorf("changes, by whether they are deletions (-want +got):\n%s", diff)
+				}
+				if w.state.Snapshot().Stale {
+					t.Error("the server is back, and the state still stale")
 				}
 			})
 		})

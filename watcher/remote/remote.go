@@ -11,6 +11,7 @@ import (
 	"context"
 	"iter"
 	"slices"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/api/clusterv1"
@@ -44,55 +45,71 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	return dialer.Stay(ctx, f.follow)
 }
 
+// staleAfter is how long the other kpng may be away until the state is stale.
+const staleAfter = 3 * time.Minute
+
 // follower follows one server after the other.
 type follower struct {
 	state *cluster.State
-	token []byte // of the last complete answer
+	token []byte    // of the last complete answer
+	lost  time.Time // when the last server that answered was lost
 }
 
 // follow follows the server at the other end of conn for as long as it goes.
-func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, good func()) error {
+func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	answered := false
+	defer func() {
+		if answered {
+			f.lost = time.Now()
+		} else if f.token != nil && time.Since(f.lost) >= staleAfter {
+			f.state.Update(func(tx *cluster.Tx) { tx.SetStale(true) })
+		}
+	}()
 	stream, err := clusterv1.NewClusterClient(conn).Watch(ctx)
 	if err != nil {
 		return err
 	}
+	log := klog.FromContext(ctx)
 	req := &clusterv1.WatchRequest{Resume: f.token}
 	for {
 		if err := stream.Send(req); err != nil {
 			_, err = stream.Recv() // which says why
 			return err
 		}
-		var a answer
+		a := answer{had: f.state.Snapshot(), log: log}
 		for a.token == nil {
 			part, err := stream.Recv()
 			if err != nil {
 				return err
 			}
-			if err := a.take(part); err != nil {
-				f.token = nil
+			a.take(part)
+			if err := heard(a.token != nil, a.stale); err != nil {
 				return err
 			}
 		}
 		f.state.Update(a.write)
 		f.state.SetSynced()
-		f.token = a.token
-		good()
+		f.token, answered = a.token, true
 		req = &clusterv1.WatchRequest{}
 		if a.reset {
-			klog.FromContext(ctx).Info("The server told everything", "services", len(a.services.set), "slices", len(a.slices.set), "nodes", len(a.nodes.set))
+			log.Info("The server sent everything", "services", len(a.services.set), "slices", len(a.slices.set), "nodes", len(a.nodes.set))
 		}
 	}
 }
 
-// answer gathers the parts of an answer.
+// answer gathers the parts of an answer. Objects that cannot be read are logged, and stay as
+// they are in had.
 type answer struct {
+	had      *cluster.Snapshot
+	log      klog.Logger
 	reset    bool
 	services objects[types.NamespacedName, api.Service]
 	slices   objects[types.NamespacedName, api.EndpointSlice]
 	nodes    objects[string, api.Node]
 	token    []byte // not nil when the answer is complete
+	stale    bool
 }
 
 // objects are those of one kind that an answer names.
@@ -102,39 +119,41 @@ type objects[K, V any] struct {
 }
 
 // take adds a part.
-func (a *answer) take(part *clusterv1.WatchResponse) error {
+func (a *answer) take(part *clusterv1.WatchResponse) {
 	if part.GetReset_() {
-		*a = answer{reset: true}
+		*a = answer{had: a.had, log: a.log, reset: true}
 	}
 	name := func(name string) string { return name }
-	if err := add(&a.services, part.GetServices(), (*localv1.Service).ToService, part.GetDeletedServices(), (*clusterv1.Key).ToKey); err != nil {
-		return err
-	}
-	if err := add(&a.slices, part.GetSlices(), (*clusterv1.EndpointSlice).ToSlice, part.GetDeletedSlices(), (*clusterv1.Key).ToKey); err != nil {
-		return err
-	}
-	if err := add(&a.nodes, part.GetNodes(), (*localv1.Node).ToNode, part.GetDeletedNodes(), name); err != nil {
-		return err
-	}
+	add(a, &a.services, part.GetServices(), keyOf, (*localv1.Service).ToService, a.had.Services.Get, part.GetDeletedServices(), (*clusterv1.Key).ToKey)
+	add(a, &a.slices, part.GetSlices(), keyOf, (*clusterv1.EndpointSlice).ToSlice, a.had.Slices.Get, part.GetDeletedSlices(), (*clusterv1.Key).ToKey)
+	add(a, &a.nodes, part.GetNodes(), (*localv1.Node).GetName, (*localv1.Node).ToNode, a.had.Nodes.Get, part.GetDeletedNodes(), name)
 	if len(part.GetToken()) > 0 {
-		a.token = part.GetToken()
+		a.token, a.stale = part.GetToken(), part.GetStale()
 	}
-	return nil
+}
+
+func keyOf[M interface {
+	GetNamespace() string
+	GetName() string
+}](m M) types.NamespacedName {
+	return types.NamespacedName{Namespace: m.GetNamespace(), Name: m.GetName()}
 }
 
 // add adds what a part says of one kind.
-func add[K, V, M, D any](o *objects[K, V], set []M, object func(M) (*V, error), deleted []D, key func(D) K) error {
+func add[K, V, M, D any](a *answer, o *objects[K, V], set []M, key func(M) K, object func(M) (*V, error), had func(K) (*V, bool), deleted []D, deletedKey func(D) K) {
 	for _, m := range set {
 		v, err := object(m)
 		if err != nil {
-			return err
+			a.log.Error(err, "Left out an object of the server that cannot be read")
+			v, _ = had(key(m))
 		}
-		o.set = append(o.set, v)
+		if v != nil {
+			o.set = append(o.set, v)
+		}
 	}
 	for _, d := range deleted {
-		o.deleted = append(o.deleted, key(d))
+		o.deleted = append(o.deleted, deletedKey(d))
 	}
-	return nil
 }
 
 // write makes the state what the answer says.
@@ -142,6 +161,7 @@ func (a *answer) write(tx *cluster.Tx) {
 	a.services.write(a.reset, tx.ReplaceServices, tx.SetService, tx.DeleteService)
 	a.slices.write(a.reset, tx.ReplaceSlices, tx.SetSlice, tx.DeleteSlice)
 	a.nodes.write(a.reset, tx.ReplaceNodes, tx.SetNode, tx.DeleteNode)
+	tx.SetStale(a.stale)
 }
 
 // write makes those of one kind what the answer says: all of them, if all is new.

@@ -7,12 +7,16 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"net"
+	"net/netip"
 	"path/filepath"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/clusterv1"
+	"github.com/kpng-project/kpng/api/localv1"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/diffstore"
 	"github.com/kpng-project/kpng/internal/apitest"
@@ -20,6 +24,7 @@ import (
 	"github.com/kpng-project/kpng/remote/transport"
 	watcher "github.com/kpng-project/kpng/watcher/remote"
 	"go.uber.org/goleak"
+	"google.golang.org/grpc"
 	"k8s.io/apimachinery/pkg/types"
 )
 
@@ -64,6 +69,12 @@ func serve(t *testing.T, state *cluster.State, address string) (stop func()) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	l := listen(t, address)
+	return start(t, func(ctx context.Context) error { return server.Serve(ctx, l) })
+}
+
+func listen(t *testing.T, address string) net.Listener {
+	t.Helper()
 	a, err := transport.ParseAddress(address)
 	if err != nil {
 		t.Fatal(err)
@@ -72,7 +83,7 @@ func serve(t *testing.T, state *cluster.State, address string) (stop func()) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return start(t, func(ctx context.Context) error { return server.Serve(ctx, l) })
+	return l
 }
 
 func follow(t *testing.T, state *cluster.State, address string) (stop func()) {
@@ -81,6 +92,92 @@ func follow(t *testing.T, state *cluster.State, address string) (stop func()) {
 			Addresses: []string{address}, MinBackoff: time.Millisecond, MaxBackoff: 10 * time.Millisecond,
 		}})
 	})
+}
+
+// scripted is a server that sends the n-th answer for the n-th request, and then nothing.
+type scripted struct {
+	clusterv1.UnimplementedClusterServer
+	answers []*clusterv1.WatchResponse
+}
+
+func (s scripted) Watch(stream grpc.BidiStreamingServer[clusterv1.WatchRequest, clusterv1.WatchResponse]) error {
+	for _, answer := range s.answers {
+		if _, err := stream.Recv(); err != nil {
+			return err
+		}
+		if err := stream.Send(answer); err != nil {
+			return err
+		}
+	}
+	<-stream.Context().Done()
+	return nil
+}
+
+// TestAnUnreadableObjectIsLeftOut has a server that sends objects that cannot be read among
+// others. Those that were there before stay.
+func TestAnUnreadableObjectIsLeftOut(t *testing.T) {
+	service := func(name, ip string) *localv1.Service {
+		return &localv1.Service{Namespace: "ns", Name: name, IPs: &localv1.ServiceIPs{ClusterIPs: &localv1.IPSet{V4: []string{ip}}}}
+	}
+	slice := func(name, ip string) *clusterv1.EndpointSlice {
+		return &clusterv1.EndpointSlice{Namespace: "ns", Name: name, ServiceName: "s", Endpoints: []*clusterv1.SliceEndpoint{{Addr: ip}}}
+	}
+	node := func(name, ip string) *localv1.Node {
+		return &localv1.Node{Name: name, Addresses: []*localv1.NodeAddress{{IP: ip}}}
+	}
+	answer := func(reset bool, ip, marker string) *clusterv1.WatchResponse {
+		return &clusterv1.WatchResponse{
+			Reset_: reset, Token: []byte(marker),
+			Services: []*localv1.Service{service("a", ip), service("b", "10.0.0.2"), service(marker, "10.0.0.3")},
+			Slices:   []*clusterv1.EndpointSlice{slice("a", ip), slice("b", "10.0.0.2")},
+			Nodes:    []*localv1.Node{node("a", ip), node("b", "10.0.0.2")},
+		}
+	}
+	for _, reset := range []bool{false, true} {
+		address := "unix://" + filepath.Join(t.TempDir(), "s")
+		l := listen(t, address)
+		server := grpc.NewServer()
+		clusterv1.RegisterClusterServer(server, scripted{answers: []*clusterv1.WatchResponse{answer(true, "10.0.0.1", "one"), answer(reset, "x", "two")}})
+		go server.Serve(l)
+		t.Cleanup(server.Stop)
+		want, copied := cluster.New(cluster.Options{}), cluster.New(cluster.Options{})
+		want.Update(func(tx *cluster.Tx) {
+			for i, name := range []string{"a", "b", "one", "two"} {
+				if name == "one" && reset {
+					continue
+				}
+				ip := netip.AddrFrom4([4]byte{10, 0, 0, byte(min(i+1, 3))})
+				tx.SetService(&api.Service{Namespace: "ns", Name: name, IPs: api.ServiceIPs{ClusterIPs: api.NewIPSet(ip)}})
+				if i < 2 {
+					tx.SetSlice(&api.EndpointSlice{Namespace: "ns", Name: name, ServiceName: "s", Endpoints: []api.SliceEndpoint{
+						{Addr: ip, Conditions: api.Conditions{Ready: true, Serving: true}},
+					}})
+					tx.SetNode(&api.Node{Name: name, Addresses: []api.NodeAddress{{IP: ip}}})
+				}
+			}
+		})
+		follow(t, copied, address)
+		wait(t, want, copied)
+	}
+}
+
+// TestARelayOfAStaleStateIsStale follows a server whose source is lost, and comes back.
+func TestARelayOfAStaleStateIsStale(t *testing.T) {
+	original, copied := cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{Resumable: true})
+	original.SetSynced()
+	address := "unix://" + filepath.Join(t.TempDir(), "s")
+	serve(t, original, address)
+	follow(t, copied, address)
+	for i, stale := range []bool{true, false, true} {
+		original.Update(func(tx *cluster.Tx) {
+			tx.SetStale(stale)
+			tx.SetService(&api.Service{Namespace: "ns", Name: fmt.Sprint("s", i)})
+		})
+		wait(t, original, copied)
+		if got := copied.Snapshot().Stale; got != stale {
+			t.Errorf("stale %t, want %t", got, stale)
+		}
+	}
 }
 
 // difference says what copied has otherwise than original.
@@ -108,8 +205,6 @@ func compare[K comparable, V any](want, got *diffstore.Snapshot[K, V], equal fun
 // wait waits until copied is the same as original.
 func wait(t *testing.T, original, copied *cluster.State) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
-	defer cancel()
 	for {
 		snapshot := copied.Snapshot()
 		d := "it has not synced"
@@ -120,7 +215,7 @@ func wait(t *testing.T, original, copied *cluster.State) {
 		}
 		select {
 		case <-copied.Changed(snapshot.Revision):
-		case <-ctx.Done():
+		case <-time.After(time.Minute): // without progress
 			t.Fatal(d)
 		}
 	}

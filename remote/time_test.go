@@ -1,0 +1,342 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote_test
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"net"
+	"runtime"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/internal/apitest"
+	"github.com/kpng-project/kpng/remote"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+	"google.golang.org/grpc/test/bufconn"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// The tests of this file run in synctest bubbles, where waiting takes no time. Connections are
+// in memory.
+
+type setsStream = grpc.BidiStreamingClient[localv1.WatchReq, localv1.OpItem]
+
+// inMemory serves state, and returns a connection to the server.
+func inMemory(t *testing.T, state *cluster.State, opts remote.ServerOptions, creds credentials.TransportCredentials) (*remote.Server, *grpc.ClientConn) {
+	t.Helper()
+	l := bufconn.Listen(64 << 10)
+	opts.Insecure = true
+	server, _ := serveOn(t, state, l, opts)
+	conn, err := grpc.NewClient("passthrough:///kpng.test", grpc.WithTransportCredentials(creds),
+		grpc.WithContextDialer(func(ctx context.Context, _ string) (net.Conn, error) { return l.DialContext(ctx) }),
+		grpc.WithStaticStreamWindowSize(64<<10), grpc.WithStaticConnWindowSize(64<<10))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	return server, conn
+}
+
+func open(t *testing.T, conn *grpc.ClientConn) setsStream {
+	t.Helper()
+	stream, err := localv1.NewSetsClient(conn).Watch(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return stream
+}
+
+// request asks for the next answer, the first time with a token.
+func request(t *testing.T, stream setsStream, token []byte) {
+	t.Helper()
+	if token == nil {
+		token = []byte{}
+	}
+	if err := stream.Send(&localv1.WatchReq{NodeName: "n", Resumption: &localv1.WatchReq_Resume{Resume: token}}); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// answer receives an answer, and says how many services it sets.
+func answer(t *testing.T, stream setsStream) (reset bool, services int, token []byte) {
+	t.Helper()
+	for {
+		item, err := stream.Recv()
+		if err != nil {
+			t.Fatal(err)
+		}
+		reset = reset || item.GetReset_() != nil
+		if item.GetReplace() != nil || item.GetSet().GetRef().GetSet() == localv1.Set_ServicesSet {
+			services++
+		}
+		if item.GetSync() != nil {
+			return reset, services, item.GetResume()
+		}
+	}
+}
+
+// TestTheTokenOfAnIdleClientIsRenewed deletes a slice that no node sees, and expects that the
+// client may come back however long that was ago.
+func TestTheTokenOfAnIdleClientIsRenewed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		state := cluster.New(cluster.Options{Resumable: true})
+		unseen := func(name string) *api.EndpointSlice {
+			return &api.EndpointSlice{Namespace: "ns", Name: name, ServiceName: name, Family: api.IPv4}
+		}
+		state.Update(func(tx *cluster.Tx) {
+			tx.SetService(plain("a", 80))
+			tx.SetSlice(unseen("e"))
+		})
+		state.SetSynced()
+		_, conn := inMemory(t, state, quick, insecure.NewCredentials())
+		stream := open(t, conn)
+		request(t, stream, nil)
+		_, _, token := answer(t, stream)
+		request(t, stream, nil)
+		synctest.Wait() // the stream looks at the change when it comes
+		state.Update(func(tx *cluster.Tx) { tx.DeleteSlice(types.NamespacedName{Namespace: "ns", Name: "e"}) })
+		renewed := make(chan []byte, 1)
+		go func() {
+			_, services, token := answer(t, stream)
+			if services > 0 {
+				t.Errorf("the client got %d services that did not change", services)
+			}
+			renewed <- token
+		}()
+		time.Sleep(9 * time.Minute)
+		synctest.Wait()
+		select {
+		case token = <-renewed:
+		default:
+			t.Error("no new token came within nine minutes")
+		}
+		stream.CloseSend()
+
+		time.Sleep(2 * time.Minute) // the store forgets the deletion with the next change
+		state.Update(func(tx *cluster.Tx) { tx.SetSlice(unseen("f")) })
+		stream = open(t, conn)
+		request(t, stream, token)
+		if reset, _, _ := answer(t, stream); reset {
+			t.Error("the client starts over")
+		}
+	})
+}
+
+// TestManyChangesRenewATokenAtOnce makes many changes that a client does not see.
+func TestManyChangesRenewATokenAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		state := many(0)
+		_, conn := inMemory(t, state, quick, insecure.NewCredentials())
+		stream := open(t, conn)
+		request(t, stream, nil)
+		answer(t, stream)
+		request(t, stream, nil)
+		began := time.Now()
+		for i := range 1100 {
+			update(state, func(to apitest.Writer) { to.SetNode(&api.Node{Name: fmt.Sprint("another-", i)}) })
+		}
+		if reset, services, token := answer(t, stream); reset || services > 0 || len(token) == 0 || time.Since(began) > 0 {
+			t.Errorf("after %v: reset %t, %d services, token %q", time.Since(began), reset, services, token)
+		}
+	})
+}
+
+// many is a state of so many services.
+func many(services int) *cluster.State {
+	state := cluster.New(cluster.Options{Resumable: true})
+	rewrite(state, services, 0)
+	state.SetSynced()
+	return state
+}
+
+// rewrite changes all services of the state.
+func rewrite(state *cluster.State, services, generation int) {
+	state.Update(func(tx *cluster.Tx) {
+		for i := range services {
+			s := plain(fmt.Sprintf("s-%05d", i), 80)
+			s.Annotations = map[string]string{"generation": fmt.Sprint(generation)}
+			tx.SetService(s)
+		}
+	})
+}
+
+// TestAClientThatTakesLittleIsCutOff reads an answer with a pause after each message. It may
+// take long if it takes 64 KB each half minute, until its snapshot is too old.
+func TestAClientThatTakesLittleIsCutOff(t *testing.T) {
+	const services = 9_000
+	for _, test := range []struct {
+		name    string
+		pause   time.Duration
+		changes int // of all services, after the first message
+		cutOff  bool
+	}{
+		{"slow enough", 20 * time.Millisecond, 1, false},
+		{"too slow", 5 * time.Second, 0, true},
+		{"slow, while the cluster changes", 20 * time.Millisecond, 4, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				state := many(services)
+				opts := quick
+				opts.Limits.CacheBytes = 1 << 16
+				server, conn := inMemory(t, state, opts, insecure.NewCredentials())
+				stream := open(t, conn)
+				request(t, stream, nil)
+				var err error
+				var item *localv1.OpItem
+				for n := 0; err == nil && item.GetSync() == nil; n++ {
+					if item, err = stream.Recv(); err != nil {
+						break
+					}
+					if n == 0 {
+						for g := range test.changes {
+							rewrite(state, services, g+1)
+						}
+					}
+					time.Sleep(test.pause)
+				}
+				if (err != nil) != test.cutOff || server.Stats().Stalled > 0 != test.cutOff {
+					t.Errorf("error %v, statistics %+v; cut off should be %t", err, server.Stats(), test.cutOff)
+				}
+			})
+		})
+	}
+}
+
+// TestAnAnswerThatEndsFreesItsSnapshot counts the services of the first snapshot that are in
+// memory after a slow client was cut off.
+func TestAnAnswerThatEndsFreesItsSnapshot(t *testing.T) {
+	const services = 12_000
+	var freed atomic.Int64
+	synctest.Test(t, func(t *testing.T) {
+		state := cluster.New(cluster.Options{Resumable: true})
+		state.Update(func(tx *cluster.Tx) {
+			for i := range services {
+				s := plain(fmt.Sprintf("s-%05d", i), 80)
+				runtime.SetFinalizer(s, func(*api.Service) { freed.Add(1) })
+				tx.SetService(s)
+			}
+		})
+		state.SetSynced()
+		opts := quick
+		opts.Limits.CacheBytes = 1 << 16
+		_, conn := inMemory(t, state, opts, insecure.NewCredentials())
+		stream := open(t, conn)
+		request(t, stream, nil)
+		if _, err := stream.Recv(); err != nil {
+			t.Fatal(err)
+		}
+		for g := range 4 {
+			rewrite(state, services, g+1)
+		}
+		for _, err := stream.Recv(); err == nil; _, err = stream.Recv() {
+			time.Sleep(20 * time.Millisecond)
+		}
+		for range 20 {
+			runtime.GC()
+		}
+		runtime.KeepAlive(state)
+	})
+	if n := freed.Load(); n < services*9/10 {
+		t.Errorf("%d of %d services are freed", n, services)
+	}
+}
+
+// TestConnectionsHaveAnAge keeps an idle client until the server ends its connection.
+func TestConnectionsHaveAnAge(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		state := many(1)
+		_, conn := inMemory(t, state, quick, insecure.NewCredentials())
+		began := time.Now()
+		stream := open(t, conn)
+		request(t, stream, nil)
+		_, _, token := answer(t, stream)
+		request(t, stream, nil)
+		if _, err := stream.Recv(); err == nil {
+			t.Error("the client got something")
+		}
+		if age := time.Since(began); age < 27*time.Minute || age > 34*time.Minute {
+			t.Errorf("the stream ended after %v", age)
+		}
+		stream = open(t, conn)
+		request(t, stream, token)
+		if reset, services, _ := answer(t, stream); reset || services > 0 {
+			t.Errorf("reset %t, %d services", reset, services)
+		}
+	})
+}
+
+// TestAStreamEndsWithItsCertificate changes a service after the client's certificate expired.
+func TestAStreamEndsWithItsCertificate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ca := newAuthority(t)
+		opts := quick
+		opts.TLS, opts.NodeCertificates = ca.newFiles(t, "kpng.test"), true
+		files := tlsFiles(t.TempDir())
+		ca.issueUntil(t, files, time.Now().Add(2*time.Minute), "system:node:n")
+		state := many(1)
+		_, conn := inMemory(t, state, opts, clientCredentials(t, ca, files.CertFile, files.KeyFile))
+		stream := open(t, conn)
+		request(t, stream, nil)
+		answer(t, stream)
+		request(t, stream, nil)
+		time.Sleep(time.Minute)
+		rewrite(state, 1, 1)
+		if _, services, _ := answer(t, stream); services != 1 {
+			t.Errorf("%d services", services)
+		}
+		request(t, stream, nil)
+		time.Sleep(61 * time.Second)
+		rewrite(state, 1, 2)
+		_, err := stream.Recv()
+		expect(t, err, "certificate has expired")
+	})
+}
+
+// clientCredentials are those of a certificate.
+func clientCredentials(t *testing.T, ca *authority, certFile, keyFile string) credentials.TransportCredentials {
+	t.Helper()
+	cert, err := tls.LoadX509KeyPair(certFile, keyFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return credentials.NewTLS(&tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: ca.pool(), ServerName: "kpng.test"})
+}
+
+// TestChangesAreBatched makes a hundred changes while the server waits for more.
+func TestChangesAreBatched(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		state := many(0)
+		opts := quick
+		opts.BatchInterval = 10 * time.Millisecond
+		_, conn := inMemory(t, state, opts, insecure.NewCredentials())
+		stream := open(t, conn)
+		request(t, stream, nil)
+		answer(t, stream)
+		request(t, stream, nil)
+		synctest.Wait()
+		began := time.Now()
+		for port := range int32(100) {
+			update(state, func(to apitest.Writer) { to.SetService(plain("s", port+1)) })
+		}
+		item, err := stream.Recv()
+		if err != nil {
+			t.Fatal(status.Convert(err))
+		}
+		var service localv1.Service
+		unmarshal(t, item.GetSet().GetBytes(), &service)
+		if waited := time.Since(began); waited != opts.BatchInterval || service.Ports[0].Port != 100 {
+			t.Errorf("after %v came port %d", waited, service.Ports[0].Port)
+		}
+	})
+}

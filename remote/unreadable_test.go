@@ -1,0 +1,228 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote_test
+
+import (
+	"context"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr/funcr"
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/api/localv1"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/remote"
+	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"google.golang.org/grpc"
+	"k8s.io/klog/v2"
+)
+
+// scripted is a server that sends the n-th answer for the n-th request, and then nothing.
+type scripted struct {
+	localv1.UnimplementedSetsServer
+	answers [][]*localv1.OpItem
+}
+
+func (s scripted) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, localv1.OpItem]) error {
+	for _, answer := range s.answers {
+		if _, err := stream.Recv(); err != nil {
+			return err
+		}
+		for _, item := range answer {
+			if err := stream.Send(item); err != nil {
+				return err
+			}
+		}
+	}
+	<-stream.Context().Done()
+	return nil
+}
+
+func resetItem() *localv1.OpItem {
+	return &localv1.OpItem{Op: &localv1.OpItem_Reset_{Reset_: &localv1.EmptyOp{}}}
+}
+
+func syncItem() *localv1.OpItem {
+	return &localv1.OpItem{Op: &localv1.OpItem_Sync{Sync: &localv1.EmptyOp{}}}
+}
+
+func setItem(set localv1.Set, path string, value []byte) *localv1.OpItem {
+	return &localv1.OpItem{Op: &localv1.OpItem_Set{Set: &localv1.Value{Ref: &localv1.Ref{Set: set, Path: path}, Bytes: value}}}
+}
+
+// TestAnUnreadableObjectIsLeftOut has a server that sends objects that cannot be read among
+// others, in each form in which it may send them. The client takes over the others.
+func TestAnUnreadableObjectIsLeftOut(t *testing.T) {
+	service := func(name, ip string) *localv1.Service {
+		return &localv1.Service{Namespace: "ns", Name: name, IPs: &localv1.ServiceIPs{ClusterIPs: &localv1.IPSet{V4: []string{ip}}}}
+	}
+	setService := func(name, ip string) *localv1.OpItem {
+		return setItem(localv1.Set_ServicesSet, "ns/"+name, localv1.Marshal(service(name, ip)))
+	}
+	endpoint := func(ips ...string) *localv1.Endpoint { return &localv1.Endpoint{IPs: &localv1.IPSet{V4: ips}} }
+	setEndpoint := func(path string, ips ...string) *localv1.OpItem {
+		return setItem(localv1.Set_EndpointsSet, "ns/"+path, localv1.Marshal(endpoint(ips...)))
+	}
+	setNode := func(ip string) *localv1.OpItem {
+		return setItem(localv1.Set_NodesSet, "n", localv1.Marshal(&localv1.Node{Name: "n", Addresses: []*localv1.NodeAddress{{IP: ip}}}))
+	}
+	replace := func(s *localv1.Service, endpoints ...*localv1.Endpoint) *localv1.OpItem {
+		whole := &localv1.WholeService{Service: s}
+		for i, e := range endpoints {
+			whole.Endpoints = append(whole.Endpoints, &localv1.KeyedEndpoint{Key: string(rune('a' + i)), Endpoint: e})
+		}
+		return &localv1.OpItem{Op: &localv1.OpItem_Replace{Replace: whole}}
+	}
+	first := []*localv1.OpItem{
+		resetItem(), setNode("192.168.0.1"), setService("one", "10.0.0.1"), setService("two", "10.0.0.2"),
+		setEndpoint("one/a", "172.16.0.1"), setEndpoint("one/b", "172.16.0.2"), syncItem(),
+	}
+	const before = "node [192.168.0.1]; ns/one 10.0.0.1: 172.16.0.1 172.16.0.2; ns/two 10.0.0.2:"
+	done := setService("zzz", "10.9.9.9")
+	for _, test := range []struct {
+		name    string
+		second  []*localv1.OpItem
+		want    string // without the service zzz
+		reports []string
+	}{
+		{"an endpoint with two addresses", []*localv1.OpItem{setEndpoint("one/a", "10.1.0.1", "10.1.0.2"), setEndpoint("two/a", "172.16.0.3")},
+			before + " 172.16.0.3", []string{"endpoint ns/one/a: endpoint has 2 addresses"}},
+		{"an endpoint that is no message", []*localv1.OpItem{setItem(localv1.Set_EndpointsSet, "ns/one/a", []byte{0xff})},
+			before, []string{"endpoint ns/one/a: proto"}},
+		{"a path that names nothing", []*localv1.OpItem{setEndpoint("one", "172.16.0.9")}, before, []string{"is no path of an endpoint"}},
+		{"a service with a bad address", []*localv1.OpItem{setService("one", "x"), setService("two", "10.0.0.22")},
+			"node [192.168.0.1]; ns/one 10.0.0.1: 172.16.0.1 172.16.0.2; ns/two 10.0.0.22:", []string{"service ns/one: ParseAddr"}},
+		{"a node with a bad address", []*localv1.OpItem{setNode("x")}, before, []string{"node n: node n: ParseAddr"}},
+		{"a whole service with a bad endpoint", []*localv1.OpItem{replace(service("one", "10.0.0.11"), endpoint("172.16.0.1"), endpoint())},
+			"node [192.168.0.1]; ns/one 10.0.0.11: 172.16.0.1; ns/two 10.0.0.2:", []string{"service ns/one: endpoint b: endpoint has 0 addresses"}},
+		{"a whole service with a bad address", []*localv1.OpItem{replace(service("one", "x"), endpoint("172.16.0.5"))},
+			"node [192.168.0.1]; ns/one 10.0.0.1: 172.16.0.5; ns/two 10.0.0.2:", []string{"service ns/one"}},
+		{"after a reset, what the client has stays", []*localv1.OpItem{resetItem(), setNode("x"), replace(service("one", "x"), endpoint("172.16.0.5"))},
+			"node [192.168.0.1]; ns/one 10.0.0.1: 172.16.0.5", []string{"node n", "service ns/one"}},
+		{"a bad service that the client does not have", []*localv1.OpItem{setService("new", "x"), setEndpoint("new/a", "172.16.0.9")},
+			before, []string{"service ns/new", "service ns/new: its endpoints came without it"}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			address := socket(t)
+			l := listen(t, address)
+			server := grpc.NewServer()
+			localv1.RegisterSetsServer(server, scripted{answers: [][]*localv1.OpItem{first, append(slices.Clone(test.second), done, syncItem())}})
+			go server.Serve(l)
+			t.Cleanup(server.Stop)
+
+			reports := make(chan string, 100)
+			client, stop := followLogging(t, "n", address, reports)
+			rec := sinktest.NewRecorder(t, nil)
+			drive(t, client, rec)
+			if err := rec.Wait(within(t), func([]sinktest.Sync) bool {
+				views := rec.Views()
+				return len(views) > 0 && views[len(views)-1].Service.Name == "zzz"
+			}); err != nil {
+				t.Fatal(err)
+			}
+			stop()
+			got := "node"
+			for _, a := range client.Node().Addresses {
+				got += " [" + a.IP.String() + "]"
+			}
+			for _, v := range rec.Views()[:len(rec.Views())-1] {
+				got += "; " + v.Key().String() + " " + v.Service.IPs.ClusterIPs.V4[0].String() + ":"
+				for _, e := range v.Endpoints {
+					got += " " + e.Addr.String()
+				}
+			}
+			if diff := cmp.Diff(test.want, got); diff != "" {
+				t.Error(diff)
+			}
+			close(reports)
+			for _, want := range test.reports {
+				if got := <-reports; !strings.Contains(got, want) {
+					t.Errorf("reported %s, want %q", got, want)
+				}
+			}
+			for more := range reports {
+				t.Errorf("reported %s", more)
+			}
+		})
+	}
+}
+
+// followLogging is follow, with a channel that gets what the client logs about objects.
+func followLogging(t *testing.T, node, address string, reports chan<- string) (client *remote.Client, stop func()) {
+	t.Helper()
+	client, err := remote.NewClient(remote.ClientOptions{
+		NodeName: node, DialOptions: transport.DialOptions{Addresses: []string{address}, MinBackoff: time.Millisecond},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	log := funcr.New(func(_, line string) {
+		if strings.Contains(line, "Left out") {
+			reports <- line
+		}
+	}, funcr.Options{})
+	return client, start(t, func(ctx context.Context) error { return client.Run(klog.NewContext(ctx, log)) })
+}
+
+// TestAnInvalidObjectOfTheServerDoesNotStopTheOthers has a state with values that an API server
+// does not accept, and other sources may have.
+func TestAnInvalidObjectOfTheServerDoesNotStopTheOthers(t *testing.T) {
+	addr := netip.MustParseAddr
+	state := cluster.New(cluster.Options{Resumable: true})
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetNode(&api.Node{Name: "n", Addresses: []api.NodeAddress{{Type: "InternalIP"}, {Type: "InternalIP", IP: addr("192.168.0.1")}}})
+		tx.SetService(plain("good", 80))
+		noAddress := plain("no-address", 80)
+		noAddress.IPs.ClusterIPs = api.IPSet{V4: []netip.Addr{{}}}
+		tx.SetService(noAddress)
+		named := plain("named", 80)
+		named.IPs.ClusterIPs = api.NewIPSet(addr("10.0.0.1"))
+		named.Ports[0].Name = "\xff"
+		tx.SetService(named)
+		tx.SetSlice(&api.EndpointSlice{
+			Namespace: named.Namespace, Name: "sl", ServiceName: "named", Family: api.IPv4,
+			Ports: []api.EndpointPort{{Name: "\xff", Protocol: api.TCP, Port: 8080}},
+			Endpoints: []api.SliceEndpoint{
+				{Addr: addr("172.16.0.1"), Conditions: api.Conditions{Ready: true, Serving: true}},
+				{Conditions: api.Conditions{Ready: true, Serving: true}},
+			},
+		})
+	})
+	state.SetSynced()
+	address := socket(t)
+	serve(t, state, address, quick)
+	reports := make(chan string, 100)
+	client, stop := followLogging(t, "n", address, reports)
+	rec := sinktest.NewRecorder(t, nil)
+	drive(t, client, rec)
+	if err := rec.WaitSyncs(within(t), 1); err != nil {
+		t.Fatal(err)
+	}
+	got := ""
+	for _, v := range rec.Views() {
+		got += v.Service.Name + " " + v.Service.Ports[0].Name
+		for _, e := range v.Endpoints {
+			got += " " + e.Addr.String()
+		}
+		got += ";"
+	}
+	if want := "good ;named \uFFFD 172.16.0.1;"; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+	if node := client.Node(); node == nil || len(node.Addresses) != 1 {
+		t.Errorf("node %+v", node)
+	}
+	stop()
+	close(reports)
+	if got, want := <-reports, "service plain/no-address"; !strings.Contains(got, want) {
+		t.Errorf("reported %s, want %q", got, want)
+	}
+	for more := range reports {
+		t.Errorf("reported %s", more)
+	}
+}

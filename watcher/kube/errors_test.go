@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package kube
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/kpng-project/kpng/cluster"
+)
+
+// TestAServerThatIsAwayForLongMakesTheStateStale lists the outcomes of requests, a minute apart.
+func TestAServerThatIsAwayForLongMakesTheStateStale(t *testing.T) {
+	for _, test := range []struct {
+		name     string
+		outcomes string // s and n: a request for services or nodes fails; S and N: it succeeds
+		want     string // T after each outcome that leaves a stale state, else F
+	}{
+		{"for long", "sssss", "FFFTT"},
+		{"and is back", "ssssS", "FFFTF"},
+		{"for a short time, twice", "sssSsss", "FFFFFFF"},
+		{"for one of two resources", "sNsNsNsNS", "FFFTTTTTF"},
+		{"for another resource only", "NNnnnnNN", "FFFFFTFF"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				w := &watch{state: cluster.New(cluster.Options{}), failedSince: map[string]time.Time{}}
+				got := ""
+				for _, o := range test.outcomes {
+					resource := map[rune]string{'s': services, 'S': services, 'n': nodes, 'N': nodes}[o]
+					w.outcome(resource, o == 'S' || o == 'N')
+					got += map[bool]string{true: "T", false: "F"}[w.state.Snapshot().Stale]
+					time.Sleep(time.Minute)
+				}
+				if got != test.want {
+					t.Errorf("got %s, want %s", got, test.want)
+				}
+			})
+		})
+	}
+}

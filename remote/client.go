@@ -33,7 +33,7 @@ type Client struct {
 
 	mu      sync.Mutex
 	views   *diffstore.Store[types.NamespacedName, *entry]
-	state   *clientState  // nil until the first Sync
+	state   *clientState
 	changed chan struct{} // closed by the next Sync that changes something
 	token   []byte        // of the last Sync; Run's alone
 
@@ -42,7 +42,7 @@ type Client struct {
 
 // clientState is what the client has after a Sync.
 type clientState struct {
-	revision uint64 // counts Syncs that changed something
+	revision uint64 // counts Syncs that changed something, and the first
 	views    *diffstore.Snapshot[types.NamespacedName, *entry]
 	node     *api.Node // nil if it is not known
 }
@@ -65,6 +65,7 @@ func NewClient(opts ClientOptions) (*Client, error) {
 	}
 	c := &Client{opts: opts, dialer: dialer, changed: make(chan struct{})}
 	c.views = diffstore.New(diffstore.Options[types.NamespacedName, *entry]{Compare: api.CompareKeys, Equal: (*entry).equal})
+	c.state = &clientState{views: c.views.Snapshot()}
 	c.reader.cursor = c.views.NewCursor()
 	return c, nil
 }
@@ -132,15 +133,11 @@ func (c *Client) commit(a *answer) {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	before := c.state
-	if before == nil {
-		before = &clientState{}
-	}
-	now := &clientState{before.revision + 1, c.views.Snapshot(), before.node}
+	now := &clientState{c.state.revision + 1, c.views.Snapshot(), c.state.node}
 	if a.nodeNamed {
 		now.node = a.node
 	}
-	if c.state != nil && now.views == before.views && now.node.Equal(before.node) {
+	if c.state.revision > 0 && now.views.Revision() == c.state.views.Revision() && now.node.Equal(c.state.node) {
 		return
 	}
 	c.state = now
@@ -150,27 +147,21 @@ func (c *Client) commit(a *answer) {
 
 // Services returns how many services the client has.
 func (c *Client) Services() int {
-	if state, _ := c.get(); state != nil {
-		return state.views.Len()
-	}
-	return 0
+	state, _ := c.get()
+	return state.views.Len()
 }
 
 // Node returns the node as the server sent it last, nil if it is not known.
 func (c *Client) Node() *api.Node {
-	if state, _ := c.get(); state != nil {
-		return state.node
-	}
-	return nil
+	state, _ := c.get()
+	return state.node
 }
 
 // Revision returns the revision of what the client has, 0 before it has anything.
 // Revisions are the client's own; they go on when the server is another.
 func (c *Client) Revision() uint64 {
-	if state, _ := c.get(); state != nil {
-		return state.revision
-	}
-	return 0
+	state, _ := c.get()
+	return state.revision
 }
 
 // get returns what the client has, and what is closed when that changes.
@@ -183,7 +174,7 @@ func (c *Client) get() (*clientState, <-chan struct{}) {
 // Changed implements [sink.Source].
 func (c *Client) Changed() <-chan struct{} {
 	state, changed := c.get()
-	if state != c.reader.has {
+	if state.revision > 0 && state != c.reader.has {
 		closed := make(chan struct{})
 		close(closed)
 		return closed
@@ -194,7 +185,7 @@ func (c *Client) Changed() <-chan struct{} {
 // Next implements [sink.Source]. It never fails.
 func (c *Client) Next() (*sink.Update, error) {
 	state, _ := c.get()
-	if state == nil {
+	if state.revision == 0 {
 		return nil, nil
 	}
 	if c.reader.state != state {

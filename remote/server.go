@@ -3,6 +3,7 @@
 package remote
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -112,15 +113,15 @@ func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 	case opts.TLS != nil && opts.ServeCluster && len(opts.ClusterReaders) == 0:
 		return nil, errors.New("ServeCluster with TLS needs ClusterReaders: nobody could read it")
 	}
-	setDefault(&opts.BatchInterval, 10*time.Millisecond)
-	setDefault(&opts.StopTimeout, 5*time.Second)
+	opts.BatchInterval = cmp.Or(opts.BatchInterval, 10*time.Millisecond)
+	opts.StopTimeout = cmp.Or(opts.StopTimeout, 5*time.Second)
 	limits := DefaultLimits()
-	setDefault(&opts.Limits.Connections, limits.Connections)
-	setDefault(&opts.Limits.ConnectionsPerPeer, limits.ConnectionsPerPeer)
-	setDefault(&opts.Limits.StreamsPerPeer, limits.StreamsPerPeer)
-	setDefault(&opts.Limits.StreamRate, limits.StreamRate)
-	setDefault(&opts.Limits.SendTimeout, limits.SendTimeout)
-	setDefault(&opts.Limits.CacheBytes, limits.CacheBytes)
+	opts.Limits.Connections = cmp.Or(opts.Limits.Connections, limits.Connections)
+	opts.Limits.ConnectionsPerPeer = cmp.Or(opts.Limits.ConnectionsPerPeer, limits.ConnectionsPerPeer)
+	opts.Limits.StreamsPerPeer = cmp.Or(opts.Limits.StreamsPerPeer, limits.StreamsPerPeer)
+	opts.Limits.StreamRate = cmp.Or(opts.Limits.StreamRate, limits.StreamRate)
+	opts.Limits.SendTimeout = cmp.Or(opts.Limits.SendTimeout, limits.SendTimeout)
+	opts.Limits.CacheBytes = cmp.Or(opts.Limits.CacheBytes, limits.CacheBytes)
 	instance := make([]byte, 16)
 	rand.Read(instance) // never fails
 	return &Server{
@@ -132,13 +133,6 @@ func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 		peers:     newPeers(opts.Limits),
 		stopping:  make(chan struct{}),
 	}, nil
-}
-
-func setDefault[T comparable](field *T, value T) {
-	var zero T
-	if *field == zero {
-		*field = value
-	}
 }
 
 // Serve serves on the listeners until ctx ends, and closes them; then it returns

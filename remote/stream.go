@@ -153,37 +153,39 @@ func (s *sender) send(m *raw) error {
 const batchBytes = 64 << 10
 
 // opSender sends operations: one a message or, to clients that take them, in
-// batches.
+// batches. After an error it sends nothing.
 type opSender struct {
 	sender
 	batches bool
 
 	batch mem.BufferSlice
 	size  int
+	err   error
 }
 
-// op sends one operation, with those that follow perhaps.
-func (s *opSender) op(f frame) error {
-	if !s.batches {
-		return s.send(&raw{mem.BufferSlice{mem.SliceBuffer(f.item())}})
+// ops sends operations, with those that follow perhaps.
+func (s *opSender) ops(frames ...frame) {
+	for _, f := range frames {
+		switch {
+		case s.err != nil:
+			return
+		case !s.batches:
+			s.err = s.send(&raw{mem.BufferSlice{mem.SliceBuffer(f.item())}})
+			continue
+		case s.batch == nil:
+			s.batch = make(mem.BufferSlice, 0, 4) // most answers are short
+		}
+		s.batch = append(s.batch, mem.SliceBuffer(f))
+		if s.size += len(f); s.size >= batchBytes {
+			s.flush()
+		}
 	}
-	if s.batch == nil {
-		s.batch = make(mem.BufferSlice, 0, 4) // most answers are short
-	}
-	s.batch = append(s.batch, mem.SliceBuffer(f))
-	s.size += len(f)
-	if s.size < batchBytes {
-		return nil
-	}
-	return s.flush()
 }
 
 // flush sends what is left.
-func (s *opSender) flush() error {
-	if s.size == 0 {
-		return nil
+func (s *opSender) flush() {
+	if s.size > 0 && s.err == nil {
+		s.err = s.send(&raw{s.batch})
+		s.batch, s.size = nil, 0
 	}
-	err := s.send(&raw{s.batch})
-	s.batch, s.size = nil, 0
-	return err
 }

@@ -18,6 +18,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // watch is one client's position, and how it wants to be told.
@@ -109,22 +110,14 @@ func (w *watch) hear(req *localv1.WatchReq) error {
 func (w *watch) tell(snapshot *cluster.Snapshot) (bool, error) {
 	node, _ := snapshot.Nodes.Get(w.name)
 	w.sender.begin(snapshot)
-	tell := !w.synced || w.tokens && w.mayExpire(snapshot) || w.stale != snapshot.Stale
-	for f := range w.operations(snapshot, node) {
-		tell = true
-		if err := w.sender.op(f); err != nil {
-			return true, err
-		}
-	}
-	if tell {
-		if err := w.sync(snapshot, node); err != nil {
-			return true, err
-		}
-		w.synced, w.stale, w.resume = true, snapshot.Stale, nil
+	w.operations(snapshot, node)
+	told := w.sender.sent > 0 || w.sender.size > 0 || !w.synced || w.tokens && w.mayExpire(snapshot) || w.stale != snapshot.Stale
+	if told {
+		w.sync(snapshot, node)
 	}
 	w.cursor.Advance(snapshot.States)
 	w.node = node
-	return tell, nil
+	return told, w.sender.err
 }
 
 // mayExpire reports whether the client's token may soon be void.
@@ -134,16 +127,15 @@ func (w *watch) mayExpire(snapshot *cluster.Snapshot) bool {
 }
 
 // sync ends an answer.
-func (w *watch) sync(snapshot *cluster.Snapshot, node *api.Node) error {
+func (w *watch) sync(snapshot *cluster.Snapshot, node *api.Node) {
 	var token []byte
 	if w.tokens {
 		token = w.server.newToken(snapshot.Revision, w.depends(node)...)
 		w.token, w.renewed = snapshot.Revision, time.Now()
 	}
-	if err := w.sender.op(syncFrame(token, snapshot.Stale)); err != nil {
-		return err
-	}
-	return w.sender.flush()
+	w.sender.ops(syncFrame(token, snapshot.Stale))
+	w.sender.flush()
+	w.synced, w.stale, w.resume = true, snapshot.Stale, nil
 }
 
 // A token says where a client was: which server told it, up to which revision, and
@@ -178,71 +170,69 @@ func (w *watch) depends(node *api.Node) []string {
 	return []string{w.name, node.Zone(), fmt.Sprint(w.who, w.frontends)}
 }
 
-// operations yields what leads from what the client has to the snapshot, but for
+// operations sends what leads from what the client has to the snapshot, but for
 // the Sync.
-func (w *watch) operations(snapshot *cluster.Snapshot, node *api.Node) iter.Seq[frame] {
+func (w *watch) operations(snapshot *cluster.Snapshot, node *api.Node) {
 	d := w.cursor.Until(snapshot.States)
 	if !d.Full() {
-		return concat(w.nodeFrames(node, !node.Equal(w.node)), phases(slices.Values(w.deltas(d, node))))
+		if !node.Equal(w.node) {
+			w.sendNode(node)
+		}
+		w.phases(slices.Values(w.deltas(d, node)))
+		return
 	}
-	if since, ok := w.since(snapshot, node); ok {
-		return concat(w.nodeFrames(node, true), since)
+	if changes, ok := snapshot.States.Since(w.server.readToken(w.resume, w.depends(node)...)); ok {
+		w.sendNode(node)
+		w.wholes(changes, node, true)
+		return
 	}
-	start := concat(slices.Values([]frame{resetFrame()}), w.nodeFrames(node, node != nil))
+	w.sender.ops(resetFrame())
+	if node != nil {
+		w.sendNode(node)
+	}
 	if w.tokens {
-		return concat(start, w.wholes(d.New, node))
+		w.wholes(d.New.All(), node, false)
+	} else {
+		w.phases(w.additions(d.New, node))
 	}
-	return concat(start, phases(w.additions(d.New, node)))
 }
 
-// nodeFrames yields what tells the client of the node, if it wants to know and is
-// to be told.
-func (w *watch) nodeFrames(node *api.Node, tell bool) iter.Seq[frame] {
-	return func(yield func(frame) bool) {
-		switch {
-		case !tell || !w.ownNode:
-		case node == nil:
-			yield(deleteFrame(localv1.Set_NodesSet, w.name))
-		default:
-			yield(setFrame(localv1.Set_NodesSet, w.name, localv1.Marshal(localv1.FromNode(node))))
+// sendNode sends the node to a client that wants to know it.
+func (w *watch) sendNode(node *api.Node) {
+	switch {
+	case !w.ownNode:
+	case node == nil:
+		w.sender.ops(deleteFrame(localv1.Set_NodesSet, w.name))
+	default:
+		w.sender.ops(setFrame(localv1.Set_NodesSet, w.name, localv1.Marshal(localv1.FromNode(node))))
+	}
+}
+
+// wholes sends services, each as a whole, and perhaps deletes those that the node does not see.
+func (w *watch) wholes(states iter.Seq2[types.NamespacedName, *api.ServiceState], node *api.Node, deletions bool) {
+	set := localv1.Set_ServicesSet
+	if w.frontends {
+		set = localv1.Set_FrontendsSet
+	}
+	for key, state := range states {
+		if view := w.view(state, node); view != nil {
+			w.sender.ops(view.whole(w.who)...)
+		} else if deletions {
+			w.sender.ops(deleteFrame(set, servicePath(key)))
+		}
+		if w.sender.err != nil {
+			return
 		}
 	}
 }
 
-// since yields the services that changed after the client's token, each as a
-// whole. It returns false if there is no token that is good.
-func (w *watch) since(snapshot *cluster.Snapshot, node *api.Node) (iter.Seq[frame], bool) {
-	changes, ok := snapshot.States.Since(w.server.readToken(w.resume, w.depends(node)...))
-	if !ok {
-		return nil, false
-	}
-	return func(yield func(frame) bool) {
-		for key, state := range changes {
-			frames := []frame{deleteFrame(w.set(), servicePath(key))}
-			if view := w.view(state, node); view != nil {
-				frames = view.whole(w.who)
-			}
-			for _, f := range frames {
-				if !yield(f) {
-					return
-				}
-			}
-		}
-	}, true
-}
-
-// wholes yields all services, each as a whole.
-func (w *watch) wholes(s *states, node *api.Node) iter.Seq[frame] {
-	return func(yield func(frame) bool) {
-		for _, state := range s.All() {
-			view := w.view(state, node)
-			if view == nil {
-				continue
-			}
-			for _, f := range view.whole(w.who) {
-				if !yield(f) {
-					return
-				}
+// phases sends the operations of deltas in the order in which clients need them:
+// a service comes before its endpoints and goes after them.
+func (w *watch) phases(deltas iter.Seq[*wireDelta]) {
+	for phase := range len(wireDelta{}) {
+		for d := range deltas {
+			if w.sender.ops(d[phase]...); w.sender.err != nil {
+				return
 			}
 		}
 	}
@@ -275,43 +265,7 @@ func (w *watch) deltas(d statesDelta, node *api.Node) []*wireDelta {
 	return list
 }
 
-// set returns the set in which the client has services.
-func (w *watch) set() localv1.Set {
-	if w.frontends {
-		return localv1.Set_FrontendsSet
-	}
-	return localv1.Set_ServicesSet
-}
-
 // view returns how the client's node, as it is or was, sees a service.
 func (w *watch) view(state *api.ServiceState, node *api.Node) *wireView {
 	return w.server.views.of(state, w.name, node.Zone(), w.frontends)
-}
-
-// phases yields the operations of deltas in the order in which clients need them:
-// a service comes before its endpoints and goes after them.
-func phases(deltas iter.Seq[*wireDelta]) iter.Seq[frame] {
-	return func(yield func(frame) bool) {
-		for phase := range len(wireDelta{}) {
-			for d := range deltas {
-				for _, f := range d[phase] {
-					if !yield(f) {
-						return
-					}
-				}
-			}
-		}
-	}
-}
-
-func concat[T any](sequences ...iter.Seq[T]) iter.Seq[T] {
-	return func(yield func(T) bool) {
-		for _, s := range sequences {
-			for v := range s {
-				if !yield(v) {
-					return
-				}
-			}
-		}
-	}
 }

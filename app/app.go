@@ -33,6 +33,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"runtime/debug"
 	"strconv"
 	"strings"
@@ -166,7 +167,11 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 			return r.Synced && !r.Stuck
 		})...)
 	}
-	opts := kpng.Options{NodeName: string(f.node)}
+	node, err := kpng.NodeName(string(f.node))
+	if err != nil {
+		return err
+	}
+	opts := kpng.Options{NodeName: node}
 	for i, s := range sinks {
 		settings.Name = name
 		if len(sinks) > 1 {
@@ -178,7 +183,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	if p, err = source.proxy(opts); err != nil {
 		return err
 	}
-	klog.FromContext(ctx).V(1).Info("Starting", "node", p.NodeName(), "serviceProxyName", source.Services().ServiceProxyName)
+	klog.FromContext(ctx).V(1).Info("Starting", "node", node, "serviceProxyName", source.Services().ServiceProxyName)
 	run := p.Run
 	if settings.Once && f.onceTimeout > 0 {
 		run = func(ctx context.Context) error { return runOnce(ctx, p, f.onceTimeout) }
@@ -201,17 +206,13 @@ type proxy interface {
 	Run(context.Context) error
 	Status() []sink.Status
 	Health() health.Report
-	// NodeName is the name of the node that is proxied for.
-	NodeName() string
 }
 
 // sinkFlags are the settings of a sink's driver, and for which node it is.
 type sinkFlags struct {
-	node     given
-	interval time.Duration
-	once     bool
-
-	onceTimeout time.Duration
+	node                  given
+	once                  bool
+	interval, onceTimeout time.Duration
 }
 
 func (f *sinkFlags) register(fs *pflag.FlagSet) {
@@ -231,27 +232,12 @@ func (f *sinkFlags) get() (sink.Options, error) {
 	return sink.Options{MinInterval: f.interval, Once: f.once}, nil
 }
 
-// Version returns what the program was built from, in one line: version, revision, Go and
-// platform.
+// Version returns what the program was built from, in one line: version, with the revision
+// and +dirty if it was built from a modified checkout, Go and platform.
 func Version() string {
-	info, ok := debug.ReadBuildInfo()
-	if !ok {
-		return "unknown, built without build information"
+	version := "unknown"
+	if info, ok := debug.ReadBuildInfo(); ok {
+		version = info.Main.Version
 	}
-	return versionOf(info)
-}
-
-func versionOf(info *debug.BuildInfo) string {
-	settings := map[string]string{}
-	for _, s := range info.Settings {
-		settings[s.Key] = s.Value
-	}
-	revision := settings["vcs.revision"]
-	if revision == "" {
-		revision = "unknown"
-	}
-	if settings["vcs.modified"] == "true" {
-		revision += ", modified"
-	}
-	return fmt.Sprintf("%s (revision %s) %s %s/%s", info.Main.Version, revision, info.GoVersion, settings["GOOS"], settings["GOARCH"])
+	return fmt.Sprintf("%s %s %s/%s", version, runtime.Version(), runtime.GOOS, runtime.GOARCH)
 }

@@ -52,7 +52,6 @@ func (f *logFile) open() error {
 	return nil
 }
 
-// Write implements io.Writer.
 func (f *logFile) Write(line []byte) (int, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

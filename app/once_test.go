@@ -36,7 +36,6 @@ func (p *fakeProxy) Run(ctx context.Context) error {
 
 func (p *fakeProxy) Status() []sink.Status { return []sink.Status{p.status()} }
 func (p *fakeProxy) Health() health.Report { return health.Report{} }
-func (p *fakeProxy) NodeName() string      { return "n" }
 
 func TestRunOnce(t *testing.T) {
 	web := sink.FailingService{Key: types.NamespacedName{Namespace: "default", Name: "web"}, Err: errors.New("no such device")}

@@ -17,7 +17,6 @@ import (
 
 // served is a proxy that another kpng serves. Each sink has a connection of its own.
 type served struct {
-	nodeName  string
 	clients   []*remote.Client
 	drivers   []*sink.Driver
 	once      bool
@@ -25,14 +24,10 @@ type served struct {
 }
 
 func newServed(dial transport.DialOptions, opts kpng.Options) (*served, error) {
-	name, err := kpng.NodeName(opts.NodeName)
-	if err != nil {
-		return nil, err
-	}
-	v := &served{nodeName: name, once: !slices.ContainsFunc(opts.Sinks, func(s kpng.Sink) bool { return !s.Options.Once })}
+	v := &served{once: !slices.ContainsFunc(opts.Sinks, func(s kpng.Sink) bool { return !s.Options.Once })}
 	dial.FailFast = v.once
 	for _, s := range opts.Sinks {
-		client, err := remote.NewClient(remote.ClientOptions{DialOptions: dial, NodeName: name})
+		client, err := remote.NewClient(remote.ClientOptions{DialOptions: dial, NodeName: opts.NodeName})
 		if err != nil {
 			return nil, err
 		}
@@ -48,7 +43,6 @@ type knownNode struct {
 	known *atomic.Bool
 }
 
-// Next implements [sink.Source].
 func (s knownNode) Next() (*sink.Update, error) {
 	u, err := s.Source.Next()
 	if u != nil && u.Node != nil {
@@ -57,38 +51,24 @@ func (s knownNode) Next() (*sink.Update, error) {
 	return u, err
 }
 
-// Run implements proxy.
 func (v *served) Run(ctx context.Context) error {
-	var all []func(context.Context) error
+	running, stop := context.WithCancel(ctx)
+	defer stop()
+	var clients, drivers []func(context.Context) error
 	for i := range v.drivers {
-		all = append(all, func(ctx context.Context) error { return drive(ctx, v.clients[i], v.drivers[i]) })
+		defer v.clients[i].Close()
+		clients, drivers = append(clients, v.clients[i].Run), append(drivers, v.drivers[i].Run)
 	}
-	err := together.Run(ctx, all...)
-	if err == context.Cause(ctx) && !v.once {
+	err := together.Run(running, append(clients, func(ctx context.Context) error {
+		defer stop()
+		return together.Run(ctx, drivers...)
+	})...)
+	if err != nil && err == context.Cause(running) && (ctx.Err() == nil || !v.once) {
 		return nil
 	}
 	return err
 }
 
-// drive runs a driver, and its client as long. A client that cannot go on ends the driver.
-func drive(ctx context.Context, client *remote.Client, driver *sink.Driver) error {
-	defer client.Close()
-	ctx, stop := context.WithCancelCause(ctx)
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		if err := client.Run(ctx); err != nil {
-			stop(err)
-		}
-	}()
-	defer func() {
-		stop(nil)
-		<-ended
-	}()
-	return driver.Run(ctx)
-}
-
-// Status implements proxy.
 func (v *served) Status() []sink.Status {
 	var all []sink.Status
 	for _, d := range v.drivers {
@@ -97,10 +77,6 @@ func (v *served) Status() []sink.Status {
 	return all
 }
 
-// Health implements proxy.
 func (v *served) Health() health.Report {
 	return health.Of(v.Status(), v.clients[0].Node(), v.nodeKnown.Load())
 }
-
-// NodeName implements proxy.
-func (v *served) NodeName() string { return v.nodeName }

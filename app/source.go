@@ -16,7 +16,6 @@ import (
 	"github.com/kpng-project/kpng/watcher/remote"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
-	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -26,8 +25,13 @@ import (
 // others are each for one kind of source.
 type Source struct {
 	kubeconfig, manifests given
-	api                   apiFlags
-	services              serviceFlags
+
+	// Which services there are, and what to keep of them.
+	services           watcher.Options
+	allPorts           bool
+	allPortsAnnotation string
+
+	api apiFlags
 }
 
 // Register adds the flags of all kinds to cmd, of which the user gives those of
@@ -51,21 +55,28 @@ func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 // RegisterKube adds the flags of a source that is an API server.
 func (s *Source) RegisterKube(fs *pflag.FlagSet) {
 	fs.Var(&s.kubeconfig, "kubeconfig", "watch the API server of this kubeconfig `file`; without it, that of the pod or of $KUBECONFIG or ~/.kube/config")
-	s.services.register(fs)
+	s.registerServices(fs)
 }
 
 // RegisterManifests adds the flags of a source that is manifests. The command has
 // to require the first of them, --manifests.
 func (s *Source) RegisterManifests(fs *pflag.FlagSet) {
 	fs.VarP(&s.manifests, "manifests", "i", "read services, endpoint slices and nodes from this `file or folder` of Kubernetes manifests, and follow it; - is standard input, read once")
-	s.services.register(fs)
+	s.registerServices(fs)
+}
+
+func (s *Source) registerServices(fs *pflag.FlagSet) {
+	fs.StringVar(&s.services.ServiceProxyName, "service-proxy-name", "", "serve the services whose label service.kubernetes.io/service-proxy-name is this `name`, headless ones included; without it, those that have no such label")
+	fs.BoolVar(&s.services.IgnoreExternalIPs, "ignore-external-ips", false, "serve no external IPs (spec.externalIPs), which whoever may create a service can choose at will")
+	fs.StringSliceVar(&s.services.KeepLabels, "keep-labels", nil, "hand on the service labels that match these `patterns`, such as app or example.com/*")
+	fs.StringSliceVar(&s.services.KeepAnnotations, "keep-annotations", nil, "hand on the service annotations that match these `patterns`, such as example.com/*")
 }
 
 // RegisterAllPorts adds the flags that make all-ports services, for a command whose sink
 // proxies them. They are for API servers and manifests: another kpng decides itself.
 func (s *Source) RegisterAllPorts(fs *pflag.FlagSet) {
-	fs.StringVar(&s.services.allPortsAnnotation, "all-ports-annotation", "", "make an all-ports service of each that has this `annotation` with the value true")
-	fs.BoolVar(&s.services.allPorts, "all-ports", false, "make an all-ports service of each")
+	fs.StringVar(&s.allPortsAnnotation, "all-ports-annotation", "", "make an all-ports service of each that has this `annotation` with the value true")
+	fs.BoolVar(&s.allPorts, "all-ports", false, "make an all-ports service of each")
 }
 
 // RegisterAPI adds the flags of a source that is another kpng.
@@ -73,11 +84,20 @@ func (s *Source) RegisterAPI(fs *pflag.FlagSet) { s.api.register(fs, transport.D
 
 // Services returns which services are served and what is kept of them; nothing
 // for another kpng, which does not say.
-func (s *Source) Services() watcher.Options { return s.services.get() }
+func (s *Source) Services() watcher.Options {
+	o := s.services
+	switch {
+	case s.allPorts:
+		o.AllPorts = func(*corev1.Service) bool { return true }
+	case s.allPortsAnnotation != "":
+		o.AllPorts = watcher.AllPortsAnnotated(s.allPortsAnnotation)
+	}
+	return o
+}
 
 // AllPortsAnnotation returns the name of the annotation that makes an all-ports
 // service, if there is one.
-func (s *Source) AllPortsAnnotation() string { return s.services.allPortsAnnotation }
+func (s *Source) AllPortsAnnotation() string { return s.allPortsAnnotation }
 
 // Watch fills state with the whole cluster, all nodes included, and follows it
 // until ctx ends; then it returns nil. Another kpng has to serve its cluster for
@@ -89,18 +109,16 @@ func (s *Source) Watch(ctx context.Context, state *cluster.State) error {
 // Load returns the whole cluster as it is now. It returns the first error.
 func (s *Source) Load(ctx context.Context) (*cluster.Snapshot, error) {
 	state := cluster.New(cluster.Options{})
-	group, running := errgroup.WithContext(ctx)
-	watching, stop := context.WithCancel(running)
-	group.Go(func() error { return s.watch(watching, state, true) })
-	group.Go(func() error {
-		defer stop()
+	watching, stop := context.WithCancel(ctx)
+	defer stop()
+	go func() {
 		select {
 		case <-state.Synced():
-		case <-running.Done():
+			stop()
+		case <-watching.Done():
 		}
-		return nil
-	})
-	if err := group.Wait(); err != nil {
+	}()
+	if err := s.watch(watching, state, true); err != nil {
 		return nil, err
 	}
 	if !state.IsSynced() {
@@ -113,7 +131,7 @@ func (s *Source) Load(ctx context.Context) (*cluster.Snapshot, error) {
 // none. It returns [errors.ErrUnsupported] for another kpng and for standard input.
 func (s *Source) Find(ctx context.Context, key types.NamespacedName) (found *corev1.Service, err error) {
 	switch {
-	case len(s.api.addresses) > 0 || s.manifests == file.Stdin:
+	case len(s.api.dial.Addresses) > 0 || s.manifests == file.Stdin:
 		return nil, errors.ErrUnsupported
 	case s.manifests != "":
 		look := watcher.Options{Skip: func(service *corev1.Service) bool {
@@ -169,69 +187,43 @@ func (s *Source) proxy(opts kpng.Options) (proxy, error) {
 	return kpng.New(opts)
 }
 
-// serviceFlags say which services to serve and what to keep of them.
-type serviceFlags struct {
-	options            watcher.Options
-	allPorts           bool
-	allPortsAnnotation string
-}
-
-func (f *serviceFlags) register(fs *pflag.FlagSet) {
-	fs.StringVar(&f.options.ServiceProxyName, "service-proxy-name", "", "serve the services whose label service.kubernetes.io/service-proxy-name is this `name`, headless ones included; without it, those that have no such label")
-	fs.BoolVar(&f.options.IgnoreExternalIPs, "ignore-external-ips", false, "serve no external IPs (spec.externalIPs), which whoever may create a service can choose at will")
-	fs.StringSliceVar(&f.options.KeepLabels, "keep-labels", nil, "hand on the service labels that match these `patterns`, such as app or example.com/*")
-	fs.StringSliceVar(&f.options.KeepAnnotations, "keep-annotations", nil, "hand on the service annotations that match these `patterns`, such as example.com/*")
-}
-
-// get returns what the flags say.
-func (f *serviceFlags) get() watcher.Options {
-	o := f.options
-	switch {
-	case f.allPorts:
-		o.AllPorts = func(*corev1.Service) bool { return true }
-	case f.allPortsAnnotation != "":
-		o.AllPorts = watcher.AllPortsAnnotated(f.allPortsAnnotation)
-	}
-	return o
-}
-
 // apiFlags say how to reach another kpng.
 type apiFlags struct {
-	addresses []string
-	tls       transport.TLS
-	insecure  bool
+	dial transport.DialOptions
+	tls  transport.TLS
 }
 
 func (f *apiFlags) register(fs *pflag.FlagSet, addresses ...string) {
-	fs.StringSliceVar(&f.addresses, "api", addresses, "be served by the kpng at this `address`, tcp://host:port or unix:///path; of several, one after the other is tried")
+	fs.StringSliceVar(&f.dial.Addresses, "api", addresses, "be served by the kpng at this `address`, tcp://host:port or unix:///path; of several, one after the other is tried")
 	fs.StringVar(&f.tls.CAFile, "api-tls-ca-file", "", "the `file` with the authorities that sign the certificate of the kpng at --api; for TLS, with the next two")
 	fs.StringVar(&f.tls.CertFile, "api-tls-cert-file", "", "the `file` with this client's certificate")
 	fs.StringVar(&f.tls.KeyFile, "api-tls-key-file", "", "the `file` with the certificate's key")
 	fs.StringVar(&f.tls.ServerName, "api-tls-server-name", "", "the `name` in the certificate of the kpng at --api; without it, the host of its address")
-	fs.BoolVar(&f.insecure, "api-insecure", false, "allow an --api of another machine without TLS")
+	fs.BoolVar(&f.dial.Insecure, "api-insecure", false, "allow an --api of another machine without TLS")
 }
 
 // get returns what the flags say, and an error if there are some that mean
 // nothing without another one.
 func (f *apiFlags) get() (transport.DialOptions, error) {
-	if f.addresses != nil && len(f.addresses) == 0 { // nil is without the flag
-		return transport.DialOptions{}, errors.New("--api is given, but empty")
-	}
-	if len(f.addresses) == 0 && (f.tls != transport.TLS{} || f.insecure) {
-		return transport.DialOptions{}, errors.New("the flags --api-… are for --api, which is not given")
-	}
-	opts := transport.DialOptions{Addresses: f.addresses, Insecure: f.insecure}
+	opts := f.dial
 	if f.tls != (transport.TLS{}) {
 		opts.TLS = &f.tls
+	}
+	switch {
+	case len(opts.Addresses) > 0:
+		return opts, nil
+	case opts.Addresses != nil: // nil is without the flag
+		return opts, errors.New("--api is given, but empty")
+	case opts.TLS != nil || opts.Insecure:
+		return opts, errors.New("the flags --api-… are for --api, which is not given")
 	}
 	return opts, nil
 }
 
 // given is the value of a flag that must not be set to an empty text: a user who wrote
-// "$FILE" did not mean the default.
+// "$FILE" did not mean the default. It implements pflag.Value.
 type given string
 
-// Set implements pflag.Value.
 func (g *given) Set(s string) error {
 	if strings.TrimSpace(s) == "" {
 		return errors.New("it is given, but empty")
@@ -240,8 +232,5 @@ func (g *given) Set(s string) error {
 	return nil
 }
 
-// String implements pflag.Value.
 func (g *given) String() string { return string(*g) }
-
-// Type implements pflag.Value.
-func (g *given) Type() string { return "string" }
+func (g *given) Type() string   { return "string" }

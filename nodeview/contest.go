@@ -160,8 +160,8 @@ func (c *contest) preference(i, j int) int {
 		cmp.Compare(x.NodeName, y.NodeName),
 		cmp.Compare(x.Hostname, y.Hostname),
 		cmp.Compare(x.Zone, y.Zone),
-		slices.Compare(nodeHints(x), nodeHints(y)),
-		slices.Compare(zoneHints(x), zoneHints(y)),
+		slices.Compare(hints(x).ForNodes, hints(y).ForNodes),
+		slices.Compare(hints(x).ForZones, hints(y).ForZones),
 	)
 }
 

@@ -23,27 +23,20 @@ func (h place) runs(ep *api.SliceEndpoint) bool { return h.node != "" && ep.Node
 
 // hintedNode reports whether ep should be preferred by this node.
 func (h place) hintedNode(ep *api.SliceEndpoint) bool {
-	return h.node != "" && slices.Contains(nodeHints(ep), h.node)
+	return h.node != "" && slices.Contains(hints(ep).ForNodes, h.node)
 }
 
 // hintedZone reports whether ep should be preferred by this node's zone. A node
 // without a zone never matches.
 func (h place) hintedZone(ep *api.SliceEndpoint) bool {
-	return h.zone != "" && slices.Contains(zoneHints(ep), h.zone)
+	return h.zone != "" && slices.Contains(hints(ep).ForZones, h.zone)
 }
 
-func nodeHints(ep *api.SliceEndpoint) []string {
+func hints(ep *api.SliceEndpoint) api.Hints {
 	if ep.Hints == nil {
-		return nil
+		return api.Hints{}
 	}
-	return ep.Hints.ForNodes
-}
-
-func zoneHints(ep *api.SliceEndpoint) []string {
-	if ep.Hints == nil {
-		return nil
-	}
-	return ep.Hints.ForZones
+	return *ep.Hints
 }
 
 // membership says of an endpoint why it is, or is not, on the two lists that
@@ -78,11 +71,10 @@ func (t *tally) count(ep *api.SliceEndpoint, here place) {
 	if here.runs(ep) {
 		t.readyHere++
 	}
-	if ep.Hints == nil {
-		return
+	if ep.Hints != nil {
+		t.nodeHints.count(ep.Hints.ForNodes, here.hintedNode(ep))
+		t.zoneHints.count(ep.Hints.ForZones, here.hintedZone(ep))
 	}
-	t.nodeHints.count(ep.Hints.ForNodes, here.hintedNode(ep))
-	t.zoneHints.count(ep.Hints.ForZones, here.hintedZone(ep))
 }
 
 func (t *hintTally) count(hints []string, matches bool) {

@@ -35,6 +35,7 @@ func TestTheManualKnowsAllFlags(t *testing.T) {
 	exist := map[string]bool{"help": true}
 	var walk func(cmd *cobra.Command)
 	walk = func(cmd *cobra.Command) {
+		cmd.InitDefaultVersionFlag()
 		for _, flags := range []*pflag.FlagSet{cmd.Flags(), cmd.PersistentFlags()} {
 			flags.VisitAll(func(f *pflag.Flag) {
 				exist[f.Name] = true

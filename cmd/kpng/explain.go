@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"iter"
+	"net/netip"
 	"slices"
 	"strings"
 
@@ -21,6 +22,7 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 	"github.com/spf13/cobra"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/yaml"
 )
 
@@ -202,38 +204,101 @@ func (q question) notServed(ctx context.Context, source *app.Source) error {
 	return fmt.Errorf("service %s exists, but %s", q.service, why)
 }
 
-// notFound says that nothing is served at the address of the question, and what is instead.
+// notFound says that nothing is served at the address of the question, and what is instead:
+// at other ports of the address or, where the node's addresses are unknown, at node ports.
 func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
-	if about := q.nodePorts(s, node); len(node.Addresses) == 0 && len(about) > 0 {
-		return fmt.Errorf("no service is served at %s; addresses of node %s are unknown, and %s", q.text(), node.Name, strings.Join(about, ", "))
-	}
-	var others []string
-	for e := range (question{addr: q.addr}).explanations(s, node) {
+	var there, nodePorts []string
+	everything := question{}
+	for e := range everything.explanations(s, node) {
 		for _, f := range e.Frontends {
-			others = append(others, fmt.Sprintf("%s of %s", f.FrontendKey, e.Service))
-		}
-	}
-	const most = 10
-	switch {
-	case len(others) == 0:
-		return fmt.Errorf("no service is served at %s", q.addr)
-	case len(others) > most:
-		others = append(others[:most], fmt.Sprintf("and %d more", len(others)-most))
-	}
-	return fmt.Errorf("no service is served at %s, where there are: %s", q.text(), strings.Join(others, ", "))
-}
-
-// nodePorts says which services have a node port of the question's port, family and
-// protocol.
-func (q question) nodePorts(s *cluster.Snapshot, node *api.Node) []string {
-	var found []string
-	for _, state := range s.States.All() {
-		for _, f := range nodeview.Explain(state, node).Frontends {
-			if f.Kind == nodeview.NodePort && f.Port == q.port && f.Family == api.FamilyOf(q.addr) &&
-				(q.protocol == api.UnknownProtocol || f.Protocol == q.protocol) {
-				found = append(found, fmt.Sprintf("%s has node port %d/%s", state.Service.Key(), f.Port, f.Protocol))
+			switch k := f.FrontendKey; {
+			case (question{addr: q.addr}).asksFor(k, node):
+				there = append(there, fmt.Sprintf("%s of %s", k, e.Service))
+			case k.Kind == nodeview.NodePort && len(node.Addresses) == 0 && k.Family == api.FamilyOf(q.addr) && q.port == k.Port && q.asksProtocol(k.Protocol):
+				nodePorts = append(nodePorts, fmt.Sprintf("%s has node port %d/%s", e.Service, k.Port, k.Protocol))
 			}
 		}
 	}
-	return found
+	const most = 10
+	if len(there) > most {
+		there = append(there[:most], fmt.Sprintf("and %d more", len(there)-most))
+	}
+	switch {
+	case len(nodePorts) > 0:
+		return fmt.Errorf("no service is served at %s; addresses of node %s are unknown, and %s", q.text(), node.Name, strings.Join(nodePorts, ", "))
+	case len(there) > 0:
+		return fmt.Errorf("no service is served at %s, where there are: %s", q.text(), strings.Join(there, ", "))
+	}
+	return fmt.Errorf("no service is served at %s", q.addr)
+}
+
+// question says what is to be explained: a service, what is at an address, or, if
+// it is zero, everything.
+type question struct {
+	service types.NamespacedName
+	addr    netip.Addr
+	// port and protocol are 0 for all.
+	port     int32
+	protocol api.Protocol
+}
+
+// parseQuestion reads NAME, NAMESPACE/NAME, IP, IP:PORT or IP:PORT/PROTOCOL. The
+// namespace of NAME is default.
+func parseQuestion(s string) (question, error) {
+	if addr, err := netip.ParseAddr(s); err == nil {
+		return question{addr: addr.Unmap()}, nil
+	}
+	before, after, slash := strings.Cut(s, "/")
+	if at, err := netip.ParseAddrPort(before); err == nil && at.Port() > 0 {
+		q := question{addr: at.Addr().Unmap(), port: int32(at.Port())}
+		if !slash {
+			return q, nil
+		}
+		for _, p := range [...]api.Protocol{api.TCP, api.UDP, api.SCTP} {
+			if strings.EqualFold(after, p.String()) {
+				q.protocol = p
+				return q, nil
+			}
+		}
+		return question{}, fmt.Errorf("%q: the protocol is none of tcp, udp and sctp", s)
+	}
+	if !slash {
+		before, after = "default", s
+	}
+	if before == "" || after == "" || strings.ContainsAny(s, ".:[]") || strings.Contains(after, "/") {
+		return question{}, fmt.Errorf("%q is neither [NAMESPACE/]NAME nor IP[:PORT[/PROTOCOL]]", s)
+	}
+	return question{service: types.NamespacedName{Namespace: before, Name: after}}, nil
+}
+
+// text returns the address as it was asked for.
+func (q question) text() string {
+	text := q.addr.String()
+	if q.port != 0 {
+		text = netip.AddrPortFrom(q.addr, uint16(q.port)).String()
+	}
+	if q.protocol != api.UnknownProtocol {
+		text += "/" + q.protocol.String()
+	}
+	return text
+}
+
+// asksFor reports whether a frontend is at the address that was asked for. Node
+// ports are at all addresses of the node; which of them a backend admits, it
+// decides.
+func (q question) asksFor(k nodeview.FrontendKey, node *api.Node) bool {
+	if k.Kind == nodeview.NodePort {
+		isOurs := slices.ContainsFunc(node.Addresses, func(a api.NodeAddress) bool { return a.IP == q.addr })
+		if !isOurs || k.Family != api.FamilyOf(q.addr) {
+			return false
+		}
+	} else if k.Addr != q.addr {
+		return false
+	}
+	allPorts := k.Port == 0 && k.Protocol == api.UnknownProtocol
+	return allPorts || (q.port == 0 || q.port == k.Port) && q.asksProtocol(k.Protocol)
+}
+
+func (q question) asksProtocol(p api.Protocol) bool {
+	return q.protocol == api.UnknownProtocol || q.protocol == p
 }

@@ -69,8 +69,6 @@ func (f *serverFlags) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&f.options.NodeCertificates, "node-certificates", false, "with TLS: let a client watch only the node that its certificate is made out to, with the common name system:node:NAME")
 	fs.BoolVar(&f.serveCluster, "serve-cluster", true, "serve the state of the whole cluster, too, for another kpng to relay, write or explain; with TLS, to --cluster-readers only")
 	fs.StringSliceVar(&f.options.ClusterReaders, "cluster-readers", nil, "with TLS: the common `names` or organisations of the certificates whose owners may read the state of the whole cluster")
-	fs.DurationVar(&f.options.BatchInterval, "batch-interval", 10*time.Millisecond, "how long to wait for more after a change until clients are told")
-	fs.DurationVar(&f.options.StopTimeout, "stop-timeout", 5*time.Second, "how long answers that are being sent may take at the end")
 	fs.IntVar(&f.options.Limits.Connections, "max-connections", limits.Connections, "the `number` of connections of all clients together")
 	fs.IntVar(&f.options.Limits.ConnectionsPerPeer, "max-connections-per-peer", limits.ConnectionsPerPeer, "the `number` of connections of one IP address, or of unix sockets")
 	fs.IntVar(&f.options.Limits.StreamsPerPeer, "max-streams-per-peer", limits.StreamsPerPeer, "the `number` of streams of one certificate, IP address, or of unix sockets")
@@ -109,9 +107,6 @@ func (f *serverFlags) get() (*apiServer, error) {
 		opts.TLS = &f.tls
 	}
 	opts.ServeCluster = f.serveCluster && (opts.TLS == nil || len(opts.ClusterReaders) > 0)
-	if opts.BatchInterval == 0 {
-		opts.BatchInterval = -1 // none, where 0 would be the default
-	}
 	s.server, err = remote.NewServer(s.state, opts)
 	return s, err
 }
@@ -124,20 +119,15 @@ func (f *serverFlags) check() error {
 		return errors.New("--listen is given, but empty")
 	case tls && (f.tls.CAFile == "" || f.tls.CertFile == "" || f.tls.KeyFile == ""):
 		return errors.New("TLS needs all of --tls-ca-file, --tls-cert-file and --tls-key-file")
-	case !tls && o.NodeCertificates:
-		return errors.New("--node-certificates needs TLS: --tls-ca-file, --tls-cert-file and --tls-key-file")
-	case !tls && len(o.ClusterReaders) > 0:
-		return errors.New("--cluster-readers needs TLS: --tls-ca-file, --tls-cert-file and --tls-key-file")
+	case !tls && (o.NodeCertificates || len(o.ClusterReaders) > 0):
+		return errors.New("--node-certificates and --cluster-readers need TLS: --tls-ca-file, --tls-cert-file and --tls-key-file")
 	case !f.serveCluster && len(o.ClusterReaders) > 0:
 		return errors.New("--cluster-readers and --serve-cluster=false exclude each other")
-	case o.BatchInterval < 0:
-		return fmt.Errorf("--batch-interval is negative: %v", o.BatchInterval)
 	}
 	for _, limit := range [...]struct {
 		flag  string
 		value float64
 	}{
-		{"stop-timeout", o.StopTimeout.Seconds()},
 		{"max-connections", float64(o.Limits.Connections)},
 		{"max-connections-per-peer", float64(o.Limits.ConnectionsPerPeer)},
 		{"max-streams-per-peer", float64(o.Limits.StreamsPerPeer)},

@@ -151,7 +151,6 @@ func TestWhatMakesNoSenseIsNamed(t *testing.T) {
 		{"readers without TLS", toAPI("--cluster-readers=x"), []string{"--cluster-readers", "--tls-ca-file"}},
 		{"a limit of nothing", toAPI("--max-connections=0"), []string{"--max-connections"}},
 		{"a negative rate", toAPI("--stream-rate=-1"), []string{"--stream-rate"}},
-		{"a negative interval", toAPI("--batch-interval=-1s"), []string{"--batch-interval"}},
 		{"a proxy name that is none", append(file[:3:3], "--service-proxy-name=a b", "to-file", "-"), []string{"a b"}},
 		{"a file of another kind", append(file[:3:3], "to-file", "state.txt"), []string{"state.txt", ".yaml"}},
 		{"no file", append(file[:3:3], "to-file"), []string{"1 arg"}},

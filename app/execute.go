@@ -47,41 +47,30 @@ func Execute(cmd *cobra.Command) {
 // host runs cmd as its arguments say, and prints or logs its error.
 func host(cmd *cobra.Command) error {
 	h := hostingOf(os.Args[1:])
+	run, print := untilSignal, func(err error) { fmt.Fprintf(os.Stderr, "%s: %v\n", cmd.Name(), err) }
 	service, err := h.service()
 	var log io.Writer
-	if err == nil {
-		log, err = h.openLog(service, cmd.Name())
-	}
-	if log != nil {
-		logTo(log)
-	}
 	switch {
 	case err != nil:
+	case h.logFile != "":
+		log, err = openLogFile(string(h.logFile), 100<<20)
 	case service != nil:
-		err = service.run(cmd)
-	default:
-		err = untilSignal(cmd)
+		log, err = service.openLog(cmd.Name())
 	}
-	switch {
-	case err == nil:
-	case log != nil:
-		klog.ErrorS(err, "The program ends", "command", cmd.Name())
-	default:
-		fmt.Fprintf(os.Stderr, "%s: %v\n", cmd.Name(), err)
+	if err == nil && log != nil {
+		logTo(log)
+		print = func(err error) { klog.ErrorS(err, "The program ends", "command", cmd.Name()) }
+	}
+	if service != nil {
+		run = service.run
+	}
+	if err == nil {
+		err = run(cmd)
+	}
+	if err != nil {
+		print(err)
 	}
 	return err
-}
-
-// openLog opens what to log to; nil means standard error.
-func (h *hosting) openLog(s *service, name string) (io.Writer, error) {
-	switch {
-	case h.logFile != "":
-		return openLogFile(string(h.logFile), 100<<20)
-	case s != nil:
-		return s.openLog(name)
-	default:
-		return nil, nil
-	}
 }
 
 // service is how a program runs under a service manager, to which standard error

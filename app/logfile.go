@@ -22,31 +22,24 @@ type logFile struct {
 	size int64
 }
 
-// openLogFile opens the file, which it makes if there is none, and its folder. A
-// crash of the program goes there too.
+// openLogFile opens the file and makes its folder. A crash of the program goes there too.
 func openLogFile(path string, most int64) (*logFile, error) {
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		return nil, fmt.Errorf("opening a log file: %w", err)
-	}
 	f := &logFile{path: path, most: most}
-	if err := f.open(); err != nil {
-		return nil, err
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return nil, fmt.Errorf("open log file: %w", err)
 	}
-	return f, nil
+	return f, f.open()
 }
 
 func (f *logFile) open() error {
 	file, err := os.OpenFile(f.path, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o644)
 	if err != nil {
-		return fmt.Errorf("opening a log file: %w", err)
+		return fmt.Errorf("open log file: %w", err)
 	}
 	info, err := file.Stat()
-	if err == nil {
-		err = debug.SetCrashOutput(file, debug.CrashOptions{})
-	}
-	if err != nil {
+	if err := errors.Join(err, debug.SetCrashOutput(file, debug.CrashOptions{})); err != nil {
 		file.Close()
-		return fmt.Errorf("logging to %s: %w", f.path, err)
+		return fmt.Errorf("log to %s: %w", f.path, err)
 	}
 	f.file, f.size = file, info.Size()
 	return nil
@@ -65,10 +58,11 @@ func (f *logFile) Write(line []byte) (int, error) {
 	return n, err
 }
 
-// startAnew puts the file aside. If it cannot be, lines are added to it.
+// startAnew renames the file and opens a new one. Where it cannot be renamed, lines are
+// added to it.
 func (f *logFile) startAnew() error {
 	if f.file != nil {
-		// Windows does not rename what is open.
+		// Windows does not rename an open file.
 		err := errors.Join(debug.SetCrashOutput(nil, debug.CrashOptions{}), f.file.Close())
 		f.file = nil
 		if err == nil {

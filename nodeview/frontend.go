@@ -357,11 +357,10 @@ func ReadyLocal(se *api.ServiceEndpoints, family api.Family) int {
 	var last netip.Addr
 	for i := range se.Endpoints {
 		e := &se.Endpoints[i]
-		if !e.Local || !e.Ready || api.FamilyOf(e.Addr) != family || e.Addr == last {
-			continue
+		if e.Local && e.Ready && api.FamilyOf(e.Addr) == family && e.Addr != last {
+			n++
+			last = e.Addr
 		}
-		n++
-		last = e.Addr
 	}
 	return n
 }

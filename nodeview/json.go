@@ -102,16 +102,8 @@ func (r Reason) MarshalJSON() ([]byte, error) {
 }
 
 // MarshalText returns String.
-func (t Topology) MarshalText() ([]byte, error) { return []byte(t.String()), nil }
-
-// MarshalText returns String.
-func (k Kind) MarshalText() ([]byte, error) { return []byte(k.String()), nil }
-
-// MarshalText returns String.
-func (v Verdict) MarshalText() ([]byte, error) { return []byte(v.String()), nil }
-
-// MarshalText returns String.
+func (t Topology) MarshalText() ([]byte, error)   { return []byte(t.String()), nil }
+func (k Kind) MarshalText() ([]byte, error)       { return []byte(k.String()), nil }
+func (v Verdict) MarshalText() ([]byte, error)    { return []byte(v.String()), nil }
 func (m Masquerade) MarshalText() ([]byte, error) { return []byte(m.String()), nil }
-
-// MarshalText returns String.
-func (f Fault) MarshalText() ([]byte, error) { return []byte(f.String()), nil }
+func (f Fault) MarshalText() ([]byte, error)      { return []byte(f.String()), nil }

@@ -22,8 +22,18 @@ import (
 func main() { app.Execute(newRoot()) }
 
 func newRoot() *cobra.Command {
-	root := group("kpng", "Bring what a cluster says about its services to whom it concerns",
-		kubeSource(), fileSource(), apiSource(), explainCommand(), cleanupCommand())
+	var server, manifests, other app.Source
+	kube := group("kube", "Watch a Kubernetes API server", targets(&server, true)...)
+	server.RegisterKube(kube.PersistentFlags())
+	file := group("file", "Read Kubernetes manifests and follow them", targets(&manifests, true)...)
+	manifests.RegisterManifests(file.PersistentFlags())
+	if err := file.MarkPersistentFlagRequired("manifests"); err != nil {
+		panic(err) // there is no such flag
+	}
+	api := group("api", "Be served by another kpng", targets(&other, false)...)
+	other.RegisterAPI(api.PersistentFlags())
+
+	root := group("kpng", "Bring the services of a cluster to nodes: serve, program or write them", kube, file, api, explainCommand(), cleanupCommand())
 	root.Version = app.Version()
 	root.SilenceErrors = true
 	root.SilenceUsage = true
@@ -53,30 +63,6 @@ func group(name, short string, commands ...*cobra.Command) *cobra.Command {
 	}
 	cmd.PersistentFlags().SortFlags = false
 	cmd.AddCommand(commands...)
-	return cmd
-}
-
-func kubeSource() *cobra.Command {
-	var s app.Source
-	cmd := group("kube", "Watch a Kubernetes API server", targets(&s, true)...)
-	s.RegisterKube(cmd.PersistentFlags())
-	return cmd
-}
-
-func fileSource() *cobra.Command {
-	var s app.Source
-	cmd := group("file", "Read Kubernetes manifests and follow them", targets(&s, true)...)
-	s.RegisterManifests(cmd.PersistentFlags())
-	if err := cmd.MarkPersistentFlagRequired("manifests"); err != nil {
-		panic(err) // there is no such flag
-	}
-	return cmd
-}
-
-func apiSource() *cobra.Command {
-	var s app.Source
-	cmd := group("api", "Be served by another kpng", targets(&s, false)...)
-	s.RegisterAPI(cmd.PersistentFlags())
 	return cmd
 }
 

@@ -96,9 +96,8 @@ func TestAddressesAreFollowed(t *testing.T) {
 func TestAnAddressThatIsStillTriedIsNotServed(t *testing.T) {
 	n := machine(t)
 	n.Stub(t, "new")
-	n.Set(t, "ipv6/conf/new/accept_dad=1")
-	n.Set(t, "ipv6/conf/new/dad_transmits=60") // of one second each
-	n.Add(t, "new", "fd02::1/64")
+	n.Set(t, "ipv6/conf/new/accept_dad=1", "ipv6/conf/new/dad_transmits=60") // of one second each
+	n.Run(t, "ip", "addr", "add", "fd02::1/64", "dev", "new")
 	n.Add(t, "new", "10.2.0.1/24")
 	w := run(t, nodeaddr.Options{NetNS: n.FD, Selection: nodeaddr.Selection{CIDRs: []netip.Prefix{
 		netip.MustParsePrefix("10.2.0.0/24"), netip.MustParsePrefix("fd02::/64"),

@@ -210,10 +210,13 @@ func (n *Namespace) Stub(t testing.TB, name string) {
 	n.Join(t, name, n, name+"-end")
 }
 
-// Add gives an interface an address, as in 10.0.0.1/24 or 10.0.0.1.
+// Add gives an interface an address, as in 10.0.0.1/24 or 10.0.0.1, which can be used at
+// once.
 func (n *Namespace) Add(t testing.TB, name, addr string) {
 	t.Helper()
-	if err := n.Links.AddrAdd(n.link(t, name), parseAddr(t, addr)); err != nil {
+	a := parseAddr(t, addr)
+	a.Flags = unix.IFA_F_NODAD // without it, the kernel tries an IPv6 address first, later
+	if err := n.Links.AddrAdd(n.link(t, name), a); err != nil {
 		t.Fatalf("address %s of %s: %v", addr, name, err)
 	}
 }

@@ -16,7 +16,7 @@ import (
 )
 
 // endTimeout is how long a killed program may take to end.
-const endTimeout = 30 * time.Second
+const endTimeout = 2 * time.Minute
 
 // Process is a program that was started.
 type Process struct {

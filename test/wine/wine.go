@@ -5,7 +5,6 @@
 package wine
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"os"
@@ -77,15 +76,38 @@ func (w *Wine) Install(t testing.TB, path string) {
 // if its exit status is not 0.
 func (w *Wine) Run(t testing.TB, exe string, args ...string) string {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
-	var stdout, stderr bytes.Buffer
 	cmd := w.command(ctx, nil, exe, args)
-	cmd.Stdout, cmd.Stderr = &stdout, &stderr
-	if err := cmd.Run(); err != nil {
-		t.Fatalf("run %s: %v\n%s%s", filepath.Base(exe), err, &stdout, &stderr)
+	// Files and no pipes: what the program starts, such as Wine's services, may keep
+	// them open for long.
+	stdout, stderr := create(t), create(t)
+	defer stdout.Close()
+	defer stderr.Close()
+	cmd.Stdout, cmd.Stderr = stdout, stderr
+	ended := cmd.Run()
+	text, err := os.ReadFile(stdout.Name())
+	if err != nil {
+		t.Fatal(err)
 	}
-	return stdout.String()
+	if ended != nil {
+		log, _ := os.ReadFile(stderr.Name())
+		t.Fatalf("run %s: %v\n%s%s", filepath.Base(exe), ended, text, log)
+	}
+	return string(text)
+}
+
+// patience is how long a program may take that has little to do: on a machine that is
+// busy, Wine takes a minute to start the first one.
+const patience = 5 * time.Minute
+
+func create(t testing.TB) *os.File {
+	t.Helper()
+	f, err := os.CreateTemp(t.TempDir(), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return f
 }
 
 // command returns the command that runs a program of Windows.
@@ -96,7 +118,6 @@ func (w *Wine) command(ctx context.Context, env []string, exe string, args []str
 	}
 	cmd := exec.CommandContext(ctx, all[0], all[1:]...)
 	cmd.Env = append(environ(w.dir), env...)
-	cmd.WaitDelay = 5 * time.Second // for what it started, which has its output
 	return cmd
 }
 

@@ -42,7 +42,7 @@ func TestAProgramForWindowsIsServedByLinux(t *testing.T) {
 	}
 
 	p := w.Start(t, exe, args...)
-	for deadline := time.Now().Add(time.Minute); !strings.Contains(p.Log(t), "kpng-example"); time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); !strings.Contains(p.Log(t), "kpng-example"); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) || !p.Running() {
 			t.Fatalf("it follows the server and printed %q; running: %t", p.Log(t), p.Running())
 		}
@@ -53,11 +53,11 @@ func TestAProgramForWindowsIsServedByLinux(t *testing.T) {
 	}
 
 	elsewhere := New(t, Options{Namespace: netnstest.New(t)})
-	if status := elsewhere.Start(t, exe, append(args, "--once")...).Wait(t, time.Minute); status != 1 {
+	if status := elsewhere.Start(t, exe, append(args, "--once")...).Wait(t, patience); status != 1 {
 		t.Errorf("in a network namespace without the server its exit status is %d, want 1", status)
 	}
 
-	if status := w.Start(t, exe, "--no-such-flag").Wait(t, time.Minute); status != 1 {
+	if status := w.Start(t, exe, "--no-such-flag").Wait(t, patience); status != 1 {
 		t.Errorf("with a flag that it does not have its exit status is %d, want 1", status)
 	}
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-const userspaceLong = "Listen at the addresses of services, and copy what arrives to endpoints and back. It needs no privilege for node ports and for addresses that this host has."
+const userspaceLong = "Listen at the addresses of services, and copy what arrives to endpoints and back. Making the addresses local takes CAP_NET_ADMIN on Linux, and an administrator on Windows."
 
 // Userspace returns the backend that proxies by sockets, at addresses that a makes
 // local, or if that is nil at those that this host has.

@@ -3,7 +3,8 @@
 // Package userspace is a backend that needs nothing of a kernel but sockets: it
 // listens at the addresses and ports of services and copies what arrives to an
 // endpoint and back. It runs wherever Go does, and is the backend to reach for
-// where there is no nftables, no HNS and no privilege to program them.
+// where there is no nftables and no HNS. Without [Options.Addresses] it needs no
+// privilege.
 //
 //	b, err := userspace.New(userspace.Options{Addresses: userspace.LocalRoutes(userspace.RouteOptions{})})
 //	…

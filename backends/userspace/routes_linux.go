@@ -33,7 +33,7 @@ func (r localRoutes) metric() int { return 1024 + r.Protocol }
 
 // LocalRoutes makes addresses local by a route of type local to each, over the
 // loopback interface and in the kernel's table of local addresses. It needs
-// CAP_NET_ADMIN, but not for addresses that are local already.
+// CAP_NET_ADMIN: without it, a Backend does not start.
 //
 // Compared with addresses on an interface, routes need no interface of their
 // own, are found by the kernel in a tree instead of a list, carry a mark that
@@ -82,37 +82,32 @@ func (r localRoutes) with(f func(*netlink.Handle) error) error {
 // Add implements Addresses.
 func (r localRoutes) Add(_ context.Context, addr netip.Addr) error {
 	return r.with(func(h *netlink.Handle) error {
-		err := h.RouteAdd(r.route(addr))
-		switch {
-		case err == nil, errors.Is(err, unix.EEXIST), errors.Is(err, unix.EPERM) && isLocal(h, addr):
-			return nil
-		case errors.Is(err, unix.EPERM):
-			return fmt.Errorf("adding a local route, which needs CAP_NET_ADMIN: %w", err)
-		default:
-			return fmt.Errorf("adding a local route: %w", err)
+		if err := h.RouteAdd(r.route(addr)); err != nil && !errors.Is(err, unix.EEXIST) {
+			return fmt.Errorf("add a local route: %w", err)
 		}
+		return nil
 	})
-}
-
-// isLocal reports whether packets to addr end on this host. Whether a socket can be
-// bound to it is no answer: with net.ipv4.ip_nonlocal_bind it can to all.
-func isLocal(h *netlink.Handle, addr netip.Addr) bool {
-	routes, err := h.RouteGet(addr.AsSlice())
-	return err == nil && len(routes) > 0 && routes[0].Type == unix.RTN_LOCAL
 }
 
 // Remove implements Addresses.
 func (r localRoutes) Remove(_ context.Context, addr netip.Addr) error {
-	err := r.with(func(h *netlink.Handle) error { return h.RouteDel(r.route(addr)) })
-	// Without the privilege to remove a route none was added.
-	if err == nil || errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EPERM) {
+	return r.with(func(h *netlink.Handle) error {
+		if err := h.RouteDel(r.route(addr)); err != nil && !errors.Is(err, unix.ESRCH) {
+			return fmt.Errorf("delete a local route: %w", err)
+		}
 		return nil
-	}
-	return fmt.Errorf("deleting a local route: %w", err)
+	})
 }
 
-// Left implements Addresses.
-func (r localRoutes) Left(context.Context) (left []netip.Addr, err error) {
+// Left implements Addresses. It fails without the privilege to change routes.
+func (r localRoutes) Left(ctx context.Context) (left []netip.Addr, err error) {
+	// No service has this address, so there is no such route.
+	if err := r.Remove(ctx, netip.IPv4Unspecified()); err != nil {
+		if errors.Is(err, unix.EPERM) {
+			return nil, fmt.Errorf("making addresses of services local takes CAP_NET_ADMIN: %w", err)
+		}
+		return nil, err
+	}
 	err = r.with(func(h *netlink.Handle) error {
 		for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
 			routes, err := h.RouteListFiltered(family,

@@ -10,6 +10,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -118,13 +119,31 @@ func TestBackendsShareAnAddress(t *testing.T) {
 	}
 }
 
-func TestAnAddressThatCanBeBoundToNeedNotBeLocal(t *testing.T) {
+func TestABackendWithoutThePrivilegeForRoutesDoesNotStart(t *testing.T) {
 	n := netnstest.New(t)
-	n.Set(t, "ipv4/ip_nonlocal_bind=1")
-	n.Add(t, "lo", "10.96.0.1/32")
-	for addr, want := range map[string]bool{"10.96.0.1": true, "10.96.0.2": false, "127.0.0.9": true} {
-		if got := isLocal(n.Links, netip.MustParseAddr(addr)); got != want {
-			t.Errorf("%s is local: %v, want %v", addr, got, want)
+	for _, privileged := range []bool{true, false} {
+		b, err := New(Options{Addresses: LocalRoutes(RouteOptions{}), NodeAddresses: nodeaddr.Of()})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := n.Do(func() error {
+			if !privileged { // for this thread, which ends with Do
+				header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+				var none [2]unix.CapUserData
+				if err := unix.Capset(&header, &none[0]); err != nil {
+					t.Fatal(err)
+				}
+			}
+			err = b.Start(t.Context())
+			return nil
+		}); err != nil {
+			t.Fatal(err)
+		}
+		switch {
+		case privileged && err == nil:
+			b.Stop(context.Background())
+		case privileged || err == nil || !errors.Is(err, unix.EPERM) || !strings.Contains(err.Error(), "CAP_NET_ADMIN"):
+			t.Errorf("with the privilege %v it starts with %v", privileged, err)
 		}
 	}
 }

@@ -79,7 +79,7 @@ func TestManyBytesAreMovedWithoutPipes(t *testing.T) {
 	}
 }
 
-// TestAServiceThatHasItsShareOfDescriptorsGetsNoPipes has room for two connections.
+// TestAServiceThatHasItsShareOfDescriptorsGetsNoPipes has room for one connection.
 func TestAServiceThatHasItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
 	w := newWorld(t, Options{})
 	w.pipes.open = func() (*pipe, error) {
@@ -88,7 +88,7 @@ func TestAServiceThatHasItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
 	}
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("echo", "127.0.0.2", port, api.TCP).to(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) { io.Copy(c, c) })).view())
-	w.leave(4)
+	w.leave(2)
 	c := dial(t, "127.0.0.2", port)
 	go c.Write(make([]byte, 4<<20))
 	if _, err := io.CopyN(io.Discard, c, 4<<20); err != nil {

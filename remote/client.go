@@ -42,7 +42,7 @@ type Client struct {
 
 // clientState is what the client has after a Sync.
 type clientState struct {
-	revision uint64 // counts Syncs that changed something, and the first
+	revision uint64 // counts Syncs that changed something, and the first, over all servers
 	views    *diffstore.Snapshot[types.NamespacedName, *entry]
 	node     *api.Node // nil if it is not known
 }
@@ -102,7 +102,7 @@ func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(c
 		c.commit(a)
 		token = nil
 		if a.reset {
-			a.log.Info("The server sent everything", "services", c.Services())
+			a.log.Info("The server sent everything", "services", len(a.services))
 		}
 	}
 }
@@ -145,23 +145,10 @@ func (c *Client) commit(a *answer) {
 	c.changed = make(chan struct{})
 }
 
-// Services returns how many services the client has.
-func (c *Client) Services() int {
-	state, _ := c.get()
-	return state.views.Len()
-}
-
 // Node returns the node as the server sent it last, nil if it is not known.
 func (c *Client) Node() *api.Node {
 	state, _ := c.get()
 	return state.node
-}
-
-// Revision returns the revision of what the client has, 0 before it has anything.
-// Revisions are the client's own; they go on when the server is another.
-func (c *Client) Revision() uint64 {
-	state, _ := c.get()
-	return state.revision
 }
 
 // get returns what the client has, and what is closed when that changes.

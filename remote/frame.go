@@ -5,7 +5,6 @@ package remote
 import (
 	"github.com/kpng-project/kpng/api/localv1"
 	"google.golang.org/grpc/encoding"
-	_ "google.golang.org/grpc/encoding/proto" // registers the codec that rawCodec falls back to
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/encoding/protowire"
 	"k8s.io/apimachinery/pkg/types"
@@ -98,8 +97,6 @@ type raw struct{ bytes mem.BufferSlice }
 
 // rawCodec is the usual codec, but for messages that are raw.
 type rawCodec struct{ encoding.CodecV2 }
-
-func newRawCodec() rawCodec { return rawCodec{encoding.GetCodecV2("proto")} }
 
 // Marshal implements encoding.CodecV2.
 func (c rawCodec) Marshal(v any) (mem.BufferSlice, error) {

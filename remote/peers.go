@@ -22,11 +22,11 @@ type peers struct {
 
 	refused, stalled atomic.Uint64
 	sent             atomic.Uint64 // bytes
+	streams          atomic.Int64  // open now
 
 	mu          sync.Mutex
 	connections int
 	byHost      map[string]int // connections
-	open        int            // streams
 	byName      map[string]*account
 }
 
@@ -36,13 +36,7 @@ type account struct {
 	opening *rate.Limiter
 }
 
-func newPeers(limits Limits) *peers {
-	return &peers{limits: limits, byHost: map[string]int{}, byName: map[string]*account{}}
-}
-
-// limit returns l without the connections that are too many.
-func (p *peers) limit(l net.Listener) net.Listener { return &limitedListener{l, p} }
-
+// limitedListener accepts no more connections than peers may have.
 type limitedListener struct {
 	net.Listener
 	peers *peers
@@ -57,7 +51,7 @@ func (l *limitedListener) Accept() (net.Conn, error) {
 		}
 		host := hostOf(conn.RemoteAddr())
 		if l.peers.connect(host) {
-			return &countedConn{Conn: conn, release: func() { l.peers.disconnect(host) }}, nil
+			return &countedConn{conn, sync.OnceFunc(func() { l.peers.disconnect(host) })}, nil
 		}
 		conn.Close()
 	}
@@ -66,13 +60,12 @@ func (l *limitedListener) Accept() (net.Conn, error) {
 // countedConn is a connection that is counted until it is closed.
 type countedConn struct {
 	net.Conn
-	once    sync.Once
-	release func()
+	release func() // once
 }
 
 // Close implements net.Conn.
 func (c *countedConn) Close() error {
-	c.once.Do(c.release)
+	c.release()
 	return c.Conn.Close()
 }
 
@@ -173,12 +166,12 @@ func (p *peers) admit(c caller) (done func(), err error) {
 		return nil, status.Errorf(codes.ResourceExhausted, "%s opens streams too fast", c.name)
 	}
 	a.streams++
-	p.open++
+	p.streams.Add(1)
 	return func() {
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		a.streams--
-		p.open--
+		p.streams.Add(-1)
 	}, nil
 }
 
@@ -192,10 +185,4 @@ func (p *peers) sweep() {
 			delete(p.byName, name)
 		}
 	}
-}
-
-func (p *peers) streams() int {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.open
 }

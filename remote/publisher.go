@@ -38,10 +38,6 @@ type publisher struct {
 	changed  []stateChange
 }
 
-func newPublisher(state cluster.Reader, interval time.Duration) *publisher {
-	return &publisher{state: state, interval: interval, next: make(chan struct{})}
-}
-
 // get returns the present snapshot, nil if there is none yet, and what is closed
 // when there is another.
 func (p *publisher) get() (*cluster.Snapshot, <-chan struct{}) {

@@ -29,7 +29,7 @@ func (s clusterServer) Watch(stream grpc.BidiStreamingServer[clusterv1.WatchRequ
 		if err := s.mayReadCluster(c); err != nil {
 			return nil, err
 		}
-		r := &relay{server: s.Server, sender: s.newSender(stream, c)}
+		r := &relay{server: s.Server, sender: sender{server: s.Server, stream: stream, caller: c}}
 		r.revision = s.readToken(req.GetResume())
 		return r, nil
 	})

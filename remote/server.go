@@ -20,6 +20,8 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/encoding"
+	_ "google.golang.org/grpc/encoding/proto" // registers the codec that rawCodec falls back to
 	"google.golang.org/grpc/keepalive"
 	"k8s.io/klog/v2"
 )
@@ -128,9 +130,9 @@ func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 		opts:      opts,
 		state:     state,
 		instance:  instance,
-		published: newPublisher(state, opts.BatchInterval),
+		published: &publisher{state: state, interval: opts.BatchInterval, next: make(chan struct{})},
 		views:     newViews(opts.Limits.CacheBytes),
-		peers:     newPeers(opts.Limits),
+		peers:     &peers{limits: opts.Limits, byHost: map[string]int{}, byName: map[string]*account{}},
 		stopping:  make(chan struct{}),
 	}, nil
 }
@@ -162,7 +164,7 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	for _, l := range listeners {
 		group.Go(func() error {
 			klog.FromContext(ctx).Info("Serving", "address", l.Addr().String(), "tls", s.opts.TLS != nil)
-			if err := server.Serve(s.peers.limit(l)); err != nil && !errors.Is(err, grpc.ErrServerStopped) {
+			if err := server.Serve(&limitedListener{l, s.peers}); err != nil && !errors.Is(err, grpc.ErrServerStopped) {
 				return fmt.Errorf("serve on %s: %w", l.Addr(), err)
 			}
 			return nil
@@ -197,7 +199,7 @@ const connectionAge = 30 * time.Minute
 func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.Creds(connCredentials{creds}),
-		grpc.ForceServerCodecV2(newRawCodec()),
+		grpc.ForceServerCodecV2(rawCodec{encoding.GetCodecV2("proto")}),
 		grpc.ConnectionTimeout(10 * time.Second),
 		grpc.MaxConcurrentStreams(uint32(s.opts.Limits.StreamsPerPeer)),
 		grpc.MaxRecvMsgSize(maxRequest),
@@ -248,7 +250,7 @@ type Stats struct {
 // Stats may be called by anybody at any time.
 func (s *Server) Stats() Stats {
 	return Stats{
-		Streams: s.peers.streams(),
+		Streams: int(s.peers.streams.Load()),
 		Views:   s.views.computed.Load(),
 		Values:  s.views.values.Load(),
 		Bytes:   s.peers.sent.Load(),

@@ -102,19 +102,14 @@ func (s *Server) answer(ctx context.Context, tell func(*cluster.Snapshot) (bool,
 // sender sends messages to one client, and closes its connection if that does not
 // take them.
 type sender struct {
-	server  *Server
-	stream  grpc.ServerStream
-	caller  caller
-	stalled *time.Timer // closes the connection while a message is sent
+	server *Server
+	stream grpc.ServerStream
+	caller caller
 
 	// The answer that is being sent.
 	snapshot *cluster.Snapshot
 	started  time.Time
 	sent     int // bytes
-}
-
-func (s *Server) newSender(stream grpc.ServerStream, c caller) sender {
-	return sender{server: s, stream: stream, caller: c}
 }
 
 // begin begins an answer that brings the client to a snapshot.
@@ -132,13 +127,9 @@ func (s *sender) send(m *raw) error {
 		return status.Error(codes.Aborted, "the cluster changes faster than the client takes it")
 	}
 	patience := min(timeout, time.Duration(1+s.sent/batchBytes)*timeout-elapsed)
-	if s.stalled == nil {
-		s.stalled = time.AfterFunc(patience, func() { s.caller.conn.Close() })
-	} else {
-		s.stalled.Reset(patience)
-	}
+	stalled := time.AfterFunc(patience, func() { s.caller.conn.Close() })
 	err := s.stream.SendMsg(m)
-	if !s.stalled.Stop() {
+	if !stalled.Stop() {
 		peers.stalled.Add(1)
 		return status.Error(codes.DeadlineExceeded, "the client takes too little")
 	}

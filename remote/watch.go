@@ -76,7 +76,7 @@ func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.Watch
 	w := &watch{
 		server: s,
 		sender: opSender{
-			sender:  s.newSender(stream, c),
+			sender:  sender{server: s, stream: stream, caller: c},
 			batches: req.GetBatches(),
 		},
 		name:      req.GetNodeName(),

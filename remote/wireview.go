@@ -4,6 +4,7 @@ package remote
 
 import (
 	"bytes"
+	"cmp"
 	"slices"
 	"sort"
 	"strings"
@@ -28,8 +29,8 @@ type wireView struct {
 	size   int // in memory, with what is worked out of it, about
 
 	mu     sync.Mutex
-	deltas [2][2]memo[*wireDelta] // by audience, and by whether it is from nothing
-	wholes [2][]frame             // by audience
+	deltas [2][2]memo // by audience, and by whether it is from nothing
+	wholes [2][]frame // by audience
 }
 
 // wireEndpoint is an endpoint, marshalled.
@@ -53,10 +54,10 @@ const (
 
 func (a audience) hears(e *wireEndpoint) bool { return a == askers || e.elsewhere }
 
-// memo is what was worked out for one id.
-type memo[T any] struct {
+// memo is the difference from the view of an id.
+type memo struct {
 	id    uint64
-	value T
+	value *wireDelta
 }
 
 // marshalled are the endpoints of a service in all the forms in which nodes see them,
@@ -145,7 +146,7 @@ const (
 // may be nil.
 func delta(old, new *wireView, who audience) *wireDelta {
 	if new == nil {
-		return removal(old, who)
+		return newDelta(old, nil, who)
 	}
 	from, slot := uint64(0), 0
 	if old != nil {
@@ -155,38 +156,34 @@ func delta(old, new *wireView, who audience) *wireDelta {
 	defer new.mu.Unlock()
 	m := &new.deltas[who][slot]
 	if m.value == nil || m.id != from {
-		*m = memo[*wireDelta]{from, newDelta(old, new, who)}
+		*m = memo{from, newDelta(old, new, who)}
 	}
 	return m.value
 }
 
 func newDelta(old, new *wireView, who audience) *wireDelta {
 	d := &wireDelta{}
-	var before []wireEndpoint
+	var before, after []wireEndpoint
 	if old != nil {
 		before = old.endpoints
 	}
-	if old == nil || !bytes.Equal(old.service, new.service) {
-		d[setServices] = []frame{setFrame(new.set, servicePath(new.key), new.service)}
+	view := cmp.Or(new, old)
+	switch {
+	case new == nil:
+		d[deleteServices] = []frame{deleteFrame(view.set, servicePath(view.key))}
+	case old == nil || !bytes.Equal(old.service, new.service):
+		d[setServices] = []frame{setFrame(view.set, servicePath(view.key), new.service)}
 	}
-	for o, n := range pairs(before, new.endpoints) {
+	if new != nil {
+		after = new.endpoints
+	}
+	for o, n := range pairs(before, after) {
 		told := o != nil && who.hears(o)
 		switch {
 		case n != nil && who.hears(n) && !(told && bytes.Equal(o.value, n.value)):
-			d[setEndpoints] = append(d[setEndpoints], setFrame(localv1.Set_EndpointsSet, endpointPath(new.key, n.key), n.value))
+			d[setEndpoints] = append(d[setEndpoints], setFrame(localv1.Set_EndpointsSet, endpointPath(view.key, n.key), n.value))
 		case told && (n == nil || !who.hears(n)):
-			d[deleteEndpoints] = append(d[deleteEndpoints], deleteFrame(localv1.Set_EndpointsSet, endpointPath(new.key, o.key)))
-		}
-	}
-	return d
-}
-
-// removal returns what takes a view away.
-func removal(old *wireView, who audience) *wireDelta {
-	d := &wireDelta{deleteServices: {deleteFrame(old.set, servicePath(old.key))}}
-	for i := range old.endpoints {
-		if e := &old.endpoints[i]; who.hears(e) {
-			d[deleteEndpoints] = append(d[deleteEndpoints], deleteFrame(localv1.Set_EndpointsSet, endpointPath(old.key, e.key)))
+			d[deleteEndpoints] = append(d[deleteEndpoints], deleteFrame(localv1.Set_EndpointsSet, endpointPath(view.key, o.key)))
 		}
 	}
 	return d

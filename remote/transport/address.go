@@ -52,29 +52,14 @@ func (a Address) host() string {
 	return host
 }
 
-// CheckPlaintext returns an error if a, without TLS, is seen by others than this
-// machine.
-func (a Address) CheckPlaintext() error {
+// CheckPlaintext returns an error if the address of a listener, without TLS, is seen by others
+// than this machine.
+func CheckPlaintext(a net.Addr) error { return Address{a.Network(), a.String()}.checkPlaintext() }
+
+func (a Address) checkPlaintext() error {
 	ip, err := netip.ParseAddr(a.host())
 	if a.network == "unix" || a.host() == "localhost" || err == nil && ip.Unmap().IsLoopback() {
 		return nil
 	}
-	return plaintextError(a.String())
-}
-
-// CheckPlaintext is [Address.CheckPlaintext] for the address of a listener.
-func CheckPlaintext(a net.Addr) error {
-	switch a := a.(type) {
-	case *net.UnixAddr:
-		return nil
-	case *net.TCPAddr:
-		if a.IP.IsLoopback() {
-			return nil
-		}
-	}
-	return plaintextError(a.Network() + "://" + a.String())
-}
-
-func plaintextError(address string) error {
-	return fmt.Errorf("%s would be reached without TLS and is not on loopback: give certificates, or say that this is to be insecure", address)
+	return fmt.Errorf("%s would be reached without TLS and is not on loopback: give certificates, or say that this is to be insecure", a)
 }

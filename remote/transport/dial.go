@@ -64,7 +64,7 @@ func NewDialer(opts DialOptions) (*Dialer, error) {
 			return nil, err
 		}
 		if opts.TLS == nil && !opts.Insecure {
-			if err := a.CheckPlaintext(); err != nil {
+			if err := a.checkPlaintext(); err != nil {
 				return nil, err
 			}
 		}

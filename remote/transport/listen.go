@@ -15,10 +15,8 @@ import (
 	"time"
 )
 
-// DefaultSocketMode lets nobody but the server's user connect to a unix socket.
-const DefaultSocketMode fs.FileMode = 0o600
-
-// Listen listens on a. The mode, with 0 for the default, is that of a unix socket.
+// Listen listens on a. The mode is that of a unix socket; 0 stands for 0600, with which only the
+// server's user can connect.
 //
 // The directory of a unix socket is created if its parent exists. A socket that a server left
 // behind is replaced. A socket that is still listened on is an error, and so is a file of
@@ -27,7 +25,7 @@ const DefaultSocketMode fs.FileMode = 0o600
 func (a Address) Listen(mode fs.FileMode) (net.Listener, error) {
 	if a.network == "unix" {
 		if mode == 0 {
-			mode = DefaultSocketMode
+			mode = 0o600
 		}
 		return listenUnix(a.name, mode)
 	}

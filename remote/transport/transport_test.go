@@ -56,7 +56,8 @@ func TestParseAddress(t *testing.T) {
 		if a.String() != test.want {
 			t.Errorf("%q: %s, want %s", test.in, a, test.want)
 		}
-		if got := a.CheckPlaintext() != nil; got != test.exposed {
+		_, err = transport.NewDialer(transport.DialOptions{Addresses: []string{test.in}})
+		if got := err != nil; got != test.exposed {
 			t.Errorf("%q: plaintext refused: %t", test.in, got)
 		}
 	}

@@ -36,10 +36,6 @@ type answer struct {
 	nodeNamed bool
 }
 
-func newAnswer(c *Client, log klog.Logger) *answer {
-	return &answer{client: c, log: log, services: map[types.NamespacedName]*draft{}}
-}
-
 // take applies one message. What comes after the Sync is ignored.
 func (a *answer) take(item *localv1.OpItem) {
 	for _, i := range append(item.GetBatch(), item) {

@@ -88,7 +88,7 @@ func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(c
 			_, err = stream.Recv() // which says why
 			return err
 		}
-		a := newAnswer(c, klog.FromContext(ctx))
+		a := &answer{client: c, log: klog.FromContext(ctx), services: map[types.NamespacedName]*draft{}}
 		for !a.synced {
 			item, err := stream.Recv()
 			if err != nil {

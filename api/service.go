@@ -31,6 +31,9 @@ type Service struct {
 	ExternalTrafficToLocal bool `json:",omitempty"`
 	// InternalTrafficToLocal is internalTrafficPolicy: Local.
 	InternalTrafficToLocal bool `json:",omitempty"`
+	// HealthCheckNodePort is the port, 1 to 65535, on which every node answers
+	// a load balancer's health checks. 0 means none.
+	HealthCheckNodePort int32 `json:",omitempty"`
 
 	// Labels and Annotations hold those that the source was told to keep.
 	Labels      map[string]string `json:",omitempty"`
@@ -41,9 +44,9 @@ type Service struct {
 	SourceRanges    []SourceRanges  `json:"IPFilters,omitempty"`
 	SessionAffinity SessionAffinity `json:",omitzero"`
 
-	// HealthCheckNodePort is the port, 1 to 65535, on which every node answers
-	// a load balancer's health checks. 0 means none.
-	HealthCheckNodePort int32 `json:",omitempty"`
+	// LoadBalancerClass is spec.loadBalancerClass: who makes the load balancer of a
+	// service of type LoadBalancer. Empty means the cluster's default.
+	LoadBalancerClass string `json:",omitempty"`
 
 	// UID tells an object from one of the same name that was deleted before.
 	UID types.UID `json:",omitempty"`
@@ -204,6 +207,7 @@ func (s *Service) Equal(o *Service) bool {
 		maps.Equal(s.Labels, o.Labels) && maps.Equal(s.Annotations, o.Annotations) &&
 		slices.EqualFunc(s.SourceRanges, o.SourceRanges, SourceRanges.equal) &&
 		s.SessionAffinity.equal(o.SessionAffinity) &&
+		s.LoadBalancerClass == o.LoadBalancerClass &&
 		s.HealthCheckNodePort == o.HealthCheckNodePort &&
 		s.UID == o.UID && s.Created.Equal(o.Created) &&
 		slices.Equal(s.IPFamilies, o.IPFamilies)

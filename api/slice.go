@@ -3,6 +3,7 @@
 package api
 
 import (
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -19,7 +20,9 @@ type EndpointSlice struct {
 	// ServiceName is the value of the label kubernetes.io/service-name: the
 	// service, in the slice's own namespace, that the slice belongs to.
 	ServiceName string `json:",omitempty"`
-	Family      Family
+	// Labels holds those that the source was told to keep.
+	Labels map[string]string `json:",omitempty"`
+	Family Family
 	// Ports are the ports on which each of Endpoints serves.
 	Ports     []EndpointPort  `json:",omitempty"`
 	Endpoints []SliceEndpoint `json:",omitempty"`
@@ -49,6 +52,9 @@ type SliceEndpoint struct {
 	Zone     string `json:",omitempty"`
 	// Hints say who should prefer this endpoint (KEP 2433, KEP 3015); nil means none.
 	Hints *Hints `json:",omitempty"`
+	// Target is the pod behind the endpoint (targetRef); nil if there is none, or if the
+	// source was not told to keep it.
+	Target *types.NamespacedName `json:",omitempty"`
 
 	Conditions
 }
@@ -86,13 +92,18 @@ func (s *EndpointSlice) Equal(o *EndpointSlice) bool {
 	}
 	return s != nil && o != nil &&
 		s.Namespace == o.Namespace && s.Name == o.Name && s.ServiceName == o.ServiceName && s.Family == o.Family &&
+		maps.Equal(s.Labels, o.Labels) &&
 		slices.Equal(s.Ports, o.Ports) &&
 		slices.EqualFunc(s.Endpoints, o.Endpoints, SliceEndpoint.equal)
 }
 
 func (e SliceEndpoint) equal(o SliceEndpoint) bool {
 	return e.Addr == o.Addr && e.Hostname == o.Hostname && e.NodeName == o.NodeName && e.Zone == o.Zone &&
-		e.Conditions == o.Conditions && e.Hints.equal(o.Hints)
+		e.Conditions == o.Conditions && e.Hints.equal(o.Hints) && equalTargets(e.Target, o.Target)
+}
+
+func equalTargets(a, b *types.NamespacedName) bool {
+	return a == b || a != nil && b != nil && *a == *b
 }
 
 func (h *Hints) equal(o *Hints) bool {

@@ -53,13 +53,13 @@ type Endpoint struct {
 	// Addr is an IPv4 or IPv6 address, neither mapped nor with a zone. JSON and
 	// the wire have it as an IPSet named IPs, which holds nothing else.
 	Addr netip.Addr `json:"-"`
-	// Local says that the endpoint runs on this node.
-	Local bool `json:",omitempty"`
 	// PortOverrides are the ports at the endpoint: one for each named service
 	// port that it serves; one named for the targetPort if the service port has
 	// no name but its targetPort is one; and for an unnamed service port with a
 	// numeric targetPort only where the number differs. TargetPort reads it.
 	PortOverrides []PortName `json:",omitempty"`
+	// Local says that the endpoint runs on this node.
+	Local bool `json:",omitempty"`
 	// Scopes are the lists the endpoint is on for at least one service port.
 	Scopes Scopes `json:",omitzero"`
 	// PortScopes is set where the lists differ between the service's ports, and
@@ -68,6 +68,8 @@ type Endpoint struct {
 
 	NodeName string `json:",omitempty"`
 	Zone     string `json:",omitempty"`
+	// Target is that of the [SliceEndpoint].
+	Target *types.NamespacedName `json:",omitempty"`
 	Conditions
 }
 
@@ -212,7 +214,7 @@ func (e *Endpoint) Equal(o *Endpoint) bool {
 	return e.Hostname == o.Hostname && e.Addr == o.Addr && e.Local == o.Local &&
 		slices.Equal(e.PortOverrides, o.PortOverrides) &&
 		e.Scopes == o.Scopes && slices.Equal(e.PortScopes, o.PortScopes) &&
-		e.NodeName == o.NodeName && e.Zone == o.Zone && e.Conditions == o.Conditions
+		e.NodeName == o.NodeName && e.Zone == o.Zone && equalTargets(e.Target, o.Target) && e.Conditions == o.Conditions
 }
 
 func endpointsEqual(a, b Endpoint) bool { return a.Equal(&b) }

@@ -70,6 +70,8 @@ func (s *Source) registerServices(fs *pflag.FlagSet) {
 	fs.BoolVar(&s.services.IgnoreExternalIPs, "ignore-external-ips", false, "serve no external IPs (spec.externalIPs), which whoever may create a service can choose at will")
 	fs.StringSliceVar(&s.services.KeepLabels, "keep-labels", nil, "hand on the service labels that match these `patterns`, such as app or example.com/*")
 	fs.StringSliceVar(&s.services.KeepAnnotations, "keep-annotations", nil, "hand on the service annotations that match these `patterns`, such as example.com/*")
+	fs.StringSliceVar(&s.services.KeepSliceLabels, "keep-slice-labels", nil, "hand on the endpoint-slice labels that match these `patterns`, to kpngs that are served the cluster and to files")
+	fs.BoolVar(&s.services.KeepTargets, "keep-targets", false, "hand on the names of the pods behind endpoints")
 }
 
 // RegisterAllPorts adds the flags that make all-ports services, for a command whose sink

@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // contest is the work on one view: every candidate for every port.
@@ -162,7 +163,15 @@ func (c *contest) preference(i, j int) int {
 		cmp.Compare(x.Zone, y.Zone),
 		slices.Compare(hints(x).ForNodes, hints(y).ForNodes),
 		slices.Compare(hints(x).ForZones, hints(y).ForZones),
+		api.CompareKeys(target(x), target(y)),
 	)
+}
+
+func target(e *api.SliceEndpoint) types.NamespacedName {
+	if e.Target == nil {
+		return types.NamespacedName{}
+	}
+	return *e.Target
 }
 
 func trueFirst(a, b bool) int {

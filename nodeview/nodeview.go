@@ -110,6 +110,7 @@ func (c *contest) list(se *api.ServiceEndpoints, pol policies, here place) {
 			continue
 		}
 		e.Hostname, e.Addr, e.NodeName, e.Zone, e.Conditions = cand.ep.Hostname, cand.addr, cand.ep.NodeName, cand.ep.Zone, cand.ep.Conditions
+		e.Target = cand.ep.Target
 		e.Local = here.runs(cand.ep)
 		e.PortOverrides = c.overrides[cand.slice]
 		e.Scopes = cand.scopes

@@ -12,6 +12,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"sync"
 	"testing"
@@ -25,6 +26,8 @@ import (
 	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
+	"github.com/kpng-project/kpng/watcher"
+	"github.com/kpng-project/kpng/watcher/file"
 	"go.uber.org/goleak"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -258,5 +261,39 @@ func TestASinkIsToldTheSameAsInProcess(t *testing.T) {
 		if want, _ := w.state.Snapshot().Nodes.Get(node); !client.Node().Equal(want) {
 			t.Errorf("the node is %+v, want %+v", client.Node(), want)
 		}
+	}
+}
+
+// A manifest with pods behind endpoints, as a client in another process sees it.
+func TestTargetsAndLoadBalancerClassAreToldToClients(t *testing.T) {
+	state := cluster.New(cluster.Options{})
+	err := file.Watch(t.Context(), state, file.Options{
+		Path: "../watcher/file/testdata/kubectl.yaml", Once: true, Options: watcher.Options{KeepTargets: true},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	address := socket(t)
+	serve(t, state, address, quick)
+	client, _ := follow(t, "worker-1", address)
+	select {
+	case <-client.Changed():
+	case <-within(t).Done():
+		t.Fatal("no answer")
+	}
+	u, err := client.Next()
+	if err != nil {
+		t.Fatal(err)
+	}
+	view := u.View(types.NamespacedName{Namespace: "prod", Name: "shop"})
+	if got := view.Service.LoadBalancerClass; got != "example.com/lb" {
+		t.Errorf("the class of the load balancer is %q", got)
+	}
+	var pods []string
+	for _, e := range slices.Concat(view.Endpoints, view.Draining) {
+		pods = append(pods, e.Target.String())
+	}
+	if want := []string{"prod/shop-1024415", "prod/shop-fd001024415", "prod/shop-1024429"}; !slices.Equal(pods, want) {
+		t.Errorf("the endpoints are in pods %v, want %v", pods, want)
 	}
 }

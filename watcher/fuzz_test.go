@@ -19,7 +19,7 @@ import (
 func FuzzConvert(f *testing.F) {
 	f.Add([]byte("some bytes to begin with"))
 	f.Add([]byte{})
-	options := []Options{{}, {ServiceProxyName: "x", IgnoreExternalIPs: true, KeepLabels: []string{"*"}, KeepAnnotations: []string{"*/*"}, AllPorts: AllPortsAnnotated("a")}}
+	options := []Options{{}, {ServiceProxyName: "x", IgnoreExternalIPs: true, KeepLabels: []string{"*"}, KeepAnnotations: []string{"*/*"}, KeepSliceLabels: []string{"*"}, KeepTargets: true, AllPorts: AllPortsAnnotated("a")}}
 	f.Fuzz(func(t *testing.T, data []byte) {
 		var service corev1.Service
 		var slice discoveryv1.EndpointSlice

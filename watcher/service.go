@@ -41,6 +41,7 @@ func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
 	}
 	c.ofServices.mu.Lock()
 	out.Namespace = c.ofServices.string(s.Namespace)
+	out.LoadBalancerClass = c.ofServices.string(value(s.Spec.LoadBalancerClass, ""))
 	out.Ports = c.servicePorts(s.Spec.Ports, &r)
 	c.ofServices.mu.Unlock()
 	return out, r.done()

@@ -350,6 +350,11 @@ func TestServiceConversion(t *testing.T) {
 			problems: []string{`Service default/web: spec.sessionAffinity: unknown affinity "Cookie"`},
 		},
 		{
+			name:   "the class of the load balancer",
+			change: func(s *service) { s.Spec.LoadBalancerClass = ptr("example.com/lb") },
+			want:   func(s *api.Service) { s.LoadBalancerClass = "example.com/lb" },
+		},
+		{
 			name: "labels and annotations are not kept unless asked for",
 			change: func(s *service) {
 				s.Labels, s.Annotations = map[string]string{"app": "web"}, map[string]string{"note": "x"}

@@ -10,6 +10,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/kpng-project/kpng/api"
 )
@@ -45,6 +46,7 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 	out := &api.EndpointSlice{
 		Name:        s.Name,
 		ServiceName: service,
+		Labels:      keep(s.Labels, c.options.KeepSliceLabels),
 		Family:      family,
 		TriggerTime: triggerTime(s),
 	}
@@ -138,10 +140,20 @@ func (c *Converter) endpoints(in []discoveryv1.Endpoint, family api.Family, r *r
 			NodeName:   c.ofSlices.string(value(e.NodeName, "")),
 			Zone:       c.ofSlices.string(value(e.Zone, "")),
 			Hints:      c.hints(e.Hints),
+			Target:     c.target(e.TargetRef),
 			Conditions: conditions(&e.Conditions),
 		})
 	}
 	return out
+}
+
+// target returns the pod of a targetRef, nil if it is not to be kept. The caller holds
+// ofSlices.mu.
+func (c *Converter) target(ref *corev1.ObjectReference) *types.NamespacedName {
+	if !c.options.KeepTargets || ref == nil || ref.Kind != "Pod" {
+		return nil
+	}
+	return &types.NamespacedName{Namespace: c.ofSlices.string(ref.Namespace), Name: ref.Name}
 }
 
 // conditions fills in the defaults that the API documents for nil.

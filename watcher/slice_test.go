@@ -12,6 +12,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/kpng-project/kpng/api"
 )
@@ -21,6 +22,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 	ready := api.Conditions{Ready: true, Serving: true}
 	for _, tc := range []struct {
 		name     string
+		options  Options
 		change   func(*slice) // of the empty IPv4 slice default/web of service web
 		want     func(*api.EndpointSlice)
 		none     bool
@@ -72,6 +74,35 @@ func TestEndpointSliceConversion(t *testing.T) {
 					{Addr: addrs("10.0.0.2")[0], Conditions: api.Conditions{Ready: true}},
 					{Addr: addrs("10.0.0.3")[0], Conditions: api.Conditions{Ready: true, Serving: true, Terminating: true}},
 				}
+			},
+		},
+		{
+			name:   "labels and targets are not kept unless asked for",
+			change: func(s *slice) { setTargets(s) },
+			want: func(s *api.EndpointSlice) {
+				s.Endpoints = []api.SliceEndpoint{{Addr: addrs("10.0.0.1")[0], Conditions: ready}}
+			},
+		},
+		{
+			name:    "labels that match a pattern are kept, and pods",
+			options: Options{KeepSliceLabels: []string{"app"}, KeepTargets: true},
+			change:  func(s *slice) { setTargets(s) },
+			want: func(s *api.EndpointSlice) {
+				s.Labels = map[string]string{"app": "web"}
+				s.Endpoints = []api.SliceEndpoint{{
+					Addr: addrs("10.0.0.1")[0], Conditions: ready, Target: &types.NamespacedName{Namespace: "default", Name: "web-0"},
+				}}
+			},
+		},
+		{
+			name:    "targets of other kinds are not kept",
+			options: Options{KeepTargets: true},
+			change: func(s *slice) {
+				setTargets(s)
+				s.Endpoints[0].TargetRef.Kind = "Node"
+			},
+			want: func(s *api.EndpointSlice) {
+				s.Endpoints = []api.SliceEndpoint{{Addr: addrs("10.0.0.1")[0], Conditions: ready}}
 			},
 		},
 		{
@@ -206,7 +237,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 				want = &api.EndpointSlice{Namespace: "default", Name: "web", ServiceName: "web", Family: api.IPv4}
 				tc.want(want)
 			}
-			got, problems := newConverter(t, Options{}).EndpointSlice(in)
+			got, problems := newConverter(t, tc.options).EndpointSlice(in)
 			if diff := cmp.Diff(want, got, cmpOptions); diff != "" {
 				t.Errorf("slice (-want +got):\n%s", diff)
 			}
@@ -218,6 +249,14 @@ func TestEndpointSliceConversion(t *testing.T) {
 			}
 		})
 	}
+}
+
+// setTargets gives s two more labels and an endpoint in a pod.
+func setTargets(s *discoveryv1.EndpointSlice) {
+	s.Labels["app"], s.Labels["tier"] = "web", "1"
+	s.Endpoints = []discoveryv1.Endpoint{{
+		Addresses: []string{"10.0.0.1"}, TargetRef: &corev1.ObjectReference{Kind: "Pod", Namespace: "default", Name: "web-0"},
+	}}
 }
 
 func TestSliceMayHoldMoreEndpointsThanTheAPIAdmits(t *testing.T) {

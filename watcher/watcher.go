@@ -72,6 +72,13 @@ type Options struct {
 	KeepLabels      []string
 	KeepAnnotations []string
 
+	// KeepSliceLabels does the same for labels of slices (api.EndpointSlice.Labels).
+	KeepSliceLabels []string
+
+	// KeepTargets keeps the pods behind endpoints (api.Endpoint.Target). Other kinds
+	// of targets are never kept.
+	KeepTargets bool
+
 	// AllPorts, if set, says of a service whether it is an all-ports service
 	// (api.Service.AllPorts). It must not change or keep the object.
 	// [AllPortsAnnotated] returns one that goes by an annotation.
@@ -101,7 +108,7 @@ type Converter struct {
 
 // New returns a Converter. Errors are a ServiceProxyName that cannot be the
 // value of a label, a ServiceNameLabel that cannot be the name of one, and a
-// malformed pattern in KeepLabels or KeepAnnotations.
+// malformed pattern in KeepLabels, KeepAnnotations or KeepSliceLabels.
 func New(o Options) (*Converter, error) {
 	if faults := validation.IsValidLabelValue(o.ServiceProxyName); len(faults) > 0 {
 		return nil, fmt.Errorf("service proxy name %q: %s", o.ServiceProxyName, strings.Join(faults, "; "))
@@ -112,7 +119,7 @@ func New(o Options) (*Converter, error) {
 	for _, list := range [...]struct {
 		option   string
 		patterns []string
-	}{{"KeepLabels", o.KeepLabels}, {"KeepAnnotations", o.KeepAnnotations}} {
+	}{{"KeepLabels", o.KeepLabels}, {"KeepAnnotations", o.KeepAnnotations}, {"KeepSliceLabels", o.KeepSliceLabels}} {
 		for _, p := range list.patterns {
 			if _, err := path.Match(p, ""); err != nil {
 				return nil, fmt.Errorf("%s pattern %q: %w", list.option, p, err)

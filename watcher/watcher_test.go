@@ -115,6 +115,7 @@ func TestMalformedPatternIsRefused(t *testing.T) {
 	for name, o := range map[string]Options{
 		"KeepLabels":      {KeepLabels: []string{"ok/*", "bad/["}},
 		"KeepAnnotations": {KeepAnnotations: []string{"bad/["}},
+		"KeepSliceLabels": {KeepSliceLabels: []string{"bad/["}},
 	} {
 		_, err := New(o)
 		if err == nil || !strings.Contains(err.Error(), name+` pattern "bad/["`) {

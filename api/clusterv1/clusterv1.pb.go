@@ -249,6 +249,7 @@ type EndpointSlice struct {
 	Family        localv1.Family         `protobuf:"varint,4,opt,name=family,proto3,enum=localv1.Family" json:"family,omitempty"`
 	Ports         []*EndpointPort        `protobuf:"bytes,5,rep,name=ports,proto3" json:"ports,omitempty"`
 	Endpoints     []*SliceEndpoint       `protobuf:"bytes,6,rep,name=endpoints,proto3" json:"endpoints,omitempty"`
+	Labels        map[string]string      `protobuf:"bytes,100,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -325,6 +326,13 @@ func (x *EndpointSlice) GetEndpoints() []*SliceEndpoint {
 	return nil
 }
 
+func (x *EndpointSlice) GetLabels() map[string]string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
 type EndpointPort struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -394,13 +402,15 @@ func (x *EndpointPort) GetAppProtocol() string {
 }
 
 type SliceEndpoint struct {
-	state         protoimpl.MessageState      `protogen:"open.v1"`
-	Addr          string                      `protobuf:"bytes,1,opt,name=addr,proto3" json:"addr,omitempty"`
-	Hostname      string                      `protobuf:"bytes,2,opt,name=hostname,proto3" json:"hostname,omitempty"`
-	NodeName      string                      `protobuf:"bytes,3,opt,name=node_name,json=nodeName,proto3" json:"node_name,omitempty"`
-	Zone          string                      `protobuf:"bytes,4,opt,name=zone,proto3" json:"zone,omitempty"`
-	Hints         *Hints                      `protobuf:"bytes,5,opt,name=hints,proto3" json:"hints,omitempty"`
-	Conditions    *localv1.EndpointConditions `protobuf:"bytes,6,opt,name=conditions,proto3" json:"conditions,omitempty"`
+	state      protoimpl.MessageState      `protogen:"open.v1"`
+	Addr       string                      `protobuf:"bytes,1,opt,name=addr,proto3" json:"addr,omitempty"`
+	Hostname   string                      `protobuf:"bytes,2,opt,name=hostname,proto3" json:"hostname,omitempty"`
+	NodeName   string                      `protobuf:"bytes,3,opt,name=node_name,json=nodeName,proto3" json:"node_name,omitempty"`
+	Zone       string                      `protobuf:"bytes,4,opt,name=zone,proto3" json:"zone,omitempty"`
+	Hints      *Hints                      `protobuf:"bytes,5,opt,name=hints,proto3" json:"hints,omitempty"`
+	Conditions *localv1.EndpointConditions `protobuf:"bytes,6,opt,name=conditions,proto3" json:"conditions,omitempty"`
+	// target is the pod behind the endpoint, if the server keeps it.
+	Target        *Key `protobuf:"bytes,100,opt,name=target,proto3" json:"target,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -477,6 +487,13 @@ func (x *SliceEndpoint) GetConditions() *localv1.EndpointConditions {
 	return nil
 }
 
+func (x *SliceEndpoint) GetTarget() *Key {
+	if x != nil {
+		return x.Target
+	}
+	return nil
+}
+
 type Hints struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	ForNodes      []string               `protobuf:"bytes,1,rep,name=for_nodes,json=forNodes,proto3" json:"for_nodes,omitempty"`
@@ -548,19 +565,23 @@ const file_api_clusterv1_clusterv1_proto_rawDesc = "" +
 	"\x05stale\x18\t \x01(\bR\x05stale\"7\n" +
 	"\x03Key\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
-	"\x04name\x18\x02 \x01(\tR\x04name\"\x80\x02\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"\xff\x02\n" +
 	"\rEndpointSlice\x12\x1c\n" +
 	"\tnamespace\x18\x01 \x01(\tR\tnamespace\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12!\n" +
 	"\fservice_name\x18\x03 \x01(\tR\vserviceName\x12'\n" +
 	"\x06family\x18\x04 \x01(\x0e2\x0f.localv1.FamilyR\x06family\x123\n" +
 	"\x05ports\x18\x05 \x03(\v2\x1d.kpng.cluster.v1.EndpointPortR\x05ports\x12<\n" +
-	"\tendpoints\x18\x06 \x03(\v2\x1e.kpng.cluster.v1.SliceEndpointR\tendpoints\"\x88\x01\n" +
+	"\tendpoints\x18\x06 \x03(\v2\x1e.kpng.cluster.v1.SliceEndpointR\tendpoints\x12B\n" +
+	"\x06labels\x18d \x03(\v2*.kpng.cluster.v1.EndpointSlice.LabelsEntryR\x06labels\x1a9\n" +
+	"\vLabelsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x88\x01\n" +
 	"\fEndpointPort\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12-\n" +
 	"\bprotocol\x18\x02 \x01(\x0e2\x11.localv1.ProtocolR\bprotocol\x12\x12\n" +
 	"\x04port\x18\x03 \x01(\x05R\x04port\x12!\n" +
-	"\fapp_protocol\x18\x04 \x01(\tR\vappProtocol\"\xdb\x01\n" +
+	"\fapp_protocol\x18\x04 \x01(\tR\vappProtocol\"\x89\x02\n" +
 	"\rSliceEndpoint\x12\x12\n" +
 	"\x04addr\x18\x01 \x01(\tR\x04addr\x12\x1a\n" +
 	"\bhostname\x18\x02 \x01(\tR\bhostname\x12\x1b\n" +
@@ -569,7 +590,8 @@ const file_api_clusterv1_clusterv1_proto_rawDesc = "" +
 	"\x05hints\x18\x05 \x01(\v2\x16.kpng.cluster.v1.HintsR\x05hints\x12;\n" +
 	"\n" +
 	"conditions\x18\x06 \x01(\v2\x1b.localv1.EndpointConditionsR\n" +
-	"conditions\"A\n" +
+	"conditions\x12,\n" +
+	"\x06target\x18d \x01(\v2\x14.kpng.cluster.v1.KeyR\x06target\"A\n" +
 	"\x05Hints\x12\x1b\n" +
 	"\tfor_nodes\x18\x01 \x03(\tR\bforNodes\x12\x1b\n" +
 	"\tfor_zones\x18\x02 \x03(\tR\bforZones2U\n" +
@@ -588,7 +610,7 @@ func file_api_clusterv1_clusterv1_proto_rawDescGZIP() []byte {
 	return file_api_clusterv1_clusterv1_proto_rawDescData
 }
 
-var file_api_clusterv1_clusterv1_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_api_clusterv1_clusterv1_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
 var file_api_clusterv1_clusterv1_proto_goTypes = []any{
 	(*WatchRequest)(nil),               // 0: kpng.cluster.v1.WatchRequest
 	(*WatchResponse)(nil),              // 1: kpng.cluster.v1.WatchResponse
@@ -597,31 +619,34 @@ var file_api_clusterv1_clusterv1_proto_goTypes = []any{
 	(*EndpointPort)(nil),               // 4: kpng.cluster.v1.EndpointPort
 	(*SliceEndpoint)(nil),              // 5: kpng.cluster.v1.SliceEndpoint
 	(*Hints)(nil),                      // 6: kpng.cluster.v1.Hints
-	(*localv1.Service)(nil),            // 7: localv1.Service
-	(*localv1.Node)(nil),               // 8: localv1.Node
-	(localv1.Family)(0),                // 9: localv1.Family
-	(localv1.Protocol)(0),              // 10: localv1.Protocol
-	(*localv1.EndpointConditions)(nil), // 11: localv1.EndpointConditions
+	nil,                                // 7: kpng.cluster.v1.EndpointSlice.LabelsEntry
+	(*localv1.Service)(nil),            // 8: localv1.Service
+	(*localv1.Node)(nil),               // 9: localv1.Node
+	(localv1.Family)(0),                // 10: localv1.Family
+	(localv1.Protocol)(0),              // 11: localv1.Protocol
+	(*localv1.EndpointConditions)(nil), // 12: localv1.EndpointConditions
 }
 var file_api_clusterv1_clusterv1_proto_depIdxs = []int32{
-	7,  // 0: kpng.cluster.v1.WatchResponse.services:type_name -> localv1.Service
+	8,  // 0: kpng.cluster.v1.WatchResponse.services:type_name -> localv1.Service
 	3,  // 1: kpng.cluster.v1.WatchResponse.slices:type_name -> kpng.cluster.v1.EndpointSlice
-	8,  // 2: kpng.cluster.v1.WatchResponse.nodes:type_name -> localv1.Node
+	9,  // 2: kpng.cluster.v1.WatchResponse.nodes:type_name -> localv1.Node
 	2,  // 3: kpng.cluster.v1.WatchResponse.deleted_services:type_name -> kpng.cluster.v1.Key
 	2,  // 4: kpng.cluster.v1.WatchResponse.deleted_slices:type_name -> kpng.cluster.v1.Key
-	9,  // 5: kpng.cluster.v1.EndpointSlice.family:type_name -> localv1.Family
+	10, // 5: kpng.cluster.v1.EndpointSlice.family:type_name -> localv1.Family
 	4,  // 6: kpng.cluster.v1.EndpointSlice.ports:type_name -> kpng.cluster.v1.EndpointPort
 	5,  // 7: kpng.cluster.v1.EndpointSlice.endpoints:type_name -> kpng.cluster.v1.SliceEndpoint
-	10, // 8: kpng.cluster.v1.EndpointPort.protocol:type_name -> localv1.Protocol
-	6,  // 9: kpng.cluster.v1.SliceEndpoint.hints:type_name -> kpng.cluster.v1.Hints
-	11, // 10: kpng.cluster.v1.SliceEndpoint.conditions:type_name -> localv1.EndpointConditions
-	0,  // 11: kpng.cluster.v1.Cluster.Watch:input_type -> kpng.cluster.v1.WatchRequest
-	1,  // 12: kpng.cluster.v1.Cluster.Watch:output_type -> kpng.cluster.v1.WatchResponse
-	12, // [12:13] is the sub-list for method output_type
-	11, // [11:12] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	7,  // 8: kpng.cluster.v1.EndpointSlice.labels:type_name -> kpng.cluster.v1.EndpointSlice.LabelsEntry
+	11, // 9: kpng.cluster.v1.EndpointPort.protocol:type_name -> localv1.Protocol
+	6,  // 10: kpng.cluster.v1.SliceEndpoint.hints:type_name -> kpng.cluster.v1.Hints
+	12, // 11: kpng.cluster.v1.SliceEndpoint.conditions:type_name -> localv1.EndpointConditions
+	2,  // 12: kpng.cluster.v1.SliceEndpoint.target:type_name -> kpng.cluster.v1.Key
+	0,  // 13: kpng.cluster.v1.Cluster.Watch:input_type -> kpng.cluster.v1.WatchRequest
+	1,  // 14: kpng.cluster.v1.Cluster.Watch:output_type -> kpng.cluster.v1.WatchResponse
+	14, // [14:15] is the sub-list for method output_type
+	13, // [13:14] is the sub-list for method input_type
+	13, // [13:13] is the sub-list for extension type_name
+	13, // [13:13] is the sub-list for extension extendee
+	0,  // [0:13] is the sub-list for field type_name
 }
 
 func init() { file_api_clusterv1_clusterv1_proto_init() }
@@ -635,7 +660,7 @@ func file_api_clusterv1_clusterv1_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_clusterv1_clusterv1_proto_rawDesc), len(file_api_clusterv1_clusterv1_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   7,
+			NumMessages:   8,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

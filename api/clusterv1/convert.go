@@ -28,7 +28,7 @@ func (x *Key) ToKey() types.NamespacedName {
 
 // FromSlice returns the wire form of s.
 func FromSlice(s *api.EndpointSlice) *EndpointSlice {
-	x := &EndpointSlice{Namespace: s.Namespace, Name: s.Name, ServiceName: s.ServiceName, Family: localv1.Family(s.Family)}
+	x := &EndpointSlice{Namespace: s.Namespace, Name: s.Name, ServiceName: s.ServiceName, Family: localv1.Family(s.Family), Labels: s.Labels}
 	for _, p := range s.Ports {
 		x.Ports = append(x.Ports, &EndpointPort{
 			Name: p.Name, Protocol: localv1.Protocol(p.Protocol), Port: p.Port, AppProtocol: p.AppProtocol,
@@ -50,13 +50,16 @@ func fromEndpoint(e *api.SliceEndpoint) *SliceEndpoint {
 	if e.Hints != nil {
 		x.Hints = &Hints{ForNodes: e.Hints.ForNodes, ForZones: e.Hints.ForZones}
 	}
+	if e.Target != nil {
+		x.Target = FromKey(*e.Target)
+	}
 	return x
 }
 
 // ToSlice returns the slice. An error names what cannot be read.
 func (x *EndpointSlice) ToSlice() (*api.EndpointSlice, error) {
 	s := &api.EndpointSlice{
-		Namespace: x.GetNamespace(), Name: x.GetName(), ServiceName: x.GetServiceName(), Family: api.Family(x.GetFamily()),
+		Namespace: x.GetNamespace(), Name: x.GetName(), ServiceName: x.GetServiceName(), Family: api.Family(x.GetFamily()), Labels: x.GetLabels(),
 	}
 	for _, p := range x.GetPorts() {
 		s.Ports = append(s.Ports, api.EndpointPort{
@@ -84,6 +87,10 @@ func (x *SliceEndpoint) toEndpoint() (api.SliceEndpoint, error) {
 	}
 	if h := x.GetHints(); h != nil {
 		e.Hints = &api.Hints{ForNodes: h.GetForNodes(), ForZones: h.GetForZones()}
+	}
+	if x.GetTarget() != nil {
+		target := x.GetTarget().ToKey()
+		e.Target = &target
 	}
 	return e, nil
 }

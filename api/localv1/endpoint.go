@@ -6,13 +6,14 @@ import (
 	"fmt"
 
 	"github.com/kpng-project/kpng/api"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // FromEndpoint returns the wire form of e. Draining says which list of its view
 // it is from.
 func FromEndpoint(e *api.Endpoint, draining bool) *Endpoint {
 	ips := api.NewIPSet(e.Addr)
-	return &Endpoint{
+	x := &Endpoint{
 		Hostname: e.Hostname,
 		IPs:      fromIPSet(&ips),
 		Local:    e.Local,
@@ -28,6 +29,10 @@ func FromEndpoint(e *api.Endpoint, draining bool) *Endpoint {
 		Conditions: FromConditions(e.Conditions),
 		Draining:   draining,
 	}
+	if e.Target != nil {
+		x.Target = &PodName{Namespace: e.Target.Namespace, Name: e.Target.Name}
+	}
+	return x
 }
 
 // ToEndpoint returns the endpoint, and whether it is one of those that drain. An
@@ -46,6 +51,9 @@ func (x *Endpoint) ToEndpoint() (e api.Endpoint, draining bool, err error) {
 		NodeName:   x.GetNodeName(),
 		Zone:       x.GetZone(),
 		Conditions: x.GetConditions().ToConditions(),
+	}
+	if pod := x.GetTarget(); pod != nil {
+		e.Target = &types.NamespacedName{Namespace: pod.GetNamespace(), Name: pod.GetName()}
 	}
 	var ips api.IPSet
 	if err := x.GetIPs().to(&ips); err != nil {

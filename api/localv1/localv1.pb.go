@@ -926,9 +926,10 @@ type Service struct {
 	// usable: connections are rejected, not dropped.
 	Unusable []*PortFamily `protobuf:"bytes,103,rep,name=Unusable,proto3" json:"Unusable,omitempty"`
 	// Lost are the frontends that belong to an older service.
-	Lost          []*LostClaim `protobuf:"bytes,104,rep,name=Lost,proto3" json:"Lost,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Lost              []*LostClaim `protobuf:"bytes,104,rep,name=Lost,proto3" json:"Lost,omitempty"`
+	LoadBalancerClass string       `protobuf:"bytes,105,opt,name=LoadBalancerClass,proto3" json:"LoadBalancerClass,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *Service) Reset() {
@@ -1094,6 +1095,13 @@ func (x *Service) GetLost() []*LostClaim {
 		return x.Lost
 	}
 	return nil
+}
+
+func (x *Service) GetLoadBalancerClass() string {
+	if x != nil {
+		return x.LoadBalancerClass
+	}
+	return ""
 }
 
 type isService_SessionAffinity interface {
@@ -1301,7 +1309,9 @@ type Endpoint struct {
 	Zone       string              `protobuf:"bytes,102,opt,name=Zone,proto3" json:"Zone,omitempty"`
 	Conditions *EndpointConditions `protobuf:"bytes,103,opt,name=Conditions,proto3" json:"Conditions,omitempty"`
 	// Draining endpoints get no new connections, and keep those they have.
-	Draining      bool `protobuf:"varint,104,opt,name=Draining,proto3" json:"Draining,omitempty"`
+	Draining bool `protobuf:"varint,104,opt,name=Draining,proto3" json:"Draining,omitempty"`
+	// Target is the pod behind the endpoint, if the server keeps it.
+	Target        *PodName `protobuf:"bytes,105,opt,name=Target,proto3" json:"Target,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1406,6 +1416,65 @@ func (x *Endpoint) GetDraining() bool {
 	return false
 }
 
+func (x *Endpoint) GetTarget() *PodName {
+	if x != nil {
+		return x.Target
+	}
+	return nil
+}
+
+type PodName struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Namespace     string                 `protobuf:"bytes,1,opt,name=Namespace,proto3" json:"Namespace,omitempty"`
+	Name          string                 `protobuf:"bytes,2,opt,name=Name,proto3" json:"Name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PodName) Reset() {
+	*x = PodName{}
+	mi := &file_api_localv1_localv1_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PodName) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PodName) ProtoMessage() {}
+
+func (x *PodName) ProtoReflect() protoreflect.Message {
+	mi := &file_api_localv1_localv1_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PodName.ProtoReflect.Descriptor instead.
+func (*PodName) Descriptor() ([]byte, []int) {
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *PodName) GetNamespace() string {
+	if x != nil {
+		return x.Namespace
+	}
+	return ""
+}
+
+func (x *PodName) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
 type EndpointScopes struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Internal bool                   `protobuf:"varint,1,opt,name=Internal,proto3" json:"Internal,omitempty"`
@@ -1419,7 +1488,7 @@ type EndpointScopes struct {
 
 func (x *EndpointScopes) Reset() {
 	*x = EndpointScopes{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[12]
+	mi := &file_api_localv1_localv1_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1431,7 +1500,7 @@ func (x *EndpointScopes) String() string {
 func (*EndpointScopes) ProtoMessage() {}
 
 func (x *EndpointScopes) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[12]
+	mi := &file_api_localv1_localv1_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1444,7 +1513,7 @@ func (x *EndpointScopes) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndpointScopes.ProtoReflect.Descriptor instead.
 func (*EndpointScopes) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{12}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *EndpointScopes) GetInternal() bool {
@@ -1479,7 +1548,7 @@ type PortScopes struct {
 
 func (x *PortScopes) Reset() {
 	*x = PortScopes{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[13]
+	mi := &file_api_localv1_localv1_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1491,7 +1560,7 @@ func (x *PortScopes) String() string {
 func (*PortScopes) ProtoMessage() {}
 
 func (x *PortScopes) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[13]
+	mi := &file_api_localv1_localv1_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1504,7 +1573,7 @@ func (x *PortScopes) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PortScopes.ProtoReflect.Descriptor instead.
 func (*PortScopes) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{13}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PortScopes) GetProtocol() Protocol {
@@ -1539,7 +1608,7 @@ type EndpointConditions struct {
 
 func (x *EndpointConditions) Reset() {
 	*x = EndpointConditions{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[14]
+	mi := &file_api_localv1_localv1_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1551,7 +1620,7 @@ func (x *EndpointConditions) String() string {
 func (*EndpointConditions) ProtoMessage() {}
 
 func (x *EndpointConditions) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[14]
+	mi := &file_api_localv1_localv1_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1564,7 +1633,7 @@ func (x *EndpointConditions) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EndpointConditions.ProtoReflect.Descriptor instead.
 func (*EndpointConditions) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{14}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *EndpointConditions) GetReady() bool {
@@ -1598,7 +1667,7 @@ type PortName struct {
 
 func (x *PortName) Reset() {
 	*x = PortName{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[15]
+	mi := &file_api_localv1_localv1_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1610,7 +1679,7 @@ func (x *PortName) String() string {
 func (*PortName) ProtoMessage() {}
 
 func (x *PortName) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[15]
+	mi := &file_api_localv1_localv1_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1623,7 +1692,7 @@ func (x *PortName) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PortName.ProtoReflect.Descriptor instead.
 func (*PortName) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{15}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PortName) GetName() string {
@@ -1655,7 +1724,7 @@ type PortMapping struct {
 
 func (x *PortMapping) Reset() {
 	*x = PortMapping{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[16]
+	mi := &file_api_localv1_localv1_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1667,7 +1736,7 @@ func (x *PortMapping) String() string {
 func (*PortMapping) ProtoMessage() {}
 
 func (x *PortMapping) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[16]
+	mi := &file_api_localv1_localv1_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1680,7 +1749,7 @@ func (x *PortMapping) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PortMapping.ProtoReflect.Descriptor instead.
 func (*PortMapping) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{16}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PortMapping) GetName() string {
@@ -1741,7 +1810,7 @@ type ClientIPAffinity struct {
 
 func (x *ClientIPAffinity) Reset() {
 	*x = ClientIPAffinity{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[17]
+	mi := &file_api_localv1_localv1_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1753,7 +1822,7 @@ func (x *ClientIPAffinity) String() string {
 func (*ClientIPAffinity) ProtoMessage() {}
 
 func (x *ClientIPAffinity) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[17]
+	mi := &file_api_localv1_localv1_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1766,7 +1835,7 @@ func (x *ClientIPAffinity) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClientIPAffinity.ProtoReflect.Descriptor instead.
 func (*ClientIPAffinity) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{17}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ClientIPAffinity) GetTimeoutSeconds() int32 {
@@ -1789,7 +1858,7 @@ type PortFamily struct {
 
 func (x *PortFamily) Reset() {
 	*x = PortFamily{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[18]
+	mi := &file_api_localv1_localv1_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1801,7 +1870,7 @@ func (x *PortFamily) String() string {
 func (*PortFamily) ProtoMessage() {}
 
 func (x *PortFamily) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[18]
+	mi := &file_api_localv1_localv1_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1814,7 +1883,7 @@ func (x *PortFamily) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PortFamily.ProtoReflect.Descriptor instead.
 func (*PortFamily) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{18}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *PortFamily) GetProtocol() Protocol {
@@ -1854,7 +1923,7 @@ type LostClaim struct {
 
 func (x *LostClaim) Reset() {
 	*x = LostClaim{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[19]
+	mi := &file_api_localv1_localv1_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1866,7 +1935,7 @@ func (x *LostClaim) String() string {
 func (*LostClaim) ProtoMessage() {}
 
 func (x *LostClaim) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[19]
+	mi := &file_api_localv1_localv1_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1879,7 +1948,7 @@ func (x *LostClaim) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LostClaim.ProtoReflect.Descriptor instead.
 func (*LostClaim) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{19}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *LostClaim) GetIP() string {
@@ -1932,7 +2001,7 @@ type Node struct {
 
 func (x *Node) Reset() {
 	*x = Node{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[20]
+	mi := &file_api_localv1_localv1_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1944,7 +2013,7 @@ func (x *Node) String() string {
 func (*Node) ProtoMessage() {}
 
 func (x *Node) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[20]
+	mi := &file_api_localv1_localv1_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1957,7 +2026,7 @@ func (x *Node) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Node.ProtoReflect.Descriptor instead.
 func (*Node) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{20}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Node) GetName() string {
@@ -2020,7 +2089,7 @@ type NodeAddress struct {
 
 func (x *NodeAddress) Reset() {
 	*x = NodeAddress{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[21]
+	mi := &file_api_localv1_localv1_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2032,7 +2101,7 @@ func (x *NodeAddress) String() string {
 func (*NodeAddress) ProtoMessage() {}
 
 func (x *NodeAddress) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[21]
+	mi := &file_api_localv1_localv1_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2045,7 +2114,7 @@ func (x *NodeAddress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NodeAddress.ProtoReflect.Descriptor instead.
 func (*NodeAddress) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{21}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *NodeAddress) GetType() string {
@@ -2073,7 +2142,7 @@ type Taint struct {
 
 func (x *Taint) Reset() {
 	*x = Taint{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[22]
+	mi := &file_api_localv1_localv1_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2085,7 +2154,7 @@ func (x *Taint) String() string {
 func (*Taint) ProtoMessage() {}
 
 func (x *Taint) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[22]
+	mi := &file_api_localv1_localv1_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2098,7 +2167,7 @@ func (x *Taint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Taint.ProtoReflect.Descriptor instead.
 func (*Taint) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{22}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Taint) GetKey() string {
@@ -2137,7 +2206,7 @@ type ServiceFrontends struct {
 
 func (x *ServiceFrontends) Reset() {
 	*x = ServiceFrontends{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[23]
+	mi := &file_api_localv1_localv1_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2149,7 +2218,7 @@ func (x *ServiceFrontends) String() string {
 func (*ServiceFrontends) ProtoMessage() {}
 
 func (x *ServiceFrontends) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[23]
+	mi := &file_api_localv1_localv1_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2162,7 +2231,7 @@ func (x *ServiceFrontends) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ServiceFrontends.ProtoReflect.Descriptor instead.
 func (*ServiceFrontends) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{23}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ServiceFrontends) GetNamespace() string {
@@ -2226,7 +2295,7 @@ type Frontend struct {
 
 func (x *Frontend) Reset() {
 	*x = Frontend{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[24]
+	mi := &file_api_localv1_localv1_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2238,7 +2307,7 @@ func (x *Frontend) String() string {
 func (*Frontend) ProtoMessage() {}
 
 func (x *Frontend) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[24]
+	mi := &file_api_localv1_localv1_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2251,7 +2320,7 @@ func (x *Frontend) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frontend.ProtoReflect.Descriptor instead.
 func (*Frontend) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{24}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Frontend) GetKind() FrontendKind {
@@ -2356,7 +2425,7 @@ type Traffic struct {
 
 func (x *Traffic) Reset() {
 	*x = Traffic{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[25]
+	mi := &file_api_localv1_localv1_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2368,7 +2437,7 @@ func (x *Traffic) String() string {
 func (*Traffic) ProtoMessage() {}
 
 func (x *Traffic) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[25]
+	mi := &file_api_localv1_localv1_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2381,7 +2450,7 @@ func (x *Traffic) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Traffic.ProtoReflect.Descriptor instead.
 func (*Traffic) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{25}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Traffic) GetVerdict() Verdict {
@@ -2408,7 +2477,7 @@ type TargetList struct {
 
 func (x *TargetList) Reset() {
 	*x = TargetList{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[26]
+	mi := &file_api_localv1_localv1_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2420,7 +2489,7 @@ func (x *TargetList) String() string {
 func (*TargetList) ProtoMessage() {}
 
 func (x *TargetList) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[26]
+	mi := &file_api_localv1_localv1_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2433,7 +2502,7 @@ func (x *TargetList) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TargetList.ProtoReflect.Descriptor instead.
 func (*TargetList) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{26}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *TargetList) GetTargets() []*Target {
@@ -2457,7 +2526,7 @@ type Target struct {
 
 func (x *Target) Reset() {
 	*x = Target{}
-	mi := &file_api_localv1_localv1_proto_msgTypes[27]
+	mi := &file_api_localv1_localv1_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2469,7 +2538,7 @@ func (x *Target) String() string {
 func (*Target) ProtoMessage() {}
 
 func (x *Target) ProtoReflect() protoreflect.Message {
-	mi := &file_api_localv1_localv1_proto_msgTypes[27]
+	mi := &file_api_localv1_localv1_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2482,7 +2551,7 @@ func (x *Target) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Target.ProtoReflect.Descriptor instead.
 func (*Target) Descriptor() ([]byte, []int) {
-	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{27}
+	return file_api_localv1_localv1_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *Target) GetIP() string {
@@ -2549,7 +2618,7 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\tEndpoints\x18\x02 \x03(\v2\x16.localv1.KeyedEndpointR\tEndpoints\"P\n" +
 	"\rKeyedEndpoint\x12\x10\n" +
 	"\x03Key\x18\x01 \x01(\tR\x03Key\x12-\n" +
-	"\bEndpoint\x18\x02 \x01(\v2\x11.localv1.EndpointR\bEndpoint\"\x9f\a\n" +
+	"\bEndpoint\x18\x02 \x01(\v2\x11.localv1.EndpointR\bEndpoint\"\xcd\a\n" +
 	"\aService\x12\x1c\n" +
 	"\tNamespace\x18\x01 \x01(\tR\tNamespace\x12\x12\n" +
 	"\x04Name\x18\x02 \x01(\tR\x04Name\x12\x12\n" +
@@ -2571,7 +2640,8 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"IPFamilies\x18f \x03(\x0e2\x0f.localv1.FamilyR\n" +
 	"IPFamilies\x12/\n" +
 	"\bUnusable\x18g \x03(\v2\x13.localv1.PortFamilyR\bUnusable\x12&\n" +
-	"\x04Lost\x18h \x03(\v2\x12.localv1.LostClaimR\x04Lost\x1a9\n" +
+	"\x04Lost\x18h \x03(\v2\x12.localv1.LostClaimR\x04Lost\x12,\n" +
+	"\x11LoadBalancerClass\x18i \x01(\tR\x11LoadBalancerClass\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a>\n" +
@@ -2595,7 +2665,7 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"ProxiedIPs\"'\n" +
 	"\x05IPSet\x12\x0e\n" +
 	"\x02V4\x18\x01 \x03(\tR\x02V4\x12\x0e\n" +
-	"\x02V6\x18\x02 \x03(\tR\x02V6\"\x86\x03\n" +
+	"\x02V6\x18\x02 \x03(\tR\x02V6\"\xb0\x03\n" +
 	"\bEndpoint\x12\x1a\n" +
 	"\bHostname\x18\x01 \x01(\tR\bHostname\x12 \n" +
 	"\x03IPs\x18\x02 \x01(\v2\x0e.localv1.IPSetR\x03IPs\x12\x14\n" +
@@ -2610,7 +2680,11 @@ const file_api_localv1_localv1_proto_rawDesc = "" +
 	"\n" +
 	"Conditions\x18g \x01(\v2\x1b.localv1.EndpointConditionsR\n" +
 	"Conditions\x12\x1a\n" +
-	"\bDraining\x18h \x01(\bR\bDraining\"b\n" +
+	"\bDraining\x18h \x01(\bR\bDraining\x12(\n" +
+	"\x06Target\x18i \x01(\v2\x10.localv1.PodNameR\x06Target\";\n" +
+	"\aPodName\x12\x1c\n" +
+	"\tNamespace\x18\x01 \x01(\tR\tNamespace\x12\x12\n" +
+	"\x04Name\x18\x02 \x01(\tR\x04Name\"b\n" +
 	"\x0eEndpointScopes\x12\x1a\n" +
 	"\bInternal\x18\x01 \x01(\bR\bInternal\x12\x1a\n" +
 	"\bExternal\x18\x02 \x01(\bR\bExternal\x12\x18\n" +
@@ -2762,7 +2836,7 @@ func file_api_localv1_localv1_proto_rawDescGZIP() []byte {
 }
 
 var file_api_localv1_localv1_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
-var file_api_localv1_localv1_proto_msgTypes = make([]protoimpl.MessageInfo, 31)
+var file_api_localv1_localv1_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
 var file_api_localv1_localv1_proto_goTypes = []any{
 	(Set)(0),                      // 0: localv1.Set
 	(Protocol)(0),                 // 1: localv1.Protocol
@@ -2782,26 +2856,27 @@ var file_api_localv1_localv1_proto_goTypes = []any{
 	(*ServiceIPs)(nil),            // 15: localv1.ServiceIPs
 	(*IPSet)(nil),                 // 16: localv1.IPSet
 	(*Endpoint)(nil),              // 17: localv1.Endpoint
-	(*EndpointScopes)(nil),        // 18: localv1.EndpointScopes
-	(*PortScopes)(nil),            // 19: localv1.PortScopes
-	(*EndpointConditions)(nil),    // 20: localv1.EndpointConditions
-	(*PortName)(nil),              // 21: localv1.PortName
-	(*PortMapping)(nil),           // 22: localv1.PortMapping
-	(*ClientIPAffinity)(nil),      // 23: localv1.ClientIPAffinity
-	(*PortFamily)(nil),            // 24: localv1.PortFamily
-	(*LostClaim)(nil),             // 25: localv1.LostClaim
-	(*Node)(nil),                  // 26: localv1.Node
-	(*NodeAddress)(nil),           // 27: localv1.NodeAddress
-	(*Taint)(nil),                 // 28: localv1.Taint
-	(*ServiceFrontends)(nil),      // 29: localv1.ServiceFrontends
-	(*Frontend)(nil),              // 30: localv1.Frontend
-	(*Traffic)(nil),               // 31: localv1.Traffic
-	(*TargetList)(nil),            // 32: localv1.TargetList
-	(*Target)(nil),                // 33: localv1.Target
-	nil,                           // 34: localv1.Service.LabelsEntry
-	nil,                           // 35: localv1.Service.AnnotationsEntry
-	nil,                           // 36: localv1.Node.LabelsEntry
-	(*timestamppb.Timestamp)(nil), // 37: google.protobuf.Timestamp
+	(*PodName)(nil),               // 18: localv1.PodName
+	(*EndpointScopes)(nil),        // 19: localv1.EndpointScopes
+	(*PortScopes)(nil),            // 20: localv1.PortScopes
+	(*EndpointConditions)(nil),    // 21: localv1.EndpointConditions
+	(*PortName)(nil),              // 22: localv1.PortName
+	(*PortMapping)(nil),           // 23: localv1.PortMapping
+	(*ClientIPAffinity)(nil),      // 24: localv1.ClientIPAffinity
+	(*PortFamily)(nil),            // 25: localv1.PortFamily
+	(*LostClaim)(nil),             // 26: localv1.LostClaim
+	(*Node)(nil),                  // 27: localv1.Node
+	(*NodeAddress)(nil),           // 28: localv1.NodeAddress
+	(*Taint)(nil),                 // 29: localv1.Taint
+	(*ServiceFrontends)(nil),      // 30: localv1.ServiceFrontends
+	(*Frontend)(nil),              // 31: localv1.Frontend
+	(*Traffic)(nil),               // 32: localv1.Traffic
+	(*TargetList)(nil),            // 33: localv1.TargetList
+	(*Target)(nil),                // 34: localv1.Target
+	nil,                           // 35: localv1.Service.LabelsEntry
+	nil,                           // 36: localv1.Service.AnnotationsEntry
+	nil,                           // 37: localv1.Node.LabelsEntry
+	(*timestamppb.Timestamp)(nil), // 38: google.protobuf.Timestamp
 }
 var file_api_localv1_localv1_proto_depIdxs = []int32{
 	8,  // 0: localv1.OpItem.Sync:type_name -> localv1.EmptyOp
@@ -2816,51 +2891,52 @@ var file_api_localv1_localv1_proto_depIdxs = []int32{
 	12, // 9: localv1.WholeService.Endpoints:type_name -> localv1.KeyedEndpoint
 	17, // 10: localv1.KeyedEndpoint.Endpoint:type_name -> localv1.Endpoint
 	15, // 11: localv1.Service.IPs:type_name -> localv1.ServiceIPs
-	22, // 12: localv1.Service.Ports:type_name -> localv1.PortMapping
-	34, // 13: localv1.Service.Labels:type_name -> localv1.Service.LabelsEntry
-	35, // 14: localv1.Service.Annotations:type_name -> localv1.Service.AnnotationsEntry
+	23, // 12: localv1.Service.Ports:type_name -> localv1.PortMapping
+	35, // 13: localv1.Service.Labels:type_name -> localv1.Service.LabelsEntry
+	36, // 14: localv1.Service.Annotations:type_name -> localv1.Service.AnnotationsEntry
 	14, // 15: localv1.Service.IPFilters:type_name -> localv1.IPFilter
-	23, // 16: localv1.Service.ClientIP:type_name -> localv1.ClientIPAffinity
-	37, // 17: localv1.Service.Created:type_name -> google.protobuf.Timestamp
+	24, // 16: localv1.Service.ClientIP:type_name -> localv1.ClientIPAffinity
+	38, // 17: localv1.Service.Created:type_name -> google.protobuf.Timestamp
 	2,  // 18: localv1.Service.IPFamilies:type_name -> localv1.Family
-	24, // 19: localv1.Service.Unusable:type_name -> localv1.PortFamily
-	25, // 20: localv1.Service.Lost:type_name -> localv1.LostClaim
+	25, // 19: localv1.Service.Unusable:type_name -> localv1.PortFamily
+	26, // 20: localv1.Service.Lost:type_name -> localv1.LostClaim
 	16, // 21: localv1.IPFilter.TargetIPs:type_name -> localv1.IPSet
 	16, // 22: localv1.ServiceIPs.ClusterIPs:type_name -> localv1.IPSet
 	16, // 23: localv1.ServiceIPs.ExternalIPs:type_name -> localv1.IPSet
 	16, // 24: localv1.ServiceIPs.LoadBalancerIPs:type_name -> localv1.IPSet
 	16, // 25: localv1.ServiceIPs.ProxiedIPs:type_name -> localv1.IPSet
 	16, // 26: localv1.Endpoint.IPs:type_name -> localv1.IPSet
-	21, // 27: localv1.Endpoint.PortOverrides:type_name -> localv1.PortName
-	18, // 28: localv1.Endpoint.Scopes:type_name -> localv1.EndpointScopes
-	19, // 29: localv1.Endpoint.PortScopes:type_name -> localv1.PortScopes
-	20, // 30: localv1.Endpoint.Conditions:type_name -> localv1.EndpointConditions
-	1,  // 31: localv1.PortScopes.Protocol:type_name -> localv1.Protocol
-	18, // 32: localv1.PortScopes.Scopes:type_name -> localv1.EndpointScopes
-	1,  // 33: localv1.PortMapping.Protocol:type_name -> localv1.Protocol
-	1,  // 34: localv1.PortFamily.Protocol:type_name -> localv1.Protocol
-	2,  // 35: localv1.PortFamily.Family:type_name -> localv1.Family
-	1,  // 36: localv1.LostClaim.Protocol:type_name -> localv1.Protocol
-	36, // 37: localv1.Node.Labels:type_name -> localv1.Node.LabelsEntry
-	27, // 38: localv1.Node.Addresses:type_name -> localv1.NodeAddress
-	28, // 39: localv1.Node.Taints:type_name -> localv1.Taint
-	30, // 40: localv1.ServiceFrontends.Frontends:type_name -> localv1.Frontend
-	32, // 41: localv1.ServiceFrontends.Lists:type_name -> localv1.TargetList
-	3,  // 42: localv1.Frontend.Kind:type_name -> localv1.FrontendKind
-	2,  // 43: localv1.Frontend.Family:type_name -> localv1.Family
-	1,  // 44: localv1.Frontend.Protocol:type_name -> localv1.Protocol
-	31, // 45: localv1.Frontend.Elsewhere:type_name -> localv1.Traffic
-	31, // 46: localv1.Frontend.Node:type_name -> localv1.Traffic
-	5,  // 47: localv1.Frontend.Masquerade:type_name -> localv1.Masquerade
-	4,  // 48: localv1.Traffic.Verdict:type_name -> localv1.Verdict
-	33, // 49: localv1.TargetList.Targets:type_name -> localv1.Target
-	6,  // 50: localv1.Sets.Watch:input_type -> localv1.WatchReq
-	7,  // 51: localv1.Sets.Watch:output_type -> localv1.OpItem
-	51, // [51:52] is the sub-list for method output_type
-	50, // [50:51] is the sub-list for method input_type
-	50, // [50:50] is the sub-list for extension type_name
-	50, // [50:50] is the sub-list for extension extendee
-	0,  // [0:50] is the sub-list for field type_name
+	22, // 27: localv1.Endpoint.PortOverrides:type_name -> localv1.PortName
+	19, // 28: localv1.Endpoint.Scopes:type_name -> localv1.EndpointScopes
+	20, // 29: localv1.Endpoint.PortScopes:type_name -> localv1.PortScopes
+	21, // 30: localv1.Endpoint.Conditions:type_name -> localv1.EndpointConditions
+	18, // 31: localv1.Endpoint.Target:type_name -> localv1.PodName
+	1,  // 32: localv1.PortScopes.Protocol:type_name -> localv1.Protocol
+	19, // 33: localv1.PortScopes.Scopes:type_name -> localv1.EndpointScopes
+	1,  // 34: localv1.PortMapping.Protocol:type_name -> localv1.Protocol
+	1,  // 35: localv1.PortFamily.Protocol:type_name -> localv1.Protocol
+	2,  // 36: localv1.PortFamily.Family:type_name -> localv1.Family
+	1,  // 37: localv1.LostClaim.Protocol:type_name -> localv1.Protocol
+	37, // 38: localv1.Node.Labels:type_name -> localv1.Node.LabelsEntry
+	28, // 39: localv1.Node.Addresses:type_name -> localv1.NodeAddress
+	29, // 40: localv1.Node.Taints:type_name -> localv1.Taint
+	31, // 41: localv1.ServiceFrontends.Frontends:type_name -> localv1.Frontend
+	33, // 42: localv1.ServiceFrontends.Lists:type_name -> localv1.TargetList
+	3,  // 43: localv1.Frontend.Kind:type_name -> localv1.FrontendKind
+	2,  // 44: localv1.Frontend.Family:type_name -> localv1.Family
+	1,  // 45: localv1.Frontend.Protocol:type_name -> localv1.Protocol
+	32, // 46: localv1.Frontend.Elsewhere:type_name -> localv1.Traffic
+	32, // 47: localv1.Frontend.Node:type_name -> localv1.Traffic
+	5,  // 48: localv1.Frontend.Masquerade:type_name -> localv1.Masquerade
+	4,  // 49: localv1.Traffic.Verdict:type_name -> localv1.Verdict
+	34, // 50: localv1.TargetList.Targets:type_name -> localv1.Target
+	6,  // 51: localv1.Sets.Watch:input_type -> localv1.WatchReq
+	7,  // 52: localv1.Sets.Watch:output_type -> localv1.OpItem
+	52, // [52:53] is the sub-list for method output_type
+	51, // [51:52] is the sub-list for method input_type
+	51, // [51:51] is the sub-list for extension type_name
+	51, // [51:51] is the sub-list for extension extendee
+	0,  // [0:51] is the sub-list for field type_name
 }
 
 func init() { file_api_localv1_localv1_proto_init() }
@@ -2887,7 +2963,7 @@ func file_api_localv1_localv1_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_api_localv1_localv1_proto_rawDesc), len(file_api_localv1_localv1_proto_rawDesc)),
 			NumEnums:      6,
-			NumMessages:   31,
+			NumMessages:   32,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -130,6 +130,7 @@ func (w *World) service(i int) *api.Service {
 		s.IPs.LoadBalancerIPs.Add(lb)
 		s.SourceRanges = []api.SourceRanges{{TargetIPs: api.NewIPSet(lb), Prefixes: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}}}
 		s.HealthCheckNodePort = 32000
+		s.LoadBalancerClass = [...]string{"", "example.com/lb"}[w.r.IntN(2)]
 	}
 	if w.r.IntN(4) == 0 {
 		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
@@ -152,6 +153,7 @@ func (w *World) writeSlices(i int, to Writer) {
 		family := [...]api.Family{api.IPv4, api.IPv6}[f]
 		s := &api.EndpointSlice{
 			Namespace: key.Namespace, Name: name, ServiceName: key.Name, Family: family,
+			Labels: map[string]string{"tier": fmt.Sprint(w.r.IntN(2))},
 			Ports: []api.EndpointPort{
 				{Name: "http", Protocol: api.TCP, Port: 8080}, {Name: "dns", Protocol: api.UDP, Port: 5353 + w.r.Int32N(2)},
 			}[:1+w.r.IntN(2)],
@@ -175,6 +177,9 @@ func (w *World) endpoint(family api.Family, service, n int) api.SliceEndpoint {
 	}
 	if family == api.IPv6 {
 		e.Addr = netip.AddrFrom16([16]byte{0: 0xfe, 13: byte(n), 14: byte(service >> 8), 15: byte(service)})
+	}
+	if w.r.IntN(2) == 0 {
+		e.Target = &types.NamespacedName{Namespace: "pods", Name: fmt.Sprintf("pod-%d", n)}
 	}
 	switch w.r.IntN(8) {
 	case 0:

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/watcher"
@@ -42,6 +43,7 @@ func TestWhatKubectlPrintsIsRead(t *testing.T) {
 				{Name: "dns", Protocol: api.UDP, Port: 53, NodePort: 30053, TargetPort: 5353},
 			},
 			ExternalTrafficToLocal: true,
+			LoadBalancerClass:      "example.com/lb",
 			HealthCheckNodePort:    31822,
 			SourceRanges: []api.SourceRanges{{
 				TargetIPs: api.NewIPSet(addr("198.51.100.7")),
@@ -84,6 +86,22 @@ func TestWhatKubectlPrintsIsRead(t *testing.T) {
 			got.warnings = nil
 			if diff := cmp.Diff(want, got, opt, optPrefix, cmp.AllowUnexported(manifests{})); diff != "" {
 				t.Errorf("manifests (-want +got):\n%s", diff)
+			}
+
+			kept, err := load(t.Context(), path, watcher.Options{KeepTargets: true, KeepSliceLabels: []string{"a*"}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i, pods := range [][]string{{"shop-1024415", "shop-1024429"}, {"shop-fd001024415"}} {
+				slice := kept.slices[i]
+				if diff := cmp.Diff(map[string]string{"app": "shop"}, slice.Labels); diff != "" {
+					t.Errorf("labels of slice %s (-want +got):\n%s", slice.Name, diff)
+				}
+				for n, pod := range pods {
+					if diff := cmp.Diff(&types.NamespacedName{Namespace: "prod", Name: pod}, slice.Endpoints[n].Target); diff != "" {
+						t.Errorf("endpoint %d of slice %s (-want +got):\n%s", n, slice.Name, diff)
+					}
+				}
 			}
 		})
 	}

@@ -52,7 +52,7 @@ func Write(w io.Writer, s *cluster.Snapshot, opts WriteOptions) error {
 		opts.AllPortsAnnotation = DefaultAllPortsAnnotation
 	}
 	allPorts, everyKey := watcher.AllPortsAnnotated(opts.AllPortsAnnotation), []string{"*", "*/*"}
-	converter, err := watcher.New(watcher.Options{ServiceProxyName: opts.ServiceProxyName, KeepLabels: everyKey, KeepAnnotations: everyKey, AllPorts: allPorts})
+	converter, err := watcher.New(watcher.Options{ServiceProxyName: opts.ServiceProxyName, KeepLabels: everyKey, KeepAnnotations: everyKey, KeepSliceLabels: everyKey, KeepTargets: true, AllPorts: allPorts})
 	if err != nil {
 		return err
 	}
@@ -114,7 +114,7 @@ func (o *objects) service(s *api.Service) {
 		first, second = second, first
 	}
 	spec := corev1.ServiceSpec{
-		Type: corev1.ServiceType(s.Type), HealthCheckNodePort: s.HealthCheckNodePort,
+		Type: corev1.ServiceType(s.Type), HealthCheckNodePort: s.HealthCheckNodePort, LoadBalancerClass: unlessEmpty(s.LoadBalancerClass),
 		ClusterIPs: slices.Concat(texts(first), texts(second)), ExternalIPs: texts(slices.Collect(s.IPs.ExternalIPs.All())),
 	}
 	if s.IPs.Headless {
@@ -190,10 +190,11 @@ func only(m, known map[string]string) map[string]string {
 func (o *objects) slice(s *api.EndpointSlice) {
 	out := &discoveryv1.EndpointSlice{
 		TypeMeta:    metav1.TypeMeta{APIVersion: "discovery.k8s.io/v1", Kind: "EndpointSlice"},
-		ObjectMeta:  metav1.ObjectMeta{Namespace: s.Namespace, Name: s.Name, Labels: map[string]string{discoveryv1.LabelServiceName: s.ServiceName}},
+		ObjectMeta:  metav1.ObjectMeta{Namespace: s.Namespace, Name: s.Name, Labels: maps.Clone(s.Labels)},
 		AddressType: discoveryv1.AddressType(s.Family.String()),
 		Endpoints:   []discoveryv1.Endpoint{},
 	}
+	metav1.SetMetaDataLabel(&out.ObjectMeta, discoveryv1.LabelServiceName, s.ServiceName)
 	o.mark(&out.ObjectMeta)
 	if !s.TriggerTime.IsZero() {
 		out.Annotations = map[string]string{corev1.EndpointsLastChangeTriggerTime: s.TriggerTime.UTC().Format(time.RFC3339Nano)}
@@ -219,9 +220,13 @@ func (o *objects) slice(s *api.EndpointSlice) {
 				endpoint.Hints.ForZones = append(endpoint.Hints.ForZones, discoveryv1.ForZone{Name: name})
 			}
 		}
+		if e.Target != nil {
+			endpoint.TargetRef = &corev1.ObjectReference{Kind: "Pod", Namespace: e.Target.Namespace, Name: e.Target.Name}
+		}
 		out.Endpoints = append(out.Endpoints, endpoint)
 	}
 	back, problems := o.converter.EndpointSlice(out)
+	back.Labels = only(back.Labels, s.Labels)
 	o.write("EndpointSlice "+s.Key().String(), out, back.Equal(s), problems)
 }
 

@@ -66,6 +66,8 @@ func readBack(t *testing.T, s *cluster.Snapshot, opts WriteOptions) *cluster.Sna
 		ServiceProxyName: opts.ServiceProxyName,
 		KeepLabels:       []string{"app", "tier", "example.com/*"},
 		KeepAnnotations:  []string{"example.com/*"},
+		KeepSliceLabels:  []string{"tier", "example.com/*"},
+		KeepTargets:      true,
 		AllPorts:         watcher.AllPortsAnnotated(annotation),
 	}})
 	if err != nil {
@@ -134,21 +136,23 @@ func everything() (services []*api.Service, slices []*api.EndpointSlice, nodes [
 				{Name: "b", Protocol: api.SCTP, Port: 80, TargetPortName: "sctp"},
 			},
 			ExternalTrafficToLocal: true, InternalTrafficToLocal: true, HealthCheckNodePort: 32000,
-			Labels:          map[string]string{"app": "", "example.com/x": "1"},
-			Annotations:     map[string]string{"example.com/y": "ünïcode: \"{[\n"},
-			SourceRanges:    []api.SourceRanges{{TargetIPs: lb, Prefixes: []netip.Prefix{prefix("10.0.0.0/8"), prefix("::/0")}}},
-			SessionAffinity: api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: 1}},
-			IPFamilies:      []api.Family{api.IPv6, api.IPv4},
+			LoadBalancerClass: "example.com/lb",
+			Labels:            map[string]string{"app": "", "example.com/x": "1"},
+			Annotations:       map[string]string{"example.com/y": "ünïcode: \"{[\n"},
+			SourceRanges:      []api.SourceRanges{{TargetIPs: lb, Prefixes: []netip.Prefix{prefix("10.0.0.0/8"), prefix("::/0")}}},
+			SessionAffinity:   api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: 1}},
+			IPFamilies:        []api.Family{api.IPv6, api.IPv4},
 		}, {
 			Namespace: "a", Name: "headless", Type: api.ClusterIP,
 			IPs: api.ServiceIPs{Headless: true, ExternalIPs: api.NewIPSet(addr("10.0.0.55"))},
 		}}, []*api.EndpointSlice{{
-			Namespace: "a", Name: "full-1", ServiceName: "full", Family: api.IPv6,
+			Namespace: "a", Name: "full-1", ServiceName: "full", Family: api.IPv6, Labels: map[string]string{"example.com/z": "2"},
 			TriggerTime: time.Unix(1_700_000_001, 123_000).UTC(),
 			Ports:       []api.EndpointPort{{Name: "a", Protocol: api.TCP, Port: 8080, AppProtocol: "http"}, {Name: "b", Protocol: api.SCTP}},
 			Endpoints: []api.SliceEndpoint{{
 				Addr: addr("fd03::1"), Hostname: "h", NodeName: "n", Zone: "z",
 				Hints:      &api.Hints{ForNodes: []string{"n", "m"}, ForZones: []string{"z", "y"}},
+				Target:     &types.NamespacedName{Namespace: "a", Name: "pod"},
 				Conditions: api.Conditions{Ready: true, Serving: true, Terminating: true},
 			}, {Addr: addr("fd03::2")}},
 		}, {Namespace: "a", Name: "of-nobody", ServiceName: "nobody", Family: api.IPv4}}, []*api.Node{{

@@ -16,9 +16,10 @@ type entry[K, V any] struct {
 	revision Revision
 	deleted  bool
 
-	// seen is the number of the last Replace whose listing had the key. Only writers look at
-	// it, under the store's mutex, and may change it in place.
-	seen uint64
+	// mark is the number of the last Replace whose listing had the key or, of a tombstone, when
+	// the key was deleted, as the age of the store in nanoseconds. Only writers look at it,
+	// under the store's mutex, and may change it in place.
+	mark uint64
 }
 
 // tree is an ordered set of entries.

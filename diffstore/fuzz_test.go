@@ -15,16 +15,16 @@ import (
 // checkInvariants compares the store's trees with each other.
 func checkInvariants[K, V any](t *testing.T, s *Store[K, V]) {
 	t.Helper()
-	if got, want := s.byRevision.Len(), s.byKey.Len()+s.tombstones.len(); got != want {
+	if got, want := s.byRevision.Len(), s.byKey.Len()+s.tombstones.byKey.Len(); got != want {
 		t.Errorf("%d changes by revision for %d entries and tombstones", got, want)
 	}
-	if got, want := s.tombstones.byAge.Len(), s.tombstones.byKey.Len(); got != want {
+	if got, want := s.tombstones.byRevision.Len(), s.tombstones.byKey.Len(); got != want {
 		t.Errorf("%d tombstones by age, %d by key", got, want)
 	}
-	if got := s.tombstones.len(); got > s.limits.tombstones {
+	if got := s.tombstones.byKey.Len(); got > s.limits.tombstones {
 		t.Errorf("%d tombstones, allowed are %d", got, s.limits.tombstones)
 	}
-	if oldest, ok := s.tombstones.oldest(); ok {
+	if oldest, ok := s.tombstones.byRevision.Min(); ok {
 		if oldest.revision <= s.floor {
 			t.Errorf("a tombstone of revision %d is below the floor %d", oldest.revision, s.floor)
 		}

@@ -17,9 +17,9 @@ func (s *Store[K, V]) replace(listing iter.Seq2[K, V]) int {
 	ascending := true // and each key once
 	for key, value := range listing {
 		e, ok := s.find(key)
-		again := ok && e.seen == s.listings
+		again := ok && e.mark == s.listings
 		if ok {
-			e.seen = s.listings
+			e.mark = s.listings
 		}
 		if ok && !again && s.options.Equal(e.value, value) {
 			continue
@@ -35,7 +35,7 @@ func (s *Store[K, V]) replace(listing iter.Seq2[K, V]) int {
 
 	var gone []*entry[K, V]
 	s.byKey.Ascend(func(e *entry[K, V]) bool {
-		if e.seen != s.listings {
+		if e.mark != s.listings {
 			gone = append(gone, e)
 		}
 		return true

@@ -66,6 +66,7 @@ type limits struct {
 type Store[K, V any] struct {
 	options Options[K, V]
 	limits  limits
+	created time.Time
 
 	mu sync.Mutex
 
@@ -94,10 +95,11 @@ func New[K, V any](options Options[K, V]) *Store[K, V] {
 	}
 	return &Store[K, V]{
 		options:    options,
+		created:    time.Now(),
 		limits:     limits{tombstones: 100_000, tombstoneAge: 10 * time.Minute, lag: 10_000},
 		byKey:      newKeyTree[K, V](options.Compare),
 		byRevision: newRevisionTree[K, V](),
-		tombstones: newTombstones[K, V](options.Compare),
+		tombstones: tombstones[K, V]{newKeyTree[K, V](options.Compare), newRevisionTree[K, V]()},
 		cursors:    newCursors[K, V](),
 		revision:   firstRevision,
 		floor:      firstRevision,
@@ -209,9 +211,9 @@ func (s *Store[K, V]) put(e *entry[K, V]) {
 func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.byKey.Delete(e)
 	s.byRevision.Delete(e)
-	dead := &entry[K, V]{key: e.key, deleted: true}
+	dead := &entry[K, V]{key: e.key, deleted: true, mark: uint64(time.Since(s.created))}
 	s.record(dead, e.value)
-	s.tombstones.add(dead, time.Now())
+	s.tombstones.add(dead)
 }
 
 // record numbers e, which takes the place of an entry that had the value before.

@@ -5,6 +5,7 @@ package sink
 import (
 	"context"
 	"fmt"
+	"reflect"
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
@@ -255,7 +256,7 @@ func (e *events) setFrontends(ctx context.Context, t *transition) error {
 	var heldBack error
 	known := frontends(t.known())
 	for f := range nodeview.Frontends(t.new) {
-		if old, ok := known[f.FrontendKey]; ok && frontendsEqual(&old, &f) {
+		if old, ok := known[f.FrontendKey]; ok && reflect.DeepEqual(old, f) {
 			continue
 		}
 		if others := e.places.meet(f.Claim(), t.key); len(others) > 0 {
@@ -298,22 +299,4 @@ func frontends(se *api.ServiceEndpoints) map[nodeview.FrontendKey]nodeview.Front
 		all[f.FrontendKey] = f
 	}
 	return all
-}
-
-// frontendsEqual reports whether two frontends at the same place say the same.
-func frontendsEqual(a, b *nodeview.Frontend) bool {
-	samePort := a.ServicePort == b.ServicePort ||
-		a.ServicePort != nil && b.ServicePort != nil && *a.ServicePort == *b.ServicePort
-	return samePort &&
-		trafficEqual(&a.Elsewhere, &b.Elsewhere) && trafficEqual(&a.Node, &b.Node) &&
-		a.Sources.Restricted == b.Sources.Restricted &&
-		slices.Equal(a.Sources.Ranges, b.Sources.Ranges) && slices.Equal(a.Sources.Own, b.Sources.Own) &&
-		a.Masquerade == b.Masquerade && a.Affinity == b.Affinity
-}
-
-func trafficEqual(a, b *nodeview.Traffic) bool {
-	return a.Verdict == b.Verdict &&
-		slices.EqualFunc(a.Endpoints, b.Endpoints, func(a, b nodeview.Target) bool {
-			return a.Port == b.Port && a.Endpoint.Equal(b.Endpoint)
-		})
 }

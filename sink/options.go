@@ -3,6 +3,7 @@
 package sink
 
 import (
+	"cmp"
 	"math/rand/v2"
 	"time"
 )
@@ -96,20 +97,13 @@ type SyncResult struct {
 }
 
 func (o Options) withDefaults() Options {
-	setDefault(&o.BatchSize, 10_000)
-	setDefault(&o.Backoff.Initial, 100*time.Millisecond)
-	setDefault(&o.Backoff.Max, 30*time.Second)
-	setDefault(&o.Backoff.Jitter, 0.1)
-	setDefault(&o.VerifyInterval, time.Minute)
+	o.BatchSize = cmp.Or(o.BatchSize, 10_000)
+	o.Backoff.Initial = cmp.Or(o.Backoff.Initial, 100*time.Millisecond)
+	o.Backoff.Max = cmp.Or(o.Backoff.Max, 30*time.Second)
+	o.Backoff.Jitter = cmp.Or(o.Backoff.Jitter, 0.1)
+	o.VerifyInterval = cmp.Or(o.VerifyInterval, time.Minute)
 	o.Observer = o.Observer.withDefaults()
 	return o
-}
-
-func setDefault[T comparable](field *T, value T) {
-	var zero T
-	if *field == zero {
-		*field = value
-	}
 }
 
 // withDefaults puts functions that do nothing where there are none.

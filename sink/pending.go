@@ -181,7 +181,7 @@ func (p *pending) acknowledge(key types.NamespacedName, new *api.ServiceEndpoint
 func (p *pending) keys(delivered []Change) []types.NamespacedName {
 	var keys []types.NamespacedName
 	for key := range p.byKey {
-		if _, ok := findChange(delivered, key); !ok {
+		if !hasService(delivered, key) {
 			keys = append(keys, key)
 		}
 	}

@@ -189,7 +189,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 	queuedLeft := d.pending.count[queued]
 	var void []types.NamespacedName
 	d.pending.due(time.Now(), func(s *unacked) bool {
-		if _, ok := findChange(changes, s.key); ok {
+		if hasService(changes, s.key) {
 			return true
 		}
 		added := len(b.services) - len(changes)
@@ -334,7 +334,7 @@ func (d *Driver) settle(u *Update, b *batch, failed Failed, notDelivered []Chang
 func (d *Driver) notDelivered(ctx context.Context, u *Update, b *batch, failed Failed) []Change {
 	var changes []Change
 	for key, err := range failed {
-		if _, ok := findChange(b.services, key); ok {
+		if hasService(b.services, key) {
 			continue
 		}
 		klog.FromContext(ctx).Error(err, "Sink reported a failure for a service not in this sync; resending", "service", key)
@@ -495,13 +495,10 @@ func (d *Driver) unacknowledged(changes []Change) int {
 	return n
 }
 
-// findChange returns the service's change in changes, which are in order.
-func findChange(changes []Change, key types.NamespacedName) (Change, bool) {
-	i, ok := slices.BinarySearchFunc(changes, key, func(c Change, key types.NamespacedName) int {
+// hasService reports whether a service is in changes, which are in order.
+func hasService(changes []Change, key types.NamespacedName) bool {
+	_, ok := slices.BinarySearchFunc(changes, key, func(c Change, key types.NamespacedName) int {
 		return api.CompareKeys(c.Key, key)
 	})
-	if !ok {
-		return Change{}, false
-	}
-	return changes[i], true
+	return ok
 }

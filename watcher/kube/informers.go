@@ -89,7 +89,7 @@ func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 		return in.slicesOf(w.serviceLabel(), services), nil
 	})
 	all := in.all()
-	for n, to := range [...]eventStore{s.services, s.slices, s.nodes} {
+	for n, to := range [...]cache.Store{s.services, s.slices, s.nodes} {
 		f := &follower{watch: w, resource: all[n].resource, store: to}
 		if n == 1 && s.selection != nil {
 			s.selection.begin(nil)
@@ -134,18 +134,11 @@ func (in *Informers) slicesOf(label string, services []types.NamespacedName) (fo
 	return found
 }
 
-// eventStore takes single events.
-type eventStore interface {
-	Add(any) error
-	Update(any) error
-	Delete(any) error
-}
-
 // follower hands on what an informer delivers.
 type follower struct {
 	*watch
 	resource string
-	store    eventStore
+	store    cache.Store
 
 	mu      sync.Mutex
 	stopped bool

@@ -25,18 +25,11 @@
 // # Slices of a proxy with a name
 //
 // The endpoint-slice controller copies a service's labels to its slices, so the
-// server can filter slices by service.kubernetes.io/service-proxy-name. That
-// leaves out slices that lack the label and count all the same:
-//
-//   - all slices of a service without a selector: the controller does not make them;
-//   - slices that the controller has made and not labelled yet, because the
-//     service has got its label just now.
-//
-// There is one watch for slices at a time. While wanted services have such
-// slices it has no filter; slices of other services are dropped as they arrive,
-// and nothing of them is kept. Otherwise it is filtered by the label. A service
-// that becomes wanted goes into the state together with its slices: those that
-// the watch may have left out before are listed in one small request.
+// server filters slices by service.kubernetes.io/service-proxy-name. While a wanted
+// service has slices without the label, which others than the controller made or
+// which it has not labelled yet, there is no filter; slices of other services are
+// dropped as they arrive. A service that becomes wanted goes into the state
+// together with its slices.
 package kube
 
 import (

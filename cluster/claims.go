@@ -18,9 +18,6 @@ import (
 // the winner first. It is guarded by State.mu.
 type claims struct {
 	tree *btree.BTreeG[claim]
-	// wholes counts the claims to whole addresses. While there are none, no
-	// claim meets any but those to the same port.
-	wholes int
 }
 
 // ranked is a claim with its rank. A service may claim one frontend by addresses of several
@@ -159,10 +156,10 @@ func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 		}
 	}
 	for _, cl := range before {
-		c.remove(claim{cl, old})
+		c.tree.Delete(claim{cl, old})
 	}
 	for _, cl := range after {
-		c.add(claim{cl, new})
+		c.tree.ReplaceOrInsert(claim{cl, new})
 	}
 	var changed []outcome
 	for _, arena := range arenas {
@@ -173,18 +170,6 @@ func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 		}
 	}
 	return changed, !same
-}
-
-func (c *claims) add(cl claim) {
-	if _, had := c.tree.ReplaceOrInsert(cl); !had && claimsAddress(cl.Claim) {
-		c.wholes++
-	}
-}
-
-func (c *claims) remove(cl claim) {
-	if _, had := c.tree.Delete(cl); had && claimsAddress(cl.Claim) {
-		c.wholes--
-	}
 }
 
 // arenas returns where the claims of both lists meet others, each arena once: a
@@ -217,12 +202,10 @@ func (c *claims) arenas(before, after []ranked) []api.Claim {
 // claimed reports whether anybody claims a whole address.
 func (c *claims) claimed(whole api.Claim) bool {
 	found := false
-	if c.wholes > 0 {
-		c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: whole}}, func(o claim) bool {
-			found = o.Claim == whole
-			return false
-		})
-	}
+	c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: whole}}, func(o claim) bool {
+		found = o.Claim == whole
+		return false
+	})
 	return found
 }
 

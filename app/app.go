@@ -223,11 +223,8 @@ func (f *sinkFlags) register(fs *pflag.FlagSet) {
 }
 
 func (f *sinkFlags) get() (sink.Options, error) {
-	if f.interval < 0 {
-		return sink.Options{}, fmt.Errorf("--min-sync-interval is negative: %v", f.interval)
-	}
-	if f.onceTimeout < 0 {
-		return sink.Options{}, fmt.Errorf("--once-timeout is negative: %v", f.onceTimeout)
+	if f.interval < 0 || f.onceTimeout < 0 {
+		return sink.Options{}, fmt.Errorf("--min-sync-interval %v or --once-timeout %v is negative", f.interval, f.onceTimeout)
 	}
 	return sink.Options{MinInterval: f.interval, Once: f.once}, nil
 }

@@ -97,7 +97,7 @@ type hosting struct {
 }
 
 func (h *hosting) register(fs *pflag.FlagSet) {
-	fs.Var(&h.logFile, "log-file", "log to this `file` instead of standard error; from 100 MB on it starts anew, and the one before it has .old after its name")
+	fs.Var(&h.logFile, "log-file", "log to this `file` instead of standard error; at 100 MB it is renamed, with .old after its name")
 	registerService(fs, &h.windowsService)
 }
 

@@ -67,7 +67,7 @@ func (s *Source) RegisterManifests(fs *pflag.FlagSet) {
 
 func (s *Source) registerServices(fs *pflag.FlagSet) {
 	fs.StringVar(&s.services.ServiceProxyName, "service-proxy-name", "", "serve the services whose label service.kubernetes.io/service-proxy-name is this `name`, headless ones included; without it, those that have no such label")
-	fs.BoolVar(&s.services.IgnoreExternalIPs, "ignore-external-ips", false, "serve no external IPs (spec.externalIPs), which whoever may create a service can choose at will")
+	fs.BoolVar(&s.services.IgnoreExternalIPs, "ignore-external-ips", false, "serve no external IPs (spec.externalIPs), which everybody who may create a service chooses freely")
 	fs.StringSliceVar(&s.services.KeepLabels, "keep-labels", nil, "hand on the service labels that match these `patterns`, such as app or example.com/*")
 	fs.StringSliceVar(&s.services.KeepAnnotations, "keep-annotations", nil, "hand on the service annotations that match these `patterns`, such as example.com/*")
 	fs.StringSliceVar(&s.services.KeepSliceLabels, "keep-slice-labels", nil, "hand on the endpoint-slice labels that match these `patterns`, to kpngs that are served the cluster and to files")
@@ -196,7 +196,7 @@ type apiFlags struct {
 }
 
 func (f *apiFlags) register(fs *pflag.FlagSet, addresses ...string) {
-	fs.StringSliceVar(&f.dial.Addresses, "api", addresses, "be served by the kpng at this `address`, tcp://host:port or unix:///path; of several, one after the other is tried")
+	fs.StringSliceVar(&f.dial.Addresses, "api", addresses, "read from the kpng server at this `address`, tcp://host:port or unix:///path; several addresses are tried in turn")
 	fs.StringVar(&f.tls.CAFile, "api-tls-ca-file", "", "the `file` with the authorities that sign the certificate of the kpng at --api; for TLS, with the next two")
 	fs.StringVar(&f.tls.CertFile, "api-tls-cert-file", "", "the `file` with this client's certificate")
 	fs.StringVar(&f.tls.KeyFile, "api-tls-key-file", "", "the `file` with the certificate's key")

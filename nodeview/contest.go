@@ -175,12 +175,10 @@ func target(e *api.SliceEndpoint) types.NamespacedName {
 }
 
 func trueFirst(a, b bool) int {
-	switch {
-	case a == b:
+	if a == b {
 		return 0
-	case a:
+	} else if a {
 		return -1
-	default:
-		return 1
 	}
+	return 1
 }

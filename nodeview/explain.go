@@ -70,10 +70,10 @@ func Explain(s *api.ServiceState, node *api.Node) *Explanation {
 	e := &Explanation{Node: here.node, Zone: here.zone}
 	switch {
 	case s.Service == nil:
-		e.Absent = "there is no such service"
+		e.Absent = "no such service is served"
 		if len(s.Slices) > 0 {
 			e.Service = s.Slices[0].ServiceKey()
-			e.Absent = "no such service is served, though slices name it"
+			e.Absent += ", though slices name it"
 		}
 		return e
 	case s.Service.Type == api.ExternalName:

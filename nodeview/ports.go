@@ -2,9 +2,7 @@
 
 package nodeview
 
-import (
-	"github.com/kpng-project/kpng/api"
-)
+import "github.com/kpng-project/kpng/api"
 
 // anyPort is the target port of an endpoint that takes every port.
 const anyPort int32 = -1

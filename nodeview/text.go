@@ -60,18 +60,13 @@ func (e *Explanation) head(b *strings.Builder) {
 		return
 	}
 	fmt.Fprintf(b, "\ninternal traffic policy %s, external traffic policy %s\n",
-		policyName(e.InternalLocal), policyName(e.ExternalLocal))
+		policyNames[e.InternalLocal], policyNames[e.ExternalLocal])
 	if e.View.Service.ExternalTrafficToLocal && !e.ExternalLocal {
 		b.WriteString("(externalTrafficPolicy Local does not count: nothing external leads to the service)\n")
 	}
 }
 
-func policyName(local bool) string {
-	if local {
-		return "Local"
-	}
-	return "Cluster"
-}
+var policyNames = map[bool]string{false: "Cluster", true: "Local"} // by whether the policy is Local
 
 func (l *ListExplanation) text(b *strings.Builder) {
 	fmt.Fprintf(b, "\n%s, %s: ", portText(l.Port), l.Family)

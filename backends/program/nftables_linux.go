@@ -43,9 +43,9 @@ type nftablesFlags struct {
 }
 
 func (f *nftablesFlags) register(fs *pflag.FlagSet) {
-	fs.StringVar(&f.options.Instance, "instance", "", "tell this backend from others on the node by a `name`: its table is kpng-NAME instead of kpng")
+	fs.StringVar(&f.options.Instance, "instance", "", "the `name` of this instance among several on a node: its table is kpng-NAME instead of kpng")
 	nodePortsFlag(fs, &f.nodePorts)
-	listFlag(fs, &f.options.ClusterCIDRs, parseCIDR, "cluster-cidr", "take sources in these `CIDRs` for pods")
+	listFlag(fs, &f.options.ClusterCIDRs, parseCIDR, "cluster-cidr", "the `CIDRs` of pods")
 	fs.StringSliceVar(&f.options.PodInterfaces, "pod-interfaces", nil, "take what comes in by these `interfaces`, such as cni0 or veth*, for pods of this node")
 	fs.BoolVar(&f.options.MasqueradeAll, "masquerade-all", false, "masquerade all connections to cluster IPs")
 	fs.BoolVar(&f.masqueradeOutside, "masquerade-outside", true, "masquerade connections to cluster IPs from outside the pod network, where --cluster-cidr or --pod-interfaces tell what that is")
@@ -54,7 +54,7 @@ func (f *nftablesFlags) register(fs *pflag.FlagSet) {
 	fs.Int32Var(&f.options.SNATPriority, "snat-priority", 100, "masquerade at this `priority` of the hook postrouting, not 0")
 	fs.BoolVar(&f.options.AcceptUnknownPorts, "accept-unknown-ports", false, "leave ports of a cluster IP that no service has to the routing table, instead of rejecting")
 	fs.StringVar(&f.sysctls, "sysctls", "report", "what to do about kernel settings that do not forward to pods: report, set or ignore")
-	fs.BoolVar(&f.keepConnections, "keep-udp-connections", false, "leave UDP connections to endpoints that have gone")
+	fs.BoolVar(&f.keepConnections, "keep-udp-connections", false, "keep UDP connections to removed endpoints")
 	f.checks.register(fs)
 	fs.StringVar(&f.options.NFT, "nft", "nft", "the `program` nft")
 }

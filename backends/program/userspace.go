@@ -12,7 +12,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-const userspaceLong = "Listen at the addresses of services, and copy what arrives to endpoints and back. Making the addresses local takes CAP_NET_ADMIN on Linux, and an administrator on Windows."
+const userspaceLong = "Listens at the addresses of services, and copies traffic to endpoints and back. Making the addresses local takes CAP_NET_ADMIN on Linux, and an administrator on Windows."
 
 // Userspace returns the backend that proxies by sockets, at addresses that a makes
 // local, or if that is nil at those that this host has.
@@ -57,7 +57,7 @@ func WindowsUserspace() *Backend {
 func userspaceFlags(fs *pflag.FlagSet, opts *userspace.Options, checks *healthChecks) {
 	nodePortsFlag(fs, &opts.NodePorts)
 	listFlag(fs, &opts.PodCIDRs, parseCIDR, "pod-cidr", "the `CIDRs` of this node's pods, whose traffic counts as starting on this node")
-	fs.DurationVar(&opts.DrainTimeout, "drain-timeout", 0, "how long TCP connections go on after their service has gone, or at the end; 0 means 30 s")
+	fs.DurationVar(&opts.DrainTimeout, "drain-timeout", 0, "how long TCP connections last after their service is removed or the program stops; 0 means 30 s")
 	fs.DurationVar(&opts.UDPTimeout, "udp-timeout", 0, "how long a silent UDP client keeps its endpoint; 0 means 1 min")
 	fs.IntVar(&opts.MaxUDPClients, "max-udp-clients", 0, "how many UDP clients there are at most, each with a file descriptor; 0 means 8192")
 	checks.register(fs)

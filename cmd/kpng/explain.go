@@ -80,8 +80,8 @@ func explainCommand() *cobra.Command {
 	fs := cmd.Flags()
 	fs.SortFlags = false
 	fs.StringVar(&node, "node-name", "", "explain the view of the node of this `name`; without it, $NODE_NAME or the host's name in lower case")
-	fs.StringVarP(&output, "output", "o", "text", "print `text, json or yaml`; of JSON, one object a service and line")
-	fs.StringVar(&dataplane, "dataplane", "", "print what this `backend` has programmed on this machine, too, beside what it should have; it needs the backend's rights")
+	fs.StringVarP(&output, "output", "o", "text", "print `text, json or yaml`; JSON has a line for each service")
+	fs.StringVar(&dataplane, "dataplane", "", "also print what this `backend` has programmed on this machine, beside what it should have; needs the rights of the backend")
 	fs.StringVar(&instance, "instance", "", "the `name` of the backend's instance, if it has one")
 	source.Register(cmd, true)
 	completions := cobra.FixedCompletions([]string{"text", "json", "yaml"}, cobra.ShellCompDirectiveNoFileComp)

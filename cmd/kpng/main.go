@@ -30,7 +30,7 @@ func newRoot() *cobra.Command {
 	if err := file.MarkPersistentFlagRequired("manifests"); err != nil {
 		panic(err) // there is no such flag
 	}
-	api := group("api", "Be served by another kpng", targets(&other, false)...)
+	api := group("api", "Read from another kpng, which serves with to-api", targets(&other, false)...)
 	other.RegisterAPI(api.PersistentFlags())
 
 	root := group("kpng", "Bring the services of a cluster to nodes: serve, program or write them", kube, file, api, explainCommand(), cleanupCommand())

@@ -65,8 +65,8 @@ func (f *serverFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&f.tls.CAFile, "tls-ca-file", "", "the `file` with the authorities that sign the certificates of clients; for TLS, with the next two")
 	fs.StringVar(&f.tls.CertFile, "tls-cert-file", "", "the `file` with this server's certificate")
 	fs.StringVar(&f.tls.KeyFile, "tls-key-file", "", "the `file` with the certificate's key")
-	fs.BoolVar(&f.options.Insecure, "insecure", false, "allow an address that other machines reach without TLS")
-	fs.BoolVar(&f.options.NodeCertificates, "node-certificates", false, "with TLS: let a client watch only the node that its certificate is made out to, with the common name system:node:NAME")
+	fs.BoolVar(&f.options.Insecure, "insecure", false, "allow an address without TLS that other machines can reach")
+	fs.BoolVar(&f.options.NodeCertificates, "node-certificates", false, "with TLS: a client may watch only the node NAME if the common name of its certificate is system:node:NAME")
 	fs.BoolVar(&f.serveCluster, "serve-cluster", true, "serve the state of the whole cluster, too, for another kpng to relay, write or explain; with TLS, to --cluster-readers only")
 	fs.StringSliceVar(&f.options.ClusterReaders, "cluster-readers", nil, "with TLS: the common `names` or organisations of the certificates whose owners may read the state of the whole cluster")
 	fs.IntVar(&f.options.Limits.Connections, "max-connections", limits.Connections, "the `number` of connections of all clients together")
@@ -113,7 +113,7 @@ func (f *serverFlags) get() (*apiServer, error) {
 
 // check refuses what makes no sense.
 func (f *serverFlags) check() error {
-	o, tls := &f.options, f.tls != (transport.TLS{})
+	o, l, tls := &f.options, &f.options.Limits, f.tls != (transport.TLS{})
 	switch {
 	case len(f.listen) == 0:
 		return errors.New("--listen is given, but empty")
@@ -123,21 +123,8 @@ func (f *serverFlags) check() error {
 		return errors.New("--node-certificates and --cluster-readers need TLS: --tls-ca-file, --tls-cert-file and --tls-key-file")
 	case !f.serveCluster && len(o.ClusterReaders) > 0:
 		return errors.New("--cluster-readers and --serve-cluster=false exclude each other")
-	}
-	for _, limit := range [...]struct {
-		flag  string
-		value float64
-	}{
-		{"max-connections", float64(o.Limits.Connections)},
-		{"max-connections-per-peer", float64(o.Limits.ConnectionsPerPeer)},
-		{"max-streams-per-peer", float64(o.Limits.StreamsPerPeer)},
-		{"stream-rate", o.Limits.StreamRate},
-		{"send-timeout", o.Limits.SendTimeout.Seconds()},
-		{"cache-bytes", float64(o.Limits.CacheBytes)},
-	} {
-		if limit.value <= 0 {
-			return fmt.Errorf("--%s is not greater than zero", limit.flag)
-		}
+	case l.Connections <= 0 || l.ConnectionsPerPeer <= 0 || l.StreamsPerPeer <= 0 || l.StreamRate <= 0 || l.SendTimeout <= 0 || l.CacheBytes <= 0:
+		return errors.New("--max-connections, --max-connections-per-peer, --max-streams-per-peer, --stream-rate, --send-timeout and --cache-bytes have to be greater than zero")
 	}
 	return nil
 }

@@ -59,19 +59,16 @@ func toFile(source *app.Source, selects bool) *cobra.Command {
 	}
 	fs := cmd.Flags()
 	fs.SortFlags = false
-	fs.BoolVar(&once, "once", false, "end when everything has been written once; so it always is for -, the standard output")
+	fs.BoolVar(&once, "once", false, "end when everything has been written once; implied by -, the standard output")
 	fs.DurationVar(&interval, "min-write-interval", time.Second, "the least time from one writing to the next")
 	if selects {
 		source.RegisterAllPorts(fs)
 	} else {
-		fs.StringVar(&marks.ServiceProxyName, "service-proxy-name", "", "label services and slices as those of the proxy of this `name`, for who reads the file with the same flag")
-		fs.StringVar(&marks.AllPortsAnnotation, "all-ports-annotation", file.DefaultAllPortsAnnotation, "mark all-ports services with this `annotation`, for who reads the file with the same flag")
+		fs.StringVar(&marks.ServiceProxyName, "service-proxy-name", "", "label services and slices as those of the proxy of this `name`, so that kpng file with the same flag reads them")
+		fs.StringVar(&marks.AllPortsAnnotation, "all-ports-annotation", file.DefaultAllPortsAnnotation, "mark all-ports services with this `annotation`, so that kpng file with the same flag reads them")
 	}
 	return cmd
 }
-
-// retryInterval is the least time until a failed writing is tried again.
-const retryInterval = 5 * time.Second
 
 // fileWriter keeps a file of manifests.
 type fileWriter struct {
@@ -113,7 +110,7 @@ func (w *fileWriter) follow(ctx context.Context, state *cluster.State, interval 
 			klog.FromContext(ctx).Error(err, "Could not write the state, will try again")
 		}
 		if failed = err != nil; failed {
-			wait = max(interval, retryInterval)
+			wait = max(interval, 5*time.Second)
 		}
 		select {
 		case <-time.After(wait):

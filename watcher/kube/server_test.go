@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"net/url"
 	"os"
 	"strconv"
@@ -460,4 +461,23 @@ func meta(namespace, name string, keyValues ...string) metav1.ObjectMeta {
 		metav1.SetMetaDataLabel(&m, keyValues[i], keyValues[i+1])
 	}
 	return m
+}
+
+func TestGetService(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		if r.URL.Path != "/api/v1/namespaces/ns/services/web" {
+			w.WriteHeader(http.StatusNotFound)
+			fmt.Fprint(w, `{"kind":"Status","apiVersion":"v1","status":"Failure","reason":"NotFound","code":404}`)
+			return
+		}
+		fmt.Fprint(w, `{"kind":"Service","apiVersion":"v1","metadata":{"namespace":"ns","name":"web","labels":{"a":"b"}}}`)
+	}))
+	defer server.Close()
+	for name, want := range map[string]bool{"web": true, "nobody": false} {
+		got, err := GetService(t.Context(), &rest.Config{Host: server.URL}, types.NamespacedName{Namespace: "ns", Name: name})
+		if err != nil || (got != nil) != want || want && got.Labels["a"] != "b" {
+			t.Errorf("service %s: %v, error %v", name, got, err)
+		}
+	}
 }

@@ -19,7 +19,6 @@ import (
 // external IP, a load-balancer IP and a node port. Its only endpoint is one of these, or a
 // service that leads back to it.
 func TestEndpointsThatThisProcessServesAreRefused(t *testing.T) {
-	const nodePort = 1
 	for name, endpointAt := range map[string]string{
 		"its cluster IP": "127.0.0.2", "its external IP": "127.0.0.3", "its load-balancer IP": "127.0.0.4",
 		"its node port": "127.0.0.1", "another service": "127.0.0.5",

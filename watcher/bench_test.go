@@ -8,11 +8,10 @@ import (
 	"runtime"
 	"testing"
 
+	"github.com/kpng-project/kpng/api"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
-
-	"github.com/kpng-project/kpng/api"
 )
 
 func exampleService() *corev1.Service {

@@ -5,11 +5,10 @@ package watcher
 import (
 	"testing"
 
+	"github.com/kpng-project/kpng/api"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"sigs.k8s.io/randfill"
-
-	"github.com/kpng-project/kpng/api"
 )
 
 // FuzzConvert converts objects filled from the fuzzer's bytes: nil pointers and

@@ -6,9 +6,8 @@ import (
 	"fmt"
 	"maps"
 
-	corev1 "k8s.io/api/core/v1"
-
 	"github.com/kpng-project/kpng/api"
+	corev1 "k8s.io/api/core/v1"
 )
 
 // Node converts n; nil if n is nil.

@@ -8,10 +8,9 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/kpng-project/kpng/api"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
-
-	"github.com/kpng-project/kpng/api"
 )
 
 // Service converts s, whether or not the proxy wants it; nil if s is nil.

@@ -8,11 +8,10 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kpng-project/kpng/api"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/types"
-
-	"github.com/kpng-project/kpng/api"
 )
 
 // EndpointSlice converts s, whether or not the proxy wants it. It returns nil

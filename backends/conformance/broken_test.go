@@ -13,10 +13,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng/backends/conformance/internal/reference"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
-
-	"github.com/kpng-project/kpng/backends/conformance/internal/reference"
 )
 
 // fault is something wrong with a proxy, and the cases that must fail for it.

@@ -10,9 +10,8 @@ import (
 	"slices"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
-
 	"github.com/kpng-project/kpng/api"
+	corev1 "k8s.io/api/core/v1"
 )
 
 // clients is how many addresses connect where it matters that they choose for

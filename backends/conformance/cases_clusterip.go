@@ -7,11 +7,10 @@ package conformance
 import (
 	"net/netip"
 
+	"github.com/kpng-project/kpng/api"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
-
-	"github.com/kpng-project/kpng/api"
 )
 
 var clusterIPCases = []testCase{

@@ -7,12 +7,11 @@ package conformance
 import (
 	"net/netip"
 
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/conformance/internal/world"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
-
-	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/conformance/internal/world"
 )
 
 var externalCases = []testCase{

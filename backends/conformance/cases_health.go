@@ -15,7 +15,6 @@ import (
 	"strconv"
 
 	"github.com/google/go-cmp/cmp"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/conformance/internal/world"
 )

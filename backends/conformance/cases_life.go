@@ -15,10 +15,9 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	corev1 "k8s.io/api/core/v1"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/watcher"
+	corev1 "k8s.io/api/core/v1"
 )
 
 const proxyNameLabel = watcher.LabelServiceProxyName

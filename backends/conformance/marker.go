@@ -10,13 +10,12 @@ import (
 	"net/netip"
 	"time"
 
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/conformance/internal/world"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
-
-	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/conformance/internal/world"
 )
 
 // The marker is a service with, in each publication, another port and another

@@ -15,11 +15,10 @@ import (
 	"testing"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/conformance/internal/world"
 	"github.com/kpng-project/kpng/sink"
+	corev1 "k8s.io/api/core/v1"
 )
 
 // NewSink makes the sink under test for a site. It is called in a process of its

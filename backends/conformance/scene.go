@@ -12,10 +12,9 @@ import (
 	"runtime"
 	"slices"
 
-	corev1 "k8s.io/api/core/v1"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/conformance/internal/world"
+	corev1 "k8s.io/api/core/v1"
 )
 
 // scene is what a case works with: it puts services on, publishes them, and has

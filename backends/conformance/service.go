@@ -10,12 +10,11 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/kpng-project/kpng/api"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
-
-	"github.com/kpng-project/kpng/api"
 )
 
 // namespace is where the services of cases are.

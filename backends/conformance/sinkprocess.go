@@ -15,13 +15,12 @@ import (
 	"slices"
 	"time"
 
-	"k8s.io/klog/v2"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/feed"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/watcher"
+	"k8s.io/klog/v2"
 )
 
 // carryOut makes this process the proxy, until the kit hangs up or kills it, or

@@ -17,9 +17,8 @@ import (
 	"sync"
 	"testing"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
 )
 
 // order is what the environment of a process of the test binary says it is for.

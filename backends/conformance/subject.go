@@ -9,10 +9,9 @@ import (
 	"net/netip"
 	"os/exec"
 
+	"github.com/kpng-project/kpng/backends/conformance/internal/world"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
-
-	"github.com/kpng-project/kpng/backends/conformance/internal/world"
 )
 
 // AllPortsAnnotation is the annotation with which the kit makes a service an

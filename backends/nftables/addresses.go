@@ -9,11 +9,10 @@ import (
 	"errors"
 	"time"
 
-	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/klog/v2"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
 )
 
 // followAddresses keeps the addresses at which node ports are served up to date,

@@ -11,10 +11,9 @@ import (
 	"strings"
 
 	"github.com/google/nftables/expr"
-	"golang.org/x/sys/unix"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/nodeview"
+	"golang.org/x/sys/unix"
 )
 
 // Session affinity takes chains of a service's own: nft 1.0.6 has no way to say in a

@@ -10,9 +10,8 @@ import (
 	"fmt"
 	"slices"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
 )
 
 // maxOps is how many elements one transaction changes, if no part has more. The kernel

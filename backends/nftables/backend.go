@@ -13,12 +13,11 @@ import (
 	"slices"
 	"sync"
 
-	"k8s.io/apimachinery/pkg/types"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/conntrack"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // Backend is a sink that programs nftables. See the package comment.

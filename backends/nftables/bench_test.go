@@ -13,11 +13,10 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
+	"golang.org/x/sys/unix"
 )
 
 // world returns the views of n services with m endpoints each.

@@ -9,10 +9,9 @@ import (
 	"strings"
 
 	"github.com/google/nftables/expr"
-	"golang.org/x/sys/unix"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/nodeview"
+	"golang.org/x/sys/unix"
 )
 
 // class is all that a frontend's chain has to know. Frontends of one class share

@@ -17,13 +17,12 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
-	"golang.org/x/sys/unix"
-	"k8s.io/apimachinery/pkg/types"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 func TestOptionsThatMakeNoSenseAreRefused(t *testing.T) {

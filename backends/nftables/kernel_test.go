@@ -15,10 +15,9 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
-	"k8s.io/apimachinery/pkg/types"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // contents returns all elements of the table, and its chains.

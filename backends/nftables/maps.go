@@ -10,9 +10,8 @@ import (
 	"fmt"
 	"net/netip"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kpng-project/kpng/api"
+	"golang.org/x/sys/unix"
 )
 
 // role is what a map or set is for.

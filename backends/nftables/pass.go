@@ -11,10 +11,9 @@ import (
 	"maps"
 	"slices"
 
-	"k8s.io/klog/v2"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/klog/v2"
 )
 
 // pass is a pass of the driver. The table is read when it begins, Syncs write what

@@ -15,13 +15,12 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"golang.org/x/sys/unix"
-	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/klog/v2"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
+	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
 )
 
 // checkFresh checks that b's table is what a fresh load of the services makes it, and that b

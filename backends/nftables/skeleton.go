@@ -17,10 +17,9 @@ import (
 	"strings"
 	"text/template"
 
+	"github.com/kpng-project/kpng/api"
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
-
-	"github.com/kpng-project/kpng/api"
 )
 
 //go:embed skeleton.nft

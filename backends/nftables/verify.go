@@ -12,10 +12,9 @@ import (
 	"maps"
 	"slices"
 
+	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
-
-	"github.com/kpng-project/kpng/sink"
 )
 
 // Verify implements [sink.Verifier]: it reads the table and compares it with what

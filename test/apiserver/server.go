@@ -14,14 +14,13 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/kpng-project/kpng/test/gotool"
 	clientv3 "go.etcd.io/etcd/client/v3"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
-
-	"github.com/kpng-project/kpng/test/gotool"
 )
 
 // The address ranges that cluster IPs come from.

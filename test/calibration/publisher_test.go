@@ -6,14 +6,13 @@ import (
 	"context"
 	"fmt"
 
+	"github.com/kpng-project/kpng/backends/conformance"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
-
-	"github.com/kpng-project/kpng/backends/conformance"
 )
 
 // publisher writes objects to an API server. It alone does, and so remembers

@@ -16,11 +16,10 @@ import (
 	"testing"
 	"time"
 
-	"k8s.io/apimachinery/pkg/runtime"
-
 	"github.com/kpng-project/kpng/test/bare"
 	"github.com/kpng-project/kpng/test/cgroup"
 	"github.com/kpng-project/kpng/test/kubeproxy"
+	"k8s.io/apimachinery/pkg/runtime"
 )
 
 const (

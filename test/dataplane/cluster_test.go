@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/cgroup"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	networkingv1 "k8s.io/api/networking/v1"
@@ -21,9 +23,6 @@ import (
 	"k8s.io/apimachinery/pkg/util/uuid"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/utils/ptr"
-
-	"github.com/kpng-project/kpng/test/apiserver"
-	"github.com/kpng-project/kpng/test/cgroup"
 )
 
 const (

@@ -18,6 +18,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/test/apiserver"
+	"github.com/kpng-project/kpng/test/bare"
+	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -28,13 +33,6 @@ import (
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/utils/ptr"
-
-	"golang.org/x/sync/errgroup"
-
-	"github.com/kpng-project/kpng"
-	"github.com/kpng-project/kpng/sink"
-	"github.com/kpng-project/kpng/test/apiserver"
-	"github.com/kpng-project/kpng/test/bare"
 )
 
 const (

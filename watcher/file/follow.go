@@ -15,10 +15,9 @@ import (
 	"time"
 
 	"github.com/fsnotify/fsnotify"
-	"k8s.io/klog/v2"
-
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/watcher"
+	"k8s.io/klog/v2"
 )
 
 const (

@@ -15,12 +15,11 @@ import (
 
 	"github.com/fsnotify/fsnotify"
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
 	"go.uber.org/goleak"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/textlogger"
-
-	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/cluster"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

@@ -9,10 +9,9 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
-	"k8s.io/apimachinery/pkg/types"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/watcher"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // testdata/kubectl.* is one listing as kubectl get services,endpointslices,nodes

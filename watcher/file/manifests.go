@@ -15,6 +15,8 @@ import (
 	"strings"
 	"unicode/utf8"
 
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -24,9 +26,6 @@ import (
 	utilnet "k8s.io/utils/net"
 	"k8s.io/utils/ptr"
 	kjson "sigs.k8s.io/json"
-
-	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/watcher"
 )
 
 // manifests is what a set of files says of what is meant for the proxy, each object once.

@@ -12,20 +12,18 @@ import (
 	"slices"
 	"time"
 
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/yaml"
-
-	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/watcher"
 )
 
-// DefaultAllPortsAnnotation is the annotation with which Write marks all-ports services by
-// default. Kubernetes has no field for them.
+// DefaultAllPortsAnnotation marks all-ports services, for which Kubernetes has no field.
 const DefaultAllPortsAnnotation = "all-ports"
 
 // WriteOptions say how Write writes. The zero value writes YAML for a reader without a

@@ -13,9 +13,8 @@ import (
 	"testing"
 	"time"
 
-	"k8s.io/client-go/rest"
-
 	"github.com/kpng-project/kpng/cluster"
+	"k8s.io/client-go/rest"
 )
 
 // closing is a connection that is waited for to be closed.

@@ -10,12 +10,11 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/kpng-project/kpng/cluster"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/klog/v2"
-
-	"github.com/kpng-project/kpng/cluster"
 )
 
 // requestError is a failed request to the API server. It has been reported.

@@ -9,11 +9,10 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/kpng-project/kpng/watcher"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/cache"
-
-	"github.com/kpng-project/kpng/watcher"
 )
 
 // withInformers runs a test with informers of the whole cluster.

@@ -11,17 +11,16 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/feed"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/utils/ptr"
-
-	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/feed"
-	"github.com/kpng-project/kpng/sink"
-	"github.com/kpng-project/kpng/watcher"
 )
 
 // The benchmarks here go from objects as client-go's reflector delivers them to

@@ -40,11 +40,10 @@ import (
 	"sync"
 	"time"
 
-	"k8s.io/client-go/rest"
-	"k8s.io/klog/v2"
-
 	"github.com/kpng-project/kpng/cluster"
 	"github.com/kpng-project/kpng/watcher"
+	"k8s.io/client-go/rest"
+	"k8s.io/klog/v2"
 )
 
 // Options say what to watch and how. Exactly one of Config and Informers is

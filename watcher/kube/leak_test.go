@@ -7,10 +7,9 @@ import (
 	"net/http/httptest"
 	"testing"
 
+	"github.com/kpng-project/kpng/cluster"
 	"go.uber.org/goleak"
 	"k8s.io/client-go/rest"
-
-	"github.com/kpng-project/kpng/cluster"
 )
 
 // The other tests run in bubbles, which notice leaked goroutines themselves, but

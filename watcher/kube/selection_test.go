@@ -14,14 +14,13 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-
-	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/watcher"
 )
 
 // forAll reports whether r is for all slices, and forSome whether it is for those of

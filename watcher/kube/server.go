@@ -13,6 +13,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -30,8 +31,6 @@ import (
 	"k8s.io/client-go/util/connrotation"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/clock"
-
-	"github.com/kpng-project/kpng/watcher"
 )
 
 // noticeAfter is how long the first lists may take before the log names those

@@ -7,16 +7,15 @@ import (
 	"iter"
 	"sync"
 
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/watcher"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/klog/v2"
-
-	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/cluster"
-	"github.com/kpng-project/kpng/watcher"
 )
 
 // item is an object of the API, reduced to what goes into the state.

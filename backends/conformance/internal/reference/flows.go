@@ -8,11 +8,10 @@ import (
 	"fmt"
 	"net/netip"
 
-	"github.com/vishvananda/netlink"
-	"golang.org/x/sys/unix"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/nodeview"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 )
 
 // flows deletes the UDP flows that connection tracking should forget.

@@ -14,11 +14,10 @@ import (
 	"strconv"
 	"sync/atomic"
 
-	"k8s.io/apimachinery/pkg/types"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // health serves health-check node ports.

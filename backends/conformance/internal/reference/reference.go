@@ -19,10 +19,9 @@ import (
 	"slices"
 	"syscall"
 
-	"k8s.io/apimachinery/pkg/types"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // Options set a Proxy up.

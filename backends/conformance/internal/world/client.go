@@ -14,9 +14,8 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kpng-project/kpng/api"
+	"golang.org/x/sys/unix"
 )
 
 // Answer is what a server says.

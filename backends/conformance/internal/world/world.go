@@ -11,11 +11,10 @@ import (
 	"net/netip"
 	"os"
 
-	"github.com/vishvananda/netlink"
-	"golang.org/x/sys/unix"
-
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 )
 
 // World is a node with what is around it. See the package comment.

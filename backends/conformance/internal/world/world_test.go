@@ -11,9 +11,8 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kpng-project/kpng/api"
+	"golang.org/x/sys/unix"
 )
 
 func TestEverybodyReachesEverybody(t *testing.T) {

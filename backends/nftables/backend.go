@@ -271,8 +271,8 @@ func (b *Backend) syncChanges(ctx context.Context, c *sink.Changes) error {
 		// Which services have been programmed for which addresses, views do not tell.
 		return fmt.Errorf("the node's addresses changed: %w (%w)", failed.Err(), sink.ErrStartOver)
 	}
-	if b.pass != nil && len(failed) > 0 {
-		b.pass.giveBack(p, failed)
+	if b.pass != nil {
+		b.pass.settle(p, failed)
 	}
 	for key, view := range changed {
 		if _, ok := failed[key]; !ok {

@@ -28,7 +28,7 @@ type pass struct {
 	// stale are the services' own objects that there were and no service wants.
 	stale map[string]object
 	// left are elements that were taken for services that then failed: the kernel still
-	// has them.
+	// has them. Of shared maps there are none, as those that want them are counted.
 	left map[elementID]value
 }
 
@@ -75,10 +75,7 @@ func (b *Backend) want(p *patch, se *api.ServiceEndpoints) {
 		}
 		b.pass.take(p, &e)
 		p.add(e)
-	}, func(o object) {
-		p.own(o)
-		delete(b.pass.stale, o.name)
-	})
+	}, p.own)
 }
 
 // take notes in p what there is of an element, unless an earlier Sync did.
@@ -94,12 +91,21 @@ func (f *pass) take(p *patch, e *element) {
 	o.hasOld, o.old, o.taken = true, old, true
 }
 
-// giveBack keeps what p took for services that failed.
-func (f *pass) giveBack(p *patch, failed sink.Failed) {
+// settle notes what services that did not fail have now, and gives back what p took for
+// the others.
+func (f *pass) settle(p *patch, failed sink.Failed) {
+	hasFailed := func(part int) bool {
+		_, is := failed[p.services[p.root(part)][0]]
+		return is
+	}
 	for i := range p.ops {
-		o := &p.ops[i]
-		if _, is := failed[p.services[p.root(o.part)][0]]; is && o.taken {
+		if o := &p.ops[i]; o.taken && !o.m.shared() && hasFailed(o.part) {
 			f.left[o.elementID] = o.old
+		}
+	}
+	for name, o := range p.objects {
+		if o.new != nil && !hasFailed(o.part) {
+			delete(f.stale, name)
 		}
 	}
 }
@@ -281,20 +287,34 @@ func (b *Backend) prune(ctx context.Context, f *pass, failed bool) error {
 	return nil
 }
 
-// unheld yields what need not be kept for services as they were: of a shared map all,
-// now that those that want it have been counted, unless some failed.
+// unheld yields what need not be kept for services as they were. If none failed, that is
+// all of a shared map, now that those that want it have been counted, and what was left.
 func (f *pass) unheld(m mapID, failed bool) iter.Seq[element] {
-	if m.shared() && !failed {
+	switch {
+	case failed:
+		return f.snapshots[m].stale()
+	case m.shared():
 		return f.snapshots[m].all()
 	}
-	return f.snapshots[m].stale()
+	return func(yield func(element) bool) {
+		for e := range f.snapshots[m].stale() {
+			if !yield(e) {
+				return
+			}
+		}
+		for id, old := range f.left {
+			if id.m == m && !yield(element{id, old}) {
+				return
+			}
+		}
+	}
 }
 
 // spare keeps from being pruned what is about frontends that were there and that
 // some service wants: endpoints of one that failed, say. Hairpins are of any. It reports
 // whether that leaves something that no service wants.
 func (f *pass) spare() (leaves bool) {
-	leaves = len(f.stale) > 0
+	leaves = len(f.stale) > 0 || len(f.left) > 0
 	for m, s := range f.snapshots {
 		switch m.role {
 		case hereFrontends, endpoints, hereEndpoints:

@@ -152,6 +152,30 @@ func TestAFailureInAPassSparesWhatMayBeTheServices(t *testing.T) {
 	}
 }
 
+// TestWhatAServiceHadIsRemovedAfterItFailed has the kernel refuse a service in a pass, which
+// then comes with another address and without chains of its own.
+func TestWhatAServiceHadIsRemovedAfterItFailed(t *testing.T) {
+	web := func(ip, endpoint string, affinity bool) sink.Change {
+		v := view("web", []string{ip}, []string{endpoint}, nil)
+		if affinity {
+			v.Service.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10}
+		}
+		return set(v)
+	}
+	b, ns := start(t, Options{})
+	mustSync(t, b, changes(true, web("10.96.0.1", "10.0.0.1", true)))
+	b = startIn(t, ns, Options{})
+	exchange := b.conn.exchange
+	b.conn.exchange = func([]byte) error { return &failure{errno: unix.EINVAL} }
+	if failed, ok := sink.Acknowledged(b.Sync(t.Context(), batch(true, false, web("10.96.0.1", "10.0.0.2", true)))); !ok || len(failed) != 1 {
+		t.Fatalf("failed: %v, acknowledged: %t; want one service", failed, ok)
+	}
+	b.conn.exchange = exchange
+	moved := web("10.96.0.9", "10.0.0.1", false)
+	mustSync(t, b, batch(false, false, moved), batch(false, true))
+	checkFresh(t, b, moved)
+}
+
 // TestAnyChangesDuringPasses checks that the table is what a fresh load makes it,
 // whatever happened during passes: services come, go, change and exchange their
 // addresses, and transactions fail.

@@ -109,7 +109,10 @@ func runCrowd() {
 func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 	dialer, err := transport.NewDialer(transport.DialOptions{Addresses: []string{c.Address}, FailFast: true})
 	if err == nil {
-		err = dialer.Stay(context.Background(), func(ctx context.Context, conn *grpc.ClientConn, _ func(bool, bool) error) error {
+		err = dialer.Stay(context.Background(), func(ctx context.Context, conn *grpc.ClientConn, heard func(bool, bool) error) error {
+			if err := heard(true, false); err != nil { // a slow server is no reason to leave it
+				return err
+			}
 			failed := make(chan error)
 			for range c.PerNode {
 				go func() { failed <- n.watch(ctx, conn, rounds) }()

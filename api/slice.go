@@ -20,7 +20,7 @@ type EndpointSlice struct {
 	// ServiceName is the value of the label kubernetes.io/service-name: the
 	// service, in the slice's own namespace, that the slice belongs to.
 	ServiceName string `json:",omitempty"`
-	// Labels holds those that the source was told to keep.
+	// Labels holds the labels that the options of the source select.
 	Labels map[string]string `json:",omitempty"`
 	Family Family
 	// Ports are the ports on which each of Endpoints serves.

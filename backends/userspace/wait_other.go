@@ -21,7 +21,7 @@ func waitReadable(c syscall.RawConn) error {
 	})
 }
 
-// waitError returns nil: Windows does not tell of a reset after the end.
+// waitError returns nil: Windows does not report a reset after the end.
 func waitError(syscall.RawConn) error { return nil }
 
 // openFilesLimit returns how many file descriptors this process may have.

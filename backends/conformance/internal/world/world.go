@@ -111,7 +111,7 @@ func (w *World) build() error {
 	var plan planner
 	for _, h := range []*Host{w.Node, w.Node2, w.Router} {
 		plan.set(h, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
-			// Who asks often is refused each time.
+			// Refusals are not limited to some a second.
 			"ipv4/icmp_ratelimit=0", "ipv4/icmp_msgs_per_sec=1000000", "ipv4/icmp_msgs_burst=1000000", "ipv6/icmp/ratelimit=0")
 	}
 	// Links, with the addresses of both ends.
@@ -191,7 +191,9 @@ func (p *planner) do(h *Host, f func() error) {
 // set changes settings of the kernel.
 func (p *planner) set(h *Host, settings ...string) {
 	if p.err == nil {
-		p.err = h.Sysctl(settings...)
+		if err := h.Sysctl(settings...); err != nil {
+			p.err = fmt.Errorf("setting up %s: %w", h.Name, err)
+		}
 	}
 }
 

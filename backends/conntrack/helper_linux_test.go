@@ -13,9 +13,9 @@ import (
 	"testing"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/nodeview"
 	"github.com/kpng-project/kpng/sink"
-	"github.com/mdlayher/netlink"
 	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
@@ -52,56 +52,63 @@ func (c connection) String() string {
 	return s
 }
 
-func (c connection) message() []byte {
-	b := header(api.FamilyOf(c.to.Addr()))
-	b = append(b, tupleAttr(ctaTupleOrig, c.protocol, c.from, c.to)...)
-	b = append(b, tupleAttr(ctaTupleReply, c.protocol, c.endpoint, c.back)...)
-	b = append(b, attr(3, binary.BigEndian.AppendUint32(nil, 1<<3)...)...) // status: confirmed
-	b = append(b, attr(7, binary.BigEndian.AppendUint32(nil, 3600)...)...) // time-out
+// encode encodes the message that makes an entry.
+func (c connection) encode(w *netfilter.Builder) {
+	at := w.Begin(unix.NFNL_SUBSYS_CTNETLINK<<8, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nfproto(api.FamilyOf(c.to.Addr())))
+	encodeTuple(w, ctaTupleOrig, c.protocol, c.from, c.to)
+	encodeTuple(w, ctaTupleReply, c.protocol, c.endpoint, c.back)
+	w.Uint32(3, 1<<3) // status: confirmed
+	w.Uint32(7, 3600) // time-out
 	if c.protocol == unix.IPPROTO_TCP {
-		b = append(b, nested(4, nested(1, attr(1, 3)))...) // established
+		info := w.Nest(4)
+		tcp := w.Nest(1)
+		w.Bytes(1, 3) // established
+		w.EndNest(tcp)
+		w.EndNest(info)
 	}
 	if c.zone != 0 {
-		b = append(b, attr(ctaZone, byte(c.zone>>8), byte(c.zone))...)
+		w.Bytes(ctaZone, byte(c.zone>>8), byte(c.zone))
 	}
-	return b
+	w.End(at)
 }
 
-func tupleAttr(kind uint16, protocol uint8, src, dst netip.AddrPort) []byte {
+func encodeTuple(w *netfilter.Builder, kind uint16, protocol uint8, src, dst netip.AddrPort) {
 	ipSrc, ipDst := uint16(ctaIPv4Src), uint16(ctaIPv4Dst)
 	if src.Addr().Is6() {
 		ipSrc, ipDst = ctaIPv6Src, ctaIPv6Dst
 	}
-	port := func(p uint16) []byte { return binary.BigEndian.AppendUint16(nil, p) }
-	return nested(kind,
-		nested(ctaTupleIP, attr(ipSrc, src.Addr().AsSlice()...), attr(ipDst, dst.Addr().AsSlice()...)),
-		nested(ctaTupleProto, attr(ctaProtoNum, protocol), attr(ctaProtoSrcPort, port(src.Port())...), attr(ctaProtoDstPort, port(dst.Port())...)),
-	)
+	tuple := w.Nest(kind)
+	ip := w.Nest(ctaTupleIP)
+	w.Bytes(ipSrc, src.Addr().AsSlice()...)
+	w.Bytes(ipDst, dst.Addr().AsSlice()...)
+	w.EndNest(ip)
+	proto := w.Nest(ctaTupleProto)
+	w.Bytes(ctaProtoNum, protocol)
+	w.Bytes(ctaProtoSrcPort, byte(src.Port()>>8), byte(src.Port()))
+	w.Bytes(ctaProtoDstPort, byte(dst.Port()>>8), byte(dst.Port()))
+	w.EndNest(proto)
+	w.EndNest(tuple)
 }
 
 // enter makes entries in the table of a namespace.
 func enter(t testing.TB, netNS int, connections ...connection) {
 	t.Helper()
-	c, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{NetNS: netNS})
-	if err != nil {
-		t.Fatal(err)
-	}
+	c := netfilter.NewConn(netNS)
 	defer c.Close()
-	for some := range slices.Chunk(connections, batch) {
-		var messages []netlink.Message
-		for _, c := range some {
-			messages = append(messages, netlink.Message{
-				Header: netlink.Header{Type: unix.NFNL_SUBSYS_CTNETLINK << 8, Flags: netlink.Request | netlink.Create | netlink.Excl | netlink.Acknowledge},
-				Data:   c.message(),
-			})
-		}
-		if _, err := c.SendMessages(messages); err != nil {
-			t.Fatal(err)
-		}
-		for i := range messages {
-			if _, err := c.Receive(); err != nil {
-				t.Fatalf("entering %s, which needs root and the kernel's nf_conntrack_netlink: %v", some[i], err)
+	for some := range slices.Chunk(connections, batchSize) {
+		n := 0
+		err := c.Each(t.Context(), func(w *netfilter.Builder) {
+			for _, c := range some {
+				c.encode(w)
 			}
+		}, func(err error) {
+			if err != nil {
+				t.Fatalf("entering %s, which needs root and the kernel's nf_conntrack_netlink: %v", some[n], err)
+			}
+			n++
+		})
+		if err != nil {
+			t.Fatal(err)
 		}
 	}
 }
@@ -109,12 +116,10 @@ func enter(t testing.TB, netNS int, connections ...connection) {
 // empty deletes all entries of a namespace.
 func empty(t testing.TB, netNS int) {
 	t.Helper()
-	c, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{NetNS: netNS})
-	if err != nil {
-		t.Fatal(err)
-	}
+	c := netfilter.NewConn(netNS)
 	defer c.Close()
-	if _, err := c.Execute(netlink.Message{Header: netlink.Header{Type: ctDelete, Flags: netlink.Request | netlink.Acknowledge}, Data: header(api.IPv4)}); err != nil {
+	err := c.Query(t.Context(), func(w *netfilter.Builder) { deletion(w, api.IPv4, nil) }, func([]byte) {})
+	if err != nil {
 		t.Fatal(err)
 	}
 }
@@ -122,19 +127,14 @@ func empty(t testing.TB, netNS int) {
 // entries returns what the table has, in order.
 func entries(t testing.TB, netNS int) []string {
 	t.Helper()
-	c, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{NetNS: netNS})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
+	conn := netfilter.NewConn(netNS)
+	defer conn.Close()
 	var found []connection
-	messages, err := c.Execute(netlink.Message{Header: netlink.Header{Type: ctGet, Flags: netlink.Request | netlink.Dump}, Data: []byte{unix.AF_UNSPEC, 0, 0, 0}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, m := range messages {
+	err := conn.Query(t.Context(), func(w *netfilter.Builder) {
+		w.End(w.Begin(ctGet, unix.NLM_F_DUMP, unix.AF_UNSPEC))
+	}, func(entry []byte) {
 		var c connection
-		for kind, data := range attrs(m.Data[headerLen:]) {
+		for kind, data := range netfilter.Attributes(entry) {
 			switch kind {
 			case ctaTupleOrig:
 				t := parseTuple(data)
@@ -147,6 +147,9 @@ func entries(t testing.TB, netNS int) []string {
 			}
 		}
 		found = append(found, c)
+	})
+	if err != nil {
+		t.Fatal(err)
 	}
 	return texts(found)
 }

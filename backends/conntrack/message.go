@@ -6,10 +6,10 @@ package conntrack
 
 import (
 	"encoding/binary"
-	"iter"
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"golang.org/x/sys/unix"
 )
 
@@ -44,57 +44,12 @@ const (
 	filterDstPort  = 1 << 5
 )
 
-// header is the nfgenmsg that begins every message.
-func header(family api.Family) []byte {
+// nfproto is how netfilter names a family.
+func nfproto(family api.Family) byte {
 	if family == api.IPv6 {
-		return []byte{unix.AF_INET6, unix.NFNETLINK_V0, 0, 0}
+		return unix.AF_INET6
 	}
-	return []byte{unix.AF_INET, unix.NFNETLINK_V0, 0, 0}
-}
-
-const (
-	headerLen = 4
-	attrLen   = 4
-	// attrType is what of an attribute's type is not flags.
-	attrType = 0x3fff
-)
-
-// appendAttr appends an attribute.
-func appendAttr(b []byte, kind uint16, data []byte) []byte {
-	b = binary.NativeEndian.AppendUint16(b, uint16(attrLen+len(data)))
-	b = binary.NativeEndian.AppendUint16(b, kind)
-	b = append(b, data...)
-	for len(b)%4 != 0 {
-		b = append(b, 0)
-	}
-	return b
-}
-
-func nested(kind uint16, attrs ...[]byte) []byte {
-	var data []byte
-	for _, a := range attrs {
-		data = append(data, a...)
-	}
-	return appendAttr(nil, unix.NLA_F_NESTED|kind, data)
-}
-
-func attr(kind uint16, data ...byte) []byte { return appendAttr(nil, kind, data) }
-
-// attrs yields the attributes of b without copying them, and ends where b is no
-// list of attributes.
-func attrs(b []byte) iter.Seq2[uint16, []byte] {
-	return func(yield func(uint16, []byte) bool) {
-		for len(b) >= attrLen {
-			n := int(binary.NativeEndian.Uint16(b))
-			if n < attrLen || n > len(b) {
-				return
-			}
-			if !yield(binary.NativeEndian.Uint16(b[2:])&attrType, b[attrLen:n]) {
-				return
-			}
-			b = b[min((n+3)&^3, len(b)):]
-		}
-	}
+	return unix.AF_INET
 }
 
 // tuple is one direction of a connection.
@@ -106,8 +61,8 @@ type tuple struct {
 func parseTuple(b []byte) (t tuple) {
 	var src, dst netip.Addr
 	var sport, dport uint16
-	for kind, data := range attrs(b) {
-		for inner, value := range attrs(data) {
+	for kind, data := range netfilter.Attributes(b) {
+		for inner, value := range netfilter.Attributes(data) {
 			switch {
 			case kind == ctaTupleIP && (inner == ctaIPv4Src || inner == ctaIPv6Src):
 				src, _ = netip.AddrFromSlice(value)
@@ -129,13 +84,10 @@ func parseTuple(b []byte) (t tuple) {
 // parseFlow reads an entry of the table. It is not ok if the entry is no UDP
 // connection, or in another zone than the one in which services are translated:
 // others may know the same connection there as it is before that.
-func parseFlow(message []byte) (f flow, ok bool) {
-	if len(message) < headerLen {
-		return flow{}, false
-	}
+func parseFlow(entry []byte) (f flow, ok bool) {
 	var orig, reply tuple
 	var zone uint16
-	for kind, data := range attrs(message[headerLen:]) {
+	for kind, data := range netfilter.Attributes(entry) {
 		switch kind {
 		case ctaTupleOrig:
 			orig = parseTuple(data)
@@ -151,43 +103,54 @@ func parseFlow(message []byte) (f flow, ok bool) {
 	return f, orig.protocol == unix.IPPROTO_UDP && zone == 0 && f.to.IsValid() && f.endpoint.IsValid()
 }
 
-// deletion returns the message that deletes the entry of a message, and not one
-// that came in its place.
-func deletion(message []byte) []byte {
-	b := append([]byte(nil), message[:headerLen]...)
-	for kind, data := range attrs(message[headerLen:]) {
+// identity returns the attributes that tell an entry from one that came in its place.
+func identity(entry []byte) []byte {
+	var w netfilter.Builder
+	for kind, data := range netfilter.Attributes(entry) {
 		switch kind {
 		case ctaTupleOrig:
-			b = appendAttr(b, unix.NLA_F_NESTED|kind, data)
+			w.Bytes(unix.NLA_F_NESTED|kind, data...)
 		case ctaID:
-			b = appendAttr(b, kind, data)
+			w.Bytes(kind, data...)
 		}
 	}
-	return b
+	return w.Encoded()
 }
 
-// listing returns the message that asks for the UDP entries to any of places, all
+// deletion encodes the message that deletes the entry with that identity.
+func deletion(w *netfilter.Builder, family api.Family, identity []byte) {
+	at := w.Begin(ctDelete, 0, nfproto(family))
+	w.Raw(identity)
+	w.End(at)
+}
+
+// listing encodes the message that asks for the UDP entries to any of places, all
 // of one family. The kernel sorts out the others as far as it can: it compares
 // with one port and one IPv4 address. Before 5.8 it did not, and told of all.
-func listing(family api.Family, places []place) []byte {
+func listing(w *netfilter.Builder, family api.Family, places []place) {
 	flags := uint32(filterProtoNum)
-	proto := [][]byte{attr(ctaProtoNum, unix.IPPROTO_UDP)}
-	if port := places[0].Port(); port != 0 && all(places, func(p place) bool { return p.Port() == port }) {
-		flags |= filterDstPort
-		proto = append(proto, attr(ctaProtoDstPort, byte(port>>8), byte(port)))
-	}
-	var ip [][]byte
+	at := w.Begin(ctGet, unix.NLM_F_DUMP, nfproto(family))
+	tuple := w.Nest(ctaTupleOrig)
+	ip := w.Nest(ctaTupleIP)
 	// Of IPv6 addresses the kernel tells of all but the one asked for.
 	if addr := places[0].Addr(); family == api.IPv4 && !addr.IsUnspecified() && all(places, func(p place) bool { return p.Addr() == addr }) {
 		flags |= filterIPDst
-		ip = append(ip, attr(ctaIPv4Dst, addr.AsSlice()...))
+		w.Bytes(ctaIPv4Dst, addr.AsSlice()...)
 	}
-	b := header(family)
-	b = append(b, nested(ctaTupleOrig, nested(ctaTupleIP, ip...), nested(ctaTupleProto, proto...))...)
-	return append(b, nested(ctaFilter,
-		attr(ctaFilterOrigFlags, binary.NativeEndian.AppendUint32(nil, flags)...),
-		attr(ctaFilterReplyFlags, 0, 0, 0, 0),
-	)...)
+	w.EndNest(ip)
+	proto := w.Nest(ctaTupleProto)
+	w.Bytes(ctaProtoNum, unix.IPPROTO_UDP)
+	if port := places[0].Port(); port != 0 && all(places, func(p place) bool { return p.Port() == port }) {
+		flags |= filterDstPort
+		w.Bytes(ctaProtoDstPort, byte(port>>8), byte(port))
+	}
+	w.EndNest(proto)
+	w.EndNest(tuple)
+	filter := w.Nest(ctaFilter)
+	w.Bytes(ctaFilterOrigFlags, binary.NativeEndian.AppendUint32(nil, flags)...)
+	w.Bytes(ctaFilterReplyFlags, 0, 0, 0, 0)
+	w.EndNest(filter)
+	w.End(at)
 }
 
 func all(places []place, is func(place) bool) bool {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/nodeview"
 	"golang.org/x/sys/unix"
 )
@@ -101,15 +102,15 @@ func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
 func encodeRules(rules ...[]expr.Any) []string {
 	encoded := make([]string, len(rules))
 	for i, rule := range rules {
-		var w wire
+		var w netfilter.Builder
 		for _, e := range rule {
 			b, err := expr.Marshal(unix.NFPROTO_INET, e)
 			if err != nil {
 				panic(err) // the expressions are ours, and their data too
 			}
-			w.bytes(unix.NFTA_LIST_ELEM|unix.NLA_F_NESTED, b)
+			w.Bytes(unix.NFTA_LIST_ELEM|unix.NLA_F_NESTED, b...)
 		}
-		encoded[i] = string(w.b)
+		encoded[i] = string(w.Encoded())
 	}
 	return encoded
 }
@@ -124,25 +125,25 @@ func (w *wire) makeSet(name string, family api.Family) {
 	if family == api.IPv6 {
 		typ, length = 8, 16
 	}
-	at := w.begin(nftMsg(unix.NFT_MSG_NEWSET), unix.NLM_F_CREATE, unix.NFPROTO_INET, 0)
-	w.string(unix.NFTA_SET_TABLE, w.table)
-	w.string(unix.NFTA_SET_NAME, name)
-	w.uint32(unix.NFTA_SET_FLAGS, unix.NFT_SET_EVAL|unix.NFT_SET_TIMEOUT)
-	w.uint32(unix.NFTA_SET_KEY_TYPE, typ)
-	w.uint32(unix.NFTA_SET_KEY_LEN, length)
-	desc := w.nest(unix.NFTA_SET_DESC)
-	w.uint32(unix.NFTA_SET_DESC_SIZE, maxClients)
-	w.endNest(desc)
-	w.uint32(unix.NFTA_SET_ID, 1)
-	w.end(at)
+	at := w.Begin(nftMsg(unix.NFT_MSG_NEWSET), unix.NLM_F_CREATE, unix.NFPROTO_INET)
+	w.String(unix.NFTA_SET_TABLE, w.table)
+	w.String(unix.NFTA_SET_NAME, name)
+	w.Uint32(unix.NFTA_SET_FLAGS, unix.NFT_SET_EVAL|unix.NFT_SET_TIMEOUT)
+	w.Uint32(unix.NFTA_SET_KEY_TYPE, typ)
+	w.Uint32(unix.NFTA_SET_KEY_LEN, length)
+	desc := w.Nest(unix.NFTA_SET_DESC)
+	w.Uint32(unix.NFTA_SET_DESC_SIZE, maxClients)
+	w.EndNest(desc)
+	w.Uint32(unix.NFTA_SET_ID, 1)
+	w.End(at)
 }
 
 // deleteSet adds a message that deletes a set.
 func (w *wire) deleteSet(name string) {
-	at := w.begin(nftMsg(unix.NFT_MSG_DELSET), 0, unix.NFPROTO_INET, 0)
-	w.string(unix.NFTA_SET_TABLE, w.table)
-	w.string(unix.NFTA_SET_NAME, name)
-	w.end(at)
+	at := w.Begin(nftMsg(unix.NFT_MSG_DELSET), 0, unix.NFPROTO_INET)
+	w.String(unix.NFTA_SET_TABLE, w.table)
+	w.String(unix.NFTA_SET_NAME, name)
+	w.End(at)
 }
 
 // objectOp is what becomes of an object: it is made if old is nil, deleted if new is

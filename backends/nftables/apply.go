@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )
@@ -47,9 +48,9 @@ func (b *Backend) applyTogether(ctx context.Context, parts []part, failed *sink.
 	switch {
 	case err == nil:
 		return nil
-	case errors.Is(err, errUnknownOutcome):
+	case errors.Is(err, netfilter.ErrUnknownOutcome):
 		return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
-	case errors.Is(err, unix.EPERM), isTransient(err):
+	case errors.Is(err, unix.EPERM), netfilter.IsTransient(err):
 		return err // no service's fault
 	case len(parts) > 1:
 		half := len(parts) / 2

@@ -99,9 +99,7 @@ func (b *Backend) Start(ctx context.Context) error {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if err := b.dial(); err != nil {
-		return err
-	}
+	b.dial()
 	if err := b.loadSkeleton(ctx); err != nil {
 		return err
 	}
@@ -153,9 +151,7 @@ func (b *Backend) Stop(ctx context.Context) error {
 func (b *Backend) Cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if err := b.dial(); err != nil {
-		return err
-	}
+	b.dial()
 	return errors.Join(b.conn.deleteTable(ctx), b.hangUp())
 }
 
@@ -164,23 +160,17 @@ func (b *Backend) hangUp() error {
 	if b.conn == nil {
 		return nil
 	}
-	err := b.conn.close()
+	err := b.conn.Close()
 	b.conn, b.found, b.state, b.pass = nil, nil, nil, nil
 	return err
 }
 
 // dial makes sure that there is a connection.
-func (b *Backend) dial() error {
-	if b.conn != nil {
-		return nil
+func (b *Backend) dial() {
+	if b.conn == nil {
+		b.conn = newConn(b.opts.NetNS, b.opts.table())
+		b.conn.Transacted = b.opts.Observer.Transacted
 	}
-	c, err := dial(b.opts.NetNS, b.opts.table())
-	if err != nil {
-		return err
-	}
-	c.transacted = b.opts.Observer.Transacted
-	b.conn = c
-	return nil
 }
 
 // Sync implements [sink.Sink]. What it reports as failed is as it was
@@ -201,9 +191,7 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 func (b *Backend) sync(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if err := b.dial(); err != nil {
-		return err
-	}
+	b.dial()
 	defer b.observe()
 	err := b.program(ctx, c)
 	if _, ok := sink.Acknowledged(err); !ok {

@@ -173,11 +173,8 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 		for _, kind := range []string{"restart", "later"} {
 			b.Run(fmt.Sprintf("services=%d/endpoints=10/%s", n, kind), func(b *testing.B) {
 				be, ns := start(b, Options{})
-				observer, err := dial(ns.FD, be.opts.table())
-				if err != nil {
-					b.Fatal(err)
-				}
-				defer observer.close()
+				observer := newConn(ns.FD, be.opts.table())
+				defer observer.Close()
 				src.Reset()
 				d, stop := drive(b, src, sink.Func(be.Sync), 0)
 				waitApplied(b, d, src)

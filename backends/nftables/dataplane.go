@@ -24,11 +24,8 @@ import (
 // called at any time, also on a backend that was not started: then another process
 // programs the table.
 func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, se *api.ServiceEndpoints) (string, error) {
-	c, err := dial(b.opts.NetNS, b.opts.table())
-	if err != nil {
-		return "", err
-	}
-	defer c.close()
+	c := newConn(b.opts.NetNS, b.opts.table())
+	defer c.Close()
 	if ok, _, err := c.exists(ctx); err != nil {
 		return "", err
 	} else if !ok {

@@ -18,6 +18,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -236,8 +237,8 @@ func TestDataplaneOfANodePort(t *testing.T) {
 // leaves the table as it was; what becomes well in time, or at a second look, is
 // no error.
 func TestFaultsOfTheKernel(t *testing.T) {
-	refused := func(errno unix.Errno) error { return &failure{errno: errno, what: "adding something"} }
-	lost := fmt.Errorf("%w: %w", errUnknownOutcome, unix.ENOBUFS)
+	refused := func(errno unix.Errno) error { return &netfilter.Failure{Errno: errno, What: "adding something"} }
+	lost := fmt.Errorf("%w: %w", netfilter.ErrUnknownOutcome, unix.ENOBUFS)
 	some := errors.New("some services fail")
 	for name, test := range map[string]struct {
 		// faults are what happens in turn, nil that all is well; the last goes on.
@@ -272,10 +273,10 @@ func TestFaultsOfTheKernel(t *testing.T) {
 			changed := []*api.ServiceEndpoints{view("a", []string{"10.96.0.1"}, []string{"10.0.0.2"}, nil), view("b", []string{"10.96.0.2"}, []string{"10.0.0.3"}, nil)}
 			mustSync(t, b, changes(true, set(old[0]), set(old[1])))
 			before := contents(t, b)
-			exchange, left := b.conn.exchange, test.faults
+			exchange, left := b.conn.Exchange, test.faults
 			transacted, refusals = 0, 0
 			var told []error
-			b.conn.exchange = func(batch []byte) error {
+			b.conn.Exchange = func(batch []byte) error {
 				err := left[0]
 				if len(left) > 1 {
 					left = left[1:]
@@ -310,7 +311,7 @@ func TestFaultsOfTheKernel(t *testing.T) {
 			if transacted != len(told) || refusals != want {
 				t.Errorf("the observer is told of %d transactions, %d of them refused; want %d and %d", transacted, refusals, len(told), want)
 			}
-			b.conn.exchange = exchange
+			b.conn.Exchange = exchange
 			if len(failed) == len(old) || errors.Is(err, unix.EPERM) {
 				if diff := cmp.Diff(before, contents(t, b)); diff != "" {
 					t.Errorf("what failed changed the table (-before +after):\n%s", diff)
@@ -399,12 +400,12 @@ func TestAPassLeavesWhatItCannotProgram(t *testing.T) {
 	mustSync(t, b, changes(false, set(view("gone", []string{"10.96.0.3"}, []string{"10.0.0.1"}, nil))))
 
 	b = startIn(t, ns, opts)
-	exchange := b.conn.exchange
-	b.conn.exchange = func(batch []byte) error {
+	exchange := b.conn.Exchange
+	b.conn.Exchange = func(batch []byte) error {
 		for rest := batch; len(rest) > 0; rest = rest[binary.NativeEndian.Uint32(rest):] {
 			switch binary.NativeEndian.Uint16(rest[4:]) {
 			case nftMsg(unix.NFT_MSG_NEWSET), nftMsg(unix.NFT_MSG_NEWSETELEM):
-				return &failure{errno: unix.EINVAL}
+				return &netfilter.Failure{Errno: unix.EINVAL}
 			}
 		}
 		return exchange(batch)
@@ -419,7 +420,7 @@ func TestAPassLeavesWhatItCannotProgram(t *testing.T) {
 	if diff := cmp.Diff(lines(before), lines(nft(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
 		t.Errorf("the services that failed are not as they were (-before +after):\n%s", diff)
 	}
-	b.conn.exchange = exchange
+	b.conn.Exchange = exchange
 	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v, want one that has the leftovers removed", err)
 	}
@@ -453,10 +454,10 @@ func TestPatienceWithServicesThatFail(t *testing.T) {
 			ok := set(view("ok", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil))
 			mustSync(t, b, changes(true, append(test.old, ok)...))
 			b = startIn(t, ns, opts)
-			exchange := b.conn.exchange
-			b.conn.exchange = func(batch []byte) error {
+			exchange := b.conn.Exchange
+			b.conn.Exchange = func(batch []byte) error {
 				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // 10.99.98.97
-					return &failure{errno: unix.EINVAL}
+					return &netfilter.Failure{Errno: unix.EINVAL}
 				}
 				return exchange(batch)
 			}
@@ -479,7 +480,7 @@ func TestPatienceWithServicesThatFail(t *testing.T) {
 			if diff := cmp.Diff(test.want, asked); diff != "" {
 				t.Errorf("whether Verify asked (-want +got):\n%s", diff)
 			}
-			b.conn.exchange = exchange
+			b.conn.Exchange = exchange
 			mustSync(t, b, now)
 			if err := b.Verify(t.Context()); err != nil {
 				t.Error(err)

@@ -16,6 +16,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/sink"
 	"github.com/kpng-project/kpng/sink/sinktest"
 	"golang.org/x/sys/unix"
@@ -113,10 +114,10 @@ func TestAFailureInAPassSparesWhatMayBeTheServices(t *testing.T) {
 			b, ns := start(t, Options{})
 			mustSync(t, b, changes(true, set(view("web", []string{"10.96.0.1"}, old, nil)), set(view("gone", []string{"10.96.0.3"}, old, nil))))
 			b = startIn(t, ns, Options{Observer: Observer{Drifted: func() { t.Error("nobody else changed the table, and drift is reported") }}})
-			exchange := b.conn.exchange
-			b.conn.exchange = func(batch []byte) error {
+			exchange := b.conn.Exchange
+			b.conn.Exchange = func(batch []byte) error {
 				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // 10.99.98.97
-					return &failure{errno: unix.EINVAL}
+					return &netfilter.Failure{Errno: unix.EINVAL}
 				}
 				return exchange(batch)
 			}
@@ -126,7 +127,7 @@ func TestAFailureInAPassSparesWhatMayBeTheServices(t *testing.T) {
 			mustSync(t, b, batch(false, false, ok))
 			last := batch(false, true)
 			if recovers {
-				b.conn.exchange = exchange
+				b.conn.Exchange = exchange
 				mustSync(t, b, batch(false, false, web))
 			} else {
 				last.Failing = []types.NamespacedName{web.New.Key()}
@@ -145,7 +146,7 @@ func TestAFailureInAPassSparesWhatMayBeTheServices(t *testing.T) {
 			if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
 				t.Errorf("Verify returns %v, want one that has the leftovers removed", err)
 			}
-			b.conn.exchange = exchange
+			b.conn.Exchange = exchange
 			mustSync(t, b, changes(true, web, ok))
 			checkFresh(t, b, web, ok)
 		})
@@ -165,12 +166,12 @@ func TestWhatAServiceHadIsRemovedAfterItFailed(t *testing.T) {
 	b, ns := start(t, Options{})
 	mustSync(t, b, changes(true, web("10.96.0.1", "10.0.0.1", true)))
 	b = startIn(t, ns, Options{})
-	exchange := b.conn.exchange
-	b.conn.exchange = func([]byte) error { return &failure{errno: unix.EINVAL} }
+	exchange := b.conn.Exchange
+	b.conn.Exchange = func([]byte) error { return &netfilter.Failure{Errno: unix.EINVAL} }
 	if failed, ok := sink.Acknowledged(b.Sync(t.Context(), batch(true, false, web("10.96.0.1", "10.0.0.2", true)))); !ok || len(failed) != 1 {
 		t.Fatalf("failed: %v, acknowledged: %t; want one service", failed, ok)
 	}
-	b.conn.exchange = exchange
+	b.conn.Exchange = exchange
 	moved := web("10.96.0.9", "10.0.0.1", false)
 	mustSync(t, b, batch(false, false, moved), batch(false, true))
 	checkFresh(t, b, moved)
@@ -213,11 +214,11 @@ func TestAnyChangesDuringPasses(t *testing.T) {
 					t.Error("something is not as it was left, and nobody else changed it")
 				}
 			}}})
-			unfailing := b.conn.exchange
+			unfailing := b.conn.Exchange
 			fail := false // set and read by the driver's goroutine
-			b.conn.exchange = func(batch []byte) error {
+			b.conn.Exchange = func(batch []byte) error {
 				if fail && rng.IntN(8) == 0 {
-					return &failure{errno: unix.ENFILE}
+					return &netfilter.Failure{Errno: unix.ENFILE}
 				}
 				return unfailing(batch)
 			}
@@ -240,7 +241,7 @@ func TestAnyChangesDuringPasses(t *testing.T) {
 			if d.Status().Passes < 5 {
 				t.Errorf("there were %d passes", d.Status().Passes)
 			}
-			b.conn.exchange = unfailing
+			b.conn.Exchange = unfailing
 			var list []sink.Change
 			for _, v := range src.Views() {
 				list = append(list, set(v))

@@ -18,6 +18,7 @@ import (
 	"text/template"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 )
@@ -159,7 +160,7 @@ func (b *Backend) nft(ctx context.Context, commands string) error {
 	case errors.Is(err, exec.ErrNotFound):
 		return fmt.Errorf("table inet %s cannot be made without the nft program (package nftables): %w", b.opts.table(), err)
 	case strings.Contains(stderr.String(), "Operation not permitted"):
-		return fmt.Errorf("making table inet %s with %s: %w", b.opts.table(), b.opts.NFT, &failure{errno: unix.EPERM})
+		return fmt.Errorf("making table inet %s with %s: %w", b.opts.table(), b.opts.NFT, &netfilter.Failure{Errno: unix.EPERM})
 	case err != nil:
 		return fmt.Errorf("making table inet %s with %s: %w: %s", b.opts.table(), b.opts.NFT, err, firstLine(stderr.String()))
 	}

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"golang.org/x/sys/unix"
 )
 
@@ -17,92 +18,31 @@ import (
 const (
 	nftaSetElemKeyEnd = 10
 	nfDrop            = 0
-	nlaTypeMask       = 0x3fff
 )
 
 // message types have the subsystem in their upper octet.
 func nftMsg(t int) uint16 { return unix.NFNL_SUBSYS_NFTABLES<<8 | uint16(t) }
 
-// wire puts together netlink messages, one after the other.
+// wire encodes messages about one table.
 type wire struct {
-	b     []byte
+	*netfilter.Builder
 	table string
-}
-
-// begin begins a message. It returns where, for end.
-func (w *wire) begin(msgType, flags uint16, family byte, resID uint16) int {
-	at := len(w.b)
-	w.b = append(w.b, 0, 0, 0, 0) // the length, see end
-	w.b = binary.NativeEndian.AppendUint16(w.b, msgType)
-	w.b = binary.NativeEndian.AppendUint16(w.b, flags|unix.NLM_F_REQUEST)
-	w.b = append(w.b, 0, 0, 0, 0, 0, 0, 0, 0) // sequence and port, see conn.send
-	w.b = append(w.b, family, unix.NFNETLINK_V0)
-	w.b = binary.BigEndian.AppendUint16(w.b, resID)
-	return at
-}
-
-func (w *wire) end(at int) { binary.NativeEndian.PutUint32(w.b[at:], uint32(len(w.b)-at)) }
-
-// nest begins a nested attribute, to be ended with endNest.
-func (w *wire) nest(attr uint16) int {
-	at := len(w.b)
-	w.b = append(w.b, 0, 0)
-	w.b = binary.NativeEndian.AppendUint16(w.b, attr|unix.NLA_F_NESTED)
-	return at
-}
-
-func (w *wire) endNest(at int) { binary.NativeEndian.PutUint16(w.b[at:], uint16(len(w.b)-at)) }
-
-func (w *wire) bytes(attr uint16, v []byte) {
-	w.b = binary.NativeEndian.AppendUint16(w.b, uint16(4+len(v)))
-	w.b = binary.NativeEndian.AppendUint16(w.b, attr)
-	w.b = append(w.b, v...)
-	w.pad()
-}
-
-func (w *wire) string(attr uint16, s string) {
-	w.b = binary.NativeEndian.AppendUint16(w.b, uint16(4+len(s)+1))
-	w.b = binary.NativeEndian.AppendUint16(w.b, attr)
-	w.b = append(w.b, s...)
-	w.b = append(w.b, 0)
-	w.pad()
-}
-
-func (w *wire) pad() {
-	for len(w.b)%4 != 0 {
-		w.b = append(w.b, 0)
-	}
-}
-
-func (w *wire) uint32(attr uint16, v uint32) {
-	w.b = binary.NativeEndian.AppendUint16(w.b, 8)
-	w.b = binary.NativeEndian.AppendUint16(w.b, attr)
-	w.b = binary.BigEndian.AppendUint32(w.b, v)
-}
-
-// beginBatch and endBatch are around messages that take effect together.
-func (w *wire) beginBatch() {
-	w.end(w.begin(unix.NFNL_MSG_BATCH_BEGIN, 0, unix.AF_UNSPEC, unix.NFNL_SUBSYS_NFTABLES))
-}
-
-func (w *wire) endBatch() {
-	w.end(w.begin(unix.NFNL_MSG_BATCH_END, 0, unix.AF_UNSPEC, unix.NFNL_SUBSYS_NFTABLES))
 }
 
 // chain adds a message about a chain: NFT_MSG_NEWCHAIN or NFT_MSG_DELCHAIN.
 func (w *wire) chain(msg int, name string) {
-	at := w.begin(nftMsg(msg), unix.NLM_F_CREATE, unix.NFPROTO_INET, 0)
-	w.string(unix.NFTA_CHAIN_TABLE, w.table)
-	w.string(unix.NFTA_CHAIN_NAME, name)
-	w.end(at)
+	at := w.Begin(nftMsg(msg), unix.NLM_F_CREATE, unix.NFPROTO_INET)
+	w.String(unix.NFTA_CHAIN_TABLE, w.table)
+	w.String(unix.NFTA_CHAIN_NAME, name)
+	w.End(at)
 }
 
 // flushChain adds a message that empties a chain.
 func (w *wire) flushChain(name string) {
-	at := w.begin(nftMsg(unix.NFT_MSG_DELRULE), 0, unix.NFPROTO_INET, 0)
-	w.string(unix.NFTA_RULE_TABLE, w.table)
-	w.string(unix.NFTA_RULE_CHAIN, name)
-	w.end(at)
+	at := w.Begin(nftMsg(unix.NFT_MSG_DELRULE), 0, unix.NFPROTO_INET)
+	w.String(unix.NFTA_RULE_TABLE, w.table)
+	w.String(unix.NFTA_RULE_CHAIN, name)
+	w.End(at)
 }
 
 // deleteChains adds messages that delete chains, which may lead to each other.
@@ -117,13 +57,13 @@ func (w *wire) deleteChains(names []string) {
 
 // rule adds a message that appends a rule, encoded by encodeRules, to a chain.
 func (w *wire) rule(chain, rule string) {
-	at := w.begin(nftMsg(unix.NFT_MSG_NEWRULE), unix.NLM_F_CREATE|unix.NLM_F_APPEND, unix.NFPROTO_INET, 0)
-	w.string(unix.NFTA_RULE_TABLE, w.table)
-	w.string(unix.NFTA_RULE_CHAIN, chain)
-	list := w.nest(unix.NFTA_RULE_EXPRESSIONS)
-	w.b = append(w.b, rule...)
-	w.endNest(list)
-	w.end(at)
+	at := w.Begin(nftMsg(unix.NFT_MSG_NEWRULE), unix.NLM_F_CREATE|unix.NLM_F_APPEND, unix.NFPROTO_INET)
+	w.String(unix.NFTA_RULE_TABLE, w.table)
+	w.String(unix.NFTA_RULE_CHAIN, chain)
+	list := w.Nest(unix.NFTA_RULE_EXPRESSIONS)
+	w.Raw([]byte(rule))
+	w.EndNest(list)
+	w.End(at)
 }
 
 // makeChain adds messages that make a chain with these rules, whatever it had.
@@ -155,21 +95,21 @@ func (w *wire) allElements(msg int, flags uint16, elems []element) {
 
 func (w *wire) elements(msg int, flags uint16, m mapID, elems []element) {
 	for len(elems) > 0 {
-		at := w.begin(nftMsg(msg), flags, unix.NFPROTO_INET, 0)
-		w.string(unix.NFTA_SET_ELEM_LIST_TABLE, w.table)
-		w.string(unix.NFTA_SET_ELEM_LIST_SET, m.name())
-		list := w.nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
-		for len(elems) > 0 && len(w.b)-list < maxElements {
+		at := w.Begin(nftMsg(msg), flags, unix.NFPROTO_INET)
+		w.String(unix.NFTA_SET_ELEM_LIST_TABLE, w.table)
+		w.String(unix.NFTA_SET_ELEM_LIST_SET, m.name())
+		list := w.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+		for len(elems) > 0 && w.Len()-list < maxElements {
 			w.element(&elems[0], msg == unix.NFT_MSG_NEWSETELEM)
 			elems = elems[1:]
 		}
-		w.endNest(list)
-		w.end(at)
+		w.EndNest(list)
+		w.End(at)
 	}
 }
 
 func (w *wire) element(e *element, withData bool) {
-	item := w.nest(unix.NFTA_LIST_ELEM)
+	item := w.Nest(unix.NFTA_LIST_ELEM)
 	key := e.key[:e.m.keyLen()]
 	w.data(unix.NFTA_SET_ELEM_KEY, key)
 	if e.m.role == sources {
@@ -180,25 +120,25 @@ func (w *wire) element(e *element, withData bool) {
 	case e.m.dataLen() > 0:
 		w.data(unix.NFTA_SET_ELEM_DATA, e.data[:e.m.dataLen()])
 	case e.m.hasVerdicts():
-		data := w.nest(unix.NFTA_SET_ELEM_DATA)
-		verdict := w.nest(unix.NFTA_DATA_VERDICT)
+		data := w.Nest(unix.NFTA_SET_ELEM_DATA)
+		verdict := w.Nest(unix.NFTA_DATA_VERDICT)
 		if e.chain == drop {
-			w.uint32(unix.NFTA_VERDICT_CODE, nfDrop)
+			w.Uint32(unix.NFTA_VERDICT_CODE, nfDrop)
 		} else {
 			code := int32(unix.NFT_GOTO)
-			w.uint32(unix.NFTA_VERDICT_CODE, uint32(code))
-			w.string(unix.NFTA_VERDICT_CHAIN, e.chain)
+			w.Uint32(unix.NFTA_VERDICT_CODE, uint32(code))
+			w.String(unix.NFTA_VERDICT_CHAIN, e.chain)
 		}
-		w.endNest(verdict)
-		w.endNest(data)
+		w.EndNest(verdict)
+		w.EndNest(data)
 	}
-	w.endNest(item)
+	w.EndNest(item)
 }
 
 func (w *wire) data(attr uint16, v []byte) {
-	at := w.nest(attr)
-	w.bytes(unix.NFTA_DATA_VALUE, v)
-	w.endNest(at)
+	at := w.Nest(attr)
+	w.Bytes(unix.NFTA_DATA_VALUE, v...)
+	w.EndNest(at)
 }
 
 // rangeEnd returns the end of the range of keys that begins with key, whose last
@@ -212,18 +152,6 @@ func rangeEnd(key []byte, addrLen, bits int) []byte {
 	return end
 }
 
-// attributes calls f with each attribute of b, flags taken from its type.
-func attributes(b []byte, f func(attr uint16, v []byte)) {
-	for len(b) >= 4 {
-		n := int(binary.NativeEndian.Uint16(b))
-		if n < 4 || n > len(b) {
-			return
-		}
-		f(binary.NativeEndian.Uint16(b[2:])&nlaTypeMask, b[4:n])
-		b = b[min((n+3)&^3, len(b)):]
-	}
-}
-
 // foreign is an element that this package could not have made, as the kernel
 // encodes it.
 type foreign []byte
@@ -231,65 +159,67 @@ type foreign []byte
 // deleteForeign adds messages that delete such elements of a map.
 func (w *wire) deleteForeign(m mapID, elems []foreign) {
 	for _, e := range elems {
-		at := w.begin(nftMsg(unix.NFT_MSG_DELSETELEM), 0, unix.NFPROTO_INET, 0)
-		w.string(unix.NFTA_SET_ELEM_LIST_TABLE, w.table)
-		w.string(unix.NFTA_SET_ELEM_LIST_SET, m.name())
-		list := w.nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
-		item := w.nest(unix.NFTA_LIST_ELEM)
-		attributes(e, func(attr uint16, v []byte) {
+		at := w.Begin(nftMsg(unix.NFT_MSG_DELSETELEM), 0, unix.NFPROTO_INET)
+		w.String(unix.NFTA_SET_ELEM_LIST_TABLE, w.table)
+		w.String(unix.NFTA_SET_ELEM_LIST_SET, m.name())
+		list := w.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+		item := w.Nest(unix.NFTA_LIST_ELEM)
+		for attr, v := range netfilter.Attributes(e) {
 			if attr == unix.NFTA_SET_ELEM_KEY || attr == nftaSetElemKeyEnd {
-				key := w.nest(attr)
-				w.b = append(w.b, v...)
-				w.endNest(key)
+				key := w.Nest(attr)
+				w.Raw(v)
+				w.EndNest(key)
 			}
-		})
-		w.endNest(item)
-		w.endNest(list)
-		w.end(at)
+		}
+		w.EndNest(item)
+		w.EndNest(list)
+		w.End(at)
 	}
 }
 
 // decodeElements calls f with each element of a NFT_MSG_NEWSETELEM message about
 // the map m. One that this package could not have made comes as it is.
 func decodeElements(m mapID, payload []byte, chains map[string]string, f func(element, foreign)) {
-	attributes(payload, func(attr uint16, list []byte) {
+	for attr, list := range netfilter.Attributes(payload) {
 		if attr != unix.NFTA_SET_ELEM_LIST_ELEMENTS {
-			return
+			continue
 		}
-		attributes(list, func(_ uint16, item []byte) {
+		for _, item := range netfilter.Attributes(list) {
 			if e, ok := decodeElement(m, item, chains); ok {
 				f(e, nil)
 			} else {
 				f(e, item)
 			}
-		})
-	})
+		}
+	}
 }
 
 func decodeElement(m mapID, item []byte, chains map[string]string) (e element, ok bool) {
 	e.m = m
 	keyLen, dataLen := m.keyLen(), m.dataLen()
 	var end []byte
-	attributes(item, func(attr uint16, v []byte) {
+	for attr, v := range netfilter.Attributes(item) {
 		switch attr {
 		case unix.NFTA_SET_ELEM_KEY:
-			attributes(v, func(_ uint16, key []byte) {
+			for _, key := range netfilter.Attributes(v) {
 				ok = len(key) == keyLen
 				copy(e.key[:keyLen], key)
-			})
+			}
 		case nftaSetElemKeyEnd:
-			attributes(v, func(_ uint16, key []byte) { end = key })
+			for _, key := range netfilter.Attributes(v) {
+				end = key
+			}
 		case unix.NFTA_SET_ELEM_DATA:
-			attributes(v, func(attr uint16, data []byte) {
+			for attr, data := range netfilter.Attributes(v) {
 				if attr == unix.NFTA_DATA_VERDICT {
 					e.chain = decodeVerdict(data, chains)
 				} else {
 					ok = ok && len(data) == dataLen
 					copy(e.data[:dataLen], data)
 				}
-			})
+			}
 		}
-	})
+	}
 	if m.role == sources {
 		bits, isPrefix := prefixLen(e.key[keyLen-m.addrLen():keyLen], end, m.addrLen())
 		e.key[maxKey-1] = bits
@@ -318,19 +248,19 @@ func prefixLen(first, end []byte, addrLen int) (bits byte, ok bool) {
 // that a name is in memory once.
 func decodeVerdict(b []byte, chains map[string]string) (chain string) {
 	var code int32
-	attributes(b, func(attr uint16, v []byte) {
+	for attr, v := range netfilter.Attributes(b) {
 		switch attr {
 		case unix.NFTA_VERDICT_CODE:
 			code = int32(binary.BigEndian.Uint32(v))
 		case unix.NFTA_VERDICT_CHAIN:
 			name, ok := chains[string(v)]
 			if !ok {
-				name = cString(v)
+				name = netfilter.String(v)
 				chains[string(v)] = name
 			}
 			chain = name
 		}
-	})
+	}
 	switch {
 	case code == nfDrop:
 		return drop
@@ -339,13 +269,4 @@ func decodeVerdict(b []byte, chains map[string]string) (chain string) {
 	default:
 		return fmt.Sprintf("verdict %d %s", code, chain)
 	}
-}
-
-func cString(b []byte) string {
-	for i, c := range b {
-		if c == 0 {
-			return string(b[:i])
-		}
-	}
-	return string(b)
 }

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package netfilter
+
+import (
+	"encoding/binary"
+	"iter"
+	"strings"
+)
+
+const (
+	// attrHeader is the length of an attribute's header.
+	attrHeader = 4
+	// attrType masks the type of an attribute. The other bits are flags.
+	attrType = 0x3fff
+)
+
+// Attributes yields the type, without flags, and the data of each attribute of b. It
+// copies nothing, and ends where b is malformed.
+func Attributes(b []byte) iter.Seq2[uint16, []byte] {
+	return func(yield func(uint16, []byte) bool) {
+		for len(b) >= attrHeader {
+			n := int(binary.NativeEndian.Uint16(b))
+			if n < attrHeader || n > len(b) {
+				return
+			}
+			if !yield(binary.NativeEndian.Uint16(b[2:])&attrType, b[attrHeader:n]) {
+				return
+			}
+			b = b[min((n+3)&^3, len(b)):]
+		}
+	}
+}
+
+// String returns the string of an attribute, without the zero octet at its end.
+func String(b []byte) string {
+	s, _, _ := strings.Cut(string(b), "\x00")
+	return s
+}

@@ -1,0 +1,297 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+// Package netfilter talks over netlink to the parts of the kernel's netfilter: nf_tables
+// and connection tracking. It has the connection, the encoding of messages and the
+// failures, and knows nothing about what the messages mean.
+package netfilter
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// Conn is a connection to netfilter. It is for one goroutine at a time.
+type Conn struct {
+	// Describe describes for a Failure what a message of that type does. The attribute at
+	// offset is the one that the kernel refused; offset is negative if it did not say.
+	// Default: messages are not described.
+	Describe func(msgType uint16, attributes []byte, offset int) string
+	// Transacted is called after each attempt at a transaction. Default: nothing is called.
+	Transacted func(error)
+	// Exchange sends a batch and receives the answer. Tests replace it.
+	Exchange func(batch []byte) error
+	// Commits is the number of transactions that took effect.
+	Commits uint32
+
+	nl    *netlink.Conn // nil if the next request needs a new one
+	netNS int
+	seq   uint32
+	buf   []byte
+}
+
+const (
+	// socketBuffer limits a transaction, which must fit into one message to the
+	// kernel: 64 MiB are a million elements.
+	socketBuffer = 64 << 20
+	// ackTimeout is how long the kernel may take to answer. It works while the
+	// request is sent, so that only a lost answer takes any time.
+	ackTimeout = 30 * time.Second
+)
+
+// NewConn returns a connection in the network namespace of the file descriptor netNS, or
+// in that of the process if it is 0. The first request opens it.
+func NewConn(netNS int) *Conn {
+	c := &Conn{
+		Describe:   func(uint16, []byte, int) string { return "" },
+		Transacted: func(error) {},
+		netNS:      netNS,
+		buf:        make([]byte, 256<<10),
+	}
+	c.Exchange = c.transactOnce
+	return c
+}
+
+func (c *Conn) open() error {
+	nl, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{NetNS: c.netNS})
+	if err != nil {
+		return fmt.Errorf("open a netlink socket: %w", err)
+	}
+	err = errors.Join(
+		nl.SetWriteBuffer(socketBuffer),
+		nl.SetReadBuffer(8<<20),
+		nl.SetOption(netlink.CapAcknowledge, true),      // an error does not repeat the request,
+		nl.SetOption(netlink.ExtendedAcknowledge, true), // but names its part that is refused
+	)
+	if err != nil {
+		nl.Close()
+		return fmt.Errorf("set up a netlink socket: %w", err)
+	}
+	c.nl = nl
+	return nil
+}
+
+// Close closes the connection. The next request opens it again.
+func (c *Conn) Close() error {
+	if c.nl == nil {
+		return nil
+	}
+	nl := c.nl
+	c.nl = nil
+	return nl.Close()
+}
+
+// number gives the messages in b sequence numbers. It returns the first and the last.
+func (c *Conn) number(b []byte) (first, last uint32) {
+	c.seq %= 1 << 31 // so that it does not overflow within b
+	first = c.seq + 1
+	for len(b) > 0 {
+		c.seq++
+		binary.NativeEndian.PutUint32(b[8:], c.seq)
+		b = b[binary.NativeEndian.Uint32(b):]
+	}
+	return first, c.seq
+}
+
+// Transact brings the messages that fill encodes into effect: all of them, or none if it
+// returns an error other than ErrUnknownOutcome. It repeats for a moment what fails for
+// a transient reason.
+func (c *Conn) Transact(ctx context.Context, fill func(*Builder)) error {
+	var w Builder
+	w.beginBatch()
+	empty := w.Len()
+	if fill(&w); w.Len() == empty {
+		return nil
+	}
+	w.endBatch()
+	for attempt := 0; ; attempt++ {
+		err := c.Exchange(w.b)
+		c.Transacted(err)
+		if err == nil {
+			c.Commits++
+		}
+		if !IsTransient(err) || attempt == 5 {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%w (%w)", err, context.Cause(ctx))
+		case <-time.After(time.Millisecond << attempt):
+		}
+	}
+}
+
+func (c *Conn) transactOnce(b []byte) error {
+	first, last := c.number(b)
+	// One message has to be acknowledged: the last before the end of the batch. The kernel
+	// reports the failure of any message, and that of the whole commit as one of the first.
+	begin, at := 0, 0
+	for next := 0; next < len(b); next += int(binary.NativeEndian.Uint32(b[next:])) {
+		begin, at = at, next
+	}
+	acknowledge(b[begin:])
+	if err := c.send(b); err != nil {
+		return err
+	}
+
+	var refused *Failure
+	for answered := false; !answered; {
+		err := c.receive(func(h header, payload []byte) {
+			if h.seq < first || h.seq > last || h.msgType != unix.NLMSG_ERROR {
+				return
+			}
+			if errorOf(payload) != 0 && refused == nil {
+				refused = c.failure(b, h, payload)
+			}
+			answered = answered || h.seq == last-1 || h.seq == first
+		})
+		if err != nil && refused == nil {
+			return fmt.Errorf("%w: %w", ErrUnknownOutcome, err)
+		}
+		if err != nil {
+			break
+		}
+	}
+	if refused != nil {
+		return refused
+	}
+	return nil
+}
+
+// acknowledge requests an answer to the message at the beginning of b.
+func acknowledge(b []byte) {
+	binary.NativeEndian.PutUint16(b[6:], binary.NativeEndian.Uint16(b[6:])|unix.NLM_F_ACK)
+}
+
+// Query sends the one request that fill encodes, and calls f with the attributes of each
+// message of the answer. A request with flag NLM_F_DUMP has many; they may be
+// interrupted, see ErrInterrupted.
+func (c *Conn) Query(ctx context.Context, fill func(*Builder), f func(attributes []byte)) error {
+	var failed error
+	interrupted := false
+	err := c.request(ctx, fill, func(h header, payload []byte) {
+		interrupted = interrupted || h.flags&unix.NLM_F_DUMP_INTR != 0
+		f(payload[4:])
+	}, func(err error) { failed = err })
+	if err := errors.Join(err, failed); err != nil {
+		return err
+	}
+	if interrupted {
+		return ErrInterrupted
+	}
+	return nil
+}
+
+// Each sends the requests that fill encodes, and calls f with the outcome of each, in
+// order. One that fails does not stop the others.
+func (c *Conn) Each(ctx context.Context, fill func(*Builder), f func(error)) error {
+	return c.request(ctx, fill, func(header, []byte) {}, f)
+}
+
+// request sends the requests that fill encodes. It calls answer with each message that the
+// kernel returns, and outcome with how each request ended.
+func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(header, []byte), outcome func(error)) error {
+	var w Builder
+	if fill(&w); w.Len() == 0 {
+		return nil
+	}
+	for b := w.b; len(b) > 0; b = b[binary.NativeEndian.Uint32(b):] {
+		acknowledge(b)
+	}
+	next, last := c.number(w.b)
+	if err := c.send(w.b); err != nil {
+		return err
+	}
+	for next <= last {
+		err := c.receive(func(h header, payload []byte) {
+			switch {
+			case h.seq != next || next > last:
+			case h.msgType != unix.NLMSG_ERROR && h.msgType != unix.NLMSG_DONE:
+				answer(h, payload)
+			case errorOf(payload) != 0:
+				next++
+				outcome(c.failure(w.b, h, payload))
+			default:
+				next++
+				outcome(nil)
+			}
+		})
+		if err != nil {
+			return err
+		}
+		if ctx.Err() != nil && next <= last {
+			c.Close() // a socket can begin another dump only when one has ended
+			return context.Cause(ctx)
+		}
+	}
+	return nil
+}
+
+// send sends b, over a new socket if need be.
+func (c *Conn) send(b []byte) error {
+	if c.nl == nil {
+		if err := c.open(); err != nil {
+			return err
+		}
+	}
+	raw, err := c.nl.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var sendErr error
+	err = raw.Write(func(fd uintptr) bool {
+		sendErr = unix.Sendto(int(fd), b, 0, &unix.SockaddrNetlink{Family: unix.AF_NETLINK})
+		return !errors.Is(sendErr, unix.EAGAIN)
+	})
+	if err := errors.Join(err, sendErr); err != nil {
+		return os.NewSyscallError("sendto", err)
+	}
+	return nil
+}
+
+type header struct {
+	msgType, flags uint16
+	seq            uint32
+}
+
+// receive waits for one datagram of the kernel and calls f with each of its messages.
+func (c *Conn) receive(f func(h header, payload []byte)) error {
+	raw, err := c.nl.SyscallConn()
+	if err != nil {
+		return err
+	}
+	if err := c.nl.SetReadDeadline(time.Now().Add(ackTimeout)); err != nil {
+		return err
+	}
+	var n int
+	var recvErr error
+	err = raw.Read(func(fd uintptr) bool {
+		n, _, recvErr = unix.Recvfrom(int(fd), c.buf, 0)
+		return !errors.Is(recvErr, unix.EAGAIN) && !errors.Is(recvErr, unix.EINTR)
+	})
+	if err := errors.Join(err, recvErr); err != nil {
+		return os.NewSyscallError("recvfrom", err)
+	}
+	for b := c.buf[:n]; len(b) >= unix.NLMSG_HDRLEN; {
+		size := int(binary.NativeEndian.Uint32(b))
+		if size < unix.NLMSG_HDRLEN || size > len(b) {
+			return errors.New("a netlink message is cut off")
+		}
+		h := header{
+			msgType: binary.NativeEndian.Uint16(b[4:]),
+			flags:   binary.NativeEndian.Uint16(b[6:]),
+			seq:     binary.NativeEndian.Uint32(b[8:]),
+		}
+		f(h, b[unix.NLMSG_HDRLEN:size])
+		b = b[min((size+3)&^3, len(b)):]
+	}
+	return nil
+}

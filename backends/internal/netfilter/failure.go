@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package netfilter
+
+import (
+	"encoding/binary"
+	"errors"
+
+	"golang.org/x/sys/unix"
+)
+
+// Failure is the error of a request that the kernel refused. It had no effect.
+type Failure struct {
+	Errno unix.Errno
+	// What describes what failed, such as "adding" and an element. It may be empty.
+	What string
+}
+
+func (f *Failure) Error() string {
+	reason := f.Errno.Error()
+	switch f.Errno {
+	case unix.ENFILE:
+		reason = "the map is full"
+	case unix.EPERM:
+		reason += " (CAP_NET_ADMIN is missing)"
+	}
+	if f.What == "" {
+		return reason
+	}
+	return f.What + ": " + reason
+}
+
+// Unwrap returns the error number.
+func (f *Failure) Unwrap() error { return f.Errno }
+
+var (
+	// ErrUnknownOutcome is the error of a transaction that was sent and not answered. It
+	// may have taken effect.
+	ErrUnknownOutcome = errors.New("no answer to a transaction")
+	// ErrInterrupted is the error of a dump during which something changed: any table of
+	// the network namespace, or the table of connections. All messages were delivered.
+	ErrInterrupted = errors.New("the dump was interrupted")
+)
+
+// IsTransient reports whether a request that failed with err may succeed if it is
+// repeated: the kernel was short of memory, or busy.
+func IsTransient(err error) bool {
+	if errors.Is(err, ErrUnknownOutcome) {
+		return false // it may have taken effect, and may not do so twice
+	}
+	for _, errno := range []unix.Errno{unix.ENOBUFS, unix.EINTR, unix.EAGAIN, unix.ENOMEM} {
+		if errors.Is(err, errno) {
+			return true
+		}
+	}
+	return errors.Is(err, ErrInterrupted)
+}
+
+// errorOf returns the error number in a message of type NLMSG_ERROR or NLMSG_DONE, 0 if
+// there is none.
+func errorOf(payload []byte) unix.Errno {
+	if len(payload) < 4 {
+		return 0
+	}
+	return unix.Errno(-int32(binary.NativeEndian.Uint32(payload)))
+}
+
+// failure returns the failure that the NLMSG_ERROR message with header h and a payload
+// reports of a batch.
+func (c *Conn) failure(batch []byte, h header, payload []byte) *Failure {
+	f := &Failure{Errno: errorOf(payload)}
+	for len(batch) > 0 && binary.NativeEndian.Uint32(batch[8:]) != h.seq {
+		batch = batch[binary.NativeEndian.Uint32(batch):]
+	}
+	if len(batch) == 0 {
+		return f
+	}
+	offset := 0
+	if h.flags&unix.NLM_F_ACK_TLVS != 0 && len(payload) > 20 {
+		for attr, v := range Attributes(payload[20:]) {
+			if attr == unix.NLMSGERR_ATTR_OFFS && len(v) >= 4 {
+				offset = int(binary.NativeEndian.Uint32(v))
+			}
+		}
+	}
+	message := batch[:binary.NativeEndian.Uint32(batch)]
+	f.What = c.Describe(binary.NativeEndian.Uint16(message[4:]), message[headersLen:], offset-headersLen)
+	return f
+}

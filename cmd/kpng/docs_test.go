@@ -4,6 +4,7 @@ package main
 
 import (
 	"os"
+	"path/filepath"
 	"regexp"
 	"strings"
 	"testing"
@@ -21,15 +22,25 @@ type cleaner struct {
 	sink.Cleaner
 }
 
-// TestTheManualKnowsAllFlags holds the flags of kpng, and of what is made with
-// app.Main, against docs/running.md.
-func TestTheManualKnowsAllFlags(t *testing.T) {
-	manual, err := os.ReadFile("../../docs/running.md")
-	if err != nil {
-		t.Fatal(err)
+// manual returns the text of docs/running.md and docs/operations.md.
+func manual(t *testing.T) []byte {
+	t.Helper()
+	var text []byte
+	for _, file := range []string{"../../docs/running.md", "../../docs/operations.md"} {
+		page, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		text = append(text, page...)
 	}
+	return text
+}
+
+// TestManualKnowsAllFlags compares the flags of kpng, and of commands made with app.Main,
+// with the manual.
+func TestManualKnowsAllFlags(t *testing.T) {
 	described := map[string]bool{"help": true}
-	for _, flag := range regexp.MustCompile(`--([a-z][a-z-]*[a-z])`).FindAllStringSubmatch(string(manual), -1) {
+	for _, flag := range regexp.MustCompile(`--([a-z][a-z-]*[a-z])`).FindAllStringSubmatch(string(manual(t)), -1) {
 		described[flag[1]] = true
 	}
 	exist := map[string]bool{"help": true}
@@ -40,7 +51,7 @@ func TestTheManualKnowsAllFlags(t *testing.T) {
 			flags.VisitAll(func(f *pflag.Flag) {
 				exist[f.Name] = true
 				if !described[f.Name] && len(f.Name) > 1 {
-					t.Errorf("docs/running.md does not describe --%s of %s", f.Name, cmd.CommandPath())
+					t.Errorf("neither docs/running.md nor docs/operations.md describes --%s of %s", f.Name, cmd.CommandPath())
 				}
 				if usage := strings.TrimSpace(f.Usage); usage == "" {
 					t.Errorf("--%s of %s has no help", f.Name, cmd.CommandPath())
@@ -61,7 +72,55 @@ func TestTheManualKnowsAllFlags(t *testing.T) {
 	}
 	for name := range described {
 		if !exist[name] {
-			t.Errorf("docs/running.md describes --%s, which no command has", name)
+			t.Errorf("docs/running.md or docs/operations.md describes --%s, which no command has", name)
 		}
 	}
+}
+
+// TestCommandsInDocsHaveTheirFlags parses the lines of sh blocks in the documentation that
+// begin with kpng. It runs none.
+func TestCommandsInDocsHaveTheirFlags(t *testing.T) {
+	var pages []string
+	for _, pattern := range []string{"../../*.md", "../../docs/*.md", "../../examples/*/README.md"} {
+		found, err := filepath.Glob(pattern)
+		if err != nil {
+			t.Fatal(err)
+		}
+		pages = append(pages, found...)
+	}
+	commands := 0
+	for _, page := range pages {
+		text, err := os.ReadFile(page)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, block := range regexp.MustCompile("(?ms)^```sh\n(.*?)^```$").FindAllStringSubmatch(string(text), -1) {
+			for line := range strings.Lines(strings.ReplaceAll(block[1], "\\\n", " ")) {
+				args, ok := strings.CutPrefix(line, "kpng ")
+				if !ok {
+					continue
+				}
+				commands++
+				args = regexp.MustCompile(`\s[#|>&;].*`).ReplaceAllString(args, "")
+				if err := parse(strings.Fields(args)); err != nil {
+					t.Errorf("%s: %s: %v", page, strings.TrimSpace(line), err)
+				}
+			}
+		}
+	}
+	if commands == 0 {
+		t.Error("no page has a line that begins with kpng")
+	}
+}
+
+// parse parses the arguments of kpng.
+func parse(args []string) error {
+	cmd, rest, err := newRoot().Find(args)
+	if err != nil {
+		return err
+	}
+	if err := cmd.ParseFlags(rest); err != nil {
+		return err
+	}
+	return cmd.ValidateArgs(cmd.Flags().Args())
 }

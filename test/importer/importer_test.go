@@ -8,7 +8,6 @@ import (
 	"maps"
 	"os"
 	"path"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -133,32 +132,6 @@ func TestAnImporterIsBuiltOfNothingUnwanted(t *testing.T) {
 	if found := unwantedIn(modules); len(found) > 0 {
 		t.Errorf("it was built of what it should not:\n%s", strings.Join(found, "\n"))
 	}
-}
-
-func TestTheReadmesProgramIsAProgram(t *testing.T) {
-	readme, err := os.ReadFile(filepath.Join(checkout(t), "README.md"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, program, _ := strings.Cut(string(readme), "```go\nfunc main() {\n")
-	program, _, ok := strings.Cut(program, "```\n")
-	if !ok {
-		t.Fatal("README.md has no func main")
-	}
-	newImporter(t, map[string]string{"main.go": `package main
-
-import (
-	"context"
-
-	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/app"
-	"github.com/kpng-project/kpng/sink"
-)
-
-func program(context.Context, []*api.ServiceEndpoints) error { return nil }
-
-func main() {
-` + program}).build(t)
 }
 
 // What the tests above rely on: that a program which does link something

@@ -38,7 +38,7 @@ func newModule(t *testing.T, goMod string, files map[string]string) *module {
 		m.write(t, name, content)
 	}
 	// As after go get, its go.mod names all that its packages come from.
-	m.goCommand(t, "list", "-deps", ".")
+	m.goCommand(t, "list", "-deps", "./...")
 	return m
 }
 
@@ -99,7 +99,11 @@ func (m *module) goCommand(t *testing.T, args ...string) []string {
 
 func (m *module) write(t *testing.T, name, content string) {
 	t.Helper()
-	if err := os.WriteFile(filepath.Join(m.dir, name), []byte(content), 0o644); err != nil {
+	path := filepath.Join(m.dir, name)
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
 		t.Fatal(err)
 	}
 }

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package main
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"runtime"
+	"syscall"
+
+	"github.com/kpng-project/kpng/api"
+)
+
+// backend programs services into one nftables table. It writes the whole table in one
+// transaction each time. It implements sink.StateSink and sink.Cleaner.
+type backend struct {
+	// table is the name of the table, of family inet.
+	table string
+	// nodePorts are the networks that contain the node addresses at which node ports
+	// are served.
+	nodePorts []netip.Prefix
+}
+
+// SyncState makes the table agree with services.
+func (b *backend) SyncState(ctx context.Context, node *api.Node, services []*api.ServiceEndpoints) error {
+	return load(ctx, b.rules(node, services))
+}
+
+// Cleanup deletes the table.
+func (b *backend) Cleanup(ctx context.Context) error {
+	return load(ctx, fmt.Sprintf("add table inet %[1]s\ndelete table inet %[1]s\n", b.table))
+}
+
+// load runs a script of nft commands as one transaction: the kernel applies all of it
+// or nothing. The script is in a file because nft would run the first half of a script
+// from a pipe whose writer is killed.
+func load(ctx context.Context, script string) error {
+	file, err := os.CreateTemp("", "tutorial-*.nft")
+	if err != nil {
+		return fmt.Errorf("write nft script: %w", err)
+	}
+	defer os.Remove(file.Name())
+	defer file.Close()
+	if _, err := file.WriteString(script); err != nil {
+		return fmt.Errorf("write nft script: %w", err)
+	}
+	// nft ends when this process is killed, and so it never writes after a successor.
+	runtime.LockOSThread() // Pdeathsig is about the thread that starts the process
+	defer runtime.UnlockOSThread()
+	nft := exec.CommandContext(ctx, "nft", "-f", file.Name())
+	nft.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	if output, err := nft.CombinedOutput(); err != nil {
+		return fmt.Errorf("run nft: %w: %.500s", err, output)
+	}
+	return nil
+}

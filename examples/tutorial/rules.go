@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package main
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// skeleton is what every table begins with. Flushing a table removes its rules and
+// keeps its chains. The mark 0x8000 is on packets that have to be masqueraded.
+const skeleton = `add table inet %[1]s
+add chain inet %[1]s prerouting { type nat hook prerouting priority -100; }
+add chain inet %[1]s output { type nat hook output priority -100; }
+add chain inet %[1]s postrouting { type nat hook postrouting priority 100; }
+flush table inet %[1]s
+add rule inet %[1]s postrouting meta mark and 0x8000 != 0 meta mark set meta mark xor 0x8000 masquerade
+`
+
+// script is a list of nft commands for one table.
+type script struct {
+	strings.Builder
+	table string
+}
+
+// rule adds a rule to a chain.
+func (s *script) rule(chain string, words ...any) {
+	fmt.Fprintf(s, "add rule inet %s %s %s", s.table, chain, fmt.Sprintln(words...))
+}
+
+// rules returns the script that makes the table agree with services. Chain prerouting
+// has the rules for traffic from other machines and from pods, and chain output those
+// for traffic of the node itself.
+func (b *backend) rules(node *api.Node, services []*api.ServiceEndpoints) string {
+	s := &script{table: b.table}
+	fmt.Fprintf(s, skeleton, b.table)
+	nodeAddrs := nodeaddr.OfNode(node)
+	var clusterIPs []netip.Addr
+	for _, view := range services {
+		for f := range nodeview.Frontends(view) {
+			for _, match := range b.matches(&f) {
+				s.sources(match, &f, nodeAddrs)
+				s.traffic("prerouting", match, f.Elsewhere, f.Masquerade == nodeview.MasqueradeAll)
+				s.traffic("output", match, f.Node, f.Masquerade != nodeview.MasqueradeIfAsked)
+			}
+			if f.Kind == nodeview.ClusterIP {
+				clusterIPs = append(clusterIPs, f.Addr)
+			}
+		}
+		for i := range view.Endpoints {
+			s.hairpin(view.Endpoints[i].Addr)
+		}
+	}
+	for _, addr := range clusterIPs { // ports that no service has
+		for _, chain := range []string{"prerouting", "output"} {
+			s.reject(chain, fmt.Sprintf("%s daddr %s", ip(addr), addr))
+		}
+	}
+	return s.String()
+}
+
+// matches returns what matches the packets to a frontend: one match, and for node ports
+// one for each network.
+func (b *backend) matches(f *nodeview.Frontend) []string {
+	port := ""
+	if f.Port != 0 { // 0 is an all-ports service: every protocol and port
+		port = fmt.Sprintf(" meta l4proto %s th dport %d", strings.ToLower(f.Protocol.String()), f.Port)
+	}
+	if f.Kind != nodeview.NodePort {
+		return []string{fmt.Sprintf("%s daddr %s%s", ip(f.Addr), f.Addr, port)}
+	}
+	var matches []string
+	for _, network := range b.nodePorts {
+		if api.FamilyOf(network.Addr()) == f.Family {
+			matches = append(matches, fmt.Sprintf("%s daddr %s fib daddr type local%s", ip(network.Addr()), network, port))
+		}
+	}
+	return matches
+}
+
+// sources drops packets to a frontend from sources that are not admitted.
+func (s *script) sources(match string, f *nodeview.Frontend, nodeAddrs []netip.Addr) {
+	if !f.Sources.Restricted {
+		return
+	}
+	except := ""
+	var admitted []string
+	for _, p := range f.Sources.Prefixes(nodeAddrs) {
+		admitted = append(admitted, p.String())
+	}
+	if len(admitted) > 0 {
+		except = fmt.Sprintf("%s saddr != { %s }", ip(f.Addr), strings.Join(admitted, ", "))
+	}
+	s.rule("prerouting", match, except, "drop")
+	s.rule("output", match, except, "drop")
+}
+
+// traffic programs one kind of a frontend's traffic.
+func (s *script) traffic(chain, match string, t nodeview.Traffic, masquerade bool) {
+	switch t.Verdict {
+	case nodeview.Drop:
+		s.rule(chain, match, "drop")
+	case nodeview.Reject:
+		s.reject(chain, match)
+	case nodeview.Forward:
+		mark := ""
+		if masquerade {
+			mark = "meta mark set meta mark or 0x8000"
+		}
+		for i, endpoint := range t.Endpoints {
+			// The last endpoint takes all packets that get there, the one before it one
+			// of two, and so on: each endpoint gets the same share.
+			s.rule(chain, match, oneIn(len(t.Endpoints)-i), mark, "dnat", ip(endpoint.Addr), "to", target(endpoint))
+		}
+	}
+}
+
+// reject refuses connections.
+func (s *script) reject(chain, match string) {
+	s.rule(chain, match, "meta l4proto tcp reject with tcp reset")
+	s.rule(chain, match, "meta l4proto != tcp reject")
+}
+
+// hairpin masquerades the connections of an endpoint to itself.
+func (s *script) hairpin(addr netip.Addr) {
+	s.rule("postrouting", "ct status dnat", ip(addr), "saddr", addr, ip(addr), "daddr", addr, "masquerade")
+}
+
+// oneIn returns what matches one packet in n at random.
+func oneIn(n int) string {
+	if n == 1 {
+		return ""
+	}
+	return fmt.Sprintf("numgen random mod %d == 0", n)
+}
+
+// target returns the address, and the port if the frontend has one, of an endpoint.
+func target(t nodeview.Target) string {
+	if t.Port == 0 {
+		return t.Addr.String()
+	}
+	return netip.AddrPortFrom(t.Addr, uint16(t.Port)).String()
+}
+
+// ip returns what nft calls the family of an address.
+func ip(addr netip.Addr) string {
+	if addr.Is4() {
+		return "ip"
+	}
+	return "ip6"
+}

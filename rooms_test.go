@@ -19,7 +19,8 @@ import (
 
 const module = "github.com/kpng-project/kpng"
 
-// TestRooms checks that packages import only what the table of docs/design.md allows.
+// TestRooms holds the table of docs/design.md against the code: who may import
+// whom within the module.
 func TestRooms(t *testing.T) {
 	rooms := readRooms(t)
 	list := exec.Command("go", "list", "-json=ImportPath,Imports", "./...")
@@ -56,7 +57,7 @@ func TestRooms(t *testing.T) {
 		}
 	}
 	if seen < 10 {
-		t.Errorf("checked only %d packages", seen)
+		t.Errorf("only %d packages were looked at", seen)
 	}
 }
 
@@ -77,7 +78,7 @@ func mayImport(room string, allowed []string, imported string) bool {
 
 var quoted = regexp.MustCompile("`([^`]+)`")
 
-// readRooms returns the imports that the table allows each room.
+// readRooms returns what each room may import, from the table.
 func readRooms(t *testing.T) map[string][]string {
 	file, err := os.Open("docs/design.md")
 	if err != nil {

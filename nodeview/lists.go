@@ -8,27 +8,27 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// location is the node and zone for which a view is computed.
-type location struct{ node, zone string }
+// place is where the view is taken from.
+type place struct{ node, zone string }
 
-func locationOf(n *api.Node) location {
+func placeOf(n *api.Node) place {
 	if n == nil {
-		return location{}
+		return place{}
 	}
-	return location{node: n.Name, zone: n.Zone()}
+	return place{node: n.Name, zone: n.Zone()}
 }
 
-// runs reports whether ep runs on this node. Without a node name, no endpoint does.
-func (h location) runs(ep *api.SliceEndpoint) bool { return h.node != "" && ep.NodeName == h.node }
+// runs reports whether ep runs on this node. Without a node name, nothing does.
+func (h place) runs(ep *api.SliceEndpoint) bool { return h.node != "" && ep.NodeName == h.node }
 
-// hintedNode reports whether ep is hinted for this node.
-func (h location) hintedNode(ep *api.SliceEndpoint) bool {
+// hintedNode reports whether ep should be preferred by this node.
+func (h place) hintedNode(ep *api.SliceEndpoint) bool {
 	return h.node != "" && slices.Contains(hints(ep).ForNodes, h.node)
 }
 
-// hintedZone reports whether ep is hinted for this node's zone. A node without a zone
-// never matches.
-func (h location) hintedZone(ep *api.SliceEndpoint) bool {
+// hintedZone reports whether ep should be preferred by this node's zone. A node
+// without a zone never matches.
+func (h place) hintedZone(ep *api.SliceEndpoint) bool {
 	return h.zone != "" && slices.Contains(hints(ep).ForZones, h.zone)
 }
 
@@ -39,28 +39,30 @@ func hints(ep *api.SliceEndpoint) api.Hints {
 	return *ep.Hints
 }
 
-// listReasons holds the reasons why an endpoint is, or is not, on the Cluster list and
-// the Local list of a port and family. The zero value is undecided.
-type listReasons struct{ cluster, local Reason }
+// membership says of an endpoint why it is, or is not, on the two lists that
+// are made for each port and family. Its zero value is undecided: the endpoint
+// is still in the contest.
+type membership struct{ cluster, local Reason }
 
-// eligible reports whether the endpoint serves the port and is not a duplicate.
-func (m listReasons) eligible() bool { return m.cluster != outNoPort && m.cluster != outDuplicate }
+// competes reports whether the endpoint serves the port and is no duplicate.
+func (m membership) competes() bool { return m.cluster != outNoPort && m.cluster != outDuplicate }
 
-// endpointCounts summarizes the endpoints of one port and family. The lists depend on it.
-type endpointCounts struct {
+// tally is what the lists of one port and family depend on besides the
+// endpoint itself.
+type tally struct {
 	ready     int
 	readyHere int
-	usable    bool // some endpoint is usable
-	nodeHints hintCounts
-	zoneHints hintCounts
+	usable    bool // see usable
+	nodeHints hintTally
+	zoneHints hintTally
 	topology  Topology
 }
 
-// hintCounts counts the ready endpoints with hints of one kind, and those whose hints
-// match this node.
-type hintCounts struct{ hinted, matching int }
+// hintTally counts ready endpoints that have hints of one kind, and those whose
+// hints match this node.
+type hintTally struct{ hinted, matching int }
 
-func (t *endpointCounts) count(ep *api.SliceEndpoint, here location) {
+func (t *tally) count(ep *api.SliceEndpoint, here place) {
 	t.usable = t.usable || usable(ep.Conditions)
 	if !ep.Ready {
 		return
@@ -75,7 +77,7 @@ func (t *endpointCounts) count(ep *api.SliceEndpoint, here location) {
 	}
 }
 
-func (t *hintCounts) count(hints []string, matches bool) {
+func (t *hintTally) count(hints []string, matches bool) {
 	if len(hints) > 0 {
 		t.hinted++
 	}
@@ -84,19 +86,19 @@ func (t *hintCounts) count(hints []string, matches bool) {
 	}
 }
 
-// decide decides the Cluster list and the Local list of one port and family. It sets the
-// reasons that are still undecided.
-func decide(reasons []listReasons, candidates []candidate, here location) endpointCounts {
-	var t endpointCounts
+// decide makes the Cluster and the Local list of one port and family: it fills
+// in the members that are still undecided.
+func decide(members []membership, candidates []candidate, here place) tally {
+	var t tally
 	for i := range candidates {
-		if reasons[i].eligible() {
+		if members[i].competes() {
 			t.count(candidates[i].ep, here)
 		}
 	}
 	t.topology = topology(&t)
 	for i := range candidates {
-		if ep := candidates[i].ep; reasons[i].eligible() {
-			reasons[i] = listReasons{
+		if ep := candidates[i].ep; members[i].competes() {
+			members[i] = membership{
 				cluster: clusterList(ep, &t, here),
 				local:   localList(ep, &t, here),
 			}
@@ -105,13 +107,13 @@ func decide(reasons []listReasons, candidates []candidate, here location) endpoi
 	return t
 }
 
-// usable reports whether an endpoint may receive connections at all.
+// usable reports whether connections may go to an endpoint at all.
 func usable(c api.Conditions) bool { return c.Ready || c.Serving && c.Terminating }
 
-// clusterList decides whether ep is on the Cluster list: the ready endpoints that
-// topology admits. If none is ready, it has the serving and terminating ones (KEP 1669)
-// and ignores topology.
-func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
+// clusterList decides who is on the Cluster list: the ready endpoints that
+// topology admits; if none is ready, those serving and terminating (KEP 1669),
+// topology ignored.
+func clusterList(ep *api.SliceEndpoint, t *tally, here place) Reason {
 	if !ep.Ready {
 		return terminatingFallback(ep.Conditions, t.ready)
 	}
@@ -131,10 +133,10 @@ func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason
 	}
 }
 
-// localList decides whether ep is on the Local list: the ready endpoints on this node. If
-// none is ready, it has those on this node that are serving and terminating. Topology
-// plays no part.
-func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
+// localList decides who is on the Local list: ready endpoints on this node; if
+// there is none, those on this node that serve and terminate. Topology plays
+// no part.
+func localList(ep *api.SliceEndpoint, t *tally, here place) Reason {
 	switch {
 	case !here.runs(ep):
 		return outNotHere
@@ -145,8 +147,8 @@ func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
 	}
 }
 
-// terminatingFallback decides about an endpoint that is not ready. It is on the list if
-// it is serving and terminating and the list has no ready endpoint.
+// terminatingFallback decides about an endpoint that is not ready: it is on the
+// list if it serves while it terminates and the list has no ready one.
 func terminatingFallback(c api.Conditions, ready int) Reason {
 	switch {
 	case !usable(c):
@@ -158,9 +160,9 @@ func terminatingFallback(c api.Conditions, ready int) Reason {
 	}
 }
 
-// topology decides which hints the Cluster list follows. It considers all ready endpoints
-// of the port and family (KEP 2433, KEP 3015).
-func topology(t *endpointCounts) Topology {
+// topology decides which hints the Cluster list follows, over all ready
+// endpoints of the port and family (KEP 2433, KEP 3015).
+func topology(t *tally) Topology {
 	switch {
 	case t.ready == 0:
 		return noneReady
@@ -177,7 +179,7 @@ func topology(t *endpointCounts) Topology {
 	}
 }
 
-// policies are the effective traffic policies of a service.
+// policies are the traffic policies of a service that count.
 type policies struct{ internalLocal, externalLocal bool }
 
 func policiesOf(svc *api.Service) policies {
@@ -188,9 +190,10 @@ func policiesOf(svc *api.Service) policies {
 // list (KEP 2086).
 func internalPolicyLocal(svc *api.Service) bool { return svc.InternalTrafficToLocal }
 
-// externalPolicyLocal reports whether traffic to external frontends uses the Local list.
-// externalTrafficPolicy applies to NodePort and LoadBalancer services, and to ClusterIP
-// services with external IPs. For other services the policy is Cluster.
+// externalPolicyLocal reports whether traffic to external frontends uses the
+// Local list. externalTrafficPolicy counts for NodePort and LoadBalancer
+// services, and for ClusterIP services with external IPs; elsewhere it is
+// Cluster.
 func externalPolicyLocal(svc *api.Service) bool {
 	switch svc.Type {
 	case api.NodePort, api.LoadBalancer:
@@ -200,8 +203,8 @@ func externalPolicyLocal(svc *api.Service) bool {
 	}
 }
 
-// scopes returns the lists that have the endpoint, by kind of traffic.
-func (p policies) scopes(m listReasons) api.Scopes {
+// scopes says which list each kind of traffic uses.
+func (p policies) scopes(m membership) api.Scopes {
 	return api.Scopes{
 		Internal: m.list(p.internalLocal).In(),
 		External: m.list(p.externalLocal).In(),
@@ -209,20 +212,20 @@ func (p policies) scopes(m listReasons) api.Scopes {
 	}
 }
 
-// list returns the reason for the Local or the Cluster list.
-func (m listReasons) list(local bool) Reason {
+// list returns what m says about the Local or the Cluster list.
+func (m membership) list(local bool) Reason {
 	if local {
 		return m.local
 	}
 	return m.cluster
 }
 
-// shortCircuit applies to traffic from this node to an external frontend with policy
-// Local. It uses the Cluster list, because a load balancer would send it to a node with
-// endpoints.
-func (m listReasons) shortCircuit() Reason { return m.cluster }
+// shortCircuit: what starts on this node and goes to an external frontend with
+// policy Local uses the Cluster list, as a load balancer would have brought it
+// to a node that has endpoints.
+func (m membership) shortCircuit() Reason { return m.cluster }
 
-// answers reports whether an endpoint may still have connections. If it is on no list, it
-// is draining. A ready endpoint counts even if its condition serving is false
-// (publishNotReadyAddresses).
+// answers reports whether an endpoint may still have connections to keep: on
+// no list, it is draining. One that is ready counts, though its condition
+// serving may be false (publishNotReadyAddresses).
 func answers(c api.Conditions) bool { return c.Serving || c.Ready }

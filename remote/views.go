@@ -11,34 +11,35 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// class represents all nodes that see a service alike. A node with an endpoint or a hint
-// has its own class. The other nodes of a zone with a hint share one. Clients that
-// receive frontends have separate classes.
+// class stands for all nodes that see a service alike: a node on which an endpoint
+// runs, or that a hint names, for itself; any other one for its zone, if a hint
+// names that. It is for those who want frontends, or for those who want endpoints.
 type class struct {
 	node, zone string
 	frontends  bool
 }
 
-// views computes and marshals each view once. It caches recently used views by state (and
-// so by service and revision) and class.
+// views computes and marshals each view once and keeps what was used last, by
+// state (and so by service and revision) and class of node.
 type views struct {
-	limit int // of the cache, in bytes
+	limit int // of what is kept, in bytes
 
 	mu     sync.Mutex
 	states map[*api.ServiceState]*list.Element
-	lru    *list.List // of *sharedState, most recently used first
-	size   int        // of the cache
+	lru    *list.List // of *sharedState, the one used last in front
+	size   int        // of what is kept
 
 	ids      atomic.Uint64
-	computed atomic.Uint64 // number of views
-	values   atomic.Uint64 // number of marshalled services and endpoints
+	computed atomic.Uint64 // views
+	values   atomic.Uint64 // services and endpoints marshalled
 }
 
 func newViews(limit int) *views {
 	return &views{limit: limit, states: map[*api.ServiceState]*list.Element{}, lru: list.New()}
 }
 
-// of returns the view of the named node in zone, or nil if it has none.
+// of returns how a node of that name and zone sees the service of state, nil if it
+// has nothing to do for it.
 func (v *views) of(state *api.ServiceState, node, zone string, frontends bool) *wireView {
 	if state == nil {
 		return nil
@@ -59,7 +60,7 @@ func (v *views) of(state *api.ServiceState, node, zone string, frontends bool) *
 	return w
 }
 
-// compute computes the view of a class. The caller holds s.mu.
+// compute works out how a class sees s. The caller holds s.mu.
 func (v *views) compute(s *sharedState, c class) *wireView {
 	node := &api.Node{Name: c.node}
 	if c.zone != "" {
@@ -80,7 +81,7 @@ func (v *views) compute(s *sharedState, c class) *wireView {
 	return w
 }
 
-// shared returns the cached views of state.
+// shared returns what is kept of state.
 func (v *views) shared(state *api.ServiceState) *sharedState {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -95,18 +96,18 @@ func (v *views) shared(state *api.ServiceState) *sharedState {
 	return s
 }
 
-// grow records that s has grown.
+// grow notes that s has grown.
 func (v *views) grow(s *sharedState, by int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if e, ok := v.states[s.state]; ok && e.Value == s { // not evicted meanwhile
+	if e, ok := v.states[s.state]; ok && e.Value == s { // and not forgotten meanwhile
 		s.size += by
 		v.size += by
 	}
 	v.evict()
 }
 
-// evict drops the least recently used states.
+// evict forgets what was not used for longest.
 func (v *views) evict() {
 	for v.size > v.limit && v.lru.Len() > 1 {
 		oldest := v.lru.Remove(v.lru.Back()).(*sharedState)
@@ -115,14 +116,14 @@ func (v *views) evict() {
 	}
 }
 
-// sharedState has the cached views of one state of a service.
+// sharedState is what is kept of one state of a service.
 type sharedState struct {
 	state *api.ServiceState
-	// nodes are the endpoints' nodes and those in their hints. zones are the zones in their
-	// hints.
+	// nodes and zones are those that the state's endpoints name: the nodes they
+	// run on or are hinted at, and the zones they are hinted at.
 	nodes, zones map[string]struct{}
 
-	size int // views.mu guards it
+	size int // guarded by views.mu
 
 	mu        sync.Mutex
 	views     map[class]*wireView

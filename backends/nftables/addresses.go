@@ -22,7 +22,7 @@ func (b *Backend) followAddresses(ctx context.Context) {
 		_, changed := b.nodeAddresses.Addresses()
 		var again <-chan time.Time
 		if err := b.updateNodePortAddresses(ctx); err != nil && ctx.Err() == nil {
-			klog.FromContext(ctx).Error(err, "Node ports are not served at the present addresses", "table", b.opts.table())
+			klog.FromContext(ctx).Error(err, "Node ports are not served at the present addresses", "table", b.table())
 			again = time.After(time.Second)
 		}
 		select {

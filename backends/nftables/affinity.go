@@ -57,14 +57,14 @@ func (p *planner) affinity(se *api.ServiceEndpoints, f *nodeview.Frontend, list 
 		clients, endpoint := ownName("clients", se, f, which), ownName("endpoint", se, f, which)
 		emit(object{name: clients, family: f.Family})
 		emit(object{name: endpoint, rules: encodeRules(
-			append(loadClient(f.Family), &expr.Dynset{SrcRegKey: 1, SetName: clients, Operation: unix.NFT_DYNSET_OP_UPDATE, Timeout: f.Affinity}),
+			append(loadClient(f.Family), &expr.Dynset{SrcRegKey: reg(0), SetName: clients, Operation: unix.NFT_DYNSET_OP_UPDATE, Timeout: f.Affinity}),
 			dnat(f, t),
 		)})
-		known = append(known, append(loadClient(f.Family), &expr.Lookup{SourceRegister: 1, SetName: clients}, goTo(endpoint)[0]))
+		known = append(known, append(loadClient(f.Family), &expr.Lookup{SourceRegister: reg(0), SetName: clients}, goTo(endpoint)[0]))
 		// Of the endpoints that are left, each is as likely as the others.
 		drawn = append(drawn, []expr.Any{
-			&expr.Numgen{Register: 1, Modulus: uint32(len(targets) - i), Type: unix.NFT_NG_RANDOM},
-			&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: make([]byte, 4)},
+			&expr.Numgen{Register: reg(0), Modulus: uint32(len(targets) - i), Type: unix.NFT_NG_RANDOM},
+			equal(native(0)...),
 			goTo(endpoint)[0],
 		})
 	}
@@ -73,29 +73,25 @@ func (p *planner) affinity(se *api.ServiceEndpoints, f *nodeview.Frontend, list 
 	return chain
 }
 
-// loadClient puts the source address into register 1. It matches only the family.
+// loadClient loads the source address. It matches only the family.
 func loadClient(family api.Family) []expr.Any {
-	offset, length := uint32(12), uint32(4)
-	if family == api.IPv6 {
-		offset, length = 8, 16
-	}
-	return append(matchFamily(family),
-		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: length})
+	source, _ := loadSource(family, 0)
+	return append(matchFamily(family), source)
 }
 
 // dnat returns the rule that goes to one endpoint. The protocol is known when it
 // is reached; nft takes the rule for valid only if it says so itself.
 func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
 	rule := matchFamily(f.Family)
-	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(nfproto(f.Family)), RegAddrMin: 1}
+	port := 0
 	if t.Port != 0 {
+		port = 4
 		rule = append(rule,
-			&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1},
-			&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{protocolNumbers[f.Protocol]}},
-			&expr.Immediate{Register: 2, Data: binary.BigEndian.AppendUint16(nil, uint16(t.Port))})
-		nat.RegProtoMin = 2
+			loadMeta(expr.MetaKeyL4PROTO),
+			equal(protocolNumbers[f.Protocol]),
+			&expr.Immediate{Register: reg(port), Data: binary.BigEndian.AppendUint16(nil, uint16(t.Port))})
 	}
-	return append(rule, &expr.Immediate{Register: 1, Data: t.Addr.AsSlice()}, nat)
+	return append(rule, &expr.Immediate{Register: reg(0), Data: t.Addr.AsSlice()}, natTo(f.Family, 0, port))
 }
 
 // encodeRules returns rules as the kernel takes them.
@@ -119,23 +115,10 @@ func encodeRules(rules ...[]expr.Any) []string {
 // taken for those there are.
 const maxClients = 1 << 20
 
-// makeSet adds a message that makes a set of clients, if it is not there.
-func (w *wire) makeSet(name string, family api.Family) {
-	typ, length := uint32(7), uint32(4) // of nft's types, ipv4_addr
-	if family == api.IPv6 {
-		typ, length = 8, 16
-	}
-	at := w.Begin(nftMsg(unix.NFT_MSG_NEWSET), unix.NLM_F_CREATE, unix.NFPROTO_INET)
-	w.String(unix.NFTA_SET_TABLE, w.table)
-	w.String(unix.NFTA_SET_NAME, name)
-	w.Uint32(unix.NFTA_SET_FLAGS, unix.NFT_SET_EVAL|unix.NFT_SET_TIMEOUT)
-	w.Uint32(unix.NFTA_SET_KEY_TYPE, typ)
-	w.Uint32(unix.NFTA_SET_KEY_LEN, length)
-	desc := w.Nest(unix.NFTA_SET_DESC)
-	w.Uint32(unix.NFTA_SET_DESC_SIZE, maxClients)
-	w.EndNest(desc)
-	w.Uint32(unix.NFTA_SET_ID, 1)
-	w.End(at)
+// clientSet describes a set of clients.
+func clientSet(name string, family api.Family) layout {
+	addr := addrType(family)
+	return layout{name: name, flags: unix.NFT_SET_EVAL | unix.NFT_SET_TIMEOUT, keyType: addr.number, keyLen: addr.length, size: maxClients}
 }
 
 // deleteSet adds a message that deletes a set.
@@ -161,9 +144,9 @@ func (w *wire) makeObjects(ops []objectOp) {
 		switch {
 		case o.new == nil:
 		case o.new.isSet():
-			w.makeSet(o.new.name, o.new.family)
+			w.newSet(clientSet(o.new.name, o.new.family))
 		default:
-			w.chain(unix.NFT_MSG_NEWCHAIN, o.new.name)
+			w.newChain(o.new.name, hook{})
 		}
 	}
 	for _, o := range ops {

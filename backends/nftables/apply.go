@@ -91,7 +91,7 @@ func (b *Backend) look(ctx context.Context, p *part) error {
 		return err
 	} else if !ok {
 		b.drift()
-		return fmt.Errorf("table inet %s is gone: %w", b.opts.table(), sink.ErrStartOver)
+		return fmt.Errorf("table inet %s is gone: %w", b.table(), sink.ErrStartOver)
 	}
 	if len(p.objects) > 0 {
 		own, err := b.ownObjects(ctx)
@@ -158,10 +158,10 @@ func (b *Backend) transact(ctx context.Context, parts []part) error {
 			}
 		}
 	}
-	made := b.chainsToMake(added)
+	made := b.classesToMake(added)
 	err := b.conn.transact(ctx, func(w *wire) {
-		for _, name := range made {
-			w.makeChain(name, b.planner.classes[name].rules())
+		for _, c := range made {
+			w.makeClass(c)
 		}
 		w.makeObjects(objects)
 		w.allElements(unix.NFT_MSG_DELSETELEM, 0, removed)
@@ -171,8 +171,8 @@ func (b *Backend) transact(ctx context.Context, parts []part) error {
 	if err != nil {
 		return err
 	}
-	for _, name := range made {
-		b.state.chains[name] = 0
+	for _, c := range made {
+		b.state.hasClass(c)
 	}
 	for _, o := range objects {
 		b.state.appliedObject(&o)
@@ -186,20 +186,16 @@ func (b *Backend) transact(ctx context.Context, parts []part) error {
 	return nil
 }
 
-// chainsToMake returns the chains that elements lead to and that are not there. Making
-// one is the only thing whose cost depends on how many elements there are: the
-// kernel walks the map that the chain looks into. That is why a chain stays when
-// nothing leads to it any more; Verify removes it.
-func (b *Backend) chainsToMake(elements []element) []string {
-	var names []string
+// classesToMake returns the classes that elements have and that are not there. A class stays
+// when no frontend has it any more, as a packet may carry its number; Verify removes it.
+func (b *Backend) classesToMake(elements []element) (list []class) {
 	for i := range elements {
-		name := elements[i].chain
-		if _, exists := b.state.chains[name]; exists {
-			continue
-		}
-		if _, known := b.planner.classes[name]; known && !slices.Contains(names, name) {
-			names = append(names, name)
+		e := &elements[i]
+		if c, ok := classOf(&e.elementID, &e.value); ok {
+			if !b.state.classes[c].made && !slices.Contains(list, c) {
+				list = append(list, c)
+			}
 		}
 	}
-	return names
+	return list
 }

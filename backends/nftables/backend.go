@@ -41,8 +41,11 @@ type Backend struct {
 	loaded uint32
 	// seed is of all hashes.
 	seed maphash.Seed
-	// skeleton are the rules of the skeleton's chains, as they were loaded.
+	// skeleton are the digests of the skeleton's chains, as they were sent.
 	skeleton map[string]digest
+	// replaced is the name of another table of this instance, empty if there is none. The
+	// end of a pass deletes it.
+	replaced string
 	// found is what was read since, nil if nothing was.
 	found *found
 	// state is nil while it is not known what the kernel has.
@@ -89,7 +92,7 @@ func New(opts Options) (*Backend, error) {
 
 // Start implements [sink.Starter]. It makes the table, or what is missing of it, and
 // leaves services in it as they are, checks sysctls, and begins to read the table and to
-// follow the node's addresses. It needs CAP_NET_ADMIN and the nft program.
+// follow the node's addresses. It needs CAP_NET_ADMIN.
 //
 // The sysctls are net.ipv4.ip_forward and net.ipv6.conf.all.forwarding, which
 // have to be 1 for traffic that comes from elsewhere.
@@ -152,7 +155,11 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.dial()
-	return errors.Join(b.conn.deleteTable(ctx), b.hangUp())
+	var errs []error
+	for _, name := range b.opts.tables() {
+		errs = append(errs, b.conn.deleteTable(ctx, name))
+	}
+	return errors.Join(append(errs, b.hangUp())...)
 }
 
 // hangUp closes the connection, if there is one.
@@ -165,10 +172,18 @@ func (b *Backend) hangUp() error {
 	return err
 }
 
+// table returns the name of the table that is programmed.
+func (b *Backend) table() string {
+	if b.conn == nil {
+		return b.opts.tables()[0]
+	}
+	return b.conn.table
+}
+
 // dial makes sure that there is a connection.
 func (b *Backend) dial() {
 	if b.conn == nil {
-		b.conn = newConn(b.opts.NetNS, b.opts.table())
+		b.conn = newConn(b.opts.NetNS, b.opts.tables()[0])
 		b.conn.Transacted = b.opts.Observer.Transacted
 	}
 }
@@ -212,7 +227,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 			return err
 		}
 	} else if b.state == nil {
-		return fmt.Errorf("it is not known what table inet %s has", b.opts.table())
+		return fmt.Errorf("it is not known what table inet %s has", b.table())
 	}
 	err := b.syncChanges(ctx, c)
 	if _, ok := sink.Acknowledged(err); ok && c.Last {

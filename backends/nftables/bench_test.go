@@ -173,7 +173,7 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 		for _, kind := range []string{"restart", "later"} {
 			b.Run(fmt.Sprintf("services=%d/endpoints=10/%s", n, kind), func(b *testing.B) {
 				be, ns := start(b, Options{})
-				observer := newConn(ns.FD, be.opts.table())
+				observer := newConn(ns.FD, be.opts.tables()[0])
 				defer observer.Close()
 				src.Reset()
 				d, stop := drive(b, src, sink.Func(be.Sync), 0)

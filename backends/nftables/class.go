@@ -5,6 +5,7 @@
 package nftables
 
 import (
+	"encoding/binary"
 	"fmt"
 	"strings"
 
@@ -17,6 +18,10 @@ import (
 // class is all that a frontend's chain has to know. Frontends of one class share
 // a chain, which is made with the first of them. How many there are depends on how
 // many numbers of endpoints occur, not on how many services there are.
+//
+// The kernel validates all elements that lead to chains in each transaction that adds one
+// of them. So a frontend has the number of its class, as data, and the numbers lead to
+// chains: few elements, which seldom change.
 type class struct {
 	scope  scope
 	family api.Family
@@ -27,11 +32,67 @@ type class struct {
 	filtered   bool
 	masquerade nodeview.Masquerade
 	verdict    nodeview.Verdict
-	// endpoints is their number, if the verdict is Forward.
+	// affinity: clients keep their endpoints, so the service has chains of its own.
+	affinity bool
+	// endpoints is their number, if the verdict is Forward and there is no affinity.
 	endpoints int
-	// list is the chain that chooses among the endpoints, where clients keep
-	// theirs (session affinity); otherwise it is empty.
-	list string
+}
+
+// Numbers of classes and slots are carried in the packet's priority, from one rule to the
+// next: nft has no words for a map looked up by the result of another. These are between
+// firstPriority and lastPriority. The postrouting chain takes them off.
+const (
+	firstPriority = 0x7000_0001
+	lastPriority  = 0x7fff_ffff
+	// firstSlot is the number of slot 0. nft prints it as 7f00:1.
+	firstSlot = 0x7f00_0001
+)
+
+// number returns the number of the class, which is unique among those that the same map
+// leads to.
+func (c class) number() uint32 {
+	kind := uint32(c.masquerade) << 3
+	switch {
+	case c.verdict == nodeview.Drop:
+		kind |= 1
+	case c.verdict == nodeview.Reject:
+		kind |= 2
+	case c.affinity:
+		kind |= 3
+	}
+	if c.filtered {
+		kind |= 4
+	}
+	// nft does not load a number with 0 behind its colon.
+	return 0x7000_0000 | kind<<20 | uint32(max(c.endpoints, 1))
+}
+
+// classOf returns the class whose number an element has, and false if there is none, as in
+// maps other than those of frontends and classes.
+func classOf(id *elementID, v *value) (c class, ok bool) {
+	var number uint32
+	switch id.m.role {
+	case frontends, hereFrontends:
+		number = binary.NativeEndian.Uint32(v.data[:])
+	case classes, hereClasses:
+		number = binary.NativeEndian.Uint32(id.key[:])
+	default:
+		return c, false
+	}
+	c = class{scope: id.m.scope, family: id.m.family, here: id.m.role == hereFrontends || id.m.role == hereClasses}
+	kind := number >> 20 & 0xff
+	c.masquerade, c.filtered = nodeview.Masquerade(kind>>3), kind&4 != 0
+	switch kind & 3 {
+	case 0:
+		c.endpoints = int(number & 0xfffff)
+	case 1:
+		c.verdict = nodeview.Drop
+	case 2:
+		c.verdict = nodeview.Reject
+	case 3:
+		c.affinity = true
+	}
+	return c, c.number() == number && c.masquerade <= nodeview.MasqueradeNode
 }
 
 // chain returns what a frontend of the class leads to: a chain of this name, or
@@ -47,7 +108,7 @@ func (c class) chain() string {
 	}
 	var b strings.Builder
 	if c.here {
-		b.WriteString("here-")
+		b.WriteString("node-")
 	}
 	fmt.Fprint(&b, scopeNames[c.scope], int(c.family))
 	switch {
@@ -65,8 +126,8 @@ func (c class) chain() string {
 		b.WriteString("-drop")
 	case c.verdict == nodeview.Reject:
 		b.WriteString("-reject")
-	case c.list != "":
-		b.WriteString("/" + c.list)
+	case c.affinity:
+		b.WriteString("-affinity")
 	default:
 		fmt.Fprint(&b, "-", c.endpoints)
 	}
@@ -74,7 +135,48 @@ func (c class) chain() string {
 }
 
 // rejectChain is the chain of the skeleton that rejects.
-const rejectChain = "refuse"
+const rejectChain = "reject-chain"
+
+// hasChain reports whether the class has a chain of its own.
+func (c class) hasChain() bool { return c.chain() != drop && c.chain() != rejectChain }
+
+// mapOf returns the map of the class's scope and family with that role, or with the role
+// behind it if the class is one of packets that start on this node.
+func (c class) mapOf(r role) mapID {
+	if c.here {
+		r++
+	}
+	return mapID{r, c.scope, c.family}
+}
+
+// element returns the element that leads from the number of the class to its chain.
+func (c class) element() element {
+	e := element{elementID: elementID{m: c.mapOf(classes)}, value: value{chain: c.chain()}}
+	w := keyWriter{id: &e.elementID}
+	w.priority(c.number())
+	return e
+}
+
+// makeClass adds messages that make a class, and deleteClasses those that delete some.
+func (w *wire) makeClass(c class) {
+	if c.hasChain() {
+		w.makeChain(c.chain(), c.rules())
+	}
+	w.allElements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{c.element()})
+}
+
+func (w *wire) deleteClasses(list []class) {
+	var elements []element
+	var chains []string
+	for _, c := range list {
+		elements = append(elements, c.element())
+		if c.hasChain() {
+			chains = append(chains, c.chain())
+		}
+	}
+	w.allElements(unix.NFT_MSG_DELSETELEM, 0, elements)
+	w.deleteChains(chains)
+}
 
 // rules returns the rules of the class's chain, encoded.
 func (c class) rules() []string { return encodeRules(c.expressions()...) }
@@ -82,7 +184,7 @@ func (c class) rules() []string { return encodeRules(c.expressions()...) }
 func (c class) expressions() [][]expr.Any {
 	var rules [][]expr.Any
 	if c.filtered {
-		rules = append(rules, jump(map[scope]string{service: "service-sources", address: "address-sources"}[c.scope]))
+		rules = append(rules, jump(scopeNames[c.scope]+"-sources"))
 	}
 	if !c.here {
 		switch c.masquerade {
@@ -99,70 +201,12 @@ func (c class) expressions() [][]expr.Any {
 		return append(rules, verdictDrop())
 	case c.verdict == nodeview.Reject:
 		return append(rules, goTo(rejectChain))
-	case c.list != "":
-		return append(rules, goTo(c.list))
+	case c.affinity:
+		return append(rules, lookupVerdict(c.mapOf(lists)), verdictDrop())
 	}
-	// A slot may be missing when its number was drawn before a transaction and is looked up
-	// after it. Such a packet must not pass as it is: the whole connection would.
-	return append(rules, c.balance(), verdictDrop())
-}
-
-// balance returns the rule that sends a new connection to one of the endpoints,
-// each as likely as the others. In nft's words, of a service with ten:
-//
-//	dnat ip to ip daddr . meta l4proto . th dport . numgen random mod 10 map @service-endpoints4
-func (c class) balance() []expr.Any {
-	m := mapID{endpoints, c.scope, c.family}
-	if c.here {
-		m.role = hereEndpoints
-	}
-	offset := uint32(16)
-	if c.family == api.IPv6 {
-		offset = 24
-	}
-	rule := matchFamily(c.family)
-	// The key is put together in registers of four octets each.
-	register := uint32(unix.NFT_REG32_00)
-	if c.scope != nodePort {
-		rule = append(rule, &expr.Payload{DestRegister: register, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: uint32(m.addrLen())})
-		register += uint32(m.addrLen() / 4)
-	}
-	if c.scope != address {
-		rule = append(rule,
-			&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register},
-			&expr.Payload{DestRegister: register + 1, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2})
-		register += 2
-	}
-	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(nfproto(c.family)), RegAddrMin: 1}
-	if c.scope != address {
-		nat.RegProtoMin = uint32(unix.NFT_REG32_00 + m.addrLen()/4)
-	}
-	return append(rule,
-		&expr.Numgen{Register: register, Modulus: uint32(c.endpoints), Type: unix.NFT_NG_RANDOM},
-		&expr.Lookup{SourceRegister: 1, DestRegister: 1, IsDestRegSet: true, SetName: m.name()},
-		nat)
-}
-
-func nfproto(family api.Family) byte {
-	if family == api.IPv6 {
-		return unix.NFPROTO_IPV6
-	}
-	return unix.NFPROTO_IPV4
-}
-
-func matchFamily(family api.Family) []expr.Any {
-	return []expr.Any{
-		&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: 1},
-		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{nfproto(family)}},
-	}
-}
-
-func verdictDrop() []expr.Any { return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}} }
-
-func jump(chain string) []expr.Any {
-	return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: chain}}
-}
-
-func goTo(chain string) []expr.Any {
-	return []expr.Any{&expr.Verdict{Kind: expr.VerdictGoto, Chain: chain}}
+	return append(rules, []expr.Any{
+		&expr.Numgen{Register: reg(0), Modulus: uint32(c.endpoints), Type: unix.NFT_NG_RANDOM, Offset: firstSlot},
+		setMeta(expr.MetaKeyPRIORITY),
+		goTo(c.mapOf(endpoints).name())[0],
+	})
 }

@@ -98,27 +98,14 @@ func (c *conn) get(ctx context.Context, id elementID) (e element, ok bool, err e
 // objectsAgain is how often chains, sets or rules are listed again.
 const objectsAgain = 10
 
-// chains returns the table's chains, and of each that has one where it is hooked, as
-// the kernel encodes it.
-func (c *conn) chains(ctx context.Context) (map[string][]byte, error) {
-	var chains map[string][]byte
-	err := c.list(ctx, unix.NFT_MSG_GETCHAIN, objectsAgain, func() { chains = map[string][]byte{} }, func(w *wire) {
+// chains returns the hooks of the table's chains.
+func (c *conn) chains(ctx context.Context) (map[string]hook, error) {
+	var chains map[string]hook
+	err := c.list(ctx, unix.NFT_MSG_GETCHAIN, objectsAgain, func() { chains = map[string]hook{} }, func(w *wire) {
 		w.String(unix.NFTA_CHAIN_TABLE, c.table)
 	}, func(payload []byte) {
-		var table, name string
-		var hook []byte
-		for attr, v := range netfilter.Attributes(payload) {
-			switch attr {
-			case unix.NFTA_CHAIN_TABLE:
-				table = netfilter.String(v)
-			case unix.NFTA_CHAIN_NAME:
-				name = netfilter.String(v)
-			case unix.NFTA_CHAIN_HOOK, unix.NFTA_CHAIN_TYPE, unix.NFTA_CHAIN_POLICY:
-				hook = append(hook, v...)
-			}
-		}
-		if table == c.table {
-			chains[name] = hook
+		if table, name, h := decodeChain(payload); table == c.table {
+			chains[name] = h
 		}
 	})
 	if err != nil {
@@ -127,27 +114,24 @@ func (c *conn) chains(ctx context.Context) (map[string][]byte, error) {
 	return chains, nil
 }
 
-// sets returns the names of the table's maps and sets.
-func (c *conn) sets(ctx context.Context) ([]string, error) {
-	var names []string
-	err := c.list(ctx, unix.NFT_MSG_GETSET, objectsAgain, func() { names = nil }, func(w *wire) {
+// sets returns the table's maps and sets.
+func (c *conn) sets(ctx context.Context) (map[string]layout, error) {
+	var sets map[string]layout
+	err := c.list(ctx, unix.NFT_MSG_GETSET, objectsAgain, func() { sets = map[string]layout{} }, func(w *wire) {
 		w.String(unix.NFTA_SET_TABLE, c.table)
 	}, func(payload []byte) {
-		for attr, v := range netfilter.Attributes(payload) {
-			if attr == unix.NFTA_SET_NAME {
-				names = append(names, netfilter.String(v))
-			}
-		}
+		s := decodeSet(payload)
+		sets[s.name] = s
 	})
 	if err != nil {
 		return nil, fmt.Errorf("listing the sets of table %s: %w", c.table, err)
 	}
-	return names, nil
+	return sets, nil
 }
 
 // rules calls f with the chain of each rule of the table, in order, and with the
-// rule as the kernel encodes it.
-func (c *conn) rules(ctx context.Context, restart func(), f func(chain string, expressions []byte)) error {
+// rule in canonical form.
+func (c *conn) rules(ctx context.Context, restart func(), f func(chain, rule string)) error {
 	err := c.list(ctx, unix.NFT_MSG_GETRULE, objectsAgain, restart, func(w *wire) {
 		w.String(unix.NFTA_RULE_TABLE, c.table)
 	}, func(payload []byte) {
@@ -157,7 +141,7 @@ func (c *conn) rules(ctx context.Context, restart func(), f func(chain string, e
 			case unix.NFTA_RULE_CHAIN:
 				chain = netfilter.String(v)
 			case unix.NFTA_RULE_EXPRESSIONS:
-				f(chain, v)
+				f(chain, canonical(v))
 			}
 		}
 	})
@@ -204,15 +188,11 @@ func (c *conn) generation(ctx context.Context) (id uint32, err error) {
 	return id, nil
 }
 
-// deleteTable removes the table and all that is in it, if it is there.
-func (c *conn) deleteTable(ctx context.Context) error {
-	err := c.transact(ctx, func(w *wire) {
-		at := w.Begin(nftMsg(unix.NFT_MSG_DELTABLE), 0, unix.NFPROTO_INET)
-		w.String(unix.NFTA_TABLE_NAME, c.table)
-		w.End(at)
-	})
+// deleteTable removes a table and all that is in it, if it is there.
+func (c *conn) deleteTable(ctx context.Context, name string) error {
+	err := c.transact(ctx, func(w *wire) { w.deleteTable(name) })
 	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("deleting table %s: %w", c.table, err)
+		return fmt.Errorf("deleting table %s: %w", name, err)
 	}
 	return nil
 }

@@ -24,12 +24,21 @@ import (
 // called at any time, also on a backend that was not started: then another process
 // programs the table.
 func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, se *api.ServiceEndpoints) (string, error) {
-	c := newConn(b.opts.NetNS, b.opts.table())
+	c := newConn(b.opts.NetNS, b.opts.tables()[0])
 	defer c.Close()
+	for _, name := range b.opts.tables() {
+		t, err := c.inspect(ctx, name)
+		if err != nil {
+			return "", err
+		}
+		if t.active() {
+			c.table = name
+		}
+	}
 	if ok, _, err := c.exists(ctx); err != nil {
 		return "", err
 	} else if !ok {
-		return fmt.Sprintf("there is no table inet %s\n", b.opts.table()), nil
+		return fmt.Sprintf("there is no table inet %s\n", c.table), nil
 	}
 
 	f := nodeview.Frontend{FrontendKey: nodeview.FrontendKey{Addr: addr, Family: api.FamilyOf(addr), Protocol: protocol, Port: port}}
@@ -39,10 +48,10 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 		return "", err
 	}
 	if se == nil {
-		return fmt.Sprintf("table inet %s\n  %s\n", b.opts.table(), strings.Join(orNothing(is), "\n  ")), nil
+		return fmt.Sprintf("table inet %s\n  %s\n", c.table, strings.Join(orNothing(is), "\n  ")), nil
 	}
 	var out strings.Builder
-	fmt.Fprintf(&out, "table inet %s\n", b.opts.table())
+	fmt.Fprintf(&out, "table inet %s\n", c.table)
 	for _, line := range is {
 		sign := " "
 		if !slices.Contains(should, line) && !strings.HasPrefix(line, "nodeport-addresses") {

@@ -41,17 +41,6 @@ func TestOptionsThatMakeNoSenseAreRefused(t *testing.T) {
 	}
 }
 
-func TestStartSaysThatNftIsMissing(t *testing.T) {
-	b, err := New(Options{NFT: "nft-that-is-nowhere", NetNS: netnstest.New(t).FD, Sysctls: IgnoreSysctls})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer b.Stop(context.Background())
-	if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), "without the nft program") {
-		t.Errorf("Start returns %v", err)
-	}
-}
-
 func TestSysctlsAreSetWhenAskedFor(t *testing.T) {
 	ns := netnstest.New(t)
 	b, err := New(Options{NetNS: ns.FD, Sysctls: SetSysctls})
@@ -76,11 +65,10 @@ func TestSysctlsAreSetWhenAskedFor(t *testing.T) {
 // TestAFullMapFailsTheServiceThatFillsIt makes a map that holds four endpoints: the
 // services that fit are programmed, the other says what failed and stays as it was.
 func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
-	b, ns := start(t, Options{})
-	nft(t, ns, `table inet kpng
-delete map inet kpng service-endpoints4
-table inet kpng { map service-endpoints4 { typeof ip daddr . meta l4proto . th dport . numgen random mod 2 : ip daddr . th dport; size 4; }; }
+	ns := netnstest.New(t)
+	nft(t, ns, `table inet kpng { map service-endpoints4 { type ipv4_addr . inet_proto . inet_service . classid : ipv4_addr . inet_service; size 4; }; }
 `, "-f", "-")
+	b := startIn(t, ns, Options{})
 	small := view("small", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
 	large := view("large", []string{"10.96.0.2"}, []string{"10.0.0.3", "10.0.0.4", "10.0.0.5"}, nil)
 	err := b.Sync(t.Context(), changes(true, set(large), set(small)))
@@ -113,7 +101,7 @@ func TestFailuresNameTheElement(t *testing.T) {
 	b, ns := start(t, Options{})
 	mustSync(t, b, changes(true))
 	// An element in the way that only half belongs to the service.
-	nft(t, ns, "delete chain inet kpng output\nflush chain inet kpng services\nflush chain inet kpng here\ndelete map inet kpng services4\n", "-f", "-")
+	nft(t, ns, "delete chain inet kpng output\nflush chain inet kpng services\ndelete map inet kpng services4\n", "-f", "-")
 	err := b.Sync(t.Context(), changes(false, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
 	var failed sink.Failed
 	failed, _ = sink.Acknowledged(err)
@@ -195,15 +183,15 @@ func TestDataplane(t *testing.T) {
 	b, ns := start(t, Options{})
 	web := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
 	mustSync(t, b, changes(true, set(web)))
-	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 1 }\n", "-f", "-")
+	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:2 }\n", "-f", "-")
 	got, err := b.Dataplane(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web)
 	if err != nil {
 		t.Fatal(err)
 	}
 	want := `table inet kpng
   services4 10.96.0.1 . tcp . 80 : goto service4-2
-  service-endpoints4 10.96.0.1 . tcp . 80 . 0 : 10.0.0.1 . 8080
-- service-endpoints4 10.96.0.1 . tcp . 80 . 1 : 10.0.0.2 . 8080
+  service-endpoints4 10.96.0.1 . tcp . 80 . 7f00:1 : 10.0.0.1 . 8080
+- service-endpoints4 10.96.0.1 . tcp . 80 . 7f00:2 : 10.0.0.2 . 8080
 `
 	if got != want {
 		t.Errorf("the dataplane is\n%swant\n%s", got, want)
@@ -226,7 +214,7 @@ func TestDataplaneOfANodePort(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		want = "table inet kpng\n" + want + "  nodeports4 tcp . 30001 : goto nodeport4-external-1\n  nodeport-endpoints4 tcp . 30001 . 0 : 10.0.0.1 . 8080\n"
+		want = "table inet kpng\n" + want + "  nodeports4 tcp . 30001 : goto nodeport4-external-1\n  nodeport-endpoints4 tcp . 30001 . 7f00:1 : 10.0.0.1 . 8080\n"
 		if got != want {
 			t.Errorf("the dataplane is\n%swant\n%s", got, want)
 		}
@@ -356,9 +344,9 @@ func TestDriftIsCounted(t *testing.T) {
 			t.Errorf("%s, elements, drift found and mended (-want +got):\n%s", when, diff)
 		}
 	}
-	elements := len(contents(t, b))
+	elements := len(contents(t, b)) + 1 // with that of the class
 	check("after a load", elements, 0, 0)
-	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 0 }\n", "-f", "-")
+	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }\n", "-f", "-")
 	mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}))
 	check("after a change that meets drift", elements, 1, 0)
 	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {

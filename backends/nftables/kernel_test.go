@@ -20,14 +20,14 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// contents returns all elements of the table, and its chains.
+// contents returns the elements that services have.
 func contents(t testing.TB, b *Backend) []string {
 	t.Helper()
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	var list []string
 	for _, m := range allMaps() {
-		if m.role == nodePortAddresses {
+		if m.role >= nodePortAddresses {
 			continue
 		}
 		s, err := readSnapshot(t.Context(), b.conn, m)
@@ -163,7 +163,7 @@ func TestDriftIsFoundAndMended(t *testing.T) {
 		"a map is flushed":               "flush map inet kpng service-endpoints4",
 		"an element is deleted":          "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }",
 		"an element is added":            "add element inet kpng cluster-ips4 { 10.99.0.1 }",
-		"an element leads elsewhere":     "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 0 }; add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 0 : 1.2.3.4 . 5 }",
+		"an element leads elsewhere":     "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }; add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 : 1.2.3.4 . 5 }",
 		"a rule of the skeleton is gone": "flush chain inet kpng prerouting",
 		"a rule is added":                "add rule inet kpng service4-2 counter",
 		"a chain is added":               "add chain inet kpng other",
@@ -218,7 +218,7 @@ func TestChangesMeetDrift(t *testing.T) {
 	other := view("other", []string{"10.96.0.2"}, []string{"10.0.0.3"}, nil)
 	mustSync(t, b, changes(true, set(old), set(other)))
 	nft(t, ns, "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }\n"+
-		"add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 2 : 1.2.3.4 . 5 }\n", "-f", "-")
+		"add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:3 : 1.2.3.4 . 5 }\n", "-f", "-")
 	changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2", "10.0.0.4"}, nil)
 	mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}, sink.Change{Old: other, Key: other.Key()}))
 	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {

@@ -9,6 +9,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"net/netip"
+	"strings"
 
 	"github.com/kpng-project/kpng/api"
 	"golang.org/x/sys/unix"
@@ -18,22 +19,29 @@ import (
 type role uint8
 
 const (
-	// frontends lead from where a packet goes to a chain.
+	// frontends map the destination of a packet to the number of its class.
 	frontends role = iota
 	// hereFrontends do so for packets that start on this node, where that
 	// makes a difference.
 	hereFrontends
-	// endpoints lead from a frontend and a slot to an endpoint.
+	// lists map the frontends of services with session affinity to a chain of theirs.
+	lists
+	hereLists
+	// endpoints map a frontend and a slot to an endpoint.
 	endpoints
 	hereEndpoints
 	// sources are (frontend, source range): who gets in.
 	sources
+	// hairpins are the connections of endpoints on this node to themselves: (address,
+	// same address), followed by protocol and port unless the service has all ports.
+	hairpins
 	// clusterIPs are the addresses of which unknown ports are rejected.
 	clusterIPs
-	// hairpins are (address, same address) of the endpoints on this node.
-	hairpins
 	// nodePortAddresses are the node addresses that have the node ports.
 	nodePortAddresses
+	// classes map the number of a class to its chain.
+	classes
+	hereClasses
 )
 
 // scope is what a frontend takes, and so what its key consists of.
@@ -48,7 +56,10 @@ const (
 	address
 )
 
-var scopeNames = [...]string{service: "service", nodePort: "nodeport", address: "address"}
+var (
+	scopeNames   = [...]string{service: "service", nodePort: "nodeport", address: "address"}
+	scopePlurals = [...]string{service: "services", nodePort: "nodeports", address: "addresses"}
+)
 
 // mapID says which of the table's maps and sets is meant.
 type mapID struct {
@@ -61,37 +72,45 @@ type mapID struct {
 // stale elements may go without a hole: frontends before what they lead to.
 func allMaps() []mapID {
 	var all []mapID
-	for _, r := range []role{frontends, hereFrontends, endpoints, hereEndpoints} {
-		for _, s := range []scope{service, nodePort, address} {
+	add := func(r role, scopes ...scope) {
+		for _, s := range scopes {
 			all = append(all, mapID{r, s, api.IPv4}, mapID{r, s, api.IPv6})
 		}
 	}
-	for _, m := range []mapID{{role: sources}, {role: sources, scope: address}, {role: clusterIPs}, {role: hairpins}, {role: nodePortAddresses}} {
-		for _, m.family = range []api.Family{api.IPv4, api.IPv6} {
-			all = append(all, m)
-		}
+	for r := frontends; r <= hereEndpoints; r++ {
+		add(r, service, nodePort, address)
 	}
+	add(sources, service, address)
+	add(hairpins, service, address)
+	add(clusterIPs, 0)
+	add(nodePortAddresses, 0)
+	add(classes, service, nodePort, address)
+	add(hereClasses, service, nodePort, address)
 	return all
 }
 
 // name is the map's name in the kernel.
 func (m mapID) name() string {
-	var name string
+	name := ""
 	switch m.role {
-	case frontends:
-		name = [...]string{service: "services", nodePort: "nodeports", address: "addresses"}[m.scope]
-	case hereFrontends:
-		name = [...]string{service: "here-services", nodePort: "here-nodeports", address: "here-addresses"}[m.scope]
-	case endpoints:
-		name = scopeNames[m.scope] + "-endpoints"
-	case hereEndpoints:
-		name = "here-" + scopeNames[m.scope] + "-endpoints"
+	case hereFrontends, hereLists, hereEndpoints, hereClasses:
+		name = "node-"
+	}
+	switch m.role {
+	case frontends, hereFrontends:
+		name += scopePlurals[m.scope]
+	case lists, hereLists:
+		name += scopeNames[m.scope] + "-lists"
+	case endpoints, hereEndpoints:
+		name += scopeNames[m.scope] + "-endpoints"
+	case classes, hereClasses:
+		name += scopeNames[m.scope] + "-classes"
 	case sources:
 		name = scopeNames[m.scope] + "-sources"
+	case hairpins:
+		name = scopeNames[m.scope] + "-hairpins"
 	case clusterIPs:
 		name = "cluster-ips"
-	case hairpins:
-		name = "hairpins"
 	case nodePortAddresses:
 		name = "nodeport-addresses"
 	}
@@ -114,36 +133,123 @@ func (m mapID) addrLen() int {
 func (m mapID) keyLen() int {
 	frontend := [...]int{service: m.addrLen() + 8, nodePort: 8, address: m.addrLen()}[m.scope]
 	switch m.role {
-	case frontends, hereFrontends:
-		return frontend
 	case endpoints, hereEndpoints:
 		return frontend + 4
-	case sources:
+	case sources, hairpins:
 		return frontend + m.addrLen()
-	case hairpins:
-		return 2 * m.addrLen()
-	default:
+	case clusterIPs, nodePortAddresses:
 		return m.addrLen()
+	case classes, hereClasses:
+		return 4
+	default:
+		return frontend
 	}
 }
 
 // dataLen is the length of what the map leads to, 0 if it is a set or leads to
 // verdicts.
 func (m mapID) dataLen() int {
-	switch {
-	case m.role != endpoints && m.role != hereEndpoints:
-		return 0
-	case m.scope == address:
-		return m.addrLen()
-	default:
+	switch m.role {
+	case frontends, hereFrontends:
+		return 4
+	case endpoints, hereEndpoints:
+		if m.scope == address {
+			return m.addrLen()
+		}
 		return m.addrLen() + 4
+	default:
+		return 0
 	}
 }
 
-func (m mapID) hasVerdicts() bool { return m.role == frontends || m.role == hereFrontends }
+func (m mapID) hasVerdicts() bool {
+	return m.role == lists || m.role == hereLists || m.role == classes || m.role == hereClasses
+}
+
+// leadsToChains reports whether the values of its elements are chains, or classes.
+func (m mapID) leadsToChains() bool {
+	return m.hasVerdicts() || m.role == frontends || m.role == hereFrontends
+}
 
 // shared reports whether several services may want the same element.
 func (m mapID) shared() bool { return m.role == clusterIPs || m.role == hairpins }
+
+// datatype is one of nft's, by which it prints an element or a part of one.
+type datatype struct{ number, length uint32 }
+
+// The datatypes. Classes and slots are loaded from the packet's priority.
+var (
+	typeIPv4     = datatype{7, 4}
+	typeIPv6     = datatype{8, 16}
+	typeProtocol = datatype{12, 1}
+	typePort     = datatype{13, 2}
+	typePriority = datatype{23, 4}
+)
+
+func addrType(family api.Family) datatype {
+	if family == api.IPv6 {
+		return typeIPv6
+	}
+	return typeIPv4
+}
+
+// parts returns the datatypes that the map's keys and data consist of.
+func (m mapID) parts() (key, data []datatype) {
+	addr := addrType(m.family)
+	frontend := [...][]datatype{service: {addr, typeProtocol, typePort}, nodePort: {typeProtocol, typePort}, address: {addr}}[m.scope]
+	switch m.role {
+	case frontends, hereFrontends:
+		return frontend, []datatype{typePriority}
+	case endpoints, hereEndpoints:
+		data = []datatype{addr, typePort}
+		if m.scope == address {
+			data = data[:1]
+		}
+		return append(frontend, typePriority), data
+	case sources:
+		return append(frontend, addr), nil
+	case hairpins:
+		return append([]datatype{addr}, frontend...), nil
+	case clusterIPs, nodePortAddresses:
+		return []datatype{addr}, nil
+	case classes, hereClasses:
+		return []datatype{typePriority}, nil
+	default:
+		return frontend, nil
+	}
+}
+
+// layout returns the map as the kernel describes it.
+func (m mapID) layout() layout {
+	s := layout{name: m.name()}
+	key, data := m.parts()
+	s.keyType, s.keyLen = concatenation(key)
+	switch {
+	case m.hasVerdicts():
+		s.flags, s.dataType = unix.NFT_SET_MAP, unix.NFT_DATA_VERDICT
+	case len(data) > 0:
+		s.flags = unix.NFT_SET_MAP
+		s.dataType, s.dataLen = concatenation(data)
+	case m.role == sources:
+		s.flags = unix.NFT_SET_INTERVAL | nftSetConcat
+		for _, part := range key {
+			s.fields = append(s.fields, part.length)
+		}
+	}
+	return s
+}
+
+// concatenation returns the number and the length of a type that has these parts.
+func concatenation(parts []datatype) (number, length uint32) {
+	if len(parts) == 1 {
+		return parts[0].number, parts[0].length
+	}
+	for _, part := range parts {
+		number = number<<6 | part.number
+		length += (part.length + 3) &^ 3
+	}
+	return number, length
+}
 
 // maxKey is the longest key, that of a source of a service, and one octet for the
 // length of the source's prefix.
@@ -164,11 +270,14 @@ func (id *elementID) frontend() elementID {
 	return f
 }
 
-// value is what an element leads to: data, or the chain that is gone to ("drop" stands
-// for that verdict). The elements of a set have the zero value.
+// value is what an element has besides its key. The elements of a set have the zero value.
 type value struct {
-	data  [20]byte
+	data [20]byte
+	// chain is the chain that a packet goes to, "drop" stands for that verdict. In the maps
+	// of frontends it is the chain of the class that data has the number of.
 	chain string
+	// comment names the service port of a frontend, for readers of the table.
+	comment string
 }
 
 // drop is the verdict of that name, in place of a chain.
@@ -198,8 +307,10 @@ func (w *keyWriter) port(p int32) {
 	w.at += 4
 }
 
-func (w *keyWriter) slot(i int) {
-	binary.NativeEndian.PutUint32(w.id.key[w.at:], uint32(i))
+func (w *keyWriter) slot(i int) { w.priority(firstSlot + uint32(i)) }
+
+func (w *keyWriter) priority(number uint32) {
+	binary.NativeEndian.PutUint32(w.id.key[w.at:], number)
 	w.at += 4
 }
 
@@ -213,7 +324,8 @@ func target(a netip.Addr, port int32) value {
 	return v
 }
 
-// String returns the element as nft prints it, behind the name of its map.
+// String returns the element much as nft prints it, behind the name of its map. Instead of
+// the number of a class it has the class's chain.
 func (e element) String() string {
 	s := e.elementID.String()
 	addrLen := e.m.addrLen()
@@ -233,28 +345,27 @@ func (e element) String() string {
 // String returns the element's key as nft prints it, behind the name of its map.
 func (id elementID) String() string {
 	rest := id.key[:id.m.keyLen()]
-	next := func(n int) (part []byte) {
-		part, rest = rest[:n], rest[n:]
-		return part
-	}
-	s := id.m.name() + " "
-	if id.m.scope != nodePort {
-		s += addrOf(next(id.m.addrLen())).String()
-	}
-	if id.m.scope != address && id.m.role <= sources {
-		if id.m.scope == service {
-			s += " . "
+	key, _ := id.m.parts()
+	var parts []string
+	for _, part := range key {
+		n := (part.length + 3) &^ 3
+		v := rest[:n]
+		rest = rest[n:]
+		switch part {
+		case typeProtocol:
+			parts = append(parts, protocolName(v[0]))
+		case typePort:
+			parts = append(parts, fmt.Sprint(binary.BigEndian.Uint16(v)))
+		case typePriority:
+			number := binary.NativeEndian.Uint32(v)
+			parts = append(parts, fmt.Sprintf("%x:%x", number>>16, number&0xffff))
+		default:
+			parts = append(parts, addrOf(v).String())
 		}
-		s += protocolName(next(4)[0]) + " . "
-		s += fmt.Sprint(binary.BigEndian.Uint16(next(4)))
 	}
-	switch id.m.role {
-	case endpoints, hereEndpoints:
-		s += fmt.Sprintf(" . %d", binary.NativeEndian.Uint32(next(4)))
-	case sources:
-		s += fmt.Sprintf(" . %s/%d", addrOf(next(id.m.addrLen())), id.key[maxKey-1])
-	case hairpins:
-		s += " . " + addrOf(next(id.m.addrLen())).String()
+	s := id.m.name() + " " + strings.Join(parts, " . ")
+	if id.m.role == sources {
+		s += fmt.Sprint("/", id.key[maxKey-1])
 	}
 	return s
 }

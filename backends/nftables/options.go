@@ -19,8 +19,9 @@ import (
 // does what kube-proxy does by default.
 type Options struct {
 	// Instance names this backend among others on the node: it programs the table
-	// "kpng-<Instance>" of family inet, and nothing else. Letters, digits, "-", "_" and
-	// ".", at most 64. Default: empty, and the table is "kpng".
+	// "kpng-<Instance>" of family inet, and nothing else. The table is "kpng2-<Instance>" after
+	// an update from a version with another layout. Letters, digits, "-", "_" and
+	// ".", at most 64. Default: empty, and the table is "kpng", or "kpng2".
 	Instance string
 
 	// DNATPriority is the priority of the chains at hooks prerouting and output, which
@@ -75,9 +76,6 @@ type Options struct {
 	// Observer is told what the backend does. Default: nobody is told.
 	Observer Observer
 
-	// NFT is the nft program, 1.0.1 or newer. Default "nft", looked for in $PATH.
-	NFT string
-
 	// NetNS is the file descriptor of the network namespace to program, which has to
 	// stay open. Default 0: the one the process was started in.
 	NetNS int
@@ -108,7 +106,6 @@ func (o *Options) complete() error {
 	o.DNATPriority = orDefault(o.DNATPriority, -100)
 	o.SNATPriority = orDefault(o.SNATPriority, 100)
 	o.MasqueradeMark = orDefault(o.MasqueradeMark, 0x2000)
-	o.NFT = orDefault(o.NFT, "nft")
 	o.Observer.complete()
 
 	var errs []error
@@ -153,10 +150,11 @@ func orDefault[T comparable](v, def T) T {
 	return v
 }
 
-// table is the name of the instance's table.
-func (o *Options) table() string {
+// tables are the names that the instance's table may have. The second is used if a table with
+// another layout has the first.
+func (o *Options) tables() [2]string {
 	if o.Instance == "" {
-		return "kpng"
+		return [...]string{"kpng", "kpng2"}
 	}
-	return "kpng-" + o.Instance
+	return [...]string{"kpng-" + o.Instance, "kpng2-" + o.Instance}
 }

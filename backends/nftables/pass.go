@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"iter"
 	"maps"
-	"slices"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
@@ -117,7 +116,10 @@ func (b *Backend) endPass(ctx context.Context, failed bool) error {
 	if err := b.prune(ctx, f, failed); err != nil {
 		return err
 	}
-	if err := b.remakeChains(ctx); err != nil {
+	if err := b.replaceTable(ctx); err != nil {
+		return err
+	}
+	if err := b.tidyChains(ctx); err != nil {
 		return err
 	}
 	b.drifting = false
@@ -143,7 +145,7 @@ func (b *Backend) readAhead(ctx context.Context) {
 	}
 	var err error
 	if b.found, err = b.read(ctx); err != nil {
-		klog.FromContext(ctx).V(2).Info("The table could not be read ahead", "table", b.opts.table(), "reason", err)
+		klog.FromContext(ctx).V(2).Info("The table could not be read ahead", "table", b.table(), "reason", err)
 	}
 }
 
@@ -168,16 +170,6 @@ func (b *Backend) read(ctx context.Context) (*found, error) {
 	if err != nil {
 		return nil, err
 	}
-	chains, err := b.conn.chains(ctx)
-	if err != nil {
-		return nil, err
-	}
-	static := skeletonChains()
-	for name := range chains {
-		if !slices.Contains(static, name) && !isOwn(name) {
-			st.chains[name] = 0
-		}
-	}
 	snapshots := map[mapID]*snapshot{}
 	for _, m := range allMaps() {
 		s, err := readSnapshot(ctx, b.conn, m)
@@ -185,6 +177,11 @@ func (b *Backend) read(ctx context.Context) (*found, error) {
 			return nil, err
 		}
 		for e := range s.all() {
+			if m.role == classes || m.role == hereClasses {
+				c, _ := classOf(&e.elementID, &e.value)
+				st.hasClass(c)
+				continue
+			}
 			st.has(&e.elementID, &e.value)
 			if m.shared() {
 				st.wanted[e.elementID] = hold
@@ -226,7 +223,7 @@ func (b *Backend) ownObjects(ctx context.Context) ([]object, error) {
 			own = append(own, object{name: name})
 		}
 	}
-	for _, name := range sets {
+	for name := range sets {
 		if isOwn(name) {
 			own = append(own, object{name: name, family: api.IPv4}) // or IPv6: it is a set
 		}
@@ -246,14 +243,14 @@ func (b *Backend) prune(ctx context.Context, f *pass, failed bool) error {
 	removed := 0
 	flush := func() error {
 		if err := b.transact(ctx, []part{stale}); err != nil {
-			return fmt.Errorf("removing %d elements of table inet %s that no service has: %w", len(stale.ops), b.opts.table(), err)
+			return fmt.Errorf("removing %d elements of table inet %s that no service has: %w", len(stale.ops), b.table(), err)
 		}
 		removed += len(stale.ops)
 		stale = part{ops: stale.ops[:0]}
 		return nil
 	}
 	for _, m := range allMaps() {
-		if m.role == nodePortAddresses {
+		if m.role >= nodePortAddresses {
 			continue // no services'
 		}
 		for e := range f.unheld(m, failed) {
@@ -282,7 +279,7 @@ func (b *Backend) prune(ctx context.Context, f *pass, failed bool) error {
 		return err
 	}
 	if removed > 0 {
-		klog.FromContext(ctx).Info("Removed elements that no service has", "table", b.opts.table(), "elements", removed)
+		klog.FromContext(ctx).Info("Removed elements that no service has", "table", b.table(), "elements", removed)
 	}
 	return nil
 }
@@ -317,7 +314,7 @@ func (f *pass) spare() (leaves bool) {
 	leaves = len(f.stale) > 0 || len(f.left) > 0
 	for m, s := range f.snapshots {
 		switch m.role {
-		case hereFrontends, endpoints, hereEndpoints:
+		case hereFrontends, lists, hereLists, endpoints, hereEndpoints:
 			for e := range s.stale() {
 				frontend := e.frontend()
 				if f.snapshots[frontend.m].taken(&frontend) {
@@ -348,28 +345,49 @@ func rangesByFrontend(snapshots map[mapID]*snapshot) map[elementID][]element {
 	return ranges
 }
 
-// remakeChains gives the chains made on demand the rules that they should have,
-// whatever they had, and removes those that nothing leads to.
-func (b *Backend) remakeChains(ctx context.Context) error {
-	var unused []string
-	err := b.conn.transact(ctx, func(w *wire) {
-		for _, name := range slices.Sorted(maps.Keys(b.state.chains)) {
-			if b.state.chains[name] == 0 {
-				unused = append(unused, name)
-			} else if c, ok := b.planner.classes[name]; ok {
-				w.makeChain(name, c.rules())
-			}
-		}
-		w.deleteChains(unused)
-	})
+// tidyChains gives the chains of classes the rules that they should have, and removes those
+// that nothing leads to.
+func (b *Backend) tidyChains(ctx context.Context) error {
+	maps.Copy(b.state.rules, b.skeleton)
+	chains, err := b.readChains(ctx)
 	if err != nil {
-		return fmt.Errorf("making the chains of table inet %s: %w", b.opts.table(), err)
-	}
-	maps.DeleteFunc(b.state.chains, func(_ string, n int) bool { return n == 0 })
-	if b.state.rules, err = b.readChains(ctx); err != nil {
 		return err
 	}
-	// Whatever happened to these since they were loaded, Verify is to find.
-	maps.Copy(b.state.rules, b.skeleton)
+	var others []string
+	for name, is := range chains {
+		if _, ok := b.state.rules[name]; ok {
+			continue
+		}
+		if isOwn(name) { // of a service that failed
+			b.state.rules[name] = is
+		} else {
+			others = append(others, name)
+		}
+	}
+	var missing []class
+	for c, use := range b.state.classes {
+		if use.frontends > 0 && (!use.made || chains[c.chain()] != b.state.rules[c.chain()]) {
+			missing = append(missing, c)
+		}
+	}
+	unused := b.state.unusedClasses()
+	err = b.conn.transact(ctx, func(w *wire) {
+		for _, c := range missing {
+			w.makeClass(c)
+		}
+		w.deleteClasses(unused)
+		w.deleteChains(others)
+	})
+	if err != nil {
+		return fmt.Errorf("making the chains of table inet %s: %w", b.table(), err)
+	}
+	for _, c := range missing {
+		if !b.state.classes[c].made {
+			b.state.hasClass(c)
+		}
+	}
+	for _, c := range unused {
+		b.state.lostClass(c)
+	}
 	return nil
 }

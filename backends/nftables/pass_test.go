@@ -52,7 +52,7 @@ func batch(first, last bool, list ...sink.Change) *sink.Changes {
 func leadsTo(t *testing.T, b *Backend, ip string) string {
 	t.Helper()
 	for _, line := range contents(t, b) {
-		if rest, ok := strings.CutPrefix(line, "service-endpoints4 "+ip+" . tcp . 80 . 0 : "); ok {
+		if rest, ok := strings.CutPrefix(line, "service-endpoints4 "+ip+" . tcp . 80 . 7f00:1 : "); ok {
 			return rest
 		}
 	}
@@ -84,7 +84,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 			a, bb := at("a", "10.96.0.2", "10.0.0.4"), at("b", "10.96.0.1", "!10.0.0.1")
 			mustSync(t, b, batch(true, false, a))
 			check("after the first batch", "10.0.0.1 . 8080", "10.0.0.4 . 8080", "10.0.0.3 . 8080")
-			if !slices.Contains(contents(t, b), "hairpins4 10.0.0.1 . 10.0.0.1") {
+			if !slices.Contains(contents(t, b), "service-hairpins4 10.0.0.1 . 10.0.0.1 . tcp . 8080") {
 				t.Error("the hairpin that another service needs is gone")
 			}
 			mustSync(t, b, batch(false, false, bb))

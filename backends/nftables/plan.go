@@ -5,6 +5,7 @@
 package nftables
 
 import (
+	"encoding/binary"
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
@@ -15,18 +16,15 @@ import (
 type planner struct {
 	// nodeAddrs are the node's addresses, for source ranges that admit it.
 	nodeAddrs []netip.Addr
-	// names are the chains of classes seen, and classes the way back.
-	names   map[class]string
-	classes map[string]class
+	// names are the chains of classes seen.
+	names map[class]string
 }
 
-func newPlanner() *planner {
-	return &planner{names: map[class]string{}, classes: map[string]class{}}
-}
+func newPlanner() *planner { return &planner{names: map[class]string{}} }
 
 // withNodeAddrs returns a planner for a node with other addresses.
 func (p *planner) withNodeAddrs(addrs []netip.Addr) *planner {
-	return &planner{nodeAddrs: addrs, names: p.names, classes: p.classes}
+	return &planner{nodeAddrs: addrs, names: p.names}
 }
 
 // plan emits the elements that se needs, each once unless its map is shared, and the
@@ -45,7 +43,7 @@ func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), own func(ob
 	}
 	for i := range se.Endpoints {
 		if e := &se.Endpoints[i]; e.Local {
-			p.hairpin(e.Addr, emit)
+			p.hairpins(se, e, emit)
 		}
 	}
 }
@@ -84,38 +82,50 @@ func scopeOf(f *nodeview.Frontend) scope {
 // traffic emits what leads some of f's traffic where t says. list is what the list
 // of endpoints is called.
 func (p *planner) traffic(se *api.ServiceEndpoints, c class, f *nodeview.Frontend, list string, t *nodeview.Traffic, emit func(element), own func(object)) {
-	from, to := frontends, endpoints
-	if c.here {
-		from, to = hereFrontends, hereEndpoints
-	}
 	c.verdict = t.Verdict
+	targets := t.Endpoints[:min(len(t.Endpoints), maxEndpoints)]
 	switch {
 	case c.verdict != nodeview.Forward:
 	case f.Affinity > 0:
-		c.list = p.affinity(se, f, list, t.Endpoints, own)
+		c.affinity = true
+		e, _ := frontendKey(c.mapOf(lists), f)
+		e.chain = p.affinity(se, f, list, targets, own)
+		emit(e)
 	default:
-		c.endpoints = len(t.Endpoints)
+		c.endpoints = len(targets)
 	}
-	e, _ := frontendKey(mapID{from, c.scope, f.Family}, f)
-	if c.list != "" {
-		e.chain = c.chain()
-		own(object{name: e.chain, rules: c.rules()})
-	} else {
-		e.chain = p.chain(c)
-	}
+	e, _ := frontendKey(c.mapOf(frontends), f)
+	e.chain, e.comment = p.chain(c), comment(se, f)
+	binary.NativeEndian.PutUint32(e.data[:], c.number())
 	emit(e)
 
 	if c.endpoints == 0 {
 		return
 	}
-	e, at := frontendKey(mapID{to, c.scope, f.Family}, f)
-	for i := range t.Endpoints {
+	e, at := frontendKey(c.mapOf(endpoints), f)
+	for i := range targets {
 		w := keyWriter{&e.elementID, at}
 		w.slot(i)
-		e.value = target(t.Endpoints[i].Addr, t.Endpoints[i].Port)
+		e.value = target(targets[i].Addr, targets[i].Port)
 		emit(e)
 	}
 }
+
+// maxEndpoints is how many endpoints of a service get traffic: the number of a class has room
+// for no more.
+const maxEndpoints = 1<<20 - 1
+
+// comment names the service port of f.
+func comment(se *api.ServiceEndpoints, f *nodeview.Frontend) string {
+	s := se.Service.Namespace + "/" + se.Service.Name
+	if f.ServicePort != nil && f.ServicePort.Name != "" {
+		s += ":" + f.ServicePort.Name
+	}
+	return s[:min(len(s), maxComment)]
+}
+
+// maxComment is the length of the longest comment that nft loads.
+const maxComment = 127
 
 // frontendKey returns an element of m whose key begins with f, and where the
 // rest of the key goes.
@@ -160,13 +170,30 @@ func containedInOther(prefixes []netip.Prefix, i int) bool {
 	return false
 }
 
-// hairpin emits that connections from a to itself are masqueraded.
-func (p *planner) hairpin(a netip.Addr, emit func(element)) {
-	e := element{elementID: elementID{m: mapID{role: hairpins, family: api.FamilyOf(a)}}}
-	w := keyWriter{id: &e.elementID}
-	w.addr(a)
-	w.addr(a)
-	emit(e)
+// hairpins emits that connections from the endpoint e to itself through the service are
+// masqueraded.
+func (p *planner) hairpins(se *api.ServiceEndpoints, e *api.Endpoint, emit func(element)) {
+	emitOne := func(s scope, protocol api.Protocol, port int32) {
+		h := element{elementID: elementID{m: mapID{hairpins, s, api.FamilyOf(e.Addr)}}}
+		w := keyWriter{id: &h.elementID}
+		w.addr(e.Addr)
+		w.addr(e.Addr)
+		if s == service {
+			w.protocol(protocol)
+			w.port(port)
+		}
+		emit(h)
+	}
+	if se.Service.AllPorts {
+		emitOne(address, 0, 0)
+		return
+	}
+	for i := range se.Service.Ports {
+		p := &se.Service.Ports[i]
+		if port := e.TargetPort(p); port != 0 {
+			emitOne(service, p.Protocol, port)
+		}
+	}
 }
 
 // member emits that a is in the set m of its family.
@@ -188,9 +215,6 @@ func (p *planner) chain(c class) string {
 	if !ok {
 		name = c.chain()
 		p.names[c] = name
-		if name != drop && name != rejectChain {
-			p.classes[name] = c
-		}
 	}
 	return name
 }

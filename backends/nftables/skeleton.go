@@ -5,134 +5,308 @@
 package nftables
 
 import (
-	"bytes"
+	"cmp"
 	"context"
-	_ "embed"
-	"errors"
+	"encoding/binary"
 	"fmt"
+	"hash/maphash"
 	"net/netip"
-	"os/exec"
-	"regexp"
 	"slices"
-	"strings"
-	"text/template"
 
+	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 )
 
-//go:embed skeleton.nft
-var skeletonText string
+// The skeleton is the part of the table that does not depend on services: maps and sets,
+// without elements, and the chains that look into them.
 
-// skeletonChains are the names of the chains that the skeleton has.
-var skeletonChain = regexp.MustCompile(`(?m)^\tchain ([a-z-]+) \{ `)
-
-type skeletonFamily struct {
-	N        int
-	IP, Type string
+// hook says where a base chain gets its packets. The zero value is that of other chains.
+type hook struct {
+	number   uint32
+	priority int32
+	kind     string
+	policy   uint32
 }
 
-// skeleton returns what the table has whatever the services are, in nft's
-// language. Loaded into a table that has it, it changes nothing but what was edited.
-func (o *Options) skeleton() string {
-	data := struct {
-		*Options
-		Table              string
-		Mark               string
-		Families           []skeletonFamily
-		Here               []string
-		Chains             []string
-		PodMatches         []string
-		OutsiderMatches    []string
-		RejectUnknownPorts bool
-	}{
-		Options:            o,
-		Table:              o.table(),
-		Mark:               fmt.Sprintf("%#x", o.MasqueradeMark),
-		Families:           []skeletonFamily{{4, "ip", "ipv4_addr"}, {6, "ip6", "ipv6_addr"}},
-		Here:               []string{"", "here-"},
-		Chains:             skeletonChains(),
-		PodMatches:         o.podMatches(),
-		OutsiderMatches:    o.outsiderMatches(),
-		RejectUnknownPorts: !o.AcceptUnknownPorts,
-	}
-	var b bytes.Buffer
-	if err := template.Must(template.New("skeleton").Parse(skeletonText)).Execute(&b, data); err != nil {
-		panic(err) // the template is ours, and its data too
-	}
-	return b.String()
+func nat(number uint32, priority int32) hook { return hook{number, priority, "nat", nfAccept} }
+
+// chain is a chain and its rules, encoded.
+type chain struct {
+	name string
+	hook
+	rules []string
 }
 
-func skeletonChains() []string {
-	var chains []string
-	for _, m := range skeletonChain.FindAllStringSubmatch(skeletonText, -1) {
-		chains = append(chains, m[1])
+// layout describes a map or set.
+type layout struct {
+	name                                      string
+	flags, keyType, keyLen, dataType, dataLen uint32
+	// size is how many elements it may have, 0 if there is no limit.
+	size uint32
+	// fields are the lengths of the parts of an interval set's keys.
+	fields []uint32
+}
+
+// like reports whether two maps have the same layout.
+func (s *layout) like(o *layout) bool {
+	return s.flags == o.flags && s.keyType == o.keyType && s.keyLen == o.keyLen && s.dataType == o.dataType &&
+		(s.dataLen == o.dataLen || s.dataType == unix.NFT_DATA_VERDICT)
+}
+
+var families = []api.Family{api.IPv4, api.IPv6}
+
+// skeletonChains returns the chains of the skeleton, those first that others lead to.
+func (o *Options) skeletonChains() []chain {
+	var chains []chain
+	add := func(name string, h hook, rules ...[]expr.Any) {
+		chains = append(chains, chain{name, h, encodeRules(rules...)})
 	}
+	regular := hook{}
+
+	// Connections to be masqueraded carry the mark up to postrouting.
+	bit := o.MasqueradeMark
+	add("mark-all", regular, append(mark(^bit, bit), setMeta(expr.MetaKeyMARK)))
+	add("mark-node", regular, append(startsHere(), jump("mark-all")...))
+	add("mark-outsiders", regular, o.markOutsiders()...)
+
+	for _, s := range []scope{service, address} {
+		var rules [][]expr.Any
+		for _, family := range families {
+			rules = append(rules, fromSources(mapID{sources, s, family}))
+		}
+		add(scopeNames[s]+"-sources", regular, append(rules, verdictDrop())...)
+	}
+
+	add(rejectChain, regular,
+		[]expr.Any{loadMeta(expr.MetaKeyL4PROTO), equal(unix.IPPROTO_TCP), &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}},
+		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
+
+	for _, m := range allMaps() {
+		if m.role == endpoints || m.role == hereEndpoints {
+			// A slot may be missing when its number was drawn before a transaction and is looked up
+			// after it. Such a packet must not pass as it is: the whole connection would.
+			add(m.name(), regular, translate(m), verdictDrop())
+		}
+	}
+
+	// Traffic that starts on this node has maps of its own where the external traffic policy
+	// is Local.
+	add("node-services", regular, lookupClasses(hereFrontends)...)
+	short := [][]expr.Any{append(startsHere(), goTo("node-services")...)}
+	for _, match := range o.podMatches() {
+		short = append(short, append(match, goTo("node-services")...))
+	}
+	add("short-circuit", regular, short...)
+
+	// As with slots, the chain of a class may just have been removed.
+	rules := append(lookupClasses(frontends), append(hasPriority(), verdictDrop()...))
+	if !o.AcceptUnknownPorts {
+		for _, family := range families {
+			destination, _ := loadDestination(family, 0)
+			rule := append(matchFamily(family), destination, in(mapID{role: clusterIPs, family: family}))
+			rules = append(rules, append(rule, goTo(rejectChain)...))
+		}
+	}
+	add("services", regular, rules...)
+
+	// Only the first packet of a connection gets here.
+	add("prerouting", nat(unix.NF_INET_PRE_ROUTING, o.DNATPriority), jump("services"))
+	add("output", nat(unix.NF_INET_LOCAL_OUT, o.DNATPriority), jump("services"))
+	rules = [][]expr.Any{
+		append(hasPriority(), &expr.Immediate{Register: reg(0), Data: native(0)}, setMeta(expr.MetaKeyPRIORITY)),
+		slices.Concat(mark(bit, 0), []expr.Any{equal(native(bit)...)}, mark(^uint32(0), bit),
+			[]expr.Any{setMeta(expr.MetaKeyMARK), &expr.Masq{FullyRandom: true}}),
+	}
+	for _, s := range []scope{service, address} {
+		for _, family := range families {
+			rules = append(rules, hairpin(s, family))
+		}
+	}
+	add("postrouting", nat(unix.NF_INET_POST_ROUTING, o.SNATPriority), rules...)
 	return chains
 }
 
+func lookupClasses(r role) (rules [][]expr.Any) {
+	for _, family := range families {
+		for _, s := range []scope{service, nodePort, address} {
+			rules = append(rules, lookupClass(mapID{r, s, family}))
+		}
+	}
+	return rules
+}
+
+// startsHere matches packets that this node sends.
+func startsHere() []expr.Any {
+	return []expr.Any{
+		&expr.Fib{Register: reg(0), ResultADDRTYPE: true, FlagSADDR: true},
+		equal(native(unix.RTN_LOCAL)...),
+	}
+}
+
 // podMatches returns what matches packets of this node's pods.
-func (o *Options) podMatches() []string {
-	var matches []string
+func (o *Options) podMatches() (matches [][]expr.Any) {
 	for _, name := range o.PodInterfaces {
-		matches = append(matches, fmt.Sprintf("iifname %q", name))
+		matches = append(matches, fromInterface(name))
 	}
 	for _, cidr := range o.ClusterCIDRs {
-		ip := "ip"
-		if cidr.Addr().Is6() {
-			ip = "ip6"
-		}
-		matches = append(matches, fmt.Sprintf("%s saddr %s", ip, cidr.Masked()))
+		matches = append(matches, fromPrefix(cidr))
 	}
 	return matches
 }
 
-// outsiderMatches returns what matches packets, none of pods, that come from outside the
-// pod network: of a family that nothing tells the pods of, none do.
-func (o *Options) outsiderMatches() []string {
+// markOutsiders returns the rules that mark what comes to cluster IPs from outside the pod
+// network. Where nothing says what the pods of a family are, nothing is marked.
+func (o *Options) markOutsiders() (rules [][]expr.Any) {
+	switch {
+	case o.MasqueradeAll:
+		return [][]expr.Any{jump("mark-all")}
+	case !o.MasqueradeOutsiders:
+		return nil
+	}
+	for _, match := range o.podMatches() {
+		rules = append(rules, append(match, &expr.Verdict{Kind: expr.VerdictReturn}))
+	}
 	if len(o.PodInterfaces) > 0 {
-		return []string{""}
+		return append(rules, jump("mark-all"))
 	}
-	var matches []string
-	for _, family := range []api.Family{api.IPv4, api.IPv6} {
+	for _, family := range families {
 		if slices.ContainsFunc(o.ClusterCIDRs, func(cidr netip.Prefix) bool { return api.FamilyOf(cidr.Addr()) == family }) {
-			matches = append(matches, fmt.Sprintf("meta nfproto ipv%d ", family))
+			rules = append(rules, append(matchFamily(family), jump("mark-all")...))
 		}
 	}
-	return matches
+	return rules
 }
 
-// loadSkeleton makes the table and its skeleton, or mends it. The elements of maps
-// that are there stay, unless a map or chain is of another kind than it should be:
-// then the table has to go first.
+// fromSources returns the rule that admits packets from the source ranges in m.
+func fromSources(m mapID) []expr.Any {
+	load, register := loadFrontend(m.scope, m.family)
+	source, _ := loadSource(m.family, register)
+	rule := append(matchFamily(m.family), load...)
+	return append(rule, source, in(m), &expr.Verdict{Kind: expr.VerdictReturn})
+}
+
+// hasPriority matches packets that carry the number of a class or slot.
+func hasPriority() []expr.Any {
+	number := func(v uint32) []byte { return binary.BigEndian.AppendUint32(nil, v) }
+	return []expr.Any{
+		loadMeta(expr.MetaKeyPRIORITY),
+		&expr.Byteorder{SourceRegister: reg(0), DestRegister: reg(0), Op: expr.ByteorderHton, Len: 4, Size: 4},
+		&expr.Cmp{Op: expr.CmpOpGte, Register: reg(0), Data: number(firstPriority)},
+		&expr.Cmp{Op: expr.CmpOpLte, Register: reg(0), Data: number(lastPriority)},
+	}
+}
+
+// table is what the kernel has of a table, apart from elements.
+type table struct {
+	exists, dormant bool
+	sets            map[string]layout
+	chains          map[string]chain // with rules in canonical form
+}
+
+// inspect reads the table of that name.
+func (c *conn) inspect(ctx context.Context, name string) (*table, error) {
+	c = &conn{c.Conn, name}
+	exists, awake, err := c.exists(ctx)
+	if err != nil || !exists {
+		return &table{}, err
+	}
+	t := &table{exists: true, dormant: !awake}
+	if t.sets, err = c.sets(ctx); err != nil {
+		return nil, err
+	}
+	hooks, err := c.chains(ctx)
+	if err != nil {
+		return nil, err
+	}
+	err = c.rules(ctx, func() {
+		t.chains = make(map[string]chain, len(hooks))
+		for name, h := range hooks {
+			t.chains[name] = chain{name: name, hook: h}
+		}
+	}, func(name, rule string) {
+		ch := t.chains[name]
+		ch.rules = append(ch.rules, rule)
+		t.chains[name] = ch
+	})
+	return t, err
+}
+
+// active reports whether packets come to the table.
+func (t *table) active() bool {
+	for _, c := range t.chains {
+		if c.hook != (hook{}) {
+			return !t.dormant
+		}
+	}
+	return false
+}
+
+// fits reports whether elements that the table has are of use: whether it has no other maps
+// than it should, and none with another layout.
+func (t *table) fits() bool {
+	want := map[string]layout{}
+	for _, m := range allMaps() {
+		want[m.name()] = m.layout()
+	}
+	for name, s := range t.sets {
+		if should, ok := want[name]; !isOwn(name) && (!ok || !should.like(&s)) {
+			return false
+		}
+	}
+	return true
+}
+
+// loadSkeleton brings the skeleton into the kernel, or what differs from it, in one
+// transaction. Elements stay.
+//
+// If the table has maps of another layout, as other versions of this package make, the
+// skeleton is loaded into a table of another name, without base chains, so that services are
+// served by the table that there is until [Backend.replaceTable].
 func (b *Backend) loadSkeleton(ctx context.Context) error {
-	text := b.opts.skeleton()
-	err := b.nft(ctx, text)
-	if isMismatch(err) {
-		klog.FromContext(ctx).Info("Making the table anew, as it has maps or chains of another kind", "table", b.opts.table(), "reason", err.Error())
-		err = b.nft(ctx, fmt.Sprintf("table inet %[1]s\ndelete table inet %[1]s\n%[2]s", b.opts.table(), text))
+	names := b.opts.tables()
+	var tables [len(names)]*table
+	for i, name := range names {
+		var err error
+		if tables[i], err = b.conn.inspect(ctx, name); err != nil {
+			return err
+		}
 	}
-	if err != nil {
+	rank := func(t *table) int {
+		switch {
+		case t.active() && t.fits():
+			return 2
+		case !t.active():
+			return 1
+		default:
+			return 0
+		}
+	}
+	now, other := 0, 1
+	if rank(tables[1]) > rank(tables[0]) {
+		now, other = 1, 0
+	}
+	b.conn.table, b.replaced = names[now], ""
+	if tables[other].exists {
+		b.replaced = names[other]
+	}
+	chains := b.opts.skeletonChains()
+	if tables[other].active() && !tables[now].active() {
+		klog.FromContext(ctx).Info("Filling a new table, as the layout of the present one differs", "table", names[now], "present", names[other])
+		chains = slices.DeleteFunc(chains, func(c chain) bool { return c.hook != (hook{}) })
+	}
+	if err := b.load(ctx, tables[now], chains, func(*wire) {}); err != nil {
 		return err
 	}
-	if b.loaded, err = b.conn.generation(ctx); err != nil {
-		return err
-	}
-	rules, err := b.readChains(ctx)
-	if err != nil {
-		return err
-	}
-	b.skeleton = map[string]digest{}
-	for _, name := range skeletonChains() {
-		b.skeleton[name] = rules[name]
-	}
-	return nil
+	var err error
+	b.loaded, err = b.conn.generation(ctx)
+	return err
 }
 
 // refreshSkeleton loads the skeleton for a pass, unless Start has just done so and
-// nobody has changed any table since.
+// no table has changed since.
 func (b *Backend) refreshSkeleton(ctx context.Context) error {
 	if b.fresh {
 		b.fresh = false
@@ -143,31 +317,151 @@ func (b *Backend) refreshSkeleton(ctx context.Context) error {
 	return b.loadSkeleton(ctx)
 }
 
-// isMismatch reports whether the skeleton could not be loaded because of what
-// there is.
-func isMismatch(err error) bool {
-	return err != nil && (strings.Contains(err.Error(), "File exists") || strings.Contains(err.Error(), "mismatch"))
+// replaceTable makes the table that a pass has filled the one that serves, and deletes the
+// other one, in one transaction.
+func (b *Backend) replaceTable(ctx context.Context) error {
+	if b.replaced == "" {
+		return nil
+	}
+	t, err := b.conn.inspect(ctx, b.conn.table)
+	if err != nil {
+		return err
+	}
+	err = b.load(ctx, t, b.opts.skeletonChains(), func(w *wire) { w.deleteTable(b.replaced) })
+	if err == nil {
+		b.replaced = ""
+	}
+	return err
 }
 
-// nft runs the nft program on commands, in the backend's network namespace.
-func (b *Backend) nft(ctx context.Context, commands string) error {
-	cmd := exec.CommandContext(ctx, b.opts.NFT, "-f", "-")
-	cmd.Stdin = strings.NewReader(commands)
-	var stderr bytes.Buffer
-	cmd.Stdout, cmd.Stderr = &stderr, &stderr
-	err := inNetNS(b.opts.NetNS, cmd.Run)
-	switch {
-	case errors.Is(err, exec.ErrNotFound):
-		return fmt.Errorf("table inet %s cannot be made without the nft program (package nftables): %w", b.opts.table(), err)
-	case strings.Contains(stderr.String(), "Operation not permitted"):
-		return fmt.Errorf("making table inet %s with %s: %w", b.opts.table(), b.opts.NFT, &netfilter.Failure{Errno: unix.EPERM})
-	case err != nil:
-		return fmt.Errorf("making table inet %s with %s: %w: %s", b.opts.table(), b.opts.NFT, err, firstLine(stderr.String()))
+// load brings chains and the maps into the table t, or what it has not, with what finish adds.
+func (b *Backend) load(ctx context.Context, t *table, chains []chain, finish func(*wire)) error {
+	if t.dormant && t.fits() { // a transaction that wakes it may not add base chains
+		if err := b.conn.transact(ctx, func(w *wire) { w.newTable() }); err != nil {
+			return fmt.Errorf("load table inet %s: %w", b.conn.table, err)
+		}
+	}
+	err := b.conn.transact(ctx, func(w *wire) {
+		if t.exists && !t.fits() {
+			w.deleteTable(w.table)
+			t = &table{}
+		}
+		if !t.exists {
+			w.newTable()
+		}
+		for _, m := range allMaps() {
+			if _, ok := t.sets[m.name()]; !ok {
+				w.newSet(m.layout())
+			}
+		}
+		w.changeChains(t.chains, chains)
+		finish(w)
+	})
+	if err != nil {
+		return fmt.Errorf("load table inet %s: %w", b.conn.table, err)
+	}
+	b.skeleton = make(map[string]digest, len(chains))
+	for _, c := range chains {
+		b.skeleton[c.name] = digestOf(b.seed, c.hook, c.rules)
 	}
 	return nil
 }
 
-func firstLine(s string) string {
-	line, _, _ := strings.Cut(strings.TrimSpace(s), "\n")
-	return line
+// changeChains adds messages that make present chains like those wanted, or make them.
+func (w *wire) changeChains(present map[string]chain, want []chain) {
+	changed := slices.DeleteFunc(slices.Clone(want), func(c chain) bool {
+		p, ok := present[c.name]
+		return ok && c.hook == p.hook && slices.EqualFunc(c.rules, p.rules, func(rule, canonicalRule string) bool {
+			return canonical([]byte(rule)) == canonicalRule
+		})
+	})
+	for _, c := range changed {
+		if _, ok := present[c.name]; ok {
+			w.flushChain(c.name)
+		}
+	}
+	for _, c := range changed {
+		p, ok := present[c.name]
+		if ok && p.hook != c.hook { // the kernel does not change a hook in place
+			w.deleteChain(c.name)
+		}
+		if !ok || p.hook != c.hook {
+			w.newChain(c.name, c.hook)
+		}
+	}
+	for _, c := range changed {
+		for _, rule := range c.rules {
+			w.rule(c.name, rule)
+		}
+	}
+}
+
+// digestOf returns the digest of a chain with these rules, encoded.
+func digestOf(seed maphash.Seed, h hook, rules []string) digest {
+	d := digest{sum: maphash.Comparable(seed, h)}
+	for _, rule := range rules {
+		d.addRule(seed, canonical([]byte(rule)))
+	}
+	return d
+}
+
+// addRule adds a rule in canonical form to the digest of a chain.
+func (d *digest) addRule(seed maphash.Seed, rule string) {
+	d.n++
+	d.sum = d.sum*31 + maphash.String(seed, rule)
+}
+
+// canonical returns a form of an encoded rule that is the same for a rule as it was sent and
+// as the kernel lists it. The kernel sorts the attributes of an expression in its own way, and
+// adds some that have their default values.
+func canonical(rule []byte) string {
+	var b []byte
+	for _, expression := range netfilter.Attributes(rule) {
+		var name string
+		for attr, v := range netfilter.Attributes(expression) {
+			switch attr {
+			case unix.NFTA_EXPR_NAME:
+				name = netfilter.String(v)
+				b = append(append(b, name...), 0)
+			case unix.NFTA_EXPR_DATA:
+				b = appendCanonical(b, name, v)
+			}
+		}
+	}
+	return string(b)
+}
+
+// nested names the attributes of expressions that consist of attributes themselves, and what
+// these are called here.
+var nested = map[string]map[uint16]string{
+	"cmp":       {unix.NFTA_CMP_DATA: "data"},
+	"immediate": {unix.NFTA_IMMEDIATE_DATA: "data"},
+	"bitwise":   {unix.NFTA_BITWISE_MASK: "data", unix.NFTA_BITWISE_XOR: "data"},
+	"data":      {unix.NFTA_DATA_VERDICT: "verdict"},
+}
+
+func appendCanonical(b []byte, of string, data []byte) []byte {
+	type attribute struct {
+		number uint16
+		v      []byte
+	}
+	var attributes []attribute
+	for number, v := range netfilter.Attributes(data) {
+		if inner, ok := nested[of][number]; ok {
+			v = appendCanonical(nil, inner, v)
+		} else if of == "nat" && number == unix.NFTA_NAT_FLAGS {
+			// Newer kernels note here that there are registers of an address and a port.
+			v = binary.BigEndian.AppendUint32(nil, binary.BigEndian.Uint32(v)&^3)
+		}
+		if isZero := !slices.ContainsFunc(v, func(c byte) bool { return c != 0 }); !isZero {
+			attributes = append(attributes, attribute{number, v})
+		}
+	}
+	slices.SortFunc(attributes, func(a, b attribute) int { return cmp.Compare(a.number, b.number) })
+	for _, a := range attributes {
+		b = binary.NativeEndian.AppendUint16(b, a.number)
+		b = binary.NativeEndian.AppendUint16(b, uint16(len(a.v)))
+		b = append(b, a.v...)
+	}
+	return b
 }

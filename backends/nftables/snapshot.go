@@ -17,9 +17,9 @@ import (
 type snapshot struct {
 	m mapID
 	// records are of keyLen, one octet for a prefix, and then dataLen octets, or four
-	// that say which of chains is gone to.
+	// that say which of values it is.
 	records string
-	chains  []string
+	values  []value
 	// index leads from a key to its record. Its keys are parts of records.
 	index map[string]int
 	// takenBits say which records have been taken.
@@ -31,7 +31,7 @@ type snapshot struct {
 func (s *snapshot) keySize() int { return s.m.keyLen() + 1 }
 
 func (s *snapshot) size() int {
-	if s.m.hasVerdicts() {
+	if s.m.leadsToChains() {
 		return s.keySize() + 4
 	}
 	return s.keySize() + s.m.dataLen()
@@ -71,7 +71,7 @@ func pause(ctx context.Context, attempt int) error {
 func readOnce(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	s := &snapshot{m: m}
 	var records []byte
-	numbers := map[string]int{}
+	numbers := map[value]int{}
 	err := c.dump(ctx, m, func() { records, s.foreign = records[:0], nil }, func(e element, not foreign) {
 		if not != nil {
 			s.foreign = append(s.foreign, bytes.Clone(not))
@@ -79,15 +79,15 @@ func readOnce(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 		}
 		records = append(records, e.key[:m.keyLen()]...)
 		records = append(records, e.key[maxKey-1])
-		if !m.hasVerdicts() {
+		if !m.leadsToChains() {
 			records = append(records, e.data[:m.dataLen()]...)
 			return
 		}
-		number, ok := numbers[e.chain]
+		number, ok := numbers[e.value]
 		if !ok {
-			number = len(s.chains)
-			numbers[e.chain] = number
-			s.chains = append(s.chains, e.chain)
+			number = len(s.values)
+			numbers[e.value] = number
+			s.values = append(s.values, e.value)
 		}
 		records = binary.NativeEndian.AppendUint32(records, uint32(number))
 	})
@@ -136,8 +136,8 @@ func (s *snapshot) isTaken(i int) bool { return s.takenBits[i/64]&(1<<(i%64)) !=
 
 func (s *snapshot) value(i int) (v value) {
 	data := s.records[i*s.size()+s.keySize() : (i+1)*s.size()]
-	if s.m.hasVerdicts() {
-		v.chain = s.chains[binary.NativeEndian.Uint32([]byte(data))]
+	if s.m.leadsToChains() {
+		v = s.values[binary.NativeEndian.Uint32([]byte(data))]
 	} else {
 		copy(v.data[:], data)
 	}

@@ -4,7 +4,11 @@
 
 package nftables
 
-import "hash/maphash"
+import (
+	"hash/maphash"
+	"slices"
+	"strings"
+)
 
 // state is what the backend knows of the kernel's table without reading it: not the
 // elements, but enough to tell whether they are all there.
@@ -12,18 +16,22 @@ type state struct {
 	seed maphash.Seed
 	// digests are of each map's elements.
 	digests map[mapID]digest
-	// chains are the chains made on demand, and how many elements lead to each.
-	chains map[string]int
-	// own is the number of rules of each chain that is a service's own.
-	own map[string]int
-	// rules are of the chains, those of the skeleton included, when they were read
-	// last: how many rules there are, and a hash of them.
+	// classes are the classes that are there or that frontends have.
+	classes map[class]classUse
+	// rules are the digests of the rules that each chain should have.
 	rules map[string]digest
 	// wanted is how many want each element of a shared map, and hold on top of that if
 	// a service that was not delivered in the pass may want it.
 	wanted map[elementID]int
 	// holding says that some are held on.
 	holding bool
+}
+
+// classUse says of a class whether its chain and element are there, and how many frontends
+// have it.
+type classUse struct {
+	made      bool
+	frontends int
 }
 
 // hold keeps an element of a shared map, however many services let go of it.
@@ -40,8 +48,7 @@ func newState(seed maphash.Seed) *state {
 	return &state{
 		seed:    seed,
 		digests: map[mapID]digest{},
-		chains:  map[string]int{},
-		own:     map[string]int{},
+		classes: map[class]classUse{},
 		rules:   map[string]digest{},
 		wanted:  map[elementID]int{},
 	}
@@ -60,8 +67,8 @@ func (s *state) hash(id *elementID, v *value) uint64 {
 	copy(b[:], id.key[:])
 	copy(b[maxKey:], v.data[:])
 	h := maphash.Bytes(s.seed, b[:])
-	if v.chain != "" {
-		h = h*31 + maphash.String(s.seed, v.chain)
+	if v.chain != "" || v.comment != "" {
+		h = (h*31+maphash.String(s.seed, v.chain))*31 + maphash.String(s.seed, v.comment)
 	}
 	return h
 }
@@ -72,9 +79,7 @@ func (s *state) has(id *elementID, v *value) {
 	d.n++
 	d.sum += s.hash(id, v)
 	s.digests[id.m] = d
-	if _, ok := s.chains[v.chain]; ok {
-		s.chains[v.chain]++
-	}
+	s.uses(id, v, 1)
 }
 
 // isLeft reports whether o let go of an element that stays because it is held.
@@ -88,9 +93,61 @@ func (s *state) lost(id *elementID, v *value) {
 	d.n--
 	d.sum -= s.hash(id, v)
 	s.digests[id.m] = d
-	if _, ok := s.chains[v.chain]; ok {
-		s.chains[v.chain]--
+	s.uses(id, v, -1)
+}
+
+// uses notes that a frontend has, or no longer has, a class.
+func (s *state) uses(id *elementID, v *value, n int) {
+	if id.m.role != frontends && id.m.role != hereFrontends {
+		return
 	}
+	if c, ok := classOf(id, v); ok {
+		use := s.classes[c]
+		use.frontends += n
+		s.setUse(c, use)
+	}
+}
+
+func (s *state) setUse(c class, use classUse) {
+	if use == (classUse{}) {
+		delete(s.classes, c)
+	} else {
+		s.classes[c] = use
+	}
+}
+
+// hasClass notes that the kernel has a class, and lostClass that it no longer has it.
+func (s *state) hasClass(c class) {
+	e := c.element()
+	s.has(&e.elementID, &e.value)
+	use := s.classes[c]
+	use.made = true
+	s.setUse(c, use)
+	if c.hasChain() {
+		s.rules[c.chain()] = digestOf(s.seed, hook{}, c.rules())
+	}
+}
+
+func (s *state) lostClass(c class) {
+	e := c.element()
+	s.lost(&e.elementID, &e.value)
+	use := s.classes[c]
+	use.made = false
+	s.setUse(c, use)
+	if c.hasChain() {
+		delete(s.rules, c.chain())
+	}
+}
+
+// unusedClasses returns the classes that no frontend has.
+func (s *state) unusedClasses() (unused []class) {
+	for c, use := range s.classes {
+		if use.made && use.frontends == 0 {
+			unused = append(unused, c)
+		}
+	}
+	slices.SortFunc(unused, func(a, b class) int { return strings.Compare(a.chain(), b.chain()) })
+	return unused
 }
 
 // applied notes that the kernel did o.
@@ -113,10 +170,8 @@ func (s *state) applied(o *op) {
 func (s *state) appliedObject(o *objectOp) {
 	switch {
 	case o.new == nil && !o.old.isSet():
-		delete(s.own, o.old.name)
 		delete(s.rules, o.old.name)
 	case o.new != nil && !o.new.isSet():
-		s.own[o.new.name] = len(o.new.rules)
-		delete(s.rules, o.new.name) // until it is read
+		s.rules[o.new.name] = digestOf(s.seed, hook{}, o.new.rules)
 	}
 }

@@ -8,13 +8,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"hash/maphash"
-	"maps"
-	"slices"
 
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
-	"k8s.io/klog/v2"
 )
 
 // Verify implements [sink.Verifier]: it reads the table and compares it with what
@@ -29,14 +25,14 @@ func (b *Backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.state == nil {
-		return fmt.Errorf("it is not known what table inet %s has: %w", b.opts.table(), sink.ErrStartOver)
+		return fmt.Errorf("it is not known what table inet %s has: %w", b.table(), sink.ErrStartOver)
 	}
 	if (b.drifting || b.leftovers) && b.patience.over() {
 		reason := "may have leftovers of services that could not be programmed"
 		if b.drifting {
 			reason = "was not as it was left where a change met it"
 		}
-		return fmt.Errorf("table inet %s %s: %w", b.opts.table(), reason, sink.ErrStartOver)
+		return fmt.Errorf("table inet %s %s: %w", b.table(), reason, sink.ErrStartOver)
 	}
 	err := b.verify(ctx)
 	var d difference
@@ -46,9 +42,9 @@ func (b *Backend) Verify(ctx context.Context) error {
 	case errors.As(err, &d), errors.Is(err, unix.ENOENT):
 		b.drift()
 		b.state = nil
-		return fmt.Errorf("table inet %s is not as it was left: %w (%w)", b.opts.table(), err, sink.ErrStartOver)
+		return fmt.Errorf("table inet %s is not as it was left: %w (%w)", b.table(), err, sink.ErrStartOver)
 	default:
-		return fmt.Errorf("verifying table inet %s: %w", b.opts.table(), err)
+		return fmt.Errorf("verifying table inet %s: %w", b.table(), err)
 	}
 }
 
@@ -76,7 +72,7 @@ func (b *Backend) verify(ctx context.Context) error {
 		}
 	}
 	b.verified = 0
-	return b.dropUnusedChains(ctx)
+	return b.dropUnusedClasses(ctx)
 }
 
 // verifyPart verifies the chains, which are part 0, or one of the maps.
@@ -138,8 +134,7 @@ func (b *Backend) verifyMap(ctx context.Context, m mapID) error {
 	}
 }
 
-// verifyChains compares chains and their rules with what they were when they
-// were read last. Of a chain that has been made since, the number of rules counts.
+// verifyChains compares chains and their rules with those that were sent.
 func (b *Backend) verifyChains(ctx context.Context) error {
 	there, awake, err := b.conn.exists(ctx)
 	if err != nil {
@@ -152,35 +147,19 @@ func (b *Backend) verifyChains(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	for name := range b.state.rules {
-		if _, ok := chains[name]; !ok {
+	for name, want := range b.state.rules {
+		switch is, ok := chains[name]; {
+		case !ok:
 			return differs("chain %s is gone", name)
+		case is.n != want.n:
+			return differs("chain %s has %d rules instead of %d", name, is.n, want.n)
+		case is != want:
+			return differs("chain %s has other rules", name)
 		}
 	}
-	for name, c := range chains {
-		if want, ok := b.state.rules[name]; ok {
-			if c != want {
-				return differs("chain %s has other rules", name)
-			}
-			continue
-		}
-		want, own := b.state.own[name]
-		if !own {
-			if _, ok := b.state.chains[name]; !ok {
-				return differs("there is a chain %s", name)
-			}
-			want = len(b.planner.classes[name].rules())
-		}
-		if c.n != want {
-			return differs("chain %s has %d rules instead of %d", name, c.n, want)
-		}
-		b.state.rules[name] = c
-	}
-	for _, made := range []map[string]int{b.state.chains, b.state.own} {
-		for name := range made {
-			if _, ok := chains[name]; !ok {
-				return differs("chain %s is gone", name)
-			}
+	for name := range chains {
+		if _, ok := b.state.rules[name]; !ok {
+			return differs("there is a chain %s", name)
 		}
 	}
 	return nil
@@ -197,40 +176,29 @@ func (b *Backend) readChains(ctx context.Context) (map[string]digest, error) {
 	restart := func() {
 		chains = make(map[string]digest, len(hooks))
 		for name, hook := range hooks {
-			chains[name] = digest{sum: maphash.Bytes(b.seed, hook)}
+			chains[name] = digestOf(b.seed, hook, nil)
 		}
 	}
-	err = b.conn.rules(ctx, restart, func(chain string, expressions []byte) {
+	err = b.conn.rules(ctx, restart, func(chain, rule string) {
 		c := chains[chain]
-		c.n++
-		c.sum = c.sum*31 + maphash.Bytes(b.seed, expressions)
+		c.addRule(b.seed, rule)
 		chains[chain] = c
 	})
 	return chains, err
 }
 
-// dropUnusedChains removes the chains that nothing has led to since they were made:
+// dropUnusedClasses removes the classes that no frontend has had since they were made:
 // Syncs leave them, as they may be needed again.
-func (b *Backend) dropUnusedChains(ctx context.Context) error {
-	var unused []string
-	for name, n := range b.state.chains {
-		if n == 0 {
-			unused = append(unused, name)
-		}
-	}
+func (b *Backend) dropUnusedClasses(ctx context.Context) error {
+	unused := b.state.unusedClasses()
 	if len(unused) == 0 {
 		return nil
 	}
-	slices.Sort(unused)
-	err := b.conn.transact(ctx, func(w *wire) { w.deleteChains(unused) })
-	if err != nil {
+	if err := b.conn.transact(ctx, func(w *wire) { w.deleteClasses(unused) }); err != nil {
 		return fmt.Errorf("removing chains that nothing leads to: %w", err)
 	}
-	klog.FromContext(ctx).V(2).Info("Removed chains that nothing leads to", "table", b.opts.table(), "chains", unused)
-	unusedChain := func(name string, _ digest) bool { return slices.Contains(unused, name) }
-	maps.DeleteFunc(b.state.rules, unusedChain)
-	for _, name := range unused {
-		delete(b.state.chains, name)
+	for _, c := range unused {
+		b.state.lostClass(c)
 	}
 	return nil
 }

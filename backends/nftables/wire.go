@@ -18,6 +18,10 @@ import (
 const (
 	nftaSetElemKeyEnd = 10
 	nfDrop            = 0
+	nfAccept          = 1
+	nftSetConcat      = 0x80
+	nftaSetDescConcat = 2
+	nftaSetFieldLen   = 1
 )
 
 // message types have the subsystem in their upper octet.
@@ -29,9 +33,87 @@ type wire struct {
 	table string
 }
 
-// chain adds a message about a chain: NFT_MSG_NEWCHAIN or NFT_MSG_DELCHAIN.
-func (w *wire) chain(msg int, name string) {
-	at := w.Begin(nftMsg(msg), unix.NLM_F_CREATE, unix.NFPROTO_INET)
+// newTable adds a message that makes the table, or wakes it.
+func (w *wire) newTable() {
+	at := w.Begin(nftMsg(unix.NFT_MSG_NEWTABLE), unix.NLM_F_CREATE, unix.NFPROTO_INET)
+	w.String(unix.NFTA_TABLE_NAME, w.table)
+	w.Uint32(unix.NFTA_TABLE_FLAGS, 0)
+	w.End(at)
+}
+
+// deleteTable adds a message that deletes a table.
+func (w *wire) deleteTable(name string) {
+	at := w.Begin(nftMsg(unix.NFT_MSG_DELTABLE), 0, unix.NFPROTO_INET)
+	w.String(unix.NFTA_TABLE_NAME, name)
+	w.End(at)
+}
+
+// newSet adds a message that makes a map or set, if it is not there.
+func (w *wire) newSet(s layout) {
+	at := w.Begin(nftMsg(unix.NFT_MSG_NEWSET), unix.NLM_F_CREATE, unix.NFPROTO_INET)
+	w.String(unix.NFTA_SET_TABLE, w.table)
+	w.String(unix.NFTA_SET_NAME, s.name)
+	w.Uint32(unix.NFTA_SET_FLAGS, s.flags)
+	w.Uint32(unix.NFTA_SET_KEY_TYPE, s.keyType)
+	w.Uint32(unix.NFTA_SET_KEY_LEN, s.keyLen)
+	if s.dataType != 0 {
+		w.Uint32(unix.NFTA_SET_DATA_TYPE, s.dataType)
+		w.Uint32(unix.NFTA_SET_DATA_LEN, s.dataLen)
+	}
+	desc := w.Nest(unix.NFTA_SET_DESC)
+	if s.size > 0 {
+		w.Uint32(unix.NFTA_SET_DESC_SIZE, s.size)
+	}
+	if len(s.fields) > 0 {
+		fields := w.Nest(nftaSetDescConcat)
+		for _, length := range s.fields {
+			field := w.Nest(unix.NFTA_LIST_ELEM)
+			w.Uint32(nftaSetFieldLen, length)
+			w.EndNest(field)
+		}
+		w.EndNest(fields)
+	}
+	w.EndNest(desc)
+	w.Uint32(unix.NFTA_SET_ID, 1)
+	w.Bytes(unix.NFTA_SET_USERDATA, s.byteOrders()...)
+	w.End(at)
+}
+
+// byteOrders returns what nft notes about a set: the byte order of its keys and data.
+func (s *layout) byteOrders() (userdata []byte) {
+	for i, datatype := range []uint32{s.keyType, s.dataType} {
+		if datatype == 0 || datatype == unix.NFT_DATA_VERDICT {
+			break
+		}
+		order := uint32(2) // that of the network
+		if datatype == typePriority.number {
+			order = 1 // that of the host
+		}
+		userdata = append(userdata, byte(i), 4)
+		userdata = binary.NativeEndian.AppendUint32(userdata, order)
+	}
+	return userdata
+}
+
+// newChain adds a message that makes a chain, if it is not there.
+func (w *wire) newChain(name string, h hook) {
+	at := w.Begin(nftMsg(unix.NFT_MSG_NEWCHAIN), unix.NLM_F_CREATE, unix.NFPROTO_INET)
+	w.String(unix.NFTA_CHAIN_TABLE, w.table)
+	w.String(unix.NFTA_CHAIN_NAME, name)
+	if h != (hook{}) {
+		nest := w.Nest(unix.NFTA_CHAIN_HOOK)
+		w.Uint32(unix.NFTA_HOOK_HOOKNUM, h.number)
+		w.Uint32(unix.NFTA_HOOK_PRIORITY, uint32(h.priority))
+		w.EndNest(nest)
+		w.Uint32(unix.NFTA_CHAIN_POLICY, h.policy)
+		w.String(unix.NFTA_CHAIN_TYPE, h.kind)
+	}
+	w.End(at)
+}
+
+// deleteChain adds a message that deletes an empty chain.
+func (w *wire) deleteChain(name string) {
+	at := w.Begin(nftMsg(unix.NFT_MSG_DELCHAIN), 0, unix.NFPROTO_INET)
 	w.String(unix.NFTA_CHAIN_TABLE, w.table)
 	w.String(unix.NFTA_CHAIN_NAME, name)
 	w.End(at)
@@ -51,7 +133,7 @@ func (w *wire) deleteChains(names []string) {
 		w.flushChain(name)
 	}
 	for _, name := range names {
-		w.chain(unix.NFT_MSG_DELCHAIN, name)
+		w.deleteChain(name)
 	}
 }
 
@@ -68,7 +150,7 @@ func (w *wire) rule(chain, rule string) {
 
 // makeChain adds messages that make a chain with these rules, whatever it had.
 func (w *wire) makeChain(name string, rules []string) {
-	w.chain(unix.NFT_MSG_NEWCHAIN, name)
+	w.newChain(name, hook{})
 	w.flushChain(name)
 	for _, rule := range rules {
 		w.rule(name, rule)
@@ -132,6 +214,9 @@ func (w *wire) element(e *element, withData bool) {
 		w.EndNest(verdict)
 		w.EndNest(data)
 	}
+	if withData && e.comment != "" {
+		w.Bytes(unix.NFTA_SET_ELEM_USERDATA, slices.Concat([]byte{0, byte(len(e.comment) + 1)}, []byte(e.comment), []byte{0})...)
+	}
 	w.EndNest(item)
 }
 
@@ -150,6 +235,60 @@ func rangeEnd(key []byte, addrLen, bits int) []byte {
 		addr[i/8] |= 0x80 >> (i % 8)
 	}
 	return end
+}
+
+// decodeChain returns what a NFT_MSG_NEWCHAIN message describes.
+func decodeChain(payload []byte) (table, name string, h hook) {
+	for attr, v := range netfilter.Attributes(payload) {
+		switch attr {
+		case unix.NFTA_CHAIN_TABLE:
+			table = netfilter.String(v)
+		case unix.NFTA_CHAIN_NAME:
+			name = netfilter.String(v)
+		case unix.NFTA_CHAIN_TYPE:
+			h.kind = netfilter.String(v)
+		case unix.NFTA_CHAIN_POLICY:
+			h.policy = decodeUint32(v)
+		case unix.NFTA_CHAIN_HOOK:
+			for attr, v := range netfilter.Attributes(v) {
+				switch attr {
+				case unix.NFTA_HOOK_HOOKNUM:
+					h.number = decodeUint32(v)
+				case unix.NFTA_HOOK_PRIORITY:
+					h.priority = int32(decodeUint32(v))
+				}
+			}
+		}
+	}
+	return table, name, h
+}
+
+// decodeSet returns what a NFT_MSG_NEWSET message describes, apart from its fields.
+func decodeSet(payload []byte) (s layout) {
+	for attr, v := range netfilter.Attributes(payload) {
+		switch attr {
+		case unix.NFTA_SET_NAME:
+			s.name = netfilter.String(v)
+		case unix.NFTA_SET_FLAGS:
+			s.flags = decodeUint32(v)
+		case unix.NFTA_SET_KEY_TYPE:
+			s.keyType = decodeUint32(v)
+		case unix.NFTA_SET_KEY_LEN:
+			s.keyLen = decodeUint32(v)
+		case unix.NFTA_SET_DATA_TYPE:
+			s.dataType = decodeUint32(v)
+		case unix.NFTA_SET_DATA_LEN:
+			s.dataLen = decodeUint32(v)
+		}
+	}
+	return s
+}
+
+func decodeUint32(v []byte) uint32 {
+	if len(v) != 4 {
+		return 0
+	}
+	return binary.BigEndian.Uint32(v)
 }
 
 // foreign is an element that this package could not have made, as the kernel
@@ -218,9 +357,26 @@ func decodeElement(m mapID, item []byte, chains map[string]string) (e element, o
 					copy(e.data[:dataLen], data)
 				}
 			}
+		case unix.NFTA_SET_ELEM_USERDATA:
+			if n := len(v); n >= 3 && v[0] == 0 && int(v[1]) == n-2 {
+				e.comment = netfilter.String(v[2:])
+			}
 		}
 	}
-	if m.role == sources {
+	switch m.role {
+	case frontends, hereFrontends:
+		name, known := chains[string(e.data[:dataLen])]
+		if !known {
+			if c, isClass := classOf(&e.elementID, &e.value); isClass {
+				name = c.chain()
+			}
+			chains[string(e.data[:dataLen])] = name
+		}
+		e.chain = name
+	case classes, hereClasses:
+		c, isClass := classOf(&e.elementID, &e.value)
+		ok = ok && isClass && e.chain == c.chain()
+	case sources:
 		bits, isPrefix := prefixLen(e.key[keyLen-m.addrLen():keyLen], end, m.addrLen())
 		e.key[maxKey-1] = bits
 		ok = ok && isPrefix

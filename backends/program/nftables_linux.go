@@ -25,7 +25,7 @@ func NFTables() *Backend {
 		Name:  "nftables",
 		Short: "Program services into the kernel with nftables, in place of kube-proxy or beside it",
 		Long: "Programs services into the kernel with nftables, in place of kube-proxy or, for services of another proxy name, beside it. " +
-			"What is programmed stays when the program ends: see kpng cleanup nftables. It needs CAP_NET_ADMIN and the program nft.",
+			"What is programmed stays when the program ends: see kpng cleanup nftables. It needs CAP_NET_ADMIN.",
 		Flags: f.register,
 		Make:  f.parts,
 	}
@@ -43,7 +43,7 @@ type nftablesFlags struct {
 }
 
 func (f *nftablesFlags) register(fs *pflag.FlagSet) {
-	fs.StringVar(&f.options.Instance, "instance", "", "the `name` of this instance among several on a node: its table is kpng-NAME instead of kpng")
+	fs.StringVar(&f.options.Instance, "instance", "", "the `name` of this instance among several on a node: its table is kpng-NAME instead of kpng, or kpng2-NAME instead of kpng2")
 	nodePortsFlag(fs, &f.nodePorts)
 	listFlag(fs, &f.options.ClusterCIDRs, parseCIDR, "cluster-cidr", "the `CIDRs` of pods")
 	fs.StringSliceVar(&f.options.PodInterfaces, "pod-interfaces", nil, "take what comes in by these `interfaces`, such as cni0 or veth*, for pods of this node")
@@ -56,7 +56,6 @@ func (f *nftablesFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&f.sysctls, "sysctls", "report", "what to do about kernel settings that do not forward to pods: report, set or ignore")
 	fs.BoolVar(&f.keepConnections, "keep-udp-connections", false, "keep UDP connections to removed endpoints")
 	f.checks.register(fs)
-	fs.StringVar(&f.options.NFT, "nft", "nft", "the `program` nft")
 }
 
 // complete returns the backend's options as far as flags alone decide.
@@ -102,7 +101,7 @@ func (f *nftablesFlags) parts() (Parts, error) {
 	return Parts{
 		Sink:       b,
 		Follow:     addrs.Start,
-		Companions: f.checks.at(addrs),
+		Beside:     f.checks.at(addrs),
 		Collectors: slices.Concat(f.checks.collectors(), flows.collectors(), table.collectors()),
 	}, nil
 }

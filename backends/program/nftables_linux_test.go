@@ -25,18 +25,18 @@ func TestFlagsOfNFTables(t *testing.T) {
 		args []string
 		want nftables.Options
 	}{
-		"by default nothing is masqueraded that need not be": {nil, nftables.Options{MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, NFT: "nft"}},
+		"by default nothing is masqueraded that need not be": {nil, nftables.Options{MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100}},
 		"with a pod network, outsiders are masqueraded as by kube-proxy": {
 			[]string{"--cluster-cidr=10.1.2.3/16,fd01::/48"},
-			nftables.Options{MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, NFT: "nft", ClusterCIDRs: pods, MasqueradeOutsiders: true},
+			nftables.Options{MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, ClusterCIDRs: pods, MasqueradeOutsiders: true},
 		},
 		"unless that is turned off": {
 			[]string{"--pod-interfaces=cni0,veth*", "--masquerade-outside=false"},
-			nftables.Options{MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, NFT: "nft", PodInterfaces: []string{"cni0", "veth*"}},
+			nftables.Options{MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, PodInterfaces: []string{"cni0", "veth*"}},
 		},
 		"everything else": {
-			[]string{"--instance=x", "--masquerade-all", "--masquerade-bit=15", "--dnat-priority=-110", "--snat-priority=90", "--accept-unknown-ports", "--sysctls=set", "--nft=/bin/nft"},
-			nftables.Options{Instance: "x", MasqueradeAll: true, MasqueradeMark: 1 << 15, DNATPriority: -110, SNATPriority: 90, AcceptUnknownPorts: true, Sysctls: nftables.SetSysctls, NFT: "/bin/nft"},
+			[]string{"--instance=x", "--masquerade-all", "--masquerade-bit=15", "--dnat-priority=-110", "--snat-priority=90", "--accept-unknown-ports", "--sysctls=set"},
+			nftables.Options{Instance: "x", MasqueradeAll: true, MasqueradeMark: 1 << 15, DNATPriority: -110, SNATPriority: 90, AcceptUnknownPorts: true, Sysctls: nftables.SetSysctls},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -53,7 +53,7 @@ func TestFlagsOfNFTables(t *testing.T) {
 			if diff := cmp.Diff(test.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
-			if len(mustConfigure(t, NFTables(), test.args...).Companions(nil)) != 1 {
+			if len(mustConfigure(t, NFTables(), test.args...).Beside(nil)) != 1 {
 				t.Error("health checks are not answered")
 			}
 		})
@@ -74,8 +74,8 @@ func TestFlagsOfNFTablesThatMakeNoSense(t *testing.T) {
 }
 
 func TestHealthChecksCanBeLeftOut(t *testing.T) {
-	if others := mustConfigure(t, NFTables(), "--no-health-checks").Companions(nil); len(others) > 0 {
-		t.Errorf("there is %v beside the backend", others)
+	if beside := mustConfigure(t, NFTables(), "--no-health-checks").Beside(nil); len(beside) > 0 {
+		t.Errorf("there is %v beside the backend", beside)
 	}
 }
 

@@ -70,7 +70,7 @@ func userspaceParts(opts userspace.Options, checks *healthChecks) (Parts, error)
 	}
 	return Parts{
 		Sink:       b,
-		Companions: checks.at(b.NodeAddresses()),
+		Beside:     checks.at(b.NodeAddresses()),
 		Collectors: append(checks.collectors(), newPortMetrics(b.Stats)),
 	}, nil
 }

@@ -18,49 +18,51 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// item is an API object, reduced to its value for the state.
+// item is an object of the API, reduced to what goes into the state.
 type item[T any] struct {
 	key types.NamespacedName
-	// value is nil if the object is deleted or the proxy does not need it.
+	// value is nil if the object is of no use to the proxy, or is deleted.
 	value *T
-	// selectorless reports that the object is a service without a selector.
+	// selectorless says that the object is a service without a selector.
 	selectorless bool
 	// unlabelled is set for a slice without the proxy's label.
 	unlabelled *origin
 }
 
-// GetObjectMeta returns the name. The reflector uses it as the key for items of a
-// streaming list.
+// GetObjectMeta returns the name, by which the reflector keys the items of a
+// streaming list until it hands them over.
 func (i *item[T]) GetObjectMeta() metav1.Object {
 	return &metav1.ObjectMeta{Namespace: i.key.Namespace, Name: i.key.Name}
 }
 
-// writer writes items to the state.
+// writer brings items into the state.
 type writer[T any] interface {
-	// write sets an object, or deletes it if the item has no value.
+	// write sets an object, or removes it if the item has no value.
 	write(*item[T])
-	// replace writes a full listing. It returns false if it could not and changed nothing;
-	// then another listing follows.
+	// replace writes a full listing. False means that it could not, that nothing
+	// has changed, and that another listing comes.
 	replace([]*item[T]) bool
 }
 
-// store receives objects from a reflector or informer. It reduces them as they arrive and
-// passes them to its writer. It is a cache.TransformingStore that stores nothing.
+// store is what a reflector or the handler of an informer writes into. It
+// reduces objects as they arrive and hands them to its writer: a
+// cache.TransformingStore that stores nothing.
 type store[O metav1.Object, T any] struct {
-	// Store is nil. Reflectors of client-go before v0.35 require its methods but never call
-	// them.
+	// Store is nil. Before v0.35, client-go's reflectors require methods of it that
+	// they never call.
 	cache.Store
 	resource string
 	// mu is held while reduce and the writer are called.
 	mu     sync.Locker
-	reduce func(O, *item[T]) // sets the value and the other fields
+	reduce func(O, *item[T]) // sets the value and what is said of it
 	to     writer[T]
 	listed func() // called after each full listing
 }
 
 var _ cache.TransformingStore = (*store[*corev1.Node, api.Node])(nil)
 
-// item returns the reduced form of an object, which may already be reduced.
+// item returns the reduced form of what the reflector delivers, which may be
+// that already.
 func (s *store[O, T]) item(obj any) (*item[T], error) {
 	if i, ok := obj.(*item[T]); ok {
 		return i, nil
@@ -74,8 +76,8 @@ func (s *store[O, T]) item(obj any) (*item[T], error) {
 	return i, nil
 }
 
-// Transformer returns the function that reduces the objects of a streaming list one by
-// one.
+// Transformer returns the reduction, which the reflector applies to the objects
+// of a streaming list one by one.
 func (s *store[O, T]) Transformer() cache.TransformFunc {
 	return func(obj any) (any, error) {
 		s.mu.Lock()
@@ -87,7 +89,7 @@ func (s *store[O, T]) Transformer() cache.TransformFunc {
 // Add sets the object.
 func (s *store[O, T]) Add(obj any) error { return s.Update(obj) }
 
-// Update sets the object, or deletes it if the proxy no longer needs it.
+// Update sets the object, or removes it if it has become of no use.
 func (s *store[O, T]) Update(obj any) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -98,7 +100,7 @@ func (s *store[O, T]) Update(obj any) error {
 	return err
 }
 
-// Delete deletes the object.
+// Delete removes the object.
 func (s *store[O, T]) Delete(obj any) error {
 	key, err := cache.DeletionHandlingObjectToName(obj)
 	if err != nil {
@@ -120,7 +122,7 @@ func (s *store[O, T]) Replace(list []any, _ string) error {
 		if err != nil {
 			return err
 		}
-		list[n] = nil // release the original object
+		list[n] = nil // the reduced form is all that is needed of it
 		items = append(items, i)
 	}
 	if s.to.replace(items) {
@@ -129,10 +131,10 @@ func (s *store[O, T]) Replace(list []any, _ string) error {
 	return nil
 }
 
-// Resync does nothing, because there is no queue that could lose objects.
+// Resync has nothing to do: there is no queue that could have lost something.
 func (s *store[O, T]) Resync() error { return nil }
 
-// table is the writer of objects of one kind, without selection.
+// table is the writer of one kind of objects, as they are.
 type table[T any] struct {
 	state      *cluster.State
 	set        func(*cluster.Tx, *T)
@@ -157,7 +159,7 @@ func (t table[T]) replace(all []*item[T]) bool {
 	return true
 }
 
-// values yields the values of items that have one.
+// values yields the values of the items that have one.
 func values[T any](items []*item[T]) iter.Seq[*T] {
 	return func(yield func(*T) bool) {
 		for _, i := range items {
@@ -168,7 +170,7 @@ func values[T any](items []*item[T]) iter.Seq[*T] {
 	}
 }
 
-// stores are the stores of one watch.
+// stores are those of one watch.
 type stores struct {
 	services  *store[*corev1.Service, api.Service]
 	slices    *store[*discoveryv1.EndpointSlice, api.EndpointSlice]
@@ -176,8 +178,8 @@ type stores struct {
 	selection *selection // nil without a ServiceProxyName
 }
 
-// newStores returns stores that keep what the options select. find is for the selection
-// of slices.
+// newStores returns stores that keep of services, slices and nodes what the
+// options say. find is for the selection of slices.
 func (w *watch) newStores(find finder) *stores {
 	s := &stores{
 		services: &store[*corev1.Service, api.Service]{
@@ -233,7 +235,7 @@ func (w *watch) reduceNode(n *corev1.Node, i *item[api.Node]) {
 
 func (w *watch) log(problems []watcher.Problem) {
 	for _, p := range problems {
-		w.logger.Info("Ignored an invalid field", "kind", p.Kind, "object", klog.KRef(p.Object.Namespace, p.Object.Name),
+		w.logger.Info("Left out what cannot be used", "kind", p.Kind, "object", klog.KRef(p.Object.Namespace, p.Object.Name),
 			"field", p.Field, "problem", p.Message)
 	}
 }

@@ -103,6 +103,9 @@ func (b *Backend) Start(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.dial()
+	if err := b.conn.checkKernel(ctx, features); err != nil {
+		return err
+	}
 	if err := b.loadSkeleton(ctx); err != nil {
 		return err
 	}

@@ -9,23 +9,26 @@ import (
 	"strings"
 )
 
-// Selection selects addresses of a node. Its fields add up; the zero value is Primary.
+// Selection says which addresses of a node are served. What its fields select
+// adds up; its zero value is Primary.
 //
-// Loopback and link-local addresses are selected only by a CIDR within their ranges, such
-// as 127.0.0.0/8 or fe80::/10. A wider CIDR does not select them.
+// Loopback and link-local addresses are never selected but by a CIDR that lies
+// among them, such as 127.0.0.0/8 or fe80::/10; one that is wider is no such
+// wish.
 type Selection struct {
-	// Primary selects the addresses by which the cluster knows the node: the InternalIPs of
-	// its Node object or, if it has none, its ExternalIPs. While the object is unknown, it
-	// selects the source addresses of the machine's default routes, at most one per family.
+	// Primary selects the addresses by which the cluster knows the node: the
+	// InternalIPs of its Node object, or if it has none its ExternalIPs. While
+	// the object is not known, it is the addresses that the machine sends from on
+	// its default routes, at most one of each family.
 	Primary bool
 	// All selects every address of the machine.
 	All bool
-	// CIDRs select the machine's addresses within them.
+	// CIDRs select the addresses of the machine that one of them contains.
 	CIDRs []netip.Prefix
 }
 
-// ParseSelection parses a user's list of primary, all, and CIDRs. An empty list means
-// primary.
+// ParseSelection reads what a user lists: primary, all, and CIDRs. An empty list
+// is primary.
 func ParseSelection(list []string) (Selection, error) {
 	var s Selection
 	for _, item := range list {
@@ -37,7 +40,7 @@ func ParseSelection(list []string) (Selection, error) {
 		default:
 			prefix, err := netip.ParsePrefix(item)
 			if err != nil {
-				return Selection{}, fmt.Errorf("node-port addresses %q: not primary, all or a CIDR", item)
+				return Selection{}, fmt.Errorf("node-port addresses %q: neither primary, nor all, nor a CIDR", item)
 			}
 			s.CIDRs = append(s.CIDRs, prefix.Masked())
 		}
@@ -45,7 +48,7 @@ func ParseSelection(list []string) (Selection, error) {
 	return s, nil
 }
 
-// String returns the form that ParseSelection parses.
+// String returns what ParseSelection reads.
 func (s Selection) String() string {
 	var list []string
 	if s.primary() {
@@ -62,8 +65,8 @@ func (s Selection) String() string {
 
 func (s *Selection) primary() bool { return s.Primary || !s.All && len(s.CIDRs) == 0 }
 
-// of returns the selected ones of a machine's addresses. primary are its primary
-// addresses.
+// of returns what is selected of a machine's addresses, of which primary are
+// those by which it is known.
 func (s *Selection) of(machine, primary []netip.Addr) []netip.Addr {
 	var selected []netip.Addr
 	if s.primary() {
@@ -87,5 +90,5 @@ func (s *Selection) admits(a netip.Addr) bool {
 	})
 }
 
-// confined reports whether a is valid only on this machine or its link.
+// confined reports whether a reaches no further than the machine or its link.
 func confined(a netip.Addr) bool { return a.IsLoopback() || a.IsLinkLocalUnicast() }

@@ -8,14 +8,16 @@ import (
 	"time"
 )
 
-// maxAttached limits the client addresses that a port remembers, to the number of
-// kube-proxy's nftables mode. It protects the memory from forged addresses.
+// maxAttached is how many client addresses a port remembers, as many as
+// kube-proxy's nftables mode. Somebody who makes addresses up must not fill
+// the memory.
 const maxAttached = 65_535
 
-// affinity maps client addresses to their endpoints. It is safe for concurrent use.
+// affinity remembers which endpoint a client address uses. It is safe for
+// concurrent use.
 type affinity struct {
 	mu      sync.Mutex
-	clients map[netip.Addr]attachment // nil if there are none
+	clients map[netip.Addr]attachment // nil while there are none
 	timeout time.Duration
 }
 
@@ -24,9 +26,9 @@ type attachment struct {
 	used     time.Time
 }
 
-// endpoint returns the endpoint of client. It is the one that client used within timeout,
-// if pool still has it. Otherwise it is another one of pool, to which it attaches the
-// client. It never returns an unfit endpoint, and returns false if all are.
+// endpoint returns the endpoint of client: that which it has used within timeout
+// if pool has it, else one of pool which it is attached to from now on. It is not
+// unfit, and there is none if all are.
 func (a *affinity) endpoint(client netip.Addr, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -40,18 +42,19 @@ func (a *affinity) endpoint(client netip.Addr, timeout time.Duration, pool *pool
 		a.clients = map[netip.Addr]attachment{}
 	}
 	if _, known := a.clients[client]; !known && len(a.clients) >= maxAttached {
-		a.evictOne()
+		a.forgetOne()
 	}
 	a.clients[client] = attachment{c.endpoint, now}
 	return c.endpoint, true
 }
 
-// evictOne samples a few clients and drops the least recently used.
-func (a *affinity) evictOne() {
+// forgetOne forgets one of the clients, which are many: that of a few that has not
+// come for the longest time.
+func (a *affinity) forgetOne() {
 	var oldest netip.Addr
 	var used time.Time
 	few := 0
-	for client, c := range a.clients { // in random order
+	for client, c := range a.clients { // in a random order
 		if few == 0 || c.used.Before(used) {
 			oldest, used = client, c.used
 		}
@@ -62,7 +65,7 @@ func (a *affinity) evictOne() {
 	delete(a.clients, oldest)
 }
 
-// setTimeout sets the time after which idle clients are dropped.
+// setTimeout says after what time clients are forgotten, at the latest.
 func (a *affinity) setTimeout(timeout time.Duration) {
 	a.mu.Lock()
 	a.timeout = timeout
@@ -72,7 +75,7 @@ func (a *affinity) setTimeout(timeout time.Duration) {
 	}
 }
 
-// expire drops clients that have been idle for too long.
+// expire forgets clients that have not come for too long.
 func (a *affinity) expire(now time.Time) {
 	a.mu.Lock()
 	timeout := a.timeout
@@ -80,7 +83,7 @@ func (a *affinity) expire(now time.Time) {
 	a.detach(func(c attachment) bool { return now.Sub(c.used) >= timeout })
 }
 
-// leave detaches a client from endpoint.
+// leave takes its endpoint away from a client that is attached to it.
 func (a *affinity) leave(client netip.Addr, endpoint netip.AddrPort) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -89,7 +92,7 @@ func (a *affinity) leave(client netip.Addr, endpoint netip.AddrPort) {
 	}
 }
 
-// detach detaches each client for which gone returns true.
+// detach takes its endpoint away from each client for which gone is true.
 func (a *affinity) detach(gone func(attachment) bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -99,6 +102,6 @@ func (a *affinity) detach(gone func(attachment) bool) {
 		}
 	}
 	if len(a.clients) == 0 {
-		a.clients = nil // a map never shrinks
+		a.clients = nil // a map keeps the memory of its largest size
 	}
 }

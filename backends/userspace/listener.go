@@ -13,29 +13,29 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// socketAddr is the protocol, address and port of a listening socket.
-type socketAddr struct {
+// place is where a socket listens.
+type place struct {
 	protocol api.Protocol
 	at       netip.AddrPort
 }
 
-func (p socketAddr) String() string { return p.at.String() + "/" + p.protocol.String() }
+func (p place) String() string { return p.at.String() + "/" + p.protocol.String() }
 
-// socketOwners maps sockets to their services. It is safe for concurrent use.
-type socketOwners struct {
+// places are where services listen. It is safe for concurrent use.
+type places struct {
 	mu  sync.RWMutex
-	all map[socketAddr]*service
+	all map[place]*service
 }
 
-// of returns the service that listens at p, or nil.
-func (p *socketOwners) of(at socketAddr) *service {
+// of returns the service that listens at p, nil if none does.
+func (p *places) of(at place) *service {
 	p.mu.RLock()
 	defer p.mu.RUnlock()
 	return p.all[at]
 }
 
-// set records that s listens at p. A nil s records that no service does.
-func (p *socketOwners) set(at socketAddr, s *service) {
+// set says that s listens at a place, or with nil that nobody does.
+func (p *places) set(at place, s *service) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if s == nil {
@@ -45,33 +45,34 @@ func (p *socketOwners) set(at socketAddr, s *service) {
 	}
 }
 
-// listener serves the clients of one socket.
+// listener serves the clients of one place.
 type listener interface {
-	// setRules sets the rules for new clients. Connected clients are not affected.
+	// setRules says what becomes of clients from now on; those that are served
+	// are left alone.
 	setRules(*rules) error
-	// close frees the address for another listener. It ends UDP clients and keeps
-	// established TCP connections.
+	// close makes room for another listener. It ends UDP clients, and leaves TCP
+	// connections that are served alone.
 	close()
-	// drained returns a channel that is closed when no connection is left after close.
+	// drained is closed once no connection is left after close.
 	drained() <-chan struct{}
 	// abort resets the connections that are left after close.
 	abort()
 }
 
-// frontend contains the common parts of listeners.
+// frontend is what listeners have in common.
 type frontend struct {
 	*engine
-	socketAddr
+	place
 	raw     syscall.RawConn
 	current atomic.Pointer[rules]
-	// screened is the attached screen. Only Sync uses it.
+	// screened belongs to who syncs.
 	screened screen
 }
 
 func (f *frontend) setRules(r *rules) error {
 	if s := r.screen(f.opts.PodCIDRs); !s.equal(&f.screened) {
 		if err := s.attach(f.raw, f.at.Addr().Is4()); err != nil {
-			return fmt.Errorf("filter clients of %s: %w", f.socketAddr, err)
+			return fmt.Errorf("limiting who reaches %s: %w", f.place, err)
 		}
 		f.screened = s
 	}
@@ -79,8 +80,8 @@ func (f *frontend) setRules(r *rules) error {
 	return nil
 }
 
-// listen opens a listener that applies r from its first client on.
-func (e *engine) listen(ctx context.Context, p socketAddr, r *rules) (l listener, err error) {
+// listen opens a listener that is under r from its first client on.
+func (e *engine) listen(ctx context.Context, p place, r *rules) (l listener, err error) {
 	if p.protocol == api.UDP {
 		l, err = e.listenUDP(ctx, p, r)
 	} else {

@@ -6,5 +6,5 @@ package userspace
 
 import "syscall"
 
-// attach does nothing: accept applies the rules.
+// attach does nothing: who accepts decides.
 func (s *screen) attach(syscall.RawConn, bool) error { return nil }

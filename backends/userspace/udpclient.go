@@ -17,25 +17,27 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// udpClient is a client of a UDP listener, with the socket for datagrams to its endpoint.
+// udpClient is a client of a UDP listener, and the socket from which its
+// datagrams go to its endpoint.
 type udpClient struct {
 	listener *udpListener
 	addr     netip.AddrPort
-	to       *net.UDPAddr // addr as a UDPAddr
+	to       *net.UDPAddr // addr
 	endpoint netip.AddrPort
 	socket   *net.UDPConn
 	datagrams
 	raw   syscall.RawConn
 	port  *port
-	heard atomic.Int64 // time of the last datagram in either direction, in Unix nanoseconds
+	heard atomic.Int64 // when either side last said something, in Unix nanoseconds
 
-	// waiting are datagrams for the endpoint. Only the listener's goroutine uses it.
+	// waiting are datagrams for the endpoint. It belongs to the listener's
+	// goroutine.
 	waiting []ipv4.Message
 	ended   sync.Once
 }
 
-// send sends the waiting datagrams. If that fails, the client's next datagram goes to
-// another endpoint.
+// send sends the datagrams that wait. If they cannot be sent, the client chooses
+// another endpoint with its next one.
 func (c *udpClient) send(now time.Time) {
 	c.heard.Store(now.UnixNano())
 	bytes := 0
@@ -52,7 +54,7 @@ func (c *udpClient) send(now time.Time) {
 	c.port.counters.bytesToEndpoints.Add(int64(bytes))
 }
 
-// receive forwards the endpoint's datagrams to the client until the client ends.
+// receive hands the endpoint's answers to the client until it is ended.
 func (c *udpClient) receive() {
 	for {
 		n, bytes, err := 0, 0, waitReadable(c.raw)
@@ -65,7 +67,7 @@ func (c *udpClient) receive() {
 					m.Addr = c.to
 					bytes += m.N
 				}
-				// Datagrams that cannot be sent are lost.
+				// What cannot be sent to the client is lost, as datagrams are.
 				if c.listener.write(b.messages[:n]) == nil {
 					c.port.counters.bytesFromEndpoints.Add(int64(bytes))
 				}
@@ -80,18 +82,18 @@ func (c *udpClient) receive() {
 	}
 }
 
-// fail ends the client after an error of its socket: the socket is closed, or the
-// endpoint does not exist.
+// fail ends the client because of what its socket says: that it is closed, or
+// that the endpoint is not there.
 func (c *udpClient) fail(err error) {
 	if !errors.Is(err, net.ErrClosed) {
 		c.port.counters.dialFailures.Add(1)
 		c.port.affinity.leave(c.addr.Addr(), c.endpoint)
-		c.listener.log.V(2).Info("Endpoint did not take a datagram", "listener", c.listener.socketAddr, "endpoint", c.endpoint, "err", err)
+		c.listener.log.V(2).Info("Endpoint did not take a datagram", "listener", c.listener.place, "endpoint", c.endpoint, "err", err)
 	}
 	c.end()
 }
 
-// end removes the client.
+// end makes the client unknown.
 func (c *udpClient) end() {
 	c.ended.Do(func() {
 		l := c.listener
@@ -105,7 +107,7 @@ func (c *udpClient) end() {
 	})
 }
 
-// udpClients are the clients of all listeners. It is safe for concurrent use.
+// udpClients are those of all listeners. It is safe for concurrent use.
 type udpClients struct {
 	max int
 
@@ -129,7 +131,7 @@ func (u *udpClients) remove(c *udpClient) {
 	delete(u.all, c)
 }
 
-// makeRoom makes room for one more client.
+// makeRoom makes sure that there is room for one more.
 func (u *udpClients) makeRoom() {
 	u.mu.Lock()
 	full := len(u.all) >= u.max
@@ -139,8 +141,8 @@ func (u *udpClients) makeRoom() {
 	}
 }
 
-// evict ends the longest idle clients of the service with the most. It ends one in
-// sixteen, because the search checks all clients.
+// evict ends those of the service with the most that were silent longest: one of sixteen,
+// as looking for them means looking at all.
 func (u *udpClients) evict() {
 	type entry struct {
 		client *udpClient
@@ -164,7 +166,7 @@ func (u *udpClients) evict() {
 	}
 }
 
-// expire ends the clients that have been idle since the given time.
+// expire ends those that neither said nor were told anything since.
 func (u *udpClients) expire(since time.Time) {
 	u.mu.Lock()
 	var silent []*udpClient

@@ -344,14 +344,14 @@ func asked(t *testing.T, addr string, port int32) string {
 	return c.ask()
 }
 
-// socketAddrOf returns the place at an address and port.
-func socketAddrOf(t *testing.T, protocol api.Protocol, at string) socketAddr {
+// placeOf returns the place at an address and port.
+func placeOf(t *testing.T, protocol api.Protocol, at string) place {
 	t.Helper()
 	addr, err := netip.ParseAddrPort(at)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return socketAddr{protocol, addr}
+	return place{protocol, addr}
 }
 
 // stats returns those of the first port of a service.

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package netfilter
+
+import (
+	"context"
+	"encoding/binary"
+
+	"golang.org/x/sys/unix"
+)
+
+// Check sends the messages that fill encodes as a transaction of nf_tables without an end,
+// which the kernel checks and then discards. It calls f with the outcome of each message, in
+// order. An error says that nothing was checked, for instance because the kernel has no
+// nf_tables.
+func (c *Conn) Check(ctx context.Context, fill func(*Builder), f func(error)) error {
+	var w Builder
+	w.beginBatch()
+	begin := w.Len()
+	fill(&w)
+	for b := w.b[begin:]; len(b) > 0; b = b[binary.NativeEndian.Uint32(b):] {
+		acknowledge(b)
+	}
+	first, last := c.number(w.b)
+	if err := c.send(w.b); err != nil {
+		return err
+	}
+	for next := first + 1; next <= last; {
+		var refused error
+		err := c.receive(func(h header, payload []byte) {
+			switch {
+			case h.msgType != unix.NLMSG_ERROR || h.seq != first && h.seq != next:
+			case h.seq == first && errorOf(payload) != 0:
+				refused = c.failure(w.b, h, payload)
+			case h.seq == first: // some kernels acknowledge it
+			case errorOf(payload) != 0:
+				next++
+				f(c.failure(w.b, h, payload))
+			default:
+				next++
+				f(nil)
+			}
+		})
+		if err != nil {
+			return err
+		}
+		if refused != nil {
+			return refused
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+	}
+	return nil
+}

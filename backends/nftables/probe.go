@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/google/nftables/expr"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"golang.org/x/sys/unix"
+)
+
+// feature is something that tables of this package need and a kernel may lack.
+type feature struct {
+	// name names it, with its module or the version of Linux that brought it.
+	name string
+	// use encodes one message that uses it.
+	use func(*wire)
+}
+
+// features are all of them. Each uses the table of the first, and rules the chain of the
+// second.
+var features = []feature{
+	{"tables of family inet (CONFIG_NF_TABLES_INET)", (*wire).newTable},
+	{"chains", func(w *wire) { w.newChain("probe", hook{}) }},
+	{"chains of type nat in tables of family inet (Linux 5.2, module nft_chain_nat)", func(w *wire) {
+		w.newChain("probe-nat", nat(unix.NF_INET_PRE_ROUTING, 0))
+	}},
+	{"maps", func(w *wire) { w.newSet(mapID{role: endpoints, family: api.IPv4}.layout()) }},
+	{"sets of concatenated ranges (Linux 5.6)", func(w *wire) { w.newSet(mapID{role: sources, family: api.IPv4}.layout()) }},
+	{"expression fib (module nft_fib_inet)", using(startsHere())},
+	{"expression numgen (module nft_numgen)", using([]expr.Any{&expr.Numgen{Register: reg(0), Modulus: 2, Type: unix.NFT_NG_RANDOM}})},
+	{"expression ct (module nft_ct)", using([]expr.Any{&expr.Ct{Register: reg(0), Key: expr.CtKeySTATUS}})},
+	{"expression nat (module nft_nat)", using(translate(mapID{role: endpoints, family: api.IPv4}))},
+	{"expression masq (module nft_masq)", using([]expr.Any{&expr.Masq{FullyRandom: true}})},
+	{"expression reject (module nft_reject_inet)", using([]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})},
+}
+
+// using returns what encodes a rule.
+func using(rule []expr.Any) func(*wire) {
+	return func(w *wire) { w.rule("probe", encodeRules(rule)[0]) }
+}
+
+// probeTable is not the name of any instance's table.
+const probeTable = "kpng/probe"
+
+// checkKernel returns an error that names all features that the kernel lacks. The kernel
+// loads modules for those that it has. Nothing else changes, see [netfilter.Conn.Check].
+func (c *conn) checkKernel(ctx context.Context, features []feature) error {
+	var outcomes []error
+	err := c.Check(ctx, func(b *netfilter.Builder) {
+		for _, f := range features {
+			f.use(&wire{b, probeTable})
+		}
+	}, func(err error) { outcomes = append(outcomes, err) })
+	if errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EPROTONOSUPPORT) {
+		return fmt.Errorf("the kernel lacks nf_tables (module nf_tables): %w", err)
+	}
+	if err != nil {
+		return fmt.Errorf("check the kernel: %w", err)
+	}
+	if outcomes[0] != nil {
+		outcomes = outcomes[:1] // as the others failed with it
+	}
+	var missing []string
+	for i, err := range outcomes {
+		if netfilter.IsTransient(err) {
+			return fmt.Errorf("check the kernel for %s: %w", features[i].name, err)
+		}
+		if err != nil {
+			missing = append(missing, features[i].name)
+		}
+	}
+	if len(missing) > 0 {
+		return fmt.Errorf("the kernel lacks %s", strings.Join(missing, ", "))
+	}
+	return nil
+}

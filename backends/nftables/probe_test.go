@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"runtime"
+	"slices"
+	"testing"
+
+	"github.com/google/nftables/expr"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"golang.org/x/sys/unix"
+)
+
+func TestCheckOfTheKernelChangesNothing(t *testing.T) {
+	ns := netnstest.New(t)
+	c := newConn(ns.FD, "kpng")
+	defer c.Close()
+	before, err := c.generation(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.checkKernel(t.Context(), features); err != nil {
+		t.Error(err)
+	}
+	if after, err := c.generation(t.Context()); err != nil || after != before {
+		t.Errorf("the generation of tables is %d (%v), and was %d", after, err, before)
+	}
+	if tables := nft(t, ns, "", "list", "tables"); tables != "" {
+		t.Errorf("tables are left:\n%s", tables)
+	}
+}
+
+// TestCheckOfTheKernelNamesAllThatIsMissing adds features that no kernel has: references to
+// objects that do not exist.
+func TestCheckOfTheKernelNamesAllThatIsMissing(t *testing.T) {
+	ns := netnstest.New(t)
+	c := newConn(ns.FD, "kpng")
+	defer c.Close()
+	missing := using([]expr.Any{&expr.Objref{Type: unix.NFT_OBJECT_COUNTER, Name: "none"}})
+	all := slices.Concat(features[:3], []feature{{"warp (Linux 99)", missing}}, features[3:], []feature{{"weft", missing}})
+	const want = "the kernel lacks warp (Linux 99), weft"
+	if err := c.checkKernel(t.Context(), all); err == nil || err.Error() != want {
+		t.Errorf("error is %v, want %q", err, want)
+	}
+	all = slices.Insert(all, 0, feature{"looms", func(w *wire) { w.deleteTable("none") }})
+	const first = "the kernel lacks looms"
+	if err := c.checkKernel(t.Context(), all); err == nil || err.Error() != first {
+		t.Errorf("error is %v, want %q", err, first)
+	}
+}
+
+func TestCheckOfTheKernelNeedsTheCapability(t *testing.T) {
+	ns := netnstest.New(t)
+	c := newConn(ns.FD, "kpng")
+	defer c.Close()
+	result := make(chan error)
+	go func() {
+		runtime.LockOSThread() // the thread ends with its goroutine
+		none := [2]unix.CapUserData{}
+		err := unix.Capset(&unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}, &none[0])
+		if err == nil {
+			err = c.checkKernel(t.Context(), features)
+		}
+		result <- err
+	}()
+	const want = "check the kernel: operation not permitted (CAP_NET_ADMIN is missing)"
+	if err := <-result; err == nil || err.Error() != want {
+		t.Errorf("error is %v, want %q", err, want)
+	}
+}

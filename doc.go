@@ -2,13 +2,13 @@
 
 // Package kpng is a library for writing Kubernetes service proxies.
 //
-// It watches Services, EndpointSlices and Nodes, works out what one node has to
-// program, and hands that to a [sink.Sink] as small, ordered change sets. What a
-// Service means on a node (traffic policies, topology, terminating endpoints,
-// dual stack, conflicting claims) is decided once, by package nodeview. How to
-// program it is the sink's business, and the only part left to write.
+// It watches Services, EndpointSlices and Nodes. It computes what one node has to program,
+// and delivers that to a [sink.Sink] as small, ordered change sets. Package nodeview decides
+// once what a Service means on a node: traffic policies, topology, terminating endpoints,
+// dual stack, conflicting claims. The sink only programs the result, and is the only part
+// left to write.
 //
-// A whole proxy that runs beside kube-proxy and serves the services labelled
+// This is a complete proxy. It runs beside kube-proxy and serves the services labelled
 // service.kubernetes.io/service-proxy-name: my-proxy:
 //
 //	err := kpng.Run(ctx, kpng.Options{
@@ -19,10 +19,10 @@
 //
 // # Sinks
 //
-// [sink.FullState] is the simplest one: it gets all services each time. A sink of your
-// own gets what changed, with each service's view before and after; New is nil when the
-// service is deleted. At the start it gets all services in a pass, and with Last it
-// prunes what belongs to none:
+// [sink.FullState] makes the simplest sink: it receives all services each time. A sink that
+// implements Sync receives the changed services, each with its view before and after; New is
+// nil when the service is deleted. At the start a pass delivers all services. With Last, the
+// sink prunes the entries of all other services:
 //
 //	func (m *frontendMap) Sync(_ context.Context, c *sink.Changes) error {
 //		m.pass.Begin(c)
@@ -40,14 +40,14 @@
 //		return failed.Err()
 //	}
 //
-// The example "Frontends" of package sink has the rest of it, with what
-// [nodeview.Frontends] says of each view. If Sync fails, nothing is lost: what was
-// not acknowledged comes again, merged with what changed meanwhile, and marked as
-// Unsure. [sink.Events] calls typed methods to set and delete services, frontends
-// and endpoints, in an order in which no address is ever claimed twice, whatever
-// fails. Package sinktest helps to test all of them.
+// The example "Frontends" of package sink shows the rest, including the frontends that
+// [nodeview.Frontends] computes from each view. If Sync fails, nothing is lost: the driver
+// delivers unacknowledged services again, merged with later changes and marked as Unsure.
+// [sink.Events] calls typed methods that set and delete services, frontends and endpoints.
+// Their order ensures that no two services claim an address at the same time, even after
+// failures. Package sinktest helps to test all kinds of sinks.
 //
-// Several sinks, each with a driver and settings of its own, are given as options:
+// To run several sinks, each with a driver and settings of its own, pass them as options:
 //
 //	p, err := kpng.New(kpng.Options{Sinks: []kpng.Sink{
 //		{Sink: tables, Options: sink.Options{Name: "tables", MinInterval: time.Second}},
@@ -58,15 +58,15 @@
 //
 // # Sources
 //
-// By default the API server is that of the pod or of the kubeconfig. An embedder
-// hands in a rest.Config, or the informers that it runs anyway; a file or
-// folder of manifests will do as well. See [Options].
+// By default kpng uses the API server of the pod or of the kubeconfig. An embedder can pass a
+// rest.Config or the informers that it already runs. A file or folder of manifests also works
+// as a source. See [Options].
 //
 // # Guarantees
 //
-// Sinks are told nothing until services, endpoint slices and nodes have all
-// been read once. After that the loss of the API server changes nothing: the
-// dataplane keeps its state, and on return is told the difference. What does not
-// change this node's view of a service reaches no sink, and what does costs as
-// much as that service, however many there are.
+// Sinks receive nothing until services, endpoint slices and nodes have all been read once.
+// After that, loss of the API server changes nothing: the dataplane keeps its state, and the
+// sinks receive the difference when the API server is back. A change that does not affect
+// this node's view of any service reaches no sink. The cost of a change depends on the
+// services it affects, not on the total number of services.
 package kpng

@@ -13,8 +13,8 @@ import (
 	"testing"
 )
 
-// TestImportsAreGrouped checks that imports are in two groups with a blank line between, as
-// goimports makes them: the standard library, and all else.
+// TestImportsAreGrouped checks for two groups of imports with a blank line between them:
+// the standard library, and all others.
 func TestImportsAreGrouped(t *testing.T) {
 	files := 0
 	err := filepath.WalkDir(".", func(name string, entry fs.DirEntry, err error) error {
@@ -44,7 +44,7 @@ func TestImportsAreGrouped(t *testing.T) {
 			}
 			blank := set.Position(start).Line > end+1
 			if i > 0 && path != "C" && (group < before || (group > before) != blank) {
-				t.Errorf("%s: import %q is not in its group", set.Position(spec.Pos()), path)
+				t.Errorf("%s: import %q is in the wrong group", set.Position(spec.Pos()), path)
 			}
 			end = set.Position(spec.End()).Line
 		}

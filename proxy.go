@@ -25,47 +25,47 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Options say what to proxy, for which node, and where to learn it from. The
-// zero value is a cluster's general proxy on this machine.
+// Options select the services to proxy, the node to proxy for, and the source of the
+// cluster's state. The zero value makes a general proxy for this machine's node.
 //
-// At most one of Kubeconfig, Config, Informers and Manifests is set. Without
-// any, the service account of the pod is used or, outside a cluster, what
-// kubectl would use: $KUBECONFIG, else ~/.kube/config.
+// At most one of Kubeconfig, Config, Informers and Manifests may be set. If none is set,
+// kpng uses the pod's service account. Outside a cluster it uses the same kubeconfig as
+// kubectl: $KUBECONFIG, else ~/.kube/config.
 type Options struct {
 	// Kubeconfig is the path of a kubeconfig file.
 	Kubeconfig string
-	// Config says how to reach the API server.
+	// Config is the connection to the API server.
 	Config *rest.Config
-	// Informers are informers that the program runs already, for their objects
-	// to be used instead of watching again.
+	// Informers are informers that the program already runs. kpng reads their objects and
+	// starts no watches of its own.
 	Informers *kube.Informers
-	// Manifests is a file or folder of Kubernetes manifests to be used instead
-	// of an API server, and followed.
+	// Manifests is a file or folder of Kubernetes manifests. kpng reads it instead of an
+	// API server and follows its changes.
 	Manifests string
 
-	// Services says which services to proxy, above all by the label
-	// service.kubernetes.io/service-proxy-name, and what to keep of them.
+	// Services selects the services to proxy, usually by the label
+	// service.kubernetes.io/service-proxy-name, and the metadata to keep.
 	Services watcher.Options
 
-	// NodeName is the node to proxy for. Default and form: see [NodeName].
+	// NodeName is the node to proxy for. See [NodeName] for the default and the form.
 	NodeName string
 
-	// Sinks are the sinks to drive. [Run] appends those that it is given.
+	// Sinks are the sinks to drive. [Run] appends its own arguments to them.
 	Sinks []Sink
 }
 
-// Sink is a sink and the settings of its driver. Each sink has a driver of its own: one that is
-// slow or fails does not hold up the others.
+// Sink is a sink and the settings of its driver. Each sink has its own driver, so a slow
+// or failing sink does not delay the others.
 type Sink struct {
 	Sink sink.Sink
-	// Options are the settings. The names of several sinks must differ; by default they are
-	// numbered from 0. If all sinks have Once, the proxy ends when all are done.
+	// Options are the driver's settings. Names of sinks must differ; by default they are
+	// numbers from 0. If all sinks have Once, the proxy ends when all are done.
 	Options sink.Options
 }
 
-// NodeName returns the name of a node as kube-proxy works it out: the given one or, without it,
-// the environment variable NODE_NAME or the host's name, without white space around it and in
-// lower case.
+// NodeName returns the node name by kube-proxy's rules: given, else the environment
+// variable NODE_NAME, else the host name. The result is in lower case without surrounding
+// white space.
 func NodeName(given string) (string, error) {
 	for _, name := range [...]string{given, os.Getenv("NODE_NAME")} {
 		if name = strings.ToLower(strings.TrimSpace(name)); name != "" {
@@ -74,28 +74,27 @@ func NodeName(given string) (string, error) {
 	}
 	name, err := os.Hostname()
 	if err != nil {
-		return "", fmt.Errorf("get the host's name, as no node name is given: %w", err)
+		return "", fmt.Errorf("get host name (no node name is given): %w", err)
 	}
 	return strings.ToLower(strings.TrimSpace(name)), nil
 }
 
-// Proxy watches a cluster and drives sinks. Its methods may be called at any
-// time and from any goroutine.
+// Proxy watches a cluster and drives sinks. Its methods are safe for concurrent use.
 type Proxy struct {
 	nodeName string
 	state    *cluster.State
 	watch    func(context.Context, *cluster.State) error
 	feeds    []*feed.Feed
 	drivers  []*sink.Driver
-	once     bool // all sinks have Options.Once
+	once     bool // every sink has Options.Once
 
 	started   atomic.Bool
-	nodeKnown atomic.Bool   // the cluster had the node once
+	nodeKnown atomic.Bool   // the Node object existed at some time
 	ended     chan struct{} // closed when Run returns
 }
 
-// New returns a Proxy. It checks the options and reads the kubeconfig, if there is one, and does
-// not connect to anything.
+// New returns a Proxy. It checks the options and reads the kubeconfig, if any. It
+// connects to nothing.
 func New(opts Options) (*Proxy, error) {
 	name, err := NodeName(opts.NodeName)
 	if err != nil {
@@ -120,7 +119,7 @@ func New(opts Options) (*Proxy, error) {
 	return p, nil
 }
 
-// named returns sinks with their default names.
+// named returns sinks with default names filled in.
 func named(sinks []Sink) ([]Sink, error) {
 	if len(sinks) == 0 {
 		return nil, errors.New("no sink given")
@@ -143,8 +142,8 @@ func named(sinks []Sink) ([]Sink, error) {
 	return sinks, nil
 }
 
-// Run makes a Proxy with Options.Sinks and, with default settings, the given sinks, and runs it:
-// see [New] and [Proxy.Run].
+// Run creates a Proxy with Options.Sinks, plus the given sinks with default settings, and
+// runs it. See [New] and [Proxy.Run].
 func Run(ctx context.Context, opts Options, sinks ...sink.Sink) error {
 	opts.Sinks = slices.Clone(opts.Sinks)
 	for _, s := range sinks {
@@ -157,16 +156,18 @@ func Run(ctx context.Context, opts Options, sinks ...sink.Sink) error {
 	return p.Run(ctx)
 }
 
-// Run programs the sinks until ctx ends; then it returns nil. If all sinks have Options.Once it
-// ends as soon as all are done. It returns an error if it cannot go on: a sink that does not
-// start, manifests that cannot be read to begin with, an API server that refuses what it needs
-// where Once says not to wait. Errors of sinks that do not stop are joined to it. Whatever goes
-// wrong later is logged and retried, and the dataplane keeps its state.
+// Run drives the sinks until ctx ends and then returns nil. If every sink has
+// Options.Once, Run returns when all are done.
 //
-// A Proxy runs once.
+// Run returns an error if a sink cannot start, if the manifests cannot be read at the
+// start, or, with Once, if the API server refuses a request. It joins the errors of sinks
+// that fail to stop. Run logs and retries all later failures, and the dataplane keeps its
+// state.
+//
+// A Proxy runs only once.
 func (p *Proxy) Run(ctx context.Context) error {
 	if p.started.Swap(true) {
-		return errors.New("proxy runs already, or has ended")
+		return errors.New("proxy is already running or has ended")
 	}
 	defer close(p.ended)
 	defer func() {
@@ -194,8 +195,8 @@ func (p *Proxy) Run(ctx context.Context) error {
 	return err
 }
 
-// followNode waits until the cluster has the node, and warns if it does not have it to begin
-// with: a misspelt name makes nothing local, and fails in no other way.
+// followNode waits until the Node object exists. It logs an error if the object does not
+// exist at first: a misspelt node name makes no endpoint local and has no other symptom.
 func (p *Proxy) followNode(ctx context.Context) error {
 	var revision diffstore.Revision
 	for {
@@ -216,13 +217,13 @@ func (p *Proxy) followNode(ctx context.Context) error {
 	}
 }
 
-// State returns the state of the cluster, to be read.
+// State returns read access to the state of the cluster.
 func (p *Proxy) State() cluster.Reader { return p.state }
 
-// NodeName returns the name of the node that is proxied for.
+// NodeName returns the name of the proxy's node.
 func (p *Proxy) NodeName() string { return p.nodeName }
 
-// Node returns the node that is proxied for, nil while it is not known.
+// Node returns the Node object of the proxy's node, or nil if it is not known.
 func (p *Proxy) Node() *api.Node {
 	node, _ := p.state.Snapshot().Nodes.Get(p.nodeName)
 	return node
@@ -237,22 +238,23 @@ func (p *Proxy) Status() []sink.Status {
 	return all
 }
 
-// Health returns what health checks report: see package health.
+// Health returns the report for health checks. See package health.
 func (p *Proxy) Health() health.Report {
 	return health.Of(p.Status(), p.Node(), p.nodeKnown.Load())
 }
 
-// StartOver makes every sink get all services again, in a pass: for a program that knows that
-// the dataplane lost its state, as when a switch has reconnected. It returns immediately, and
-// the passes begin as soon as no Sync runs.
+// StartOver makes every sink receive all services again, in a pass. Call it when the
+// dataplane lost its state, for example after a switch reconnected. StartOver returns
+// immediately; each pass begins as soon as no Sync runs.
 func (p *Proxy) StartOver() {
 	for _, d := range p.drivers {
 		d.StartOver()
 	}
 }
 
-// WaitSynced returns nil when every sink has programmed every service once, except services
-// that fail. It returns an error if ctx ends before, or Run does. It may be called before Run.
+// WaitSynced returns nil when every sink has programmed every service once, except
+// failing services. It returns an error if ctx or Run ends before that. It may be called
+// before Run.
 func (p *Proxy) WaitSynced(ctx context.Context) error {
 	for _, d := range p.drivers {
 		if err := d.WaitSynced(ctx); err != nil {
@@ -262,15 +264,15 @@ func (p *Proxy) WaitSynced(ctx context.Context) error {
 	return nil
 }
 
-// WaitApplied returns nil when every sink has acknowledged the cluster's state as it is at the
-// call. It returns an error if ctx ends before, or Run does. It may be called before Run.
+// WaitApplied returns nil when every sink has acknowledged the cluster's state as of the
+// call. It returns an error if ctx or Run ends before that. It may be called before Run.
 func (p *Proxy) WaitApplied(ctx context.Context) error {
 	select {
 	case <-p.state.Synced():
 	case <-p.ended:
-		return errors.New("wait for the cluster's state to be read: the proxy has ended")
+		return errors.New("wait for initial cluster state: the proxy has ended")
 	case <-ctx.Done():
-		return fmt.Errorf("wait for the cluster's state to be read: %w", context.Cause(ctx))
+		return fmt.Errorf("wait for initial cluster state: %w", context.Cause(ctx))
 	}
 	revision := p.state.Snapshot().Revision
 	for _, d := range p.drivers {

@@ -55,12 +55,12 @@ func TestRunDrivesEverySink(t *testing.T) {
 	go func() { ended <- kpng.Run(ctx, demo(), names(a), names(b)) }()
 	for _, c := range []chan string{a, b} {
 		if got := <-c; got != "kpng-example" {
-			t.Errorf("services %q", got)
+			t.Errorf("services %q, want kpng-example", got)
 		}
 	}
 	cancel()
 	if err := <-ended; err != nil {
-		t.Errorf("ended with %v", err)
+		t.Errorf("Run returned %v", err)
 	}
 }
 
@@ -78,31 +78,31 @@ func TestRunFollowsWhatChanges(t *testing.T) {
 	}
 	write("a")
 	ctx, cancel := context.WithCancel(t.Context())
-	told, ended := make(chan string), make(chan error)
-	p, err := kpng.New(kpng.Options{Manifests: manifest, NodeName: "n", Sinks: []kpng.Sink{{Sink: names(told)}}})
+	delivered, ended := make(chan string), make(chan error)
+	p, err := kpng.New(kpng.Options{Manifests: manifest, NodeName: "n", Sinks: []kpng.Sink{{Sink: names(delivered)}}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	go func() { ended <- p.Run(ctx) }()
-	if got := <-told; got != "a" {
+	if got := <-delivered; got != "a" {
 		t.Errorf("services %q, want a", got)
 	}
 	if err := p.WaitApplied(ctx); err != nil {
 		t.Error(err)
 	}
 	write("b")
-	if got := <-told; got != "b" {
+	if got := <-delivered; got != "b" {
 		t.Errorf("services %q, want b", got)
 	}
 	if s := p.Status(); len(s) != 1 || s[0].Passes != 1 {
-		t.Errorf("status %+v, want one sink with one full sync", s)
+		t.Errorf("status %+v, want one sink with one pass", s)
 	}
 	cancel()
 	if err := <-ended; err != nil {
-		t.Errorf("ended with %v", err)
+		t.Errorf("Run returned %v", err)
 	}
 	if err := p.Run(ctx); err == nil {
-		t.Error("a proxy ran twice")
+		t.Error("second Run returned no error")
 	}
 }
 
@@ -135,14 +135,14 @@ func TestRunEndsWithWhatKeepsItFromGoingOn(t *testing.T) {
 		sinks []sink.Sink
 		want  string
 	}{
-		{"a sink that is nil", demo(), []sink.Sink{never, nil}, "sink 1 (name \"\") is nil"},
-		{"two sinks of one name", namesake, nil, `the name "a"`},
-		{"an informer of the wrong kind", informers, []sink.Sink{never}, "informer for endpointslices is one of *v1.Node"},
-		{"no informer for a kind", missing, []sink.Sink{never}, "informer for nodes is missing"},
+		{"a nil sink", demo(), []sink.Sink{never, nil}, "sink 1 (name \"\") is nil"},
+		{"two sinks with the same name", namesake, nil, `the name "a"`},
+		{"an informer for the wrong kind", informers, []sink.Sink{never}, "informer for endpointslices is one of *v1.Node"},
+		{"a missing informer", missing, []sink.Sink{never}, "informer for nodes is missing"},
 		{"no sink", demo(), nil, "no sink"},
-		{"a sink that does not start", demo(), []sink.Sink{unstartable{never}}, "no such device"},
-		{"manifests that are not there", nodeless, []sink.Sink{never}, "does/not/exist.yaml"},
-		{"two sources", two, []sink.Sink{never}, "more than one"},
+		{"a sink that fails to start", demo(), []sink.Sink{unstartable{never}}, "no such device"},
+		{"missing manifests", nodeless, []sink.Sink{never}, "does/not/exist.yaml"},
+		{"two sources", two, []sink.Sink{never}, "at most one"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			err := kpng.Run(t.Context(), test.opts, test.sinks...)
@@ -162,7 +162,7 @@ func TestOnceThatIsCutShortIsAnError(t *testing.T) {
 	})}}
 	err := kpng.Run(ctx, opts)
 	if !errors.Is(err, context.Canceled) {
-		t.Errorf("error %v, want that of the context", err)
+		t.Errorf("error %v, want the error of the context", err)
 	}
 }
 
@@ -186,7 +186,7 @@ func TestStartOverAndWaitSynced(t *testing.T) {
 	}
 	ended := make(chan error)
 	go func() { ended <- p.Run(ctx) }()
-	if err := p.WaitSynced(ctx); err != nil { // although its service fails
+	if err := p.WaitSynced(ctx); err != nil { // despite the failing service
 		t.Error(err)
 	}
 	<-passes
@@ -197,11 +197,11 @@ func TestStartOverAndWaitSynced(t *testing.T) {
 		t.Error(err)
 	}
 	if err := p.WaitSynced(t.Context()); err != nil {
-		t.Errorf("synced before it ended: %v", err)
+		t.Errorf("WaitSynced returned before Run ended: %v", err)
 	}
 }
 
-// unstoppable is a sink whose Stop fails. It closes synced at its first Sync.
+// unstoppable is a sink whose Stop fails. It closes synced in its first Sync.
 type unstoppable struct {
 	once   sync.Once
 	synced chan struct{}
@@ -212,7 +212,7 @@ func (s *unstoppable) Sync(context.Context, *sink.Changes) error {
 	return nil
 }
 
-func (s *unstoppable) Stop(context.Context) error { return errors.New("routes were left behind") }
+func (s *unstoppable) Stop(context.Context) error { return errors.New("routes remain") }
 
 func TestErrorsOfStopAreReturned(t *testing.T) {
 	for _, test := range []struct {
@@ -220,9 +220,9 @@ func TestErrorsOfStopAreReturned(t *testing.T) {
 		with []sink.Sink
 		want int // errors
 	}{
-		{"of the only sink", nil, 1},
-		{"of one of two sinks", []sink.Sink{sink.Func(func(context.Context, *sink.Changes) error { return nil })}, 1},
-		{"of both", []sink.Sink{&unstoppable{synced: make(chan struct{})}}, 2},
+		{"the only sink", nil, 1},
+		{"one of two sinks", []sink.Sink{sink.Func(func(context.Context, *sink.Changes) error { return nil })}, 1},
+		{"both sinks", []sink.Sink{&unstoppable{synced: make(chan struct{})}}, 2},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			ctx, cancel := context.WithCancel(t.Context())
@@ -236,8 +236,8 @@ func TestErrorsOfStopAreReturned(t *testing.T) {
 			}
 			cancel()
 			err := <-ended
-			if err == nil || strings.Count(err.Error(), "routes were left behind") != test.want || errors.Is(err, context.Canceled) {
-				t.Errorf("error %v, want %d of Stop and none of the context", err, test.want)
+			if err == nil || strings.Count(err.Error(), "routes remain") != test.want || errors.Is(err, context.Canceled) {
+				t.Errorf("error %v, want %d errors of Stop and none of the context", err, test.want)
 			}
 		})
 	}
@@ -297,10 +297,10 @@ func TestHealthOfANode(t *testing.T) {
 		name, text string
 		eligible   bool
 	}{
-		{"the node was never known", "", true},
-		{"the node is there", plain, true},
-		{"the cluster autoscaler is going to delete it", plain + "spec: {taints: [{key: ToBeDeletedByClusterAutoscaler, effect: NoSchedule}]}\n", false},
-		{"its object is gone", "apiVersion: v1\nkind: List\nitems: []\n", false},
+		{"the node never existed", "", true},
+		{"the node exists", plain, true},
+		{"the cluster autoscaler marks the node for deletion", plain + "spec: {taints: [{key: ToBeDeletedByClusterAutoscaler, effect: NoSchedule}]}\n", false},
+		{"the Node object is removed", "apiVersion: v1\nkind: List\nitems: []\n", false},
 	} {
 		if step.text != "" {
 			write(step.text)
@@ -325,10 +325,10 @@ func TestNodeName(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, test := range []struct{ name, given, environment, want string }{
-		{"the given one comes first", "given", "environment", "given"},
-		{"in lower case, without space", " VM-002\n", "", "vm-002"},
-		{"the environment's", "", "Environment ", "environment"},
-		{"the host's", "", " ", strings.ToLower(host)},
+		{"the given name takes precedence", "given", "environment", "given"},
+		{"the name is trimmed and in lower case", " VM-002\n", "", "vm-002"},
+		{"NODE_NAME comes second", "", "Environment ", "environment"},
+		{"the host name comes last", "", " ", strings.ToLower(host)},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Setenv("NODE_NAME", test.environment)
@@ -350,9 +350,9 @@ func TestWaitAppliedEndsWithRun(t *testing.T) {
 	waited := make(chan error)
 	go func() { waited <- p.WaitApplied(t.Context()) }()
 	if err := p.Run(t.Context()); err == nil {
-		t.Error("Run says nothing of manifests that are not there")
+		t.Error("Run returned no error for missing manifests")
 	}
 	if err := <-waited; err == nil {
-		t.Error("applied, though nothing could be read")
+		t.Error("WaitApplied returned nil although the manifests are missing")
 	}
 }

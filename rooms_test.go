@@ -19,8 +19,7 @@ import (
 
 const module = "github.com/kpng-project/kpng"
 
-// TestRooms holds the table of docs/design.md against the code: who may import
-// whom within the module.
+// TestRooms checks that packages import only what the table of docs/design.md allows.
 func TestRooms(t *testing.T) {
 	rooms := readRooms(t)
 	list := exec.Command("go", "list", "-json=ImportPath,Imports", "./...")
@@ -57,7 +56,7 @@ func TestRooms(t *testing.T) {
 		}
 	}
 	if seen < 10 {
-		t.Errorf("only %d packages were looked at", seen)
+		t.Errorf("checked only %d packages", seen)
 	}
 }
 
@@ -78,7 +77,7 @@ func mayImport(room string, allowed []string, imported string) bool {
 
 var quoted = regexp.MustCompile("`([^`]+)`")
 
-// readRooms returns what each room may import, from the table.
+// readRooms returns the imports that the table allows each room.
 func readRooms(t *testing.T) map[string][]string {
 	file, err := os.Open("docs/design.md")
 	if err != nil {

@@ -11,7 +11,8 @@ import (
 	"github.com/kpng-project/kpng/watcher/kube"
 )
 
-// source returns what fills the state, as opts says. Once says to return the first error.
+// source returns the function that fills the cluster state according to opts. With once,
+// that function returns its first error instead of retrying.
 func source(opts Options, once bool) (func(context.Context, *cluster.State) error, error) {
 	given := 0
 	for _, set := range [...]bool{opts.Kubeconfig != "", opts.Config != nil, opts.Informers != nil, opts.Manifests != ""} {
@@ -20,7 +21,7 @@ func source(opts Options, once bool) (func(context.Context, *cluster.State) erro
 		}
 	}
 	if given > 1 {
-		return nil, errors.New("more than one of Kubeconfig, Config, Informers and Manifests is given")
+		return nil, errors.New("at most one of Kubeconfig, Config, Informers and Manifests may be set")
 	}
 	if opts.Manifests != "" {
 		return func(ctx context.Context, state *cluster.State) error {

@@ -9,7 +9,7 @@ import (
 	"slices"
 )
 
-// Family is an IP family. Its zero value means none.
+// Family is an IP family. The zero value means none.
 type Family uint8
 
 // The IP families.
@@ -18,8 +18,8 @@ const (
 	IPv6 Family = 6
 )
 
-// FamilyOf returns the family of a, and 0 if a is the zero Addr. An IPv4
-// address mapped into IPv6 counts as IPv4.
+// FamilyOf returns the family of a, or 0 if a is the zero Addr. An IPv4-mapped IPv6
+// address counts as IPv4.
 func FamilyOf(a netip.Addr) Family {
 	switch {
 	case !a.IsValid():
@@ -31,8 +31,8 @@ func FamilyOf(a netip.Addr) Family {
 	}
 }
 
-// Unspecified returns the address of a family that stands for any address:
-// 0.0.0.0 or ::. It is the zero Addr if f is no family.
+// Unspecified returns the unspecified address of a family, 0.0.0.0 or ::, which stands
+// for any address. It returns the zero Addr if f is not a family.
 func Unspecified(f Family) netip.Addr {
 	switch f {
 	case IPv4:
@@ -72,16 +72,15 @@ func (f *Family) UnmarshalText(text []byte) error {
 	return nil
 }
 
-// IPSet holds addresses by family. V4 holds only IPv4 addresses and V6 only
-// IPv6 ones, none of them mapped or with a zone, in the order in which their
-// source names them.
+// IPSet holds addresses by family. V4 has IPv4 addresses and V6 has IPv6 addresses,
+// without mapped addresses and zones, in the order of their source.
 type IPSet struct {
 	V4 []netip.Addr `json:",omitempty"`
 	V6 []netip.Addr `json:",omitempty"`
 }
 
-// NewIPSet returns the set of addrs, sorted by family, order kept, mapped
-// addresses unmapped and duplicates dropped.
+// NewIPSet returns the set of addrs, grouped by family in their original order. It unmaps
+// mapped addresses and drops duplicates.
 func NewIPSet(addrs ...netip.Addr) IPSet {
 	var s IPSet
 	for _, a := range addrs {
@@ -90,8 +89,8 @@ func NewIPSet(addrs ...netip.Addr) IPSet {
 	return s
 }
 
-// Add appends a to its family's list, unless it is there already or is not a
-// valid address.
+// Add appends a to its family's list. It ignores an invalid address and one that the list
+// already has.
 func (s *IPSet) Add(a netip.Addr) {
 	a = a.Unmap()
 	switch {
@@ -139,7 +138,7 @@ func (s *IPSet) All() iter.Seq[netip.Addr] {
 	}
 }
 
-// Equal reports whether both sets name the same addresses in the same order.
+// Equal reports whether both sets have the same addresses in the same order.
 func (s *IPSet) Equal(o *IPSet) bool {
 	return slices.Equal(s.V4, o.V4) && slices.Equal(s.V6, o.V6)
 }

@@ -10,7 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Node is a Kubernetes Node, reduced to what a proxy needs.
+// Node is a Kubernetes Node, reduced to the needs of a proxy.
 type Node struct {
 	Name      string            `json:",omitempty"`
 	UID       types.UID         `json:",omitempty"`
@@ -18,11 +18,11 @@ type Node struct {
 	Addresses []NodeAddress     `json:",omitempty"`
 	PodCIDRs  []netip.Prefix    `json:",omitempty"`
 	Taints    []Taint           `json:",omitempty"`
-	// Deleting says that the node object carries a deletion timestamp.
+	// Deleting reports whether the Node object has a deletion timestamp.
 	Deleting bool `json:",omitempty"`
 }
 
-// NodeAddress is an address from Node.status.addresses; names are left out.
+// NodeAddress is an IP address from Node.status.addresses. Host names are omitted.
 type NodeAddress struct {
 	// Type is InternalIP or ExternalIP.
 	Type string
@@ -36,10 +36,10 @@ type Taint struct {
 	Effect string `json:",omitempty"`
 }
 
-// ZoneLabel is the well-known label that names a node's zone.
+// ZoneLabel is the well-known label with the node's zone.
 const ZoneLabel = "topology.kubernetes.io/zone"
 
-// Zone returns the node's zone, empty if it has none. A nil node has none.
+// Zone returns the node's zone, or "" if it has none or is nil.
 func (n *Node) Zone() string {
 	if n == nil {
 		return ""
@@ -47,7 +47,7 @@ func (n *Node) Zone() string {
 	return n.Labels[ZoneLabel]
 }
 
-// Equal reports whether both nodes say the same.
+// Equal reports whether both nodes are equal.
 func (n *Node) Equal(o *Node) bool {
 	if n == o {
 		return true

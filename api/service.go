@@ -12,7 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Service is a Kubernetes Service, reduced to what a proxy needs.
+// Service is a Kubernetes Service, reduced to the needs of a proxy.
 type Service struct {
 	Namespace string `json:",omitempty"`
 	Name      string `json:",omitempty"`
@@ -20,10 +20,9 @@ type Service struct {
 	Type ServiceType `json:",omitempty"`
 	IPs  ServiceIPs
 
-	// AllPorts makes this an all-ports service: everything sent to its addresses,
-	// whatever the protocol and port, goes to an endpoint unchanged. It has no
-	// counterpart in the Kubernetes API; a source sets it where its user says so.
-	// JSON and the wire call it MapIP.
+	// AllPorts makes this an all-ports service: all traffic to its addresses, of any
+	// protocol and port, goes to an endpoint unchanged. The Kubernetes API has no such
+	// field; a source sets it at the user's request. JSON and the wire call it MapIP.
 	AllPorts bool          `json:"MapIP,omitempty"`
 	Ports    []PortMapping `json:",omitempty"`
 
@@ -31,31 +30,30 @@ type Service struct {
 	ExternalTrafficToLocal bool `json:",omitempty"`
 	// InternalTrafficToLocal is internalTrafficPolicy: Local.
 	InternalTrafficToLocal bool `json:",omitempty"`
-	// HealthCheckNodePort is the port, 1 to 65535, on which every node answers
-	// a load balancer's health checks. 0 means none.
+	// HealthCheckNodePort is the port, 1 to 65535, on which every node answers a load
+	// balancer's health checks. 0 means none.
 	HealthCheckNodePort int32 `json:",omitempty"`
 
-	// Labels and Annotations hold those that the source was told to keep.
+	// Labels and Annotations are those that the source is configured to keep.
 	Labels      map[string]string `json:",omitempty"`
 	Annotations map[string]string `json:",omitempty"`
 
-	// SourceRanges say which clients may use which addresses. An address that
-	// none of them names is open to all. JSON and the wire call them IPFilters.
+	// SourceRanges limit the clients of addresses. An address that none of them names is
+	// open to all. JSON and the wire call them IPFilters.
 	SourceRanges    []SourceRanges  `json:"IPFilters,omitempty"`
 	SessionAffinity SessionAffinity `json:",omitzero"`
 
-	// LoadBalancerClass is spec.loadBalancerClass: who makes the load balancer of a
-	// service of type LoadBalancer. Empty means the cluster's default.
+	// LoadBalancerClass is spec.loadBalancerClass, the implementation of the load balancer
+	// for a service of type LoadBalancer. Empty means the cluster's default.
 	LoadBalancerClass string `json:",omitempty"`
 
-	// UID tells an object from one of the same name that was deleted before.
+	// UID distinguishes a service from a deleted one with the same name.
 	UID types.UID `json:",omitempty"`
-	// Created is metadata.creationTimestamp. Of two services that claim one
-	// address and port by addresses of the same kind the older wins.
+	// Created is metadata.creationTimestamp. If two services claim one address and port, by
+	// addresses of the same kind, the older service wins.
 	Created time.Time `json:",omitzero"`
-	// IPFamilies are the families the service is served in, the preferred one
-	// first, as spec.ipFamilies says. Families returns what holds where this is
-	// empty.
+	// IPFamilies is spec.ipFamilies: the families in which the service is served, the
+	// preferred one first. If it is empty, Families determines them.
 	IPFamilies []Family `json:",omitempty"`
 }
 
@@ -70,25 +68,25 @@ const (
 	ExternalName ServiceType = "ExternalName"
 )
 
-// ServiceIPs are the addresses at which a service is reached.
+// ServiceIPs are the addresses of a service.
 type ServiceIPs struct {
 	ClusterIPs  IPSet
 	ExternalIPs IPSet `json:",omitzero"`
-	// Headless says that the service asked for no cluster IP (clusterIP: None).
+	// Headless reports whether the service has no cluster IP by request (clusterIP: None).
 	Headless bool `json:",omitempty"`
-	// LoadBalancerIPs are the ingress addresses whose packets arrive with the
-	// load balancer's address as destination (ipMode VIP or absent, KEP 1860).
+	// LoadBalancerIPs are the ingress addresses whose packets arrive with the load
+	// balancer's address as destination (ipMode VIP or unset, KEP 1860).
 	LoadBalancerIPs IPSet `json:",omitzero"`
-	// ProxiedIPs are the ingress addresses with ipMode Proxy. The load balancer
-	// delivers to nodes or pods itself, so there is no frontend for them.
+	// ProxiedIPs are the ingress addresses with ipMode Proxy. They have no frontend, because
+	// the load balancer delivers to nodes or pods itself.
 	ProxiedIPs IPSet `json:",omitzero"`
 }
 
-// Protocol is a transport protocol, numbered as on the wire.
+// Protocol is a transport protocol, with the number used on the wire.
 type Protocol int32
 
-// The protocols. UnknownProtocol is what a port with a protocol that this
-// version does not know carries; no frontend is made for it.
+// The protocols. UnknownProtocol stands for protocols that this version does not know.
+// Ports with it have no frontend.
 const (
 	UnknownProtocol Protocol = 0
 	TCP             Protocol = 1
@@ -112,18 +110,17 @@ func (p Protocol) String() string {
 
 // PortMapping is one port of a service.
 type PortMapping struct {
-	// Name is unique within the service and empty only if the service has a
-	// single port.
+	// Name is unique within the service. It is empty only if the service has a single port.
 	Name     string   `json:",omitempty"`
 	Protocol Protocol `json:",omitempty"`
 	// Port is the port at the service's addresses, 1 to 65535.
 	Port int32 `json:",omitempty"`
-	// NodePort is the port at the nodes' addresses; 0 means none.
+	// NodePort is the port at the nodes' addresses, or 0 if there is none.
 	NodePort int32 `json:",omitempty"`
-	// TargetPort is the port at the endpoints if it is given as a number, else 0.
+	// TargetPort is the port at the endpoints if the service gives a number, else 0.
 	TargetPort int32 `json:",omitempty"`
-	// TargetPortName names the endpoints' port, whose number may differ from
-	// endpoint to endpoint.
+	// TargetPortName is the name of the endpoints' port. Its number may differ between
+	// endpoints.
 	TargetPortName string `json:",omitempty"`
 	// AppProtocol is the application protocol, a hint that proxies may ignore.
 	AppProtocol string `json:",omitempty"`
@@ -131,20 +128,20 @@ type PortMapping struct {
 
 // SourceRanges limits the clients of some of a service's addresses.
 type SourceRanges struct {
-	// TargetIPs are the service's addresses that the ranges guard.
+	// TargetIPs are the service's addresses that the ranges protect.
 	TargetIPs IPSet `json:",omitzero"`
-	// Prefixes are the sources that are admitted. If it has none of a family, no
-	// source of that family is admitted. JSON and the wire call them SourceRanges.
+	// Prefixes are the admitted sources. A family without a prefix has no admitted source.
+	// JSON and the wire call them SourceRanges.
 	Prefixes []netip.Prefix `json:"SourceRanges,omitempty"`
 }
 
-// SessionAffinity says whether a client keeps its endpoint. At most one of the
-// fields is set; none means no affinity.
+// SessionAffinity is the session affinity of a service. At most one field is set; none
+// means no affinity.
 type SessionAffinity struct {
 	ClientIP *ClientIPAffinity `json:",omitempty"`
 }
 
-// ClientIPAffinity keeps the connections from one client address on one endpoint.
+// ClientIPAffinity keeps the connections of a client address on one endpoint.
 type ClientIPAffinity struct {
 	// TimeoutSeconds, 1 to 86400, counts from the client's last new connection.
 	TimeoutSeconds int32 `json:",omitempty"`
@@ -155,9 +152,9 @@ func (s *Service) Key() types.NamespacedName {
 	return types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
 }
 
-// Families returns the families the service is served in: those of
-// IPFamilies; where that is empty, those of the cluster IPs; for a headless
-// service without either, those of the external IPs.
+// Families returns the families in which the service is served: IPFamilies or, if that is
+// empty, the families of the cluster IPs. For a headless service without either, it
+// returns the families of the external IPs.
 func (s *Service) Families() []Family {
 	switch {
 	case len(s.IPFamilies) > 0:
@@ -171,8 +168,8 @@ func (s *Service) Families() []Family {
 	}
 }
 
-// FrontendIPs returns the addresses of a family that have frontends: cluster IPs,
-// which a headless service has none of, load-balancer IPs, and external IPs.
+// FrontendIPs returns the addresses of a family that have frontends: cluster IPs (a
+// headless service has none), load-balancer IPs, and external IPs.
 func (s *Service) FrontendIPs(f Family) (ips [3][]netip.Addr) {
 	if !s.IPs.Headless {
 		ips[0] = s.IPs.ClusterIPs.Family(f)
@@ -192,7 +189,7 @@ func (s *IPSet) families() []Family {
 	return f
 }
 
-// Equal reports whether both services say the same, their identity and age included.
+// Equal reports whether both services are equal, including UID and age.
 func (s *Service) Equal(o *Service) bool {
 	if s == o {
 		return true
@@ -213,7 +210,7 @@ func (s *Service) Equal(o *Service) bool {
 		slices.Equal(s.IPFamilies, o.IPFamilies)
 }
 
-// Equal reports whether both name the same addresses in the same order.
+// Equal reports whether both have the same addresses in the same order.
 func (s *ServiceIPs) Equal(o *ServiceIPs) bool {
 	return s.Headless == o.Headless && s.ClusterIPs.Equal(&o.ClusterIPs) && s.ExternalIPs.Equal(&o.ExternalIPs) &&
 		s.LoadBalancerIPs.Equal(&o.LoadBalancerIPs) && s.ProxiedIPs.Equal(&o.ProxiedIPs)

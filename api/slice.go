@@ -11,34 +11,33 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// EndpointSlice is a Kubernetes EndpointSlice (KEP 752), reduced to what a
-// proxy needs: some endpoints of one service, all of one family and with the
-// same ports.
+// EndpointSlice is a Kubernetes EndpointSlice (KEP 752), reduced to the needs of a proxy:
+// some endpoints of one service, all of one family and with the same ports.
 type EndpointSlice struct {
 	Namespace string `json:",omitempty"`
 	Name      string `json:",omitempty"`
-	// ServiceName is the value of the label kubernetes.io/service-name: the
-	// service, in the slice's own namespace, that the slice belongs to.
+	// ServiceName is the value of the label kubernetes.io/service-name: the slice's service,
+	// in the same namespace.
 	ServiceName string `json:",omitempty"`
-	// Labels holds the labels that the options of the source select.
+	// Labels holds the labels that the source is configured to keep.
 	Labels map[string]string `json:",omitempty"`
 	Family Family
-	// Ports are the ports on which each of Endpoints serves.
+	// Ports are the ports on which every endpoint in Endpoints serves.
 	Ports     []EndpointPort  `json:",omitempty"`
 	Endpoints []SliceEndpoint `json:",omitempty"`
 
-	// TriggerTime is the annotation endpoints.kubernetes.io/last-change-trigger-time:
-	// when the change that led to this content happened. It is for metrics
-	// only; Equal ignores it and no wire form carries it.
+	// TriggerTime is the annotation endpoints.kubernetes.io/last-change-trigger-time: the
+	// time of the change that led to this content. It is for metrics only: Equal ignores it
+	// and wire forms omit it.
 	TriggerTime time.Time `json:"-"`
 }
 
-// EndpointPort is a port of a slice. It serves the service port that has the
-// same name and protocol.
+// EndpointPort is a port of a slice. It serves the service port with the same name and
+// protocol.
 type EndpointPort struct {
 	Name     string   `json:",omitempty"`
 	Protocol Protocol `json:",omitempty"`
-	// Port is 1 to 65535; 0 means that the slice names no number.
+	// Port is 1 to 65535, or 0 if the slice has no number.
 	Port        int32  `json:",omitempty"`
 	AppProtocol string `json:",omitempty"`
 }
@@ -47,25 +46,25 @@ type EndpointPort struct {
 type SliceEndpoint struct {
 	Addr     netip.Addr
 	Hostname string `json:",omitempty"`
-	// NodeName is the node the endpoint runs on, empty if it is not known.
+	// NodeName is the endpoint's node, or empty if unknown.
 	NodeName string `json:",omitempty"`
 	Zone     string `json:",omitempty"`
-	// Hints say who should prefer this endpoint (KEP 2433, KEP 3015); nil means none.
+	// Hints are the topology hints (KEP 2433, KEP 3015), or nil if there are none.
 	Hints *Hints `json:",omitempty"`
-	// Target is the pod behind the endpoint (targetRef); nil if there is none, or if the
-	// source was not told to keep it.
+	// Target is the pod behind the endpoint (targetRef). It is nil if there is none or if
+	// the source is not configured to keep it.
 	Target *types.NamespacedName `json:",omitempty"`
 
 	Conditions
 }
 
-// Conditions are an endpoint's conditions (KEP 1669), the API's defaults filled in.
+// Conditions are an endpoint's conditions (KEP 1669) with the API's defaults applied.
 type Conditions struct {
-	// Ready: new connections may go there.
+	// Ready reports whether the endpoint may receive new connections.
 	Ready bool `json:",omitempty"`
-	// Serving: it answers, terminating or not.
+	// Serving reports whether the endpoint answers, even while it terminates.
 	Serving bool `json:",omitempty"`
-	// Terminating: it has been asked to stop.
+	// Terminating reports whether the endpoint is being stopped.
 	Terminating bool `json:",omitempty"`
 }
 
@@ -80,12 +79,12 @@ func (s *EndpointSlice) Key() types.NamespacedName {
 	return types.NamespacedName{Namespace: s.Namespace, Name: s.Name}
 }
 
-// ServiceKey returns the namespace and name of the service the slice belongs to.
+// ServiceKey returns the namespace and name of the slice's service.
 func (s *EndpointSlice) ServiceKey() types.NamespacedName {
 	return types.NamespacedName{Namespace: s.Namespace, Name: s.ServiceName}
 }
 
-// Equal reports whether both slices say the same; TriggerTime does not count.
+// Equal reports whether both slices are equal. It ignores TriggerTime.
 func (s *EndpointSlice) Equal(o *EndpointSlice) bool {
 	if s == o {
 		return true

@@ -16,31 +16,31 @@ import (
 // ServiceEndpoints is one node's view of a service.
 type ServiceEndpoints struct {
 	Service *Service
-	// Endpoints are those that are on at least one of this node's lists, in
-	// order of address and ports (see [Endpoint.Compare]).
+	// Endpoints are the endpoints on at least one of this node's lists, sorted by address
+	// and ports (see [Endpoint.Compare]).
 	Endpoints []Endpoint
-	// Draining are the endpoints that serve but are on no list of this node:
-	// new connections never go there, existing ones are left alone. Same order.
+	// Draining are endpoints that serve but are on no list of this node. They receive no new
+	// connections and keep existing ones. The order is that of Endpoints.
 	Draining []Endpoint `json:",omitempty"`
-	// Unusable are the service ports, by family, for which no endpoint is
-	// usable anywhere in the cluster: their frontends reject.
+	// Unusable are the service ports, by family, without a usable endpoint in the whole
+	// cluster. Their frontends reject.
 	Unusable []PortFamily `json:",omitempty"`
-	// Lost are frontends of the service that belong to another one.
+	// Lost are the service's claims that another service owns.
 	Lost []LostClaim `json:",omitempty"`
 }
 
-// MarshalJSON returns the JSON form. Endpoints is there even if it is empty, so
-// that a reader may iterate over it.
+// MarshalJSON returns the JSON form. It never omits Endpoints, so that a reader can
+// iterate over the list.
 func (se ServiceEndpoints) MarshalJSON() ([]byte, error) {
-	type fields ServiceEndpoints // has no methods
+	type fields ServiceEndpoints // without methods
 	if se.Endpoints == nil {
 		se.Endpoints = []Endpoint{}
 	}
 	return json.Marshal(fields(se))
 }
 
-// PortFamily names a service port in one family. Protocol and Port are 0 for
-// the only "port" of an all-ports service.
+// PortFamily identifies a service port in one family. Protocol and Port are 0 for the
+// only "port" of an all-ports service.
 type PortFamily struct {
 	Protocol Protocol `json:",omitempty"`
 	Port     int32    `json:",omitempty"`
@@ -50,25 +50,25 @@ type PortFamily struct {
 // Endpoint is an endpoint as one node sees it.
 type Endpoint struct {
 	Hostname string `json:",omitempty"`
-	// Addr is an IPv4 or IPv6 address, neither mapped nor with a zone. JSON and
-	// the wire have it as an IPSet named IPs, which holds nothing else.
+	// Addr is an IPv4 or IPv6 address, not mapped and without a zone. JSON and the wire have
+	// it as the only address of an IPSet named IPs.
 	Addr netip.Addr `json:"-"`
-	// PortOverrides are the ports at the endpoint: one for each named service
-	// port that it serves; one named for the targetPort if the service port has
-	// no name but its targetPort is one; and for an unnamed service port with a
-	// numeric targetPort only where the number differs. TargetPort reads it.
+	// PortOverrides are the ports at the endpoint by name. A named service port has an entry
+	// under its name. An unnamed port has one under its target port name. If its target port
+	// is a number, it has an entry only if the endpoint's port differs. TargetPort reads
+	// PortOverrides.
 	PortOverrides []PortName `json:",omitempty"`
-	// Local says that the endpoint runs on this node.
+	// Local reports whether the endpoint runs on this node.
 	Local bool `json:",omitempty"`
-	// Scopes are the lists the endpoint is on for at least one service port.
+	// Scopes are the endpoint's lists, over all service ports.
 	Scopes Scopes `json:",omitzero"`
-	// PortScopes is set where the lists differ between the service's ports, and
-	// names each port for which the endpoint is on a list. ScopesOf reads it.
+	// PortScopes is set if the lists differ between the service's ports. It has an entry for
+	// each port for which the endpoint is on a list. ScopesOf reads it.
 	PortScopes []PortScopes `json:",omitempty"`
 
 	NodeName string `json:",omitempty"`
 	Zone     string `json:",omitempty"`
-	// Target is that of the [SliceEndpoint].
+	// Target is the Target of the [SliceEndpoint].
 	Target *types.NamespacedName `json:",omitempty"`
 	Conditions
 }
@@ -76,8 +76,8 @@ type Endpoint struct {
 // endpointFields is Endpoint without its methods.
 type endpointFields Endpoint
 
-// endpointJSON is the JSON form of an Endpoint. Its first two fields come before
-// the embedded ones, as on the wire.
+// endpointJSON is the JSON form of an Endpoint. Its first two fields precede the embedded
+// ones, as on the wire.
 type endpointJSON struct {
 	Hostname string `json:",omitempty"`
 	IPs      IPSet
@@ -89,8 +89,8 @@ func (e Endpoint) MarshalJSON() ([]byte, error) {
 	return json.Marshal(endpointJSON{e.Hostname, NewIPSet(e.Addr), endpointFields(e)})
 }
 
-// UnmarshalJSON reads the JSON form. It is an error if IPs does not hold exactly
-// one address.
+// UnmarshalJSON reads the JSON form. It returns an error if IPs does not have exactly one
+// address.
 func (e *Endpoint) UnmarshalJSON(text []byte) error {
 	var j endpointJSON
 	if err := json.Unmarshal(text, &j); err != nil {
@@ -107,19 +107,19 @@ func (e *Endpoint) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// Scopes are the lists an endpoint is on.
+// Scopes are the lists of an endpoint.
 type Scopes struct {
-	// Internal: traffic to cluster IPs, as internalTrafficPolicy decides.
+	// Internal is the list for traffic to cluster IPs, by internalTrafficPolicy.
 	Internal bool `json:",omitempty"`
-	// External: traffic to external, load-balancer and node-port frontends, as
-	// externalTrafficPolicy decides.
+	// External is the list for traffic to external, load-balancer and node-port frontends,
+	// by externalTrafficPolicy.
 	External bool `json:",omitempty"`
-	// Cluster: traffic that starts on this node and goes to an external
-	// frontend of a service with externalTrafficPolicy Local.
+	// Cluster is the list for traffic from this node to an external frontend of a service
+	// with externalTrafficPolicy Local.
 	Cluster bool `json:",omitempty"`
 }
 
-// PortScopes are the lists an endpoint is on for one service port.
+// PortScopes are the lists of an endpoint for one service port.
 type PortScopes struct {
 	Protocol Protocol
 	Port     int32
@@ -135,7 +135,7 @@ type PortName struct {
 // Key returns the namespace and name of the view's service.
 func (se *ServiceEndpoints) Key() types.NamespacedName { return se.Service.Key() }
 
-// Equal reports whether a node has to do the same for both views.
+// Equal reports whether both views have the same effect on a node.
 func (se *ServiceEndpoints) Equal(o *ServiceEndpoints) bool {
 	if se == o {
 		return true
@@ -148,9 +148,9 @@ func (se *ServiceEndpoints) Equal(o *ServiceEndpoints) bool {
 		slices.Equal(se.Lost, o.Lost)
 }
 
-// Key identifies the endpoint within its service: its address and its ports.
-// It does not depend on conditions or lists and has no "/" in it. Two pods in
-// the host network share an address but not a key.
+// Key identifies the endpoint within its service by address and ports. It does not depend
+// on conditions or lists, and contains no "/". Two pods in the host network share an
+// address but not a key.
 func (e *Endpoint) Key() string {
 	b := e.Addr.AppendTo(make([]byte, 0, 64))
 	for i, p := range e.PortOverrides {
@@ -167,8 +167,7 @@ func (e *Endpoint) Key() string {
 	return string(b)
 }
 
-// Compare orders endpoints by address, then by ports. It is 0 only for
-// endpoints with the same Key.
+// Compare orders endpoints by address, then by ports. It returns 0 only for equal keys.
 func (e *Endpoint) Compare(o *Endpoint) int {
 	if c := e.Addr.Compare(o.Addr); c != 0 {
 		return c
@@ -178,7 +177,7 @@ func (e *Endpoint) Compare(o *Endpoint) int {
 	})
 }
 
-// TargetPort returns the port at the endpoint that serves p, 0 if none does.
+// TargetPort returns the port at the endpoint that serves p, or 0 if none does.
 func (e *Endpoint) TargetPort(p *PortMapping) int32 {
 	name := p.Name
 	if name == "" {
@@ -195,8 +194,8 @@ func (e *Endpoint) TargetPort(p *PortMapping) int32 {
 	return 0
 }
 
-// ScopesOf returns the lists the endpoint is on for the service port p; nil
-// stands for the only "port" of an all-ports service.
+// ScopesOf returns the endpoint's lists for the service port p. A nil p stands for the
+// only "port" of an all-ports service.
 func (e *Endpoint) ScopesOf(p *PortMapping) Scopes {
 	if len(e.PortScopes) == 0 || p == nil {
 		return e.Scopes
@@ -219,7 +218,7 @@ func (e *Endpoint) Equal(o *Endpoint) bool {
 
 func endpointsEqual(a, b Endpoint) bool { return a.Equal(&b) }
 
-// Or returns the lists that are in s or in o.
+// Or returns the union of the lists in s and o.
 func (s Scopes) Or(o Scopes) Scopes {
 	return Scopes{s.Internal || o.Internal, s.External || o.External, s.Cluster || o.Cluster}
 }

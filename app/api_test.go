@@ -90,7 +90,7 @@ func TestFlagsOfAnAPIThatMakeNoSense(t *testing.T) {
 		{"what to serve is the server's to say", []string{"--api=unix:///s", "--service-proxy-name=x"}, []string{"api", "service-proxy-name"}},
 		{"two sources", []string{"--api=unix:///s", "--manifests", demo}, []string{"api", "manifests"}},
 		{"another two", []string{"--api=unix:///s", "--kubeconfig=x"}, []string{"api", "kubeconfig"}},
-		{"TLS without an address", []string{"--manifests", demo, "--api-tls-ca-file=x"}, []string{"--api-…", "--api,"}},
+		{"TLS without an address", []string{"--manifests", demo, "--api-tls-ca-file=x"}, []string{"--api-…", "need --api"}},
 		{"plaintext to another machine", []string{"--api=tcp://192.0.2.1:12090"}, []string{"192.0.2.1", "TLS"}},
 		{"an address that is given and empty", []string{"--api="}, []string{"--api", "empty"}},
 		{"no address", []string{"--api=192.0.2.1"}, []string{`"192.0.2.1"`}},

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package app makes a whole command of a sink: flags, logging, metrics, health
-// and signals.
+// Package app turns a sink into a complete command with flags, logging, metrics, health
+// checks and signal handling.
 //
 //	func main() {
 //		app.Main(mySink)
@@ -16,16 +16,16 @@
 //		app.Execute(cmd)
 //	}
 //
-// The flags say where services come from (--kubeconfig, --manifests; in a pod,
-// its service account), which of them (--service-proxy-name) and for which node
-// (--node-name); or which server has worked that out (--api). The command ends
-// with status 0 on SIGINT or SIGTERM, and with --once when everything has been
-// programmed once; with status 1 and a line on standard error if it cannot go on.
-// On Windows it can be a service, which ends when the service manager says so, and
-// whose log is the event log or a file.
+// The flags select the source of services (--kubeconfig, --manifests; in a pod its
+// service account), the services (--service-proxy-name) and the node (--node-name). With
+// --api, the program reads the node's view from a server instead. The command exits with
+// status 0 on SIGINT or SIGTERM, and with --once when everything has been programmed
+// once. If it cannot continue, it exits with status 1 and one line on standard error. On
+// Windows it can run as a service, which the service manager stops and which logs to the
+// event log or a file.
 //
-// A program of several commands, such as kpng itself, puts them together from
-// what a Command is made of: [Source] and [Serving].
+// A program with several commands, such as kpng itself, builds them from the parts of a
+// Command: [Source] and [Serving].
 package app
 
 import (
@@ -54,10 +54,9 @@ func Main(s sink.Sink) {
 	Execute(Command(strings.TrimSuffix(filepath.Base(os.Args[0]), ".exe"), s))
 }
 
-// Command returns the command that runs s until its context ends. The caller
-// may give it a description, more flags and other defaults, and make it part of
-// a larger one. If s is a [sink.Cleaner], the command can also clean up
-// (--cleanup).
+// Command returns a command that runs s until its context ends. The caller may add a
+// description and flags, change defaults, and make it part of a larger command. If s is a
+// [sink.Cleaner], the command has the flag --cleanup.
 func Command(name string, s sink.Sink) *cobra.Command {
 	var source Source
 	cmd := source.Command(name, s)
@@ -71,10 +70,10 @@ func Command(name string, s sink.Sink) *cobra.Command {
 	return cmd
 }
 
-// AddCleanup adds the flag --cleanup to the command that runs s: the command then
-// cleans up instead.
+// AddCleanup adds the flag --cleanup to the command that runs s. With it, the command
+// cleans up and exits.
 func AddCleanup(cmd *cobra.Command, s sink.Cleaner) {
-	cleanup := cmd.Flags().Bool("cleanup", false, "remove all that this program has ever programmed, and end")
+	cleanup := cmd.Flags().Bool("cleanup", false, "remove everything that this program ever programmed, and exit")
 	run := cmd.RunE
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		if !*cleanup {
@@ -87,10 +86,10 @@ func AddCleanup(cmd *cobra.Command, s sink.Cleaner) {
 	}
 }
 
-// Command returns the command that brings the services of s for this node to to until
-// its context ends; then it ends without an error. With --once it ends when everything
-// has been programmed once. The name is that of the command, and of the sink in logs
-// and metrics. The flags of the source itself are added by one of its Register methods.
+// Command returns a command that drives the sink to with the services of s for this node.
+// It returns without an error when its context ends or, with --once, when everything has
+// been programmed once. name is the name of the command, and of the sink in logs and
+// metrics. A Register method of s adds the flags of the source.
 func (s *Source) Command(name string, to sink.Sink) *cobra.Command {
 	var (
 		flags   sinkFlags
@@ -118,17 +117,17 @@ func (s *Source) Command(name string, to sink.Sink) *cobra.Command {
 	return cmd
 }
 
-// Configurable is implemented by a sink that has flags of its own.
+// Configurable is implemented by a sink with flags of its own.
 type Configurable interface {
 	// Register adds the flags.
 	Register(*pflag.FlagSet)
-	// Configure is called when the flags have their values, before any method except
-	// Register. It may be called again. An error ends the command.
+	// Configure is called when the flags have their values, before any other method except
+	// Register. It may be called several times. An error ends the command.
 	Configure() error
 }
 
-// PortsOnly is implemented by a sink that may not proxy all-ports services. If it does
-// not, its command has no flags that make such services.
+// PortsOnly is implemented by a sink that may not support all-ports services. If
+// PortsOnly returns true, the command has no flags for such services.
 type PortsOnly interface {
 	PortsOnly() bool
 }
@@ -140,10 +139,10 @@ func configure(s any) error {
 	return nil
 }
 
-// run brings the services of source for this node to s until ctx ends; then it
-// returns nil. With --once it ends when everything has been programmed once. The
-// name is that of the sink in logs and metrics; an s that is a
-// [prometheus.Collector] has its own metrics among them.
+// run drives s with the services of source for this node and returns nil when ctx ends.
+// With --once, it returns when everything has been programmed once. name is the name of
+// the sink in logs and metrics. If s is a [prometheus.Collector], its metrics are
+// exported too.
 func (f *sinkFlags) run(ctx context.Context, name string, source *Source, serving *Serving, s sink.Sink) error {
 	registry := prometheus.NewRegistry()
 	collected, err := metrics.New(registry, metrics.Options{})
@@ -152,17 +151,17 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	}
 	if c, ok := s.(prometheus.Collector); ok {
 		if err := registry.Register(c); err != nil {
-			return fmt.Errorf("register the metrics of sink %s: %w", name, err)
+			return fmt.Errorf("register metrics of sink %s: %w", name, err)
 		}
 	}
 	settings, err := f.get()
 	if err != nil {
 		return err
 	}
-	var p proxy // which the companions of s ask for its health
+	var p proxy // the companions of s read its health
 	sinks := []sink.Sink{s}
 	if c, ok := s.(Companion); ok {
-		sinks = append(sinks, c.Beside(func() bool {
+		sinks = append(sinks, c.Companions(func() bool {
 			r := p.Health()
 			return r.Synced && !r.Stuck
 		})...)
@@ -191,24 +190,25 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	return serving.Run(ctx, p.Health, registry, run)
 }
 
-// Companion is implemented by a sink that has others run beside it, each with a
-// driver of its own, so that they go on where one fails. In logs and metrics
-// they are numbered then: the sink itself is NAME0.
+// Companion is implemented by a sink with companions: further sinks with drivers of their
+// own, which continue if one of them fails. In logs and metrics they are numbered, with
+// the sink itself as NAME0.
 type Companion interface {
-	// Beside returns the others. Healthy reports whether the program is not stuck, as /livez
-	// does, and has programmed every service once. It must not be called before the others run.
-	Beside(healthy func() bool) []sink.Sink
+	// Companions returns the other sinks. healthy reports whether the program is not stuck,
+	// as /livez does, and has programmed every service once. They must not call healthy
+	// before they run.
+	Companions(healthy func() bool) []sink.Sink
 }
 
-// proxy brings the services of a node to its sinks.
+// proxy drives sinks with the services of a node.
 type proxy interface {
-	// Run does so until its context ends; it returns nil then.
+	// Run drives the sinks until its context ends and then returns nil.
 	Run(context.Context) error
 	Status() []sink.Status
 	Health() health.Report
 }
 
-// sinkFlags are the settings of a sink's driver, and for which node it is.
+// sinkFlags are the settings of a sink's driver and the node's name.
 type sinkFlags struct {
 	node                  given
 	once                  bool
@@ -216,10 +216,10 @@ type sinkFlags struct {
 }
 
 func (f *sinkFlags) register(fs *pflag.FlagSet) {
-	fs.Var(&f.node, "node-name", "serve the node of this `name`; without it, $NODE_NAME or the host's name in lower case")
-	fs.DurationVar(&f.interval, "min-sync-interval", 0, "the least time from the end of one sync to the start of the next")
-	fs.BoolVar(&f.once, "once", false, "end when everything has been programmed once")
-	fs.DurationVar(&f.onceTimeout, "once-timeout", time.Minute, "with --once: fail after this time without progress, and say which services are missing; 0 is never")
+	fs.Var(&f.node, "node-name", "proxy for the node with this `name` (default: $NODE_NAME, else the host name in lower case)")
+	fs.DurationVar(&f.interval, "min-sync-interval", 0, "minimum time from the end of one sync to the start of the next")
+	fs.BoolVar(&f.once, "once", false, "exit when everything has been programmed once")
+	fs.DurationVar(&f.onceTimeout, "once-timeout", time.Minute, "with --once: fail after this time without progress and list the missing services; 0 means never")
 }
 
 func (f *sinkFlags) get() (sink.Options, error) {
@@ -229,8 +229,8 @@ func (f *sinkFlags) get() (sink.Options, error) {
 	return sink.Options{MinInterval: f.interval, Once: f.once}, nil
 }
 
-// Version returns what the program was built from, in one line: version, with the revision
-// and +dirty if it was built from a modified checkout, Go and platform.
+// Version returns the program's version in one line: the module version (with the
+// revision, and +dirty for a modified checkout), the Go version and the platform.
 func Version() string {
 	version := "unknown"
 	if info, ok := debug.ReadBuildInfo(); ok {

@@ -32,7 +32,7 @@ func (p *pair) Sync(ctx context.Context, c *sink.Changes) error {
 	return count(&p.services)(ctx, c)
 }
 
-func (p *pair) Beside(healthy func() bool) []sink.Sink {
+func (p *pair) Companions(healthy func() bool) []sink.Sink {
 	p.healthy = healthy
 	return []sink.Sink{count(&p.beside)}
 }

@@ -16,7 +16,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// RegisterLogging adds the flags -v and --vmodule of klog, --log-file, and on Windows
+// RegisterLogging adds klog's flags -v and --vmodule, --log-file, and on Windows
 // --windows-service. [Execute] obeys the last two.
 func RegisterLogging(fs *pflag.FlagSet) {
 	var logging flag.FlagSet
@@ -26,9 +26,9 @@ func RegisterLogging(fs *pflag.FlagSet) {
 	new(hosting).register(fs)
 }
 
-// Execute runs cmd as the whole program, with the program's arguments, and exits.
-// It obeys the flags of [RegisterLogging], and on Windows runs under the service
-// manager if that started the program.
+// Execute runs cmd as the whole program, with the program's arguments, and exits. It
+// obeys the flags of [RegisterLogging]. If the Windows service manager started the
+// program, it runs as a service.
 //
 // It enables client-go's streaming lists (KEP-3157), which are off by default before
 // v0.35, unless the environment variable KUBE_FEATURE_WatchListClient is set.
@@ -44,7 +44,8 @@ func Execute(cmd *cobra.Command) {
 	}
 }
 
-// host runs cmd as its arguments say, and prints or logs its error.
+// host runs cmd in the environment that its arguments select, and prints or logs its
+// error.
 func host(cmd *cobra.Command) error {
 	h := hostingOf(os.Args[1:])
 	run, print := untilSignal, func(err error) { fmt.Fprintf(os.Stderr, "%s: %v\n", cmd.Name(), err) }
@@ -59,7 +60,7 @@ func host(cmd *cobra.Command) error {
 	}
 	if err == nil && log != nil {
 		logTo(log)
-		print = func(err error) { klog.ErrorS(err, "The program ends", "command", cmd.Name()) }
+		print = func(err error) { klog.ErrorS(err, "Program failed", "command", cmd.Name()) }
 	}
 	if service != nil {
 		run = service.run
@@ -73,35 +74,34 @@ func host(cmd *cobra.Command) error {
 	return err
 }
 
-// service is how a program runs under a service manager, to which standard error
-// means nothing.
+// service runs a program under a service manager, which does not read standard error.
 type service struct {
 	openLog func(name string) (io.Writer, error)
 	run     func(*cobra.Command) error
 }
 
-// untilSignal runs cmd until it ends or a signal asks for that.
+// untilSignal runs cmd until it returns or a signal arrives.
 func untilSignal(cmd *cobra.Command) error {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	context.AfterFunc(ctx, stop) // so that a second signal kills
+	context.AfterFunc(ctx, stop) // a second signal kills the process
 	return cmd.ExecuteContext(ctx)
 }
 
-// hosting says who runs the program and where it logs. Its flags are read before cobra
-// parses any: errors of the others have to be logged as well, and a service manager does
-// not wait long for its answer.
+// hosting describes the service manager and the log of the program. Its flags are read
+// before cobra parses the others. The errors of the others need the log, and a service
+// manager waits only a short time for the start.
 type hosting struct {
 	logFile        given
 	windowsService bool
 }
 
 func (h *hosting) register(fs *pflag.FlagSet) {
-	fs.Var(&h.logFile, "log-file", "log to this `file` instead of standard error; at 100 MB it is renamed, with .old after its name")
+	fs.Var(&h.logFile, "log-file", "log to this `file` instead of standard error; at 100 MB it is renamed to FILE.old")
 	registerService(fs, &h.windowsService)
 }
 
-// hostingOf reads these flags from the arguments of a program, and leaves errors to cobra.
+// hostingOf reads its flags from the arguments of a program. It leaves errors to cobra.
 func hostingOf(args []string) *hosting {
 	var h hosting
 	fs := pflag.NewFlagSet("", pflag.ContinueOnError)
@@ -113,14 +113,13 @@ func hostingOf(args []string) *hosting {
 	return &h
 }
 
-// logTo makes klog write to w, a line at a time. Errors are on standard error as
-// well.
+// logTo makes klog write to w line by line. Errors also go to standard error.
 func logTo(w io.Writer) {
 	var logging flag.FlagSet
 	klog.InitFlags(&logging)
-	// Without it a line is written once for each severity that it reaches.
+	// Otherwise klog writes a line once for each severity up to its own.
 	if err := logging.Set("one_output", "true"); err != nil {
-		panic(err) // klog has no such flag
+		panic(err) // klog always has this flag
 	}
 	klog.LogToStderr(false)
 	klog.SetOutput(w)

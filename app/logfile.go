@@ -11,8 +11,7 @@ import (
 	"sync"
 )
 
-// logFile is a file of limited size that lines are written to. It is safe for
-// concurrent use.
+// logFile is a log file of limited size. It is safe for concurrent use.
 type logFile struct {
 	path string
 	most int64
@@ -22,7 +21,8 @@ type logFile struct {
 	size int64
 }
 
-// openLogFile opens the file and makes its folder. A crash of the program goes there too.
+// openLogFile opens the file and creates its folder. It also receives the output of a
+// crash.
 func openLogFile(path string, most int64) (*logFile, error) {
 	f := &logFile{path: path, most: most}
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -58,11 +58,11 @@ func (f *logFile) Write(line []byte) (int, error) {
 	return n, err
 }
 
-// startAnew renames the file and opens a new one. Where it cannot be renamed, lines are
-// added to it.
+// startAnew renames the file and opens a new one. If the file cannot be renamed, it
+// continues in the old one.
 func (f *logFile) startAnew() error {
 	if f.file != nil {
-		// Windows does not rename an open file.
+		// Windows cannot rename an open file.
 		err := errors.Join(debug.SetCrashOutput(nil, debug.CrashOptions{}), f.file.Close())
 		f.file = nil
 		if err == nil {

@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// runOnce runs p, whose sinks all have sink.Options.Once, and ends it with an error that says
-// what is missing when no progress was made for as long as timeout.
+// runOnce runs p, whose sinks all have sink.Options.Once. If there is no progress for the
+// duration timeout, it ends p and returns an error with the missing services.
 func runOnce(ctx context.Context, p proxy, timeout time.Duration) error {
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
@@ -25,7 +25,7 @@ func runOnce(ctx context.Context, p proxy, timeout time.Duration) error {
 			for _, s := range p.Status() {
 				at := s.LastProgress
 				if s.Passes > 0 {
-					at = s.LastPass // only services that fail are left, and to retry them is no progress
+					at = s.LastPass // only failing services are left, and retries are not progress
 				}
 				if at.After(progress) {
 					progress = at
@@ -33,7 +33,7 @@ func runOnce(ctx context.Context, p proxy, timeout time.Duration) error {
 			}
 			left := timeout - time.Since(progress)
 			if left <= 0 {
-				late = fmt.Errorf("--once: not everything could be programmed, and there was no progress for %v: %s", timeout, missing(p.Status()))
+				late = fmt.Errorf("--once: not everything is programmed, and no progress for %v: %s", timeout, missing(p.Status()))
 				end(late)
 				return
 			}
@@ -53,9 +53,9 @@ func runOnce(ctx context.Context, p proxy, timeout time.Duration) error {
 	return err
 }
 
-// missing says why sinks are not done.
+// missing describes the services that are not programmed.
 func missing(sinks []sink.Status) string {
-	const most = 10 // failing services to name
+	const most = 10 // failing services to list
 	failing := 0
 	var why []string
 	for _, s := range sinks {
@@ -72,7 +72,7 @@ func missing(sinks []sink.Status) string {
 		why = append(why, fmt.Sprintf("and %d more services", failing-most))
 	}
 	if len(why) == 0 {
-		return "the source has not delivered everything, or a sink is busy"
+		return "the source has not synced, or a sink is busy"
 	}
 	return strings.Join(why, "; ")
 }

@@ -20,21 +20,21 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Serving says where a program serves health checks and metrics. The zero value
-// serves neither.
+// Serving holds the addresses of health checks and metrics. The zero value serves
+// neither.
 type Serving struct {
 	health, metrics string
 }
 
 // Register adds the flags: --healthz-bind-address and --metrics-bind-address.
 func (s *Serving) Register(fs *pflag.FlagSet) {
-	fs.StringVar(&s.health, "healthz-bind-address", "", "serve /healthz, /livez and /readyz on this `host:port`; without a host, on loopback only (off by default)")
-	fs.StringVar(&s.metrics, "metrics-bind-address", "", "serve /metrics on this `host:port`; without a host, on loopback only (off by default)")
+	fs.StringVar(&s.health, "healthz-bind-address", "", "serve /healthz, /livez and /readyz on this `host:port`, on loopback if the host is empty (off by default)")
+	fs.StringVar(&s.metrics, "metrics-bind-address", "", "serve /metrics on this `host:port`, on loopback if the host is empty (off by default)")
 }
 
-// Run serves the health h and the metrics of the process and of c while run runs, and
-// returns what it returns. It returns an error, and run does not start, if it cannot
-// listen; an error of serving ends run.
+// Run calls run and returns its result. Meanwhile it serves the health h and the metrics
+// of the process and of c. If it cannot listen, it returns an error without calling run.
+// An error while serving ends run.
 func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collector, run func(context.Context) error) error {
 	registry := prometheus.NewRegistry()
 	for _, c := range [...]prometheus.Collector{collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), c} {
@@ -42,7 +42,7 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 			return fmt.Errorf("register metrics: %w", err)
 		}
 	}
-	handlers := map[string]*http.ServeMux{} // by address, which health and metrics may share
+	handlers := map[string]*http.ServeMux{} // by address, because health and metrics may share one
 	handle := func(address, path string, h http.Handler) {
 		if address == "" {
 			return
@@ -66,7 +66,7 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 			stopServing()
 			return errors.Join(err, group.Wait())
 		}
-		klog.FromContext(ctx).V(1).Info("Serving health or metrics", "address", l.Addr())
+		klog.FromContext(ctx).V(1).Info("Serving health checks or metrics", "address", l.Addr())
 		group.Go(func() error { return serve(serving, l, handler) })
 	}
 	group.Go(func() error {
@@ -79,7 +79,7 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 func listen(address string) (net.Listener, error) {
 	host, port, err := net.SplitHostPort(address)
 	if err != nil {
-		return nil, fmt.Errorf("bind address %q is not host:port: %w", address, err)
+		return nil, fmt.Errorf("parse bind address %q, want host:port: %w", address, err)
 	}
 	l, err := net.Listen("tcp", net.JoinHostPort(cmp.Or(host, "127.0.0.1"), port))
 	if err != nil {

@@ -15,12 +15,13 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// served is a proxy that another kpng serves. Each sink has a connection of its own.
+// served is a proxy with the services of another kpng server. Each sink has its own
+// connection.
 type served struct {
 	clients   []*remote.Client
 	drivers   []*sink.Driver
 	once      bool
-	nodeKnown atomic.Bool // the server had the node once
+	nodeKnown atomic.Bool // the Node object existed at some time
 }
 
 func newServed(dial transport.DialOptions, opts kpng.Options) (*served, error) {
@@ -37,7 +38,7 @@ func newServed(dial transport.DialOptions, opts kpng.Options) (*served, error) {
 	return v, nil
 }
 
-// knownNode is a source that notes whether it ever had the node.
+// knownNode is a source that records whether the Node object ever existed.
 type knownNode struct {
 	sink.Source
 	known *atomic.Bool

@@ -17,15 +17,15 @@ import (
 )
 
 func registerService(fs *pflag.FlagSet, asked *bool) {
-	fs.BoolVar(asked, "windows-service", false, "run under the Windows service manager, even if nothing shows that it started the program; a service without --log-file logs to the event log")
+	fs.BoolVar(asked, "windows-service", false, "run as a Windows service even if the service manager is not detected; without --log-file, a service logs to the event log")
 }
 
-// service returns how to run under the service manager, and nil if that has not
-// started the program.
+// service returns a service that runs under the service manager, or nil if the service
+// manager did not start the program.
 func (h *hosting) service() (*service, error) {
 	started, err := svc.IsWindowsService()
 	if err != nil && !h.windowsService {
-		return nil, fmt.Errorf("finding out who started the program: %w", err)
+		return nil, fmt.Errorf("detect Windows service manager: %w", err)
 	}
 	if !started && !h.windowsService {
 		return nil, nil
@@ -33,16 +33,16 @@ func (h *hosting) service() (*service, error) {
 	return &service{openLog: openEventLog, run: runService}, nil
 }
 
-// runService runs cmd until it ends or the service manager asks for that.
+// runService runs cmd until it returns or the service manager stops it.
 func runService(cmd *cobra.Command) error {
 	h := serviceHandler{cmd: cmd}
 	if err := svc.Run(cmd.Name(), &h); err != nil {
-		return fmt.Errorf("running as a Windows service: %w", err)
+		return fmt.Errorf("run as Windows service: %w", err)
 	}
 	return h.err
 }
 
-// serviceHandler tells the service manager how cmd fares.
+// serviceHandler reports the status of cmd to the service manager.
 type serviceHandler struct {
 	cmd *cobra.Command
 	err error
@@ -52,7 +52,7 @@ type serviceHandler struct {
 func (h *serviceHandler) Execute(_ []string, requests <-chan svc.ChangeRequest, status chan<- svc.Status) (bool, uint32) {
 	const (
 		accepts = svc.AcceptStop | svc.AcceptShutdown
-		sign    = 2 * time.Second // how often stopping gives a sign of life
+		sign    = 2 * time.Second // interval of status reports while stopping
 	)
 	ctx, stop := context.WithCancel(context.Background())
 	defer stop()
@@ -67,8 +67,8 @@ func (h *serviceHandler) Execute(_ []string, requests <-chan svc.ChangeRequest, 
 		select {
 		case h.err = <-ended:
 			if h.err != nil {
-				// Not a code of its own: the service manager restarts what failed
-				// only if it says so, and the log has the reason.
+				// Use a system error code: by default the service manager restarts a failed service
+				// only for those. The log has the cause.
 				return false, uint32(windows.ERROR_EXCEPTION_IN_SERVICE)
 			}
 			return false, 0
@@ -93,21 +93,21 @@ func (h *serviceHandler) Execute(_ []string, requests <-chan svc.ChangeRequest, 
 type eventLog struct{ *eventlog.Log }
 
 func openEventLog(name string) (io.Writer, error) {
-	// Says how events are to be shown. It is there already but for the first
-	// time, and without it they are shown all the same, with a remark.
+	// Register the event source, so that events are displayed without a remark. It usually
+	// exists already.
 	_ = eventlog.InstallAsEventCreate(name, eventlog.Error|eventlog.Warning|eventlog.Info)
 	log, err := eventlog.Open(name)
 	if err != nil {
-		return nil, fmt.Errorf("opening the event log for source %s: %w", name, err)
+		return nil, fmt.Errorf("open event log for source %s: %w", name, err)
 	}
 	return eventLog{log}, nil
 }
 
 // Write implements io.Writer.
 func (l eventLog) Write(line []byte) (int, error) {
-	const event = 1 // those up to 1000 are shown as they are
+	const event = 1 // Windows displays the events up to 1000 unchanged
 	write := l.Info
-	switch line[0] { // the severity begins a line
+	switch line[0] { // the first character of a line is its severity
 	case 'E', 'F':
 		write = l.Error
 	case 'W':

@@ -20,13 +20,13 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Source is where services come from, as flags say it. The zero value is ready for
-// one of the methods that register flags: Register lets the user choose, the
-// others are each for one kind of source.
+// Source is the source of services that the flags select. To use the zero value, call one
+// of its Register methods. Register adds the flags of all kinds of sources; the others
+// add the flags of one kind.
 type Source struct {
 	kubeconfig, manifests given
 
-	// Which services there are, and what to keep of them.
+	// The services to serve, and the metadata to keep.
 	services           watcher.Options
 	allPorts           bool
 	allPortsAnnotation string
@@ -34,13 +34,13 @@ type Source struct {
 	api apiFlags
 }
 
-// Register adds the flags of all kinds to cmd, of which the user gives those of
-// one; without any it is the API server at hand. With allPorts it includes those of
-// RegisterAllPorts.
+// Register adds the flags of all kinds of sources to cmd. The user may use those of one
+// kind. Without any, the source is the pod's or kubectl's API server. With allPorts,
+// Register includes the flags of RegisterAllPorts.
 func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 	own := pflag.NewFlagSet("", pflag.ContinueOnError)
 	own.SortFlags = false
-	own.Var(&s.kubeconfig, "kubeconfig", "watch the API server of this kubeconfig `file`; without it and --manifests, that of the pod or of $KUBECONFIG or ~/.kube/config")
+	own.Var(&s.kubeconfig, "kubeconfig", "watch the API server of this kubeconfig `file` (default without --manifests: the pod's service account, else $KUBECONFIG, else ~/.kube/config)")
 	s.RegisterManifests(own)
 	if allPorts {
 		s.RegisterAllPorts(own)
@@ -48,44 +48,44 @@ func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 	cmd.Flags().AddFlagSet(own)
 	s.api.register(cmd.Flags())
 	cmd.MarkFlagsMutuallyExclusive("kubeconfig", "manifests")
-	// With --api, the server decides which services there are.
+	// With --api, the server selects the services.
 	own.VisitAll(func(f *pflag.Flag) { cmd.MarkFlagsMutuallyExclusive("api", f.Name) })
 }
 
 // RegisterKube adds the flags of a source that is an API server.
 func (s *Source) RegisterKube(fs *pflag.FlagSet) {
-	fs.Var(&s.kubeconfig, "kubeconfig", "watch the API server of this kubeconfig `file`; without it, that of the pod or of $KUBECONFIG or ~/.kube/config")
+	fs.Var(&s.kubeconfig, "kubeconfig", "watch the API server of this kubeconfig `file` (default: the pod's service account, else $KUBECONFIG, else ~/.kube/config)")
 	s.registerServices(fs)
 }
 
-// RegisterManifests adds the flags of a source that is manifests. The command has
-// to require the first of them, --manifests.
+// RegisterManifests adds the flags of a source that reads manifests. The command has to
+// make the flag --manifests required.
 func (s *Source) RegisterManifests(fs *pflag.FlagSet) {
-	fs.VarP(&s.manifests, "manifests", "i", "read services, endpoint slices and nodes from this `file or folder` of Kubernetes manifests, and follow it; - is standard input, read once")
+	fs.VarP(&s.manifests, "manifests", "i", "read services, endpoint slices and nodes from this `file or folder` of Kubernetes manifests, and follow its changes; - reads standard input once")
 	s.registerServices(fs)
 }
 
 func (s *Source) registerServices(fs *pflag.FlagSet) {
-	fs.StringVar(&s.services.ServiceProxyName, "service-proxy-name", "", "serve the services whose label service.kubernetes.io/service-proxy-name is this `name`, headless ones included; without it, those that have no such label")
-	fs.BoolVar(&s.services.IgnoreExternalIPs, "ignore-external-ips", false, "serve no external IPs (spec.externalIPs), which everybody who may create a service chooses freely")
-	fs.StringSliceVar(&s.services.KeepLabels, "keep-labels", nil, "hand on the service labels that match these `patterns`, such as app or example.com/*")
-	fs.StringSliceVar(&s.services.KeepAnnotations, "keep-annotations", nil, "hand on the service annotations that match these `patterns`, such as example.com/*")
-	fs.StringSliceVar(&s.services.KeepSliceLabels, "keep-slice-labels", nil, "hand on the endpoint-slice labels that match these `patterns`, to kpngs that are served the cluster and to files")
-	fs.BoolVar(&s.services.KeepTargets, "keep-targets", false, "hand on the names of the pods behind endpoints")
+	fs.StringVar(&s.services.ServiceProxyName, "service-proxy-name", "", "serve the services whose label service.kubernetes.io/service-proxy-name is this `name`, including headless ones (default: services without this label)")
+	fs.BoolVar(&s.services.IgnoreExternalIPs, "ignore-external-ips", false, "ignore external IPs (spec.externalIPs); any user who may create a service can choose them freely")
+	fs.StringSliceVar(&s.services.KeepLabels, "keep-labels", nil, "pass on the service labels that match these `patterns`, such as app or example.com/*")
+	fs.StringSliceVar(&s.services.KeepAnnotations, "keep-annotations", nil, "pass on the service annotations that match these `patterns`, such as example.com/*")
+	fs.StringSliceVar(&s.services.KeepSliceLabels, "keep-slice-labels", nil, "pass on the endpoint-slice labels that match these `patterns` to files and to kpngs that read the cluster state")
+	fs.BoolVar(&s.services.KeepTargets, "keep-targets", false, "pass on the names of the pods behind endpoints")
 }
 
-// RegisterAllPorts adds the flags that make all-ports services, for a command whose sink
-// proxies them. They are for API servers and manifests: another kpng decides itself.
+// RegisterAllPorts adds the flags for all-ports services, for a command whose sink
+// supports them. They apply to API servers and manifests. With --api, the server decides.
 func (s *Source) RegisterAllPorts(fs *pflag.FlagSet) {
-	fs.StringVar(&s.allPortsAnnotation, "all-ports-annotation", "", "make an all-ports service of each that has this `annotation` with the value true")
-	fs.BoolVar(&s.allPorts, "all-ports", false, "make an all-ports service of each")
+	fs.StringVar(&s.allPortsAnnotation, "all-ports-annotation", "", "treat services with this `annotation` and the value true as all-ports services")
+	fs.BoolVar(&s.allPorts, "all-ports", false, "treat all services as all-ports services")
 }
 
-// RegisterAPI adds the flags of a source that is another kpng.
+// RegisterAPI adds the flags of a source that is a kpng server.
 func (s *Source) RegisterAPI(fs *pflag.FlagSet) { s.api.register(fs, transport.DefaultAddress) }
 
-// Services returns which services are served and what is kept of them; nothing
-// for another kpng, which does not say.
+// Services returns the options that select the services and the metadata to keep. They
+// are empty for a kpng server, which does not report them.
 func (s *Source) Services() watcher.Options {
 	o := s.services
 	switch {
@@ -97,18 +97,17 @@ func (s *Source) Services() watcher.Options {
 	return o
 }
 
-// AllPortsAnnotation returns the name of the annotation that makes an all-ports
-// service, if there is one.
+// AllPortsAnnotation returns the name of the annotation for all-ports services, or "".
 func (s *Source) AllPortsAnnotation() string { return s.allPortsAnnotation }
 
-// Watch fills state with the whole cluster, all nodes included, and follows it
-// until ctx ends; then it returns nil. Another kpng has to serve its cluster for
-// that (remote.ServerOptions.ServeCluster).
+// Watch fills state with the whole cluster, including all nodes, and follows it until ctx
+// ends. Then it returns nil. A kpng server has to serve its cluster for that
+// (remote.ServerOptions.ServeCluster).
 func (s *Source) Watch(ctx context.Context, state *cluster.State) error {
 	return s.watch(ctx, state, false)
 }
 
-// Load returns the whole cluster as it is now. It returns the first error.
+// Load returns the current state of the whole cluster, or the first error.
 func (s *Source) Load(ctx context.Context) (*cluster.Snapshot, error) {
 	state := cluster.New(cluster.Options{})
 	watching, stop := context.WithCancel(ctx)
@@ -129,8 +128,8 @@ func (s *Source) Load(ctx context.Context) (*cluster.Snapshot, error) {
 	return state.Snapshot(), nil
 }
 
-// Find returns the object of a service, whether or not it is served, and nil if there is
-// none. It returns [errors.ErrUnsupported] for another kpng and for standard input.
+// Find returns the Service object, whether or not it is served, or nil if it does not
+// exist. It returns [errors.ErrUnsupported] for a kpng server and for standard input.
 func (s *Source) Find(ctx context.Context, key types.NamespacedName) (found *corev1.Service, err error) {
 	switch {
 	case len(s.api.dial.Addresses) > 0 || s.manifests == file.Stdin:
@@ -176,7 +175,7 @@ func (s *Source) watch(ctx context.Context, state *cluster.State, once bool) err
 	return err
 }
 
-// proxy returns what brings the services of one node, as opts say, to a sink.
+// proxy returns a proxy for one node according to opts.
 func (s *Source) proxy(opts kpng.Options) (proxy, error) {
 	dial, err := s.api.get()
 	switch {
@@ -189,23 +188,23 @@ func (s *Source) proxy(opts kpng.Options) (proxy, error) {
 	return kpng.New(opts)
 }
 
-// apiFlags say how to reach another kpng.
+// apiFlags describe the connection to a kpng server.
 type apiFlags struct {
 	dial transport.DialOptions
 	tls  transport.TLS
 }
 
 func (f *apiFlags) register(fs *pflag.FlagSet, addresses ...string) {
-	fs.StringSliceVar(&f.dial.Addresses, "api", addresses, "read from the kpng server at this `address`, tcp://host:port or unix:///path; several addresses are tried in turn")
-	fs.StringVar(&f.tls.CAFile, "api-tls-ca-file", "", "the `file` with the authorities that sign the certificate of the kpng at --api; for TLS, with the next two")
-	fs.StringVar(&f.tls.CertFile, "api-tls-cert-file", "", "the `file` with this client's certificate")
-	fs.StringVar(&f.tls.KeyFile, "api-tls-key-file", "", "the `file` with the certificate's key")
-	fs.StringVar(&f.tls.ServerName, "api-tls-server-name", "", "the `name` in the certificate of the kpng at --api; without it, the host of its address")
-	fs.BoolVar(&f.dial.Insecure, "api-insecure", false, "allow an --api of another machine without TLS")
+	fs.StringSliceVar(&f.dial.Addresses, "api", addresses, "read from the kpng server at this `address`, tcp://host:port or unix:///path; if several are given, they are tried in turn")
+	fs.StringVar(&f.tls.CAFile, "api-tls-ca-file", "", "`file` with the authorities that sign the server's certificate; TLS needs this and the next two")
+	fs.StringVar(&f.tls.CertFile, "api-tls-cert-file", "", "`file` with this client's certificate")
+	fs.StringVar(&f.tls.KeyFile, "api-tls-key-file", "", "`file` with the certificate's key")
+	fs.StringVar(&f.tls.ServerName, "api-tls-server-name", "", "`name` in the server's certificate (default: the host of its address)")
+	fs.BoolVar(&f.dial.Insecure, "api-insecure", false, "allow an --api address on another machine without TLS")
 }
 
-// get returns what the flags say, and an error if there are some that mean
-// nothing without another one.
+// get returns the options of the connection. It returns an error for flags that need
+// --api without it.
 func (f *apiFlags) get() (transport.DialOptions, error) {
 	opts := f.dial
 	if f.tls != (transport.TLS{}) {
@@ -214,21 +213,21 @@ func (f *apiFlags) get() (transport.DialOptions, error) {
 	switch {
 	case len(opts.Addresses) > 0:
 		return opts, nil
-	case opts.Addresses != nil: // nil is without the flag
-		return opts, errors.New("--api is given, but empty")
+	case opts.Addresses != nil: // without the flag it is nil
+		return opts, errors.New("--api is empty")
 	case opts.TLS != nil || opts.Insecure:
-		return opts, errors.New("the flags --api-… are for --api, which is not given")
+		return opts, errors.New("the flags --api-… need --api")
 	}
 	return opts, nil
 }
 
-// given is the value of a flag that must not be set to an empty text: a user who wrote
-// "$FILE" did not mean the default. It implements pflag.Value.
+// given is the value of a flag that must not be empty: a user who wrote "$FILE" did not
+// mean the default. It implements pflag.Value.
 type given string
 
 func (g *given) Set(s string) error {
 	if strings.TrimSpace(s) == "" {
-		return errors.New("it is given, but empty")
+		return errors.New("the value is empty")
 	}
 	*g = given(s)
 	return nil

@@ -13,23 +13,24 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// claims knows who holds which frontend: every claim of every service, in order of what is
-// claimed, then of rank and then of age, so that the claimants of one frontend lie together,
-// the winner first. It is guarded by State.mu.
+// claims holds every claim of every service and determines the owners. Claims are sorted
+// by claim, then rank, then age: the claims to one frontend are adjacent, the winner
+// first. State.mu guards it.
 type claims struct {
 	tree *btree.BTreeG[claim]
 }
 
-// ranked is a claim with its rank. A service may claim one frontend by addresses of several
-// kinds; the best rank counts.
+// ranked is a claim with its rank. A service may claim one frontend by addresses of
+// several kinds; the best rank counts.
 type ranked struct {
 	api.Claim
 	rank rank
 }
 
-// rank orders the claims of different services to one frontend, before age does. The API server
-// allocates cluster IPs, a controller load-balancer IPs. Anybody may name any address as an
-// external IP, also one that is going to be another service's: it must not win against that.
+// rank orders the claims of different services to one frontend; age comes second. The API
+// server allocates cluster IPs, and a controller allocates load-balancer IPs. Any user
+// may name any address as an external IP, even a future address of another service, so
+// external IPs have a low rank.
 type rank uint8
 
 const (
@@ -55,7 +56,7 @@ func (c claim) compare(o claim) int {
 	return c.precedence(o)
 }
 
-// precedence is negative if c wins against o where they meet.
+// precedence returns a negative number if c wins against o when they conflict.
 func (c claim) precedence(o claim) int {
 	if d := cmp.Compare(c.rank, o.rank); d != 0 {
 		return d
@@ -63,7 +64,8 @@ func (c claim) precedence(o claim) int {
 	return byAge(c.claimant, o.claimant)
 }
 
-// compareClaims puts a claim to a whole address before those to its ports.
+// compareClaims orders claims by address. A claim to a whole address precedes those to
+// its ports.
 func compareClaims(a, b api.Claim) int {
 	if c := a.IP.Compare(b.IP); c != 0 {
 		return c
@@ -71,8 +73,8 @@ func compareClaims(a, b api.Claim) int {
 	return cmp.Or(cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
-// byAge orders claimants: the older service first, among equals by namespace
-// and name. A nil one comes before all others, as the start of a range.
+// byAge orders services by age, then by namespace and name. A nil service, used as the
+// start of a range, precedes all others.
 func byAge(a, b *api.Service) int {
 	if a == nil || b == nil {
 		return cmp.Compare(btoi(a != nil), btoi(b != nil))
@@ -90,7 +92,7 @@ func btoi(b bool) int {
 	return 0
 }
 
-// claimsOf returns what s claims, in order, each once.
+// claimsOf returns the claims of s, sorted and without duplicates.
 func claimsOf(s *api.Service) []ranked {
 	if s == nil || s.Type == api.ExternalName {
 		return nil
@@ -127,31 +129,31 @@ func appendPort(list []ranked, rank rank, ip netip.Addr, protocol api.Protocol, 
 	return append(list, ranked{api.Claim{IP: ip, Protocol: protocol, Port: port}, rank})
 }
 
-// outcome says who holds what a service claims, the service itself or another.
+// outcome is a claim with its owner, which is the claimant or another service.
 type outcome struct {
 	claim
-	holder *api.Service
+	owner *api.Service
 }
 
-// replace puts the claims of new in the place of those of old, two versions of
-// one service of which either may be nil. It returns the outcomes that are to be
-// noted: what new has lost, and what other services have won or lost by the
-// change. False means that new holds and has lost what old did.
+// replace replaces the claims of old by those of new. These are two versions of one
+// service, and either may be nil. It returns the outcomes that change: what new has lost,
+// and what other services have won or lost. It returns false if old and new have the same
+// claims.
 func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 	before, after := claimsOf(old), claimsOf(new)
 	same := old != nil && new != nil && old.Created.Equal(new.Created) && slices.Equal(before, after)
-	var arenas []api.Claim
+	var groups []api.Claim
 	if !same {
-		arenas = c.arenas(before, after)
+		groups = c.conflictGroups(before, after)
 	}
-	var holders map[claim]types.NamespacedName // of what other services claim
-	for _, arena := range arenas {
-		for o := range c.outcomes(arena) {
+	var owners map[claim]types.NamespacedName // of the claims of other services
+	for _, group := range groups {
+		for o := range c.outcomes(group) {
 			if o.claimant != old {
-				if holders == nil {
-					holders = map[claim]types.NamespacedName{}
+				if owners == nil {
+					owners = map[claim]types.NamespacedName{}
 				}
-				holders[o.claim] = o.holder.Key()
+				owners[o.claim] = o.owner.Key()
 			}
 		}
 	}
@@ -162,9 +164,9 @@ func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 		c.tree.ReplaceOrInsert(claim{cl, new})
 	}
 	var changed []outcome
-	for _, arena := range arenas {
-		for o := range c.outcomes(arena) {
-			if o.claimant == new && o.holder != new || o.claimant != new && holders[o.claim] != o.holder.Key() {
+	for _, group := range groups {
+		for o := range c.outcomes(group) {
+			if o.claimant == new && o.owner != new || o.claimant != new && owners[o.claim] != o.owner.Key() {
 				changed = append(changed, o)
 			}
 		}
@@ -172,10 +174,10 @@ func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 	return changed, !same
 }
 
-// arenas returns where the claims of both lists meet others, each arena once: a
-// claim stands for itself or, if it is one to a whole address or somebody has
-// one to its address, that for all claims to the address.
-func (c *claims) arenas(before, after []ranked) []api.Claim {
+// conflictGroups returns the claims under which conflicts with before and after can
+// occur, each once. It is the claim itself or, if the claim or a conflicting one takes
+// the whole address, the claim of that address.
+func (c *claims) conflictGroups(before, after []ranked) []api.Claim {
 	list := make([]api.Claim, 0, len(before)+len(after))
 	for _, claims := range [...][]ranked{before, after} {
 		for _, cl := range claims {
@@ -187,8 +189,7 @@ func (c *claims) arenas(before, after []ranked) []api.Claim {
 	}
 	slices.SortFunc(list, compareClaims)
 	list = slices.Compact(list)
-	// Where a service that claimed an address claims ports of it now, or the
-	// other way round, the arena of the address is before those of its ports.
+	// The claim of an address includes those of its ports.
 	address := api.Claim{}
 	return slices.DeleteFunc(list, func(cl api.Claim) bool {
 		if claimsAddress(cl) {
@@ -199,7 +200,7 @@ func (c *claims) arenas(before, after []ranked) []api.Claim {
 	})
 }
 
-// claimed reports whether anybody claims a whole address.
+// claimed reports whether a service claims a whole address.
 func (c *claims) claimed(whole api.Claim) bool {
 	found := false
 	c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: whole}}, func(o claim) bool {
@@ -209,20 +210,20 @@ func (c *claims) claimed(whole api.Claim) bool {
 	return found
 }
 
-// outcomes yields who holds what in an arena. Claims are granted in order of rank and age, each
-// if it meets none granted before.
-func (c *claims) outcomes(arena api.Claim) iter.Seq[outcome] {
+// outcomes yields the outcome of each claim in a group. It grants claims in order of rank
+// and age, each if it does not conflict with a granted one.
+func (c *claims) outcomes(group api.Claim) iter.Seq[outcome] {
 	return func(yield func(outcome) bool) {
 		var buffer [4]claim
 		all := buffer[:0]
-		c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: arena}}, func(o claim) bool {
-			if o.Claim != arena && !(claimsAddress(arena) && o.IP == arena.IP) {
+		c.tree.AscendGreaterOrEqual(claim{ranked: ranked{Claim: group}}, func(o claim) bool {
+			if o.Claim != group && !(claimsAddress(group) && o.IP == group.IP) {
 				return false
 			}
 			all = append(all, o)
 			return true
 		})
-		if !claimsAddress(arena) {
+		if !claimsAddress(group) {
 			for _, cl := range all {
 				if !yield(outcome{cl, all[0].claimant}) {
 					return
@@ -231,24 +232,24 @@ func (c *claims) outcomes(arena api.Claim) iter.Seq[outcome] {
 			return
 		}
 		slices.SortStableFunc(all, claim.precedence)
-		holders := map[api.Claim]*api.Service{}
-		var first *api.Service // that holds anything
+		owners := map[api.Claim]*api.Service{}
+		var first *api.Service // the first service with a granted claim
 		for _, cl := range all {
-			holder := holders[cl.Claim]
-			if holder == nil {
-				holder = holders[arena]
+			owner := owners[cl.Claim]
+			if owner == nil {
+				owner = owners[group]
 			}
-			if holder == nil && cl.Claim == arena {
-				holder = first
+			if owner == nil && cl.Claim == group {
+				owner = first
 			}
-			if holder == nil {
-				holder = cl.claimant
-				holders[cl.Claim] = holder
+			if owner == nil {
+				owner = cl.claimant
+				owners[cl.Claim] = owner
 			}
 			if first == nil {
-				first = holder
+				first = owner
 			}
-			if !yield(outcome{cl, holder}) {
+			if !yield(outcome{cl, owner}) {
 				return
 			}
 		}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package cluster holds what is known of a cluster's services, endpoint slices
-// and nodes. Watchers write it, feeds and servers read it.
+// Package cluster holds the state of a cluster's services, endpoint slices and nodes.
+// Watchers write it; feeds and servers read it.
 //
 //	state := cluster.New(cluster.Options{})
 //	state.Update(func(tx *cluster.Tx) {
@@ -13,11 +13,11 @@
 //	<-state.Changed(0)
 //	snapshot := state.Snapshot() // and from now on wait for Changed(snapshot.Revision)
 //
-// One counter numbers all changes. A reader holds a cursor and the revision of the snapshot it
-// has, 0 for none. [State.Changed] wakes it, and it reads no more than what changed.
+// One counter numbers all changes. A reader has a cursor and the revision of its
+// snapshot, 0 for none. [State.Changed] wakes it, and it reads only the changes.
 //
-// Beside the objects, the state keeps for each service a joined value: the
-// service, its slices whatever order they came in, and the frontends that another
-// service holds (see [api.ServiceState]). A change of any of these is a
-// change of the joined value, and of no other service's.
+// In addition to the objects, the state has a joined value for each service (see
+// [api.ServiceState]). It contains the service, its slices, and the frontends that
+// another service owns. The order of arrival does not matter. A change of any of these
+// changes the joined value of this service and no other.
 package cluster

@@ -13,26 +13,27 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// State is what is known of the cluster. It is safe for concurrent use.
+// State is the known state of a cluster. It is safe for concurrent use.
 type State struct {
 	mu       sync.Mutex
 	services *diffstore.Store[types.NamespacedName, *api.Service]
 	slices   *diffstore.Store[types.NamespacedName, *api.EndpointSlice]
 	nodes    *diffstore.Store[string, *api.Node]
-	// states joins services, slices and claims. Its revisions are what readers
-	// follow: those at which anything of a service last changed.
+	// states joins services, slices and claims. Readers follow its revisions: the last
+	// change of anything that belongs to a service.
 	states *diffstore.Store[types.NamespacedName, *api.ServiceState]
 	claims claims
-	// stale has an entry while the source says so: a store, so that it is a change like others.
+	// stale has an entry while the source is stale. It is a store, so that staleness is a
+	// change like others.
 	stale *diffstore.Store[string, bool]
 
 	revisions *diffstore.Revisions
-	changed   chan struct{} // closed by the next change; nil while nobody waits
+	changed   chan struct{} // closed by the next change; nil if no reader waits
 	synced    chan struct{} // closed by SetSynced
-	snapshot  *Snapshot     // of the current revision, nil until somebody asks
+	snapshot  *Snapshot     // of the current revision, nil until requested
 }
 
-// Reader is what readers may do with a [State].
+// Reader is read access to a [State].
 type Reader interface {
 	Snapshot() *Snapshot
 	Changed(since diffstore.Revision) <-chan struct{}
@@ -45,13 +46,13 @@ var _ Reader = (*State)(nil)
 
 // Options configure a State. The zero value serves readers in this process.
 type Options struct {
-	// Resumable keeps deletions within diffstore's limits although no cursor needs them, for
-	// readers in other processes that come back with a revision. Servers set it. Without it,
-	// such a reader has to start over after any deletion.
+	// Resumable keeps deletions within diffstore's limits even if no cursor needs them.
+	// Servers set it for remote readers that resume from a revision. Without it, such a
+	// reader has to start over after any deletion.
 	Resumable bool
 }
 
-// New returns an empty State that has not synced.
+// New returns an empty State that is not synced.
 func New(opts Options) *State {
 	s := &State{claims: newClaims(), revisions: new(diffstore.Revisions), synced: make(chan struct{})}
 	s.services = newStore(s, opts, api.CompareKeys, (*api.Service).Equal, s.serviceChanged)
@@ -72,9 +73,9 @@ func newStore[K, V any](s *State, opts Options, compare func(a, b K) int, equal 
 	})
 }
 
-// Update changes the state by one commit: readers see everything that write did, or nothing. If
-// write panics, readers see what it did until then. It must not call any method of the State
-// except those of tx.
+// Update changes the state in one commit: readers see all changes of write or none. If
+// write panics, readers see its changes up to the panic. write must not call any method
+// of the State except those of tx.
 func (s *State) Update(write func(tx *Tx)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -82,7 +83,7 @@ func (s *State) Update(write func(tx *Tx)) {
 	write(&Tx{s})
 }
 
-// commit ends an Update that began at a revision.
+// commit ends an Update that began at revision before.
 func (s *State) commit(before diffstore.Revision) {
 	if s.revisions.Last() == before {
 		return
@@ -93,9 +94,9 @@ func (s *State) commit(before diffstore.Revision) {
 	}
 }
 
-// SetSynced says that all of the cluster has been written once. Until then,
-// Changed stays quiet: a reader that acted on half of the cluster would take
-// down what the other half is about to bring. Further calls do nothing.
+// SetSynced marks the state as complete: the whole cluster was written once. Until then,
+// Changed does not signal. A reader of incomplete state would delete entries that the
+// rest of the state needs. Further calls have no effect.
 func (s *State) SetSynced() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -105,7 +106,7 @@ func (s *State) SetSynced() {
 	}
 }
 
-// Synced is closed once SetSynced was called.
+// Synced returns a channel that SetSynced closes.
 func (s *State) Synced() <-chan struct{} { return s.synced }
 
 // IsSynced reports whether SetSynced was called.
@@ -125,13 +126,13 @@ func (s *State) wake() {
 	}
 }
 
-// Changed returns a channel that is closed once the state has synced and its revision is not
-// the given one. No state has revision 0: a reader that has nothing yet gives that.
+// Changed returns a channel that is closed when the state is synced and its revision
+// differs from since. No state has revision 0, so a reader without a state passes 0.
 func (s *State) Changed(since diffstore.Revision) <-chan struct{} {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.IsSynced() && s.revisions.Last() != since {
-		return s.synced // which is closed
+		return s.synced // already closed
 	}
 	if s.changed == nil {
 		s.changed = make(chan struct{})
@@ -139,8 +140,8 @@ func (s *State) Changed(since diffstore.Revision) <-chan struct{} {
 	return s.changed
 }
 
-// Snapshot returns the state as it is now. It costs next to nothing, and
-// nothing at all if the state has not changed since the last call.
+// Snapshot returns the current state. It is cheap, and free if the state has not changed
+// since the last call.
 func (s *State) Snapshot() *Snapshot {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -158,14 +159,14 @@ func (s *State) Snapshot() *Snapshot {
 	return s.snapshot
 }
 
-// NewCursor returns a cursor on the joined states, for a reader that needs each service that
-// changes. The caller closes it.
+// NewCursor returns a cursor on the joined states, for a reader that needs every changed
+// service. The caller closes it.
 func (s *State) NewCursor() *diffstore.Cursor[types.NamespacedName, *api.ServiceState] {
 	return s.states.NewCursor()
 }
 
-// serviceChanged brings the service's joined state and its claims up to date,
-// and the joined states of the services that won or lost claims by it.
+// serviceChanged updates the service's joined state and claims, and the joined states of
+// services that won or lost claims.
 func (s *State) serviceChanged(key types.NamespacedName, old, new *api.Service) {
 	outcomes, changed := s.claims.replace(old, new)
 	state := s.state(key)
@@ -181,10 +182,10 @@ func (s *State) serviceChanged(key types.NamespacedName, old, new *api.Service) 
 			n++
 		}
 		if claimant == new {
-			state.Lost = settle(nil, outcomes[:n])
+			state.Lost = updateLost(nil, outcomes[:n])
 		} else {
 			other := s.state(claimant.Key())
-			other.Lost = settle(other.Lost, outcomes[:n])
+			other.Lost = updateLost(other.Lost, outcomes[:n])
 			s.setState(claimant.Key(), other)
 		}
 		outcomes = outcomes[n:]
@@ -192,16 +193,16 @@ func (s *State) serviceChanged(key types.NamespacedName, old, new *api.Service) 
 	s.setState(key, state)
 }
 
-// settle returns what a service has lost, in order, after some outcomes.
-func settle(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
+// updateLost returns the lost claims of a service after outcomes, sorted.
+func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 	lost = slices.Clone(lost)
 	for _, o := range outcomes {
 		i, found := slices.BinarySearchFunc(lost, o.Claim, func(l api.LostClaim, c api.Claim) int { return compareClaims(l.Claim, c) })
 		if found {
 			lost = slices.Delete(lost, i, i+1)
 		}
-		if o.holder != o.claimant {
-			lost = slices.Insert(lost, i, api.LostClaim{Claim: o.Claim, Winner: o.holder.Key()})
+		if o.owner != o.claimant {
+			lost = slices.Insert(lost, i, api.LostClaim{Claim: o.Claim, Winner: o.owner.Key()})
 		}
 	}
 	if len(lost) == 0 {
@@ -210,8 +211,8 @@ func settle(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 	return lost
 }
 
-// sliceChanged moves the slice from the state of its former service to that of
-// its present one, most often the same.
+// sliceChanged moves a slice from the state of its old service to the state of its new
+// one. Usually they are the same.
 func (s *State) sliceChanged(key types.NamespacedName, old, new *api.EndpointSlice) {
 	if old != nil && (new == nil || old.ServiceName != new.ServiceName) {
 		state := s.state(old.ServiceKey())
@@ -233,7 +234,7 @@ func (s *State) sliceChanged(key types.NamespacedName, old, new *api.EndpointSli
 	s.setState(new.ServiceKey(), state)
 }
 
-// state returns a copy of the service's joined state, to be changed and set.
+// state returns a copy of the service's joined state, for a modification.
 func (s *State) state(key types.NamespacedName) api.ServiceState {
 	if state, ok := s.states.Get(key); ok {
 		return *state
@@ -255,14 +256,13 @@ type Snapshot struct {
 	Services *diffstore.Snapshot[types.NamespacedName, *api.Service]
 	Slices   *diffstore.Snapshot[types.NamespacedName, *api.EndpointSlice]
 	Nodes    *diffstore.Snapshot[string, *api.Node]
-	// States joins the others: everything about one service in one value, with
-	// the revision at which anything of it last changed.
+	// States has the joined state of each service, with the revision of its last change.
 	States *diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
-	// Stale says that the source has lost the cluster for long: see [Tx.SetStale].
+	// Stale reports that the source lost the cluster long ago: see [Tx.SetStale].
 	Stale bool
 }
 
-// Tx is one commit. It is valid within Update only.
+// Tx is one commit. It is valid only during Update.
 type Tx struct{ s *State }
 
 // SetService adds or changes a service.
@@ -275,7 +275,7 @@ func (tx *Tx) DeleteService(key types.NamespacedName) {
 	tx.s.services.Delete(key)
 }
 
-// ReplaceServices sets all and deletes every other service.
+// ReplaceServices sets all and deletes all other services.
 func (tx *Tx) ReplaceServices(all iter.Seq[*api.Service]) {
 	tx.s.services.Replace(keyed(all, (*api.Service).Key))
 }
@@ -290,7 +290,7 @@ func (tx *Tx) DeleteSlice(key types.NamespacedName) {
 	tx.s.slices.Delete(key)
 }
 
-// ReplaceSlices sets all and deletes every other slice.
+// ReplaceSlices sets all and deletes all other slices.
 func (tx *Tx) ReplaceSlices(all iter.Seq[*api.EndpointSlice]) {
 	tx.s.slices.Replace(keyed(all, (*api.EndpointSlice).Key))
 }
@@ -305,13 +305,13 @@ func (tx *Tx) DeleteNode(name string) {
 	tx.s.nodes.Delete(name)
 }
 
-// ReplaceNodes sets all and deletes every other node.
+// ReplaceNodes sets all and deletes all other nodes.
 func (tx *Tx) ReplaceNodes(all iter.Seq[*api.Node]) {
 	tx.s.nodes.Replace(keyed(all, func(n *api.Node) string { return n.Name }))
 }
 
-// SetStale says whether the source has lost the cluster for so long that another process may
-// know more. The state is what it was then.
+// SetStale marks the state as stale or not. A source does so when it lost the cluster so
+// long ago that another server may have newer state. The objects do not change.
 func (tx *Tx) SetStale(stale bool) {
 	if stale {
 		tx.s.stale.Set("", true)

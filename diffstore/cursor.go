@@ -4,24 +4,25 @@ package diffstore
 
 import "github.com/google/btree"
 
-// Cursor is the position of a reader that follows a [Store]: the snapshot it acknowledged
-// last. The store remembers later deletions for it, within limits. Close it.
+// Cursor is the position of a reader that follows a [Store]: the snapshot that it last
+// acknowledged. The store keeps later deletions for it, within limits. The reader has to
+// call Close.
 //
-// It is meant for one reader at a time; calls from several goroutines are safe.
+// A Cursor is meant for one reader. It is safe for concurrent use.
 type Cursor[K, V any] struct {
 	store  *Store[K, V]
 	id     uint64
 	closed bool
 
-	// acknowledged is what the reader has; nil means that it has to start over.
+	// acknowledged is the snapshot that the reader has, or nil if it has to start over.
 	acknowledged *Snapshot[K, V]
-	// held is the snapshot after which the store remembers deletions for this reader: the
-	// acknowledged one or, while the reader starts over, the one it was given to start with.
-	// Nil if there is none.
+	// held is the snapshot after which the store keeps deletions for this reader. It is the
+	// acknowledged snapshot or, while the reader starts over, the one it received. It is nil
+	// if there is none.
 	held *Snapshot[K, V]
 }
 
-// NewCursor returns the cursor of a reader that has nothing yet: its first delta is a full one.
+// NewCursor returns a cursor without a position. Its first delta is full.
 func (s *Store[K, V]) NewCursor() *Cursor[K, V] {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -29,20 +30,20 @@ func (s *Store[K, V]) NewCursor() *Cursor[K, V] {
 	return &Cursor[K, V]{store: s, id: s.cursors.created}
 }
 
-// Until returns the delta from the reader's position to a snapshot of the store, usually the
-// present one. The position stays: until the reader acknowledges with [Cursor.Advance], the
-// same changes come again, merged with later ones. A snapshot that is older than the position
-// gives a delta without changes.
+// Until returns the delta from the reader's position to a snapshot of the store, usually
+// the latest. It does not move the position. Until [Cursor.Advance] moves it, later
+// deltas include the same changes, merged with later ones. A snapshot older than the
+// position gives a delta without changes.
 //
-// It panics if the snapshot is one of another store.
+// It panics if the snapshot belongs to another store.
 func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
 	c.mustOwn(to)
 	c.store.mu.Lock()
 	defer c.store.mu.Unlock()
 	switch {
 	case c.acknowledged == nil:
-		// Remember deletions from here on: otherwise a reader that takes long to start over would
-		// never end doing so.
+		// Keep deletions from here on. Otherwise a slow reader might have to start over
+		// forever.
 		c.hold(to)
 		return Delta[K, V]{New: to}
 	case to.revision <= c.acknowledged.revision:
@@ -52,11 +53,11 @@ func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
 	}
 }
 
-// Advance acknowledges that the reader has all of a snapshot, which need not come from
-// [Cursor.Until]. A snapshot older than the position is ignored; from one that lags too far
-// the reader starts over.
+// Advance moves the position to a snapshot that the reader has, even one that does not
+// come from [Cursor.Until]. It ignores a snapshot older than the position. After a
+// snapshot that is too old, the reader starts over.
 //
-// It panics if the snapshot is one of another store.
+// It panics if the snapshot belongs to another store.
 func (c *Cursor[K, V]) Advance(to *Snapshot[K, V]) {
 	c.mustOwn(to)
 	c.store.mu.Lock()
@@ -68,7 +69,7 @@ func (c *Cursor[K, V]) Advance(to *Snapshot[K, V]) {
 	c.hold(to)
 }
 
-// Close ends the cursor: the store keeps nothing more for it. A closed cursor gives full
+// Close releases the cursor's snapshot and tombstones. A closed cursor returns full
 // deltas.
 func (c *Cursor[K, V]) Close() {
 	c.store.mu.Lock()
@@ -84,7 +85,7 @@ func (c *Cursor[K, V]) mustOwn(snapshot *Snapshot[K, V]) {
 	}
 }
 
-// hold makes the store remember deletions after to for this cursor, unless to lags too far already.
+// hold makes the store keep deletions after to for this cursor, unless to is too old.
 func (c *Cursor[K, V]) hold(to *Snapshot[K, V]) {
 	if c.closed {
 		return
@@ -93,7 +94,7 @@ func (c *Cursor[K, V]) hold(to *Snapshot[K, V]) {
 	c.store.trim()
 }
 
-// cursors knows the cursors that hold a snapshot by the revision of that snapshot.
+// cursors indexes the cursors that hold a snapshot by its revision.
 type cursors[K, V any] struct {
 	created    uint64
 	byRevision *btree.BTreeG[*Cursor[K, V]]
@@ -118,7 +119,7 @@ func (x *cursors[K, V]) move(c *Cursor[K, V], to *Snapshot[K, V]) {
 	x.byRevision.ReplaceOrInsert(c)
 }
 
-// drop lets go of what a cursor holds: its reader has to start over.
+// drop releases the snapshot of a cursor. Its reader has to start over.
 func (x *cursors[K, V]) drop(c *Cursor[K, V]) {
 	if c.held != nil {
 		x.byRevision.Delete(c)
@@ -126,7 +127,7 @@ func (x *cursors[K, V]) drop(c *Cursor[K, V]) {
 	c.held, c.acknowledged = nil, nil
 }
 
-// dropCursors lets go of the cursors that lag by too many changes, or by a deletion that is forgotten.
+// dropCursors drops the cursors that lag by too many changes or need a dropped tombstone.
 func (s *Store[K, V]) dropCursors() {
 	allowed := uint64(max(s.limits.lag, s.byKey.Len()/4))
 	for {

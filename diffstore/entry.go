@@ -4,21 +4,22 @@ package diffstore
 
 import "github.com/google/btree"
 
-// degree makes nodes of at most 63 entries: half a kilobyte to copy where a write meets a node
-// that a snapshot shares.
+// degree limits nodes to 63 entries. A write copies at most half a kilobyte per node that
+// a snapshot shares.
 const degree = 32
 
 // entry is a key with its value, or the tombstone of a key.
 type entry[K, V any] struct {
-	// Readers see these without a lock: they never change once the entry is in a tree.
+	// Readers read key and value without a lock. They never change once the entry is in a
+	// tree.
 	key      K
-	value    V // zero in a tombstone
+	value    V // zero for a tombstone
 	revision Revision
 	deleted  bool
 
-	// mark is the number of the last Replace whose listing had the key or, of a tombstone, when
-	// the key was deleted, as the age of the store in nanoseconds. Only writers look at it,
-	// under the store's mutex, and may change it in place.
+	// mark of an entry is the number of the last Replace that listed the key. Of a tombstone
+	// it is the time of the deletion, in nanoseconds since the store was created. Only
+	// writers use it, under the store's mutex, and they may change it in place.
 	mark uint64
 }
 

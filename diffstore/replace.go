@@ -7,14 +7,14 @@ import (
 	"slices"
 )
 
-// replace compares first and writes then, so that a key that is listed twice is recorded once
-// or, if its last value is the present one, not at all.
+// replace compares the whole listing before it writes. So a key that is listed twice is
+// recorded once, or not at all if its last value is the current one.
 func (s *Store[K, V]) replace(listing iter.Seq2[K, V]) int {
 	before := s.recorded
 	s.listings++
 
 	var different []*entry[K, V]
-	ascending := true // and each key once
+	ascending := true // and without duplicates
 	for key, value := range listing {
 		e, ok := s.find(key)
 		again := ok && e.mark == s.listings
@@ -49,7 +49,8 @@ func (s *Store[K, V]) replace(listing iter.Seq2[K, V]) int {
 	return int(s.recorded - before)
 }
 
-// lastOfEach sorts entries by key and keeps the last of those with one key, unless it is what the store has.
+// lastOfEach sorts entries by key and keeps the last entry of each key, unless the store
+// has an equal one.
 func (s *Store[K, V]) lastOfEach(entries []*entry[K, V]) []*entry[K, V] {
 	slices.SortStableFunc(entries, func(a, b *entry[K, V]) int { return s.options.Compare(a.key, b.key) })
 	last := entries[:0]

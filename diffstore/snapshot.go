@@ -7,8 +7,8 @@ import (
 	"slices"
 )
 
-// Snapshot is the state of a [Store] at one moment. It never changes and is read without a
-// lock. While it is referenced, it keeps values alive that were replaced or deleted since.
+// Snapshot is the state of a [Store] at one moment. It is immutable and is read without a
+// lock. A snapshot in use keeps replaced and deleted values in memory.
 type Snapshot[K, V any] struct {
 	store      *Store[K, V]
 	byKey      *tree[K, V]
@@ -49,13 +49,13 @@ func (s *Snapshot[K, V]) After(key K) iter.Seq2[K, V] {
 	}
 }
 
-// Since returns the keys that were set or deleted after a revision, each once, in the order
-// of their last changes. The value is the present one, zero for a deleted key. Applied to the
-// state at that revision, the changes give the snapshot. A change need not be a difference:
-// a key may have got a value and lost it again.
+// Since returns the keys that were set or deleted after a revision, each once, in the
+// order of their last changes. The value is the current one, or zero for a deleted key.
+// Applied to the state at that revision, the changes produce the snapshot. A change may
+// have no net effect: a key may have been set and deleted again.
 //
-// False, with a nil sequence, means that deletions after that revision have been forgotten, or
-// that the revision is 0: start over with [Snapshot.All].
+// Since returns nil and false if the store no longer has all deletions after that
+// revision, or if the revision is 0. Then the reader starts over with [Snapshot.All].
 func (s *Snapshot[K, V]) Since(revision Revision) (iter.Seq2[K, V], bool) {
 	if revision < s.floor {
 		return nil, false
@@ -65,25 +65,26 @@ func (s *Snapshot[K, V]) Since(revision Revision) (iter.Seq2[K, V], bool) {
 	}, true
 }
 
-// since calls yield with the entries and tombstones written after a revision, in that order.
+// since calls yield with the entries and tombstones written after a revision, in that
+// order.
 func (s *Snapshot[K, V]) since(revision Revision, yield func(*entry[K, V]) bool) {
-	if revision < s.revision { // so that the next revision is a number
+	if revision < s.revision { // so that revision+1 does not overflow
 		s.byRevision.AscendGreaterOrEqual(&entry[K, V]{revision: revision + 1}, yield)
 	}
 }
 
-// Delta leads a reader from one snapshot to another, as [Cursor.Until] returns it. It stays
-// valid whatever becomes of the cursor.
+// Delta is the difference between two snapshots, as [Cursor.Until] returns it. It remains
+// valid when the cursor moves or closes.
 type Delta[K, V any] struct {
-	// Old is what the reader acknowledged last. Nil means that the reader has to start over:
-	// it takes on all of New and forgets everything else.
+	// Old is the snapshot that the reader last acknowledged. If it is nil, the reader has to
+	// start over: it replaces its state by all of New.
 	Old *Snapshot[K, V]
-	// New is what the reader has after this delta, and what it acknowledges with
+	// New is the reader's state after this delta. The reader acknowledges it with
 	// [Cursor.Advance].
 	New *Snapshot[K, V]
 }
 
-// Change is one key with its values before and after, the zero value where it has none.
+// Change is one key with its values before and after. A missing value is the zero value.
 type Change[K, V any] struct {
 	Key      K
 	Old, New V
@@ -92,8 +93,9 @@ type Change[K, V any] struct {
 // Full reports whether the reader has to start over.
 func (d Delta[K, V]) Full() bool { return d.Old == nil }
 
-// Changes returns the keys whose values differ between Old and New, in key order; of a full
-// delta, all keys of New. It costs time and memory for the keys that were written after Old.
+// Changes returns the keys whose values differ between Old and New, in key order. For a
+// full delta it returns all keys of New. Time and memory depend on the number of keys
+// written after Old.
 func (d Delta[K, V]) Changes() iter.Seq[Change[K, V]] {
 	if d.Full() {
 		return d.All()
@@ -101,8 +103,8 @@ func (d Delta[K, V]) Changes() iter.Seq[Change[K, V]] {
 	return d.writtenAfter(d.Old.revision, d.New.store.options.Equal)
 }
 
-// All returns all keys of Old and New in key order, those with equal values included. It is
-// meant for a reader to whom all values have another meaning than before.
+// All returns all keys of Old and New in key order, including those with equal values. It
+// is for a reader to whom the same values now have a different meaning.
 func (d Delta[K, V]) All() iter.Seq[Change[K, V]] {
 	if d.Full() {
 		return func(yield func(Change[K, V]) bool) {
@@ -112,8 +114,8 @@ func (d Delta[K, V]) All() iter.Seq[Change[K, V]] {
 	return d.writtenAfter(0, func(V, V) bool { return false })
 }
 
-// writtenAfter returns the keys written after a revision, except those that have equal values
-// in Old and New or are in neither.
+// writtenAfter returns the keys written after a revision, except those that have equal
+// values in Old and New or are in neither.
 func (d Delta[K, V]) writtenAfter(revision Revision, equal func(a, b V) bool) iter.Seq[Change[K, V]] {
 	return func(yield func(Change[K, V]) bool) {
 		var written []*entry[K, V]

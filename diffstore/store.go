@@ -9,60 +9,61 @@ import (
 	"time"
 )
 
-// Revision numbers a change: later changes have higher revisions. A store without changes has
-// revision 1, and 0 is the revision of a reader that has nothing yet.
+// Revision is the number of a change. Later changes have higher revisions. A store
+// without changes has revision 1. Revision 0 is the position of a reader that has no
+// state.
 type Revision uint64
 
-// Revisions hands out revisions, each once, in ascending order. The zero value is ready for
-// use. Stores that share a Revisions (see [Options]) never record two changes under one
-// revision.
+// Revisions issues revisions in ascending order. The zero value is ready to use. Stores
+// that share a Revisions (see [Options]) never record two changes with one revision.
 type Revisions struct {
 	changes atomic.Uint64
 }
 
-// Last returns the revision handed out last, 1 if there was none.
+// Last returns the last issued revision, or 1 if there is none.
 func (r *Revisions) Last() Revision { return firstRevision + Revision(r.changes.Load()) }
 
 func (r *Revisions) next() Revision { return firstRevision + Revision(r.changes.Add(1)) }
 
-// firstRevision is that of a store without changes.
+// firstRevision is the revision of a store without changes.
 const firstRevision Revision = 1
 
 // Options configures a [Store].
 type Options[K, V any] struct {
-	// Compare orders keys: negative if a comes before b, 0 if they are the same key. Required.
+	// Compare orders keys. It returns a negative number if a comes before b, and 0 for the
+	// same key. Required.
 	Compare func(a, b K) int
 
-	// Equal reports whether replacing a by b is no change; then a stays. Required.
+	// Equal reports whether b equals a. Setting an equal value is not a change, and the
+	// store keeps a. Required.
 	Equal func(a, b V) bool
 
-	// Revisions numbers the changes. Default: a counter of the store's own.
+	// Revisions issues the revisions of changes. Default: a counter of this store.
 	Revisions *Revisions
 
-	// Resumable keeps tombstones within the store's limits even if every cursor has passed
-	// them, so that [Snapshot.Since] serves readers that hold a revision and no cursor.
-	// Default: tombstones are kept for cursors only.
+	// Resumable keeps tombstones, within the store's limits, even if every cursor has passed
+	// them. It enables [Snapshot.Since] for readers that have a revision and no cursor.
+	// Default: the store keeps tombstones for cursors only.
 	Resumable bool
 
-	// OnChange is called with each change as it is recorded, under the store's lock, so that an
-	// index can be kept in step with the store: the key's values before and after, the zero
-	// value where there is none. It must not use the store. Default: none.
+	// OnChange is called with each recorded change, under the store's lock, so that it can
+	// maintain an index. old and new are the values before and after; a missing value is the
+	// zero value. OnChange must not use the store. Default: none.
 	OnChange func(key K, old, new V)
 }
 
-// limits bound what readers cost, so that none of them makes the store grow.
+// limits bound the memory that readers cost.
 type limits struct {
-	// tombstones and tombstoneAge are how many deletions are remembered at most, and for how
-	// long, whatever cursors need. Age counts when something changes: a store at rest keeps
-	// what it has.
+	// tombstones is the maximum number of deletions to keep, and tombstoneAge the maximum
+	// age, regardless of cursors. The store checks the age at each change only.
 	tombstones   int
 	tombstoneAge time.Duration
-	// lag is how many recorded changes a cursor may lag before its reader has to start over; a
-	// quarter of the store's length if that is more.
+	// lag is the number of recorded changes by which a cursor may lag before its reader has
+	// to start over. If a quarter of the store's length is more, that applies.
 	lag int
 }
 
-// Store is an ordered map whose changes can be followed. See the package comment.
+// Store is an ordered map whose changes readers can follow. See the package comment.
 type Store[K, V any] struct {
 	options Options[K, V]
 	limits  limits
@@ -71,18 +72,18 @@ type Store[K, V any] struct {
 	mu sync.Mutex
 
 	byKey      *tree[K, V]
-	byRevision *tree[K, V] // the entries of byKey and the tombstones: each key once
+	byRevision *tree[K, V] // the entries of byKey and the tombstones, each key once
 	tombstones tombstones[K, V]
 	cursors    cursors[K, V]
 
 	revision Revision // of the last recorded change
-	recorded uint64   // number of changes recorded so far
-	floor    Revision // of the newest tombstone that was dropped: what changed after it is still known
-	listings uint64   // number of calls of Replace so far
+	recorded uint64   // number of recorded changes
+	floor    Revision // revision of the newest dropped tombstone; all later changes are still known
+	listings uint64   // number of calls of Replace
 
-	probe entry[K, V] // what find looks up; kept so that looking up does not allocate
+	probe entry[K, V] // search key of find, reused to avoid an allocation
 
-	cached atomic.Pointer[Snapshot[K, V]] // the snapshot of this revision, if one was taken
+	cached atomic.Pointer[Snapshot[K, V]] // snapshot of this revision, if one was taken
 }
 
 // New returns an empty store. It panics if a required option is missing.
@@ -106,7 +107,7 @@ func New[K, V any](options Options[K, V]) *Store[K, V] {
 	}
 }
 
-// Set gives key a value. It reports whether that was a change; an equal value is none.
+// Set sets the value of key. It reports whether the value changed.
 func (s *Store[K, V]) Set(key K, value V) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -118,7 +119,7 @@ func (s *Store[K, V]) Set(key K, value V) bool {
 	return true
 }
 
-// Delete removes key. It reports whether that was a change.
+// Delete deletes key. It reports whether the key existed.
 func (s *Store[K, V]) Delete(key K) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -131,10 +132,10 @@ func (s *Store[K, V]) Delete(key K) bool {
 	return true
 }
 
-// Replace makes the store equal to a full listing in one commit and returns the number of
-// changes that took: listed entries are set, all others are deleted. The listing may be in any
-// order; of several values for one key the last counts. It is read while the store is locked
-// and must not use the store.
+// Replace makes the store equal to a full listing in one commit. It sets the listed
+// entries, deletes all others, and returns the number of changes. The listing may be in
+// any order; the last value of a repeated key counts. Replace iterates over it while it
+// holds the store's lock, so it must not use the store.
 func (s *Store[K, V]) Replace(listing iter.Seq2[K, V]) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -142,8 +143,8 @@ func (s *Store[K, V]) Replace(listing iter.Seq2[K, V]) int {
 	return s.replace(listing)
 }
 
-// Get returns the value of key. It is meant for writers: unlike a snapshot it makes no later
-// write copy anything.
+// Get returns the value of key. It is for writers: unlike a snapshot, it does not make
+// later writes copy data.
 func (s *Store[K, V]) Get(key K) (value V, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -153,7 +154,7 @@ func (s *Store[K, V]) Get(key K) (value V, ok bool) {
 	return value, false
 }
 
-// Snapshot returns the store's state as of the last commit, in O(1).
+// Snapshot returns the state after the last commit, in O(1).
 func (s *Store[K, V]) Snapshot() *Snapshot[K, V] {
 	if cached := s.cached.Load(); cached != nil {
 		return cached
@@ -163,8 +164,8 @@ func (s *Store[K, V]) Snapshot() *Snapshot[K, V] {
 	if cached := s.cached.Load(); cached != nil {
 		return cached
 	}
-	// Clone writes to the tree it clones, so it needs the mutex as any write does; the clones
-	// themselves are only read.
+	// Clone writes to the tree that it clones, so it needs the mutex. The clones are only
+	// read.
 	snapshot := &Snapshot[K, V]{
 		store:      s,
 		byKey:      s.byKey.Clone(),
@@ -177,7 +178,7 @@ func (s *Store[K, V]) Snapshot() *Snapshot[K, V] {
 	return snapshot
 }
 
-// commit ends a commit that began at revision before: readers see what it recorded.
+// commit ends a commit that began at revision before and makes its changes visible.
 func (s *Store[K, V]) commit(before Revision) {
 	if s.revision == before {
 		return
@@ -187,7 +188,7 @@ func (s *Store[K, V]) commit(before Revision) {
 }
 
 func (s *Store[K, V]) find(key K) (*entry[K, V], bool) {
-	// Lists come in key order as a rule, and a key beyond the last needs no search.
+	// Listings are usually in key order, and a key beyond the last needs no search.
 	if last, ok := s.byKey.Max(); !ok || s.options.Compare(last.key, key) < 0 {
 		return nil, false
 	}
@@ -195,7 +196,7 @@ func (s *Store[K, V]) find(key K) (*entry[K, V], bool) {
 	return s.byKey.Get(&s.probe)
 }
 
-// put records that e takes the place of whatever its key had, be it an entry or a tombstone.
+// put records e in place of the entry or tombstone of its key.
 func (s *Store[K, V]) put(e *entry[K, V]) {
 	var before V
 	if old, ok := s.byKey.ReplaceOrInsert(e); ok {
@@ -207,7 +208,7 @@ func (s *Store[K, V]) put(e *entry[K, V]) {
 	s.record(e, before)
 }
 
-// remove records that a tombstone takes the place of e.
+// remove records a tombstone in place of e.
 func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.byKey.Delete(e)
 	s.byRevision.Delete(e)
@@ -216,7 +217,7 @@ func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.tombstones.add(dead)
 }
 
-// record numbers e, which takes the place of an entry that had the value before.
+// record gives e, which replaces the value before, the next revision.
 func (s *Store[K, V]) record(e *entry[K, V], before V) {
 	e.revision = s.options.Revisions.next()
 	s.byRevision.ReplaceOrInsert(e)

@@ -4,8 +4,8 @@ package diffstore
 
 import "time"
 
-// tombstones are the deletions that readers may have to learn of: by key, for when the key is
-// set again, and by age. Readers find them among all changes by revision.
+// tombstones are the deletions that readers may need: by key, for when a key is set
+// again, and by age. Readers find them by revision among all changes.
 type tombstones[K, V any] struct {
 	byKey, byRevision *tree[K, V]
 }
@@ -15,7 +15,7 @@ func (x *tombstones[K, V]) add(dead *entry[K, V]) {
 	x.byRevision.ReplaceOrInsert(dead)
 }
 
-// take removes and returns the tombstone that has the key of e.
+// take removes and returns the tombstone of e's key.
 func (x *tombstones[K, V]) take(e *entry[K, V]) (*entry[K, V], bool) {
 	dead, ok := x.byKey.Delete(e)
 	if ok {
@@ -24,8 +24,8 @@ func (x *tombstones[K, V]) take(e *entry[K, V]) (*entry[K, V], bool) {
 	return dead, ok
 }
 
-// trim drops the tombstones that no reader needs or that exceed the limits, and lets go of the
-// cursors that lag too far.
+// trim drops cursors that lag too far, and tombstones that no reader needs or that exceed
+// the limits.
 func (s *Store[K, V]) trim() {
 	now := time.Since(s.created)
 	s.dropTombstones(func(dead *entry[K, V]) bool {
@@ -39,7 +39,7 @@ func (s *Store[K, V]) trim() {
 	s.dropTombstones(func(dead *entry[K, V]) bool { return !ok || dead.revision <= slowest.held.revision })
 }
 
-// dropTombstones drops the oldest tombstones for as long as drop says so.
+// dropTombstones drops the oldest tombstones while drop returns true.
 func (s *Store[K, V]) dropTombstones(drop func(*entry[K, V]) bool) {
 	for {
 		oldest, ok := s.tombstones.byRevision.Min()

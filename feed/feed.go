@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package feed turns the cluster's state into one node's view of it: it is the
-// [sink.Source] of a proxy that reads the Kubernetes API itself.
+// Package feed computes one node's view from the cluster's state. It is the [sink.Source]
+// of a proxy that reads the Kubernetes API itself.
 //
 //	state := cluster.New(cluster.Options{})
 //	go kube.Watch(ctx, state, kube.Options{NodeName: node})
@@ -9,10 +9,10 @@
 //	defer f.Close()
 //	err := sink.Run(ctx, f, mySink, sink.Options{})
 //
-// A feed holds one snapshot, the one its reader acknowledged last. The views
-// before and after a change are computed from two snapshots when they are asked
-// for, so thousands of feeds on one state cost little more than one. Until it is
-// closed the state keeps for it what has been deleted since that snapshot.
+// A feed holds one snapshot, the last one that its reader acknowledged. It computes the
+// views before and after a change from two snapshots on request. So thousands of feeds on
+// one state cost little more than one. Until the feed is closed, the state keeps
+// deletions since that snapshot for it.
 package feed
 
 import (
@@ -33,21 +33,22 @@ type Feed struct {
 	name   string
 	cursor *diffstore.Cursor[types.NamespacedName, *api.ServiceState]
 
-	// What the reader acknowledged last, besides the cursor's position; 0 and nil if nothing.
+	// The state that the reader last acknowledged, in addition to the cursor; 0 and nil if
+	// none.
 	revision diffstore.Revision
 	node     *api.Node
 
 	offered offer
 }
 
-// offer is what Next returned last, and what Advance will acknowledge.
+// offer is the result of the last Next, which Advance acknowledges.
 type offer struct {
 	update   *sink.Update
 	snapshot *cluster.Snapshot
 }
 
-// New returns a feed of the state as the named node sees it. Without a name
-// nothing is local and no node is this one.
+// New returns a feed of the state for the named node. Without a name, no endpoint is
+// local and no node is this one.
 func New(state cluster.Reader, nodeName string) *Feed {
 	return &Feed{state: state, name: nodeName, cursor: state.NewCursor()}
 }
@@ -88,7 +89,7 @@ func (f *Feed) Reset() {
 // Close implements [sink.Source].
 func (f *Feed) Close() { f.cursor.Close() }
 
-// update returns what snapshot has beyond the reader's position.
+// update returns the difference between the reader's position and snapshot.
 func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
 	delta := f.cursor.Until(snapshot.States)
 	node, _ := snapshot.Nodes.Get(f.name)
@@ -107,8 +108,8 @@ func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
 	return u
 }
 
-// self is what stands for this node in its view of the services. Locality goes
-// by name even while the node's object is not known.
+// self returns the node to compute views for. Locality depends on the name even while the
+// Node object is not known.
 func (f *Feed) self(node *api.Node) *api.Node {
 	if node == nil {
 		return &api.Node{Name: f.name}
@@ -116,7 +117,7 @@ func (f *Feed) self(node *api.Node) *api.Node {
 	return node
 }
 
-// view is how a node sees the services of a snapshot.
+// view computes a node's views of the services in a snapshot.
 type view struct {
 	states *diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
 	node   *api.Node
@@ -145,8 +146,8 @@ func (v view) after(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints] {
 	}
 }
 
-// changes returns the services whose view differs, in order. If the node moved to another zone
-// that may be any.
+// changes returns the services whose view differs, in order. If the zone of the node
+// changed, it compares all services.
 func changes(before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) []sink.Change {
 	candidates := delta.Changes()
 	if before.node.Zone() != after.node.Zone() {
@@ -162,9 +163,9 @@ func changes(before, after view, delta diffstore.Delta[types.NamespacedName, *ap
 	return list
 }
 
-// triggerTime returns the oldest trigger time of the slices that changed. One
-// that is new here tells nothing: it may be as old as the service, and have come
-// by a change of a label.
+// triggerTime returns the oldest trigger time of the changed slices. It ignores slices
+// that are new to this state. Their trigger times may be as old as the service if a label
+// change selected it.
 func triggerTime(was, is *api.ServiceState) time.Time {
 	var oldest time.Time
 	if was == nil || is == nil {

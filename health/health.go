@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package health answers the health checks of a proxy over HTTP. A program that has a server
-// already mounts them there:
+// Package health answers a proxy's health checks over HTTP. A program mounts the handler
+// in its own server:
 //
 //	checks := health.Handler(proxy.Health) // of a *kpng.Proxy
 //	mux.Handle("GET /healthz", checks)
@@ -20,30 +20,33 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// stuckAfter is how long something may wait for a sink that makes no progress until the proxy
+// stuckAfter is how long work may wait for a sink without progress before the proxy
 // counts as stuck.
 const stuckAfter = 2 * time.Minute
 
-// toBeDeleted is the taint of a node that the cluster autoscaler is going to delete.
+// toBeDeleted is the taint that the cluster autoscaler sets on a node before deleting it.
 const toBeDeleted = "ToBeDeletedByClusterAutoscaler"
 
-// Report is the body of every answer.
+// Report is the JSON body of every response.
 type Report struct {
-	// LastUpdated is when the sink that lags most was last programmed, zero if one never was.
+	// LastUpdated is when the sink that lags most was last programmed. It is zero if some
+	// sink never was.
 	LastUpdated time.Time `json:"lastUpdated"`
 	CurrentTime time.Time `json:"currentTime"`
-	// Synced says that every service was programmed once, except services that fail.
+	// Synced reports whether every service was programmed once, except failing services.
 	Synced bool `json:"synced"`
-	// Stuck says that something has waited for two minutes while a sink made no progress.
+	// Stuck reports whether work has waited for two minutes while a sink made no
+	// progress.
 	Stuck bool `json:"stuck"`
-	// NodeEligible says that load balancers may send traffic to this node: it is not about to be
-	// deleted. A node that was known and is gone is not eligible (KEP-3836); one that was never
-	// known is, as a cluster of manifests may have none.
+	// NodeEligible reports whether load balancers may send traffic to this node. A node
+	// that is about to be deleted is not eligible. A node that existed and was removed is
+	// not eligible either (KEP-3836). A node that never existed is eligible, because a
+	// cluster made of manifests may have no Node objects.
 	NodeEligible bool `json:"nodeEligible"`
 }
 
-// Of returns the report of a proxy whose sinks have these statuses. The node is the one that is
-// proxied for, nil while it is not known; nodeKnown says that it was known once.
+// Of returns the report of a proxy whose sinks have these statuses. node is the proxy's
+// node, or nil if it is not known; nodeKnown reports whether it was ever known.
 func Of(sinks []sink.Status, node *api.Node, nodeKnown bool) Report {
 	r := Report{CurrentTime: time.Now(), Synced: len(sinks) > 0, NodeEligible: eligible(node, nodeKnown)}
 	for i, s := range sinks {
@@ -63,14 +66,15 @@ func eligible(node *api.Node, known bool) bool {
 	return !node.Deleting && !slices.ContainsFunc(node.Taints, func(t api.Taint) bool { return t.Key == toBeDeleted })
 }
 
-// Handler answers /livez, /healthz and /readyz, at any prefix, with the report as JSON and with
-// status 200 or 503:
+// Handler serves /livez, /healthz and /readyz, under any prefix. The response is the
+// report as JSON with status 200, or 503 if the check fails:
 //
-//   - /livez: the proxy is not stuck;
-//   - /healthz: and its node is eligible for traffic from load balancers, as kube-proxy has it;
-//   - /readyz: and every service was programmed once.
+//   - /livez: the proxy is not stuck.
+//   - /healthz: in addition, its node is eligible for traffic from load balancers, as in
+//     kube-proxy.
+//   - /readyz: in addition to both, every service was programmed once.
 //
-// The function is called for each request, from several goroutines.
+// ServeHTTP calls the function for each request, from several goroutines.
 type Handler func() Report
 
 // ServeHTTP implements [http.Handler].

@@ -26,10 +26,10 @@ func TestAnswers(t *testing.T) {
 		known                  bool
 		livez, healthz, readyz int
 	}{
-		{"all is well", []sink.Status{done}, &api.Node{}, true, 200, 200, 200},
-		{"any other taint does not count", []sink.Status{done}, tainted("other"), true, 200, 200, 200},
-		{"a node that was never known is no reason to fail", []sink.Status{done}, nil, false, 200, 200, 200},
-		{"a node that was known is gone", []sink.Status{done}, nil, true, 200, 503, 503},
+		{"everything is programmed", []sink.Status{done}, &api.Node{}, true, 200, 200, 200},
+		{"other taints do not matter", []sink.Status{done}, tainted("other"), true, 200, 200, 200},
+		{"a node that never existed does not fail the check", []sink.Status{done}, nil, false, 200, 200, 200},
+		{"a known node was removed", []sink.Status{done}, nil, true, 200, 503, 503},
 		{"the node is about to be deleted", []sink.Status{done}, tainted("ToBeDeletedByClusterAutoscaler"), true, 200, 503, 503},
 		{"the node is being deleted", []sink.Status{done}, &api.Node{Deleting: true}, true, 200, 503, 503},
 		{"one sink has not programmed everything", []sink.Status{done, {WaitingSince: now}}, nil, false, 200, 200, 503},

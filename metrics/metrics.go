@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package metrics shows what kpng does as Prometheus metrics. It turns the
-// observer hooks of the other packages into collectors in a registry that the
-// caller hands in; nothing is registered globally.
+// Package metrics exports Prometheus metrics of kpng. It turns the observer hooks of
+// other packages into collectors. It registers them with a registry of the caller and
+// nothing globally.
 //
 //	registry := prometheus.NewRegistry()
 //	m, err := metrics.New(registry, metrics.Options{})
 //	…
 //	sink.Run(ctx, source, s, sink.Options{Name: "nftables", Observer: m.Sink("nftables")})
 //
-// Names begin with kpng_. A program that stands in for kube-proxy, whose
-// dashboards and alerts should go on working, also gets kube-proxy's own names.
+// Names begin with kpng_. A replacement for kube-proxy can also export kube-proxy's
+// names, so that its dashboards and alerts continue to work.
 package metrics
 
 import (
@@ -23,24 +23,23 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promauto"
 )
 
-// Options says which metrics there are.
+// Options selects the metrics.
 type Options struct {
-	// KubeProxy adds kube-proxy's names (kubeproxy_…) to kpng's own. They carry
-	// no label for the sink: use it where one sink does kube-proxy's work.
-	// Default: false.
+	// KubeProxy adds metrics with kube-proxy's names (kubeproxy_…). They have no label for
+	// the sink, so only one sink should do kube-proxy's work. Default: false.
 	KubeProxy bool
 }
 
 // Metrics holds the collectors. It is safe for concurrent use.
 type Metrics struct {
 	sinks     *sinkMetrics
-	kubeProxy []*series // one if Options.KubeProxy is set
+	kubeProxy []*series // has one element if Options.KubeProxy is set
 }
 
-// New registers the collectors with r. It fails if r has collectors of these
-// names already, and then leaves r as it was.
+// New registers the collectors with r. It fails if r already has collectors with these
+// names, and then registers nothing.
 func New(r prometheus.Registerer, opts Options) (*Metrics, error) {
-	all := prometheus.NewRegistry() // a collector, so that all are registered or none
+	all := prometheus.NewRegistry() // a single collector, so that all metrics are registered or none
 	m := &Metrics{sinks: newSinkMetrics(promauto.With(all))}
 	if opts.KubeProxy {
 		m.kubeProxy = []*series{newKubeProxySeries(promauto.With(all))}
@@ -51,7 +50,7 @@ func New(r prometheus.Registerer, opts Options) (*Metrics, error) {
 	return m, nil
 }
 
-// Sink returns the observer for the driver of the named sink.
+// Sink returns the observer of the named sink's driver.
 func (m *Metrics) Sink(name string) sink.Observer {
 	own := m.sinks.of(name)
 	all := append([]*series{&own.series}, m.kubeProxy...)
@@ -87,13 +86,13 @@ func (m *Metrics) Sink(name string) sink.Observer {
 	}
 }
 
-// series are the metrics of a sink that kube-proxy has as well.
+// series are the metrics of a sink that kube-proxy also has.
 type series struct {
 	full, partial, programming prometheus.Observer
 	lastQueued, lastSynced     prometheus.Gauge
 	pending                    prometheus.Gauge
 	changes                    prometheus.Counter
-	duration                   prometheus.Observer // of any Sync; nil for none
+	duration                   prometheus.Observer // of every Sync; nil for none
 }
 
 func (s *series) synced(r sink.SyncResult) {
@@ -112,11 +111,11 @@ func (s *series) synced(r sink.SyncResult) {
 	}
 }
 
-// syncBuckets are kube-proxy's: 1 ms to 16 s.
+// syncBuckets are kube-proxy's buckets: 1 ms to 16 s.
 var syncBuckets = prometheus.ExponentialBuckets(0.001, 2, 15)
 
-// programmingBuckets are kube-proxy's, which the network programming latency
-// SLI is computed from: 0.25 s to 5 min.
+// programmingBuckets are kube-proxy's buckets for the network programming latency SLI:
+// 0.25 s to 5 min.
 var programmingBuckets = slices.Concat(
 	prometheus.LinearBuckets(0.25, 0.25, 2),
 	prometheus.LinearBuckets(1, 1, 59),
@@ -124,8 +123,8 @@ var programmingBuckets = slices.Concat(
 	prometheus.LinearBuckets(120, 30, 7),
 )
 
-// newKubeProxySeries returns metrics with kube-proxy's names and meaning, as far as they
-// apply to a proxy that does not rewrite its rules as a whole.
+// newKubeProxySeries returns metrics with kube-proxy's names and meaning. It omits those
+// that do not apply to a proxy with incremental updates.
 func newKubeProxySeries(f promauto.Factory) *series {
 	histogram := func(name, help string, buckets []float64) prometheus.Histogram {
 		return f.NewHistogram(prometheus.HistogramOpts{Namespace: "kubeproxy", Name: name, Help: help, Buckets: buckets})
@@ -134,20 +133,20 @@ func newKubeProxySeries(f promauto.Factory) *series {
 		return f.NewGauge(prometheus.GaugeOpts{Namespace: "kubeproxy", Name: name, Help: help})
 	}
 	return &series{
-		duration:    histogram("sync_proxy_rules_duration_seconds", "How long a sync took.", syncBuckets),
-		full:        histogram("sync_full_proxy_rules_duration_seconds", "How long a full sync took.", syncBuckets),
-		partial:     histogram("sync_partial_proxy_rules_duration_seconds", "How long a partial sync took.", syncBuckets),
-		programming: histogram("network_programming_duration_seconds", "Time from an endpoint change to its being programmed.", programmingBuckets),
-		lastQueued:  gauge("sync_proxy_rules_last_queued_timestamp_seconds", "When a sync was last queued."),
-		lastSynced:  gauge("sync_proxy_rules_last_timestamp_seconds", "When a sync last succeeded."),
+		duration:    histogram("sync_proxy_rules_duration_seconds", "Duration of a sync.", syncBuckets),
+		full:        histogram("sync_full_proxy_rules_duration_seconds", "Duration of a full sync.", syncBuckets),
+		partial:     histogram("sync_partial_proxy_rules_duration_seconds", "Duration of a partial sync.", syncBuckets),
+		programming: histogram("network_programming_duration_seconds", "Time from an endpoint change until it is programmed.", programmingBuckets),
+		lastQueued:  gauge("sync_proxy_rules_last_queued_timestamp_seconds", "Time when a sync was last queued."),
+		lastSynced:  gauge("sync_proxy_rules_last_timestamp_seconds", "Time when a sync last succeeded."),
 		changes: f.NewCounter(prometheus.CounterOpts{
-			Namespace: "kubeproxy", Name: "sync_proxy_rules_service_changes_total", Help: "Changes of services, their endpoints included.",
+			Namespace: "kubeproxy", Name: "sync_proxy_rules_service_changes_total", Help: "Changes of services, including their endpoints.",
 		}),
-		pending: gauge("sync_proxy_rules_service_changes_pending", "Changes of services, their endpoints included, that wait for a sync."),
+		pending: gauge("sync_proxy_rules_service_changes_pending", "Changes of services, including their endpoints, that wait for a sync."),
 	}
 }
 
-// sinkMetrics are kpng's own, one series a sink.
+// sinkMetrics are kpng's own metrics, with one series for each sink.
 type sinkMetrics struct {
 	duration, programming                    *prometheus.HistogramVec
 	errors, changes, verified                *prometheus.CounterVec
@@ -168,13 +167,13 @@ func newSinkMetrics(f promauto.Factory) *sinkMetrics {
 		return f.NewCounterVec(prometheus.CounterOpts(opts(name, help)), labels)
 	}
 	return &sinkMetrics{
-		duration:    histogram("sync_duration_seconds", "How long it took to deliver everything (full), or what changed (partial).", syncBuckets, "sink", "type"),
-		errors:      counter("sync_errors_total", "Syncs that were not acknowledged as a whole, by kind (all: nothing was; some: some services were not).", "sink", "kind"),
-		programming: histogram("network_programming_duration_seconds", "Time from the oldest endpoint change in a service to its being programmed.", programmingBuckets, "sink"),
-		lastQueued:  gauge("sync_last_queued_timestamp_seconds", "When a change was last seen waiting."),
-		lastSynced:  gauge("sync_last_timestamp_seconds", "When a sync was last acknowledged as a whole."),
-		changes:     counter("service_changes_total", "Services that were delivered to the sink.", "sink"),
-		pending:     gauge("service_changes_pending", "Services that wait to be delivered, or delivered again."),
+		duration:    histogram("sync_duration_seconds", "Duration of a whole pass (full) or of a sync of changes (partial).", syncBuckets, "sink", "type"),
+		errors:      counter("sync_errors_total", "Syncs with failures, by kind (all: nothing was acknowledged; some: some services failed).", "sink", "kind"),
+		programming: histogram("network_programming_duration_seconds", "Time from the oldest endpoint change of a service until it is programmed.", programmingBuckets, "sink"),
+		lastQueued:  gauge("sync_last_queued_timestamp_seconds", "Time when changes last began to wait."),
+		lastSynced:  gauge("sync_last_timestamp_seconds", "Time when a sync last succeeded without failures."),
+		changes:     counter("service_changes_total", "Services delivered to the sink.", "sink"),
+		pending:     gauge("service_changes_pending", "Services that wait for a delivery or a retry."),
 		failing:     gauge("services_failing", "Services whose last sync failed."),
 		verified:    counter("verify_total", "Verifications of the dataplane, by result (ok or error).", "sink", "result"),
 	}
@@ -203,7 +202,7 @@ func (m *sinkMetrics) of(sink string) *sinkSeries {
 	}
 }
 
-// judged counts failures.
+// judged counts the failures of a Sync.
 func (s *sinkSeries) judged(r sink.SyncResult) {
 	s.failing.Set(float64(r.Failing))
 	if _, some := sink.Acknowledged(r.Err); r.Err != nil && some {

@@ -40,33 +40,33 @@ func TestWhatASinkDoesIsCounted(t *testing.T) {
 	observe(m.Sink("test"))
 
 	want := `
-# HELP kpng_sink_service_changes_pending Services that wait to be delivered, or delivered again.
+# HELP kpng_sink_service_changes_pending Services that wait for a delivery or a retry.
 # TYPE kpng_sink_service_changes_pending gauge
 kpng_sink_service_changes_pending{sink="test"} 3
-# HELP kpng_sink_service_changes_total Services that were delivered to the sink.
+# HELP kpng_sink_service_changes_total Services delivered to the sink.
 # TYPE kpng_sink_service_changes_total counter
 kpng_sink_service_changes_total{sink="test"} 11
 # HELP kpng_sink_services_failing Services whose last sync failed.
 # TYPE kpng_sink_services_failing gauge
 kpng_sink_services_failing{sink="test"} 1
-# HELP kpng_sink_sync_errors_total Syncs that were not acknowledged as a whole, by kind (all: nothing was; some: some services were not).
+# HELP kpng_sink_sync_errors_total Syncs with failures, by kind (all: nothing was acknowledged; some: some services failed).
 # TYPE kpng_sink_sync_errors_total counter
 kpng_sink_sync_errors_total{kind="all",sink="test"} 1
 kpng_sink_sync_errors_total{kind="some",sink="test"} 1
-# HELP kpng_sink_sync_last_queued_timestamp_seconds When a change was last seen waiting.
+# HELP kpng_sink_sync_last_queued_timestamp_seconds Time when changes last began to wait.
 # TYPE kpng_sink_sync_last_queued_timestamp_seconds gauge
 kpng_sink_sync_last_queued_timestamp_seconds{sink="test"} 1000.5
 # HELP kpng_sink_verify_total Verifications of the dataplane, by result (ok or error).
 # TYPE kpng_sink_verify_total counter
 kpng_sink_verify_total{result="error",sink="test"} 1
 kpng_sink_verify_total{result="ok",sink="test"} 1
-# HELP kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds When a sync was last queued.
+# HELP kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds Time when a sync was last queued.
 # TYPE kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds gauge
 kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds 1000.5
-# HELP kubeproxy_sync_proxy_rules_service_changes_pending Changes of services, their endpoints included, that wait for a sync.
+# HELP kubeproxy_sync_proxy_rules_service_changes_pending Changes of services, including their endpoints, that wait for a sync.
 # TYPE kubeproxy_sync_proxy_rules_service_changes_pending gauge
 kubeproxy_sync_proxy_rules_service_changes_pending 3
-# HELP kubeproxy_sync_proxy_rules_service_changes_total Changes of services, their endpoints included.
+# HELP kubeproxy_sync_proxy_rules_service_changes_total Changes of services, including their endpoints.
 # TYPE kubeproxy_sync_proxy_rules_service_changes_total counter
 kubeproxy_sync_proxy_rules_service_changes_total 11
 `
@@ -203,7 +203,7 @@ func TestErrorsAreCountedAsTheyAcknowledge(t *testing.T) {
 	failed := &sink.Failed{types.NamespacedName{Namespace: "ns", Name: "a"}: errors.New("one of them")}
 	m.Sink("s").Synced(sink.SyncResult{Err: errors.Join(failed, errors.New("the whole table is gone"))})
 	want := `
-# HELP kpng_sink_sync_errors_total Syncs that were not acknowledged as a whole, by kind (all: nothing was; some: some services were not).
+# HELP kpng_sink_sync_errors_total Syncs with failures, by kind (all: nothing was acknowledged; some: some services failed).
 # TYPE kpng_sink_sync_errors_total counter
 kpng_sink_sync_errors_total{kind="all",sink="s"} 1
 kpng_sink_sync_errors_total{kind="some",sink="s"} 0

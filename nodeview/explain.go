@@ -10,70 +10,71 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Explanation is a [View] with the reason of every decision in it. Its String
-// is for people to read, its JSON for programs.
+// Explanation is a [View] with the reason of every decision. String returns text for
+// people, and JSON serves programs.
 type Explanation struct {
-	// Service is what was asked about, zero if not even that is known.
+	// Service is the service in question, or zero if unknown.
 	Service types.NamespacedName
-	// Node and Zone are where the view is taken from, empty if not known.
+	// Node and Zone are the node and zone of the view, or empty if unknown.
 	Node string `json:",omitempty"`
 	Zone string `json:",omitempty"`
-	// View is what [View] returns. If it is nil there is nothing else, and Absent
-	// says why.
+	// View is the result of [View]. If it is nil, Absent has the reason and all other fields
+	// are empty.
 	View   *api.ServiceEndpoints `json:",omitempty"`
 	Absent string                `json:",omitempty"`
-	// InternalLocal and ExternalLocal say which traffic policies are Local, those
-	// that do not count left out.
+	// InternalLocal and ExternalLocal report which effective traffic policies are Local.
 	InternalLocal, ExternalLocal bool
 	// Lists explains the lists of each service port and family.
 	Lists []ListExplanation `json:",omitempty"`
-	// Skipped are endpoints that no list considers.
+	// Skipped are endpoints that are candidates for no list.
 	Skipped []EndpointExplanation `json:",omitempty"`
-	// Frontends and Unserved are what the functions of that name yield.
+	// Frontends and Unserved are the results of the functions of the same names.
 	Frontends []Frontend         `json:",omitempty"`
 	Unserved  []UnservedFrontend `json:",omitempty"`
 }
 
-// ListExplanation says how the lists of one service port and family came about.
+// ListExplanation explains the lists of one service port and family.
 type ListExplanation struct {
-	// Port is the service port, nil for all ports.
+	// Port is the service port, or nil for all ports.
 	Port   *api.PortMapping `json:",omitempty"`
 	Family api.Family
-	// Usable says that some endpoint in the cluster is usable. Otherwise the
-	// frontends of the port and family reject.
+	// Usable reports whether some endpoint in the cluster is usable. If not, the frontends
+	// of the port and family reject connections.
 	Usable   bool
 	Topology Topology
-	// Endpoints are in order of address.
+	// Endpoints are sorted by address.
 	Endpoints []EndpointExplanation `json:",omitempty"`
 }
 
-// EndpointExplanation says why an endpoint is on each list, or not. On lists
-// of its own it is for one service port; among the skipped it is for all.
+// EndpointExplanation has the reason why an endpoint is, or is not, on each list. In
+// ListExplanation it applies to one service port; in Skipped it applies to all ports.
 type EndpointExplanation struct {
-	// Slice is the name of the slice that the endpoint is from.
+	// Slice is the name of the endpoint's slice.
 	Slice    string
 	Endpoint *api.SliceEndpoint
-	// TargetPort is the port at the endpoint, 0 if there is none or any.
+	// TargetPort is the port at the endpoint, or 0 if it has none or takes any.
 	TargetPort int32 `json:",omitempty"`
-	// Internal, External and ShortCircuit are the lists api.Scopes names Internal,
-	// External and Cluster. ShortCircuit is 0 unless the external policy is Local.
+	// Internal, External and ShortCircuit are the reasons for the lists that api.Scopes
+	// names Internal, External and Cluster. ShortCircuit is 0 unless the external policy is
+	// Local.
 	Internal     Reason `json:",omitzero"`
 	External     Reason `json:",omitzero"`
 	ShortCircuit Reason `json:",omitzero"`
-	// Preferred names the slice whose entry counts instead, for outDuplicate.
+	// Preferred is the slice whose entry is used instead, for outDuplicate.
 	Preferred string `json:",omitempty"`
 }
 
-// Explain returns the node's view of s, as [View] does, with all reasons.
+// Explain returns the node's view of s, as [View] does, with the reasons of all
+// decisions.
 func Explain(s *api.ServiceState, node *api.Node) *Explanation {
-	here := placeOf(node)
+	here := locationOf(node)
 	e := &Explanation{Node: here.node, Zone: here.zone}
 	switch {
 	case s.Service == nil:
-		e.Absent = "no such service is served"
+		e.Absent = "service not found or not selected"
 		if len(s.Slices) > 0 {
 			e.Service = s.Slices[0].ServiceKey()
-			e.Absent += ", though slices name it"
+			e.Absent += ", but slices refer to it"
 		}
 		return e
 	case s.Service.Type == api.ExternalName:
@@ -90,23 +91,23 @@ func Explain(s *api.ServiceState, node *api.Node) *Explanation {
 	return e
 }
 
-// trace writes down what view decides. A nil one does not.
+// trace records the decisions of view. A nil trace records nothing.
 type trace struct {
 	to  *Explanation
 	pol policies
 }
 
-// skipped notes an endpoint that is no candidate.
+// skipped records an endpoint that is not a candidate.
 func (t *trace) skipped(slice *api.EndpointSlice, ep *api.SliceEndpoint, why Reason) {
 	if t == nil {
 		return
 	}
-	t.to.Skipped = append(t.to.Skipped, t.endpoint(slice, ep, 0, membership{why, why}))
+	t.to.Skipped = append(t.to.Skipped, t.endpoint(slice, ep, 0, listReasons{why, why}))
 }
 
-// decided notes what was found out about the candidates lo to hi, those of
-// family f, for the port at index p.
-func (t *trace) decided(c *contest, p int, f api.Family, found *tally, lo, hi int) {
+// decided records the result for the candidates lo to hi, which have family f, for the
+// port at index p.
+func (t *trace) decided(c *selection, p int, f api.Family, found *endpointCounts, lo, hi int) {
 	if t == nil {
 		return
 	}
@@ -114,7 +115,7 @@ func (t *trace) decided(c *contest, p int, f api.Family, found *tally, lo, hi in
 	for i := lo; i < hi; i++ {
 		cand := &c.candidates[i]
 		target := max(0, c.target(p, i))
-		ep := t.endpoint(c.slices[cand.slice], cand.ep, target, c.member(p, i))
+		ep := t.endpoint(c.slices[cand.slice], cand.ep, target, c.reasonsAt(p, i))
 		if ep.Internal == outDuplicate {
 			ep.Preferred = c.slices[c.preferredTo(p, i).slice].Name
 		}
@@ -123,7 +124,7 @@ func (t *trace) decided(c *contest, p int, f api.Family, found *tally, lo, hi in
 	t.to.Lists = append(t.to.Lists, list)
 }
 
-func (t *trace) endpoint(slice *api.EndpointSlice, ep *api.SliceEndpoint, target int32, m membership) EndpointExplanation {
+func (t *trace) endpoint(slice *api.EndpointSlice, ep *api.SliceEndpoint, target int32, m listReasons) EndpointExplanation {
 	e := EndpointExplanation{
 		Slice:      slice.Name,
 		Endpoint:   ep,
@@ -137,17 +138,17 @@ func (t *trace) endpoint(slice *api.EndpointSlice, ep *api.SliceEndpoint, target
 	return e
 }
 
-// preferredTo returns the candidate that dropDuplicates preferred to the one at
-// index i for the port at index p.
-func (c *contest) preferredTo(p, i int) *candidate {
+// preferredTo returns the candidate that replaced the duplicate at index i, for the port
+// at index p.
+func (c *selection) preferredTo(p, i int) *candidate {
 	j := slices.IndexFunc(c.candidates, func(o candidate) bool { return o.addr == c.candidates[i].addr })
-	for !c.member(p, j).competes() || c.target(p, j) != c.target(p, i) {
+	for !c.reasonsAt(p, j).eligible() || c.target(p, j) != c.target(p, i) {
 		j++
 	}
 	return &c.candidates[j]
 }
 
-// addrPort prints an endpoint's address, with its port if it has one.
+// addrPort formats an endpoint's address, with its port if it has one.
 func addrPort(a netip.Addr, port int32) string {
 	if port == 0 {
 		return a.String()

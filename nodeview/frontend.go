@@ -32,21 +32,20 @@ var kindNames = [...]string{ClusterIP: "ClusterIP", LoadBalancerIP: "LoadBalance
 // String returns the name of the constant.
 func (k Kind) String() string { return text(kindNames[:], k) }
 
-// FrontendKey says where a frontend is. It is comparable, and unique within a
-// service.
+// FrontendKey identifies a frontend within its service. It is comparable.
 type FrontendKey struct {
 	Kind Kind
-	// Addr is the zero Addr for a node port: any node address of Family that the
-	// backend admits.
+	// Addr is the address, or the zero Addr for a node port: any node address of Family that
+	// the backend admits.
 	Addr   netip.Addr `json:",omitzero"`
 	Family api.Family
-	// Protocol and Port, 1 to 65535, are 0 if the frontend takes every protocol
-	// and port of the address (Service.AllPorts).
+	// Protocol and Port, 1 to 65535, are 0 if the frontend takes every protocol and port of
+	// the address (Service.AllPorts).
 	Protocol api.Protocol `json:",omitempty"`
 	Port     int32        `json:",omitempty"`
 }
 
-// String returns the key as in "ClusterIP 10.96.0.10:53/UDP", "NodePort
+// String returns the key in the form "ClusterIP 10.96.0.10:53/UDP", "NodePort
 // IPv4:30053/UDP" or "ExternalIP 10.0.0.55".
 func (k FrontendKey) String() string {
 	addr := k.Addr.String()
@@ -62,7 +61,7 @@ func (k FrontendKey) String() string {
 	return k.Kind.String() + " " + addr + ":" + strconv.Itoa(int(k.Port)) + "/" + k.Protocol.String()
 }
 
-// Claim returns what the frontend takes for its service alone.
+// Claim returns the claim that the frontend needs for its service alone.
 func (k FrontendKey) Claim() api.Claim {
 	addr := k.Addr
 	if k.Kind == NodePort {
@@ -71,56 +70,54 @@ func (k FrontendKey) Claim() api.Claim {
 	return api.Claim{IP: addr, Protocol: k.Protocol, Port: k.Port}
 }
 
-// Frontend is something to program, with everything decided. Frontends of one
-// service port and family share their lists; do not change them.
+// Frontend is a frontend to program, with every decision made. Frontends of one service
+// port and family share their lists, which must not be modified.
 type Frontend struct {
 	FrontendKey
-	// ServicePort is the service port that is served, nil for all ports.
+	// ServicePort is the service port, or nil for all ports.
 	ServicePort *api.PortMapping `json:",omitempty"`
 
-	// Elsewhere is what becomes of traffic that does not start on this node.
+	// Elsewhere applies to traffic that does not start on this node.
 	Elsewhere Traffic
-	// Node is what becomes of traffic that starts on this node: that of the node
-	// itself and, as far as the backend can tell, of its pods. It differs from
-	// Elsewhere for external frontends with externalTrafficPolicy Local, whose
-	// list is short-circuited.
+	// Node applies to traffic that starts on this node: in the node itself and, as far as
+	// the backend can detect it, in its pods. It differs from Elsewhere for external
+	// frontends with externalTrafficPolicy Local, whose list is short-circuited.
 	Node Traffic
 
-	// Sources says who gets in. It comes before all else, for sources on this
-	// node too: who does not get in is dropped.
+	// Sources are the admitted sources. A backend checks them first, also for sources on
+	// this node, and drops all other traffic.
 	Sources Sources `json:",omitzero"`
-	// Masquerade says whose connections get a source address of this node.
+	// Masquerade selects the connections whose source becomes an address of this node.
 	Masquerade Masquerade
-	// Affinity is how long, after its last new connection, a client address
-	// keeps its endpoint; 0 means there is no affinity. It is kept per service
-	// port, and leads to an endpoint only while that is on the list that the
-	// client's traffic uses.
+	// Affinity is how long a client address keeps its endpoint after its last new
+	// connection; 0 means no affinity. Affinity is kept per service port. It applies only
+	// while the endpoint is on the list that the client's traffic uses.
 	Affinity time.Duration `json:",omitempty"`
 }
 
-// Traffic is what becomes of some of a frontend's traffic.
+// Traffic is the decision for one part of a frontend's traffic.
 type Traffic struct {
 	Verdict Verdict
-	// List identifies Endpoints among the lists of the service. It is 0 unless
-	// Verdict is Forward.
+	// List identifies Endpoints among the lists of the service. It is 0 unless Verdict is
+	// Forward.
 	List ListID `json:"-"`
-	// Endpoints are those to balance over, all of the frontend's family, in order
-	// of address and ports. It is empty unless Verdict is Forward.
+	// Endpoints are the endpoints to balance over, all of the frontend's family, sorted by
+	// address and ports. It is empty unless Verdict is Forward.
 	Endpoints []Target `json:",omitempty"`
 }
 
-// ListID identifies a list of endpoints within its service, for backends that keep
-// lists (as groups or maps, say) beside frontends. It is comparable and never 0.
+// ListID identifies a list of endpoints within its service. It is for backends that keep
+// lists apart from frontends, as groups or maps. It is comparable and never 0.
 //
-// Within one view, lists have the same ListID if and only if they have the same
-// endpoints with the same ports, whichever frontends use them. From one view of the
-// service to the next a list keeps its ListID while endpoints come and go, in this
-// process and in others, except where it becomes equal to another list of the
-// service or stops to be so. A backend may always compare the lists of two views by
-// their identities: what it has to change is what became of each.
+// Within one view, lists have the same ListID if and only if they have the same endpoints
+// with the same ports, whichever frontends use them. From one view to the next a list
+// keeps its ListID while its endpoints change, in this process and in others. The
+// exception is a list that becomes equal to another list of the service, or ceases to be
+// equal. A backend may always compare the lists of two views by ListID and program the
+// differences.
 type ListID uint64
 
-// listID returns the identity of the Local or the Cluster list of a port and family.
+// listID returns the ID of the Local or the Cluster list of a port and family.
 func listID(port *api.PortMapping, family api.Family, local bool) ListID {
 	id := ListID(family) << 32
 	if local {
@@ -135,22 +132,22 @@ func listID(port *api.PortMapping, family api.Family, local bool) ListID {
 // Target is an endpoint of a frontend.
 type Target struct {
 	*api.Endpoint
-	// Port is the port at the endpoint, 0 if the port stays what it is.
+	// Port is the port at the endpoint, or 0 if the destination port does not change.
 	Port int32 `json:",omitempty"`
 }
 
-// Verdict says what to do with a new connection.
+// Verdict is the treatment of a new connection.
 type Verdict uint8
 
 // The verdicts.
 const (
-	// Forward: to one of the endpoints.
+	// Forward sends it to one of the endpoints.
 	Forward Verdict = iota
-	// Reject: TCP reset, or port unreachable. No endpoint in the whole cluster is
-	// usable.
+	// Reject answers with a TCP reset or ICMP port unreachable. No endpoint in the cluster
+	// is usable.
 	Reject
-	// Drop: silently. Only other nodes have usable endpoints; whoever sent the
-	// traffic here will notice, and the client must retry.
+	// Drop discards it silently. Only other nodes have usable endpoints. The load balancer
+	// will notice, and the client must retry.
 	Drop
 )
 
@@ -159,20 +156,22 @@ var verdictNames = [...]string{Forward: "Forward", Reject: "Reject", Drop: "Drop
 // String returns the name of the constant.
 func (v Verdict) String() string { return text(verdictNames[:], v) }
 
-// Masquerade says whose connections through a frontend get a source address of
-// this node. Those of an endpoint of this node that reaches itself (hairpin) always do.
+// Masquerade selects the connections through a frontend whose source becomes an address
+// of this node. Hairpin connections, from an endpoint of this node to itself, are always
+// masqueraded.
 type Masquerade uint8
 
 // The masquerade rules.
 const (
-	// MasqueradeIfAsked: those from outside the pod network, if the backend's
-	// option (masquerade all, or cluster CIDR) asks for it. It holds for cluster IPs.
+	// MasqueradeIfAsked selects connections from outside the pod network if the backend's
+	// options (masquerade all, or cluster CIDR) request it. It applies to cluster IPs.
 	MasqueradeIfAsked Masquerade = iota
-	// MasqueradeAll: all. It holds for external frontends with policy Cluster.
+	// MasqueradeAll selects all connections. It applies to external frontends with policy
+	// Cluster.
 	MasqueradeAll
-	// MasqueradeNode: those of the node itself, which are short-circuited, but not
-	// those of its pods, and never what comes from elsewhere. It holds for
-	// external frontends with policy Local.
+	// MasqueradeNode selects short-circuited connections of the node itself, but not those
+	// of its pods, and never connections from elsewhere. It applies to external frontends
+	// with policy Local.
 	MasqueradeNode
 )
 
@@ -181,14 +180,13 @@ var masqueradeNames = [...]string{MasqueradeIfAsked: "MasqueradeIfAsked", Masque
 // String returns the name of the constant.
 func (m Masquerade) String() string { return text(masqueradeNames[:], m) }
 
-// Frontends yields what is to be programmed for se, by service port, then by
-// family, then by kind, each as the service lists them. No two have the same
-// address, protocol and port. Of a nil se, the view of a service that is gone,
-// there are none.
+// Frontends yields the frontends to program for se, by service port, then family, then
+// kind, each in the order of the service. No two have the same address, protocol and
+// port. A nil se, the view of a deleted service, has none.
 func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
 		lists := portLists{se: se}
-		for s := range sites(se) {
+		for s := range namedFrontends(se) {
 			if s.Fault != 0 {
 				continue
 			}
@@ -202,7 +200,7 @@ func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 	}
 }
 
-// frontend decides all about the frontend at s.
+// frontend returns the frontend of s with every decision made.
 func frontend(s UnservedFrontend, lists *portLists) Frontend {
 	svc := lists.se.Service
 	f := Frontend{
@@ -221,28 +219,27 @@ func frontend(s UnservedFrontend, lists *portLists) Frontend {
 	return f
 }
 
-// portLists are the lists of one service port and family, which all its
-// frontends share.
+// portLists are the lists of one service port and family. All its frontends share them.
 type portLists struct {
 	se                               *api.ServiceEndpoints
 	port                             *api.PortMapping
 	family                           api.Family
 	internal, external, shortCircuit list
-	// distinct are the lists of all ports and families so far, each once.
+	// distinct are the different lists of all ports and families so far.
 	distinct []list
 }
 
-// list is a list of endpoints and its identity.
+// list is a list of endpoints with its ID.
 type list struct {
 	id      ListID
 	targets []Target
 }
 
-// next goes on to another port or family.
+// next prepares the lists of the next port and family.
 func (l *portLists) next(port *api.PortMapping, family api.Family) {
 	l.port, l.family = port, family
-	// Where both policies are the same, so are the lists; and with one of them
-	// Cluster, its list is the Cluster list.
+	// Equal policies have equal lists. If one policy is Cluster, its list is the Cluster
+	// list.
 	pol := policiesOf(l.se.Service)
 	l.internal = l.list(pol.internalLocal, func(s api.Scopes) bool { return s.Internal })
 	l.external = l.internal
@@ -259,8 +256,8 @@ func (l *portLists) next(port *api.PortMapping, family api.Family) {
 	}
 }
 
-// list returns the Local or the Cluster list, which has the endpoints with the scope.
-// If another list of the service is equal, it returns that one.
+// list returns the Local or the Cluster list: the endpoints that have the scope. If an
+// equal list of the service exists, it returns that one.
 func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
 	targets := targets(l.se, l.port, l.family, scope)
 	if len(targets) == 0 {
@@ -307,7 +304,7 @@ func (l *portLists) traffic(list list) Traffic {
 	return Traffic{Verdict: l.verdict(list.targets), List: list.id, Endpoints: list.targets}
 }
 
-// verdict decides about traffic that uses list.
+// verdict returns the verdict for traffic that uses list.
 func (l *portLists) verdict(list []Target) Verdict {
 	switch {
 	case len(list) > 0:
@@ -319,7 +316,7 @@ func (l *portLists) verdict(list []Target) Verdict {
 	}
 }
 
-// masquerade decides whose source address changes at a frontend.
+// masquerade returns the masquerade rule of a frontend.
 func masquerade(svc *api.Service, k Kind) Masquerade {
 	switch {
 	case k == ClusterIP:
@@ -331,8 +328,7 @@ func masquerade(svc *api.Service, k Kind) Masquerade {
 	}
 }
 
-// affinity returns the time-out of the service's session affinity, 0 if it has
-// none.
+// affinity returns the session affinity timeout of the service, or 0 if it has none.
 func affinity(svc *api.Service) time.Duration {
 	if svc.SessionAffinity.ClientIP == nil {
 		return 0
@@ -340,9 +336,9 @@ func affinity(svc *api.Service) time.Duration {
 	return time.Duration(svc.SessionAffinity.ClientIP.TimeoutSeconds) * time.Second
 }
 
-// HealthCheckPort returns the node port on which load balancers ask whether
-// this node has endpoints of svc, 0 if there is none. Only services of type
-// LoadBalancer with externalTrafficPolicy Local have one.
+// HealthCheckPort returns the node port on which load balancers check whether this node
+// has endpoints of svc, or 0 if there is none. Only services of type LoadBalancer with
+// externalTrafficPolicy Local have one.
 func HealthCheckPort(svc *api.Service) int32 {
 	if svc.Type != api.LoadBalancer || !externalPolicyLocal(svc) {
 		return 0
@@ -350,8 +346,8 @@ func HealthCheckPort(svc *api.Service) int32 {
 	return svc.HealthCheckNodePort
 }
 
-// ReadyLocal returns what the health-check node port answers about a family:
-// how many distinct addresses the ready endpoints on this node have.
+// ReadyLocal returns the number of distinct addresses of ready endpoints on this node.
+// The health-check node port reports it for each family.
 func ReadyLocal(se *api.ServiceEndpoints, family api.Family) int {
 	n := 0
 	var last netip.Addr

@@ -138,7 +138,7 @@ func TestFrontends(t *testing.T) {
 		name:     "a service without ports has no frontends",
 		service:  service(ports()),
 		slices:   oneReady,
-		unserved: "ClusterIP 10.96.0.1: there is no port number",
+		unserved: "ClusterIP 10.96.0.1: it has no port number",
 	}, {
 		name: "ports that cannot be served are reported",
 		service: service(ports("a=80", "b=80", "c=0", "d=53"), func(s *api.Service) {
@@ -148,8 +148,8 @@ func TestFrontends(t *testing.T) {
 			10.0.0.1 ready`,
 		want: "ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
 		unserved: `ClusterIP 10.96.0.1:80/TCP: an earlier port of the service has the same number and protocol, or name
-			ClusterIP 10.96.0.1:0/TCP: there is no port number
-			ClusterIP 10.96.0.1:53/Protocol(0): the protocol is not known`,
+			ClusterIP 10.96.0.1:0/TCP: it has no port number
+			ClusterIP 10.96.0.1:53/Protocol(0): the protocol is unknown`,
 	}, {
 		name: "of two ports with one node port the first has it",
 		service: service(headless, ports("none=0", "a=80", "b=81"), func(s *api.Service) {
@@ -160,7 +160,7 @@ func TestFrontends(t *testing.T) {
 		slices: `slice a a=8080 b=8081
 			10.0.0.1 ready`,
 		want: "NodePort IPv4:30080/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
-		unserved: `NodePort IPv4:30080/TCP: there is no port number
+		unserved: `NodePort IPv4:30080/TCP: it has no port number
 			NodePort IPv4:30080/TCP: an earlier port of the service has the same number and protocol, or name`,
 	}, {
 		name:    "an address named as external and as load-balancer IP has one frontend",
@@ -187,7 +187,7 @@ func TestLostFrontends(t *testing.T) {
 		slices:   oneReady,
 		lost:     lost("192.0.2.1", api.TCP, 80),
 		want:     "ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
-		unserved: "ExternalIP 192.0.2.1:80/TCP: service default/older holds it",
+		unserved: "ExternalIP 192.0.2.1:80/TCP: service default/older owns it",
 	}, {
 		name:    "the same port of another protocol is not lost",
 		service: service(externalIPs("192.0.2.1"), headless),
@@ -200,13 +200,13 @@ func TestLostFrontends(t *testing.T) {
 		slices:   oneReady,
 		lost:     lost("::", api.TCP, 30080),
 		want:     "NodePort IPv4:30080/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
-		unserved: `NodePort IPv6:30080/TCP: service default/older holds it`,
+		unserved: `NodePort IPv6:30080/TCP: service default/older owns it`,
 	}, {
 		name:     "a whole address",
 		service:  service(mapIP, headless, externalIPs("192.0.2.1")),
 		slices:   oneReady,
 		lost:     lost("192.0.2.1", 0, 0),
-		unserved: "ExternalIP 192.0.2.1: service default/older holds it",
+		unserved: "ExternalIP 192.0.2.1: service default/older owns it",
 	}})
 }
 

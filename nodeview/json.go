@@ -10,7 +10,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// WriteViews writes what a node has to proxy, for scripts: each view on a line.
+// WriteViews writes each view as a line of JSON, for scripts.
 func WriteViews(w io.Writer, views []*api.ServiceEndpoints) error {
 	out := json.NewEncoder(w)
 	for _, view := range views {
@@ -21,10 +21,10 @@ func WriteViews(w io.Writer, views []*api.ServiceEndpoints) error {
 	return nil
 }
 
-// WriteFrontends writes what a node has to program, for scripts: first the node on a
-// line, {} if it is nil, then all [Frontends] of the views, each on a line with the
-// Namespace and Name of its service. Sources are decided for the addresses of node:
-// only those in Ranges are admitted.
+// WriteFrontends writes the node and then all [Frontends] of the views as lines of JSON,
+// for scripts. The first line is the node, {} if it is nil. Each line of a frontend
+// includes the Namespace and Name of its service. Ranges contains all admitted sources:
+// the Own addresses are resolved with the addresses of node.
 func WriteFrontends(w io.Writer, node *api.Node, views []*api.ServiceEndpoints) error {
 	if node == nil {
 		node = &api.Node{}
@@ -59,7 +59,7 @@ type frontendJSON struct {
 	Family    api.Family
 	Protocol  string `json:",omitempty"` // "TCP", "UDP" or "SCTP"
 	Port      int32  `json:",omitempty"`
-	PortName  string `json:",omitempty"` // of the service port
+	PortName  string `json:",omitempty"` // name of the service port
 
 	Elsewhere, Node Traffic
 	Sources         Sources `json:",omitzero"`
@@ -92,7 +92,7 @@ func (t Target) MarshalJSON() ([]byte, error) {
 	}{t.Addr, t.Port, t.Local, t.NodeName})
 }
 
-// MarshalJSON says whether the endpoint is on the list, and why: {"In": true,
+// MarshalJSON returns whether the endpoint is on the list, and the reason: {"In": true,
 // "Why": "ready and on this node"}.
 func (r Reason) MarshalJSON() ([]byte, error) {
 	return json.Marshal(struct {

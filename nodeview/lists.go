@@ -8,27 +8,27 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// place is where the view is taken from.
-type place struct{ node, zone string }
+// location is the node and zone for which a view is computed.
+type location struct{ node, zone string }
 
-func placeOf(n *api.Node) place {
+func locationOf(n *api.Node) location {
 	if n == nil {
-		return place{}
+		return location{}
 	}
-	return place{node: n.Name, zone: n.Zone()}
+	return location{node: n.Name, zone: n.Zone()}
 }
 
-// runs reports whether ep runs on this node. Without a node name, nothing does.
-func (h place) runs(ep *api.SliceEndpoint) bool { return h.node != "" && ep.NodeName == h.node }
+// runs reports whether ep runs on this node. Without a node name, no endpoint does.
+func (h location) runs(ep *api.SliceEndpoint) bool { return h.node != "" && ep.NodeName == h.node }
 
-// hintedNode reports whether ep should be preferred by this node.
-func (h place) hintedNode(ep *api.SliceEndpoint) bool {
+// hintedNode reports whether ep is hinted for this node.
+func (h location) hintedNode(ep *api.SliceEndpoint) bool {
 	return h.node != "" && slices.Contains(hints(ep).ForNodes, h.node)
 }
 
-// hintedZone reports whether ep should be preferred by this node's zone. A node
-// without a zone never matches.
-func (h place) hintedZone(ep *api.SliceEndpoint) bool {
+// hintedZone reports whether ep is hinted for this node's zone. A node without a zone
+// never matches.
+func (h location) hintedZone(ep *api.SliceEndpoint) bool {
 	return h.zone != "" && slices.Contains(hints(ep).ForZones, h.zone)
 }
 
@@ -39,30 +39,28 @@ func hints(ep *api.SliceEndpoint) api.Hints {
 	return *ep.Hints
 }
 
-// membership says of an endpoint why it is, or is not, on the two lists that
-// are made for each port and family. Its zero value is undecided: the endpoint
-// is still in the contest.
-type membership struct{ cluster, local Reason }
+// listReasons holds the reasons why an endpoint is, or is not, on the Cluster list and
+// the Local list of a port and family. The zero value is undecided.
+type listReasons struct{ cluster, local Reason }
 
-// competes reports whether the endpoint serves the port and is no duplicate.
-func (m membership) competes() bool { return m.cluster != outNoPort && m.cluster != outDuplicate }
+// eligible reports whether the endpoint serves the port and is not a duplicate.
+func (m listReasons) eligible() bool { return m.cluster != outNoPort && m.cluster != outDuplicate }
 
-// tally is what the lists of one port and family depend on besides the
-// endpoint itself.
-type tally struct {
+// endpointCounts summarizes the endpoints of one port and family. The lists depend on it.
+type endpointCounts struct {
 	ready     int
 	readyHere int
-	usable    bool // see usable
-	nodeHints hintTally
-	zoneHints hintTally
+	usable    bool // some endpoint is usable
+	nodeHints hintCounts
+	zoneHints hintCounts
 	topology  Topology
 }
 
-// hintTally counts ready endpoints that have hints of one kind, and those whose
-// hints match this node.
-type hintTally struct{ hinted, matching int }
+// hintCounts counts the ready endpoints with hints of one kind, and those whose hints
+// match this node.
+type hintCounts struct{ hinted, matching int }
 
-func (t *tally) count(ep *api.SliceEndpoint, here place) {
+func (t *endpointCounts) count(ep *api.SliceEndpoint, here location) {
 	t.usable = t.usable || usable(ep.Conditions)
 	if !ep.Ready {
 		return
@@ -77,7 +75,7 @@ func (t *tally) count(ep *api.SliceEndpoint, here place) {
 	}
 }
 
-func (t *hintTally) count(hints []string, matches bool) {
+func (t *hintCounts) count(hints []string, matches bool) {
 	if len(hints) > 0 {
 		t.hinted++
 	}
@@ -86,19 +84,19 @@ func (t *hintTally) count(hints []string, matches bool) {
 	}
 }
 
-// decide makes the Cluster and the Local list of one port and family: it fills
-// in the members that are still undecided.
-func decide(members []membership, candidates []candidate, here place) tally {
-	var t tally
+// decide decides the Cluster list and the Local list of one port and family. It sets the
+// reasons that are still undecided.
+func decide(reasons []listReasons, candidates []candidate, here location) endpointCounts {
+	var t endpointCounts
 	for i := range candidates {
-		if members[i].competes() {
+		if reasons[i].eligible() {
 			t.count(candidates[i].ep, here)
 		}
 	}
 	t.topology = topology(&t)
 	for i := range candidates {
-		if ep := candidates[i].ep; members[i].competes() {
-			members[i] = membership{
+		if ep := candidates[i].ep; reasons[i].eligible() {
+			reasons[i] = listReasons{
 				cluster: clusterList(ep, &t, here),
 				local:   localList(ep, &t, here),
 			}
@@ -107,13 +105,13 @@ func decide(members []membership, candidates []candidate, here place) tally {
 	return t
 }
 
-// usable reports whether connections may go to an endpoint at all.
+// usable reports whether an endpoint may receive connections at all.
 func usable(c api.Conditions) bool { return c.Ready || c.Serving && c.Terminating }
 
-// clusterList decides who is on the Cluster list: the ready endpoints that
-// topology admits; if none is ready, those serving and terminating (KEP 1669),
-// topology ignored.
-func clusterList(ep *api.SliceEndpoint, t *tally, here place) Reason {
+// clusterList decides whether ep is on the Cluster list: the ready endpoints that
+// topology admits. If none is ready, it has the serving and terminating ones (KEP 1669)
+// and ignores topology.
+func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
 	if !ep.Ready {
 		return terminatingFallback(ep.Conditions, t.ready)
 	}
@@ -133,10 +131,10 @@ func clusterList(ep *api.SliceEndpoint, t *tally, here place) Reason {
 	}
 }
 
-// localList decides who is on the Local list: ready endpoints on this node; if
-// there is none, those on this node that serve and terminate. Topology plays
-// no part.
-func localList(ep *api.SliceEndpoint, t *tally, here place) Reason {
+// localList decides whether ep is on the Local list: the ready endpoints on this node. If
+// none is ready, it has those on this node that are serving and terminating. Topology
+// plays no part.
+func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
 	switch {
 	case !here.runs(ep):
 		return outNotHere
@@ -147,8 +145,8 @@ func localList(ep *api.SliceEndpoint, t *tally, here place) Reason {
 	}
 }
 
-// terminatingFallback decides about an endpoint that is not ready: it is on the
-// list if it serves while it terminates and the list has no ready one.
+// terminatingFallback decides about an endpoint that is not ready. It is on the list if
+// it is serving and terminating and the list has no ready endpoint.
 func terminatingFallback(c api.Conditions, ready int) Reason {
 	switch {
 	case !usable(c):
@@ -160,9 +158,9 @@ func terminatingFallback(c api.Conditions, ready int) Reason {
 	}
 }
 
-// topology decides which hints the Cluster list follows, over all ready
-// endpoints of the port and family (KEP 2433, KEP 3015).
-func topology(t *tally) Topology {
+// topology decides which hints the Cluster list follows. It considers all ready endpoints
+// of the port and family (KEP 2433, KEP 3015).
+func topology(t *endpointCounts) Topology {
 	switch {
 	case t.ready == 0:
 		return noneReady
@@ -179,7 +177,7 @@ func topology(t *tally) Topology {
 	}
 }
 
-// policies are the traffic policies of a service that count.
+// policies are the effective traffic policies of a service.
 type policies struct{ internalLocal, externalLocal bool }
 
 func policiesOf(svc *api.Service) policies {
@@ -190,10 +188,9 @@ func policiesOf(svc *api.Service) policies {
 // list (KEP 2086).
 func internalPolicyLocal(svc *api.Service) bool { return svc.InternalTrafficToLocal }
 
-// externalPolicyLocal reports whether traffic to external frontends uses the
-// Local list. externalTrafficPolicy counts for NodePort and LoadBalancer
-// services, and for ClusterIP services with external IPs; elsewhere it is
-// Cluster.
+// externalPolicyLocal reports whether traffic to external frontends uses the Local list.
+// externalTrafficPolicy applies to NodePort and LoadBalancer services, and to ClusterIP
+// services with external IPs. For other services the policy is Cluster.
 func externalPolicyLocal(svc *api.Service) bool {
 	switch svc.Type {
 	case api.NodePort, api.LoadBalancer:
@@ -203,8 +200,8 @@ func externalPolicyLocal(svc *api.Service) bool {
 	}
 }
 
-// scopes says which list each kind of traffic uses.
-func (p policies) scopes(m membership) api.Scopes {
+// scopes returns the lists that have the endpoint, by kind of traffic.
+func (p policies) scopes(m listReasons) api.Scopes {
 	return api.Scopes{
 		Internal: m.list(p.internalLocal).In(),
 		External: m.list(p.externalLocal).In(),
@@ -212,20 +209,20 @@ func (p policies) scopes(m membership) api.Scopes {
 	}
 }
 
-// list returns what m says about the Local or the Cluster list.
-func (m membership) list(local bool) Reason {
+// list returns the reason for the Local or the Cluster list.
+func (m listReasons) list(local bool) Reason {
 	if local {
 		return m.local
 	}
 	return m.cluster
 }
 
-// shortCircuit: what starts on this node and goes to an external frontend with
-// policy Local uses the Cluster list, as a load balancer would have brought it
-// to a node that has endpoints.
-func (m membership) shortCircuit() Reason { return m.cluster }
+// shortCircuit applies to traffic from this node to an external frontend with policy
+// Local. It uses the Cluster list, because a load balancer would send it to a node with
+// endpoints.
+func (m listReasons) shortCircuit() Reason { return m.cluster }
 
-// answers reports whether an endpoint may still have connections to keep: on
-// no list, it is draining. One that is ready counts, though its condition
-// serving may be false (publishNotReadyAddresses).
+// answers reports whether an endpoint may still have connections. If it is on no list, it
+// is draining. A ready endpoint counts even if its condition serving is false
+// (publishNotReadyAddresses).
 func answers(c api.Conditions) bool { return c.Serving || c.Ready }

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package nodeview says what a Service means on one node. It is pure: no
-// clock, no I/O, no state; everything it returns may be used by any goroutine.
+// Package nodeview computes what a Service means on one node. It is pure: it has no
+// clock, no I/O and no state. All results are safe for concurrent use.
 //
-// [View] turns what the cluster says about a service into the endpoints that
-// one node balances to. [Frontends] lists what a backend has to program for
-// such a view, with everything decided, and [Unserved] what it has to leave
-// alone, and why. [Explain] gives the reason of each of these decisions.
+// [View] computes the endpoints that one node balances to from the cluster's state of a
+// service. [Frontends] lists what a backend has to program for such a view, with every
+// decision made. [Unserved] lists what it must not program, with the reasons. [Explain]
+// gives the reason of each decision.
 //
-// The rules are those of docs/semantics.md, which names for each the function
-// that implements it and the test that shows it.
+// The rules are in docs/semantics.md. For each rule it names the function that implements
+// it and the tests that show it.
 package nodeview
 
 import (
@@ -18,34 +18,33 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// View returns what the node has to do for the service of s, nil if there is
-// no service (only slices of one) or if it is of type ExternalName.
+// View returns the node's view of the service of s. It returns nil if s has no service
+// (only slices) or a service of type ExternalName.
 //
-// Of node it uses the name and the zone. A nil node, or one without a name,
-// has no local endpoints. The result shares what it can with s and is
-// immutable like everything else.
+// View uses the name and the zone of node. A nil node, or one without a name, has no
+// local endpoints. The result shares memory with s and is immutable.
 func View(s *api.ServiceState, node *api.Node) *api.ServiceEndpoints {
 	return view(s, node, nil)
 }
 
-// view is View; tr, if it is not nil, is told how each decision was made.
+// view implements View. A tr that is not nil records every decision.
 func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints {
 	svc := s.Service
 	if svc == nil || svc.Type == api.ExternalName {
 		return nil
 	}
 
-	// The buffers keep a common service, few endpoints in few slices, off the
-	// heap, as long as what fills them returns the result: stored through a
-	// pointer, they would escape.
+	// The buffers keep a common service with few endpoints in few slices off the heap. This
+	// works only while the functions that fill them return the result: stored through a
+	// pointer, the buffers would escape.
 	var (
 		ports      [4]*api.PortMapping
 		targets    [8]int32
 		overrides  [2][]api.PortName
 		candidates [16]candidate
-		members    [32]membership
+		reasons    [32]listReasons
 	)
-	c := contest{slices: s.Slices, ports: servedPorts(ports[:0], svc)}
+	c := selection{slices: s.Slices, ports: servedPorts(ports[:0], svc)}
 	c.targets, c.overrides = matchPorts(targets[:0], overrides[:0], c.slices, c.ports)
 	families := svc.Families()
 	endpoints := 0
@@ -55,12 +54,12 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints 
 	c.candidates = c.gather(grow(candidates[:0], endpoints), families, tr)
 	c.sort()
 	size := len(c.ports) * len(c.candidates)
-	c.members = grow(members[:0], size)[:size]
+	c.reasons = grow(reasons[:0], size)[:size]
 	c.dropUnserved()
 	c.dropDuplicates()
 
 	se := &api.ServiceEndpoints{Service: svc, Lost: s.Lost}
-	here := placeOf(node)
+	here := locationOf(node)
 	v4 := c.countV4()
 	for p, port := range c.ports {
 		for _, f := range [...]api.Family{api.IPv4, api.IPv6} {
@@ -82,9 +81,9 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints 
 	return se
 }
 
-// list fills in the endpoints of se from what was decided.
-func (c *contest) list(se *api.ServiceEndpoints, pol policies, here place) {
-	listed, draining := c.settle(pol)
+// list sets the endpoints of se.
+func (c *selection) list(se *api.ServiceEndpoints, pol policies, here location) {
+	listed, draining := c.assignLists(pol)
 	if listed+draining == 0 {
 		return
 	}
@@ -120,24 +119,24 @@ func (c *contest) list(se *api.ServiceEndpoints, pol policies, here place) {
 	}
 }
 
-// settle works out the lists that each candidate is on over all ports, and returns how
-// many are on a list and how many drain: those that competed for a port, are on no list,
-// and answer.
-func (c *contest) settle(pol policies) (listed, draining int) {
+// assignLists merges the lists of each candidate over all ports. It returns the number of
+// candidates on any list, and of draining ones: eligible for a port, on no list, and
+// answering.
+func (c *selection) assignLists(pol policies) (listed, draining int) {
 	for i := range c.candidates {
 		cand := &c.candidates[i]
-		competes := false
+		eligible := false
 		for p := range c.ports {
-			m := c.member(p, i)
+			m := c.reasonsAt(p, i)
 			scopes := pol.scopes(m)
-			cand.uneven = cand.uneven || p > 0 && scopes != pol.scopes(c.member(0, i))
+			cand.uneven = cand.uneven || p > 0 && scopes != pol.scopes(c.reasonsAt(0, i))
 			cand.scopes = cand.scopes.Or(scopes)
-			competes = competes || m.competes()
+			eligible = eligible || m.eligible()
 		}
 		switch {
 		case cand.scopes != api.Scopes{}:
 			listed++
-		case competes && answers(cand.ep.Conditions):
+		case eligible && answers(cand.ep.Conditions):
 			cand.drains = true
 			draining++
 		}
@@ -145,18 +144,19 @@ func (c *contest) settle(pol policies) (listed, draining int) {
 	return listed, draining
 }
 
-// portScopes returns the lists of a candidate port by port.
-func (c *contest) portScopes(candidate int, pol policies) []api.PortScopes {
+// portScopes returns the lists of a candidate for each port.
+func (c *selection) portScopes(candidate int, pol policies) []api.PortScopes {
 	var out []api.PortScopes
 	for p, port := range c.ports {
-		if s := pol.scopes(c.member(p, candidate)); s != (api.Scopes{}) {
+		if s := pol.scopes(c.reasonsAt(p, candidate)); s != (api.Scopes{}) {
 			out = append(out, api.PortScopes{Protocol: port.Protocol, Port: port.Port, Scopes: s})
 		}
 	}
 	return out
 }
 
-// grow returns an empty slice with room for n: buf if it has it.
+// grow returns an empty slice with room for n elements. It uses buf if that is large
+// enough.
 func grow[T any](buf []T, n int) []T {
 	if n > cap(buf) {
 		return make([]T, 0, n)

@@ -4,16 +4,15 @@ package nodeview
 
 import "github.com/kpng-project/kpng/api"
 
-// anyPort is the target port of an endpoint that takes every port.
+// anyPort is the target port of an endpoint that serves every port.
 const anyPort int32 = -1
 
-// wholeAddress reports whether an address serves the service as a whole,
-// whatever the ports of service and slices: an all-ports service does so, and
-// one without ports has nothing else to go by.
+// wholeAddress reports whether the service is served by whole addresses, regardless of
+// the ports of service and slices: all-ports services and services without ports.
 func wholeAddress(svc *api.Service) bool { return svc.AllPorts || len(svc.Ports) == 0 }
 
-// servedPorts appends to buf the ports of svc that can have a frontend; nil
-// stands for the only "port" of a service that is served by whole addresses.
+// servedPorts appends the ports of svc that can have a frontend to buf. A service that is
+// served by whole addresses has one port, nil.
 func servedPorts(buf []*api.PortMapping, svc *api.Service) []*api.PortMapping {
 	if wholeAddress(svc) {
 		return append(buf, nil)
@@ -26,10 +25,10 @@ func servedPorts(buf []*api.PortMapping, svc *api.Service) []*api.PortMapping {
 	return buf
 }
 
-// portFault says why the service port at index i can have no frontend, 0 if it
-// can. The identity of a port is its number and protocol: TCP 53 and UDP 53
-// are two. The API server refuses services with two ports of one identity or
-// one name; manifests may have them, and the first counts.
+// portFault returns why the service port at index i can have no frontend, or 0 if it can.
+// Number and protocol identify a port: TCP 53 and UDP 53 are two ports. The API server
+// rejects services with two ports of the same identity or name. Manifests may contain
+// them; the first one counts.
 func portFault(ports []api.PortMapping, i int) Fault {
 	p := &ports[i]
 	switch {
@@ -47,8 +46,7 @@ func portFault(ports []api.PortMapping, i int) Fault {
 	return 0
 }
 
-// overrideName is the name under which an endpoint's PortOverrides give its
-// number for p.
+// overrideName returns the name of p in an endpoint's PortOverrides.
 func overrideName(p *api.PortMapping) string {
 	if p.Name != "" {
 		return p.Name
@@ -56,7 +54,8 @@ func overrideName(p *api.PortMapping) string {
 	return p.TargetPortName
 }
 
-// matchPorts appends to the buffers what each slice serves, as contest has it.
+// matchPorts appends the ports that each slice serves to the buffers, in the form of
+// selection.targets and selection.overrides.
 func matchPorts(targets []int32, overrides [][]api.PortName, list []*api.EndpointSlice, ports []*api.PortMapping) ([]int32, [][]api.PortName) {
 	for _, slice := range list {
 		for _, p := range ports {
@@ -67,9 +66,9 @@ func matchPorts(targets []int32, overrides [][]api.PortName, list []*api.Endpoin
 	return targets, overrides
 }
 
-// targetPort returns the port at the endpoints of slice that serves p: that of
-// the same name and protocol; 0 if there is none or it has no number. The
-// slices of one service may give one name different numbers.
+// targetPort returns the port at the endpoints of slice that serves p, matched by name
+// and protocol, or 0 if there is none or it has no number. The slices of one service may
+// give one name different numbers.
 func targetPort(slice *api.EndpointSlice, p *api.PortMapping) int32 {
 	if p == nil {
 		return anyPort
@@ -82,9 +81,9 @@ func targetPort(slice *api.EndpointSlice, p *api.PortMapping) int32 {
 	return 0
 }
 
-// portOverrides names the ports at an endpoint: one for each named service
-// port it serves; for an unnamed one under the name of its targetPort; and
-// where that is a number, only if the endpoint's is another.
+// portOverrides returns the target ports of an endpoint by name. A named service port
+// appears under its name. An unnamed one appears under its target port name. If its
+// target port is a number, it appears only if the endpoint's port differs.
 func portOverrides(ports []*api.PortMapping, targets []int32) []api.PortName {
 	var out []api.PortName
 	for i, p := range ports {
@@ -101,7 +100,7 @@ func portOverrides(ports []*api.PortMapping, targets []int32) []api.PortName {
 	return out
 }
 
-// portFamily names port, which may be nil, in one family.
+// portFamily returns the identity of port, which may be nil, in one family.
 func portFamily(port *api.PortMapping, f api.Family) api.PortFamily {
 	if port == nil {
 		return api.PortFamily{Family: f}

@@ -4,17 +4,17 @@ package nodeview
 
 import "fmt"
 
-// Reason says why an endpoint is, or is not, on a list.
+// Reason is the reason why an endpoint is, or is not, on a list.
 type Reason uint8
 
-// The reasons; reasonTexts says what each means.
+// The reasons. reasonTexts describes them.
 const (
 	inReady Reason = iota + 1
 	inForNode
 	inForZone
 	inHere
 	inTerminating
-	outNotReady // this and the following: not on the list
+	outNotReady // this and all later reasons: not on the list
 	outOthersReady
 	outOtherNodes
 	outOtherZones
@@ -29,7 +29,7 @@ var reasonTexts = [...]string{
 	inForNode:      "ready and hinted for this node",
 	inForZone:      "ready and hinted for this node's zone",
 	inHere:         "ready and on this node",
-	inTerminating:  "serving while terminating, as none is ready",
+	inTerminating:  "serving while terminating, and none is ready",
 	outNotReady:    "not ready",
 	outOthersReady: "terminating, while others are ready",
 	outOtherNodes:  "hinted for other nodes",
@@ -43,14 +43,14 @@ var reasonTexts = [...]string{
 // In reports whether the endpoint is on the list.
 func (r Reason) In() bool { return r != 0 && r < outNotReady }
 
-// String says it in words.
+// String returns the description.
 func (r Reason) String() string { return text(reasonTexts[:], r) }
 
-// Topology says which hints choose among the ready endpoints of a port and
+// Topology is the way in which hints select among the ready endpoints of a port and
 // family.
 type Topology uint8
 
-// The outcomes of the topology rule; topologyTexts says what each means.
+// The results of the topology rule. topologyTexts describes them.
 const (
 	noneReady Topology = iota
 	noHints
@@ -62,14 +62,14 @@ const (
 
 var topologyTexts = [...]string{
 	noneReady:       "no endpoint is ready",
-	noHints:         "no hints, all ready endpoints",
-	hintsIncomplete: "hints are not on every ready endpoint and ignored, all ready endpoints",
-	hintsElsewhere:  "hints are for elsewhere and ignored, all ready endpoints",
+	noHints:         "no hints; all ready endpoints",
+	hintsIncomplete: "hints ignored (not on every ready endpoint); all ready endpoints",
+	hintsElsewhere:  "hints ignored (none for this node or zone); all ready endpoints",
 	forNode:         "ready endpoints hinted for this node",
 	forZone:         "ready endpoints hinted for this node's zone",
 }
 
-// String says it in words.
+// String returns the description.
 func (t Topology) String() string { return text(topologyTexts[:], t) }
 
 // text returns the text of v.

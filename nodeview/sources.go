@@ -9,23 +9,23 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// Sources says who may use a frontend (Service.spec.loadBalancerSourceRanges).
-// Its zero value lets everybody in.
+// Sources are the sources that may use a frontend
+// (Service.spec.loadBalancerSourceRanges). The zero value admits all.
 type Sources struct {
-	// Restricted says that only sources in Ranges get in; if there are none,
-	// nobody does.
+	// Restricted limits the sources to Ranges. If Ranges is empty, no source is admitted.
 	Restricted bool
-	// Ranges are those of the frontend's family.
+	// Ranges are the source ranges of the frontend's family.
 	Ranges []netip.Prefix `json:",omitempty"`
-	// Own are the service's load-balancer addresses of the frontend's family.
-	// As sources, they get in where a range admits this node: on a node that has
-	// such an address on an interface, what it sends there comes from there.
+	// Own are the service's load-balancer addresses of the frontend's family. They are
+	// admitted as sources if a range admits this node. The reason: if an interface of the
+	// node has such an address, the node sends to it from the same address.
 	Own []netip.Addr `json:",omitempty"`
 }
 
-// sourceRanges returns who may use the service's frontends at addr: where
-// filters name the address, whom any of them names; otherwise everybody. A /0
-// is everybody in its family. Ranges of the other family only let nobody in.
+// sourceRanges returns the sources that the service admits to its frontends at addr. If
+// source ranges name addr, they are the union of those ranges; otherwise all are
+// admitted. A /0 admits its whole family. If all ranges are of the other family, no
+// source is admitted.
 func sourceRanges(svc *api.Service, addr netip.Addr) Sources {
 	var s Sources
 	for i := range svc.SourceRanges {
@@ -50,9 +50,9 @@ func sourceRanges(svc *api.Service, addr netip.Addr) Sources {
 	return s
 }
 
-// Prefixes returns the sources that get in on a node with the addresses
-// nodeAddrs: the ranges, and the service's own addresses if a range admits the
-// node. It says nothing unless s is Restricted.
+// Prefixes returns the sources that a node with the addresses nodeAddrs admits: the
+// ranges, and the service's own addresses if a range admits the node. The result has no
+// meaning unless s is Restricted.
 func (s *Sources) Prefixes(nodeAddrs []netip.Addr) []netip.Prefix {
 	out := slices.Clone(s.Ranges)
 	if slices.ContainsFunc(nodeAddrs, s.contains) {

@@ -21,7 +21,7 @@ func (e *Explanation) String() string {
 	for i := range e.Lists {
 		e.Lists[i].text(&b)
 	}
-	section(&b, "endpoints of no list", e.Skipped, func(ep *EndpointExplanation) {
+	section(&b, "endpoints on no list", e.Skipped, func(ep *EndpointExplanation) {
 		fmt.Fprintf(&b, "  %s: %s\n", ep.name(), ep.Internal)
 	})
 	section(&b, "draining: no new connections, existing ones are left alone", e.View.Draining, func(ep *api.Endpoint) {
@@ -36,7 +36,7 @@ func (e *Explanation) String() string {
 	return b.String()
 }
 
-// section writes a heading and the items below it, or nothing if there are none.
+// section writes a heading and its items, or nothing if there are none.
 func section[T any](b *strings.Builder, heading string, items []T, write func(*T)) {
 	if len(items) > 0 {
 		fmt.Fprintf(b, "\n%s\n", heading)

@@ -16,10 +16,10 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// answer gathers operations up to a Sync. Nobody sees any of it before.
+// answer collects operations up to a Sync. Nothing of it is visible before that.
 //
-// Objects that cannot be read are logged and left out, and the rest counts: a service or node
-// stays as the client has it, and an endpoint stays unless the service is sent as a whole.
+// It logs and omits unreadable objects and uses the rest. A service or node stays as the
+// client has it. An endpoint stays unless the service is sent as a whole.
 type answer struct {
 	client *Client
 	log    klog.Logger
@@ -28,15 +28,15 @@ type answer struct {
 	token         []byte
 
 	reset bool
-	// services are those that operations named, nil if they are gone. After a
-	// reset they are all there are.
+	// services are the services that operations named, nil if deleted. After a reset they
+	// are all services.
 	services map[types.NamespacedName]*draft
-	// node is the node if it is named, nil if it is gone.
+	// node is the node if an operation named it, nil if deleted.
 	node      *api.Node
 	nodeNamed bool
 }
 
-// take applies one message. What comes after the Sync is ignored.
+// take applies one message. It ignores operations after the Sync.
 func (a *answer) take(item *localv1.OpItem) {
 	for _, i := range append(item.GetBatch(), item) {
 		if a.synced {
@@ -49,11 +49,10 @@ func (a *answer) take(item *localv1.OpItem) {
 }
 
 func (a *answer) leftOut(err error) {
-	a.log.Error(err, "Left out an object of the server that cannot be read")
+	a.log.Error(err, "Ignored an unreadable object from the server")
 }
 
-// apply applies one operation. What it does not know it skips: that is of a server
-// that knows more.
+// apply applies one operation. It skips unknown operations of newer servers.
 func (a *answer) apply(item *localv1.OpItem) error {
 	switch op := item.GetOp().(type) {
 	case *localv1.OpItem_Reset_:
@@ -87,7 +86,8 @@ func (a *answer) replace(whole *localv1.WholeService) {
 	a.services[key] = &draft{entry: newEntry(service, list)}
 }
 
-// service returns a service or, if it cannot be read, as the client has it; nil without either.
+// service returns a service from m or, if m cannot be read, as the client has it. The
+// service is nil if there is neither.
 func (a *answer) service(m *localv1.Service) (types.NamespacedName, *api.ServiceEndpoints) {
 	key := types.NamespacedName{Namespace: m.GetNamespace(), Name: m.GetName()}
 	service, err := m.ToView()
@@ -142,7 +142,7 @@ func (a *answer) delete(ref *localv1.Ref) error {
 	case localv1.Set_ServicesSet:
 		namespace, name, ok := strings.Cut(ref.GetPath(), "/")
 		if !ok || strings.Contains(name, "/") {
-			return fmt.Errorf("%q is no path of a service", ref.GetPath())
+			return fmt.Errorf("%q is not the path of a service", ref.GetPath())
 		}
 		a.services[types.NamespacedName{Namespace: namespace, Name: name}] = nil
 	case localv1.Set_EndpointsSet:
@@ -161,12 +161,12 @@ func splitPath(path string) (service types.NamespacedName, key string, err error
 	namespace, rest, _ := strings.Cut(path, "/")
 	name, key, ok := strings.Cut(rest, "/")
 	if !ok {
-		return service, "", fmt.Errorf("%q is no path of an endpoint", path)
+		return service, "", fmt.Errorf("%q is not the path of an endpoint", path)
 	}
 	return types.NamespacedName{Namespace: namespace, Name: name}, key, nil
 }
 
-// draft returns the draft of a service, to be changed.
+// draft returns the draft of a service, for modification.
 func (a *answer) draft(key types.NamespacedName) *draft {
 	d, named := a.services[key]
 	if d == nil {
@@ -180,7 +180,7 @@ func (a *answer) draft(key types.NamespacedName) *draft {
 	return d
 }
 
-// close returns what a draft of the answer says, nil if there is no service.
+// close returns the entry that a draft describes, or nil if there is no service.
 func (a *answer) close(key types.NamespacedName, d *draft) *entry {
 	switch {
 	case d == nil:
@@ -190,12 +190,12 @@ func (a *answer) close(key types.NamespacedName, d *draft) *entry {
 	case d.service != nil:
 		return newEntry(d.service, slices.Collect(maps.Values(d.endpoints)))
 	case len(d.endpoints) > 0:
-		a.leftOut(fmt.Errorf("service %s: its endpoints came without it", key))
+		a.leftOut(fmt.Errorf("service %s: received endpoints without the service", key))
 	}
 	return nil
 }
 
-// all yields the services that there are after a reset.
+// all yields the services after a reset.
 func (a *answer) all() iter.Seq2[types.NamespacedName, *entry] {
 	return func(yield func(types.NamespacedName, *entry) bool) {
 		for key, d := range a.services {

@@ -17,16 +17,16 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// ClientOptions say which node's view a client follows, and where.
+// ClientOptions configure a Client.
 type ClientOptions struct {
 	transport.DialOptions
 	// NodeName is the node to follow.
 	NodeName string
 }
 
-// Client is a [sink.Source] that follows a server's view of one node. [Client.Run]
-// has to run for it. Its own methods may be called at any time by anybody, those
-// of Source by one reader.
+// Client is a [sink.Source] that follows a server's view of one node. The program has to
+// call [Client.Run]. Run and Node are safe for concurrent use. The methods of Source are
+// for one reader.
 type Client struct {
 	opts   ClientOptions
 	dialer *transport.Dialer
@@ -34,30 +34,30 @@ type Client struct {
 	mu      sync.Mutex
 	views   *diffstore.Store[types.NamespacedName, *entry]
 	state   *clientState
-	changed chan struct{} // closed by the next Sync that changes something
-	token   []byte        // of the last Sync; Run's alone
+	changed chan struct{} // closed by the next Sync with changes
+	token   []byte        // of the last Sync; only Run uses it
 
 	reader reader
 }
 
-// clientState is what the client has after a Sync.
+// clientState is the client's state after a Sync.
 type clientState struct {
-	revision uint64 // counts Syncs that changed something, and the first, over all servers
+	revision uint64 // number of Syncs with changes, including the first, over all servers
 	views    *diffstore.Snapshot[types.NamespacedName, *entry]
-	node     *api.Node // nil if it is not known
+	node     *api.Node // nil if not known
 }
 
-// reader is the position of the reader.
+// reader is the position of the client's reader.
 type reader struct {
 	cursor *diffstore.Cursor[types.NamespacedName, *entry]
-	has    *clientState // nil if it has to start over
+	has    *clientState // nil if the reader has to start over
 
-	// What Next returned last.
+	// The result of the last Next.
 	offered *sink.Update
 	state   *clientState
 }
 
-// NewClient returns a client. It talks to nobody before Run.
+// NewClient returns a client. It does not connect before Run.
 func NewClient(opts ClientOptions) (*Client, error) {
 	dialer, err := transport.NewDialer(opts.DialOptions)
 	if err != nil {
@@ -70,11 +70,11 @@ func NewClient(opts ClientOptions) (*Client, error) {
 	return c, nil
 }
 
-// Run follows the server until ctx ends, and returns the cause of that. With
-// FailFast it returns an error instead when no address is any good.
+// Run follows the server until ctx ends and returns the cause of ctx. With FailFast, it
+// returns an error if no address works.
 func (c *Client) Run(ctx context.Context) error { return c.dialer.Stay(ctx, c.follow) }
 
-// follow follows the server at the other end of conn for as long as it goes.
+// follow follows the server at the other end of conn until the connection fails.
 func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -85,7 +85,7 @@ func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(c
 	token := c.token
 	for {
 		if err := stream.Send(c.request(token)); err != nil {
-			_, err = stream.Recv() // which says why
+			_, err = stream.Recv() // returns the server's error
 			return err
 		}
 		a := &answer{client: c, log: klog.FromContext(ctx), services: map[types.NamespacedName]*draft{}}
@@ -102,12 +102,13 @@ func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(c
 		c.commit(a)
 		token = nil
 		if a.reset {
-			a.log.Info("The server sent everything", "services", len(a.services))
+			a.log.Info("Received full state from server", "services", len(a.services))
 		}
 	}
 }
 
-// request asks for what is new. All but the first on a stream say nothing else.
+// request returns a request for new state. All requests after the first on a stream are
+// empty.
 func (c *Client) request(token []byte) *localv1.WatchReq {
 	if token == nil {
 		token = []byte{}
@@ -117,7 +118,7 @@ func (c *Client) request(token []byte) *localv1.WatchReq {
 	}
 }
 
-// commit takes over what a complete answer says.
+// commit makes a complete answer the client's state.
 func (c *Client) commit(a *answer) {
 	c.token = a.token
 	if a.reset {
@@ -145,13 +146,13 @@ func (c *Client) commit(a *answer) {
 	c.changed = make(chan struct{})
 }
 
-// Node returns the node as the server sent it last, nil if it is not known.
+// Node returns the node as last sent by the server, or nil if it is not known.
 func (c *Client) Node() *api.Node {
 	state, _ := c.get()
 	return state.node
 }
 
-// get returns what the client has, and what is closed when that changes.
+// get returns the client's state and a channel that closes when the state changes.
 func (c *Client) get() (*clientState, <-chan struct{}) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -199,7 +200,7 @@ func (c *Client) Reset() {
 // Close implements [sink.Source].
 func (c *Client) Close() { c.reader.cursor.Close() }
 
-// update returns what state has beyond the reader's position.
+// update returns the difference between the reader's position and state.
 func (r *reader) update(state *clientState) *sink.Update {
 	delta := r.cursor.Until(state.views)
 	u := &sink.Update{

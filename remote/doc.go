@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package remote puts a process boundary between a cluster's state and the sinks
-// of its nodes.
+// Package remote lets the sinks of nodes run in other processes than the cluster's state.
 //
 // A [Server] serves any number of nodes from one state:
 //
@@ -13,25 +12,25 @@
 //	…
 //	err = server.Serve(ctx, listener)
 //
-// A [Client] is a [sink.Source], so that any sink runs over it:
+// A [Client] is a [sink.Source] for any sink:
 //
 //	client, err := remote.NewClient(remote.ClientOptions{NodeName: node})
 //	…
 //	go client.Run(ctx)
 //	err = sink.Run(ctx, client, mySink, sink.Options{})
 //
-// What a sink is told is what it would be told in process, but for trigger times,
-// which do not travel. A client that loses its server keeps its state and so its
-// dataplane, comes back, and goes on from where it was; a server that has been
-// started anew is a minimal difference.
+// A sink receives the same changes as in process, except trigger times, which are not
+// transmitted. A client that loses its server keeps its state, and so its dataplane. When
+// it reconnects, it resumes from its position. From a restarted server it receives only
+// the differences.
 //
-// docs/wire.md has the protocol. Servers also serve clients of the first kpng, and
-// clients follow servers of it.
+// docs/wire.md describes the protocol. Servers also serve clients of the original kpng,
+// and clients follow its servers.
 //
 // # What a stream costs
 //
-// A server keeps a position for each stream and nothing else: a revision, and the
-// state's snapshot there for as long as that does not lag too far. Views are
-// computed and marshalled once for all nodes that see a service alike, and their
-// bytes are shared. A client that does not take what it is sent is cut off.
+// For each stream the server keeps only a position: a revision, and the state's snapshot
+// at that revision until it is too old. The server computes and marshals each view once
+// for all nodes that see a service alike, and shares the bytes. It disconnects a client
+// that does not read its messages.
 package remote

@@ -10,15 +10,15 @@ import (
 	"github.com/kpng-project/kpng/api/localv1"
 )
 
-// entry is what a client has of one service. It is immutable.
+// entry is the client's copy of one service. It is immutable.
 type entry struct {
 	view *api.ServiceEndpoints
-	// keys are those by which the server names the endpoints: of view.Endpoints
-	// and then of view.Draining, in their order.
+	// keys are the server's names of the endpoints: of view.Endpoints, then of
+	// view.Draining, in order.
 	keys []string
 }
 
-// keyedEndpoint is an endpoint and what the server calls it.
+// keyedEndpoint is an endpoint with the server's name for it.
 type keyedEndpoint struct {
 	key string
 	api.Endpoint
@@ -30,8 +30,8 @@ func newKeyedEndpoint(key string, m *localv1.Endpoint) (keyedEndpoint, error) {
 	return keyedEndpoint{key, e, draining}, err
 }
 
-// newEntry returns the entry of a service, which is told by a view without
-// endpoints, and its endpoints. It sorts the list.
+// newEntry returns the entry of a service, given as a view without endpoints, and its
+// endpoints. It sorts list.
 func newEntry(service *api.ServiceEndpoints, list []keyedEndpoint) *entry {
 	slices.SortFunc(list, func(a, b keyedEndpoint) int {
 		switch {
@@ -49,7 +49,7 @@ func newEntry(service *api.ServiceEndpoints, list []keyedEndpoint) *entry {
 	view.Endpoints, view.Draining = nil, nil
 	keys := make([]string, len(list))
 	endpoints := make([]api.Endpoint, len(list))
-	serving := 0 // those that do not drain come first
+	serving := 0 // endpoints that are not draining come first
 	for i, e := range list {
 		keys[i], endpoints[i] = e.key, e.Endpoint
 		if !e.draining {
@@ -67,7 +67,7 @@ func newEntry(service *api.ServiceEndpoints, list []keyedEndpoint) *entry {
 
 func (e *entry) equal(o *entry) bool { return e.view.Equal(o.view) && slices.Equal(e.keys, o.keys) }
 
-// viewOrNil returns the view; a nil entry has none.
+// viewOrNil returns the view, or nil for a nil entry.
 func (e *entry) viewOrNil() *api.ServiceEndpoints {
 	if e == nil {
 		return nil
@@ -75,16 +75,16 @@ func (e *entry) viewOrNil() *api.ServiceEndpoints {
 	return e.view
 }
 
-// draft is a service that an answer names: an entry or, while single endpoints of
-// it are changed, what one will be made of.
+// draft is a service in an answer. It is an entry or, while endpoints are changed one by
+// one, the parts of a new entry.
 type draft struct {
-	entry *entry // nil if there is none, and while the draft is open
+	entry *entry // nil if there is none or if the draft is open
 
-	service   *api.ServiceEndpoints // nil if it was not sent, or cannot be read
+	service   *api.ServiceEndpoints // nil if it was not sent or cannot be read
 	endpoints map[string]keyedEndpoint
 }
 
-// open lets the parts of the draft be changed.
+// open allows changes of the draft's parts.
 func (d *draft) open() {
 	if d.endpoints != nil {
 		return

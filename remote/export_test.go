@@ -16,6 +16,6 @@ func (s *Server) BareGRPC() *grpc.Server {
 // TokenFor returns the token that a client of the node has which has asked for all
 // endpoints and was told the state as it is.
 func (s *Server) TokenFor(node *api.Node) []byte {
-	w := &watch{name: node.Name, who: askers}
+	w := &watch{name: node.Name, who: complete}
 	return s.newToken(s.state.Snapshot().Revision, w.depends(node)...)
 }

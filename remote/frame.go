@@ -10,8 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Field numbers of the messages that are put together of parts which are
-// marshalled already.
+// Field numbers of messages that are assembled from marshalled parts.
 const (
 	opItemSync        protowire.Number = 1
 	opItemReplace     protowire.Number = 100
@@ -24,8 +23,8 @@ const (
 	keyedEndpointData protowire.Number = 2
 )
 
-// frame is an OpItem as it lies in the field Batch of another one: several of
-// them in a row are an OpItem with a batch.
+// frame is a marshalled OpItem as an element of the field Batch. Several concatenated
+// frames form an OpItem with a batch.
 type frame []byte
 
 // newFrame returns the frame of an operation.
@@ -33,7 +32,7 @@ func newFrame(item *localv1.OpItem) frame {
 	return appendField(nil, opItemBatch, localv1.Marshal(item))
 }
 
-// item returns the OpItem on its own.
+// item returns the OpItem itself.
 func (f frame) item() []byte {
 	_, _, tag := protowire.ConsumeTag(f)
 	_, length := protowire.ConsumeVarint(f[tag:])
@@ -54,7 +53,7 @@ func resetFrame() frame {
 	return newFrame(&localv1.OpItem{Op: &localv1.OpItem_Reset_{Reset_: &localv1.EmptyOp{}}})
 }
 
-// syncFrame is put together by hand: each stream has its own for each answer.
+// syncFrame is encoded by hand, because each stream needs its own for each answer.
 func syncFrame(token []byte, stale bool) frame {
 	item := appendField(make([]byte, 0, 16+len(token)), opItemSync, nil)
 	if token != nil {
@@ -66,7 +65,7 @@ func syncFrame(token []byte, stale bool) frame {
 	return appendField(make([]byte, 0, 8+len(item)), opItemBatch, item)
 }
 
-// replaceFrame tells a service as a whole.
+// replaceFrame sends a whole service.
 func replaceFrame(service []byte, endpoints []wireEndpoint) frame {
 	whole := appendField(nil, wholeService, service)
 	for i := range endpoints {
@@ -91,11 +90,10 @@ func endpointPath(key types.NamespacedName, endpoint string) string {
 	return key.Namespace + "/" + key.Name + "/" + endpoint
 }
 
-// raw is a message that is marshalled already. Its bytes may be shared: they are
-// read and not changed.
+// raw is a marshalled message. Its bytes may be shared and must not be modified.
 type raw struct{ bytes mem.BufferSlice }
 
-// rawCodec is the usual codec, but for messages that are raw.
+// rawCodec is the default codec, except for raw messages.
 type rawCodec struct{ encoding.CodecV2 }
 
 // Marshal implements encoding.CodecV2.

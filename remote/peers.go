@@ -16,13 +16,13 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// peers counts what clients take, and holds it against the limits.
+// peers counts the resources of clients and enforces the limits.
 type peers struct {
 	limits Limits
 
 	refused, stalled atomic.Uint64
 	sent             atomic.Uint64 // bytes
-	streams          atomic.Int64  // open now
+	streams          atomic.Int64  // open streams
 
 	mu          sync.Mutex
 	connections int
@@ -30,13 +30,13 @@ type peers struct {
 	byName      map[string]*account
 }
 
-// account is what is known of a peer that has streams, or had some lately.
+// account is the record of a peer that has streams, or had some recently.
 type account struct {
 	streams int
 	opening *rate.Limiter
 }
 
-// limitedListener accepts no more connections than peers may have.
+// limitedListener accepts as many connections as the limits allow.
 type limitedListener struct {
 	net.Listener
 	peers *peers
@@ -57,10 +57,10 @@ func (l *limitedListener) Accept() (net.Conn, error) {
 	}
 }
 
-// countedConn is a connection that is counted until it is closed.
+// countedConn is a connection that counts until it is closed.
 type countedConn struct {
 	net.Conn
-	release func() // once
+	release func() // called once
 }
 
 // Close implements net.Conn.
@@ -97,12 +97,12 @@ func (p *peers) disconnect(host string) {
 	}
 }
 
-// connCredentials let a stream close its connection.
+// connCredentials record the connection of a stream, so that the server can close it.
 type connCredentials struct {
 	credentials.TransportCredentials
 }
 
-// connInfo is what a handshake found out, and on which connection.
+// connInfo is the result of a handshake, with its connection.
 type connInfo struct {
 	credentials.AuthInfo
 	conn net.Conn
@@ -119,20 +119,20 @@ func (c connCredentials) Clone() credentials.TransportCredentials {
 	return connCredentials{c.TransportCredentials.Clone()}
 }
 
-// caller is the other end of a stream.
+// caller is the client of a stream.
 type caller struct {
-	name string            // what its peer is known by
+	name string            // name of its peer
 	cert *x509.Certificate // nil without TLS
 	conn net.Conn
 }
 
-// callerOf returns the other end of a stream. If many may share a certificate, a peer is one
-// of them at one address.
+// callerOf returns the client of a stream. With shared, many clients may share a
+// certificate, so a peer is a certificate at one address.
 func callerOf(ctx context.Context, shared bool) (caller, error) {
 	p, _ := peer.FromContext(ctx)
 	info, ok := p.AuthInfo.(connInfo)
 	if !ok {
-		return caller{}, status.Error(codes.Internal, "no connection is known for this stream")
+		return caller{}, status.Error(codes.Internal, "stream has no known connection")
 	}
 	c := caller{name: hostOf(p.Addr), conn: info.conn}
 	if tls, ok := info.AuthInfo.(credentials.TLSInfo); ok && len(tls.State.PeerCertificates) > 0 {
@@ -147,7 +147,7 @@ func callerOf(ctx context.Context, shared bool) (caller, error) {
 	return c, nil
 }
 
-// admit counts a stream of the caller, until done is called.
+// admit counts a stream of the caller until done is called.
 func (p *peers) admit(c caller) (done func(), err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -159,7 +159,7 @@ func (p *peers) admit(c caller) (done func(), err error) {
 	}
 	if a.streams >= p.limits.StreamsPerPeer {
 		p.refused.Add(1)
-		return nil, status.Errorf(codes.ResourceExhausted, "%s has %d streams, which is the limit", c.name, a.streams)
+		return nil, status.Errorf(codes.ResourceExhausted, "%s has %d streams, the maximum", c.name, a.streams)
 	}
 	if !a.opening.Allow() {
 		p.refused.Add(1)
@@ -175,7 +175,7 @@ func (p *peers) admit(c caller) (done func(), err error) {
 	}, nil
 }
 
-// sweep forgets peers that have no streams when there are many.
+// sweep drops the accounts of peers without streams when there are many.
 func (p *peers) sweep() {
 	if len(p.byName) < 2*p.limits.Connections {
 		return

@@ -21,24 +21,23 @@ type (
 	stateChange  = diffstore.Change[types.NamespacedName, *api.ServiceState]
 )
 
-// publisher says which snapshot streams bring their clients to. It gathers commits
-// for a while, so that a burst of them wakes the streams once, and so that all
-// streams go from one snapshot to the same next one.
+// publisher selects the snapshots for streams. It collects commits for a short time, so
+// that a burst wakes the streams once and all streams move between the same snapshots.
 type publisher struct {
 	state    cluster.Reader
 	interval time.Duration
 
 	mu       sync.Mutex
-	snapshot *cluster.Snapshot // nil until the state has synced
+	snapshot *cluster.Snapshot // nil until the state is synced
 	next     chan struct{}     // closed when snapshot is replaced
 
-	// The changes of the step that streams took last: those that are in step take the same.
+	// The changes of the last step. Streams at the same position share them.
 	stepping sync.Mutex
 	from, to diffstore.Revision
 	changed  []stateChange
 }
 
-// get returns the present snapshot, nil if there is none yet, and what is closed
+// get returns the current snapshot, or nil if there is none, and a channel that closes
 // when there is another.
 func (p *publisher) get() (*cluster.Snapshot, <-chan struct{}) {
 	p.mu.Lock()
@@ -46,15 +45,15 @@ func (p *publisher) get() (*cluster.Snapshot, <-chan struct{}) {
 	return p.snapshot, p.next
 }
 
-// lags reports whether so much has changed since a snapshot that its memory should be freed:
-// twice as much as cursors may lag (see diffstore), as most changes are of a service's slice or
-// object and of its joined state.
+// lags reports whether a snapshot is so old that its memory should be freed. The limit is
+// twice the lag of cursors (see diffstore), because most changes affect two stores: the
+// object's and the joined states.
 func (p *publisher) lags(snapshot *cluster.Snapshot) bool {
 	present, _ := p.get()
 	return int(present.Revision-snapshot.Revision) > 2*max(10_000, present.States.Len()/4)
 }
 
-// changes returns the services that changed, in order.
+// changes returns the changed services, in order.
 func (p *publisher) changes(d statesDelta) []stateChange {
 	from, to := d.Old.Revision(), d.New.Revision()
 	if from == to {
@@ -68,7 +67,7 @@ func (p *publisher) changes(d statesDelta) []stateChange {
 	return p.changed
 }
 
-// run publishes until ctx ends.
+// run publishes snapshots until ctx ends.
 func (p *publisher) run(ctx context.Context) error {
 	for revision := diffstore.Revision(0); ; {
 		select {

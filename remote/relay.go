@@ -25,7 +25,7 @@ type clusterServer struct {
 
 // Watch implements clusterv1.ClusterServer.
 func (s clusterServer) Watch(stream grpc.BidiStreamingServer[clusterv1.WatchRequest, clusterv1.WatchResponse]) error {
-	return converse(s.Server, stream, func(c caller, req *clusterv1.WatchRequest) (listener[clusterv1.WatchRequest], error) {
+	return serveStream(s.Server, stream, func(c caller, req *clusterv1.WatchRequest) (subscriber[clusterv1.WatchRequest], error) {
 		if err := s.mayReadCluster(c); err != nil {
 			return nil, err
 		}
@@ -51,15 +51,15 @@ func (s *Server) mayReadCluster(c caller) error {
 type relay struct {
 	server   *Server
 	sender   sender
-	revision diffstore.Revision // of what the client has, 0 if that is not known
-	synced   bool               // whether it has an answer
+	revision diffstore.Revision // of the client's state, 0 if unknown
+	synced   bool               // the client has an answer
 
 	part clusterv1.WatchResponse
-	size int // of part, about
+	size int // approximate size of part
 }
 
-// tell implements listener.
-func (r *relay) tell(snapshot *cluster.Snapshot) (bool, error) {
+// send implements subscriber.
+func (r *relay) send(snapshot *cluster.Snapshot) (bool, error) {
 	if r.synced && r.revision == snapshot.Revision {
 		return false, nil
 	}
@@ -85,14 +85,14 @@ func (r *relay) tell(snapshot *cluster.Snapshot) (bool, error) {
 	return true, r.flush()
 }
 
-// hear implements listener. Requests say no more than that the client is ready.
-func (r *relay) hear(*clusterv1.WatchRequest) error { return nil }
+// request implements subscriber. Requests only report that the client is ready.
+func (r *relay) request(*clusterv1.WatchRequest) error { return nil }
 
-// deletionSize is about what a deletion takes on the wire.
+// deletionSize is the approximate size of a deletion on the wire.
 const deletionSize = 64
 
-// add adds objects of one kind to the part, nil being one that is gone, and sends
-// what is large enough.
+// add adds objects of one kind to the part and sends the part when it is large enough. A
+// nil object is deleted.
 func add[K, V any, M proto.Message, D any](r *relay, objects iter.Seq2[K, *V], set *[]M, message func(*V) M, deleted *[]D, name func(K) D) error {
 	for key, object := range objects {
 		if object == nil {
@@ -113,7 +113,7 @@ func add[K, V any, M proto.Message, D any](r *relay, objects iter.Seq2[K, *V], s
 	return nil
 }
 
-// flush sends the part, and begins the next one.
+// flush sends the part and begins the next one.
 func (r *relay) flush() error {
 	m := &raw{mem.BufferSlice{mem.SliceBuffer(localv1.Marshal(&r.part))}}
 	r.part.Reset()

@@ -21,65 +21,64 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/encoding"
-	_ "google.golang.org/grpc/encoding/proto" // registers the codec that rawCodec falls back to
+	_ "google.golang.org/grpc/encoding/proto" // registers the default codec, which rawCodec uses
 	"google.golang.org/grpc/keepalive"
 	"k8s.io/klog/v2"
 )
 
-// ServerOptions are a server's settings. The zero value serves loopback and unix
-// sockets in plaintext.
+// ServerOptions are a server's settings. The zero value serves loopback addresses and
+// unix sockets in plaintext.
 type ServerOptions struct {
-	// TLS, if not nil, is asked of every client.
+	// TLS, if not nil, is required from every client.
 	TLS *transport.TLS
-	// Insecure allows plaintext where other machines can see it.
+	// Insecure allows plaintext on addresses that other machines can reach.
 	Insecure bool
 
-	// NodeCertificates lets a client watch only the node that its certificate
-	// is made out to, with the common name system:node:NAME. It needs TLS.
+	// NodeCertificates limits a client to the node of its certificate, whose common name is
+	// system:node:NAME. It needs TLS.
 	NodeCertificates bool
 
-	// ServeCluster serves the state of the whole cluster, too, for a kpng that
-	// hands it on. With TLS, ClusterReaders names who may have it.
+	// ServeCluster also serves the state of the whole cluster, for kpngs that relay it. With
+	// TLS, only ClusterReaders may read it.
 	ServeCluster bool
-	// ClusterReaders are common names or organisations of certificates.
+	// ClusterReaders are common names or organizations of certificates.
 	ClusterReaders []string
 
-	// BatchInterval is how long the server waits for more after a change until
-	// it tells its clients. Default 10 ms; negative means not at all.
+	// BatchInterval is how long the server collects changes before it sends them. Default 10
+	// ms; negative means no wait.
 	BatchInterval time.Duration
-	// Limits bound what clients can take.
+	// Limits limit the resources of clients.
 	Limits Limits
-	// StopTimeout is how long answers that are being sent may take when the
-	// server stops. Default 5 s.
+	// StopTimeout is how long the server waits for answers in progress when it stops.
+	// Default 5 s.
 	StopTimeout time.Duration
 }
 
-// Limits bound what clients can take from a server. A peer is an IP address or all of unix
-// sockets, and with TLS the common name of a certificate there. With NodeCertificates it is the
-// common name alone. Zero values stand for the defaults.
+// Limits limit the resources that clients use on a server. A peer is an IP address, or
+// all unix sockets. With TLS it is a certificate's common name at one of these. With
+// NodeCertificates it is the common name alone. Zero values mean the defaults.
 type Limits struct {
-	// Connections are those of all peers together. Default 20,000.
+	// Connections limits the connections of all peers together. Default 20,000.
 	Connections int
-	// ConnectionsPerPeer are those of one IP address, or of unix sockets.
+	// ConnectionsPerPeer limits the connections of one IP address, or of all unix sockets.
 	// Default 256.
 	ConnectionsPerPeer int
-	// StreamsPerPeer are open at once. A client needs one, and one that means harm can make
-	// each cost about 4 MB. Default 32.
+	// StreamsPerPeer limits the open streams of a peer. A client needs one. A malicious
+	// stream can cost about 4 MB. Default 32.
 	StreamsPerPeer int
-	// StreamRate is how many streams a second a peer may open in the long run,
-	// since the first answer of each may be everything; as many as
-	// StreamsPerPeer in a burst. Default 20.
+	// StreamRate limits the average number of new streams per second of a peer, because the
+	// first answer on each may be the whole state. Bursts may have StreamsPerPeer streams.
+	// Default 20.
 	StreamRate float64
-	// SendTimeout is how long a client may take for one message, and for each 64 KB of an
-	// answer, until its connection is closed. A stream also ends if its answer takes longer
-	// and the cluster has changed too much meanwhile. Default 30 s.
+	// SendTimeout is the time limit for a client to receive one message, and each 64 KB of
+	// an answer. Then the server closes the connection. A stream also ends if its answer
+	// takes longer and the cluster has changed too much meanwhile. Default 30 s.
 	SendTimeout time.Duration
-	// CacheBytes is about how much memory is used to keep marshalled views.
-	// Default 64 MiB.
+	// CacheBytes is the approximate memory for cached marshalled views. Default 64 MiB.
 	CacheBytes int
 }
 
-// DefaultLimits returns those that zero values stand for.
+// DefaultLimits returns the limits that zero values stand for.
 func DefaultLimits() Limits {
 	return Limits{
 		Connections:        20_000,
@@ -91,11 +90,11 @@ func DefaultLimits() Limits {
 	}
 }
 
-// Server serves views of a cluster's state, and the state itself if asked to.
+// Server serves views of a cluster's state and, on request, the state itself.
 type Server struct {
 	opts     ServerOptions
 	state    cluster.Reader
-	instance []byte // tells this server's tokens from another's
+	instance []byte // distinguishes this server's tokens from another's
 
 	served    atomic.Bool
 	published *publisher
@@ -104,8 +103,9 @@ type Server struct {
 	stopping  chan struct{}
 }
 
-// NewServer returns a server of what state has, from when it has synced on. The state is one
-// with [cluster.Options].Resumable: otherwise clients start over after any deletion.
+// NewServer returns a server of state. It serves clients as soon as the state is synced.
+// The state should have [cluster.Options].Resumable. Otherwise clients start over after
+// any deletion.
 func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 	switch {
 	case opts.TLS == nil && opts.NodeCertificates:
@@ -113,7 +113,7 @@ func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 	case opts.TLS == nil && len(opts.ClusterReaders) > 0:
 		return nil, errors.New("ClusterReaders needs TLS")
 	case opts.TLS != nil && opts.ServeCluster && len(opts.ClusterReaders) == 0:
-		return nil, errors.New("ServeCluster with TLS needs ClusterReaders: nobody could read it")
+		return nil, errors.New("ServeCluster with TLS needs ClusterReaders")
 	}
 	opts.BatchInterval = cmp.Or(opts.BatchInterval, 10*time.Millisecond)
 	opts.StopTimeout = cmp.Or(opts.StopTimeout, 5*time.Second)
@@ -137,9 +137,9 @@ func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 	}, nil
 }
 
-// Serve serves on the listeners until ctx ends, and closes them; then it returns
-// nil. Answers that are being sent get StopTimeout to end. It returns an error if a
-// listener is one on which it must not serve, or fails, and on the second call.
+// Serve serves on the listeners until ctx ends. Then it closes them, waits up to
+// StopTimeout for answers in progress, and returns nil. It returns an error if a listener
+// would be insecure or fails, and on the second call.
 func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	defer func() {
 		for _, l := range listeners {
@@ -151,7 +151,7 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 		return err
 	}
 	if s.served.Swap(true) {
-		return errors.New("server serves already, or has served")
+		return errors.New("server is already serving or has ended")
 	}
 	server := grpc.NewServer(s.grpcOptions(creds)...)
 	localv1.RegisterSetsServer(server, setsServer{Server: s})
@@ -183,17 +183,18 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	return err
 }
 
-// maxRequest is the largest message that a client may send. A WatchReq has a name
-// and a token.
+// maxRequest is the maximum size of a message from a client. A WatchReq has a name and a
+// token.
 const maxRequest = 16 << 10
 
-// requestWindow is how much a client may send that nobody has read yet: the least
-// that HTTP/2 has without being asked. It is fixed, as grpc would send a ping with
-// each request to find out whether more of it were faster.
+// requestWindow is the flow-control window for a client's messages, the default of
+// HTTP/2. It is fixed, because otherwise grpc sends a ping with each request to measure
+// the bandwidth.
 const requestWindow = 64 << 10
 
-// connectionAge is about how long a connection lasts, within 10 %. Then the client comes back
-// with its token. So the authorities of now are applied to it, and clients spread over servers.
+// connectionAge is the lifetime of a connection, within 10 %. Then the client reconnects
+// with its token. So the current authorities apply to it, and clients spread over
+// servers.
 const connectionAge = 30 * time.Minute
 
 func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.ServerOption {
@@ -205,7 +206,7 @@ func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.Serv
 		grpc.MaxRecvMsgSize(maxRequest),
 		grpc.MaxHeaderListSize(16 << 10),
 		grpc.ReadBufferSize(4 << 10),
-		grpc.SharedWriteBuffer(true), // the default of newer versions: 32 KB less for an idle connection
+		grpc.SharedWriteBuffer(true), // the default of newer versions: saves 32 KB per idle connection
 		grpc.StaticStreamWindowSize(requestWindow),
 		grpc.StaticConnWindowSize(requestWindow),
 		grpc.KeepaliveParams(keepalive.ServerParameters{
@@ -216,8 +217,8 @@ func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.Serv
 	}
 }
 
-// credentials returns how connections are secured, and an error if they would not
-// be where they have to.
+// credentials returns the credentials of connections. It returns an error if a listener
+// needs TLS and has none.
 func (s *Server) credentials(ctx context.Context, listeners []net.Listener) (credentials.TransportCredentials, error) {
 	if s.opts.TLS != nil {
 		config, err := s.opts.TLS.Server(klog.FromContext(ctx))
@@ -234,21 +235,21 @@ func (s *Server) credentials(ctx context.Context, listeners []net.Listener) (cre
 	return insecure.NewCredentials(), nil
 }
 
-// Stats are what a server has done so far, and what it has to do.
+// Stats are the statistics of a server.
 type Stats struct {
-	// Streams are open now.
+	// Streams is the number of open streams.
 	Streams int
-	// Views were computed and marshalled, of Values services and endpoints.
+	// Views counts computed and marshalled views, with Values services and endpoints.
 	Views, Values uint64
-	// Bytes are those of the messages that were sent, without framing and TLS.
+	// Bytes counts the bytes of sent messages, without framing and TLS.
 	Bytes uint64
-	// Refused are the connections and streams that a limit did not admit.
+	// Refused counts connections and streams refused because of a limit.
 	Refused uint64
-	// Stalled are the connections and streams that ended because a client took too little.
+	// Stalled counts connections and streams that ended because the client read too slowly.
 	Stalled uint64
 }
 
-// Stats may be called by anybody at any time.
+// Stats returns the current statistics. It is safe for concurrent use.
 func (s *Server) Stats() Stats {
 	return Stats{
 		Streams: int(s.peers.streams.Load()),

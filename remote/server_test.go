@@ -168,7 +168,7 @@ func TestAServerServesOnce(t *testing.T) {
 	cancel()
 	expect(t, server.Serve(ctx, listen(t, socket(t))), "")
 	l := listen(t, socket(t))
-	expect(t, server.Serve(ctx, l), "serves already")
+	expect(t, server.Serve(ctx, l), "already serving")
 	if _, err := l.Accept(); err == nil {
 		t.Error("the listener of the second call is open")
 	}

@@ -15,24 +15,25 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// listener is the client of a stream and what it was sent so far.
-type listener[Request any] interface {
-	// tell brings the client to the snapshot, and reports whether there was anything to send.
-	tell(snapshot *cluster.Snapshot) (bool, error)
-	// hear takes a request that is not the first.
-	hear(req *Request) error
+// subscriber is the client of a stream with its position.
+type subscriber[Request any] interface {
+	// send sends the difference to the snapshot. It reports whether there was anything to
+	// send.
+	send(snapshot *cluster.Snapshot) (bool, error)
+	// request handles a request after the first.
+	request(req *Request) error
 }
 
-// renewTokens is how long a client has a token at most that is not of the latest revision. A
-// store remembers deletions for 10 minutes.
+// renewTokens is the maximum time until a client gets a token of the latest revision. A
+// store keeps deletions for 10 minutes.
 const renewTokens = 5 * time.Minute
 
-// errExpired ends a stream whose client would not be admitted any more.
+// errExpired ends a stream whose client's certificate has expired.
 var errExpired = status.Error(codes.Unauthenticated, "the client's certificate has expired")
 
-// converse is the life of a stream: requests and answers in turn. What follows the
-// first request is with the listener that begin returns.
-func converse[Request, Response any](s *Server, stream grpc.BidiStreamingServer[Request, Response], begin func(caller, *Request) (listener[Request], error)) error {
+// serveStream handles a stream: it alternates between requests and answers. begin returns
+// the subscriber for the first request.
+func serveStream[Request, Response any](s *Server, stream grpc.BidiStreamingServer[Request, Response], begin func(caller, *Request) (subscriber[Request], error)) error {
 	ctx := stream.Context()
 	c, err := callerOf(ctx, !s.opts.NodeCertificates)
 	if err != nil {
@@ -57,19 +58,19 @@ func converse[Request, Response any](s *Server, stream grpc.BidiStreamingServer[
 		return err
 	}
 	for {
-		if err = s.answer(ctx, l.tell); err != nil {
+		if err = s.answer(ctx, l.send); err != nil {
 			return err
 		}
 		if req, err = stream.Recv(); err != nil {
 			return endOf(err)
 		}
-		if err := l.hear(req); err != nil {
+		if err := l.request(req); err != nil {
 			return err
 		}
 	}
 }
 
-// endOf is how a stream ends whose client is heard no more.
+// endOf returns the error of a stream after a failed receive.
 func endOf(err error) error {
 	if errors.Is(err, io.EOF) {
 		return nil
@@ -77,14 +78,14 @@ func endOf(err error) error {
 	return err
 }
 
-// answer waits until a snapshot has something to tell, and tells it.
-func (s *Server) answer(ctx context.Context, tell func(*cluster.Snapshot) (bool, error)) error {
+// answer waits for a snapshot with new state and sends it.
+func (s *Server) answer(ctx context.Context, send func(*cluster.Snapshot) (bool, error)) error {
 	renew := time.NewTicker(renewTokens)
 	defer renew.Stop()
 	for {
 		snapshot, next := s.published.get()
 		if snapshot != nil {
-			if told, err := tell(snapshot); told || err != nil {
+			if sent, err := send(snapshot); sent || err != nil {
 				return err
 			}
 		}
@@ -94,44 +95,44 @@ func (s *Server) answer(ctx context.Context, tell func(*cluster.Snapshot) (bool,
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		case <-s.stopping:
-			return status.Error(codes.Unavailable, "the server stops")
+			return status.Error(codes.Unavailable, "server is stopping")
 		}
 	}
 }
 
-// sender sends messages to one client, and closes its connection if that does not
-// take them.
+// sender sends messages to one client. It closes the connection if the client does not
+// read them.
 type sender struct {
 	server *Server
 	stream grpc.ServerStream
 	caller caller
 
-	// The answer that is being sent.
+	// The answer in progress.
 	snapshot *cluster.Snapshot
 	started  time.Time
 	sent     int // bytes
 }
 
-// begin begins an answer that brings the client to a snapshot.
+// begin begins an answer for a snapshot.
 func (s *sender) begin(snapshot *cluster.Snapshot) {
 	s.snapshot, s.started, s.sent = snapshot, time.Now(), 0
 }
 
-// send sends one message. The client has SendTimeout for it and, of all the answer, for each
-// 64 KB. An answer that takes longer ends when its snapshot is too old.
+// send sends one message. The client has SendTimeout for it, and for each 64 KB of the
+// whole answer. An answer that takes longer ends when its snapshot is too old.
 func (s *sender) send(m *raw) error {
 	size, timeout, elapsed := m.bytes.Len(), s.server.opts.Limits.SendTimeout, time.Since(s.started)
 	peers := s.server.peers
 	if elapsed > timeout && s.server.published.lags(s.snapshot) {
 		peers.stalled.Add(1)
-		return status.Error(codes.Aborted, "the cluster changes faster than the client takes it")
+		return status.Error(codes.Aborted, "the cluster changes faster than the client reads")
 	}
 	patience := min(timeout, time.Duration(1+s.sent/batchBytes)*timeout-elapsed)
 	stalled := time.AfterFunc(patience, func() { s.caller.conn.Close() })
 	err := s.stream.SendMsg(m)
 	if !stalled.Stop() {
 		peers.stalled.Add(1)
-		return status.Error(codes.DeadlineExceeded, "the client takes too little")
+		return status.Error(codes.DeadlineExceeded, "the client reads too slowly")
 	}
 	if err == nil {
 		s.sent += size
@@ -140,11 +141,11 @@ func (s *sender) send(m *raw) error {
 	return err
 }
 
-// batchBytes is about how large a batch gets.
+// batchBytes is the approximate size of a batch.
 const batchBytes = 64 << 10
 
-// opSender sends operations: one a message or, to clients that take them, in
-// batches. After an error it sends nothing.
+// opSender sends operations: one per message or, if the client supports it, in batches.
+// After an error it sends nothing.
 type opSender struct {
 	sender
 	batches bool
@@ -154,7 +155,7 @@ type opSender struct {
 	err   error
 }
 
-// ops sends operations, with those that follow perhaps.
+// ops sends operations, possibly in a batch with later ones.
 func (s *opSender) ops(frames ...frame) {
 	for _, f := range frames {
 		switch {
@@ -173,7 +174,7 @@ func (s *opSender) ops(frames ...frame) {
 	}
 }
 
-// flush sends what is left.
+// flush sends the pending batch.
 func (s *opSender) flush() {
 	if s.size > 0 && s.err == nil {
 		s.err = s.send(&raw{s.batch})

@@ -94,7 +94,7 @@ func TestAnUnreadableObjectIsLeftOut(t *testing.T) {
 			before + " 172.16.0.3", []string{"endpoint ns/one/a: endpoint has 2 addresses"}},
 		{"an endpoint that is no message", []*localv1.OpItem{setItem(localv1.Set_EndpointsSet, "ns/one/a", []byte{0xff})},
 			before, []string{"endpoint ns/one/a: proto"}},
-		{"a path that names nothing", []*localv1.OpItem{setEndpoint("one", "172.16.0.9")}, before, []string{"is no path of an endpoint"}},
+		{"a path that names nothing", []*localv1.OpItem{setEndpoint("one", "172.16.0.9")}, before, []string{"is not the path of an endpoint"}},
 		{"a service with a bad address", []*localv1.OpItem{setService("one", "x"), setService("two", "10.0.0.22")},
 			"node [192.168.0.1]; ns/one 10.0.0.1: 172.16.0.1 172.16.0.2; ns/two 10.0.0.22:", []string{"service ns/one: ParseAddr"}},
 		{"a node with a bad address", []*localv1.OpItem{setNode("x")}, before, []string{"node n: node n: ParseAddr"}},
@@ -105,7 +105,7 @@ func TestAnUnreadableObjectIsLeftOut(t *testing.T) {
 		{"after a reset, what the client has stays", []*localv1.OpItem{resetItem(), setNode("x"), replace(service("one", "x"), endpoint("172.16.0.5"))},
 			"node [192.168.0.1]; ns/one 10.0.0.1: 172.16.0.5", []string{"node n", "service ns/one"}},
 		{"a bad service that the client does not have", []*localv1.OpItem{setService("new", "x"), setEndpoint("new/a", "172.16.0.9")},
-			before, []string{"service ns/new", "service ns/new: its endpoints came without it"}},
+			before, []string{"service ns/new", "service ns/new: received endpoints without the service"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			address := socket(t)
@@ -162,7 +162,7 @@ func followLogging(t *testing.T, node, address string, reports chan<- string) (c
 		t.Fatal(err)
 	}
 	log := funcr.New(func(_, line string) {
-		if strings.Contains(line, "Left out") {
+		if strings.Contains(line, "Ignored") {
 			reports <- line
 		}
 	}, funcr.Options{})

@@ -11,35 +11,34 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// class stands for all nodes that see a service alike: a node on which an endpoint
-// runs, or that a hint names, for itself; any other one for its zone, if a hint
-// names that. It is for those who want frontends, or for those who want endpoints.
+// class represents all nodes that see a service alike. A node with an endpoint or a hint
+// has its own class. The other nodes of a zone with a hint share one. Clients that
+// receive frontends have separate classes.
 type class struct {
 	node, zone string
 	frontends  bool
 }
 
-// views computes and marshals each view once and keeps what was used last, by
-// state (and so by service and revision) and class of node.
+// views computes and marshals each view once. It caches recently used views by state (and
+// so by service and revision) and class.
 type views struct {
-	limit int // of what is kept, in bytes
+	limit int // of the cache, in bytes
 
 	mu     sync.Mutex
 	states map[*api.ServiceState]*list.Element
-	lru    *list.List // of *sharedState, the one used last in front
-	size   int        // of what is kept
+	lru    *list.List // of *sharedState, most recently used first
+	size   int        // of the cache
 
 	ids      atomic.Uint64
-	computed atomic.Uint64 // views
-	values   atomic.Uint64 // services and endpoints marshalled
+	computed atomic.Uint64 // number of views
+	values   atomic.Uint64 // number of marshalled services and endpoints
 }
 
 func newViews(limit int) *views {
 	return &views{limit: limit, states: map[*api.ServiceState]*list.Element{}, lru: list.New()}
 }
 
-// of returns how a node of that name and zone sees the service of state, nil if it
-// has nothing to do for it.
+// of returns the view of the named node in zone, or nil if it has none.
 func (v *views) of(state *api.ServiceState, node, zone string, frontends bool) *wireView {
 	if state == nil {
 		return nil
@@ -60,7 +59,7 @@ func (v *views) of(state *api.ServiceState, node, zone string, frontends bool) *
 	return w
 }
 
-// compute works out how a class sees s. The caller holds s.mu.
+// compute computes the view of a class. The caller holds s.mu.
 func (v *views) compute(s *sharedState, c class) *wireView {
 	node := &api.Node{Name: c.node}
 	if c.zone != "" {
@@ -81,7 +80,7 @@ func (v *views) compute(s *sharedState, c class) *wireView {
 	return w
 }
 
-// shared returns what is kept of state.
+// shared returns the cached views of state.
 func (v *views) shared(state *api.ServiceState) *sharedState {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -96,18 +95,18 @@ func (v *views) shared(state *api.ServiceState) *sharedState {
 	return s
 }
 
-// grow notes that s has grown.
+// grow records that s has grown.
 func (v *views) grow(s *sharedState, by int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if e, ok := v.states[s.state]; ok && e.Value == s { // and not forgotten meanwhile
+	if e, ok := v.states[s.state]; ok && e.Value == s { // not evicted meanwhile
 		s.size += by
 		v.size += by
 	}
 	v.evict()
 }
 
-// evict forgets what was not used for longest.
+// evict drops the least recently used states.
 func (v *views) evict() {
 	for v.size > v.limit && v.lru.Len() > 1 {
 		oldest := v.lru.Remove(v.lru.Back()).(*sharedState)
@@ -116,14 +115,14 @@ func (v *views) evict() {
 	}
 }
 
-// sharedState is what is kept of one state of a service.
+// sharedState has the cached views of one state of a service.
 type sharedState struct {
 	state *api.ServiceState
-	// nodes and zones are those that the state's endpoints name: the nodes they
-	// run on or are hinted at, and the zones they are hinted at.
+	// nodes are the endpoints' nodes and those in their hints. zones are the zones in their
+	// hints.
 	nodes, zones map[string]struct{}
 
-	size int // guarded by views.mu
+	size int // views.mu guards it
 
 	mu        sync.Mutex
 	views     map[class]*wireView

@@ -142,7 +142,7 @@ func FuzzDelta(f *testing.F) {
 	f.Fuzz(func(t *testing.T, seed uint64) {
 		r := rand.New(rand.NewPCG(seed, 0))
 		old, new := randomView(r, 1), randomView(r, 2)
-		for _, who := range []audience{anybody, askers} {
+		for _, who := range []audience{standard, complete} {
 			has := map[string]string{}
 			for _, step := range []*wireDelta{delta(nil, old, who), delta(old, new, who)} {
 				apply(t, has, step)

@@ -21,24 +21,24 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// watch is one client's position, and how it wants to be told.
+// watch is the position of one client, with its wishes.
 type watch struct {
 	server *Server
 	sender opSender
 	name   string
 	who    audience
-	// ownNode is whether the client is told of the node itself, and tokens
-	// whether it resumes.
+	// ownNode reports whether the client receives its node, and tokens whether it can
+	// resume.
 	ownNode, tokens bool
-	// frontends is whether the client wants frontends in place of services and
+	// frontends reports whether the client receives frontends instead of services and
 	// endpoints.
 	frontends bool
 
-	// resume is the token that the client came with, until it is answered.
+	// resume is the client's token, until it is answered.
 	resume []byte
 
-	// The rest is what the client has: synced is whether anything, token the revision of its
-	// last token, and renewed when it got that.
+	// The client's state. synced reports whether it has any; token is the revision of its
+	// last token, and renewed the time of that token.
 	synced, stale bool
 	token         diffstore.Revision
 	renewed       time.Time
@@ -54,7 +54,7 @@ type setsServer struct {
 
 // Watch implements localv1.SetsServer.
 func (s setsServer) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, localv1.OpItem]) error {
-	return converse(s.Server, stream, func(c caller, req *localv1.WatchReq) (listener[localv1.WatchReq], error) {
+	return serveStream(s.Server, stream, func(c caller, req *localv1.WatchReq) (subscriber[localv1.WatchReq], error) {
 		if err := s.mayWatch(c, req.GetNodeName()); err != nil {
 			return nil, err
 		}
@@ -62,7 +62,7 @@ func (s setsServer) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, loca
 	})
 }
 
-// nodeCertificate is what the common name of a node's certificate begins with.
+// nodeCertificate is the prefix of a node certificate's common name.
 const nodeCertificate = "system:node:"
 
 func (s *Server) mayWatch(c caller, node string) error {
@@ -87,40 +87,39 @@ func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.Watch
 		cursor:    s.state.NewCursor(),
 	}
 	if req.GetAllEndpoints() {
-		w.who = askers
+		w.who = complete
 	}
 	context.AfterFunc(stream.Context(), w.cursor.Close)
 	return w
 }
 
-// staleToken is how many changes in the cluster make a token stale: a client that
-// has not been told anything meanwhile gets a new one, for it would be told too
-// much if it came back with the old one.
+// staleToken is the number of changes in the cluster after which an idle client gets a
+// new token. With its old one, it would receive too much when it resumes.
 const staleToken = 1000
 
-// hear implements listener.
-func (w *watch) hear(req *localv1.WatchReq) error {
+// request implements subscriber.
+func (w *watch) request(req *localv1.WatchReq) error {
 	if name := req.GetNodeName(); name != "" && name != w.name {
-		return status.Errorf(codes.InvalidArgument, "this stream is for node %q, open another one for node %q", w.name, name)
+		return status.Errorf(codes.InvalidArgument, "this stream is for node %q; open another one for node %q", w.name, name)
 	}
 	return nil
 }
 
-// tell implements listener.
-func (w *watch) tell(snapshot *cluster.Snapshot) (bool, error) {
+// send implements subscriber.
+func (w *watch) send(snapshot *cluster.Snapshot) (bool, error) {
 	node, _ := snapshot.Nodes.Get(w.name)
 	w.sender.begin(snapshot)
 	w.operations(snapshot, node)
-	told := w.sender.sent > 0 || w.sender.size > 0 || !w.synced || w.tokens && w.mayExpire(snapshot) || w.stale != snapshot.Stale
-	if told {
+	sent := w.sender.sent > 0 || w.sender.size > 0 || !w.synced || w.tokens && w.mayExpire(snapshot) || w.stale != snapshot.Stale
+	if sent {
 		w.sync(snapshot, node)
 	}
 	w.cursor.Advance(snapshot.States)
 	w.node = node
-	return told, w.sender.err
+	return sent, w.sender.err
 }
 
-// mayExpire reports whether the client's token may soon be void.
+// mayExpire reports whether the client's token may soon be invalid.
 func (w *watch) mayExpire(snapshot *cluster.Snapshot) bool {
 	behind := snapshot.Revision - w.token
 	return behind > staleToken || behind > 0 && time.Since(w.renewed) >= renewTokens
@@ -138,12 +137,11 @@ func (w *watch) sync(snapshot *cluster.Snapshot, node *api.Node) {
 	w.synced, w.stale, w.resume = true, snapshot.Stale, nil
 }
 
-// A token says where a client was: which server told it, up to which revision, and
-// of what else the views depend that it was told. It is the server's alone to
-// read; a client hands it back.
+// A token records a client's position: the server, the revision, and other facts on which
+// the client's views depend. Only the server reads it; a client returns it unchanged.
 
-// newToken returns the token for a revision. What follows are strings on which the
-// told depends, such as the node and its zone.
+// newToken returns the token for a revision. depends are strings on which the client's
+// views depend, such as the node and its zone.
 func (s *Server) newToken(revision diffstore.Revision, depends ...string) []byte {
 	b := append(make([]byte, 0, 128), s.instance...)
 	b = binary.AppendUvarint(b, uint64(revision))
@@ -153,8 +151,8 @@ func (s *Server) newToken(revision diffstore.Revision, depends ...string) []byte
 	return b
 }
 
-// readToken returns the revision of a token, 0 if it is of another server or depends on
-// something else.
+// readToken returns the revision of a token. It returns 0 if the token is from another
+// server or depends on other strings.
 func (s *Server) readToken(token []byte, depends ...string) diffstore.Revision {
 	rest, _ := bytes.CutPrefix(token, s.instance)
 	revision, _ := binary.Uvarint(rest)
@@ -164,13 +162,13 @@ func (s *Server) readToken(token []byte, depends ...string) diffstore.Revision {
 	return diffstore.Revision(revision)
 }
 
-// depends is what makes the views of this client what they are, besides the
-// cluster's state.
+// depends returns the facts, other than the cluster's state, on which this client's views
+// depend.
 func (w *watch) depends(node *api.Node) []string {
 	return []string{w.name, node.Zone(), fmt.Sprint(w.who, w.frontends)}
 }
 
-// operations sends what leads from what the client has to the snapshot, but for
+// operations sends the difference between the client's state and the snapshot, without
 // the Sync.
 func (w *watch) operations(snapshot *cluster.Snapshot, node *api.Node) {
 	d := w.cursor.Until(snapshot.States)
@@ -197,7 +195,7 @@ func (w *watch) operations(snapshot *cluster.Snapshot, node *api.Node) {
 	}
 }
 
-// sendNode sends the node to a client that wants to know it.
+// sendNode sends the node if the client requested it.
 func (w *watch) sendNode(node *api.Node) {
 	switch {
 	case !w.ownNode:
@@ -208,7 +206,7 @@ func (w *watch) sendNode(node *api.Node) {
 	}
 }
 
-// wholes sends services, each as a whole, and perhaps deletes those that the node does not see.
+// wholes sends whole services and, with deletions, deletes those without a view.
 func (w *watch) wholes(states iter.Seq2[types.NamespacedName, *api.ServiceState], node *api.Node, deletions bool) {
 	set := localv1.Set_ServicesSet
 	if w.frontends {
@@ -226,8 +224,8 @@ func (w *watch) wholes(states iter.Seq2[types.NamespacedName, *api.ServiceState]
 	}
 }
 
-// phases sends the operations of deltas in the order in which clients need them:
-// a service comes before its endpoints and goes after them.
+// phases sends the operations of deltas in the order that clients need: a service is set
+// before its endpoints and deleted after them.
 func (w *watch) phases(deltas iter.Seq[*wireDelta]) {
 	for phase := range len(wireDelta{}) {
 		for d := range deltas {
@@ -238,7 +236,7 @@ func (w *watch) phases(deltas iter.Seq[*wireDelta]) {
 	}
 }
 
-// additions yields how each service comes to be, from nothing.
+// additions yields the deltas that create all services.
 func (w *watch) additions(s *states, node *api.Node) iter.Seq[*wireDelta] {
 	return func(yield func(*wireDelta) bool) {
 		for _, state := range s.All() {
@@ -249,7 +247,7 @@ func (w *watch) additions(s *states, node *api.Node) iter.Seq[*wireDelta] {
 	}
 }
 
-// deltas returns what changes in this node's views.
+// deltas returns the changes of this node's views.
 func (w *watch) deltas(d statesDelta, node *api.Node) []*wireDelta {
 	changes := slices.Values(w.server.published.changes(d))
 	if node.Zone() != w.node.Zone() {
@@ -265,7 +263,7 @@ func (w *watch) deltas(d statesDelta, node *api.Node) []*wireDelta {
 	return list
 }
 
-// view returns how the client's node, as it is or was, sees a service.
+// view returns the view of a service by node, the client's node before or after a change.
 func (w *watch) view(state *api.ServiceState, node *api.Node) *wireView {
 	return w.server.views.of(state, w.name, node.Zone(), w.frontends)
 }

@@ -15,54 +15,54 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// wireView is a view as it goes over the wire. All streams of one class share it.
+// wireView is the wire form of a view. All streams of one class share it.
 type wireView struct {
-	id  uint64 // of this view and no other; 0 is no view
+	id  uint64 // unique ID of this view; 0 means no view
 	key types.NamespacedName
-	// service is the value that the service has in set: the service itself, or its
-	// frontends, which come without endpoints.
+	// service is the value of the service in set: the service itself, or its frontends,
+	// which need no endpoints.
 	set       localv1.Set
 	service   []byte
-	endpoints []wireEndpoint // in order of their keys
+	endpoints []wireEndpoint // sorted by key
 
-	values int // that were marshalled for it
-	size   int // in memory, with what is worked out of it, about
+	values int // number of values marshalled for it
+	size   int // approximate size in memory, including derived data
 
 	mu     sync.Mutex
-	deltas [2][2]memo // by audience, and by whether it is from nothing
+	deltas [2][2]memo // by audience, and by whether it starts from nothing
 	wholes [2][]frame // by audience
 }
 
-// wireEndpoint is an endpoint, marshalled.
+// wireEndpoint is a marshalled endpoint.
 type wireEndpoint struct {
 	key   string
 	value []byte
-	// elsewhere says that it takes traffic from elsewhere: that it has the
-	// Internal or the External scope.
+	// elsewhere reports whether it receives traffic from elsewhere: it has the Internal or
+	// the External scope.
 	elsewhere bool
 }
 
-// audience is who is told: index into what differs by that.
+// audience is a group of clients that receive the same endpoints.
 type audience int
 
 const (
-	// anybody is told of endpoints that take traffic from elsewhere only.
-	anybody audience = iota
-	// askers are the clients that asked for all endpoints.
-	askers
+	// standard clients receive only endpoints with traffic from elsewhere.
+	standard audience = iota
+	// complete clients requested all endpoints.
+	complete
 )
 
-func (a audience) hears(e *wireEndpoint) bool { return a == askers || e.elsewhere }
+func (a audience) receives(e *wireEndpoint) bool { return a == complete || e.elsewhere }
 
-// memo is the difference from the view of an id.
+// memo is the difference from the view with an ID.
 type memo struct {
 	id    uint64
 	value *wireDelta
 }
 
-// marshalled are the endpoints of a service in all the forms in which nodes see them,
-// each marshalled once: most look the same to all but the node on which they run.
-type marshalled []*marshalledEndpoint // in order of address and ports
+// marshalled are the endpoints of a service in all forms in which nodes see them, each
+// marshalled once. Most of them look the same to all nodes except their own.
+type marshalled []*marshalledEndpoint // sorted by address and ports
 
 type marshalledEndpoint struct {
 	wireEndpoint
@@ -70,7 +70,7 @@ type marshalledEndpoint struct {
 	draining bool
 }
 
-// wire returns e as it goes over the wire, and whether it was not marshalled before.
+// wire returns the wire form of e, and whether it was marshalled now.
 func (m *marshalled) wire(e *api.Endpoint, draining bool) (wireEndpoint, bool) {
 	list := *m
 	i := sort.Search(len(list), func(i int) bool { return list[i].endpoint.Compare(e) >= 0 })
@@ -80,7 +80,7 @@ func (m *marshalled) wire(e *api.Endpoint, draining bool) (wireEndpoint, bool) {
 		}
 	}
 	w := wireEndpoint{
-		key:       strings.ToValidUTF8(e.Key(), "\uFFFD"), // as localv1.Marshal does it
+		key:       strings.ToValidUTF8(e.Key(), "\uFFFD"), // as in localv1.Marshal
 		value:     localv1.Marshal(localv1.FromEndpoint(e, draining)),
 		elsewhere: !draining && (e.Scopes.Internal || e.Scopes.External),
 	}
@@ -88,7 +88,7 @@ func (m *marshalled) wire(e *api.Endpoint, draining bool) (wireEndpoint, bool) {
 	return w, true
 }
 
-// newWireView marshals v, but for the endpoints that are marshalled already.
+// newWireView marshals v, except endpoints that are already marshalled.
 func newWireView(id uint64, v *api.ServiceEndpoints, m *marshalled) *wireView {
 	w := &wireView{
 		id:        id,
@@ -130,11 +130,10 @@ func (w *wireView) add(list []api.Endpoint, draining bool, m *marshalled) {
 	}
 }
 
-// wireDelta is the difference of two views in single operations, by phase.
+// wireDelta is the difference between two views as operations, by phase.
 type wireDelta [4][]frame
 
-// The phases of an answer: a service comes before its endpoints and goes after
-// them.
+// The phases of an answer. A service is set before its endpoints and deleted after them.
 const (
 	setServices = iota
 	setEndpoints
@@ -142,8 +141,7 @@ const (
 	deleteServices
 )
 
-// delta returns what leads from old to new, two views of one service, of which one
-// may be nil.
+// delta returns the difference between two views of one service. One of them may be nil.
 func delta(old, new *wireView, who audience) *wireDelta {
 	if new == nil {
 		return newDelta(old, nil, who)
@@ -178,19 +176,19 @@ func newDelta(old, new *wireView, who audience) *wireDelta {
 		after = new.endpoints
 	}
 	for o, n := range pairs(before, after) {
-		told := o != nil && who.hears(o)
+		sent := o != nil && who.receives(o)
 		switch {
-		case n != nil && who.hears(n) && !(told && bytes.Equal(o.value, n.value)):
+		case n != nil && who.receives(n) && !(sent && bytes.Equal(o.value, n.value)):
 			d[setEndpoints] = append(d[setEndpoints], setFrame(localv1.Set_EndpointsSet, endpointPath(view.key, n.key), n.value))
-		case told && (n == nil || !who.hears(n)):
+		case sent && (n == nil || !who.receives(n)):
 			d[deleteEndpoints] = append(d[deleteEndpoints], deleteFrame(localv1.Set_EndpointsSet, endpointPath(view.key, o.key)))
 		}
 	}
 	return d
 }
 
-// pairs yields the endpoints of two lists in order of their keys, those with one
-// key together.
+// pairs yields the endpoints of two lists in order of their keys. Endpoints with the same
+// key form a pair.
 func pairs(before, after []wireEndpoint) func(yield func(old, new *wireEndpoint) bool) {
 	return func(yield func(old, new *wireEndpoint) bool) {
 		for len(before) > 0 || len(after) > 0 {
@@ -217,11 +215,11 @@ func pairs(before, after []wireEndpoint) func(yield func(old, new *wireEndpoint)
 	}
 }
 
-// maxWhole is about how large an operation gets. A service with more endpoints
-// than go into it is told as a whole with some of them, and the others are set.
+// maxWhole is the approximate maximum size of an operation. A larger service is sent
+// whole with some endpoints, and the others follow as single operations.
 const maxWhole = 1 << 20
 
-// whole returns what tells the view as a whole.
+// whole returns the operations that send the whole view.
 func (w *wireView) whole(who audience) []frame {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -240,7 +238,7 @@ func (w *wireView) newWhole(who audience) []frame {
 	size := len(w.service)
 	for i := range w.endpoints {
 		e := &w.endpoints[i]
-		if !who.hears(e) {
+		if !who.receives(e) {
 			continue
 		}
 		if size += len(e.key) + len(e.value); size <= maxWhole {

@@ -15,45 +15,45 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Driver brings what a source has to a sink: see the package comment for how.
+// Driver delivers the services of a Source to a Sink. The package comment describes how.
 type Driver struct {
 	src  Source
 	sink Sink
 	opts Options
 
 	kick     chan struct{} // wakes Run after StartOver
-	progress atomic.Int64  // when the sink last made progress, in Unix nanoseconds
+	progress atomic.Int64  // last progress of the sink, in Unix nanoseconds
 
-	// Only the goroutine of Run uses these, and the one that watches for it during a
+	// Only the goroutine of Run uses the fields below, and its helper goroutine during a
 	// Verify.
 	notBefore time.Time // when the next Sync may begin
 	verifyAt  time.Time // when the next Verify may begin, zero for never
-	noted     bool      // whether the changes that wait now were noted
-	pass      *delivery // the pass under way, nil if there is none
+	noted     bool      // the waiting changes were noted
+	pass      *delivery // the current pass, nil if there is none
 	search    search
-	wasAlone  bool // whether the last Sync was of a service that comes alone
+	wasAlone  bool // the last Sync delivered one isolated service
 
-	// The same goroutines write these with mu held and read them without. All others
-	// hold mu.
+	// The same goroutines write the fields below with mu held and read them without it.
+	// All other goroutines hold mu.
 	mu      sync.Mutex
 	started bool
 	end     error         // not nil once Run has ended
-	moved   chan struct{} // closed and renewed when something below has changed
+	moved   chan struct{} // closed and replaced when a field below changes
 	status  Status        // without the fields that Driver.Status fills in
 	pending pending
 
-	// synced says that the last pass is complete, and restart that StartOver was
-	// called and the driver has not begun the new pass.
+	// synced reports that the last pass is complete. restart reports that StartOver was
+	// called and the new pass has not begun.
 	synced, restart bool
 	// position is the revision up to which everything is acknowledged or pending.
 	position uint64
-	// nodePending says that the node differs from the one that the sink acknowledged
-	// last, and nodeSince is the last revision at which it did not.
+	// nodePending reports that the node differs from the one last acknowledged. nodeSince
+	// is the last revision at which it did not differ.
 	nodePending bool
 	nodeSince   uint64
 }
 
-// NewDriver returns a driver that brings what src has to s.
+// NewDriver returns a driver that delivers the services of src to s.
 func NewDriver(src Source, s Sink, opts Options) *Driver {
 	return &Driver{
 		src:     src,
@@ -65,26 +65,26 @@ func NewDriver(src Source, s Sink, opts Options) *Driver {
 	}
 }
 
-// Run drives s with what src has until ctx ends. It is short for
-// [NewDriver] and [Driver.Run]. The caller closes src afterwards.
+// Run drives s with the services of src until ctx ends. It combines [NewDriver] and
+// [Driver.Run]. The caller closes src afterwards.
 func Run(ctx context.Context, src Source, s Sink, opts Options) error {
 	return NewDriver(src, s, opts).Run(ctx)
 }
 
-// Run starts the sink, drives it, and stops it. It returns the cause of ctx
-// when ctx has ended, nil where Options.Once says so, and an error at once if
-// the sink cannot be started, joined with that of Stop if there is one. It
-// waits for a Sync that runs, so that nothing of the sink runs on.
+// Run starts the sink, drives it, and stops it. It returns the cause of ctx when ctx
+// ends, and nil when Options.Once is done. If Start fails, it returns the error
+// immediately. It joins an error of Stop. Run waits for a running Sync, so no method of
+// the sink runs after it.
 //
-// A driver runs once. Run begins by resetting the source, and does not close it:
-// who made the source does, after Run has returned.
+// A driver runs only once. Run first resets the source. It does not close the source: the
+// code that created it does so after Run returns.
 func (d *Driver) Run(ctx context.Context) (err error) {
 	d.mu.Lock()
 	started := d.started
 	d.started = true
 	d.mu.Unlock()
 	if started {
-		return errors.New("driver runs already, or has ended")
+		return errors.New("driver is already running or has ended")
 	}
 	end := errEnded
 	defer func() {
@@ -102,7 +102,7 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 	if s, ok := d.sink.(Starter); ok {
 		if err := guard(ctx, "Start", s.Start); err != nil {
 			if ctx.Err() != nil {
-				log.V(2).Info("Ended while starting", "result", err)
+				log.V(2).Info("Context ended during Start", "result", err)
 				return context.Cause(ctx)
 			}
 			return fmt.Errorf("start %s: %w", d.label(), err)
@@ -129,7 +129,7 @@ func (d *Driver) Run(ctx context.Context) (err error) {
 	}
 }
 
-// stopTimeout returns how long the sink may take to stop.
+// stopTimeout returns the time limit of the sink's Stop.
 func (d *Driver) stopTimeout() time.Duration {
 	timeout := d.opts.StopTimeout
 	if s, ok := d.sink.(Drainer); ok && timeout == 0 {
@@ -138,10 +138,9 @@ func (d *Driver) stopTimeout() time.Duration {
 	return cmp.Or(timeout, 10*time.Second)
 }
 
-// StartOver makes the driver begin a new pass, for a caller that knows that the
-// dataplane lost its state. It returns immediately. The pass begins as soon as no Sync
-// runs: neither a backoff nor Options.MinInterval delays it. StartOver may be called at
-// any time from any goroutine.
+// StartOver begins a new pass. Call it when the dataplane lost its state. It returns
+// immediately. The pass begins as soon as no Sync runs; neither a backoff nor
+// Options.MinInterval delays it. StartOver is safe for concurrent use.
 func (d *Driver) StartOver() {
 	d.update(func() { d.restart, d.synced = true, false })
 	select {
@@ -150,8 +149,8 @@ func (d *Driver) StartOver() {
 	}
 }
 
-// wait returns nil when the next Sync is due, and an error when ctx has ended.
-// Meanwhile it verifies.
+// wait returns nil when the next Sync is due, and an error when ctx ends. It calls Verify
+// while it waits.
 func (d *Driver) wait(ctx context.Context) error {
 	d.noted = false
 	for {
@@ -175,7 +174,7 @@ func (d *Driver) wait(ctx context.Context) error {
 			return nil
 		}
 
-		var wake time.Time // zero for never
+		var wake time.Time // zero if nothing is scheduled
 		switch {
 		case due:
 			wake = d.notBefore
@@ -209,15 +208,15 @@ func (d *Driver) handleRestart() {
 	}
 }
 
-// isDone reports whether a pass is complete and the sink has acknowledged everything.
+// isDone reports whether a pass is complete and every service acknowledged.
 func (d *Driver) isDone() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.synced && len(d.pending.byKey) == 0 && !d.nodePending
 }
 
-// sleep returns at wake, unless that is zero, or when changed is closed, unless
-// that is nil, or when StartOver is called, or when ctx ends.
+// sleep waits for wake unless it is zero, for changed unless it is nil, for StartOver, or
+// for the end of ctx.
 func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	var alarm <-chan time.Time
 	if !wake.IsZero() {
@@ -233,8 +232,8 @@ func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struc
 	}
 }
 
-// verify lets the sink verify until something is to do, as for sleep. It notes
-// when that is, for a Verify may take its time.
+// verify runs Verify until one of the events of sleep happens. It notes waiting changes
+// itself, because a Verify may take long to return.
 func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	log := klog.FromContext(ctx)
 	begin := time.Now()
@@ -261,18 +260,18 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 	d.verifyAt = end.Add(d.opts.VerifyInterval)
 	switch {
 	case errors.Is(err, ErrStartOver):
-		log.Info("The sink verified and starts over", "reason", err)
+		log.Info("Verify requested a new pass", "reason", err)
 		d.startOver()
 	case cutShort:
 		d.verifyAt = end.Add(d.opts.VerifyInterval / 4)
 		return
 	case err != nil:
-		log.Error(err, "Verifying failed")
+		log.Error(err, "Verify failed")
 	}
 	d.opts.Observer.Verified(end.Sub(begin), err)
 }
 
-// queued notes that changes wait, unless that was noted already.
+// queued notes that changes wait, unless they are already noted.
 func (d *Driver) queued(now time.Time) {
 	if d.noted {
 		return
@@ -282,8 +281,8 @@ func (d *Driver) queued(now time.Time) {
 	d.waiting(now)
 }
 
-// waiting notes that there is something to deliver. That counts from when a Sync may
-// begin: the minimum interval does not count.
+// waiting notes that there is something to deliver. The wait counts from the earliest
+// time of the next Sync, so Options.MinInterval is not part of it.
 func (d *Driver) waiting(now time.Time) {
 	d.update(func() {
 		if d.status.WaitingSince.IsZero() {
@@ -292,7 +291,7 @@ func (d *Driver) waiting(now time.Time) {
 	})
 }
 
-// update changes what others may read, and wakes those who wait for it.
+// update changes the fields that mu guards and wakes all waiters.
 func (d *Driver) update(change func()) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -301,12 +300,12 @@ func (d *Driver) update(change func()) {
 	d.moved = make(chan struct{})
 }
 
-// guard calls a method of the sink and makes an error of a panic.
+// guard calls a method of the sink and turns a panic into an error.
 func guard(ctx context.Context, method string, f func(context.Context) error) (err error) {
 	defer func() {
 		if r := recover(); r != nil {
 			err = fmt.Errorf("panic in %s: %v", method, r)
-			klog.FromContext(ctx).Error(err, "The sink panicked", "stack", string(debug.Stack()))
+			klog.FromContext(ctx).Error(err, "Sink panicked", "stack", string(debug.Stack()))
 		}
 	}()
 	return f(ctx)
@@ -337,7 +336,7 @@ func later(a, b time.Time) time.Time {
 	return b
 }
 
-// earlier returns the earlier time, of those that are not zero.
+// earlier returns the earlier time. It ignores zero times.
 func earlier(a, b time.Time) time.Time {
 	if a.IsZero() || !b.IsZero() && b.Before(a) {
 		return b

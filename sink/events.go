@@ -13,90 +13,90 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Handler gets single events from [Events]. svc is the service that the object
-// belongs to; for a delete it is the one delivered last.
+// Handler receives the events of an [Events] sink. svc is the service that the object
+// belongs to; for a delete it is the service last delivered.
 //
-// A set delivers a new object or a changed one: a service by its key, an endpoint by
-// [api.Endpoint.Key], a frontend by its FrontendKey. A frontend comes with its
-// endpoints, so it also changes when one of these does. A handler that does not need
-// some objects returns nil for them.
+// A set delivers a new or changed object: a service by its key, an endpoint by
+// [api.Endpoint.Key], a frontend by its FrontendKey. A frontend contains its endpoints,
+// so it also changes when one of them does. A handler that does not need a kind of object
+// returns nil for it.
 //
-// An error, or a panic, ends the events of its service for this Sync. When the service
-// comes again, and in a pass, all its objects are set again, and deletes may be repeated,
-// or be of objects whose set never came. But a DeleteFrontend that succeeded is not
-// repeated, and none comes for an address and port that another service has: a handler
-// may keep frontends by address and port alone.
+// An error or a panic ends the events of its service for this Sync. When the service is
+// delivered again, and in a pass, all its objects are set again. Deletes may be repeated,
+// and may name objects that were never set. But a successful DeleteFrontend is not
+// repeated, and no delete names an address and port that another service owns. So a
+// handler may keep frontends by address and port alone.
 type Handler interface {
 	SetService(ctx context.Context, svc *api.Service) error
 	DeleteService(ctx context.Context, svc *api.Service) error
-	// SetEndpoint and DeleteEndpoint deliver the endpoints that this node balances to,
-	// without draining ones.
+	// SetEndpoint and DeleteEndpoint deliver the endpoints that this node balances to. They
+	// omit draining endpoints.
 	SetEndpoint(ctx context.Context, svc *api.Service, e *api.Endpoint) error
 	DeleteEndpoint(ctx context.Context, svc *api.Service, e *api.Endpoint) error
 	SetFrontend(ctx context.Context, svc *api.Service, f nodeview.Frontend) error
 	DeleteFrontend(ctx context.Context, svc *api.Service, f nodeview.Frontend) error
 }
 
-// Events returns a sink that calls h for what changed, object by object. Over all
-// services of a Changes, first frontends are deleted, then endpoints, then services;
-// then services are set, then endpoints, then frontends. So nothing refers to an object
-// that does not exist, and an address or port that goes from one service to another is
-// free before it is taken. Where it is not, because the frontend of the first service
-// could not be deleted, the frontend of the other one is held back: that service has
-// failed too, and comes again. Within each of these steps the order is that of keys.
+// Events returns a sink that calls h for each changed object. For all services of a
+// Changes together, it first deletes frontends, then endpoints, then services; then it
+// sets services, endpoints and frontends. Each step proceeds in order of keys. So no
+// object refers to a missing object, and an address or port is free before another
+// service takes it. If a frontend cannot be deleted, the sink holds back the frontend
+// that would replace it. Then the other service has failed too and is delivered again.
 //
-// In a pass (see [Changes]) the sink deletes what differs from what it delivered before,
-// and sets all objects of every service again, as h may have lost them. Before it sets
-// a frontend, it deletes one with the same address and port of a service that the pass
-// has not reached. For this the sink holds the last view of every service that it
-// delivered, which is memory of its own unless the source holds the same views.
+// In a pass (see [Changes]) the sink deletes the objects that differ from those it
+// delivered before. It sets all objects of every service again, because h may have lost
+// them. Before it sets a frontend, it deletes any frontend with the same address and port
+// of a service that the pass has not reached. For this, the sink holds the last delivered
+// view of every service. It shares their memory with the source if the source holds the
+// same views.
 //
-// The services whose events failed are returned as [*Failed].
+// Sync returns the services whose events failed as [*Failed].
 //
-// The sink starts, stops, cleans up and verifies h, where h is a [Starter], [Stopper],
-// [Drainer], [Cleaner] or [Verifier].
+// The sink forwards the optional methods of h: those of [Starter], [Stopper], [Drainer],
+// [Cleaner] and [Verifier].
 func Events(h Handler) Sink {
 	return &events{
 		Forwarder: Forwarder{h}, handler: h,
-		told: map[types.NamespacedName]told{}, places: claims{},
+		sent: map[types.NamespacedName]sent{}, owners: claims{},
 	}
 }
 
-// events is the sink of Events. The methods of a sink are never called at once,
-// so it needs no lock.
+// events is the sink of Events. Calls of its methods never overlap, so it needs no lock.
 type events struct {
 	Forwarder
 	handler Handler
-	told    map[types.NamespacedName]told
-	// places tells whose frontends the handler may have, by claim.
-	places claims
+	sent    map[types.NamespacedName]sent
+	// owners maps the claims of frontends that the handler may have to their services.
+	owners claims
 	pass   Pass
 }
 
-// told is what the handler was told of a service: every object of view if sure, else it
-// may have any of them. Whatever is not of view was deleted. Its frontends are in places.
-type told struct {
+// sent is the view of a service that the handler received. If sure, the handler has every
+// object of view; otherwise it may have any of them. Everything else was deleted. Its
+// frontends are in owners.
+type sent struct {
 	view *api.ServiceEndpoints
 	sure bool
 }
 
-// transition takes a service from what was told to its new view, nil if it is deleted.
+// transition changes a service from the sent view to a new one, which is nil for a
+// deleted service.
 type transition struct {
 	key types.NamespacedName
-	old told
+	old sent
 	new *api.ServiceEndpoints
-	// deleted says that all deletes have succeeded, so that nothing is left but objects
-	// of new.
+	// deleted reports that all deletes have succeeded, so that only objects of new are left.
 	deleted bool
-	// err is what went wrong first; nothing is told after it.
+	// err is the first error. No further events of the service follow it.
 	err error
 }
 
 func (e *events) Sync(ctx context.Context, c *Changes) error {
 	transitions := e.transitions(c)
 	e.makeRoom(ctx, transitions)
-	tell(ctx, transitions, e.deleteFrontends, e.deleteEndpoints, e.deleteService)
-	tell(ctx, transitions, e.setService, e.setEndpoints, e.setFrontends)
+	runSteps(ctx, transitions, e.deleteFrontends, e.deleteEndpoints, e.deleteService)
+	runSteps(ctx, transitions, e.setService, e.setEndpoints, e.setFrontends)
 
 	var failed Failed
 	for _, t := range transitions {
@@ -106,9 +106,8 @@ func (e *events) Sync(ctx context.Context, c *Changes) error {
 	return failed.Err()
 }
 
-// tell takes all transitions, but for those that fail, through one step after
-// the other.
-func tell(ctx context.Context, transitions []*transition, steps ...func(context.Context, *transition) error) {
+// runSteps runs the steps one after the other, each for all transitions without an error.
+func runSteps(ctx context.Context, transitions []*transition, steps ...func(context.Context, *transition) error) {
 	for _, step := range steps {
 		for _, t := range transitions {
 			switch {
@@ -122,24 +121,24 @@ func tell(ctx context.Context, transitions []*transition, steps ...func(context.
 	}
 }
 
-// transitions returns what c is to do, in order of keys.
+// transitions returns the transitions of c in order of keys.
 func (e *events) transitions(c *Changes) []*transition {
 	var transitions []*transition
 	add := func(key types.NamespacedName, new *api.ServiceEndpoints) {
-		transitions = append(transitions, &transition{key: key, old: e.told[key], new: new})
+		transitions = append(transitions, &transition{key: key, old: e.sent[key], new: new})
 	}
 	e.pass.Begin(c)
 	if c.First {
-		for key, t := range e.told { // the handler may have lost any of it
+		for key, t := range e.sent { // the handler may have lost any object
 			t.sure = false
-			e.told[key] = t
+			e.sent[key] = t
 		}
 	}
 	for s := range c.Services {
 		add(s.Key, s.New)
 	}
 	if c.Last {
-		for key := range e.told {
+		for key := range e.sent {
 			if e.pass.Stale(key) {
 				add(key, nil)
 			}
@@ -149,12 +148,12 @@ func (e *events) transitions(c *Changes) []*transition {
 	return transitions
 }
 
-// makeRoom deletes the frontends of services without a transition that are where
-// frontends of others are to be.
+// makeRoom deletes frontends that conflict with new frontends and belong to services
+// without a transition.
 func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
 	for _, t := range transitions {
 		for f := range nodeview.Frontends(t.new) {
-			for _, other := range e.places.meet(f.Claim(), t.key) {
+			for _, other := range e.owners.meet(f.Claim(), t.key) {
 				_, found := slices.BinarySearchFunc(transitions, other, func(t *transition, key types.NamespacedName) int {
 					return api.CompareKeys(t.key, key)
 				})
@@ -166,11 +165,11 @@ func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
 	}
 }
 
-// evict deletes the frontends of a service that exclude claim. One that cannot be
-// deleted stays in places.
+// evict deletes the frontends of a service that exclude claim. A frontend that cannot be
+// deleted stays in owners.
 func (e *events) evict(ctx context.Context, key types.NamespacedName, claim api.Claim) {
-	t := &transition{key: key, old: told{view: e.told[key].view}}
-	e.told[key] = t.old
+	t := &transition{key: key, old: sent{view: e.sent[key].view}}
+	e.sent[key] = t.old
 	for f := range nodeview.Frontends(t.old.view) {
 		if excludes(f.Claim(), claim) {
 			_ = guard(ctx, "event handler", func(ctx context.Context) error { return e.deleteFrontend(ctx, t, f) })
@@ -178,15 +177,15 @@ func (e *events) evict(ctx context.Context, key types.NamespacedName, claim api.
 	}
 }
 
-// deleteFrontend deletes a frontend of t.old, if the handler may have it.
+// deleteFrontend deletes a frontend of t.old if the handler may have it.
 func (e *events) deleteFrontend(ctx context.Context, t *transition, f nodeview.Frontend) error {
-	if !e.places.has(f.Claim(), t.key) {
+	if !e.owners.has(f.Claim(), t.key) {
 		return nil
 	}
 	if err := e.handler.DeleteFrontend(ctx, t.old.view.Service, f); err != nil {
 		return fmt.Errorf("delete frontend %s: %w", f.FrontendKey, err)
 	}
-	e.places.unset(f.Claim(), t.key)
+	e.owners.unset(f.Claim(), t.key)
 	return nil
 }
 
@@ -250,8 +249,8 @@ func (e *events) setEndpoints(ctx context.Context, t *transition) error {
 	return nil
 }
 
-// setFrontends sets the frontends of t.new. It holds back those that exclude a frontend
-// of another service which could not be deleted.
+// setFrontends sets the frontends of t.new. It holds back those that exclude another
+// service's frontend that could not be deleted.
 func (e *events) setFrontends(ctx context.Context, t *transition) error {
 	var heldBack error
 	known := frontends(t.known())
@@ -259,11 +258,11 @@ func (e *events) setFrontends(ctx context.Context, t *transition) error {
 		if old, ok := known[f.FrontendKey]; ok && reflect.DeepEqual(old, f) {
 			continue
 		}
-		if others := e.places.meet(f.Claim(), t.key); len(others) > 0 {
+		if others := e.owners.meet(f.Claim(), t.key); len(others) > 0 {
 			heldBack = fmt.Errorf("set frontend %s: service %s may still have it", f.FrontendKey, others[0])
 			continue
 		}
-		e.places.set(f.Claim(), t.key)
+		e.owners.set(f.Claim(), t.key)
 		if err := e.handler.SetFrontend(ctx, t.new.Service, f); err != nil {
 			return fmt.Errorf("set frontend %s: %w", f.FrontendKey, err)
 		}
@@ -271,7 +270,7 @@ func (e *events) setFrontends(ctx context.Context, t *transition) error {
 	return heldBack
 }
 
-// known returns the view that the handler has for certain, nil if it has none.
+// known returns the view that the handler certainly has, or nil.
 func (t *transition) known() *api.ServiceEndpoints {
 	if t.old.sure {
 		return t.old.view
@@ -279,16 +278,16 @@ func (t *transition) known() *api.ServiceEndpoints {
 	return nil
 }
 
-// note notes what t has told so far.
+// note records the result of t in e.sent.
 func (e *events) note(t *transition) {
-	now := told{view: t.old.view}
+	now := sent{view: t.old.view}
 	if t.deleted {
-		now = told{t.new, t.err == nil}
+		now = sent{t.new, t.err == nil}
 	}
 	if now.view == nil {
-		delete(e.told, t.key)
+		delete(e.sent, t.key)
 	} else {
-		e.told[t.key] = now
+		e.sent[t.key] = now
 	}
 }
 

@@ -12,32 +12,30 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FullState returns a sink that calls sync, whatever changed, with the views of all
-// services in order of namespace and name. It is for a dataplane that is written as a
-// whole each time. [FullStateOf] does the same for a type that needs the node, or cleans
-// up, or verifies.
+// FullState returns a sink that calls sync with the views of all services, in order of
+// namespace and name, after every change. It is for a dataplane that is always written as
+// a whole. For a type that needs the node, cleanup or Verify, use [FullStateOf].
 //
-// The endpoints of a view are those of all its lists, also those that only
-// traffic from this node to an external frontend uses (see [api.Scopes]):
-// [nodeview.Frontends] says where each frontend's traffic goes.
+// A view contains the endpoints of all its lists. Some of them receive only traffic from
+// this node to an external frontend (see [api.Scopes]). [nodeview.Frontends] computes the
+// endpoints of each frontend.
 //
-// In a pass (see [Changes]) the sink gathers the services, and calls sync at the end.
-// What sync returns is what Sync returns: see [Sink]. A service that fails stays in the
-// state as it was acknowledged last until it is delivered again, so that one bad service
-// does not stop others. In a pass the sink cannot tell which service makes sync fail as
-// a whole: sync returns a [*Failed], or everything waits.
+// In a pass (see [Changes]) the sink collects the services and calls sync at the end. It
+// returns the error of sync as its own: see [Sink]. A failed service stays in the state
+// as last acknowledged until it is delivered again, so that one bad service does not stop
+// the others. In a pass the sink cannot find the service that makes sync fail as a whole,
+// so sync should return a [*Failed].
 //
 // sync may keep the slice and must not change it. The sink holds the views of all
-// services; what it adds to each Sync is to copy one pointer a service.
+// services. It adds one pointer copy per service to each Sync.
 func FullState(sync func(ctx context.Context, services []*api.ServiceEndpoints) error) Sink {
-	return Func(FullStateOf(stateFunc(sync)).Sync) // without the methods that it could only forward
+	return Func(FullStateOf(stateFunc(sync)).Sync) // omit the methods that it could only forward
 }
 
 // StateSink programs the whole state of one node each time.
 type StateSink interface {
-	// SyncState makes the dataplane agree with services, which are in order of
-	// namespace and name. node is this node, nil while it is not known. The error is
-	// that of Sync: see [FullState].
+	// SyncState makes the dataplane agree with services, which are in order of namespace and
+	// name. node is this node, or nil if it is not known. For the error see [FullState].
 	SyncState(ctx context.Context, node *api.Node, services []*api.ServiceEndpoints) error
 }
 
@@ -55,9 +53,9 @@ func (f stateFunc) SyncState(ctx context.Context, _ *api.Node, services []*api.S
 type fullState struct {
 	Forwarder
 	sink StateSink
-	// acked is the state as it was acknowledged last.
+	// acked is the state last acknowledged.
 	acked []*api.ServiceEndpoints
-	// inPass says that a pass is under way, and gathered is what it has delivered.
+	// inPass reports that a pass is in progress. gathered are the services it has delivered.
 	inPass   bool
 	gathered []*api.ServiceEndpoints
 }
@@ -83,7 +81,7 @@ func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 	return err
 }
 
-// revert returns state with the services in failed as they were before.
+// revert returns state with the services in failed as they were in before.
 func revert(state, before []*api.ServiceEndpoints, failed Failed) []*api.ServiceEndpoints {
 	if len(failed) == 0 {
 		return state
@@ -101,15 +99,14 @@ func revert(state, before []*api.ServiceEndpoints, failed Failed) []*api.Service
 	})
 }
 
-// findView returns where the view of a service is in state, or would be, and whether
-// it is there.
+// findView returns the index of a service's view in state, or where it would be inserted.
 func findView(state []*api.ServiceEndpoints, key types.NamespacedName) (int, bool) {
 	return slices.BinarySearchFunc(state, key, func(v *api.ServiceEndpoints, key types.NamespacedName) int {
 		return api.CompareKeys(v.Key(), key)
 	})
 }
 
-// apply returns a copy of state with changes applied to it. Both are in order of keys.
+// apply returns a copy of state with changes applied. Both are sorted by key.
 func apply(state []*api.ServiceEndpoints, changes iter.Seq[Change]) []*api.ServiceEndpoints {
 	next := make([]*api.ServiceEndpoints, 0, len(state)+1)
 	for s := range changes {

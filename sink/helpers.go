@@ -9,8 +9,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Pass tells a sink that keeps records by service which of them are stale at the end
-// of a pass: see the package comment. The zero value is ready to use.
+// Pass finds the stale records at the end of a pass, for a sink that keeps records by
+// service: see the package comment. The zero value is ready to use.
 //
 // Pass holds the keys of the services that were delivered since First and not deleted.
 type Pass struct {
@@ -18,7 +18,7 @@ type Pass struct {
 	last      bool
 }
 
-// Begin notes the services of c. A sink calls it once at the start of each Sync.
+// Begin records the services of c. Call it once at the start of each Sync.
 func (p *Pass) Begin(c *Changes) {
 	if c.First || p.delivered == nil {
 		p.delivered = map[types.NamespacedName]struct{}{}
@@ -26,7 +26,7 @@ func (p *Pass) Begin(c *Changes) {
 	p.last = c.Last
 	for s := range c.Services {
 		if s.New == nil && !c.Last {
-			// Where its deletion fails, the service is in Services or Failing of Last.
+			// If the deletion fails, Last has the service in Services or Failing.
 			delete(p.delivered, s.Key)
 		} else {
 			p.delivered[s.Key] = struct{}{}
@@ -37,19 +37,18 @@ func (p *Pass) Begin(c *Changes) {
 	}
 }
 
-// Stale reports whether the sink has to prune what belongs to the service key: in a
-// Sync with Changes.Last, if the service was not delivered since First and is not in
-// Changes.Failing. In any other Sync it returns false.
+// Stale reports whether the sink has to prune the records of the service key. That is the
+// case in a Sync with Changes.Last if the service was not delivered since First and is
+// not in Changes.Failing. In any other Sync it returns false.
 func (p *Pass) Stale(key types.NamespacedName) bool {
 	_, delivered := p.delivered[key]
 	return p.last && !delivered
 }
 
-// Forwarder forwards the optional methods of a sink, such as [Starter] and
-// [Verifier], to another value. A sink that wraps another one embeds it and
-// implements Sync, so that it forgets none of them.
+// Forwarder forwards the optional methods of a sink, such as [Starter] and [Verifier], to
+// another value. A sink that wraps another one embeds a Forwarder and implements Sync.
 //
-// Where To does not implement a method, the method does nothing and returns nil.
+// A method that To does not implement does nothing and returns nil.
 type Forwarder struct{ To any }
 
 // Start implements [Starter].
@@ -92,12 +91,12 @@ func (f Forwarder) Verify(ctx context.Context) error {
 	return nil
 }
 
-// forwardsTo returns To, for [CleanerOf].
+// forwardsTo returns To. CleanerOf uses it.
 func (f Forwarder) forwardsTo() any { return f.To }
 
-// CleanerOf returns s as a [Cleaner], nil if it leaves nothing behind. A sink that embeds
-// a [Forwarder] always has the method Cleanup: it is a Cleaner if what it forwards to is
-// one.
+// CleanerOf returns s as a [Cleaner], or nil if s has nothing to clean up. A sink that
+// embeds a [Forwarder] always has the method Cleanup, but is a Cleaner only if the
+// forwarded value is one.
 func CleanerOf(s any) Cleaner {
 	if f, ok := s.(interface{ forwardsTo() any }); ok && CleanerOf(f.forwardsTo()) == nil {
 		return nil

@@ -10,89 +10,90 @@ import (
 
 // Options are a driver's settings. The zero value is useful.
 type Options struct {
-	// Name says which sink this is, in logs and status. Default: no name.
+	// Name identifies the sink in logs and status. Default: no name.
 	Name string
 
-	// MinInterval is the least time from the end of one Sync to the start of the
-	// next. Changes during that time come together. It does not delay the Syncs of a
-	// pass. Default 0: changes are delivered as soon as the sink is free.
+	// MinInterval is the minimum time from the end of one Sync to the start of the next.
+	// Changes in that time are merged. It does not delay the batches of a pass. Default
+	// 0: the driver delivers changes as soon as the sink is free.
 	MinInterval time.Duration
 
-	// BatchSize limits the size of one Sync in a pass, and of the retries in one Sync:
-	// the number of services plus that of their endpoints. A larger service comes
-	// alone. Changes of the source are not limited. Default 10,000.
+	// BatchSize limits the size of a Sync of a pass, and the retries in one Sync. The
+	// size is the number of services plus the number of their endpoints. A larger service
+	// is delivered in a Sync of its own. Changes of the source are not limited. Default
+	// 10,000.
 	BatchSize int
 
-	// Backoff is how long to wait after a Sync that failed as a whole, and before a
-	// service that failed is delivered again.
+	// Backoff is the wait after a Sync that failed as a whole, and before a failed
+	// service is delivered again.
 	Backoff Backoff
 
-	// VerifyInterval is the time from the end of one Verify to the start of the
-	// next, for a sink that is a [Verifier]. After one that changes cut short it is a
-	// quarter of that. Default one minute; negative means never.
+	// VerifyInterval is the time from the end of one Verify to the start of the next, for
+	// a [Verifier]. It is a quarter of that after a Verify that changes interrupted.
+	// Default one minute; negative means never.
 	VerifyInterval time.Duration
 
-	// StopTimeout is how long a [Stopper] may take until its context ends.
-	// Default: what a [Drainer] says, and ten seconds for others.
+	// StopTimeout limits Stop of a [Stopper]: its context ends after that time. Default:
+	// the StopTimeout of a [Drainer], else ten seconds.
 	StopTimeout time.Duration
 
-	// Once makes Run end with nil as soon as a pass is complete and every service is
-	// acknowledged, those included that failed at first.
+	// Once makes Run return nil when a pass is complete and every service is
+	// acknowledged, including services that failed at first.
 	Once bool
 
-	// Observer gets reports of what the driver does.
+	// Observer receives reports of the driver's work.
 	Observer Observer
 }
 
-// Backoff is how the wait grows with each failure in a row: Initial after the
-// first, then twice the wait before, up to Max.
+// Backoff defines the wait after failures in a row: Initial after the first failure,
+// doubled after each further one, up to Max.
 type Backoff struct {
 	// Initial is the first wait. Default 100 ms.
 	Initial time.Duration
 	// Max is the longest wait, before Jitter. Default 30 s.
 	Max time.Duration
-	// Jitter is the part of a wait, at random up to this, that is added to it,
-	// so that many nodes do not fail in step. Default 0.1; negative means none.
-	// Services that fail in one Sync get the same, so that they come again in one.
+	// Jitter is the maximum random part that is added to a wait, so that nodes do not
+	// retry in step. Default 0.1; negative means none. Services that fail in one Sync get
+	// the same jitter, so that one Sync retries them together.
 	Jitter float64
 }
 
-// Observer gets reports of what a driver does, for metrics. Each function may be nil.
-// The driver calls one at a time and waits for it.
+// Observer receives reports of a driver's work, for metrics. Each function may be nil.
+// The driver makes one call at a time and waits for it to return.
 type Observer struct {
-	// Queued is called before a Sync with new changes: at is when the driver noticed the
-	// first. Changes in the source that this node does not see do not count.
+	// Queued is called before a Sync with new changes. at is when the driver noticed the
+	// first of them. Changes that do not affect this node do not count.
 	Queued func(at time.Time)
-	// Pending is called before and after each Sync with the number of services that
-	// the sink has not acknowledged, as far as known. Services that fail count. Those
-	// that a pass has not reached do not.
+	// Pending is called before and after each Sync with the number of unacknowledged
+	// services known so far. It includes failing services. It excludes services that the
+	// pass has not reached.
 	Pending func(services int)
 	// Synced is called after each Sync.
 	Synced func(SyncResult)
-	// Applied is called for each acknowledged service with a trigger time: the time
-	// since the oldest endpoint change in it. It is not called for services that a
-	// pass delivers without a change: their changes are of any age.
+	// Applied is called for each acknowledged service that has a trigger time. latency is
+	// the time since the service's oldest endpoint change. Applied is not called for
+	// services that a pass delivers unchanged.
 	Applied func(latency time.Duration)
-	// Verified is called after each Verify that was not cut short by changes.
+	// Verified is called after each Verify that changes did not interrupt.
 	Verified func(took time.Duration, err error)
 }
 
 // SyncResult is the result of one Sync.
 type SyncResult struct {
-	// InPass says that the Sync was part of a pass.
+	// InPass reports whether the Sync was part of a pass.
 	InPass bool
-	// PassDuration is the duration of the pass that the Sync completed, from the start
-	// of its first Sync. Passed says that the Sync completed a pass.
+	// Passed reports whether the Sync completed a pass. PassDuration is the duration of
+	// that pass, from the start of its first Sync.
 	Passed       bool
 	PassDuration time.Duration
-	// Services is the number of services that were delivered.
+	// Services is the number of delivered services.
 	Services int
 	// Duration is how long the Sync took.
 	Duration time.Duration
-	// Err is nil if everything was acknowledged, a [*Failed] if everything except some
-	// services was.
+	// Err is nil if everything was acknowledged, and a [*Failed] if everything except
+	// some services was.
 	Err error
-	// Failing is the number of services that failed and wait for their retry.
+	// Failing is the number of failed services that wait for a retry.
 	Failing int
 }
 
@@ -106,7 +107,7 @@ func (o Options) withDefaults() Options {
 	return o
 }
 
-// withDefaults puts functions that do nothing where there are none.
+// withDefaults replaces nil functions with functions that do nothing.
 func (o Observer) withDefaults() Observer {
 	if o.Queued == nil {
 		o.Queued = func(time.Time) {}
@@ -126,8 +127,8 @@ func (o Observer) withDefaults() Observer {
 	return o
 }
 
-// wait returns how long to wait after so many failures in a row. What is drawn,
-// from 0 to 1, says how much of the jitter is in it.
+// wait returns the wait after this number of failures in a row. drawn, from 0 to 1,
+// selects the part of the jitter.
 func (b Backoff) wait(failures int, drawn float64) time.Duration {
 	d := b.Initial
 	for i := 1; i < failures && d < b.Max; i++ {
@@ -137,5 +138,5 @@ func (b Backoff) wait(failures int, drawn float64) time.Duration {
 	return d + time.Duration(max(b.Jitter, 0)*drawn*float64(d))
 }
 
-// draw returns a random number for wait.
+// draw returns a random number for Backoff.wait.
 func draw() float64 { return rand.Float64() }

@@ -9,41 +9,42 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// delivery is a pass under way. Services are delivered in key order, so it does not
-// need to know each service that was delivered.
+// delivery is the current pass. It delivers services in key order, so it does not store
+// the key of each delivered service.
 type delivery struct {
-	// begun says that a Changes with First was acknowledged, and start is when the
-	// first one was made.
+	// begun reports that a Changes with First was acknowledged. start is when the pass
+	// began.
 	begun bool
 	start time.Time
-	// All services up to reached were delivered, and of those after it the ones in
-	// ahead, which changed during the pass or come alone.
+	// The pass has delivered all services up to reached. ahead are delivered services
+	// after reached: they changed during the pass or are isolated.
 	reached types.NamespacedName
 	ahead   map[types.NamespacedName]struct{}
-	// yielded says that the last Changes had changes only and nothing of the pass.
+	// yielded reports that the last batch had only changes and no services of the pass.
 	yielded bool
-	// buffer is what the last batch was written to, for the next one.
+	// buffer is the memory of the last batch, for reuse.
 	buffer []Change
 	// before are the services that were failing when the pass began.
 	before map[types.NamespacedName]*unacked
 }
 
-// delivered reports whether a service was delivered in the pass.
+// delivered reports whether the pass has delivered a service.
 func (p *delivery) delivered(key types.NamespacedName) bool {
 	_, ahead := p.ahead[key]
 	return ahead || api.CompareKeys(key, p.reached) <= 0
 }
 
-// admit returns those of changes that are delivered now. The pass delivers the others
-// in their turn: services beyond reached, where the changes of more than limit
-// services and endpoints came together, or many services are ahead already.
+// admit returns the changes to deliver now. It leaves a service beyond reached to the
+// pass if more than limit services and endpoints changed together, or if many services
+// are ahead already.
 func (p *delivery) admit(changes []Change, limit int) []Change {
 	var admitted []Change
 	size := 0
 	for _, c := range changes {
 		switch {
 		case p.delivered(c.Key):
-			// If the sink acknowledged no view yet, it may have one from before the pass.
+			// Without an acknowledged view, the sink may hold a view from before the
+			// pass.
 			c.Unsure = c.Old == nil
 		case size+weight(&c) > limit || len(p.ahead) >= limit:
 			continue
@@ -57,8 +58,9 @@ func (p *delivery) admit(changes []Change, limit int) []Change {
 	return admitted
 }
 
-// next appends the next services of the pass to changes: at least one if there is one and
-// at most most, of up to limit services and endpoints. It returns whether there are more.
+// next appends the next services of the pass to changes: at least one if any is left, at
+// most most, and up to limit services and endpoints. more reports whether services are
+// left.
 func (p *delivery) next(u *Update, most, limit int, changes []Change) (_ []Change, more bool) {
 	if changes == nil {
 		changes = p.buffer[:0]
@@ -98,7 +100,7 @@ func (p *delivery) hasNext(u *Update) bool {
 	return false
 }
 
-// weight returns the size of a change for [Options.BatchSize].
+// weight returns the size of a change, as [Options.BatchSize] counts it.
 func weight(c *Change) int {
 	view := c.New
 	if view == nil {

@@ -14,26 +14,26 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// unacked is a service that the sink has not acknowledged as the source has it. It is
-// not modified while it is in a pending.
+// unacked is a service whose current view the sink has not acknowledged. It is not
+// modified while it is in a pending.
 type unacked struct {
 	key types.NamespacedName
-	// old is the view last acknowledged since the pass began, nil if there is none.
+	// old is the view last acknowledged since the pass began, or nil if there is none.
 	old *api.ServiceEndpoints
 	// reason is why the service is pending.
 	reason reason
-	// unsure is Change.Unsure for the next delivery.
+	// unsure is the value of Change.Unsure in the next delivery.
 	unsure bool
-	// alone says that a Sync of this service only failed as a whole. The service is
-	// delivered alone from then on.
+	// alone marks an isolated service: a Sync of this service only failed as a whole, so
+	// the driver delivers it alone from then on.
 	alone bool
-	// since is the last revision at which the sink had the right view.
+	// since is the last revision at which the sink had the current view.
 	since uint64
 	// trigger is the oldest trigger time of the changes, zero if there is none.
 	trigger time.Time
 	// retryAt is when the service is delivered if it does not change before.
 	retryAt time.Time
-	// failures is how often in a row the service failed, and err why it failed last.
+	// failures counts failures of the service in a row. err is the last error.
 	failures int
 	err      error
 }
@@ -42,36 +42,35 @@ type unacked struct {
 type reason uint8
 
 const (
-	queued  reason = iota // taken from the source and not delivered yet
+	queued  reason = iota // taken from the source, not delivered yet
 	suspect               // delivered in a Sync that failed as a whole
-	failing               // failed by itself
+	failing               // failed itself
 	reasons
 )
 
-// change returns the change to deliver, where new is the service's present view.
+// change returns the change to deliver. new is the service's current view.
 func (s *unacked) change(new *api.ServiceEndpoints) Change {
 	return Change{Key: s.key, Old: s.old, New: new, Unsure: s.unsure, TriggerTime: s.trigger}
 }
 
-// merge returns c, a later change of the service, as a change from what was last
-// acknowledged.
+// merge returns the later change c, based on the view last acknowledged.
 func (s *unacked) merge(c Change) Change {
 	merged := s.change(c.New)
 	merged.TriggerTime = earlier(s.trigger, c.TriggerTime)
 	return merged
 }
 
-// pending holds the services that the sink has not acknowledged. The cost of finding
-// those that are due does not depend on the number of the others.
+// pending holds the unacknowledged services. Finding the due services does not depend on
+// the number of the others.
 type pending struct {
 	byKey   map[types.NamespacedName]*unacked
-	byRetry *btree.BTreeG[*unacked] // without those that come alone
-	alone   *btree.BTreeG[*unacked] // those that come alone, by retry
-	// aloneAt is when the next one that comes alone may be delivered.
+	byRetry *btree.BTreeG[*unacked] // without isolated services
+	alone   *btree.BTreeG[*unacked] // isolated services, by retry time
+	// aloneAt is when the next isolated service may be delivered.
 	aloneAt time.Time
-	claims  claims // of the old views
+	claims  claims // claims of the old views
 	count   [reasons]int
-	failing int // how many have failures
+	failing int // number of services with failures
 }
 
 func newPending() pending {
@@ -87,7 +86,7 @@ func newPending() pending {
 	}
 }
 
-// put adds s, in place of an earlier one with its key.
+// put adds s and replaces an earlier record of the same service.
 func (p *pending) put(s *unacked) {
 	p.remove(s.key)
 	p.byKey[s.key] = s
@@ -101,7 +100,7 @@ func (p *pending) put(s *unacked) {
 	}
 }
 
-// remove removes the service key, if it is pending.
+// remove removes the service key if it is pending.
 func (p *pending) remove(key types.NamespacedName) {
 	s := p.byKey[key]
 	if s == nil {
@@ -125,7 +124,7 @@ func (p *pending) schedule(s *unacked) *btree.BTreeG[*unacked] {
 	return p.byRetry
 }
 
-// nextRetry returns when the first service is due, and false if none is pending.
+// nextRetry returns when the first service is due. ok is false if none is pending.
 func (p *pending) nextRetry() (time.Time, bool) {
 	s, ok := p.byRetry.Min()
 	if a, more := p.alone.Min(); more {
@@ -140,19 +139,19 @@ func (p *pending) nextRetry() (time.Time, bool) {
 	return s.retryAt, true
 }
 
-// hasDue reports whether a service is due that does not come alone.
+// hasDue reports whether a service is due, except isolated ones.
 func (p *pending) hasDue(now time.Time) bool {
 	s, ok := p.byRetry.Min()
 	return ok && !s.retryAt.After(now)
 }
 
-// due calls yield with each service that is due and does not come alone, those that
-// wait longest first, until it returns false.
+// due calls yield with each due service, except isolated ones, oldest retry first, until
+// yield returns false.
 func (p *pending) due(now time.Time, yield func(*unacked) bool) {
 	p.byRetry.Ascend(func(s *unacked) bool { return !s.retryAt.After(now) && yield(s) })
 }
 
-// dueAlone returns a service that is due and comes alone, nil if there is none.
+// dueAlone returns an isolated service that is due, or nil if there is none.
 func (p *pending) dueAlone(now time.Time) *unacked {
 	if s, ok := p.alone.Min(); ok && !later(s.retryAt, p.aloneAt).After(now) {
 		return s
@@ -160,9 +159,9 @@ func (p *pending) dueAlone(now time.Time) *unacked {
 	return nil
 }
 
-// acknowledge removes the service key, which the sink acknowledged with the view new.
-// Where the old view of another service has a claim of new, that service forgets its
-// old view: a sink must not remove from the new owner what the old view names.
+// acknowledge removes the service key after the sink acknowledged its view new. It clears
+// the old view of every other service that has a claim of new. Otherwise the sink would
+// use that old view to remove the claim from its new owner.
 func (p *pending) acknowledge(key types.NamespacedName, new *api.ServiceEndpoints) {
 	p.remove(key)
 	if len(p.claims) == 0 {
@@ -177,7 +176,7 @@ func (p *pending) acknowledge(key types.NamespacedName, new *api.ServiceEndpoint
 	}
 }
 
-// keys returns the keys of all services without those in delivered, in order.
+// keys returns the sorted keys of all services except those in delivered.
 func (p *pending) keys(delivered []Change) []types.NamespacedName {
 	var keys []types.NamespacedName
 	for key := range p.byKey {
@@ -189,8 +188,8 @@ func (p *pending) keys(delivered []Change) []types.NamespacedName {
 	return keys
 }
 
-// applied returns the last revision up to which nothing is pending, which is
-// reached if nothing is pending at all.
+// applied returns the last revision up to which nothing is pending. It is reached if
+// nothing is pending at all.
 func (p *pending) applied(reached uint64) uint64 {
 	for _, s := range p.byKey {
 		reached = min(reached, s.since)
@@ -198,8 +197,8 @@ func (p *pending) applied(reached uint64) uint64 {
 	return reached
 }
 
-// claims tells which service has a claim. The claims are grouped by address, as a claim
-// of a whole address excludes all others there.
+// claims maps claims to services. They are grouped by address, because a claim of a whole
+// address excludes all others there.
 type claims map[netip.Addr]map[api.Claim]types.NamespacedName
 
 func (c claims) set(claim api.Claim, key types.NamespacedName) {
@@ -248,7 +247,7 @@ func (c claims) meet(claim api.Claim, key types.NamespacedName) []types.Namespac
 	return services
 }
 
-// excludes reports whether two claims cannot belong to two services.
+// excludes reports whether two services cannot have these claims at the same time.
 func excludes(a, b api.Claim) bool {
 	whole := api.Claim{IP: a.IP}
 	return a == b || a.IP == b.IP && (a == whole || b == whole)

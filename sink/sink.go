@@ -19,125 +19,122 @@ import (
 
 // Sink programs one node's dataplane.
 type Sink interface {
-	// Sync makes the dataplane agree with c. It must be idempotent: what it
-	// reports as failed may be half applied and comes again.
+	// Sync makes the dataplane agree with c. It must be idempotent: a service that it
+	// reports as failed may be half applied, and is delivered again.
 	//
-	// nil acknowledges all of c, a [*Failed] all of it but the services it
-	// names, and any other error nothing (see [Acknowledged]): what was not
-	// acknowledged comes again, merged with what changed meanwhile. After such an
-	// error the driver delivers fewer services at once, until it knows which service
-	// causes it. An error that wraps [ErrStartOver] asks for a new pass. A panic
-	// counts as an error.
+	// A nil error acknowledges all of c. A [*Failed] acknowledges all services except
+	// those it names. Any other error acknowledges nothing (see [Acknowledged]). The
+	// driver delivers unacknowledged services again, merged with later changes. After an
+	// error that acknowledges nothing, the driver delivers smaller batches until it finds
+	// the service that causes the error. An error that wraps [ErrStartOver] requests a
+	// new pass. A panic counts as an error.
 	//
-	// Sync is never called twice at once, and c is only valid until it returns;
-	// the views in it may be kept.
+	// Calls of Sync never overlap. c is valid only until Sync returns; the views in it
+	// may be kept.
 	Sync(ctx context.Context, c *Changes) error
 }
 
-// Func is a Sink made of a function.
+// Func is a Sink that consists of a function.
 type Func func(ctx context.Context, c *Changes) error
 
 // Sync calls f.
 func (f Func) Sync(ctx context.Context, c *Changes) error { return f(ctx, c) }
 
-// Starter is implemented by a sink that has something to set up. Start is
-// called once, before the first Sync; if it fails, the driver ends.
+// Starter is implemented by a sink that needs setup. The driver calls Start once, before
+// the first Sync. If Start fails, the driver ends.
 type Starter interface {
 	Start(ctx context.Context) error
 }
 
-// Stopper is implemented by a sink that has something to give back when it is
-// no longer driven: listeners, addresses, goroutines. Stop is called once,
-// after the last Sync, if Start (where there is one) succeeded.
+// Stopper is implemented by a sink that holds listeners, addresses, goroutines or other
+// resources. The driver calls Stop once, after the last Sync, if Start succeeded or does
+// not exist.
 type Stopper interface {
 	Stop(ctx context.Context) error
 }
 
-// Drainer is a [Stopper] that lets what it serves end when it stops, and says how
-// long that may take at most. It counts where [Options.StopTimeout] says nothing;
-// 0 says nothing either.
+// Drainer is a [Stopper] that drains connections when it stops. StopTimeout is the time
+// limit of Stop if [Options.StopTimeout] is 0. If both are 0, the default applies.
 type Drainer interface {
 	Stopper
 	StopTimeout() time.Duration
 }
 
-// Cleaner is implemented by a sink that leaves something behind when it stops,
-// on purpose, so that traffic flows on while its program is replaced. Cleanup
-// removes all that sinks of this kind and name ever made, and nothing else. No
-// driver calls it: commands do. [CleanerOf] says whether a sink is one.
+// Cleaner is implemented by a sink whose state stays in the dataplane after Stop, so that
+// traffic flows while its program is replaced. Cleanup removes everything that sinks of
+// this kind and name ever created, and nothing else. Drivers never call Cleanup; commands
+// do. [CleanerOf] reports whether a sink is a Cleaner.
 type Cleaner interface {
 	Cleanup(ctx context.Context) error
 }
 
-// Verifier is implemented by a sink that can compare its dataplane with what it
-// programmed, and mend what somebody else changed. Verify is called when
-// nothing else is to do, at Options.VerifyInterval, and never while a Sync
-// runs; its ctx is cancelled the moment changes wait, and the next call should
-// go on where this one stopped. An error that wraps [ErrStartOver] asks for a
-// new pass; any other one, and a panic, is reported and changes nothing.
+// Verifier is implemented by a sink that can compare the dataplane with its records and
+// repair drift. The driver calls Verify when it is idle, at Options.VerifyInterval, and
+// never during a Sync. It cancels the context as soon as changes wait; the next call
+// should continue where this one stopped. An error that wraps [ErrStartOver] requests a
+// new pass. The driver only reports any other error or panic.
 type Verifier interface {
 	Verify(ctx context.Context) error
 }
 
-// Changes is what one Sync has to program.
+// Changes is the work of one Sync.
 //
-// At the start, after [ErrStartOver], and whenever the source or the caller of
-// [Driver.StartOver] says that the dataplane may hold anything, the driver makes a
-// pass: it delivers every service once, in one Changes or in several of bounded size.
-// Services that change during a pass are delivered before its next batch. A pass may
-// begin again before it has ended.
+// The driver makes a pass at the start, after [ErrStartOver], after [Driver.StartOver],
+// and when the source has lost the reader's position. A pass delivers every service once,
+// in one Changes or in several of bounded size. Services that change during a pass are
+// delivered before its next batch. A new pass may begin before the current one has ended.
 type Changes struct {
-	// First begins a pass. From here on, nothing is known about the dataplane:
-	// acknowledgements of earlier Changes no longer count.
+	// First begins a pass. The state of the dataplane is unknown: acknowledgements before
+	// First no longer count.
 	First bool
 	// Last ends a pass: every service was delivered since First. The sink programs
-	// Services and then prunes everything that belongs to no service delivered since
-	// First, except what may belong to the services in Failing.
+	// Services. Then it prunes everything that belongs to no service delivered since
+	// First, except what may belong to services in Failing.
 	Last bool
-	// Failing are, with Last, the services that were delivered in the pass and not
-	// acknowledged, except those in Services, in order of namespace and name. The
-	// dataplane may have anything of them. They are delivered again.
+	// Failing is set with Last. It lists the services that this pass delivered without an
+	// acknowledgement, except those in Services, in order of namespace and name. The
+	// dataplane may hold any part of them. They are delivered again.
 	Failing []types.NamespacedName
-	// Revision is the revision of the source's state that the views belong to.
+	// Revision is the source's revision of the views.
 	Revision uint64
-	// Services are the services to program, in order of namespace and name, each once.
-	// They may be read several times. The services that one update of the source
+	// Services yields the services to program, in order of namespace and name, each once.
+	// It may be iterated several times. The services that one update of the source
 	// changes are never split over several Changes, so that services can swap addresses.
 	Services iter.Seq[Change]
-	// Node is this node as the API server has it, nil while it is not known.
+	// Node is this node as the API server has it, or nil if it is not known.
 	Node *api.Node
-	// NodeChanged says that Node differs from the one last acknowledged, or was
-	// delivered and not acknowledged. It is true with First.
+	// NodeChanged reports whether Node differs from the node last acknowledged, or was
+	// delivered without an acknowledgement. It is true with First.
 	NodeChanged bool
 }
 
 // Change is the change of one service.
 //
-// No two services have a claim (see [api.Claim]) at the same time. If the sink's own
-// records say that another service has an address of New, New takes it over, and the
-// sink forgets that the other service had it: that service is about to change, or to
-// be pruned.
+// No two services have the same claim (see [api.Claim]) at the same time. The sink's
+// records may say that another service owns an address of New. Then New takes the address
+// over, and the sink removes it from its record of the other service, which is about to
+// change or to be pruned.
 type Change struct {
 	Key types.NamespacedName
-	// Old is the view last acknowledged since the pass began, nil if there is none.
-	// It names no address that was given to another service in an earlier Sync.
+	// Old is the view last acknowledged since the pass began, or nil if there is none. It
+	// contains no address that an earlier Sync gave to another service.
 	Old *api.ServiceEndpoints
-	// New is the view to program, nil if the service has to be deleted.
+	// New is the view to program, or nil if the service has to be deleted.
 	New *api.ServiceEndpoints
-	// Unsure says that the dataplane may have anything of this service: it has not
-	// been acknowledged since First, or an earlier Sync of it failed. The difference
-	// between Old and New is then not enough: the sink compares with what there is, or
-	// programs the whole service. Old and New may be equal, or both be nil.
+	// Unsure reports that the dataplane may hold any state of this service, because it
+	// was not acknowledged since First or an earlier Sync of it failed. The difference
+	// between Old and New is then not enough. The sink compares with the dataplane or
+	// programs the whole service. Old and New may be equal or both nil.
 	Unsure bool
-	// TriggerTime is when the oldest endpoint change in it happened, as the
-	// endpoints controller noted; zero if unknown or no endpoint changed.
+	// TriggerTime is when the oldest endpoint change in this Change happened, as recorded
+	// by the endpoints controller. It is zero if that is unknown or if no endpoint
+	// changed.
 	TriggerTime time.Time
 }
 
-// Endpoints yields the endpoints that differ between Old and New, in order:
-// (nil, new) for one that is added, (old, nil) for one that is removed, both
-// for one whose lists, conditions or other properties changed. Draining ones
-// are not in it.
+// Endpoints yields the endpoints that differ between Old and New, in order: (nil, new)
+// for an added endpoint, (old, nil) for a removed one, and both if lists, conditions or
+// other properties changed. It omits draining endpoints.
 func (c *Change) Endpoints() iter.Seq2[*api.Endpoint, *api.Endpoint] {
 	return func(yield func(old, new *api.Endpoint) bool) {
 		var before, after []api.Endpoint
@@ -174,13 +171,13 @@ func (c *Change) Endpoints() iter.Seq2[*api.Endpoint, *api.Endpoint] {
 	}
 }
 
-// Failed is what Sync returns when some services could not be programmed and
-// all others were: the error of each, by service. It may name services that were
-// not in Changes.Services, such as those that could not be pruned: the driver
-// delivers them again, to be deleted if they do not exist.
+// Failed maps services to their errors. Sync returns a *Failed when some services failed
+// and all others succeeded. It may name services that are not in Changes.Services, for
+// example services that could not be pruned. The driver delivers those again, for
+// deletion if they do not exist.
 type Failed map[types.NamespacedName]error
 
-// Error names every failed service and its error.
+// Error lists every failed service with its error.
 func (f *Failed) Error() string {
 	services := f.services()
 	keys := slices.SortedFunc(maps.Keys(services), api.CompareKeys)
@@ -194,8 +191,8 @@ func (f *Failed) Error() string {
 // Unwrap returns the services' errors.
 func (f *Failed) Unwrap() []error { return slices.Collect(maps.Values(f.services())) }
 
-// services returns what failed, which is nothing for a nil *Failed: a Sync that
-// returns one by mistake means that all went well.
+// services returns the failures. A nil *Failed has none: a Sync that returns one by
+// mistake has succeeded.
 func (f *Failed) services() Failed {
 	if f == nil {
 		return nil
@@ -203,7 +200,7 @@ func (f *Failed) services() Failed {
 	return *f
 }
 
-// Add notes that the service key failed with err. A nil err is ignored.
+// Add records that the service key failed with err. It ignores a nil err.
 func (f *Failed) Add(key types.NamespacedName, err error) {
 	if err == nil {
 		return
@@ -214,8 +211,8 @@ func (f *Failed) Add(key types.NamespacedName, err error) {
 	(*f)[key] = err
 }
 
-// Do calls program, which programs the service key, and adds its error. A panic in
-// it counts as an error of the service; the driver logs its stack.
+// Do calls program, which programs the service key, and records its error. A panic counts
+// as an error of the service; the driver logs its stack.
 func (f *Failed) Do(key types.NamespacedName, program func() error) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -225,7 +222,7 @@ func (f *Failed) Do(key types.NamespacedName, program func() error) {
 	f.Add(key, program())
 }
 
-// panicError is the error of a service whose programming panicked.
+// panicError is the error of a service whose program function panicked.
 type panicError struct {
 	value any
 	stack []byte
@@ -233,7 +230,7 @@ type panicError struct {
 
 func (e *panicError) Error() string { return fmt.Sprintf("panic: %v", e.value) }
 
-// Err returns f, or nil if nothing failed. Sync ends with return failed.Err().
+// Err returns f, or nil if nothing failed. Sync should end with return failed.Err().
 func (f *Failed) Err() error {
 	if len(*f) == 0 {
 		return nil
@@ -241,12 +238,11 @@ func (f *Failed) Err() error {
 	return f
 }
 
-// Acknowledged says what a Sync that returned err acknowledged: nothing if ok is
-// false, else everything but the services in failed.
+// Acknowledged returns what a Sync that returned err acknowledged: nothing if ok is
+// false, else all services except those in failed.
 //
-// A *Failed counts as such alone or where errors were wrapped around it one by
-// one; joined with another error it does not, for that one may be about
-// everything. Nor does it if it wraps [ErrStartOver].
+// A *Failed counts alone or wrapped in single errors. It does not count if it is joined
+// with another error, which may concern all services, or if it wraps [ErrStartOver].
 func Acknowledged(err error) (failed Failed, ok bool) {
 	if err == nil {
 		return nil, true
@@ -262,6 +258,6 @@ func Acknowledged(err error) (failed Failed, ok bool) {
 	return nil, false
 }
 
-// ErrStartOver is wrapped by a Sync or Verify that no longer knows what its
-// dataplane has, and wants a new pass.
+// ErrStartOver requests a new pass. A Sync or Verify that no longer knows the state of
+// its dataplane returns an error that wraps it.
 var ErrStartOver = errors.New("sink starts over")

@@ -15,55 +15,53 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Status is where a driver stands.
+// Status is the state of a driver.
 type Status struct {
 	// Name is Options.Name.
 	Name string
-	// Revision is the revision up to which everything is applied; a service
-	// that fails holds it back. It is 0 until the first pass is complete, and again
-	// during later passes.
+	// Revision is the revision up to which everything is applied. A failing service holds it
+	// back. It is 0 during every pass, including the first.
 	Revision uint64
-	// Passes counts the complete passes, and Syncs the Syncs that were acknowledged.
-	// Some services may have failed in them.
+	// Passes counts complete passes, and Syncs counts acknowledged Syncs. Some services may
+	// have failed in them.
 	Passes, Syncs uint64
-	// LastPass is when the last complete pass ended, and LastSync when the last Sync
-	// ended that was acknowledged. Zero if there was none.
+	// LastPass is when the last complete pass ended. LastSync is when the last acknowledged
+	// Sync ended. They are zero before the first.
 	LastPass, LastSync time.Time
-	// LastProgress is when the sink last read a service from its Changes or returned
-	// from a Sync. Where the search for a service that makes Sync fail is over and Sync
-	// goes on failing as a whole, its calls do not count.
+	// LastProgress is when the sink last read a service from its Changes or returned from a
+	// Sync. Calls do not count if Sync fails as a whole again and again.
 	LastProgress time.Time
-	// LastQueued is when the driver last noticed that changes began to wait.
+	// LastQueued is when the driver last noticed new changes.
 	LastQueued time.Time
 
-	// WaitingSince is since when there is something to deliver: changes, the rest of a
-	// pass, or failed services that are due again; zero if there is nothing. A Sync or
-	// Verify that does not return counts, and so does the backoff after a Sync that
-	// failed. Options.MinInterval does not count, nor do services that wait for their
-	// own retry: a service that cannot be programmed does not mean that the sink is
-	// stuck. A sink is stuck if something waits and the sink makes no progress: see
+	// WaitingSince is since when there is work: changes, the rest of a pass, or failed
+	// services that are due again. It is zero if there is none. A Sync or Verify that does
+	// not return counts as work, and so does the backoff after a failed Sync.
+	// Options.MinInterval does not count. Services that wait for their own retry do not
+	// count either: a service that cannot be programmed does not mean that the sink is
+	// stuck. A sink is stuck if work waits and the sink makes no progress: see
 	// [Status.StuckFor].
 	WaitingSince time.Time
-	// SyncingSince is when the Sync that runs now began, zero if none runs.
+	// SyncingSince is when the current Sync began, or zero if none runs.
 	SyncingSince time.Time
 
-	// Err is why the last Sync failed as a whole, or why the source had no
-	// update for it; nil if it did not. Failures counts these in a row, and the
-	// next attempt is not made before NextAttempt.
+	// Err is the error of the last Sync if it failed as a whole, or of the source if it had
+	// no update; else nil. Failures counts such failures in a row. NextAttempt is the
+	// earliest time of the next attempt.
 	Err         error
 	Failures    int
 	NextAttempt time.Time
 
-	// Pending is how many services are taken from the source and not acknowledged,
-	// through their own or another one's fault.
+	// Pending is the number of services that are taken from the source and not acknowledged,
+	// including services held back by the failure of another.
 	Pending int
-	// Failing are those of them that failed by themselves, in order of namespace and
-	// name: the sink named them in a [Failed], or a Sync of one alone failed.
+	// Failing are the pending services that failed themselves, in order of namespace and
+	// name: a [Failed] named them, or a Sync of one alone failed.
 	Failing []FailingService
 }
 
-// StuckFor returns how long something has waited while the sink made no progress, 0 if
-// nothing waits. A health check compares it with a limit.
+// StuckFor returns how long work has waited without progress of the sink, or 0 if no work
+// waits. A health check compares it with a limit.
 func (s Status) StuckFor(now time.Time) time.Duration {
 	if s.WaitingSince.IsZero() {
 		return 0
@@ -74,16 +72,16 @@ func (s Status) StuckFor(now time.Time) time.Duration {
 // FailingService is a service that the sink could not program.
 type FailingService struct {
 	Key types.NamespacedName
-	// Err is what the sink said last.
+	// Err is the last error.
 	Err error
-	// Failures is how often in a row it said so.
+	// Failures counts failures in a row.
 	Failures int
-	// NextRetry is when it is delivered again, if it does not change before.
+	// NextRetry is when the service is delivered again if it does not change before.
 	NextRetry time.Time
 }
 
-// Status returns where the driver stands. It may be called at any time, and
-// costs no more than the failing services are many.
+// Status returns the state of the driver. It is safe for concurrent use. Its cost grows
+// with the number of failing services only.
 func (d *Driver) Status() Status {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -108,10 +106,10 @@ func (d *Driver) Status() Status {
 	return s
 }
 
-// WaitApplied returns nil when the sink has acknowledged everything up to revision, by
-// the source's count: a pass first of all, and then each service that changed. A
-// service that fails holds WaitApplied back until it is acknowledged. It returns an
-// error if ctx ends before, or Run does. It may be called at any time, before Run too.
+// WaitApplied returns nil when the sink has acknowledged everything up to revision, a
+// revision of the source: first a pass, then each changed service. A failing service
+// delays WaitApplied until it is acknowledged. WaitApplied returns an error if ctx or Run
+// ends before that. It may be called at any time, even before Run.
 func (d *Driver) WaitApplied(ctx context.Context, revision uint64) error {
 	err := d.waitUntil(ctx, func() bool { return d.synced && d.applied() >= revision })
 	if err != nil {
@@ -121,8 +119,8 @@ func (d *Driver) WaitApplied(ctx context.Context, revision uint64) error {
 }
 
 // WaitSynced returns nil when one pass is complete: the sink has acknowledged every
-// service, except those that fail. It returns an error if ctx ends before, or Run
-// does. It may be called at any time, before Run too.
+// service, except failing ones. It returns an error if ctx or Run ends before that. It
+// may be called at any time, even before Run.
 func (d *Driver) WaitSynced(ctx context.Context) error {
 	if err := d.waitUntil(ctx, func() bool { return d.status.Passes > 0 }); err != nil {
 		return fmt.Errorf("wait for the first pass: %w", err)
@@ -130,7 +128,7 @@ func (d *Driver) WaitSynced(ctx context.Context) error {
 	return nil
 }
 
-// waitUntil returns nil when reached returns true, which is called with mu held.
+// waitUntil returns nil when reached returns true. It calls reached with mu held.
 func (d *Driver) waitUntil(ctx context.Context, reached func() bool) error {
 	for {
 		d.mu.Lock()
@@ -150,11 +148,11 @@ func (d *Driver) waitUntil(ctx context.Context, reached func() bool) error {
 	}
 }
 
-// errEnded is the error of WaitApplied and WaitSynced when Run has ended with nil.
+// errEnded is the error of WaitApplied and WaitSynced after Run has returned nil.
 var errEnded = errors.New("driver has ended")
 
-// applied returns the last revision up to which everything is applied, for a
-// driver that is synced.
+// applied returns the last revision up to which everything is applied. The driver must be
+// synced.
 func (d *Driver) applied() uint64 {
 	revision := d.pending.applied(d.position)
 	if d.nodePending {
@@ -163,12 +161,12 @@ func (d *Driver) applied() uint64 {
 	return revision
 }
 
-// report reports the result of a Sync to the log and the observer.
+// report logs the result of a Sync and passes it to the observer.
 func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 	log := klog.FromContext(ctx)
 	switch {
 	case ctx.Err() != nil:
-		log.V(2).Info("Ended while syncing", "result", result.Err)
+		log.V(2).Info("Context ended during Sync", "result", result.Err)
 	case len(failed) > 0:
 		logFailed(log, failed)
 	case result.Err != nil:
@@ -181,7 +179,7 @@ func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 	d.opts.Observer.Pending(len(d.pending.byKey))
 }
 
-// logFailed logs the first services that failed, and how many more did.
+// logFailed logs the first failed services and the number of the others.
 func logFailed(log klog.Logger, failed Failed) {
 	const most = 10
 	keys := slices.SortedFunc(maps.Keys(failed), api.CompareKeys)

@@ -19,26 +19,26 @@ import (
 // batch is the content of one Sync.
 type batch struct {
 	Changes
-	// services is what Services yields.
+	// services are the services that Changes.Services yields.
 	services []Change
-	// alone says that services is one that comes alone.
+	// alone reports that services is one isolated service.
 	alone bool
 }
 
-// search is the search for the services that make a Sync fail as a whole.
+// search finds the services that make a Sync fail as a whole.
 type search struct {
-	// limit is how many services one Sync may have, 0 while there is no search.
+	// limit is the maximum number of services in a Sync, 0 while there is no search.
 	limit int
-	// patience is how many failures in a row do not make the backoff grow.
+	// patience is the number of failures in a row before the backoff grows.
 	patience int
-	// aloneFailures is how often in a row a service that comes alone failed, while no
-	// other Sync succeeded.
+	// aloneFailures counts failures of isolated services in a row without a successful
+	// Sync.
 	aloneFailures int
-	// restarts is how often in a row the sink started over and no pass ended.
+	// restarts counts restarts by the sink in a row without a complete pass.
 	restarts int
 }
 
-// step delivers to the sink what it does not have.
+// step makes one Sync with the next batch.
 func (d *Driver) step(ctx context.Context) {
 	d.waiting(time.Now())
 	u, err := d.next()
@@ -50,7 +50,7 @@ func (d *Driver) step(ctx context.Context) {
 	b := d.compose(u)
 	if len(b.services) == 0 && !b.NodeChanged && !b.First && !b.Last {
 		if d.noted && u.Revision == d.position {
-			d.sourceFailed(ctx, errors.New("source signals changes and has none"))
+			d.sourceFailed(ctx, errors.New("source signals a change but its update is empty"))
 			return
 		}
 		d.update(func() {
@@ -67,7 +67,7 @@ func (d *Driver) step(ctx context.Context) {
 	switch {
 	case acked:
 		notDelivered := d.notDelivered(ctx, u, &b, failed)
-		d.update(func() { d.settle(u, &b, failed, notDelivered) })
+		d.update(func() { d.acknowledged(u, &b, failed, notDelivered) })
 		d.observeLatency(b.services, failed)
 		if b.Last {
 			result.PassDuration, result.Passed = time.Since(d.pass.start), true
@@ -86,7 +86,7 @@ func (d *Driver) step(ctx context.Context) {
 	d.report(ctx, result, failed)
 }
 
-// next returns the source's update. A panic of the source is an error.
+// next returns the source's update. It turns a panic of the source into an error.
 func (d *Driver) next() (u *Update, err error) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -95,7 +95,7 @@ func (d *Driver) next() (u *Update, err error) {
 	}()
 	u, err = d.src.Next()
 	if err == nil && u == nil {
-		err = errors.New("source has changed but has no update")
+		err = errors.New("source signals a change but returns no update")
 	}
 	return u, err
 }
@@ -106,8 +106,8 @@ func (d *Driver) sourceFailed(ctx context.Context, err error) {
 	d.update(func() { d.backOff(err, 0) })
 }
 
-// compose returns what to deliver now. All that u has beyond the source's position is
-// in it, or is pending afterwards, or is delivered by the pass in its turn.
+// compose returns the next batch. Every change of u is in the batch, or pending, or left
+// to the pass.
 func (d *Driver) compose(u *Update) batch {
 	if u.Lost {
 		d.update(d.begin)
@@ -123,9 +123,9 @@ func (d *Driver) compose(u *Update) batch {
 	switch {
 	case d.addAlone(u, &b):
 	case d.search.limit == 1 && b.NodeChanged:
-		// Nothing else, so that it is known whether a service makes the Sync fail.
+		// Deliver the node alone, so that a failure has only one possible cause.
 	case d.pass != nil && !b.First && len(b.services) > 0 && !d.pass.yielded:
-		d.pass.yielded = true // changes come before the next batch of the pass
+		d.pass.yielded = true // deliver changes before the next batch of the pass
 	default:
 		d.addDue(u, &b)
 	}
@@ -133,7 +133,7 @@ func (d *Driver) compose(u *Update) batch {
 	return b
 }
 
-// addChanges adds u's changes to b. Those that have to wait become pending.
+// addChanges adds u's changes to b. It makes changes that have to wait pending.
 func (d *Driver) addChanges(u *Update, b *batch) {
 	changes := u.Changes
 	if d.pass != nil {
@@ -154,8 +154,8 @@ func (d *Driver) addChanges(u *Update, b *batch) {
 	d.hold(wait)
 }
 
-// addAlone makes b a batch of one service that comes alone, if one is due and it is its
-// turn: such services take turns with others, and wait while everything fails.
+// addAlone makes b a batch of one isolated service, if one is due. Isolated services take
+// turns with the others, and wait while everything fails.
 func (d *Driver) addAlone(u *Update, b *batch) bool {
 	now := time.Now()
 	s := d.pending.dueAlone(now)
@@ -170,7 +170,7 @@ func (d *Driver) addAlone(u *Update, b *batch) bool {
 	return true
 }
 
-// addDue adds services that are due again, and services of the pass, to b.
+// addDue adds due retries and services of the pass to b.
 func (d *Driver) addDue(u *Update, b *batch) {
 	changes := b.services
 	size, most := 0, d.search.limit
@@ -179,7 +179,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 	}
 	room := max(d.opts.BatchSize-size, d.opts.BatchSize/2, 1)
 
-	// waiting is how many services are pending through no fault of their own.
+	// waiting counts the pending services that did not fail themselves.
 	waiting := d.pending.count[queued] + d.pending.count[suspect]
 	for i := range changes {
 		if s := d.pending.byKey[changes[i].Key]; s != nil && s.reason != failing {
@@ -198,7 +198,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 		}
 		c := s.change(u.View(s.key))
 		if added > 0 && weight(&c) > room && (most > 0 || s.reason != queued) {
-			return most == 0 && queuedLeft > 0 // changes of one update are not split
+			return most == 0 && queuedLeft > 0 // never split the changes of one update
 		}
 		if s.reason == queued {
 			queuedLeft--
@@ -226,7 +226,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 		d.pass.yielded = false
 		var more bool
 		if d.pending.count[suspect] > 0 && len(b.services) > 0 {
-			more = d.pass.hasNext(u) // services that may be at fault stay among themselves
+			more = d.pass.hasNext(u) // do not mix the pass into the search for a failing service
 		} else {
 			b.services, more = d.pass.next(u, most, room, b.services)
 		}
@@ -238,7 +238,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 	}
 }
 
-// read returns an iterator over services that notes the sink's progress.
+// read returns an iterator over services that records each step as progress.
 func (d *Driver) read(services []Change) iter.Seq[Change] {
 	hopeful := d.hopeful()
 	return func(yield func(Change) bool) {
@@ -253,8 +253,8 @@ func (d *Driver) read(services []Change) iter.Seq[Change] {
 	}
 }
 
-// sync calls the sink's Sync. It returns whether b was acknowledged, and which
-// services of it were not.
+// sync calls the sink's Sync. acked reports whether b was acknowledged, except the
+// services in failed.
 func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed Failed, acked bool) {
 	hopeful := d.hopeful()
 	begin := time.Now()
@@ -276,16 +276,16 @@ func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed 
 	return SyncResult{InPass: d.pass != nil, Services: len(b.services), Duration: end.Sub(begin), Err: err}, failed, acked
 }
 
-// hopeful reports whether a Sync that does not end counts as progress: not if so many
-// failed in a row that the sink does not seem to work at all.
+// hopeful reports whether reading services counts as progress. It does not after many
+// failures in a row: the sink does not work at all.
 func (d *Driver) hopeful() bool {
 	return d.status.Failures == 0 || d.status.Failures <= d.search.patience
 }
 
 func (d *Driver) progressed() { d.progress.Store(time.Now().UnixNano()) }
 
-// settle notes that the sink acknowledged b except for what failed.
-func (d *Driver) settle(u *Update, b *batch, failed Failed, notDelivered []Change) {
+// acknowledged records that the sink acknowledged b except the services in failed.
+func (d *Driver) acknowledged(u *Update, b *batch, failed Failed, notDelivered []Change) {
 	drawn := draw()
 	for _, changes := range [...][]Change{b.services, notDelivered} {
 		for _, c := range changes {
@@ -349,13 +349,14 @@ func (d *Driver) notDelivered(ctx context.Context, u *Update, b *batch, failed F
 	return changes
 }
 
-// refused notes that nothing of b was acknowledged because of err. All of it comes
-// again: once as it was, then in halves until a service is alone. That one failed.
+// refused records that the sink acknowledged nothing of b because of err. The driver
+// delivers the same batch once more, then halves of it until one service is alone. Then
+// that service is the failing one.
 func (d *Driver) refused(u *Update, b *batch, err error) {
 	n := len(b.services)
 	if b.alone {
 		d.fail(d.unacked(b.services[0], failing), err, draw())
-		// If nothing else succeeds either, the dataplane may be at fault.
+		// If nothing else succeeds either, the dataplane itself may be at fault.
 		d.search.aloneFailures++
 		d.pending.aloneAt = time.Now().Add(d.opts.Backoff.wait(d.search.aloneFailures, draw()))
 		d.position = u.Revision
@@ -386,7 +387,7 @@ func (d *Driver) refused(u *Update, b *batch, err error) {
 	d.backOff(err, 2*bits.Len(uint(n)/2))
 }
 
-// hold makes changes pending without a delivery.
+// hold makes changes pending without delivering them.
 func (d *Driver) hold(changes []Change) {
 	if len(changes) == 0 {
 		return
@@ -405,7 +406,7 @@ func (d *Driver) hold(changes []Change) {
 	})
 }
 
-// unacked returns c's service for pending: as it is there, or as it is in c.
+// unacked returns the pending record of c's service, or a new one made from c.
 func (d *Driver) unacked(c Change, why reason) *unacked {
 	s := unacked{key: c.Key, old: c.Old, unsure: c.Unsure, since: d.position}
 	if before := d.pending.byKey[c.Key]; before != nil {
@@ -426,7 +427,7 @@ func (d *Driver) unacked(c Change, why reason) *unacked {
 	return &s
 }
 
-// fail notes that s failed with err, and when it comes again.
+// fail records that s failed with err and schedules its retry.
 func (d *Driver) fail(s *unacked, err error, drawn float64) {
 	s.failures++
 	s.err = err
@@ -434,14 +435,15 @@ func (d *Driver) fail(s *unacked, err error, drawn float64) {
 	d.pending.put(s)
 }
 
-// recovered notes that nothing waits except services with a retry of their own.
+// recovered records that only services with a retry of their own are waiting.
 func (d *Driver) recovered() {
 	d.status.WaitingSince = time.Time{}
 	d.status.Err, d.status.Failures, d.status.NextAttempt = nil, 0, time.Time{}
 }
 
-// backOff notes that nothing was acknowledged because of err, and delays the next
-// Sync. The first failure in a row says after how many more the wait begins to grow.
+// backOff records that nothing was acknowledged because of err, and delays the next Sync.
+// On the first failure in a row, patience sets how many more failures do not make the
+// wait grow.
 func (d *Driver) backOff(err error, patience int) {
 	if d.status.Failures == 0 {
 		d.search.patience = patience
@@ -452,8 +454,8 @@ func (d *Driver) backOff(err error, patience int) {
 	d.status.Err, d.status.NextAttempt = err, d.notBefore
 }
 
-// begin begins a pass. It delivers pending services as well, except those that come
-// alone: these stay pending.
+// begin begins a pass. The pass delivers pending services too, except isolated ones,
+// which stay pending.
 func (d *Driver) begin() {
 	before := map[types.NamespacedName]*unacked{}
 	if d.pass != nil {
@@ -478,13 +480,13 @@ func (d *Driver) begin() {
 	d.synced = false
 }
 
-// startOver makes the next Changes begin a pass.
+// startOver makes the source's next update begin a pass.
 func (d *Driver) startOver() {
 	d.src.Reset()
 	d.update(func() { d.synced = false })
 }
 
-// unacknowledged returns how many services are pending or in changes.
+// unacknowledged returns the number of services that are pending or in changes.
 func (d *Driver) unacknowledged(changes []Change) int {
 	n := len(d.pending.byKey)
 	for i := range changes {
@@ -495,7 +497,7 @@ func (d *Driver) unacknowledged(changes []Change) int {
 	return n
 }
 
-// hasService reports whether a service is in changes, which are in order.
+// hasService reports whether a service is in changes, which are sorted by key.
 func hasService(changes []Change, key types.NamespacedName) bool {
 	_, ok := slices.BinarySearchFunc(changes, key, func(c Change, key types.NamespacedName) int {
 		return api.CompareKeys(c.Key, key)

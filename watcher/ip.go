@@ -8,8 +8,8 @@ import (
 	utilnet "k8s.io/utils/net"
 )
 
-// parseAddr reads an address as Kubernetes components do: numbers with leading
-// zeros are decimal, IPv4 mapped into IPv6 is IPv4, and zones are not allowed.
+// parseAddr parses an address as Kubernetes components do: numbers with leading zeros are
+// decimal, an IPv4-mapped IPv6 address is IPv4, and zones are not allowed.
 func parseAddr(s string) (netip.Addr, bool) {
 	a, err := netip.ParseAddr(s)
 	if err != nil {
@@ -18,8 +18,8 @@ func parseAddr(s string) (netip.Addr, bool) {
 	return a.Unmap(), a.IsValid() && a.Zone() == ""
 }
 
-// parsePrefix reads a CIDR by the same rules; bits behind the prefix are
-// cleared. A prefix of mapped addresses has no family and is refused.
+// parsePrefix parses a CIDR by the same rules and clears the host bits. It rejects a
+// prefix of mapped addresses, because that has no family.
 func parsePrefix(s string) (netip.Prefix, bool) {
 	p, err := netip.ParsePrefix(s)
 	if err != nil {

@@ -10,7 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// Node converts n; nil if n is nil.
+// Node converts n. It returns nil if n is nil.
 func (c *Converter) Node(n *corev1.Node) (*api.Node, []Problem) {
 	if n == nil {
 		return nil, nil
@@ -36,7 +36,7 @@ func (c *Converter) Node(n *corev1.Node) (*api.Node, []Problem) {
 	}
 	cidrs := n.Spec.PodCIDRs
 	if len(cidrs) == 0 && n.Spec.PodCIDR != "" {
-		cidrs = []string{n.Spec.PodCIDR} // which the API server copies to podCIDRs
+		cidrs = []string{n.Spec.PodCIDR} // the API server copies it to podCIDRs
 	}
 	for i, text := range cidrs {
 		p, ok := parsePrefix(text)

@@ -13,8 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 )
 
-// Service converts s, whether or not the proxy wants it; nil if s is nil.
-// The API's defaults are filled in.
+// Service converts s, whether or not the proxy wants it, and applies the API's defaults.
+// It returns nil if s is nil.
 func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
 	if s == nil {
 		return nil, nil
@@ -30,7 +30,7 @@ func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
 		Annotations:            keep(s.Annotations, c.options.KeepAnnotations),
 		SessionAffinity:        sessionAffinity(s, &r),
 		UID:                    s.UID,
-		Created:                s.CreationTimestamp.UTC(), // or what is printed of it would depend on this machine
+		Created:                s.CreationTimestamp.UTC(), // UTC makes the output independent of this machine
 		IPFamilies:             families(s.Spec.IPFamilies, &r),
 	}
 	if out.Type != api.ExternalName {
@@ -46,7 +46,7 @@ func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
 	return out, r.done()
 }
 
-// isHeadless reports whether s asks for no cluster IP.
+// isHeadless reports whether s requests no cluster IP.
 func isHeadless(s *corev1.Service) bool {
 	if len(s.Spec.ClusterIPs) > 0 {
 		return s.Spec.ClusterIPs[0] == corev1.ClusterIPNone
@@ -69,7 +69,7 @@ func serviceType(t corev1.ServiceType, r *report) api.ServiceType {
 	return api.ServiceType(t)
 }
 
-// The values of IPFamilies that nearly all services have, shared.
+// The values of IPFamilies that nearly all services have, as shared slices.
 var (
 	onlyIPv4 = []api.Family{api.IPv4}
 	onlyIPv6 = []api.Family{api.IPv6}
@@ -132,8 +132,8 @@ func addAll(set *api.IPSet, list []string, field string, r *report) {
 	}
 }
 
-// add adds the address s, entry i of a field (-1 if the field is no list), to
-// set. An empty entry means that there is no address yet.
+// add adds the address s to set. It is entry i of a field, or the field itself if i is
+// -1. An empty s means that there is no address yet.
 func add(set *api.IPSet, s, field string, i int, r *report) {
 	a, ok := parseAddr(s)
 	switch {
@@ -147,12 +147,11 @@ func add(set *api.IPSet, s, field string, i int, r *report) {
 	}
 }
 
-// sourceRanges returns who may use the load-balancer IPs, as
-// spec.loadBalancerSourceRanges says. The API has an annotation of the same
-// meaning, which is for cloud providers and does not count here, as with
-// kube-proxy.
+// sourceRanges converts spec.loadBalancerSourceRanges, which limits access to the
+// load-balancer IPs. The API has an annotation with the same meaning for cloud providers.
+// It has no effect here, as in kube-proxy.
 //
-// If ranges are named and none of them is valid, nobody gets in.
+// If the field has ranges but none is valid, no source is admitted.
 func sourceRanges(s *corev1.Service, lb *api.IPSet, r *report) []api.SourceRanges {
 	f := api.SourceRanges{TargetIPs: *lb}
 	named := false
@@ -164,7 +163,7 @@ func sourceRanges(s *corev1.Service, lb *api.IPSet, r *report) []api.SourceRange
 		if p, ok := parsePrefix(text); ok {
 			f.Prefixes = append(f.Prefixes, p)
 		} else {
-			r.add(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%q is not a CIDR; it admits nobody", text)
+			r.add(fmt.Sprintf("spec.loadBalancerSourceRanges[%d]", i), "%q is not a CIDR; it admits no source", text)
 		}
 	}
 	if !named || lb.IsZero() {
@@ -173,8 +172,8 @@ func sourceRanges(s *corev1.Service, lb *api.IPSet, r *report) []api.SourceRange
 	return []api.SourceRanges{f}
 }
 
-// healthCheckNodePort returns the port of spec.healthCheckNodePort where it
-// counts: with type LoadBalancer and externalTrafficPolicy Local.
+// healthCheckNodePort returns spec.healthCheckNodePort if it applies: with type
+// LoadBalancer and externalTrafficPolicy Local.
 func healthCheckNodePort(s *corev1.Service, r *report) int32 {
 	if s.Spec.Type != corev1.ServiceTypeLoadBalancer || s.Spec.ExternalTrafficPolicy != corev1.ServiceExternalTrafficPolicyLocal {
 		return 0
@@ -182,7 +181,7 @@ func healthCheckNodePort(s *corev1.Service, r *report) int32 {
 	return port(s.Spec.HealthCheckNodePort, "spec.healthCheckNodePort", r)
 }
 
-// maxAffinitySeconds is the longest timeout of session affinity that the API admits.
+// maxAffinitySeconds is the API's maximum timeout of session affinity.
 const maxAffinitySeconds = 86400
 
 func sessionAffinity(s *corev1.Service, r *report) api.SessionAffinity {
@@ -206,9 +205,9 @@ func sessionAffinity(s *corev1.Service, r *report) api.SessionAffinity {
 	return api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: timeout}}
 }
 
-// servicePorts converts the ports of a service. A port without a valid number
-// is left out; so is one that repeats the name, or number and protocol, of an
-// earlier one. The caller holds ofServices.mu.
+// servicePorts converts the ports of a service. It omits a port without a valid number,
+// and one that repeats the name, or number and protocol, of an earlier port. The caller
+// holds ofServices.mu.
 func (c *Converter) servicePorts(in []corev1.ServicePort, r *report) []api.PortMapping {
 	if len(in) == 0 {
 		return nil
@@ -266,7 +265,7 @@ func (c *Converter) servicePorts(in []corev1.ServicePort, r *report) []api.PortM
 
 func isPort(p int32) bool { return p >= 1 && p <= 65535 }
 
-// port returns p, or 0 if it is no port number; only 0 is no problem then.
+// port returns p, or 0 if it is not a port number. It reports a problem unless p is 0.
 func port(p int32, field string, r *report) int32 {
 	if p != 0 && !isPort(p) {
 		r.add(field, "%d is not a port number", p)
@@ -275,7 +274,7 @@ func port(p int32, field string, r *report) int32 {
 	return p
 }
 
-// protocol converts p, where the empty string is the API's default, TCP.
+// protocol converts p. An empty p is the API's default, TCP.
 func protocol(p corev1.Protocol) (_ api.Protocol, known bool) {
 	switch p {
 	case corev1.ProtocolTCP, "":
@@ -288,8 +287,8 @@ func protocol(p corev1.Protocol) (_ api.Protocol, known bool) {
 	return api.UnknownProtocol, false
 }
 
-// keep returns the entries whose key matches one of the patterns, which are
-// known to be well-formed.
+// keep returns the entries whose key matches one of the patterns, which must be
+// well-formed.
 func keep(in map[string]string, patterns []string) map[string]string {
 	var out map[string]string
 	if len(patterns) == 0 {

@@ -183,8 +183,8 @@ func TestServiceConversion(t *testing.T) {
 				s.SourceRanges = []api.SourceRanges{{TargetIPs: api.IPSet{V4: addrs("192.0.2.1")}}}
 			},
 			problems: []string{
-				`Service default/web: spec.loadBalancerSourceRanges[0]: "10.0.0.0" is not a CIDR; it admits nobody`,
-				`Service default/web: spec.loadBalancerSourceRanges[1]: "::ffff:10.0.0.0/104" is not a CIDR; it admits nobody`,
+				`Service default/web: spec.loadBalancerSourceRanges[0]: "10.0.0.0" is not a CIDR; it admits no source`,
+				`Service default/web: spec.loadBalancerSourceRanges[1]: "::ffff:10.0.0.0/104" is not a CIDR; it admits no source`,
 			},
 		},
 		{

@@ -8,20 +8,20 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// maxShared bounds each table of shared values. A table that is full is emptied:
-// nothing is wrong then but that some values exist twice.
+// maxShared limits each table of shared values. A full table is emptied; then some values
+// exist twice in memory.
 const maxShared = 1 << 16
 
-// shared keeps one copy of values that many objects repeat. What two lookups
-// return for equal values is one value in memory.
+// shared keeps one copy of values that many objects repeat. Lookups of equal values
+// return the same copy.
 type shared struct {
 	mu      sync.Mutex
 	strings map[string]string
 	hints   map[hintKey]*api.Hints
 }
 
-// hintKey stands for the hints an endpoint usually has: at most one node and
-// at most one zone.
+// hintKey represents the most common hints of an endpoint: at most one node and at most
+// one zone.
 type hintKey struct{ node, zone string }
 
 // string returns the shared copy of s. The caller holds mu.

@@ -14,9 +14,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// EndpointSlice converts s, whether or not the proxy wants it. It returns nil
-// for a slice that no service has any use for: one that names no service, or
-// whose addresses are no IP addresses.
+// EndpointSlice converts s, whether or not the proxy wants it. It returns nil if no
+// service can use the slice: it names no service, or its addresses are not IP addresses.
 func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSlice, []Problem) {
 	if s == nil {
 		return nil, nil
@@ -24,7 +23,7 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 	r := report{kind: "EndpointSlice", namespace: s.Namespace, name: s.Name}
 	service := s.Labels[cmp.Or(c.options.ServiceNameLabel, discoveryv1.LabelServiceName)]
 	if service == "" {
-		// Slices without a label of the proxy's own choice are other proxies'.
+		// Without the proxy's own label, the slice belongs to other proxies.
 		if c.options.ServiceNameLabel == "" {
 			r.add("metadata.labels["+discoveryv1.LabelServiceName+"]", "missing, so the slice belongs to no service")
 		}
@@ -57,8 +56,8 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 	return out, r.done()
 }
 
-// triggerTime returns when the change happened that led to this slice; zero
-// where the slice does not say so.
+// triggerTime returns the time of the change that led to this slice, or zero if the slice
+// does not contain it.
 func triggerTime(s *discoveryv1.EndpointSlice) time.Time {
 	text := s.Annotations[corev1.EndpointsLastChangeTriggerTime]
 	if text == "" {
@@ -71,8 +70,8 @@ func triggerTime(s *discoveryv1.EndpointSlice) time.Time {
 	return t
 }
 
-// endpointPorts converts the ports of a slice. One that repeats name and
-// protocol of an earlier one is left out. The caller holds ofSlices.mu.
+// endpointPorts converts the ports of a slice. It omits a port that repeats the name and
+// protocol of an earlier one. The caller holds ofSlices.mu.
 func (c *Converter) endpointPorts(in []discoveryv1.EndpointPort, r *report) []api.EndpointPort {
 	if len(in) == 0 {
 		return nil
@@ -110,9 +109,9 @@ func (c *Converter) endpointPorts(in []discoveryv1.EndpointPort, r *report) []ap
 	return out
 }
 
-// endpoints converts the endpoints of a slice. Only the first address of each
-// counts: the API forbids to give the others a meaning. One without a usable
-// address is left out. The caller holds ofSlices.mu.
+// endpoints converts the endpoints of a slice. It uses only the first address of each:
+// the API forbids giving the others a meaning. It omits an endpoint without a usable
+// address. The caller holds ofSlices.mu.
 func (c *Converter) endpoints(in []discoveryv1.Endpoint, family api.Family, r *report) []api.SliceEndpoint {
 	if len(in) == 0 {
 		return nil
@@ -146,8 +145,8 @@ func (c *Converter) endpoints(in []discoveryv1.Endpoint, family api.Family, r *r
 	return out
 }
 
-// target returns the pod of a targetRef, nil if it is not to be kept. The caller holds
-// ofSlices.mu.
+// target returns the pod of a targetRef, or nil if the options do not keep targets. The
+// caller holds ofSlices.mu.
 func (c *Converter) target(ref *corev1.ObjectReference) *types.NamespacedName {
 	if !c.options.KeepTargets || ref == nil || ref.Kind != "Pod" {
 		return nil
@@ -155,7 +154,7 @@ func (c *Converter) target(ref *corev1.ObjectReference) *types.NamespacedName {
 	return &types.NamespacedName{Namespace: c.ofSlices.string(ref.Namespace), Name: ref.Name}
 }
 
-// conditions fills in the defaults that the API documents for nil.
+// conditions applies the API's documented defaults for nil.
 func conditions(c *discoveryv1.EndpointConditions) api.Conditions {
 	return api.Conditions{
 		Ready:       value(c.Ready, true),
@@ -164,8 +163,8 @@ func conditions(c *discoveryv1.EndpointConditions) api.Conditions {
 	}
 }
 
-// hints converts an endpoint's hints; nil if they name nothing. The caller
-// holds ofSlices.mu.
+// hints converts an endpoint's hints. It returns nil if they are empty. The caller holds
+// ofSlices.mu.
 func (c *Converter) hints(in *discoveryv1.EndpointHints) *api.Hints {
 	if in == nil || len(in.ForNodes) == 0 && len(in.ForZones) == 0 {
 		return nil

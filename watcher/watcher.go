@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package watcher is what all sources of cluster state share: which services
-// and endpoint slices a proxy is meant for, and how objects of the Kubernetes
-// API become the model of package api. Each of its subpackages is a source
-// that fills a cluster.State: kube reads an API server, file reads manifests.
+// Package watcher contains the common parts of all sources of cluster state. It selects
+// the services and endpoint slices of a proxy, and converts objects of the Kubernetes API
+// to the model of package api. Each subpackage is a source that fills a cluster.State:
+// kube reads an API server, file reads manifests, and remote reads another kpng.
 //
-// A [Converter] answers both questions. It takes objects as they come, valid
-// or not: whatever it cannot use is left out of the result and returned as a
-// [Problem], for the caller to log, and the rest of the object is served.
+// A [Converter] does both. It accepts valid and invalid objects. It omits invalid parts
+// from the result and returns each as a [Problem] for the caller to log. The rest of the
+// object is served.
 //
 //	c, err := watcher.New(watcher.Options{ServiceProxyName: "example"})
 //	…
@@ -30,64 +30,61 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// The labels by which Kubernetes marks what is for which service proxy. The
-// endpoint-slice controller copies the first from services to their slices and
-// sets the second on the slices of headless services.
+// The labels with which Kubernetes assigns objects to service proxies. The endpoint-slice
+// controller copies the first from services to their slices. It sets the second on the
+// slices of headless services.
 const (
 	LabelServiceProxyName = "service.kubernetes.io/service-proxy-name"
 	LabelHeadless         = corev1.IsHeadlessService
 )
 
-// Options say which services a proxy serves and what it wants to know of them.
-// The zero value is that of a cluster's general proxy.
+// Options select the services of a proxy and the metadata to keep. The zero value is for
+// a cluster's general proxy.
 type Options struct {
-	// ServiceProxyName selects the services to serve (KEP 2447): those whose
-	// label service.kubernetes.io/service-proxy-name equals it, headless ones
-	// included. Empty selects the services without this label, except headless
-	// ones.
+	// ServiceProxyName selects the services to serve (KEP 2447): those whose label
+	// service.kubernetes.io/service-proxy-name has this value, including headless ones.
+	// Empty selects the services without this label, except headless ones.
 	ServiceProxyName string
 
-	// Skip, if set, reports services that are not served although their label
-	// says so. It gets the object of the API, for it to judge by anything: a list
-	// of names, annotations, spec.loadBalancerClass. It must depend on the object
-	// alone, must neither change nor keep it, and is called from several
-	// goroutines.
+	// Skip, if set, reports services that are not served although the label selects them. It
+	// receives the API object and may use any field, such as annotations or
+	// spec.loadBalancerClass. The result must depend on the object alone. Skip must not
+	// modify or keep the object. It is called from several goroutines.
 	Skip func(*corev1.Service) bool
 
-	// ServiceNameLabel is the label of a slice that names its service. Slices
-	// without it belong to no service. Another label than the default selects
-	// slices that somebody makes beside those of Kubernetes, for example for
-	// secondary networks. Default: kubernetes.io/service-name.
+	// ServiceNameLabel is the label of a slice that contains its service's name. Slices
+	// without it belong to no service. Another label selects slices that a third party
+	// creates in addition to those of Kubernetes, for example for secondary networks.
+	// Default: kubernetes.io/service-name.
 	ServiceNameLabel string
 
-	// IgnoreExternalIPs leaves spec.externalIPs out, as a cluster does without
-	// the feature gate AllowServiceExternalIPs (KEP-5707). Everybody who may
-	// create services can claim any address by them.
+	// IgnoreExternalIPs ignores spec.externalIPs, like a cluster without the feature gate
+	// AllowServiceExternalIPs (KEP-5707). With external IPs, any user who may create
+	// services can claim any address.
 	IgnoreExternalIPs bool
 
-	// KeepLabels and KeepAnnotations name the labels and annotations of a
-	// service that the model carries, as patterns of path.Match. A "*" matches
-	// no slash: "*" stands for all keys without a prefix, "*/*" for all with
-	// one. None are kept by default.
+	// KeepLabels and KeepAnnotations are patterns of path.Match for the labels and
+	// annotations of a service to keep. A "*" does not match a slash: "*" matches all keys
+	// without a prefix, "*/*" all keys with one. Default: none.
 	KeepLabels      []string
 	KeepAnnotations []string
 
-	// KeepSliceLabels does the same for labels of slices (api.EndpointSlice.Labels).
+	// KeepSliceLabels are patterns for the labels of slices to keep
+	// (api.EndpointSlice.Labels).
 	KeepSliceLabels []string
 
-	// KeepTargets keeps the pods behind endpoints (api.Endpoint.Target). Other kinds
-	// of targets are never kept.
+	// KeepTargets keeps the pods behind endpoints (api.Endpoint.Target). Targets of other
+	// kinds are never kept.
 	KeepTargets bool
 
-	// AllPorts, if set, says of a service whether it is an all-ports service
-	// (api.Service.AllPorts). It must not change or keep the object.
-	// [AllPortsAnnotated] returns one that goes by an annotation.
+	// AllPorts, if set, reports whether a service is an all-ports service
+	// (api.Service.AllPorts). It must not modify or keep the object. [AllPortsAnnotated]
+	// returns such a function for an annotation.
 	AllPorts func(*corev1.Service) bool
 }
 
-// AllPortsAnnotated returns a function for Options.AllPorts that makes those services
-// all-ports services whose annotation of this name holds a true value as
-// strconv.ParseBool reads it.
+// AllPortsAnnotated returns a function for Options.AllPorts. It selects services whose
+// annotation of this name has a true value for strconv.ParseBool.
 func AllPortsAnnotated(name string) func(*corev1.Service) bool {
 	return func(s *corev1.Service) bool {
 		on, err := strconv.ParseBool(s.Annotations[name])
@@ -95,20 +92,18 @@ func AllPortsAnnotated(name string) func(*corev1.Service) bool {
 	}
 }
 
-// Converter filters API objects and converts them to the model. It never keeps
-// or changes an object, and what it returns does not refer to it. Strings that
-// many objects repeat, such as the names of nodes and zones, are stored once. It
-// is safe for concurrent use.
+// Converter filters API objects and converts them to the model. It does not modify or
+// keep objects, and its results do not refer to them. It stores strings that many objects
+// repeat, such as names of nodes and zones, only once. It is safe for concurrent use.
 type Converter struct {
 	options Options
-	// Apart, so that the reflectors of services and slices do not wait for each
-	// other.
+	// Two tables, so that the reflectors of services and slices do not wait for each other.
 	ofServices, ofSlices shared
 }
 
-// New returns a Converter. Errors are a ServiceProxyName that cannot be the
-// value of a label, a ServiceNameLabel that cannot be the name of one, and a
-// malformed pattern in KeepLabels, KeepAnnotations or KeepSliceLabels.
+// New returns a Converter. It returns an error if ServiceProxyName is not a valid label
+// value, if ServiceNameLabel is not a valid label name, or if a pattern in KeepLabels,
+// KeepAnnotations or KeepSliceLabels is malformed.
 func New(o Options) (*Converter, error) {
 	if faults := validation.IsValidLabelValue(o.ServiceProxyName); len(faults) > 0 {
 		return nil, fmt.Errorf("service proxy name %q: %s", o.ServiceProxyName, strings.Join(faults, "; "))
@@ -129,8 +124,7 @@ func New(o Options) (*Converter, error) {
 	return &Converter{options: o}, nil
 }
 
-// WantsService reports whether s is for this proxy, as
-// Options.ServiceProxyName and Options.Skip say.
+// WantsService reports whether Options.ServiceProxyName and Options.Skip select s.
 func (c *Converter) WantsService(s *corev1.Service) bool {
 	if s == nil || c.options.Skip != nil && c.options.Skip(s) {
 		return false
@@ -142,15 +136,15 @@ func (c *Converter) WantsService(s *corev1.Service) bool {
 	return !elsewhere && !isHeadless(s)
 }
 
-// WantsSlice reports whether s is for this proxy by its labels alone: with a
-// ServiceProxyName, if its label equals that; without one, if it is not that of
-// a headless service. The general proxy takes slices with any
-// service.kubernetes.io/service-proxy-name, as kube-proxy does: that label
-// decides about services, and on a slice it may be older than on the service.
+// WantsSlice reports whether the labels of s select it. With a ServiceProxyName, the
+// label must have that value. Without one, s must not belong to a headless service. The
+// general proxy accepts slices with any service.kubernetes.io/service-proxy-name, as
+// kube-proxy does. That label selects services, and on a slice it may be older than on
+// the service.
 //
-// With a ServiceProxyName, all other slices of wanted services without a
-// selector are served, too (see [Selectorless]). The endpoint-slice controller
-// does not make those, and so they may lack the label.
+// With a ServiceProxyName, all other slices of wanted services without a selector are
+// also served (see [Selectorless]). The endpoint-slice controller does not create them,
+// so they may lack the label.
 func (c *Converter) WantsSlice(s *discoveryv1.EndpointSlice) bool {
 	if s == nil {
 		return false
@@ -162,25 +156,25 @@ func (c *Converter) WantsSlice(s *discoveryv1.EndpointSlice) bool {
 	return !headless
 }
 
-// Selectorless reports whether s has no selector, so that the endpoint-slice
-// controller leaves its slices to others.
+// Selectorless reports whether s has no selector. The endpoint-slice controller creates
+// no slices for such a service.
 func Selectorless(s *corev1.Service) bool {
 	return len(s.Spec.Selector) == 0 && s.Spec.Type != corev1.ServiceTypeExternalName
 }
 
-// Problem is something in an object that cannot be used and has been left out.
+// Problem is an invalid part of an object, which the converter omitted.
 type Problem struct {
 	// Kind is Service, EndpointSlice or Node.
 	Kind string
-	// Object names the object; nodes have no namespace.
+	// Object is the key of the object. Nodes have no namespace.
 	Object types.NamespacedName
 	// Field is the path of the field, such as spec.ports[1].protocol.
 	Field string
-	// Message says what is wrong with it.
+	// Message describes the problem.
 	Message string
 }
 
-// Error returns the problem in one line that names object and field.
+// Error returns the problem in one line with object and field.
 func (p Problem) Error() string {
 	object := p.Object.Name
 	if p.Object.Namespace != "" {
@@ -189,8 +183,8 @@ func (p Problem) Error() string {
 	return fmt.Sprintf("%s %s: %s: %s", p.Kind, object, p.Field, p.Message)
 }
 
-// maxProblems bounds what is reported of one object, so that a slice of a
-// thousand bad endpoints does not make a thousand lines of log.
+// maxProblems limits the problems of one object, so that a slice with a thousand bad
+// endpoints does not cause a thousand log lines.
 const maxProblems = 10
 
 // report collects the problems of one object.
@@ -214,7 +208,8 @@ func (r *report) add(field, format string, args ...any) {
 	})
 }
 
-// done returns what was collected, the last entry saying how many more there were.
+// done returns the collected problems. The last one includes the number of omitted
+// problems.
 func (r *report) done() []Problem {
 	if r.omitted > 0 {
 		last := &r.problems[len(r.problems)-1]

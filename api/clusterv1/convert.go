@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package clusterv1 is the wire form of a cluster's state: the messages by which
-// one kpng follows another, and their conversion from and to package api.
-// Services and nodes have the form that package localv1 gives them.
+// Package clusterv1 is the wire form of a cluster's state. It has the messages with which
+// one kpng follows another, and their conversion from and to package api. Services and
+// nodes use the messages of package localv1.
 //
-// docs/wire.md describes the protocol. Trigger times do not travel.
+// docs/wire.md describes the protocol. It does not transmit trigger times.
 //
 // hack/generate generates the code of the messages.
 package clusterv1
@@ -35,7 +35,7 @@ func FromSlice(s *api.EndpointSlice) *EndpointSlice {
 		})
 	}
 	for i := range s.Endpoints {
-		if s.Endpoints[i].Addr.IsValid() { // else the slice could not be read
+		if s.Endpoints[i].Addr.IsValid() { // otherwise the receiver could not read the slice
 			x.Endpoints = append(x.Endpoints, fromEndpoint(&s.Endpoints[i]))
 		}
 	}
@@ -56,7 +56,7 @@ func fromEndpoint(e *api.SliceEndpoint) *SliceEndpoint {
 	return x
 }
 
-// ToSlice returns the slice. An error names what cannot be read.
+// ToSlice returns the slice. An error names the field that cannot be read.
 func (x *EndpointSlice) ToSlice() (*api.EndpointSlice, error) {
 	s := &api.EndpointSlice{
 		Namespace: x.GetNamespace(), Name: x.GetName(), ServiceName: x.GetServiceName(), Family: api.Family(x.GetFamily()), Labels: x.GetLabels(),

@@ -151,7 +151,7 @@ func TestWhatCannotBeRead(t *testing.T) {
 		{"an address among those of the other family", func() error {
 			_, err := (&localv1.Service{IPs: &localv1.ServiceIPs{ExternalIPs: ips("::1", "::1")}}).ToService()
 			return err
-		}, "::1 is no IPv4 address"},
+		}, "::1 is not an IPv4 address"},
 		{"a source range that is none", func() error {
 			_, err := (&localv1.Service{IPFilters: []*localv1.IPFilter{{SourceRanges: []string{"10.0.0.1"}}}}).ToService()
 			return err

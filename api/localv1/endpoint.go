@@ -9,8 +9,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FromEndpoint returns the wire form of e. Draining says which list of its view
-// it is from.
+// FromEndpoint returns the wire form of e. draining reports whether e is draining in its
+// view.
 func FromEndpoint(e *api.Endpoint, draining bool) *Endpoint {
 	ips := api.NewIPSet(e.Addr)
 	x := &Endpoint{
@@ -35,8 +35,8 @@ func FromEndpoint(e *api.Endpoint, draining bool) *Endpoint {
 	return x
 }
 
-// ToEndpoint returns the endpoint, and whether it is one of those that drain. An
-// error names what cannot be read.
+// ToEndpoint returns the endpoint and reports whether it is draining. An error names the
+// field that cannot be read.
 func (x *Endpoint) ToEndpoint() (e api.Endpoint, draining bool, err error) {
 	e = api.Endpoint{
 		Hostname: x.GetHostname(),
@@ -81,8 +81,8 @@ func FromConditions(c api.Conditions) *EndpointConditions {
 	return &EndpointConditions{Ready: c.Ready, Serving: c.Serving, Terminating: c.Terminating}
 }
 
-// ToConditions returns the conditions; where none were sent, as servers of the
-// first kpng do, those of an endpoint that traffic may go to.
+// ToConditions returns the conditions. If x is nil, as from servers of the original kpng,
+// it returns the conditions of a ready endpoint.
 func (x *EndpointConditions) ToConditions() api.Conditions {
 	if x == nil {
 		return api.Conditions{Ready: true, Serving: true}

@@ -13,8 +13,8 @@ func fromIPSet(s *api.IPSet) *IPSet {
 	return &IPSet{V4: convert(s.V4, fromAddrIn), V6: convert(s.V6, fromAddrIn)}
 }
 
-// fromIPSetUnlessEmpty is fromIPSet for sets that are left out if nothing is in
-// them, as in JSON.
+// fromIPSetUnlessEmpty returns the wire form of s, or nil if s is empty, so that JSON
+// omits it.
 func fromIPSetUnlessEmpty(s *api.IPSet) *IPSet {
 	if s.IsZero() {
 		return nil
@@ -22,7 +22,7 @@ func fromIPSetUnlessEmpty(s *api.IPSet) *IPSet {
 	return fromIPSet(s)
 }
 
-// to fills set with what x names.
+// to sets set to the addresses in x.
 func (x *IPSet) to(set *api.IPSet) (err error) {
 	if set.V4, err = toAddrs(x.GetV4(), api.IPv4); err != nil {
 		return err
@@ -42,7 +42,7 @@ func toAddrs(list []string, family api.Family) ([]netip.Addr, error) {
 			return nil, err
 		}
 		if a = a.Unmap(); api.FamilyOf(a) != family || a.Zone() != "" {
-			return nil, fmt.Errorf("%s is no %s address", a, family)
+			return nil, fmt.Errorf("%s is not an %s address", a, family)
 		}
 		addrs[i] = a
 	}
@@ -74,7 +74,7 @@ func toPrefixes(list []string) ([]netip.Prefix, error) {
 	return prefixes, nil
 }
 
-// convert returns what f makes of each value, nil for none.
+// convert applies f to each value. It returns nil for an empty list.
 func convert[From, To any](list []From, f func(*From) To) []To {
 	if len(list) == 0 {
 		return nil

@@ -10,11 +10,10 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
-// Marshal returns the encoding of m. Of equal messages it is equal, within one
-// build of the program. Strings that are not UTF-8, which protobuf refuses and an
-// API server can be made to hand out, are repaired as encoding/json does it, and
-// stay as they are in m: messages share maps and lists with the values that they
-// were made of, which others read.
+// Marshal returns the encoding of m. Equal messages have equal encodings within one build
+// of the program. protobuf rejects strings that are not UTF-8, but an API server may
+// contain them. Marshal repairs such strings in the output as encoding/json does. It does
+// not modify m, which shares maps and lists with other values.
 func Marshal(m proto.Message) []byte {
 	deterministic := proto.MarshalOptions{Deterministic: true}
 	b, err := deterministic.Marshal(m)
@@ -24,12 +23,12 @@ func Marshal(m proto.Message) []byte {
 		b, err = deterministic.Marshal(m)
 	}
 	if err != nil {
-		panic(fmt.Sprintf("localv1: marshal %s: %v", m.ProtoReflect().Descriptor().FullName(), err)) // no other error exists in proto3
+		panic(fmt.Sprintf("localv1: marshal %s: %v", m.ProtoReflect().Descriptor().FullName(), err)) // proto3 has no other error
 	}
 	return b
 }
 
-// repair makes every string in m valid UTF-8.
+// repair replaces every string in m by valid UTF-8.
 func repair(m protoreflect.Message) {
 	m.Range(func(field protoreflect.FieldDescriptor, value protoreflect.Value) bool {
 		switch {
@@ -50,8 +49,8 @@ func repair(m protoreflect.Message) {
 	})
 }
 
-// repairMap does it for a map, whose keys are strings: what a key that has to
-// change maps to moves to the key as it should be.
+// repairMap repairs the keys and values of a map. It moves the value of a repaired key to
+// the new key.
 func repairMap(field protoreflect.FieldDescriptor, m protoreflect.Map) {
 	fixed := map[string]protoreflect.Value{}
 	m.Range(func(key protoreflect.MapKey, value protoreflect.Value) bool {
@@ -67,8 +66,8 @@ func repairMap(field protoreflect.FieldDescriptor, m protoreflect.Map) {
 	}
 }
 
-// repaired returns a single value as it should be, and whether it is another. It
-// repairs messages in place.
+// repaired returns the repaired value and whether it differs. It modifies messages in
+// place.
 func repaired(field protoreflect.FieldDescriptor, v protoreflect.Value) (protoreflect.Value, bool) {
 	switch field.Kind() {
 	case protoreflect.MessageKind:

@@ -45,8 +45,7 @@ func FromService(s *api.Service) *Service {
 	return w
 }
 
-// FromView returns the wire form of what a view says of its service: everything
-// but the endpoints.
+// FromView returns the wire form of a view without its endpoints.
 func FromView(v *api.ServiceEndpoints) *Service {
 	w := FromService(v.Service)
 	w.Unusable = convert(v.Unusable, func(p *api.PortFamily) *PortFamily {
@@ -61,7 +60,7 @@ func FromView(v *api.ServiceEndpoints) *Service {
 	return w
 }
 
-// ToService returns the service. An error names what cannot be read.
+// ToService returns the service. An error names the field that cannot be read.
 func (x *Service) ToService() (*api.Service, error) {
 	s := &api.Service{
 		Namespace:              x.GetNamespace(),
@@ -109,7 +108,7 @@ func (x *Service) ToService() (*api.Service, error) {
 	return s, nil
 }
 
-// ToView returns the service as a view without endpoints. An error names what
+// ToView returns the service as a view without endpoints. An error names the field that
 // cannot be read.
 func (x *Service) ToView() (*api.ServiceEndpoints, error) {
 	s, err := x.ToService()

@@ -34,7 +34,7 @@ func (h *healthChecks) collectors() []prometheus.Collector {
 	return []prometheus.Collector{h.open, h.failing, h.faults}
 }
 
-// at returns what serves health checks at the addresses, to be used as Parts.Beside.
+// at returns what serves health checks at the addresses, to be used as Parts.Companions.
 func (h *healthChecks) at(addrs nodeaddr.Source) func(healthy func() bool) []sink.Sink {
 	return func(healthy func() bool) []sink.Sink {
 		if h.off {

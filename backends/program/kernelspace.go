@@ -38,7 +38,7 @@ func Kernelspace(hns kernelspace.HNS) *Backend {
 			return Parts{
 				Sink:       b,
 				Follow:     addrs.Start,
-				Beside:     checks.at(addrs),
+				Companions: checks.at(addrs),
 				Collectors: append(checks.collectors(), metrics.endpoints, metrics.balancers, metrics.calls, metrics.failures),
 			}, nil
 		},

@@ -55,13 +55,13 @@ func TestFlagsOfKernelspace(t *testing.T) {
 			if diff := cmp.Diff(tc.want, got, cmpopts.EquateComparable(netip.Addr{})); diff != "" {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
-			if len(mustConfigure(t, Kernelspace(fakehns.New(fakehns.AllFeatures())), tc.args...).Beside(nil)) != 1 {
+			if len(mustConfigure(t, Kernelspace(fakehns.New(fakehns.AllFeatures())), tc.args...).Companions(nil)) != 1 {
 				t.Error("health checks are not answered")
 			}
 		})
 	}
-	if beside := mustConfigure(t, Kernelspace(fakehns.New(fakehns.AllFeatures())), "--no-health-checks").Beside(nil); len(beside) > 0 {
-		t.Errorf("there is %v beside the backend, which was not asked for", beside)
+	if others := mustConfigure(t, Kernelspace(fakehns.New(fakehns.AllFeatures())), "--no-health-checks").Companions(nil); len(others) > 0 {
+		t.Errorf("there is %v beside the backend, which was not asked for", others)
 	}
 	if _, err := configured(t, Kernelspace(nil), "--node-ip=10.0.0"); err == nil {
 		t.Error("what is no address is taken for one")

@@ -101,7 +101,7 @@ func (f *nftablesFlags) parts() (Parts, error) {
 	return Parts{
 		Sink:       b,
 		Follow:     addrs.Start,
-		Beside:     f.checks.at(addrs),
+		Companions: f.checks.at(addrs),
 		Collectors: slices.Concat(f.checks.collectors(), flows.collectors(), table.collectors()),
 	}, nil
 }

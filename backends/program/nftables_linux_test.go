@@ -53,7 +53,7 @@ func TestFlagsOfNFTables(t *testing.T) {
 			if diff := cmp.Diff(test.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
-			if len(mustConfigure(t, NFTables(), test.args...).Beside(nil)) != 1 {
+			if len(mustConfigure(t, NFTables(), test.args...).Companions(nil)) != 1 {
 				t.Error("health checks are not answered")
 			}
 		})
@@ -74,8 +74,8 @@ func TestFlagsOfNFTablesThatMakeNoSense(t *testing.T) {
 }
 
 func TestHealthChecksCanBeLeftOut(t *testing.T) {
-	if beside := mustConfigure(t, NFTables(), "--no-health-checks").Beside(nil); len(beside) > 0 {
-		t.Errorf("there is %v beside the backend", beside)
+	if others := mustConfigure(t, NFTables(), "--no-health-checks").Companions(nil); len(others) > 0 {
+		t.Errorf("there is %v beside the backend", others)
 	}
 }
 

@@ -53,8 +53,8 @@ type Parts struct {
 	// Follow is called when Sink has started, and its result before Sink stops.
 	// Default: nothing.
 	Follow func(context.Context) (stop func())
-	// Beside returns sinks that run beside Sink, as in app.Companion. Default: none.
-	Beside func(healthy func() bool) []sink.Sink
+	// Companions returns sinks that run beside Sink, as in app.Companion. Default: none.
+	Companions func(healthy func() bool) []sink.Sink
 	// Collectors are the metrics of all parts.
 	Collectors []prometheus.Collector
 }
@@ -119,12 +119,12 @@ func (b *Backend) Verify(ctx context.Context) error { return b.forward.Verify(ct
 // Cleanup implements sink.Cleaner. It does nothing if Parts.Sink is no sink.Cleaner.
 func (b *Backend) Cleanup(ctx context.Context) error { return b.forward.Cleanup(ctx) }
 
-// Beside implements app.Companion.
-func (b *Backend) Beside(healthy func() bool) []sink.Sink {
-	if b.parts.Beside == nil {
+// Companions implements app.Companion.
+func (b *Backend) Companions(healthy func() bool) []sink.Sink {
+	if b.parts.Companions == nil {
 		return nil
 	}
-	return b.parts.Beside(healthy)
+	return b.parts.Companions(healthy)
 }
 
 // Describe implements prometheus.Collector.

@@ -70,7 +70,7 @@ func userspaceParts(opts userspace.Options, checks *healthChecks) (Parts, error)
 	}
 	return Parts{
 		Sink:       b,
-		Beside:     checks.at(b.NodeAddresses()),
+		Companions: checks.at(b.NodeAddresses()),
 		Collectors: append(checks.collectors(), newPortMetrics(b.Stats)),
 	}, nil
 }

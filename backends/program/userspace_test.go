@@ -53,13 +53,13 @@ func TestFlagsOfUserspace(t *testing.T) {
 			if diff := cmp.Diff(tc.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
-			if len(mustConfigure(t, Userspace(nil), tc.args...).Beside(nil)) != 1 {
+			if len(mustConfigure(t, Userspace(nil), tc.args...).Companions(nil)) != 1 {
 				t.Error("health checks are not answered")
 			}
 		})
 	}
-	if beside := mustConfigure(t, Userspace(nil), "--no-health-checks").Beside(nil); len(beside) > 0 {
-		t.Errorf("there is %v beside the backend", beside)
+	if others := mustConfigure(t, Userspace(nil), "--no-health-checks").Companions(nil); len(others) > 0 {
+		t.Errorf("there is %v beside the backend", others)
 	}
 }
 

@@ -19,10 +19,10 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// toLocal runs a backend in this process, for this node.
+// toLocal returns the command that runs a backend in this process for this node.
 func toLocal(source *app.Source, selects bool) *cobra.Command {
 	cmd := group("to-local", "Run a backend for this node in this process")
-	json := &program.Backend{Name: "json", Short: "Print what the node has to proxy, one JSON object a service"}
+	json := &program.Backend{Name: "json", Short: "Print the node's view as one JSON object per service"}
 	json.Make = func() (program.Parts, error) {
 		return program.Parts{Sink: sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
 			return nodeview.WriteViews(cmd.OutOrStdout(), services)
@@ -39,9 +39,10 @@ func toLocal(source *app.Source, selects bool) *cobra.Command {
 	return cmd
 }
 
-// cleanupCommand removes what backends have left behind on purpose.
+// cleanupCommand returns the command that removes what backends leave in the dataplane on
+// purpose.
 func cleanupCommand() *cobra.Command {
-	cmd := group("cleanup", "Remove all that a backend has ever programmed on this machine")
+	cmd := group("cleanup", "Remove everything that a backend ever programmed on this machine")
 	for _, b := range platformBackends() {
 		cmd.AddCommand(cleanup(b))
 	}
@@ -49,7 +50,7 @@ func cleanupCommand() *cobra.Command {
 }
 
 func cleanup(b *program.Backend) *cobra.Command {
-	cmd := &cobra.Command{Use: b.Name, Short: "Remove all that the backend " + b.Name + " has ever programmed", Args: cobra.NoArgs}
+	cmd := &cobra.Command{Use: b.Name, Short: "Remove everything that the backend " + b.Name + " ever programmed", Args: cobra.NoArgs}
 	cmd.Flags().SortFlags = false
 	b.Register(cmd.Flags())
 	cmd.RunE = func(cmd *cobra.Command, _ []string) error {
@@ -61,7 +62,7 @@ func cleanup(b *program.Backend) *cobra.Command {
 	return cmd
 }
 
-// inspectorOf returns the backend of that name, which has to be an inspector.
+// inspectorOf returns the backend with this name as an inspector.
 func inspectorOf(name, instance string) (program.Inspector, error) {
 	for _, b := range platformBackends() {
 		if b.Name != name {
@@ -71,7 +72,7 @@ func inspectorOf(name, instance string) (program.Inspector, error) {
 		b.Register(fs)
 		if instance != "" {
 			if err := fs.Set("instance", instance); err != nil {
-				return nil, fmt.Errorf("--instance of the backend %s: %w", name, err)
+				return nil, fmt.Errorf("use --instance of backend %s: %w", name, err)
 			}
 		}
 		if err := b.Configure(); err != nil {
@@ -81,17 +82,17 @@ func inspectorOf(name, instance string) (program.Inspector, error) {
 			return i, nil
 		}
 	}
-	return nil, fmt.Errorf("--dataplane %q is not a backend of this platform that tells what it has programmed, as nftables does", name)
+	return nil, fmt.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables can, on Linux)", name)
 }
 
-// inspect prints what the dataplane has for each of the explained frontends. asked
-// is the address that the question was about, if it was about one.
+// inspect prints the dataplane's state of each explained frontend. asked is the address
+// in question, if any.
 func inspect(ctx context.Context, w io.Writer, i program.Inspector, e *nodeview.Explanation, node *api.Node, asked netip.Addr) error {
 	for _, f := range e.Frontends {
 		for _, addr := range addressesOf(f.FrontendKey, node, asked) {
 			text, err := i.Dataplane(ctx, addr, f.Protocol, f.Port, e.View)
 			if err != nil {
-				return fmt.Errorf("look at the dataplane for %s of %s: %w", f.FrontendKey, e.Service, err)
+				return fmt.Errorf("inspect the dataplane for %s of %s: %w", f.FrontendKey, e.Service, err)
 			}
 			at := f.FrontendKey.String()
 			if f.Kind == nodeview.NodePort {
@@ -105,8 +106,8 @@ func inspect(ctx context.Context, w io.Writer, i program.Inspector, e *nodeview.
 	return nil
 }
 
-// addressesOf returns where a frontend is looked for: a node port is at the
-// address asked for, or at the node's own.
+// addressesOf returns the addresses at which to inspect a frontend. For a node port they
+// are the address in question, or the node's own addresses.
 func addressesOf(f nodeview.FrontendKey, node *api.Node, asked netip.Addr) []netip.Addr {
 	switch {
 	case f.Addr.IsValid():

@@ -26,7 +26,7 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// explainCommand says what becomes of services on a node, and why.
+// explainCommand returns the command that explains what a node does with services.
 func explainCommand() *cobra.Command {
 	var (
 		source              app.Source
@@ -35,7 +35,7 @@ func explainCommand() *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "explain [[NAMESPACE/]NAME | IP[:PORT[/PROTOCOL]]]",
-		Short: "Explain what a node does with services: which endpoints are in or out, which verdicts hold, and why",
+		Short: "Explain what a node does with services: the endpoints and the verdicts, with reasons",
 		Example: `  kpng explain --node-name worker-1 web
   kpng explain --node-name worker-1 10.96.0.80:80/tcp
   kpng explain --dataplane nftables 10.96.0.80:80/tcp
@@ -62,7 +62,7 @@ func explainCommand() *cobra.Command {
 			look := func(*nodeview.Explanation, *api.Node) error { return nil }
 			switch {
 			case dataplane == "" && instance != "":
-				return errors.New("--instance is about the backend that --dataplane names")
+				return errors.New("--instance needs --dataplane")
 			case dataplane != "" && output != "text":
 				return fmt.Errorf("--dataplane prints text, not --output %s", output)
 			case dataplane != "":
@@ -79,19 +79,19 @@ func explainCommand() *cobra.Command {
 	}
 	fs := cmd.Flags()
 	fs.SortFlags = false
-	fs.StringVar(&node, "node-name", "", "explain the view of the node of this `name`; without it, $NODE_NAME or the host's name in lower case")
-	fs.StringVarP(&output, "output", "o", "text", "print `text, json or yaml`; JSON has a line for each service")
-	fs.StringVar(&dataplane, "dataplane", "", "also print what this `backend` has programmed on this machine, beside what it should have; needs the rights of the backend")
-	fs.StringVar(&instance, "instance", "", "the `name` of the backend's instance, if it has one")
+	fs.StringVar(&node, "node-name", "", "explain the view of the node with this `name` (default: $NODE_NAME, else the host name in lower case)")
+	fs.StringVarP(&output, "output", "o", "text", "print `text, json or yaml`; JSON has one line per service")
+	fs.StringVar(&dataplane, "dataplane", "", "also print what this `backend` has programmed on this machine; needs the same privileges as the backend")
+	fs.StringVar(&instance, "instance", "", "`name` of the backend's instance, if it has one")
 	source.Register(cmd, true)
 	completions := cobra.FixedCompletions([]string{"text", "json", "yaml"}, cobra.ShellCompDirectiveNoFileComp)
 	if err := cmd.RegisterFlagCompletionFunc("output", completions); err != nil {
-		panic(err) // there is no such flag
+		panic(err) // the flag exists
 	}
 	return cmd
 }
 
-// printer returns what prints explanations one by one.
+// printer returns a function that prints one explanation.
 func printer(w io.Writer, output string) (func(*nodeview.Explanation) error, error) {
 	switch output {
 	case "text":
@@ -118,8 +118,7 @@ func printer(w io.Writer, output string) (func(*nodeview.Explanation) error, err
 	}
 }
 
-// explain prints what the source says about a question, and what look finds to
-// each answer.
+// explain prints the explanations for a question, each followed by the output of look.
 func explain(cmd *cobra.Command, source *app.Source, nodeName string, about question,
 	print func(*nodeview.Explanation) error, look func(*nodeview.Explanation, *api.Node) error) error {
 	snapshot, err := source.Load(cmd.Context())
@@ -148,7 +147,7 @@ func explain(cmd *cobra.Command, source *app.Source, nodeName string, about ques
 	}
 }
 
-// explanations yields the answers to a question, in order of services.
+// explanations yields the explanations for a question, in order of services.
 func (q question) explanations(s *cluster.Snapshot, node *api.Node) iter.Seq[*nodeview.Explanation] {
 	return func(yield func(*nodeview.Explanation) bool) {
 		if q.service.Name != "" {
@@ -169,8 +168,7 @@ func (q question) explanations(s *cluster.Snapshot, node *api.Node) iter.Seq[*no
 	}
 }
 
-// narrow leaves in e what is about the address of the question, and reports
-// whether there is anything.
+// narrow reduces e to the address of the question, and reports whether anything is left.
 func (q question) narrow(e *nodeview.Explanation, node *api.Node) bool {
 	e.Frontends = slices.DeleteFunc(e.Frontends, func(f nodeview.Frontend) bool { return !q.asksFor(f.FrontendKey, node) })
 	e.Unserved = slices.DeleteFunc(e.Unserved, func(u nodeview.UnservedFrontend) bool { return !q.asksFor(u.FrontendKey, node) })
@@ -180,16 +178,17 @@ func (q question) narrow(e *nodeview.Explanation, node *api.Node) bool {
 	return len(e.Frontends)+len(e.Unserved) > 0
 }
 
-// notServed says why the service of the question is not served, as far as the source knows.
+// notServed explains why the service of the question is not served, as far as the source
+// knows.
 func (q question) notServed(ctx context.Context, source *app.Source) error {
 	service, err := source.Find(ctx, q.service)
 	switch {
 	case errors.Is(err, errors.ErrUnsupported):
-		return fmt.Errorf("there is no service %s among those that are served", q.service)
+		return fmt.Errorf("service %s is not served", q.service)
 	case err != nil:
-		return fmt.Errorf("there is no service %s among those that are served; look for it among the others: %w", q.service, err)
+		return fmt.Errorf("service %s is not served; find it among the others: %w", q.service, err)
 	case service == nil:
-		return fmt.Errorf("there is no service %s", q.service)
+		return fmt.Errorf("service %s not found", q.service)
 	}
 	name, labelled := service.Labels[watcher.LabelServiceProxyName]
 	why := "it is not served; it may be new"
@@ -204,8 +203,8 @@ func (q question) notServed(ctx context.Context, source *app.Source) error {
 	return fmt.Errorf("service %s exists, but %s", q.service, why)
 }
 
-// notFound says that nothing is served at the address of the question, and what is instead:
-// at other ports of the address or, where the node's addresses are unknown, at node ports.
+// notFound returns the error for an address without a service. It lists the services at
+// other ports of the address or, if the node's addresses are unknown, node ports.
 func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 	var there, nodePorts []string
 	everything := question{}
@@ -227,23 +226,22 @@ func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 	case len(nodePorts) > 0:
 		return fmt.Errorf("no service is served at %s; addresses of node %s are unknown, and %s", q.text(), node.Name, strings.Join(nodePorts, ", "))
 	case len(there) > 0:
-		return fmt.Errorf("no service is served at %s, where there are: %s", q.text(), strings.Join(there, ", "))
+		return fmt.Errorf("no service is served at %s; the address has: %s", q.text(), strings.Join(there, ", "))
 	}
 	return fmt.Errorf("no service is served at %s", q.addr)
 }
 
-// question says what is to be explained: a service, what is at an address, or, if
-// it is zero, everything.
+// question is the subject of explain: a service, an address, or everything if it is zero.
 type question struct {
 	service types.NamespacedName
 	addr    netip.Addr
-	// port and protocol are 0 for all.
+	// port and protocol are 0 for all ports.
 	port     int32
 	protocol api.Protocol
 }
 
-// parseQuestion reads NAME, NAMESPACE/NAME, IP, IP:PORT or IP:PORT/PROTOCOL. The
-// namespace of NAME is default.
+// parseQuestion parses NAME, NAMESPACE/NAME, IP, IP:PORT or IP:PORT/PROTOCOL. NAME is in
+// the namespace default.
 func parseQuestion(s string) (question, error) {
 	if addr, err := netip.ParseAddr(s); err == nil {
 		return question{addr: addr.Unmap()}, nil
@@ -260,7 +258,7 @@ func parseQuestion(s string) (question, error) {
 				return q, nil
 			}
 		}
-		return question{}, fmt.Errorf("%q: the protocol is none of tcp, udp and sctp", s)
+		return question{}, fmt.Errorf("%q: the protocol is not tcp, udp or sctp", s)
 	}
 	if !slash {
 		before, after = "default", s
@@ -271,7 +269,7 @@ func parseQuestion(s string) (question, error) {
 	return question{service: types.NamespacedName{Namespace: before, Name: after}}, nil
 }
 
-// text returns the address as it was asked for.
+// text returns the address in the form of the question.
 func (q question) text() string {
 	text := q.addr.String()
 	if q.port != 0 {
@@ -283,9 +281,8 @@ func (q question) text() string {
 	return text
 }
 
-// asksFor reports whether a frontend is at the address that was asked for. Node
-// ports are at all addresses of the node; which of them a backend admits, it
-// decides.
+// asksFor reports whether a frontend is at the address in question. A node port is at all
+// addresses of the node, although a backend may admit only some.
 func (q question) asksFor(k nodeview.FrontendKey, node *api.Node) bool {
 	if k.Kind == nodeview.NodePort {
 		isOurs := slices.ContainsFunc(node.Addresses, func(a api.NodeAddress) bool { return a.IP == q.addr })

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command kpng brings what a cluster says about its services from a source (an
-// API server, manifests, another kpng) to a target: clients on the network, a
-// backend in this process, a file.
+// Command kpng delivers the services of a cluster from a source to a target. A source is
+// an API server, manifests, or another kpng. A target is a network server, a backend in
+// this process, or a file.
 //
 //	kpng kube --kubeconfig F to-api --listen unix:///run/kpng/kpng.sock
 //	kpng api --api unix:///run/kpng/kpng.sock to-local json
 //
-// It also explains what becomes of a service on a node, and why. docs/running.md
-// is its manual.
+// It also explains what a node does with a service, and why. docs/running.md is its
+// manual.
 package main
 
 import (
@@ -25,15 +25,15 @@ func newRoot() *cobra.Command {
 	var server, manifests, other app.Source
 	kube := group("kube", "Watch a Kubernetes API server", targets(&server, true)...)
 	server.RegisterKube(kube.PersistentFlags())
-	file := group("file", "Read Kubernetes manifests and follow them", targets(&manifests, true)...)
+	file := group("file", "Read Kubernetes manifests and follow their changes", targets(&manifests, true)...)
 	manifests.RegisterManifests(file.PersistentFlags())
 	if err := file.MarkPersistentFlagRequired("manifests"); err != nil {
-		panic(err) // there is no such flag
+		panic(err) // the flag exists
 	}
-	api := group("api", "Read from another kpng, which serves with to-api", targets(&other, false)...)
+	api := group("api", "Read from a kpng server (to-api)", targets(&other, false)...)
 	other.RegisterAPI(api.PersistentFlags())
 
-	root := group("kpng", "Bring the services of a cluster to nodes: serve, program or write them", kube, file, api, explainCommand(), cleanupCommand())
+	root := group("kpng", "Deliver the services of a cluster to nodes: serve, program or write them", kube, file, api, explainCommand(), cleanupCommand())
 	root.Version = app.Version()
 	root.SilenceErrors = true
 	root.SilenceUsage = true
@@ -41,7 +41,7 @@ func newRoot() *cobra.Command {
 	return root
 }
 
-// group returns a command that has others below it and does nothing itself.
+// group returns a command that only has subcommands.
 func group(name, short string, commands ...*cobra.Command) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   name,
@@ -56,7 +56,7 @@ func group(name, short string, commands ...*cobra.Command) *cobra.Command {
 			}
 			known := strings.Join(names, ", ")
 			if len(args) > 0 {
-				return fmt.Errorf("%s has no command %q, only %s", cmd.CommandPath(), args[0], known)
+				return fmt.Errorf("%s has no command %q; use one of %s", cmd.CommandPath(), args[0], known)
 			}
 			return fmt.Errorf("%s needs a command: one of %s", cmd.CommandPath(), known)
 		},
@@ -66,8 +66,8 @@ func group(name, short string, commands ...*cobra.Command) *cobra.Command {
 	return cmd
 }
 
-// targets returns what can be done with a source. Unless it is another kpng, the user
-// selects which services there are, and which of them are all-ports services.
+// targets returns the commands for a source. With selects, the user selects the services
+// and the all-ports services. A kpng server selects them itself.
 func targets(s *app.Source, selects bool) []*cobra.Command {
 	return []*cobra.Command{toAPI(s, selects), toLocal(s, selects), toFile(s, selects)}
 }

@@ -22,7 +22,7 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// toAPI serves the state of the source over gRPC.
+// toAPI returns the command that serves the state of the source over gRPC.
 func toAPI(source *app.Source, selects bool) *cobra.Command {
 	var (
 		f       serverFlags
@@ -30,7 +30,7 @@ func toAPI(source *app.Source, selects bool) *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "to-api",
-		Short: "Serve each node's view, and the state of the cluster, over gRPC",
+		Short: "Serve each node's view and the state of the cluster over gRPC",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			server, err := f.get()
@@ -49,7 +49,7 @@ func toAPI(source *app.Source, selects bool) *cobra.Command {
 	return cmd
 }
 
-// serverFlags say where and how to serve.
+// serverFlags are the addresses and options of the server.
 type serverFlags struct {
 	listen       []string
 	mode         string
@@ -60,24 +60,24 @@ type serverFlags struct {
 
 func (f *serverFlags) register(fs *pflag.FlagSet) {
 	limits := remote.DefaultLimits()
-	fs.StringSliceVar(&f.listen, "listen", []string{transport.DefaultAddress}, "serve on this `address`, tcp://host:port or unix:///path; may be given several times")
-	fs.StringVar(&f.mode, "socket-mode", "0600", "the `permissions` of a unix socket that is listened on")
-	fs.StringVar(&f.tls.CAFile, "tls-ca-file", "", "the `file` with the authorities that sign the certificates of clients; for TLS, with the next two")
-	fs.StringVar(&f.tls.CertFile, "tls-cert-file", "", "the `file` with this server's certificate")
-	fs.StringVar(&f.tls.KeyFile, "tls-key-file", "", "the `file` with the certificate's key")
-	fs.BoolVar(&f.options.Insecure, "insecure", false, "allow an address without TLS that other machines can reach")
-	fs.BoolVar(&f.options.NodeCertificates, "node-certificates", false, "with TLS: a client may watch only the node NAME if the common name of its certificate is system:node:NAME")
-	fs.BoolVar(&f.serveCluster, "serve-cluster", true, "serve the state of the whole cluster, too, for another kpng to relay, write or explain; with TLS, to --cluster-readers only")
-	fs.StringSliceVar(&f.options.ClusterReaders, "cluster-readers", nil, "with TLS: the common `names` or organisations of the certificates whose owners may read the state of the whole cluster")
-	fs.IntVar(&f.options.Limits.Connections, "max-connections", limits.Connections, "the `number` of connections of all clients together")
-	fs.IntVar(&f.options.Limits.ConnectionsPerPeer, "max-connections-per-peer", limits.ConnectionsPerPeer, "the `number` of connections of one IP address, or of unix sockets")
-	fs.IntVar(&f.options.Limits.StreamsPerPeer, "max-streams-per-peer", limits.StreamsPerPeer, "the `number` of streams of one certificate, IP address, or of unix sockets")
-	fs.Float64Var(&f.options.Limits.StreamRate, "stream-rate", limits.StreamRate, "the `number` of streams a second that each of these may open in the long run")
-	fs.DurationVar(&f.options.Limits.SendTimeout, "send-timeout", limits.SendTimeout, "how long a client may take for one message until its connection is closed")
-	fs.IntVar(&f.options.Limits.CacheBytes, "cache-bytes", limits.CacheBytes, "about how many `bytes` of memory are used to keep marshalled views")
+	fs.StringSliceVar(&f.listen, "listen", []string{transport.DefaultAddress}, "serve on this `address`, tcp://host:port or unix:///path; may be repeated")
+	fs.StringVar(&f.mode, "socket-mode", "0600", "`permissions` of the unix sockets in --listen")
+	fs.StringVar(&f.tls.CAFile, "tls-ca-file", "", "`file` with the authorities that sign the clients' certificates; TLS needs this and the next two")
+	fs.StringVar(&f.tls.CertFile, "tls-cert-file", "", "`file` with this server's certificate")
+	fs.StringVar(&f.tls.KeyFile, "tls-key-file", "", "`file` with the certificate's key")
+	fs.BoolVar(&f.options.Insecure, "insecure", false, "allow addresses without TLS that other machines can reach")
+	fs.BoolVar(&f.options.NodeCertificates, "node-certificates", false, "with TLS: a client may watch node NAME only if the common name of its certificate is system:node:NAME")
+	fs.BoolVar(&f.serveCluster, "serve-cluster", true, "also serve the state of the whole cluster, for another kpng to relay, write or explain; with TLS, to --cluster-readers only")
+	fs.StringSliceVar(&f.options.ClusterReaders, "cluster-readers", nil, "with TLS: common `names` or organizations of the certificates that may read the state of the whole cluster")
+	fs.IntVar(&f.options.Limits.Connections, "max-connections", limits.Connections, "maximum `number` of connections of all clients together")
+	fs.IntVar(&f.options.Limits.ConnectionsPerPeer, "max-connections-per-peer", limits.ConnectionsPerPeer, "maximum `number` of connections of one IP address, or of all unix sockets")
+	fs.IntVar(&f.options.Limits.StreamsPerPeer, "max-streams-per-peer", limits.StreamsPerPeer, "maximum `number` of streams of one certificate or IP address, or of all unix sockets")
+	fs.Float64Var(&f.options.Limits.StreamRate, "stream-rate", limits.StreamRate, "average `number` of streams per second that each of these may open")
+	fs.DurationVar(&f.options.Limits.SendTimeout, "send-timeout", limits.SendTimeout, "time limit for a client to receive one message; then the server closes its connection")
+	fs.IntVar(&f.options.Limits.CacheBytes, "cache-bytes", limits.CacheBytes, "approximate memory in `bytes` for cached marshalled views")
 }
 
-// apiServer is a server that knows where to listen.
+// apiServer is a server with its addresses.
 type apiServer struct {
 	state     *cluster.State
 	server    *remote.Server
@@ -85,7 +85,7 @@ type apiServer struct {
 	mode      fs.FileMode
 }
 
-// get returns the server that the flags describe.
+// get returns the server that the flags configure.
 func (f *serverFlags) get() (*apiServer, error) {
 	if err := f.check(); err != nil {
 		return nil, err
@@ -111,25 +111,25 @@ func (f *serverFlags) get() (*apiServer, error) {
 	return s, err
 }
 
-// check refuses what makes no sense.
+// check returns an error for inconsistent flags.
 func (f *serverFlags) check() error {
 	o, l, tls := &f.options, &f.options.Limits, f.tls != (transport.TLS{})
 	switch {
 	case len(f.listen) == 0:
-		return errors.New("--listen is given, but empty")
+		return errors.New("--listen is empty")
 	case tls && (f.tls.CAFile == "" || f.tls.CertFile == "" || f.tls.KeyFile == ""):
 		return errors.New("TLS needs all of --tls-ca-file, --tls-cert-file and --tls-key-file")
 	case !tls && (o.NodeCertificates || len(o.ClusterReaders) > 0):
 		return errors.New("--node-certificates and --cluster-readers need TLS: --tls-ca-file, --tls-cert-file and --tls-key-file")
 	case !f.serveCluster && len(o.ClusterReaders) > 0:
-		return errors.New("--cluster-readers and --serve-cluster=false exclude each other")
+		return errors.New("--cluster-readers needs --serve-cluster")
 	case l.Connections <= 0 || l.ConnectionsPerPeer <= 0 || l.StreamsPerPeer <= 0 || l.StreamRate <= 0 || l.SendTimeout <= 0 || l.CacheBytes <= 0:
-		return errors.New("--max-connections, --max-connections-per-peer, --max-streams-per-peer, --stream-rate, --send-timeout and --cache-bytes have to be greater than zero")
+		return errors.New("--max-connections, --max-connections-per-peer, --max-streams-per-peer, --stream-rate, --send-timeout and --cache-bytes must be greater than zero")
 	}
 	return nil
 }
 
-// run serves what source says until ctx ends.
+// run serves the source's state until ctx ends.
 func (s *apiServer) run(ctx context.Context, source *app.Source, serving *app.Serving) error {
 	return serving.Run(ctx, s.health, collector.New(s.server), func(ctx context.Context) error {
 		listeners, err := s.listen()
@@ -158,7 +158,7 @@ func (s *apiServer) listen() ([]net.Listener, error) {
 	return listeners, nil
 }
 
-// health says that the server is ready once it has something to serve.
+// health reports that the server is ready when it has state to serve.
 func (s *apiServer) health() health.Report {
 	return health.Report{CurrentTime: time.Now(), Synced: s.state.IsSynced(), NodeEligible: true}
 }

@@ -18,8 +18,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// toFile writes the state of a source, marked so that it is read back with the same
-// flags. Of a source that does not select services, the user gives the marks.
+// toFile returns the command that writes the state of a source, marked so that the same
+// flags read it back. If the source does not select services, the user gives the marks.
 func toFile(source *app.Source, selects bool) *cobra.Command {
 	var (
 		once     bool
@@ -28,7 +28,7 @@ func toFile(source *app.Source, selects bool) *cobra.Command {
 	)
 	cmd := &cobra.Command{
 		Use:   "to-file FILE",
-		Short: "Write the state of the cluster as manifests, in YAML or JSON, for kpng file to read",
+		Short: "Write the state of the cluster as YAML or JSON manifests for kpng file",
 		Args:  cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if selects {
@@ -59,8 +59,8 @@ func toFile(source *app.Source, selects bool) *cobra.Command {
 	}
 	fs := cmd.Flags()
 	fs.SortFlags = false
-	fs.BoolVar(&once, "once", false, "end when everything has been written once; implied by -, the standard output")
-	fs.DurationVar(&interval, "min-write-interval", time.Second, "the least time from one writing to the next")
+	fs.BoolVar(&once, "once", false, "exit when everything has been written once; implied by -, the standard output")
+	fs.DurationVar(&interval, "min-write-interval", time.Second, "minimum time between writes")
 	if selects {
 		source.RegisterAllPorts(fs)
 	} else {
@@ -70,27 +70,27 @@ func toFile(source *app.Source, selects bool) *cobra.Command {
 	return cmd
 }
 
-// fileWriter keeps a file of manifests.
+// fileWriter writes the state to a file of manifests.
 type fileWriter struct {
 	path    string
 	options file.WriteOptions
 }
 
-// newFileWriter returns a writer of the file, or of the standard output. The
-// file's name says whether it is JSON.
+// newFileWriter returns a writer for the file, or for standard output. The file name's
+// suffix selects JSON or YAML.
 func newFileWriter(path string, opts file.WriteOptions) (*fileWriter, error) {
 	switch ext := filepath.Ext(path); {
 	case ext == ".json":
 		opts.JSON = true
 	case ext != ".yaml" && ext != ".yml" && path != file.Stdin:
-		return nil, fmt.Errorf("file %q: its name has to end in .yaml, .yml or .json", path)
+		return nil, fmt.Errorf("file name %q must end in .yaml, .yml or .json", path)
 	}
 	return &fileWriter{path, opts}, nil
 }
 
-// follow writes the state when it has synced and again whenever it has changed,
-// until ctx ends; then it returns nil. It returns an error if the first writing
-// fails. A later failure is retried; the first of several in a row is logged.
+// follow writes the state when it is synced and after each change until ctx ends. Then it
+// returns nil. It returns an error if the first write fails. It retries after a later
+// failure and logs the first of several in a row.
 func (w *fileWriter) follow(ctx context.Context, state *cluster.State, interval time.Duration) error {
 	changed := state.Synced()
 	for first, failed := true, false; ; first = false {
@@ -107,7 +107,7 @@ func (w *fileWriter) follow(ctx context.Context, state *cluster.State, interval 
 		case first:
 			return err
 		case !failed:
-			klog.FromContext(ctx).Error(err, "Could not write the state, will try again")
+			klog.FromContext(ctx).Error(err, "Cannot write the state; retrying")
 		}
 		if failed = err != nil; failed {
 			wait = max(interval, 5*time.Second)
@@ -120,7 +120,7 @@ func (w *fileWriter) follow(ctx context.Context, state *cluster.State, interval 
 	}
 }
 
-// write replaces the file, as a whole, by one with the state.
+// write replaces the whole file.
 func (w *fileWriter) write(s *cluster.Snapshot) error {
 	if err := w.replace(s); err != nil {
 		return fmt.Errorf("write %s: %w", w.path, err)
@@ -134,7 +134,7 @@ func (w *fileWriter) replace(s *cluster.Snapshot) error {
 	if err != nil {
 		return err
 	}
-	// The file is for everybody to read, and complete even after the machine crashed.
+	// Make the file readable for all users and complete even after a crash of the machine.
 	err = errors.Join(file.Write(next, s, w.options), next.Chmod(0o644), next.Sync(), next.Close())
 	if err == nil {
 		err = os.Rename(next.Name(), w.path)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package apitest makes values of package api for tests: any values, and those of a
-// cluster that changes.
+// Package apitest makes random values of package api for tests, and random clusters that
+// change.
 package apitest
 
 import (
@@ -14,8 +14,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// Random returns a value of which every field, however deep, is at random zero or
-// not, within what package api says of it.
+// Random returns a value whose fields, at every depth, are zero or not at random, within
+// the limits of package api.
 func Random[T any](r *rand.Rand) T {
 	var v T
 	fill(r, reflect.ValueOf(&v).Elem())
@@ -83,7 +83,7 @@ func fill(r *rand.Rand, v reflect.Value) {
 	case reflect.Int32:
 		v.SetInt(int64(r.Int32N(65536)))
 	default:
-		panic(fmt.Sprintf("apitest: no way to fill a %s", v.Type()))
+		panic(fmt.Sprintf("apitest: cannot fill a %s", v.Type()))
 	}
 }
 

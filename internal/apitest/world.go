@@ -12,17 +12,17 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// World is a cluster of random services, slices and nodes that make sense
-// together: endpoints run on nodes of zones and are hinted at them, services claim
-// what others have, policies and conditions are of every kind.
+// World is a cluster of random services, slices and nodes that are consistent with each
+// other. Endpoints run on nodes in zones and have hints for them. Services claim
+// addresses of other services. Policies and conditions are of every kind.
 type World struct {
 	r     *rand.Rand
 	nodes int
-	// services says which services there are, by number.
+	// services has the services that exist, by number.
 	services []bool
 }
 
-// Writer takes what a World makes. A cluster.Tx is one, with its scope.
+// Writer receives the objects of a World. A cluster.Tx is a Writer.
 type Writer interface {
 	SetService(*api.Service)
 	DeleteService(types.NamespacedName)
@@ -32,12 +32,13 @@ type Writer interface {
 	DeleteNode(string)
 }
 
-// NewWorld returns a world of so many nodes and services at most.
+// NewWorld returns a world with the given number of nodes and at most the given number of
+// services.
 func NewWorld(r *rand.Rand, nodes, services int) *World {
 	return &World{r: r, nodes: nodes, services: make([]bool, services)}
 }
 
-// NodeName returns the name of a node by number.
+// NodeName returns the name of node n.
 func NodeName(n int) string { return fmt.Sprintf("node-%d", n) }
 
 // WriteAll writes all nodes and services.
@@ -52,7 +53,7 @@ func (w *World) WriteAll(to Writer) {
 	}
 }
 
-// Change writes one random change, most often of endpoints.
+// Change writes one random change, usually of endpoints.
 func (w *World) Change(to Writer) {
 	i := w.r.IntN(len(w.services))
 	key := serviceKey(i)
@@ -123,7 +124,7 @@ func (w *World) service(i int) *api.Service {
 		Ports:                  w.ports(),
 	}
 	if w.r.IntN(2) == 0 {
-		s.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{198, 51, 100, byte(w.r.IntN(40))})) // several claim one
+		s.IPs.ExternalIPs.Add(netip.AddrFrom4([4]byte{198, 51, 100, byte(w.r.IntN(40))})) // several services claim the same address
 	}
 	if s.Type == api.LoadBalancer {
 		lb := netip.AddrFrom4([4]byte{203, 0, 113, byte(i)})

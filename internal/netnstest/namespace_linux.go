@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package netnstest makes network namespaces for tests. It needs root. The
-// namespaces have no names, so nothing of them is left when a test is killed.
+// Package netnstest makes network namespaces for tests. It needs root. The namespaces
+// have no names, so the kernel removes them when a test is killed.
 package netnstest
 
 import (
@@ -22,9 +22,9 @@ import (
 
 // Namespace is a network namespace. It is safe for concurrent use.
 type Namespace struct {
-	// FD is its file descriptor.
+	// FD is the file descriptor of the namespace.
 	FD int
-	// Links configures it.
+	// Links configures the namespace.
 	Links *netlink.Handle
 }
 
@@ -33,7 +33,7 @@ func Make() (*Namespace, error) {
 	n := &Namespace{FD: -1}
 	if err := onThread(func() error {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-			return fmt.Errorf("making a network namespace, which needs root: %w", err)
+			return fmt.Errorf("make network namespace (needs root): %w", err)
 		}
 		fd, err := unix.Open("/proc/thread-self/ns/net", unix.O_RDONLY|unix.O_CLOEXEC, 0)
 		n.FD = fd
@@ -44,10 +44,11 @@ func Make() (*Namespace, error) {
 	links, err := netlink.NewHandleAt(netns.NsHandle(n.FD))
 	if err != nil {
 		unix.Close(n.FD)
-		return nil, fmt.Errorf("opening netlink in a network namespace: %w", err)
+		return nil, fmt.Errorf("open netlink in network namespace: %w", err)
 	}
 	n.Links = links
-	// Nobody else is there to have the same address, and looking takes a second.
+	// No other host can have the same address, and duplicate address detection takes a
+	// second.
 	err = n.Sysctl("ipv6/conf/default/accept_dad=0", "ipv6/conf/all/accept_dad=0")
 	if err == nil {
 		err = links.LinkSetUp(&netlink.Device{LinkAttrs: netlink.LinkAttrs{Index: 1}}) // lo
@@ -59,7 +60,7 @@ func Make() (*Namespace, error) {
 	return n, nil
 }
 
-// New is Make for a test, with which the namespace goes.
+// New makes a namespace that exists until the test ends.
 func New(t testing.TB) *Namespace {
 	t.Helper()
 	n, err := Make()
@@ -70,20 +71,20 @@ func New(t testing.TB) *Namespace {
 	return n
 }
 
-// Close lets the namespace go, as soon as no socket or process is in it.
+// Close releases the namespace. The kernel removes it when it has no socket or process.
 func (n *Namespace) Close() {
 	n.Links.Close()
 	unix.Close(n.FD)
 }
 
-// Do calls f with its thread in the namespace: sockets that f makes and processes
-// that it starts are in it, and stay there. f must not leave its goroutine.
+// Do calls f with its thread in the namespace. Sockets that f opens and processes that it
+// starts stay in the namespace. f must not start goroutines.
 func (n *Namespace) Do(f func() error) error {
 	return onThread(func() error { return n.enter(f) })
 }
 
-// Start starts a process in the namespace, which is killed should this process end
-// before it. The channel has the error of its end.
+// Start starts a process in the namespace. The kernel kills it if this process ends
+// first. The channel receives the process's exit error.
 func (n *Namespace) Start(cmd *exec.Cmd) (<-chan error, error) {
 	if cmd.SysProcAttr == nil {
 		cmd.SysProcAttr = &unix.SysProcAttr{}
@@ -91,7 +92,8 @@ func (n *Namespace) Start(cmd *exec.Cmd) (<-chan error, error) {
 	cmd.SysProcAttr.Pdeathsig = unix.SIGKILL
 	started, ended := make(chan error, 1), make(chan error, 1)
 	go func() {
-		// That signal comes when the thread ends that started the process: it waits.
+		// The kernel sends that signal when the thread that started the process ends, so the
+		// thread waits.
 		err := onThread(func() error {
 			err := n.enter(cmd.Start)
 			started <- err
@@ -105,20 +107,19 @@ func (n *Namespace) Start(cmd *exec.Cmd) (<-chan error, error) {
 	return ended, <-started
 }
 
-// Command returns the command line that runs a program in the namespace, for what
-// starts programs by itself.
+// Command returns a command line that runs a program in the namespace, for code that
+// starts programs itself.
 func (n *Namespace) Command(args ...string) []string {
 	return append([]string{"nsenter", fmt.Sprintf("--net=/proc/%d/fd/%d", os.Getpid(), n.FD), "--"}, args...)
 }
 
-// Run runs a program in the namespace, at most for a minute, and returns what it
-// prints.
+// Run runs a program in the namespace for at most a minute and returns its output.
 func (n *Namespace) Run(t testing.TB, args ...string) string {
 	t.Helper()
 	return n.RunWith(t, "", args...)
 }
 
-// RunWith is Run with an input.
+// RunWith runs a program like Run, with an input.
 func (n *Namespace) RunWith(t testing.TB, stdin string, args ...string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), time.Minute)
@@ -134,25 +135,25 @@ func (n *Namespace) RunWith(t testing.TB, stdin string, args ...string) string {
 
 func (n *Namespace) enter(f func() error) error {
 	if err := unix.Setns(n.FD, unix.CLONE_NEWNET); err != nil {
-		return fmt.Errorf("entering a network namespace: %w", err)
+		return fmt.Errorf("enter network namespace: %w", err)
 	}
 	return f()
 }
 
-// onThread calls f on a thread of its own, and brings that thread back to the
-// namespace it came from.
+// onThread calls f on a thread of its own and then returns that thread to its original
+// namespace.
 func onThread(f func() error) error {
 	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
 		home, err := os.Open("/proc/thread-self/ns/net")
 		if err != nil {
-			done <- fmt.Errorf("finding the thread's own namespace: %w", err)
+			done <- fmt.Errorf("open the thread's namespace: %w", err)
 			return
 		}
 		defer home.Close()
 		err = f()
-		// A thread that is not unlocked ends with its goroutine.
+		// A thread that stays locked ends with its goroutine.
 		if unix.Setns(int(home.Fd()), unix.CLONE_NEWNET) == nil {
 			runtime.UnlockOSThread()
 		}
@@ -161,21 +162,21 @@ func onThread(f func() error) error {
 	return <-done
 }
 
-// Sysctl sets settings of the kernel, each a path below /proc/sys/net and a value, as
-// in ipv4/ip_forward=1.
+// Sysctl sets kernel settings. Each is a path below /proc/sys/net and a value, for
+// example ipv4/ip_forward=1.
 func (n *Namespace) Sysctl(settings ...string) error {
 	return n.Do(func() error {
 		for _, setting := range settings {
 			path, value, _ := strings.Cut(setting, "=")
 			if err := os.WriteFile("/proc/sys/net/"+path, []byte(value), 0); err != nil {
-				return fmt.Errorf("setting %s: %w", setting, err)
+				return fmt.Errorf("set %s: %w", setting, err)
 			}
 		}
 		return nil
 	})
 }
 
-// Set is Sysctl for a test.
+// Set calls Sysctl for a test.
 func (n *Namespace) Set(t testing.TB, settings ...string) {
 	t.Helper()
 	if err := n.Sysctl(settings...); err != nil {
@@ -183,7 +184,7 @@ func (n *Namespace) Set(t testing.TB, settings ...string) {
 	}
 }
 
-// Up brings an interface up.
+// Up sets an interface up.
 func (n *Namespace) Up(t testing.TB, name string) {
 	t.Helper()
 	if err := n.Links.LinkSetUp(n.link(t, name)); err != nil {
@@ -191,8 +192,7 @@ func (n *Namespace) Up(t testing.TB, name string) {
 	}
 }
 
-// Join makes a link between interface name of n and interface peer of o, and
-// brings it up.
+// Join links interface name of n with interface peer of o and sets both up.
 func (n *Namespace) Join(t testing.TB, name string, o *Namespace, peer string) {
 	t.Helper()
 	if err := n.Links.LinkAdd(&netlink.Veth{
@@ -204,24 +204,24 @@ func (n *Namespace) Join(t testing.TB, name string, o *Namespace, peer string) {
 	o.Up(t, peer)
 }
 
-// Stub makes an interface that leads nowhere.
+// Stub adds an interface without a peer.
 func (n *Namespace) Stub(t testing.TB, name string) {
 	t.Helper()
 	n.Join(t, name, n, name+"-end")
 }
 
-// Add gives an interface an address, as in 10.0.0.1/24 or 10.0.0.1, which can be used at
-// once.
+// Add adds an address to an interface, for example 10.0.0.1/24 or 10.0.0.1. It is usable
+// immediately.
 func (n *Namespace) Add(t testing.TB, name, addr string) {
 	t.Helper()
 	a := parseAddr(t, addr)
-	a.Flags = unix.IFA_F_NODAD // without it, the kernel tries an IPv6 address first, later
+	a.Flags = unix.IFA_F_NODAD // otherwise the kernel first probes an IPv6 address
 	if err := n.Links.AddrAdd(n.link(t, name), a); err != nil {
 		t.Fatalf("address %s of %s: %v", addr, name, err)
 	}
 }
 
-// Remove takes an address from an interface.
+// Remove removes an address from an interface.
 func (n *Namespace) Remove(t testing.TB, name, addr string) {
 	t.Helper()
 	if err := n.Links.AddrDel(n.link(t, name), parseAddr(t, addr)); err != nil {
@@ -229,8 +229,8 @@ func (n *Namespace) Remove(t testing.TB, name, addr string) {
 	}
 }
 
-// Route sends a destination, or "default", over an interface, by way of a gateway
-// unless that is empty.
+// Route adds a route to a destination, or "default", over an interface. gateway may be
+// empty.
 func (n *Namespace) Route(t testing.TB, destination, gateway, name string) {
 	t.Helper()
 	route := &netlink.Route{LinkIndex: n.link(t, name).Attrs().Index}

@@ -8,11 +8,11 @@ import (
 	"testing"
 )
 
-// Place calls a function in a network namespace, as Namespace.Do does.
+// Place calls a function in a network namespace, like Namespace.Do.
 type Place = func(f func() error) error
 
-// Listen listens on TCP in a namespace until the test ends, and has handle handle
-// connections, which it need not close.
+// Listen listens on TCP in a namespace until the test ends. It calls handle for each
+// connection and closes the connection afterwards.
 func Listen(t testing.TB, in Place, address string, handle func(net.Conn)) {
 	t.Helper()
 	var l net.Listener
@@ -34,8 +34,8 @@ func Listen(t testing.TB, in Place, address string, handle func(net.Conn)) {
 	}()
 }
 
-// Relay makes a server of the test's own namespace reachable at an address of
-// a namespace.
+// Relay makes a server in the test's own namespace reachable at an address in another
+// namespace.
 func Relay(t testing.TB, in Place, address, network, server string) {
 	t.Helper()
 	Listen(t, in, address, func(c net.Conn) {
@@ -52,8 +52,8 @@ func Relay(t testing.TB, in Place, address, network, server string) {
 	})
 }
 
-// Answer answers each UDP packet that comes to an address of a namespace with a name,
-// until the test ends.
+// Answer answers each UDP packet to an address in a namespace with name until the test
+// ends.
 func Answer(t testing.TB, in Place, address, name string) {
 	t.Helper()
 	var c net.PacketConn

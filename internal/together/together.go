@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package together runs functions that end together, without losing any of their errors.
+// Package together runs functions that end together and keeps all their errors.
 package together
 
 import (
@@ -10,9 +10,10 @@ import (
 	"sync"
 )
 
-// Run calls all functions at the same time and waits for them. The first error ends the context
-// of the others. Run returns all errors joined, without the cause of that context. If there is no
-// other error and ctx ended a function, Run returns the cause of ctx.
+// Run calls all functions concurrently and waits for them. The first error ends the
+// context of the others. Run returns all errors joined, without the cause of that
+// context. If there is no other error and ctx ended a function, Run returns the cause of
+// ctx.
 func Run(ctx context.Context, functions ...func(context.Context) error) error {
 	running, stop := context.WithCancel(ctx)
 	defer stop()
@@ -37,7 +38,7 @@ func Run(ctx context.Context, functions ...func(context.Context) error) error {
 	return cause
 }
 
-// without returns an error, which may be a join, without the cause.
+// without removes cause from an error, which may be a join.
 func without(err, cause error) error {
 	if err == cause {
 		return nil

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package collector shows what a [remote.Server] does as Prometheus metrics.
+// Package collector exports the statistics of a [remote.Server] as Prometheus metrics.
 package collector
 
 import (
@@ -8,23 +8,23 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// New returns a collector of the server's statistics, for the caller to register.
+// New returns a collector of the server's statistics. The caller registers it.
 func New(s *remote.Server) prometheus.Collector {
 	metric := func(kind prometheus.ValueType, name, help string, of func(remote.Stats) float64) serverMetric {
 		return serverMetric{prometheus.NewDesc(prometheus.BuildFQName("kpng", "server", name), help, nil, nil), kind, of}
 	}
 	return &serverCollector{s.Stats, []serverMetric{
-		metric(prometheus.GaugeValue, "streams", "Streams that are open.",
+		metric(prometheus.GaugeValue, "streams", "Open streams.",
 			func(s remote.Stats) float64 { return float64(s.Streams) }),
-		metric(prometheus.CounterValue, "views_total", "Views of services that were computed and marshalled.",
+		metric(prometheus.CounterValue, "views_total", "Service views computed and marshalled.",
 			func(s remote.Stats) float64 { return float64(s.Views) }),
-		metric(prometheus.CounterValue, "values_total", "Services and endpoints that were marshalled, for however many clients.",
+		metric(prometheus.CounterValue, "values_total", "Services and endpoints marshalled, each once for all clients.",
 			func(s remote.Stats) float64 { return float64(s.Values) }),
-		metric(prometheus.CounterValue, "sent_bytes_total", "Bytes of messages that were sent, without framing and encryption.",
+		metric(prometheus.CounterValue, "sent_bytes_total", "Bytes of sent messages, without framing and encryption.",
 			func(s remote.Stats) float64 { return float64(s.Bytes) }),
-		metric(prometheus.CounterValue, "refused_total", "Connections and streams that a limit did not admit.",
+		metric(prometheus.CounterValue, "refused_total", "Connections and streams refused because of a limit.",
 			func(s remote.Stats) float64 { return float64(s.Refused) }),
-		metric(prometheus.CounterValue, "stalled_total", "Connections that were closed because the client took nothing.",
+		metric(prometheus.CounterValue, "stalled_total", "Connections closed because the client stopped reading.",
 			func(s remote.Stats) float64 { return float64(s.Stalled) }),
 	}}
 }

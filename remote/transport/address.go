@@ -10,22 +10,21 @@ import (
 	"syscall"
 )
 
-// DefaultAddress is where a server listens and a client looks for it if nothing
-// else is said.
+// DefaultAddress is the default address of servers and clients.
 const DefaultAddress = "tcp://127.0.0.1:12090"
 
-// Address is where a server listens: tcp://host:port or unix:///path. In front of
-// a host, tcp:// may be left out.
+// Address is the address of a server: tcp://host:port or unix:///path. The prefix tcp://
+// is optional.
 type Address struct {
 	network string // tcp or unix
 	name    string // host:port or path
 }
 
-// ParseAddress reads an address.
+// ParseAddress parses an address.
 func ParseAddress(s string) (Address, error) {
 	if path, ok := strings.CutPrefix(s, "unix://"); ok {
 		if !strings.HasPrefix(path, "/") {
-			return Address{}, fmt.Errorf("address %q: the path of a unix socket begins with /, as in unix:///run/kpng/kpng.sock", s)
+			return Address{}, fmt.Errorf("address %q: the path of a unix socket must begin with /, for example unix:///run/kpng/kpng.sock", s)
 		}
 		if longest, most := longestPath(path), len(syscall.RawSockaddrUnix{}.Path)-1; longest > most {
 			return Address{}, fmt.Errorf("address %q: the path of a unix socket is too long by %d bytes", s, longest-most)
@@ -35,7 +34,7 @@ func ParseAddress(s string) (Address, error) {
 	hostPort := strings.TrimPrefix(s, "tcp://")
 	_, port, err := net.SplitHostPort(hostPort)
 	if err != nil || port == "" || strings.Contains(hostPort, "/") {
-		return Address{}, fmt.Errorf("address %q is neither tcp://host:port nor unix:///path", s)
+		return Address{}, fmt.Errorf("address %q is not tcp://host:port or unix:///path", s)
 	}
 	return Address{"tcp", hostPort}, nil
 }
@@ -43,7 +42,8 @@ func ParseAddress(s string) (Address, error) {
 // String returns the address with its scheme.
 func (a Address) String() string { return a.network + "://" + a.name }
 
-// host returns the host of a tcp address, empty for all or none.
+// host returns the host of a tcp address. It is empty for all hosts and for other
+// networks.
 func (a Address) host() string {
 	if a.network != "tcp" {
 		return ""
@@ -52,8 +52,8 @@ func (a Address) host() string {
 	return host
 }
 
-// CheckPlaintext returns an error if the address of a listener, without TLS, is seen by others
-// than this machine.
+// CheckPlaintext returns an error if other machines can reach a listener at this address,
+// which has no TLS.
 func CheckPlaintext(a net.Addr) error { return Address{a.Network(), a.String()}.checkPlaintext() }
 
 func (a Address) checkPlaintext() error {
@@ -61,5 +61,5 @@ func (a Address) checkPlaintext() error {
 	if a.network == "unix" || a.host() == "localhost" || err == nil && ip.Unmap().IsLoopback() {
 		return nil
 	}
-	return fmt.Errorf("%s would be reached without TLS and is not on loopback: give certificates, or say that this is to be insecure", a)
+	return fmt.Errorf("%s is not on loopback and has no TLS: configure certificates, or allow insecure connections", a)
 }

@@ -19,34 +19,33 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// DialOptions say how a client reaches a server.
+// DialOptions configure the connection to a server.
 type DialOptions struct {
-	// Addresses are those of one or more servers, as for [ParseAddress]. A dialer starts
-	// with any of them, so that clients spread, and goes to the next one when it loses its
-	// server, when that does not answer, or when it is stale and others may not be. Default:
-	// DefaultAddress.
+	// Addresses are the addresses of one or more servers, for [ParseAddress]. A dialer
+	// starts with a random one, so that clients spread. It moves to the next one when it
+	// loses its server, when the server does not answer, or when the server is stale and
+	// others may not be. Default: DefaultAddress.
 	Addresses []string
-	// TLS, if not nil, is used with all of them.
+	// TLS, if not nil, is used with all addresses.
 	TLS *TLS
 	// Insecure allows plaintext to other machines.
 	Insecure bool
-	// MinBackoff and MaxBackoff bound the wait until the addresses are tried
-	// again: at random up to MinBackoff, and up to twice as long after each
-	// round in which none was good for anything, up to MaxBackoff. Default: 500
-	// ms and 15 s.
+	// MinBackoff and MaxBackoff limit the wait before the addresses are tried again. It is
+	// random up to MinBackoff. It doubles after each round without a useful server, up to
+	// MaxBackoff. Default: 500 ms and 15 s.
 	MinBackoff, MaxBackoff time.Duration
-	// FailFast ends Stay with an error when each address has failed once, or the
-	// connection that was good is lost, for programs that run once.
+	// FailFast makes Stay return an error when each address has failed once, or when a good
+	// connection is lost. It is for programs that run once.
 	FailFast bool
 }
 
-// Dialer reaches a server again and again.
+// Dialer connects to a server and reconnects.
 type Dialer struct {
 	opts      DialOptions
 	addresses []Address
 }
 
-// NewDialer returns a dialer. It talks to nobody yet.
+// NewDialer returns a dialer. It does not connect.
 func NewDialer(opts DialOptions) (*Dialer, error) {
 	if len(opts.Addresses) == 0 {
 		opts.Addresses = []string{DefaultAddress}
@@ -73,24 +72,24 @@ func NewDialer(opts DialOptions) (*Dialer, error) {
 	return d, nil
 }
 
-// firstMessage is how long a server may take for each message of its first answer. One that
-// has not read its cluster yet sends none.
+// firstMessage is the time limit for each message of a server's first answer. A server
+// that has not read its cluster yet sends none.
 const firstMessage = 15 * time.Second
 
 var (
 	errSilent = fmt.Errorf("the server sent nothing for %v; it may not have read its cluster yet", firstMessage)
-	errStale  = errors.New("the server has lost its own source for long; another address may have a newer state")
+	errStale  = errors.New("the server's state is stale; another address may have newer state")
 )
 
-// Stay calls use with a connection, and with the next one whenever it returns,
-// until ctx ends; then it returns the cause of that.
+// Stay calls use with a connection, and with the next one whenever use returns, until ctx
+// ends. It returns the cause of ctx.
 //
-// Use calls heard after each message. Complete says that the message ended an answer: then the
-// connection was worth it, and the next wait is short again. Stale is what the server says of
-// its own source. If heard returns an error, use drops the answer and returns that error.
+// use calls heard after each message. complete reports that the message ended an answer;
+// then the next wait is short again. stale is the server's report about its own source.
+// If heard returns an error, use drops the answer and returns that error.
 //
-// A server whose first answer does not come loses its turn if there are other addresses, or
-// with FailFast. A stale server loses it while there are addresses that were not tried since.
+// A server whose first answer is late loses its turn if there are other addresses, or
+// with FailFast. A stale server loses it while some addresses were not tried since.
 func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error) error {
 	log := klog.FromContext(ctx)
 	var files *certFiles
@@ -107,7 +106,7 @@ func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *g
 		running, end := context.WithCancelCause(klog.NewContext(ctx, log.WithValues("server", address.String())))
 		v := &visit{patience: firstMessage, others: n - 1, untried: n - 1 - failures}
 		if n == 1 && !d.opts.FailFast {
-			v.patience = math.MaxInt64 // there is no better use of the time
+			v.patience = math.MaxInt64 // no other address to try
 		}
 		v.silent = time.AfterFunc(v.patience, func() { end(errSilent) })
 		err := d.connect(ctx, address, files, func(conn *grpc.ClientConn) error { return use(running, conn, v.heard) })
@@ -131,9 +130,9 @@ func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *g
 			wait = d.backoff(failures / n)
 		}
 		if v.good {
-			log.Info("Lost the server, will connect again", "server", address.String(), "cause", err, "wait", wait)
+			log.Info("Lost connection to server; reconnecting", "server", address.String(), "cause", err, "wait", wait)
 		} else {
-			log.Error(err, "Could not use the server, will try again", "server", address.String(), "failures", failures, "wait", wait)
+			log.Error(err, "Cannot use server; retrying", "server", address.String(), "failures", failures, "wait", wait)
 		}
 		select {
 		case <-time.After(wait):
@@ -147,8 +146,8 @@ func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *g
 type visit struct {
 	patience time.Duration
 	silent   *time.Timer // ends the visit
-	others   int         // addresses
-	untried  int         // those of them that have not failed since the last good answer
+	others   int         // number of other addresses
+	untried  int         // addresses without a failure since the last good answer
 	good     bool
 }
 
@@ -168,7 +167,7 @@ func (v *visit) heard(complete, stale bool) error {
 	return nil
 }
 
-// backoff returns how long to wait before round n.
+// backoff returns the wait before round n.
 func (d *Dialer) backoff(round int) time.Duration {
 	most := d.opts.MinBackoff
 	for ; round > 1 && most < d.opts.MaxBackoff; round-- {
@@ -205,17 +204,17 @@ func (d *Dialer) connect(ctx context.Context, a Address, files *certFiles, use f
 	if err := use(conn); err != nil {
 		return err
 	}
-	return errors.New("the server ended the stream")
+	return errors.New("server ended the stream")
 }
 
-// answerWindow is how much a server may send that the client has not read yet. It is
-// fixed, as grpc would send a ping with each answer to find out whether more of it
-// were faster, which costs thousands of clients more than the answer. It
-// fills 100 MB/s over 10 ms.
+// answerWindow is the flow-control window for a server's messages. It is fixed, because
+// otherwise grpc sends a ping with each answer to measure the bandwidth. With thousands
+// of clients, the pings cost more than the answers. It allows 100 MB/s at a latency of 10
+// ms.
 const answerWindow = 1 << 20
 
-// maxMessage bounds what a client takes in one message. Servers send no more
-// than some 2 MB.
+// maxMessage is the maximum size of a message that a client accepts. Servers send at most
+// about 2 MB.
 const maxMessage = 16 << 20
 
 func (d *Dialer) credentials(a Address, files *certFiles) (credentials.TransportCredentials, error) {
@@ -231,7 +230,7 @@ func (d *Dialer) credentials(a Address, files *certFiles) (credentials.Transport
 		name = a.host()
 	}
 	if name == "" {
-		name = "localhost" // of a unix socket
+		name = "localhost" // for a unix socket
 	}
 	return credentials.NewTLS(&tls.Config{
 		MinVersion:   tls.VersionTLS13,

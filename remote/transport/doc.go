@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package transport is how the two ends of a wire reach each other: addresses,
-// listeners, mutual TLS from files that may change, and a client that comes back
-// for as long as it takes.
+// Package transport connects clients and servers. It contains addresses, listeners,
+// mutual TLS with files that may change, and a client that reconnects.
 //
-// Plaintext is for loopback and unix sockets. Elsewhere it is refused, unless the
-// user says that it is what he wants.
+// Plaintext is allowed on loopback and unix sockets. On other addresses it is an error
+// unless the user allows it.
 package transport

@@ -15,13 +15,13 @@ import (
 	"time"
 )
 
-// Listen listens on a. The mode is that of a unix socket; 0 stands for 0600, with which only the
-// server's user can connect.
+// Listen listens on a. mode is the mode of a unix socket. 0 means 0600, which allows only
+// the server's user to connect.
 //
-// The directory of a unix socket is created if its parent exists. A socket that a server left
-// behind is replaced. A socket that is still listened on is an error, and so is a file of
-// another kind. The new socket has its mode before a client can connect to it. It is removed
-// when the listener is closed, unless another one has taken its place.
+// Listen creates the directory of a unix socket if its parent exists. It replaces a stale
+// socket. A socket in use, or a file of another kind, is an error. The new socket has its
+// mode before a client can connect to it. It is removed when the listener is closed,
+// unless another socket has replaced it.
 func (a Address) Listen(mode fs.FileMode) (net.Listener, error) {
 	if a.network == "unix" {
 		if mode == 0 {
@@ -47,7 +47,7 @@ func listenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 	if err := os.Mkdir(filepath.Dir(path), 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, fmt.Errorf("listen on unix://%s: create its directory: %w", path, err)
 	}
-	// The socket is made where nobody else may look, and moved when it is ready.
+	// Create the socket in a private directory and move it when it is ready.
 	private, err := os.MkdirTemp(filepath.Dir(path), privateDir)
 	if err != nil {
 		return nil, fmt.Errorf("listen on unix://%s: %w", path, err)
@@ -67,16 +67,16 @@ func listenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 	return &unixListener{UnixListener: l, path: path, info: info}, nil
 }
 
-// privateDir is what the name of the directory begins with in which a socket is made.
+// privateDir is the prefix of the name of that private directory.
 const privateDir = ".kpng-"
 
-// longestPath returns the length of the longest path that the socket at path ever has.
+// longestPath returns the maximum length of a path that Listen uses for the socket.
 func longestPath(path string) int {
 	made := filepath.Join(filepath.Dir(path), privateDir+"4294967295", "s") // the largest number of os.MkdirTemp
 	return max(len(path), len(made))
 }
 
-// publish moves the socket to its place.
+// publish moves the socket to its final path.
 func publish(made, path string, mode fs.FileMode) (fs.FileInfo, error) {
 	if err := os.Chmod(made, mode); err != nil {
 		return nil, err
@@ -88,8 +88,7 @@ func publish(made, path string, mode fs.FileMode) (fs.FileInfo, error) {
 	return info, os.Rename(made, path)
 }
 
-// checkStale returns nil if there is nothing at path, or a socket on which nobody
-// listens.
+// checkStale returns nil if path does not exist or is a socket without a listener.
 func checkStale(path string) error {
 	info, err := os.Lstat(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -99,21 +98,22 @@ func checkStale(path string) error {
 		return err
 	}
 	if info.Mode().Type() != fs.ModeSocket {
-		return errors.New("there is a file that is no socket")
+		return errors.New("path exists and is not a socket")
 	}
 	conn, err := net.DialTimeout("unix", path, time.Second)
 	if err == nil {
 		conn.Close()
-		return errors.New("somebody listens there already")
+		return errors.New("another process is already listening")
 	}
 	if !isRefused(err) {
-		return fmt.Errorf("there is a socket, and whether somebody listens cannot be told: %w", err)
+		return fmt.Errorf("check for a listener on the existing socket: %w", err)
 	}
 	return nil
 }
 
-// isRefused reports whether nobody listens where a connection failed. 10061 is WSAECONNREFUSED,
-// which package syscall does not take for its ECONNREFUSED, and no error of another system.
+// isRefused reports whether a connection failed because there is no listener. 10061 is
+// WSAECONNREFUSED, which package syscall does not map to ECONNREFUSED. No other system
+// uses that number.
 func isRefused(err error) bool {
 	return errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, syscall.Errno(10061))
 }

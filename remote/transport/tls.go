@@ -14,24 +14,23 @@ import (
 	"github.com/go-logr/logr"
 )
 
-// TLS names the files of mutual TLS, in PEM: both ends prove who they are. The
-// files are looked at for each new connection, so that certificates can be renewed
-// while a program runs; files that cannot be used leave what was there before.
+// TLS names the PEM files of mutual TLS: both ends present certificates. The files are
+// checked for each new connection, so that certificates can be renewed while a program
+// runs. If new files are invalid, the old certificates stay in use.
 type TLS struct {
-	// CAFile has the authorities by which the other end's certificate must be
-	// signed.
+	// CAFile has the authorities that must sign the other end's certificate.
 	CAFile string
-	// CertFile has this end's certificate, and its chain if need be.
+	// CertFile has this end's certificate, with its chain if needed.
 	CertFile string
-	// KeyFile has its key.
+	// KeyFile has the certificate's key.
 	KeyFile string
-	// ServerName is, for a client, the name that the server's certificate must
-	// have. Default: the host of its address.
+	// ServerName is, for a client, the name in the server's certificate. Default: the host
+	// of its address.
 	ServerName string
 }
 
-// Server returns the settings of a server. It reads the files, and logs when it
-// cannot read them again.
+// Server returns the settings of a server. It reads the files now and logs later failures
+// to read them.
 func (t TLS) Server(log logr.Logger) (*tls.Config, error) {
 	files := &certFiles{TLS: t, log: log}
 	if _, _, err := files.load(); err != nil {
@@ -51,13 +50,13 @@ func (t TLS) Server(log logr.Logger) (*tls.Config, error) {
 				Certificates:           []tls.Certificate{*cert},
 				ClientCAs:              pool,
 				ClientAuth:             tls.RequireAndVerifyClientCert,
-				SessionTicketsDisabled: true, // each connection is checked against the authorities of now
+				SessionTicketsDisabled: true, // check each connection against the current authorities
 			}, nil
 		},
 	}, nil
 }
 
-// certFiles keeps what the files have, and reads them again when they change.
+// certFiles holds the content of the files and reads them again when they change.
 type certFiles struct {
 	TLS
 	log logr.Logger
@@ -68,14 +67,14 @@ type certFiles struct {
 	pool   *x509.CertPool
 }
 
-// stamp tells one content of a file from another.
+// stamp identifies a version of a file.
 type stamp struct {
 	modified time.Time
 	size     int64
 }
 
-// load returns the certificate and the authorities. The error is that of files
-// that could never be used.
+// load returns the certificate and the authorities. It returns an error only if no
+// version of the files was ever valid.
 func (f *certFiles) load() (*tls.Certificate, *x509.CertPool, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -90,7 +89,7 @@ func (f *certFiles) load() (*tls.Certificate, *x509.CertPool, error) {
 	case f.cert == nil:
 		return nil, nil, err
 	default:
-		f.log.Error(err, "The certificates have changed and cannot be used, so the former ones stay")
+		f.log.Error(err, "Cannot load changed certificates; keeping the previous ones")
 		f.stamps = stamps
 	}
 	return f.cert, f.pool, nil
@@ -110,7 +109,7 @@ func (f *certFiles) read() (*tls.Certificate, *x509.CertPool, error) {
 	}
 	pool := x509.NewCertPool()
 	if !pool.AppendCertsFromPEM(authorities) {
-		return nil, nil, fmt.Errorf("%s has no certificate in PEM", f.CAFile)
+		return nil, nil, fmt.Errorf("read certificate authorities: %s has no PEM certificate", f.CAFile)
 	}
 	return &cert, pool, nil
 }

@@ -170,8 +170,8 @@ func TestAStaleSocketIsReplaced(t *testing.T) {
 	}
 	stale.SetUnlinkOnClose(false)
 
-	if _, err := listen(t, path, 0); err == nil || !strings.Contains(err.Error(), "somebody listens") {
-		t.Errorf("while somebody listens: error %v", err)
+	if _, err := listen(t, path, 0); err == nil || !strings.Contains(err.Error(), "already listening") {
+		t.Errorf("with a listening process: error %v", err)
 	}
 	stale.Close()
 	l, err := listen(t, path, 0)
@@ -204,7 +204,7 @@ func TestAFileIsNotReplaced(t *testing.T) {
 	if err := os.WriteFile(path, []byte("mine"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := listen(t, path, 0); err == nil || !strings.Contains(err.Error(), "no socket") {
+	if _, err := listen(t, path, 0); err == nil || !strings.Contains(err.Error(), "not a socket") {
 		t.Errorf("error %v", err)
 	}
 	if content, err := os.ReadFile(path); err != nil || string(content) != "mine" {

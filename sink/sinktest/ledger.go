@@ -13,19 +13,19 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// ledger is what a sink was delivered and what it acknowledged: what a driver has to
-// go by.
+// ledger records what a sink received and acknowledged. From it follows what the driver
+// may deliver.
 type ledger struct {
-	// begun says that the First of a pass was acknowledged and that the sink did not
-	// start over since, and inPass that the pass is not complete.
+	// begun reports that the First of a pass was acknowledged and the sink did not start
+	// over since. inPass reports that the pass is not complete.
 	begun, inPass bool
 	revision      uint64
 	views         map[types.NamespacedName]*api.ServiceEndpoints
-	// acked are the services that were acknowledged since First.
+	// acked are the services acknowledged since First.
 	acked map[types.NamespacedName]bool
 	// unacked are the services delivered since First and not acknowledged since.
 	unacked map[types.NamespacedName]bool
-	// owners are the services that were acknowledged last for each claim.
+	// owners maps each claim to the service last acknowledged with it.
 	owners      map[api.Claim]types.NamespacedName
 	node        *api.Node
 	nodeUnacked bool
@@ -40,7 +40,7 @@ func newLedger() ledger {
 	}
 }
 
-// check returns what is wrong with c, in the light of what was acknowledged.
+// check returns the violations of c, given what was acknowledged.
 func (l *ledger) check(c *Sync) []string {
 	var wrong []string
 	report := func(format string, args ...any) { wrong = append(wrong, fmt.Sprintf(format, args...)) }
@@ -89,8 +89,8 @@ func (l *ledger) check(c *Sync) []string {
 	return append(wrong, l.checkFailing(c)...)
 }
 
-// owns reports whether no other service was acknowledged for a claim of view since the
-// service key was.
+// owns reports whether no other service was acknowledged with a claim of view after the
+// service key.
 func (l *ledger) owns(key types.NamespacedName, view *api.ServiceEndpoints) bool {
 	for f := range nodeview.Frontends(view) {
 		if l.owners[f.Claim()] != key {
@@ -100,7 +100,7 @@ func (l *ledger) owns(key types.NamespacedName, view *api.ServiceEndpoints) bool
 	return true
 }
 
-// checkFailing returns what is wrong with the services that c names as failing.
+// checkFailing returns the violations in c.Failing.
 func (l *ledger) checkFailing(c *Sync) []string {
 	var wrong []string
 	in := map[types.NamespacedName]bool{}
@@ -128,8 +128,8 @@ func (l *ledger) checkFailing(c *Sync) []string {
 	return wrong
 }
 
-// settle notes the answer to c.
-func (l *ledger) settle(c *Sync) {
+// record records the result of c.
+func (l *ledger) record(c *Sync) {
 	failed, ok := sink.Acknowledged(c.Err)
 	switch {
 	case errors.Is(c.Err, sink.ErrStartOver):
@@ -173,7 +173,7 @@ func (l *ledger) acknowledge(s *sink.Change) {
 	}
 }
 
-// own notes that key has a claim, and none has one that excludes it.
+// own makes key the owner of a claim and removes the owners of claims that it excludes.
 func (l *ledger) own(claim api.Claim, key types.NamespacedName) {
 	whole := api.Claim{IP: claim.IP}
 	if claim == whole {

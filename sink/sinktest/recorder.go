@@ -16,9 +16,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Recorder is a [sink.Sink] that stands in front of another one: it records
-// what the driver delivers, passes it on, plays its script, and reports to its test
-// every call that breaks the contract of [sink.Sink].
+// Recorder is a [sink.Sink] in front of another one. It records what the driver delivers,
+// passes it on, and plays its script. It reports every call that breaks the contract of
+// [sink.Sink] to its test.
 //
 // It forwards the optional methods of the sink behind it.
 type Recorder struct {
@@ -30,31 +30,31 @@ type Recorder struct {
 	running bool
 	script  []Step
 	syncs   []Sync
-	moved   chan struct{} // closed and renewed when a Sync has ended
+	moved   chan struct{} // closed and replaced after each Sync
 	acked   ledger
 }
 
 // Sync is one recorded call.
 type Sync struct {
-	// First, Last, Failing, Revision, Node and NodeChanged are those of the Changes,
-	// and Services what its Services yielded.
+	// First, Last, Failing, Revision, Node and NodeChanged are those of the Changes.
+	// Services are the changes that its Services yielded.
 	First, Last bool
 	Failing     []types.NamespacedName
 	Revision    uint64
 	Services    []sink.Change
 	Node        *api.Node
 	NodeChanged bool
-	// Err is what the sink answered. It is [ErrPanicked] if it panicked.
+	// Err is the result of the sink, or [ErrPanicked] if it panicked.
 	Err error
-	// Began and Ended are when Sync was called and when it returned.
+	// Began is when Sync was called, and Ended when it returned.
 	Began, Ended time.Time
 }
 
 // ErrPanicked is the Err of a recorded Sync that panicked.
 var ErrPanicked = errors.New("sink panicked")
 
-// NewRecorder returns a recorder in front of s, or in front of nothing if s is
-// nil: then what the script does not say is acknowledged.
+// NewRecorder returns a recorder in front of s. If s is nil, the recorder acknowledges
+// everything that the script does not handle.
 func NewRecorder(tb testing.TB, s sink.Sink) *Recorder {
 	if s == nil {
 		s = sink.Func(func(context.Context, *sink.Changes) error { return nil })
@@ -62,22 +62,22 @@ func NewRecorder(tb testing.TB, s sink.Sink) *Recorder {
 	return &Recorder{Forwarder: sink.Forwarder{To: s}, tb: tb, sink: s, moved: make(chan struct{}), acked: newLedger()}
 }
 
-// Script appends steps to what the next Syncs do, one step each. When there is
-// none left, Syncs go straight to the sink.
+// Script appends steps to the script. Each Sync plays one step. After the last step,
+// Syncs go straight to the sink.
 func (r *Recorder) Script(steps ...Step) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.script = append(r.script, steps...)
 }
 
-// Syncs returns all calls that have ended, oldest first.
+// Syncs returns all completed calls, oldest first.
 func (r *Recorder) Syncs() []Sync {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return slices.Clone(r.syncs)
 }
 
-// Views returns what the sink acknowledged last, in order of keys.
+// Views returns the views that the sink acknowledged last, in order of keys.
 func (r *Recorder) Views() []*api.ServiceEndpoints {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -96,8 +96,8 @@ func (r *Recorder) Node() *api.Node {
 	return r.acked.node
 }
 
-// Wait returns nil as soon as done is true of the calls that have ended, and the
-// cause of ctx if that ends before.
+// Wait returns nil when done returns true for the completed calls, and the cause of ctx
+// if ctx ends before that.
 func (r *Recorder) Wait(ctx context.Context, done func([]Sync) bool) error {
 	for {
 		r.mu.Lock()
@@ -114,7 +114,7 @@ func (r *Recorder) Wait(ctx context.Context, done func([]Sync) bool) error {
 	}
 }
 
-// WaitSyncs waits until n calls have ended.
+// WaitSyncs waits until n calls are complete.
 func (r *Recorder) WaitSyncs(ctx context.Context, n int) error {
 	return r.Wait(ctx, func(syncs []Sync) bool { return len(syncs) >= n })
 }
@@ -134,7 +134,7 @@ func (r *Recorder) Sync(ctx context.Context, c *sink.Changes) error {
 	}
 	r.mu.Lock()
 	if r.running {
-		r.tb.Errorf("Sync at revision %d is called while another one runs", c.Revision)
+		r.tb.Errorf("Sync at revision %d overlaps another call", c.Revision)
 	}
 	r.running = true
 	for _, violation := range r.acked.check(&call) {
@@ -151,7 +151,7 @@ func (r *Recorder) Sync(ctx context.Context, c *sink.Changes) error {
 		defer r.mu.Unlock()
 		r.running = false
 		call.Ended = time.Now()
-		r.acked.settle(&call)
+		r.acked.record(&call)
 		r.syncs = append(r.syncs, call)
 		close(r.moved)
 		r.moved = make(chan struct{})

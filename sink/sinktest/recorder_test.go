@@ -250,7 +250,7 @@ func TestRecorderComplainsOfTwoSyncsAtOnce(t *testing.T) {
 		synctest.Wait()
 		_ = rec.Sync(t.Context(), full())
 		close(release)
-		if want := []string{"Sync at revision 1 is called while another one runs"}; !slices.Equal(got.lines, want) {
+		if want := []string{"Sync at revision 1 overlaps another call"}; !slices.Equal(got.lines, want) {
 			t.Errorf("complaints %q, want %q", got.lines, want)
 		}
 	})

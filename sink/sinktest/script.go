@@ -10,17 +10,16 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Step is what one Sync does: c is what the driver delivers, s the sink behind the
-// recorder.
+// Step plays one Sync: c is the driver's delivery, s the sink behind the recorder.
 type Step func(ctx context.Context, c *sink.Changes, s sink.Sink) error
 
-// Fail answers err, and the sink is not called.
+// Fail returns a step that fails with err without calling the sink.
 func Fail(err error) Step {
 	return func(context.Context, *sink.Changes, sink.Sink) error { return err }
 }
 
-// FailServices lets the sink sync, and then answers that the services keys failed
-// with err, besides those that failed by themselves.
+// FailServices returns a step that calls the sink and then reports that the services keys
+// failed with err, in addition to the sink's own failures.
 func FailServices(err error, keys ...types.NamespacedName) Step {
 	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 		var failed sink.Failed
@@ -40,13 +39,13 @@ func FailServices(err error, keys ...types.NamespacedName) Step {
 	}
 }
 
-// Panic panics with v, and the sink is not called.
+// Panic returns a step that panics with v without calling the sink.
 func Panic(v any) Step {
 	return func(context.Context, *sink.Changes, sink.Sink) error { panic(v) }
 }
 
-// Block waits until release is closed, then lets the sink sync. If ctx ends
-// before, it answers with the cause of that, and the sink is not called.
+// Block returns a step that waits until release is closed and then calls the sink. If ctx
+// ends before that, the step fails with its cause without calling the sink.
 func Block(release <-chan struct{}) Step {
 	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 		select {

@@ -14,10 +14,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Source is a [sink.Source] whose views are set by hand. Each change has a revision, and
-// changes that a reader has not fetched yet are coalesced. Reset also stands for a reader
-// that lags too far. The cost of an update does not grow with the number of services that
-// do not change.
+// Source is a [sink.Source] whose views are set by hand. Each change has a revision.
+// Changes that the reader has not fetched yet are merged. Reset also simulates a reader
+// whose position is too old. The cost of an update depends on the changed services only.
 type Source struct {
 	mu        sync.Mutex
 	revisions *diffstore.Revisions
@@ -25,30 +24,30 @@ type Source struct {
 	nodes     *diffstore.Store[string, *api.Node] // the node, if it is known
 	synced    bool
 	err       error
-	changed   chan struct{} // closed and renewed by changes
+	changed   chan struct{} // closed and replaced by changes
 
 	cursor  *diffstore.Cursor[types.NamespacedName, triggered]
 	acked   position
 	offered position
-	update  *sink.Update // at offered, nil if Next has to make one
+	update  *sink.Update // the update at offered, nil if Next has to make one
 }
 
 type views = diffstore.Store[types.NamespacedName, triggered]
 
-// triggered is a view and when its endpoints changed, zero if unknown.
+// triggered is a view with its trigger time, zero if unknown.
 type triggered struct {
 	view *api.ServiceEndpoints
 	at   time.Time
 }
 
-// position is the state at one revision, the zero value for a reader that has nothing.
+// position is the state at one revision. The zero value means no position.
 type position struct {
 	revision diffstore.Revision
 	views    *diffstore.Snapshot[types.NamespacedName, triggered]
 	node     *api.Node
 }
 
-// NewSource returns a source that has no services, no node and has not synced.
+// NewSource returns a source that has no services and no node and is not synced.
 func NewSource() *Source {
 	s := &Source{revisions: new(diffstore.Revisions), changed: make(chan struct{})}
 	s.views = diffstore.New(diffstore.Options[types.NamespacedName, triggered]{
@@ -62,8 +61,8 @@ func NewSource() *Source {
 	return s
 }
 
-// MarkSynced lets the reader see what is and will be set. Until then it sees
-// nothing.
+// MarkSynced makes the current and all later state visible to the reader. Until then the
+// reader sees nothing.
 func (s *Source) MarkSynced() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -71,11 +70,10 @@ func (s *Source) MarkSynced() {
 	s.wake()
 }
 
-// Set puts views in place of what their services had. One that is equal to what
-// is there changes nothing.
+// Set replaces the views of their services. An equal view changes nothing.
 func (s *Source) Set(views ...*api.ServiceEndpoints) { s.SetTriggered(time.Time{}, views...) }
 
-// SetTriggered is Set for views whose endpoint change happened at the time at.
+// SetTriggered is Set with at as the trigger time of the views.
 func (s *Source) SetTriggered(at time.Time, views ...*api.ServiceEndpoints) {
 	s.write(func() {
 		for _, v := range views {
@@ -88,7 +86,7 @@ func (s *Source) SetTriggered(at time.Time, views ...*api.ServiceEndpoints) {
 	})
 }
 
-// hasAcked reports whether the reader acknowledged a view.
+// hasAcked reports whether the reader acknowledged the view of t.
 func (s *Source) hasAcked(t triggered) bool {
 	if s.acked.views == nil {
 		return false
@@ -97,7 +95,7 @@ func (s *Source) hasAcked(t triggered) bool {
 	return acked.view == t.view
 }
 
-// Delete takes services away. One that is not there changes nothing.
+// Delete deletes services. A missing service changes nothing.
 func (s *Source) Delete(keys ...types.NamespacedName) {
 	s.write(func() {
 		for _, key := range keys {
@@ -106,7 +104,7 @@ func (s *Source) Delete(keys ...types.NamespacedName) {
 	})
 }
 
-// SetNode sets the node. One that is equal to what is there changes nothing.
+// SetNode sets the node. An equal node changes nothing.
 func (s *Source) SetNode(node *api.Node) {
 	s.write(func() {
 		if node == nil {
@@ -131,7 +129,7 @@ func (s *Source) wake() {
 	s.changed = make(chan struct{})
 }
 
-// Fail makes Next return err, until it is called with nil.
+// Fail makes Next return err until Fail is called with nil.
 func (s *Source) Fail(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -18,7 +18,8 @@ import (
 	kjson "sigs.k8s.io/json"
 )
 
-// jsonDocuments yields each document of a file, or an error, and the line where it begins.
+// jsonDocuments yields each document of a file, or an error, with the line where it
+// begins.
 func jsonDocuments(data []byte, yield func(int, []byte, error) bool) {
 	decoder := json.NewDecoder(bytes.NewReader(data))
 	line, counted := 1, 0
@@ -27,7 +28,7 @@ func jsonDocuments(data []byte, yield func(int, []byte, error) bool) {
 		err := decoder.Decode(&document)
 		at := int(decoder.InputOffset()) - len(document)
 		if syntax := new(json.SyntaxError); errors.As(err, &syntax) {
-			at = int(syntax.Offset) - 1 // the line of the error says more
+			at = int(syntax.Offset) - 1 // the error is at the last byte of that offset
 		}
 		line, counted = line+bytes.Count(data[counted:at], []byte("\n")), at
 		more = err != io.EOF && yield(line, document, err) && err == nil
@@ -35,15 +36,17 @@ func jsonDocuments(data []byte, yield func(int, []byte, error) bool) {
 }
 
 var (
-	// yamlMarker begins a document wherever it stands: not even a quoted string may hold it.
+	// yamlMarker begins a document wherever it occurs. Even a quoted string must not contain
+	// it.
 	yamlMarker = regexp.MustCompile(`\n---([ \t\r\n]|$)`)
 	yamlLine   = regexp.MustCompile(`\bline \d+`)
 )
 
-// yamlDocuments is jsonDocuments for YAML, and yields it as JSON.
+// yamlDocuments yields the documents of a YAML file like jsonDocuments, converted to
+// JSON.
 func yamlDocuments(data []byte, yield func(int, []byte, error) bool) {
 	for line := 1; len(data) > 0; {
-		// The parser gives up at an error, so it gets one document after the other.
+		// The parser stops at an error, so it parses one document at a time.
 		text := data
 		if marker := yamlMarker.FindIndex(data); marker != nil && data[0] != '%' {
 			text = data[:marker[0]+1]
@@ -77,7 +80,7 @@ func yamlDocuments(data []byte, yield func(int, []byte, error) bool) {
 	}
 }
 
-// withTextKeys returns a tree of YAML in which all keys are text, as in JSON.
+// withTextKeys returns a YAML tree with all keys converted to text, as in JSON.
 func withTextKeys(tree any) any {
 	switch t := tree.(type) {
 	case []any:
@@ -95,7 +98,7 @@ func withTextKeys(tree any) any {
 }
 
 // decode decodes a JSON object into object, a pointer to a struct. It returns up to limit
-// values that do not fit, or the unknown and duplicate fields.
+// values of the wrong type or, if there are none, the unknown and duplicate fields.
 func decode(data []byte, object any, limit int) (wrong, strict []error) {
 	for {
 		strict, err := kjson.UnmarshalStrict(data, object)
@@ -103,20 +106,20 @@ func decode(data []byte, object any, limit int) (wrong, strict []error) {
 			return wrong, strict
 		}
 		misfit := new(json.UnmarshalTypeError)
-		_ = errors.As(err, &misfit) // or there is no offset, and so no path
+		_ = errors.As(err, &misfit) // otherwise there is no offset, and so no path
 		path, start, end := find(data, misfit.Offset)
 		if path == "" || len(wrong) >= limit {
 			return append(wrong, err), nil
 		}
 		hint := map[bool]string{true: " (in quotes)"}[misfit.Type.Kind() == reflect.String]
-		wrong = append(wrong, fmt.Errorf("%s: %.50s where a value of type %s%s belongs", path, data[start:end], misfit.Type.Kind(), hint))
-		// The library ends at the first value. Look for the next one with null in its place.
+		wrong = append(wrong, fmt.Errorf("%s: %.50s is not a value of type %s%s", path, data[start:end], misfit.Type.Kind(), hint))
+		// The library stops at the first wrong value. Replace it by null to find the next one.
 		data = slices.Concat(data[:start], []byte("null"), data[end:])
 	}
 }
 
-// find returns the path, the beginning and the end of the value in a valid JSON text whose
-// first token ends at offset; no path if there is none.
+// find returns the path, the start and the end of the value in a valid JSON text whose
+// first token ends at offset. found is empty if there is none.
 func find(data []byte, offset int64) (found string, start, end int64) {
 	decoder := json.NewDecoder(bytes.NewReader(data))
 	var value func(path string)
@@ -130,7 +133,7 @@ func find(data []byte, offset int64) (found string, start, end int64) {
 				key, _ := decoder.Token()
 				value(strings.TrimPrefix(fmt.Sprintf("%s.%s", path, key), "."))
 			}
-			decoder.Token() // which ends it
+			decoder.Token() // which ends the value
 		case json.Delim('['):
 			for i := 0; decoder.More(); i++ {
 				value(fmt.Sprintf("%s[%d]", path, i))

@@ -2,22 +2,23 @@
 
 // Package file fills a cluster.State from manifests: Kubernetes YAML or JSON, as people
 // write it and as kubectl get services,endpointslices,nodes -A -o yaml prints it. [Watch]
-// reads manifests and follows their changes. [Write] writes a state as manifests that are
-// read back into an equal one.
+// reads manifests and follows their changes. [Write] writes a state as manifests, which
+// Watch reads back as an equal state.
 //
-// A path names a file or a folder, in which the files are read whose names end in .yaml,
-// .yml or .json and do not begin with a dot. Services and Nodes of v1 and EndpointSlices of
-// discovery.k8s.io/v1 are read, singly or in lists. Others are skipped with one warning for
-// each kind. The rules of package watcher say which objects are meant for the proxy. The
-// API's defaults are filled in, but nothing is allocated, such as a clusterIP.
+// A path is a file or a folder. In a folder, the package reads files whose names end in
+// .yaml, .yml or .json and do not begin with a dot. It reads Services and Nodes of v1 and
+// EndpointSlices of discovery.k8s.io/v1, single or in lists. It skips other kinds with
+// one warning for each kind. Package watcher selects the objects for the proxy. The API's
+// defaults are applied, but nothing is allocated, such as a clusterIP.
 //
-// Objects are refused that the API server would not admit, as far as a service proxy
-// cares, unknown fields included, and so is a file without an object: a List without items
-// says that there are none. The error lists all of it by file, document, object and field.
-// Then nothing of the manifests is used: half of what was meant is rarely what was meant.
-// Some things are left out with a warning instead: an unknown field in an object that has
-// a metadata.uid, since an API server of a later release has written it; an EndpointSlice
-// that names no service; and an invalid address of a Node.
+// The package rejects objects that the API server would not admit, as far as they concern
+// a service proxy, including unknown fields. It also rejects a file without an object; a
+// List without items means that there are no objects. The error lists all problems with
+// file, document, object and field. Then none of the manifests is used, because half of
+// the objects is rarely what the user wants. In some cases the package ignores an invalid
+// part and adds a warning: an unknown field in an object with a metadata.uid, which a
+// newer API server has written; an EndpointSlice without a service; and an invalid
+// address of a Node.
 package file
 
 import (
@@ -36,14 +37,14 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 )
 
-// Stdin is the path that stands for the standard input.
+// Stdin is the path of standard input.
 const Stdin = "-"
 
-// maxSize keeps a wrong file from filling the memory.
+// maxSize limits the size of a file, so that a wrong file does not exhaust the memory.
 const maxSize = 512 << 20
 
-// load reads manifests once. It returns when ctx ends, although nothing can interrupt the
-// parser or a read of the standard input: these end in the background.
+// load reads manifests once. It returns when ctx ends. The parser and a read of standard
+// input cannot be interrupted, so they end later in the background.
 func load(ctx context.Context, path string, options watcher.Options) (*manifests, error) {
 	p, err := newParser(options)
 	if err != nil {
@@ -79,13 +80,13 @@ func (p *parser) load(ctx context.Context, path string, stdin io.Reader) error {
 		return fmt.Errorf("read manifests: %w", err)
 	}
 	if len(files) == 0 {
-		p.warn(path, "no manifests in this folder")
+		p.warn(path, "folder has no manifests")
 	}
 	p.manifests.files = len(files)
 	return p.finish()
 }
 
-// list returns the files that path stands for, in the order of reading.
+// list returns the files of path, in reading order.
 func list(path string) (names []string, err error) {
 	if info, err := os.Stat(path); err != nil || !info.IsDir() {
 		return []string{path}, err
@@ -98,7 +99,7 @@ func list(path string) (names []string, err error) {
 		name := filepath.Join(path, entry.Name())
 		info, err := os.Stat(name)
 		if errors.Is(err, fs.ErrNotExist) && entry.Type()&fs.ModeSymlink == 0 {
-			continue // the file was removed after the folder was read
+			continue // the file was removed after ReadDir
 		} else if err != nil {
 			return nil, err
 		} else if !info.IsDir() {
@@ -108,17 +109,17 @@ func list(path string) (names []string, err error) {
 	return names, err
 }
 
-// readFile returns the content of a regular file. Opening anything else might have effects,
-// and reading it might never end.
+// readFile returns the content of a regular file. Opening other kinds of files might have
+// side effects, and reading them might never end.
 func readFile(name string) ([]byte, error) {
 	info, err := os.Stat(name)
 	if err != nil {
 		return nil, err
 	}
 	if !info.Mode().IsRegular() {
-		return nil, fmt.Errorf("%s: not a regular file (%s); use %q to read the standard input", name, info.Mode(), Stdin)
+		return nil, fmt.Errorf("%s: not a regular file (%s); use %q to read standard input", name, info.Mode(), Stdin)
 	}
-	// Opening does not block, even if a named pipe has replaced the file by now.
+	// Opening does not block even if a named pipe has replaced the file.
 	f, err := os.OpenFile(name, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, err

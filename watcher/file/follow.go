@@ -23,29 +23,30 @@ import (
 const (
 	settleTime    = 100 * time.Millisecond // without a change, before a file is read
 	maxSettleTime = 2 * time.Second        // for changes that never pause
-	pollInterval  = 5 * time.Second        // between looks without a notification
+	pollInterval  = 5 * time.Second        // without notifications
 )
 
-// Options say what Watch reads.
+// Options configure Watch.
 type Options struct {
 	// Path is a file, a folder, or Stdin, which is read once.
 	Path string
-	// Once ends Watch after the first reading.
+	// Once makes Watch return after the first reading.
 	Once bool
-	// Options select what is meant for the proxy.
+	// Options select the objects for the proxy.
 	watcher.Options
 }
 
-// Watch reads manifests into state, which has synced then, and follows their changes until
-// ctx is done; then it returns nil. Each reading is one commit, which changes only what is
-// different. Nothing else may write to state. An error of the first reading is returned.
-// An error of a later one is logged once, and state keeps what it has until the manifests
-// are valid again, or exist again: a folder that loses its last manifest removes nothing.
+// Watch reads manifests into state and marks it as synced. It follows changes of the
+// manifests until ctx ends and then returns nil. Each reading is one commit that changes
+// only what differs. state must have no other writer. Watch returns an error of the first
+// reading. It logs an error of a later reading once, and state keeps its content until
+// the manifests exist and are valid again. A folder that loses its last manifest removes
+// nothing.
 //
-// A file is read when it has not changed for 100 ms, as it may be half written. Changes are
-// noticed immediately where the operating system sends notifications, and within five
-// seconds elsewhere: on network file systems, behind symbolic links in a folder, and where
-// permissions change.
+// Watch reads a file when it has not changed for 100 ms, because it may be half written.
+// It notices changes immediately if the operating system sends notifications. Otherwise
+// it notices them within five seconds: on network file systems, behind symbolic links in
+// a folder, and after changes of permissions.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	log := klog.FromContext(ctx).WithValues("path", opts.Path)
 	f := &follower{opts: opts, log: log, state: state, notify: &fsnotify.Watcher{}, loaded: func(error) {}}
@@ -60,18 +61,19 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	return f.run(ctx)
 }
 
-// follower reads manifests again when two sightings differ. A notification is only a reason
-// to look, so files may be written, renamed over, or swapped by a link some levels up.
+// follower reads the manifests again when two sightings differ. A notification only
+// triggers a new sighting. So files may be written, renamed over, or swapped by a link in
+// a higher folder.
 type follower struct {
 	opts   Options
 	log    klog.Logger
 	state  *cluster.State
 	notify *fsnotify.Watcher // without channels if there are no notifications
-	loaded func(error)       // called with the outcome of each reading but the first
+	loaded func(error)       // called with the result of each reading except the first
 
 	seen                sighting
-	files               int    // of the last good reading
-	failure, unnotified string // the last errors that were logged
+	files               int    // in the last valid reading
+	failure, unnotified string // the last logged errors
 	warned              map[string]bool
 }
 
@@ -118,8 +120,8 @@ func (f *follower) run(ctx context.Context) error {
 	return nil
 }
 
-// A folder that is being replaced looks as if it had lost its manifests.
-var errVanished = errors.New("the folder has no manifests any more; a List without items says that there is nothing")
+// A folder that is being replaced may look empty for a moment.
+var errVanished = errors.New("folder no longer has manifests; use a List without items if there are no objects")
 
 // load reads the manifests and writes them to the state.
 func (f *follower) load(ctx context.Context) error {
@@ -140,7 +142,7 @@ func (f *follower) load(ctx context.Context) error {
 	warned := map[string]bool{}
 	for _, w := range m.warnings {
 		if !f.warned[w] && !warned[w] {
-			f.log.Info("Manifests are used with a warning", "warning", w)
+			f.log.Info("Manifests read with a warning", "warning", w)
 		}
 		warned[w] = true
 	}
@@ -149,7 +151,7 @@ func (f *follower) load(ctx context.Context) error {
 	return nil
 }
 
-// reload is load for all readings but the first.
+// reload reads the manifests again.
 func (f *follower) reload(ctx context.Context) {
 	err := f.load(ctx)
 	if ctx.Err() != nil {
@@ -157,37 +159,38 @@ func (f *follower) reload(ctx context.Context) {
 	}
 	failing := ""
 	if errors.Is(err, fs.ErrNotExist) {
-		failing = errVanished.Error() // a folder that is removed may come back empty
+		failing = errVanished.Error() // a folder that was removed may come back empty
 	} else if err != nil {
 		failing = strings.TrimPrefix(err.Error(), "read manifests: ")
 	}
 	if failing != "" && failing != f.failure {
-		f.log.Error(err, "Manifests cannot be used, keeping what was read before")
+		f.log.Error(err, "Cannot read manifests; keeping the previous state")
 	} else if failing == "" && f.failure != "" {
-		f.log.Info("Manifests are good again")
+		f.log.Info("Manifests are valid again")
 	}
 	f.failure = failing
 	f.loaded(err)
 }
 
-// noNotification logs an error of the notifications, once while it is the same.
+// noNotification logs an error of the notifications, unless it is the same as the last
+// one.
 func (f *follower) noNotification(err error) {
 	if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, fsnotify.ErrNonExistentWatch) && f.unnotified != err.Error() {
 		f.unnotified = err.Error()
-		f.log.Info("No notification of some changes to manifests; polling", "err", err, "interval", pollInterval)
+		f.log.Info("Notifications unavailable for some manifests; polling", "err", err, "interval", pollInterval)
 	}
 }
 
-// arm watches the folders in which a change may concern the path as it is now: the one
-// that holds the manifests, and the one above, in which it may be replaced; if the path is
-// a symbolic link, those of its target, too. Adding a folder again has an effect only if
-// another one has taken its place.
+// arm watches the folders in which a change may concern the path: the folder with the
+// manifests, and its parent, in which it may be replaced. If the path is a symbolic link,
+// it also watches the folders of its target. Adding a folder again has an effect only if
+// another one has replaced it.
 func (f *follower) arm() {
 	if f.notify.Events == nil {
 		return
 	}
 	var folders []string
-	target, _ := filepath.EvalSymlinks(f.opts.Path) // or the working directory, which is harmless
+	target, _ := filepath.EvalSymlinks(f.opts.Path) // else it is the working directory, which is harmless
 	for _, folder := range []string{filepath.Clean(f.opts.Path), target} {
 		if info, err := os.Stat(folder); err != nil || !info.IsDir() {
 			folder = filepath.Dir(folder)
@@ -204,8 +207,8 @@ func (f *follower) arm() {
 	}
 }
 
-// sighting is what the files of a path looked like at some time, by name. Without a file it
-// has the reason as the name.
+// sighting is the state of a path's files at some time, by name. Without files, the name
+// is the reason.
 type sighting map[string]fs.FileInfo
 
 func look(path string) sighting {

@@ -303,10 +303,10 @@ func TestABrokenFileChangesNothingAndIsLoggedOnce(t *testing.T) {
 	x.awaitServices("b")
 	x.awaitLoad(true) // and has been logged
 	x.stop()
-	if n := strings.Count(x.log.String(), "cannot be used"); n != 1 {
+	if n := strings.Count(x.log.String(), "Cannot read manifests"); n != 1 {
 		t.Errorf("logged %d times:\n%s", n, x.log)
 	}
-	if !strings.Contains(x.log.String(), "good again") {
+	if !strings.Contains(x.log.String(), "valid again") {
 		t.Errorf("recovery is not logged:\n%s", x.log)
 	}
 }
@@ -369,7 +369,7 @@ func TestAFolderThatLosesItsManifestsKeepsThem(t *testing.T) {
 			put(t, filepath.Join(conf, "next.yaml"), named("b"))
 			x.awaitServices("b")
 			x.stop()
-			if n := strings.Count(x.log.String(), "cannot be used"); n != 1 {
+			if n := strings.Count(x.log.String(), "Cannot read manifests"); n != 1 {
 				t.Errorf("logged %d times:\n%s", n, x.log)
 			}
 		})
@@ -398,10 +398,10 @@ func TestAWarningIsLoggedWithWhatThereIsOfIt(t *testing.T) {
 	empty := t.TempDir()
 	for path, want := range map[string][]string{
 		dir: {
-			`"Manifests are used with a warning" warning="` + dir + `/m.yaml: document 3 (line 4): EndpointSlice default/web-1: metadata.labels[kubernetes.io/service-name]: missing, so the slice belongs to no service"`,
-			`"Manifests are used with a warning" warning="` + dir + `/m.yaml: document 1 (line 1): v1 Pod is not read (objects: 2)"`,
+			`"Manifests read with a warning" warning="` + dir + `/m.yaml: document 3 (line 4): EndpointSlice default/web-1: metadata.labels[kubernetes.io/service-name]: missing, so the slice belongs to no service"`,
+			`"Manifests read with a warning" warning="` + dir + `/m.yaml: document 1 (line 1): v1 Pod ignored (objects: 2)"`,
 		},
-		empty: {`"Manifests are used with a warning" warning="` + empty + `: no manifests in this folder"`},
+		empty: {`"Manifests read with a warning" warning="` + empty + `: folder has no manifests"`},
 	} {
 		x := follow(t, path, true)
 		x.stop()

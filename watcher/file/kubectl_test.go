@@ -79,7 +79,7 @@ func TestWhatKubectlPrintsIsRead(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if len(got.warnings) != 1 || !strings.HasSuffix(got.warnings[0], `document 1 (line 1): items[3]: Node worker-1: unknown field "status.declaredThingOfTheFuture" is not read`) {
+			if len(got.warnings) != 1 || !strings.HasSuffix(got.warnings[0], `document 1 (line 1): items[3]: Node worker-1: unknown field "status.declaredThingOfTheFuture" ignored`) {
 				t.Errorf("warnings: %v", got.warnings)
 			}
 			got.warnings = nil

@@ -93,32 +93,32 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 	}{{
 		name: "a file of no bytes",
 		text: "",
-		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+		want: []string{"m.yaml: empty; use a List without items if there are no objects"},
 	}, {
 		name: "a file of a line end",
 		text: "\n",
-		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+		want: []string{"m.yaml: empty; use a List without items if there are no objects"},
 	}, {
 		name: "a file of comments",
 		text: "# nothing yet\n",
-		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+		want: []string{"m.yaml: empty; use a List without items if there are no objects"},
 	}, {
 		name: "a file of a marker",
 		text: "---\n",
-		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+		want: []string{"m.yaml: empty; use a List without items if there are no objects"},
 	}, {
 		name: "a file of empty documents",
 		text: "---\n# nothing\n---\n",
-		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+		want: []string{"m.yaml: empty; use a List without items if there are no objects"},
 	}, {
 		name: "a file of null",
 		text: "null\n",
-		want: []string{"m.yaml: empty; a List without items says that there is nothing"},
+		want: []string{"m.yaml: empty; use a List without items if there are no objects"},
 	}, {
 		name: "a JSON file of null",
 		file: "m.json",
 		text: "null",
-		want: []string{"m.json: empty; a List without items says that there is nothing"},
+		want: []string{"m.json: empty; use a List without items if there are no objects"},
 	}, {
 		name: "binary data",
 		text: "\x7fELF\x02\n\x00",
@@ -203,16 +203,16 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		name: "values of the wrong type, all of them",
 		text: edit(service, "  name: web", "  name: web\n  labels: {a: 1, b: true}", "- port: 80", "- port: eighty\n    nodePort: {}\n  publishNotReadyAddresses: 1"),
 		want: []string{
-			"m.yaml: document 1 (line 1): Service default/web: metadata.labels.a: 1 where a value of type string (in quotes) belongs",
-			"m.yaml: document 1 (line 1): Service default/web: metadata.labels.b: true where a value of type string (in quotes) belongs",
-			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].nodePort: {} where a value of type int32 belongs",
-			`m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: "eighty" where a value of type int32 belongs`,
-			"m.yaml: document 1 (line 1): Service default/web: spec.publishNotReadyAddresses: 1 where a value of type bool belongs",
+			"m.yaml: document 1 (line 1): Service default/web: metadata.labels.a: 1 is not a value of type string (in quotes)",
+			"m.yaml: document 1 (line 1): Service default/web: metadata.labels.b: true is not a value of type string (in quotes)",
+			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].nodePort: {} is not a value of type int32",
+			`m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: "eighty" is not a value of type int32`,
+			"m.yaml: document 1 (line 1): Service default/web: spec.publishNotReadyAddresses: 1 is not a value of type bool",
 		},
 	}, {
 		name: "what is a truth value in YAML unless it is in quotes",
 		text: edit(service, "name: web", "name: no"),
-		want: []string{"m.yaml: document 1 (line 1): Service: metadata.name: false where a value of type string (in quotes) belongs"},
+		want: []string{"m.yaml: document 1 (line 1): Service: metadata.name: false is not a value of type string (in quotes)"},
 	}, {
 		name: "a target port that is neither number nor name",
 		text: edit(service, "port: 80", "port: 80\n    targetPort: {}"),
@@ -228,7 +228,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 	}, {
 		name: "a number that does not fit",
 		text: edit(service, "port: 80", "port: 99999999999"),
-		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: 99999999999 where a value of type int32 belongs"},
+		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: 99999999999 is not a value of type int32"},
 	}, {
 		name: "a time that is none",
 		text: edit(service, "name: web", "name: web\n  creationTimestamp: yesterday"),
@@ -245,7 +245,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		name: "an item of a list in JSON",
 		file: "m.json",
 		text: "{\n \"kind\": \"List\",\n \"apiVersion\": \"v1\",\n \"items\": [\n  {\n   \"kind\": \"Node\",\n   \"apiVersion\": \"v1\",\n   \"metadata\": {\n    \"name\": 5\n   }\n  }\n ]\n}\n",
-		want: []string{"m.json: document 1 (line 1): items[0]: Node: metadata.name: 5 where a value of type string (in quotes) belongs"},
+		want: []string{"m.json: document 1 (line 1): items[0]: Node: metadata.name: 5 is not a value of type string (in quotes)"},
 	}, {
 		name: "items that are no list",
 		text: "apiVersion: v1\nkind: List\nitems: 3\n",
@@ -262,7 +262,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		name: "an unknown protocol, a port above 65535 and an invalid IP",
 		text: edit(service, "10.96.0.1", "10.96.0.256", "port: 80", "port: 65536\n  - name: b\n    port: 81\n    protocol: QUIC"),
 		want: []string{
-			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].name: missing; a service with several ports names each",
+			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].name: missing; a service with several ports must name each",
 			`m.yaml: document 1 (line 1): Service default/web: spec.clusterIPs[0]: "10.96.0.256" is not an IP address`,
 			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: 65536 is not a port number",
 			`m.yaml: document 1 (line 1): Service default/web: spec.ports[1].protocol: unknown protocol "QUIC"`,
@@ -274,14 +274,14 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 	}, {
 		name: "a service without ports",
 		text: edit(service, "ports:\n  - port: 80\n", "type: ClusterIP\n"),
-		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.ports: missing; only headless services go without"},
+		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.ports: missing; only headless services may omit ports"},
 	}, {
 		name: "values that are none of those the API knows",
 		text: edit(service, "clusterIP: 10.96.0.1", "type: External\n  clusterIP: 10.96.0.1\n  externalTrafficPolicy: local\n  internalTrafficPolicy: Node\n  ipFamilies: [IPv5]\n  ipFamilyPolicy: DualStack\n  sessionAffinity: IP"),
 		want: []string{
-			`m.yaml: document 1 (line 1): Service default/web: spec.ipFamilyPolicy: "DualStack" is none of SingleStack, PreferDualStack, RequireDualStack`,
-			`m.yaml: document 1 (line 1): Service default/web: spec.internalTrafficPolicy: "Node" is none of Cluster, Local`,
-			`m.yaml: document 1 (line 1): Service default/web: spec.externalTrafficPolicy: "local" is none of Cluster, Local`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.ipFamilyPolicy: "DualStack" is not one of SingleStack, PreferDualStack, RequireDualStack`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.internalTrafficPolicy: "Node" is not one of Cluster, Local`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.externalTrafficPolicy: "local" is not one of Cluster, Local`,
 			`m.yaml: document 1 (line 1): Service default/web: spec.type: unknown type "External"`,
 			`m.yaml: document 1 (line 1): Service default/web: spec.sessionAffinity: unknown affinity "IP"`,
 			`m.yaml: document 1 (line 1): Service default/web: spec.ipFamilies[0]: unknown IP family "IPv5"`,
@@ -305,16 +305,16 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 	}, {
 		name: "a node-port service without cluster IP",
 		text: edit(service, "clusterIP: 10.96.0.1", "type: NodePort\n  clusterIP: None"),
-		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.clusterIP: None does not go with type NodePort"},
+		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.clusterIP: None is not allowed with type NodePort"},
 	}, {
 		name: "an affinity timeout, a source range, an ingress mode and a target port that are none",
 		text: edit(service, "clusterIP: 10.96.0.1", "sessionAffinity: ClientIP\n  sessionAffinityConfig: {clientIP: {timeoutSeconds: 0}}\n  loadBalancerSourceRanges: [10.0.0.0/33]", "port: 80", "port: 80\n    targetPort: UPPER\nstatus: {loadBalancer: {ingress: [{ip: 1.2.3.4, ipMode: vip}]}}"),
 		want: []string{
 			`m.yaml: document 1 (line 1): Service default/web: spec.ports[0].targetPort: "UPPER": must contain only alpha-numeric characters (a-z, 0-9), and hyphens (-)`,
 			`m.yaml: document 1 (line 1): Service default/web: spec.ports[0].targetPort: "UPPER": must contain at least one letter (a-z)`,
-			`m.yaml: document 1 (line 1): Service default/web: status.loadBalancer.ingress[0].ipMode: "vip" is none of VIP, Proxy`,
+			`m.yaml: document 1 (line 1): Service default/web: status.loadBalancer.ingress[0].ipMode: "vip" is not one of VIP, Proxy`,
 			"m.yaml: document 1 (line 1): Service default/web: spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400; using 10800",
-			`m.yaml: document 1 (line 1): Service default/web: spec.loadBalancerSourceRanges[0]: "10.0.0.0/33" is not a CIDR; it admits nobody`,
+			`m.yaml: document 1 (line 1): Service default/web: spec.loadBalancerSourceRanges[0]: "10.0.0.0/33" is not a CIDR; it admits no source`,
 		},
 	}, {
 		name: "a slice without address type",
@@ -419,21 +419,21 @@ func TestWhatIsLeftOutIsWarnedOf(t *testing.T) {
 		name:     "more endpoints than an API server admits are served",
 		text:     strings.Replace(slice, "- addresses: [10.0.0.1]\n", endpoints.String(), 1),
 		objects:  []string{"slice default/web-1"},
-		warnings: []string{"m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints: 1001 of them; an API server admits 1000 in a slice"},
+		warnings: []string{"m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints: the slice has 1001; an API server admits 1000"},
 	}, {
 		name:    "other kinds are named once each",
 		text:    "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\n---\napiVersion: v1\nkind: Pod\nspec: {whatever: 1}\n---\napiVersion: v1\nkind: ConfigMapList\nitems:\n- {data: {}}\n---\napiVersion: serving.knative.dev/v1\nkind: Service\n---\n" + service,
 		objects: []string{"service default/web"},
 		warnings: []string{
-			"m.yaml: document 4 (line 13): serving.knative.dev/v1 Service is not read (objects: 1)",
-			"m.yaml: document 3 (line 8): items[0]: v1 ConfigMap is not read (objects: 1)",
-			"m.yaml: document 1 (line 1): v1 Pod is not read (objects: 2)",
+			"m.yaml: document 4 (line 13): serving.knative.dev/v1 Service ignored (objects: 1)",
+			"m.yaml: document 3 (line 8): items[0]: v1 ConfigMap ignored (objects: 1)",
+			"m.yaml: document 1 (line 1): v1 Pod ignored (objects: 2)",
 		},
 	}, {
 		name:     "an unknown field in an object of an API server is that of a later release",
 		text:     strings.NewReplacer("  name: web", "  name: web\n  uid: 3f2e", "- port: 80", "- port: 80\n    color: red").Replace(service),
 		objects:  []string{"service default/web"},
-		warnings: []string{`m.yaml: document 1 (line 1): Service default/web: unknown field "spec.ports[0].color" is not read`},
+		warnings: []string{`m.yaml: document 1 (line 1): Service default/web: unknown field "spec.ports[0].color" ignored`},
 	}, {
 		name:     "a node address that is none is left out",
 		text:     "apiVersion: v1\nkind: Node\nmetadata: {name: n1}\nstatus:\n  addresses:\n  - type: InternalIP\n    address: here\n",

@@ -28,28 +28,29 @@ import (
 	kjson "sigs.k8s.io/json"
 )
 
-// manifests is what a set of files says of what is meant for the proxy, each object once.
+// manifests are the objects for the proxy in a set of files, each once.
 type manifests struct {
 	services []*api.Service
 	slices   []*api.EndpointSlice
 	nodes    []*api.Node
-	warnings []string // what was left out and what looks like a mistake
+	warnings []string // ignored parts and likely mistakes
 	files    int
 }
 
-// maxListed is how many problems an error lists; more would hide the first ones.
+// maxListed is the maximum number of problems in an error. More would hide the first
+// ones.
 const maxListed = 20
 
-// parser reads files one by one and collects what they say. A place in a file is written
-// as in "a.yaml: document 2 (line 10): items[3]: Service default/web".
+// parser reads files one by one and collects their objects. The location of an object has
+// the form "a.yaml: document 2 (line 10): items[3]: Service default/web".
 type parser struct {
 	converter    *watcher.Converter
-	named        bool // for a proxy with a name
+	named        bool // for a named proxy
 	manifests    manifests
 	problems     []error
-	unlisted     int                           // problems
-	defined      map[string]string             // the place of each object
-	ignored      map[string][]string           // the places of objects of other kinds
+	unlisted     int                           // number of problems beyond maxListed
+	defined      map[string]string             // location of each object
+	ignored      map[string][]string           // locations of objects of other kinds
 	selectorless map[types.NamespacedName]bool // services whose slices need no label; see watcher.Converter.WantsSlice
 	undecided    []*api.EndpointSlice          // wanted if their service is in selectorless
 }
@@ -62,7 +63,7 @@ func newParser(options watcher.Options) (*parser, error) {
 	}, err
 }
 
-// finish completes the manifests when all files are read, or returns what is wrong.
+// finish completes the manifests after the last file, or returns the problems.
 func (p *parser) finish() error {
 	for _, s := range p.undecided {
 		if p.named && p.selectorless[s.ServiceKey()] {
@@ -70,7 +71,7 @@ func (p *parser) finish() error {
 		}
 	}
 	for _, kind := range slices.Sorted(maps.Keys(p.ignored)) {
-		p.warn(p.ignored[kind][0], "%s is not read (objects: %d)", kind, len(p.ignored[kind]))
+		p.warn(p.ignored[kind][0], "%s ignored (objects: %d)", kind, len(p.ignored[kind]))
 	}
 	if p.unlisted > 0 {
 		p.problems = append(p.problems, fmt.Errorf("and %d more errors", p.unlisted))
@@ -90,14 +91,14 @@ func (p *parser) fail(at, format string, args ...any) {
 	p.problems = append(p.problems, errors.New(at+": "+fmt.Sprintf(format, args...)))
 }
 
-// file reads one file. When ctx ends, the result means nothing.
+// file reads one file. The result has no meaning if ctx has ended.
 func (p *parser) file(ctx context.Context, name string, data []byte) {
 	if !utf8.Valid(data) {
 		p.fail(name, "not UTF-8 text")
 		return
 	}
 	data = bytes.TrimPrefix(data, []byte("\ufeff"))
-	// JSON is read as JSON because YAML parsers do not know all its escapes.
+	// JSON has its own parser, because YAML parsers do not know all its escapes.
 	documents := yamlDocuments
 	if strings.EqualFold(filepath.Ext(name), ".json") || json.Valid(data) {
 		documents = jsonDocuments
@@ -115,12 +116,12 @@ func (p *parser) file(ctx context.Context, name string, data []byte) {
 		return ctx.Err() == nil
 	})
 	if empty {
-		p.fail(name, "empty; a List without items says that there is nothing")
+		p.fail(name, "empty; use a List without items if there are no objects")
 	}
 }
 
-// object reads an object, or the objects of a list. The items of a typed list, as the
-// API server sends them, do not repeat their type; it is handed in.
+// object reads an object, or the objects of a list. The items of a typed list from the
+// API server omit their type; itemOf is that type.
 func (p *parser) object(ctx context.Context, at string, data []byte, itemOf metav1.TypeMeta) {
 	var head struct {
 		metav1.TypeMeta `json:",inline"`
@@ -130,7 +131,7 @@ func (p *parser) object(ctx context.Context, at string, data []byte, itemOf meta
 		} `json:"metadata"`
 		Items json.RawMessage `json:"items"`
 	}
-	// A field of the wrong type is left empty here, and found again below.
+	// A field of the wrong type is empty here and reported below.
 	duplicates, _ := kjson.UnmarshalStrict(data, &head, kjson.DisallowDuplicateFields)
 	apiVersion, kind := cmp.Or(head.APIVersion, itemOf.APIVersion), cmp.Or(head.Kind, itemOf.Kind)
 	if apiVersion == "" || kind == "" {
@@ -146,7 +147,7 @@ func (p *parser) object(ctx context.Context, at string, data []byte, itemOf meta
 			p.fail(at, "%v", err)
 		}
 		if itemOf = (metav1.TypeMeta{APIVersion: apiVersion, Kind: of}); of == "" {
-			itemOf.APIVersion = "" // of a List, whose items have their own
+			itemOf.APIVersion = "" // the items of a List have their own type
 		}
 		for i := 0; i < len(items) && ctx.Err() == nil; i++ {
 			p.object(ctx, fmt.Sprintf("%s: items[%d]", at, i), items[i], itemOf)
@@ -193,7 +194,7 @@ func (p *parser) slice(at string, data []byte) {
 		return
 	}
 	if count, limit := len(in.Endpoints), 1000; count > limit {
-		p.warn(at, "endpoints: %d of them; an API server admits %d in a slice", count, limit)
+		p.warn(at, "endpoints: the slice has %d; an API server admits %d", count, limit)
 	}
 	slice, problems := p.converter.EndpointSlice(&in)
 	p.report(at, problems)
@@ -214,16 +215,16 @@ func (p *parser) node(at string, data []byte) {
 	p.manifests.nodes = append(p.manifests.nodes, node)
 }
 
-// decode decodes an object, and reports whether it has the right form.
+// decode decodes an object and reports whether it is valid.
 //
-// An unknown field is an error: a misspelt field that is ignored does more harm. In an
-// object that an API server has written, which its UID tells, it is a field of a later
-// release, which is left out with a warning.
+// An unknown field is an error, because ignoring a misspelt field does more harm. If the
+// object has a UID, an API server has written it. Then the field belongs to a newer
+// release and is ignored with a warning.
 func (p *parser) decode(at string, data []byte, into any, meta *metav1.ObjectMeta, rule func(string) []string) bool {
 	wrong, unknown := decode(data, into, maxListed-len(p.problems))
 	for _, err := range append(wrong, unknown...) {
 		if meta.UID != "" && strings.HasPrefix(err.Error(), "unknown field") {
-			p.warn(at, "%v is not read", err)
+			p.warn(at, "%v ignored", err)
 		} else {
 			p.fail(at, "%v", err)
 		}
@@ -239,8 +240,8 @@ func (p *parser) decode(at string, data []byte, into any, meta *metav1.ObjectMet
 	return true
 }
 
-// report reports what the converter says of an object. An API server admits a slice that
-// belongs to no service, and an invalid address of a node.
+// report reports the converter's problems with an object. The problems are warnings if an
+// API server admits them: a slice without a service, and an invalid address of a node.
 func (p *parser) report(at string, problems []watcher.Problem) {
 	for _, problem := range problems {
 		report := p.fail
@@ -251,7 +252,7 @@ func (p *parser) report(at string, problems []watcher.Problem) {
 	}
 }
 
-// name applies one of the API's rules for names.
+// name checks name with one of the API's rules for names.
 func (p *parser) name(at, field, name string, rule func(string) []string) {
 	if name == "" {
 		p.fail(at, "%s: missing", field)
@@ -262,15 +263,15 @@ func (p *parser) name(at, field, name string, rule func(string) []string) {
 	}
 }
 
-// oneOf checks a value that may be empty, for the API's default.
+// oneOf checks a value. It may be empty, for the API's default.
 func (p *parser) oneOf(at, field, v string, known ...string) {
 	if v != "" && !slices.Contains(known, v) {
-		p.fail(at, "%s: %q is none of %s", field, v, strings.Join(known, ", "))
+		p.fail(at, "%s: %q is not one of %s", field, v, strings.Join(known, ", "))
 	}
 }
 
-// validate reports what the API server would not admit and a watcher.Converter, which
-// expects admitted objects, does not look for.
+// validate reports problems that the API server would reject. The converter does not
+// check for them, because it expects admitted objects.
 func (p *parser) validate(at string, s *corev1.Service) {
 	spec := &s.Spec
 	if spec.Type == corev1.ServiceTypeExternalName {
@@ -285,13 +286,13 @@ func (p *parser) validate(at string, s *corev1.Service) {
 		p.fail(at, "spec.clusterIPs[0]: %q is not spec.clusterIP, %q", ips[0], spec.ClusterIP)
 	}
 	if headless && len(ips) > 1 {
-		p.fail(at, "spec.clusterIPs: None excludes all others")
+		p.fail(at, "spec.clusterIPs: None must be the only value")
 	}
 	if headless && (spec.Type == corev1.ServiceTypeNodePort || spec.Type == corev1.ServiceTypeLoadBalancer) {
-		p.fail(at, "spec.clusterIP: None does not go with type %s", spec.Type)
+		p.fail(at, "spec.clusterIP: None is not allowed with type %s", spec.Type)
 	}
 	for i, ip := range ips {
-		parsed := utilnet.ParseIPSloppy(ip) // or the converter reports it
+		parsed := utilnet.ParseIPSloppy(ip) // the converter reports invalid addresses
 		is6 := utilnet.IsIPv6(parsed)
 		if i > 0 && parsed != nil && utilnet.IsIPv6(utilnet.ParseIPSloppy(ips[0])) == is6 {
 			p.fail(at, "spec.clusterIPs[%d]: %s is of the same family as the first", i, ip)
@@ -300,11 +301,11 @@ func (p *parser) validate(at string, s *corev1.Service) {
 		}
 	}
 	if len(spec.Ports) == 0 && !headless {
-		p.fail(at, "spec.ports: missing; only headless services go without")
+		p.fail(at, "spec.ports: missing; only headless services may omit ports")
 	}
 	for i, port := range spec.Ports {
 		if port.Name == "" && len(spec.Ports) > 1 {
-			p.fail(at, "spec.ports[%d].name: missing; a service with several ports names each", i)
+			p.fail(at, "spec.ports[%d].name: missing; a service with several ports must name each", i)
 		} else if port.Name != "" {
 			p.name(at, fmt.Sprintf("spec.ports[%d].name", i), port.Name, validation.IsDNS1123Label)
 		}

@@ -23,16 +23,17 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// DefaultAllPortsAnnotation marks all-ports services, for which Kubernetes has no field.
+// DefaultAllPortsAnnotation is the default annotation of all-ports services. Kubernetes
+// has no field for them.
 const DefaultAllPortsAnnotation = "all-ports"
 
-// WriteOptions say how Write writes. The zero value writes YAML for a reader without a
-// proxy name.
+// WriteOptions configure Write. The zero value writes YAML for a reader without a proxy
+// name.
 type WriteOptions struct {
-	// JSON writes a List in JSON instead of documents in YAML.
+	// JSON writes a JSON List instead of YAML documents.
 	JSON bool
-	// ServiceProxyName, if not empty, labels services and slices for a reader with the
-	// same watcher.Options.ServiceProxyName.
+	// ServiceProxyName, if set, is written as a label of services and slices, for a reader
+	// with the same watcher.Options.ServiceProxyName.
 	ServiceProxyName string
 	// AllPortsAnnotation marks all-ports services for a reader with
 	// watcher.AllPortsAnnotated. Default: DefaultAllPortsAnnotation.
@@ -41,10 +42,10 @@ type WriteOptions struct {
 
 // Write writes the services, slices and nodes of s to w as manifests, in order. A reader
 // with the proxy name and the annotation of opts, which keeps the labels and annotations
-// that s has, gets a state that is equal to s.
+// in s, gets a state that is equal to s.
 //
-// It returns an error that names the first object that manifests cannot express, which an
-// API server would not have. After an error the output means nothing.
+// Write returns an error with the first object that manifests cannot express. Objects
+// from an API server can always be expressed. After an error the output is not usable.
 func Write(w io.Writer, s *cluster.Snapshot, opts WriteOptions) error {
 	if opts.AllPortsAnnotation == "" {
 		opts.AllPortsAnnotation = DefaultAllPortsAnnotation
@@ -71,14 +72,14 @@ func Write(w io.Writer, s *cluster.Snapshot, opts WriteOptions) error {
 	case o.err != nil:
 		return o.err
 	case s.Services.Len()+s.Slices.Len()+s.Nodes.Len() == 0:
-		o.out.WriteString(`{"apiVersion":"v1","kind":"List","items":[]}` + "\n") // which is YAML, too
+		o.out.WriteString(`{"apiVersion":"v1","kind":"List","items":[]}` + "\n") // also valid YAML
 	case opts.JSON:
 		o.out.WriteString("\n]}\n")
 	}
-	return o.out.Flush() // which returns the first error of all that was written
+	return o.out.Flush() // returns the first error of all writes
 }
 
-// objects is the inverse of watcher.Converter, which converts what it writes back.
+// objects is the inverse of watcher.Converter. It converts each object back to check it.
 type objects struct {
 	opts      WriteOptions
 	allPorts  func(*corev1.Service) bool
@@ -89,13 +90,13 @@ type objects struct {
 	err       error
 }
 
-// write writes an object, unless it would be read as another one.
+// write writes an object. It fails if a reader would get a different object.
 func (o *objects) write(name string, object any, same bool, problems []watcher.Problem) {
 	text, err := o.marshal(object)
 	if len(problems) > 0 {
 		err = fmt.Errorf("%s: %s", problems[0].Field, problems[0].Message)
 	} else if !same {
-		err = errors.New("it would be read as another one")
+		err = errors.New("a reader would get a different object")
 	}
 	if err != nil && o.err == nil {
 		o.err = fmt.Errorf("write %s: %w", name, err)
@@ -179,7 +180,8 @@ func (o *objects) mark(meta *metav1.ObjectMeta) {
 	}
 }
 
-// only returns m without the keys that known lacks: the marks, which the reader drops.
+// only returns the entries of m whose keys are in known. That removes the marks, which
+// the reader drops too.
 func only(m, known map[string]string) map[string]string {
 	maps.DeleteFunc(m, func(key, _ string) bool { _, ok := known[key]; return !ok })
 	return m
@@ -235,7 +237,7 @@ func (o *objects) node(n *api.Node) {
 		Spec:       corev1.NodeSpec{PodCIDRs: texts(n.PodCIDRs)},
 	}
 	if n.Deleting {
-		out.DeletionTimestamp = &metav1.Time{Time: time.Unix(0, 0)} // the real time is not known
+		out.DeletionTimestamp = &metav1.Time{Time: time.Unix(0, 0)} // the real time is unknown
 	}
 	for _, a := range n.Addresses {
 		out.Status.Addresses = append(out.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeAddressType(a.Type), Address: a.IP.String()})
@@ -244,7 +246,7 @@ func (o *objects) node(n *api.Node) {
 		out.Spec.Taints = append(out.Spec.Taints, corev1.Taint{Key: t.Key, Value: t.Value, Effect: corev1.TaintEffect(t.Effect)})
 	}
 	back, problems := o.converter.Node(out)
-	// Without the many fields of a status that are never omitted.
+	// Omit the many fields of the status that are never empty.
 	object := map[string]any{
 		"apiVersion": out.APIVersion, "kind": out.Kind, "metadata": out.ObjectMeta, "spec": out.Spec,
 		"status": map[string]any{"addresses": out.Status.Addresses},

@@ -233,9 +233,9 @@ func TestWhatNoManifestTellsIsRefused(t *testing.T) {
 		want    string
 	}{
 		{"a protocol that is not known", api.Service{Type: api.ClusterIP, Ports: []api.PortMapping{{Port: 1, TargetPort: 1}}}, "protocol"},
-		{"a filter of other addresses", api.Service{Type: api.ClusterIP, SourceRanges: []api.SourceRanges{{}}}, "another"},
+		{"a filter of other addresses", api.Service{Type: api.ClusterIP, SourceRanges: []api.SourceRanges{{}}}, "different object"},
 		{"a service that has the annotation and is no all-ports service",
-			api.Service{Type: api.ClusterIP, Annotations: map[string]string{DefaultAllPortsAnnotation: "true"}}, "another"},
+			api.Service{Type: api.ClusterIP, Annotations: map[string]string{DefaultAllPortsAnnotation: "true"}}, "different object"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			test.service.Namespace, test.service.Name = "ns", "svc"

@@ -10,9 +10,9 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 )
 
-// LoadConfig returns how to reach the API server of a kubeconfig file. Without a
-// path, it takes the pod's service account or, outside a cluster, what kubectl
-// would: $KUBECONFIG, else ~/.kube/config. It talks to nobody.
+// LoadConfig returns the connection to the API server from a kubeconfig file. Without a
+// path, it uses the pod's service account. Outside a cluster it uses the same kubeconfig
+// as kubectl: $KUBECONFIG, else ~/.kube/config. It does not connect.
 func LoadConfig(path string) (*rest.Config, error) {
 	if path == "" {
 		config, err := rest.InClusterConfig()
@@ -20,7 +20,7 @@ func LoadConfig(path string) (*rest.Config, error) {
 			return config, nil
 		}
 		if !errors.Is(err, rest.ErrNotInCluster) {
-			return nil, fmt.Errorf("using the pod's service account: %w", err)
+			return nil, fmt.Errorf("use the pod's service account: %w", err)
 		}
 	}
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
@@ -30,12 +30,12 @@ func LoadConfig(path string) (*rest.Config, error) {
 	case err == nil:
 		return config, nil
 	case path != "" && clientcmd.IsEmptyConfig(err):
-		return nil, fmt.Errorf("kubeconfig %s: its current context names no cluster", path)
+		return nil, fmt.Errorf("read kubeconfig %s: the current context has no cluster", path)
 	case path != "":
-		return nil, fmt.Errorf("kubeconfig %s: %w", path, err)
+		return nil, fmt.Errorf("read kubeconfig %s: %w", path, err)
 	case clientcmd.IsEmptyConfig(err):
-		return nil, errors.New("no API server known: no kubeconfig given, not in a pod, and nothing in $KUBECONFIG or ~/.kube/config")
+		return nil, errors.New("no API server known: no kubeconfig given, no pod service account, and no $KUBECONFIG or ~/.kube/config")
 	default:
-		return nil, fmt.Errorf("kubeconfig of $KUBECONFIG or ~/.kube/config: %w", err)
+		return nil, fmt.Errorf("read kubeconfig from $KUBECONFIG or ~/.kube/config: %w", err)
 	}
 }

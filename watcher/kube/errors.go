@@ -17,7 +17,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// requestError is a failed request to the API server. It has been reported.
+// requestError is a failed request to the API server that was already logged.
 type requestError struct {
 	text  string
 	cause error
@@ -27,14 +27,13 @@ func (e *requestError) Error() string { return e.text }
 
 func (e *requestError) Unwrap() error { return e.cause }
 
-// newRequestError returns an error that names the server, and the permission if one is
-// missing.
+// newRequestError returns an error with the server's address and any missing permission.
 func newRequestError(verb string, resource schema.GroupResource, server string, err error) *requestError {
 	where := "in all namespaces"
 	if resource.Resource == nodes {
 		where = "at cluster scope"
 	}
-	needed := fmt.Sprintf("needed are the verbs list and watch on resource %q of API group %q %s: ", resource.Resource, resource.Group, where)
+	needed := fmt.Sprintf("grant the verbs list and watch on resource %q of API group %q %s: ", resource.Resource, resource.Group, where)
 	cause, request := err.Error(), (*url.Error)(nil)
 	switch {
 	case apierrors.IsUnauthorized(err):
@@ -42,12 +41,12 @@ func newRequestError(verb string, resource schema.GroupResource, server string, 
 	case apierrors.IsForbidden(err):
 		cause = "missing permission; " + needed + cause
 	case errors.As(err, &request):
-		cause = request.Err.Error() // without the URL, a long one
+		cause = request.Err.Error() // without the URL, which is long
 	}
 	return &requestError{fmt.Sprintf("%s %s at API server %s: %s", verb, resource.Resource, server, cause), err}
 }
 
-// reporter reports the requests of one reflector.
+// reporter reports the results of one reflector's requests.
 type reporter struct {
 	*watch
 	resource schema.GroupResource
@@ -60,7 +59,7 @@ func (r *reporter) request(ctx context.Context, verb string, options *metav1.Lis
 	case err == nil:
 		r.outcome(r.resource.Resource, true)
 		if r.failing.Swap(false) {
-			klog.FromContext(ctx).Info("API server answers again", "verb", verb, "resource", r.resource.String())
+			klog.FromContext(ctx).Info("API server is reachable again", "verb", verb, "resource", r.resource.String())
 		}
 		return nil
 	case ctx.Err() != nil:
@@ -68,7 +67,7 @@ func (r *reporter) request(ctx context.Context, verb string, options *metav1.Lis
 	case isExpired(err):
 		return err // the reflector lists again
 	case options.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)):
-		return err // a server that knows no streaming lists; the reflector does without
+		return err // the server has no streaming lists; the reflector falls back
 	}
 	e := newRequestError(verb, r.resource, r.client.server(), err)
 	if r.opts.FailFast && !r.state.IsSynced() {
@@ -77,14 +76,14 @@ func (r *reporter) request(ctx context.Context, verb string, options *metav1.Lis
 	}
 	r.failing.Store(true)
 	r.outcome(r.resource.Resource, false)
-	klog.FromContext(ctx).Error(e, "Request to the API server failed, trying again")
+	klog.FromContext(ctx).Error(e, "Request to the API server failed; retrying")
 	return e
 }
 
-// staleAfter is how long all requests for a resource fail until the state is stale.
+// staleAfter is how long all requests for a resource must fail until the state is stale.
 const staleAfter = 3 * time.Minute
 
-// outcome notes whether a request for a resource succeeded.
+// outcome records whether a request for a resource succeeded.
 func (w *watch) outcome(resource string, ok bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -100,8 +99,8 @@ func (w *watch) outcome(resource string, ok bool) {
 	w.state.Update(func(tx *cluster.Tx) { tx.SetStale(stale) })
 }
 
-// isExpired reports whether the server does not have the resource version that
-// was asked for, any more or yet. Reflectors know what to do then.
+// isExpired reports whether the server does not have the requested resource version any
+// more, or not yet. Reflectors handle both.
 func isExpired(err error) bool {
 	return apierrors.IsResourceExpired(err) || apierrors.IsGone(err) ||
 		apierrors.HasStatusCause(err, metav1.CauseTypeResourceVersionTooLarge)

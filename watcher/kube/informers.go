@@ -16,9 +16,9 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// Informers are those that a program runs anyway, in place of a connection of
-// Watch's own. What they deliver is filtered here. All three are required. The
-// program starts and stops them, and handles their errors.
+// Informers are informers that a program already runs. Watch reads and filters their
+// objects instead of connecting to the API server. All three are required. The program
+// starts and stops them and handles their errors.
 //
 //	factory := informers.NewSharedInformerFactory(client, 0)
 //	kube.Informers{
@@ -45,7 +45,8 @@ func (in *Informers) all() []informer {
 	}
 }
 
-// validate returns an error if one is missing or of another kind. nil is valid.
+// validate returns an error if an informer is missing or has the wrong kind. A nil in is
+// valid.
 func (in *Informers) validate() error {
 	if in == nil {
 		return nil
@@ -61,8 +62,8 @@ func (in *Informers) validate() error {
 	return nil
 }
 
-// objectType returns the type of the informer's objects, or nil if it is unknown.
-// Before there are objects, client-go shows it in a field only.
+// objectType returns the type of the informer's objects, or nil if it is unknown. While
+// an informer has no objects, only a field of client-go's type shows it.
 func (i informer) objectType() reflect.Type {
 	for _, o := range i.GetStore().List() {
 		return reflect.TypeOf(o)
@@ -75,7 +76,7 @@ func (i informer) objectType() reflect.Type {
 		if example := v.FieldByName("objectType"); example.Kind() == reflect.Interface && !example.IsNil() {
 			return example.Elem().Type()
 		}
-		v = v.FieldByName("SharedIndexInformer") // which may be wrapped
+		v = v.FieldByName("SharedIndexInformer") // a factory may wrap the informer
 	}
 	return nil
 }
@@ -83,7 +84,7 @@ func (i informer) objectType() reflect.Type {
 // followInformers fills the state from informers until ctx is done.
 func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 	w.running.Go(func() {
-		w.reportDelay(ctx, 2*time.Second, "Informers have not synced yet; they must be started by the program")
+		w.reportDelay(ctx, 2*time.Second, "Informers not synced yet; the program must start them")
 	})
 	s := w.newStores(func(services []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error) {
 		return in.slicesOf(w.serviceLabel(), services), nil
@@ -105,7 +106,7 @@ func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 			}
 		}
 		if n == 0 && s.selection != nil {
-			synced() // which services are wanted decides about slices
+			synced() // wanted services determine the wanted slices
 		} else {
 			w.running.Go(synced)
 		}
@@ -114,7 +115,7 @@ func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 	return nil
 }
 
-// slicesOf returns the slices of some services.
+// slicesOf returns the slices of services.
 func (in *Informers) slicesOf(label string, services []types.NamespacedName) (found []*discoveryv1.EndpointSlice) {
 	for _, service := range services {
 		var all []any
@@ -134,7 +135,7 @@ func (in *Informers) slicesOf(label string, services []types.NamespacedName) (fo
 	return found
 }
 
-// follower hands on what an informer delivers.
+// follower passes an informer's events to a store.
 type follower struct {
 	*watch
 	resource string
@@ -144,26 +145,27 @@ type follower struct {
 	stopped bool
 }
 
-// stop ends the following. An event that is just being handed on is waited for.
+// stop removes the follower and waits for the event in progress.
 func (f *follower) stop(from cache.SharedInformer, registration cache.ResourceEventHandlerRegistration) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.stopped = true
 	if err := from.RemoveEventHandler(registration); err != nil {
-		f.logger.Error(err, "Removing the handler from an informer failed", "resource", f.resource)
+		f.logger.Error(err, "Cannot remove event handler from informer", "resource", f.resource)
 	}
 }
 
-// OnAdd hands on an object that is new.
+// OnAdd passes on a new object.
 func (f *follower) OnAdd(obj any, _ bool) { f.handOn(f.store.Add, obj) }
 
-// OnUpdate hands on an object that has changed, or its successor of the same name.
+// OnUpdate passes on a changed object, or its successor with the same name.
 func (f *follower) OnUpdate(_, obj any) { f.handOn(f.store.Update, obj) }
 
-// OnDelete hands on that an object is gone.
+// OnDelete passes on a deletion.
 func (f *follower) OnDelete(obj any) { f.handOn(f.store.Delete, obj) }
 
-// handOn ends the watch if the informer is one of other objects.
+// handOn passes obj to the store. It ends the watch if the informer delivers objects of
+// another kind.
 func (f *follower) handOn(to func(any) error, obj any) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -120,7 +120,7 @@ func TestInformersThatNobodyStartedAreNamed(t *testing.T) {
 		log := w.bufferLog()
 		w.start()
 		w.advance(time.Hour)
-		if got := log(); strings.Count(got, "have not synced") != 1 || !strings.Contains(got, `["nodes"]`) {
+		if got := log(); strings.Count(got, "not synced yet") != 1 || !strings.Contains(got, `["nodes"]`) {
 			t.Errorf("want one line that names the nodes, got %s", got)
 		}
 	})

@@ -6,30 +6,28 @@
 //	…
 //	err = kube.Watch(ctx, state, kube.Options{Config: config, NodeName: node})
 //
-// Services and endpoint slices are filtered on the server, so that a proxy for
-// some services pays for these only, however large the cluster is. Objects are
-// converted as they arrive and go straight into the state: there is no second
-// cache, and no object of the API is kept. A program that has informers anyway
-// hands them in instead of a Config (see [Informers]).
+// The API server filters services and endpoint slices. So the cost of a proxy for some
+// services depends on these only, however large the cluster is. Watch converts objects as
+// they arrive and writes them to the state. It keeps no second cache and no API objects.
+// A program that already runs informers passes them instead of a Config (see
+// [Informers]).
 //
-// Readers see nothing before all kinds have been listed once. From then on a
-// lost server changes nothing; when it is back, only what was missed is
-// written.
+// Readers see nothing before all kinds have been listed once. After that, loss of the
+// server changes nothing. When it is back, Watch writes only the differences.
 //
 // # Permissions
 //
-// The verbs list and watch on services, on endpointslices of API group
-// discovery.k8s.io, and on nodes, all of them cluster-wide. An error names one
-// that is missing.
+// The verbs list and watch on services, on endpointslices of API group discovery.k8s.io,
+// and on nodes, all of them cluster-wide. Errors name a missing permission.
 //
-// # Slices of a proxy with a name
+// # Slices of a named proxy
 //
-// The endpoint-slice controller copies a service's labels to its slices, so the
-// server filters slices by service.kubernetes.io/service-proxy-name. While a wanted
-// service has slices without the label, which others than the controller made or
-// which it has not labelled yet, there is no filter; slices of other services are
-// dropped as they arrive. A service that becomes wanted goes into the state
-// together with its slices.
+// The endpoint-slice controller copies a service's labels to its slices. So the server
+// can filter slices by service.kubernetes.io/service-proxy-name. Some slices of wanted
+// services may lack the label: those that the controller did not create, and those that
+// it has not labelled yet. While such slices exist, Watch requests all slices and drops
+// those of other services. When Watch starts to serve a service, it writes the service
+// and its slices in one commit.
 package kube
 
 import (
@@ -46,34 +44,32 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Options say what to watch and how. Exactly one of Config and Informers is
-// required.
+// Options configure Watch. Exactly one of Config and Informers is required.
 type Options struct {
-	// Options select the services and what is kept of them.
+	// Options select the services and the metadata to keep.
 	watcher.Options
 
-	// Config says how to reach the API server. It is copied, with these changes:
-	// protobuf as content type, no compression, which would make the first listing
-	// two to three times slower, no timeout, which would end watches, and no
-	// client-side rate limit unless QPS or RateLimiter is set.
+	// Config is the connection to the API server. Watch copies it and changes the content
+	// type to protobuf. It disables compression, which makes the first listing two to three
+	// times slower, and the timeout, which ends watches. It disables the client-side rate
+	// limit unless QPS or RateLimiter is set.
 	Config *rest.Config
 
-	// Informers, if set, are the source instead.
+	// Informers, if set, replace the connection.
 	Informers *Informers
 
-	// NodeName is the one node whose object is watched, exactly as the API has
-	// the name. Empty means all nodes.
+	// NodeName is the name of the only Node object to watch, exactly as in the API. Empty
+	// means all nodes.
 	NodeName string
 
-	// FailFast makes Watch return the first error that it meets before
-	// everything has been listed, instead of trying again. With Informers it has
-	// no effect: their errors do not come here.
+	// FailFast makes Watch return the first error before everything has been listed, instead
+	// of retrying. It has no effect with Informers, which handle their own errors.
 	FailFast bool
 }
 
-// Validate returns an error if Watch would refuse the options: those of package
-// watcher are invalid, there is not exactly one of Config and Informers, or an
-// informer is missing or is one of another kind.
+// Validate returns the error that Watch would return for invalid options: invalid options
+// of package watcher, not exactly one of Config and Informers, or an informer that is
+// missing or has the wrong kind.
 func (o Options) Validate() error {
 	if _, err := watcher.New(o.Options); err != nil {
 		return err
@@ -84,13 +80,13 @@ func (o Options) Validate() error {
 	return o.Informers.validate()
 }
 
-// Watch keeps state equal to what the API server has, and calls its SetSynced
-// when everything has been listed once. It returns nil when ctx is done, with
-// nothing left running. Errors of the server are logged and retried with a backoff
-// of up to a minute; Watch returns an error only if the options are invalid, if an
-// informer delivers objects of another kind, or with Options.FailFast.
+// Watch keeps state equal to the API server's state. It calls state.SetSynced when
+// everything has been listed once. It returns nil when ctx ends, with all its goroutines
+// stopped. It logs errors of the server and retries with a backoff of up to a minute.
+// Watch returns an error only for invalid options, for an informer that delivers objects
+// of the wrong kind, or with Options.FailFast.
 //
-// A state takes one Watch in its life, and no other writer.
+// A state supports only one Watch in its lifetime and no other writer.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	if err := opts.Validate(); err != nil {
 		return err
@@ -129,20 +125,20 @@ type watch struct {
 	running sync.WaitGroup
 
 	mu sync.Mutex
-	// unlisted are the resources for whose first list the state waits.
+	// unlisted are the resources whose first list is missing.
 	unlisted map[string]bool
-	// failedSince has, by resource, since when all requests have failed.
+	// failedSince maps resources to the time since when all their requests have failed.
 	failedSince map[string]time.Time
 }
 
-// What is watched, by the names that the API has for it.
+// The resources, with their names in the API.
 const (
 	services       = "services"
 	endpointSlices = "endpointslices"
 	nodes          = "nodes"
 )
 
-// listed notes that a resource has been listed. The state is synced with the last.
+// listed records that a resource was listed. After the last one, the state is synced.
 func (w *watch) listed(resource string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -152,7 +148,7 @@ func (w *watch) listed(resource string) {
 	}
 }
 
-// reportDelay logs once which resources have not been listed after a time.
+// reportDelay logs once, after a delay, which resources have not been listed.
 func (w *watch) reportDelay(ctx context.Context, after time.Duration, message string) {
 	select {
 	case <-w.state.Synced():

@@ -462,7 +462,7 @@ func TestMissingPermissionIsNamedAndTriedAgain(t *testing.T) {
 			verbs = append(verbs, "watch")
 		}
 		for _, verb := range verbs {
-			want := verb + ` endpointslices at API server http://api.test: missing permission; needed are the verbs list and watch on resource \"endpointslices\" of API group \"discovery.k8s.io\" in all namespaces: `
+			want := verb + ` endpointslices at API server http://api.test: missing permission; grant the verbs list and watch on resource \"endpointslices\" of API group \"discovery.k8s.io\" in all namespaces: `
 			if got := log(); !strings.Contains(got, want) {
 				t.Errorf("want an error with %s, got %s", want, got)
 			}
@@ -518,10 +518,10 @@ func TestFailFastReturnsTheFirstError(t *testing.T) {
 		want   string
 	}{
 		{"a forbidden resource", func(w *world) { w.refuse = forbid(nodes) },
-			` nodes at API server http://api.test: missing permission; needed are the verbs list and watch on resource "nodes" of API group "" at cluster scope: `},
+			` nodes at API server http://api.test: missing permission; grant the verbs list and watch on resource "nodes" of API group "" at cluster scope: `},
 		{"a missing credential", func(w *world) {
 			w.refuse = func(request) *apierrors.StatusError { return apierrors.NewUnauthorized("Unauthorized") }
-		}, "credentials are missing or not accepted; needed are "},
+		}, "credentials are missing or not accepted; grant "},
 		{"an unreachable server", func(w *world) { w.listener.unplug(true) },
 			" at API server http://api.test: dial tcp: connect: connection refused"},
 	} {

@@ -16,47 +16,46 @@ import (
 )
 
 const (
-	// createdLabelled is the age below which a service that becomes wanted was
-	// created with its label, so that its slices have it, too.
+	// createdLabelled is the maximum age of a new wanted service that was created with its
+	// label, so that its slices have the label too.
 	createdLabelled = 10 * time.Second
-	// labelledWithin is how long the endpoint-slice controller may take to label
-	// slices before they are watched without the label.
+	// labelledWithin is the time that the endpoint-slice controller has to label slices
+	// before the watch drops its filter.
 	labelledWithin = 5 * time.Second
-	// filteredAfter is how long the watch stays without a filter once it could
-	// have one: to list all slices again is expensive.
+	// filteredAfter is the time for which the watch stays unfiltered after it could have a
+	// filter. Listing all slices again is expensive.
 	filteredAfter = 5 * time.Minute
-	// retryAfter is the time from a failed request for the slices of some services
-	// to a listing of all.
+	// retryAfter is the delay of a full listing after a failed request for the slices of
+	// some services.
 	retryAfter = time.Second
-	// findTimeout limits a request for the slices of some services, during which
-	// all services and slices wait.
+	// findTimeout limits a request for the slices of some services. All services and slices
+	// wait for it.
 	findTimeout = 5 * time.Second
 )
 
-// managedByController is the value of the label endpointslice.kubernetes.io/managed-by
-// on slices that the endpoint-slice controller makes, and labels.
+// managedByController is the value of the label endpointslice.kubernetes.io/managed-by on
+// slices of the endpoint-slice controller, which labels them.
 const managedByController = "endpointslice-controller.k8s.io"
 
-// finder returns the slices of some services that lack the proxy's label, and
-// maybe others, at least as new as what the watch has delivered before the call.
+// finder returns the slices of services that lack the proxy's label, and possibly other
+// slices. They are at least as new as the events before the call.
 type finder func(services []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error)
 
-// origin says where a slice without the proxy's label comes from.
+// origin describes a slice without the proxy's label.
 type origin struct {
 	service types.NamespacedName
 	managed bool // by the endpoint-slice controller
 }
 
-// selection decides which slices a proxy with a name keeps: those with its
-// label, all of its services without a selector, and of its other services those
-// that the endpoint-slice controller has not labelled yet. It follows services
-// and slices under one lock, so that each slice meets the services of its time.
+// selection decides which slices a named proxy keeps: slices with its label, all slices
+// of its services without a selector, and slices of its other services that the
+// endpoint-slice controller has not labelled yet. It handles services and slices under
+// one lock, so that each slice is checked against the current services.
 //
-// A slice that was dropped, or that a filtered watch did not show, may count
-// later, for a service that becomes wanted or loses its selector. It is looked
-// up then, and the lock is held from the request to the write. An event of the
-// slice that was handled before is no newer than the answer, and all others are
-// handled after it. So the last event of each slice is what remains.
+// A slice that was dropped or filtered may be needed later, when a service becomes wanted
+// or loses its selector. Then the selection requests it, and holds the lock from the
+// request to the write. An event handled before that is not newer than the response. All
+// other events are handled later. So the last event of each slice prevails.
 type selection struct {
 	*watch
 	serviceTable table[api.Service]
@@ -65,28 +64,28 @@ type selection struct {
 	find         finder
 
 	mu turn
-	// services are those that are wanted. The value says that there is no selector.
+	// services are the wanted services. The value reports that the service has no selector.
 	services     map[types.NamespacedName]bool
-	selectorless int // how many of them
+	selectorless int // number of those
 	// unlabelled are the slices in the state that lack the proxy's label.
 	unlabelled map[types.NamespacedName]origin
 
-	// watching says that slices have been asked for, filtered that those without
-	// the proxy's label are not shown.
+	// watching reports that a watch of slices has begun. filtered reports that it omits
+	// slices without the proxy's label.
 	watching, filtered bool
-	// restart ends the watch of slices, for the next one to begin. It is nil with
-	// informers, whose watch is never filtered.
+	// restart ends the current watch of slices, so that a new one begins. It is nil with
+	// informers, whose watch has no filter.
 	restart func()
-	// pause says that a request has failed, so that the next watch has to wait.
+	// pause reports that a request failed, so the next watch has to wait.
 	pause bool
-	// waiting says that a timer is to restart the watch if its filter is wrong.
+	// waiting reports that a timer will restart the watch if its filter is wrong.
 	waiting bool
 	// ready is closed when services have been listed.
 	ready chan struct{}
 }
 
-// turn is a lock that may be held for long: in a bubble of synctest, time passes
-// while others wait for it.
+// turn is a lock for long operations. Unlike a mutex, it lets time advance in a synctest
+// bubble while goroutines wait for it.
 type turn chan struct{}
 
 // Lock implements sync.Locker.
@@ -95,13 +94,13 @@ func (t turn) Lock() { t <- struct{}{} }
 // Unlock implements sync.Locker.
 func (t turn) Unlock() { <-t }
 
-// serviceSelection and sliceSelection are the selection as a writer.
+// serviceSelection and sliceSelection implement writer for a selection.
 type (
 	serviceSelection struct{ *selection }
 	sliceSelection   struct{ *selection }
 )
 
-// newSelection returns a selection that is between the stores and the state.
+// newSelection returns a selection between the stores and the state.
 func newSelection(w *watch, s *stores, find finder) *selection {
 	n := &selection{
 		watch: w, serviceTable: s.services.to.(table[api.Service]), sliceTable: s.slices.to.(table[api.EndpointSlice]),
@@ -117,20 +116,20 @@ func newSelection(w *watch, s *stores, find finder) *selection {
 	return n
 }
 
-// reduceSlice converts a slice that counts. The caller holds mu.
+// reduceSlice converts a slice if it is selected. The caller holds mu.
 func (n *selection) reduceSlice(s *discoveryv1.EndpointSlice, i *item[api.EndpointSlice]) {
 	if !n.converter.WantsSlice(s) {
 		service := types.NamespacedName{Namespace: s.Namespace, Name: s.Labels[n.serviceLabel()]}
 		i.unlabelled = &origin{service, s.Labels[discoveryv1.LabelManagedBy] == managedByController}
-		if !n.counts(i.unlabelled) {
+		if !n.selects(i.unlabelled) {
 			return
 		}
 	}
 	n.convertSlice(s, i)
 }
 
-// counts reports whether a slice without the proxy's label counts.
-func (n *selection) counts(o *origin) bool {
+// selects reports whether a slice without the proxy's label is selected.
+func (n *selection) selects(o *origin) bool {
 	selectorless, wanted := n.services[o.service]
 	return selectorless || wanted && o.managed
 }
@@ -157,9 +156,8 @@ func (n serviceSelection) replace(all []*item[api.Service]) bool {
 	return true
 }
 
-// note takes note of a service. It returns the service if slices that count for
-// it from now on may be missing in the state, and whether there may be some that
-// do not count any more.
+// note updates the service of i. It returns the service in missing if the state may lack
+// slices that are selected now. less reports that some slices may no longer be selected.
 func (n *selection) note(i *item[api.Service]) (missing []types.NamespacedName, less bool) {
 	was, wanted := n.services[i.key]
 	if was {
@@ -179,15 +177,15 @@ func (n *selection) note(i *item[api.Service]) (missing []types.NamespacedName, 
 	return missing, was && !i.selectorless
 }
 
-// commit writes services, the slices that are missing for some of them, and
-// drops slices that do not count any more, if there may be less that do.
+// commit writes services and the missing slices of some. With less, it also drops slices
+// that are no longer selected.
 func (n *selection) commit(missing []types.NamespacedName, less bool, write func(*cluster.Tx)) {
 	found, err := n.lookUp(missing)
 	n.state.Update(func(tx *cluster.Tx) {
 		write(tx)
 		if less {
 			for key, o := range n.unlabelled {
-				if !n.counts(&o) {
+				if !n.selects(&o) {
 					n.put(tx, &item[api.EndpointSlice]{key: key})
 				}
 			}
@@ -197,7 +195,7 @@ func (n *selection) commit(missing []types.NamespacedName, less bool, write func
 		}
 	})
 	if err != nil {
-		n.logger.Error(err, "Listing the endpoint slices of new services failed, listing all")
+		n.logger.Error(err, "Cannot list endpoint slices of new services; listing all")
 	}
 	n.adapt(err != nil)
 }
@@ -210,10 +208,10 @@ func (n sliceSelection) write(i *item[api.EndpointSlice]) {
 func (n sliceSelection) replace(all []*item[api.EndpointSlice]) bool {
 	missing := map[types.NamespacedName]bool{}
 	for _, i := range all {
-		// Services may have changed since the slice arrived.
+		// The services may have changed since the slice arrived.
 		switch {
 		case i.unlabelled == nil:
-		case !n.counts(i.unlabelled):
+		case !n.selects(i.unlabelled):
 			i.value = nil
 		case i.value == nil:
 			missing[i.unlabelled.service] = true
@@ -231,7 +229,7 @@ func (n sliceSelection) replace(all []*item[api.EndpointSlice]) bool {
 	}
 	found, err := n.lookUp(slices.Collect(maps.Keys(missing)))
 	if err != nil {
-		n.logger.Error(err, "Listing the endpoint slices of new services failed, listing all again")
+		n.logger.Error(err, "Cannot list endpoint slices of new services; listing all again")
 		n.adapt(true)
 		return false
 	}
@@ -247,7 +245,7 @@ func (n sliceSelection) replace(all []*item[api.EndpointSlice]) bool {
 	return true
 }
 
-// put brings a slice into the state, or takes it out.
+// put writes a slice to the state, or deletes it if it has no value.
 func (n *selection) put(tx *cluster.Tx, i *item[api.EndpointSlice]) {
 	n.sliceTable.writeIn(tx, i)
 	n.noteSlice(i)
@@ -261,8 +259,7 @@ func (n *selection) noteSlice(i *item[api.EndpointSlice]) {
 	}
 }
 
-// lookUp returns the slices that count for some services and that the watch may
-// have left out.
+// lookUp returns the selected slices of services that the watch may have omitted.
 func (n *selection) lookUp(services []types.NamespacedName) ([]*item[api.EndpointSlice], error) {
 	if len(services) == 0 {
 		return nil, nil
@@ -279,14 +276,13 @@ func (n *selection) lookUp(services []types.NamespacedName) ([]*item[api.Endpoin
 	return found, err
 }
 
-// filter reports whether the watch of slices can do without those that lack the
-// proxy's label.
+// filter reports whether the watch may omit slices without the proxy's label.
 func (n *selection) filter() bool { return n.selectorless == 0 && len(n.unlabelled) == 0 }
 
-// adapt restarts the watch of slices if it has to list again, or if its filter
-// is wrong. A service without a selector needs another one immediately. All else
-// has time, as it may pass: the controller is about to label a slice, a service
-// without a selector comes back.
+// adapt restarts the watch of slices if it has to list again or its filter is wrong. A
+// service without a selector needs another watch immediately. Other changes wait, because
+// they may be temporary: the controller may label a slice, or a service without a
+// selector may return.
 func (n *selection) adapt(list bool) {
 	switch {
 	case n.restart == nil:
@@ -312,8 +308,8 @@ func (n *selection) adapt(list bool) {
 	}
 }
 
-// begin says that slices are watched from now on. It reports whether the watch
-// has to wait because a request failed.
+// begin begins a watch of slices. pause reports that the watch has to wait because a
+// request failed.
 func (n *selection) begin(restart func()) (pause bool) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -322,8 +318,8 @@ func (n *selection) begin(restart func()) (pause bool) {
 	return pause
 }
 
-// follow watches slices until ctx ends, one watch at a time. Each begins with a
-// listing of its own, which replaces what its predecessor has brought at once.
+// follow watches slices until ctx ends, one watch at a time. Each watch begins with a
+// listing, which replaces all slices of the previous watch.
 func (n *selection) follow(ctx context.Context, reflect func(ctx context.Context, filtered, again bool)) {
 	for again := false; ctx.Err() == nil; again = true {
 		watching, stop := context.WithCancel(ctx)

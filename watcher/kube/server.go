@@ -33,18 +33,17 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// noticeAfter is how long the first lists may take before the log names those
-// that are missing.
+// noticeAfter is the time after which the log names the missing first lists.
 const noticeAfter = 10 * time.Second
 
-// followServer fills the state from an API server until ctx is done.
+// followServer fills the state from an API server until ctx ends.
 func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 	var err error
 	if w.client, err = newClient(ctx, config); err != nil {
 		return fmt.Errorf("client for API server %s: %w", config.Host, err)
 	}
 	defer w.client.connections.CloseAll()
-	w.running.Go(func() { w.reportDelay(ctx, noticeAfter, "Still waiting for the first list") })
+	w.running.Go(func() { w.reportDelay(ctx, noticeAfter, "Still waiting for the first list of resources") })
 	s := w.newStores(w.finder(ctx))
 	w.running.Go(func() { w.reflect(ctx, w.serviceSource(), s.services) })
 	w.running.Go(func() { w.reflect(ctx, w.nodeSource(), s.nodes) })
@@ -67,17 +66,16 @@ func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 	return nil
 }
 
-// client talks to the two API groups that matter here. client-go's typed clients
-// are left alone: they come with the types of all groups, for every program.
+// client is a client of the two API groups that the watch needs. client-go's typed
+// clients would link the types of all groups into every program.
 type client struct {
 	core, discovery rest.Interface
 	connections     *connrotation.Dialer
 }
 
-// newClient returns a client whose connections are its own, so that closing them
-// all disturbs nobody. A transport can only close connections that are idle, and
-// one whose watches were cancelled just now may not be so yet. None is made after
-// ctx is done.
+// newClient returns a client with its own connections, so that closing them affects no
+// other client. A transport closes only idle connections, and a connection with a
+// canceled watch may not be idle yet. The client makes no connections after ctx ends.
 func newClient(ctx context.Context, config *rest.Config) (*client, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range [...]func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme} {
@@ -94,7 +92,7 @@ func newClient(ctx context.Context, config *rest.Config) (*client, error) {
 	config.DisableCompression = true
 	config.Timeout = 0
 	if config.QPS == 0 && config.RateLimiter == nil {
-		// A handful of long requests needs no limit, and the server has its own.
+		// A handful of long requests needs no client-side limit, and the server has its own.
 		config.QPS = -1
 	}
 	if config.UserAgent == "" {
@@ -138,15 +136,15 @@ func (c *client) server() string {
 	return u.Scheme + "://" + u.Host
 }
 
-// source is what a reflector requests from the API server.
+// source is the resource that a reflector requests from the API server.
 type source struct {
 	client   rest.Interface
 	resource schema.GroupResource
 	example  runtime.Object
 	labels   string
 	fields   string
-	// latest requests the latest state from the beginning, and not any that the
-	// server has at hand: it must not be older than what was seen before.
+	// latest makes requests read the latest state instead of the server's cache, which may
+	// be older than the events seen before.
 	latest bool
 }
 
@@ -169,8 +167,8 @@ func (w *watch) nodeSource() *source {
 	return src
 }
 
-// sliceSource returns the watch of slices. Filtered, it shows those that have
-// the label of the proxy.
+// sliceSource returns the source of slices. With filtered, it has only those with the
+// proxy's label.
 func (w *watch) sliceSource(filtered bool) *source {
 	var labels []string
 	switch {
@@ -188,15 +186,15 @@ func (w *watch) sliceSource(filtered bool) *source {
 	}
 }
 
-// serviceLabel returns the label of a slice that names its service.
+// serviceLabel returns the label of a slice that contains its service's name.
 func (w *watch) serviceLabel() string {
 	return cmp.Or(w.opts.ServiceNameLabel, discoveryv1.LabelServiceName)
 }
 
-// servicesPerRequest bounds the length of a request's URL.
+// servicesPerRequest limits the length of a request's URL.
 const servicesPerRequest = 50
 
-// finder returns a finder that asks the API server.
+// finder returns a finder that queries the API server.
 func (w *watch) finder(ctx context.Context) finder {
 	src := w.sliceSource(false)
 	r := &reporter{watch: w, resource: src.resource}
@@ -228,11 +226,11 @@ func (w *watch) finder(ctx context.Context) finder {
 	}
 }
 
-// never is a resync period: without one, reflectors before client-go v0.35 wait by
-// a channel at which time stands still in tests.
+// never is a resync period. Without one, reflectors before client-go v0.35 wait on a
+// channel that stops the clock of synctest.
 const never = 100 * 365 * 24 * time.Hour
 
-// reflect keeps store equal to what the source says, until ctx is done.
+// reflect keeps store equal to the source until ctx ends.
 func (w *watch) reflect(ctx context.Context, src *source, store cache.TransformingStore) {
 	r := &reporter{watch: w, resource: src.resource}
 	reflector := cache.NewReflectorWithOptions(src.listWatch(r), src.example, store, cache.ReflectorOptions{
@@ -244,14 +242,14 @@ func (w *watch) reflect(ctx context.Context, src *source, store cache.Transformi
 	_ = backoff.DelayWithReset(clock.RealClock{}, 2*time.Minute).Until(ctx, true, true, func(ctx context.Context) (bool, error) {
 		err := reflector.ListAndWatchWithContext(ctx)
 		if reported := new(requestError); err != nil && ctx.Err() == nil && !errors.As(err, &reported) {
-			klog.FromContext(ctx).Error(err, "Reflecting failed, trying again", "resource", src.resource.String())
+			klog.FromContext(ctx).Error(err, "Reflector failed; retrying", "resource", src.resource.String())
 		}
 		return false, nil
 	})
 }
 
-// listWatch returns the source in the form that reflectors take. The outcome of
-// each request is reported to r.
+// listWatch returns the source as a ListWatch for reflectors. It reports the result of
+// each request to r.
 func (src *source) listWatch(r *reporter) *cache.ListWatch {
 	lw := cache.NewFilteredListWatchFromClient(src.client, src.resource.Resource, metav1.NamespaceAll, func(options *metav1.ListOptions) {
 		options.LabelSelector, options.FieldSelector = src.labels, src.fields
@@ -268,7 +266,8 @@ func (src *source) listWatch(r *reporter) *cache.ListWatch {
 			watch, err := lw.WatchFuncWithContext(ctx, options)
 			err = r.request(ctx, "watch", &options, err)
 			if options.SendInitialEvents != nil && (utilnet.IsConnectionRefused(err) || apierrors.IsTooManyRequests(err)) {
-				// The reflector would sleep without looking at its context. It lists instead.
+				// With the original error, the reflector would sleep and ignore its context. With
+				// this one it lists.
 				err = errors.New(err.Error())
 			}
 			return watch, err
@@ -276,8 +275,8 @@ func (src *source) listWatch(r *reporter) *cache.ListWatch {
 	}
 }
 
-// GetService returns a Service as the API server has it, whoever serves it, and nil if
-// there is none.
+// GetService returns a Service from the API server, whichever proxy serves it, or nil if
+// it does not exist.
 func GetService(ctx context.Context, config *rest.Config, key types.NamespacedName) (*corev1.Service, error) {
 	c, err := newClient(ctx, config)
 	if err != nil {

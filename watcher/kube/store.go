@@ -18,51 +18,49 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// item is an object of the API, reduced to what goes into the state.
+// item is an API object, reduced to its value for the state.
 type item[T any] struct {
 	key types.NamespacedName
-	// value is nil if the object is of no use to the proxy, or is deleted.
+	// value is nil if the object is deleted or the proxy does not need it.
 	value *T
-	// selectorless says that the object is a service without a selector.
+	// selectorless reports that the object is a service without a selector.
 	selectorless bool
 	// unlabelled is set for a slice without the proxy's label.
 	unlabelled *origin
 }
 
-// GetObjectMeta returns the name, by which the reflector keys the items of a
-// streaming list until it hands them over.
+// GetObjectMeta returns the name. The reflector uses it as the key for items of a
+// streaming list.
 func (i *item[T]) GetObjectMeta() metav1.Object {
 	return &metav1.ObjectMeta{Namespace: i.key.Namespace, Name: i.key.Name}
 }
 
-// writer brings items into the state.
+// writer writes items to the state.
 type writer[T any] interface {
-	// write sets an object, or removes it if the item has no value.
+	// write sets an object, or deletes it if the item has no value.
 	write(*item[T])
-	// replace writes a full listing. False means that it could not, that nothing
-	// has changed, and that another listing comes.
+	// replace writes a full listing. It returns false if it could not and changed nothing;
+	// then another listing follows.
 	replace([]*item[T]) bool
 }
 
-// store is what a reflector or the handler of an informer writes into. It
-// reduces objects as they arrive and hands them to its writer: a
-// cache.TransformingStore that stores nothing.
+// store receives objects from a reflector or informer. It reduces them as they arrive and
+// passes them to its writer. It is a cache.TransformingStore that stores nothing.
 type store[O metav1.Object, T any] struct {
-	// Store is nil. Before v0.35, client-go's reflectors require methods of it that
-	// they never call.
+	// Store is nil. Reflectors of client-go before v0.35 require its methods but never call
+	// them.
 	cache.Store
 	resource string
 	// mu is held while reduce and the writer are called.
 	mu     sync.Locker
-	reduce func(O, *item[T]) // sets the value and what is said of it
+	reduce func(O, *item[T]) // sets the value and the other fields
 	to     writer[T]
 	listed func() // called after each full listing
 }
 
 var _ cache.TransformingStore = (*store[*corev1.Node, api.Node])(nil)
 
-// item returns the reduced form of what the reflector delivers, which may be
-// that already.
+// item returns the reduced form of an object, which may already be reduced.
 func (s *store[O, T]) item(obj any) (*item[T], error) {
 	if i, ok := obj.(*item[T]); ok {
 		return i, nil
@@ -76,8 +74,8 @@ func (s *store[O, T]) item(obj any) (*item[T], error) {
 	return i, nil
 }
 
-// Transformer returns the reduction, which the reflector applies to the objects
-// of a streaming list one by one.
+// Transformer returns the function that reduces the objects of a streaming list one by
+// one.
 func (s *store[O, T]) Transformer() cache.TransformFunc {
 	return func(obj any) (any, error) {
 		s.mu.Lock()
@@ -89,7 +87,7 @@ func (s *store[O, T]) Transformer() cache.TransformFunc {
 // Add sets the object.
 func (s *store[O, T]) Add(obj any) error { return s.Update(obj) }
 
-// Update sets the object, or removes it if it has become of no use.
+// Update sets the object, or deletes it if the proxy no longer needs it.
 func (s *store[O, T]) Update(obj any) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -100,7 +98,7 @@ func (s *store[O, T]) Update(obj any) error {
 	return err
 }
 
-// Delete removes the object.
+// Delete deletes the object.
 func (s *store[O, T]) Delete(obj any) error {
 	key, err := cache.DeletionHandlingObjectToName(obj)
 	if err != nil {
@@ -122,7 +120,7 @@ func (s *store[O, T]) Replace(list []any, _ string) error {
 		if err != nil {
 			return err
 		}
-		list[n] = nil // the reduced form is all that is needed of it
+		list[n] = nil // release the original object
 		items = append(items, i)
 	}
 	if s.to.replace(items) {
@@ -131,10 +129,10 @@ func (s *store[O, T]) Replace(list []any, _ string) error {
 	return nil
 }
 
-// Resync has nothing to do: there is no queue that could have lost something.
+// Resync does nothing, because there is no queue that could lose objects.
 func (s *store[O, T]) Resync() error { return nil }
 
-// table is the writer of one kind of objects, as they are.
+// table is the writer of objects of one kind, without selection.
 type table[T any] struct {
 	state      *cluster.State
 	set        func(*cluster.Tx, *T)
@@ -159,7 +157,7 @@ func (t table[T]) replace(all []*item[T]) bool {
 	return true
 }
 
-// values yields the values of the items that have one.
+// values yields the values of items that have one.
 func values[T any](items []*item[T]) iter.Seq[*T] {
 	return func(yield func(*T) bool) {
 		for _, i := range items {
@@ -170,7 +168,7 @@ func values[T any](items []*item[T]) iter.Seq[*T] {
 	}
 }
 
-// stores are those of one watch.
+// stores are the stores of one watch.
 type stores struct {
 	services  *store[*corev1.Service, api.Service]
 	slices    *store[*discoveryv1.EndpointSlice, api.EndpointSlice]
@@ -178,8 +176,8 @@ type stores struct {
 	selection *selection // nil without a ServiceProxyName
 }
 
-// newStores returns stores that keep of services, slices and nodes what the
-// options say. find is for the selection of slices.
+// newStores returns stores that keep what the options select. find is for the selection
+// of slices.
 func (w *watch) newStores(find finder) *stores {
 	s := &stores{
 		services: &store[*corev1.Service, api.Service]{
@@ -235,7 +233,7 @@ func (w *watch) reduceNode(n *corev1.Node, i *item[api.Node]) {
 
 func (w *watch) log(problems []watcher.Problem) {
 	for _, p := range problems {
-		w.logger.Info("Left out what cannot be used", "kind", p.Kind, "object", klog.KRef(p.Object.Namespace, p.Object.Name),
+		w.logger.Info("Ignored an invalid field", "kind", p.Kind, "object", klog.KRef(p.Object.Namespace, p.Object.Name),
 			"field", p.Field, "problem", p.Message)
 	}
 }

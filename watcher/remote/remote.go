@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package remote fills a cluster.State from another kpng, which serves the state
-// it has (remote.ServerOptions.ServeCluster). So a server is served by a server,
-// and the API server is asked once for all of them.
+// Package remote fills a cluster.State from another kpng server that serves its state
+// (remote.ServerOptions.ServeCluster). A chain of servers needs only one connection to
+// the API server.
 //
-// The services are those that the other kpng was told to serve.
+// The services are those that the other server is configured to serve.
 package remote
 
 import (
@@ -23,19 +23,19 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Options say where the other kpng is.
+// Options are the connection to the other server.
 type Options struct {
 	transport.DialOptions
 }
 
-// Watch fills state, which has synced when the first answer is complete, and
-// follows the other kpng until ctx ends; it returns the cause of that. Each answer
-// is one commit. Nobody else may write to state.
+// Watch fills state and follows the other server until ctx ends. It returns the cause of
+// ctx. The state is synced when the first answer is complete. Each answer is one commit.
+// state must have no other writer.
 //
-// While the other kpng is away, state keeps what it has. After that only what
-// changed comes or, if another one answers or it was away for long, everything,
-// of which state records what is different. With FailFast, Watch returns an error
-// instead when no address is any good.
+// While the other server is down, state keeps its content. After that, Watch receives
+// only the changes. If another server answers, or the outage was long, it receives
+// everything, and state records the differences. With FailFast, Watch returns an error if
+// no address works.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	dialer, err := transport.NewDialer(opts.DialOptions)
 	if err != nil {
@@ -45,17 +45,17 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	return dialer.Stay(ctx, f.follow)
 }
 
-// staleAfter is how long the other kpng may be away until the state is stale.
+// staleAfter is how long the other server may be down until the state is stale.
 const staleAfter = 3 * time.Minute
 
 // follower follows one server after the other.
 type follower struct {
 	state *cluster.State
 	token []byte    // of the last complete answer
-	lost  time.Time // when the last server that answered was lost
+	lost  time.Time // when the last connection with an answer was lost
 }
 
-// follow follows the server at the other end of conn for as long as it goes.
+// follow follows the server at the other end of conn until the connection fails.
 func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -75,7 +75,7 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 	req := &clusterv1.WatchRequest{Resume: f.token}
 	for {
 		if err := stream.Send(req); err != nil {
-			_, err = stream.Recv() // which says why
+			_, err = stream.Recv() // returns the server's error
 			return err
 		}
 		a := answer{had: f.state.Snapshot(), log: log}
@@ -94,13 +94,13 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 		f.token, answered = a.token, true
 		req = &clusterv1.WatchRequest{}
 		if a.reset {
-			log.Info("The server sent everything", "services", len(a.services.set), "slices", len(a.slices.set), "nodes", len(a.nodes.set))
+			log.Info("Received full state from server", "services", len(a.services.set), "slices", len(a.slices.set), "nodes", len(a.nodes.set))
 		}
 	}
 }
 
-// answer gathers the parts of an answer. Objects that cannot be read are logged, and stay as
-// they are in had.
+// answer collects the parts of an answer. It logs unreadable objects, which stay as they
+// are in had.
 type answer struct {
 	had      *cluster.Snapshot
 	log      klog.Logger
@@ -112,7 +112,7 @@ type answer struct {
 	stale    bool
 }
 
-// objects are those of one kind that an answer names.
+// objects are the objects of one kind in an answer.
 type objects[K, V any] struct {
 	set     []*V
 	deleted []K
@@ -139,12 +139,12 @@ func keyOf[M interface {
 	return types.NamespacedName{Namespace: m.GetNamespace(), Name: m.GetName()}
 }
 
-// add adds what a part says of one kind.
+// add adds the objects of one kind from a part.
 func add[K, V, M, D any](a *answer, o *objects[K, V], set []M, key func(M) K, object func(M) (*V, error), had func(K) (*V, bool), deleted []D, deletedKey func(D) K) {
 	for _, m := range set {
 		v, err := object(m)
 		if err != nil {
-			a.log.Error(err, "Left out an object of the server that cannot be read")
+			a.log.Error(err, "Ignored an unreadable object from the server")
 			v, _ = had(key(m))
 		}
 		if v != nil {
@@ -156,7 +156,7 @@ func add[K, V, M, D any](a *answer, o *objects[K, V], set []M, key func(M) K, ob
 	}
 }
 
-// write makes the state what the answer says.
+// write applies the answer to the state.
 func (a *answer) write(tx *cluster.Tx) {
 	a.services.write(a.reset, tx.ReplaceServices, tx.SetService, tx.DeleteService)
 	a.slices.write(a.reset, tx.ReplaceSlices, tx.SetSlice, tx.DeleteSlice)
@@ -164,7 +164,7 @@ func (a *answer) write(tx *cluster.Tx) {
 	tx.SetStale(a.stale)
 }
 
-// write makes those of one kind what the answer says: all of them, if all is new.
+// write applies the objects of one kind. With all, it replaces all objects.
 func (o *objects[K, V]) write(all bool, replace func(iter.Seq[*V]), set func(*V), remove func(K)) {
 	if all {
 		replace(slices.Values(o.set))

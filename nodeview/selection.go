@@ -11,21 +11,20 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// contest is the work on one view: every candidate for every port.
-type contest struct {
+// selection is the state of one call of View: every candidate for every port.
+type selection struct {
 	slices []*api.EndpointSlice
-	// ports are the service's ports that can be served; a single nil stands for
-	// the only "port" of a service that is served by whole addresses.
+	// ports are the service's ports that can be served. A service that is served by whole
+	// addresses has one port, nil.
 	ports []*api.PortMapping
-	// targets and overrides say what each slice serves: for slice s and port p,
-	// targets[s*len(ports)+p] is the number at the endpoints, 0 if they do not
-	// serve it.
+	// targets and overrides hold what each slice serves. For slice s and port p,
+	// targets[s*len(ports)+p] is the port at the endpoints, or 0 if they do not serve p.
 	targets   []int32
 	overrides [][]api.PortName
 	// candidates are in the order of api.Endpoint.Compare.
 	candidates []candidate
-	// members has a row for each port, with one entry for each candidate.
-	members []membership
+	// reasons has a row for each port, with one entry for each candidate.
+	reasons []listReasons
 }
 
 // candidate is an endpoint of a slice that may serve some port.
@@ -34,29 +33,28 @@ type candidate struct {
 	ep    *api.SliceEndpoint
 	slice int32
 
-	// What settle finds: the lists of all ports together, whether they differ between
-	// ports, and whether a candidate that is on none is draining.
+	// assignLists sets these: the lists of all ports together, whether the lists differ
+	// between ports, and whether a candidate on no list is draining.
 	scopes         api.Scopes
 	uneven, drains bool
 }
 
-// row returns the membership of every candidate for the port at index p.
-func (c *contest) row(p int) []membership {
-	return c.members[p*len(c.candidates):][:len(c.candidates)]
+// row returns the reasons of every candidate for the port at index p.
+func (c *selection) row(p int) []listReasons {
+	return c.reasons[p*len(c.candidates):][:len(c.candidates)]
 }
 
-func (c *contest) member(p, candidate int) membership {
-	return c.members[p*len(c.candidates)+candidate]
+func (c *selection) reasonsAt(p, candidate int) listReasons {
+	return c.reasons[p*len(c.candidates)+candidate]
 }
 
-func (c *contest) target(p, candidate int) int32 {
+func (c *selection) target(p, candidate int) int32 {
 	return c.targets[int(c.candidates[candidate].slice)*len(c.ports)+p]
 }
 
-// gather appends to buf the endpoints of the families in which the service is
-// served, of slices that serve any of its ports. Which family an endpoint has,
-// its address says.
-func (c *contest) gather(buf []candidate, served []api.Family, tr *trace) []candidate {
+// gather appends the endpoints that serve any port and have an address of a served family
+// to buf.
+func (c *selection) gather(buf []candidate, served []api.Family, tr *trace) []candidate {
 	for s, slice := range c.slices {
 		offers := c.targets[s*len(c.ports):][:len(c.ports)]
 		noPort := !slices.ContainsFunc(offers, func(n int32) bool { return n != 0 })
@@ -75,8 +73,8 @@ func (c *contest) gather(buf []candidate, served []api.Family, tr *trace) []cand
 	return buf
 }
 
-// sort brings the candidates into the order of api.Endpoint.Compare.
-func (c *contest) sort() {
+// sort sorts the candidates in the order of api.Endpoint.Compare.
+func (c *selection) sort() {
 	overrides := c.overrides
 	slices.SortFunc(c.candidates, func(a, b candidate) int {
 		if d := a.addr.Compare(b.addr); d != 0 || a.slice == b.slice {
@@ -87,33 +85,31 @@ func (c *contest) sort() {
 	})
 }
 
-// countV4 returns how many of the sorted candidates have IPv4 addresses: they
-// come first.
-func (c *contest) countV4() int {
+// countV4 returns the number of IPv4 candidates. They come first in the sorted order.
+func (c *selection) countV4() int {
 	n, _ := slices.BinarySearchFunc(c.candidates, 128, func(cand candidate, bits int) int {
 		return cmp.Compare(cand.addr.BitLen(), bits)
 	})
 	return n
 }
 
-// dropUnserved keeps the candidates of slices that do not serve a port from
-// competing for it.
-func (c *contest) dropUnserved() {
+// dropUnserved excludes the candidates that do not serve a port from its lists.
+func (c *selection) dropUnserved() {
 	for p := range c.ports {
 		row := c.row(p)
 		for i := range row {
 			if c.target(p, i) == 0 {
-				row[i] = membership{outNoPort, outNoPort}
+				row[i] = listReasons{outNoPort, outNoPort}
 			}
 		}
 	}
 }
 
-// dropDuplicates leaves, of several candidates for a port with the same address
-// and the same number there, only the preferred one in the contest: a pod that
-// moves between slices, or whose address is used again, is one endpoint. What
-// two slices tell about different ports at one address stays apart.
-func (c *contest) dropDuplicates() {
+// dropDuplicates keeps one of several candidates for a port with the same address and
+// target port: the preferred one. A pod that moves between slices, or whose address is
+// reused, is one endpoint. Two slices may list one address with different ports: each
+// port is decided separately.
+func (c *selection) dropDuplicates() {
 	var best map[int32]int // target port → candidate
 	for lo, hi := 0, 0; lo < len(c.candidates); lo = hi {
 		for hi = lo + 1; hi < len(c.candidates) && c.candidates[hi].addr == c.candidates[lo].addr; {
@@ -129,16 +125,16 @@ func (c *contest) dropDuplicates() {
 			clear(best)
 			row := c.row(p)
 			for i := lo; i < hi; i++ {
-				if !row[i].competes() {
+				if !row[i].eligible() {
 					continue
 				}
 				other, ok := best[c.target(p, i)]
 				if ok && c.preference(i, other) >= 0 {
-					row[i] = membership{outDuplicate, outDuplicate}
+					row[i] = listReasons{outDuplicate, outDuplicate}
 					continue
 				}
 				if ok {
-					row[other] = membership{outDuplicate, outDuplicate}
+					row[other] = listReasons{outDuplicate, outDuplicate}
 				}
 				best[c.target(p, i)] = i
 			}
@@ -146,11 +142,11 @@ func (c *contest) dropDuplicates() {
 	}
 }
 
-// preference orders two candidates with the same address and port, the one to
-// prefer first: ready, then not terminating, then serving, then the smaller
-// slice name. What comes after that only makes the order of arrival irrelevant
-// where one slice names an address twice.
-func (c *contest) preference(i, j int) int {
+// preference orders two candidates with the same address and port. It prefers ready ones,
+// then not terminating, then serving, then the smaller slice name. The remaining
+// comparisons make the result independent of the order of arrival if one slice lists an
+// address twice.
+func (c *selection) preference(i, j int) int {
 	a, b := c.candidates[i], c.candidates[j]
 	x, y := a.ep, b.ep
 	return cmp.Or(

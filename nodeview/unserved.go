@@ -13,59 +13,58 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Fault says why there is no frontend where a service names one.
+// Fault is the reason why a service does not get a frontend that it names.
 type Fault uint8
 
 // The faults.
 const (
 	// OtherFamily: the service is not served in the family of the address.
 	OtherFamily Fault = iota + 1
-	// UnknownProtocol: the port's protocol is none of TCP, UDP and SCTP.
+	// UnknownProtocol: the port's protocol is not TCP, UDP or SCTP.
 	UnknownProtocol
-	// NoPortNumber: the port has no number, or the service no ports.
+	// NoPortNumber: the port has no number, or the service has no ports.
 	NoPortNumber
-	// DuplicatePort: an earlier port of the service has the same number (or node
-	// port) and protocol, or the same name.
+	// DuplicatePort: an earlier port of the service has the same number (or node port) and
+	// protocol, or the same name.
 	DuplicatePort
-	// Lost: another service holds the address, protocol and port.
+	// Lost: another service owns the address, protocol and port.
 	Lost
 )
 
 var faultTexts = [...]string{
 	OtherFamily:     "the service is not served in this family",
-	UnknownProtocol: "the protocol is not known",
-	NoPortNumber:    "there is no port number",
+	UnknownProtocol: "the protocol is unknown",
+	NoPortNumber:    "it has no port number",
 	DuplicatePort:   "an earlier port of the service has the same number and protocol, or name",
-	Lost:            "another service holds it",
+	Lost:            "another service owns it",
 }
 
-// String says it in words.
+// String returns the description.
 func (f Fault) String() string { return text(faultTexts[:], f) }
 
 // UnservedFrontend is a frontend that a service names but does not get.
 type UnservedFrontend struct {
 	FrontendKey
-	// ServicePort is the port it would serve, nil for all ports.
+	// ServicePort is the port of the frontend, or nil for all ports.
 	ServicePort *api.PortMapping `json:",omitempty"`
 	Fault       Fault
-	// Winner is the service that holds it, if Fault is Lost.
+	// Winner is the service that owns the claim, if Fault is Lost.
 	Winner types.NamespacedName `json:",omitzero"`
 }
 
-// String names the frontend and says why it is not served.
+// String returns the frontend and the reason.
 func (u UnservedFrontend) String() string {
 	if u.Fault == Lost {
-		return fmt.Sprintf("%s: service %s holds it", u.FrontendKey, u.Winner)
+		return fmt.Sprintf("%s: service %s owns it", u.FrontendKey, u.Winner)
 	}
 	return fmt.Sprintf("%s: %s", u.FrontendKey, u.Fault)
 }
 
-// Unserved yields the frontends that the service of se names and that are not
-// among its [Frontends], in the same order, for users to be told. Of a nil se
-// there are none.
+// Unserved yields the frontends that the service of se names and that are not among its
+// [Frontends], in the same order, to report them to users. A nil se has none.
 func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
-		for s := range sites(se) {
+		for s := range namedFrontends(se) {
 			if s.Fault != 0 && !yield(s) {
 				return
 			}
@@ -73,9 +72,9 @@ func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	}
 }
 
-// sites yields once each place where the service of se names a frontend. Those that are
-// served have the Fault 0. Of a nil se there are none.
-func sites(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
+// namedFrontends yields each frontend that the service of se names, once. A served
+// frontend has Fault 0. A nil se has none.
+func namedFrontends(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
 		if se == nil {
 			return
@@ -86,21 +85,21 @@ func sites(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 			if !svc.AllPorts {
 				fault = NoPortNumber
 			}
-			portSites(se, nil, fault, 0, yield)
+			portFrontends(se, nil, fault, 0, yield)
 			return
 		}
 		for i := range svc.Ports {
 			fault := portFault(svc.Ports, i)
-			if !portSites(se, &svc.Ports[i], fault, cmp.Or(fault, nodePortFault(svc.Ports, i)), yield) {
+			if !portFrontends(se, &svc.Ports[i], fault, cmp.Or(fault, nodePortFault(svc.Ports, i)), yield) {
 				return
 			}
 		}
 	}
 }
 
-// portSites yields the sites of one port. Where the port itself cannot be
-// served, fault says why, and nodePortFault why it cannot at its node port.
-func portSites(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortFault Fault, yield func(UnservedFrontend) bool) bool {
+// portFrontends yields the named frontends of one port. fault is the reason why the port
+// cannot be served, and nodePortFault the reason why its node port cannot.
+func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortFault Fault, yield func(UnservedFrontend) bool) bool {
 	served := se.Service.Families()
 	for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
 		s := UnservedFrontend{FrontendKey: FrontendKey{Family: family}, ServicePort: port}
@@ -110,12 +109,12 @@ func portSites(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortF
 		addrs := se.Service.FrontendIPs(family) // by kind, from ClusterIP on
 		for i, list := range addrs {
 			for j, addr := range list {
-				// An address that is named twice has one frontend: that of the first kind.
+				// An address that is named twice has one frontend, of the first kind.
 				if slices.Contains(list[:j], addr) || named(addrs[:i], addr) {
 					continue
 				}
 				s.Kind, s.Addr = ClusterIP+Kind(i), addr
-				s.Fault, s.Winner = siteFault(se, s.FrontendKey, fault, served)
+				s.Fault, s.Winner = frontendFault(se, s.FrontendKey, fault, served)
 				if !yield(s) {
 					return false
 				}
@@ -123,7 +122,7 @@ func portSites(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortF
 		}
 		if port != nil && port.NodePort != 0 && slices.Contains(served, family) {
 			s.Kind, s.Addr, s.Port = NodePort, netip.Addr{}, port.NodePort
-			s.Fault, s.Winner = siteFault(se, s.FrontendKey, nodePortFault, served)
+			s.Fault, s.Winner = frontendFault(se, s.FrontendKey, nodePortFault, served)
 			if !yield(s) {
 				return false
 			}
@@ -132,8 +131,8 @@ func portSites(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortF
 	return true
 }
 
-// nodePortFault says why the port at index i, good otherwise, can have no
-// frontend at its node port.
+// nodePortFault returns why the otherwise valid port at index i can have no frontend at
+// its node port.
 func nodePortFault(ports []api.PortMapping, i int) Fault {
 	if ports[i].NodePort == 0 {
 		return 0
@@ -150,8 +149,8 @@ func named(lists [][]netip.Addr, a netip.Addr) bool {
 	return slices.ContainsFunc(lists, func(list []netip.Addr) bool { return slices.Contains(list, a) })
 }
 
-// siteFault says why there is no frontend at k, 0 if there is one.
-func siteFault(se *api.ServiceEndpoints, k FrontendKey, port Fault, served []api.Family) (Fault, types.NamespacedName) {
+// frontendFault returns why there is no frontend at k, or 0 if there is one.
+func frontendFault(se *api.ServiceEndpoints, k FrontendKey, port Fault, served []api.Family) (Fault, types.NamespacedName) {
 	switch {
 	case !slices.Contains(served, k.Family):
 		return OtherFamily, types.NamespacedName{}

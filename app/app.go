@@ -145,7 +145,7 @@ func configure(s any) error {
 // exported too.
 func (f *sinkFlags) run(ctx context.Context, name string, source *Source, serving *Serving, s sink.Sink) error {
 	registry := prometheus.NewRegistry()
-	collected, err := metrics.New(registry, metrics.Options{})
+	collected, err := metrics.New(registry, metrics.Options{KubeProxy: f.kubeProxyMetrics})
 	if err != nil {
 		return err
 	}
@@ -213,11 +213,13 @@ type sinkFlags struct {
 	node                  given
 	once                  bool
 	interval, onceTimeout time.Duration
+	kubeProxyMetrics      bool
 }
 
 func (f *sinkFlags) register(fs *pflag.FlagSet) {
 	fs.Var(&f.node, "node-name", "proxy for the node with this `name` (default: $NODE_NAME, else the host name in lower case)")
 	fs.DurationVar(&f.interval, "min-sync-interval", 0, "minimum time from the end of one sync to the start of the next")
+	fs.BoolVar(&f.kubeProxyMetrics, "kubeproxy-metrics", false, "also serve metrics with kube-proxy's names")
 	fs.BoolVar(&f.once, "once", false, "exit when everything has been programmed once")
 	fs.DurationVar(&f.onceTimeout, "once-timeout", time.Minute, "with --once: fail after this time without progress and list the missing services; 0 means never")
 }

@@ -195,7 +195,7 @@ func TestHealthAndMetricsAreServedWhereAsked(t *testing.T) {
 	})
 	ended := make(chan error)
 	go func() {
-		ended <- run(ctx, s, "--manifests", demo, "--node-name=vm-002", "--healthz-bind-address", health, "--metrics-bind-address", metrics)
+		ended <- run(ctx, s, "--manifests", demo, "--node-name=vm-002", "--healthz-bind-address", health, "--metrics-bind-address", metrics, "--kubeproxy-metrics")
 	}()
 	<-entered
 	for path, want := range map[string]int{"/livez": 200, "/healthz": 200, "/readyz": 503, "/metrics": 404} {
@@ -215,6 +215,8 @@ func TestHealthAndMetricsAreServedWhereAsked(t *testing.T) {
 	}
 	if status, body := get(t, "http://"+metrics+"/metrics"); status != 200 || !bytes.Contains(body, []byte(`kpng_sink_sync_duration_seconds_count{sink="test",type="full"} 1`)) {
 		t.Errorf("metrics: status %d\n%s", status, body)
+	} else if !bytes.Contains(body, []byte("kubeproxy_sync_full_proxy_rules_duration_seconds_count 1")) {
+		t.Errorf("with --kubeproxy-metrics there is nothing by kube-proxy's names:\n%s", body)
 	}
 	cancel()
 	if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {

@@ -16,6 +16,7 @@ package metrics
 import (
 	"fmt"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"github.com/kpng-project/kpng/sink"
@@ -26,14 +27,14 @@ import (
 // Options selects the metrics.
 type Options struct {
 	// KubeProxy adds metrics with kube-proxy's names (kubeproxy_…). They have no label for
-	// the sink, so only one sink should do kube-proxy's work. Default: false.
+	// the sink, and are those of the first sink that Sink is called for. Default: false.
 	KubeProxy bool
 }
 
 // Metrics holds the collectors. It is safe for concurrent use.
 type Metrics struct {
 	sinks     *sinkMetrics
-	kubeProxy []*series // has one element if Options.KubeProxy is set
+	kubeProxy atomic.Pointer[series] // until Sink is called, if Options.KubeProxy is set
 }
 
 // New registers the collectors with r. It fails if r already has collectors with these
@@ -42,7 +43,7 @@ func New(r prometheus.Registerer, opts Options) (*Metrics, error) {
 	all := prometheus.NewRegistry() // a single collector, so that all metrics are registered or none
 	m := &Metrics{sinks: newSinkMetrics(promauto.With(all))}
 	if opts.KubeProxy {
-		m.kubeProxy = []*series{newKubeProxySeries(promauto.With(all))}
+		m.kubeProxy.Store(newKubeProxySeries(promauto.With(all)))
 	}
 	if err := r.Register(all); err != nil {
 		return nil, fmt.Errorf("register kpng's metrics: %w", err)
@@ -53,7 +54,10 @@ func New(r prometheus.Registerer, opts Options) (*Metrics, error) {
 // Sink returns the observer of the named sink's driver.
 func (m *Metrics) Sink(name string) sink.Observer {
 	own := m.sinks.of(name)
-	all := append([]*series{&own.series}, m.kubeProxy...)
+	all := []*series{&own.series}
+	if s := m.kubeProxy.Swap(nil); s != nil {
+		all = append(all, s)
+	}
 	return sink.Observer{
 		Queued: func(at time.Time) {
 			for _, s := range all {

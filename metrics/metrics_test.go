@@ -124,6 +124,20 @@ func TestKubeProxysNamesAreThereOnlyWhenAskedFor(t *testing.T) {
 	}
 }
 
+func TestKubeProxysNamesAreOfTheFirstSink(t *testing.T) {
+	registry := prometheus.NewRegistry()
+	m, err := metrics.New(registry, metrics.Options{KubeProxy: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	first, second := m.Sink("first"), m.Sink("second")
+	first.Pending(3)
+	second.Pending(7)
+	if got := gauge(t, registry, "kubeproxy_sync_proxy_rules_service_changes_pending"); got != 3 {
+		t.Errorf("%v changes are pending, want the 3 of the first sink", got)
+	}
+}
+
 func TestARegistryThatHasThemKeepsWhatItHas(t *testing.T) {
 	registry := prometheus.NewRegistry()
 	if _, err := metrics.New(registry, metrics.Options{}); err != nil {

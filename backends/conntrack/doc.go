@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package conntrack ends the UDP connections that the kernel's connection
-// tracking keeps on a way that services no longer have.
+// Package conntrack deletes the entries of the kernel's connection tracking that keep
+// connections away from the present endpoints of services.
 //
-// The kernel decides once where a flow goes. A UDP client that sends from one
-// port for ever, such as a resolver, would stay for ever with an endpoint that
-// has gone, or at a service that had no endpoints when it began. TCP and SCTP
-// connections find out themselves and are left alone.
+// The kernel decides once where a connection goes. A UDP client that sends from one port
+// forever, such as a resolver, would stay forever with a removed endpoint, or at a service
+// that had no endpoints when the client began. A TCP client that began to connect before
+// its service was programmed would send its SYN to the cluster IP itself until it gives
+// up. The package ends these connections. The client's next packet begins a new one. All
+// other TCP connections, and those of SCTP, are left alone.
 //
 // A backend makes a [Reconciler] a part of itself: it starts and stops with it,
 // and is told the same changes, after these were programmed:

@@ -29,6 +29,7 @@ type connection struct {
 	from, to       netip.AddrPort
 	endpoint, back netip.AddrPort // who answers, and to whom
 	zone           uint16
+	state          uint8 // of TCP; 0 is established
 }
 
 // udp returns the connection of a client at port sport, to one address and port,
@@ -60,9 +61,10 @@ func (c connection) encode(w *netfilter.Builder) {
 	w.Uint32(3, 1<<3) // status: confirmed
 	w.Uint32(7, 3600) // time-out
 	if c.protocol == unix.IPPROTO_TCP {
-		info := w.Nest(4)
-		tcp := w.Nest(1)
-		w.Bytes(1, 3) // established
+		const established = 3
+		info := w.Nest(ctaProtoInfo)
+		tcp := w.Nest(ctaProtoInfoTCP)
+		w.Bytes(ctaProtoInfoTCPState, cmp.Or(c.state, established))
 		w.EndNest(tcp)
 		w.EndNest(info)
 	}

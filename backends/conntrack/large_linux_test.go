@@ -10,6 +10,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netnstest"
+	"golang.org/x/sys/unix"
 )
 
 // fill enters connections of 1,000 services, of 100 endpoints each.
@@ -20,7 +21,7 @@ func fill(t testing.TB, n *netnstest.Namespace, large int) {
 		list[i] = connection{
 			protocol: 17,
 			from:     netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 2, byte(client), 2}), uint16(1024+service)),
-			to:       placeNumber(service),
+			to:       placeNumber(service).AddrPort,
 			endpoint: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 1, byte(service % 250), byte(client % 100)}), 5053),
 		}
 		list[i].back = list[i].from
@@ -29,7 +30,7 @@ func fill(t testing.TB, n *netnstest.Namespace, large int) {
 }
 
 func placeNumber(i int) place {
-	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)}), 53)
+	return place{netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)}), 53), unix.IPPROTO_UDP}
 }
 
 // clustered returns the services of fill, of which the first ones have lost
@@ -61,7 +62,7 @@ func TestALargeTableIsReadAsAStream(t *testing.T) {
 	}
 	places := []place{placeNumber(0), placeNumber(1)}
 	before, most, asked := live(), uint64(0), 0
-	seen, ended, err := end(t.Context(), n.FD, api.IPv4, places, func(flow) bool {
+	seen, ended, err := end(t.Context(), n.FD, kind{api.IPv4, unix.IPPROTO_UDP}, places, func(flow) bool {
 		if asked++; asked%10_000 == 0 {
 			most = max(most, live())
 		}
@@ -75,7 +76,7 @@ func TestALargeTableIsReadAsAStream(t *testing.T) {
 		t.Errorf("live heap grew from %d to %d bytes", before, most)
 	}
 	// What one service has, the kernel picks out.
-	if seen, _, err := end(t.Context(), n.FD, api.IPv4, places[:1], func(flow) bool { return false }); seen != large/1000 || err != nil {
+	if seen, _, err := end(t.Context(), n.FD, kind{api.IPv4, unix.IPPROTO_UDP}, places[:1], func(flow) bool { return false }); seen != large/1000 || err != nil {
 		t.Errorf("of one service's %d entries saw %d: %v", large/1000, seen, err)
 	}
 }

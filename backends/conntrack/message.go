@@ -20,9 +20,12 @@ const (
 
 	ctaTupleOrig  = 1
 	ctaTupleReply = 2
+	ctaStatus     = 3
+	ctaProtoInfo  = 4
 	ctaID         = 12
 	ctaZone       = 18
 	ctaFilter     = 25
+	ctaStatusMask = 26
 
 	ctaTupleIP    = 1
 	ctaTupleProto = 2
@@ -42,6 +45,12 @@ const (
 	filterIPDst    = 1 << 1
 	filterProtoNum = 1 << 3
 	filterDstPort  = 1 << 5
+
+	ctaProtoInfoTCP      = 1
+	ctaProtoInfoTCPState = 1
+
+	statusSeenReply = 1 << 1
+	tcpSynSent      = 1
 )
 
 // nfproto is how netfilter names a family.
@@ -81,12 +90,13 @@ func parseTuple(b []byte) (t tuple) {
 	return t
 }
 
-// parseFlow reads an entry of the table. It is not ok if the entry is no UDP
-// connection, or in another zone than the one in which services are translated:
-// others may know the same connection there as it is before that.
+// parseFlow reads an entry of the table. It is not ok if the entry is no flow, or in
+// another zone than the one in which services are translated: others may know the same
+// connection there as it is before that.
 func parseFlow(entry []byte) (f flow, ok bool) {
 	var orig, reply tuple
 	var zone uint16
+	var state uint8
 	for kind, data := range netfilter.Attributes(entry) {
 		switch kind {
 		case ctaTupleOrig:
@@ -97,10 +107,27 @@ func parseFlow(entry []byte) (f flow, ok bool) {
 			if len(data) == 2 {
 				zone = binary.BigEndian.Uint16(data)
 			}
+		case ctaProtoInfo:
+			state = tcpState(data)
 		}
 	}
-	f = flow{to: orig.dst, endpoint: reply.src}
-	return f, orig.protocol == unix.IPPROTO_UDP && zone == 0 && f.to.IsValid() && f.endpoint.IsValid()
+	f = flow{protocol: orig.protocol, to: orig.dst, endpoint: reply.src}
+	if zone != 0 || !f.to.IsValid() || !f.endpoint.IsValid() {
+		return f, false
+	}
+	return f, f.protocol == unix.IPPROTO_UDP || f.protocol == unix.IPPROTO_TCP && state == tcpSynSent && f.endpoint == f.to
+}
+
+// tcpState returns the state of a TCP connection, 0 if b is about another protocol.
+func tcpState(b []byte) uint8 {
+	for kind, data := range netfilter.Attributes(b) {
+		for inner, value := range netfilter.Attributes(data) {
+			if kind == ctaProtoInfoTCP && inner == ctaProtoInfoTCPState && len(value) == 1 {
+				return value[0]
+			}
+		}
+	}
+	return 0
 }
 
 // identity returns the attributes that tell an entry from one that came in its place.
@@ -124,22 +151,27 @@ func deletion(w *netfilter.Builder, family api.Family, identity []byte) {
 	w.End(at)
 }
 
-// listing encodes the message that asks for the UDP entries to any of places, all
-// of one family. The kernel sorts out the others as far as it can: it compares
-// with one port and one IPv4 address. Before 5.8 it did not, and told of all.
-func listing(w *netfilter.Builder, family api.Family, places []place) {
+// listing encodes the message that requests the entries of a kind to any of places. The
+// kernel sorts out the others as far as it can: it compares with one port and one IPv4
+// address, and with TCP leaves out what has been answered. Kernels that cannot do the
+// one (before 5.8) or the other send more.
+func listing(w *netfilter.Builder, k kind, places []place) {
 	flags := uint32(filterProtoNum)
-	at := w.Begin(ctGet, unix.NLM_F_DUMP, nfproto(family))
+	at := w.Begin(ctGet, unix.NLM_F_DUMP, nfproto(k.family))
+	if k.protocol == unix.IPPROTO_TCP {
+		w.Uint32(ctaStatus, 0)
+		w.Uint32(ctaStatusMask, statusSeenReply)
+	}
 	tuple := w.Nest(ctaTupleOrig)
 	ip := w.Nest(ctaTupleIP)
 	// Of IPv6 addresses the kernel tells of all but the one asked for.
-	if addr := places[0].Addr(); family == api.IPv4 && !addr.IsUnspecified() && all(places, func(p place) bool { return p.Addr() == addr }) {
+	if addr := places[0].Addr(); k.family == api.IPv4 && !addr.IsUnspecified() && all(places, func(p place) bool { return p.Addr() == addr }) {
 		flags |= filterIPDst
 		w.Bytes(ctaIPv4Dst, addr.AsSlice()...)
 	}
 	w.EndNest(ip)
 	proto := w.Nest(ctaTupleProto)
-	w.Bytes(ctaProtoNum, unix.IPPROTO_UDP)
+	w.Bytes(ctaProtoNum, k.protocol)
 	if port := places[0].Port(); port != 0 && all(places, func(p place) bool { return p.Port() == port }) {
 		flags |= filterDstPort
 		w.Bytes(ctaProtoDstPort, byte(port>>8), byte(port))

@@ -11,15 +11,16 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
 )
 
 // notes are the places whose flows have to be looked at. Sync writes them, and
 // who looks reads them.
 type notes struct {
-	// places are those of each service, as it was delivered last, and owners whose
-	// each of them is. A place that was taken over is in places of two services until
-	// the first of them is delivered or pruned.
+	// places are the UDP places of each service, as it was delivered last, and owners
+	// whose each of them is. A place that was taken over is in places of two services
+	// until the first of them is delivered or pruned.
 	places map[types.NamespacedName][]place
 	owners map[place]types.NamespacedName
 	pass   sink.Pass
@@ -60,10 +61,11 @@ func (n *notes) add(c *sink.Changes) bool {
 			before = verdictsOf(s.Old)
 		}
 		for p, v := range now {
-			if old, had := before[p]; had && !v.outdates(old, api.FamilyOf(p.Addr())) {
-				present[p] = v
-			} else {
+			old, had := before[p]
+			if v.outdates(old, p) || !had && p.protocol == unix.IPPROTO_UDP {
 				due[p] = v
+			} else {
+				present[p] = v
 			}
 		}
 		left = append(left, n.replace(s.Key, now)...)
@@ -98,7 +100,7 @@ func (n *notes) add(c *sink.Changes) bool {
 	return true
 }
 
-// replace notes which places a service has now, and returns those that it no longer
+// replace notes which UDP places a service has now, and returns those that it no longer
 // has, except what another service has taken over.
 func (n *notes) replace(key types.NamespacedName, now map[place]verdict) (left []place) {
 	for _, p := range n.places[key] {
@@ -107,14 +109,16 @@ func (n *notes) replace(key types.NamespacedName, now map[place]verdict) (left [
 			left = append(left, p)
 		}
 	}
-	if len(now) == 0 {
+	var places []place
+	for p := range now {
+		if p.protocol == unix.IPPROTO_UDP {
+			places = append(places, p)
+			n.owners[p] = key
+		}
+	}
+	if places == nil {
 		delete(n.places, key)
 		return left
-	}
-	places := make([]place, 0, len(now))
-	for p := range now {
-		places = append(places, p)
-		n.owners[p] = key
 	}
 	n.places[key] = places
 	return left
@@ -126,14 +130,14 @@ func (n *notes) stale(f flow, nodeAddrs map[netip.Addr]bool) bool {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	addr, port := f.to.Addr(), f.to.Port()
-	if note, ok := n.due[f.to]; ok {
+	if note, ok := n.due[place{f.to, f.protocol}]; ok {
 		return note.stale(f)
 	}
-	if note, ok := n.due[netip.AddrPortFrom(addr, 0)]; ok {
+	if note, ok := n.due[place{netip.AddrPortFrom(addr, 0), f.protocol}]; ok {
 		return note.stale(f)
 	}
 	if nodeAddrs[addr] {
-		if note, ok := n.due[netip.AddrPortFrom(api.Unspecified(api.FamilyOf(addr)), port)]; ok {
+		if note, ok := n.due[place{netip.AddrPortFrom(api.Unspecified(api.FamilyOf(addr)), port), f.protocol}]; ok {
 			return note.stale(f)
 		}
 	}
@@ -156,4 +160,7 @@ func (n *notes) done(count uint64) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	maps.DeleteFunc(n.due, func(_ place, d note) bool { return d.count <= count })
+	if len(n.due) == 0 {
+		n.due = map[place]note{} // a map keeps its memory, and a pass may have noted every service
+	}
 }

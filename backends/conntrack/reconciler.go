@@ -43,7 +43,7 @@ type Pass struct {
 	Err error
 }
 
-// Reconciler ends UDP connections that have become stale. It is a part of a
+// Reconciler ends connections that have become stale. It is a part of a
 // sink and has its methods; nothing that fails in it is an error of the sink:
 // it is logged, reported to Options.Observe and tried again.
 type Reconciler struct {
@@ -160,13 +160,13 @@ func (r *Reconciler) run(ctx context.Context) {
 		case ctx.Err() != nil:
 			return
 		case p.Err != nil:
-			log.Error(p.Err, "Stale UDP connections are left for now", "retryIn", backoff)
+			log.Error(p.Err, "Stale connections are left for now", "retryIn", backoff)
 			pause = backoff
 			backoff = min(2*backoff, maxBackoff)
 			r.rouse()
 		default:
 			backoff = minBackoff
-			log.V(4).Info("Looked for stale UDP connections", "seen", p.Seen, "ended", p.Ended, "duration", p.Duration)
+			log.V(4).Info("Looked for stale connections", "seen", p.Seen, "ended", p.Ended, "duration", p.Duration)
 		}
 		select {
 		case <-ctx.Done():
@@ -186,18 +186,18 @@ func (r *Reconciler) pass(ctx context.Context) (p Pass) {
 		nodeAddrs[a] = true
 	}
 	stale := func(f flow) bool { return r.notes.stale(f, nodeAddrs) }
-	byFamily := map[api.Family][]place{}
+	byKind := map[kind][]place{}
 	for _, place := range places {
-		family := api.FamilyOf(place.Addr())
-		byFamily[family] = append(byFamily[family], place)
+		k := kind{api.FamilyOf(place.Addr()), place.protocol}
+		byKind[k] = append(byKind[k], place)
 	}
 	var errs []error
-	for family, places := range byFamily {
-		seen, ended, err := end(ctx, r.opts.NetNS, family, places, stale)
+	for k, places := range byKind {
+		seen, ended, err := end(ctx, r.opts.NetNS, k, places, stale)
 		p.Seen += seen
 		p.Ended += ended
 		if err != nil {
-			errs = append(errs, fmt.Errorf("%s: %w", family, err))
+			errs = append(errs, fmt.Errorf("%s: %w", k.family, err))
 		}
 	}
 	p.Err = errors.Join(errs...)

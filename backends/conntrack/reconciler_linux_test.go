@@ -67,6 +67,17 @@ func tcp(c connection) connection {
 	return c
 }
 
+// began returns a TCP connection that nobody has answered or translated.
+func began(sport uint16, to string) connection {
+	return synSent(udp(sport, to, to))
+}
+
+func synSent(c connection) connection {
+	c = tcp(c)
+	c.state = tcpSynSent
+	return c
+}
+
 func inZone(zone uint16, c connection) connection {
 	c.zone = zone
 	return c
@@ -147,6 +158,23 @@ func TestStaleConnectionsAreEnded(t *testing.T) {
 		"TCP is left alone": {
 			before: map[string]string{"dns": "ip 10.96.0.10\nport 53\nport 53/tcp\nready 10.1.0.1"}, now: map[string]string{"dns": "ip 10.96.0.10\nport 53\nport 53/tcp"},
 			stay: []connection{tcp(udp(1, dns, pod1))}, go_: []connection{udp(2, dns, pod1)}, onRestart: true,
+		},
+		"a TCP connection that began before its service was there": {
+			before: map[string]string{}, now: map[string]string{"web": "ip 10.96.0.10 fd96::10\nport 80/tcp 30080\nready 10.1.0.1 fd01::1"},
+			stay: []connection{tcp(udp(1, "10.96.0.10:80", "10.96.0.10:80")), synSent(udp(2, "10.96.0.10:80", "10.1.0.1:5080")), began(3, "10.96.0.10:81"), began(4, "10.2.0.9:30080")},
+			go_:  []connection{began(5, "10.96.0.10:80"), began(6, "[fd96::10]:80"), began(7, "10.2.0.1:30080")}, onRestart: true,
+		},
+		"a TCP connection that began before there was an endpoint": {
+			before: map[string]string{"web": "ip 10.96.0.10\nport 80/tcp"}, now: map[string]string{"web": "ip 10.96.0.10\nport 80/tcp\nready 10.1.0.1"},
+			go_: []connection{began(1, "10.96.0.10:80")}, onRestart: true,
+		},
+		"a TCP connection that began without an endpoint, while there is none": {
+			before: map[string]string{}, now: map[string]string{"web": "ip 10.96.0.10\nport 80/tcp"},
+			stay: []connection{began(1, "10.96.0.10:80")}, onRestart: true,
+		},
+		"a TCP connection that began before an all-ports service was there": {
+			before: map[string]string{}, now: map[string]string{"web": "external 192.0.2.53\nall-ports\nready 10.1.0.1"},
+			go_: []connection{began(1, "192.0.2.53:77"), udp(2, "192.0.2.53:77", "192.0.2.53:77")}, onRestart: true,
 		},
 		"another port of the same address is left alone": {
 			before: map[string]string{"dns": both}, now: map[string]string{},
@@ -294,7 +322,8 @@ func TestWhereNothingGoesTheTableIsNotRead(t *testing.T) {
 		"an endpoint comes":            {map[string]string{"dns": both}, map[string]string{"dns": both + " 10.1.0.3"}},
 		"an endpoint begins to drain":  {map[string]string{"dns": both}, map[string]string{"dns": "ip 10.96.0.10\nport 53\nready 10.1.0.1\ndraining 10.1.0.2"}},
 		"a policy changes":             {map[string]string{"dns": both}, map[string]string{"dns": both + "\nlocal"}},
-		"services without UDP come":    {map[string]string{}, map[string]string{"web": "ip 10.96.0.11\nport 80/tcp\nready 10.1.0.1"}},
+		"an endpoint of TCP comes":     {map[string]string{"web": "ip 10.96.0.11\nport 80/tcp\nready 10.1.0.1"}, map[string]string{"web": "ip 10.96.0.11\nport 80/tcp\nready 10.1.0.1 10.1.0.2"}},
+		"TCP without endpoints comes":  {map[string]string{}, map[string]string{"web": "ip 10.96.0.11\nport 80/tcp"}},
 		"endpoints of TCP go":          {map[string]string{"web": "ip 10.96.0.11\nport 80/tcp\nready 10.1.0.1"}, map[string]string{"web": "ip 10.96.0.11\nport 80/tcp"}},
 		"a service without UDP leaves": {map[string]string{"web": "ip 10.96.0.11\nport 80/tcp\nready 10.1.0.1"}, map[string]string{}},
 	} {

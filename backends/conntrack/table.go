@@ -17,9 +17,15 @@ import (
 // batchSize is how many deletions are sent at once.
 const batchSize = 64
 
-// end deletes the flows to any of places, all of one family, that are stale. It
+// kind is what one listing of the table has: connections of a family and protocol.
+type kind struct {
+	family   api.Family
+	protocol uint8
+}
+
+// end deletes the flows to any of places, all of one kind, that are stale. It
 // says how many it has looked at and deleted.
-func end(ctx context.Context, netNS int, family api.Family, places []place, stale func(flow) bool) (seen, ended int, err error) {
+func end(ctx context.Context, netNS int, k kind, places []place, stale func(flow) bool) (seen, ended int, err error) {
 	reader, writer := netfilter.NewConn(netNS), netfilter.NewConn(netNS)
 	defer reader.Close()
 	defer writer.Close()
@@ -27,12 +33,12 @@ func end(ctx context.Context, netNS int, family api.Family, places []place, stal
 	var gone [][]byte
 	var failed error
 	flush := func() {
-		n, err := deleteEntries(ctx, writer, family, gone)
+		n, err := deleteEntries(ctx, writer, k.family, gone)
 		ended += n
 		gone = gone[:0]
 		failed = errors.Join(failed, err)
 	}
-	err = reader.Query(ctx, func(w *netfilter.Builder) { listing(w, family, places) }, func(entry []byte) {
+	err = reader.Query(ctx, func(w *netfilter.Builder) { listing(w, k, places) }, func(entry []byte) {
 		seen++
 		if f, ok := parseFlow(entry); !ok || failed != nil || !stale(f) {
 			return

@@ -5,7 +5,6 @@ package conntrack
 import (
 	"fmt"
 	"net"
-	"os/exec"
 	"strings"
 	"testing"
 	"time"
@@ -13,52 +12,56 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// TestClientsFollowTheirService has clients that send from one port for ever, as
-// resolvers do, through a small dataplane of nft's own words.
-func TestClientsFollowTheirService(t *testing.T) {
-	n, opts := world(t)
-	client, pods := netnstest.New(t), netnstest.New(t)
+// routed joins a client and the addresses of pods to n, which forwards between them.
+func routed(t *testing.T, n *netnstest.Namespace, addresses ...string) (client, pods *netnstest.Namespace) {
+	t.Helper()
+	client, pods = netnstest.New(t), netnstest.New(t)
 	n.Set(t, "ipv4/ip_forward=1")
+	pods.Set(t, "ipv4/ip_forward=0")
 	n.Join(t, "client", client, "eth0")
 	n.Add(t, "client", "10.2.0.1/24")
 	client.Add(t, "eth0", "10.2.0.2/24")
 	client.Route(t, "default", "10.2.0.1", "eth0")
 	n.Join(t, "pods", pods, "eth0")
 	n.Add(t, "pods", "10.1.0.254/24")
-	for name, address := range map[string]string{"pod1": pod1, "pod2": pod2, "beyond": dns} {
+	for _, address := range addresses {
 		pods.Add(t, "eth0", strings.Split(address, ":")[0]+"/24")
-		answer(t, pods, address, name)
 	}
 	pods.Route(t, "default", "10.1.0.254", "eth0")
 	n.Route(t, "10.96.0.10/32", "10.1.0.1", "pods")
+	return client, pods
+}
 
+// translate makes the rule that translates addresses the only one of n.
+func translate(t *testing.T, n *netnstest.Namespace, rule string) {
+	t.Helper()
+	n.RunWith(t, fmt.Sprintf(`
+		table ip test
+		delete table ip test
+		table ip test {
+			chain prerouting {
+				type nat hook prerouting priority dstnat
+				ct state new counter
+				%s
+			}
+		}`, rule), "nft", "-f", "-")
+}
+
+// TestClientsFollowTheirService has clients that send from one port for ever, as
+// resolvers do, through a small dataplane of nft's own words.
+func TestClientsFollowTheirService(t *testing.T) {
+	n, opts := world(t)
+	client, pods := routed(t, n, pod1, pod2, dns)
+	for name, address := range map[string]string{"pod1": pod1, "pod2": pod2, "beyond": dns} {
+		answer(t, pods, address, name)
+	}
 	program := func(endpoint string) {
 		t.Helper()
 		dnat := ""
 		if endpoint != "" {
 			dnat = "ip daddr . udp dport { 10.96.0.10 . 53, 10.2.0.1 . 30053 } dnat to " + endpoint
 		}
-		rules := fmt.Sprintf(`
-			table ip test
-			delete table ip test
-			table ip test {
-				chain prerouting {
-					type nat hook prerouting priority dstnat
-					ct state new counter
-					%s
-				}
-			}`, dnat)
-		if err := n.Do(func() error {
-			nft := exec.Command("nft", "-f", "-")
-			nft.Stdin = strings.NewReader(rules)
-			out, err := nft.CombinedOutput()
-			if err != nil {
-				return fmt.Errorf("nft: %w\n%s", err, out)
-			}
-			return nil
-		}); err != nil {
-			t.Fatal(err)
-		}
+		translate(t, n, dnat)
 	}
 	const frontends = "ip 10.96.0.10\nport 53 30053\n"
 	states := []struct{ answers, endpoint, service string }{
@@ -83,6 +86,45 @@ func TestClientsFollowTheirService(t *testing.T) {
 		before = now
 		expect(t, clusterIP, state.answers)
 		expect(t, nodePort, state.answers)
+	}
+}
+
+// TestAConnectionThatBeganBeforeItsServiceIsEstablished has a client whose first packets
+// pass through the node untranslated and get no answer. The kernel does not translate the
+// next ones either, as long as it has the entry of the first.
+func TestAConnectionThatBeganBeforeItsServiceIsEstablished(t *testing.T) {
+	const web = "10.96.0.10:80"
+	n, opts := world(t)
+	client, pods := routed(t, n, pod1)
+	var server net.Listener
+	if err := pods.Do(func() (err error) { server, err = net.Listen("tcp", pod1); return err }); err != nil {
+		t.Fatal(err)
+	}
+	defer server.Close()
+	r, _ := start(t, opts)
+	translate(t, n, "")
+	before := services(t, map[string]string{"web": "ip 10.96.0.10\nport 80/tcp"})
+	tell(t, r, whole(before))
+
+	connected := make(chan error, 1)
+	go func() {
+		connected <- client.Do(func() error {
+			c, err := net.DialTimeout("tcp", web, 20*time.Second)
+			if err == nil {
+				c.Close()
+			}
+			return err
+		})
+	}()
+	for deadline := time.Now().Add(10 * time.Second); len(entries(t, n.FD)) == 0; time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("the client's first packet has not arrived")
+		}
+	}
+	translate(t, n, "ip daddr 10.96.0.10 tcp dport 80 dnat to 10.1.0.1:5053")
+	tell(t, r, difference(before, services(t, map[string]string{"web": "ip 10.96.0.10\nport 80/tcp\nready 10.1.0.1"})))
+	if err := <-connected; err != nil {
+		t.Error(err)
 	}
 }
 

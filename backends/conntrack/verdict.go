@@ -7,20 +7,25 @@ package conntrack
 import (
 	"iter"
 	"net/netip"
-	"slices"
 	"sort"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/nodeview"
+	"golang.org/x/sys/unix"
 )
 
-// place is where UDP clients find a service: an address and port. The address is
-// the unspecified one of its family for a node port, and the port is 0 where the
+// place is where clients of UDP or TCP find a service: an address and port. The address
+// is the unspecified one of its family for a node port, and the port is 0 where the
 // service has all.
-type place = netip.AddrPort
+type place struct {
+	netip.AddrPort
+	protocol uint8
+}
 
-// flow is a UDP connection as connection tracking knows it.
+// flow is a connection as connection tracking knows it: one of UDP, or one of TCP that
+// is not translated and has no answer yet.
 type flow struct {
+	protocol uint8
 	to       netip.AddrPort // where the client sends to
 	endpoint netip.AddrPort // who answers; the same as to if nobody translates it
 }
@@ -82,13 +87,16 @@ func (v verdict) endpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	}
 }
 
-// outdates reports whether flows that were right by the verdict before need not
-// be any longer.
-func (v verdict) outdates(before verdict, family api.Family) bool {
+// outdates reports whether flows to p that were right by the verdict before may be
+// stale by v. The zero verdict is that of a place without a service.
+func (v verdict) outdates(before verdict, p place) bool {
 	if v.forwards && !before.forwards {
 		return true
 	}
-	for e := range before.endpoints(family) {
+	if p.protocol == unix.IPPROTO_TCP {
+		return false
+	}
+	for e := range before.endpoints(api.FamilyOf(p.Addr())) {
 		if !v.serves(e) {
 			return true
 		}
@@ -96,27 +104,22 @@ func (v verdict) outdates(before verdict, family api.Family) bool {
 	return false
 }
 
-// verdictsOf returns the verdict on every place of a service that UDP clients
-// use, nil if there is none.
+// verdictsOf returns the verdict on every place of a service. A nil view has none.
 func verdictsOf(view *api.ServiceEndpoints) map[place]verdict {
-	if view == nil || !usesUDP(view.Service) {
-		return nil
-	}
 	verdicts := map[place]verdict{}
 	for f := range nodeview.Frontends(view) {
-		if f.Protocol != api.UDP && f.ServicePort != nil {
-			continue
-		}
-		verdicts[placeOf(f.Claim())] = verdict{
+		c := f.Claim()
+		at := netip.AddrPortFrom(c.IP, uint16(c.Port))
+		v := verdict{
 			view: view, port: f.ServicePort,
 			forwards: f.Elsewhere.Verdict == nodeview.Forward || f.Node.Verdict == nodeview.Forward,
+		}
+		if f.ServicePort == nil || f.Protocol == api.UDP {
+			verdicts[place{at, unix.IPPROTO_UDP}] = v
+		}
+		if f.ServicePort == nil || f.Protocol == api.TCP {
+			verdicts[place{at, unix.IPPROTO_TCP}] = v
 		}
 	}
 	return verdicts
 }
-
-func usesUDP(svc *api.Service) bool {
-	return svc.AllPorts || slices.ContainsFunc(svc.Ports, func(p api.PortMapping) bool { return p.Protocol == api.UDP })
-}
-
-func placeOf(c api.Claim) place { return netip.AddrPortFrom(c.IP, uint16(c.Port)) }

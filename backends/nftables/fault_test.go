@@ -10,7 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
-	"os"
 	"strings"
 	"sync"
 	"syscall"
@@ -19,6 +18,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/backends/internal/sysctl"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
@@ -51,13 +51,13 @@ func TestSysctlsAreSetWhenAskedFor(t *testing.T) {
 	if err := b.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	for _, name := range sysctls {
-		var value []byte
-		if err := ns.Do(func() (err error) { value, err = os.ReadFile("/proc/sys/" + name); return err }); err != nil {
+	for _, setting := range forwarding {
+		var value int
+		if err := ns.Do(func() (err error) { value, err = sysctl.Kernel.Read(setting.Name); return err }); err != nil {
 			t.Fatal(err)
 		}
-		if string(value) != "1\n" {
-			t.Errorf("%s is %q", name, value)
+		if value != 1 {
+			t.Errorf("%s is %d", setting.Name, value)
 		}
 	}
 }

@@ -88,7 +88,7 @@ type SysctlMode uint8
 const (
 	// ReportSysctls logs those that are not as they should be.
 	ReportSysctls SysctlMode = iota
-	// SetSysctls sets them. Start fails if that does.
+	// SetSysctls sets them, and logs those that cannot be set.
 	SetSysctls
 	// IgnoreSysctls does not look at them.
 	IgnoreSysctls

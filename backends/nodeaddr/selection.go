@@ -27,8 +27,8 @@ type Selection struct {
 	CIDRs []netip.Prefix
 }
 
-// ParseSelection reads what a user lists: primary, all, and CIDRs. An empty list
-// is primary.
+// ParseSelection parses a user's list of primary, all, localhost (127.0.0.0/8 and
+// ::1/128), and CIDRs. An empty list means primary.
 func ParseSelection(list []string) (Selection, error) {
 	var s Selection
 	for _, item := range list {
@@ -37,10 +37,12 @@ func ParseSelection(list []string) (Selection, error) {
 			s.Primary = true
 		case "all":
 			s.All = true
+		case "localhost":
+			s.CIDRs = append(s.CIDRs, netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128"))
 		default:
 			prefix, err := netip.ParsePrefix(item)
 			if err != nil {
-				return Selection{}, fmt.Errorf("node-port addresses %q: neither primary, nor all, nor a CIDR", item)
+				return Selection{}, fmt.Errorf("node-port addresses %q: not primary, all, localhost or a CIDR", item)
 			}
 			s.CIDRs = append(s.CIDRs, prefix.Masked())
 		}

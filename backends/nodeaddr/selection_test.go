@@ -25,6 +25,7 @@ func TestSelection(t *testing.T) {
 		"CIDRs add up":                                                   {[]string{"10.1.0.0/16", "fd00::/8"}, []string{"10.1.0.1", "fd00::1"}},
 		"a CIDR of everything selects neither loopback nor link-local":   {[]string{"0.0.0.0/0", "::/0"}, []string{"10.0.0.1", "10.1.0.1", "fd00::1"}},
 		"loopback addresses are selected by a CIDR of them":              {[]string{"127.0.0.0/8", "::1/128"}, []string{"127.0.0.1", "::1"}},
+		"localhost is the loopback addresses":                            {[]string{"localhost"}, []string{"127.0.0.1", "::1"}},
 		"link-local addresses are selected by a CIDR of them":            {[]string{"fe80::/10", "169.254.0.0/16"}, []string{"169.254.1.1", "fe80::1"}},
 		"CIDRs add to all":                                               {[]string{"all", "fe80::/10"}, []string{"10.0.0.1", "10.1.0.1", "fd00::1", "fe80::1"}},
 		"CIDRs add to primary":                                           {[]string{"primary", "10.1.0.0/16"}, []string{"10.0.0.1", "fd00::1", "10.1.0.1"}},

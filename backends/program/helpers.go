@@ -23,6 +23,47 @@ func counter(subsystem, name, help string) prometheus.Counter {
 // durations are the buckets of how long something takes: 1 ms to 16 s.
 var durations = prometheus.ExponentialBuckets(0.001, 2, 15)
 
+// flagValue returns the value of a flag of the command, be it the backend's or not. It is
+// empty if the command has no such flag.
+func flagValue(fs *pflag.FlagSet, name string) string {
+	if f := fs.Lookup(name); f != nil {
+		return f.Value.String()
+	}
+	return ""
+}
+
+// kubeProxyNamed returns the metrics of c, which have one name and some labels, under a
+// name of kube-proxy.
+func kubeProxyNamed(name string, c prometheus.Collector, labels ...string) prometheus.Collector {
+	return &renamed{c, prometheus.NewDesc("kubeproxy_"+name, "As in kube-proxy.", labels, nil)}
+}
+
+// renamed collects the metrics of a collector under another description.
+type renamed struct {
+	of   prometheus.Collector
+	desc *prometheus.Desc
+}
+
+func (r *renamed) Describe(to chan<- *prometheus.Desc) { to <- r.desc }
+
+func (r *renamed) Collect(to chan<- prometheus.Metric) {
+	metrics := make(chan prometheus.Metric)
+	go func() {
+		defer close(metrics)
+		r.of.Collect(metrics)
+	}()
+	for m := range metrics {
+		to <- renamedMetric{m, r.desc}
+	}
+}
+
+type renamedMetric struct {
+	prometheus.Metric
+	desc *prometheus.Desc
+}
+
+func (m renamedMetric) Desc() *prometheus.Desc { return m.desc }
+
 // nodePortsFlag adds --node-port-addresses.
 func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection) {
 	*to = nodeaddr.Selection{Primary: true}
@@ -34,7 +75,7 @@ func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection) {
 			*to, err = nodeaddr.ParseSelection(given)
 			return err
 		},
-	}, "node-port-addresses", "serve node ports and health checks at these `addresses` of the node: primary (those of its Node object), all, CIDRs")
+	}, "node-port-addresses", "serve node ports and health checks at these `addresses` of the node: primary (those of its Node object), all, localhost, CIDRs")
 }
 
 // listFlag adds a flag that can be given several times, or with several values

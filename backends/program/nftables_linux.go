@@ -9,6 +9,7 @@ import (
 	"slices"
 
 	"github.com/kpng-project/kpng/backends/conntrack"
+	"github.com/kpng-project/kpng/backends/internal/sysctl"
 	"github.com/kpng-project/kpng/backends/nftables"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -38,11 +39,15 @@ type nftablesFlags struct {
 	masqueradeBit     int
 	masqueradeOutside bool
 	sysctls           string
+	limits            conntrackLimits
 	keepConnections   bool
 	checks            *healthChecks
+	// all are the flags of the command, those of its source included.
+	all *pflag.FlagSet
 }
 
 func (f *nftablesFlags) register(fs *pflag.FlagSet) {
+	f.all = fs
 	fs.StringVar(&f.options.Instance, "instance", "", "the `name` of this instance among several on a node: its table is kpng-NAME instead of kpng, or kpng2-NAME instead of kpng2")
 	nodePortsFlag(fs, &f.nodePorts)
 	listFlag(fs, &f.options.ClusterCIDRs, parseCIDR, "cluster-cidr", "the `CIDRs` of pods")
@@ -53,8 +58,9 @@ func (f *nftablesFlags) register(fs *pflag.FlagSet) {
 	fs.Int32Var(&f.options.DNATPriority, "dnat-priority", -100, "choose endpoints at this `priority` of the hooks prerouting and output, not 0")
 	fs.Int32Var(&f.options.SNATPriority, "snat-priority", 100, "masquerade at this `priority` of the hook postrouting, not 0")
 	fs.BoolVar(&f.options.AcceptUnknownPorts, "accept-unknown-ports", false, "leave ports of a cluster IP that no service has to the routing table, instead of rejecting")
-	fs.StringVar(&f.sysctls, "sysctls", "report", "what to do about kernel settings that do not forward to pods: report, set or ignore")
-	fs.BoolVar(&f.keepConnections, "keep-udp-connections", false, "keep UDP connections to removed endpoints")
+	fs.StringVar(&f.sysctls, "sysctls", "", "what to do about kernel settings with other values than services need: `set` (default in place of kube-proxy), report (default beside it) or ignore")
+	f.limits.register(fs)
+	fs.BoolVar(&f.keepConnections, "keep-udp-connections", false, "keep UDP connections to removed endpoints, and TCP connections that began before their service")
 	f.checks.register(fs)
 }
 
@@ -69,13 +75,57 @@ func (f *nftablesFlags) complete() (nftables.Options, error) {
 	if opts.DNATPriority == 0 || opts.SNATPriority == 0 {
 		return opts, errors.New("--dnat-priority and --snat-priority may not be 0")
 	}
-	modes := map[string]nftables.SysctlMode{"report": nftables.ReportSysctls, "set": nftables.SetSysctls, "ignore": nftables.IgnoreSysctls}
+	modes := map[string]nftables.SysctlMode{
+		"": nftables.ReportSysctls, "report": nftables.ReportSysctls, "set": nftables.SetSysctls, "ignore": nftables.IgnoreSysctls,
+	}
 	mode, ok := modes[f.sysctls]
+	if f.sysctls == "" && f.replacesKubeProxy() {
+		mode = nftables.SetSysctls
+	}
 	if !ok {
 		return opts, fmt.Errorf("--sysctls is %q, not report, set or ignore", f.sysctls)
 	}
 	opts.Sysctls = mode
-	return opts, nil
+	for _, cidr := range f.nodePorts.CIDRs {
+		if cidr.Addr().IsLoopback() {
+			return opts, fmt.Errorf("--node-port-addresses %s: nftables cannot serve node ports at loopback addresses; kube-proxy does so in mode iptables only", cidr)
+		}
+	}
+	return opts, f.limits.check(f.all)
+}
+
+// replacesKubeProxy reports whether the proxy serves the services that kube-proxy would
+// serve. One that serves those of another proxy name runs beside kube-proxy.
+func (f *nftablesFlags) replacesKubeProxy() bool {
+	return flagValue(f.all, "service-proxy-name") == ""
+}
+
+// conntrackSettings returns the settings of connection tracking on a machine with a number
+// of CPU cores. Beside kube-proxy, which has its own values, these are the ones that flags
+// were given for.
+func (f *nftablesFlags) conntrackSettings(cores int) []sysctl.Setting {
+	limits := f.limits
+	if !f.replacesKubeProxy() {
+		limits.onlyGiven(f.all)
+	}
+	return limits.settings(cores)
+}
+
+// follow returns what runs beside the backend.
+func (f *nftablesFlags) follow(mode nftables.SysctlMode, addrs *nodeaddr.Watcher) func(context.Context) (stop func()) {
+	return func(ctx context.Context) func() {
+		if mode != nftables.IgnoreSysctls {
+			sysctl.Kernel.Apply(ctx, f.conntrackSettings(cores()), mode == nftables.SetSysctls)
+		}
+		if f.replacesKubeProxy() {
+			reportLeftovers(ctx)
+		}
+		stopBridges, stopAddrs := followBridges(ctx), addrs.Start(ctx)
+		return func() {
+			stopBridges()
+			stopAddrs()
+		}
+	}
 }
 
 func (f *nftablesFlags) parts() (Parts, error) {
@@ -100,9 +150,14 @@ func (f *nftablesFlags) parts() (Parts, error) {
 	}
 	return Parts{
 		Sink:       b,
-		Follow:     addrs.Start,
+		Follow:     f.follow(opts.Sysctls, addrs),
 		Companions: f.checks.at(addrs),
 		Collectors: slices.Concat(f.checks.collectors(), flows.collectors(), table.collectors()),
+		KubeProxyNames: map[string]prometheus.Collector{
+			"conntrack_reconciler_sync_duration_seconds":    flows.duration,
+			"conntrack_reconciler_deleted_entries_total":    flows.ended,
+			"sync_proxy_rules_nftables_sync_failures_total": table.refused,
+		},
 	}, nil
 }
 

@@ -25,18 +25,18 @@ func TestFlagsOfNFTables(t *testing.T) {
 		args []string
 		want nftables.Options
 	}{
-		"by default nothing is masqueraded that need not be": {nil, nftables.Options{MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100}},
+		"by default nothing is masqueraded that need not be": {nil, nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100}},
 		"with a pod network, outsiders are masqueraded as by kube-proxy": {
 			[]string{"--cluster-cidr=10.1.2.3/16,fd01::/48"},
-			nftables.Options{MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, ClusterCIDRs: pods, MasqueradeOutsiders: true},
+			nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, ClusterCIDRs: pods, MasqueradeOutsiders: true},
 		},
 		"unless that is turned off": {
 			[]string{"--pod-interfaces=cni0,veth*", "--masquerade-outside=false"},
-			nftables.Options{MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, PodInterfaces: []string{"cni0", "veth*"}},
+			nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, PodInterfaces: []string{"cni0", "veth*"}},
 		},
 		"everything else": {
-			[]string{"--instance=x", "--masquerade-all", "--masquerade-bit=15", "--dnat-priority=-110", "--snat-priority=90", "--accept-unknown-ports", "--sysctls=set"},
-			nftables.Options{Instance: "x", MasqueradeAll: true, MasqueradeMark: 1 << 15, DNATPriority: -110, SNATPriority: 90, AcceptUnknownPorts: true, Sysctls: nftables.SetSysctls},
+			[]string{"--instance=x", "--masquerade-all", "--masquerade-bit=15", "--dnat-priority=-110", "--snat-priority=90", "--accept-unknown-ports", "--sysctls=ignore"},
+			nftables.Options{Instance: "x", MasqueradeAll: true, MasqueradeMark: 1 << 15, DNATPriority: -110, SNATPriority: 90, AcceptUnknownPorts: true, Sysctls: nftables.IgnoreSysctls},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -63,6 +63,7 @@ func TestFlagsOfNFTables(t *testing.T) {
 func TestFlagsOfNFTablesThatMakeNoSense(t *testing.T) {
 	for _, arg := range []string{
 		"--node-port-addresses=eth0", "--cluster-cidr=10.1.0.0", "--masquerade-bit=32", "--masquerade-bit=14", "--dnat-priority=0", "--snat-priority=-200", "--sysctls=maybe", "--instance=a b",
+		"--node-port-addresses=127.0.0.0/8", "--conntrack-min=-1",
 	} {
 		_, err := configured(t, NFTables(), arg)
 		if err == nil {

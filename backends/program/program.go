@@ -40,9 +40,11 @@ type Backend struct {
 	// machine.
 	Make func() (Parts, error)
 
-	parts    Parts
-	forward  sink.Forwarder // to parts.Sink
-	unfollow func()
+	flags          *pflag.FlagSet // of the command, nil if there is none
+	parts          Parts
+	forward        sink.Forwarder // to parts.Sink
+	unfollow       func()
+	localEndpoints *localEndpoints
 }
 
 // Parts are what runs of a backend.
@@ -57,6 +59,9 @@ type Parts struct {
 	Companions func(healthy func() bool) []sink.Sink
 	// Collectors are the metrics of all parts.
 	Collectors []prometheus.Collector
+	// KubeProxyNames are those of Collectors that kube-proxy has as well, by their names
+	// there without "kubeproxy_". The flag --kubeproxy-metrics of package app adds them.
+	KubeProxyNames map[string]prometheus.Collector
 }
 
 // Inspector is implemented by a sink that can print what its dataplane has for a
@@ -68,6 +73,7 @@ type Inspector interface {
 
 // Register adds the flags of the backend.
 func (b *Backend) Register(fs *pflag.FlagSet) {
+	b.flags = fs
 	if b.Flags != nil {
 		b.Flags(fs)
 	}
@@ -76,11 +82,22 @@ func (b *Backend) Register(fs *pflag.FlagSet) {
 // Configure makes the backend of the values of its flags. Calls after the first one
 // that succeeded do nothing.
 func (b *Backend) Configure() (err error) {
-	if b.parts.Sink == nil {
-		b.parts, err = b.Make()
-		b.forward.To = b.parts.Sink
+	if b.parts.Sink != nil {
+		return nil
 	}
-	return err
+	if b.parts, err = b.Make(); err != nil {
+		return err
+	}
+	b.forward.To = b.parts.Sink
+	b.localEndpoints = newLocalEndpoints()
+	b.parts.Collectors = append(b.parts.Collectors, b.localEndpoints.missing)
+	if b.flags != nil && flagValue(b.flags, "kubeproxy-metrics") == "true" {
+		b.parts.Collectors = append(b.parts.Collectors, kubeProxyNamed("sync_proxy_rules_no_local_endpoints_total", b.localEndpoints.missing, localEndpointsLabels...))
+		for name, c := range b.parts.KubeProxyNames {
+			b.parts.Collectors = append(b.parts.Collectors, kubeProxyNamed(name, c))
+		}
+	}
+	return nil
 }
 
 // PortsOnly implements app.PortsOnly.
@@ -90,7 +107,13 @@ func (b *Backend) PortsOnly() bool { return b.OnlyPorts }
 func (b *Backend) Sink() sink.Sink { return b.parts.Sink }
 
 // Sync implements sink.Sink.
-func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error { return b.parts.Sink.Sync(ctx, c) }
+func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
+	err := b.parts.Sink.Sync(ctx, c)
+	if _, ok := sink.Acknowledged(err); ok {
+		b.localEndpoints.sync(c)
+	}
+	return err
+}
 
 // Start implements sink.Starter.
 func (b *Backend) Start(ctx context.Context) error {

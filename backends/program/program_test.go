@@ -74,7 +74,7 @@ func TestABackendFollowsBetweenStartAndStop(t *testing.T) {
 		}}, nil
 	}})
 	ctx := t.Context()
-	err := errors.Join(b.Configure(), b.Start(ctx), b.Sync(ctx, nil), b.Verify(ctx), b.Stop(ctx), b.Cleanup(ctx))
+	err := errors.Join(b.Configure(), b.Start(ctx), b.Sync(ctx, &sink.Changes{Services: slices.Values([]sink.Change{})}), b.Verify(ctx), b.Stop(ctx), b.Cleanup(ctx))
 	if err != nil || made != 1 {
 		t.Errorf("error %v, made %d times", err, made)
 	}

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package sysctl compares numeric settings of the Linux kernel with the values that a
+// service proxy needs.
+package sysctl
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"k8s.io/klog/v2"
+)
+
+// Root is the folder below which the kernel's settings are files.
+type Root string
+
+// Kernel has the settings of the running kernel. Those of the network are the settings of
+// the calling thread's network namespace.
+const Kernel Root = "/proc/sys"
+
+// Setting is a setting and the value that it should have.
+type Setting struct {
+	// Name is its name, such as net.ipv4.ip_forward.
+	Name  string
+	Value int
+	// AtLeast says that a larger value is right as well.
+	AtLeast bool
+	// Reason says what the value is for.
+	Reason string
+}
+
+func (r Root) file(name string) string {
+	return filepath.Join(string(r), strings.ReplaceAll(name, ".", "/"))
+}
+
+// Read returns the value of a setting. The error is a [fs.ErrNotExist] if the kernel does
+// not have the setting.
+func (r Root) Read(name string) (int, error) {
+	text, err := os.ReadFile(r.file(name))
+	if err != nil {
+		return 0, fmt.Errorf("read sysctl %s: %w", name, err)
+	}
+	value, err := strconv.Atoi(strings.TrimSpace(string(text)))
+	if err != nil {
+		return 0, fmt.Errorf("read sysctl %s: %w", name, err)
+	}
+	return value, nil
+}
+
+// Apply logs each setting that has another value than it should have. If set is true, it
+// changes the value, and logs an error only where it cannot. Settings that the kernel
+// does not have, such as those of IPv6 where IPv6 is turned off, are right.
+func (r Root) Apply(ctx context.Context, settings []Setting, set bool) {
+	for _, s := range settings {
+		log := klog.LoggerWithValues(klog.FromContext(ctx), "sysctl", s.Name, "wanted", s.Value, "reason", s.Reason)
+		value, err := r.Read(s.Name)
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+		case err != nil:
+			log.Error(err, "Cannot read a kernel setting")
+		case value == s.Value || s.AtLeast && value > s.Value:
+		case !set:
+			log.Info("Kernel setting has another value than services need", "value", value)
+		default:
+			if err := os.WriteFile(r.file(s.Name), []byte(strconv.Itoa(s.Value)), 0); err != nil {
+				log.Error(err, "Cannot change a kernel setting; set it on the node", "value", value)
+			} else {
+				log.Info("Kernel setting changed", "before", value)
+			}
+		}
+	}
+}

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"slices"
+	"time"
+
+	"github.com/kpng-project/kpng/backends/internal/sysctl"
+	"github.com/vishvananda/netlink"
+	"k8s.io/klog/v2"
+)
+
+// brokenBridge is a bridge whose pods do not reach each other through services. Packets
+// between them do not pass through netfilter, so that the addresses of answers are not
+// translated back.
+type brokenBridge struct {
+	name, sysctl string
+}
+
+// bridgeSysctls are the settings that make packets between ports of a bridge pass through
+// netfilter, by family.
+var bridgeSysctls = map[int]string{
+	netlink.FAMILY_V4: "net.bridge.bridge-nf-call-iptables",
+	netlink.FAMILY_V6: "net.bridge.bridge-nf-call-ip6tables",
+}
+
+// findBrokenBridges looks for such bridges in the network namespace of the calling thread.
+// Bridges of pods have an address, which is the pods' gateway, and at least two veth
+// interfaces.
+func findBrokenBridges() ([]brokenBridge, error) {
+	links, err := netlink.LinkList()
+	if err != nil {
+		return nil, fmt.Errorf("list interfaces: %w", err)
+	}
+	pods := map[int]int{} // by index of the bridge
+	for _, l := range links {
+		if l.Type() == "veth" {
+			pods[l.Attrs().MasterIndex]++
+		}
+	}
+	var broken []brokenBridge
+	for _, l := range links {
+		if l.Type() != "bridge" || pods[l.Attrs().Index] < 2 {
+			continue
+		}
+		for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+			addrs, err := netlink.AddrList(l, family)
+			if err != nil {
+				return broken, fmt.Errorf("list addresses of %s: %w", l.Attrs().Name, err)
+			}
+			if !slices.ContainsFunc(addrs, func(a netlink.Addr) bool { return a.IP.IsGlobalUnicast() }) {
+				continue
+			}
+			// Without the module br_netfilter there is no such setting.
+			value, err := sysctl.Kernel.Read(bridgeSysctls[family])
+			if err != nil && !errors.Is(err, fs.ErrNotExist) {
+				return broken, err
+			}
+			if value == 0 {
+				broken = append(broken, brokenBridge{l.Attrs().Name, bridgeSysctls[family]})
+			}
+		}
+	}
+	return broken, nil
+}
+
+// followBridges logs each broken bridge once, and looks for more until stop: a bridge
+// often comes with the first pods.
+func followBridges(ctx context.Context) (stop func()) {
+	log := klog.FromContext(ctx)
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		var logged []brokenBridge
+		for {
+			found, err := findBrokenBridges()
+			if err != nil {
+				log.V(2).Info("Cannot look for bridges of pods", "reason", err.Error())
+			}
+			for _, b := range found {
+				if !slices.Contains(logged, b) {
+					logged = append(logged, b)
+					log.Info("Pods of one bridge cannot reach each other through services; load the module br_netfilter and set the sysctl to 1",
+						"bridge", b.name, "sysctl", b.sysctl)
+				}
+			}
+			select {
+			case <-ctx.Done():
+				return
+			case <-time.After(time.Minute):
+			}
+		}
+	}()
+	return func() {
+		cancel()
+		<-ended
+	}
+}

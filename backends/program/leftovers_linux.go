@@ -1,0 +1,195 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"unsafe"
+
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+)
+
+// leftover is something that another service proxy programmed and did not remove. It may
+// take connections to services before kpng does.
+type leftover struct {
+	what, remove string
+}
+
+// kubeProxyChain is a chain that kube-proxy has in its modes iptables and ipvs. All its
+// other chains for services are reached through this one.
+const kubeProxyChain = "KUBE-SERVICES"
+
+// reportLeftovers logs what kube-proxy has left in the network namespace of the calling
+// thread.
+func reportLeftovers(ctx context.Context) {
+	log := klog.FromContext(ctx)
+	found, err := findLeftovers(ctx)
+	for _, l := range found {
+		log.Info("Rules of kube-proxy are still there and may take connections to services; stop kube-proxy and remove them",
+			"found", l.what, "remove", l.remove)
+	}
+	if err != nil {
+		log.Error(err, "Cannot look for rules that kube-proxy left")
+	}
+}
+
+// findLeftovers returns what kube-proxy has left in the network namespace of the calling
+// thread, as far as it could look.
+func findLeftovers(ctx context.Context) ([]leftover, error) {
+	var found []leftover
+	var errs []error
+	for _, find := range []func(context.Context) ([]leftover, error){nftablesLeftovers, legacyLeftovers, ipvsLeftovers} {
+		some, err := find(ctx)
+		found = append(found, some...)
+		errs = append(errs, err)
+	}
+	return found, errors.Join(errs...)
+}
+
+// nftablesLeftovers finds the tables of kube-proxy's mode nftables, and the chains of its
+// other modes that iptables-nft made.
+func nftablesLeftovers(ctx context.Context) ([]leftover, error) {
+	// linux/netfilter/nf_tables.h
+	const getChain, chainTable, chainName = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETCHAIN, 1, 3
+	c := netfilter.NewConn(0)
+	defer c.Close()
+	var found []leftover
+	var errs []error
+	for _, family := range []struct {
+		name   string
+		number byte
+	}{{"ip", unix.NFPROTO_IPV4}, {"ip6", unix.NFPROTO_IPV6}} {
+		list := func(w *netfilter.Builder) { w.End(w.Begin(getChain, unix.NLM_F_DUMP, family.number)) }
+		err := c.Query(ctx, list, func(attributes []byte) {
+			table, chain := family.name, ""
+			for attr, data := range netfilter.Attributes(attributes) {
+				switch attr {
+				case chainTable:
+					table += " " + netfilter.String(data)
+				case chainName:
+					chain = netfilter.String(data)
+				}
+			}
+			l := leftover{"nftables table " + table, "nft delete table " + table}
+			if chain == kubeProxyChain {
+				l = leftover{"chain " + chain + " of iptables-nft in table " + table, "kube-proxy --cleanup"}
+			} else if table != family.name+" kube-proxy" {
+				return
+			}
+			if !slices.Contains(found, l) {
+				found = append(found, l)
+			}
+		})
+		if err != nil && !errors.Is(err, netfilter.ErrInterrupted) {
+			errs = append(errs, fmt.Errorf("list nftables chains: %w", err))
+		}
+	}
+	return found, errors.Join(errs...)
+}
+
+// legacyLeftovers finds the chains of kube-proxy's modes iptables and ipvs that
+// iptables-legacy made.
+func legacyLeftovers(context.Context) ([]leftover, error) {
+	var found []leftover
+	var errs []error
+	for _, f := range []struct {
+		name          string
+		family, level int
+	}{
+		{"ip", unix.AF_INET, unix.SOL_IP},
+		{"ip6", unix.AF_INET6, unix.SOL_IPV6},
+	} {
+		names, err := os.ReadFile("/proc/thread-self/net/" + f.name + "_tables_names")
+		if err != nil && !errors.Is(err, os.ErrNotExist) {
+			errs = append(errs, fmt.Errorf("list tables of iptables: %w", err))
+		}
+		for table := range strings.FieldsSeq(string(names)) {
+			has, err := legacyTableHas(f.family, f.level, table, kubeProxyChain)
+			if err != nil {
+				errs = append(errs, fmt.Errorf("read table %s %s of iptables-legacy: %w", f.name, table, err))
+			} else if has {
+				found = append(found, leftover{"chain " + kubeProxyChain + " of iptables-legacy in table " + f.name + " " + table, "kube-proxy --cleanup"})
+			}
+		}
+	}
+	return found, errors.Join(errs...)
+}
+
+// legacyTableHas reports whether a table of iptables-legacy has a chain.
+func legacyTableHas(family, level int, table, chain string) (bool, error) {
+	// linux/netfilter_ipv4/ip_tables.h, and the same in ip6_tables.h: ipt_getinfo is a
+	// name, twelve numbers, the size of the rules; ipt_get_entries is a name, that size,
+	// and the rules, in which a chain begins with its name.
+	const (
+		getInfo, infoSize, infoSizeAt           = 64, 84, 80
+		getEntries, entriesSizeAt, entriesStart = 65, 32, 40
+	)
+	fd, err := unix.Socket(family, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return false, fmt.Errorf("open a socket: %w", err)
+	}
+	defer unix.Close(fd)
+	get := func(option int, buffer []byte) error {
+		copy(buffer, table)
+		n := uint32(len(buffer))
+		_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), uintptr(level), uintptr(option),
+			uintptr(unsafe.Pointer(&buffer[0])), uintptr(unsafe.Pointer(&n)), 0)
+		if errno != 0 {
+			return os.NewSyscallError("getsockopt", errno)
+		}
+		return nil
+	}
+	for attempt := 0; ; attempt++ {
+		info := make([]byte, infoSize)
+		if err := get(getInfo, info); err != nil {
+			return false, err
+		}
+		size := binary.NativeEndian.Uint32(info[infoSizeAt:])
+		entries := make([]byte, entriesStart+int(size))
+		binary.NativeEndian.PutUint32(entries[entriesSizeAt:], size)
+		err := get(getEntries, entries)
+		if errors.Is(err, unix.EAGAIN) && attempt < 10 {
+			continue // another program changed the table meanwhile
+		}
+		return err == nil && bytes.Contains(entries, append([]byte(chain), 0)), err
+	}
+}
+
+// ipvsLeftovers finds what kube-proxy's mode ipvs has beside chains.
+func ipvsLeftovers(context.Context) ([]leftover, error) {
+	var found []leftover
+	const device = "kube-ipvs0"
+	_, err := netlink.LinkByName(device)
+	if err == nil {
+		found = append(found, leftover{"interface " + device, "ip link delete " + device})
+	} else if errors.As(err, &netlink.LinkNotFoundError{}) {
+		err = nil
+	} else {
+		err = fmt.Errorf("look for interface %s: %w", device, err)
+	}
+	// Virtual services are those lines that begin with a protocol.
+	text, readErr := os.ReadFile("/proc/thread-self/net/ip_vs")
+	if readErr != nil && !errors.Is(readErr, os.ErrNotExist) {
+		err = errors.Join(err, fmt.Errorf("list virtual services of IPVS: %w", readErr))
+	}
+	n := 0
+	for line := range strings.Lines(string(text)) {
+		if slices.ContainsFunc([]string{"TCP ", "UDP ", "SCTP "}, func(p string) bool { return strings.HasPrefix(line, p) }) {
+			n++
+		}
+	}
+	if n > 0 {
+		found = append(found, leftover{fmt.Sprintf("%d virtual services of IPVS", n), "ipvsadm --clear"})
+	}
+	return found, err
+}

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/backends/internal/sysctl"
+	"github.com/kpng-project/kpng/backends/nftables"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/spf13/pflag"
+)
+
+// given returns flags of a command that serves a proxy name.
+func given(t *testing.T, proxyName string, args ...string) *nftablesFlags {
+	t.Helper()
+	f := &nftablesFlags{checks: newHealthChecks()}
+	fs := pflag.NewFlagSet("nftables", pflag.ContinueOnError)
+	f.register(fs)
+	fs.String("service-proxy-name", proxyName, "")
+	if err := fs.Parse(args); err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func TestConnectionTrackingIsSetAsByKubeProxy(t *testing.T) {
+	const prefix = "net.netfilter.nf_conntrack_"
+	for name, test := range map[string]struct {
+		proxyName string
+		args      []string
+		cores     int
+		want      map[string]int
+	}{
+		"the defaults on a small machine": {"", nil, 2, map[string]int{"max": 131072, "buckets": 32768, "tcp_timeout_established": 86400, "tcp_timeout_close_wait": 3600}},
+		"on a machine with more cores":    {"", nil, 8, map[string]int{"max": 262144, "buckets": 65536, "tcp_timeout_established": 86400, "tcp_timeout_close_wait": 3600}},
+		"on one with very many": {
+			"", []string{"--conntrack-min=2000000"}, 128,
+			map[string]int{"max": 1048576, "buckets": 262144, "tcp_timeout_established": 86400, "tcp_timeout_close_wait": 3600},
+		},
+		"what is 0 is left": {"", []string{"--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0"}, 2, map[string]int{"tcp_timeout_close_wait": 3600}},
+		"all flags": {
+			"", []string{
+				"--conntrack-max-per-core=10", "--conntrack-min=7", "--conntrack-tcp-timeout-established=1h", "--conntrack-tcp-timeout-close-wait=1m",
+				"--conntrack-udp-timeout=10s", "--conntrack-udp-timeout-stream=20s", "--conntrack-tcp-be-liberal",
+			}, 2, map[string]int{
+				"max": 20, "buckets": 5, "tcp_timeout_established": 3600, "tcp_timeout_close_wait": 60, "udp_timeout": 10, "udp_timeout_stream": 20, "tcp_be_liberal": 1,
+			},
+		},
+		"nothing beside kube-proxy":                  {"other", nil, 2, map[string]int{}},
+		"what flags are given for beside kube-proxy": {"other", []string{"--conntrack-min=5", "--conntrack-tcp-timeout-close-wait=1m"}, 2, map[string]int{"max": 65536, "buckets": 16384, "tcp_timeout_close_wait": 60}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got := map[string]int{}
+			f := given(t, test.proxyName, test.args...)
+			for _, s := range f.conntrackSettings(test.cores) {
+				got[s.Name[len(prefix):]] = s.Value
+			}
+			if diff := cmp.Diff(test.want, got); diff != "" {
+				t.Errorf("settings (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestSysctlsAreSetInPlaceOfKubeProxyAndReportedBesideIt(t *testing.T) {
+	for name, test := range map[string]struct {
+		proxyName string
+		args      []string
+		want      nftables.SysctlMode
+	}{
+		"in place of it":           {"", nil, nftables.SetSysctls},
+		"beside it":                {"other", nil, nftables.ReportSysctls},
+		"in place of it, reported": {"", []string{"--sysctls=report"}, nftables.ReportSysctls},
+		"beside it, set":           {"other", []string{"--sysctls=set"}, nftables.SetSysctls},
+	} {
+		opts, err := given(t, test.proxyName, test.args...).complete()
+		if err != nil || opts.Sysctls != test.want {
+			t.Errorf("%s: mode %v, error %v; want %v", name, opts.Sysctls, err, test.want)
+		}
+	}
+}
+
+// The limit and the size of the table are those of the machine: the test leaves them.
+func TestTheKernelTakesTheSettingsOfConnectionTracking(t *testing.T) {
+	n := netnstest.New(t)
+	settings := given(t, "", "--conntrack-max-per-core=0", "--conntrack-udp-timeout=11s", "--conntrack-udp-timeout-stream=22s", "--conntrack-tcp-be-liberal").conntrackSettings(2)
+	if err := n.Do(func() error {
+		sysctl.Kernel.Apply(t.Context(), settings, true)
+		for _, s := range settings {
+			if value, err := sysctl.Kernel.Read(s.Name); err != nil || value != s.Value {
+				t.Errorf("%s is %d, error %v; want %d", s.Name, value, err, s.Value)
+			}
+		}
+		return nil
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if len(settings) != 5 {
+		t.Errorf("%d settings, want 5", len(settings))
+	}
+}

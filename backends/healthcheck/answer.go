@@ -8,7 +8,7 @@ import (
 	"strconv"
 )
 
-// answer is the body of every answer.
+// answer is the JSON body of every response.
 type answer struct {
 	Service             name `json:"service"`
 	LocalEndpoints      int  `json:"localEndpoints"`
@@ -20,7 +20,7 @@ type name struct {
 	Name      string `json:"name"`
 }
 
-// write answers a request. Load balancers may distribute by weight (KEP 3836).
+// write writes the response. Load balancers may distribute by its weight (KEP 3836).
 func (a answer) write(w http.ResponseWriter) {
 	h := w.Header()
 	h.Set("Content-Type", "application/json")

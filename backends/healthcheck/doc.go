@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package healthcheck answers load balancers that ask whether a node has
-// endpoints of a service.
+// Package healthcheck serves the health-check node ports of services, on which load
+// balancers check whether a node has endpoints.
 //
 // A service of type LoadBalancer with externalTrafficPolicy Local has a
-// healthCheckNodePort. On it every node answers HTTP requests of any path: with
-// 200 where it has ready endpoints of the service itself and its proxy is well,
-// else with 503.
+// healthCheckNodePort. On this port every node answers HTTP requests for any path. The
+// status is 200 if the node has ready endpoints of the service and its proxy is healthy,
+// else 503.
 //
-// A [Server] is a sink of its own. It runs beside the one that programs the
-// dataplane, whatever that is:
+// A [Server] is a sink of its own. It runs beside the sink that programs the dataplane:
 //
 //	addrs, err := nodeaddr.New(nodeaddr.Options{})
 //	…

@@ -22,59 +22,58 @@ import (
 
 // Options are a Server's settings.
 type Options struct {
-	// Addrs are the addresses to listen on. IPv6 link-local ones are left out, for
-	// which there is nothing to listen on without an interface. Required.
+	// Addrs are the addresses to listen on. IPv6 link-local addresses are ignored, because
+	// listening on them needs an interface. Required.
 	Addrs nodeaddr.Source
-	// Healthy says whether the proxy itself is well: it has programmed everything once and
-	// is not stuck. Default: it is.
+	// Healthy reports whether the proxy has programmed everything once and is not stuck.
+	// Default: always healthy.
 	Healthy func() bool
-	// Fault is told when a port cannot be listened on, once until it can or the
-	// reason is another one, so that it may make an event of it. It is called by
-	// one goroutine at a time and must not call the Server. Default: it is logged only.
+	// Fault is called when a port cannot be opened: once, until it can or the reason
+	// changes, so that it may create an event. Its calls never overlap. It must not call the
+	// Server. Default: the error is only logged.
 	Fault func(Fault)
-	// Observe is told how many ports are open, and how many cannot be opened, when
-	// that changes. The same holds as for Fault. Default: nobody is told.
+	// Observe is called with the number of open and failed ports when it changes. It has the
+	// same rules as Fault. Default: none.
 	Observe func(open, failing int)
-	// Listen listens on an address. Default: TCP of this machine.
+	// Listen listens on an address. Default: TCP on this machine.
 	Listen func(context.Context, netip.AddrPort) (net.Listener, error)
-	// Clock is what a failed attempt's backoff is measured with. Default: the real one.
+	// Clock measures the backoff of failed attempts. Default: the real clock.
 	Clock clock.Clock
 }
 
-// Fault is a port that cannot be listened on.
+// Fault is a port that cannot be opened.
 type Fault struct {
 	Service types.NamespacedName
 	Addr    netip.AddrPort
 	Err     error
 }
 
-// Server is a sink that serves the health-check node ports of services. Nothing
-// that fails in it is an error of the sink, or disturbs another service: it is
-// reported and tried again.
+// Server is a sink that serves the health-check node ports of services. Its failures are
+// not errors of the sink and do not affect other services. It reports and retries them.
 type Server struct {
 	opts Options
 
 	stop    context.CancelFunc
-	running chan struct{} // closed when there is no goroutine any more
+	running chan struct{} // closed when all goroutines have ended
 
 	mu       sync.Mutex
 	services map[types.NamespacedName]*service
 	ports    map[int32]*port
 	addrs    []netip.Addr
-	retry    chan struct{} // has a value when there is a new failed attempt
-	counts   [2]int        // what Observe was told last
+	retry    chan struct{} // has a value after a new failed attempt
+	counts   [2]int        // the last arguments of Observe
 	pass     sink.Pass
 }
 
-// port is a port that some service asks for.
+// port is a health-check node port of one or more services.
 type port struct {
-	// claimants are the services that ask for it. The first has it, which was delivered
-	// last: another one is about to change or to be pruned.
+	// claimants are the services with this port. The first one, which was delivered last,
+	// owns it: the others are about to change or to be pruned.
 	claimants []types.NamespacedName
-	doors     map[netip.Addr]*door
+	sockets   map[netip.Addr]*socket
 }
 
-// service is what is told of a service. It is immutable.
+// service is the state of a service that the server reports. It is immutable.
 type service struct {
 	port   int32
 	v4, v6 int // ready local endpoints
@@ -105,8 +104,8 @@ func New(opts Options) *Server {
 	}
 }
 
-// Start implements sink.Starter. It returns at once; what it starts goes on after
-// the end of ctx, until Stop.
+// Start implements sink.Starter. It returns immediately. Its goroutines run until Stop,
+// even after ctx ends.
 func (s *Server) Start(ctx context.Context) error {
 	ctx, s.stop = context.WithCancel(context.WithoutCancel(ctx))
 	s.running = make(chan struct{})
@@ -128,9 +127,9 @@ func (s *Server) Stop(context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, p := range s.ports {
-		for addr, d := range p.doors {
+		for addr, d := range p.sockets {
 			d.close()
-			delete(p.doors, addr)
+			delete(p.sockets, addr)
 		}
 	}
 	s.observe()
@@ -163,8 +162,8 @@ func (s *Server) Sync(ctx context.Context, c *sink.Changes) error {
 	return nil
 }
 
-// set notes the view of a service, nil if it is gone, and which ports have other
-// claimants than before. The caller holds the lock.
+// set updates the view of a service, nil if deleted, and adds ports with other claimants
+// than before to touched. The caller holds the lock.
 func (s *Server) set(key types.NamespacedName, view *api.ServiceEndpoints, touched map[int32]bool) {
 	var before, now int32
 	if old := s.services[key]; old != nil {
@@ -182,7 +181,7 @@ func (s *Server) set(key types.NamespacedName, view *api.ServiceEndpoints, touch
 		if now != 0 {
 			touched[now] = true
 			if s.ports[now] == nil {
-				s.ports[now] = &port{doors: map[netip.Addr]*door{}}
+				s.ports[now] = &port{sockets: map[netip.Addr]*socket{}}
 			}
 			s.ports[now].claimants = slices.Insert(s.ports[now].claimants, 0, key)
 		}
@@ -194,14 +193,14 @@ func (s *Server) set(key types.NamespacedName, view *api.ServiceEndpoints, touch
 	s.services[key] = &service{port: now, v4: nodeview.ReadyLocal(view, api.IPv4), v6: nodeview.ReadyLocal(view, api.IPv6)}
 }
 
-// arrange opens and closes what one port asks for. The caller holds the lock.
+// arrange opens and closes the sockets of one port. The caller holds the lock.
 func (s *Server) arrange(ctx context.Context, number int32) {
 	p := s.ports[number]
 	wanted := len(p.claimants) > 0
-	for addr, d := range p.doors {
+	for addr, d := range p.sockets {
 		if !wanted || !slices.Contains(s.addrs, addr) {
 			d.close()
-			delete(p.doors, addr)
+			delete(p.sockets, addr)
 		}
 	}
 	if !wanted {
@@ -209,26 +208,26 @@ func (s *Server) arrange(ctx context.Context, number int32) {
 		return
 	}
 	for _, other := range p.claimants[1:] {
-		klog.FromContext(ctx).Info("Two services have one health-check node port", "port", number, "service", p.claimants[0], "unserved", other)
+		klog.FromContext(ctx).Info("Two services have the same health-check node port", "port", number, "service", p.claimants[0], "unserved", other)
 	}
 	for _, addr := range s.addrs {
-		if p.doors[addr] == nil && (addr.Is4() || !addr.IsLinkLocalUnicast()) {
-			d := &door{at: netip.AddrPortFrom(addr, uint16(number))}
-			p.doors[addr] = d
+		if p.sockets[addr] == nil && (addr.Is4() || !addr.IsLinkLocalUnicast()) {
+			d := &socket{at: netip.AddrPortFrom(addr, uint16(number))}
+			p.sockets[addr] = d
 			s.open(ctx, p, d)
 		}
 	}
 }
 
 // open tries to listen. The caller holds the lock.
-func (s *Server) open(ctx context.Context, p *port, d *door) {
+func (s *Server) open(ctx context.Context, p *port, d *socket) {
 	listener, err := s.opts.Listen(ctx, d.at)
 	if err == nil {
 		d.serve(listener, s.answer)
 		return
 	}
 	if d.err == nil || d.err.Error() != err.Error() {
-		klog.FromContext(ctx).Error(err, "Health checks of a service cannot be answered", "service", p.claimants[0], "address", d.at)
+		klog.FromContext(ctx).Error(err, "Cannot serve health checks of a service", "service", p.claimants[0], "address", d.at)
 		s.opts.Fault(Fault{p.claimants[0], d.at, err})
 	}
 	d.failed(s.opts.Clock.Now(), err)
@@ -238,7 +237,7 @@ func (s *Server) open(ctx context.Context, p *port, d *door) {
 	}
 }
 
-// answer says what a port answers on an address.
+// answer returns the response of a port at an address.
 func (s *Server) answer(at netip.AddrPort) (answer, bool) {
 	s.mu.Lock()
 	p := s.ports[int32(at.Port())]
@@ -256,11 +255,11 @@ func (s *Server) answer(at netip.AddrPort) (answer, bool) {
 	return a, true
 }
 
-// doors yields all doors with their ports. The caller holds the lock.
-func (s *Server) doors() iter.Seq2[*door, *port] {
-	return func(yield func(*door, *port) bool) {
+// sockets yields all sockets with their ports. The caller holds the lock.
+func (s *Server) sockets() iter.Seq2[*socket, *port] {
+	return func(yield func(*socket, *port) bool) {
 		for _, p := range s.ports {
-			for _, d := range p.doors {
+			for _, d := range p.sockets {
 				if !yield(d, p) {
 					return
 				}
@@ -269,11 +268,11 @@ func (s *Server) doors() iter.Seq2[*door, *port] {
 	}
 }
 
-// observe reports how many ports are open and failing, if that has changed. The
-// caller holds the lock.
+// observe reports the number of open and failed ports if it has changed. The caller holds
+// the lock.
 func (s *Server) observe() {
 	var counts [2]int
-	for d := range s.doors() {
+	for d := range s.sockets() {
 		if d.err == nil {
 			counts[0]++
 		} else {
@@ -286,7 +285,7 @@ func (s *Server) observe() {
 	}
 }
 
-// run follows the addresses, and tries again what failed.
+// run follows the addresses and retries failed ports.
 func (s *Server) run(ctx context.Context, changed <-chan struct{}) {
 	for {
 		var due <-chan time.Time
@@ -305,12 +304,12 @@ func (s *Server) run(ctx context.Context, changed <-chan struct{}) {
 	}
 }
 
-// nextAttempt returns when the first of the failed ports is to be tried again,
-// zero if there is none.
+// nextAttempt returns when the first failed port is to be retried, or zero if there is
+// none.
 func (s *Server) nextAttempt() (first time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for d := range s.doors() {
+	for d := range s.sockets() {
 		if d.err != nil && (first.IsZero() || d.next.Before(first)) {
 			first = d.next
 		}
@@ -322,7 +321,7 @@ func (s *Server) tryAgain(ctx context.Context) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	now := s.opts.Clock.Now()
-	for d, p := range s.doors() {
+	for d, p := range s.sockets() {
 		if d.err != nil && !d.next.After(now) {
 			s.open(ctx, p, d)
 		}
@@ -330,7 +329,7 @@ func (s *Server) tryAgain(ctx context.Context) {
 	s.observe()
 }
 
-// readdress arranges all ports anew for the addresses that there are now.
+// readdress arranges all ports for the current addresses.
 func (s *Server) readdress(ctx context.Context) (changed <-chan struct{}) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package nodeaddr says at which addresses of a node its node ports are served.
+// Package nodeaddr provides the addresses of a node at which its node ports are served.
 //
-// Backends take a [Source] and are told nothing else: a [Watcher] follows what
-// the machine has, a [List] is told by its owner.
+// Backends read a [Source]: a [Watcher] follows the addresses of the machine, and a
+// [List] has the addresses that its owner sets.
 //
 //	watcher, err := nodeaddr.New(nodeaddr.Options{Selection: nodeaddr.Selection{All: true}})
 //	…
@@ -14,7 +14,7 @@
 //		<-changed
 //	}
 //
-// Everything in this package may be used by several goroutines at once.
+// All types are safe for concurrent use.
 package nodeaddr
 
 import (
@@ -23,18 +23,18 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// Source has the addresses of a node at which node ports and health checks are
+// Source provides the addresses of a node at which node ports and health checks are
 // served.
 type Source interface {
-	// Addresses returns them in order, each once, none of them mapped or with a
-	// zone, and a channel that is closed once they may have changed. The slice
-	// is the caller's to read, not to write.
+	// Addresses returns the sorted addresses, without duplicates, mapped addresses and
+	// zones. The channel is closed when the addresses may have changed. The caller must not
+	// modify the slice.
 	Addresses() (addrs []netip.Addr, changed <-chan struct{})
 }
 
-// SetNode tells src which Node object it is about, if it wants to know: a
-// Watcher does. A sink whose addresses come from a Source calls it with each
-// Changes.Node; that it is called for one source by several sinks does no harm.
+// SetNode passes the Node object to src if it accepts one, as a Watcher does. A sink with
+// a Source calls it with each Changes.Node. Several sinks may call it for the same
+// source.
 func SetNode(src Source, node *api.Node) {
 	if s, ok := src.(interface{ SetNode(*api.Node) }); ok {
 		s.SetNode(node)

@@ -8,11 +8,11 @@ import (
 	"sync"
 )
 
-// List is a Source whose addresses its owner sets. Its zero value has none.
+// List is a Source with addresses that its owner sets. The zero value has none.
 type List struct {
 	mu      sync.Mutex
 	addrs   []netip.Addr
-	changed chan struct{} // nil until somebody asks
+	changed chan struct{} // nil until requested
 }
 
 // Of returns a List of addrs.
@@ -32,9 +32,8 @@ func (l *List) Addresses() ([]netip.Addr, <-chan struct{}) {
 	return l.addrs, l.changed
 }
 
-// Set replaces the addresses, in any order, and reports whether that changed
-// them. Zones are dropped, mapped addresses unmapped, and what is no address is
-// left out.
+// Set replaces the addresses and reports whether they changed. It drops zones, unmaps
+// mapped addresses, and ignores invalid ones.
 func (l *List) Set(addrs ...netip.Addr) bool {
 	addrs = normalised(addrs)
 	l.mu.Lock()

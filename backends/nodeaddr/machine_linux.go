@@ -23,13 +23,13 @@ func handleOf(fd int) netns.NsHandle {
 	return netns.NsHandle(fd)
 }
 
-// subscribe returns a channel that gets a value soon after an address of the
-// namespace changed. It is closed when notifications have ended: with ctx, or as
-// some were lost.
+// subscribe returns a channel that receives a value soon after an address of the
+// namespace changed. It is closed when notifications end: with ctx, or because some were
+// lost.
 func subscribe(ctx context.Context, netNS int) (<-chan struct{}, error) {
 	socket, err := nl.SubscribeAt(handleOf(netNS), netns.None(), unix.NETLINK_ROUTE, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR)
 	if err != nil {
-		return nil, fmt.Errorf("subscribing to changes of addresses: %w", err)
+		return nil, fmt.Errorf("subscribe to address changes: %w", err)
 	}
 	notify := make(chan struct{}, 1)
 	stop := context.AfterFunc(ctx, socket.Close)
@@ -46,7 +46,7 @@ func subscribe(ctx context.Context, netNS int) (<-chan struct{}, error) {
 			}
 			select {
 			case notify <- struct{}{}:
-			default: // who reads has yet to look
+			default: // a notification is already waiting
 			}
 		}
 	}()
@@ -70,7 +70,7 @@ func look(netNS int, exclude []string) (seen, error) {
 	}
 	var s seen
 	for _, a := range list {
-		// One that another machine may have is not ours yet, or never will be.
+		// Another machine may have the address. Then it is not ours yet, or never will be.
 		unsure := a.Flags&unix.IFA_F_DADFAILED != 0 || a.Flags&unix.IFA_F_TENTATIVE != 0 && a.Flags&unix.IFA_F_OPTIMISTIC == 0
 		ip, ok := netip.AddrFromSlice(a.IP)
 		if ok && !unsure && !slices.Contains(excluded, a.LinkIndex) {
@@ -85,7 +85,7 @@ func look(netNS int, exclude []string) (seen, error) {
 	return s, nil
 }
 
-// indexes returns the interfaces of these names that exist.
+// indexes returns the indexes of the interfaces with these names that exist.
 func indexes(handle *netlink.Handle, names []string) ([]int, error) {
 	var out []int
 	for _, name := range names {
@@ -100,7 +100,8 @@ func indexes(handle *netlink.Handle, names []string) ([]int, error) {
 	return out, nil
 }
 
-// addresses lists all addresses, once more if they changed meanwhile.
+// addresses lists all addresses. It repeats the dump once if the addresses changed
+// meanwhile.
 func addresses(handle *netlink.Handle) (list []netlink.Addr, err error) {
 	for range 3 {
 		list, err = handle.AddrList(nil, netlink.FAMILY_ALL)
@@ -111,11 +112,11 @@ func addresses(handle *netlink.Handle) (list []netlink.Addr, err error) {
 	return list, err
 }
 
-// source returns the address from which a packet to target is sent.
+// source returns the source address of packets to target.
 func source(handle *netlink.Handle, target netip.Addr) (netip.Addr, bool) {
 	routes, err := handle.RouteGet(net.IP(target.AsSlice()))
 	if err != nil || len(routes) == 0 {
-		return netip.Addr{}, false // there is no route
+		return netip.Addr{}, false // no route
 	}
 	ip, ok := netip.AddrFromSlice(routes[0].Src)
 	return ip, ok

@@ -12,7 +12,7 @@ import (
 	"slices"
 )
 
-// subscribe has no notification to offer.
+// subscribe returns nil, because there are no notifications.
 func subscribe(context.Context, int) (<-chan struct{}, error) { return nil, nil }
 
 // look reads the machine's addresses.
@@ -46,12 +46,12 @@ func look(_ int, exclude []string) (seen, error) {
 	return s, nil
 }
 
-// source returns the address from which a packet to target is sent. It sends
-// none: it connects a UDP socket.
+// source returns the source address of packets to target. It sends none; it only connects
+// a UDP socket.
 func source(target netip.Addr) (netip.Addr, bool) {
 	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(target, 9)))
 	if err != nil {
-		return netip.Addr{}, false // there is no route
+		return netip.Addr{}, false // no route
 	}
 	defer c.Close()
 	return c.LocalAddr().(*net.UDPAddr).AddrPort().Addr(), true

@@ -9,21 +9,18 @@ import (
 	"strings"
 )
 
-// Selection says which addresses of a node are served. What its fields select
-// adds up; its zero value is Primary.
+// Selection selects addresses of a node. Its fields add up; the zero value is Primary.
 //
-// Loopback and link-local addresses are never selected but by a CIDR that lies
-// among them, such as 127.0.0.0/8 or fe80::/10; one that is wider is no such
-// wish.
+// Loopback and link-local addresses are selected only by a CIDR within their ranges, such
+// as 127.0.0.0/8 or fe80::/10. A wider CIDR does not select them.
 type Selection struct {
-	// Primary selects the addresses by which the cluster knows the node: the
-	// InternalIPs of its Node object, or if it has none its ExternalIPs. While
-	// the object is not known, it is the addresses that the machine sends from on
-	// its default routes, at most one of each family.
+	// Primary selects the addresses by which the cluster knows the node: the InternalIPs of
+	// its Node object or, if it has none, its ExternalIPs. While the object is unknown, it
+	// selects the source addresses of the machine's default routes, at most one per family.
 	Primary bool
 	// All selects every address of the machine.
 	All bool
-	// CIDRs select the addresses of the machine that one of them contains.
+	// CIDRs select the machine's addresses within them.
 	CIDRs []netip.Prefix
 }
 
@@ -50,7 +47,7 @@ func ParseSelection(list []string) (Selection, error) {
 	return s, nil
 }
 
-// String returns what ParseSelection reads.
+// String returns the form that ParseSelection parses.
 func (s Selection) String() string {
 	var list []string
 	if s.primary() {
@@ -67,8 +64,8 @@ func (s Selection) String() string {
 
 func (s *Selection) primary() bool { return s.Primary || !s.All && len(s.CIDRs) == 0 }
 
-// of returns what is selected of a machine's addresses, of which primary are
-// those by which it is known.
+// of returns the selected ones of a machine's addresses. primary are its primary
+// addresses.
 func (s *Selection) of(machine, primary []netip.Addr) []netip.Addr {
 	var selected []netip.Addr
 	if s.primary() {
@@ -92,5 +89,5 @@ func (s *Selection) admits(a netip.Addr) bool {
 	})
 }
 
-// confined reports whether a reaches no further than the machine or its link.
+// confined reports whether a is valid only on this machine or its link.
 func confined(a netip.Addr) bool { return a.IsLoopback() || a.IsLinkLocalUnicast() }

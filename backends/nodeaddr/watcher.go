@@ -16,48 +16,46 @@ import (
 
 // Options are a Watcher's settings. The zero value is useful.
 type Options struct {
-	// Selection says which of the node's addresses to have. Default: primary.
+	// Selection selects the addresses. Default: primary.
 	Selection Selection
-	// ExcludeInterfaces are the names of interfaces whose addresses are not the
-	// node's own: those on which a proxy puts addresses of services, such as
-	// kube-ipvs0. Default: none.
+	// ExcludeInterfaces are names of interfaces whose addresses are not the node's own,
+	// because a proxy adds addresses of services there, such as kube-ipvs0. Default: none.
 	ExcludeInterfaces []string
-	// NetNS is the file descriptor of the network namespace to look at, which the
-	// Watcher uses as long as it is used itself. Default 0: that of the process.
-	// Linux only.
+	// NetNS is the file descriptor of the network namespace. It must stay open while the
+	// Watcher is used. Default 0: the namespace of the process. Linux only.
 	NetNS int
-	// Interval is the time after which the Watcher looks, notified or not. Linux
-	// notifies of addresses, but not of another default route; elsewhere there
-	// is no notification. Default ten seconds.
+	// Interval is the time between checks without a notification. Linux sends notifications
+	// of addresses, but not of a changed default route; other systems send none. Default ten
+	// seconds.
 	Interval time.Duration
-	// Clock is what the interval is measured with. Default: the real one.
+	// Clock measures the interval. Default: the real clock.
 	Clock clock.WithTicker
 }
 
-// settle is how long a Watcher waits after a notification for others to come,
-// as addresses often change in bursts.
-const settle = 50 * time.Millisecond
+// burstDelay is how long a Watcher waits after a notification, because addresses often
+// change in bursts.
+const burstDelay = 50 * time.Millisecond
 
-// Watcher is a Source of what a machine has. SetNode tells it what the Node
-// object says.
+// Watcher is a Source with the addresses of the machine. SetNode passes the Node object
+// to it.
 type Watcher struct {
 	opts Options
 	list List
 
 	mu       sync.Mutex
 	seen     seen
-	internal []netip.Addr // of the Node object; nil while it is not known
+	internal []netip.Addr // of the Node object; nil while it is unknown
 }
 
-// seen is what a machine says of its addresses.
+// seen are the addresses of a machine.
 type seen struct {
 	all []netip.Addr
-	// outgoing are those it sends from on its default routes.
+	// outgoing are the source addresses of the default routes.
 	outgoing []netip.Addr
 }
 
-// New returns a Watcher that has looked once. It fails if it cannot look. Without
-// Run or Start it has what it saw.
+// New returns a Watcher that has read the addresses once. It returns an error if that
+// fails. Without Run or Start, the addresses do not change.
 func New(opts Options) (*Watcher, error) {
 	if opts.Interval == 0 {
 		opts.Interval = 10 * time.Second
@@ -75,8 +73,7 @@ func New(opts Options) (*Watcher, error) {
 // Addresses implements Source.
 func (w *Watcher) Addresses() ([]netip.Addr, <-chan struct{}) { return w.list.Addresses() }
 
-// SetNode tells what the Node object is now, nil if it is not known. What
-// Addresses returns agrees with it at once.
+// SetNode sets the Node object, nil if it is unknown. Addresses reflects it immediately.
 func (w *Watcher) SetNode(node *api.Node) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -84,8 +81,8 @@ func (w *Watcher) SetNode(node *api.Node) {
 	w.publish()
 }
 
-// OfNode returns the addresses by which a Node object says the node is known: its
-// InternalIPs, or if it has none its ExternalIPs.
+// OfNode returns the addresses of a Node object: its InternalIPs or, if it has none, its
+// ExternalIPs.
 func OfNode(node *api.Node) []netip.Addr {
 	if node == nil {
 		return nil
@@ -104,8 +101,8 @@ func OfNode(node *api.Node) []netip.Addr {
 	return nil
 }
 
-// Start begins to follow the machine's addresses, which goes on after the end of
-// ctx, until stop. That returns once nothing goes on any more.
+// Start starts following the machine's addresses until stop is called, even after ctx
+// ends. stop waits until all goroutines have ended.
 func (w *Watcher) Start(ctx context.Context) (stop func()) {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	ended := make(chan struct{})
@@ -119,8 +116,8 @@ func (w *Watcher) Start(ctx context.Context) (stop func()) {
 	}
 }
 
-// Run follows the machine's addresses until ctx ends, and returns then. What it
-// cannot do it logs and tries again; Addresses keeps the last that were seen.
+// Run follows the machine's addresses until ctx ends. It logs and retries failures.
+// Meanwhile Addresses returns the last known ones.
 func (w *Watcher) Run(ctx context.Context) {
 	ticker := w.opts.Clock.NewTicker(w.opts.Interval)
 	defer ticker.Stop()
@@ -130,29 +127,29 @@ func (w *Watcher) Run(ctx context.Context) {
 		if notified == nil {
 			var err error
 			if notified, err = subscribe(ctx, w.opts.NetNS); err != nil {
-				log.Error(err, "Not notified of the node's addresses, looking at an interval", "interval", w.opts.Interval)
+				log.Error(err, "No notifications of node addresses; polling", "interval", w.opts.Interval)
 			}
 		}
 		if err := w.look(); err != nil {
-			log.Error(err, "Keeping the node's addresses as they were")
+			log.Error(err, "Cannot read node addresses; keeping the last known ones")
 		}
 		select {
 		case <-ctx.Done():
 		case <-ticker.C():
 		case _, ok := <-notified:
 			if !ok {
-				notified = nil // and what was lost may have been a change
+				notified = nil // a lost notification may have been a change
 			}
 			select {
 			case <-ctx.Done():
-			case <-w.opts.Clock.After(settle):
+			case <-w.opts.Clock.After(burstDelay):
 			}
 		}
 	}
 	drain(notified)
 }
 
-// drain waits until the one who notifies has ended.
+// drain waits until the sender of notifications has ended.
 func drain(notified <-chan struct{}) {
 	if notified != nil {
 		for range notified {
@@ -163,7 +160,7 @@ func drain(notified <-chan struct{}) {
 func (w *Watcher) look() error {
 	s, err := look(w.opts.NetNS, w.opts.ExcludeInterfaces)
 	if err != nil {
-		return fmt.Errorf("reading the node's addresses: %w", err)
+		return fmt.Errorf("read node addresses: %w", err)
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -172,7 +169,7 @@ func (w *Watcher) look() error {
 	return nil
 }
 
-// publish works out the addresses. The caller holds the lock.
+// publish computes the addresses. The caller holds the lock.
 func (w *Watcher) publish() {
 	primary := w.internal
 	if primary == nil {
@@ -181,6 +178,6 @@ func (w *Watcher) publish() {
 	w.list.Set(w.opts.Selection.of(w.seen.all, primary)...)
 }
 
-// anywhere are addresses that only default routes lead to, as nobody has them
-// (RFC 5737, RFC 3849).
+// anywhere are addresses that match only default routes, because they are reserved for
+// documentation (RFC 5737, RFC 3849).
 var anywhere = [...]netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")}

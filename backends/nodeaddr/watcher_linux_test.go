@@ -149,7 +149,7 @@ func TestANamespaceThatIsNoneIsAnError(t *testing.T) {
 }
 
 // settling is a clock that stands still, but for the moment that notifications
-// have to settle.
+// have to burstDelay.
 type settling struct{ *clocktesting.FakeClock }
 
 func (c settling) After(time.Duration) <-chan time.Time {

@@ -12,23 +12,23 @@ import (
 	"sync"
 )
 
-// references counts who needs an address to be local. It is safe for concurrent
-// use, and changes different addresses at once.
+// references counts the users of local addresses. It is safe for concurrent use, and
+// changes different addresses concurrently.
 type references struct {
-	addresses Addresses // nil: addresses have to be local already
+	addresses Addresses // nil if addresses must already be local
 
 	// mu is not held while an address is added or removed, which may take seconds.
 	mu    sync.Mutex
 	count map[netip.Addr]int
-	// stuck are the addresses that nobody needs and that may be there still.
+	// stuck are unused addresses that may still be local, because their removal failed.
 	stuck map[netip.Addr]struct{}
-	// left are the addresses that a process before this one made local, until it is known
-	// which of them are needed.
+	// left are the addresses that an earlier process made local, until the needed ones are
+	// known.
 	left []netip.Addr
-	// room has room for as many changes as there may be at once.
+	// room limits the number of concurrent changes.
 	room chan struct{}
-	// changing are the addresses that are being added or removed; changed tells
-	// that one is not any more.
+	// changing are the addresses being added or removed. changed signals the end of such a
+	// change.
 	changing map[netip.Addr]struct{}
 	changed  sync.Cond
 }
@@ -42,8 +42,8 @@ func newReferences(a Addresses) *references {
 	return r
 }
 
-// change calls f while nobody else changes addr. It is called with the lock held,
-// which it releases for that.
+// change calls f while no other goroutine changes addr. The caller holds the lock; change
+// releases it during the call.
 func (r *references) change(addr netip.Addr, f func() error) error {
 	r.changing[addr] = struct{}{}
 	r.mu.Unlock()
@@ -54,7 +54,7 @@ func (r *references) change(addr netip.Addr, f func() error) error {
 	return err
 }
 
-// lock takes the lock at a moment when nobody changes addr.
+// lock takes the lock when no goroutine changes addr.
 func (r *references) lock(addr netip.Addr) {
 	r.mu.Lock()
 	for {
@@ -65,8 +65,8 @@ func (r *references) lock(addr netip.Addr) {
 	}
 }
 
-// adopt learns the addresses that a process before this one made local, which counts as
-// their user until they are abandoned.
+// adopt reads the addresses that an earlier process made local. It counts as their user
+// until abandon.
 func (r *references) adopt(ctx context.Context) error {
 	if r.addresses == nil {
 		return nil
@@ -84,7 +84,7 @@ func (r *references) adopt(ctx context.Context) error {
 	return nil
 }
 
-// abandon returns the adopted addresses, for the caller to release.
+// abandon returns the adopted addresses, which the caller has to release.
 func (r *references) abandon() []netip.Addr {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -93,12 +93,12 @@ func (r *references) abandon() []netip.Addr {
 	return left
 }
 
-// counts reports whether the users of addr are counted, as it is made local for them.
+// counts reports whether addr has counted users, because it is made local for them.
 func (r *references) counts(addr netip.Addr) bool {
 	return r.addresses != nil && !addr.IsLoopback()
 }
 
-// acquire makes addr local for one more user.
+// acquire adds a user of addr and makes addr local for the first one.
 func (r *references) acquire(ctx context.Context, addr netip.Addr) error {
 	if !r.counts(addr) {
 		return nil
@@ -107,8 +107,8 @@ func (r *references) acquire(ctx context.Context, addr netip.Addr) error {
 	defer r.mu.Unlock()
 	if r.count[addr] == 0 {
 		if err := r.change(addr, func() error { return r.addresses.Add(ctx, addr) }); err != nil {
-			r.stuck[addr] = struct{}{} // it may have come all the same
-			return fmt.Errorf("making %s local: %w", addr, err)
+			r.stuck[addr] = struct{}{} // it may have become local despite the error
+			return fmt.Errorf("make %s local: %w", addr, err)
 		}
 		delete(r.stuck, addr)
 	}
@@ -116,7 +116,7 @@ func (r *references) acquire(ctx context.Context, addr netip.Addr) error {
 	return nil
 }
 
-// share adds a user of an address that is local already. It returns false if addr is not.
+// share adds a user of an address that is already local. It returns false if addr is not.
 func (r *references) share(addr netip.Addr) bool {
 	if !r.counts(addr) {
 		return true
@@ -130,8 +130,8 @@ func (r *references) share(addr netip.Addr) bool {
 	return true
 }
 
-// release takes one user of addr away, and with the last one the address. If that
-// fails it is tried again by sweep.
+// release removes one user of addr, and the address with its last user. If that fails,
+// sweep retries.
 func (r *references) release(ctx context.Context, addr netip.Addr) error {
 	if !r.counts(addr) {
 		return nil
@@ -146,7 +146,7 @@ func (r *references) release(ctx context.Context, addr netip.Addr) error {
 	return r.remove(ctx, addr)
 }
 
-// sweep removes what could not be removed before.
+// sweep removes the addresses whose removal failed before.
 func (r *references) sweep(ctx context.Context) error {
 	r.mu.Lock()
 	stuck := slices.Collect(maps.Keys(r.stuck))
@@ -161,8 +161,8 @@ func (r *references) sweep(ctx context.Context) error {
 	})
 }
 
-// restore makes those addresses local again that somebody needs and that somebody
-// else took away. It goes on with other ones next time if ctx ends.
+// restore makes needed addresses local again that another process removed. If ctx ends,
+// the next call continues with the remaining ones.
 func (r *references) restore(ctx context.Context) error {
 	r.mu.Lock()
 	needed := slices.Collect(maps.Keys(r.count))
@@ -176,32 +176,32 @@ func (r *references) restore(ctx context.Context) error {
 		if r.count[addr] == 0 {
 			return nil
 		}
-		// An Add that is cut short would take the address back.
+		// An interrupted Add would remove the address.
 		if err := r.change(addr, func() error { return r.addresses.Add(context.WithoutCancel(ctx), addr) }); err != nil {
-			return fmt.Errorf("making %s local: %w", addr, err)
+			return fmt.Errorf("make %s local: %w", addr, err)
 		}
 		return nil
 	})
 }
 
-// remove removes an address that is stuck. The caller holds the lock.
+// remove removes a stuck address. The caller holds the lock.
 func (r *references) remove(ctx context.Context, addr netip.Addr) error {
 	if err := r.change(addr, func() error { return r.addresses.Remove(ctx, addr) }); err != nil {
-		return fmt.Errorf("removing %s from this host: %w", addr, err)
+		return fmt.Errorf("remove %s from this host: %w", addr, err)
 	}
 	delete(r.stuck, addr)
 	return nil
 }
 
-// has reports whether addr is local for somebody's sake.
+// has reports whether addr is local and has users.
 func (r *references) has(addr netip.Addr) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.count[addr] > 0
 }
 
-// inParallel calls f with each item, at most 64 at the same time for all callers, and
-// returns when all calls have returned.
+// inParallel calls f with each item and waits for all calls. room limits the concurrent
+// calls of all callers to 64.
 func inParallel[T any](room chan struct{}, items []T, f func(T)) {
 	var all sync.WaitGroup
 	for _, item := range items {
@@ -214,8 +214,7 @@ func inParallel[T any](room chan struct{}, items []T, f func(T)) {
 	all.Wait()
 }
 
-// errorsOf calls f with each address, many at the same time, and returns the errors
-// joined.
+// errorsOf calls f concurrently with each address and returns the joined errors.
 func (r *references) errorsOf(addrs []netip.Addr, f func(netip.Addr) error) error {
 	var mu sync.Mutex
 	var errs []error

@@ -8,16 +8,14 @@ import (
 	"time"
 )
 
-// maxAttached is how many client addresses a port remembers, as many as
-// kube-proxy's nftables mode. Somebody who makes addresses up must not fill
-// the memory.
+// maxAttached limits the client addresses that a port remembers, to the number of
+// kube-proxy's nftables mode. It protects the memory from forged addresses.
 const maxAttached = 65_535
 
-// affinity remembers which endpoint a client address uses. It is safe for
-// concurrent use.
+// affinity maps client addresses to their endpoints. It is safe for concurrent use.
 type affinity struct {
 	mu      sync.Mutex
-	clients map[netip.Addr]attachment // nil while there are none
+	clients map[netip.Addr]attachment // nil if there are none
 	timeout time.Duration
 }
 
@@ -26,9 +24,9 @@ type attachment struct {
 	used     time.Time
 }
 
-// endpoint returns the endpoint of client: that which it has used within timeout
-// if pool has it, else one of pool which it is attached to from now on. It is not
-// unfit, and there is none if all are.
+// endpoint returns the endpoint of client. It is the one that client used within timeout,
+// if pool still has it. Otherwise it is another one of pool, to which it attaches the
+// client. It never returns an unfit endpoint, and returns false if all are.
 func (a *affinity) endpoint(client netip.Addr, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -42,19 +40,18 @@ func (a *affinity) endpoint(client netip.Addr, timeout time.Duration, pool *pool
 		a.clients = map[netip.Addr]attachment{}
 	}
 	if _, known := a.clients[client]; !known && len(a.clients) >= maxAttached {
-		a.forgetOne()
+		a.evictOne()
 	}
 	a.clients[client] = attachment{c.endpoint, now}
 	return c.endpoint, true
 }
 
-// forgetOne forgets one of the clients, which are many: that of a few that has not
-// come for the longest time.
-func (a *affinity) forgetOne() {
+// evictOne samples a few clients and drops the least recently used.
+func (a *affinity) evictOne() {
 	var oldest netip.Addr
 	var used time.Time
 	few := 0
-	for client, c := range a.clients { // in a random order
+	for client, c := range a.clients { // in random order
 		if few == 0 || c.used.Before(used) {
 			oldest, used = client, c.used
 		}
@@ -65,7 +62,7 @@ func (a *affinity) forgetOne() {
 	delete(a.clients, oldest)
 }
 
-// setTimeout says after what time clients are forgotten, at the latest.
+// setTimeout sets the time after which idle clients are dropped.
 func (a *affinity) setTimeout(timeout time.Duration) {
 	a.mu.Lock()
 	a.timeout = timeout
@@ -75,7 +72,7 @@ func (a *affinity) setTimeout(timeout time.Duration) {
 	}
 }
 
-// expire forgets clients that have not come for too long.
+// expire drops clients that have been idle for too long.
 func (a *affinity) expire(now time.Time) {
 	a.mu.Lock()
 	timeout := a.timeout
@@ -83,7 +80,7 @@ func (a *affinity) expire(now time.Time) {
 	a.detach(func(c attachment) bool { return now.Sub(c.used) >= timeout })
 }
 
-// leave takes its endpoint away from a client that is attached to it.
+// leave detaches a client from endpoint.
 func (a *affinity) leave(client netip.Addr, endpoint netip.AddrPort) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -92,7 +89,7 @@ func (a *affinity) leave(client netip.Addr, endpoint netip.AddrPort) {
 	}
 }
 
-// detach takes its endpoint away from each client for which gone is true.
+// detach detaches each client for which gone returns true.
 func (a *affinity) detach(gone func(attachment) bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -102,6 +99,6 @@ func (a *affinity) detach(gone func(attachment) bool) {
 		}
 	}
 	if len(a.clients) == 0 {
-		a.clients = nil // a map keeps the memory of its largest size
+		a.clients = nil // a map never shrinks
 	}
 }

@@ -33,7 +33,7 @@ func TestConnectionsOfOneClientThatComeAtOnceGoToOneEndpoint(t *testing.T) {
 		all.Wait()
 		for _, e := range got {
 			if e != got[0] {
-				t.Fatalf("client %s is told %s and %s", client, got[0], e)
+				t.Fatalf("client %s gets %s and %s", client, got[0], e)
 			}
 		}
 	}

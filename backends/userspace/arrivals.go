@@ -10,27 +10,27 @@ import (
 	"time"
 )
 
-// change makes an address local for the service of an update, or without one removes a user
-// of it.
+// change makes an address local for the service of an update. Without an update, it
+// removes a user of the address.
 type change struct {
 	*update
 	addr netip.Addr
-	// again says that it failed before.
+	// again reports that the change failed before.
 	again bool
 	err   error
 }
 
-// coming is why an address is not local yet: it is about to be.
+// coming is the error of a service whose address is not local yet.
 type coming struct {
 	addr netip.Addr
-	last error // of the try before
+	last error // of the previous attempt
 }
 
 func (c *coming) Error() string {
 	if c.last != nil {
-		return fmt.Sprintf("%v; trying again", c.last)
+		return fmt.Sprintf("%v; retrying", c.last)
 	}
-	return fmt.Sprintf("making %s local: not done yet", c.addr)
+	return fmt.Sprintf("make %s local: in progress", c.addr)
 }
 
 func (c *coming) Unwrap() error { return c.last }
@@ -40,7 +40,7 @@ func isComing(err error) bool {
 	return ok
 }
 
-// lacking makes the service use the addresses of its plan that are local already. It
+// lacking makes the service use those addresses of its plan that are already local. It
 // returns the changes that make the others local.
 func (u *update) lacking() (changes []*change) {
 	for _, addr := range u.plan.addresses {
@@ -58,17 +58,17 @@ func (u *update) lacking() (changes []*change) {
 }
 
 const (
-	// addressPatience is how long await waits for the next change.
+	// addressPatience is how long await waits for the next change to complete.
 	addressPatience = time.Second
-	// addressPace is how often await looks which addresses have come, as many come in a
-	// burst.
+	// addressPace is the interval at which await checks for new addresses, because many
+	// complete in a burst.
 	addressPace = 10 * time.Millisecond
 )
 
-// await makes changes, many at once, and opens what waits for an address when that has
-// come. It returns when all is done; when no change has been for a while, or ctx ends, it
-// leaves the rest to the background. What has failed before is no reason to wait. The
-// changes are made under work.
+// await makes changes concurrently, and opens listeners when their address is local. It
+// returns when all changes are done. If no change completes for a while, or ctx ends, it
+// leaves the rest to the background. It does not wait for changes that failed before. The
+// changes run under the context work.
 func (b *Backend) await(ctx, work context.Context, changes []*change) {
 	if len(changes) == 0 {
 		return
@@ -123,7 +123,7 @@ func (c *change) make(ctx context.Context, b *Backend) {
 	}
 }
 
-// arrive goes on with a service whose address has come, or could not.
+// arrive continues with a service when the change of an address is done or has failed.
 func (b *Backend) arrive(ctx context.Context, c *change) {
 	if c.update == nil {
 		return
@@ -133,7 +133,7 @@ func (b *Backend) arrive(ctx context.Context, c *change) {
 	s := c.service
 	if s.waiting == nil || !slices.Contains(s.waiting.addresses, c.addr) {
 		delete(s.addresses, c.addr)
-		if c.err == nil { // the service does not need it any more
+		if c.err == nil { // the service no longer needs the address
 			b.running.Go(func() { b.forgo(b.life, c.addr) })
 		}
 		return

@@ -16,20 +16,19 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Backend is a sink that proxies in this process. It is to be started, and
-// stopped when it is not needed any more, which is what a sink.Driver does; it
-// runs once.
+// Backend is a sink that proxies in this process. A driver has to start and stop it. It
+// runs only once.
 type Backend struct {
 	engine
 	node nodeaddr.Source
-	// watcher is node if that is the backend's own, to be run.
+	// watcher is node if the backend created it and has to run it.
 	watcher *nodeaddr.Watcher
 
-	// mu is held by who changes what is served.
+	// mu guards the services and their listeners.
 	mu       sync.Mutex
 	services map[types.NamespacedName]*service
 
-	life      context.Context // of what the backend does by itself
+	life      context.Context // of the backend's own goroutines
 	stopTasks context.CancelFunc
 	tasks     sync.WaitGroup
 }
@@ -41,8 +40,8 @@ var (
 	_ sink.Cleaner = (*Backend)(nil)
 )
 
-// New returns a Backend. It fails if the options make no sense, or if the
-// machine's addresses cannot be read.
+// New returns a Backend. It returns an error if the options are invalid or the machine's
+// addresses cannot be read.
 func New(opts Options) (*Backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, err
@@ -59,9 +58,9 @@ func New(opts Options) (*Backend, error) {
 		},
 		services: map[types.NamespacedName]*service{},
 	}
-	b.held.all = map[place]*service{}
+	b.held.all = map[socketAddr]*service{}
 	limit := openFilesLimit()
-	b.descriptors = newDescriptors(limit - limit/10) // the rest is for what else this process does
+	b.descriptors = newDescriptors(limit - limit/10) // keep the rest for other uses in this process
 	b.udp = newUDPClients(min(opts.MaxUDPClients, limit/2))
 	var err error
 	if b.machine, err = nodeaddr.New(nodeaddr.Options{Selection: everyAddress, Clock: opts.Clock}); err != nil {
@@ -76,15 +75,15 @@ func New(opts Options) (*Backend, error) {
 	return b, nil
 }
 
-// everyAddress selects those of a link, too.
+// everyAddress selects all addresses, including link-local ones.
 var everyAddress = nodeaddr.Selection{All: true, CIDRs: []netip.Prefix{netip.MustParsePrefix("169.254.0.0/16"), netip.MustParsePrefix("fe80::/10")}}
 
-// NodeAddresses returns the source of the addresses at which node ports are
-// served, for who serves something else there.
+// NodeAddresses returns the source of node-port addresses, for other servers on the same
+// addresses.
 func (b *Backend) NodeAddresses() nodeaddr.Source { return b.node }
 
-// Start implements sink.Starter. Addresses that a process that was killed left behind are
-// kept for the services that need them. Logs go to the logger of ctx from now on.
+// Start implements sink.Starter. Addresses that a killed process left local are kept for
+// the services that need them. The backend logs to the logger of ctx.
 func (b *Backend) Start(ctx context.Context) error {
 	b.log = klog.FromContext(ctx)
 	if err := b.local.adopt(ctx); err != nil {
@@ -100,37 +99,38 @@ func (b *Backend) Start(ctx context.Context) error {
 	return nil
 }
 
-// Cleanup implements sink.Cleaner. It removes the addresses that backends with
-// the same Addresses have made local.
+// Cleanup implements sink.Cleaner. It removes the addresses that backends with the same
+// Addresses made local.
 func (b *Backend) Cleanup(ctx context.Context) error {
 	if b.opts.Addresses == nil {
 		return nil
 	}
 	if err := b.opts.Addresses.Cleanup(ctx); err != nil {
-		return fmt.Errorf("removing addresses left on this host: %w", err)
+		return fmt.Errorf("remove addresses left on this host: %w", err)
 	}
 	return nil
 }
 
-// Verify implements sink.Verifier. It makes the addresses of services local again
-// that somebody else took away.
+// Verify implements sink.Verifier. It restores local addresses that another process
+// removed.
 func (b *Backend) Verify(ctx context.Context) error { return b.local.restore(ctx) }
 
-// update is what becomes of one service.
+// update is the change of one service.
 type update struct {
 	*service
-	view *api.ServiceEndpoints // nil if it goes
+	view *api.ServiceEndpoints // nil if the service is deleted
 	*plan
-	err error // why not all of plan is served, guarded by Backend.mu
+	err error // why plan is not complete; Backend.mu guards it
 }
 
-// Sync implements sink.Sink. A service that waits for an address fails if no other address
-// comes or goes for a while. It is served there as soon as the address comes, and comes again.
+// Sync implements sink.Sink. A service that waits for an address fails if no address
+// changes for a while. It is served there as soon as the address is local, and the driver
+// delivers it again.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	nodeaddr.SetNode(b.node, c.Node)
 	b.mu.Lock()
 	updates := b.updates(c)
-	changes := b.bringAbout(ctx, updates)
+	changes := b.applyAll(ctx, updates)
 	if c.Last && ctx.Err() == nil {
 		changes = append(changes, b.abandon()...)
 	}
@@ -145,8 +145,8 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	return failures(ctx, updates)
 }
 
-// updates returns what becomes of the services of c, and with c.Last of those that were not
-// delivered in the pass.
+// updates returns the updates for the services of c. With c.Last, it includes deletions
+// of the services that the pass did not deliver.
 func (b *Backend) updates(c *sink.Changes) (updates []*update) {
 	node, _ := b.node.Addresses()
 	if c.First {
@@ -187,10 +187,9 @@ func failures(ctx context.Context, updates []*update) error {
 	return failed.Err()
 }
 
-// bringAbout closes what is not needed any more, for all services, before it
-// opens what is new, so that services can exchange places. It returns the changes of
-// addresses that are left to await.
-func (b *Backend) bringAbout(ctx context.Context, updates []*update) (changes []*change) {
+// applyAll closes unneeded listeners of all services before it opens new ones, so that
+// services can swap addresses. It returns the address changes, for await.
+func (b *Backend) applyAll(ctx context.Context, updates []*update) (changes []*change) {
 	for _, u := range updates {
 		u.withdraw(u.plan)
 		b.services[u.key] = u.service
@@ -214,8 +213,8 @@ func (b *Backend) bringAbout(ctx context.Context, updates []*update) (changes []
 	return changes
 }
 
-// abandon returns the removal of the addresses of a process before this one. Those that
-// services need stay.
+// abandon returns changes that release the addresses of an earlier process. Those that
+// services need stay local.
 func (b *Backend) abandon() (changes []*change) {
 	for _, addr := range b.local.abandon() {
 		changes = append(changes, &change{addr: addr})
@@ -223,14 +222,14 @@ func (b *Backend) abandon() (changes []*change) {
 	return changes
 }
 
-// followNode lets services follow the node's addresses until ctx ends.
+// followNode updates services when the node's addresses change, until ctx ends.
 func (b *Backend) followNode(ctx context.Context) {
 	const patience = 5 * time.Second
 	for {
 		node, changed := b.node.Addresses()
 		var again <-chan time.Time
 		if err := b.replan(ctx, node); err != nil && ctx.Err() == nil {
-			b.log.Error(err, "Services do not follow the addresses of this node yet")
+			b.log.Error(err, "Cannot update services to new node addresses; retrying")
 			again = b.opts.Clock.After(patience)
 		}
 		select {
@@ -242,8 +241,8 @@ func (b *Backend) followNode(ctx context.Context) {
 	}
 }
 
-// replan brings the services that depend on the node's addresses in line with
-// them, but for those that failed: they come again.
+// replan updates the services that depend on the node's addresses, except failed ones,
+// which the driver delivers again.
 func (b *Backend) replan(ctx context.Context, node []netip.Addr) error {
 	b.mu.Lock()
 	var updates []*update
@@ -252,7 +251,7 @@ func (b *Backend) replan(ctx context.Context, node []netip.Addr) error {
 			updates = append(updates, &update{service: s, view: s.view, plan: s.planFor(s.view, node)})
 		}
 	}
-	changes := b.bringAbout(ctx, updates)
+	changes := b.applyAll(ctx, updates)
 	b.mu.Unlock()
 	b.await(ctx, ctx, changes)
 
@@ -260,13 +259,13 @@ func (b *Backend) replan(ctx context.Context, node []netip.Addr) error {
 	defer b.mu.Unlock()
 	for _, u := range updates {
 		if u.waiting != nil {
-			u.err = nil // a Sync under way awaits its address
+			u.err = nil // a Sync in progress waits for its address
 		}
 	}
 	return failures(ctx, updates)
 }
 
-// sweep ends, at intervals, what has been silent for too long.
+// sweep ends idle UDP clients and affinity at intervals.
 func (b *Backend) sweep(ctx context.Context) {
 	ticker := b.opts.Clock.NewTicker(max(b.opts.UDPTimeout/8, 10*time.Millisecond))
 	defer ticker.Stop()
@@ -287,13 +286,12 @@ func (b *Backend) sweep(ctx context.Context) {
 	}
 }
 
-// StopTimeout implements sink.Drainer: Options.DrainTimeout, and time to remove
-// addresses after it.
+// StopTimeout implements sink.Drainer. It is Options.DrainTimeout plus time to remove
+// addresses.
 func (b *Backend) StopTimeout() time.Duration { return b.opts.DrainTimeout + 5*time.Second }
 
-// Stop implements sink.Stopper. It listens no more, lets connections end for
-// Options.DrainTimeout at most and as long as ctx does not end, and leaves no
-// address behind.
+// Stop implements sink.Stopper. It closes all listeners, drains connections for at most
+// Options.DrainTimeout while ctx lasts, and removes all local addresses.
 func (b *Backend) Stop(ctx context.Context) error {
 	b.stopTasks()
 	b.tasks.Wait()
@@ -303,9 +301,9 @@ func (b *Backend) Stop(ctx context.Context) error {
 		updates = append(updates, &update{service: s, plan: s.planFor(nil, nil)})
 	}
 	stop := context.AfterFunc(ctx, func() { close(b.hurry) })
-	// Addresses go even if there is no time left for anything else.
+	// Remove addresses even if there is no time left to drain.
 	last := context.WithoutCancel(ctx)
-	changes := append(b.bringAbout(last, updates), b.abandon()...)
+	changes := append(b.applyAll(last, updates), b.abandon()...)
 	b.mu.Unlock()
 	b.await(last, last, changes)
 	b.running.Wait()

@@ -4,14 +4,13 @@ package userspace
 
 import "golang.org/x/net/ipv4"
 
-// batchSize is how many datagrams are moved at once, at most.
+// batchSize is the maximum number of datagrams that are moved together.
 const batchSize = 32
 
-// maxDatagram is more than any UDP datagram has.
+// maxDatagram is larger than any UDP datagram.
 const maxDatagram = 1 << 16
 
-// batch is room for some datagrams. Only the pages that datagrams fill become
-// memory.
+// batch has buffers for datagrams. Only pages that datagrams fill use memory.
 type batch struct {
 	messages [batchSize]ipv4.Message
 	whole    [batchSize][]byte
@@ -28,7 +27,7 @@ func newBatch() *batch {
 	return b
 }
 
-// reset gives each message its whole buffer to read into.
+// reset gives each message its whole buffer.
 func (b *batch) reset() {
 	for i := range b.messages {
 		b.messages[i].Buffers[0] = b.whole[i]
@@ -36,15 +35,15 @@ func (b *batch) reset() {
 	}
 }
 
-// maxBatches is how many batches there are at most, 2 MiB each. A batch is used between
-// system calls that do not wait, so more would only help more cores.
+// maxBatches limits the number of batches, which have 2 MiB each. A batch is used between
+// nonblocking system calls, so more batches would only help more cores.
 const maxBatches = 16
 
-// batches has the batches, which are too large for a pool that forgets them at each
-// garbage collection. It is safe for concurrent use.
+// batches is a pool of batches. A sync.Pool would drop them at each garbage collection,
+// and they are too large for that. It is safe for concurrent use.
 type batches struct {
 	free chan *batch
-	// unmade has room for each batch that is made.
+	// unmade has a token for each batch that may still be made.
 	unmade chan struct{}
 }
 
@@ -52,7 +51,7 @@ func newBatches() *batches {
 	return &batches{make(chan *batch, maxBatches), make(chan struct{}, maxBatches)}
 }
 
-// get returns a batch. It waits if all are in use.
+// get returns a batch. It waits while all are in use.
 func (b *batches) get() *batch {
 	select {
 	case batch := <-b.free:

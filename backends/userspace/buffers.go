@@ -4,10 +4,10 @@ package userspace
 
 import "sync"
 
-// buffers are those of streams. It is safe for concurrent use.
+// buffers is a pool of buffers for streams. It is safe for concurrent use.
 type buffers struct{ pool sync.Pool }
 
-// bufferSize is how much of a stream is moved at once, by copying it.
+// bufferSize is the size of the buffer through which streams copy.
 const bufferSize = 32 << 10
 
 func newBuffers() *buffers {

@@ -30,7 +30,7 @@ func TestConformance(t *testing.T) {
 		conformance.Masquerade:         "an endpoint sees the proxy as its client, whatever is asked for",
 		conformance.Restart:            "connections go through the process",
 		conformance.HealthChecks:       "a sink of its own serves them: healthcheck.Server",
-		conformance.RangesBeforeReject: "who is not to be refused is not told apart where nobody listens",
+		conformance.RangesBeforeReject: "the host rejects all clients where the backend does not listen",
 		conformance.EndpointRefusals:   "the client is connected before an endpoint refuses, and of UDP it hears nothing",
 	}})
 }

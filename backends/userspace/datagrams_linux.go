@@ -8,18 +8,18 @@ import (
 	"golang.org/x/net/ipv4"
 )
 
-// datagrams reads and writes the datagrams of a socket of either family, many by
-// one system call. One goroutine at a time may read.
+// datagrams reads and writes datagrams of a socket of either family, several per system
+// call. Only one goroutine may read at a time.
 type datagrams struct {
 	c *ipv4.PacketConn
-	// expected is how many datagrams are read at once: preparing for more than
-	// come costs more than reading them.
+	// expected is the number of datagrams to read at once. Preparing for more than arrive
+	// costs more than reading them.
 	expected int
 }
 
 func newDatagrams(c *net.UDPConn) datagrams { return datagrams{ipv4.NewPacketConn(c), 1} }
 
-// read reads what there is, at least one datagram.
+// read reads all available datagrams. It waits for the first.
 func (d *datagrams) read(messages []ipv4.Message) (int, error) {
 	n, err := d.c.ReadBatch(messages[:d.expected], 0)
 	switch {
@@ -31,7 +31,7 @@ func (d *datagrams) read(messages []ipv4.Message) (int, error) {
 	return n, err
 }
 
-// write writes all messages. It stops at the first that cannot be written.
+// write writes all messages. It stops at the first error.
 func (d *datagrams) write(messages []ipv4.Message) error {
 	for len(messages) > 0 {
 		n, err := d.c.WriteBatch(messages, 0)

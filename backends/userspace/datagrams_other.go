@@ -22,7 +22,7 @@ func (d *datagrams) read(messages []ipv4.Message) (int, error) {
 	return 1, err
 }
 
-// write writes all messages. It stops at the first that cannot be written.
+// write writes all messages. It stops at the first error.
 func (d *datagrams) write(messages []ipv4.Message) error {
 	for i := range messages {
 		var err error

@@ -4,12 +4,12 @@ package userspace
 
 import "sync"
 
-// descriptors are the file descriptors that this process may use. It is safe for
+// descriptors counts the file descriptors that this process may use. It is safe for
 // concurrent use.
 type descriptors struct {
 	mu   sync.Mutex
 	free int
-	// returned is signalled when some were returned, and by wake.
+	// returned is signaled when descriptors are returned, and by wake.
 	returned sync.Cond
 }
 
@@ -19,7 +19,7 @@ func newDescriptors(max int) *descriptors {
 	return d
 }
 
-// use takes n descriptors for what the process cannot do without, or returns -n.
+// use takes n descriptors for essential purposes. If n is negative, it returns -n.
 func (d *descriptors) use(n int) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -29,39 +29,40 @@ func (d *descriptors) use(n int) {
 	}
 }
 
-// wake lets those who wait look at what ends their wait.
+// wake makes the waiting goroutines check whether their wait has ended.
 func (d *descriptors) wake() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.returned.Broadcast()
 }
 
-// maxDescriptors is the limit where the system has none, or a larger one: a service that
-// uses too many should not use all memory first.
+// maxDescriptors is the limit if the system has none or a larger one. It prevents that a
+// service with too many connections uses all memory.
 const maxDescriptors = 1 << 18
 
-// maxShare is how many times as many descriptors as are free a service may have. So one
-// service gets four fifths of all, two get four ninths each, and some are always free for
-// others.
+// maxShare limits the descriptors of a service to a multiple of the free ones. So one
+// service gets at most four fifths of all, two get four ninths each, and some are always
+// free for others.
 const maxShare = 4
 
-// account counts the descriptors that the connections of a service have. It is safe for
-// concurrent use.
+// account counts the descriptors of a service's connections. It is safe for concurrent
+// use.
 type account struct {
 	*descriptors
-	has int // guarded by descriptors.mu
+	has int // descriptors.mu guards it
 }
 
-// fits reports whether the service may have n more. It may always have n.
+// fits reports whether the service may take n more. Its first n are always allowed.
 func (a *account) fits(n int) bool { return a.has == 0 || a.has+n <= maxShare*(a.free-n) }
 
-// take takes n descriptors, and reports whether the service may have them.
+// take takes n descriptors if the service may have them, and reports whether it did.
 func (a *account) take(n int) bool {
 	return a.takeUnless(n, func() bool { return true })
 }
 
-// takeUnless waits until the service may have n descriptors, and takes them. It returns
-// false without them if ended does. After a change of what ended returns, call wake.
+// takeUnless waits until the service may take n descriptors, and takes them. If ended
+// returns true, takeUnless takes none and returns false. Call wake when the result of
+// ended changes.
 func (a *account) takeUnless(n int, ended func() bool) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()

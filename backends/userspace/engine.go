@@ -13,27 +13,27 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// engine is what all listeners of a Backend share. It is safe for concurrent
+// engine is the state that all listeners of a Backend share. It is safe for concurrent
 // use.
 type engine struct {
 	opts   *Options
 	log    klog.Logger
 	local  *references
 	served ports
-	// machine has all addresses of this machine's interfaces.
+	// machine has the addresses of all interfaces of this machine.
 	machine    *nodeaddr.Watcher
 	buffers    *buffers
 	pipes      *pipes
 	batches    *batches
 	udp        *udpClients
 	complaints complaints
-	// descriptors counts those of listeners, connections and UDP clients.
+	// descriptors counts the descriptors of listeners, connections and UDP clients.
 	descriptors *descriptors
-	// held are the places of all services.
-	held places
+	// held are the sockets of all services.
+	held socketOwners
 	// hurry is closed when there is no time left to drain.
 	hurry chan struct{}
-	// running are the goroutines that end when what they serve is closed.
+	// running counts the goroutines that end when their connection or listener is closed.
 	running sync.WaitGroup
 }
 
@@ -51,14 +51,14 @@ func (e *engine) isMachines(addr netip.Addr) bool {
 	return found
 }
 
-// serves reports whether this process listens at an endpoint of p: a connection to it
-// would come back, here or by way of other services, without end.
+// serves reports whether this process listens at an endpoint of p. A connection to it
+// would come back to this process in an endless loop.
 func (e *engine) serves(p *port, endpoint netip.AddrPort) bool {
-	if e.held.of(place{p.protocol, endpoint}) == nil {
+	if e.held.of(socketAddr{p.protocol, endpoint}) == nil {
 		return false
 	}
 	p.warnOfLoop.Do(func() {
-		e.log.Error(nil, "Endpoints of a service are addresses that this proxy serves itself; they are not used", "service", p.service, "endpoint", endpoint)
+		e.log.Error(nil, "Ignoring endpoints that this proxy serves itself", "service", p.service, "endpoint", endpoint)
 	})
 	return true
 }
@@ -70,15 +70,15 @@ func (e *engine) logEndpoint(p *port, client net.Addr, pool *pool, endpoint neti
 	}
 }
 
-// complain logs err, once in ten seconds for each message.
+// complain logs err, at most once in ten seconds per message.
 func (e *engine) complain(err error, message string, keysAndValues ...any) {
 	if e.complaints.due(message, time.Now()) {
 		e.log.WithCallDepth(1).Error(err, message, keysAndValues...)
 	}
 }
 
-// complaints are when errors were logged that would be too often otherwise, by
-// message. It is safe for concurrent use.
+// complaints has the time of the last log entry of each rate-limited message. It is safe
+// for concurrent use.
 type complaints struct {
 	mu   sync.Mutex
 	last map[string]time.Time

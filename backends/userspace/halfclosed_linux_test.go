@@ -90,7 +90,7 @@ func TestResetAfterHalfCloseComesOut(t *testing.T) {
 // packet. The kernel's keep-alive then finds out.
 func TestHalfClosedClientThatVanishesIsNoticed(t *testing.T) {
 	w, c, endpoint := halfClosed(t, Options{})
-	l := w.listenerAt(placeOf(t, api.TCP, c.RemoteAddr().String())).(*tcpListener)
+	l := w.listenerAt(socketAddrOf(t, api.TCP, c.RemoteAddr().String())).(*tcpListener)
 	set := func(c *net.TCPConn, options map[int]int) {
 		t.Helper()
 		raw, err := c.SyscallConn()

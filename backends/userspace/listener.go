@@ -13,29 +13,29 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// place is where a socket listens.
-type place struct {
+// socketAddr is the protocol, address and port of a listening socket.
+type socketAddr struct {
 	protocol api.Protocol
 	at       netip.AddrPort
 }
 
-func (p place) String() string { return p.at.String() + "/" + p.protocol.String() }
+func (p socketAddr) String() string { return p.at.String() + "/" + p.protocol.String() }
 
-// places are where services listen. It is safe for concurrent use.
-type places struct {
+// socketOwners maps sockets to their services. It is safe for concurrent use.
+type socketOwners struct {
 	mu  sync.RWMutex
-	all map[place]*service
+	all map[socketAddr]*service
 }
 
-// of returns the service that listens at p, nil if none does.
-func (p *places) of(at place) *service {
+// of returns the service that listens at p, or nil.
+func (p *socketOwners) of(at socketAddr) *service {
 	p.mu.RLock()
 	defer p.mu.RUnlock()
 	return p.all[at]
 }
 
-// set says that s listens at a place, or with nil that nobody does.
-func (p *places) set(at place, s *service) {
+// set records that s listens at p. A nil s records that no service does.
+func (p *socketOwners) set(at socketAddr, s *service) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if s == nil {
@@ -45,34 +45,33 @@ func (p *places) set(at place, s *service) {
 	}
 }
 
-// listener serves the clients of one place.
+// listener serves the clients of one socket.
 type listener interface {
-	// setRules says what becomes of clients from now on; those that are served
-	// are left alone.
+	// setRules sets the rules for new clients. Connected clients are not affected.
 	setRules(*rules) error
-	// close makes room for another listener. It ends UDP clients, and leaves TCP
-	// connections that are served alone.
+	// close frees the address for another listener. It ends UDP clients and keeps
+	// established TCP connections.
 	close()
-	// drained is closed once no connection is left after close.
+	// drained returns a channel that is closed when no connection is left after close.
 	drained() <-chan struct{}
 	// abort resets the connections that are left after close.
 	abort()
 }
 
-// frontend is what listeners have in common.
+// frontend contains the common parts of listeners.
 type frontend struct {
 	*engine
-	place
+	socketAddr
 	raw     syscall.RawConn
 	current atomic.Pointer[rules]
-	// screened belongs to who syncs.
+	// screened is the attached screen. Only Sync uses it.
 	screened screen
 }
 
 func (f *frontend) setRules(r *rules) error {
 	if s := r.screen(f.opts.PodCIDRs); !s.equal(&f.screened) {
 		if err := s.attach(f.raw, f.at.Addr().Is4()); err != nil {
-			return fmt.Errorf("limiting who reaches %s: %w", f.place, err)
+			return fmt.Errorf("filter clients of %s: %w", f.socketAddr, err)
 		}
 		f.screened = s
 	}
@@ -80,8 +79,8 @@ func (f *frontend) setRules(r *rules) error {
 	return nil
 }
 
-// listen opens a listener that is under r from its first client on.
-func (e *engine) listen(ctx context.Context, p place, r *rules) (l listener, err error) {
+// listen opens a listener that applies r from its first client on.
+func (e *engine) listen(ctx context.Context, p socketAddr, r *rules) (l listener, err error) {
 	if p.protocol == api.UDP {
 		l, err = e.listenUDP(ctx, p, r)
 	} else {

@@ -45,7 +45,7 @@ func TestEndpointsThatThisProcessServesAreRefused(t *testing.T) {
 				for range 2 {
 					once(t, protocol, "127.0.0.2", port)
 				}
-				const warning = "Endpoints of a service are addresses that this proxy serves"
+				const warning = "Ignoring endpoints that this proxy serves itself"
 				eventually(t, "the log says so", func() bool { return strings.Contains(w.log.String(), warning) })
 				if protocol == api.TCP {
 					eventually(t, "both connections came", func() bool { return w.stats("loop").Connections == 2 })
@@ -135,7 +135,7 @@ func TestNoServiceTakesAllDescriptors(t *testing.T) {
 	eventually(t, "the log says so", func() bool { return strings.Contains(w.log.String(), "Out of file descriptors for this service") })
 	const share = 20 // connections of two descriptors each: four fifths of 50
 	for range share {
-		clients[<-served].Close() // and another one is served in its place
+		clients[<-served].Close() // and another one is served in its socketAddr
 	}
 	w.source.Delete(key("hog")) // while clients wait
 	w.source.Set(serviceAt("web", "127.0.0.3", port, api.TCP).to(server).view())

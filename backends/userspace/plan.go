@@ -13,25 +13,24 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// plan is what a service needs, worked out of its view.
+// plan is what a service needs, computed from its view.
 type plan struct {
-	// addresses are those of the service, which have to be local.
+	// addresses are the addresses of the service, which must be local.
 	addresses []netip.Addr
-	// places are where somebody has to listen, in the order of the view's
-	// frontends.
-	places []placed
-	// refused are places where nobody listens, as all clients are refused.
-	refused map[place]struct{}
+	// sockets are the sockets to listen on, in the order of the view's frontends.
+	sockets []listenSpec
+	// refused are socket addresses without a listener, because all clients are refused.
+	refused map[socketAddr]struct{}
 	ports   map[portKey]planned
-	// dependsOnNode says that another plan may come of other node addresses.
+	// dependsOnNode reports whether the plan depends on the node's addresses.
 	dependsOnNode bool
-	// unsupported says what of the view no socket can serve. It is no failure, as
-	// trying again would not help.
+	// unsupported describes the parts of the view that sockets cannot serve. It is not a
+	// failure, because a retry would not help.
 	unsupported error
 }
 
-type placed struct {
-	place
+type listenSpec struct {
+	socketAddr
 	rules *rules
 }
 
@@ -39,14 +38,14 @@ type planned struct {
 	*port
 	serving []netip.AddrPort
 	pools   []*pool
-	// affinity is how long a client keeps its endpoint; 0 means it does not.
+	// affinity is how long a client keeps its endpoint; 0 means no affinity.
 	affinity time.Duration
 }
 
-// planFor works out what view needs on a node with the given addresses. It goes
-// on with what s has, and changes nothing of s. A nil view needs nothing.
+// planFor computes the plan for view on a node with the given addresses. It reuses parts
+// of s but does not modify s. A nil view has an empty plan.
 func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) *plan {
-	p := &plan{refused: map[place]struct{}{}, ports: map[portKey]planned{}}
+	p := &plan{refused: map[socketAddr]struct{}{}, ports: map[portKey]planned{}}
 	if view == nil {
 		return p
 	}
@@ -67,11 +66,11 @@ func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) *plan {
 		}
 		p.dependsOnNode = p.dependsOnNode || f.Sources.Restricted
 		for _, a := range addrs {
-			at := place{f.Protocol, netip.AddrPortFrom(a, uint16(f.Port))}
+			at := socketAddr{f.Protocol, netip.AddrPortFrom(a, uint16(f.Port))}
 			if r.refused() {
-				p.refused[at] = struct{}{} // the host refuses where nobody listens
+				p.refused[at] = struct{}{} // without a listener, the host refuses clients
 			} else {
-				p.places = append(p.places, placed{at, r})
+				p.sockets = append(p.sockets, listenSpec{at, r})
 			}
 		}
 	}
@@ -79,7 +78,7 @@ func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) *plan {
 	return p
 }
 
-// unsupported returns why a frontend cannot be served by sockets.
+// unsupported returns why sockets cannot serve a frontend, or nil.
 func unsupported(f *nodeview.Frontend) error {
 	switch {
 	case f.ServicePort == nil:
@@ -91,8 +90,7 @@ func unsupported(f *nodeview.Frontend) error {
 	}
 }
 
-// rules returns those of a frontend. Frontends of one port share what can be
-// shared.
+// rules returns the rules of a frontend. Frontends of one port share parts of them.
 func (p *plan) rules(s *service, view *api.ServiceEndpoints, f *nodeview.Frontend, node []netip.Addr) *rules {
 	key := portKey{f.Protocol, f.ServicePort.Port}
 	of, ok := p.ports[key]

@@ -16,9 +16,9 @@ type pool struct {
 	sorted []netip.AddrPort
 
 	mu sync.Mutex
-	// turns are the endpoints in the order of one round; each round has another
-	// one. So proxies do not all begin with the same endpoint, and clients that
-	// come in a steady rhythm do not always get the same.
+	// turns are the endpoints in the order of the current round. Each round has another
+	// random order. So different proxies do not start with the same endpoint, and clients
+	// with a regular pattern do not always get the same one.
 	turns []netip.AddrPort
 	next  int
 }
@@ -27,12 +27,11 @@ func newPool(sorted []netip.AddrPort) *pool {
 	return &pool{sorted: sorted, turns: slices.Clone(sorted), next: len(sorted)}
 }
 
-// pick returns the endpoint whose turn it is, of those that are not unfit. It
-// returns false if there are none.
+// pick returns the next endpoint that is not unfit. It returns false if there is none.
 func (p *pool) pick(unfit func(netip.AddrPort) bool) (netip.AddrPort, bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for range 2 * len(p.turns) { // two rounds have every endpoint, wherever they begin
+	for range 2 * len(p.turns) { // two rounds include every endpoint, wherever they begin
 		if p.next == len(p.turns) {
 			rand.Shuffle(len(p.turns), func(i, j int) { p.turns[i], p.turns[j] = p.turns[j], p.turns[i] })
 			p.next = 0
@@ -51,7 +50,7 @@ func (p *pool) contains(e netip.AddrPort) bool {
 	return found
 }
 
-// addrPorts returns where targets are, in order and each once.
+// addrPorts returns the addresses of targets, sorted and without duplicates.
 func addrPorts(targets []nodeview.Target) []netip.AddrPort {
 	out := make([]netip.AddrPort, len(targets))
 	for i, t := range targets {

@@ -14,36 +14,36 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// port is a port of a service, as long as the service has it.
+// port is a port of a service. It exists as long as the service has it.
 type port struct {
 	portKey
 	service types.NamespacedName
-	// name is how logs call it: namespace/service, and the port's name after a
-	// colon if it has one.
+	// name is the name in logs: namespace/service, with a colon and the port's name if it
+	// has one.
 	name     string
 	counters counters
 	affinity affinity
-	// account has the descriptors of the service.
+	// account counts the descriptors of the service.
 	account    *account
 	warnOfLoop *sync.Once
 
-	// What follows belongs to who syncs.
+	// Only Sync uses the following fields.
 
-	// pools are those of the last plan: one for each family and list.
+	// pools are the pools of the last plan, one for each family and list.
 	pools []*pool
-	// serving are the endpoints that have not gone, in order, those included
-	// that new connections do not go to.
+	// serving are the endpoints that still exist, sorted, including those without new
+	// connections.
 	serving []netip.AddrPort
 }
 
-// ports are those of all services. They are apart from the services, which belong
-// to who syncs, so that nobody else waits for a Sync. It is safe for concurrent use.
+// ports are the ports of all services. They have a lock of their own, so that readers do
+// not wait for a Sync. It is safe for concurrent use.
 type ports struct {
 	mu  sync.Mutex
 	all map[*port]struct{}
 }
 
-// replace puts next in the place of p. Either may be nil.
+// replace replaces p by next. Either may be nil.
 func (s *ports) replace(p, next *port) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -80,14 +80,14 @@ func portName(service types.NamespacedName, p *api.PortMapping) string {
 	return service.String() + ":" + p.Name
 }
 
-// counters count what a port does. Active goes up and down.
+// counters are the statistics of a port. active increases and decreases.
 type counters struct {
 	connections, active, dialFailures    atomic.Int64
 	bytesToEndpoints, bytesFromEndpoints atomic.Int64
 }
 
-// pool returns the pool of targets: one that p has if it has one with the same
-// endpoints, so that their turns go on. made are those of the present plan.
+// pool returns a pool of targets. It reuses a pool of p with the same endpoints, so that
+// their turns continue. made are the pools of the new plan.
 func (p *port) pool(targets []nodeview.Target, made []*pool) *pool {
 	endpoints := addrPorts(targets)
 	same := func(o *pool) bool { return slices.Equal(o.sorted, endpoints) }
@@ -99,7 +99,7 @@ func (p *port) pool(targets []nodeview.Target, made []*pool) *pool {
 	return newPool(endpoints)
 }
 
-// servingOf returns the endpoints of the port that have not gone.
+// servingOf returns the endpoints of the port that still exist.
 func servingOf(se *api.ServiceEndpoints, p *api.PortMapping) []netip.AddrPort {
 	out := make([]netip.AddrPort, 0, len(se.Endpoints)+len(se.Draining))
 	for _, list := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
@@ -113,8 +113,8 @@ func servingOf(se *api.ServiceEndpoints, p *api.PortMapping) []netip.AddrPort {
 	return slices.Compact(out)
 }
 
-// setServing says which endpoints have not gone. Clients that were attached to
-// one that has choose anew.
+// setServing sets the endpoints that still exist. Clients of other endpoints choose
+// again.
 func (p *port) setServing(serving []netip.AddrPort) {
 	before := p.serving
 	p.serving = serving

@@ -183,7 +183,7 @@ func TestClientsThatVanishAreNoticed(t *testing.T) {
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).view())
 	dial(t, "127.0.0.2", port).ask()
-	at := place{api.TCP, netip.MustParseAddrPort(fmt.Sprintf("127.0.0.2:%d", port))}
+	at := socketAddr{api.TCP, netip.MustParseAddrPort(fmt.Sprintf("127.0.0.2:%d", port))}
 	l := w.listenerAt(at).(*tcpListener)
 	l.mu.Lock()
 	defer l.mu.Unlock()

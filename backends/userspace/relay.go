@@ -13,23 +13,22 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// relay is a TCP connection of a client and the one to its endpoint.
+// relay connects a client's TCP connection with the connection to its endpoint.
 type relay struct {
 	client, endpoint *net.TCPConn
 	counters         *counters
 	log              klog.Logger
 
-	// idle is how long nothing may move once one direction has ended.
+	// idle is the maximum idle time after one direction has ended.
 	idle  time.Duration
-	open  atomic.Int32 // directions that have not ended
+	open  atomic.Int32 // number of directions that have not ended
 	reset sync.Once
 	done  func()
 }
 
-// start moves bytes both ways, until both sides have ended or one of them has
-// failed, and calls done then. It does not wait for that: the two goroutines it
-// leaves are all that a connection holds, and their stacks have not been grown
-// by dialing.
+// start moves bytes in both directions. It calls done when both sides have ended or one
+// has failed. It returns immediately: a connection uses only the two goroutines that
+// start leaves, whose stacks are small because they did not dial.
 func (r *relay) start(b *buffers, p *pipes, a *account) error {
 	toEndpoint, err := newStream(r.client, r.endpoint, true, b, p, a)
 	if err != nil {
@@ -45,8 +44,8 @@ func (r *relay) start(b *buffers, p *pipes, a *account) error {
 	return nil
 }
 
-// copy moves one direction until its end, and hands the end on: the other
-// direction may go on after it, until the source fails or nothing moves for too long.
+// copy moves the bytes of one direction until its end, and then closes the destination
+// for writing. The other direction continues until it fails or is idle for too long.
 func (r *relay) copy(s *stream, direction string, source, destination *net.TCPConn, count *atomic.Int64) {
 	r.logCopying(direction, source, destination)
 	var bytes int64
@@ -62,7 +61,7 @@ func (r *relay) copy(s *stream, direction string, source, destination *net.TCPCo
 		}
 		if errors.Is(err, io.EOF) {
 			err = nil
-			if r.open.Load() > 1 { // else both are closed anyway
+			if r.open.Load() > 1 { // otherwise both are closed
 				err = destination.CloseWrite()
 			}
 		}
@@ -80,12 +79,12 @@ func (r *relay) copy(s *stream, direction string, source, destination *net.TCPCo
 	}
 	r.limit(destination, source)
 	if waitError(s.source) != nil {
-		r.abort() // which changes nothing where all has ended
+		r.abort() // no effect if both have ended
 	}
 }
 
-// limit ends the direction from source to destination unless something moves soon. The
-// other one has ended.
+// limit ends the direction from source to destination if it stays idle. The other
+// direction has ended.
 func (r *relay) limit(source, destination *net.TCPConn) {
 	deadline := time.Now().Add(r.idle)
 	source.SetReadDeadline(deadline)
@@ -100,14 +99,14 @@ func (r *relay) abort() {
 	})
 }
 
-// resetConn closes c so that its peer sees a reset.
+// resetConn closes c so that its peer receives a reset.
 func resetConn(c *net.TCPConn) {
 	c.SetLinger(0)
 	c.Close()
 }
 
-// The log is apart from copy, so that its goroutine needs no large stack where
-// nobody reads it.
+// Logging is not part of copy, so that copy's goroutine needs no large stack when the log
+// is off.
 
 func (r *relay) logCopying(direction string, source, destination *net.TCPConn) {
 	if log := r.log.V(4); log.Enabled() {

@@ -16,28 +16,27 @@ import (
 
 // RouteOptions are the settings of LocalRoutes. The zero value is useful.
 type RouteOptions struct {
-	// Protocol is the routing protocol number, 5 to 255, that marks the routes:
-	// all that carry it are taken for its own. Two proxies on one host need
-	// different ones. Default 107.
+	// Protocol is the routing protocol number, 5 to 255, that marks the routes. LocalRoutes
+	// owns all routes with this number. Two proxies on one host need different numbers.
+	// Default 107.
 	Protocol int
-	// NetNS is the file descriptor of the network namespace whose addresses they
-	// are, which stays open as long as they are used. Default 0: that of the
-	// process.
+	// NetNS is the file descriptor of the network namespace of the routes. It must stay open
+	// while they are used. Default 0: the namespace of the process.
 	NetNS int
 }
 
-// metric sets these routes apart from the kernel's own of the same addresses,
-// which have 0, and from those with another number. All can be there at once, and
-// each be removed without the others.
+// metric distinguishes these routes from the kernel's own routes of the same addresses,
+// which have 0, and from those with another protocol number. Routes with different
+// metrics are independent of each other.
 func (r localRoutes) metric() int { return 1024 + r.Protocol }
 
-// LocalRoutes makes addresses local by a route of type local to each, over the
-// loopback interface and in the kernel's table of local addresses. It needs
-// CAP_NET_ADMIN: without it, a Backend does not start.
+// LocalRoutes makes each address local with a route of type local over the loopback
+// interface, in the kernel's table of local addresses. It needs CAP_NET_ADMIN. Without
+// it, a Backend does not start.
 //
-// Compared with addresses on an interface, routes need no interface of their
-// own, are found by the kernel in a tree instead of a list, carry a mark that
-// says whose they are, and may lie beside an address of somebody else's.
+// Compared with addresses on an interface, routes need no interface of their own. The
+// kernel finds them in a tree instead of a list. A mark identifies their owner, and they
+// can coexist with the same address from another program.
 func LocalRoutes(opts RouteOptions) Addresses {
 	if opts.Protocol == 0 {
 		opts.Protocol = 107
@@ -59,11 +58,11 @@ func (r localRoutes) route(addr netip.Addr) *netlink.Route {
 	}
 }
 
-// loopbackIndex is the index of the loopback interface, which is the first of
-// every network namespace.
+// loopbackIndex is the index of the loopback interface, the first of every network
+// namespace.
 const loopbackIndex = 1
 
-// with calls f with what reaches the namespace's routes.
+// with calls f with a netlink handle for the namespace.
 func (r localRoutes) with(f func(*netlink.Handle) error) error {
 	open := func() (*netlink.Handle, error) { return netlink.NewHandle(unix.NETLINK_ROUTE) }
 	if r.NetNS != 0 {
@@ -73,7 +72,7 @@ func (r localRoutes) with(f func(*netlink.Handle) error) error {
 	}
 	h, err := open()
 	if err != nil {
-		return fmt.Errorf("opening a netlink socket: %w", err)
+		return fmt.Errorf("open netlink socket: %w", err)
 	}
 	defer h.Close()
 	return f(h)
@@ -83,7 +82,7 @@ func (r localRoutes) with(f func(*netlink.Handle) error) error {
 func (r localRoutes) Add(_ context.Context, addr netip.Addr) error {
 	return r.with(func(h *netlink.Handle) error {
 		if err := h.RouteAdd(r.route(addr)); err != nil && !errors.Is(err, unix.EEXIST) {
-			return fmt.Errorf("add a local route: %w", err)
+			return fmt.Errorf("add local route: %w", err)
 		}
 		return nil
 	})
@@ -93,7 +92,7 @@ func (r localRoutes) Add(_ context.Context, addr netip.Addr) error {
 func (r localRoutes) Remove(_ context.Context, addr netip.Addr) error {
 	return r.with(func(h *netlink.Handle) error {
 		if err := h.RouteDel(r.route(addr)); err != nil && !errors.Is(err, unix.ESRCH) {
-			return fmt.Errorf("delete a local route: %w", err)
+			return fmt.Errorf("delete local route: %w", err)
 		}
 		return nil
 	})
@@ -101,10 +100,10 @@ func (r localRoutes) Remove(_ context.Context, addr netip.Addr) error {
 
 // Left implements Addresses. It fails without the privilege to change routes.
 func (r localRoutes) Left(ctx context.Context) (left []netip.Addr, err error) {
-	// No service has this address, so there is no such route.
+	// No service has this address, so the route does not exist.
 	if err := r.Remove(ctx, netip.IPv4Unspecified()); err != nil {
 		if errors.Is(err, unix.EPERM) {
-			return nil, fmt.Errorf("making addresses of services local takes CAP_NET_ADMIN: %w", err)
+			return nil, fmt.Errorf("make addresses of services local (needs CAP_NET_ADMIN): %w", err)
 		}
 		return nil, err
 	}
@@ -114,7 +113,7 @@ func (r localRoutes) Left(ctx context.Context) (left []netip.Addr, err error) {
 				&netlink.Route{Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL, Protocol: netlink.RouteProtocol(r.Protocol)},
 				netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE|netlink.RT_FILTER_PROTOCOL)
 			if err != nil {
-				return fmt.Errorf("listing local routes: %w", err)
+				return fmt.Errorf("list local routes: %w", err)
 			}
 			for i := range routes {
 				if addr, ok := netip.AddrFromSlice(routes[i].Dst.IP); ok {

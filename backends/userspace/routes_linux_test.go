@@ -218,7 +218,7 @@ func TestAddressStaysForConnectionsThatDrain(t *testing.T) {
 			t.Fatal(err)
 		}
 		// A connection, whatever becomes of it.
-		l := b.held.of(place{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}).listeners[place{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}].(*tcpListener)
+		l := b.held.of(socketAddr{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}).listeners[socketAddr{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}].(*tcpListener)
 		l.enter()
 		if err := b.Sync(t.Context(), fullOf()); err != nil {
 			t.Fatal(err)

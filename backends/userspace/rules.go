@@ -10,44 +10,42 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// rules say what becomes of the clients of a frontend. They are immutable.
+// rules decide about the clients of a frontend. They are immutable.
 type rules struct {
 	port            *port
 	elsewhere, node route
-	// admission are the clients that get in.
+	// admission selects the admitted clients.
 	admission admission
-	// affinity is how long a client keeps its endpoint; 0 means it does not.
+	// affinity is how long a client keeps its endpoint; 0 means no affinity.
 	affinity time.Duration
 }
 
-// route is what becomes of some of a frontend's clients.
+// route is the treatment of some of a frontend's clients.
 type route struct {
 	verdict nodeview.Verdict
 	pool    *pool
 }
 
-// refused reports whether all clients are refused, so that nobody has to listen.
+// refused reports whether all clients are refused, so that no listener is needed.
 func (r *rules) refused() bool {
 	return r.elsewhere.verdict == nodeview.Reject && r.node.verdict == nodeview.Reject
 }
 
-// routeOf returns the route of client. Its verdict is Drop for one that does not
-// get in.
+// routeOf returns the route of client. Its verdict is Drop if the client is not admitted.
 func (r *rules) routeOf(client netip.Addr, startsHere func(netip.Addr) bool) route {
-	client = client.WithZone("") // a prefix contains no address with a zone
+	client = client.WithZone("") // no prefix contains an address with a zone
 	if !r.admission.admits(client) {
 		return route{verdict: nodeview.Drop}
 	}
-	// Most frontends have one list for everybody, and need not know where the
-	// client is.
+	// Most frontends have one list for all clients, and need not locate the client.
 	if r.elsewhere == r.node || !startsHere(client) {
 		return r.elsewhere
 	}
 	return r.node
 }
 
-// endpoint returns the endpoint that client is to use, which is not unfit. It returns
-// false if there is none.
+// endpoint returns the endpoint for client. It returns false if there is none that is not
+// unfit.
 func (r *rules) endpoint(rt route, client netip.Addr, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	if r.affinity == 0 {
 		return rt.pool.pick(unfit)
@@ -55,9 +53,9 @@ func (r *rules) endpoint(rt route, client netip.Addr, unfit func(netip.AddrPort)
 	return r.port.affinity.endpoint(client, r.affinity, rt.pool, unfit, now)
 }
 
-// admission says who gets in. Its zero value lets everybody in.
+// admission selects clients by source address. The zero value admits all.
 type admission struct {
-	// restricted says that nobody gets in but who is in prefixes.
+	// restricted limits the clients to those in prefixes.
 	restricted bool
 	prefixes   []netip.Prefix
 }
@@ -66,14 +64,14 @@ func (a *admission) admits(client netip.Addr) bool {
 	return !a.restricted || slices.ContainsFunc(a.prefixes, func(p netip.Prefix) bool { return p.Contains(client) })
 }
 
-// screen says whose packets a socket takes at all: the others, it is as if they
-// had been lost. It is what rules come to when nothing is left to decide but
-// whether to drop. Its zero value takes everybody's.
+// screen selects the packets that a socket accepts. It discards the others as if they
+// were lost. It applies when the rules only decide which packets to drop. The zero value
+// accepts all packets.
 type screen struct {
-	// nobody says that nobody's are taken.
+	// nobody discards all packets.
 	nobody bool
-	// hereOnly says that only those that start on this node are taken: what comes
-	// over the loopback interface, and what comes from pods.
+	// hereOnly accepts only packets that start on this node: from the loopback interface and
+	// from pods.
 	hereOnly bool
 	pods     []netip.Prefix
 	admission

@@ -13,18 +13,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// networkHeader is where a socket filter finds the IP header, wherever the
-// packet it is given begins (SKF_NET_OFF).
+// networkHeader is the offset of the IP header in a socket filter, wherever its packet
+// begins (SKF_NET_OFF).
 const networkHeader = 0xfff00000
 
-// maxInstructions is how long a socket filter may be (BPF_MAXINSNS).
+// maxInstructions is the maximum length of a socket filter (BPF_MAXINSNS).
 const maxInstructions = 4096
 
-// What a socket filter answers: how much of a packet is kept.
+// The results of a socket filter: the number of bytes of the packet to keep.
 var takePacket, dropPacket = bpf.RetConstant{Val: 1<<32 - 1}, bpf.RetConstant{}
 
-// program returns the socket filter that is s for packets of one IP family, nil
-// if all are taken.
+// program returns the socket filter of s for packets of one IP family, or nil if it
+// accepts all.
 func (s *screen) program(v4 bool) []bpf.Instruction {
 	if s.nobody {
 		return []bpf.Instruction{dropPacket}
@@ -44,7 +44,7 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 	if !s.hereOnly {
 		return admit
 	}
-	// Each test that succeeds jumps behind all of them.
+	// Each test that succeeds jumps to the end.
 	var tests [][]bpf.Instruction
 	for _, p := range s.pods {
 		tests = append(tests, unlessIn(p, v4, bpf.Jump{}))
@@ -67,14 +67,13 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 	return append(append(out, dropPacket), admit...)
 }
 
-// unlessIn returns a test that ends with the instruction then for packets whose
-// source is in p, and goes on behind it for others. There is none for a prefix
-// of the other family.
+// unlessIn returns a test that executes then for packets with a source in p, and
+// continues for others. It returns nil if p has the other family.
 func unlessIn(p netip.Prefix, v4 bool, then bpf.Instruction) []bpf.Instruction {
 	if p.Addr().Is4() != v4 {
 		return nil
 	}
-	source := uint32(networkHeader + 8) // in an IPv6 header
+	source := uint32(networkHeader + 8) // offset in an IPv6 header
 	if v4 {
 		source = networkHeader + 12
 	}
@@ -99,9 +98,9 @@ func unlessIn(p netip.Prefix, v4 bool, then bpf.Instruction) []bpf.Instruction {
 	return append(out, then)
 }
 
-// attach puts s before the socket c, in place of what was there. A screen of
-// too many prefixes, be it for a filter or for the memory that the kernel grants a
-// socket's options (net.core.optmem_max), is none: who accepts decides, then.
+// attach attaches s to the socket c in place of an earlier screen. A screen may have too
+// many prefixes for a filter, or for the kernel's memory limit of socket options
+// (net.core.optmem_max). Then attach attaches nothing, and accept applies the rules.
 func (s *screen) attach(c syscall.RawConn, v4 bool) error {
 	program := s.program(v4)
 	if len(program) > maxInstructions {
@@ -109,7 +108,7 @@ func (s *screen) attach(c syscall.RawConn, v4 bool) error {
 	}
 	raw, err := bpf.Assemble(program)
 	if err != nil {
-		return fmt.Errorf("assembling the socket filter: %w", err)
+		return fmt.Errorf("assemble socket filter: %w", err)
 	}
 	return onDescriptor(c, func(fd int) error {
 		if len(raw) > 0 {
@@ -122,11 +121,11 @@ func (s *screen) attach(c syscall.RawConn, v4 bool) error {
 				return nil
 			}
 			if !errors.Is(err, unix.ENOMEM) {
-				return fmt.Errorf("attaching the socket filter: %w", err)
+				return fmt.Errorf("attach socket filter: %w", err)
 			}
 		}
 		if err := unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_DETACH_FILTER, 0); err != nil && !errors.Is(err, unix.ENOENT) {
-			return fmt.Errorf("detaching the socket filter: %w", err)
+			return fmt.Errorf("detach socket filter: %w", err)
 		}
 		return nil
 	})

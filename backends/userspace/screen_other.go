@@ -6,5 +6,5 @@ package userspace
 
 import "syscall"
 
-// attach does nothing: who accepts decides.
+// attach does nothing: accept applies the rules.
 func (s *screen) attach(syscall.RawConn, bool) error { return nil }

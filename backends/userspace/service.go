@@ -15,26 +15,27 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// service is what there is of a service. It belongs to who syncs.
+// service is the state of one service. Only Sync may modify it.
 type service struct {
 	*engine
 	key types.NamespacedName
-	// view is the one to plan anew when the node's addresses change; nil if that
-	// changes nothing.
+	// view is the view to plan again when the node's addresses change. It is nil if the plan
+	// does not depend on them.
 	view *api.ServiceEndpoints
-	// failed says that the last Sync reported it as failed, and stale that it has not
-	// been delivered since the pass began.
+	// failed reports that the last Sync failed for this service. stale reports that the pass
+	// has not delivered it.
 	failed, stale bool
-	// unsupported is what was logged of what cannot be served.
+	// unsupported is the last logged error about unsupported frontends.
 	unsupported string
 	ports       map[portKey]*port
-	// addresses are those of the service, each with why it is not local: nil if it is.
+	// addresses are the addresses of the service, each with the reason why it is not local,
+	// or nil if it is.
 	addresses map[netip.Addr]error
-	// waiting is what the service needs while an address is not local, else nil.
+	// waiting is the plan while an address is not local, else nil.
 	waiting   *plan
-	listeners map[place]listener
-	// lingering are closed listeners whose connections go on without a limit, as
-	// the service still has the frontend: it only has no endpoint, or had none.
+	listeners map[socketAddr]listener
+	// lingering are closed listeners of frontends that the service still has, without
+	// endpoints. Their connections continue without a time limit.
 	lingering []lingerer
 	// account and warnOfLoop are shared by the ports.
 	account    *account
@@ -42,22 +43,23 @@ type service struct {
 }
 
 type lingerer struct {
-	place
+	socketAddr
 	listener
 }
 
 func newService(e *engine, key types.NamespacedName) *service {
 	return &service{
-		engine: e, key: key, ports: map[portKey]*port{}, addresses: map[netip.Addr]error{}, listeners: map[place]listener{},
+		engine: e, key: key, ports: map[portKey]*port{}, addresses: map[netip.Addr]error{}, listeners: map[socketAddr]listener{},
 		account: &account{descriptors: e.descriptors}, warnOfLoop: &sync.Once{},
 	}
 }
 
-// withdraw closes what p does not need, so that others may have it.
+// withdraw closes the listeners that p does not need, so that other services can use
+// their addresses.
 func (s *service) withdraw(p *plan) {
-	keep := make(map[place]struct{}, len(p.places))
-	for _, want := range p.places {
-		keep[want.place] = struct{}{}
+	keep := make(map[socketAddr]struct{}, len(p.sockets))
+	for _, want := range p.sockets {
+		keep[want.socketAddr] = struct{}{}
 	}
 	for at, l := range s.listeners {
 		if _, ok := keep[at]; !ok {
@@ -65,18 +67,18 @@ func (s *service) withdraw(p *plan) {
 		}
 	}
 	s.lingering = slices.DeleteFunc(s.lingering, func(l lingerer) bool {
-		_, keeps := keep[l.place]
-		_, refuses := p.refused[l.place]
+		_, keeps := keep[l.socketAddr]
+		_, refuses := p.refused[l.socketAddr]
 		if keeps || refuses {
 			return isDrained(l)
 		}
-		s.retire(l.place, l.listener)
+		s.retire(l.socketAddr, l.listener)
 		return true
 	})
 }
 
-// leave closes the listener of a place, so that another one can have it.
-func (s *service) leave(at place, l listener) {
+// leave closes the listener of a socket, so that another service can open it.
+func (s *service) leave(at socketAddr, l listener) {
 	l.close()
 	s.descriptors.use(-1)
 	delete(s.listeners, at)
@@ -94,9 +96,9 @@ func isDrained(l listener) bool {
 	}
 }
 
-// retire lets the connections of a closed listener end, and keeps its address
-// local for so long.
-func (s *service) retire(at place, l listener) {
+// retire drains the connections of a closed listener, and keeps its address local
+// meanwhile.
+func (s *service) retire(at socketAddr, l listener) {
 	if isDrained(l) {
 		return
 	}
@@ -118,8 +120,7 @@ func (s *service) retire(at place, l listener) {
 	})
 }
 
-// apply brings about p, as far as it can at addresses that are local already. It
-// returns what it could not.
+// apply applies p at addresses that are already local. It returns the errors.
 func (s *service) apply(ctx context.Context, p *plan) error {
 	s.complainOf(p.unsupported)
 	var errs []error
@@ -132,12 +133,12 @@ func (s *service) apply(ctx context.Context, p *plan) error {
 		of.port.pools = of.pools
 		of.port.affinity.setTimeout(of.affinity)
 	}
-	for _, want := range p.places {
+	for _, want := range p.sockets {
 		if err := s.open(ctx, want); err != nil {
 			errs = append(errs, err)
 		}
 	}
-	s.settleUDP(p)
+	s.endLostUDPClients(p)
 	s.waiting = nil
 	for _, addr := range p.addresses {
 		if err := s.addresses[addr]; err != nil {
@@ -148,60 +149,60 @@ func (s *service) apply(ctx context.Context, p *plan) error {
 	return errors.Join(errs...)
 }
 
-// complainOf logs what cannot be served, once.
+// complainOf logs unsupported frontends once.
 func (s *service) complainOf(unsupported error) {
 	text := ""
 	if unsupported != nil {
 		text = unsupported.Error()
 	}
 	if text != "" && text != s.unsupported {
-		s.log.Error(unsupported, "Not all of the service can be served", "service", s.key)
+		s.log.Error(unsupported, "Some frontends of the service are not supported", "service", s.key)
 	}
 	s.unsupported = text
 }
 
-// open makes somebody listen at a place, under the rules there.
-func (s *service) open(ctx context.Context, want placed) error {
-	if l, ok := s.listeners[want.place]; ok {
+// open opens a listener with its rules.
+func (s *service) open(ctx context.Context, want listenSpec) error {
+	if l, ok := s.listeners[want.socketAddr]; ok {
 		return l.setRules(want.rules)
 	}
 	if s.addresses[want.at.Addr()] != nil {
-		return nil // once the address is local
+		return nil // later, when the address is local
 	}
-	if other := s.held.of(want.place); other != nil {
+	if other := s.held.of(want.socketAddr); other != nil {
 		if !other.stale && !other.failed {
-			return fmt.Errorf("listening at %s: service %s still does", want.place, other.key)
+			return fmt.Errorf("listen on %s: service %s still uses it", want.socketAddr, other.key)
 		}
-		// The other service is about to change or to be pruned. Until then it does not
-		// follow the node's addresses, as it would need the place again.
-		other.leave(want.place, other.listeners[want.place])
+		// The other service is about to change or to be pruned. Until then it ignores changes
+		// of the node's addresses, because it would need the socket again.
+		other.leave(want.socketAddr, other.listeners[want.socketAddr])
 		other.view, other.waiting = nil, nil
 	}
-	l, err := s.listen(ctx, want.place, want.rules)
+	l, err := s.listen(ctx, want.socketAddr, want.rules)
 	if err != nil {
 		return err
 	}
-	s.listeners[want.place] = l
-	s.held.set(want.place, s)
+	s.listeners[want.socketAddr] = l
+	s.held.set(want.socketAddr, s)
 	s.log.V(3).Info("Proxying for service", "servicePortName", want.rules.port.name, "protocol", want.protocol, "address", want.at)
 	return nil
 }
 
-// settleUDP ends the UDP clients whose endpoint went.
-func (s *service) settleUDP(p *plan) {
+// endLostUDPClients ends the UDP clients of removed endpoints.
+func (s *service) endLostUDPClients(p *plan) {
 	for _, of := range p.ports {
 		of.port.setServing(of.serving)
 	}
-	for _, want := range p.places {
-		// The clients may be of another port, which had the place before.
-		if l, ok := s.listeners[want.place].(*udpListener); ok {
+	for _, want := range p.sockets {
+		// The clients may belong to another port that used the socket before.
+		if l, ok := s.listeners[want.socketAddr].(*udpListener); ok {
 			l.endpointsLost(want.rules.port.serves)
 		}
 	}
 }
 
-// forget lets go of the ports and addresses that p does not need. It returns the changes
-// that release these addresses. One that is still being made local is released after that.
+// forget drops the ports and addresses that p does not need. It returns the changes that
+// release these addresses. If an address is still being added, it is released afterwards.
 func (s *service) forget(p *plan) (changes []*change) {
 	for key, port := range s.ports {
 		if _, ok := p.ports[key]; !ok {
@@ -221,7 +222,7 @@ func (s *service) forget(p *plan) (changes []*change) {
 	return changes
 }
 
-// forgo releases an address. What fails is tried again later.
+// forgo releases an address. A failed removal is retried later.
 func (e *engine) forgo(ctx context.Context, addr netip.Addr) {
 	if err := e.local.release(ctx, addr); err != nil {
 		e.log.Error(err, addressesStay)

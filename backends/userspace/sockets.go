@@ -11,29 +11,29 @@ import (
 	"time"
 )
 
-// keepAlive is when and how a connection whose peer is silent is found dead:
-// after two minutes, as a client that vanished holds two descriptors until
-// then. It does nothing for one with data under way: there, the kernel gives up
-// when it has sent that again often enough, on Linux for some 15 minutes.
+// keepAlive configures the detection of dead peers. An idle connection to a vanished
+// client holds two descriptors, so it is closed after two minutes. Keep-alive has no
+// effect on a connection with unacknowledged data. For that, the kernel gives up after
+// enough retransmissions, on Linux after about 15 minutes.
 var keepAlive = net.KeepAliveConfig{Enable: true, Idle: time.Minute, Interval: 15 * time.Second, Count: 4}
 
-// hostSockets are those of the host.
+// hostSockets opens sockets of the host.
 type hostSockets struct {
-	// anyAddress lets sockets be bound to addresses that the host has by a route
-	// only, which IPv6 does not allow otherwise.
+	// anyAddress allows sockets to bind to addresses that are local only by a route. IPv6
+	// does not allow that by default.
 	anyAddress bool
 }
 
 // ListenTCP implements Sockets.
 func (h hostSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCPListener, error) {
 	config := h.config(listenerControl)
-	// A socket for Multipath TCP, which is net's default for listeners, takes no
-	// filter, does not splice, and is twice as large.
+	// A socket for Multipath TCP, the default of package net, supports no filter and no
+	// splice, and is twice as large.
 	config.SetMultipathTCP(false)
 	config.KeepAliveConfig = keepAlive
 	if keepAliveInherited {
 		config.KeepAliveConfig = net.KeepAliveConfig{}
-		config.KeepAlive = -1 // spares four system calls a connection
+		config.KeepAlive = -1 // saves four system calls per connection
 	}
 	l, err := config.Listen(ctx, network("tcp", at.Addr()), at.String())
 	if err != nil {
@@ -56,7 +56,7 @@ func (h hostSockets) config(prepare func(syscall.RawConn) error) net.ListenConfi
 	return net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		if h.anyAddress {
 			if err := bindAnywhere(c); err != nil {
-				return fmt.Errorf("preparing to bind to an address that is local by a route: %w", err)
+				return fmt.Errorf("allow binding to an address that is local by a route: %w", err)
 			}
 		}
 		return prepare(c)

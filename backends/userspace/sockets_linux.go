@@ -10,12 +10,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// keepAliveInherited says that accepted connections have the keep-alive settings
-// of their listener.
+// keepAliveInherited reports that accepted connections inherit the keep-alive settings of
+// their listener.
 const keepAliveInherited = true
 
-// listenerControl gives a listening socket what the connections it accepts
-// inherit.
+// listenerControl sets the options that accepted connections inherit from a listening
+// socket.
 func listenerControl(c syscall.RawConn) error {
 	return onDescriptor(c, func(fd int) error {
 		for option, value := range map[int]int{
@@ -34,20 +34,20 @@ func listenerControl(c syscall.RawConn) error {
 	})
 }
 
-// dialControl makes a connection's first bytes confirm that it stands. Else that
-// takes a packet of its own, which wakes the endpoint for nothing. Who has no
-// bytes after all says so with confirm.
+// dialControl delays the last packet of the handshake until the first bytes are sent.
+// Otherwise it is a packet of its own, which wakes the endpoint for nothing. A connection
+// without bytes to send calls confirm.
 func dialControl(_, _ string, c syscall.RawConn) error {
 	return onDescriptor(c, func(fd int) error { return unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_QUICKACK, 0) })
 }
 
-// confirm sends what dialControl puts off; the kernel would after 0.2 s.
+// confirm sends the packet that dialControl delays. The kernel would send it after 0.2 s.
 func confirm(c syscall.RawConn) error {
 	return onDescriptor(c, func(fd int) error { return unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_QUICKACK, 1) })
 }
 
-// bindAnywhere lets a socket be bound to an address that no interface has. The
-// option is that of IPv4 for both families.
+// bindAnywhere lets a socket bind to an address that no interface has. The IPv4 option
+// works for both families.
 func bindAnywhere(c syscall.RawConn) error {
 	return onDescriptor(c, func(fd int) error {
 		return unix.SetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_FREEBIND, 1)

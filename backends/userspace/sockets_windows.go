@@ -8,14 +8,14 @@ const keepAliveInherited = false
 
 func listenerControl(syscall.RawConn) error { return nil }
 
-// soReuseUnicastPort is SO_REUSE_UNICASTPORT of mswsock.h: connections to different
-// endpoints may share an ephemeral port. Windows does that by itself for sockets that are
-// not bound explicitly, but package net binds each one, as ConnectEx requires.
+// soReuseUnicastPort is SO_REUSE_UNICASTPORT of mswsock.h. It lets connections to
+// different endpoints share an ephemeral port. That is the default for sockets that are
+// not explicitly bound, but package net binds each socket, as ConnectEx requires.
 const soReuseUnicastPort = 0x3007
 
 func dialControl(_, _ string, c syscall.RawConn) error {
 	return c.Control(func(fd uintptr) {
-		// Without it there are fewer connections at a time, no other difference.
+		// Ignore errors: without the option, only fewer concurrent connections are possible.
 		syscall.SetsockoptInt(syscall.Handle(fd), syscall.SOL_SOCKET, soReuseUnicastPort, 1)
 	})
 }

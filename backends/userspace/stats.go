@@ -11,26 +11,23 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// PortStats is what a port of a service has done since the Backend first served
-// it.
+// PortStats are the statistics of a service port since the Backend first served it.
 type PortStats struct {
 	Service  types.NamespacedName
 	Protocol api.Protocol
 	Port     int32
-	// Connections are the TCP connections and UDP clients that came.
+	// Connections counts TCP connections and UDP clients.
 	Connections int64
-	// Active are those of them that have not ended.
+	// Active counts those that have not ended.
 	Active int64
-	// DialFailures counts how often an endpoint did not take a connection, or was
-	// not there for a datagram.
+	// DialFailures counts endpoints that did not accept a connection or a datagram.
 	DialFailures int64
-	// BytesToEndpoints and BytesFromEndpoints are the bytes that were moved, those
-	// of headers not counted.
+	// BytesToEndpoints and BytesFromEndpoints count the moved payload bytes.
 	BytesToEndpoints, BytesFromEndpoints int64
 }
 
-// Stats yields what each port of each service has done, in order of service,
-// protocol and port. It may be called at any time.
+// Stats yields the statistics of each port, ordered by service, protocol and port. It is
+// safe for concurrent use.
 func (b *Backend) Stats() iter.Seq[PortStats] {
 	var all []PortStats
 	for _, p := range b.served.list() {

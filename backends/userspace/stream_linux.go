@@ -12,29 +12,29 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// stream moves the bytes of one direction of a connection. Few at a time go
-// through a buffer, which is three system calls; many go through a pipe, by which
-// the kernel moves pages instead of copying bytes. It has neither while it
-// waits: ten thousand idle connections are the rule, not the exception.
+// stream moves the bytes of one direction of a connection. A few bytes go through a
+// buffer, with three system calls. Many bytes go through a pipe, where the kernel moves
+// pages instead of copying bytes. A waiting stream has neither, because ten thousand idle
+// connections are normal.
 type stream struct {
 	source, sink syscall.RawConn
 	buffers      *buffers
 	pipes        *pipes
 	account      *account
 	buffer       *[]byte
-	rest         []byte // what is in the buffer, and not written yet
+	rest         []byte // bytes in the buffer that are not written yet
 	pipe         *pipe
-	n            int   // bytes in the pipe
-	end          error // what comes after all of that, if it is known: io.EOF or a failure
+	n            int   // number of bytes in the pipe
+	end          error // what follows those bytes: io.EOF, an error, or nil if unknown
 	err          error
-	spliced      bool // so much comes at once that a pipe is worth it
-	unconfirmed  bool // nothing has been written to the sink, which waits for it
+	spliced      bool // enough bytes arrive at once to use a pipe
+	unconfirmed  bool // nothing was written to the sink yet, and its handshake is delayed
 
 	fill, empty, splice, unload func(fd uintptr) bool
 }
 
-// newStream returns the direction from source to destination. dialed says that
-// this is the first to write to destination, which has been dialed.
+// newStream returns the direction from source to destination. dialed reports that
+// destination was dialed and that this stream is the first to write to it.
 func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pipes, a *account) (*stream, error) {
 	from, err := source.SyscallConn()
 	if err != nil {
@@ -45,13 +45,13 @@ func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pip
 		return nil, err
 	}
 	s := &stream{source: from, sink: to, buffers: b, pipes: p, account: a, unconfirmed: dialed}
-	// Made once, as each is an allocation.
+	// Create the method values once, because each is an allocation.
 	s.fill, s.empty, s.splice, s.unload = s.tryFill, s.tryEmpty, s.trySplice, s.tryUnload
 	return s, nil
 }
 
-// move waits until there is something to move, and moves what there is. It
-// returns how many bytes that were, and io.EOF at the end.
+// move waits for bytes and moves them. It returns the number of bytes, and io.EOF at the
+// end.
 func (s *stream) move() (int, error) {
 	if s.spliced {
 		return s.moveByPipe()
@@ -71,8 +71,8 @@ func (s *stream) move() (int, error) {
 	return n, s.end
 }
 
-// tryFill reads from the source, if it has something, until it has no more: what
-// comes last is sent together with the end. Without anything there is no buffer.
+// tryFill reads all available bytes of the source, so that the last bytes are sent
+// together with the end. Without bytes it uses no buffer.
 func (s *stream) tryFill(fd uintptr) bool {
 	s.buffer = s.buffers.get()
 	filled := 0
@@ -91,7 +91,7 @@ func (s *stream) tryFill(fd uintptr) bool {
 		}
 	}
 	if s.unconfirmed && filled == 0 && s.end == nil {
-		confirm(s.sink) // if the endpoint has gone, that is seen when something is written
+		confirm(s.sink) // a write shows whether the endpoint still exists
 	}
 	s.unconfirmed = false
 	if filled == 0 {
@@ -102,11 +102,11 @@ func (s *stream) tryFill(fd uintptr) bool {
 	return true
 }
 
-// tryEmpty writes what is in the buffer.
+// tryEmpty writes the bytes in the buffer.
 func (s *stream) tryEmpty(fd uintptr) bool {
 	flags := 0
 	if s.end == io.EOF {
-		flags = unix.MSG_MORE // the end, in the same packet
+		flags = unix.MSG_MORE // send the end in the same packet
 	}
 	for len(s.rest) > 0 {
 		n, err := ignoringEINTR(func() (int, error) { return unix.SendmsgN(int(fd), s.rest, nil, nil, flags) })
@@ -145,7 +145,7 @@ func (s *stream) moveByPipe() (int, error) {
 	moved := s.n
 	s.spliced = moved >= spliceWorth
 	if err := s.sink.Write(s.unload); err != nil || s.err != nil {
-		s.pipe.close() // something is left in it
+		s.pipe.close() // the pipe is not empty
 		s.pipe = nil
 		s.account.give(descriptorsPerPipe)
 		return moved - s.n, errors.Join(err, s.err)
@@ -154,7 +154,7 @@ func (s *stream) moveByPipe() (int, error) {
 	return moved, nil
 }
 
-// trySplice moves from the source into a pipe, if there is something.
+// trySplice moves available bytes from the source to a pipe.
 func (s *stream) trySplice(fd uintptr) bool {
 	if !s.account.take(descriptorsPerPipe) {
 		s.err = errNoPipe
@@ -180,7 +180,7 @@ func (s *stream) trySplice(fd uintptr) bool {
 	return true
 }
 
-// tryUnload moves from the pipe to the destination. It counts n down.
+// tryUnload moves bytes from the pipe to the destination and decreases n.
 func (s *stream) tryUnload(fd uintptr) bool {
 	for s.n > 0 {
 		n, err := ignoringEINTR(func() (int, error) {
@@ -214,18 +214,18 @@ func ignoringEINTR(f func() (int, error)) (int, error) {
 	}
 }
 
-// pipeSize is how much a pipe holds.
+// pipeSize is the capacity of a pipe.
 const pipeSize = 1 << 20
 
-// descriptorsPerPipe count for the service whose bytes are in a pipe.
+// descriptorsPerPipe is the number of descriptors of a pipe, which count for its service.
 const descriptorsPerPipe = 2
 
-// spliceWorth is how many bytes have to come at once for the pipe to be kept up.
+// spliceWorth is the number of bytes that must arrive at once to keep using a pipe.
 const spliceWorth = 16 << 10
 
 var errNoPipe = errors.New("no pipe")
 
-// pipe is one of the kernel's, empty.
+// pipe is an empty kernel pipe.
 type pipe struct{ in, out int }
 
 func newPipe() (*pipe, error) {
@@ -233,8 +233,8 @@ func newPipe() (*pipe, error) {
 	if err := unix.Pipe2(fds[:], unix.O_NONBLOCK|unix.O_CLOEXEC); err != nil {
 		return nil, err
 	}
-	// A user who has many pipes already gets a smaller one. What is moved by that is
-	// as a rule less than what is worth it.
+	// A user with many pipes gets smaller ones. Then usually fewer bytes than spliceWorth
+	// move at once, and the stream stops using the pipe.
 	unix.FcntlInt(uintptr(fds[0]), unix.F_SETPIPE_SZ, pipeSize)
 	return &pipe{in: fds[1], out: fds[0]}, nil
 }
@@ -244,7 +244,7 @@ func (p *pipe) close() {
 	unix.Close(p.out)
 }
 
-// pipes keeps pipes that nobody uses, a few. It is safe for concurrent use.
+// pipes keeps a few unused pipes. It is safe for concurrent use.
 type pipes struct {
 	free chan *pipe
 	open func() (*pipe, error)
@@ -269,7 +269,7 @@ func (p *pipes) put(pipe *pipe) {
 	}
 }
 
-// close closes the pipes that nobody uses.
+// close closes the unused pipes.
 func (p *pipes) close() {
 	for {
 		select {

@@ -9,8 +9,8 @@ import (
 	"syscall"
 )
 
-// stream moves the bytes of one direction of a connection. It has no buffer while
-// it waits.
+// stream moves the bytes of one direction of a connection. It has no buffer while it
+// waits.
 type stream struct {
 	from, to *net.TCPConn
 	source   syscall.RawConn // from
@@ -25,8 +25,8 @@ func newStream(source, destination *net.TCPConn, _ bool, b *buffers, _ *pipes, _
 	return &stream{source, destination, raw, b}, nil
 }
 
-// move waits until there is something to move, and moves what there is. It
-// returns how many bytes that were, and io.EOF at the end.
+// move waits for bytes and moves them. It returns the number of bytes, and io.EOF at the
+// end.
 func (s *stream) move() (int, error) {
 	if err := waitReadable(s.source); err != nil {
 		return 0, err
@@ -40,7 +40,7 @@ func (s *stream) move() (int, error) {
 	return s.to.Write((*buffer)[:n])
 }
 
-// pipes are for splicing, which is Linux's.
+// pipes is unused: splicing exists only on Linux.
 type pipes struct{}
 
 func newPipes() *pipes { return &pipes{} }

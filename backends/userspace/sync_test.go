@@ -82,7 +82,7 @@ func TestListenerThatStaysIsNotOpenedAgain(t *testing.T) {
 	port := freePort(t, "127.0.0.2")
 	service := serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a"))
 	w.set(service.view())
-	at := place{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port))}
+	at := socketAddr{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port))}
 	before := w.listenerAt(at)
 	w.source.Reset() // the next update is full
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "b")).view())
@@ -91,7 +91,7 @@ func TestListenerThatStaysIsNotOpenedAgain(t *testing.T) {
 	}
 }
 
-func (w *world) listenerAt(at place) listener {
+func (w *world) listenerAt(at socketAddr) listener {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.held.of(at).listeners[at]
@@ -279,7 +279,7 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 	w.set(service().to(servers...).change(affine).view())
 	first := from("127.5.0.1")
 	if second := from("127.5.0.2"); second == first {
-		t.Errorf("two clients got to %s: they are not told apart", first)
+		t.Errorf("two clients got to %s: they share it", first)
 	}
 	for range 4 {
 		clock.Step(90 * time.Second) // each new connection refreshes it

@@ -15,35 +15,35 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// tcpListener serves the TCP connections of one place.
+// tcpListener serves the TCP connections of one socket.
 type tcpListener struct {
 	frontend
 	socket  *net.TCPListener
 	account *account // of the service
-	// connecting ends with abort: what looks for an endpoint gives up.
+	// connecting ends with abort and stops the search for endpoints.
 	connecting context.Context
 	giveUp     context.CancelFunc
-	// closing is closed to end accept, and accepted once that has ended.
+	// closing is closed to stop accept. accepted is closed when accept has returned.
 	closing, accepted chan struct{}
 
 	mu      sync.Mutex
-	serving int // connections, from accept to their end
+	serving int // number of accepted connections that have not ended
 	relays  map[*relay]struct{}
 	closed  bool
 	aborted bool
 	empty   chan struct{}
 }
 
-func (e *engine) listenTCP(ctx context.Context, p place, r *rules) (*tcpListener, error) {
+func (e *engine) listenTCP(ctx context.Context, p socketAddr, r *rules) (*tcpListener, error) {
 	socket, err := e.opts.Sockets.ListenTCP(ctx, p.at)
 	if err != nil {
-		return nil, fmt.Errorf("listening at %s: %w", p, err)
+		return nil, fmt.Errorf("listen on %s: %w", p, err)
 	}
 	l := &tcpListener{
 		socket: socket, account: r.port.account, relays: map[*relay]struct{}{},
 		closing: make(chan struct{}), accepted: make(chan struct{}), empty: make(chan struct{}),
 	}
-	l.engine, l.place = e, p
+	l.engine, l.socketAddr = e, p
 	if l.raw, err = socket.SyscallConn(); err == nil {
 		err = l.setRules(r)
 	}
@@ -56,11 +56,10 @@ func (e *engine) listenTCP(ctx context.Context, p place, r *rules) (*tcpListener
 	return l, nil
 }
 
-// accept takes connections until the socket is closed, and leaves all else to a
-// goroutine a connection, which any core runs. Taking one is 8 µs of the
-// 100 µs of CPU that a short connection costs, so a dozen cores are busy before
-// this loop is. Several sockets at one place (SO_REUSEPORT) would cost a descriptor
-// each, and one that closes resets the clients in its queue.
+// accept accepts connections until the socket is closed, and starts a goroutine for each.
+// It takes 8 µs of the 100 µs CPU time of a short connection, so it saturates only with
+// about a dozen cores. Several sockets per address (SO_REUSEPORT) would cost a descriptor
+// each, and closing one would reset the clients in its queue.
 func (l *tcpListener) accept() {
 	defer close(l.accepted)
 	wait := time.Duration(0)
@@ -79,9 +78,9 @@ func (l *tcpListener) accept() {
 		case errors.Is(err, net.ErrClosed):
 			return
 		case outOfDescriptors(err):
-			l.complain(err, outOfDescriptorsMessage, "listener", l.place)
-		default: // such as a client that has gone already, or no memory
-			l.log.V(2).Info("Could not accept a connection", "listener", l.place, "err", err)
+			l.complain(err, outOfDescriptorsMessage, "listener", l.socketAddr)
+		default: // for example, the client has disconnected, or no memory
+			l.log.V(2).Info("Cannot accept a connection", "listener", l.socketAddr, "err", err)
 		}
 		wait = min(max(2*wait, 5*time.Millisecond), time.Second)
 		select {
@@ -91,13 +90,13 @@ func (l *tcpListener) accept() {
 	}
 }
 
-// admit takes the descriptors of a connection, of which one is accepted. It waits until
-// its service may have them, and returns false if the listener closes.
+// admit takes the descriptors of a connection. It waits until its service may have them.
+// It returns false if the listener closes.
 func (l *tcpListener) admit() bool {
 	if l.account.take(descriptorsPerConnection) {
 		return true
 	}
-	l.complain(nil, shareMessage, "listener", l.place)
+	l.complain(nil, shareMessage, "listener", l.socketAddr)
 	return l.account.takeUnless(descriptorsPerConnection, func() bool {
 		select {
 		case <-l.closing:
@@ -108,13 +107,13 @@ func (l *tcpListener) admit() bool {
 	})
 }
 
-// descriptorsPerConnection are towards the client and the endpoint.
+// descriptorsPerConnection are one for the client and one for the endpoint.
 const descriptorsPerConnection = 2
 
 const (
 	raiseTheLimit           = "raise the limit of open files (LimitNOFILE, ulimit -n)"
-	outOfDescriptorsMessage = "Out of file descriptors: new connections wait until others end, " + raiseTheLimit
-	shareMessage            = "Out of file descriptors for this service: its new connections wait until others end, " + raiseTheLimit
+	outOfDescriptorsMessage = "Out of file descriptors; new connections wait until others end: " + raiseTheLimit
+	shareMessage            = "Out of file descriptors for this service; new connections wait until others end: " + raiseTheLimit
 )
 
 func (l *tcpListener) enter() {
@@ -123,7 +122,7 @@ func (l *tcpListener) enter() {
 	l.serving++
 }
 
-// leave notes that a connection has ended, whose relay is r if it got so far.
+// leave records the end of a connection. r is its relay, or nil if it has none.
 func (l *tcpListener) leave(r *relay) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -141,7 +140,7 @@ func (l *tcpListener) checkEmpty() {
 	}
 }
 
-// serve finds an endpoint for client.
+// serve finds an endpoint for client and relays the connection.
 func (l *tcpListener) serve(client *net.TCPConn) {
 	if log := l.log.V(3); log.Enabled() {
 		log.Info("Accepted TCP connection from remote", "remoteAddress", client.RemoteAddr(), "localAddress", client.LocalAddr())
@@ -151,7 +150,7 @@ func (l *tcpListener) serve(client *net.TCPConn) {
 	counters.active.Add(1)
 	endpoint, err := l.connect(client)
 	if err != nil {
-		l.log.V(2).Info("Resetting connection", "listener", l.place, "client", client.RemoteAddr(), "reason", err)
+		l.log.V(2).Info("Resetting connection", "listener", l.socketAddr, "client", client.RemoteAddr(), "reason", err)
 		resetConn(client)
 		counters.active.Add(-1)
 		l.leave(nil)
@@ -172,9 +171,9 @@ func (l *tcpListener) serve(client *net.TCPConn) {
 	aborted := l.aborted
 	l.mu.Unlock()
 	if aborted {
-		r.abort() // the relay sees it at once
+		r.abort() // the relay notices immediately
 	}
-	if err := r.start(l.buffers, l.pipes, l.account); err != nil { // both are closed already
+	if err := r.start(l.buffers, l.pipes, l.account); err != nil { // start has closed both connections
 		r.done()
 	}
 }
@@ -183,13 +182,13 @@ var errNotAdmitted = errors.New("the client is not admitted, or there is no endp
 
 var errOwnEndpoints = errors.New("all its endpoints are addresses that this proxy serves itself")
 
-// connect connects to the endpoint whose turn it is, or to the next.
+// connect connects to the next endpoint, or to a later one if that fails.
 func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 	from := client.RemoteAddr().(*net.TCPAddr).AddrPort().Addr().Unmap()
 	var tried, refused []netip.AddrPort
 	var failures []error
 	for attempt := range l.opts.DialTimeouts {
-		r := l.current.Load() // it may change between attempts
+		r := l.current.Load() // the rules may change between attempts
 		unfit := func(e netip.AddrPort) bool { return slices.Contains(tried, e) || l.serves(r.port, e) }
 		rt := r.routeOf(from, l.startsHere)
 		if rt.verdict != nodeview.Forward {
@@ -197,7 +196,7 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 		}
 		endpoint, ok := r.endpoint(rt, from, unfit, l.opts.Clock.Now())
 		if !ok && len(tried) > len(refused) {
-			// Who was slow gets another chance, and more time.
+			// Slow endpoints get another attempt, with more time.
 			tried = slices.Clone(refused)
 			endpoint, ok = r.endpoint(rt, from, unfit, l.opts.Clock.Now())
 		}
@@ -211,14 +210,14 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 		case err == nil:
 			return conn, nil
 		case l.connecting.Err() != nil:
-			return nil, errors.New("the listener has gone")
+			return nil, errors.New("listener is closed")
 		case outOfDescriptors(err):
 			l.complain(err, outOfDescriptorsMessage, "service", r.port.name)
 			return nil, err // not the endpoint's fault
 		}
 		r.port.counters.dialFailures.Add(1)
 		failures = append(failures, err)
-		l.log.V(2).Info("Endpoint did not accept a connection", "service", r.port.name, "endpoint", endpoint, "err", err)
+		l.log.V(2).Info("Endpoint did not accept the connection", "service", r.port.name, "endpoint", endpoint, "err", err)
 		tried = append(tried, endpoint)
 		var timeout net.Error
 		if !errors.As(err, &timeout) || !timeout.Timeout() {
@@ -228,13 +227,13 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 	if len(failures) == 0 {
 		return nil, errOwnEndpoints
 	}
-	return nil, fmt.Errorf("no endpoint accepted it: %w", errors.Join(failures...))
+	return nil, fmt.Errorf("no endpoint accepted the connection: %w", errors.Join(failures...))
 }
 
 func (l *tcpListener) dialTCP(endpoint netip.AddrPort, timeout time.Duration) (*net.TCPConn, error) {
 	d := net.Dialer{Timeout: timeout, KeepAliveConfig: keepAlive, Control: dialControl}
-	// Not DialTCP, which binds the socket first: it then has a local port to itself,
-	// and there are 28,232 of those. Otherwise, it only has it towards this endpoint.
+	// DialTCP binds the socket first. That reserves one of 28,232 local ports for all
+	// destinations. DialContext reserves it for this endpoint only.
 	c, err := d.DialContext(l.connecting, network("tcp", endpoint.Addr()), endpoint.String())
 	if err != nil {
 		return nil, err
@@ -246,7 +245,7 @@ func (l *tcpListener) close() {
 	close(l.closing)
 	l.descriptors.wake()
 	l.socket.Close()
-	<-l.accepted // what was accepted last has entered
+	<-l.accepted // all accepted connections are counted now
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed = true

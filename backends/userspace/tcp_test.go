@@ -165,10 +165,10 @@ func (zeros) Read(b []byte) (int, error) {
 func TestListenerClosesWhileConnectionsCome(t *testing.T) {
 	w := newWorld(t, Options{})
 	w.set() // now it has started
-	at := place{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(freePort(t, "127.0.0.2")))}
+	at := socketAddr{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(freePort(t, "127.0.0.2")))}
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
 	view := serviceAt("web", "127.0.0.2", int32(at.at.Port()), api.TCP).to(dead).view()
-	r := newService(&w.engine, key("web")).planFor(view, nil).places[0].rules
+	r := newService(&w.engine, key("web")).planFor(view, nil).sockets[0].rules
 	ended := make(chan struct{})
 	var clients sync.WaitGroup
 	for range 4 {

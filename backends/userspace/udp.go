@@ -15,7 +15,7 @@ import (
 	"golang.org/x/net/ipv4"
 )
 
-// udpListener serves the UDP clients of one place.
+// udpListener serves the UDP clients of one socket.
 type udpListener struct {
 	frontend
 	socket *net.UDPConn
@@ -27,13 +27,13 @@ type udpListener struct {
 	clients map[netip.AddrPort]*udpClient
 }
 
-func (e *engine) listenUDP(ctx context.Context, p place, r *rules) (*udpListener, error) {
+func (e *engine) listenUDP(ctx context.Context, p socketAddr, r *rules) (*udpListener, error) {
 	socket, err := e.opts.Sockets.ListenUDP(ctx, p.at)
 	if err != nil {
-		return nil, fmt.Errorf("listening at %s: %w", p, err)
+		return nil, fmt.Errorf("listen on %s: %w", p, err)
 	}
 	l := &udpListener{socket: socket, datagrams: newDatagrams(socket), empty: make(chan struct{}), clients: map[netip.AddrPort]*udpClient{}}
-	l.engine, l.place = e, p
+	l.engine, l.socketAddr = e, p
 	if l.raw, err = socket.SyscallConn(); err == nil {
 		err = l.setRules(r)
 	}
@@ -45,33 +45,33 @@ func (e *engine) listenUDP(ctx context.Context, p place, r *rules) (*udpListener
 	return l, nil
 }
 
-// receive hands datagrams of clients to endpoints until the socket is closed.
+// receive forwards datagrams of clients to endpoints until the socket is closed.
 func (l *udpListener) receive() {
-	var told []*udpClient // of one batch
+	var reached []*udpClient // the clients of one batch
 	for {
 		err := waitReadable(l.raw)
 		if err == nil {
 			b := l.batches.get()
 			var n int
 			if n, err = l.read(b.messages[:]); err == nil {
-				told = l.forward(b.messages[:n], told[:0])
+				reached = l.forward(b.messages[:n], reached[:0])
 			}
 			l.batches.put(b)
-			clear(told)
+			clear(reached)
 		}
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil { // such as a datagram that is too large for Windows
-			l.log.V(2).Info("Could not receive a datagram", "listener", l.place, "err", err)
+		if err != nil { // for example, a datagram that is too large on Windows
+			l.log.V(2).Info("Cannot receive a datagram", "listener", l.socketAddr, "err", err)
 			time.Sleep(time.Millisecond)
 		}
 	}
 }
 
-// forward sends each datagram to the endpoint of its client. It uses told as
-// room for the clients, and returns it.
-func (l *udpListener) forward(messages []ipv4.Message, told []*udpClient) []*udpClient {
+// forward sends each datagram to the endpoint of its client. It appends the clients to
+// reached and returns it.
+func (l *udpListener) forward(messages []ipv4.Message, reached []*udpClient) []*udpClient {
 	now := l.opts.Clock.Now()
 	var c *udpClient
 	for i := range messages {
@@ -83,19 +83,19 @@ func (l *udpListener) forward(messages []ipv4.Message, told []*udpClient) []*udp
 				continue
 			}
 			if len(c.waiting) == 0 {
-				told = append(told, c)
+				reached = append(reached, c)
 			}
 		}
 		c.waiting = append(c.waiting, ipv4.Message{Buffers: [][]byte{m.Buffers[0][:m.N]}})
 	}
-	for _, c := range told {
+	for _, c := range reached {
 		c.send(now)
 	}
-	return told
+	return reached
 }
 
-// client returns the client with the address from, a new one if it has to be. It
-// returns nil if the client's datagrams are to be dropped.
+// client returns the client with the address from, or a new one. It returns nil if the
+// client's datagrams must be dropped.
 func (l *udpListener) client(from netip.AddrPort, now time.Time) *udpClient {
 	l.mu.Lock()
 	c := l.clients[from]
@@ -130,8 +130,8 @@ func (l *udpListener) client(from netip.AddrPort, now time.Time) *udpClient {
 
 var errOutdated = errors.New("the rules have changed since the endpoint was chosen")
 
-// newClient returns a new client of an endpoint that was chosen under r. Its error
-// is errOutdated if that may be one that went meanwhile.
+// newClient returns a new client of an endpoint that was chosen under r. It returns
+// errOutdated if the endpoint may have been removed meanwhile.
 func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now time.Time) (*udpClient, error) {
 	l.udp.makeRoom()
 	dial := func() (*net.UDPConn, error) {
@@ -139,7 +139,7 @@ func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now tim
 	}
 	socket, err := dial()
 	if outOfDescriptors(err) || outOfPorts(err) {
-		l.complain(err, "Out of file descriptors or local ports: the UDP clients of the service with the most that were silent longest lose their endpoint, "+raiseTheLimit+" or the range of ports")
+		l.complain(err, "Out of file descriptors or local ports; dropping the longest idle UDP clients of the service with the most: "+raiseTheLimit+" or the range of ports")
 		l.udp.evict()
 		socket, err = dial()
 	}
@@ -161,7 +161,7 @@ func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now tim
 		socket.Close()
 		return nil, net.ErrClosed
 	}
-	// Whoever changes the rules looks for clients of lost endpoints after that.
+	// A change of the rules ends the clients of removed endpoints afterwards.
 	if l.current.Load() != r {
 		socket.Close()
 		return nil, errOutdated
@@ -175,7 +175,7 @@ func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now tim
 	return c, nil
 }
 
-// endpointsLost ends the clients of endpoints that do not serve any more.
+// endpointsLost ends the clients of removed endpoints.
 func (l *udpListener) endpointsLost(serves func(netip.AddrPort) bool) {
 	l.mu.Lock()
 	var lost []*udpClient

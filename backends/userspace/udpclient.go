@@ -17,27 +17,25 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// udpClient is a client of a UDP listener, and the socket from which its
-// datagrams go to its endpoint.
+// udpClient is a client of a UDP listener, with the socket for datagrams to its endpoint.
 type udpClient struct {
 	listener *udpListener
 	addr     netip.AddrPort
-	to       *net.UDPAddr // addr
+	to       *net.UDPAddr // addr as a UDPAddr
 	endpoint netip.AddrPort
 	socket   *net.UDPConn
 	datagrams
 	raw   syscall.RawConn
 	port  *port
-	heard atomic.Int64 // when either side last said something, in Unix nanoseconds
+	heard atomic.Int64 // time of the last datagram in either direction, in Unix nanoseconds
 
-	// waiting are datagrams for the endpoint. It belongs to the listener's
-	// goroutine.
+	// waiting are datagrams for the endpoint. Only the listener's goroutine uses it.
 	waiting []ipv4.Message
 	ended   sync.Once
 }
 
-// send sends the datagrams that wait. If they cannot be sent, the client chooses
-// another endpoint with its next one.
+// send sends the waiting datagrams. If that fails, the client's next datagram goes to
+// another endpoint.
 func (c *udpClient) send(now time.Time) {
 	c.heard.Store(now.UnixNano())
 	bytes := 0
@@ -54,7 +52,7 @@ func (c *udpClient) send(now time.Time) {
 	c.port.counters.bytesToEndpoints.Add(int64(bytes))
 }
 
-// receive hands the endpoint's answers to the client until it is ended.
+// receive forwards the endpoint's datagrams to the client until the client ends.
 func (c *udpClient) receive() {
 	for {
 		n, bytes, err := 0, 0, waitReadable(c.raw)
@@ -67,7 +65,7 @@ func (c *udpClient) receive() {
 					m.Addr = c.to
 					bytes += m.N
 				}
-				// What cannot be sent to the client is lost, as datagrams are.
+				// Datagrams that cannot be sent are lost.
 				if c.listener.write(b.messages[:n]) == nil {
 					c.port.counters.bytesFromEndpoints.Add(int64(bytes))
 				}
@@ -82,18 +80,18 @@ func (c *udpClient) receive() {
 	}
 }
 
-// fail ends the client because of what its socket says: that it is closed, or
-// that the endpoint is not there.
+// fail ends the client after an error of its socket: the socket is closed, or the
+// endpoint does not exist.
 func (c *udpClient) fail(err error) {
 	if !errors.Is(err, net.ErrClosed) {
 		c.port.counters.dialFailures.Add(1)
 		c.port.affinity.leave(c.addr.Addr(), c.endpoint)
-		c.listener.log.V(2).Info("Endpoint did not take a datagram", "listener", c.listener.place, "endpoint", c.endpoint, "err", err)
+		c.listener.log.V(2).Info("Endpoint did not take a datagram", "listener", c.listener.socketAddr, "endpoint", c.endpoint, "err", err)
 	}
 	c.end()
 }
 
-// end makes the client unknown.
+// end removes the client.
 func (c *udpClient) end() {
 	c.ended.Do(func() {
 		l := c.listener
@@ -107,7 +105,7 @@ func (c *udpClient) end() {
 	})
 }
 
-// udpClients are those of all listeners. It is safe for concurrent use.
+// udpClients are the clients of all listeners. It is safe for concurrent use.
 type udpClients struct {
 	max int
 
@@ -131,7 +129,7 @@ func (u *udpClients) remove(c *udpClient) {
 	delete(u.all, c)
 }
 
-// makeRoom makes sure that there is room for one more.
+// makeRoom makes room for one more client.
 func (u *udpClients) makeRoom() {
 	u.mu.Lock()
 	full := len(u.all) >= u.max
@@ -141,8 +139,8 @@ func (u *udpClients) makeRoom() {
 	}
 }
 
-// evict ends those of the service with the most that were silent longest: one of sixteen,
-// as looking for them means looking at all.
+// evict ends the longest idle clients of the service with the most. It ends one in
+// sixteen, because the search checks all clients.
 func (u *udpClients) evict() {
 	type entry struct {
 		client *udpClient
@@ -166,7 +164,7 @@ func (u *udpClients) evict() {
 	}
 }
 
-// expire ends those that neither said nor were told anything since.
+// expire ends the clients that have been idle since the given time.
 func (u *udpClients) expire(since time.Time) {
 	u.mu.Lock()
 	var silent []*udpClient

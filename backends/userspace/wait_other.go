@@ -9,12 +9,12 @@ import (
 	"syscall"
 )
 
-// waitReadable waits until c can be read, which it also can at its end and when
-// it has an error. Whoever waits so needs no buffer meanwhile.
+// waitReadable waits until c has bytes, its end or an error. Meanwhile the caller needs
+// no buffer.
 func waitReadable(c syscall.RawConn) error {
 	asked := false
 	return c.Read(func(uintptr) bool {
-		// The second call comes when a read of no bytes has ended.
+		// The second call follows the end of a read of no bytes.
 		ready := asked
 		asked = true
 		return ready
@@ -24,14 +24,14 @@ func waitReadable(c syscall.RawConn) error {
 // waitError returns nil: Windows does not report a reset after the end.
 func waitError(syscall.RawConn) error { return nil }
 
-// openFilesLimit returns how many file descriptors this process may have.
+// openFilesLimit returns the maximum number of file descriptors of this process.
 func openFilesLimit() int { return maxDescriptors }
 
-// outOfDescriptors is about a limit that there is not.
+// outOfDescriptors returns false, because there is no limit.
 func outOfDescriptors(error) bool { return false }
 
-// outOfPorts reports whether err, of connecting a UDP socket, means that the host
-// has no port left for it.
+// outOfPorts reports whether err, from connecting a UDP socket, means that the host has
+// no free port for it.
 func outOfPorts(err error) bool {
 	const addressInUse, noBuffers = syscall.Errno(10048), syscall.Errno(10055) // of Winsock
 	return errors.Is(err, addressInUse) || errors.Is(err, noBuffers)

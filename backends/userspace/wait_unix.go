@@ -11,9 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// waitReadable waits until c can be read, which it also can at its end. It
-// returns the error of c, if it has one. Whoever waits so needs no buffer
-// meanwhile.
+// waitReadable waits until c has bytes or its end. It returns the error of c, if any.
+// Meanwhile the caller needs no buffer.
 func waitReadable(c syscall.RawConn) error {
 	var err error
 	waitErr := c.Read(func(fd uintptr) bool {
@@ -29,7 +28,7 @@ func waitReadable(c syscall.RawConn) error {
 	return err
 }
 
-// waitError waits until c has an error, such as a reset. Its end is none.
+// waitError waits until c has an error, such as a reset. Its end is not an error.
 func waitError(c syscall.RawConn) error {
 	var err error
 	waitErr := c.Read(func(fd uintptr) bool {
@@ -42,7 +41,7 @@ func waitError(c syscall.RawConn) error {
 	return errors.Join(waitErr, err)
 }
 
-// openFilesLimit returns how many file descriptors this process may have.
+// openFilesLimit returns the maximum number of file descriptors of this process.
 func openFilesLimit() int {
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
@@ -51,14 +50,14 @@ func openFilesLimit() int {
 	return int(min(uint64(limit.Cur), maxDescriptors))
 }
 
-// outOfDescriptors reports whether err means that this process, or the host, has
-// no file descriptors left.
+// outOfDescriptors reports whether err means that this process or the host has no file
+// descriptors left.
 func outOfDescriptors(err error) bool {
 	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE)
 }
 
-// outOfPorts reports whether err, of connecting a UDP socket, means that the host
-// has no port left for it.
+// outOfPorts reports whether err, from connecting a UDP socket, means that the host has
+// no free port for it.
 func outOfPorts(err error) bool {
 	return errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EADDRINUSE) || errors.Is(err, unix.EADDRNOTAVAIL)
 }

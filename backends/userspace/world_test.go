@@ -344,14 +344,14 @@ func asked(t *testing.T, addr string, port int32) string {
 	return c.ask()
 }
 
-// placeOf returns the place at an address and port.
-func placeOf(t *testing.T, protocol api.Protocol, at string) place {
+// socketAddrOf returns the place at an address and port.
+func socketAddrOf(t *testing.T, protocol api.Protocol, at string) socketAddr {
 	t.Helper()
 	addr, err := netip.ParseAddrPort(at)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return place{protocol, addr}
+	return socketAddr{protocol, addr}
 }
 
 // stats returns those of the first port of a service.

@@ -20,8 +20,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Backend is a [sink.Sink] that keeps HNS' load balancers, and the endpoints
-// that they need, in step with services. It is for one driver.
+// Backend is a [sink.Sink] that programs services as HNS load balancers with their
+// endpoints. It supports one driver.
 type Backend struct {
 	opts   Options
 	hns    HNS
@@ -29,29 +29,28 @@ type Backend struct {
 
 	views   map[types.NamespacedName]*api.ServiceEndpoints
 	nodeIPs []netip.Addr
-	// plans, lacking and wanted follow from views and terrain. planned says that
-	// they do; if not, all is to be planned anew.
+	// plans, lacking and wanted are derived from views and environment. planned reports that
+	// they are current; otherwise everything has to be planned again.
 	plans   map[types.NamespacedName][]policy
 	lacking map[types.NamespacedName][]unserved
 	wanted  map[Frontend]want
 	planned bool
 
-	terrain terrain
-	// surveyed says that the terrain's features are known.
+	environment environment
+	// surveyed reports that the features in environment are known.
 	surveyed bool
-	// have is what HNS has, nil while that is not known.
+	// have is the state of HNS, or nil while it is unknown.
 	have *holdings
-	// todo are frontends that are yet to be looked at.
+	// todo are frontends that have to be checked.
 	todo map[Frontend]bool
-	// passing says that a pass of the driver has begun and not ended. views are those of
-	// the services delivered since, and nothing is pruned.
+	// passing reports that a pass of the driver is in progress. Then views has the services
+	// delivered so far, and nothing is pruned.
 	passing bool
-	// failing are services whose last sync failed: their driver says when to try
-	// again.
+	// failing are services whose last sync failed. The driver decides when to retry them.
 	failing map[types.NamespacedName]bool
 }
 
-// want is a load balancer that there has to be.
+// want is a load balancer that must exist.
 type want struct {
 	service types.NamespacedName
 	policy  *policy
@@ -64,8 +63,8 @@ var (
 	_ sink.Cleaner  = &Backend{}
 )
 
-// New returns a backend. It fails if the options make no sense, and does
-// nothing yet.
+// New returns a backend. It returns an error if the options are invalid, and does not
+// call HNS.
 func New(opts Options) (*Backend, error) {
 	if err := opts.check(); err != nil {
 		return nil, err
@@ -85,29 +84,28 @@ func New(opts Options) (*Backend, error) {
 	if opts.Observer.Called != nil {
 		b.hns = &observed{opts.HNS, opts.Observer.Called, time.Now}
 	}
-	b.terrain.dsr = opts.EnableDSR
-	b.terrain.forwardHealthChecks, b.terrain.healthzPort = opts.ForwardHealthChecks, opts.HealthzPort
+	b.environment.dsr = opts.EnableDSR
+	b.environment.forwardHealthChecks, b.environment.healthzPort = opts.ForwardHealthChecks, opts.HealthzPort
 	for _, a := range opts.SourceVIPs {
 		if a.Is4() {
-			b.terrain.sourceVIP4 = a
+			b.environment.sourceVIP4 = a
 		} else {
-			b.terrain.sourceVIP6 = a
+			b.environment.sourceVIP6 = a
 		}
 	}
 	return b, nil
 }
 
-// Start reads which load balancers an earlier process made. It fails if the state file is
-// something else, or if HNS answers that it cannot do what the options ask for. HNS need not
-// run yet.
+// Start reads the list of load balancers that an earlier process made. It fails if the
+// state file has another kind, or if HNS lacks a required feature. HNS need not run yet.
 func (b *Backend) Start(ctx context.Context) error {
 	r, err := readRecord(b.opts.StateFile)
 	switch {
 	case errors.Is(err, journal.ErrForeign):
 		return err
 	case err != nil:
-		// To go on is better than not to proxy. What can be lost is load balancers
-		// of services that are no more.
+		// Continue, because proxying matters more. Only load balancers of deleted services may
+		// remain.
 		klog.FromContext(ctx).Error(err, "Load balancers of services that were deleted meanwhile will be left behind")
 		r = newRecord(journal.New(b.opts.StateFile, journalKind))
 	}
@@ -120,19 +118,19 @@ func (b *Backend) Start(ctx context.Context) error {
 	return nil
 }
 
-// checkFeatures returns an error if HNS cannot do what the options ask for.
+// checkFeatures returns an error if HNS lacks a feature that the options require.
 func (b *Backend) checkFeatures(f Features) error {
 	if b.opts.EnableDSR && !f.DSR {
-		return fmt.Errorf("direct server return, which Options.EnableDSR asks for, is %w", ErrNotSupported)
+		return fmt.Errorf("direct server return (Options.EnableDSR): %w", ErrNotSupported)
 	}
 	return nil
 }
 
-// Sync implements [sink.Sink]. HNS is listed when a pass begins and after
-// a failure, and at most once more, where the changes name a pod of this node
-// that was not there. What fails is reported in a [*sink.Failed], by service with
-// frontend and HNS' error. If HNS does not run, or the network is not there, everything
-// fails, and Sync asks for a new pass, which is tried until HNS is back.
+// Sync implements [sink.Sink]. It lists HNS when a pass begins and after a failure. It
+// lists HNS once more if the changes name a pod of this node that was not listed.
+// Failures are reported in a [*sink.Failed], by service, with frontend and HNS error. If
+// HNS does not run or the network does not exist, everything fails, and Sync requests a
+// new pass. The driver retries that until HNS is back.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	if c.First {
 		clear(b.views)
@@ -140,8 +138,8 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 		b.have, b.planned = nil, false
 	}
 	b.passing = (b.passing || c.First) && !c.Last
-	told := b.learn(ctx, c)
-	p := &pass{Backend: b, ctx: ctx, log: klog.FromContext(ctx), told: told}
+	delivered := b.learn(ctx, c)
+	p := &pass{Backend: b, ctx: ctx, log: klog.FromContext(ctx), delivered: delivered}
 	err := p.run()
 	if _, ok := sink.Acknowledged(err); !ok {
 		return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
@@ -149,15 +147,15 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	return err
 }
 
-// Verify implements [sink.Verifier]: it lists HNS and mends what is not as it was
-// left. It leaves alone what has failed, as that comes again by itself. If it
-// fails, what HNS has is not known, and it asks for a new pass.
+// Verify implements [sink.Verifier]. It lists HNS and repairs drift. It ignores failed
+// services, because the driver delivers them again. If it fails, the state of HNS is
+// unknown, and it requests a new pass.
 func (b *Backend) Verify(ctx context.Context) error {
 	if b.have == nil {
-		return nil // nothing was programmed yet, or a Sync will list
+		return nil // nothing is programmed yet, or a Sync will list
 	}
 	b.have = nil
-	p := &pass{Backend: b, ctx: ctx, log: klog.FromContext(ctx), told: map[types.NamespacedName]bool{}}
+	p := &pass{Backend: b, ctx: ctx, log: klog.FromContext(ctx), delivered: map[types.NamespacedName]bool{}}
 	err := p.run()
 	if err == nil || errors.Is(err, context.Canceled) {
 		return err
@@ -165,11 +163,11 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
 }
 
-// learn takes c into the views and plans, and returns the services in it.
+// learn updates views and plans from c, and returns the services in c.
 func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.NamespacedName]bool {
-	told := map[types.NamespacedName]bool{}
+	delivered := map[types.NamespacedName]bool{}
 	for change := range c.Services {
-		told[change.Key] = true
+		delivered[change.Key] = true
 		if change.New == nil {
 			delete(b.views, change.Key)
 		} else {
@@ -186,51 +184,51 @@ func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.Namespac
 		}
 	}
 	if b.planned {
-		b.replan(ctx, maps.Keys(told))
+		b.replan(ctx, maps.Keys(delivered))
 	}
-	return told
+	return delivered
 }
 
-// survey asks HNS what there is. What it finds changed of the network is a
-// reason to look at everything.
+// survey reads the state of HNS. If the network has changed, all frontends have to be
+// checked.
 func (b *Backend) survey(ctx context.Context) error {
 	b.have = nil
 	if !b.surveyed {
 		features, err := b.hns.Features()
 		if err != nil {
-			return fmt.Errorf("ask HNS what it can do: %w", err)
+			return fmt.Errorf("read features of HNS: %w", err)
 		}
 		if err := b.checkFeatures(features); err != nil {
 			return err
 		}
-		b.terrain.features, b.surveyed = features, true
+		b.environment.features, b.surveyed = features, true
 		klog.FromContext(ctx).V(1).Info("HNS runs", "features", features)
 	}
 	network, err := b.hns.Network(b.opts.Network)
 	if err != nil {
-		return fmt.Errorf("look up HNS network %q: %w", b.opts.Network, err)
+		return fmt.Errorf("find HNS network %q: %w", b.opts.Network, err)
 	}
 	if network.Overlay {
-		if !b.terrain.features.RemoteSubnet {
+		if !b.environment.features.RemoteSubnet {
 			return fmt.Errorf("HNS network %q is an overlay network: remote subnets are %w", b.opts.Network, ErrNotSupported)
 		}
-		if !b.terrain.sourceVIP4.IsValid() {
+		if !b.environment.sourceVIP4.IsValid() {
 			return fmt.Errorf("HNS network %q is an overlay network, which needs a source VIP of IPv4", b.opts.Network)
 		}
 	}
 	endpoints, err := b.hns.Endpoints(network.ID)
 	if err != nil {
-		return fmt.Errorf("list the endpoints of HNS network %q: %w", b.opts.Network, err)
+		return fmt.Errorf("list endpoints of HNS network %q: %w", b.opts.Network, err)
 	}
 	balancers, err := b.hns.LoadBalancers()
 	if err != nil {
-		return fmt.Errorf("list HNS' load balancers: %w", err)
+		return fmt.Errorf("list load balancers of HNS: %w", err)
 	}
-	if old := b.terrain.network; old != nil && old.ID != network.ID {
-		klog.FromContext(ctx).Info("The network was made anew", "network", b.opts.Network, "id", network.ID)
+	if old := b.environment.network; old != nil && old.ID != network.ID {
+		klog.FromContext(ctx).Info("HNS network was recreated", "network", b.opts.Network, "id", network.ID)
 	}
-	if !reflect.DeepEqual(b.terrain.network, network) {
-		b.terrain.network, b.planned = network, false
+	if !reflect.DeepEqual(b.environment.network, network) {
+		b.environment.network, b.planned = network, false
 	}
 	b.have = newHoldings(b.opts.Name, endpoints, balancers)
 	b.record.confirm(b.have)
@@ -243,7 +241,7 @@ func (b *Backend) survey(ctx context.Context) error {
 	return nil
 }
 
-// replan plans services anew, and notes the frontends that this concerns.
+// replan plans services again and adds the affected frontends to todo.
 func (b *Backend) replan(ctx context.Context, keys func(yield func(types.NamespacedName) bool)) {
 	var again []types.NamespacedName
 	var shared []Frontend
@@ -268,13 +266,13 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 			delete(b.lacking, key)
 			continue
 		}
-		policies, lacking := plan(view, &b.terrain)
-		b.tellLacking(ctx, key, lacking)
+		policies, lacking := plan(view, &b.environment)
+		b.logLacking(ctx, key, lacking)
 		b.plans[key] = policies
 		for i := range policies {
 			f := policies[i].Frontend
 			b.todo[f] = true
-			b.wanted[f] = want{key, &policies[i]} // perhaps in place of a service that is about to change
+			b.wanted[f] = want{key, &policies[i]} // possibly instead of a service that is about to change
 		}
 	}
 	for _, f := range shared {
@@ -282,8 +280,8 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 	}
 }
 
-// inherit finds another service that has a frontend for health checks, which services with
-// one load-balancer address share.
+// inherit finds another service with a frontend for health checks, because services may
+// share a load-balancer address.
 func (b *Backend) inherit(f Frontend) {
 	if _, wanted := b.wanted[f]; wanted {
 		return
@@ -297,9 +295,9 @@ func (b *Backend) inherit(f Frontend) {
 	}
 }
 
-// replanAll plans everything anew.
+// replanAll plans everything again.
 func (b *Backend) replanAll(ctx context.Context) {
-	b.terrain.nodeIPs = b.nodeIPs
+	b.environment.nodeIPs = b.nodeIPs
 	keys := maps.Clone(b.views)
 	for key := range b.plans {
 		keys[key] = b.views[key]
@@ -308,17 +306,17 @@ func (b *Backend) replanAll(ctx context.Context) {
 	b.planned = true
 }
 
-// tellLacking logs what of a service is not provided as it is asked for, once.
-func (b *Backend) tellLacking(ctx context.Context, service types.NamespacedName, lacking []unserved) {
+// logLacking logs once which frontends of a service are not served, or not fully.
+func (b *Backend) logLacking(ctx context.Context, service types.NamespacedName, lacking []unserved) {
 	if slices.Equal(lacking, b.lacking[service]) {
 		return
 	}
 	log := klog.FromContext(ctx).WithValues("service", service)
 	for _, u := range lacking {
 		if u.degraded {
-			log.Info("Not served as it asks", "frontend", u.key.String(), "reason", u.reason)
+			log.Info("Frontend not fully supported", "frontend", u.key.String(), "reason", u.reason)
 		} else {
-			log.Info("Not served", "frontend", u.key.String(), "reason", u.reason)
+			log.Info("Frontend not supported", "frontend", u.key.String(), "reason", u.reason)
 		}
 	}
 	if len(lacking) == 0 {
@@ -328,9 +326,9 @@ func (b *Backend) tellLacking(ctx context.Context, service types.NamespacedName,
 	}
 }
 
-// Cleanup implements [sink.Cleaner]: it removes what was made by backends of
-// this name and state file. If that file cannot be read nothing is removed, for
-// whose the load balancers are is not known.
+// Cleanup implements [sink.Cleaner]. It removes everything that backends with this name
+// and state file made. If that file cannot be read, it removes nothing, because the
+// owners of load balancers are unknown.
 func (b *Backend) Cleanup(context.Context) error {
 	r, err := readRecord(b.opts.StateFile)
 	if err != nil {
@@ -338,7 +336,7 @@ func (b *Backend) Cleanup(context.Context) error {
 	}
 	balancers, err := b.hns.LoadBalancers()
 	if err != nil {
-		return fmt.Errorf("list HNS' load balancers: %w", err)
+		return fmt.Errorf("list load balancers of HNS: %w", err)
 	}
 	var endpoints []Endpoint
 	network, err := b.hns.Network(b.opts.Network)
@@ -346,7 +344,7 @@ func (b *Backend) Cleanup(context.Context) error {
 		endpoints, err = b.hns.Endpoints(network.ID)
 	}
 	if err != nil && !errors.Is(err, ErrNotFound) {
-		return fmt.Errorf("list the endpoints of HNS network %q: %w", b.opts.Network, err)
+		return fmt.Errorf("list endpoints of HNS network %q: %w", b.opts.Network, err)
 	}
 	h := newHoldings(b.opts.Name, endpoints, balancers)
 	r.confirm(h)
@@ -372,5 +370,5 @@ func (b *Backend) Cleanup(context.Context) error {
 	return errors.Join(errs...)
 }
 
-// sourceVIPName returns the name of the endpoint of a source VIP.
+// sourceVIPName returns the name of the source VIP's endpoint.
 func sourceVIPName(backend string) string { return backend + "-source-vip" }

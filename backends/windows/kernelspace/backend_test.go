@@ -208,8 +208,8 @@ func TestAForeignLoadBalancerIsNotTakenForARequestedOne(t *testing.T) {
 		w.must(w.set(view(service("other", at96(9)), at("10.1.1.1@here"))))
 		w.made(balancer(pod, "10.96.0.1", 80, 443))
 		got := failures(t, w.set(view(service("web"), at("10.1.1.1@here"))))
-		if !strings.Contains(got["web"], "and 10.96.0.1:443/TCP besides") {
-			t.Errorf("failed: %q, want that the frontend is somebody else's", got)
+		if !strings.Contains(got["web"], "and also 10.96.0.1:443/TCP") {
+			t.Errorf("failed: %q, want an error for the frontend of another owner", got)
 		}
 		w.must(w.remove("other"))
 		w.has(foreign)
@@ -307,9 +307,9 @@ func TestABackendThatAsksForDSRWhereThereIsNoneDoesNotStart(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	const wanted = "direct server return, which Options.EnableDSR asks for, is not supported"
+	const wanted = "direct server return (Options.EnableDSR): not supported"
 	if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), wanted) {
-		t.Errorf("Start returned %v, want that %s", err, wanted)
+		t.Errorf("Start returned %v, want an error with %q", err, wanted)
 	}
 	// HNS may come after the backend.
 	hns.SetHook(func(string) error { return kernelspace.ErrNotRunning })
@@ -318,7 +318,7 @@ func TestABackendThatAsksForDSRWhereThereIsNoneDoesNotStart(t *testing.T) {
 	}
 	hns.SetHook(nil)
 	if err := b.Sync(t.Context(), &sink.Changes{First: true, Last: true, Services: func(func(sink.Change) bool) {}}); err == nil || !strings.Contains(err.Error(), wanted) {
-		t.Errorf("Sync returned %v, want that %s", err, wanted)
+		t.Errorf("Sync returned %v, want an error with %q", err, wanted)
 	}
 }
 
@@ -328,8 +328,8 @@ func TestTheFrontendOfAServiceIsTakenFromWhoHasNoOther(t *testing.T) {
 	w.made(balancer(pod, "10.96.0.1", 80))
 	w.made(balancer(pod, "10.96.0.2", 80, 81))
 	got := failures(t, w.set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.1"))))
-	if !strings.Contains(got["b"], "frontend 10.96.0.2:80/TCP: load balancer") || !strings.Contains(got["b"], "and 10.96.0.2:81/TCP besides") || len(got) != 1 {
-		t.Errorf("failed: %q, want b, for its frontend is another's who has more", got)
+	if !strings.Contains(got["b"], "frontend 10.96.0.2:80/TCP: load balancer") || !strings.Contains(got["b"], "and also 10.96.0.2:81/TCP") || len(got) != 1 {
+		t.Errorf("failed: %q, want an error for b, whose frontend belongs to another owner", got)
 	}
 	w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 		10.96.0.2 protocol 6 port 80->8080 protocol 6 port 81->8080 to 10.1.1.9`)

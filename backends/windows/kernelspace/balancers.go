@@ -9,14 +9,14 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// note logs that the journal could not be written. To go on is better than not to proxy.
+// note logs an error of the journal. Proxying continues.
 func (p *pass) note(err error) {
 	if err != nil {
-		p.log.Error(err, "Load balancers may be left behind if this process is killed now")
+		p.log.Error(err, "Cannot write the state file; a killed process may leave load balancers behind")
 	}
 }
 
-// own returns the IDs of the own load balancers at a frontend: one, as a rule.
+// own returns the IDs of this backend's load balancers at a frontend, usually one.
 func (p *pass) own(f Frontend) []string {
 	var ids []string
 	for _, id := range p.have.byFrontend[f] {
@@ -27,7 +27,7 @@ func (p *pass) own(f Frontend) []string {
 	return ids
 }
 
-// holder returns the service for which there is a load balancer at a frontend.
+// holder returns the service of the load balancer at a frontend.
 func (p *pass) holder(f Frontend) types.NamespacedName {
 	for _, id := range p.own(f) {
 		return p.record.made[id].Service
@@ -35,7 +35,7 @@ func (p *pass) holder(f Frontend) types.NamespacedName {
 	return types.NamespacedName{}
 }
 
-// remove deletes the own load balancers at a frontend.
+// remove deletes this backend's load balancers at a frontend.
 func (p *pass) remove(f Frontend) error {
 	for _, id := range p.own(f) {
 		if err := p.deleteBalancer(id); err != nil {
@@ -45,8 +45,8 @@ func (p *pass) remove(f Frontend) error {
 	return nil
 }
 
-// announce notes which load balancers are about to be created, so that they are known as
-// own ones even if nothing can be noted after. The journal is flushed once for all.
+// announce records the load balancers that are about to be created, so that their owner
+// is known even after a crash. It flushes the journal once for all.
 func (p *pass) announce(frontends []Frontend) {
 	for _, f := range frontends {
 		if w := p.wanted[f]; p.isToBeCreated(f, w.policy) {
@@ -60,27 +60,27 @@ func (p *pass) plan(f Frontend, w want) {
 	p.record.plan(f, planned{Service: w.service, Target: w.policy.target, Asked: digestOf(w.policy.with(nil))})
 }
 
-// isToBeCreated reports whether a policy needs a load balancer that there is not: there is
-// none at its frontend, or one that cannot be changed into it.
+// isToBeCreated reports whether a policy needs a new load balancer: its frontend has
+// none, or one that cannot be changed.
 func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
 	own := p.own(f)
 	if len(own) == 0 {
-		return len(p.have.byFrontend[f]) == 0 // that of somebody else may have to stay
+		return len(p.have.byFrontend[f]) == 0 // a load balancer of another owner may have to stay
 	}
 	var ids []string
 	for _, d := range policy.endpoints {
 		e, ok := p.have.endpointAt(d.addr)
-		if !ok && !p.terrain.features.ModifyLoadBalancer {
+		if !ok && !p.environment.features.ModifyLoadBalancer {
 			return true
 		}
 		ids = append(ids, e.ID)
 	}
 	have, want := p.have.balancers[own[0]], policy.with(ids)
-	return !p.record.unchanged(have, want) || !p.terrain.features.ModifyLoadBalancer && !sameEndpoints(have, want)
+	return !p.record.unchanged(have, want) || !p.environment.features.ModifyLoadBalancer && !sameEndpoints(have, want)
 }
 
-// ensure makes HNS have the load balancer that is wanted at a frontend, with as
-// many of its endpoints as there are.
+// ensure creates or changes the wanted load balancer at a frontend, with those of its
+// endpoints that exist.
 func (p *pass) ensure(f Frontend) error {
 	w := p.wanted[f]
 	ids, lacking := p.endpoints(w.policy)
@@ -104,7 +104,7 @@ func (p *pass) ensure(f Frontend) error {
 	return lacking
 }
 
-// balance makes HNS have the load balancer want at a frontend.
+// balance creates or changes the load balancer at a frontend to match want.
 func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
 	holders := p.have.byFrontend[f]
 	if len(holders) == 0 {
@@ -127,12 +127,12 @@ func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
 	if err := p.mayReplace(f, have); err != nil {
 		return err
 	}
-	if unchanged && p.terrain.features.ModifyLoadBalancer {
+	if unchanged && p.environment.features.ModifyLoadBalancer {
 		err := p.update(f, w, have, want)
 		if !errors.Is(err, ErrNotSupported) {
 			return err
 		}
-		p.terrain.features.ModifyLoadBalancer = false
+		p.environment.features.ModifyLoadBalancer = false
 	}
 	if err := p.deleteBalancer(have.ID); err != nil {
 		return err
@@ -140,7 +140,7 @@ func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
 	return p.create(f, w, want)
 }
 
-// keep notes that a load balancer is as it is wanted, whoever made it.
+// keep records that a load balancer is correct, whoever made it.
 func (p *pass) keep(f Frontend, w want, have, want LoadBalancer) {
 	if m := p.record.made[have.ID]; m == nil || m.Service != w.service {
 		p.record.add(have.ID, made{Frontend: f, Service: w.service, Asked: digestOf(want), Answered: digestOf(have)})
@@ -148,7 +148,7 @@ func (p *pass) keep(f Frontend, w want, have, want LoadBalancer) {
 }
 
 // update changes the endpoints of a load balancer. It returns ErrNotSupported if Windows
-// cannot do that.
+// does not support that.
 func (p *pass) update(f Frontend, w want, have, want LoadBalancer) error {
 	want.ID = have.ID
 	if err := p.hns.UpdateLoadBalancer(want); errors.Is(err, ErrNotSupported) {
@@ -165,24 +165,23 @@ func (p *pass) update(f Frontend, w want, have, want LoadBalancer) error {
 	return nil
 }
 
-// mayReplace returns an error if a load balancer that is somebody else's has
-// frontends besides those of services that are served here. Otherwise it is the
-// leftover of another proxy: the frontend is the service's.
+// mayReplace returns an error if a load balancer of another owner also has frontends that
+// are not served here. Otherwise it is a leftover of another proxy and may be replaced.
 func (p *pass) mayReplace(f Frontend, lb LoadBalancer) error {
 	if p.record.owns(lb.ID) {
 		return nil
 	}
 	for _, other := range frontendsOf(lb) {
 		if _, wanted := p.wanted[other]; !wanted {
-			return fmt.Errorf("load balancer %s, which was made by somebody else, has this frontend, and %s besides", lb.ID, other)
+			return fmt.Errorf("load balancer %s of another owner has this frontend and also %s", lb.ID, other)
 		}
 	}
-	p.log.Info("Replacing a load balancer that somebody else made", "frontend", f.String(), "id", lb.ID)
+	p.log.Info("Replacing a load balancer of another owner", "frontend", f.String(), "id", lb.ID)
 	return nil
 }
 
-// create creates a load balancer. If HNS has one with this frontend after all, HNS is
-// listed, and that one is changed or replaced.
+// create creates a load balancer. If HNS already has one with this frontend, it lists HNS
+// and changes or replaces that one.
 func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
 	if p.record.planned[f] == nil {
 		p.plan(f, w)
@@ -191,7 +190,7 @@ func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
 	p.record.planned[f].requested = true
 	answer, err := p.hns.CreateLoadBalancer(want)
 	if errors.Is(err, ErrExists) {
-		p.record.planned[f].requested = false // what is there was not made by this request
+		p.record.planned[f].requested = false // this request did not create the existing one
 		if !p.listed {
 			if err := p.relist(); err != nil {
 				return err
@@ -210,11 +209,11 @@ func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
 	return nil
 }
 
-// deleteBalancer deletes a load balancer. That it is gone already is no error.
+// deleteBalancer deletes a load balancer. A missing one is not an error.
 func (p *pass) deleteBalancer(id string) error {
 	err := p.hns.DeleteLoadBalancer(id)
 	if err != nil && !ends(err) && !errors.Is(err, ErrNotFound) {
-		// Windows Server 2019 at times refuses once what it then does.
+		// Windows Server 2019 sometimes refuses a deletion and then performs it.
 		err = p.hns.DeleteLoadBalancer(id)
 	}
 	if err != nil && !errors.Is(err, ErrNotFound) {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package kernelspace is a sink for Windows nodes: services become load balancers
-// of the Host Networking Service (HNS), which the kernel's virtual switch carries
-// out.
+// Package kernelspace is a sink for Windows nodes. It programs services as load balancers
+// of the Host Networking Service (HNS), which the kernel's virtual switch implements.
 //
 //	hns, err := winhns.New()
 //	…
@@ -10,40 +9,40 @@
 //	…
 //	err = sink.Run(ctx, source, backend, sink.Options{})
 //
-// It needs no kube-proxy beside it and disturbs none: what others made is left
-// alone, unless it has exactly the frontends of services that are served here.
+// It needs no kube-proxy and does not disturb one. It leaves objects of other owners
+// alone, unless they have only frontends of services that are served here.
 //
-// # How
+// # Method
 //
-// What this node must have is worked out of the services' views without asking
-// HNS, and compared by value with what HNS has: its endpoints and load balancers
-// are listed once before the first changes, once after a failure, and once a
-// minute when there is nothing else to do (the driver's VerifyInterval). A change
-// in between costs the calls that make it and no listing. Endpoints of pods of
-// this node are the network plug-in's; those of other addresses are made, named
-// for the backend, and removed when no load balancer uses them.
+// The backend plans the load balancers of this node from the views, without calling HNS.
+// Then it compares them by value with the state of HNS. It lists endpoints and load
+// balancers before the first changes, after a failure, and once a minute while idle (the
+// driver's VerifyInterval). Other changes need no listing. The network plug-in owns the
+// endpoints of this node's pods. The backend creates endpoints for other addresses, named
+// after the backend. It removes them when no load balancer uses them.
 //
-// HNS gives a load balancer no name and no owner. Options.StateFile remembers
-// which ones are own ones, by their IDs.
+// HNS stores neither a name nor an owner of a load balancer. Options.StateFile records
+// the IDs of the backend's own ones.
 //
-// # What HNS cannot do
+// # Limits of HNS
 //
 //   - Reject or drop: a frontend without endpoints has no load balancer, and
-//     packets go where they would without a service.
-//   - Tell traffic of this node from others': with externalTrafficPolicy Local, a
-//     pod of a node without endpoints does not reach the external addresses.
+//     packets are routed as without a service.
+//   - Traffic of this node cannot be distinguished from other traffic: with
+//     externalTrafficPolicy Local, a pod on a node without endpoints cannot
+//     reach the external addresses.
 //   - Source ranges: a load-balancer address with loadBalancerSourceRanges is not
-//     served, which is logged.
-//   - The time-out of session affinity: it is HNS' own.
-//   - SCTP and all-ports services, which are not served, which is logged.
-//   - Where endpoints of one service have several numbers for a named target
-//     port, those of one number get all traffic: the number that most have. The
-//     others are logged as not served.
-//   - IPv6 on overlay networks, which is not served, which is logged.
-//   - Pods of this node in its host network: they get no traffic, which is logged,
-//     unless HNS has an endpoint for the node's address.
+//     served, and the backend logs it.
+//   - The timeout of session affinity is fixed by HNS.
+//   - SCTP and all-ports services are not served, and the backend logs it.
+//   - If endpoints of one service have several numbers for a named target port,
+//     only the endpoints with the most common number get traffic. The backend
+//     logs the others.
+//   - IPv6 on overlay networks is not served, and the backend logs it.
+//   - Pods in this node's host network get no traffic, unless HNS has an endpoint
+//     for the node's address. The backend logs it.
 //
-// What depends on the version of Windows (direct server return of frontends with
-// externalTrafficPolicy Local, IPv6, session affinity, changes in place) is asked for once,
-// and done without if it is not there.
+// Some features depend on the version of Windows: direct server return for frontends with
+// externalTrafficPolicy Local, IPv6, session affinity, changes in place. The backend
+// reads them once and does without those that are missing.
 package kernelspace

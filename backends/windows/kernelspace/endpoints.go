@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// endpoints returns the IDs of a policy's endpoints, and an error that names
-// those that there are not. Remote ones are made.
+// endpoints returns the IDs of a policy's endpoints, and an error with the missing ones.
+// It creates remote ones.
 func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 	if policy.toRoot {
 		id, ok := p.have.endpointNamed(p.opts.RootEndpoint)
@@ -37,8 +37,9 @@ func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 	return ids, errors.Join(errs...)
 }
 
-// endpoint returns the ID of the endpoint of an address, "" if the address is this node's
-// own and HNS has no endpoint for it. Whoever's the endpoint is, there can only be one.
+// endpoint returns the ID of the endpoint with an address. It returns "" if the address
+// is this node's own and HNS has no endpoint for it. HNS allows only one endpoint per
+// address, whoever owns it.
 func (p *pass) endpoint(d destination) (string, error) {
 	if e, ok := p.have.endpointAt(d.addr); ok && !p.isLeftover(e, d) {
 		return e.ID, nil
@@ -47,7 +48,7 @@ func (p *pass) endpoint(d destination) (string, error) {
 		return "", nil
 	}
 	if d.at == podHere || p.astray(d.addr) {
-		// A pod, or a node, that came after the last listing.
+		// The pod or node may be newer than the last listing.
 		if err := p.relist(); err != nil {
 			return "", err
 		}
@@ -56,9 +57,9 @@ func (p *pass) endpoint(d destination) (string, error) {
 		}
 	}
 	if d.at == podHere {
-		return "", errors.New("is a pod of this node, and the network plug-in has not made an HNS endpoint for it")
+		return "", errors.New("pod of this node has no HNS endpoint; the network plug-in has to create it")
 	}
-	e := p.terrain.remote(endpointName(p.opts.Name, d.addr), d.addr)
+	e := p.environment.remote(endpointName(p.opts.Name, d.addr), d.addr)
 	id, err := p.createEndpoint(e)
 	if errors.Is(err, ErrExists) && !p.listed {
 		if err := p.relist(); err != nil {
@@ -71,8 +72,8 @@ func (p *pass) endpoint(d destination) (string, error) {
 	return id, err
 }
 
-// isLeftover reports whether an endpoint is that of a pod elsewhere which had the address
-// of a pod of this node.
+// isLeftover reports whether an endpoint belongs to a remote pod that had the address of
+// d, a pod of this node.
 func (p *pass) isLeftover(e Endpoint, d destination) bool {
 	return d.at == podHere && p.have.isRemote(e)
 }
@@ -89,68 +90,67 @@ func (p *pass) createEndpoint(e Endpoint) (id string, err error) {
 	return id, nil
 }
 
-// ensureVIPEndpoint makes the endpoint of a cluster IP on an overlay network.
+// ensureVIPEndpoint creates the endpoint of a cluster IP on an overlay network.
 func (p *pass) ensureVIPEndpoint(vip netip.Addr) error {
 	if _, ok := p.have.endpointAt(vip); ok {
 		return nil
 	}
 	mac, err := p.hostMAC()
-	if err == nil && !p.terrain.nodeIP(api.FamilyOf(vip)).IsValid() {
-		err = errors.New("this node's address is not known")
+	if err == nil && !p.environment.nodeIP(api.FamilyOf(vip)).IsValid() {
+		err = errors.New("node address unknown")
 	}
 	if err == nil {
-		_, err = p.createEndpoint(p.terrain.vipEndpoint(endpointName(p.opts.Name, vip), vip, mac))
+		_, err = p.createEndpoint(p.environment.vipEndpoint(endpointName(p.opts.Name, vip), vip, mac))
 	}
 	if err != nil && !errors.Is(err, ErrExists) {
-		return fmt.Errorf("endpoint of the cluster IP: %w", err)
+		return fmt.Errorf("create endpoint of cluster IP: %w", err)
 	}
-	return nil // one that came after the last listing serves as well
+	return nil // an endpoint that is newer than the last listing also works
 }
 
-// hostMAC returns the hardware address of this node for endpoints of addresses that the
-// node claims.
+// hostMAC returns this node's hardware address, for endpoints of addresses that the node
+// claims.
 func (p *pass) hostMAC() (string, error) {
 	if p.mac == "" {
 		p.mac = cmp.Or(p.opts.HostMAC, macOfInterface(p.nodeIPs))
 	}
 	if p.mac == "" {
-		return "", fmt.Errorf("no interface has one of this node's addresses %v, so that its hardware address is not known", p.nodeIPs)
+		return "", fmt.Errorf("find hardware address: no interface has one of the node's addresses %v", p.nodeIPs)
 	}
 	return p.mac, nil
 }
 
-// astray reports whether no tunnel of an overlay network is known to lead to
-// an address.
+// astray reports whether an overlay network has no tunnel to an address.
 func (p *pass) astray(a netip.Addr) bool {
-	return p.terrain.network.Overlay && !p.terrain.network.Provider(a).IsValid() && !slices.Contains(p.nodeIPs, a)
+	return p.environment.network.Overlay && !p.environment.network.Provider(a).IsValid() && !slices.Contains(p.nodeIPs, a)
 }
 
-// ensureSourceVIPs makes, on an overlay network, the endpoints of the source
-// addresses: HNS sends from them only if they are endpoints of this machine.
+// ensureSourceVIPs creates the endpoints of the source addresses on an overlay network.
+// HNS uses them as sources only if they are endpoints of this machine.
 func (p *pass) ensureSourceVIPs() error {
-	if !p.terrain.network.Overlay {
+	if !p.environment.network.Overlay {
 		return nil
 	}
 	for _, vip := range p.opts.SourceVIPs {
 		if _, ok := p.have.endpointAt(vip); ok || !vip.Is4() {
-			continue // IPv6 is not balanced there
+			continue // not balanced on overlay networks
 		}
 		mac, err := p.hostMAC()
 		if err == nil {
-			_, err = p.createEndpoint(Endpoint{Name: sourceVIPName(p.opts.Name), Network: p.terrain.network.ID, Addrs: []netip.Addr{vip}, MAC: mac})
+			_, err = p.createEndpoint(Endpoint{Name: sourceVIPName(p.opts.Name), Network: p.environment.network.ID, Addrs: []netip.Addr{vip}, MAC: mac})
 		}
 		if err != nil {
-			return fmt.Errorf("endpoint of the source VIP %s: %w", vip, err)
+			return fmt.Errorf("create endpoint of source VIP %s: %w", vip, err)
 		}
 	}
 	return nil
 }
 
-// dropMoved removes own endpoints of addresses that are on another node now, as
-// when the pod network of a node that is gone was given to a new one. Their load
-// balancers go as well: nothing of them works any more, and they are made anew.
+// dropMoved removes own endpoints whose addresses are on another node now, for example
+// after a new node got the pod network of a removed one. It also removes their load
+// balancers, which no longer work. They are created again.
 func (p *pass) dropMoved() error {
-	network := p.terrain.network
+	network := p.environment.network
 	if !network.Overlay {
 		return nil
 	}
@@ -159,7 +159,7 @@ func (p *pass) dropMoved() error {
 		if !p.have.isOwn(e) || !e.Provider.IsValid() {
 			continue
 		}
-		provider := p.terrain.remote("", e.Addrs[0]).Provider
+		provider := p.environment.remote("", e.Addrs[0]).Provider
 		if !provider.IsValid() || provider == e.Provider {
 			continue
 		}
@@ -192,21 +192,20 @@ func (p *pass) dropIdle() error {
 	return nil
 }
 
-// dropEndpoint deletes an own endpoint. If HNS does not let it go, as when
-// somebody else's load balancer has come to use it, the next listing tells
-// whether to try again.
+// dropEndpoint deletes an own endpoint. If HNS refuses, for example because a load
+// balancer of another owner uses it, the next listing decides whether to retry.
 func (p *pass) dropEndpoint(id string) error {
 	addr := p.have.endpoints[id].Addrs
 	err := p.hns.DeleteEndpoint(id)
 	if err != nil && !ends(err) && !errors.Is(err, ErrNotFound) {
-		// Windows Server 2019 at times refuses once what it then does.
+		// Windows Server 2019 sometimes refuses a deletion and then performs it.
 		err = p.hns.DeleteEndpoint(id)
 	}
 	switch {
 	case ends(err):
 		return fmt.Errorf("delete endpoint %s, %v: %w", id, addr, err)
 	case err != nil && !errors.Is(err, ErrNotFound):
-		p.log.Error(err, "An endpoint that is not used cannot be deleted, will try again later", "endpoint", id, "addresses", addr)
+		p.log.Error(err, "Cannot delete unused endpoint; retrying later", "endpoint", id, "addresses", addr)
 		delete(p.have.idle, id)
 	default:
 		p.log.V(4).Info("Deleted endpoint", "addresses", addr, "id", id)

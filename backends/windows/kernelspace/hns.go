@@ -7,66 +7,67 @@ import (
 	"net/netip"
 )
 
-// HNS is what the backend needs of the Host Networking Service. Package winhns has the
-// real one, fakehns one to test with. One goroutine uses it at a time.
+// HNS is the part of the Host Networking Service that the backend uses. Package winhns
+// implements it with the real service, and fakehns in memory for tests. Its calls never
+// overlap.
 //
 // Identifiers are GUIDs; those of endpoints and load balancers are in lower case. Errors
-// wrap those of this package where they mean the same.
+// wrap the errors of this package that have the same meaning.
 type HNS interface {
-	// Features returns what this version of Windows can do.
+	// Features returns the features of this version of Windows.
 	Features() (Features, error)
-	// Network returns the network of a name, ErrNotFound if there is none.
+	// Network returns the network with a name, or ErrNotFound.
 	Network(name string) (*Network, error)
-	// Endpoints returns the endpoints of a network, by its ID.
+	// Endpoints returns the endpoints of the network with an ID.
 	Endpoints(network string) ([]Endpoint, error)
-	// LoadBalancers returns all of this machine's.
+	// LoadBalancers returns all load balancers of this machine.
 	LoadBalancers() ([]LoadBalancer, error)
 
-	// CreateEndpoint creates an endpoint, whose ID is empty, and returns its ID.
+	// CreateEndpoint creates an endpoint, given without an ID, and returns its ID.
 	CreateEndpoint(Endpoint) (id string, err error)
 	// DeleteEndpoint returns ErrNotFound if there is no such endpoint.
 	DeleteEndpoint(id string) error
-	// CreateLoadBalancer creates a load balancer, whose ID is empty, and returns it as
-	// HNS describes it: with its ID, and perhaps without settings that HNS keeps to
-	// itself. It returns ErrExists if another one has one of its frontends.
+	// CreateLoadBalancer creates a load balancer, given without an ID, and returns HNS'
+	// description of it. That has the ID, but may lack settings that HNS does not report. It
+	// returns ErrExists if another load balancer has one of its frontends.
 	CreateLoadBalancer(LoadBalancer) (LoadBalancer, error)
-	// UpdateLoadBalancer replaces the settings of the load balancer of this ID.
+	// UpdateLoadBalancer replaces the settings of the load balancer with this ID.
 	UpdateLoadBalancer(LoadBalancer) error
 	// DeleteLoadBalancer returns ErrNotFound if there is no such load balancer.
 	DeleteLoadBalancer(id string) error
 }
 
-// The errors of an HNS that the backend does something about.
+// The errors of HNS that the backend handles.
 var (
 	// ErrNotFound: the object, or one that it refers to, does not exist.
 	ErrNotFound = errors.New("not found")
 	// ErrExists: another object has the address or the frontend.
 	ErrExists = errors.New("exists already")
-	// ErrNotRunning: the service does not run, as when it is being restarted.
+	// ErrNotRunning: the service does not run, for example during a restart.
 	ErrNotRunning = errors.New("HNS does not run")
-	// ErrNotSupported: this version of Windows does not do that.
+	// ErrNotSupported: this version of Windows does not support the call.
 	ErrNotSupported = errors.New("not supported by this version of Windows")
 )
 
-// Features says what HNS can do, which depends on its version.
+// Features are the features of HNS, which depend on its version.
 type Features struct {
-	// DSR is direct server return: replies do not pass the load balancer.
+	// DSR is direct server return: replies bypass the load balancer.
 	DSR bool
 	// DualStack is IPv6.
 	DualStack bool
-	// RemoteSubnet is what overlay networks need.
+	// RemoteSubnet is required for overlay networks.
 	RemoteSubnet bool
 	// SessionAffinity lets a client keep its endpoint.
 	SessionAffinity bool
-	// ModifyLoadBalancer lets a load balancer be changed in place.
+	// ModifyLoadBalancer allows changing a load balancer in place.
 	ModifyLoadBalancer bool
 }
 
-// Network is the network that pods are on.
+// Network is the network of the pods.
 type Network struct {
 	ID   string
 	Name string
-	// Overlay says that pods of other nodes are reached through a tunnel.
+	// Overlay reports that tunnels connect this node with pods on other nodes.
 	Overlay bool
 	// RemoteSubnets are the pod networks of other nodes, on an overlay network.
 	RemoteSubnets []RemoteSubnet
@@ -79,9 +80,9 @@ type RemoteSubnet struct {
 	Provider netip.Addr
 }
 
-// Provider returns the node through which an address is reached: that of the
-// remote subnet that it is in, or itself if it is such a node. It is the zero
-// Addr for an address that no tunnel leads to.
+// Provider returns the node through which an address is reached: the node of its remote
+// subnet, or the address itself if it is such a node. It returns the zero Addr if no
+// tunnel leads there.
 func (n *Network) Provider(a netip.Addr) netip.Addr {
 	for _, s := range n.RemoteSubnets {
 		if s.Prefix.Contains(a) || s.Provider == a {
@@ -91,32 +92,32 @@ func (n *Network) Provider(a netip.Addr) netip.Addr {
 	return netip.Addr{}
 }
 
-// Endpoint is something that packets can be sent to: a pod's network card, or
-// the idea that HNS has of an address elsewhere.
+// Endpoint is a destination of packets: a pod's network interface, or HNS' record of a
+// remote address.
 type Endpoint struct {
 	ID      string
 	Name    string
-	Network string // its ID
-	// Addrs are the endpoint's addresses, of a pod one a family.
+	Network string // the network's ID
+	// Addrs are the endpoint's addresses. A pod has one per family.
 	Addrs []netip.Addr
 	MAC   string
-	// Remote says that the endpoint is not on this machine.
+	// Remote reports that the endpoint is not on this machine.
 	Remote bool
-	// Provider is the node that a remote endpoint of an overlay network is on.
+	// Provider is the node of a remote endpoint on an overlay network.
 	Provider netip.Addr
 }
 
-// LoadBalancer is a policy of HNS: what comes for its frontends goes to one of
-// its endpoints.
+// LoadBalancer is a policy of HNS that distributes the traffic of its frontends to
+// endpoints.
 type LoadBalancer struct {
 	ID string
 	// Endpoints are the IDs of endpoints.
 	Endpoints []string
-	// SourceVIP is what becomes the packets' source address where one is needed.
-	// The zero Addr leaves that to HNS.
+	// SourceVIP is the source address of packets that need another one. With the zero Addr,
+	// HNS chooses it.
 	SourceVIP netip.Addr
-	// VIPs are the addresses that it takes packets for; none means the node's
-	// own, of IPv6 if Flags say so.
+	// VIPs are the addresses of its frontends. If it has none, they are the node's own
+	// addresses, of IPv6 if Flags has that bit.
 	VIPs  []netip.Addr
 	Ports []PortMapping
 	Flags LoadBalancerFlags
@@ -124,15 +125,15 @@ type LoadBalancer struct {
 
 // PortMapping is a port of a load balancer.
 type PortMapping struct {
-	// Protocol is numbered as on the wire of IP.
+	// Protocol is the IP protocol number.
 	Protocol uint32
-	// External is the port at the frontend, Internal that at the endpoints.
+	// External is the port at the frontend, and Internal the port at the endpoints.
 	External, Internal uint16
 	Distribution       Distribution
 	Flags              PortFlags
 }
 
-// The protocols that HNS balances, numbered as on the wire of IP.
+// The protocols that HNS balances, by IP protocol number.
 const (
 	ProtocolTCP uint32 = 6
 	ProtocolUDP uint32 = 17
@@ -143,9 +144,9 @@ type LoadBalancerFlags uint32
 
 // The settings of a load balancer.
 const (
-	// DSR is direct server return.
+	// DSR enables direct server return.
 	DSR LoadBalancerFlags = 1
-	// IPv6 is the family of the frontends.
+	// IPv6 is set for IPv6 frontends.
 	IPv6 LoadBalancerFlags = 2
 )
 
@@ -156,22 +157,22 @@ type PortFlags uint32
 const (
 	// LocalRoutedVIP lets the node itself use the frontend.
 	LocalRoutedVIP PortFlags = 2
-	// UseMux is for packets that a load balancer in front of the node delivers.
+	// UseMux is for packets from a load balancer in front of the node.
 	UseMux PortFlags = 4
-	// PreserveDIP leaves packets their destination address.
+	// PreserveDIP keeps the destination address of packets.
 	PreserveDIP PortFlags = 8
-	// VIPExternalIP marks a frontend that is reached from outside the cluster.
+	// VIPExternalIP marks a frontend that clients outside the cluster use.
 	VIPExternalIP PortFlags = 16
 )
 
-// Distribution says how a load balancer chooses an endpoint.
+// Distribution is how a load balancer selects an endpoint.
 type Distribution uint32
 
 // The distributions that are used.
 const (
-	// PerConnection chooses anew for each connection.
+	// PerConnection selects an endpoint for each connection.
 	PerConnection Distribution = 0
-	// PerClient chooses by the client's address: session affinity. HNS knows no
-	// time-out for it.
+	// PerClient selects by the client's address: session affinity. HNS has no timeout for
+	// it.
 	PerClient Distribution = 2
 )

@@ -10,17 +10,16 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// holdings is what HNS has: what its last listing said, and what was written
-// since.
+// holdings is the state of HNS: its last listing with all later writes.
 type holdings struct {
-	// name is that of the backend whose endpoints are own ones.
+	// name is the name of the backend that owns own endpoints.
 	name       string
 	endpoints  map[string]Endpoint
-	byAddr     map[netip.Addr][]string // the one to use first
+	byAddr     map[netip.Addr][]string // the preferred one first
 	balancers  map[string]LoadBalancer
-	byFrontend map[Frontend][]string // in order; HNS refuses a second one, as a rule
-	// uses counts the load balancers that send to an endpoint, and vips those that have
-	// an address as VIP, whoever's they are.
+	byFrontend map[Frontend][]string // sorted; HNS usually rejects a second one
+	// uses counts the load balancers of each endpoint. vips counts the load balancers with
+	// an address as VIP. Both include those of other owners.
 	uses map[string]int
 	vips map[netip.Addr]int
 	// idle are own endpoints that no load balancer uses.
@@ -40,7 +39,7 @@ func newHoldings(name string, endpoints []Endpoint, balancers []LoadBalancer) *h
 		vips:       map[netip.Addr]int{},
 		idle:       map[string]bool{},
 	}
-	// A listing may have an object twice.
+	// A listing may contain an object twice.
 	for _, e := range endpoints {
 		if _, known := h.endpoints[e.ID]; !known {
 			h.addEndpoint(e)
@@ -54,25 +53,24 @@ func newHoldings(name string, endpoints []Endpoint, balancers []LoadBalancer) *h
 	return h
 }
 
-// isOwn reports whether this backend made an endpoint for an address that is not a pod's of
-// this node. Its name says so, which HNS keeps; HNS may keep the flag to itself.
+// isOwn reports whether this backend created an endpoint, for an address that is not a
+// pod of this node. Its name shows that. HNS may not report the flag.
 func (h *holdings) isOwn(e Endpoint) bool {
 	return len(e.Addrs) == 1 && e.Name == endpointName(h.name, e.Addrs[0])
 }
 
-// isRemote reports whether an endpoint is not a network card of this machine.
+// isRemote reports whether an endpoint is not a network interface of this machine.
 func (h *holdings) isRemote(e Endpoint) bool { return e.Remote || h.isOwn(e) }
 
-// endpointName returns the name of the endpoint that the backend of a name makes
-// for an address.
+// endpointName returns the name of the endpoint that a backend creates for an address.
 func endpointName(backend string, addr netip.Addr) string { return backend + "-" + addr.String() }
 
 func (h *holdings) addEndpoint(e Endpoint) {
 	h.endpoints[e.ID] = e
 	for _, a := range e.Addrs {
 		ids := append(h.byAddr[a], e.ID)
-		// A pod's own endpoint is the right one, and a remote one of its address
-		// a leftover; any other order would do if it is always the same.
+		// Prefer a pod's own endpoint: a remote one with its address is a leftover. The order
+		// of the others only has to be stable.
 		slices.SortFunc(ids, func(x, y string) int {
 			return cmp.Or(h.rank(x)-h.rank(y), cmp.Compare(x, y))
 		})
@@ -81,7 +79,7 @@ func (h *holdings) addEndpoint(e Endpoint) {
 	if h.isOwn(e) {
 		h.own++
 	}
-	h.settle(e)
+	h.updateIdle(e)
 }
 
 func (h *holdings) rank(id string) int {
@@ -91,8 +89,8 @@ func (h *holdings) rank(id string) int {
 	return 0
 }
 
-// settle decides whether an endpoint is idle.
-func (h *holdings) settle(e Endpoint) {
+// updateIdle updates whether an endpoint is idle.
+func (h *holdings) updateIdle(e Endpoint) {
 	if h.isOwn(e) && h.uses[e.ID] == 0 && h.vips[e.Addrs[0]] == 0 {
 		h.idle[e.ID] = true
 	} else {
@@ -117,7 +115,7 @@ func (h *holdings) removeEndpoint(id string) {
 	delete(h.idle, id)
 }
 
-// endpointAt returns the endpoint of an address.
+// endpointAt returns the endpoint with an address.
 func (h *holdings) endpointAt(a netip.Addr) (e Endpoint, ok bool) {
 	if ids := h.byAddr[a]; len(ids) > 0 {
 		return h.endpoints[ids[0]], true
@@ -125,7 +123,7 @@ func (h *holdings) endpointAt(a netip.Addr) (e Endpoint, ok bool) {
 	return Endpoint{}, false
 }
 
-// endpointNamed returns the ID of the endpoint of a name, the first one of several.
+// endpointNamed returns the ID of the endpoint with a name, the first of several.
 func (h *holdings) endpointNamed(name string) (id string, ok bool) {
 	for _, e := range h.endpoints {
 		if e.Name == name && (!ok || e.ID < id) {
@@ -159,15 +157,15 @@ func (h *holdings) removeBalancer(id string) {
 	h.use(lb, -1)
 }
 
-// use counts a load balancer, by n, with the endpoints that it needs: those that it sends
-// to, and on an overlay network those of its VIPs.
+// use adds n to the counts of the endpoints that a load balancer needs: its endpoints
+// and, on an overlay network, those of its VIPs.
 func (h *holdings) use(lb LoadBalancer, n int) {
 	for _, id := range lb.Endpoints {
 		if h.uses[id] += n; h.uses[id] == 0 {
 			delete(h.uses, id)
 		}
 		if e, known := h.endpoints[id]; known {
-			h.settle(e)
+			h.updateIdle(e)
 		}
 	}
 	for _, vip := range lb.VIPs {
@@ -175,12 +173,12 @@ func (h *holdings) use(lb LoadBalancer, n int) {
 			delete(h.vips, vip)
 		}
 		for _, id := range h.byAddr[vip] {
-			h.settle(h.endpoints[id])
+			h.updateIdle(h.endpoints[id])
 		}
 	}
 }
 
-// users returns the IDs of the load balancers that need an endpoint, in order.
+// users returns the sorted IDs of the load balancers that need an endpoint.
 func (h *holdings) users(e Endpoint) []string {
 	var ids []string
 	for id, lb := range h.balancers {
@@ -192,7 +190,7 @@ func (h *holdings) users(e Endpoint) []string {
 	return ids
 }
 
-// frontendsOf returns what a load balancer takes, each once.
+// frontendsOf returns the frontends of a load balancer, without duplicates.
 func frontendsOf(lb LoadBalancer) []Frontend {
 	vips := lb.VIPs
 	if len(vips) == 0 {

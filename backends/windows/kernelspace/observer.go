@@ -4,18 +4,18 @@ package kernelspace
 
 import "time"
 
-// Observer is told what the backend does, from the goroutine that calls Sync or
-// Verify; its functions must not block. Those that are nil are not called.
+// Observer receives reports from the goroutine of Sync or Verify. Its functions must not
+// block. They may be nil.
 type Observer struct {
-	// Called tells of a call of HNS by its name ("CreateLoadBalancer", …), how
-	// long it took, and how it ended.
+	// Called reports a call of HNS with its name ("CreateLoadBalancer", …), duration and
+	// error.
 	Called func(call string, took time.Duration, err error)
-	// Holds tells how many endpoints and load balancers HNS has that the backend
-	// made, whenever that is known anew.
+	// Holds reports the number of endpoints and load balancers in HNS that the backend
+	// created, whenever it is determined.
 	Holds func(endpoints, loadBalancers int)
 }
 
-// observed is an HNS whose calls are told.
+// observed is an HNS that reports its calls to an observer.
 type observed struct {
 	hns  HNS
 	tell func(call string, took time.Duration, err error)

@@ -12,46 +12,45 @@ import (
 
 // Options are a backend's settings.
 type Options struct {
-	// HNS is the Host Networking Service. It is required.
+	// HNS is the Host Networking Service. Required.
 	HNS HNS
-	// Network is the name of the HNS network that pods are on. It is required.
-	// It need not exist when the backend starts: the network plug-in may come
-	// later.
+	// Network is the name of the HNS network of the pods. Required. It need not exist when
+	// the backend starts: the network plug-in may create it later.
 	Network string
-	// Name tells what this backend made from what others did: its endpoints begin
-	// with it. Two backends on one machine need two names. Default: "kpng".
+	// Name is the prefix of the names of this backend's endpoints. It identifies them. Two
+	// backends on one machine need different names. Default: "kpng".
 	Name string
-	// StateFile is where the backend remembers which load balancers it made, which
-	// HNS does not. Without it, load balancers of services that are deleted while
-	// no backend runs are left behind, and Cleanup removes none. Backends of
-	// different names need different files. Default: none.
+	// StateFile records the load balancers that the backend created, because HNS does not
+	// record it. Without it, load balancers of services that are deleted while no backend
+	// runs remain, and Cleanup removes none. Backends with different names need different
+	// files. Default: none.
 	StateFile string
 
-	// EnableDSR asks for direct server return for cluster IPs. Where Windows lacks it,
-	// the backend does not start. Default: false. Frontends with externalTrafficPolicy
-	// Local have it wherever Windows does.
+	// EnableDSR requires direct server return for cluster IPs. If Windows lacks it, the
+	// backend does not start. Frontends with externalTrafficPolicy Local use it whenever it
+	// is available. Default: false.
 	EnableDSR bool
-	// SourceVIPs are the source addresses of what load balancers send on, at most
-	// one a family. An overlay network needs one of IPv4: an address of the pod network
-	// that no pod has. Default: on other networks, the node's addresses.
+	// SourceVIPs are the source addresses for forwarded packets, at most one per family. An
+	// overlay network needs one of IPv4: an unused address of the pod network. Default: on
+	// other networks, the node's addresses.
 	SourceVIPs []netip.Addr
 	// NodeIPs are this node's addresses. Default: those of its Node object.
 	NodeIPs []netip.Addr
-	// HostMAC is the hardware address, as in "00-15-5d-01-02-03", for the endpoints of
-	// source VIPs and cluster IPs on an overlay network. Default: that of the interface that has
-	// the node's address.
+	// HostMAC is the hardware address, in the form "00-15-5d-01-02-03", for endpoints of
+	// source VIPs and cluster IPs on an overlay network. Default: the address of the
+	// interface with the node's IP address.
 	HostMAC string
 
-	// ForwardHealthChecks has load balancers, for each load-balancer address of a service,
-	// forward health checks to this node: to the service's health-check node port, or, of
-	// services without one, to HealthzPort unless that is 0. Default: false.
+	// ForwardHealthChecks forwards health checks to a service's load-balancer addresses to
+	// this node. They go to the service's health-check node port or, for services without
+	// one, to HealthzPort unless that is 0. Default: false.
 	ForwardHealthChecks bool
 	HealthzPort         uint16
-	// RootEndpoint is the name of the HNS endpoint through which this node itself is
-	// reached, for ForwardHealthChecks. Default: "cbr0".
+	// RootEndpoint is the name of the HNS endpoint of this node, for ForwardHealthChecks.
+	// Default: "cbr0".
 	RootEndpoint string
 
-	// Observer is told what the backend does.
+	// Observer receives reports of the backend's work.
 	Observer Observer
 }
 
@@ -68,8 +67,8 @@ func (o *Options) check() error {
 	return nil
 }
 
-// macOfInterface returns the hardware address of the interface that has one of
-// these addresses, "" if there is none.
+// macOfInterface returns the hardware address of the interface with one of these
+// addresses, or "".
 func macOfInterface(addrs []netip.Addr) string {
 	interfaces, err := net.Interfaces()
 	if err != nil {
@@ -84,7 +83,7 @@ func macOfInterface(addrs []netip.Addr) string {
 			prefix, err := netip.ParsePrefix(a.String())
 			return err == nil && slices.Contains(addrs, prefix.Addr())
 		}) {
-			return strings.ReplaceAll(i.HardwareAddr.String(), ":", "-") // as HNS writes it
+			return strings.ReplaceAll(i.HardwareAddr.String(), ":", "-") // in HNS' form
 		}
 	}
 	return ""

@@ -15,27 +15,27 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// pass is one time of making HNS what it has to be.
+// pass is one reconciliation of HNS.
 type pass struct {
 	*Backend
 	ctx context.Context
 	log klog.Logger
-	// told are the services that may be tried although they failed before.
-	told map[types.NamespacedName]bool
+	// delivered are the services that may be retried although they failed before.
+	delivered map[types.NamespacedName]bool
 
 	failed sink.Failed
-	// listed says that HNS was listed in this pass, which happens once.
+	// listed reports that this pass has listed HNS. It does so at most once.
 	listed bool
-	// wrong says that a call failed, so that what HNS has is not known.
+	// wrong reports that a call failed, so the state of HNS is unknown.
 	wrong bool
-	// mac is this node's hardware address, once it is known.
+	// mac is this node's hardware address, if known.
 	mac string
 }
 
-// errAbort is wrapped by an error after which a pass cannot go on.
+// errAbort is wrapped by errors after which the pass has to start again.
 var errAbort = errors.New("start again")
 
-// run looks at all frontends that are to do.
+// run processes all frontends in todo.
 func (p *pass) run() error {
 	if p.have == nil {
 		if err := p.list(); err != nil {
@@ -57,7 +57,7 @@ func (p *pass) run() error {
 	if err != nil {
 		return err
 	}
-	for key := range p.told {
+	for key := range p.delivered {
 		delete(p.failing, key)
 	}
 	for key := range p.failed {
@@ -66,28 +66,28 @@ func (p *pass) run() error {
 	return p.failed.Err()
 }
 
-// list asks HNS what there is.
+// list reads the state of HNS.
 func (p *pass) list() error {
 	p.listed = true
 	return p.survey(p.ctx)
 }
 
-// relist asks HNS what there is if that is to be known better.
+// relist lists HNS again, unless this pass already did.
 func (p *pass) relist() error {
 	if p.listed {
 		return nil
 	}
-	before := p.terrain.network
+	before := p.environment.network
 	if err := p.list(); err != nil {
 		return fmt.Errorf("%w: %w", err, errAbort)
 	}
-	if !reflect.DeepEqual(before, p.terrain.network) {
+	if !reflect.DeepEqual(before, p.environment.network) {
 		return fmt.Errorf("HNS network %q has changed: %w", p.opts.Network, errAbort)
 	}
 	return nil
 }
 
-// steps brings about what there is to do. An error ends the pass.
+// steps performs all changes. An error ends the pass.
 func (p *pass) steps() error {
 	if err := p.ensureSourceVIPs(); err != nil {
 		return err
@@ -107,7 +107,7 @@ func (p *pass) steps() error {
 			remove = append(remove, f)
 		}
 	}
-	// First away with what has to go: what comes may need its place.
+	// Remove first, because new load balancers may need the same frontends.
 	slices.SortFunc(remove, compareFrontends)
 	for _, f := range remove {
 		if err := p.do(f, p.holder(f), p.remove); err != nil {
@@ -122,18 +122,18 @@ func (p *pass) steps() error {
 		}
 	}
 	if p.wrong || p.passing {
-		return nil // an endpoint that seems idle may not be, or soon will not
+		return nil // the idle endpoints are uncertain
 	}
 	return p.dropIdle()
 }
 
-// waits reports whether a service has failed and is not to be tried now.
+// waits reports whether a service has failed and must not be retried now.
 func (p *pass) waits(service types.NamespacedName) bool {
-	return p.failing[service] && !p.told[service]
+	return p.failing[service] && !p.delivered[service]
 }
 
-// do does a step for a frontend, and notes if it fails. An error that it returns
-// ends the pass.
+// do performs a step for a frontend and records its failure. A returned error ends the
+// pass.
 func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) error) error {
 	if err := p.ctx.Err(); err != nil {
 		return err
@@ -143,12 +143,12 @@ func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) 
 	} else if err != nil {
 		p.fail(service, fmt.Errorf("frontend %s: %w", f, err))
 	}
-	// One that failed comes again with its service.
+	// A failed frontend is processed again with its service.
 	delete(p.todo, f)
 	return nil
 }
 
-// ends reports whether a pass cannot go on after err.
+// ends reports whether err ends the pass.
 func ends(err error) bool { return errors.Is(err, ErrNotRunning) || errors.Is(err, errAbort) }
 
 func (p *pass) fail(service types.NamespacedName, err error) {
@@ -158,5 +158,5 @@ func (p *pass) fail(service types.NamespacedName, err error) {
 	p.failed.Add(service, err)
 }
 
-// sortedKeys returns the keys of a map by the order of strings.
+// sortedKeys returns the sorted keys of a map.
 func sortedKeys[V any](m map[string]V) []string { return slices.Sorted(maps.Keys(m)) }

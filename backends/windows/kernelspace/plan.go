@@ -14,17 +14,18 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// Frontend is what a load balancer takes for itself. No two load balancers of a
-// machine have the same, so it is their identity.
+// Frontend identifies a load balancer: no two load balancers of a machine have the same
+// frontend.
 type Frontend struct {
-	// VIP is the zero Addr for a node port: all addresses of the node.
+	// VIP is the zero Addr for a node port, which applies to all addresses of the node.
 	VIP      netip.Addr
 	Family   api.Family
 	Protocol uint32
 	Port     uint16
 }
 
-// String returns the frontend as in "10.96.0.10:53/UDP" or "IPv4 node port 30053/UDP".
+// String returns the frontend in the form "10.96.0.10:53/UDP" or "IPv4 node port
+// 30053/UDP".
 func (f Frontend) String() string {
 	protocol := strconv.Itoa(int(f.Protocol))
 	switch f.Protocol {
@@ -39,8 +40,8 @@ func (f Frontend) String() string {
 	return netip.AddrPortFrom(f.VIP, f.Port).String() + "/" + protocol
 }
 
-// policy is a load balancer as the node must have it: a [LoadBalancer] with
-// endpoints by address, as HNS' IDs are not known before it is asked.
+// policy is a load balancer that the node must have. It is a [LoadBalancer] with
+// endpoints by address, because the IDs are not known in advance.
 type policy struct {
 	Frontend
 	// target is the port at the endpoints.
@@ -49,10 +50,10 @@ type policy struct {
 	portFlags    PortFlags
 	distribution Distribution
 	sourceVIP    netip.Addr
-	// needsVIPEndpoint says that HNS needs an endpoint for the VIP as well.
+	// needsVIPEndpoint reports that HNS also needs an endpoint for the VIP.
 	needsVIPEndpoint bool
-	// endpoints are in order of their addresses, each once. Health checks go to the
-	// root endpoint instead.
+	// endpoints are sorted by address, without duplicates. Health checks go to the root
+	// endpoint instead.
 	endpoints []destination
 	toRoot    bool
 }
@@ -60,56 +61,55 @@ type policy struct {
 // destination is an endpoint of a policy.
 type destination struct {
 	addr netip.Addr
-	at   place
+	at   nodeLocation
 }
 
-// place says where an endpoint is.
-type place uint8
+// nodeLocation is where an endpoint is, relative to this node.
+type nodeLocation uint8
 
 const (
-	// elsewhere is not on this node: the backend makes an HNS endpoint for it.
-	elsewhere place = iota
-	// podHere is a pod of this node: the network plug-in makes its HNS endpoint.
+	// elsewhere is another node: the backend creates an HNS endpoint.
+	elsewhere nodeLocation = iota
+	// podHere is a pod of this node: the network plug-in creates its HNS endpoint.
 	podHere
-	// hostHere is this node itself, with a pod in its host network. An HNS endpoint that
-	// claims the node's own address would take it from the node, so none is made.
+	// hostHere is this node itself, with a pod in its host network. The backend creates no
+	// HNS endpoint, because that would take the address from the node.
 	hostHere
 )
 
-// unserved is a frontend that HNS cannot provide, or not as it is asked for.
+// unserved is a frontend that HNS cannot provide, or only in part.
 type unserved struct {
 	key    nodeview.FrontendKey
 	reason string
-	// degraded says that it is served nevertheless.
+	// degraded reports that the frontend is served in part.
 	degraded bool
 }
 
-// terrain is what of this node decides about its load balancers.
-type terrain struct {
+// environment is the state of this node on which its load balancers depend.
+type environment struct {
 	features Features
-	// dsr asks for direct server return for cluster IPs.
+	// dsr requires direct server return for cluster IPs.
 	dsr bool
-	// forwardHealthChecks has health checks at load-balancer addresses forwarded, those
-	// of services without a port of their own to healthzPort unless it is 0.
+	// forwardHealthChecks forwards health checks to load-balancer addresses. Those of
+	// services without a port of their own go to healthzPort unless it is 0.
 	forwardHealthChecks bool
 	healthzPort         uint16
-	// sourceVIPs are zero where the family has none.
+	// sourceVIP4 and sourceVIP6 are zero if the family has none.
 	sourceVIP4, sourceVIP6 netip.Addr
-	// nodeIPs are this node's addresses, the ones to use in tunnels first.
+	// nodeIPs are this node's addresses, the preferred tunnel addresses first.
 	nodeIPs []netip.Addr
 	network *Network
 }
 
-// PreserveDestination is the annotation that, if "true", has packets for a load
-// balancer's ingress address delivered to local pods with that address as
-// destination. Sources drop annotations that they are not told to keep.
+// PreserveDestination is an annotation. If it is "true", packets to a load balancer's
+// ingress address keep that destination when they are delivered to local pods. Sources
+// drop annotations that they are not configured to keep.
 const PreserveDestination = "preserve-destination"
 
-// plan returns the load balancers that a node must have for a service, in the
-// order of its frontends, and what is not provided as it is asked for. It is
-// pure. A frontend without endpoints has no load balancer: HNS can neither
-// reject nor drop.
-func plan(se *api.ServiceEndpoints, on *terrain) (policies []policy, lacking []unserved) {
+// plan returns the load balancers of a service on this node, in the order of its
+// frontends, and the frontends that are not fully supported. It is pure. A frontend
+// without endpoints has no load balancer, because HNS can neither reject nor drop.
+func plan(se *api.ServiceEndpoints, on *environment) (policies []policy, lacking []unserved) {
 	var checked []nodeview.Frontend
 	for f := range nodeview.Frontends(se) {
 		if reason := on.refuses(&f); reason != "" {
@@ -139,15 +139,15 @@ func plan(se *api.ServiceEndpoints, on *terrain) (policies []policy, lacking []u
 
 func isNotTerminating(t nodeview.Target) bool { return !t.Conditions.Terminating }
 
-// refuses returns why HNS cannot provide a frontend, "" if it can.
-func (on *terrain) refuses(f *nodeview.Frontend) string {
+// refuses returns why HNS cannot provide a frontend, or "" if it can.
+func (on *environment) refuses(f *nodeview.Frontend) string {
 	switch {
 	case f.ServicePort == nil:
 		return "HNS balances ports, not whole addresses"
 	case protocolOf(f.Protocol) == 0:
 		return fmt.Sprintf("HNS does not balance %s", f.Protocol)
 	case f.Sources.Restricted:
-		return "HNS cannot limit a load balancer to source ranges, and to let everybody in is not what was asked for"
+		return "HNS does not support source ranges"
 	case f.Family == api.IPv6 && on.network.Overlay:
 		return "HNS does not balance IPv6 on overlay networks"
 	case f.Family == api.IPv6 && !on.features.DualStack:
@@ -157,10 +157,10 @@ func (on *terrain) refuses(f *nodeview.Frontend) string {
 	}
 }
 
-// policy decides all about a frontend's load balancer, and says what of the frontend
-// it leaves out. External frontends have the endpoints for traffic from elsewhere: HNS
-// has one list for all.
-func (on *terrain) policy(f *nodeview.Frontend, preserve bool) (p policy, degraded []string) {
+// policy plans the load balancer of a frontend and returns the unsupported parts.
+// External frontends use the endpoints for traffic from elsewhere, because HNS has only
+// one list.
+func (on *environment) policy(f *nodeview.Frontend, preserve bool) (p policy, degraded []string) {
 	p = policy{Frontend: Frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}}
 	if f.Family == api.IPv6 {
 		p.flags |= IPv6
@@ -170,8 +170,8 @@ func (on *terrain) policy(f *nodeview.Frontend, preserve bool) (p policy, degrad
 	} else if f.Affinity > 0 {
 		degraded = append(degraded, "session affinity is not supported by this version of Windows")
 	}
-	// With the external policy Local, replies leave from the pods' own node with
-	// the client's address untouched: that is direct server return.
+	// With the external policy Local, replies leave directly from the pod's node with the
+	// client's address. That is direct server return.
 	dsr := f.Masquerade == nodeview.MasqueradeNode
 	localOnly := false
 	switch f.Kind {
@@ -218,7 +218,7 @@ func (on *terrain) policy(f *nodeview.Frontend, preserve bool) (p policy, degrad
 	return p, degraded
 }
 
-// commonPort returns the port of most endpoints, of several the lowest one.
+// commonPort returns the most common port of endpoints, the lowest one of several.
 func commonPort(endpoints []nodeview.Target) uint16 {
 	count := map[uint16]int{}
 	var common uint16
@@ -232,7 +232,7 @@ func commonPort(endpoints []nodeview.Target) uint16 {
 	return common
 }
 
-func (on *terrain) destination(e *api.Endpoint) destination {
+func (on *environment) destination(e *api.Endpoint) destination {
 	d := destination{addr: e.Addr}
 	switch {
 	case slices.Contains(on.nodeIPs, d.addr):
@@ -244,9 +244,9 @@ func (on *terrain) destination(e *api.Endpoint) destination {
 }
 
 // healthCheck returns the load balancer that forwards health checks from a load-balancer
-// address to this node's health-check port, as kube-proxy does with
-// --forward-healthcheck-vip. It is not ok if that is not needed.
-func (on *terrain) healthCheck(f *nodeview.Frontend, svc *api.Service) (p policy, ok bool) {
+// address to this node's health-check port, like kube-proxy with
+// --forward-healthcheck-vip. ok is false if it is not needed.
+func (on *environment) healthCheck(f *nodeview.Frontend, svc *api.Service) (p policy, ok bool) {
 	port := cmp.Or(uint16(svc.HealthCheckNodePort), on.healthzPort)
 	if !on.forwardHealthChecks || port == 0 {
 		return policy{}, false
@@ -266,10 +266,9 @@ func (on *terrain) healthCheck(f *nodeview.Frontend, svc *api.Service) (p policy
 }
 
 // source returns the source address of a policy. On an overlay network it is the
-// configured one, or the node's own where an endpoint is outside the network of pods:
-// another node, or beyond the cluster. On other networks it is the node's own unless
-// another one is configured.
-func (on *terrain) source(p *policy) netip.Addr {
+// configured one. If an endpoint is outside the pod network, it is the node's own
+// address. On other networks it is the configured one, if any, else the node's own.
+func (on *environment) source(p *policy) netip.Addr {
 	vip := on.sourceVIP4
 	if p.Family == api.IPv6 {
 		vip = on.sourceVIP6
@@ -288,8 +287,8 @@ func (on *terrain) source(p *policy) netip.Addr {
 	return vip
 }
 
-// nodeIP returns this node's address of a family, the zero Addr if there is none.
-func (on *terrain) nodeIP(f api.Family) netip.Addr {
+// nodeIP returns this node's address of a family, or the zero Addr.
+func (on *environment) nodeIP(f api.Family) netip.Addr {
 	for _, ip := range on.nodeIPs {
 		if api.FamilyOf(ip) == f {
 			return ip
@@ -298,29 +297,29 @@ func (on *terrain) nodeIP(f api.Family) netip.Addr {
 	return netip.Addr{}
 }
 
-// remote returns the HNS endpoint to make for an address that is not a pod's of
-// this node.
-func (on *terrain) remote(name string, addr netip.Addr) Endpoint {
+// remote returns the HNS endpoint to create for an address that is not a pod of this
+// node.
+func (on *environment) remote(name string, addr netip.Addr) Endpoint {
 	e := Endpoint{Name: name, Network: on.network.ID, Addrs: []netip.Addr{addr}, MAC: macOf(addr), Remote: true}
 	if on.network.Overlay {
-		// What no tunnel leads to is this node's to send.
+		// This node sends packets that have no tunnel itself.
 		e.Provider = cmp.Or(on.network.Provider(addr), on.nodeIP(api.FamilyOf(addr)))
 	}
 	return e
 }
 
-// vipEndpoint returns the HNS endpoint of a cluster IP on an overlay network: this node
+// vipEndpoint returns the HNS endpoint of a cluster IP on an overlay network. This node
 // claims the address, so that its own packets reach the load balancer.
-func (on *terrain) vipEndpoint(name string, vip netip.Addr, mac string) Endpoint {
+func (on *environment) vipEndpoint(name string, vip netip.Addr, mac string) Endpoint {
 	return Endpoint{
 		Name: name, Network: on.network.ID, Addrs: []netip.Addr{vip}, MAC: mac,
 		Remote: true, Provider: on.nodeIP(api.FamilyOf(vip)),
 	}
 }
 
-// macOf makes up the hardware address of a remote endpoint: locally administered,
-// and always the same for the same address. An IPv6 address is hashed, for those
-// of two nodes may differ in their first bytes only.
+// macOf returns a hardware address for a remote endpoint. It is locally administered and
+// depends only on the IP address. IPv6 addresses are hashed, because those of two nodes
+// may differ only in their first bytes.
 func macOf(a netip.Addr) string {
 	b := a.AsSlice()
 	if a.Is6() {
@@ -335,7 +334,7 @@ func preservesDestination(svc *api.Service) bool {
 	return svc.Annotations[PreserveDestination] == "true"
 }
 
-// protocolOf returns the number of a protocol that HNS balances, 0 for others.
+// protocolOf returns the number of a protocol that HNS balances, or 0.
 func protocolOf(p api.Protocol) uint32 {
 	switch p {
 	case api.TCP:
@@ -347,7 +346,7 @@ func protocolOf(p api.Protocol) uint32 {
 	}
 }
 
-// with returns the policy as a load balancer, with endpoints of these IDs.
+// with returns the policy as a load balancer with these endpoint IDs.
 func (p *policy) with(ids []string) LoadBalancer {
 	lb := LoadBalancer{
 		Endpoints: ids, SourceVIP: p.sourceVIP, Flags: p.flags,

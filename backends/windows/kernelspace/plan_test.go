@@ -229,7 +229,7 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 		name: "a pod here without an HNS endpoint fails its service, and the others serve",
 		pods: []string{"10.1.1.1"}, view: view(service("web"), at("10.1.1.1@here"), at("10.1.1.2@here")),
 		want:  "10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1",
-		fails: "frontend 10.96.0.1:80/TCP: endpoint 10.1.1.2: is a pod of this node, and the network plug-in has not made an HNS endpoint for it",
+		fails: "frontend 10.96.0.1:80/TCP: endpoint 10.1.1.2: pod of this node has no HNS endpoint; the network plug-in has to create it",
 	}, {
 		name: "on an overlay network the source VIP is the pod network's, and endpoints name their node", everyQuirk: true,
 		pods: []string{"10.1.1.1"}, network: overlay, opts: sourceVIP, view: view(service("web"), at("10.1.1.1@here"), at("10.1.2.1")),
@@ -382,7 +382,7 @@ func TestAnOverlayNetworkHasEndpointsForTheSourceVIPAndClusterIPs(t *testing.T) 
 	network.RemoteSubnets = append(network.RemoteSubnets, kernelspace.RemoteSubnet{Prefix: netip.MustParsePrefix("10.1.3.0/24"), Provider: addr("192.168.0.4")})
 	w.hns.AddNetwork(network)
 	if err := w.set(view(service("web"), at("10.1.3.1"))); err == nil {
-		t.Error("the network changes under a sync, and nothing is to be told again")
+		t.Error("the network changes under a sync, and nothing is to be delivered again")
 	}
 	w.must(w.set(view(service("web"), at("10.1.3.1"))))
 	if got := w.hns.Dump(); !strings.Contains(got, "at 192.168.0.4 named kpng-10.1.3.1") {

@@ -15,29 +15,29 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// record remembers, in a journal, which of the machine's load balancers are own ones, as HNS
-// gives them no name to tell by. A load balancer is in one of these states:
+// record stores in a journal which load balancers of the machine are own ones, because
+// HNS stores no owner. A load balancer has one of these states:
 //
 //	planned    its creation is about to be requested
-//	requested  its creation was requested; whether HNS has it under an ID that is not known is
-//	           for the next listing to tell
-//	made       HNS has it, under an ID
-//	deleted    HNS says that it was deleted, which the next listing confirms
+//	requested  its creation was requested; the next listing shows whether HNS
+//	           has it under an unknown ID
+//	made       HNS has it, under a known ID
+//	deleted    HNS reported its deletion, which the next listing confirms
 //
-// A load balancer is an own one by its ID alone. In the journal requested looks like
-// planned, and deleted like made: a process that begins knows neither an answer of HNS nor
-// its own request, and a listing settles both.
+// Only its ID makes a load balancer an own one. The journal does not distinguish
+// requested from planned, or deleted from made: a new process does not know the requests
+// and responses of the old one. A listing resolves both.
 type record struct {
 	journal *journal.Journal
 	planned map[Frontend]*planned
 	made    map[string]*made // by ID
 }
 
-// planned is a load balancer whose ID is not known.
+// planned is a load balancer whose ID is unknown.
 type planned struct {
 	Service types.NamespacedName
 	Target  uint16
-	// Asked is the digest of the settings that HNS is asked for.
+	// Asked is the digest of the requested settings.
 	Asked     digest
 	requested bool
 }
@@ -46,8 +46,8 @@ type planned struct {
 type made struct {
 	Frontend Frontend
 	Service  types.NamespacedName
-	// Asked is the digest of the settings that HNS was asked for, and Answered of those
-	// that it described in return: HNS does not tell all settings.
+	// Asked is the digest of the requested settings. Answered is the digest of HNS'
+	// description, which may lack settings.
 	Asked, Answered digest
 	deleted         bool
 }
@@ -58,8 +58,8 @@ const (
 	madePrefix    = "made "
 )
 
-// readRecord reads the record of a file. One that does not exist is empty. An empty path
-// keeps the record in memory.
+// readRecord reads the record from a file. A missing file is an empty record. An empty
+// path keeps the record in memory.
 func readRecord(path string) (*record, error) {
 	j, err := journal.Open(path, journalKind)
 	if err != nil {
@@ -86,7 +86,7 @@ func (r *record) read(key, value string) error {
 	}
 	text, ok := strings.CutPrefix(key, plannedPrefix)
 	if !ok {
-		return fmt.Errorf("neither %q nor %q", plannedPrefix, madePrefix)
+		return fmt.Errorf("want prefix %q or %q", plannedPrefix, madePrefix)
 	}
 	var f Frontend
 	if err := json.Unmarshal([]byte(text), &f); err != nil {
@@ -100,20 +100,20 @@ func (r *record) read(key, value string) error {
 // owns reports whether a load balancer is an own one.
 func (r *record) owns(id string) bool { return r.made[id] != nil }
 
-// plan notes that the creation of a load balancer is about to be requested.
+// plan records that the creation of a load balancer is about to be requested.
 func (r *record) plan(f Frontend, p planned) {
 	r.planned[f] = &p
 	r.journal.Set(plannedPrefix+encode(f), encode(p))
 }
 
-// add notes that HNS has a load balancer, whose plan it fulfills if there was one.
+// add records that HNS has a load balancer, and drops its plan.
 func (r *record) add(id string, m made) {
 	r.made[id] = &m
 	r.journal.Set(madePrefix+id, encode(m))
 	r.drop(m.Frontend)
 }
 
-// drop forgets a plan.
+// drop drops a plan.
 func (r *record) drop(f Frontend) {
 	if r.planned[f] != nil {
 		delete(r.planned, f)
@@ -121,7 +121,7 @@ func (r *record) drop(f Frontend) {
 	}
 }
 
-// dropUnrequested forgets plans that were not carried out.
+// dropUnrequested drops plans that were not requested.
 func (r *record) dropUnrequested() {
 	for f, p := range r.planned {
 		if !p.requested {
@@ -130,15 +130,15 @@ func (r *record) dropUnrequested() {
 	}
 }
 
-// forget forgets a load balancer that HNS does not have.
+// forget removes a load balancer that HNS does not have.
 func (r *record) forget(id string) {
 	delete(r.made, id)
 	r.journal.Delete(madePrefix + id)
 }
 
-// confirm brings the record in line with a listing. It forgets load balancers that are not
-// listed, and finds out which requests HNS carried out: a load balancer that is not known has
-// the frontend of the request, no other one, and the same target.
+// confirm compares the record with a listing. It removes load balancers that are not
+// listed. It also finds out which requests HNS carried out: an unknown load balancer has
+// exactly the frontend and the target of the request.
 func (r *record) confirm(have *holdings) {
 	for id, m := range r.made {
 		if _, listed := have.balancers[id]; !listed {
@@ -161,7 +161,7 @@ func (r *record) confirm(have *holdings) {
 	}
 }
 
-// len returns how many load balancers HNS has that are own ones.
+// len returns the number of own load balancers in HNS.
 func (r *record) len() int {
 	n := 0
 	for _, m := range r.made {
@@ -172,25 +172,25 @@ func (r *record) len() int {
 	return n
 }
 
-// unchanged reports whether a load balancer has the settings want, endpoints aside. HNS does
-// not describe all settings, so a description that is the same as after the creation stands
-// for what was asked for then.
+// unchanged reports whether a load balancer has the settings want, apart from its
+// endpoints. HNS does not describe all settings. So an unchanged description means that
+// the settings are those of the request.
 func (r *record) unchanged(have, want LoadBalancer) bool {
 	got, asked := digestOf(have), digestOf(want)
 	if m := r.made[have.ID]; m != nil && got == m.Answered {
 		return asked == m.Asked
 	}
 	if !want.SourceVIP.IsValid() {
-		have.SourceVIP = netip.Addr{} // one that HNS chose
+		have.SourceVIP = netip.Addr{} // HNS chose it
 		got = digestOf(have)
 	}
 	return got == asked
 }
 
-// digest stands for the settings of a load balancer, endpoints aside.
+// digest identifies the settings of a load balancer without its endpoints.
 type digest uint64
 
-// The settings that the backend decides; HNS may add its own.
+// The settings that the backend controls. HNS may add others.
 const (
 	knownFlags     = DSR | IPv6
 	knownPortFlags = LocalRoutedVIP | UseMux | PreserveDIP | VIPExternalIP
@@ -212,7 +212,7 @@ func digestOf(lb LoadBalancer) digest {
 func encode(v any) string {
 	data, err := json.Marshal(v)
 	if err != nil {
-		panic(err) // structs of numbers, strings and addresses
+		panic(err) // cannot fail for numbers, strings and addresses
 	}
 	return string(data)
 }

@@ -20,42 +20,40 @@ import (
 )
 
 const (
-	// InterfaceVariable is the environment variable with the default of
-	// Options.Interface.
+	// InterfaceVariable is the environment variable with the default of Options.Interface.
 	InterfaceVariable = "INTERFACE_TO_ADD_SERVICE_IP"
-	// DefaultInterface is that where neither says another one.
+	// DefaultInterface is the interface if neither Options nor the variable names one.
 	DefaultInterface = "vEthernet (HNS Internal NIC)"
 )
 
 // Options are the settings of Addresses. The zero value is useful on Windows.
 type Options struct {
-	// Interface is the name of the network interface that addresses are put on.
-	// Default: the environment variable InterfaceVariable, and without it
-	// DefaultInterface.
+	// Interface is the name of the network interface for addresses. Default: the environment
+	// variable InterfaceVariable, else DefaultInterface.
 	Interface string
-	// StateFile notes the addresses that have been added; its folder is created. Two proxies on one host need different ones.
-	// Default: kpng\userspace.journal in the folder %ProgramData%.
+	// StateFile records the added addresses; its folder is created. Two proxies on one host
+	// need different files. Default: kpng\userspace.journal in the folder %ProgramData%.
 	StateFile string
-	// Timeout is how long adding an address may take until sockets can be bound to
-	// it. Windows looks for others that have it first, for about three seconds
-	// unless the interface is told not to (dadtransmits=0). Default 10 s.
+	// Timeout is the maximum time until sockets can bind to an added address. Windows checks
+	// for duplicates on the network first, for about three seconds unless the interface
+	// disables it (dadtransmits=0). Default 10 s.
 	Timeout time.Duration
 }
 
-// Addresses puts addresses on a network interface. Its methods may be called at
-// the same time for different addresses, which then wait together until they can
-// be used; Left and Cleanup are called alone.
+// Addresses adds addresses to a network interface. Add and Remove are safe for concurrent
+// use with different addresses, and wait for several addresses together. Left and Cleanup
+// must not overlap other calls.
 type Addresses struct {
 	opts   Options
 	system system
 
-	// recording guards record, which has the interface of each address that was added, or
-	// is about to be; it is nil until it was read. Windows forgets the addresses when it
-	// stops, so the file need not survive that.
+	// recording guards record, which has the interface of each address that was added or is
+	// about to be. It is nil until it is read. The file need not survive a restart of
+	// Windows, which removes the addresses.
 	recording sync.Mutex
 	record    *journal.Journal
 
-	// looking guards the last look at the interface.
+	// looking guards the last read of the interface.
 	looking sync.Mutex
 	looked  time.Time
 	has     map[netip.Addr]bool
@@ -64,8 +62,8 @@ type Addresses struct {
 
 var _ userspace.Addresses = (*Addresses)(nil)
 
-// New returns Addresses that nothing has been done for yet. It fails if the
-// options make no sense.
+// New returns Addresses. It returns an error if the options are invalid, and does not
+// change the host.
 func New(opts Options) (*Addresses, error) { return newAddresses(opts, newHost()) }
 
 func newAddresses(opts Options, s system) (*Addresses, error) {
@@ -73,7 +71,7 @@ func newAddresses(opts Options, s system) (*Addresses, error) {
 	if opts.StateFile == "" {
 		data := os.Getenv("ProgramData")
 		if data == "" {
-			return nil, errors.New("no state file is given, and %ProgramData%, where it would be, is not set")
+			return nil, errors.New("no state file given, and %ProgramData% is not set")
 		}
 		opts.StateFile = filepath.Join(data, "kpng", "userspace.journal")
 	}
@@ -84,10 +82,10 @@ func newAddresses(opts Options, s system) (*Addresses, error) {
 	return &Addresses{opts: opts, system: s}, nil
 }
 
-// Interface returns the name of the network interface that addresses are put on.
+// Interface returns the name of the network interface for addresses.
 func (a *Addresses) Interface() string { return a.opts.Interface }
 
-// recorded calls f with the record, and writes what f changes.
+// recorded calls f with the record and writes the changes of f.
 func (a *Addresses) recorded(f func(*journal.Journal)) error {
 	a.recording.Lock()
 	defer a.recording.Unlock()
@@ -102,11 +100,11 @@ func (a *Addresses) recorded(f func(*journal.Journal)) error {
 	return a.record.Write()
 }
 
-// fresh is how old a look at the interface may be for an address that is about to be added:
-// one look serves all addresses of a Sync.
+// fresh is the maximum age of a read of the interface for adding an address, so that one
+// read serves all addresses of a Sync.
 const fresh = time.Second
 
-// look reports whether an address was on the interface at a time after since.
+// look reports whether an address was on the interface at some time after since.
 func (a *Addresses) look(addr netip.Addr, since time.Time) (there bool, err error) {
 	a.looking.Lock()
 	defer a.looking.Unlock()
@@ -132,14 +130,14 @@ func (a *Addresses) Add(ctx context.Context, addr netip.Addr) error {
 		}
 	}
 	if err := a.wait(ctx, addr); err != nil {
-		// Who asked takes it as not added, and does not ask for its removal.
+		// The caller treats the address as not added, and will not remove it.
 		return errors.Join(err, a.Remove(context.WithoutCancel(ctx), addr))
 	}
 	klog.FromContext(ctx).V(4).Info("Added address", "address", addr, "interface", a.opts.Interface, "existed", there)
 	return nil
 }
 
-// put adds an address that is not there.
+// put adds a missing address.
 func (a *Addresses) put(ctx context.Context, addr netip.Addr) error {
 	if err := a.recorded(func(j *journal.Journal) { j.Set(addr.String(), a.opts.Interface) }); err != nil {
 		return err
@@ -152,10 +150,10 @@ func (a *Addresses) put(ctx context.Context, addr netip.Addr) error {
 	if there, lookErr := a.look(addr, time.Now()); lookErr == nil && !there {
 		return errors.Join(err, a.forget(addr))
 	}
-	return errors.Join(err, a.Remove(context.WithoutCancel(ctx), addr)) // it came all the same
+	return errors.Join(err, a.Remove(context.WithoutCancel(ctx), addr)) // it was added despite the error
 }
 
-// wait waits until sockets can be bound to addr.
+// wait waits until sockets can bind to addr.
 func (a *Addresses) wait(ctx context.Context, addr netip.Addr) error {
 	late := time.NewTimer(a.opts.Timeout)
 	defer late.Stop()
@@ -229,7 +227,7 @@ func (a *Addresses) Cleanup(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	klog.FromContext(ctx).V(2).Info("Removing addresses that were left behind", "addresses", len(left), "stateFile", a.opts.StateFile)
+	klog.FromContext(ctx).V(2).Info("Removing addresses of an earlier process", "addresses", len(left), "stateFile", a.opts.StateFile)
 	errs := make([]error, len(left))
 	var all sync.WaitGroup
 	for i, addr := range left {

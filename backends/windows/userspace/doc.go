@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package userspace is what proxying by sockets (backends/userspace) needs of
-// Windows: it puts the addresses of services on a network interface.
+// Package userspace adapts the userspace proxy (backends/userspace) to Windows. It adds
+// the addresses of services to a network interface.
 //
 //	addresses, err := windows.New(windows.Options{})
 //	…
 //	b, err := userspace.New(userspace.Options{Addresses: addresses})
 //
-// Each is a host address (a prefix of /32 or /128), which Windows does not choose
-// as the source of connections and which does not outlast a restart of Windows.
-// An address is written to a file before it is added, so that a process that comes
-// after one that was killed can use or remove it, and nothing else: an address that
-// the host had already is used and left alone.
+// Each address has the prefix length 32 or 128. Windows does not use such an address as
+// the source of connections, and removes it at a restart. The package records an address
+// in a file before it adds it. So a process after a killed one can use or remove these
+// addresses and no others. If the host already has an address, the package uses it and
+// does not remove it.
 //
-// Addresses are added by the IP Helper API, and by netsh where that fails. Whether netsh
-// succeeded is seen from its exit status and from the address itself, never from what it
-// prints, which is in the language of the system.
+// It adds addresses with the IP Helper API, and with netsh if that fails. It detects
+// success of netsh by its exit status and by the address itself, not by its output, which
+// is in the language of the system.
 //
-// The package builds everywhere, and works on Windows.
+// The package builds on every platform and works on Windows.
 package userspace

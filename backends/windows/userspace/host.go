@@ -15,26 +15,23 @@ import (
 	"time"
 )
 
-// system is what there is of Windows.
+// system is the interface to Windows.
 type system interface {
-	// add puts a host address on the interface of a name, and remove takes it away. They
-	// do not wait until the address can be used.
+	// add adds a host address to the named interface, and remove removes it. They do not
+	// wait until the address is usable.
 	add(ctx context.Context, on string, addr netip.Addr) error
 	remove(ctx context.Context, on string, addr netip.Addr) error
-	// usable reports whether sockets can be bound to addr.
+	// usable reports whether sockets can bind to addr.
 	usable(addr netip.Addr) bool
-	// addresses returns the host addresses of the interface of a name. It returns
-	// errNoInterface if there is none.
+	// addresses returns the host addresses of the named interface, or errNoInterface.
 	addresses(on string) (map[netip.Addr]bool, error)
 }
 
 var errNoInterface = errors.New("no such network interface")
 
-// host is the system that the process runs on. It uses the IP Helper API, and netsh where
-// that does not do what it is asked for.
+// host is the system of this process. It uses the IP Helper API, and netsh if that fails.
 type host struct {
-	// running has room for as many calls of netsh as there may be at once: each is
-	// a process.
+	// running limits the concurrent calls of netsh, because each is a process.
 	running chan struct{}
 }
 
@@ -66,8 +63,8 @@ func (h host) change(ctx context.Context, on string, addr netip.Addr,
 	return netsh(ctx, arguments(on, addr)...)
 }
 
-// interfaceOf returns the interface of a name. It is not net.InterfaceByName, whose error
-// does not tell whether there is none.
+// interfaceOf returns the named interface. net.InterfaceByName is not enough: its error
+// does not show whether the interface is missing.
 func interfaceOf(name string) (*net.Interface, error) {
 	interfaces, err := net.Interfaces()
 	if err != nil {
@@ -90,7 +87,7 @@ func (host) addresses(on string) (map[netip.Addr]bool, error) {
 	}
 	addrs, err := i.Addrs()
 	if err != nil {
-		return nil, fmt.Errorf("list the addresses of interface %q: %w", on, err)
+		return nil, fmt.Errorf("list addresses of interface %q: %w", on, err)
 	}
 	hosts := map[netip.Addr]bool{}
 	for _, a := range addrs {
@@ -105,8 +102,8 @@ func (host) addresses(on string) (map[netip.Addr]bool, error) {
 }
 
 func (host) usable(addr netip.Addr) bool {
-	// Not a look at the addresses that are listed: an address that Windows still
-	// looks for elsewhere is, and cannot be bound to.
+	// The list of addresses is not enough: it includes addresses that Windows still checks
+	// for duplicates, to which sockets cannot bind.
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(addr, 0)))
 	if err != nil {
 		return false
@@ -115,15 +112,14 @@ func (host) usable(addr netip.Addr) bool {
 	return true
 }
 
-// netshTimeout is how long one netsh may take: it does within a second what it is
-// asked for here.
+// netshTimeout limits one call of netsh, which normally takes less than a second.
 const netshTimeout = 30 * time.Second
 
-// netsh runs netsh, and returns an error if its exit status is not 0.
+// netsh runs netsh. It returns an error if the exit status is not 0.
 func netsh(ctx context.Context, args ...string) error {
 	ctx, cancel := context.WithTimeout(ctx, netshTimeout)
 	defer cancel()
-	// Not by PATH, which others may write to.
+	// Do not use PATH, which other users may modify.
 	cmd := exec.CommandContext(ctx, filepath.Join(os.Getenv("SystemRoot"), "System32", "netsh.exe"), args...)
 	cmd.WaitDelay = time.Second
 	withoutWindow(cmd)
@@ -134,11 +130,11 @@ func netsh(ctx context.Context, args ...string) error {
 	if ctx.Err() != nil {
 		err = context.Cause(ctx)
 	}
-	return fmt.Errorf("netsh %q: %w, and it says %q", args, err, bytes.TrimSpace(out))
+	return fmt.Errorf("run netsh %q: %w: %q", args, err, bytes.TrimSpace(out))
 }
 
 func addArguments(on string, addr netip.Addr) []string {
-	// Without a mask, Windows would take all of 10.0.0.0/8 for near.
+	// Without a mask, Windows would treat all of 10.0.0.0/8 as on-link.
 	args := []string{"interface", "ipv4", "add", "address", "name=" + on, "address=" + addr.String(), "mask=255.255.255.255"}
 	if addr.Is6() {
 		args = []string{"interface", "ipv6", "add", "address", "interface=" + on, "address=" + addr.String() + "/128"}

@@ -13,8 +13,7 @@ import (
 	"golang.org/x/sys/windows"
 )
 
-// withoutWindow lets a service run a console program, for which Windows would
-// open a console otherwise.
+// withoutWindow lets a service run a console program without a console window.
 func withoutWindow(cmd *exec.Cmd) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{HideWindow: true, CreationFlags: windows.CREATE_NO_WINDOW}
 }
@@ -28,7 +27,8 @@ var (
 	errHelperMissing = errors.New("the IP Helper API lacks the function")
 )
 
-// addByAPI puts a host address on an interface until Windows stops or the interface goes.
+// addByAPI adds a host address to an interface. It exists until Windows restarts or the
+// interface is removed.
 func addByAPI(on *net.Interface, addr netip.Addr) error {
 	row, err := entry(on, addr)
 	if err != nil {
@@ -37,7 +37,7 @@ func addByAPI(on *net.Interface, addr netip.Addr) error {
 	return call(createEntry, row)
 }
 
-// removeByAPI takes an address from an interface. An address that is not there is no error.
+// removeByAPI removes an address from an interface. A missing address is not an error.
 func removeByAPI(on *net.Interface, addr netip.Addr) error {
 	row, err := entry(on, addr)
 	if err == nil {
@@ -54,7 +54,7 @@ func entry(on *net.Interface, addr netip.Addr) (*windows.MibUnicastIpAddressRow,
 	if err := initializeEntry.Find(); err != nil {
 		return nil, errHelperMissing
 	}
-	initializeEntry.Call(uintptr(unsafe.Pointer(row))) // lifetimes without end, among others
+	initializeEntry.Call(uintptr(unsafe.Pointer(row))) // sets infinite lifetimes, among others
 	if addr.Is4() {
 		to := (*windows.RawSockaddrInet4)(unsafe.Pointer(&row.Address))
 		to.Family, to.Addr = windows.AF_INET, addr.As4()

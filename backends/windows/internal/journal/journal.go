@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package journal remembers facts in a file, for the process that follows after a crash: a
-// map from strings to strings.
+// Package journal keeps facts in a file, for the next process after a crash: a map from
+// strings to strings.
 //
-// The file is a log, so a change costs the same however many facts there are. It begins
-// with a line that names its kind. Each further line has a checksum, a key and, unless the
-// key was deleted, its value:
+// The file is a log, so the cost of a change does not depend on the number of facts. It
+// begins with a line that names its kind. Each further line has a checksum, a key and,
+// unless the key was deleted, its value:
 //
 //	kpng journal: addresses
 //	5d1c3f0e "10.96.0.10" "vEthernet (HNS Internal NIC)"
 //	a0b1c2d3 "10.96.0.10"
 //
-// A line that a crash cut off is ignored. The file is rewritten when most of its lines are
-// obsolete.
+// Open ignores a last line that a crash truncated. The file is rewritten when most of its
+// lines are obsolete.
 package journal
 
 import (
@@ -30,29 +30,29 @@ import (
 	"strings"
 )
 
-// Journal is a map with a file. It is not safe for concurrent use, and no two journals may
+// Journal is a map with a file. It is not safe for concurrent use. Two journals must not
 // use one file at the same time.
 type Journal struct {
 	path, kind string
 	facts      map[string]string
-	// pending are lines that are not in the file yet.
+	// pending are lines that are not yet in the file.
 	pending bytes.Buffer
 	// lines counts the lines of the file and of pending.
 	lines int
-	// stale says that lines cannot be appended to the file: it does not exist, or its last
-	// line may be incomplete.
+	// stale reports that lines cannot be appended to the file: it does not exist, or its
+	// last line may be truncated.
 	stale bool
 }
 
-// ErrForeign says that a file is not a journal of the kind.
+// ErrForeign reports that a file is not a journal of the expected kind.
 var ErrForeign = errors.New("not a journal of this kind")
 
-// minLines is the number of lines below which a file is not rewritten.
+// minLines is the minimum number of lines for which a file is rewritten.
 const minLines = 1000
 
-// Open reads a journal. A file that does not exist is an empty journal; it is created by the
-// first write, with its folder. An empty path keeps the journal in memory. Open fails if the
-// file is damaged, or with ErrForeign if it is something else.
+// Open reads a journal. A missing file is an empty journal; the first write creates it
+// with its folder. An empty path keeps the journal in memory. Open returns an error if
+// the file is damaged, and ErrForeign if it is something else.
 func Open(path, kind string) (*Journal, error) {
 	j := New(path, kind)
 	if path == "" {
@@ -82,7 +82,7 @@ func (j *Journal) header() string { return "kpng journal: " + j.kind + "\n" }
 func (j *Journal) parse(text string) error {
 	header := j.header()
 	if strings.HasPrefix(header, text) && text != header {
-		return nil // empty, or cut off
+		return nil // empty or truncated
 	}
 	text, ok := strings.CutPrefix(text, header)
 	if !ok {
@@ -119,7 +119,7 @@ func line(key, value string, set bool) string {
 	return fmt.Sprintf("%08x %s\n", crc32.ChecksumIEEE([]byte(text)), text)
 }
 
-// parseLine is the inverse of line. It is not ok if the line is incomplete or damaged.
+// parseLine is the inverse of line. ok is false if the line is truncated or damaged.
 func parseLine(s string) (key, value string, set, ok bool) {
 	sum, text, _ := strings.Cut(s, " ")
 	text, complete := strings.CutSuffix(text, "\n")
@@ -175,12 +175,12 @@ func (j *Journal) add(line string) {
 	}
 }
 
-// Write appends all changes to the file. They survive the end of this process. After an
-// error the next Write writes them again.
+// Write appends all changes to the file. They survive the end of this process, but not a
+// crash of the machine. After an error the next Write writes them again.
 func (j *Journal) Write() error { return j.write(false) }
 
-// Sync is Write, and flushes the file to the disk: all changes survive the end of the
-// machine.
+// Sync writes all changes like Write and flushes the file to the disk, so that they
+// survive a crash of the machine.
 func (j *Journal) Sync() error { return j.write(true) }
 
 func (j *Journal) write(sync bool) error {
@@ -200,7 +200,7 @@ func (j *Journal) write(sync bool) error {
 	return nil
 }
 
-// rewrite replaces the file. After a crash it is the old one or the new one.
+// rewrite replaces the file atomically.
 func (j *Journal) rewrite() error {
 	var content bytes.Buffer
 	content.WriteString(j.header())
@@ -229,7 +229,7 @@ func writeFile(path string, how int, data []byte, sync bool) error {
 	return errors.Join(err, f.Close())
 }
 
-// Remove removes the file and forgets all facts.
+// Remove removes the file and all facts.
 func (j *Journal) Remove() error {
 	clear(j.facts)
 	j.pending.Reset()

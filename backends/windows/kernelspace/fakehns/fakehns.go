@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package fakehns is a Host Networking Service in memory, for tests on any
-// system. It refuses what any version of HNS is known to refuse: an address or a frontend
-// twice, a load balancer without endpoints, with one that does not exist or with two
-// targets for one port, on an overlay network IPv6 and a cluster IP or source VIP without an
-// endpoint, the deletion of an endpoint that is used, and what its version does not support. In
-// addition it may have [Quirks].
+// Package fakehns is an in-memory Host Networking Service, for tests on any system. It
+// rejects what known versions of HNS reject: duplicate addresses and frontends; a load
+// balancer without endpoints, with missing endpoints, or with two targets for one port;
+// IPv6 on an overlay network, and a cluster IP or source VIP without an endpoint there;
+// the deletion of an endpoint in use; and unsupported features. It may also have
+// [Quirks].
 //
 //	hns := fakehns.New(fakehns.AllFeatures())
 //	hns.AddNetwork(kernelspace.Network{Name: "l2bridge"})
@@ -24,7 +24,7 @@ import (
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 )
 
-// AllFeatures returns those of the latest version of Windows.
+// AllFeatures returns the features of the latest version of Windows.
 func AllFeatures() kernelspace.Features {
 	return kernelspace.Features{DSR: true, DualStack: true, RemoteSubnet: true, SessionAffinity: true, ModifyLoadBalancer: true}
 }
@@ -33,10 +33,9 @@ var (
 	// ErrInUse is the error of deleting an endpoint that a load balancer uses.
 	ErrInUse = errors.New("endpoint is used by a load balancer")
 
-	// ErrAnswerLost, returned by a hook, has a call do its work and then fail.
+	// ErrAnswerLost, returned by a hook, makes a call succeed and then return this error.
 	ErrAnswerLost = errors.New("the answer of HNS is lost")
-	// ErrIgnored, returned by a hook, has a call that writes do nothing and
-	// succeed.
+	// ErrIgnored, returned by a hook, makes a writing call do nothing and return nil.
 	ErrIgnored = errors.New("HNS did not do what it said it did")
 )
 
@@ -57,26 +56,25 @@ type HNS struct {
 	host      []netip.Addr
 }
 
-// Quirks are ways in which HNS describes its objects that callers must cope with. The zero
-// value describes each object once, in order of IDs, as it was made.
+// Quirks are irregularities in the descriptions of objects that callers must tolerate.
+// The zero value describes each object once, in order of IDs, as it was created.
 type Quirks struct {
-	// HiddenFlags and HiddenPortFlags are settings of load balancers that it does not
-	// describe.
+	// HiddenFlags and HiddenPortFlags are settings of load balancers that descriptions omit.
 	HiddenFlags     kernelspace.LoadBalancerFlags
 	HiddenPortFlags kernelspace.PortFlags
-	// HidesSourceVIP, HidesDistribution, HidesRemote and HidesProvider say the same of
-	// single settings of load balancers and endpoints.
+	// HidesSourceVIP, HidesDistribution, HidesRemote and HidesProvider omit single settings
+	// of load balancers and endpoints.
 	HidesSourceVIP, HidesDistribution, HidesRemote, HidesProvider bool
-	// AddsPortFlags are settings that it adds to each load balancer's ports.
+	// AddsPortFlags are settings that descriptions add to each port of a load balancer.
 	AddsPortFlags kernelspace.PortFlags
-	// ListsTwice has a listing name each object twice, and ListsBackwards in the opposite
-	// order, as are endpoints within a load balancer.
+	// ListsTwice lists each object twice. ListsBackwards reverses the order of objects, and
+	// of endpoints in a load balancer.
 	ListsTwice, ListsBackwards bool
-	// SharesFrontends lets several load balancers have one frontend.
+	// SharesFrontends allows several load balancers with the same frontend.
 	SharesFrontends bool
 }
 
-// AllQuirks returns quirks by a name, each kind alone and all together.
+// AllQuirks returns quirks by name: each kind alone, and all together.
 func AllQuirks() map[string]Quirks {
 	const ports = kernelspace.LocalRoutedVIP | kernelspace.UseMux | kernelspace.PreserveDIP | kernelspace.VIPExternalIP
 	return map[string]Quirks{
@@ -107,8 +105,8 @@ type frontend struct {
 	port     uint16
 }
 
-// addrKey is what only one endpoint has. A pod's endpoint and a remote one may have
-// the same address, for the network plug-in does not ask who else knows it.
+// addrKey must be unique among endpoints. A pod's endpoint and a remote one may have the
+// same address, because the network plug-in does not check for remote ones.
 type addrKey struct {
 	network string
 	addr    netip.Addr
@@ -129,24 +127,24 @@ func New(features kernelspace.Features) *HNS {
 	}
 }
 
-// SetHost sets the addresses of the machine itself. On an overlay network a source VIP is
-// one of them, or that of an endpoint.
+// SetHost sets the addresses of the machine. On an overlay network a source VIP must be
+// one of them or have an endpoint.
 func (h *HNS) SetHost(addrs ...netip.Addr) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.host = addrs
 }
 
-// SetHook has f called at the beginning of each call of [kernelspace.HNS], with
-// its name. What f returns, if it is not nil, the call fails with. f must not
-// call the HNS.
+// SetHook sets a function that is called at the beginning of each call of
+// [kernelspace.HNS] with its name. If f returns an error, the call fails with it. f must
+// not call the HNS.
 func (h *HNS) SetHook(f func(call string) error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.hook = f
 }
 
-// SetQuirks sets the quirks of all answers from now on.
+// SetQuirks sets the quirks of all later results.
 func (h *HNS) SetQuirks(q Quirks) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -181,7 +179,7 @@ func (q *Quirks) describeBalancer(lb kernelspace.LoadBalancer) kernelspace.LoadB
 	return lb
 }
 
-// list returns what a listing of these IDs names.
+// list returns the IDs in the order and number of a listing.
 func (q *Quirks) list(ids []string) []string {
 	if q.ListsBackwards {
 		slices.Reverse(ids)
@@ -192,8 +190,7 @@ func (q *Quirks) list(ids []string) []string {
 	return ids
 }
 
-// Calls returns how often each call was made since the last time it was asked
-// for.
+// Calls returns the number of each call since the last call of Calls.
 func (h *HNS) Calls() map[string]int {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -202,8 +199,7 @@ func (h *HNS) Calls() map[string]int {
 	return calls
 }
 
-// AddNetwork adds a network, or replaces the one of its ID if it has one, and
-// returns its ID.
+// AddNetwork adds a network, or replaces the one with its ID, and returns the ID.
 func (h *HNS) AddNetwork(n kernelspace.Network) string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -214,8 +210,8 @@ func (h *HNS) AddNetwork(n kernelspace.Network) string {
 	return n.ID
 }
 
-// RemoveNetwork removes a network with its endpoints, and the load balancers that
-// used them.
+// RemoveNetwork removes a network with its endpoints and the load balancers that use
+// them.
 func (h *HNS) RemoveNetwork(id string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -233,7 +229,7 @@ func (h *HNS) RemoveNetwork(id string) {
 	}
 }
 
-// Endpoint returns the endpoint of an ID, as HNS describes it.
+// Endpoint returns the endpoint with an ID as HNS describes it.
 func (h *HNS) Endpoint(id string) (kernelspace.Endpoint, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -241,7 +237,7 @@ func (h *HNS) Endpoint(id string) (kernelspace.Endpoint, bool) {
 	return h.quirks.describeEndpoint(e), ok
 }
 
-// LoadBalancer returns the load balancer of an ID, as HNS describes it.
+// LoadBalancer returns the load balancer with an ID as HNS describes it.
 func (h *HNS) LoadBalancer(id string) (kernelspace.LoadBalancer, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -249,7 +245,7 @@ func (h *HNS) LoadBalancer(id string) (kernelspace.LoadBalancer, bool) {
 	return h.quirks.describeBalancer(lb), ok
 }
 
-// NetworkByID returns the network of an ID.
+// NetworkByID returns the network with an ID.
 func (h *HNS) NetworkByID(id string) (kernelspace.Network, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -257,13 +253,13 @@ func (h *HNS) NetworkByID(id string) (kernelspace.Network, bool) {
 	return n, ok
 }
 
-// id returns a new ID, which looks like a GUID.
+// id returns a new ID in the form of a GUID.
 func (h *HNS) id() string {
 	h.next++
 	return fmt.Sprintf("%08x-0000-4000-8000-%012x", h.next>>48, h.next&(1<<48-1))
 }
 
-// call counts a call, and returns what the hook says of it.
+// call counts a call and returns the error of the hook.
 func (h *HNS) call(name string) error {
 	h.calls[name]++
 	if h.hook == nil {
@@ -272,7 +268,7 @@ func (h *HNS) call(name string) error {
 	return h.hook(name)
 }
 
-// write makes a call that changes something.
+// write performs a call that changes something.
 func (h *HNS) write(name string, do func() (id string, err error)) (string, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -353,7 +349,7 @@ func (h *HNS) createEndpoint(e kernelspace.Endpoint) (string, error) {
 		return "", fmt.Errorf("network %s: %w", e.Network, kernelspace.ErrNotFound)
 	}
 	if len(e.Addrs) == 0 {
-		return "", errors.New("an endpoint has an address")
+		return "", errors.New("an endpoint needs an address")
 	}
 	for _, a := range e.Addrs {
 		if id, ok := h.addrs[addrKey{e.Network, a, e.Remote}]; ok {
@@ -451,10 +447,10 @@ func (h *HNS) deleteLoadBalancer(id string) error {
 	return nil
 }
 
-// check returns an error if HNS does not take such a load balancer.
+// check returns an error if HNS would reject the load balancer.
 func (h *HNS) check(lb kernelspace.LoadBalancer) error {
 	if len(lb.Endpoints) == 0 || len(lb.Ports) == 0 {
-		return errors.New("a load balancer has endpoints and ports")
+		return errors.New("a load balancer needs endpoints and ports")
 	}
 	for i, id := range lb.Endpoints {
 		if _, ok := h.endpoints[id]; !ok {
@@ -490,7 +486,7 @@ func (h *HNS) check(lb kernelspace.LoadBalancer) error {
 	return nil
 }
 
-// checkOverlay returns an error if an overlay network does not take such a load balancer.
+// checkOverlay returns an error if an overlay network would reject the load balancer.
 func (h *HNS) checkOverlay(lb kernelspace.LoadBalancer, network string) error {
 	if !h.networks[network].Overlay {
 		return nil
@@ -546,8 +542,8 @@ func frontendsOf(lb kernelspace.LoadBalancer) []frontend {
 	return all
 }
 
-// Dump returns all endpoints and load balancers as sorted lines, without IDs, so
-// that what came about in different ways can be compared.
+// Dump returns all endpoints and load balancers as sorted lines without IDs, so that
+// tests can compare states.
 func (h *HNS) Dump() string {
 	h.mu.Lock()
 	defer h.mu.Unlock()

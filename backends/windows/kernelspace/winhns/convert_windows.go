@@ -11,7 +11,7 @@ import (
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 )
 
-// endpoint converts an endpoint. What is no address is left out.
+// endpoint converts an endpoint. It omits invalid addresses.
 func endpoint(from *hcn.HostComputeEndpoint) kernelspace.Endpoint {
 	e := kernelspace.Endpoint{
 		ID:      strings.ToLower(from.Id),
@@ -34,8 +34,8 @@ func endpoint(from *hcn.HostComputeEndpoint) kernelspace.Endpoint {
 	return e
 }
 
-// balancer converts a load balancer. It is not ok if a frontend is no address:
-// to leave that out would make it something else.
+// balancer converts a load balancer. ok is false if a frontend is not a valid address:
+// without that frontend it would be a different load balancer.
 func balancer(from *hcn.HostComputeLoadBalancer) (lb kernelspace.LoadBalancer, ok bool) {
 	lb = kernelspace.LoadBalancer{
 		ID:    strings.ToLower(from.Id),
@@ -61,7 +61,7 @@ func balancer(from *hcn.HostComputeLoadBalancer) (lb kernelspace.LoadBalancer, o
 	return lb, true
 }
 
-// hcnBalancer converts a load balancer to be written, without its ID.
+// hcnBalancer converts a load balancer for writing, without its ID.
 func hcnBalancer(lb kernelspace.LoadBalancer) *hcn.HostComputeLoadBalancer {
 	to := &hcn.HostComputeLoadBalancer{
 		HostComputeEndpoints: lb.Endpoints,

@@ -4,11 +4,11 @@ package winhns
 
 import "github.com/kpng-project/kpng/backends/windows/kernelspace"
 
-// results says what failures of HNS mean to the backend. The keys are HRESULTs as hcsshim
-// reports them: Win32 codes without their facility (winerror.h), all others whole. Results
-// that are not here fail the service or the listing that met them.
+// results maps failures of HNS to errors of kernelspace. The keys are HRESULTs as hcsshim
+// reports them: Win32 codes without their facility (winerror.h), all others complete.
+// Other results fail the service or the listing.
 var results = map[uint32]error{
-	// HNS is a service that is called over RPC, and restarts.
+	// HNS is a service that is called over RPC and may restart.
 	0x426:      kernelspace.ErrNotRunning, // ERROR_SERVICE_NOT_ACTIVE
 	0x6b5:      kernelspace.ErrNotRunning, // RPC_S_UNKNOWN_IF
 	0x6ba:      kernelspace.ErrNotRunning, // RPC_S_SERVER_UNAVAILABLE

@@ -13,19 +13,18 @@ import (
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 )
 
-// HNS implements [kernelspace.HNS]. The zero value is ready for use, and HNS
-// need not run yet.
+// HNS implements [kernelspace.HNS]. The zero value is ready to use. HNS need not run yet.
 type HNS struct{}
 
 var _ kernelspace.HNS = HNS{}
 
-// wrap adds kernelspace's error to one of HNS that means the same.
+// wrap adds the error of kernelspace with the same meaning to an error of HNS.
 func wrap(err error) error {
 	if err == nil {
 		return nil
 	}
 	meaning := error(nil)
-	if hcn.IsNotFoundError(err) { // of hcsshim itself
+	if hcn.IsNotFoundError(err) { // an error of hcsshim itself
 		meaning = kernelspace.ErrNotFound
 	}
 	for code, m := range results {
@@ -39,8 +38,8 @@ func wrap(err error) error {
 	return fmt.Errorf("%w: %w", meaning, err)
 }
 
-// Features implements [kernelspace.HNS]. hcn.GetSupportedFeatures would do it,
-// but remembers for ever that HNS did not run when it was asked first.
+// Features implements [kernelspace.HNS]. It does not use hcn.GetSupportedFeatures, which
+// caches the first result forever, even if HNS did not run.
 func (HNS) Features() (kernelspace.Features, error) {
 	globals, err := hcn.GetGlobals()
 	if err != nil {
@@ -48,7 +47,7 @@ func (HNS) Features() (kernelspace.Features, error) {
 	}
 	has := func(ranges hcn.VersionRanges) bool { return inRanges(globals.Version, ranges) }
 	if !has(hcn.V2ApiSupport) {
-		return kernelspace.Features{}, fmt.Errorf("HNS %d.%d is too old, 9.2 is needed: %w",
+		return kernelspace.Features{}, fmt.Errorf("HNS %d.%d is too old, need 9.2: %w",
 			globals.Version.Major, globals.Version.Minor, kernelspace.ErrNotSupported)
 	}
 	return kernelspace.Features{
@@ -83,15 +82,15 @@ func (HNS) Network(name string) (*kernelspace.Network, error) {
 		}
 		var setting hcn.RemoteSubnetRoutePolicySetting
 		if err := json.Unmarshal(p.Settings, &setting); err != nil {
-			return nil, fmt.Errorf("read a remote subnet of network %s: %w", n.ID, err)
+			return nil, fmt.Errorf("read remote subnet of network %s: %w", n.ID, err)
 		}
 		prefix, err := netip.ParsePrefix(setting.DestinationPrefix)
 		if err != nil {
-			return nil, fmt.Errorf("read a remote subnet of network %s: %w", n.ID, err)
+			return nil, fmt.Errorf("read remote subnet of network %s: %w", n.ID, err)
 		}
 		provider, err := netip.ParseAddr(setting.ProviderAddress)
 		if err != nil {
-			return nil, fmt.Errorf("read the provider of remote subnet %s of network %s: %w", prefix, n.ID, err)
+			return nil, fmt.Errorf("read provider of remote subnet %s of network %s: %w", prefix, n.ID, err)
 		}
 		n.RemoteSubnets = append(n.RemoteSubnets, kernelspace.RemoteSubnet{Prefix: prefix, Provider: provider})
 	}
@@ -106,7 +105,7 @@ func (HNS) Endpoints(network string) ([]kernelspace.Endpoint, error) {
 	}
 	all := make([]kernelspace.Endpoint, 0, len(listed))
 	for i := range listed {
-		// HNS may not filter as it is asked to.
+		// HNS may ignore the filter.
 		if e := endpoint(&listed[i]); strings.EqualFold(e.Network, network) {
 			all = append(all, e)
 		}
@@ -129,9 +128,8 @@ func (HNS) LoadBalancers() ([]kernelspace.LoadBalancer, error) {
 	return all, nil
 }
 
-// list lists something. hcn asks for the IDs first and then for each object: one
-// that goes meanwhile, as a pod's endpoint may, fails the listing, which is no
-// reason to give up.
+// list calls f again if it fails because an object was deleted meanwhile. hcn lists the
+// IDs first and then reads each object.
 func list[T any](f func() ([]T, error)) (all []T, err error) {
 	for range 3 {
 		all, err = f()
@@ -181,7 +179,7 @@ func (HNS) CreateLoadBalancer(lb kernelspace.LoadBalancer) (kernelspace.LoadBala
 	if err != nil {
 		return kernelspace.LoadBalancer{}, wrap(err)
 	}
-	made, _ := balancer(created) // what is no address is none of ours
+	made, _ := balancer(created) // an invalid address is not ours
 	made.ID = strings.ToLower(created.Id)
 	return made, nil
 }

@@ -12,17 +12,18 @@ import (
 )
 
 const (
-	// minBackoff and maxBackoff limit how long a port that cannot be opened is left.
+	// minBackoff and maxBackoff limit the wait before a failed port is tried again.
 	minBackoff = time.Second
 	maxBackoff = time.Minute
 )
 
-// door is an address and port: what listens there, or why nothing does.
-type door struct {
+// socket is an address and port with its server, or with the error of the last attempt to
+// listen.
+type socket struct {
 	at netip.AddrPort
 
 	server *http.Server
-	ended  chan struct{} // closed when server has
+	ended  chan struct{} // closed when server has ended
 
 	err     error
 	backoff time.Duration
@@ -30,7 +31,7 @@ type door struct {
 }
 
 // serve answers requests on listener until close.
-func (d *door) serve(listener net.Listener, answerAt func(netip.AddrPort) (answer, bool)) {
+func (d *socket) serve(listener net.Listener, answerAt func(netip.AddrPort) (answer, bool)) {
 	d.err = nil
 	d.ended = make(chan struct{})
 	d.server = &http.Server{
@@ -38,7 +39,7 @@ func (d *door) serve(listener net.Listener, answerAt func(netip.AddrPort) (answe
 			if a, ok := answerAt(d.at); ok {
 				a.write(w)
 			} else {
-				http.Error(w, "no service has this port any more", http.StatusServiceUnavailable)
+				http.Error(w, "no service uses this port any longer", http.StatusServiceUnavailable)
 			}
 		}),
 		ReadHeaderTimeout: 5 * time.Second,
@@ -46,7 +47,7 @@ func (d *door) serve(listener net.Listener, answerAt func(netip.AddrPort) (answe
 		WriteTimeout:      10 * time.Second,
 		IdleTimeout:       time.Minute,
 		MaxHeaderBytes:    1 << 14,
-		// What strangers send is nothing to log.
+		// Do not log the errors of invalid requests.
 		ErrorLog: log.New(io.Discard, "", 0),
 	}
 	go func() {
@@ -55,15 +56,15 @@ func (d *door) serve(listener net.Listener, answerAt func(netip.AddrPort) (answe
 	}()
 }
 
-// failed notes that an attempt to listen failed at a time.
-func (d *door) failed(at time.Time, err error) {
+// failed records a failed attempt to listen.
+func (d *socket) failed(at time.Time, err error) {
 	d.err = err
 	d.backoff = min(max(2*d.backoff, minBackoff), maxBackoff)
 	d.next = at.Add(d.backoff)
 }
 
 // close closes the listener and its connections.
-func (d *door) close() {
+func (d *socket) close() {
 	if d.server != nil {
 		d.server.Close()
 		<-d.ended

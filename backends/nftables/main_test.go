@@ -5,9 +5,11 @@
 package nftables
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"net/netip"
+	"os"
 	"os/exec"
 	"slices"
 	"strings"
@@ -129,12 +131,16 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 	}
 }
 
+// nftProgram is the nft that tests look at tables with: $KPNG_TEST_NFT, so that they can be
+// run with other versions, or else Debian's.
+func nftProgram() string { return cmp.Or(os.Getenv("KPNG_TEST_NFT"), "/usr/sbin/nft") }
+
 // nft runs nft in the namespace and returns what it prints.
 func nft(t testing.TB, ns *netnstest.Namespace, input string, args ...string) string {
 	t.Helper()
 	var out []byte
 	err := ns.Do(func() (err error) {
-		cmd := exec.Command("nft", args...)
+		cmd := exec.Command(nftProgram(), args...)
 		cmd.Stdin = strings.NewReader(input)
 		out, err = cmd.CombinedOutput()
 		return err

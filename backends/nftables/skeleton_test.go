@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+)
+
+// TestTheBackendNeedsNoOtherProgram runs with an empty PATH.
+func TestTheBackendNeedsNoOtherProgram(t *testing.T) {
+	t.Setenv("PATH", "")
+	b, ns := start(t, Options{})
+	mustSync(t, b, changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
+	if err := b.Verify(t.Context()); err != nil {
+		t.Error(err)
+	}
+	b = startIn(t, ns, Options{})
+	mustSync(t, b, changes(true))
+	if err := b.Cleanup(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestALoadThatFindsNothingToDoChangesNothing checks that a restart does not even replace
+// rules with equal ones.
+func TestALoadThatFindsNothingToDoChangesNothing(t *testing.T) {
+	opts := Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{
+		netip.MustParsePrefix("10.0.0.0/13"), netip.MustParsePrefix("10.9.9.9/32"), netip.MustParsePrefix("fd00::/61"), netip.MustParsePrefix("::/0"),
+	}, MasqueradeOutsiders: true, NodeAddresses: nodeaddr.Of()}
+	b, ns := start(t, opts)
+	local := func(s *api.Service) {
+		s.Type, s.ExternalTrafficToLocal, s.Ports[0].NodePort = api.LoadBalancer, true, 30001
+		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
+		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}}
+	}
+	all := changes(true,
+		set(view("plain", []string{"10.96.0.1", "fd00::1"}, []string{"10.0.0.1", "fd01::1"}, nil)),
+		set(view("local", []string{"10.96.0.2"}, []string{"!10.0.0.1", "10.0.0.2"}, local)),
+		set(view("none", []string{"10.96.0.3"}, nil, nil)))
+	mustSync(t, b, all)
+	opts.Observer.Transacted = func(error) { t.Error("a restart that finds nothing to do changes the table") }
+	again := startIn(t, ns, opts)
+	mustSync(t, again, all)
+	if err := again.Verify(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestWhatIsChangedJustAfterALoadIsFound changes the table before the backend has read it.
+func TestWhatIsChangedJustAfterALoadIsFound(t *testing.T) {
+	ns := netnstest.New(t)
+	var once sync.Once
+	b := startIn(t, ns, Options{Observer: Observer{Transacted: func(error) {
+		once.Do(func() { nft(t, ns, "flush chain inet kpng services\n", "-f", "-") })
+	}}})
+	all := changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)))
+	mustSync(t, b, all)
+	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("Verify returns %v", err)
+	}
+	mustSync(t, b, all)
+	if err := b.Verify(t.Context()); err != nil {
+		t.Error(err)
+	}
+}
+
+// keepAsking connects to addr from ns, one connection after the other, until stop is called.
+// stop returns how many answers came and the first error.
+func keepAsking(ns *netnstest.Namespace, addr string) (stop func() (answers int, err error)) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var answers int
+	var err error
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for ctx.Err() == nil && err == nil {
+			if _, err = ask(ns, addr); err == nil {
+				answers++
+			}
+		}
+	}()
+	return func() (int, error) {
+		cancel()
+		<-done
+		return answers, err
+	}
+}
+
+var (
+	webEndpoints = []string{"!10.0.1.2", "!10.0.2.2"}
+	web          = func(s *api.Service) { s.Type, s.Ports[0].NodePort = api.NodePort, 30001 }
+)
+
+// TestATableOfAnotherLayoutServesUntilTheNewOneIsFilled starts where another version of this
+// package has made the table.
+func TestATableOfAnotherLayoutServesUntilTheNewOneIsFilled(t *testing.T) {
+	text, err := os.ReadFile("testdata/layout-1.nft")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, names := range [][2]string{{"kpng", "kpng2"}, {"kpng2", "kpng"}} {
+		t.Run(names[0], func(t *testing.T) {
+			w := newPacketWorld(t)
+			opts := Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))}
+			nft(t, w.node, strings.Replace(string(text), "table inet kpng {", "table inet "+names[0]+" {", 1), "-f", "-")
+			stops := []func() (int, error){
+				keepAsking(w.pod2, "10.96.0.1:80"), keepAsking(w.node, "10.96.0.1:80"), keepAsking(w.client, "192.0.2.1:30001"),
+			}
+			all := []*sink.Changes{
+				batch(true, false, set(view("other", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil))),
+				batch(false, false, set(view("web", []string{"10.96.0.1"}, webEndpoints, web))),
+				batch(false, true),
+			}
+			b := startIn(t, w.node, opts)
+			mustSync(t, b, all[0])
+			b = startIn(t, w.node, opts) // as if the first had been killed meanwhile
+			mustSync(t, b, all...)
+			mustSync(t, startIn(t, w.node, opts), all...)
+			for _, stop := range stops {
+				if answers, err := stop(); answers == 0 || err != nil {
+					t.Errorf("after %d answers: %v", answers, err)
+				}
+			}
+			if tables := nft(t, w.node, "", "list", "tables"); tables != "table inet "+names[1]+"\n" {
+				t.Errorf("there are\n%s", tables)
+			}
+			if err := b.Verify(t.Context()); err != nil {
+				t.Error(err)
+			}
+			if got, err := b.Dataplane(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, nil); err != nil || !strings.Contains(got, "table inet "+names[1]) {
+				t.Errorf("the dataplane is %s, %v", got, err)
+			}
+			nft(t, w.node, "add table inet "+names[0]+"\n", "-f", "-")
+			if err := b.Cleanup(t.Context()); err != nil {
+				t.Error(err)
+			}
+			if tables := nft(t, w.node, "", "list", "tables"); tables != "" {
+				t.Errorf("after Cleanup there are\n%s", tables)
+			}
+		})
+	}
+}
+
+// TestHooksChangeInPlace starts with other priorities, and where base chains were replaced,
+// while connections go on.
+func TestHooksChangeInPlace(t *testing.T) {
+	for name, test := range map[string]struct {
+		opts   Options
+		damage string
+	}{
+		"other priorities":              {opts: Options{DNATPriority: -110, SNATPriority: 90}},
+		"a base chain at another place": {damage: "delete chain inet kpng output; add chain inet kpng output { type nat hook output priority 7; }"},
+		"a chain that is none":          {damage: "delete chain inet kpng output; add chain inet kpng output"},
+		"a base chain that should not":  {damage: "flush chain inet kpng short-circuit; delete chain inet kpng short-circuit; add chain inet kpng short-circuit { type nat hook input priority 7; }"},
+		"another policy":                {damage: "add chain inet kpng prerouting { policy drop; }"},
+		"a missing map":                 {damage: "flush chain inet kpng address-sources; delete set inet kpng address-sources4"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newPacketWorld(t)
+			addresses := nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
+			all := changes(true, set(view("web", []string{"10.96.0.1"}, webEndpoints, web)))
+			before := startIn(t, w.node, Options{NodeAddresses: addresses})
+			mustSync(t, before, all)
+			elements := contents(t, before)
+			stop := keepAsking(w.pod2, "10.96.0.1:80")
+			nft(t, w.node, strings.ReplaceAll(test.damage, "; ", "\n"), "-f", "-")
+			if err := before.Verify(t.Context()); test.damage != "" && !errors.Is(err, sink.ErrStartOver) {
+				t.Errorf("Verify returns %v", err)
+			}
+
+			test.opts.NodeAddresses = addresses
+			b := startIn(t, w.node, test.opts)
+			if diff := cmp.Diff(elements, contents(t, b)); diff != "" {
+				t.Errorf("a start changes elements (-before +after):\n%s", diff)
+			}
+			mustSync(t, b, all)
+			if answers, err := stop(); answers == 0 || err != nil {
+				t.Errorf("after %d answers: %v", answers, err)
+			}
+			if err := b.Verify(t.Context()); err != nil {
+				t.Error(err)
+			}
+			fresh, other := start(t, test.opts)
+			mustSync(t, fresh, all)
+			if diff := cmp.Diff(lines(nft(t, other, "", "list", "table", "inet", "kpng")), lines(nft(t, w.node, "", "list", "table", "inet", "kpng"))); diff != "" {
+				t.Errorf("the table is not as a fresh load makes it (-fresh +is):\n%s", diff)
+			}
+		})
+	}
+}
+
+// TestCommentsNameTheService checks what an operator finds in a listing.
+func TestCommentsNameTheService(t *testing.T) {
+	b, ns := start(t, Options{NodeAddresses: nodeaddr.Of()})
+	named := func(name string) sink.Change {
+		return set(view(name, []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) { s.Ports[0].Name = "http" }))
+	}
+	mustSync(t, b, changes(true, named("web")))
+	mustSync(t, b, changes(false, sink.Change{Old: named("web").New, New: nil}, named("successor")))
+	want := `10.96.0.1 . tcp . 80 comment "default/successor:http" : 7000:1`
+	if listing := nft(t, ns, "", "list", "map", "inet", "kpng", "services4"); !strings.Contains(listing, want) {
+		t.Errorf("the listing has no\n%s\nbut is\n%s", want, listing)
+	}
+}
+
+// TestNumbersOfClassesAreUnique checks that each number leads back to its class.
+func TestNumbersOfClassesAreUnique(t *testing.T) {
+	seen := map[string]class{}
+	check := func(c class) {
+		e := c.element()
+		if got, ok := classOf(&e.elementID, &e.value); !ok || got != c {
+			t.Errorf("the number of %+v is that of %+v, %t", c, got, ok)
+		}
+		if other, ok := seen[e.elementID.String()]; ok {
+			t.Errorf("%+v and %+v have one number", c, other)
+		}
+		seen[e.elementID.String()] = c
+	}
+	for _, s := range []scope{service, nodePort, address} {
+		for _, masquerade := range []nodeview.Masquerade{nodeview.MasqueradeIfAsked, nodeview.MasqueradeAll, nodeview.MasqueradeNode} {
+			for _, filtered := range []bool{false, true} {
+				c := class{scope: s, family: api.IPv4, masquerade: masquerade, filtered: filtered}
+				for _, c.endpoints = range []int{1, 2, 65_536, maxEndpoints} {
+					check(c)
+				}
+				c.endpoints = 0
+				for _, c.verdict = range []nodeview.Verdict{nodeview.Drop, nodeview.Reject} {
+					check(c)
+				}
+				c.verdict, c.affinity = nodeview.Forward, true
+				check(c)
+			}
+		}
+	}
+}

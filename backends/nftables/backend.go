@@ -43,6 +43,8 @@ type Backend struct {
 	seed maphash.Seed
 	// skeleton are the digests of the skeleton's chains, as they were sent.
 	skeleton map[string]digest
+	// podCIDRs are those of the Node object that the skeleton is for.
+	podCIDRs []netip.Prefix
 	// replaced is the name of another table of this instance, empty if there is none. The
 	// end of a pass deletes it.
 	replaced string
@@ -106,10 +108,12 @@ func (b *Backend) Start(ctx context.Context) error {
 	if err := b.conn.checkKernel(ctx, features); err != nil {
 		return err
 	}
-	if err := b.loadSkeleton(ctx); err != nil {
-		return err
+	if !b.opts.NodePodCIDRs { // or else the first pass does it, which knows the Node object
+		if err := b.loadSkeleton(ctx); err != nil {
+			return err
+		}
+		b.fresh = true
 	}
-	b.fresh = true
 	return b.startTasks(ctx)
 }
 
@@ -226,9 +230,12 @@ func (b *Backend) sync(ctx context.Context, c *sink.Changes) error {
 // service. After an error that is no [*sink.Failed] it is not known what the table has.
 func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	if c.First {
+		b.setPodCIDRs(c.Node)
 		if err := b.beginPass(ctx, c.Node); err != nil {
 			return err
 		}
+	} else if c.NodeChanged && b.setPodCIDRs(c.Node) {
+		return errPodCIDRs
 	} else if b.state == nil {
 		return fmt.Errorf("it is not known what table inet %s has", b.table())
 	}

@@ -10,6 +10,7 @@ import (
 	"math/bits"
 	"net/netip"
 	"regexp"
+	"slices"
 
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -48,11 +49,18 @@ type Options struct {
 	// as pods of this node: their traffic to external frontends of services
 	// with externalTrafficPolicy Local is short-circuited.
 	ClusterCIDRs []netip.Prefix
+	// NodePodCIDRs adds the pod CIDRs of the Node object, as they are at any time, to
+	// ClusterCIDRs. They are those of the pods of this node.
+	NodePodCIDRs bool
 	// PodInterfaces are the interfaces behind which this node's pods are, as in
 	// "cni0"; one that ends in "*" stands for all that begin so, as in "veth*". What
 	// comes in through them counts as traffic of this node's pods. With neither
-	// ClusterCIDRs nor PodInterfaces, only the node's own traffic is short-circuited.
+	// CIDRs nor PodInterfaces, only the node's own traffic is short-circuited.
 	PodInterfaces []string
+
+	// ServiceCIDRs are the ranges of cluster IPs. New connections that this node forwards or
+	// begins to an address in them that no service has are dropped. Default: none are.
+	ServiceCIDRs []netip.Prefix
 
 	// NodeAddresses has the addresses at which node ports are served. Loopback addresses
 	// among them are passed over. Default: the primary addresses of the node (see package
@@ -123,12 +131,12 @@ func (o *Options) complete() error {
 			errs = append(errs, fmt.Errorf("%q is no interface name", name))
 		}
 	}
-	for _, cidr := range o.ClusterCIDRs {
+	for _, cidr := range slices.Concat(o.ClusterCIDRs, o.ServiceCIDRs) {
 		if !cidr.IsValid() {
-			errs = append(errs, errors.New("a cluster CIDR is not valid"))
+			errs = append(errs, errors.New("a cluster CIDR or service CIDR is not valid"))
 		}
 	}
-	if o.MasqueradeOutsiders && len(o.PodInterfaces) == 0 && len(o.ClusterCIDRs) == 0 {
+	if o.MasqueradeOutsiders && len(o.PodInterfaces) == 0 && len(o.ClusterCIDRs) == 0 && !o.NodePodCIDRs {
 		errs = append(errs, errors.New("masquerading outsiders takes cluster CIDRs or pod interfaces"))
 	}
 	// nf_nat does its part of the work at priority -200, which is conntrack's, in hooks

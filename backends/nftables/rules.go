@@ -185,15 +185,18 @@ func fromInterface(name string) []expr.Any {
 	return []expr.Any{loadMeta(expr.MetaKeyIIFNAME), equal(data...)}
 }
 
-// fromPrefix matches packets whose source is in a prefix.
-func fromPrefix(prefix netip.Prefix) []expr.Any {
+// fromPrefix and toPrefix match packets whose source or destination is in a prefix.
+func fromPrefix(prefix netip.Prefix) []expr.Any { return matchPrefix(prefix, loadSource) }
+func toPrefix(prefix netip.Prefix) []expr.Any   { return matchPrefix(prefix, loadDestination) }
+
+func matchPrefix(prefix netip.Prefix, load func(api.Family, int) (expr.Any, int)) []expr.Any {
 	family := api.FamilyOf(prefix.Addr())
 	rule := matchFamily(family)
 	if prefix.Bits() == 0 {
 		return rule
 	}
-	load, _ := loadSource(family, 0)
-	rule = append(rule, load)
+	address, _ := load(family, 0)
+	rule = append(rule, address)
 	if !prefix.IsSingleIP() {
 		n := prefix.Addr().BitLen() / 8
 		mask := make([]byte, n)

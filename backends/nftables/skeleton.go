@@ -125,6 +125,11 @@ func (o *Options) skeletonChains() []chain {
 			rules = append(rules, hairpin(s, family))
 		}
 	}
+	// Here a cluster IP that has a service, of whatever proxy, is translated already, and what
+	// goes to an address of this node does not get here.
+	for _, cidr := range o.ServiceCIDRs {
+		rules = append(rules, append(toPrefix(cidr), verdictDrop()...))
+	}
 	add("postrouting", nat(unix.NF_INET_POST_ROUTING, o.SNATPriority), rules...)
 	return chains
 }
@@ -292,7 +297,7 @@ func (b *Backend) loadSkeleton(ctx context.Context) error {
 	if tables[other].exists {
 		b.replaced = names[other]
 	}
-	chains := b.opts.skeletonChains()
+	chains := b.skeletonChains()
 	if tables[other].active() && !tables[now].active() {
 		klog.FromContext(ctx).Info("Filling a new table, as the layout of the present one differs", "table", names[now], "present", names[other])
 		chains = slices.DeleteFunc(chains, func(c chain) bool { return c.hook != (hook{}) })
@@ -327,7 +332,7 @@ func (b *Backend) replaceTable(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	err = b.load(ctx, t, b.opts.skeletonChains(), func(w *wire) { w.deleteTable(b.replaced) })
+	err = b.load(ctx, t, b.skeletonChains(), func(w *wire) { w.deleteTable(b.replaced) })
 	if err == nil {
 		b.replaced = ""
 	}

@@ -51,6 +51,8 @@ func (f *nftablesFlags) register(fs *pflag.FlagSet) {
 	fs.StringVar(&f.options.Instance, "instance", "", "the `name` of this instance among several on a node: its table is kpng-NAME instead of kpng, or kpng2-NAME instead of kpng2")
 	nodePortsFlag(fs, &f.nodePorts)
 	listFlag(fs, &f.options.ClusterCIDRs, parseCIDR, "cluster-cidr", "the `CIDRs` of pods")
+	fs.BoolVar(&f.options.NodePodCIDRs, "node-pod-cidrs", false, "take the pod CIDRs of the Node object for the addresses of this node's pods")
+	listFlag(fs, &f.options.ServiceCIDRs, parseCIDR, "service-cidr", "drop connections to addresses in these `CIDRs` of cluster IPs that no service has")
 	fs.StringSliceVar(&f.options.PodInterfaces, "pod-interfaces", nil, "take what comes in by these `interfaces`, such as cni0 or veth*, for pods of this node")
 	fs.BoolVar(&f.options.MasqueradeAll, "masquerade-all", false, "masquerade all connections to cluster IPs")
 	fs.BoolVar(&f.masqueradeOutside, "masquerade-outside", true, "masquerade connections to cluster IPs from outside the pod network, where --cluster-cidr or --pod-interfaces tell what that is")
@@ -67,7 +69,7 @@ func (f *nftablesFlags) register(fs *pflag.FlagSet) {
 // complete returns the backend's options as far as flags alone decide.
 func (f *nftablesFlags) complete() (nftables.Options, error) {
 	opts := f.options
-	opts.MasqueradeOutsiders = f.masqueradeOutside && len(opts.ClusterCIDRs)+len(opts.PodInterfaces) > 0
+	opts.MasqueradeOutsiders = f.masqueradeOutside && (opts.NodePodCIDRs || len(opts.ClusterCIDRs)+len(opts.PodInterfaces) > 0)
 	if f.masqueradeBit < 0 || f.masqueradeBit > 31 {
 		return opts, fmt.Errorf("--masquerade-bit is %d, not 0 to 31", f.masqueradeBit)
 	}

@@ -34,9 +34,13 @@ func TestFlagsOfNFTables(t *testing.T) {
 			[]string{"--pod-interfaces=cni0,veth*", "--masquerade-outside=false"},
 			nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, PodInterfaces: []string{"cni0", "veth*"}},
 		},
+		"with the pod CIDRs of the node": {
+			[]string{"--node-pod-cidrs"},
+			nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, NodePodCIDRs: true, MasqueradeOutsiders: true},
+		},
 		"everything else": {
-			[]string{"--instance=x", "--masquerade-all", "--masquerade-bit=15", "--dnat-priority=-110", "--snat-priority=90", "--accept-unknown-ports", "--sysctls=ignore"},
-			nftables.Options{Instance: "x", MasqueradeAll: true, MasqueradeMark: 1 << 15, DNATPriority: -110, SNATPriority: 90, AcceptUnknownPorts: true, Sysctls: nftables.IgnoreSysctls},
+			[]string{"--service-cidr=10.1.2.3/16,fd01::/48", "--instance=x", "--masquerade-all", "--masquerade-bit=15", "--dnat-priority=-110", "--snat-priority=90", "--accept-unknown-ports", "--sysctls=ignore"},
+			nftables.Options{ServiceCIDRs: pods, Instance: "x", MasqueradeAll: true, MasqueradeMark: 1 << 15, DNATPriority: -110, SNATPriority: 90, AcceptUnknownPorts: true, Sysctls: nftables.IgnoreSysctls},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {

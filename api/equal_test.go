@@ -9,9 +9,8 @@ import (
 	"time"
 )
 
-// TestEqualSeesEveryField changes one field after the other, however deep, and
-// expects Equal to see it: a field that it forgets is a change that no reader
-// is told about.
+// TestEqualSeesEveryField changes each field at every depth and checks that Equal detects
+// it. Readers would miss changes of an ignored field.
 func TestEqualSeesEveryField(t *testing.T) {
 	ignored := map[string]bool{"EndpointSlice.TriggerTime": true}
 	testEqual(t, ignored, (*Service).Equal)
@@ -54,7 +53,7 @@ func testEqual[T any](t *testing.T, ignored map[string]bool, equal func(a, b *T)
 	})
 }
 
-// walk visits v and whatever it is made of, innermost first.
+// walk visits v and all its parts, innermost first.
 func walk(v reflect.Value, path string, visit func(path string, v reflect.Value)) {
 	switch v.Interface().(type) {
 	case netip.Addr, netip.Prefix, time.Time:
@@ -77,7 +76,7 @@ func walk(v reflect.Value, path string, visit func(path string, v reflect.Value)
 	}
 }
 
-// fill gives v, and whatever it is made of, values other than zero.
+// fill sets v and all its parts to nonzero values.
 func fill(v reflect.Value) {
 	switch v.Interface().(type) {
 	case netip.Addr:
@@ -108,7 +107,7 @@ func fill(v reflect.Value) {
 	}
 }
 
-// change gives v another value.
+// change sets v to another value.
 func change(v reflect.Value) {
 	switch x := v.Interface().(type) {
 	case netip.Addr:
@@ -135,7 +134,7 @@ func change(v reflect.Value) {
 	case reflect.Pointer, reflect.Slice:
 		v.SetZero()
 	default:
-		panic("no way to change a " + v.Type().String())
+		panic("cannot change a value of type " + v.Type().String())
 	}
 }
 

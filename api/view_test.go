@@ -22,8 +22,8 @@ func addrs(list ...string) IPSet {
 	return s
 }
 
-// example is the view that the flagship use prints: a dual-stack headless
-// service with external IPs, one pod here and one elsewhere.
+// example is the view in the main example: a dual-stack headless service with external
+// IPs, one pod on this node and one elsewhere.
 func example() *ServiceEndpoints {
 	both := Scopes{Internal: true, External: true}
 	ready := Conditions{Ready: true, Serving: true}
@@ -70,7 +70,8 @@ func TestJSON(t *testing.T) {
 	}
 }
 
-// TestJSONKeepsNamesOfTheWire checks the fields that have another name in Go.
+// TestJSONKeepsNamesOfTheWire checks the fields whose Go names differ from the JSON
+// names.
 func TestJSONKeepsNamesOfTheWire(t *testing.T) {
 	s := Service{
 		AllPorts:     true,
@@ -93,7 +94,7 @@ func TestJSONKeepsNamesOfTheWire(t *testing.T) {
 	}
 }
 
-// TestJSONQueries makes the queries that users make of the JSON with jq:
+// TestJSONQueries runs queries that users make with jq:
 //
 //	.Service.IPs.ExternalIPs.V6[0]
 //	.Endpoints[]|select(.Local == true)|select(.IPs.V6 != null)|.IPs.V6[0]
@@ -140,7 +141,7 @@ func TestJSONEndpointHasOneAddress(t *testing.T) {
 }
 
 func TestEndpointKeyAndOrder(t *testing.T) {
-	// In order, each with its key.
+	// Sorted, each with its key.
 	keyed := []struct {
 		key      string
 		endpoint Endpoint

@@ -19,7 +19,7 @@ import (
 
 var equateAddrs = gocmp.Comparer(func(a, b netip.Addr) bool { return a == b })
 
-// service returns a service that is age seconds old and has one cluster IP.
+// service returns a service with an age in seconds and one cluster IP.
 func service(name string, age int, ip string, ports ...int32) *api.Service {
 	s := &api.Service{
 		Namespace: "ns", Name: name, Type: api.ClusterIP,
@@ -51,7 +51,7 @@ func wholeAddress(s *api.Service) *api.Service {
 
 func key(name string) types.NamespacedName { return types.NamespacedName{Namespace: "ns", Name: name} }
 
-// lost returns which claims are lost, as "loser claim winner".
+// lost returns the lost claims in the form "loser claim winner".
 func lost(state *cluster.State) []string {
 	list := []string{}
 	for k, s := range state.Snapshot().States.All() {
@@ -73,11 +73,11 @@ func TestClaims(t *testing.T) {
 		want     []string
 	}{
 		{
-			"different ports of one address do not meet",
+			"different ports of one address do not conflict",
 			[]*api.Service{service("a", 1, "10.0.0.1", 80), service("b", 2, "10.0.0.1", 81)},
 			nil,
 		}, {
-			"different protocols of one port do not meet",
+			"different protocols of one port do not conflict",
 			[]*api.Service{
 				service("a", 1, "10.0.0.1", 53),
 				with(service("b", 2, "10.0.0.1", 53), func(s *api.Service) { s.Ports[0].Protocol = api.UDP }),
@@ -88,7 +88,7 @@ func TestClaims(t *testing.T) {
 			[]*api.Service{service("a", 1, "10.0.0.1", 80, 81), service("b", 2, "10.0.0.1", 80)},
 			[]string{"a 10.0.0.1:80/TCP b"},
 		}, {
-			"of two of one age the one whose name comes first wins",
+			"of two services of the same age, the first name wins",
 			[]*api.Service{service("b", 1, "10.0.0.1", 80), service("a", 1, "10.0.0.1", 80)},
 			[]string{"b 10.0.0.1:80/TCP a"},
 		}, {
@@ -113,7 +113,7 @@ func TestClaims(t *testing.T) {
 			},
 			[]string{"b 10.9.9.9:80/TCP a"},
 		}, {
-			"of two external IPs the older service's wins",
+			"of two external IPs, the one of the older service wins",
 			[]*api.Service{
 				with(service("a", 1, "10.0.0.1", 80), external("10.9.9.9")),
 				with(service("b", 2, "10.0.0.2", 80), external("10.9.9.9")),
@@ -156,7 +156,7 @@ func TestClaims(t *testing.T) {
 			[]*api.Service{service("a", 2, "10.0.0.1", 81), wholeAddress(service("b", 1, "10.0.0.1"))},
 			[]string{"b 10.0.0.1:0/Protocol(0) a"},
 		}, {
-			"what is lost is in nobody's way",
+			"a lost claim does not block other claims",
 			[]*api.Service{service("old", 3, "10.0.0.1", 80), wholeAddress(service("whole", 2, "10.0.0.1")), service("young", 1, "10.0.0.1", 81)},
 			[]string{"whole 10.0.0.1:0/Protocol(0) old"},
 		}, {
@@ -164,14 +164,14 @@ func TestClaims(t *testing.T) {
 			[]*api.Service{wholeAddress(service("a", 1, "10.0.0.1")), wholeAddress(service("b", 2, "10.0.0.1"))},
 			[]string{"a 10.0.0.1:0/Protocol(0) b"},
 		}, {
-			"node ports meet whatever the addresses",
+			"node ports conflict whatever the addresses",
 			[]*api.Service{
 				with(service("a", 1, "10.0.0.1", 80), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
 				with(service("b", 2, "10.0.0.2", 81), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
 			},
 			[]string{"a *:30000/TCP b"},
 		}, {
-			"node ports of different families do not meet",
+			"node ports of different families do not conflict",
 			[]*api.Service{
 				with(service("a", 1, "10.0.0.1", 80), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
 				with(service("b", 2, "fd00::1", 81), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
@@ -227,7 +227,7 @@ func TestAClaimIsHandedOverWhenTheWinnerGoes(t *testing.T) {
 	}{
 		{"deleted", func(tx *cluster.Tx) { tx.DeleteService(winner.Key()) }},
 		{"moved to another port", func(tx *cluster.Tx) { tx.SetService(service("old", 2, "10.0.0.1", 81)) }},
-		{"recreated and now the younger", func(tx *cluster.Tx) { tx.SetService(service("old", 0, "10.0.0.1", 80)) }},
+		{"recreated, and now the younger one", func(tx *cluster.Tx) { tx.SetService(service("old", 0, "10.0.0.1", 80)) }},
 		{"not in a new listing", func(tx *cluster.Tx) {
 			tx.ReplaceServices(slices.Values([]*api.Service{loser}))
 		}},
@@ -250,8 +250,8 @@ func TestAClaimIsHandedOverWhenTheWinnerGoes(t *testing.T) {
 	}
 }
 
-// TestClaimsAgreeWithGrantingInOrder compares the incremental index with
-// the definition, over random services that come, change and go.
+// TestClaimsAgreeWithGrantingInOrder compares the incremental index with the definition,
+// for random services that are added, changed and deleted.
 func TestClaimsAgreeWithGrantingInOrder(t *testing.T) {
 	for seed := range uint64(200) {
 		random := rand.New(rand.NewPCG(seed, 0))
@@ -294,9 +294,8 @@ func lostByService(state *cluster.State) map[string][]api.LostClaim {
 	return all
 }
 
-// grantInOrder is the definition: cluster IPs are granted first, then load-balancer IPs, then
-// external IPs and node ports; among claims of one kind the oldest service takes what it claims,
-// the next what is left, and so on.
+// grantInOrder is the definition. It grants cluster IPs first, then load-balancer IPs,
+// then external IPs and node ports. Among claims of one kind, older services come first.
 func grantInOrder(state *cluster.State) map[string][]api.LostClaim {
 	var services []*api.Service
 	for _, s := range state.Snapshot().Services.All() {
@@ -316,7 +315,7 @@ func grantInOrder(state *cluster.State) map[string][]api.LostClaim {
 		for _, s := range services {
 			for _, c := range claimsOfKind(s, kind) {
 				if tried[grant{c, s.Key()}] {
-					continue // by a better claim
+					continue // lost to a better claim
 				}
 				tried[grant{c, s.Key()}] = true
 				i := slices.IndexFunc(granted, func(g grant) bool {
@@ -337,7 +336,7 @@ func grantInOrder(state *cluster.State) map[string][]api.LostClaim {
 	return all
 }
 
-// claimsOfKind returns the claims of a service by cluster IPs (0), load-balancer IPs (1), or
+// claimsOfKind returns a service's claims by cluster IPs (0), load-balancer IPs (1), or
 // external IPs and node ports (2).
 func claimsOfKind(s *api.Service, kind int) []api.Claim {
 	var claims []api.Claim
@@ -365,8 +364,8 @@ func compareClaims(a, b api.Claim) int {
 	return cmp.Or(a.IP.Compare(b.IP), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
-// BenchmarkContestedAddress changes one of many services that share an address
-// with an all-ports service, and one of many that claim one port.
+// BenchmarkContestedAddress changes one of many services that share an address with an
+// all-ports service, and one of many that claim the same port.
 func BenchmarkContestedAddress(b *testing.B) {
 	for _, test := range []struct {
 		name string

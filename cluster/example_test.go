@@ -11,13 +11,13 @@ import (
 	"github.com/kpng-project/kpng/diffstore"
 )
 
-// A reader follows a cluster, which may be empty to begin with.
+// A reader follows a cluster that may be empty at first.
 func Example() {
 	state := cluster.New(cluster.Options{})
 	state.Update(func(tx *cluster.Tx) { tx.ReplaceServices(slices.Values([]*api.Service{})) })
 	state.SetSynced()
 
-	var revision diffstore.Revision // of nothing
+	var revision diffstore.Revision // of no state
 	cursor := state.NewCursor()
 	defer cursor.Close()
 	for _, name := range []string{"db", "web"} {
@@ -31,7 +31,7 @@ func Example() {
 		cursor.Advance(snapshot.States)
 		revision = snapshot.Revision
 
-		// A watcher writes meanwhile.
+		// Meanwhile, a watcher writes.
 		state.Update(func(tx *cluster.Tx) { tx.SetService(&api.Service{Namespace: "default", Name: name}) })
 	}
 

@@ -17,7 +17,7 @@ func slice(name, service string) *api.EndpointSlice {
 	return &api.EndpointSlice{Namespace: "ns", Name: name, ServiceName: service, Family: api.IPv4}
 }
 
-// changedSince returns the names of the services that changed since before.
+// changedSince returns the names of the services that changed after before.
 func changedSince(t *testing.T, state *cluster.State, before *cluster.Snapshot) []string {
 	t.Helper()
 	changes, ok := state.Snapshot().States.Since(before.States.Revision())
@@ -32,7 +32,7 @@ func changedSince(t *testing.T, state *cluster.State, before *cluster.Snapshot) 
 	return names
 }
 
-// joined prints what is joined to each service, as "service: slices".
+// joined returns the joined slices of each service in the form "service: slices".
 func joined(state *cluster.State) []string {
 	list := []string{}
 	for k, s := range state.Snapshot().States.All() {
@@ -60,7 +60,7 @@ func TestServicesAndSlicesAreJoined(t *testing.T) {
 		{"a slice may come before its service",
 			func(tx *cluster.Tx) { tx.SetSlice(slice("a-2", "a")) },
 			[]string{"(a) a-2"}, []string{"a"}},
-		{"the service finds it",
+		{"the service is joined with its slices",
 			func(tx *cluster.Tx) { tx.SetService(a); tx.SetService(b) },
 			[]string{"a a-2", "b"}, []string{"a", "b"}},
 		{"slices are in order of their names",
@@ -77,13 +77,13 @@ func TestServicesAndSlicesAreJoined(t *testing.T) {
 				tx.ReplaceSlices(slices.Values([]*api.EndpointSlice{slice("a-1", "a"), slice("b-1", "b")}))
 			},
 			[]string{"a a-1", "b b-1"}, []string{"a", "b"}},
-		{"a service that goes leaves its slices waiting",
+		{"a deleted service leaves its slices without a service",
 			func(tx *cluster.Tx) { tx.DeleteService(a.Key()) },
 			[]string{"(a) a-1", "b b-1"}, []string{"a"}},
-		{"nothing is left of a service without slices",
+		{"a deleted service without slices has no state",
 			func(tx *cluster.Tx) { tx.DeleteSlice(key("a-1")) },
 			[]string{"b b-1"}, []string{"a"}},
-		{"nodes are no change of any service",
+		{"changes of nodes do not change services",
 			func(tx *cluster.Tx) { tx.SetNode(&api.Node{Name: "n"}) },
 			[]string{"b b-1"}, []string{}},
 	}
@@ -201,7 +201,7 @@ func TestDeletionsAreRememberedForServersOnly(t *testing.T) {
 				t.Error("forgotten before the cursor has passed")
 			}
 			cursor.Advance(state.Snapshot().States)
-			state.Update(func(tx *cluster.Tx) { // tombstones are dropped when something changes
+			state.Update(func(tx *cluster.Tx) { // changes drop tombstones
 				tx.SetService(service("b", 1, "10.0.0.1", 80))
 				tx.SetSlice(slice("b-1", "b"))
 			})

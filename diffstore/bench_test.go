@@ -11,7 +11,7 @@ import (
 	"testing"
 )
 
-// key has 32 bytes, as much as a key of a cluster's object needs with its string headers.
+// key has 32 bytes, the size of an object key with its string headers.
 type key [4]uint64
 
 func compareKeys(a, b key) int {
@@ -45,7 +45,7 @@ func filled(n int) *Store[key, uint64] {
 	return s
 }
 
-// reportEach reports what one of n things done per iteration costs.
+// reportEach reports the cost of one of n operations per iteration.
 func reportEach(b *testing.B, n int) {
 	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(n), "ns/set")
 }
@@ -78,8 +78,8 @@ func BenchmarkSetRandom(b *testing.B) {
 	}
 }
 
-// BenchmarkOneChange is what a reader pays for one change among n keys: the write that meets a
-// snapshot, the new snapshot, and finding the change.
+// BenchmarkOneChange measures a reader's cost of one change among n keys: the write after
+// a snapshot, the new snapshot, and finding the change.
 func BenchmarkOneChange(b *testing.B) {
 	for _, n := range []int{1_000, 1_000_000} {
 		b.Run(fmt.Sprint(n), func(b *testing.B) {
@@ -106,7 +106,7 @@ func BenchmarkOneChange(b *testing.B) {
 	}
 }
 
-// BenchmarkFindOneChange is the reader's part of it: Since alone.
+// BenchmarkFindOneChange measures Since alone.
 func BenchmarkFindOneChange(b *testing.B) {
 	for _, n := range []int{1_000, 1_000_000} {
 		b.Run(fmt.Sprint(n), func(b *testing.B) {
@@ -181,7 +181,7 @@ func BenchmarkGet(b *testing.B) {
 	}
 }
 
-// BenchmarkRetained reports what an entry keeps in memory, key and value included.
+// BenchmarkRetained reports the memory of an entry, including key and value.
 func BenchmarkRetained(b *testing.B) {
 	const n = 1_000_000
 	for b.Loop() {

@@ -10,9 +10,9 @@ import (
 	"testing"
 )
 
-// TestConcurrentUse runs writers, snapshot readers and cursors at the same time. Under the race
-// detector it also pins how Clone is used: a BTreeG must not be cloned while it is written to or
-// cloned, and a clone that is never written to may be read by all.
+// TestConcurrentUse runs writers, snapshot readers and cursors concurrently. Under the
+// race detector it also checks the use of Clone: a BTreeG must not be cloned during a
+// write or another Clone, and clones are only read.
 func TestConcurrentUse(t *testing.T) {
 	const writers, readers, followers, writes = 4, 4, 4, 1500
 	s := New(Options[int, int]{
@@ -38,8 +38,8 @@ func TestConcurrentUse(t *testing.T) {
 				key, value := random.IntN(200), random.IntN(5)
 				switch random.IntN(20) {
 				case 0:
-					// Both negative keys always change together: readers must never see one
-					// without the other.
+					// Both negative keys always change together. Readers must never see one without the
+					// other.
 					s.Replace(maps.All(map[int]int{-1: i, -2: i, key: value, key + 1: value}))
 				case 1, 2, 3, 4:
 					s.Delete(key)
@@ -98,7 +98,7 @@ func TestConcurrentUse(t *testing.T) {
 	mustEqual(t, "cursors left", s.cursors.byRevision.Len(), 0)
 }
 
-// follow brings a mirror up to date.
+// follow updates a mirror.
 func follow(c *Cursor[int, int], mirror map[int]int) {
 	delta := c.Until(c.store.Snapshot())
 	if delta.Full() {

@@ -23,7 +23,7 @@ func renderDelta(d Delta[string, int]) string {
 	return strings.Join(out, " ")
 }
 
-// renderChange prints a change as "key=old>new", with nothing for a key that is absent.
+// renderChange returns a change in the form "key=old>new". A missing value is empty.
 func renderChange(d Delta[string, int], c Change[string, int]) string {
 	value := func(s *Snapshot[string, int]) string {
 		if s == nil {
@@ -47,9 +47,9 @@ func TestCursor(t *testing.T) {
 	first := c.Until(s.Snapshot())
 	mustEqual(t, "a new reader starts over", renderDelta(first), "full: a=>1 b=>1")
 	s.Set("c", 1)
-	mustEqual(t, "what is not acknowledged comes again", renderDelta(c.Until(s.Snapshot())), "full: a=>1 b=>1 c=>1")
+	mustEqual(t, "unacknowledged changes are repeated", renderDelta(c.Until(s.Snapshot())), "full: a=>1 b=>1 c=>1")
 	c.Advance(first.New)
-	mustEqual(t, "then what followed", renderDelta(c.Until(s.Snapshot())), "c=>1")
+	mustEqual(t, "then the later changes", renderDelta(c.Until(s.Snapshot())), "c=>1")
 
 	s.Set("c", 2)
 	s.Delete("a")
@@ -61,7 +61,7 @@ func TestCursor(t *testing.T) {
 	c.Advance(first.New)
 	mustEqual(t, "no way back", renderDelta(c.Until(s.Snapshot())), "")
 	mustEqual(t, "no delta to an older snapshot", renderDelta(c.Until(first.New)), "")
-	mustEqual(t, "which leaves the reader where it is", c.Until(first.New).New.Revision(), d.New.Revision())
+	mustEqual(t, "the position does not move", c.Until(first.New).New.Revision(), d.New.Revision())
 }
 
 func TestCursorOfAnEmptyStore(t *testing.T) {
@@ -94,9 +94,9 @@ func TestChangesAreDifferencesInKeyOrder(t *testing.T) {
 
 	s.Set("e", 0) // a zero value is a value
 	s.Set("d", 6)
-	s.Set("d", 4) // as it was
+	s.Set("d", 4) // the old value
 	s.Set("bb", 7)
-	s.Delete("bb") // as it was
+	s.Delete("bb") // absent as before
 	s.Delete("b")
 	s.Set("b", 8)
 	s.Delete("a")
@@ -112,7 +112,7 @@ func TestChangesAreDifferencesInKeyOrder(t *testing.T) {
 	mustEqual(t, "changes", changes, []Change[string, int]{{"a", 1, 0}, {"aa", 0, 0}, {"b", 2, 8}, {"e", 5, 0}})
 	mustEqual(t, "all", all, []Change[string, int]{{"a", 1, 0}, {"aa", 0, 0}, {"b", 2, 8}, {"c", 3, 3}, {"d", 4, 4}, {"e", 5, 0}})
 	for range d.Changes() {
-		break // loops can be left early
+		break // a caller may stop early
 	}
 }
 
@@ -120,8 +120,8 @@ func TestTombstonesAreDroppedWhenEveryCursorHasPassed(t *testing.T) {
 	for _, tc := range []struct {
 		name      string
 		resumable bool
-		// Tombstones before there are cursors, after deletions, when one cursor has passed,
-		// when both have, and when both are closed and more was deleted.
+		// The numbers of tombstones before there are cursors, after deletions, when one cursor
+		// has passed, when both have passed, and after more deletions with both closed.
 		want []int
 	}{
 		{"as a rule", false, []int{0, 2, 2, 0, 0}},
@@ -189,12 +189,12 @@ func TestReaderThatStartsOverIsHeldFor(t *testing.T) {
 func TestCursorThatLagsStartsOver(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
-		length int // of the store
+		length int // length of the store
 		lag    func(*Store[string, int])
 		full   bool
 	}{
 		{
-			name: "not by as many changes as allowed",
+			name: "as many changes as allowed",
 			lag: func(s *Store[string, int]) {
 				for i := range 10 {
 					s.Set("hot", i)
@@ -202,7 +202,7 @@ func TestCursorThatLagsStartsOver(t *testing.T) {
 			},
 		},
 		{
-			name: "by more changes than allowed",
+			name: "more changes than allowed",
 			lag: func(s *Store[string, int]) {
 				for i := range 11 {
 					s.Set("hot", i)
@@ -211,7 +211,7 @@ func TestCursorThatLagsStartsOver(t *testing.T) {
 			full: true,
 		},
 		{
-			name:   "not by a quarter of a large store",
+			name:   "a quarter of a large store",
 			length: 100,
 			lag: func(s *Store[string, int]) {
 				for i := range 25 {
@@ -220,7 +220,7 @@ func TestCursorThatLagsStartsOver(t *testing.T) {
 			},
 		},
 		{
-			name:   "by more than a quarter of a large store",
+			name:   "more than a quarter of a large store",
 			length: 100,
 			lag: func(s *Store[string, int]) {
 				for i := range 26 {
@@ -230,7 +230,7 @@ func TestCursorThatLagsStartsOver(t *testing.T) {
 			full: true,
 		},
 		{
-			name:   "by more deletions than are remembered",
+			name:   "more deletions than the store keeps",
 			length: 5,
 			lag: func(s *Store[string, int]) {
 				s.Replace(listing(""))
@@ -238,7 +238,7 @@ func TestCursorThatLagsStartsOver(t *testing.T) {
 			full: true,
 		},
 		{
-			name:   "by a deletion longer ago than remembered",
+			name:   "a deletion older than the store keeps",
 			length: 1,
 			lag: func(s *Store[string, int]) {
 				s.Replace(listing(""))
@@ -248,7 +248,7 @@ func TestCursorThatLagsStartsOver(t *testing.T) {
 			full: true,
 		},
 		{
-			name:   "not by a change longer ago than deletions are remembered",
+			name:   "a change older than the store keeps deletions",
 			length: 1,
 			lag: func(s *Store[string, int]) {
 				s.Set("x", 1)
@@ -282,12 +282,12 @@ func TestReaderMayCatchUpAfterItsPositionWasDropped(t *testing.T) {
 	s.Set("a", 1)
 	d := c.Until(s.Snapshot())
 	s.Set("b", 1)
-	s.Set("c", 1) // the position is dropped here, while the reader applies d
+	s.Set("c", 1) // drops the position while the reader applies d
 	c.Advance(d.New)
 	mustEqual(t, "delta", renderDelta(c.Until(s.Snapshot())), "b=>1 c=>1")
 }
 
-// The reader here never comes back: what it held must be garbage nevertheless.
+// The reader never reads again. Its snapshot must become garbage.
 func TestCursorThatLagsLetsGoOfItsSnapshot(t *testing.T) {
 	s := newStrings(limited(limits{lag: 1}))
 	c := s.NewCursor()

@@ -24,7 +24,7 @@ func printChanges(delta diffstore.Delta[string, string]) {
 	}
 }
 
-// A reader that comes back with a revision, and holds nothing of the store meanwhile.
+// A reader resumes from a revision. It holds nothing of the store meanwhile.
 func Example() {
 	store := newStore()
 	store.Set("default/web", "10.0.0.1")
@@ -48,7 +48,7 @@ func Example() {
 	// a snapshot never changes: 10.0.0.1
 }
 
-// A full listing changes only what differs.
+// A full listing changes only the differences.
 func ExampleStore_Replace() {
 	store := newStore()
 	store.Replace(maps.All(map[string]string{"a": "1", "b": "1", "c": "1"}))
@@ -75,13 +75,13 @@ func ExampleCursor() {
 	mirror := map[string]string{}
 	cursor := store.NewCursor()
 	defer cursor.Close()
-	for range 2 { // each time the writer signals a change
+	for range 2 { // the writer signals a change each time
 		delta := cursor.Until(store.Snapshot())
 		if delta.Full() {
 			clear(mirror)
 		}
 		for change := range delta.Changes() {
-			if change.New == "" { // no entry of this store is empty
+			if change.New == "" { // no value in this store is empty
 				delete(mirror, change.Key)
 			} else {
 				mirror[change.Key] = change.New
@@ -99,7 +99,7 @@ func ExampleCursor() {
 	// map[b:2]
 }
 
-// kernel stands for a dataplane that is programmed element by element.
+// kernel is a dataplane that is programmed entry by entry.
 type kernel map[string]string
 
 func (k kernel) apply(delta diffstore.Delta[string, string]) {
@@ -112,9 +112,9 @@ func (k kernel) apply(delta diffstore.Delta[string, string]) {
 	}
 }
 
-// A backend keeps what it wants in a store, and what it has programmed as the position of a
-// cursor. The cursor begins at what an earlier run left in the kernel, so that even the first,
-// full synchronisation is a minimal difference.
+// A backend keeps its desired state in a store, and what it has programmed as the
+// position of a cursor. The cursor begins with the entries of an earlier run in the
+// kernel. So even the first full synchronization is a minimal difference.
 func Example_desiredAgainstProgrammed() {
 	kernel := kernel{"10.0.0.1:80": "10.1.0.1", "10.0.0.9:80": "10.1.0.9"}
 
@@ -130,7 +130,7 @@ func Example_desiredAgainstProgrammed() {
 		fmt.Println("sync")
 		printChanges(delta)
 		kernel.apply(delta)
-		programmed.Advance(delta.New) // left out if the kernel refuses: the difference comes again
+		programmed.Advance(delta.New) // omit this if the kernel fails: then the difference is repeated
 	}
 	sync(map[string]string{"10.0.0.1:80": "10.1.0.1", "10.0.0.2:80": "10.1.0.2"})
 	sync(map[string]string{"10.0.0.1:80": "10.1.0.3", "10.0.0.2:80": "10.1.0.2"})

@@ -55,17 +55,17 @@ func checkInvariants[K, V any](t *testing.T, s *Store[K, V]) {
 	}
 }
 
-// fuzzState runs a store and, beside it, a model of plain maps.
+// fuzzState is a store with a model made of plain maps.
 type fuzzState struct {
 	t       *testing.T
 	input   []byte
 	store   *Store[byte, byte]
 	values  map[byte]byte
-	history map[Revision]map[byte]byte // the values after each commit
+	history map[Revision]map[byte]byte // values after each commit
 	readers [3]fuzzReader
 }
 
-// fuzzReader has what its cursor told it.
+// fuzzReader has the state that it read from its cursor.
 type fuzzReader struct {
 	cursor *Cursor[byte, byte]
 	mirror map[byte]byte
@@ -124,7 +124,7 @@ func (f *fuzzState) write() {
 	}
 }
 
-// difference returns the keys whose values differ, in order.
+// difference returns the sorted keys whose values differ.
 func difference(a, b map[byte]byte) []byte {
 	out := map[byte]bool{}
 	for _, pair := range [][2]map[byte]byte{{a, b}, {b, a}} {
@@ -152,15 +152,15 @@ func (f *fuzzState) step() {
 	}
 }
 
-// read lets a reader apply its delta, after or without further writes, and acknowledge it or
-// not.
+// read makes a reader apply its delta, with or without further writes, and acknowledge it
+// or not.
 func (f *fuzzState) read(r *fuzzReader) {
 	delta := r.cursor.Until(f.store.Snapshot())
 	for range f.next(4) {
 		f.write()
 	}
 	if f.next(4) == 0 {
-		return // as a sink that failed: nothing is acknowledged
+		return // like a failed sink: acknowledges nothing
 	}
 	old, new := map[byte]byte{}, maps.Collect(delta.New.All())
 	if !delta.Full() {
@@ -177,7 +177,8 @@ func (f *fuzzState) read(r *fuzzReader) {
 	r.cursor.Advance(delta.New)
 }
 
-// compare checks that the changes are those of keys, in order, from old to new values.
+// compare checks that the changes are exactly those of keys, in order, with old and new
+// values.
 func (f *fuzzState) compare(what string, changes iter.Seq[Change[byte, byte]], keys []byte, old, new map[byte]byte) {
 	var want []Change[byte, byte]
 	for _, key := range keys {
@@ -222,7 +223,7 @@ func (f *fuzzState) check() {
 }
 
 func FuzzStore(f *testing.F) {
-	f.Add(false, []byte("a store that follows what it is told"))
+	f.Add(false, []byte("a store that follows its input"))
 	f.Add(true, []byte{3, 5, 3, 0, 9, 1, 1, 2, 2, 3, 0, 4, 1, 3, 0, 2, 4, 0, 2, 2, 0, 1, 1, 3, 1, 0, 7, 19, 5, 1, 1, 2, 0, 3})
 	f.Add(false, slices.Repeat([]byte{0, 0, 1, 7, 1, 4, 0, 0, 1, 0, 2, 1, 7, 4, 1, 0, 1}, 8))
 	f.Fuzz(func(t *testing.T, resumable bool, input []byte) {

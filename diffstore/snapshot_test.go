@@ -57,8 +57,8 @@ func TestSnapshotReads(t *testing.T) {
 	mustEqual(t, "revision", snapshot.Revision(), 5)
 
 	for _, tc := range []struct{ name, after, want string }{
-		{"after the zero value", "", "ae"},
-		{"after a key that is there", "a", "e"},
+		{"after the zero key", "", "ae"},
+		{"after an existing key", "a", "e"},
 		{"after a key between others", "b", "e"},
 		{"after a deleted key", "c", "e"},
 		{"after the last", "e", ""},
@@ -97,7 +97,7 @@ func TestSince(t *testing.T) {
 	s.Set("b", 2)                     // 5
 	s.Delete("a")                     // 6
 	for revision, want := range []string{
-		"start over", // a reader that has nothing may have anything
+		"start over", // a reader without a revision may have any state
 		"c=1 b=2 -a",
 		"c=1 b=2 -a",
 		"c=1 b=2 -a",
@@ -126,8 +126,8 @@ func TestTombstoneLimits(t *testing.T) {
 
 		old := s.Snapshot()
 		s.Delete("c") // 8
-		mustEqual(t, "before the one forgotten", renderSince(s.Snapshot(), 5), "start over")
-		mustEqual(t, "at the one forgotten", renderSince(s.Snapshot(), 6), "-b -c")
+		mustEqual(t, "before the dropped one", renderSince(s.Snapshot(), 5), "start over")
+		mustEqual(t, "at the dropped one", renderSince(s.Snapshot(), 6), "-b -c")
 		mustEqual(t, "the older snapshot still knows", renderSince(old, 5), "-a -b")
 
 		time.Sleep(time.Minute)
@@ -137,7 +137,7 @@ func TestTombstoneLimits(t *testing.T) {
 		mustEqual(t, "a store at rest keeps them", renderSince(s.Snapshot(), 7), "-c d=2")
 		s.Set("d", 3) // 10
 		mustEqual(t, "older than the limit", renderSince(s.Snapshot(), 7), "start over")
-		mustEqual(t, "after the last forgotten", renderSince(s.Snapshot(), 8), "d=3")
+		mustEqual(t, "after the last dropped one", renderSince(s.Snapshot(), 8), "d=3")
 		checkInvariants(t, s)
 	})
 }

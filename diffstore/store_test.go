@@ -26,7 +26,7 @@ func resumable(yes bool) func(*Store[string, int]) {
 	return func(s *Store[string, int]) { s.options.Resumable = yes }
 }
 
-// limited sets those limits that are not zero.
+// limited sets the nonzero limits.
 func limited(l limits) func(*Store[string, int]) {
 	return func(s *Store[string, int]) {
 		s.limits = limits{
@@ -37,7 +37,7 @@ func limited(l limits) func(*Store[string, int]) {
 	}
 }
 
-// render prints a snapshot's entries as "key=value@revision".
+// render returns a snapshot's entries in the form "key=value@revision".
 func render(s *Snapshot[string, int]) string {
 	var out []string
 	s.byKey.Ascend(func(e *entry[string, int]) bool {
@@ -47,7 +47,7 @@ func render(s *Snapshot[string, int]) string {
 	return strings.Join(out, " ")
 }
 
-// renderSince prints the changes after a revision as "key=value" or "-key".
+// renderSince returns the changes after a revision in the form "key=value" or "-key".
 func renderSince(s *Snapshot[string, int], revision Revision) string {
 	changes, ok := s.Since(revision)
 	if !ok {
@@ -64,7 +64,7 @@ func renderSince(s *Snapshot[string, int], revision Revision) string {
 	return strings.Join(out, " ")
 }
 
-// listing is a full listing in the given order, such as "b=1 a=2".
+// listing returns a listing in the given order, for example "b=1 a=2".
 func listing(text string) func(yield func(string, int) bool) {
 	return func(yield func(string, int) bool) {
 		for field := range strings.FieldsSeq(text) {
@@ -123,14 +123,14 @@ func TestWrites(t *testing.T) {
 			since:   "-a",
 		},
 		{
-			name:    "deleting an absent key is no change",
+			name:    "deleting an absent key is not a change",
 			write:   func(s *store) any { return s.Delete("a") },
 			result:  false,
 			entries: "",
 			since:   "",
 		},
 		{
-			name:    "a key set again takes the place of its tombstone",
+			name:    "a key set again replaces its tombstone",
 			write:   func(s *store) any { s.Set("a", 1); s.Delete("a"); return s.Set("a", 1) },
 			result:  true,
 			entries: "a=1@4",
@@ -196,7 +196,7 @@ func TestReplace(t *testing.T) {
 			changes:  "-a -b",
 		},
 		{
-			name:     "of duplicates the last counts, and is recorded once",
+			name:     "the last duplicate counts and is recorded once",
 			before:   "a=1",
 			listing:  "a=2 b=1 a=3 b=2",
 			recorded: 2,
@@ -204,13 +204,13 @@ func TestReplace(t *testing.T) {
 			changes:  "a=3 b=2",
 		},
 		{
-			name:    "duplicates that end in the present value record nothing",
+			name:    "duplicates that end with the current value record nothing",
 			before:  "a=1",
 			listing: "a=2 a=1",
 			entries: "a=1",
 		},
 		{
-			name:     "duplicates that begin with the present value record the last",
+			name:     "duplicates that begin with the current value record the last",
 			before:   "a=1",
 			listing:  "a=1 a=2",
 			recorded: 1,

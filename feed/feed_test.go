@@ -25,12 +25,11 @@ func service(name string) *api.Service {
 		Namespace: "ns", Name: name, Type: api.ClusterIP,
 		IPs:   api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr("10.0.0.1"))},
 		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
-		// Of one age, so that the one whose name comes first has the frontend.
+		// All services have the same age, so the first name wins.
 	}
 }
 
-// slice returns a slice with as many ready endpoints as there are zones, each
-// hinted at its own zone.
+// slice returns a slice with one ready endpoint per zone, each hinted for its own zone.
 func slice(name, service string, zones ...string) *api.EndpointSlice {
 	s := &api.EndpointSlice{
 		Namespace: "ns", Name: name, ServiceName: service, Family: api.IPv4,
@@ -54,7 +53,7 @@ func node(name, zone string) *api.Node {
 
 func key(name string) types.NamespacedName { return types.NamespacedName{Namespace: "ns", Name: name} }
 
-// next returns the feed's update as lines, and acknowledges it.
+// next returns the feed's update as lines and acknowledges it.
 func next(t *testing.T, f *feed.Feed) []string {
 	t.Helper()
 	u, err := f.Next()
@@ -68,7 +67,7 @@ func next(t *testing.T, f *feed.Feed) []string {
 	return describe(u)
 }
 
-// all returns what u has for its reader: the changes, or all services as new ones.
+// all returns the changes in u, or all services as new ones.
 func all(u *sink.Update) []sink.Change {
 	changes := u.Changes
 	if u.Lost {
@@ -131,28 +130,28 @@ func TestUpdates(t *testing.T) {
 		{"a slice without a service is no change", func(tx *cluster.Tx) {
 			tx.SetSlice(slice("c-1", "c", "x"))
 		}, []string{}},
-		{"a service comes with the slices that waited for it", func(tx *cluster.Tx) {
+		{"a new service has the slices that arrived before it", func(tx *cluster.Tx) {
 			tx.SetService(service("c"))
 		}, []string{"c: +172.16.0.1 new"}},
-		{"what happens on another node is no change", func(tx *cluster.Tx) {
+		{"changes on another node are not delivered", func(tx *cluster.Tx) {
 			tx.SetNode(node("other", "y"))
 		}, []string{}},
-		{"this node becomes known, and its zone decides on endpoints", func(tx *cluster.Tx) {
+		{"this node becomes known, and its zone selects endpoints", func(tx *cluster.Tx) {
 			tx.SetNode(node("n", "y"))
 		}, []string{`node in zone "y"`, "b: -172.16.0.1"}},
-		{"a change of an endpoint that is on no list here is only seen as draining", func(tx *cluster.Tx) {
+		{"a change of an endpoint on no list is delivered only as draining", func(tx *cluster.Tx) {
 			s := slice("b-1", "b", "x", "y")
 			s.Endpoints[0].Conditions = api.Conditions{}
 			tx.SetSlice(s)
 		}, []string{"b:"}},
-		{"a service that goes", func(tx *cluster.Tx) {
+		{"a deleted service", func(tx *cluster.Tx) {
 			tx.DeleteService(key("b"))
 		}, []string{"b: -172.16.0.2 gone"}},
-		{"several commits are one update, and what came and went is none", func(tx *cluster.Tx) {
+		{"several commits are one update, without objects that were added and deleted", func(tx *cluster.Tx) {
 			tx.SetService(service("b"))
 			tx.DeleteService(key("b"))
 		}, []string{}},
-		{"a winner that goes hands its frontend to the next", func(tx *cluster.Tx) {
+		{"a deleted winner passes its frontend to the next service", func(tx *cluster.Tx) {
 			tx.DeleteService(key("a"))
 		}, []string{"a: gone", "c:"}},
 	}
@@ -302,9 +301,8 @@ func TestOneOfAThousandEndpointsFlips(t *testing.T) {
 	}
 }
 
-// TestUpdatesLeadToTheViewOfNow feeds random commits to a reader that
-// acknowledges some of its updates, and compares what it was told with the
-// views computed afresh.
+// TestUpdatesLeadToTheViewOfNow feeds random commits to a reader that acknowledges some
+// of its updates. It compares the reader's state with newly computed views.
 func TestUpdatesLeadToTheViewOfNow(t *testing.T) {
 	for seed := range uint64(100) {
 		random := rand.New(rand.NewPCG(seed, 1))

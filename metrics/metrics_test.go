@@ -157,7 +157,7 @@ func TestARegistryThatHasThemKeepsWhatItHas(t *testing.T) {
 	}
 }
 
-// gauge returns the value of the only series of a metric.
+// gauge returns the value of a metric with a single series.
 func gauge(t *testing.T, r *prometheus.Registry, name string) float64 {
 	t.Helper()
 	families, err := r.Gather()
@@ -173,8 +173,8 @@ func gauge(t *testing.T, r *prometheus.Registry, name string) float64 {
 	return 0
 }
 
-// A change of the cluster that this node does not see must not look like a change that
-// waits: kube-proxy's alerts compare these two metrics.
+// A change that does not affect this node must not look like a waiting change:
+// kube-proxy's alerts compare these two metrics.
 func TestChangesThatThisNodeDoesNotSeeAreNotQueued(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := prometheus.NewRegistry()

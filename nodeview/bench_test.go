@@ -11,8 +11,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// benchState is a service with one named port and n ready endpoints on as many
-// nodes, in slices of at most 100, in no order.
+// benchState returns a service with one named port and n ready endpoints on n nodes, in
+// unsorted slices of at most 100.
 func benchState(n int) *api.ServiceState {
 	s := &api.ServiceState{Service: &api.Service{
 		Namespace: "default", Name: "web", Type: api.ClusterIP,

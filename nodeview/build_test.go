@@ -14,11 +14,11 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// here is the node that tests look from, unless they say otherwise.
+// here is the default node of the tests.
 var here = &api.Node{Name: "here", Labels: map[string]string{api.ZoneLabel: "zone-1"}}
 
-// service returns default/web with a cluster IP and one unnamed port, 80 to
-// 8080, changed by edits.
+// service returns default/web with a cluster IP and one unnamed port, 80 to 8080,
+// modified by edits.
 func service(edits ...func(*api.Service)) *api.Service {
 	s := &api.Service{
 		Namespace: "default", Name: "web", Type: api.ClusterIP,
@@ -58,8 +58,8 @@ func nodePort(n int32) func(*api.Service) {
 	return func(s *api.Service) { s.Ports[0].NodePort = n }
 }
 
-// ports replaces the service's ports: "http=80", "dns=53/UDP", "80→web" with a
-// named targetPort, "80→8080" with a number.
+// ports replaces the service's ports: "http=80", "dns=53/UDP", "80→web" with a named
+// targetPort, "80→8080" with a numeric one.
 func ports(specs ...string) func(*api.Service) {
 	return func(s *api.Service) {
 		s.Ports = nil
@@ -77,7 +77,7 @@ func ports(specs ...string) func(*api.Service) {
 	}
 }
 
-// parsePort reads "[name=]number[/protocol]".
+// parsePort parses "[name=]number[/protocol]".
 func parsePort(s string) (name string, number int32, protocol api.Protocol) {
 	if n, rest, ok := strings.Cut(s, "="); ok {
 		name, s = n, rest
@@ -106,10 +106,10 @@ func ips(addrs ...string) api.IPSet {
 	return s
 }
 
-// endpointSlices reads slices from text. A line "slice NAME PORT…" begins one,
-// with the unnamed port 8080 where it names none; every other line is an
-// endpoint: its address, its conditions (ready stands for serving too), @node,
-// host=name, zone=name, and hints as zones=z1,z2 and nodes=n1,n2.
+// endpointSlices parses slices from text. A line "slice NAME PORT…" begins a slice;
+// without ports it has the unnamed port 8080. Every other line is an endpoint: its
+// address, its conditions (ready implies serving), @node, host=name, zone=name, and hints
+// as zones=z1,z2 and nodes=n1,n2.
 func endpointSlices(text string) []*api.EndpointSlice {
 	var out []*api.EndpointSlice
 	for line := range strings.Lines(text) {
@@ -171,8 +171,8 @@ func endpoint(words []string) api.SliceEndpoint {
 	return ep
 }
 
-// describe prints a view's endpoints and what is unusable, a line each: the
-// endpoint's key, "local", its lists, and its lists by port.
+// describe returns a view's endpoints and unusable ports as lines. An endpoint's line has
+// its key, "local", its lists, and its lists by port.
 func describe(se *api.ServiceEndpoints) []string {
 	var out []string
 	for i := range se.Endpoints {
@@ -210,7 +210,7 @@ func scopesText(s api.Scopes) string {
 	return out
 }
 
-// lines returns the trimmed lines of text that are not empty.
+// lines returns the trimmed non-empty lines of text.
 func lines(text string) []string {
 	var out []string
 	for l := range strings.Lines(text) {
@@ -221,13 +221,13 @@ func lines(text string) []string {
 	return out
 }
 
-// viewCase is a row of the tables that show rules of View.
+// viewCase is a row of a table of tests for View.
 type viewCase struct {
 	name    string
 	service *api.Service // service() if nil
 	node    *api.Node    // here if nil
-	slices  string       // as endpointSlices reads
-	want    string       // as describe prints
+	slices  string       // for endpointSlices
+	want    string       // from describe
 }
 
 func runViewCases(t *testing.T, cases []viewCase) {

@@ -10,8 +10,7 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// A service with one endpoint on this node and one elsewhere, as one node sees
-// it: all that a backend needs.
+// One node's view of a service with one endpoint on this node and one elsewhere.
 func Example() {
 	ready := api.Conditions{Ready: true, Serving: true}
 	state := &api.ServiceState{

@@ -14,8 +14,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// describeFrontends prints a view's frontends, a line each, as "KEY: what
-// becomes of traffic from elsewhere; of traffic from this node".
+// describeFrontends returns a view's frontends as lines in the form "KEY: treatment of
+// traffic from elsewhere; treatment of traffic from this node".
 func describeFrontends(se *api.ServiceEndpoints) []string {
 	var out []string
 	for f := range Frontends(se) {
@@ -46,14 +46,14 @@ func describeUnserved(se *api.ServiceEndpoints) []string {
 	return out
 }
 
-// frontendCase is a row of the tables that show rules of Frontends.
+// frontendCase is a row of a table of tests for Frontends.
 type frontendCase struct {
 	name     string
 	service  *api.Service
-	slices   string // as endpointSlices reads
+	slices   string // for endpointSlices
 	lost     []api.LostClaim
-	want     string // as describeFrontends prints
-	unserved string // as describeUnserved prints
+	want     string // from describeFrontends
+	unserved string // from describeUnserved
 }
 
 func runFrontendCases(t *testing.T, cases []frontendCase) {

@@ -16,9 +16,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FuzzView makes services, slices and nodes of its input and holds View and
-// Frontends against what they promise, and against those rules that kube-proxy does not
-// have, as oracle_test.go reads them.
+// FuzzView derives services, slices and nodes from its input. It checks View and
+// Frontends against their guarantees, and against the oracle of rules that kube-proxy
+// lacks (oracle_test.go).
 func FuzzView(f *testing.F) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for range 200 {
@@ -38,7 +38,7 @@ func FuzzView(f *testing.F) {
 	})
 }
 
-// dice makes choices of fuzzed bytes; without any left, always the first.
+// dice makes choices from fuzzed bytes. Without bytes, it always makes the first choice.
 type dice struct{ data []byte }
 
 func (d *dice) n(n int) int {
@@ -152,7 +152,7 @@ func (d *dice) node() *api.Node {
 		&api.Node{Name: "here"}, &api.Node{Labels: map[string]string{api.ZoneLabel: "zone-1"}}, nil)
 }
 
-// change returns s with other conditions, and perhaps without a slice.
+// change returns s with other conditions, possibly without one of its slices.
 func (d *dice) change(s *api.ServiceState) *api.ServiceState {
 	c := copyState(s)
 	for _, slice := range c.Slices {
@@ -196,8 +196,8 @@ func checkView(t *testing.T, state *api.ServiceState, node *api.Node) {
 	}
 }
 
-// checkArrival: neither the order of slices nor that of endpoints matters, and
-// View leaves its input alone.
+// checkArrival checks that the order of slices and endpoints does not matter, and that
+// View does not modify its input.
 func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, se *api.ServiceEndpoints) {
 	t.Helper()
 	shuffled := copyState(state)
@@ -219,9 +219,9 @@ func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, se *api
 	}
 }
 
-// checkEndpoints: both lists are in strict order, no endpoint is on both, those
-// listed are on a list and those draining are on none, and keys depend on
-// nothing but addresses and ports.
+// checkEndpoints checks that both lists are strictly sorted and disjoint, that listed
+// endpoints are on some list and draining ones on none, and that keys depend only on
+// addresses and ports.
 func checkEndpoints(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	possible := possibleKeys(state)
@@ -267,8 +267,8 @@ func possibleKeys(state *api.ServiceState) map[string]bool {
 	return keys
 }
 
-// checkCompetition: of entries with one address and port the best is listed, and
-// draining is what serves and is not listed for any port.
+// checkCompetition checks that the best of several entries with one address and port is
+// listed, and that serving endpoints listed for no port are draining.
 func checkCompetition(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	listed, drains := map[string]bool{}, map[string]bool{}
@@ -309,8 +309,8 @@ func checkCompetition(t *testing.T, state *api.ServiceState, se *api.ServiceEndp
 	}
 }
 
-// checkAllPorts: an all-ports service has the lists of a service with one port that all
-// slices serve.
+// checkAllPorts checks that an all-ports service has the lists of a service with one port
+// that all slices serve.
 func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *api.ServiceEndpoints) {
 	t.Helper()
 	if !state.Service.AllPorts {
@@ -334,8 +334,8 @@ func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *ap
 	}
 }
 
-// checkOldClient: a client that knows nothing but PortOverrides and the
-// numeric targetPort finds the right port of every listed endpoint.
+// checkOldClient checks that a client that knows only PortOverrides and the numeric
+// targetPort finds the right port of every listed endpoint.
 func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
 	t.Helper()
 	for f := range Frontends(se) {
@@ -360,8 +360,8 @@ func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
 	}
 }
 
-// checkFrontends: each place that the service names is served or unserved,
-// once, by endpoints of the view and the family.
+// checkFrontends checks that each frontend that the service names is served or unserved,
+// once, with endpoints of the view and the family.
 func checkFrontends(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	served := map[api.Claim]map[api.Family]bool{}
@@ -402,15 +402,15 @@ func checkFrontends(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoi
 	}
 }
 
-// checkDiff: what differs between two views, applied to the first by key, gives
-// the second.
+// checkDiff checks that the difference between two views, applied to the first by key,
+// gives the second.
 func checkDiff(t *testing.T, before, after *api.ServiceEndpoints) {
 	t.Helper()
 	programmed := map[string]api.Endpoint{}
 	for _, e := range before.Endpoints {
 		programmed[e.Key()] = e
 	}
-	// Both lists are in order, so that one pass over both finds the difference.
+	// Both lists are sorted, so one pass finds the difference.
 	old, new := before.Endpoints, after.Endpoints
 	for len(old) > 0 || len(new) > 0 {
 		switch {

@@ -11,8 +11,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// groups is how a backend with groups sees a view: the members of each group, and
-// the group of each frontend for traffic from elsewhere.
+// groups is the view of a backend with groups: the members of each group, and the group
+// of each frontend for traffic from elsewhere.
 type groups struct {
 	members map[ListID]string
 	of      map[string]ListID
@@ -32,7 +32,7 @@ func groupsOf(se *api.ServiceEndpoints) groups {
 }
 
 func TestListsAreSharedAndKeepTheirIdentity(t *testing.T) {
-	// Port 81 is another number of port 80's endpoints.
+	// Port 81 has the same endpoints and port number as port 80.
 	web := service(externalLocal, externalIPs("192.0.2.1"), nodePort(30080), func(s *api.Service) {
 		s.Ports[0].Name = "http"
 		s.Ports = append(s.Ports, api.PortMapping{Name: "also", Protocol: api.TCP, Port: 81, TargetPort: 8080})

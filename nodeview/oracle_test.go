@@ -10,9 +10,9 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// This file reads parts of docs/semantics.md a second time, as literally as it can and
-// without regard to cost: those that kube-proxy does not have. The others are compared
-// with kube-proxy itself, in test/kpdiff.
+// This file implements parts of docs/semantics.md a second time, literally and without
+// regard to cost: the rules that kube-proxy lacks. test/kpdiff compares the other rules
+// with kube-proxy itself.
 
 // entry is an endpoint of a slice for one port.
 type entry struct {
@@ -21,7 +21,7 @@ type entry struct {
 	port  int32 // 0: all
 }
 
-// oracleKey returns the key of an endpoint of a slice.
+// oracleKey returns the key of a slice's endpoint.
 func oracleKey(svc *api.Service, slice *api.EndpointSlice, addr netip.Addr) string {
 	e := api.Endpoint{Addr: addr}
 	if !svc.AllPorts {
@@ -32,8 +32,8 @@ func oracleKey(svc *api.Service, slice *api.EndpointSlice, addr netip.Addr) stri
 	return e.Key()
 }
 
-// oracleEntries returns the endpoints that serve a port in one family, each address
-// and port once.
+// oracleEntries returns the endpoints that serve a port in one family, each address and
+// port once.
 func oracleEntries(state *api.ServiceState, p *api.PortMapping, family api.Family) map[netip.AddrPort]entry {
 	best := map[netip.AddrPort]entry{}
 	for _, slice := range state.Slices {
@@ -68,12 +68,12 @@ func oraclePrefers(a, b entry) bool {
 	case a.slice.Name != b.slice.Name:
 		return a.slice.Name < b.slice.Name
 	}
-	// Within one slice, any order will do that is one of content.
+	// Within one slice, any order by content is allowed.
 	return slices.Compare(oracleContent(a), oracleContent(b)) < 0
 }
 
-// oracleContent returns what two entries of one slice may differ in, each list
-// ended so that a shorter one comes first.
+// oracleContent returns the parts in which two entries of one slice may differ. Each list
+// has an end marker, so that a shorter list sorts first.
 func oracleContent(e entry) []string {
 	out := []string{e.ep.NodeName, e.ep.Hostname, e.ep.Zone}
 	h := e.ep.Hints
@@ -89,7 +89,7 @@ func oracleContent(e entry) []string {
 	return out
 }
 
-// oraclePorts returns the ports that can be served; a nil one stands for all.
+// oraclePorts returns the ports that can be served; nil stands for all ports.
 func oraclePorts(svc *api.Service) []*api.PortMapping {
 	if svc.AllPorts || len(svc.Ports) == 0 {
 		return []*api.PortMapping{nil}
@@ -139,7 +139,7 @@ func oracleOverride(slice *api.EndpointSlice, p *api.PortMapping) []api.PortName
 	return nil
 }
 
-// oracleClaims returns what the service should be served at, by family.
+// oracleClaims returns the claims of the service, by family.
 func oracleClaims(state *api.ServiceState) map[api.Claim]map[api.Family]bool {
 	svc := state.Service
 	out := map[api.Claim]map[api.Family]bool{}

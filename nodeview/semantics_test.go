@@ -15,9 +15,9 @@ import (
 	"testing"
 )
 
-// TestEveryRuleHasItsTest holds docs/semantics.md against the code: every row
-// of a table with tests names one in its last column, or says that the conformance
-// kit will show it, and every function, test and case that it names exists.
+// TestEveryRuleHasItsTest compares docs/semantics.md with the code. Every row of a table
+// with tests names a test in its last column, or refers to the conformance kit. Every
+// function, test and case that it names exists.
 func TestEveryRuleHasItsTest(t *testing.T) {
 	code := readCode(t, "..")
 	text, err := os.ReadFile("../docs/semantics.md")
@@ -25,7 +25,7 @@ func TestEveryRuleHasItsTest(t *testing.T) {
 		t.Fatal(err)
 	}
 	quoted := regexp.MustCompile("`([^`]+)`")
-	var header []string // of the table; nil if it has no tests
+	var header []string // of the current table; nil if it has no tests
 	rules := 0
 	for n, line := range strings.Split(string(text), "\n") {
 		cells := strings.Split(strings.Trim(line, "| "), " | ")
@@ -66,10 +66,10 @@ func TestEveryRuleHasItsTest(t *testing.T) {
 	}
 }
 
-// code is what can be named in docs/semantics.md.
+// code has the names that docs/semantics.md may use.
 type code struct {
 	functions map[string]bool            // package.function, package.Type.method and package.Type
-	tests     map[string]map[string]bool // package.test → the strings in it, which may be cases
+	tests     map[string]map[string]bool // package.test → its strings, which may be names of cases
 }
 
 func (c *code) hasFunction(name string) bool {
@@ -77,7 +77,7 @@ func (c *code) hasFunction(name string) bool {
 }
 
 func (c *code) hasTest(name string) bool {
-	// A package's path may have slashes of its own: the test begins at the dot.
+	// A package path may contain slashes. The name of the test begins after the dot.
 	dot := strings.Index(name, ".")
 	test, subtest, _ := strings.Cut(name[dot+1:], "/")
 	cases, ok := c.tests[name[:dot+1]+test]
@@ -92,7 +92,7 @@ func readCode(t *testing.T, root string) *code {
 			return err
 		}
 		if d.IsDir() {
-			// What begins with a dot is no package, and test/ is another module.
+			// Skip hidden folders, and test/, which is another module.
 			if name := d.Name(); path != root && (strings.HasPrefix(name, ".") || name == "testdata" || path == filepath.Join(root, "test")) {
 				return filepath.SkipDir
 			}

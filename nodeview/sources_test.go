@@ -10,8 +10,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// sourceRangesFor limits the service's load-balancer IPs to ranges, as the
-// watchers do for loadBalancerSourceRanges.
+// sourceRangesFor limits the service's load-balancer IPs to ranges, as watchers do for
+// loadBalancerSourceRanges.
 func sourceRangesFor(ranges ...string) func(*api.Service) {
 	return func(s *api.Service) {
 		f := api.SourceRanges{TargetIPs: s.IPs.LoadBalancerIPs}

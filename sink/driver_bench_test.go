@@ -11,9 +11,8 @@ import (
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
-// BenchmarkDriverOneChange measures the way of one change through the driver, from
-// the source to the observer, which must not depend on how many services there
-// are, nor on how many fail.
+// BenchmarkDriverOneChange measures the delivery of one change from the source to the
+// observer. The cost must not depend on the number of services or of failing services.
 func BenchmarkDriverOneChange(b *testing.B) {
 	for _, bc := range []struct{ services, failing int }{{1000, 0}, {50_000, 0}, {50_000, 10_000}} {
 		b.Run(fmt.Sprintf("services=%d/failing=%d", bc.services, bc.failing), func(b *testing.B) {

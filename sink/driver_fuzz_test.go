@@ -23,10 +23,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FuzzDriver lets a source change and a sink fail at random, and checks that in
-// the end the sink has what the source has. Addresses change hands all the time. The
-// recorder checks that on the way each service is delivered in order, once, from what
-// was last acknowledged, and that nothing acknowledged is delivered again.
+// FuzzDriver makes random changes of a source and failures of a sink. It checks that the
+// sink finally has the source's state. Addresses move between services all the time. The
+// recorder checks that each service is delivered in order, once, based on the view last
+// acknowledged, and that acknowledged state is not delivered again.
 func FuzzDriver(f *testing.F) {
 	for seed := range uint64(100) {
 		f.Add(seed, uint8(200))
@@ -75,17 +75,17 @@ func FuzzDriver(f *testing.F) {
 	})
 }
 
-// fuzzServices are the services a to f, which hand eight addresses to each other.
+// fuzzServices are the services a to f. Eight addresses move between them.
 type fuzzServices struct {
 	w      *world
 	r      *rand.Rand
-	owners [8]int // of each address, 0 for none, else which service
+	owners [8]int // owner of each address: 0 for none, else the number of the service
 }
 
 func fuzzKey(n int) types.NamespacedName { return key(string(rune('a' + n))) }
 
-// mutate does one thing at random to the source, the sink or the clock. It
-// returns the channel to close if that is to block the sink.
+// mutate makes one random change to the source, the sink or the clock. It returns the
+// channel to close if the sink blocks.
 func (f *fuzzServices) mutate(plane *dataplane) []chan struct{} {
 	w, r := f.w, f.r
 	switch r.IntN(17) {
@@ -126,8 +126,8 @@ func (f *fuzzServices) mutate(plane *dataplane) []chan struct{} {
 	return nil
 }
 
-// hand gives some addresses to other services, and changes these services in one
-// update: a service without an address is deleted.
+// hand moves some addresses to other services in one update. It deletes services without
+// an address.
 func (f *fuzzServices) hand() {
 	changed := map[int]bool{1 + f.r.IntN(6): true}
 	for range f.r.IntN(4) {
@@ -150,7 +150,7 @@ func (f *fuzzServices) hand() {
 			}
 		}
 		if len(addrs) == 0 {
-			f.w.src.Delete(v.Key()) // before others get its addresses
+			f.w.src.Delete(v.Key()) // before other services get its addresses
 			continue
 		}
 		v.Service.IPs.ClusterIPs = api.NewIPSet(addrs[0])
@@ -171,16 +171,16 @@ func bytesUpTo(r *rand.Rand) []byte {
 	return some
 }
 
-// dataplane is a sink that programs differences only, as far as it may: frontends by
-// address and port.
+// dataplane is a sink that programs differences only, if allowed: frontends by address
+// and port.
 type dataplane struct {
 	entries map[api.Claim]fuzzEntry
-	// atomic says that the sink changes nothing of a service that fails, and nothing at
-	// all if the Sync fails. Such a sink goes by Old where there is one.
+	// atomic reports that the sink changes nothing of a failed service, and nothing at all
+	// if the Sync fails. Such a sink uses Old if there is one.
 	atomic bool
 	// wanted are the frontends of the services delivered in the last pass.
 	wanted map[types.NamespacedName]*api.ServiceEndpoints
-	// failing says how services fail, and how often.
+	// failing has the errors of services and the number of failures.
 	mu      sync.Mutex
 	failing map[types.NamespacedName]*failure
 }
@@ -229,7 +229,7 @@ func (p *dataplane) Sync(_ context.Context, c *sink.Changes) error {
 	})
 }
 
-// sync programs c where fail allows it.
+// sync programs c, except what fail rejects.
 func (p *dataplane) sync(c *sink.Changes, fail func(types.NamespacedName) error) error {
 	if c.First {
 		clear(p.wanted)
@@ -253,7 +253,7 @@ func (p *dataplane) sync(c *sink.Changes, fail func(types.NamespacedName) error)
 				program(entries, &s)
 			}
 		}
-		if len(failed) > 0 && p.atomic { // leave those alone
+		if len(failed) > 0 && p.atomic { // do not change failed services
 			entries = maps.Clone(p.entries)
 			for _, program := range []func(map[api.Claim]fuzzEntry, *sink.Change){p.remove, p.set} {
 				for s := range c.Services {
@@ -282,7 +282,7 @@ func (p *dataplane) sync(c *sink.Changes, fail func(types.NamespacedName) error)
 	return failed.Err()
 }
 
-// remove removes what s has no longer.
+// remove removes entries that s no longer has.
 func (p *dataplane) remove(entries map[api.Claim]fuzzEntry, s *sink.Change) {
 	for f := range nodeview.Frontends(s.Old) {
 		delete(entries, f.Claim())
@@ -292,15 +292,15 @@ func (p *dataplane) remove(entries map[api.Claim]fuzzEntry, s *sink.Change) {
 	}
 }
 
-// set sets what s has.
+// set sets the entries of s.
 func (p *dataplane) set(entries map[api.Claim]fuzzEntry, s *sink.Change) {
 	for f := range nodeview.Frontends(s.New) {
 		entries[f.Claim()] = fuzzEntry{s.Key, targets(f)}
 	}
 }
 
-// half returns a step that fails with err at the n-th service, or panics there if err
-// is nil.
+// half returns a step that fails with err at the n-th service, or panics there if err is
+// nil.
 func (p *dataplane) half(n int, err error) sinktest.Step {
 	return func(_ context.Context, c *sink.Changes, _ sink.Sink) (result error) {
 		before := p.entries
@@ -322,7 +322,7 @@ func (p *dataplane) half(n int, err error) sinktest.Step {
 	}
 }
 
-// expect reports how p differs from the frontends of views.
+// expect reports the differences between p and the frontends of views.
 func (p *dataplane) expect(t *testing.T, views []*api.ServiceEndpoints) {
 	t.Helper()
 	want := map[api.Claim]fuzzEntry{}

@@ -47,7 +47,7 @@ func view(key types.NamespacedName, endpoints ...byte) *api.ServiceEndpoints {
 	return v
 }
 
-// world is a driver that runs between a source and a recorder.
+// world is a running driver between a source and a recorder.
 type world struct {
 	*testing.T
 	src    *sinktest.Source
@@ -58,9 +58,9 @@ type world struct {
 	ended  chan error
 }
 
-// run calls test in a bubble where a driver with opts drives s, which may be
-// nil. The source has the service web with the endpoint 1, and has not synced.
-// Jitter is off unless opts say otherwise, and nothing verifies.
+// run calls test in a bubble in which a driver with opts drives s, which may be nil. The
+// source has the service web with endpoint 1, and is not synced. Without opts, there is
+// no jitter and no Verify.
 func run(t *testing.T, opts sink.Options, s sink.Sink, test func(w *world)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
@@ -85,7 +85,7 @@ func run(t *testing.T, opts sink.Options, s sink.Sink, test func(w *world)) {
 	})
 }
 
-// waitApplied waits until the sink has all that the source has.
+// waitApplied waits until the sink has the source's state.
 func (w *world) waitApplied() {
 	w.Helper()
 	if err := w.driver.WaitApplied(w.Context(), w.src.Revision()); err != nil {
@@ -96,8 +96,8 @@ func (w *world) waitApplied() {
 	}
 }
 
-// told describes the calls of Sync since the first skip ones, one line each.
-func (w *world) told(skip int) string {
+// delivered describes the Syncs after the first skip ones, one line each.
+func (w *world) delivered(skip int) string {
 	var b strings.Builder
 	for _, s := range w.rec.Syncs()[skip:] {
 		fmt.Fprintf(&b, "%v:", s.Began.Sub(w.start))
@@ -141,11 +141,11 @@ func describe(v *api.ServiceEndpoints) string {
 	return fmt.Sprint(n)
 }
 
-func (w *world) expectTold(skip int, lines ...string) {
+func (w *world) expectDelivered(skip int, lines ...string) {
 	w.Helper()
 	want := strings.Join(lines, "\n") + "\n"
-	if diff := cmp.Diff(want, w.told(skip)); diff != "" {
-		w.Errorf("what the sink was told (-want +got):\n%s", diff)
+	if diff := cmp.Diff(want, w.delivered(skip)); diff != "" {
+		w.Errorf("deliveries differ (-want +got):\n%s", diff)
 	}
 }
 
@@ -159,18 +159,18 @@ func TestDriver(t *testing.T) {
 		test func(w *world)
 		want []string
 	}{{
-		name: "nothing is told before the source has synced",
+		name: "nothing is delivered before the source has synced",
 		test: func(w *world) { time.Sleep(time.Hour) },
 	}, {
-		name: "a full one comes first",
+		name: "a pass comes first",
 		test: func(w *world) { w.src.Set(view(dns)); w.src.MarkSynced() },
 		want: []string{"0s: full dns none→[] web none→[1]"},
 	}, {
-		name: "a cluster without services is told as well",
+		name: "a cluster without services gets a pass too",
 		test: func(w *world) { w.src.Delete(web); w.src.MarkSynced() },
 		want: []string{"0s: full"},
 	}, {
-		name: "a change is told with the view before",
+		name: "a change is delivered with the old view",
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -192,7 +192,7 @@ func TestDriver(t *testing.T) {
 		},
 		want: []string{"0s: full web none→[1]", "11s: dns none→[] web [1]→[2]"},
 	}, {
-		name: "a sink that blocks gets what changed meanwhile at once, each service once",
+		name: "after a slow Sync, one Sync has all changes, each service once",
 		test: func(w *world) {
 			release := make(chan struct{})
 			w.src.MarkSynced()
@@ -209,7 +209,7 @@ func TestDriver(t *testing.T) {
 		},
 		want: []string{"0s: full web none→[1]", "0s: dns none→[2] web [1]→[2]", "10s: dns [2]→none web [2]→[11]"},
 	}, {
-		name: "a full one that fails comes again, backing off",
+		name: "a failed pass is retried with backoff",
 		test: func(w *world) {
 			w.rec.Script(sinktest.Repeat(3, sinktest.Fail(errBusy))...)
 			w.src.MarkSynced()
@@ -219,7 +219,7 @@ func TestDriver(t *testing.T) {
 			"300ms: first: dataplane is busy", "700ms: first", "700ms: web none→[1] unsure", "700ms: last",
 		},
 	}, {
-		name: "what was told in a sync that failed comes again, merged with what changed meanwhile",
+		name: "services of a failed Sync are delivered again, merged with later changes",
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -244,7 +244,7 @@ func TestDriver(t *testing.T) {
 		},
 		want: []string{"0s: full web none→[1]", "0s: web [1]→[2]: sink panicked", "100ms: web [1]→[2] unsure"},
 	}, {
-		name: "failed services come again by themselves, each with its own backoff",
+		name: "each failed service is retried with its own backoff",
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -260,7 +260,7 @@ func TestDriver(t *testing.T) {
 			"150ms: web [1]→[2] unsure", "250ms: dns none→[2] unsure",
 		},
 	}, {
-		name: "a failed service that took part in a sync that failed comes with the next one",
+		name: "a failed service in a failed Sync is delivered in the next one",
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -277,7 +277,7 @@ func TestDriver(t *testing.T) {
 			"0s: web [1]→[5] unsure: dataplane is busy", "100ms: web [1]→[5] unsure",
 		},
 	}, {
-		name: "a service that failed and went is deleted",
+		name: "a failed and deleted service is deleted",
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -292,7 +292,7 @@ func TestDriver(t *testing.T) {
 			"0s: dns none→none unsure web [1]→none unsure",
 		},
 	}, {
-		name: "a service that failed and is again as it was is told unsure",
+		name: "a failed service with its old view again is delivered as unsure",
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -305,7 +305,7 @@ func TestDriver(t *testing.T) {
 			"0s: full web none→[1]", "0s: web [1]→[2]: service default/web: dataplane is busy", "0s: web [1]→[1] unsure",
 		},
 	}, {
-		name: "services that fail in a full one are pending without an old view",
+		name: "services that fail in a pass are pending without an old view",
 		test: func(w *world) {
 			w.rec.Script(failing(web))
 			w.src.Set(view(dns))
@@ -315,7 +315,7 @@ func TestDriver(t *testing.T) {
 			"0s: full dns none→[] web none→[1]: service default/web: dataplane is busy", "100ms: web none→[1] unsure",
 		},
 	}, {
-		name: "a service that a full one failed to prune is deleted",
+		name: "a service that a pass failed to prune is deleted",
 		test: func(w *world) {
 			w.rec.Script(failing(key("stale")))
 			w.src.MarkSynced()
@@ -324,7 +324,7 @@ func TestDriver(t *testing.T) {
 			"0s: full web none→[1]: service default/stale: dataplane is busy", "100ms: stale none→none unsure",
 		},
 	}, {
-		name: "a service that failed without having been told is told",
+		name: "a failed service that was not delivered is delivered",
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -335,7 +335,7 @@ func TestDriver(t *testing.T) {
 			"0s: full web none→[1]", "0s: dns none→[]: service default/web: dataplane is busy", "100ms: web [1]→[1] unsure",
 		},
 	}, {
-		name: "a reader that is too far behind gets a full one, which makes up for what is pending",
+		name: "a reader with an old position gets a pass that includes pending services",
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -351,7 +351,7 @@ func TestDriver(t *testing.T) {
 			"0s: full web none→[2]", "1m0s: web [2]→[3]",
 		},
 	}, {
-		name: "a sink that wants to start over gets a full one, after a backoff",
+		name: "a sink that starts over gets a pass after a backoff",
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -365,7 +365,7 @@ func TestDriver(t *testing.T) {
 			"0s: web [1]→[2]: lost track: sink starts over", "100ms: full dns none→[] web none→[2]",
 		},
 	}, {
-		name: "start over counts even in the error of one service",
+		name: "ErrStartOver counts even in the error of one service",
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -376,7 +376,7 @@ func TestDriver(t *testing.T) {
 			"0s: full web none→[1]", "0s: web [1]→[2]: service default/web: sink starts over", "100ms: full web none→[2]",
 		},
 	}, {
-		name: "changes that cancel each other out are not told",
+		name: "changes that cancel each other out are not delivered",
 		opts: sink.Options{MinInterval: time.Second},
 		test: func(w *world) {
 			w.src.MarkSynced()
@@ -388,7 +388,7 @@ func TestDriver(t *testing.T) {
 		},
 		want: []string{"0s: full web none→[1]"},
 	}, {
-		name: "the node is told when it changes, and again if that failed",
+		name: "a changed node is delivered, and again after a failure",
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -409,7 +409,7 @@ func TestDriver(t *testing.T) {
 			"0s: full web none→[1]", "0s: web [1]→[2] node: service default/web: dataplane is busy", "100ms: web [1]→[2] unsure",
 		},
 	}, {
-		name: "a source that fails is asked unsure",
+		name: "a failed source is read again",
 		test: func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -433,13 +433,13 @@ func TestDriver(t *testing.T) {
 				tc.test(w)
 				synctest.Wait()
 				if len(tc.want) == 0 {
-					if got := w.told(0); got != "" {
-						w.Errorf("the sink was told:\n%s", got)
+					if got := w.delivered(0); got != "" {
+						w.Errorf("deliveries:\n%s", got)
 					}
 					return
 				}
 				w.waitApplied()
-				w.expectTold(0, tc.want...)
+				w.expectDelivered(0, tc.want...)
 				if s := w.driver.Status(); !s.WaitingSince.IsZero() || s.Err != nil {
 					w.Errorf("nothing waits, and the status is %+v", s)
 				}
@@ -448,8 +448,8 @@ func TestDriver(t *testing.T) {
 	}
 }
 
-// A change of a service that fails is told at once; if it fails again, the
-// service's backoff goes on from where it was.
+// A changed failing service is delivered immediately. If it fails again, its backoff
+// continues.
 func TestBackoffOfServiceGrowsThroughChanges(t *testing.T) {
 	broken := sink.Func(func(_ context.Context, c *sink.Changes) error {
 		var failed sink.Failed
@@ -475,7 +475,7 @@ func TestBackoffOfServiceGrowsThroughChanges(t *testing.T) {
 	})
 }
 
-// A service that fails in a full one as it did before goes on backing off.
+// The backoff of a service continues when it fails in a pass.
 func TestBackoffOfServiceGrowsThroughFullSyncs(t *testing.T) {
 	run(t, sink.Options{Backoff: sink.Backoff{Initial: time.Minute, Max: time.Hour}}, nil, func(w *world) {
 		w.rec.Script(sinktest.Repeat(3, sinktest.FailServices(errBusy, web))...)
@@ -485,11 +485,11 @@ func TestBackoffOfServiceGrowsThroughFullSyncs(t *testing.T) {
 			w.src.Reset()
 		}
 		w.waitApplied()
-		w.expectTold(3, "4m0s: web none→[1] unsure")
+		w.expectDelivered(3, "4m0s: web none→[1] unsure")
 	})
 }
 
-// The latency of a service that failed counts from its oldest change.
+// The latency of a failed service counts from its oldest change.
 func TestLatencyCountsFromOldestChangeNotAcknowledged(t *testing.T) {
 	var latencies []time.Duration
 	opts := sink.Options{Observer: sink.Observer{Applied: func(l time.Duration) { latencies = append(latencies, l) }}}
@@ -507,14 +507,14 @@ func TestLatencyCountsFromOldestChangeNotAcknowledged(t *testing.T) {
 		w.waitApplied()
 		w.cancel()
 		<-w.ended
-		// Told at 0 and 10 ms, again 400 ms after the third failure.
+		// Delivered at 0 and 10 ms, and again 400 ms after the third failure.
 		if want := []time.Duration{410 * time.Millisecond}; !slices.Equal(latencies, want) {
 			w.Errorf("latencies %v, want %v", latencies, want)
 		}
 	})
 }
 
-// Services that fail together are told again together, whatever the jitter.
+// Services that fail together are retried together, whatever the jitter.
 func TestRetriesOfOneSyncStayTogether(t *testing.T) {
 	run(t, sink.Options{Backoff: sink.Backoff{Jitter: 1}}, nil, func(w *world) {
 		w.rec.Script(sinktest.FailServices(errBusy, web, dns))
@@ -523,7 +523,7 @@ func TestRetriesOfOneSyncStayTogether(t *testing.T) {
 		w.waitApplied()
 		syncs := w.rec.Syncs()
 		if len(syncs) != 2 || len(syncs[1].Services) != 2 {
-			w.Errorf("the sink was told:\n%s", w.told(0))
+			w.Errorf("deliveries:\n%s", w.delivered(0))
 		}
 		if wait := syncs[1].Began.Sub(syncs[0].Ended); wait < 100*time.Millisecond || wait > 200*time.Millisecond {
 			w.Errorf("retry after %v, want 100 to 200 ms", wait)
@@ -538,7 +538,7 @@ func TestOnceEndsWhenEverythingIsApplied(t *testing.T) {
 		if err := <-w.ended; err != nil {
 			w.Errorf("Run: %v", err)
 		}
-		w.expectTold(0,
+		w.expectDelivered(0,
 			"0s: full web none→[1]: dataplane is busy",
 			"100ms: full web none→[1]: service default/web: dataplane is busy",
 			"200ms: web none→[1] unsure")
@@ -729,7 +729,7 @@ func TestRunEndsWithCauseOfContextDuringStart(t *testing.T) {
 	}
 }
 
-// starter is a sink whose Start is a function.
+// starter is a sink with a Start function.
 type starter struct {
 	sink.Func
 	start func(context.Context) error
@@ -737,7 +737,7 @@ type starter struct {
 
 func (s *starter) Start(ctx context.Context) error { return s.start(ctx) }
 
-// stages is a sink with all of a sink's life.
+// stages is a sink with all optional methods.
 type stages struct {
 	sink.Sink
 	log             []string
@@ -840,7 +840,7 @@ func TestLifeOfASink(t *testing.T) {
 	}
 }
 
-// drainer says itself how long it may take to stop.
+// drainer is a sink with a StopTimeout.
 type drainer struct {
 	stages
 	timeout time.Duration
@@ -853,9 +853,9 @@ func TestTimeToStop(t *testing.T) {
 		name                string
 		option, sinks, want time.Duration
 	}{
-		{"nobody says how long", 0, 0, 10 * time.Second},
-		{"the sink says how long", 0, time.Hour, time.Hour},
-		{"the option comes first", time.Minute, time.Hour, time.Minute},
+		{"neither sets a timeout", 0, 0, 10 * time.Second},
+		{"the sink sets a timeout", 0, time.Hour, time.Hour},
+		{"the option takes precedence", time.Minute, time.Hour, time.Minute},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			s := &drainer{timeout: tc.sinks}
@@ -873,7 +873,7 @@ func TestTimeToStop(t *testing.T) {
 }
 
 func TestVerify(t *testing.T) {
-	t.Run("comes at its interval when nothing else is to do", func(t *testing.T) {
+	t.Run("runs at its interval when the driver is idle", func(t *testing.T) {
 		var at []time.Time
 		s := &stages{verify: func(context.Context) error {
 			at = append(at, time.Now())
@@ -892,17 +892,17 @@ func TestVerify(t *testing.T) {
 			time.Sleep(time.Second)
 		})
 	})
-	t.Run("ends when a change comes", func(t *testing.T) {
+	t.Run("ends when a change arrives", func(t *testing.T) {
 		s := &stages{verify: func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }}
 		run(t, sink.Options{VerifyInterval: time.Minute}, s, func(w *world) {
 			w.src.MarkSynced()
 			time.Sleep(61 * time.Second)
 			w.src.Set(view(web, 2))
 			w.waitApplied()
-			w.expectTold(1, "1m1s: web [1]→[2]")
+			w.expectDelivered(1, "1m1s: web [1]→[2]")
 		})
 	})
-	t.Run("comes again sooner when a change cut it short", func(t *testing.T) {
+	t.Run("runs again sooner after an interruption", func(t *testing.T) {
 		var at []time.Duration
 		var begin time.Time
 		s := &stages{verify: func(ctx context.Context) error {
@@ -925,7 +925,7 @@ func TestVerify(t *testing.T) {
 			}
 		})
 	})
-	t.Run("that hangs is seen as soon as something waits", func(t *testing.T) {
+	t.Run("a hanging Verify counts as stuck as soon as work waits", func(t *testing.T) {
 		for _, tc := range []struct {
 			name     string
 			what     func(w *world)
@@ -973,23 +973,23 @@ func TestVerify(t *testing.T) {
 			})
 		}
 	})
-	t.Run("ends when a service is due unsure", func(t *testing.T) {
+	t.Run("ends when a service is due", func(t *testing.T) {
 		s := &stages{verify: func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }}
 		run(t, sink.Options{VerifyInterval: time.Minute, Backoff: sink.Backoff{Initial: time.Hour, Max: time.Hour}}, s, func(w *world) {
 			w.rec.Script(sinktest.FailServices(errBusy, web))
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.expectTold(1, "1h0m0s: web none→[1] unsure")
+			w.expectDelivered(1, "1h0m0s: web none→[1] unsure")
 		})
 	})
-	t.Run("may ask to start over", func(t *testing.T) {
+	t.Run("may start over", func(t *testing.T) {
 		s := &stages{verify: func(context.Context) error { return fmt.Errorf("table is gone: %w", sink.ErrStartOver) }}
 		run(t, sink.Options{VerifyInterval: time.Minute}, s, func(w *world) {
 			w.src.MarkSynced()
 			time.Sleep(time.Minute)
 			synctest.Wait()
 			w.waitApplied()
-			w.expectTold(0, "0s: full web none→[1]", "1m0s: full web none→[1]")
+			w.expectDelivered(0, "0s: full web none→[1]", "1m0s: full web none→[1]")
 		})
 	})
 	t.Run("may fail or panic", func(t *testing.T) {

@@ -22,8 +22,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// eventLog is a handler that writes down what it is told. fail, where it is
-// set, decides what becomes of an event.
+// eventLog is a handler that records its events. fail, if set, decides whether an event
+// fails.
 type eventLog struct {
 	lines []string
 	fail  func(line string) error
@@ -38,7 +38,7 @@ func (l *eventLog) note(format string, args ...any) error {
 	return nil
 }
 
-// take returns what was written since it was called last.
+// take returns the events since its last call.
 func (l *eventLog) take() string {
 	lines := l.lines
 	l.lines = nil
@@ -99,7 +99,7 @@ func TestEvents(t *testing.T) {
 		w.src.Delete(web)
 		w.src.Set(at(1, view(a, 1)), at(2, view(b, 2)))
 
-		step("a full one sets services, then endpoints, then frontends", w.src.MarkSynced,
+		step("a pass sets services, then endpoints, then frontends", w.src.MarkSynced,
 			"set service a", "set service b",
 			"set endpoint a 10.0.0.1", "set endpoint b 10.0.0.2",
 			"set frontend a ClusterIP 10.96.0.1:80/TCP → [1]", "set frontend b ClusterIP 10.96.0.2:80/TCP → [2]")
@@ -109,7 +109,7 @@ func TestEvents(t *testing.T) {
 			"set service a", "set service b",
 			"set frontend a ClusterIP 10.96.0.2:80/TCP → [1]", "set frontend b ClusterIP 10.96.0.1:80/TCP → [2]")
 
-		step("one endpoint comes and one goes", func() { w.src.Set(at(2, view(a, 3)), at(1, view(b, 2, 4))) },
+		step("one endpoint is added and one removed", func() { w.src.Set(at(2, view(a, 3)), at(1, view(b, 2, 4))) },
 			"delete endpoint a 10.0.0.1",
 			"set endpoint a 10.0.0.3", "set endpoint b 10.0.0.4",
 			"set frontend a ClusterIP 10.96.0.2:80/TCP → [3]", "set frontend b ClusterIP 10.96.0.1:80/TCP → [2 4]")
@@ -132,7 +132,7 @@ func TestEvents(t *testing.T) {
 			}
 			return nil
 		}
-		step("an error ends the events of its service, which is then told from the start",
+		step("an error ends the events of its service, and the next Sync repeats all of them",
 			func() { w.src.Set(at(3, view(a, 1, 2)), at(1, view(b, 3))) },
 			"delete endpoint b 10.0.0.2", "set service a",
 			"set endpoint a 10.0.0.1", "set endpoint b 10.0.0.3", "set frontend b ClusterIP 10.96.0.1:80/TCP → [3]",
@@ -145,7 +145,7 @@ func TestEvents(t *testing.T) {
 			}
 			return nil
 		}
-		step("a service that could not be deleted and is there again is set again", func() {
+		step("a service that could not be deleted and exists again is set again", func() {
 			w.src.Delete(a)
 			synctest.Wait()
 			w.src.Set(at(3, view(a, 1)))
@@ -155,7 +155,7 @@ func TestEvents(t *testing.T) {
 			"set service a", "set endpoint a 10.0.0.1", "set frontend a ClusterIP 10.96.0.3:80/TCP → [1]")
 
 		log.fail = func(string) error { log.fail = nil; return sink.ErrStartOver }
-		step("a handler that starts over is told everything, and to delete what went meanwhile", func() {
+		step("a handler that starts over gets everything, with deletions of removed objects", func() {
 			w.src.Set(at(3, view(a)))
 			synctest.Wait()
 			w.src.Delete(b)
@@ -167,7 +167,7 @@ func TestEvents(t *testing.T) {
 	})
 }
 
-// An address goes from one service to another while the first fails.
+// An address moves from one service to another while the first one fails.
 func TestEventsHoldBackFrontendUntilItsPlaceIsFree(t *testing.T) {
 	a, b, c := key("a"), key("b"), key("c")
 	gone := func(k types.NamespacedName) sink.Change { return sink.Change{Key: k} }
@@ -184,7 +184,7 @@ func TestEventsHoldBackFrontendUntilItsPlaceIsFree(t *testing.T) {
 		syncs [][]sink.Change
 		want  [][]string // events and, last, the error of each sync
 	}{{
-		name:  "its frontend cannot be deleted",
+		name:  "a frontend cannot be deleted",
 		first: at(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
 		syncs: [][]sink.Change{{gone(a), set(at(1, view(b)))}, {gone(a), set(at(1, view(b)))}},
 		want: [][]string{
@@ -192,7 +192,7 @@ func TestEventsHoldBackFrontendUntilItsPlaceIsFree(t *testing.T) {
 			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "delete service a", "set service b", "set frontend b ClusterIP 10.96.0.1:80/TCP → []", "<nil>"},
 		},
 	}, {
-		name:  "its frontend is deleted, and an endpoint cannot be",
+		name:  "a frontend is deleted but an endpoint cannot be deleted",
 		first: at(1, view(a, 1)), fails: "delete endpoint a 10.0.0.1",
 		syncs: [][]sink.Change{{gone(a), set(at(1, view(b)))}, {gone(a)}},
 		want: [][]string{
@@ -200,7 +200,7 @@ func TestEventsHoldBackFrontendUntilItsPlaceIsFree(t *testing.T) {
 			{"delete endpoint a 10.0.0.1", "delete service a", "<nil>"},
 		},
 	}, {
-		name:  "the other one comes while it waits for its retry: its frontend is deleted first",
+		name:  "the other service arrives before the retry: the old frontend is deleted first",
 		first: at(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
 		syncs: [][]sink.Change{{gone(a)}, {set(at(1, view(b)))}},
 		want: [][]string{
@@ -208,7 +208,7 @@ func TestEventsHoldBackFrontendUntilItsPlaceIsFree(t *testing.T) {
 			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "set service b", "set frontend b ClusterIP 10.96.0.1:80/TCP → []", "<nil>"},
 		},
 	}, {
-		name:  "it gets the address back: what was held back is not deleted",
+		name:  "the first service gets the address back: the frontend held back is not deleted",
 		first: at(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
 		syncs: [][]sink.Change{{gone(a), set(at(1, view(b)))}, {set(at(1, view(a))), gone(b)}},
 		want: [][]string{
@@ -216,7 +216,7 @@ func TestEventsHoldBackFrontendUntilItsPlaceIsFree(t *testing.T) {
 			{"delete service b", "set service a", "set frontend a ClusterIP 10.96.0.1:80/TCP → []", "<nil>"},
 		},
 	}, {
-		name:  "it has the whole address: the ports of the other one wait too",
+		name:  "a claim of the whole address also holds back ports of the other service",
 		first: whole(at(1, view(a))), fails: "delete frontend a ClusterIP 10.96.0.1",
 		syncs: [][]sink.Change{{gone(a), set(at(1, view(b)))}},
 		want: [][]string{
@@ -224,7 +224,7 @@ func TestEventsHoldBackFrontendUntilItsPlaceIsFree(t *testing.T) {
 				"service default/b: set frontend ClusterIP 10.96.0.1:80/TCP: service default/a may still have it"},
 		},
 	}, {
-		name:  "others are not held back",
+		name:  "unrelated services are not held back",
 		first: at(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
 		syncs: [][]sink.Change{{gone(a), set(at(2, view(c)))}},
 		want: [][]string{
@@ -316,17 +316,17 @@ func TestEventsPassesOnTheLifeOfItsHandler(t *testing.T) {
 	}
 }
 
-// objects is a handler that keeps what it was told, frontends by what they claim
-// alone. It checks that nothing refers to what is not there, that no address is
-// taken twice, and that none is taken from another service. Each of its events
-// fails at times, before or after it is done.
+// objects is a handler that keeps its objects, with frontends by claim alone. It checks
+// that no object refers to a missing one, that no address is claimed twice, and that no
+// address is removed from another service. Its events fail at random, before or after
+// they take effect.
 type objects struct {
 	t         *testing.T
 	r         *rand.Rand
 	failing   bool
 	services  map[string]bool
 	endpoints map[string]bool
-	frontends map[api.Claim]string // to the service that has it, and its endpoints
+	frontends map[api.Claim]string // to the owner and its endpoints
 }
 
 func (o *objects) do(event func()) error {
@@ -389,9 +389,9 @@ func (o *objects) checkOwner(what string, svc *api.Service, f nodeview.Frontend)
 	}
 }
 
-// FuzzEvents lets a source change and a handler fail at random, and checks that
-// in the end the handler has the objects that the source has, and on the way no
-// address that goes from service to service has two, or is lost to a late delete.
+// FuzzEvents makes random changes of a source and failures of a handler. It checks that
+// the handler finally has the source's objects, that no address ever has two services,
+// and that no late delete removes one from its new owner.
 func FuzzEvents(f *testing.F) {
 	for seed := range uint64(50) {
 		f.Add(seed, uint8(200))

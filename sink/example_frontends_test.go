@@ -20,16 +20,16 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// frontendMap is a sink that keeps, like a map in a kernel, what each address,
-// protocol and port leads to.
+// frontendMap is a sink like a kernel map: it stores the endpoints of each address,
+// protocol and port.
 type frontendMap struct {
 	entries map[api.Claim]entry
 	pass    sink.Pass
 	fail    func(k api.Claim) error // the result of a write
 }
 
-// entry says whose an entry is: an address that goes from one service to another
-// must not be lost to a late delete of the first.
+// entry includes the owner, so that a late delete of an old owner does not remove an
+// address from the new one.
 type entry struct {
 	owner     types.NamespacedName
 	endpoints string
@@ -51,7 +51,7 @@ func (m *frontendMap) Sync(_ context.Context, c *sink.Changes) error {
 	return failed.Err()
 }
 
-// program removes what s has no longer and sets what it has.
+// program removes the old entries of s and sets the new ones.
 func (m *frontendMap) program(s sink.Change) error {
 	if err := m.removeStale(s); err != nil {
 		return err
@@ -59,8 +59,8 @@ func (m *frontendMap) program(s sink.Change) error {
 	return m.set(s)
 }
 
-// removeStale removes the entries that s no longer has: the difference of its views,
-// and if s is unsure, all other entries of the service.
+// removeStale removes the entries that s no longer has: the difference of its views or,
+// if s is unsure, all other entries of the service.
 func (m *frontendMap) removeStale(s sink.Change) error {
 	stale := map[api.Claim]bool{}
 	for f := range nodeview.Frontends(s.Old) {
@@ -84,7 +84,7 @@ func (m *frontendMap) removeStale(s sink.Change) error {
 	return nil
 }
 
-// remove removes the entry at k, if it is still that of owner.
+// remove removes the entry at k if owner still owns it.
 func (m *frontendMap) remove(k api.Claim, owner types.NamespacedName) error {
 	if e, ok := m.entries[k]; !ok || e.owner != owner {
 		return nil
@@ -96,7 +96,8 @@ func (m *frontendMap) remove(k api.Claim, owner types.NamespacedName) error {
 	return nil
 }
 
-// set sets the frontends of s, none if it is deleted. It takes over entries of others.
+// set sets the frontends of s, or none if it is deleted. It takes over entries of other
+// services.
 func (m *frontendMap) set(s sink.Change) error {
 	for f := range nodeview.Frontends(s.New) {
 		k := f.Claim()
@@ -115,7 +116,7 @@ func (m *frontendMap) write(k api.Claim) error {
 	return nil
 }
 
-// lines returns the entries in order of their addresses.
+// lines returns the entries sorted by address.
 func (m *frontendMap) lines() []string {
 	var lines []string
 	for k, e := range m.entries {
@@ -125,9 +126,8 @@ func (m *frontendMap) lines() []string {
 	return lines
 }
 
-// A sink that programs differences knows the service of each entry, looks up all entries
-// of a service that is unsure, and prunes the entries of stale services at the end of a
-// pass.
+// A sink that programs differences knows the owner of each entry. It checks all entries
+// of an unsure service, and prunes the entries of stale services at the end of a pass.
 func Example_frontends() {
 	src := sinktest.NewSource()
 	src.Set(at(1, view(web, 1)))
@@ -150,8 +150,8 @@ func Example_frontends() {
 	// 10.96.0.2:80 web → [1 2]
 }
 
-// addressTable is a handler of events that keeps frontends by address and port,
-// and whose they are nowhere.
+// addressTable is an event handler that stores frontends by address and port, without
+// their owners.
 type addressTable struct {
 	eventLog
 	table map[api.Claim]string
@@ -173,11 +173,11 @@ func (t *addressTable) DeleteFrontend(ctx context.Context, svc *api.Service, f n
 	return nil
 }
 
-// An address goes from one service to another in a Sync that fails, and is not
-// lost when the services are told again.
+// An address moves between services in a failing Sync. It must not be lost when the
+// services are delivered again.
 func TestAddressChangesHandsInSyncThatFails(t *testing.T) {
 	a, b := key("a"), key("b")
-	// Each sink writes with write, which may fail, and lists what it has.
+	// Each sink writes with write, which may fail, and lists its entries.
 	sinks := []struct {
 		name string
 		new  func(write func() error) (sink.Sink, func() []string)
@@ -197,16 +197,16 @@ func TestAddressChangesHandsInSyncThatFails(t *testing.T) {
 	}}
 	failures := []struct {
 		name   string
-		writes int // of the Sync that succeed before one fails, -1 for all
+		writes int // number of writes that succeed before one fails, -1 for all
 		script []sinktest.Step
 	}{
 		{"the first write fails", 0, nil},
 		{"the second write fails", 1, nil},
 		{"the third write fails", 2, nil},
-		{"the one that gives fails", -1, []sinktest.Step{sinktest.FailServices(errBusy, a)}},
-		{"the one that takes fails", -1, []sinktest.Step{sinktest.FailServices(errBusy, b)}},
+		{"the service that gives the address fails", -1, []sinktest.Step{sinktest.FailServices(errBusy, a)}},
+		{"the service that gets the address fails", -1, []sinktest.Step{sinktest.FailServices(errBusy, b)}},
 		{"both fail, twice", -1, sinktest.Repeat(2, sinktest.FailServices(errBusy, a, b))},
-		{"all fails", -1, []sinktest.Step{sinktest.Fail(errBusy)}},
+		{"everything fails", -1, []sinktest.Step{sinktest.Fail(errBusy)}},
 		{"the sink starts over", -1, []sinktest.Step{sinktest.FailServices(sink.ErrStartOver, a)}},
 	}
 	for _, s := range sinks {
@@ -239,7 +239,7 @@ func TestAddressChangesHandsInSyncThatFails(t *testing.T) {
 	}
 }
 
-// The tutorial of the module's package comment is the Sync of this file.
+// The tutorial in the module's package comment is the Sync in this file.
 func TestTutorialIsCompiled(t *testing.T) {
 	doc, err := os.ReadFile("../doc.go")
 	if err != nil {

@@ -66,8 +66,7 @@ func Example() {
 	// context canceled
 }
 
-// One service that cannot be programmed does not hold up the others, and comes
-// again by itself.
+// A service that cannot be programmed does not delay the others, and is retried.
 func ExampleFailed() {
 	attempts := 0
 	program := func(c sink.Change) error {

@@ -56,7 +56,7 @@ func TestFullStateCallsWithEverythingInOrder(t *testing.T) {
 	})
 }
 
-// rewriter is a sink of the whole state, with all that such a sink may have.
+// rewriter is a sink of the whole state with all optional methods.
 type rewriter struct {
 	*stages
 	node  *api.Node
@@ -111,7 +111,7 @@ func TestFullStateGathersInAPass(t *testing.T) {
 	})
 }
 
-// A service that the sink cannot program stays as it was, and does not stop others.
+// A service that cannot be programmed keeps its old state and does not stop the others.
 func TestFullStateWithoutTheServiceThatFails(t *testing.T) {
 	for _, whole := range []bool{false, true} {
 		r := &rewriter{stages: &stages{}}
@@ -150,7 +150,7 @@ func TestFullStateWithoutTheServiceThatFails(t *testing.T) {
 	}
 }
 
-// BenchmarkFullState measures what the adapter adds to a sync of one change.
+// BenchmarkFullState measures the adapter's cost of one change.
 func BenchmarkFullState(b *testing.B) {
 	s := sink.FullState(func(context.Context, []*api.ServiceEndpoints) error { return nil })
 	views := manyViews(50_000)
@@ -173,7 +173,7 @@ func BenchmarkFullState(b *testing.B) {
 	}
 }
 
-// manyViews returns n views in order of their keys.
+// manyViews returns n views sorted by key.
 func manyViews(n int) []*api.ServiceEndpoints {
 	views := make([]*api.ServiceEndpoints, n)
 	for i := range views {

@@ -11,7 +11,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// TestPassForgetsDeletedServices lets services come and go between two passes.
+// TestPassForgetsDeletedServices adds and deletes services between two passes.
 func TestPassForgetsDeletedServices(t *testing.T) {
 	var p Pass
 	begin := func(c Changes, services ...Change) {

@@ -19,7 +19,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// names returns the keys of n services, named a, b, c and so on.
+// names returns the keys of n services named a, b, c and so on.
 func names(n int) []types.NamespacedName {
 	keys := make([]types.NamespacedName, n)
 	for i := range keys {
@@ -28,7 +28,7 @@ func names(n int) []types.NamespacedName {
 	return keys
 }
 
-// panicking returns a sink that panics whenever it gets one of these services.
+// panicking returns a sink that panics for these services.
 func panicking(bad ...types.NamespacedName) sink.Sink {
 	return sink.Func(func(_ context.Context, c *sink.Changes) error {
 		for s := range c.Services {
@@ -56,11 +56,11 @@ func TestPasses(t *testing.T) {
 		test func(w *world)
 		want []string
 	}{{
-		name: "a batch has as many services and endpoints as BatchSize says",
+		name: "BatchSize limits services and endpoints of a batch",
 		test: func(w *world) { w.src.MarkSynced() },
 		want: []string{"0s: first a none→[1] b none→[1]", "0s: c none→[1] unsure d none→[1] unsure", "0s: last e none→[1] unsure"},
 	}, {
-		name: "a service that is larger comes alone",
+		name: "a larger service has its own batch",
 		test: func(w *world) { w.src.Set(view(key("b"), 1, 2, 3, 4, 5)); w.src.MarkSynced() },
 		want: []string{
 			"0s: first a none→[1]", "0s: b none→[1 2 3 4 5] unsure",
@@ -75,7 +75,7 @@ func TestPasses(t *testing.T) {
 			"1m0s: a [1]→[2]",
 		},
 	}, {
-		name: "changes come before the next batch, and services that are ahead are not delivered again",
+		name: "changes are delivered before the next batch, and the pass does not repeat them",
 		test: func(w *world) {
 			slow(w)
 			w.src.Set(view(key("a"), 2), view(key("e"), 2))
@@ -89,7 +89,7 @@ func TestPasses(t *testing.T) {
 			"2s: last b none→[3] unsure c none→[1] unsure e [2]→[3]",
 		},
 	}, {
-		name: "changes without end do not hold up the pass",
+		name: "endless changes do not delay the pass",
 		test: func(w *world) {
 			slow(w)
 			time.Sleep(time.Second / 2)
@@ -103,7 +103,7 @@ func TestPasses(t *testing.T) {
 			"3s: a [3]→[4]", "4s: a [4]→[5] d none→[1] unsure", "5s: a [5]→[6]", "6s: last a [6]→[7] e none→[1] unsure",
 		},
 	}, {
-		name: "more changes than a batch has wait for their turn, where the pass comes to them",
+		name: "changes that exceed a batch are left to the pass",
 		test: func(w *world) {
 			slow(w)
 			w.src.Set(view(key("c"), 2), view(key("d"), 2), view(key("e"), 2))
@@ -133,7 +133,7 @@ func TestPasses(t *testing.T) {
 			"0s: first a none→[1] b none→[1]", "1s: c none→[1] unsure d none→[1] unsure node", "2s: last e none→[1] unsure",
 		},
 	}, {
-		name: "services that failed are named at the end",
+		name: "the end of a pass names failed services",
 		test: func(w *world) {
 			w.rec.Script(sinktest.FailServices(errBusy, key("a")), sinktest.FailServices(errBusy, key("d")))
 			w.src.MarkSynced()
@@ -145,7 +145,7 @@ func TestPasses(t *testing.T) {
 			"100ms: a none→[1] unsure d none→[1] unsure",
 		},
 	}, {
-		name: "a service that makes Sync panic is found, and comes alone from then on",
+		name: "a service that makes Sync panic is found and isolated",
 		sink: panicking(key("c")),
 		test: func(w *world) {
 			w.src.MarkSynced()
@@ -182,13 +182,13 @@ func TestPasses(t *testing.T) {
 				if tc.sink == nil {
 					w.waitApplied()
 				}
-				w.expectTold(0, tc.want...)
+				w.expectDelivered(0, tc.want...)
 			})
 		})
 	}
 }
 
-// slowSink programs a dataplane that takes its time for each service.
+// slowSink programs a dataplane that needs time for each service.
 type slowSink struct {
 	pass     sink.Pass
 	mu       sync.Mutex
@@ -225,14 +225,14 @@ func (s *slowSink) Sync(ctx context.Context, c *sink.Changes) error {
 	return nil
 }
 
-// get returns what the dataplane has of a service.
+// get returns the dataplane's view of a service.
 func (s *slowSink) get(key types.NamespacedName) *api.ServiceEndpoints {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.services[key]
 }
 
-// A sink takes 50 ms a service and has 5,000, so that a pass takes more than four
+// The sink needs 50 ms for each of 5,000 services, so a pass takes more than four
 // minutes.
 func TestPassOfASlowSink(t *testing.T) {
 	const stale = 100
@@ -241,7 +241,7 @@ func TestPassOfASlowSink(t *testing.T) {
 		views[i] = view(v.Key(), 1, 2, 3, 4, 5, 6, 7, 8, 9)
 	}
 	s := &slowSink{services: map[types.NamespacedName]*api.ServiceEndpoints{}}
-	for i := range stale { // what an earlier process left
+	for i := range stale { // from an earlier process
 		k := key(fmt.Sprint("stale-", i))
 		s.services[k] = view(k, 1)
 	}
@@ -299,7 +299,7 @@ func TestPassOfASlowSink(t *testing.T) {
 	})
 }
 
-// A sink hangs in one service.
+// The sink hangs in one service.
 func TestASinkThatHangsInOneServiceIsStuck(t *testing.T) {
 	var hang chan struct{}
 	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
@@ -331,8 +331,8 @@ func TestASinkThatHangsInOneServiceIsStuck(t *testing.T) {
 	})
 }
 
-// Nothing that the sink does succeeds: the search for one culprit is short, and then
-// the sink counts as stuck.
+// Every Sync fails. The search for the failing service is short, and then the sink counts
+// as stuck.
 func TestADataplaneThatRefusesEverythingIsNotHammered(t *testing.T) {
 	calls := 0
 	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
@@ -408,7 +408,7 @@ func TestOneServiceOfManyMakesSyncPanic(t *testing.T) {
 	})
 }
 
-// Many services make Sync panic: all others get through.
+// Many services make Sync panic. All others are programmed.
 func TestManyServicesMakeSyncPanic(t *testing.T) {
 	views := manyViews(2_000)
 	var bad []types.NamespacedName
@@ -431,7 +431,7 @@ func TestManyServicesMakeSyncPanic(t *testing.T) {
 	})
 }
 
-// One service makes Sync panic. Services that change later are not held up.
+// One service makes Sync panic. Services that change later are not delayed.
 func TestOnePanicDoesNotHoldUpLaterChanges(t *testing.T) {
 	run(t, sink.Options{}, panicking(key("poison")), func(w *world) {
 		w.src.MarkSynced()
@@ -446,7 +446,7 @@ func TestOnePanicDoesNotHoldUpLaterChanges(t *testing.T) {
 	})
 }
 
-// A sink fails services that do not exist, each time others.
+// A sink reports failures of services that do not exist, different ones each time.
 func TestFailuresOfUnknownServicesEnd(t *testing.T) {
 	s := sink.Func(func(context.Context, *sink.Changes) error {
 		if time.Now().Second()%3 == 0 {
@@ -471,20 +471,20 @@ func TestFailuresOfUnknownServicesEnd(t *testing.T) {
 	})
 }
 
-// What a sink fails to prune at the end of a pass holds up WaitApplied.
+// A failed prune at the end of a pass delays WaitApplied.
 func TestWaitAppliedWaitsForPrune(t *testing.T) {
 	run(t, sink.Options{BatchSize: 2}, nil, func(w *world) {
 		w.src.Set(view(dns, 1))
 		w.rec.Script(sinktest.FailServices(nil), sinktest.FailServices(errBusy, key("stale")))
 		w.src.MarkSynced()
 		w.waitApplied()
-		w.expectTold(0, "0s: first dns none→[1]", "0s: last web none→[1] unsure: service default/stale: dataplane is busy",
+		w.expectDelivered(0, "0s: first dns none→[1]", "0s: last web none→[1] unsure: service default/stale: dataplane is busy",
 			"100ms: stale none→none unsure")
 	})
 }
 
 func TestStartOver(t *testing.T) {
-	t.Run("begins a pass, whatever the driver waits for", func(t *testing.T) {
+	t.Run("begins a pass during any wait of the driver", func(t *testing.T) {
 		run(t, sink.Options{MinInterval: time.Hour, Backoff: sink.Backoff{Initial: time.Hour, Max: time.Hour}}, nil, func(w *world) {
 			w.src.MarkSynced()
 			w.waitApplied()
@@ -497,7 +497,7 @@ func TestStartOver(t *testing.T) {
 			time.Sleep(time.Minute)
 			w.driver.StartOver() // in the backoff
 			w.waitApplied()
-			w.expectTold(0, "0s: full web none→[1]", "1m0s: full web none→[1]",
+			w.expectDelivered(0, "0s: full web none→[1]", "1m0s: full web none→[1]",
 				"1h1m0s: web [1]→[2]: dataplane is busy", "1h2m0s: full web none→[2]")
 		})
 	})
@@ -510,26 +510,26 @@ func TestStartOver(t *testing.T) {
 			w.driver.StartOver()
 			close(release)
 			w.waitApplied()
-			w.expectTold(0, "0s: full web none→[1]", "1s: full web none→[1]")
+			w.expectDelivered(0, "0s: full web none→[1]", "1s: full web none→[1]")
 		})
 	})
-	t.Run("cuts Verify short", func(t *testing.T) {
+	t.Run("interrupts Verify", func(t *testing.T) {
 		s := &stages{verify: func(ctx context.Context) error { <-ctx.Done(); return ctx.Err() }}
 		run(t, sink.Options{VerifyInterval: time.Minute}, s, func(w *world) {
 			w.src.MarkSynced()
 			time.Sleep(90 * time.Second)
 			w.driver.StartOver()
 			w.waitApplied()
-			w.expectTold(0, "0s: full web none→[1]", "1m30s: full web none→[1]")
+			w.expectDelivered(0, "0s: full web none→[1]", "1m30s: full web none→[1]")
 		})
 	})
-	t.Run("before Run and before the source has synced changes nothing", func(t *testing.T) {
+	t.Run("has no effect before Run and before the source has synced", func(t *testing.T) {
 		run(t, sink.Options{}, nil, func(w *world) {
 			w.driver.StartOver()
 			synctest.Wait()
 			w.src.MarkSynced()
 			w.waitApplied()
-			w.expectTold(0, "0s: full web none→[1]")
+			w.expectDelivered(0, "0s: full web none→[1]")
 		})
 	})
 }
@@ -597,8 +597,8 @@ func TestABrokenSourceIsAskedWithBackoff(t *testing.T) {
 	}
 }
 
-// The claim of one service goes to another while the first fails: its old view, which
-// names the claim, is not delivered any more.
+// A claim moves to another service while its first owner fails. The old view with the
+// claim is no longer delivered.
 func TestOldNamesNoClaimOfAnotherService(t *testing.T) {
 	a, b := key("a"), key("b")
 	run(t, sink.Options{}, nil, func(w *world) {
@@ -611,7 +611,7 @@ func TestOldNamesNoClaimOfAnotherService(t *testing.T) {
 		synctest.Wait()
 		w.src.Set(at(1, view(b, 3)))
 		w.waitApplied()
-		w.expectTold(0, "0s: full a none→[1]", "0s: a [1]→[2]: service default/a: dataplane is busy",
+		w.expectDelivered(0, "0s: full a none→[1]", "0s: a [1]→[2]: service default/a: dataplane is busy",
 			"0s: b none→[3]", "100ms: a none→[2] unsure")
 	})
 }

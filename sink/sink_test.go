@@ -57,7 +57,7 @@ func TestEndpointsOfAChange(t *testing.T) {
 				t.Errorf("endpoints (-want +got):\n%s", diff)
 			}
 			for range c.Endpoints() {
-				break // must not go on
+				break // must end the iteration
 			}
 		})
 	}

@@ -16,8 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FuzzConversions sends slices over the wire and expects them to arrive as they
-// were, but for the trigger time.
+// FuzzConversions checks that slices survive the wire unchanged, except the trigger time.
 func FuzzConversions(f *testing.F) {
 	for seed := range uint64(20) {
 		f.Add(seed)

@@ -23,7 +23,7 @@ var equateAddrs = cmp.Options{
 	cmp.Comparer(func(a, b netip.Prefix) bool { return a == b }),
 }
 
-// travel marshals m and returns what arrives.
+// travel marshals m and returns the unmarshaled message.
 func travel[M proto.Message](t *testing.T, m M) M {
 	t.Helper()
 	sent := localv1.Marshal(m)
@@ -37,8 +37,7 @@ func travel[M proto.Message](t *testing.T, m M) M {
 	return arrived
 }
 
-// FuzzConversions sends values over the wire and expects them to arrive as they
-// were.
+// FuzzConversions checks that values survive the wire unchanged.
 func FuzzConversions(f *testing.F) {
 	for seed := range uint64(20) {
 		f.Add(seed)
@@ -92,8 +91,8 @@ func FuzzConversions(f *testing.F) {
 	})
 }
 
-// FuzzUnmarshal gives the conversions messages of any content: an error is fine,
-// a panic is not, and what is accepted arrives when it is sent on.
+// FuzzUnmarshal converts messages with arbitrary content. Errors are allowed and panics
+// are not. Accepted values must survive the wire unchanged.
 func FuzzUnmarshal(f *testing.F) {
 	for seed := range uint64(5) {
 		r := rand.New(rand.NewPCG(seed, 1))
@@ -144,19 +143,19 @@ func TestWhatCannotBeRead(t *testing.T) {
 		do   func() error
 		want string
 	}{
-		{"an address that is none", func() error {
+		{"an invalid address", func() error {
 			_, err := (&localv1.Service{Namespace: "ns", Name: "s", IPs: &localv1.ServiceIPs{ClusterIPs: ips("x", "::1")}}).ToService()
 			return err
 		}, "service ns/s: "},
-		{"an address among those of the other family", func() error {
+		{"an address of the other family", func() error {
 			_, err := (&localv1.Service{IPs: &localv1.ServiceIPs{ExternalIPs: ips("::1", "::1")}}).ToService()
 			return err
 		}, "::1 is not an IPv4 address"},
-		{"a source range that is none", func() error {
+		{"an invalid source range", func() error {
 			_, err := (&localv1.Service{IPFilters: []*localv1.IPFilter{{SourceRanges: []string{"10.0.0.1"}}}}).ToService()
 			return err
 		}, `"10.0.0.1"`},
-		{"a lost claim of no address", func() error {
+		{"a lost claim without an address", func() error {
 			_, err := (&localv1.Service{Lost: []*localv1.LostClaim{{IP: "x"}}}).ToView()
 			return err
 		}, "lost claim"},
@@ -202,8 +201,7 @@ func TestTextThatIsNotUTF8IsRepaired(t *testing.T) {
 	}
 }
 
-// TestRandomFillsEverything keeps FuzzConversions honest: each field is set by
-// some seed.
+// TestRandomFillsEverything checks that some seed of FuzzConversions sets each field.
 func TestRandomFillsEverything(t *testing.T) {
 	never := map[string]bool{}
 	for seed := range uint64(200) {

@@ -20,7 +20,7 @@ import (
 
 var files = []protoreflect.FileDescriptor{localv1.File_api_localv1_localv1_proto, clusterv1.File_api_clusterv1_clusterv1_proto}
 
-// messages returns all messages but the entries of maps.
+// messages returns all messages except map entries.
 func messages() []protoreflect.MessageDescriptor {
 	var list []protoreflect.MessageDescriptor
 	for _, file := range files {
@@ -31,8 +31,8 @@ func messages() []protoreflect.MessageDescriptor {
 	return list
 }
 
-// TestTheDocumentedNumbersAreThoseOfTheWire holds the tables of docs/wire.md
-// against the messages.
+// TestTheDocumentedNumbersAreThoseOfTheWire compares the tables of docs/wire.md with the
+// messages.
 func TestTheDocumentedNumbersAreThoseOfTheWire(t *testing.T) {
 	var got []string
 	for _, m := range messages() {
@@ -68,7 +68,7 @@ func TestTheDocumentedNumbersAreThoseOfTheWire(t *testing.T) {
 	}
 }
 
-// kind names a field's type as docs/wire.md does.
+// kind returns the name of a field's type in docs/wire.md.
 func kind(f protoreflect.FieldDescriptor) string {
 	if f.IsMap() {
 		return "map"
@@ -93,8 +93,8 @@ func kind(f protoreflect.FieldDescriptor) string {
 	}
 }
 
-// TestTheFirstKpngsNumbers has them a second time, so that nobody changes page and
-// messages together.
+// TestTheFirstKpngsNumbers repeats the numbers, so that page and messages cannot change
+// together by mistake.
 func TestTheFirstKpngsNumbers(t *testing.T) {
 	for message, fields := range map[protoreflect.Name]string{
 		"WatchReq":         "NodeName 1",
@@ -124,10 +124,9 @@ func TestTheFirstKpngsNumbers(t *testing.T) {
 	}
 }
 
-var update = flag.Bool("update", false, "write testdata/golden.txt anew")
+var update = flag.Bool("update", false, "rewrite testdata/golden.txt")
 
-// TestGoldenBytes holds each message with all its fields set against bytes that
-// were written down.
+// TestGoldenBytes compares each message with all fields set to recorded bytes.
 func TestGoldenBytes(t *testing.T) {
 	var out strings.Builder
 	for _, d := range messages() {
@@ -157,8 +156,8 @@ func TestGoldenBytes(t *testing.T) {
 	}
 }
 
-// filled returns a message with every field set, to its number where it can be; of
-// a oneof, the last one.
+// filled returns a message with every field set, to its number if possible. Of a oneof,
+// it sets the last field.
 func filled(d protoreflect.MessageDescriptor, depth int) *dynamicpb.Message {
 	m := dynamicpb.NewMessage(d)
 	for i := range d.Fields().Len() {

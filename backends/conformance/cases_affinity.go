@@ -14,9 +14,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// clients is how many addresses connect where it matters that they choose for
-// themselves: that all of them choose one of three endpoints by chance happens
-// once in 100,000 times.
+// clients is the number of client addresses for checks of independent choices. The
+// probability that all of them choose the same one of three endpoints is 1 in 100,000.
 const clients = 12
 
 var affinityCases = []testCase{
@@ -40,7 +39,7 @@ var affinityCases = []testCase{
 			first := s.choice(s.protocols[0], from, web.clusterIP())
 			for range tries {
 				if now := s.choice(s.protocols[0], from, web.clusterIP()); now != first {
-					s.failf("%s has moved from %s to %s", from, first, now)
+					s.failf("%s moved from %s to %s", from, first, now)
 				}
 			}
 		}
@@ -69,11 +68,11 @@ var affinityCases = []testCase{
 				}
 			}
 			if !inTime && attempt < 5 {
-				continue // a machine so busy shows nothing
+				continue // the machine is too busy for a result
 			}
 			s.pass(timeout + timeout/4)
 			if slices.Equal(first, s.choices(api.TCP, web.loadBalancerIP())) {
-				s.failf("%d client addresses still have their endpoints %s after the time-out of %s", clients, timeout, timeout)
+				s.failf("%d client addresses still have their endpoints %s after the timeout of %s", clients, timeout, timeout)
 			}
 			return
 		}
@@ -101,7 +100,7 @@ var affinityCases = []testCase{
 		second := s.choices(api.TCP, web.loadBalancerIP())
 		s.same(first, second, func(name string) bool { return name != "a" })
 		if slices.Contains(second, "a") {
-			s.failf("a client address still has a, which drains")
+			s.failf("a client address still uses endpoint a, which is draining")
 		}
 		s.same(second, s.choices(api.TCP, web.loadBalancerIP()), all)
 	}},
@@ -120,12 +119,12 @@ var affinityCases = []testCase{
 	{name: "affinity never leads outside the list that the client's traffic uses", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.affine(10800).leadsTo(ready(s.d))
 		s.publish()
-		s.choices(api.TCP, web.loadBalancerIP()) // d, all of them
+		s.choices(api.TCP, web.loadBalancerIP()) // includes d
 		web.externalLocal().leadsTo(ready(s.a), ready(s.b), ready(s.d))
 		s.publish()
 		for i, name := range s.choices(api.TCP, web.loadBalancerIP()) {
 			if name == "d" {
-				s.failf("%s is led to d on the other node", s.as(s.outside, i))
+				s.failf("%s reaches d on the other node", s.as(s.outside, i))
 			}
 		}
 	}},
@@ -149,13 +148,13 @@ var affinityCases = []testCase{
 	}},
 }
 
-// affine puts a service on that has affinity, is reached from outside and leads
-// to two pods on this node and one elsewhere.
+// affine creates a service with affinity that is reachable from outside and has two pods
+// on this node and one on the other as endpoints.
 func (s *scene) affine(seconds int32) *service {
 	return s.service("web").exposed().withAffinity(seconds).leadsTo(ready(s.a), ready(s.b), ready(s.d))
 }
 
-// choice returns the name of whom a new connection reaches.
+// choice returns the name of the endpoint that a new connection reaches.
 func (s *scene) choice(protocol api.Protocol, from person, to netip.AddrPort) string {
 	answer, err := s.ask(from, protocol, to, s.opts.Patience)
 	if err != nil {
@@ -164,7 +163,7 @@ func (s *scene) choice(protocol api.Protocol, from person, to netip.AddrPort) st
 	return answer.Name
 }
 
-// choices returns it for each of the client's addresses.
+// choices returns the choices of all client addresses.
 func (s *scene) choices(protocol api.Protocol, to netip.AddrPort) []string {
 	var names []string
 	for i := range clients {
@@ -175,8 +174,7 @@ func (s *scene) choices(protocol api.Protocol, to netip.AddrPort) []string {
 
 func all(string) bool { return true }
 
-// same checks that no client has moved that was at an endpoint of which stays is
-// true.
+// same checks that no client has moved whose endpoint satisfies stays.
 func (s *scene) same(before, after []string, stays func(name string) bool) {
 	for i, name := range before {
 		if stays(name) && after[i] != name {
@@ -185,7 +183,7 @@ func (s *scene) same(before, after []string, stays func(name string) bool) {
 	}
 }
 
-// pass lets time pass, which is what the case is about.
+// pass waits for the duration that the case tests.
 func (s *scene) pass(d time.Duration) {
 	select {
 	case <-time.After(d):

@@ -30,7 +30,7 @@ var allPortsCases = []testCase{
 		s.publish()
 		for _, from := range []person{s.outside, s.c} {
 			if s.ping(from, web) == nil {
-				s.failf("from %s to %s: an echo request is answered after the service has gone", from, web.externalIP())
+				s.failf("from %s to %s: an echo request is answered after the service was deleted", from, web.externalIP())
 			}
 		}
 	}},
@@ -74,7 +74,7 @@ var allPortsCases = []testCase{
 	}},
 }
 
-// allPorts puts an all-ports service with an external IP on.
+// allPorts creates an all-ports service with an external IP.
 func (s *scene) allPorts() *service {
 	svc := s.service("all").withExternalIP()
 	svc.Annotations = map[string]string{AllPortsAnnotation: "true"}

@@ -162,7 +162,7 @@ var portCases = []testCase{
 	}},
 	{name: "a change of a target port alone leads to the new one", needs: []Feature{EndpointRefusals}, run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a))
-		// Nobody listens there.
+		// No server listens on this port.
 		for i := range web.Spec.Ports {
 			web.Spec.Ports[i].TargetPort = intstr.FromInt32(9)
 		}
@@ -208,7 +208,7 @@ var portCases = []testCase{
 		web := s.service("web")
 		web.Spec.Ports = []corev1.ServicePort{{Protocol: corev1.ProtocolSCTP, Port: 80, TargetPort: intstr.FromInt32(8080)}}
 		web.leadsTo(ready(s.a), ready(s.b), ready(s.d))
-		s.publish() // programmed it is in any case
+		s.publish() // check at least that it is programmed
 		if !s.world.SCTP {
 			s.unavailable("the kernel has no SCTP sockets; the port was programmed, and no packet sent")
 		}

@@ -10,8 +10,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// flows is how many UDP flows are looked at where each would move by chance alone:
-// with four endpoints, that none does happens once in 65,000 times.
+// flowCount is the number of UDP flows in checks where each could stay or move by chance.
+// With four endpoints, the probability that none moves is 1 in 65,000.
 const flowCount = 8
 
 var connectionCases = []testCase{
@@ -156,8 +156,8 @@ var connectionCases = []testCase{
 	}},
 }
 
-// established opens a TCP connection to a person, from inside to the cluster IP and
-// from outside to the load balancer.
+// established opens TCP connections to endpoint p: from inside to the cluster IP and from
+// outside to the load-balancer IP.
 func (s *scene) established(from person, svc *service, p person) *flow {
 	to := svc.clusterIP()
 	if from.Host == s.outside.Host {
@@ -169,11 +169,11 @@ func (s *scene) established(from person, svc *service, p person) *flow {
 			return f
 		}
 	}
-	s.failf("%s: 400 connections, and none to %s", what(from, api.TCP, to), p)
+	s.failf("%s: 400 connections and none to %s", what(from, api.TCP, to), p)
 	return nil
 }
 
-// flowsTo opens UDP flows from everywhere to all addresses of a service.
+// flowsTo opens UDP flows from all clients to all addresses of a service.
 func (s *scene) flowsTo(svc *service) []*flow {
 	flows := []*flow{s.open(s.c, api.UDP, svc.clusterIP()), s.open(s.node, api.UDP, svc.clusterIP())}
 	for _, to := range svc.external() {
@@ -185,8 +185,8 @@ func (s *scene) flowsTo(svc *service) []*flow {
 	return flows
 }
 
-// movesTo checks that the flow comes to lead to somebody, soon: a proxy may see to
-// flows after it has programmed what new connections do.
+// movesTo checks that the flow soon reaches p. A proxy may move flows after it has
+// programmed new connections.
 func (f *flow) movesTo(p person) {
 	for deadline := time.Now().Add(f.scene.opts.Patience); ; {
 		answer, err := f.Ask(time.Now().Add(quiet))
@@ -194,13 +194,13 @@ func (f *flow) movesTo(p person) {
 			return
 		}
 		if time.Now().After(deadline) {
-			f.scene.failf("a flow %s, to move to %s: answer from %s, error %v", f.what, p.Name, answer.Name, err)
+			f.scene.failf("flow %s must move to %s: answer from %s, error %v", f.what, p.Name, answer.Name, err)
 		}
 		f.scene.pass(time.Millisecond)
 	}
 }
 
-// ends checks that soon nobody answers the flow any more.
+// ends checks that the flow soon gets no answers.
 func (f *flow) ends() {
 	for deadline := time.Now().Add(f.scene.opts.Patience); ; {
 		answer, err := f.Ask(time.Now().Add(quiet))
@@ -208,7 +208,7 @@ func (f *flow) ends() {
 			return
 		}
 		if time.Now().After(deadline) {
-			f.scene.failf("a flow %s, to end: answer from %s", f.what, answer.Name)
+			f.scene.failf("flow %s must end: answer from %s", f.what, answer.Name)
 		}
 		f.scene.pass(time.Millisecond)
 	}

@@ -220,10 +220,10 @@ var sourceRangeCases = []testCase{
 	}},
 }
 
-// only returns the range that has but one person's source address.
+// only returns the range that contains only the source address of p.
 func only(p person) string { return netip.PrefixFrom(p.source, p.source.BitLen()).String() }
 
-// ownsAddress gives the node an address for the rest of the case, as controllers do
+// ownsAddress adds an address to the node for the rest of the case, as controllers do
 // that announce load-balancer IPs.
 func (s *scene) ownsAddress(addr netip.Addr) {
 	change := func(f func(netlink.Link, *netlink.Addr) error) error {
@@ -236,7 +236,7 @@ func (s *scene) ownsAddress(addr netip.Addr) {
 			if err != nil {
 				return err
 			}
-			a.Flags = unix.IFA_F_NODAD // or IPv6 could not use it at once
+			a.Flags = unix.IFA_F_NODAD // otherwise an IPv6 address is not usable immediately
 			return f(lo, a)
 		})
 	}

@@ -72,19 +72,19 @@ var healthCases = []testCase{
 	}},
 }
 
-// checked puts a service on that load balancers ask about.
+// checked creates a service with a health-check node port.
 func (s *scene) checked() *service {
 	svc := s.service("web" + strconv.Itoa(len(s.services))).withLoadBalancer().externalLocal()
 	svc.Spec.HealthCheckNodePort = s.nodePort()
 	return svc
 }
 
-// healthCheck returns where they ask, at the node's address number i.
+// healthCheck returns the service's health-check port at the node's address number i.
 func (svc *service) healthCheck(i int) netip.AddrPort {
 	return netip.AddrPortFrom(svc.scene.node.Addrs.Family(svc.scene.family)[i], uint16(svc.Spec.HealthCheckNodePort))
 }
 
-// healthIs checks what a load balancer is told at all node addresses.
+// healthIs checks the responses to health checks at all node addresses.
 func (s *scene) healthIs(svc *service, local int) {
 	status := http.StatusOK
 	if local == 0 {
@@ -95,7 +95,7 @@ func (s *scene) healthIs(svc *service, local int) {
 			url := "http://" + svc.healthCheck(i).String() + path
 			response, body := s.get(url)
 			if response.StatusCode != status {
-				s.failf("%s: status %d, not %d, with %d ready endpoints on this node", url, response.StatusCode, status, local)
+				s.failf("%s: status %d, want %d with %d ready endpoints on this node", url, response.StatusCode, status, local)
 			}
 			want := map[string]any{
 				"service":             map[string]any{"namespace": svc.Namespace, "name": svc.Name},
@@ -115,14 +115,14 @@ func (s *scene) healthIs(svc *service, local int) {
 				"X-Load-Balancing-Endpoint-Weight": strconv.Itoa(local),
 			} {
 				if got := response.Header.Get(header); got != want {
-					s.failf("%s: header %s is %q, not %q", url, header, got, want)
+					s.failf("%s: header %s is %q, want %q", url, header, got, want)
 				}
 			}
 		}
 	}
 }
 
-// get asks by HTTP, from outside.
+// get sends an HTTP request from outside.
 func (s *scene) get(url string) (*http.Response, []byte) {
 	ctx, cancel := context.WithTimeout(s.ctx, s.opts.Patience)
 	defer cancel()
@@ -145,6 +145,6 @@ func (s *scene) get(url string) (*http.Response, []byte) {
 
 func (s *scene) connectionRefused(to netip.AddrPort) {
 	if answer, err := s.ask(s.outside, api.TCP, to, s.opts.Patience); !world.Refused(err) {
-		s.failf("%s, to be refused: answer %v, error %v", what(s.outside, api.TCP, to), answer, err)
+		s.failf("%s must be refused: answer %v, error %v", what(s.outside, api.TCP, to), answer, err)
 	}
 }

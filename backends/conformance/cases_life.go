@@ -22,7 +22,7 @@ import (
 
 const proxyNameLabel = watcher.LabelServiceProxyName
 
-// crowd is how many services come and go to keep a proxy busy.
+// crowd is the number of services that change to keep a proxy busy.
 const crowd = 80
 
 var lifeCases = []testCase{
@@ -48,9 +48,9 @@ var lifeCases = []testCase{
 		s.publish()
 		took := time.Since(start)
 		traffic := s.traffic(web, s.a, s.d)
-		const kills = 4 // even, so that the others are there in the end
+		const kills = 4 // an even number, so that all services exist at the end
 		for i := range kills {
-			// Others come, or go, each time.
+			// Add or remove the other services each time.
 			s.services = s.services[:1]
 			if i%2 == 1 {
 				s.services = append(s.services[:1:1], others...)
@@ -132,7 +132,7 @@ var lifeCases = []testCase{
 		s.leaves(s.outside, headless.externalIP())
 		s.leaves(s.c, other.clusterIP())
 		if diff := cmp.Diff(rules, s.kubeProxy()); diff != "" {
-			s.failf("kube-proxy's rules have changed, or met a packet with its mark (-before +after):\n%s", diff)
+			s.failf("kube-proxy's rules changed or matched a packet with kube-proxy's mark (-before +after):\n%s", diff)
 		}
 	}},
 	{name: "clean-up removes everything that was made, and nothing else", needs: []Feature{Cleanup}, run: func(s *scene) {
@@ -145,13 +145,13 @@ var lifeCases = []testCase{
 		after, err := s.inventory()
 		s.must(err)
 		if diff := cmp.Diff(s.before, after); diff != "" {
-			s.failf("the node is not as it was (-before +after):\n%s", diff)
+			s.failf("the node changed (-before +after):\n%s", diff)
 		}
-		s.must(s.subject.Cleanup(s.ctx, s.site)) // where there is nothing left
+		s.must(s.subject.Cleanup(s.ctx, s.site)) // Cleanup must also work when there is nothing to remove
 	}},
 }
 
-// crowd returns services that are not on yet.
+// crowd returns services that are not published yet.
 func (s *scene) crowd() []*service {
 	on := len(s.services)
 	for i := range crowd {
@@ -168,7 +168,7 @@ func (s *scene) restart() {
 	s.must(s.start(s.ctx, s.site))
 }
 
-// restartWith restarts the proxy, set up otherwise for this case.
+// restartWith restarts the proxy with another configuration for this case.
 func (s *scene) restartWith(change func(*Site)) {
 	site := s.site
 	change(&site)
@@ -179,7 +179,7 @@ func (s *scene) restartWith(change func(*Site)) {
 	s.must(replace(s.site, site))
 }
 
-// eventually tries until there is nothing to fail for.
+// eventually repeats f until it does not fail.
 func (s *scene) eventually(f func()) {
 	for deadline := time.Now().Add(s.opts.Patience); ; {
 		done := make(chan struct{})
@@ -200,10 +200,10 @@ func (s *scene) eventually(f func()) {
 	}
 }
 
-// traffic is connections to a service, one after the other, from several clients.
+// traffic is a sequence of connections to a service from several clients.
 type traffic struct {
 	scene *scene
-	// persons are those it has to reach.
+	// persons are the expected endpoints.
 	persons []person
 	cancel  context.CancelFunc
 	group   sync.WaitGroup
@@ -227,7 +227,7 @@ func (s *scene) traffic(svc *service, persons ...person) *traffic {
 }
 
 func (t *traffic) run(ctx context.Context, protocol api.Protocol, from person, to netip.AddrPort) {
-	// No faster than a few hundred a second: the proxy wants the processor, too.
+	// Limit the rate to a few hundred per second, to leave CPU time for the proxy.
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
 	for ctx.Err() == nil {
@@ -237,7 +237,7 @@ func (t *traffic) run(ctx context.Context, protocol api.Protocol, from person, t
 		}
 		if err != nil && ctx.Err() == nil {
 			select {
-			case t.failed <- fmt.Errorf("connection %d, %s, to reach %s: %w", t.count.Load(), what(from, protocol, to), names(t.persons), err):
+			case t.failed <- fmt.Errorf("connection %d, %s, want %s: %w", t.count.Load(), what(from, protocol, to), names(t.persons), err):
 			default:
 			}
 			return
@@ -247,7 +247,7 @@ func (t *traffic) run(ctx context.Context, protocol api.Protocol, from person, t
 	}
 }
 
-// more waits until some more connections have been made.
+// more waits for n more connections.
 func (t *traffic) more(n int64) {
 	deadline := time.Now().Add(t.scene.opts.Patience)
 	for until := t.count.Load() + n; t.count.Load() < until && len(t.failed) == 0 && time.Now().Before(deadline); {
@@ -260,7 +260,7 @@ func (t *traffic) stop() {
 	t.group.Wait()
 }
 
-// end checks that there were some, and that none failed.
+// end checks that there were connections and that none failed.
 func (t *traffic) end() {
 	t.stop()
 	select {
@@ -269,11 +269,12 @@ func (t *traffic) end() {
 	default:
 	}
 	if t.count.Load() < 20 {
-		t.scene.failf("only %d connections were made", t.count.Load())
+		t.scene.failf("made only %d connections", t.count.Load())
 	}
 }
 
-// kubeProxyRules look like kube-proxy's, and drop and count what has its mark.
+// kubeProxyRules resemble kube-proxy's rules. They drop and count packets with
+// kube-proxy's mark.
 const kubeProxyRules = `
 table ip kube-proxy {
 	comment "rules for kube-proxy"

@@ -114,9 +114,9 @@ var topologyCases = []testCase{
 	{name: "a node that loses its zone uses all endpoints", run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a).forZone(zone), ready(s.d).forZone("elsewhere"))
 		s.publish()
-		// Nodes are read apart from services, and the marker does not tell of them.
+		// Nodes are watched separately from services, so the marker does not wait for them.
 		s.eventually(func() { s.reaches(s.c, web.clusterIP(), s.a) })
-		s.reaches(s.c, web.clusterIP(), s.a) // not by luck
+		s.reaches(s.c, web.clusterIP(), s.a) // confirm that the first result was not chance
 		s.nodeObjects = s.nodes()
 		delete(s.nodeObjects[0].Labels, corev1.LabelTopologyZone)
 		s.publish()
@@ -260,7 +260,7 @@ var sourceAddressCases = []testCase{
 	{name: "at external addresses with policy Local, the node's own connections get the address towards the endpoint", needs: []Feature{SourceAddress}, run: func(s *scene) {
 		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.d))
 		s.publish()
-		// The node's second address is towards beyond.
+		// beyond is behind the node's second address.
 		for _, to := range web.external() {
 			for _, peer := range s.reaches(s.as(s.node, 1), to, s.d) {
 				if peer != s.node.Addrs.Family(s.family)[0] {

@@ -17,29 +17,29 @@ import (
 	"github.com/kpng-project/kpng/backends/conformance/internal/world"
 )
 
-// quiet is how long nothing must come for something to count as dropped. Whatever
-// answers does so in a fraction of it; on a machine so busy that it does not, a
-// case may pass that should fail, and none fails that should pass.
+// quiet is the time without an answer after which a connection counts as dropped. An
+// answer normally takes a fraction of it. On a very busy machine, a case that should fail
+// may pass, but no case fails that should pass.
 const quiet = 300 * time.Millisecond
 
-// tries is how often a new connection is made to see where it leads. A stranger
-// among the endpoints that gets one in four goes unnoticed once in 1,000 checks.
+// tries is the number of connections for a check of their endpoints. A wrong endpoint
+// that receives one in four stays undetected in 1 of 1,000 checks.
 const tries = 24
 
-// ask makes a new connection.
+// ask opens a new connection and reads the answer.
 func (s *scene) ask(from person, protocol api.Protocol, to netip.AddrPort, patience time.Duration) (world.Answer, error) {
 	ctx, cancel := context.WithTimeout(s.ctx, patience)
 	defer cancel()
 	return from.Ask(ctx, protocol, from.source, to)
 }
 
-// what names a connection.
+// what describes a connection.
 func what(from person, protocol api.Protocol, to netip.AddrPort) string {
 	return fmt.Sprintf("from %s to %s/%s", from, to, protocol)
 }
 
-// reaches checks that connections lead to these persons, and to each of them, and
-// returns whom they saw connecting.
+// reaches checks that connections reach exactly these persons. It returns the client
+// addresses that they saw.
 func (s *scene) reaches(from person, to netip.AddrPort, persons ...person) []netip.Addr {
 	var peers []netip.Addr
 	for _, protocol := range s.protocols {
@@ -59,17 +59,18 @@ func (s *scene) reachesOver(protocol api.Protocol, from person, to netip.AddrPor
 	}
 	wanted := names(persons)
 	var peers []netip.Addr
-	// Some of eight endpoints is not among 400 connections once in 10^22 checks.
+	// The probability that one of eight endpoints is missing in 400 connections is 1 in
+	// 10^22.
 	for i := 0; i < tries || len(missing) > 0; i++ {
 		if i == 400 {
-			s.failf("%s: %d connections, and none to one of %s", what(from, protocol, to), i, wanted)
+			s.failf("%s: %d connections, and some of %s got none", what(from, protocol, to), i, wanted)
 		}
 		answer, err := s.ask(from, protocol, to, s.opts.Patience)
 		if err != nil {
-			s.failf("%s, to reach %s: %w", what(from, protocol, to), wanted, err)
+			s.failf("%s, want %s: %w", what(from, protocol, to), wanted, err)
 		}
 		if !slices.ContainsFunc(persons, func(p person) bool { return p.Name == answer.Name }) {
-			s.failf("%s: answer from %s, not from %s", what(from, protocol, to), answer.Name, wanted)
+			s.failf("%s: answer from %s, want %s", what(from, protocol, to), answer.Name, wanted)
 		}
 		delete(missing, answer.Name)
 		if !slices.Contains(peers, answer.Peer.Addr()) {
@@ -87,17 +88,17 @@ func names(persons []person) string {
 	return strings.Join(all, ", ")
 }
 
-// refuses checks that connections are refused: by a reset, or by ICMP or ICMPv6
+// refuses checks that connections are refused, with a TCP reset or with ICMP or ICMPv6
 // port unreachable.
 func (s *scene) refuses(from person, to netip.AddrPort) {
 	for _, protocol := range s.protocols {
 		if answer, err := s.ask(from, protocol, to, s.opts.Patience); !world.Refused(err) {
-			s.failf("%s, to be refused: answer %v, error %v", what(from, protocol, to), answer, err)
+			s.failf("%s must be refused: answer %v, error %v", what(from, protocol, to), answer, err)
 		}
 	}
 }
 
-// drops checks that nothing comes back, of several connections at once.
+// drops checks that several concurrent connections get no response.
 func (s *scene) drops(from person, to ...netip.AddrPort) {
 	var mu sync.Mutex
 	var wrong error
@@ -109,7 +110,7 @@ func (s *scene) drops(from person, to ...netip.AddrPort) {
 				if !world.TimedOut(err) {
 					mu.Lock()
 					defer mu.Unlock()
-					wrong = fmt.Errorf("%s, to be dropped: answer %v, error %w", what(from, protocol, to), answer, err)
+					wrong = fmt.Errorf("%s must be dropped: answer %v, error %w", what(from, protocol, to), answer, err)
 				}
 			})
 		}
@@ -118,27 +119,25 @@ func (s *scene) drops(from person, to ...netip.AddrPort) {
 	s.must(wrong)
 }
 
-// leaves checks that the proxy leaves connections alone, so that they go beyond.
+// leaves checks that the proxy does not handle connections, so that they reach beyond.
 func (s *scene) leaves(from person, to netip.AddrPort) {
 	s.reaches(from, to, person{Host: s.world.Beyond})
 }
 
-// keepsSource checks that connections lead to persons, who see the client's own
-// address.
+// keepsSource checks that connections reach persons, who see the client's own address.
 func (s *scene) keepsSource(from person, to netip.AddrPort, persons ...person) {
 	for _, peer := range s.reaches(from, to, persons...) {
 		if !from.Addrs.Contains(peer) {
-			s.failf("from %s to %s: %s sees %s, not the client's address", from, to, names(persons), peer)
+			s.failf("from %s to %s: %s sees %s, want the client's address", from, to, names(persons), peer)
 		}
 	}
 }
 
-// masquerades checks that connections lead to persons, who see an address of the
-// node.
+// masquerades checks that connections reach persons, who see an address of the node.
 func (s *scene) masquerades(from person, to netip.AddrPort, persons ...person) {
 	for _, peer := range s.reaches(from, to, persons...) {
 		if !s.node.Addrs.Contains(peer) {
-			s.failf("from %s to %s: %s sees %s, not an address of the node", from, to, names(persons), peer)
+			s.failf("from %s to %s: %s sees %s, want an address of the node", from, to, names(persons), peer)
 		}
 	}
 }
@@ -150,7 +149,7 @@ type flow struct {
 	what  string
 }
 
-// open opens a flow, which ends with the case.
+// open opens a flow. It is closed at the end of the case.
 func (s *scene) open(from person, protocol api.Protocol, to netip.AddrPort) *flow {
 	ctx, cancel := context.WithTimeout(s.ctx, s.opts.Patience)
 	defer cancel()
@@ -162,20 +161,20 @@ func (s *scene) open(from person, protocol api.Protocol, to netip.AddrPort) *flo
 	return &flow{c, s, what(from, protocol, to)}
 }
 
-// leadsTo checks that the flow goes on to one of these persons, and says to whom.
+// leadsTo checks that the flow reaches one of these persons, and returns that person.
 func (f *flow) leadsTo(persons ...person) person {
 	answer, err := f.Ask(time.Now().Add(f.scene.opts.Patience))
 	if err != nil {
-		f.scene.failf("a flow %s: %w", f.what, err)
+		f.scene.failf("flow %s: %w", f.what, err)
 	}
 	i := slices.IndexFunc(persons, func(p person) bool { return p.Name == answer.Name })
 	if i < 0 {
-		f.scene.failf("a flow %s: answer from %s, not from %s", f.what, answer.Name, names(persons))
+		f.scene.failf("flow %s: answer from %s, want %s", f.what, answer.Name, names(persons))
 	}
 	return persons[i]
 }
 
-// even checks that connections are spread evenly over persons.
+// even checks that connections are distributed evenly over persons.
 func (s *scene) even(from person, to netip.AddrPort, persons ...person) {
 	const total = 800
 	each := float64(total / len(persons))
@@ -189,10 +188,10 @@ func (s *scene) even(from person, to netip.AddrPort, persons ...person) {
 			d := float64(count[p.Name]) - each
 			chi2 += d * d / each
 		}
-		// With three degrees of freedom chance exceeds it once in 13 million times, with
-		// one even more seldom. A spread of 2:1 has 89, and one of 2:1:1:1 has 96.
+		// With three degrees of freedom, chance exceeds this limit once in 13 million checks;
+		// with one, even less often. A distribution of 2:1 has 89, and one of 2:1:1:1 has 96.
 		if limit := 36.0; chi2 > limit {
-			s.failf("%s: %d connections are spread as %v: chi-squared is %.0f, above %.0f", what(from, protocol, to), total, count, chi2, limit)
+			s.failf("%s: %d connections are distributed as %v: chi-squared is %.0f, limit %.0f", what(from, protocol, to), total, count, chi2, limit)
 		}
 	}
 }

@@ -18,18 +18,18 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// Command is a Subject that is a command.
+// Command is a Subject that runs commands.
 type Command struct {
-	// Proxy returns the command that runs the proxy at a site until it is killed.
+	// Proxy returns the command that runs the proxy until it is killed.
 	Proxy func(Site) *exec.Cmd
-	// Clean returns the command that removes what the proxy has left at a site. If
-	// it is nil nothing is removed.
+	// Clean returns the command that removes the proxy's leftovers. If it is nil, Cleanup
+	// does nothing.
 	Clean func(Site) *exec.Cmd
-	// Publisher puts the objects where the command reads them.
+	// Publisher writes the objects to where the command reads them.
 	Publisher
 }
 
-// Publisher puts objects where a proxy reads them: see [Subject].
+// Publisher writes objects to where a proxy reads them: see [Subject].
 type Publisher interface {
 	Publish(ctx context.Context, objects *Objects) error
 }
@@ -40,7 +40,7 @@ func (c *Command) Start(_ context.Context, site Site) (Process, error) {
 	cmd.Stdout, cmd.Stderr = &p.output, &p.output
 	ended, err := site.Start(cmd)
 	if err != nil {
-		return nil, fmt.Errorf("starting %s: %w", cmd, err)
+		return nil, fmt.Errorf("start %s: %w", cmd, err)
 	}
 	p.process = cmd.Process
 	go func() {
@@ -67,7 +67,7 @@ func (c *Command) Cleanup(_ context.Context, site Site) error {
 	return nil
 }
 
-// commandProcess is a command that runs.
+// commandProcess is a running command.
 type commandProcess struct {
 	process *os.Process
 	output  output
@@ -78,15 +78,15 @@ func (p *commandProcess) Kill() error {
 	err := p.process.Kill()
 	<-p.done
 	if err != nil && !errors.Is(err, os.ErrProcessDone) {
-		return fmt.Errorf("killing the proxy: %w", err)
+		return fmt.Errorf("kill proxy: %w", err)
 	}
 	return nil
 }
 
 func (p *commandProcess) Output() string { return p.output.String() }
 
-// Manifests is a Publisher that writes a file of this path, in one step, as package
-// watcher/file reads it.
+// Manifests is a Publisher that atomically writes a file with this path, in the format of
+// package watcher/file.
 type Manifests string
 
 // Publish implements Publisher.
@@ -112,14 +112,14 @@ func (path Manifests) Publish(_ context.Context, objects *Objects) error {
 	}
 	text, err := json.MarshalIndent(list, "", " ")
 	if err != nil {
-		return fmt.Errorf("writing manifests: %w", err)
+		return fmt.Errorf("write manifests: %w", err)
 	}
 	next := filepath.Join(filepath.Dir(string(path)), ".next-"+filepath.Base(string(path)))
 	if err := os.WriteFile(next, text, 0o600); err != nil {
-		return fmt.Errorf("writing manifests: %w", err)
+		return fmt.Errorf("write manifests: %w", err)
 	}
 	if err := os.Rename(next, string(path)); err != nil {
-		return fmt.Errorf("writing manifests: %w", err)
+		return fmt.Errorf("write manifests: %w", err)
 	}
 	return nil
 }

@@ -96,7 +96,7 @@ func (silent) Kill() error                      { return nil }
 
 func TestWhatTheProxyPrintedIsShown(t *testing.T) {
 	k := &kit{subject: silent{}, process: silent{}}
-	if err := k.settle(t.Context()); err == nil || !strings.Contains(err.Error(), "unknown flag: --colour") {
+	if err := k.awaitProgrammed(t.Context()); err == nil || !strings.Contains(err.Error(), "unknown flag: --colour") {
 		t.Errorf("settling a proxy that ends with an unknown flag: %v", err)
 	}
 }

@@ -4,8 +4,8 @@
 
 package conformance
 
-// Feature is something that a proxy may not support. What is not among these
-// every proxy does.
+// Feature is a feature that a proxy may lack. All other behavior is required from every
+// proxy.
 type Feature string
 
 // The features.
@@ -15,59 +15,58 @@ const (
 	UDP  Feature = "UDP"
 	SCTP Feature = "SCTP"
 
-	// NodePorts are node ports at all.
+	// NodePorts are node ports.
 	NodePorts Feature = "node ports"
-	// NodePortCIDRs is keeping node ports to the addresses that Site.NodePortCIDRs
-	// names.
+	// NodePortCIDRs limits node ports to the addresses in Site.NodePortCIDRs.
 	NodePortCIDRs Feature = "node-port addresses"
-	// ClusterIPsFromOutside is serving cluster IPs for clients outside the cluster
-	// that have a route to them.
+	// ClusterIPsFromOutside serves cluster IPs to clients outside the cluster that have a
+	// route to them.
 	ClusterIPsFromOutside Feature = "cluster IPs from outside"
 	// SourceRanges is Service.spec.loadBalancerSourceRanges.
 	SourceRanges Feature = "source ranges"
-	// FamilyOnlyRanges is letting nobody of a family in if all source ranges are of
-	// the other one, which kube-proxy does not do.
+	// FamilyOnlyRanges admits no source of a family if all source ranges are of the other
+	// family. kube-proxy lacks it.
 	FamilyOnlyRanges Feature = "source ranges of the other family only"
-	// ShortCircuitPods is telling this node's pods from others, so that their
-	// traffic to external addresses ignores externalTrafficPolicy Local.
+	// ShortCircuitPods detects traffic from this node's pods, so that it ignores
+	// externalTrafficPolicy Local at external addresses.
 	ShortCircuitPods Feature = "short circuit for pods"
-	// Reject is refusing connections to services without endpoints, rather than
-	// letting them time out.
+	// Reject refuses connections to services without endpoints instead of letting them time
+	// out.
 	Reject Feature = "reject"
-	// RangesBeforeReject is dropping what source ranges keep out even where the
-	// service has no endpoints, and those who get in are refused.
+	// RangesBeforeReject drops traffic outside the source ranges even if the service has no
+	// endpoints and admitted clients are refused.
 	RangesBeforeReject Feature = "source ranges before reject"
-	// EndpointRefusals is handing on that an endpoint refuses, as happens by itself
-	// where packets are forwarded.
+	// EndpointRefusals passes on that an endpoint refuses a connection. Proxies that forward
+	// packets do so automatically.
 	EndpointRefusals Feature = "refusals of endpoints"
-	// RejectUnknownPorts is refusing connections to a cluster IP's ports that are no
-	// ports of the service.
+	// RejectUnknownPorts refuses connections to ports of a cluster IP that the service does
+	// not have.
 	RejectUnknownPorts Feature = "reject unknown ports"
-	// SourceAddress is keeping the client's address where semantics.md says so.
+	// SourceAddress keeps the client's address where docs/semantics.md requires it.
 	SourceAddress Feature = "source address"
-	// Masquerade is masquerading traffic to cluster IPs as Site.Masquerade asks.
+	// Masquerade masquerades traffic to cluster IPs according to Site.Masquerade.
 	Masquerade Feature = "masquerade option"
 	// Affinity is sessionAffinity ClientIP.
 	Affinity Feature = "session affinity"
-	// AffinityAcrossFrontends is one affinity for a service port, whatever frontend
-	// the client uses.
+	// AffinityAcrossFrontends keeps one affinity per service port, whichever frontend the
+	// client uses.
 	AffinityAcrossFrontends Feature = "affinity across frontends"
-	// FlowCleanup is moving UDP flows away from endpoints that have gone.
+	// FlowCleanup moves UDP flows away from removed endpoints.
 	FlowCleanup Feature = "UDP flow clean-up"
-	// EstablishedStay is leaving established TCP connections and UDP flows alone when
-	// their endpoint drains, or what else changes.
+	// EstablishedStay keeps established TCP connections and UDP flows when their endpoint
+	// drains or other objects change.
 	EstablishedStay Feature = "established connections stay"
 	// AllPorts is all-ports services (api.Service.AllPorts).
 	AllPorts Feature = "all-ports services"
-	// Claims is giving an address and port that two services claim to the older one.
+	// Claims gives an address and port that two services claim to the older one.
 	Claims Feature = "contested addresses"
 	// HealthChecks is health-check node ports.
 	HealthChecks Feature = "health-check node ports"
-	// Restart is keeping traffic flowing while no process of the proxy runs.
+	// Restart keeps traffic flowing while no process of the proxy runs.
 	Restart Feature = "restart"
-	// Instances is running twice on a node, by Site.Instance and
+	// Instances allows two instances on a node, with different Site.Instance and
 	// Site.ServiceProxyName.
 	Instances Feature = "two instances"
-	// Cleanup is removing everything when asked to.
+	// Cleanup removes everything on request.
 	Cleanup Feature = "clean-up"
 )

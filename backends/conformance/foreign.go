@@ -12,7 +12,8 @@ import (
 	"github.com/vishvananda/netlink"
 )
 
-// foreignRules are somebody else's that are there all the time. They do nothing.
+// foreignRules are rules of another owner that exist during the whole test. They do
+// nothing.
 const foreignRules = `
 table inet somebody {
 	comment "of no concern to proxies"
@@ -46,8 +47,8 @@ func (k *kit) nft(stdin string, args ...string) (string, error) {
 	return printed.String(), nil
 }
 
-// inventory returns what there is on the node: links, addresses, routes, rules,
-// and nft's tables with all that is in them.
+// inventory returns the state of the node: links, addresses, routes, rules, and nft's
+// tables with their content.
 func (k *kit) inventory() (string, error) {
 	var text strings.Builder
 	err := k.site.Do(func() error {
@@ -84,7 +85,7 @@ func (k *kit) inventory() (string, error) {
 		return nil
 	})
 	if err != nil {
-		return "", fmt.Errorf("taking stock of the node: %w", err)
+		return "", fmt.Errorf("list the state of the node: %w", err)
 	}
 	rules, err := k.nft("", "list", "ruleset")
 	return text.String() + rules, err

@@ -18,10 +18,10 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 )
 
-// The marker is a service with, in each publication, another port and another
-// endpoint. Services and slices are published, and watched, apart from each other:
-// when the new port leads to the new endpoint, both have come. It is named to be
-// the last for a proxy that goes by names.
+// The marker is a service that has another port and another endpoint in each publication.
+// Services and slices are published and watched separately. When the new port reaches the
+// new endpoint, both have arrived. Its name sorts last, for proxies that program in order
+// of names.
 const (
 	markerNamespace = "kpng-conformance"
 	markerName      = "zz-marker"
@@ -66,7 +66,7 @@ func (k *kit) markerSlice(family api.Family) *discoveryv1.EndpointSlice {
 	}
 }
 
-// awaitMarker waits until the marker that was published last answers.
+// awaitMarker waits until the last published marker answers.
 func (k *kit) awaitMarker(ctx context.Context) error {
 	for _, family := range k.families() {
 		to := netip.AddrPortFrom(number(world.ServiceCIDRs[family], markerNumber), uint16(k.markerPort()))
@@ -79,7 +79,7 @@ func (k *kit) awaitMarker(ctx context.Context) error {
 			}
 			select {
 			case <-ctx.Done():
-				return fmt.Errorf("the proxy has not programmed what was published: marker %s answers %v, error %v", to, answer, err)
+				return fmt.Errorf("the proxy has not programmed the published objects: marker %s: answer %v, error %v", to, answer, err)
 			case <-time.After(2 * time.Millisecond):
 			}
 		}

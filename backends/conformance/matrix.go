@@ -13,24 +13,25 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// Outcome is what became of a case in a family.
+// Outcome is the outcome of a case in a family.
 type Outcome int
 
 // The outcomes.
 const (
-	// Passed: the proxy does what the case says.
+	// Passed: the proxy passed the case.
 	Passed Outcome = iota
-	// Failed: it does not.
+	// Failed: the proxy failed the case.
 	Failed
-	// Unsupported: it does not, as it has declared.
+	// Unsupported: the proxy failed the case, as declared.
 	Unsupported
-	// UnsupportedPassed: it does, although it has declared not to.
+	// UnsupportedPassed: the proxy passed the case although it declared the feature as
+	// unsupported.
 	UnsupportedPassed
-	// Unavailable: the kernel lacks what the case needs.
+	// Unavailable: the kernel lacks a required feature.
 	Unavailable
 )
 
-// String returns the word for the matrix.
+// String returns the text in the matrix.
 func (o Outcome) String() string {
 	switch o {
 	case Passed:
@@ -47,22 +48,22 @@ func (o Outcome) String() string {
 	return fmt.Sprintf("Outcome(%d)", int(o))
 }
 
-// Result is what became of a case in a family.
+// Result is the result of a case in a family.
 type Result struct {
-	// Section is the section of docs/semantics.md that the case is about.
+	// Section is the section of docs/semantics.md that the case tests.
 	Section string
-	// Case is its name, a sentence.
+	// Case is the name of the case, a sentence.
 	Case string
-	// Family is 0 for a case about both or none.
+	// Family is 0 for a case about both families or none.
 	Family  api.Family
 	Outcome Outcome
-	// Reason is why it failed, is not supported or not available.
+	// Reason is why the case failed, is not supported or is not available.
 	Reason string
-	// Took is how long it took.
+	// Took is the duration.
 	Took time.Duration
 }
 
-// where says in which family it was, for a message.
+// where describes the family in a message.
 func (r Result) where() string {
 	if r.Family == 0 {
 		return ""
@@ -70,10 +71,10 @@ func (r Result) where() string {
 	return r.Family.String() + ": "
 }
 
-// Matrix is what became of all cases, in order, those of a case side by side.
+// Matrix has the results of all cases in order. The results of one case are adjacent.
 type Matrix []Result
 
-// Count returns how many results have an outcome.
+// Count returns the number of results with an outcome.
 func (m Matrix) Count(o Outcome) int {
 	n := 0
 	for _, r := range m {
@@ -107,7 +108,7 @@ func (m Matrix) String() string {
 	return text.String()
 }
 
-// WriteMarkdown writes the matrix as tables in Markdown, one a section.
+// WriteMarkdown writes the matrix as Markdown tables, one per section.
 func (m Matrix) WriteMarkdown(w io.Writer) error {
 	var text strings.Builder
 	section := ""
@@ -160,7 +161,7 @@ func (m Matrix) summary() string {
 	return strings.Join(parts, "; ")
 }
 
-// notes numbers reasons.
+// notes numbers the reasons.
 type notes struct{ reasons []string }
 
 // mark returns the reference to a reason.

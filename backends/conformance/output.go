@@ -6,13 +6,13 @@ package conformance
 
 import "sync"
 
-// output keeps the end of what a process prints.
+// output keeps the last output of a process.
 type output struct {
 	mu   sync.Mutex
 	text []byte
 }
 
-// maxOutput is how much of it is kept at least.
+// maxOutput is the minimum number of bytes to keep.
 const maxOutput = 16 << 10
 
 func (o *output) Write(p []byte) (int, error) {

@@ -21,33 +21,30 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// NewSink makes the sink under test for a site. It is called in a process of its
-// own, in the network namespace of the site's node, and again in another one to
-// clean up, where the sink is a sink.Cleaner.
+// NewSink creates the sink under test for a site. The kit calls it in a process of its
+// own, in the network namespace of the site's node. For cleanup, if the sink is a
+// sink.Cleaner, the kit calls it again in another process.
 type NewSink func(site Site) (sink.Sink, error)
 
-// Options say what is tested. The zero value tests everything.
+// Options configure a test. The zero value tests everything.
 type Options struct {
-	// Unsupported are the features that the proxy does not have, each with the
-	// reason, which the matrix shows.
+	// Unsupported are the features that the proxy lacks, with the reasons for the matrix.
 	Unsupported map[Feature]string
-	// Exceptions are cases, by their names, that the proxy is known not to do
-	// although they are about no feature that it lacks as a whole, each with the
-	// reason. They count as not supported.
+	// Exceptions are names of cases, with reasons, that the proxy is known to fail although
+	// it has the features that they need. They count as unsupported.
 	Exceptions map[string]string
-	// Cases selects the cases whose section or name it matches. Without it, -test.run
-	// selects as it does for any subtests. Default: all.
+	// Cases selects cases by section or name. Independently, -test.run selects subtests as
+	// usual. Default: all.
 	Cases *regexp.Regexp
-	// Patience is how long the kit waits for what has to happen: for something to be
-	// programmed, and for an answer to come. Default: 20 s.
+	// Patience is how long the kit waits for programming and for answers. Default: 20 s.
 	Patience time.Duration
-	// BatchSize is the driver's sink.Options.BatchSize, for Run. A small one makes passes of
-	// many batches. Default: the driver's.
+	// BatchSize is the driver's sink.Options.BatchSize, for Run. A small one makes passes
+	// with many batches. Default: the driver's.
 	BatchSize int
 	// Matrix is the file to which the matrix is written as Markdown. Default: none.
 	Matrix string
-	// Setup is called when the world stands and before the first process is
-	// started, for what a subject needs on the node. Default: nothing.
+	// Setup is called when the world exists, before the first process starts. It may prepare
+	// the node. Default: none.
 	Setup func(t *testing.T, site Site)
 }
 
@@ -65,7 +62,7 @@ func RunSubject(t *testing.T, subject Subject, opts Options) Matrix {
 	}
 	for name := range opts.Exceptions {
 		if !slices.ContainsFunc(sections, func(s section) bool { return s.has(name) }) {
-			t.Errorf("there is no case %q to make an exception of", name)
+			t.Errorf("exception %q is not the name of a case", name)
 		}
 	}
 	k := newKit(t, subject, opts)
@@ -99,7 +96,7 @@ func RunSubject(t *testing.T, subject Subject, opts Options) Matrix {
 			t.Fatal(err)
 		}
 		if err := errors.Join(matrix.WriteMarkdown(file), file.Close()); err != nil {
-			t.Fatalf("writing the matrix: %v", err)
+			t.Fatalf("write matrix: %v", err)
 		}
 	}
 	return matrix
@@ -110,13 +107,13 @@ type kit struct {
 	world   *world.World
 	subject Subject
 	opts    Options
-	// site is that of the proxy that all cases are about, and process its process,
-	// nil while none runs.
+	// site is the site of the proxy under test. process is its process, or nil while none
+	// runs.
 	site    Site
 	process Process
-	// before is what there was on the node before the proxy came.
+	// before is the state of the node before the proxy started.
 	before string
-	// allocated counts addresses and ports that were handed out, none of them twice.
+	// allocated counts the allocated addresses and ports, each of which is used once.
 	allocated int
 	marker    int
 	// scenes counts the cases in each family.
@@ -130,7 +127,7 @@ func newKit(t *testing.T, subject Subject, opts Options) *kit {
 	}
 	w, err := world.New()
 	if err != nil {
-		t.Fatalf("making a world to test in: %v", err)
+		t.Fatalf("make test world: %v", err)
 	}
 	t.Cleanup(w.Close)
 	k := &kit{world: w, subject: subject, opts: opts, site: Site{
@@ -160,17 +157,17 @@ func newKit(t *testing.T, subject Subject, opts Options) *kit {
 	return k
 }
 
-// nodeNames are the names of the node under test and of the other one.
+// nodeNames are the names of the node under test and of the other node.
 var nodeNames = []string{"kpng-node", "kpng-node2"}
 
-// zone is where the node under test is; the other one is elsewhere.
+// zone is the zone of the node under test. The other node is in another zone.
 const zone = "here"
 
 func both(cidrs map[api.Family]netip.Prefix) []netip.Prefix {
 	return []netip.Prefix{cidrs[api.IPv4], cidrs[api.IPv6]}
 }
 
-// families are those that the proxy supports.
+// families are the families that the proxy supports.
 func (k *kit) families() []api.Family {
 	var families []api.Family
 	for family, feature := range map[api.Family]Feature{api.IPv4: IPv4, api.IPv6: IPv6} {
@@ -182,18 +179,18 @@ func (k *kit) families() []api.Family {
 	return families
 }
 
-// start starts the proxy as site says, and waits until it has programmed what is
-// published.
+// start starts the proxy for site and waits until it has programmed the published
+// objects.
 func (k *kit) start(ctx context.Context, site Site) error {
 	process, err := k.subject.Start(ctx, site)
 	if err != nil {
-		return fmt.Errorf("starting the proxy: %w", err)
+		return fmt.Errorf("start proxy: %w", err)
 	}
 	k.process = process
-	return k.settle(ctx)
+	return k.awaitProgrammed(ctx)
 }
 
-// kill kills the proxy, if it runs.
+// kill kills the proxy if it runs.
 func (k *kit) kill() error {
 	if k.process == nil {
 		return nil
@@ -206,8 +203,8 @@ func (k *kit) kill() error {
 	return nil
 }
 
-// settle waits until what was published is programmed.
-func (k *kit) settle(ctx context.Context) error {
+// awaitProgrammed waits until the published objects are programmed.
+func (k *kit) awaitProgrammed(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, k.opts.Patience)
 	defer cancel()
 	await := k.awaitMarker
@@ -217,13 +214,13 @@ func (k *kit) settle(ctx context.Context) error {
 	err := await(ctx)
 	if err != nil && k.process != nil {
 		if output := k.process.Output(); output != "" {
-			return fmt.Errorf("%w; the proxy has printed:\n%s", err, output)
+			return fmt.Errorf("%w; output of the proxy:\n%s", err, output)
 		}
 	}
 	return err
 }
 
-// publish publishes objects, besides the nodes and the marker.
+// publish publishes objects with the nodes and the marker.
 func (k *kit) publish(ctx context.Context, objects *Objects) error {
 	all := &Objects{Nodes: objects.Nodes, Services: slices.Clone(objects.Services), Slices: slices.Clone(objects.Slices)}
 	if len(all.Nodes) == 0 {
@@ -238,7 +235,7 @@ func (k *kit) publish(ctx context.Context, objects *Objects) error {
 	return nil
 }
 
-// nodes returns the nodes as they are unless a case says otherwise.
+// nodes returns the default nodes.
 func (k *kit) nodes() []*corev1.Node {
 	var nodes []*corev1.Node
 	for i, host := range []*world.Host{k.world.Node, k.world.Node2} {
@@ -255,7 +252,7 @@ func (k *kit) nodes() []*corev1.Node {
 	return nodes
 }
 
-// try tries a case in each family.
+// try runs a case in each family.
 func (k *kit) try(ctx context.Context, section string, c testCase) []Result {
 	families := k.families()
 	if c.once {
@@ -285,7 +282,7 @@ func (k *kit) try(ctx context.Context, section string, c testCase) []Result {
 	return results
 }
 
-// lacks returns why the proxy does not support a case, if so.
+// lacks returns whether the proxy supports a case and, if not, the reason.
 func (k *kit) lacks(c testCase) (reason string, supported bool) {
 	needs := c.needs
 	if c.once {
@@ -302,8 +299,7 @@ func (k *kit) lacks(c testCase) (reason string, supported bool) {
 	return "", true
 }
 
-// play plays a case and, whatever comes of it, leaves the proxy running with
-// nothing published.
+// play runs a case. Afterwards the proxy runs with nothing published.
 func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
 	patience := k.opts.Patience
 	if _, supported := k.lacks(c); !supported {
@@ -313,7 +309,7 @@ func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
 	defer func() { k.opts.Patience = patience }()
 	s := newScene(ctx, k, family)
 	done := make(chan struct{})
-	go func() { // so that failing ends it
+	go func() { // a failure ends this goroutine
 		defer close(done)
 		defer s.leave()
 		c.run(s)
@@ -322,29 +318,29 @@ func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
 	return s.err
 }
 
-// testCase is something that a proxy has to do.
+// testCase is a required behavior.
 type testCase struct {
-	// name says it in a sentence.
+	// name describes the behavior in a sentence.
 	name string
-	// needs are the features that it takes.
+	// needs are the required features.
 	needs []Feature
-	// once says that it is not about one family.
+	// once marks a case that does not depend on the family.
 	once bool
 	run  func(*scene)
 }
 
-// section is the cases about a section of docs/semantics.md.
+// section has the cases for a section of docs/semantics.md.
 type section struct {
 	name  string
 	cases []testCase
 }
 
-// has reports whether the section has a case of that name.
+// has reports whether the section has a case with that name.
 func (s section) has(name string) bool {
 	return slices.ContainsFunc(s.cases, func(c testCase) bool { return c.name == name })
 }
 
-// selected returns the cases that match.
+// selected returns the matching cases.
 func (s section) selected(pattern *regexp.Regexp) []testCase {
 	if pattern == nil || pattern.MatchString(s.name) {
 		return s.cases
@@ -370,7 +366,7 @@ var sections = []section{
 	{"Restart, neighbours and clean-up", lifeCases},
 }
 
-// unavailableError says what the kernel lacks.
+// unavailableError is a missing feature of the kernel.
 type unavailableError struct{ what string }
 
 func (e unavailableError) Error() string { return e.what }

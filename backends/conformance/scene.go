@@ -17,21 +17,20 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// scene is what a case works with: it puts services on, publishes them, and has
-// the people of the world connect. Whatever is not as it should be ends the case.
+// scene provides the operations of a case: create services, publish them, and connect
+// clients. A failed check ends the case.
 type scene struct {
 	*kit
 	ctx    context.Context
 	family api.Family
-	// protocols are those that every port of a service has, and every check tries.
+	// protocols are the protocols of every port and every check.
 	protocols []api.Protocol
 	services  []*service
-	// nodeObjects are the nodes, nil for those of the kit.
+	// nodeObjects are the nodes, or nil for the kit's default nodes.
 	nodeObjects []*corev1.Node
 
-	// node is the node under test and node2 the other one, in their role as
-	// clients or as endpoints in the host's network. The pods a, b and c are on
-	// node, d and e on node2.
+	// node is the node under test and node2 the other node, as clients or as endpoints in
+	// the host network. Pods a, b and c are on node, d and e on node2.
 	node, node2, a, b, c, d, e person
 	// outside is the client outside the cluster.
 	outside person
@@ -41,8 +40,8 @@ type scene struct {
 	undo   []func() error
 }
 
-// person is a host of the world, with the address from which it connects: the zero
-// Addr where the kernel chooses.
+// person is a host of the world with its source address. With the zero Addr, the kernel
+// chooses it.
 type person struct {
 	*world.Host
 	source netip.Addr
@@ -55,7 +54,7 @@ func (p person) String() string {
 	return p.Name
 }
 
-// as returns the person as it connects from its address number i.
+// as returns the person with its address number i.
 func (s *scene) as(p person, i int) person {
 	p.source = p.Addrs.Family(s.family)[i]
 	return p
@@ -87,10 +86,10 @@ func (s *scene) must(err error) {
 	}
 }
 
-// unavailable ends the case, because the kernel lacks something.
+// unavailable ends the case because the kernel lacks a feature.
 func (s *scene) unavailable(what string) { s.must(unavailableError{what}) }
 
-// later has something done when the case ends, last things first.
+// later calls f when the case ends, in reverse order.
 func (s *scene) later(f func() error) { s.undo = append(s.undo, f) }
 
 // leave ends the case.
@@ -101,7 +100,7 @@ func (s *scene) leave() {
 		}
 	}
 	err := s.kit.publish(s.ctx, &Objects{})
-	// What a case has left undone must not make the next one fail.
+	// A failed case must not make the next one fail.
 	if s.err != nil {
 		err = errors.Join(err, s.kill(), s.subject.Cleanup(s.ctx, s.site))
 	}
@@ -113,14 +112,13 @@ func (s *scene) leave() {
 	}
 }
 
-// publish publishes the scene's services as they are, and waits until they are
-// programmed.
+// publish publishes the scene's services and waits until they are programmed.
 func (s *scene) publish() {
 	s.announce()
-	s.must(s.settle(s.ctx))
+	s.must(s.awaitProgrammed(s.ctx))
 }
 
-// announce publishes the scene's services, and does not wait.
+// announce publishes the scene's services without waiting.
 func (s *scene) announce() {
 	objects := &Objects{}
 	for _, node := range s.nodeObjects {
@@ -134,19 +132,19 @@ func (s *scene) announce() {
 	s.must(s.kit.publish(s.ctx, objects))
 }
 
-// remove takes a service off, with its slices.
+// remove removes a service with its slices.
 func (s *scene) remove(svc *service) {
 	s.services = slices.DeleteFunc(s.services, func(o *service) bool { return o == svc })
 }
 
-// allocate returns a number that is handed out once in a run.
+// allocate returns a number that is unique in a run.
 func (k *kit) allocate() int {
 	k.allocated++
 	return k.allocated
 }
 
-// clusterIP, externalIP and nodePort return what no service has had before: what
-// connection tracking and affinity remember is of no concern to the next case.
+// clusterIP, externalIP and nodePort return unused values, so that connection tracking
+// and affinity of earlier cases have no effect.
 func (s *scene) clusterIP(family api.Family) netip.Addr {
 	return number(world.ServiceCIDRs[family], 0x100+s.allocate())
 }

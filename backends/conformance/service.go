@@ -17,17 +17,17 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 )
 
-// namespace is where the services of cases are.
+// namespace is the namespace of the services in cases.
 const namespace = "kpng-conformance"
 
-// The ports that services have unless a case says otherwise.
+// The default ports of services.
 const (
 	servicePort = 80
 	targetPort  = 8080
 )
 
-// service is a service of a scene with its slices. Cases change Service and slices
-// as they like, and publish again.
+// service is a service of a scene with its slices. Cases modify Service and slices and
+// publish again.
 type service struct {
 	*corev1.Service
 	scene  *scene
@@ -39,18 +39,18 @@ type slice struct {
 	name      string
 	ports     []discoveryv1.EndpointPort
 	endpoints []endpoint
-	// only is the family it is for, 0 for each that the service has.
+	// only limits the slice to a family; 0 means all families of the service.
 	only api.Family
 }
 
-// endpoint is a person that serves.
+// endpoint is a person as an endpoint.
 type endpoint struct {
 	person
 	discoveryv1.Endpoint
 }
 
-// service puts a service of type ClusterIP on, in the scene's families, with port
-// 80 of each protocol leading to 8080, and without endpoints.
+// service creates a service of type ClusterIP in the scene's families, with port 80 of
+// each protocol and target port 8080, without endpoints.
 func (s *scene) service(name string) *service {
 	families := []api.Family{s.family}
 	policy, internal := corev1.IPFamilyPolicySingleStack, corev1.ServiceInternalTrafficPolicyCluster
@@ -58,7 +58,7 @@ func (s *scene) service(name string) *service {
 		families, policy = []api.Family{api.IPv4, api.IPv6}, corev1.IPFamilyPolicyRequireDualStack
 	}
 	svc := &service{Service: &corev1.Service{ObjectMeta: metav1.ObjectMeta{
-		// The name is new for each case, as what it says cannot all be changed later.
+		// Each case uses a new name, because some fields are immutable.
 		Namespace: namespace, Name: fmt.Sprintf("%s-%d", name, s.number),
 	}}, scene: s}
 	svc.Spec.Type = corev1.ServiceTypeClusterIP
@@ -74,7 +74,7 @@ func (s *scene) service(name string) *service {
 	return svc
 }
 
-// addPort adds a port for each protocol of the scene, named by name and protocol.
+// addPort adds a port for each protocol of the scene.
 func (svc *service) addPort(name string, port, target int32) *service {
 	for _, protocol := range svc.scene.protocols {
 		svc.Spec.Ports = append(svc.Spec.Ports, corev1.ServicePort{
@@ -85,8 +85,8 @@ func (svc *service) addPort(name string, port, target int32) *service {
 	return svc
 }
 
-// withNodePort makes it a service of type NodePort; all its ports of one number
-// have one node port.
+// withNodePort makes the type NodePort. All ports with one number have the same node
+// port.
 func (svc *service) withNodePort() *service {
 	if svc.Spec.Type == corev1.ServiceTypeClusterIP {
 		svc.Spec.Type = corev1.ServiceTypeNodePort
@@ -103,7 +103,7 @@ func (svc *service) withNodePort() *service {
 	return svc
 }
 
-// withExternalIP gives it an external IP of each of its families.
+// withExternalIP adds an external IP of each of its families.
 func (svc *service) withExternalIP() *service {
 	svc.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyCluster
 	for _, family := range svc.families() {
@@ -112,8 +112,7 @@ func (svc *service) withExternalIP() *service {
 	return svc
 }
 
-// withLoadBalancer makes it a service of type LoadBalancer with an address of each
-// of its families.
+// withLoadBalancer makes the type LoadBalancer with an address of each of its families.
 func (svc *service) withLoadBalancer() *service {
 	svc.Spec.Type = corev1.ServiceTypeLoadBalancer
 	svc.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyCluster
@@ -126,7 +125,7 @@ func (svc *service) withLoadBalancer() *service {
 	return svc
 }
 
-// exposed gives it everything that a service can be reached by.
+// exposed adds every kind of address.
 func (svc *service) exposed() *service {
 	return svc.withNodePort().withExternalIP().withLoadBalancer()
 }
@@ -142,7 +141,7 @@ func (svc *service) internalLocal() *service {
 	return svc
 }
 
-// withAffinity gives it session affinity of some seconds.
+// withAffinity adds session affinity with a timeout in seconds.
 func (svc *service) withAffinity(seconds int32) *service {
 	svc.Spec.SessionAffinity = corev1.ServiceAffinityClientIP
 	svc.Spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: &seconds}}
@@ -157,7 +156,7 @@ func (svc *service) families() []api.Family {
 	return families
 }
 
-// leadsTo makes these its endpoints, in one slice that has the service's ports.
+// leadsTo sets the endpoints, in one slice with the service's ports.
 func (svc *service) leadsTo(endpoints ...endpoint) *service {
 	svc.slices = nil
 	return svc.alsoLeadsTo("1", targetPorts(svc.Spec.Ports), endpoints...)
@@ -169,8 +168,7 @@ func (svc *service) alsoLeadsTo(name string, ports []discoveryv1.EndpointPort, e
 	return svc
 }
 
-// targetPorts returns the ports of a slice for service ports that name their target
-// by number.
+// targetPorts returns the slice ports for service ports with numeric targets.
 func targetPorts(ports []corev1.ServicePort) []discoveryv1.EndpointPort {
 	var targets []discoveryv1.EndpointPort
 	for _, p := range ports {
@@ -179,7 +177,7 @@ func targetPorts(ports []corev1.ServicePort) []discoveryv1.EndpointPort {
 	return targets
 }
 
-// objects returns the service and its slices as they are now.
+// objects returns the current service and slices.
 func (svc *service) objects() (*corev1.Service, []*discoveryv1.EndpointSlice) {
 	var all []*discoveryv1.EndpointSlice
 	for _, slice := range svc.slices {
@@ -211,13 +209,13 @@ func (sl *slice) object(svc *service, family api.Family) *discoveryv1.EndpointSl
 	return o.DeepCopy()
 }
 
-// ready returns a person as an endpoint that is ready.
+// ready returns a person as a ready endpoint.
 func ready(p person) endpoint { return p.serves(true, true, false) }
 
-// draining returns it as one that terminates, and still serves.
+// draining returns a person as an endpoint that is terminating and serving.
 func draining(p person) endpoint { return p.serves(false, true, true) }
 
-// unready returns it as one that is not ready, nor serves.
+// unready returns a person as an endpoint that is neither ready nor serving.
 func unready(p person) endpoint { return p.serves(false, false, false) }
 
 func (p person) serves(ready, serving, terminating bool) endpoint {
@@ -251,7 +249,7 @@ func (e endpoint) forNode(name string) endpoint {
 	return e
 }
 
-// Where the first port of the service is reached, in the scene's family.
+// The addresses of the service's first port, in the scene's family.
 
 func (svc *service) clusterIP() netip.AddrPort {
 	return svc.at(svc.Spec.ClusterIPs[0])
@@ -265,12 +263,12 @@ func (svc *service) loadBalancerIP() netip.AddrPort {
 	return svc.at(svc.Status.LoadBalancer.Ingress[0].IP)
 }
 
-// nodePort is at the node's address number i.
+// nodePort returns the node port at the node's address number i.
 func (svc *service) nodePort(i int) netip.AddrPort {
 	return netip.AddrPortFrom(svc.scene.node.Addrs.Family(svc.scene.family)[i], uint16(svc.Spec.Ports[0].NodePort))
 }
 
-// external returns all of them but the cluster IP.
+// external returns all addresses except the cluster IP.
 func (svc *service) external() []netip.AddrPort {
 	var all []netip.AddrPort
 	for _, ip := range svc.Spec.ExternalIPs {
@@ -285,7 +283,7 @@ func (svc *service) external() []netip.AddrPort {
 	return all
 }
 
-// all returns all of them.
+// all returns all addresses.
 func (svc *service) all() []netip.AddrPort { return append(svc.external(), svc.clusterIP()) }
 
 func (svc *service) at(ip string) netip.AddrPort {

@@ -23,13 +23,13 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// carryOut makes this process the proxy, until the kit hangs up or kills it, or
+// carryOut runs the proxy in this process until the kit disconnects or kills it, or
 // cleans up.
 func (o order) carryOut(newSink NewSink, opts sink.Options) error {
 	ctx := klog.NewContext(context.Background(), klog.Background())
 	s, err := newSink(o.Site)
 	if err != nil {
-		return fmt.Errorf("making the sink: %w", err)
+		return fmt.Errorf("create sink: %w", err)
 	}
 	if o.Cleanup {
 		cleaner, ok := s.(sink.Cleaner)
@@ -37,20 +37,20 @@ func (o order) carryOut(newSink NewSink, opts sink.Options) error {
 			return nil
 		}
 		if err := cleaner.Cleanup(ctx); err != nil {
-			return fmt.Errorf("cleaning up: %w", err)
+			return fmt.Errorf("clean up: %w", err)
 		}
 		return nil
 	}
 	file := os.NewFile(3, "kit")
 	conn, err := net.FileConn(file)
 	if err != nil {
-		return fmt.Errorf("talking to the kit: %w", err)
+		return fmt.Errorf("connect to the kit: %w", err)
 	}
 	file.Close()
 	return proxy(ctx, o.Site, s, opts, conn)
 }
 
-// proxy feeds a sink with the objects that come by conn until that is closed.
+// proxy drives a sink with the objects that arrive on conn, until it is closed.
 func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn net.Conn) error {
 	converter, err := watcher.New(watcher.Options{
 		ServiceProxyName: site.ServiceProxyName,
@@ -67,7 +67,7 @@ func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn 
 	ended := make(chan error, 1)
 	go func() {
 		err := driver.Run(ctx)
-		conn.Close() // or nobody would notice
+		conn.Close() // wakes the reader
 		ended <- err
 	}()
 	stopReporting := func() {}
@@ -77,12 +77,12 @@ func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn 
 			stopReporting()
 			cancel()
 			if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
-				return fmt.Errorf("driving the sink: %w", err)
+				return fmt.Errorf("drive sink: %w", err)
 			}
 			if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) {
 				return nil
 			}
-			return fmt.Errorf("reading what the kit publishes: %w", err)
+			return fmt.Errorf("read objects from the kit: %w", err)
 		}
 		stopReporting()
 		revision := write(state, converter, p.Objects)
@@ -92,8 +92,7 @@ func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn 
 	}
 }
 
-// write makes the state what the objects say, in one commit, and returns its
-// revision.
+// write writes the objects to the state in one commit and returns its revision.
 func write(state *cluster.State, converter *watcher.Converter, objects *Objects) uint64 {
 	var services []*api.Service
 	for _, o := range objects.Services {
@@ -122,7 +121,7 @@ func write(state *cluster.State, converter *watcher.Converter, objects *Objects)
 	return uint64(state.Snapshot().Revision)
 }
 
-// reportOn tells the kit when a generation is applied and, until then, what is
+// reportOn reports to the kit when a generation is applied. Until then it reports what is
 // wrong.
 func reportOn(ctx context.Context, driver *sink.Driver, conn net.Conn, generation int, revision uint64) {
 	for ctx.Err() == nil {

@@ -21,19 +21,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// order is what the environment of a process of the test binary says it is for.
+// order is the task of a process of the test binary. It is in the environment.
 type order struct {
-	// Test is the name of the test whose sink it runs.
+	// Test is the name of the test with the sink.
 	Test string
 	Site Site
-	// Cleanup says to clean up, rather than to proxy.
+	// Cleanup requests cleanup instead of proxying.
 	Cleanup bool
 }
 
 const orderVariable = "KPNG_CONFORMANCE"
 
-// What goes between the kit and a process with a sink, as JSON: objects one way, a
-// report about them the other.
+// The JSON messages between the kit and a process with a sink: objects in one direction,
+// reports about them in the other.
 type (
 	publication struct {
 		Generation int
@@ -41,8 +41,8 @@ type (
 	}
 	report struct {
 		Generation int
-		// Applied says that all of the generation is programmed; else Trouble may
-		// say what stands against it.
+		// Applied reports that the whole generation is programmed. Otherwise Trouble may have
+		// the reason.
 		Applied bool
 		Trouble string
 	}
@@ -54,12 +54,12 @@ type sinkSubject struct {
 
 	mu   sync.Mutex
 	last publication
-	// running are the processes that have not been killed.
+	// running are the processes that were not killed.
 	running map[*sinkProcess]struct{}
 }
 
-// newSinkSubject returns the subject of newSink. In a process that was made to be
-// its proxy, it does not return.
+// newSinkSubject returns the subject of newSink. In a process that runs the proxy, it
+// does not return.
 func newSinkSubject(t *testing.T, newSink NewSink, opts Options) *sinkSubject {
 	t.Helper()
 	if text := os.Getenv(orderVariable); text != "" {
@@ -68,7 +68,7 @@ func newSinkSubject(t *testing.T, newSink NewSink, opts Options) *sinkSubject {
 			t.Fatalf("%s: %v", orderVariable, err)
 		}
 		if o.Test != t.Name() {
-			t.Fatalf("this process is to be the proxy of %s, but %s is run", o.Test, t.Name())
+			t.Fatalf("this process is the proxy of %s, but runs %s", o.Test, t.Name())
 		}
 		if err := o.carryOut(newSink, sink.Options{BatchSize: opts.BatchSize}); err != nil {
 			fmt.Fprintf(os.Stderr, "conformance: %v\n", err)
@@ -79,7 +79,7 @@ func newSinkSubject(t *testing.T, newSink NewSink, opts Options) *sinkSubject {
 	return &sinkSubject{test: t.Name(), running: map[*sinkProcess]struct{}{}}
 }
 
-// command returns the command that carries out an order.
+// command returns the command for an order.
 func (s *sinkSubject) command(ctx context.Context, o order) (*exec.Cmd, *output, error) {
 	o.Test = s.test
 	text, err := json.Marshal(o)
@@ -112,14 +112,14 @@ func (s *sinkSubject) Publish(_ context.Context, objects *Objects) error {
 func (s *sinkSubject) Start(_ context.Context, site Site) (Process, error) {
 	ends, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return nil, fmt.Errorf("making a pair of sockets: %w", err)
+		return nil, fmt.Errorf("make a pair of sockets: %w", err)
 	}
 	ours, theirs := os.NewFile(uintptr(ends[0]), "proxy"), os.NewFile(uintptr(ends[1]), "kit")
 	defer ours.Close()
 	defer theirs.Close()
 	conn, err := net.FileConn(ours)
 	if err != nil {
-		return nil, fmt.Errorf("using a socket: %w", err)
+		return nil, fmt.Errorf("use a socket: %w", err)
 	}
 	// The process outlives the case that starts it.
 	cmd, printed, err := s.command(context.Background(), order{Site: site})
@@ -130,7 +130,7 @@ func (s *sinkSubject) Start(_ context.Context, site Site) (Process, error) {
 	ended, err := site.Start(cmd)
 	if err != nil {
 		conn.Close()
-		return nil, fmt.Errorf("starting the test binary again: %w", err)
+		return nil, fmt.Errorf("start the test binary again: %w", err)
 	}
 	p := &sinkProcess{subject: s, cmd: cmd, output: printed, conn: conn, encoder: json.NewEncoder(conn), done: make(chan struct{}), reported: make(chan struct{})}
 	go p.wait(ended)
@@ -141,7 +141,7 @@ func (s *sinkSubject) Start(_ context.Context, site Site) (Process, error) {
 	return p, p.send(s.last)
 }
 
-// Settle waits until all processes have programmed what was published last.
+// Settle waits until all processes have programmed the last published objects.
 func (s *sinkSubject) Settle(ctx context.Context) error {
 	s.mu.Lock()
 	generation := s.last.Generation
@@ -151,7 +151,7 @@ func (s *sinkSubject) Settle(ctx context.Context) error {
 	}
 	s.mu.Unlock()
 	for _, p := range running {
-		if err := p.settle(ctx, generation); err != nil {
+		if err := p.awaitApplied(ctx, generation); err != nil {
 			return err
 		}
 	}
@@ -168,7 +168,7 @@ func (s *sinkSubject) Cleanup(ctx context.Context, site Site) error {
 		err = <-ended
 	}
 	if err != nil {
-		return fmt.Errorf("cleaning up: %w\n%s", err, printed)
+		return fmt.Errorf("clean up: %w\n%s", err, printed)
 	}
 	return nil
 }
@@ -180,13 +180,13 @@ type sinkProcess struct {
 	output  *output
 	conn    net.Conn
 	encoder *json.Encoder
-	// done is closed when the process has ended, by err.
+	// done is closed when the process has ended; err has the reason.
 	done chan struct{}
 	err  error
 
 	mu   sync.Mutex
 	last report
-	// reported is closed, and made anew, when last changes.
+	// reported is closed and replaced when last changes.
 	reported chan struct{}
 }
 
@@ -198,7 +198,7 @@ func (p *sinkProcess) wait(ended <-chan error) {
 
 func (p *sinkProcess) send(m publication) error {
 	if err := p.encoder.Encode(m); err != nil {
-		return fmt.Errorf("publishing to the proxy: %w\n%s", err, p.output)
+		return fmt.Errorf("publish to the proxy: %w\n%s", err, p.output)
 	}
 	return nil
 }
@@ -207,10 +207,10 @@ func (p *sinkProcess) read() {
 	for decoder := json.NewDecoder(p.conn); ; {
 		var r report
 		if err := decoder.Decode(&r); err != nil {
-			return // it has ended, or will be told so by whoever asks for more
+			return // the process has ended; the next call reports it
 		}
 		p.mu.Lock()
-		if r.Generation >= p.last.Generation { // one that is overtaken says nothing
+		if r.Generation >= p.last.Generation { // ignore reports about older generations
 			p.last = r
 			close(p.reported)
 			p.reported = make(chan struct{})
@@ -219,7 +219,7 @@ func (p *sinkProcess) read() {
 	}
 }
 
-func (p *sinkProcess) settle(ctx context.Context, generation int) error {
+func (p *sinkProcess) awaitApplied(ctx context.Context, generation int) error {
 	for {
 		p.mu.Lock()
 		last, reported := p.last, p.reported
@@ -230,9 +230,9 @@ func (p *sinkProcess) settle(ctx context.Context, generation int) error {
 		select {
 		case <-reported:
 		case <-p.done:
-			return fmt.Errorf("the proxy has ended: %w", errors.Join(errors.New("unasked"), p.err))
+			return fmt.Errorf("the proxy has ended: %w", errors.Join(errors.New("unexpected end"), p.err))
 		case <-ctx.Done():
-			return fmt.Errorf("the proxy has not programmed what was published: %w; it says: %q", context.Cause(ctx), last.Trouble)
+			return fmt.Errorf("the proxy has not programmed the published objects: %w; its report: %q", context.Cause(ctx), last.Trouble)
 		}
 	}
 }
@@ -244,7 +244,7 @@ func (p *sinkProcess) Kill() error {
 	err := p.cmd.Process.Kill()
 	<-p.done
 	if err != nil && !errors.Is(err, os.ErrProcessDone) {
-		return fmt.Errorf("killing the proxy: %w", err)
+		return fmt.Errorf("kill proxy: %w", err)
 	}
 	if strings.Contains(p.output.String(), "WARNING: DATA RACE") {
 		return fmt.Errorf("the proxy has a data race:\n%s", p.output)

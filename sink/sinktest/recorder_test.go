@@ -30,7 +30,7 @@ func key(name string) types.NamespacedName {
 	return types.NamespacedName{Namespace: "default", Name: name}
 }
 
-// view returns a view of the service key that tells version from others.
+// view returns a view of the service key with a version.
 func view(key types.NamespacedName, version string) *api.ServiceEndpoints {
 	return &api.ServiceEndpoints{Service: &api.Service{
 		Namespace: key.Namespace, Name: key.Name, Labels: map[string]string{"version": version},
@@ -79,7 +79,7 @@ func at1(v *api.ServiceEndpoints) *api.ServiceEndpoints {
 	return &api.ServiceEndpoints{Service: &svc}
 }
 
-// complaints is a test that takes down what it is told.
+// complaints is a testing.TB that records errors.
 type complaints struct {
 	testing.TB
 	lines []string
@@ -96,26 +96,26 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 		name  string
 		steps []sinktest.Step
 		calls []*sink.Changes
-		want  []string // what is wrong with the last call
+		want  []string // violations of the last call
 	}{{
-		name:  "a full one, a change, an addition and a deletion are fine",
+		name:  "a pass, a change, an addition and a deletion are valid",
 		calls: []*sink.Changes{full(set(nil, a1)), partial(set(a1, a2)), partial(set(nil, b1)), partial(sink.Change{Key: a, Old: a2})},
 	}, {
-		name:  "the first one should begin a pass",
+		name:  "the first Sync must begin a pass",
 		calls: []*sink.Changes{partial(set(nil, a1))},
 		want:  []string{"Sync 0 (first: false, last: false, revision 2): should begin a pass"},
 	}, {
-		name:  "after a full one that failed comes a full one",
+		name:  "a pass that failed at its start begins again",
 		steps: []sinktest.Step{fail},
 		calls: []*sink.Changes{full(set(nil, a1)), partial(again(set(nil, a1)))},
 		want:  []string{"Sync 1 (first: false, last: false, revision 2): should begin a pass"},
 	}, {
-		name:  "after a sink wanted to start over comes a full one",
+		name:  "a pass follows ErrStartOver",
 		steps: []sinktest.Step{sinktest.Fail(nil), sinktest.Fail(sink.ErrStartOver)},
 		calls: []*sink.Changes{full(), partial(set(nil, a1)), partial(set(nil, a1))},
 		want:  []string{"Sync 2 (first: false, last: false, revision 2): should begin a pass"},
 	}, {
-		name:  "a full one has a node, and no old views",
+		name:  "a pass has a node and no old views",
 		calls: []*sink.Changes{{First: true, Last: true, Services: slices.Values([]sink.Change{set(a1, a2)})}},
 		want: []string{
 			"Sync 0 (first: true, last: true, revision 0): begins a pass and says that the node has not changed",
@@ -129,32 +129,32 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 			"Sync 0 (first: true, last: true, revision 1): service default/a comes after default/a",
 		},
 	}, {
-		name:  "a key is that of its view",
+		name:  "a change has the key of its view",
 		calls: []*sink.Changes{full(sink.Change{Key: a, New: b1})},
 		want:  []string{"Sync 0 (first: true, last: true, revision 1): service default/a has the view of default/b"},
 	}, {
-		name:  "old is what was acknowledged",
+		name:  "old is the acknowledged view",
 		calls: []*sink.Changes{full(set(nil, a1)), partial(set(nil, a2))},
 		want:  []string{"Sync 1 (first: false, last: false, revision 2): service default/a: old is missing"},
 	}, {
-		name:  "what was acknowledged is not told again",
+		name:  "acknowledged services are not delivered again",
 		calls: []*sink.Changes{full(set(nil, a1)), partial(set(a1, a1))},
 		want:  []string{"Sync 1 (first: false, last: false, revision 2): service default/a was acknowledged as it is"},
 	}, {
-		name:  "what failed is told again, from what was acknowledged before",
+		name:  "failed services are delivered again with the acknowledged view",
 		steps: []sinktest.Step{sinktest.Fail(nil), sinktest.FailServices(errBusy, a)},
 		calls: []*sink.Changes{full(set(nil, a1)), partial(set(a1, a2)), partial(again(set(a1, a1)))},
 	}, {
-		name:  "what took part in a sync that failed is told again",
+		name:  "services of a failed Sync are delivered again",
 		steps: []sinktest.Step{sinktest.Fail(nil), fail},
 		calls: []*sink.Changes{full(), partial(set(nil, a1)), partial(again(sink.Change{Key: a}))},
 	}, {
-		name:  "a retry is marked",
+		name:  "a retry is marked as unsure",
 		steps: []sinktest.Step{sinktest.FailServices(errBusy, a)},
 		calls: []*sink.Changes{full(set(nil, a1)), partial(set(nil, a1))},
 		want:  []string{"Sync 1 (first: false, last: false, revision 2): service default/a is not marked as unsure"},
 	}, {
-		name: "a pass comes in batches, and names the services that failed",
+		name: "a pass has batches and names failed services",
 		calls: []*sink.Changes{
 			pass(first, again(set(nil, a1))), pass(0, again(set(nil, b1))), pass(last),
 		},
@@ -162,7 +162,7 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 		name:  "a pass may begin again",
 		calls: []*sink.Changes{pass(first, again(set(nil, a1))), pass(first), pass(last, again(set(nil, a1)))},
 	}, {
-		name:  "a pass that begins again forgets what was acknowledged",
+		name:  "a new pass resets acknowledgements",
 		calls: []*sink.Changes{pass(first, again(set(nil, a1))), pass(first), pass(last, set(a1, a2))},
 		want: []string{
 			"Sync 2 (first: false, last: true, revision 2): service default/a is not marked as unsure",
@@ -180,7 +180,7 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 		steps: []sinktest.Step{sinktest.FailServices(errBusy, a)},
 		calls: []*sink.Changes{pass(first, again(set(nil, a1))), failing(pass(last), a)},
 	}, {
-		name:  "failing services are not forgotten at the end of a pass",
+		name:  "the end of a pass names all failing services",
 		steps: []sinktest.Step{sinktest.FailServices(errBusy, a)},
 		calls: []*sink.Changes{pass(first, again(set(nil, a1))), pass(last)},
 		want:  []string{"Sync 1 (first: false, last: true, revision 2): does not name service default/a as failing"},
@@ -193,14 +193,14 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 		calls: []*sink.Changes{full(), failing(partial(set(nil, a1)), b)},
 		want:  []string{"Sync 1 (first: false, last: false, revision 2): names failing services and does not end a pass"},
 	}, {
-		name:  "a claim that another service was acknowledged for is not in old",
+		name:  "old has no claim that another service was acknowledged with",
 		steps: []sinktest.Step{sinktest.Fail(nil), sinktest.FailServices(errBusy, a)},
 		calls: []*sink.Changes{
 			full(set(nil, at1(a1))), partial(set(at1(a1), a2)), partial(set(nil, at1(b1))), partial(again(set(at1(a1), a2))),
 		},
 		want: []string{"Sync 3 (first: false, last: false, revision 2): service default/a: old has a claim that another service has now"},
 	}, {
-		name:  "such an old view is missing",
+		name:  "an old view with such a claim is omitted",
 		steps: []sinktest.Step{sinktest.Fail(nil), sinktest.FailServices(errBusy, a)},
 		calls: []*sink.Changes{
 			full(set(nil, at1(a1))), partial(set(at1(a1), a2)), partial(set(nil, at1(b1))), partial(again(set(nil, a2))),
@@ -210,15 +210,15 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 		calls: []*sink.Changes{full(), partial(set(nil, a1)), {Revision: 1, Services: slices.Values([]sink.Change{set(a1, a2)})}},
 		want:  []string{"Sync 2 (first: false, last: false, revision 1): was at revision 2 already"},
 	}, {
-		name:  "there is something to say",
+		name:  "a Sync is not empty",
 		calls: []*sink.Changes{full(), partial()},
 		want:  []string{"Sync 1 (first: false, last: false, revision 2): has nothing to deliver"},
 	}, {
-		name:  "a node that changed is said to",
+		name:  "a changed node is reported",
 		calls: []*sink.Changes{full(), {Revision: 2, Services: slices.Values([]sink.Change{set(nil, a1)}), Node: &api.Node{Name: "n"}}},
 		want:  []string{"Sync 1 (first: false, last: false, revision 2): does not say that the node changed"},
 	}, {
-		name:  "a node that did not change is not said to",
+		name:  "an unchanged node is not reported",
 		calls: []*sink.Changes{full(), {Revision: 2, Services: slices.Values([]sink.Change{set(nil, a1)}), NodeChanged: true}},
 		want:  []string{"Sync 1 (first: false, last: false, revision 2): says that the node changed, which was acknowledged as it is"},
 	}}

@@ -11,7 +11,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// Fault is something that a Proxy does wrong.
+// Fault is a deliberate fault of a Proxy.
 type Fault string
 
 // The faults.
@@ -22,7 +22,7 @@ const (
 	Uneven Fault = "uneven"
 	// DrainingToo: draining endpoints get new connections.
 	DrainingToo Fault = "draining too"
-	// OneFamily: IPv6 is forgotten.
+	// OneFamily: IPv6 is ignored.
 	OneFamily Fault = "one family"
 
 	// KeepPort: connections keep their port.
@@ -33,81 +33,80 @@ const (
 	AnyProtocol Fault = "any protocol"
 	// LosesRenamed: a service is lost when names of its ports change.
 	LosesRenamed Fault = "loses renamed"
-	// RefusesSCTP: where there is an SCTP port nothing is programmed.
+	// RefusesSCTP: the presence of an SCTP port blocks all programming.
 	RefusesSCTP Fault = "refuses SCTP"
-	// NoAllPorts: all-ports services take TCP only.
+	// NoAllPorts: all-ports services accept only TCP.
 	NoAllPorts Fault = "no all ports"
 
-	// DropsAll: what is to be rejected is dropped.
+	// DropsAll: connections are dropped instead of rejected.
 	DropsAll Fault = "drops all"
-	// NoVerdicts: what is to be rejected or dropped is left alone.
+	// NoVerdicts: connections are neither rejected nor dropped.
 	NoVerdicts Fault = "no verdicts"
-	// UnknownPorts: unknown ports of cluster IPs are left alone.
+	// UnknownPorts: unknown ports of cluster IPs are not handled.
 	UnknownPorts Fault = "unknown ports"
 
-	// AnyNodePort: node ports are on all addresses.
+	// AnyNodePort: all addresses have node ports.
 	AnyNodePort Fault = "any node port"
-	// FirstNodePort: node ports are on the first address only.
+	// FirstNodePort: only the first address has node ports.
 	FirstNodePort Fault = "first node port"
 	// ServesProxied: load-balancer IPs of mode Proxy are served.
 	ServesProxied Fault = "serves proxied"
-	// IgnoresClaims: addresses of older services are served, too, and first.
+	// IgnoresClaims: addresses of older services are also served, with precedence.
 	IgnoresClaims Fault = "ignores claims"
 
 	// AnySource: source ranges are ignored.
 	AnySource Fault = "any source"
-	// GuardsAll: source ranges hold for all frontends.
+	// GuardsAll: source ranges apply to all frontends.
 	GuardsAll Fault = "guards all"
-	// GuardsLate: source ranges do not come before verdicts.
+	// GuardsLate: source ranges apply after verdicts.
 	GuardsLate Fault = "guards late"
-	// NoOwnAddress: the service's own addresses are no exception to source ranges.
+	// NoOwnAddress: source ranges do not admit the service's own addresses.
 	NoOwnAddress Fault = "no own address"
 
-	// NoShortCircuit: traffic of this node uses the list of traffic from elsewhere.
+	// NoShortCircuit: traffic of this node uses the list for traffic from elsewhere.
 	NoShortCircuit Fault = "no short circuit"
 	// NoHairpin: hairpin is not masqueraded.
 	NoHairpin Fault = "no hairpin"
-	// NoMasquerade: nothing is, but hairpin.
+	// NoMasquerade: only hairpin is masqueraded.
 	NoMasquerade Fault = "no masquerade"
-	// MasqueradesAll: everything is.
+	// MasqueradesAll: all connections are masqueraded.
 	MasqueradesAll Fault = "masquerades all"
 
-	// NoAffinity: there is none.
+	// NoAffinity: affinity is ignored.
 	NoAffinity Fault = "no affinity"
 	// EternalAffinity: affinity does not expire.
 	EternalAffinity Fault = "eternal affinity"
-	// FixedAffinity: affinity is to the place of an endpoint in the list, so that
-	// other endpoints' coming and going moves clients.
+	// FixedAffinity: affinity depends on the position of an endpoint in the list, so that
+	// changes of other endpoints move clients.
 	FixedAffinity Fault = "fixed affinity"
-	// SharedAffinity: the ports of a service share it.
+	// SharedAffinity: the ports of a service share affinity.
 	SharedAffinity Fault = "shared affinity"
-	// LooseAffinity: it leads to any endpoint of the service.
+	// LooseAffinity: affinity may select any endpoint of the service.
 	LooseAffinity Fault = "loose affinity"
 
-	// KeepsFlows: connection tracking is left alone.
+	// KeepsFlows: connection tracking is not cleaned up.
 	KeepsFlows Fault = "keeps flows"
 	// ForgetsFlows: each change deletes all connections through services.
 	ForgetsFlows Fault = "forgets flows"
 
-	// HealthLies: health checks are always good.
+	// HealthLies: health checks always succeed.
 	HealthLies Fault = "health lies"
 	// HealthStays: health-check ports are not closed.
 	HealthStays Fault = "health stays"
-	// HealthFirst: as long as a health-check port cannot be opened nothing else is
-	// done.
+	// HealthFirst: while a health-check port cannot be opened, nothing else is done.
 	HealthFirst Fault = "health first"
 
-	// KeepsRules: what was there before stays, and comes first.
+	// KeepsRules: earlier rules stay and take precedence.
 	KeepsRules Fault = "keeps rules"
-	// Flushes: the table is deleted and made anew in two steps.
+	// Flushes: the table is deleted and created again in two steps.
 	Flushes Fault = "flushes"
-	// FlushesOthers: the first of all changes flushes all tables.
+	// FlushesOthers: the first change flushes all tables.
 	FlushesOthers Fault = "flushes others"
 	// LeavesTable: Cleanup does nothing.
 	LeavesTable Fault = "leaves table"
 )
 
-// apply returns the view as the fault makes it be misread.
+// apply returns the view as a proxy with the fault misreads it.
 func (f Fault) apply(se *api.ServiceEndpoints) *api.ServiceEndpoints {
 	misread, service := *se, *se.Service
 	misread.Service = &service
@@ -124,7 +123,7 @@ func (f Fault) apply(se *api.ServiceEndpoints) *api.ServiceEndpoints {
 	return &misread
 }
 
-// renamed reports whether the ports of a service have other names than before.
+// renamed reports whether the names of a service's ports changed.
 func renamed(c sink.Change) bool {
 	return c.Old != nil && c.New != nil && !slices.EqualFunc(c.Old.Service.Ports, c.New.Service.Ports,
 		func(a, b api.PortMapping) bool { return a.Name == b.Name })

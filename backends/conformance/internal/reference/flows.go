@@ -14,9 +14,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// flows deletes the UDP flows that connection tracking should forget.
+// flows deletes the UDP flows that connection tracking has to drop.
 type flows struct {
-	// frontends are those of the last Sync with the endpoints that serve.
+	// frontends are the frontends of the last Sync with their serving endpoints.
 	frontends map[netip.AddrPort]map[netip.AddrPort]bool
 }
 
@@ -51,12 +51,12 @@ func (f *flows) reconcile(opts *Options, services []*api.ServiceEndpoints) error
 	}
 	for at := range old {
 		if _, still := f.frontends[at]; !still {
-			f.frontends[at] = nil // this once
+			f.frontends[at] = nil // only this time
 		}
 	}
 	for _, family := range []netlink.InetFamily{unix.AF_INET, unix.AF_INET6} {
 		if _, err := netlink.ConntrackDeleteFilters(netlink.ConntrackTable, family, stale{f, opts.Fault == ForgetsFlows}); err != nil {
-			return fmt.Errorf("deleting flows: %w", err)
+			return fmt.Errorf("delete flows: %w", err)
 		}
 	}
 	for at, serving := range f.frontends {
@@ -67,7 +67,7 @@ func (f *flows) reconcile(opts *Options, services []*api.ServiceEndpoints) error
 	return nil
 }
 
-// stale matches flows to endpoints that have gone.
+// stale matches flows to removed endpoints.
 type stale struct {
 	*flows
 	all bool

@@ -27,7 +27,7 @@ type health struct {
 	listeners map[netip.AddrPort]*listener
 }
 
-// listener answers for a service at one address.
+// listener serves the health checks of a service at one address.
 type listener struct {
 	net.Listener
 	service types.NamespacedName
@@ -57,7 +57,7 @@ func (h *health) serve(services []*api.ServiceEndpoints) error {
 				}
 				l = &listener{service: se.Key(), lies: h.fault == HealthLies}
 				if l.Listener, err = net.Listen("tcp", at.String()); err != nil {
-					failed.Add(se.Key(), fmt.Errorf("opening health-check port: %w", err))
+					failed.Add(se.Key(), fmt.Errorf("open health-check port: %w", err))
 					continue
 				}
 				go http.Serve(l, l) //nolint:errcheck // it ends when the listener is closed
@@ -89,7 +89,7 @@ func (l *listener) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
 	if local == 0 && !l.lies {
 		w.WriteHeader(http.StatusServiceUnavailable)
 	}
-	// Who hangs up does not want the answer.
+	// Ignore clients that disconnect.
 	_ = json.NewEncoder(w).Encode(map[string]any{
 		"service":             map[string]string{"namespace": l.service.Namespace, "name": l.service.Name},
 		"localEndpoints":      local,
@@ -97,11 +97,11 @@ func (l *listener) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
 	})
 }
 
-// nodePortAddrs returns this host's addresses that have node ports.
+// nodePortAddrs returns this host's addresses with node ports.
 func nodePortAddrs(cidrs []netip.Prefix) ([]netip.Addr, error) {
 	all, err := net.InterfaceAddrs()
 	if err != nil {
-		return nil, errors.Join(errors.New("listing addresses"), err)
+		return nil, errors.Join(errors.New("list addresses"), err)
 	}
 	var addrs []netip.Addr
 	for _, a := range all {

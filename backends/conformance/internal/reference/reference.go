@@ -2,9 +2,9 @@
 
 //go:build linux
 
-// Package reference is a proxy to try the conformance kit on: complete, short and
-// slow. It writes all of its nftables table anew for every change, and does wrong
-// what it is told to.
+// Package reference is a proxy for tests of the conformance kit: complete, short and
+// slow. It rewrites its whole nftables table for every change. It can have a deliberate
+// fault.
 package reference
 
 import (
@@ -24,20 +24,20 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Options set a Proxy up.
+// Options configure a Proxy.
 type Options struct {
 	// Table is the name of its table.
 	Table string
 	// NodePortCIDRs are the addresses with node ports.
 	NodePortCIDRs []netip.Prefix
-	// ClusterCIDRs have all pods.
+	// ClusterCIDRs contain all pods.
 	ClusterCIDRs []netip.Prefix
-	// PodInterfaces is how the names of interfaces to pods begin.
+	// PodInterfaces is the prefix of the names of interfaces to pods.
 	PodInterfaces string
-	// MasqueradeOutside and MasqueradeAll say which traffic to cluster IPs gets the
-	// node's address: that from outside ClusterCIDRs, or all.
+	// MasqueradeOutside and MasqueradeAll select the traffic to cluster IPs that is
+	// masqueraded: traffic from outside ClusterCIDRs, or all.
 	MasqueradeOutside, MasqueradeAll bool
-	// Fault is what it does wrong.
+	// Fault is the deliberate fault.
 	Fault Fault
 }
 
@@ -46,10 +46,10 @@ type Proxy struct {
 	opts     Options
 	node     *api.Node
 	services map[types.NamespacedName]*api.ServiceEndpoints
-	// passing says that a pass has begun and not ended. The services of earlier
-	// passes are forgotten then, and the table stays as it is.
+	// passing reports that a pass is in progress. Meanwhile the services of earlier passes
+	// are dropped and the table does not change.
 	passing bool
-	// written is what the table has besides rules, nil if it is not there.
+	// written are the chains and sets of the table, nil if it does not exist.
 	written *ruleset
 	flows   flows
 	health  health
@@ -75,7 +75,7 @@ func (p *Proxy) Sync(ctx context.Context, c *sink.Changes) error {
 	}
 	p.passing = (p.passing || c.First) && !c.Last
 	if p.passing {
-		return nil // the table is written as a whole
+		return nil // wait until the pass is complete
 	}
 	var services []*api.ServiceEndpoints
 	for _, se := range p.services {
@@ -86,11 +86,11 @@ func (p *Proxy) Sync(ctx context.Context, c *sink.Changes) error {
 		slices.Reverse(services)
 	}
 	if p.opts.Fault == RefusesSCTP && slices.ContainsFunc(services, hasSCTP) {
-		return errors.New("SCTP is unheard of")
+		return errors.New("SCTP is not supported")
 	}
 	if p.opts.Fault == HealthFirst {
 		if err := p.health.serve(services); err != nil {
-			return errors.Join(errors.New("nothing else is done"), err)
+			return errors.Join(errors.New("no other changes were made"), err)
 		}
 	}
 	rules := render(&p.opts, p.node, services)
@@ -129,8 +129,8 @@ func (p *Proxy) Cleanup(context.Context) error {
 	return load(fmt.Sprintf("add table inet %[1]s\ndelete table inet %[1]s\n", p.opts.Table))
 }
 
-// load has nft load a script. That goes by a file, as a script that comes by a
-// pipe may be cut off by the end of this process.
+// load loads a script into nft. It uses a file, because the end of this process may
+// truncate a pipe.
 func load(script string) error {
 	file, err := os.CreateTemp("", "kpng-reference-")
 	if err != nil {
@@ -147,22 +147,21 @@ func load(script string) error {
 	return nil
 }
 
-// nft runs nft, which dies with this process: what is killed programs no more.
+// nft runs nft, which is killed with this process.
 func nft(args ...string) ([]byte, error) {
-	runtime.LockOSThread() // whose end is what the child dies of
+	runtime.LockOSThread() // the kernel kills the child when this thread ends
 	defer runtime.UnlockOSThread()
 	cmd := exec.Command("nft", args...)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	return cmd.CombinedOutput()
 }
 
-// object is a line of nft's with which a chain or a set begins.
+// object matches the first line of a chain or set in nft's output.
 var object = regexp.MustCompile(`(?m)^\t(chain|set) (\S+) \{$`)
 
-// installed returns the chains and sets of a table that another process has left,
-// or nil if there is none. To delete the table and to make it anew, in one step,
-// would not do: a packet could pass the new chains just before they have rules, and
-// the old ones just after.
+// installed returns the chains and sets of an existing table, or nil. Deleting and
+// creating the table in one transaction is not enough. A packet could pass the new chains
+// before they have rules, and the old ones afterwards.
 func installed(table string) *ruleset {
 	text, err := nft("list", "table", "inet", table)
 	if err != nil {

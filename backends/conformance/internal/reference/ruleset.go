@@ -14,20 +14,20 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// ruleset is a table.
+// ruleset is the content of the table.
 type ruleset struct {
 	opts *Options
-	// sets and chains are by name what they are declared as. Sets stay over a
-	// change: they hold the affinity of clients.
+	// sets and chains are the declarations by name. Changes keep the sets, because they
+	// store the affinity of clients.
 	sets, chains map[string]string
 	rules        strings.Builder
 	number       int
 }
 
-// mark is the bit of packets' marks that says to masquerade.
+// mark is the packet mark for masquerading.
 const mark = "0x00100000"
 
-// origin is where traffic comes from.
+// origin is the origin of traffic.
 type origin string
 
 const (
@@ -43,7 +43,7 @@ func render(opts *Options, node *api.Node, services []*api.ServiceEndpoints) *ru
 		r.chain("dnat-"+string(o), "")
 		r.chain("verdict-"+string(o), "")
 	}
-	// What must not come in is dropped before all else.
+	// Drop traffic outside the source ranges first.
 	for _, hook := range []string{"prerouting", "output"} {
 		r.chain("guard-"+hook, "type filter hook "+hook+" priority -110;")
 		r.rule("guard-"+hook, "jump guard")
@@ -96,7 +96,7 @@ func render(opts *Options, node *api.Node, services []*api.ServiceEndpoints) *ru
 	return r
 }
 
-// frontend makes the rules of a frontend.
+// frontend adds the rules of a frontend.
 func (r *ruleset) frontend(se *api.ServiceEndpoints, f *nodeview.Frontend, nodeAddrs []netip.Addr) {
 	fault := r.opts.Fault
 	match := r.match(f)
@@ -155,7 +155,7 @@ func (r *ruleset) frontend(se *api.ServiceEndpoints, f *nodeview.Frontend, nodeA
 	}
 }
 
-// match returns what a frontend's packets are like.
+// match returns the match of a frontend's packets.
 func (r *ruleset) match(f *nodeview.Frontend) string {
 	where := fmt.Sprintf("%s daddr %s", family(f.Family), f.Addr)
 	if f.Kind == nodeview.NodePort {
@@ -222,7 +222,7 @@ func (r *ruleset) masquerade(o origin, f *nodeview.Frontend, chain string) {
 	}
 }
 
-// balance makes the rules that choose an endpoint.
+// balance adds the rules that choose an endpoint.
 func (r *ruleset) balance(chain string, f *nodeview.Frontend, endpoints []nodeview.Target) {
 	slots := r.slots(endpoints)
 	for i, e := range slots {
@@ -230,9 +230,9 @@ func (r *ruleset) balance(chain string, f *nodeview.Frontend, endpoints []nodevi
 	}
 }
 
-// oneIn matches one packet in n. These rules name no sets in braces: a packet that
-// is on its way through a long chain when the rules are replaced finds such a set of
-// the old rules empty, and would pass.
+// oneIn matches one packet in n. These rules use no anonymous sets. If the rules are
+// replaced while a packet passes a long chain, it finds the anonymous sets of the old
+// rules empty and would not match.
 func oneIn(n int) string {
 	if n == 1 {
 		return ""
@@ -240,7 +240,7 @@ func oneIn(n int) string {
 	return fmt.Sprintf("numgen random mod %d == 0", n)
 }
 
-// dnat translates to an endpoint.
+// dnat returns the translation to an endpoint.
 func (r *ruleset) dnat(f *nodeview.Frontend, e nodeview.Target) string {
 	port := e.Port
 	if r.opts.Fault == KeepPort && f.Port != 0 {
@@ -256,7 +256,7 @@ func (r *ruleset) dnat(f *nodeview.Frontend, e nodeview.Target) string {
 	return fmt.Sprintf("meta l4proto %s dnat %s to %s", protocol, family(f.Family), netip.AddrPortFrom(e.Addr, uint16(port)))
 }
 
-// slots returns an endpoint for each number that may be drawn.
+// slots returns the endpoint for each random number.
 func (r *ruleset) slots(endpoints []nodeview.Target) []nodeview.Target {
 	switch r.opts.Fault {
 	case OneEndpoint:
@@ -267,7 +267,7 @@ func (r *ruleset) slots(endpoints []nodeview.Target) []nodeview.Target {
 	return endpoints
 }
 
-// affine balances with affinity: each endpoint has a set of its clients, which all
+// affine balances with affinity. Each endpoint has a set of its clients, which all
 // frontends of the service port share.
 func (r *ruleset) affine(chain string, se *api.ServiceEndpoints, f *nodeview.Frontend, endpoints []nodeview.Target) {
 	choose := len(endpoints)
@@ -307,8 +307,8 @@ func (r *ruleset) affine(chain string, se *api.ServiceEndpoints, f *nodeview.Fro
 	}
 }
 
-// script returns what turns the table as it was into this one, in one transaction.
-// old is nil if that is not known.
+// script returns the commands that change the table old into this one in one transaction.
+// old is nil if it is unknown.
 func (r *ruleset) script(old *ruleset) string {
 	var text strings.Builder
 	table := "inet " + r.opts.Table
@@ -350,7 +350,7 @@ func (r *ruleset) rule(chain string, words ...any) {
 	fmt.Fprintf(&r.rules, "add rule inet %s %s %s", r.opts.Table, chain, fmt.Sprintln(words...))
 }
 
-// name joins parts to a name.
+// name joins parts into a name.
 func name(parts ...any) string {
 	return strings.Map(func(c rune) rune {
 		if strings.ContainsRune("/:. ", c) {

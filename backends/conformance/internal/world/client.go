@@ -18,11 +18,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Answer is what a server says.
+// Answer is the answer of a server.
 type Answer struct {
 	// Name is the server's name.
 	Name string
-	// Peer is who asked, as the server sees it.
+	// Peer is the client as the server sees it.
 	Peer netip.AddrPort
 }
 
@@ -33,8 +33,8 @@ type Conn struct {
 	lines *bufio.Reader
 }
 
-// Dial opens a connection. From is the source address; the zero Addr lets the
-// kernel choose.
+// Dial opens a connection. from is the source address. With the zero Addr, the kernel
+// chooses it.
 func (h *Host) Dial(ctx context.Context, protocol api.Protocol, from netip.Addr, to netip.AddrPort) (*Conn, error) {
 	var c net.Conn
 	var err error
@@ -50,7 +50,7 @@ func (h *Host) Dial(ctx context.Context, protocol api.Protocol, from netip.Addr,
 	case api.SCTP:
 		c, err = h.dialStream(ctx, unix.IPPROTO_SCTP, from, to)
 	default:
-		return nil, fmt.Errorf("dialing %s: %w", protocol, errors.ErrUnsupported)
+		return nil, fmt.Errorf("dial %s: %w", protocol, errors.ErrUnsupported)
 	}
 	if err != nil {
 		return nil, err
@@ -58,10 +58,10 @@ func (h *Host) Dial(ctx context.Context, protocol api.Protocol, from netip.Addr,
 	return &Conn{c, bufio.NewReader(c)}, nil
 }
 
-// dialUDP sends from a port that has not been used for long: a flow that connection
-// tracking remembers is not a new one.
+// dialUDP sends from a port that was not used recently, so that connection tracking sees
+// a new flow.
 func (h *Host) dialUDP(from netip.Addr, to netip.AddrPort) (c *net.UDPConn, err error) {
-	const first, number = 10000, 19000 // below the ports that the kernel chooses
+	const first, number = 10000, 19000 // below the kernel's ephemeral ports
 	for range 100 {
 		port := first + int(h.lastPort.Add(1)%number)
 		local := &net.UDPAddr{IP: from.AsSlice(), Port: port}
@@ -73,14 +73,12 @@ func (h *Host) dialUDP(from netip.Addr, to netip.AddrPort) (c *net.UDPConn, err 
 	return nil, err
 }
 
-// Ask asks the server at the other end who it is. It may be called again and
-// again.
+// Ask asks the server for its name. It may be called repeatedly.
 func (c *Conn) Ask(deadline time.Time) (Answer, error) {
 	if err := c.SetDeadline(deadline); err != nil {
 		return Answer{}, err
 	}
-	// Where rules on this host refuse or drop a packet the sender is told that it is
-	// not permitted, whichever of the two it is.
+	// Local rules that reject or drop a packet cause EPERM for the sender.
 	if _, err := c.Write([]byte("?\n")); err != nil && !errors.Is(err, unix.EPERM) {
 		return Answer{}, err
 	}
@@ -96,7 +94,7 @@ func (c *Conn) Ask(deadline time.Time) (Answer, error) {
 	return Answer{name, addr}, nil
 }
 
-// Ask asks over a new connection.
+// Ask sends a request over a new connection.
 func (h *Host) Ask(ctx context.Context, protocol api.Protocol, from netip.Addr, to netip.AddrPort) (Answer, error) {
 	c, err := h.Dial(ctx, protocol, from, to)
 	if err != nil {
@@ -107,11 +105,10 @@ func (h *Host) Ask(ctx context.Context, protocol api.Protocol, from netip.Addr, 
 	return c.Ask(deadline)
 }
 
-// Refused reports whether err says that the other side sent a reset, or that the
-// port is unreachable.
+// Refused reports whether err is a reset or port unreachable.
 func Refused(err error) bool { return errors.Is(err, unix.ECONNREFUSED) }
 
-// TimedOut reports whether err says that no answer came.
+// TimedOut reports whether err is a timeout.
 func TimedOut(err error) bool {
 	var timeout net.Error
 	return errors.As(err, &timeout) && timeout.Timeout()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package world is a small world of network namespaces to test service proxies in.
+// Package world is a set of network namespaces for tests of service proxies.
 //
 //	         client
 //	            |
@@ -8,8 +8,8 @@
 //	            |
 //	beyond --- node --- pods a, b, c
 //
-// Node is where the proxy runs. The router sends it whatever is for a service, and
-// it sends everything it does not know to beyond, which has all addresses of
-// services: what the proxy leaves alone is answered there. Everything is IPv4 and
-// IPv6. The namespaces have no names, and go with the process that made them.
+// The proxy runs on node. The router sends all service traffic to node. node routes
+// unknown destinations to beyond, which has all addresses of services: it answers the
+// traffic that the proxy does not handle. All networks have IPv4 and IPv6. The namespaces
+// have no names, and the kernel removes them with the process that made them.
 package world

@@ -12,14 +12,14 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// Host is a network namespace with what runs in it. It is safe for concurrent use.
+// Host is a network namespace with its servers. It is safe for concurrent use.
 type Host struct {
 	*netnstest.Namespace
 	Name string
-	// Addrs are the addresses that others know it by.
+	// Addrs are the addresses at which other hosts reach it.
 	Addrs api.IPSet
 
-	// lastPort is the source port of the last UDP socket, see udpPort.
+	// lastPort is the source port of the last UDP socket; see dialUDP.
 	lastPort atomic.Uint32
 	servers  []interface{ Close() error }
 }

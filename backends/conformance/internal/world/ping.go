@@ -22,7 +22,7 @@ func (h *Host) Ping(ctx context.Context, to netip.Addr) error {
 	id := uint16(os.Getpid()) ^ uint16(h.lastPort.Add(1))
 	message := []byte{request, 0, 0, 0, 0, 0, 0, 1}
 	binary.BigEndian.PutUint16(message[4:], id)
-	if to.Is4() { // the kernel does it for IPv6
+	if to.Is4() { // the kernel computes the checksum for IPv6
 		binary.BigEndian.PutUint16(message[2:], checksum(message))
 	}
 	var c net.Conn
@@ -46,7 +46,7 @@ func (h *Host) Ping(ctx context.Context, to netip.Addr) error {
 			return fmt.Errorf("ping %s: %w", to, err)
 		}
 		answer := buffer[:n]
-		if n > 0 && answer[0]>>4 == 4 && to.Is4() { // with its IP header
+		if n > 0 && answer[0]>>4 == 4 && to.Is4() { // includes the IP header
 			answer = answer[int(answer[0]&15)*4:]
 		}
 		if len(answer) >= 8 && answer[0] == reply && binary.BigEndian.Uint16(answer[4:]) == id {
@@ -55,7 +55,7 @@ func (h *Host) Ping(ctx context.Context, to netip.Addr) error {
 	}
 }
 
-// checksum is that of RFC 1071, of an even number of bytes.
+// checksum is the checksum of RFC 1071 for an even number of bytes.
 func checksum(b []byte) uint16 {
 	var sum uint32
 	for i := 0; i < len(b); i += 2 {

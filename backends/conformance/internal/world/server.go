@@ -16,8 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// serve answers on ports of all the host's addresses, over TCP each line and over
-// UDP each packet, with the host's name and who asks.
+// serve answers on ports of all the host's addresses with the host's name and the
+// client's address: over TCP for each line, over UDP for each packet.
 func (h *Host) serve(ports []uint16) error {
 	for _, port := range ports {
 		if err := h.serveTCP(port); err != nil {
@@ -39,7 +39,7 @@ func (h *Host) answer(peer netip.AddrPort) []byte {
 func (h *Host) serveTCP(port uint16) error {
 	var l net.Listener
 	if err := h.Do(func() (err error) { l, err = net.Listen("tcp", fmt.Sprintf(":%d", port)); return err }); err != nil {
-		return fmt.Errorf("serving on %s: %w", h.Name, err)
+		return fmt.Errorf("serve on %s: %w", h.Name, err)
 	}
 	h.servers = append(h.servers, l)
 	go h.accept(l)
@@ -68,8 +68,8 @@ func (h *Host) accept(l net.Listener) {
 }
 
 func (h *Host) serveUDP(network string, port uint16) error {
-	// What says to which of the host's addresses a packet came makes the answer
-	// come from there.
+	// The control message with the destination of a packet also selects the source of the
+	// answer.
 	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
 		if controlErr := c.Control(func(fd uintptr) {
 			if strings.HasSuffix(network, "6") {
@@ -90,7 +90,7 @@ func (h *Host) serveUDP(network string, port uint16) error {
 		}
 		return err
 	}); err != nil {
-		return fmt.Errorf("serving on %s: %w", h.Name, err)
+		return fmt.Errorf("serve on %s: %w", h.Name, err)
 	}
 	h.servers = append(h.servers, c)
 	go func() {
@@ -100,16 +100,16 @@ func (h *Host) serveUDP(network string, port uint16) error {
 			if err != nil {
 				return
 			}
-			// An answer that cannot be sent is one that does not come.
+			// Ignore errors: the client will miss the answer.
 			_, _, _ = c.WriteMsgUDPAddrPort(h.answer(from), answerFrom(control[:n]), from)
 		}
 	}()
 	return nil
 }
 
-// answerFrom turns the control message that tells to which address a packet came
-// into the one that sends from there. Not by the same interface: what was sent to
-// another address of the host itself may name the wrong one.
+// answerFrom converts the control message with the destination of a packet into one that
+// selects the source of the answer. It removes the interface, which may be wrong for
+// traffic between addresses of one host.
 func answerFrom(control []byte) []byte {
 	messages, err := unix.ParseSocketControlMessage(control)
 	if err != nil {

@@ -16,9 +16,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Package net has no SCTP. One-to-one SCTP sockets do what TCP's do, and once they
-// are made package net takes them for such. Protocol is IPPROTO_SCTP, or
-// IPPROTO_TCP to try this where the kernel has no SCTP.
+// Package net has no SCTP. One-to-one SCTP sockets behave like TCP sockets, and package
+// net accepts existing ones as such. The protocol is IPPROTO_SCTP, or IPPROTO_TCP to test
+// this code without SCTP in the kernel.
 
 // hasSCTP reports whether the kernel has SCTP sockets.
 func hasSCTP() bool {
@@ -30,7 +30,7 @@ func hasSCTP() bool {
 	return true
 }
 
-// serveStream answers as TCP servers do.
+// serveStream answers like the TCP server.
 func (h *Host) serveStream(protocol int, port uint16) error {
 	var l net.Listener
 	err := h.Do(func() error {
@@ -53,14 +53,14 @@ func (h *Host) serveStream(protocol int, port uint16) error {
 		return err
 	})
 	if err != nil {
-		return fmt.Errorf("serving protocol %d on %s: %w", protocol, h.Name, err)
+		return fmt.Errorf("serve protocol %d on %s: %w", protocol, h.Name, err)
 	}
 	h.servers = append(h.servers, l)
 	go h.accept(l)
 	return nil
 }
 
-// dialStream connects as TCP does.
+// dialStream connects a stream socket.
 func (h *Host) dialStream(ctx context.Context, protocol int, from netip.Addr, to netip.AddrPort) (c net.Conn, err error) {
 	err = h.Do(func() error {
 		family := unix.AF_INET
@@ -86,9 +86,9 @@ func (h *Host) dialStream(ctx context.Context, protocol int, from netip.Addr, to
 		}
 		switch err := unix.Connect(fd, sockaddr(to)); {
 		case errors.Is(err, unix.EINPROGRESS) || errors.Is(err, unix.EAGAIN):
-			return fmt.Errorf("connecting to %s: %w", to, os.ErrDeadlineExceeded)
+			return fmt.Errorf("connect to %s: %w", to, os.ErrDeadlineExceeded)
 		case err != nil:
-			return fmt.Errorf("connecting to %s: %w", to, err)
+			return fmt.Errorf("connect to %s: %w", to, err)
 		}
 		c, err = net.FileConn(file)
 		return err

@@ -17,30 +17,29 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// World is a node with what is around it. See the package comment.
+// World is a node with its surroundings. See the package comment.
 type World struct {
 	Node, Node2, Router, Client, Beyond *Host
-	// Local are the pods on Node, Remote those on Node2.
+	// Local are the pods on Node, and Remote those on Node2.
 	Local, Remote []*Host
-	// SCTP says whether the kernel has SCTP sockets; if so, pods serve it, too.
+	// SCTP reports whether the kernel has SCTP sockets. If so, pods also serve SCTP.
 	SCTP bool
 
 	hosts []*Host
 }
 
-// The networks of the world, one a family.
+// The networks of the world, one per family.
 var (
-	// ServiceCIDRs are where cluster IPs are taken from.
+	// ServiceCIDRs contain cluster IPs.
 	ServiceCIDRs = prefixes("10.96.0.0/16", "fd00:10:96::/112")
-	// ExternalCIDRs are where external IPs and load-balancer IPs are taken from.
+	// ExternalCIDRs contain external IPs and load-balancer IPs.
 	ExternalCIDRs = prefixes("198.18.0.0/16", "fd00:198:18::/112")
-	// ClusterCIDRs have all pods, PodCIDRs those of Node.
+	// ClusterCIDRs contain all pods, and PodCIDRs those of Node.
 	ClusterCIDRs = prefixes("10.244.0.0/16", "fd00:10:244::/48")
 	PodCIDRs     = prefixes("10.244.1.0/24", "fd00:10:244:1::/64")
-	// NodeCIDRs have the addresses of nodes, but not those that the nodes have
-	// towards their pods.
+	// NodeCIDRs contain the addresses of nodes, except those towards their pods.
 	NodeCIDRs = prefixes("192.168.0.0/16", "fd00:192:168::/48")
-	// ClientCIDRs have the addresses of Client.
+	// ClientCIDRs contain the addresses of Client.
 	ClientCIDRs = prefixes("203.0.113.0/24", "fd00:203:113::/64")
 )
 
@@ -49,7 +48,7 @@ func NodePodCIDR(node int, f api.Family) netip.Prefix {
 	return []map[api.Family]netip.Prefix{PodCIDRs, prefixes("10.244.2.0/24", "fd00:10:244:2::/64")}[node][f]
 }
 
-// PodInterfaces is how the names of Node's interfaces to its pods begin.
+// PodInterfaces is the prefix of the names of Node's interfaces to its pods.
 const PodInterfaces = "pod-"
 
 // The ports of the world.
@@ -61,17 +60,17 @@ var (
 	ServicePorts = []uint16{80, 81, 82, 8080, 8081}
 )
 
-// clientAddrs is how many addresses of a family the client has.
+// clientAddrs is the number of client addresses per family.
 const clientAddrs = 24
 
 func prefixes(v4, v6 string) map[api.Family]netip.Prefix {
 	return map[api.Family]netip.Prefix{api.IPv4: netip.MustParsePrefix(v4), api.IPv6: netip.MustParsePrefix(v6)}
 }
 
-// New makes a world. It takes the rights of root.
+// New makes a world. It needs root.
 func New() (w *World, err error) {
 	if os.Geteuid() != 0 {
-		return nil, errors.New("making network namespaces takes the rights of root")
+		return nil, errors.New("make network namespaces: need root")
 	}
 	w = &World{}
 	defer func() {
@@ -90,7 +89,7 @@ func New() (w *World, err error) {
 	return w, w.build()
 }
 
-// Close ends the servers and lets the namespaces go.
+// Close stops the servers and releases the namespaces.
 func (w *World) Close() {
 	for _, h := range w.hosts {
 		h.close()
@@ -111,7 +110,7 @@ func (w *World) build() error {
 	var plan planner
 	for _, h := range []*Host{w.Node, w.Node2, w.Router} {
 		plan.set(h, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
-			// Refusals are not limited to some a second.
+			// Disable the rate limit of ICMP errors.
 			"ipv4/icmp_ratelimit=0", "ipv4/icmp_msgs_per_sec=1000000", "ipv4/icmp_msgs_burst=1000000", "ipv6/icmp/ratelimit=0")
 	}
 	// Links, with the addresses of both ends.
@@ -122,7 +121,7 @@ func (w *World) build() error {
 	plan.link(w.Router, "node", []string{"192.168.1.1/24", "fd00:192:168:1::1/64"}, w.Node, "eth0", []string{"192.168.1.2/24", "fd00:192:168:1::2/64"})
 	plan.link(w.Router, "node2", []string{"192.168.2.1/24", "fd00:192:168:2::1/64"}, w.Node2, "eth0", []string{"192.168.2.2/24", "fd00:192:168:2::2/64"})
 	plan.link(w.Beyond, "eth0", []string{"192.168.3.1/24", "fd00:192:168:3::1/64"}, w.Node, "eth1", []string{"192.168.3.2/24", "fd00:192:168:3::2/64"})
-	// Ways.
+	// Routes.
 	for _, h := range []*Host{w.Client, w.Node2} {
 		gateways := map[*Host][]string{w.Client: {"203.0.113.1", "fd00:203:113::1"}, w.Node2: {"192.168.2.1", "fd00:192:168:2::1"}}[h]
 		plan.route(h, "eth0", gateways, "0.0.0.0/0", "::/0")
@@ -136,8 +135,8 @@ func (w *World) build() error {
 	}
 	plan.route(w.Node, "eth1", []string{"192.168.3.1", "fd00:192:168:3::1"}, "0.0.0.0/0", "::/0")
 	plan.route(w.Beyond, "eth0", []string{"192.168.3.2", "fd00:192:168:3::2"}, "0.0.0.0/0", "::/0")
-	// Beyond has every address of a service, but does not answer echo requests:
-	// they do not tell who answers.
+	// beyond has every address of a service. It does not answer echo requests, because their
+	// answers do not identify the host.
 	for _, cidrs := range []map[api.Family]netip.Prefix{ServiceCIDRs, ExternalCIDRs} {
 		plan.own(w.Beyond, cidrs[api.IPv4].String(), cidrs[api.IPv6].String())
 	}
@@ -177,34 +176,34 @@ func (w *World) build() error {
 	return w.Beyond.serve(ServicePorts)
 }
 
-// planner makes links, addresses and routes until one fails.
+// planner adds links, addresses and routes until one fails.
 type planner struct{ err error }
 
 func (p *planner) do(h *Host, f func() error) {
 	if p.err == nil {
 		if err := h.Do(f); err != nil {
-			p.err = fmt.Errorf("setting up %s: %w", h.Name, err)
+			p.err = fmt.Errorf("set up %s: %w", h.Name, err)
 		}
 	}
 }
 
-// set changes settings of the kernel.
+// set changes kernel settings.
 func (p *planner) set(h *Host, settings ...string) {
 	if p.err == nil {
 		if err := h.Sysctl(settings...); err != nil {
-			p.err = fmt.Errorf("setting up %s: %w", h.Name, err)
+			p.err = fmt.Errorf("set up %s: %w", h.Name, err)
 		}
 	}
 }
 
-// link makes a link of two interfaces with these addresses.
+// link links two interfaces with these addresses.
 func (p *planner) link(h *Host, name string, addrs []string, peer *Host, peerName string, peerAddrs []string) {
 	p.do(h, func() error {
 		attrs := netlink.NewLinkAttrs()
 		attrs.Name = name
 		veth := &netlink.Veth{LinkAttrs: attrs, PeerName: peerName, PeerNamespace: netlink.NsFd(peer.FD)}
 		if err := netlink.LinkAdd(veth); err != nil {
-			return fmt.Errorf("adding link %s: %w", name, err)
+			return fmt.Errorf("add link %s: %w", name, err)
 		}
 		return netlink.LinkSetUp(veth)
 	})
@@ -219,7 +218,7 @@ func (p *planner) link(h *Host, name string, addrs []string, peer *Host, peerNam
 	p.addr(peer, peerName, peerAddrs...)
 }
 
-// addr gives addresses to an interface, by which others know the host.
+// addr adds addresses to an interface at which other hosts reach h.
 func (p *planner) addr(h *Host, name string, addrs ...string) {
 	for _, addr := range addrs {
 		p.do(h, func() error {
@@ -231,18 +230,18 @@ func (p *planner) addr(h *Host, name string, addrs ...string) {
 			if err != nil {
 				return err
 			}
-			a.Flags = unix.IFA_F_NODAD // or IPv6 could not use it at once
+			a.Flags = unix.IFA_F_NODAD // otherwise an IPv6 address is not usable immediately
 			h.Addrs.Add(netip.MustParsePrefix(addr).Addr())
 			if err := netlink.AddrAdd(link, a); err != nil {
-				return fmt.Errorf("adding address %s to %s: %w", addr, name, err)
+				return fmt.Errorf("add address %s to %s: %w", addr, name, err)
 			}
 			return nil
 		})
 	}
 }
 
-// route adds routes by gateways, the first for IPv4 and the second for IPv6, or
-// to neighbours.
+// route adds routes through gateways, the first for IPv4 and the second for IPv6, or to
+// neighbors.
 func (p *planner) route(h *Host, name string, gateways []string, to ...string) {
 	for _, cidr := range to {
 		p.do(h, func() error {
@@ -264,14 +263,14 @@ func (p *planner) route(h *Host, name string, gateways []string, to ...string) {
 				route.Gw = net.ParseIP(gateways[1])
 			}
 			if err := netlink.RouteAdd(route); err != nil {
-				return fmt.Errorf("adding a route to %s: %w", cidr, err)
+				return fmt.Errorf("add route to %s: %w", cidr, err)
 			}
 			return nil
 		})
 	}
 }
 
-// own makes all addresses of networks local ones.
+// own makes all addresses of networks local.
 func (p *planner) own(h *Host, cidrs ...string) {
 	for _, cidr := range cidrs {
 		p.do(h, func() error {
@@ -285,7 +284,7 @@ func (p *planner) own(h *Host, cidrs ...string) {
 			}
 			route := &netlink.Route{LinkIndex: lo.Attrs().Index, Dst: dst, Type: unix.RTN_LOCAL, Table: unix.RT_TABLE_LOCAL, Scope: netlink.SCOPE_HOST}
 			if err := netlink.RouteAdd(route); err != nil {
-				return fmt.Errorf("adding the local network %s: %w", cidr, err)
+				return fmt.Errorf("add local network %s: %w", cidr, err)
 			}
 			return nil
 		})

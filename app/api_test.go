@@ -19,7 +19,7 @@ import (
 	"github.com/kpng-project/kpng/watcher/file"
 )
 
-// serveDemo serves the demo's services of a proxy name, and returns where.
+// serveDemo serves the demo's services of a proxy name and returns the address.
 func serveDemo(t *testing.T, proxyName string) (address string) {
 	t.Helper()
 	state := cluster.New(cluster.Options{})
@@ -53,7 +53,7 @@ func serveDemo(t *testing.T, proxyName string) (address string) {
 	return address
 }
 
-// printOnce returns what kpng-json prints with some flags and --once.
+// printOnce returns the output of kpng-json with the given flags and --once.
 func printOnce(t *testing.T, args ...string) string {
 	t.Helper()
 	var out bytes.Buffer

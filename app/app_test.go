@@ -23,7 +23,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// run runs a command and returns how it ended.
+// run runs a command and returns its error.
 func run(ctx context.Context, s sink.Sink, args ...string) error {
 	cmd := app.Command("test", s)
 	cmd.SetArgs(args)
@@ -91,7 +91,7 @@ func TestAServiceIsAnAllPortsServiceIfAsked(t *testing.T) {
 	}
 }
 
-// cleaner is a sink that counts what is asked of it.
+// cleaner is a sink that counts its calls.
 type cleaner struct{ syncs, cleanups int }
 
 func (c *cleaner) Sync(context.Context, *sink.Changes) error { c.syncs++; return nil }
@@ -153,7 +153,7 @@ func TestWhatCannotGoOnSaysWhy(t *testing.T) {
 	}
 }
 
-// freeAddress returns a loopback address that nobody listens on.
+// freeAddress returns an unused loopback address.
 func freeAddress(t *testing.T) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")

@@ -11,11 +11,11 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// pair is a sink with another one beside it.
+// pair is a sink with a companion.
 type pair struct {
 	services, beside atomic.Int32
 	healthy          func() bool
-	early            bool // it was healthy before the end of a Sync
+	early            bool // healthy returned true before the end of a Sync
 }
 
 func count(n *atomic.Int32) sink.Func {

@@ -15,7 +15,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// fakeProxy is a proxy of which the test says how it gets on.
+// fakeProxy is a proxy whose progress the test controls.
 type fakeProxy struct {
 	done   chan struct{}
 	stop   error // of its sink
@@ -44,7 +44,7 @@ func TestRunOnce(t *testing.T) {
 		status func(began time.Time) sink.Status
 		after  time.Duration // until everything is done, 0 for never
 		stop   error
-		want   []string // in the error, nil for none
+		want   []string // substrings of the error, nil for no error
 		took   time.Duration
 	}{
 		{"done in time", func(time.Time) sink.Status { return sink.Status{} }, 59 * time.Second, nil, nil, 59 * time.Second},

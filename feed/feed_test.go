@@ -310,7 +310,7 @@ func TestUpdatesLeadToTheViewOfNow(t *testing.T) {
 		state := cluster.New(cluster.Options{})
 		state.SetSynced()
 		f := feed.New(state, "node-x")
-		told := map[types.NamespacedName]*api.ServiceEndpoints{}
+		received := map[types.NamespacedName]*api.ServiceEndpoints{}
 		for range 60 {
 			state.Update(func(tx *cluster.Tx) {
 				for range random.IntN(4) {
@@ -337,7 +337,7 @@ func TestUpdatesLeadToTheViewOfNow(t *testing.T) {
 				continue
 			}
 			if u.Lost {
-				clear(told)
+				clear(received)
 			}
 			last := types.NamespacedName{}
 			for _, c := range all(u) {
@@ -345,12 +345,12 @@ func TestUpdatesLeadToTheViewOfNow(t *testing.T) {
 					t.Fatalf("seed %d: %v after %v", seed, c.Key, last)
 				}
 				last = c.Key
-				if !u.Lost && !c.Old.Equal(told[c.Key]) {
+				if !u.Lost && !c.Old.Equal(received[c.Key]) {
 					t.Fatalf("seed %d: old view of %v is not the acknowledged one", seed, c.Key)
 				}
-				told[c.Key] = c.New
+				received[c.Key] = c.New
 				if c.New == nil {
-					delete(told, c.Key)
+					delete(received, c.Key)
 				}
 				if view := u.View(c.Key); !view.Equal(c.New) {
 					t.Fatalf("seed %d: View differs from the change of %v", seed, c.Key)
@@ -369,7 +369,7 @@ func TestUpdatesLeadToTheViewOfNow(t *testing.T) {
 					want[k] = view
 				}
 			}
-			if diff := cmp.Diff(want, told, equateAddrs); diff != "" {
+			if diff := cmp.Diff(want, received, equateAddrs); diff != "" {
 				t.Fatalf("seed %d (-want +got):\n%s", seed, diff)
 			}
 		}

@@ -28,7 +28,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// largeState has so many services of ten endpoints each, on nodes of three zones.
+// largeState has the given number of services with ten endpoints each, on nodes in three
+// zones.
 func largeState(services, nodes int) *cluster.State {
 	state := cluster.New(cluster.Options{Resumable: true})
 	update(state, func(to apitest.Writer) {
@@ -52,7 +53,7 @@ func benchService(i int) *api.Service {
 	}
 }
 
-// benchSlice returns the slice of a service. Its last endpoint is ready, or not.
+// benchSlice returns the slice of a service. ready is the condition of its last endpoint.
 func benchSlice(i, nodes int, ready bool) *api.EndpointSlice {
 	s := &api.EndpointSlice{
 		Namespace: "bench", Name: fmt.Sprintf("svc-%05d-1", i), ServiceName: fmt.Sprintf("svc-%05d", i), Family: api.IPv4,
@@ -67,9 +68,9 @@ func benchSlice(i, nodes int, ready bool) *api.EndpointSlice {
 	return s
 }
 
-// BenchmarkFanout changes one endpoint of a large cluster, and waits until all
-// streams have been told. The streams come with tokens, so that they are spared the
-// first answer. A change comes 100 ms after the one before has reached everybody.
+// BenchmarkFanout changes one endpoint of a large cluster and waits until all streams
+// have received the change. The streams resume with tokens, so that they skip the first
+// answer. The next change follows 100 ms after the last delivery.
 func BenchmarkFanout(b *testing.B) {
 	for _, size := range []struct{ nodes, perNode int }{{100, 50}, {5000, 1}} {
 		b.Run(fmt.Sprintf("nodes=%d/streams=%d", size.nodes, size.nodes*size.perNode), func(b *testing.B) {
@@ -107,7 +108,7 @@ func BenchmarkFanout(b *testing.B) {
 	}
 }
 
-// BenchmarkInitialSync tells everything to 100 streams at once.
+// BenchmarkInitialSync sends the whole state to 100 streams at once.
 func BenchmarkInitialSync(b *testing.B) {
 	const services, streams = 10_000, 100
 	state := largeState(services, streams)
@@ -120,7 +121,7 @@ func BenchmarkInitialSync(b *testing.B) {
 		began, cpu := time.Now(), cpuTime(b)
 		round := c.start(b)()
 		took := round.at(1).Sub(began)
-		if want := streams * (services*11 + 2); round.Operations != want { // a Reset, and the node
+		if want := streams * (services*11 + 2); round.Operations != want { // including a Reset and the node
 			b.Fatalf("%d operations, want %d", round.Operations, want)
 		}
 		b.ReportMetric(float64(round.Operations)/took.Seconds(), "entries/s")
@@ -132,9 +133,8 @@ func BenchmarkInitialSync(b *testing.B) {
 	}
 }
 
-// BenchmarkIdleStreams reports what a stream takes that has been told everything: of
-// a server, of one that has nothing but grpc behind the stream, and of that with
-// grpc's defaults.
+// BenchmarkIdleStreams reports the memory of an idle stream: of a server, of a server
+// with nothing but grpc behind the stream, and of that with grpc's defaults.
 func BenchmarkIdleStreams(b *testing.B) {
 	for _, size := range []struct{ nodes, perNode int }{{100, 50}, {5000, 1}} {
 		for _, kind := range []string{"kpng", "grpc", "grpc-defaults"} {
@@ -165,7 +165,7 @@ func serveBare(b *testing.B, server *grpc.Server, l net.Listener) {
 	b.Cleanup(server.Stop)
 }
 
-// bareServer answers the first request of a stream, and no other.
+// bareServer answers only the first request of a stream.
 type bareServer struct {
 	localv1.UnimplementedSetsServer
 }
@@ -186,7 +186,7 @@ func (bareServer) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, localv
 	}
 }
 
-// newBenchServer returns a server with the defaults, but that all clients are one
+// newBenchServer returns a server with default options, except that all clients are one
 // peer.
 func newBenchServer(b *testing.B, state *cluster.State) *remote.Server {
 	server, err := remote.NewServer(state, remote.ServerOptions{
@@ -204,8 +204,8 @@ func serveBench(b *testing.B, state *cluster.State, l net.Listener) *remote.Serv
 	return server
 }
 
-// newCrowd returns a crowd for the nodes of state. It comes with tokens of the
-// server, if that is not nil.
+// newCrowd returns a crowd for the nodes of state. It uses tokens of the server if that
+// is not nil.
 func newCrowd(server *remote.Server, state *cluster.State, l net.Listener, perNode int) *crowd {
 	c := &crowd{Address: "unix://" + l.Addr().String(), PerNode: perNode}
 	for name, node := range state.Snapshot().Nodes.All() {
@@ -218,7 +218,7 @@ func newCrowd(server *remote.Server, state *cluster.State, l net.Listener, perNo
 	return c
 }
 
-// benchListener notes when data was sent last on one of its connections.
+// benchListener records the time of the last data sent on its connections.
 type benchListener struct {
 	net.Listener
 	sent atomic.Int64 // Unix nanoseconds
@@ -246,8 +246,7 @@ func (c *benchConn) Write(p []byte) (int, error) {
 	return n, err
 }
 
-// hasData reports whether there is an HTTP/2 DATA frame (RFC 9113, 6.1) among the
-// frames in p.
+// hasData reports whether p contains an HTTP/2 DATA frame (RFC 9113, 6.1).
 func hasData(p []byte) bool {
 	for len(p) >= 9 {
 		if p[3] == 0 {
@@ -261,7 +260,7 @@ func hasData(p []byte) bool {
 
 func milliseconds(d time.Duration) float64 { return d.Seconds() * 1000 }
 
-// cpuTime returns how long this process has had a processor.
+// cpuTime returns the CPU time of this process.
 func cpuTime(b *testing.B) time.Duration {
 	var u syscall.Rusage
 	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
@@ -270,16 +269,16 @@ func cpuTime(b *testing.B) time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// memory returns the bytes of heap and stacks that are in use.
+// memory returns the bytes of heap and stacks in use.
 func memory() uint64 {
 	runtime.GC()
-	runtime.GC() // what pools hold survives one
+	runtime.GC() // pools survive one collection
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
 	return m.HeapAlloc + m.StackInuse
 }
 
-// resetPeak makes peak look from now on.
+// resetPeak resets the measurement of peak.
 func resetPeak(b *testing.B) {
 	debug.FreeOSMemory()
 	if err := os.WriteFile("/proc/self/clear_refs", []byte("5"), 0); err != nil {
@@ -287,7 +286,7 @@ func resetPeak(b *testing.B) {
 	}
 }
 
-// peak returns the most memory that the process had resident, in bytes.
+// peak returns the maximum resident memory of the process in bytes.
 func peak(b *testing.B) float64 {
 	status, err := os.ReadFile("/proc/self/status")
 	if err != nil {

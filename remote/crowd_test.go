@@ -23,13 +23,13 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// crowd is the clients of a benchmark. They run in a process of their own, so that
-// what the benchmark measures of its own process is the server. They connect as
-// [remote.Client] does, and look for nothing in what they receive but operations.
+// crowd is the clients of a benchmark. They run in a process of their own, so that the
+// benchmark measures only the server. They connect like [remote.Client] and only count
+// operations.
 type crowd struct {
 	Address string
-	// Tokens are the resume tokens of the clients, by node. Each node has one
-	// connection, with so many streams.
+	// Tokens are the resume tokens of the clients, by node. Each node has one connection
+	// with this number of streams.
 	Nodes   []crowdNode
 	PerNode int
 }
@@ -41,17 +41,16 @@ type crowdNode struct {
 
 // crowdRound is one answer to each stream of a crowd.
 type crowdRound struct {
-	Synced            []int64 // in order, when the streams got their Sync, in Unix nanoseconds
+	Synced            []int64 // sorted times of the streams' Syncs, in Unix nanoseconds
 	Bytes, Operations int
 }
 
-// at returns when so much of the streams had got their Sync.
+// at returns the time when this share of the streams had received their Sync.
 func (r *crowdRound) at(quantile float64) time.Time {
 	return time.Unix(0, r.Synced[int(quantile*float64(len(r.Synced)-1))])
 }
 
-// start starts the crowd, and returns what waits until each stream has got one more
-// answer.
+// start starts the crowd. next waits until each stream has received one more answer.
 func (c *crowd) start(b *testing.B) (next func() *crowdRound) {
 	b.Helper()
 	cmd := exec.CommandContext(b.Context(), os.Args[0])
@@ -69,7 +68,7 @@ func (c *crowd) start(b *testing.B) (next func() *crowdRound) {
 		b.Fatal(err)
 	}
 	b.Cleanup(func() {
-		stdin.Close() // ends it
+		stdin.Close() // ends the process
 		cmd.Wait()
 	})
 	if err := json.NewEncoder(stdin).Encode(c); err != nil {
@@ -89,7 +88,7 @@ func (c *crowd) start(b *testing.B) (next func() *crowdRound) {
 // crowdEnv makes a process of this test a crowd.
 const crowdEnv = "KPNG_TEST_CROWD"
 
-// runCrowd is the process of a crowd. It ends when its standard input does.
+// runCrowd runs a crowd until standard input ends.
 func runCrowd() {
 	var c crowd
 	in := json.NewDecoder(os.Stdin)
@@ -110,7 +109,7 @@ func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 	dialer, err := transport.NewDialer(transport.DialOptions{Addresses: []string{c.Address}, FailFast: true})
 	if err == nil {
 		err = dialer.Stay(context.Background(), func(ctx context.Context, conn *grpc.ClientConn, heard func(bool, bool) error) error {
-			if err := heard(true, false); err != nil { // a slow server is no reason to leave it
+			if err := heard(true, false); err != nil { // a slow server is not a reason to leave it
 				return err
 			}
 			failed := make(chan error)
@@ -123,7 +122,7 @@ func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 	fmt.Fprintf(os.Stderr, "node %s: %v\n", n.Name, err)
 }
 
-// watch asks again and again, first with the token.
+// watch sends requests repeatedly, the first one with the token.
 func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, rounds *crowdRounds) error {
 	desc := &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}
 	stream, err := conn.NewStream(ctx, desc, localv1.Sets_Watch_FullMethodName, grpc.ForceCodecV2(bytesCodec{}))
@@ -154,8 +153,8 @@ func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, rounds *cro
 	}
 }
 
-// countOperations returns how many operations a batch has, of which a Replace
-// counts as many as it names services and endpoints, and whether there is a Sync.
+// countOperations returns the number of operations in a batch and reports whether it has
+// a Sync. A Replace counts as its number of services and endpoints.
 func countOperations(message []byte) (n int, synced bool) {
 	for op := range fieldsOf(message) {
 		switch op.number {
@@ -178,7 +177,7 @@ func countOperations(message []byte) (n int, synced bool) {
 
 const opItemReplace, opItemBatch, opItemResume = 100, 101, 102
 
-// fieldsOf yields the fields of a message that are of type bytes.
+// fieldsOf yields the fields of type bytes in a message.
 func fieldsOf(message []byte) func(yield func(field) bool) {
 	return func(yield func(field) bool) {
 		for len(message) > 0 {
@@ -201,7 +200,7 @@ func fieldsOf(message []byte) func(yield func(field) bool) {
 	}
 }
 
-// crowdRounds gathers what the streams of a crowd got.
+// crowdRounds collects the answers to the streams of a crowd.
 type crowdRounds struct {
 	streams int
 	out     *json.Encoder
@@ -210,7 +209,7 @@ type crowdRounds struct {
 	now crowdRound
 }
 
-// synced notes the answer to one stream.
+// synced records the answer to one stream.
 func (r *crowdRounds) synced(bytes, operations int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

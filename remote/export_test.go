@@ -8,13 +8,13 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 )
 
-// BareGRPC returns a server that is set up as this one, and serves nothing.
+// BareGRPC returns a gRPC server with the same options and no services.
 func (s *Server) BareGRPC() *grpc.Server {
 	return grpc.NewServer(s.grpcOptions(insecure.NewCredentials())...)
 }
 
-// TokenFor returns the token that a client of the node has which has asked for all
-// endpoints and was told the state as it is.
+// TokenFor returns the token of a client of the node that requested all endpoints and has
+// the current state.
 func (s *Server) TokenFor(node *api.Node) []byte {
 	w := &watch{name: node.Name, who: complete}
 	return s.newToken(s.state.Snapshot().Revision, w.depends(node)...)

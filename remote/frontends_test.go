@@ -19,8 +19,8 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// TestFrontendsComeInPlaceOfServices follows a service as a client that asks for
-// frontends does: without them, it would have to derive all of this.
+// TestFrontendsComeInPlaceOfServices follows a service as a client that requests
+// frontends. Without them, the client would have to compute them.
 func TestFrontendsComeInPlaceOfServices(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	service := *hinted
@@ -117,7 +117,7 @@ func TestFrontendsComeInPlaceOfServices(t *testing.T) {
 	}
 }
 
-// frontendsText returns m as JSON in a form that does not vary.
+// frontendsText returns m as JSON in a stable form.
 func frontendsText(t *testing.T, m *localv1.ServiceFrontends) string {
 	t.Helper()
 	text, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(m)

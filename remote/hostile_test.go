@@ -32,7 +32,7 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 )
 
-// besieged is a server that has a good client beside what a test does to it.
+// besieged is a server with one good client besides the test's clients.
 type besieged struct {
 	*world
 	server  *remote.Server
@@ -65,7 +65,7 @@ func besiege(t *testing.T, opts remote.ServerOptions) *besieged {
 	return b
 }
 
-// undisturbed expects the good client to follow changes.
+// undisturbed checks that the good client follows changes.
 func (b *besieged) undisturbed(t *testing.T) {
 	t.Helper()
 	for range 5 {
@@ -74,7 +74,7 @@ func (b *besieged) undisturbed(t *testing.T) {
 	}
 }
 
-// contained expects that what was done took no memory to speak of.
+// contained checks that memory use grew by at most allowed.
 func (b *besieged) contained(t *testing.T, allowed uint64) {
 	t.Helper()
 	if now := heap(); now > b.heap+allowed {
@@ -90,7 +90,7 @@ func heap() uint64 {
 	return m.HeapAlloc
 }
 
-// TestGarbage sends what is no HTTP/2, and what is and means nothing.
+// TestGarbage sends invalid HTTP/2, and valid HTTP/2 without meaning.
 func TestGarbage(t *testing.T) {
 	b := besiege(t, quick)
 	r := rand.New(rand.NewPCG(1, 1))
@@ -153,7 +153,7 @@ func TestGarbage(t *testing.T) {
 				}
 				defer conn.Close()
 				conn.SetDeadline(time.Now().Add(30 * time.Second))
-				conn.Write(test.send()) // which the server need not wait for
+				conn.Write(test.send()) // the server need not read it
 				conn.(*net.TCPConn).CloseWrite()
 				if _, err := io.Copy(io.Discard, conn); errors.Is(err, os.ErrDeadlineExceeded) {
 					t.Fatal("the connection stays")
@@ -169,7 +169,7 @@ func TestGarbage(t *testing.T) {
 	}
 }
 
-// What the tests write of HTTP/2 (RFC 9113).
+// Constants of HTTP/2 (RFC 9113).
 const (
 	http2Data, http2Headers, http2Reset, http2Settings, http2Ping, http2Continuation = 0, 1, 3, 4, 6, 9
 
@@ -179,7 +179,7 @@ const (
 var (
 	// http2Hello begins a connection.
 	http2Hello = append([]byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), http2Frame(http2Settings, 0, 0, nil)...)
-	// watchHeaders are those of a call of Watch.
+	// watchHeaders are the headers of a call of Watch.
 	watchHeaders = slices.Concat(
 		hpackField(":method", "POST"), hpackField(":scheme", "http"), hpackField(":path", localv1.Sets_Watch_FullMethodName),
 		hpackField(":authority", "localhost"), hpackField("content-type", "application/grpc"), hpackField("te", "trailers"))
@@ -190,7 +190,7 @@ func http2Frame(kind, flags byte, stream uint32, payload []byte) []byte {
 	return append(binary.BigEndian.AppendUint32([]byte{byte(n >> 16), byte(n >> 8), byte(n), kind, flags}, stream), payload...)
 }
 
-// hpackField is a header field as a literal that is not indexed (RFC 7541, 6.2.2).
+// hpackField is a header field as a literal without indexing (RFC 7541, 6.2.2).
 func hpackField(name, value string) []byte {
 	b := []byte{0}
 	for _, s := range []string{name, value} {
@@ -204,7 +204,7 @@ func hpackField(name, value string) []byte {
 	return b
 }
 
-// hugeCodec sends a message that has a piece over and over.
+// hugeCodec sends a message that repeats one piece.
 type hugeCodec struct {
 	bytesCodec
 	piece []byte
@@ -216,7 +216,7 @@ func (c hugeCodec) Marshal(any) (mem.BufferSlice, error) {
 	return slices.Repeat(mem.BufferSlice{mem.SliceBuffer(c.piece)}, c.times), nil
 }
 
-// TestAMessageOf100MB looks at all that was allocated, be it garbage already.
+// TestAMessageOf100MB counts all allocations, including garbage.
 func TestAMessageOf100MB(t *testing.T) {
 	b := besiege(t, quick)
 	c := newTableClient(t, t.Context(), "tcp://"+b.address, "node-1")
@@ -239,14 +239,14 @@ func TestAMessageOf100MB(t *testing.T) {
 	b.contained(t, 4<<20)
 }
 
-// allocated returns how many bytes were ever allocated.
+// allocated returns the total number of allocated bytes.
 func allocated() uint64 {
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
 	return m.TotalAlloc
 }
 
-// TestAMillionRequests sends requests on one stream until the server takes no more.
+// TestAMillionRequests sends requests on one stream until the server stops reading.
 func TestAMillionRequests(t *testing.T) {
 	const million = 1_000_000
 	b := besiege(t, quick)
@@ -305,7 +305,7 @@ func TestAClientThatNeverReads(t *testing.T) {
 	}
 }
 
-// TestHandshakesThatFail tries to get in without what it takes.
+// TestHandshakesThatFail connects without the required credentials.
 func TestHandshakesThatFail(t *testing.T) {
 	ca, foreign := newAuthority(t), newAuthority(t)
 	opts := quick
@@ -318,7 +318,7 @@ func TestHandshakesThatFail(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// GetClientCertificate sends it whoever the server says it trusts.
+			// GetClientCertificate sends the certificate even if the server does not trust it.
 			c.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
 		}
 		return c
@@ -347,8 +347,8 @@ func TestHandshakesThatFail(t *testing.T) {
 	}
 }
 
-// handshake connects and returns nil if the server begins to talk HTTP/2. With TLS
-// 1.3 a client learns that it is not wanted when it reads.
+// handshake connects and returns nil if the server begins to send HTTP/2. With TLS 1.3, a
+// client learns about its rejection when it reads.
 func handshake(t *testing.T, address string, config *tls.Config) error {
 	raw, err := net.Dial("tcp", address)
 	if err != nil {
@@ -374,7 +374,7 @@ func TestStreamsAreLimited(t *testing.T) {
 	refused := func() error {
 		c := newTableClient(t, t.Context(), address, "n")
 		request := []byte{}
-		// A stream that is refused already says EOF here, and why below.
+		// If the stream was already refused, SendMsg returns EOF, and the reason follows below.
 		if err := c.stream.SendMsg(&request); err != nil && err != io.EOF {
 			t.Fatal(err)
 		}
@@ -434,9 +434,9 @@ func TestAStreamIsForOneNode(t *testing.T) {
 	}
 }
 
-// TestUnreadDataIsBounded sends frames of one byte, which cost the server far more memory than
-// they have data, on streams whose requests it does not read yet. All streams that a peer may
-// have by default take a bounded amount of memory.
+// TestUnreadDataIsBounded sends frames of one byte, each of which costs the server much
+// more memory, on streams whose requests it does not read yet. The streams that a peer
+// may have by default use a bounded amount of memory.
 func TestUnreadDataIsBounded(t *testing.T) {
 	const streams, most = 8, 200 << 20
 	b := besiege(t, quick)
@@ -450,10 +450,10 @@ func TestUnreadDataIsBounded(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	write(http2Hello, http2Frame(http2Settings, 1, 0, nil)) // 1: an acknowledgement
+	write(http2Hello, http2Frame(http2Settings, 1, 0, nil)) // an acknowledgement
 	pongs := make(chan struct{}, 1)
 	go readPongs(conn, pongs)
-	// A ping is answered when everything before it was processed. Three are too many.
+	// A pong shows that everything before the ping was processed. Three pings are too many.
 	ping := func() {
 		t.Helper()
 		write(http2Frame(http2Ping, 0, 0, make([]byte, 8)))
@@ -484,7 +484,7 @@ func TestUnreadDataIsBounded(t *testing.T) {
 	b.undisturbed(t)
 }
 
-// readPongs reads frames until the connection ends, and says when one answers a ping.
+// readPongs reads frames until the connection ends, and reports each pong.
 func readPongs(conn net.Conn, pongs chan<- struct{}) {
 	for {
 		var head [9]byte

@@ -60,7 +60,7 @@ func update(s *cluster.State, write func(apitest.Writer)) {
 	s.Update(func(tx *cluster.Tx) { write(writer{tx}) })
 }
 
-// world is a random cluster, and the state that has it.
+// world is a random cluster with its state.
 type world struct {
 	*apitest.World
 	state *cluster.State
@@ -75,7 +75,7 @@ func newWorld(seed uint64, nodes, services int) *world {
 	return w
 }
 
-// change makes so many random changes, and marks the last.
+// change makes the given number of random changes and marks the last.
 func (w *world) change(n int) {
 	for range n {
 		update(w.state, w.Change)
@@ -83,7 +83,8 @@ func (w *world) change(n int) {
 	w.mark()
 }
 
-// mark makes a service say how many steps there were: who has seen it has seen all.
+// mark sets the number of steps in a marker service. A reader that has seen it has seen
+// all earlier changes.
 func (w *world) mark() {
 	w.step++
 	update(w.state, func(to apitest.Writer) { to.SetService(marker(w.step)) })
@@ -98,7 +99,7 @@ func marker(step int) *api.Service {
 	}
 }
 
-// screen is a sink that prints like kpng-json, and keeps the last print.
+// screen is a sink that prints like kpng-json and keeps the last print.
 type screen struct {
 	mu    sync.Mutex
 	print []byte
@@ -137,10 +138,10 @@ func (s *screen) sink() sink.Sink {
 	})
 }
 
-// patience is how long a test waits without progress.
+// patience is the maximum wait without progress.
 const patience = time.Minute
 
-// at returns what was printed when the marker was at a step, or later.
+// at returns the print when the marker was at a step or later.
 func (s *screen) at(t testing.TB, step int) []byte {
 	t.Helper()
 	for {
@@ -158,7 +159,7 @@ func (s *screen) at(t testing.TB, step int) []byte {
 	}
 }
 
-// drive runs a sink over a source until the test ends.
+// drive runs a sink with a source until the test ends.
 func drive(t testing.TB, src sink.Source, s sink.Sink) {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan struct{})
@@ -173,8 +174,7 @@ func drive(t testing.TB, src sink.Source, s sink.Sink) {
 	})
 }
 
-// start runs f in the background until it is stopped, at the latest when the test
-// ends.
+// start runs f in the background until it is stopped or the test ends.
 func start(t testing.TB, f func(context.Context) error) (stop func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
@@ -192,7 +192,7 @@ func start(t testing.TB, f func(context.Context) error) (stop func()) {
 	return stop
 }
 
-// socket returns the address of a unix socket that is not there yet.
+// socket returns the address of a unix socket that does not exist.
 func socket(t testing.TB) string { return "unix://" + filepath.Join(t.TempDir(), "s") }
 
 func listen(t testing.TB, address string) net.Listener {
@@ -223,7 +223,7 @@ func serveOn(t testing.TB, state *cluster.State, l net.Listener, opts remote.Ser
 	return server, start(t, func(ctx context.Context) error { return server.Serve(ctx, l) })
 }
 
-// follow returns a client that runs.
+// follow returns a running client.
 func follow(t testing.TB, node string, addresses ...string) (client *remote.Client, stop func()) {
 	t.Helper()
 	client, err := remote.NewClient(remote.ClientOptions{
@@ -236,12 +236,12 @@ func follow(t testing.TB, node string, addresses ...string) (client *remote.Clie
 	return client, start(t, client.Run)
 }
 
-// quick are the options of a server in tests: nobody is kept waiting, and a stop
-// that cuts streams off does not wait either.
+// quick are options of a server in tests: no batching, and no wait for streams at the
+// end.
 var quick = remote.ServerOptions{BatchInterval: -1, Limits: remote.Limits{StreamRate: 1e6}}
 
-// TestASinkIsToldTheSameAsInProcess holds what kpng-json prints over the wire
-// against what it prints in process, after each of 500 changes to 200 services.
+// TestASinkIsToldTheSameAsInProcess compares the prints of kpng-json over the wire and in
+// process, after each of 500 changes to 200 services.
 func TestASinkIsToldTheSameAsInProcess(t *testing.T) {
 	w := newWorld(1, 8, 200)
 	address := socket(t)

@@ -26,14 +26,14 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// gate is an address in front of a server that lets nobody through while it is
-// closed, and counts what comes from the server.
+// gate is an address in front of a server. While it is closed, no connection passes. It
+// counts the bytes from the server.
 type gate struct {
 	address  string
 	received atomic.Int64
 
 	mu    sync.Mutex
-	to    string // where it leads; empty while it is closed
+	to    string // target address; empty while it is closed
 	conns map[net.Conn]bool
 }
 
@@ -64,7 +64,7 @@ func newGate(t testing.TB) *gate {
 	return g
 }
 
-// open returns the connection through which in goes on, nil if there is none.
+// open returns the connection to the target for in, or nil.
 func (g *gate) open(in net.Conn) net.Conn {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -94,14 +94,14 @@ func (g *gate) copy(to, from net.Conn, count *atomic.Int64) {
 	}
 }
 
-// lead opens the gate to the server at a unix socket.
+// lead opens the gate to a server at a unix socket.
 func (g *gate) lead(address string) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.to = address[len("unix://"):]
 }
 
-// close closes it, and all connections.
+// close closes the gate and all connections.
 func (g *gate) close() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -112,7 +112,7 @@ func (g *gate) close() {
 	clear(g.conns)
 }
 
-// keys returns the names of the services that a Sync was told.
+// keys returns the names of the services in a Sync.
 func keys(s sinktest.Sync) []string {
 	var names []string
 	for _, c := range s.Services {
@@ -201,8 +201,8 @@ func TestAfterAChangeOfZoneATokenIsVoid(t *testing.T) {
 	}
 }
 
-// TestAClientLeavesAStaleServer has two servers, of which one has lost its source and then the
-// other one.
+// TestAClientLeavesAStaleServer has two servers, which lose their sources one after the
+// other.
 func TestAClientLeavesAStaleServer(t *testing.T) {
 	set := func(s *cluster.State, name string, stale bool) {
 		s.Update(func(tx *cluster.Tx) {
@@ -262,9 +262,9 @@ func TestANewServerIsAMinimalDifference(t *testing.T) {
 	}
 }
 
-// TestNothingIsLostUnderChurn kills servers, relays, clients and connections in
-// turn while the cluster changes. At the end every sink has what it would have in
-// process, and what they were told on the way was in order.
+// TestNothingIsLostUnderChurn kills servers, relays, clients and connections in turn
+// while the cluster changes. At the end every sink has the same state as in process. All
+// deliveries were in order.
 func TestNothingIsLostUnderChurn(t *testing.T) {
 	w := newWorld(4, 5, 80)
 	update(w.state, func(to apitest.Writer) { to.SetService(plain("stays", 1)) })
@@ -339,20 +339,20 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 		if !bytes.Equal(got, want) {
 			t.Errorf("sink %d has\n%s\nwant\n%s", i, got, want)
 		}
-		told := 0
+		delivered := 0
 		for _, sync := range recs[i].Syncs() {
 			if slices.Contains(keys(sync), "stays") {
-				told++
+				delivered++
 			}
 		}
-		if told != 1 {
-			t.Errorf("sink %d was told %d times of a service that never changed", i, told)
+		if delivered != 1 {
+			t.Errorf("sink %d received an unchanged service %d times", i, delivered)
 		}
 	}
 }
 
-// TestHalfAnAnswerIsNotSeen cuts the connection in the middle of the first answer,
-// again and again, further on each time.
+// TestHalfAnAnswerIsNotSeen cuts the connection in the first answer repeatedly, later
+// each time.
 func TestHalfAnAnswerIsNotSeen(t *testing.T) {
 	w := newWorld(5, 5, 400)
 	address := socket(t)

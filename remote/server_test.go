@@ -15,7 +15,8 @@ import (
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
-// hinted is a service with an endpoint in zones a and b each, hinted at it.
+// hinted is a service with an endpoint in zone a and one in zone b, each hinted for its
+// zone.
 var (
 	hinted = &api.Service{
 		Namespace: "plain", Name: "hinted", Type: api.ClusterIP,
@@ -32,8 +33,8 @@ var (
 	}
 )
 
-// TestViewsAreWorkedOutOncePerClass has ten nodes in each of two zones, and one in
-// each on which an endpoint runs.
+// TestViewsAreWorkedOutOncePerClass has ten nodes in each of two zones. In each zone, one
+// node has an endpoint.
 func TestViewsAreWorkedOutOncePerClass(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	var nodes []string
@@ -83,8 +84,8 @@ func TestViewsAreWorkedOutOncePerClass(t *testing.T) {
 	}
 }
 
-// TestWhatANodeDoesNotSeeReachesItNot adds an endpoint that does not serve, and
-// another node.
+// TestWhatANodeDoesNotSeeReachesItNot adds an endpoint that does not serve, and another
+// node.
 func TestWhatANodeDoesNotSeeReachesItNot(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	update(state, func(to apitest.Writer) {
@@ -113,7 +114,7 @@ func TestWhatANodeDoesNotSeeReachesItNot(t *testing.T) {
 	}
 	for _, s := range rec.Syncs()[1:] {
 		if got := keys(s); len(got) != 1 || got[0] != "mark" {
-			t.Errorf("told %v", got)
+			t.Errorf("received %v", got)
 		}
 	}
 }

@@ -26,8 +26,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// A client of the first kpng, written from the table of docs/wire.md alone. It
-// knows nothing of our generated code.
+// A client of the original kpng, written only from the table in docs/wire.md. It does not
+// use the generated code.
 
 // bytesCodec sends and receives messages as bytes.
 type bytesCodec struct{}
@@ -43,7 +43,7 @@ func (bytesCodec) Unmarshal(data mem.BufferSlice, v any) error {
 	return nil
 }
 
-// field is a field of a message: of type varint or bytes, as the number says.
+// field is a field of a message. Its type is varint or bytes, depending on the number.
 type field struct {
 	number protowire.Number
 	varint uint64
@@ -77,7 +77,7 @@ func parse(t *testing.T, message []byte) []field {
 	return fields
 }
 
-// get returns the first field of a number.
+// get returns the first field with a number.
 func get(fields []field, number protowire.Number) field {
 	for _, f := range fields {
 		if f.number == number {
@@ -117,7 +117,7 @@ const (
 	ipSetV4, ipSetV6                               = 1, 2
 )
 
-// tableClient holds what it was told by path, as old backends do.
+// tableClient stores the received values by path, like old backends.
 type tableClient struct {
 	t      *testing.T
 	conn   *grpc.ClientConn
@@ -137,7 +137,7 @@ func newTableClient(t *testing.T, ctx context.Context, address, node string) *ta
 	}
 	conn, err := grpc.NewClient(strings.Replace(a.String(), "tcp://", "passthrough:///", 1),
 		grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithAuthority("localhost"),
-		// Fixed, since the windows that grpc estimates may grow over all that there is to send.
+		// Fixed: the windows that grpc estimates could grow to the size of all data.
 		grpc.WithStaticStreamWindowSize(64<<10), grpc.WithStaticConnWindowSize(64<<10))
 	if err != nil {
 		t.Fatal(err)
@@ -160,14 +160,14 @@ func (c *tableClient) recv() ([]byte, error) {
 	return message, err
 }
 
-// next asks for the next operations and applies them, to the Sync.
+// next requests the next operations and applies them up to the Sync.
 func (c *tableClient) next() {
 	c.t.Helper()
 	request := protowire.AppendString(protowire.AppendTag(nil, watchReqNodeName, protowire.BytesType), c.node)
 	if err := c.stream.SendMsg(&request); err != nil {
 		c.t.Fatal(err)
 	}
-	last := 0 // of the phases: services set, endpoints set, endpoints deleted, services deleted
+	last := 0 // the last phase: services set, endpoints set, endpoints deleted, services deleted
 	for {
 		message, err := c.recv()
 		if err != nil {
@@ -233,7 +233,7 @@ func (c *tableClient) next() {
 
 func (c *tableClient) serviceOf(path string) string { return path[:strings.LastIndex(path, "/")] }
 
-// service says what is in a Service.
+// service summarizes a Service.
 func (c *tableClient) service(data []field) string {
 	ips := parse(c.t, get(data, serviceIPs).bytes)
 	text := fmt.Sprintf("%s at %s external %s load balancer %s headless %d all %d local %d %d check %d labels %s %s",
@@ -254,7 +254,7 @@ func (c *tableClient) service(data []field) string {
 	return text
 }
 
-// endpoint says what is in an Endpoint.
+// endpoint summarizes an Endpoint.
 func (c *tableClient) endpoint(data []field) string {
 	scopes := parse(c.t, get(data, endpointScopes).bytes)
 	text := fmt.Sprintf("%s at %s local %d internal %d external %d", get(data, endpointHostname).bytes, c.ips(get(data, endpointIPs)),
@@ -265,7 +265,7 @@ func (c *tableClient) endpoint(data []field) string {
 	return text
 }
 
-// ips says what is in an IPSet.
+// ips summarizes an IPSet.
 func (c *tableClient) ips(set field) string {
 	fields := parse(c.t, set.bytes)
 	return fmt.Sprint(texts(fields, ipSetV4), texts(fields, ipSetV6))
@@ -280,7 +280,7 @@ func (c *tableClient) entries(data []field, number protowire.Number) map[string]
 	return all
 }
 
-// messages yields the fields of each message that is a field of a number.
+// messages yields the fields of each message in fields with a number.
 func (c *tableClient) messages(data []field, number protowire.Number) iter.Seq[[]field] {
 	return func(yield func([]field) bool) {
 		for _, f := range data {
@@ -291,7 +291,7 @@ func (c *tableClient) messages(data []field, number protowire.Number) iter.Seq[[
 	}
 }
 
-// texts returns the strings that are fields of a number.
+// texts returns the strings in fields with a number.
 func texts(data []field, number protowire.Number) []string {
 	list := []string{}
 	for _, f := range data {
@@ -302,7 +302,7 @@ func texts(data []field, number protowire.Number) []string {
 	return list
 }
 
-// want returns what the client should have by now.
+// want returns the expected state of the client.
 func (w *world) want(node string) (services, endpoints map[string]string) {
 	services, endpoints = map[string]string{}, map[string]string{}
 	f := feed.New(w.state, node)
@@ -400,7 +400,8 @@ func TestAClientThatLagsStartsOver(t *testing.T) {
 		w.mark()
 	}
 	services, endpoints := w.want("node-1")
-	// The server gathers changes before it tells them: another client sees when it has them all.
+	// The server collects changes before it sends them. Another client shows when it has
+	// sent all.
 	for other := newTableClient(t, t.Context(), "tcp://"+l.Addr().String(), "node-1"); len(diffMaps(other.services, services)) > 0; {
 		other.next()
 	}

@@ -27,12 +27,12 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// The tests of this file run in synctest bubbles, where waiting takes no time. Connections are
-// in memory.
+// The tests in this file run in synctest bubbles, where waiting takes no time.
+// Connections are in memory.
 
 type setsStream = grpc.BidiStreamingClient[localv1.WatchReq, localv1.OpItem]
 
-// inMemory serves state, and returns a connection to the server.
+// inMemory serves state and returns a connection to the server.
 func inMemory(t *testing.T, state *cluster.State, opts remote.ServerOptions, creds credentials.TransportCredentials) (*remote.Server, *grpc.ClientConn) {
 	t.Helper()
 	l := bufconn.Listen(64 << 10)
@@ -57,7 +57,7 @@ func open(t *testing.T, conn *grpc.ClientConn) setsStream {
 	return stream
 }
 
-// request asks for the next answer, the first time with a token.
+// request requests the next answer, the first time with a token.
 func request(t *testing.T, stream setsStream, token []byte) {
 	t.Helper()
 	if token == nil {
@@ -69,7 +69,7 @@ func request(t *testing.T, stream setsStream, token []byte) {
 	}
 }
 
-// answer receives an answer, and says how many services it sets.
+// answer receives an answer and returns the number of services that it sets.
 func answer(t *testing.T, stream setsStream) (reset bool, services int, token []byte) {
 	t.Helper()
 	for {
@@ -87,8 +87,8 @@ func answer(t *testing.T, stream setsStream) (reset bool, services int, token []
 	}
 }
 
-// TestTheTokenOfAnIdleClientIsRenewed deletes a slice that no node sees, and expects that the
-// client may come back however long that was ago.
+// TestTheTokenOfAnIdleClientIsRenewed deletes a slice that no node sees. The client can
+// resume after any time.
 func TestTheTokenOfAnIdleClientIsRenewed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := cluster.New(cluster.Options{Resumable: true})
@@ -105,7 +105,7 @@ func TestTheTokenOfAnIdleClientIsRenewed(t *testing.T) {
 		request(t, stream, nil)
 		_, _, token := answer(t, stream)
 		request(t, stream, nil)
-		synctest.Wait() // the stream looks at the change when it comes
+		synctest.Wait() // the stream checks a change when it arrives
 		state.Update(func(tx *cluster.Tx) { tx.DeleteSlice(types.NamespacedName{Namespace: "ns", Name: "e"}) })
 		renewed := make(chan []byte, 1)
 		go func() {
@@ -124,7 +124,7 @@ func TestTheTokenOfAnIdleClientIsRenewed(t *testing.T) {
 		}
 		stream.CloseSend()
 
-		time.Sleep(2 * time.Minute) // the store forgets the deletion with the next change
+		time.Sleep(2 * time.Minute) // the store drops the deletion with the next change
 		state.Update(func(tx *cluster.Tx) { tx.SetSlice(unseen("f")) })
 		stream = open(t, conn)
 		request(t, stream, token)
@@ -153,7 +153,7 @@ func TestManyChangesRenewATokenAtOnce(t *testing.T) {
 	})
 }
 
-// many is a state of so many services.
+// many is a state with the given number of services.
 func many(services int) *cluster.State {
 	state := cluster.New(cluster.Options{Resumable: true})
 	rewrite(state, services, 0)
@@ -172,8 +172,8 @@ func rewrite(state *cluster.State, services, generation int) {
 	})
 }
 
-// TestAClientThatTakesLittleIsCutOff reads an answer with a pause after each message. It may
-// take long if it takes 64 KB each half minute, until its snapshot is too old.
+// TestAClientThatTakesLittleIsCutOff reads an answer with a pause after each message. The
+// client may be slow if it reads 64 KB each half minute, until its snapshot is too old.
 func TestAClientThatTakesLittleIsCutOff(t *testing.T) {
 	const services = 6_000
 	for _, test := range []struct {
@@ -215,8 +215,8 @@ func TestAClientThatTakesLittleIsCutOff(t *testing.T) {
 	}
 }
 
-// TestAnAnswerThatEndsFreesItsSnapshot counts the services of the first snapshot that are in
-// memory after a slow client was cut off.
+// TestAnAnswerThatEndsFreesItsSnapshot counts the services of the first snapshot in
+// memory after a slow client was disconnected.
 func TestAnAnswerThatEndsFreesItsSnapshot(t *testing.T) {
 	const services = 6_000
 	var freed atomic.Int64
@@ -305,7 +305,7 @@ func TestAStreamEndsWithItsCertificate(t *testing.T) {
 	})
 }
 
-// clientCredentials are those of a certificate.
+// clientCredentials returns the credentials of a certificate.
 func clientCredentials(t *testing.T, ca *authority, certFile, keyFile string) credentials.TransportCredentials {
 	t.Helper()
 	cert, err := tls.LoadX509KeyPair(certFile, keyFile)
@@ -315,7 +315,7 @@ func clientCredentials(t *testing.T, ca *authority, certFile, keyFile string) cr
 	return credentials.NewTLS(&tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: ca.pool(), ServerName: "kpng.test"})
 }
 
-// TestChangesAreBatched makes a hundred changes while the server waits for more.
+// TestChangesAreBatched makes a hundred changes while the server collects changes.
 func TestChangesAreBatched(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := many(0)

@@ -50,7 +50,7 @@ func newAuthority(t testing.TB) *authority {
 	return a
 }
 
-// pool has the authority.
+// pool returns a pool with the authority.
 func (a *authority) pool() *x509.CertPool {
 	pool := x509.NewCertPool()
 	pool.AddCert(a.cert)
@@ -79,7 +79,7 @@ func (a *authority) issue(t testing.TB, files *transport.TLS, name string, organ
 	a.issueUntil(t, files, time.Now().Add(time.Hour), name, organizations...)
 }
 
-// issueUntil writes a certificate that is good until then.
+// issueUntil writes a certificate that expires at end.
 func (a *authority) issueUntil(t testing.TB, files *transport.TLS, end time.Time, name string, organizations ...string) {
 	t.Helper()
 	key := newKey(t)
@@ -114,8 +114,7 @@ func (a *authority) newFiles(t testing.TB, name string, organizations ...string)
 	return files
 }
 
-// try lets a client of node connect once, and returns its error, nil if it was
-// served.
+// try connects once as a client of node and returns the error, nil if it was served.
 func try(t *testing.T, address, node string, files *transport.TLS) error {
 	t.Helper()
 	client, err := remote.NewClient(remote.ClientOptions{NodeName: node, DialOptions: transport.DialOptions{
@@ -160,8 +159,7 @@ func tryCluster(t *testing.T, address string, files *transport.TLS) error {
 	}
 }
 
-// expect holds an error against what it should say, nothing if there should be
-// none.
+// expect checks that an error contains want, or is nil if want is empty.
 func expect(t *testing.T, err error, want string) {
 	t.Helper()
 	switch {
@@ -229,7 +227,7 @@ func TestTheClusterIsServedOnlyIfAsked(t *testing.T) {
 	expect(t, tryCluster(t, address, nil), "Unimplemented")
 }
 
-// TestCertificatesAreReloaded renews certificates and authority under a server.
+// TestCertificatesAreReloaded renews certificates and authority while the server runs.
 func TestCertificatesAreReloaded(t *testing.T) {
 	old, renewed := newAuthority(t), newAuthority(t)
 	state := cluster.New(cluster.Options{})
@@ -247,7 +245,7 @@ func TestCertificatesAreReloaded(t *testing.T) {
 		t.Fatal(err)
 	}
 	os.Chtimes(opts.TLS.CertFile, later, later)
-	expect(t, try(t, l.Addr().String(), "n", before), "") // what cannot be used changes nothing
+	expect(t, try(t, l.Addr().String(), "n", before), "") // invalid files change nothing
 
 	renewed.issue(t, opts.TLS, "server")
 	later = later.Add(time.Minute)
@@ -274,14 +272,14 @@ func TestPlaintextIsForThisMachine(t *testing.T) {
 	}
 }
 
-// TestNodesMayShareACertificate has a certificate that all nodes of a DaemonSet use, and one
+// TestNodesMayShareACertificate has a certificate for all nodes of a DaemonSet, and one
 // for each node.
 func TestNodesMayShareACertificate(t *testing.T) {
 	for _, test := range []struct {
 		name             string
 		nodeCertificates bool
-		hosts            []string // from which the node connects, with two streams allowed
-		want             string   // from the last
+		hosts            []string // addresses of the node, with two streams allowed
+		want             string   // for the last one
 	}{
 		{"nodes at their addresses", false, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, ""},
 		{"one node", false, []string{"127.0.0.2", "127.0.0.2", "127.0.0.2"}, "CN=system:node:n at 127.0.0.2 has 2 streams"},

@@ -55,8 +55,8 @@ func setItem(set localv1.Set, path string, value []byte) *localv1.OpItem {
 	return &localv1.OpItem{Op: &localv1.OpItem_Set{Set: &localv1.Value{Ref: &localv1.Ref{Set: set, Path: path}, Bytes: value}}}
 }
 
-// TestAnUnreadableObjectIsLeftOut has a server that sends objects that cannot be read among
-// others, in each form in which it may send them. The client takes over the others.
+// TestAnUnreadableObjectIsLeftOut has a server that sends unreadable objects among
+// others, in each possible form. The client uses the others.
 func TestAnUnreadableObjectIsLeftOut(t *testing.T) {
 	service := func(name, ip string) *localv1.Service {
 		return &localv1.Service{Namespace: "ns", Name: name, IPs: &localv1.ServiceIPs{ClusterIPs: &localv1.IPSet{V4: []string{ip}}}}
@@ -152,7 +152,7 @@ func TestAnUnreadableObjectIsLeftOut(t *testing.T) {
 	}
 }
 
-// followLogging is follow, with a channel that gets what the client logs about objects.
+// followLogging calls follow with a channel for the client's log lines about objects.
 func followLogging(t *testing.T, node, address string, reports chan<- string) (client *remote.Client, stop func()) {
 	t.Helper()
 	client, err := remote.NewClient(remote.ClientOptions{
@@ -169,8 +169,8 @@ func followLogging(t *testing.T, node, address string, reports chan<- string) (c
 	return client, start(t, func(ctx context.Context) error { return client.Run(klog.NewContext(ctx, log)) })
 }
 
-// TestAnInvalidObjectOfTheServerDoesNotStopTheOthers has a state with values that an API server
-// does not accept, and other sources may have.
+// TestAnInvalidObjectOfTheServerDoesNotStopTheOthers has a state with values that an API
+// server rejects but other sources may have.
 func TestAnInvalidObjectOfTheServerDoesNotStopTheOthers(t *testing.T) {
 	addr := netip.MustParseAddr
 	state := cluster.New(cluster.Options{Resumable: true})

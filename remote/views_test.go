@@ -47,10 +47,10 @@ func TestViewsAreForgottenWhenTheyAreTooMany(t *testing.T) {
 	}
 }
 
-// TestAViewOfWhatIsForgottenMeanwhile has a state that is forgotten and kept again
-// while a view of it is worked out.
+// TestAViewOfWhatIsForgottenMeanwhile evicts a state and adds it again while a view of it
+// is computed.
 func TestAViewOfWhatIsForgottenMeanwhile(t *testing.T) {
-	v := newViews(1) // the last state
+	v := newViews(1) // keeps the last state only
 	state := stateOf("s")
 	first := v.shared(state)
 	v.shared(stateOf("another"))
@@ -61,8 +61,8 @@ func TestAViewOfWhatIsForgottenMeanwhile(t *testing.T) {
 	}
 }
 
-// TestClassesShareEndpoints works out the views of nodes on each of which one endpoint
-// runs, or more, with and without what others have marshalled.
+// TestClassesShareEndpoints computes the views of nodes with one or more endpoints, with
+// and without shared marshalled endpoints.
 func TestClassesShareEndpoints(t *testing.T) {
 	const nodes = 8
 	r := rand.New(rand.NewPCG(1, 1))
@@ -88,7 +88,7 @@ func TestClassesShareEndpoints(t *testing.T) {
 				t.Fatalf("%s (- by itself, + beside others):\n%s", name, diff)
 			}
 		}
-		// An endpoint looks alike to all nodes but its own.
+		// An endpoint looks alike to all nodes except its own.
 		if got, most := int(v.values.Load()), nodes+2*len(slice.Endpoints); got > most {
 			t.Errorf("%d values were marshalled, want %d at most", got, most)
 		}
@@ -133,8 +133,8 @@ func TestClasses(t *testing.T) {
 	}
 }
 
-// FuzzDelta applies the difference of two random views to what a client of the
-// first one has, and expects the second.
+// FuzzDelta applies the difference of two random views to a client's copy of the first,
+// and expects the second.
 func FuzzDelta(f *testing.F) {
 	for seed := range uint64(10) {
 		f.Add(seed)
@@ -168,7 +168,7 @@ func randomView(r *rand.Rand, id uint64) *wireView {
 	seen := map[string]bool{}
 	for range r.IntN(8) {
 		e := apitest.Random[api.Endpoint](r)
-		e.PortOverrides = nil // so that there are few keys
+		e.PortOverrides = nil // to get few keys
 		if seen[e.Key()] {
 			continue
 		}
@@ -182,7 +182,7 @@ func randomView(r *rand.Rand, id uint64) *wireView {
 	return newWireView(id, v, new(marshalled))
 }
 
-// apply applies operations to what a client has, by path.
+// apply applies operations to a client's values by path.
 func apply(t *testing.T, has map[string]string, d *wireDelta) {
 	t.Helper()
 	for _, frames := range d {

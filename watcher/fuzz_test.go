@@ -11,10 +11,9 @@ import (
 	"sigs.k8s.io/randfill"
 )
 
-// FuzzConvert converts objects filled from the fuzzer's bytes: nil pointers and
-// arbitrary strings and numbers everywhere, and now and then something that
-// looks right. Nothing panics, and what comes out keeps the promises of package
-// api.
+// FuzzConvert converts objects filled from the fuzzer's bytes, with nil pointers and
+// arbitrary strings and numbers, and sometimes valid values. Nothing panics, and the
+// results satisfy the guarantees of package api.
 func FuzzConvert(f *testing.F) {
 	f.Add([]byte("some bytes to begin with"))
 	f.Add([]byte{})

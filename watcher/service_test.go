@@ -30,7 +30,7 @@ func prefixes(texts ...string) []netip.Prefix {
 	return out
 }
 
-// messages writes problems as the log would.
+// messages returns problems as in the log.
 func messages(problems []Problem) []string {
 	var out []string
 	for _, p := range problems {

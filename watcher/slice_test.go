@@ -250,7 +250,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 	}
 }
 
-// setTargets gives s two more labels and an endpoint in a pod.
+// setTargets adds two labels and an endpoint in a pod to s.
 func setTargets(s *discoveryv1.EndpointSlice) {
 	s.Labels["app"], s.Labels["tier"] = "web", "1"
 	s.Endpoints = []discoveryv1.Endpoint{{

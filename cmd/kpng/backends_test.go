@@ -14,7 +14,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// traces is a sink that says what it is told to clean up.
+// traces is a sink that records its cleanup.
 type traces struct {
 	sink.Sink
 	table   string

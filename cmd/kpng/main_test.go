@@ -20,7 +20,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 const demo = "../../examples/demo.yaml"
 
-// execute runs kpng and returns what it printed.
+// execute runs kpng and returns its output.
 func execute(ctx context.Context, args ...string) (stdout string, err error) {
 	var out bytes.Buffer
 	root := newRoot()
@@ -31,7 +31,7 @@ func execute(ctx context.Context, args ...string) (stdout string, err error) {
 	return out.String(), err
 }
 
-// mustExecute is execute that expects no error.
+// mustExecute calls execute and expects no error.
 func mustExecute(t *testing.T, args ...string) string {
 	t.Helper()
 	out, err := execute(t.Context(), args...)
@@ -41,8 +41,7 @@ func mustExecute(t *testing.T, args ...string) string {
 	return out
 }
 
-// start runs kpng until the test ends, or stop is called, and expects it to end
-// without an error.
+// start runs kpng until the test ends or stop is called. It expects no error.
 func start(t *testing.T, args ...string) (stop func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -66,8 +65,7 @@ func start(t *testing.T, args ...string) (stop func()) {
 	return stop
 }
 
-// eventually calls try until it reports success, for as long as that may take on a
-// busy machine.
+// eventually calls try until it succeeds. The wait is long enough for a busy machine.
 func eventually(t *testing.T, what string, try func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); !try(); time.Sleep(10 * time.Millisecond) {
@@ -77,27 +75,27 @@ func eventually(t *testing.T, what string, try func() bool) {
 	}
 }
 
-// to returns the arguments for a source with its flags and a target with its own. All
-// flags come after the target, as some flags about the source are the target's.
+// to returns the arguments for a source and a target with their flags. All flags follow
+// the target, because some flags about the source belong to the target's command.
 func to(source []string, target ...string) []string {
 	return slices.Concat(source[:1], target, source[1:])
 }
 
-// serve starts kpng with to-api on a unix socket, and returns its address when it
-// is listened on.
+// serve starts kpng with to-api on a unix socket and returns its address when the server
+// listens.
 func serve(t *testing.T, source ...string) (address string) {
 	t.Helper()
 	address = newSocket(t)
 	start(t, to(source, "to-api", "--listen", address)...)
-	eventually(t, "somebody listens on "+address, func() bool {
+	eventually(t, "a server listens on "+address, func() bool {
 		_, err := os.Stat(strings.TrimPrefix(address, "unix://"))
 		return err == nil
 	})
 	return address
 }
 
-// newSocket returns the address of a unix socket that nobody has made yet. The
-// test's own folder may have too long a path for one.
+// newSocket returns the address of a unix socket that does not exist. The test's own
+// folder may have too long a path.
 func newSocket(t *testing.T) (address string) {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "kpng-")

@@ -26,7 +26,7 @@ type identity struct {
 	key  *ecdsa.PrivateKey
 }
 
-// newIdentity returns one that by has signed or, if that is nil, an authority.
+// newIdentity returns a certificate signed by by, or an authority if by is nil.
 func newIdentity(t *testing.T, by *identity, name string, organizations ...string) *identity {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -57,7 +57,7 @@ func newIdentity(t *testing.T, by *identity, name string, organizations ...strin
 	return &identity{cert, key}
 }
 
-// flags writes the identity to files and returns the flags that name them.
+// flags writes the identity to files and returns the flags for them.
 func (i *identity) flags(t *testing.T, prefix string, authority *identity) []string {
 	t.Helper()
 	key, err := x509.MarshalPKCS8PrivateKey(i.key)
@@ -99,7 +99,7 @@ func TestCertificatesSayWhoMayHaveWhat(t *testing.T) {
 		name   string
 		flags  []string
 		target []string
-		want   string // in the error, empty for none
+		want   string // substring of the error, empty for none
 	}{
 		{"a node has its own view", node, toJSON("vm-002"), ""},
 		{"and not another's", node, toJSON("vm-003"), "vm-003"},
@@ -170,7 +170,7 @@ func TestWhatMakesNoSenseIsNamed(t *testing.T) {
 	}
 }
 
-// freeAddress returns a loopback address that nobody listens on.
+// freeAddress returns an unused loopback address.
 func freeAddress(t *testing.T) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -181,7 +181,7 @@ func freeAddress(t *testing.T) string {
 	return l.Addr().String()
 }
 
-// get returns status and body, and 0 if nobody answers.
+// get returns status and body, or 0 if there is no server.
 func get(t *testing.T, url string) (int, string) {
 	t.Helper()
 	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
@@ -199,7 +199,7 @@ func get(t *testing.T, url string) (int, string) {
 
 func TestAServerShowsHowItIs(t *testing.T) {
 	socket, status := newSocket(t), freeAddress(t)
-	// Nobody is there yet whom it could relay.
+	// The relayed server does not run yet.
 	start(t, "api", "--api", socket, "to-api", "--listen", "tcp://"+freeAddress(t), "--healthz-bind-address", status, "--metrics-bind-address", status)
 	eventually(t, "the server is alive", func() bool { code, _ := get(t, "http://"+status+"/livez"); return code == 200 })
 	if code, body := get(t, "http://"+status+"/readyz"); code != 503 {

@@ -21,7 +21,7 @@ import (
 func TestWhatIsWrittenToAFileIsReadBack(t *testing.T) {
 	for _, test := range []struct {
 		name         string
-		write, print []string // flags of the source that is written, and of who reads it
+		write, print []string // flags of the source that is written, and of the reader
 	}{
 		{"the services of none", nil, nil},
 		{"the services of a proxy name", []string{"--service-proxy-name=kpng-example"}, []string{"--service-proxy-name=kpng-example"}},
@@ -57,7 +57,7 @@ func TestTheStandardOutputIsWrittenOnce(t *testing.T) {
 	}
 }
 
-// read returns the file, and expects nothing else to be in its folder.
+// read returns the content of the file. It expects no other file in its folder.
 func read(t *testing.T, path string) string {
 	t.Helper()
 	text, err := os.ReadFile(path)
@@ -108,7 +108,7 @@ func TestAFileFollowsTheStateAtAnInterval(t *testing.T) {
 			t.Errorf("after the interval it is\n%s", got)
 		}
 
-		// A service that cannot be written leaves the file as it was.
+		// If a service cannot be written, the file does not change.
 		state.Update(func(tx *cluster.Tx) { tx.SetService(&api.Service{Name: "odd", Type: "Odd"}) })
 		time.Sleep(2 * time.Minute)
 		synctest.Wait()

@@ -20,9 +20,9 @@ func TestRun(t *testing.T) {
 	onlyCause := func(ctx context.Context) error { <-ctx.Done(); return context.Cause(ctx) }
 	for _, test := range []struct {
 		name      string
-		ended     bool // the context, with errEnd
+		ended     bool // the context ends with errEnd
 		functions []func(context.Context) error
-		want      string // "" is nil
+		want      string // "" means nil
 	}{
 		{"all are done", false, []func(context.Context) error{returns(nil), returns(nil)}, ""},
 		{"the first error ends the others", false, []func(context.Context) error{returns(errA), onlyCause}, "a"},

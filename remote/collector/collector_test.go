@@ -51,12 +51,12 @@ func TestWhatAServerDoesIsCounted(t *testing.T) {
 	}
 	go func() { ended <- ignoreEnd(ctx, client.Run(ctx)) }()
 	defer client.Close()
-	told := make(chan struct{})
-	err = sink.Run(ctx, client, sink.Func(func(context.Context, *sink.Changes) error { close(told); return nil }), sink.Options{Once: true})
+	synced := make(chan struct{})
+	err = sink.Run(ctx, client, sink.Func(func(context.Context, *sink.Changes) error { close(synced); return nil }), sink.Options{Once: true})
 	if err != nil {
 		t.Fatal(err)
 	}
-	<-told
+	<-synced
 
 	got := map[string]float64{}
 	families, err := registry.Gather()
@@ -86,7 +86,7 @@ func TestWhatAServerDoesIsCounted(t *testing.T) {
 	}
 }
 
-// ignoreEnd returns err unless it says that ctx has ended.
+// ignoreEnd returns err unless it is the end of ctx.
 func ignoreEnd(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return nil

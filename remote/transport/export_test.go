@@ -2,5 +2,5 @@
 
 package transport
 
-// IsRefused is isRefused, for tests of what other systems return.
+// IsRefused is isRefused, for tests with errors of other systems.
 var IsRefused = isRefused

@@ -25,7 +25,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func TestParseAddress(t *testing.T) {
 	for _, test := range []struct {
-		in, want string // no want: an error
+		in, want string // an empty want means an error
 		exposed  bool
 	}{
 		{in: transport.DefaultAddress, want: "tcp://127.0.0.1:12090"},
@@ -72,8 +72,8 @@ func listen(t *testing.T, path string, mode fs.FileMode) (net.Listener, error) {
 	return a.Listen(mode)
 }
 
-// TestASocketPathIsAcceptedOrRefusedFirst tries directories of all lengths: what ParseAddress
-// accepts can be listened on.
+// TestASocketPathIsAcceptedOrRefusedFirst tries directories of all lengths. Listen must
+// accept what ParseAddress accepts.
 func TestASocketPathIsAcceptedOrRefusedFirst(t *testing.T) {
 	root := t.TempDir()
 	accepted, refused := 0, 0
@@ -184,7 +184,7 @@ func TestAStaleSocketIsReplaced(t *testing.T) {
 	}
 	conn.Close()
 
-	// Another listener takes the place; closing the first leaves it alone.
+	// Another listener replaces the socket. Closing the first listener does not affect it.
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
 	}
@@ -212,7 +212,7 @@ func TestAFileIsNotReplaced(t *testing.T) {
 	}
 }
 
-// TestComingBack notes which addresses are tried, and how long the dialer waits.
+// TestComingBack records the tried addresses and the waits of the dialer.
 func TestComingBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d, err := transport.NewDialer(transport.DialOptions{
@@ -231,8 +231,8 @@ func TestComingBack(t *testing.T) {
 			waited := time.Since(last)
 			last = time.Now()
 			tried = append(tried, port(conn))
-			// There is no wait within a round, and after the fifth try, which was
-			// good, it all begins again.
+			// There is no wait within a round. After the fifth try, which succeeds, the rounds
+			// begin again.
 			most := [...]time.Duration{0, 0, 1, 0, 2, 1, 1, 0, 2, 0}[n] * time.Second
 			if waited > most+1 {
 				t.Errorf("try %d came after %s, want %s at most", n, waited, most)
@@ -255,7 +255,7 @@ func TestComingBack(t *testing.T) {
 	})
 }
 
-// port returns the port that conn connects to.
+// port returns the port of conn's server.
 func port(conn *grpc.ClientConn) string {
 	return strings.TrimPrefix(conn.Target(), "passthrough:///127.0.0.1:")
 }
@@ -283,7 +283,7 @@ func TestFailFastTriesEachAddressOnce(t *testing.T) {
 	for _, test := range []struct {
 		name      string
 		addresses []string
-		good      int // the try that is good, from 1
+		good      int // the successful try, from 1
 		tries     int
 	}{
 		{"the default address", nil, 0, 1},
@@ -315,14 +315,14 @@ func TestFailFastTriesEachAddressOnce(t *testing.T) {
 	}
 }
 
-// TestASilentServerLosesItsTurn has servers that accept connections and have not read their
-// cluster, except one.
+// TestASilentServerLosesItsTurn has servers that accept connections but have not read
+// their cluster, and one good server.
 func TestASilentServerLosesItsTurn(t *testing.T) {
 	for _, test := range []struct {
 		name      string
 		addresses []string
 		failFast  bool
-		slow      bool // the good server sends a message every ten seconds, the sixth completes the answer
+		slow      bool // the good server sends a message every ten seconds; the sixth completes the answer
 		want      time.Duration
 		silent    bool // Stay returns an error
 	}{
@@ -366,14 +366,15 @@ func TestASilentServerLosesItsTurn(t *testing.T) {
 	}
 }
 
-// TestAStaleServerLosesItsTurn lists what servers say in turn, and where a client stays.
+// TestAStaleServerLosesItsTurn lists the reports of servers in turn, and the server with
+// which a client stays.
 func TestAStaleServerLosesItsTurn(t *testing.T) {
 	const dead, stale, fresh = 'd', 's', 'f'
 	for _, test := range []struct {
 		name    string
 		servers int
-		says    string // in the order in which the client comes to them; those at the end it stays with
-		stays   int    // how many of them are answers of the last server
+		says    string // in the order of the client's visits; the client stays with the last ones
+		stays   int    // number of answers of the last server
 	}{
 		{"the only server is stale", 1, "sss", 3},
 		{"the other one is fresh", 2, "sff", 2},

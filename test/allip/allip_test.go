@@ -23,20 +23,20 @@ import (
 	"github.com/kpng-project/kpng/test/apiserver"
 )
 
-// inTime is how long a change may take to be in force.
+// inTime is the maximum time until a change takes effect.
 const inTime = time.Second
 
-// subject is one of the two that are tested.
+// subject is one of the two tested programs.
 type subject struct {
 	name string
 	// command returns the arguments and environment to start it with.
 	command func(t testing.TB) (args, env []string)
-	// cleanup returns the command that removes what it made.
+	// cleanup returns the command that removes the program's rules.
 	cleanup func(t testing.TB) []string
-	// own returns what it has made, as its tool prints it.
+	// own returns the program's rules as its tool prints them.
 	own func(t testing.TB, node namespace) string
-	// forgets says that it deletes what connection tracking knows of pods that
-	// are gone.
+	// forgets reports whether the program deletes connection-tracking entries of removed
+	// pods.
 	forgets bool
 }
 
@@ -48,7 +48,7 @@ var subjects = []subject{
 		command: func(t testing.TB) (args, env []string) { return []string{build(t, "all-ip")}, nil },
 		cleanup: func(t testing.TB) []string { return []string{build(t, "all-ip"), "--cleanup"} },
 		own: func(t testing.TB, node namespace) string {
-			// With handles, which are new if something is written again.
+			// With handles, which change if a rule is rewritten.
 			return node.Run(t, "nft", "-a", "list", "table", "ip", "kpng-all-ip") +
 				node.Run(t, "nft", "-a", "list", "table", "ip6", "kpng-all-ip")
 		},
@@ -71,7 +71,7 @@ var subjects = []subject{
 	},
 }
 
-// splitIPTables returns what iptables and ip6tables have, ours and others'.
+// splitIPTables returns the rules of iptables and ip6tables: ours and others.
 func splitIPTables(t testing.TB, node namespace) (ours, others string) {
 	t.Helper()
 	for _, tool := range []string{"iptables-save", "ip6tables-save"} {
@@ -88,14 +88,14 @@ func splitIPTables(t testing.TB, node namespace) (ours, others string) {
 	return ours, others
 }
 
-// foreign returns all rules of others.
+// foreign returns all rules of other programs.
 func foreign(t testing.TB, node namespace) string {
 	t.Helper()
 	_, all := splitIPTables(t, node)
 	for table := range strings.Lines(node.Run(t, "nft", "list", "tables")) {
 		switch words := strings.Fields(table); strings.Join(words[1:], " ") {
 		case "ip kpng-all-ip", "ip6 kpng-all-ip":
-		case "ip nat", "ip filter", "ip6 nat", "ip6 filter": // iptables' own
+		case "ip nat", "ip filter", "ip6 nat", "ip6 filter": // iptables' own tables
 		default:
 			all += node.Run(t, "nft", "-a", "list", "table", words[1], words[2])
 		}
@@ -103,8 +103,7 @@ func foreign(t testing.TB, node namespace) string {
 	return all
 }
 
-// The rules of others that are there: what kube-proxy has with nftables, and with
-// iptables.
+// The rules of other programs: those of kube-proxy with nftables and with iptables.
 const (
 	foreignTable = `
 table ip kube-proxy {
@@ -213,7 +212,7 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 				p.end(t, syscall.SIGKILL)
 				p = start()
 				p.ready(t)
-				// It does work again.
+				// The program works again.
 				c.lead("rival", "pod1")
 				eventually(t, "the pod moves", n.leadsTo("pod1"))
 				c.lead("rival", "pod2")
@@ -243,8 +242,7 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 	}
 }
 
-// eventually waits until f returns nil, and fails the test if that takes longer
-// than it may.
+// eventually waits until f returns nil. The test fails if that takes too long.
 func eventually(t testing.TB, what string, f func() error) {
 	t.Helper()
 	start := time.Now()
@@ -252,7 +250,7 @@ func eventually(t testing.TB, what string, f func() error) {
 		began := time.Now()
 		err := f()
 		if err == nil {
-			// What took a while to look at was in force when that began.
+			// If the check itself took long, the change had taken effect when the check began.
 			t.Logf("%s: in force after at most %s", what, began.Sub(start).Round(time.Millisecond))
 			return
 		}
@@ -263,8 +261,7 @@ func eventually(t testing.TB, what string, f func() error) {
 	}
 }
 
-// is returns an error unless a client reaches a pod of this name, at both
-// addresses.
+// is returns an error unless a client reaches a pod with this name at both addresses.
 func (n *network) is(client namespace, name, protocol string, port int) error {
 	for _, ip := range externalIPs {
 		if got, err := client.ask(protocol, ip, port); got != name || err != nil {
@@ -274,8 +271,8 @@ func (n *network) is(client namespace, name, protocol string, port int) error {
 	return nil
 }
 
-// leadsTo returns a function that returns an error unless all traffic from
-// outside leads to the pod of a name.
+// leadsTo returns a function that fails unless all traffic from outside reaches the pod
+// with this name.
 func (n *network) leadsTo(name string) func() error {
 	return func() error {
 		errs := []error{n.is(n.outside, name, "udp", udpPort)}
@@ -289,8 +286,8 @@ func (n *network) leadsTo(name string) func() error {
 	}
 }
 
-// echo returns an error unless an echo request from outside arrives at the pod of a
-// name, and is answered.
+// echo returns an error unless an echo request from outside reaches the pod with this
+// name and is answered.
 func (n *network) echo(ip netip.Addr, name string) error {
 	at, ok := n.pods[name]
 	if !ok {
@@ -310,7 +307,7 @@ func (n *network) echo(ip netip.Addr, name string) error {
 	return err
 }
 
-// answers returns an error unless some pod answers.
+// answers returns an error unless a pod answers.
 func (n *network) answers() error {
 	for _, ip := range externalIPs {
 		if _, err := n.outside.ask("tcp", ip, tcpPorts[0]); err != nil {
@@ -320,8 +317,8 @@ func (n *network) answers() error {
 	return nil
 }
 
-// fails returns a function that returns an error unless connections from outside
-// fail as they ought to.
+// fails returns a function that fails unless connections from outside fail in the
+// expected way.
 func (n *network) fails(as func(error) bool) func() error {
 	return func() error {
 		for _, ip := range externalIPs {
@@ -348,8 +345,8 @@ func isTimeout(err error) bool {
 
 func isRefused(err error) bool { return errors.Is(err, syscall.ECONNREFUSED) }
 
-// uninterrupted calls f, and fails the test unless a connection lasts through
-// it, and new ones are made all the time.
+// uninterrupted calls f. The test fails unless an open connection survives and new
+// connections succeed all the time.
 func (n *network) uninterrupted(t testing.TB, f func()) {
 	t.Helper()
 	streams := make([]net.Conn, len(externalIPs))
@@ -397,7 +394,7 @@ func (n *network) uninterrupted(t testing.TB, f func()) {
 	clients.Wait()
 }
 
-// process is a subject that was started.
+// process is a running program.
 type process struct {
 	cmd    *exec.Cmd
 	health string
@@ -405,12 +402,12 @@ type process struct {
 	ended  bool
 }
 
-// start starts the subject on a node.
+// start starts the program on a node.
 func (s *subject) start(t testing.TB, node namespace, proxy, kubeconfig string) *process {
 	t.Helper()
 	const health = "127.0.0.1:10256"
 	args, env := s.command(t)
-	// With the capability that its manifest asks for, and no other.
+	// With only the capability in its manifest.
 	args = append(args, "--kubeconfig", kubeconfig, "--service-proxy-name", proxy, "--node-name", proxy, "--healthz-bind-address", health)
 	cmd := exec.Command("setpriv", append([]string{"--bounding-set=-all,+net_admin", "--inh-caps=-all,+net_admin", "--no-new-privs"}, args...)...)
 	var log bytes.Buffer
@@ -431,7 +428,7 @@ func (s *subject) start(t testing.TB, node namespace, proxy, kubeconfig string) 
 	return p
 }
 
-// ready waits until the process has done its first sync.
+// ready waits until the process has completed its first sync.
 func (p *process) ready(t testing.TB) {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
@@ -444,7 +441,7 @@ func (p *process) ready(t testing.TB) {
 	}
 }
 
-// get reports whether a path of the process's health server says 200.
+// get reports whether a path of the process's health server returns 200.
 func (p *process) get(path string) bool {
 	var c net.Conn
 	if err := p.node.Do(func() (err error) { c, err = net.Dial("tcp", p.health); return err }); err != nil {

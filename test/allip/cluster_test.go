@@ -15,11 +15,11 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// externalIPs are those of the services, one a family.
+// externalIPs are the external IPs of the services, one per family.
 var externalIPs = []netip.Addr{netip.MustParseAddr("10.0.0.55"), netip.MustParseAddr("1000::55")}
 
-// cluster is a namespace of an API server. Its services are for the proxy, and its
-// pods on the node, of the same name.
+// cluster is a namespace of an API server. Its services belong to the proxy, and its pods
+// run on the node, both with the same name.
 type cluster struct {
 	t      testing.TB
 	client kubernetes.Interface
@@ -31,8 +31,7 @@ func newCluster(t testing.TB, server *apiserver.Server) *cluster {
 	return &cluster{t, server.Client(), server.Namespace(t)}
 }
 
-// create creates a service with the external IPs, for a proxy, and nothing
-// behind it.
+// create creates a service with the external IPs for a proxy, without endpoints.
 func (c *cluster) create(name, proxy string) {
 	c.t.Helper()
 	dualStack := corev1.IPFamilyPolicyRequireDualStack
@@ -42,7 +41,7 @@ func (c *cluster) create(name, proxy string) {
 			ClusterIP:      corev1.ClusterIPNone,
 			IPFamilyPolicy: &dualStack,
 			IPFamilies:     []corev1.IPFamily{corev1.IPv4Protocol, corev1.IPv6Protocol},
-			// All-ports services have ports only because the API wants one.
+			// All-ports services have ports only because the API requires one.
 			Ports: []corev1.ServicePort{{Port: 6000}},
 		},
 	}
@@ -60,8 +59,8 @@ func (c *cluster) create(name, proxy string) {
 	}
 }
 
-// lead makes a service lead to pods. Each is on the node unless its name has an
-// "@elsewhere", and ready unless it has an "!".
+// lead sets the pods behind a service. A pod is on the node unless its name contains
+// "@elsewhere", and ready unless it contains "!".
 func (c *cluster) lead(service string, pods ...string) {
 	c.t.Helper()
 	for i, family := range []discoveryv1.AddressType{discoveryv1.AddressTypeIPv4, discoveryv1.AddressTypeIPv6} {
@@ -88,7 +87,7 @@ func (c *cluster) lead(service string, pods ...string) {
 	}
 }
 
-// label gives a service to a proxy.
+// label assigns a service to a proxy.
 func (c *cluster) label(service, proxy string) {
 	c.t.Helper()
 	services := c.client.CoreV1().Services(c.name)
@@ -99,7 +98,7 @@ func (c *cluster) label(service, proxy string) {
 	c.check(err)
 }
 
-// remove deletes a service, and leaves its slices for the cleanup.
+// remove deletes a service. The test's cleanup deletes its slices.
 func (c *cluster) remove(service string) {
 	c.t.Helper()
 	c.check(c.client.CoreV1().Services(c.name).Delete(c.t.Context(), service, metav1.DeleteOptions{}))

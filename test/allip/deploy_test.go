@@ -27,7 +27,7 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// account is where the manifests' service accounts are.
+// account is the namespace of the manifests' service accounts.
 const account = "kube-system"
 
 func TestTheManifestsAreValidAndGrantWhatIsNeededAndNoMore(t *testing.T) {
@@ -67,8 +67,8 @@ func TestTheManifestsAreValidAndGrantWhatIsNeededAndNoMore(t *testing.T) {
 	}
 }
 
-// apply applies a manifest as kubectl does, with strict validation, and returns
-// the kinds of its objects. They go with the test.
+// apply applies a manifest like kubectl with strict validation, and returns the kinds of
+// its objects. The end of the test deletes them.
 func apply(t testing.TB, server *apiserver.Server, manifest string) (kinds []string) {
 	t.Helper()
 	file, err := os.Open(manifest)
@@ -115,7 +115,7 @@ func apply(t testing.TB, server *apiserver.Server, manifest string) (kinds []str
 	}
 }
 
-// actAs returns what a client needs to be a service account.
+// actAs returns the client configuration of a service account.
 func actAs(t testing.TB, server *apiserver.Server, name string) *rest.Config {
 	t.Helper()
 	token, err := server.Client().CoreV1().ServiceAccounts(account).CreateToken(t.Context(), name, &authenticationv1.TokenRequest{}, metav1.CreateOptions{})
@@ -127,7 +127,7 @@ func actAs(t testing.TB, server *apiserver.Server, name string) *rest.Config {
 	return config
 }
 
-// newAccount makes a service account that nobody gave a right to.
+// newAccount creates a service account without permissions.
 func newAccount(t testing.TB, server *apiserver.Server) string {
 	t.Helper()
 	accounts := server.Client().CoreV1().ServiceAccounts(account)
@@ -143,7 +143,7 @@ func newAccount(t testing.TB, server *apiserver.Server) string {
 	return made.Name
 }
 
-// rulesOf returns what a client may do with objects.
+// rulesOf returns the permissions of a client.
 func rulesOf(t testing.TB, config *rest.Config) []authorizationv1.ResourceRule {
 	t.Helper()
 	client, err := kubernetes.NewForConfig(config)
@@ -161,8 +161,8 @@ func rulesOf(t testing.TB, config *rest.Config) []authorizationv1.ResourceRule {
 	return answer.Status.ResourceRules
 }
 
-// waitRules returns what a client may do, once the authorizer, which follows
-// roles and bindings, has seen that it may do something with slices.
+// waitRules returns the permissions of a client when the authorizer has seen its
+// permission for slices. The authorizer follows roles and bindings with a delay.
 func waitRules(t testing.TB, config *rest.Config) []authorizationv1.ResourceRule {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {

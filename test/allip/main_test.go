@@ -18,9 +18,9 @@ import (
 )
 
 var (
-	// Containers of manifests are privileged, or the host's own.
+	// Containers in manifests are privileged or use the host's network.
 	shared = apiserver.Shared{Options: apiserver.Options{Flags: []string{"--allow-privileged"}}}
-	// bin is where programs are built.
+	// bin is the folder for built programs.
 	bin string
 )
 
@@ -38,7 +38,7 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// need fails the test unless it runs as root and the tools are there.
+// need fails the test unless it runs as root and the tools exist.
 func need(t testing.TB, tools ...string) {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -51,8 +51,8 @@ func need(t testing.TB, tools ...string) {
 	}
 }
 
-// build returns the path of an example's program, which is built once. It has the race detector if
-// the test has it.
+// build builds an example's program once and returns its path. The program has the race
+// detector if the test has it.
 func build(t testing.TB, example string) string {
 	t.Helper()
 	path := filepath.Join(bin, example)
@@ -72,7 +72,7 @@ func build(t testing.TB, example string) string {
 	return path
 }
 
-// sh runs a program and returns what it prints.
+// sh runs a program and returns its output.
 func sh(t testing.TB, args ...string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), time.Minute)

@@ -24,14 +24,14 @@ type namespace struct{ *netnstest.Namespace }
 
 func newNamespace(t testing.TB) namespace { return namespace{netnstest.New(t)} }
 
-// The ports that pods serve: with TCP they say their name and echo what they
-// get, with UDP they answer with their name.
+// The ports of pods. Over TCP they send their name and then echo their input. Over UDP
+// they answer with their name.
 var (
 	tcpPorts = []int{80, 5000, 6000}
 	udpPort  = 5353
 )
 
-// serve makes the namespace a pod of this name with these addresses.
+// serve makes the namespace a pod with this name and these addresses.
 func (n namespace) serve(t testing.TB, name string, ips ...string) {
 	t.Helper()
 	for _, port := range tcpPorts {
@@ -41,7 +41,7 @@ func (n namespace) serve(t testing.TB, name string, ips ...string) {
 		})
 	}
 	for _, ip := range ips {
-		// Of its own for each address, to answer from that.
+		// Each address has its own socket, to answer from that address.
 		netnstest.Answer(t, n.Do, net.JoinHostPort(ip, strconv.Itoa(udpPort)), name)
 	}
 }
@@ -58,7 +58,7 @@ func (n namespace) dial(network string, ip netip.Addr, port int) (c net.Conn, er
 	return c, err
 }
 
-// ask returns the name of the pod that a new connection leads to.
+// ask returns the name of the pod that a new connection reaches.
 func (n namespace) ask(network string, ip netip.Addr, port int) (string, error) {
 	c, err := n.dial(network, ip, port)
 	if err != nil {
@@ -68,7 +68,7 @@ func (n namespace) ask(network string, ip netip.Addr, port int) (string, error) 
 	return askOn(c)
 }
 
-// askOn asks for the name of the pod at the other end. TCP pods say it only once.
+// askOn returns the name of the pod at the other end. TCP pods send it only once.
 func askOn(c net.Conn) (string, error) {
 	c.SetDeadline(time.Now().Add(brief))
 	if _, err := c.Write([]byte("?")); err != nil {
@@ -95,10 +95,11 @@ func (n namespace) ping(ip netip.Addr) error {
 	})
 }
 
-// echoRequests returns how many the namespace has been sent, of the family of ip.
+// echoRequests returns the number of echo requests that the namespace received, of the
+// family of ip.
 func (n namespace) echoRequests(ip netip.Addr) (count int, err error) {
 	err = n.Do(func() error {
-		// Not /proc/net, which is that of the process's first thread.
+		// Not /proc/net, which belongs to the process's first thread.
 		if ip.Is6() {
 			text, err := os.ReadFile("/proc/thread-self/net/snmp6")
 			if err != nil {
@@ -136,10 +137,10 @@ var (
 	podIPs   = map[string][]string{"pod1": {"11.0.2.2", "1100::202"}, "pod2": {"11.0.2.3", "1100::203"}}
 )
 
-// network is a node with two pods. On one side of it is a client, whose way
-// anywhere is by the node. On the other side is another machine, that the node
-// sends everything to that it does not know; it has the external IPs, and answers
-// as "beyond" to what the node leaves alone.
+// network is a node with two pods, between two machines. On one side a client uses the
+// node as its router. On the other side is the machine to which the node routes unknown
+// destinations. That machine has the external IPs and answers as "beyond" to traffic that
+// the node does not translate.
 type network struct {
 	node, outside namespace
 	pods          map[string]namespace
@@ -151,7 +152,7 @@ func newNetwork(t testing.TB) *network {
 	n := &network{node: newNamespace(t), outside: newNamespace(t), pods: map[string]namespace{}}
 	n.beyond = newNamespace(t)
 	n.node.Set(t, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
-		// Who asks often is refused each time.
+		// Do not limit the rate of ICMP errors.
 		"ipv4/icmp_ratelimit=0", "ipv6/icmp/ratelimit=0")
 	for i, other := range []namespace{n.outside, n.beyond} {
 		name := fmt.Sprintf("side%d", i)

@@ -14,14 +14,14 @@ import (
 	"time"
 )
 
-// validity of all certificates: longer than any test, from before any test.
+// validity is the validity of certificates before and after now, longer than any test.
 const validity = 24 * time.Hour
 
 // authority is the certificate authority of one server and its users.
 type authority struct {
 	cert *x509.Certificate
 	key  *ecdsa.PrivateKey
-	// certPEM is cert as files have it.
+	// certPEM is cert in PEM.
 	certPEM []byte
 }
 
@@ -48,7 +48,7 @@ func newAuthority() (*authority, error) {
 	return &authority{cert: cert, key: key, certPEM: certPEM}, nil
 }
 
-// server returns a certificate and key, as PEM, for a server on loopback.
+// server returns a certificate and key in PEM for a server on loopback.
 func (a *authority) server() (cert, key []byte, err error) {
 	return a.issue(&x509.Certificate{
 		Subject:     pkix.Name{CommonName: "kube-apiserver"},
@@ -59,8 +59,7 @@ func (a *authority) server() (cert, key []byte, err error) {
 	})
 }
 
-// client returns a certificate and key, as PEM, that make their holder the user
-// of this name in these groups.
+// client returns a certificate and key in PEM for a user in groups.
 func (a *authority) client(user string, groups ...string) (cert, key []byte, err error) {
 	return a.issue(&x509.Certificate{
 		Subject:     pkix.Name{CommonName: user, Organization: groups},
@@ -83,7 +82,7 @@ func (a *authority) issue(template *x509.Certificate) (certPEM, keyPEM []byte, e
 	return certPEM, keyPEM, nil
 }
 
-// sign fills in the validity of template and returns the certificate of key as PEM.
+// sign sets the validity of template and returns the certificate for key in PEM.
 func sign(template, parent *x509.Certificate, key, parentKey *ecdsa.PrivateKey) ([]byte, error) {
 	template.NotBefore = time.Now().Add(-validity)
 	template.NotAfter = time.Now().Add(validity)

@@ -2,21 +2,20 @@
 
 // Package apiserver runs a real etcd and a real kube-apiserver for tests.
 //
-// Both are built from Go modules by the go command when they are first asked
-// for, which takes minutes, and come from its build cache from then on. What is
-// started listens on loopback and unix sockets alone, has a certificate
-// authority of its own, authorises by RBAC, serves dual-stack services and
-// otherwise has kube-apiserver's defaults. No controller runs: nobody but the
-// test writes EndpointSlices, and namespaces are not emptied when they go.
+// The go command builds both from Go modules on first use, which takes minutes, and later
+// takes them from its build cache. The processes listen only on loopback and unix
+// sockets. They have their own certificate authority, use RBAC, serve dual-stack
+// services, and otherwise have kube-apiserver's defaults. No controller runs: only the
+// test writes EndpointSlices, and nothing empties deleted namespaces.
 //
-// A test that wants a server to itself starts one:
+// A test that needs its own server starts one:
 //
 //	server := apiserver.Start(t, apiserver.Options{})
 //	server.Client().CoreV1().Services(server.Namespace(t)).Create(…)
 //	server.APIServer.Kill(t)
 //	server.APIServer.Start(t)
 //
-// The tests of a package share one, started by the first that asks:
+// The tests of a package can share one, which starts on first use:
 //
 //	var shared apiserver.Shared
 //
@@ -27,7 +26,7 @@
 //		…
 //	}
 //
-// On Linux the processes die with the test process, however it ends. When a
-// test fails, the ends of both logs are in its output, and the whole of them in
-// its artifact directory (go test -artifacts).
+// On Linux the processes end with the test process, however it ends. When a test fails,
+// its output includes the ends of both logs, and its artifact directory (go test
+// -artifacts) has the complete logs.
 package apiserver

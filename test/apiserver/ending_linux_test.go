@@ -85,8 +85,7 @@ func waitEnded(t *testing.T, pid string) {
 	}
 }
 
-// running says whether there is such a process, and more of it than an entry
-// that nobody has waited for yet.
+// running reports whether a process exists and is not a zombie.
 func running(t *testing.T, pid string) bool {
 	t.Helper()
 	stat, err := os.ReadFile("/proc/" + pid + "/stat")

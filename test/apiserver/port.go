@@ -10,10 +10,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// port is a free TCP port of 127.0.0.1, reserved by a socket that is bound to
-// it and does not listen. Only a process of the same user that asks for port
-// sharing as well can listen there, and while none does, connections are
-// refused: nobody takes the address of a server that is down.
+// port is a free TCP port of 127.0.0.1. A socket reserves it: it is bound to the port but
+// does not listen. Only processes of the same user that also use port sharing can listen
+// there. While none does, connections are refused, and no other process takes the address
+// of a stopped server.
 type port struct {
 	number int
 	file   *os.File

@@ -19,35 +19,34 @@ import (
 )
 
 const (
-	// startTimeout is how long a process may take to be ready. It comes up in
-	// seconds; the rest is for machines with much else to do.
+	// startTimeout limits the time until a process is ready. It normally takes seconds; the
+	// rest is for busy machines.
 	startTimeout = 2 * time.Minute
-	// stopTimeout is how long a process may take to end after SIGTERM. An API
-	// server waits a minute for its clients to end their watches.
+	// stopTimeout limits the time from SIGTERM to the end. An API server waits a minute for
+	// its clients to end their watches.
 	stopTimeout = 90 * time.Second
-	// pollInterval is how often a process is asked whether it is ready.
+	// pollInterval is the interval of readiness checks.
 	pollInterval = 20 * time.Millisecond
-	// tailBytes is how much of a log's end a failed test shows.
+	// tailBytes is the length of the log excerpt of a failed test.
 	tailBytes = 8 << 10
 )
 
-// Process is one of the two programs of a [Server], for a test to take down and
-// bring up again. What it has stored, its addresses and its keys stay. Its
-// methods are for one goroutine at a time.
+// Process is one of the two programs of a [Server]. A test can stop and restart it. It
+// keeps its data, addresses and keys. Its methods are not safe for concurrent use.
 type Process struct {
 	name    string
 	path    string
 	args    []string
 	logPath string
-	// ready returns nil once the program does its work.
+	// ready returns nil when the program is ready.
 	ready func(context.Context) error
 
 	cmd *exec.Cmd
-	// ended is closed when the process has ended, and nil before the first start.
+	// ended is closed when the process has ended. It is nil before the first start.
 	ended chan struct{}
 }
 
-// Start starts the process if it does not run, and waits until it is ready.
+// Start starts the process, unless it runs, and waits until it is ready.
 func (p *Process) Start(t testing.TB) {
 	t.Helper()
 	if err := p.start(t.Context()); err != nil {
@@ -55,8 +54,8 @@ func (p *Process) Start(t testing.TB) {
 	}
 }
 
-// Stop ends the process the orderly way and waits for its end, which takes an
-// API server a minute while somebody watches.
+// Stop ends the process with SIGTERM and waits. An API server takes a minute while it has
+// watches.
 func (p *Process) Stop(t testing.TB) {
 	t.Helper()
 	if err := p.stop(syscall.SIGTERM); err != nil {
@@ -64,7 +63,7 @@ func (p *Process) Stop(t testing.TB) {
 	}
 }
 
-// Kill ends the process by SIGKILL and waits for its end.
+// Kill ends the process with SIGKILL and waits for its end.
 func (p *Process) Kill(t testing.TB) {
 	t.Helper()
 	if err := p.stop(syscall.SIGKILL); err != nil {
@@ -72,7 +71,7 @@ func (p *Process) Kill(t testing.TB) {
 	}
 }
 
-// Running says whether the process runs.
+// Running reports whether the process runs.
 func (p *Process) Running() bool {
 	if p.ended == nil {
 		return false
@@ -102,14 +101,14 @@ func (p *Process) start(ctx context.Context) error {
 	started, ended := make(chan error), make(chan struct{})
 	go func() {
 		defer close(ended)
-		// The kernel takes the end of a thread for the end of the parent: keep
-		// others from ending this one.
+		// The kernel uses the end of the parent thread as the signal, so this thread must not
+		// end earlier.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := p.cmd.Start()
 		started <- err
 		if err == nil {
-			p.cmd.Wait() // how it ended is in its log and ProcessState
+			p.cmd.Wait() // the log and ProcessState have the result
 		}
 	}()
 	if err := <-started; err != nil {
@@ -118,13 +117,13 @@ func (p *Process) start(ctx context.Context) error {
 	p.ended = ended
 
 	if err := p.waitReady(ctx); err != nil {
-		p.stop(syscall.SIGKILL) // the first error tells more
+		p.stop(syscall.SIGKILL) // the first error matters
 		return fmt.Errorf("start %s: %w\n%s", p.name, err, p.logTail(0))
 	}
 	return nil
 }
 
-// waitReady waits until the process is ready, or has ended, or never will be.
+// waitReady waits until the process is ready, has ended, or the wait times out.
 func (p *Process) waitReady(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
@@ -145,8 +144,8 @@ func (p *Process) waitReady(ctx context.Context) error {
 	}
 }
 
-// stop signals the process and waits for its end. One that has ended already is
-// no error: it may have been about to.
+// stop sends a signal to the process and waits for its end. A process that has already
+// ended is not an error.
 func (p *Process) stop(signal os.Signal) error {
 	if !p.Running() {
 		return nil
@@ -164,7 +163,7 @@ func (p *Process) stop(signal os.Signal) error {
 	}
 }
 
-// logSize returns where the log ends now.
+// logSize returns the current length of the log.
 func (p *Process) logSize() int64 {
 	info, err := os.Stat(p.logPath)
 	if err != nil {
@@ -173,7 +172,7 @@ func (p *Process) logSize() int64 {
 	return info.Size()
 }
 
-// logTail returns the end of the log, as far as it was written after from.
+// logTail returns the end of the part of the log written after from.
 func (p *Process) logTail(from int64) string {
 	f, err := os.Open(p.logPath)
 	if err != nil {
@@ -193,12 +192,12 @@ func (p *Process) logTail(from int64) string {
 	return fmt.Sprintf("%s logged:\n%s", p.name, tail)
 }
 
-// showLogOnFailure has t, if it fails, show what the process logged from now on
-// and keep the log with the test's artifacts.
+// showLogOnFailure makes t, if it fails, print the process's log from now on and keep the
+// log with the test's artifacts.
 func (p *Process) showLogOnFailure(t testing.TB) {
 	from := p.logSize()
-	// Asked for now: it may be a temporary folder of the test's, and these are
-	// removed before what was registered earlier than the first of them is called.
+	// Get the directory now: it may be a temporary folder, which is removed before cleanups
+	// that were registered earlier run.
 	dir := t.ArtifactDir()
 	t.Cleanup(func() {
 		if !t.Failed() {
@@ -215,7 +214,7 @@ func (p *Process) showLogOnFailure(t testing.TB) {
 	})
 }
 
-// probe asks url and returns an error unless the answer is 200.
+// probe requests url and returns an error unless the status is 200.
 func probe(ctx context.Context, client *http.Client, url string) error {
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()

@@ -4,8 +4,8 @@ package apiserver
 
 import "syscall"
 
-// dieWithParent has the kernel kill the process when the thread that started it
-// ends, be it by a panic or by SIGKILL.
+// dieWithParent makes the kernel kill the process when the thread that started it ends,
+// also after a panic or SIGKILL.
 func dieWithParent() *syscall.SysProcAttr {
 	return &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 }

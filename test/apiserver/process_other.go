@@ -6,6 +6,5 @@ package apiserver
 
 import "syscall"
 
-// dieWithParent can do nothing here: a test process that is killed leaves its
-// children behind.
+// dieWithParent does nothing here: a killed test process leaves its children behind.
 func dieWithParent() *syscall.SysProcAttr { return nil }

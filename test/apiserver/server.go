@@ -23,20 +23,19 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// The address ranges that cluster IPs come from.
+// The address ranges of cluster IPs.
 const (
 	ServiceCIDRv4 = "10.96.0.0/16"
 	ServiceCIDRv6 = "fd00:10:96::/112"
 )
 
-// Options say how a server differs from what the package comment promises. The
-// zero value is fine.
+// Options change the defaults in the package comment. The zero value is useful.
 type Options struct {
-	// Flags are given to kube-apiserver after the package's own, and win.
+	// Flags are appended to the package's flags of kube-apiserver, and override them.
 	Flags []string
 }
 
-// Server is a kube-apiserver and the etcd that holds its objects.
+// Server is a kube-apiserver with its etcd.
 type Server struct {
 	APIServer *Process
 	Etcd      *Process
@@ -45,7 +44,7 @@ type Server struct {
 	authority *authority
 	// The programs.
 	etcdPath, apiServerPath string
-	// dir holds everything on disk: keys, logs, data, sockets.
+	// dir contains keys, logs, data and sockets.
 	dir    string
 	port   *port
 	config *rest.Config
@@ -68,9 +67,9 @@ func Start(t testing.TB, options Options) *Server {
 	return s
 }
 
-// Replica starts another API server that serves the objects of s from the same
-// etcd, and ends with the test: for changes while s.APIServer is down. Its Etcd
-// is that of s, and so are its users.
+// Replica starts another API server on the etcd of s. It stops when the test ends. A test
+// can use it to make changes while s.APIServer is down. Its Etcd and its users are those
+// of s.
 func (s *Server) Replica(t testing.TB) *Server {
 	t.Helper()
 	r := &Server{
@@ -92,15 +91,15 @@ func (s *Server) Replica(t testing.TB) *Server {
 	return r
 }
 
-// Config returns what a client needs to be the administrator of this server,
-// without a limit to its requests. The caller may change it.
+// Config returns the client configuration of this server's administrator, without a rate
+// limit. The caller may modify it.
 func (s *Server) Config() *rest.Config { return rest.CopyConfig(s.config) }
 
-// Client returns a client with the administrator's rights.
+// Client returns a client of the administrator.
 func (s *Server) Client() kubernetes.Interface { return s.client }
 
-// WaitReady waits until APIServer does its work, for a test that restarted Etcd
-// alone: it takes a moment to connect again.
+// WaitReady waits until APIServer is ready, for a test that restarted only Etcd: the API
+// server takes a moment to reconnect.
 func (s *Server) WaitReady(t testing.TB) {
 	t.Helper()
 	if err := s.APIServer.waitReady(t.Context()); err != nil {
@@ -108,10 +107,9 @@ func (s *Server) WaitReady(t testing.TB) {
 	}
 }
 
-// Compact makes etcd forget everything but the objects' present versions, as
-// API servers do every five minutes; this one does not do it by itself. Whoever
-// wants to go on from an older resource version, and finds no API server that
-// still has it in memory, is told 410 Gone.
+// Compact makes etcd drop all but the current versions of objects. API servers do that
+// every five minutes; this one only on request. A client that resumes from an older
+// resource version gets 410 Gone, unless the API server has it in memory.
 func (s *Server) Compact(t testing.TB) {
 	t.Helper()
 	if err := s.compact(t.Context()); err != nil {
@@ -133,8 +131,8 @@ func (s *Server) compact(ctx context.Context) (err error) {
 	return err
 }
 
-// start builds the programs if need be and starts them. What it started it
-// takes down again if it fails.
+// start builds the programs if needed and starts them. If it fails, it stops what it
+// started.
 func start(ctx context.Context, options Options) (_ *Server, err error) {
 	s := &Server{options: options}
 	if s.etcdPath, err = gotool.Build(ctx, gotool.Etcd); err != nil {
@@ -146,7 +144,7 @@ func start(ctx context.Context, options Options) (_ *Server, err error) {
 	if s.authority, err = newAuthority(); err != nil {
 		return nil, err
 	}
-	// Not a test's own folder: its path is too long for a unix socket's.
+	// A test's own folder has too long a path for a unix socket.
 	if s.dir, err = os.MkdirTemp("", "kpng-apiserver-"); err != nil {
 		return nil, err
 	}
@@ -167,7 +165,7 @@ func start(ctx context.Context, options Options) (_ *Server, err error) {
 	return s, nil
 }
 
-// writeKeys writes the files that every API server on this etcd uses.
+// writeKeys writes the files that all API servers on this etcd use.
 func (s *Server) writeKeys() error {
 	cert, key, err := s.authority.server()
 	if err != nil {
@@ -213,7 +211,7 @@ func (s *Server) startEtcd(ctx context.Context) error {
 			"--initial-cluster=default=" + peer,
 			"--listen-client-urls=" + client,
 			"--advertise-client-urls=" + client,
-			// There is one member, and a test's data outlives no machine.
+			// There is only one member, and the data need not survive a crash of the machine.
 			"--heartbeat-interval=10",
 			"--election-timeout=100",
 			"--unsafe-no-fsync",
@@ -239,7 +237,7 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 		return err
 	}
 	s.config.QPS = -1
-	s.config.WarningHandler = rest.NoWarnings{} // tests write what one should not
+	s.config.WarningHandler = rest.NoWarnings{} // tests write deprecated and discouraged fields
 	s.config.ContentConfig = rest.ContentConfig{
 		AcceptContentTypes: runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON,
 		ContentType:        runtime.ContentTypeProtobuf,
@@ -270,11 +268,11 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 			"--service-account-key-file=" + s.path("service-account.key"),
 			"--service-account-signing-key-file=" + s.path("service-account.key"),
 			"--service-cluster-ip-range=" + ServiceCIDRv4 + "," + ServiceCIDRv6,
-			// Nobody makes the service account that a pod would need, and a
-			// loopback address is no endpoint.
+			// The service account of pods does not exist, and loopback addresses are not valid
+			// endpoints.
 			"--disable-admission-plugins=ServiceAccount",
 			"--endpoint-reconciler-type=none",
-			// Only Compact compacts, and nobody's requests are put off.
+			// Only Compact compacts, and no requests are queued.
 			"--etcd-compaction-interval=0",
 			"--enable-priority-and-fairness=false",
 			"--max-requests-inflight=0",
@@ -291,8 +289,8 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 	return s.APIServer.start(ctx)
 }
 
-// allocates returns nil if the server can give cluster IPs of both families,
-// which it cannot at once when it says that it is ready.
+// allocates returns nil when the server can allocate cluster IPs of both families. That
+// may happen after it reports readiness.
 func (s *Server) allocates(ctx context.Context) error {
 	policy := corev1.IPFamilyPolicyRequireDualStack
 	service := &corev1.Service{
@@ -307,7 +305,7 @@ func (s *Server) allocates(ctx context.Context) error {
 	return err
 }
 
-// clientConfig returns what a client needs to be this user in these groups.
+// clientConfig returns the client configuration of a user in groups.
 func (s *Server) clientConfig(user string, groups ...string) (*rest.Config, error) {
 	cert, key, err := s.authority.client(user, groups...)
 	if err != nil {

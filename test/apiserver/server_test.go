@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 	os.Exit(shared.Run(m))
 }
 
-// endingEnv tells the test binary to start a server and then end in that way.
+// endingEnv makes the test binary start a server and then end in the given way.
 const endingEnv = "KPNG_TEST_ENDING"
 
 // startAndEnd prints the process ids of a server and does not return.
@@ -191,7 +191,7 @@ func TestCompactionForgetsOldVersions(t *testing.T) {
 	old := create(t, s, ns, clusterIP("a")).ResourceVersion
 	create(t, s, ns, clusterIP("b"))
 
-	// What a running API server still has in memory it serves on.
+	// A running API server still serves what it has in memory.
 	s.APIServer.Kill(t)
 	s.APIServer.Start(t)
 	exactly := metav1.ListOptions{ResourceVersion: old, ResourceVersionMatch: metav1.ResourceVersionMatchExact}

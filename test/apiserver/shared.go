@@ -10,8 +10,8 @@ import (
 	"testing"
 )
 
-// Shared is one server for all tests of a package. The zero value is ready for
-// use; see the package comment for how.
+// Shared is one server for all tests of a package. The zero value is ready to use. See
+// the package comment.
 type Shared struct {
 	// Options are those of the server.
 	Options Options
@@ -20,8 +20,7 @@ type Shared struct {
 	server *Server
 }
 
-// Run runs the tests, stops the server if one of them started it, and returns
-// the exit code.
+// Run runs the tests, stops the server if it was started, and returns the exit code.
 func (s *Shared) Run(m *testing.M) int {
 	code := m.Run()
 	if err := s.stop(); err != nil {
@@ -31,15 +30,14 @@ func (s *Shared) Run(m *testing.M) int {
 	return code
 }
 
-// Get returns the server, which holds what earlier tests left in it. A test
-// that takes a process down brings it up again before it ends; if it does not,
-// the next one gets a new server.
+// Get returns the server, which keeps the objects of earlier tests. A test that stops a
+// process must start it again. Otherwise the next test gets a new server.
 func (s *Shared) Get(t testing.TB) *Server {
 	t.Helper()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.server == nil {
-		// It outlives the test, and so not the test's context.
+		// The server outlives the test, so it does not use the test's context.
 		server, err := start(context.WithoutCancel(t.Context()), s.Options)
 		if err != nil {
 			t.Fatal(err)

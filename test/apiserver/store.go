@@ -19,12 +19,11 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 )
 
-// Store puts objects into etcd as they are, and makes of each what an API server
-// would have stored: whoever watches sees it. It is for clusters so large that
-// their creation takes longer than the test, as the API server counts all
-// cluster IPs whenever it gives one out. What it would have filled in
-// or checked is the caller's: defaults, UIDs, the IPAddress of a cluster IP, node
-// ports. objects returns the i-th of n groups, by several goroutines at once.
+// Store writes objects directly to etcd, in the form in which an API server stores them.
+// Watches see them. Store is for clusters so large that creating them takes too long,
+// because the API server counts all cluster IPs for each allocation. The caller provides
+// what the API server would: defaults, UIDs, the IPAddress of a cluster IP, node ports.
+// objects returns the i-th of n groups. It is called from several goroutines.
 func (s *Server) Store(ctx context.Context, n int, objects func(i int) []runtime.Object) (err error) {
 	client, err := s.etcdClient(ctx)
 	if err != nil {
@@ -46,7 +45,7 @@ func (s *Server) Store(ctx context.Context, n int, objects func(i int) []runtime
 	return group.Wait()
 }
 
-// storers is how many objects are put into etcd at once.
+// storers is the number of concurrent writes to etcd.
 const storers = 16
 
 func store(ctx context.Context, client *clientv3.Client, object runtime.Object) error {
@@ -64,7 +63,7 @@ func store(ctx context.Context, client *clientv3.Client, object runtime.Object) 
 		return fmt.Errorf("store a %T: it is not known where", object)
 	}
 	key := path.Join("/registry", in, meta.Namespace, meta.Name)
-	meta.ResourceVersion = "" // etcd has it
+	meta.ResourceVersion = "" // etcd stores it
 	var value bytes.Buffer
 	if err := scheme.Codecs.EncoderForVersion(storageCodec, version).Encode(object, &value); err != nil {
 		return fmt.Errorf("encode %s: %w", key, err)
@@ -73,7 +72,7 @@ func store(ctx context.Context, client *clientv3.Client, object runtime.Object) 
 	return err
 }
 
-// storageCodec is for the form that an API server stores its own types in.
+// storageCodec encodes objects in an API server's storage form.
 var storageCodec = func() runtime.Serializer {
 	info, ok := runtime.SerializerInfoForMediaType(scheme.Codecs.SupportedMediaTypes(), runtime.ContentTypeProtobuf)
 	if !ok {

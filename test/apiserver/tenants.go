@@ -19,8 +19,8 @@ import (
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 )
 
-// Namespace creates a namespace for the test and returns its name. When the
-// test ends, its Services and EndpointSlices go, and it with them.
+// Namespace creates a namespace for the test and returns its name. The end of the test
+// deletes it with its Services and EndpointSlices.
 func (s *Server) Namespace(t testing.TB) string {
 	t.Helper()
 	namespaces := s.client.CoreV1().Namespaces()
@@ -32,7 +32,7 @@ func (s *Server) Namespace(t testing.TB) string {
 	}
 	t.Cleanup(func() {
 		if !s.APIServer.Running() {
-			return // and will never be asked for it again
+			return // and it is never used again
 		}
 		if err := s.removeNamespace(context.WithoutCancel(t.Context()), ns); err != nil {
 			t.Errorf("remove namespace %s: %v", ns.Name, err)
@@ -41,7 +41,7 @@ func (s *Server) Namespace(t testing.TB) string {
 	return ns.Name
 }
 
-// removeNamespace does what the namespace controller would.
+// removeNamespace does the work of the namespace controller.
 func (s *Server) removeNamespace(ctx context.Context, ns *corev1.Namespace) error {
 	err := errors.Join(
 		s.client.CoreV1().RESTClient().Delete().Namespace(ns.Name).Resource("services").Do(ctx).Error(),
@@ -55,9 +55,8 @@ func (s *Server) removeNamespace(ctx context.Context, ns *corev1.Namespace) erro
 	return err
 }
 
-// User returns what a client needs to be a user of its own, who may do what
-// rules say in the whole cluster and nothing else. The user's rights end with
-// the test.
+// User returns the client configuration of a new user with the given permissions in the
+// whole cluster. The end of the test deletes the permissions.
 func (s *Server) User(t testing.TB, rules ...rbacv1.PolicyRule) *rest.Config {
 	t.Helper()
 	roles, bindings := s.client.RbacV1().ClusterRoles(), s.client.RbacV1().ClusterRoleBindings()
@@ -100,8 +99,8 @@ func (s *Server) User(t testing.TB, rules ...rbacv1.PolicyRule) *rest.Config {
 	return config
 }
 
-// waitAllowed waits until the authorizer, which follows roles and bindings by
-// watching them, grants the first thing that the rules allow.
+// waitAllowed waits until the authorizer grants the first permission in rules. It follows
+// roles and bindings with a delay.
 func (s *Server) waitAllowed(ctx context.Context, user string, rules []rbacv1.PolicyRule) error {
 	if len(rules) == 0 {
 		return nil
@@ -136,8 +135,7 @@ func (s *Server) waitAllowed(ctx context.Context, user string, rules []rbacv1.Po
 	}
 }
 
-// Kubeconfig writes config to a file in a folder of the test and returns its
-// path.
+// Kubeconfig writes config to a file in the test's folder and returns its path.
 func Kubeconfig(t testing.TB, config *rest.Config) string {
 	t.Helper()
 	const name = "test"

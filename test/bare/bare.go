@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package bare reads a cluster as every service proxy has to, and does nothing
-// with what it reads: the least that proxies can be measured against.
+// Package bare reads a cluster like every service proxy must, and discards the objects.
+// It is the baseline for measurements of proxies.
 package bare
 
 import (
@@ -22,8 +22,8 @@ const (
 	sliceLabels   = serviceLabels + ",!service.kubernetes.io/headless"
 )
 
-// Reflect runs client-go's reflectors for services and endpoint slices until ctx
-// ends, and returns when both have listed everything, or ctx has ended.
+// Reflect runs client-go's reflectors for services and endpoint slices until ctx ends. It
+// returns when both have listed everything, or when ctx ends.
 func Reflect(ctx context.Context, config *rest.Config) error {
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {

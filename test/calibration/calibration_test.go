@@ -19,8 +19,8 @@ import (
 
 var matrix = flag.String("matrix", "", "`file` to which the matrix is written as Markdown")
 
-// TestKubeProxy expects kube-proxy to pass every case but those of which
-// docs/conformance.md says why it does not.
+// TestKubeProxy expects kube-proxy to pass every case except those that
+// docs/conformance.md explains.
 func TestKubeProxy(t *testing.T) {
 	server := apiserver.Start(t, apiserver.Options{})
 	kubeconfig := apiserver.Kubeconfig(t, server.Config())
@@ -59,7 +59,7 @@ func TestKubeProxy(t *testing.T) {
 	})
 }
 
-// lacking are the features that kube-proxy does not have.
+// lacking are the features that kube-proxy lacks.
 var lacking = map[conformance.Feature]string{
 	conformance.FamilyOnlyRanges: "ranges of the other family only let everybody in",
 	conformance.AllPorts:         "it has no all-ports services",
@@ -67,7 +67,7 @@ var lacking = map[conformance.Feature]string{
 	conformance.Instances:        "its table's name is fixed, and so is the label's value that it heeds",
 }
 
-// drops is why kube-proxy does not leave an address alone.
+// drops is the reason why kube-proxy handles an address that belongs to no service.
 const drops = "it drops what goes to an address of a ServiceCIDR that no service of its own has"
 
 // exceptions are the cases in which kube-proxy differs.

@@ -2,8 +2,8 @@
 
 //go:build linux
 
-// Package cgroup measures what processes take, by a memory cgroup of their own: of
-// either version of cgroups.
+// Package cgroup measures the resources of processes with a memory cgroup of its own, of
+// either version.
 package cgroup
 
 import (
@@ -19,7 +19,7 @@ import (
 	"time"
 )
 
-// Group is a memory cgroup, which goes with its test.
+// Group is a memory cgroup. It is removed when its test ends.
 type Group struct {
 	testing.TB
 	dir string
@@ -27,7 +27,7 @@ type Group struct {
 
 var groups atomic.Int64
 
-// New makes a group, for which one has to be root.
+// New makes a group. It needs root.
 func New(t testing.TB) *Group {
 	t.Helper()
 	name := fmt.Sprintf("kpng-%d-%d", os.Getpid(), groups.Add(1))
@@ -49,7 +49,7 @@ func New(t testing.TB) *Group {
 	return g
 }
 
-// remove removes the group, whose last processes may be ending.
+// remove removes the group. Its last processes may still be ending.
 func (g *Group) remove() {
 	var err error
 	for range 100 {
@@ -61,19 +61,19 @@ func (g *Group) remove() {
 	g.Errorf("removing a memory cgroup: %v", err)
 }
 
-// Command returns the command that runs args in the group.
+// Command returns a command that runs args in the group.
 func (g *Group) Command(args ...string) []string {
 	return append([]string{"sh", "-c", `echo $$ >"$0/cgroup.procs" && exec "$@"`, g.dir}, args...)
 }
 
-// Memory returns the bytes charged to the group, the kernel's for it included.
+// Memory returns the bytes charged to the group, including kernel memory.
 func (g *Group) Memory() int64 {
 	g.Helper()
 	return g.read("memory.usage_in_bytes", "memory.current")
 }
 
-// KernelMemory returns what of that is the kernel's: what it allocated for the
-// group's sockets, page tables and nftables elements, say.
+// KernelMemory returns the kernel's part of Memory, for example for sockets, page tables
+// and nftables elements.
 func (g *Group) KernelMemory() int64 {
 	g.Helper()
 	if stat, err := os.ReadFile(filepath.Join(g.dir, "memory.stat")); err == nil {
@@ -86,7 +86,7 @@ func (g *Group) KernelMemory() int64 {
 	return g.read("memory.kmem.usage_in_bytes")
 }
 
-// read returns the number in the first of these files that is there.
+// read returns the number in the first existing file.
 func (g *Group) read(names ...string) int64 {
 	g.Helper()
 	for _, name := range names {
@@ -107,7 +107,7 @@ func (g *Group) number(text string) int64 {
 	return n
 }
 
-// members returns the group's processes.
+// members returns the process IDs of the group.
 func (g *Group) members() []string {
 	g.Helper()
 	b, err := os.ReadFile(filepath.Join(g.dir, "cgroup.procs"))
@@ -117,17 +117,16 @@ func (g *Group) members() []string {
 	return strings.Fields(string(b))
 }
 
-// CPU returns the processor time that the group's processes have used, and the
-// children that they waited for.
+// CPU returns the CPU time of the group's processes and their awaited children.
 func (g *Group) CPU() time.Duration {
 	g.Helper()
 	ticks := int64(0)
 	for _, pid := range g.members() {
 		b, err := os.ReadFile("/proc/" + pid + "/stat")
 		if err != nil {
-			continue // it has just ended
+			continue // the process has just ended
 		}
-		// What follows the name, which may have spaces, begins with the third field.
+		// The name may contain spaces. The text after it begins with the third field.
 		fields := strings.Fields(string(b[strings.LastIndexByte(string(b), ')')+1:]))
 		for _, field := range fields[11:15] { // utime, stime, cutime, cstime
 			ticks += g.number(field)
@@ -136,7 +135,7 @@ func (g *Group) CPU() time.Duration {
 	return time.Duration(ticks) * (time.Second / 100)
 }
 
-// Descriptors returns how many files the group's processes have open.
+// Descriptors returns the number of open files of the group's processes.
 func (g *Group) Descriptors() int {
 	g.Helper()
 	n := 0

@@ -23,10 +23,10 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// patience is for busy machines: what is waited for comes in moments.
+// patience is for busy machines. Normally the expected event happens in moments.
 const patience = time.Minute
 
-// program is one that was built for the test.
+// program is a program built for the test.
 type program struct {
 	t    *testing.T
 	path string
@@ -43,7 +43,7 @@ func build(t *testing.T, pkg string) program {
 	return program{t, path}
 }
 
-// try runs the program and returns what it prints.
+// try runs the program and returns its output.
 func (p program) try(args ...string) (string, error) {
 	var stdout, stderr bytes.Buffer
 	cmd := exec.CommandContext(p.t.Context(), p.path, args...)
@@ -54,7 +54,7 @@ func (p program) try(args ...string) (string, error) {
 	return stdout.String(), nil
 }
 
-// run is try that expects no error.
+// run calls try and expects no error.
 func (p program) run(args ...string) string {
 	p.t.Helper()
 	out, err := p.try(args...)
@@ -64,7 +64,7 @@ func (p program) run(args ...string) string {
 	return out
 }
 
-// start runs the program until the test ends, when SIGTERM has to end it well.
+// start runs the program until the test ends. SIGTERM must end it without an error.
 func (p program) start(args ...string) {
 	p.t.Helper()
 	var stderr bytes.Buffer
@@ -82,7 +82,7 @@ func (p program) start(args ...string) {
 	})
 }
 
-// eventually calls try until it reports success.
+// eventually calls try until it succeeds.
 func eventually(t *testing.T, what string, try func() (ok bool, state any)) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
@@ -106,7 +106,7 @@ func TestWhatTheAPIServerHasIsServedRelayedWrittenAndExplained(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// With a name of its own, as the API server adds a service for itself when it likes.
+	// Use a separate name, because the API server adds a service of its own.
 	const proxyName = "--service-proxy-name=command"
 	service := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: "web", Labels: map[string]string{watcher.LabelServiceProxyName: "command"}},
@@ -130,12 +130,12 @@ func TestWhatTheAPIServerHasIsServedRelayedWrittenAndExplained(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// The permissions that docs/running.md asks for.
+	// The permissions in docs/running.md.
 	kubeconfig := apiserver.Kubeconfig(t, server.User(t,
 		rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"services", "nodes"}, Verbs: []string{"list", "watch"}},
 		rbacv1.PolicyRule{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"list", "watch"}},
 	))
-	dir, err := os.MkdirTemp("", "kpng-") // for sockets, whose paths are short
+	dir, err := os.MkdirTemp("", "kpng-") // for sockets, which need short paths
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -23,19 +23,19 @@ import (
 )
 
 const (
-	// loadPatience is how long a proxy may take to program a cluster.
+	// loadPatience is the maximum time for programming a cluster.
 	loadPatience = 20 * time.Minute
-	// changeEvery is how often an endpoint changes.
+	// changeEvery is the interval of endpoint changes.
 	changeEvery = 100 * time.Millisecond
-	// changePatience is how long the last change may take.
+	// changePatience is the maximum time for the last change.
 	changePatience = 5 * time.Minute
 )
 
-// proxy is one of those that are compared.
+// proxy is one of the compared proxies.
 type proxy struct {
 	name string
-	// command returns the program and its arguments, with the given least time
-	// between syncs, or the program's default if it is 0.
+	// command returns the program and its arguments. interval is the minimum time between
+	// syncs; 0 means the program's default.
 	command func(t testing.TB, c *cluster, interval time.Duration) []string
 }
 
@@ -83,8 +83,7 @@ func Benchmark(b *testing.B) {
 	}
 }
 
-// measure measures one proxy on the cluster as it is, and leaves nothing of it in
-// the kernel.
+// measure measures one proxy on the cluster and removes its kernel state.
 func (c *cluster) measure(b *testing.B, p proxy) {
 	b.ReportMetric(0, "ns/op")
 	b.Cleanup(func() { flush(b) })
@@ -101,16 +100,16 @@ func (c *cluster) measure(b *testing.B, p proxy) {
 	r.kill(b)
 
 	r = c.start(b, p, time.Millisecond)
-	c.mark(b) // the tables are there, but the proxy has to read them first
+	c.mark(b) // the tables exist, but the proxy has to read them first
 	r.rest()
 	r.latency(b, "least")
 	r.kill(b)
 
-	// The proxy has gone, and what the group still holds is what it left in the kernel.
+	// The proxy has ended. The group now holds only its kernel state.
 	b.ReportMetric(float64(c.group.KernelMemory())/(1<<20), "MB-kernel")
 }
 
-// flush empties the namespace's nftables.
+// flush deletes the namespace's nftables.
 func flush(b testing.TB) {
 	b.Helper()
 	if out, err := exec.Command("nft", "flush", "ruleset").CombinedOutput(); err != nil {
@@ -118,7 +117,7 @@ func flush(b testing.TB) {
 	}
 }
 
-// running is a proxy that runs.
+// running is a running proxy.
 type running struct {
 	*cluster
 	cmd   *exec.Cmd
@@ -150,25 +149,25 @@ func (c *cluster) start(b testing.TB, p proxy, interval time.Duration) *running 
 	return r
 }
 
-// kill ends the proxy if it runs.
+// kill kills the proxy if it runs.
 func (r *running) kill(b testing.TB) {
 	if r.cmd.ProcessState != nil {
 		return
 	}
 	r.cmd.Process.Kill()
-	r.cmd.Wait() // how it ended is known
+	r.cmd.Wait() // the result is known
 }
 
 func (r *running) status() string { return fmt.Sprintf("/proc/%d/status", r.cmd.Process.Pid) }
 
-// wait waits until every service leads to a pod. It returns when the last
+// wait waits until every service reaches a pod, and returns the time when the last one
 // did.
 func (r *running) wait(b testing.TB) time.Time {
 	b.Helper()
 	deadline := time.Now().Add(loadPatience)
 	var reached time.Time
-	// Proxies that program in steps go by name: the last is a good one to ask. Others
-	// are asked once it leads somewhere.
+	// Proxies that program in steps go by name, so check the last service first and the
+	// others afterwards.
 	for service := r.services - 1; service >= 0; service-- {
 		for {
 			_, err := connect(service, 20*time.Millisecond)
@@ -188,8 +187,8 @@ func (r *running) wait(b testing.TB) time.Time {
 	return reached
 }
 
-// load measures the proxy's start. What it does once it has the cluster is the time
-// beyond what a bare reader needs for reading it.
+// load measures the proxy's start. The time beyond a bare reader's listing is the proxy's
+// own.
 func (r *running) load(b *testing.B, listing time.Duration) {
 	b.Helper()
 	took := r.wait(b).Sub(r.begin)
@@ -198,7 +197,7 @@ func (r *running) load(b *testing.B, listing time.Duration) {
 	b.ReportMetric(r.group.CPU().Seconds(), "cpu-s-start")
 }
 
-// rest waits until the proxy has nothing more to do.
+// rest waits until the proxy is idle.
 func (r *running) rest() {
 	for busy := true; busy; {
 		before := r.group.CPU()
@@ -207,8 +206,7 @@ func (r *running) rest() {
 	}
 }
 
-// list reads the cluster as a proxy has to, some times, and returns how long it
-// took: the median.
+// list reads the cluster like a proxy several times and returns the median duration.
 func (c *cluster) list(b *testing.B) time.Duration {
 	b.Helper()
 	config := c.server.Config()
@@ -229,8 +227,9 @@ func (c *cluster) list(b *testing.B) time.Duration {
 	return took[len(took)/2]
 }
 
-// latency changes endpoints and reports how long each takes until the kernel
-// has it: from the API's answer to when a bare watch shows it, and from there.
+// latency changes endpoints and reports the time until the kernel has each: from the
+// API's response until a bare watch shows the change, and from there until the kernel has
+// it.
 func (r *running) latency(b *testing.B, interval string) {
 	b.Helper()
 	ctx, cancel := context.WithCancel(b.Context())
@@ -242,7 +241,8 @@ func (r *running) latency(b *testing.B, interval string) {
 		written time.Time
 	}
 	var made []change
-	// No endpoint is replaced again before a proxy of some seconds' interval has seen it.
+	// No endpoint is replaced again before a proxy with an interval of some seconds has seen
+	// it.
 	services := rand.New(rand.NewPCG(1, 2)).Perm(r.services)
 	before := r.group.CPU()
 	tick := time.NewTicker(changeEvery)
@@ -284,8 +284,7 @@ func (r *running) latency(b *testing.B, interval string) {
 	b.ReportMetric(used.Seconds()*1000/float64(*changes), "cpu-s/1000-changes-"+interval)
 }
 
-// connections reports how long it takes to connect through the services, one at a
-// time.
+// connections reports the time to connect through the services, one at a time.
 func (r *running) connections(b *testing.B) {
 	b.Helper()
 	random := rand.New(rand.NewPCG(3, 4))

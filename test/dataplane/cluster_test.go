@@ -32,7 +32,7 @@ const (
 	firstNodePort = 10000
 )
 
-// shape is how large a cluster is.
+// shape is the size of a cluster.
 type shape struct {
 	services, endpoints int
 	// rich services have four frontends each (cluster IP, node port, external IP and
@@ -66,15 +66,15 @@ func parseShapes(t testing.TB, list string) []shape {
 	return all
 }
 
-// cluster is a real API server's, with one node and services of one shape.
+// cluster is the cluster of a real API server, with one node and services of one shape.
 type cluster struct {
 	shape
 	server     *apiserver.Server
 	client     kubernetes.Interface
 	kubeconfig string
-	// group is that of the proxy that is measured.
+	// group is the cgroup of the measured proxy.
 	group *cgroup.Group
-	// fresh is the number of endpoint addresses used so far.
+	// fresh is the number of used endpoint addresses.
 	fresh atomic.Int64
 }
 
@@ -92,7 +92,7 @@ func newCluster(t testing.TB, s shape) *cluster {
 	if err := c.fill(t.Context()); err != nil {
 		t.Fatalf("fill the cluster: %v", err)
 	}
-	// It finds out about the node ports when it starts.
+	// It detects the used node ports when it starts.
 	server.APIServer.Kill(t)
 	server.APIServer.Start(t)
 	return c
@@ -109,7 +109,7 @@ func loadBalancerIP(service int) string {
 	return offset(netip.MustParseAddr("10.98.0.0"), service).String()
 }
 
-// nodePorts returns a rich service's node port and that for its health checks.
+// nodePorts returns a rich service's node port and health-check node port.
 func nodePorts(service int) (traffic, health int32) {
 	traffic = int32(firstNodePort + 2*service)
 	return traffic, traffic + 1
@@ -126,7 +126,7 @@ func offset(a netip.Addr, n int) netip.Addr {
 	return netip.AddrFrom4(b)
 }
 
-// pod returns an endpoint address that was in no slice before.
+// pod returns an unused endpoint address.
 func (c *cluster) pod() string {
 	return offset(podCIDR.Addr(), 256+int(c.fresh.Add(1))).String()
 }
@@ -134,8 +134,8 @@ func (c *cluster) pod() string {
 // name returns the name of a service. Names are in the order of numbers.
 func name(service int) string { return fmt.Sprintf("service-%06d", service) }
 
-// fill makes the services and their endpoints: the first through the API, and the
-// others are copies of what the API server made of that.
+// fill creates the services and their endpoints: the first through the API, the others as
+// copies of the stored result.
 func (c *cluster) fill(ctx context.Context) error {
 	service, err := c.create(ctx)
 	if err != nil {
@@ -152,7 +152,7 @@ func (c *cluster) fill(ctx context.Context) error {
 	return c.server.Store(ctx, c.services-1, func(i int) []runtime.Object { return c.copies(i+1, service, slice, address) })
 }
 
-// copies returns what is stored for a service, made of what is for the first.
+// copies returns the stored objects of a service, based on those of the first.
 func (c *cluster) copies(i int, service *corev1.Service, slice *discoveryv1.EndpointSlice, address *networkingv1.IPAddress) []runtime.Object {
 	service, slice, address = service.DeepCopy(), slice.DeepCopy(), address.DeepCopy()
 	label := map[string]string{"app": name(i)}
@@ -197,8 +197,7 @@ func (c *cluster) create(ctx context.Context) (*corev1.Service, error) {
 	return services.UpdateStatus(ctx, service, metav1.UpdateOptions{})
 }
 
-// slice returns a service's endpoints, as the slice controller would write
-// them.
+// slice returns a service's endpoints as the slice controller would write them.
 func (c *cluster) slice(service int) *discoveryv1.EndpointSlice {
 	slice := &discoveryv1.EndpointSlice{
 		ObjectMeta: metav1.ObjectMeta{Name: name(service), Labels: map[string]string{
@@ -231,7 +230,7 @@ func (c *cluster) change(ctx context.Context, service, i int, pod string) error 
 	return err
 }
 
-// sightings are when addresses were seen somewhere for the first time.
+// sightings are the times when addresses were first seen.
 type sightings struct {
 	mu    sync.Mutex
 	times map[netip.Addr]time.Time
@@ -239,7 +238,7 @@ type sightings struct {
 
 func newSightings() *sightings { return &sightings{times: make(map[netip.Addr]time.Time)} }
 
-// saw notes an address.
+// saw records an address.
 func (s *sightings) saw(a netip.Addr, now time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -248,7 +247,7 @@ func (s *sightings) saw(a netip.Addr, now time.Time) {
 	}
 }
 
-// of returns when an address was seen.
+// of returns the time when an address was first seen.
 func (s *sightings) of(a netip.Addr) (time.Time, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -256,7 +255,7 @@ func (s *sightings) of(a netip.Addr) (time.Time, bool) {
 	return t, ok
 }
 
-// follow notes the addresses that a bare watch shows, until ctx ends.
+// follow records the addresses in a bare watch until ctx ends.
 func (c *cluster) follow(t testing.TB, ctx context.Context) *sightings {
 	t.Helper()
 	slices := c.client.DiscoveryV1().EndpointSlices(namespace)

@@ -17,9 +17,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tables notes the endpoint addresses that the kernel says have come into its
-// nftables, wherever and in whatever form, until ctx ends. No format of a proxy is
-// relied on but that an address is its four bytes.
+// tables records the endpoint addresses in the kernel's nftables notifications until ctx
+// ends, wherever they occur. It only assumes that an address consists of its four bytes.
 func tables(t testing.TB, ctx context.Context) *sightings {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
@@ -60,8 +59,7 @@ func tables(t testing.TB, ctx context.Context) *sightings {
 	return seen
 }
 
-// connect returns how long it takes to connect to a service, from its cluster
-// IP to a pod that accepts.
+// connect returns the time to connect to a service's cluster IP until a pod accepts.
 func connect(service int, patience time.Duration) (time.Duration, error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -69,7 +67,7 @@ func connect(service int, patience time.Duration) (time.Duration, error) {
 	}
 	defer unix.Close(fd)
 	if err := errors.Join(
-		// The end of a connection that is reset takes no local port.
+		// A reset connection holds no local port.
 		unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}),
 		unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1),
 	); err != nil {
@@ -81,7 +79,7 @@ func connect(service int, patience time.Duration) (time.Duration, error) {
 	}
 	begin := time.Now()
 	for {
-		// One that a signal of Go's scheduler interrupted goes on.
+		// A signal of Go's scheduler may interrupt the call.
 		err = unix.Connect(fd, &unix.SockaddrInet4{Port: servicePort, Addr: vip(service).As4()})
 		switch {
 		case errors.Is(err, unix.EINTR):
@@ -93,7 +91,7 @@ func connect(service int, patience time.Duration) (time.Duration, error) {
 	}
 }
 
-// answer accepts the connections to all pods until the benchmark ends.
+// answer accepts connections to all pods until the benchmark ends.
 func answer(t testing.TB) {
 	t.Helper()
 	l, err := net.Listen("tcp", fmt.Sprintf(":%d", podPort))
@@ -112,7 +110,7 @@ func answer(t testing.TB) {
 	}()
 }
 
-// kilobytes returns a line of a file in /proc, in bytes.
+// kilobytes returns the value of a line in a file in /proc, in bytes.
 func kilobytes(t testing.TB, file, line string) int {
 	t.Helper()
 	text, err := os.ReadFile(file)

@@ -23,7 +23,7 @@ var (
 	connects = flag.Int("connects", 10_000, "`number` of connections that are timed")
 )
 
-// inside tells the benchmark that it runs in a namespace of its own.
+// inside marks the process that runs in its own namespace.
 const inside = "KPNG_DATAPLANE_INSIDE"
 
 func TestMain(m *testing.M) {
@@ -38,8 +38,8 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// moveInside runs this program again in a new network namespace, and returns
-// its exit code.
+// moveInside runs this program again in a new network namespace and returns its exit
+// code.
 func moveInside() int {
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Env = append(os.Environ(), inside+"=1")
@@ -70,8 +70,8 @@ const (
 	podPort     = 8080
 )
 
-// prepare makes the network of a node whose pods are all of the cluster's, and
-// whose way to everything else leads nowhere.
+// prepare creates the network of a node that has all pods of the cluster. All other
+// traffic is routed to an interface without a peer.
 func prepare() error {
 	lo, err := netlink.LinkByName("lo")
 	if err != nil {
@@ -80,7 +80,7 @@ func prepare() error {
 	if err := netlink.LinkSetUp(lo); err != nil {
 		return err
 	}
-	// Nothing is at the other end, and nobody there answers.
+	// No host answers at the other end.
 	veth := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "eth0"}, PeerName: "nowhere"}
 	if err := netlink.LinkAdd(veth); err != nil {
 		return err

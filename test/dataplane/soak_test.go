@@ -39,28 +39,27 @@ var (
 )
 
 const (
-	// writers is how many change services at once.
+	// writers is the number of concurrent writers.
 	writers = 16
-	// stable is the service that traffic goes to; it does not change.
+	// stable is the service that receives traffic and does not change.
 	stable = 0
-	// marker is the service whose endpoint tells how far a proxy is.
+	// marker is the service whose endpoint shows the progress of a proxy.
 	marker = 1
-	// churned is how many services there are besides, or may be.
+	// churned is the maximum number of other services.
 	churned = 400
-	// metricsAddr is where the proxy serves its metrics.
+	// metricsAddr is the address of the proxy's metrics.
 	metricsAddr = "127.0.0.1:10249"
-	// changeRate is how many changes are made in a second.
+	// changeRate is the number of changes per second.
 	changeRate = 200
-	// connectRate is how many connections are made in a second.
+	// connectRate is the number of connections per second.
 	connectRate = 300
-	// memoryGrowth is what the proxy may take more at the end than at half time: what the
-	// runtime has not collected yet.
+	// memoryGrowth is the allowed growth of the proxy's memory from half time to the end,
+	// for garbage that is not yet collected.
 	memoryGrowth = 12 << 20
 )
 
-// TestSoak changes services and endpoints at random, and none of the
-// connections to a service that does not change may fail. At the end the kernel
-// has what it has after a fresh start.
+// TestSoak changes services and endpoints at random. No connection to an unchanged
+// service may fail. At the end the kernel has the same state as after a fresh start.
 func TestSoak(t *testing.T) {
 	seed := *soakSeed
 	if seed == 0 {
@@ -99,7 +98,7 @@ func TestSoak(t *testing.T) {
 	}
 	perSecond := float64(churn.made.Load()) / soakFor.Seconds()
 	t.Logf("%d changes, %.0f/s; %d connections", churn.made.Load(), perSecond, traffic.made.Load())
-	// How many can be made depends on what else the machine does.
+	// The possible rate depends on the load of the machine.
 	if perSecond < changeRate/2 {
 		t.Errorf("%.0f changes were made in a second, want %d", perSecond, changeRate)
 	}
@@ -123,7 +122,7 @@ func TestSoak(t *testing.T) {
 	}
 }
 
-// metric returns one of the proxy's metrics, which has no labels.
+// metric returns one of the proxy's metrics without labels.
 func metric(t testing.TB, name string) float64 {
 	t.Helper()
 	answer, err := http.Get("http://" + metricsAddr + "/metrics")
@@ -158,7 +157,7 @@ func (tr *traffic) run(ctx context.Context) error {
 	return nil
 }
 
-// churn changes all services but the stable one and the marker.
+// churn changes all services except stable and marker.
 type churn struct {
 	*cluster
 	made atomic.Int64
@@ -173,7 +172,7 @@ func (c *churn) run(ctx context.Context, random *rand.Rand) error {
 				c.made.Add(1)
 				break
 			}
-			// Another was there first, or the cluster IP is not free again yet.
+			// Another writer was first, or the cluster IP is not free yet.
 			lost := apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) || apierrors.IsNotFound(err) || apierrors.IsInvalid(err)
 			if !lost && ctx.Err() == nil {
 				return fmt.Errorf("change a service: %w", err)
@@ -214,8 +213,7 @@ func (c *churn) change(ctx context.Context, random *rand.Rand, service int) erro
 	}
 }
 
-// endpoints replaces a service's endpoints, from none to a dozen in various
-// conditions.
+// endpoints replaces a service's endpoints by up to a dozen in various conditions.
 func (c *churn) endpoints(ctx context.Context, random *rand.Rand, service int) error {
 	slices := c.client.DiscoveryV1().EndpointSlices(namespace)
 	slice := c.slice(service)
@@ -227,7 +225,7 @@ func (c *churn) endpoints(ctx context.Context, random *rand.Rand, service int) e
 	return err
 }
 
-// someOf makes up to four endpoints of each of those given.
+// someOf returns up to four endpoints derived from each of from.
 func someOf(random *rand.Rand, from []discoveryv1.Endpoint) []discoveryv1.Endpoint {
 	var all []discoveryv1.Endpoint
 	for range random.IntN(5) {
@@ -245,12 +243,12 @@ func someOf(random *rand.Rand, from []discoveryv1.Endpoint) []discoveryv1.Endpoi
 	return all
 }
 
-// elsewhere returns one of few addresses, for which services compete.
+// elsewhere returns one of a few addresses, so that services conflict.
 func (c *churn) elsewhere(random *rand.Rand, network byte) string {
 	return netip.AddrFrom4([4]byte{10, network, 0, byte(random.IntN(200))}).String()
 }
 
-// random returns a service as it could be.
+// random returns a random service.
 func (c *churn) random(random *rand.Rand, service int) *corev1.Service {
 	s := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: name(service), Labels: map[string]string{"app": name(service)}},
@@ -283,8 +281,8 @@ func (c *churn) random(random *rand.Rand, service int) *corev1.Service {
 	return s
 }
 
-// mark gives the marker other endpoints and waits until the kernel has them, and
-// so everything before. It returns the address of the one that is new.
+// mark changes the marker's endpoints and waits until the kernel has them, and so all
+// earlier changes. It returns the new address.
 func (c *cluster) mark(t testing.TB) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), loadPatience)
@@ -306,10 +304,9 @@ func (c *cluster) mark(t testing.TB) string {
 	}
 }
 
-// ruleset returns what the kernel has, without what differs between loads of
-// the same: handles, counters, the order of what is unordered, chains that
-// nothing leads to any more, which the backend keeps for the next service that
-// needs one, and the marker's address.
+// ruleset returns the kernel's state in a form that is equal for equal loads. It omits
+// handles, counters, the order of unordered parts, unused chains, which the backend keeps
+// for later services, and the marker's address.
 func ruleset(t testing.TB, marked string) []string {
 	t.Helper()
 	out, err := exec.Command("nft", "-j", "list", "ruleset").Output()
@@ -326,7 +323,7 @@ func ruleset(t testing.TB, marked string) []string {
 		t.Fatalf("nft -j list ruleset: %v", err)
 	}
 	var lines []string
-	// chains have what each chain is made of, and leads where the chain's rules lead.
+	// chains has the content of each chain, and leads the targets of its rules.
 	chains, leads := map[string][]string{}, map[string][]string{}
 	var reached []string
 	for _, object := range list.Nftables {
@@ -370,7 +367,7 @@ func ruleset(t testing.TB, marked string) []string {
 
 var target = regexp.MustCompile(`"(?:goto|jump)":\{"target":"([^"]+)"`)
 
-// targets returns the chains to which an object in JSON leads.
+// targets returns the chains that a JSON object refers to.
 func targets(object string) []string {
 	var names []string
 	for _, match := range target.FindAllStringSubmatch(object, -1) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package dnat runs examples/python-dnat against a server of frontends, and sends
-// packets through its rules.
+// Package dnat runs examples/python-dnat with a server of frontends and sends packets
+// through its rules.
 package dnat
 
 import (
@@ -26,12 +26,12 @@ import (
 )
 
 const (
-	debian = "/usr/bin/python3" // has what python3-grpc-tools installs
+	debian = "/usr/bin/python3" // has the packages of python3-grpc-tools
 	script = "../../examples/python-dnat/dnat.py"
 )
 
-// TestMessagesCompileWithDebiansCompiler compiles all messages with the oldest
-// compiler that clients in Python have.
+// TestMessagesCompileWithDebiansCompiler compiles all messages with the oldest compiler
+// that Python clients use.
 func TestMessagesCompileWithDebiansCompiler(t *testing.T) {
 	for _, file := range []string{"api/localv1/localv1.proto", "api/clusterv1/clusterv1.proto"} {
 		cmd := exec.CommandContext(t.Context(), debian, "-m", "grpc_tools.protoc", "-I.", "--python_out="+t.TempDir(), file)
@@ -42,7 +42,7 @@ func TestMessagesCompileWithDebiansCompiler(t *testing.T) {
 	}
 }
 
-// TestScript has a node with two pods and a client beside it.
+// TestScript has a node with two pods and a client.
 func TestScript(t *testing.T) {
 	node, client := netnstest.New(t), netnstest.New(t)
 	node.Join(t, "client", client, "node")
@@ -51,7 +51,7 @@ func TestScript(t *testing.T) {
 	node.Add(t, "lo", "10.1.0.2/32")
 	client.Add(t, "node", "192.0.2.2/24")
 	client.Add(t, "node", "192.0.2.3/24")
-	node.Route(t, "default", "192.0.2.2", "client") // somewhere to send what is not translated
+	node.Route(t, "default", "192.0.2.2", "client") // a route for traffic that is not translated
 	client.Route(t, "default", "192.0.2.1", "node")
 	for _, pod := range []string{"10.1.0.1", "10.1.0.2"} {
 		netnstest.Listen(t, node.Do, pod+":8080", func(c net.Conn) { fmt.Fprintln(c, pod) })
@@ -69,7 +69,7 @@ func TestScript(t *testing.T) {
 		}},
 		ExternalTrafficToLocal: true,
 	}
-	// write has the cluster be the service with these pods, by the nodes on which they run.
+	// write sets the pods of the service and their nodes.
 	write := func(pods map[string]string) {
 		slice := &api.EndpointSlice{
 			Namespace: "default", Name: "web-1", ServiceName: "web", Family: api.IPv4,
@@ -106,7 +106,8 @@ func TestScript(t *testing.T) {
 	check(client, "192.0.2.3", "203.0.113.1:80", both)
 	check(client, "192.0.2.2", "203.0.113.1:80", "no answer")
 
-	// With policy Local and no pod here, only what starts here gets an answer.
+	// With policy Local and no pod on this node, only connections from this node get an
+	// answer.
 	write(map[string]string{"10.1.0.1": "another"})
 	check(client, "", "10.96.0.1:80", "10.1.0.1")
 	check(client, "", "198.51.100.1:80", "no answer")
@@ -161,8 +162,8 @@ func start(t *testing.T, n *netnstest.Namespace, address string) {
 	})
 }
 
-// ask returns the pods that answer connections from a source address in a namespace,
-// in order, or what happens to all of them instead.
+// ask returns the sorted pods that answer connections from a source address in a
+// namespace, or the common failure of all connections.
 func ask(n *netnstest.Namespace, source, to string) string {
 	var answers []string
 	for range 20 {
@@ -171,7 +172,7 @@ func ask(n *netnstest.Namespace, source, to string) string {
 			answers = append(answers, answer)
 		}
 		if answer == "no answer" {
-			break // each takes a while
+			break // each attempt takes a while
 		}
 	}
 	slices.Sort(answers)
@@ -201,7 +202,7 @@ func askOnce(n *netnstest.Namespace, source, to string) string {
 	return strings.TrimSpace(string(buffer[:read]))
 }
 
-// eventually waits until get returns what is wanted.
+// eventually waits until get returns want.
 func eventually(t *testing.T, what, want string, get func() string) {
 	t.Helper()
 	var got string

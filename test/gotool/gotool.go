@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package gotool builds the programs that tests run against and that are tools
-// of this module: Kubernetes' own, from Go modules. The first build takes
-// minutes, and later ones come from the go command's cache.
+// Package gotool builds programs that tests use and that are tools of this module:
+// Kubernetes' own, from Go modules. The first build takes minutes; later ones come from
+// the go command's cache.
 package gotool
 
 import (
@@ -18,16 +18,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The programs, as the tool directives of this module's go.mod name them.
+// The programs, by their names in the tool directives of go.mod.
 const (
 	Etcd          = "go.etcd.io/etcd/server/v3"
 	KubeAPIServer = "k8s.io/kubernetes/cmd/kube-apiserver"
 	KubeProxy     = "k8s.io/kubernetes/cmd/kube-proxy"
 )
 
-// Build returns the path of a program in the go command's cache, and has it
-// built if it is not there. Test processes that come at once wait for the first:
-// the cache would keep them from harm, but not from doing the same work.
+// Build returns the path of a program in the go command's cache, and builds it if needed.
+// Concurrent test processes wait for the first one, so that they do not build the same
+// program at the same time.
 func Build(ctx context.Context, program string) (string, error) {
 	unlock, err := lockBuild()
 	if err != nil {

@@ -17,9 +17,8 @@ import (
 
 const kpngModule = "github.com/kpng-project/kpng"
 
-// unwanted are the modules that an embedder of kpng links nothing of: what makes
-// a command of a sink, what carries it over the network, and the backends'
-// libraries. Package metrics is what Prometheus is for.
+// unwanted are the modules that an embedder of kpng does not link: those for commands,
+// for the network, and for backends. Package metrics is the place for Prometheus.
 var unwanted = []string{
 	"github.com/Microsoft/hcsshim",
 	"github.com/google/nftables",
@@ -30,7 +29,7 @@ var unwanted = []string{
 	"sigs.k8s.io/knftables",
 }
 
-// unwantedIn returns which of the packages or modules are unwanted, in order.
+// unwantedIn returns the sorted unwanted packages or modules in paths.
 func unwantedIn(paths []string) []string {
 	var found []string
 	for _, path := range paths {
@@ -58,7 +57,7 @@ func program(packages ...string) map[string]string {
 	return map[string]string{"main.go": b.String()}
 }
 
-// clientGoOnly is what any program that watches Kubernetes imports.
+// clientGoOnly has the imports of any program that watches Kubernetes.
 const clientGoOnly = `package main
 
 import (
@@ -75,7 +74,7 @@ func TestAnImporterLinksNothingUnwanted(t *testing.T) {
 	for _, c := range []struct {
 		name     string
 		packages []string
-		wanted   string // a prefix of modules that it may link nevertheless
+		wanted   string // a prefix of modules that it may link
 	}{
 		{"facade", []string{".", "sink", "watcher/kube"}, "none"},
 		{"metrics", []string{"metrics"}, "github.com/prometheus"},
@@ -134,8 +133,7 @@ func TestAnImporterIsBuiltOfNothingUnwanted(t *testing.T) {
 	}
 }
 
-// What the tests above rely on: that a program which does link something
-// unwanted is found out.
+// The tests above rely on this: they detect a program that links an unwanted module.
 func TestAnImporterOfTheUnwantedIsFoundOut(t *testing.T) {
 	importer := newImporter(t, map[string]string{"main.go": `package main
 
@@ -176,8 +174,7 @@ func TestRaised(t *testing.T) {
 	}
 }
 
-// own returns the linked packages of modules that the other program links
-// nothing of, in order.
+// own returns the sorted linked packages of modules that the other program does not link.
 func own(linked, other map[string]string) []string {
 	theirs := map[string]bool{}
 	for _, module := range other {
@@ -193,8 +190,7 @@ func own(linked, other map[string]string) []string {
 	return paths
 }
 
-// raised returns the modules that both have and the second has at another
-// version, in order.
+// raised returns the sorted modules that both have, at different versions.
 func raised(without, with map[string]string) []string {
 	var lines []string
 	for path, version := range without {

@@ -12,14 +12,14 @@ import (
 	"testing"
 )
 
-// module is somebody's module in a folder of the test.
+// module is another module, in a folder of the test.
 type module struct {
 	dir string
 	env []string
 }
 
-// newModule writes a module that requires client-go at kpng's version, has the
-// further lines in its go.mod, and of these files one program.
+// newModule writes a module that requires client-go at kpng's version. It has additional
+// lines in its go.mod and one program made of files.
 func newModule(t *testing.T, goMod string, files map[string]string) *module {
 	t.Helper()
 	root := checkout(t)
@@ -28,7 +28,7 @@ func newModule(t *testing.T, goMod string, files map[string]string) *module {
 	goVersion := kpng.goCommand(t, "list", "-m", "-f", "{{.GoVersion}}")[0]
 	clientGo := kpng.goCommand(t, "list", "-m", "k8s.io/client-go")[0]
 	m.write(t, "go.mod", fmt.Sprintf("module example.com/importer\n\ngo %s\n\nrequire %s\n%s", goVersion, clientGo, goMod))
-	// The sums are kpng's, so that what kpng was built of is not fetched again.
+	// The checksums are kpng's, so that the go command downloads no module again.
 	sums, err := os.ReadFile(filepath.Join(root, "go.sum"))
 	if err != nil {
 		t.Fatal(err)
@@ -37,19 +37,19 @@ func newModule(t *testing.T, goMod string, files map[string]string) *module {
 	for name, content := range files {
 		m.write(t, name, content)
 	}
-	// As after go get, its go.mod names all that its packages come from.
+	// As after go get, its go.mod lists all modules of its packages.
 	m.goCommand(t, "list", "-deps", "./...")
 	return m
 }
 
-// newImporter is newModule for a module that imports this checkout of kpng.
+// newImporter calls newModule for a module that imports this checkout of kpng.
 func newImporter(t *testing.T, files map[string]string) *module {
 	t.Helper()
 	return newModule(t, fmt.Sprintf("require %s v0.0.0\nreplace %[1]s => %s\n", kpngModule, checkout(t)), files)
 }
 
-// linked returns the packages outside the standard library that the program
-// links on this operating system, and the module of each.
+// linked returns the packages outside the standard library that the program links on an
+// operating system, with their modules.
 func (m *module) linked(t *testing.T, goos string) map[string]string {
 	t.Helper()
 	on := &module{dir: m.dir, env: append(m.env, "GOOS="+goos, "CGO_ENABLED=0")}
@@ -82,7 +82,7 @@ func (m *module) build(t *testing.T) string {
 	return path
 }
 
-// goCommand runs the go command in the module and returns the lines it prints.
+// goCommand runs the go command in the module and returns its output lines.
 func (m *module) goCommand(t *testing.T, args ...string) []string {
 	t.Helper()
 	cmd := exec.CommandContext(t.Context(), "go", args...)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package ingest measures how kpng reads a large cluster from a real API
-// server, beside a bare reflector and a shared-informer factory. Each
-// measurement is a process of its own, so that heaps do not mix.
+// Package ingest measures how kpng reads a large cluster from a real API server, compared
+// with a bare reflector and a shared-informer factory. Each measurement is a separate
+// process, so that heaps do not mix.
 package ingest
 
 import (
@@ -45,11 +45,11 @@ const (
 type result struct {
 	Synced   time.Duration
 	Heap     uint64 // after a collection
-	PeakHeap uint64 // live and dead objects together, at most
+	PeakHeap uint64 // maximum of live and dead objects together
 }
 
-// The ways to read the cluster. Each returns when everything is in, with what
-// has to stay alive.
+// The ways to read the cluster. Each returns when it has read everything, with the value
+// that must stay alive.
 var ways = map[string]func(context.Context, *rest.Config) (any, error){
 	"reflector":            bareReflectors,
 	"reflector-compressed": compressed(bareReflectors),
@@ -95,8 +95,8 @@ func measure(way func(context.Context, *rest.Config) (any, error)) error {
 	return json.NewEncoder(os.Stdout).Encode(r)
 }
 
-// samplePeakHeap looks at the heap every millisecond, and returns a function
-// that ends that and returns the largest value seen.
+// samplePeakHeap samples the heap every millisecond. The returned function ends that and
+// returns the maximum.
 func samplePeakHeap(ctx context.Context) func() uint64 {
 	ctx, cancel := context.WithCancel(ctx)
 	peak := make(chan uint64)

@@ -56,7 +56,7 @@ func TestAMissingPermissionIsNamedAndItsGrantNoticed(t *testing.T) {
 	}
 }
 
-// quoted returns words as they are in a log, which quotes what it is told.
+// quoted returns words in the quoted form of a log.
 func quoted(words []string) []string {
 	var out []string
 	for _, w := range words {
@@ -65,7 +65,7 @@ func quoted(words []string) []string {
 	return out
 }
 
-// without returns the permissions without those on a resource.
+// without returns the permissions except those for a resource.
 func without(resource string) []rbacv1.PolicyRule {
 	var rules []rbacv1.PolicyRule
 	for _, rule := range permissions {
@@ -91,7 +91,7 @@ func grant(t *testing.T, server *apiserver.Server, config *rest.Config) {
 	}
 }
 
-// userOf returns the user as whom config makes requests.
+// userOf returns the user of config's requests.
 func userOf(t *testing.T, config *rest.Config) string {
 	t.Helper()
 	block, _ := pem.Decode(config.CertData)
@@ -102,7 +102,8 @@ func userOf(t *testing.T, config *rest.Config) string {
 	return cert.Subject.CommonName
 }
 
-// strangersCertificate returns one, as PEM, that has signed none of the server's.
+// strangersCertificate returns an authority in PEM that has not signed the server's
+// certificate.
 func strangersCertificate() []byte {
 	stranger := httptest.NewTLSServer(nil)
 	defer stranger.Close()

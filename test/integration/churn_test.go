@@ -23,10 +23,9 @@ import (
 
 var kills = flag.Int("kills", 12, "how often a process is killed under churn")
 
-// TestWhatIsKilledComesBackAndNothingIsLost kills a server, a client, a relay and
-// the API server in turn while services change. Nobody may ever show less than
-// before, but for what was removed through the API, and in the end all show what
-// the API server has.
+// TestWhatIsKilledComesBackAndNothingIsLost kills a server, a client, a relay and the API
+// server in turn while services change. No viewer may ever show less than before, except
+// for deleted objects. At the end all viewers show the API server's state.
 func TestWhatIsKilledComesBackAndNothingIsLost(t *testing.T) {
 	t.Parallel()
 	server := apiserver.Start(t, apiserver.Options{})
@@ -82,30 +81,30 @@ func TestWhatIsKilledComesBackAndNothingIsLost(t *testing.T) {
 	}
 }
 
-// churn changes a tenant at random, at some changes a second. Of each service
-// there is a slice, whose endpoints have addresses that no other ever has.
+// churn changes a tenant at random, at a fixed rate. Each service has a slice with
+// endpoint addresses that are never reused.
 type churn struct {
 	*tenant
 	*rand.Rand            // of the test
-	own        *rand.Rand // of who makes the changes
+	own        *rand.Rand // of the goroutine that makes the changes
 	stamp      *corev1.Service
 	stop       func()
 
 	services map[string]*corev1.Service
 	slices   map[string]*discoveryv1.EndpointSlice
-	made     int // services and addresses so far
+	made     int // number of services and addresses so far
 
 	mu      sync.Mutex
 	changes int
 	more    chan struct{} // closed by the next change
-	// removed are the services and endpoints that were, or are about to be.
+	// removed are the removed services and endpoints, including those about to be removed.
 	removed map[string]bool
 }
 
 const changesPerSecond = 15
 
-// newChurn fills a tenant of a server, and changes it until it is stopped, at
-// the latest when the test ends.
+// newChurn fills a tenant of a server and changes it until it is stopped or the test
+// ends.
 func newChurn(t *testing.T, server *apiserver.Server) *churn {
 	t.Helper()
 	random := newRandom(t)
@@ -146,7 +145,7 @@ func newChurn(t *testing.T, server *apiserver.Server) *churn {
 	return c
 }
 
-// wait waits for so many changes.
+// wait waits for a number of changes.
 func (c *churn) wait(t *testing.T, changes int) {
 	t.Helper()
 	ctx := within(t)
@@ -168,7 +167,7 @@ func (c *churn) wait(t *testing.T, changes int) {
 	}
 }
 
-// add makes a service and its slice.
+// add creates a service and its slice.
 func (c *churn) add() error {
 	c.made++
 	s := newService(fmt.Sprintf("s%04d", c.made), c.name, servicePort("", 80, 80))
@@ -183,7 +182,7 @@ func (c *churn) add() error {
 	return c.tryPut(slice)
 }
 
-// endpoint returns an endpoint that there was never before.
+// endpoint returns an endpoint with an unused address.
 func (c *churn) endpoint() discoveryv1.Endpoint {
 	c.made++
 	e := newEndpoint(fmt.Sprintf("10.%d.%d.%d", c.made>>16&255, c.made>>8&255, c.made&255), pick(c.own, "", c.name, "unknown"))
@@ -191,7 +190,7 @@ func (c *churn) endpoint() discoveryv1.Endpoint {
 	return e
 }
 
-// change changes something.
+// change makes one change.
 func (c *churn) change() error {
 	name := pick(c.own, slices.Sorted(maps.Keys(c.services))...)
 	service, slice := c.services[name], c.slices[name]
@@ -221,7 +220,7 @@ func (c *churn) change() error {
 		slice.Endpoints = slices.Delete(slice.Endpoints, i, i+1)
 		return c.tryPut(slice)
 	case what < 9 && len(slice.Endpoints) > 0:
-		// Whoever terminates and serves is still shown.
+		// Endpoints that terminate and serve are still shown.
 		slice.Endpoints[0].Conditions = conditions(false, true, true)
 		return c.tryPut(slice)
 	default:
@@ -230,7 +229,7 @@ func (c *churn) change() error {
 	}
 }
 
-// forget notes that services or endpoints are about to be removed.
+// forget records that services or endpoints are about to be removed.
 func (c *churn) forget(entries ...string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -239,7 +238,7 @@ func (c *churn) forget(entries ...string) {
 	}
 }
 
-// lost returns the entries of before that are not in after and were not removed.
+// lost returns the entries of before that are missing in after and were not removed.
 func (c *churn) lost(before, after map[string]bool) []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -253,8 +252,7 @@ func (c *churn) lost(before, after map[string]bool) []string {
 	return lost
 }
 
-// viewer is a node's kpng-json that is served by a kpng, or one such process
-// after the other.
+// viewer is a node's kpng-json with a kpng server, or a sequence of such processes.
 type viewer struct {
 	churn      *churn
 	node, from string
@@ -273,7 +271,7 @@ func newViewer(c *churn, node, from string) *viewer {
 	return v
 }
 
-// String says which one it is.
+// String identifies the viewer.
 func (v *viewer) String() string { return fmt.Sprintf("the viewer of node %s at %s", v.node, v.from) }
 
 func (v *viewer) start(t testing.TB) {
@@ -283,8 +281,7 @@ func (v *viewer) start(t testing.TB) {
 	v.process = launch(t, v.out, quickKpngJSON(t), "--api", v.from, "--node-name", v.node)
 }
 
-// check holds a print against the one before, which may be that of a process
-// that was killed.
+// check compares a print with the previous one, which may be from a killed process.
 func (v *viewer) check(t testing.TB, print []byte) {
 	shown, stamp := map[string]bool{}, int32(0)
 	for line := range bytes.Lines(print) {
@@ -310,7 +307,7 @@ func (v *viewer) check(t testing.TB, print []byte) {
 	v.shown, v.stamp = shown, stamp
 }
 
-// wait waits until the print has this stamp in it.
+// wait waits until the print contains this stamp.
 func (v *viewer) wait(t testing.TB, stamp int32) {
 	t.Helper()
 	if print, ok := v.out.wait(t, func([]byte) bool {

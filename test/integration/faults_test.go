@@ -18,8 +18,8 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 )
 
-// lossy is a tenant with services to which something happens while the server of
-// its proxy is away. Each has its name of that, and a slice of the same name.
+// lossy is a tenant with services that change while the server of its proxy is down. Each
+// service and its slice are named after the change.
 type lossy struct {
 	*tenant
 	services map[string]*corev1.Service
@@ -30,7 +30,7 @@ type lossy struct {
 	stop func()
 }
 
-// newLossy fills a tenant and runs a proxy until it shows that.
+// newLossy fills a tenant and runs a proxy until it shows the tenant.
 func newLossy(t *testing.T, server *apiserver.Server) *lossy {
 	t.Helper()
 	l := &lossy{
@@ -74,7 +74,7 @@ func (l *lossy) add(name, addr string) {
 	l.slices[name] = newSlice(name, l.services[name], slicePorts("", 80), newEndpoint(addr, ""))
 }
 
-// before is what the proxy shows in the beginning.
+// before is the first expected state of the proxy.
 func (l *lossy) before() []string {
 	return []string{
 		"again IPv4 80", "  10.1.0.0 80",
@@ -93,8 +93,7 @@ func (l *lossy) before() []string {
 	}
 }
 
-// expect waits until the sink has what want describes, and at least so many
-// syncs.
+// expect waits until the sink has the state want and at least the given number of syncs.
 func (l *lossy) expect(syncs int, want []string) {
 	l.t.Helper()
 	err := l.rec.Wait(within(l.t), func(all []sinktest.Sync) bool {
@@ -106,8 +105,8 @@ func (l *lossy) expect(syncs int, want []string) {
 	}
 }
 
-// happen makes, by some server, what the services' names say, and a node of the
-// same name and another zone of the node.
+// happen makes the changes that the services' names describe, through some server. It
+// also changes the node's zone.
 func (l *lossy) happen(by *apiserver.Server) {
 	l.t.Helper()
 	n := l.through(by)
@@ -138,7 +137,7 @@ func (l *lossy) happen(by *apiserver.Server) {
 	n.put(l.node("b"))
 }
 
-// after is what the proxy shows in the end.
+// after is the last expected state of the proxy.
 func (l *lossy) after() []string {
 	return []string{
 		"again IPv4 80", "  10.1.0.0 80",
@@ -156,9 +155,8 @@ func (l *lossy) after() []string {
 	}
 }
 
-// flush waits until a change by each of the proxy's watches has come through, so
-// that whatever else there was to tell was told. It changes, once each, the
-// services stamp, by-hand and zoned.
+// flush waits until changes through each of the proxy's watches have arrived, so that all
+// earlier changes have too. It changes the services stamp, by-hand and zoned once each.
 func (l *lossy) flush(want []string) {
 	l.t.Helper()
 	l.services["stamp"].Spec.Ports[0].Port = 82
@@ -181,9 +179,9 @@ func replaced(list []string, old, new string) []string {
 	return list
 }
 
-// told returns how often each service was told in syncs, and how often the node,
-// whose name is "".
-func told(t *testing.T, syncs []sinktest.Sync) map[string]int {
+// deliveries returns how often syncs contained each service, and the node under the name
+// "".
+func deliveries(t *testing.T, syncs []sinktest.Sync) map[string]int {
 	t.Helper()
 	count := map[string]int{}
 	for _, s := range syncs {
@@ -236,8 +234,8 @@ func TestAServerThatIsAwayChangesNothing(t *testing.T) {
 			l.flush(l.after())
 
 			missed := l.rec.Syncs()[before:]
-			got := told(t, missed)
-			// A new service and its slice come by two watches.
+			got := deliveries(t, missed)
+			// A new service and its slice arrive through two watches.
 			got["new"] = min(got["new"], 1)
 			got["stamp"] = min(got["stamp"], 1)
 			want := map[string]int{
@@ -245,12 +243,12 @@ func TestAServerThatIsAwayChangesNothing(t *testing.T) {
 				"new": 1, "sliced": 1, "stamp": 1, "unsliced": 1, "zoned": 2, "": 2,
 			}
 			if diff := cmp.Diff(want, got); diff != "" {
-				t.Errorf("what was told after the server came back, and how often (-want +got):\n%s", diff)
+				t.Errorf("deliveries after the server came back (-want +got):\n%s", diff)
 			}
 			for _, s := range missed {
 				for _, c := range s.Services {
 					if c.Key.Name == "again" && (c.Old.Service.UID != uid || c.New.Service.UID != l.service("again").UID) {
-						t.Errorf("service again was told with UIDs %s and %s", c.Old.Service.UID, c.New.Service.UID)
+						t.Errorf("service again was delivered with UIDs %s and %s", c.Old.Service.UID, c.New.Service.UID)
 					}
 				}
 			}
@@ -273,9 +271,9 @@ func TestAServerThatIsAwayChangesNothing(t *testing.T) {
 		want := replaced(l.before(), "  10.1.0.1 80", "  10.2.0.1 80")
 		l.expect(before+1, want)
 		l.flush(want)
-		got := told(t, l.rec.Syncs()[before:])
+		got := deliveries(t, l.rec.Syncs()[before:])
 		if diff := cmp.Diff([]string{"", "by-hand", "stamp", "zoned"}, slices.Sorted(maps.Keys(got))); diff != "" {
-			t.Errorf("what was told after etcd came back (-want +got):\n%s", diff)
+			t.Errorf("deliveries after etcd came back (-want +got):\n%s", diff)
 		}
 		l.stop()
 	})

@@ -11,11 +11,11 @@ import (
 	"testing"
 )
 
-// gate is an address in front of a unix socket that lets nobody through while it
-// is closed, and counts the bytes that come from there.
+// gate is an address in front of a unix socket. While it is closed, no connection passes.
+// It counts the bytes from the socket.
 type gate struct {
 	address string
-	// received counts bytes, for anybody to read and to reset.
+	// received counts bytes. Any goroutine may read and reset it.
 	received atomic.Int64
 	to       string
 
@@ -24,7 +24,7 @@ type gate struct {
 	conns []net.Conn
 }
 
-// newGate returns a gate, open until it is closed, at the latest when the test ends.
+// newGate returns an open gate. The end of the test closes it.
 func newGate(t testing.TB, to string) *gate {
 	t.Helper()
 	g := &gate{address: socket(t), to: strings.TrimPrefix(to, "unix://"), open: true}
@@ -53,8 +53,7 @@ func newGate(t testing.TB, to string) *gate {
 	return g
 }
 
-// enter returns the connection through which in goes on. If there is none, it
-// closes in.
+// enter returns the connection to the socket for in. If there is none, it closes in.
 func (g *gate) enter(in net.Conn) net.Conn {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -68,7 +67,7 @@ func (g *gate) enter(in net.Conn) net.Conn {
 	return nil
 }
 
-// close closes the gate and cuts who is through it.
+// close closes the gate and all its connections.
 func (g *gate) close() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -79,7 +78,7 @@ func (g *gate) close() {
 	g.conns = nil
 }
 
-// reopen opens it again, with nothing counted yet.
+// reopen opens the gate again and resets the count.
 func (g *gate) reopen() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -87,7 +86,7 @@ func (g *gate) reopen() {
 	g.received.Store(0)
 }
 
-// counted is a writer that counts.
+// counted is a writer that counts bytes.
 type counted struct {
 	io.Writer
 	bytes *atomic.Int64

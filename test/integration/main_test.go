@@ -20,8 +20,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// patience is how long a test waits for anything. What is waited for comes in
-// moments, or after a backoff of some seconds; the rest is for busy machines.
+// patience is the maximum wait. The expected events happen within moments, or after a
+// backoff of seconds; the rest is for busy machines.
 const patience = 2 * time.Minute
 
 var (
@@ -30,7 +30,7 @@ var (
 )
 
 func TestMain(m *testing.M) {
-	// Tests take servers away from proxies in this process, which log that.
+	// Tests disconnect servers from proxies in this process, which log errors.
 	klog.SetLogger(klog.Logger{})
 	code := shared.Run(m)
 	if err := programs.remove(); err != nil {
@@ -40,7 +40,7 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// within returns the test's context, with a deadline.
+// within returns the test's context with a deadline.
 func within(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeoutCause(t.Context(), patience, fmt.Errorf("nothing for %s", patience))
 	t.Cleanup(cancel)
@@ -54,14 +54,13 @@ type builder struct {
 	built map[string]string // by package and race detector
 }
 
-// kpngJSON returns the path of the command kpng-json, which has the race detector
-// if the test has it.
+// kpngJSON returns the path of kpng-json, with the race detector if the test has it.
 func kpngJSON(t testing.TB) string {
 	return programs.build(t, "../..", "./examples/kpng-json", raceDetector())
 }
 
-// quickKpngJSON returns the path of a kpng-json without the race detector, for
-// tests in which it prints much.
+// quickKpngJSON returns the path of kpng-json without the race detector, for tests with
+// much output.
 func quickKpngJSON(t testing.TB) string {
 	return programs.build(t, "../..", "./examples/kpng-json", false)
 }
@@ -71,8 +70,8 @@ func kpngProgram(t testing.TB) string {
 	return programs.build(t, "../..", "./cmd/kpng", raceDetector())
 }
 
-// build returns the path of the program made of a package of the module that
-// dir belongs to, with the race detector or without.
+// build builds a package of the module in dir, with or without the race detector, and
+// returns the program's path.
 func (b *builder) build(t testing.TB, dir, pkg string, race bool) string {
 	t.Helper()
 	b.mu.Lock()
@@ -109,13 +108,13 @@ func (b *builder) remove() error {
 	return os.RemoveAll(b.dir)
 }
 
-// raceDetector reports whether the test was built with it.
+// raceDetector reports whether the test was built with the race detector.
 func raceDetector() bool {
 	info, ok := debug.ReadBuildInfo()
 	return ok && slices.Contains(info.Settings, debug.BuildSetting{Key: "-race", Value: "true"})
 }
 
-// exitCode returns the exit code that the error of exec.Cmd.Wait stands for.
+// exitCode returns the exit code in an error of exec.Cmd.Wait.
 func exitCode(err error) int {
 	if exit := new(exec.ExitError); errors.As(err, &exit) {
 		return exit.ExitCode()

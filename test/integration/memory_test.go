@@ -13,8 +13,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// TestTheServicesOfOthersTakeNoMemory compares the heap of a proxy with a name
-// before and after there are 5,000 slices of services that are not its own.
+// TestTheServicesOfOthersTakeNoMemory compares the heap of a named proxy without and with
+// 5,000 slices of other services.
 func TestTheServicesOfOthersTakeNoMemory(t *testing.T) {
 	t.Parallel()
 	const (
@@ -24,7 +24,7 @@ func TestTheServicesOfOthersTakeNoMemory(t *testing.T) {
 		most             = 1.1
 	)
 	server := apiserver.Start(t, apiserver.Options{})
-	n := &tenant{t, server.Client(), metav1.NamespaceDefault} // it goes with the server
+	n := &tenant{t, server.Client(), metav1.NamespaceDefault} // removed with the server
 	kubeconfig := apiserver.Kubeconfig(t, server.Config())
 	for i := range ownServices {
 		s := newService(fmt.Sprintf("own-%d", i), "kpng-example", servicePort("", 80, 80))
@@ -33,7 +33,7 @@ func TestTheServicesOfOthersTakeNoMemory(t *testing.T) {
 		}
 		n.put(s, newSlice(s.Name, s, slicePorts("", 80), newEndpoint(fmt.Sprintf("10.1.0.%d", i), "")))
 	}
-	// The API server's own service is the general proxy's.
+	// The API server's own service belongs to the general proxy.
 	alone := heap(t, kubeconfig, "kpng-example", ownServices)
 	generalAlone := heap(t, kubeconfig, "", 1)
 
@@ -66,7 +66,7 @@ func TestTheServicesOfOthersTakeNoMemory(t *testing.T) {
 	if ratio := float64(crowded) / float64(alone); ratio > most {
 		t.Errorf("the heap is %.2f times as large, want at most %.2f", ratio, most)
 	}
-	// What the above relies on: that services which are served do show.
+	// The test above relies on this: served services do use memory.
 	general := heap(t, kubeconfig, "", 1+othersServices/2)
 	t.Logf("heap without a name: %d KiB alone, %d KiB with half of them", generalAlone>>10, general>>10)
 	if ratio := float64(general) / float64(generalAlone); ratio < most {
@@ -74,8 +74,8 @@ func TestTheServicesOfOthersTakeNoMemory(t *testing.T) {
 	}
 }
 
-// heap returns how many bytes are alive in a proxy with so many services, as the
-// median of three processes.
+// heap returns the live bytes of a proxy with the given number of services, as the median
+// of three processes.
 func heap(t *testing.T, kubeconfig, proxy string, services int) uint64 {
 	t.Helper()
 	program := programs.build(t, ".", "./testdata/heap", raceDetector())

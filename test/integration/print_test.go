@@ -19,8 +19,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// walk is a tenant that is watched by a kpng-json with a proxy name, which is
-// the tenant's, and by one without, and changed step by step.
+// walk is a tenant with two kpng-json processes, one with the tenant's name as proxy name
+// and one without. The test changes it step by step.
 type walk struct {
 	*tenant
 	named, general *screen
@@ -34,7 +34,7 @@ func newWalk(t *testing.T) *walk {
 	return &walk{n, startScreen(n, kubeconfig, n.name), startScreen(n, kubeconfig, "")}
 }
 
-// step is something to do and what both print thereafter.
+// step is a change and the prints of both after it.
 type step struct {
 	name           string
 	do             func()
@@ -51,7 +51,7 @@ func (w *walk) run(t *testing.T, steps []step) {
 			w.general.expect(s.general...)
 		})
 		if !ok {
-			return // each step stands on those before
+			return // each step depends on the previous ones
 		}
 	}
 }
@@ -140,7 +140,7 @@ func TestServicesAndTheirSlicesArePrintedAsTheyChange(t *testing.T) {
 		{"the first service is deleted and created again: it has another UID", func() {
 			w.remove(web)
 			w.put(web)
-			w.named.settle(func() string { return cmp.Diff(w.service("web").UID, shownUID(w.named, "web")) })
+			w.named.await(func() string { return cmp.Diff(w.service("web").UID, shownUID(w.named, "web")) })
 		}, []string{"api IPv4 http=443! admin=444!", "web IPv4 81!"}, nil},
 		{"an ExternalName service is not printed", func() {
 			alias := newService("alias", w.name)
@@ -151,7 +151,7 @@ func TestServicesAndTheirSlicesArePrintedAsTheyChange(t *testing.T) {
 	})
 }
 
-// shownUID returns the UID that a service is printed with.
+// shownUID returns the UID in a service's print.
 func shownUID(s *screen, name string) types.UID {
 	for _, view := range s.shown {
 		if view.Service.Name == name {
@@ -258,7 +258,7 @@ func TestSlicesMadeByHandArePrintedWithoutTheLabel(t *testing.T) {
 		{"the service goes", func() { w.remove(byHand) }, nil, nil},
 	})
 
-	// More than have a watch of their own.
+	// More services than have a watch of their own.
 	var want []string
 	for i := range 40 {
 		s := newService(fmt.Sprintf("s%02d", i), w.name, servicePort("", 80, 80))
@@ -348,7 +348,7 @@ func TestStrangeObjectsThatTheAPIServerAcceptsArePrinted(t *testing.T) {
 	})
 }
 
-// compareAddresses orders descriptions of endpoints as they are printed.
+// compareAddresses orders printed descriptions of endpoints.
 func compareAddresses(a, b string) int {
 	address := func(line string) netip.Addr { return netip.MustParseAddr(strings.Fields(line)[0]) }
 	return address(a).Compare(address(b))

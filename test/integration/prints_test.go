@@ -13,23 +13,22 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// prints is a writer that cuts what kpng-json writes into prints, each of them
-// all that it shows at a time. As nothing is between them, each has to end with
-// the same service.
+// prints is a writer that splits the output of kpng-json into prints of the whole state.
+// There is no separator, so each print must end with the same service.
 type prints struct {
-	// last is what the line of that service begins with.
+	// last is the beginning of that service's line.
 	last []byte
-	// each, if set, is called with each print, by who writes.
+	// each, if set, is called with each print by the writer.
 	each func(print []byte)
 
 	mu      sync.Mutex
 	rest    []byte
-	checked int // bytes of rest that have no end of a print in them
+	checked int // bytes of rest that contain no end of a print
 	print   []byte
 	more    chan struct{} // closed by the next print
 }
 
-// newPrints returns prints that end with a service of this name.
+// newPrints returns prints that end with the service of this name.
 func newPrints(namespace, name string) *prints {
 	return &prints{
 		last: fmt.Appendf(nil, `{"Service":{"Namespace":%q,"Name":%q,`, namespace, name),
@@ -62,15 +61,15 @@ func (p *prints) Write(b []byte) (int, error) {
 	}
 }
 
-// get returns the last print, and what is closed when there is another.
+// get returns the last print, and a channel that closes with the next.
 func (p *prints) get() ([]byte, <-chan struct{}) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.print, p.more
 }
 
-// wait waits for a print that is as is says, and returns it. If that does not come
-// it returns false, and the last one.
+// wait waits for a print for which is returns true, and returns it. After a timeout it
+// returns the last print and false.
 func (p *prints) wait(t testing.TB, is func([]byte) bool) ([]byte, bool) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -88,7 +87,7 @@ func (p *prints) wait(t testing.TB, is func([]byte) bool) ([]byte, bool) {
 	}
 }
 
-// expect fails the test unless want comes to be printed.
+// expect fails the test unless want is printed.
 func (p *prints) expect(t testing.TB, want []byte, by string) {
 	t.Helper()
 	if got, ok := p.wait(t, func(print []byte) bool { return bytes.Equal(print, want) }); !ok {

@@ -14,8 +14,7 @@ import (
 	"testing"
 )
 
-// lines is a writer that keeps what is written line by line, for readers that
-// wait for more.
+// lines is a writer that keeps its input as lines, for readers that wait for more.
 type lines struct {
 	mu   sync.Mutex
 	all  []string
@@ -41,16 +40,15 @@ func (l *lines) Write(p []byte) (int, error) {
 	}
 }
 
-// since returns the lines after the first n, and what is closed when there are
-// more of them.
+// since returns the lines after the first n, and a channel that closes when there are
+// more.
 func (l *lines) since(n int) ([]string, <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.all[n:], l.more
 }
 
-// wait returns the first line with all of the words in it, and fails the test
-// if it does not come.
+// wait returns the first line that contains all words. The test fails if there is none.
 func (l *lines) wait(t testing.TB, words ...string) string {
 	t.Helper()
 	ctx := within(t)
@@ -85,7 +83,7 @@ func (l *lines) String() string {
 	return strings.Join(list, "\n")
 }
 
-// process is a program that was started.
+// process is a running program.
 type process struct {
 	// stdout is nil if the output goes elsewhere.
 	stdout, stderr *lines
@@ -93,11 +91,10 @@ type process struct {
 	name  string
 	cmd   *exec.Cmd
 	ended chan struct{}
-	err   error // of the end
+	err   error // result of the process
 }
 
-// start starts kpng-json. It is ended with the test, the orderly way, unless it
-// has ended before.
+// start starts kpng-json. The end of the test stops it with SIGTERM, unless it has ended.
 func start(t testing.TB, args ...string) *process {
 	t.Helper()
 	out := newLines()
@@ -106,8 +103,7 @@ func start(t testing.TB, args ...string) *process {
 	return p
 }
 
-// launch does with any program what start does with kpng-json, and has it write
-// to out.
+// launch starts any program like start, with its output to out.
 func launch(t testing.TB, out io.Writer, program string, args ...string) *process {
 	t.Helper()
 	p := &process{stderr: newLines(), name: filepath.Base(program), ended: make(chan struct{})}
@@ -134,13 +130,13 @@ func launch(t testing.TB, out io.Writer, program string, args ...string) *proces
 	return p
 }
 
-// stop ends the process and expects it to take that well.
+// stop ends the process with SIGTERM and expects success.
 func (p *process) stop(t testing.TB) {
 	t.Helper()
 	if err := p.cmd.Process.Signal(os.Interrupt); err != nil {
 		t.Error(err)
 	}
-	// Not the test's context: it has ended when cleanup runs.
+	// The test's context has ended when cleanups run.
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	select {
@@ -154,7 +150,7 @@ func (p *process) stop(t testing.TB) {
 	}
 }
 
-// kill ends the process by SIGKILL and waits for its end.
+// kill ends the process with SIGKILL and waits.
 func (p *process) kill(t testing.TB) {
 	t.Helper()
 	if err := p.cmd.Process.Kill(); err != nil {
@@ -163,8 +159,7 @@ func (p *process) kill(t testing.TB) {
 	<-p.ended
 }
 
-// exit waits for the end that the process comes to by itself, and returns its
-// exit code.
+// exit waits for the process to end on its own and returns its exit code.
 func (p *process) exit(t testing.TB) int {
 	t.Helper()
 	ctx := within(t)
@@ -177,10 +172,10 @@ func (p *process) exit(t testing.TB) int {
 	}
 }
 
-// socket returns the address of a unix socket that is not there yet.
+// socket returns the address of a unix socket that does not exist.
 func socket(t testing.TB) string {
 	t.Helper()
-	// Not a test's own folder: its path is too long for a unix socket's.
+	// A test's own folder has too long a path for a unix socket.
 	dir, err := os.MkdirTemp("", "kpng-test-")
 	if err != nil {
 		t.Fatal(err)
@@ -189,15 +184,14 @@ func socket(t testing.TB) string {
 	return "unix://" + filepath.Join(dir, "api.sock")
 }
 
-// serve starts a kpng that serves a tenant's services, those with its name as
-// the proxy's.
+// serve starts a kpng server for a tenant's services, selected by the tenant's name.
 func serve(n *tenant, kubeconfig, address string) *process {
 	n.t.Helper()
 	return launch(n.t, io.Discard, kpngProgram(n.t), "kube", "--kubeconfig", kubeconfig, "--service-proxy-name", n.name,
 		"to-api", "--listen", address)
 }
 
-// relay starts a kpng that serves what another one serves.
+// relay starts a kpng that relays another server.
 func relay(n *tenant, from, address string) *process {
 	n.t.Helper()
 	return launch(n.t, io.Discard, kpngProgram(n.t), "api", "--api", from, "to-api", "--listen", address)

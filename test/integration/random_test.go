@@ -38,17 +38,17 @@ const (
 	operationsPerRound = 50
 )
 
-// TestWhatIsPrintedIsWhatTheAPIServerHas changes a namespace at random, under
-// the eyes of two proxies with names and the general one, each as a kpng-json
-// and as a proxy in this process that is handed informers, and compares what
-// they show with a view of what the API server lists, read as a manifest.
+// TestWhatIsPrintedIsWhatTheAPIServerHas changes a namespace at random while two named
+// proxies and the general one run, each as a kpng-json and as a proxy in this process
+// with informers. It compares their views with the view of the API server's listing, read
+// as a manifest.
 func TestWhatIsPrintedIsWhatTheAPIServerHas(t *testing.T) {
 	for _, test := range []struct {
 		name string
-		// byHand is how many more services without a selector there are.
+		// byHand is the number of additional services without a selector.
 		byHand int
-		// network is where external addresses are from: services of one claim
-		// those of the other's, whatever their namespace.
+		// network is the prefix of external addresses. Services in different namespaces with
+		// the same network conflict.
 		network string
 	}{
 		{"with few services without a selector", 0, "198.51.100"},
@@ -80,7 +80,7 @@ func TestWhatIsPrintedIsWhatTheAPIServerHas(t *testing.T) {
 				manifest := n.manifest(filepath.Join(t.TempDir(), "list.json"), n.list())
 				for _, s := range screens {
 					want := viewOf(t, manifest, s)
-					s.settle(func() string { return cmp.Diff(want, s.shown, equate) })
+					s.await(func() string { return cmp.Diff(want, s.shown, equate) })
 				}
 				if t.Failed() {
 					t.Fatalf("in round %d", round)
@@ -90,7 +90,7 @@ func TestWhatIsPrintedIsWhatTheAPIServerHas(t *testing.T) {
 	}
 }
 
-// equate compares views as JSON does: what is empty is not there.
+// equate compares views in their JSON form, which omits empty fields.
 var equate = cmp.Transformer("JSON", func(views []*api.ServiceEndpoints) []any {
 	var out []any
 	for _, v := range views {
@@ -107,7 +107,7 @@ var equate = cmp.Transformer("JSON", func(views []*api.ServiceEndpoints) []any {
 	return out
 })
 
-// startInformers starts those of a program that watches everything.
+// startInformers starts informers of the whole cluster.
 func startInformers(t testing.TB, server *apiserver.Server) *kube.Informers {
 	t.Helper()
 	factory := informers.NewSharedInformerFactory(server.Client(), 0)
@@ -125,14 +125,14 @@ func startInformers(t testing.TB, server *apiserver.Server) *kube.Informers {
 	return own
 }
 
-// objects are what there is of a tenant.
+// objects are the objects of a tenant.
 type objects struct {
 	services []*corev1.Service
 	slices   []*discoveryv1.EndpointSlice
 	nodes    []*corev1.Node
 }
 
-// list returns what the API server has of the tenant.
+// list returns the tenant's objects from the API server.
 func (n *tenant) list() objects {
 	n.t.Helper()
 	ctx := n.t.Context()
@@ -159,13 +159,13 @@ func pointers[T any](list []T) []*T {
 	return out
 }
 
-// manifest writes objects to a file, at a stroke.
+// manifest atomically writes objects to a file.
 func (n *tenant) manifest(path string, all objects) string {
 	n.t.Helper()
 	var items [][]byte
 	add := func(o object) {
 		n.setKind(o)
-		o.SetManagedFields(nil) // kubectl does not show them either
+		o.SetManagedFields(nil) // kubectl omits them too
 		text, err := json.Marshal(o)
 		if err != nil {
 			n.t.Fatal(err)
@@ -191,8 +191,8 @@ func (n *tenant) manifest(path string, all objects) string {
 	return path
 }
 
-// print returns what a kpng-json with the tenant's name as its proxy name has to
-// print of objects on some node.
+// print returns the expected print of a kpng-json on a node, with the tenant's name as
+// its proxy name.
 func (n *tenant) print(node string, all objects) []byte {
 	n.t.Helper()
 	convert, err := watcher.New(watcher.Options{ServiceProxyName: n.name})
@@ -236,7 +236,7 @@ func (n *tenant) print(node string, all objects) []byte {
 	return out.Bytes()
 }
 
-// viewOf returns what a proxy has to show of a manifest.
+// viewOf returns a proxy's expected views of a manifest.
 func viewOf(t testing.TB, manifest string, s *screen) []*api.ServiceEndpoints {
 	t.Helper()
 	var views []*api.ServiceEndpoints
@@ -260,7 +260,7 @@ func viewOf(t testing.TB, manifest string, s *screen) []*api.ServiceEndpoints {
 	return views
 }
 
-// newRandom returns a source of random numbers, and logs how to get the same.
+// newRandom returns a random source and logs its seed.
 func newRandom(t testing.TB) *rand.Rand {
 	number := *seed
 	if number == 0 {
@@ -276,14 +276,14 @@ type randomizer struct {
 	*rand.Rand
 	proxies []string
 	network string
-	// services and slices are how many of them there can be.
+	// services and slices are the maximum numbers.
 	services, slices int
 }
 
 // pick returns one of its arguments.
 func pick[T any](r *rand.Rand, from ...T) T { return from[r.IntN(len(from))] }
 
-// operate does one thing.
+// operate makes one random change.
 func (r *randomizer) operate() {
 	r.t.Helper()
 	node := r.node(pick(r.Rand, "", "a", "b"))
@@ -309,7 +309,7 @@ func (r *randomizer) operate() {
 			err = r.admit(service.Name)
 		default:
 			err = r.tryPut(service)
-			if apierrors.IsInvalid(err) { // what cannot be changed has changed
+			if apierrors.IsInvalid(err) { // an immutable field changed
 				r.remove(service)
 				err = r.tryPut(service)
 			}
@@ -322,8 +322,8 @@ func (r *randomizer) operate() {
 
 func serviceName(i int) string { return fmt.Sprintf("r%03d", i) }
 
-// service returns service number i, of any kind. There are few external IPs,
-// ports and families, so that services claim each other's.
+// service returns a random service with number i. There are few external IPs, ports and
+// families, so that services conflict.
 func (r *randomizer) service(i int) *corev1.Service {
 	s := newService(serviceName(i), r.proxies[i%len(r.proxies)])
 	if r.IntN(5) == 0 {
@@ -360,7 +360,7 @@ func (r *randomizer) service(i int) *corev1.Service {
 	return s
 }
 
-// admit gives a service addresses of a load balancer.
+// admit sets load-balancer addresses of a service.
 func (r *randomizer) admit(name string) error {
 	ingress := pick(r.Rand,
 		`{"ip":%q,"ipMode":"VIP"}`,
@@ -369,13 +369,13 @@ func (r *randomizer) admit(name string) error {
 	patch := fmt.Sprintf(`{"status":{"loadBalancer":{"ingress":[`+ingress+`]}}}`, r.network+".3")
 	_, err := r.client.CoreV1().Services(r.name).Patch(r.t.Context(), name, types.MergePatchType, []byte(patch), metav1.PatchOptions{}, "status")
 	if apierrors.IsInvalid(err) {
-		return nil // no load balancer
+		return nil // not a LoadBalancer service
 	}
 	return err
 }
 
-// slice returns a slice of any service, most often with the labels that the
-// controller would give it.
+// slice returns a slice of a random service, usually with the labels that the controller
+// sets.
 func (r *randomizer) slice() *discoveryv1.EndpointSlice {
 	of := newService(serviceName(r.IntN(r.services)), pick(r.Rand, r.proxies...))
 	if stored, err := r.client.CoreV1().Services(r.name).Get(r.t.Context(), of.Name, metav1.GetOptions{}); err == nil && r.IntN(8) > 0 {

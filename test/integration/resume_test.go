@@ -10,10 +10,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// TestWhoComesBackIsToldWhatChanged cuts off a client and a relay from a server
-// while some of 200 services change, and counts the bytes that come when they are
-// back. The server that was started anew, which knows no tokens of the old one,
-// tells everything.
+// TestWhoComesBackIsToldWhatChanged disconnects a client and a relay from a server while
+// some of 200 services change. It counts the bytes after they reconnect. A restarted
+// server, which does not know the old tokens, sends the whole state.
 func TestWhoComesBackIsToldWhatChanged(t *testing.T) {
 	const services = 200
 	t.Parallel()
@@ -43,7 +42,7 @@ func TestWhoComesBackIsToldWhatChanged(t *testing.T) {
 	direct := printer(served)
 	for _, test := range []struct {
 		name string
-		// start starts what is served at an address, and returns what it shows.
+		// start starts the process at an address and returns its prints.
 		start func(address string) *prints
 	}{
 		{"a client", printer},
@@ -60,7 +59,7 @@ func TestWhoComesBackIsToldWhatChanged(t *testing.T) {
 				t.Helper()
 				out.expect(t, n.print(n.name, n.list()), who)
 			}
-			// away changes services and the stamp, as nobody comes through the gate.
+			// away changes services and the stamp while the gate is closed.
 			away := func(changes int) {
 				t.Helper()
 				gate.close()

@@ -10,10 +10,10 @@ import (
 	"github.com/kpng-project/kpng/test/apiserver"
 )
 
-// TestTheSameIsPrintedWhereverItComesFrom has kpng-json print the same 200
-// services as it watches the API server, as it follows manifests, and as it is
-// served by another kpng. Each has to print, byte for byte, what a list of the
-// API server's objects makes, in the beginning and after each of 500 changes.
+// TestTheSameIsPrintedWhereverItComesFrom runs kpng-json with the same 200 services from
+// the API server, from manifests, and from another kpng. At the beginning and after each
+// of 500 changes, each print must equal the one computed from the API server's listing,
+// byte for byte.
 func TestTheSameIsPrintedWhereverItComesFrom(t *testing.T) {
 	const services, changes = 200, 500
 	t.Parallel()
@@ -27,7 +27,7 @@ func TestTheSameIsPrintedWhereverItComesFrom(t *testing.T) {
 	for range services {
 		n.put(r.slice())
 	}
-	stamp := newService("zzz-stamp", n.name, servicePort("", 1, 1)) // makes each print another
+	stamp := newService("zzz-stamp", n.name, servicePort("", 1, 1)) // makes each print different
 	n.put(stamp)
 
 	printer := func(args ...string) *prints {
@@ -40,8 +40,8 @@ func TestTheSameIsPrintedWhereverItComesFrom(t *testing.T) {
 	api := socket(t)
 	serve(n, kubeconfig, api)
 	served := printer("--api", api)
-	// Manifests are read when they have not changed for a while, so there are
-	// some, each followed by a kpng-json, that change in turn.
+	// Manifests are read only after a pause without changes, so several followed manifests
+	// change in turn.
 	type following struct {
 		manifest string
 		out      *prints

@@ -20,13 +20,12 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 )
 
-// screen is what kpng-json, or something that prints the same, shows of a
-// tenant's services.
+// screen is the state of a tenant's services that kpng-json, or a sink with the same
+// output, shows.
 //
-// Prints have nothing between them, and one that lists no service is no print at
-// all. So each screen has a service of its own that is last of the tenant's, a
-// stamp: it ends each print and, by the numbers of its port and of that of its
-// endpoint, tells which writes to the API the print has in it.
+// Prints have no separator, and one without services is empty. So each screen has an
+// additional service, a stamp, which sorts last. It ends each print. The numbers of its
+// port and of its endpoint's port identify the API writes that the print includes.
 type screen struct {
 	tenant *tenant
 	proxy  string
@@ -35,14 +34,13 @@ type screen struct {
 	stamp      *corev1.Service
 	stampSlice *discoveryv1.EndpointSlice
 
-	read  int // how many lines of out were looked at
+	read  int // number of processed lines of out
 	next  []*api.ServiceEndpoints
 	shown []*api.ServiceEndpoints // without the stamp
-	at    int32                   // what the stamp says
+	at    int32                   // the number in the stamp
 }
 
-// newScreen puts the stamp into the API, so that whatever starts to print to out
-// afterwards has it in its first print.
+// newScreen creates the stamp, so that every later output to out includes it.
 func newScreen(n *tenant, proxy string, out *lines) *screen {
 	n.t.Helper()
 	s := &screen{tenant: n, proxy: proxy, out: out}
@@ -63,7 +61,7 @@ func startScreen(n *tenant, kubeconfig, proxy string) *screen {
 	return s
 }
 
-// runScreen does with a proxy in this process what startScreen does with another.
+// runScreen runs a proxy in this process with the same output.
 func runScreen(n *tenant, opts kpng.Options) *screen {
 	n.t.Helper()
 	s := newScreen(n, opts.Services.ServiceProxyName, newLines())
@@ -86,7 +84,7 @@ func printTo(out *lines, services []*api.ServiceEndpoints) error {
 	return nil
 }
 
-// run runs a proxy in this process until the test, or stop, ends it.
+// run runs a proxy in this process until the test ends or stop is called.
 func run(t testing.TB, opts kpng.Options, sinks ...sink.Sink) (p *kpng.Proxy, stop func()) {
 	t.Helper()
 	for _, s := range sinks {
@@ -114,16 +112,16 @@ func run(t testing.TB, opts kpng.Options, sinks ...sink.Sink) (p *kpng.Proxy, st
 	return p, stop
 }
 
-// expect fails the test unless what is printed comes to be want, as describe
-// puts it, with all in it that was written to the API before.
+// expect fails the test unless the output, including all earlier API writes, becomes want
+// in the form of describe.
 func (s *screen) expect(want ...string) {
 	s.tenant.t.Helper()
-	s.settle(func() string { return cmp.Diff(want, describe(s.shown)) })
+	s.await(func() string { return cmp.Diff(want, describe(s.shown)) })
 }
 
-// settle fails the test unless diff comes to return "" for what is shown, with
-// all in it that was written to the API before.
-func (s *screen) settle(diff func() string) {
+// await fails the test unless diff returns "" for the output, including all earlier API
+// writes.
+func (s *screen) await(diff func() string) {
 	t := s.tenant.t
 	t.Helper()
 	stamp := s.stamp.Spec.Ports[0].Port + 1
@@ -149,7 +147,7 @@ func (s *screen) settle(diff func() string) {
 	}
 }
 
-// take takes note of the next line.
+// take processes the next line.
 func (s *screen) take(line string) {
 	t := s.tenant.t
 	t.Helper()
@@ -176,7 +174,7 @@ func (s *screen) take(line string) {
 	}
 }
 
-// checkAll looks at what was printed since.
+// checkAll processes the output since the last call.
 func (s *screen) checkAll() {
 	list, _ := s.out.since(s.read)
 	for _, line := range list {
@@ -184,8 +182,8 @@ func (s *screen) checkAll() {
 	}
 }
 
-// belongs returns an error unless the service is one for the screen's proxy.
-// Prints have the service's label in them.
+// belongs returns an error unless the service belongs to the screen's proxy. Prints
+// contain the service's label.
 func (s *screen) belongs(view *api.ServiceEndpoints) error {
 	label, labelled := view.Service.Labels[watcher.LabelServiceProxyName]
 	switch {
@@ -198,7 +196,7 @@ func (s *screen) belongs(view *api.ServiceEndpoints) error {
 	}
 }
 
-// describe puts views in lines: a service, then each of its endpoints indented.
+// describe returns views as lines: each service, then its endpoints, indented.
 //
 //	web IPv4 http=80
 //	  10.1.0.1 http=8080 local

@@ -25,13 +25,12 @@ import (
 func TestASinkInTroubleLosesNothingAndIsToldEachServiceOnce(t *testing.T) {
 	for _, test := range []struct {
 		name string
-		// failures are what the Syncs do that see the first change. The last of
-		// them ends when release is closed.
+		// failures are the steps of the Syncs with the first change. The last one waits for
+		// release.
 		failures func(release <-chan struct{}) []sinktest.Step
-		// acked says that the last of them acknowledges what it was told.
+		// acked reports whether the last one acknowledges the change.
 		acked bool
-		// alone says that the driver has found the service at fault, which then comes
-		// in a Sync of its own.
+		// alone reports that the driver has isolated the failing service.
 		alone bool
 	}{
 		{"it fails three times", func(release <-chan struct{}) []sinktest.Step {
@@ -76,7 +75,7 @@ func TestASinkInTroubleLosesNothingAndIsToldEachServiceOnce(t *testing.T) {
 			if err := rec.WaitSyncs(within(t), syncs+len(failures)-1); err != nil {
 				t.Fatal(err)
 			}
-			// What happens while the last of them runs is told together.
+			// Changes during the last one are delivered together.
 			port("a", 82)
 			port("a", 83)
 			port("b", 81)
@@ -130,7 +129,7 @@ func TestASinkInTroubleLosesNothingAndIsToldEachServiceOnce(t *testing.T) {
 	}
 }
 
-// after returns a step that waits for release.
+// after returns a step that waits for release and then plays step.
 func after(release <-chan struct{}, step sinktest.Step) sinktest.Step {
 	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 		<-release
@@ -138,7 +137,7 @@ func after(release <-chan struct{}, step sinktest.Step) sinktest.Step {
 	}
 }
 
-// portOf returns the port of a view's service, 0 if there is none.
+// portOf returns the port of a view's service, or 0.
 func portOf(v *api.ServiceEndpoints) int32 {
 	if v == nil {
 		return 0
@@ -146,7 +145,7 @@ func portOf(v *api.ServiceEndpoints) int32 {
 	return v.Service.Ports[0].Port
 }
 
-// waitState waits until what p knows of the cluster is as done says.
+// waitState waits until done returns true for p's state of the cluster.
 func waitState(t *testing.T, p *kpng.Proxy, done func(*cluster.Snapshot) bool) {
 	t.Helper()
 	ctx := within(t)
@@ -163,13 +162,14 @@ func waitState(t *testing.T, p *kpng.Proxy, done func(*cluster.Snapshot) bool) {
 	}
 }
 
-// permissions are what docs/running.md says that a proxy needs.
+// permissions are the permissions of a proxy in docs/running.md.
 var permissions = []rbacv1.PolicyRule{
 	{APIGroups: []string{""}, Resources: []string{"services", "nodes"}, Verbs: []string{"get", "list", "watch"}},
 	{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"get", "list", "watch"}},
 }
 
-// TestNothingIsLeftRunning is not parallel: it would see the goroutines of others.
+// TestNothingIsLeftRunning is not parallel, because it would see the goroutines of other
+// tests.
 func TestNothingIsLeftRunning(t *testing.T) {
 	server := shared.Get(t)
 	n := newTenant(t, server)
@@ -179,7 +179,7 @@ func TestNothingIsLeftRunning(t *testing.T) {
 		s.Spec.Selector = nil
 		n.put(s)
 	}
-	// Users of their own have connections of their own.
+	// Separate users have separate connections.
 	somebody := server.User(t, permissions...)
 	nobody := server.User(t)
 	nowhere := rest.CopyConfig(nobody)
@@ -228,7 +228,7 @@ func TestNothingIsLeftOnInformers(t *testing.T) {
 		NodeName:  n.name,
 		Services:  watcher.Options{ServiceProxyName: n.name},
 	}
-	// Once the informers have told of a change, they start nothing more.
+	// After the informers have delivered a change, they start no more goroutines.
 	p, stop := run(t, opts, sinktest.NewRecorder(t, nil))
 	applied(t, p, nil)
 	web := newService("web", n.name, servicePort("", 80, 80))

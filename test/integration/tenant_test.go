@@ -23,8 +23,8 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// tenant is a test's part of a server: a namespace, and a node of the same name
-// that need not exist.
+// tenant is a test's part of a server: a namespace, and a node of the same name, which
+// need not exist.
 type tenant struct {
 	t      testing.TB
 	client kubernetes.Interface
@@ -43,7 +43,7 @@ func newTenant(t testing.TB, server *apiserver.Server) *tenant {
 	return &tenant{t, server.Client(), name}
 }
 
-// through returns the tenant with another API server to write to.
+// through returns the tenant with another API server for writes.
 func (n *tenant) through(server *apiserver.Server) *tenant {
 	return &tenant{n.t, server.Client(), n.name}
 }
@@ -54,7 +54,7 @@ type object interface {
 	runtime.Object
 }
 
-// put creates objects, or makes those that are there say what these say.
+// put creates or updates objects.
 func (n *tenant) put(objects ...object) {
 	n.t.Helper()
 	for _, o := range objects {
@@ -86,7 +86,7 @@ func (n *tenant) create(o object) error {
 	return err
 }
 
-// setKind makes an object say what it is.
+// setKind sets the kind in an object.
 func (n *tenant) setKind(o object) {
 	n.t.Helper()
 	kinds, _, err := scheme.Scheme.ObjectKinds(o)
@@ -110,7 +110,7 @@ func (n *tenant) tryRemove(o object) error {
 	return n.at(o, rest.Interface.Delete).Do(n.t.Context()).Error()
 }
 
-// at returns a request about o.
+// at returns a request for o.
 func (n *tenant) at(o object, verb func(rest.Interface) *rest.Request) *rest.Request {
 	switch o.(type) {
 	case *corev1.Service:
@@ -123,7 +123,7 @@ func (n *tenant) at(o object, verb func(rest.Interface) *rest.Request) *rest.Req
 	panic(fmt.Sprintf("unexpected %T", o))
 }
 
-// service returns the service as the API server has it.
+// service returns the service from the API server.
 func (n *tenant) service(name string) *corev1.Service {
 	n.t.Helper()
 	s, err := n.client.CoreV1().Services(n.name).Get(n.t.Context(), name, metav1.GetOptions{})
@@ -142,8 +142,8 @@ func (n *tenant) node(zone string) *corev1.Node {
 	return node
 }
 
-// newService returns a service with a selector, for the proxy of this name; ""
-// stands for the general one.
+// newService returns a service with a selector for a named proxy, or for the general one
+// if proxy is "".
 func newService(name, proxy string, ports ...corev1.ServicePort) *corev1.Service {
 	return &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: name, Labels: proxyLabel(proxy)},
@@ -151,8 +151,7 @@ func newService(name, proxy string, ports ...corev1.ServicePort) *corev1.Service
 	}
 }
 
-// newSlice returns a slice of a service, with the labels that the controller
-// copies.
+// newSlice returns a slice of a service, with the labels that the controller copies.
 func newSlice(name string, of *corev1.Service, ports []discoveryv1.EndpointPort, endpoints ...discoveryv1.Endpoint) *discoveryv1.EndpointSlice {
 	s := &discoveryv1.EndpointSlice{
 		ObjectMeta:  metav1.ObjectMeta{Name: name, Labels: proxyLabel(of.Labels[watcher.LabelServiceProxyName])},
@@ -174,7 +173,7 @@ func proxyLabel(proxy string) map[string]string {
 	return map[string]string{watcher.LabelServiceProxyName: proxy}
 }
 
-// newEndpoint returns a ready endpoint on a node; "" stands for none.
+// newEndpoint returns a ready endpoint on a node, or without a node if that is "".
 func newEndpoint(addr, node string) discoveryv1.Endpoint {
 	e := discoveryv1.Endpoint{Addresses: []string{addr}, Conditions: conditions(true, true, false)}
 	if node != "" {
@@ -187,7 +186,7 @@ func conditions(ready, serving, terminating bool) discoveryv1.EndpointConditions
 	return discoveryv1.EndpointConditions{Ready: &ready, Serving: &serving, Terminating: &terminating}
 }
 
-// servicePort returns a port of a service whose target is a number or a name.
+// servicePort returns a service port with a numeric or named target.
 func servicePort(name string, port int32, target any) corev1.ServicePort {
 	p := corev1.ServicePort{Name: name, Port: port}
 	switch t := target.(type) {

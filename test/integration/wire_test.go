@@ -12,27 +12,27 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// wire sees the requests of a proxy in this process.
+// wire records the requests of a proxy in this process.
 type wire struct {
 	mu       sync.Mutex
 	requests []request
 	more     chan struct{} // closed by the next request
 }
 
-// request is a request that was answered, or could not be.
+// request is a completed request.
 type request struct {
-	// resource is what was asked for, such as "services".
+	// resource is the requested resource, such as "services".
 	resource string
-	// list says that it asked for a listing, streamed or not.
+	// list reports whether it requested a listing, streamed or not.
 	list bool
-	// status is the answer's, and err why there is none.
+	// status is the response's status; err is the error without a response.
 	status int
 	err    error
 }
 
 func newWire() *wire { return &wire{more: make(chan struct{})} }
 
-// tap makes whatever uses config go by this wire.
+// tap makes all users of config go through this wire.
 func (w *wire) tap(config *rest.Config) *rest.Config {
 	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return &tap{w, next} })
 	return config
@@ -65,17 +65,17 @@ func (t *tap) RoundTrip(r *http.Request) (*http.Response, error) {
 	return answer, err
 }
 
-// WrappedRoundTripper is by what client-go finds the connections to close.
+// WrappedRoundTripper lets client-go find the connections to close.
 func (t *tap) WrappedRoundTripper() http.RoundTripper { return t.next }
 
-// count returns how many requests there were, to wait for those after.
+// count returns the number of requests, for a later wait.
 func (w *wire) count() int {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return len(w.requests)
 }
 
-// wait waits for a request after the first n.
+// wait waits for a matching request after the first n.
 func (w *wire) wait(t testing.TB, n int, what string, is func(request) bool) {
 	t.Helper()
 	ctx := within(t)

@@ -14,11 +14,11 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 )
 
-// thisNode is the node whose proxies are compared.
+// thisNode is the node of the compared proxies.
 const thisNode = "n1"
 
-// cluster is a service with its slices, and the zone of this node. No two endpoints
-// have one address: of those, kube-proxy takes any, and kpng the best.
+// cluster is a service with its slices, and the zone of this node. No two endpoints have
+// the same address: kube-proxy would use any of them, and kpng the best.
 type cluster struct {
 	service *corev1.Service
 	slices  []*discoveryv1.EndpointSlice
@@ -60,8 +60,8 @@ func (r chance) condition() *bool { return pick(r, nil, new(true), new(false)) }
 
 func pick[T any](r chance, from ...T) T { return from[r.IntN(len(from))] }
 
-// portNames, protocols and ports are those of the service's ports, of which it has
-// the first one or more. Two ports share a number.
+// portNames, protocols and ports are those of the service's ports. A service has one or
+// more of them. Two ports have the same number.
 var (
 	protocols = []corev1.Protocol{"TCP", "UDP", "TCP"}
 	ports     = []int32{80, 53, 53}
@@ -144,11 +144,11 @@ func (r chance) loadBalancer(s *corev1.Service) {
 	}
 }
 
-// endpointMaker makes the slices of one cluster, most endpoints of which have hints,
-// or conditions, of one kind: endpoints that differ in all hardly ever agree on one.
+// endpointMaker makes the slices of a cluster. Most endpoints have hints and conditions
+// of one kind; with all kinds mixed, endpoints would rarely agree.
 type endpointMaker struct {
 	chance
-	hints      int // 0: none, 1: zones mostly, 2: nodes and zones mostly, else any
+	hints      int // 0: none, 1: mostly zones, 2: mostly nodes and zones, else any
 	conditions int // 0: any, 1: none is ready, 2: all are ready
 	made       int
 }

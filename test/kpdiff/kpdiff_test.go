@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package kpdiff holds the meaning of services against kube-proxy: random clusters go
-// through the packages that kube-proxy decides with, and through watcher and nodeview.
-// Only the differences that docs/semantics.md declares may show.
+// Package kpdiff compares kpng's meaning of services with kube-proxy's. Random clusters
+// go through the packages with which kube-proxy decides, and through watcher and
+// nodeview. Only the differences declared in docs/semantics.md are allowed.
 package kpdiff
 
 import (
@@ -21,27 +21,27 @@ import (
 
 var clusters = flag.Int("clusters", 10_000, "how many random clusters are compared; with fewer than 5,000, declared differences may not show")
 
-// decided is what a proxy does with a cluster's service on one node.
+// decided has a proxy's decisions about a cluster's service on one node.
 type decided struct {
-	// frontends says what becomes of traffic at each place, in words.
+	// frontends describes the treatment of traffic at each frontend.
 	frontends map[string]string
-	// health is what health checks of load balancers count, by family. A family
-	// without health checks is not in it.
+	// health has the counts of load balancers' health checks, by family. A family without
+	// health checks is missing.
 	health map[string]int
 }
 
-// A difference is declared if docs/semantics.md says that kpng means it.
+// A difference is declared if docs/semantics.md describes it as intended.
 const (
-	// otherFamily: source ranges of the other family only admit nobody. kube-proxy
-	// admits all.
+	// otherFamily: if all source ranges are of the other family, kpng admits no source and
+	// kube-proxy admits all.
 	otherFamily = "source ranges of the other family only"
-	// otherPorts: health checks count endpoints that serve a port of the service.
+	// otherPorts: health checks of kpng count endpoints that serve a port of the service.
 	// kube-proxy counts those of all ports of slices.
 	otherPorts = "health checks of endpoints that serve no port of the service"
 )
 
 func TestOnlyDeclaredDifferences(t *testing.T) {
-	// kube-proxy logs each slice and service that it does not like.
+	// kube-proxy logs each slice and service that it rejects.
 	klog.LogToStderr(false)
 	klog.SetOutput(io.Discard)
 	declared := map[string]int{}
@@ -49,8 +49,8 @@ func TestOnlyDeclaredDifferences(t *testing.T) {
 	for i := range *clusters {
 		c := newCluster(rand.New(rand.NewPCG(uint64(i), 7)))
 		want, got := kubeProxy(c), kpng(t, c)
-		for _, place := range places(want.frontends, got.frontends) {
-			want, got := want.frontends[place], got.frontends[place]
+		for _, at := range frontendsOf(want.frontends, got.frontends) {
+			want, got := want.frontends[at], got.frontends[at]
 			verdict, _, _ := strings.Cut(want, " ")
 			verdicts[verdict]++
 			switch {
@@ -58,10 +58,10 @@ func TestOnlyDeclaredDifferences(t *testing.T) {
 			case got == want+fromNobody:
 				declared[otherFamily]++
 			default:
-				t.Errorf("cluster %d: %s: kube-proxy %q, kpng %q", i, place, want, got)
+				t.Errorf("cluster %d: %s: kube-proxy %q, kpng %q", i, at, want, got)
 			}
 		}
-		for _, family := range places(want.health, got.health) {
+		for _, family := range frontendsOf(want.health, got.health) {
 			want, checked := want.health[family]
 			got, checks := got.health[family]
 			switch {
@@ -77,7 +77,7 @@ func TestOnlyDeclaredDifferences(t *testing.T) {
 		}
 	}
 	t.Logf("%d clusters: frontends by verdict %v, declared differences %v", *clusters, verdicts, declared)
-	// The comparison is worth nothing where the clusters do not vary.
+	// The comparison needs variety in the clusters.
 	for _, verdict := range []string{"to", "drop", "reject"} {
 		if verdicts[verdict] == 0 {
 			t.Errorf("no frontend has the verdict %q", verdict)
@@ -90,14 +90,14 @@ func TestOnlyDeclaredDifferences(t *testing.T) {
 	}
 }
 
-// places returns the keys of both maps in order.
-func places[T any](a, b map[string]T) []string {
+// frontendsOf returns the sorted keys of both maps.
+func frontendsOf[T any](a, b map[string]T) []string {
 	all := maps.Clone(a)
 	maps.Copy(all, b)
 	return slices.Sorted(maps.Keys(all))
 }
 
-// fromNobody is what describe adds for a frontend that admits no source.
+// fromNobody is the suffix of a frontend that admits no source.
 const fromNobody = " from"
 
 // externally describes an external frontend.
@@ -121,10 +121,10 @@ func forwarded(endpoints []string) string {
 	return "to " + strings.Join(endpoints, " ")
 }
 
-func place(address string, protocol corev1.Protocol, port int) string {
+func frontendAt(address string, protocol corev1.Protocol, port int) string {
 	return fmt.Sprintf("%s/%s/%d", address, protocol, port)
 }
 
-func nodePlace(family corev1.IPFamily, protocol corev1.Protocol, port int) string {
-	return place("node"+string(family), protocol, port)
+func nodeFrontendAt(family corev1.IPFamily, protocol corev1.Protocol, port int) string {
+	return frontendAt("node"+string(family), protocol, port)
 }

@@ -13,8 +13,7 @@ import (
 	"k8s.io/kubernetes/pkg/proxy"
 )
 
-// kubeProxy returns what kube-proxy decides, by the steps that its backends have in
-// common.
+// kubeProxy returns kube-proxy's decisions, using the steps that its backends share.
 func kubeProxy(c *cluster) decided {
 	d := decided{map[string]string{}, map[string]int{}}
 	labels := map[string]string{}
@@ -60,13 +59,13 @@ func kubeProxy(c *cluster) decided {
 	return d
 }
 
-// addKubeProxyPort adds the frontends of a service port. use returns what becomes of
+// addKubeProxyPort adds the frontends of a service port. use returns the treatment of
 // traffic under policy Local or Cluster.
 func (d *decided) addKubeProxyPort(family corev1.IPFamily, port proxy.ServicePort, use func(local bool) string) {
 	affinity := port.StickyMaxAgeSeconds()
 	local := port.ExternalPolicyLocal()
 	external := func(sources []string) string { return externally(use(local), use(false), affinity, local, sources) }
-	at := func(address string) string { return place(address, port.Protocol(), port.Port()) }
+	at := func(address string) string { return frontendAt(address, port.Protocol(), port.Port()) }
 
 	d.frontends[at(port.ClusterIP().String())] = use(port.InternalPolicyLocal()) + stickiness(affinity)
 	for _, ip := range port.ExternalIPs() {
@@ -80,11 +79,11 @@ func (d *decided) addKubeProxyPort(family corev1.IPFamily, port proxy.ServicePor
 		d.frontends[at(ip.String())] = external(sources)
 	}
 	if port.NodePort() != 0 {
-		d.frontends[nodePlace(family, port.Protocol(), port.NodePort())] = external(nil)
+		d.frontends[nodeFrontendAt(family, port.Protocol(), port.NodePort())] = external(nil)
 	}
 }
 
-// kpng returns what kpng decides: the conversion of package watcher, then nodeview.
+// kpng returns kpng's decisions: the conversion of package watcher, then nodeview.
 func kpng(t *testing.T, c *cluster) decided {
 	t.Helper()
 	d := decided{map[string]string{}, map[string]int{}}
@@ -120,9 +119,9 @@ func kpng(t *testing.T, c *cluster) decided {
 	}
 	for f := range nodeview.Frontends(view) {
 		protocol, affinity := corev1.Protocol(f.Protocol.String()), int(f.Affinity.Seconds())
-		at := place(f.Addr.String(), protocol, int(f.Port))
+		at := frontendAt(f.Addr.String(), protocol, int(f.Port))
 		if f.Kind == nodeview.NodePort {
-			at = nodePlace(corev1.IPFamily(f.Family.String()), protocol, int(f.Port))
+			at = nodeFrontendAt(corev1.IPFamily(f.Family.String()), protocol, int(f.Port))
 		}
 		if f.Kind == nodeview.ClusterIP {
 			d.frontends[at] = trafficText(f.Elsewhere) + stickiness(affinity)

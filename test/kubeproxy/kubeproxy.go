@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package kubeproxy makes Kubernetes' own service proxy available to tests: what
-// kpng's backends are measured against, and what their conformance kit is
-// calibrated with.
+// Package kubeproxy runs Kubernetes' own service proxy in tests. kpng's backends are
+// compared with it, and the conformance kit is calibrated with it.
 package kubeproxy
 
 import (
@@ -17,38 +16,35 @@ import (
 	"github.com/kpng-project/kpng/test/gotool"
 )
 
-// Options say how a kube-proxy is configured. What they do not say has
-// kube-proxy's defaults.
+// Options configure a kube-proxy. Everything else has kube-proxy's defaults.
 type Options struct {
 	// Kubeconfig is the path of a kubeconfig file of the cluster.
 	Kubeconfig string
-	// Node is the name of the node, which must exist in the cluster: kube-proxy
-	// waits for its addresses.
+	// Node is the name of the node, which must exist: kube-proxy waits for its addresses.
 	Node string
-	// MinSyncPeriod is the least time between two syncs; 0 is kube-proxy's
-	// default, a second.
+	// MinSyncPeriod is the minimum time between two syncs; 0 means kube-proxy's default, one
+	// second.
 	MinSyncPeriod time.Duration
-	// ClusterCIDR is where the pods are, as kube-proxy's configuration has it;
-	// empty where there is no saying which traffic comes from pods.
+	// ClusterCIDR is kube-proxy's setting for the pod network. Empty means that traffic from
+	// pods cannot be detected.
 	ClusterCIDR string
-	// NodePortAddresses are the networks of the node's addresses at which node
-	// ports are served; kube-proxy's default is its primary addresses.
+	// NodePortAddresses contain the node's addresses that serve node ports. kube-proxy's
+	// default is the primary addresses.
 	NodePortAddresses []string
-	// MasqueradeAll gives all connections to cluster IPs the node's address.
+	// MasqueradeAll masquerades all connections to cluster IPs.
 	MasqueradeAll bool
 }
 
-// Command returns the program, which is built if it is not yet, and arguments
-// that make it a proxy in nftables mode. It has to run as root, or with
-// CAP_NET_ADMIN, in the network namespace of the node, from where it reaches
-// the API server; it listens there on 127.0.0.1:10249 and :10256.
+// Command returns kube-proxy, built if needed, with arguments for nftables mode. It must
+// run as root, or with CAP_NET_ADMIN, in the node's network namespace, which must reach
+// the API server. It listens there on 127.0.0.1:10249 and :10256.
 func Command(t testing.TB, o Options) []string {
 	t.Helper()
 	program, err := gotool.Build(t.Context(), gotool.KubeProxy)
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The limits of connection tracking are the machine's and not a namespace's.
+	// The limits of connection tracking belong to the machine, not to the namespace.
 	config := fmt.Sprintf(`apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
 mode: nftables
@@ -66,7 +62,7 @@ conntrack: {maxPerCore: 0, min: 0, tcpCloseWaitTimeout: 0s, tcpEstablishedTimeou
 	return []string{program, "--config=" + path}
 }
 
-// quoted returns the words as the items of a list in YAML.
+// quoted returns the words as items of a YAML list.
 func quoted(words []string) string {
 	var list []string
 	for _, w := range words {

@@ -13,12 +13,12 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// namespace is a network namespace. It goes with its test.
+// namespace is a network namespace that exists until its test ends.
 type namespace struct{ *netnstest.Namespace }
 
 func newNamespace(t testing.TB) namespace { return namespace{netnstest.New(t)} }
 
-// sh runs a program and returns what it prints.
+// sh runs a program and returns its output.
 func sh(t testing.TB, args ...string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), time.Minute)
@@ -30,7 +30,7 @@ func sh(t testing.TB, args ...string) string {
 	return string(out)
 }
 
-// join makes a link from an interface of a node to eth0 of another namespace.
+// join links an interface of a node with eth0 of another namespace.
 func join(t testing.TB, node namespace, name, nodeAddr string, other namespace, addrs ...string) {
 	t.Helper()
 	node.Join(t, name, other.Namespace, "eth0")
@@ -52,7 +52,7 @@ func (n namespace) client(t testing.TB, to string) net.Conn {
 	return c
 }
 
-// ask returns who answers, empty if nobody does.
+// ask returns the name of the pod that answers, or "" without an answer.
 func ask(c net.Conn) string {
 	c.SetDeadline(time.Now().Add(200 * time.Millisecond))
 	if _, err := c.Write([]byte("?")); err != nil {

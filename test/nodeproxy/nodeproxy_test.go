@@ -30,14 +30,13 @@ var shared apiserver.Shared
 
 func TestMain(m *testing.M) { os.Exit(shared.Run(m)) }
 
-// The rights of the DaemonSet's service account.
+// The permissions of the DaemonSet's service account.
 var rights = []rbacv1.PolicyRule{
 	{APIGroups: []string{""}, Resources: []string{"services", "nodes"}, Verbs: []string{"get", "list", "watch"}},
 	{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"get", "list", "watch"}},
 }
 
-// least runs what follows as root with CAP_NET_ADMIN and nothing else, as the
-// DaemonSet does.
+// least is a command prefix for root with only CAP_NET_ADMIN, as in the DaemonSet.
 var least = []string{"setpriv", "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--no-new-privs"}
 
 const (
@@ -95,7 +94,7 @@ func (w *world) check(err error) {
 	}
 }
 
-// service creates a service, and returns what the API server makes of it.
+// service creates a service and returns the API server's version of it.
 func (w *world) service(name string, spec corev1.ServiceSpec) *corev1.Service {
 	w.t.Helper()
 	svc, err := w.server.Client().CoreV1().Services(w.namespace).Create(w.t.Context(),
@@ -104,7 +103,7 @@ func (w *world) service(name string, spec corev1.ServiceSpec) *corev1.Service {
 	return svc
 }
 
-// lead makes a service lead to one address, on a node.
+// lead sets one endpoint address of a service, on a node.
 func (w *world) lead(service *corev1.Service, ip, node string) {
 	w.t.Helper()
 	slices := w.server.Client().DiscoveryV1().EndpointSlices(w.namespace)
@@ -125,8 +124,8 @@ func (w *world) lead(service *corev1.Service, ip, node string) {
 	w.check(err)
 }
 
-// run starts kpng and waits until it is ready. What it logs is shown if the test
-// fails. End sends it a signal and returns how it ended.
+// run starts kpng and waits until it is ready. If the test fails, its log is shown. end
+// sends a signal and returns the result.
 func (w *world) run() (end func(os.Signal) error) {
 	w.t.Helper()
 	args := w.node.Command(append(least, w.kpng, "kube", "--kubeconfig", w.kubeconfig, "to-local", "nftables",
@@ -168,8 +167,8 @@ func (w *world) run() (end func(os.Signal) error) {
 	return end
 }
 
-// TestMissingRightsAreNamed checks what kpng says, started or cleaning up, that may not
-// change tables.
+// TestMissingRightsAreNamed checks the errors of kpng, at start and in cleanup, when it
+// may not change tables.
 func TestMissingRightsAreNamed(t *testing.T) {
 	node := newNamespace(t)
 	kpng := buildKpng(t)
@@ -189,7 +188,7 @@ func TestMissingRightsAreNamed(t *testing.T) {
 	}
 }
 
-// buildKpng builds the command kpng and returns where it is.
+// buildKpng builds kpng and returns its path.
 func buildKpng(t *testing.T) string {
 	t.Helper()
 	kpng := filepath.Join(t.TempDir(), "kpng")
@@ -201,7 +200,7 @@ func buildKpng(t *testing.T) string {
 	return kpng
 }
 
-// get fetches a page from a namespace; the status is 0 if that fails.
+// get fetches a page in a namespace. The status is 0 if that fails.
 func (w *world) get(from namespace, page string) (status int, body string) {
 	client := &http.Client{Timeout: time.Second, Transport: &http.Transport{
 		DisableKeepAlives: true,
@@ -222,8 +221,8 @@ func (w *world) get(from namespace, page string) (status int, body string) {
 	return response.StatusCode, string(text)
 }
 
-// explains checks what kpng says that the kernel has for a service's cluster IP:
-// whether there is a difference, and something that it says.
+// explains checks kpng's explanation of the kernel's state for a service's cluster IP:
+// whether there is a difference, and a part of the text.
 func (w *world) explains(service *corev1.Service, difference, want string) {
 	w.t.Helper()
 	text := sh(w.t, w.node.Command(append(least, w.kpng, "explain", "--kubeconfig", w.kubeconfig, "--node-name", nodeName,

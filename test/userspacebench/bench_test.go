@@ -37,7 +37,7 @@ const (
 	getters = 32
 )
 
-// sample is one round's figures of a proxy; what it cannot do is 0.
+// sample has one round's figures of a proxy; 0 means unsupported.
 type sample map[string]float64
 
 // columns are the figures, in the order of the table.
@@ -69,10 +69,10 @@ func BenchmarkProxies(b *testing.B) {
 		table += " |\n"
 	}
 	fmt.Println(table)
-	b.ReportMetric(0, "ns/op") // the table is what counts
+	b.ReportMetric(0, "ns/op") // the table is the result
 }
 
-// spread returns the median of a figure, and the least and most.
+// spread returns the median, minimum and maximum of a figure.
 func spread(samples []sample, column string) string {
 	var values []float64
 	for _, s := range samples {
@@ -94,7 +94,7 @@ func spread(samples []sample, column string) string {
 	return fmt.Sprintf(format+" ("+format+"–"+format+")", values[len(values)/2], values[0], values[len(values)-1])
 }
 
-// measure runs a proxy through all loads.
+// measure runs all loads with a proxy.
 func (w *world) measure(p *proxy) sample {
 	server := w.start(w.server, nil, "env", "KPNG_BENCH_SERVER=1", os.Args[0])
 	defer server.stop()
@@ -119,7 +119,7 @@ func (w *world) measure(p *proxy) sample {
 		l.Target, l.For = p.target(), each
 		return w.load(l, nil)
 	}
-	// used runs a load and returns what the proxy used of the processors for it.
+	// used runs a load and returns the CPU time of the proxy during it.
 	used := func(l load) (result, time.Duration) {
 		if group == nil {
 			return run(l), 0
@@ -145,7 +145,7 @@ func (w *world) measure(p *proxy) sample {
 		s["datagrams/s"] = run(load{Kind: "udp", Clients: 16}).perSecond()
 	}
 	if group != nil {
-		time.Sleep(500 * time.Millisecond) // until connections of before have gone
+		time.Sleep(500 * time.Millisecond) // until earlier connections have ended
 		memoryBefore, filesBefore := group.Memory(), group.Descriptors()
 		w.load(load{Kind: "idle", Target: p.target(), Clients: idlers}, func() {
 			s["KB/idle connection"] = float64(group.Memory()-memoryBefore) / idlers / 1000

@@ -13,14 +13,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// content becomes another program, which is content with the limit of open files
-// as it is: kube-proxy gives up if it cannot have 64,000, even as root in a
-// container that may not raise it. To set a limit succeeds and does nothing.
+// content becomes another program and makes its attempts to raise the limit of open files
+// succeed without effect. kube-proxy ends if it cannot have 64,000, even as root in a
+// container that may not raise it.
 func content(args []string) {
 	runtime.LockOSThread()
-	const newLimit = 16 + 2*8 // of the system call's arguments the third, in struct seccomp_data
+	const newLimit = 16 + 2*8 // third argument of the system call in struct seccomp_data
 	filter := []unix.SockFilter{
-		{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: 0}, // the number of the system call
+		{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: 0}, // number of the system call
 		{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, Jf: 3, K: unix.SYS_PRLIMIT64},
 		{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: newLimit},
 		{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, Jt: 1, K: 0},

@@ -20,7 +20,7 @@ import (
 	"time"
 )
 
-// load is what a client does.
+// load is the work of a client.
 type load struct {
 	Kind    string // http, bulk, echo, idle, udp
 	Target  string
@@ -28,9 +28,9 @@ type load struct {
 	For     time.Duration
 }
 
-// result is what a client measured.
+// result is a client's measurement.
 type result struct {
-	Count    int64 // connections, bytes, round trips
+	Count    int64 // connections, bytes or round trips
 	Errors   int64
 	Took     time.Duration
 	P50, P99 time.Duration
@@ -38,8 +38,7 @@ type result struct {
 
 func (r result) perSecond() float64 { return float64(r.Count) / r.Took.Seconds() }
 
-// client does what l says, prints the result, and waits for the end of its
-// input.
+// client performs a load, prints the result, and waits for the end of its input.
 func client(arg string) {
 	var l load
 	if err := json.Unmarshal([]byte(arg), &l); err != nil {
@@ -118,7 +117,7 @@ func client(arg string) {
 	}
 }
 
-// together runs n at once and returns the sum of what they return.
+// together runs n calls concurrently and returns the sum of the results.
 func together(n int, f func(i int) int64) int64 {
 	var sum atomic.Int64
 	var all sync.WaitGroup
@@ -154,7 +153,7 @@ func exchange(c net.Conn, b []byte) {
 	}
 }
 
-// ping keeps some datagrams on their way and counts those that come back.
+// ping keeps some datagrams in flight and counts the answers.
 func ping(c net.Conn, end time.Time) int64 {
 	defer c.Close()
 	const window = 32
@@ -216,7 +215,7 @@ const bodySize = 1024
 
 var answer = fmt.Appendf(nil, "HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%0*d", bodySize, bodySize, 0)
 
-// plain sockets, not those for Multipath TCP.
+// config returns settings for plain sockets without Multipath TCP.
 func config() *net.ListenConfig {
 	c := &net.ListenConfig{}
 	c.SetMultipathTCP(false)
@@ -252,7 +251,7 @@ func dial(network, target string) net.Conn {
 	return c
 }
 
-// justWriter hides that a writer can read from a socket by itself.
+// justWriter hides the ReadFrom method of a writer.
 type justWriter struct{ io.Writer }
 
 func fatal(err error) {

@@ -17,12 +17,12 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// proxy is one that is measured.
+// proxy is one of the measured proxies.
 type proxy struct {
 	name string
-	// command makes it serve frontendAddr; nil means that there is none.
+	// command serves frontendAddr; nil means no proxy.
 	command []string
-	// bound says that it wants the address to be there.
+	// bound reports that the address must exist.
 	bound bool
 	udp   bool
 }
@@ -121,8 +121,8 @@ func nginxConfig(dir string) string {
 	return b.String()
 }
 
-// clusterFor starts an API server with the service, which is reached in the
-// proxy's namespace, and returns the path of a kubeconfig.
+// clusterFor starts an API server with the service, reachable from the proxy's namespace,
+// and returns the path of a kubeconfig.
 func clusterFor(w *world) string {
 	w.Helper()
 	server := apiserver.Start(w, apiserver.Options{})

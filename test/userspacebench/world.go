@@ -19,17 +19,17 @@ import (
 	"github.com/kpng-project/kpng/test/cgroup"
 )
 
-// Where things are. The frontend is a cluster IP.
+// The addresses. The frontend is a cluster IP.
 const (
 	serverAddr   = "10.2.0.2"
 	frontendAddr = "10.96.0.80"
 )
 
-// The server's ports, which are the frontend's too.
+// The ports of the server and the frontend.
 const (
-	httpPort = 8080 // a short answer to each connection
-	bulkPort = 8081 // as many bytes as the client takes
-	echoPort = 8082 // over TCP and UDP, what the client says
+	httpPort = 8080 // one short answer per connection
+	bulkPort = 8081 // as many bytes as the client reads
+	echoPort = 8082 // echo over TCP and UDP
 )
 
 // world is three network namespaces in a row: client, proxy, server.
@@ -42,7 +42,8 @@ func newWorld(t testing.TB) *world {
 	t.Helper()
 	w := &world{t, netnstest.New(t), netnstest.New(t), netnstest.New(t)}
 	for _, n := range []*netnstest.Namespace{w.client, w.proxy, w.server} {
-		// A client's ports come again within the minute that a closed connection is remembered.
+		// A client reuses its ports within the minute for which a closed connection is
+		// remembered.
 		n.Set(t, "ipv4/ip_local_port_range=1024 65535", "ipv4/tcp_tw_reuse=1", "ipv4/ip_forward=1")
 	}
 	for net, n := range map[string]*netnstest.Namespace{"10.1.0": w.client, "10.2.0": w.server} {
@@ -51,7 +52,7 @@ func newWorld(t testing.TB) *world {
 		n.Add(t, "eth0", net+".2/24")
 		n.Route(t, "default", net+".1", "eth0")
 	}
-	// kube-proxy looks for the interface of the default route.
+	// kube-proxy reads the interface of the default route.
 	w.proxy.Route(t, "default", serverAddr, "to-10.2.0")
 	return w
 }
@@ -64,13 +65,13 @@ func (w *world) run(name string, args ...string) {
 	}
 }
 
-// process is one in a namespace, with what it starts.
+// process is a process in a namespace, with its children.
 type process struct {
 	*exec.Cmd
 	log *bytes.Buffer
 }
 
-// start starts a command in a namespace, in a group if that is not nil. It ends with
+// start starts a command in a namespace, and in a group if that is not nil. It runs until
 // stop.
 func (w *world) start(n *netnstest.Namespace, group *cgroup.Group, args ...string) *process {
 	w.Helper()
@@ -87,7 +88,7 @@ func (w *world) start(n *netnstest.Namespace, group *cgroup.Group, args ...strin
 	return p
 }
 
-// stop ends a process and all that it started.
+// stop kills a process and its children.
 func (p *process) stop() {
 	syscall.Kill(-p.Process.Pid, syscall.SIGTERM)
 	ended := make(chan struct{})
@@ -103,9 +104,8 @@ func (p *process) stop() {
 	}
 }
 
-// load runs a role of this program in the client's namespace and returns what it
-// measured. While it does so meanwhile is called, once the client says that it
-// is ready, if it is not nil.
+// load runs a client in its namespace and returns the result. When the client is ready,
+// it calls meanwhile if that is not nil.
 func (w *world) load(l load, meanwhile func()) result {
 	w.Helper()
 	arg, _ := json.Marshal(l)

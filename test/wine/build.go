@@ -17,18 +17,17 @@ import (
 	"testing"
 )
 
-// Build builds a Windows program of the root module, a package as in
-// "./examples/kpng-json", and returns its path. Two lines of Go's standard
-// library are changed, in the sources of the toolchain at hand: a UDP socket need
-// not understand SIO_UDP_NETRESET, and a file may be deleted on systems that do
-// not implement FileDispositionInformationEx.
+// Build builds a package of the root module, such as "./examples/kpng-json", as a Windows
+// program and returns its path. It changes two lines of Go's standard library: a UDP
+// socket need not support SIO_UDP_NETRESET, and files can be deleted without
+// FileDispositionInformationEx.
 func (w *Wine) Build(t testing.TB, pkg string) string {
 	t.Helper()
 	return w.BuildFrom(t, rootModule(t), pkg)
 }
 
-// BuildFrom is [Wine.Build] for a package of the module in a folder, such as a
-// program of the test that stands in for one of Windows' own.
+// BuildFrom is [Wine.Build] for a package of the module in dir, such as a test's
+// replacement of a Windows program.
 func (*Wine) BuildFrom(t testing.TB, dir, pkg string) string {
 	t.Helper()
 	tmp := t.TempDir()
@@ -46,8 +45,8 @@ func (*Wine) BuildFrom(t testing.TB, dir, pkg string) string {
 	return exe
 }
 
-// CompileDLL compiles a library for 64-bit Windows from C, with the libraries
-// that args name (as in -lws2_32), and returns the path of name.
+// CompileDLL compiles C code to a library for 64-bit Windows, linked with the libraries
+// in args (such as -lws2_32), and returns the path of name.
 func CompileDLL(t testing.TB, name, source string, args ...string) string {
 	t.Helper()
 	dll := filepath.Join(t.TempDir(), name)
@@ -81,8 +80,7 @@ var changes = [...]change{
 	},
 }
 
-// writeOverlay writes what go build -overlay reads, and the changed sources, to
-// a folder.
+// writeOverlay writes the overlay file of go build and the changed sources to a folder.
 func writeOverlay(dir, goroot string) (string, error) {
 	replace := map[string]string{}
 	for _, c := range changes {

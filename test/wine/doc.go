@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package wine runs Windows programs of this project on Linux, under Wine, so
-// that what is written for Windows is tested and not only cross-compiled.
+// Package wine runs Windows programs of this project on Linux under Wine, so that code
+// for Windows is tested and not only cross-compiled.
 //
 //	w := wine.New(t, wine.Options{})
 //	exe := w.Build(t, "./examples/winkernelspace")
@@ -9,17 +9,16 @@
 //	…
 //	p.Kill(t)
 //
-// Each [Wine] has a prefix (a Windows installation) of its own, and so a
-// wineserver and processes that no other test sees; they end with the test, and
-// with the test process however it ends. The first use of a version of Wine on
-// a machine makes a prefix in the user's cache folder, which takes ten seconds;
-// what tests get are copies of it, made of hard links.
+// Each [Wine] has its own prefix (a Windows installation), and so its own wineserver and
+// processes. They end with the test, and with the test process however it ends. The first
+// use of a Wine version on a machine creates a prefix in the user's cache folder, which
+// takes ten seconds. Tests use copies of it, made of hard links.
 //
-// Programs are built without cgo and with two changed lines of Go's standard
-// library, for what Wine 8 lacks and Windows has (see [Wine.Build]); nothing else
-// differs from a released program. What Wine cannot show: named pipes and unix
-// sockets, the race detector, and several UDP sockets on one port.
+// Programs are built without cgo and with two changed lines of Go's standard library, for
+// features that Wine 8 lacks (see [Wine.Build]). Otherwise they equal a released program.
+// Wine does not support named pipes and unix sockets, the race detector, or several UDP
+// sockets on one port.
 //
-// It needs the packages wine64 and wine, and for [CompileDLL]
-// gcc-mingw-w64-x86-64. A test that finds them missing fails and says so.
+// It needs the packages wine64 and wine, and for [CompileDLL] gcc-mingw-w64-x86-64. A
+// test without them fails and names them.
 package wine

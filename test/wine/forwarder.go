@@ -9,10 +9,9 @@ import (
 	"encoding/binary"
 )
 
-// forwarder returns a library for 64-bit Windows without code, whose only
-// export is forwarded to one of another library ("library.Symbol"). The layout is
-// that of Microsoft's "PE Format": headers, and one section that is the export
-// directory.
+// forwarder returns a library for 64-bit Windows without code. Its only export is
+// forwarded to a symbol of another library ("library.Symbol"). The layout follows
+// Microsoft's "PE Format": headers, and one section with the export directory.
 func forwarder(name, symbol, target string) []byte {
 	const (
 		section   uint32 = 0x1000 // address of the section
@@ -20,8 +19,8 @@ func forwarder(name, symbol, target string) []byte {
 		directory uint32 = 40     // size of the export directory table
 	)
 	le := binary.LittleEndian
-	// The directory is followed by the address table, the name pointer table and
-	// the ordinal table with one entry each, and by the strings.
+	// The directory is followed by the address table, the name pointer table and the ordinal
+	// table with one entry each, and by the strings.
 	exports := make([]byte, directory+4+4+4)
 	text := func(s string) uint32 {
 		at := section + uint32(len(exports))
@@ -36,7 +35,7 @@ func forwarder(name, symbol, target string) []byte {
 	le.PutUint32(exports[28:], section+directory)
 	le.PutUint32(exports[32:], section+directory+4)
 	le.PutUint32(exports[36:], section+directory+8)
-	// An address within the directory is the text of where to forward to.
+	// An address within the directory is the text of the forwarding target.
 	le.PutUint32(exports[directory:], targetAt)
 	le.PutUint32(exports[directory+4:], symbolAt)
 	size := uint32(len(exports))

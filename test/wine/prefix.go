@@ -18,12 +18,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// recipe is part of the name of what is cached: raise it with any change to
-// how a prefix is made.
+// recipe is part of the cache key. Increase it when the way to make a prefix changes.
 const recipe = "1"
 
-// newPrefix makes a copy of this machine's prefix, for the caller alone until it
-// calls release.
+// newPrefix copies this machine's prefix. The copy belongs to the caller until it calls
+// release.
 func newPrefix(ctx context.Context) (dir string, release func() error, err error) {
 	cache, err := cacheDir()
 	if err != nil {
@@ -38,7 +37,7 @@ func newPrefix(ctx context.Context) (dir string, release func() error, err error
 	if err != nil {
 		return "", nil, err
 	}
-	// Held as long as the copy is in use, so that others can tell.
+	// Held while the copy is in use, so that other processes can detect it.
 	unlock, err := lock(filepath.Join(home, "lock"), unix.LOCK_EX)
 	if err != nil {
 		return "", nil, err
@@ -53,8 +52,8 @@ func newPrefix(ctx context.Context) (dir string, release func() error, err error
 	}, nil
 }
 
-// cacheDir returns the folder of all prefixes, template and copies, so that
-// they may share files.
+// cacheDir returns the folder of all prefixes, template and copies, so that they can
+// share files.
 func cacheDir() (string, error) {
 	cache, err := os.UserCacheDir()
 	if err != nil {
@@ -64,8 +63,8 @@ func cacheDir() (string, error) {
 	return cache, os.MkdirAll(cache, 0o755)
 }
 
-// templatePrefix returns this machine's prefix for the installed version of
-// Wine, which it makes if it is not there.
+// templatePrefix returns this machine's prefix for the installed version of Wine. It
+// creates the prefix if needed.
 func templatePrefix(ctx context.Context, cache string) (string, error) {
 	version, err := exec.CommandContext(ctx, "wine", "--version").Output()
 	if errors.Is(err, exec.ErrNotFound) {
@@ -101,7 +100,7 @@ func templatePrefix(ctx context.Context, cache string) (string, error) {
 	return template, os.Rename(prefix, template)
 }
 
-// makePrefix makes a prefix in which programs of Go run.
+// makePrefix makes a prefix that can run Go programs.
 func makePrefix(ctx context.Context, dir string) error {
 	ctx, cancel := context.WithTimeout(ctx, 3*time.Minute)
 	defer cancel()
@@ -119,7 +118,7 @@ func makePrefix(ctx context.Context, dir string) error {
 	if err := run("wineserver", "-w"); err != nil {
 		return err
 	}
-	// Go asks for ProcessPrng of this library, which Wine 8 lacks.
+	// Go needs ProcessPrng of this library, which Wine 8 lacks.
 	prng := forwarder("bcryptprimitives.dll", "ProcessPrng", "advapi32.SystemFunction036")
 	if err := os.WriteFile(filepath.Join(dir, "drive_c", "windows", "system32", "bcryptprimitives.dll"), prng, 0o644); err != nil {
 		return err
@@ -130,8 +129,8 @@ func makePrefix(ctx context.Context, dir string) error {
 	return run("wineserver", "-w")
 }
 
-// clone copies a prefix. What is below windows is linked, as it is large and
-// nobody writes to it; the rest is copied.
+// clone copies a prefix. It links the large, read-only files below windows and copies the
+// others.
 func clone(from, to string) error {
 	return filepath.WalkDir(from, func(path string, d fs.DirEntry, err error) error {
 		if err != nil {
@@ -163,7 +162,7 @@ func clone(from, to string) error {
 	})
 }
 
-// removeLeftovers removes the copies of test processes that were killed.
+// removeLeftovers removes the copies of killed test processes.
 func removeLeftovers(cache string) {
 	copies, _ := filepath.Glob(filepath.Join(cache, "run-*"))
 	for _, home := range copies {
@@ -178,7 +177,7 @@ func removeLeftovers(cache string) {
 	}
 }
 
-// lock takes the lock of a file, which it makes if there is none.
+// lock locks a file, which it creates if needed.
 func lock(path string, how int) (unlock func(), err error) {
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
 	if err != nil {

@@ -15,10 +15,10 @@ import (
 	"time"
 )
 
-// endTimeout is how long a killed program may take to end.
+// endTimeout is the maximum time until a killed program has ended.
 const endTimeout = 2 * time.Minute
 
-// Process is a program that was started.
+// Process is a running program.
 type Process struct {
 	name  string
 	log   string
@@ -26,14 +26,14 @@ type Process struct {
 	ended chan struct{}
 }
 
-// Start starts a program, which is killed when the test ends. Of what it prints
-// a failed test shows the end.
+// Start starts a program, which is killed when the test ends. A failed test shows the end
+// of its output.
 func (w *Wine) Start(t testing.TB, exe string, args ...string) *Process {
 	t.Helper()
 	return w.StartEnv(t, nil, exe, args...)
 }
 
-// StartEnv is [Wine.Start] with additions to the environment, each "NAME=value".
+// StartEnv is [Wine.Start] with additional environment variables, each "NAME=value".
 func (w *Wine) StartEnv(t testing.TB, env []string, exe string, args ...string) *Process {
 	t.Helper()
 	name := filepath.Base(exe)
@@ -53,13 +53,13 @@ func (w *Wine) StartEnv(t testing.TB, env []string, exe string, args ...string) 
 	started := make(chan error)
 	go func() {
 		defer close(p.ended)
-		// The kernel takes the end of a thread for the end of the parent.
+		// The kernel uses the end of the parent thread as the signal.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := p.cmd.Start()
 		started <- err
 		if err == nil {
-			p.cmd.Wait() // how it ended is in ProcessState
+			p.cmd.Wait() // ProcessState has the result
 		}
 	}()
 	if err := <-started; err != nil {
@@ -74,7 +74,7 @@ func (w *Wine) StartEnv(t testing.TB, env []string, exe string, args ...string) 
 	return p
 }
 
-// Kill ends the program without a chance to do anything, and waits for its end.
+// Kill kills the program and waits for its end.
 func (p *Process) Kill(t testing.TB) {
 	t.Helper()
 	if !p.Running() {
@@ -98,8 +98,8 @@ func (p *Process) Running() bool {
 	}
 }
 
-// Wait waits until the program ends by itself, and returns its exit status. The
-// test fails if that takes longer than timeout.
+// Wait waits until the program ends on its own, and returns its exit status. The test
+// fails after timeout.
 func (p *Process) Wait(t testing.TB, timeout time.Duration) int {
 	t.Helper()
 	select {

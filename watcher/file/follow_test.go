@@ -24,10 +24,10 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// patience is how long a test waits for what has to happen.
+// patience is the maximum wait.
 const patience = 20 * time.Second
 
-// following is a follower at work.
+// following is a running follower.
 type following struct {
 	t      *testing.T
 	ctx    context.Context
@@ -38,7 +38,7 @@ type following struct {
 	stop   func()
 }
 
-// follow starts to follow path and waits for the first reading.
+// follow starts a follower of path and waits for the first reading.
 func follow(t *testing.T, path string, notify bool) *following {
 	t.Helper()
 	x := &following{t: t, state: cluster.New(cluster.Options{}), loaded: make(chan error, 1000), log: &strings.Builder{}}
@@ -75,7 +75,7 @@ func follow(t *testing.T, path string, notify bool) *following {
 	return x
 }
 
-// awaitServices waits until the state has the services of these names.
+// awaitServices waits until the state has the services with these names.
 func (x *following) awaitServices(want ...string) {
 	x.t.Helper()
 	for {
@@ -100,7 +100,7 @@ func (x *following) services() []string {
 	return names
 }
 
-// awaitLoad waits for a reading that ends well, or that does not.
+// awaitLoad waits for a reading that succeeds, or that fails.
 func (x *following) awaitLoad(well bool) error {
 	x.t.Helper()
 	for {
@@ -115,7 +115,7 @@ func (x *following) awaitLoad(well bool) error {
 	}
 }
 
-// named returns manifests of services of these names.
+// named returns manifests of services with these names.
 func named(names ...string) string {
 	var list []string
 	for _, name := range names {
@@ -139,9 +139,9 @@ func put(t *testing.T, path, text string) {
 func TestChangesAreFollowed(t *testing.T) {
 	for _, c := range []struct {
 		name string
-		// prepare makes manifests with service a in dir and returns their path.
+		// prepare creates manifests with service a in dir and returns their path.
 		prepare func(t *testing.T, dir string) string
-		// change makes them say name instead.
+		// change replaces the service by name.
 		change func(t *testing.T, dir, name string)
 	}{{
 		name:    "a file written in place",
@@ -235,7 +235,7 @@ func TestChangesAreFollowed(t *testing.T) {
 			dir := t.TempDir()
 			x := follow(t, c.prepare(t, dir), true)
 			x.awaitServices("a")
-			// What comes in the place of something else is followed like it.
+			// Replacements are followed too.
 			for _, name := range []string{"b", "c"} {
 				c.change(t, dir, name)
 				x.awaitServices(name)
@@ -262,7 +262,7 @@ func inLinkedFolder(t *testing.T, dir string) string {
 	return filepath.Join(dir, "current")
 }
 
-// inConfigMap lays files out as a kubelet does for a ConfigMap.
+// inConfigMap arranges files like a kubelet does for a ConfigMap.
 func inConfigMap(t *testing.T, dir string) string {
 	conf := filepath.Join(dir, "conf")
 	must(t, os.MkdirAll(filepath.Join(conf, "..2024_01"), 0o755))
@@ -301,7 +301,7 @@ func TestABrokenFileChangesNothingAndIsLoggedOnce(t *testing.T) {
 
 	put(t, path, named("b"))
 	x.awaitServices("b")
-	x.awaitLoad(true) // and has been logged
+	x.awaitLoad(true) // and was logged
 	x.stop()
 	if n := strings.Count(x.log.String(), "Cannot read manifests"); n != 1 {
 		t.Errorf("logged %d times:\n%s", n, x.log)
@@ -326,7 +326,7 @@ func TestWhatIsGoneIsKeptUntilItComesBack(t *testing.T) {
 			x := follow(t, c.prepare(t, dir), true)
 			must(t, os.RemoveAll(filepath.Join(dir, c.gone)))
 			for !errors.Is(x.awaitLoad(false), os.ErrNotExist) {
-				// The folder may be seen without its file first.
+				// The folder may be read before it has its file.
 			}
 			x.awaitServices("a")
 			c.prepare(t, dir)
@@ -447,7 +447,7 @@ func TestReadingTheSameAgainChangesNothing(t *testing.T) {
 	}
 }
 
-// polling runs test in a bubble of package synctest, where a follower of path is without
+// polling runs test in a synctest bubble with a follower of path that has no
 // notifications.
 func polling(t *testing.T, test func(t *testing.T, path string, x *following)) {
 	synctest.Test(t, func(t *testing.T) {
@@ -456,7 +456,7 @@ func polling(t *testing.T, test func(t *testing.T, path string, x *following)) {
 	})
 }
 
-// expectServices checks what the state has when d has passed.
+// expectServices checks the state after d.
 func (x *following) expectServices(d time.Duration, want ...string) {
 	x.t.Helper()
 	time.Sleep(d)

@@ -14,8 +14,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// testdata/kubectl.* is one listing as kubectl get services,endpointslices,nodes
-// prints it in both formats. The node carries a field that no release has yet.
+// testdata/kubectl.* is one listing as kubectl get services,endpointslices,nodes prints
+// it in both formats. The node has a field that no release has yet.
 func TestWhatKubectlPrintsIsRead(t *testing.T) {
 	opt := cmp.Comparer(func(a, b netip.Addr) bool { return a == b })
 	optPrefix := cmp.Comparer(func(a, b netip.Prefix) bool { return a == b })
@@ -106,8 +106,8 @@ func TestWhatKubectlPrintsIsRead(t *testing.T) {
 	}
 }
 
-// A slice that somebody else than the controller made for a service without a
-// selector need not carry the proxy's label.
+// A slice of a service without a selector, not made by the controller, needs no label of
+// the proxy.
 func TestHandmadeSlicesAreToldByTheirService(t *testing.T) {
 	const text = `apiVersion: v1
 kind: List

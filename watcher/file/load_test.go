@@ -37,7 +37,7 @@ endpoints:
 `
 )
 
-// write makes a file of each text, by name, and returns the folder.
+// write writes texts to files by name and returns the folder.
 func write(t *testing.T, files map[string]string) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -53,7 +53,7 @@ func write(t *testing.T, files map[string]string) string {
 	return dir
 }
 
-// names lists what m holds.
+// names returns the names of the objects in m.
 func names(m *manifests) []string {
 	var list []string
 	for _, s := range m.services {
@@ -68,7 +68,7 @@ func names(m *manifests) []string {
 	return list
 }
 
-// warnings lists the warnings of m, without the folder.
+// warnings returns the warnings of m without the folder.
 func warnings(m *manifests, dir string) []string {
 	var list []string
 	for _, w := range m.warnings {

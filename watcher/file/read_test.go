@@ -47,7 +47,7 @@ func TestAFileThatIsTooLargeIsRefused(t *testing.T) {
 }
 
 func TestReadingStandardInputEndsWithItsContext(t *testing.T) {
-	r, w, err := os.Pipe() // nothing is ever written
+	r, w, err := os.Pipe() // no data is ever written
 	must(t, err)
 	defer r.Close()
 	defer w.Close()
@@ -66,7 +66,7 @@ func TestReadingStandardInputEndsWithItsContext(t *testing.T) {
 	}
 }
 
-// countdown is a context that ends when it has been asked a number of times.
+// countdown is a context that ends after a number of calls of Err.
 type countdown struct {
 	context.Context
 	left int
@@ -79,8 +79,8 @@ func (c *countdown) Err() error {
 	return nil
 }
 
-// TestParsingEndsWithItsContext: a big file that ends early is not parsed to the end, where
-// something is wrong.
+// TestParsingEndsWithItsContext checks that a big file with an error at its end is not
+// parsed to the end.
 func TestParsingEndsWithItsContext(t *testing.T) {
 	const count = 2000
 	item := `{"apiVersion": "v1", "kind": "Pod"}`

@@ -22,8 +22,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// scoped makes a Tx a writer of one scope. What no source writes, as no manifest
-// can say it, is left out.
+// scoped makes a Tx a writer of one scope. It omits objects that no manifest can express.
 type scoped struct{ *cluster.Tx }
 
 func (w scoped) SetService(s *api.Service) {
@@ -42,7 +41,7 @@ func (w scoped) DeleteSlice(key types.NamespacedName)   { w.Tx.DeleteSlice(key) 
 func (w scoped) SetNode(n *api.Node)                    { w.Tx.SetNode(n) }
 func (w scoped) DeleteNode(name string)                 { w.Tx.DeleteNode(name) }
 
-// readBack writes the state and reads what was written.
+// readBack writes the state and reads the result.
 func readBack(t *testing.T, s *cluster.Snapshot, opts WriteOptions) *cluster.Snapshot {
 	t.Helper()
 	var text bytes.Buffer
@@ -76,8 +75,8 @@ func readBack(t *testing.T, s *cluster.Snapshot, opts WriteOptions) *cluster.Sna
 	return state.Snapshot()
 }
 
-// contents returns all that a state holds; trigger times, which do not count when
-// values are compared, stand beside them.
+// contents returns the content of a state. Trigger times are separate, because
+// comparisons of values ignore them.
 func contents(s *cluster.Snapshot) map[string]any {
 	all := map[string]any{}
 	for key, service := range s.Services.All() {
@@ -118,7 +117,7 @@ func TestWhatIsWrittenIsReadBack(t *testing.T) {
 	}
 }
 
-// everything returns values in which, together, no field is zero.
+// everything returns values in which, together, every field is nonzero.
 func everything() (services []*api.Service, slices []*api.EndpointSlice, nodes []*api.Node) {
 	addr, prefix := netip.MustParseAddr, netip.MustParsePrefix
 	lb := api.NewIPSet(addr("203.0.113.2"), addr("203.0.113.1"), addr("fd02::1"))
@@ -192,8 +191,7 @@ func TestEveryFieldIsWritten(t *testing.T) {
 	}
 }
 
-// findZero notes for each field of package api below v whether it is zero
-// wherever it appears.
+// findZero records for each field of package api below v whether it is always zero.
 func findZero(v reflect.Value, field string, zero map[string]bool) {
 	if field != "" {
 		isZero, seen := zero[field]

@@ -17,7 +17,7 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// closing is a connection that is waited for to be closed.
+// closing is a connection that reports when it is closed.
 type closing struct {
 	net.Conn
 	wait *sync.WaitGroup
@@ -29,12 +29,12 @@ func (c *closing) Close() error {
 	return c.Conn.Close()
 }
 
-// With HTTP/2 all watches share a connection, and it is in use until the last of
-// them has been cancelled.
+// With HTTP/2 all watches share a connection. It is in use until the last of them is
+// canceled.
 func TestConnectionsAreClosedThoughWatchesUsedThemLast(t *testing.T) {
 	server := httptest.NewUnstartedServer(newAPIServer(t))
 	server.EnableHTTP2 = true
-	server.Config.ErrorLog = log.New(io.Discard, "", 0) // of handshakes that are cut short
+	server.Config.ErrorLog = log.New(io.Discard, "", 0) // of interrupted handshakes
 	server.StartTLS()
 	defer server.Close()
 	for range 20 {

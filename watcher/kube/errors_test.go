@@ -10,12 +10,13 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 )
 
-// TestAServerThatIsAwayForLongMakesTheStateStale lists the outcomes of requests, a minute apart.
+// TestAServerThatIsAwayForLongMakesTheStateStale lists the results of requests, one
+// minute apart.
 func TestAServerThatIsAwayForLongMakesTheStateStale(t *testing.T) {
 	for _, test := range []struct {
 		name     string
 		outcomes string // s and n: a request for services or nodes fails; S and N: it succeeds
-		want     string // T after each outcome that leaves a stale state, else F
+		want     string // T after each result with a stale state, else F
 	}{
 		{"for long", "sssss", "FFFTT"},
 		{"and is back", "ssssS", "FFFTF"},

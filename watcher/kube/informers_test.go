@@ -150,7 +150,7 @@ func TestInformersOfAnotherKindAreRefused(t *testing.T) {
 	}
 }
 
-// An informer whose kind cannot be seen before it delivers objects.
+// The kind of this informer cannot be detected before it delivers objects.
 func TestInformerThatDeliversAnotherKindEndsTheWatch(t *testing.T) {
 	withInformers(t, Options{}, func(w *world) {
 		in := w.opts.Informers
@@ -165,7 +165,7 @@ func TestInformerThatDeliversAnotherKindEndsTheWatch(t *testing.T) {
 
 type opaque struct{ cache.SharedInformer }
 
-// GetStore hides what there is.
+// GetStore hides the objects.
 func (opaque) GetStore() cache.Store { return cache.NewStore(cache.MetaNamespaceKeyFunc) }
 
 func TestInformersHaveTheSlicesOfAServiceThatGetsTheLabel(t *testing.T) {

@@ -23,10 +23,10 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// The benchmarks here go from objects as client-go's reflector delivers them to
-// the sink: conversion, state, view, driver.
+// The benchmarks in this file measure the path from objects as client-go's reflector
+// delivers them to the sink: conversion, state, view, driver.
 
-// benchService returns the i-th service, as an API server has it.
+// benchService returns the i-th service as an API server has it.
 func benchService(i int) *corev1.Service {
 	ip := fmt.Sprintf("10.%d.%d.%d", i>>16, i>>8&255, i&255)
 	return &corev1.Service{
@@ -45,8 +45,8 @@ func benchService(i int) *corev1.Service {
 
 func benchName(i int) string { return fmt.Sprintf("service-%06d", i) }
 
-// benchSlice returns the slice of the i-th service. The endpoints of which
-// notReady is a bit set are not ready.
+// benchSlice returns the slice of the i-th service. Each bit in notReady marks an
+// endpoint that is not ready.
 func benchSlice(i, endpoints int, notReady uint) *discoveryv1.EndpointSlice {
 	s := &discoveryv1.EndpointSlice{
 		ObjectMeta: metav1.ObjectMeta{
@@ -86,8 +86,8 @@ func newBenchWatch(b *testing.B) *benchWatch {
 	return &benchWatch{state: state, services: s.services, slices: s.slices}
 }
 
-// list delivers a streaming list as a reflector does: each object is transformed
-// as it comes, then all are handed over.
+// list delivers a streaming list like a reflector: it transforms each object as it
+// arrives, and then delivers all.
 func list[T any](b *testing.B, store cache.TransformingStore, objects []T) {
 	transform := store.Transformer()
 	all := make([]any, 0, len(objects))
@@ -104,7 +104,7 @@ func list[T any](b *testing.B, store cache.TransformingStore, objects []T) {
 	}
 }
 
-// listAll delivers services and slices at once, as two reflectors do.
+// listAll delivers services and slices concurrently, like two reflectors.
 func (w *benchWatch) listAll(b *testing.B, services []*corev1.Service, slices []*discoveryv1.EndpointSlice) {
 	done := make(chan struct{})
 	go func() {
@@ -131,7 +131,7 @@ func benchObjects(services, endpoints int) ([]*corev1.Service, []*discoveryv1.En
 	return ss, es
 }
 
-// drain reads everything it is told, and does nothing with it.
+// drain reads all changes.
 func drain(_ context.Context, c *sink.Changes) error {
 	for range c.Services {
 	}
@@ -199,8 +199,8 @@ func BenchmarkRelistWithoutDifference(b *testing.B) {
 	}
 }
 
-// BenchmarkOneEndpointChanges measures from a watch event to the call of Sync,
-// and compares 50,000 services with 1,000 in one run.
+// BenchmarkOneEndpointChanges measures the time from a watch event to the call of Sync.
+// It compares 50,000 services with 1,000 in one run.
 func BenchmarkOneEndpointChanges(b *testing.B) {
 	type rig struct {
 		services int
@@ -215,7 +215,7 @@ func BenchmarkOneEndpointChanges(b *testing.B) {
 		r.watch.listAll(b, ss, es)
 		ctx, cancel := context.WithCancel(b.Context())
 		ended := make(chan struct{})
-		passing := false // the pass with which a driver begins, which has several batches
+		passing := false // the first pass of the driver, which has several batches
 		go func() {
 			defer close(ended)
 			_ = sink.Run(ctx, feed.New(r.watch.state, "node-7"), sink.Func(func(ctx context.Context, c *sink.Changes) error {

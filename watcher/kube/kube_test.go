@@ -29,7 +29,7 @@ import (
 	"k8s.io/klog/v2/ktesting"
 )
 
-// world is an API server, and a Watch of it while running.
+// world is an API server with a running Watch.
 type world struct {
 	*apiServer
 	t     *testing.T
@@ -39,8 +39,7 @@ type world struct {
 	stop  func() error    // ends the watch and returns its error
 }
 
-// inWorld runs a test in a bubble of its own, where time passes only when
-// nothing else can happen.
+// inWorld runs a test in a synctest bubble.
 func inWorld(t *testing.T, opts Options, test func(*world)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
@@ -57,7 +56,7 @@ func named(name string) Options {
 	return Options{Options: watcher.Options{ServiceProxyName: name}}
 }
 
-// start starts the watch and waits until it is at rest.
+// start starts the watch and waits until it is idle.
 func (w *world) start() {
 	w.t.Helper()
 	opts := w.opts
@@ -74,26 +73,26 @@ func (w *world) start() {
 		return err
 	}
 	if opts.Informers != nil {
-		time.Sleep(time.Second) // whether they have synced is polled
+		time.Sleep(time.Second) // informers poll for their sync
 	}
 	synctest.Wait()
 }
 
-// bufferLog makes the watch log into a buffer, which the returned function reads.
+// bufferLog makes the watch log into a buffer. The returned function reads the buffer.
 func (w *world) bufferLog() func() string {
 	logger := ktesting.NewLogger(w.t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
 	w.ctx = klog.NewContext(w.t.Context(), logger)
 	return func() string { return logger.GetSink().(ktesting.Underlier).GetBuffer().String() }
 }
 
-// advance lets time pass, and waits until everything is at rest.
+// advance advances the time and waits until everything is idle.
 func (w *world) advance(d time.Duration) {
 	time.Sleep(d)
 	synctest.Wait()
 }
 
-// expect compares the state, written down as lines such as "service default/web",
-// "slice default/web-1 10.0.0.1" and "node a".
+// expect compares the state with lines such as "service default/web", "slice
+// default/web-1 10.0.0.1" and "node a".
 func (w *world) expect(want ...string) {
 	w.t.Helper()
 	synctest.Wait()
@@ -131,8 +130,7 @@ func (w *world) dump() []string {
 	return got
 }
 
-// service returns a service with an address of its own, so that services do not
-// take frontends from each other.
+// service returns a service with an address of its own, so that services do not conflict.
 func service(name string, labels ...string) *corev1.Service {
 	h := fnv.New32()
 	h.Write([]byte(name))
@@ -168,8 +166,8 @@ func slice(service, name, addr string, labels ...string) *discoveryv1.EndpointSl
 
 func node(name string) *corev1.Node { return &corev1.Node{ObjectMeta: meta("", name)} }
 
-// streaming says that client-go requests streaming lists, which it does by default
-// from v0.35 on.
+// streaming reports whether client-go requests streaming lists, its default from v0.35
+// on.
 var streaming = features.FeatureGates().Enabled(features.WatchListClient)
 
 const proxyName = watcher.LabelServiceProxyName
@@ -187,7 +185,7 @@ func TestGeneralProxySeesWhatBearsNoLabel(t *testing.T) {
 	})
 }
 
-// The label decides about services: kube-proxy takes slices whatever theirs is.
+// The label of the service decides: kube-proxy uses slices with any label.
 func TestServiceThatLosesItsLabelHasItsEndpoints(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"))
@@ -412,8 +410,8 @@ func TestServerWithoutStreamingListsIsListed(t *testing.T) {
 		w.expect("service default/web", "slice default/web-1 10.0.0.1", "node a")
 		w.set(service("api"))
 		w.expect("service default/web", "service default/api", "slice default/web-1 10.0.0.1", "node a")
-		if told := log(); strings.Contains(told, "Request to the API server failed") {
-			t.Errorf("told as errors: %q", told)
+		if got := log(); strings.Contains(got, "Request to the API server failed") {
+			t.Errorf("logged as errors: %q", got)
 		}
 	})
 }
@@ -585,7 +583,7 @@ func TestInvalidOptionsAreRefused(t *testing.T) {
 	}
 }
 
-// swappedInformers have not been started, so that they have no objects.
+// swappedInformers are not started, so they have no objects.
 func swappedInformers() *Informers {
 	factory := informers.NewSharedInformerFactory(nil, 0)
 	return &Informers{

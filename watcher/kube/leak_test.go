@@ -12,8 +12,8 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// The other tests run in bubbles, which notice leaked goroutines themselves, but
-// have no sockets and no HTTP/2.
+// The other tests run in bubbles, which detect leaked goroutines, but have no sockets and
+// no HTTP/2.
 func TestNothingIsLeftRunning(t *testing.T) {
 	leaks := goleak.IgnoreCurrent()
 	s := &apiServer{objects: map[string]object{}, revision: 10, changed: make(chan struct{}), dropped: make(chan struct{})}

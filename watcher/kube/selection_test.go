@@ -23,13 +23,12 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// forAll reports whether r is for all slices, and forSome whether it is for those of
-// some services.
+// forAll reports whether r is for all slices. forSome reports whether it is for the
+// slices of some services.
 func forAll(r request) bool  { return r.Resource == endpointSlices && r.Labels == "" }
 func forSome(r request) bool { return strings.Contains(r.Labels, discoveryv1.LabelServiceName) }
 
-// block makes the server not answer requests that match until the returned
-// function is called.
+// block blocks responses to matching requests until the returned function is called.
 func (w *world) block(match func(request) bool) (unblock func()) {
 	gate := make(chan struct{})
 	w.mu.Lock()
@@ -46,8 +45,8 @@ func (w *world) block(match func(request) bool) (unblock func()) {
 	}
 }
 
-// away makes the server refuse requests that match, and ends all watches, as on
-// its restart, until the returned function is called.
+// away makes the server reject matching requests and ends all watches, like a restart,
+// until the returned function is called.
 func (w *world) away(match func(request) bool) (back func()) {
 	var refusing atomic.Bool
 	refusing.Store(true)
@@ -66,7 +65,7 @@ func (w *world) away(match func(request) bool) (back func()) {
 	}
 }
 
-// expectWatch expects one watch of slices, and tells whether it is for all.
+// expectWatch expects one watch of slices. all reports whether it must be unfiltered.
 func (w *world) expectWatch(all bool) {
 	w.t.Helper()
 	synctest.Wait()
@@ -79,7 +78,7 @@ func (w *world) expectWatch(all bool) {
 	}
 }
 
-// managed returns a slice as the endpoint-slice controller makes it.
+// managed returns a slice like those of the endpoint-slice controller.
 func managed(service, name, addr string, labels ...string) *discoveryv1.EndpointSlice {
 	return slice(service, name, addr, append(labels, discoveryv1.LabelManagedBy, managedByController)...)
 }
@@ -103,7 +102,7 @@ func TestUnlabelledSlicesOfServicesWithoutSelectorAreServed(t *testing.T) {
 		w.delete(slice("byhand", "mislabelled", ""), slice("byhand", "left-behind", ""))
 		w.expect("service default/byhand", "service default/web",
 			"slice default/plain 10.0.0.11", "slice default/labelled 10.0.0.2", "slice default/another 10.0.0.6")
-		w.set(slice("stranger", "plain", "10.0.0.11")) // the service-name label can change
+		w.set(slice("stranger", "plain", "10.0.0.11")) // the label with the service's name can change
 		w.expect("service default/byhand", "service default/web", "slice default/labelled 10.0.0.2", "slice default/another 10.0.0.6")
 	})
 }
@@ -226,8 +225,7 @@ func TestNewServiceWithASelectorCostsNoRequest(t *testing.T) {
 	})
 }
 
-// The label of a service is set to the proxy's. The controller labels its slices
-// later, soon or not.
+// A service gets the proxy's label. The controller labels its slices soon, or late.
 func TestServiceThatGetsTheLabelHasItsEndpoints(t *testing.T) {
 	for _, soon := range []bool{true, false} {
 		for _, end := range []string{"labelled", "deleted", "changed and labelled"} {
@@ -256,7 +254,7 @@ func TestServiceThatGetsTheLabelHasItsEndpoints(t *testing.T) {
 						want = append(want, "slice default/web-1 10.0.0.2")
 					}
 					if soon && end == "deleted" {
-						w.advance(labelledWithin) // a filtered watch does not show it
+						w.advance(labelledWithin) // a filtered watch omits it
 					}
 					w.expect(want...)
 					w.advance(filteredAfter)
@@ -311,7 +309,7 @@ func TestSelectorsComeAndGo(t *testing.T) {
 	})
 }
 
-// While the watches change, or are away, everything changes.
+// All objects change while the watches change or are down.
 func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 	for _, compacted := range []bool{false, true} {
 		for _, toAll := range []bool{false, true} {
@@ -333,7 +331,7 @@ func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 					w.advance(filteredAfter)
 					w.delete(slice("web", "goes", ""))
 					w.set(slice("web", "comes", "10.0.0.4", proxyName, "x"), slice("byhand", "later", "10.0.0.5"))
-					// The last that was heard of the slices with the label is kept.
+					// The last known slices with the label are kept.
 					for _, line := range []string{"slice default/stays 10.0.0.1", "slice default/goes 10.0.0.2"} {
 						if !slices.Contains(w.dump(), line) {
 							t.Errorf("lost %s", line)
@@ -355,8 +353,8 @@ func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 	}
 }
 
-// newTestSelection returns the stores of a proxy with a name, with a watch of all
-// slices, and what they write to. The slices that are found are those in store.
+// newTestSelection returns the stores of a named proxy with an unfiltered watch, and
+// their state. The finder returns the slices in store.
 func newTestSelection(t *testing.T, store *[]*discoveryv1.EndpointSlice) (*stores, *cluster.State) {
 	opts := named("x")
 	converter, err := watcher.New(opts.Options)
@@ -427,7 +425,7 @@ func TestNothingOfTheSlicesOfOthersIsKept(t *testing.T) {
 		}
 		s.slices.Add(other)
 	}
-	// Names alone would be some 200 KB.
+	// Names alone would use about 200 KB.
 	if kept := heap() - before; kept > 100_000 {
 		t.Errorf("%d bytes are kept of %d slices", kept, slices)
 	}
@@ -435,8 +433,8 @@ func TestNothingOfTheSlicesOfOthersIsKept(t *testing.T) {
 	runtime.KeepAlive(state)
 }
 
-// TestSelectionConverges compares the state after random changes and faults with
-// what it has to be once the endpoint-slice controller has done its work.
+// TestSelectionConverges compares the state after random changes and faults with the
+// expected state after the endpoint-slice controller has done its work.
 func TestSelectionConverges(t *testing.T) {
 	for seed := range uint64(100) {
 		inWorld(t, named("x"), func(w *world) {

@@ -29,19 +29,18 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// object is what the server stores.
+// object is an object that the server stores.
 type object interface {
 	metav1.Object
 	runtime.Object
 }
 
-// apiServer lists and watches services, endpoint slices and nodes over HTTP as a
-// kube-apiserver does: label and field selectors, resource versions, streaming
-// lists, bookmarks, 410 Gone. Connections are in memory, so that it runs inside
-// of a synctest bubble.
+// apiServer lists and watches services, endpoint slices and nodes over HTTP like a
+// kube-apiserver: label and field selectors, resource versions, streaming lists,
+// bookmarks, 410 Gone. Connections are in memory, so it can run in a synctest bubble.
 type apiServer struct {
 	listener *pipeListener
-	// refuse, if set, decides whether a request fails, and how.
+	// refuse, if set, decides whether and how a request fails.
 	refuse func(request) *apierrors.StatusError
 
 	mu        sync.Mutex
@@ -50,21 +49,21 @@ type apiServer struct {
 	objects   map[string]object // by resource/namespace/name
 	log       []change
 	requests  []request
-	changed   chan struct{}          // closed and renewed when there is something to send
-	dropped   chan struct{}          // closed and renewed when watches are dropped
-	last      *apierrors.StatusError // what dropped watches send at last; nil for nothing
-	bookmarks int                    // how many times bookmarks have been asked for
-	watches   map[*request]bool      // that are open
+	changed   chan struct{}          // closed and replaced when there are events to send
+	dropped   chan struct{}          // closed and replaced when watches are dropped
+	last      *apierrors.StatusError // the last event of dropped watches; nil for none
+	bookmarks int                    // number of requested bookmarks
+	watches   map[*request]bool      // open watches
 }
 
-// change is an entry of the log: old or new is nil if the object did not exist.
+// change is an entry of the log. old or new is nil if the object did not exist.
 type change struct {
 	revision int
 	resource string
 	old, new object
 }
 
-// request is a list or watch as the server saw it.
+// request is a list or watch request.
 type request struct {
 	Verb, Resource, Namespace, Labels, Fields, ResourceVersion string
 	InitialEvents                                              bool
@@ -161,7 +160,7 @@ func (s *apiServer) bookmark() {
 	s.signal()
 }
 
-// drop ends all watches, with an error event unless last is nil.
+// drop ends all watches, with an error event if last is not nil.
 func (s *apiServer) drop(last *apierrors.StatusError) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -170,14 +169,14 @@ func (s *apiServer) drop(last *apierrors.StatusError) {
 	s.dropped = make(chan struct{})
 }
 
-// compact forgets the log: watches from earlier revisions are answered with 410 Gone.
+// compact clears the log. Watches from earlier revisions get 410 Gone.
 func (s *apiServer) compact() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.compacted = s.revision
 }
 
-// seen returns the requests so far that match, and forgets all.
+// seen returns the matching requests so far and clears all.
 func (s *apiServer) seen(match func(request) bool) []request {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -278,7 +277,7 @@ func sendStatus(w http.ResponseWriter, e *apierrors.StatusError) {
 	json.NewEncoder(w).Encode(status)
 }
 
-// matching returns the objects that a request asks for.
+// matching returns the objects that a request selects.
 func (s *apiServer) matching(req request, match func(object) bool) []object {
 	var out []object
 	for key, o := range s.objects {
@@ -307,8 +306,7 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(http.StatusOK)
 	encoder := json.NewEncoder(w)
-	// What is to be sent is sent without the lock: the client may be busy with
-	// another request.
+	// Send without the lock: the client may be busy with another request.
 	var pending []any
 	send := func(kind string, o any) { pending = append(pending, map[string]any{"type": kind, "object": o}) }
 	flush := func() {
@@ -388,7 +386,7 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 	}
 }
 
-// pipeListener accepts connections that are made in memory.
+// pipeListener accepts in-memory connections.
 type pipeListener struct {
 	conns  chan net.Conn
 	closed chan struct{}

@@ -113,8 +113,8 @@ func (s scripted) Watch(stream grpc.BidiStreamingServer[clusterv1.WatchRequest, 
 	return nil
 }
 
-// TestAnUnreadableObjectIsLeftOut has a server that sends objects that cannot be read among
-// others. Those that were there before stay.
+// TestAnUnreadableObjectIsLeftOut has a server that sends unreadable objects among
+// others. Earlier versions of them stay.
 func TestAnUnreadableObjectIsLeftOut(t *testing.T) {
 	service := func(name, ip string) *localv1.Service {
 		return &localv1.Service{Namespace: "ns", Name: name, IPs: &localv1.ServiceIPs{ClusterIPs: &localv1.IPSet{V4: []string{ip}}}}
@@ -161,7 +161,7 @@ func TestAnUnreadableObjectIsLeftOut(t *testing.T) {
 	}
 }
 
-// TestARelayOfAStaleStateIsStale follows a server whose source is lost, and comes back.
+// TestARelayOfAStaleStateIsStale follows a server whose source is lost and returns.
 func TestARelayOfAStaleStateIsStale(t *testing.T) {
 	original, copied := cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{Resumable: true})
 	original.SetSynced()
@@ -180,7 +180,7 @@ func TestARelayOfAStaleStateIsStale(t *testing.T) {
 	}
 }
 
-// difference says what copied has otherwise than original.
+// difference returns the differences between the states.
 func difference(original, copied *cluster.Snapshot) string {
 	return compare(original.Services, copied.Services, (*api.Service).Equal) +
 		compare(original.Slices, copied.Slices, (*api.EndpointSlice).Equal) +
@@ -202,7 +202,7 @@ func compare[K comparable, V any](want, got *diffstore.Snapshot[K, V], equal fun
 	return text
 }
 
-// wait waits until copied is the same as original.
+// wait waits until both states are equal.
 func wait(t *testing.T, original, copied *cluster.State) {
 	t.Helper()
 	for {
@@ -250,7 +250,7 @@ func TestTheStateIsCopied(t *testing.T) {
 	}
 }
 
-// TestARelistIsAMinimalDifference follows another server with almost the same.
+// TestARelistIsAMinimalDifference moves to another server with almost the same state.
 func TestARelistIsAMinimalDifference(t *testing.T) {
 	states := [2]*cluster.State{cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{Resumable: true})}
 	for i, s := range states {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command embedder prints the names of the services of a folder of manifests, or
-// without one, of the cluster that it runs in.
+// Command embedder prints the names of the services in a folder of manifests or, without
+// one, in its cluster.
 package main
 
 import (

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command heap runs a proxy with a sink that does nothing and, once that has
-// been told everything, prints how many services it has and how many bytes are
-// alive.
+// Command heap runs a proxy with a sink that does nothing. After the first pass it prints
+// the number of services and the live bytes.
 package main
 
 import (
@@ -42,7 +41,7 @@ func run(opts kpng.Options) error {
 		return err
 	}
 	var memory runtime.MemStats
-	for range 3 { // what finalizers and pools hold goes with the second and third
+	for range 3 { // finalizers and pools release memory in the second and third collection
 		runtime.GC()
 	}
 	runtime.ReadMemStats(&memory)

@@ -18,13 +18,13 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 )
 
-// fault is something wrong with a proxy, and the cases that must fail for it.
+// fault is a fault of a proxy with the cases that must fail for it.
 type fault struct {
 	name string
-	// sink is wrong in the proxy's sink, or else view in how it reads the objects.
+	// The fault is in the proxy's sink, or view changes the objects that it reads.
 	sink reference.Fault
 	view func(*Objects)
-	// cases are parts of the cases' names.
+	// cases are parts of the names of cases.
 	cases []string
 }
 
@@ -126,7 +126,7 @@ var faults = []fault{
 		})},
 }
 
-// endpoints returns what misreads endpoints; those of which f is false are left out.
+// endpoints returns a view that hides endpoints for which f is false.
 func endpoints(f func(*discoveryv1.Endpoint) bool) func(*Objects) {
 	return func(objects *Objects) {
 		for _, slice := range objects.Slices {
@@ -141,7 +141,7 @@ func endpoints(f func(*discoveryv1.Endpoint) bool) func(*Objects) {
 	}
 }
 
-// services returns what misreads services.
+// services returns a view that modifies services.
 func services(f func(*corev1.Service)) func(*Objects) {
 	return func(objects *Objects) {
 		for _, service := range objects.Services {
@@ -150,20 +150,19 @@ func services(f func(*corev1.Service)) func(*Objects) {
 	}
 }
 
-// misreading is a subject that misreads objects.
+// misreading is a subject that reads modified objects.
 type misreading struct {
 	*sinkSubject
 	view func(*Objects)
 }
 
 func (m *misreading) Publish(ctx context.Context, objects *Objects) error {
-	m.view(objects) // which the kit has made for this call alone
+	m.view(objects) // the kit made the objects for this call only
 	return m.sinkSubject.Publish(ctx, objects)
 }
 
-// TestEveryCaseCanFail breaks the reference proxy in one way after the other, and
-// looks that the cases notice, and that there is none that does not notice
-// anything.
+// TestEveryCaseCanFail breaks the reference proxy in different ways. It checks that the
+// named cases fail, and that each case fails for some fault.
 func TestEveryCaseCanFail(t *testing.T) {
 	var mu sync.Mutex
 	failed := map[string]bool{}
@@ -199,7 +198,7 @@ func TestEveryCaseCanFail(t *testing.T) {
 	}
 }
 
-// failures plays the cases of a fault.
+// failures runs the cases of a fault.
 func failures(t *testing.T, subject *sinkSubject, f fault) Matrix {
 	t.Helper()
 	pattern := make([]string, len(f.cases))
@@ -212,8 +211,8 @@ func failures(t *testing.T, subject *sinkSubject, f fault) Matrix {
 		s = &misreading{subject, f.view}
 	}
 	k := newKit(t, s, opts)
-	defer k.kill()                //nolint:errcheck // it may well have ended
-	k.opts.Patience = time.Second // from now on, as what is waited for may never come
+	defer k.kill()                //nolint:errcheck // it may have ended
+	k.opts.Patience = time.Second // the expected event may never happen
 	var matrix Matrix
 	for _, section := range sections {
 		for _, c := range section.cases {

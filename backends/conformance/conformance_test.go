@@ -20,7 +20,7 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 )
 
-// broken returns a maker of the reference proxy with a fault.
+// broken returns a NewSink for the reference proxy with a fault.
 func broken(fault reference.Fault) NewSink {
 	return func(site Site) (sink.Sink, error) {
 		return reference.New(reference.Options{
@@ -35,8 +35,7 @@ func broken(fault reference.Fault) NewSink {
 	}
 }
 
-// TestReference shows that the kit asks for nothing that cannot be had, and
-// what its matrix looks like.
+// TestReference shows that a proxy can pass the kit, and what the matrix looks like.
 func TestReference(t *testing.T) {
 	matrix := Run(t, broken(""), Options{})
 	for _, r := range matrix {
@@ -46,8 +45,8 @@ func TestReference(t *testing.T) {
 	}
 }
 
-// TestCommand tests a subject that is a command, reads manifests and says nothing
-// of what it has programmed. The command is this test.
+// TestCommand tests a subject that is a command: it reads manifests and does not report
+// what it has programmed. The command is this test.
 func TestCommand(t *testing.T) {
 	const siteVariable, manifestsVariable = "KPNG_TEST_SITE", "KPNG_TEST_MANIFESTS"
 	if text := os.Getenv(siteVariable); text != "" {
@@ -87,7 +86,7 @@ func TestCommand(t *testing.T) {
 	}
 }
 
-// silent never programs anything, and says why.
+// silent never programs anything, and has an output.
 type silent struct{ Subject }
 
 func (silent) Settle(ctx context.Context) error { return context.DeadlineExceeded }

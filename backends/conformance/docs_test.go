@@ -13,7 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// TestCasesAreDocumented holds the list of cases in docs/conformance.md against the
+// TestCasesAreDocumented compares the list of cases in docs/conformance.md with the
 // cases.
 func TestCasesAreDocumented(t *testing.T) {
 	page, err := os.ReadFile("../../docs/conformance.md")

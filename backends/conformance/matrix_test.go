@@ -49,7 +49,8 @@ func TestMatrixAsMarkdown(t *testing.T) {
 	}
 }
 
-// TestWhatIsNotSupportedMayPass declares what the reference proxy has after all.
+// TestWhatIsNotSupportedMayPass declares features as unsupported that the reference proxy
+// has.
 func TestWhatIsNotSupportedMayPass(t *testing.T) {
 	matrix := Run(t, broken(""), Options{
 		Unsupported: map[Feature]string{Reject: "not yet", IPv6: "not here"},

@@ -30,8 +30,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// network is a network in which addresses are free unless they are taken: what
-// listens at one of them really listens on loopback.
+// network is a network whose addresses are free unless taken. Its listeners really listen
+// on loopback.
 type network struct {
 	mu    sync.Mutex
 	taken map[string]error
@@ -80,7 +80,7 @@ func (l listener) Close() error {
 	return l.Listener.Close()
 }
 
-// addrs returns what is listened on, in order.
+// addrs returns the sorted listening addresses.
 func (n *network) addrs() []string {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -113,7 +113,7 @@ func (n *network) get(t testing.TB, addr, path string) (int, http.Header, string
 	return response.StatusCode, response.Header, string(body)
 }
 
-// world has a server that is driven by hand.
+// world has a server that the test drives by hand.
 type world struct {
 	*network
 	source *sinktest.Source
@@ -147,8 +147,8 @@ func newWorldIn(t *testing.T, n *network, opts healthcheck.Options) *world {
 	return w
 }
 
-// tell sets views, deletes services, and waits until the server knows.
-func (w *world) tell(t *testing.T, views []*api.ServiceEndpoints, deleted ...string) {
+// deliver sets views, deletes services, and waits until the server has processed them.
+func (w *world) deliver(t *testing.T, views []*api.ServiceEndpoints, deleted ...string) {
 	t.Helper()
 	w.source.Set(views...)
 	for _, name := range deleted {
@@ -161,8 +161,8 @@ func (w *world) tell(t *testing.T, views []*api.ServiceEndpoints, deleted ...str
 	}
 }
 
-// local returns the view of a service with a health-check port and ready
-// endpoints on this node.
+// local returns a view of a service with a health-check port and ready endpoints on this
+// node.
 func local(name string, port int32, endpoints ...string) *api.ServiceEndpoints {
 	svc := &api.Service{
 		Namespace: "test", Name: name, Type: api.LoadBalancer, ExternalTrafficToLocal: true, HealthCheckNodePort: port,
@@ -209,7 +209,7 @@ func TestAnswers(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			healthy.Store(test.healthy)
-			w.tell(t, one(local("web", 30001, test.endpoints...)))
+			w.deliver(t, one(local("web", 30001, test.endpoints...)))
 			for _, path := range []string{"/", "/healthz", "/any//path/../?x=y"} {
 				status, header, body := w.get(t, test.addr, path)
 				if status != test.status {
@@ -238,36 +238,37 @@ func TestPortsFollowTheirServices(t *testing.T) {
 			t.Errorf("listening on (-want +got):\n%s", diff)
 		}
 	}
-	w.tell(t, []*api.ServiceEndpoints{local("a", 30001), local("b", 30002)})
+	w.deliver(t, []*api.ServiceEndpoints{local("a", 30001), local("b", 30002)})
 	check("10.0.0.1:30001", "10.0.0.1:30002")
-	w.tell(t, one(local("a", 30003)))
+	w.deliver(t, one(local("a", 30003)))
 	check("10.0.0.1:30002", "10.0.0.1:30003")
 	cluster := local("b", 30002)
 	svc := *cluster.Service
 	svc.ExternalTrafficToLocal = false
-	w.tell(t, one(&api.ServiceEndpoints{Service: &svc}))
+	w.deliver(t, one(&api.ServiceEndpoints{Service: &svc}))
 	check("10.0.0.1:30003")
 
 	// Two services swap their ports.
-	w.tell(t, []*api.ServiceEndpoints{local("a", 30003, "10.1.0.1"), local("b", 30002)})
-	w.tell(t, []*api.ServiceEndpoints{local("a", 30002, "10.1.0.1"), local("b", 30003)})
+	w.deliver(t, []*api.ServiceEndpoints{local("a", 30003, "10.1.0.1"), local("b", 30002)})
+	w.deliver(t, []*api.ServiceEndpoints{local("a", 30002, "10.1.0.1"), local("b", 30003)})
 	check("10.0.0.1:30002", "10.0.0.1:30003")
 	if status, _, body := w.get(t, "10.0.0.1:30002", "/"); status != 200 {
 		t.Errorf("after a swap, %d: %s", status, body)
 	}
-	// A service takes over the port of another one, which is about to change or to go.
-	w.tell(t, one(local("c", 30003, "10.1.0.1")))
+	// A service takes over the port of another one, which is about to change or to be
+	// deleted.
+	w.deliver(t, one(local("c", 30003, "10.1.0.1")))
 	if status, _, body := w.get(t, "10.0.0.1:30003", "/"); status != 200 {
 		t.Errorf("after a port was taken over, %d: %s", status, body)
 	}
-	w.tell(t, nil, "b")
+	w.deliver(t, nil, "b")
 	if status, _, body := w.get(t, "10.0.0.1:30003", "/"); status != 200 {
 		t.Errorf("after the service that had the port has gone, %d: %s", status, body)
 	}
 
-	// A source that starts over.
+	// The source starts over.
 	w.source.Reset()
-	w.tell(t, nil, "a")
+	w.deliver(t, nil, "a")
 	check("10.0.0.1:30003")
 }
 
@@ -312,9 +313,9 @@ func TestAddressesAreFollowed(t *testing.T) {
 	addrs := nodeaddr.Of(netip.MustParseAddr("10.0.0.1"))
 	observed := make(chan [2]int, 10)
 	w := newWorld(t, healthcheck.Options{Addrs: addrs, Observe: func(open, failing int) { observed <- [2]int{open, failing} }})
-	w.tell(t, one(local("a", 30001)))
+	w.deliver(t, one(local("a", 30001)))
 	<-observed
-	// For a link-local address there is nothing to listen on without an interface.
+	// Listening on a link-local address needs an interface.
 	addrs.Set(netip.MustParseAddr("10.0.0.2"), netip.MustParseAddr("fd00::1"), netip.MustParseAddr("fe80::1"))
 	if got := <-observed; got != [2]int{2, 0} {
 		t.Errorf("observed %v", got)
@@ -334,7 +335,7 @@ func TestAPortThatCannotBeOpenedIsReportedAndTriedAgain(t *testing.T) {
 	w := newWorldIn(t, n, healthcheck.Options{
 		Clock: clock, Fault: func(f healthcheck.Fault) { faults <- f }, Observe: func(open, failing int) { observed <- [2]int{open, failing} },
 	})
-	w.tell(t, []*api.ServiceEndpoints{local("a", 30001), local("b", 30002, "10.1.0.1")})
+	w.deliver(t, []*api.ServiceEndpoints{local("a", 30001), local("b", 30002, "10.1.0.1")})
 	want := healthcheck.Fault{Service: types.NamespacedName{Namespace: "test", Name: "a"}, Addr: netip.MustParseAddrPort("10.0.0.1:30001"), Err: inUse}
 	if got := <-faults; got != want {
 		t.Errorf("reported %+v, want %+v", got, want)
@@ -355,7 +356,7 @@ func TestAPortThatCannotBeOpenedIsReportedAndTriedAgain(t *testing.T) {
 		}
 		clock.Step(d)
 	}
-	step(time.Second) // for the same reason, which is not reported again
+	step(time.Second) // the same reason is not reported again
 	step(0)
 	n.take("10.0.0.1:30001", nil)
 	for deadline := time.Now().Add(10 * time.Second); len(n.addrs()) < 2 && time.Now().Before(deadline); time.Sleep(time.Millisecond) {

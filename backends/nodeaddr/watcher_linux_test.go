@@ -17,8 +17,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// machine is a namespace with an interface to the world, another one, and one on
-// which a proxy has put addresses of services.
+// machine is a namespace with an external interface, another one, and one on which a
+// proxy has added addresses of services.
 func machine(t *testing.T) *netnstest.Namespace {
 	n := netnstest.New(t)
 	for name, list := range map[string][]string{
@@ -36,7 +36,7 @@ func machine(t *testing.T) *netnstest.Namespace {
 	return n
 }
 
-// run makes a watcher and runs it until the test ends.
+// run creates a watcher and runs it until the test ends.
 func run(t *testing.T, opts nodeaddr.Options) *nodeaddr.Watcher {
 	t.Helper()
 	w, err := nodeaddr.New(opts)
@@ -45,12 +45,12 @@ func run(t *testing.T, opts nodeaddr.Options) *nodeaddr.Watcher {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	stop := w.Start(ctx)
-	cancel() // which does not end it
+	cancel() // must not end the watcher
 	t.Cleanup(stop)
 	return w
 }
 
-// await waits until the watcher has these addresses, and has told so.
+// await waits until the watcher has these addresses and has signaled the change.
 func await(t *testing.T, w *nodeaddr.Watcher, want ...string) {
 	t.Helper()
 	deadline := time.After(10 * time.Second)
@@ -111,7 +111,7 @@ func TestPrimaryIsWhatTheNodeObjectSaysOrWhatTheMachineSendsFrom(t *testing.T) {
 	w := run(t, nodeaddr.Options{NetNS: n.FD, Clock: clock})
 	await(t, w, "10.0.0.1", "fd00::1")
 
-	// A change of routes is not told: it is seen at the interval.
+	// There is no notification of routes; the watcher detects the change at the interval.
 	n.Route(t, "default", "10.1.0.254", "other")
 	clock.tick(t)
 	await(t, w, "10.1.0.1", "fd00::1")
@@ -132,7 +132,7 @@ func TestPrimaryIsWhatTheNodeObjectSaysOrWhatTheMachineSendsFrom(t *testing.T) {
 	got, _ = w.Addresses()
 	compare(t, addrs("10.1.0.1", "fd00::1"), got)
 
-	nodeaddr.SetNode(nodeaddr.Of(), node) // which has no use for it
+	nodeaddr.SetNode(nodeaddr.Of(), node) // which ignores it
 }
 
 func TestWithoutADefaultRouteAndANodeObjectNothingIsPrimary(t *testing.T) {
@@ -148,8 +148,7 @@ func TestANamespaceThatIsNoneIsAnError(t *testing.T) {
 	}
 }
 
-// settling is a clock that stands still, but for the moment that notifications
-// have to burstDelay.
+// settling is a clock that stands still, except for burstDelay after notifications.
 type settling struct{ *clocktesting.FakeClock }
 
 func (c settling) After(time.Duration) <-chan time.Time {
@@ -158,7 +157,7 @@ func (c settling) After(time.Duration) <-chan time.Time {
 	return now
 }
 
-// tick lets the interval pass.
+// tick advances the clock by the interval.
 func (c settling) tick(t *testing.T) {
 	t.Helper()
 	for deadline := time.Now().Add(10 * time.Second); !c.HasWaiters(); time.Sleep(time.Millisecond) {

@@ -16,14 +16,14 @@ import (
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 )
 
-// fakeAddresses are in memory.
+// fakeAddresses are in-memory Addresses.
 type fakeAddresses struct {
 	// adding and removing are called before an address is added or removed.
 	adding, removing func() error
 
 	mu    sync.Mutex
 	there []netip.Addr
-	// left are there since a process before this one.
+	// left are addresses of an earlier process.
 	left    []netip.Addr
 	leftErr error
 }
@@ -55,8 +55,8 @@ func (f *fakeAddresses) Left(context.Context) ([]netip.Addr, error) { return f.l
 
 func (f *fakeAddresses) Cleanup(context.Context) error { return nil }
 
-// gathering returns a function that returns once it has been called so often at
-// the same time.
+// gathering returns a function that blocks until the given number of concurrent calls is
+// reached.
 func gathering(calls int) func() error {
 	var all sync.WaitGroup
 	all.Add(calls)
@@ -102,7 +102,7 @@ func TestAddressesThatWereLeftBehindAreRemovedUnlessTheyAreNeeded(t *testing.T) 
 	}
 }
 
-// unusableAt returns services at 192.0.2.0 and so on, where nobody listens.
+// unusableAt returns services at 192.0.2.0 and following addresses, without listeners.
 func unusableAt(addresses int) []*api.ServiceEndpoints {
 	var views []*api.ServiceEndpoints
 	for i := range addresses {

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// affine returns rules of a port with so many endpoints, and their route.
+// affine returns rules of a port with the given number of endpoints, and their route.
 func affine(endpoints int, timeout time.Duration) (*rules, route) {
 	var targets []netip.AddrPort
 	for i := range endpoints {
@@ -42,7 +42,7 @@ func TestConnectionsOfOneClientThatComeAtOnceGoToOneEndpoint(t *testing.T) {
 func TestChangedTimeoutOfAffinityCountsAtOnce(t *testing.T) {
 	r, rt := affine(2, 100*time.Second)
 	client, now := netip.MustParseAddr("127.0.0.1"), time.Now()
-	// Of two endpoints in turn, the one of the last round may come again.
+	// With two endpoints, the last one of a round may be the first of the next.
 	moves := func(prepare func()) bool {
 		for range 20 {
 			first, _ := r.endpoint(rt, client, noneUnfit, now)

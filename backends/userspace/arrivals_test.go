@@ -16,11 +16,11 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// slowAddresses become local when a test says so.
+// slowAddresses become local when a test allows it.
 type slowAddresses struct {
 	*fakeAddresses
-	// results has what Add returns for an address, when it is sent or the channel closed.
-	// Others come immediately.
+	// results are the results of Add by address, sent later or given by closing the channel.
+	// Other addresses become local immediately.
 	results map[netip.Addr]chan error
 }
 
@@ -127,7 +127,7 @@ func TestAnAddressThatDoesNotComeDelaysNoOtherChange(t *testing.T) {
 	}
 }
 
-// TestAnAddressThatComesLate comes after Sync has given up.
+// TestAnAddressThatComesLate makes an address local after Sync has returned.
 func TestAnAddressThatComesLate(t *testing.T) {
 	addr := netip.MustParseAddr("10.96.0.2")
 	for name, gone := range map[string]bool{"is used": false, "is removed if its service has gone": true} {
@@ -167,7 +167,7 @@ func TestAnAddressThatComesLate(t *testing.T) {
 	}
 }
 
-// idle reports whether nobody needs an address, or is about to.
+// idle reports whether no address has users or is changing.
 func (r *references) idle() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

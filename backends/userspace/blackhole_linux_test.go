@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// TestEndpointThatAnswersNothingIsPassedOver has an endpoint with a full backlog:
-// it drops what comes.
+// TestEndpointThatAnswersNothingIsPassedOver has an endpoint with a full backlog, which
+// drops new connections.
 func TestEndpointThatAnswersNothingIsPassedOver(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -30,7 +30,7 @@ func TestEndpointThatAnswersNothingIsPassedOver(t *testing.T) {
 	}
 }
 
-// blackHole is where a TCP connection is neither accepted nor refused.
+// blackHole returns an address that neither accepts nor refuses TCP connections.
 func blackHole(t *testing.T) netip.AddrPort {
 	t.Helper()
 	fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)

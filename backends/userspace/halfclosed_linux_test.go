@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// watch returns the error that c gets, as a program sees it that waits for events.
+// watch returns the error of c as a program sees it that waits for events.
 func watch(t *testing.T, c *net.TCPConn) <-chan error {
 	t.Helper()
 	raw, err := c.SyscallConn()
@@ -26,7 +26,7 @@ func watch(t *testing.T, c *net.TCPConn) <-chan error {
 	return ended
 }
 
-// expectReset waits for the error of a connection, which is to be a reset.
+// expectReset waits for the error of a connection, which must be a reset.
 func expectReset(t *testing.T, side string, ended <-chan error) {
 	t.Helper()
 	select {
@@ -40,8 +40,7 @@ func expectReset(t *testing.T, side string, ended <-chan error) {
 	}
 }
 
-// halfClosed returns a connection whose client has ended its direction, and both ends of
-// it.
+// halfClosed returns both ends of a connection whose client has closed its direction.
 func halfClosed(t *testing.T, opts Options) (w *world, c *client, endpoint *net.TCPConn) {
 	t.Helper()
 	w = newWorld(t, opts)
@@ -86,8 +85,8 @@ func TestResetAfterHalfCloseComesOut(t *testing.T) {
 	})
 }
 
-// TestHalfClosedClientThatVanishesIsNoticed takes the client's socket away without a
-// packet. The kernel's keep-alive then finds out.
+// TestHalfClosedClientThatVanishesIsNoticed removes the client's socket without a packet.
+// The kernel's keep-alive detects that.
 func TestHalfClosedClientThatVanishesIsNoticed(t *testing.T) {
 	w, c, endpoint := halfClosed(t, Options{})
 	l := w.listenerAt(socketAddrOf(t, api.TCP, c.RemoteAddr().String())).(*tcpListener)
@@ -104,7 +103,7 @@ func TestHalfClosedClientThatVanishesIsNoticed(t *testing.T) {
 		}
 	}
 	ended := watch(t, endpoint)
-	set(c.TCPConn, map[int]int{unix.TCP_REPAIR: 1}) // now, closing it sends nothing
+	set(c.TCPConn, map[int]int{unix.TCP_REPAIR: 1}) // now closing it sends nothing
 	c.Close()
 	l.mu.Lock()
 	for r := range l.relays {

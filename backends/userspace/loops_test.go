@@ -16,8 +16,8 @@ import (
 )
 
 // TestEndpointsThatThisProcessServesAreRefused has a service with a cluster IP, an
-// external IP, a load-balancer IP and a node port. Its only endpoint is one of these, or a
-// service that leads back to it.
+// external IP, a load-balancer IP and a node port. Its only endpoint is one of these, or
+// a service whose endpoint is one of these.
 func TestEndpointsThatThisProcessServesAreRefused(t *testing.T) {
 	for name, endpointAt := range map[string]string{
 		"its cluster IP": "127.0.0.2", "its external IP": "127.0.0.3", "its load-balancer IP": "127.0.0.4",
@@ -62,7 +62,7 @@ func TestEndpointsThatThisProcessServesAreRefused(t *testing.T) {
 	}
 }
 
-// once sends a few bytes to a service, and if it is a connection waits for its reset.
+// once sends a few bytes to a service. For a connection, it waits for the reset.
 func once(t *testing.T, protocol api.Protocol, addr string, port int32) {
 	t.Helper()
 	if protocol == api.UDP {
@@ -94,7 +94,7 @@ func TestOtherEndpointsOfALoopAreUsed(t *testing.T) {
 	}
 }
 
-// leave lets connections and UDP clients have n file descriptors.
+// leave leaves n file descriptors for connections and UDP clients.
 func (w *world) leave(n int) {
 	w.descriptors.mu.Lock()
 	defer w.descriptors.mu.Unlock()
@@ -102,7 +102,7 @@ func (w *world) leave(n int) {
 	w.limit = n + w.listening()
 }
 
-// listening returns how many descriptors listeners have.
+// listening returns the number of descriptors of listeners.
 func (w *world) listening() (n int) {
 	w.Backend.mu.Lock()
 	defer w.Backend.mu.Unlock()
@@ -112,7 +112,7 @@ func (w *world) listening() (n int) {
 	return n
 }
 
-// TestNoServiceTakesAllDescriptors has one with more clients than descriptors are left.
+// TestNoServiceTakesAllDescriptors has a service with more clients than free descriptors.
 func TestNoServiceTakesAllDescriptors(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -135,7 +135,7 @@ func TestNoServiceTakesAllDescriptors(t *testing.T) {
 	eventually(t, "the log says so", func() bool { return strings.Contains(w.log.String(), "Out of file descriptors for this service") })
 	const share = 20 // connections of two descriptors each: four fifths of 50
 	for range share {
-		clients[<-served].Close() // and another one is served in its socketAddr
+		clients[<-served].Close() // then another client is served
 	}
 	w.source.Delete(key("hog")) // while clients wait
 	w.source.Set(serviceAt("web", "127.0.0.3", port, api.TCP).to(server).view())
@@ -150,7 +150,7 @@ func TestNoServiceTakesAllDescriptors(t *testing.T) {
 	}
 }
 
-// TestOtherServicesAreServedWhileOneHasItsShare has clients of a service wait.
+// TestOtherServicesAreServedWhileOneHasItsShare has one service with waiting clients.
 func TestOtherServicesAreServedWhileOneHasItsShare(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")

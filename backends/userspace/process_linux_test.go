@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestBackendProcess is no test: it is what tests run as a process of its own,
-// in a network namespace. It serves until it is told to stop or killed.
+// TestBackendProcess is not a test. Tests run it as a separate process in a network
+// namespace. It serves until it is stopped or killed.
 func TestBackendProcess(t *testing.T) {
 	if os.Getenv("KPNG_BACKEND_PROCESS") == "" {
 		return
@@ -70,8 +70,7 @@ func backendProcess(t *testing.T, n *netnstest.Namespace, addrs ...string) (cmd 
 	return backendProcessAs(t, n, os.Stderr, "exec \"$@\"", addrs...)
 }
 
-// backendProcessAs is backendProcess run by a line of shell, with its log written
-// to stderr.
+// backendProcessAs runs TestBackendProcess with a line of shell, with its log on stderr.
 func backendProcessAs(t *testing.T, n *netnstest.Namespace, stderr io.Writer, shell string, addrs ...string) (cmd *exec.Cmd, stdin io.Closer) {
 	t.Helper()
 	cmd = exec.Command("sh", "-c", shell, "sh", os.Args[0], "-test.run=^TestBackendProcess$")
@@ -98,10 +97,10 @@ func backendProcessAs(t *testing.T, n *netnstest.Namespace, stderr io.Writer, sh
 	return cmd, stdin
 }
 
-// lockedBuffer is written to by one goroutine and read by another.
+// lockedBuffer is written by one goroutine and read by another.
 type lockedBuffer struct {
 	mu     sync.Mutex
-	buffer bytes.Buffer // not embedded, as it can read from a pipe by itself
+	buffer bytes.Buffer // not embedded, because it could read from a pipe itself
 }
 
 func (b *lockedBuffer) Write(p []byte) (int, error) {
@@ -116,11 +115,11 @@ func (b *lockedBuffer) String() string {
 	return b.buffer.String()
 }
 
-// TestConnectionsWaitForFileDescriptors has a backend with 64 of them.
+// TestConnectionsWaitForFileDescriptors has a backend with 64 descriptors.
 func TestConnectionsWaitForFileDescriptors(t *testing.T) {
 	n := netnstest.New(t)
 	log := &lockedBuffer{}
-	// The server is elsewhere: one that lacks descriptors would keep the backend's.
+	// The server is another process: its descriptors must not count for the backend.
 	if err := n.Do(func() error {
 		t.Setenv("KPNG_BACKEND_SERVER", namedServer(t, "a").String())
 		return nil

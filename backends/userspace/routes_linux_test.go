@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// localRoutesIn returns where local routes over the loopback interface lead that
-// carry a routing protocol number other than the kernel's.
+// localRoutesIn returns the destinations of local routes over the loopback interface with
+// another routing protocol number than the kernel's.
 func localRoutesIn(t *testing.T, n *netnstest.Namespace) []string {
 	t.Helper()
 	var out []string
@@ -148,8 +148,8 @@ func TestABackendWithoutThePrivilegeForRoutesDoesNotStart(t *testing.T) {
 	}
 }
 
-// inside runs the rest of a test with a Backend on a thread in a namespace of its
-// own, where sockets and routes are opened and made.
+// inside runs the rest of a test with a Backend on a thread in its own namespace, for
+// sockets and routes.
 func inside(t *testing.T, n *netnstest.Namespace, f func(b *Backend)) {
 	t.Helper()
 	b, err := New(Options{Addresses: LocalRoutes(RouteOptions{NetNS: n.FD}), NodeAddresses: nodeaddr.Of(), DrainTimeout: patience})
@@ -217,7 +217,7 @@ func TestAddressStaysForConnectionsThatDrain(t *testing.T) {
 		if err := b.Sync(t.Context(), fullOf(view)); err != nil {
 			t.Fatal(err)
 		}
-		// A connection, whatever becomes of it.
+		// A connection that may fail.
 		l := b.held.of(socketAddr{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}).listeners[socketAddr{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}].(*tcpListener)
 		l.enter()
 		if err := b.Sync(t.Context(), fullOf()); err != nil {

@@ -17,9 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// BenchmarkServices starts services with three frontends each, and changes an
-// endpoint of one of them. There are as many as the limit of open files lets
-// there be, up to 10,000, and a third and two thirds of that.
+// BenchmarkServices starts services with three frontends each and changes an endpoint of
+// one of them. It uses as many services as the limit of open files allows, up to 10,000,
+// and one and two thirds of that number.
 func BenchmarkServices(b *testing.B) {
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
@@ -77,7 +77,7 @@ func benchmarkServices(b *testing.B, services int) {
 	b.ReportMetric(0, "ns/op")
 }
 
-// heap returns what Go holds, stacks included.
+// heap returns the memory that Go uses, including stacks.
 func heap() uint64 {
 	runtime.GC()
 	var m runtime.MemStats
@@ -85,8 +85,8 @@ func heap() uint64 {
 	return m.HeapInuse + m.StackInuse
 }
 
-// manyServices returns the i-th of many: a cluster IP, an external IP, a node
-// port, and endpoints.
+// manyServices returns the i-th service, with a cluster IP, an external IP, a node port,
+// and endpoints.
 func manyServices(i, endpoints int) *api.ServiceEndpoints {
 	s := serviceAt(fmt.Sprint("web-", i), fmt.Sprintf("10.96.%d.%d", i/250, i%250+1), 80, api.TCP)
 	s.Service.Type = api.NodePort

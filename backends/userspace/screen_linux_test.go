@@ -17,8 +17,8 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// TestWhoAcceptsDecidesWhereTheKernelHasNoRoomForAFilter has more source ranges
-// than a socket may have filters for.
+// TestWhoAcceptsDecidesWhereTheKernelHasNoRoomForAFilter has more source ranges than fit
+// into a socket filter.
 func TestWhoAcceptsDecidesWhereTheKernelHasNoRoomForAFilter(t *testing.T) {
 	n := netnstest.New(t)
 	if err := n.Do(func() error {
@@ -27,7 +27,7 @@ func TestWhoAcceptsDecidesWhereTheKernelHasNoRoomForAFilter(t *testing.T) {
 	}); err != nil {
 		t.Skip("before Linux 6.8 the limit is that of the machine:", err)
 	}
-	server := namedServer(t, "a") // not in there, as the backend's goroutines are not
+	server := namedServer(t, "a") // outside the namespace, like the backend's goroutines
 	inside(t, n, func(b *Backend) {
 		admit := func(ranges ...netip.Prefix) {
 			t.Helper()
@@ -66,7 +66,7 @@ func TestWhoAcceptsDecidesWhereTheKernelHasNoRoomForAFilter(t *testing.T) {
 	})
 }
 
-// TestSourceRangesApplyToLinkLocalClients has a client whose address has a zone.
+// TestSourceRangesApplyToLinkLocalClients has a client with a zone in its address.
 func TestSourceRangesApplyToLinkLocalClients(t *testing.T) {
 	n := netnstest.New(t)
 	n.Add(t, "lo", "fe80::1/64")

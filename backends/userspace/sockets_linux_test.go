@@ -15,8 +15,8 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// TestLocalPortsAreShared has more connections than local ports, to two
-// endpoints: each may use them all.
+// TestLocalPortsAreShared opens more connections than local ports, to two endpoints. Each
+// endpoint may use all ports.
 func TestLocalPortsAreShared(t *testing.T) {
 	n := netnstest.New(t)
 	n.Set(t, "ipv4/ip_local_port_range=30000 30003")
@@ -38,9 +38,9 @@ func TestLocalPortsAreShared(t *testing.T) {
 	}
 }
 
-// TestEndpointThatSpeaksFirstNeedNotWait connects some times. Each would take 0.2 s if
-// the endpoint heard of a connection only when the kernel is tired of waiting for the
-// client's first bytes.
+// TestEndpointThatSpeaksFirstNeedNotWait connects several times. Each connection would
+// take 0.2 s if the endpoint saw it only after the kernel's delay for the client's first
+// bytes.
 func TestEndpointThatSpeaksFirstNeedNotWait(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -79,7 +79,7 @@ func TestManyBytesAreMovedWithoutPipes(t *testing.T) {
 	}
 }
 
-// TestAServiceThatHasItsShareOfDescriptorsGetsNoPipes has room for one connection.
+// TestAServiceThatHasItsShareOfDescriptorsGetsNoPipes has descriptors for one connection.
 func TestAServiceThatHasItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
 	w := newWorld(t, Options{})
 	w.pipes.open = func() (*pipe, error) {
@@ -96,8 +96,8 @@ func TestAServiceThatHasItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
 	}
 }
 
-// TestTheEndComesAfterASlowReader fills what lies between endpoint and client, so
-// that the last bytes wait, with the end right behind them.
+// TestTheEndComesAfterASlowReader fills the buffers between endpoint and client, so that
+// the last bytes wait, directly followed by the end.
 func TestTheEndComesAfterASlowReader(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")

@@ -20,8 +20,8 @@ import (
 	clocktesting "k8s.io/utils/clock/testing"
 )
 
-// refused reports whether nobody listens. A connection that was not accepted
-// before its listener was closed counts.
+// refused reports whether no listener exists. A connection that was not accepted before
+// its listener closed also counts.
 func refused(t *testing.T, addr string, port int32) bool {
 	t.Helper()
 	c, err := net.DialTimeout("tcp", net.JoinHostPort(addr, fmt.Sprint(port)), patience)
@@ -84,7 +84,7 @@ func TestListenerThatStaysIsNotOpenedAgain(t *testing.T) {
 	w.set(service.view())
 	at := socketAddr{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port))}
 	before := w.listenerAt(at)
-	w.source.Reset() // the next update is full
+	w.source.Reset() // the next update is Lost
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "b")).view())
 	if w.listenerAt(at) != before {
 		t.Error("the listener is another one")
@@ -130,15 +130,15 @@ func TestAPassInSeveralBatches(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// The services swap their addresses. Each is served at the place of the other one
-	// before that is delivered.
+	// The services swap their addresses. Each is served at the old address of the other
+	// before the other is delivered.
 	batch(true, false, at("a", 3, a))
 	if got := asked(t, "127.0.0.3", port) + asked(t, "127.0.0.4", port); got != "ag" {
 		t.Errorf("got to %s, want ag", got)
 	}
 	batch(false, false, at("b", 2, b))
 	served("bag")
-	// The pass begins again, and they swap once more.
+	// A new pass begins, and they swap once more.
 	batch(true, false, at("a", 2, a))
 	batch(false, false, at("b", 3, b))
 	served("abg")
@@ -221,8 +221,8 @@ func TestVerdictsWithoutEndpoints(t *testing.T) {
 	}
 }
 
-// TestSourceRangesDropOthers has a load balancer that only some addresses of the
-// loopback network may use.
+// TestSourceRangesDropOthers has a load-balancer IP that admits only some loopback
+// addresses.
 func TestSourceRangesDropOthers(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")

@@ -33,8 +33,7 @@ func TestEndpointsTakeTurns(t *testing.T) {
 	}
 }
 
-// TestManyBytesArriveAsTheyWere moves so many bytes that they are spliced, both
-// ways at once.
+// TestManyBytesArriveAsTheyWere moves enough bytes for splicing, in both directions.
 func TestManyBytesArriveAsTheyWere(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -59,7 +58,7 @@ func TestManyBytesArriveAsTheyWere(t *testing.T) {
 func TestHalfClosedConnectionGoesOn(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	// The server answers when it has read to the end.
+	// The server answers after it has read to the end.
 	count := listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
 		all, _ := io.ReadAll(c)
 		c.Write(bytes.ToUpper(all))
@@ -112,7 +111,7 @@ func TestResetComesOutAsReset(t *testing.T) {
 	})
 }
 
-// TestResetComesOutWhileBytesMove has so many on their way that they are spliced.
+// TestResetComesOutWhileBytesMove resets a connection that is being spliced.
 func TestResetComesOutWhileBytesMove(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -152,7 +151,7 @@ func TestResetComesOutWhileBytesMove(t *testing.T) {
 	})
 }
 
-// zeros are without end.
+// zeros is an endless reader.
 type zeros struct{}
 
 func (zeros) Read(b []byte) (int, error) {
@@ -160,11 +159,11 @@ func (zeros) Read(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// TestListenerClosesWhileConnectionsCome opens and closes one in a storm of
-// connections, each of which is accepted or not, but never half.
+// TestListenerClosesWhileConnectionsCome opens and closes a listener while many clients
+// connect. Each connection is accepted completely or not at all.
 func TestListenerClosesWhileConnectionsCome(t *testing.T) {
 	w := newWorld(t, Options{})
-	w.set() // now it has started
+	w.set() // the backend has started
 	at := socketAddr{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(freePort(t, "127.0.0.2")))}
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
 	view := serviceAt("web", "127.0.0.2", int32(at.at.Port()), api.TCP).to(dead).view()
@@ -224,7 +223,7 @@ func TestConnectionIsResetWhenEveryEndpointRefuses(t *testing.T) {
 	port := freePort(t, "127.0.0.2")
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(dead).view())
-	// The reset may come before the client knows that it is connected.
+	// The reset may arrive before the client knows that it is connected.
 	c, err := net.Dial("tcp", net.JoinHostPort("127.0.0.2", strconv.Itoa(int(port))))
 	if err == nil {
 		defer c.Close()

@@ -58,8 +58,8 @@ func udpDial(t *testing.T, addr string, port int32) *net.UDPConn {
 	return c.(*net.UDPConn)
 }
 
-// udpAsk sends a datagram, again as long as there is no answer, and returns the
-// first word of the answer, the server's name.
+// udpAsk sends a datagram, repeatedly until it gets an answer, and returns the first word
+// of the answer, the server's name.
 func udpAsk(t *testing.T, c *net.UDPConn) string {
 	t.Helper()
 	var name string
@@ -166,8 +166,8 @@ func TestUDPClientLeavesTheEndpointOfAPortThatWent(t *testing.T) {
 	}
 }
 
-// TestUDPClientThatComesWhileItsEndpointGoes has the endpoint go when it has just
-// been chosen.
+// TestUDPClientThatComesWhileItsEndpointGoes removes the endpoint directly after it was
+// chosen.
 func TestUDPClientThatComesWhileItsEndpointGoes(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -243,8 +243,8 @@ func TestTableOfUDPClientsIsBounded(t *testing.T) {
 	}
 }
 
-// TestABurstOfManyUDPClientsTakesFewBatches has 1,000 clients, each of whose sockets gets
-// answers while others have theirs.
+// TestABurstOfManyUDPClientsTakesFewBatches has 1,000 clients whose sockets receive
+// answers concurrently.
 func TestABurstOfManyUDPClientsTakesFewBatches(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -289,8 +289,8 @@ func TestWhoNeedsABatchWaitsUntilOneIsFree(t *testing.T) {
 	})
 }
 
-// TestTwentyThousandUDPClients come while there are descriptors for half of
-// them: those that were silent longest make room.
+// TestTwentyThousandUDPClients has descriptors for half of its clients. The longest idle
+// ones make room.
 func TestTwentyThousandUDPClients(t *testing.T) {
 	const clients, room = 20_000, 10_000
 	w := newWorld(t, Options{MaxUDPClients: room})

@@ -27,10 +27,10 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// patience is how long a test waits for what should happen at once.
+// patience is the maximum wait for events that should be immediate.
 const patience = 10 * time.Second
 
-// world is a Backend and what drives it.
+// world is a Backend with its driver.
 type world struct {
 	*testing.T
 	*Backend
@@ -43,16 +43,16 @@ type world struct {
 	limit  int // of file descriptors
 }
 
-// logBuffer has what was logged.
+// logBuffer has the log.
 type logBuffer struct {
 	mu    sync.Mutex
 	lines []string
-	// awaited is the text at whose next line reaction is called.
+	// awaited is a text. The next line with it calls reaction.
 	awaited  string
 	reaction func()
 }
 
-// on calls f when text is logged next, before who logs it goes on.
+// on calls f when text is logged next, before the logging call returns.
 func (b *logBuffer) on(text string, f func()) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -80,8 +80,8 @@ func (b *logBuffer) write(prefix, line string) {
 	}
 }
 
-// newWorld starts a Backend without services. Node ports are at 127.0.0.1 and
-// ::1 unless opts says otherwise.
+// newWorld starts a Backend without services. By default, node ports are at 127.0.0.1 and
+// ::1.
 func newWorld(t *testing.T, opts Options) *world {
 	t.Helper()
 	if opts.NodeAddresses == nil {
@@ -132,7 +132,7 @@ func (w *world) applied() {
 	}
 }
 
-// failing sets views and returns the error of the service that fails.
+// failing sets views and returns the error of the failing service.
 func (w *world) failing(views ...*api.ServiceEndpoints) error {
 	w.Helper()
 	w.source.Set(views...)
@@ -148,7 +148,7 @@ func (w *world) failing(views ...*api.ServiceEndpoints) error {
 	return err
 }
 
-// fullOf returns the Changes that are all of views.
+// fullOf returns a Changes with all of views.
 func fullOf(views ...*api.ServiceEndpoints) *sink.Changes {
 	return &sink.Changes{First: true, Last: true, Services: func(yield func(sink.Change) bool) {
 		for _, v := range views {
@@ -159,7 +159,7 @@ func fullOf(views ...*api.ServiceEndpoints) *sink.Changes {
 	}}
 }
 
-// eventually waits until done is true.
+// eventually waits until done returns true.
 func eventually(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); !done(); time.Sleep(time.Millisecond) {
@@ -169,10 +169,10 @@ func eventually(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// testService is a service to be changed by a test.
+// testService is a service that a test modifies.
 type testService struct{ api.ServiceEndpoints }
 
-// service is one with a TCP port 80, or what protocol says, at addr.
+// serviceAt returns a service at addr with one port, number 80 and TCP by default.
 func serviceAt(name, addr string, number int32, protocol api.Protocol) *testService {
 	ip := netip.MustParseAddr(addr)
 	return &testService{api.ServiceEndpoints{Service: &api.Service{
@@ -183,7 +183,7 @@ func serviceAt(name, addr string, number int32, protocol api.Protocol) *testServ
 	}}}
 }
 
-// to gives the first port endpoints on all lists.
+// to adds endpoints on all lists to the first port.
 func (s *testService) to(endpoints ...netip.AddrPort) *testService {
 	return s.with(api.Scopes{Internal: true, External: true, Cluster: true}, endpoints...)
 }
@@ -209,7 +209,7 @@ func (s *testService) change(f func(*api.Service)) *testService {
 	return s
 }
 
-// unusable says that nothing in the cluster serves the first port.
+// unusable marks the first port as having no usable endpoint in the cluster.
 func (s *testService) unusable() *testService {
 	p := s.Service.Ports[0]
 	for _, f := range s.Service.IPFamilies {
@@ -233,7 +233,7 @@ func key(name string) types.NamespacedName {
 	return types.NamespacedName{Namespace: "default", Name: name}
 }
 
-// freePort returns a port that nobody uses at addr.
+// freePort returns an unused port at addr.
 func freePort(t *testing.T, addr string) int32 {
 	t.Helper()
 	l, err := net.Listen("tcp", net.JoinHostPort(addr, "0"))
@@ -244,8 +244,7 @@ func freePort(t *testing.T, addr string) int32 {
 	return int32(l.Addr().(*net.TCPAddr).Port)
 }
 
-// listenAt listens with a TCP server that handles each connection with handle,
-// until the test ends.
+// listenAt runs a TCP server that calls handle for each connection until the test ends.
 func listenAt(t *testing.T, at string, handle func(*net.TCPConn)) netip.AddrPort {
 	t.Helper()
 	l, err := net.Listen("tcp", at)
@@ -336,7 +335,7 @@ func (c *client) ask() string {
 	return name
 }
 
-// asked returns the name of the server that a new connection gets to.
+// asked returns the name of the server that a new connection reaches.
 func asked(t *testing.T, addr string, port int32) string {
 	t.Helper()
 	c := dial(t, addr, port)
@@ -344,7 +343,7 @@ func asked(t *testing.T, addr string, port int32) string {
 	return c.ask()
 }
 
-// socketAddrOf returns the place at an address and port.
+// socketAddrOf returns the socket address at an address and port.
 func socketAddrOf(t *testing.T, protocol api.Protocol, at string) socketAddr {
 	t.Helper()
 	addr, err := netip.ParseAddrPort(at)
@@ -354,7 +353,7 @@ func socketAddrOf(t *testing.T, protocol api.Protocol, at string) socketAddr {
 	return socketAddr{protocol, addr}
 }
 
-// stats returns those of the first port of a service.
+// stats returns the statistics of a service's first port.
 func (w *world) stats(name string) PortStats {
 	w.Helper()
 	for s := range w.Stats() {

@@ -15,24 +15,24 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// backend is the sink: it keeps two tables, one a family, in step with the services.
+// backend is the sink. It maintains two tables, one per family.
 type backend struct {
-	name string // of both tables
-	have state  // what is in them, unless the last Sync failed
-	want state  // what the services delivered since the pass began need
-	// uses says how many services need each element of want.
+	name string // name of both tables
+	have state  // content of the tables, unless the last Sync failed
+	want state  // content needed by the services delivered since the pass began
+	// uses counts the services that need each element of want.
 	uses map[element]int
-	// flows are those of the services that changed since the last transaction.
+	// flows are the flows of services that changed since the last transaction.
 	flows flows
-	// passing says that a pass has begun and not ended.
+	// passing reports that a pass is in progress.
 	passing bool
 }
 
-// Start fails if the kernel does not do what all-ip needs.
+// Start fails if the kernel lacks a feature that all-ip needs.
 func (b *backend) Start(context.Context) error { return b.probe() }
 
-// Sync changes the tables in one transaction, at the end of a pass. If that fails, it is
-// not known what is in them, and the next pass reads it.
+// Sync changes the tables in one transaction, at the end of a pass. If that fails, their
+// content is unknown, and the next pass reads it.
 func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 	if err := b.sync(ctx, c); err != nil {
 		return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
@@ -99,12 +99,12 @@ func (b *backend) sync(ctx context.Context, c *sink.Changes) error {
 	return done.forgetOthers()
 }
 
-// Verify notices if somebody else has changed the tables, as does a firewall
-// that loads its rules again and flushes all others before.
+// Verify detects changes by other programs, for example a firewall that flushes all rules
+// when it reloads.
 func (b *backend) Verify(context.Context) error {
 	have, err := b.read()
 	if err == nil && !maps.Equal(have, b.have) {
-		err = errors.New("somebody has changed their elements")
+		err = errors.New("another program changed their elements")
 	}
 	if err != nil {
 		return fmt.Errorf("tables %q: %w: %w", b.name, err, sink.ErrStartOver)
@@ -125,16 +125,16 @@ func (b *backend) Cleanup(context.Context) error {
 	return tx.commit()
 }
 
-// logUnserved tells of what a service asks for in vain.
+// logUnserved logs the unsupported parts of a service.
 func logUnserved(ctx context.Context, c *sink.Change) {
 	if c.New == nil {
 		return
 	}
 	log := klog.FromContext(ctx).WithValues("service", c.Key)
 	if !c.New.Service.AllPorts {
-		log.Info("Not served, as whoever sends it does not make it an all-ports service")
+		log.Info("Not an all-ports service; start the kpng server with --all-ports")
 	}
 	for u := range nodeview.Unserved(c.New) {
-		log.Info("Not served", "frontend", u.String())
+		log.Info("Frontend not supported", "frontend", u.String())
 	}
 }

@@ -14,17 +14,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// flows has the pods that connections to an external IP may go to on.
+// flows maps external IPs to the pods whose connections may continue.
 //
-// Rules decide about the first packet of a connection. Where there is no
-// connection, as with UDP or pings, one that the kernel tracks lasts as long as
-// packets follow each other, and leads on to a pod that is gone. Such entries
-// are deleted, for the next packet to be a first one. TCP and SCTP notice by
-// themselves.
+// Rules apply only to the first packet of a connection. For UDP and pings, connection
+// tracking keeps an entry while packets follow each other, even if its pod is removed.
+// Such entries are deleted, so that the next packet is a first one again. TCP and SCTP
+// detect the loss themselves.
 type flows map[netip.Addr][]netip.Addr
 
-// add makes the external IPs of before and after known, and lets connections go
-// on to the pods that serve after, draining ones included.
+// add adds the external IPs of before and after. Connections to pods that serve after,
+// including draining ones, may continue.
 func (f flows) add(before, after *api.ServiceEndpoints) {
 	for frontend := range frontends(before) {
 		if _, known := f[frontend.Addr]; !known {
@@ -39,7 +38,7 @@ func (f flows) add(before, after *api.ServiceEndpoints) {
 	}
 }
 
-// addAddressesOf makes those external IPs of a state known that are not yet.
+// addAddressesOf adds the missing external IPs of a state.
 func (f flows) addAddressesOf(s state) {
 	for e := range s {
 		if e.set == hairpin {
@@ -56,22 +55,22 @@ func (f flows) addAddressesOf(s state) {
 	}
 }
 
-// forgetOthers deletes what the kernel tracks to external IPs in f, but does not
-// go to one of the pods there.
+// forgetOthers deletes the entries to external IPs in f that do not lead to one of their
+// pods.
 func (f flows) forgetOthers() error {
 	if len(f) == 0 {
 		return nil
 	}
 	for _, family := range []netlink.InetFamily{unix.AF_INET, unix.AF_INET6} {
 		if _, err := netlink.ConntrackDeleteFilters(netlink.ConntrackTable, family, f); err != nil {
-			return fmt.Errorf("deleting connection-tracking entries: %w", err)
+			return fmt.Errorf("delete connection-tracking entries: %w", err)
 		}
 	}
 	return nil
 }
 
-// MatchConntrackFlow implements netlink.CustomConntrackFilter: it reports whether
-// to delete an entry.
+// MatchConntrackFlow implements netlink.CustomConntrackFilter. It reports whether to
+// delete an entry.
 func (f flows) MatchConntrackFlow(flow *netlink.ConntrackFlow) bool {
 	if p := flow.Forward.Protocol; p == unix.IPPROTO_TCP || p == unix.IPPROTO_SCTP {
 		return false

@@ -48,7 +48,7 @@ func TestConnectionsThatAreForgotten(t *testing.T) {
 			flow := &netlink.ConntrackFlow{}
 			flow.Forward.Protocol = test.protocol
 			flow.Forward.DstIP = net.IP(netip.MustParseAddr(test.to).AsSlice())
-			flow.Reverse.SrcIP = net.ParseIP(test.pod) // 16 bytes, as it may come
+			flow.Reverse.SrcIP = net.ParseIP(test.pod) // 16 bytes, as the kernel may return it
 			if got := test.flows.MatchConntrackFlow(flow); got != test.want {
 				t.Errorf("forgotten: %t, want %t", got, test.want)
 			}

@@ -17,23 +17,23 @@ import (
 
 // The sets of a table.
 const (
-	// pod is a map: external IP → pod, if there is one.
+	// pod is a map: external IP → pod, for external IPs with one pod.
 	pod = "pod"
-	// pods is a map: external IP and slot → pod, if there are several.
+	// pods is a map: external IP and slot → pod, for external IPs with several pods.
 	pods = "pods"
-	// hairpin has pod, pod for each pod: the source and destination of what a pod
-	// sends to itself by way of an external IP. Its own address is no source that
-	// it would answer to.
+	// hairpin has the element "pod, pod" for each pod: the source and destination of packets
+	// that a pod sends to itself through an external IP. They are masqueraded, because a pod
+	// does not answer its own address.
 	hairpin = "hairpin"
-	// rejected has the external IPs for which no pod is usable in the cluster.
+	// rejected has the external IPs without a usable pod in the cluster.
 	rejected = "rejected"
-	// dropped has those for which no pod is on this node, but on others.
+	// dropped has the external IPs whose usable pods are all on other nodes.
 	dropped = "dropped"
 )
 
-// slots is how many slots there are: a client's address is hashed to one of
-// them, and each belongs to a pod. So it is also the number of pods on a node
-// that get traffic from one external IP.
+// slots is the number of slots of an external IP. A client's address is hashed to a slot,
+// and each slot belongs to a pod. So it is also the maximum number of pods on a node that
+// get traffic from one external IP.
 const slots = 64
 
 // element is the key of an element of a set.
@@ -43,13 +43,13 @@ type element struct {
 	key    string
 }
 
-// state is what tables hold: the value of each element, empty if its set is no
-// map.
+// state is the content of the tables: the value of each element, empty if its set is not
+// a map.
 type state map[element]string
 
-// elements yields what the tables hold for a service, nil for none. Elements of
-// hairpin come once for each external IP, and may come of other services too; all
-// others are one service's alone, as no two are given the same external IP.
+// elements yields the elements of a service, or none for nil. Elements of hairpin appear
+// once for each external IP, and several services may share them. All others belong to
+// one service alone, because no two services have the same external IP.
 func elements(v *api.ServiceEndpoints) iter.Seq2[element, string] {
 	return func(yield func(element, string) bool) {
 		for f := range frontends(v) {
@@ -87,7 +87,7 @@ func elements(v *api.ServiceEndpoints) iter.Seq2[element, string] {
 	}
 }
 
-// frontends yields the external IPs of a service that are this proxier's.
+// frontends yields the external IPs of a service that all-ip serves.
 func frontends(v *api.ServiceEndpoints) iter.Seq[nodeview.Frontend] {
 	return func(yield func(nodeview.Frontend) bool) {
 		if v == nil || !v.Service.AllPorts {
@@ -101,7 +101,7 @@ func frontends(v *api.ServiceEndpoints) iter.Seq[nodeview.Frontend] {
 	}
 }
 
-// localPods returns the pods on this node that a frontend leads to.
+// localPods returns the pods of a frontend on this node.
 func localPods(f *nodeview.Frontend) []netip.Addr {
 	var local []netip.Addr
 	for _, target := range f.Elsewhere.Endpoints {
@@ -112,9 +112,9 @@ func localPods(f *nodeview.Frontend) []netip.Addr {
 	return local
 }
 
-// owner returns the pod that a slot belongs to, by rendezvous hashing: a pod that
-// comes or goes takes over or hands over slots, and none move between others, so
-// that no other client changes its pod.
+// owner returns the pod of a slot by rendezvous hashing. A pod that is added or removed
+// gets or loses slots, and no slots move between other pods. So no other client changes
+// its pod.
 func owner(slot uint32, pods []netip.Addr) netip.Addr {
 	var owner netip.Addr
 	var highest uint64

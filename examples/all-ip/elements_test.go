@@ -31,8 +31,8 @@ func endpoint(ip string, local bool) api.Endpoint {
 	return api.Endpoint{Addr: netip.MustParseAddr(ip), Local: local, Scopes: api.Scopes{Internal: true, External: true}}
 }
 
-// describe returns a line for each external IP of the elements of a view, and
-// for each pod that may reach itself.
+// describe returns a line for each external IP in the elements of a view, and for each
+// hairpin pod.
 func describe(v *api.ServiceEndpoints) []string {
 	var lines []string
 	for e, value := range elements(v) {
@@ -124,7 +124,7 @@ func TestErrorsSayWhatIsMissing(t *testing.T) {
 		{"no rights", unix.EPERM, "NET_ADMIN"},
 		{"a kernel without netfilter", unix.EPROTONOSUPPORT, "CONFIG_NF_TABLES"},
 		{"a kernel without nftables", unix.EINVAL, "CONFIG_NF_TABLES"},
-		{"anything else", unix.EIO, "asking the kernel"},
+		{"anything else", unix.EIO, "check the kernel"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			got := ""
@@ -132,7 +132,7 @@ func TestErrorsSayWhatIsMissing(t *testing.T) {
 				got = err.Error()
 			}
 			if !strings.Contains(got, test.want) || (got == "") != (test.want == "") {
-				t.Errorf("error %q, want one that says %q", got, test.want)
+				t.Errorf("error %q, want one with %q", got, test.want)
 			}
 		})
 	}

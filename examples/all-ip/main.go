@@ -2,14 +2,13 @@
 
 //go:build linux
 
-// Command all-ip is a specialised proxier: all traffic to the external IPs of a
-// service, whatever its protocol and port, goes to a pod on this node. It serves
-// the services of one service-proxy name and leaves the others to kube-proxy,
-// which runs beside it and is not disturbed.
+// Command all-ip is a specialized service proxy: all traffic to the external IPs of a
+// service, of any protocol and port, goes to a pod on this node. It serves the services
+// of one service-proxy name and runs beside kube-proxy, which serves the others.
 //
 //	all-ip --service-proxy-name kpng-example
 //
-// README.md says what it does, and what it does not.
+// README.md describes its features and limits.
 package main
 
 import "github.com/kpng-project/kpng/app"
@@ -17,8 +16,8 @@ import "github.com/kpng-project/kpng/app"
 func main() {
 	b := &backend{}
 	cmd := app.Command("all-ip", b)
-	cmd.Long = "all-ip sends all traffic to the external IPs of a service, whatever its protocol and port, to a pod on this node."
-	cmd.Flags().StringVar(&b.name, "table", "kpng-all-ip", "the `name` of the nftables tables, ip and ip6, to keep; each all-ip on a node needs its own")
+	cmd.Long = "all-ip sends all traffic to the external IPs of a service, of any protocol and port, to a pod on this node."
+	cmd.Flags().StringVar(&b.name, "table", "kpng-all-ip", "the `name` of the nftables tables, ip and ip6; each all-ip on a node needs its own")
 	cmd.MarkFlagsOneRequired("service-proxy-name", "api", "cleanup")
 
 	allPorts := cmd.Flags().Lookup("all-ports")

@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// layout is the comment of every rule. It changes with the rules, so that tables
-// that another version of all-ip has made are made anew.
+// layout is the comment of every rule. It changes with the rules, so that tables of
+// another version of all-ip are recreated.
 const layout = "kpng all-ip 1"
 
 // table is one of the two tables: sets that change, and rules that do not. As nft
@@ -46,11 +46,11 @@ const layout = "kpng all-ip 1"
 type table struct {
 	*nftables.Table
 	family api.Family
-	// size is that of an address, source and destination are the addresses'
-	// offsets in a packet's header.
+	// size is the size of an address. source and destination are the offsets of the
+	// addresses in the packet header.
 	size, source, destination uint32
 	address                   nftables.SetDatatype
-	unreachable               uint8 // ICMP's code for ports
+	unreachable               uint8 // ICMP code for ports
 }
 
 func tables(name string) []*table {
@@ -60,14 +60,14 @@ func tables(name string) []*table {
 	}
 }
 
-// set returns the set of a name.
+// set returns the set with a name.
 func (t *table) set(name string) *nftables.Set {
 	s := &nftables.Set{Table: t.Table, Name: name, KeyType: t.address}
 	switch name {
 	case pod:
 		s.IsMap, s.DataType = true, t.address
 	case pods:
-		// nft has no name for the type of a hash; a mark is a number too.
+		// nft has no name for the type of a hash; a mark is also a number.
 		s.KeyType = nftables.MustConcatSetType(t.address, nftables.TypeMark)
 		s.IsMap, s.DataType = true, t.address
 	case hairpin:
@@ -95,7 +95,7 @@ const (
 	postrouting = "postrouting"
 )
 
-// chains returns all chains, the one that is jumped to first.
+// chains returns all chains, the jump target first.
 func (t *table) chains() []*nftables.Chain {
 	base := func(name string, hook *nftables.ChainHook, priority nftables.ChainPriority) *nftables.Chain {
 		return &nftables.Chain{Table: t.Table, Name: name, Type: nftables.ChainTypeNAT, Hooknum: hook, Priority: &priority}
@@ -110,8 +110,8 @@ func (t *table) chains() []*nftables.Chain {
 
 // rules returns the rules of a chain.
 //
-// The kernel's registers have 16 bytes, 1 to 4, or are quarters of these, 8 to
-// 23. The parts of a key are side by side.
+// The kernel's registers have 16 bytes (1 to 4) or are quarters of these (8 to 23). The
+// parts of a key are adjacent.
 func (t *table) rules(chain *nftables.Chain) []*nftables.Rule {
 	load := func(register, offset uint32) expr.Any {
 		return &expr.Payload{DestRegister: register, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: t.size}

@@ -17,11 +17,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// errNotIntact is returned for tables that are not there, or not as this version
-// of all-ip makes them.
+// errNotIntact reports tables that do not exist or that differ from those of this version
+// of all-ip.
 var errNotIntact = errors.New("not there, or not as all-ip makes them")
 
-// probe returns an error that says what is missing if this process cannot use
+// probe returns an error that names the missing feature if this process cannot use
 // nftables.
 func (b *backend) probe() error {
 	conn, err := connect()
@@ -31,23 +31,22 @@ func (b *backend) probe() error {
 	return explain(err)
 }
 
-// explain says what the errors mean that come from a kernel that cannot, or does
-// not want to, do anything about nftables.
+// explain adds the likely cause to errors of a kernel that cannot use nftables.
 func explain(err error) error {
 	switch {
 	case err == nil || errors.Is(err, unix.ENOENT):
-		return nil // there is no such table yet
+		return nil // the table does not exist yet
 	case errors.Is(err, unix.EPERM):
 		return fmt.Errorf("all-ip needs the capability NET_ADMIN: %w", err)
 	case errors.Is(err, unix.EPROTONOSUPPORT), errors.Is(err, unix.EINVAL), errors.Is(err, unix.EOPNOTSUPP):
-		return fmt.Errorf("all-ip needs nftables (CONFIG_NF_TABLES), which this kernel has not, or may not load: %w", err)
+		return fmt.Errorf("all-ip needs nftables (CONFIG_NF_TABLES), which this kernel lacks or may not load: %w", err)
 	default:
-		return fmt.Errorf("asking the kernel for nftables: %w", err)
+		return fmt.Errorf("check the kernel for nftables: %w", err)
 	}
 }
 
-// socketBuffer is as long as the longest transaction: a kernel takes one only if
-// it comes in one piece. It is some 200,000 elements.
+// socketBuffer is the size of the longest transaction, about 200,000 elements. The kernel
+// accepts a transaction only as a whole.
 const socketBuffer = 32 << 20
 
 func connect() (*nftables.Conn, error) {
@@ -56,8 +55,8 @@ func connect() (*nftables.Conn, error) {
 	}))
 }
 
-// read returns what the tables hold. The error wraps errNotIntact if they have to
-// be made anew.
+// read returns the content of the tables. The error wraps errNotIntact if they have to be
+// recreated.
 func (b *backend) read() (state, error) {
 	conn, err := connect()
 	if err != nil {
@@ -68,7 +67,7 @@ func (b *backend) read() (state, error) {
 		for _, chain := range t.chains() {
 			rules, err := conn.GetRules(t.Table, chain)
 			if err != nil {
-				return nil, fmt.Errorf("reading chain %s of tables %q: %w", chain.Name, b.name, err)
+				return nil, fmt.Errorf("read chain %s of tables %q: %w", chain.Name, b.name, err)
 			}
 			if !slices.EqualFunc(rules, t.rules(chain), func(got, want *nftables.Rule) bool {
 				return bytes.Equal(got.UserData, want.UserData)
@@ -79,7 +78,7 @@ func (b *backend) read() (state, error) {
 		for set := range t.sets() {
 			all, err := conn.GetSetElements(set)
 			if err != nil {
-				return nil, fmt.Errorf("reading set %s of tables %q: %w", set.Name, b.name, err)
+				return nil, fmt.Errorf("read set %s of tables %q: %w", set.Name, b.name, err)
 			}
 			for _, e := range all {
 				have[element{t.family, set.Name, string(e.Key)}] = string(e.Val)
@@ -89,7 +88,7 @@ func (b *backend) read() (state, error) {
 	return have, nil
 }
 
-// transaction is a list of changes that happen together or not at all.
+// transaction is a list of changes that the kernel applies atomically.
 type transaction struct {
 	conn   *nftables.Conn
 	name   string
@@ -114,22 +113,22 @@ func (b *backend) begin() (*transaction, error) {
 	}, nil
 }
 
-// drop removes the tables if they are there.
+// drop deletes the tables if they exist.
 func (tx *transaction) drop() {
 	for _, t := range tx.tables {
-		tx.conn.AddTable(t.Table) // what is not there cannot be deleted
+		tx.conn.AddTable(t.Table) // the deletion of a missing table would fail
 		tx.conn.DelTable(t.Table)
 	}
 }
 
-// create makes the tables anew, with nothing in their sets.
+// create recreates the tables with empty sets.
 func (tx *transaction) create() error {
 	tx.drop()
 	for _, t := range tx.tables {
 		tx.conn.AddTable(t.Table)
 		for set := range t.sets() {
 			if err := tx.conn.AddSet(set, nil); err != nil {
-				return fmt.Errorf("making set %s: %w", set.Name, err)
+				return fmt.Errorf("create set %s: %w", set.Name, err)
 			}
 		}
 		for _, chain := range t.chains() {
@@ -142,7 +141,7 @@ func (tx *transaction) create() error {
 	return nil
 }
 
-// remove removes e, if it is in s, from the tables and from s.
+// remove removes e from the tables and from s, if it is in s.
 func (tx *transaction) remove(s state, e element) {
 	value, ok := s[e]
 	if !ok {
@@ -153,7 +152,7 @@ func (tx *transaction) remove(s state, e element) {
 	tx.removed[set] = append(tx.removed[set], nftables.SetElement{Key: []byte(e.key), Val: []byte(value)})
 }
 
-// set gives e a value in the tables and in s, unless it has it.
+// set sets the value of e in the tables and in s, if it differs.
 func (tx *transaction) set(s state, e element, value string) {
 	if old, ok := s[e]; ok && old == value {
 		return
@@ -164,29 +163,29 @@ func (tx *transaction) set(s state, e element, value string) {
 	tx.added[set] = append(tx.added[set], nftables.SetElement{Key: []byte(e.key), Val: []byte(value)})
 }
 
-// commit makes the changes.
+// commit commits the changes.
 func (tx *transaction) commit() error {
 	for _, t := range tx.tables {
 		for set := range t.sets() {
 			for chunk := range chunks(tx.removed[setKey{t.family, set.Name}]) {
 				if err := tx.conn.SetDeleteElements(set, chunk); err != nil {
-					return fmt.Errorf("removing elements of set %s: %w", set.Name, err)
+					return fmt.Errorf("remove elements of set %s: %w", set.Name, err)
 				}
 			}
 			for chunk := range chunks(tx.added[setKey{t.family, set.Name}]) {
 				if err := tx.conn.SetAddElements(set, chunk); err != nil {
-					return fmt.Errorf("adding elements to set %s: %w", set.Name, err)
+					return fmt.Errorf("add elements to set %s: %w", set.Name, err)
 				}
 			}
 		}
 	}
 	if err := tx.conn.Flush(); err != nil {
-		return fmt.Errorf("changing tables %q: %w", tx.name, err)
+		return fmt.Errorf("change tables %q: %w", tx.name, err)
 	}
 	return nil
 }
 
-// chunks cuts a list into such as fit into one message, of less than 64 KiB.
+// chunks splits a list into parts that fit into a message of less than 64 KiB.
 func chunks(list []nftables.SetElement) iter.Seq[[]nftables.SetElement] {
 	return slices.Chunk(list, 500)
 }

@@ -22,19 +22,19 @@ type callout struct {
 	timeout time.Duration
 	stdout  *os.File
 
-	// frontends is whether its standard input has the node and its frontends, in place
-	// of services.
+	// frontends reports whether standard input has the node and its frontends instead of
+	// services.
 	frontends bool
 }
 
-// gracePeriod is how long what is left of a callout may hold its standard input
-// and error open after it has ended.
+// gracePeriod is how long the children of a callout may keep its standard input and error
+// open after its end.
 const gracePeriod = time.Second
 
-// run runs the callout once. It returns when the callout has ended, by itself or
-// because it was killed: when it took too long, or ctx ended.
+// run runs the callout once. It returns when the callout has ended or was killed: after
+// the timeout, or at the end of ctx.
 func (c *callout) run(ctx context.Context, stdin io.Reader) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, c.timeout, fmt.Errorf("it ran for longer than %s", c.timeout))
+	ctx, cancel := context.WithTimeoutCause(ctx, c.timeout, fmt.Errorf("it ran longer than %s", c.timeout))
 	defer cancel()
 	var stderr tail
 	cmd := exec.CommandContext(ctx, c.args[0], c.args[1:]...)
@@ -42,16 +42,16 @@ func (c *callout) run(ctx context.Context, stdin io.Reader) error {
 	cmd.WaitDelay = gracePeriod
 	killAll(cmd)
 
-	// The kernel kills the callout with the thread that started it, so that
-	// thread has to stay as long as this program does.
+	// The kernel kills the callout when the thread that started it ends, so that thread must
+	// not end earlier.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	err := cmd.Run()
 	if ctx.Err() != nil && err != nil {
-		err = fmt.Errorf("killed, as %w", context.Cause(ctx))
+		err = fmt.Errorf("killed: %w", context.Cause(ctx))
 	}
 	if errors.Is(err, exec.ErrWaitDelay) {
-		err = nil // it ended well, and left something running
+		err = nil // it succeeded and left a child running
 	}
 	said := stderr.String()
 	switch {
@@ -60,10 +60,10 @@ func (c *callout) run(ctx context.Context, stdin io.Reader) error {
 	case err != nil:
 		return fmt.Errorf("callout %s: %w", c, err)
 	case said != "":
-		klog.FromContext(ctx).Info("The callout succeeded with a remark", "callout", c.String(), "stderr", said)
+		klog.FromContext(ctx).Info("Callout succeeded with output on standard error", "callout", c.String(), "stderr", said)
 	}
 	return nil
 }
 
-// String returns the callout as a command line for people.
+// String returns the callout as a command line.
 func (c *callout) String() string { return strings.Join(c.args, " ") }

@@ -7,8 +7,8 @@ import (
 	"syscall"
 )
 
-// killAll makes cancelling cmd kill all of its process group, and the end of
-// this program, of whatever kind, kill cmd.
+// killAll makes a cancellation of cmd kill its whole process group, and any end of this
+// program kill cmd.
 func killAll(cmd *exec.Cmd) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }

@@ -6,5 +6,5 @@ package main
 
 import "os/exec"
 
-// killAll leaves it at what cancelling cmd does anyway: it kills cmd alone.
+// killAll does nothing: a cancellation of cmd kills cmd alone.
 func killAll(*exec.Cmd) {}

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command kpng-callout runs the program that $CALLOUT names, with arguments if
-// need be, whenever what its node has to proxy changes. The program is given all
-// of it on standard input, and never a part of it: one JSON object a service, as
-// kpng-json prints it, or with --frontends the node and one JSON object a frontend:
+// Command kpng-callout runs the program in $CALLOUT, with arguments if any, after every
+// change of its node's services. The program receives the whole state on standard input:
+// one JSON object per service, as kpng-json prints it, or with --frontends the node and
+// one JSON object per frontend:
 //
 //	CALLOUT=jq kpng-callout --manifests examples/demo.yaml --node-name vm-002
 //
-// A program that fails is run again, after a while that grows.
+// A failed program is run again, with backoff.
 package main
 
 import (
@@ -28,18 +28,18 @@ import (
 func main() {
 	callout := callout{stdout: os.Stdout}
 	cmd := app.Command("kpng-callout", sink.FullStateOf(&callout))
-	cmd.Long = "kpng-callout runs the program $CALLOUT with all that this node has to proxy on standard input, one JSON object a service: never a part of it, and for the first time when every service is known."
-	cmd.Flags().DurationVar(&callout.timeout, "callout-timeout", time.Minute, "kill $CALLOUT and what it started, and count it as failed, when it runs for longer")
-	cmd.Flags().BoolVar(&callout.frontends, "frontends", false, "give the node on a line, then each frontend with everything decided, instead of services")
+	cmd.Long = "kpng-callout runs the program $CALLOUT with the node's whole state on standard input, one JSON object per service. The first run follows when all services are known."
+	cmd.Flags().DurationVar(&callout.timeout, "callout-timeout", time.Minute, "kill $CALLOUT and its children after this time, and count it as failed")
+	cmd.Flags().BoolVar(&callout.frontends, "frontends", false, "pass the node and each frontend, with every decision made, instead of services")
 	cmd.PreRunE = func(*cobra.Command, []string) (err error) {
 		if callout.timeout <= 0 {
-			return fmt.Errorf("--callout-timeout is not greater than zero: %v", callout.timeout)
+			return fmt.Errorf("--callout-timeout %v must be greater than zero", callout.timeout)
 		}
 		if callout.args, err = split(os.Getenv("CALLOUT")); err != nil {
 			return err
 		}
 		if _, err := exec.LookPath(callout.args[0]); err != nil {
-			return fmt.Errorf("the environment variable CALLOUT names a program that cannot be run: %w", err)
+			return fmt.Errorf("find the program in the environment variable CALLOUT: %w", err)
 		}
 		return nil
 	}

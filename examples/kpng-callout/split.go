@@ -8,9 +8,8 @@ import (
 	"strings"
 )
 
-// split splits a command line into words as a shell does, with '…', "…" and \,
-// and nothing else: no variables, no patterns, no operators. No shell is involved,
-// so that nothing in it is ever more than a word.
+// split splits a command line into words like a shell, with '…', "…" and \ only: no
+// variables, patterns or operators. It does not run a shell.
 func split(line string) ([]string, error) {
 	var words []string
 	var word strings.Builder
@@ -58,8 +57,8 @@ func split(line string) ([]string, error) {
 	return words, nil
 }
 
-// doubleQuoted writes text up to a closing " to word, and returns what comes
-// after it. A \ in it quotes " and \ only.
+// doubleQuoted writes text up to a closing " to word and returns the rest. A \ in it
+// quotes only " and \.
 func doubleQuoted(word *strings.Builder, text string) (after string, err error) {
 	for i := 0; i < len(text); i++ {
 		switch {

@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// maxTail is how much of a callout's standard error is kept: enough for a
-// message, not for a trace of everything it does.
+// maxTail is the maximum length of the kept part of a callout's standard error: enough
+// for a message.
 const maxTail = 4096
 
 // tail is a writer that keeps the last maxTail bytes.
@@ -32,11 +32,11 @@ func (t *tail) Write(p []byte) (int, error) {
 	return n, nil
 }
 
-// String returns what was kept, without white space around it.
+// String returns the kept text without surrounding white space.
 func (t *tail) String() string {
 	text := strings.TrimSpace(string(t.kept))
 	if t.omitted > 0 {
-		text = fmt.Sprintf("(%d bytes left out) %s", t.omitted, text)
+		text = fmt.Sprintf("(%d bytes omitted) %s", t.omitted, text)
 	}
 	return text
 }

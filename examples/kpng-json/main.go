@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command kpng-json prints what its node has to proxy, one JSON object a
-// service, at the start and again, as a whole, whenever something changes. It prints
-// nothing before every service is known. With --frontends it prints the node, and then
-// one JSON object a frontend, with everything decided.
+// Command kpng-json prints its node's view, one JSON object per service. It prints the
+// whole view when every service is known, and again after each change. With --frontends
+// it prints the node and then one JSON object per frontend, with every decision made.
 package main
 
 import (
@@ -19,7 +18,7 @@ import (
 func main() {
 	var p printer
 	cmd := app.Command("kpng-json", sink.FullStateOf(&p))
-	cmd.Flags().BoolVar(&p.frontends, "frontends", false, "print the node, then each frontend with everything decided, instead of services")
+	cmd.Flags().BoolVar(&p.frontends, "frontends", false, "print the node and each frontend, with every decision made, instead of services")
 	app.Execute(cmd)
 }
 

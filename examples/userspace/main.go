@@ -2,9 +2,9 @@
 
 //go:build linux
 
-// Command userspace is a service proxy that programs no kernel: it listens at
-// the addresses of services, and copies what arrives to their pods and back.
-// README.md shows it without a cluster.
+// Command userspace is a service proxy that programs no kernel. It listens at the
+// addresses of services and copies bytes to their pods and back. README.md shows it
+// without a cluster.
 package main
 
 import (

@@ -23,12 +23,11 @@ import (
 	"time"
 )
 
-// inNamespace says, in the environment, that the process has a network namespace
-// to itself.
+// inNamespace is an environment variable that marks a process in its own network
+// namespace.
 const inNamespace = "KPNG_IN_NAMESPACE"
 
-// TestTheREADME does what README.md walks through, in a network namespace as
-// there: as root, or as whoever may make a user namespace.
+// TestTheREADME follows README.md in a network namespace, as root or in a user namespace.
 func TestTheREADME(t *testing.T) {
 	if os.Getenv(inNamespace) == "" {
 		args := []string{"--net", os.Args[0], "-test.run=^TestTheREADME$"}

@@ -17,22 +17,20 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// Options say how a Wine differs from one that runs like any program of the
-// test. The zero value is fine.
+// Options configure a Wine. The zero value is useful.
 type Options struct {
-	// Namespace is the network namespace that programs run in. Default: that of the
-	// test.
+	// Namespace is the network namespace of the programs. Default: that of the test.
 	Namespace *netnstest.Namespace
 }
 
-// Wine is a Windows installation that ends with the test. Its methods may be
-// called by several goroutines at once.
+// Wine is a Windows installation that exists until the test ends. It is safe for
+// concurrent use.
 type Wine struct {
 	dir  string // of the prefix
 	opts Options
 }
 
-// New makes a Windows installation, in which nothing runs yet.
+// New creates a Windows installation without running programs.
 func New(t testing.TB, opts Options) *Wine {
 	t.Helper()
 	dir, release, err := newPrefix(t.Context())
@@ -41,7 +39,7 @@ func New(t testing.TB, opts Options) *Wine {
 	}
 	w := &Wine{dir: dir, opts: opts}
 	t.Cleanup(func() {
-		// Kills what runs, and waits until the registry is written.
+		// Kill all programs and wait until the registry is written.
 		if err := w.server(context.WithoutCancel(t.Context()), "-k", "-w"); err != nil {
 			t.Errorf("stop Wine: %v", err)
 		}
@@ -52,15 +50,15 @@ func New(t testing.TB, opts Options) *Wine {
 	return w
 }
 
-// Drive returns the folder that is drive C: in Linux's terms.
+// Drive returns the Linux path of drive C:.
 func (w *Wine) Drive() string { return filepath.Join(w.dir, "drive_c") }
 
-// Path returns what Windows programs call a file of Linux.
+// Path returns the Windows path of a Linux file.
 func Path(path string) string { return `Z:` + strings.ReplaceAll(path, "/", `\`) }
 
-// Install copies a file, such as a program or a library that stands in for one
-// of Windows', into system32. Programs use it instead of Wine's own of that
-// name if their environment says so: WINEDLLOVERRIDES=name=n.
+// Install copies a file to system32, for example a program or library that replaces one
+// of Windows. Programs use it instead of Wine's own if their environment has
+// WINEDLLOVERRIDES=name=n.
 func (w *Wine) Install(t testing.TB, path string) {
 	t.Helper()
 	data, err := os.ReadFile(path)
@@ -72,14 +70,14 @@ func (w *Wine) Install(t testing.TB, path string) {
 	}
 }
 
-// Run runs a program until it ends, and returns what it printed. The test fails
-// if its exit status is not 0.
+// Run runs a program until it ends and returns its output. The test fails if the exit
+// status is not 0.
 func (w *Wine) Run(t testing.TB, exe string, args ...string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	cmd := w.command(ctx, nil, exe, args)
-	// Files and no pipes: what the program starts, such as Wine's services, may keep
+	// Use files instead of pipes: the program's children, such as Wine's services, may keep
 	// them open for long.
 	stdout, stderr := create(t), create(t)
 	defer stdout.Close()
@@ -97,8 +95,8 @@ func (w *Wine) Run(t testing.TB, exe string, args ...string) string {
 	return string(text)
 }
 
-// patience is how long a program may take that has little to do: on a machine that is
-// busy, Wine takes a minute to start the first one.
+// patience is the time limit of a short program. On a busy machine, Wine takes a minute
+// to start the first one.
 const patience = 5 * time.Minute
 
 func create(t testing.TB) *os.File {
@@ -110,7 +108,7 @@ func create(t testing.TB) *os.File {
 	return f
 }
 
-// command returns the command that runs a program of Windows.
+// command returns a command that runs a Windows program.
 func (w *Wine) command(ctx context.Context, env []string, exe string, args []string) *exec.Cmd {
 	all := append([]string{"wine", exe}, args...)
 	if w.opts.Namespace != nil {
@@ -121,13 +119,13 @@ func (w *Wine) command(ctx context.Context, env []string, exe string, args []str
 	return cmd
 }
 
-// server tells the wineserver something, and waits until it has done that.
+// server runs a command of the wineserver and waits until it is done.
 func (w *Wine) server(ctx context.Context, args ...string) error {
 	for _, arg := range args {
 		cmd := exec.CommandContext(ctx, "wineserver", arg)
 		cmd.Env = environ(w.dir)
 		out, err := cmd.CombinedOutput()
-		// -k has status 1 if none runs.
+		// -k has status 1 if no server runs.
 		if err != nil && arg != "-k" {
 			return fmt.Errorf("wineserver %s: %w\n%s", arg, err, out)
 		}
@@ -135,20 +133,20 @@ func (w *Wine) server(ctx context.Context, args ...string) error {
 	return nil
 }
 
-// environ returns the environment to run Wine with.
+// environ returns the environment for Wine.
 func environ(prefix string) []string {
 	return append(os.Environ(),
 		"WINEPREFIX="+prefix,
 		"WINEARCH=win64",
 		"WINEDEBUG=-all",
-		// Wine offers to install these, with windows to click at.
+		// Wine would offer to install these in a window.
 		"WINEDLLOVERRIDES=mscoree=;mshtml=",
 		"DISPLAY=",
 	)
 }
 
-// replaceFile makes path a new file, whatever it was: most files of a prefix are
-// hard links that all prefixes share.
+// replaceFile replaces path by a new file. Most files of a prefix are hard links that all
+// prefixes share.
 func replaceFile(path string, data []byte) error {
 	tmp := path + ".new"
 	if err := os.WriteFile(tmp, data, 0o644); err != nil {

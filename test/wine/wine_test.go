@@ -23,9 +23,8 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// TestAProgramForWindowsIsServedByLinux runs kpng-json.exe against a server in
-// this process: sockets, gRPC, the standard library and a killed process are then
-// known to work.
+// TestAProgramForWindowsIsServedByLinux runs kpng-json.exe with a server in this process.
+// It shows that sockets, gRPC, the standard library and killing a process work.
 func TestAProgramForWindowsIsServedByLinux(t *testing.T) {
 	address := serve(t, "../../examples/demo.yaml", "kpng-example")
 	w := New(t, Options{})
@@ -62,7 +61,7 @@ func TestAProgramForWindowsIsServedByLinux(t *testing.T) {
 	}
 }
 
-// serve serves manifests until the test ends, and returns where.
+// serve serves manifests until the test ends and returns the address.
 func serve(t *testing.T, manifests, proxyName string) string {
 	t.Helper()
 	state := cluster.New(cluster.Options{})

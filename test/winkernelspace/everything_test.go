@@ -18,8 +18,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// everything has a service that asks for all that there is, on an overlay network of the
-// latest Windows in all its moods, and, by kpng itself, on a bridge of an early one.
+// everything tests a service with every feature, on an overlay network of the latest
+// Windows with all quirks and, with kpng itself, on a bridge of an early version.
 func (w *world) everything() {
 	w.Helper()
 	clusterIPs, nodePort := w.createEverything()
@@ -43,7 +43,7 @@ func (w *world) everything() {
 	))
 }
 
-// overlay has the service on an overlay network of the latest Windows.
+// overlay tests the service on an overlay network of the latest Windows.
 func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clusterIP string, nodePort int32) {
 	w.Helper()
 	w.process.Kill(w.T)
@@ -70,8 +70,8 @@ func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clu
 	}
 	w.await("an overlay network has everything, HNS "+name, dump(want...))
 
-	// What is listed is found to be what was made; one more service shows that the
-	// proxy has come that far.
+	// A second process finds the listed objects correct. One more service shows that it has
+	// come that far.
 	w.process.Kill(w.T)
 	w.hns.functions()
 	w.create(0)
@@ -101,14 +101,14 @@ func (w *world) network(n kernelspace.Network) {
 	}
 }
 
-// dump returns lines as Dump does.
+// dump returns lines in the form of Dump.
 func dump(lines ...string) string {
 	slices.Sort(lines)
 	return strings.Join(append(lines, ""), "\n")
 }
 
-// createEverything creates a service with all kinds of frontends, session
-// affinity and preserve-destination.
+// createEverything creates a service with all kinds of frontends, session affinity and
+// preserve-destination.
 func (w *world) createEverything() (clusterIPs []string, nodePort int32) {
 	w.Helper()
 	dualStack := corev1.IPFamilyPolicyRequireDualStack

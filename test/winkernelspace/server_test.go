@@ -22,7 +22,7 @@ import (
 	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
 )
 
-// What HNS answers, as HRESULTs.
+// Results of HNS as HRESULTs.
 const (
 	ok           = "0"
 	notFound     = "80070490" // ERROR_NOT_FOUND
@@ -31,7 +31,7 @@ const (
 	invalid      = "80070057" // E_INVALIDARG
 )
 
-// results are what HNS is known to answer, of kube-proxy and hcsshim.
+// results are results of HNS that kube-proxy and hcsshim know.
 var results = []string{
 	notFound, exists, notSupported, invalid,
 	"80070005", // ERROR_ACCESS_DENIED
@@ -57,8 +57,8 @@ var results = []string{
 	"c037010e", // HCS_E_SYSTEM_NOT_FOUND
 }
 
-// server is HNS as the libraries of testdata/hcn.c reach it. What it holds stays
-// while it does not run.
+// server is an HNS for the libraries of testdata/hcn.c. It keeps its objects while it
+// does not run.
 type server struct {
 	hns     *fakehns.HNS
 	version version
@@ -70,16 +70,16 @@ type server struct {
 	handles  map[string]string // to IDs
 	next     int
 	calls    map[string]int
-	// fails is the function whose next calls fail, how many do, and their result.
+	// fails is the function whose next calls fail, with their number and result.
 	fails  string
 	left   int
 	result string
 }
 
-// version is that of HNS, which says what it can do.
+// version is the version of HNS, which determines its features.
 type version struct{ Major, Minor int }
 
-// The versions of the tests: Windows Server 2019's, and a late one.
+// The versions in the tests: that of Windows Server 2019, and a late one.
 var (
 	server2019 = version{9, 3}
 	latest     = version{15, 4}
@@ -92,7 +92,7 @@ func (v version) features() kernelspace.Features {
 	}
 }
 
-// become makes it an HNS of a version that holds nothing.
+// become makes s an empty HNS of a version.
 func (s *server) become(v version) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -108,7 +108,7 @@ func newServer(t *testing.T) *server {
 	return s
 }
 
-// start lets HNS run.
+// start starts HNS.
 func (s *server) start(t *testing.T) {
 	t.Helper()
 	l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", s.port))
@@ -132,7 +132,7 @@ func (s *server) start(t *testing.T) {
 	}()
 }
 
-// stop ends HNS.
+// stop stops HNS.
 func (s *server) stop() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -144,8 +144,8 @@ func (s *server) stop() {
 	clear(s.handles)
 }
 
-// fail lets the next n calls of a function fail with a result. It returns how many of those
-// that were to fail before have not.
+// fail makes the next n calls of a function fail with a result. It returns the number of
+// earlier requested failures that have not happened.
 func (s *server) fail(function string, n int, result string) (left int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -154,7 +154,8 @@ func (s *server) fail(function string, n int, result string) (left int) {
 	return left
 }
 
-// functions returns how often each function was called since it was last asked.
+// functions returns the number of calls of each function since the last call of
+// functions.
 func (s *server) functions() map[string]int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -187,7 +188,7 @@ func (s *server) serve(c net.Conn) {
 	}
 }
 
-// answer is what a call returns.
+// answer is the result of a call.
 type answer struct {
 	result   string
 	handle   int
@@ -195,7 +196,7 @@ type answer struct {
 	fault    string
 }
 
-// of returns the answer of a call that ended with err, and else with a document.
+// of returns the answer of a call that ended with err or a document.
 func of(v any, err error) answer {
 	if err == nil {
 		document := ""
@@ -254,7 +255,7 @@ func (s *server) answer(function, id, handle, document string) answer {
 		return of(fromNetwork(n), nil)
 
 	case "EnumerateEndpoint":
-		// A network's ID is compared as it was given out.
+		// A network's ID is compared in its original case.
 		network := filter(document)["VirtualNetwork"]
 		if network != strings.ToUpper(network) {
 			return of([]string{}, nil)
@@ -323,7 +324,7 @@ func (s *server) open(id string, found bool) answer {
 	return answer{result: ok, handle: s.next}
 }
 
-// each returns what f makes of each item; it is no nil, which JSON shows.
+// each applies f to each item. The result is not nil, because JSON shows the difference.
 func each[T any](list []T, f func(T) string) []string {
 	made := []string{}
 	for _, item := range list {
@@ -332,7 +333,7 @@ func each[T any](list []T, f func(T) string) []string {
 	return made
 }
 
-// filter returns what a query asks for.
+// filter returns the filter of a query.
 func filter(document string) map[string]string {
 	var query struct{ Filter string }
 	var f map[string]string

@@ -30,20 +30,19 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// patience is how long a test waits for anything. What is waited for comes in
-// moments, or after a backoff of some seconds; the rest is for busy machines.
+// patience is the maximum wait. The expected events happen within moments, or after a
+// backoff of seconds; the rest is for busy machines.
 const patience = time.Minute
 
 var shared apiserver.Shared
 
 func TestMain(m *testing.M) { os.Exit(shared.Run(m)) }
 
-// world is an API server with services, a kpng that serves them, and a Windows
-// node with its HNS.
+// world is an API server with services, a kpng server, and a Windows node with its HNS.
 type world struct {
 	*testing.T
 	client    kubernetes.Interface
-	namespace string // that of the services, also their proxy's name and the node's
+	namespace string // name of the services' namespace, of their proxy and of the node
 	services  []*service
 
 	hns        *server
@@ -57,12 +56,12 @@ type world struct {
 	process    *wine.Process
 }
 
-// service is a service of the test, and what it is to be.
+// service is a service of the test with its expected state.
 type service struct {
 	clusterIP     string
 	affinity      bool
 	internalLocal bool
-	// endpoints are addresses; those of 10.1.1.0/24 are pods of the node.
+	// endpoints are addresses; those in 10.1.1.0/24 are pods of the node.
 	endpoints []string
 }
 
@@ -132,7 +131,7 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		w.hns.stop()
 		w.lead(11, remote(11, 7))
 		w.remove(12)
-		time.Sleep(3 * time.Second) // that it is away for this long is the point
+		time.Sleep(3 * time.Second) // the duration of the outage matters
 		w.hns.start(t)
 	})
 	w.step("kpng is killed while services change", func() {
@@ -141,7 +140,7 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		w.remove(14)
 		w.startKpng()
 	})
-	// Calls fail, for services whose policy is Cluster, each time for another one.
+	// Calls fail for services with policy Cluster, for another one each time.
 	next := 13
 	for _, function := range []string{
 		"CreateEndpoint", "QueryEndpoint", "CloseEndpoint", "OpenNetwork", "CloseNetwork",
@@ -156,7 +155,7 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		next += 2
 		w.failing(function, 3, func() { w.change(next, func(s *service) { s.affinity = true }) })
 	}
-	// Each result is survived, by creations that are retried.
+	// Creations are retried after each result.
 	for i, result := range results {
 		w.hns.fail("CreateLoadBalancer", 2, result)
 		w.step("CreateLoadBalancer fails with "+result, func() {
@@ -206,7 +205,7 @@ func newWorld(t *testing.T) *world {
 	}
 	t.Cleanup(func() { nodes.Delete(context.WithoutCancel(t.Context()), node.Name, metav1.DeleteOptions{}) })
 
-	// The network, its pods, and what others made.
+	// The network, its pods, and objects of other owners.
 	network := w.hns.hns.AddNetwork(kernelspace.Network{Name: "pods"})
 	var pod string
 	for i := range services + 2 {
@@ -241,7 +240,7 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-// freeAddress returns an address of loopback on which nobody listens.
+// freeAddress returns an unused loopback address.
 func freeAddress(t *testing.T) string {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -267,7 +266,7 @@ func (w *world) startKpng() {
 	ended, started := make(chan struct{}), make(chan error)
 	go func() {
 		defer close(ended)
-		runtime.LockOSThread() // the end of which the kernel takes for the parent's
+		runtime.LockOSThread() // the kernel uses the end of the parent thread as the signal
 		defer runtime.UnlockOSThread()
 		err := cmd.Start()
 		started <- err
@@ -311,7 +310,7 @@ func (w *world) ready() {
 	}
 }
 
-// step does something, and waits until HNS has what it has to have.
+// step calls do and waits until HNS has the expected state.
 func (w *world) step(what string, do func()) {
 	w.Helper()
 	start := time.Now()
@@ -320,7 +319,7 @@ func (w *world) step(what string, do func()) {
 	w.Logf("%s: done after %s", what, time.Since(start).Round(time.Millisecond))
 }
 
-// failing does something while the next calls of a function fail.
+// failing calls do while the next calls of a function fail.
 func (w *world) failing(function string, times int, do func()) {
 	w.Helper()
 	w.hns.fail(function, times, invalid)
@@ -330,14 +329,14 @@ func (w *world) failing(function string, times int, do func()) {
 	}
 }
 
-// eventually waits until HNS has exactly what it has to have, and fails the test
-// if that does not come or if the proxy has ended.
+// eventually waits until HNS has exactly the expected state. The test fails after a
+// timeout or if the proxy has ended.
 func (w *world) eventually(what string) {
 	w.Helper()
 	w.await(what, w.expected())
 }
 
-// await waits until HNS has what want says, as Dump shows it.
+// await waits until HNS has the state want, in the form of Dump.
 func (w *world) await(what, want string) {
 	w.Helper()
 	for deadline := time.Now().Add(patience); ; time.Sleep(20 * time.Millisecond) {
@@ -354,7 +353,7 @@ func (w *world) await(what, want string) {
 	}
 }
 
-// expected returns what HNS has to have, as Dump shows it.
+// expected returns the expected state of HNS, in the form of Dump.
 func (w *world) expected() string {
 	lines := slices.Collect(strings.Lines(w.foreign))
 	remotes := map[string]bool{}
@@ -407,7 +406,7 @@ func (w *world) create(i int) {
 	w.lead(i, w.pod(i), remote(i, 1), remote(i, 2))
 }
 
-// lead gives a service other endpoints.
+// lead sets the endpoints of a service.
 func (w *world) lead(i int, endpoints ...string) {
 	w.Helper()
 	port := int32(8080)

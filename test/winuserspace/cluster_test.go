@@ -23,7 +23,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// patience is for busy machines: what is waited for comes in moments.
+// patience is for busy machines. Normally the expected event happens in moments.
 const patience = time.Minute
 
 // eventually calls try until it returns nil.
@@ -40,18 +40,18 @@ func eventually(t *testing.T, what string, try func() error) {
 	}
 }
 
-// proxyName is that of the services of this test, as the API server adds one for
-// itself.
+// proxyName is the proxy name of this test's services. The API server adds one of its own
+// without it.
 const proxyName = "winuserspace"
 
-// cluster is an API server with services, and kpng beside it.
+// cluster is an API server with services, and a kpng server.
 type cluster struct {
 	t         *testing.T
 	client    kubernetes.Interface
 	namespace string
 
 	kpng       string // the program
-	socket     string // where it serves
+	socket     string // its address
 	kubeconfig string
 	log        bytes.Buffer
 	stop       func() // kills kpng
@@ -60,7 +60,7 @@ type cluster struct {
 func newCluster(t *testing.T) *cluster {
 	t.Helper()
 	server := apiserver.Start(t, apiserver.Options{})
-	dir, err := os.MkdirTemp("", "kpng-") // for the socket, whose path is short
+	dir, err := os.MkdirTemp("", "kpng-") // for the socket, which needs a short path
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -94,7 +94,7 @@ func (c *cluster) start() {
 	started, ended := make(chan error), make(chan struct{})
 	go func() {
 		defer close(ended)
-		// The kernel takes the end of a thread for the end of the parent.
+		// The kernel uses the end of the parent thread as the signal.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := cmd.Start()
@@ -125,7 +125,7 @@ func (c *cluster) node(name, ip string) {
 	}
 }
 
-// service creates a service with the pods that have these addresses.
+// service creates a service with pods at these addresses.
 func (c *cluster) service(name string, spec corev1.ServiceSpec, pods ...string) *corev1.Service {
 	c.t.Helper()
 	labels := map[string]string{watcher.LabelServiceProxyName: proxyName}
@@ -159,7 +159,7 @@ func endpoints(family discoveryv1.AddressType, pods []string) []discoveryv1.Endp
 	return out
 }
 
-// pods gives a service of IPv4 other pods.
+// pods replaces the pods of an IPv4 service.
 func (c *cluster) pods(name string, pods ...string) {
 	c.t.Helper()
 	slices := c.client.DiscoveryV1().EndpointSlices(c.namespace)

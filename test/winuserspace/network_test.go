@@ -22,11 +22,11 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// The interfaces of the namespace: that of the node, that of its pods, and the one
-// that the addresses of services are put on.
+// The interfaces of the namespace: for the node, for its pods, and for the addresses of
+// services.
 const nodeInterface, podInterface, serviceInterface = "node0", "pod0", "svc0"
 
-// namespace is a network namespace that stands in for the node.
+// namespace is a network namespace that represents the node.
 type namespace struct{ *netnstest.Namespace }
 
 func newNamespace(t *testing.T) namespace {
@@ -38,8 +38,8 @@ func newNamespace(t *testing.T) namespace {
 	return n
 }
 
-// pod gives the namespace an address at which a pod serves port 8080: with TCP it
-// says its address and echoes what it gets, with UDP it answers with its address.
+// pod adds an address at which a pod serves port 8080. Over TCP it sends its address and
+// echoes its input. Over UDP it answers with its address.
 func (n namespace) pod(t *testing.T, ip string) {
 	t.Helper()
 	n.Add(t, podInterface, ip)
@@ -51,15 +51,14 @@ func (n namespace) pod(t *testing.T, ip string) {
 	netnstest.Answer(t, n.Do, at, ip)
 }
 
-// conn is a connection to a pod, through a service.
+// conn is a connection to a pod through a service.
 type conn struct {
 	net.Conn
 	reader *bufio.Reader
 	pod    string
 }
 
-// dial connects from an address of the node, "" for any, and reads which pod it
-// is.
+// dial connects from an address of the node, "" for any, and reads the pod's address.
 func (n namespace) dial(from, to string) (*conn, error) {
 	dialer := net.Dialer{Timeout: 5 * time.Second}
 	if from != "" {
@@ -79,7 +78,7 @@ func (n namespace) dial(from, to string) (*conn, error) {
 	return &conn{c, r, strings.TrimSpace(line)}, nil
 }
 
-// echo sends a text, ends its direction, and expects the text and the end.
+// echo sends a text, closes its direction, and expects the text and the end.
 func (c *conn) echo(text string) error {
 	if _, err := io.WriteString(c, text); err != nil {
 		return err
@@ -123,7 +122,7 @@ func (n namespace) askUDP(to string) (string, error) {
 	return string(buffer[:got]), err
 }
 
-// addresses returns what is on the interface of services.
+// addresses returns the addresses on the interface for services.
 func (n namespace) addresses(t *testing.T) []string {
 	t.Helper()
 	var links []struct {
@@ -148,15 +147,15 @@ func (n namespace) addresses(t *testing.T) []string {
 	return addresses
 }
 
-// netsh is what the program netsh of this test asks. It does what is asked for a
-// moment after it has said that it has.
+// netsh handles the calls of the replaced netsh. It performs each change a moment after
+// it has reported success.
 type netsh struct {
 	namespace namespace
 
 	mu      sync.Mutex
 	added   map[string]int
 	deleted map[string]int
-	refused string // an address that is not added
+	refused string // an address whose addition fails
 	odd     []string
 }
 
@@ -215,7 +214,7 @@ func (s *netsh) change(what, prefix string) error {
 	return s.namespace.Do(exec.Command("ip", "addr", what, prefix, "dev", serviceInterface).Run)
 }
 
-// matches reports whether text is a pattern with an address in place of %s.
+// matches reports whether text matches a pattern with an address for %s.
 func matches(text, pattern string) (string, bool) {
 	before, after, _ := strings.Cut(pattern, "%s")
 	ip, ok := strings.CutPrefix(text, before)

@@ -30,7 +30,7 @@ import (
 const (
 	nodeName = "win-1"
 	nodeIP   = "192.168.77.1"
-	// foreign is an address that somebody else put on the interface of services.
+	// foreign is an address of another program on the interface for services.
 	foreign = "10.97.0.99"
 
 	podA, podB, podC = "10.244.0.2", "10.244.0.3", "10.244.0.4"
@@ -41,7 +41,7 @@ func isIPv6(ip string) bool { return strings.Contains(ip, ":") }
 
 func at(ip string, port int) string { return net.JoinHostPort(ip, strconv.Itoa(port)) }
 
-// world is all there is.
+// world is the cluster, the node and the program.
 type world struct {
 	t     *testing.T
 	node  namespace
@@ -49,7 +49,7 @@ type world struct {
 	*cluster
 	wine    *wine.Wine
 	program string
-	// expected are the addresses that services have, all told.
+	// expected are the expected addresses of all services.
 	expected sets.Set[string]
 }
 
@@ -74,10 +74,9 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-// args are those of the program in this test.
+// args are the arguments of the program in this test.
 func (w *world) args(more ...string) []string {
-	// %ProgramData%, where the state file would be, is another folder to a service
-	// of Wine.
+	// A service of Wine has another %ProgramData%, the default folder of the state file.
 	return append([]string{"-v=4", "--node-name=" + nodeName, "--drain-timeout=1s", `--state-file=C:\kpng\addresses`}, more...)
 }
 
@@ -90,8 +89,8 @@ func (w *world) create(name string, spec corev1.ServiceSpec, pods ...string) *co
 	return s
 }
 
-// expectAddresses waits until the interface has the expected addresses and no
-// others but that of somebody else.
+// expectAddresses waits until the interface has exactly the expected addresses and the
+// foreign one.
 func (w *world) expectAddresses(when string, ips []string) {
 	w.t.Helper()
 	want := slices.Sorted(slices.Values(append(slices.Clone(ips), foreign)))
@@ -103,8 +102,8 @@ func (w *world) expectAddresses(when string, ips []string) {
 	})
 }
 
-// expectPods waits until the pods that answer at an address, which all connections
-// reach, are these.
+// expectPods waits until exactly these pods answer at an address. All connections must
+// succeed.
 func (w *world) expectPods(what, to string, pods ...string) {
 	w.t.Helper()
 	eventually(w.t, what, func() error {
@@ -170,7 +169,7 @@ func TestWinUserspaceProxiesUnderWine(t *testing.T) {
 	w.refusals()
 	w.restartOfServer(clusterIP)
 
-	// All that the post shows, in its words.
+	// Check the documented log messages.
 	expectLog(t, p.Log(t), w.cluster.namespace, web.Spec.ClusterIP)
 
 	t.Log("killing the program")
@@ -182,13 +181,12 @@ func TestWinUserspaceProxiesUnderWine(t *testing.T) {
 	w.inOneProgram(clusterIP)
 }
 
-// affinity expects that a client keeps its pod as long as it comes back in time,
-// and only so long.
+// affinity checks that a client keeps its pod while it reconnects in time, and no longer.
 func (w *world) affinity(to string) {
 	w.t.Helper()
 	const timeout = 2 * time.Second
 	var pod string
-	var last time.Time // a moment before the client came last
+	var last time.Time // a moment before the client's last connection
 	for start := time.Now(); time.Since(start) < timeout+time.Second; time.Sleep(100 * time.Millisecond) {
 		now := time.Now()
 		before := pod
@@ -201,8 +199,7 @@ func (w *world) affinity(to string) {
 		}
 		last = now
 	}
-	// Nobody else takes a turn, so a client that has no pod any more is given the
-	// other one.
+	// No other client takes a turn, so the client gets the other pod after expiry.
 	eventually(w.t, "affinity expires", func() error {
 		time.Sleep(timeout + timeout/4)
 		again, err := w.node.ask("192.168.77.2", to)
@@ -213,7 +210,7 @@ func (w *world) affinity(to string) {
 	})
 }
 
-// parallel keeps many connections open at once, and then uses each.
+// parallel opens many connections and then uses each.
 func (w *world) parallel(to string, count int) {
 	w.t.Helper()
 	var (
@@ -240,8 +237,8 @@ func (w *world) parallel(to string, count int) {
 	}
 }
 
-// traffic connects again and again until stop is called, which returns how often
-// that went well, and every error.
+// traffic connects repeatedly until stop is called. stop returns the number of successes,
+// and all errors.
 func (w *world) traffic(to string) (stop func() (int, error)) {
 	ctx, cancel := context.WithCancel(w.t.Context())
 	var (
@@ -265,7 +262,7 @@ func (w *world) traffic(to string) (stop func() (int, error)) {
 	}
 }
 
-// undisturbed stops traffic and expects that nothing happened to it.
+// undisturbed stops traffic and expects no errors.
 func undisturbed(t *testing.T, while string, stop func() (int, error)) {
 	t.Helper()
 	if count, err := stop(); err != nil || count == 0 {
@@ -311,7 +308,7 @@ func (w *world) changes(web *corev1.Service, clusterIP string) {
 	}
 }
 
-// refusals has netsh refuse an address for a while, which concerns no other.
+// refusals makes netsh refuse one address for a while. Others must not be affected.
 func (w *world) refusals() {
 	w.t.Helper()
 	s := w.service("refused", corev1.ServiceSpec{ExternalIPs: []string{"192.0.2.66"}, Ports: tcp(80)}, podA)
@@ -322,7 +319,7 @@ func (w *world) refusals() {
 	w.expectAddresses("after a service was deleted", sets.List(w.expected))
 }
 
-// restartOfServer kills kpng, which disturbs nobody, and starts it with another
+// restartOfServer kills kpng, which must not affect traffic, and starts it with another
 // service.
 func (w *world) restartOfServer(clusterIP string) {
 	w.t.Helper()
@@ -347,8 +344,8 @@ func (w *world) asService(clusterIP string) {
 			w.t.Logf("the service logged (%v):\n%s", err, text)
 		}
 	})
-	// Wine ends its services when nothing else runs, so something does: a program
-	// that looks for a server where there is none.
+	// Wine ends its services when no other program runs. This one tries to reach a missing
+	// server.
 	w.wine.Start(w.t, w.program, "--api=tcp://127.0.0.1:1", `--state-file=C:\kpng\idle`, "--node-name="+nodeName)
 	w.wine.Run(w.t, "sc", "start", "winuserspace")
 	w.expectAddresses("after the service started, and what was left behind has gone", sets.List(w.expected))
@@ -366,8 +363,7 @@ func (w *world) asService(clusterIP string) {
 	}
 }
 
-// inOneProgram has kpng.exe do what winuserspace.exe does, and clean up after
-// itself.
+// inOneProgram runs kpng.exe instead of winuserspace.exe, with cleanup.
 func (w *world) inOneProgram(clusterIP string) {
 	w.t.Helper()
 	kpng := w.wine.Build(w.t, "./cmd/kpng")
@@ -380,8 +376,7 @@ func (w *world) inOneProgram(clusterIP string) {
 	w.expectAddresses("after kpng.exe cleaned up", nil)
 }
 
-// expectState waits until the service manager gives the service's state so, by
-// name or number.
+// expectState waits until the service manager reports the state by name or number.
 func (w *world) expectState(name, number string) {
 	w.t.Helper()
 	state := regexp.MustCompile(`(?m)^\s*STATE\s*:\s*(` + number + `\b|.*` + name + `)`)
@@ -393,7 +388,7 @@ func (w *world) expectState(name, number string) {
 	})
 }
 
-// expectLog expects the lines that the program promises, with their keys.
+// expectLog expects the documented log lines with their keys.
 func expectLog(t *testing.T, log, namespace, clusterIP string) {
 	t.Helper()
 	name := regexp.QuoteMeta(namespace + "/web")

@@ -26,14 +26,14 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// at96 puts a service's cluster IP at 10.96.0.n.
+// at96 sets a service's cluster IP to 10.96.0.n.
 func at96(n int) func(*api.Service) {
 	return func(s *api.Service) {
 		s.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, 96, byte(n >> 8), byte(n)}))
 	}
 }
 
-// balancer returns a load balancer somebody else makes, to an endpoint.
+// balancer returns a load balancer of another owner with one endpoint.
 func balancer(endpoint, vip string, ports ...uint16) kernelspace.LoadBalancer {
 	lb := kernelspace.LoadBalancer{Endpoints: []string{endpoint}}
 	if vip != "" {
@@ -45,7 +45,7 @@ func balancer(endpoint, vip string, ports ...uint16) kernelspace.LoadBalancer {
 	return lb
 }
 
-// made makes what somebody else makes.
+// made creates a load balancer of another owner.
 func (w *world) made(lb kernelspace.LoadBalancer) string {
 	w.Helper()
 	made, err := w.hns.CreateLoadBalancer(lb)
@@ -55,7 +55,7 @@ func (w *world) made(lb kernelspace.LoadBalancer) string {
 	return made.ID
 }
 
-// calls fails the test unless the calls of HNS since it was last asked are these.
+// calls fails the test unless the calls of HNS since the last check are want.
 func (w *world) calls(want map[string]int) {
 	w.Helper()
 	if diff := cmp.Diff(want, w.hns.Calls()); diff != "" {
@@ -311,7 +311,7 @@ func TestABackendThatAsksForDSRWhereThereIsNoneDoesNotStart(t *testing.T) {
 	if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), wanted) {
 		t.Errorf("Start returned %v, want an error with %q", err, wanted)
 	}
-	// HNS may come after the backend.
+	// HNS may start after the backend.
 	hns.SetHook(func(string) error { return kernelspace.ErrNotRunning })
 	if err := b.Start(t.Context()); err != nil {
 		t.Errorf("HNS does not run, and Start returned %v", err)
@@ -367,7 +367,7 @@ func TestAFailureConcernsItsServiceAloneAndNamesFrontendAndError(t *testing.T) {
 	w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.4`)
 
-	// Another service does not bring a's turn, which its driver decides.
+	// A change of another service does not retry a, because the driver decides that.
 	w.hns.Calls()
 	w.must(w.set(view(service("b", at96(2)), at("10.1.2.5"))))
 	w.calls(and(listing, map[string]int{"CreateEndpoint": 1, "UpdateLoadBalancer": 1, "DeleteEndpoint": 3}))
@@ -385,7 +385,7 @@ func TestADeletionThatFailsComesAgain(t *testing.T) {
 		t.Errorf("failed: %q", got)
 	}
 
-	// So it does after a restart, when only the record knows whose it was.
+	// The same holds after a restart, when only the record has the owner.
 	w.restart()
 	if got := failures(t, w.full()); !strings.Contains(got["web"], "frontend 10.96.0.1:80/TCP: delete load balancer") {
 		t.Errorf("after a restart, failed: %q", got)
@@ -616,7 +616,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 				w.calls(and(listing, map[string]int{"UpdateLoadBalancer": 2}))
 			}
 
-			// The pass begins again, and "gone" is not delivered.
+			// A new pass begins and does not deliver "gone".
 			w.must(w.pass(true, false, a))
 			w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1

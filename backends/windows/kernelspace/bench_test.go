@@ -14,8 +14,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// BenchmarkSync counts the calls of HNS, and measures what of a sync is not
-// HNS' own time: 2,000 services of 5 endpoints.
+// BenchmarkSync counts the calls of HNS and measures a sync without HNS' own time: 2,000
+// services with 5 endpoints each.
 func BenchmarkSync(b *testing.B) {
 	const services, endpoints = 2000, 5
 	viewOf := func(i, last int) *api.ServiceEndpoints {
@@ -103,8 +103,8 @@ func BenchmarkSync(b *testing.B) {
 		b.StopTimer()
 		report(b, hns.Calls())
 	})
-	// Before Windows Server 2025, which changes load balancers in place, one endpoint is a
-	// deletion and a creation, and both are noted in the journal.
+	// Before Windows Server 2025, load balancers cannot be changed in place. A change of one
+	// endpoint is a deletion and a creation, and the journal records both.
 	b.Run("one endpoint of 10,000 services, Windows Server 2022", func(b *testing.B) {
 		features := fakehns.AllFeatures()
 		features.ModifyLoadBalancer = false

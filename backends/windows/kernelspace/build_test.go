@@ -22,7 +22,7 @@ import (
 
 const here = "this-node"
 
-// node is this node; zone is its zone.
+// node returns this node with its zone.
 func node() *api.Node {
 	return &api.Node{
 		Name:      here,
@@ -41,8 +41,8 @@ func addrs(s ...string) api.IPSet {
 	return api.NewIPSet(all...)
 }
 
-// service returns a service with a cluster IP and one port, 80/TCP to 8080,
-// changed as the test wants it.
+// service returns a service with a cluster IP and port 80/TCP to 8080, modified by
+// change.
 func service(name string, change ...func(*api.Service)) *api.Service {
 	s := &api.Service{
 		Namespace: "default", Name: name, Type: api.ClusterIP,
@@ -68,7 +68,7 @@ func at(s string, change ...func(*api.SliceEndpoint)) api.SliceEndpoint {
 	return e
 }
 
-// view returns what this node has to do for a service with these endpoints.
+// view returns this node's view of a service with these endpoints.
 func view(s *api.Service, endpoints ...api.SliceEndpoint) *api.ServiceEndpoints {
 	state := &api.ServiceState{Service: s}
 	for _, family := range []api.Family{api.IPv4, api.IPv6} {
@@ -86,7 +86,7 @@ func view(s *api.Service, endpoints ...api.SliceEndpoint) *api.ServiceEndpoints 
 	return nodeview.View(state, node())
 }
 
-// world is a backend with its HNS, driven by hand.
+// world is a backend with its HNS that the test drives by hand.
 type world struct {
 	*testing.T
 	hns     *fakehns.HNS
@@ -96,8 +96,8 @@ type world struct {
 	views   map[types.NamespacedName]*api.ServiceEndpoints
 }
 
-// newWorld returns a backend that has started, on a network that has pods of
-// this node at the addresses.
+// newWorld returns a started backend on a network with this node's pods at the given
+// addresses.
 func newWorld(t *testing.T, features kernelspace.Features, network kernelspace.Network, opts kernelspace.Options, pods ...string) *world {
 	t.Helper()
 	w := &world{T: t, hns: fakehns.New(features), views: map[types.NamespacedName]*api.ServiceEndpoints{}}
@@ -114,13 +114,13 @@ func newWorld(t *testing.T, features kernelspace.Features, network kernelspace.N
 	return w
 }
 
-// l2bridge is a world of the latest Windows and a plain network.
+// l2bridge returns a world with the latest Windows and a plain network.
 func l2bridge(t *testing.T, pods ...string) *world {
 	t.Helper()
 	return newWorld(t, fakehns.AllFeatures(), kernelspace.Network{}, kernelspace.Options{}, pods...)
 }
 
-// pod makes the HNS endpoint of a pod of this node.
+// pod creates the HNS endpoint of a pod of this node.
 func (w *world) pod(ips ...string) string {
 	w.Helper()
 	e := kernelspace.Endpoint{MAC: "00-15-5d-00-00-01"}
@@ -130,7 +130,7 @@ func (w *world) pod(ips ...string) string {
 	return w.endpoint(e)
 }
 
-// endpoint makes an endpoint that somebody else makes.
+// endpoint creates an endpoint of another owner.
 func (w *world) endpoint(e kernelspace.Endpoint) string {
 	w.Helper()
 	e.Network = w.network
@@ -141,7 +141,7 @@ func (w *world) endpoint(e kernelspace.Endpoint) string {
 	return id
 }
 
-// restart puts a new backend in the place of the one that was.
+// restart replaces the backend by a new one.
 func (w *world) restart() {
 	w.Helper()
 	b, err := kernelspace.New(w.opts)
@@ -164,7 +164,7 @@ func (w *world) full() error {
 	return w.backend.Sync(w.Context(), &sink.Changes{First: true, Last: true, Services: slices.Values(changes), Node: node(), NodeChanged: true})
 }
 
-// set syncs services that have changed.
+// set syncs changed services.
 func (w *world) set(views ...*api.ServiceEndpoints) error {
 	var changes []sink.Change
 	for _, v := range views {
@@ -174,7 +174,7 @@ func (w *world) set(views ...*api.ServiceEndpoints) error {
 	return w.backend.Sync(w.Context(), &sink.Changes{Services: slices.Values(changes), Node: node(), NodeChanged: true})
 }
 
-// remove syncs a service that is gone.
+// remove syncs a deleted service.
 func (w *world) remove(name string) error {
 	key := types.NamespacedName{Namespace: "default", Name: name}
 	change := sink.Change{Key: key, Old: w.views[key]}
@@ -190,9 +190,9 @@ func (w *world) must(err error) {
 	}
 }
 
-// has fails the test unless HNS has these load balancers, one a line, and no
-// others. It leaves out the source VIP where that is this node's address on a network
-// that is no overlay, which TestTheSourceVIPOfABridgeIsTheNodesAddress looks at.
+// has fails the test unless HNS has exactly these load balancers, one per line. It omits
+// the source VIP if that is this node's address on a network without overlay.
+// TestTheSourceVIPOfABridgeIsTheNodesAddress checks that.
 func (w *world) has(want string) {
 	w.Helper()
 	network, _ := w.hns.NetworkByID(w.network)
@@ -217,7 +217,7 @@ func (w *world) has(want string) {
 	}
 }
 
-// remotes fails the test unless the addresses of remote endpoints are these.
+// remotes fails the test unless the remote endpoints have exactly these addresses.
 func (w *world) remotes(want ...string) {
 	w.Helper()
 	var got []string
@@ -234,7 +234,7 @@ func (w *world) remotes(want ...string) {
 	}
 }
 
-// failures returns what a sync failed, by the services' names.
+// failures returns the failures of a sync by service name.
 func failures(t *testing.T, err error) map[string]string {
 	t.Helper()
 	failed, ok := sink.Acknowledged(err)
@@ -250,7 +250,7 @@ func failures(t *testing.T, err error) map[string]string {
 
 var errRefused = errors.New("HNS says no")
 
-// failing returns a hook that fails calls of a name.
+// failing returns a hook that fails calls with a name.
 func failing(name string, err error) func(string) error {
 	return func(call string) error {
 		if call == name {

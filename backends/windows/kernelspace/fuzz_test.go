@@ -30,10 +30,10 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// FuzzBackend lets a cluster change, HNS fail, the network be made anew, pods come
-// to this node and backends be killed in the middle of a call, all at random. It
-// checks that in the end HNS has what a backend makes that starts on it with
-// nothing there, and that what others made is never touched.
+// FuzzBackend makes random changes of a cluster, failures of HNS, recreations of the
+// network, new pods on this node, and kills of backends during a call. It checks that HNS
+// finally has the state that a fresh backend creates, and that objects of other owners
+// never change.
 func FuzzBackend(f *testing.F) {
 	for seed := range uint64(12) {
 		f.Add(seed, uint8(60))
@@ -61,9 +61,9 @@ type fuzzer struct {
 	hns     *fakehns.HNS
 	network string
 	opts    kernelspace.Options
-	stop    func() // the backend that runs
+	stop    func() // stops the running backend
 	hook    func(string) error
-	// batchSize makes the driver's passes have several batches.
+	// batchSize makes passes with several batches.
 	batchSize int
 }
 
@@ -93,7 +93,7 @@ func (f *fuzzer) write(change func(apitest.Writer)) {
 	f.state.Update(func(tx *cluster.Tx) { change(writer{tx}) })
 }
 
-// makeNetwork makes the network, with what others have on it.
+// makeNetwork creates the network with objects of other owners.
 func (f *fuzzer) makeNetwork() {
 	f.network = f.hns.AddNetwork(kernelspace.Network{Name: "pods"})
 	foreign, err := f.hns.CreateEndpoint(kernelspace.Endpoint{Network: f.network, Addrs: []netip.Addr{addr("10.200.0.1")}, Name: "foreign"})
@@ -109,7 +109,7 @@ func (f *fuzzer) makeNetwork() {
 	}
 }
 
-// foreign returns what others have.
+// foreign returns the objects of other owners.
 func (f *fuzzer) foreign() string {
 	var all []string
 	for line := range strings.Lines(f.hns.Dump()) {
@@ -139,8 +139,8 @@ func (f *fuzzer) start() {
 	f.stop = func() { cancel(); <-done }
 }
 
-// errCrash is the panic of a backend that is killed in the middle of a call. Its
-// driver takes it for an error, and is stopped before it goes on.
+// errCrash is the panic of a backend that is killed during a call. Its driver treats it
+// as an error and is stopped before it continues.
 var errCrash = errors.New("killed")
 
 func (f *fuzzer) run(steps int) {
@@ -177,11 +177,11 @@ func (f *fuzzer) run(steps int) {
 	}
 	f.setHook(nil)
 	f.pods(true)
-	time.Sleep(time.Hour) // longer than any backoff, and several verifications
+	time.Sleep(time.Hour) // longer than any backoff, with several calls of Verify
 	f.stop()
 	got := f.hns.Dump()
 
-	// What a fresh start makes, of what others have.
+	// The result of a fresh start with the same objects of other owners.
 	have, err := f.hns.Endpoints(f.network)
 	if err != nil {
 		f.Fatal(err)
@@ -216,8 +216,8 @@ func (f *fuzzer) run(steps int) {
 	}
 }
 
-// known returns a dump, without the source VIPs if the Node object was deleted: a backend
-// keeps the node's addresses then, and one that starts does not know them.
+// known returns a dump without the source VIPs if the Node object was deleted. A running
+// backend keeps the node's addresses, and a new one does not know them.
 func (f *fuzzer) known(dump string) string {
 	if _, ok := f.state.Snapshot().Nodes.Get(apitest.NodeName(0)); ok {
 		return dump
@@ -227,7 +227,7 @@ func (f *fuzzer) known(dump string) string {
 	return strings.Join(lines, "\n")
 }
 
-// fail has some calls fail from now on.
+// fail makes some calls fail from now on.
 func (f *fuzzer) fail() {
 	errs := []error{
 		errRefused, kernelspace.ErrNotRunning, kernelspace.ErrNotFound, kernelspace.ErrExists,
@@ -243,8 +243,8 @@ func (f *fuzzer) fail() {
 	})
 }
 
-// kill ends the backend in the middle of a call, before or after HNS has done
-// it, and starts another.
+// kill ends the backend during a call, before or after HNS has performed it, and starts
+// another.
 func (f *fuzzer) kill() {
 	n := f.r.IntN(6)
 	killed := false
@@ -264,7 +264,7 @@ func (f *fuzzer) kill() {
 	f.start()
 }
 
-// pods makes the HNS endpoints of this node's pods: all, or some.
+// pods creates the HNS endpoints of all or some pods of this node.
 func (f *fuzzer) pods(all bool) {
 	f.hns.SetHook(nil)
 	defer f.hns.SetHook(f.hook)
@@ -285,20 +285,20 @@ func (f *fuzzer) pods(all bool) {
 	}
 }
 
-// makePod makes the HNS endpoint of a pod of this node.
+// makePod creates the HNS endpoint of a pod of this node.
 func (f *fuzzer) makePod(a netip.Addr) {
 	if _, err := f.hns.CreateEndpoint(kernelspace.Endpoint{Network: f.network, Addrs: []netip.Addr{a}, MAC: "00-15-5d-00-00-01"}); err != nil {
 		f.Fatal(err)
 	}
 }
 
-// setHook sets the hook that holds until the next one.
+// setHook sets the hook until the next call of setHook.
 func (f *fuzzer) setHook(hook func(string) error) {
 	f.hook = hook
 	f.hns.SetHook(hook)
 }
 
-// local returns the addresses of this node's pods that services use.
+// local returns the addresses of this node's pods in services.
 func (f *fuzzer) local() []netip.Addr {
 	var all []netip.Addr
 	snapshot := f.state.Snapshot()

@@ -59,13 +59,13 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 		features *kernelspace.Features
 		network  kernelspace.Network
 		opts     kernelspace.Options
-		named    []string // other endpoints here, as "cbr0=10.1.1.2"
+		named    []string // other endpoints on this node, in the form "cbr0=10.1.1.2"
 		pods     []string // of this node
 		view     *api.ServiceEndpoints
 		want     string
 		remotes  []string
 		fails    string
-		// everyQuirk runs the case in each of HNS' quirks.
+		// everyQuirk runs the case with each of HNS' quirks.
 		everyQuirk bool
 	}{{
 		name: "a cluster IP goes to pods here and elsewhere",
@@ -256,7 +256,7 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 	}} {
 		for quirk, quirks := range fakehns.AllQuirks() {
 			if quirk != "none" && quirk != "all" && !tc.everyQuirk {
-				continue // all together show that something is wrong, and single ones what
+				continue // all together show that there is an error, and single ones show which
 			}
 			t.Run(tc.name+"/HNS "+quirk, func(t *testing.T) {
 				features := all
@@ -278,7 +278,7 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 					w.has(tc.want)
 					w.remotes(tc.remotes...)
 
-					// What was made is found to be what is wanted.
+					// A second Sync finds the expected state.
 					w.hns.Calls()
 					w.must(w.backend.Verify(t.Context()))
 					if tc.fails == "" {
@@ -292,7 +292,7 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 						}
 					}
 
-					// Everything that was made for the service goes with it.
+					// Deleting the service deletes everything that was created for it.
 					w.must(w.remove(tc.view.Service.Name))
 					w.has("")
 					w.remotes()
@@ -369,7 +369,7 @@ func TestAnOverlayNetworkHasEndpointsForTheSourceVIPAndClusterIPs(t *testing.T) 
 		t.Errorf("HNS has\n%swant\n%s", got, want)
 	}
 
-	// The pod network of the node that is gone is given to a new one.
+	// A new node gets the pod network of the removed one.
 	network, _ := w.hns.NetworkByID(w.network)
 	network.RemoteSubnets[0].Provider = addr("192.168.0.3")
 	w.hns.AddNetwork(network)
@@ -378,7 +378,7 @@ func TestAnOverlayNetworkHasEndpointsForTheSourceVIPAndClusterIPs(t *testing.T) 
 		t.Errorf("the pod network has moved, and HNS has\n%s", got)
 	}
 
-	// A node comes after the last listing.
+	// A node is added after the last listing.
 	network.RemoteSubnets = append(network.RemoteSubnets, kernelspace.RemoteSubnet{Prefix: netip.MustParsePrefix("10.1.3.0/24"), Provider: addr("192.168.0.4")})
 	w.hns.AddNetwork(network)
 	if err := w.set(view(service("web"), at("10.1.3.1"))); err == nil {

@@ -27,18 +27,18 @@ var (
 
 const nic = "vEthernet (HNS Internal NIC)"
 
-// fakeSystem is a Windows whose interfaces are in memory.
+// fakeSystem is a Windows system with in-memory interfaces.
 type fakeSystem struct {
 	mu sync.Mutex
-	// has has the interface of each address, and when it can be used.
+	// has maps each address to its interface and the time when it is usable.
 	has map[netip.Addr]fakeAddress
-	// delay is how long an address that was added cannot be used.
+	// delay is the time until an added address is usable.
 	delay time.Duration
-	// fails says how calls fail, by the verb add or delete; what was asked for is done
-	// nevertheless if does says so.
+	// fails are errors of calls by verb (add or delete). If does is set, the call takes
+	// effect anyway.
 	fails map[string]error
 	does  bool
-	// gone says that there is no interface.
+	// gone reports that the interface does not exist.
 	gone    bool
 	calls   []string
 	lookups int
@@ -69,7 +69,7 @@ func (f *fakeSystem) change(verb, on string, addr netip.Addr, do func()) error {
 		return errNoInterface
 	}
 	if _, there := f.has[addr]; there == (verb == "add") {
-		return errors.New("status 1") // as netsh says
+		return errors.New("status 1") // like netsh
 	}
 	if err := f.fails[verb]; err != nil && !f.does {
 		return err
@@ -107,7 +107,7 @@ func (f *fakeSystem) expect(t *testing.T, want ...netip.Addr) {
 	}
 }
 
-// process returns Addresses as a process that has just started has them.
+// process returns Addresses as in a new process.
 func process(t *testing.T, f *fakeSystem, path string) *Addresses {
 	t.Helper()
 	a, err := newAddresses(Options{StateFile: path, Interface: nic}, f)
@@ -200,7 +200,7 @@ func TestAMissingInterfaceIsNoticedOnce(t *testing.T) {
 		if len(f.calls) > 0 || f.lookups != 1 {
 			t.Errorf("for 1000 addresses the host was changed %d times, and the interface looked up %d times; want 0 and 1", len(f.calls), f.lookups)
 		}
-		// It comes, and serves soon.
+		// The interface appears, and serves soon.
 		f.gone = false
 		time.Sleep(fresh)
 		check(t, "add", a.Add(t.Context(), ip4))
@@ -312,7 +312,7 @@ func TestAddressesOfOthersAreLeftAlone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
 		f.has[ip4] = fakeAddress{on: "Ethernet"}
-		// Somebody has just added it where ours go.
+		// Another program has just added it to our interface.
 		f.has[ip6] = fakeAddress{on: nic, usable: time.Now().Add(time.Second)}
 		a := process(t, f, filepath.Join(t.TempDir(), "state"))
 		for _, addr := range []netip.Addr{ip4, ip6} {
@@ -336,7 +336,7 @@ func TestWhatAKilledProcessAddedIsRemovedByTheNext(t *testing.T) {
 		check(t, "add", first.Add(t.Context(), addr))
 	}
 	check(t, "remove", first.Remove(t.Context(), ip6))
-	f.has[ip6] = fakeAddress{on: nic} // now it is somebody else's
+	f.has[ip6] = fakeAddress{on: nic} // now another program owns it
 
 	second := process(t, f, path)
 	check(t, "clean up", second.Cleanup(t.Context()))

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command netsh stands in for netsh.exe of Windows under Wine, whose own does
-// nothing: it hands its arguments to the test, which really adds and deletes
-// addresses, and prints and ends as the test says.
+// Command netsh replaces netsh.exe under Wine, whose own version does nothing. It passes
+// its arguments to the test, which really adds and deletes addresses. Its output and exit
+// status come from the test.
 package main
 
 import (
@@ -13,7 +13,7 @@ import (
 )
 
 func main() {
-	// The test has a network namespace to itself, and this port in it.
+	// The test has its own network namespace with this port.
 	c, err := net.Dial("tcp", "127.0.0.1:5555")
 	if err != nil {
 		fmt.Println(err)

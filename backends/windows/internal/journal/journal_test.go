@@ -89,13 +89,13 @@ func TestALineThatWasCutOffIsIgnored(t *testing.T) {
 		must(t, os.WriteFile(path, whole[:size], 0o644))
 		next := open(t, path)
 		next.expect(t, want)
-		// What is written next is readable.
+		// Later writes are readable.
 		next.Set("c", "3")
 		must(t, next.Write())
 		want["c"] = "3"
 		open(t, path).expect(t, want)
 	}
-	// A file system that lost power may leave zeros.
+	// A file system may leave zeros after a power failure.
 	must(t, os.WriteFile(path, append(whole, make([]byte, 4096)...), 0o644))
 	open(t, path).expect(t, map[string]string{"a": "1", "b": "2"})
 }
@@ -139,7 +139,7 @@ func TestAWriteThatFailedIsDoneAgain(t *testing.T) {
 	j.Set("a", "1")
 	must(t, j.Write())
 	must(t, os.RemoveAll(folder))
-	must(t, os.WriteFile(folder, nil, 0o644)) // no folder can be made here
+	must(t, os.WriteFile(folder, nil, 0o644)) // the folder cannot be created here
 	j.Set("b", "2")
 	if err := j.Write(); err == nil {
 		t.Error("Write reports success, and there is no folder")
@@ -160,8 +160,8 @@ func TestAnEmptyPathKeepsTheJournalInMemory(t *testing.T) {
 	j.expect(t, nil)
 }
 
-// TestRandomChangesAndCuts compares the journal with a map while writes, restarts and cut
-// files alternate.
+// TestRandomChangesAndCuts compares the journal with a map during random writes, restarts
+// and truncations of the file.
 func TestRandomChangesAndCuts(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	path := filepath.Join(t.TempDir(), "journal")

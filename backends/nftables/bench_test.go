@@ -80,7 +80,7 @@ func BenchmarkResync(b *testing.B) {
 // BenchmarkChange changes one service of n: an endpoint is replaced, added, or
 // the service deleted and made again.
 func BenchmarkChange(b *testing.B) {
-	for _, n := range []int{1_000, 10_000, 30_000} {
+	for _, n := range []int{1_000, 10_000, 100_000} {
 		be, _ := start(b, Options{})
 		list := world(n, 10)
 		mustSync(b, be, changes(true, list...))
@@ -99,6 +99,24 @@ func BenchmarkChange(b *testing.B) {
 				}
 			})
 		}
+	}
+}
+
+// BenchmarkNewClass gives one service of n numbers of endpoints that no service had, so that
+// the kernel validates the verdicts of the table.
+func BenchmarkNewClass(b *testing.B) {
+	for _, n := range []int{1_000, 10_000, 100_000} {
+		b.Run(fmt.Sprintf("services=%d", n), func(b *testing.B) {
+			be, _ := start(b, Options{})
+			list := world(n, 10)
+			mustSync(b, be, changes(true, list...))
+			old := list[n/2].New
+			for endpoints := 11; b.Loop(); endpoints++ {
+				next := numbered(n/2, endpoints)
+				mustSync(b, be, changes(false, sink.Change{Old: old, New: next}))
+				old = next
+			}
+		})
 	}
 }
 

@@ -7,7 +7,9 @@ package nftables_test
 import (
 	"context"
 	"errors"
+	"flag"
 	"testing"
+	"time"
 
 	"github.com/kpng-project/kpng/backends/conformance"
 	"github.com/kpng-project/kpng/backends/conntrack"
@@ -17,9 +19,11 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
+var patience = flag.Duration("patience", 20*time.Second, "how long the conformance kit waits, longer on a slow machine")
+
 // TestConformance runs the cases of package conformance.
 func TestConformance(t *testing.T) {
-	conformance.Run(t, newSink, conformance.Options{})
+	conformance.Run(t, newSink, conformance.Options{Patience: *patience})
 }
 
 func newSink(site conformance.Site) (sink.Sink, error) {

@@ -110,8 +110,8 @@ func (w *World) build() error {
 	var plan planner
 	for _, h := range []*Host{w.Node, w.Node2, w.Router} {
 		plan.set(h, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
-			// Disable the rate limit of ICMP errors.
-			"ipv4/icmp_ratelimit=0", "ipv4/icmp_msgs_per_sec=1000000", "ipv4/icmp_msgs_burst=1000000", "ipv6/icmp/ratelimit=0")
+			// Exempt all ICMP errors from rate limits (0 is no type of ICMPv6).
+			"ipv4/icmp_ratemask=0", "ipv6/icmp/ratemask=0")
 	}
 	// Links, with the addresses of both ends.
 	plan.link(w.Router, "client", []string{"203.0.113.1/24", "fd00:203:113::1/64"}, w.Client, "eth0", nil)

@@ -74,3 +74,21 @@ func TestAllPortsIsAFlagOfWhatProxiesThem(t *testing.T) {
 		t.Errorf("userspace with --all-ports: error %v", err)
 	}
 }
+
+// A backend reads flags of its source, such as the proxy name, from the flags that it adds
+// its own to.
+func TestABackendSeesTheFlagsOfItsSource(t *testing.T) {
+	cmd, args, err := newRoot().Find([]string{"kube", "to-local", "userspace", "--service-proxy-name=other", "--kubeproxy-metrics"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	registered := cmd.Flags() // those that Register was called with
+	if err := cmd.ParseFlags(args); err != nil {
+		t.Fatal(err)
+	}
+	for name, want := range map[string]string{"service-proxy-name": "other", "kubeproxy-metrics": "true"} {
+		if f := registered.Lookup(name); f == nil || f.Value.String() != want {
+			t.Errorf("--%s is %v, want %s", name, f, want)
+		}
+	}
+}

@@ -89,34 +89,6 @@ func allMaps() []mapID {
 	return all
 }
 
-// name is the map's name in the kernel.
-func (m mapID) name() string {
-	name := ""
-	switch m.role {
-	case hereFrontends, hereLists, hereEndpoints, hereClasses:
-		name = "node-"
-	}
-	switch m.role {
-	case frontends, hereFrontends:
-		name += scopePlurals[m.scope]
-	case lists, hereLists:
-		name += scopeNames[m.scope] + "-lists"
-	case endpoints, hereEndpoints:
-		name += scopeNames[m.scope] + "-endpoints"
-	case classes, hereClasses:
-		name += scopeNames[m.scope] + "-classes"
-	case sources:
-		name = scopeNames[m.scope] + "-sources"
-	case hairpins:
-		name = scopeNames[m.scope] + "-hairpins"
-	case clusterIPs:
-		name = "cluster-ips"
-	case nodePortAddresses:
-		name = "nodeport-addresses"
-	}
-	return fmt.Sprintf("%s%d", name, m.family)
-}
-
 func (m mapID) compare(o mapID) int {
 	return cmp.Or(cmp.Compare(m.role, o.role), cmp.Compare(m.scope, o.scope), cmp.Compare(m.family, o.family))
 }
@@ -128,43 +100,38 @@ func (m mapID) addrLen() int {
 	return 4
 }
 
+// description says what a map has in the kernel, and the parts of its keys.
+type description struct {
+	layout layout
+	key    []datatype
+}
+
+// descriptions are those of all maps.
+var descriptions = func() (all [hereClasses + 1][address + 1][2]description) {
+	for _, m := range allMaps() {
+		all[m.role][m.scope][m.family/api.IPv6] = m.describe()
+	}
+	return all
+}()
+
+func (m mapID) description() *description {
+	return &descriptions[m.role][m.scope][m.family/api.IPv6] // 0 or 1
+}
+
+// name is the map's name in the kernel.
+func (m mapID) name() string { return m.description().layout.name }
+
+func (m mapID) layout() layout { return m.description().layout }
+
 // keyLen is the length of the map's keys in the kernel: each part takes a
 // multiple of four octets.
-func (m mapID) keyLen() int {
-	frontend := [...]int{service: m.addrLen() + 8, nodePort: 8, address: m.addrLen()}[m.scope]
-	switch m.role {
-	case endpoints, hereEndpoints:
-		return frontend + 4
-	case sources, hairpins:
-		return frontend + m.addrLen()
-	case clusterIPs, nodePortAddresses:
-		return m.addrLen()
-	case classes, hereClasses:
-		return 4
-	default:
-		return frontend
-	}
-}
+func (m mapID) keyLen() int { return int(m.description().layout.keyLen) }
 
 // dataLen is the length of what the map leads to, 0 if it is a set or leads to
 // verdicts.
-func (m mapID) dataLen() int {
-	switch m.role {
-	case frontends, hereFrontends:
-		return 4
-	case endpoints, hereEndpoints:
-		if m.scope == address {
-			return m.addrLen()
-		}
-		return m.addrLen() + 4
-	default:
-		return 0
-	}
-}
+func (m mapID) dataLen() int { return int(m.description().layout.dataLen) }
 
-func (m mapID) hasVerdicts() bool {
-	return m.role == lists || m.role == hereLists || m.role == classes || m.role == hereClasses
-}
+func (m mapID) hasVerdicts() bool { return m.description().layout.dataType == typeVerdict.number }
 
 // leadsToChains reports whether the values of its elements are chains, or classes.
 func (m mapID) leadsToChains() bool {
@@ -179,6 +146,7 @@ type datatype struct{ number, length uint32 }
 
 // The datatypes. Classes and slots are loaded from the packet's priority.
 var (
+	typeVerdict  = datatype{unix.NFT_DATA_VERDICT, 0}
 	typeIPv4     = datatype{7, 4}
 	typeIPv6     = datatype{8, 16}
 	typeProtocol = datatype{12, 1}
@@ -193,50 +161,47 @@ func addrType(family api.Family) datatype {
 	return typeIPv4
 }
 
-// parts returns the datatypes that the map's keys and data consist of.
-func (m mapID) parts() (key, data []datatype) {
-	addr := addrType(m.family)
-	frontend := [...][]datatype{service: {addr, typeProtocol, typePort}, nodePort: {typeProtocol, typePort}, address: {addr}}[m.scope]
+func (m mapID) describe() description {
+	addr, name := addrType(m.family), scopeNames[m.scope]
+	key := [...][]datatype{service: {addr, typeProtocol, typePort}, nodePort: {typeProtocol, typePort}, address: {addr}}[m.scope]
+	var data []datatype
+	var l layout
 	switch m.role {
 	case frontends, hereFrontends:
-		return frontend, []datatype{typePriority}
+		name, data = scopePlurals[m.scope], []datatype{typePriority}
+	case lists, hereLists:
+		name, data = name+"-lists", []datatype{typeVerdict}
 	case endpoints, hereEndpoints:
-		data = []datatype{addr, typePort}
+		name, key, data = name+"-endpoints", append(key, typePriority), []datatype{addr, typePort}
 		if m.scope == address {
 			data = data[:1]
 		}
-		return append(frontend, typePriority), data
 	case sources:
-		return append(frontend, addr), nil
-	case hairpins:
-		return append([]datatype{addr}, frontend...), nil
-	case clusterIPs, nodePortAddresses:
-		return []datatype{addr}, nil
-	case classes, hereClasses:
-		return []datatype{typePriority}, nil
-	default:
-		return frontend, nil
-	}
-}
-
-// layout returns the map as the kernel describes it.
-func (m mapID) layout() layout {
-	s := layout{name: m.name()}
-	key, data := m.parts()
-	s.keyType, s.keyLen = concatenation(key)
-	switch {
-	case m.hasVerdicts():
-		s.flags, s.dataType = unix.NFT_SET_MAP, unix.NFT_DATA_VERDICT
-	case len(data) > 0:
-		s.flags = unix.NFT_SET_MAP
-		s.dataType, s.dataLen = concatenation(data)
-	case m.role == sources:
-		s.flags = unix.NFT_SET_INTERVAL | nftSetConcat
+		name, key = name+"-sources", append(key, addr)
+		l.flags = unix.NFT_SET_INTERVAL | nftSetConcat
 		for _, part := range key {
-			s.fields = append(s.fields, part.length)
+			l.fields = append(l.fields, part.length)
 		}
+	case hairpins:
+		name, key = name+"-hairpins", append([]datatype{addr}, key...)
+	case clusterIPs:
+		name, key = "cluster-ips", []datatype{addr}
+	case nodePortAddresses:
+		name, key = "nodeport-addresses", []datatype{addr}
+	case classes, hereClasses:
+		name, key, data = name+"-classes", []datatype{typePriority}, []datatype{typeVerdict}
 	}
-	return s
+	switch m.role {
+	case hereFrontends, hereLists, hereEndpoints, hereClasses:
+		name = "node-" + name
+	}
+	l.name = fmt.Sprintf("%s%d", name, m.family)
+	l.keyType, l.keyLen = concatenation(key)
+	if len(data) > 0 {
+		l.flags = unix.NFT_SET_MAP
+		l.dataType, l.dataLen = concatenation(data)
+	}
+	return description{l, key}
 }
 
 // concatenation returns the number and the length of a type that has these parts.
@@ -345,9 +310,8 @@ func (e element) String() string {
 // String returns the element's key as nft prints it, behind the name of its map.
 func (id elementID) String() string {
 	rest := id.key[:id.m.keyLen()]
-	key, _ := id.m.parts()
 	var parts []string
-	for _, part := range key {
+	for _, part := range id.m.description().key {
 		n := (part.length + 3) &^ 3
 		v := rest[:n]
 		rest = rest[n:]

@@ -110,7 +110,7 @@ type unstartable struct{ sink.Func }
 
 func (unstartable) Start(context.Context) error { return errors.New("no such device") }
 
-func TestRunEndsWithWhatKeepsItFromGoingOn(t *testing.T) {
+func TestRunReturnsFatalErrors(t *testing.T) {
 	never := sink.Func(func(context.Context, *sink.Changes) error {
 		t.Error("sink was called")
 		return nil
@@ -153,7 +153,7 @@ func TestRunEndsWithWhatKeepsItFromGoingOn(t *testing.T) {
 	}
 }
 
-func TestOnceThatIsCutShortIsAnError(t *testing.T) {
+func TestInterruptedOnceIsAnError(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	opts := demo()
 	opts.Sinks = []kpng.Sink{{Options: sink.Options{Once: true}, Sink: sink.Func(func(context.Context, *sink.Changes) error {

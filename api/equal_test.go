@@ -9,9 +9,9 @@ import (
 	"time"
 )
 
-// TestEqualSeesEveryField changes each field at every depth and checks that Equal detects
+// TestEqualComparesEveryField changes each field at every depth and checks that Equal detects
 // it. Readers would miss changes of an ignored field.
-func TestEqualSeesEveryField(t *testing.T) {
+func TestEqualComparesEveryField(t *testing.T) {
 	ignored := map[string]bool{"EndpointSlice.TriggerTime": true}
 	testEqual(t, ignored, (*Service).Equal)
 	testEqual(t, ignored, (*EndpointSlice).Equal)

@@ -71,7 +71,7 @@ func printOnce(t *testing.T, args ...string) string {
 	return out.String()
 }
 
-func TestServedByAnotherKpngItPrintsTheSame(t *testing.T) {
+func TestServerPrintsTheSameAsManifests(t *testing.T) {
 	for _, name := range []string{"", "kpng-example"} {
 		want := printOnce(t, "--manifests", demo, "--service-proxy-name", name, "--node-name=vm-002")
 		got := printOnce(t, "--api", serveDemo(t, name), "--node-name=vm-002")
@@ -81,7 +81,7 @@ func TestServedByAnotherKpngItPrintsTheSame(t *testing.T) {
 	}
 }
 
-func TestFlagsOfAnAPIThatMakeNoSense(t *testing.T) {
+func TestInconsistentAPIFlagsAreErrors(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		args []string

@@ -62,7 +62,7 @@ func TestOncePrintsAndEnds(t *testing.T) {
 	}
 }
 
-func TestAServiceIsAnAllPortsServiceIfAsked(t *testing.T) {
+func TestAllPortsFlags(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		args []string
@@ -97,7 +97,7 @@ type cleaner struct{ syncs, cleanups int }
 func (c *cleaner) Sync(context.Context, *sink.Changes) error { c.syncs++; return nil }
 func (c *cleaner) Cleanup(context.Context) error             { c.cleanups++; return nil }
 
-func TestASinkThatCanCleanUpDoesSoInsteadOfRunning(t *testing.T) {
+func TestCleanupFlagCleansUpInsteadOfRunning(t *testing.T) {
 	var c cleaner
 	if err := run(t.Context(), &c, "--manifests=/does/not/exist", "--cleanup"); err != nil {
 		t.Fatal(err)
@@ -110,7 +110,7 @@ func TestASinkThatCanCleanUpDoesSoInsteadOfRunning(t *testing.T) {
 	}
 }
 
-func TestWhatCannotGoOnSaysWhy(t *testing.T) {
+func TestFatalErrorsNameTheirCause(t *testing.T) {
 	t.Setenv("KUBECONFIG", filepath.Join(t.TempDir(), "none"))
 	t.Setenv("HOME", t.TempDir())
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
@@ -179,7 +179,7 @@ func get(t *testing.T, url string) (int, []byte) {
 	return answer.StatusCode, body
 }
 
-func TestHealthAndMetricsAreServedWhereAsked(t *testing.T) {
+func TestHealthAndMetricsBindAddresses(t *testing.T) {
 	health, metrics := freeAddress(t), freeAddress(t)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()

@@ -39,7 +39,7 @@ func (p *pair) Companions(healthy func() bool) []sink.Sink {
 
 var _ app.Companion = (*pair)(nil)
 
-func TestASinkMayHaveOthersBesideIt(t *testing.T) {
+func TestCompanionSinks(t *testing.T) {
 	for name, source := range map[string][]string{
 		"of manifests":    {"--manifests", demo, "--service-proxy-name=kpng-example"},
 		"of another kpng": {"--api", serveDemo(t, "kpng-example")},

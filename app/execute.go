@@ -88,9 +88,9 @@ func untilSignal(cmd *cobra.Command) error {
 	return cmd.ExecuteContext(ctx)
 }
 
-// hosting describes the service manager and the log of the program. Its flags are read
-// before cobra parses the others. The errors of the others need the log, and a service
-// manager waits only a short time for the start.
+// hosting describes the service manager and the log of the program. hosting reads its own
+// flags before cobra parses the other ones. Errors in the other flags need the log, and a
+// service manager waits only a short time for the start.
 type hosting struct {
 	logFile        given
 	windowsService bool

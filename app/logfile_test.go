@@ -11,7 +11,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-func TestALogFileStartsAnewAtItsLimit(t *testing.T) {
+func TestLogFileIsRenamedAtItsLimit(t *testing.T) {
 	t.Cleanup(func() { debug.SetCrashOutput(nil, debug.CrashOptions{}) })
 	path := filepath.Join(t.TempDir(), "logs", "kpng.log")
 	write := func(lines ...string) {
@@ -47,7 +47,7 @@ func TestALogFileStartsAnewAtItsLimit(t *testing.T) {
 	expect(map[string]string{"": "5\n", ".old": "a line above the limit\n"})
 }
 
-func TestFlagsOfHostingAreFoundAmongOthers(t *testing.T) {
+func TestHostingFlagsAreFoundAmongOthers(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		args []string

@@ -219,7 +219,7 @@ func TestClaims(t *testing.T) {
 	}
 }
 
-func TestAClaimIsHandedOverWhenTheWinnerGoes(t *testing.T) {
+func TestClaimPassesOnWhenWinnerIsDeleted(t *testing.T) {
 	winner, loser := service("old", 2, "10.0.0.1", 80), service("young", 1, "10.0.0.1", 80)
 	for _, test := range []struct {
 		name  string

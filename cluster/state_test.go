@@ -109,7 +109,7 @@ func isClosed(c <-chan struct{}) bool {
 	}
 }
 
-func TestReadersSeeNothingUntilAllIsSynced(t *testing.T) {
+func TestReadersSeeNothingUntilSynced(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	changed := state.Changed(0)
 	state.Update(func(tx *cluster.Tx) { tx.SetService(service("a", 1, "10.0.0.1", 80)) })
@@ -146,7 +146,7 @@ func TestAReaderIsWokenByChangesOnly(t *testing.T) {
 }
 
 // A caller may recover from the panic, as controller-runtime does for its reconcilers.
-func TestWhatAPanickingUpdateWroteIsSeen(t *testing.T) {
+func TestChangesBeforePanicAreVisible(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.SetSynced()
 	before := state.Snapshot()
@@ -170,7 +170,7 @@ func TestWhatAPanickingUpdateWroteIsSeen(t *testing.T) {
 	}
 }
 
-func TestAnEmptyClusterWakesAReaderThatHasNothing(t *testing.T) {
+func TestEmptyClusterWakesReaderWithoutState(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.SetSynced()
 	if !isClosed(state.Changed(0)) {
@@ -216,7 +216,7 @@ func TestDeletionsAreRememberedForServersOnly(t *testing.T) {
 	}
 }
 
-func TestACommitIsSeenAsAWhole(t *testing.T) {
+func TestCommitIsAtomic(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.SetSynced()
 	var wait sync.WaitGroup

@@ -171,7 +171,7 @@ func TestClosedCursorHoldsNothing(t *testing.T) {
 	mustEqual(t, "cursors that hold something", s.cursors.byRevision.Len(), 1)
 }
 
-func TestReaderThatStartsOverIsHeldFor(t *testing.T) {
+func TestDeletionsAreKeptForReaderThatStartsOver(t *testing.T) {
 	s := newStrings()
 	s.Replace(listing("a=1 b=1"))
 	fast, slow := s.NewCursor(), s.NewCursor()
@@ -288,7 +288,7 @@ func TestReaderMayCatchUpAfterItsPositionWasDropped(t *testing.T) {
 }
 
 // The reader never reads again. Its snapshot must become garbage.
-func TestCursorThatLagsLetsGoOfItsSnapshot(t *testing.T) {
+func TestLaggingCursorReleasesItsSnapshot(t *testing.T) {
 	s := newStrings(limited(limits{lag: 1}))
 	c := s.NewCursor()
 	defer c.Close()

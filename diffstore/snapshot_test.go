@@ -142,7 +142,7 @@ func TestTombstoneLimits(t *testing.T) {
 	})
 }
 
-func TestKeyThatFlapsCountsOnce(t *testing.T) {
+func TestFlappingKeyCountsOnce(t *testing.T) {
 	s := newStrings(resumable(true), limited(limits{tombstones: 2}))
 	s.Set("a", 1)
 	s.Delete("a")

@@ -234,7 +234,7 @@ func TestReplace(t *testing.T) {
 	}
 }
 
-func TestEqualValueKeepsTheOldOne(t *testing.T) {
+func TestEqualValueKeepsOldValue(t *testing.T) {
 	type value struct{ Compared, Ignored int }
 	s := New(Options[string, value]{
 		Compare: strings.Compare,
@@ -261,7 +261,7 @@ func TestStoresShareRevisions(t *testing.T) {
 	mustEqual(t, "b since a revision of a", renderSince(b.Snapshot(), 3), "y=1")
 }
 
-func TestReplaceIsSeenAsAWhole(t *testing.T) {
+func TestReplaceIsAtomic(t *testing.T) {
 	s := newStrings()
 	before := s.Snapshot()
 	s.Replace(func(yield func(string, int) bool) {
@@ -274,7 +274,7 @@ func TestReplaceIsSeenAsAWhole(t *testing.T) {
 	mustEqual(t, "after", render(s.Snapshot()), "a=1@2 b=1@3")
 }
 
-func TestListingThatPanicsRecordsNothing(t *testing.T) {
+func TestPanickingListingRecordsNothing(t *testing.T) {
 	s := newStrings()
 	s.Set("a", 1)
 	func() {
@@ -287,7 +287,7 @@ func TestListingThatPanicsRecordsNothing(t *testing.T) {
 	mustEqual(t, "after", render(s.Snapshot()), "a=1@2")
 }
 
-func TestNewPanicsWithoutWhatIsRequired(t *testing.T) {
+func TestNewPanicsWithoutRequiredOptions(t *testing.T) {
 	defer func() {
 		if recover() == nil {
 			t.Error("no panic")
@@ -296,7 +296,7 @@ func TestNewPanicsWithoutWhatIsRequired(t *testing.T) {
 	New(Options[string, int]{Compare: strings.Compare})
 }
 
-func TestOnChangeGetsWhatIsRecordedAndNothingElse(t *testing.T) {
+func TestOnChangeGetsExactlyRecordedChanges(t *testing.T) {
 	var got []string
 	s := newStrings(func(s *Store[string, int]) {
 		s.options.OnChange = func(key string, old, new int) { got = append(got, fmt.Sprintf("%s %d>%d", key, old, new)) }

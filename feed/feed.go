@@ -108,8 +108,8 @@ func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
 	return u
 }
 
-// self returns the node to compute views for. Locality depends on the name even while the
-// Node object is not known.
+// self returns the node whose views the feed computes. Locality depends on the name even
+// while the Node object is not known.
 func (f *Feed) self(node *api.Node) *api.Node {
 	if node == nil {
 		return &api.Node{Name: f.name}

@@ -181,7 +181,7 @@ func isClosed(c <-chan struct{}) bool {
 	}
 }
 
-func TestWhatIsNotAcknowledgedComesAgain(t *testing.T) {
+func TestUnacknowledgedChangesAreRepeated(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.SetSynced()
 	f := feed.New(state, "n")
@@ -236,7 +236,7 @@ func TestAFeedStartsOver(t *testing.T) {
 	}
 }
 
-func TestTriggerTimeIsThatOfTheSlicesThatChanged(t *testing.T) {
+func TestTriggerTimeComesFromChangedSlices(t *testing.T) {
 	early, late := time.Unix(1000, 0), time.Unix(2000, 0)
 	at := func(s *api.EndpointSlice, t time.Time) *api.EndpointSlice {
 		s.TriggerTime = t
@@ -301,9 +301,9 @@ func TestOneOfAThousandEndpointsFlips(t *testing.T) {
 	}
 }
 
-// TestUpdatesLeadToTheViewOfNow feeds random commits to a reader that acknowledges some
+// TestUpdatesLeadToCurrentView feeds random commits to a reader that acknowledges some
 // of its updates. It compares the reader's state with newly computed views.
-func TestUpdatesLeadToTheViewOfNow(t *testing.T) {
+func TestUpdatesLeadToCurrentView(t *testing.T) {
 	for seed := range uint64(100) {
 		random := rand.New(rand.NewPCG(seed, 1))
 		zone := func() string { return string(rune('x' + random.IntN(3))) }

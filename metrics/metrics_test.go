@@ -31,7 +31,7 @@ func observe(o sink.Observer) {
 	o.Verified(time.Millisecond, errors.New("differs"))
 }
 
-func TestWhatASinkDoesIsCounted(t *testing.T) {
+func TestSinkMetrics(t *testing.T) {
 	registry := prometheus.NewRegistry()
 	m, err := metrics.New(registry, metrics.Options{KubeProxy: true})
 	if err != nil {
@@ -103,7 +103,7 @@ kubeproxy_sync_proxy_rules_service_changes_total 11
 	}
 }
 
-func TestKubeProxysNamesAreThereOnlyWhenAskedFor(t *testing.T) {
+func TestKubeProxyNamesAreOptional(t *testing.T) {
 	registry := prometheus.NewRegistry()
 	m, err := metrics.New(registry, metrics.Options{})
 	if err != nil {
@@ -138,7 +138,7 @@ func TestKubeProxysNamesAreOfTheFirstSink(t *testing.T) {
 	}
 }
 
-func TestARegistryThatHasThemKeepsWhatItHas(t *testing.T) {
+func TestRegistryWithSameNamesIsUnchanged(t *testing.T) {
 	registry := prometheus.NewRegistry()
 	if _, err := metrics.New(registry, metrics.Options{}); err != nil {
 		t.Fatal(err)
@@ -208,7 +208,7 @@ func TestChangesThatThisNodeDoesNotSeeAreNotQueued(t *testing.T) {
 }
 
 // A Failed that is joined with another error acknowledges nothing.
-func TestErrorsAreCountedAsTheyAcknowledge(t *testing.T) {
+func TestErrorsAreCountedByKind(t *testing.T) {
 	r := prometheus.NewRegistry()
 	m, err := metrics.New(r, metrics.Options{})
 	if err != nil {

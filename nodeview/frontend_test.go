@@ -445,7 +445,7 @@ func TestFrontendKeyString(t *testing.T) {
 	}
 }
 
-func TestViewThatIsGoneHasNoFrontends(t *testing.T) {
+func TestNilViewHasNoFrontends(t *testing.T) {
 	if got := describeFrontends(nil); len(got) > 0 {
 		t.Errorf("frontends of a nil view: %v", got)
 	}

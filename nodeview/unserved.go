@@ -60,8 +60,8 @@ func (u UnservedFrontend) String() string {
 	return fmt.Sprintf("%s: %s", u.FrontendKey, u.Fault)
 }
 
-// Unserved yields the frontends that the service of se names and that are not among its
-// [Frontends], in the same order, to report them to users. A nil se has none.
+// Unserved yields the frontends that the service of se names but that [Frontends] omits,
+// in the same order. They can be reported to users. A nil se has none.
 func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
 		for s := range namedFrontends(se) {

@@ -19,9 +19,9 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// TestFrontendsComeInPlaceOfServices follows a service as a client that requests
+// TestFrontendsReplaceServices follows a service as a client that requests
 // frontends. Without them, the client would have to compute them.
-func TestFrontendsComeInPlaceOfServices(t *testing.T) {
+func TestFrontendsReplaceServices(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	service := *hinted
 	service.Type, service.ExternalTrafficToLocal = api.LoadBalancer, true

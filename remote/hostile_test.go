@@ -281,7 +281,7 @@ func TestAMillionRequests(t *testing.T) {
 	<-ended
 }
 
-func TestAClientThatNeverReads(t *testing.T) {
+func TestClientThatNeverReads(t *testing.T) {
 	opts := quick
 	opts.Limits.SendTimeout = 50 * time.Millisecond
 	b := besiege(t, opts)
@@ -305,8 +305,8 @@ func TestAClientThatNeverReads(t *testing.T) {
 	}
 }
 
-// TestHandshakesThatFail connects without the required credentials.
-func TestHandshakesThatFail(t *testing.T) {
+// TestFailedHandshakes connects without the required credentials.
+func TestFailedHandshakes(t *testing.T) {
 	ca, foreign := newAuthority(t), newAuthority(t)
 	opts := quick
 	opts.TLS = ca.newFiles(t, "server")
@@ -415,7 +415,7 @@ func TestConnectionsAreLimited(t *testing.T) {
 	b.undisturbed(t)
 }
 
-func TestAStreamIsForOneNode(t *testing.T) {
+func TestStreamIsForOneNode(t *testing.T) {
 	w := newWorld(7, 3, 3)
 	l := listen(t, "127.0.0.1:0")
 	serveOn(t, w.state, l, quick)

@@ -240,9 +240,9 @@ func follow(t testing.TB, node string, addresses ...string) (client *remote.Clie
 // end.
 var quick = remote.ServerOptions{BatchInterval: -1, Limits: remote.Limits{StreamRate: 1e6}}
 
-// TestASinkIsToldTheSameAsInProcess compares the prints of kpng-json over the wire and in
+// TestRemoteSinkReceivesSameAsInProcess compares the prints of kpng-json over the wire and in
 // process, after each of 500 changes to 200 services.
-func TestASinkIsToldTheSameAsInProcess(t *testing.T) {
+func TestRemoteSinkReceivesSameAsInProcess(t *testing.T) {
 	w := newWorld(1, 8, 200)
 	address := socket(t)
 	serve(t, w.state, address, quick)
@@ -265,7 +265,7 @@ func TestASinkIsToldTheSameAsInProcess(t *testing.T) {
 }
 
 // A manifest with pods behind endpoints, as a client in another process sees it.
-func TestTargetsAndLoadBalancerClassAreToldToClients(t *testing.T) {
+func TestTargetsAndLoadBalancerClassReachClients(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	err := file.Watch(t.Context(), state, file.Options{
 		Path: "../watcher/file/testdata/kubectl.yaml", Once: true, Options: watcher.Options{KeepTargets: true},

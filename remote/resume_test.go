@@ -129,7 +129,7 @@ func plain(name string, port int32) *api.Service {
 	}
 }
 
-func TestAfterALossOnlyWhatChangedComes(t *testing.T) {
+func TestReconnectSendsOnlyChanges(t *testing.T) {
 	w := newWorld(3, 6, 300)
 	for _, name := range []string{"changes", "goes", "stays"} {
 		update(w.state, func(to apitest.Writer) { to.SetService(plain(name, 1)) })
@@ -169,7 +169,7 @@ func TestAfterALossOnlyWhatChangedComes(t *testing.T) {
 	}
 }
 
-func TestAfterAChangeOfZoneATokenIsVoid(t *testing.T) {
+func TestChangeOfZoneInvalidatesToken(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	at := func(zone string) *api.Node {
 		return &api.Node{Name: "n", Labels: map[string]string{api.ZoneLabel: zone}}
@@ -351,9 +351,9 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 	}
 }
 
-// TestHalfAnAnswerIsNotSeen cuts the connection in the first answer repeatedly, later
+// TestPartialAnswerIsInvisible cuts the connection in the first answer repeatedly, later
 // each time.
-func TestHalfAnAnswerIsNotSeen(t *testing.T) {
+func TestPartialAnswerIsInvisible(t *testing.T) {
 	w := newWorld(5, 5, 400)
 	address := socket(t)
 	serve(t, w.state, address, quick)

@@ -33,9 +33,9 @@ var (
 	}
 )
 
-// TestViewsAreWorkedOutOncePerClass has ten nodes in each of two zones. In each zone, one
+// TestViewsAreComputedOncePerClass has ten nodes in each of two zones. In each zone, one
 // node has an endpoint.
-func TestViewsAreWorkedOutOncePerClass(t *testing.T) {
+func TestViewsAreComputedOncePerClass(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	var nodes []string
 	update(state, func(to apitest.Writer) {
@@ -84,9 +84,9 @@ func TestViewsAreWorkedOutOncePerClass(t *testing.T) {
 	}
 }
 
-// TestWhatANodeDoesNotSeeReachesItNot adds an endpoint that does not serve, and another
+// TestInvisibleChangesAreNotSent adds an endpoint that does not serve, and another
 // node.
-func TestWhatANodeDoesNotSeeReachesItNot(t *testing.T) {
+func TestInvisibleChangesAreNotSent(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	update(state, func(to apitest.Writer) {
 		to.SetNode(&api.Node{Name: "n", Labels: map[string]string{api.ZoneLabel: "a"}})
@@ -119,8 +119,8 @@ func TestWhatANodeDoesNotSeeReachesItNot(t *testing.T) {
 	}
 }
 
-// TestALargeServiceIsToldInParts has a service that is larger than an operation.
-func TestALargeServiceIsToldInParts(t *testing.T) {
+// TestLargeServiceIsSentInParts has a service that is larger than an operation.
+func TestLargeServiceIsSentInParts(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	slice := *hintedSlice
 	slice.Endpoints = nil
@@ -147,7 +147,7 @@ func TestALargeServiceIsToldInParts(t *testing.T) {
 	}
 }
 
-func TestOptionsThatMakeNoSense(t *testing.T) {
+func TestInvalidOptions(t *testing.T) {
 	for name, opts := range map[string]remote.ServerOptions{
 		"node certificates without TLS":           {NodeCertificates: true},
 		"readers without TLS":                     {ServeCluster: true, ClusterReaders: []string{"x"}},
@@ -159,7 +159,7 @@ func TestOptionsThatMakeNoSense(t *testing.T) {
 	}
 }
 
-func TestAServerServesOnce(t *testing.T) {
+func TestServeRunsOnce(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	server, err := remote.NewServer(state, quick)
 	if err != nil {

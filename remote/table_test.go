@@ -364,7 +364,7 @@ func diffMaps(got, want map[string]string) []string {
 	return lines
 }
 
-func TestAClientOfTheFirstKpngFollows(t *testing.T) {
+func TestClientOfOriginalKpngFollows(t *testing.T) {
 	w := newWorld(2, 6, 60)
 	l := listen(t, "127.0.0.1:0")
 	serveOn(t, w.state, l, quick)
@@ -390,7 +390,7 @@ func TestAClientOfTheFirstKpngFollows(t *testing.T) {
 	}
 }
 
-func TestAClientThatLagsStartsOver(t *testing.T) {
+func TestLaggingClientStartsOver(t *testing.T) {
 	w := newWorld(8, 3, 5)
 	l := listen(t, "127.0.0.1:0")
 	serveOn(t, w.state, l, quick)

@@ -134,8 +134,8 @@ func TestTheTokenOfAnIdleClientIsRenewed(t *testing.T) {
 	})
 }
 
-// TestManyChangesRenewATokenAtOnce makes many changes that a client does not see.
-func TestManyChangesRenewATokenAtOnce(t *testing.T) {
+// TestManyChangesRenewToken makes many changes that a client does not see.
+func TestManyChangesRenewToken(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := many(0)
 		_, conn := inMemory(t, state, quick, insecure.NewCredentials())
@@ -172,9 +172,9 @@ func rewrite(state *cluster.State, services, generation int) {
 	})
 }
 
-// TestAClientThatTakesLittleIsCutOff reads an answer with a pause after each message. The
+// TestSlowClientIsDisconnected reads an answer with a pause after each message. The
 // client may be slow if it reads 64 KB each half minute, until its snapshot is too old.
-func TestAClientThatTakesLittleIsCutOff(t *testing.T) {
+func TestSlowClientIsDisconnected(t *testing.T) {
 	const services = 6_000
 	for _, test := range []struct {
 		name    string
@@ -215,9 +215,9 @@ func TestAClientThatTakesLittleIsCutOff(t *testing.T) {
 	}
 }
 
-// TestAnAnswerThatEndsFreesItsSnapshot counts the services of the first snapshot in
+// TestEndedAnswerReleasesItsSnapshot counts the services of the first snapshot in
 // memory after a slow client was disconnected.
-func TestAnAnswerThatEndsFreesItsSnapshot(t *testing.T) {
+func TestEndedAnswerReleasesItsSnapshot(t *testing.T) {
 	const services = 6_000
 	var freed atomic.Int64
 	synctest.Test(t, func(t *testing.T) {
@@ -254,8 +254,8 @@ func TestAnAnswerThatEndsFreesItsSnapshot(t *testing.T) {
 	}
 }
 
-// TestConnectionsHaveAnAge keeps an idle client until the server ends its connection.
-func TestConnectionsHaveAnAge(t *testing.T) {
+// TestConnectionsAreRenewed keeps an idle client until the server ends its connection.
+func TestConnectionsAreRenewed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := many(1)
 		_, conn := inMemory(t, state, quick, insecure.NewCredentials())

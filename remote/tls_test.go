@@ -219,7 +219,7 @@ func TestCertificates(t *testing.T) {
 	}
 }
 
-func TestTheClusterIsServedOnlyIfAsked(t *testing.T) {
+func TestClusterIsServedOnlyIfEnabled(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.SetSynced()
 	address := socket(t)

@@ -55,9 +55,9 @@ func setItem(set localv1.Set, path string, value []byte) *localv1.OpItem {
 	return &localv1.OpItem{Op: &localv1.OpItem_Set{Set: &localv1.Value{Ref: &localv1.Ref{Set: set, Path: path}, Bytes: value}}}
 }
 
-// TestAnUnreadableObjectIsLeftOut has a server that sends unreadable objects among
+// TestUnreadableObjectIsIgnored has a server that sends unreadable objects among
 // others, in each possible form. The client uses the others.
-func TestAnUnreadableObjectIsLeftOut(t *testing.T) {
+func TestUnreadableObjectIsIgnored(t *testing.T) {
 	service := func(name, ip string) *localv1.Service {
 		return &localv1.Service{Namespace: "ns", Name: name, IPs: &localv1.ServiceIPs{ClusterIPs: &localv1.IPSet{V4: []string{ip}}}}
 	}
@@ -169,9 +169,9 @@ func followLogging(t *testing.T, node, address string, reports chan<- string) (c
 	return client, start(t, func(ctx context.Context) error { return client.Run(klog.NewContext(ctx, log)) })
 }
 
-// TestAnInvalidObjectOfTheServerDoesNotStopTheOthers has a state with values that an API
+// TestInvalidObjectDoesNotStopOthers has a state with values that an API
 // server rejects but other sources may have.
-func TestAnInvalidObjectOfTheServerDoesNotStopTheOthers(t *testing.T) {
+func TestInvalidObjectDoesNotStopOthers(t *testing.T) {
 	addr := netip.MustParseAddr
 	state := cluster.New(cluster.Options{Resumable: true})
 	state.Update(func(tx *cluster.Tx) {

@@ -21,7 +21,7 @@ func stateOf(name string, slices ...*api.EndpointSlice) *api.ServiceState {
 	return &api.ServiceState{Service: &api.Service{Namespace: "ns", Name: name, Type: api.ClusterIP}, Slices: slices}
 }
 
-func TestViewsAreForgottenWhenTheyAreTooMany(t *testing.T) {
+func TestViewsAreEvicted(t *testing.T) {
 	const limit = 100_000
 	v := newViews(limit)
 	used := stateOf("used")
@@ -47,9 +47,9 @@ func TestViewsAreForgottenWhenTheyAreTooMany(t *testing.T) {
 	}
 }
 
-// TestAViewOfWhatIsForgottenMeanwhile evicts a state and adds it again while a view of it
+// TestViewOfEvictedState evicts a state and adds it again while a view of it
 // is computed.
-func TestAViewOfWhatIsForgottenMeanwhile(t *testing.T) {
+func TestViewOfEvictedState(t *testing.T) {
 	v := newViews(1) // keeps the last state only
 	state := stateOf("s")
 	first := v.shared(state)
@@ -95,7 +95,7 @@ func TestClassesShareEndpoints(t *testing.T) {
 	}
 }
 
-func TestAViewIsWorkedOutOnceHoweverManyAsk(t *testing.T) {
+func TestConcurrentRequestsComputeViewOnce(t *testing.T) {
 	v := newViews(1 << 20)
 	s := stateOf("s")
 	var wg sync.WaitGroup

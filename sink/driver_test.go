@@ -771,7 +771,7 @@ func (s *stages) Stop(ctx context.Context) error {
 
 func (s *stages) Verify(ctx context.Context) error { return s.verify(ctx) }
 
-func TestLifeOfASink(t *testing.T) {
+func TestOptionalMethodsOfSink(t *testing.T) {
 	errStart, errStop := errors.New("no netlink"), errors.New("address in use")
 	cases := []struct {
 		name     string
@@ -848,7 +848,7 @@ type drainer struct {
 
 func (d *drainer) StopTimeout() time.Duration { return d.timeout }
 
-func TestTimeToStop(t *testing.T) {
+func TestStopTimeout(t *testing.T) {
 	for _, tc := range []struct {
 		name                string
 		option, sinks, want time.Duration

@@ -168,7 +168,7 @@ func TestEvents(t *testing.T) {
 }
 
 // An address moves from one service to another while the first one fails.
-func TestEventsHoldBackFrontendUntilItsPlaceIsFree(t *testing.T) {
+func TestEventsHoldBackConflictingFrontends(t *testing.T) {
 	a, b, c := key("a"), key("b"), key("c")
 	gone := func(k types.NamespacedName) sink.Change { return sink.Change{Key: k} }
 	set := func(v *api.ServiceEndpoints) sink.Change { return sink.Change{Key: v.Key(), New: v} }
@@ -258,7 +258,7 @@ func TestEventsHoldBackFrontendUntilItsPlaceIsFree(t *testing.T) {
 	}
 }
 
-func TestEventsNamesObjectInError(t *testing.T) {
+func TestEventsErrorNamesObject(t *testing.T) {
 	log := &eventLog{}
 	s := sink.Events(log)
 	cases := map[string]string{
@@ -288,7 +288,7 @@ func TestEventsNamesObjectInError(t *testing.T) {
 	}
 }
 
-func TestEventsPassesOnTheLifeOfItsHandler(t *testing.T) {
+func TestEventsForwardsOptionalMethods(t *testing.T) {
 	handler := struct {
 		eventLog
 		*stages

@@ -175,7 +175,7 @@ func (t *addressTable) DeleteFrontend(ctx context.Context, svc *api.Service, f n
 
 // An address moves between services in a failing Sync. It must not be lost when the
 // services are delivered again.
-func TestAddressChangesHandsInSyncThatFails(t *testing.T) {
+func TestAddressMovesInFailingSync(t *testing.T) {
 	a, b := key("a"), key("b")
 	// Each sink writes with write, which may fail, and lists its entries.
 	sinks := []struct {

@@ -16,7 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-func TestFullStateCallsWithEverythingInOrder(t *testing.T) {
+func TestFullStateIsSorted(t *testing.T) {
 	type state = []*api.ServiceEndpoints
 	var calls []state
 	s := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
@@ -112,7 +112,7 @@ func TestFullStateGathersInAPass(t *testing.T) {
 }
 
 // A service that cannot be programmed keeps its old state and does not stop the others.
-func TestFullStateWithoutTheServiceThatFails(t *testing.T) {
+func TestFullStateKeepsFailedService(t *testing.T) {
 	for _, whole := range []bool{false, true} {
 		r := &rewriter{stages: &stages{}}
 		r.fail = func(services []*api.ServiceEndpoints) error {

@@ -300,7 +300,7 @@ func TestPassOfASlowSink(t *testing.T) {
 }
 
 // The sink hangs in one service.
-func TestASinkThatHangsInOneServiceIsStuck(t *testing.T) {
+func TestSinkHangingInOneServiceIsStuck(t *testing.T) {
 	var hang chan struct{}
 	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
 		for s := range c.Services {
@@ -333,7 +333,7 @@ func TestASinkThatHangsInOneServiceIsStuck(t *testing.T) {
 
 // Every Sync fails. The search for the failing service is short, and then the sink counts
 // as stuck.
-func TestADataplaneThatRefusesEverythingIsNotHammered(t *testing.T) {
+func TestFailingDataplaneIsRetriedWithBackoff(t *testing.T) {
 	calls := 0
 	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
 		calls++
@@ -575,7 +575,7 @@ func (s *brokenSource) Next() (*sink.Update, error) {
 	return s.Source.Next()
 }
 
-func TestABrokenSourceIsAskedWithBackoff(t *testing.T) {
+func TestFailedSourceIsRetriedWithBackoff(t *testing.T) {
 	for _, panics := range []bool{false, true} {
 		t.Run(fmt.Sprint("panics=", panics), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

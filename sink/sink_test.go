@@ -81,7 +81,7 @@ func TestFailed(t *testing.T) {
 	}
 }
 
-func TestFailedDoMakesAPanicTheFailureOfItsService(t *testing.T) {
+func TestFailedDoTurnsPanicIntoFailure(t *testing.T) {
 	var failed sink.Failed
 	failed.Do(web, func() error { return nil })
 	if err := failed.Err(); err != nil {

@@ -47,14 +47,14 @@ func TestNodeConversion(t *testing.T) {
 	}
 }
 
-func TestNodeThatSaysNothingIsOne(t *testing.T) {
+func TestEmptyNode(t *testing.T) {
 	got, problems := newConverter(t, Options{}).Node(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "a"}})
 	if diff := cmp.Diff(&api.Node{Name: "a"}, got); diff != "" || problems != nil {
 		t.Errorf("node (-want +got):\n%s\nproblems %v", diff, problems)
 	}
 }
 
-func TestLegacyPodCIDRCountsWherePodCIDRsIsEmpty(t *testing.T) {
+func TestLegacyPodCIDRIsUsedIfPodCIDRsIsEmpty(t *testing.T) {
 	got, _ := newConverter(t, Options{}).Node(&corev1.Node{Spec: corev1.NodeSpec{PodCIDR: "10.1.0.0/24"}})
 	if diff := cmp.Diff(prefixes("10.1.0.0/24"), got.PodCIDRs, cmpOptions); diff != "" {
 		t.Errorf("pod CIDRs (-want +got):\n%s", diff)

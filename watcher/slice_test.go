@@ -258,7 +258,7 @@ func setTargets(s *discoveryv1.EndpointSlice) {
 	}}
 }
 
-func TestSliceMayHoldMoreEndpointsThanTheAPIAdmits(t *testing.T) {
+func TestSliceMayExceedLimitOfAPI(t *testing.T) {
 	in := exampleSlice(1001)
 	got, problems := newConverter(t, Options{}).EndpointSlice(in)
 	if len(got.Endpoints) != 1001 || len(problems) > 0 {
@@ -266,7 +266,7 @@ func TestSliceMayHoldMoreEndpointsThanTheAPIAdmits(t *testing.T) {
 	}
 }
 
-func TestManyProblemsOfOneObjectAreCut(t *testing.T) {
+func TestProblemsOfAnObjectAreBounded(t *testing.T) {
 	in := exampleSlice(1001)
 	for i := range in.Endpoints {
 		in.Endpoints[i].Addresses[0] = "bad"

@@ -40,7 +40,7 @@ func FuzzConversions(f *testing.F) {
 	})
 }
 
-func TestASliceWithABadAddress(t *testing.T) {
+func TestSliceWithInvalidAddress(t *testing.T) {
 	x := &clusterv1.EndpointSlice{Namespace: "ns", Name: "s", Endpoints: []*clusterv1.SliceEndpoint{{Addr: "x"}}}
 	if _, err := x.ToSlice(); err == nil {
 		t.Error("no error")

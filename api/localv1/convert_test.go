@@ -129,14 +129,14 @@ func FuzzUnmarshal(f *testing.F) {
 	})
 }
 
-func TestWhatAnOldServerLeavesOut(t *testing.T) {
+func TestFieldsThatOldServersOmit(t *testing.T) {
 	e, draining, err := (&localv1.Endpoint{IPs: &localv1.IPSet{V4: []string{"10.0.0.1"}}}).ToEndpoint()
 	if err != nil || draining || !e.Ready || !e.Serving || e.Terminating {
 		t.Errorf("an endpoint without conditions is %+v, draining %t, error %v; want it ready and serving", e, draining, err)
 	}
 }
 
-func TestWhatCannotBeRead(t *testing.T) {
+func TestInvalidMessagesAreErrors(t *testing.T) {
 	ips := func(v4, v6 string) *localv1.IPSet { return &localv1.IPSet{V4: []string{v4}, V6: []string{v6}} }
 	for _, test := range []struct {
 		name string
@@ -176,7 +176,7 @@ func TestWhatCannotBeRead(t *testing.T) {
 	}
 }
 
-func TestTextThatIsNotUTF8IsRepaired(t *testing.T) {
+func TestInvalidUTF8IsRepaired(t *testing.T) {
 	const bad, good = "a\xff", "a\uFFFD"
 	newService := func(text string) *api.Service {
 		return &api.Service{

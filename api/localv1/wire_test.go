@@ -31,9 +31,9 @@ func messages() []protoreflect.MessageDescriptor {
 	return list
 }
 
-// TestTheDocumentedNumbersAreThoseOfTheWire compares the tables of docs/wire.md with the
+// TestFieldNumbersAreDocumented compares the tables of docs/wire.md with the
 // messages.
-func TestTheDocumentedNumbersAreThoseOfTheWire(t *testing.T) {
+func TestFieldNumbersAreDocumented(t *testing.T) {
 	var got []string
 	for _, m := range messages() {
 		var fields []string
@@ -93,9 +93,9 @@ func kind(f protoreflect.FieldDescriptor) string {
 	}
 }
 
-// TestTheFirstKpngsNumbers repeats the numbers, so that page and messages cannot change
+// TestFieldNumbersOfOriginalKpng repeats the numbers, so that page and messages cannot change
 // together by mistake.
-func TestTheFirstKpngsNumbers(t *testing.T) {
+func TestFieldNumbersOfOriginalKpng(t *testing.T) {
 	for message, fields := range map[protoreflect.Name]string{
 		"WatchReq":         "NodeName 1",
 		"OpItem":           "Sync 1 Set 2 Delete 3 Reset 4",

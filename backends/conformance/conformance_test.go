@@ -93,7 +93,7 @@ func (silent) Settle(ctx context.Context) error { return context.DeadlineExceede
 func (silent) Output() string                   { return "unknown flag: --colour" }
 func (silent) Kill() error                      { return nil }
 
-func TestWhatTheProxyPrintedIsShown(t *testing.T) {
+func TestFailureShowsOutputOfProxy(t *testing.T) {
 	k := &kit{subject: silent{}, process: silent{}}
 	if err := k.awaitProgrammed(t.Context()); err == nil || !strings.Contains(err.Error(), "unknown flag: --colour") {
 		t.Errorf("settling a proxy that ends with an unknown flag: %v", err)

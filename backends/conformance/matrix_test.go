@@ -49,9 +49,9 @@ func TestMatrixAsMarkdown(t *testing.T) {
 	}
 }
 
-// TestWhatIsNotSupportedMayPass declares features as unsupported that the reference proxy
+// TestUnsupportedCasesMayPass declares features as unsupported that the reference proxy
 // has.
-func TestWhatIsNotSupportedMayPass(t *testing.T) {
+func TestUnsupportedCasesMayPass(t *testing.T) {
 	matrix := Run(t, broken(""), Options{
 		Unsupported: map[Feature]string{Reject: "not yet", IPv6: "not here"},
 		Cases:       regexp.MustCompile("^a service without endpoints refuses connections$"),

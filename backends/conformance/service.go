@@ -43,7 +43,7 @@ type slice struct {
 	only api.Family
 }
 
-// endpoint is a person as an endpoint.
+// endpoint is an endpoint of a service, run by a person.
 type endpoint struct {
 	person
 	discoveryv1.Endpoint

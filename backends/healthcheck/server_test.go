@@ -325,7 +325,7 @@ func TestAddressesAreFollowed(t *testing.T) {
 	}
 }
 
-func TestAPortThatCannotBeOpenedIsReportedAndTriedAgain(t *testing.T) {
+func TestFailedPortIsReportedAndRetried(t *testing.T) {
 	clock := clocktesting.NewFakeClock(time.Now())
 	faults := make(chan healthcheck.Fault, 10)
 	observed := make(chan [2]int, 10)

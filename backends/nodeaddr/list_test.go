@@ -26,14 +26,14 @@ func compare(t testing.TB, want, got []netip.Addr) {
 	}
 }
 
-func TestListIsInOrderAndNamesNothingTwice(t *testing.T) {
+func TestListIsSortedWithoutDuplicates(t *testing.T) {
 	l := nodeaddr.Of(addrs("fe80::1%eth0", "10.0.0.2", "::ffff:10.0.0.1", "10.0.0.2")...)
 	l.Set(append(addrs("fe80::1%eth0", "10.0.0.2", "::ffff:10.0.0.1", "10.0.0.2"), netip.Addr{})...)
 	got, _ := l.Addresses()
 	compare(t, addrs("10.0.0.1", "10.0.0.2", "fe80::1"), got)
 }
 
-func TestListTellsOfChangesOnly(t *testing.T) {
+func TestListSignalsOnlyChanges(t *testing.T) {
 	var l nodeaddr.List
 	none, changed := l.Addresses()
 	compare(t, nil, none)

@@ -49,7 +49,7 @@ func TestSelection(t *testing.T) {
 	}
 }
 
-func TestSelectionsThatMeanNothingAreRefused(t *testing.T) {
+func TestInvalidSelectionsAreErrors(t *testing.T) {
 	for _, item := range []string{"", "10.0.0.1", "eth0", "10.0.0.0/33", "Primary"} {
 		if s, err := ParseSelection([]string{item}); err == nil {
 			t.Errorf("%q is taken for %v", item, s)

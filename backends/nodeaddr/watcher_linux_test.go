@@ -93,7 +93,7 @@ func TestAddressesAreFollowed(t *testing.T) {
 	await(t, w, "10.0.0.1", "10.1.0.1", "10.1.0.2", "fd01::1")
 }
 
-func TestAnAddressThatIsStillTriedIsNotServed(t *testing.T) {
+func TestTentativeAddressIsNotServed(t *testing.T) {
 	n := machine(t)
 	n.Stub(t, "new")
 	n.Set(t, "ipv6/conf/new/accept_dad=1", "ipv6/conf/new/dad_transmits=60") // of one second each
@@ -105,7 +105,7 @@ func TestAnAddressThatIsStillTriedIsNotServed(t *testing.T) {
 	await(t, w, "10.2.0.1")
 }
 
-func TestPrimaryIsWhatTheNodeObjectSaysOrWhatTheMachineSendsFrom(t *testing.T) {
+func TestPrimaryAddressesComeFromNodeOrDefaultRoutes(t *testing.T) {
 	n := machine(t)
 	clock := settling{clocktesting.NewFakeClock(time.Now())}
 	w := run(t, nodeaddr.Options{NetNS: n.FD, Clock: clock})
@@ -135,14 +135,14 @@ func TestPrimaryIsWhatTheNodeObjectSaysOrWhatTheMachineSendsFrom(t *testing.T) {
 	nodeaddr.SetNode(nodeaddr.Of(), node) // which ignores it
 }
 
-func TestWithoutADefaultRouteAndANodeObjectNothingIsPrimary(t *testing.T) {
+func TestNoPrimaryAddressWithoutDefaultRouteAndNode(t *testing.T) {
 	n := netnstest.New(t)
 	n.Stub(t, "world")
 	n.Add(t, "world", "10.0.0.1/24")
 	await(t, run(t, nodeaddr.Options{NetNS: n.FD}))
 }
 
-func TestANamespaceThatIsNoneIsAnError(t *testing.T) {
+func TestInvalidNamespaceIsAnError(t *testing.T) {
 	if _, err := nodeaddr.New(nodeaddr.Options{NetNS: 1 << 20}); err == nil {
 		t.Error("there is a watcher for a namespace that does not exist")
 	}

@@ -76,7 +76,7 @@ func gathering(calls int) func() error {
 	}
 }
 
-func TestAddressesThatWereLeftBehindAreRemovedUnlessTheyAreNeeded(t *testing.T) {
+func TestUnneededAddressesOfEarlierProcessAreRemoved(t *testing.T) {
 	f := newFakeAddresses()
 	needed, needless := netip.MustParseAddr("192.0.2.0"), netip.MustParseAddr("198.51.100.1")
 	f.left, f.there = []netip.Addr{needed, needless}, []netip.Addr{needed, needless}
@@ -111,7 +111,7 @@ func unusableAt(addresses int) []*api.ServiceEndpoints {
 	return views
 }
 
-func TestAddressesComeAndGoAtOnce(t *testing.T) {
+func TestAddressesChangeConcurrently(t *testing.T) {
 	const addresses = 40
 	f := newFakeAddresses()
 	f.adding, f.removing = gathering(addresses), gathering(addresses)
@@ -133,7 +133,7 @@ func TestAddressesComeAndGoAtOnce(t *testing.T) {
 	}
 }
 
-func TestNobodyWaitsForAnAddressButWhoListensThere(t *testing.T) {
+func TestSlowAddressDelaysOnlyItsListeners(t *testing.T) {
 	f := newFakeAddresses()
 	begun, end := make(chan struct{}), make(chan struct{})
 	f.adding = func() error {
@@ -160,7 +160,7 @@ func TestNobodyWaitsForAnAddressButWhoListensThere(t *testing.T) {
 	w.applied()
 }
 
-func TestAnAddressThatMayHaveComeIsRemoved(t *testing.T) {
+func TestAddressIsRemovedAfterFailedAdd(t *testing.T) {
 	f := newFakeAddresses()
 	r := newReferences(f)
 	addr := netip.MustParseAddr("192.0.2.1")

@@ -20,7 +20,7 @@ func affine(endpoints int, timeout time.Duration) (*rules, route) {
 	return &rules{port: &port{}, elsewhere: rt, node: rt, affinity: timeout}, rt
 }
 
-func TestConnectionsOfOneClientThatComeAtOnceGoToOneEndpoint(t *testing.T) {
+func TestConcurrentConnectionsOfAClientShareAnEndpoint(t *testing.T) {
 	r, rt := affine(50, time.Minute)
 	now := time.Now()
 	for i := range 2000 {
@@ -39,7 +39,7 @@ func TestConnectionsOfOneClientThatComeAtOnceGoToOneEndpoint(t *testing.T) {
 	}
 }
 
-func TestChangedTimeoutOfAffinityCountsAtOnce(t *testing.T) {
+func TestChangedAffinityTimeoutAppliesImmediately(t *testing.T) {
 	r, rt := affine(2, 100*time.Second)
 	client, now := netip.MustParseAddr("127.0.0.1"), time.Now()
 	// With two endpoints, the last one of a round may be the first of the next.
@@ -70,7 +70,7 @@ func TestChangedTimeoutOfAffinityCountsAtOnce(t *testing.T) {
 	}
 }
 
-func TestClientsThatAreRememberedAreBounded(t *testing.T) {
+func TestAffinityClientsAreBounded(t *testing.T) {
 	a := &affinity{}
 	first, second := netip.MustParseAddrPort("10.0.0.1:80"), netip.MustParseAddrPort("10.0.0.2:80")
 	both := newPool([]netip.AddrPort{first, second})

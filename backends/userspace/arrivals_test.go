@@ -64,7 +64,7 @@ func (e elsewhere) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCPLi
 	return e.hostSockets.ListenTCP(ctx, netip.AddrPortFrom(netip.AddrFrom4(b), at.Port()))
 }
 
-func TestServicesAreServedWhenTheirAddressComes(t *testing.T) {
+func TestServiceIsServedWhenItsAddressIsLocal(t *testing.T) {
 	a := slow("10.96.0.2", "10.96.0.3")
 	w := newWorld(t, Options{Addresses: a, Sockets: elsewhere{}})
 	port := freePort(t, "127.96.0.1")
@@ -87,7 +87,7 @@ func TestServicesAreServedWhenTheirAddressComes(t *testing.T) {
 	w.applied()
 }
 
-func TestAnAddressThatDoesNotComeDelaysNoOtherChange(t *testing.T) {
+func TestMissingAddressDelaysNoOtherChange(t *testing.T) {
 	a := slow("10.96.0.2")
 	node := nodeaddr.Of(netip.MustParseAddr("127.0.0.5"))
 	w := newWorld(t, Options{Addresses: a, Sockets: elsewhere{}, NodeAddresses: node})
@@ -127,8 +127,8 @@ func TestAnAddressThatDoesNotComeDelaysNoOtherChange(t *testing.T) {
 	}
 }
 
-// TestAnAddressThatComesLate makes an address local after Sync has returned.
-func TestAnAddressThatComesLate(t *testing.T) {
+// TestAddressAddedAfterSyncReturned makes an address local after Sync has returned.
+func TestAddressAddedAfterSyncReturned(t *testing.T) {
 	addr := netip.MustParseAddr("10.96.0.2")
 	for name, gone := range map[string]bool{"is used": false, "is removed if its service has gone": true} {
 		t.Run(name, func(t *testing.T) {
@@ -174,7 +174,7 @@ func (r *references) idle() bool {
 	return len(r.count) == 0 && len(r.changing) == 0
 }
 
-func TestABackendThatCannotKnowItsAddressesDoesNotStart(t *testing.T) {
+func TestStartFailsIfLeftAddressesCannotBeRead(t *testing.T) {
 	a := slow()
 	a.leftErr = errors.New("no permission")
 	b, err := New(Options{Addresses: a, NodeAddresses: nodeaddr.Of()})

@@ -12,9 +12,9 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// TestEndpointThatAnswersNothingIsPassedOver has an endpoint with a full backlog, which
+// TestSilentEndpointIsSkipped has an endpoint with a full backlog, which
 // drops new connections.
-func TestEndpointThatAnswersNothingIsPassedOver(t *testing.T) {
+func TestSilentEndpointIsSkipped(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	hole := blackHole(t)

@@ -10,7 +10,7 @@ import (
 	"github.com/go-logr/logr/funcr"
 )
 
-func TestEachComplaintIsLoggedOnceInAWhile(t *testing.T) {
+func TestRepeatedErrorsAreRateLimited(t *testing.T) {
 	log := &logBuffer{}
 	e := &engine{log: funcr.New(log.write, funcr.Options{})}
 	for _, message := range []string{"first", "first", "second", "first", "second"} {

@@ -58,7 +58,7 @@ func halfClosed(t *testing.T, opts Options) (w *world, c *client, endpoint *net.
 	return w, c, <-read
 }
 
-func TestResetAfterHalfCloseComesOut(t *testing.T) {
+func TestResetAfterHalfCloseIsForwarded(t *testing.T) {
 	t.Run("from the client", func(t *testing.T) {
 		w, c, endpoint := halfClosed(t, Options{})
 		ended := watch(t, endpoint)
@@ -85,9 +85,9 @@ func TestResetAfterHalfCloseComesOut(t *testing.T) {
 	})
 }
 
-// TestHalfClosedClientThatVanishesIsNoticed removes the client's socket without a packet.
+// TestVanishedHalfClosedClientIsDetected removes the client's socket without a packet.
 // The kernel's keep-alive detects that.
-func TestHalfClosedClientThatVanishesIsNoticed(t *testing.T) {
+func TestVanishedHalfClosedClientIsDetected(t *testing.T) {
 	w, c, endpoint := halfClosed(t, Options{})
 	l := w.listenerAt(socketAddrOf(t, api.TCP, c.RemoteAddr().String())).(*tcpListener)
 	set := func(c *net.TCPConn, options map[int]int) {
@@ -113,14 +113,14 @@ func TestHalfClosedClientThatVanishesIsNoticed(t *testing.T) {
 	expectReset(t, "endpoint", ended)
 }
 
-func TestHalfClosedConnectionThatIsIdleIsReset(t *testing.T) {
+func TestIdleHalfClosedConnectionIsReset(t *testing.T) {
 	_, c, endpoint := halfClosed(t, Options{HalfClosedTimeout: 100 * time.Millisecond})
 	atEndpoint, atClient := watch(t, endpoint), watch(t, c.TCPConn)
 	expectReset(t, "endpoint", atEndpoint)
 	expectReset(t, "client", atClient)
 }
 
-func TestHalfClosedConnectionThatIsNotIdleGoesOn(t *testing.T) {
+func TestActiveHalfClosedConnectionContinues(t *testing.T) {
 	const timeout = 300 * time.Millisecond
 	_, c, endpoint := halfClosed(t, Options{HalfClosedTimeout: timeout})
 	go io.Copy(endpoint, zeros{})

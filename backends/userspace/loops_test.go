@@ -15,10 +15,10 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// TestEndpointsThatThisProcessServesAreRefused has a service with a cluster IP, an
+// TestOwnAddressesAreNotUsedAsEndpoints has a service with a cluster IP, an
 // external IP, a load-balancer IP and a node port. Its only endpoint is one of these, or
 // a service whose endpoint is one of these.
-func TestEndpointsThatThisProcessServesAreRefused(t *testing.T) {
+func TestOwnAddressesAreNotUsedAsEndpoints(t *testing.T) {
 	for name, endpointAt := range map[string]string{
 		"its cluster IP": "127.0.0.2", "its external IP": "127.0.0.3", "its load-balancer IP": "127.0.0.4",
 		"its node port": "127.0.0.1", "another service": "127.0.0.5",
@@ -112,8 +112,8 @@ func (w *world) listening() (n int) {
 	return n
 }
 
-// TestNoServiceTakesAllDescriptors has a service with more clients than free descriptors.
-func TestNoServiceTakesAllDescriptors(t *testing.T) {
+// TestServiceCannotUseAllDescriptors has a service with more clients than free descriptors.
+func TestServiceCannotUseAllDescriptors(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	server := namedServer(t, "a")
@@ -150,8 +150,8 @@ func TestNoServiceTakesAllDescriptors(t *testing.T) {
 	}
 }
 
-// TestOtherServicesAreServedWhileOneHasItsShare has one service with waiting clients.
-func TestOtherServicesAreServedWhileOneHasItsShare(t *testing.T) {
+// TestFullShareDoesNotAffectOtherServices has one service with waiting clients.
+func TestFullShareDoesNotAffectOtherServices(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	server := namedServer(t, "a")
@@ -177,7 +177,7 @@ func TestOtherServicesAreServedWhileOneHasItsShare(t *testing.T) {
 	}
 }
 
-func TestUDPClientsOfOneServiceMakeNoRoomForAnothers(t *testing.T) {
+func TestUDPClientsDoNotEvictOtherServices(t *testing.T) {
 	w := newWorld(t, Options{MaxUDPClients: 32})
 	port := freePort(t, "127.0.0.2")
 	server := udpServer(t, "a")

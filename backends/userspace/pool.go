@@ -27,7 +27,8 @@ func newPool(sorted []netip.AddrPort) *pool {
 	return &pool{sorted: sorted, turns: slices.Clone(sorted), next: len(sorted)}
 }
 
-// pick returns the next endpoint that is not unfit. It returns false if there is none.
+// pick returns the next endpoint that is not unfit. It returns false if all endpoints are
+// unfit.
 func (p *pool) pick(unfit func(netip.AddrPort) bool) (netip.AddrPort, bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

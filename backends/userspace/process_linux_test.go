@@ -177,7 +177,7 @@ func TestUDPClientsMakeRoomWhenPortsRunOut(t *testing.T) {
 	}
 }
 
-func TestClientsThatVanishAreNoticed(t *testing.T) {
+func TestVanishedClientsAreDetected(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).view())

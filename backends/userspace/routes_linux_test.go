@@ -43,7 +43,7 @@ func localRoutesIn(t *testing.T, n *netnstest.Namespace) []string {
 	return out
 }
 
-func TestAddressesAreLocalAsLongAsServed(t *testing.T) {
+func TestAddressesAreLocalWhileServed(t *testing.T) {
 	n := netnstest.New(t)
 	cmd, stdin := backendProcess(t, n, "10.96.0.1", "10.96.0.2", "fd00::1")
 	if diff := cmp.Diff([]string{"10.96.0.1/32", "10.96.0.2/32", "fd00::1/128"}, localRoutesIn(t, n)); diff != "" {
@@ -119,7 +119,7 @@ func TestBackendsShareAnAddress(t *testing.T) {
 	}
 }
 
-func TestABackendWithoutThePrivilegeForRoutesDoesNotStart(t *testing.T) {
+func TestStartFailsWithoutPrivilegeForRoutes(t *testing.T) {
 	n := netnstest.New(t)
 	for _, privileged := range []bool{true, false} {
 		b, err := New(Options{Addresses: LocalRoutes(RouteOptions{}), NodeAddresses: nodeaddr.Of()})
@@ -167,7 +167,7 @@ func inside(t *testing.T, n *netnstest.Namespace, f func(b *Backend)) {
 	}
 }
 
-func TestAnAddressThatSomebodyTookAwayComesBack(t *testing.T) {
+func TestVerifyRestoresRemovedAddress(t *testing.T) {
 	n := netnstest.New(t)
 	inside(t, n, func(b *Backend) {
 		if err := b.Sync(t.Context(), fullOf(serviceAt("a", "10.96.0.1", 80, api.TCP).unusable().view(), serviceAt("b", "fd00::1", 80, api.TCP).unusable().view())); err != nil {
@@ -189,7 +189,7 @@ func TestAnAddressThatSomebodyTookAwayComesBack(t *testing.T) {
 	})
 }
 
-func TestAddressGoesWithItsLastUser(t *testing.T) {
+func TestAddressIsRemovedWithItsLastUser(t *testing.T) {
 	n := netnstest.New(t)
 	inside(t, n, func(b *Backend) {
 		sync := func(want []string, views ...*api.ServiceEndpoints) {

@@ -44,8 +44,7 @@ func (r *rules) routeOf(client netip.Addr, startsHere func(netip.Addr) bool) rou
 	return r.node
 }
 
-// endpoint returns the endpoint for client. It returns false if there is none that is not
-// unfit.
+// endpoint returns the endpoint for client. It returns false if all endpoints are unfit.
 func (r *rules) endpoint(rt route, client netip.Addr, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	if r.affinity == 0 {
 		return rt.pool.pick(unfit)

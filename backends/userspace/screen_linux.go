@@ -67,8 +67,8 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 	return append(append(out, dropPacket), admit...)
 }
 
-// unlessIn returns a test that executes then for packets with a source in p, and
-// continues for others. It returns nil if p has the other family.
+// unlessIn returns instructions that execute then for a packet with a source in p, and
+// otherwise continue. It returns nil if p has the other family.
 func unlessIn(p netip.Prefix, v4 bool, then bpf.Instruction) []bpf.Instruction {
 	if p.Addr().Is4() != v4 {
 		return nil

@@ -17,9 +17,9 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// TestWhoAcceptsDecidesWhereTheKernelHasNoRoomForAFilter has more source ranges than fit
+// TestSourceRangesApplyWithoutKernelFilter has more source ranges than fit
 // into a socket filter.
-func TestWhoAcceptsDecidesWhereTheKernelHasNoRoomForAFilter(t *testing.T) {
+func TestSourceRangesApplyWithoutKernelFilter(t *testing.T) {
 	n := netnstest.New(t)
 	if err := n.Do(func() error {
 		_, err := os.Stat("/proc/sys/net/core/optmem_max")

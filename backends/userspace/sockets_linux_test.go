@@ -38,10 +38,10 @@ func TestLocalPortsAreShared(t *testing.T) {
 	}
 }
 
-// TestEndpointThatSpeaksFirstNeedNotWait connects several times. Each connection would
+// TestEndpointMaySendFirst connects several times. Each connection would
 // take 0.2 s if the endpoint saw it only after the kernel's delay for the client's first
 // bytes.
-func TestEndpointThatSpeaksFirstNeedNotWait(t *testing.T) {
+func TestEndpointMaySendFirst(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("smtp", "127.0.0.2", port, api.TCP).to(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
@@ -96,9 +96,9 @@ func TestAServiceThatHasItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
 	}
 }
 
-// TestTheEndComesAfterASlowReader fills the buffers between endpoint and client, so that
+// TestEndFollowsLastBytesToSlowReader fills the buffers between endpoint and client, so that
 // the last bytes wait, directly followed by the end.
-func TestTheEndComesAfterASlowReader(t *testing.T) {
+func TestEndFollowsLastBytesToSlowReader(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	answer := bytes.Repeat([]byte("kpng"), 1<<20)

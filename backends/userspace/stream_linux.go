@@ -33,7 +33,7 @@ type stream struct {
 	fill, empty, splice, unload func(fd uintptr) bool
 }
 
-// newStream returns the direction from source to destination. dialed reports that
+// newStream returns the stream from source to destination. dialed reports that
 // destination was dialed and that this stream is the first to write to it.
 func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pipes, a *account) (*stream, error) {
 	from, err := source.SyscallConn()

@@ -77,7 +77,7 @@ func TestEstablishedConnectionOutlivesChangesOfItsService(t *testing.T) {
 	}
 }
 
-func TestListenerThatStaysIsNotOpenedAgain(t *testing.T) {
+func TestUnchangedListenerStaysOpen(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	service := serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a"))
@@ -97,7 +97,7 @@ func (w *world) listenerAt(at socketAddr) listener {
 	return w.held.of(at).listeners[at]
 }
 
-func TestServicesExchangeTheirAddresses(t *testing.T) {
+func TestServicesSwapAddresses(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	a, b := namedServer(t, "a"), namedServer(t, "b")
@@ -152,7 +152,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 	}
 }
 
-func TestPortInUseDisturbsNobodyElse(t *testing.T) {
+func TestPortInUseFailsOnlyItsService(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	taken, err := net.Listen("tcp", fmt.Sprintf("127.0.0.2:%d", port))
@@ -180,7 +180,7 @@ func TestPortInUseDisturbsNobodyElse(t *testing.T) {
 	}
 }
 
-func TestWhatSocketsCannotServeIsLoggedAndTheRestServed(t *testing.T) {
+func TestUnsupportedFrontendsAreLoggedAndOthersServed(t *testing.T) {
 	for name, change := range map[string]func(*api.Service){
 		"a service of all ports": func(s *api.Service) { s.AllPorts, s.Ports = true, nil },
 		"SCTP": func(s *api.Service) {
@@ -331,7 +331,7 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 	}
 }
 
-func TestTrafficFromAnInterfaceStartsHere(t *testing.T) {
+func TestTrafficFromInterfaceAddressesIsLocal(t *testing.T) {
 	w := newWorld(t, Options{})
 	addrs, err := net.InterfaceAddrs()
 	if err != nil {
@@ -386,7 +386,7 @@ func TestBothFamiliesAreServed(t *testing.T) {
 	}
 }
 
-func TestConnectionsOfAServiceThatGoesAreDrained(t *testing.T) {
+func TestConnectionsOfDeletedServiceDrain(t *testing.T) {
 	w := newWorld(t, Options{DrainTimeout: 300 * time.Millisecond})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).view())

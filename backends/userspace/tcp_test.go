@@ -33,8 +33,8 @@ func TestEndpointsTakeTurns(t *testing.T) {
 	}
 }
 
-// TestManyBytesArriveAsTheyWere moves enough bytes for splicing, in both directions.
-func TestManyBytesArriveAsTheyWere(t *testing.T) {
+// TestManyBytesArriveUnchanged moves enough bytes for splicing, in both directions.
+func TestManyBytesArriveUnchanged(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	echo := listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) { io.Copy(c, c) })
@@ -55,7 +55,7 @@ func TestManyBytesArriveAsTheyWere(t *testing.T) {
 	}
 }
 
-func TestHalfClosedConnectionGoesOn(t *testing.T) {
+func TestHalfClosedConnectionContinues(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	// The server answers after it has read to the end.
@@ -73,7 +73,7 @@ func TestHalfClosedConnectionGoesOn(t *testing.T) {
 	}
 }
 
-func TestResetComesOutAsReset(t *testing.T) {
+func TestResetIsForwardedAsReset(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	ended := make(chan error, 1)
@@ -111,8 +111,8 @@ func TestResetComesOutAsReset(t *testing.T) {
 	})
 }
 
-// TestResetComesOutWhileBytesMove resets a connection that is being spliced.
-func TestResetComesOutWhileBytesMove(t *testing.T) {
+// TestResetIsForwardedWhileBytesMove resets a connection that is being spliced.
+func TestResetIsForwardedWhileBytesMove(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	const before = 4 << 20 // bytes that the resetting side moves first
@@ -159,9 +159,9 @@ func (zeros) Read(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// TestListenerClosesWhileConnectionsCome opens and closes a listener while many clients
+// TestListenerClosesDuringConnections opens and closes a listener while many clients
 // connect. Each connection is accepted completely or not at all.
-func TestListenerClosesWhileConnectionsCome(t *testing.T) {
+func TestListenerClosesDuringConnections(t *testing.T) {
 	w := newWorld(t, Options{})
 	w.set() // the backend has started
 	at := socketAddr{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(freePort(t, "127.0.0.2")))}
@@ -203,7 +203,7 @@ func TestListenerClosesWhileConnectionsCome(t *testing.T) {
 	clients.Wait()
 }
 
-func TestEndpointThatRefusesIsPassedOver(t *testing.T) {
+func TestRefusingEndpointIsSkipped(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))

@@ -109,7 +109,7 @@ func TestLargestDatagramIsMoved(t *testing.T) {
 	}
 }
 
-func TestUDPClientIsForgottenWhenSilent(t *testing.T) {
+func TestIdleUDPClientIsDropped(t *testing.T) {
 	clock := clocktesting.NewFakeClock(time.Now())
 	w := newWorld(t, Options{Clock: clock, UDPTimeout: time.Minute})
 	port := freePort(t, "127.0.0.2")
@@ -127,7 +127,7 @@ func TestUDPClientIsForgottenWhenSilent(t *testing.T) {
 	}
 }
 
-func TestUDPClientLeavesAnEndpointThatWent(t *testing.T) {
+func TestUDPClientLeavesRemovedEndpoint(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	first, second := udpServer(t, "first"), udpServer(t, "second")
@@ -149,7 +149,7 @@ func TestUDPClientLeavesAnEndpointThatWent(t *testing.T) {
 	}
 }
 
-func TestUDPClientLeavesTheEndpointOfAPortThatWent(t *testing.T) {
+func TestUDPClientLeavesEndpointOfRemovedPort(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	named := func(name string, server netip.AddrPort) *api.ServiceEndpoints {
@@ -166,9 +166,9 @@ func TestUDPClientLeavesTheEndpointOfAPortThatWent(t *testing.T) {
 	}
 }
 
-// TestUDPClientThatComesWhileItsEndpointGoes removes the endpoint directly after it was
+// TestNewUDPClientDuringRemovalOfItsEndpoint removes the endpoint directly after it was
 // chosen.
-func TestUDPClientThatComesWhileItsEndpointGoes(t *testing.T) {
+func TestNewUDPClientDuringRemovalOfItsEndpoint(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	first, second := udpServer(t, "first"), udpServer(t, "second")
@@ -186,7 +186,7 @@ func TestUDPClientThatComesWhileItsEndpointGoes(t *testing.T) {
 	}
 }
 
-func TestUDPClientLeavesAnEndpointThatRefuses(t *testing.T) {
+func TestUDPClientLeavesRefusingEndpoint(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
@@ -198,7 +198,7 @@ func TestUDPClientLeavesAnEndpointThatRefuses(t *testing.T) {
 	}
 }
 
-func TestAffinityDoesNotBindUDPClientsToAnEndpointThatRefuses(t *testing.T) {
+func TestAffinityDoesNotKeepRefusingUDPEndpoint(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
@@ -212,7 +212,7 @@ func TestAffinityDoesNotBindUDPClientsToAnEndpointThatRefuses(t *testing.T) {
 	}
 }
 
-func TestUDPIsRefusedOnceItsServiceHasGone(t *testing.T) {
+func TestUDPIsRefusedAfterServiceIsDeleted(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a")).view())
@@ -243,9 +243,9 @@ func TestTableOfUDPClientsIsBounded(t *testing.T) {
 	}
 }
 
-// TestABurstOfManyUDPClientsTakesFewBatches has 1,000 clients whose sockets receive
+// TestBurstOfUDPClientsUsesFewBatches has 1,000 clients whose sockets receive
 // answers concurrently.
-func TestABurstOfManyUDPClientsTakesFewBatches(t *testing.T) {
+func TestBurstOfUDPClientsUsesFewBatches(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a")).view())
@@ -269,7 +269,7 @@ func TestABurstOfManyUDPClientsTakesFewBatches(t *testing.T) {
 	}
 }
 
-func TestWhoNeedsABatchWaitsUntilOneIsFree(t *testing.T) {
+func TestGetWaitsForFreeBatch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		b := newBatches()
 		var made []*batch

@@ -26,7 +26,7 @@ func (s *traces) Cleanup(context.Context) error {
 	return nil
 }
 
-func TestABackendCleansUpWhatItsFlagsSay(t *testing.T) {
+func TestCleanupUsesFlagsOfBackend(t *testing.T) {
 	var s traces
 	traces := func() *cobra.Command {
 		return cleanup(&program.Backend{

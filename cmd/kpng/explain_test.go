@@ -49,7 +49,7 @@ func TestExplain(t *testing.T) {
 	}
 }
 
-func TestAnyAddressOfAServiceAndARelayExplainTheSame(t *testing.T) {
+func TestAllAddressesAndRelaysExplainTheSame(t *testing.T) {
 	served := serve(t, "file", "-i", explained)
 	for _, about := range []string{"default/web", "10.0.0.1", "198.51.100.2:80"} {
 		want := mustExecute(t, "explain", "-i", explained, "--node-name=here", about)
@@ -59,7 +59,7 @@ func TestAnyAddressOfAServiceAndARelayExplainTheSame(t *testing.T) {
 	}
 }
 
-func TestExplanationsAreJSONIfAsked(t *testing.T) {
+func TestExplainOutputJSON(t *testing.T) {
 	var e struct {
 		Service struct{ Name string }
 		Lists   []struct {
@@ -93,7 +93,7 @@ func TestExplanationsAreJSONIfAsked(t *testing.T) {
 	}
 }
 
-func TestExplanationsAreYAMLIfAsked(t *testing.T) {
+func TestExplainOutputYAML(t *testing.T) {
 	t.Setenv("NODE_NAME", "here")
 	out := mustExecute(t, "explain", "-i", explained, "web", "-o", "yaml")
 	if !strings.HasPrefix(out, "---\n") || !strings.Contains(out, "Kind: ClusterIP") || !strings.Contains(out, "why: not on this node") && !strings.Contains(out, "Why: not on this node") {
@@ -101,7 +101,7 @@ func TestExplanationsAreYAMLIfAsked(t *testing.T) {
 	}
 }
 
-func TestQuestionsWithoutAnAnswer(t *testing.T) {
+func TestExplainErrors(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		args []string

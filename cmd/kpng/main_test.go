@@ -106,7 +106,7 @@ func newSocket(t *testing.T) (address string) {
 	return "unix://" + filepath.Join(dir, "s")
 }
 
-func TestWhatIsServedIsWhatIsRead(t *testing.T) {
+func TestServedStateEqualsSource(t *testing.T) {
 	toJSON := []string{"to-local", "json", "--node-name=vm-002", "--once"}
 	for _, name := range []string{"", "kpng-example"} {
 		fromFile := []string{"file", "-i", demo, "--service-proxy-name", name}

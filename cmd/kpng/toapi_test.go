@@ -80,7 +80,7 @@ func (i *identity) flags(t *testing.T, prefix string, authority *identity) []str
 	return flags
 }
 
-func TestCertificatesSayWhoMayHaveWhat(t *testing.T) {
+func TestCertificatesLimitAccess(t *testing.T) {
 	ca := newIdentity(t, nil, "authority")
 	node := newIdentity(t, ca, "system:node:vm-002").flags(t, "api-", ca)
 	reader := newIdentity(t, ca, "relay", "kpng:readers").flags(t, "api-", ca)
@@ -117,7 +117,7 @@ func TestCertificatesSayWhoMayHaveWhat(t *testing.T) {
 	}
 }
 
-func TestWhatMakesNoSenseIsNamed(t *testing.T) {
+func TestInconsistentFlagsAreErrors(t *testing.T) {
 	t.Setenv("KUBECONFIG", filepath.Join(t.TempDir(), "none"))
 	t.Setenv("HOME", t.TempDir())
 	file := []string{"file", "-i", demo}
@@ -197,7 +197,7 @@ func get(t *testing.T, url string) (int, string) {
 	return answer.StatusCode, string(body)
 }
 
-func TestAServerShowsHowItIs(t *testing.T) {
+func TestServerHealthAndMetrics(t *testing.T) {
 	socket, status := newSocket(t), freeAddress(t)
 	// The relayed server does not run yet.
 	start(t, "api", "--api", socket, "to-api", "--listen", "tcp://"+freeAddress(t), "--healthz-bind-address", status, "--metrics-bind-address", status)

@@ -18,7 +18,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-func TestWhatIsWrittenToAFileIsReadBack(t *testing.T) {
+func TestWrittenFileIsReadBack(t *testing.T) {
 	for _, test := range []struct {
 		name         string
 		write, print []string // flags of the source that is written, and of the reader
@@ -162,7 +162,7 @@ func TestAFailureToWriteIsLoggedOnce(t *testing.T) {
 	})
 }
 
-func TestAFirstWritingThatFailsEndsTheProgram(t *testing.T) {
+func TestFirstFailedWriteEndsProgram(t *testing.T) {
 	for _, args := range [][]string{
 		{"file", "-i", demo, "to-file", "/does/not/exist.yaml"},
 		{"file", "-i", demo, "to-file", "/does/not/exist.yaml", "--once"},

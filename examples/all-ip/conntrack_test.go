@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-func TestConnectionsThatAreForgotten(t *testing.T) {
+func TestDeletedConnections(t *testing.T) {
 	after := view(endpoint("11.0.2.2", true), endpoint("1100::202", true))
 	after.Draining = []api.Endpoint{endpoint("11.0.2.3", true)}
 	serving, gone := flows{}, flows{}

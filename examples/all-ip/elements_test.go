@@ -91,7 +91,7 @@ func TestElements(t *testing.T) {
 	}
 }
 
-func TestSlotsMoveOnlyToAndFromPodsThatComeAndGo(t *testing.T) {
+func TestSlotsMoveOnlyForChangedPods(t *testing.T) {
 	var pods []netip.Addr
 	for i := range 8 {
 		pods = append(pods, netip.AddrFrom4([4]byte{11, 0, 2, byte(i + 2)}))
@@ -114,7 +114,7 @@ func TestSlotsMoveOnlyToAndFromPodsThatComeAndGo(t *testing.T) {
 	}
 }
 
-func TestErrorsSayWhatIsMissing(t *testing.T) {
+func TestErrorsNameMissingFeature(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		err  error

@@ -58,13 +58,13 @@ func TestACalloutReadsItsInputAndWritesToStandardOutput(t *testing.T) {
 	}
 }
 
-func TestACalloutNeedNotReadItsInput(t *testing.T) {
+func TestCalloutMayIgnoreItsInput(t *testing.T) {
 	if _, err := run(t, time.Minute, strings.Repeat("x", 1<<20), "true"); err != nil {
 		t.Error(err)
 	}
 }
 
-func TestAFailureSaysWhatFailedAndHow(t *testing.T) {
+func TestFailureNamesCalloutAndCause(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		args []string
@@ -88,14 +88,14 @@ func TestAFailureSaysWhatFailedAndHow(t *testing.T) {
 	}
 }
 
-func TestOfLongErrorsTheEndIsTold(t *testing.T) {
+func TestLongErrorsKeepTheirEnd(t *testing.T) {
 	_, err := run(t, time.Minute, "", "sh", "-c", "seq 100000 >&2; echo the end >&2; exit 1")
 	if err == nil || !strings.HasSuffix(err.Error(), "100000\nthe end") || len(err.Error()) > maxTail+200 {
 		t.Errorf("an error of %d bytes that does not end as expected", len(fmt.Sprint(err)))
 	}
 }
 
-func TestAHungCalloutIsKilledWithAllItStarted(t *testing.T) {
+func TestHungCalloutIsKilledWithItsChildren(t *testing.T) {
 	out, err := run(t, 200*time.Millisecond, "", "sh", "-c", "echo $$; sleep 1000 & echo $!; wait")
 	if err == nil || !strings.Contains(err.Error(), "ran longer than 200ms") {
 		t.Errorf("error %v, want the timeout", err)
@@ -109,7 +109,7 @@ func TestAHungCalloutIsKilledWithAllItStarted(t *testing.T) {
 	}
 }
 
-func TestWhatACalloutLeavesBehindHoldsNothingUp(t *testing.T) {
+func TestChildrenOfCalloutDoNotDelayNextRun(t *testing.T) {
 	out, err := run(t, time.Minute, "", "sh", "-c", "sleep 1000 & echo $!")
 	if err != nil {
 		t.Error(err)
@@ -169,7 +169,7 @@ func TestTheCommandRunsNothingWithoutACallout(t *testing.T) {
 	}
 }
 
-func TestTheCommandEndsIfThereIsNoSuchProgram(t *testing.T) {
+func TestMissingProgramIsAnError(t *testing.T) {
 	for _, callout := range []string{"/does/not/exist -x", "no-such-program"} {
 		out, err := command(t, callout).CombinedOutput()
 		program, _, _ := strings.Cut(callout, " ")
@@ -179,7 +179,7 @@ func TestTheCommandEndsIfThereIsNoSuchProgram(t *testing.T) {
 	}
 }
 
-func TestTheCommandRunsNothingThatHasNoTime(t *testing.T) {
+func TestZeroTimeoutIsAnError(t *testing.T) {
 	out, err := command(t, "true", "--callout-timeout=0").CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "--callout-timeout 0s must be greater than zero") {
 		t.Errorf("output %q, error %v", out, err)
@@ -202,7 +202,7 @@ func TestTheCommandLogsAFailureAndTriesAgain(t *testing.T) {
 	}
 }
 
-func TestCalloutsGetFrontendsIfAsked(t *testing.T) {
+func TestFrontendsFlag(t *testing.T) {
 	out, err := command(t, `jq -rc '[.Name, .Kind, .Addr, .Port, .Elsewhere.Verdict, .Elsewhere.Endpoints[0].Addr]'`,
 		"--manifests", demo, "--service-proxy-name", "kpng-example", "--node-name", "vm-002", "--once", "--frontends").Output()
 	if err != nil {
@@ -217,7 +217,7 @@ func TestCalloutsGetFrontendsIfAsked(t *testing.T) {
 	}
 }
 
-func TestTheCommandNeverRunsTwoAtOnce(t *testing.T) {
+func TestRunsOfCalloutNeverOverlap(t *testing.T) {
 	dir := t.TempDir()
 	manifest, lock := filepath.Join(dir, "state.yaml"), filepath.Join(dir, "lock")
 	port := func(number int) {
@@ -258,7 +258,7 @@ func TestTheCommandNeverRunsTwoAtOnce(t *testing.T) {
 	end(t, cmd, os.Interrupt)
 }
 
-func TestTheEndOfTheCommandIsTheEndOfItsCallout(t *testing.T) {
+func TestCalloutIsKilledWithCommand(t *testing.T) {
 	for _, signal := range []syscall.Signal{syscall.SIGTERM, syscall.SIGINT, syscall.SIGKILL} {
 		t.Run(signal.String(), func(t *testing.T) {
 			cmd := command(t, `sh -c "echo $$; exec sleep 1000"`)

@@ -17,7 +17,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 )
 
-func TestWhatAServerDoesIsCounted(t *testing.T) {
+func TestServerMetrics(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.Update(func(tx *cluster.Tx) {
 		tx.SetService(&api.Service{Namespace: "ns", Name: "web", Type: api.ClusterIP})

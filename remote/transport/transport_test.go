@@ -72,9 +72,9 @@ func listen(t *testing.T, path string, mode fs.FileMode) (net.Listener, error) {
 	return a.Listen(mode)
 }
 
-// TestASocketPathIsAcceptedOrRefusedFirst tries directories of all lengths. Listen must
+// TestAcceptedSocketPathsCanBeListenedOn tries directories of all lengths. Listen must
 // accept what ParseAddress accepts.
-func TestASocketPathIsAcceptedOrRefusedFirst(t *testing.T) {
+func TestAcceptedSocketPathsCanBeListenedOn(t *testing.T) {
 	root := t.TempDir()
 	accepted, refused := 0, 0
 	for n := range 108 - len(root) - len("//s") {
@@ -96,7 +96,7 @@ func TestASocketPathIsAcceptedOrRefusedFirst(t *testing.T) {
 	}
 }
 
-func TestARefusalOfWindowsIsARefusal(t *testing.T) {
+func TestWindowsConnectionRefused(t *testing.T) {
 	for number, want := range map[syscall.Errno]bool{syscall.ECONNREFUSED: true, 10061: true, syscall.EACCES: false} {
 		err := &net.OpError{Op: "dial", Err: os.NewSyscallError("connect", number)}
 		if got := transport.IsRefused(err); got != want {
@@ -212,8 +212,8 @@ func TestAFileIsNotReplaced(t *testing.T) {
 	}
 }
 
-// TestComingBack records the tried addresses and the waits of the dialer.
-func TestComingBack(t *testing.T) {
+// TestReconnect records the tried addresses and the waits of the dialer.
+func TestReconnect(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d, err := transport.NewDialer(transport.DialOptions{
 			Addresses:  []string{"127.0.0.1:1", "127.0.0.1:2"},
@@ -315,9 +315,9 @@ func TestFailFastTriesEachAddressOnce(t *testing.T) {
 	}
 }
 
-// TestASilentServerLosesItsTurn has servers that accept connections but have not read
+// TestSilentServerIsLeft has servers that accept connections but have not read
 // their cluster, and one good server.
-func TestASilentServerLosesItsTurn(t *testing.T) {
+func TestSilentServerIsLeft(t *testing.T) {
 	for _, test := range []struct {
 		name      string
 		addresses []string
@@ -366,9 +366,9 @@ func TestASilentServerLosesItsTurn(t *testing.T) {
 	}
 }
 
-// TestAStaleServerLosesItsTurn lists the reports of servers in turn, and the server with
+// TestStaleServerIsLeft lists the reports of servers in turn, and the server with
 // which a client stays.
-func TestAStaleServerLosesItsTurn(t *testing.T) {
+func TestStaleServerIsLeft(t *testing.T) {
 	const dead, stale, fresh = 'd', 's', 'f'
 	for _, test := range []struct {
 		name    string

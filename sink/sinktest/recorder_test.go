@@ -240,7 +240,7 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 	}
 }
 
-func TestRecorderComplainsOfTwoSyncsAtOnce(t *testing.T) {
+func TestRecorderReportsOverlappingSyncs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		got := &complaints{TB: t}
 		rec := sinktest.NewRecorder(got, nil)

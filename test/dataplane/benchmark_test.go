@@ -227,9 +227,8 @@ func (c *cluster) list(b *testing.B) time.Duration {
 	return took[len(took)/2]
 }
 
-// latency changes endpoints and reports the time until the kernel has each: from the
-// API's response until a bare watch shows the change, and from there until the kernel has
-// it.
+// latency changes endpoints and reports two durations for each change: from the API's
+// response until a bare watch shows it, and from then until the kernel has it.
 func (r *running) latency(b *testing.B, interval string) {
 	b.Helper()
 	ctx, cancel := context.WithCancel(b.Context())

@@ -195,7 +195,7 @@ func matches(want, got string) bool {
 func withoutSpace(text string) string { return strings.Join(strings.Fields(text), "") }
 
 // Links lead to files, and to sections of them, that exist.
-func TestLinksInDocsLeadSomewhere(t *testing.T) {
+func TestLinksInDocsExist(t *testing.T) {
 	root := checkout(t)
 	sections := map[string]map[string]bool{}
 	for _, p := range pages(t) {

@@ -134,7 +134,7 @@ func TestAnImporterIsBuiltOfNothingUnwanted(t *testing.T) {
 }
 
 // The tests above rely on this: they detect a program that links an unwanted module.
-func TestAnImporterOfTheUnwantedIsFoundOut(t *testing.T) {
+func TestUnwantedImportIsDetected(t *testing.T) {
 	importer := newImporter(t, map[string]string{"main.go": `package main
 
 import (

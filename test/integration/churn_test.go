@@ -23,10 +23,10 @@ import (
 
 var kills = flag.Int("kills", 12, "how often a process is killed under churn")
 
-// TestWhatIsKilledComesBackAndNothingIsLost kills a server, a client, a relay and the API
+// TestKilledProcessesRecoverWithoutLoss kills a server, a client, a relay and the API
 // server in turn while services change. No viewer may ever show less than before, except
 // for deleted objects. At the end all viewers show the API server's state.
-func TestWhatIsKilledComesBackAndNothingIsLost(t *testing.T) {
+func TestKilledProcessesRecoverWithoutLoss(t *testing.T) {
 	t.Parallel()
 	server := apiserver.Start(t, apiserver.Options{})
 	c := newChurn(t, server.Replica(t))

@@ -13,9 +13,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// TestTheServicesOfOthersTakeNoMemory compares the heap of a named proxy without and with
+// TestForeignServicesUseNoMemory compares the heap of a named proxy without and with
 // 5,000 slices of other services.
-func TestTheServicesOfOthersTakeNoMemory(t *testing.T) {
+func TestForeignServicesUseNoMemory(t *testing.T) {
 	t.Parallel()
 	const (
 		ownServices      = 10

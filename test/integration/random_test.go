@@ -38,11 +38,11 @@ const (
 	operationsPerRound = 50
 )
 
-// TestWhatIsPrintedIsWhatTheAPIServerHas changes a namespace at random while two named
+// TestPrintsMatchAPIServer changes a namespace at random while two named
 // proxies and the general one run, each as a kpng-json and as a proxy in this process
 // with informers. It compares their views with the view of the API server's listing, read
 // as a manifest.
-func TestWhatIsPrintedIsWhatTheAPIServerHas(t *testing.T) {
+func TestPrintsMatchAPIServer(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		// byHand is the number of additional services without a selector.

@@ -10,10 +10,10 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// TestWhoComesBackIsToldWhatChanged disconnects a client and a relay from a server while
+// TestReconnectedClientsReceiveChangesOnly disconnects a client and a relay from a server while
 // some of 200 services change. It counts the bytes after they reconnect. A restarted
 // server, which does not know the old tokens, sends the whole state.
-func TestWhoComesBackIsToldWhatChanged(t *testing.T) {
+func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 	const services = 200
 	t.Parallel()
 	server := shared.Get(t)

@@ -10,11 +10,11 @@ import (
 	"github.com/kpng-project/kpng/test/apiserver"
 )
 
-// TestTheSameIsPrintedWhereverItComesFrom runs kpng-json with the same 200 services from
+// TestAllSourcesPrintTheSame runs kpng-json with the same 200 services from
 // the API server, from manifests, and from another kpng. At the beginning and after each
 // of 500 changes, each print must equal the one computed from the API server's listing,
 // byte for byte.
-func TestTheSameIsPrintedWhereverItComesFrom(t *testing.T) {
+func TestAllSourcesPrintTheSame(t *testing.T) {
 	const services, changes = 200, 500
 	t.Parallel()
 	server := shared.Get(t)

@@ -23,9 +23,9 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// TestAProgramForWindowsIsServedByLinux runs kpng-json.exe with a server in this process.
+// TestWindowsProgramReadsFromLinuxServer runs kpng-json.exe with a server in this process.
 // It shows that sockets, gRPC, the standard library and killing a process work.
-func TestAProgramForWindowsIsServedByLinux(t *testing.T) {
+func TestWindowsProgramReadsFromLinuxServer(t *testing.T) {
 	address := serve(t, "../../examples/demo.yaml", "kpng-example")
 	w := New(t, Options{})
 	exe := w.BuildFrom(t, "../..", "./examples/kpng-json")

@@ -283,7 +283,7 @@ func swapConfigMap(t *testing.T, dir, name string) {
 	must(t, os.RemoveAll(filepath.Join(conf, before)))
 }
 
-func TestABrokenFileChangesNothingAndIsLoggedOnce(t *testing.T) {
+func TestInvalidFileChangesNothingAndIsLoggedOnce(t *testing.T) {
 	path := inFile(t, t.TempDir())
 	x := follow(t, path, true)
 	before := x.state.Snapshot().Revision
@@ -311,7 +311,7 @@ func TestABrokenFileChangesNothingAndIsLoggedOnce(t *testing.T) {
 	}
 }
 
-func TestWhatIsGoneIsKeptUntilItComesBack(t *testing.T) {
+func TestStateIsKeptUntilManifestsReturn(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		prepare func(*testing.T, string) string
@@ -376,7 +376,7 @@ func TestAFolderThatLosesItsManifestsKeepsThem(t *testing.T) {
 	}
 }
 
-func TestAFolderMayBeEmptyToBeginWith(t *testing.T) {
+func TestFolderMayBeEmptyAtFirst(t *testing.T) {
 	conf := t.TempDir()
 	x := follow(t, conf, true)
 	x.awaitServices()
@@ -384,14 +384,14 @@ func TestAFolderMayBeEmptyToBeginWith(t *testing.T) {
 	x.awaitServices("a")
 }
 
-func TestAListWithoutItemsTakesEverythingAway(t *testing.T) {
+func TestEmptyListDeletesEverything(t *testing.T) {
 	conf := inFolder(t, t.TempDir())
 	x := follow(t, conf, true)
 	put(t, filepath.Join(conf, "m.yaml"), "apiVersion: v1\nkind: List\nitems: []\n")
 	x.awaitServices()
 }
 
-func TestAWarningIsLoggedWithWhatThereIsOfIt(t *testing.T) {
+func TestWarningsAreLogged(t *testing.T) {
 	dir := t.TempDir()
 	put(t, filepath.Join(dir, "m.yaml"), "{apiVersion: v1, kind: Pod}\n---\n{apiVersion: v1, kind: Pod}\n---\n"+
 		strings.Replace(slice, "kubernetes.io/service-name", "app", 1))
@@ -416,7 +416,7 @@ func TestAWarningIsLoggedWithWhatThereIsOfIt(t *testing.T) {
 	}
 }
 
-func TestWatchEndsWithItsContextWhileItReads(t *testing.T) {
+func TestWatchEndsWhileReading(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	state := cluster.New(cluster.Options{})
@@ -485,7 +485,7 @@ func TestAnErrorOfTheNotificationsIsLoggedOnce(t *testing.T) {
 	}
 }
 
-func TestAFileThatIsBeingWrittenIsLeftInPeace(t *testing.T) {
+func TestFileIsReadAfterLastWrite(t *testing.T) {
 	polling(t, func(t *testing.T, path string, x *following) {
 		put(t, path, named("b", "c"))
 		x.expectServices(pollInterval, "a")
@@ -495,7 +495,7 @@ func TestAFileThatIsBeingWrittenIsLeftInPeace(t *testing.T) {
 	})
 }
 
-func TestAFileThatNeverSettlesIsReadAllTheSame(t *testing.T) {
+func TestConstantlyChangingFileIsRead(t *testing.T) {
 	polling(t, func(t *testing.T, path string, x *following) {
 		put(t, path, named("b", "c"))
 		x.expectServices(pollInterval, "a")

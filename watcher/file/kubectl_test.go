@@ -16,7 +16,7 @@ import (
 
 // testdata/kubectl.* is one listing as kubectl get services,endpointslices,nodes prints
 // it in both formats. The node has a field that no release has yet.
-func TestWhatKubectlPrintsIsRead(t *testing.T) {
+func TestOutputOfKubectlIsRead(t *testing.T) {
 	opt := cmp.Comparer(func(a, b netip.Addr) bool { return a == b })
 	optPrefix := cmp.Comparer(func(a, b netip.Prefix) bool { return a == b })
 	addr := netip.MustParseAddr
@@ -108,7 +108,7 @@ func TestWhatKubectlPrintsIsRead(t *testing.T) {
 
 // A slice of a service without a selector, not made by the controller, needs no label of
 // the proxy.
-func TestHandmadeSlicesAreToldByTheirService(t *testing.T) {
+func TestUnlabelledSlicesFollowTheirService(t *testing.T) {
 	const text = `apiVersion: v1
 kind: List
 items:

@@ -356,7 +356,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 	}
 }
 
-func TestErrorsAreListedUpToABound(t *testing.T) {
+func TestListedErrorsAreBounded(t *testing.T) {
 	var text strings.Builder
 	for i := range 30 {
 		fmt.Fprintf(&text, "---\n- %d\n", i)
@@ -368,7 +368,7 @@ func TestErrorsAreListedUpToABound(t *testing.T) {
 	}
 }
 
-func TestAnObjectInTwoFilesIsRefused(t *testing.T) {
+func TestDuplicateObjectIsAnError(t *testing.T) {
 	dir := write(t, map[string]string{"a.yaml": service, "b.yaml": "# again\n" + service})
 	_, err := load(t.Context(), dir, watcher.Options{})
 	want := fmt.Sprintf("%s/b.yaml: document 1 (line 1): Service default/web: already defined in %s/a.yaml: document 1 (line 1)", dir, dir)
@@ -377,7 +377,7 @@ func TestAnObjectInTwoFilesIsRefused(t *testing.T) {
 	}
 }
 
-func TestAFolderIsItsManifests(t *testing.T) {
+func TestFolderReadsOnlyManifests(t *testing.T) {
 	dir := write(t, map[string]string{
 		"a.yaml":        service,
 		"b.yml":         slice,
@@ -400,7 +400,7 @@ func TestAFolderIsItsManifests(t *testing.T) {
 	}
 }
 
-func TestWhatIsLeftOutIsWarnedOf(t *testing.T) {
+func TestIgnoredPartsAreWarnings(t *testing.T) {
 	var endpoints strings.Builder
 	for i := range 1001 {
 		fmt.Fprintf(&endpoints, "- addresses: [10.0.%d.%d]\n", i/256, i%256)
@@ -456,7 +456,7 @@ func TestWhatIsLeftOutIsWarnedOf(t *testing.T) {
 	}
 }
 
-func TestWhatMayBeMissingMayBeMissing(t *testing.T) {
+func TestOptionalFieldsMayBeMissing(t *testing.T) {
 	for _, c := range []struct{ name, text string }{
 		{"a list without items", "apiVersion: v1\nkind: List\nitems: []\n"},
 		{"a list whose items are null", "apiVersion: v1\nkind: List\nitems:\n"},
@@ -471,7 +471,7 @@ func TestWhatMayBeMissingMayBeMissing(t *testing.T) {
 	}
 }
 
-func TestManyWaysToWriteTheSame(t *testing.T) {
+func TestEquivalentManifests(t *testing.T) {
 	want, err := load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": service}), "m.yaml"), watcher.Options{})
 	if err != nil {
 		t.Fatal(err)

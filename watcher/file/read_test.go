@@ -14,7 +14,7 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 )
 
-func TestWhatIsNoRegularFileIsRefused(t *testing.T) {
+func TestIrregularFileIsAnError(t *testing.T) {
 	dir, err := os.MkdirTemp("", "file") // t.TempDir may be too long for a socket
 	must(t, err)
 	defer os.RemoveAll(dir)
@@ -37,7 +37,7 @@ func TestWhatIsNoRegularFileIsRefused(t *testing.T) {
 	}
 }
 
-func TestAFileThatIsTooLargeIsRefused(t *testing.T) {
+func TestTooLargeFileIsAnError(t *testing.T) {
 	path := filepath.Join(write(t, map[string]string{"m.yaml": service}), "m.yaml")
 	must(t, os.Truncate(path, maxSize+1)) // a hole takes no space
 	_, err := load(t.Context(), path, watcher.Options{})

@@ -13,7 +13,7 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 )
 
-func TestANamedPipeIsNotWaitedFor(t *testing.T) {
+func TestNamedPipeDoesNotBlock(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "m.yaml")
 	must(t, syscall.Mkfifo(path, 0o600))
 	for name, path := range map[string]string{"by name": path, "in a folder": filepath.Dir(path)} {

@@ -92,7 +92,7 @@ func contents(s *cluster.Snapshot) map[string]any {
 	return all
 }
 
-func TestWhatIsWrittenIsReadBack(t *testing.T) {
+func TestWrittenStateIsReadBack(t *testing.T) {
 	for seed := range uint64(30) {
 		r := rand.New(rand.NewPCG(seed, 0))
 		state := cluster.New(cluster.Options{})
@@ -224,7 +224,7 @@ func TestAnEmptyStateIsReadBack(t *testing.T) {
 	}
 }
 
-func TestWhatNoManifestTellsIsRefused(t *testing.T) {
+func TestInexpressibleObjectIsAnError(t *testing.T) {
 	for _, test := range []struct {
 		name    string
 		service api.Service

@@ -31,7 +31,7 @@ func (c *closing) Close() error {
 
 // With HTTP/2 all watches share a connection. It is in use until the last of them is
 // canceled.
-func TestConnectionsAreClosedThoughWatchesUsedThemLast(t *testing.T) {
+func TestConnectionsAreClosedAfterWatches(t *testing.T) {
 	server := httptest.NewUnstartedServer(newAPIServer(t))
 	server.EnableHTTP2 = true
 	server.Config.ErrorLog = log.New(io.Discard, "", 0) // of interrupted handshakes
@@ -75,7 +75,7 @@ func TestConnectionsAreClosedThoughWatchesUsedThemLast(t *testing.T) {
 	}
 }
 
-func TestAConnectionThatIsMadeTooLateIsClosed(t *testing.T) {
+func TestLateConnectionIsClosed(t *testing.T) {
 	dialling, goOn := make(chan struct{}, 10), make(chan struct{})
 	near, far := net.Pipe()
 	defer far.Close()

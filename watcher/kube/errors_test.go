@@ -10,9 +10,9 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 )
 
-// TestAServerThatIsAwayForLongMakesTheStateStale lists the results of requests, one
+// TestLongOutageMakesStateStale lists the results of requests, one
 // minute apart.
-func TestAServerThatIsAwayForLongMakesTheStateStale(t *testing.T) {
+func TestLongOutageMakesStateStale(t *testing.T) {
 	for _, test := range []struct {
 		name     string
 		outcomes string // s and n: a request for services or nodes fails; S and N: it succeeds

@@ -39,7 +39,7 @@ func withInformers(t *testing.T, opts Options, test func(*world)) {
 	})
 }
 
-func TestInformersAreFilteredHere(t *testing.T) {
+func TestObjectsOfInformersAreFiltered(t *testing.T) {
 	everything := []object{
 		service("web"), slice("web", "web-1", "10.0.0.1"),
 		headless(service("db")), slice("db", "db-1", "10.0.0.2", watcher.LabelHeadless, ""),
@@ -99,7 +99,7 @@ func TestInformersDeliverChanges(t *testing.T) {
 	})
 }
 
-func TestInformersDeliverARecreatedObject(t *testing.T) {
+func TestInformersDeliverRecreatedObject(t *testing.T) {
 	withInformers(t, Options{}, func(w *world) {
 		w.set(service("web"), node("a"))
 		w.start()
@@ -110,7 +110,7 @@ func TestInformersDeliverARecreatedObject(t *testing.T) {
 	})
 }
 
-func TestInformersThatNobodyStartedAreNamed(t *testing.T) {
+func TestUnstartedInformersAreLogged(t *testing.T) {
 	withInformers(t, Options{}, func(w *world) {
 		client, err := kubernetes.NewForConfig(w.config())
 		if err != nil {
@@ -126,7 +126,7 @@ func TestInformersThatNobodyStartedAreNamed(t *testing.T) {
 	})
 }
 
-func TestInformersAreLeftAloneWhenTheWatchEnds(t *testing.T) {
+func TestInformersKeepRunningAfterWatch(t *testing.T) {
 	withInformers(t, Options{}, func(w *world) {
 		w.set(service("web"))
 		w.start()
@@ -143,7 +143,7 @@ func TestInformersAreLeftAloneWhenTheWatchEnds(t *testing.T) {
 	})
 }
 
-func TestInformersOfAnotherKindAreRefused(t *testing.T) {
+func TestInformersOfWrongKindAreErrors(t *testing.T) {
 	err := Options{Informers: swappedInformers()}.Validate()
 	if err == nil || err.Error() != "informer for services is one of *v1.EndpointSlice" {
 		t.Errorf("Validate = %v", err)
@@ -151,7 +151,7 @@ func TestInformersOfAnotherKindAreRefused(t *testing.T) {
 }
 
 // The kind of this informer cannot be detected before it delivers objects.
-func TestInformerThatDeliversAnotherKindEndsTheWatch(t *testing.T) {
+func TestInformerOfWrongKindEndsWatch(t *testing.T) {
 	withInformers(t, Options{}, func(w *world) {
 		in := w.opts.Informers
 		in.Services, in.Nodes = opaque{in.Nodes}, opaque{in.Services}
@@ -168,7 +168,7 @@ type opaque struct{ cache.SharedInformer }
 // GetStore hides the objects.
 func (opaque) GetStore() cache.Store { return cache.NewStore(cache.MetaNamespaceKeyFunc) }
 
-func TestInformersHaveTheSlicesOfAServiceThatGetsTheLabel(t *testing.T) {
+func TestInformersFindSlicesOfNewlyLabelledService(t *testing.T) {
 	withInformers(t, named("x"), func(w *world) {
 		w.set(service("web"), managed("web", "web-1", "10.0.0.1"))
 		w.start()

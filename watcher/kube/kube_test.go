@@ -172,7 +172,7 @@ var streaming = features.FeatureGates().Enabled(features.WatchListClient)
 
 const proxyName = watcher.LabelServiceProxyName
 
-func TestGeneralProxySeesWhatBearsNoLabel(t *testing.T) {
+func TestGeneralProxySeesUnlabelledServices(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		w.set(
 			service("web"), slice("web", "web-1", "10.0.0.1"),
@@ -186,7 +186,7 @@ func TestGeneralProxySeesWhatBearsNoLabel(t *testing.T) {
 }
 
 // The label of the service decides: kube-proxy uses slices with any label.
-func TestServiceThatLosesItsLabelHasItsEndpoints(t *testing.T) {
+func TestUnlabelledServiceKeepsItsEndpoints(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"))
 		w.start()
@@ -208,7 +208,7 @@ func TestNamedProxySeesItsLabelAndHeadlessServices(t *testing.T) {
 	})
 }
 
-func TestSelectionIsTheServers(t *testing.T) {
+func TestServerFiltersObjects(t *testing.T) {
 	for _, tc := range []struct {
 		name string
 		opts Options
@@ -314,7 +314,7 @@ func TestRecreatedObjectReplacesItsPredecessor(t *testing.T) {
 	})
 }
 
-func TestDroppedWatchGoesOnWhereItStopped(t *testing.T) {
+func TestDroppedWatchResumes(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		w.set(service("web"))
 		w.start()
@@ -334,7 +334,7 @@ func TestDroppedWatchGoesOnWhereItStopped(t *testing.T) {
 	})
 }
 
-func TestErrorInAWatchLosesNothing(t *testing.T) {
+func TestWatchErrorLosesNothing(t *testing.T) {
 	for name, last := range map[string]*apierrors.StatusError{
 		"410 Gone":              apierrors.NewResourceExpired("too old resource version"),
 		"500 Internal error":    apierrors.NewInternalError(errors.New("etcd is away")),
@@ -359,7 +359,7 @@ func TestErrorInAWatchLosesNothing(t *testing.T) {
 	}
 }
 
-func TestLostServerChangesNothingAndAfterwardsOnlyTheDifferenceIsWritten(t *testing.T) {
+func TestOutageIsAMinimalDifference(t *testing.T) {
 	for _, compacted := range []bool{false, true} {
 		t.Run(fmt.Sprintf("compacted=%t", compacted), func(t *testing.T) {
 			inWorld(t, Options{}, func(w *world) {
@@ -440,7 +440,7 @@ func forbid(resource string) func(request) *apierrors.StatusError {
 	}
 }
 
-func TestMissingPermissionIsNamedAndTriedAgain(t *testing.T) {
+func TestMissingPermissionIsLoggedAndRetried(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		log := w.bufferLog()
 		w.refuse = forbid(endpointSlices)
@@ -468,7 +468,7 @@ func TestMissingPermissionIsNamedAndTriedAgain(t *testing.T) {
 	})
 }
 
-func TestWhatIsWaitedForIsLoggedOnce(t *testing.T) {
+func TestMissingListsAreLoggedOnce(t *testing.T) {
 	for _, tc := range []struct {
 		name string
 		opts Options
@@ -498,7 +498,7 @@ func TestWhatIsWaitedForIsLoggedOnce(t *testing.T) {
 	}
 }
 
-func TestNothingIsLoggedOnceAllIsListed(t *testing.T) {
+func TestNothingIsLoggedAfterFirstLists(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		log := w.bufferLog()
 		w.start()
@@ -552,7 +552,7 @@ func TestFailFastEndsWithTheFirstSync(t *testing.T) {
 	})
 }
 
-func TestWatchEndsAtOnceWhileTheServerIsAway(t *testing.T) {
+func TestWatchEndsImmediatelyDuringOutage(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		w.listener.unplug(true)
 		w.start()

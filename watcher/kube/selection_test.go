@@ -226,7 +226,7 @@ func TestNewServiceWithASelectorCostsNoRequest(t *testing.T) {
 }
 
 // A service gets the proxy's label. The controller labels its slices soon, or late.
-func TestServiceThatGetsTheLabelHasItsEndpoints(t *testing.T) {
+func TestNewlyLabelledServiceHasItsEndpoints(t *testing.T) {
 	for _, soon := range []bool{true, false} {
 		for _, end := range []string{"labelled", "deleted", "changed and labelled"} {
 			t.Run(fmt.Sprintf("soon=%t %s", soon, end), func(t *testing.T) {
@@ -271,7 +271,7 @@ func TestServiceThatGetsTheLabelHasItsEndpoints(t *testing.T) {
 	}
 }
 
-func TestServiceWhoseSlicesCannotBeFoundHasThemLater(t *testing.T) {
+func TestFailedLookupOfSlicesIsRetried(t *testing.T) {
 	for _, unfiltered := range []bool{false, true} {
 		t.Run(fmt.Sprintf("unfiltered=%t", unfiltered), func(t *testing.T) {
 			inWorld(t, named("x"), func(w *world) {
@@ -293,7 +293,7 @@ func TestServiceWhoseSlicesCannotBeFoundHasThemLater(t *testing.T) {
 	}
 }
 
-func TestSelectorsComeAndGo(t *testing.T) {
+func TestSelectorsChange(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
 		w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"), slice("web", "byhand", "10.0.0.2"))
 		w.start()
@@ -368,7 +368,7 @@ func newTestSelection(t *testing.T, store *[]*discoveryv1.EndpointSlice) (*store
 	return s, state
 }
 
-func TestSliceDroppedFromAListingIsFoundWhenItsServiceHasComeMeanwhile(t *testing.T) {
+func TestDroppedSliceOfNewServiceIsFound(t *testing.T) {
 	plain := slice("byhand", "plain", "10.0.0.1")
 	server := []*discoveryv1.EndpointSlice{plain}
 	s, state := newTestSelection(t, &server)
@@ -390,7 +390,7 @@ func TestSliceDroppedFromAListingIsFoundWhenItsServiceHasComeMeanwhile(t *testin
 	}
 }
 
-func TestSliceFromAListingIsDroppedWhenItsServiceHasGoneMeanwhile(t *testing.T) {
+func TestSliceOfDeletedServiceIsDropped(t *testing.T) {
 	s, state := newTestSelection(t, new([]*discoveryv1.EndpointSlice))
 	s.services.Add(selectorless("byhand", proxyName, "x"))
 	kept, err := s.slices.Transformer()(slice("byhand", "plain", "10.0.0.1"))
@@ -406,7 +406,7 @@ func TestSliceFromAListingIsDroppedWhenItsServiceHasGoneMeanwhile(t *testing.T) 
 	}
 }
 
-func TestNothingOfTheSlicesOfOthersIsKept(t *testing.T) {
+func TestForeignSlicesUseNoMemory(t *testing.T) {
 	s, state := newTestSelection(t, new([]*discoveryv1.EndpointSlice))
 	s.services.Add(selectorless("byhand", proxyName, "x"))
 	heap := func() int64 {

@@ -267,7 +267,7 @@ func (src *source) listWatch(r *reporter) *cache.ListWatch {
 			err = r.request(ctx, "watch", &options, err)
 			if options.SendInitialEvents != nil && (utilnet.IsConnectionRefused(err) || apierrors.IsTooManyRequests(err)) {
 				// With the original error, the reflector would sleep and ignore its context. With
-				// this one it lists.
+				// this error it starts a listing.
 				err = errors.New(err.Error())
 			}
 			return watch, err

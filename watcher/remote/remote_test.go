@@ -113,9 +113,9 @@ func (s scripted) Watch(stream grpc.BidiStreamingServer[clusterv1.WatchRequest, 
 	return nil
 }
 
-// TestAnUnreadableObjectIsLeftOut has a server that sends unreadable objects among
+// TestUnreadableObjectIsIgnored has a server that sends unreadable objects among
 // others. Earlier versions of them stay.
-func TestAnUnreadableObjectIsLeftOut(t *testing.T) {
+func TestUnreadableObjectIsIgnored(t *testing.T) {
 	service := func(name, ip string) *localv1.Service {
 		return &localv1.Service{Namespace: "ns", Name: name, IPs: &localv1.ServiceIPs{ClusterIPs: &localv1.IPSet{V4: []string{ip}}}}
 	}
@@ -161,8 +161,8 @@ func TestAnUnreadableObjectIsLeftOut(t *testing.T) {
 	}
 }
 
-// TestARelayOfAStaleStateIsStale follows a server whose source is lost and returns.
-func TestARelayOfAStaleStateIsStale(t *testing.T) {
+// TestRelayOfStaleStateIsStale follows a server whose source is lost and returns.
+func TestRelayOfStaleStateIsStale(t *testing.T) {
 	original, copied := cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{Resumable: true})
 	original.SetSynced()
 	address := "unix://" + filepath.Join(t.TempDir(), "s")

@@ -97,7 +97,7 @@ func TestHNSIsListedOnceWhateverTheNumberOfServices(t *testing.T) {
 	w.calls(listing)
 }
 
-func TestALoadBalancerIsReplacedWhereWindowsCannotChangeIt(t *testing.T) {
+func TestLoadBalancerIsReplacedIfItCannotBeChanged(t *testing.T) {
 	for name, features := range map[string]kernelspace.Features{
 		"Windows says so beforehand": without(func(f *kernelspace.Features) { f.ModifyLoadBalancer = false }),
 		"Windows says so when asked": fakehns.AllFeatures(),
@@ -135,7 +135,7 @@ func TestTwoServicesSwapAddresses(t *testing.T) {
 		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1`)
 }
 
-func TestEndpointsAreSharedAndGoWithTheirLastUser(t *testing.T) {
+func TestSharedEndpointIsRemovedWithItsLastUser(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.1"))))
 	w.remotes("10.1.2.1")
@@ -145,7 +145,7 @@ func TestEndpointsAreSharedAndGoWithTheirLastUser(t *testing.T) {
 	w.remotes()
 }
 
-func TestAPodThatComesHereTakesThePlaceOfItsRemoteEndpoint(t *testing.T) {
+func TestNewLocalPodReplacesItsRemoteEndpoint(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("web"), at("10.1.1.1"))))
 	w.pod("10.1.1.1", "fd00:1::1")
@@ -158,7 +158,7 @@ func TestAPodThatComesHereTakesThePlaceOfItsRemoteEndpoint(t *testing.T) {
 	}
 }
 
-func TestAPodHereThatHNSLearnsOfLaterIsFoundByOneListing(t *testing.T) {
+func TestLaterLocalPodIsFoundByOneListing(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("web"), at("10.1.2.1"))))
 	w.pod("10.1.1.1")
@@ -169,7 +169,7 @@ func TestAPodHereThatHNSLearnsOfLaterIsFoundByOneListing(t *testing.T) {
 	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.1.1.2 10.1.2.1")
 }
 
-func TestWhatOthersMadeIsLeftAlone(t *testing.T) {
+func TestForeignObjectsAreNotChanged(t *testing.T) {
 	w := l2bridge(t, "10.1.1.1")
 	pod := w.pod("10.1.1.9")
 	remote, err := w.hns.CreateEndpoint(kernelspace.Endpoint{Network: w.network, Addrs: []netip.Addr{addr("10.1.2.1")}, Remote: true})
@@ -235,7 +235,7 @@ func TestAForeignLoadBalancerIsNotTakenForARequestedOne(t *testing.T) {
 	}
 }
 
-func TestALoadBalancerWhoseCreationWasNotAnsweredIsAnOwnOne(t *testing.T) {
+func TestLoadBalancerOfLostResponseIsOwned(t *testing.T) {
 	for _, quirk := range []string{"none", "all"} {
 		for name, restarts := range map[string]bool{"in the same process": false, "in the next process": true} {
 			t.Run(name+"/HNS "+quirk, func(t *testing.T) {
@@ -271,7 +271,7 @@ func TestSeveralOwnLoadBalancersOfOneFrontendBecomeOne(t *testing.T) {
 	w.remotes("10.1.2.2")
 }
 
-func TestADeletionIsTriedTwice(t *testing.T) {
+func TestDeletionIsRetriedOnce(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("web"), at("10.1.2.1"))))
 	refused := false
@@ -287,7 +287,7 @@ func TestADeletionIsTriedTwice(t *testing.T) {
 	w.remotes()
 }
 
-func TestAPodThatTakesTheAddressOfARemoteOneIsServedImmediately(t *testing.T) {
+func TestPodWithAddressOfRemotePodIsServedImmediately(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("web"), at("10.1.2.1"))))
 	pod := w.pod("10.1.2.1")
@@ -299,7 +299,7 @@ func TestAPodThatTakesTheAddressOfARemoteOneIsServedImmediately(t *testing.T) {
 	w.remotes()
 }
 
-func TestABackendThatAsksForDSRWhereThereIsNoneDoesNotStart(t *testing.T) {
+func TestStartFailsWithoutRequiredDSR(t *testing.T) {
 	none := without(func(f *kernelspace.Features) { f.DSR = false })
 	hns := fakehns.New(none)
 	hns.AddNetwork(kernelspace.Network{Name: "pods"})
@@ -322,7 +322,7 @@ func TestABackendThatAsksForDSRWhereThereIsNoneDoesNotStart(t *testing.T) {
 	}
 }
 
-func TestTheFrontendOfAServiceIsTakenFromWhoHasNoOther(t *testing.T) {
+func TestForeignLoadBalancerWithOnlyOurFrontendIsReplaced(t *testing.T) {
 	w := l2bridge(t)
 	pod := w.pod("10.1.1.9")
 	w.made(balancer(pod, "10.96.0.1", 80))
@@ -335,7 +335,7 @@ func TestTheFrontendOfAServiceIsTakenFromWhoHasNoOther(t *testing.T) {
 		10.96.0.2 protocol 6 port 80->8080 protocol 6 port 81->8080 to 10.1.1.9`)
 }
 
-func TestALoadBalancerThatCameAfterTheListingIsReplaced(t *testing.T) {
+func TestLoadBalancerCreatedAfterListingIsReplaced(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("other", at96(2)), at("10.1.2.1"))))
 	w.made(balancer(w.pod("10.1.1.9"), "10.96.0.1", 80))
@@ -346,7 +346,7 @@ func TestALoadBalancerThatCameAfterTheListingIsReplaced(t *testing.T) {
 		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1`)
 }
 
-func TestAFailureConcernsItsServiceAloneAndNamesFrontendAndError(t *testing.T) {
+func TestFailureNamesServiceFrontendAndError(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.2"))))
 
@@ -377,7 +377,7 @@ func TestAFailureConcernsItsServiceAloneAndNamesFrontendAndError(t *testing.T) {
 	w.remotes("10.1.2.3", "10.1.2.5")
 }
 
-func TestADeletionThatFailsComesAgain(t *testing.T) {
+func TestFailedDeletionIsRetried(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("web"), at("10.1.2.1"))))
 	w.hns.SetHook(failing("DeleteLoadBalancer", errRefused))
@@ -396,7 +396,7 @@ func TestADeletionThatFailsComesAgain(t *testing.T) {
 	w.remotes()
 }
 
-func TestALoadBalancerThatIsGoneIsNoError(t *testing.T) {
+func TestMissingLoadBalancerIsNotAnError(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("web"), at("10.1.2.1"))))
 	lbs, _ := w.hns.LoadBalancers()
@@ -407,7 +407,7 @@ func TestALoadBalancerThatIsGoneIsNoError(t *testing.T) {
 	w.remotes()
 }
 
-func TestVerifyMendsWhatOthersChanged(t *testing.T) {
+func TestVerifyRepairsForeignChanges(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.2"))))
 	want := w.hns.Dump()
@@ -425,7 +425,7 @@ func TestVerifyMendsWhatOthersChanged(t *testing.T) {
 	}
 }
 
-func TestWhatIsLostWhileVerifyFailsIsMended(t *testing.T) {
+func TestLossDuringFailedVerifyIsRepaired(t *testing.T) {
 	for _, call := range []string{"Network", "Endpoints", "LoadBalancers", "CreateLoadBalancer"} {
 		t.Run(call, func(t *testing.T) {
 			w := l2bridge(t)
@@ -448,7 +448,7 @@ func TestWhatIsLostWhileVerifyFailsIsMended(t *testing.T) {
 	}
 }
 
-func TestWhatHNSSaysItDidAndDidNotIsMended(t *testing.T) {
+func TestIgnoredCallsAreRepaired(t *testing.T) {
 	for _, call := range []string{"CreateLoadBalancer", "UpdateLoadBalancer", "DeleteLoadBalancer", "CreateEndpoint", "DeleteEndpoint"} {
 		t.Run(call, func(t *testing.T) {
 			w := l2bridge(t)
@@ -472,7 +472,7 @@ func TestWhatHNSSaysItDidAndDidNotIsMended(t *testing.T) {
 	}
 }
 
-func TestHNSThatDoesNotRunFailsEverythingAndIsAskedAgain(t *testing.T) {
+func TestStoppedHNSFailsAllServicesAndIsRetried(t *testing.T) {
 	w := l2bridge(t)
 	w.hns.SetHook(func(string) error { return kernelspace.ErrNotRunning })
 	if err := w.set(view(service("web"), at("10.1.2.1"))); err == nil || !strings.Contains(err.Error(), "HNS does not run") {
@@ -493,7 +493,7 @@ func TestHNSThatDoesNotRunFailsEverythingAndIsAskedAgain(t *testing.T) {
 	w.remotes("10.1.2.2")
 }
 
-func TestANetworkThatComesLaterIsWaitedFor(t *testing.T) {
+func TestBackendWaitsForNetwork(t *testing.T) {
 	w := l2bridge(t)
 	network, _ := w.hns.NetworkByID(w.network)
 	w.hns.RemoveNetwork(w.network)
@@ -505,7 +505,7 @@ func TestANetworkThatComesLaterIsWaitedFor(t *testing.T) {
 	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1")
 }
 
-func TestANetworkThatIsMadeAnewHasEverythingMadeAnew(t *testing.T) {
+func TestRecreatedNetworkGetsEverythingAgain(t *testing.T) {
 	w := l2bridge(t, "10.1.1.1")
 	w.must(w.set(view(service("web"), at("10.1.1.1@here"), at("10.1.2.1"))))
 	want := w.hns.Dump()
@@ -521,7 +521,7 @@ func TestANetworkThatIsMadeAnewHasEverythingMadeAnew(t *testing.T) {
 	}
 }
 
-func TestAnOverlayNetworkAsksForASourceVIPAndRemoteSubnets(t *testing.T) {
+func TestOverlayNetworkNeedsSourceVIPAndRemoteSubnets(t *testing.T) {
 	overlay := kernelspace.Network{Overlay: true}
 	w := newWorld(t, fakehns.AllFeatures(), overlay, kernelspace.Options{})
 	if err := w.full(); err == nil || !strings.Contains(err.Error(), "needs a source VIP") {
@@ -533,7 +533,7 @@ func TestAnOverlayNetworkAsksForASourceVIPAndRemoteSubnets(t *testing.T) {
 	}
 }
 
-func TestADamagedStateFileIsNoReasonToStop(t *testing.T) {
+func TestDamagedStateFileDoesNotStopBackend(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("web"), at("10.1.2.1"))))
 	data, err := os.ReadFile(w.opts.StateFile)
@@ -554,7 +554,7 @@ func TestADamagedStateFileIsNoReasonToStop(t *testing.T) {
 	w.has("")
 }
 
-func TestAStateFileThatIsSomethingElseIsNotOverwritten(t *testing.T) {
+func TestForeignStateFileIsNotOverwritten(t *testing.T) {
 	w := l2bridge(t)
 	const something = "[mysqld]\n"
 	w.opts.StateFile = filepath.Join(t.TempDir(), "my.ini")
@@ -573,7 +573,7 @@ func TestAStateFileThatIsSomethingElseIsNotOverwritten(t *testing.T) {
 	}
 }
 
-func TestAFrontendIsTakenOverFromAServiceThatIsAboutToChange(t *testing.T) {
+func TestFrontendIsTakenOverFromChangingService(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("a"), at("10.1.2.1"))))
 	w.must(w.set(view(service("b"), at("10.1.2.2"))))
@@ -636,7 +636,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 	}
 }
 
-func TestOptionsThatMakeNoSenseAreRefused(t *testing.T) {
+func TestInvalidOptionsAreErrors(t *testing.T) {
 	hns := fakehns.New(fakehns.AllFeatures())
 	for name, opts := range map[string]kernelspace.Options{
 		"HNS is required":                {Network: "pods"},

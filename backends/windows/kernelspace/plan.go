@@ -302,7 +302,7 @@ func (on *environment) nodeIP(f api.Family) netip.Addr {
 func (on *environment) remote(name string, addr netip.Addr) Endpoint {
 	e := Endpoint{Name: name, Network: on.network.ID, Addrs: []netip.Addr{addr}, MAC: macOf(addr), Remote: true}
 	if on.network.Overlay {
-		// This node sends packets that have no tunnel itself.
+		// For an address without a tunnel, the provider is this node.
 		e.Provider = cmp.Or(on.network.Provider(addr), on.nodeIP(api.FamilyOf(addr)))
 	}
 	return e

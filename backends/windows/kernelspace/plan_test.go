@@ -307,7 +307,7 @@ func hinted(zone string) func(*api.SliceEndpoint) {
 	return func(e *api.SliceEndpoint) { e.Hints = &api.Hints{ForZones: []string{zone}} }
 }
 
-func TestOfSeveralTargetPortsTheOneOfMostEndpointsIsServed(t *testing.T) {
+func TestMostCommonTargetPortIsServed(t *testing.T) {
 	w := l2bridge(t)
 	named := func(s *api.Service) { s.Ports[0].Name, s.Ports[0].TargetPortName = "http", "http" }
 	v := view(service("web", named), at("10.1.2.1"), at("10.1.2.2"))

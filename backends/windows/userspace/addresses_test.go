@@ -124,7 +124,7 @@ func check(t *testing.T, what string, err error) {
 	}
 }
 
-func TestNetshIsCalledWithAllThatMatters(t *testing.T) {
+func TestArgumentsOfNetsh(t *testing.T) {
 	var calls []string
 	for _, addr := range []netip.Addr{ip4, ip6} {
 		calls = append(calls, strings.Join(addArguments(nic, addr), " "), strings.Join(deleteArguments(nic, addr), " "))
@@ -161,7 +161,7 @@ func many(n int) []netip.Addr {
 	return all
 }
 
-func TestARestartKeepsTheAddressesThatAreNeeded(t *testing.T) {
+func TestRestartKeepsNeededAddresses(t *testing.T) {
 	f := newFakeSystem()
 	path := filepath.Join(t.TempDir(), "state")
 	first := process(t, f, path)
@@ -187,7 +187,7 @@ func TestARestartKeepsTheAddressesThatAreNeeded(t *testing.T) {
 	f.expect(t, all[1:]...)
 }
 
-func TestAMissingInterfaceIsNoticedOnce(t *testing.T) {
+func TestMissingInterfaceIsDetectedOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
 		f.gone = true
@@ -207,7 +207,7 @@ func TestAMissingInterfaceIsNoticedOnce(t *testing.T) {
 	})
 }
 
-func TestAnAddressThatIsNeverUsableDelaysNoOther(t *testing.T) {
+func TestUnusableAddressDelaysNoOther(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
 		a := process(t, f, filepath.Join(t.TempDir(), "state"))
@@ -234,7 +234,7 @@ func TestAnAddressThatIsNeverUsableDelaysNoOther(t *testing.T) {
 	})
 }
 
-func TestAddReturnsWhenTheAddressCanBeUsed(t *testing.T) {
+func TestAddReturnsWhenAddressIsUsable(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
 		f.delay = 3 * time.Second
@@ -266,7 +266,7 @@ func TestAddressesAreWaitedForTogether(t *testing.T) {
 	})
 }
 
-func TestAnAddressThatCannotBeAddedIsTakenBack(t *testing.T) {
+func TestFailedAddIsReverted(t *testing.T) {
 	for _, test := range []struct {
 		name  string
 		when  func(*fakeSystem)
@@ -327,7 +327,7 @@ func TestAddressesOfOthersAreLeftAlone(t *testing.T) {
 	})
 }
 
-func TestWhatAKilledProcessAddedIsRemovedByTheNext(t *testing.T) {
+func TestNextProcessRemovesAddressesOfKilledOne(t *testing.T) {
 	f := newFakeSystem()
 	f.has[netip.MustParseAddr("10.96.0.99")] = fakeAddress{on: nic}
 	path := filepath.Join(t.TempDir(), "state")
@@ -348,7 +348,7 @@ func TestWhatAKilledProcessAddedIsRemovedByTheNext(t *testing.T) {
 	}
 }
 
-func TestAnAddressThatCannotBeRemovedIsTriedAgain(t *testing.T) {
+func TestFailedRemovalIsRetried(t *testing.T) {
 	f := newFakeSystem()
 	path := filepath.Join(t.TempDir(), "state")
 	a := process(t, f, path)
@@ -365,7 +365,7 @@ func TestAnAddressThatCannotBeRemovedIsTriedAgain(t *testing.T) {
 	f.expect(t)
 }
 
-func TestAddressesThatWentByThemselvesAreForgotten(t *testing.T) {
+func TestVanishedAddressesAreDropped(t *testing.T) {
 	f := newFakeSystem()
 	path := filepath.Join(t.TempDir(), "state")
 	check(t, "add", process(t, f, path).Add(t.Context(), ip4))
@@ -377,7 +377,7 @@ func TestAddressesThatWentByThemselvesAreForgotten(t *testing.T) {
 	}
 }
 
-func TestAStateFileThatIsSomethingElseIsNotOverwritten(t *testing.T) {
+func TestForeignStateFileIsNotOverwritten(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state")
 	const something = "[mysqld]\n"
 	if err := os.WriteFile(path, []byte(something), 0o644); err != nil {
@@ -396,7 +396,7 @@ func TestAStateFileThatIsSomethingElseIsNotOverwritten(t *testing.T) {
 	f.expect(t)
 }
 
-func TestTheInterfaceIsThatOfTheOptionsOrTheEnvironment(t *testing.T) {
+func TestInterfaceComesFromOptionsOrEnvironment(t *testing.T) {
 	for _, test := range []struct{ name, option, variable, want string }{
 		{"nothing is said", "", "", DefaultInterface},
 		{"the environment names one", "", "Ethernet 2", "Ethernet 2"},

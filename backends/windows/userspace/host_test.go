@@ -10,7 +10,7 @@ import (
 	"testing"
 )
 
-func TestTheHostIsAskedForWhatItHas(t *testing.T) {
+func TestAddressesOfHost(t *testing.T) {
 	var h host
 	loopback, nobodys := netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("198.51.100.1")
 	if !h.usable(loopback) {
@@ -37,7 +37,7 @@ func TestTheHostIsAskedForWhatItHas(t *testing.T) {
 	}
 }
 
-func TestAMissingInterfaceIsNamedWithThoseThatThereAre(t *testing.T) {
+func TestMissingInterfaceErrorListsExistingOnes(t *testing.T) {
 	there := interfaceWith(t, netip.MustParseAddr("127.0.0.1"))
 	_, err := host{}.addresses("Ethernet 99")
 	if !errors.Is(err, errNoInterface) || !strings.Contains(err.Error(), `"Ethernet 99"`) || !strings.Contains(err.Error(), there) {

@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-func TestEverybodyReachesEverybody(t *testing.T) {
+func TestAllHostsReachEachOther(t *testing.T) {
 	w, err := New()
 	if err != nil {
 		t.Fatal(err)
@@ -41,7 +41,7 @@ func TestEverybodyReachesEverybody(t *testing.T) {
 	}
 }
 
-func TestStreamsThatPackageNetDoesNotMake(t *testing.T) {
+func TestStreamSocketsOutsidePackageNet(t *testing.T) {
 	w, err := New()
 	if err != nil {
 		t.Fatal(err)

@@ -35,7 +35,7 @@ func (j *Journal) expect(t *testing.T, want map[string]string) {
 	}
 }
 
-func TestTheNextProcessReadsWhatWasWritten(t *testing.T) {
+func TestNextProcessReadsJournal(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "folder", "journal")
 	j := open(t, path)
 	j.Set("a", "1")
@@ -71,7 +71,7 @@ func TestAnUnchangedValueWritesNothing(t *testing.T) {
 	}
 }
 
-func TestALineThatWasCutOffIsIgnored(t *testing.T) {
+func TestTruncatedLineIsIgnored(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "journal")
 	j := open(t, path)
 	j.Set("a", "1")
@@ -132,7 +132,7 @@ func TestTheFileDoesNotGrowForever(t *testing.T) {
 	open(t, path).expect(t, map[string]string{"a": fmt.Sprint(3*minLines - 1)})
 }
 
-func TestAWriteThatFailedIsDoneAgain(t *testing.T) {
+func TestFailedWriteIsRepeated(t *testing.T) {
 	folder := filepath.Join(t.TempDir(), "folder")
 	path := filepath.Join(folder, "journal")
 	j := open(t, path)
@@ -160,9 +160,9 @@ func TestAnEmptyPathKeepsTheJournalInMemory(t *testing.T) {
 	j.expect(t, nil)
 }
 
-// TestRandomChangesAndCuts compares the journal with a map during random writes, restarts
+// TestRandomChangesAndTruncations compares the journal with a map during random writes, restarts
 // and truncations of the file.
-func TestRandomChangesAndCuts(t *testing.T) {
+func TestRandomChangesAndTruncations(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	path := filepath.Join(t.TempDir(), "journal")
 	j, model := open(t, path), map[string]string{}

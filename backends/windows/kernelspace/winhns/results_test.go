@@ -9,7 +9,7 @@ import (
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 )
 
-func TestResultsMeanWhatKubeProxyAndHcsshimTakeThemFor(t *testing.T) {
+func TestResultsMatchKubeProxyAndHcsshim(t *testing.T) {
 	for name, test := range map[string]struct {
 		code uint32
 		want error

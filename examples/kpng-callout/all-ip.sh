@@ -1,16 +1,16 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 #
-# What examples/all-ip does, as a script for kpng-callout: all traffic to the
-# external IPs of services, whatever its protocol and port, goes to pods on this
+# The equivalent of examples/all-ip as a script for kpng-callout: all traffic to the
+# external IPs of services, of any protocol and port, goes to pods on this
 # node. It needs jq, iptables and ip6tables.
 #
 #   CALLOUT=examples/kpng-callout/all-ip.sh \
 #       kpng-callout --service-proxy-name kpng-example --all-ports
 #
 # All rules are in chains of its own, named $CHAIN… (KPNG-ALL-IP), which are
-# replaced as a whole each time: what is gone from the input is gone from them. Of
-# the other chains none is touched but for one jump into ours.
+# replaced as a whole each time, so they match the input. In other chains, the script
+# only adds one jump to its own.
 #
 #   all-ip.sh cleanup
 #
@@ -49,12 +49,12 @@ rules() {
 		| "*nat", ":\($chain) - [0:0]", ":\($chain)-HAIRPIN - [0:0]",
 		  ($all[] | .ip as $ip | .pods | length as $n | to_entries[]
 			# The first of n pods gets one connection in n, the next one in n-1 of
-			# the rest, and the last what is left.
+			# the rest, and the last all remaining ones.
 			| ($n - .key) as $left
 			| "-A \($chain) -d \($ip)"
 				+ (if $left > 1 then " -m statistic --mode random --probability \(1 / $left)" else "" end)
 				+ " -j DNAT --to-destination \(.value)"),
-		  # A pod that reaches itself would not answer to its own address.
+		  # A pod does not answer packets from its own address.
 		  ([$all[].pods[]] | unique[] | "-A \($chain)-HAIRPIN -s \(.) -d \(.) -j MASQUERADE"),
 		  "COMMIT",
 		  "*filter", ":\($chain) - [0:0]",
@@ -70,7 +70,7 @@ rules() {
 
 # serve IPTABLES FAMILY KEY
 serve() {
-	# Not in one pipe with the next: a jq that fails must change nothing.
+	# Not in one pipe with the next command: a failed jq must change nothing.
 	restore=$(printf '%s\n' "$services" | rules "$2" "$3")
 	printf '%s\n' "$restore" | "$1-restore" -w --noflush
 	jumps | while read -r table from to; do

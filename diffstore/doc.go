@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package diffstore keeps ordered state and answers "what changed since?" at a cost that
-// depends on the changes, not on the state.
+// Package diffstore keeps ordered state and returns the changes since an earlier point,
+// at a cost that depends on the changes and not on the state.
 //
-// A [Store] maps keys to values. Every change that really changes something gets a [Revision]
-// of its own; setting an equal value is no change. Readers never wait for each other: they take
-// a [Snapshot] in O(1), read it without a lock for as long as they like, and ask it for the
-// changes after the revision they know, each key once however often it changed.
+// A [Store] maps keys to values. Every change has a [Revision] of its own; setting an
+// equal value is not a change. Readers never wait for each other. They take a [Snapshot]
+// in O(1) and read it without a lock. A snapshot returns the changes after a known
+// revision, each changed key once.
 //
 //	store := diffstore.New(diffstore.Options[string, int]{
 //		Compare: strings.Compare,
@@ -14,12 +14,12 @@
 //	})
 //	store.Replace(maps.All(listing)) // records only what differs from the last listing
 //
-// A reader that follows the store has a [Cursor]. It gets the [Delta] between the snapshot it
-// acknowledged last and a later one, or it has to start over:
+// A reader that follows the store has a [Cursor]. It receives the [Delta] between the
+// snapshot that it last acknowledged and a later one, or it has to start over:
 //
 //	cursor := store.NewCursor()
 //	defer cursor.Close()
-//	for range written { // the program's own signal that there may be something new
+//	for range written { // the program's own signal that the store may have changed
 //		delta := cursor.Until(store.Snapshot())
 //		if delta.Full() {
 //			clear(mirror)
@@ -31,27 +31,27 @@
 //				delete(mirror, change.Key)
 //			}
 //		}
-//		cursor.Advance(delta.New) // left out, the same changes come again, merged with later ones
+//		cursor.Advance(delta.New) // without this call, the next delta repeats the changes
 //	}
 //
 // # Several stores
 //
-// Stores that share one [Revisions] have one order of changes. A program that needs a
-// consistent view of several stores holds a mutex of its own around writes to all of them and
-// around taking a snapshot of each. A reader then has one cursor per store, gives each the
-// snapshot of its store, and starts over with all when one of them has to.
+// Stores that share one [Revisions] have one order of changes. For a consistent view of
+// several stores, a program holds its own mutex during writes to all of them, and while
+// it takes a snapshot of each. A reader then has one cursor per store, and starts over
+// with all stores if one of them requires it.
 //
 // # Memory
 //
-// A deletion leaves a tombstone for readers. Tombstones that every cursor has passed are
-// dropped, and so are those that are older than ten minutes or more than 100,000: no reader,
-// however slow, makes the store grow. A cursor that needs a dropped tombstone, or lags by more
-// than 10,000 changes and a quarter of the store, has to start over, and the store lets go of
-// the snapshot it held for it. With [Options.Resumable] the store keeps the tombstones that
-// cursors have passed, within the same limits.
+// A deletion leaves a tombstone for readers. The store drops tombstones that every cursor
+// has passed. It also drops tombstones that are older than ten minutes, or exceed
+// 100,000, so that no slow reader makes the store grow. A cursor has to start over if it
+// needs a dropped tombstone, or if it lags by more than 10,000 changes and a quarter of
+// the store. Then the store releases its snapshot. With [Options.Resumable] the store
+// keeps the tombstones that cursors have passed, within the same limits.
 //
 // # Ownership and concurrency
 //
-// All types are safe for concurrent use. Keys and values belong to the store once they were
-// handed in; they are shared by all readers and must not be modified.
+// All types are safe for concurrent use. Keys and values belong to the store after they
+// were passed to it. All readers share them and must not modify them.
 package diffstore

@@ -217,7 +217,7 @@ func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.tombstones.add(dead)
 }
 
-// record gives e, which replaces the value before, the next revision.
+// record assigns the next revision to e, which replaces the value before.
 func (s *Store[K, V]) record(e *entry[K, V], before V) {
 	e.revision = s.options.Revisions.next()
 	s.byRevision.ReplaceOrInsert(e)

@@ -86,7 +86,7 @@ func TestCommand(t *testing.T) {
 	}
 }
 
-// silent never programs anything, and has an output.
+// silent is a proxy that never programs anything.
 type silent struct{ Subject }
 
 func (silent) Settle(ctx context.Context) error { return context.DeadlineExceeded }

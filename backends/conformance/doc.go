@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package conformance checks with real packets that a service proxy does on a
-// node what docs/semantics.md says. It is for the authors of backends:
+// Package conformance checks with real packets that a service proxy follows
+// docs/semantics.md on a node. It is for the authors of backends:
 //
 //	func TestConformance(t *testing.T) {
 //		conformance.Run(t, func(site conformance.Site) (sink.Sink, error) {
@@ -11,21 +11,19 @@
 //		})
 //	}
 //
-// Run builds a small world of network namespaces (a node with pods, a second
-// node, a client outside, a router between them, all with IPv4 and IPv6), starts
-// the sink in a process in the node's namespace, feeds it through the real
-// pipeline, and sees what becomes of connections. Nothing of it touches the
-// namespace of the test. It takes Linux, the rights of root, and nft, with which the kit
-// puts rules of others beside those of the proxy and looks whether they stay.
+// Run builds a test world of network namespaces: a node with pods, a second node, a
+// client outside, and a router between them, all with IPv4 and IPv6. It starts the sink
+// in a process in the node's namespace, feeds it through the real pipeline, and checks
+// connections. It does not change the namespace of the test. It needs Linux, root, and
+// nft. With nft, the kit adds rules of another owner and checks that the proxy does not
+// change them.
 //
-// The process is the test binary once more, told by its environment and by
-// -test.run to run the calling test: there Run becomes the proxy and does not
-// return. What the test does before it calls Run is done in that process too, so
-// it should be little. The process can be killed, as some cases do.
+// The process is the test binary again. Its environment and -test.run make it run the
+// calling test, where Run becomes the proxy and does not return. The code before the call
+// of Run also runs in that process, so it should be short. Some cases kill the process.
 //
-// RunSubject does the same with a [Subject] of the caller's: any proxy, written in
-// whatever language, that can be started as a process. [Command] is one that is a
-// command:
+// RunSubject tests a [Subject] of the caller: a proxy in any language that runs as a
+// process. [Command] is a Subject that runs commands:
 //
 //	manifests := filepath.Join(t.TempDir(), "manifests.json")
 //	conformance.RunSubject(t, &conformance.Command{
@@ -35,20 +33,19 @@
 //		},
 //	}, conformance.Options{})
 //
-// One that reads an API server has a [Publisher] that writes there.
+// A proxy that reads an API server needs a [Publisher] that writes to it.
 //
-// # What comes of it
+// # Results
 //
-// Each case, named as a sentence, is a subtest for each IP family. All results
-// together are a [Matrix], which is logged, returned, and written as Markdown if
-// Options.Matrix says where. A proxy that does not support something declares
-// the [Feature] with a reason. Cases that need it do not fail then; they run all
-// the same, and the matrix tells which of them pass.
+// Each case has a sentence as its name and is a subtest for each IP family. All results
+// form a [Matrix]. The kit logs and returns it, and writes it as Markdown to the file
+// Options.Matrix. A proxy that lacks a feature declares the [Feature] with a reason.
+// Cases that need it still run but do not fail, and the matrix shows which of them pass.
 //
-// # When a case is checked
+// # Time of the checks
 //
-// The kit waits until what it published is programmed, and then checks once: a
-// proxy that is late fails. A Subject that is a [Settler] says when that is; for
-// others the kit publishes a marker service with everything else, after everything
-// else, and waits until that answers.
+// The kit waits until the published objects are programmed and then checks once: a proxy
+// that is late fails. A Subject that is a [Settler] reports when they are programmed. For
+// others, the kit publishes a marker service after all other objects and waits until the
+// marker answers.
 package conformance

@@ -2,13 +2,13 @@
 
 //go:build windows
 
-// Command winkernelspace proxies services on a Windows node, by the load
-// balancers of the Host Networking Service.
+// Command winkernelspace is a service proxy for Windows nodes. It programs load balancers
+// of the Host Networking Service.
 //
 //	winkernelspace --network l2bridge --api tcp://127.0.0.1:12090
 //	winkernelspace --network l2bridge --kubeconfig C:\k\config
 //
-// README.md says how to run it.
+// README.md describes how to run it.
 package main
 
 import (
@@ -21,7 +21,7 @@ import (
 func main() {
 	cmd := app.Command("winkernelspace", program.Kernelspace(winhns.HNS{}))
 	cmd.Long = "winkernelspace proxies services on a Windows node, by the load balancers of the Host Networking Service (HNS)."
-	// The backend knows one annotation, which sources would drop.
+	// The backend needs one annotation, which sources drop by default.
 	keep := cmd.Flags().Lookup("keep-annotations")
 	keep.Value.Set(kernelspace.PreserveDestination)
 	keep.DefValue = "[" + kernelspace.PreserveDestination + "]"

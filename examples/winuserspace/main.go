@@ -2,14 +2,14 @@
 
 //go:build windows
 
-// Command winuserspace is a service proxy for Windows nodes that programs no
-// kernel: it puts the addresses of services on a network interface, listens
-// there, and copies what arrives to pods and back. Which services there are it is
-// told by kpng, at 127.0.0.1:12090 unless --api says otherwise.
+// Command winuserspace is a service proxy for Windows nodes that does not program the
+// kernel. It adds the addresses of services to a network interface, listens there, and
+// copies bytes to pods and back. It reads the services from a kpng server, by default at
+// 127.0.0.1:12090 (--api).
 //
 //	winuserspace.exe -v=4
 //
-// README.md says how to install both as services or as a DaemonSet.
+// README.md describes how to install both as services or as a DaemonSet.
 package main
 
 import (

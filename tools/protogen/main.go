@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command protogen generates Go code from the .proto files that are its
-// arguments, beside each of them: protoc without protoc. It compiles them
-// relative to the working directory and hands them to protoc-gen-go and
-// protoc-gen-go-grpc, which are in the folder of the flag -plugins.
+// Command protogen generates Go code from the .proto files in its arguments, without
+// protoc. It writes the code beside each file. It compiles the files relative to the
+// working directory and runs protoc-gen-go and protoc-gen-go-grpc from the folder of the
+// flag -plugins.
 package main
 
 import (
@@ -55,7 +55,7 @@ func run(ctx context.Context, plugins string, files []string) error {
 	return nil
 }
 
-// appendFile appends file to list, after what it imports.
+// appendFile appends file to list, after its imports.
 func appendFile(list []*descriptorpb.FileDescriptorProto, seen map[string]bool, file protoreflect.FileDescriptor) []*descriptorpb.FileDescriptorProto {
 	if seen[file.Path()] {
 		return list
@@ -67,7 +67,7 @@ func appendFile(list []*descriptorpb.FileDescriptorProto, seen map[string]bool, 
 	return append(list, protoutil.ProtoFromFileDescriptor(file))
 }
 
-// generate writes what the plugin makes of the request.
+// generate writes the plugin's output for a request.
 func generate(ctx context.Context, plugin string, request *pluginpb.CodeGeneratorRequest) error {
 	in, err := proto.Marshal(request)
 	if err != nil {

@@ -2,8 +2,8 @@
 
 //go:build linux
 
-// Command pods plays the pods of demo.yaml where there is no cluster: it gives
-// this host their addresses and says, over HTTP and over UDP, who was reached.
+// Command pods provides the pods of demo.yaml without a cluster. It adds their addresses
+// to this host and answers over HTTP and UDP with the name of the reached pod.
 //
 //	pods 10.244.0.2:8080 10.244.0.3:8080 [fd00:10:244::2]:8080
 package main
@@ -33,7 +33,7 @@ func main() {
 }
 
 func play(ctx context.Context, pods []string) error {
-	// Not the number of the proxy's own addresses, which go with it.
+	// Not the protocol number of the proxy, which removes its own addresses.
 	addresses := userspace.LocalRoutes(userspace.RouteOptions{Protocol: 108})
 	defer addresses.Cleanup(context.Background())
 	servers, ctx := errgroup.WithContext(ctx)
@@ -51,7 +51,7 @@ func play(ctx context.Context, pods []string) error {
 	return servers.Wait()
 }
 
-// config opens sockets at addresses that the host has by a route only.
+// config opens sockets at addresses that are local only by a route.
 var config = net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 	var err error
 	return errors.Join(c.Control(func(fd uintptr) { err = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_IP, syscall.IP_FREEBIND, 1) }), err)

@@ -57,15 +57,18 @@ var affinityCases = []testCase{
 		web := s.affine(int32(timeout.Seconds()))
 		s.publish()
 		for attempt := 0; ; attempt++ {
+			before := time.Now()
 			first := s.choices(api.TCP, web.loadBalancerIP())
 			inTime := true
 			for range 2 {
-				before := time.Now()
 				s.pass(timeout * 6 / 10)
+				now := time.Now()
 				again := s.choices(api.TCP, web.loadBalancerIP())
+				// No client's last connection was earlier than before.
 				if inTime = inTime && time.Since(before) < timeout; inTime {
 					s.same(first, again, all)
 				}
+				before = now
 			}
 			if !inTime && attempt < 5 {
 				continue // the machine is too busy for a result

@@ -6,6 +6,7 @@ package conformance
 
 import (
 	"context"
+	"time"
 
 	"github.com/kpng-project/kpng/backends/conformance/internal/world"
 )
@@ -24,12 +25,12 @@ var allPortsCases = []testCase{
 		web := s.allPorts().leadsTo(ready(s.a))
 		s.publish()
 		for _, from := range []person{s.outside, s.c, s.node} {
-			s.must(s.ping(from, web))
+			s.must(s.ping(from, web, s.opts.Patience))
 		}
 		s.remove(web)
 		s.publish()
 		for _, from := range []person{s.outside, s.c} {
-			if s.ping(from, web) == nil {
+			if s.ping(from, web, quiet) == nil {
 				s.failf("from %s to %s: an echo request is answered after the service was deleted", from, web.externalIP())
 			}
 		}
@@ -82,8 +83,8 @@ func (s *scene) allPorts() *service {
 }
 
 // ping sends an echo request to a service's external IP.
-func (s *scene) ping(from person, svc *service) error {
-	ctx, cancel := context.WithTimeout(s.ctx, quiet)
+func (s *scene) ping(from person, svc *service, wait time.Duration) error {
+	ctx, cancel := context.WithTimeout(s.ctx, wait)
 	defer cancel()
 	return from.Ping(ctx, svc.externalIP().Addr())
 }

@@ -69,7 +69,7 @@
 //
 // # More than Sync
 //
-// A sink may implement [Starter], [Stopper] or [Drainer], [Cleaner] and [Verifier].
+// A sink may implement [Starter], [Stopper] or [Drainer], [Cleaner], and [Verifier] or [Poller].
 // [FullState] makes a sink of a function that receives the whole state instead of changes.
 // [Events] makes a sink of a [Handler] that receives single objects. A sink that wraps
 // another one embeds a [Forwarder]. Package sinktest drives a sink in tests.

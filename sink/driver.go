@@ -55,6 +55,9 @@ type Driver struct {
 
 // NewDriver returns a driver that delivers the services of src to s.
 func NewDriver(src Source, s Sink, opts Options) *Driver {
+	if p, ok := s.(Poller); ok && opts.VerifyInterval == 0 {
+		opts.VerifyInterval = p.VerifyInterval()
+	}
 	return &Driver{
 		src:     src,
 		sink:    s,

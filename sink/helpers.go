@@ -91,6 +91,14 @@ func (f Forwarder) Verify(ctx context.Context) error {
 	return nil
 }
 
+// VerifyInterval implements [Poller].
+func (f Forwarder) VerifyInterval() time.Duration {
+	if s, ok := f.To.(Poller); ok {
+		return s.VerifyInterval()
+	}
+	return 0
+}
+
 // forwardsTo returns To. CleanerOf uses it.
 func (f Forwarder) forwardsTo() any { return f.To }
 

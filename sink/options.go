@@ -30,7 +30,7 @@ type Options struct {
 
 	// VerifyInterval is the time from the end of one Verify to the start of the next, for
 	// a [Verifier]. It is a quarter of that after a Verify that changes interrupted.
-	// Default one minute; negative means never.
+	// Default: the VerifyInterval of a [Poller], else one minute; negative means never.
 	VerifyInterval time.Duration
 
 	// StopTimeout limits Stop of a [Stopper]: its context ends after that time. Default:

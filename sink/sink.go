@@ -77,6 +77,13 @@ type Verifier interface {
 	Verify(ctx context.Context) error
 }
 
+// Poller is a [Verifier] whose Verify is cheap while nothing changed. VerifyInterval is the
+// default of [Options.VerifyInterval]; 0 means the usual one.
+type Poller interface {
+	Verifier
+	VerifyInterval() time.Duration
+}
+
 // Changes is the work of one Sync.
 //
 // The driver makes a pass at the start, after [ErrStartOver], after [Driver.StartOver],

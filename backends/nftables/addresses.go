@@ -7,6 +7,7 @@ package nftables
 import (
 	"context"
 	"errors"
+	"net/netip"
 	"time"
 
 	"github.com/kpng-project/kpng/api"
@@ -22,7 +23,7 @@ func (b *Backend) followAddresses(ctx context.Context) {
 		_, changed := b.nodeAddresses.Addresses()
 		var again <-chan time.Time
 		if err := b.updateNodePortAddresses(ctx); err != nil && ctx.Err() == nil {
-			klog.FromContext(ctx).Error(err, "Node ports are not served at the present addresses", "table", b.table())
+			klog.FromContext(ctx).Error(err, "Node ports are not served at the present addresses", "table", b.table.conn.table)
 			again = time.After(time.Second)
 		}
 		select {
@@ -37,19 +38,20 @@ func (b *Backend) followAddresses(ctx context.Context) {
 func (b *Backend) updateNodePortAddresses(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.state == nil {
+	if b.table.state == nil {
 		return nil // a pass is due, which does it
 	}
-	return b.syncNodePortAddresses(ctx)
+	addrs, _ := b.nodeAddresses.Addresses()
+	return b.table.syncNodePortAddresses(ctx, addrs)
 }
 
-// syncNodePortAddresses makes node ports be served at the present addresses. It
-// reads the sets, which are short, and writes what differs.
-func (b *Backend) syncNodePortAddresses(ctx context.Context) error {
+// syncNodePortAddresses makes node ports be served at addrs. It reads the sets, which are
+// short, and writes what differs.
+func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) error {
 	p := newPatch()
 	p.begin(types.NamespacedName{})
 	for _, family := range []api.Family{api.IPv4, api.IPv6} {
-		s, err := readSnapshot(ctx, b.conn, mapID{role: nodePortAddresses, family: family})
+		s, err := readSnapshot(ctx, t.conn, mapID{role: nodePortAddresses, family: family})
 		if err != nil {
 			return err
 		}
@@ -57,14 +59,13 @@ func (b *Backend) syncNodePortAddresses(ctx context.Context) error {
 			p.remove(e)
 		}
 	}
-	addrs, _ := b.nodeAddresses.Addresses()
 	for _, a := range addrs {
 		if !a.IsLoopback() {
 			p.add(addressElement(mapID{role: nodePortAddresses}, a))
 		}
 	}
 	var failed sink.Failed
-	if err := b.apply(ctx, p.parts(), &failed); err != nil {
+	if err := t.apply(ctx, p.parts(), &failed); err != nil {
 		return err
 	}
 	return errors.Join(failed.Unwrap()...)

@@ -8,19 +8,20 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"hash/maphash"
-	"net/netip"
-	"slices"
 	"sync"
+	"time"
 
-	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/conntrack"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
-	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
 )
 
 // Backend is a sink that programs nftables. See the package comment.
+//
+// It joins what happens at the same time: the calls of a driver, changes of the node's
+// addresses, and connection tracking. Its table does the work.
 type Backend struct {
 	opts          Options
 	connections   sink.Sink
@@ -30,45 +31,8 @@ type Backend struct {
 	tasks     sync.WaitGroup
 	stopTasks context.CancelFunc
 
-	// mu guards what follows: a driver calls one method at a time, but addresses
-	// change at any time, and Dataplane is for everybody.
-	mu      sync.Mutex
-	conn    *conn
-	planner *planner
-	// fresh says that the skeleton was loaded and nothing else done since, and loaded
-	// what the generation of tables was then.
-	fresh  bool
-	loaded uint32
-	// seed is of all hashes.
-	seed maphash.Seed
-	// skeleton are the digests of the skeleton's chains, as they were sent.
-	skeleton map[string]digest
-	// podCIDRs are those of the Node object that the skeleton is for.
-	podCIDRs []netip.Prefix
-	// replaced is the name of another table of this instance, empty if there is none. The
-	// end of a pass deletes it.
-	replaced string
-	// found is what was read since, nil if nothing was.
-	found *found
-	// state is nil while it is not known what the kernel has.
-	state *state
-	// restricted are the views of services with source ranges: what these admit
-	// depends on the node's addresses too.
-	restricted map[types.NamespacedName]*api.ServiceEndpoints
-	// pass is the pass under way, nil if there is none.
-	pass *pass
-	// drifted says that somebody else changed the table and it has not been mended.
-	drifted bool
-	// leftovers says that the last pass left what may be of services that failed, and
-	// what nobody knows how to remove when they are programmed.
-	leftovers bool
-	// drifting says that a change met drift: there may be more, elsewhere.
-	drifting bool
-	// patience is before Verify asks for a new pass because of either.
-	patience patience
-	// verified is how many parts the Verify under way has seen, and cutShort how often it
-	// ended in the next one.
-	verified, cutShort int
+	mu    sync.Mutex // guards table
+	table *table
 }
 
 var (
@@ -76,6 +40,7 @@ var (
 	_ sink.Starter = (*Backend)(nil)
 	_ sink.Stopper = (*Backend)(nil)
 	_ sink.Cleaner = (*Backend)(nil)
+	_ sink.Poller  = (*Backend)(nil)
 )
 
 // New returns a backend. It touches nothing; the error is about opts.
@@ -83,18 +48,15 @@ func New(opts Options) (*Backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("nftables options: %w", err)
 	}
-	return &Backend{
-		opts:       opts,
-		seed:       maphash.MakeSeed(),
-		planner:    newPlanner(),
-		restricted: map[types.NamespacedName]*api.ServiceEndpoints{},
-		stopTasks:  func() {},
-	}, nil
+	b := &Backend{opts: opts, stopTasks: func() {}}
+	b.table = newTable(&b.opts)
+	return b, nil
 }
 
 // Start implements [sink.Starter]. It makes the table, or what is missing of it, and
 // leaves services in it as they are, checks sysctls, and begins to read the table and to
-// follow the node's addresses. It needs CAP_NET_ADMIN.
+// follow the node's addresses. It needs CAP_NET_ADMIN. While the kernel is short of memory
+// or busy, Start waits and tries again, until ctx ends.
 //
 // The sysctls are net.ipv4.ip_forward and net.ipv6.conf.all.forwarding, which
 // have to be 1 for traffic that comes from elsewhere.
@@ -104,21 +66,47 @@ func (b *Backend) Start(ctx context.Context) error {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.dial()
-	if err := b.conn.checkKernel(ctx, features); err != nil {
-		return err
-	}
-	if !b.opts.NodePodCIDRs { // or else the first pass does it, which knows the Node object
-		if err := b.loadSkeleton(ctx); err != nil {
+	others := int64(-1)
+	err := retry(ctx, "The kernel is not ready; waiting before the table is made", func() (err error) {
+		if err := b.table.conn.checkKernel(ctx, features); err != nil {
 			return err
 		}
-		b.fresh = true
+		if !b.opts.NodePodCIDRs { // else the first pass does it, which knows the Node object
+			others, err = b.table.loadSkeleton(ctx)
+		}
+		return err
+	})
+	if err != nil {
+		return err
 	}
-	return b.startTasks(ctx)
+	return b.startTasks(ctx, others)
 }
 
-// startTasks starts what runs beside Syncs.
-func (b *Backend) startTasks(ctx context.Context) error {
+const (
+	minBackoff = 100 * time.Millisecond
+	maxBackoff = 10 * time.Second
+)
+
+// retry calls f until it succeeds, fails for a reason that does not pass, or ctx ends. It
+// logs message before each wait.
+func retry(ctx context.Context, message string, f func() error) error {
+	for backoff := minBackoff; ; backoff = min(2*backoff, maxBackoff) {
+		err := f()
+		if !netfilter.IsTransient(err) && !errors.Is(err, netfilter.ErrUnknownOutcome) {
+			return err
+		}
+		klog.FromContext(ctx).Info(message, "reason", err, "retryIn", backoff)
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%w (%w)", context.Cause(ctx), err)
+		case <-time.After(backoff):
+		}
+	}
+}
+
+// startTasks starts what runs beside Syncs. others is conn.others at the time when the
+// skeleton was loaded, negative if it was not.
+func (b *Backend) startTasks(ctx context.Context, others int64) error {
 	tasks, stop := context.WithCancel(context.WithoutCancel(ctx))
 	b.stopTasks = stop
 	if b.nodeAddresses = b.opts.NodeAddresses; b.nodeAddresses == nil {
@@ -137,7 +125,13 @@ func (b *Backend) startTasks(ctx context.Context) error {
 			return err
 		}
 	}
-	b.tasks.Go(func() { b.readAhead(tasks) })
+	if others >= 0 {
+		b.tasks.Go(func() {
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			b.table.readAhead(tasks, others)
+		})
+	}
 	b.tasks.Go(func() { b.followAddresses(tasks) })
 	return nil
 }
@@ -153,7 +147,7 @@ func (b *Backend) Stop(ctx context.Context) error {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return errors.Join(append(errs, b.hangUp())...)
+	return errors.Join(append(errs, b.table.close())...)
 }
 
 // Cleanup implements [sink.Cleaner]: it deletes the table. It may be called on a
@@ -161,165 +155,48 @@ func (b *Backend) Stop(ctx context.Context) error {
 func (b *Backend) Cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.dial()
 	var errs []error
 	for _, name := range b.opts.tables() {
-		errs = append(errs, b.conn.deleteTable(ctx, name))
+		errs = append(errs, b.table.conn.deleteTable(ctx, name))
 	}
-	return errors.Join(append(errs, b.hangUp())...)
+	return errors.Join(append(errs, b.table.close())...)
 }
 
-// hangUp closes the connection, if there is one.
-func (b *Backend) hangUp() error {
-	if b.conn == nil {
-		return nil
-	}
-	err := b.conn.Close()
-	b.conn, b.found, b.state, b.pass = nil, nil, nil, nil
-	return err
-}
-
-// table returns the name of the table that is programmed.
-func (b *Backend) table() string {
-	if b.conn == nil {
-		return b.opts.tables()[0]
-	}
-	return b.conn.table
-}
-
-// dial makes sure that there is a connection.
-func (b *Backend) dial() {
-	if b.conn == nil {
-		b.conn = newConn(b.opts.NetNS, b.opts.tables()[0])
-		b.conn.Transacted = b.opts.Observer.Transacted
-	}
-}
-
-// Sync implements [sink.Sink]. What it reports as failed is as it was
+// Sync implements [sink.Sink]. A service that it reports as failed is as it was
 // before. The first Sync of a pass reads the table.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
-	err := b.sync(ctx, c)
+	err := b.program(ctx, c)
 	if _, ok := sink.Acknowledged(err); !ok {
 		return err
 	}
 	if err := b.connections.Sync(ctx, c); err != nil {
-		// The changes come again, though they have been programmed. Only reading the
-		// table tells them from others then.
+		// The driver delivers the changes again, although they are programmed. Only a pass,
+		// which reads the table, can tell them from others.
 		return fmt.Errorf("connection tracking: %w (%w)", err, sink.ErrStartOver)
 	}
 	return err
 }
 
-func (b *Backend) sync(ctx context.Context, c *sink.Changes) error {
+func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.dial()
-	defer b.observe()
-	err := b.program(ctx, c)
-	if _, ok := sink.Acknowledged(err); !ok {
-		b.state = nil
-		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
-	}
-	if err == nil && b.pass == nil && !b.drifting {
-		b.mended()
-	}
-	return err
-}
-
-// program begins or ends a pass and programs what differs between the views of each
-// service. After an error that is no [*sink.Failed] it is not known what the table has.
-func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
-	if c.First {
-		b.setPodCIDRs(c.Node)
-		if err := b.beginPass(ctx, c.Node); err != nil {
-			return err
-		}
-	} else if c.NodeChanged && b.setPodCIDRs(c.Node) {
-		return errPodCIDRs
-	} else if b.state == nil {
-		return fmt.Errorf("it is not known what table inet %s has", b.table())
-	}
-	err := b.syncChanges(ctx, c)
-	if _, ok := sink.Acknowledged(err); ok && c.Last {
-		if err := b.endPass(ctx, err != nil || len(c.Failing) > 0); err != nil {
-			return err
-		}
-	}
-	return err
-}
-
-// syncChanges programs what differs between the views of each service, and in a pass
-// what differs from what there is.
-func (b *Backend) syncChanges(ctx context.Context, c *sink.Changes) error {
-	p := newPatch()
-	before := b.planner
 	if c.NodeChanged {
 		nodeaddr.SetNode(b.nodeAddresses, c.Node)
-		b.planner = before.withNodeAddrs(nodeAddrs(c.Node))
 	}
-	moved := !slices.Equal(before.nodeAddrs, b.planner.nodeAddrs)
-	changed := map[types.NamespacedName]*api.ServiceEndpoints{}
-	for ch := range c.Services {
-		p.begin(ch.Key)
-		before.plan(ch.Old, p.remove, p.disown)
-		b.want(p, ch.New)
-		if moved || isRestricted(ch.Old) || isRestricted(ch.New) {
-			changed[ch.Key] = ch.New
-		}
-	}
-	if moved {
-		for key, view := range b.restricted {
-			if _, ok := changed[key]; !ok {
-				p.begin(key)
-				before.plan(view, p.remove, p.disown)
-				b.want(p, view)
-			}
-		}
-	}
-	var failed sink.Failed
-	if err := b.apply(ctx, p.parts(), &failed); err != nil {
-		return err
-	}
-	if moved && len(failed) > 0 {
-		// Which services have been programmed for which addresses, views do not tell.
-		return fmt.Errorf("the node's addresses changed: %w (%w)", failed.Err(), sink.ErrStartOver)
-	}
-	if b.pass != nil {
-		b.pass.settle(p, failed)
-	}
-	for key, view := range changed {
-		if _, ok := failed[key]; !ok {
-			b.restrict(key, view)
-		}
-	}
-	if c.NodeChanged {
-		if err := b.syncNodePortAddresses(ctx); err != nil {
-			return fmt.Errorf("the node's addresses changed: %w (%w)", err, sink.ErrStartOver)
-		}
-	}
-	return failed.Err()
+	nodePortAddrs, _ := b.nodeAddresses.Addresses()
+	return b.table.sync(ctx, c, nodePortAddrs)
 }
 
-// restrict remembers view if its service has source ranges.
-func (b *Backend) restrict(key types.NamespacedName, view *api.ServiceEndpoints) {
-	if isRestricted(view) {
-		b.restricted[key] = view
-	} else {
-		delete(b.restricted, key)
-	}
+// Verify implements [sink.Verifier]: it finds out whether other programs changed the
+// table. If they did, the error wraps [sink.ErrStartOver], and the pass that follows mends
+// the table. When ctx ends, Verify remembers how far it came, and the next one goes on
+// there.
+func (b *Backend) Verify(ctx context.Context) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.table.verify(ctx)
 }
 
-func isRestricted(se *api.ServiceEndpoints) bool {
-	return se != nil && len(se.Service.SourceRanges) > 0
-}
-
-// nodeAddrs returns the addresses of the node, which the API has.
-func nodeAddrs(n *api.Node) []netip.Addr {
-	var addrs []netip.Addr
-	if n != nil {
-		for _, a := range n.Addresses {
-			addrs = append(addrs, a.IP)
-		}
-	}
-	return addrs
-}
+// VerifyInterval implements [sink.Poller]: once a second. As long as no other program
+// changes any table of the network namespace, a Verify is one small request.
+func (b *Backend) VerifyInterval() time.Duration { return time.Second }

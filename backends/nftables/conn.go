@@ -6,9 +6,9 @@ package nftables
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
+	"hash/maphash"
 
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"golang.org/x/sys/unix"
@@ -18,6 +18,8 @@ import (
 type conn struct {
 	*netfilter.Conn
 	table string
+	// seed is that of all hashes.
+	seed maphash.Seed
 }
 
 // newConn returns a connection in the network namespace of the file descriptor netNS, or
@@ -25,7 +27,7 @@ type conn struct {
 func newConn(netNS int, table string) *conn {
 	c := netfilter.NewConn(netNS)
 	c.Describe = describe
-	return &conn{c, table}
+	return &conn{c, table, maphash.MakeSeed()}
 }
 
 // transact brings the messages that fill encodes into effect, see [netfilter.Conn.Transact].
@@ -42,30 +44,29 @@ func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f
 	}, f)
 }
 
-// list is query for all objects of a kind. If others change tables meanwhile it
-// begins again, with restart, that many times.
-func (c *conn) list(ctx context.Context, msg uint16, again int, restart func(), fill func(*wire), f func(attributes []byte)) error {
-	for attempt := 0; ; attempt++ {
-		restart()
-		err := c.query(ctx, msg, unix.NLM_F_DUMP, fill, f)
-		if !errors.Is(err, netfilter.ErrInterrupted) || attempt == again {
-			return err
-		}
+// list sends a request for many objects of the table.
+//
+// The kernel returns them in pieces, counts those that it has returned, and says that the
+// listing was interrupted if any table changed meanwhile. It counts objects of this table
+// only, which other programs should not change, so an interrupted listing is as good. If
+// they do change it, conn.others moves, and Verify looks again.
+func (c *conn) list(ctx context.Context, msg uint16, fill func(*wire), f func(attributes []byte)) error {
+	err := c.query(ctx, msg, unix.NLM_F_DUMP, fill, f)
+	if errors.Is(err, netfilter.ErrInterrupted) {
+		return nil
 	}
+	return err
 }
 
-// dump calls f with each element of the map m. If others change tables
-// meanwhile it begins again, with restart.
-func (c *conn) dump(ctx context.Context, m mapID, restart func(), f func(element, foreign)) error {
-	chains := map[string]string{}
-	err := c.list(ctx, unix.NFT_MSG_GETSETELEM, 3, restart, func(w *wire) {
+// dump calls f with each element of the map m.
+func (c *conn) dump(ctx context.Context, m mapID, f func(element, foreign)) error {
+	names := map[string]string{}
+	err := c.list(ctx, unix.NFT_MSG_GETSETELEM, func(w *wire) {
 		w.String(unix.NFTA_SET_ELEM_LIST_TABLE, c.table)
 		w.String(unix.NFTA_SET_ELEM_LIST_SET, m.name())
-	}, func(payload []byte) { decodeElements(m, payload, chains, f) })
-	// Where other tables change all the time no dump is ever undisturbed. That does not
-	// make this one wrong: nobody but us should change this table.
-	if err != nil && !errors.Is(err, netfilter.ErrInterrupted) {
-		return fmt.Errorf("reading %s: %w", m.name(), err)
+	}, func(attributes []byte) { decodeElements(m, attributes, names, f) })
+	if err != nil {
+		return fmt.Errorf("read %s: %w", m.name(), err)
 	}
 	return nil
 }
@@ -78,8 +79,8 @@ func (c *conn) get(ctx context.Context, id elementID) (e element, ok bool, err e
 		list := w.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
 		w.element(&element{elementID: id}, false)
 		w.EndNest(list)
-	}, func(payload []byte) {
-		decodeElements(id.m, payload, map[string]string{}, func(got element, not foreign) {
+	}, func(attributes []byte) {
+		decodeElements(id.m, attributes, map[string]string{}, func(got element, not foreign) {
 			// Asked for a range, the kernel also answers with one that contains it.
 			if not == nil && got.elementID == id {
 				e, ok = got, true
@@ -90,53 +91,66 @@ func (c *conn) get(ctx context.Context, id elementID) (e element, ok bool, err e
 		return e, false, nil
 	}
 	if err != nil {
-		return e, false, fmt.Errorf("reading %s: %w", id, err)
+		return e, false, fmt.Errorf("read %s: %w", id, err)
 	}
 	return e, ok, nil
 }
 
-// objectsAgain is how often chains, sets or rules are listed again.
-const objectsAgain = 10
+// quietListings is how many listings of chains in a row must find no other chain, if they
+// were interrupted.
+const quietListings = 3
 
 // chains returns the hooks of the table's chains.
+//
+// Here the kernel counts the chains of all tables of the family, so an interrupted listing
+// may miss some. It is repeated as long as that finds others.
 func (c *conn) chains(ctx context.Context) (map[string]hook, error) {
-	var chains map[string]hook
-	err := c.list(ctx, unix.NFT_MSG_GETCHAIN, objectsAgain, func() { chains = map[string]hook{} }, func(w *wire) {
-		w.String(unix.NFTA_CHAIN_TABLE, c.table)
-	}, func(payload []byte) {
-		if table, name, h := decodeChain(payload); table == c.table {
-			chains[name] = h
+	found := map[string]hook{}
+	for quiet := 0; ; quiet++ {
+		before := len(found)
+		err := c.query(ctx, unix.NFT_MSG_GETCHAIN, unix.NLM_F_DUMP, func(w *wire) {
+			w.String(unix.NFTA_CHAIN_TABLE, c.table)
+		}, func(attributes []byte) {
+			if table, name, h := decodeChain(attributes); table == c.table {
+				found[name] = h
+			}
+		})
+		if len(found) > before {
+			quiet = 0
 		}
-	})
-	if err != nil {
-		return nil, fmt.Errorf("listing the chains of table %s: %w", c.table, err)
+		interrupted := errors.Is(err, netfilter.ErrInterrupted)
+		switch {
+		case err == nil, interrupted && quiet == quietListings:
+			return found, nil
+		case !interrupted, ctx.Err() != nil:
+			return nil, fmt.Errorf("list the chains of table %s: %w", c.table, err)
+		}
 	}
-	return chains, nil
 }
 
 // sets returns the table's maps and sets.
 func (c *conn) sets(ctx context.Context) (map[string]layout, error) {
-	var sets map[string]layout
-	err := c.list(ctx, unix.NFT_MSG_GETSET, objectsAgain, func() { sets = map[string]layout{} }, func(w *wire) {
+	sets := map[string]layout{}
+	err := c.list(ctx, unix.NFT_MSG_GETSET, func(w *wire) {
 		w.String(unix.NFTA_SET_TABLE, c.table)
-	}, func(payload []byte) {
-		s := decodeSet(payload)
+	}, func(attributes []byte) {
+		s := decodeSet(attributes)
 		sets[s.name] = s
 	})
 	if err != nil {
-		return nil, fmt.Errorf("listing the sets of table %s: %w", c.table, err)
+		return nil, fmt.Errorf("list the sets of table %s: %w", c.table, err)
 	}
 	return sets, nil
 }
 
 // rules calls f with the chain of each rule of the table, in order, and with the
 // rule in canonical form.
-func (c *conn) rules(ctx context.Context, restart func(), f func(chain, rule string)) error {
-	err := c.list(ctx, unix.NFT_MSG_GETRULE, objectsAgain, restart, func(w *wire) {
+func (c *conn) rules(ctx context.Context, f func(chain, rule string)) error {
+	err := c.list(ctx, unix.NFT_MSG_GETRULE, func(w *wire) {
 		w.String(unix.NFTA_RULE_TABLE, c.table)
-	}, func(payload []byte) {
+	}, func(attributes []byte) {
 		var chain string
-		for attr, v := range netfilter.Attributes(payload) {
+		for attr, v := range netfilter.Attributes(attributes) {
 			switch attr {
 			case unix.NFTA_RULE_CHAIN:
 				chain = netfilter.String(v)
@@ -146,21 +160,39 @@ func (c *conn) rules(ctx context.Context, restart func(), f func(chain, rule str
 		}
 	})
 	if err != nil {
-		return fmt.Errorf("listing the rules of table %s: %w", c.table, err)
+		return fmt.Errorf("list the rules of table %s: %w", c.table, err)
 	}
 	return nil
 }
 
-// exists reports whether the table is there, and whether it is awake: somebody may have
-// switched it off.
-func (c *conn) exists(ctx context.Context) (there, awake bool, err error) {
+// digests returns the digest of each chain of the table.
+func (c *conn) digests(ctx context.Context) (map[string]digest, error) {
+	hooks, err := c.chains(ctx)
+	if err != nil {
+		return nil, err
+	}
+	digests := make(map[string]digest, len(hooks))
+	for name, h := range hooks {
+		digests[name] = digestOf(c.seed, h, nil)
+	}
+	err = c.rules(ctx, func(chain, rule string) {
+		d := digests[chain]
+		d.addRule(c.seed, rule)
+		digests[chain] = d
+	})
+	return digests, err
+}
+
+// exists reports whether the table exists, and whether it is awake: another program may have
+// made it dormant.
+func (c *conn) exists(ctx context.Context) (exists, awake bool, err error) {
 	var flags uint32
 	err = c.query(ctx, unix.NFT_MSG_GETTABLE, 0, func(w *wire) {
 		w.String(unix.NFTA_TABLE_NAME, c.table)
-	}, func(payload []byte) {
-		for attr, v := range netfilter.Attributes(payload) {
-			if attr == unix.NFTA_TABLE_FLAGS && len(v) == 4 {
-				flags = binary.BigEndian.Uint32(v)
+	}, func(attributes []byte) {
+		for attr, v := range netfilter.Attributes(attributes) {
+			if attr == unix.NFTA_TABLE_FLAGS {
+				flags = decodeUint32(v)
 			}
 		}
 	})
@@ -168,31 +200,34 @@ func (c *conn) exists(ctx context.Context) (there, awake bool, err error) {
 		return false, false, nil
 	}
 	if err != nil {
-		return false, false, fmt.Errorf("looking for table %s: %w", c.table, err)
+		return false, false, fmt.Errorf("look for table %s: %w", c.table, err)
 	}
 	return true, flags&unix.NFT_TABLE_F_DORMANT == 0, nil
 }
 
-// generation returns a number that is another one after any change of any table.
-func (c *conn) generation(ctx context.Context) (id uint32, err error) {
-	err = c.query(ctx, unix.NFT_MSG_GETGEN, 0, func(*wire) {}, func(payload []byte) {
-		for attr, v := range netfilter.Attributes(payload) {
-			if attr == unix.NFTA_GEN_ID && len(v) >= 4 {
-				id = binary.BigEndian.Uint32(v)
+// others returns a number that moves with each transaction of another program in the
+// network namespace, on any table, and with no transaction of this connection: the kernel
+// counts all transactions.
+func (c *conn) others(ctx context.Context) (int64, error) {
+	var generation uint32
+	err := c.query(ctx, unix.NFT_MSG_GETGEN, 0, func(*wire) {}, func(attributes []byte) {
+		for attr, v := range netfilter.Attributes(attributes) {
+			if attr == unix.NFTA_GEN_ID {
+				generation = decodeUint32(v)
 			}
 		}
 	})
 	if err != nil {
-		return 0, fmt.Errorf("asking for the generation of tables: %w", err)
+		return 0, fmt.Errorf("read the generation of tables: %w", err)
 	}
-	return id, nil
+	return int64(generation - c.Commits), nil
 }
 
 // deleteTable removes a table and all that is in it, if it is there.
 func (c *conn) deleteTable(ctx context.Context, name string) error {
 	err := c.transact(ctx, func(w *wire) { w.deleteTable(name) })
 	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("deleting table %s: %w", name, err)
+		return fmt.Errorf("delete table %s: %w", name, err)
 	}
 	return nil
 }

@@ -14,6 +14,7 @@ import (
 	"sync"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
@@ -92,7 +93,7 @@ func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 		v := map[string]*api.ServiceEndpoints{"small": small, "large": large}[key.Name]
 		mustSync(t, b, changes(false, sink.Change{New: v, Unsure: true}))
 	}
-	if err := b.Verify(t.Context()); err != nil {
+	if err := verify(t, b); err != nil {
 		t.Error(err)
 	}
 }
@@ -125,7 +126,7 @@ func TestManyEndpoints(t *testing.T) {
 	}
 	fewer := view("many", []string{"10.96.0.1"}, eps[1:], nil)
 	mustSync(t, b, changes(false, sink.Change{Old: many, New: fewer}))
-	if err := b.Verify(t.Context()); err != nil {
+	if err := verify(t, b); err != nil {
 		t.Error(err)
 	}
 }
@@ -145,7 +146,7 @@ func TestCleanupRemovesNothingElse(t *testing.T) {
 	if tables := nft(t, ns, "", "list", "tables"); tables != "table inet kpng-two\ntable inet other\n" {
 		t.Errorf("after Cleanup there are\n%s", tables)
 	}
-	if err := two.Verify(t.Context()); err != nil {
+	if err := verify(t, two); err != nil {
 		t.Error(err)
 	}
 }
@@ -261,10 +262,10 @@ func TestFaultsOfTheKernel(t *testing.T) {
 			changed := []*api.ServiceEndpoints{view("a", []string{"10.96.0.1"}, []string{"10.0.0.2"}, nil), view("b", []string{"10.96.0.2"}, []string{"10.0.0.3"}, nil)}
 			mustSync(t, b, changes(true, set(old[0]), set(old[1])))
 			before := contents(t, b)
-			exchange, left := b.conn.Exchange, test.faults
+			exchange, left := b.table.conn.Exchange, test.faults
 			transacted, refusals = 0, 0
 			var told []error
-			b.conn.Exchange = func(batch []byte) error {
+			b.table.conn.Exchange = func(batch []byte) error {
 				err := left[0]
 				if len(left) > 1 {
 					left = left[1:]
@@ -299,7 +300,7 @@ func TestFaultsOfTheKernel(t *testing.T) {
 			if transacted != len(told) || refusals != want {
 				t.Errorf("the observer is told of %d transactions, %d of them refused; want %d and %d", transacted, refusals, len(told), want)
 			}
-			b.conn.Exchange = exchange
+			b.table.conn.Exchange = exchange
 			if len(failed) == len(old) || errors.Is(err, unix.EPERM) {
 				if diff := cmp.Diff(before, contents(t, b)); diff != "" {
 					t.Errorf("what failed changed the table (-before +after):\n%s", diff)
@@ -318,7 +319,7 @@ func TestFaultsOfTheKernel(t *testing.T) {
 				again = changes(false, list...)
 			}
 			mustSync(t, b, again)
-			if err := b.Verify(t.Context()); err != nil {
+			if err := verify(t, b); err != nil {
 				t.Error(err)
 			}
 			fresh, _ := start(t, Options{})
@@ -348,14 +349,13 @@ func TestDriftIsCounted(t *testing.T) {
 	check("after a load", elements, 0, 0)
 	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }\n", "-f", "-")
 	mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}))
-	check("after a change that meets drift", elements, 1, 0)
-	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+	check("after a change that meets drift and mends it", elements, 1, 0)
+	if err := verify(t, b); err != nil {
 		t.Errorf("Verify returns %v", err)
 	}
-	mustSync(t, b, changes(true, set(changed)))
-	check("after a pass because of it", elements, 1, 1)
+	check("after a Verify that finds no more", elements, 1, 1)
 	nft(t, ns, "flush map inet kpng service-endpoints4\n", "-f", "-")
-	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v", err)
 	}
 	check("after a Verify that finds drift", elements, 2, 1)
@@ -388,8 +388,8 @@ func TestAPassLeavesWhatItCannotProgram(t *testing.T) {
 	mustSync(t, b, changes(false, set(view("gone", []string{"10.96.0.3"}, []string{"10.0.0.1"}, nil))))
 
 	b = startIn(t, ns, opts)
-	exchange := b.conn.Exchange
-	b.conn.Exchange = func(batch []byte) error {
+	exchange := b.table.conn.Exchange
+	b.table.conn.Exchange = func(batch []byte) error {
 		for rest := batch; len(rest) > 0; rest = rest[binary.NativeEndian.Uint32(rest):] {
 			switch binary.NativeEndian.Uint16(rest[4:]) {
 			case nftMsg(unix.NFT_MSG_NEWSET), nftMsg(unix.NFT_MSG_NEWSETELEM):
@@ -408,12 +408,13 @@ func TestAPassLeavesWhatItCannotProgram(t *testing.T) {
 	if diff := cmp.Diff(lines(before), lines(nft(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
 		t.Errorf("the services that failed are not as they were (-before +after):\n%s", diff)
 	}
-	b.conn.Exchange = exchange
-	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+	b.table.conn.Exchange = exchange
+	inAnHour(b)
+	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v, want one that has the leftovers removed", err)
 	}
 	mustSync(t, b, now)
-	if err := b.Verify(t.Context()); err != nil {
+	if err := verify(t, b); err != nil {
 		t.Error(err)
 	}
 	fresh, other := start(t, opts)
@@ -423,9 +424,9 @@ func TestAPassLeavesWhatItCannotProgram(t *testing.T) {
 	}
 }
 
-// TestPatienceWithServicesThatFail checks how often Verify asks for a pass while a
-// service fails in each: not at all if nothing is left behind, and ever more seldom else.
-func TestPatienceWithServicesThatFail(t *testing.T) {
+// TestPassesBecauseOfLeftovers checks in which minutes Verify requests a pass while a service
+// fails in each: in none if nothing is left behind, and in fewer and fewer otherwise.
+func TestPassesBecauseOfLeftovers(t *testing.T) {
 	for name, test := range map[string]struct {
 		old  []sink.Change
 		want []bool
@@ -442,8 +443,8 @@ func TestPatienceWithServicesThatFail(t *testing.T) {
 			ok := set(view("ok", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil))
 			mustSync(t, b, changes(true, append(test.old, ok)...))
 			b = startIn(t, ns, opts)
-			exchange := b.conn.Exchange
-			b.conn.Exchange = func(batch []byte) error {
+			exchange := b.table.conn.Exchange
+			b.table.conn.Exchange = func(batch []byte) error {
 				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // 10.99.98.97
 					return &netfilter.Failure{Errno: unix.EINVAL}
 				}
@@ -456,10 +457,14 @@ func TestPatienceWithServicesThatFail(t *testing.T) {
 					t.Fatalf("%v failed, acknowledged: %t; want one service", failed, ok)
 				}
 			}
+			start := b.table.now()
+			minutes := 0
+			b.table.now = func() time.Time { return start.Add(time.Duration(minutes) * time.Minute) }
 			sync()
 			var asked []bool
 			for range test.want {
-				err := b.Verify(t.Context())
+				minutes++
+				err := verify(t, b)
 				asked = append(asked, errors.Is(err, sink.ErrStartOver))
 				if err != nil {
 					sync()
@@ -468,9 +473,9 @@ func TestPatienceWithServicesThatFail(t *testing.T) {
 			if diff := cmp.Diff(test.want, asked); diff != "" {
 				t.Errorf("whether Verify asked (-want +got):\n%s", diff)
 			}
-			b.conn.Exchange = exchange
+			b.table.conn.Exchange = exchange
 			mustSync(t, b, now)
-			if err := b.Verify(t.Context()); err != nil {
+			if err := verify(t, b); err != nil {
 				t.Error(err)
 			}
 		})
@@ -513,11 +518,11 @@ func TestDamageAroundTheFirstPassIsFound(t *testing.T) {
 	if listing := nft(t, ns, "", "list", "chain", "inet", "kpng", "prerouting"); !strings.Contains(listing, "jump services") {
 		t.Errorf("what was flushed before the first Sync is not mended by it:\n%s", listing)
 	}
-	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("after a chain was flushed during the first pass, Verify returns %v", err)
 	}
 	mustSync(t, b, changes(true, web))
-	if err := b.Verify(t.Context()); err != nil {
+	if err := verify(t, b); err != nil {
 		t.Error(err)
 	}
 }

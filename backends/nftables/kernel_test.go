@@ -30,7 +30,7 @@ func contents(t testing.TB, b *Backend) []string {
 		if m.role >= nodePortAddresses {
 			continue
 		}
-		s, err := readSnapshot(t.Context(), b.conn, m)
+		s, err := readSnapshot(t.Context(), b.table.conn, m)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -118,7 +118,7 @@ func TestAnySequenceOfChanges(t *testing.T) {
 				case 0:
 					mustSync(t, b, full())
 				case 1:
-					if err := b.Verify(t.Context()); err != nil {
+					if err := verify(t, b); err != nil {
 						t.Fatal(err)
 					}
 				case 2:
@@ -131,7 +131,7 @@ func TestAnySequenceOfChanges(t *testing.T) {
 			if diff := cmp.Diff(contents(t, fresh), contents(t, b)); diff != "" {
 				t.Errorf("the table is not as a fresh load makes it (-fresh +is):\n%s", diff)
 			}
-			if err := b.Verify(t.Context()); err != nil {
+			if err := verify(t, b); err != nil {
 				t.Error(err)
 			}
 			if diff := cmp.Diff(chainNames(t, fresh), chainNames(t, b)); diff != "" {
@@ -149,7 +149,7 @@ func chainNames(t testing.TB, b *Backend) []string {
 	t.Helper()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	chains, err := b.conn.chains(t.Context())
+	chains, err := b.table.conn.chains(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -177,19 +177,19 @@ func TestDriftIsFoundAndMended(t *testing.T) {
 			b, ns := start(t, Options{})
 			all := changes(true, set(view("web", []string{"10.96.0.1", "fd00::1"}, []string{"10.0.0.1", "10.0.0.2", "fd01::1"}, nil)))
 			mustSync(t, b, all)
-			if err := b.Verify(t.Context()); err != nil {
+			if err := verify(t, b); err != nil {
 				t.Fatalf("before: %v", err)
 			}
 			before := nft(t, ns, "", "list", "table", "inet", "kpng")
 			nft(t, ns, strings.ReplaceAll(damage, "; ", "\n"), "-f", "-")
 
-			err := b.Verify(t.Context())
+			err := verify(t, b)
 			if !errors.Is(err, sink.ErrStartOver) {
 				t.Fatalf("Verify returns %v, want an error that asks to start over", err)
 			}
 			t.Log(err)
 			mustSync(t, b, all)
-			if err := b.Verify(t.Context()); err != nil {
+			if err := verify(t, b); err != nil {
 				t.Errorf("after: %v", err)
 			}
 			if diff := cmp.Diff(lines(before), lines(nft(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
@@ -221,13 +221,7 @@ func TestChangesMeetDrift(t *testing.T) {
 		"add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:3 : 1.2.3.4 . 5 }\n", "-f", "-")
 	changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2", "10.0.0.4"}, nil)
 	mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}, sink.Change{Old: other, Key: other.Key()}))
-	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
-		t.Errorf("after a change that met drift, Verify returns %v, want an error that asks to start over", err)
-	}
-	mustSync(t, b, changes(true, set(changed)))
-	if err := b.Verify(t.Context()); err != nil {
-		t.Errorf("after drift was mended: %v", err)
-	}
+	checkFresh(t, b, set(changed))
 	nft(t, ns, "", "delete", "table", "inet", "kpng")
 	if err := b.Sync(t.Context(), changes(false, sink.Change{Old: changed, New: old})); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("without a table, Sync returns %v, want an error that asks to start over", err)
@@ -254,7 +248,7 @@ func TestSourceRangesChange(t *testing.T) {
 	b, ns := start(t, Options{})
 	check := func(when string, want ...string) {
 		t.Helper()
-		if err := b.Verify(t.Context()); err != nil {
+		if err := verify(t, b); err != nil {
 			t.Errorf("%s: %v", when, err)
 		}
 		var got []string

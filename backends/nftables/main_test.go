@@ -135,6 +135,12 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 // run with other versions, or else Debian's.
 func nftProgram() string { return cmp.Or(os.Getenv("KPNG_TEST_NFT"), "/usr/sbin/nft") }
 
+// verify has b compare all that its table has, as if another program had changed some table.
+func verify(t testing.TB, b *Backend) error {
+	b.table.drift = drift{checked: -1, compared: -1, reported: b.table.drift.reported}
+	return b.Verify(t.Context())
+}
+
 // nft runs nft in the namespace and returns what it prints.
 func nft(t testing.TB, ns *netnstest.Namespace, input string, args ...string) string {
 	t.Helper()

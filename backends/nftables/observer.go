@@ -14,8 +14,9 @@ type Observer struct {
 	// have.
 	Holds func(elements int)
 	// Drifted is called when a Verify, or a Sync that the kernel refuses, finds that
-	// the table is not as it was left; Mended at the end of the first pass after that
-	// which programs everything. Until then, Drifted is not called again.
+	// the table is not as it was left. Mended is called after that when the table is as it
+	// should be: at the end of a pass that programs everything, or of a Verify that finds
+	// nothing. Until then, Drifted is not called again.
 	Drifted, Mended func()
 }
 
@@ -32,28 +33,5 @@ func (o *Observer) complete() {
 	}
 	if o.Mended == nil {
 		o.Mended = func() {}
-	}
-}
-
-// observe tells how much the table has, if that is known.
-func (b *Backend) observe() {
-	if b.state != nil {
-		b.opts.Observer.Holds(b.state.elements())
-	}
-}
-
-// drift notes that the table is not as it was left.
-func (b *Backend) drift() {
-	if !b.drifted {
-		b.drifted = true
-		b.opts.Observer.Drifted()
-	}
-}
-
-// mended notes that a Sync has succeeded.
-func (b *Backend) mended() {
-	if b.drifted {
-		b.drifted = false
-		b.opts.Observer.Mended()
 	}
 }

@@ -9,11 +9,22 @@ import (
 	"fmt"
 	"iter"
 	"maps"
+	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
 )
+
+// reading is what a table has, as it was read.
+type reading struct {
+	snapshots map[mapID]*snapshot
+	// own are the services' own objects.
+	own   []object
+	state *state
+	// others is conn.others before.
+	others int64
+}
 
 // pass is a pass of the driver. The table is read when it begins, Syncs write what
 // differs, and what no service wants is removed when it ends. Nothing that stays is
@@ -31,50 +42,59 @@ type pass struct {
 	left map[elementID]value
 }
 
-// beginPass reads the table.
-func (b *Backend) beginPass(ctx context.Context, node *api.Node) error {
-	b.state, b.pass = nil, nil
-	if err := b.refreshSkeleton(ctx); err != nil {
-		return err
-	}
-	there, err := b.readUnlessFound(ctx)
+// beginPass loads the skeleton and reads the table, unless both was done since Start and
+// no other program has changed any table since.
+func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
+	found := t.ahead
+	t.state, t.pass, t.ahead = nil, nil, nil
+	others, err := t.conn.others(ctx)
 	if err != nil {
 		return err
 	}
-	if err := b.dropForeign(ctx, there); err != nil {
+	if found == nil || found.others != others {
+		if others, err = t.loadSkeleton(ctx); err != nil {
+			return err
+		}
+		if found, err = t.read(ctx, others); err != nil {
+			return err
+		}
+	}
+	if err := t.dropForeign(ctx, found); err != nil {
 		return err
 	}
-	own, err := b.ownObjects(ctx)
-	if err != nil {
-		return err
-	}
-	b.planner = newPlanner()
-	b.planner.nodeAddrs = nodeAddrs(node)
-	clear(b.restricted)
-	b.leftovers = false
-	b.state, b.verified, b.cutShort = there.state, 0, 0
-	b.pass = &pass{there.snapshots, rangesByFrontend(there.snapshots), map[string]object{}, map[elementID]value{}}
-	for _, o := range own {
-		b.pass.stale[o.name] = o
+	t.planner = newPlanner()
+	t.planner.nodeAddrs = nodeAddrs
+	t.state = found.state
+	t.drift.reset(found.others)
+	t.leftovers.exist = false
+	t.pass = &pass{found.snapshots, rangesByFrontend(found.snapshots), map[string]object{}, map[elementID]value{}}
+	for _, o := range found.own {
+		t.pass.stale[o.name] = o
 	}
 	return nil
 }
 
-// want plans what a service gets, with what there is of it.
-func (b *Backend) want(p *patch, se *api.ServiceEndpoints) {
-	if b.pass == nil {
-		b.planner.plan(se, p.add, p.own)
-		return
+// readAhead reads the table for the first pass while the source still gathers, so
+// that services need not wait for that then. others is conn.others at the time when the
+// skeleton was loaded.
+func (t *table) readAhead(ctx context.Context, others int64) {
+	if t.state != nil {
+		return // the first pass has begun
 	}
-	b.planner.plan(se, func(e element) {
-		// The kernel takes no range that overlaps with another: those that are there
-		// have to go together with what comes.
-		for _, old := range b.pass.ranges[e.elementID] {
-			b.pass.take(p, &old)
-		}
-		b.pass.take(p, &e)
-		p.add(e)
-	}, p.own)
+	var err error
+	if t.ahead, err = t.read(ctx, others); err != nil {
+		klog.FromContext(ctx).V(2).Info("The table could not be read ahead", "table", t.conn.table, "reason", err)
+	}
+}
+
+// claim notes in p what the table has of an element that a service wants.
+func (f *pass) claim(p *patch, e *element) {
+	// The kernel takes no range that overlaps with another: those that are there have to
+	// go together with what comes.
+	for _, old := range f.ranges[e.elementID] {
+		f.take(p, &old)
+	}
+	f.take(p, e)
 }
 
 // take notes in p what there is of an element, unless an earlier Sync did.
@@ -90,9 +110,9 @@ func (f *pass) take(p *patch, e *element) {
 	o.hasOld, o.old, o.taken = true, old, true
 }
 
-// settle notes what services that did not fail have now, and gives back what p took for
-// the others.
-func (f *pass) settle(p *patch, failed sink.Failed) {
+// delivered notes that services have what p gave them, except for those that failed: it
+// gives back what p took for these.
+func (f *pass) delivered(p *patch, failed sink.Failed) {
 	hasFailed := func(part int) bool {
 		_, is := failed[p.services[p.root(part)][0]]
 		return is
@@ -110,110 +130,75 @@ func (f *pass) settle(p *patch, failed sink.Failed) {
 }
 
 // endPass removes what no service wants. Some of it may belong to services that failed.
-func (b *Backend) endPass(ctx context.Context, failed bool) error {
-	f := b.pass
-	b.pass = nil
-	if err := b.prune(ctx, f, failed); err != nil {
+func (t *table) endPass(ctx context.Context, failed bool) error {
+	f := t.pass
+	t.pass = nil
+	if err := t.prune(ctx, f, failed); err != nil {
 		return err
 	}
-	if err := b.replaceTable(ctx); err != nil {
+	if err := t.replaceTable(ctx); err != nil {
 		return err
 	}
-	if err := b.tidyChains(ctx); err != nil {
+	if err := t.tidyChains(ctx); err != nil {
 		return err
 	}
-	b.drifting = false
-	b.patience.synced(failed)
+	t.leftovers.passed(t.now(), failed)
+	if !failed {
+		t.drift.mended(t)
+	}
 	return nil
 }
 
-// found is what a table has.
-type found struct {
-	snapshots map[mapID]*snapshot
-	state     *state
-	// generation is that of before it was read.
-	generation uint32
-}
-
-// readAhead reads the table for the first Sync while the source still gathers, so
-// that services need not wait for that then.
-func (b *Backend) readAhead(ctx context.Context) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if !b.fresh {
-		return
-	}
-	var err error
-	if b.found, err = b.read(ctx); err != nil {
-		klog.FromContext(ctx).V(2).Info("The table could not be read ahead", "table", b.table(), "reason", err)
-	}
-}
-
-// readUnlessFound returns what readAhead found, or reads the table if anybody has
-// changed any table since.
-func (b *Backend) readUnlessFound(ctx context.Context) (*found, error) {
-	there := b.found
-	b.found = nil
-	if there != nil {
-		now, err := b.conn.generation(ctx)
-		if err != nil || now == there.generation {
-			return there, err
-		}
-	}
-	return b.read(ctx)
-}
-
-// read reads all maps, and what chains there are.
-func (b *Backend) read(ctx context.Context) (*found, error) {
-	st := newState(b.seed)
-	generation, err := b.conn.generation(ctx)
+// read reads all maps, and what objects of services there are.
+func (t *table) read(ctx context.Context, others int64) (*reading, error) {
+	own, err := t.ownObjects(ctx)
 	if err != nil {
 		return nil, err
 	}
-	snapshots := map[mapID]*snapshot{}
+	found := &reading{map[mapID]*snapshot{}, own, newState(t.conn.seed), others}
 	for _, m := range allMaps() {
-		s, err := readSnapshot(ctx, b.conn, m)
+		s, err := readSnapshot(ctx, t.conn, m)
 		if err != nil {
 			return nil, err
 		}
 		for e := range s.all() {
 			if m.role == classes || m.role == hereClasses {
 				c, _ := classOf(&e.elementID, &e.value)
-				st.hasClass(c)
+				found.state.hasClass(c)
 				continue
 			}
-			st.has(&e.elementID, &e.value)
+			found.state.has(&e.elementID, &e.value)
 			if m.shared() {
-				st.wanted[e.elementID] = hold
+				found.state.wanted[e.elementID] = hold
 			}
 		}
-		snapshots[m] = s
+		found.snapshots[m] = s
 	}
-	return &found{snapshots, st, generation}, nil
+	return found, nil
 }
 
 // dropForeign removes elements that this package could not have made. They may be in
 // the way of some that it makes.
-func (b *Backend) dropForeign(ctx context.Context, there *found) error {
+func (t *table) dropForeign(ctx context.Context, found *reading) error {
 	for _, m := range allMaps() {
-		foreign := there.snapshots[m].foreign
+		foreign := found.snapshots[m].foreign
 		if len(foreign) == 0 {
 			continue
 		}
-		if err := b.conn.transact(ctx, func(w *wire) { w.deleteForeign(m, foreign) }); err != nil {
-			return fmt.Errorf("removing %d elements of %s that somebody else made: %w", len(foreign), m.name(), err)
+		if err := t.conn.transact(ctx, func(w *wire) { w.deleteForeign(m, foreign) }); err != nil {
+			return fmt.Errorf("remove %d elements of %s that another program made: %w", len(foreign), m.name(), err)
 		}
 	}
 	return nil
 }
 
 // ownObjects returns the services' own chains and sets that are there.
-func (b *Backend) ownObjects(ctx context.Context) ([]object, error) {
-	chains, err := b.conn.chains(ctx)
+func (t *table) ownObjects(ctx context.Context) ([]object, error) {
+	chains, err := t.conn.chains(ctx)
 	if err != nil {
 		return nil, err
 	}
-	sets, err := b.conn.sets(ctx)
+	sets, err := t.conn.sets(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -234,16 +219,16 @@ func (b *Backend) ownObjects(ctx context.Context) ([]object, error) {
 // prune removes the elements that no service wants, frontends before what they lead
 // to, and then the services' own objects that no service wants. If services failed, and so
 // are as they were, what may be theirs stays.
-func (b *Backend) prune(ctx context.Context, f *pass, failed bool) error {
+func (t *table) prune(ctx context.Context, f *pass, failed bool) error {
 	if failed {
-		b.leftovers = f.spare() || b.leftovers
-		b.state.holding = true
+		t.leftovers.exist = f.spare() || t.leftovers.exist
+		t.state.holding = true
 	}
 	var stale part
 	removed := 0
 	flush := func() error {
-		if err := b.transact(ctx, []part{stale}); err != nil {
-			return fmt.Errorf("removing %d elements of table inet %s that no service has: %w", len(stale.ops), b.table(), err)
+		if err := t.commit(ctx, []part{stale}); err != nil {
+			return fmt.Errorf("remove %d stale elements of table inet %s: %w", len(stale.ops), t.conn.table, err)
 		}
 		removed += len(stale.ops)
 		stale = part{ops: stale.ops[:0]}
@@ -256,8 +241,8 @@ func (b *Backend) prune(ctx context.Context, f *pass, failed bool) error {
 		for e := range f.unheld(m, failed) {
 			o := op{elementID: e.elementID, hasOld: true, old: e.value}
 			if m.shared() {
-				if b.state.wanted[e.elementID] > hold {
-					b.state.wanted[e.elementID] -= hold
+				if t.state.wanted[e.elementID] > hold {
+					t.state.wanted[e.elementID] -= hold
 					continue
 				}
 				o.wanted = -hold
@@ -279,7 +264,7 @@ func (b *Backend) prune(ctx context.Context, f *pass, failed bool) error {
 		return err
 	}
 	if removed > 0 {
-		klog.FromContext(ctx).Info("Removed elements that no service has", "table", b.table(), "elements", removed)
+		klog.FromContext(ctx).Info("Removed stale elements", "table", t.conn.table, "elements", removed)
 	}
 	return nil
 }
@@ -347,31 +332,31 @@ func rangesByFrontend(snapshots map[mapID]*snapshot) map[elementID][]element {
 
 // tidyChains gives the chains of classes the rules that they should have, and removes those
 // that nothing leads to.
-func (b *Backend) tidyChains(ctx context.Context) error {
-	maps.Copy(b.state.rules, b.skeleton)
-	chains, err := b.readChains(ctx)
+func (t *table) tidyChains(ctx context.Context) error {
+	maps.Copy(t.state.rules, t.skeleton)
+	chains, err := t.conn.digests(ctx)
 	if err != nil {
 		return err
 	}
 	var others []string
 	for name, is := range chains {
-		if _, ok := b.state.rules[name]; ok {
+		if _, ok := t.state.rules[name]; ok {
 			continue
 		}
 		if isOwn(name) { // of a service that failed
-			b.state.rules[name] = is
+			t.state.rules[name] = is
 		} else {
 			others = append(others, name)
 		}
 	}
 	var missing []class
-	for c, use := range b.state.classes {
-		if use.frontends > 0 && (!use.made || chains[c.chain()] != b.state.rules[c.chain()]) {
+	for c, use := range t.state.classes {
+		if use.frontends > 0 && (!use.made || chains[c.chain()] != t.state.rules[c.chain()]) {
 			missing = append(missing, c)
 		}
 	}
-	unused := b.state.unusedClasses()
-	err = b.conn.transact(ctx, func(w *wire) {
+	unused := t.state.unusedClasses()
+	err = t.conn.transact(ctx, func(w *wire) {
 		for _, c := range missing {
 			w.makeClass(c)
 		}
@@ -379,15 +364,15 @@ func (b *Backend) tidyChains(ctx context.Context) error {
 		w.deleteChains(others)
 	})
 	if err != nil {
-		return fmt.Errorf("making the chains of table inet %s: %w", b.table(), err)
+		return fmt.Errorf("make the chains of table inet %s: %w", t.conn.table, err)
 	}
 	for _, c := range missing {
-		if !b.state.classes[c].made {
-			b.state.hasClass(c)
+		if !t.state.classes[c].made {
+			t.state.hasClass(c)
 		}
 	}
 	for _, c := range unused {
-		b.state.lostClass(c)
+		t.state.lostClass(c)
 	}
 	return nil
 }

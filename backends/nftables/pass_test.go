@@ -28,7 +28,7 @@ import (
 // knows.
 func checkFresh(t *testing.T, b *Backend, services ...sink.Change) {
 	t.Helper()
-	if err := b.Verify(t.Context()); err != nil {
+	if err := verify(t, b); err != nil {
 		t.Error(err)
 	}
 	fresh, _ := start(t, Options{})
@@ -46,6 +46,11 @@ func batch(first, last bool, list ...sink.Change) *sink.Changes {
 	c := changes(true, list...)
 	c.First, c.Last, c.NodeChanged = first, last, first
 	return c
+}
+
+// inAnHour has an hour pass for the table of b.
+func inAnHour(b *Backend) {
+	b.table.now = func() time.Time { return time.Now().Add(time.Hour) }
 }
 
 // leadsTo returns the endpoint in the first slot of a cluster IP, as the kernel has it.
@@ -114,8 +119,8 @@ func TestAFailureInAPassSparesWhatMayBeTheServices(t *testing.T) {
 			b, ns := start(t, Options{})
 			mustSync(t, b, changes(true, set(view("web", []string{"10.96.0.1"}, old, nil)), set(view("gone", []string{"10.96.0.3"}, old, nil))))
 			b = startIn(t, ns, Options{Observer: Observer{Drifted: func() { t.Error("nobody else changed the table, and drift is reported") }}})
-			exchange := b.conn.Exchange
-			b.conn.Exchange = func(batch []byte) error {
+			exchange := b.table.conn.Exchange
+			b.table.conn.Exchange = func(batch []byte) error {
 				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // 10.99.98.97
 					return &netfilter.Failure{Errno: unix.EINVAL}
 				}
@@ -127,7 +132,7 @@ func TestAFailureInAPassSparesWhatMayBeTheServices(t *testing.T) {
 			mustSync(t, b, batch(false, false, ok))
 			last := batch(false, true)
 			if recovers {
-				b.conn.Exchange = exchange
+				b.table.conn.Exchange = exchange
 				mustSync(t, b, batch(false, false, web))
 			} else {
 				last.Failing = []types.NamespacedName{web.New.Key()}
@@ -143,10 +148,11 @@ func TestAFailureInAPassSparesWhatMayBeTheServices(t *testing.T) {
 			if got := leadsTo(t, b, "10.96.0.1"); got != "10.0.0.1 . 8080" {
 				t.Errorf("the service that failed leads to %s", got)
 			}
-			if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+			inAnHour(b)
+			if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 				t.Errorf("Verify returns %v, want one that has the leftovers removed", err)
 			}
-			b.conn.Exchange = exchange
+			b.table.conn.Exchange = exchange
 			mustSync(t, b, changes(true, web, ok))
 			checkFresh(t, b, web, ok)
 		})
@@ -166,12 +172,12 @@ func TestWhatAServiceHadIsRemovedAfterItFailed(t *testing.T) {
 	b, ns := start(t, Options{})
 	mustSync(t, b, changes(true, web("10.96.0.1", "10.0.0.1", true)))
 	b = startIn(t, ns, Options{})
-	exchange := b.conn.Exchange
-	b.conn.Exchange = func([]byte) error { return &netfilter.Failure{Errno: unix.EINVAL} }
+	exchange := b.table.conn.Exchange
+	b.table.conn.Exchange = func([]byte) error { return &netfilter.Failure{Errno: unix.EINVAL} }
 	if failed, ok := sink.Acknowledged(b.Sync(t.Context(), batch(true, false, web("10.96.0.1", "10.0.0.2", true)))); !ok || len(failed) != 1 {
 		t.Fatalf("failed: %v, acknowledged: %t; want one service", failed, ok)
 	}
-	b.conn.Exchange = exchange
+	b.table.conn.Exchange = exchange
 	moved := web("10.96.0.9", "10.0.0.1", false)
 	mustSync(t, b, batch(false, false, moved), batch(false, true))
 	checkFresh(t, b, moved)
@@ -214,9 +220,9 @@ func TestAnyChangesDuringPasses(t *testing.T) {
 					t.Error("something is not as it was left, and nobody else changed it")
 				}
 			}}})
-			unfailing := b.conn.Exchange
+			unfailing := b.table.conn.Exchange
 			fail := false // set and read by the driver's goroutine
-			b.conn.Exchange = func(batch []byte) error {
+			b.table.conn.Exchange = func(batch []byte) error {
 				if fail && rng.IntN(8) == 0 {
 					return &netfilter.Failure{Errno: unix.ENFILE}
 				}
@@ -241,12 +247,12 @@ func TestAnyChangesDuringPasses(t *testing.T) {
 			if d.Status().Passes < 5 {
 				t.Errorf("there were %d passes", d.Status().Passes)
 			}
-			b.conn.Exchange = unfailing
+			b.table.conn.Exchange = unfailing
 			var list []sink.Change
 			for _, v := range src.Views() {
 				list = append(list, set(v))
 			}
-			if b.leftovers || b.drifting {
+			if b.table.leftovers.exist || b.table.drift.compared < 0 {
 				mustSync(t, b, changes(true, list...))
 			}
 			checkFresh(t, b, list...)
@@ -267,15 +273,15 @@ func TestTableIsReadAhead(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			b := startIn(t, ns, Options{})
 			waitReadAhead(b)
-			before := b.found.state
+			before := b.table.ahead.state
 			if edit != "" {
 				nft(t, ns, edit, "-f", "-")
 			}
 			mustSync(t, b, changes(true, set(web), set(other)))
-			if used := b.state == before; used != (edit == "") || b.found != nil {
-				t.Errorf("what was found at the start was used: %t; is kept: %t", used, b.found != nil)
+			if used := b.table.state == before; used != (edit == "") || b.table.ahead != nil {
+				t.Errorf("what was found at the start was used: %t; is kept: %t", used, b.table.ahead != nil)
 			}
-			if err := b.Verify(t.Context()); err != nil {
+			if err := verify(t, b); err != nil {
 				t.Error(err)
 			}
 		})
@@ -286,7 +292,7 @@ func TestTableIsReadAhead(t *testing.T) {
 func waitReadAhead(b *Backend) {
 	for read := false; !read; time.Sleep(time.Millisecond) {
 		b.mu.Lock()
-		read = b.found != nil
+		read = b.table.ahead != nil
 		b.mu.Unlock()
 	}
 }

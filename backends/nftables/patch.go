@@ -114,6 +114,17 @@ type part struct {
 	objects  []objectOp
 }
 
+// size is how many elements and rules p changes at most.
+func (p *part) size() int {
+	n := len(p.ops)
+	for _, o := range p.objects {
+		if o.new != nil {
+			n += len(o.new.rules)
+		}
+	}
+	return n
+}
+
 // parts returns the parts of p that change something.
 func (p *patch) parts() []part {
 	var parts []part

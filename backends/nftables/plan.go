@@ -14,18 +14,15 @@ import (
 
 // planner turns views into elements. It is pure but for its memory of names.
 type planner struct {
-	// nodeAddrs are the node's addresses, for source ranges that admit it.
-	nodeAddrs []netip.Addr
+	// nodeAddrs are the node's addresses, for source ranges that admit it, and admitsNode
+	// says that some service has such ranges.
+	nodeAddrs  []netip.Addr
+	admitsNode bool
 	// names are the chains of classes seen.
 	names map[class]string
 }
 
 func newPlanner() *planner { return &planner{names: map[class]string{}} }
-
-// withNodeAddrs returns a planner for a node with other addresses.
-func (p *planner) withNodeAddrs(addrs []netip.Addr) *planner {
-	return &planner{nodeAddrs: addrs, names: p.names}
-}
 
 // plan emits the elements that se needs, each once unless its map is shared, and the
 // objects, perhaps several times. Of a nil se there are none.
@@ -145,6 +142,7 @@ func frontendKey(m mapID, f *nodeview.Frontend) (element, int) {
 // sources emits who gets in. The kernel refuses ranges that overlap, which
 // prefixes only do where one contains the other.
 func (p *planner) sources(s scope, f *nodeview.Frontend, emit func(element)) {
+	p.admitsNode = true
 	prefixes := f.Sources.Prefixes(p.nodeAddrs)
 	for i, prefix := range prefixes {
 		if containedInOther(prefixes, i) {

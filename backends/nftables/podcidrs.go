@@ -5,32 +5,31 @@
 package nftables
 
 import (
-	"fmt"
+	"errors"
 	"net/netip"
 	"slices"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/sink"
 )
 
-// errPodCIDRs requests the pass that brings the new pod CIDRs into the skeleton.
-var errPodCIDRs = fmt.Errorf("pod CIDRs of the node changed (%w)", sink.ErrStartOver)
+// errPodCIDRs causes the pass that brings the new pod CIDRs into the skeleton.
+var errPodCIDRs = errors.New("the pod CIDRs of the node changed")
 
 // setPodCIDRs notes the pod CIDRs of the node, if they count, and reports whether they
 // changed.
-func (b *Backend) setPodCIDRs(node *api.Node) (changed bool) {
+func (t *table) setPodCIDRs(node *api.Node) (changed bool) {
 	var cidrs []netip.Prefix
-	if b.opts.NodePodCIDRs && node != nil {
+	if t.opts.NodePodCIDRs && node != nil {
 		cidrs = node.PodCIDRs
 	}
-	changed = !slices.Equal(cidrs, b.podCIDRs)
-	b.podCIDRs = cidrs
+	changed = !slices.Equal(cidrs, t.podCIDRs)
+	t.podCIDRs = cidrs
 	return changed
 }
 
 // skeletonChains returns the chains of the skeleton for the node as it is.
-func (b *Backend) skeletonChains() []chain {
-	opts := b.opts
-	opts.ClusterCIDRs = slices.Concat(opts.ClusterCIDRs, b.podCIDRs)
+func (t *table) skeletonChains() []chain {
+	opts := *t.opts
+	opts.ClusterCIDRs = slices.Concat(opts.ClusterCIDRs, t.podCIDRs)
 	return opts.skeletonChains()
 }

@@ -18,15 +18,15 @@ func TestCheckOfTheKernelChangesNothing(t *testing.T) {
 	ns := netnstest.New(t)
 	c := newConn(ns.FD, "kpng")
 	defer c.Close()
-	before, err := c.generation(t.Context())
+	before, err := c.others(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := c.checkKernel(t.Context(), features); err != nil {
 		t.Error(err)
 	}
-	if after, err := c.generation(t.Context()); err != nil || after != before {
-		t.Errorf("the generation of tables is %d (%v), and was %d", after, err, before)
+	if after, err := c.others(t.Context()); err != nil || after != before {
+		t.Errorf("the number of transactions is %d (%v), and was %d", after, err, before)
 	}
 	if tables := nft(t, ns, "", "list", "tables"); tables != "" {
 		t.Errorf("tables are left:\n%s", tables)

@@ -46,6 +46,8 @@ type layout struct {
 	flags, keyType, keyLen, dataType, dataLen uint32
 	// size is how many elements it may have, 0 if there is no limit.
 	size uint32
+	// elements is how many elements the kernel says it has, -1 if it does not say so.
+	elements int
 	// fields are the lengths of the parts of an interval set's keys.
 	fields []uint32
 }
@@ -204,46 +206,45 @@ func hasPriority() []expr.Any {
 	}
 }
 
-// table is what the kernel has of a table, apart from elements.
-type table struct {
+// listing is what the kernel has of a table, apart from elements.
+type listing struct {
 	exists, dormant bool
 	sets            map[string]layout
 	chains          map[string]chain // with rules in canonical form
 }
 
 // inspect reads the table of that name.
-func (c *conn) inspect(ctx context.Context, name string) (*table, error) {
-	c = &conn{c.Conn, name}
+func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
+	c = &conn{c.Conn, name, c.seed}
 	exists, awake, err := c.exists(ctx)
 	if err != nil || !exists {
-		return &table{}, err
+		return &listing{}, err
 	}
-	t := &table{exists: true, dormant: !awake}
-	if t.sets, err = c.sets(ctx); err != nil {
+	l := &listing{exists: true, dormant: !awake}
+	if l.sets, err = c.sets(ctx); err != nil {
 		return nil, err
 	}
 	hooks, err := c.chains(ctx)
 	if err != nil {
 		return nil, err
 	}
-	err = c.rules(ctx, func() {
-		t.chains = make(map[string]chain, len(hooks))
-		for name, h := range hooks {
-			t.chains[name] = chain{name: name, hook: h}
-		}
-	}, func(name, rule string) {
-		ch := t.chains[name]
+	l.chains = make(map[string]chain, len(hooks))
+	for name, h := range hooks {
+		l.chains[name] = chain{name: name, hook: h}
+	}
+	err = c.rules(ctx, func(name, rule string) {
+		ch := l.chains[name]
 		ch.rules = append(ch.rules, rule)
-		t.chains[name] = ch
+		l.chains[name] = ch
 	})
-	return t, err
+	return l, err
 }
 
 // active reports whether packets come to the table.
-func (t *table) active() bool {
-	for _, c := range t.chains {
+func (l *listing) active() bool {
+	for _, c := range l.chains {
 		if c.hook != (hook{}) {
-			return !t.dormant
+			return !l.dormant
 		}
 	}
 	return false
@@ -251,12 +252,12 @@ func (t *table) active() bool {
 
 // fits reports whether elements that the table has are of use: whether it has no other maps
 // than it should, and none with another layout.
-func (t *table) fits() bool {
+func (l *listing) fits() bool {
 	want := map[string]layout{}
 	for _, m := range allMaps() {
 		want[m.name()] = m.layout()
 	}
-	for name, s := range t.sets {
+	for name, s := range l.sets {
 		if should, ok := want[name]; !isOwn(name) && (!ok || !should.like(&s)) {
 			return false
 		}
@@ -265,25 +266,27 @@ func (t *table) fits() bool {
 }
 
 // loadSkeleton brings the skeleton into the kernel, or what differs from it, in one
-// transaction. Elements stay.
+// transaction. Elements stay. It returns conn.others from before.
 //
 // If the table has maps of another layout, as other versions of this package make, the
 // skeleton is loaded into a table of another name, without base chains, so that services are
-// served by the table that there is until [Backend.replaceTable].
-func (b *Backend) loadSkeleton(ctx context.Context) error {
-	names := b.opts.tables()
-	var tables [len(names)]*table
+// served by the present table until [table.replaceTable].
+func (t *table) loadSkeleton(ctx context.Context) (others int64, err error) {
+	if others, err = t.conn.others(ctx); err != nil {
+		return 0, err
+	}
+	names := t.opts.tables()
+	var tables [len(names)]*listing
 	for i, name := range names {
-		var err error
-		if tables[i], err = b.conn.inspect(ctx, name); err != nil {
-			return err
+		if tables[i], err = t.conn.inspect(ctx, name); err != nil {
+			return 0, err
 		}
 	}
-	rank := func(t *table) int {
+	rank := func(l *listing) int {
 		switch {
-		case t.active() && t.fits():
+		case l.active() && l.fits():
 			return 2
-		case !t.active():
+		case !l.active():
 			return 1
 		default:
 			return 0
@@ -293,81 +296,64 @@ func (b *Backend) loadSkeleton(ctx context.Context) error {
 	if rank(tables[1]) > rank(tables[0]) {
 		now, other = 1, 0
 	}
-	b.conn.table, b.replaced = names[now], ""
+	t.conn.table, t.replaced = names[now], ""
 	if tables[other].exists {
-		b.replaced = names[other]
+		t.replaced = names[other]
 	}
-	chains := b.skeletonChains()
+	chains := t.skeletonChains()
 	if tables[other].active() && !tables[now].active() {
 		klog.FromContext(ctx).Info("Filling a new table, as the layout of the present one differs", "table", names[now], "present", names[other])
 		chains = slices.DeleteFunc(chains, func(c chain) bool { return c.hook != (hook{}) })
 	}
-	if err := b.load(ctx, tables[now], chains, func(*wire) {}); err != nil {
-		return err
-	}
-	var err error
-	b.loaded, err = b.conn.generation(ctx)
-	return err
-}
-
-// refreshSkeleton loads the skeleton for a pass, unless Start has just done so and
-// no table has changed since.
-func (b *Backend) refreshSkeleton(ctx context.Context) error {
-	if b.fresh {
-		b.fresh = false
-		if now, err := b.conn.generation(ctx); err != nil || now == b.loaded {
-			return err
-		}
-	}
-	return b.loadSkeleton(ctx)
+	return others, t.load(ctx, tables[now], chains, func(*wire) {})
 }
 
 // replaceTable makes the table that a pass has filled the one that serves, and deletes the
 // other one, in one transaction.
-func (b *Backend) replaceTable(ctx context.Context) error {
-	if b.replaced == "" {
+func (t *table) replaceTable(ctx context.Context) error {
+	if t.replaced == "" {
 		return nil
 	}
-	t, err := b.conn.inspect(ctx, b.conn.table)
+	present, err := t.conn.inspect(ctx, t.conn.table)
 	if err != nil {
 		return err
 	}
-	err = b.load(ctx, t, b.skeletonChains(), func(w *wire) { w.deleteTable(b.replaced) })
+	err = t.load(ctx, present, t.skeletonChains(), func(w *wire) { w.deleteTable(t.replaced) })
 	if err == nil {
-		b.replaced = ""
+		t.replaced = ""
 	}
 	return err
 }
 
-// load brings chains and the maps into the table t, or what it has not, with what finish adds.
-func (b *Backend) load(ctx context.Context, t *table, chains []chain, finish func(*wire)) error {
-	if t.dormant && t.fits() { // a transaction that wakes it may not add base chains
-		if err := b.conn.transact(ctx, func(w *wire) { w.newTable() }); err != nil {
-			return fmt.Errorf("load table inet %s: %w", b.conn.table, err)
+// load brings chains and the maps into the table, or what present has not, with what finish adds.
+func (t *table) load(ctx context.Context, present *listing, chains []chain, finish func(*wire)) error {
+	if present.dormant && present.fits() { // a transaction that wakes it may not add base chains
+		if err := t.conn.transact(ctx, func(w *wire) { w.newTable() }); err != nil {
+			return fmt.Errorf("load table inet %s: %w", t.conn.table, err)
 		}
 	}
-	err := b.conn.transact(ctx, func(w *wire) {
-		if t.exists && !t.fits() {
+	err := t.conn.transact(ctx, func(w *wire) {
+		if present.exists && !present.fits() {
 			w.deleteTable(w.table)
-			t = &table{}
+			present = &listing{}
 		}
-		if !t.exists {
+		if !present.exists {
 			w.newTable()
 		}
 		for _, m := range allMaps() {
-			if _, ok := t.sets[m.name()]; !ok {
+			if _, ok := present.sets[m.name()]; !ok {
 				w.newSet(m.layout())
 			}
 		}
-		w.changeChains(t.chains, chains)
+		w.changeChains(present.chains, chains)
 		finish(w)
 	})
 	if err != nil {
-		return fmt.Errorf("load table inet %s: %w", b.conn.table, err)
+		return fmt.Errorf("load table inet %s: %w", t.conn.table, err)
 	}
-	b.skeleton = make(map[string]digest, len(chains))
+	t.skeleton = make(map[string]digest, len(chains))
 	for _, c := range chains {
-		b.skeleton[c.name] = digestOf(b.seed, c.hook, c.rules)
+		t.skeleton[c.name] = digestOf(t.conn.seed, c.hook, c.rules)
 	}
 	return nil
 }

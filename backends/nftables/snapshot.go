@@ -45,7 +45,7 @@ func (s *snapshot) len() int { return len(s.records) / s.size() }
 func readSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	for attempt := 0; ; attempt++ {
 		s, err := readOnce(ctx, c, m)
-		if err != nil || len(s.index) == s.len() || attempt == resizeAttempts {
+		if err != nil || len(s.index) == s.len() || attempt == maxResizeAttempts {
 			return s, err
 		}
 		if err := pause(ctx, attempt); err != nil {
@@ -54,9 +54,9 @@ func readSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	}
 }
 
-// resizeAttempts is how often a map is read again that may have been read while the
+// maxResizeAttempts limits how often a map is read again that may have been read while the
 // kernel made it larger or smaller.
-const resizeAttempts = 6
+const maxResizeAttempts = 6
 
 // pause waits until such a thing may be over: 2 ms at first, 64 in the end.
 func pause(ctx context.Context, attempt int) error {
@@ -72,7 +72,7 @@ func readOnce(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	s := &snapshot{m: m}
 	var records []byte
 	numbers := map[value]int{}
-	err := c.dump(ctx, m, func() { records, s.foreign = records[:0], nil }, func(e element, not foreign) {
+	err := c.dump(ctx, m, func(e element, not foreign) {
 		if not != nil {
 			s.foreign = append(s.foreign, bytes.Clone(not))
 			return

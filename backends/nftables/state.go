@@ -10,8 +10,8 @@ import (
 	"strings"
 )
 
-// state is what the backend knows of the kernel's table without reading it: not the
-// elements, but enough to tell whether they are all there.
+// state is what is known of a table without reading it: not the elements, but enough to
+// tell whether they are all there.
 type state struct {
 	seed maphash.Seed
 	// digests are of each map's elements.
@@ -148,6 +148,16 @@ func (s *state) unusedClasses() (unused []class) {
 	}
 	slices.SortFunc(unused, func(a, b class) int { return strings.Compare(a.chain(), b.chain()) })
 	return unused
+}
+
+// resolve decides whether an element that several services may want comes or goes.
+func (s *state) resolve(o *op) {
+	if !o.m.shared() {
+		return
+	}
+	before := s.wanted[o.elementID]
+	o.hasOld = o.hasOld || before > 0 && !o.looked
+	o.hasNew = before+o.wanted > 0
 }
 
 // applied notes that the kernel did o.

@@ -8,125 +8,258 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )
 
-// Verify implements [sink.Verifier]: it reads the table and compares it with what
-// Syncs left there. If somebody flushed, edited or deleted it, the error
-// wraps [sink.ErrStartOver], and the pass that follows mends it.
+// drift is what is known of changes that other programs made to the table, and how far
+// the search for them has come.
 //
-// It holds no second copy of the table to compare with, only the number and a
-// hash of each map's elements. When its context ends it remembers how far it
-// came, and the next one goes on there. A map in which several have ended is read to its
-// end, so that changes wait for that.
-func (b *Backend) Verify(ctx context.Context) error {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if b.state == nil {
-		return fmt.Errorf("it is not known what table inet %s has: %w", b.table(), sink.ErrStartOver)
-	}
-	if (b.drifting || b.leftovers) && b.patience.over() {
-		reason := "may have leftovers of services that could not be programmed"
-		if b.drifting {
-			reason = "was not as it was left where a change met it"
-		}
-		return fmt.Errorf("table inet %s %s: %w", b.table(), reason, sink.ErrStartOver)
-	}
-	err := b.verify(ctx)
-	var d difference
-	switch {
-	case err == nil, ctx.Err() != nil && errors.Is(err, context.Cause(ctx)): // cut short
-		return err
-	case errors.As(err, &d), errors.Is(err, unix.ENOENT):
-		b.drift()
-		b.state = nil
-		return fmt.Errorf("table inet %s is not as it was left: %w (%w)", b.table(), err, sink.ErrStartOver)
-	default:
-		return fmt.Errorf("verifying table inet %s: %w", b.table(), err)
+// The kernel counts transactions, so nothing has to be read while conn.others stays. When
+// it moves, another program has changed some table, this one or not. A check is cheap: of
+// the chains, and of the number of elements where the kernel says it. A comparison
+// of all elements is not.
+type drift struct {
+	// checked and compared are conn.others before the last check and comparison that found
+	// nothing.
+	checked, compared int64
+	// next is the next map to compare, and began conn.others when the comparison began.
+	next  int
+	began int64
+	// cutShort is how many Verifies in a row ended in that map or in the check, and spent is
+	// the time that the comparison took so far.
+	cutShort int
+	spent    time.Duration
+	// compareAt is when the next comparison may begin, and verifyAt when anything may.
+	compareAt, verifyAt time.Time
+	// foundAt is when a Verify found drift last, and pause how long the next one waited.
+	foundAt time.Time
+	pause   time.Duration
+	// reported says that the Observer knows of drift that was not mended.
+	reported bool
+}
+
+const (
+	// maxCutShort is how many Verifies in a row may end in the same place. The next one
+	// goes on to its end, so that a long map is compared among changes that never pause.
+	maxCutShort = 2
+	// comparePause is how long the pause after a comparison is, in durations of it: where
+	// other tables change all the time, comparisons take 2 % of a CPU.
+	comparePause = 50
+	// maxPause is the pause where another program changes this table all the time.
+	maxPause = time.Minute
+)
+
+// reset notes that a pass has read the table when conn.others was this.
+func (d *drift) reset(others int64) {
+	d.checked, d.compared, d.next, d.cutShort = others, others, 0, 0
+}
+
+// found notes that the table is not as it was left.
+func (d *drift) found(t *table) {
+	d.reset(-1)
+	if !d.reported {
+		d.reported = true
+		t.opts.Observer.Drifted()
 	}
 }
 
-// difference says in what the table is not as it was left.
+// backOff delays the next Verify if the last one that found drift was not long ago: a
+// program that changes this table all the time must not cause passes all the time.
+func (d *drift) backOff(now time.Time) {
+	if now.Sub(d.foundAt) > maxPause {
+		d.pause = 0
+	} else {
+		d.pause = min(2*d.pause+time.Second, maxPause)
+	}
+	d.foundAt, d.verifyAt = now, now.Add(d.pause)
+}
+
+// mended notes that the table is as it should be.
+func (d *drift) mended(t *table) {
+	if d.reported {
+		d.reported = false
+		t.opts.Observer.Mended()
+	}
+}
+
+// leftovers is about what the last pass left because services failed: nothing is known of
+// it that would remove it when they are programmed.
+type leftovers struct {
+	exist bool
+	// passAt is when another pass is due because of them, and wait the time from the last
+	// one to it.
+	passAt time.Time
+	wait   time.Duration
+}
+
+const (
+	minLeftoversWait = time.Minute
+	maxLeftoversWait = time.Hour
+)
+
+// passed notes the end of a pass in which services failed, or none.
+func (l *leftovers) passed(now time.Time, failed bool) {
+	l.wait = min(max(2*l.wait, minLeftoversWait), maxLeftoversWait)
+	if !failed {
+		l.wait = 0
+	}
+	l.passAt = now.Add(l.wait)
+}
+
+// difference is in what the table is not as it was left.
 type difference string
 
 func (d difference) Error() string { return string(d) }
 
 func differs(format string, args ...any) error { return difference(fmt.Sprintf(format, args...)) }
 
-func (b *Backend) verify(ctx context.Context) error {
-	for b.verified <= len(allMaps()) {
-		reading := ctx
-		if b.cutShort == maxCutShort {
-			reading = context.WithoutCancel(ctx)
-		}
-		if err := b.verifyPart(reading, b.verified); err != nil {
-			b.cutShort++
+// verify is Verify of [sink.Verifier].
+func (t *table) verify(ctx context.Context) error {
+	now := t.now()
+	switch {
+	case t.state == nil:
+		return fmt.Errorf("the contents of table inet %s are unknown: %w", t.conn.table, sink.ErrStartOver)
+	case t.leftovers.exist && !now.Before(t.leftovers.passAt):
+		return fmt.Errorf("table inet %s may have leftovers of services that failed: %w", t.conn.table, sink.ErrStartOver)
+	case now.Before(t.drift.verifyAt):
+		return nil
+	}
+	err := t.search(ctx)
+	var d difference
+	switch {
+	case err == nil:
+		return t.dropUnusedClasses(ctx)
+	case ctx.Err() != nil && errors.Is(err, context.Cause(ctx)): // cut short
+		return err
+	case errors.As(err, &d), errors.Is(err, unix.ENOENT):
+		t.drift.found(t)
+		t.drift.backOff(now)
+		t.state = nil
+		return fmt.Errorf("table inet %s is not as it was left: %w (%w)", t.conn.table, err, sink.ErrStartOver)
+	default:
+		return fmt.Errorf("verify table inet %s: %w", t.conn.table, err)
+	}
+}
+
+// search searches for changes by other programs.
+func (t *table) search(ctx context.Context) error {
+	d := &t.drift
+	others, err := t.conn.others(ctx)
+	if err != nil || others == d.compared {
+		return err
+	}
+	if others != d.checked {
+		if err := d.attempt(ctx, t.check); err != nil {
 			return err
 		}
-		b.cutShort = 0
-		b.verified++
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
+		d.checked = others
+	}
+	if d.next == 0 {
+		if t.now().Before(d.compareAt) {
+			return nil
+		}
+		d.began, d.spent = others, 0
+	}
+	return t.compare(ctx)
+}
+
+// attempt calls f, which reads something and ends with ctx, unless Verifies ended in it too
+// often.
+func (d *drift) attempt(ctx context.Context, f func(context.Context) error) error {
+	if d.cutShort >= maxCutShort {
+		ctx = context.WithoutCancel(ctx)
+	}
+	if err := f(ctx); err != nil {
+		d.cutShort++
+		return err
+	}
+	d.cutShort = 0
+	return nil
+}
+
+// check compares all chains with what was written, and the number of elements with what
+// it should be.
+func (t *table) check(ctx context.Context) error {
+	exists, awake, err := t.conn.exists(ctx)
+	switch {
+	case err != nil:
+		return err
+	case !exists:
+		return differs("it was deleted")
+	case !awake:
+		return differs("it is dormant")
+	}
+	found, err := t.conn.digests(ctx)
+	if err != nil {
+		return err
+	}
+	for name, want := range t.state.rules {
+		if is, ok := found[name]; !ok {
+			return differs("chain %s was deleted", name)
+		} else if is != want {
+			return differs("chain %s was changed", name)
 		}
 	}
-	b.verified = 0
-	return b.dropUnusedClasses(ctx)
-}
-
-// verifyPart verifies the chains, which are part 0, or one of the maps.
-func (b *Backend) verifyPart(ctx context.Context, part int) error {
-	if part == 0 {
-		return b.verifyChains(ctx)
+	for name := range found {
+		if _, ok := t.state.rules[name]; !ok {
+			return differs("chain %s was added", name)
+		}
 	}
-	return b.verifyMap(ctx, allMaps()[part-1])
-}
-
-// maxCutShort is how many Verifies in a row may end in the same part. The next one reads it to
-// its end: among changes that never pause, a long map would never be verified.
-const maxCutShort = 2
-
-// patience is how many Verifies go by before one asks for a new pass though services fail in
-// each: ever more. A pass does not mend what they leave then.
-type patience struct{ left, next int }
-
-// maxPatience is an hour, at one Verify a minute.
-const maxPatience = 60
-
-// synced notes a pass in which services failed, or none.
-func (p *patience) synced(failed bool) {
-	if !failed {
-		*p = patience{}
-		return
+	sets, err := t.conn.sets(ctx)
+	if err != nil {
+		return err
 	}
-	p.left, p.next = p.next, min(2*p.next+1, maxPatience)
+	for _, m := range allMaps() {
+		if s, ok := sets[m.name()]; !ok {
+			return differs("%s was deleted", m.name())
+		} else if want := t.state.digests[m].n; s.elements >= 0 && s.elements != want {
+			return differs("%s has %d elements instead of %d", m.name(), s.elements, want)
+		}
+	}
+	return nil
 }
 
-// over counts a Verify, and reports whether it is to ask.
-func (p *patience) over() bool {
-	p.left--
-	return p.left < 0
+// compare compares the elements of the maps with what they should be. When ctx ends it
+// remembers how far it came.
+func (t *table) compare(ctx context.Context) error {
+	d, begin := &t.drift, t.now()
+	defer func() { d.spent += t.now().Sub(begin) }()
+	for all := allMaps(); d.next < len(all); d.next++ {
+		if ctx.Err() != nil && d.cutShort < maxCutShort {
+			d.cutShort++
+			return context.Cause(ctx)
+		}
+		if err := d.attempt(ctx, func(ctx context.Context) error { return t.compareMap(ctx, all[d.next]) }); err != nil {
+			return err
+		}
+	}
+	d.next, d.compared = 0, d.began
+	d.compareAt = t.now().Add(comparePause * (d.spent + t.now().Sub(begin)))
+	d.mended(t)
+	return nil
 }
 
-// verifyMap compares the elements of m with the digest of what it should have.
-func (b *Backend) verifyMap(ctx context.Context, m mapID) error {
-	want := b.state.digests[m]
+// compareMap compares the elements of m with the digest of what it should have.
+func (t *table) compareMap(ctx context.Context, m mapID) error {
+	want := t.state.digests[m]
 	for attempt := 0; ; attempt++ {
-		var d digest
-		err := b.conn.dump(ctx, m, func() { d = digest{} }, func(e element, not foreign) {
-			d.n++
+		var is digest
+		err := t.conn.dump(ctx, m, func(e element, not foreign) {
+			is.n++
 			if not == nil {
-				d.sum += b.state.hash(&e.elementID, &e.value)
+				is.sum += t.state.hash(&e.elementID, &e.value)
 			}
 		})
-		if err != nil || d == want {
+		if err != nil || is == want {
 			return err
 		}
 		// As many elements as there should be, and others: that is also what a map looks like
-		// while it grows or shrinks.
-		if d.n != want.n || attempt == resizeAttempts {
-			return differs("%s has %d elements that are not the %d it should have", m.name(), d.n, want.n)
+		// while the kernel makes it larger or smaller.
+		if is.n != want.n || attempt == maxResizeAttempts {
+			return differs("%s has %d elements that are not the %d it should have", m.name(), is.n, want.n)
 		}
 		if err := pause(ctx, attempt); err != nil {
 			return err
@@ -134,71 +267,18 @@ func (b *Backend) verifyMap(ctx context.Context, m mapID) error {
 	}
 }
 
-// verifyChains compares chains and their rules with those that were sent.
-func (b *Backend) verifyChains(ctx context.Context) error {
-	there, awake, err := b.conn.exists(ctx)
-	if err != nil {
-		return err
-	}
-	if there && !awake {
-		return differs("it is dormant")
-	}
-	chains, err := b.readChains(ctx)
-	if err != nil {
-		return err
-	}
-	for name, want := range b.state.rules {
-		switch is, ok := chains[name]; {
-		case !ok:
-			return differs("chain %s is gone", name)
-		case is.n != want.n:
-			return differs("chain %s has %d rules instead of %d", name, is.n, want.n)
-		case is != want:
-			return differs("chain %s has other rules", name)
-		}
-	}
-	for name := range chains {
-		if _, ok := b.state.rules[name]; !ok {
-			return differs("there is a chain %s", name)
-		}
-	}
-	return nil
-}
-
-// readChains returns the number of each chain's rules, and a hash of where the chain
-// is hooked and of all its rules in order.
-func (b *Backend) readChains(ctx context.Context) (map[string]digest, error) {
-	hooks, err := b.conn.chains(ctx)
-	if err != nil {
-		return nil, err
-	}
-	var chains map[string]digest
-	restart := func() {
-		chains = make(map[string]digest, len(hooks))
-		for name, hook := range hooks {
-			chains[name] = digestOf(b.seed, hook, nil)
-		}
-	}
-	err = b.conn.rules(ctx, restart, func(chain, rule string) {
-		c := chains[chain]
-		c.addRule(b.seed, rule)
-		chains[chain] = c
-	})
-	return chains, err
-}
-
 // dropUnusedClasses removes the classes that no frontend has had since they were made:
 // Syncs leave them, as they may be needed again.
-func (b *Backend) dropUnusedClasses(ctx context.Context) error {
-	unused := b.state.unusedClasses()
+func (t *table) dropUnusedClasses(ctx context.Context) error {
+	unused := t.state.unusedClasses()
 	if len(unused) == 0 {
 		return nil
 	}
-	if err := b.conn.transact(ctx, func(w *wire) { w.deleteClasses(unused) }); err != nil {
-		return fmt.Errorf("removing chains that nothing leads to: %w", err)
+	if err := t.conn.transact(ctx, func(w *wire) { w.deleteClasses(unused) }); err != nil {
+		return fmt.Errorf("remove chains that nothing leads to: %w", err)
 	}
 	for _, c := range unused {
-		b.state.lostClass(c)
+		t.state.lostClass(c)
 	}
 	return nil
 }

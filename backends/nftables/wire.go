@@ -16,6 +16,7 @@ import (
 
 // What golang.org/x/sys/unix does not name.
 const (
+	nftaSetCount      = 20
 	nftaSetElemKeyEnd = 10
 	nfDrop            = 0
 	nfAccept          = 1
@@ -265,6 +266,7 @@ func decodeChain(payload []byte) (table, name string, h hook) {
 
 // decodeSet returns what a NFT_MSG_NEWSET message describes, apart from its fields.
 func decodeSet(payload []byte) (s layout) {
+	s.elements = -1
 	for attr, v := range netfilter.Attributes(payload) {
 		switch attr {
 		case unix.NFTA_SET_NAME:
@@ -279,6 +281,8 @@ func decodeSet(payload []byte) (s layout) {
 			s.dataType = decodeUint32(v)
 		case unix.NFTA_SET_DATA_LEN:
 			s.dataLen = decodeUint32(v)
+		case nftaSetCount:
+			s.elements = int(decodeUint32(v))
 		}
 	}
 	return s

@@ -50,7 +50,7 @@ type Backend struct {
 // Parts are what runs of a backend.
 type Parts struct {
 	// Sink programs the dataplane. It may be a [sink.Starter], [sink.Stopper],
-	// [sink.Drainer], [sink.Verifier], [sink.Cleaner] and [Inspector].
+	// [sink.Drainer], [sink.Verifier] or [sink.Poller], [sink.Cleaner] and [Inspector].
 	Sink sink.Sink
 	// Follow is called when Sink has started, and its result before Sink stops.
 	// Default: nothing.
@@ -138,6 +138,9 @@ func (b *Backend) StopTimeout() time.Duration { return b.forward.StopTimeout() }
 
 // Verify implements sink.Verifier.
 func (b *Backend) Verify(ctx context.Context) error { return b.forward.Verify(ctx) }
+
+// VerifyInterval implements sink.Poller.
+func (b *Backend) VerifyInterval() time.Duration { return b.forward.VerifyInterval() }
 
 // Cleanup implements sink.Cleaner. It does nothing if Parts.Sink is no sink.Cleaner.
 func (b *Backend) Cleanup(ctx context.Context) error { return b.forward.Cleanup(ctx) }

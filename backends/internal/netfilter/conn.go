@@ -197,7 +197,8 @@ func (c *Conn) Each(ctx context.Context, fill func(*Builder), f func(error)) err
 }
 
 // request sends the requests that fill encodes. It calls answer with each message that the
-// kernel returns, and outcome with how each request ended.
+// kernel returns, and outcome with how each request ended. Only a dump ends with ctx: the
+// kernel answers others while they are sent.
 func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(header, []byte), outcome func(error)) error {
 	var w Builder
 	if fill(&w); w.Len() == 0 {
@@ -206,6 +207,7 @@ func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(hea
 	for b := w.b; len(b) > 0; b = b[binary.NativeEndian.Uint32(b):] {
 		acknowledge(b)
 	}
+	isDump := binary.NativeEndian.Uint16(w.b[6:])&unix.NLM_F_DUMP == unix.NLM_F_DUMP
 	next, last := c.number(w.b)
 	if err := c.send(w.b); err != nil {
 		return err
@@ -227,7 +229,7 @@ func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(hea
 		if err != nil {
 			return err
 		}
-		if ctx.Err() != nil && next <= last {
+		if isDump && ctx.Err() != nil && next <= last {
 			c.Close() // a socket can begin another dump only when one has ended
 			return context.Cause(ctx)
 		}

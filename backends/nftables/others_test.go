@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/kpng-project/kpng/sink/sinktest"
+	"golang.org/x/sys/unix"
+)
+
+// changeElsewhere changes other tables of the namespace, among them the chains of one of
+// the same family, 200 times a second until the test ends. It counts the transactions.
+func changeElsewhere(t testing.TB, ns *netnstest.Namespace) *atomic.Int64 {
+	t.Helper()
+	nft(t, ns, "table inet a { chain first { }; }\n", "-f", "-")
+	c := newConn(ns.FD, "a")
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	var n atomic.Int64
+	go func() {
+		defer close(ended)
+		defer c.Close()
+		for tick := time.Tick(5 * time.Millisecond); ctx.Err() == nil; <-tick {
+			err := c.transact(ctx, func(w *wire) {
+				if n.Load()%2 == 0 {
+					w.makeChain("second", nil)
+				} else {
+					w.deleteChains([]string{"second"})
+				}
+			})
+			if err != nil && ctx.Err() == nil {
+				t.Errorf("changing another table: %v", err)
+				return
+			}
+			n.Add(1)
+		}
+	}()
+	t.Cleanup(func() { cancel(); <-ended })
+	return &n
+}
+
+// affine returns n services with session affinity and m endpoints each.
+func affine(n, m int) []sink.Change {
+	list := world(n, m)
+	for _, c := range list {
+		c.New.Service.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
+	}
+	return list
+}
+
+// TestBusyNeighbors starts, restarts and verifies while another program changes its own
+// tables all the time. Each of the many chains is found, and nothing is taken for drift.
+func TestBusyNeighbors(t *testing.T) {
+	ns := netnstest.New(t)
+	n := changeElsewhere(t, ns)
+	opts := Options{Observer: Observer{Drifted: func() { t.Error("drift is reported") }}}
+	list := affine(600, 6)
+	all := batches(list)
+	for _, when := range []string{"at the start", "after a restart"} {
+		before, began := n.Load(), time.Now()
+		b := startIn(t, ns, opts)
+		mustSync(t, b, all...)
+		compared := b.table.drift.compared
+		if err := b.Verify(t.Context()); err != nil {
+			t.Fatalf("%s: %v", when, err)
+		}
+		if b.table.drift.compared == compared {
+			t.Errorf("%s, Verify compared nothing", when)
+		}
+		mustSync(t, b, all...)
+		t.Logf("%s: %d transactions of another program in %v", when, n.Load()-before, time.Since(began))
+		if n.Load()-before < 20 {
+			t.Errorf("%s, another program made %d transactions: too few", when, n.Load()-before)
+		}
+		if err := b.Stop(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// TestVerifyReadsOnlyAfterOthers checks that Verify reads the table if another program
+// changed any table, and only then: neither if nothing changed nor if Syncs did.
+func TestVerifyReadsOnlyAfterOthers(t *testing.T) {
+	b, ns := start(t, Options{NodeAddresses: nil})
+	old, changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("web", []string{"10.96.0.1"}, []string{"10.0.0.2", "10.0.0.3"}, nil)
+	mustSync(t, b, changes(true, set(old)))
+	m := mapID{role: clusterIPs, family: api.IPv4}
+	b.table.state.digests[m] = digest{n: 1} // what a Verify that reads finds to be wrong
+	for range 3 {
+		mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}), changes(false, sink.Change{Old: changed, New: old}))
+		if err := b.Verify(t.Context()); err != nil {
+			t.Fatalf("nobody else changed a table, and Verify returns %v", err)
+		}
+	}
+	nft(t, ns, "", "add", "table", "inet", "other")
+	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("another program changed a table, and Verify returns %v", err)
+	}
+}
+
+// TestComparisonsAreRare checks that the changes of other tables cause comparisons of all
+// elements for a small part of the time, and that chains are checked all the same.
+func TestComparisonsAreRare(t *testing.T) {
+	b, ns := start(t, Options{})
+	web := changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)))
+	mustSync(t, b, web)
+	now := time.Now()
+	b.table.now = func() time.Time { now = now.Add(10 * time.Millisecond); return now }
+	compared := 0
+	for i := range 60 {
+		nft(t, ns, "", []string{"add", "delete"}[i%2], "table", "inet", "other")
+		before := b.table.drift.compared
+		if err := b.Verify(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if b.table.drift.compared != before {
+			compared++
+		}
+		now = now.Add(time.Second - 50*time.Millisecond)
+	}
+	if compared < 2 || compared > 40 {
+		t.Errorf("in a minute, %d Verifies compared all elements", compared)
+	}
+	b.table.drift.compareAt = now.Add(time.Hour)
+	nft(t, ns, "", "flush", "chain", "inet", b.table.conn.table, "services")
+	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("after a chain was flushed, Verify returns %v", err)
+	}
+}
+
+// TestPassesBecauseOfDriftAreLimited has another program change the table again as soon as it
+// is mended, and counts the passes in ten minutes.
+func TestPassesBecauseOfDriftAreLimited(t *testing.T) {
+	b, ns := start(t, Options{})
+	now := time.Now()
+	b.table.now = func() time.Time { return now }
+	all := changes(true)
+	mustSync(t, b, all)
+	passes := 0
+	for range 600 {
+		nft(t, ns, "", "flush", "chain", "inet", b.table.conn.table, "services")
+		if err := b.Verify(t.Context()); errors.Is(err, sink.ErrStartOver) {
+			mustSync(t, b, all)
+			passes++
+		}
+		now = now.Add(time.Second)
+	}
+	if passes < 10 || passes > 20 {
+		t.Errorf("there were %d passes in ten minutes, want about one a minute", passes)
+	}
+}
+
+// TestDamageOfAJustLoadedSkeletonIsFound flushes a chain right after the transaction that
+// loads the skeleton.
+func TestDamageOfAJustLoadedSkeletonIsFound(t *testing.T) {
+	b, ns := start(t, Options{})
+	mustSync(t, b, changes(true))
+	nft(t, ns, "", "flush", "chain", "inet", "kpng", "services")
+	exchange, loaded := b.table.conn.Exchange, false
+	b.table.conn.Exchange = func(batch []byte) error {
+		err := exchange(batch)
+		if !loaded {
+			loaded = true
+			nft(t, ns, "", "flush", "chain", "inet", "kpng", "services")
+		}
+		return err
+	}
+	mustSync(t, b, changes(true))
+	if !loaded {
+		t.Fatal("the pass did not load the skeleton")
+	}
+	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("Verify returns %v", err)
+	}
+}
+
+// TestStartWaitsForTheKernel checks that Start tries again after failures that pass, and
+// ends at once after others.
+func TestStartWaitsForTheKernel(t *testing.T) {
+	for name, test := range map[string]struct {
+		fault error
+		tries int
+	}{
+		"no memory for a moment": {&netfilter.Failure{Errno: unix.ENOMEM}, 8},
+		"a lost answer":          {fmt.Errorf("%w: %w", netfilter.ErrUnknownOutcome, unix.ENOBUFS), 2},
+		"no permission":          {&netfilter.Failure{Errno: unix.EPERM}, 1},
+		"a missing feature":      {&netfilter.Failure{Errno: unix.EOPNOTSUPP}, 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b, err := New(Options{NetNS: netnstest.New(t).FD, Sysctls: IgnoreSysctls})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer b.Stop(t.Context())
+			exchange, tries := b.table.conn.Exchange, 0
+			b.table.conn.Exchange = func(batch []byte) error {
+				if tries++; tries < test.tries || test.tries == 1 {
+					return test.fault
+				}
+				return exchange(batch)
+			}
+			err = b.Start(t.Context())
+			if test.tries == 1 && !errors.Is(err, test.fault) || test.tries > 1 && err != nil || tries != test.tries {
+				t.Errorf("after %d transactions, Start returns %v", tries, err)
+			}
+		})
+	}
+}
+
+// TestStartEndsWithItsContext checks that Start does not wait for ever.
+func TestStartEndsWithItsContext(t *testing.T) {
+	b, err := New(Options{NetNS: netnstest.New(t).FD, Sysctls: IgnoreSysctls})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Stop(t.Context())
+	ctx, cancel := context.WithCancel(t.Context())
+	b.table.conn.Exchange = func([]byte) error { cancel(); return &netfilter.Failure{Errno: unix.ENOMEM} }
+	if err := b.Start(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("Start returns %v", err)
+	}
+}
+
+// TestANodeAddressMovesSourceRanges checks that services with source ranges, which admit the
+// node itself, follow its addresses, in a pass, and that others need none.
+func TestANodeAddressMovesSourceRanges(t *testing.T) {
+	b, _ := start(t, Options{})
+	plain := view("plain", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)
+	restricted := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) {
+		s.Type = api.LoadBalancer
+		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
+		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}}}
+	})
+	moved := &api.Node{Name: "here", Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.77")}}}
+	for _, test := range []struct {
+		views []sink.Change
+		over  bool
+	}{{[]sink.Change{set(plain)}, false}, {[]sink.Change{set(plain), set(restricted)}, true}} {
+		mustSync(t, b, changes(true, test.views...))
+		c := changes(false)
+		c.Node, c.NodeChanged = moved, true
+		if err := b.Sync(t.Context(), c); errors.Is(err, sink.ErrStartOver) != test.over || err != nil && !test.over {
+			t.Errorf("with %d services, Sync returns %v", len(test.views), err)
+		}
+	}
+}
+
+// TestAFlushIsHealedSoon flushes the ruleset under a driver with default options. That takes
+// a fraction of the minute that a driver waits between Verifies otherwise.
+func TestAFlushIsHealedSoon(t *testing.T) {
+	if took := healFlush(t, 500); took > 20*time.Second {
+		t.Errorf("services were gone for %v", took)
+	}
+}
+
+// BenchmarkFlush says for how long services are gone after nft flush ruleset.
+func BenchmarkFlush(b *testing.B) {
+	for _, n := range []int{1_000, 10_000} {
+		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
+			var all []time.Duration
+			for range b.N {
+				all = append(all, healFlush(b, n))
+			}
+			b.ReportMetric(slices.Max(all).Seconds(), "s-worst")
+		})
+	}
+}
+
+// healFlush flushes the ruleset under a driver, and returns how long it takes until the last
+// service is back.
+func healFlush(t testing.TB, n int) time.Duration {
+	t.Helper()
+	ns := netnstest.New(t)
+	b, err := New(Options{NetNS: ns.FD, Sysctls: IgnoreSysctls})
+	if err != nil {
+		t.Fatal(err)
+	}
+	src := sinktest.NewSource()
+	for _, c := range world(n, 10) {
+		src.Set(c.New)
+	}
+	src.SetNode(node)
+	src.MarkSynced()
+	d := sink.NewDriver(src, b, sink.Options{})
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() { defer close(ended); d.Run(ctx) }()
+	defer func() { cancel(); <-ended }()
+	waitApplied(t, d, src)
+	observer := newConn(ns.FD, b.table.conn.table)
+	defer observer.Close()
+	id, at := frontendKeyOf(n - 1)
+	w := keyWriter{&id, at}
+	w.slot(9)
+	nft(t, ns, "", "flush", "ruleset")
+	began := time.Now()
+	for tick := time.Tick(5 * time.Millisecond); ; <-tick {
+		_, ok, err := observer.get(ctx, id)
+		if err != nil && !strings.Contains(err.Error(), "no such file") {
+			t.Fatal(err)
+		}
+		if ok {
+			return time.Since(began)
+		}
+		if time.Since(began) > 2*time.Minute {
+			t.Fatal("services are gone for two minutes")
+		}
+	}
+}

@@ -162,7 +162,7 @@ func followLogging(t *testing.T, node, address string, reports chan<- string) (c
 		t.Fatal(err)
 	}
 	log := funcr.New(func(_, line string) {
-		if strings.Contains(line, "Ignored") {
+		if strings.Contains(line, "Ignored an unreadable object") {
 			reports <- line
 		}
 	}, funcr.Options{})

@@ -305,8 +305,8 @@ func (c *cluster) mark(t testing.TB) string {
 }
 
 // ruleset returns the kernel's state in a form that is equal for equal loads. It omits
-// handles, counters, the order of unordered parts, unused chains, which the backend keeps
-// for later services, and the marker's address.
+// handles, counters, the order of unordered parts, unused classes and their chains, which
+// the backend keeps for later services, and the marker's address.
 func ruleset(t testing.TB, marked string) []string {
 	t.Helper()
 	out, err := exec.Command("nft", "-j", "list", "ruleset").Output()
@@ -326,6 +326,8 @@ func ruleset(t testing.TB, marked string) []string {
 	// chains has the content of each chain, and leads the targets of its rules.
 	chains, leads := map[string][]string{}, map[string][]string{}
 	var reached []string
+	// classes has the elements of the classes, by number, and used the numbers that frontends have.
+	classes, used := map[string][]string{}, map[string]bool{}
 	for _, object := range list.Nftables {
 		for kind, o := range object {
 			delete(o, "handle")
@@ -347,11 +349,25 @@ func ruleset(t testing.TB, marked string) []string {
 			default:
 				lines = append(lines, line)
 				for _, e := range elements {
-					element := fmt.Sprintf("element of %v: %s", o["name"], text(t, e))
+					content := text(t, e)
+					element := fmt.Sprintf("element of %v: %s", o["name"], content)
+					if number := classNumber.FindStringSubmatch(content); number != nil {
+						classes[number[1]] = append(classes[number[1]], element)
+						continue
+					}
+					if number := frontendNumber.FindStringSubmatch(content); number != nil {
+						used[number[1]] = true
+					}
 					lines = append(lines, element)
 					reached = append(reached, targets(element)...)
 				}
 			}
+		}
+	}
+	for number := range used {
+		for _, element := range classes[number] {
+			lines = append(lines, element)
+			reached = append(reached, targets(element)...)
 		}
 	}
 	for len(reached) > 0 {
@@ -364,6 +380,13 @@ func ruleset(t testing.TB, marked string) []string {
 	slices.Sort(lines)
 	return lines
 }
+
+// classNumber matches an element that leads from the number of a class to its chain, and
+// frontendNumber one that leads from a frontend to the number of its class.
+var (
+	classNumber    = regexp.MustCompile(`^\["([0-9a-f]+:[0-9a-f]+)",`)
+	frontendNumber = regexp.MustCompile(`,"([0-9a-f]+:[0-9a-f]+)"\]$`)
+)
 
 var target = regexp.MustCompile(`"(?:goto|jump)":\{"target":"([^"]+)"`)
 

@@ -14,7 +14,6 @@ import (
 	"net/http"
 	"net/netip"
 	"os/exec"
-	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -112,6 +111,7 @@ func TestSoak(t *testing.T) {
 	if end > halfway+memoryGrowth {
 		t.Errorf("resident memory grew from %d to %d KiB", halfway>>10, end>>10)
 	}
+	waitVerified(t)
 	after := ruleset(t, marked)
 	proxy.kill(t)
 	flush(t)
@@ -304,9 +304,21 @@ func (c *cluster) mark(t testing.TB) string {
 	}
 }
 
+// waitVerified waits until the proxy has verified the table from beginning to end, which
+// also removes the classes that no service has any more.
+func waitVerified(t testing.TB) {
+	t.Helper()
+	const verified = `kpng_verify_total{result="ok",sink="nftables0"}`
+	before := metric(t, verified)
+	for deadline := time.Now().Add(loadPatience); metric(t, verified) < before+2; time.Sleep(100 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("the proxy did not verify the table twice in %v", loadPatience)
+		}
+	}
+}
+
 // ruleset returns the kernel's state in a form that is equal for equal loads. It omits
-// handles, counters, the order of unordered parts, unused classes and their chains, which
-// the backend keeps for later services, and the marker's address.
+// handles, counters, the order of unordered parts and the marker's address.
 func ruleset(t testing.TB, marked string) []string {
 	t.Helper()
 	out, err := exec.Command("nft", "-j", "list", "ruleset").Output()
@@ -323,80 +335,22 @@ func ruleset(t testing.TB, marked string) []string {
 		t.Fatalf("nft -j list ruleset: %v", err)
 	}
 	var lines []string
-	// chains has the content of each chain, and leads the targets of its rules.
-	chains, leads := map[string][]string{}, map[string][]string{}
-	var reached []string
-	// classes has the elements of the classes, by number, and used the numbers that frontends have.
-	classes, used := map[string][]string{}, map[string]bool{}
 	for _, object := range list.Nftables {
 		for kind, o := range object {
+			if kind == "metainfo" {
+				continue
+			}
 			delete(o, "handle")
 			elements, _ := o["elem"].([]any)
 			delete(o, "elem")
-			line := kind + " " + text(t, o)
-			switch kind {
-			case "metainfo":
-			case "chain":
-				name := o["name"].(string)
-				chains[name] = append(chains[name], line)
-				if o["hook"] != nil {
-					reached = append(reached, name)
-				}
-			case "rule":
-				name := o["chain"].(string)
-				chains[name] = append(chains[name], line)
-				leads[name] = append(leads[name], targets(line)...)
-			default:
-				lines = append(lines, line)
-				for _, e := range elements {
-					content := text(t, e)
-					element := fmt.Sprintf("element of %v: %s", o["name"], content)
-					if number := classNumber.FindStringSubmatch(content); number != nil {
-						classes[number[1]] = append(classes[number[1]], element)
-						continue
-					}
-					if number := frontendNumber.FindStringSubmatch(content); number != nil {
-						used[number[1]] = true
-					}
-					lines = append(lines, element)
-					reached = append(reached, targets(element)...)
-				}
+			lines = append(lines, kind+" "+text(t, o))
+			for _, e := range elements {
+				lines = append(lines, fmt.Sprintf("element of %v: %s", o["name"], text(t, e)))
 			}
 		}
 	}
-	for number := range used {
-		for _, element := range classes[number] {
-			lines = append(lines, element)
-			reached = append(reached, targets(element)...)
-		}
-	}
-	for len(reached) > 0 {
-		name := reached[0]
-		lines = append(lines, chains[name]...)
-		reached = append(reached[1:], leads[name]...)
-		delete(chains, name)
-		delete(leads, name)
-	}
 	slices.Sort(lines)
 	return lines
-}
-
-// classNumber matches an element that leads from the number of a class to its chain, and
-// frontendNumber one that leads from a frontend to the number of its class.
-var (
-	classNumber    = regexp.MustCompile(`^\["([0-9a-f]+:[0-9a-f]+)",`)
-	frontendNumber = regexp.MustCompile(`,"([0-9a-f]+:[0-9a-f]+)"\]$`)
-)
-
-var target = regexp.MustCompile(`"(?:goto|jump)":\{"target":"([^"]+)"`)
-
-// targets returns the chains that a JSON object refers to.
-func targets(object string) []string {
-	var names []string
-	for _, match := range target.FindAllStringSubmatch(object, -1) {
-		names = append(names, match[1])
-	}
-	return names
 }
 
 func text(t testing.TB, v any) string {

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package conntrack deletes the entries of the kernel's connection tracking that keep
-// connections away from the present endpoints of services.
+// Package conntrack deletes the kernel's connection-tracking entries that keep clients
+// away from the present endpoints of services.
 //
-// The kernel decides once where a connection goes. A UDP client that sends from one port
-// forever, such as a resolver, would stay forever with a removed endpoint, or at a service
-// that had no endpoints when the client began. A TCP client that began to connect before
-// its service was programmed would send its SYN to the cluster IP itself until it gives
-// up. The package ends these connections. The client's next packet begins a new one. All
-// other TCP connections, and those of SCTP, are left alone.
+// The kernel chooses the endpoint of a connection once, with its first packet. A UDP
+// client may use one source port forever, as some DNS resolvers do. Its packets then go
+// forever to an endpoint that was removed, or bypass a service that had no endpoint when
+// the client started. A TCP client that started to connect before its service was
+// programmed sends its SYN to the cluster IP itself until it gives up. The package
+// deletes the entries of these connections, so the client's next packet starts a new
+// connection. It keeps all other TCP entries and all SCTP entries.
 //
-// A backend makes a [Reconciler] a part of itself: it starts and stops with it,
-// and is told the same changes, after these were programmed:
+// A backend embeds a [Reconciler]: it starts and stops the Reconciler with itself, and
+// passes on each Changes after it has programmed them:
 //
 //	func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 //		err := b.program(ctx, c)
@@ -21,8 +22,8 @@
 //		return err
 //	}
 //
-// Sync only notes what may have become stale, which costs as much as the services
-// of c. The table of connections is read apart from it: once for all that
-// was noted meanwhile, as a stream of what the kernel cannot sort out itself,
-// and not at all where nothing was noted.
+// Sync only records which flows may be stale. Its cost grows with the services in c. A
+// goroutine reads the connection-tracking table, once for everything that was recorded
+// since the last time, and not at all if nothing was recorded. It reads the table as a
+// stream, after the kernel has filtered it as far as it can.
 package conntrack

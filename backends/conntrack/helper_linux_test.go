@@ -27,13 +27,13 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 type connection struct {
 	protocol       uint8
 	from, to       netip.AddrPort
-	endpoint, back netip.AddrPort // who answers, and to whom
+	endpoint, back netip.AddrPort // source and destination of the replies
 	zone           uint16
-	state          uint8 // of TCP; 0 is established
+	state          uint8 // of TCP; 0 means established
 }
 
-// udp returns the connection of a client at port sport, to one address and port,
-// answered by another.
+// udp returns the UDP connection of a client with source port sport to the address and
+// port to. The replies come from endpoint.
 func udp(sport uint16, to, endpoint string) connection {
 	c := connection{protocol: unix.IPPROTO_UDP, to: netip.MustParseAddrPort(to), endpoint: netip.MustParseAddrPort(endpoint)}
 	c.from = netip.AddrPortFrom(netip.MustParseAddr("10.2.0.2"), sport)
@@ -53,13 +53,13 @@ func (c connection) String() string {
 	return s
 }
 
-// encode encodes the message that makes an entry.
+// encode encodes the message that creates an entry.
 func (c connection) encode(w *netfilter.Builder) {
 	at := w.Begin(unix.NFNL_SUBSYS_CTNETLINK<<8, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nfproto(api.FamilyOf(c.to.Addr())))
 	encodeTuple(w, ctaTupleOrig, c.protocol, c.from, c.to)
 	encodeTuple(w, ctaTupleReply, c.protocol, c.endpoint, c.back)
 	w.Uint32(3, 1<<3) // status: confirmed
-	w.Uint32(7, 3600) // time-out
+	w.Uint32(7, 3600) // timeout
 	if c.protocol == unix.IPPROTO_TCP {
 		const established = 3
 		info := w.Nest(ctaProtoInfo)
@@ -92,20 +92,20 @@ func encodeTuple(w *netfilter.Builder, kind uint16, protocol uint8, src, dst net
 	w.EndNest(tuple)
 }
 
-// enter makes entries in the table of a namespace.
-func enter(t testing.TB, netNS int, connections ...connection) {
+// create creates entries in the table of a namespace.
+func create(t testing.TB, netNS int, connections ...connection) {
 	t.Helper()
 	c := netfilter.NewConn(netNS)
 	defer c.Close()
-	for some := range slices.Chunk(connections, batchSize) {
+	for chunk := range slices.Chunk(connections, batchSize) {
 		n := 0
 		err := c.Each(t.Context(), func(w *netfilter.Builder) {
-			for _, c := range some {
+			for _, c := range chunk {
 				c.encode(w)
 			}
 		}, func(err error) {
 			if err != nil {
-				t.Fatalf("entering %s, which needs root and the kernel's nf_conntrack_netlink: %v", some[n], err)
+				t.Fatalf("create entry %s, which needs root and the kernel module nf_conntrack_netlink: %v", chunk[n], err)
 			}
 			n++
 		})
@@ -115,18 +115,18 @@ func enter(t testing.TB, netNS int, connections ...connection) {
 	}
 }
 
-// empty deletes all entries of a namespace.
-func empty(t testing.TB, netNS int) {
+// clearTable deletes all entries of a namespace.
+func clearTable(t testing.TB, netNS int) {
 	t.Helper()
 	c := netfilter.NewConn(netNS)
 	defer c.Close()
-	err := c.Query(t.Context(), func(w *netfilter.Builder) { deletion(w, api.IPv4, nil) }, func([]byte) {})
+	err := c.Query(t.Context(), func(w *netfilter.Builder) { encodeDeletion(w, api.IPv4, nil) }, func([]byte) {})
 	if err != nil {
 		t.Fatal(err)
 	}
 }
 
-// entries returns what the table has, in order.
+// entries returns the sorted entries of the table of a namespace.
 func entries(t testing.TB, netNS int) []string {
 	t.Helper()
 	conn := netfilter.NewConn(netNS)
@@ -167,14 +167,14 @@ func texts(list []connection) []string {
 	return out
 }
 
-// service describes a service by text, a line each:
+// service returns the view of a service that text describes, one line each:
 //
 //	ip ADDR…                cluster IPs
 //	external ADDR…          external IPs
-//	port NUMBER[/tcp] [NODEPORT]   to port NUMBER + 5000 of endpoints
+//	port NUMBER[/tcp] [NODEPORT]   target port is NUMBER + 5000
 //	ready ADDR…             endpoints, on another node
-//	draining ADDR…          endpoints that serve and terminate
-//	dying ADDR…             endpoints that terminate and do not serve
+//	draining ADDR…          endpoints that terminate and still serve
+//	dying ADDR…             endpoints that terminate and no longer serve
 //	local                   both traffic policies are Local
 //	all-ports
 func service(t testing.TB, name, text string) *api.ServiceEndpoints {
@@ -260,14 +260,14 @@ func difference(before, now []*api.ServiceEndpoints) *sink.Changes {
 	return &sink.Changes{Services: slices.Values(list)}
 }
 
-// whole returns a pass over a state in one batch.
-func whole(now []*api.ServiceEndpoints) *sink.Changes {
+// wholePass returns a pass over a state in one batch.
+func wholePass(now []*api.ServiceEndpoints) *sink.Changes {
 	c := inPass(now...)
 	c.First, c.Last = true, true
 	return c
 }
 
-// inPass returns a batch in the middle of a pass.
+// inPass returns a middle batch of a pass.
 func inPass(now ...*api.ServiceEndpoints) *sink.Changes {
 	c := difference(nil, now)
 	services := slices.Collect(c.Services)

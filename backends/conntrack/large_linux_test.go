@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// fill enters connections of 1,000 services, of 100 endpoints each.
+// fill creates large connections to 1,000 services with 100 endpoints each.
 func fill(t testing.TB, n *netnstest.Namespace, large int) {
 	list := make([]connection, large)
 	for i := range list {
@@ -21,24 +21,23 @@ func fill(t testing.TB, n *netnstest.Namespace, large int) {
 		list[i] = connection{
 			protocol: 17,
 			from:     netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 2, byte(client), 2}), uint16(1024+service)),
-			to:       placeNumber(service).AddrPort,
+			to:       destinationNumber(service).AddrPort,
 			endpoint: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 1, byte(service % 250), byte(client % 100)}), 5053),
 		}
 		list[i].back = list[i].from
 	}
-	enter(t, n.FD, list...)
+	create(t, n.FD, list...)
 }
 
-func placeNumber(i int) place {
-	return place{netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)}), 53), unix.IPPROTO_UDP}
+func destinationNumber(i int) destination {
+	return destination{netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)}), 53), unix.IPPROTO_UDP}
 }
 
-// clustered returns the services of fill, of which the first ones have lost
-// their endpoints.
+// clustered returns the services of fill. The first scaledDown of them have no endpoints.
 func clustered(t testing.TB, scaledDown int) []*api.ServiceEndpoints {
 	var list []*api.ServiceEndpoints
 	for i := range 1000 {
-		text := fmt.Sprintf("ip %s\nport 53\n", placeNumber(i).Addr())
+		text := fmt.Sprintf("ip %s\nport 53\n", destinationNumber(i).Addr())
 		if i >= scaledDown {
 			text += "ready"
 			for e := range 100 {
@@ -50,7 +49,7 @@ func clustered(t testing.TB, scaledDown int) []*api.ServiceEndpoints {
 	return list
 }
 
-func TestALargeTableIsReadAsAStream(t *testing.T) {
+func TestLargeTableIsReadAsStream(t *testing.T) {
 	const large = 30_000
 	n := netnstest.New(t)
 	fill(t, n, large)
@@ -60,24 +59,24 @@ func TestALargeTableIsReadAsAStream(t *testing.T) {
 		runtime.ReadMemStats(&m)
 		return m.HeapAlloc
 	}
-	places := []place{placeNumber(0), placeNumber(1)}
-	before, most, asked := live(), uint64(0), 0
-	seen, ended, err := end(t.Context(), n.FD, kind{api.IPv4, unix.IPPROTO_UDP}, places, func(flow) bool {
-		if asked++; asked%10_000 == 0 {
+	destinations := []destination{destinationNumber(0), destinationNumber(1)}
+	before, most, checked := live(), uint64(0), 0
+	seen, ended, err := deleteStale(t.Context(), n.FD, kind{api.IPv4, unix.IPPROTO_UDP}, destinations, func(flow) bool {
+		if checked++; checked%10_000 == 0 {
 			most = max(most, live())
 		}
 		return false
 	})
-	if seen != large || asked != large || ended != 0 || err != nil {
-		t.Fatalf("of %d entries saw %d, asked about %d, ended %d: %v", large, seen, asked, ended, err)
+	if seen != large || checked != large || ended != 0 || err != nil {
+		t.Fatalf("of %d entries read %d, checked %d, deleted %d: %v", large, seen, checked, ended, err)
 	}
 	t.Logf("live heap grew by %d KiB at most", (int64(most)-int64(before))/1024)
 	if most > before+2<<20 {
 		t.Errorf("live heap grew from %d to %d bytes", before, most)
 	}
-	// What one service has, the kernel picks out.
-	if seen, _, err := end(t.Context(), n.FD, kind{api.IPv4, unix.IPPROTO_UDP}, places[:1], func(flow) bool { return false }); seen != large/1000 || err != nil {
-		t.Errorf("of one service's %d entries saw %d: %v", large/1000, seen, err)
+	// The kernel returns only the entries of a single destination.
+	if seen, _, err := deleteStale(t.Context(), n.FD, kind{api.IPv4, unix.IPPROTO_UDP}, destinations[:1], func(flow) bool { return false }); seen != large/1000 || err != nil {
+		t.Errorf("of the %d entries of one service read %d: %v", large/1000, seen, err)
 	}
 }
 
@@ -93,7 +92,7 @@ func BenchmarkLargeTable(b *testing.B) {
 		}
 		return p
 	}
-	// A service of which no client is left scales to zero.
+	// A service without remaining clients scales to zero.
 	b.Run("change", func(b *testing.B) {
 		b.ReportAllocs()
 		r := New(Options{NetNS: n.FD})
@@ -110,13 +109,13 @@ func BenchmarkLargeTable(b *testing.B) {
 		b.ReportAllocs()
 		for b.Loop() {
 			r := New(Options{NetNS: n.FD})
-			r.Sync(b.Context(), whole(everything))
+			r.Sync(b.Context(), wholePass(everything))
 			if p := pass(b, r); p.Seen != large || p.Ended != 0 {
 				b.Fatalf("%+v", p)
 			}
 		}
 	})
-	b.Run("half goes", func(b *testing.B) {
+	b.Run("half is deleted", func(b *testing.B) {
 		b.ReportAllocs()
 		half := clustered(b, 500)
 		for b.Loop() {
@@ -125,7 +124,7 @@ func BenchmarkLargeTable(b *testing.B) {
 			fill(b, n, large)
 			b.StartTimer()
 			r := New(Options{NetNS: n.FD})
-			r.Sync(b.Context(), whole(half))
+			r.Sync(b.Context(), wholePass(half))
 			if p := pass(b, r); p.Ended != large/2 {
 				b.Fatalf("%+v", p)
 			}

@@ -53,7 +53,7 @@ const (
 	tcpSynSent      = 1
 )
 
-// nfproto is how netfilter names a family.
+// nfproto returns netfilter's number of a family.
 func nfproto(family api.Family) byte {
 	if family == api.IPv6 {
 		return unix.AF_INET6
@@ -90,9 +90,10 @@ func parseTuple(b []byte) (t tuple) {
 	return t
 }
 
-// parseFlow reads an entry of the table. It is not ok if the entry is no flow, or in
-// another zone than the one in which services are translated: others may know the same
-// connection there as it is before that.
+// parseFlow parses an entry of the table. ok is false if the entry cannot be stale: it is
+// neither of UDP nor an unanswered, untranslated TCP connection. ok is also false outside
+// the default zone, because services are translated in that zone only. Another zone may
+// have an entry of the same connection before translation.
 func parseFlow(entry []byte) (f flow, ok bool) {
 	var orig, reply tuple
 	var zone uint16
@@ -118,7 +119,7 @@ func parseFlow(entry []byte) (f flow, ok bool) {
 	return f, f.protocol == unix.IPPROTO_UDP || f.protocol == unix.IPPROTO_TCP && state == tcpSynSent && f.endpoint == f.to
 }
 
-// tcpState returns the state of a TCP connection, 0 if b is about another protocol.
+// tcpState returns the state of a TCP connection, or 0 for another protocol.
 func tcpState(b []byte) uint8 {
 	for kind, data := range netfilter.Attributes(b) {
 		for inner, value := range netfilter.Attributes(data) {
@@ -130,7 +131,8 @@ func tcpState(b []byte) uint8 {
 	return 0
 }
 
-// identity returns the attributes that tell an entry from one that came in its place.
+// identity returns the attributes that distinguish an entry from a later one with the
+// same tuple.
 func identity(entry []byte) []byte {
 	var w netfilter.Builder
 	for kind, data := range netfilter.Attributes(entry) {
@@ -144,18 +146,18 @@ func identity(entry []byte) []byte {
 	return w.Encoded()
 }
 
-// deletion encodes the message that deletes the entry with that identity.
-func deletion(w *netfilter.Builder, family api.Family, identity []byte) {
+// encodeDeletion encodes the message that deletes the entry with that identity.
+func encodeDeletion(w *netfilter.Builder, family api.Family, identity []byte) {
 	at := w.Begin(ctDelete, 0, nfproto(family))
 	w.Raw(identity)
 	w.End(at)
 }
 
-// listing encodes the message that requests the entries of a kind to any of places. The
-// kernel sorts out the others as far as it can: it compares with one port and one IPv4
-// address, and with TCP leaves out what has been answered. Kernels that cannot do the
-// one (before 5.8) or the other send more.
-func listing(w *netfilter.Builder, k kind, places []place) {
+// encodeDump encodes the message that requests the entries of a kind to any of
+// destinations. The kernel can filter by one port, by one IPv4 address, and for TCP by
+// entries without a reply. Where it cannot filter, the dump has more entries; kernels
+// before 5.8 do not filter by address and port.
+func encodeDump(w *netfilter.Builder, k kind, destinations []destination) {
 	flags := uint32(filterProtoNum)
 	at := w.Begin(ctGet, unix.NLM_F_DUMP, nfproto(k.family))
 	if k.protocol == unix.IPPROTO_TCP {
@@ -164,15 +166,16 @@ func listing(w *netfilter.Builder, k kind, places []place) {
 	}
 	tuple := w.Nest(ctaTupleOrig)
 	ip := w.Nest(ctaTupleIP)
-	// Of IPv6 addresses the kernel tells of all but the one asked for.
-	if addr := places[0].Addr(); k.family == api.IPv4 && !addr.IsUnspecified() && all(places, func(p place) bool { return p.Addr() == addr }) {
+	// Do not filter by an IPv6 address: the kernel would return all entries except those
+	// of that address.
+	if addr := destinations[0].Addr(); k.family == api.IPv4 && !addr.IsUnspecified() && all(destinations, func(d destination) bool { return d.Addr() == addr }) {
 		flags |= filterIPDst
 		w.Bytes(ctaIPv4Dst, addr.AsSlice()...)
 	}
 	w.EndNest(ip)
 	proto := w.Nest(ctaTupleProto)
 	w.Bytes(ctaProtoNum, k.protocol)
-	if port := places[0].Port(); port != 0 && all(places, func(p place) bool { return p.Port() == port }) {
+	if port := destinations[0].Port(); port != 0 && all(destinations, func(d destination) bool { return d.Port() == port }) {
 		flags |= filterDstPort
 		w.Bytes(ctaProtoDstPort, byte(port>>8), byte(port))
 	}
@@ -185,9 +188,9 @@ func listing(w *netfilter.Builder, k kind, places []place) {
 	w.End(at)
 }
 
-func all(places []place, is func(place) bool) bool {
-	for _, p := range places {
-		if !is(p) {
+func all(destinations []destination, matches func(destination) bool) bool {
+	for _, d := range destinations {
+		if !matches(d) {
 			return false
 		}
 	}

@@ -21,46 +21,47 @@ import (
 
 // Options are a Reconciler's settings. The zero value is useful.
 type Options struct {
-	// NodeAddrs are the addresses at which node ports are served. Default: none,
-	// so that connections to node ports are left alone.
+	// NodeAddrs are the addresses at which node ports are served. Default: none, so
+	// connections to node ports are kept.
 	NodeAddrs nodeaddr.Source
-	// NetNS is the file descriptor of the network namespace whose connections
-	// are meant. Default 0: that of the process.
+	// NetNS is the file descriptor of the network namespace whose table is read.
+	// Default 0: the namespace of the process.
 	NetNS int
-	// Observe is called after each pass, for metrics. Default: nobody is told.
+	// Observe is called after each pass, for metrics. Default: passes are not reported.
 	Observe func(Pass)
-	// Clock is what backoff and pauses are measured with. Default: the real one.
+	// Clock measures durations, pauses and backoff. Default: the real clock.
 	Clock clock.Clock
 }
 
-// Pass says what became of one look at the table of connections.
+// Pass is the result of one read of the connection-tracking table.
 type Pass struct {
-	// Seen is how many entries the kernel told of, and Ended how many were deleted.
+	// Seen is the number of entries that the kernel returned. Ended is the number of
+	// entries that were deleted.
 	Seen, Ended int
-	// Duration is how long it took.
+	// Duration is how long the pass took.
 	Duration time.Duration
-	// Err is why it was cut short; what it was to look at is looked at again.
+	// Err is why the pass failed, or nil. A failed pass is repeated.
 	Err error
 }
 
-// Reconciler ends connections that have become stale. It is a part of a
-// sink and has its methods; nothing that fails in it is an error of the sink:
-// it is logged, reported to Options.Observe and tried again.
+// Reconciler deletes the entries of stale connections. It has the methods of a sink and
+// is a part of one. A failure is no error of that sink: the Reconciler logs it, reports
+// it to Options.Observe and retries.
 type Reconciler struct {
 	opts  Options
-	notes *notes
-	wake  chan struct{} // has a value while there may be something due
+	queue *queue
+	wake  chan struct{} // has a value while destinations may be queued
 
 	stop    context.CancelFunc
-	running chan struct{} // closed when there is no goroutine any more
+	running chan struct{} // closed when the goroutine has ended
 
 	mu    sync.Mutex
 	ended chan struct{} // closed and replaced after each pass
 	last  error         // of the last pass
-	upTo  uint64        // what the last pass that succeeded has done
+	upTo  uint64        // count of the queue that the last successful pass completed
 }
 
-// New returns a Reconciler that has nothing to do yet.
+// New returns a Reconciler. It does nothing before Start.
 func New(opts Options) *Reconciler {
 	if opts.NodeAddrs == nil {
 		opts.NodeAddrs = &nodeaddr.List{}
@@ -71,11 +72,11 @@ func New(opts Options) *Reconciler {
 	if opts.Clock == nil {
 		opts.Clock = clock.RealClock{}
 	}
-	return &Reconciler{opts: opts, notes: newNotes(), wake: make(chan struct{}, 1), ended: make(chan struct{})}
+	return &Reconciler{opts: opts, queue: newQueue(), wake: make(chan struct{}, 1), ended: make(chan struct{})}
 }
 
-// Start implements sink.Starter. It returns at once; what it starts goes on after
-// the end of ctx, until Stop.
+// Start implements sink.Starter. It starts the goroutine that reads the table and returns
+// immediately. The goroutine runs until Stop, also after the end of ctx.
 func (r *Reconciler) Start(ctx context.Context) error {
 	ctx, r.stop = context.WithCancel(context.WithoutCancel(ctx))
 	r.running = make(chan struct{})
@@ -86,8 +87,8 @@ func (r *Reconciler) Start(ctx context.Context) error {
 	return nil
 }
 
-// Stop implements sink.Stopper: it lets what was noted be done first, unless that
-// fails or takes longer than ctx.
+// Stop implements sink.Stopper. It first deletes the stale connections of earlier Syncs,
+// unless that fails or ctx ends.
 func (r *Reconciler) Stop(ctx context.Context) error {
 	err := r.Flush(ctx)
 	r.stop()
@@ -95,22 +96,22 @@ func (r *Reconciler) Stop(ctx context.Context) error {
 	return err
 }
 
-// Sync implements sink.Sink. It is to be called when c has been programmed, some
-// services perhaps excepted, and always returns nil.
+// Sync implements sink.Sink. Call it after c has been programmed; single services may
+// have failed. It always returns nil.
 func (r *Reconciler) Sync(_ context.Context, c *sink.Changes) error {
 	if c.NodeChanged {
 		nodeaddr.SetNode(r.opts.NodeAddrs, c.Node)
 	}
-	if r.notes.add(c) {
-		r.rouse()
+	if r.queue.add(c) {
+		r.signal()
 	}
 	return nil
 }
 
-// Flush waits until everything is done that Sync has noted by now. It returns an
-// error if ctx ends before, or while passes fail.
+// Flush waits until the stale connections of all earlier Syncs are deleted. It returns an
+// error if ctx ends first or if the last pass failed.
 func (r *Reconciler) Flush(ctx context.Context) error {
-	_, count := r.notes.open()
+	_, count := r.queue.pending()
 	for {
 		r.mu.Lock()
 		ended, last, upTo := r.ended, r.last, r.upTo
@@ -124,12 +125,12 @@ func (r *Reconciler) Flush(ctx context.Context) error {
 		select {
 		case <-ended:
 		case <-ctx.Done():
-			return fmt.Errorf("waiting for stale connections to be ended: %w", context.Cause(ctx))
+			return fmt.Errorf("wait for the deletion of stale connections: %w", context.Cause(ctx))
 		}
 	}
 }
 
-func (r *Reconciler) rouse() {
+func (r *Reconciler) signal() {
 	select {
 	case r.wake <- struct{}{}:
 	default:
@@ -137,10 +138,10 @@ func (r *Reconciler) rouse() {
 }
 
 const (
-	// rest is how long a pause after a pass is, in durations of the pass, so that
-	// large tables under constant change cost a fifth of a CPU at most.
-	rest = 4
-	// minBackoff and maxBackoff limit the pause after one that failed.
+	// pauseFactor is the ratio of the pause after a pass to the duration of the pass. It
+	// limits the cost to a fifth of a CPU for large tables under constant change.
+	pauseFactor = 4
+	// minBackoff and maxBackoff limit the pause after a failed pass.
 	minBackoff = 100 * time.Millisecond
 	maxBackoff = time.Minute
 )
@@ -155,18 +156,18 @@ func (r *Reconciler) run(ctx context.Context) {
 		case <-r.wake:
 		}
 		p := r.pass(ctx)
-		pause := rest * p.Duration
+		pause := pauseFactor * p.Duration
 		switch {
 		case ctx.Err() != nil:
 			return
 		case p.Err != nil:
-			log.Error(p.Err, "Stale connections are left for now", "retryIn", backoff)
+			log.Error(p.Err, "Failed to delete stale connections", "retryIn", backoff)
 			pause = backoff
 			backoff = min(2*backoff, maxBackoff)
-			r.rouse()
+			r.signal()
 		default:
 			backoff = minBackoff
-			log.V(4).Info("Looked for stale connections", "seen", p.Seen, "ended", p.Ended, "duration", p.Duration)
+			log.V(4).Info("Deleted stale connections", "seen", p.Seen, "deleted", p.Ended, "duration", p.Duration)
 		}
 		select {
 		case <-ctx.Done():
@@ -176,24 +177,24 @@ func (r *Reconciler) run(ctx context.Context) {
 	}
 }
 
-// pass looks at the table once, for all that is due.
+// pass reads the table once and deletes the stale flows to all queued destinations.
 func (r *Reconciler) pass(ctx context.Context) (p Pass) {
 	start := r.opts.Clock.Now()
-	places, count := r.notes.open()
+	destinations, count := r.queue.pending()
 	nodeAddrs := map[netip.Addr]bool{}
 	addrs, _ := r.opts.NodeAddrs.Addresses()
 	for _, a := range addrs {
 		nodeAddrs[a] = true
 	}
-	stale := func(f flow) bool { return r.notes.stale(f, nodeAddrs) }
-	byKind := map[kind][]place{}
-	for _, place := range places {
-		k := kind{api.FamilyOf(place.Addr()), place.protocol}
-		byKind[k] = append(byKind[k], place)
+	stale := func(f flow) bool { return r.queue.stale(f, nodeAddrs) }
+	byKind := map[kind][]destination{}
+	for _, d := range destinations {
+		k := kind{api.FamilyOf(d.Addr()), d.protocol}
+		byKind[k] = append(byKind[k], d)
 	}
 	var errs []error
-	for k, places := range byKind {
-		seen, ended, err := end(ctx, r.opts.NetNS, k, places, stale)
+	for k, destinations := range byKind {
+		seen, ended, err := deleteStale(ctx, r.opts.NetNS, k, destinations, stale)
 		p.Seen += seen
 		p.Ended += ended
 		if err != nil {
@@ -207,7 +208,7 @@ func (r *Reconciler) pass(ctx context.Context) (p Pass) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.last = p.Err; p.Err == nil {
-		r.notes.done(count)
+		r.queue.done(count)
 		r.upTo = count
 	}
 	close(r.ended)

@@ -14,36 +14,36 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// batchSize is how many deletions are sent at once.
+// batchSize is the number of deletions in one request.
 const batchSize = 64
 
-// kind is what one listing of the table has: connections of a family and protocol.
+// kind selects the connections that one dump of the table contains.
 type kind struct {
 	family   api.Family
 	protocol uint8
 }
 
-// end deletes the flows to any of places, all of one kind, that are stale. It
-// says how many it has looked at and deleted.
-func end(ctx context.Context, netNS int, k kind, places []place, stale func(flow) bool) (seen, ended int, err error) {
+// deleteStale deletes the stale flows to any of destinations, which all have the given
+// kind. It returns the number of entries read and deleted.
+func deleteStale(ctx context.Context, netNS int, k kind, destinations []destination, stale func(flow) bool) (seen, ended int, err error) {
 	reader, writer := netfilter.NewConn(netNS), netfilter.NewConn(netNS)
 	defer reader.Close()
 	defer writer.Close()
 
-	var gone [][]byte
+	var batch [][]byte
 	var failed error
 	flush := func() {
-		n, err := deleteEntries(ctx, writer, k.family, gone)
+		n, err := deleteEntries(ctx, writer, k.family, batch)
 		ended += n
-		gone = gone[:0]
+		batch = batch[:0]
 		failed = errors.Join(failed, err)
 	}
-	err = reader.Query(ctx, func(w *netfilter.Builder) { listing(w, k, places) }, func(entry []byte) {
+	err = reader.Query(ctx, func(w *netfilter.Builder) { encodeDump(w, k, destinations) }, func(entry []byte) {
 		seen++
 		if f, ok := parseFlow(entry); !ok || failed != nil || !stale(f) {
 			return
 		}
-		if gone = append(gone, identity(entry)); len(gone) == batchSize {
+		if batch = append(batch, identity(entry)); len(batch) == batchSize {
 			flush()
 		}
 	})
@@ -56,12 +56,12 @@ func end(ctx context.Context, netNS int, k kind, places []place, stale func(flow
 	return seen, ended, errors.Join(err, failed)
 }
 
-// deleteEntries deletes entries and returns how many there were. One that does not exist
-// any more is fine.
+// deleteEntries deletes entries and returns how many existed. A missing entry is no
+// error.
 func deleteEntries(ctx context.Context, c *netfilter.Conn, family api.Family, entries [][]byte) (deleted int, err error) {
 	failed := c.Each(ctx, func(w *netfilter.Builder) {
 		for _, e := range entries {
-			deletion(w, family, e)
+			encodeDeletion(w, family, e)
 		}
 	}, func(refused error) {
 		switch {

@@ -12,7 +12,8 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// routed joins a client and the addresses of pods to n, which forwards between them.
+// routed connects n with a client and with a namespace that has the addresses of pods. n
+// forwards between them.
 func routed(t *testing.T, n *netnstest.Namespace, addresses ...string) (client, pods *netnstest.Namespace) {
 	t.Helper()
 	client, pods = netnstest.New(t), netnstest.New(t)
@@ -32,7 +33,7 @@ func routed(t *testing.T, n *netnstest.Namespace, addresses ...string) (client, 
 	return client, pods
 }
 
-// translate makes the rule that translates addresses the only one of n.
+// translate makes rule, which translates addresses, the only nftables rule in n.
 func translate(t *testing.T, n *netnstest.Namespace, rule string) {
 	t.Helper()
 	n.RunWith(t, fmt.Sprintf(`
@@ -47,10 +48,10 @@ func translate(t *testing.T, n *netnstest.Namespace, rule string) {
 		}`, rule), "nft", "-f", "-")
 }
 
-// TestClientsFollowTheirService has clients that send from one port for ever, as
-// resolvers do, through a small dataplane of nft's own words.
+// TestClientsFollowTheirService uses UDP clients that keep their source port, as DNS
+// resolvers may do, and a dataplane of a single nft rule.
 func TestClientsFollowTheirService(t *testing.T) {
-	n, opts := world(t)
+	n, opts := newNamespace(t)
 	client, pods := routed(t, n, pod1, pod2, dns)
 	for name, address := range map[string]string{"pod1": pod1, "pod2": pod2, "beyond": dns} {
 		answer(t, pods, address, name)
@@ -71,7 +72,7 @@ func TestClientsFollowTheirService(t *testing.T) {
 	r, _ := start(t, opts)
 	program("")
 	before := services(t, map[string]string{"dns": frontends})
-	tell(t, r, whole(before))
+	syncAndFlush(t, r, wholePass(before))
 	clusterIP, nodePort := socket(t, client, dns), socket(t, client, node)
 	expect(t, clusterIP, "beyond")
 	expect(t, nodePort, "")
@@ -79,22 +80,22 @@ func TestClientsFollowTheirService(t *testing.T) {
 	for _, state := range states {
 		program(state.endpoint)
 		if got := ask(clusterIP); got == state.answers {
-			t.Errorf("a client that is left alone gets to %s", got)
+			t.Errorf("a client of a stale flow reaches %s", got)
 		}
 		now := services(t, map[string]string{"dns": state.service})
-		tell(t, r, difference(before, now))
+		syncAndFlush(t, r, difference(before, now))
 		before = now
 		expect(t, clusterIP, state.answers)
 		expect(t, nodePort, state.answers)
 	}
 }
 
-// TestAConnectionThatBeganBeforeItsServiceIsEstablished has a client whose first packets
-// pass through the node untranslated and get no answer. The kernel does not translate the
-// next ones either, as long as it has the entry of the first.
-func TestAConnectionThatBeganBeforeItsServiceIsEstablished(t *testing.T) {
+// TestTCPConnectionStartedBeforeItsServiceIsEstablished uses a client whose first packets
+// pass through the node untranslated and get no reply. The kernel does not translate
+// later ones either while the entry of the first one exists.
+func TestTCPConnectionStartedBeforeItsServiceIsEstablished(t *testing.T) {
 	const web = "10.96.0.10:80"
-	n, opts := world(t)
+	n, opts := newNamespace(t)
 	client, pods := routed(t, n, pod1)
 	var server net.Listener
 	if err := pods.Do(func() (err error) { server, err = net.Listen("tcp", pod1); return err }); err != nil {
@@ -104,7 +105,7 @@ func TestAConnectionThatBeganBeforeItsServiceIsEstablished(t *testing.T) {
 	r, _ := start(t, opts)
 	translate(t, n, "")
 	before := services(t, map[string]string{"web": "ip 10.96.0.10\nport 80/tcp"})
-	tell(t, r, whole(before))
+	syncAndFlush(t, r, wholePass(before))
 
 	connected := make(chan error, 1)
 	go func() {
@@ -122,13 +123,13 @@ func TestAConnectionThatBeganBeforeItsServiceIsEstablished(t *testing.T) {
 		}
 	}
 	translate(t, n, "ip daddr 10.96.0.10 tcp dport 80 dnat to 10.1.0.1:5053")
-	tell(t, r, difference(before, services(t, map[string]string{"web": "ip 10.96.0.10\nport 80/tcp\nready 10.1.0.1"})))
+	syncAndFlush(t, r, difference(before, services(t, map[string]string{"web": "ip 10.96.0.10\nport 80/tcp\nready 10.1.0.1"})))
 	if err := <-connected; err != nil {
 		t.Error(err)
 	}
 }
 
-// answer has a UDP server of a name in a namespace until the test ends.
+// answer runs a UDP server in a namespace until the test ends. It replies with name.
 func answer(t *testing.T, n *netnstest.Namespace, address, name string) {
 	t.Helper()
 	var c net.PacketConn
@@ -166,7 +167,7 @@ func socket(t *testing.T, n *netnstest.Namespace, to string) net.Conn {
 	return c
 }
 
-// ask returns who answers, empty if nobody does.
+// ask returns the name of the server that replies, or "" without a reply.
 func ask(c net.Conn) string {
 	c.SetDeadline(time.Now().Add(200 * time.Millisecond))
 	if _, err := c.Write([]byte("?")); err != nil {
@@ -177,7 +178,7 @@ func ask(c net.Conn) string {
 	return string(buffer[:read])
 }
 
-// expect asks until the right one answers. An answer may be one to an earlier
+// expect asks until the wanted server replies. An earlier reply may be one to an earlier
 // question.
 func expect(t *testing.T, c net.Conn, want string) {
 	t.Helper()
@@ -186,6 +187,6 @@ func expect(t *testing.T, c net.Conn, want string) {
 		got = ask(c)
 	}
 	if got != want {
-		t.Errorf("%s is answered by %q, want %q", c.RemoteAddr(), got, want)
+		t.Errorf("reply of %s comes from %q, want %q", c.RemoteAddr(), got, want)
 	}
 }

@@ -14,34 +14,35 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// place is where clients of UDP or TCP find a service: an address and port. The address
-// is the unspecified one of its family for a node port, and the port is 0 where the
-// service has all.
-type place struct {
+// destination is where clients send packets for a service: an address, a port, and UDP or
+// TCP. A node port has the unspecified address of its family. An all-ports service has
+// port 0.
+type destination struct {
 	netip.AddrPort
 	protocol uint8
 }
 
-// flow is a connection as connection tracking knows it: one of UDP, or one of TCP that
-// is not translated and has no answer yet.
+// flow is a connection-tracking entry that may be stale: one of UDP, or one of TCP that
+// is not translated and has no reply yet.
 type flow struct {
 	protocol uint8
-	to       netip.AddrPort // where the client sends to
-	endpoint netip.AddrPort // who answers; the same as to if nobody translates it
+	to       netip.AddrPort // the destination of the client's packets
+	endpoint netip.AddrPort // the source of the replies; equal to to without translation
 }
 
-// verdict says which flows to a place are right.
+// verdict decides which flows to a destination are stale. The zero verdict is that of a
+// destination without a service.
 type verdict struct {
-	view     *api.ServiceEndpoints // nil if no service is there any more
+	view     *api.ServiceEndpoints // nil if the destination has no service any more
 	port     *api.PortMapping      // nil for all ports
 	forwards bool                  // new flows of some clients get an endpoint
 }
 
-// stale reports whether a flow to the place has to end: as its endpoint has gone,
-// or as it has none although the service has.
+// stale reports whether a flow to the destination has to be deleted: its endpoint was
+// removed, or it has no endpoint although the service has one.
 func (v verdict) stale(f flow) bool {
 	switch {
-	case v.serves(f.endpoint):
+	case v.allows(f.endpoint):
 		return false
 	case f.endpoint != f.to:
 		return true
@@ -50,13 +51,13 @@ func (v verdict) stale(f flow) bool {
 	}
 }
 
-// serves reports whether an endpoint serves the place or did so and is still
-// there: draining ones have not gone.
-func (v verdict) serves(endpoint netip.AddrPort) bool {
-	return v.view != nil && (v.among(v.view.Endpoints, endpoint) || v.among(v.view.Draining, endpoint))
+// allows reports whether flows to endpoint may continue: it is an endpoint of the
+// destination, or a draining one.
+func (v verdict) allows(endpoint netip.AddrPort) bool {
+	return v.view != nil && (v.contains(v.view.Endpoints, endpoint) || v.contains(v.view.Draining, endpoint))
 }
 
-func (v verdict) among(list []api.Endpoint, endpoint netip.AddrPort) bool {
+func (v verdict) contains(list []api.Endpoint, endpoint netip.AddrPort) bool {
 	i := sort.Search(len(list), func(i int) bool { return list[i].Addr.Compare(endpoint.Addr()) >= 0 })
 	for ; i < len(list) && list[i].Addr == endpoint.Addr(); i++ {
 		if v.port == nil || list[i].TargetPort(v.port) == int32(endpoint.Port()) {
@@ -66,7 +67,8 @@ func (v verdict) among(list []api.Endpoint, endpoint netip.AddrPort) bool {
 	return false
 }
 
-// endpoints yields all that serves is true of.
+// endpoints yields all endpoints of a family that allows accepts, with port 0 for all
+// ports.
 func (v verdict) endpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	return func(yield func(netip.AddrPort) bool) {
 		if v.view == nil {
@@ -87,26 +89,26 @@ func (v verdict) endpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	}
 }
 
-// outdates reports whether flows to p that were right by the verdict before may be
-// stale by v. The zero verdict is that of a place without a service.
-func (v verdict) outdates(before verdict, p place) bool {
+// outdates reports whether v may make flows to d stale that were not stale by the verdict
+// before.
+func (v verdict) outdates(before verdict, d destination) bool {
 	if v.forwards && !before.forwards {
 		return true
 	}
-	if p.protocol == unix.IPPROTO_TCP {
+	if d.protocol == unix.IPPROTO_TCP {
 		return false
 	}
-	for e := range before.endpoints(api.FamilyOf(p.Addr())) {
-		if !v.serves(e) {
+	for e := range before.endpoints(api.FamilyOf(d.Addr())) {
+		if !v.allows(e) {
 			return true
 		}
 	}
 	return false
 }
 
-// verdictsOf returns the verdict on every place of a service. A nil view has none.
-func verdictsOf(view *api.ServiceEndpoints) map[place]verdict {
-	verdicts := map[place]verdict{}
+// verdictsOf returns the verdict for each destination of a service. A nil view has none.
+func verdictsOf(view *api.ServiceEndpoints) map[destination]verdict {
+	verdicts := map[destination]verdict{}
 	for f := range nodeview.Frontends(view) {
 		c := f.Claim()
 		at := netip.AddrPortFrom(c.IP, uint16(c.Port))
@@ -115,10 +117,10 @@ func verdictsOf(view *api.ServiceEndpoints) map[place]verdict {
 			forwards: f.Elsewhere.Verdict == nodeview.Forward || f.Node.Verdict == nodeview.Forward,
 		}
 		if f.ServicePort == nil || f.Protocol == api.UDP {
-			verdicts[place{at, unix.IPPROTO_UDP}] = v
+			verdicts[destination{at, unix.IPPROTO_UDP}] = v
 		}
 		if f.ServicePort == nil || f.Protocol == api.TCP {
-			verdicts[place{at, unix.IPPROTO_TCP}] = v
+			verdicts[destination{at, unix.IPPROTO_TCP}] = v
 		}
 	}
 	return verdicts

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package conntrack
+
+import (
+	"maps"
+	"net/netip"
+	"sync"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// queue holds the destinations whose flows the next pass checks. Sync adds them.
+type queue struct {
+	// destinations are the UDP destinations of each service as it was delivered last,
+	// and owners is the service of each destination. A destination that another service
+	// has taken over belongs to destinations of both services until the driver delivers
+	// or prunes the first one.
+	destinations map[types.NamespacedName][]destination
+	owners       map[destination]types.NamespacedName
+	pass         sink.Pass
+
+	mu  sync.Mutex
+	due map[destination]item
+	// count is the number of the last call of add that queued something.
+	count uint64
+}
+
+// item is a queued destination. Later changes update its verdict, so that a pass keeps
+// the flows to an endpoint that was added after the destination was queued.
+type item struct {
+	verdict
+	count uint64
+}
+
+func newQueue() *queue {
+	return &queue{
+		destinations: map[types.NamespacedName][]destination{},
+		owners:       map[destination]types.NamespacedName{},
+		due:          map[destination]item{},
+	}
+}
+
+// add queues the destinations whose flows c may have made stale, and reports whether
+// there are any. Calls must not overlap.
+func (q *queue) add(c *sink.Changes) bool {
+	due := map[destination]verdict{}     // destinations to check
+	present := map[destination]verdict{} // other destinations of the services in c
+	var removed []destination
+	q.pass.Begin(c)
+	for s := range c.Services {
+		now := verdictsOf(s.New)
+		var before map[destination]verdict
+		if !s.Unsure {
+			before = verdictsOf(s.Old)
+		}
+		for d, v := range now {
+			old, had := before[d]
+			if v.outdates(old, d) || !had && d.protocol == unix.IPPROTO_UDP {
+				due[d] = v
+			} else {
+				present[d] = v
+			}
+		}
+		removed = append(removed, q.replace(s.Key, now)...)
+	}
+	if c.Last {
+		for key := range q.destinations {
+			if q.pass.Stale(key) {
+				removed = append(removed, q.replace(key, nil)...)
+			}
+		}
+	}
+	for _, d := range removed {
+		if _, taken := q.owners[d]; !taken {
+			due[d] = verdict{}
+		}
+	}
+
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for d, v := range present {
+		if old, ok := q.due[d]; ok {
+			q.due[d] = item{v, old.count}
+		}
+	}
+	if len(due) == 0 {
+		return false
+	}
+	q.count++
+	for d, v := range due {
+		q.due[d] = item{v, q.count}
+	}
+	return true
+}
+
+// replace records the present UDP destinations of a service. It returns those that the
+// service had before, except the ones that another service has taken over.
+func (q *queue) replace(key types.NamespacedName, now map[destination]verdict) (removed []destination) {
+	for _, d := range q.destinations[key] {
+		if _, keeps := now[d]; !keeps && q.owners[d] == key {
+			delete(q.owners, d)
+			removed = append(removed, d)
+		}
+	}
+	var destinations []destination
+	for d := range now {
+		if d.protocol == unix.IPPROTO_UDP {
+			destinations = append(destinations, d)
+			q.owners[d] = key
+		}
+	}
+	if destinations == nil {
+		delete(q.destinations, key)
+		return removed
+	}
+	q.destinations[key] = destinations
+	return removed
+}
+
+// stale reports whether a flow has to be deleted. The most specific queued destination
+// decides: address and port, then the whole address, then the node port if nodeAddrs
+// contains the address.
+func (q *queue) stale(f flow, nodeAddrs map[netip.Addr]bool) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	addr, port := f.to.Addr(), f.to.Port()
+	if item, ok := q.due[destination{f.to, f.protocol}]; ok {
+		return item.stale(f)
+	}
+	if item, ok := q.due[destination{netip.AddrPortFrom(addr, 0), f.protocol}]; ok {
+		return item.stale(f)
+	}
+	if nodeAddrs[addr] {
+		if item, ok := q.due[destination{netip.AddrPortFrom(api.Unspecified(api.FamilyOf(addr)), port), f.protocol}]; ok {
+			return item.stale(f)
+		}
+	}
+	return false
+}
+
+// pending returns the queued destinations and their highest count.
+func (q *queue) pending() (destinations []destination, count uint64) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for d := range q.due {
+		destinations = append(destinations, d)
+	}
+	return destinations, q.count
+}
+
+// done removes the destinations that were queued up to count.
+func (q *queue) done(count uint64) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	maps.DeleteFunc(q.due, func(_ destination, i item) bool { return i.count <= count })
+	if len(q.due) == 0 {
+		q.due = map[destination]item{} // free the memory: a sink pass may queue every service
+	}
+}

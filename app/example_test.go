@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package app_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/app"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/spf13/pflag"
+)
+
+// A program calls app.Main with its sink, or app.Execute with the command. This example
+// passes the arguments itself.
+func Example() {
+	program := func(_ context.Context, services []*api.ServiceEndpoints) error {
+		for _, s := range services {
+			fmt.Println("program", s.Key(), "with", len(s.Endpoints), "endpoints")
+		}
+		return nil
+	}
+	cmd := app.Command("my-proxy", sink.FullState(program))
+	cmd.SetArgs([]string{"--manifests", "../examples/demo.yaml", "--node-name", "vm-002", "--once"})
+	if err := cmd.ExecuteContext(context.Background()); err != nil {
+		log.Fatal(err)
+	}
+	// Output:
+	// program default/web with 2 endpoints
+}
+
+// tables is a sink with a flag.
+type tables struct{ table string }
+
+// Register implements app.Configurable.
+func (t *tables) Register(fs *pflag.FlagSet) {
+	fs.StringVar(&t.table, "table", "my-proxy", "the `name` of the table to program")
+}
+
+// Configure implements app.Configurable.
+func (t *tables) Configure() error {
+	if t.table == "" {
+		return errors.New("--table is empty")
+	}
+	return nil
+}
+
+// Sync implements sink.Sink.
+func (t *tables) Sync(_ context.Context, c *sink.Changes) error {
+	for s := range c.Services {
+		fmt.Println("table", t.table, "gets", s.Key)
+	}
+	return nil
+}
+
+// A sink with flags of its own.
+func ExampleConfigurable() {
+	for _, table := range []string{"nodes", ""} {
+		cmd := app.Command("my-proxy", &tables{})
+		cmd.SetArgs([]string{"--manifests=../examples/demo.yaml", "--node-name=vm-002", "--once", "--table=" + table})
+		fmt.Println(cmd.ExecuteContext(context.Background()))
+	}
+	// Output:
+	// table nodes gets default/web
+	// <nil>
+	// --table is empty
+}

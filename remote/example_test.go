@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package remote_test
+
+import (
+	"context"
+	"fmt"
+	"log"
+	"net"
+	"net/netip"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/cluster"
+	"github.com/kpng-project/kpng/remote"
+	"github.com/kpng-project/kpng/remote/transport"
+	"github.com/kpng-project/kpng/sink"
+)
+
+// A server and the sink of one node. They usually run in two processes, and the server's
+// state comes from a watcher.
+func Example() {
+	ctx, stop := context.WithCancel(context.Background())
+	defer stop()
+	state := cluster.New(cluster.Options{Resumable: true})
+	state.Update(func(tx *cluster.Tx) {
+		tx.SetNode(&api.Node{Name: "node-1"})
+		tx.SetService(&api.Service{
+			Namespace: "default", Name: "web", Type: api.ClusterIP,
+			IPs:        api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr("10.96.0.1"))},
+			IPFamilies: []api.Family{api.IPv4},
+			Ports:      []api.PortMapping{{Protocol: api.TCP, Port: 80}},
+		})
+	})
+	state.SetSynced()
+
+	server, err := remote.NewServer(state, remote.ServerOptions{})
+	if err != nil {
+		log.Fatal(err)
+	}
+	listener, err := net.Listen("tcp", "127.0.0.1:0") // or transport.Address.Listen
+	if err != nil {
+		log.Fatal(err)
+	}
+	served := make(chan error)
+	go func() { served <- server.Serve(ctx, listener) }()
+
+	client, err := remote.NewClient(remote.ClientOptions{
+		NodeName:    "node-1",
+		DialOptions: transport.DialOptions{Addresses: []string{listener.Addr().String()}},
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	following := make(chan error)
+	go func() { following <- client.Run(ctx) }()
+	program := sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
+		for _, s := range services {
+			fmt.Println("program", s.Key(), "at", s.Service.IPs.ClusterIPs.V4)
+		}
+		return nil
+	})
+	if err := sink.Run(ctx, client, program, sink.Options{Once: true}); err != nil {
+		log.Fatal(err)
+	}
+
+	stop()
+	fmt.Println("client:", <-following)
+	fmt.Println("server:", <-served)
+	// Output:
+	// program default/web at [10.96.0.1]
+	// client: context canceled
+	// server: <nil>
+}

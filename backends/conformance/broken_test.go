@@ -18,98 +18,99 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 )
 
-// fault is a fault of a proxy with the cases that must fail for it.
+// fault is a fault of a proxy, and the cases that must fail because of it.
 type fault struct {
 	name string
-	// The fault is in the proxy's sink, or view changes the objects that it reads.
+	// Either sink is a fault of the reference proxy, or view modifies the objects that the
+	// proxy reads.
 	sink reference.Fault
 	view func(*Objects)
-	// cases are parts of the names of cases.
+	// cases are substrings of the names of cases.
 	cases []string
 }
 
 var faults = []fault{
 	{name: "all connections go to one endpoint", sink: reference.OneEndpoint, cases: []string{
-		"a cluster IP leads to every", "a cluster IP is served for clients outside", "in the network of a host",
+		"a cluster IP leads to every", "clients outside the cluster", "use the host network",
 		"each family from its own", "a node port is served at every", "an external IP is served", "a load-balancer IP is served"}},
-	{name: "connections are spread unevenly", sink: reference.Uneven, cases: []string{"spread evenly", "two slices that name"}},
+	{name: "connections are spread unevenly", sink: reference.Uneven, cases: []string{"distributed evenly", "an endpoint in two slices"}},
 	{name: "draining endpoints get connections", sink: reference.DrainingToo, cases: []string{
 		"terminating endpoints get no connections while", "policy Local prefers ready"}},
 	{name: "IPv6 is forgotten", sink: reference.OneFamily, cases: []string{"becomes dual-stack", "a family without endpoints"}},
-	{name: "ports are kept", sink: reference.KeepPort, cases: []string{"a named target port", "a change of a target port alone"}},
+	{name: "the destination port is not translated", sink: reference.KeepPort, cases: []string{"a named target port", "changing only a target port"}},
 	{name: "a port's rules match any port", sink: reference.AnyPort, cases: []string{
-		"each port has its own endpoints", "one port without endpoints", "a change of a port's number", "share an address on different"}},
-	{name: "a port's rules match any protocol", sink: reference.AnyProtocol, cases: []string{"TCP and UDP of one number"}},
-	{name: "a port's name is its identity", sink: reference.LosesRenamed, cases: []string{"a change of a port's name alone"}},
-	{name: "SCTP is refused as a whole", sink: reference.RefusesSCTP, cases: []string{"may not know", "an SCTP port leads"}},
-	{name: "all-ports services take TCP only", sink: reference.NoAllPorts, cases: []string{
-		"all ports of all addresses", "echo requests", "an endpoint reaches itself", "to any port are", "ports of the service and of its slices", "a younger service gets no port"}},
-	{name: "nothing is refused, only dropped", sink: reference.DropsAll, cases: []string{
+		"each port has its own endpoints", "a port without endpoints", "changing only a port's number", "share an address with different"}},
+	{name: "a port's rules match any protocol", sink: reference.AnyProtocol, cases: []string{"TCP and UDP ports with the same number"}},
+	{name: "a renamed port loses its service", sink: reference.LosesRenamed, cases: []string{"changing only a port's name"}},
+	{name: "an SCTP port blocks all programming", sink: reference.RefusesSCTP, cases: []string{"may not support", "an SCTP port leads"}},
+	{name: "all-ports services accept only TCP", sink: reference.NoAllPorts, cases: []string{
+		"all ports of all addresses", "echo requests", "an endpoint reaches itself through", "to any port are", "ports of the service and of its slices", "a younger service gets no port"}},
+	{name: "connections are dropped instead of refused", sink: reference.DropsAll, cases: []string{
 		"a service without endpoints refuses", "a node port of a service without", "external addresses of a service without",
 		"connections are refused if no endpoint", "refuses connections if there are no endpoints"}},
-	{name: "there are no verdicts", sink: reference.NoVerdicts, cases: []string{
-		"the first endpoint takes", "a family without endpoints refuses", "drops connections if", "drops connections from outside"}},
-	{name: "unknown ports are left alone", sink: reference.UnknownPorts, cases: []string{"none of the service's refuses"}},
-	{name: "node ports are on all addresses", sink: reference.AnyNodePort, cases: []string{"loopback addresses", "other than those chosen"}},
-	{name: "node ports are on one address", sink: reference.FirstNodePort, cases: []string{"a node port is served at every"}},
+	{name: "connections without endpoints are neither refused nor dropped", sink: reference.NoVerdicts, cases: []string{
+		"the first endpoint gets", "a family without endpoints refuses", "internal policy Local drops", "drops connections from outside"}},
+	{name: "unknown ports are not handled", sink: reference.UnknownPorts, cases: []string{"ports that its service does not have"}},
+	{name: "node ports are served at all addresses", sink: reference.AnyNodePort, cases: []string{"loopback addresses", "only at the configured node addresses"}},
+	{name: "node ports are served at one address", sink: reference.FirstNodePort, cases: []string{"a node port is served at every"}},
 	{name: "load-balancer IPs of mode Proxy are served", sink: reference.ServesProxied, cases: []string{"of mode Proxy"}},
-	{name: "claims are ignored", sink: reference.IgnoresClaims, cases: []string{"of two services that claim"}},
+	{name: "claims are ignored", sink: reference.IgnoresClaims, cases: []string{"if two services claim"}},
 	{name: "source ranges are ignored", sink: reference.AnySource, cases: []string{
-		"let nobody else in", "hold for sources on this node", "that is an external IP too", "ranges of the other family only"}},
-	{name: "all source ranges but the first are ignored", cases: []string{"let nobody else in", "a range of all addresses"},
+		"cannot use the load-balancer IP", "apply to clients on this node", "that is also an external IP", "source ranges of only the other family"}},
+	{name: "all source ranges except the first are ignored", cases: []string{"cannot use the load-balancer IP", "a range of all addresses"},
 		view: services(func(s *corev1.Service) {
 			if ranges := s.Spec.LoadBalancerSourceRanges; len(ranges) > 1 {
 				s.Spec.LoadBalancerSourceRanges = ranges[:1]
 			}
 		})},
-	{name: "source ranges hold everywhere", sink: reference.GuardsAll, cases: []string{"hold for load-balancer IPs only"}},
-	{name: "source ranges come after verdicts", sink: reference.GuardsLate, cases: []string{"come before the verdict"}},
-	{name: "a service's own address is a source like any other", sink: reference.NoOwnAddress, cases: []string{"from the service's own load-balancer IP"}},
-	{name: "there is no short circuit", sink: reference.NoShortCircuit, cases: []string{"ignore external policy Local", "only connections to external addresses"}},
-	{name: "hairpin is not masqueraded", sink: reference.NoHairpin, cases: []string{"an endpoint that reaches itself through"}},
-	{name: "nothing but hairpin is masqueraded", sink: reference.NoMasquerade, cases: []string{
-		"with policy Cluster, all connections get", "get the address towards", "if that is asked for"}},
+	{name: "source ranges apply to all frontends", sink: reference.GuardsAll, cases: []string{"apply only to load-balancer IPs"}},
+	{name: "source ranges apply after verdicts", sink: reference.GuardsLate, cases: []string{"drops clients outside its source ranges"}},
+	{name: "source ranges do not admit the service's own addresses", sink: reference.NoOwnAddress, cases: []string{"from the service's own load-balancer IP"}},
+	{name: "there is no short circuit", sink: reference.NoShortCircuit, cases: []string{"ignore external policy Local", "ignore them only at external addresses"}},
+	{name: "hairpin is not masqueraded", sink: reference.NoHairpin, cases: []string{"an endpoint that connects to itself"}},
+	{name: "only hairpin is masqueraded", sink: reference.NoMasquerade, cases: []string{
+		"with policy Cluster, all connections get", "source address of the route", "if so configured"}},
 	{name: "everything is masqueraded", sink: reference.MasqueradesAll, cases: []string{"keep their source address"}},
 	{name: "there is no affinity", sink: reference.NoAffinity, cases: []string{
-		"a client address keeps", "the node and its pods", "whatever address of the service", "ends when a client", "when an endpoint goes",
-		"is no longer ready its", "when endpoints come", "taken away, or given"}},
-	{name: "affinity is for ever", sink: reference.EternalAffinity, cases: []string{"ends when a client"}},
-	{name: "affinity is to a place in a list", sink: reference.FixedAffinity, cases: []string{"when endpoints come"}},
-	{name: "affinity is the same for all ports", sink: reference.SharedAffinity, cases: []string{"has its own affinity"}},
-	{name: "affinity leads to any endpoint", sink: reference.LooseAffinity, cases: []string{"never leads outside"}},
-	{name: "flows are left alone", sink: reference.KeepsFlows, cases: []string{"a UDP flow"}},
-	{name: "flows are forgotten", sink: reference.ForgetsFlows, cases: []string{"established TCP connections", "UDP flows stay", "a restart leaves"}},
-	{name: "health checks are always good", sink: reference.HealthLies, cases: []string{"tells how many"}},
-	{name: "health-check ports stay open", sink: reference.HealthStays, cases: []string{"follows its service"}},
-	{name: "a health-check port that is in use stops everything", sink: reference.HealthFirst, cases: []string{"that is in use disturbs"}},
-	{name: "rules stay", sink: reference.KeepsRules, cases: []string{
-		"an endpoint that comes takes", "that is deleted is left", "of another proxy", "takes the place of", "a node port that a service gives up",
-		"an external IP that a service gives up", "swap their external IPs", "what changes while no process"}},
-	{name: "a change takes everything down for a moment", sink: reference.Flushes, cases: []string{"while many services", "killed while it programs"}},
-	{name: "others' rules are flushed", sink: reference.FlushesOthers, cases: []string{"two instances"}},
+		"a client keeps its endpoint", "the node and its pods", "at all addresses of a service", "ends only when a client", "when an endpoint is removed",
+		"is no longer ready", "while others are added", "disabling and enabling"}},
+	{name: "affinity never ends", sink: reference.EternalAffinity, cases: []string{"ends only when a client"}},
+	{name: "affinity depends on the position in the list of endpoints", sink: reference.FixedAffinity, cases: []string{"while others are added"}},
+	{name: "the ports of a service share affinity", sink: reference.SharedAffinity, cases: []string{"has its own affinity"}},
+	{name: "affinity may select any endpoint", sink: reference.LooseAffinity, cases: []string{"never selects"}},
+	{name: "connection tracking is not cleaned up", sink: reference.KeepsFlows, cases: []string{"a UDP flow"}},
+	{name: "each change deletes all flows", sink: reference.ForgetsFlows, cases: []string{"established TCP connections", "UDP flows keep", "survive a restart"}},
+	{name: "health checks always succeed", sink: reference.HealthLies, cases: []string{"reports the number"}},
+	{name: "health-check ports are not closed", sink: reference.HealthStays, cases: []string{"with its service"}},
+	{name: "a health-check port that is in use blocks all programming", sink: reference.HealthFirst, cases: []string{"that is in use affects"}},
+	{name: "stale rules are not deleted", sink: reference.KeepsRules, cases: []string{
+		"an added endpoint gets", "traffic to a deleted service", "of another proxy", "take over the cluster IP", "a node port is closed",
+		"an external IP that was removed", "swap their external IPs", "changes that it missed"}},
+	{name: "each change briefly deletes all rules", sink: reference.Flushes, cases: []string{"while many services", "killed while it programs"}},
+	{name: "rules of other owners are flushed", sink: reference.FlushesOthers, cases: []string{"two instances"}},
 	{name: "clean-up does nothing", sink: reference.LeavesTable, cases: []string{"clean-up removes"}},
-	{name: "all endpoints are ready", cases: []string{"that are not ready get no", "connections are refused if no endpoint is ready"},
+	{name: "all endpoints count as ready", cases: []string{"that are not ready get no", "connections are refused if no endpoint is ready"},
 		view: endpoints(func(e *discoveryv1.Endpoint) bool { e.Conditions = discoveryv1.EndpointConditions{}; return true })},
 	{name: "missing conditions mean not ready", cases: []string{"missing conditions"},
 		view: endpoints(func(e *discoveryv1.Endpoint) bool { return e.Conditions.Ready != nil })},
-	{name: "terminating endpoints are not ready", cases: []string{"ready and terminating counts"},
+	{name: "terminating endpoints are not ready", cases: []string{"both ready and terminating"},
 		view: endpoints(func(e *discoveryv1.Endpoint) bool {
 			ready := *e.Conditions.Ready && !*e.Conditions.Terminating
 			e.Conditions.Ready = &ready
 			return true
 		})},
-	{name: "terminating endpoints are gone", cases: []string{"those that serve and terminate get", "policy Local falls back", "the fallback to terminating"},
+	{name: "terminating endpoints are ignored", cases: []string{"those that are both serving and terminating", "policy Local falls back", "the fallback to terminating"},
 		view: endpoints(func(e *discoveryv1.Endpoint) bool { return !*e.Conditions.Terminating })},
-	{name: "there are no hints", cases: []string{
-		"zone hints on all", "node hints on all", "that a ready endpoint lacks", "zone hints choose", "followed at external", "loses its zone"},
+	{name: "hints are ignored", cases: []string{
+		"zone hints on all", "node hints on all", "if a ready endpoint has none", "zone hints apply", "hints also apply at external", "loses its zone"},
 		view: endpoints(func(e *discoveryv1.Endpoint) bool { e.Hints = nil; return true })},
-	{name: "hints are orders", cases: []string{"for other zones only", "the fallback to terminating", "policy Local ignores hints"},
+	{name: "hints apply without exception", cases: []string{"if all are for other zones", "the fallback to terminating", "policy Local ignores hints"},
 		view: endpoints(func(e *discoveryv1.Endpoint) bool {
 			return e.Hints == nil || slices.Contains(e.Hints.ForZones, discoveryv1.ForZone{Name: zone})
 		})},
-	{name: "policies are ignored", cases: []string{
-		"internal policy Local leads", "internal policy Local drops", "external policy Local leads", "external policy Local drops", "counts for external IPs",
-		"only connections to external addresses", "a change of the policies"},
+	{name: "traffic policies are ignored", cases: []string{
+		"internal policy Local uses", "internal policy Local drops", "external policy Local uses", "external policy Local drops", "applies to external IPs",
+		"ignore them only at external addresses", "changes of the traffic policies"},
 		view: services(func(s *corev1.Service) {
 			cluster := corev1.ServiceInternalTrafficPolicyCluster
 			s.Spec.InternalTrafficPolicy = &cluster
@@ -117,7 +118,7 @@ var faults = []fault{
 				s.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyCluster
 			}
 		})},
-	{name: "a policy holds everywhere", cases: []string{"does not count at"},
+	{name: "each traffic policy applies to all frontends", cases: []string{"does not apply at"},
 		view: services(func(s *corev1.Service) {
 			local := corev1.ServiceInternalTrafficPolicyLocal
 			if *s.Spec.InternalTrafficPolicy == local || s.Spec.ExternalTrafficPolicy == corev1.ServiceExternalTrafficPolicyLocal {
@@ -161,8 +162,8 @@ func (m *misreading) Publish(ctx context.Context, objects *Objects) error {
 	return m.sinkSubject.Publish(ctx, objects)
 }
 
-// TestEveryCaseCanFail breaks the reference proxy in different ways. It checks that the
-// named cases fail, and that each case fails for some fault.
+// TestEveryCaseCanFail gives the reference proxy each fault in turn. It checks that the
+// listed cases fail, and that every case fails for some fault.
 func TestEveryCaseCanFail(t *testing.T) {
 	var mu sync.Mutex
 	failed := map[string]bool{}
@@ -175,7 +176,7 @@ func TestEveryCaseCanFail(t *testing.T) {
 					if !slices.ContainsFunc(sections, func(s section) bool {
 						return slices.ContainsFunc(s.cases, func(c testCase) bool { return strings.Contains(c.name, part) })
 					}) {
-						t.Errorf("there is no case %q", part)
+						t.Errorf("no case has %q in its name", part)
 					}
 				}
 				for _, r := range failures(t, subject, f) {
@@ -183,7 +184,7 @@ func TestEveryCaseCanFail(t *testing.T) {
 					failed[r.Case] = failed[r.Case] || r.Outcome == Failed
 					mu.Unlock()
 					if r.Outcome != Failed {
-						t.Errorf("%s%s: %s", r.where(), r.Case, r.Outcome)
+						t.Errorf("%s%s: %s, want %s", r.where(), r.Case, r.Outcome, Failed)
 					}
 				}
 			})
@@ -192,13 +193,13 @@ func TestEveryCaseCanFail(t *testing.T) {
 	for _, section := range sections {
 		for _, c := range section.cases {
 			if !failed[c.name] {
-				t.Errorf("nothing makes this case fail: %s", c.name)
+				t.Errorf("case %q fails for no fault", c.name)
 			}
 		}
 	}
 }
 
-// failures runs the cases of a fault.
+// failures runs the cases that must fail because of f.
 func failures(t *testing.T, subject *sinkSubject, f fault) Matrix {
 	t.Helper()
 	pattern := make([]string, len(f.cases))
@@ -211,8 +212,8 @@ func failures(t *testing.T, subject *sinkSubject, f fault) Matrix {
 		s = &misreading{subject, f.view}
 	}
 	k := newKit(t, s, opts)
-	defer k.kill()                //nolint:errcheck // it may have ended
-	k.opts.Patience = time.Second // the expected event may never happen
+	defer k.kill()                //nolint:errcheck // the proxy may have ended
+	k.opts.Patience = time.Second // a broken proxy may never do what the case waits for
 	var matrix Matrix
 	for _, section := range sections {
 		for _, c := range section.cases {

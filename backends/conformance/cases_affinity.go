@@ -19,7 +19,7 @@ import (
 const clients = 12
 
 var affinityCases = []testCase{
-	{name: "a client address keeps its endpoint, and not all have the same", needs: []Feature{Affinity}, run: func(s *scene) {
+	{name: "a client keeps its endpoint, and clients use different endpoints", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.affine(10800)
 		s.publish()
 		for _, protocol := range s.protocols {
@@ -32,7 +32,7 @@ var affinityCases = []testCase{
 			}
 		}
 	}},
-	{name: "affinity holds for the node and its pods", needs: []Feature{Affinity}, run: func(s *scene) {
+	{name: "affinity applies to the node and its pods", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.affine(10800)
 		s.publish()
 		for _, from := range []person{s.node, s.c} {
@@ -44,7 +44,7 @@ var affinityCases = []testCase{
 			}
 		}
 	}},
-	{name: "affinity holds whatever address of the service a client uses", needs: []Feature{Affinity, AffinityAcrossFrontends}, run: func(s *scene) {
+	{name: "a client has the same endpoint at all addresses of a service", needs: []Feature{Affinity, AffinityAcrossFrontends}, run: func(s *scene) {
 		web := s.affine(10800)
 		s.publish()
 		chosen := s.choices(api.TCP, web.loadBalancerIP())
@@ -52,7 +52,7 @@ var affinityCases = []testCase{
 			s.same(chosen, s.choices(api.TCP, to), all)
 		}
 	}},
-	{name: "affinity ends when a client has made no new connection for the time-out, and not before", needs: []Feature{Affinity}, run: func(s *scene) {
+	{name: "affinity ends only when a client has made no new connection for the timeout", needs: []Feature{Affinity}, run: func(s *scene) {
 		const timeout = time.Second
 		web := s.affine(int32(timeout.Seconds()))
 		s.publish()
@@ -80,7 +80,7 @@ var affinityCases = []testCase{
 			return
 		}
 	}},
-	{name: "when an endpoint goes its clients choose anew, and no other client moves", needs: []Feature{Affinity}, run: func(s *scene) {
+	{name: "when an endpoint is removed, only its clients move to other endpoints", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.affine(10800)
 		s.publish()
 		for _, protocol := range s.protocols {
@@ -94,7 +94,7 @@ var affinityCases = []testCase{
 			s.same(second, s.choices(protocol, web.loadBalancerIP()), all)
 		}
 	}},
-	{name: "when an endpoint is no longer ready its clients choose anew, and no other client moves", needs: []Feature{Affinity}, run: func(s *scene) {
+	{name: "when an endpoint is no longer ready, only its clients move to other endpoints", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.affine(10800)
 		s.publish()
 		first := s.choices(api.TCP, web.loadBalancerIP())
@@ -107,7 +107,7 @@ var affinityCases = []testCase{
 		}
 		s.same(second, s.choices(api.TCP, web.loadBalancerIP()), all)
 	}},
-	{name: "when endpoints come, and go again, no client of others moves", needs: []Feature{Affinity}, run: func(s *scene) {
+	{name: "clients keep their endpoints while others are added and removed", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.affine(10800)
 		web.leadsTo(ready(s.b), ready(s.d))
 		s.publish()
@@ -119,7 +119,7 @@ var affinityCases = []testCase{
 		s.publish()
 		s.same(first, s.choices(api.TCP, web.loadBalancerIP()), all)
 	}},
-	{name: "affinity never leads outside the list that the client's traffic uses", needs: []Feature{Affinity}, run: func(s *scene) {
+	{name: "affinity never selects an endpoint that the traffic policy excludes", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.affine(10800).leadsTo(ready(s.d))
 		s.publish()
 		s.choices(api.TCP, web.loadBalancerIP()) // includes d
@@ -138,7 +138,7 @@ var affinityCases = []testCase{
 			s.failf("%d client addresses have the same endpoints at both ports", clients)
 		}
 	}},
-	{name: "affinity that is taken away, or given, takes effect at once", needs: []Feature{Affinity}, run: func(s *scene) {
+	{name: "disabling and enabling affinity takes effect immediately", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.affine(10800)
 		s.publish()
 		s.choices(api.TCP, web.loadBalancerIP())

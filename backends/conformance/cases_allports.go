@@ -12,7 +12,7 @@ import (
 )
 
 var allPortsCases = []testCase{
-	{name: "all ports of all addresses lead to endpoints, the port staying what it is", needs: []Feature{AllPorts}, run: func(s *scene) {
+	{name: "all ports of all addresses lead to the same ports of endpoints", needs: []Feature{AllPorts}, run: func(s *scene) {
 		web := s.allPorts().leadsTo(ready(s.a), ready(s.d))
 		s.publish()
 		for _, port := range world.PodPorts {
@@ -35,12 +35,12 @@ var allPortsCases = []testCase{
 			}
 		}
 	}},
-	{name: "an endpoint reaches itself", needs: []Feature{AllPorts}, run: func(s *scene) {
+	{name: "an endpoint reaches itself through its all-ports service", needs: []Feature{AllPorts}, run: func(s *scene) {
 		web := s.allPorts().leadsTo(ready(s.a))
 		s.publish()
 		s.masquerades(s.a, on(web.externalIP(), 8080), s.a)
 	}},
-	{name: "without endpoints connections to any port are refused", needs: []Feature{AllPorts, Reject}, run: func(s *scene) {
+	{name: "without endpoints, connections to any port are refused", needs: []Feature{AllPorts, Reject}, run: func(s *scene) {
 		web := s.allPorts()
 		s.publish()
 		for _, port := range []int{80, 8080} {
@@ -48,18 +48,18 @@ var allPortsCases = []testCase{
 			s.refuses(s.node, on(web.externalIP(), port))
 		}
 	}},
-	{name: "with policy Local and endpoints elsewhere only, connections to any port are dropped", needs: []Feature{AllPorts}, run: func(s *scene) {
+	{name: "with policy Local and all endpoints on other nodes, connections to any port are dropped", needs: []Feature{AllPorts}, run: func(s *scene) {
 		web := s.allPorts().externalLocal().leadsTo(ready(s.d))
 		s.publish()
 		s.drops(s.outside, on(web.externalIP(), 80), on(web.externalIP(), 8080))
 	}},
-	{name: "ports of the service and of its slices do not matter", needs: []Feature{AllPorts}, run: func(s *scene) {
+	{name: "the ports of the service and of its slices are ignored", needs: []Feature{AllPorts}, run: func(s *scene) {
 		web := s.allPorts()
 		web.alsoLeadsTo("1", nil, ready(s.a))
 		s.publish()
 		s.reaches(s.outside, on(web.externalIP(), 8081), s.a)
 	}},
-	{name: "a younger service gets no port of an address that is taken as a whole", needs: []Feature{AllPorts, Claims}, run: func(s *scene) {
+	{name: "a younger service gets no port of an address that an all-ports service has claimed", needs: []Feature{AllPorts, Claims}, run: func(s *scene) {
 		older := s.allPorts().leadsTo(ready(s.a))
 		younger := s.service("younger").leadsTo(ready(s.b))
 		younger.Spec.ExternalIPs, younger.Spec.ExternalTrafficPolicy = older.Spec.ExternalIPs, older.Spec.ExternalTrafficPolicy

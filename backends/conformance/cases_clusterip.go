@@ -21,12 +21,12 @@ var clusterIPCases = []testCase{
 			s.reaches(from, web.clusterIP(), s.a, s.b, s.d)
 		}
 	}},
-	{name: "a cluster IP is served for clients outside that have a route to it", needs: []Feature{ClusterIPsFromOutside}, run: func(s *scene) {
+	{name: "clients outside the cluster with a route to a cluster IP can use it", needs: []Feature{ClusterIPsFromOutside}, run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a), ready(s.b))
 		s.publish()
 		s.reaches(s.outside, web.clusterIP(), s.a, s.b)
 	}},
-	{name: "endpoints may be in the network of a host, of this node's too", run: func(s *scene) {
+	{name: "endpoints may use the host network, also that of this node", run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.node), ready(s.node2))
 		s.publish()
 		s.reaches(s.a, web.clusterIP(), s.node, s.node2)
@@ -43,7 +43,7 @@ var clusterIPCases = []testCase{
 		s.publish()
 		s.refuses(s.outside, web.clusterIP())
 	}},
-	{name: "the first endpoint takes connections, and when the last has gone they are refused again", needs: []Feature{Reject}, run: func(s *scene) {
+	{name: "the first endpoint gets connections, and they are refused again when the last is removed", needs: []Feature{Reject}, run: func(s *scene) {
 		web := s.service("web").leadsTo()
 		s.publish()
 		s.refuses(s.c, web.clusterIP())
@@ -54,25 +54,25 @@ var clusterIPCases = []testCase{
 		s.publish()
 		s.refuses(s.c, web.clusterIP())
 	}},
-	{name: "a port of a cluster IP that is none of the service's refuses connections", needs: []Feature{RejectUnknownPorts}, run: func(s *scene) {
+	{name: "a cluster IP refuses connections to ports that its service does not have", needs: []Feature{RejectUnknownPorts}, run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a))
 		s.publish()
 		for _, from := range []person{s.node, s.b} {
 			s.refuses(from, on(web.clusterIP(), 81))
 		}
 	}},
-	{name: "connections are spread evenly", run: func(s *scene) {
+	{name: "connections are distributed evenly", run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a), ready(s.b), ready(s.d), ready(s.e))
 		s.publish()
 		s.even(s.c, web.clusterIP(), s.a, s.b, s.d, s.e)
 	}},
-	{name: "two slices that name an endpoint name one endpoint", run: func(s *scene) {
+	{name: "an endpoint in two slices counts once", run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a), ready(s.b))
 		web.alsoLeadsTo("2", targetPorts(web.Spec.Ports), ready(s.a))
 		s.publish()
 		s.even(s.c, web.clusterIP(), s.a, s.b)
 	}},
-	{name: "an endpoint that comes takes connections, and one that goes takes none", run: func(s *scene) {
+	{name: "an added endpoint gets connections, and a removed endpoint gets none", run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
@@ -83,7 +83,7 @@ var clusterIPCases = []testCase{
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.b, s.d)
 	}},
-	{name: "a service that is deleted is left alone", run: func(s *scene) {
+	{name: "traffic to a deleted service passes unchanged", run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a))
 		s.service("stays").leadsTo(ready(s.b))
 		s.publish()
@@ -92,7 +92,7 @@ var clusterIPCases = []testCase{
 		s.publish()
 		s.leaves(s.c, web.clusterIP())
 	}},
-	{name: "a service of another proxy is left alone", run: func(s *scene) {
+	{name: "traffic to a service of another proxy passes unchanged", run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a))
 		web.Labels = map[string]string{proxyNameLabel: "somebody-else"}
 		s.publish()
@@ -107,7 +107,7 @@ var clusterIPCases = []testCase{
 }
 
 var portCases = []testCase{
-	{name: "TCP and UDP of one number are two ports", needs: []Feature{UDP}, run: func(s *scene) {
+	{name: "TCP and UDP ports with the same number are independent", needs: []Feature{UDP}, run: func(s *scene) {
 		web := s.service("web")
 		web.Spec.Ports[1].TargetPort = intstr.FromInt32(8081)
 		web.leadsTo().alsoLeadsTo("tcp", targetPorts(web.Spec.Ports[:1]), ready(s.a)).
@@ -125,7 +125,7 @@ var portCases = []testCase{
 		s.reaches(s.c, web.clusterIP(), s.a, s.d)
 		s.reaches(s.c, on(web.clusterIP(), 81), s.b)
 	}},
-	{name: "one port without endpoints refuses connections while another takes them", needs: []Feature{Reject}, run: func(s *scene) {
+	{name: "a port without endpoints refuses connections while another port accepts them", needs: []Feature{Reject}, run: func(s *scene) {
 		web := s.service("web").addPort("alt", 81, 8081)
 		half := len(web.Spec.Ports) / 2
 		web.leadsTo().alsoLeadsTo("2", targetPorts(web.Spec.Ports[:half]), ready(s.a))
@@ -133,7 +133,7 @@ var portCases = []testCase{
 		s.reaches(s.c, web.clusterIP(), s.a)
 		s.refuses(s.c, on(web.clusterIP(), 81))
 	}},
-	{name: "a named target port may have another number in each slice", run: func(s *scene) {
+	{name: "a named target port may have a different number in each slice", run: func(s *scene) {
 		web := s.service("web")
 		one := targetPorts(web.Spec.Ports)
 		for i := range web.Spec.Ports {
@@ -149,7 +149,7 @@ var portCases = []testCase{
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.b)
 	}},
-	{name: "a change of a port's number alone moves the port", needs: []Feature{RejectUnknownPorts}, run: func(s *scene) {
+	{name: "changing only a port's number moves the port", needs: []Feature{RejectUnknownPorts}, run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
@@ -160,7 +160,7 @@ var portCases = []testCase{
 		s.reaches(s.c, web.clusterIP(), s.a)
 		s.refuses(s.c, on(web.clusterIP(), 80))
 	}},
-	{name: "a change of a target port alone leads to the new one", needs: []Feature{EndpointRefusals}, run: func(s *scene) {
+	{name: "changing only a target port redirects new connections to it", needs: []Feature{EndpointRefusals}, run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a))
 		// No server listens on this port.
 		for i := range web.Spec.Ports {
@@ -176,7 +176,7 @@ var portCases = []testCase{
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
 	}},
-	{name: "a change of a port's name alone changes nothing", run: func(s *scene) {
+	{name: "changing only a port's name changes nothing", run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a), ready(s.b))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.b)
@@ -187,7 +187,7 @@ var portCases = []testCase{
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.b)
 	}},
-	{name: "a service that takes the place of one of another name has its address", run: func(s *scene) {
+	{name: "a new service can take over the cluster IP of a deleted one", run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
@@ -197,7 +197,7 @@ var portCases = []testCase{
 		s.publish()
 		s.reaches(s.c, renamed.clusterIP(), s.b)
 	}},
-	{name: "a port that the proxy may not know does not disturb the others", run: func(s *scene) {
+	{name: "a port of a protocol that the proxy may not support does not affect other ports", run: func(s *scene) {
 		web := s.service("web")
 		web.Spec.Ports = append(web.Spec.Ports, corev1.ServicePort{Name: "sctp", Protocol: corev1.ProtocolSCTP, Port: 80, TargetPort: intstr.FromInt32(8080)})
 		web.leadsTo(ready(s.a), ready(s.d))
@@ -234,7 +234,7 @@ var dualStackCases = []testCase{
 			s.reaches(s.c, netip.AddrPortFrom(netip.MustParseAddr(ip), servicePort), s.a, s.d)
 		}
 	}},
-	{name: "a family without endpoints refuses connections while the other takes them", once: true, needs: []Feature{Reject}, run: func(s *scene) {
+	{name: "a family without endpoints refuses connections while the other family accepts them", once: true, needs: []Feature{Reject}, run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a))
 		web.slices[0].only = api.IPv4
 		s.publish()

@@ -15,7 +15,7 @@ import (
 const flowCount = 8
 
 var connectionCases = []testCase{
-	{name: "established TCP connections to draining endpoints go on, and new ones go elsewhere", needs: []Feature{EstablishedStay}, run: func(s *scene) {
+	{name: "established TCP connections to draining endpoints continue, and new ones use other endpoints", needs: []Feature{EstablishedStay}, run: func(s *scene) {
 		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a), ready(s.d))
 		s.publish()
 		inside, outside := s.established(s.c, web, s.a), s.established(s.outside, web, s.a)
@@ -27,7 +27,7 @@ var connectionCases = []testCase{
 		inside.leadsTo(s.a)
 		outside.leadsTo(s.a)
 	}},
-	{name: "established TCP connections are left alone even when their endpoint, or the service, goes", needs: []Feature{EstablishedStay}, run: func(s *scene) {
+	{name: "established TCP connections continue when their endpoint or service is removed", needs: []Feature{EstablishedStay}, run: func(s *scene) {
 		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
 		s.service("stays").leadsTo(ready(s.b))
 		s.publish()
@@ -42,7 +42,7 @@ var connectionCases = []testCase{
 		inside.leadsTo(s.a)
 		outside.leadsTo(s.a)
 	}},
-	{name: "established TCP connections go on when their service's endpoints are all elsewhere, or none is left", needs: []Feature{EstablishedStay}, run: func(s *scene) {
+	{name: "established TCP connections continue when all ready endpoints are on other nodes and when none remains", needs: []Feature{EstablishedStay}, run: func(s *scene) {
 		web := s.service("web").withLoadBalancer().externalLocal().leadsTo(ready(s.a))
 		s.publish()
 		outside := s.established(s.outside, web, s.a)
@@ -56,7 +56,7 @@ var connectionCases = []testCase{
 		s.publish()
 		outside.leadsTo(s.a)
 	}},
-	{name: "a UDP flow to an endpoint that has gone moves to another", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
+	{name: "a UDP flow to a removed endpoint moves to another", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
 		web := s.service("web").exposed().leadsTo(ready(s.a))
 		s.publish()
 		flows := s.flowsTo(web)
@@ -71,7 +71,7 @@ var connectionCases = []testCase{
 			f.movesTo(s.d)
 		}
 	}},
-	{name: "UDP flows stay with their endpoint while that serves, whoever comes and goes", needs: []Feature{UDP, EstablishedStay}, run: func(s *scene) {
+	{name: "UDP flows keep a serving endpoint while other endpoints are added and removed", needs: []Feature{UDP, EstablishedStay}, run: func(s *scene) {
 		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.b), ready(s.d))
 		dns := s.service("dns").exposed().leadsTo(ready(s.a), ready(s.b), ready(s.d), ready(s.e))
 		s.publish()
@@ -100,7 +100,7 @@ var connectionCases = []testCase{
 		s.publish()
 		stay()
 	}},
-	{name: "a UDP flow ends when its service has no endpoint left, and goes on with the next", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
+	{name: "a UDP flow ends when its service has no endpoints and continues with the next endpoint", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
 		web := s.service("web").exposed().leadsTo(ready(s.a))
 		s.publish()
 		flows := s.flowsTo(web)
@@ -115,7 +115,7 @@ var connectionCases = []testCase{
 			f.movesTo(s.b)
 		}
 	}},
-	{name: "a UDP flow through a service that is deleted leads to its endpoints no more", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
+	{name: "a UDP flow through a deleted service no longer reaches its endpoints", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
 		web := s.service("web").withExternalIP().leadsTo(ready(s.a))
 		s.publish()
 		inside, outside := s.open(s.c, api.UDP, web.clusterIP()), s.open(s.outside, api.UDP, web.externalIP())
@@ -126,7 +126,7 @@ var connectionCases = []testCase{
 		inside.movesTo(person{Host: s.world.Beyond})
 		outside.movesTo(person{Host: s.world.Beyond})
 	}},
-	{name: "a UDP flow that bypassed a service moves to it when it gets its first endpoint", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
+	{name: "a UDP flow that bypassed a service moves to its first endpoint", needs: []Feature{UDP, FlowCleanup}, run: func(s *scene) {
 		web := s.service("web").withExternalIP().leadsTo(ready(s.a))
 		inside, outside := s.open(s.c, api.UDP, web.clusterIP()), s.open(s.outside, api.UDP, web.externalIP())
 		beyond := person{Host: s.world.Beyond}
@@ -136,7 +136,7 @@ var connectionCases = []testCase{
 		inside.movesTo(s.a)
 		outside.movesTo(s.a)
 	}},
-	{name: "a restart leaves flows and connections alone", needs: []Feature{Restart, EstablishedStay}, run: func(s *scene) {
+	{name: "flows and connections survive a restart", needs: []Feature{Restart, EstablishedStay}, run: func(s *scene) {
 		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.b), ready(s.d), ready(s.e))
 		s.publish()
 		stream := s.established(s.c, web, s.a)

@@ -15,7 +15,7 @@ import (
 )
 
 var externalCases = []testCase{
-	{name: "a node port is served at every node address, for clients anywhere", needs: []Feature{NodePorts}, run: func(s *scene) {
+	{name: "a node port is served at every node address to all clients", needs: []Feature{NodePorts}, run: func(s *scene) {
 		web := s.service("web").withNodePort().leadsTo(ready(s.a), ready(s.d))
 		s.publish()
 		for i := range 2 {
@@ -29,7 +29,7 @@ var externalCases = []testCase{
 		s.publish()
 		s.refuses(s.node, netip.AddrPortFrom(loopback(s.family), uint16(web.Spec.Ports[0].NodePort)))
 	}},
-	{name: "a node port is not served at addresses of the node other than those chosen", needs: []Feature{NodePorts, NodePortCIDRs}, run: func(s *scene) {
+	{name: "a node port is served only at the configured node addresses", needs: []Feature{NodePorts, NodePortCIDRs}, run: func(s *scene) {
 		web := s.service("web").withNodePort().leadsTo(ready(s.a))
 		s.publish()
 		s.refuses(s.b, netip.AddrPortFrom(gateway(s.family), uint16(web.Spec.Ports[0].NodePort)))
@@ -41,7 +41,7 @@ var externalCases = []testCase{
 			s.refuses(from, web.nodePort(0))
 		}
 	}},
-	{name: "a node port that a service gives up is closed", needs: []Feature{NodePorts}, run: func(s *scene) {
+	{name: "a node port is closed when its service changes to another", needs: []Feature{NodePorts}, run: func(s *scene) {
 		web := s.service("web").withNodePort().leadsTo(ready(s.a))
 		s.publish()
 		to := web.nodePort(0)
@@ -51,21 +51,21 @@ var externalCases = []testCase{
 		s.refuses(s.outside, to)
 		s.reaches(s.outside, web.nodePort(0), s.a)
 	}},
-	{name: "an external IP is served for clients anywhere", run: func(s *scene) {
+	{name: "an external IP is served to all clients", run: func(s *scene) {
 		web := s.service("web").withExternalIP().leadsTo(ready(s.a), ready(s.d))
 		s.publish()
 		for _, from := range []person{s.outside, s.c, s.node} {
 			s.reaches(from, web.externalIP(), s.a, s.d)
 		}
 	}},
-	{name: "a load-balancer IP is served for clients anywhere", run: func(s *scene) {
+	{name: "a load-balancer IP is served to all clients", run: func(s *scene) {
 		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a), ready(s.d))
 		s.publish()
 		for _, from := range []person{s.outside, s.c, s.node} {
 			s.reaches(from, web.loadBalancerIP(), s.a, s.d)
 		}
 	}},
-	{name: "a load-balancer IP of mode Proxy is left alone", run: func(s *scene) {
+	{name: "traffic to a load-balancer IP of mode Proxy passes unchanged", run: func(s *scene) {
 		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
 		mode := corev1.LoadBalancerIPModeProxy
 		web.Status.LoadBalancer.Ingress[0].IPMode = &mode
@@ -81,7 +81,7 @@ var externalCases = []testCase{
 			s.refuses(from, web.loadBalancerIP())
 		}
 	}},
-	{name: "an external IP that a service gives up is left alone", run: func(s *scene) {
+	{name: "traffic to an external IP that was removed from its service passes unchanged", run: func(s *scene) {
 		web := s.service("web").withExternalIP().leadsTo(ready(s.a))
 		s.publish()
 		to := web.externalIP()
@@ -92,7 +92,7 @@ var externalCases = []testCase{
 		s.reaches(s.outside, web.externalIP(), s.a)
 		s.leaves(s.outside, to)
 	}},
-	{name: "two services may swap their external IPs", run: func(s *scene) {
+	{name: "two services can swap their external IPs", run: func(s *scene) {
 		web := s.service("web").withExternalIP().leadsTo(ready(s.a))
 		dns := s.service("dns").withExternalIP().leadsTo(ready(s.d))
 		s.publish()
@@ -105,7 +105,7 @@ var externalCases = []testCase{
 		s.reaches(s.outside, web.externalIP(), s.a)
 		s.reaches(s.outside, dns.externalIP(), s.d)
 	}},
-	{name: "of two services that claim an address and port the older one has it, until it goes", needs: []Feature{Claims}, run: func(s *scene) {
+	{name: "if two services claim an address and port, the older one has it until it is deleted", needs: []Feature{Claims}, run: func(s *scene) {
 		older := s.service("a").withExternalIP().leadsTo(ready(s.a))
 		younger := s.service("b").leadsTo(ready(s.b))
 		younger.Spec.ExternalIPs, younger.Spec.ExternalTrafficPolicy = older.Spec.ExternalIPs, older.Spec.ExternalTrafficPolicy
@@ -116,7 +116,7 @@ var externalCases = []testCase{
 		s.publish()
 		s.reaches(s.outside, younger.externalIP(), s.b)
 	}},
-	{name: "two services may share an address on different ports", run: func(s *scene) {
+	{name: "two services can share an address with different ports", run: func(s *scene) {
 		web := s.service("web").withExternalIP().leadsTo(ready(s.a))
 		dns := s.service("dns")
 		dns.Spec.ExternalIPs, dns.Spec.ExternalTrafficPolicy = web.Spec.ExternalIPs, web.Spec.ExternalTrafficPolicy
@@ -141,7 +141,7 @@ func loopback(f api.Family) netip.Addr {
 func gateway(f api.Family) netip.Addr { return number(world.PodCIDRs[f], 1) }
 
 var sourceRangeCases = []testCase{
-	{name: "source ranges let nobody else in, by no load-balancer IP", needs: []Feature{SourceRanges}, run: func(s *scene) {
+	{name: "clients outside the source ranges cannot use the load-balancer IP", needs: []Feature{SourceRanges}, run: func(s *scene) {
 		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
 		friend, stranger := s.as(s.outside, 1), s.as(s.outside, 2)
 		web.Spec.LoadBalancerSourceRanges = []string{only(friend)}
@@ -157,7 +157,7 @@ var sourceRangeCases = []testCase{
 		s.publish()
 		s.reaches(friend, web.loadBalancerIP(), s.a)
 	}},
-	{name: "source ranges hold for sources on this node", needs: []Feature{SourceRanges}, run: func(s *scene) {
+	{name: "source ranges apply to clients on this node", needs: []Feature{SourceRanges}, run: func(s *scene) {
 		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
 		web.Spec.LoadBalancerSourceRanges = []string{only(s.as(s.c, 0))}
 		s.publish()
@@ -165,7 +165,7 @@ var sourceRangeCases = []testCase{
 		s.drops(s.b, web.loadBalancerIP())
 		s.drops(s.node, web.loadBalancerIP())
 	}},
-	{name: "source ranges hold for load-balancer IPs only", needs: []Feature{SourceRanges}, run: func(s *scene) {
+	{name: "source ranges apply only to load-balancer IPs", needs: []Feature{SourceRanges}, run: func(s *scene) {
 		web := s.service("web").exposed().leadsTo(ready(s.a))
 		web.Spec.LoadBalancerSourceRanges = []string{only(s.as(s.outside, 1))}
 		s.publish()
@@ -177,7 +177,7 @@ var sourceRangeCases = []testCase{
 			s.reaches(stranger, web.nodePort(0), s.a)
 		}
 	}},
-	{name: "source ranges hold for an address that is an external IP too", needs: []Feature{SourceRanges}, run: func(s *scene) {
+	{name: "source ranges apply to a load-balancer IP that is also an external IP", needs: []Feature{SourceRanges}, run: func(s *scene) {
 		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
 		web.Spec.ExternalIPs = []string{web.Status.LoadBalancer.Ingress[0].IP}
 		web.Spec.LoadBalancerSourceRanges = []string{only(s.as(s.outside, 1))}
@@ -185,28 +185,28 @@ var sourceRangeCases = []testCase{
 		s.reaches(s.as(s.outside, 1), web.externalIP(), s.a)
 		s.drops(s.as(s.outside, 2), web.externalIP())
 	}},
-	{name: "a range of all addresses lets everybody in", needs: []Feature{SourceRanges}, run: func(s *scene) {
+	{name: "a range of all addresses admits all clients", needs: []Feature{SourceRanges}, run: func(s *scene) {
 		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
 		web.Spec.LoadBalancerSourceRanges = []string{only(s.as(s.b, 0)), map[api.Family]string{api.IPv4: "0.0.0.0/0", api.IPv6: "::/0"}[s.family]}
 		s.publish()
 		s.reaches(s.outside, web.loadBalancerIP(), s.a)
 		s.reaches(s.node, web.loadBalancerIP(), s.a)
 	}},
-	{name: "ranges of the other family only let nobody of this one in", needs: []Feature{SourceRanges, FamilyOnlyRanges}, run: func(s *scene) {
+	{name: "source ranges of only the other family admit no client of this family", needs: []Feature{SourceRanges, FamilyOnlyRanges}, run: func(s *scene) {
 		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
 		web.Spec.LoadBalancerSourceRanges = []string{map[api.Family]string{api.IPv4: "::/0", api.IPv6: "0.0.0.0/0"}[s.family]}
 		s.publish()
 		s.drops(s.outside, web.loadBalancerIP())
 		s.drops(s.c, web.loadBalancerIP())
 	}},
-	{name: "source ranges come before the verdict of a service without endpoints", needs: []Feature{SourceRanges, Reject, RangesBeforeReject}, run: func(s *scene) {
+	{name: "a service without endpoints drops clients outside its source ranges and refuses the others", needs: []Feature{SourceRanges, Reject, RangesBeforeReject}, run: func(s *scene) {
 		web := s.service("web").withLoadBalancer()
 		web.Spec.LoadBalancerSourceRanges = []string{only(s.as(s.outside, 1))}
 		s.publish()
 		s.refuses(s.as(s.outside, 1), web.loadBalancerIP())
 		s.drops(s.as(s.outside, 2), web.loadBalancerIP())
 	}},
-	{name: "a range that lets the node in lets in what it sends from the service's own load-balancer IP", needs: []Feature{SourceRanges}, run: func(s *scene) {
+	{name: "a range that admits the node also admits its traffic from the service's own load-balancer IP", needs: []Feature{SourceRanges}, run: func(s *scene) {
 		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a))
 		web.Spec.LoadBalancerSourceRanges = []string{only(s.as(s.node, 0))}
 		s.ownsAddress(web.loadBalancerIP().Addr())

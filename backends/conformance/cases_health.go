@@ -20,7 +20,7 @@ import (
 )
 
 var healthCases = []testCase{
-	{name: "a health-check node port tells how many ready endpoints are on this node", needs: []Feature{HealthChecks}, run: func(s *scene) {
+	{name: "a health-check node port reports the number of ready endpoints on this node", needs: []Feature{HealthChecks}, run: func(s *scene) {
 		web := s.checked().leadsTo(ready(s.a), ready(s.b), ready(s.d))
 		s.publish()
 		s.eventually(func() { s.healthIs(web, 2) })
@@ -34,7 +34,7 @@ var healthCases = []testCase{
 		s.publish()
 		s.eventually(func() { s.healthIs(web, 1) })
 	}},
-	{name: "a health-check node port follows its service, and goes with it", needs: []Feature{HealthChecks}, run: func(s *scene) {
+	{name: "a health-check node port is opened and closed with its service", needs: []Feature{HealthChecks}, run: func(s *scene) {
 		web := s.checked().leadsTo(ready(s.a))
 		s.publish()
 		s.eventually(func() { s.healthIs(web, 1) })
@@ -45,7 +45,7 @@ var healthCases = []testCase{
 		s.eventually(func() { s.healthIs(other, 1) })
 		s.eventually(func() { s.connectionRefused(old) })
 	}},
-	{name: "a health-check node port that is in use disturbs no other service, and is opened when it is free", needs: []Feature{HealthChecks}, run: func(s *scene) {
+	{name: "a health-check node port that is in use affects no other service and is opened when it is free", needs: []Feature{HealthChecks}, run: func(s *scene) {
 		web, other := s.checked().leadsTo(ready(s.a)), s.checked().leadsTo(ready(s.b))
 		var taken []net.Listener
 		for i := range 2 {

@@ -26,7 +26,7 @@ const proxyNameLabel = watcher.LabelServiceProxyName
 const crowd = 80
 
 var lifeCases = []testCase{
-	{name: "while many services come and go, no connection to another one fails", run: func(s *scene) {
+	{name: "while many services are added and deleted, no connection to another service fails", run: func(s *scene) {
 		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.d))
 		s.publish()
 		others := s.crowd()
@@ -39,7 +39,7 @@ var lifeCases = []testCase{
 		}
 		traffic.end()
 	}},
-	{name: "a proxy that is killed while it programs many services, and started again, fails no connection", needs: []Feature{Restart}, run: func(s *scene) {
+	{name: "when the proxy is killed while it programs many services and then restarted, no connection fails", needs: []Feature{Restart}, run: func(s *scene) {
 		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.d))
 		s.publish()
 		others := s.crowd()
@@ -69,7 +69,7 @@ var lifeCases = []testCase{
 		s.leaves(s.c, others[0].clusterIP())
 		s.leaves(s.c, others[crowd-1].clusterIP())
 	}},
-	{name: "what changes while no process runs is made up for by the next", needs: []Feature{Restart}, run: func(s *scene) {
+	{name: "a restarted proxy applies the changes that it missed", needs: []Feature{Restart}, run: func(s *scene) {
 		stays := s.service("stays").exposed().leadsTo(ready(s.a))
 		goes := s.service("goes").exposed().leadsTo(ready(s.b))
 		moves := s.service("moves").exposed().leadsTo(ready(s.b))
@@ -88,7 +88,7 @@ var lifeCases = []testCase{
 		s.leaves(s.c, goes.clusterIP())
 		s.leaves(s.outside, goes.externalIP())
 	}},
-	{name: "two instances and kube-proxy's rules live side by side", needs: []Feature{Instances, Cleanup}, run: func(s *scene) {
+	{name: "two instances and kube-proxy's rules coexist", needs: []Feature{Instances, Cleanup}, run: func(s *scene) {
 		s.addKubeProxy()
 		rules := s.kubeProxy()
 		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.d))
@@ -135,7 +135,7 @@ var lifeCases = []testCase{
 			s.failf("kube-proxy's rules changed or matched a packet with kube-proxy's mark (-before +after):\n%s", diff)
 		}
 	}},
-	{name: "clean-up removes everything that was made, and nothing else", needs: []Feature{Cleanup}, run: func(s *scene) {
+	{name: "clean-up removes everything that the proxy created and nothing else", needs: []Feature{Cleanup}, run: func(s *scene) {
 		web := s.service("web").exposed().withAffinity(100).leadsTo(ready(s.a), ready(s.d))
 		s.service("none").exposed()
 		s.publish()

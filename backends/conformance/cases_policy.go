@@ -25,27 +25,27 @@ var endpointCases = []testCase{
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
 	}},
-	{name: "connections are refused if no endpoint is ready, nor serving and terminating", needs: []Feature{Reject}, run: func(s *scene) {
+	{name: "connections are refused if no endpoint is ready and none is both serving and terminating", needs: []Feature{Reject}, run: func(s *scene) {
 		web := s.service("web").leadsTo(unready(s.a), s.b.serves(false, true, false), s.d.serves(false, false, true))
 		s.publish()
 		s.refuses(s.c, web.clusterIP())
 	}},
-	{name: "ready and terminating counts as ready", run: func(s *scene) {
+	{name: "an endpoint that is both ready and terminating counts as ready", run: func(s *scene) {
 		web := s.service("web").leadsTo(s.a.serves(true, true, true), ready(s.b))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.b)
 	}},
-	{name: "terminating endpoints get no connections while one is ready", run: func(s *scene) {
+	{name: "terminating endpoints get no connections while another endpoint is ready", run: func(s *scene) {
 		web := s.service("web").leadsTo(draining(s.a), ready(s.d))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.d)
 	}},
-	{name: "if none is ready, those that serve and terminate get connections", run: func(s *scene) {
+	{name: "if no endpoint is ready, those that are both serving and terminating get connections", run: func(s *scene) {
 		web := s.service("web").leadsTo(draining(s.a), draining(s.d), unready(s.b), s.e.serves(false, false, true))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.d)
 	}},
-	{name: "policy Local falls back to terminating endpoints on this node, whatever is ready elsewhere", run: func(s *scene) {
+	{name: "policy Local falls back to terminating endpoints on this node even if other nodes have ready ones", run: func(s *scene) {
 		web := s.service("web").withLoadBalancer().externalLocal().leadsTo(draining(s.a), ready(s.d))
 		dns := s.service("dns").internalLocal().leadsTo(draining(s.b), unready(s.a), ready(s.d))
 		s.publish()
@@ -60,7 +60,7 @@ var endpointCases = []testCase{
 }
 
 var topologyCases = []testCase{
-	{name: "zone hints on all endpoints choose those of this node's zone", run: func(s *scene) {
+	{name: "zone hints on all endpoints select those for this node's zone", run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a).forZone(zone), ready(s.b).forZone("elsewhere"), ready(s.d).forZone("elsewhere").forZone(zone))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.d)
@@ -68,7 +68,7 @@ var topologyCases = []testCase{
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.b)
 	}},
-	{name: "node hints on all endpoints choose those of this node, before zone hints do", run: func(s *scene) {
+	{name: "node hints on all endpoints select those for this node and take precedence over zone hints", run: func(s *scene) {
 		web := s.service("web").leadsTo(
 			ready(s.a).forZone(zone).forNode(nodeNames[1]),
 			ready(s.b).forZone("elsewhere").forNode(nodeNames[0]),
@@ -76,7 +76,7 @@ var topologyCases = []testCase{
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.b, s.d)
 	}},
-	{name: "hints that a ready endpoint lacks are ignored", run: func(s *scene) {
+	{name: "hints are ignored if a ready endpoint has none", run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a).forZone(zone), ready(s.b), ready(s.d).forZone("elsewhere"))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.b, s.d)
@@ -84,12 +84,12 @@ var topologyCases = []testCase{
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
 	}},
-	{name: "hints for other zones only are ignored", run: func(s *scene) {
+	{name: "hints are ignored if all are for other zones", run: func(s *scene) {
 		web := s.service("web").leadsTo(ready(s.a).forZone("elsewhere"), ready(s.d).forZone("elsewhere"))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.d)
 	}},
-	{name: "where node hints name other nodes only, zone hints choose", run: func(s *scene) {
+	{name: "zone hints apply if all node hints are for other nodes", run: func(s *scene) {
 		web := s.service("web").leadsTo(
 			ready(s.a).forZone(zone).forNode(nodeNames[1]),
 			ready(s.b).forZone("elsewhere").forNode(nodeNames[1]))
@@ -106,7 +106,7 @@ var topologyCases = []testCase{
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.b)
 	}},
-	{name: "hints are followed at external addresses, too", run: func(s *scene) {
+	{name: "hints also apply at external addresses", run: func(s *scene) {
 		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a).forZone(zone), ready(s.d).forZone("elsewhere"))
 		s.publish()
 		s.reaches(s.outside, web.loadBalancerIP(), s.a)
@@ -125,14 +125,14 @@ var topologyCases = []testCase{
 }
 
 var policyCases = []testCase{
-	{name: "internal policy Local leads to endpoints on this node only", run: func(s *scene) {
+	{name: "internal policy Local uses only endpoints on this node", run: func(s *scene) {
 		web := s.service("web").internalLocal().leadsTo(ready(s.a), ready(s.b), ready(s.d))
 		s.publish()
 		for _, from := range []person{s.node, s.c} {
 			s.reaches(from, web.clusterIP(), s.a, s.b)
 		}
 	}},
-	{name: "internal policy Local drops connections if endpoints are elsewhere only", run: func(s *scene) {
+	{name: "internal policy Local drops connections if all endpoints are on other nodes", run: func(s *scene) {
 		web := s.service("web").internalLocal().leadsTo(ready(s.d))
 		s.publish()
 		s.drops(s.c, web.clusterIP())
@@ -144,21 +144,21 @@ var policyCases = []testCase{
 		s.refuses(s.c, web.clusterIP())
 		s.refuses(s.node, web.clusterIP())
 	}},
-	{name: "internal policy Local does not count at external addresses", run: func(s *scene) {
+	{name: "internal policy Local does not apply at external addresses", run: func(s *scene) {
 		web := s.service("web").internalLocal().exposed().leadsTo(ready(s.d))
 		s.publish()
 		for _, to := range web.external() {
 			s.reaches(s.outside, to, s.d)
 		}
 	}},
-	{name: "external policy Local leads from outside to endpoints on this node only", run: func(s *scene) {
+	{name: "external policy Local uses only endpoints on this node for connections from outside", run: func(s *scene) {
 		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.a), ready(s.b), ready(s.d))
 		s.publish()
 		for _, to := range web.external() {
 			s.reaches(s.outside, to, s.a, s.b)
 		}
 	}},
-	{name: "external policy Local drops connections from outside if endpoints are elsewhere only", run: func(s *scene) {
+	{name: "external policy Local drops connections from outside if all endpoints are on other nodes", run: func(s *scene) {
 		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.d))
 		s.publish()
 		s.drops(s.outside, web.external()...)
@@ -172,12 +172,12 @@ var policyCases = []testCase{
 			s.refuses(s.node, to)
 		}
 	}},
-	{name: "external policy Local does not count at cluster IPs", run: func(s *scene) {
+	{name: "external policy Local does not apply at cluster IPs", run: func(s *scene) {
 		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.a), ready(s.d))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.d)
 	}},
-	{name: "external policy Local counts for external IPs of services of type ClusterIP", run: func(s *scene) {
+	{name: "external policy Local applies to external IPs of services of type ClusterIP", run: func(s *scene) {
 		web := s.service("web").withExternalIP().externalLocal().leadsTo(ready(s.a), ready(s.d))
 		s.publish()
 		s.reaches(s.outside, web.externalIP(), s.a)
@@ -204,13 +204,13 @@ var policyCases = []testCase{
 			s.reaches(s.c, to, s.d)
 		}
 	}},
-	{name: "with both policies Local, only connections to external addresses ignore them", run: func(s *scene) {
+	{name: "with both policies Local, the node's own connections ignore them only at external addresses", run: func(s *scene) {
 		web := s.service("web").exposed().externalLocal().internalLocal().leadsTo(ready(s.d))
 		s.publish()
 		s.reaches(s.node, web.loadBalancerIP(), s.d)
 		s.drops(s.node, web.clusterIP())
 	}},
-	{name: "a change of the policies takes effect", run: func(s *scene) {
+	{name: "changes of the traffic policies take effect", run: func(s *scene) {
 		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.d))
 		s.publish()
 		s.reaches(s.outside, web.loadBalancerIP(), s.a, s.d)
@@ -227,7 +227,7 @@ var policyCases = []testCase{
 }
 
 var sourceAddressCases = []testCase{
-	{name: "an endpoint that reaches itself through its service sees an address of the node", run: func(s *scene) {
+	{name: "an endpoint that connects to itself through its service sees an address of the node", run: func(s *scene) {
 		web := s.service("web").exposed().leadsTo(ready(s.a))
 		dns := s.service("dns").exposed().externalLocal().leadsTo(ready(s.a))
 		s.publish()
@@ -257,7 +257,7 @@ var sourceAddressCases = []testCase{
 			s.keepsSource(s.outside, to, s.a, s.b)
 		}
 	}},
-	{name: "at external addresses with policy Local, the node's own connections get the address towards the endpoint", needs: []Feature{SourceAddress}, run: func(s *scene) {
+	{name: "at external addresses with policy Local, the node's own connections get the source address of the route to the endpoint", needs: []Feature{SourceAddress}, run: func(s *scene) {
 		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.d))
 		s.publish()
 		// beyond is behind the node's second address.
@@ -276,14 +276,14 @@ var sourceAddressCases = []testCase{
 			s.keepsSource(s.c, to, s.a, s.d)
 		}
 	}},
-	{name: "at a cluster IP, connections from outside the pod network get an address of the node if that is asked for", needs: []Feature{Masquerade, ClusterIPsFromOutside}, run: func(s *scene) {
+	{name: "at a cluster IP, connections from outside the pod network get an address of the node if so configured", needs: []Feature{Masquerade, ClusterIPsFromOutside}, run: func(s *scene) {
 		s.restartWith(func(site *Site) { site.Masquerade = MasqueradeOutside })
 		web := s.service("web").leadsTo(ready(s.a), ready(s.d))
 		s.publish()
 		s.masquerades(s.outside, web.clusterIP(), s.a, s.d)
 		s.keepsSource(s.c, web.clusterIP(), s.a, s.d)
 	}},
-	{name: "at a cluster IP, all connections get an address of the node if that is asked for", needs: []Feature{Masquerade}, run: func(s *scene) {
+	{name: "at a cluster IP, all connections get an address of the node if so configured", needs: []Feature{Masquerade}, run: func(s *scene) {
 		s.restartWith(func(site *Site) { site.Masquerade = MasqueradeAll })
 		web := s.service("web").leadsTo(ready(s.a), ready(s.d))
 		s.publish()

@@ -45,12 +45,11 @@ func TestMatrixAsMarkdown(t *testing.T) {
 		t.Fatal(err)
 	}
 	if diff := cmp.Diff(want, got.String()); diff != "" {
-		t.Errorf("-want +got:\n%s", diff)
+		t.Errorf("matrix as Markdown (-want +got):\n%s", diff)
 	}
 }
 
-// TestUnsupportedCasesMayPass declares features as unsupported that the reference proxy
-// has.
+// TestUnsupportedCasesMayPass declares features of the reference proxy as unsupported.
 func TestUnsupportedCasesMayPass(t *testing.T) {
 	matrix := Run(t, broken(""), Options{
 		Unsupported: map[Feature]string{Reject: "not yet", IPv6: "not here"},

@@ -61,26 +61,26 @@ func TestKubeProxy(t *testing.T) {
 
 // lacking are the features that kube-proxy lacks.
 var lacking = map[conformance.Feature]string{
-	conformance.FamilyOnlyRanges: "ranges of the other family only let everybody in",
+	conformance.FamilyOnlyRanges: "source ranges of only the other family admit all clients",
 	conformance.AllPorts:         "it has no all-ports services",
-	conformance.Claims:           "which of two services has an address is left to chance",
-	conformance.Instances:        "its table's name is fixed, and so is the label's value that it heeds",
+	conformance.Claims:           "if two services claim an address, either may get it",
+	conformance.Instances:        "the name of its table and the value of the proxy-name label are fixed",
 }
 
-// drops is the reason why kube-proxy handles an address that belongs to no service.
-const drops = "it drops what goes to an address of a ServiceCIDR that no service of its own has"
+// drops is why kube-proxy differs in cases about traffic to an address without a service.
+const drops = "it drops packets to addresses of a ServiceCIDR that belong to none of its services"
 
-// exceptions are the cases in which kube-proxy differs.
+// exceptions are further cases that kube-proxy fails.
 var exceptions = map[string]string{
-	"a service that is deleted is left alone":                                                          drops,
-	"a service of another proxy is left alone":                                                         drops,
+	"traffic to a deleted service passes unchanged":                                                    drops,
+	"traffic to a service of another proxy passes unchanged":                                           drops,
 	"a service that becomes dual-stack is served in both families":                                     drops,
-	"a UDP flow that bypassed a service moves to it when it gets its first endpoint":                   drops,
-	"a proxy that is killed while it programs many services, and started again, fails no connection":   drops,
-	"what changes while no process runs is made up for by the next":                                    drops,
-	"a UDP flow through a service that is deleted leads to its endpoints no more":                      "it looks for flows of services that there are",
-	"a UDP flow ends when its service has no endpoint left, and goes on with the next":                 "it knows node-port flows by their port alone, and leaves them where there is no endpoint",
-	"a health-check node port that is in use disturbs no other service, and is opened when it is free": "it does not try again",
+	"a UDP flow that bypassed a service moves to its first endpoint":                                   drops,
+	"when the proxy is killed while it programs many services and then restarted, no connection fails": drops,
+	"a restarted proxy applies the changes that it missed":                                             drops,
+	"a UDP flow through a deleted service no longer reaches its endpoints":                             "it cleans up only flows of existing services",
+	"a UDP flow ends when its service has no endpoints and continues with the next endpoint":           "it identifies node-port flows by their port alone, and keeps them if the service has no endpoint",
+	"a health-check node port that is in use affects no other service and is opened when it is free":   "it does not retry",
 }
 
 func list(prefixes []netip.Prefix) []string {

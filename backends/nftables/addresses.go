@@ -51,7 +51,7 @@ func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) e
 	p := newPatch()
 	p.begin(types.NamespacedName{})
 	for _, family := range []api.Family{api.IPv4, api.IPv6} {
-		s, err := readSnapshot(ctx, t.conn, mapID{role: nodePortAddresses, family: family})
+		s, err := readSnapshot(ctx, t.conn, mapID{kind: nodePortAddresses, family: family})
 		if err != nil {
 			return err
 		}
@@ -61,7 +61,7 @@ func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) e
 	}
 	for _, a := range addrs {
 		if !a.IsLoopback() {
-			p.add(addressElement(mapID{role: nodePortAddresses}, a))
+			p.add(addressElement(mapID{kind: nodePortAddresses}, a))
 		}
 	}
 	var failed sink.Failed

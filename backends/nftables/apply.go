@@ -146,7 +146,7 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 	made := t.classesToMake(added)
 	err := t.conn.transact(ctx, func(w *wire) {
 		for _, c := range made {
-			w.makeClass(c)
+			w.makeSharedChain(c)
 		}
 		w.makeObjects(objects)
 		w.allElements(unix.NFT_MSG_DELSETELEM, 0, removed)
@@ -157,7 +157,7 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 		return err
 	}
 	for _, c := range made {
-		t.state.hasClass(c)
+		t.state.sharedChainMade(c)
 	}
 	for _, o := range objects {
 		t.state.appliedObject(&o)
@@ -173,11 +173,11 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 
 // classesToMake returns the classes that elements have and that are not there. A class stays
 // when no frontend has it any more, as a packet may carry its number; Verify removes it.
-func (t *table) classesToMake(elements []element) (list []class) {
+func (t *table) classesToMake(elements []element) (list []sharedChain) {
 	for i := range elements {
 		e := &elements[i]
-		if c, ok := classOf(&e.elementID, &e.value); ok {
-			if !t.state.classes[c].made && !slices.Contains(list, c) {
+		if c, ok := sharedChainOf(&e.elementID, &e.value); ok {
+			if !t.state.shared[c].made && !slices.Contains(list, c) {
 				list = append(list, c)
 			}
 		}

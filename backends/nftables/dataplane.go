@@ -79,12 +79,12 @@ func orNothing(lines []string) []string {
 // are is a matter of settings.
 func (c *conn) frontend(ctx context.Context, f *nodeview.Frontend, isNodePort bool) ([]string, error) {
 	var lines []string
-	for _, s := range []scope{service, nodePort, address} {
-		if s == service && f.Port == 0 {
+	for _, s := range []match{matchService, matchNodePort, matchAddress} {
+		if s == matchService && f.Port == 0 {
 			continue
 		}
-		if s == nodePort {
-			admitted := addressElement(mapID{role: nodePortAddresses}, f.Addr)
+		if s == matchNodePort {
+			admitted := addressElement(mapID{kind: nodePortAddresses}, f.Addr)
 			_, ok, err := c.get(ctx, admitted.elementID)
 			switch {
 			case err != nil:
@@ -98,7 +98,7 @@ func (c *conn) frontend(ctx context.Context, f *nodeview.Frontend, isNodePort bo
 			}
 		}
 		found := false
-		for _, roles := range [][2]role{{frontends, endpoints}, {hereFrontends, hereEndpoints}} {
+		for _, roles := range [][2]mapKind{{frontends, endpoints}, {nodeFrontends, nodeEndpoints}} {
 			key, _ := frontendKey(mapID{roles[0], s, f.Family}, f)
 			e, ok, err := c.get(ctx, key.elementID)
 			if err != nil {
@@ -127,7 +127,7 @@ func (c *conn) frontend(ctx context.Context, f *nodeview.Frontend, isNodePort bo
 			return lines, nil
 		}
 	}
-	e, ok, err := c.get(ctx, addressElement(mapID{role: clusterIPs}, f.Addr).elementID)
+	e, ok, err := c.get(ctx, addressElement(mapID{kind: clusterIPs}, f.Addr).elementID)
 	if ok {
 		lines = append(lines, e.String()+" (unknown port)")
 	}
@@ -151,7 +151,7 @@ func desired(se *api.ServiceEndpoints, f *nodeview.Frontend) (lines []string, is
 		}
 		isNodePort = want.Kind == nodeview.NodePort
 		p.frontend(se, &want, func(e element) {
-			if e.m.role <= hereEndpoints {
+			if e.m.kind <= nodeEndpoints {
 				lines = append(lines, e.String())
 			}
 		}, func(object) {})

@@ -27,7 +27,7 @@ func contents(t testing.TB, b *Backend) []string {
 	defer b.mu.Unlock()
 	var list []string
 	for _, m := range allMaps() {
-		if m.role >= nodePortAddresses {
+		if m.kind >= nodePortAddresses {
 			continue
 		}
 		s, err := readSnapshot(t.Context(), b.table.conn, m)

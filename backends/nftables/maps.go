@@ -16,20 +16,20 @@ import (
 )
 
 // role is what a map or set is for.
-type role uint8
+type mapKind uint8
 
 const (
 	// frontends map the destination of a packet to the number of its class.
-	frontends role = iota
-	// hereFrontends do so for packets that start on this node, where that
+	frontends mapKind = iota
+	// nodeFrontends do so for packets that start on this node, where that
 	// makes a difference.
-	hereFrontends
+	nodeFrontends
 	// lists map the frontends of services with session affinity to a chain of theirs.
-	lists
-	hereLists
+	affinityChains
+	nodeAffinityChains
 	// endpoints map a frontend and a slot to an endpoint.
 	endpoints
-	hereEndpoints
+	nodeEndpoints
 	// sources are (frontend, source range): who gets in.
 	sources
 	// hairpins are the connections of endpoints on this node to themselves: (address,
@@ -40,31 +40,31 @@ const (
 	// nodePortAddresses are the node addresses that have the node ports.
 	nodePortAddresses
 	// classes map the number of a class to its chain.
-	classes
-	hereClasses
+	sharedChains
+	nodeSharedChains
 )
 
 // scope is what a frontend takes, and so what its key consists of.
-type scope uint8
+type match uint8
 
 const (
 	// service: address, protocol and port.
-	service scope = iota
+	matchService match = iota
 	// nodePort: protocol and port, at every admitted node address.
-	nodePort
+	matchNodePort
 	// address: all of an address (api.Service.AllPorts).
-	address
+	matchAddress
 )
 
 var (
-	scopeNames   = [...]string{service: "service", nodePort: "nodeport", address: "address"}
-	scopePlurals = [...]string{service: "services", nodePort: "nodeports", address: "addresses"}
+	matchNames   = [...]string{matchService: "service", matchNodePort: "nodeport", matchAddress: "address"}
+	matchPlurals = [...]string{matchService: "services", matchNodePort: "nodeports", matchAddress: "addresses"}
 )
 
 // mapID says which of the table's maps and sets is meant.
 type mapID struct {
-	role   role
-	scope  scope
+	kind   mapKind
+	match  match
 	family api.Family
 }
 
@@ -72,25 +72,25 @@ type mapID struct {
 // stale elements may go without a hole: frontends before what they lead to.
 func allMaps() []mapID {
 	var all []mapID
-	add := func(r role, scopes ...scope) {
-		for _, s := range scopes {
+	add := func(r mapKind, matches ...match) {
+		for _, s := range matches {
 			all = append(all, mapID{r, s, api.IPv4}, mapID{r, s, api.IPv6})
 		}
 	}
-	for r := frontends; r <= hereEndpoints; r++ {
-		add(r, service, nodePort, address)
+	for r := frontends; r <= nodeEndpoints; r++ {
+		add(r, matchService, matchNodePort, matchAddress)
 	}
-	add(sources, service, address)
-	add(hairpins, service, address)
+	add(sources, matchService, matchAddress)
+	add(hairpins, matchService, matchAddress)
 	add(clusterIPs, 0)
 	add(nodePortAddresses, 0)
-	add(classes, service, nodePort, address)
-	add(hereClasses, service, nodePort, address)
+	add(sharedChains, matchService, matchNodePort, matchAddress)
+	add(nodeSharedChains, matchService, matchNodePort, matchAddress)
 	return all
 }
 
 func (m mapID) compare(o mapID) int {
-	return cmp.Or(cmp.Compare(m.role, o.role), cmp.Compare(m.scope, o.scope), cmp.Compare(m.family, o.family))
+	return cmp.Or(cmp.Compare(m.kind, o.kind), cmp.Compare(m.match, o.match), cmp.Compare(m.family, o.family))
 }
 
 func (m mapID) addrLen() int {
@@ -107,15 +107,15 @@ type description struct {
 }
 
 // descriptions are those of all maps.
-var descriptions = func() (all [hereClasses + 1][address + 1][2]description) {
+var descriptions = func() (all [nodeSharedChains + 1][matchAddress + 1][2]description) {
 	for _, m := range allMaps() {
-		all[m.role][m.scope][m.family/api.IPv6] = m.describe()
+		all[m.kind][m.match][m.family/api.IPv6] = m.describe()
 	}
 	return all
 }()
 
 func (m mapID) description() *description {
-	return &descriptions[m.role][m.scope][m.family/api.IPv6] // 0 or 1
+	return &descriptions[m.kind][m.match][m.family/api.IPv6] // 0 or 1
 }
 
 // name is the map's name in the kernel.
@@ -135,11 +135,11 @@ func (m mapID) hasVerdicts() bool { return m.description().layout.dataType == ty
 
 // leadsToChains reports whether the values of its elements are chains, or classes.
 func (m mapID) leadsToChains() bool {
-	return m.hasVerdicts() || m.role == frontends || m.role == hereFrontends
+	return m.hasVerdicts() || m.kind == frontends || m.kind == nodeFrontends
 }
 
 // shared reports whether several services may want the same element.
-func (m mapID) shared() bool { return m.role == clusterIPs || m.role == hairpins }
+func (m mapID) shared() bool { return m.kind == clusterIPs || m.kind == hairpins }
 
 // datatype is one of nft's, by which it prints an element or a part of one.
 type datatype struct{ number, length uint32 }
@@ -162,18 +162,18 @@ func addrType(family api.Family) datatype {
 }
 
 func (m mapID) describe() description {
-	addr, name := addrType(m.family), scopeNames[m.scope]
-	key := [...][]datatype{service: {addr, typeProtocol, typePort}, nodePort: {typeProtocol, typePort}, address: {addr}}[m.scope]
+	addr, name := addrType(m.family), matchNames[m.match]
+	key := [...][]datatype{matchService: {addr, typeProtocol, typePort}, matchNodePort: {typeProtocol, typePort}, matchAddress: {addr}}[m.match]
 	var data []datatype
 	var l layout
-	switch m.role {
-	case frontends, hereFrontends:
-		name, data = scopePlurals[m.scope], []datatype{typePriority}
-	case lists, hereLists:
+	switch m.kind {
+	case frontends, nodeFrontends:
+		name, data = matchPlurals[m.match], []datatype{typePriority}
+	case affinityChains, nodeAffinityChains:
 		name, data = name+"-lists", []datatype{typeVerdict}
-	case endpoints, hereEndpoints:
+	case endpoints, nodeEndpoints:
 		name, key, data = name+"-endpoints", append(key, typePriority), []datatype{addr, typePort}
-		if m.scope == address {
+		if m.match == matchAddress {
 			data = data[:1]
 		}
 	case sources:
@@ -188,11 +188,11 @@ func (m mapID) describe() description {
 		name, key = "cluster-ips", []datatype{addr}
 	case nodePortAddresses:
 		name, key = "nodeport-addresses", []datatype{addr}
-	case classes, hereClasses:
+	case sharedChains, nodeSharedChains:
 		name, key, data = name+"-classes", []datatype{typePriority}, []datatype{typeVerdict}
 	}
-	switch m.role {
-	case hereFrontends, hereLists, hereEndpoints, hereClasses:
+	switch m.kind {
+	case nodeFrontends, nodeAffinityChains, nodeEndpoints, nodeSharedChains:
 		name = "node-" + name
 	}
 	l.name = fmt.Sprintf("%s%d", name, m.family)
@@ -230,7 +230,7 @@ type elementID struct {
 // frontend returns the element of a frontend that id, whose key begins with it, is
 // about.
 func (id *elementID) frontend() elementID {
-	f := elementID{m: mapID{frontends, id.m.scope, id.m.family}}
+	f := elementID{m: mapID{frontends, id.m.match, id.m.family}}
 	copy(f.key[:f.m.keyLen()], id.key[:])
 	return f
 }
@@ -328,7 +328,7 @@ func (id elementID) String() string {
 		}
 	}
 	s := id.m.name() + " " + strings.Join(parts, " . ")
-	if id.m.role == sources {
+	if id.m.kind == sources {
 		s += fmt.Sprint("/", id.key[maxKey-1])
 	}
 	return s

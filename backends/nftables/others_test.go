@@ -99,7 +99,7 @@ func TestVerifyReadsOnlyAfterOthers(t *testing.T) {
 	b, ns := start(t, Options{NodeAddresses: nil})
 	old, changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("web", []string{"10.96.0.1"}, []string{"10.0.0.2", "10.0.0.3"}, nil)
 	mustSync(t, b, changes(true, set(old)))
-	m := mapID{role: clusterIPs, family: api.IPv4}
+	m := mapID{kind: clusterIPs, family: api.IPv4}
 	b.table.state.digests[m] = digest{n: 1} // what a Verify that reads finds to be wrong
 	for range 3 {
 		mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}), changes(false, sink.Change{Old: changed, New: old}))

@@ -162,9 +162,9 @@ func (t *table) read(ctx context.Context, others int64) (*reading, error) {
 			return nil, err
 		}
 		for e := range s.all() {
-			if m.role == classes || m.role == hereClasses {
-				c, _ := classOf(&e.elementID, &e.value)
-				found.state.hasClass(c)
+			if m.kind == sharedChains || m.kind == nodeSharedChains {
+				c, _ := sharedChainOf(&e.elementID, &e.value)
+				found.state.sharedChainMade(c)
 				continue
 			}
 			found.state.has(&e.elementID, &e.value)
@@ -235,7 +235,7 @@ func (t *table) prune(ctx context.Context, f *pass, failed bool) error {
 		return nil
 	}
 	for _, m := range allMaps() {
-		if m.role >= nodePortAddresses {
+		if m.kind >= nodePortAddresses {
 			continue // no services'
 		}
 		for e := range f.unheld(m, failed) {
@@ -298,8 +298,8 @@ func (f *pass) unheld(m mapID, failed bool) iter.Seq[element] {
 func (f *pass) spare() (leaves bool) {
 	leaves = len(f.stale) > 0 || len(f.left) > 0
 	for m, s := range f.snapshots {
-		switch m.role {
-		case hereFrontends, lists, hereLists, endpoints, hereEndpoints:
+		switch m.kind {
+		case nodeFrontends, affinityChains, nodeAffinityChains, endpoints, nodeEndpoints:
 			for e := range s.stale() {
 				frontend := e.frontend()
 				if f.snapshots[frontend.m].taken(&frontend) {
@@ -321,7 +321,7 @@ func (f *pass) spare() (leaves bool) {
 func rangesByFrontend(snapshots map[mapID]*snapshot) map[elementID][]element {
 	ranges := map[elementID][]element{}
 	for m, s := range snapshots {
-		if m.role == sources {
+		if m.kind == sources {
 			for e := range s.all() {
 				ranges[e.frontend()] = append(ranges[e.frontend()], e)
 			}
@@ -349,30 +349,30 @@ func (t *table) tidyChains(ctx context.Context) error {
 			others = append(others, name)
 		}
 	}
-	var missing []class
-	for c, use := range t.state.classes {
-		if use.frontends > 0 && (!use.made || chains[c.chain()] != t.state.rules[c.chain()]) {
+	var missing []sharedChain
+	for c, use := range t.state.shared {
+		if use.frontends > 0 && (!use.made || chains[c.name()] != t.state.rules[c.name()]) {
 			missing = append(missing, c)
 		}
 	}
-	unused := t.state.unusedClasses()
+	unused := t.state.unusedChains()
 	err = t.conn.transact(ctx, func(w *wire) {
 		for _, c := range missing {
-			w.makeClass(c)
+			w.makeSharedChain(c)
 		}
-		w.deleteClasses(unused)
+		w.deleteSharedChains(unused)
 		w.deleteChains(others)
 	})
 	if err != nil {
 		return fmt.Errorf("make the chains of table inet %s: %w", t.conn.table, err)
 	}
 	for _, c := range missing {
-		if !t.state.classes[c].made {
-			t.state.hasClass(c)
+		if !t.state.shared[c].made {
+			t.state.sharedChainMade(c)
 		}
 	}
 	for _, c := range unused {
-		t.state.lostClass(c)
+		t.state.sharedChainDeleted(c)
 	}
 	return nil
 }

@@ -300,7 +300,7 @@ func waitReadAhead(b *Backend) {
 // frontendKeyOf returns the beginning of the keys of service i's endpoints, and where
 // it ends.
 func frontendKeyOf(i int) (elementID, int) {
-	e := elementID{m: mapID{endpoints, service, api.IPv4}}
+	e := elementID{m: mapID{endpoints, matchService, api.IPv4}}
 	w := keyWriter{id: &e}
 	w.addr(numbered(i, 1).Service.IPs.ClusterIPs.V4[0])
 	w.protocol(api.TCP)

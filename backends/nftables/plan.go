@@ -19,10 +19,10 @@ type planner struct {
 	nodeAddrs  []netip.Addr
 	admitsNode bool
 	// names are the chains of classes seen.
-	names map[class]string
+	names map[sharedChain]string
 }
 
-func newPlanner() *planner { return &planner{names: map[class]string{}} }
+func newPlanner() *planner { return &planner{names: map[sharedChain]string{}} }
 
 // plan emits the elements that se needs, each once unless its map is shared, and the
 // objects, perhaps several times. Of a nil se there are none.
@@ -35,7 +35,7 @@ func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), own func(ob
 	}
 	for _, ip := range [...][]netip.Addr{se.Service.IPs.ClusterIPs.V4, se.Service.IPs.ClusterIPs.V6} {
 		for _, a := range ip {
-			p.member(mapID{role: clusterIPs}, a, emit)
+			p.member(mapID{kind: clusterIPs}, a, emit)
 		}
 	}
 	for i := range se.Endpoints {
@@ -46,8 +46,8 @@ func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), own func(ob
 }
 
 func (p *planner) frontend(se *api.ServiceEndpoints, f *nodeview.Frontend, emit func(element), own func(object)) {
-	c := class{
-		scope:      scopeOf(f),
+	c := sharedChain{
+		match:      matchOf(f),
 		family:     f.Family,
 		filtered:   f.Sources.Restricted,
 		masquerade: f.Masquerade,
@@ -58,34 +58,34 @@ func (p *planner) frontend(se *api.ServiceEndpoints, f *nodeview.Frontend, emit 
 	}
 	p.traffic(se, c, f, list, &f.Elsewhere, emit, own)
 	if f.Masquerade == nodeview.MasqueradeNode {
-		p.traffic(se, class{scope: c.scope, family: f.Family, here: true}, f, "cluster", &f.Node, emit, own)
+		p.traffic(se, sharedChain{match: c.match, family: f.Family, fromNode: true}, f, "cluster", &f.Node, emit, own)
 	}
 	if f.Sources.Restricted {
-		p.sources(c.scope, f, emit)
+		p.sources(c.match, f, emit)
 	}
 }
 
-func scopeOf(f *nodeview.Frontend) scope {
+func matchOf(f *nodeview.Frontend) match {
 	switch {
 	case f.Kind == nodeview.NodePort:
-		return nodePort
+		return matchNodePort
 	case f.Port == 0:
-		return address
+		return matchAddress
 	default:
-		return service
+		return matchService
 	}
 }
 
 // traffic emits what leads some of f's traffic where t says. list is what the list
 // of endpoints is called.
-func (p *planner) traffic(se *api.ServiceEndpoints, c class, f *nodeview.Frontend, list string, t *nodeview.Traffic, emit func(element), own func(object)) {
+func (p *planner) traffic(se *api.ServiceEndpoints, c sharedChain, f *nodeview.Frontend, list string, t *nodeview.Traffic, emit func(element), own func(object)) {
 	c.verdict = t.Verdict
 	targets := t.Endpoints[:min(len(t.Endpoints), maxEndpoints)]
 	switch {
 	case c.verdict != nodeview.Forward:
 	case f.Affinity > 0:
 		c.affinity = true
-		e, _ := frontendKey(c.mapOf(lists), f)
+		e, _ := frontendKey(c.mapOf(affinityChains), f)
 		e.chain = p.affinity(se, f, list, targets, own)
 		emit(e)
 	default:
@@ -129,10 +129,10 @@ const maxComment = 127
 func frontendKey(m mapID, f *nodeview.Frontend) (element, int) {
 	e := element{elementID: elementID{m: m}}
 	w := keyWriter{id: &e.elementID}
-	if m.scope != nodePort {
+	if m.match != matchNodePort {
 		w.addr(f.Addr)
 	}
-	if m.scope != address {
+	if m.match != matchAddress {
 		w.protocol(f.Protocol)
 		w.port(f.Port)
 	}
@@ -141,7 +141,7 @@ func frontendKey(m mapID, f *nodeview.Frontend) (element, int) {
 
 // sources emits who gets in. The kernel refuses ranges that overlap, which
 // prefixes only do where one contains the other.
-func (p *planner) sources(s scope, f *nodeview.Frontend, emit func(element)) {
+func (p *planner) sources(s match, f *nodeview.Frontend, emit func(element)) {
 	p.admitsNode = true
 	prefixes := f.Sources.Prefixes(p.nodeAddrs)
 	for i, prefix := range prefixes {
@@ -171,25 +171,25 @@ func containedInOther(prefixes []netip.Prefix, i int) bool {
 // hairpins emits that connections from the endpoint e to itself through the service are
 // masqueraded.
 func (p *planner) hairpins(se *api.ServiceEndpoints, e *api.Endpoint, emit func(element)) {
-	emitOne := func(s scope, protocol api.Protocol, port int32) {
+	emitOne := func(s match, protocol api.Protocol, port int32) {
 		h := element{elementID: elementID{m: mapID{hairpins, s, api.FamilyOf(e.Addr)}}}
 		w := keyWriter{id: &h.elementID}
 		w.addr(e.Addr)
 		w.addr(e.Addr)
-		if s == service {
+		if s == matchService {
 			w.protocol(protocol)
 			w.port(port)
 		}
 		emit(h)
 	}
 	if se.Service.AllPorts {
-		emitOne(address, 0, 0)
+		emitOne(matchAddress, 0, 0)
 		return
 	}
 	for i := range se.Service.Ports {
 		p := &se.Service.Ports[i]
 		if port := e.TargetPort(p); port != 0 {
-			emitOne(service, p.Protocol, port)
+			emitOne(matchService, p.Protocol, port)
 		}
 	}
 }
@@ -208,10 +208,10 @@ func addressElement(m mapID, a netip.Addr) element {
 }
 
 // chain returns the name of a class's chain, or verdict, and remembers it.
-func (p *planner) chain(c class) string {
+func (p *planner) chain(c sharedChain) string {
 	name, ok := p.names[c]
 	if !ok {
-		name = c.chain()
+		name = c.name()
 		p.names[c] = name
 	}
 	return name

@@ -32,12 +32,12 @@ var features = []feature{
 	{"chains of type nat in tables of family inet (Linux 5.2, module nft_chain_nat)", func(w *wire) {
 		w.newChain("probe-nat", nat(unix.NF_INET_PRE_ROUTING, 0))
 	}},
-	{"maps", func(w *wire) { w.newSet(mapID{role: endpoints, family: api.IPv4}.layout()) }},
-	{"sets of concatenated ranges (Linux 5.6)", func(w *wire) { w.newSet(mapID{role: sources, family: api.IPv4}.layout()) }},
+	{"maps", func(w *wire) { w.newSet(mapID{kind: endpoints, family: api.IPv4}.layout()) }},
+	{"sets of concatenated ranges (Linux 5.6)", func(w *wire) { w.newSet(mapID{kind: sources, family: api.IPv4}.layout()) }},
 	{"expression fib (module nft_fib_inet)", using(startsHere())},
 	{"expression numgen (module nft_numgen)", using([]expr.Any{&expr.Numgen{Register: reg(0), Modulus: 2, Type: unix.NFT_NG_RANDOM}})},
 	{"expression ct (module nft_ct)", using([]expr.Any{&expr.Ct{Register: reg(0), Key: expr.CtKeySTATUS}})},
-	{"expression nat (module nft_nat)", using(translate(mapID{role: endpoints, family: api.IPv4}))},
+	{"expression nat (module nft_nat)", using(translate(mapID{kind: endpoints, family: api.IPv4}))},
 	{"expression masq (module nft_masq)", using([]expr.Any{&expr.Masq{FullyRandom: true}})},
 	{"expression reject (module nft_reject_inet)", using([]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})},
 }

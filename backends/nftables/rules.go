@@ -72,13 +72,13 @@ func loadProtocolAndPort(register int) ([]expr.Any, int) {
 
 // loadFrontend loads a packet's destination as frontends of a scope have it in their keys.
 // It returns the register behind it.
-func loadFrontend(s scope, family api.Family) (load []expr.Any, register int) {
-	if s != nodePort {
+func loadFrontend(s match, family api.Family) (load []expr.Any, register int) {
+	if s != matchNodePort {
 		var address expr.Any
 		address, register = loadDestination(family, register)
 		load = append(load, address)
 	}
-	if s != address {
+	if s != matchAddress {
 		var port []expr.Any
 		port, register = loadProtocolAndPort(register)
 		load = append(load, port...)
@@ -100,23 +100,23 @@ func vmap(m mapID) expr.Any {
 
 // lookupVerdict returns a rule that gives the verdict that a packet's destination has.
 func lookupVerdict(m mapID) []expr.Any {
-	load, _ := loadFrontend(m.scope, m.family)
+	load, _ := loadFrontend(m.match, m.family)
 	return append(append(matchFamily(m.family), load...), vmap(m))
 }
 
-// lookupClass returns a rule that goes to the chain of the class that a packet's destination
+// lookupSharedChain returns a rule that goes to the chain of the class that a packet's destination
 // has. Node ports are served at some addresses only.
-func lookupClass(m mapID) []expr.Any {
+func lookupSharedChain(m mapID) []expr.Any {
 	rule := matchFamily(m.family)
-	if m.scope == nodePort {
+	if m.match == matchNodePort {
 		address, _ := loadDestination(m.family, 0)
-		rule = append(rule, address, in(mapID{role: nodePortAddresses, family: m.family}))
+		rule = append(rule, address, in(mapID{kind: nodePortAddresses, family: m.family}))
 	}
-	load, _ := loadFrontend(m.scope, m.family)
+	load, _ := loadFrontend(m.match, m.family)
 	rule = append(rule, load...)
-	toChain := mapID{classes, m.scope, m.family}
-	if m.role == hereFrontends {
-		toChain.role = hereClasses
+	toChain := mapID{sharedChains, m.match, m.family}
+	if m.kind == nodeFrontends {
+		toChain.kind = nodeSharedChains
 	}
 	return append(rule, lookup(m), setMeta(expr.MetaKeyPRIORITY), loadMeta(expr.MetaKeyPRIORITY), vmap(toChain))
 }
@@ -124,10 +124,10 @@ func lookupClass(m mapID) []expr.Any {
 // translate returns the rule that sends a new connection to the endpoint in the slot that
 // was drawn.
 func translate(m mapID) []expr.Any {
-	load, register := loadFrontend(m.scope, m.family)
+	load, register := loadFrontend(m.match, m.family)
 	rule := append(matchFamily(m.family), load...)
 	rule = append(rule, &expr.Meta{Key: expr.MetaKeyPRIORITY, Register: reg(register)}, lookup(m))
-	if m.scope == address {
+	if m.match == matchAddress {
 		return append(rule, natTo(m.family, 0, 0))
 	}
 	return append(rule, natTo(m.family, 0, m.addrLen()/4))
@@ -144,7 +144,7 @@ func natTo(family api.Family, address, port int) expr.Any {
 }
 
 // hairpin returns the rule that masquerades connections of endpoints to themselves.
-func hairpin(s scope, family api.Family) []expr.Any {
+func hairpin(s match, family api.Family) []expr.Any {
 	source, register := loadSource(family, 0)
 	destination, register := loadDestination(family, register)
 	rule := append([]expr.Any{
@@ -153,7 +153,7 @@ func hairpin(s scope, family api.Family) []expr.Any {
 		&expr.Cmp{Op: expr.CmpOpNeq, Register: reg(0), Data: native(0)},
 	}, matchFamily(family)...)
 	rule = append(rule, source, destination)
-	if s != address {
+	if s != matchAddress {
 		port, _ := loadProtocolAndPort(register)
 		rule = append(rule, port...)
 	}

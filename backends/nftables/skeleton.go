@@ -74,12 +74,12 @@ func (o *Options) skeletonChains() []chain {
 	add("mark-node", regular, append(startsHere(), jump("mark-all")...))
 	add("mark-outsiders", regular, o.markOutsiders()...)
 
-	for _, s := range []scope{service, address} {
+	for _, s := range []match{matchService, matchAddress} {
 		var rules [][]expr.Any
 		for _, family := range families {
 			rules = append(rules, fromSources(mapID{sources, s, family}))
 		}
-		add(scopeNames[s]+"-sources", regular, append(rules, verdictDrop())...)
+		add(matchNames[s]+"-sources", regular, append(rules, verdictDrop())...)
 	}
 
 	add(rejectChain, regular,
@@ -87,7 +87,7 @@ func (o *Options) skeletonChains() []chain {
 		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
 
 	for _, m := range allMaps() {
-		if m.role == endpoints || m.role == hereEndpoints {
+		if m.kind == endpoints || m.kind == nodeEndpoints {
 			// A slot may be missing when its number was drawn before a transaction and is looked up
 			// after it. Such a packet must not pass as it is: the whole connection would.
 			add(m.name(), regular, translate(m), verdictDrop())
@@ -96,7 +96,7 @@ func (o *Options) skeletonChains() []chain {
 
 	// Traffic that starts on this node has maps of its own where the external traffic policy
 	// is Local.
-	add("node-services", regular, lookupClasses(hereFrontends)...)
+	add("node-services", regular, lookupSharedChains(nodeFrontends)...)
 	short := [][]expr.Any{append(startsHere(), goTo("node-services")...)}
 	for _, match := range o.podMatches() {
 		short = append(short, append(match, goTo("node-services")...))
@@ -104,11 +104,11 @@ func (o *Options) skeletonChains() []chain {
 	add("short-circuit", regular, short...)
 
 	// As with slots, the chain of a class may just have been removed.
-	rules := append(lookupClasses(frontends), append(hasPriority(), verdictDrop()...))
+	rules := append(lookupSharedChains(frontends), append(hasPriority(), verdictDrop()...))
 	if !o.AcceptUnknownPorts {
 		for _, family := range families {
 			destination, _ := loadDestination(family, 0)
-			rule := append(matchFamily(family), destination, in(mapID{role: clusterIPs, family: family}))
+			rule := append(matchFamily(family), destination, in(mapID{kind: clusterIPs, family: family}))
 			rules = append(rules, append(rule, goTo(rejectChain)...))
 		}
 	}
@@ -122,7 +122,7 @@ func (o *Options) skeletonChains() []chain {
 		slices.Concat(mark(bit, 0), []expr.Any{equal(native(bit)...)}, mark(^uint32(0), bit),
 			[]expr.Any{setMeta(expr.MetaKeyMARK), &expr.Masq{FullyRandom: true}}),
 	}
-	for _, s := range []scope{service, address} {
+	for _, s := range []match{matchService, matchAddress} {
 		for _, family := range families {
 			rules = append(rules, hairpin(s, family))
 		}
@@ -136,10 +136,10 @@ func (o *Options) skeletonChains() []chain {
 	return chains
 }
 
-func lookupClasses(r role) (rules [][]expr.Any) {
+func lookupSharedChains(r mapKind) (rules [][]expr.Any) {
 	for _, family := range families {
-		for _, s := range []scope{service, nodePort, address} {
-			rules = append(rules, lookupClass(mapID{r, s, family}))
+		for _, s := range []match{matchService, matchNodePort, matchAddress} {
+			rules = append(rules, lookupSharedChain(mapID{r, s, family}))
 		}
 	}
 	return rules
@@ -189,7 +189,7 @@ func (o *Options) markOutsiders() (rules [][]expr.Any) {
 
 // fromSources returns the rule that admits packets from the source ranges in m.
 func fromSources(m mapID) []expr.Any {
-	load, register := loadFrontend(m.scope, m.family)
+	load, register := loadFrontend(m.match, m.family)
 	source, _ := loadSource(m.family, register)
 	rule := append(matchFamily(m.family), load...)
 	return append(rule, source, in(m), &expr.Verdict{Kind: expr.VerdictReturn})

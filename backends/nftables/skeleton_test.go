@@ -215,10 +215,10 @@ func TestCommentsNameTheService(t *testing.T) {
 
 // TestNumbersOfClassesAreUnique checks that each number leads back to its class.
 func TestNumbersOfClassesAreUnique(t *testing.T) {
-	seen := map[string]class{}
-	check := func(c class) {
+	seen := map[string]sharedChain{}
+	check := func(c sharedChain) {
 		e := c.element()
-		if got, ok := classOf(&e.elementID, &e.value); !ok || got != c {
+		if got, ok := sharedChainOf(&e.elementID, &e.value); !ok || got != c {
 			t.Errorf("the number of %+v is that of %+v, %t", c, got, ok)
 		}
 		if other, ok := seen[e.elementID.String()]; ok {
@@ -226,10 +226,10 @@ func TestNumbersOfClassesAreUnique(t *testing.T) {
 		}
 		seen[e.elementID.String()] = c
 	}
-	for _, s := range []scope{service, nodePort, address} {
+	for _, s := range []match{matchService, matchNodePort, matchAddress} {
 		for _, masquerade := range []nodeview.Masquerade{nodeview.MasqueradeIfAsked, nodeview.MasqueradeAll, nodeview.MasqueradeNode} {
 			for _, filtered := range []bool{false, true} {
-				c := class{scope: s, family: api.IPv4, masquerade: masquerade, filtered: filtered}
+				c := sharedChain{match: s, family: api.IPv4, masquerade: masquerade, filtered: filtered}
 				for _, c.endpoints = range []int{1, 2, 65_536, maxEndpoints} {
 					check(c)
 				}

@@ -17,7 +17,7 @@ type state struct {
 	// digests are of each map's elements.
 	digests map[mapID]digest
 	// classes are the classes that are there or that frontends have.
-	classes map[class]classUse
+	shared map[sharedChain]classUse
 	// rules are the digests of the rules that each chain should have.
 	rules map[string]digest
 	// wanted is how many want each element of a shared map, and hold on top of that if
@@ -48,7 +48,7 @@ func newState(seed maphash.Seed) *state {
 	return &state{
 		seed:    seed,
 		digests: map[mapID]digest{},
-		classes: map[class]classUse{},
+		shared:  map[sharedChain]classUse{},
 		rules:   map[string]digest{},
 		wanted:  map[elementID]int{},
 	}
@@ -98,55 +98,55 @@ func (s *state) lost(id *elementID, v *value) {
 
 // uses notes that a frontend has, or no longer has, a class.
 func (s *state) uses(id *elementID, v *value, n int) {
-	if id.m.role != frontends && id.m.role != hereFrontends {
+	if id.m.kind != frontends && id.m.kind != nodeFrontends {
 		return
 	}
-	if c, ok := classOf(id, v); ok {
-		use := s.classes[c]
+	if c, ok := sharedChainOf(id, v); ok {
+		use := s.shared[c]
 		use.frontends += n
 		s.setUse(c, use)
 	}
 }
 
-func (s *state) setUse(c class, use classUse) {
+func (s *state) setUse(c sharedChain, use classUse) {
 	if use == (classUse{}) {
-		delete(s.classes, c)
+		delete(s.shared, c)
 	} else {
-		s.classes[c] = use
+		s.shared[c] = use
 	}
 }
 
-// hasClass notes that the kernel has a class, and lostClass that it no longer has it.
-func (s *state) hasClass(c class) {
+// sharedChainMade notes that the kernel has a class, and sharedChainDeleted that it no longer has it.
+func (s *state) sharedChainMade(c sharedChain) {
 	e := c.element()
 	s.has(&e.elementID, &e.value)
-	use := s.classes[c]
+	use := s.shared[c]
 	use.made = true
 	s.setUse(c, use)
-	if c.hasChain() {
-		s.rules[c.chain()] = digestOf(s.seed, hook{}, c.rules())
+	if c.hasRules() {
+		s.rules[c.name()] = digestOf(s.seed, hook{}, c.rules())
 	}
 }
 
-func (s *state) lostClass(c class) {
+func (s *state) sharedChainDeleted(c sharedChain) {
 	e := c.element()
 	s.lost(&e.elementID, &e.value)
-	use := s.classes[c]
+	use := s.shared[c]
 	use.made = false
 	s.setUse(c, use)
-	if c.hasChain() {
-		delete(s.rules, c.chain())
+	if c.hasRules() {
+		delete(s.rules, c.name())
 	}
 }
 
-// unusedClasses returns the classes that no frontend has.
-func (s *state) unusedClasses() (unused []class) {
-	for c, use := range s.classes {
+// unusedChains returns the classes that no frontend has.
+func (s *state) unusedChains() (unused []sharedChain) {
+	for c, use := range s.shared {
 		if use.made && use.frontends == 0 {
 			unused = append(unused, c)
 		}
 	}
-	slices.SortFunc(unused, func(a, b class) int { return strings.Compare(a.chain(), b.chain()) })
+	slices.SortFunc(unused, func(a, b sharedChain) int { return strings.Compare(a.name(), b.name()) })
 	return unused
 }
 

@@ -131,7 +131,7 @@ func (t *table) verify(ctx context.Context) error {
 	var d difference
 	switch {
 	case err == nil:
-		return t.dropUnusedClasses(ctx)
+		return t.deleteUnusedChains(ctx)
 	case ctx.Err() != nil && errors.Is(err, context.Cause(ctx)): // cut short
 		return err
 	case errors.As(err, &d), errors.Is(err, unix.ENOENT):
@@ -267,18 +267,18 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 	}
 }
 
-// dropUnusedClasses removes the classes that no frontend has had since they were made:
+// deleteUnusedChains removes the classes that no frontend has had since they were made:
 // Syncs leave them, as they may be needed again.
-func (t *table) dropUnusedClasses(ctx context.Context) error {
-	unused := t.state.unusedClasses()
+func (t *table) deleteUnusedChains(ctx context.Context) error {
+	unused := t.state.unusedChains()
 	if len(unused) == 0 {
 		return nil
 	}
-	if err := t.conn.transact(ctx, func(w *wire) { w.deleteClasses(unused) }); err != nil {
+	if err := t.conn.transact(ctx, func(w *wire) { w.deleteSharedChains(unused) }); err != nil {
 		return fmt.Errorf("remove chains that nothing leads to: %w", err)
 	}
 	for _, c := range unused {
-		t.state.lostClass(c)
+		t.state.sharedChainDeleted(c)
 	}
 	return nil
 }

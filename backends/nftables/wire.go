@@ -195,7 +195,7 @@ func (w *wire) element(e *element, withData bool) {
 	item := w.Nest(unix.NFTA_LIST_ELEM)
 	key := e.key[:e.m.keyLen()]
 	w.data(unix.NFTA_SET_ELEM_KEY, key)
-	if e.m.role == sources {
+	if e.m.kind == sources {
 		w.data(nftaSetElemKeyEnd, rangeEnd(key, e.m.addrLen(), int(e.key[maxKey-1])))
 	}
 	switch {
@@ -367,19 +367,19 @@ func decodeElement(m mapID, item []byte, chains map[string]string) (e element, o
 			}
 		}
 	}
-	switch m.role {
-	case frontends, hereFrontends:
+	switch m.kind {
+	case frontends, nodeFrontends:
 		name, known := chains[string(e.data[:dataLen])]
 		if !known {
-			if c, isClass := classOf(&e.elementID, &e.value); isClass {
-				name = c.chain()
+			if c, ok2 := sharedChainOf(&e.elementID, &e.value); ok2 {
+				name = c.name()
 			}
 			chains[string(e.data[:dataLen])] = name
 		}
 		e.chain = name
-	case classes, hereClasses:
-		c, isClass := classOf(&e.elementID, &e.value)
-		ok = ok && isClass && e.chain == c.chain()
+	case sharedChains, nodeSharedChains:
+		c, ok2 := sharedChainOf(&e.elementID, &e.value)
+		ok = ok && ok2 && e.chain == c.name()
 	case sources:
 		bits, isPrefix := prefixLen(e.key[keyLen-m.addrLen():keyLen], end, m.addrLen())
 		e.key[maxKey-1] = bits

@@ -22,12 +22,12 @@ import (
 // The kernel validates all elements that lead to chains in each transaction that adds one
 // of them. So a frontend has the number of its class, as data, and the numbers lead to
 // chains: few elements, which seldom change.
-type class struct {
-	scope  scope
+type sharedChain struct {
+	match  match
 	family api.Family
 	// here says that it is for packets that start on this node, which have
 	// been through the rules of the frontend's other chain.
-	here bool
+	fromNode bool
 	// filtered: only from some sources.
 	filtered   bool
 	masquerade nodeview.Masquerade
@@ -50,7 +50,7 @@ const (
 
 // number returns the number of the class, which is unique among those that the same map
 // leads to.
-func (c class) number() uint32 {
+func (c sharedChain) number() uint32 {
 	kind := uint32(c.masquerade) << 3
 	switch {
 	case c.verdict == nodeview.Drop:
@@ -67,19 +67,19 @@ func (c class) number() uint32 {
 	return 0x7000_0000 | kind<<20 | uint32(max(c.endpoints, 1))
 }
 
-// classOf returns the class whose number an element has, and false if there is none, as in
+// sharedChainOf returns the class whose number an element has, and false if there is none, as in
 // maps other than those of frontends and classes.
-func classOf(id *elementID, v *value) (c class, ok bool) {
+func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 	var number uint32
-	switch id.m.role {
-	case frontends, hereFrontends:
+	switch id.m.kind {
+	case frontends, nodeFrontends:
 		number = binary.NativeEndian.Uint32(v.data[:])
-	case classes, hereClasses:
+	case sharedChains, nodeSharedChains:
 		number = binary.NativeEndian.Uint32(id.key[:])
 	default:
 		return c, false
 	}
-	c = class{scope: id.m.scope, family: id.m.family, here: id.m.role == hereFrontends || id.m.role == hereClasses}
+	c = sharedChain{match: id.m.match, family: id.m.family, fromNode: id.m.kind == nodeFrontends || id.m.kind == nodeSharedChains}
 	kind := number >> 20 & 0xff
 	c.masquerade, c.filtered = nodeview.Masquerade(kind>>3), kind&4 != 0
 	switch kind & 3 {
@@ -97,8 +97,8 @@ func classOf(id *elementID, v *value) (c class, ok bool) {
 
 // chain returns what a frontend of the class leads to: a chain of this name, or
 // a verdict that needs no chain of its own.
-func (c class) chain() string {
-	if !c.filtered && (c.here || c.masquerade != nodeview.MasqueradeNode) {
+func (c sharedChain) name() string {
+	if !c.filtered && (c.fromNode || c.masquerade != nodeview.MasqueradeNode) {
 		switch c.verdict {
 		case nodeview.Drop:
 			return drop
@@ -107,12 +107,12 @@ func (c class) chain() string {
 		}
 	}
 	var b strings.Builder
-	if c.here {
+	if c.fromNode {
 		b.WriteString("node-")
 	}
-	fmt.Fprint(&b, scopeNames[c.scope], int(c.family))
+	fmt.Fprint(&b, matchNames[c.match], int(c.family))
 	switch {
-	case c.here:
+	case c.fromNode:
 	case c.masquerade == nodeview.MasqueradeAll:
 		b.WriteString("-external")
 	case c.masquerade == nodeview.MasqueradeNode:
@@ -137,41 +137,41 @@ func (c class) chain() string {
 // rejectChain is the chain of the skeleton that rejects.
 const rejectChain = "reject-chain"
 
-// hasChain reports whether the class has a chain of its own.
-func (c class) hasChain() bool { return c.chain() != drop && c.chain() != rejectChain }
+// hasRules reports whether the class has a chain of its own.
+func (c sharedChain) hasRules() bool { return c.name() != drop && c.name() != rejectChain }
 
-// mapOf returns the map of the class's scope and family with that role, or with the role
+// mapOf returns the map of the class's match and family with that role, or with the role
 // behind it if the class is one of packets that start on this node.
-func (c class) mapOf(r role) mapID {
-	if c.here {
+func (c sharedChain) mapOf(r mapKind) mapID {
+	if c.fromNode {
 		r++
 	}
-	return mapID{r, c.scope, c.family}
+	return mapID{r, c.match, c.family}
 }
 
 // element returns the element that leads from the number of the class to its chain.
-func (c class) element() element {
-	e := element{elementID: elementID{m: c.mapOf(classes)}, value: value{chain: c.chain()}}
+func (c sharedChain) element() element {
+	e := element{elementID: elementID{m: c.mapOf(sharedChains)}, value: value{chain: c.name()}}
 	w := keyWriter{id: &e.elementID}
 	w.priority(c.number())
 	return e
 }
 
-// makeClass adds messages that make a class, and deleteClasses those that delete some.
-func (w *wire) makeClass(c class) {
-	if c.hasChain() {
-		w.makeChain(c.chain(), c.rules())
+// makeSharedChain adds messages that make a class, and deleteSharedChains those that delete some.
+func (w *wire) makeSharedChain(c sharedChain) {
+	if c.hasRules() {
+		w.makeChain(c.name(), c.rules())
 	}
 	w.allElements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{c.element()})
 }
 
-func (w *wire) deleteClasses(list []class) {
+func (w *wire) deleteSharedChains(list []sharedChain) {
 	var elements []element
 	var chains []string
 	for _, c := range list {
 		elements = append(elements, c.element())
-		if c.hasChain() {
-			chains = append(chains, c.chain())
+		if c.hasRules() {
+			chains = append(chains, c.name())
 		}
 	}
 	w.allElements(unix.NFT_MSG_DELSETELEM, 0, elements)
@@ -179,14 +179,14 @@ func (w *wire) deleteClasses(list []class) {
 }
 
 // rules returns the rules of the class's chain, encoded.
-func (c class) rules() []string { return encodeRules(c.expressions()...) }
+func (c sharedChain) rules() []string { return encodeRules(c.expressions()...) }
 
-func (c class) expressions() [][]expr.Any {
+func (c sharedChain) expressions() [][]expr.Any {
 	var rules [][]expr.Any
 	if c.filtered {
-		rules = append(rules, jump(scopeNames[c.scope]+"-sources"))
+		rules = append(rules, jump(matchNames[c.match]+"-sources"))
 	}
-	if !c.here {
+	if !c.fromNode {
 		switch c.masquerade {
 		case nodeview.MasqueradeIfAsked:
 			rules = append(rules, jump("mark-outsiders"))
@@ -202,7 +202,7 @@ func (c class) expressions() [][]expr.Any {
 	case c.verdict == nodeview.Reject:
 		return append(rules, goTo(rejectChain))
 	case c.affinity:
-		return append(rules, lookupVerdict(c.mapOf(lists)), verdictDrop())
+		return append(rules, lookupVerdict(c.mapOf(affinityChains)), verdictDrop())
 	}
 	return append(rules, []expr.Any{
 		&expr.Numgen{Register: reg(0), Modulus: uint32(c.endpoints), Type: unix.NFT_NG_RANDOM, Offset: firstSlot},

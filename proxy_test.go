@@ -64,7 +64,7 @@ func TestRunDrivesEverySink(t *testing.T) {
 	}
 }
 
-func TestRunFollowsWhatChanges(t *testing.T) {
+func TestRunFollowsChanges(t *testing.T) {
 	manifest := filepath.Join(t.TempDir(), "services.yaml")
 	write := func(name string) {
 		t.Helper()

@@ -47,7 +47,7 @@ func testEqual[T any](t *testing.T, ignored map[string]bool, equal func(a, b *T)
 				t.Errorf("Equal is %v after %s changed", got, path)
 			}
 			if got := equal(changed, full()); got != ignored[path] {
-				t.Errorf("Equal is %v for %s the other way round", got, path)
+				t.Errorf("Equal is %v for %s with swapped arguments", got, path)
 			}
 		}
 	})
@@ -141,6 +141,6 @@ func change(v reflect.Value) {
 func TestEqualOfNil(t *testing.T) {
 	var none *Service
 	if !none.Equal(nil) || none.Equal(&Service{}) || (&Service{}).Equal(nil) {
-		t.Error("a nil Service is equal to itself only")
+		t.Error("a nil Service must equal only itself")
 	}
 }

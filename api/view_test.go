@@ -135,7 +135,7 @@ func TestJSONEndpointHasOneAddress(t *testing.T) {
 	for _, text := range []string{`{}`, `{"IPs":{}}`, `{"IPs":{"V4":["10.0.0.1"],"V6":["fd00::1"]}}`} {
 		var e Endpoint
 		if err := json.Unmarshal([]byte(text), &e); err == nil || !strings.Contains(err.Error(), "addresses, want 1") {
-			t.Errorf("reading %s returns %v", text, err)
+			t.Errorf("reading %s returned %v", text, err)
 		}
 	}
 }
@@ -234,9 +234,9 @@ func TestFamilies(t *testing.T) {
 		want    []Family
 	}{
 		{"those of ipFamilies", Service{IPFamilies: []Family{IPv6}, IPs: ServiceIPs{ClusterIPs: addrs("10.0.0.1")}}, []Family{IPv6}},
-		{"else of the cluster IPs", Service{IPs: ServiceIPs{ClusterIPs: addrs("fd00::1", "10.0.0.1"), ExternalIPs: addrs("192.0.2.1")}}, []Family{IPv4, IPv6}},
-		{"else, headless, of the external IPs", Service{IPs: ServiceIPs{Headless: true, ExternalIPs: addrs("2001:db8::1")}}, []Family{IPv6}},
-		{"else none", Service{IPs: ServiceIPs{ExternalIPs: addrs("192.0.2.1")}}, nil},
+		{"otherwise those of the cluster IPs", Service{IPs: ServiceIPs{ClusterIPs: addrs("fd00::1", "10.0.0.1"), ExternalIPs: addrs("192.0.2.1")}}, []Family{IPv4, IPv6}},
+		{"for headless services, otherwise those of the external IPs", Service{IPs: ServiceIPs{Headless: true, ExternalIPs: addrs("2001:db8::1")}}, []Family{IPv6}},
+		{"otherwise none", Service{IPs: ServiceIPs{ExternalIPs: addrs("192.0.2.1")}}, nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			if got := c.service.Families(); !slices.Equal(got, c.want) {
@@ -260,6 +260,6 @@ func TestIPSet(t *testing.T) {
 		t.Errorf("All yields %v", got)
 	}
 	if !s.Contains(netip.MustParseAddr("::ffff:10.0.0.2")) || s.Contains(netip.MustParseAddr("10.0.0.3")) || s.Contains(netip.Addr{}) {
-		t.Error("Contains is wrong about one of its addresses")
+		t.Error("Contains returned a wrong result")
 	}
 }

@@ -87,16 +87,16 @@ func TestInconsistentAPIFlagsAreErrors(t *testing.T) {
 		args []string
 		want []string
 	}{
-		{"what to serve is the server's to say", []string{"--api=unix:///s", "--service-proxy-name=x"}, []string{"api", "service-proxy-name"}},
+		{"a flag that only the server may have", []string{"--api=unix:///s", "--service-proxy-name=x"}, []string{"api", "service-proxy-name"}},
 		{"two sources", []string{"--api=unix:///s", "--manifests", demo}, []string{"api", "manifests"}},
-		{"another two", []string{"--api=unix:///s", "--kubeconfig=x"}, []string{"api", "kubeconfig"}},
+		{"two other sources", []string{"--api=unix:///s", "--kubeconfig=x"}, []string{"api", "kubeconfig"}},
 		{"TLS without an address", []string{"--manifests", demo, "--api-tls-ca-file=x"}, []string{"--api-…", "need --api"}},
 		{"plaintext to another machine", []string{"--api=tcp://192.0.2.1:12090"}, []string{"192.0.2.1", "TLS"}},
-		{"an address that is given and empty", []string{"--api="}, []string{"--api", "empty"}},
+		{"an empty address", []string{"--api="}, []string{"--api", "empty"}},
 		{"no address", []string{"--api=192.0.2.1"}, []string{`"192.0.2.1"`}},
-		{"a certificate that is not there", []string{"--api=tcp://192.0.2.1:1", "--api-tls-ca-file=a", "--api-tls-cert-file=b", "--api-tls-key-file=c"}, []string{"b", "c"}},
-		{"half of TLS", []string{"--api=tcp://192.0.2.1:1", "--api-tls-ca-file=a"}, []string{"three files"}},
-		{"nobody there, and once", []string{"--api=unix:///does/not/exist", "--once"}, []string{"/does/not/exist"}},
+		{"a missing certificate", []string{"--api=tcp://192.0.2.1:1", "--api-tls-ca-file=a", "--api-tls-cert-file=b", "--api-tls-key-file=c"}, []string{"b", "c"}},
+		{"an incomplete set of TLS files", []string{"--api=tcp://192.0.2.1:1", "--api-tls-ca-file=a"}, []string{"three files"}},
+		{"a missing server with --once", []string{"--api=unix:///does/not/exist", "--once"}, []string{"/does/not/exist"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			err := run(t.Context(), sink.FullState(ignore), append(test.args, "--node-name=n")...)

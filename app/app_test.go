@@ -42,7 +42,7 @@ func TestOncePrintsAndEnds(t *testing.T) {
 		want string
 	}{
 		{"the services of a proxy name", []string{"--service-proxy-name=kpng-example"}, "kpng-example"},
-		{"the services of none", nil, "web"},
+		{"without a proxy name", nil, "web"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			var names []string
@@ -68,10 +68,10 @@ func TestAllPortsFlags(t *testing.T) {
 		args []string
 		want bool
 	}{
-		{"not by itself", nil, false},
-		{"with all others", []string{"--all-ports"}, true},
-		{"not without the annotation", []string{"--all-ports-annotation=all-ports"}, false},
-		{"with all others, whatever its annotations", []string{"--all-ports", "--all-ports-annotation=all-ports"}, true},
+		{"disabled by default", nil, false},
+		{"enabled by the flag", []string{"--all-ports"}, true},
+		{"disabled for services without the annotation", []string{"--all-ports-annotation=all-ports"}, false},
+		{"enabled by the flag, whatever the annotations", []string{"--all-ports", "--all-ports-annotation=all-ports"}, true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			got := []bool{}
@@ -85,7 +85,7 @@ func TestAllPortsFlags(t *testing.T) {
 				t.Fatal(err)
 			}
 			if len(got) != 1 || got[0] != test.want {
-				t.Errorf("all-ports services: %t, want one: %t", got, test.want)
+				t.Errorf("AllPorts of the services is %t, want one service with %t", got, test.want)
 			}
 		})
 	}
@@ -128,14 +128,14 @@ func TestFatalErrorsNameTheirCause(t *testing.T) {
 		want []string
 	}{
 		{"a kubeconfig that does not exist", []string{"--kubeconfig=/does/not/exist"}, []string{"/does/not/exist", "no such file"}},
-		{"nothing known of an API server", nil, []string{"no API server known"}},
+		{"no source", nil, []string{"no API server known"}},
 		{"manifests that do not exist", []string{"--manifests=/does/not/exist.yaml"}, []string{"/does/not/exist.yaml", "no such file"}},
 		{"a manifest with a syntax error", []string{"--manifests", broken}, []string{broken + ":"}},
 		{"two sources", []string{"--manifests", demo, "--kubeconfig=x"}, []string{"manifests", "kubeconfig"}},
 		{"an address in use", []string{"--manifests", demo, "--healthz-bind-address", taken.Addr().String()}, []string{taken.Addr().String(), "in use"}},
-		{"an address that is none", []string{"--manifests", demo, "--metrics-bind-address", "10256"}, []string{`"10256"`}},
-		{"a pattern that is none", []string{"--manifests", demo, "--keep-labels", "[a"}, []string{"[a"}},
-		{"a source that is given and empty", []string{"--manifests", ""}, []string{"--manifests", "empty"}},
+		{"an invalid address", []string{"--manifests", demo, "--metrics-bind-address", "10256"}, []string{`"10256"`}},
+		{"an invalid pattern", []string{"--manifests", demo, "--keep-labels", "[a"}, []string{"[a"}},
+		{"an empty source", []string{"--manifests", ""}, []string{"--manifests", "empty"}},
 		{"a negative interval", []string{"--manifests", demo, "--min-sync-interval", "-5s"}, []string{"--min-sync-interval"}},
 		{"an argument", []string{"surprise"}, []string{"surprise"}},
 	} {
@@ -200,7 +200,7 @@ func TestHealthAndMetricsBindAddresses(t *testing.T) {
 	<-entered
 	for path, want := range map[string]int{"/livez": 200, "/healthz": 200, "/readyz": 503, "/metrics": 404} {
 		if got, body := get(t, "http://"+health+path); got != want {
-			t.Errorf("before the first sync ended %s says %d, want %d: %s", path, got, want, body)
+			t.Errorf("before the end of the first sync, %s returns status %d, want %d: %s", path, got, want, body)
 		}
 	}
 	close(release)
@@ -216,10 +216,10 @@ func TestHealthAndMetricsBindAddresses(t *testing.T) {
 	if status, body := get(t, "http://"+metrics+"/metrics"); status != 200 || !bytes.Contains(body, []byte(`kpng_sink_sync_duration_seconds_count{sink="test",type="full"} 1`)) {
 		t.Errorf("metrics: status %d\n%s", status, body)
 	} else if !bytes.Contains(body, []byte("kubeproxy_sync_full_proxy_rules_duration_seconds_count 1")) {
-		t.Errorf("with --kubeproxy-metrics there is nothing by kube-proxy's names:\n%s", body)
+		t.Errorf("with --kubeproxy-metrics, no metric has a name of kube-proxy:\n%s", body)
 	}
 	cancel()
 	if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
-		t.Errorf("ended with %v", err)
+		t.Errorf("command returned %v", err)
 	}
 }

@@ -41,8 +41,8 @@ var _ app.Companion = (*pair)(nil)
 
 func TestCompanionSinks(t *testing.T) {
 	for name, source := range map[string][]string{
-		"of manifests":    {"--manifests", demo, "--service-proxy-name=kpng-example"},
-		"of another kpng": {"--api", serveDemo(t, "kpng-example")},
+		"from manifests":    {"--manifests", demo, "--service-proxy-name=kpng-example"},
+		"from another kpng": {"--api", serveDemo(t, "kpng-example")},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var p pair
@@ -50,13 +50,13 @@ func TestCompanionSinks(t *testing.T) {
 				t.Fatal(err)
 			}
 			if a, b := p.services.Load(), p.beside.Load(); a == 0 || a != b {
-				t.Errorf("the sink is told %d services, the one beside it %d", a, b)
+				t.Errorf("the sink received %d services and its companion %d, want the same number", a, b)
 			}
 			if p.early {
-				t.Error("a program that has not done everything yet is healthy")
+				t.Error("healthy before everything is programmed")
 			}
 			if !p.healthy() {
-				t.Error("a program that has done everything is not healthy")
+				t.Error("not healthy after everything is programmed")
 			}
 		})
 	}

@@ -22,7 +22,7 @@ func TestLogFileIsRenamedAtItsLimit(t *testing.T) {
 		}
 		for _, line := range lines {
 			if n, err := f.Write([]byte(line)); n != len(line) || err != nil {
-				t.Fatalf("writing %q: %d, %v", line, n, err)
+				t.Fatalf("Write(%q) = %d, %v", line, n, err)
 			}
 		}
 		f.file.Close()
@@ -36,7 +36,7 @@ func TestLogFileIsRenamedAtItsLimit(t *testing.T) {
 			}
 		}
 		if diff := cmp.Diff(want, got); diff != "" {
-			t.Errorf("files, by what is after their name (-want +got):\n%s", diff)
+			t.Errorf("files by suffix (-want +got):\n%s", diff)
 		}
 	}
 	write("one\n", "two\n")
@@ -53,11 +53,11 @@ func TestHostingFlagsAreFoundAmongOthers(t *testing.T) {
 		args []string
 		want string
 	}{
-		{"nothing is said", []string{"--api", "tcp://127.0.0.1:12090"}, ""},
-		{"before and after flags of the command", []string{"-v=4", "kube", "--once", "--log-file", `C:\k.log`, "--api=x"}, `C:\k.log`},
+		{"no flag", []string{"--api", "tcp://127.0.0.1:12090"}, ""},
+		{"between other flags", []string{"-v=4", "kube", "--once", "--log-file", `C:\k.log`, "--api=x"}, `C:\k.log`},
 		{"in one argument", []string{"--log-file=k.log"}, "k.log"},
-		{"what is wrong is left to the command", []string{"--log-file="}, ""},
-		{"arguments after a double dash are no flags", []string{"--", "--log-file=k.log"}, ""},
+		{"an empty value is left to the command", []string{"--log-file="}, ""},
+		{"arguments after a double dash are not flags", []string{"--", "--log-file=k.log"}, ""},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			if got := hostingOf(test.args).logFile; string(got) != test.want {

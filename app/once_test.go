@@ -48,13 +48,13 @@ func TestRunOnce(t *testing.T) {
 		took   time.Duration
 	}{
 		{"done in time", func(time.Time) sink.Status { return sink.Status{} }, 59 * time.Second, nil, nil, 59 * time.Second},
-		{"a sink that is slow and gets on", func(time.Time) sink.Status { return sink.Status{LastProgress: time.Now()} }, time.Hour, nil, nil, time.Hour},
+		{"a slow sink that makes progress", func(time.Time) sink.Status { return sink.Status{LastProgress: time.Now()} }, time.Hour, nil, nil, time.Hour},
 		{"a source that delivers nothing", func(time.Time) sink.Status { return sink.Status{} }, 0, nil, []string{"--once", "no progress for 1m0s", "source"}, time.Minute},
 		{"a sink that fails as a whole", func(time.Time) sink.Status { return sink.Status{Err: errors.New("no kernel")} }, 0, nil, []string{"no kernel"}, time.Minute},
-		{"a service that fails again and again", func(began time.Time) sink.Status {
+		{"a service that fails repeatedly", func(began time.Time) sink.Status {
 			return sink.Status{Passes: 1, LastPass: began.Add(time.Second), LastProgress: time.Now(), Failing: []sink.FailingService{web}}
 		}, 0, nil, []string{"service default/web: no such device"}, 61 * time.Second},
-		{"many services that fail, and Stop does too", func(time.Time) sink.Status {
+		{"many failing services, and a failing Stop", func(time.Time) sink.Status {
 			s := sink.Status{}
 			for range 12 {
 				s.Failing = append(s.Failing, web)
@@ -75,7 +75,7 @@ func TestRunOnce(t *testing.T) {
 				}
 				for _, want := range test.want {
 					if !strings.Contains(err.Error(), want) {
-						t.Errorf("error %q does not say %q", err, want)
+						t.Errorf("error %q does not contain %q", err, want)
 					}
 				}
 				if took := time.Since(began); took != test.took {

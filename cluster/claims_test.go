@@ -88,7 +88,7 @@ func TestClaims(t *testing.T) {
 			[]*api.Service{service("a", 1, "10.0.0.1", 80, 81), service("b", 2, "10.0.0.1", 80)},
 			[]string{"a 10.0.0.1:80/TCP b"},
 		}, {
-			"of two services of the same age, the first name wins",
+			"among services of the same age, the first name wins",
 			[]*api.Service{service("b", 1, "10.0.0.1", 80), service("a", 1, "10.0.0.1", 80)},
 			[]string{"b 10.0.0.1:80/TCP a"},
 		}, {
@@ -113,7 +113,7 @@ func TestClaims(t *testing.T) {
 			},
 			[]string{"b 10.9.9.9:80/TCP a"},
 		}, {
-			"of two external IPs, the one of the older service wins",
+			"among external IPs, the one of the older service wins",
 			[]*api.Service{
 				with(service("a", 1, "10.0.0.1", 80), external("10.9.9.9")),
 				with(service("b", 2, "10.0.0.2", 80), external("10.9.9.9")),
@@ -152,7 +152,7 @@ func TestClaims(t *testing.T) {
 			[]*api.Service{service("a", 1, "10.0.0.1", 80, 81), wholeAddress(service("b", 2, "10.0.0.1"))},
 			[]string{"a 10.0.0.1:80/TCP b", "a 10.0.0.1:81/TCP b"},
 		}, {
-			"a younger claim to the whole address is lost as a whole",
+			"a younger claim to the whole address is lost completely",
 			[]*api.Service{service("a", 2, "10.0.0.1", 81), wholeAddress(service("b", 1, "10.0.0.1"))},
 			[]string{"b 10.0.0.1:0/Protocol(0) a"},
 		}, {
@@ -164,7 +164,7 @@ func TestClaims(t *testing.T) {
 			[]*api.Service{wholeAddress(service("a", 1, "10.0.0.1")), wholeAddress(service("b", 2, "10.0.0.1"))},
 			[]string{"a 10.0.0.1:0/Protocol(0) b"},
 		}, {
-			"node ports conflict whatever the addresses",
+			"node ports conflict even if the addresses differ",
 			[]*api.Service{
 				with(service("a", 1, "10.0.0.1", 80), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
 				with(service("b", 2, "10.0.0.2", 81), func(s *api.Service) { s.Ports[0].NodePort = 30000 }),
@@ -227,7 +227,7 @@ func TestClaimPassesOnWhenWinnerIsDeleted(t *testing.T) {
 	}{
 		{"deleted", func(tx *cluster.Tx) { tx.DeleteService(winner.Key()) }},
 		{"moved to another port", func(tx *cluster.Tx) { tx.SetService(service("old", 2, "10.0.0.1", 81)) }},
-		{"recreated, and now the younger one", func(tx *cluster.Tx) { tx.SetService(service("old", 0, "10.0.0.1", 80)) }},
+		{"recreated, so that it is younger", func(tx *cluster.Tx) { tx.SetService(service("old", 0, "10.0.0.1", 80)) }},
 		{"not in a new listing", func(tx *cluster.Tx) {
 			tx.ReplaceServices(slices.Values([]*api.Service{loser}))
 		}},
@@ -244,7 +244,7 @@ func TestClaimPassesOnWhenWinnerIsDeleted(t *testing.T) {
 				t.Errorf("still lost: %v", s.Lost)
 			}
 			if !slices.Contains(changedSince(t, state, before), "young") {
-				t.Error("the new winner is not among the changed services")
+				t.Error("the changed services do not include the new winner")
 			}
 		})
 	}

@@ -22,7 +22,7 @@ func changedSince(t *testing.T, state *cluster.State, before *cluster.Snapshot) 
 	t.Helper()
 	changes, ok := state.Snapshot().States.Since(before.States.Revision())
 	if !ok {
-		t.Fatal("changes are forgotten already")
+		t.Fatal("the changes are no longer known")
 	}
 	names := []string{}
 	for key := range changes {
@@ -119,7 +119,7 @@ func TestReadersSeeNothingUntilSynced(t *testing.T) {
 	state.SetSynced()
 	state.SetSynced()
 	if !isClosed(changed) || !isClosed(state.Changed(0)) || !isClosed(state.Synced()) || !state.IsSynced() {
-		t.Fatal("not woken when all kinds have synced")
+		t.Fatal("not woken although all kinds have synced")
 	}
 }
 
@@ -137,7 +137,7 @@ func TestAReaderIsWokenByChangesOnly(t *testing.T) {
 		t.Error("woken by a write that changed nothing")
 	}
 	if state.Snapshot() != seen {
-		t.Error("a new snapshot though nothing changed")
+		t.Error("a new snapshot without a change")
 	}
 	state.Update(func(tx *cluster.Tx) { tx.SetNode(&api.Node{Name: "n"}) })
 	if !isClosed(changed) {
@@ -166,7 +166,7 @@ func TestChangesBeforePanicAreVisible(t *testing.T) {
 		t.Errorf("the snapshot has %d services, want 1", n)
 	}
 	if isClosed(state.Changed(after.Revision)) {
-		t.Error("the snapshot is not the present one: a reader would spin")
+		t.Error("the snapshot is not current, so a reader would spin")
 	}
 }
 
@@ -174,10 +174,10 @@ func TestEmptyClusterWakesReaderWithoutState(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	state.SetSynced()
 	if !isClosed(state.Changed(0)) {
-		t.Error("a reader that has nothing waits for ever")
+		t.Error("a reader without state waits forever")
 	}
 	if isClosed(state.Changed(state.Snapshot().Revision)) {
-		t.Error("a reader that has the empty cluster is woken")
+		t.Error("a reader that has read the empty cluster is woken")
 	}
 }
 
@@ -198,7 +198,7 @@ func TestDeletionsAreRememberedForServersOnly(t *testing.T) {
 				tx.DeleteSlice(key("a-1"))
 			})
 			if _, ok := state.Snapshot().States.Since(before.Revision); !ok {
-				t.Error("forgotten before the cursor has passed")
+				t.Error("deletions are no longer known before the cursor has passed")
 			}
 			cursor.Advance(state.Snapshot().States)
 			state.Update(func(tx *cluster.Tx) { // changes drop tombstones
@@ -238,7 +238,7 @@ func TestCommitIsAtomic(t *testing.T) {
 					continue
 				}
 				if a == nil || b == nil || !a.Service.Created.Equal(b.Created) {
-					t.Error("a snapshot shows half a commit")
+					t.Error("a snapshot shows a part of a commit")
 					return
 				}
 			}

@@ -67,7 +67,7 @@ func TestConcurrentUse(t *testing.T) {
 				}
 				a, _ := snapshot.Get(-1)
 				if b, _ := snapshot.Get(-2); a != b {
-					t.Errorf("half a commit is seen: %d and %d", a, b)
+					t.Errorf("a part of a commit is visible: %d and %d", a, b)
 				}
 			}
 		})
@@ -95,7 +95,7 @@ func TestConcurrentUse(t *testing.T) {
 		}
 	}
 	checkInvariants(t, s)
-	mustEqual(t, "cursors left", s.cursors.byRevision.Len(), 0)
+	mustEqual(t, "open cursors remain", s.cursors.byRevision.Len(), 0)
 }
 
 // follow updates a mirror.

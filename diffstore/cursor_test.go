@@ -56,7 +56,7 @@ func TestCursor(t *testing.T) {
 	d := c.Until(s.Snapshot())
 	mustEqual(t, "merged with later changes, in key order", renderDelta(d), "a=1> c=>2")
 	c.Advance(d.New)
-	mustEqual(t, "nothing new", renderDelta(c.Until(s.Snapshot())), "")
+	mustEqual(t, "no further changes", renderDelta(c.Until(s.Snapshot())), "")
 
 	c.Advance(first.New)
 	mustEqual(t, "no way back", renderDelta(c.Until(s.Snapshot())), "")
@@ -124,8 +124,8 @@ func TestTombstonesAreDroppedWhenEveryCursorHasPassed(t *testing.T) {
 		// has passed, when both have passed, and after more deletions with both closed.
 		want []int
 	}{
-		{"as a rule", false, []int{0, 2, 2, 0, 0}},
-		{"not in a resumable store", true, []int{1, 3, 3, 3, 4}},
+		{"in a store that is not resumable", false, []int{0, 2, 2, 0, 0}},
+		{"never in a resumable store", true, []int{1, 3, 3, 3, 4}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			s := newStrings(resumable(tc.resumable))
@@ -153,7 +153,7 @@ func TestTombstonesAreDroppedWhenEveryCursorHasPassed(t *testing.T) {
 	}
 }
 
-func TestClosedCursorHoldsNothing(t *testing.T) {
+func TestClosedCursorRetainsNothing(t *testing.T) {
 	s := newStrings()
 	s.Set("a", 1)
 	fast, slow := s.NewCursor(), s.NewCursor()
@@ -168,7 +168,7 @@ func TestClosedCursorHoldsNothing(t *testing.T) {
 	mustEqual(t, "tombstones when it is closed", s.tombstones.byKey.Len(), 0)
 	slow.Advance(s.Snapshot())
 	mustEqual(t, "a closed cursor gives full deltas", renderDelta(slow.Until(s.Snapshot())), "full:")
-	mustEqual(t, "cursors that hold something", s.cursors.byRevision.Len(), 1)
+	mustEqual(t, "cursors that retain something", s.cursors.byRevision.Len(), 1)
 }
 
 func TestDeletionsAreKeptForReaderThatStartsOver(t *testing.T) {
@@ -298,12 +298,12 @@ func TestLaggingCursorReleasesItsSnapshot(t *testing.T) {
 	s.Set("a", 2)
 	runtime.GC()
 	if held.Value() == nil {
-		t.Fatal("the cursor does not hold its snapshot")
+		t.Fatal("the cursor does not retain its snapshot")
 	}
 	s.Set("a", 3)
 	runtime.GC()
 	if held.Value() != nil {
-		t.Error("the snapshot of a cursor that lags is still held")
+		t.Error("the snapshot of a lagging cursor is still retained")
 	}
 	runtime.KeepAlive(c)
 }

@@ -22,14 +22,14 @@ func checkInvariants[K, V any](t *testing.T, s *Store[K, V]) {
 		t.Errorf("%d tombstones by age, %d by key", got, want)
 	}
 	if got := s.tombstones.byKey.Len(); got > s.limits.tombstones {
-		t.Errorf("%d tombstones, allowed are %d", got, s.limits.tombstones)
+		t.Errorf("%d tombstones, want at most %d", got, s.limits.tombstones)
 	}
 	if oldest, ok := s.tombstones.byRevision.Min(); ok {
 		if oldest.revision <= s.floor {
 			t.Errorf("a tombstone of revision %d is below the floor %d", oldest.revision, s.floor)
 		}
 		if slowest, ok := s.cursors.slowest(); !s.options.Resumable && (!ok || oldest.revision <= slowest.held.revision) {
-			t.Errorf("a tombstone of revision %d is left although every cursor has passed it", oldest.revision)
+			t.Errorf("a tombstone of revision %d remains although every cursor has passed it", oldest.revision)
 		}
 	}
 	if slowest, ok := s.cursors.slowest(); ok && slowest.held.revision < s.floor {
@@ -46,7 +46,7 @@ func checkInvariants[K, V any](t *testing.T, s *Store[K, V]) {
 			live++
 		}
 		if !ok || same != e {
-			t.Errorf("the change of %v at %d is not the one by key", e.key, e.revision)
+			t.Errorf("the change of %v at %d differs from the one by key", e.key, e.revision)
 		}
 		return true
 	})
@@ -152,15 +152,15 @@ func (f *fuzzState) step() {
 	}
 }
 
-// read makes a reader apply its delta, with or without further writes, and acknowledge it
-// or not.
+// read makes a reader apply its delta, possibly after further writes, and possibly
+// acknowledge it.
 func (f *fuzzState) read(r *fuzzReader) {
 	delta := r.cursor.Until(f.store.Snapshot())
 	for range f.next(4) {
 		f.write()
 	}
 	if f.next(4) == 0 {
-		return // like a failed sink: acknowledges nothing
+		return // like a failed sink, acknowledge nothing
 	}
 	old, new := map[byte]byte{}, maps.Collect(delta.New.All())
 	if !delta.Full() {
@@ -199,14 +199,14 @@ func (f *fuzzState) check() {
 		changes, ok := snapshot.Since(revision)
 		if !ok {
 			if revision >= f.store.floor {
-				f.t.Fatalf("revision %d is too old although only deletions up to %d are forgotten", revision, f.store.floor)
+				f.t.Fatalf("revision %d is too old although only deletions up to %d were dropped", revision, f.store.floor)
 			}
 			continue
 		}
 		now, keys := maps.Clone(then), map[byte]bool{}
 		for key, value := range changes {
 			if keys[key] {
-				f.t.Fatalf("key %d comes twice since %d", key, revision)
+				f.t.Fatalf("key %d occurs twice since %d", key, revision)
 			}
 			keys[key] = true
 			if _, ok := snapshot.Get(key); ok {

@@ -18,11 +18,11 @@ func TestSnapshotIsTakenOnceARevision(t *testing.T) {
 	s.Delete("b")
 	s.Replace(listing("a=1"))
 	if s.Snapshot() != first {
-		t.Error("writes that record nothing made a new snapshot")
+		t.Error("a new snapshot although no change was recorded")
 	}
 	s.Set("a", 2)
 	if s.Snapshot() == first {
-		t.Error("a change made no new snapshot")
+		t.Error("no new snapshot after a change")
 	}
 }
 
@@ -71,7 +71,7 @@ func TestSnapshotReads(t *testing.T) {
 			mustEqual(t, "keys", got.String(), tc.want)
 		})
 	}
-	t.Run("loops can be left early and run again", func(t *testing.T) {
+	t.Run("loops can end early and run again", func(t *testing.T) {
 		for range 2 {
 			for key := range snapshot.All() {
 				mustEqual(t, "first", key, "a")
@@ -122,22 +122,22 @@ func TestTombstoneLimits(t *testing.T) {
 		s.Delete("a")                         // 6
 		time.Sleep(30 * time.Second)
 		s.Delete("b") // 7
-		mustEqual(t, "two are remembered", renderSince(s.Snapshot(), 5), "-a -b")
+		mustEqual(t, "two deletions are known", renderSince(s.Snapshot(), 5), "-a -b")
 
 		old := s.Snapshot()
 		s.Delete("c") // 8
-		mustEqual(t, "before the dropped one", renderSince(s.Snapshot(), 5), "start over")
-		mustEqual(t, "at the dropped one", renderSince(s.Snapshot(), 6), "-b -c")
-		mustEqual(t, "the older snapshot still knows", renderSince(old, 5), "-a -b")
+		mustEqual(t, "before the dropped deletion", renderSince(s.Snapshot(), 5), "start over")
+		mustEqual(t, "at the dropped deletion", renderSince(s.Snapshot(), 6), "-b -c")
+		mustEqual(t, "an older snapshot still knows it", renderSince(old, 5), "-a -b")
 
 		time.Sleep(time.Minute)
 		s.Set("d", 2) // 9
 		mustEqual(t, "as old as the limit", renderSince(s.Snapshot(), 7), "-c d=2")
 		time.Sleep(time.Second)
-		mustEqual(t, "a store at rest keeps them", renderSince(s.Snapshot(), 7), "-c d=2")
+		mustEqual(t, "a store without writes keeps them", renderSince(s.Snapshot(), 7), "-c d=2")
 		s.Set("d", 3) // 10
 		mustEqual(t, "older than the limit", renderSince(s.Snapshot(), 7), "start over")
-		mustEqual(t, "after the last dropped one", renderSince(s.Snapshot(), 8), "d=3")
+		mustEqual(t, "after the last dropped deletion", renderSince(s.Snapshot(), 8), "d=3")
 		checkInvariants(t, s)
 	})
 }

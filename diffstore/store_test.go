@@ -267,7 +267,7 @@ func TestReplaceIsAtomic(t *testing.T) {
 	s.Replace(func(yield func(string, int) bool) {
 		yield("a", 1)
 		if s.cached.Load() != before {
-			t.Error("the snapshot taken before is gone although the commit goes on")
+			t.Error("the earlier snapshot was dropped during the commit")
 		}
 		yield("b", 1)
 	})

@@ -67,7 +67,7 @@ func next(t *testing.T, f *feed.Feed) []string {
 	return describe(u)
 }
 
-// all returns the changes in u, or all services as new ones.
+// all returns the changes in u. For a full update, it returns all services as new.
 func all(u *sink.Update) []sink.Change {
 	changes := u.Changes
 	if u.Lost {
@@ -167,7 +167,7 @@ func TestUpdates(t *testing.T) {
 			t.Fatalf("%s (-want +got):\n%s", step.name, diff)
 		}
 		if isClosed(f.Changed()) {
-			t.Fatalf("%s: still changed after all was acknowledged", step.name)
+			t.Fatalf("%s: changed although everything was acknowledged", step.name)
 		}
 	}
 }
@@ -200,17 +200,17 @@ func TestUnacknowledgedChangesAreRepeated(t *testing.T) {
 	}
 	f.Advance(first) // outdated: must not acknowledge the second
 	if third, _ := f.Next(); third != second {
-		t.Error("an outdated update was taken as acknowledgement")
+		t.Error("an outdated update was accepted as acknowledgement")
 	}
 }
 
-func TestAFeedStartsOver(t *testing.T) {
+func TestFeedStartsOver(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		do   func(*cluster.State, *feed.Feed)
 	}{
-		{"when it is reset", func(_ *cluster.State, f *feed.Feed) { f.Reset() }},
-		{"when its reader lags by too much", func(state *cluster.State, f *feed.Feed) {
+		{"after a reset", func(_ *cluster.State, f *feed.Feed) { f.Reset() }},
+		{"when its reader lags too far behind", func(state *cluster.State, f *feed.Feed) {
 			for i := range 10_100 {
 				s := service("a")
 				s.HealthCheckNodePort = int32(i + 1)
@@ -230,7 +230,7 @@ func TestAFeedStartsOver(t *testing.T) {
 				t.Fatal("not changed")
 			}
 			if diff := cmp.Diff([]string{"lost", `node in zone ""`, "a: new"}, next(t, f)); diff != "" {
-				t.Errorf("(-want +got):\n%s", diff)
+				t.Errorf("updates (-want +got):\n%s", diff)
 			}
 		})
 	}
@@ -267,7 +267,7 @@ func TestTriggerTimeComesFromChangedSlices(t *testing.T) {
 	u, _ = f.Next()
 	for _, c := range u.Changes {
 		if !c.TriggerTime.IsZero() {
-			t.Errorf("a slice that is new here has trigger time %v", c.TriggerTime)
+			t.Errorf("a slice that is new to the reader has trigger time %v", c.TriggerTime)
 		}
 	}
 	f.Advance(u)
@@ -297,7 +297,7 @@ func TestOneOfAThousandEndpointsFlips(t *testing.T) {
 	state.Update(func(tx *cluster.Tx) { tx.SetSlice(after) })
 	want := []string{"a: -" + after.Endpoints[500].Addr.String()}
 	if diff := cmp.Diff(want, next(t, f)); diff != "" {
-		t.Errorf("(-want +got):\n%s", diff)
+		t.Errorf("updates (-want +got):\n%s", diff)
 	}
 }
 
@@ -346,14 +346,14 @@ func TestUpdatesLeadToCurrentView(t *testing.T) {
 				}
 				last = c.Key
 				if !u.Lost && !c.Old.Equal(received[c.Key]) {
-					t.Fatalf("seed %d: old view of %v is not the acknowledged one", seed, c.Key)
+					t.Fatalf("seed %d: old view of %v differs from the acknowledged one", seed, c.Key)
 				}
 				received[c.Key] = c.New
 				if c.New == nil {
 					delete(received, c.Key)
 				}
 				if view := u.View(c.Key); !view.Equal(c.New) {
-					t.Fatalf("seed %d: View differs from the change of %v", seed, c.Key)
+					t.Fatalf("seed %d: the view in the change of %v differs from View", seed, c.Key)
 				}
 			}
 			f.Advance(u)
@@ -405,7 +405,7 @@ func BenchmarkOneEndpointChanges(b *testing.B) {
 				state.Update(func(tx *cluster.Tx) { tx.SetSlice(versions[i%2]) })
 				u, _ := f.Next()
 				if len(u.Changes) != 1 {
-					b.Fatal("not one change")
+					b.Fatal("the update does not have exactly one change")
 				}
 				f.Advance(u)
 			}

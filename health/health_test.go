@@ -15,7 +15,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-func TestAnswers(t *testing.T) {
+func TestHealthResponses(t *testing.T) {
 	now := time.Now()
 	done := sink.Status{Passes: 1, LastSync: now.Add(-time.Hour)}
 	tainted := func(key string) *api.Node { return &api.Node{Taints: []api.Taint{{Key: key, Effect: "NoSchedule"}}} }
@@ -46,13 +46,13 @@ func TestAnswers(t *testing.T) {
 				got[path] = w.Code
 			}
 			if diff := cmp.Diff(want, got); diff != "" {
-				t.Errorf("(-want +got):\n%s", diff)
+				t.Errorf("response (-want +got):\n%s", diff)
 			}
 		})
 	}
 }
 
-func TestTheAnswerHasTheReport(t *testing.T) {
+func TestResponseContainsReport(t *testing.T) {
 	last := time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC)
 	w := httptest.NewRecorder()
 	health.Handler(func() health.Report {
@@ -69,6 +69,6 @@ func TestTheAnswerHasTheReport(t *testing.T) {
 		"synced": true, "stuck": false, "nodeEligible": true,
 	}
 	if diff := cmp.Diff(any(want), got); diff != "" {
-		t.Errorf("(-want +got):\n%s", diff)
+		t.Errorf("response (-want +got):\n%s", diff)
 	}
 }

@@ -124,7 +124,7 @@ func TestKubeProxyNamesAreOptional(t *testing.T) {
 	}
 }
 
-func TestKubeProxysNamesAreOfTheFirstSink(t *testing.T) {
+func TestKubeProxyMetricsDescribeFirstSink(t *testing.T) {
 	registry := prometheus.NewRegistry()
 	m, err := metrics.New(registry, metrics.Options{KubeProxy: true})
 	if err != nil {
@@ -150,10 +150,10 @@ func TestRegistryWithSameNamesIsUnchanged(t *testing.T) {
 	taken := prometheus.NewGauge(prometheus.GaugeOpts{Name: "kubeproxy_sync_proxy_rules_last_timestamp_seconds"})
 	other.MustRegister(taken)
 	if _, err := metrics.New(other, metrics.Options{KubeProxy: true}); err == nil {
-		t.Fatal("took a name that was taken")
+		t.Fatal("a metric name was registered twice")
 	}
 	if n, err := testutil.GatherAndCount(other); n != 1 || err != nil {
-		t.Errorf("%d metrics left, error %v; want the one that was there", n, err)
+		t.Errorf("%d metrics, error %v; want the one registered before", n, err)
 	}
 }
 
@@ -175,7 +175,7 @@ func gauge(t *testing.T, r *prometheus.Registry, name string) float64 {
 
 // A change that does not affect this node must not look like a waiting change:
 // kube-proxy's alerts compare these two metrics.
-func TestChangesThatThisNodeDoesNotSeeAreNotQueued(t *testing.T) {
+func TestChangesInvisibleToThisNodeAreNotQueued(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := prometheus.NewRegistry()
 		m, err := metrics.New(r, metrics.Options{KubeProxy: true})
@@ -191,7 +191,7 @@ func TestChangesThatThisNodeDoesNotSeeAreNotQueued(t *testing.T) {
 		synctest.Wait()
 		before := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds")
 		time.Sleep(time.Minute)
-		src.SetNode(&api.Node{Name: "n"}) // and back: an update without a difference
+		src.SetNode(&api.Node{Name: "n"}) // and back, so that the update has no difference
 		src.SetNode(nil)
 		synctest.Wait()
 		if after := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds"); after != before || before == 0 {
@@ -207,7 +207,7 @@ func TestChangesThatThisNodeDoesNotSeeAreNotQueued(t *testing.T) {
 	})
 }
 
-// A Failed that is joined with another error acknowledges nothing.
+// A Failed joined with another error acknowledges nothing.
 func TestErrorsAreCountedByKind(t *testing.T) {
 	r := prometheus.NewRegistry()
 	m, err := metrics.New(r, metrics.Options{})

@@ -35,7 +35,7 @@ func FuzzConversions(f *testing.F) {
 			t.Errorf("the slice differs (- sent, + arrived):\n%s", cmp.Diff(&want, got, cmp.Comparer(func(a, b netip.Addr) bool { return a == b })))
 		}
 		if !got.TriggerTime.IsZero() {
-			t.Error("the trigger time travelled")
+			t.Error("the trigger time was transmitted")
 		}
 	})
 }

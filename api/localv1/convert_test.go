@@ -23,8 +23,8 @@ var equateAddrs = cmp.Options{
 	cmp.Comparer(func(a, b netip.Prefix) bool { return a == b }),
 }
 
-// travel marshals m and returns the unmarshaled message.
-func travel[M proto.Message](t *testing.T, m M) M {
+// roundTrip marshals m and returns the unmarshalled message.
+func roundTrip[M proto.Message](t *testing.T, m M) M {
 	t.Helper()
 	sent := localv1.Marshal(m)
 	arrived := m.ProtoReflect().New().Interface().(M)
@@ -48,7 +48,7 @@ func FuzzConversions(f *testing.F) {
 		if view.Service == nil {
 			view.Service = new(api.Service)
 		}
-		got, err := travel(t, localv1.FromView(&view)).ToView()
+		got, err := roundTrip(t, localv1.FromView(&view)).ToView()
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -58,7 +58,7 @@ func FuzzConversions(f *testing.F) {
 			draining bool
 		}{{view.Endpoints, &got.Endpoints, false}, {view.Draining, &got.Draining, true}} {
 			for i := range list.from {
-				e, draining, err := travel(t, localv1.FromEndpoint(&list.from[i], list.draining)).ToEndpoint()
+				e, draining, err := roundTrip(t, localv1.FromEndpoint(&list.from[i], list.draining)).ToEndpoint()
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -72,7 +72,7 @@ func FuzzConversions(f *testing.F) {
 			t.Errorf("the view differs (- sent, + arrived):\n%s", cmp.Diff(&view, got, equateAddrs))
 		}
 
-		service, err := travel(t, localv1.FromService(view.Service)).ToService()
+		service, err := roundTrip(t, localv1.FromService(view.Service)).ToService()
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -81,7 +81,7 @@ func FuzzConversions(f *testing.F) {
 		}
 
 		node := apitest.Random[api.Node](r)
-		arrived, err := travel(t, localv1.FromNode(&node)).ToNode()
+		arrived, err := roundTrip(t, localv1.FromNode(&node)).ToNode()
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -105,7 +105,7 @@ func FuzzUnmarshal(f *testing.F) {
 		var service localv1.Service
 		if proto.Unmarshal(b, &service) == nil {
 			if v, err := service.ToView(); err == nil {
-				if again, err := travel(t, localv1.FromView(v)).ToView(); err != nil || !again.Equal(v) {
+				if again, err := roundTrip(t, localv1.FromView(v)).ToView(); err != nil || !again.Equal(v) {
 					t.Errorf("error %v (- received, + sent on):\n%s", err, cmp.Diff(v, again, equateAddrs))
 				}
 			}
@@ -113,7 +113,7 @@ func FuzzUnmarshal(f *testing.F) {
 		var endpoint localv1.Endpoint
 		if proto.Unmarshal(b, &endpoint) == nil {
 			if e, draining, err := endpoint.ToEndpoint(); err == nil {
-				if again, _, err := travel(t, localv1.FromEndpoint(&e, draining)).ToEndpoint(); err != nil || !again.Equal(&e) {
+				if again, _, err := roundTrip(t, localv1.FromEndpoint(&e, draining)).ToEndpoint(); err != nil || !again.Equal(&e) {
 					t.Errorf("error %v (- received, + sent on):\n%s", err, cmp.Diff(e, again, equateAddrs))
 				}
 			}
@@ -121,7 +121,7 @@ func FuzzUnmarshal(f *testing.F) {
 		var node localv1.Node
 		if proto.Unmarshal(b, &node) == nil {
 			if n, err := node.ToNode(); err == nil {
-				if again, err := travel(t, localv1.FromNode(n)).ToNode(); err != nil || !again.Equal(n) {
+				if again, err := roundTrip(t, localv1.FromNode(n)).ToNode(); err != nil || !again.Equal(n) {
 					t.Errorf("error %v (- received, + sent on):\n%s", err, cmp.Diff(n, again, equateAddrs))
 				}
 			}
@@ -163,7 +163,7 @@ func TestInvalidMessagesAreErrors(t *testing.T) {
 			_, _, err := (&localv1.Endpoint{}).ToEndpoint()
 			return err
 		}, "0 addresses"},
-		{"a node with a bad CIDR", func() error {
+		{"a node with an invalid CIDR", func() error {
 			_, err := (&localv1.Node{Name: "n", PodCIDRs: []string{"x"}}).ToNode()
 			return err
 		}, "node n: pod CIDR"},
@@ -186,7 +186,7 @@ func TestInvalidUTF8IsRepaired(t *testing.T) {
 		}
 	}
 	service := newService(bad)
-	got, err := travel(t, localv1.FromService(service)).ToService()
+	got, err := roundTrip(t, localv1.FromService(service)).ToService()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -194,10 +194,10 @@ func TestInvalidUTF8IsRepaired(t *testing.T) {
 		t.Error(cmp.Diff(want, got, equateAddrs))
 	}
 	if want := newService(bad); !service.Equal(want) {
-		t.Errorf("what was sent is another now:\n%s", cmp.Diff(want, service, equateAddrs))
+		t.Errorf("the sent message was modified:\n%s", cmp.Diff(want, service, equateAddrs))
 	}
 	if b := localv1.Marshal(&localv1.IPSet{V4: []string{"ok", bad}}); !slices.Equal(b[len(b)-4:], []byte(good)) {
-		t.Errorf("a list became %q", b)
+		t.Errorf("the list was decoded as %q", b)
 	}
 }
 

@@ -64,7 +64,7 @@ func TestFieldNumbersAreDocumented(t *testing.T) {
 	slices.Sort(got)
 	slices.Sort(want)
 	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("- docs/wire.md, + the messages:\n%s", diff)
+		t.Errorf("field numbers (- docs/wire.md, + messages):\n%s", diff)
 	}
 }
 
@@ -152,11 +152,11 @@ func TestGoldenBytes(t *testing.T) {
 		t.Fatal(err)
 	}
 	if diff := cmp.Diff(strings.Split(string(want), "\n"), strings.Split(out.String(), "\n")); diff != "" {
-		t.Errorf("the wire has changed (- golden, + now); if that is meant, run go test -update:\n%s", diff)
+		t.Errorf("the wire format changed (- golden, + now); if this is intended, run go test -update:\n%s", diff)
 	}
 }
 
-// filled returns a message with every field set, to its number if possible. Of a oneof,
+// filled returns a message with every field set, if possible to its number. In a oneof,
 // it sets the last field.
 func filled(d protoreflect.MessageDescriptor, depth int) *dynamicpb.Message {
 	m := dynamicpb.NewMessage(d)

@@ -52,11 +52,11 @@ func TestCleanupUsesFlagsOfBackend(t *testing.T) {
 	cmd.SetArgs([]string{"--table="})
 	cmd.SilenceErrors, cmd.SilenceUsage = true, true
 	if err := cmd.ExecuteContext(t.Context()); err == nil {
-		t.Error("no error from a backend that cannot be made")
+		t.Error("no error from a backend that cannot be created")
 	}
 }
 
-func TestAllPortsIsAFlagOfWhatProxiesThem(t *testing.T) {
+func TestAllPortsFlagExistsIfSupported(t *testing.T) {
 	has := map[string]bool{
 		"file to-api": true, "file to-local json": true, "file to-file": true, "kube to-local json": true, "explain": true,
 		"file to-local userspace": false, "api to-api": false, "api to-local json": false,
@@ -75,14 +75,14 @@ func TestAllPortsIsAFlagOfWhatProxiesThem(t *testing.T) {
 	}
 }
 
-// A backend reads flags of its source, such as the proxy name, from the flags that it adds
-// its own to.
-func TestABackendSeesTheFlagsOfItsSource(t *testing.T) {
+// A backend registers its flags in the flag set that has the flags of the source, such as
+// the proxy name. So it can read these too.
+func TestBackendReadsFlagsOfItsSource(t *testing.T) {
 	cmd, args, err := newRoot().Find([]string{"kube", "to-local", "userspace", "--service-proxy-name=other", "--kubeproxy-metrics"})
 	if err != nil {
 		t.Fatal(err)
 	}
-	registered := cmd.Flags() // those that Register was called with
+	registered := cmd.Flags() // the argument of Register
 	if err := cmd.ParseFlags(args); err != nil {
 		t.Fatal(err)
 	}

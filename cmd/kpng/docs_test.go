@@ -36,9 +36,9 @@ func manual(t *testing.T) []byte {
 	return text
 }
 
-// TestManualKnowsAllFlags compares the flags of kpng, and of commands made with app.Main,
+// TestManualDescribesAllFlags compares the flags of kpng, and of commands made with app.Main,
 // with the manual.
-func TestManualKnowsAllFlags(t *testing.T) {
+func TestManualDescribesAllFlags(t *testing.T) {
 	described := map[string]bool{"help": true}
 	for _, flag := range regexp.MustCompile(`--([a-z][a-z-]*[a-z])`).FindAllStringSubmatch(string(manual(t)), -1) {
 		described[flag[1]] = true
@@ -64,7 +64,7 @@ func TestManualKnowsAllFlags(t *testing.T) {
 	}
 	walk(newRoot())
 	walk(app.Command("any", cleaner{}))
-	// Backends that newRoot has on Windows only, or as they are there.
+	// Backends that newRoot has only on Windows, or with other flags there.
 	for _, b := range []*program.Backend{program.Kernelspace(nil), program.WindowsUserspace()} {
 		cmd := &cobra.Command{Use: b.Name}
 		b.Register(cmd.Flags())

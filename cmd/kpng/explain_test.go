@@ -49,12 +49,12 @@ func TestExplain(t *testing.T) {
 	}
 }
 
-func TestAllAddressesAndRelaysExplainTheSame(t *testing.T) {
+func TestExplainIsSameFromServersAndRelays(t *testing.T) {
 	served := serve(t, "file", "-i", explained)
 	for _, about := range []string{"default/web", "10.0.0.1", "198.51.100.2:80"} {
 		want := mustExecute(t, "explain", "-i", explained, "--node-name=here", about)
 		if got := mustExecute(t, "explain", "--api", served, "--node-name=here", about); got != want || got == "" {
-			t.Errorf("%s: a server explains\n%s\nwant\n%s", about, got, want)
+			t.Errorf("%s: explanation from a server:\n%s\nwant\n%s", about, got, want)
 		}
 	}
 }
@@ -97,7 +97,7 @@ func TestExplainOutputYAML(t *testing.T) {
 	t.Setenv("NODE_NAME", "here")
 	out := mustExecute(t, "explain", "-i", explained, "web", "-o", "yaml")
 	if !strings.HasPrefix(out, "---\n") || !strings.Contains(out, "Kind: ClusterIP") || !strings.Contains(out, "why: not on this node") && !strings.Contains(out, "Why: not on this node") {
-		t.Errorf("explained as\n%s", out)
+		t.Errorf("explanation:\n%s", out)
 	}
 }
 
@@ -107,22 +107,22 @@ func TestExplainErrors(t *testing.T) {
 		args []string
 		want []string
 	}{
-		{"a service that is not there", []string{"default/nobody"}, []string{"default/nobody"}},
-		{"a port that is not there", []string{"10.0.0.1:81"}, []string{"10.0.0.1:81", "ClusterIP 10.0.0.1:80/TCP of default/web"}},
+		{"a missing service", []string{"default/missing"}, []string{"default/missing"}},
+		{"a missing port", []string{"10.0.0.1:81"}, []string{"10.0.0.1:81", "ClusterIP 10.0.0.1:80/TCP of default/web"}},
 		{"another protocol", []string{"10.0.0.1:80/udp"}, []string{"10.0.0.1:80/UDP", "10.0.0.1:80/TCP"}},
-		{"an address that is not there", []string{"10.9.9.9:80"}, []string{"10.9.9.9"}},
+		{"a missing address", []string{"10.9.9.9:80"}, []string{"10.9.9.9"}},
 		{"a node port of another node", []string{"192.0.2.2:30080"}, []string{"192.0.2.2"}},
 		{"a service of another proxy", []string{"default/elsewhere"}, []string{"default/elsewhere exists", "label service.kubernetes.io/service-proxy-name is another"}},
 		{"a service without the label", []string{"web", "--service-proxy-name=x"}, []string{"default/web exists", "no label service.kubernetes.io/service-proxy-name", "--service-proxy-name is x"}},
-		{"a service of another proxy than this one", []string{"elsewhere", "--service-proxy-name=x"}, []string{"is another"}},
+		{"a service of a third proxy", []string{"elsewhere", "--service-proxy-name=x"}, []string{"is another"}},
 		{"a headless service", []string{"headless"}, []string{"default/headless exists", "headless"}},
-		{"a name without a namespace that is not there", []string{"nobody"}, []string{"default/nobody"}},
+		{"a missing service without namespace", []string{"missing"}, []string{"default/missing"}},
 		{"no name", []string{"default/"}, []string{`"default/"`, "[NAMESPACE/]NAME"}},
-		{"a protocol that is none", []string{"10.0.0.1:80/icmp"}, []string{"10.0.0.1:80/icmp", "tcp"}},
+		{"an invalid protocol", []string{"10.0.0.1:80/icmp"}, []string{"10.0.0.1:80/icmp", "tcp"}},
 		{"a protocol without a port", []string{"10.0.0.1/tcp"}, []string{"10.0.0.1/tcp", "[NAMESPACE/]NAME"}},
-		{"half an address", []string{"10.0.0:80/tcp"}, []string{"10.0.0:80/tcp", "[NAMESPACE/]NAME"}},
-		{"two questions", []string{"a/b", "c/d"}, []string{"at most 1"}},
-		{"an output that is none", []string{"-o", "xml"}, []string{"--output", "xml"}},
+		{"an incomplete address", []string{"10.0.0:80/tcp"}, []string{"10.0.0:80/tcp", "[NAMESPACE/]NAME"}},
+		{"two arguments", []string{"a/b", "c/d"}, []string{"at most 1"}},
+		{"an invalid output format", []string{"-o", "xml"}, []string{"--output", "xml"}},
 		{"two sources", []string{"--api=unix:///s"}, []string{"api", "manifests"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {

@@ -81,8 +81,8 @@ func to(source []string, target ...string) []string {
 	return slices.Concat(source[:1], target, source[1:])
 }
 
-// serve starts kpng with to-api on a unix socket and returns its address when the server
-// listens.
+// serve starts kpng with to-api on a unix socket, waits until the server listens, and
+// returns its address.
 func serve(t *testing.T, source ...string) (address string) {
 	t.Helper()
 	address = newSocket(t)
@@ -112,15 +112,15 @@ func TestServedStateEqualsSource(t *testing.T) {
 		fromFile := []string{"file", "-i", demo, "--service-proxy-name", name}
 		want := mustExecute(t, append(fromFile, toJSON...)...)
 		if want == "" {
-			t.Fatal("nothing is printed")
+			t.Fatal("no output")
 		}
 		served := serve(t, fromFile...)
 		if got := mustExecute(t, append([]string{"api", "--api", served}, toJSON...)...); got != want {
-			t.Errorf("proxy name %q: a server says\n%s\nwant\n%s", name, got, want)
+			t.Errorf("proxy name %q: from a server:\n%s\nwant\n%s", name, got, want)
 		}
 		relayed := serve(t, "api", "--api", served)
 		if got := mustExecute(t, append([]string{"api", "--api", relayed}, toJSON...)...); got != want {
-			t.Errorf("proxy name %q: a relay says\n%s\nwant\n%s", name, got, want)
+			t.Errorf("proxy name %q: from a relay:\n%s\nwant\n%s", name, got, want)
 		}
 	}
 }

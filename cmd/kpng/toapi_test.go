@@ -26,7 +26,7 @@ type identity struct {
 	key  *ecdsa.PrivateKey
 }
 
-// newIdentity returns a certificate signed by by, or an authority if by is nil.
+// newIdentity returns a certificate signed by by. If by is nil, it returns an authority.
 func newIdentity(t *testing.T, by *identity, name string, organizations ...string) *identity {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -99,14 +99,14 @@ func TestCertificatesLimitAccess(t *testing.T) {
 		name   string
 		flags  []string
 		target []string
-		want   string // substring of the error, empty for none
+		want   string // substring of the error; empty if none is expected
 	}{
-		{"a node has its own view", node, toJSON("vm-002"), ""},
-		{"and not another's", node, toJSON("vm-003"), "vm-003"},
-		{"and not the cluster's state", node, []string{"to-file", "-"}, "may not read"},
-		{"which is for those that are named", reader, []string{"to-file", "-"}, ""},
-		{"a certificate of another authority is for nothing", stranger, toJSON("vm-002"), "server " + address},
-		{"nor is none", nil, toJSON("vm-002"), "server " + address},
+		{"a node may read its own view", node, toJSON("vm-002"), ""},
+		{"a node may not read another node's view", node, toJSON("vm-003"), "vm-003"},
+		{"a node may not read the cluster's state", node, []string{"to-file", "-"}, "may not read"},
+		{"a cluster reader may read the cluster's state", reader, []string{"to-file", "-"}, ""},
+		{"a certificate of another authority is refused", stranger, toJSON("vm-002"), "server " + address},
+		{"a client without certificate is refused", nil, toJSON("vm-002"), "server " + address},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			_, err := execute(t.Context(), append(append([]string{"api", "--api", address}, test.flags...), test.target...)...)
@@ -128,33 +128,33 @@ func TestInconsistentFlagsAreErrors(t *testing.T) {
 		want []string
 	}{
 		{"no source", nil, []string{"kpng needs a command", "kube"}},
-		{"a source that is none", []string{"etcd"}, []string{`"etcd"`, "kube"}},
+		{"an invalid source", []string{"etcd"}, []string{`"etcd"`, "kube"}},
 		{"no target", file, []string{"kpng file needs a command", "to-api"}},
-		{"a target that is none", append(file[:3:3], "to-cloud"), []string{`"to-cloud"`, "to-local"}},
+		{"an invalid target", append(file[:3:3], "to-cloud"), []string{`"to-cloud"`, "to-local"}},
 		{"no backend", append(file[:3:3], "to-local"), []string{"to-local needs a command", "json"}},
-		{"a backend that is none", append(file[:3:3], "to-local", "smoke"), []string{`"smoke"`, "json"}},
+		{"an invalid backend", append(file[:3:3], "to-local", "smoke"), []string{`"smoke"`, "json"}},
 		{"no manifests", []string{"file", "to-api"}, []string{"manifests"}},
-		{"manifests that are given and empty", []string{"file", "-i", "", "to-api"}, []string{"manifests", "empty"}},
-		{"manifests that are not there", []string{"file", "-i", "/does/not/exist.yaml", "to-api", "--listen", "tcp://127.0.0.1:0"}, []string{"/does/not/exist.yaml"}},
-		{"a kubeconfig that is not there", []string{"kube", "--kubeconfig=/does/not/exist", "to-api", "--listen", "tcp://127.0.0.1:0"}, []string{"/does/not/exist"}},
-		{"nothing known of an API server", []string{"kube", "to-file", "-"}, []string{"no API server known"}},
+		{"an empty path of manifests", []string{"file", "-i", "", "to-api"}, []string{"manifests", "empty"}},
+		{"missing manifests", []string{"file", "-i", "/does/not/exist.yaml", "to-api", "--listen", "tcp://127.0.0.1:0"}, []string{"/does/not/exist.yaml"}},
+		{"a missing kubeconfig", []string{"kube", "--kubeconfig=/does/not/exist", "to-api", "--listen", "tcp://127.0.0.1:0"}, []string{"/does/not/exist"}},
+		{"no API server", []string{"kube", "to-file", "-"}, []string{"no API server known"}},
 		{"an address of another machine in plaintext", toAPI("--listen", "tcp://0.0.0.0:0"), []string{"TLS"}},
-		{"a server that is given and empty", []string{"api", "--api=", "to-file", "-"}, []string{"--api", "empty"}},
+		{"an empty server address", []string{"api", "--api=", "to-file", "-"}, []string{"--api", "empty"}},
 		{"a server on another machine in plaintext", []string{"api", "--api", "tcp://192.0.2.1:1", "to-api", "--listen", "tcp://127.0.0.1:0"}, []string{"192.0.2.1", "TLS"}},
-		{"an address that is none", toAPI("--listen", "somewhere"), []string{"--listen", `"somewhere"`}},
+		{"an invalid address", toAPI("--listen", "somewhere"), []string{"--listen", `"somewhere"`}},
 		{"no address", toAPI("--listen", ""), []string{"--listen", "empty"}},
-		{"a mode that is none", toAPI("--socket-mode", "rw"), []string{"--socket-mode", `"rw"`}},
-		{"a folder that is not there", toAPI("--listen", "unix:///does/not/exist/s"), []string{"/does/not/exist"}},
-		{"half of TLS", toAPI("--tls-ca-file", "x"), []string{"--tls-key-file"}},
-		{"certificates that are not there", toAPI("--listen=tcp://127.0.0.1:0", "--tls-ca-file=x", "--tls-cert-file=/does/not/exist", "--tls-key-file=x"), []string{"/does/not/exist"}},
+		{"an invalid mode", toAPI("--socket-mode", "rw"), []string{"--socket-mode", `"rw"`}},
+		{"a missing folder", toAPI("--listen", "unix:///does/not/exist/s"), []string{"/does/not/exist"}},
+		{"an incomplete set of TLS files", toAPI("--tls-ca-file", "x"), []string{"--tls-key-file"}},
+		{"missing certificates", toAPI("--listen=tcp://127.0.0.1:0", "--tls-ca-file=x", "--tls-cert-file=/does/not/exist", "--tls-key-file=x"), []string{"/does/not/exist"}},
 		{"node certificates without TLS", toAPI("--node-certificates"), []string{"--node-certificates", "--tls-ca-file"}},
 		{"readers without TLS", toAPI("--cluster-readers=x"), []string{"--cluster-readers", "--tls-ca-file"}},
-		{"a limit of nothing", toAPI("--max-connections=0"), []string{"--max-connections"}},
+		{"a limit of zero", toAPI("--max-connections=0"), []string{"--max-connections"}},
 		{"a negative rate", toAPI("--stream-rate=-1"), []string{"--stream-rate"}},
-		{"a proxy name that is none", append(file[:3:3], "--service-proxy-name=a b", "to-file", "-"), []string{"a b"}},
+		{"an invalid proxy name", append(file[:3:3], "--service-proxy-name=a b", "to-file", "-"), []string{"a b"}},
 		{"a file of another kind", append(file[:3:3], "to-file", "state.txt"), []string{"state.txt", ".yaml"}},
 		{"no file", append(file[:3:3], "to-file"), []string{"1 arg"}},
-		{"a negative interval of writing", append(file[:3:3], "to-file", "x.yaml", "--min-write-interval=-1s"), []string{"--min-write-interval"}},
+		{"a negative write interval", append(file[:3:3], "to-file", "x.yaml", "--min-write-interval=-1s"), []string{"--min-write-interval"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			_, err := execute(t.Context(), test.args...)

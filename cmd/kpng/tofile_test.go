@@ -23,7 +23,7 @@ func TestWrittenFileIsReadBack(t *testing.T) {
 		name         string
 		write, print []string // flags of the source that is written, and of the reader
 	}{
-		{"the services of none", nil, nil},
+		{"without a proxy name", nil, nil},
 		{"the services of a proxy name", []string{"--service-proxy-name=kpng-example"}, []string{"--service-proxy-name=kpng-example"}},
 		{"all-ports services", []string{"--all-ports"}, []string{"--all-ports-annotation=" + file.DefaultAllPortsAnnotation}},
 	} {
@@ -51,9 +51,9 @@ func TestWrittenFileIsReadBack(t *testing.T) {
 	}
 }
 
-func TestTheStandardOutputIsWrittenOnce(t *testing.T) {
+func TestStandardOutputIsWrittenOnce(t *testing.T) {
 	if got := mustExecute(t, "file", "-i", demo, "to-file", "-"); strings.Count(got, "kind: Service\n") != 1 {
-		t.Errorf("not one service in\n%s", got)
+		t.Errorf("want one service in\n%s", got)
 	}
 }
 
@@ -66,12 +66,12 @@ func read(t *testing.T, path string) string {
 	}
 	entries, err := os.ReadDir(filepath.Dir(path))
 	if err != nil || len(entries) != 1 {
-		t.Errorf("the folder has %v, error %v; want the file alone", entries, err)
+		t.Errorf("the folder has %v, error %v; want only the file", entries, err)
 	}
 	return string(text)
 }
 
-func TestAFileFollowsTheStateAtAnInterval(t *testing.T) {
+func TestFileFollowsStateAtAnInterval(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "state.yaml")
 	synctest.Test(t, func(t *testing.T) {
 		state := cluster.New(cluster.Options{})
@@ -93,19 +93,19 @@ func TestAFileFollowsTheStateAtAnInterval(t *testing.T) {
 		state.SetSynced()
 		synctest.Wait()
 		if got := read(t, path); !strings.Contains(got, "name: one") {
-			t.Errorf("the first writing is\n%s", got)
+			t.Errorf("first content:\n%s", got)
 		}
 		set("two")
 		time.Sleep(59 * time.Second)
 		set("three")
 		synctest.Wait()
 		if got := read(t, path); strings.Contains(got, "two") {
-			t.Errorf("written before the interval was over:\n%s", got)
+			t.Errorf("written before the end of the interval:\n%s", got)
 		}
 		time.Sleep(time.Second)
 		synctest.Wait()
 		if got := read(t, path); !strings.Contains(got, "two") || !strings.Contains(got, "three") {
-			t.Errorf("after the interval it is\n%s", got)
+			t.Errorf("content after the interval:\n%s", got)
 		}
 
 		// If a service cannot be written, the file does not change.
@@ -113,14 +113,14 @@ func TestAFileFollowsTheStateAtAnInterval(t *testing.T) {
 		time.Sleep(2 * time.Minute)
 		synctest.Wait()
 		if got := read(t, path); !strings.Contains(got, "three") {
-			t.Errorf("after a failure it is\n%s", got)
+			t.Errorf("content after a failure:\n%s", got)
 		}
 		set("four")
 		state.Update(func(tx *cluster.Tx) { tx.DeleteService((&api.Service{Name: "odd"}).Key()) })
 		time.Sleep(2 * time.Minute)
 		synctest.Wait()
 		if got := read(t, path); !strings.Contains(got, "four") {
-			t.Errorf("after the failure is over it is\n%s", got)
+			t.Errorf("content after recovery:\n%s", got)
 		}
 		cancel()
 		if err := <-ended; err != nil {
@@ -129,7 +129,7 @@ func TestAFileFollowsTheStateAtAnInterval(t *testing.T) {
 	})
 }
 
-func TestAFailureToWriteIsLoggedOnce(t *testing.T) {
+func TestWriteFailureIsLoggedOnce(t *testing.T) {
 	folder := filepath.Join(t.TempDir(), "folder")
 	if err := os.Mkdir(folder, 0o700); err != nil {
 		t.Fatal(err)

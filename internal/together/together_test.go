@@ -25,11 +25,11 @@ func TestRun(t *testing.T) {
 		want      string // "" means nil
 	}{
 		{"all are done", false, []func(context.Context) error{returns(nil), returns(nil)}, ""},
-		{"the first error ends the others", false, []func(context.Context) error{returns(errA), onlyCause}, "a"},
+		{"the first error ends the other functions", false, []func(context.Context) error{returns(errA), onlyCause}, "a"},
 		{"no error is lost", false, []func(context.Context) error{returns(errA), waits(errB)}, "a\nb"},
-		{"the context ends them", true, []func(context.Context) error{onlyCause, onlyCause}, "end"},
-		{"an error besides the end of the context", true, []func(context.Context) error{waits(errB), onlyCause}, "b"},
-		{"the context ended and none minds", true, []func(context.Context) error{returns(nil)}, ""},
+		{"the context ends all functions", true, []func(context.Context) error{onlyCause, onlyCause}, "end"},
+		{"an error in addition to the end of the context", true, []func(context.Context) error{waits(errB), onlyCause}, "b"},
+		{"all functions return nil after the end of the context", true, []func(context.Context) error{returns(nil)}, ""},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			ctx, cancel := context.WithCancelCause(t.Context())

@@ -79,7 +79,7 @@ func TestExplain(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			e := Explain(c.state, c.node)
 			if want := View(c.state, c.node); !e.View.Equal(want) {
-				t.Errorf("Explain has another view than View (-View +Explain):\n%s", cmp.Diff(describe(want), describe(e.View)))
+				t.Errorf("the view of Explain differs from View (-View +Explain):\n%s", cmp.Diff(describe(want), describe(e.View)))
 			}
 			golden := filepath.Join("testdata", "explain", strings.ReplaceAll(c.name, " ", "-")+".txt")
 			got := e.String()

@@ -102,7 +102,7 @@ func TestFrontends(t *testing.T) {
 		unserved: `LoadBalancerIP [2001:db8::2]:80/TCP: the service is not served in this family
 			ExternalIP [2001:db8::1]:80/TCP: the service is not served in this family`,
 	}, {
-		name: "an address that one field names twice has one frontend",
+		name: "an address that is twice in a field has one frontend",
 		service: service(headless, func(s *api.Service) {
 			a := netip.MustParseAddr("192.0.2.1")
 			s.IPs.ExternalIPs.V4 = []netip.Addr{a, a}
@@ -120,7 +120,7 @@ func TestFrontends(t *testing.T) {
 		slices:  oneReady,
 		want:    "NodePort IPv4:30080/TCP: 10.0.0.1:8080; 10.0.0.1:8080",
 	}, {
-		name:    "TCP and UDP of one number are two frontends, each with its own target port",
+		name:    "TCP and UDP ports with the same number are two frontends, each with its own target port",
 		service: service(ports("dns-tcp=53", "dns=53/UDP")),
 		slices: `slice a dns-tcp=1053 dns=2053/UDP
 			10.0.0.1 ready
@@ -129,7 +129,7 @@ func TestFrontends(t *testing.T) {
 		want: `ClusterIP 10.96.0.1:53/TCP: 10.0.0.1:1053; 10.0.0.1:1053
 			ClusterIP 10.96.0.1:53/UDP: 10.0.0.1:2053 10.0.0.2:3053; 10.0.0.1:2053 10.0.0.2:3053`,
 	}, {
-		name:    "an all-ports service has one frontend an address and no node port",
+		name:    "an all-ports service has one frontend per address and no node port",
 		service: service(mapIP, externalIPs("192.0.2.1"), nodePort(30080)),
 		slices:  oneReady,
 		want: `ClusterIP 10.96.0.1: 10.0.0.1; 10.0.0.1
@@ -151,7 +151,7 @@ func TestFrontends(t *testing.T) {
 			ClusterIP 10.96.0.1:0/TCP: it has no port number
 			ClusterIP 10.96.0.1:53/Protocol(0): the protocol is unknown`,
 	}, {
-		name: "of two ports with one node port the first has it",
+		name: "if two ports have the same node port, the first one keeps it",
 		service: service(headless, ports("none=0", "a=80", "b=81"), func(s *api.Service) {
 			for i := range s.Ports {
 				s.Ports[i].NodePort = 30080
@@ -163,7 +163,7 @@ func TestFrontends(t *testing.T) {
 		unserved: `NodePort IPv4:30080/TCP: it has no port number
 			NodePort IPv4:30080/TCP: an earlier port of the service has the same number and protocol, or name`,
 	}, {
-		name:    "an address named as external and as load-balancer IP has one frontend",
+		name:    "an address that is both external and load-balancer IP has one frontend",
 		service: service(loadBalancerIPs("192.0.2.1"), externalIPs("192.0.2.1", "192.0.2.2")),
 		slices:  oneReady,
 		want: `ClusterIP 10.96.0.1:80/TCP: 10.0.0.1:8080; 10.0.0.1:8080
@@ -245,21 +245,21 @@ func TestTrafficAndVerdicts(t *testing.T) {
 		want: `ClusterIP 10.96.0.1:80/TCP: Reject; Reject
 			ExternalIP 192.0.2.1:80/TCP: Reject; Reject`,
 	}, {
-		name:    "external policy Local and usable endpoints elsewhere only: drop what comes from elsewhere",
+		name:    "external policy Local, usable endpoints only on other nodes: drop traffic from elsewhere",
 		service: external,
 		slices: `slice a
 			10.0.0.2 ready @there`,
 		want: `ClusterIP 10.96.0.1:80/TCP: 10.0.0.2:8080; 10.0.0.2:8080
 			ExternalIP 192.0.2.1:80/TCP: Drop; 10.0.0.2:8080`,
 	}, {
-		name:    "internal policy Local and usable endpoints elsewhere only: drop",
+		name:    "internal policy Local, usable endpoints only on other nodes: drop",
 		service: service(internalLocal, externalIPs("192.0.2.1")),
 		slices: `slice a
 			10.0.0.2 serving terminating @there`,
 		want: `ClusterIP 10.96.0.1:80/TCP: Drop; Drop
 			ExternalIP 192.0.2.1:80/TCP: 10.0.0.2:8080; 10.0.0.2:8080`,
 	}, {
-		name:    "the verdict is decided port by port and family by family",
+		name:    "the verdict is decided for each port and family separately",
 		service: service(dualStack, ports("a=1", "b=2")),
 		slices: `slice a a=1
 			10.0.0.1 ready
@@ -287,7 +287,7 @@ func TestFrontendsShareLists(t *testing.T) {
 				t.Errorf("%s has a list of its own", f.FrontendKey)
 			}
 			if traffic.Endpoints[0].Endpoint != &se.Endpoints[0] {
-				t.Errorf("%s has a copy of the endpoint", f.FrontendKey)
+				t.Errorf("%s has a copy of an endpoint", f.FrontendKey)
 			}
 		}
 	}
@@ -341,7 +341,7 @@ func TestMasquerade(t *testing.T) {
 			ClusterIP: MasqueradeIfAsked, LoadBalancerIP: MasqueradeNode, ExternalIP: MasqueradeNode, NodePort: MasqueradeNode,
 		},
 	}, {
-		"cluster IPs: if the backend is asked to, whatever the policy",
+		"cluster IPs: only if the backend requests it, with any policy",
 		service(internalLocal),
 		map[Kind]Masquerade{ClusterIP: MasqueradeIfAsked},
 	}} {
@@ -364,7 +364,7 @@ func TestAffinity(t *testing.T) {
 		want     time.Duration
 	}{
 		{"none", api.SessionAffinity{}, 0},
-		{"ClientIP keeps its time-out", api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: 10800}}, 3 * time.Hour},
+		{"ClientIP keeps its timeout", api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: 10800}}, 3 * time.Hour},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			svc := service(nodePort(30080), func(s *api.Service) { s.SessionAffinity = c.affinity })
@@ -388,9 +388,9 @@ func TestHealthCheck(t *testing.T) {
 		service *api.Service
 		want    int32
 	}{
-		{"LoadBalancer with policy Local has a port", checked(), 32000},
-		{"with policy Cluster there is none", checked(func(s *api.Service) { s.ExternalTrafficToLocal = false }), 0},
-		{"other types have none", checked(ofType(api.NodePort)), 0},
+		{"a load balancer with policy Local has a port", checked(), 32000},
+		{"a load balancer with policy Cluster has none", checked(func(s *api.Service) { s.ExternalTrafficToLocal = false }), 0},
+		{"services of other types have none", checked(ofType(api.NodePort)), 0},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			if got := HealthCheckPort(c.service); got != c.want {
@@ -404,7 +404,7 @@ func TestHealthCheck(t *testing.T) {
 		slices string
 		v4, v6 int
 	}{{
-		"distinct addresses of ready endpoints on this node count, by family",
+		"distinct addresses of ready endpoints on this node are counted by family",
 		`slice a 8080
 			10.0.0.1 ready @here
 			10.0.0.2 ready @there
@@ -416,7 +416,7 @@ func TestHealthCheck(t *testing.T) {
 			fd00::b ready @here zones=zone-2`,
 		1, 2,
 	}, {
-		"serving and terminating does not count",
+		"serving and terminating endpoints are not counted",
 		`slice a
 			10.0.0.1 serving terminating @here`,
 		0, 0,

@@ -38,7 +38,7 @@ func FuzzView(f *testing.F) {
 	})
 }
 
-// dice makes choices from fuzzed bytes. Without bytes, it always makes the first choice.
+// dice makes choices from fuzzed bytes. When no bytes remain, it makes the first choice.
 type dice struct{ data []byte }
 
 func (d *dice) n(n int) int {
@@ -187,7 +187,7 @@ func checkView(t *testing.T, state *api.ServiceState, node *api.Node) {
 	checkAllPorts(t, state, node, se)
 	checkFrontends(t, state, se)
 	if e := Explain(state, node); !e.View.Equal(se) || e.String() == "" {
-		t.Errorf("Explain has another view than View")
+		t.Errorf("the view of Explain differs from View")
 	}
 	if t.Failed() {
 		state, _ := json.Marshal(state)
@@ -215,7 +215,7 @@ func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, se *api
 		r.Shuffle(len(s.Endpoints), func(i, j int) { s.Endpoints[i], s.Endpoints[j] = s.Endpoints[j], s.Endpoints[i] })
 	}
 	if again := View(shuffled, node); !again.Equal(se) {
-		t.Errorf("order of arrival matters (-as is +shuffled):\n%s", cmp.Diff(describe(se), describe(again)))
+		t.Errorf("the view depends on the order of arrival (-original +shuffled):\n%s", cmp.Diff(describe(se), describe(again)))
 	}
 }
 
@@ -230,7 +230,7 @@ func checkEndpoints(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoi
 		for i := range list {
 			e := &list[i]
 			if i > 0 && list[i-1].Compare(e) >= 0 {
-				t.Errorf("%s comes after %s", e.Key(), list[i-1].Key())
+				t.Errorf("%s is listed after %s", e.Key(), list[i-1].Key())
 			}
 			if seen[e.Key()] {
 				t.Errorf("%s comes twice", e.Key())
@@ -246,7 +246,7 @@ func checkEndpoints(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoi
 	}
 	for i := range se.Endpoints {
 		if se.Endpoints[i].Scopes == (api.Scopes{}) {
-			t.Errorf("%s is listed, but on no list", se.Endpoints[i].Key())
+			t.Errorf("%s is in the view, but on no list", se.Endpoints[i].Key())
 		}
 	}
 	for i := range se.Draining {
@@ -354,7 +354,7 @@ func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
 				}
 			}
 			if old != e.Port || e.Port == 0 {
-				t.Errorf("%s of %s: an old client finds port %d, a new one %d", f.FrontendKey, e.Key(), old, e.Port)
+				t.Errorf("%s of %s: an old client finds port %d, a new client %d", f.FrontendKey, e.Key(), old, e.Port)
 			}
 		}
 	}
@@ -397,7 +397,7 @@ func checkFrontends(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoi
 	}
 	for claim, families := range served {
 		for family := range families {
-			t.Errorf("%v is served in %s, though nothing names it", claim, family)
+			t.Errorf("%v is served in %s although the service does not name it", claim, family)
 		}
 	}
 }
@@ -419,7 +419,7 @@ func checkDiff(t *testing.T, before, after *api.ServiceEndpoints) {
 			old = old[1:]
 		case len(old) == 0 || old[0].Compare(&new[0]) > 0:
 			if _, ok := programmed[new[0].Key()]; ok {
-				t.Fatalf("%s is added, but was there", new[0].Key())
+				t.Fatalf("%s is added, but exists already", new[0].Key())
 			}
 			programmed[new[0].Key()] = new[0]
 			new = new[1:]

@@ -49,6 +49,6 @@ func TestWriteFrontends(t *testing.T) {
 
 	out.Reset()
 	if err := WriteFrontends(&out, nil, nil); err != nil || out.String() != "{}\n" {
-		t.Errorf("without a node it writes %q, error %v", out.String(), err)
+		t.Errorf("without a node: wrote %q, error %v", out.String(), err)
 	}
 }

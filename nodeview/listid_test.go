@@ -59,11 +59,11 @@ func TestListsAreSharedAndKeepTheirIdentity(t *testing.T) {
 		t.Errorf("identities changed with an endpoint (-before +after):\n%s", diff)
 	}
 
-	// The Local and the Cluster list are equal here: one group.
+	// The Local and the Cluster list are equal here, so there is one group.
 	if same := view("10.0.0.1 ready @here"); len(same.members) != 1 || same.of[cluster] != same.of[external] {
-		t.Errorf("with equal lists, groups %v of frontends %v", same.members, same.of)
+		t.Errorf("with equal lists: groups %v, frontends %v", same.members, same.of)
 	}
 	if none := view("10.0.0.1 ready @there"); none.of[external] != 0 || none.of[cluster] == 0 {
-		t.Errorf("where the Local list is empty, groups of frontends %v", none.of)
+		t.Errorf("with an empty Local list: groups of frontends %v", none.of)
 	}
 }

@@ -46,7 +46,7 @@ func TestEveryRuleHasItsTest(t *testing.T) {
 		if header[1] == "Function" {
 			for _, name := range quoted.FindAllStringSubmatch(cells[1], -1) {
 				if !code.hasFunction(name[1]) {
-					t.Errorf("line %d: there is no function %s", n+1, name[1])
+					t.Errorf("line %d: function %s does not exist", n+1, name[1])
 				}
 			}
 		}
@@ -57,12 +57,12 @@ func TestEveryRuleHasItsTest(t *testing.T) {
 		}
 		for _, name := range tests {
 			if !code.hasTest(name[1]) {
-				t.Errorf("line %d: there is no test %s", n+1, name[1])
+				t.Errorf("line %d: test %s does not exist", n+1, name[1])
 			}
 		}
 	}
 	if rules < 80 {
-		t.Errorf("only %d rules were found", rules)
+		t.Errorf("found only %d rules", rules)
 	}
 }
 

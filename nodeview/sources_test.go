@@ -34,11 +34,11 @@ func TestSourceRanges(t *testing.T) {
 		service *api.Service
 		want    map[string]string // the restricted frontends
 	}{{
-		name:    "without ranges everybody gets in",
+		name:    "without ranges all sources are admitted",
 		service: service(lb...),
 		want:    map[string]string{},
 	}, {
-		name:    "ranges hold for load-balancer IPs only, by family, and for those that are external IPs too",
+		name:    "ranges apply only to load-balancer IPs, by family, and also to those that are external IPs",
 		service: restricted("10.0.0.0/8", "fd00::/8", "172.16.0.0/12"),
 		want: map[string]string{
 			"LoadBalancerIP 203.0.113.1:80/TCP":   "only 10.0.0.0/8, 172.16.0.0/12",
@@ -46,21 +46,21 @@ func TestSourceRanges(t *testing.T) {
 			"LoadBalancerIP [2001:db8::1]:80/TCP": "only fd00::/8",
 		},
 	}, {
-		name:    "a range of length 0 lets in everybody of its family",
+		name:    "a range of length 0 admits all sources of its family",
 		service: restricted("0.0.0.0/0", "fd00::/8"),
 		want: map[string]string{
 			"LoadBalancerIP [2001:db8::1]:80/TCP": "only fd00::/8",
 		},
 	}, {
-		name:    "ranges of the other family only let nobody in",
+		name:    "ranges of only the other family admit no source",
 		service: restricted("fd00::/8"),
 		want: map[string]string{
-			"LoadBalancerIP 203.0.113.1:80/TCP":   "nobody of this family",
-			"LoadBalancerIP 203.0.113.2:80/TCP":   "nobody of this family",
+			"LoadBalancerIP 203.0.113.1:80/TCP":   "no source of this family",
+			"LoadBalancerIP 203.0.113.2:80/TCP":   "no source of this family",
 			"LoadBalancerIP [2001:db8::1]:80/TCP": "only fd00::/8",
 		},
 	}, {
-		name:    "a source that one of several filters admits gets in",
+		name:    "a source is admitted if one of several filters admits it",
 		service: service(append(lb[:len(lb):len(lb)], sourceRangesFor("10.0.0.0/8", "::/0"), sourceRangesFor("172.16.0.0/12"))...),
 		want: map[string]string{
 			"LoadBalancerIP 203.0.113.1:80/TCP": "only 10.0.0.0/8, 172.16.0.0/12",
@@ -92,17 +92,17 @@ func TestSources(t *testing.T) {
 	}{{
 		name: "not restricted",
 	}, {
-		name:    "restricted, and the node is in no range",
+		name:    "restricted, without a range for the node",
 		sources: Sources{Restricted: true, Ranges: ten, Own: own},
 		node:    "172.16.0.1",
 		want:    []string{"10.0.0.0/8"},
 	}, {
-		name:    "restricted, and a range admits the node: the service's load-balancer IPs get in too",
+		name:    "restricted, with a range for the node: the service's load-balancer IPs are also admitted",
 		sources: Sources{Restricted: true, Ranges: ten, Own: own},
 		node:    "10.1.2.3",
 		want:    []string{"10.0.0.0/8", "203.0.113.1/32", "203.0.113.2/32"},
 	}, {
-		name:    "restricted to nobody",
+		name:    "restricted to no source",
 		sources: Sources{Restricted: true, Own: own},
 		node:    "10.1.2.3",
 	}} {

@@ -62,7 +62,7 @@ func (e *Explanation) head(b *strings.Builder) {
 	fmt.Fprintf(b, "\ninternal traffic policy %s, external traffic policy %s\n",
 		policyNames[e.InternalLocal], policyNames[e.ExternalLocal])
 	if e.View.Service.ExternalTrafficToLocal && !e.ExternalLocal {
-		b.WriteString("(externalTrafficPolicy Local does not count: nothing external leads to the service)\n")
+		b.WriteString("(externalTrafficPolicy Local has no effect: the service has no external frontend)\n")
 	}
 }
 
@@ -136,7 +136,7 @@ func (f *Frontend) text(b *strings.Builder) {
 	}
 }
 
-// String says it in words.
+// String returns the verdict, with the endpoints if it is Forward.
 func (t Traffic) String() string {
 	switch t.Verdict {
 	case Forward:
@@ -152,13 +152,13 @@ func (t Traffic) String() string {
 	}
 }
 
-// String says it in words.
+// String returns the admitted sources as text.
 func (s Sources) String() string {
 	switch {
 	case !s.Restricted:
-		return "everybody"
+		return "any source"
 	case len(s.Ranges) == 0:
-		return "nobody of this family"
+		return "no source of this family"
 	}
 	text := make([]string, len(s.Ranges))
 	for i, r := range s.Ranges {
@@ -169,7 +169,7 @@ func (s Sources) String() string {
 }
 
 var masqueradeTexts = [...]string{
-	MasqueradeIfAsked: "from outside the pod network, if the backend is asked to",
+	MasqueradeIfAsked: "from outside the pod network, if the backend enables it",
 	MasqueradeAll:     "all",
-	MasqueradeNode:    "only what the node itself sends",
+	MasqueradeNode:    "only the node's own traffic",
 }

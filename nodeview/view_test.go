@@ -40,7 +40,7 @@ func TestPorts(t *testing.T) {
 			10.0.0.1 ready`,
 		want: "10.0.0.1#dns=2053 internal external",
 	}, {
-		name:    "slices of one service may give one name different numbers",
+		name:    "a port name may have different numbers in different slices",
 		service: service(ports("http=80→web")),
 		slices: `slice a http=8080
 			10.0.0.1 ready
@@ -63,7 +63,7 @@ func TestPorts(t *testing.T) {
 			10.0.0.2 ready`,
 		want: "10.0.0.2#http=8080 internal external",
 	}, {
-		name:    "TCP and UDP of one number are two ports",
+		name:    "TCP and UDP ports with the same number are independent",
 		service: service(ports("tcp=53", "udp=53/UDP")),
 		slices: `slice a tcp=53
 			10.0.0.1 ready
@@ -84,7 +84,7 @@ func TestPorts(t *testing.T) {
 			10.0.0.1 ready`,
 		want: "",
 	}, {
-		name:    "of two ports with one identity the first counts",
+		name:    "if two ports have the same identity, the first one counts",
 		service: service(ports("a=80", "b=80", "a=81")),
 		slices: `slice a a=1 b=2
 			10.0.0.1 ready`,
@@ -113,19 +113,19 @@ func TestPorts(t *testing.T) {
 
 func TestPortOverrides(t *testing.T) {
 	runViewCases(t, []viewCase{{
-		name:    "every named port has one",
+		name:    "every named port has an override",
 		service: service(ports("a=1→8080", "b=2→8081")),
 		slices: `slice a a=8080 b=9000
 			10.0.0.1 ready`,
 		want: "10.0.0.1#a=8080,b=9000 internal external",
 	}, {
-		name:    "an unnamed port with a named targetPort has one of that name",
+		name:    "an unnamed port with a named targetPort has an override of that name",
 		service: service(ports("80→web")),
 		slices: `slice a 8080
 			10.0.0.1 ready`,
 		want: "10.0.0.1#web=8080 internal external",
 	}, {
-		name:    "an unnamed port with a numeric targetPort has one only if the number differs",
+		name:    "an unnamed port with a numeric targetPort has an override only if the number differs",
 		service: service(ports("80→8080")),
 		slices: `slice a 8080
 			10.0.0.1 ready
@@ -143,25 +143,25 @@ func TestConditions(t *testing.T) {
 			10.0.0.1 ready`,
 		want: "10.0.0.1 internal external",
 	}, {
-		name: "ready and terminating counts as ready",
+		name: "an endpoint that is ready and terminating counts as ready",
 		slices: `slice a
 			10.0.0.1 ready terminating
 			10.0.0.2 ready`,
 		want: `10.0.0.1 internal external
 			10.0.0.2 internal external`,
 	}, {
-		name: "ready counts even if it does not serve",
+		name: "a ready endpoint that does not serve counts as ready",
 		slices: `slice a
 			10.0.0.1 ready unserving`,
 		want: "10.0.0.1 internal external",
 	}, {
-		name: "serving alone is not ready",
+		name: "an endpoint that serves and is not ready is not listed",
 		slices: `slice a
 			10.0.0.1 serving`,
 		want: `draining 10.0.0.1
 			unusable 80/TCP IPv4`,
 	}, {
-		name: "terminating without serving is gone",
+		name: "an endpoint that terminates without serving is not listed",
 		slices: `slice a
 			10.0.0.1 terminating`,
 		want: "unusable 80/TCP IPv4",
@@ -170,42 +170,42 @@ func TestConditions(t *testing.T) {
 
 func TestDuplicates(t *testing.T) {
 	runViewCases(t, []viewCase{{
-		name: "one address and port in two slices is one endpoint",
+		name: "the same address and port in two slices is one endpoint",
 		slices: `slice a
 			10.0.0.1 ready
 			slice b
 			10.0.0.1 ready`,
 		want: "10.0.0.1 internal external",
 	}, {
-		name: "ready is preferred",
+		name: "a ready entry is preferred",
 		slices: `slice a
 			10.0.0.1 serving @here
 			slice b
 			10.0.0.1 ready terminating @there`,
 		want: "10.0.0.1 internal external",
 	}, {
-		name: "then not terminating",
+		name: "then an entry that is not terminating",
 		slices: `slice a
 			10.0.0.1 ready terminating @here
 			slice b
 			10.0.0.1 ready unserving @there`,
 		want: "10.0.0.1 internal external",
 	}, {
-		name: "then serving",
+		name: "then a serving entry",
 		slices: `slice a
 			10.0.0.1 terminating
 			slice b
 			10.0.0.1 serving terminating`,
 		want: "10.0.0.1 internal external",
 	}, {
-		name: "then the smaller slice name",
+		name: "then the entry of the smaller slice name",
 		slices: `slice b
 			10.0.0.1 ready @there
 			slice a
 			10.0.0.1 ready @here`,
 		want: "10.0.0.1 local internal external",
 	}, {
-		name: "not terminating is preferred although the other one could be used",
+		name: "an entry that is not terminating is preferred to a usable one that is",
 		slices: `slice a
 			10.0.0.1 serving terminating
 			slice b
@@ -213,7 +213,7 @@ func TestDuplicates(t *testing.T) {
 		want: `draining 10.0.0.1
 			unusable 80/TCP IPv4`,
 	}, {
-		name: "twice in one slice is one endpoint, whatever the order",
+		name: "an endpoint twice in one slice is one endpoint, in any order",
 		slices: `slice a
 			10.0.0.1 ready @there
 			10.0.0.1 ready @here
@@ -225,7 +225,7 @@ func TestDuplicates(t *testing.T) {
 			10.0.0.2 internal external
 			10.0.0.3 internal external`,
 	}, {
-		name: "twice in one slice with other zone hints, whatever the order",
+		name: "an endpoint twice in one slice with different zone hints, in any order",
 		slices: `slice a
 			10.0.0.1 ready zones=zone-2
 			10.0.0.1 ready zones=zone-1
@@ -233,7 +233,7 @@ func TestDuplicates(t *testing.T) {
 		want: `10.0.0.1 internal external
 			draining 10.0.0.2`,
 	}, {
-		name: "twice in one slice with other node hints, whatever the order",
+		name: "an endpoint twice in one slice with different node hints, in any order",
 		slices: `slice a
 			10.0.0.1 ready nodes=there
 			10.0.0.1 ready nodes=here
@@ -241,7 +241,7 @@ func TestDuplicates(t *testing.T) {
 		want: `10.0.0.1 internal external
 			draining 10.0.0.2`,
 	}, {
-		name:    "one address with two numbers is two endpoints",
+		name:    "an address with two port numbers is two endpoints",
 		service: service(ports("http=80→web")),
 		slices: `slice a http=8080
 			10.0.0.1 ready
@@ -250,7 +250,7 @@ func TestDuplicates(t *testing.T) {
 		want: `10.0.0.1#http=8080 internal external
 			10.0.0.1#http=9090 internal external`,
 	}, {
-		name:    "with more ports in one slice, each port is decided alone: the same slice preferred",
+		name:    "with more ports in one slice, each port is decided separately: the same slice preferred",
 		service: service(ports("http=80", "https=443")),
 		slices: `slice a http=8080 https=8443
 			10.0.0.1 ready
@@ -258,7 +258,7 @@ func TestDuplicates(t *testing.T) {
 			10.0.0.1 ready`,
 		want: "10.0.0.1#http=8080,https=8443 internal external",
 	}, {
-		name:    "with more ports in one slice, each port is decided alone: the other slice preferred",
+		name:    "with more ports in one slice, each port is decided separately: the other slice preferred",
 		service: service(ports("http=80", "https=443")),
 		slices: `slice a http=8080 https=8443
 			10.0.0.1 serving terminating
@@ -267,7 +267,7 @@ func TestDuplicates(t *testing.T) {
 		want: `10.0.0.1#http=8080 internal external (80/TCP internal external)
 			10.0.0.1#http=8080,https=8443 internal external (443/TCP internal external)`,
 	}, {
-		name:    "an all-ports service has each address once",
+		name:    "an all-ports service lists each address once",
 		service: service(mapIP),
 		slices: `slice a 1
 			10.0.0.1 ready
@@ -288,7 +288,7 @@ func TestDuplicates(t *testing.T) {
 
 func TestClusterList(t *testing.T) {
 	runViewCases(t, []viewCase{{
-		name: "the ready endpoints, wherever they are",
+		name: "the ready endpoints on all nodes",
 		slices: `slice a
 			10.0.0.1 ready @here
 			10.0.0.2 ready @there
@@ -297,7 +297,7 @@ func TestClusterList(t *testing.T) {
 			10.0.0.2 internal external
 			10.0.0.3 internal external`,
 	}, {
-		name: "if none is ready, those serving and terminating",
+		name: "if none is ready, the serving and terminating endpoints",
 		slices: `slice a
 			10.0.0.1 serving terminating
 			10.0.0.2
@@ -306,14 +306,14 @@ func TestClusterList(t *testing.T) {
 		want: `10.0.0.1 internal external
 			draining 10.0.0.4`,
 	}, {
-		name: "while one is ready, none that is terminating",
+		name: "if one is ready, no terminating endpoint",
 		slices: `slice a
 			10.0.0.1 serving terminating
 			10.0.0.2 ready`,
 		want: `10.0.0.2 internal external
 			draining 10.0.0.1`,
 	}, {
-		name:    "the fallback is decided port by port",
+		name:    "the fallback is decided for each port",
 		service: service(ports("http=80", "https=443")),
 		slices: `slice a http=1 https=2
 			10.0.0.1 serving terminating
@@ -322,7 +322,7 @@ func TestClusterList(t *testing.T) {
 		want: `10.0.0.1#http=1,https=2 internal external (443/TCP internal external)
 			10.0.0.2#http=1 internal external (80/TCP internal external)`,
 	}, {
-		name:    "the fallback is decided family by family",
+		name:    "the fallback is decided for each family",
 		service: service(dualStack),
 		slices: `slice a
 			10.0.0.1 ready
@@ -353,7 +353,7 @@ func TestLocalList(t *testing.T) {
 			10.0.0.2 external
 			10.0.0.3 external`,
 	}, {
-		name:    "if none here is ready, those here serving and terminating",
+		name:    "if none on this node is ready, its serving and terminating endpoints",
 		service: local,
 		slices: `slice a
 			10.0.0.1 serving terminating @here
@@ -362,7 +362,7 @@ func TestLocalList(t *testing.T) {
 		want: `10.0.0.1 local internal
 			10.0.0.2 external`,
 	}, {
-		name:    "while one here is ready, none that is terminating",
+		name:    "if one on this node is ready, no terminating endpoint",
 		service: local,
 		slices: `slice a
 			10.0.0.1 serving terminating @here
@@ -370,7 +370,7 @@ func TestLocalList(t *testing.T) {
 		want: `10.0.0.2 local internal external
 			draining 10.0.0.1`,
 	}, {
-		name:    "topology plays no part",
+		name:    "topology has no effect",
 		service: local,
 		slices: `slice a
 			10.0.0.1 ready @here zones=zone-2
@@ -378,7 +378,7 @@ func TestLocalList(t *testing.T) {
 		want: `10.0.0.1 local internal
 			10.0.0.2 external`,
 	}, {
-		name:    "without a node name nothing is local",
+		name:    "without a node name no endpoint is local",
 		service: local,
 		node:    &api.Node{},
 		slices: `slice a
@@ -395,14 +395,14 @@ func TestLocalList(t *testing.T) {
 func TestTopology(t *testing.T) {
 	noZone := &api.Node{Name: "here"}
 	runViewCases(t, []viewCase{{
-		name: "node hints for this node choose",
+		name: "node hints for this node select endpoints",
 		slices: `slice a
 			10.0.0.1 ready nodes=here,there
 			10.0.0.2 ready nodes=there`,
 		want: `10.0.0.1 internal external
 			draining 10.0.0.2`,
 	}, {
-		name: "node hints come before zone hints",
+		name: "node hints take precedence over zone hints",
 		slices: `slice a
 			10.0.0.1 ready nodes=here zones=zone-2
 			10.0.0.2 ready nodes=there zones=zone-1`,
@@ -416,14 +416,14 @@ func TestTopology(t *testing.T) {
 		want: `10.0.0.1 internal external
 			10.0.0.2 internal external`,
 	}, {
-		name: "where node hints name other nodes only, zone hints choose",
+		name: "zone hints apply if all node hints are for other nodes",
 		slices: `slice a
 			10.0.0.1 ready nodes=there zones=zone-1
 			10.0.0.2 ready nodes=there zones=zone-2`,
 		want: `10.0.0.1 internal external
 			draining 10.0.0.2`,
 	}, {
-		name: "zone hints for this zone choose",
+		name: "zone hints for this zone select endpoints",
 		slices: `slice a
 			10.0.0.1 ready zones=zone-1,zone-2
 			10.0.0.2 ready zones=zone-2`,
@@ -439,14 +439,14 @@ func TestTopology(t *testing.T) {
 			10.0.0.2 internal external
 			10.0.0.3 internal external`,
 	}, {
-		name: "zone hints that name other zones only are ignored",
+		name: "zone hints are ignored if all are for other zones",
 		slices: `slice a
 			10.0.0.1 ready zones=zone-2
 			10.0.0.2 ready zones=zone-3`,
 		want: `10.0.0.1 internal external
 			10.0.0.2 internal external`,
 	}, {
-		name: "endpoints that are not ready need no hints and do not count",
+		name: "hints of endpoints that are not ready do not matter",
 		slices: `slice a
 			10.0.0.1 ready zones=zone-1
 			10.0.0.2 serving terminating
@@ -470,7 +470,7 @@ func TestTopology(t *testing.T) {
 		want: `10.0.0.1 internal external
 			10.0.0.2 internal external`,
 	}, {
-		name:    "hints are decided port by port",
+		name:    "hints are decided for each port",
 		service: service(ports("http=80", "https=443")),
 		slices: `slice a http=1 https=2
 			10.0.0.1 ready zones=zone-1
@@ -481,7 +481,7 @@ func TestTopology(t *testing.T) {
 			10.0.0.2#http=1,https=2 internal external (443/TCP internal external)
 			10.0.0.3#https=2 internal external (443/TCP internal external)`,
 	}, {
-		name:    "hints are decided family by family",
+		name:    "hints are decided for each family",
 		service: service(dualStack),
 		slices: `slice a
 			10.0.0.1 ready zones=zone-1
@@ -515,27 +515,27 @@ func TestPolicies(t *testing.T) {
 		want: `10.0.0.1 local internal external
 			10.0.0.2 external`,
 	}, {
-		name:    "externalTrafficPolicy Local counts for NodePort",
+		name:    "externalTrafficPolicy Local applies to NodePort services",
 		service: service(externalLocal, ofType(api.NodePort)),
 		slices:  twoNodes,
 		want:    localOutside,
 	}, {
-		name:    "externalTrafficPolicy Local counts for LoadBalancer",
+		name:    "externalTrafficPolicy Local applies to LoadBalancer services",
 		service: service(externalLocal, ofType(api.LoadBalancer)),
 		slices:  twoNodes,
 		want:    localOutside,
 	}, {
-		name:    "externalTrafficPolicy Local counts for ClusterIP with external IPs",
+		name:    "externalTrafficPolicy Local applies to ClusterIP services with external IPs",
 		service: service(externalLocal, externalIPs("192.0.2.1")),
 		slices:  twoNodes,
 		want:    localOutside,
 	}, {
-		name:    "externalTrafficPolicy Local counts for a headless service with external IPs",
+		name:    "externalTrafficPolicy Local applies to headless services with external IPs",
 		service: service(externalLocal, headless, externalIPs("192.0.2.1")),
 		slices:  twoNodes,
 		want:    localOutside,
 	}, {
-		name:    "elsewhere externalTrafficPolicy is Cluster",
+		name:    "for other services externalTrafficPolicy is Cluster",
 		service: service(externalLocal),
 		slices:  twoNodes,
 		want:    everywhere,
@@ -550,7 +550,7 @@ func TestPolicies(t *testing.T) {
 			10.0.0.2 cluster
 			draining 10.0.0.3`,
 	}, {
-		name:    "no ready endpoint here, but one elsewhere and one terminating here",
+		name:    "a terminating endpoint on this node and a ready one on another node",
 		service: service(externalLocal, ofType(api.NodePort)),
 		slices: `slice a
 			10.0.0.1 serving terminating @here
@@ -562,7 +562,7 @@ func TestPolicies(t *testing.T) {
 
 func TestDraining(t *testing.T) {
 	runViewCases(t, []viewCase{{
-		name:    "ready, but left out by policy and topology",
+		name:    "ready, but excluded by policy and topology",
 		service: service(internalLocal, externalLocal, externalIPs("192.0.2.1"), headless),
 		slices: `slice a
 			10.0.0.1 ready @here zones=zone-1
@@ -584,7 +584,7 @@ func TestDraining(t *testing.T) {
 		want: `10.0.0.2 internal external
 			draining 10.0.0.1`,
 	}, {
-		name: "what does not serve has gone",
+		name: "an endpoint that does not serve is not draining",
 		slices: `slice a
 			10.0.0.1
 			10.0.0.2 ready`,
@@ -626,16 +626,16 @@ func TestFamilies(t *testing.T) {
 		slice b
 		fd00::a ready`
 	runViewCases(t, []viewCase{{
-		name:   "endpoints of a family that the service does not have are left out",
+		name:   "endpoints of a family that the service does not have are omitted",
 		slices: both,
 		want:   "10.0.0.1 internal external",
 	}, {
-		name:    "ipFamilies decides",
+		name:    "ipFamilies determines the families",
 		service: service(func(s *api.Service) { s.IPFamilies = []api.Family{api.IPv6} }),
 		slices:  both,
 		want:    "fd00::a internal external",
 	}, {
-		name:    "without ipFamilies, the cluster IPs decide",
+		name:    "without ipFamilies, the cluster IPs determine the families",
 		service: service(dualStack, externalIPs("192.0.2.1"), func(s *api.Service) { s.IPFamilies = nil }),
 		slices:  both,
 		want: `10.0.0.1 internal external
@@ -660,7 +660,7 @@ func TestFamilies(t *testing.T) {
 func TestViewAllocatesOnlyItsResult(t *testing.T) {
 	s := benchState(10)
 	if got := testing.AllocsPerRun(100, func() { View(s, here) }); got > 4 {
-		t.Errorf("View allocates %v times, want 4", got)
+		t.Errorf("View allocated %v times, want 4", got)
 	}
 }
 

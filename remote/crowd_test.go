@@ -79,7 +79,7 @@ func (c *crowd) start(b *testing.B) (next func() *crowdRound) {
 		b.Helper()
 		var r crowdRound
 		if err := rounds.Decode(&r); err != nil {
-			b.Fatalf("read what the clients say: %v", err)
+			b.Fatalf("read reports of the clients: %v", err)
 		}
 		return &r
 	}
@@ -93,7 +93,7 @@ func runCrowd() {
 	var c crowd
 	in := json.NewDecoder(os.Stdin)
 	if err := in.Decode(&c); err != nil {
-		fmt.Fprintln(os.Stderr, "read what to do:", err)
+		fmt.Fprintln(os.Stderr, "read command:", err)
 		os.Exit(1)
 	}
 	rounds := &crowdRounds{streams: len(c.Nodes) * c.PerNode, out: json.NewEncoder(os.Stdout)}
@@ -109,7 +109,7 @@ func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 	dialer, err := transport.NewDialer(transport.DialOptions{Addresses: []string{c.Address}, FailFast: true})
 	if err == nil {
 		err = dialer.Stay(context.Background(), func(ctx context.Context, conn *grpc.ClientConn, heard func(bool, bool) error) error {
-			if err := heard(true, false); err != nil { // a slow server is not a reason to leave it
+			if err := heard(true, false); err != nil { // do not leave a slow server
 				return err
 			}
 			failed := make(chan error)
@@ -221,7 +221,7 @@ func (r *crowdRounds) synced(bytes, operations int) {
 	}
 	slices.SortFunc(r.now.Synced, cmp.Compare[int64])
 	if err := r.out.Encode(r.now); err != nil {
-		fmt.Fprintln(os.Stderr, "say what there was:", err)
+		fmt.Fprintln(os.Stderr, "write report:", err)
 		os.Exit(1)
 	}
 	r.now = crowdRound{}

@@ -95,7 +95,7 @@ func TestFrontendsReplaceServices(t *testing.T) {
 	got, _ := answer(stream, &localv1.WatchReq{Resumption: &localv1.WatchReq_Resume{}})
 	want := []string{"reset", text(here) + `"Lists":[{"Targets":[{"IP":"172.16.0.1","Local":true,"NodeName":"in-a","Port":80}]}],"Name":"hinted","Namespace":"plain"}`}
 	if diff := cmp.Diff(want, got); diff != "" {
-		t.Errorf("the first answer (-want +got):\n%s", diff)
+		t.Errorf("first answer (-want +got):\n%s", diff)
 	}
 
 	moved := *hintedSlice

@@ -106,9 +106,9 @@ func TestGarbage(t *testing.T) {
 		name string
 		send func() []byte
 	}{
-		{"bytes that are no HTTP/2", func() []byte { return garbage(1 + r.IntN(50_000)) }},
-		{"bytes that are no frames", func() []byte { return slices.Concat(http2Hello, garbage(1+r.IntN(50_000))) }},
-		{"frames of any type with anything in them", func() []byte {
+		{"bytes that are not HTTP/2", func() []byte { return garbage(1 + r.IntN(50_000)) }},
+		{"bytes that are not frames", func() []byte { return slices.Concat(http2Hello, garbage(1+r.IntN(50_000))) }},
+		{"frames of any type with random content", func() []byte {
 			frames := http2Hello
 			for range 20 {
 				frames = slices.Concat(frames, http2Frame(byte(r.IntN(12)), byte(r.Uint32()), uint32(r.IntN(4)), garbage(r.IntN(500))))
@@ -118,7 +118,7 @@ func TestGarbage(t *testing.T) {
 		{"headers that cannot be decoded", func() []byte {
 			return slices.Concat(http2Hello, http2Frame(http2Headers, endHeaders, 1, garbage(1000)))
 		}},
-		{"headers that do not end", func() []byte {
+		{"headers without an end", func() []byte {
 			frames := slices.Concat(http2Hello, http2Frame(http2Headers, 0, 1, watchHeaders))
 			for range 500 {
 				frames = append(frames, http2Frame(http2Continuation, 0, 1, hpackField("x", strings.Repeat("x", 1000)))...)
@@ -126,7 +126,7 @@ func TestGarbage(t *testing.T) {
 			return frames
 		}},
 		{"a stream's frames without a stream", func() []byte { return slices.Concat(http2Hello, http2Frame(http2Data, 0, 77, garbage(1000))) }},
-		{"a message that is no WatchReq", func() []byte {
+		{"a message that is not a WatchReq", func() []byte {
 			return slices.Concat(http2Hello, headers, http2Frame(http2Data, 0, 1, slices.Concat([]byte{0, 0, 0, 3, 232}, garbage(1000))))
 		}},
 		{"the beginning of a message of 4 GB", func() []byte {
@@ -136,7 +136,7 @@ func TestGarbage(t *testing.T) {
 			both := slices.Concat(http2Frame(http2Ping, 0, 0, make([]byte, 8)), http2Frame(http2Settings, 0, 0, nil))
 			return slices.Concat(http2Hello, bytes.Repeat(both, 5000))
 		}},
-		{"streams that are reset as soon as they are there", func() []byte {
+		{"streams that are reset immediately", func() []byte {
 			frames := http2Hello
 			for id := uint32(1); id < 2000; id += 2 {
 				frames = append(frames, http2Frame(http2Headers, endHeaders, id, watchHeaders)...)
@@ -156,13 +156,13 @@ func TestGarbage(t *testing.T) {
 				conn.Write(test.send()) // the server need not read it
 				conn.(*net.TCPConn).CloseWrite()
 				if _, err := io.Copy(io.Discard, conn); errors.Is(err, os.ErrDeadlineExceeded) {
-					t.Fatal("the connection stays")
+					t.Fatal("the connection is still open")
 				}
 			}
 			b.contained(t, 4<<20)
 			for ctx := within(t); b.server.Stats().Streams > 1; runtime.Gosched() {
 				if ctx.Err() != nil {
-					t.Fatalf("there are %d streams, want that of the good client", b.server.Stats().Streams)
+					t.Fatalf("%d streams, want only the good client's", b.server.Stats().Streams)
 				}
 			}
 		})
@@ -177,7 +177,7 @@ const (
 )
 
 var (
-	// http2Hello begins a connection.
+	// http2Hello begins an HTTP/2 connection.
 	http2Hello = append([]byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), http2Frame(http2Settings, 0, 0, nil)...)
 	// watchHeaders are the headers of a call of Watch.
 	watchHeaders = slices.Concat(
@@ -234,7 +234,7 @@ func TestAMessageOf100MB(t *testing.T) {
 		}
 	}
 	if n := allocated() - before; n > 20<<20 {
-		t.Errorf("%d MB were allocated, for client and server", n>>20)
+		t.Errorf("client and server allocated %d MB", n>>20)
 	}
 	b.contained(t, 4<<20)
 }
@@ -272,7 +272,7 @@ func TestAMillionRequests(t *testing.T) {
 		}
 		select {
 		case <-ended:
-			t.Fatalf("the server took %d requests", sent.Load())
+			t.Fatalf("the server read %d requests", sent.Load())
 		default:
 		}
 	}
@@ -293,7 +293,7 @@ func TestClientThatNeverReads(t *testing.T) {
 	}
 	for state := connectivity.Ready; state == connectivity.Ready; state = c.conn.GetState() {
 		if !c.conn.WaitForStateChange(ctx, state) {
-			t.Fatal("the connection stays")
+			t.Fatal("the connection is still open")
 		}
 	}
 	b.contained(t, 4<<20)
@@ -332,11 +332,11 @@ func TestFailedHandshakes(t *testing.T) {
 		config *tls.Config
 		want   string
 	}{
-		{"with a certificate it works", config(ca.newFiles(t, "n")), ""},
-		{"without one it does not", config(nil), "certificate required"},
-		{"with one of another authority neither", config(foreign.newFiles(t, "n")), "unknown certificate authority"},
-		{"nor with one that has expired", config(expired), "expired certificate"},
-		{"nor with an older TLS", old, "protocol version"},
+		{"with a certificate", config(ca.newFiles(t, "n")), ""},
+		{"without a certificate", config(nil), "certificate required"},
+		{"with a certificate of another authority", config(foreign.newFiles(t, "n")), "unknown certificate authority"},
+		{"with an expired certificate", config(expired), "expired certificate"},
+		{"with an older TLS version", old, "protocol version"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			for range 20 {
@@ -474,12 +474,12 @@ func TestUnreadDataIsBounded(t *testing.T) {
 	}
 	ping()
 	taken := max(heap(), before) - before
-	t.Logf("%d KB a stream", taken/streams>>10)
+	t.Logf("%d KB per stream", taken/streams>>10)
 	if taken < streams<<20 {
-		t.Errorf("%d KB are taken by %d streams: the test does not do what it says", taken>>10, streams)
+		t.Errorf("%d KB for %d streams: too little for a valid test", taken>>10, streams)
 	}
 	if all := taken / streams * uint64(remote.DefaultLimits().StreamsPerPeer); all > most {
-		t.Errorf("the streams of a peer can take %d MB, want %d MB at most", all>>20, most>>20)
+		t.Errorf("the streams of a peer can use %d MB, want at most %d MB", all>>20, most>>20)
 	}
 	b.undisturbed(t)
 }

@@ -121,7 +121,7 @@ func keys(s sinktest.Sync) []string {
 	return names
 }
 
-// plain is a service that the World does not have.
+// plain is a service that is not in the World.
 func plain(name string, port int32) *api.Service {
 	return &api.Service{
 		Namespace: "plain", Name: name, Type: api.ClusterIP,
@@ -162,10 +162,10 @@ func TestReconnectSendsOnlyChanges(t *testing.T) {
 		t.Errorf("got %v, first %t; want %v", keys(got), got.First, want)
 	}
 	if n := g.received.Load(); n > 2000 || n > first/20 {
-		t.Errorf("%d bytes came after the loss, %d at first", n, first)
+		t.Errorf("%d bytes after the loss, %d at the start", n, first)
 	}
 	if n := server.Stats().Views - views; n != 2 {
-		t.Errorf("the server worked out %d views, want 2", n)
+		t.Errorf("the server computed %d views, want 2", n)
 	}
 }
 
@@ -201,9 +201,9 @@ func TestChangeOfZoneInvalidatesToken(t *testing.T) {
 	}
 }
 
-// TestAClientLeavesAStaleServer has two servers, which lose their sources one after the
+// TestClientLeavesStaleServer has two servers, which lose their sources one after the
 // other.
-func TestAClientLeavesAStaleServer(t *testing.T) {
+func TestClientLeavesStaleServer(t *testing.T) {
 	set := func(s *cluster.State, name string, stale bool) {
 		s.Update(func(tx *cluster.Tx) {
 			tx.SetService(plain(name, 1))
@@ -228,11 +228,11 @@ func TestAClientLeavesAStaleServer(t *testing.T) {
 		t.Fatal(err)
 	}
 	if got, want := fmt.Sprint(keys(rec.Syncs()[0]), keys(rec.Syncs()[1])), "[new] [new newer old]"; got != want {
-		t.Errorf("the client had %s, want %s", got, want)
+		t.Errorf("the client received %s, want %s", got, want)
 	}
 }
 
-func TestANewServerIsAMinimalDifference(t *testing.T) {
+func TestNewServerSendsOnlyDifferences(t *testing.T) {
 	state := func(names ...string) *cluster.State {
 		s := cluster.New(cluster.Options{Resumable: true})
 		update(s, func(to apitest.Writer) {

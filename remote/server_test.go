@@ -69,7 +69,7 @@ func TestViewsAreComputedOncePerClass(t *testing.T) {
 	wait(1)
 	const classes = 4 // two zones, and a node in each
 	if got := server.Stats().Views; got != classes {
-		t.Errorf("%d views were worked out for %d nodes, want %d", got, len(nodes), classes)
+		t.Errorf("%d views were computed for %d nodes, want %d", got, len(nodes), classes)
 	}
 	before := server.Stats()
 	changed := *hinted
@@ -77,10 +77,10 @@ func TestViewsAreComputedOncePerClass(t *testing.T) {
 	update(state, func(to apitest.Writer) { to.SetService(&changed) })
 	wait(2)
 	if got := server.Stats().Views - before.Views; got != classes {
-		t.Errorf("a change made %d views, want %d", got, classes)
+		t.Errorf("a change computed %d views, want %d", got, classes)
 	}
 	if got := server.Stats().Values - before.Values; got > 3*classes {
-		t.Errorf("a change made %d values, want %d at most", got, 3*classes)
+		t.Errorf("a change computed %d values, want at most %d", got, 3*classes)
 	}
 }
 
@@ -149,9 +149,9 @@ func TestLargeServiceIsSentInParts(t *testing.T) {
 
 func TestInvalidOptions(t *testing.T) {
 	for name, opts := range map[string]remote.ServerOptions{
-		"node certificates without TLS":           {NodeCertificates: true},
-		"readers without TLS":                     {ServeCluster: true, ClusterReaders: []string{"x"}},
-		"a cluster that nobody with TLS may read": {TLS: tlsFiles("x"), ServeCluster: true},
+		"node certificates without TLS":         {NodeCertificates: true},
+		"cluster readers without TLS":           {ServeCluster: true, ClusterReaders: []string{"x"}},
+		"ServeCluster with TLS without readers": {TLS: tlsFiles("x"), ServeCluster: true},
 	} {
 		if _, err := remote.NewServer(cluster.New(cluster.Options{Resumable: true}), opts); err == nil {
 			t.Errorf("%s: no error", name)
@@ -171,6 +171,6 @@ func TestServeRunsOnce(t *testing.T) {
 	l := listen(t, socket(t))
 	expect(t, server.Serve(ctx, l), "already serving")
 	if _, err := l.Accept(); err == nil {
-		t.Error("the listener of the second call is open")
+		t.Error("the listener of the second call is still open")
 	}
 }

@@ -56,7 +56,7 @@ func parse(t *testing.T, message []byte) []field {
 	for len(message) > 0 {
 		number, kind, n := protowire.ConsumeTag(message)
 		if n < 0 {
-			t.Fatalf("no tag in %x", message)
+			t.Fatalf("%x has no tag", message)
 		}
 		message = message[n:]
 		f := field{number: number}
@@ -69,7 +69,7 @@ func parse(t *testing.T, message []byte) []field {
 			t.Fatalf("field %d is of type %d", number, kind)
 		}
 		if n < 0 {
-			t.Fatalf("field %d is cut short: %x", number, message)
+			t.Fatalf("field %d is truncated: %x", number, message)
 		}
 		message = message[n:]
 		fields = append(fields, f)
@@ -194,21 +194,21 @@ func (c *tableClient) next() {
 				phase = 1
 				c.services[path] = c.service(data)
 				if want := string(get(data, serviceNamespace).bytes) + "/" + string(get(data, serviceName).bytes); path != want {
-					c.t.Errorf("the service at %s says it is %s", path, want)
+					c.t.Errorf("the service at %s has the name %s", path, want)
 				}
 			case endpointsSet:
 				phase = 2
 				scopes := parse(c.t, get(data, endpointScopes).bytes)
 				internal, external := get(scopes, endpointScopesInternal).varint, get(scopes, endpointScopesExternal).varint
 				if internal+external == 0 {
-					c.t.Errorf("endpoint %s takes no traffic, and an old client balances to it", path)
+					c.t.Errorf("endpoint %s gets no traffic, but an old client uses it", path)
 				}
 				c.endpoints[path] = c.endpoint(data)
 				if c.services[c.serviceOf(path)] == "" {
-					c.t.Errorf("endpoint %s comes before its service", path)
+					c.t.Errorf("endpoint %s is set before its service", path)
 				}
 			default:
-				c.t.Errorf("set %d, which was not asked for", get(ref, refSet).varint)
+				c.t.Errorf("set %d, which was not requested", get(ref, refSet).varint)
 			}
 		case opDelete:
 			ref := parse(c.t, op.bytes)
@@ -218,14 +218,14 @@ func (c *tableClient) next() {
 				phase, from = 3, c.endpoints
 			}
 			if _, ok := from[path]; !ok {
-				c.t.Errorf("%s is deleted and was not there", path)
+				c.t.Errorf("%s is deleted but does not exist", path)
 			}
 			delete(from, path)
 		default:
-			c.t.Errorf("operation %d, which was not asked for", op.number)
+			c.t.Errorf("operation %d, which was not requested", op.number)
 		}
 		if phase < last {
-			c.t.Errorf("phase %d comes after phase %d", phase, last)
+			c.t.Errorf("phase %d follows phase %d", phase, last)
 		}
 		last = phase
 	}

@@ -87,9 +87,9 @@ func answer(t *testing.T, stream setsStream) (reset bool, services int, token []
 	}
 }
 
-// TestTheTokenOfAnIdleClientIsRenewed deletes a slice that no node sees. The client can
+// TestTokenOfIdleClientIsRenewed deletes a slice that no node sees. The client can
 // resume after any time.
-func TestTheTokenOfAnIdleClientIsRenewed(t *testing.T) {
+func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := cluster.New(cluster.Options{Resumable: true})
 		unseen := func(name string) *api.EndpointSlice {
@@ -111,7 +111,7 @@ func TestTheTokenOfAnIdleClientIsRenewed(t *testing.T) {
 		go func() {
 			_, services, token := answer(t, stream)
 			if services > 0 {
-				t.Errorf("the client got %d services that did not change", services)
+				t.Errorf("the client received %d unchanged services", services)
 			}
 			renewed <- token
 		}()
@@ -120,7 +120,7 @@ func TestTheTokenOfAnIdleClientIsRenewed(t *testing.T) {
 		select {
 		case token = <-renewed:
 		default:
-			t.Error("no new token came within nine minutes")
+			t.Error("no new token within nine minutes")
 		}
 		stream.CloseSend()
 
@@ -129,7 +129,7 @@ func TestTheTokenOfAnIdleClientIsRenewed(t *testing.T) {
 		stream = open(t, conn)
 		request(t, stream, token)
 		if reset, _, _ := answer(t, stream); reset {
-			t.Error("the client starts over")
+			t.Error("the client started over")
 		}
 	})
 }
@@ -183,8 +183,8 @@ func TestSlowClientIsDisconnected(t *testing.T) {
 		cutOff  bool
 	}{
 		{"slow enough", 20 * time.Millisecond, 1, false},
-		{"too slow, though each message is taken in time", 90 * time.Millisecond, 0, true},
-		{"slow, while the cluster changes", 20 * time.Millisecond, 4, true},
+		{"too slow, although each message is read in time", 90 * time.Millisecond, 0, true},
+		{"slow while the cluster changes", 20 * time.Millisecond, 4, true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -208,7 +208,7 @@ func TestSlowClientIsDisconnected(t *testing.T) {
 					time.Sleep(test.pause)
 				}
 				if (err != nil) != test.cutOff || server.Stats().Stalled > 0 != test.cutOff {
-					t.Errorf("error %v, statistics %+v; cut off should be %t", err, server.Stats(), test.cutOff)
+					t.Errorf("error %v, statistics %+v; want the client disconnected: %t", err, server.Stats(), test.cutOff)
 				}
 			})
 		})
@@ -265,7 +265,7 @@ func TestConnectionsAreRenewed(t *testing.T) {
 		_, _, token := answer(t, stream)
 		request(t, stream, nil)
 		if _, err := stream.Recv(); err == nil {
-			t.Error("the client got something")
+			t.Error("the client received an answer")
 		}
 		if age := time.Since(began); age < 27*time.Minute || age > 34*time.Minute {
 			t.Errorf("the stream ended after %v", age)
@@ -278,8 +278,8 @@ func TestConnectionsAreRenewed(t *testing.T) {
 	})
 }
 
-// TestAStreamEndsWithItsCertificate changes a service after the client's certificate expired.
-func TestAStreamEndsWithItsCertificate(t *testing.T) {
+// TestStreamEndsWithItsCertificate changes a service after the client's certificate expired.
+func TestStreamEndsWithItsCertificate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ca := newAuthority(t)
 		opts := quick
@@ -338,7 +338,7 @@ func TestChangesAreBatched(t *testing.T) {
 		var service localv1.Service
 		unmarshal(t, item.GetSet().GetBytes(), &service)
 		if waited := time.Since(began); waited != opts.BatchInterval || service.Ports[0].Port != 100 {
-			t.Errorf("after %v came port %d", waited, service.Ports[0].Port)
+			t.Errorf("received port %[2]d after %[1]v", waited, service.Ports[0].Port)
 		}
 	})
 }

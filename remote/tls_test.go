@@ -114,7 +114,7 @@ func (a *authority) newFiles(t testing.TB, name string, organizations ...string)
 	return files
 }
 
-// try connects once as a client of node and returns the error, nil if it was served.
+// try connects once as a client of node. It returns nil if the client is served.
 func try(t *testing.T, address, node string, files *transport.TLS) error {
 	t.Helper()
 	client, err := remote.NewClient(remote.ClientOptions{NodeName: node, DialOptions: transport.DialOptions{
@@ -195,13 +195,13 @@ func TestCertificates(t *testing.T) {
 		files      *transport.TLS
 		want       string
 	}{
-		{"a node gets its own view", "n", node, ""},
-		{"and not another node's", "m", node, "PermissionDenied"},
-		{"nor one without a name", "", node, "PermissionDenied"},
-		{"a certificate that is no node's gets none", "n", ca.newFiles(t, "n"), "PermissionDenied"},
-		{"without TLS there is nothing", "n", nil, "Unavailable"},
+		{"a node may read its own view", "n", node, ""},
+		{"a node may not read another node's view", "m", node, "PermissionDenied"},
+		{"a node may not read a view without a node name", "", node, "PermissionDenied"},
+		{"a certificate without a node name may read no view", "n", ca.newFiles(t, "n"), "PermissionDenied"},
+		{"a client without TLS is refused", "n", nil, "Unavailable"},
 		{"a certificate of another authority is refused", "n", stranger, "Unavailable"},
-		{"a server whose name is another is refused", "n", &wrongName, "another.test"},
+		{"a server with another name is refused", "n", &wrongName, "another.test"},
 		{"a server of another authority is refused", "n", &distrustful, "unknown authority"},
 	} {
 		t.Run(test.name, func(t *testing.T) { expect(t, try(t, address, test.node, test.files), test.want) })
@@ -211,9 +211,9 @@ func TestCertificates(t *testing.T) {
 		files *transport.TLS
 		want  string
 	}{
-		{"the cluster is for who is named", ca.newFiles(t, "relay-1"), ""},
-		{"or whose organisation is", ca.newFiles(t, "x", "relays"), ""},
-		{"and for nobody else", node, "PermissionDenied"},
+		{"a cluster reader is accepted by name", ca.newFiles(t, "relay-1"), ""},
+		{"a cluster reader is accepted by organization", ca.newFiles(t, "x", "relays"), ""},
+		{"other certificates are refused", node, "PermissionDenied"},
 	} {
 		t.Run(test.name, func(t *testing.T) { expect(t, tryCluster(t, address, test.files), test.want) })
 	}
@@ -265,7 +265,7 @@ func TestPlaintextIsForThisMachine(t *testing.T) {
 	}
 	expect(t, server.Serve(t.Context(), l), "TLS")
 	if _, err := remote.NewClient(remote.ClientOptions{DialOptions: transport.DialOptions{Addresses: []string{"192.0.2.1:1"}}}); err == nil {
-		t.Error("a client talks to another machine in plaintext")
+		t.Error("a client may use plaintext to another machine")
 	}
 	if _, err := remote.NewClient(remote.ClientOptions{DialOptions: transport.DialOptions{Addresses: []string{"192.0.2.1:1"}, Insecure: true}}); err != nil {
 		t.Error(err)
@@ -281,7 +281,7 @@ func TestNodesMayShareACertificate(t *testing.T) {
 		hosts            []string // addresses of the node, with two streams allowed
 		want             string   // for the last one
 	}{
-		{"nodes at their addresses", false, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, ""},
+		{"nodes at their own addresses", false, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, ""},
 		{"one node", false, []string{"127.0.0.2", "127.0.0.2", "127.0.0.2"}, "CN=system:node:n at 127.0.0.2 has 2 streams"},
 		{"a node's certificate at any address", true, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, "CN=system:node:n has 2 streams"},
 	} {

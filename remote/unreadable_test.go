@@ -92,9 +92,9 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 	}{
 		{"an endpoint with two addresses", []*localv1.OpItem{setEndpoint("one/a", "10.1.0.1", "10.1.0.2"), setEndpoint("two/a", "172.16.0.3")},
 			before + " 172.16.0.3", []string{"endpoint ns/one/a: endpoint has 2 addresses"}},
-		{"an endpoint that is no message", []*localv1.OpItem{setItem(localv1.Set_EndpointsSet, "ns/one/a", []byte{0xff})},
+		{"an endpoint that is not a message", []*localv1.OpItem{setItem(localv1.Set_EndpointsSet, "ns/one/a", []byte{0xff})},
 			before, []string{"endpoint ns/one/a: proto"}},
-		{"a path that names nothing", []*localv1.OpItem{setEndpoint("one", "172.16.0.9")}, before, []string{"is not the path of an endpoint"}},
+		{"a path that is not an endpoint's", []*localv1.OpItem{setEndpoint("one", "172.16.0.9")}, before, []string{"is not the path of an endpoint"}},
 		{"a service with a bad address", []*localv1.OpItem{setService("one", "x"), setService("two", "10.0.0.22")},
 			"node [192.168.0.1]; ns/one 10.0.0.1: 172.16.0.1 172.16.0.2; ns/two 10.0.0.22:", []string{"service ns/one: ParseAddr"}},
 		{"a node with a bad address", []*localv1.OpItem{setNode("x")}, before, []string{"node n: node n: ParseAddr"}},
@@ -102,7 +102,7 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 			"node [192.168.0.1]; ns/one 10.0.0.11: 172.16.0.1; ns/two 10.0.0.2:", []string{"service ns/one: endpoint b: endpoint has 0 addresses"}},
 		{"a whole service with a bad address", []*localv1.OpItem{replace(service("one", "x"), endpoint("172.16.0.5"))},
 			"node [192.168.0.1]; ns/one 10.0.0.1: 172.16.0.5; ns/two 10.0.0.2:", []string{"service ns/one"}},
-		{"after a reset, what the client has stays", []*localv1.OpItem{resetItem(), setNode("x"), replace(service("one", "x"), endpoint("172.16.0.5"))},
+		{"the client keeps its state after a reset", []*localv1.OpItem{resetItem(), setNode("x"), replace(service("one", "x"), endpoint("172.16.0.5"))},
 			"node [192.168.0.1]; ns/one 10.0.0.1: 172.16.0.5", []string{"node n", "service ns/one"}},
 		{"a bad service that the client does not have", []*localv1.OpItem{setService("new", "x"), setEndpoint("new/a", "172.16.0.9")},
 			before, []string{"service ns/new", "service ns/new: received endpoints without the service"}},
@@ -212,7 +212,7 @@ func TestInvalidObjectDoesNotStopOthers(t *testing.T) {
 		got += ";"
 	}
 	if want := "good ;named \uFFFD 172.16.0.1;"; got != want {
-		t.Errorf("got %q, want %q", got, want)
+		t.Errorf("client has %q, want %q", got, want)
 	}
 	if node := client.Node(); node == nil || len(node.Addresses) != 1 {
 		t.Errorf("node %+v", node)

@@ -29,14 +29,14 @@ func TestViewsAreEvicted(t *testing.T) {
 	for i := range 1000 {
 		v.of(stateOf(fmt.Sprint("s", i)), "n", "z", false)
 		if v.of(used, "n", "z", false) != first {
-			t.Fatal("a view that is used is forgotten")
+			t.Fatal("a view in use was evicted")
 		}
 		if v.size > limit {
-			t.Fatalf("%d bytes are kept", v.size)
+			t.Fatalf("%d bytes are cached", v.size)
 		}
 	}
 	if n := v.lru.Len(); n != len(v.states) || n > 200 || n < 50 {
-		t.Errorf("%d states are kept, of which %d are known", n, len(v.states))
+		t.Errorf("%d states are cached, of which %d are known", n, len(v.states))
 	}
 	sum := 0
 	for e := v.lru.Front(); e != nil; e = e.Next() {
@@ -85,12 +85,12 @@ func TestClassesShareEndpoints(t *testing.T) {
 			got := v.of(state, name, "", false)
 			want := newWireView(got.id, nodeview.View(state, &api.Node{Name: name}), new(marshalled))
 			if diff := cmp.Diff(want.endpoints, got.endpoints, cmp.AllowUnexported(wireEndpoint{})); diff != "" {
-				t.Fatalf("%s (- by itself, + beside others):\n%s", name, diff)
+				t.Fatalf("%s (- computed alone, + computed with others):\n%s", name, diff)
 			}
 		}
-		// An endpoint looks alike to all nodes except its own.
+		// An endpoint looks the same to all nodes except its own.
 		if got, most := int(v.values.Load()), nodes+2*len(slice.Endpoints); got > most {
-			t.Errorf("%d values were marshalled, want %d at most", got, most)
+			t.Errorf("%d values were marshalled, want at most %d", got, most)
 		}
 	}
 }
@@ -148,16 +148,16 @@ func FuzzDelta(f *testing.F) {
 				apply(t, has, step)
 			}
 			if once := delta(old, new, who); once != delta(old, new, who) {
-				t.Error("a difference is worked out twice")
+				t.Error("a difference was computed twice")
 			}
 			want := map[string]string{}
 			apply(t, want, delta(nil, new, who))
 			if fmt.Sprint(has) != fmt.Sprint(want) {
-				t.Errorf("audience %d: has\n%q\nwant\n%q", who, has, want)
+				t.Errorf("audience %d: client has\n%q\nwant\n%q", who, has, want)
 			}
 			apply(t, has, delta(new, nil, who))
 			if len(has) > 0 {
-				t.Errorf("audience %d: %q is left", who, has)
+				t.Errorf("audience %d: %q remains", who, has)
 			}
 		}
 	})
@@ -196,7 +196,7 @@ func apply(t *testing.T, has map[string]string, d *wireDelta) {
 				has[op.Set.Ref.Path] = string(op.Set.Bytes)
 			case *localv1.OpItem_Delete:
 				if _, ok := has[op.Delete.Path]; !ok {
-					t.Errorf("%s is deleted and not there", op.Delete.Path)
+					t.Errorf("%s is deleted but does not exist", op.Delete.Path)
 				}
 				delete(has, op.Delete.Path)
 			}

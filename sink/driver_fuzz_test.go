@@ -63,13 +63,13 @@ func FuzzDriver(f *testing.F) {
 			}
 			s := w.driver.Status()
 			if s.Pending != 0 || len(s.Failing) != 0 || s.Err != nil || !s.WaitingSince.IsZero() || s.Revision != w.src.Revision() {
-				w.Errorf("all is applied up to revision %d, and the status is %+v", w.src.Revision(), s)
+				w.Errorf("everything is applied up to revision %d, but the status is %+v", w.src.Revision(), s)
 			}
 			if last := w.rec.Syncs()[len(w.rec.Syncs())-1]; time.Since(last.Ended) < 30*time.Minute {
-				w.Errorf("a sync came without a change, %v ago", time.Since(last.Ended))
+				w.Errorf("a Sync without a change, %v ago", time.Since(last.Ended))
 			}
 			if len(w.rec.Syncs()) > 100*(int(ops)+1) {
-				w.Errorf("%d changes took %d syncs", ops, len(w.rec.Syncs()))
+				w.Errorf("%d changes needed %d Syncs", ops, len(w.rec.Syncs()))
 			}
 		})
 	})
@@ -337,6 +337,6 @@ func (p *dataplane) expect(t *testing.T, views []*api.ServiceEndpoints) {
 		return lines
 	}
 	if diff := cmp.Diff(list(want), list(p.entries)); diff != "" {
-		t.Errorf("the dataplane (-want +got):\n%s", diff)
+		t.Errorf("dataplane (-want +got):\n%s", diff)
 	}
 }

@@ -92,7 +92,7 @@ func (w *world) waitApplied() {
 		w.Fatal(err)
 	}
 	if diff := cmp.Diff(w.src.Views(), w.rec.Views(), compare...); diff != "" {
-		w.Errorf("what is applied differs from the source (-source +applied):\n%s", diff)
+		w.Errorf("the applied state differs from the source (-source +applied):\n%s", diff)
 	}
 }
 
@@ -441,7 +441,7 @@ func TestDriver(t *testing.T) {
 				w.waitApplied()
 				w.expectDelivered(0, tc.want...)
 				if s := w.driver.Status(); !s.WaitingSince.IsZero() || s.Err != nil {
-					w.Errorf("nothing waits, and the status is %+v", s)
+					w.Errorf("nothing waits, but the status is %+v", s)
 				}
 			})
 		})
@@ -543,7 +543,7 @@ func TestOnceEndsWhenEverythingIsApplied(t *testing.T) {
 			"100ms: full web none→[1]: service default/web: dataplane is busy",
 			"200ms: web none→[1] unsure")
 		if err := w.driver.WaitApplied(w.Context(), w.src.Revision()); err != nil {
-			w.Errorf("everything was applied, but: %v", err)
+			w.Errorf("everything was applied, but Run returned: %v", err)
 		}
 		if err := w.driver.WaitApplied(w.Context(), w.src.Revision()+1); err == nil {
 			w.Errorf("WaitApplied for a revision after the end returned nil")
@@ -574,7 +574,7 @@ func TestWaitApplied(t *testing.T) {
 		w.src.Set(view(dns, 2))
 		synctest.Wait()
 		if got := w.driver.Status().Revision; got != before {
-			w.Errorf("status has revision %d while a service fails since %d", got, before)
+			w.Errorf("status has revision %d while a service has failed since %d", got, before)
 		}
 		w.waitApplied()
 
@@ -582,7 +582,7 @@ func TestWaitApplied(t *testing.T) {
 		w.src.Set(view(dns, 3))
 		synctest.Wait()
 		if applied(before) || w.driver.Status().Revision != 0 {
-			w.Error("something counts as applied while the sink starts over")
+			w.Error("WaitApplied returned while the sink starts over")
 		}
 		w.waitApplied()
 
@@ -625,7 +625,7 @@ func TestStatus(t *testing.T) {
 			LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(10 * time.Second),
 		})
 		time.Sleep(time.Second)
-		expect("after a sync that failed", sink.Status{
+		expect("after a failed sync", sink.Status{
 			Revision: 1, Passes: 1, Syncs: 1, LastQueued: at(10 * time.Second), WaitingSince: at(11 * time.Second),
 			LastPass: at(10 * time.Second), LastSync: at(10 * time.Second), LastProgress: at(11 * time.Second),
 			Err: errBusy, Failures: 1, NextAttempt: at(12 * time.Second), Pending: 1,
@@ -644,7 +644,7 @@ func TestStatus(t *testing.T) {
 			Failing: []sink.FailingService{{Key: dns, Err: errBusy, Failures: 1, NextRetry: at(12*time.Second + 100*time.Millisecond)}},
 		})
 		w.waitApplied()
-		expect("when all is well again", sink.Status{
+		expect("after recovery", sink.Status{
 			Revision: 2, Passes: 1, Syncs: 3, LastQueued: at(10 * time.Second),
 			LastPass: at(10 * time.Second), LastSync: at(13 * time.Second), LastProgress: at(13 * time.Second),
 		})
@@ -690,7 +690,7 @@ func TestObserver(t *testing.T) {
 			"pending 0",
 		}
 		if diff := cmp.Diff(want, seen); diff != "" {
-			w.Errorf("what the observer saw (-want +got):\n%s", diff)
+			w.Errorf("calls of the observer (-want +got):\n%s", diff)
 		}
 	})
 }
@@ -781,34 +781,34 @@ func TestOptionalMethodsOfSink(t *testing.T) {
 		wantErrs []error
 		wantText string
 	}{{
-		name:     "it is started, synced and stopped",
+		name:     "a sink is started, synced and stopped",
 		sink:     &stages{},
 		wantLog:  []string{"start", "sync", "stop"},
 		wantErrs: []error{context.Canceled},
 	}, {
-		name:     "one that cannot start is neither synced nor stopped",
+		name:     "a sink that cannot start is neither synced nor stopped",
 		sink:     &stages{startErr: errStart},
 		wantLog:  []string{"start"},
 		wantErrs: []error{errStart},
 	}, {
-		name:     "one that panics in start cannot start",
+		name:     "a sink that panics in Start cannot start",
 		sink:     &stages{startPanicsWith: "oops"},
 		wantLog:  []string{"start"},
 		wantText: "start sink: panic in Start: oops",
 	}, {
-		name:     "one with a name is named if it cannot start",
+		name:     "the error of Start has the name of the sink",
 		sink:     &stages{startErr: errStart},
 		opts:     sink.Options{Name: "nft"},
 		wantLog:  []string{"start"},
 		wantText: "start sink nft: no netlink",
 	}, {
-		name:     "one with a name is named if it cannot stop",
+		name:     "the error of Stop has the name of the sink",
 		sink:     &stages{stopErr: errStop},
 		opts:     sink.Options{Name: "nft"},
 		wantLog:  []string{"start", "sync", "stop"},
 		wantText: "stop sink nft: address in use",
 	}, {
-		name:     "the error of stop is returned beside the end of the context",
+		name:     "the error of Stop is joined with the error of the context",
 		sink:     &stages{stopErr: errStop},
 		wantLog:  []string{"start", "sync", "stop"},
 		wantErrs: []error{context.Canceled, errStop},

@@ -312,7 +312,7 @@ func TestEventsForwardsOptionalMethods(t *testing.T) {
 	err = errors.Join(plain.(sink.Starter).Start(t.Context()), plain.(sink.Stopper).Stop(t.Context()),
 		plain.(sink.Verifier).Verify(t.Context()), plain.(sink.Cleaner).Cleanup(t.Context()))
 	if err != nil {
-		t.Errorf("a handler without a life of its own: %v", err)
+		t.Errorf("a handler without optional methods: %v", err)
 	}
 }
 
@@ -385,7 +385,7 @@ func (o *objects) DeleteFrontend(_ context.Context, svc *api.Service, f nodeview
 
 func (o *objects) checkOwner(what string, svc *api.Service, f nodeview.Frontend) {
 	if owner, _, ok := strings.Cut(o.frontends[f.Claim()], " "); ok && owner != svc.Name {
-		o.t.Errorf("frontend %s is %s for %s while %s has it", f.FrontendKey, what, svc.Name, owner)
+		o.t.Errorf("frontend %s is %s for %s while %s owns it", f.FrontendKey, what, svc.Name, owner)
 	}
 }
 

@@ -231,7 +231,7 @@ func TestAddressMovesInFailingSync(t *testing.T) {
 					w.waitApplied()
 					want := []string{"10.96.0.1:80 b → [2]", "10.96.0.2:80 a → [1]"}
 					if diff := cmp.Diff(want, list()); diff != "" {
-						w.Errorf("what the dataplane has (-want +got):\n%s", diff)
+						w.Errorf("dataplane (-want +got):\n%s", diff)
 					}
 				})
 			})

@@ -30,12 +30,12 @@ func TestFullStateIsSorted(t *testing.T) {
 			change()
 			w.waitApplied()
 			if diff := cmp.Diff(want, calls[len(calls)-1], compare...); diff != "" {
-				w.Errorf("%s: the state (-want +got):\n%s", what, diff)
+				w.Errorf("%s: state (-want +got):\n%s", what, diff)
 			}
 		}
 		step("full", w.src.MarkSynced, view(web, 1))
-		step("one added before", func() { w.src.Set(view(b)) }, view(b), view(web, 1))
-		step("one changed, others added around", func() { w.src.Set(view(b, 2), view(a), view(c), view(key("zoo"))) },
+		step("one service added in front", func() { w.src.Set(view(b)) }, view(b), view(web, 1))
+		step("one service changed, others added around it", func() { w.src.Set(view(b, 2), view(a), view(c), view(key("zoo"))) },
 			view(a), view(b, 2), view(c), view(web, 1), view(key("zoo")))
 		step("some deleted", func() { w.src.Delete(a, c, key("zoo")) }, view(b, 2), view(web, 1))
 		step("failed and deleted", func() {
@@ -51,7 +51,7 @@ func TestFullStateIsSorted(t *testing.T) {
 			names = append(names, v.Service.Name)
 		}
 		if want := []string{"a", "b", "c", "web", "zoo"}; !slices.Equal(names, want) {
-			w.Errorf("a state that was kept became %v, want %v", names, want)
+			w.Errorf("a retained state changed to %v, want %v", names, want)
 		}
 	})
 }
@@ -88,11 +88,11 @@ func TestFullStateOfForwardsNodeAndOptionalMethods(t *testing.T) {
 	}
 	node := &api.Node{Name: "n"}
 	if err := s.Sync(t.Context(), &sink.Changes{First: true, Last: true, Node: node, Services: func(func(sink.Change) bool) {}}); err != nil || r.node != node {
-		t.Errorf("the node is %v, error %v", r.node, err)
+		t.Errorf("node %v, error %v", r.node, err)
 	}
 }
 
-func TestFullStateGathersInAPass(t *testing.T) {
+func TestFullStateIsCalledOncePerPass(t *testing.T) {
 	r := &rewriter{stages: &stages{}}
 	run(t, sink.Options{BatchSize: 2}, sink.FullStateOf(r), func(w *world) {
 		w.src.Set(view(key("a"), 1), view(key("b"), 2), view(key("c"), 3))
@@ -136,15 +136,15 @@ func TestFullStateKeepsFailedService(t *testing.T) {
 			time.Sleep(time.Second)
 			synctest.Wait()
 			if want := []string{"dns[7]", "web[1]"}; !slices.Equal(r.names, want) && !slices.Equal(r.names, []string{"dns[7]", "web[1 2]"}) {
-				t.Errorf("whole: %t: the state is %v", whole, r.names)
+				t.Errorf("whole %t: state %v", whole, r.names)
 			}
 			if s := w.driver.Status(); len(s.Failing) != 1 || s.Pending != 1 {
-				t.Errorf("whole: %t: the status is %+v", whole, s)
+				t.Errorf("whole %t: status %+v", whole, s)
 			}
 			w.src.Set(view(web, 3))
 			w.waitApplied()
 			if want := []string{"dns[7]", "web[3]"}; !slices.Equal(r.names, want) {
-				t.Errorf("whole: %t: in the end the state is %v", whole, r.names)
+				t.Errorf("whole %t: state at the end %v", whole, r.names)
 			}
 		})
 	}

@@ -269,7 +269,7 @@ func TestPassOfASlowSink(t *testing.T) {
 		run(t, sink.Options{}, s, func(w *world) {
 			s.perSync = func() {
 				if n := staleLeft(); w.driver.Status().Passes == 0 && n != stale {
-					t.Errorf("%d stale services are left before the pass is complete", n)
+					t.Errorf("%d stale services remain before the pass is complete", n)
 				}
 			}
 			w.src.Delete(web)
@@ -288,7 +288,7 @@ func TestPassOfASlowSink(t *testing.T) {
 					w.src.Set(view(first, 7))
 				}
 				if !changed.IsZero() && len(s.get(first).Endpoints) != 1 && time.Since(changed) > batch+time.Second {
-					t.Fatalf("the change of a service that was delivered is not there after %v", time.Since(changed))
+					t.Fatalf("the change of a delivered service is not programmed after %v", time.Since(changed))
 				}
 			}
 			w.waitApplied()
@@ -317,7 +317,7 @@ func TestSinkHangingInOneServiceIsStuck(t *testing.T) {
 		w.src.MarkSynced()
 		time.Sleep(170 * time.Second)
 		if stuck := w.driver.Status().StuckFor(time.Now()); stuck > time.Minute {
-			t.Errorf("a sink that goes on looks stuck for %v", stuck)
+			t.Errorf("a sink that makes progress looks stuck for %v", stuck)
 		}
 		time.Sleep(10 * time.Minute)
 		if stuck := w.driver.Status().StuckFor(time.Now()); stuck < 9*time.Minute {
@@ -350,7 +350,7 @@ func TestFailingDataplaneIsRetriedWithBackoff(t *testing.T) {
 			t.Errorf("%d calls in ten minutes", calls)
 		}
 		if stuck := w.driver.Status().StuckFor(time.Now()); stuck < 9*time.Minute {
-			t.Errorf("the sink looks stuck for %v only", stuck)
+			t.Errorf("the sink looks stuck only for %v", stuck)
 		}
 	})
 }
@@ -588,7 +588,7 @@ func TestFailedSourceIsRetriedWithBackoff(t *testing.T) {
 				time.Sleep(10 * time.Minute)
 				synctest.Wait()
 				if src.calls > 50 {
-					t.Errorf("the source was asked %d times in ten minutes", src.calls)
+					t.Errorf("the source was read %d times in ten minutes", src.calls)
 				}
 				cancel()
 				<-ended

@@ -32,12 +32,12 @@ func TestEndpointsOfAChange(t *testing.T) {
 	}{
 		{"a new service adds all", nil, view(web, 1, 2), []string{"none→10.0.0.1", "none→10.0.0.2"}},
 		{"a deleted service removes all", view(web, 1, 2), nil, []string{"10.0.0.1→none", "10.0.0.2→none"}},
-		{"neither has any", nil, nil, nil},
-		{"equal views differ in nothing", view(web, 1), view(web, 1), nil},
+		{"both views have no endpoints", nil, nil, nil},
+		{"equal views have no differences", view(web, 1), view(web, 1), nil},
 		{"some are added and some removed, in order", view(web, 1, 3, 4), view(web, 2, 3, 5),
 			[]string{"10.0.0.1→none", "none→10.0.0.2", "10.0.0.4→none", "none→10.0.0.5"}},
 		{"a condition changes", view(web, 1, 2), notReady, []string{"10.0.0.2→10.0.0.2"}},
-		{"one of a thousand flips", many, flipped, []string{
+		{"one of a thousand endpoints changes", many, flipped, []string{
 			fmt.Sprintf("%s→%[1]s", many.Endpoints[500].Addr)}},
 	}
 	for _, tc := range cases {
@@ -67,7 +67,7 @@ func TestFailed(t *testing.T) {
 	var failed sink.Failed
 	failed.Add(web, nil)
 	if err := failed.Err(); err != nil {
-		t.Errorf("nothing failed: %v", err)
+		t.Errorf("error %v without a failure", err)
 	}
 	failed.Add(web, errBusy)
 	failed.Add(dns, fmt.Errorf("lost track: %w", sink.ErrStartOver))
@@ -77,7 +77,7 @@ func TestFailed(t *testing.T) {
 		t.Errorf("got %v, want %s", err, want)
 	}
 	if !errors.Is(err, errBusy) || !errors.Is(err, sink.ErrStartOver) {
-		t.Error("the errors of the services are not in it")
+		t.Error("the error does not wrap the errors of the services")
 	}
 }
 
@@ -85,7 +85,7 @@ func TestFailedDoTurnsPanicIntoFailure(t *testing.T) {
 	var failed sink.Failed
 	failed.Do(web, func() error { return nil })
 	if err := failed.Err(); err != nil {
-		t.Errorf("nothing failed: %v", err)
+		t.Errorf("error %v without a failure", err)
 	}
 	failed.Do(web, func() error { return errBusy })
 	failed.Do(dns, func() error { panic("index out of range") })

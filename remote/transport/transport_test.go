@@ -105,7 +105,7 @@ func TestWindowsConnectionRefused(t *testing.T) {
 	}
 }
 
-func TestASocketHasItsMode(t *testing.T) {
+func TestSocketHasItsMode(t *testing.T) {
 	for mode, want := range map[fs.FileMode]fs.FileMode{0: 0o600, 0o660: 0o660} {
 		path := filepath.Join(t.TempDir(), "s")
 		l, err := listen(t, path, mode)
@@ -119,12 +119,12 @@ func TestASocketHasItsMode(t *testing.T) {
 		l.Close()
 		files, err := os.ReadDir(filepath.Dir(path))
 		if err != nil || len(files) > 0 {
-			t.Errorf("%v is left, error %v", files, err)
+			t.Errorf("%v remains, error %v", files, err)
 		}
 	}
 }
 
-func TestAMissingDirectoryIsCreated(t *testing.T) {
+func TestMissingDirectoryIsCreated(t *testing.T) {
 	root := t.TempDir()
 	for _, test := range []struct{ path, err string }{
 		{"kpng/s", ""},
@@ -147,7 +147,7 @@ func TestAMissingDirectoryIsCreated(t *testing.T) {
 	}
 }
 
-func TestAnIPv4AddressIsNotWidened(t *testing.T) {
+func TestIPv4AddressIsNotWidened(t *testing.T) {
 	a, err := transport.ParseAddress("tcp://0.0.0.0:0")
 	if err != nil {
 		t.Fatal(err)
@@ -162,7 +162,7 @@ func TestAnIPv4AddressIsNotWidened(t *testing.T) {
 	}
 }
 
-func TestAStaleSocketIsReplaced(t *testing.T) {
+func TestStaleSocketIsReplaced(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	stale, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
 	if err != nil {
@@ -199,7 +199,7 @@ func TestAStaleSocketIsReplaced(t *testing.T) {
 	second.Close()
 }
 
-func TestAFileIsNotReplaced(t *testing.T) {
+func TestFileIsNotReplaced(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "s")
 	if err := os.WriteFile(path, []byte("mine"), 0o600); err != nil {
 		t.Fatal(err)
@@ -235,7 +235,7 @@ func TestReconnect(t *testing.T) {
 			// begin again.
 			most := [...]time.Duration{0, 0, 1, 0, 2, 1, 1, 0, 2, 0}[n] * time.Second
 			if waited > most+1 {
-				t.Errorf("try %d came after %s, want %s at most", n, waited, most)
+				t.Errorf("try %d came after %s, want at most %s", n, waited, most)
 			}
 			switch n {
 			case 4:
@@ -283,13 +283,13 @@ func TestFailFastTriesEachAddressOnce(t *testing.T) {
 	for _, test := range []struct {
 		name      string
 		addresses []string
-		good      int // the successful try, from 1
+		good      int // number of the successful try, from 1
 		tries     int
 	}{
 		{"the default address", nil, 0, 1},
 		{"two addresses", []string{"127.0.0.1:1", "127.0.0.1:2"}, 0, 2},
-		{"the first of two is lost after it was good", []string{"127.0.0.1:1", "127.0.0.1:2"}, 1, 1},
-		{"the second of three is lost after it was good", []string{"127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"}, 2, 2},
+		{"the first of two fails after it was good", []string{"127.0.0.1:1", "127.0.0.1:2"}, 1, 1},
+		{"the second of three fails after it was good", []string{"127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3"}, 2, 2},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			d, err := transport.NewDialer(transport.DialOptions{Addresses: test.addresses, FailFast: true})
@@ -326,9 +326,9 @@ func TestSilentServerIsLeft(t *testing.T) {
 		want      time.Duration
 		silent    bool // Stay returns an error
 	}{
-		{name: "another one answers", addresses: []string{"127.0.0.1:1", "127.0.0.1:2"}, want: 15 * time.Second},
-		{name: "another one answers slowly", addresses: []string{"127.0.0.1:1", "127.0.0.1:2"}, slow: true, want: 75 * time.Second},
-		{name: "there is no other one", addresses: []string{"127.0.0.1:1"}, want: time.Hour},
+		{name: "another server answers", addresses: []string{"127.0.0.1:1", "127.0.0.1:2"}, want: 15 * time.Second},
+		{name: "another server answers slowly", addresses: []string{"127.0.0.1:1", "127.0.0.1:2"}, slow: true, want: 75 * time.Second},
+		{name: "there is no other server", addresses: []string{"127.0.0.1:1"}, want: time.Hour},
 		{name: "there is none to wait for", addresses: []string{"127.0.0.1:1"}, failFast: true, want: 15 * time.Second, silent: true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -350,7 +350,7 @@ func TestSilentServerIsLeft(t *testing.T) {
 						heard(i == 5, false)
 					}
 					if err := context.Cause(ctx); err != nil {
-						t.Errorf("the server that answered was lost: %v", err)
+						t.Errorf("the client left the server that answered: %v", err)
 					}
 					cancel()
 					return nil
@@ -377,11 +377,11 @@ func TestStaleServerIsLeft(t *testing.T) {
 		stays   int    // number of answers of the last server
 	}{
 		{"the only server is stale", 1, "sss", 3},
-		{"the other one is fresh", 2, "sff", 2},
+		{"the other server is fresh", 2, "sff", 2},
 		{"both are stale", 2, "sss", 2},
-		{"the other one is dead", 2, "sdss", 2},
+		{"the other server is down", 2, "sdss", 2},
 		{"all three are stale", 3, "ssss", 2},
-		{"a server becomes stale later, and the other one is fresh", 2, "ffsff", 2},
+		{"a server becomes stale later, and the other server is fresh", 2, "ffsff", 2},
 		{"a stale server becomes fresh, and stale again", 2, "ssfsf", 1},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -410,7 +410,7 @@ func TestStaleServerIsLeft(t *testing.T) {
 					return nil
 				})
 				if stays != test.stays {
-					t.Errorf("stays for %d answers, want %d", stays, test.stays)
+					t.Errorf("the client stayed for %d answers, want %d", stays, test.stays)
 				}
 			})
 		})

@@ -71,7 +71,7 @@ func failing(c *sink.Changes, keys ...types.NamespacedName) *sink.Changes {
 	return c
 }
 
-// at1 returns a copy of v at the address 10.96.0.1.
+// at1 returns a copy of v with the address 10.96.0.1.
 func at1(v *api.ServiceEndpoints) *api.ServiceEndpoints {
 	svc := *v.Service
 	svc.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.1"))
@@ -266,7 +266,7 @@ func TestRecorderPassesOnToItsSink(t *testing.T) {
 	rec.Script(sinktest.Fail(errOther), sinktest.FailServices(errOther, a))
 
 	if err := rec.Sync(t.Context(), full(set(nil, view(a, "1")))); err != errOther || calls != 0 {
-		t.Errorf("a step that fails: %v after %d calls of the sink", err, calls)
+		t.Errorf("a failing step: %v after %d calls of the sink", err, calls)
 	}
 	err := rec.Sync(t.Context(), full(set(nil, view(a, "1"))))
 	if want := "service default/a: other; service default/b: busy"; err == nil || err.Error() != want || calls != 1 {

@@ -91,14 +91,14 @@ func TestSource(t *testing.T) {
 	if got := version(before.View(a)); got != "4" || before.View(key("x")) != nil {
 		t.Errorf("an update of revision 5 has version %s of a", got)
 	}
-	step("deleted, and another one came and went", true, "revision 9 a 4→none", func() {
+	step("deleted, and another service added and deleted", true, "revision 9 a 4→none", func() {
 		src.Delete(a)
 		src.Set(view(key("x"), "1"))
 		src.Delete(key("x"))
 	})
 	step("acknowledged again", false, "revision 9", advance)
 	step("the node", true, "revision 10 node", func() { src.SetNode(&api.Node{Name: "n"}) })
-	step("the node as it was", true, "revision 11", func() { src.SetNode(nil) })
+	step("the node is unchanged again", true, "revision 11", func() { src.SetNode(nil) })
 	step("triggered", true, "revision 14 b 1→4 since 5", func() {
 		src.SetTriggered(time.Unix(7, 0), view(b, "2"))
 		src.SetTriggered(time.Unix(5, 0), view(b, "3"))

@@ -72,7 +72,7 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
-			name:     "an unknown IP family is left out",
+			name:     "an unknown IP family is omitted",
 			change:   func(s *service) { s.Spec.IPFamilies = []corev1.IPFamily{"IPv5", "IPv4"} },
 			want:     func(s *api.Service) { s.IPFamilies = []api.Family{api.IPv4} },
 			problems: []string{`Service default/web: spec.ipFamilies[0]: unknown IP family "IPv5"`},
@@ -87,14 +87,14 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "clusterIPs counts before the legacy clusterIP",
+			name: "clusterIPs takes precedence over the legacy clusterIP",
 			change: func(s *service) {
 				s.Spec.ClusterIP, s.Spec.ClusterIPs = "10.0.0.1", []string{"10.0.0.2"}
 			},
 			want: func(s *api.Service) { s.IPs.ClusterIPs.V4 = addrs("10.0.0.2") },
 		},
 		{
-			name:   "the legacy clusterIP counts where clusterIPs is empty",
+			name:   "the legacy clusterIP is used if clusterIPs is empty",
 			change: func(s *service) { s.Spec.ClusterIP = "10.0.0.1" },
 			want:   func(s *api.Service) { s.IPs.ClusterIPs.V4 = addrs("10.0.0.1") },
 		},
@@ -124,7 +124,7 @@ func TestServiceConversion(t *testing.T) {
 			want:   func(s *api.Service) { s.IPs.ExternalIPs.V4 = addrs("10.0.0.1") },
 		},
 		{
-			name:   "addresses that cannot be read are left out, empty ones silently",
+			name:   "invalid addresses are omitted, empty ones without a report",
 			change: func(s *service) { s.Spec.ExternalIPs = []string{"", "10.0.0.300", " ", "fe80::1%eth0", "10.0.0.1"} },
 			want:   func(s *api.Service) { s.IPs.ExternalIPs.V4 = addrs("10.0.0.1") },
 			problems: []string{
@@ -133,13 +133,13 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
-			name:     "a cluster IP that cannot be read is reported",
+			name:     "an invalid cluster IP is reported",
 			change:   func(s *service) { s.Spec.ClusterIP = "ten" },
 			want:     func(*api.Service) {},
 			problems: []string{`Service default/web: spec.clusterIP: "ten" is not an IP address`},
 		},
 		{
-			name: "ingress addresses count by ipMode, and hostnames do not",
+			name: "ingress addresses are classified by ipMode, and hostnames are ignored",
 			change: func(s *service) {
 				s.Spec.Type = corev1.ServiceTypeLoadBalancer
 				s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{
@@ -157,7 +157,7 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "source ranges are trimmed, masked and guard the load-balancer IPs",
+			name: "source ranges are trimmed, masked and applied to the load-balancer IPs",
 			change: func(s *service) {
 				s.Spec.Type = corev1.ServiceTypeLoadBalancer
 				s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.0.2.1"}}
@@ -173,7 +173,7 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "if no source range can be read, nobody gets in",
+			name: "if all source ranges are invalid, no source is admitted",
 			change: func(s *service) {
 				s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.0.2.1"}}
 				s.Spec.LoadBalancerSourceRanges = []string{"10.0.0.0", "::ffff:10.0.0.0/104"}
@@ -188,7 +188,7 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "blank source ranges limit nothing",
+			name: "blank source ranges are ignored",
 			change: func(s *service) {
 				s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.0.2.1"}}
 				s.Spec.LoadBalancerSourceRanges = []string{"", " "}
@@ -196,7 +196,7 @@ func TestServiceConversion(t *testing.T) {
 			want: func(s *api.Service) { s.IPs.LoadBalancerIPs.V4 = addrs("192.0.2.1") },
 		},
 		{
-			name: "the annotation for source ranges is not consulted",
+			name: "the annotation for source ranges is ignored",
 			change: func(s *service) {
 				s.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: "192.0.2.1"}}
 				s.Annotations = map[string]string{corev1.AnnotationLoadBalancerSourceRangesKey: "10.0.0.0/8"}
@@ -204,7 +204,7 @@ func TestServiceConversion(t *testing.T) {
 			want: func(s *api.Service) { s.IPs.LoadBalancerIPs.V4 = addrs("192.0.2.1") },
 		},
 		{
-			name:   "without load-balancer IPs there is nothing to guard",
+			name:   "without load-balancer IPs there are no source ranges",
 			change: func(s *service) { s.Spec.LoadBalancerSourceRanges = []string{"10.0.0.0/8"} },
 			want:   func(*api.Service) {},
 		},
@@ -231,7 +231,7 @@ func TestServiceConversion(t *testing.T) {
 			want: func(s *api.Service) { s.ExternalTrafficToLocal, s.InternalTrafficToLocal = true, true },
 		},
 		{
-			name: "the health-check node port counts for a load balancer with policy Local",
+			name: "the health-check node port is kept for a load balancer with policy Local",
 			change: func(s *service) {
 				s.Spec.Type, s.Spec.HealthCheckNodePort = corev1.ServiceTypeLoadBalancer, 30000
 				s.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyLocal
@@ -241,7 +241,7 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "the health-check node port does not count with policy Cluster",
+			name: "the health-check node port is ignored with policy Cluster",
 			change: func(s *service) {
 				s.Spec.Type, s.Spec.HealthCheckNodePort = corev1.ServiceTypeLoadBalancer, 30000
 			},
@@ -257,7 +257,7 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "ports are kept with all they say",
+			name: "all fields of ports are kept",
 			change: func(s *service) {
 				s.Spec.Ports = []corev1.ServicePort{
 					{Name: "dns", Protocol: "UDP", Port: 53, TargetPort: intstr.FromInt32(5353), NodePort: 30053},
@@ -274,7 +274,7 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "a port that is no port number is left out, the others are served",
+			name: "a port with an invalid number is omitted, the others are served",
 			change: func(s *service) {
 				s.Spec.Ports = []corev1.ServicePort{{Name: "zero"}, {Name: "big", Port: 65536}, {Name: "ok", Port: 80, NodePort: -1, TargetPort: intstr.FromInt32(99999)}}
 			},
@@ -289,7 +289,7 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "a port of an unknown protocol is kept without one, and reported",
+			name: "a port of an unknown protocol is kept without protocol, and reported",
 			change: func(s *service) {
 				s.Spec.Ports = []corev1.ServicePort{{Name: "a", Port: 80, Protocol: "QUIC"}, {Name: "b", Port: 80, Protocol: "DCCP"}}
 			},
@@ -302,7 +302,7 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "of two ports with one name, or with one number and protocol, the first counts",
+			name: "if two ports have the same name, or the same number and protocol, the first one counts",
 			change: func(s *service) {
 				s.Spec.Ports = []corev1.ServicePort{{Name: "a", Port: 80}, {Name: "a", Port: 81}, {Name: "b", Port: 80, Protocol: "TCP"}}
 			},
@@ -332,7 +332,7 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "a timeout out of range gives the default",
+			name: "a timeout out of range is replaced by the default",
 			change: func(s *service) {
 				s.Spec.SessionAffinity = corev1.ServiceAffinityClientIP
 				s.Spec.SessionAffinityConfig = &corev1.SessionAffinityConfig{ClientIP: &corev1.ClientIPConfig{TimeoutSeconds: ptr(int32(0))}}
@@ -343,7 +343,7 @@ func TestServiceConversion(t *testing.T) {
 			problems: []string{"Service default/web: spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not between 1 and 86400; using 10800"},
 		},
 		{
-			name:     "an unknown affinity is none",
+			name:     "an unknown affinity means no affinity",
 			change:   func(s *service) { s.Spec.SessionAffinity = "Cookie" },
 			want:     func(*api.Service) {},
 			problems: []string{`Service default/web: spec.sessionAffinity: unknown affinity "Cookie"`},
@@ -354,7 +354,7 @@ func TestServiceConversion(t *testing.T) {
 			want:   func(s *api.Service) { s.LoadBalancerClass = "example.com/lb" },
 		},
 		{
-			name: "labels and annotations are not kept unless asked for",
+			name: "labels and annotations are not kept by default",
 			change: func(s *service) {
 				s.Labels, s.Annotations = map[string]string{"app": "web"}, map[string]string{"note": "x"}
 			},
@@ -373,7 +373,7 @@ func TestServiceConversion(t *testing.T) {
 			},
 		},
 		{
-			name:    "external IPs are left out on request, whatever they are",
+			name:    "external IPs are ignored on request, also invalid ones",
 			options: Options{IgnoreExternalIPs: true},
 			change: func(s *service) {
 				s.Spec.ClusterIP = "10.0.0.1"
@@ -408,13 +408,13 @@ func TestServiceConversion(t *testing.T) {
 				t.Errorf("problems (-want +got):\n%s", diff)
 			}
 			if diff := cmp.Diff(before, in); diff != "" {
-				t.Errorf("the object was changed:\n%s", diff)
+				t.Errorf("the object was modified:\n%s", diff)
 			}
 		})
 	}
 }
 
-func TestNoServiceGivesNone(t *testing.T) {
+func TestNilServiceIsNil(t *testing.T) {
 	if s, problems := newConverter(t, Options{}).Service(nil); s != nil || problems != nil {
 		t.Errorf("Service(nil) = %v, %v", s, problems)
 	}

@@ -28,7 +28,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 		problems []string
 	}{
 		{
-			name:   "a slice without endpoints and ports is one",
+			name:   "a slice without endpoints and ports is valid",
 			change: func(*slice) {},
 			want:   func(*api.EndpointSlice) {},
 		},
@@ -44,7 +44,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 			none:   true,
 		},
 		{
-			name:     "a slice of an unknown address type is left out",
+			name:     "a slice of an unknown address type is omitted",
 			change:   func(s *slice) { s.AddressType = "IPv5" },
 			none:     true,
 			problems: []string{`EndpointSlice default/web: addressType: unknown address type "IPv5"`},
@@ -59,7 +59,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "conditions are taken one by one",
+			name: "each condition has its own default",
 			change: func(s *slice) {
 				s.Endpoints = []discoveryv1.Endpoint{
 					{Addresses: []string{"10.0.0.1"}, Conditions: discoveryv1.EndpointConditions{Ready: ptr(false)}},
@@ -76,14 +76,14 @@ func TestEndpointSliceConversion(t *testing.T) {
 			},
 		},
 		{
-			name:   "labels and targets are not kept unless asked for",
+			name:   "labels and targets are not kept by default",
 			change: func(s *slice) { setTargets(s) },
 			want: func(s *api.EndpointSlice) {
 				s.Endpoints = []api.SliceEndpoint{{Addr: addrs("10.0.0.1")[0], Conditions: ready}}
 			},
 		},
 		{
-			name:    "labels that match a pattern are kept, and pods",
+			name:    "labels that match a pattern, and pods, are kept on request",
 			options: Options{KeepSliceLabels: []string{"app"}, KeepTargets: true},
 			change:  func(s *slice) { setTargets(s) },
 			want: func(s *api.EndpointSlice) {
@@ -105,7 +105,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "only the first address counts",
+			name: "only the first address is used",
 			change: func(s *slice) {
 				s.Endpoints = []discoveryv1.Endpoint{{Addresses: []string{"10.0.0.1", "10.0.0.2"}}}
 			},
@@ -126,7 +126,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "an endpoint without a usable address is left out",
+			name: "an endpoint without a usable address is omitted",
 			change: func(s *slice) {
 				s.Endpoints = []discoveryv1.Endpoint{{}, {Addresses: []string{"pod"}}, {Addresses: []string{"fd00::1"}}, {Addresses: []string{"10.0.0.1"}}}
 			},
@@ -140,7 +140,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "an IPv6 slice takes no IPv4 address, mapped or not",
+			name: "an IPv6 slice accepts no IPv4 addresses, also no mapped ones",
 			change: func(s *slice) {
 				s.AddressType = discoveryv1.AddressTypeIPv6
 				s.Endpoints = []discoveryv1.Endpoint{{Addresses: []string{"::ffff:10.0.0.2"}}, {Addresses: []string{"FD00::1"}}}
@@ -177,7 +177,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "a port without name, protocol and number is an unnamed TCP port without a number",
+			name: "a port without any field is an unnamed TCP port without a number",
 			change: func(s *slice) {
 				s.Ports = []discoveryv1.EndpointPort{{}, {Name: ptr("http"), Protocol: ptr(corev1.ProtocolTCP), Port: ptr(int32(8080)), AppProtocol: ptr("http")}}
 			},
@@ -186,7 +186,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 			},
 		},
 		{
-			name: "one name may serve several protocols, but each once",
+			name: "a name may have several protocols, each once",
 			change: func(s *slice) {
 				s.Ports = []discoveryv1.EndpointPort{
 					{Name: ptr("dns"), Protocol: ptr(corev1.ProtocolTCP), Port: ptr(int32(53))},
@@ -200,7 +200,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 			problems: []string{`EndpointSlice default/web: ports[2].name: "dns" with protocol UDP is taken by an earlier port`},
 		},
 		{
-			name: "a port number out of range is none, an unknown protocol is unknown",
+			name: "a port number out of range is omitted, an unknown protocol is marked as unknown",
 			change: func(s *slice) {
 				s.Ports = []discoveryv1.EndpointPort{{Name: ptr("a"), Port: ptr(int32(-5))}, {Name: ptr("b"), Port: ptr(int32(0)), Protocol: ptr(corev1.Protocol("QUIC"))}}
 			},
@@ -220,7 +220,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 			want: func(s *api.EndpointSlice) { s.TriggerTime = time.Date(2026, 1, 2, 3, 4, 5, 6e8, time.UTC) },
 		},
 		{
-			name: "a trigger time that cannot be read is none",
+			name: "an invalid trigger time is ignored",
 			change: func(s *slice) {
 				s.Annotations = map[string]string{corev1.EndpointsLastChangeTriggerTime: "yesterday"}
 			},
@@ -244,7 +244,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 				t.Errorf("problems (-want +got):\n%s", diff)
 			}
 			if diff := cmp.Diff(before, in); diff != "" {
-				t.Errorf("the object was changed:\n%s", diff)
+				t.Errorf("the object was modified:\n%s", diff)
 			}
 		})
 	}

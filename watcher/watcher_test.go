@@ -38,15 +38,15 @@ func TestWantsService(t *testing.T) {
 		want      bool
 	}{
 		{"without a name, a service without the label is served", "", &corev1.Service{ObjectMeta: labels(), Spec: withIP}, true},
-		{"without a name, a labelled service is somebody else's", "", &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, "x"), Spec: withIP}, false},
-		{"without a name, an empty label counts as a label", "", &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, ""), Spec: withIP}, false},
-		{"without a name, a headless service is left out", "", &corev1.Service{ObjectMeta: labels(), Spec: headless}, false},
-		{"without a name, a service whose clusterIPs say None is left out", "", &corev1.Service{ObjectMeta: labels(), Spec: corev1.ServiceSpec{ClusterIPs: []string{"None"}}}, false},
-		{"without a name, a service without an address yet is served", "", &corev1.Service{ObjectMeta: labels()}, true},
-		{"with a name, an equal label is served", "x", &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, "x"), Spec: withIP}, true},
+		{"without a name, a labelled service is not served", "", &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, "x"), Spec: withIP}, false},
+		{"without a name, a service with an empty label is not served", "", &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, ""), Spec: withIP}, false},
+		{"without a name, a headless service is not served", "", &corev1.Service{ObjectMeta: labels(), Spec: headless}, false},
+		{"without a name, a service with None in clusterIPs is not served", "", &corev1.Service{ObjectMeta: labels(), Spec: corev1.ServiceSpec{ClusterIPs: []string{"None"}}}, false},
+		{"without a name, a service that has no address yet is served", "", &corev1.Service{ObjectMeta: labels()}, true},
+		{"with a name, a service with that label is served", "x", &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, "x"), Spec: withIP}, true},
 		{"with a name, a headless service is served", "x", &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, "x"), Spec: headless}, true},
-		{"with a name, another label is somebody else's", "x", &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, "y"), Spec: withIP}, false},
-		{"with a name, a service without the label is somebody else's", "x", &corev1.Service{ObjectMeta: labels(), Spec: withIP}, false},
+		{"with a name, a service with another label is not served", "x", &corev1.Service{ObjectMeta: labels(LabelServiceProxyName, "y"), Spec: withIP}, false},
+		{"with a name, a service without the label is not served", "x", &corev1.Service{ObjectMeta: labels(), Spec: withIP}, false},
 		{"no object is not served", "", nil, false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -66,12 +66,12 @@ func TestWantsSlice(t *testing.T) {
 		want      bool
 	}{
 		{"without a name, a slice without the labels is served", "", labels(), true},
-		{"without a name, a slice with a proxy's label is served, as its service may have lost the label", "", labels(LabelServiceProxyName, "x"), true},
-		{"without a name, a slice of a headless service is left out", "", labels(LabelHeadless, ""), false},
+		{"without a name, a slice with a proxy's label is served, because its service may have lost the label", "", labels(LabelServiceProxyName, "x"), true},
+		{"without a name, a slice of a headless service is not served", "", labels(LabelHeadless, ""), false},
 		{"with a name, an equal label is served", "x", labels(LabelServiceProxyName, "x"), true},
 		{"with a name, a slice of a headless service is served", "x", labels(LabelServiceProxyName, "x", LabelHeadless, ""), true},
-		{"with a name, another label is somebody else's", "x", labels(LabelServiceProxyName, "y"), false},
-		{"with a name, labels do not say that an unlabelled slice is served", "x", labels(), false},
+		{"with a name, a slice with another label is not served", "x", labels(LabelServiceProxyName, "y"), false},
+		{"with a name, an unlabelled slice is not served", "x", labels(), false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			c := newConverter(t, Options{ServiceProxyName: tc.proxyName})
@@ -91,7 +91,7 @@ func TestSkippedServiceIsNotWanted(t *testing.T) {
 	skipped := wanted.DeepCopy()
 	skipped.Spec.LoadBalancerClass = &class
 	if !c.WantsService(wanted) || c.WantsService(skipped) {
-		t.Errorf("WantsService = %t for a service that is not skipped and %t for one that is", c.WantsService(wanted), c.WantsService(skipped))
+		t.Errorf("WantsService = %t for a service that is not skipped and %t for a skipped one", c.WantsService(wanted), c.WantsService(skipped))
 	}
 }
 
@@ -107,11 +107,11 @@ func TestServiceNameLabelNamesTheService(t *testing.T) {
 		t.Errorf("a slice without the label: %+v, %v, want none and no problem", got, problems)
 	}
 	if _, err := New(Options{ServiceNameLabel: "a b"}); err == nil || !strings.Contains(err.Error(), `service name label "a b"`) {
-		t.Errorf("New with a label of an impossible name: %v", err)
+		t.Errorf("New with an invalid label name: error %v", err)
 	}
 }
 
-func TestMalformedPatternIsRefused(t *testing.T) {
+func TestMalformedPatternIsAnError(t *testing.T) {
 	for name, o := range map[string]Options{
 		"KeepLabels":      {KeepLabels: []string{"ok/*", "bad/["}},
 		"KeepAnnotations": {KeepAnnotations: []string{"bad/["}},
@@ -119,7 +119,7 @@ func TestMalformedPatternIsRefused(t *testing.T) {
 	} {
 		_, err := New(o)
 		if err == nil || !strings.Contains(err.Error(), name+` pattern "bad/["`) {
-			t.Errorf("New with a malformed pattern in %s: %v", name, err)
+			t.Errorf("New with a malformed pattern in %s: error %v", name, err)
 		}
 	}
 }

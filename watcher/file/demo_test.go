@@ -9,7 +9,7 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 )
 
-func TestTheDemoIsSplitByServiceProxyName(t *testing.T) {
+func TestDemoIsSplitByServiceProxyName(t *testing.T) {
 	for name, want := range map[string][]string{
 		"kpng-example": {
 			"service default/kpng-example",

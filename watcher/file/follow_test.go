@@ -33,7 +33,7 @@ type following struct {
 	ctx    context.Context
 	state  *cluster.State
 	loaded chan error
-	log    *strings.Builder // to be read when the follower has ended
+	log    *strings.Builder // valid when the follower has ended
 	notify *fsnotify.Watcher
 	stop   func()
 }
@@ -87,7 +87,7 @@ func (x *following) awaitServices(want ...string) {
 		select {
 		case <-x.state.Changed(snapshot.Revision):
 		case <-x.ctx.Done():
-			x.t.Fatalf("services are %v, want %v", got, want)
+			x.t.Fatalf("services %v, want %v", got, want)
 		}
 	}
 }
@@ -110,7 +110,7 @@ func (x *following) awaitLoad(well bool) error {
 				return err
 			}
 		case <-x.ctx.Done():
-			x.t.Fatalf("no reading ended well: %v", well)
+			x.t.Fatalf("no reading succeeded: %v", well)
 		}
 	}
 }
@@ -148,38 +148,38 @@ func TestChangesAreFollowed(t *testing.T) {
 		prepare: inFile,
 		change:  func(t *testing.T, dir, name string) { put(t, filepath.Join(dir, "m.yaml"), named(name)) },
 	}, {
-		name:    "a file renamed over",
+		name:    "a file replaced by a rename",
 		prepare: inFile,
 		change: func(t *testing.T, dir, name string) {
 			put(t, filepath.Join(dir, ".m.yaml.swp"), named(name))
 			must(t, os.Rename(filepath.Join(dir, ".m.yaml.swp"), filepath.Join(dir, "m.yaml")))
 		},
 	}, {
-		name:    "a file moved away and made anew",
+		name:    "a file moved away and created again",
 		prepare: inFile,
 		change: func(t *testing.T, dir, name string) {
 			must(t, os.Rename(filepath.Join(dir, "m.yaml"), filepath.Join(dir, "before-"+name)))
 			put(t, filepath.Join(dir, "m.yaml"), named(name))
 		},
 	}, {
-		name:    "a file deleted and made anew",
+		name:    "a file deleted and created again",
 		prepare: inFile,
 		change: func(t *testing.T, dir, name string) {
 			must(t, os.Remove(filepath.Join(dir, "m.yaml")))
 			put(t, filepath.Join(dir, "m.yaml"), named(name))
 		},
 	}, {
-		name: "a ConfigMap's file, swapped by its kubelet",
+		name: "a file of a ConfigMap, updated by the kubelet",
 		prepare: func(t *testing.T, dir string) string {
 			return filepath.Join(inConfigMap(t, dir), "m.yaml")
 		},
 		change: swapConfigMap,
 	}, {
-		name:    "a ConfigMap's folder, swapped by its kubelet",
+		name:    "a folder of a ConfigMap, updated by the kubelet",
 		prepare: inConfigMap,
 		change:  swapConfigMap,
 	}, {
-		name: "the target of a symbolic link elsewhere, written in place",
+		name: "the target of a symbolic link to another folder, written in place",
 		prepare: func(t *testing.T, dir string) string {
 			must(t, os.MkdirAll(filepath.Join(dir, "here"), 0o755))
 			must(t, os.MkdirAll(filepath.Join(dir, "deep", "there"), 0o755))
@@ -191,7 +191,7 @@ func TestChangesAreFollowed(t *testing.T) {
 			put(t, filepath.Join(dir, "deep", "there", "m.yaml"), named(name))
 		},
 	}, {
-		name:    "a file added to a folder and one removed",
+		name:    "a file added to a folder and another removed",
 		prepare: inFolder,
 		change: func(t *testing.T, dir, name string) {
 			before, err := filepath.Glob(filepath.Join(dir, "conf", "*"))
@@ -221,7 +221,7 @@ func TestChangesAreFollowed(t *testing.T) {
 			put(t, filepath.Join(dir, "conf", "m.yaml"), named(name))
 		},
 	}, {
-		name:    "a symbolic link to a folder, turned to another",
+		name:    "a symbolic link changed to another folder",
 		prepare: inLinkedFolder,
 		change: func(t *testing.T, dir, name string) {
 			must(t, os.MkdirAll(filepath.Join(dir, name, "conf"), 0o755))
@@ -291,7 +291,7 @@ func TestInvalidFileChangesNothingAndIsLoggedOnce(t *testing.T) {
 	put(t, path, named("b")+"oops: [")
 	err := x.awaitLoad(false)
 	if want := path + ": document 1 (line 1): yaml: line 10: did not find expected node content"; err.Error() != want {
-		t.Errorf("error is %q, want %q", err, want)
+		t.Errorf("error %q, want %q", err, want)
 	}
 	put(t, path, named("b")+"oops: [")
 	x.awaitLoad(false)
@@ -307,7 +307,7 @@ func TestInvalidFileChangesNothingAndIsLoggedOnce(t *testing.T) {
 		t.Errorf("logged %d times:\n%s", n, x.log)
 	}
 	if !strings.Contains(x.log.String(), "valid again") {
-		t.Errorf("recovery is not logged:\n%s", x.log)
+		t.Errorf("the recovery is not logged:\n%s", x.log)
 	}
 }
 
@@ -336,7 +336,7 @@ func TestStateIsKeptUntilManifestsReturn(t *testing.T) {
 	}
 }
 
-func TestAFolderThatLosesItsManifestsKeepsThem(t *testing.T) {
+func TestStateIsKeptIfFolderLosesItsManifests(t *testing.T) {
 	for _, c := range []struct {
 		name string
 		// empty leaves an empty folder at conf.
@@ -347,7 +347,7 @@ func TestAFolderThatLosesItsManifestsKeepsThem(t *testing.T) {
 			must(t, os.Remove(filepath.Join(conf, "m.yaml")))
 		},
 	}, {
-		name: "the folder is removed and comes back empty",
+		name: "the folder is removed and created again without files",
 		empty: func(t *testing.T, x *following, conf string) {
 			must(t, os.RemoveAll(conf))
 			for !errors.Is(x.awaitLoad(false), os.ErrNotExist) {
@@ -421,18 +421,18 @@ func TestWatchEndsWhileReading(t *testing.T) {
 	cancel()
 	state := cluster.New(cluster.Options{})
 	if err := Watch(ctx, state, Options{Path: inFile(t, t.TempDir())}); err != nil {
-		t.Errorf("error is %v", err)
+		t.Errorf("error %v", err)
 	}
 	if state.IsSynced() {
-		t.Error("synced without having read anything")
+		t.Error("synced before anything was read")
 	}
 }
 
-func TestReadingTheSameAgainChangesNothing(t *testing.T) {
+func TestUnchangedManifestsChangeNothing(t *testing.T) {
 	path := inFile(t, t.TempDir())
 	x := follow(t, path, true)
 	before := x.state.Snapshot()
-	put(t, path, "# only a comment more\n"+named("a"))
+	put(t, path, "# an additional comment\n"+named("a"))
 	x.awaitLoad(true)
 	if after := x.state.Snapshot(); after.Revision != before.Revision {
 		t.Errorf("revision went from %d to %d", before.Revision, after.Revision)
@@ -443,7 +443,7 @@ func TestReadingTheSameAgainChangesNothing(t *testing.T) {
 	old, _ := before.Services.Get(key)
 	now, _ := x.state.Snapshot().Services.Get(key)
 	if old != now {
-		t.Error("a service that did not change was written again")
+		t.Error("an unchanged service was written again")
 	}
 }
 
@@ -462,18 +462,18 @@ func (x *following) expectServices(d time.Duration, want ...string) {
 	time.Sleep(d)
 	synctest.Wait()
 	if got := x.services(); !slices.Equal(got, want) {
-		x.t.Fatalf("services are %v, want %v", got, want)
+		x.t.Fatalf("services %v, want %v", got, want)
 	}
 }
 
-func TestPollingIsEnoughWhereThereAreNoNotifications(t *testing.T) {
+func TestPollingWorksWithoutNotifications(t *testing.T) {
 	polling(t, func(t *testing.T, path string, x *following) {
 		put(t, path, named("b", "c"))
 		x.expectServices(pollInterval+settleTime, "b", "c")
 	})
 }
 
-func TestAnErrorOfTheNotificationsIsLoggedOnce(t *testing.T) {
+func TestNotificationErrorIsLoggedOnce(t *testing.T) {
 	path := inFile(t, t.TempDir())
 	x := follow(t, path, true)
 	for range 2 {
@@ -481,7 +481,7 @@ func TestAnErrorOfTheNotificationsIsLoggedOnce(t *testing.T) {
 	}
 	x.stop()
 	if n := strings.Count(x.log.String(), "too many of them"); n != 1 {
-		t.Errorf("the reason is logged %d times:\n%s", n, x.log)
+		t.Errorf("the error is logged %d times:\n%s", n, x.log)
 	}
 }
 
@@ -503,23 +503,23 @@ func TestConstantlyChangingFileIsRead(t *testing.T) {
 			put(t, path, strings.Repeat("#", int(waited/settleTime))+"\n"+named("b", "c"))
 			x.expectServices(settleTime, "a")
 		}
-		put(t, path, "# the last one\n"+named("b", "c"))
+		put(t, path, "# the last change\n"+named("b", "c"))
 		x.expectServices(settleTime, "b", "c")
 	})
 }
 
-func TestTheFirstReadingMustSucceed(t *testing.T) {
+func TestFirstReadingMustSucceed(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	err := Watch(t.Context(), state, Options{Path: filepath.Join(t.TempDir(), "none.yaml")})
 	if !errors.Is(err, os.ErrNotExist) {
-		t.Errorf("error is %v", err)
+		t.Errorf("error %v", err)
 	}
 	if state.IsSynced() {
-		t.Error("synced without having read anything")
+		t.Error("synced before anything was read")
 	}
 }
 
-func TestOnceEndsAfterTheFirstReading(t *testing.T) {
+func TestOnceEndsAfterFirstReading(t *testing.T) {
 	ctx := klog.NewContext(t.Context(), klog.Logger{})
 	state := cluster.New(cluster.Options{})
 	if err := Watch(ctx, state, Options{Path: inFile(t, t.TempDir()), Once: true}); err != nil {

@@ -34,7 +34,7 @@ func FuzzParse(f *testing.F) {
 		for _, problem := range p.problems {
 			line := problem.Error()
 			if message, found := strings.CutPrefix(line, name+": "); !found || message == "" || strings.Contains(message, "(line 0)") {
-				t.Errorf("%q does not name the file %q, and where in it", line, name)
+				t.Errorf("%q does not name the file %q and the place in it", line, name)
 			}
 		}
 	})

@@ -14,9 +14,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// testdata/kubectl.* is one listing as kubectl get services,endpointslices,nodes prints
-// it in both formats. The node has a field that no release has yet.
-func TestOutputOfKubectlIsRead(t *testing.T) {
+// testdata/kubectl.* is one listing of kubectl get services,endpointslices,nodes in both
+// formats. The node has a field that no release has yet.
+func TestKubectlOutputIsRead(t *testing.T) {
 	opt := cmp.Comparer(func(a, b netip.Addr) bool { return a == b })
 	optPrefix := cmp.Comparer(func(a, b netip.Prefix) bool { return a == b })
 	addr := netip.MustParseAddr
@@ -106,8 +106,8 @@ func TestOutputOfKubectlIsRead(t *testing.T) {
 	}
 }
 
-// A slice of a service without a selector, not made by the controller, needs no label of
-// the proxy.
+// A slice of a service without a selector needs no proxy label if the controller did not
+// create it.
 func TestUnlabelledSlicesFollowTheirService(t *testing.T) {
 	const text = `apiVersion: v1
 kind: List

@@ -77,7 +77,7 @@ func warnings(m *manifests, dir string) []string {
 	return list
 }
 
-func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
+func TestErrorsNameFileAndLine(t *testing.T) {
 	edit := func(text string, oldnew ...string) string {
 		edited := strings.NewReplacer(oldnew...).Replace(text)
 		if edited == text {
@@ -91,31 +91,31 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text string
 		want []string
 	}{{
-		name: "a file of no bytes",
+		name: "a file without bytes",
 		text: "",
 		want: []string{"m.yaml: empty; use a List without items if there are no objects"},
 	}, {
-		name: "a file of a line end",
+		name: "a file with only a line end",
 		text: "\n",
 		want: []string{"m.yaml: empty; use a List without items if there are no objects"},
 	}, {
-		name: "a file of comments",
+		name: "a file with only comments",
 		text: "# nothing yet\n",
 		want: []string{"m.yaml: empty; use a List without items if there are no objects"},
 	}, {
-		name: "a file of a marker",
+		name: "a file with only a marker",
 		text: "---\n",
 		want: []string{"m.yaml: empty; use a List without items if there are no objects"},
 	}, {
-		name: "a file of empty documents",
+		name: "a file with only empty documents",
 		text: "---\n# nothing\n---\n",
 		want: []string{"m.yaml: empty; use a List without items if there are no objects"},
 	}, {
-		name: "a file of null",
+		name: "a file with only null",
 		text: "null\n",
 		want: []string{"m.yaml: empty; use a List without items if there are no objects"},
 	}, {
-		name: "a JSON file of null",
+		name: "a JSON file with only null",
 		file: "m.json",
 		text: "null",
 		want: []string{"m.json: empty; use a List without items if there are no objects"},
@@ -140,7 +140,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: edit(service, "name: web", `name: "web`),
 		want: []string{"m.yaml: document 1 (line 1): yaml: line 9: found unexpected end of stream"},
 	}, {
-		name: "a colon too many",
+		name: "an extra colon",
 		text: edit(service, "name: web", `name: web: x`),
 		want: []string{"m.yaml: document 1 (line 1): yaml: line 4: mapping values are not allowed in this context"},
 	}, {
@@ -157,7 +157,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: "{\n \"apiVersion\": \"v1\",\n \"kind\": \"Service\"\n \"metadata\": {}\n}\n",
 		want: []string{`m.json: document 1 (line 4): invalid character '"' after object key:value pair`},
 	}, {
-		name: "JSON that is cut off",
+		name: "truncated JSON",
 		file: "m.json",
 		text: "{\n \"apiVersion\": \"v1\",\n \"kind\": [\n\n",
 		want: []string{"m.json: document 1 (line 1): unexpected EOF"},
@@ -171,11 +171,11 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: service + "# caf\xe9\n",
 		want: []string{"m.yaml: not UTF-8 text"},
 	}, {
-		name: "an alias to nothing",
+		name: "an alias without anchor",
 		text: edit(service, "name: web", "name: *other"),
 		want: []string{"m.yaml: document 1 (line 1): yaml: unknown anchor 'other' referenced"},
 	}, {
-		name: "an alias to what holds it",
+		name: "an alias that contains itself",
 		text: "apiVersion: v1\nkind: List\nitems: &all\n- *all\n",
 		want: []string{"m.yaml: document 1 (line 1): yaml: anchor 'all' value contains itself"},
 	}, {
@@ -184,7 +184,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 			"d: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c]\ne: &e [*d,*d,*d,*d,*d,*d,*d,*d,*d,*d]\n",
 		want: []string{"m.yaml: document 1 (line 1): yaml: document contains excessive aliasing"},
 	}, {
-		name: "a document that is no object",
+		name: "a document that is not an object",
 		text: service + "---\n- 1\n",
 		want: []string{"m.yaml: document 2 (line 9): not an object with apiVersion and kind"},
 	}, {
@@ -196,11 +196,11 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: edit(service, "- port: 80", "- port: 80\n    targetport: 8080"),
 		want: []string{`m.yaml: document 1 (line 1): Service default/web: unknown field "spec.ports[0].targetport"`},
 	}, {
-		name: "a field that is there twice",
+		name: "a repeated field",
 		text: edit(service, "  clusterIP: 10.96.0.1", "  clusterIP: 10.96.0.1\n  clusterIP: 10.96.0.2"),
 		want: []string{`m.yaml: document 1 (line 1): yaml: unmarshal errors: line 7: key "clusterIP" already set in map`},
 	}, {
-		name: "values of the wrong type, all of them",
+		name: "values of the wrong type; all are reported",
 		text: edit(service, "  name: web", "  name: web\n  labels: {a: 1, b: true}", "- port: 80", "- port: eighty\n    nodePort: {}\n  publishNotReadyAddresses: 1"),
 		want: []string{
 			"m.yaml: document 1 (line 1): Service default/web: metadata.labels.a: 1 is not a value of type string (in quotes)",
@@ -210,7 +210,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 			"m.yaml: document 1 (line 1): Service default/web: spec.publishNotReadyAddresses: 1 is not a value of type bool",
 		},
 	}, {
-		name: "what is a truth value in YAML unless it is in quotes",
+		name: "an unquoted truth value of YAML",
 		text: edit(service, "name: web", "name: no"),
 		want: []string{"m.yaml: document 1 (line 1): Service: metadata.name: false is not a value of type string (in quotes)"},
 	}, {
@@ -226,11 +226,11 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: "  apiVersion: v1\n  kind: Pod\nmetadata: {}\n",
 		want: []string{"m.yaml: document 2 (line 1): yaml: line 3: did not find expected <document start>"},
 	}, {
-		name: "a number that does not fit",
+		name: "a number out of range",
 		text: edit(service, "port: 80", "port: 99999999999"),
 		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: 99999999999 is not a value of type int32"},
 	}, {
-		name: "a time that is none",
+		name: "an invalid time",
 		text: edit(service, "name: web", "name: web\n  creationTimestamp: yesterday"),
 		want: []string{`m.yaml: document 1 (line 1): Service default/web: parsing time "yesterday" as "2006-01-02T15:04:05Z07:00": cannot parse "yesterday" as "2006"`},
 	}, {
@@ -247,7 +247,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: "{\n \"kind\": \"List\",\n \"apiVersion\": \"v1\",\n \"items\": [\n  {\n   \"kind\": \"Node\",\n   \"apiVersion\": \"v1\",\n   \"metadata\": {\n    \"name\": 5\n   }\n  }\n ]\n}\n",
 		want: []string{"m.json: document 1 (line 1): items[0]: Node: metadata.name: 5 is not a value of type string (in quotes)"},
 	}, {
-		name: "items that are no list",
+		name: "items that are not a list",
 		text: "apiVersion: v1\nkind: List\nitems: 3\n",
 		want: []string{"m.yaml: document 1 (line 1): items: not a list"},
 	}, {
@@ -255,7 +255,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: edit(service, "name: web", "generateName: web-"),
 		want: []string{"m.yaml: document 1 (line 1): Service: metadata.name: missing"},
 	}, {
-		name: "a name that is none",
+		name: "an invalid name",
 		text: edit(service, "name: web", "name: Web"),
 		want: []string{`m.yaml: document 1 (line 1): Service default/Web: metadata.name: "Web": a lowercase RFC 1123 label must consist of lower case alphanumeric characters or '-', and must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used for validation is '[a-z0-9]([-a-z0-9]*[a-z0-9])?')`},
 	}, {
@@ -268,7 +268,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 			`m.yaml: document 1 (line 1): Service default/web: spec.ports[1].protocol: unknown protocol "QUIC"`,
 		},
 	}, {
-		name: "two service ports of one name",
+		name: "two service ports with the same name",
 		text: edit(service, "port: 80", "port: 80\n    name: a\n  - port: 81\n    name: a"),
 		want: []string{`m.yaml: document 1 (line 1): Service default/web: spec.ports[1].name: the name "a" is taken by an earlier port`},
 	}, {
@@ -276,7 +276,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: edit(service, "ports:\n  - port: 80\n", "type: ClusterIP\n"),
 		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.ports: missing; only headless services may omit ports"},
 	}, {
-		name: "values that are none of those the API knows",
+		name: "values that the API does not have",
 		text: edit(service, "clusterIP: 10.96.0.1", "type: External\n  clusterIP: 10.96.0.1\n  externalTrafficPolicy: local\n  internalTrafficPolicy: Node\n  ipFamilies: [IPv5]\n  ipFamilyPolicy: DualStack\n  sessionAffinity: IP"),
 		want: []string{
 			`m.yaml: document 1 (line 1): Service default/web: spec.ipFamilyPolicy: "DualStack" is not one of SingleStack, PreferDualStack, RequireDualStack`,
@@ -307,7 +307,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: edit(service, "clusterIP: 10.96.0.1", "type: NodePort\n  clusterIP: None"),
 		want: []string{"m.yaml: document 1 (line 1): Service default/web: spec.clusterIP: None is not allowed with type NodePort"},
 	}, {
-		name: "an affinity timeout, a source range, an ingress mode and a target port that are none",
+		name: "an invalid affinity timeout, source range, ingress mode and target port",
 		text: edit(service, "clusterIP: 10.96.0.1", "sessionAffinity: ClientIP\n  sessionAffinityConfig: {clientIP: {timeoutSeconds: 0}}\n  loadBalancerSourceRanges: [10.0.0.0/33]", "port: 80", "port: 80\n    targetPort: UPPER\nstatus: {loadBalancer: {ingress: [{ip: 1.2.3.4, ipMode: vip}]}}"),
 		want: []string{
 			`m.yaml: document 1 (line 1): Service default/web: spec.ports[0].targetPort: "UPPER": must contain only alpha-numeric characters (a-z, 0-9), and hyphens (-)`,
@@ -321,7 +321,7 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 		text: edit(slice, "addressType: IPv4\n", ""),
 		want: []string{`m.yaml: document 1 (line 1): EndpointSlice default/web-1: addressType: unknown address type ""`},
 	}, {
-		name: "endpoint addresses that are none, and of the other family",
+		name: "endpoint addresses that are invalid, or of the other family",
 		text: edit(slice, "- addresses: [10.0.0.1]", "- addresses: [10.0.0]\n- addresses:\n  - 1000::1\n- addresses: []"),
 		want: []string{
 			`m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints[0].addresses[0]: "10.0.0" is not an IP address`,
@@ -329,11 +329,11 @@ func TestBadInputIsRefusedWithFileAndLine(t *testing.T) {
 			"m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints[2].addresses: empty",
 		},
 	}, {
-		name: "a pod network that is none",
+		name: "an invalid pod network",
 		text: "apiVersion: v1\nkind: Node\nmetadata:\n  name: n1\nspec:\n  podCIDRs: [x]\n",
 		want: []string{`m.yaml: document 1 (line 1): Node n1: spec.podCIDRs[0]: "x" is not a CIDR`},
 	}, {
-		name: "a good document between two bad ones hides neither",
+		name: "a valid document between two invalid ones; both are reported",
 		text: edit(service, "port: 80", "port: -1") + "---\n" + slice + "---\na: b: c\n",
 		want: []string{
 			"m.yaml: document 1 (line 1): Service default/web: spec.ports[0].port: -1 is not a port number",
@@ -416,12 +416,12 @@ func TestIgnoredPartsAreWarnings(t *testing.T) {
 			"m.yaml: document 1 (line 1): EndpointSlice default/x: metadata.labels[kubernetes.io/service-name]: missing, so the slice belongs to no service",
 		},
 	}, {
-		name:     "more endpoints than an API server admits are served",
+		name:     "more endpoints than an API server accepts are served",
 		text:     strings.Replace(slice, "- addresses: [10.0.0.1]\n", endpoints.String(), 1),
 		objects:  []string{"slice default/web-1"},
 		warnings: []string{"m.yaml: document 1 (line 1): EndpointSlice default/web-1: endpoints: the slice has 1001; an API server admits 1000"},
 	}, {
-		name:    "other kinds are named once each",
+		name:    "each other kind is reported once",
 		text:    "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\n---\napiVersion: v1\nkind: Pod\nspec: {whatever: 1}\n---\napiVersion: v1\nkind: ConfigMapList\nitems:\n- {data: {}}\n---\napiVersion: serving.knative.dev/v1\nkind: Service\n---\n" + service,
 		objects: []string{"service default/web"},
 		warnings: []string{
@@ -430,12 +430,12 @@ func TestIgnoredPartsAreWarnings(t *testing.T) {
 			"m.yaml: document 1 (line 1): v1 Pod ignored (objects: 2)",
 		},
 	}, {
-		name:     "an unknown field in an object of an API server is that of a later release",
+		name:     "an unknown field in an object of an API server may be from a later release",
 		text:     strings.NewReplacer("  name: web", "  name: web\n  uid: 3f2e", "- port: 80", "- port: 80\n    color: red").Replace(service),
 		objects:  []string{"service default/web"},
 		warnings: []string{`m.yaml: document 1 (line 1): Service default/web: unknown field "spec.ports[0].color" ignored`},
 	}, {
-		name:     "a node address that is none is left out",
+		name:     "an invalid node address is omitted",
 		text:     "apiVersion: v1\nkind: Node\nmetadata: {name: n1}\nstatus:\n  addresses:\n  - type: InternalIP\n    address: here\n",
 		objects:  []string{"node n1"},
 		warnings: []string{`m.yaml: document 1 (line 1): Node n1: status.addresses[0].address: "here" is not an IP address`},
@@ -460,7 +460,7 @@ func TestOptionalFieldsMayBeMissing(t *testing.T) {
 	for _, c := range []struct{ name, text string }{
 		{"a list without items", "apiVersion: v1\nkind: List\nitems: []\n"},
 		{"a list whose items are null", "apiVersion: v1\nkind: List\nitems:\n"},
-		{"documents without an object beside one with", "---\n---\n# x\n---\nnull\n---\napiVersion: v1\nkind: List\n"},
+		{"documents without an object, and one with an object", "---\n---\n# x\n---\nnull\n---\napiVersion: v1\nkind: List\n"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			m, err := load(t.Context(), filepath.Join(write(t, map[string]string{"m.yaml": c.text}), "m.yaml"), watcher.Options{})
@@ -480,14 +480,14 @@ func TestEquivalentManifests(t *testing.T) {
 		"\n\t" + `"spec":{"clusterIP":"10.96.0.1","ports":[{"port":80}]}}`
 	for _, c := range []struct{ name, file, text string }{
 		{"JSON with escapes that YAML does not know", "m.json", asJSON},
-		{"JSON in a file of another name", "m.yaml", asJSON},
-		{"JSON texts one after the other", "m.json", `{"apiVersion":"v1","kind":"List","items":[]}` + "\n" + asJSON},
+		{"JSON in a file with another extension", "m.yaml", asJSON},
+		{"several JSON texts", "m.json", `{"apiVersion":"v1","kind":"List","items":[]}` + "\n" + asJSON},
 		{"a byte order mark and Windows line ends", "m.yaml", "\ufeff" + strings.ReplaceAll(service, "\n", "\r\n")},
 		{"a YAML directive", "m.yaml", "%YAML 1.1\n---\n" + service},
-		{"a document with content beside its marker", "m.yaml", "--- # first\n" + service + "---\n"},
+		{"a document with content on the line of its marker", "m.yaml", "--- # first\n" + service + "---\n"},
 		{"an end marker", "m.yaml", service + "...\n---\n# end\n"},
 		{"anchors and aliases", "m.yaml", strings.Replace(strings.Replace(service, "name: web", "name: &n web\n  labels: {app: *n}", 1), "80", "&p 80\n    targetPort: *p", 1)},
-		{"the API's defaults spelt out", "m.yaml", strings.NewReplacer("  name: web", "  name: web\n  namespace: default\n  creationTimestamp: null",
+		{"explicit defaults of the API", "m.yaml", strings.NewReplacer("  name: web", "  name: web\n  namespace: default\n  creationTimestamp: null",
 			"- port: 80", "- port: 80\n    protocol: TCP\n    targetPort: 80\n  type: ClusterIP\n  sessionAffinity: None\n  internalTrafficPolicy: Cluster\n  clusterIPs: [10.96.0.1]\nstatus:\n  loadBalancer: {}").Replace(service)},
 		{"a typed list, whose items have no type", "m.yaml", "apiVersion: v1\nkind: ServiceList\nmetadata: {resourceVersion: \"7\"}\nitems:\n- metadata: {name: web}\n  spec: {clusterIP: 10.96.0.1, ports: [{port: 80}]}\n"},
 		{"a port in hexadecimal", "m.yaml", strings.Replace(service, "80", "0x50", 1)},
@@ -515,6 +515,6 @@ func TestStandardInputIsRead(t *testing.T) {
 	os.Stdin = input
 	_, err = load(t.Context(), Stdin, watcher.Options{})
 	if want := "stdin: document 1 (line 1): yaml: line 10: could not find expected ':'"; err == nil || err.Error() != want {
-		t.Errorf("error is %v, want %s", err, want)
+		t.Errorf("error %v, want %s", err, want)
 	}
 }

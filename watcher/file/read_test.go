@@ -20,7 +20,7 @@ func TestIrregularFileIsAnError(t *testing.T) {
 	defer os.RemoveAll(dir)
 	listener, err := net.Listen("unix", filepath.Join(dir, "m.yaml"))
 	if err != nil {
-		t.Skipf("no sockets here: %v", err)
+		t.Skipf("unix sockets are not available: %v", err)
 	}
 	defer listener.Close()
 	for name, path := range map[string]string{
@@ -31,7 +31,7 @@ func TestIrregularFileIsAnError(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			_, err := load(t.Context(), path, watcher.Options{})
 			if err == nil || !strings.Contains(err.Error(), ": not a regular file (") {
-				t.Errorf("error is %v", err)
+				t.Errorf("error %v", err)
 			}
 		})
 	}
@@ -39,10 +39,10 @@ func TestIrregularFileIsAnError(t *testing.T) {
 
 func TestTooLargeFileIsAnError(t *testing.T) {
 	path := filepath.Join(write(t, map[string]string{"m.yaml": service}), "m.yaml")
-	must(t, os.Truncate(path, maxSize+1)) // a hole takes no space
+	must(t, os.Truncate(path, maxSize+1)) // a sparse file takes no disk space
 	_, err := load(t.Context(), path, watcher.Options{})
 	if want := "read manifests: " + path + ": larger than 512 MiB"; err == nil || err.Error() != want {
-		t.Errorf("error is %v, want %s", err, want)
+		t.Errorf("error %v, want %s", err, want)
 	}
 }
 
@@ -62,7 +62,7 @@ func TestReadingStandardInputEndsWithItsContext(t *testing.T) {
 	}()
 	cancel()
 	if err := <-done; !errors.Is(err, context.Canceled) {
-		t.Errorf("error is %v", err)
+		t.Errorf("error %v", err)
 	}
 }
 
@@ -98,7 +98,7 @@ func TestParsingEndsWithItsContext(t *testing.T) {
 			must(t, err)
 			p.file(&countdown{t.Context(), 10}, file, []byte(text))
 			if n := len(p.ignored["v1 Pod"]); len(p.problems) > 0 || n == 0 || n > 11 {
-				t.Errorf("looked at %d objects, problems %v", n, p.problems)
+				t.Errorf("parsed %d objects, problems %v", n, p.problems)
 			}
 		})
 	}
@@ -109,6 +109,6 @@ func TestLoadReturnsTheErrorOfItsContext(t *testing.T) {
 	cancel()
 	_, err := load(ctx, filepath.Join(write(t, map[string]string{"m.yaml": service}), "m.yaml"), watcher.Options{})
 	if !errors.Is(err, context.Canceled) {
-		t.Errorf("error is %v", err)
+		t.Errorf("error %v", err)
 	}
 }

@@ -20,7 +20,7 @@ func TestNamedPipeDoesNotBlock(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			_, err := load(t.Context(), path, watcher.Options{})
 			if err == nil || !strings.Contains(err.Error(), "m.yaml: not a regular file (prw") {
-				t.Errorf("error is %v", err)
+				t.Errorf("error %v", err)
 			}
 		})
 	}

@@ -111,7 +111,7 @@ func TestWrittenStateIsReadBack(t *testing.T) {
 		t.Run(fmt.Sprintf("%+v, seed %d", opts, seed), func(t *testing.T) {
 			want := state.Snapshot()
 			if diff := cmp.Diff(contents(want), contents(readBack(t, want, opts))); diff != "" {
-				t.Errorf("-written +read:\n%s", diff)
+				t.Errorf("state (-written +read):\n%s", diff)
 			}
 		})
 	}
@@ -168,7 +168,7 @@ func TestEveryFieldIsWritten(t *testing.T) {
 	findZero(reflect.ValueOf([]any{services, slices, nodes}), "", zero)
 	for field, isZero := range zero {
 		if isZero {
-			t.Errorf("the test knows no value for %s", field)
+			t.Errorf("the test has no value for %s", field)
 		}
 	}
 	state := cluster.New(cluster.Options{})
@@ -186,7 +186,7 @@ func TestEveryFieldIsWritten(t *testing.T) {
 	for _, json := range []bool{false, true} {
 		opts := WriteOptions{JSON: json, ServiceProxyName: "example"}
 		if diff := cmp.Diff(contents(state.Snapshot()), contents(readBack(t, state.Snapshot(), opts))); diff != "" {
-			t.Errorf("%+v: -written +read:\n%s", opts, diff)
+			t.Errorf("%+v (-written +read):\n%s", opts, diff)
 		}
 	}
 }
@@ -216,7 +216,7 @@ func findZero(v reflect.Value, field string, zero map[string]bool) {
 	}
 }
 
-func TestAnEmptyStateIsReadBack(t *testing.T) {
+func TestEmptyStateIsReadBack(t *testing.T) {
 	for _, json := range []bool{false, true} {
 		if got := contents(readBack(t, cluster.New(cluster.Options{}).Snapshot(), WriteOptions{JSON: json})); len(got) > 0 {
 			t.Errorf("read %v", got)
@@ -230,9 +230,9 @@ func TestInexpressibleObjectIsAnError(t *testing.T) {
 		service api.Service
 		want    string
 	}{
-		{"a protocol that is not known", api.Service{Type: api.ClusterIP, Ports: []api.PortMapping{{Port: 1, TargetPort: 1}}}, "protocol"},
+		{"an unknown protocol", api.Service{Type: api.ClusterIP, Ports: []api.PortMapping{{Port: 1, TargetPort: 1}}}, "protocol"},
 		{"a filter of other addresses", api.Service{Type: api.ClusterIP, SourceRanges: []api.SourceRanges{{}}}, "different object"},
-		{"a service that has the annotation and is no all-ports service",
+		{"a service with the annotation that is not an all-ports service",
 			api.Service{Type: api.ClusterIP, Annotations: map[string]string{DefaultAllPortsAnnotation: "true"}}, "different object"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -241,7 +241,7 @@ func TestInexpressibleObjectIsAnError(t *testing.T) {
 			state.Update(func(tx *cluster.Tx) { tx.SetService(&test.service) })
 			err := Write(&bytes.Buffer{}, state.Snapshot(), WriteOptions{})
 			if err == nil || !strings.Contains(err.Error(), "Service ns/svc") || !strings.Contains(err.Error(), test.want) {
-				t.Errorf("error %v does not name the service and %q", err, test.want)
+				t.Errorf("error %v does not contain the service and %q", err, test.want)
 			}
 		})
 	}

@@ -70,7 +70,7 @@ func TestConnectionsAreClosedAfterWatches(t *testing.T) {
 		select {
 		case <-closed:
 		case <-time.After(10 * time.Second):
-			t.Fatal("a connection stays open")
+			t.Fatal("a connection is still open")
 		}
 	}
 }
@@ -95,9 +95,9 @@ func TestLateConnectionIsClosed(t *testing.T) {
 	c.connections.CloseAll()
 	close(goOn)
 	if err := <-result; err == nil {
-		t.Error("a connection after close")
+		t.Error("a new connection after close")
 	}
 	if _, err := far.Read(make([]byte, 1)); err == nil {
-		t.Error("it is still open")
+		t.Error("the connection is still open")
 	}
 }

@@ -10,19 +10,18 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 )
 
-// TestLongOutageMakesStateStale lists the results of requests, one
-// minute apart.
+// TestLongOutageMakesStateStale lists the results of requests, one minute apart.
 func TestLongOutageMakesStateStale(t *testing.T) {
 	for _, test := range []struct {
 		name     string
 		outcomes string // s and n: a request for services or nodes fails; S and N: it succeeds
 		want     string // T after each result with a stale state, else F
 	}{
-		{"for long", "sssss", "FFFTT"},
-		{"and is back", "ssssS", "FFFTF"},
-		{"for a short time, twice", "sssSsss", "FFFFFFF"},
-		{"for one of two resources", "sNsNsNsNS", "FFFTTTTTF"},
-		{"for another resource only", "NNnnnnNN", "FFFFFTFF"},
+		{"a long outage", "sssss", "FFFTT"},
+		{"a long outage, and recovery", "ssssS", "FFFTF"},
+		{"two short outages", "sssSsss", "FFFFFFF"},
+		{"an outage of one of two resources", "sNsNsNsNS", "FFFTTTTTF"},
+		{"an outage of the other resource", "NNnnnnNN", "FFFFFTFF"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

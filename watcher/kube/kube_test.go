@@ -214,17 +214,17 @@ func TestServerFiltersObjects(t *testing.T) {
 		opts Options
 		want map[string]string // resource: labels | fields
 	}{
-		{"a general proxy asks for what bears no label and is not headless, and for all nodes", Options{}, map[string]string{
+		{"a general proxy requests objects that have no label and are not headless, and all nodes", Options{}, map[string]string{
 			services:       "!service.kubernetes.io/service-proxy-name | spec.clusterIP!=None",
 			endpointSlices: "!service.kubernetes.io/headless | ",
 			nodes:          " | ",
 		}},
-		{"a named proxy asks for its label", named("x"), map[string]string{
+		{"a named proxy requests objects with its label", named("x"), map[string]string{
 			services:       "service.kubernetes.io/service-proxy-name=x | ",
 			endpointSlices: "service.kubernetes.io/service-proxy-name=x | ",
 			nodes:          " | ",
 		}},
-		{"a node's proxy asks for its own node only", Options{NodeName: "a"}, map[string]string{
+		{"a proxy of one node requests only that node", Options{NodeName: "a"}, map[string]string{
 			services:       "!service.kubernetes.io/service-proxy-name | spec.clusterIP!=None",
 			endpointSlices: "!service.kubernetes.io/headless | ",
 			nodes:          " | metadata.name=a",
@@ -239,13 +239,13 @@ func TestServerFiltersObjects(t *testing.T) {
 					slices.Sort(parts)
 					got[r.Resource] = strings.Join(parts, ",") + " | " + r.Fields
 					if streaming && (r.Verb != "watch" || !r.InitialEvents) {
-						t.Errorf("request %+v is no streaming list", r)
+						t.Errorf("request %+v is not a streaming list", r)
 					}
 					if accept := r.Header.Get("Accept"); !strings.HasPrefix(accept, "application/vnd.kubernetes.protobuf") {
-						t.Errorf("Accept %q of %s does not ask for protobuf", accept, r.Resource)
+						t.Errorf("Accept %q of %s does not request protobuf", accept, r.Resource)
 					}
 					if encoding := r.Header.Get("Accept-Encoding"); strings.Contains(encoding, "gzip") {
-						t.Errorf("Accept-Encoding %q of %s asks for compression", encoding, r.Resource)
+						t.Errorf("Accept-Encoding %q of %s requests compression", encoding, r.Resource)
 					}
 				}
 				if diff := cmp.Diff(tc.want, got); diff != "" {
@@ -359,7 +359,7 @@ func TestWatchErrorLosesNothing(t *testing.T) {
 	}
 }
 
-func TestOutageIsAMinimalDifference(t *testing.T) {
+func TestOutageEndsWithOnlyDifferences(t *testing.T) {
 	for _, compacted := range []bool{false, true} {
 		t.Run(fmt.Sprintf("compacted=%t", compacted), func(t *testing.T) {
 			inWorld(t, Options{}, func(w *world) {
@@ -370,7 +370,7 @@ func TestOutageIsAMinimalDifference(t *testing.T) {
 				w.advance(10 * time.Minute)
 				away := w.state.Snapshot()
 				if got := away.Services.Revision(); got != before.Services.Revision() || !away.Stale {
-					t.Errorf("services went from revision %d to %d while the server was away; stale %t", before.Services.Revision(), got, away.Stale)
+					t.Errorf("revision of services went from %d to %d while the server was away; stale %t", before.Services.Revision(), got, away.Stale)
 				}
 				w.delete(service("goes"))
 				w.set(service("comes"))
@@ -386,10 +386,10 @@ func TestOutageIsAMinimalDifference(t *testing.T) {
 					got[key.Name] = state == nil
 				}
 				if diff := cmp.Diff(map[string]bool{"goes": true, "comes": false}, got); diff != "" {
-					t.Errorf("changes, by whether they are deletions (-want +got):\n%s", diff)
+					t.Errorf("changed services, true for deletions (-want +got):\n%s", diff)
 				}
 				if w.state.Snapshot().Stale {
-					t.Error("the server is back, and the state still stale")
+					t.Error("the server is back, but the state is still stale")
 				}
 			})
 		})
@@ -416,7 +416,7 @@ func TestServerWithoutStreamingListsIsListed(t *testing.T) {
 	})
 }
 
-func TestUnusableObjectsAreLeftOut(t *testing.T) {
+func TestUnusableObjectsAreOmitted(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		orphan := slice("web", "orphan", "10.0.0.1")
 		delete(orphan.Labels, discoveryv1.LabelServiceName)
@@ -509,7 +509,7 @@ func TestNothingIsLoggedAfterFirstLists(t *testing.T) {
 	})
 }
 
-func TestFailFastReturnsTheFirstError(t *testing.T) {
+func TestFailFastReturnsFirstError(t *testing.T) {
 	for _, tc := range []struct {
 		name   string
 		breaks func(*world)
@@ -536,7 +536,7 @@ func TestFailFastReturnsTheFirstError(t *testing.T) {
 	}
 }
 
-func TestFailFastEndsWithTheFirstSync(t *testing.T) {
+func TestFailFastEndsWithFirstSync(t *testing.T) {
 	inWorld(t, Options{FailFast: true}, func(w *world) {
 		w.set(service("web"))
 		w.start()
@@ -567,15 +567,15 @@ func TestWatchEndsImmediatelyDuringOutage(t *testing.T) {
 	})
 }
 
-func TestInvalidOptionsAreRefused(t *testing.T) {
+func TestInvalidOptionsAreErrors(t *testing.T) {
 	for name, opts := range map[string]Options{
-		"neither Config nor Informers":      {},
-		"an informer is missing":            {Informers: &Informers{}},
-		"informers of other kinds":          {Informers: swappedInformers()},
-		"a name that is no label value":     {Options: watcher.Options{ServiceProxyName: "a b"}},
-		"a malformed pattern":               {Options: watcher.Options{KeepLabels: []string{"["}}},
-		"a Config that is contradictory":    {Config: badConfig()},
-		"a Config for an impossible server": {Config: badHost()},
+		"neither Config nor Informers":     {},
+		"an informer is missing":           {Informers: &Informers{}},
+		"informers of the wrong kinds":     {Informers: swappedInformers()},
+		"a name that is not a label value": {Options: watcher.Options{ServiceProxyName: "a b"}},
+		"a malformed pattern":              {Options: watcher.Options{KeepLabels: []string{"["}}},
+		"a contradictory Config":           {Config: badConfig()},
+		"a Config with an invalid server":  {Config: badHost()},
 	} {
 		if err := Watch(t.Context(), cluster.New(cluster.Options{}), opts); err == nil {
 			t.Errorf("%s: no error", name)

@@ -14,7 +14,7 @@ import (
 
 // The other tests run in bubbles, which detect leaked goroutines, but have no sockets and
 // no HTTP/2.
-func TestNothingIsLeftRunning(t *testing.T) {
+func TestWatchLeaksNoGoroutines(t *testing.T) {
 	leaks := goleak.IgnoreCurrent()
 	s := &apiServer{objects: map[string]object{}, revision: 10, changed: make(chan struct{}), dropped: make(chan struct{})}
 	s.set(service("web", proxyName, "x"), selectorless("byhand", proxyName, "x"), slice("byhand", "plain", "10.0.0.1"))

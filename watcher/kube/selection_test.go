@@ -127,7 +127,7 @@ func TestWatchIsFilteredWhileAllServicesHaveASelector(t *testing.T) {
 		changes, _ := w.state.Snapshot().States.Since(before)
 		for key := range changes {
 			if key.Name != "byhand" {
-				t.Errorf("the change of watches changed %s", key)
+				t.Errorf("the new watch changed %s", key)
 			}
 		}
 	})
@@ -163,7 +163,7 @@ func TestManyServicesWithoutSelectorNeedOneWatch(t *testing.T) {
 	})
 }
 
-func TestFirstSyncWaitsForTheSlicesOfServicesWithoutSelector(t *testing.T) {
+func TestFirstSyncWaitsForSlicesOfServicesWithoutSelector(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
 		unblock := w.block(forAll)
 		w.set(selectorless("byhand", proxyName, "x"), slice("byhand", "plain", "10.0.0.1"))
@@ -182,8 +182,8 @@ func TestServiceIsPublishedTogetherWithItsSlices(t *testing.T) {
 		service *corev1.Service
 		slice   *discoveryv1.EndpointSlice
 	}{
-		"that has no selector":              {selectorless("new", proxyName, "x"), slice("new", "new-1", "10.0.0.1")},
-		"whose slices are not labelled yet": {service("new", proxyName, "x"), managed("new", "new-1", "10.0.0.1")},
+		"without a selector":             {selectorless("new", proxyName, "x"), slice("new", "new-1", "10.0.0.1")},
+		"whose slices have no label yet": {service("new", proxyName, "x"), managed("new", "new-1", "10.0.0.1")},
 	} {
 		for _, unfiltered := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, unfiltered=%t", name, unfiltered), func(t *testing.T) {
@@ -202,7 +202,7 @@ func TestServiceIsPublishedTogetherWithItsSlices(t *testing.T) {
 					changes, _ := w.state.Snapshot().States.Since(before)
 					for key, s := range changes {
 						if key.Name == "new" && (s.Service == nil || len(s.Slices) != 1) {
-							t.Errorf("published as %+v", s)
+							t.Errorf("published %+v", s)
 						}
 					}
 				})
@@ -211,7 +211,7 @@ func TestServiceIsPublishedTogetherWithItsSlices(t *testing.T) {
 	}
 }
 
-func TestNewServiceWithASelectorCostsNoRequest(t *testing.T) {
+func TestNewServiceWithSelectorNeedsNoRequest(t *testing.T) {
 	inWorld(t, named("x"), func(w *world) {
 		w.start()
 		w.seen(forSome)
@@ -225,7 +225,7 @@ func TestNewServiceWithASelectorCostsNoRequest(t *testing.T) {
 	})
 }
 
-// A service gets the proxy's label. The controller labels its slices soon, or late.
+// A service gets the proxy's label. The controller labels its slices sooner or later.
 func TestNewlyLabelledServiceHasItsEndpoints(t *testing.T) {
 	for _, soon := range []bool{true, false} {
 		for _, end := range []string{"labelled", "deleted", "changed and labelled"} {
@@ -427,7 +427,7 @@ func TestForeignSlicesUseNoMemory(t *testing.T) {
 	}
 	// Names alone would use about 200 KB.
 	if kept := heap() - before; kept > 100_000 {
-		t.Errorf("%d bytes are kept of %d slices", kept, slices)
+		t.Errorf("%d bytes are retained for %d slices", kept, slices)
 	}
 	runtime.KeepAlive(s)
 	runtime.KeepAlive(state)

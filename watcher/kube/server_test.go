@@ -472,7 +472,7 @@ func TestGetService(t *testing.T) {
 		fmt.Fprint(w, `{"kind":"Service","apiVersion":"v1","metadata":{"namespace":"ns","name":"web","labels":{"a":"b"}}}`)
 	}))
 	defer server.Close()
-	for name, want := range map[string]bool{"web": true, "nobody": false} {
+	for name, want := range map[string]bool{"web": true, "missing": false} {
 		got, err := GetService(t.Context(), &rest.Config{Host: server.URL}, types.NamespacedName{Namespace: "ns", Name: name})
 		if err != nil || (got != nil) != want || want && got.Labels["a"] != "b" {
 			t.Errorf("service %s: %v, error %v", name, got, err)

@@ -191,12 +191,12 @@ func compare[K comparable, V any](want, got *diffstore.Snapshot[K, V], equal fun
 	text := ""
 	for key, w := range want.All() {
 		if g, ok := got.Get(key); !ok || !equal(w, g) {
-			text += fmt.Sprintf("%v is not the same\n", key)
+			text += fmt.Sprintf("%v differs\n", key)
 		}
 	}
 	for key := range got.All() {
 		if _, ok := want.Get(key); !ok {
-			text += fmt.Sprintf("%v should not be there\n", key)
+			text += fmt.Sprintf("%v should not exist\n", key)
 		}
 	}
 	return text
@@ -207,7 +207,7 @@ func wait(t *testing.T, original, copied *cluster.State) {
 	t.Helper()
 	for {
 		snapshot := copied.Snapshot()
-		d := "it has not synced"
+		d := "the copy has not synced"
 		if copied.IsSynced() {
 			if d = difference(original.Snapshot(), snapshot); d == "" {
 				return
@@ -221,7 +221,7 @@ func wait(t *testing.T, original, copied *cluster.State) {
 	}
 }
 
-func TestTheStateIsCopied(t *testing.T) {
+func TestStateIsCopied(t *testing.T) {
 	world := apitest.NewWorld(rand.New(rand.NewPCG(1, 0)), 10, 500)
 	original, copied := cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{Resumable: true})
 	update(original, world.WriteAll)
@@ -229,7 +229,7 @@ func TestTheStateIsCopied(t *testing.T) {
 	stop := serve(t, original, address)
 	unfollow := follow(t, copied, address)
 	if copied.IsSynced() {
-		t.Error("the copy has synced before the original has")
+		t.Error("the copy synced before the original")
 	}
 	original.SetSynced()
 	for round := range 30 {
@@ -250,8 +250,8 @@ func TestTheStateIsCopied(t *testing.T) {
 	}
 }
 
-// TestARelistIsAMinimalDifference moves to another server with almost the same state.
-func TestARelistIsAMinimalDifference(t *testing.T) {
+// TestRelistChangesOnlyDifferences moves to another server with almost the same state.
+func TestRelistChangesOnlyDifferences(t *testing.T) {
 	states := [2]*cluster.State{cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{Resumable: true})}
 	for i, s := range states {
 		update(s, func(to apitest.Writer) {

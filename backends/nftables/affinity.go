@@ -12,75 +12,72 @@ import (
 
 	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/nodeview"
 	"golang.org/x/sys/unix"
 )
 
-// Session affinity takes chains of a service's own: nft 1.0.6 has no way to say in a
-// shared one what a client's endpoint is and that it is still on the list. Of
-// each endpoint there is a set of its clients, which the kernel fills and empties,
-// and a chain that goes to it; of each list of endpoints a chain that looks for the client
-// in the sets of those on the list, and else draws. So what a connection costs grows
-// with the number of endpoints, for these services alone.
+// A service with session affinity has chains of its own, because nft 1.0.6 has no syntax for
+// a shared chain that finds a client's endpoint and checks that it is still in use. Each
+// endpoint has a set of its clients, which the kernel fills and empties, and a chain that
+// leads to it. Each list of endpoints has a chain that looks for the client in the sets of
+// the list, and else selects an endpoint at random. So for these services the cost of a
+// connection grows with the number of endpoints.
 
-// object is a chain of a service's own, or one of its sets.
+// object is a chain or a set of a single service.
 type object struct {
 	name string
-	// family is that of a set's addresses; a chain has none.
+	// family is the family of a set's addresses, 0 for a chain.
 	family api.Family
-	// rules are a chain's rules as the kernel takes them.
+	// rules are a chain's encoded rules.
 	rules []string
 }
 
 func (o object) isSet() bool { return o.family != 0 }
 
-// isOwn reports whether a chain or set of that name is some service's own.
+// isOwn reports whether a chain or set with that name belongs to a single service.
 func isOwn(name string) bool { return strings.Contains(name, "/") }
 
-// ownName returns the name of an object of the service port of f.
-func ownName(kind string, se *api.ServiceEndpoints, f *nodeview.Frontend, which string) string {
+// planAffinity emits the objects that balance some traffic of f with session affinity, and
+// returns the name of the chain that traffic goes to. list names the list of targets.
+func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, list string, targets []nodeview.Target, emit func(object)) string {
 	port := "all"
 	if p := f.ServicePort; p != nil {
 		port = fmt.Sprintf("%s.%d", strings.ToLower(p.Protocol.String()), p.Port)
 	}
-	return fmt.Sprintf("%s/%s/%s/%s/%s", kind, se.Service.Namespace, se.Service.Name, port, which)
-}
-
-// affinity emits the objects that balance some traffic of f so that clients keep
-// their endpoints, and returns the name of the chain to go to.
-func (p *planner) affinity(se *api.ServiceEndpoints, f *nodeview.Frontend, list string, targets []nodeview.Target, emit func(object)) string {
-	var known, drawn [][]expr.Any
+	nameOf := func(kind, which string) string {
+		return fmt.Sprintf("%s/%s/%s/%s/%s", kind, se.Service.Namespace, se.Service.Name, port, which)
+	}
+	var known, random [][]expr.Any
 	for i := range targets {
 		t := &targets[i]
 		which := fmt.Sprintf("%s.%d", strings.ReplaceAll(t.Addr.String(), ":", "."), t.Port)
-		clients, endpoint := ownName("clients", se, f, which), ownName("endpoint", se, f, which)
+		clients, endpoint := nameOf("clients", which), nameOf("endpoint", which)
 		emit(object{name: clients, family: f.Family})
 		emit(object{name: endpoint, rules: encodeRules(
 			append(loadClient(f.Family), &expr.Dynset{SrcRegKey: reg(0), SetName: clients, Operation: unix.NFT_DYNSET_OP_UPDATE, Timeout: f.Affinity}),
 			dnat(f, t),
 		)})
 		known = append(known, append(loadClient(f.Family), &expr.Lookup{SourceRegister: reg(0), SetName: clients}, goTo(endpoint)[0]))
-		// Of the endpoints that are left, each is as likely as the others.
-		drawn = append(drawn, []expr.Any{
+		// Each of the remaining endpoints is equally likely.
+		random = append(random, []expr.Any{
 			&expr.Numgen{Register: reg(0), Modulus: uint32(len(targets) - i), Type: unix.NFT_NG_RANDOM},
 			equal(native(0)...),
 			goTo(endpoint)[0],
 		})
 	}
-	chain := ownName("list", se, f, fmt.Sprintf("%s%d", list, f.Family))
-	emit(object{name: chain, rules: encodeRules(slices.Concat(known, drawn)...)})
+	chain := nameOf("list", fmt.Sprintf("%s%d", list, f.Family))
+	emit(object{name: chain, rules: encodeRules(slices.Concat(known, random)...)})
 	return chain
 }
 
-// loadClient loads the source address. It matches only the family.
+// loadClient matches the family and loads the source address.
 func loadClient(family api.Family) []expr.Any {
 	source, _ := loadSource(family, 0)
 	return append(matchFamily(family), source)
 }
 
-// dnat returns the rule that goes to one endpoint. The protocol is known when it
-// is reached; nft takes the rule for valid only if it says so itself.
+// dnat returns the rule that leads to one endpoint. It matches the protocol, which is already
+// certain, because nft requires that of a rule with a port.
 func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
 	rule := matchFamily(f.Family)
 	port := 0
@@ -94,71 +91,35 @@ func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
 	return append(rule, &expr.Immediate{Register: reg(0), Data: t.Addr.AsSlice()}, natTo(f.Family, 0, port))
 }
 
-// encodeRules returns rules as the kernel takes them.
-func encodeRules(rules ...[]expr.Any) []string {
-	encoded := make([]string, len(rules))
-	for i, rule := range rules {
-		var w netfilter.Builder
-		for _, e := range rule {
-			b, err := expr.Marshal(unix.NFPROTO_INET, e)
-			if err != nil {
-				panic(err) // the expressions are ours, and their data too
-			}
-			w.Bytes(unix.NFTA_LIST_ELEM|unix.NLA_F_NESTED, b...)
-		}
-		encoded[i] = string(w.Encoded())
-	}
-	return encoded
-}
-
-// maxClients is how many clients of one endpoint are remembered. Memory is only
-// taken for those there are.
+// maxClients limits the clients that the kernel remembers for one endpoint. A set takes
+// memory only for the clients that it has.
 const maxClients = 1 << 20
 
-// clientSet describes a set of clients.
-func clientSet(name string, family api.Family) layout {
-	addr := addrType(family)
-	return layout{name: name, flags: unix.NFT_SET_EVAL | unix.NFT_SET_TIMEOUT, keyType: addr.number, keyLen: addr.length, size: maxClients}
-}
-
-// deleteSet adds a message that deletes a set.
-func (w *wire) deleteSet(name string) {
-	at := w.Begin(nftMsg(unix.NFT_MSG_DELSET), 0, unix.NFPROTO_INET)
-	w.String(unix.NFTA_SET_TABLE, w.table)
-	w.String(unix.NFTA_SET_NAME, name)
-	w.End(at)
-}
-
-// objectOp is what becomes of an object: it is made if old is nil, deleted if new is
-// nil, and else its rules change.
+// objectOp is the change of an object: the object is made if old is nil, deleted if new is
+// nil, and gets other rules if there are both.
 type objectOp struct {
 	part     int
 	old, new *object
 }
 
-// makeObjects adds messages that make or change objects, and deleteObjects those
-// that delete them. What elements lead to has to be there before them, and what
-// they led to may go only after them.
+// makeObjects adds messages that make or change objects. They must precede the elements that
+// lead to the objects. In the order of their names, sets precede the chains that use them,
+// and chains of endpoints those of lists.
 func (w *wire) makeObjects(ops []objectOp) {
 	for _, o := range ops {
 		switch {
 		case o.new == nil:
 		case o.new.isSet():
-			w.newSet(clientSet(o.new.name, o.new.family))
+			addr := addrType(o.new.family)
+			w.newSet(layout{name: o.new.name, flags: unix.NFT_SET_EVAL | unix.NFT_SET_TIMEOUT, keyType: addr.number, keyLen: addr.length, size: maxClients})
 		default:
-			w.newChain(o.new.name, hook{})
-		}
-	}
-	for _, o := range ops {
-		if o.new != nil && !o.new.isSet() {
-			w.flushChain(o.new.name)
-			for _, rule := range o.new.rules {
-				w.rule(o.new.name, rule)
-			}
+			w.makeChain(o.new.name, o.new.rules)
 		}
 	}
 }
 
+// deleteObjects adds messages that delete objects. They must follow the removal of the
+// elements that lead to the objects.
 func (w *wire) deleteObjects(ops []objectOp) {
 	var chains []string
 	for _, o := range ops {
@@ -169,7 +130,7 @@ func (w *wire) deleteObjects(ops []objectOp) {
 	w.deleteChains(chains)
 	for _, o := range ops {
 		if o.new == nil && o.old.isSet() {
-			w.deleteSet(o.old.name)
+			w.named(unix.NFT_MSG_DELSET, unix.NFTA_SET_NAME, o.old.name)
 		}
 	}
 }

@@ -15,13 +15,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxOps is how many elements and rules one transaction changes, if no part has more. The
-// kernel lets other programs change tables between transactions, and a failure has to be
-// searched for in one.
+// maxOps limits the elements and rules that one transaction changes; a larger part has a
+// transaction of its own. Other programs can change tables only between transactions, and
+// apply must search a failed transaction for the services that fail.
 const maxOps = 20_000
 
-// apply brings parts into effect, in as few transactions as maxOps admits. It adds the
-// services that fail to failed. An error is about everything.
+// apply writes parts, in as few transactions as maxOps allows. It adds the services that
+// fail to failed. An error is not about single services.
 func (t *table) apply(ctx context.Context, parts []part, failed *sink.Failed) error {
 	for len(parts) > 0 {
 		n, size := 1, parts[0].size()
@@ -37,8 +37,8 @@ func (t *table) apply(ctx context.Context, parts []part, failed *sink.Failed) er
 	return nil
 }
 
-// applyTogether brings parts into effect in one transaction. If that fails it halves
-// them until it is known which fail.
+// applyTogether writes parts in one transaction. If the kernel refuses it, applyTogether
+// tries each half, until it has found the parts that fail.
 func (t *table) applyTogether(ctx context.Context, parts []part, failed *sink.Failed) error {
 	if err := context.Cause(ctx); err != nil {
 		fail(parts, err, failed)
@@ -49,15 +49,15 @@ func (t *table) applyTogether(ctx context.Context, parts []part, failed *sink.Fa
 	case err == nil:
 		return nil
 	case errors.Is(err, netfilter.ErrUnknownOutcome), errors.Is(err, unix.EPERM), netfilter.IsTransient(err):
-		return err // no service is at fault
+		return err // not the fault of a service
 	case len(parts) > 1:
 		half := len(parts) / 2
 		if err := t.applyTogether(ctx, parts[:half], failed); err != nil {
 			return err
 		}
 		return t.applyTogether(ctx, parts[half:], failed)
-	case isDrift(err):
-		if err := t.look(ctx, &parts[0]); err != nil {
+	case mayBeDrift(err):
+		if err := t.checkPart(ctx, &parts[0]); err != nil {
 			return err
 		}
 		if err = t.commit(ctx, parts); err == nil {
@@ -68,8 +68,8 @@ func (t *table) applyTogether(ctx context.Context, parts []part, failed *sink.Fa
 	return nil
 }
 
-// isDrift reports whether err may come from elements that are not as they were left.
-func isDrift(err error) bool {
+// mayBeDrift reports whether err may come from elements that another program changed.
+func mayBeDrift(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EEXIST) || errors.Is(err, unix.EBUSY)
 }
 
@@ -81,28 +81,26 @@ func fail(parts []part, err error, failed *sink.Failed) {
 	}
 }
 
-// look reads what the kernel has of a part's elements, and corrects the part and
-// the state by it.
-func (t *table) look(ctx context.Context, p *part) error {
-	if ok, _, err := t.conn.exists(ctx); err != nil {
+// checkPart reads the elements of a part from the kernel, and corrects the part and the
+// state where they differ.
+func (t *table) checkPart(ctx context.Context, p *part) error {
+	l, err := t.conn.inspect(ctx, t.conn.table)
+	if err != nil {
 		return err
-	} else if !ok {
+	}
+	if !l.exists {
 		t.drift.found(t)
 		return fmt.Errorf("table inet %s was deleted", t.conn.table)
 	}
-	if len(p.objects) > 0 {
-		own, err := t.ownObjects(ctx)
-		if err != nil {
-			return err
+	own := l.ownObjects()
+	p.objects = slices.DeleteFunc(p.objects, func(o objectOp) bool {
+		if o.new != nil {
+			return false
 		}
-		p.objects = slices.DeleteFunc(p.objects, func(o objectOp) bool {
-			return o.new == nil && !slices.ContainsFunc(own, func(there object) bool {
-				return there.name == o.old.name && there.isSet() == o.old.isSet()
-			})
-		})
-	}
-	for i := range p.ops {
-		o := &p.ops[i]
+		is, ok := own[o.old.name]
+		return !ok || is.isSet() != o.old.isSet()
+	})
+	for _, o := range p.ops {
 		t.state.resolve(o)
 		actual, ok, err := t.conn.get(ctx, o.elementID)
 		if err != nil {
@@ -112,25 +110,29 @@ func (t *table) look(ctx context.Context, p *part) error {
 			t.drift.found(t)
 		}
 		if o.hasOld {
-			t.state.lost(&o.elementID, &o.old)
+			t.state.elementRemoved(&o.elementID, &o.old)
 		}
 		if ok {
-			t.state.has(&o.elementID, &actual.value)
+			t.state.elementAdded(&o.elementID, &actual.value)
 		}
-		o.hasOld, o.old, o.looked = ok, actual.value, true
+		o.hasOld, o.old, o.checked = ok, actual.value, true
 	}
 	return nil
 }
 
-// commit brings parts into effect in one transaction. It removes elements before it adds
-// others, and makes the chains that those lead to before.
+// commit writes parts in one transaction, and notes the result in the state. The
+// transaction first makes the chains that new elements lead to. It removes elements before
+// it adds others.
 func (t *table) commit(ctx context.Context, parts []part) error {
-	var removed, added []element
+	n := 0
+	for i := range parts {
+		n += len(parts[i].ops)
+	}
+	removed, added := make([]element, 0, n), make([]element, 0, n)
 	var objects []objectOp
 	for _, p := range parts {
 		objects = append(objects, p.objects...)
-		for i := range p.ops {
-			o := &p.ops[i]
+		for _, o := range p.ops {
 			t.state.resolve(o)
 			if o.hasOld == o.hasNew && o.old == o.new {
 				continue
@@ -143,44 +145,41 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 			}
 		}
 	}
-	made := t.classesToMake(added)
+	missing := t.missingChains(added)
 	err := t.conn.transact(ctx, func(w *wire) {
-		for _, c := range made {
+		for _, c := range missing {
 			w.makeSharedChain(c)
 		}
 		w.makeObjects(objects)
-		w.allElements(unix.NFT_MSG_DELSETELEM, 0, removed)
-		w.allElements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE|unix.NLM_F_EXCL, added)
+		w.elements(unix.NFT_MSG_DELSETELEM, 0, removed)
+		w.elements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE|unix.NLM_F_EXCL, added)
 		w.deleteObjects(objects)
 	})
 	if err != nil {
 		return err
 	}
-	for _, c := range made {
-		t.state.sharedChainMade(c)
-	}
+	t.state.chainsMade(missing)
 	for _, o := range objects {
-		t.state.appliedObject(&o)
+		t.state.objectApplied(&o)
 	}
 	for _, p := range parts {
-		for i := range p.ops {
-			t.state.applied(&p.ops[i])
-			t.leftovers.exist = t.leftovers.exist || t.state.isLeft(&p.ops[i])
+		for _, o := range p.ops {
+			t.state.applied(o)
+			t.leftovers.exist = t.leftovers.exist || t.state.isLeft(o)
 		}
 	}
 	return nil
 }
 
-// classesToMake returns the classes that elements have and that are not there. A class stays
-// when no frontend has it any more, as a packet may carry its number; Verify removes it.
-func (t *table) classesToMake(elements []element) (list []sharedChain) {
+// missingChains returns the shared chains that elements lead to and that do not exist. A
+// chain stays when no frontend has it any more, as a packet may carry its number. Verify
+// deletes it.
+func (t *table) missingChains(elements []element) (missing []sharedChain) {
 	for i := range elements {
 		e := &elements[i]
-		if c, ok := sharedChainOf(&e.elementID, &e.value); ok {
-			if !t.state.shared[c].made && !slices.Contains(list, c) {
-				list = append(list, c)
-			}
+		if c, ok := sharedChainOf(&e.elementID, &e.value); ok && !t.state.made[c] && !slices.Contains(missing, c) {
+			missing = append(missing, c)
 		}
 	}
-	return list
+	return missing
 }

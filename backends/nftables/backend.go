@@ -20,14 +20,14 @@ import (
 
 // Backend is a sink that programs nftables. See the package comment.
 //
-// It joins what happens at the same time: the calls of a driver, changes of the node's
-// addresses, and connection tracking. Its table does the work.
+// Backend synchronizes the calls of a driver with changes of the node's addresses, and
+// forwards changes to connection tracking. Its table does the work.
 type Backend struct {
 	opts          Options
 	connections   sink.Sink
 	nodeAddresses nodeaddr.Source
 
-	// tasks run until stopTasks, from Start to Stop.
+	// tasks run from Start until stopTasks, which Stop calls.
 	tasks     sync.WaitGroup
 	stopTasks context.CancelFunc
 
@@ -43,7 +43,7 @@ var (
 	_ sink.Poller  = (*Backend)(nil)
 )
 
-// New returns a backend. It touches nothing; the error is about opts.
+// New returns a backend. It does not access the kernel. An error is about opts.
 func New(opts Options) (*Backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("nftables options: %w", err)
@@ -53,13 +53,13 @@ func New(opts Options) (*Backend, error) {
 	return b, nil
 }
 
-// Start implements [sink.Starter]. It makes the table, or what is missing of it, and
-// leaves services in it as they are, checks sysctls, and begins to read the table and to
-// follow the node's addresses. It needs CAP_NET_ADMIN. While the kernel is short of memory
-// or busy, Start waits and tries again, until ctx ends.
+// Start implements [sink.Starter]. It checks sysctls, makes the missing parts of the table
+// without changing the services in it, and starts to read the table and to watch the node's
+// addresses. It needs CAP_NET_ADMIN. While the kernel is short of memory or busy, Start
+// retries, until ctx ends.
 //
-// The sysctls are net.ipv4.ip_forward and net.ipv6.conf.all.forwarding, which
-// have to be 1 for traffic that comes from elsewhere.
+// The sysctls are net.ipv4.ip_forward and net.ipv6.conf.all.forwarding, which must be 1 for
+// traffic from elsewhere.
 func (b *Backend) Start(ctx context.Context) error {
 	if err := b.checkSysctls(ctx); err != nil {
 		return err
@@ -67,11 +67,11 @@ func (b *Backend) Start(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	others := int64(-1)
-	err := retry(ctx, "The kernel is not ready; waiting before the table is made", func() (err error) {
+	err := retry(ctx, "Kernel not ready; retrying to make the table", func() (err error) {
 		if err := b.table.conn.checkKernel(ctx, features); err != nil {
 			return err
 		}
-		if !b.opts.NodePodCIDRs { // else the first pass does it, which knows the Node object
+		if !b.opts.NodePodCIDRs { // otherwise the first pass loads it, which has the Node object
 			others, err = b.table.loadSkeleton(ctx)
 		}
 		return err
@@ -87,8 +87,8 @@ const (
 	maxBackoff = 10 * time.Second
 )
 
-// retry calls f until it succeeds, fails for a reason that does not pass, or ctx ends. It
-// logs message before each wait.
+// retry calls f until it succeeds, fails with an error that is not transient, or ctx ends. It
+// logs message before each retry.
 func retry(ctx context.Context, message string, f func() error) error {
 	for backoff := minBackoff; ; backoff = min(2*backoff, maxBackoff) {
 		err := f()
@@ -104,8 +104,8 @@ func retry(ctx context.Context, message string, f func() error) error {
 	}
 }
 
-// startTasks starts what runs beside Syncs. others is conn.others at the time when the
-// skeleton was loaded, negative if it was not.
+// startTasks starts connection tracking and the backend's goroutines. others is the value of
+// conn.others when the skeleton was loaded, negative if it was not loaded.
 func (b *Backend) startTasks(ctx context.Context, others int64) error {
 	tasks, stop := context.WithCancel(context.WithoutCancel(ctx))
 	b.stopTasks = stop
@@ -132,12 +132,39 @@ func (b *Backend) startTasks(ctx context.Context, others int64) error {
 			b.table.readAhead(tasks, others)
 		})
 	}
-	b.tasks.Go(func() { b.followAddresses(tasks) })
+	b.tasks.Go(func() { b.watchAddresses(tasks) })
 	return nil
 }
 
-// Stop implements [sink.Stopper]. The table stays, so that traffic flows on;
-// see Cleanup.
+// watchAddresses updates the addresses of node ports, until ctx ends.
+func (b *Backend) watchAddresses(ctx context.Context) {
+	for {
+		_, changed := b.nodeAddresses.Addresses()
+		var retry <-chan time.Time
+		if err := b.updateNodePortAddresses(ctx); err != nil && ctx.Err() == nil {
+			klog.FromContext(ctx).Error(err, "Could not update the addresses of node ports; retrying", "table", b.table.conn.table)
+			retry = time.After(time.Second)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+		case <-retry:
+		}
+	}
+}
+
+func (b *Backend) updateNodePortAddresses(ctx context.Context) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.table.state == nil {
+		return nil // the next pass updates them
+	}
+	addrs, _ := b.nodeAddresses.Addresses()
+	return b.table.syncNodePortAddresses(ctx, addrs)
+}
+
+// Stop implements [sink.Stopper]. The table stays and forwards traffic; see Cleanup.
 func (b *Backend) Stop(ctx context.Context) error {
 	b.stopTasks()
 	b.tasks.Wait()
@@ -150,8 +177,8 @@ func (b *Backend) Stop(ctx context.Context) error {
 	return errors.Join(append(errs, b.table.close())...)
 }
 
-// Cleanup implements [sink.Cleaner]: it deletes the table. It may be called on a
-// backend that was not started, and if there is no table.
+// Cleanup implements [sink.Cleaner]: it deletes the table if there is one. The backend need
+// not have been started.
 func (b *Backend) Cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -162,16 +189,16 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 	return errors.Join(append(errs, b.table.close())...)
 }
 
-// Sync implements [sink.Sink]. A service that it reports as failed is as it was
-// before. The first Sync of a pass reads the table.
+// Sync implements [sink.Sink]. It does not change a service that it reports as failed. The
+// first Sync of a pass reads the table.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	err := b.program(ctx, c)
 	if _, ok := sink.Acknowledged(err); !ok {
 		return err
 	}
 	if err := b.connections.Sync(ctx, c); err != nil {
-		// The driver delivers the changes again, although they are programmed. Only a pass,
-		// which reads the table, can tell them from others.
+		// The driver would deliver the changes again although the table has them. A new pass
+		// reads the table, so that it finds that out.
 		return fmt.Errorf("connection tracking: %w (%w)", err, sink.ErrStartOver)
 	}
 	return err
@@ -187,16 +214,15 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	return b.table.sync(ctx, c, nodePortAddrs)
 }
 
-// Verify implements [sink.Verifier]: it finds out whether other programs changed the
-// table. If they did, the error wraps [sink.ErrStartOver], and the pass that follows mends
-// the table. When ctx ends, Verify remembers how far it came, and the next one goes on
-// there.
+// Verify implements [sink.Verifier]: it finds changes that other programs made to the table.
+// If there are any, the error wraps [sink.ErrStartOver], and the next pass repairs the table.
+// When ctx ends, the next Verify continues from there.
 func (b *Backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.table.verify(ctx)
 }
 
-// VerifyInterval implements [sink.Poller]: once a second. As long as no other program
-// changes any table of the network namespace, a Verify is one small request.
+// VerifyInterval implements [sink.Poller]: it returns one second. While no other program
+// changes tables in the network namespace, a Verify is one small request.
 func (b *Backend) VerifyInterval() time.Duration { return time.Second }

@@ -14,42 +14,45 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// conn is a connection to nf_tables for one table. It is for one goroutine at a time.
+// conn is a connection to nf_tables for one table. One goroutine may use it at a time.
 type conn struct {
 	*netfilter.Conn
 	table string
-	// seed is that of all hashes.
+	// seed is the seed of all hashes.
 	seed maphash.Seed
 }
 
 // newConn returns a connection in the network namespace of the file descriptor netNS, or
-// in that of the process if it is 0. The first request opens it.
+// of the process if netNS is 0. The first request opens the connection.
 func newConn(netNS int, table string) *conn {
 	c := netfilter.NewConn(netNS)
-	c.Describe = describe
+	c.Describe = describeMessage
 	return &conn{c, table, maphash.MakeSeed()}
 }
 
-// transact brings the messages that fill encodes into effect, see [netfilter.Conn.Transact].
+// transact sends the messages that fill encodes as one transaction, see
+// [netfilter.Conn.Transact].
 func (c *conn) transact(ctx context.Context, fill func(*wire)) error {
 	return c.Transact(ctx, func(b *netfilter.Builder) { fill(&wire{b, c.table}) })
 }
 
-// query sends one request, see [netfilter.Conn.Query].
+// query sends one request about the table, with the attributes that fill adds, see
+// [netfilter.Conn.Query].
 func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f func(attributes []byte)) error {
 	return c.Query(ctx, func(b *netfilter.Builder) {
-		at := b.Begin(nftMsg(int(msg)), flags, unix.NFPROTO_INET)
-		fill(&wire{b, c.table})
-		b.End(at)
+		w := wire{b, c.table}
+		at := w.begin(int(msg), flags)
+		fill(&w)
+		w.End(at)
 	}, f)
 }
 
-// list sends a request for many objects of the table.
+// list requests all objects of one kind in the table.
 //
-// The kernel returns them in pieces, counts those that it has returned, and says that the
-// listing was interrupted if any table changed meanwhile. It counts objects of this table
-// only, which other programs should not change, so an interrupted listing is as good. If
-// they do change it, conn.others moves, and Verify looks again.
+// The kernel answers in pieces and counts the objects it has sent. It reports an
+// interruption if any table changed meanwhile. It counts objects of this table only, which
+// other programs should not change, so list ignores the interruption. If another program
+// does change this table, conn.others moves, and Verify reads again.
 func (c *conn) list(ctx context.Context, msg uint16, fill func(*wire), f func(attributes []byte)) error {
 	err := c.query(ctx, msg, unix.NLM_F_DUMP, fill, f)
 	if errors.Is(err, netfilter.ErrInterrupted) {
@@ -58,11 +61,13 @@ func (c *conn) list(ctx context.Context, msg uint16, fill func(*wire), f func(at
 	return err
 }
 
-// dump calls f with each element of the map m.
-func (c *conn) dump(ctx context.Context, m mapID, f func(element, foreign)) error {
+// noAttributes adds nothing to a request.
+func noAttributes(*wire) {}
+
+// dump calls f with each element of the map m, see decodeElements.
+func (c *conn) dump(ctx context.Context, m mapID, f func(e element, foreign []byte)) error {
 	names := map[string]string{}
 	err := c.list(ctx, unix.NFT_MSG_GETSETELEM, func(w *wire) {
-		w.String(unix.NFTA_SET_ELEM_LIST_TABLE, c.table)
 		w.String(unix.NFTA_SET_ELEM_LIST_SET, m.name())
 	}, func(attributes []byte) { decodeElements(m, attributes, names, f) })
 	if err != nil {
@@ -71,18 +76,18 @@ func (c *conn) dump(ctx context.Context, m mapID, f func(element, foreign)) erro
 	return nil
 }
 
-// get returns what the element id has in the kernel, ok false if it is not there.
+// get returns the element id as the kernel has it; ok is false if the kernel does not
+// have it.
 func (c *conn) get(ctx context.Context, id elementID) (e element, ok bool, err error) {
 	err = c.query(ctx, unix.NFT_MSG_GETSETELEM, 0, func(w *wire) {
-		w.String(unix.NFTA_SET_ELEM_LIST_TABLE, c.table)
 		w.String(unix.NFTA_SET_ELEM_LIST_SET, id.m.name())
 		list := w.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
 		w.element(&element{elementID: id}, false)
 		w.EndNest(list)
 	}, func(attributes []byte) {
-		decodeElements(id.m, attributes, map[string]string{}, func(got element, not foreign) {
-			// Asked for a range, the kernel also answers with one that contains it.
-			if not == nil && got.elementID == id {
+		decodeElements(id.m, attributes, map[string]string{}, func(got element, foreign []byte) {
+			// When the request names a range, the kernel also returns ranges that contain it.
+			if foreign == nil && got.elementID == id {
 				e, ok = got, true
 			}
 		})
@@ -96,21 +101,57 @@ func (c *conn) get(ctx context.Context, id elementID) (e element, ok bool, err e
 	return e, ok, nil
 }
 
-// quietListings is how many listings of chains in a row must find no other chain, if they
-// were interrupted.
+// listing is what the kernel has of a table, except for elements.
+type listing struct {
+	exists, dormant bool
+	sets            map[string]layout
+	hooks           map[string]hook
+	// chains has the digest of each chain, see digestOf.
+	chains map[string]digest
+}
+
+// inspect lists the table with that name.
+func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
+	c = &conn{c.Conn, name, c.seed}
+	l := &listing{sets: map[string]layout{}}
+	err := c.query(ctx, unix.NFT_MSG_GETTABLE, 0, noAttributes, func(attributes []byte) {
+		flags := netfilter.Uint32(netfilter.Attribute(attributes, unix.NFTA_TABLE_FLAGS))
+		l.exists, l.dormant = true, flags&unix.NFT_TABLE_F_DORMANT != 0
+	})
+	if errors.Is(err, unix.ENOENT) {
+		return l, nil
+	}
+	if err == nil {
+		err = c.list(ctx, unix.NFT_MSG_GETSET, noAttributes, func(attributes []byte) {
+			s := decodeSet(attributes)
+			l.sets[s.name] = s
+		})
+	}
+	if err == nil {
+		l.hooks, err = c.listChains(ctx)
+	}
+	if err == nil {
+		l.chains, err = c.digests(ctx, l.hooks)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("list table inet %s: %w", name, err)
+	}
+	return l, nil
+}
+
+// quietListings is the number of listings of chains in a row that must find no other chain
+// if the kernel interrupted them.
 const quietListings = 3
 
-// chains returns the hooks of the table's chains.
+// listChains returns the hooks of the table's chains.
 //
-// Here the kernel counts the chains of all tables of the family, so an interrupted listing
-// may miss some. It is repeated as long as that finds others.
-func (c *conn) chains(ctx context.Context) (map[string]hook, error) {
+// For chains the kernel counts those of all tables of the family, so an interrupted listing
+// may miss some. listChains repeats it until it finds no others.
+func (c *conn) listChains(ctx context.Context) (map[string]hook, error) {
 	found := map[string]hook{}
 	for quiet := 0; ; quiet++ {
 		before := len(found)
-		err := c.query(ctx, unix.NFT_MSG_GETCHAIN, unix.NLM_F_DUMP, func(w *wire) {
-			w.String(unix.NFTA_CHAIN_TABLE, c.table)
-		}, func(attributes []byte) {
+		err := c.query(ctx, unix.NFT_MSG_GETCHAIN, unix.NLM_F_DUMP, noAttributes, func(attributes []byte) {
 			if table, name, h := decodeChain(attributes); table == c.table {
 				found[name] = h
 			}
@@ -123,86 +164,25 @@ func (c *conn) chains(ctx context.Context) (map[string]hook, error) {
 		case err == nil, interrupted && quiet == quietListings:
 			return found, nil
 		case !interrupted, ctx.Err() != nil:
-			return nil, fmt.Errorf("list the chains of table %s: %w", c.table, err)
+			return nil, err
 		}
 	}
 }
 
-// sets returns the table's maps and sets.
-func (c *conn) sets(ctx context.Context) (map[string]layout, error) {
-	sets := map[string]layout{}
-	err := c.list(ctx, unix.NFT_MSG_GETSET, func(w *wire) {
-		w.String(unix.NFTA_SET_TABLE, c.table)
-	}, func(attributes []byte) {
-		s := decodeSet(attributes)
-		sets[s.name] = s
-	})
-	if err != nil {
-		return nil, fmt.Errorf("list the sets of table %s: %w", c.table, err)
-	}
-	return sets, nil
-}
-
-// rules calls f with the chain of each rule of the table, in order, and with the
-// rule in canonical form.
-func (c *conn) rules(ctx context.Context, f func(chain, rule string)) error {
-	err := c.list(ctx, unix.NFT_MSG_GETRULE, func(w *wire) {
-		w.String(unix.NFTA_RULE_TABLE, c.table)
-	}, func(attributes []byte) {
-		var chain string
-		for attr, v := range netfilter.Attributes(attributes) {
-			switch attr {
-			case unix.NFTA_RULE_CHAIN:
-				chain = netfilter.String(v)
-			case unix.NFTA_RULE_EXPRESSIONS:
-				f(chain, canonical(v))
-			}
-		}
-	})
-	if err != nil {
-		return fmt.Errorf("list the rules of table %s: %w", c.table, err)
-	}
-	return nil
-}
-
-// digests returns the digest of each chain of the table.
-func (c *conn) digests(ctx context.Context) (map[string]digest, error) {
-	hooks, err := c.chains(ctx)
-	if err != nil {
-		return nil, err
-	}
+// digests returns the digest of each chain of the table. Rules come in the order of their
+// chain.
+func (c *conn) digests(ctx context.Context, hooks map[string]hook) (map[string]digest, error) {
 	digests := make(map[string]digest, len(hooks))
 	for name, h := range hooks {
 		digests[name] = digestOf(c.seed, h, nil)
 	}
-	err = c.rules(ctx, func(chain, rule string) {
+	err := c.list(ctx, unix.NFT_MSG_GETRULE, noAttributes, func(attributes []byte) {
+		chain := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_RULE_CHAIN))
 		d := digests[chain]
-		d.addRule(c.seed, rule)
+		d.addRule(c.seed, netfilter.Attribute(attributes, unix.NFTA_RULE_EXPRESSIONS))
 		digests[chain] = d
 	})
 	return digests, err
-}
-
-// exists reports whether the table exists, and whether it is awake: another program may have
-// made it dormant.
-func (c *conn) exists(ctx context.Context) (exists, awake bool, err error) {
-	var flags uint32
-	err = c.query(ctx, unix.NFT_MSG_GETTABLE, 0, func(w *wire) {
-		w.String(unix.NFTA_TABLE_NAME, c.table)
-	}, func(attributes []byte) {
-		for attr, v := range netfilter.Attributes(attributes) {
-			if attr == unix.NFTA_TABLE_FLAGS {
-				flags = decodeUint32(v)
-			}
-		}
-	})
-	if errors.Is(err, unix.ENOENT) {
-		return false, false, nil
-	}
-	if err != nil {
-		return false, false, fmt.Errorf("look for table %s: %w", c.table, err)
-	}
-	return true, flags&unix.NFT_TABLE_F_DORMANT == 0, nil
 }
 
 // others returns a number that moves with each transaction of another program in the
@@ -210,12 +190,10 @@ func (c *conn) exists(ctx context.Context) (exists, awake bool, err error) {
 // counts all transactions.
 func (c *conn) others(ctx context.Context) (int64, error) {
 	var generation uint32
-	err := c.query(ctx, unix.NFT_MSG_GETGEN, 0, func(*wire) {}, func(attributes []byte) {
-		for attr, v := range netfilter.Attributes(attributes) {
-			if attr == unix.NFTA_GEN_ID {
-				generation = decodeUint32(v)
-			}
-		}
+	err := c.Query(ctx, func(b *netfilter.Builder) {
+		b.End(b.Begin(nftMsg(unix.NFT_MSG_GETGEN), 0, unix.NFPROTO_INET))
+	}, func(attributes []byte) {
+		generation = netfilter.Uint32(netfilter.Attribute(attributes, unix.NFTA_GEN_ID))
 	})
 	if err != nil {
 		return 0, fmt.Errorf("read the generation of tables: %w", err)
@@ -223,11 +201,11 @@ func (c *conn) others(ctx context.Context) (int64, error) {
 	return int64(generation - c.Commits), nil
 }
 
-// deleteTable removes a table and all that is in it, if it is there.
+// deleteTable deletes a table and everything in it, if it exists.
 func (c *conn) deleteTable(ctx context.Context, name string) error {
 	err := c.transact(ctx, func(w *wire) { w.deleteTable(name) })
 	if err != nil && !errors.Is(err, unix.ENOENT) {
-		return fmt.Errorf("delete table %s: %w", name, err)
+		return fmt.Errorf("delete table inet %s: %w", name, err)
 	}
 	return nil
 }

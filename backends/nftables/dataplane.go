@@ -15,46 +15,44 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// Dataplane says in several lines what the kernel has for one frontend, read from its
-// maps, and, if se is not nil, how that differs from what the view says it should have:
-// a line that should not be there begins with "+", one that is missing with "-".
+// Dataplane describes, in several lines, what the kernel has for one frontend. If se is not
+// nil, Dataplane also compares that with what the view requires: a line that should not be
+// there begins with "+", and a missing line with "-".
 //
-// The frontend is that of addr, protocol and port; or of the node port, if addr is one
-// of the node's. Both protocol and port are 0 for an all-ports service. It may be
-// called at any time, also on a backend that was not started: then another process
-// programs the table.
+// The frontend has this addr, protocol and port, or it is the node port if addr is an address
+// of the node. Both protocol and port are 0 for an all-ports service. Dataplane may be called
+// at any time. On a backend that was not started it shows the table of another process.
 func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, se *api.ServiceEndpoints) (string, error) {
-	c := newConn(b.opts.NetNS, b.opts.tables()[0])
+	c := newConn(b.opts.NetNS, "")
 	defer c.Close()
-	for _, name := range b.opts.tables() {
-		t, err := c.inspect(ctx, name)
+	var exists bool
+	for i, name := range b.opts.tables() {
+		l, err := c.inspect(ctx, name)
 		if err != nil {
 			return "", err
 		}
-		if t.active() {
-			c.table = name
+		if i == 0 || l.active() {
+			c.table, exists = name, l.exists
 		}
 	}
-	if ok, _, err := c.exists(ctx); err != nil {
-		return "", err
-	} else if !ok {
+	if !exists {
 		return fmt.Sprintf("there is no table inet %s\n", c.table), nil
 	}
 
 	f := nodeview.Frontend{FrontendKey: nodeview.FrontendKey{Addr: addr, Family: api.FamilyOf(addr), Protocol: protocol, Port: port}}
-	should, isNodePort := desired(se, &f)
-	is, err := c.frontend(ctx, &f, isNodePort)
+	should, isNodePort := requiredElements(se, &f)
+	is, err := c.elementsOf(ctx, &f, isNodePort)
 	if err != nil {
 		return "", err
 	}
-	if se == nil {
-		return fmt.Sprintf("table inet %s\n  %s\n", c.table, strings.Join(orNothing(is), "\n  ")), nil
-	}
 	var out strings.Builder
 	fmt.Fprintf(&out, "table inet %s\n", c.table)
+	if se == nil && len(is) == 0 {
+		out.WriteString("  nothing leads to it\n")
+	}
 	for _, line := range is {
 		sign := " "
-		if !slices.Contains(should, line) && !strings.HasPrefix(line, "nodeport-addresses") {
+		if se != nil && !slices.Contains(should, line) && !strings.HasPrefix(line, "nodeport-addresses") {
 			sign = "+"
 		}
 		fmt.Fprintf(&out, "%s %s\n", sign, line)
@@ -67,80 +65,58 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 	return out.String(), nil
 }
 
-func orNothing(lines []string) []string {
-	if len(lines) == 0 {
-		return []string{"nothing leads to it"}
+// elementsOf returns the elements that the kernel has for f, in the order in which a packet
+// meets them. If isNodePort, it says as well whether the address of f has node ports, which
+// depends on settings.
+func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, isNodePort bool) (lines []string, err error) {
+	// show adds a line about an element that exists. After an error it does nothing.
+	show := func(id elementID, remark string) (ok bool) {
+		var e element
+		if err == nil {
+			e, ok, err = c.get(ctx, id)
+		}
+		if ok {
+			lines = append(lines, e.String()+remark)
+		}
+		return ok
 	}
-	return lines
-}
-
-// frontend returns the elements that the kernel has for f, found in the order in which
-// a packet meets them, and for what isNodePort whether its address is one of node ports: which
-// are is a matter of settings.
-func (c *conn) frontend(ctx context.Context, f *nodeview.Frontend, isNodePort bool) ([]string, error) {
-	var lines []string
-	for _, s := range []match{matchService, matchNodePort, matchAddress} {
+	for _, s := range allMatches {
 		if s == matchService && f.Port == 0 {
 			continue
 		}
 		if s == matchNodePort {
-			admitted := addressElement(mapID{kind: nodePortAddresses}, f.Addr)
-			_, ok, err := c.get(ctx, admitted.elementID)
-			switch {
-			case err != nil:
-				return nil, err
-			case ok:
-				lines = append(lines, admitted.String())
-			case isNodePort:
+			admitted := addressElement(nodePortAddresses, f.Addr).elementID
+			if !show(admitted, "") {
+				if !isNodePort {
+					continue
+				}
 				lines = append(lines, admitted.String()+" is not there: no node ports are served at this address")
-			default:
-				continue
 			}
 		}
 		found := false
-		for _, roles := range [][2]mapKind{{frontends, endpoints}, {nodeFrontends, nodeEndpoints}} {
-			key, _ := frontendKey(mapID{roles[0], s, f.Family}, f)
-			e, ok, err := c.get(ctx, key.elementID)
-			if err != nil {
-				return nil, err
-			}
-			if !ok {
+		for _, kinds := range [][2]mapKind{{frontends, endpoints}, {nodeFrontends, nodeEndpoints}} {
+			e, _ := frontendElement(mapID{kinds[0], s, f.Family}, f)
+			if !show(e.elementID, "") {
 				continue
 			}
 			found = true
-			lines = append(lines, e.String())
-			for slot := 0; ; slot++ {
-				key, at := frontendKey(mapID{roles[1], s, f.Family}, f)
-				w := keyWriter{&key.elementID, at}
-				w.slot(slot)
-				e, ok, err := c.get(ctx, key.elementID)
-				if err != nil {
-					return nil, err
-				}
-				if !ok {
-					break
-				}
-				lines = append(lines, e.String())
+			for slot := 0; show(endpointID(mapID{kinds[1], s, f.Family}, f, slot), ""); slot++ {
 			}
 		}
 		if found {
-			return lines, nil
+			return lines, err
 		}
 	}
-	e, ok, err := c.get(ctx, addressElement(mapID{kind: clusterIPs}, f.Addr).elementID)
-	if ok {
-		lines = append(lines, e.String()+" (unknown port)")
-	}
+	show(addressElement(clusterIPs, f.Addr).elementID, " (unknown port)")
 	return lines, err
 }
 
-// desired returns the elements that the view se, if there is one, wants for f, and whether
-// that is a node port.
-func desired(se *api.ServiceEndpoints, f *nodeview.Frontend) (lines []string, isNodePort bool) {
+// requiredElements returns the elements that the view se requires for f, none if se is nil,
+// and whether f is a node port.
+func requiredElements(se *api.ServiceEndpoints, f *nodeview.Frontend) (lines []string, isNodePort bool) {
 	if se == nil {
 		return nil, false
 	}
-	p := newPlanner()
 	for want := range nodeview.Frontends(se) {
 		samePort := want.Port == f.Port && want.Protocol == f.Protocol
 		switch {
@@ -149,13 +125,12 @@ func desired(se *api.ServiceEndpoints, f *nodeview.Frontend) (lines []string, is
 		default:
 			continue
 		}
-		isNodePort = want.Kind == nodeview.NodePort
-		p.frontend(se, &want, func(e element) {
+		newPlanner().planFrontend(se, &want, func(e element) {
 			if e.m.kind <= nodeEndpoints {
 				lines = append(lines, e.String())
 			}
 		}, func(object) {})
-		break
+		return lines, want.Kind == nodeview.NodePort
 	}
-	return lines, isNodePort
+	return nil, false
 }

@@ -11,9 +11,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// described are the messages that describe describes, other than those about elements: what
-// they do, and the attribute that names what they do it to.
-var described = map[uint16]struct {
+// descriptions says for messages, except those about elements, what they do and which
+// attribute names their object.
+var descriptions = map[uint16]struct {
 	doing string
 	name  uint16
 }{
@@ -24,62 +24,37 @@ var described = map[uint16]struct {
 	nftMsg(unix.NFT_MSG_DELRULE):  {"deleting rules of chain ", unix.NFTA_RULE_CHAIN},
 }
 
-// describe describes what a message does, see [netfilter.Conn.Describe].
-func describe(msgType uint16, attributes []byte, offset int) string {
+// describeMessage says what a message does, see [netfilter.Conn.Describe].
+func describeMessage(msgType uint16, attributes []byte, offset int) string {
 	switch msgType {
 	case nftMsg(unix.NFT_MSG_NEWSETELEM):
-		return "adding " + describeElement(attributes, offset)
+		return "adding " + describeElements(attributes, offset)
 	case nftMsg(unix.NFT_MSG_DELSETELEM):
-		return "removing " + describeElement(attributes, offset)
+		return "removing " + describeElements(attributes, offset)
 	}
-	d := described[msgType]
-	for attr, v := range netfilter.Attributes(attributes) {
-		if attr == d.name {
-			return d.doing + netfilter.String(v)
-		}
-	}
-	return d.doing
+	d := descriptions[msgType]
+	return d.doing + netfilter.String(netfilter.Attribute(attributes, d.name))
 }
 
-// describeElement names the element at offset, or if there is none there, all of the
-// message.
-func describeElement(attributes []byte, offset int) string {
-	var name, first, found string
-	at := 0
-	for attr, v := range netfilter.Attributes(attributes) {
-		switch attr {
-		case unix.NFTA_SET_ELEM_LIST_SET:
-			name = netfilter.String(v)
-		case unix.NFTA_SET_ELEM_LIST_ELEMENTS:
-			m, ok := mapNamed(name)
-			if !ok {
-				break
-			}
-			begin := at + 4
-			for _, item := range netfilter.Attributes(v) {
-				end := begin + 4 + len(item)
-				if first == "" || begin <= offset && offset < end {
-					e, _ := decodeElement(m, item, map[string]string{})
-					if first == "" {
-						first = e.String()
-					}
-					if begin <= offset && offset < end {
-						found = e.String()
-					}
-				}
-				begin = (end + 3) &^ 3
-			}
-		}
-		at += (4 + len(v) + 3) &^ 3
+// describeElements names the element at offset, or the first element of the message if there
+// is none at offset. The list of elements is the last attribute of the message.
+func describeElements(attributes []byte, offset int) string {
+	name := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_SET))
+	list := netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)
+	isElement := offset >= len(attributes)-len(list)
+	if isElement {
+		list = attributes[min(offset, len(attributes)):]
 	}
-	switch {
-	case found != "":
-		return found
-	case first != "":
-		return fmt.Sprintf("elements of %s, %s and others", name, first)
-	default:
+	m, ok := mapNamed(name)
+	item := netfilter.Attribute(list, unix.NFTA_LIST_ELEM)
+	if !ok || item == nil {
 		return "elements of " + name
 	}
+	e, _ := decodeElement(m, item, map[string]string{})
+	if !isElement {
+		return fmt.Sprintf("elements of %s, %s and others", name, e)
+	}
+	return e.String()
 }
 
 func mapNamed(name string) (mapID, bool) {

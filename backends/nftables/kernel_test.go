@@ -149,7 +149,7 @@ func chainNames(t testing.TB, b *Backend) []string {
 	t.Helper()
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	chains, err := b.table.conn.chains(t.Context())
+	chains, err := b.table.conn.listChains(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -5,6 +5,7 @@
 package nftables
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"math/bits"
@@ -16,76 +17,73 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// Options are a backend's settings. The zero value runs beside kube-proxy and
-// does what kube-proxy does by default.
+// Options are a backend's settings. The zero value runs beside kube-proxy, with the defaults
+// of kube-proxy.
 type Options struct {
-	// Instance names this backend among others on the node: it programs the table
-	// "kpng-<Instance>" of family inet, and nothing else. The table is "kpng2-<Instance>" after
-	// an update from a version with another layout. Letters, digits, "-", "_" and
-	// ".", at most 64. Default: empty, and the table is "kpng", or "kpng2".
+	// Instance distinguishes backends on one node: this one programs the table
+	// "kpng-<Instance>" of family inet, and nothing else. After an update from a version with
+	// another layout, that is "kpng2-<Instance>". At most 64 letters, digits, "-", "_" and
+	// ".". Default: empty, for the table "kpng" or "kpng2".
 	Instance string
 
 	// DNATPriority is the priority of the chains at hooks prerouting and output, which
-	// choose endpoints; SNATPriority that of the chain at postrouting, which
-	// masquerades. Of chains with the same priority that was made first sees a
-	// packet first. Both may not be 0. Default: -100 (dstnat) and 100 (srcnat).
+	// select endpoints. SNATPriority is the priority of the chain at postrouting, which
+	// masquerades. Of two chains with the same priority, the older one sees a packet first.
+	// Neither may be 0. Default: -100 (dstnat) and 100 (srcnat).
 	DNATPriority, SNATPriority int32
 
-	// MasqueradeMark is the bit of the packet mark that connections to be masqueraded
-	// carry, from the hook where their endpoint is chosen to postrouting; it is
-	// taken off again there. Exactly one bit, and not 0x4000, which is
-	// kube-proxy's, nor that of a program that routes by mark. Instances may share it.
-	// Default 0x2000.
+	// MasqueradeMark is a bit of the packet mark. Connections to be masqueraded carry it from
+	// the selection of the endpoint to postrouting, which clears it. It must be exactly one
+	// bit, not 0x4000, which kube-proxy uses, and not a bit that a program routes by.
+	// Instances may share it. Default: 0x2000.
 	MasqueradeMark uint32
 
 	// MasqueradeAll masquerades all connections to cluster IPs.
 	MasqueradeAll bool
-	// MasqueradeOutsiders masquerades connections to cluster IPs that come from
-	// outside the pod network, as ClusterCIDRs and PodInterfaces tell it. It takes at
-	// least one of them. A family of which neither tells anything is left alone.
+	// MasqueradeOutsiders masquerades connections to cluster IPs from outside the pod
+	// network, which ClusterCIDRs, NodePodCIDRs and PodInterfaces define. It needs at least
+	// one of them. In a family that none of them defines, nothing is masqueraded.
 	MasqueradeOutsiders bool
 
-	// ClusterCIDRs are the pod addresses of the whole cluster. Sources in them count
-	// as pods of this node: their traffic to external frontends of services
-	// with externalTrafficPolicy Local is short-circuited.
+	// ClusterCIDRs are the pod addresses of the whole cluster. Sources in them count as pods
+	// of this node: their traffic to external frontends of services with
+	// externalTrafficPolicy Local may go to endpoints on all nodes.
 	ClusterCIDRs []netip.Prefix
-	// NodePodCIDRs adds the pod CIDRs of the Node object, as they are at any time, to
-	// ClusterCIDRs. They are those of the pods of this node.
+	// NodePodCIDRs adds the current pod CIDRs of the Node object to ClusterCIDRs. They have
+	// the pods of this node.
 	NodePodCIDRs bool
-	// PodInterfaces are the interfaces behind which this node's pods are, as in
-	// "cni0"; one that ends in "*" stands for all that begin so, as in "veth*". What
-	// comes in through them counts as traffic of this node's pods. With neither
-	// CIDRs nor PodInterfaces, only the node's own traffic is short-circuited.
+	// PodInterfaces are the interfaces of this node's pods, such as "cni0". A name that ends
+	// in "*" is a prefix of names, such as "veth*". Traffic that arrives through them counts
+	// as traffic of this node's pods. With neither CIDRs nor PodInterfaces, only the node's
+	// own traffic to external frontends with policy Local may go to all endpoints.
 	PodInterfaces []string
 
-	// ServiceCIDRs are the ranges of cluster IPs. New connections that this node forwards or
-	// begins to an address in them that no service has are dropped. Default: none are.
+	// ServiceCIDRs are the ranges of cluster IPs. The backend drops new connections, forwarded
+	// or from this node, to addresses in them that no service has. Default: none.
 	ServiceCIDRs []netip.Prefix
 
-	// NodeAddresses has the addresses at which node ports are served. Loopback addresses
-	// among them are passed over. Default: the primary addresses of the node (see package
-	// nodeaddr).
+	// NodeAddresses has the addresses of node ports. The backend ignores loopback addresses.
+	// Default: the primary addresses of the node, see package nodeaddr.
 	NodeAddresses nodeaddr.Source
 
-	// AcceptUnknownPorts leaves packets to ports of a cluster IP that no service has
-	// to the routing table. By default they are rejected.
+	// AcceptUnknownPorts leaves packets to unknown ports of cluster IPs to the routing table.
+	// By default they are rejected.
 	AcceptUnknownPorts bool
 
-	// Conntrack is told all changes after they have been programmed, so that it may
-	// end connections to endpoints that went. It is started and stopped with the
-	// backend. If it fails, everything is delivered again in a new pass. Default: a
-	// reconciler of package conntrack.
+	// Conntrack receives all changes that have been programmed, to delete connection-tracking
+	// entries of removed endpoints. The backend starts and stops it. If its Sync fails, a new
+	// pass delivers everything again. Default: a reconciler of package conntrack.
 	Conntrack sink.Sink
 
-	// Sysctls says what to do about kernel settings without which services do not
-	// work, at Start: see [Backend.Start]. Default: report them.
+	// Sysctls says what Start does about wrong kernel settings, see [Backend.Start].
+	// Default: log them.
 	Sysctls SysctlMode
 
-	// Observer is told what the backend does. Default: nobody is told.
+	// Observer receives events for metrics. Default: events are not reported.
 	Observer Observer
 
-	// NetNS is the file descriptor of the network namespace to program, which has to
-	// stay open. Default 0: the one the process was started in.
+	// NetNS is the file descriptor of the network namespace to program. It must stay open.
+	// Default 0: the namespace in which the process started.
 	NetNS int
 }
 
@@ -94,13 +92,29 @@ type SysctlMode uint8
 
 // The modes.
 const (
-	// ReportSysctls logs those that are not as they should be.
+	// ReportSysctls logs settings that have a wrong value.
 	ReportSysctls SysctlMode = iota
-	// SetSysctls sets them, and logs those that cannot be set.
+	// SetSysctls changes settings, and logs those that it cannot change.
 	SetSysctls
-	// IgnoreSysctls does not look at them.
+	// IgnoreSysctls does not read settings.
 	IgnoreSysctls
 )
+
+// Observer has functions that a Backend calls. A field may be nil. Calls do not overlap, and
+// the functions must not call the Backend.
+type Observer struct {
+	// Transacted is called after each attempt at a transaction, with the error if the
+	// kernel refused it.
+	Transacted func(error)
+	// Holds is called after each Sync with the number of elements in the maps and sets of
+	// the table.
+	Holds func(elements int)
+	// Drifted is called when a Verify, or a Sync that the kernel refuses, finds a change by
+	// another program. Mended is called when the table is right again: at the end of a pass
+	// in which no service failed, or of a Verify that finds nothing. Drifted is not called
+	// again before Mended.
+	Drifted, Mended func()
+}
 
 const kubeProxyMark = 0x4000
 
@@ -111,14 +125,14 @@ var (
 
 // complete checks o and fills in the defaults.
 func (o *Options) complete() error {
-	o.DNATPriority = orDefault(o.DNATPriority, -100)
-	o.SNATPriority = orDefault(o.SNATPriority, 100)
-	o.MasqueradeMark = orDefault(o.MasqueradeMark, 0x2000)
+	o.DNATPriority = cmp.Or(o.DNATPriority, -100)
+	o.SNATPriority = cmp.Or(o.SNATPriority, 100)
+	o.MasqueradeMark = cmp.Or(o.MasqueradeMark, 0x2000)
 	o.Observer.complete()
 
 	var errs []error
 	if !instanceName.MatchString(o.Instance) {
-		errs = append(errs, fmt.Errorf("instance %q is not made of at most 64 letters, digits and \"_.-\"", o.Instance))
+		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\", \".\" and \"-\"", o.Instance))
 	}
 	if bits.OnesCount32(o.MasqueradeMark) != 1 {
 		errs = append(errs, fmt.Errorf("masquerade mark %#x is not a single bit", o.MasqueradeMark))
@@ -128,7 +142,7 @@ func (o *Options) complete() error {
 	}
 	for _, name := range o.PodInterfaces {
 		if !interfaceName.MatchString(name) {
-			errs = append(errs, fmt.Errorf("%q is no interface name", name))
+			errs = append(errs, fmt.Errorf("%q is not an interface name", name))
 		}
 	}
 	for _, cidr := range slices.Concat(o.ClusterCIDRs, o.ServiceCIDRs) {
@@ -137,29 +151,35 @@ func (o *Options) complete() error {
 		}
 	}
 	if o.MasqueradeOutsiders && len(o.PodInterfaces) == 0 && len(o.ClusterCIDRs) == 0 && !o.NodePodCIDRs {
-		errs = append(errs, errors.New("masquerading outsiders takes cluster CIDRs or pod interfaces"))
+		errs = append(errs, errors.New("masquerading outsiders needs cluster CIDRs or pod interfaces"))
 	}
-	// nf_nat does its part of the work at priority -200, which is conntrack's, in hooks
-	// where packets come in, and chains of type nat have to come after it.
-	if o.DNATPriority <= -200 {
-		errs = append(errs, fmt.Errorf("priority %d is not after connection tracking (-200)", o.DNATPriority))
-	}
-	if o.SNATPriority <= -200 {
-		errs = append(errs, fmt.Errorf("priority %d is not after connection tracking (-200)", o.SNATPriority))
+	// Connection tracking has priority -200 where packets come in. The kernel allows chains
+	// of type nat only after it.
+	for _, priority := range []int32{o.DNATPriority, o.SNATPriority} {
+		if priority <= -200 {
+			errs = append(errs, fmt.Errorf("priority %d is not after connection tracking (-200)", priority))
+		}
 	}
 	return errors.Join(errs...)
 }
 
-func orDefault[T comparable](v, def T) T {
-	var zero T
-	if v == zero {
-		return def
+// complete replaces nil functions.
+func (o *Observer) complete() {
+	if o.Transacted == nil {
+		o.Transacted = func(error) {}
 	}
-	return v
+	if o.Holds == nil {
+		o.Holds = func(int) {}
+	}
+	for _, f := range []*func(){&o.Drifted, &o.Mended} {
+		if *f == nil {
+			*f = func() {}
+		}
+	}
 }
 
-// tables are the names that the instance's table may have. The second is used if a table with
-// another layout has the first.
+// tables returns the names that the instance's table may have. The second is for a new table
+// while the first name belongs to a table with another layout.
 func (o *Options) tables() [2]string {
 	if o.Instance == "" {
 		return [...]string{"kpng", "kpng2"}

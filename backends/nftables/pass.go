@@ -7,119 +7,154 @@ package nftables
 import (
 	"context"
 	"fmt"
-	"iter"
 	"maps"
 	"net/netip"
+	"slices"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/klog/v2"
 )
 
-// reading is what a table has, as it was read.
-type reading struct {
+// pass is a pass of the driver. It begins with a read of the table. Each Sync writes what
+// differs for its services, and the end of the pass removes what no service wants. Elements
+// that stay are not touched, so traffic to services that do not change is not interrupted.
+type pass struct {
+	// snapshots are the contents of each map when the pass began. An element that a Sync
+	// claimed is as later Syncs left it.
 	snapshots map[mapID]*snapshot
-	// own are the services' own objects.
-	own   []object
+	// ranges are the source ranges of snapshots, by frontend.
+	ranges map[elementID][]element
+	// stale are the objects that services had and that no service has wanted so far.
+	stale map[string]object
+	// state is the state of the table when it was read.
 	state *state
-	// others is conn.others before.
+	// others is the value of conn.others before the table was read.
 	others int64
 }
 
-// pass is a pass of the driver. The table is read when it begins, Syncs write what
-// differs, and what no service wants is removed when it ends. Nothing that stays is
-// touched, and traffic to a service that does not change never meets a hole.
-type pass struct {
-	// snapshots are what each map had when the pass began. Elements that have been taken
-	// from them are as later Syncs left them.
-	snapshots map[mapID]*snapshot
-	// ranges are the source ranges that there were, by frontend.
-	ranges map[elementID][]element
-	// stale are the services' own objects that there were and no service wants.
-	stale map[string]object
-	// left are elements that were taken for services that then failed: the kernel still
-	// has them. Of shared maps there are none, as those that want them are counted.
-	left map[elementID]value
-}
-
-// beginPass loads the skeleton and reads the table, unless both was done since Start and
-// no other program has changed any table since.
+// beginPass loads the skeleton and reads the table. If both happened at Start and no other
+// program has changed any table since, it uses that.
 func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
-	found := t.ahead
+	p := t.ahead
 	t.state, t.pass, t.ahead = nil, nil, nil
 	others, err := t.conn.others(ctx)
 	if err != nil {
 		return err
 	}
-	if found == nil || found.others != others {
+	if p == nil || p.others != others {
 		if others, err = t.loadSkeleton(ctx); err != nil {
 			return err
 		}
-		if found, err = t.read(ctx, others); err != nil {
+		if p, err = t.read(ctx, others); err != nil {
 			return err
 		}
 	}
-	if err := t.dropForeign(ctx, found); err != nil {
+	if err := t.deleteForeign(ctx, p); err != nil {
 		return err
 	}
 	t.planner = newPlanner()
 	t.planner.nodeAddrs = nodeAddrs
-	t.state = found.state
-	t.drift.reset(found.others)
+	t.pass, t.state = p, p.state
+	t.drift.reset(p.others)
 	t.leftovers.exist = false
-	t.pass = &pass{found.snapshots, rangesByFrontend(found.snapshots), map[string]object{}, map[elementID]value{}}
-	for _, o := range found.own {
-		t.pass.stale[o.name] = o
-	}
 	return nil
 }
 
-// readAhead reads the table for the first pass while the source still gathers, so
-// that services need not wait for that then. others is conn.others at the time when the
-// skeleton was loaded.
+// readAhead reads the table for the first pass while the source still gathers, so that
+// services need not wait for it. others is the value of conn.others when the skeleton was
+// loaded.
 func (t *table) readAhead(ctx context.Context, others int64) {
 	if t.state != nil {
 		return // the first pass has begun
 	}
 	var err error
 	if t.ahead, err = t.read(ctx, others); err != nil {
-		klog.FromContext(ctx).V(2).Info("The table could not be read ahead", "table", t.conn.table, "reason", err)
+		klog.FromContext(ctx).V(2).Info("Could not read the table ahead of the first pass", "table", t.conn.table, "reason", err)
 	}
 }
 
-// claim notes in p what the table has of an element that a service wants.
-func (f *pass) claim(p *patch, e *element) {
-	// The kernel takes no range that overlaps with another: those that are there have to
-	// go together with what comes.
-	for _, old := range f.ranges[e.elementID] {
-		f.take(p, &old)
+// read reads all maps and lists the objects of services.
+func (t *table) read(ctx context.Context, others int64) (*pass, error) {
+	l, err := t.conn.inspect(ctx, t.conn.table)
+	if err != nil {
+		return nil, err
 	}
-	f.take(p, e)
-}
-
-// take notes in p what there is of an element, unless an earlier Sync did.
-func (f *pass) take(p *patch, e *element) {
-	old, ok := f.snapshots[e.m].take(&e.elementID)
-	if !ok {
-		if old, ok = f.left[e.elementID]; !ok {
-			return
+	p := &pass{
+		snapshots: map[mapID]*snapshot{},
+		ranges:    map[elementID][]element{},
+		stale:     l.ownObjects(),
+		state:     newState(t.conn.seed),
+		others:    others,
+	}
+	for _, m := range allMaps() {
+		s, err := readSnapshot(ctx, t.conn, m)
+		if err != nil {
+			return nil, err
 		}
-		delete(f.left, e.elementID)
+		p.snapshots[m] = s
+		for e := range s.all() {
+			if m.kind == sharedChains || m.kind == nodeSharedChains {
+				c, _ := sharedChainOf(&e.elementID, &e.value)
+				p.state.chainsMade([]sharedChain{c})
+				continue
+			}
+			p.state.elementAdded(&e.elementID, &e.value)
+			if m.shared() {
+				p.state.wanted[e.elementID] = hold
+			}
+			if m.kind == sources {
+				p.ranges[e.frontend()] = append(p.ranges[e.frontend()], e)
+			}
+		}
 	}
-	o := p.op(e.elementID)
-	o.hasOld, o.old, o.taken = true, old, true
+	return p, nil
 }
 
-// delivered notes that services have what p gave them, except for those that failed: it
-// gives back what p took for these.
+// deleteForeign deletes elements that this package could not have made. The kernel may
+// refuse new elements because of them.
+func (t *table) deleteForeign(ctx context.Context, p *pass) error {
+	for _, m := range allMaps() {
+		foreign := p.snapshots[m].foreign
+		if len(foreign) == 0 {
+			continue
+		}
+		if err := t.conn.transact(ctx, func(w *wire) { w.deleteForeign(m, foreign) }); err != nil {
+			return fmt.Errorf("remove %d elements of %s that another program made: %w", len(foreign), m.name(), err)
+		}
+	}
+	return nil
+}
+
+// claim claims for a service the element that it wants, and notes its old value in the patch.
+func (f *pass) claim(p *patch, e *element) {
+	// The kernel refuses overlapping ranges. So the old ranges of a frontend must go in the
+	// transaction that adds new ones.
+	for _, old := range f.ranges[e.elementID] {
+		f.claimOld(p, &old.elementID)
+	}
+	f.claimOld(p, &e.elementID)
+}
+
+// claimOld notes in the patch the value that an element had, unless an earlier Sync did.
+func (f *pass) claimOld(p *patch, id *elementID) {
+	if old, ok := f.snapshots[id.m].claim(id); ok {
+		o := p.op(*id)
+		o.hasOld, o.old, o.claimed = true, old, true
+	}
+}
+
+// delivered notes the result of a Sync: objects of services that were programmed are not
+// stale, and services that failed give back the elements that they claimed.
 func (f *pass) delivered(p *patch, failed sink.Failed) {
 	hasFailed := func(part int) bool {
 		_, is := failed[p.services[p.root(part)][0]]
 		return is
 	}
-	for i := range p.ops {
-		if o := &p.ops[i]; o.taken && !o.m.shared() && hasFailed(o.part) {
-			f.left[o.elementID] = o.old
+	for _, o := range p.ops {
+		// Shared elements are counted, so that nothing has to be given back.
+		if o.claimed && !o.m.shared() && hasFailed(o.part) {
+			f.snapshots[o.m].giveBack(&o.elementID)
 		}
 	}
 	for name, o := range p.objects {
@@ -129,7 +164,7 @@ func (f *pass) delivered(p *patch, failed sink.Failed) {
 	}
 }
 
-// endPass removes what no service wants. Some of it may belong to services that failed.
+// endPass removes what no service wants. If services failed, it keeps what may be theirs.
 func (t *table) endPass(ctx context.Context, failed bool) error {
 	f := t.pass
 	t.pass = nil
@@ -149,96 +184,39 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 	return nil
 }
 
-// read reads all maps, and what objects of services there are.
-func (t *table) read(ctx context.Context, others int64) (*reading, error) {
-	own, err := t.ownObjects(ctx)
-	if err != nil {
-		return nil, err
-	}
-	found := &reading{map[mapID]*snapshot{}, own, newState(t.conn.seed), others}
-	for _, m := range allMaps() {
-		s, err := readSnapshot(ctx, t.conn, m)
-		if err != nil {
-			return nil, err
-		}
-		for e := range s.all() {
-			if m.kind == sharedChains || m.kind == nodeSharedChains {
-				c, _ := sharedChainOf(&e.elementID, &e.value)
-				found.state.sharedChainMade(c)
-				continue
-			}
-			found.state.has(&e.elementID, &e.value)
-			if m.shared() {
-				found.state.wanted[e.elementID] = hold
-			}
-		}
-		found.snapshots[m] = s
-	}
-	return found, nil
-}
-
-// dropForeign removes elements that this package could not have made. They may be in
-// the way of some that it makes.
-func (t *table) dropForeign(ctx context.Context, found *reading) error {
-	for _, m := range allMaps() {
-		foreign := found.snapshots[m].foreign
-		if len(foreign) == 0 {
-			continue
-		}
-		if err := t.conn.transact(ctx, func(w *wire) { w.deleteForeign(m, foreign) }); err != nil {
-			return fmt.Errorf("remove %d elements of %s that another program made: %w", len(foreign), m.name(), err)
-		}
-	}
-	return nil
-}
-
-// ownObjects returns the services' own chains and sets that are there.
-func (t *table) ownObjects(ctx context.Context) ([]object, error) {
-	chains, err := t.conn.chains(ctx)
-	if err != nil {
-		return nil, err
-	}
-	sets, err := t.conn.sets(ctx)
-	if err != nil {
-		return nil, err
-	}
-	var own []object
-	for name := range chains {
-		if isOwn(name) {
-			own = append(own, object{name: name})
-		}
-	}
-	for name := range sets {
-		if isOwn(name) {
-			own = append(own, object{name: name, family: api.IPv4}) // or IPv6: it is a set
-		}
-	}
-	return own, nil
-}
-
-// prune removes the elements that no service wants, frontends before what they lead
-// to, and then the services' own objects that no service wants. If services failed, and so
-// are as they were, what may be theirs stays.
+// prune removes the elements that no service wants, and then the objects that no service
+// wants. The order of allMaps removes frontends before what they lead to. If services
+// failed, they are as they were, and prune keeps what may be theirs.
 func (t *table) prune(ctx context.Context, f *pass, failed bool) error {
 	if failed {
-		t.leftovers.exist = f.spare() || t.leftovers.exist
+		t.leftovers.exist = f.keepOfFailed() || t.leftovers.exist
 		t.state.holding = true
 	}
 	var stale part
+	var ops []op
 	removed := 0
 	flush := func() error {
-		if err := t.commit(ctx, []part{stale}); err != nil {
-			return fmt.Errorf("remove %d stale elements of table inet %s: %w", len(stale.ops), t.conn.table, err)
+		for i := range ops {
+			stale.ops = append(stale.ops, &ops[i])
 		}
-		removed += len(stale.ops)
-		stale = part{ops: stale.ops[:0]}
+		if err := t.commit(ctx, []part{stale}); err != nil {
+			return fmt.Errorf("remove %d stale elements of table inet %s: %w", len(ops), t.conn.table, err)
+		}
+		removed += len(ops)
+		stale, ops = part{}, ops[:0]
 		return nil
 	}
 	for _, m := range allMaps() {
-		if m.kind >= nodePortAddresses {
-			continue // no services'
+		limit := returned
+		switch {
+		case m.kind >= nodePortAddresses:
+			continue // not of services
+		case failed:
+			limit = unclaimed
+		case m.shared():
+			limit = claimed // the services that want the elements have been counted
 		}
-		for e := range f.unheld(m, failed) {
+		for e := range f.snapshots[m].upTo(limit) {
 			o := op{elementID: e.elementID, hasOld: true, old: e.value}
 			if m.shared() {
 				if t.state.wanted[e.elementID] > hold {
@@ -247,8 +225,7 @@ func (t *table) prune(ctx context.Context, f *pass, failed bool) error {
 				}
 				o.wanted = -hold
 			}
-			stale.ops = append(stale.ops, o)
-			if len(stale.ops) == maxOps {
+			if ops = append(ops, o); len(ops) == maxOps {
 				if err := flush(); err != nil {
 					return err
 				}
@@ -269,47 +246,21 @@ func (t *table) prune(ctx context.Context, f *pass, failed bool) error {
 	return nil
 }
 
-// unheld yields what need not be kept for services as they were. If none failed, that is
-// all of a shared map, now that those that want it have been counted, and what was left.
-func (f *pass) unheld(m mapID, failed bool) iter.Seq[element] {
-	switch {
-	case failed:
-		return f.snapshots[m].stale()
-	case m.shared():
-		return f.snapshots[m].all()
-	}
-	return func(yield func(element) bool) {
-		for e := range f.snapshots[m].stale() {
-			if !yield(e) {
-				return
-			}
-		}
-		for id, old := range f.left {
-			if id.m == m && !yield(element{id, old}) {
-				return
-			}
-		}
-	}
-}
-
-// spare keeps from being pruned what is about frontends that were there and that
-// some service wants: endpoints of one that failed, say. Hairpins are of any. It reports
-// whether that leaves something that no service wants.
-func (f *pass) spare() (leaves bool) {
-	leaves = len(f.stale) > 0 || len(f.left) > 0
+// keepOfFailed claims the elements that failed services may still need: those of frontends
+// that some service wants, and all hairpins. It reports whether the table then has anything
+// that no service wants.
+func (f *pass) keepOfFailed() (leaves bool) {
+	leaves = len(f.stale) > 0
 	for m, s := range f.snapshots {
-		switch m.kind {
-		case nodeFrontends, affinityChains, nodeAffinityChains, endpoints, nodeEndpoints:
-			for e := range s.stale() {
+		leaves = leaves || slices.Contains(s.claims, returned)
+		for e := range s.upTo(unclaimed) {
+			keep := m.kind == hairpins
+			if nodeFrontends <= m.kind && m.kind <= nodeEndpoints {
 				frontend := e.frontend()
-				if f.snapshots[frontend.m].taken(&frontend) {
-					s.take(&e.elementID)
-					leaves = true
-				}
+				keep = f.snapshots[frontend.m].wanted(&frontend)
 			}
-		case hairpins:
-			for e := range s.stale() {
-				s.take(&e.elementID)
+			if keep {
+				s.claim(&e.elementID)
 				leaves = true
 			}
 		}
@@ -317,29 +268,16 @@ func (f *pass) spare() (leaves bool) {
 	return leaves
 }
 
-// rangesByFrontend returns the source ranges that there are.
-func rangesByFrontend(snapshots map[mapID]*snapshot) map[elementID][]element {
-	ranges := map[elementID][]element{}
-	for m, s := range snapshots {
-		if m.kind == sources {
-			for e := range s.all() {
-				ranges[e.frontend()] = append(ranges[e.frontend()], e)
-			}
-		}
-	}
-	return ranges
-}
-
-// tidyChains gives the chains of classes the rules that they should have, and removes those
-// that nothing leads to.
+// tidyChains repairs the rules of shared chains, makes missing ones, and deletes chains that
+// nothing leads to.
 func (t *table) tidyChains(ctx context.Context) error {
 	maps.Copy(t.state.rules, t.skeleton)
-	chains, err := t.conn.digests(ctx)
+	l, err := t.conn.inspect(ctx, t.conn.table)
 	if err != nil {
 		return err
 	}
 	var others []string
-	for name, is := range chains {
+	for name, is := range l.chains {
 		if _, ok := t.state.rules[name]; ok {
 			continue
 		}
@@ -350,8 +288,8 @@ func (t *table) tidyChains(ctx context.Context) error {
 		}
 	}
 	var missing []sharedChain
-	for c, use := range t.state.shared {
-		if use.frontends > 0 && (!use.made || chains[c.name()] != t.state.rules[c.name()]) {
+	for c := range t.state.frontends {
+		if !t.state.made[c] || l.chains[c.name()] != t.state.rules[c.name()] {
 			missing = append(missing, c)
 		}
 	}
@@ -366,13 +304,23 @@ func (t *table) tidyChains(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("make the chains of table inet %s: %w", t.conn.table, err)
 	}
-	for _, c := range missing {
-		if !t.state.shared[c].made {
-			t.state.sharedChainMade(c)
+	t.state.chainsMade(missing)
+	t.state.chainsDeleted(unused)
+	return nil
+}
+
+// ownObjects returns the chains and sets of single services, by name.
+func (l *listing) ownObjects() map[string]object {
+	own := map[string]object{}
+	for name := range l.hooks {
+		if isOwn(name) {
+			own[name] = object{name: name}
 		}
 	}
-	for _, c := range unused {
-		t.state.sharedChainDeleted(c)
+	for name := range l.sets {
+		if isOwn(name) {
+			own[name] = object{name: name, family: api.IPv4} // a set; the family does not matter
+		}
 	}
-	return nil
+	return own
 }

@@ -11,44 +11,46 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// op is what becomes of one element.
+// op is the change of one element.
 type op struct {
 	elementID
 	hasOld, hasNew bool
 	old, new       value
-	// wanted is by how much the number of those who want the element changes, if
-	// its map is shared. hasOld and hasNew follow from it when the op is applied.
+	// wanted is the change of the number of services that want the element, if its map is
+	// shared. hasOld and hasNew follow from it when the op is applied.
 	wanted int
-	// looked says that hasOld and old were read from the kernel, and taken that they are
-	// those that the table had when the pass began.
-	looked, taken bool
-	// part is the part of the patch that the op belongs to.
+	// checked: hasOld and old were read from the kernel when it refused the op.
+	checked bool
+	// claimed: old is the value that the pass read, see pass.claim.
+	claimed bool
+	// part is the number of the part of the patch that the op belongs to.
 	part int
 }
 
-// patch is the difference that a change of services makes, element by element.
-// Services between which an element goes over are one part of it: their changes
-// take effect together or not at all.
+// patch is the difference that a change of services makes, element by element. It has a part
+// for each service. If an element moves between services, it joins their parts, so that
+// their changes take effect together or not at all.
 type patch struct {
-	ops   []op
-	index map[elementID]int
-	// objects are by name, which says what service they are of.
+	ops   []*op
+	block []op // memory for the next ops
+	index map[elementID]*op
+	// objects are by name, which says what service has the object.
 	objects map[string]*objectOp
-	// services are the services of each part, and parent is where a part was
-	// joined to, itself if it was not.
+	// services are the services of each part.
 	services [][]types.NamespacedName
-	parent   []int
+	// parent is the part that a part was joined to, itself if it was not joined.
+	parent []int
 }
 
-func newPatch() *patch { return &patch{index: map[elementID]int{}, objects: map[string]*objectOp{}} }
+func newPatch() *patch { return &patch{index: map[elementID]*op{}, objects: map[string]*objectOp{}} }
 
-// begin begins the part of a service: what is added and removed from now on is
-// for it.
+// begin begins the part of a service. The changes that follow belong to it.
 func (p *patch) begin(key types.NamespacedName) {
 	p.parent = append(p.parent, len(p.parent))
 	p.services = append(p.services, []types.NamespacedName{key})
 }
 
+// root returns the part that a part was joined to.
 func (p *patch) root(part int) int {
 	for p.parent[part] != part {
 		p.parent[part] = p.parent[p.parent[part]]
@@ -57,21 +59,26 @@ func (p *patch) root(part int) int {
 	return part
 }
 
-// op returns the op of an element, and makes its part one with the current one.
+// op returns the op of an element. If the op belongs to another part, it joins the current
+// part to that one.
 func (p *patch) op(id elementID) *op {
 	current := p.root(len(p.parent) - 1)
-	i, ok := p.index[id]
+	o, ok := p.index[id]
 	if !ok {
-		i = len(p.ops)
-		p.index[id] = i
-		p.ops = append(p.ops, op{elementID: id, part: current})
-		return &p.ops[i]
+		if len(p.block) == cap(p.block) {
+			p.block = make([]op, 0, min(max(2*cap(p.block), 16), 1024))
+		}
+		p.block = append(p.block, op{elementID: id, part: current})
+		o = &p.block[len(p.block)-1]
+		p.index[id] = o
+		p.ops = append(p.ops, o)
+		return o
 	}
-	if other := p.root(p.ops[i].part); other != current {
+	if other := p.root(o.part); other != current {
 		p.parent[current] = other
 		p.services[other] = append(p.services[other], p.services[current]...)
 	}
-	return &p.ops[i]
+	return o
 }
 
 // remove notes that the service had e.
@@ -84,7 +91,7 @@ func (p *patch) remove(e element) {
 	o.hasOld, o.old = true, e.value
 }
 
-// add notes that the service gets e.
+// add notes that the service wants e.
 func (p *patch) add(e element) {
 	o := p.op(e.elementID)
 	if e.m.shared() {
@@ -94,27 +101,27 @@ func (p *patch) add(e element) {
 	o.hasNew, o.new = true, e.value
 }
 
-// disown and own note that the service had, and gets, an object.
-func (p *patch) disown(o object) { p.object(o).old = &o }
-func (p *patch) own(o object)    { p.object(o).new = &o }
+// removeObject notes that the service had o, and addObject that it wants o.
+func (p *patch) removeObject(o object) { p.objectOp(o.name).old = &o }
+func (p *patch) addObject(o object)    { p.objectOp(o.name).new = &o }
 
-func (p *patch) object(o object) *objectOp {
-	op, ok := p.objects[o.name]
+func (p *patch) objectOp(name string) *objectOp {
+	o, ok := p.objects[name]
 	if !ok {
-		op = &objectOp{part: len(p.parent) - 1}
-		p.objects[o.name] = op
+		o = &objectOp{part: len(p.parent) - 1}
+		p.objects[name] = o
 	}
-	return op
+	return o
 }
 
-// part is what takes effect together.
+// part is a set of changes that take effect together.
 type part struct {
 	services []types.NamespacedName
-	ops      []op
+	ops      []*op
 	objects  []objectOp
 }
 
-// size is how many elements and rules p changes at most.
+// size returns the largest number of elements and rules that p changes.
 func (p *part) size() int {
 	n := len(p.ops)
 	for _, o := range p.objects {
@@ -125,24 +132,24 @@ func (p *part) size() int {
 	return n
 }
 
-// parts returns the parts of p that change something.
+// parts returns the parts of p that change anything. Objects are sorted by name.
 func (p *patch) parts() []part {
 	var parts []part
-	at := map[int]int{} // where in parts a part is
+	index := map[int]int{} // from the number of a part to its place in parts
 	partOf := func(number int) *part {
 		root := p.root(number)
-		i, ok := at[root]
+		i, ok := index[root]
 		if !ok {
 			i = len(parts)
-			at[root] = i
+			index[root] = i
 			parts = append(parts, part{services: p.services[root]})
 		}
 		return &parts[i]
 	}
-	for i := range p.ops {
-		if o := &p.ops[i]; o.changes() {
+	for _, o := range p.ops {
+		if o.changes() {
 			part := partOf(o.part)
-			part.ops = append(part.ops, *o)
+			part.ops = append(part.ops, o)
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(p.objects)) {
@@ -154,7 +161,7 @@ func (p *patch) parts() []part {
 	return parts
 }
 
-// changes reports whether o may change something.
+// changes reports whether o may change anything.
 func (o *op) changes() bool {
 	if o.m.shared() {
 		return o.wanted != 0

@@ -12,56 +12,51 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// planner turns views into elements. It is pure but for its memory of names.
+// planner turns views into elements. Its results depend on its fields and arguments only.
 type planner struct {
-	// nodeAddrs are the node's addresses, for source ranges that admit it, and admitsNode
-	// says that some service has such ranges.
+	// nodeAddrs are the node's addresses, which source ranges may admit. admitsNode: some
+	// service has source ranges.
 	nodeAddrs  []netip.Addr
 	admitsNode bool
-	// names are the chains of classes seen.
+	// names caches the names of shared chains.
 	names map[sharedChain]string
 }
 
 func newPlanner() *planner { return &planner{names: map[sharedChain]string{}} }
 
-// plan emits the elements that se needs, each once unless its map is shared, and the
-// objects, perhaps several times. Of a nil se there are none.
-func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), own func(object)) {
+// plan emits the elements and the objects that se needs, none if se is nil. It emits each
+// element of a map that is not shared once, others and objects perhaps several times.
+func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), emitObject func(object)) {
 	if se == nil {
 		return
 	}
 	for f := range nodeview.Frontends(se) {
-		p.frontend(se, &f, emit, own)
+		p.planFrontend(se, &f, emit, emitObject)
 	}
 	for _, ip := range [...][]netip.Addr{se.Service.IPs.ClusterIPs.V4, se.Service.IPs.ClusterIPs.V6} {
 		for _, a := range ip {
-			p.member(mapID{kind: clusterIPs}, a, emit)
+			emit(addressElement(clusterIPs, a))
 		}
 	}
 	for i := range se.Endpoints {
 		if e := &se.Endpoints[i]; e.Local {
-			p.hairpins(se, e, emit)
+			planHairpins(se, e, emit)
 		}
 	}
 }
 
-func (p *planner) frontend(se *api.ServiceEndpoints, f *nodeview.Frontend, emit func(element), own func(object)) {
-	c := sharedChain{
-		match:      matchOf(f),
-		family:     f.Family,
-		filtered:   f.Sources.Restricted,
-		masquerade: f.Masquerade,
-	}
+func (p *planner) planFrontend(se *api.ServiceEndpoints, f *nodeview.Frontend, emit func(element), emitObject func(object)) {
+	c := sharedChain{match: matchOf(f), family: f.Family, filtered: f.Sources.Restricted, masquerade: f.Masquerade}
 	list := "external"
 	if f.Kind == nodeview.ClusterIP {
 		list = "internal"
 	}
-	p.traffic(se, c, f, list, &f.Elsewhere, emit, own)
+	p.planTraffic(se, c, f, list, &f.Elsewhere, emit, emitObject)
 	if f.Masquerade == nodeview.MasqueradeNode {
-		p.traffic(se, sharedChain{match: c.match, family: f.Family, fromNode: true}, f, "cluster", &f.Node, emit, own)
+		p.planTraffic(se, sharedChain{match: c.match, family: f.Family, fromNode: true}, f, "cluster", &f.Node, emit, emitObject)
 	}
 	if f.Sources.Restricted {
-		p.sources(c.match, f, emit)
+		p.planSources(c.match, f, emit)
 	}
 }
 
@@ -76,41 +71,36 @@ func matchOf(f *nodeview.Frontend) match {
 	}
 }
 
-// traffic emits what leads some of f's traffic where t says. list is what the list
-// of endpoints is called.
-func (p *planner) traffic(se *api.ServiceEndpoints, c sharedChain, f *nodeview.Frontend, list string, t *nodeview.Traffic, emit func(element), own func(object)) {
+// planTraffic emits the elements that lead traffic of f to the targets of t, through the
+// chain c. list names the list of targets in the names of objects.
+func (p *planner) planTraffic(se *api.ServiceEndpoints, c sharedChain, f *nodeview.Frontend, list string, t *nodeview.Traffic, emit func(element), emitObject func(object)) {
 	c.verdict = t.Verdict
 	targets := t.Endpoints[:min(len(t.Endpoints), maxEndpoints)]
 	switch {
 	case c.verdict != nodeview.Forward:
 	case f.Affinity > 0:
 		c.affinity = true
-		e, _ := frontendKey(c.mapOf(affinityChains), f)
-		e.chain = p.affinity(se, f, list, targets, own)
+		e, _ := frontendElement(c.mapOf(affinityChains), f)
+		e.chain = planAffinity(se, f, list, targets, emitObject)
 		emit(e)
 	default:
 		c.endpoints = len(targets)
 	}
-	e, _ := frontendKey(c.mapOf(frontends), f)
-	e.chain, e.comment = p.chain(c), comment(se, f)
+	e, _ := frontendElement(c.mapOf(frontends), f)
+	e.chain, e.comment = p.nameOf(c), comment(se, f)
 	binary.NativeEndian.PutUint32(e.data[:], c.number())
 	emit(e)
-
-	if c.endpoints == 0 {
-		return
-	}
-	e, at := frontendKey(c.mapOf(endpoints), f)
-	for i := range targets {
-		w := keyWriter{&e.elementID, at}
-		w.slot(i)
-		e.value = target(targets[i].Addr, targets[i].Port)
-		emit(e)
+	for i := range c.endpoints {
+		emit(element{endpointID(c.mapOf(endpoints), f, i), endpointValue(targets[i].Addr, targets[i].Port)})
 	}
 }
 
-// maxEndpoints is how many endpoints of a service get traffic: the number of a class has room
-// for no more.
+// maxEndpoints limits the endpoints of a frontend that get traffic: the number of a shared
+// chain has 20 bits for them.
 const maxEndpoints = 1<<20 - 1
+
+// maxComment is the length of the longest comment that nft loads.
+const maxComment = 127
 
 // comment names the service port of f.
 func comment(se *api.ServiceEndpoints, f *nodeview.Frontend) string {
@@ -121,34 +111,26 @@ func comment(se *api.ServiceEndpoints, f *nodeview.Frontend) string {
 	return s[:min(len(s), maxComment)]
 }
 
-// maxComment is the length of the longest comment that nft loads.
-const maxComment = 127
-
-// frontendKey returns an element of m whose key begins with f, and where the
-// rest of the key goes.
-func frontendKey(m mapID, f *nodeview.Frontend) (element, int) {
-	e := element{elementID: elementID{m: m}}
-	w := keyWriter{id: &e.elementID}
-	if m.match != matchNodePort {
-		w.addr(f.Addr)
+// nameOf returns the name of c.
+func (p *planner) nameOf(c sharedChain) string {
+	name, ok := p.names[c]
+	if !ok {
+		name = c.name()
+		p.names[c] = name
 	}
-	if m.match != matchAddress {
-		w.protocol(f.Protocol)
-		w.port(f.Port)
-	}
-	return e, w.at
+	return name
 }
 
-// sources emits who gets in. The kernel refuses ranges that overlap, which
-// prefixes only do where one contains the other.
-func (p *planner) sources(s match, f *nodeview.Frontend, emit func(element)) {
+// planSources emits the source ranges that f admits. The kernel refuses ranges that overlap,
+// so planSources leaves out prefixes that another prefix contains.
+func (p *planner) planSources(s match, f *nodeview.Frontend, emit func(element)) {
 	p.admitsNode = true
 	prefixes := f.Sources.Prefixes(p.nodeAddrs)
 	for i, prefix := range prefixes {
 		if containedInOther(prefixes, i) {
 			continue
 		}
-		e, at := frontendKey(mapID{sources, s, f.Family}, f)
+		e, at := frontendElement(mapID{sources, s, f.Family}, f)
 		w := keyWriter{&e.elementID, at}
 		w.addr(prefix.Masked().Addr())
 		e.key[maxKey-1] = byte(prefix.Bits())
@@ -156,8 +138,8 @@ func (p *planner) sources(s match, f *nodeview.Frontend, emit func(element)) {
 	}
 }
 
-// containedInOther reports whether another prefix contains prefixes[i]; of equal
-// ones the first counts.
+// containedInOther reports whether another prefix contains prefixes[i]. Of equal prefixes
+// the first contains the others.
 func containedInOther(prefixes []netip.Prefix, i int) bool {
 	for j, other := range prefixes {
 		if j != i && other.Overlaps(prefixes[i]) &&
@@ -168,9 +150,8 @@ func containedInOther(prefixes []netip.Prefix, i int) bool {
 	return false
 }
 
-// hairpins emits that connections from the endpoint e to itself through the service are
-// masqueraded.
-func (p *planner) hairpins(se *api.ServiceEndpoints, e *api.Endpoint, emit func(element)) {
+// planHairpins emits elements that masquerade connections from the endpoint e to itself.
+func planHairpins(se *api.ServiceEndpoints, e *api.Endpoint, emit func(element)) {
 	emitOne := func(s match, protocol api.Protocol, port int32) {
 		h := element{elementID: elementID{m: mapID{hairpins, s, api.FamilyOf(e.Addr)}}}
 		w := keyWriter{id: &h.elementID}
@@ -192,27 +173,4 @@ func (p *planner) hairpins(se *api.ServiceEndpoints, e *api.Endpoint, emit func(
 			emitOne(matchService, p.Protocol, port)
 		}
 	}
-}
-
-// member emits that a is in the set m of its family.
-func (p *planner) member(m mapID, a netip.Addr, emit func(element)) {
-	emit(addressElement(m, a))
-}
-
-func addressElement(m mapID, a netip.Addr) element {
-	m.family = api.FamilyOf(a)
-	e := element{elementID: elementID{m: m}}
-	w := keyWriter{id: &e.elementID}
-	w.addr(a)
-	return e
-}
-
-// chain returns the name of a class's chain, or verdict, and remembers it.
-func (p *planner) chain(c sharedChain) string {
-	name, ok := p.names[c]
-	if !ok {
-		name = c.name()
-		p.names[c] = name
-	}
-	return name
 }

@@ -11,11 +11,29 @@ import (
 
 	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"golang.org/x/sys/unix"
 )
 
-// reg returns the register of four octets with that number, as the kernel has it in its
-// listings. Data and keys that are longer take the registers that follow.
+// encodeRules returns rules in the encoding of netlink.
+func encodeRules(rules ...[]expr.Any) []string {
+	encoded := make([]string, len(rules))
+	for i, rule := range rules {
+		var w netfilter.Builder
+		for _, e := range rule {
+			b, err := expr.Marshal(unix.NFPROTO_INET, e)
+			if err != nil {
+				panic(err) // this package makes the expressions and their data
+			}
+			w.Bytes(unix.NFTA_LIST_ELEM|unix.NLA_F_NESTED, b...)
+		}
+		encoded[i] = string(w.Encoded())
+	}
+	return encoded
+}
+
+// reg returns the register of four octets with that number, in the form in which the kernel
+// lists it. Longer data and keys take the following registers as well.
 func reg(number int) uint32 {
 	if number%4 == 0 {
 		return uint32(unix.NFT_REG_1 + number/4)
@@ -46,8 +64,8 @@ func matchFamily(family api.Family) []expr.Any {
 	return []expr.Any{loadMeta(expr.MetaKeyNFPROTO), equal(nfproto(family))}
 }
 
-// loadSource and loadDestination load an address into a register. They return the register
-// behind it.
+// loadSource and loadDestination load an address into a register. They return the next free
+// register.
 func loadSource(family api.Family, register int) (expr.Any, int) {
 	return loadAddress(family, register, map[api.Family]uint32{api.IPv4: 12, api.IPv6: 8}[family])
 }
@@ -61,8 +79,8 @@ func loadAddress(family api.Family, register int, offset uint32) (expr.Any, int)
 	return &expr.Payload{DestRegister: reg(register), Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: n}, register + int(n/4)
 }
 
-// loadProtocolAndPort loads the protocol and the destination port. It returns the register
-// behind them.
+// loadProtocolAndPort loads the protocol and the destination port. It returns the next free
+// register.
 func loadProtocolAndPort(register int) ([]expr.Any, int) {
 	return []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg(register)},
@@ -70,8 +88,8 @@ func loadProtocolAndPort(register int) ([]expr.Any, int) {
 	}, register + 2
 }
 
-// loadFrontend loads a packet's destination as frontends of a scope have it in their keys.
-// It returns the register behind it.
+// loadFrontend loads a packet's destination, in the form of a frontend's key. It returns the
+// next free register.
 func loadFrontend(s match, family api.Family) (load []expr.Any, register int) {
 	if s != matchNodePort {
 		var address expr.Any
@@ -86,26 +104,27 @@ func loadFrontend(s match, family api.Family) (load []expr.Any, register int) {
 	return load, register
 }
 
-// in matches what is in the set m, and lookup loads what it leads to in the map m.
+// in matches keys in the set m.
 func in(m mapID) expr.Any { return &expr.Lookup{SourceRegister: reg(0), SetName: m.name()} }
 
+// lookup loads the data of a key in the map m.
 func lookup(m mapID) expr.Any {
 	return &expr.Lookup{SourceRegister: reg(0), DestRegister: reg(0), IsDestRegSet: true, SetName: m.name()}
 }
 
-// vmap gives the verdict that the map m has.
+// vmap applies the verdict of a key in the map m.
 func vmap(m mapID) expr.Any {
 	return &expr.Lookup{SourceRegister: reg(0), DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true, SetName: m.name()}
 }
 
-// lookupVerdict returns a rule that gives the verdict that a packet's destination has.
+// lookupVerdict returns a rule that applies the verdict of a packet's destination in m.
 func lookupVerdict(m mapID) []expr.Any {
 	load, _ := loadFrontend(m.match, m.family)
 	return append(append(matchFamily(m.family), load...), vmap(m))
 }
 
-// lookupSharedChain returns a rule that goes to the chain of the class that a packet's destination
-// has. Node ports are served at some addresses only.
+// lookupSharedChain returns a rule that goes to the shared chain of a packet's destination.
+// Node ports match at some addresses only.
 func lookupSharedChain(m mapID) []expr.Any {
 	rule := matchFamily(m.family)
 	if m.match == matchNodePort {
@@ -121,8 +140,8 @@ func lookupSharedChain(m mapID) []expr.Any {
 	return append(rule, lookup(m), setMeta(expr.MetaKeyPRIORITY), loadMeta(expr.MetaKeyPRIORITY), vmap(toChain))
 }
 
-// translate returns the rule that sends a new connection to the endpoint in the slot that
-// was drawn.
+// translate returns the rule that sends a new connection to the endpoint in the selected
+// slot.
 func translate(m mapID) []expr.Any {
 	load, register := loadFrontend(m.match, m.family)
 	rule := append(matchFamily(m.family), load...)
@@ -133,8 +152,8 @@ func translate(m mapID) []expr.Any {
 	return append(rule, natTo(m.family, 0, m.addrLen()/4))
 }
 
-// natTo translates the destination to the address in a register, and to the port in another
-// unless that is 0.
+// natTo translates the destination to the address in one register and the port in another.
+// If port is 0, the port of a packet stays.
 func natTo(family api.Family, address, port int) expr.Any {
 	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(nfproto(family)), RegAddrMin: reg(address), RegAddrMax: reg(address)}
 	if port != 0 {
@@ -143,7 +162,7 @@ func natTo(family api.Family, address, port int) expr.Any {
 	return nat
 }
 
-// hairpin returns the rule that masquerades connections of endpoints to themselves.
+// hairpin returns the rule that masquerades connections from endpoints to themselves.
 func hairpin(s match, family api.Family) []expr.Any {
 	source, register := loadSource(family, 0)
 	destination, register := loadDestination(family, register)
@@ -160,13 +179,13 @@ func hairpin(s match, family api.Family) []expr.Any {
 	return append(rule, in(mapID{hairpins, s, family}), &expr.Masq{FullyRandom: true})
 }
 
-// ipsDstNAT is the bit of a connection's status that says that its destination is translated.
+// ipsDstNAT is the status bit of connections with a translated destination.
 const ipsDstNAT = 1 << 5
 
-// native returns a number as the kernel has it in registers.
+// native returns a number in the byte order of registers.
 func native(v uint32) []byte { return binary.NativeEndian.AppendUint32(nil, v) }
 
-// mark returns expressions that keep the bits of mask in the packet mark and flip those of xor.
+// mark loads the packet mark, keeps the bits of mask, and then flips the bits of xor.
 func mark(mask, xor uint32) []expr.Any {
 	return []expr.Any{
 		loadMeta(expr.MetaKeyMARK),
@@ -174,8 +193,8 @@ func mark(mask, xor uint32) []expr.Any {
 	}
 }
 
-// fromInterface matches packets that come in through an interface. A name that ends in "*"
-// stands for all that begin so.
+// fromInterface matches packets that arrive through an interface. A name that ends in "*" is
+// a prefix of names.
 func fromInterface(name string) []expr.Any {
 	data := make([]byte, unix.IFNAMSIZ)
 	copy(data, name)
@@ -185,7 +204,7 @@ func fromInterface(name string) []expr.Any {
 	return []expr.Any{loadMeta(expr.MetaKeyIIFNAME), equal(data...)}
 }
 
-// fromPrefix and toPrefix match packets whose source or destination is in a prefix.
+// fromPrefix matches packets with a source in prefix, toPrefix those with a destination in it.
 func fromPrefix(prefix netip.Prefix) []expr.Any { return matchPrefix(prefix, loadSource) }
 func toPrefix(prefix netip.Prefix) []expr.Any   { return matchPrefix(prefix, loadDestination) }
 

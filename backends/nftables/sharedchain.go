@@ -15,32 +15,33 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// class is all that a frontend's chain has to know. Frontends of one class share
-// a chain, which is made with the first of them. How many there are depends on how
-// many numbers of endpoints occur, not on how many services there are.
+// sharedChain is a chain that frontends share: those of one match and family whose packets
+// are handled alike. The first of these frontends makes the chain. The number of chains
+// depends on how many different numbers of endpoints there are, not on the number of
+// services.
 //
-// The kernel validates all elements that lead to chains in each transaction that adds one
-// of them. So a frontend has the number of its class, as data, and the numbers lead to
-// chains: few elements, which seldom change.
+// The kernel validates all elements that lead to chains in each transaction that adds one of
+// them. So the element of a frontend has the number of its chain, as data. A small map, whose
+// elements seldom change, leads from the numbers to the chains.
 type sharedChain struct {
 	match  match
 	family api.Family
-	// here says that it is for packets that start on this node, which have
-	// been through the rules of the frontend's other chain.
+	// fromNode: the chain is for packets that this node sends. They have passed the rules of
+	// the frontend's other chain.
 	fromNode bool
-	// filtered: only from some sources.
+	// filtered: the frontend has source ranges.
 	filtered   bool
 	masquerade nodeview.Masquerade
 	verdict    nodeview.Verdict
-	// affinity: clients keep their endpoints, so the service has chains of its own.
+	// affinity: the services have session affinity, so each has chains of its own.
 	affinity bool
-	// endpoints is their number, if the verdict is Forward and there is no affinity.
+	// endpoints is the number of endpoints if the verdict is Forward without affinity.
 	endpoints int
 }
 
-// Numbers of classes and slots are carried in the packet's priority, from one rule to the
-// next: nft has no words for a map looked up by the result of another. These are between
-// firstPriority and lastPriority. The postrouting chain takes them off.
+// Numbers of chains and slots are in the packet's priority between one rule and the next,
+// because nft has no syntax for a map that is looked up by the result of another lookup. They
+// are between firstPriority and lastPriority. The chain postrouting resets the priority.
 const (
 	firstPriority = 0x7000_0001
 	lastPriority  = 0x7fff_ffff
@@ -48,27 +49,26 @@ const (
 	firstSlot = 0x7f00_0001
 )
 
-// number returns the number of the class, which is unique among those that the same map
-// leads to.
+// number returns the number of the chain. It is unique for each match, family and fromNode.
 func (c sharedChain) number() uint32 {
-	kind := uint32(c.masquerade) << 3
+	bits := uint32(c.masquerade) << 3
 	switch {
 	case c.verdict == nodeview.Drop:
-		kind |= 1
+		bits |= 1
 	case c.verdict == nodeview.Reject:
-		kind |= 2
+		bits |= 2
 	case c.affinity:
-		kind |= 3
+		bits |= 3
 	}
 	if c.filtered {
-		kind |= 4
+		bits |= 4
 	}
 	// nft does not load a number with 0 behind its colon.
-	return 0x7000_0000 | kind<<20 | uint32(max(c.endpoints, 1))
+	return 0x7000_0000 | bits<<20 | uint32(max(c.endpoints, 1))
 }
 
-// sharedChainOf returns the class whose number an element has, and false if there is none, as in
-// maps other than those of frontends and classes.
+// sharedChainOf returns the chain whose number an element has. It is not ok if the element
+// has no such number, as in other maps than those of frontends and shared chains.
 func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 	var number uint32
 	switch id.m.kind {
@@ -79,10 +79,11 @@ func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 	default:
 		return c, false
 	}
-	c = sharedChain{match: id.m.match, family: id.m.family, fromNode: id.m.kind == nodeFrontends || id.m.kind == nodeSharedChains}
-	kind := number >> 20 & 0xff
-	c.masquerade, c.filtered = nodeview.Masquerade(kind>>3), kind&4 != 0
-	switch kind & 3 {
+	fromNode := id.m.kind == nodeFrontends || id.m.kind == nodeSharedChains
+	c = sharedChain{match: id.m.match, family: id.m.family, fromNode: fromNode}
+	bits := number >> 20 & 0xff
+	c.masquerade, c.filtered = nodeview.Masquerade(bits>>3), bits&4 != 0
+	switch bits & 3 {
 	case 0:
 		c.endpoints = int(number & 0xfffff)
 	case 1:
@@ -95,8 +96,11 @@ func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 	return c, c.number() == number && c.masquerade <= nodeview.MasqueradeNode
 }
 
-// chain returns what a frontend of the class leads to: a chain of this name, or
-// a verdict that needs no chain of its own.
+// rejectChain is the chain of the skeleton that rejects packets.
+const rejectChain = "reject-chain"
+
+// name returns the name of the chain. If the verdict needs no other rules, that is drop or
+// rejectChain.
 func (c sharedChain) name() string {
 	if !c.filtered && (c.fromNode || c.masquerade != nodeview.MasqueradeNode) {
 		switch c.verdict {
@@ -134,22 +138,19 @@ func (c sharedChain) name() string {
 	return b.String()
 }
 
-// rejectChain is the chain of the skeleton that rejects.
-const rejectChain = "reject-chain"
-
-// hasRules reports whether the class has a chain of its own.
+// hasRules reports whether the chain has rules of its own.
 func (c sharedChain) hasRules() bool { return c.name() != drop && c.name() != rejectChain }
 
-// mapOf returns the map of the class's match and family with that role, or with the role
-// behind it if the class is one of packets that start on this node.
-func (c sharedChain) mapOf(r mapKind) mapID {
+// mapOf returns the map of that kind, or of the kind for packets that this node sends, that
+// the chain's frontends use.
+func (c sharedChain) mapOf(kind mapKind) mapID {
 	if c.fromNode {
-		r++
+		kind++
 	}
-	return mapID{r, c.match, c.family}
+	return mapID{kind, c.match, c.family}
 }
 
-// element returns the element that leads from the number of the class to its chain.
+// element returns the element that leads from the number of the chain to the chain.
 func (c sharedChain) element() element {
 	e := element{elementID: elementID{m: c.mapOf(sharedChains)}, value: value{chain: c.name()}}
 	w := keyWriter{id: &e.elementID}
@@ -157,31 +158,31 @@ func (c sharedChain) element() element {
 	return e
 }
 
-// makeSharedChain adds messages that make a class, and deleteSharedChains those that delete some.
+// makeSharedChain adds messages that make a chain and its element.
 func (w *wire) makeSharedChain(c sharedChain) {
 	if c.hasRules() {
-		w.makeChain(c.name(), c.rules())
+		w.makeChain(c.name(), c.encodedRules())
 	}
-	w.allElements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{c.element()})
+	w.elements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{c.element()})
 }
 
+// deleteSharedChains adds messages that delete chains and their elements.
 func (w *wire) deleteSharedChains(list []sharedChain) {
 	var elements []element
-	var chains []string
+	var names []string
 	for _, c := range list {
 		elements = append(elements, c.element())
 		if c.hasRules() {
-			chains = append(chains, c.name())
+			names = append(names, c.name())
 		}
 	}
-	w.allElements(unix.NFT_MSG_DELSETELEM, 0, elements)
-	w.deleteChains(chains)
+	w.elements(unix.NFT_MSG_DELSETELEM, 0, elements)
+	w.deleteChains(names)
 }
 
-// rules returns the rules of the class's chain, encoded.
-func (c sharedChain) rules() []string { return encodeRules(c.expressions()...) }
+func (c sharedChain) encodedRules() []string { return encodeRules(c.rules()...) }
 
-func (c sharedChain) expressions() [][]expr.Any {
+func (c sharedChain) rules() [][]expr.Any {
 	var rules [][]expr.Any
 	if c.filtered {
 		rules = append(rules, jump(matchNames[c.match]+"-sources"))

@@ -12,21 +12,33 @@ import (
 	"time"
 )
 
-// snapshot is what the kernel had in one of its maps when it was read. Hundreds of
-// thousands of elements are common, so they are kept as records in one piece.
+// snapshot has the elements that the kernel had in one map when it was read. Hundreds of
+// thousands of elements are common, so a snapshot keeps them as records in one string.
 type snapshot struct {
 	m mapID
-	// records are of keyLen, one octet for a prefix, and then dataLen octets, or four
-	// that say which of values it is.
+	// A record has a key of keyLen octets, one octet for the length of a prefix, and then
+	// dataLen octets, or four octets with an index of values.
 	records string
 	values  []value
 	// index leads from a key to its record. Its keys are parts of records.
 	index map[string]int
-	// takenBits say which records have been taken.
-	takenBits []uint64
-	// foreign are elements that this package did not make.
-	foreign []foreign
+	// claims has the claim of each record.
+	claims []claim
+	// foreign has the encoded elements that this package could not have made.
+	foreign [][]byte
 }
+
+// claim says what the pass knows about an element that the kernel had before the pass.
+type claim uint8
+
+const (
+	// unclaimed: no service has wanted the element so far.
+	unclaimed claim = iota
+	// returned: a service wanted the element and failed. The kernel still has it.
+	returned
+	// claimed: a service has it, or it must stay.
+	claimed
+)
 
 func (s *snapshot) keySize() int { return s.m.keyLen() + 1 }
 
@@ -39,27 +51,26 @@ func (s *snapshot) size() int {
 
 func (s *snapshot) len() int { return len(s.records) / s.size() }
 
-// readSnapshot reads a map. The kernel tells a long one piece by piece and counts what
-// it has told: if it moves the elements to a larger or smaller hash table meanwhile,
-// some come twice and as many not at all.
+// readSnapshot reads a map. The kernel answers in pieces and counts the elements that it
+// has sent. If it resizes the hash table meanwhile, it sends some elements twice and misses
+// as many, so readSnapshot repeats a dump with duplicates.
 func readSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	for attempt := 0; ; attempt++ {
-		s, err := readOnce(ctx, c, m)
-		if err != nil || len(s.index) == s.len() || attempt == maxResizeAttempts {
+		s, err := dumpSnapshot(ctx, c, m)
+		if err != nil || len(s.index) == s.len() || attempt == maxDumpRetries {
 			return s, err
 		}
-		if err := pause(ctx, attempt); err != nil {
+		if err := waitForResize(ctx, attempt); err != nil {
 			return nil, err
 		}
 	}
 }
 
-// maxResizeAttempts limits how often a map is read again that may have been read while the
-// kernel made it larger or smaller.
-const maxResizeAttempts = 6
+// maxDumpRetries limits retries of a dump that raced with a hash-table resize.
+const maxDumpRetries = 6
 
-// pause waits until such a thing may be over: 2 ms at first, 64 in the end.
-func pause(ctx context.Context, attempt int) error {
+// waitForResize waits before a dump is repeated: 2 ms at first, 64 ms in the end.
+func waitForResize(ctx context.Context, attempt int) error {
 	select {
 	case <-ctx.Done():
 		return context.Cause(ctx)
@@ -68,13 +79,13 @@ func pause(ctx context.Context, attempt int) error {
 	}
 }
 
-func readOnce(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
+func dumpSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	s := &snapshot{m: m}
 	var records []byte
 	numbers := map[value]int{}
-	err := c.dump(ctx, m, func(e element, not foreign) {
-		if not != nil {
-			s.foreign = append(s.foreign, bytes.Clone(not))
+	err := c.dump(ctx, m, func(e element, foreign []byte) {
+		if foreign != nil {
+			s.foreign = append(s.foreign, bytes.Clone(foreign))
 			return
 		}
 		records = append(records, e.key[:m.keyLen()]...)
@@ -97,14 +108,14 @@ func readOnce(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	s.records = string(records)
 	n := s.len()
 	s.index = make(map[string]int, n)
-	s.takenBits = make([]uint64, (n+63)/64)
+	s.claims = make([]claim, n)
 	for i := range n {
 		s.index[s.records[i*s.size():i*s.size()+s.keySize()]] = i
 	}
 	return s, nil
 }
 
-// lookup returns the record of an element.
+// lookup returns the index of an element's record, ok false if there is none.
 func (s *snapshot) lookup(id *elementID) (i int, ok bool) {
 	if len(s.index) == 0 {
 		return 0, false
@@ -116,60 +127,55 @@ func (s *snapshot) lookup(id *elementID) (i int, ok bool) {
 	return i, ok
 }
 
-// take returns the value of an element that was not taken before.
-func (s *snapshot) take(id *elementID) (v value, ok bool) {
+// claim claims an element and returns its value. It is not ok if there is no such element
+// or if it was claimed before.
+func (s *snapshot) claim(id *elementID) (v value, ok bool) {
 	i, ok := s.lookup(id)
-	if !ok || s.isTaken(i) {
+	if !ok || s.claims[i] == claimed {
 		return v, false
 	}
-	s.takenBits[i/64] |= 1 << (i % 64)
-	return s.value(i), true
+	s.claims[i] = claimed
+	return s.element(i).value, true
 }
 
-// taken reports whether an element was there and has been taken.
-func (s *snapshot) taken(id *elementID) bool {
-	i, ok := s.lookup(id)
-	return ok && s.isTaken(i)
-}
-
-func (s *snapshot) isTaken(i int) bool { return s.takenBits[i/64]&(1<<(i%64)) != 0 }
-
-func (s *snapshot) value(i int) (v value) {
-	data := s.records[i*s.size()+s.keySize() : (i+1)*s.size()]
-	if s.m.leadsToChains() {
-		v = s.values[binary.NativeEndian.Uint32([]byte(data))]
-	} else {
-		copy(v.data[:], data)
+// giveBack notes that the service that claimed an element failed.
+func (s *snapshot) giveBack(id *elementID) {
+	if i, ok := s.lookup(id); ok {
+		s.claims[i] = returned
 	}
-	return v
+}
+
+// wanted reports whether an element is in the snapshot and a service wanted it.
+func (s *snapshot) wanted(id *elementID) bool {
+	i, ok := s.lookup(id)
+	return ok && s.claims[i] != unclaimed
 }
 
 func (s *snapshot) element(i int) element {
-	e := element{elementID: elementID{m: s.m}, value: s.value(i)}
-	key := s.records[i*s.size() : i*s.size()+s.keySize()]
-	copy(e.key[:], key[:len(key)-1])
-	e.key[maxKey-1] = key[len(key)-1]
+	e := element{elementID: elementID{m: s.m}}
+	record := s.records[i*s.size() : (i+1)*s.size()]
+	key, data := record[:s.keySize()-1], record[s.keySize():]
+	copy(e.key[:], key)
+	e.key[maxKey-1] = record[len(key)]
+	if s.m.leadsToChains() {
+		e.value = s.values[binary.NativeEndian.Uint32([]byte(data))]
+	} else {
+		copy(e.data[:], data)
+	}
 	return e
 }
 
-// all yields every element.
-func (s *snapshot) all() iter.Seq[element] {
+// upTo yields the elements whose claim is not above limit: unclaimed ones, those that failed
+// services wanted as well, or all.
+func (s *snapshot) upTo(limit claim) iter.Seq[element] {
 	return func(yield func(element) bool) {
-		for i := range s.len() {
-			if !yield(s.element(i)) {
+		for i := range s.claims {
+			if s.claims[i] <= limit && !yield(s.element(i)) {
 				return
 			}
 		}
 	}
 }
 
-// stale yields the elements that have not been taken.
-func (s *snapshot) stale() iter.Seq[element] {
-	return func(yield func(element) bool) {
-		for i := range s.len() {
-			if !s.isTaken(i) && !yield(s.element(i)) {
-				return
-			}
-		}
-	}
-}
+// all yields all elements.
+func (s *snapshot) all() iter.Seq[element] { return s.upTo(claimed) }

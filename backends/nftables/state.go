@@ -10,51 +10,41 @@ import (
 	"strings"
 )
 
-// state is what is known of a table without reading it: not the elements, but enough to
-// tell whether they are all there.
+// state is what the table contains, as far as it is known without reading. It has digests in
+// place of elements, which are enough to detect that elements changed.
 type state struct {
 	seed maphash.Seed
-	// digests are of each map's elements.
+	// digests has the digest of each map's elements.
 	digests map[mapID]digest
-	// classes are the classes that are there or that frontends have.
-	shared map[sharedChain]classUse
-	// rules are the digests of the rules that each chain should have.
+	// made has the shared chains that the kernel has.
+	made map[sharedChain]bool
+	// frontends counts the frontends of each shared chain that has any.
+	frontends map[sharedChain]int
+	// rules has the digest that each chain should have.
 	rules map[string]digest
-	// wanted is how many want each element of a shared map, and hold on top of that if
-	// a service that was not delivered in the pass may want it.
+	// wanted counts the services that want an element of a shared map. It includes hold if
+	// a service may want the element that the pass has not delivered yet.
 	wanted map[elementID]int
-	// holding says that some are held on.
+	// holding: a pass ended with hold in some counts, because services failed.
 	holding bool
 }
 
-// classUse says of a class whether its chain and element are there, and how many frontends
-// have it.
-type classUse struct {
-	made      bool
-	frontends int
-}
-
-// hold keeps an element of a shared map, however many services let go of it.
+// hold is larger than the number of services. It keeps an element of a shared map when no
+// service wants it.
 const hold = 1 << 30
-
-// digest is the number and the sum of the hashes of some elements: two sets of
-// elements with the same digest are the same.
-type digest struct {
-	n   int
-	sum uint64
-}
 
 func newState(seed maphash.Seed) *state {
 	return &state{
-		seed:    seed,
-		digests: map[mapID]digest{},
-		shared:  map[sharedChain]classUse{},
-		rules:   map[string]digest{},
-		wanted:  map[elementID]int{},
+		seed:      seed,
+		digests:   map[mapID]digest{},
+		made:      map[sharedChain]bool{},
+		frontends: map[sharedChain]int{},
+		rules:     map[string]digest{},
+		wanted:    map[elementID]int{},
 	}
 }
 
-// elements is how many elements the table has.
+// elements returns the number of elements in the table.
 func (s *state) elements() (n int) {
 	for _, d := range s.digests {
 		n += d.n
@@ -73,76 +63,64 @@ func (s *state) hash(id *elementID, v *value) uint64 {
 	return h
 }
 
-// has notes that the kernel has an element.
-func (s *state) has(id *elementID, v *value) {
+// elementAdded notes that the kernel has an element, and elementRemoved that it no longer
+// has it.
+func (s *state) elementAdded(id *elementID, v *value) {
+	s.count(id, v, 1, s.hash(id, v))
+}
+
+func (s *state) elementRemoved(id *elementID, v *value) {
+	s.count(id, v, -1, -s.hash(id, v))
+}
+
+func (s *state) count(id *elementID, v *value, n int, hash uint64) {
 	d := s.digests[id.m]
-	d.n++
-	d.sum += s.hash(id, v)
-	s.digests[id.m] = d
-	s.uses(id, v, 1)
-}
-
-// isLeft reports whether o let go of an element that stays because it is held.
-func (s *state) isLeft(o *op) bool {
-	return s.holding && o.wanted < 0 && s.wanted[o.elementID] == hold
-}
-
-// lost notes that the kernel no longer has an element.
-func (s *state) lost(id *elementID, v *value) {
-	d := s.digests[id.m]
-	d.n--
-	d.sum -= s.hash(id, v)
-	s.digests[id.m] = d
-	s.uses(id, v, -1)
-}
-
-// uses notes that a frontend has, or no longer has, a class.
-func (s *state) uses(id *elementID, v *value, n int) {
-	if id.m.kind != frontends && id.m.kind != nodeFrontends {
-		return
-	}
-	if c, ok := sharedChainOf(id, v); ok {
-		use := s.shared[c]
-		use.frontends += n
-		s.setUse(c, use)
+	s.digests[id.m] = digest{d.n + n, d.sum + hash}
+	if id.m.kind == frontends || id.m.kind == nodeFrontends {
+		if c, ok := sharedChainOf(id, v); ok {
+			increment(s.frontends, c, n)
+		}
 	}
 }
 
-func (s *state) setUse(c sharedChain, use classUse) {
-	if use == (classUse{}) {
-		delete(s.shared, c)
-	} else {
-		s.shared[c] = use
+// increment adds n to the count of key. It deletes a count of 0.
+func increment[K comparable](counts map[K]int, key K, n int) {
+	if counts[key] += n; counts[key] == 0 {
+		delete(counts, key)
 	}
 }
 
-// sharedChainMade notes that the kernel has a class, and sharedChainDeleted that it no longer has it.
-func (s *state) sharedChainMade(c sharedChain) {
-	e := c.element()
-	s.has(&e.elementID, &e.value)
-	use := s.shared[c]
-	use.made = true
-	s.setUse(c, use)
-	if c.hasRules() {
-		s.rules[c.name()] = digestOf(s.seed, hook{}, c.rules())
+// chainsMade notes that the kernel has these shared chains, and chainsDeleted that it no
+// longer has them.
+func (s *state) chainsMade(list []sharedChain) {
+	for _, c := range list {
+		if s.made[c] {
+			continue // its rules were repaired
+		}
+		s.made[c] = true
+		e := c.element()
+		s.elementAdded(&e.elementID, &e.value)
+		if c.hasRules() {
+			s.rules[c.name()] = digestOf(s.seed, hook{}, c.encodedRules())
+		}
 	}
 }
 
-func (s *state) sharedChainDeleted(c sharedChain) {
-	e := c.element()
-	s.lost(&e.elementID, &e.value)
-	use := s.shared[c]
-	use.made = false
-	s.setUse(c, use)
-	if c.hasRules() {
-		delete(s.rules, c.name())
+func (s *state) chainsDeleted(list []sharedChain) {
+	for _, c := range list {
+		delete(s.made, c)
+		e := c.element()
+		s.elementRemoved(&e.elementID, &e.value)
+		if c.hasRules() {
+			delete(s.rules, c.name())
+		}
 	}
 }
 
-// unusedChains returns the classes that no frontend has.
+// unusedChains returns the shared chains that no frontend has.
 func (s *state) unusedChains() (unused []sharedChain) {
-	for c, use := range s.shared {
-		if use.made && use.frontends == 0 {
+	for c := range s.made {
+		if s.frontends[c] == 0 {
 			unused = append(unused, c)
 		}
 	}
@@ -150,34 +128,36 @@ func (s *state) unusedChains() (unused []sharedChain) {
 	return unused
 }
 
-// resolve decides whether an element that several services may want comes or goes.
+// resolve decides whether o adds or removes an element of a shared map.
 func (s *state) resolve(o *op) {
 	if !o.m.shared() {
 		return
 	}
 	before := s.wanted[o.elementID]
-	o.hasOld = o.hasOld || before > 0 && !o.looked
+	o.hasOld = o.hasOld || before > 0 && !o.checked
 	o.hasNew = before+o.wanted > 0
 }
 
-// applied notes that the kernel did o.
+// applied notes that the kernel has applied o.
 func (s *state) applied(o *op) {
 	if o.hasOld {
-		s.lost(&o.elementID, &o.old)
+		s.elementRemoved(&o.elementID, &o.old)
 	}
 	if o.hasNew {
-		s.has(&o.elementID, &o.new)
+		s.elementAdded(&o.elementID, &o.new)
 	}
 	if o.wanted != 0 {
-		s.wanted[o.elementID] += o.wanted
-		if s.wanted[o.elementID] == 0 {
-			delete(s.wanted, o.elementID)
-		}
+		increment(s.wanted, o.elementID, o.wanted)
 	}
 }
 
-// appliedObject notes that the kernel did o.
-func (s *state) appliedObject(o *objectOp) {
+// isLeft reports whether the element of o stays although no service wants it any more.
+func (s *state) isLeft(o *op) bool {
+	return s.holding && o.wanted < 0 && s.wanted[o.elementID] == hold
+}
+
+// objectApplied notes that the kernel has applied o.
+func (s *state) objectApplied(o *objectOp) {
 	switch {
 	case o.new == nil && !o.old.isSet():
 		delete(s.rules, o.old.name)

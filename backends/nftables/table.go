@@ -15,33 +15,33 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
 )
 
-// table is the table of an instance, and what is known of it without reading it. It is for
-// one goroutine at a time.
+// table is the table of an instance, and what is known of it without reading. One goroutine
+// may use it at a time.
 //
-// A change of services takes this way: syncServices plans the elements of the old and the
-// new view into a patch, apply divides the patch into transactions, and commit writes one.
+// A change of services goes this way: syncServices plans the elements of the old and the new
+// view into a patch, apply divides the patch into transactions, and commit writes one of
+// them.
 type table struct {
 	opts    *Options
 	conn    *conn
 	planner *planner
 	// state is what the kernel has, nil while that is unknown.
 	state *state
-	// skeleton are the digests of the skeleton's chains, as they were sent.
+	// skeleton has the digest of each skeleton chain, as it was sent.
 	skeleton map[string]digest
-	// podCIDRs are those of the Node object that the skeleton is for.
+	// podCIDRs are those of the Node object that the skeleton has.
 	podCIDRs []netip.Prefix
-	// replaced is the name of another table of this instance, empty if there is none. The
-	// end of a pass deletes it.
+	// replaced is the name of another table of this instance, which the end of a pass deletes.
+	// It is empty if there is none.
 	replaced string
-	// ahead is what was read since Start for the first pass, nil if nothing was.
-	ahead *reading
-	// pass is the pass under way, nil if there is none.
-	pass *pass
-	// drift is what is known of changes that other programs made.
-	drift drift
-	// leftovers is about what the last pass could not remove.
+	// ahead is what was read after Start for the first pass, nil if nothing was.
+	ahead *pass
+	// pass is the current pass, nil if there is none.
+	pass      *pass
+	drift     drift
 	leftovers leftovers
 	now       func() time.Time
 }
@@ -52,7 +52,7 @@ func newTable(opts *Options) *table {
 	return &table{opts: opts, conn: c, planner: newPlanner(), now: time.Now}
 }
 
-// close closes the connection. What the table has is unknown afterwards.
+// close closes the connection. The contents of the table are unknown afterwards.
 func (t *table) close() error {
 	t.state, t.ahead, t.pass = nil, nil, nil
 	return t.conn.Close()
@@ -63,12 +63,15 @@ func (t *table) close() error {
 func (t *table) sync(ctx context.Context, c *sink.Changes, nodePortAddrs []netip.Addr) error {
 	failed, err := t.program(ctx, c, nodePortAddrs)
 	if err != nil {
-		t.state = nil // as the kernel may have some of c
+		t.state = nil // the kernel may have a part of c
 		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
 	t.opts.Observer.Holds(t.state.elements())
 	return failed.Err()
 }
+
+// errPodCIDRs causes the pass that writes new pod CIDRs into the skeleton.
+var errPodCIDRs = errors.New("the pod CIDRs of the Node object changed")
 
 func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []netip.Addr) (sink.Failed, error) {
 	addrs := nodeAddrs(c.Node)
@@ -93,7 +96,7 @@ func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []ne
 	}
 	if c.NodeChanged {
 		if err := t.syncNodePortAddresses(ctx, nodePortAddrs); err != nil {
-			return nil, fmt.Errorf("the node's addresses changed: %w", err)
+			return nil, fmt.Errorf("update the addresses of node ports: %w", err)
 		}
 	}
 	if c.Last {
@@ -102,19 +105,19 @@ func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []ne
 	return failed, nil
 }
 
-// syncServices programs what differs between the views of each service, and in a pass
-// what differs from what the table has.
+// syncServices programs the differences between the views of each service. In a pass it
+// programs what differs from the table.
 func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]) (failed sink.Failed, err error) {
 	p := newPatch()
 	for ch := range services {
 		p.begin(ch.Key)
-		t.planner.plan(ch.Old, p.remove, p.disown)
+		t.planner.plan(ch.Old, p.remove, p.removeObject)
 		t.planner.plan(ch.New, func(e element) {
 			if t.pass != nil {
 				t.pass.claim(p, &e)
 			}
 			p.add(e)
-		}, p.own)
+		}, p.addObject)
 	}
 	if err := t.apply(ctx, p.parts(), &failed); err != nil {
 		return nil, err
@@ -123,6 +126,32 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 		t.pass.delivered(p, failed)
 	}
 	return failed, nil
+}
+
+// syncNodePortAddresses makes addrs, except loopback addresses, the addresses of node ports.
+// It reads the sets, which are short, and writes what differs.
+func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) error {
+	p := newPatch()
+	p.begin(types.NamespacedName{})
+	for _, family := range families {
+		s, err := readSnapshot(ctx, t.conn, mapID{kind: nodePortAddresses, family: family})
+		if err != nil {
+			return err
+		}
+		for e := range s.all() {
+			p.remove(e)
+		}
+	}
+	for _, a := range addrs {
+		if !a.IsLoopback() {
+			p.add(addressElement(nodePortAddresses, a))
+		}
+	}
+	var failed sink.Failed
+	if err := t.apply(ctx, p.parts(), &failed); err != nil {
+		return err
+	}
+	return errors.Join(failed.Unwrap()...)
 }
 
 // nodeAddrs returns the addresses of the Node object.
@@ -134,4 +163,23 @@ func nodeAddrs(n *api.Node) []netip.Addr {
 		}
 	}
 	return addrs
+}
+
+// setPodCIDRs sets the pod CIDRs of the node if the options use them, and reports whether
+// they changed.
+func (t *table) setPodCIDRs(node *api.Node) (changed bool) {
+	var cidrs []netip.Prefix
+	if t.opts.NodePodCIDRs && node != nil {
+		cidrs = node.PodCIDRs
+	}
+	changed = !slices.Equal(cidrs, t.podCIDRs)
+	t.podCIDRs = cidrs
+	return changed
+}
+
+// skeletonChains returns the chains of the skeleton, with the pod CIDRs of the node.
+func (t *table) skeletonChains() []chain {
+	opts := *t.opts
+	opts.ClusterCIDRs = slices.Concat(opts.ClusterCIDRs, t.podCIDRs)
+	return opts.skeletonChains()
 }

@@ -14,50 +14,51 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// drift is what is known of changes that other programs made to the table, and how far
-// the search for them has come.
+// drift is what is known of changes that other programs made to the table, and the progress
+// of the search for them.
 //
-// The kernel counts transactions, so nothing has to be read while conn.others stays. When
-// it moves, another program has changed some table, this one or not. A check is cheap: of
-// the chains, and of the number of elements where the kernel says it. A comparison
-// of all elements is not.
+// The kernel counts transactions, so nothing has to be read while conn.others stays. When it
+// moves, another program has changed some table, perhaps this one. A check is cheap: it reads
+// the chains, and the number of elements where the kernel reports it. A comparison reads all
+// elements, which is expensive.
 type drift struct {
-	// checked and compared are conn.others before the last check and comparison that found
-	// nothing.
+	// checked and compared are conn.others before the last check and the last comparison that
+	// found nothing.
 	checked, compared int64
-	// next is the next map to compare, and began conn.others when the comparison began.
+	// next is the index in allMaps of the next map to compare. began is conn.others when the
+	// comparison began, and spent the time that it took so far.
 	next  int
 	began int64
-	// cutShort is how many Verifies in a row ended in that map or in the check, and spent is
-	// the time that the comparison took so far.
-	cutShort int
-	spent    time.Duration
-	// compareAt is when the next comparison may begin, and verifyAt when anything may.
+	spent time.Duration
+	// interrupted counts the Verifies in a row whose context ended in the same step.
+	interrupted int
+	// compareAt is when the next comparison may begin, and verifyAt when the next Verify may
+	// read anything.
 	compareAt, verifyAt time.Time
 	// foundAt is when a Verify found drift last, and pause how long the next one waited.
 	foundAt time.Time
 	pause   time.Duration
-	// reported says that the Observer knows of drift that was not mended.
+	// reported: the Observer knows of drift that is not mended.
 	reported bool
 }
 
 const (
-	// maxCutShort is how many Verifies in a row may end in the same place. The next one
-	// goes on to its end, so that a long map is compared among changes that never pause.
-	maxCutShort = 2
-	// comparePause is how long the pause after a comparison is, in durations of it: where
-	// other tables change all the time, comparisons take 2 % of a CPU.
+	// maxInterrupted limits the Verifies in a row that may be interrupted in the same step.
+	// The next one ignores its context, so that a large map is compared among constant changes.
+	maxInterrupted = 2
+	// comparePause is the pause after a comparison, as a multiple of its duration. While
+	// other tables change constantly, comparisons take 2 % of a CPU.
 	comparePause = 50
-	// maxPause is the pause where another program changes this table all the time.
+	// maxPause is the pause while another program changes this table constantly.
 	maxPause = time.Minute
 )
 
-// reset notes that a pass has read the table when conn.others was this.
+// reset notes that a pass has read the table when conn.others had this value.
 func (d *drift) reset(others int64) {
-	d.checked, d.compared, d.next, d.cutShort = others, others, 0, 0
+	d.checked, d.compared, d.next, d.interrupted = others, others, 0, 0
 }
 
-// found notes that the table is not as it was left.
+// found notes that another program changed the table.
 func (d *drift) found(t *table) {
 	d.reset(-1)
 	if !d.reported {
@@ -66,8 +67,8 @@ func (d *drift) found(t *table) {
 	}
 }
 
-// backOff delays the next Verify if the last one that found drift was not long ago: a
-// program that changes this table all the time must not cause passes all the time.
+// backOff delays the next Verify if drift was found a short time ago: a program that changes
+// this table constantly must not cause constant passes.
 func (d *drift) backOff(now time.Time) {
 	if now.Sub(d.foundAt) > maxPause {
 		d.pause = 0
@@ -77,7 +78,7 @@ func (d *drift) backOff(now time.Time) {
 	d.foundAt, d.verifyAt = now, now.Add(d.pause)
 }
 
-// mended notes that the table is as it should be.
+// mended notes that the table is right.
 func (d *drift) mended(t *table) {
 	if d.reported {
 		d.reported = false
@@ -85,12 +86,12 @@ func (d *drift) mended(t *table) {
 	}
 }
 
-// leftovers is about what the last pass left because services failed: nothing is known of
-// it that would remove it when they are programmed.
+// leftovers is about elements that the last pass kept because services failed. When these
+// services succeed, only another pass can find and remove the elements.
 type leftovers struct {
 	exist bool
-	// passAt is when another pass is due because of them, and wait the time from the last
-	// one to it.
+	// passAt is when the next pass because of leftovers is due, and wait the time to it from
+	// the last pass.
 	passAt time.Time
 	wait   time.Duration
 }
@@ -100,7 +101,7 @@ const (
 	maxLeftoversWait = time.Hour
 )
 
-// passed notes the end of a pass in which services failed, or none.
+// passed notes the end of a pass, and whether services failed in it.
 func (l *leftovers) passed(now time.Time, failed bool) {
 	l.wait = min(max(2*l.wait, minLeftoversWait), maxLeftoversWait)
 	if !failed {
@@ -109,50 +110,50 @@ func (l *leftovers) passed(now time.Time, failed bool) {
 	l.passAt = now.Add(l.wait)
 }
 
-// difference is in what the table is not as it was left.
+// difference is an error that says how the table differs from what this package wrote.
 type difference string
 
 func (d difference) Error() string { return string(d) }
 
 func differs(format string, args ...any) error { return difference(fmt.Sprintf(format, args...)) }
 
-// verify is Verify of [sink.Verifier].
+// verify implements Verify of [sink.Verifier].
 func (t *table) verify(ctx context.Context) error {
 	now := t.now()
 	switch {
 	case t.state == nil:
 		return fmt.Errorf("the contents of table inet %s are unknown: %w", t.conn.table, sink.ErrStartOver)
 	case t.leftovers.exist && !now.Before(t.leftovers.passAt):
-		return fmt.Errorf("table inet %s may have leftovers of services that failed: %w", t.conn.table, sink.ErrStartOver)
+		return fmt.Errorf("table inet %s may have elements of services that failed: %w", t.conn.table, sink.ErrStartOver)
 	case now.Before(t.drift.verifyAt):
 		return nil
 	}
-	err := t.search(ctx)
+	err := t.findDrift(ctx)
 	var d difference
 	switch {
 	case err == nil:
 		return t.deleteUnusedChains(ctx)
-	case ctx.Err() != nil && errors.Is(err, context.Cause(ctx)): // cut short
-		return err
+	case ctx.Err() != nil && errors.Is(err, context.Cause(ctx)):
+		return err // interrupted
 	case errors.As(err, &d), errors.Is(err, unix.ENOENT):
 		t.drift.found(t)
 		t.drift.backOff(now)
 		t.state = nil
-		return fmt.Errorf("table inet %s is not as it was left: %w (%w)", t.conn.table, err, sink.ErrStartOver)
+		return fmt.Errorf("another program changed table inet %s: %w (%w)", t.conn.table, err, sink.ErrStartOver)
 	default:
 		return fmt.Errorf("verify table inet %s: %w", t.conn.table, err)
 	}
 }
 
-// search searches for changes by other programs.
-func (t *table) search(ctx context.Context) error {
+// findDrift checks and compares the table if another program has changed any table.
+func (t *table) findDrift(ctx context.Context) error {
 	d := &t.drift
 	others, err := t.conn.others(ctx)
 	if err != nil || others == d.compared {
 		return err
 	}
 	if others != d.checked {
-		if err := d.attempt(ctx, t.check); err != nil {
+		if err := d.step(ctx, t.check); err != nil {
 			return err
 		}
 		d.checked = others
@@ -166,54 +167,50 @@ func (t *table) search(ctx context.Context) error {
 	return t.compare(ctx)
 }
 
-// attempt calls f, which reads something and ends with ctx, unless Verifies ended in it too
-// often.
-func (d *drift) attempt(ctx context.Context, f func(context.Context) error) error {
-	if d.cutShort >= maxCutShort {
+// step calls f, which reads something until ctx ends. If Verifies were interrupted in this
+// step too often, f reads to the end.
+func (d *drift) step(ctx context.Context, f func(context.Context) error) error {
+	if d.interrupted >= maxInterrupted {
 		ctx = context.WithoutCancel(ctx)
 	}
-	if err := f(ctx); err != nil {
-		d.cutShort++
+	err := context.Cause(ctx)
+	if err == nil {
+		err = f(ctx)
+	}
+	if err != nil {
+		d.interrupted++
 		return err
 	}
-	d.cutShort = 0
+	d.interrupted = 0
 	return nil
 }
 
-// check compares all chains with what was written, and the number of elements with what
-// it should be.
+// check compares the chains, and the number of elements in each map, with what they should
+// be.
 func (t *table) check(ctx context.Context) error {
-	exists, awake, err := t.conn.exists(ctx)
+	l, err := t.conn.inspect(ctx, t.conn.table)
 	switch {
 	case err != nil:
 		return err
-	case !exists:
+	case !l.exists:
 		return differs("it was deleted")
-	case !awake:
+	case l.dormant:
 		return differs("it is dormant")
 	}
-	found, err := t.conn.digests(ctx)
-	if err != nil {
-		return err
-	}
 	for name, want := range t.state.rules {
-		if is, ok := found[name]; !ok {
+		if is, ok := l.chains[name]; !ok {
 			return differs("chain %s was deleted", name)
 		} else if is != want {
 			return differs("chain %s was changed", name)
 		}
 	}
-	for name := range found {
+	for name := range l.chains {
 		if _, ok := t.state.rules[name]; !ok {
 			return differs("chain %s was added", name)
 		}
 	}
-	sets, err := t.conn.sets(ctx)
-	if err != nil {
-		return err
-	}
 	for _, m := range allMaps() {
-		if s, ok := sets[m.name()]; !ok {
+		if s, ok := l.sets[m.name()]; !ok {
 			return differs("%s was deleted", m.name())
 		} else if want := t.state.digests[m].n; s.elements >= 0 && s.elements != want {
 			return differs("%s has %d elements instead of %d", m.name(), s.elements, want)
@@ -222,17 +219,13 @@ func (t *table) check(ctx context.Context) error {
 	return nil
 }
 
-// compare compares the elements of the maps with what they should be. When ctx ends it
-// remembers how far it came.
+// compare compares the elements of all maps with what they should be. When ctx ends, the
+// next call goes on with the same map.
 func (t *table) compare(ctx context.Context) error {
 	d, begin := &t.drift, t.now()
 	defer func() { d.spent += t.now().Sub(begin) }()
 	for all := allMaps(); d.next < len(all); d.next++ {
-		if ctx.Err() != nil && d.cutShort < maxCutShort {
-			d.cutShort++
-			return context.Cause(ctx)
-		}
-		if err := d.attempt(ctx, func(ctx context.Context) error { return t.compareMap(ctx, all[d.next]) }); err != nil {
+		if err := d.step(ctx, func(ctx context.Context) error { return t.compareMap(ctx, all[d.next]) }); err != nil {
 			return err
 		}
 	}
@@ -242,43 +235,40 @@ func (t *table) compare(ctx context.Context) error {
 	return nil
 }
 
-// compareMap compares the elements of m with the digest of what it should have.
+// compareMap compares the elements of m with the digest that they should have.
 func (t *table) compareMap(ctx context.Context, m mapID) error {
 	want := t.state.digests[m]
 	for attempt := 0; ; attempt++ {
 		var is digest
-		err := t.conn.dump(ctx, m, func(e element, not foreign) {
+		err := t.conn.dump(ctx, m, func(e element, foreign []byte) {
 			is.n++
-			if not == nil {
+			if foreign == nil {
 				is.sum += t.state.hash(&e.elementID, &e.value)
 			}
 		})
 		if err != nil || is == want {
 			return err
 		}
-		// As many elements as there should be, and others: that is also what a map looks like
-		// while the kernel makes it larger or smaller.
-		if is.n != want.n || attempt == maxResizeAttempts {
-			return differs("%s has %d elements that are not the %d it should have", m.name(), is.n, want.n)
+		// A dump that raced with a resize has the right number of elements as well.
+		if is.n != want.n || attempt == maxDumpRetries {
+			return differs("%s has %d elements, which are not the %d that it should have", m.name(), is.n, want.n)
 		}
-		if err := pause(ctx, attempt); err != nil {
+		if err := waitForResize(ctx, attempt); err != nil {
 			return err
 		}
 	}
 }
 
-// deleteUnusedChains removes the classes that no frontend has had since they were made:
-// Syncs leave them, as they may be needed again.
+// deleteUnusedChains deletes the shared chains that no frontend has. A Sync leaves them, as
+// they may be needed again.
 func (t *table) deleteUnusedChains(ctx context.Context) error {
 	unused := t.state.unusedChains()
 	if len(unused) == 0 {
 		return nil
 	}
 	if err := t.conn.transact(ctx, func(w *wire) { w.deleteSharedChains(unused) }); err != nil {
-		return fmt.Errorf("remove chains that nothing leads to: %w", err)
+		return fmt.Errorf("delete unused chains of table inet %s: %w", t.conn.table, err)
 	}
-	for _, c := range unused {
-		t.state.sharedChainDeleted(c)
-	}
+	t.state.chainsDeleted(unused)
 	return nil
 }

@@ -34,6 +34,25 @@ func Attributes(b []byte) iter.Seq2[uint16, []byte] {
 	}
 }
 
+// Attribute returns the data of the first attribute of that type in b, nil if there is none.
+func Attribute(b []byte, attr uint16) []byte {
+	for t, v := range Attributes(b) {
+		if t == attr {
+			return v
+		}
+	}
+	return nil
+}
+
+// Uint32 returns the number of an attribute, which is in network byte order. It returns 0
+// if the attribute does not have four octets.
+func Uint32(b []byte) uint32 {
+	if len(b) != 4 {
+		return 0
+	}
+	return binary.BigEndian.Uint32(b)
+}
+
 // String returns the string of an attribute, without the zero octet at its end.
 func String(b []byte) string {
 	s, _, _ := strings.Cut(string(b), "\x00")

@@ -79,10 +79,8 @@ func (c *Conn) failure(batch []byte, h header, payload []byte) *Failure {
 	}
 	offset := 0
 	if h.flags&unix.NLM_F_ACK_TLVS != 0 && len(payload) > 20 {
-		for attr, v := range Attributes(payload[20:]) {
-			if attr == unix.NLMSGERR_ATTR_OFFS && len(v) >= 4 {
-				offset = int(binary.NativeEndian.Uint32(v))
-			}
+		if v := Attribute(payload[20:], unix.NLMSGERR_ATTR_OFFS); len(v) == 4 {
+			offset = int(binary.NativeEndian.Uint32(v))
 		}
 	}
 	message := batch[:binary.NativeEndian.Uint32(batch)]

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"cmp"
+	"encoding/binary"
+	"hash/maphash"
+	"slices"
+
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"golang.org/x/sys/unix"
+)
+
+// digest is the number of some elements or rules, and a sum of their hashes. Equal digests
+// mean equal contents.
+type digest struct {
+	n   int
+	sum uint64
+}
+
+// digestOf returns the digest of a chain with this hook and these encoded rules.
+func digestOf(seed maphash.Seed, h hook, rules []string) digest {
+	d := digest{sum: maphash.Comparable(seed, h)}
+	for _, rule := range rules {
+		d.addRule(seed, []byte(rule))
+	}
+	return d
+}
+
+// addRule adds an encoded rule to the digest of a chain.
+func (d *digest) addRule(seed maphash.Seed, rule []byte) {
+	d.n++
+	d.sum = d.sum*31 + maphash.Bytes(seed, canonical(rule))
+}
+
+// canonical returns a form of an encoded rule that is the same for the rule as sent and as
+// the kernel lists it. The kernel reorders the attributes of an expression, and adds some
+// that have their default values.
+func canonical(rule []byte) (b []byte) {
+	for _, expression := range netfilter.Attributes(rule) {
+		name := netfilter.String(netfilter.Attribute(expression, unix.NFTA_EXPR_NAME))
+		b = append(append(b, name...), 0)
+		b = appendCanonical(b, name, netfilter.Attribute(expression, unix.NFTA_EXPR_DATA))
+	}
+	return b
+}
+
+// nested names the attributes of expressions that consist of attributes themselves, and
+// what these are called in this map.
+var nested = map[string]map[uint16]string{
+	"cmp":       {unix.NFTA_CMP_DATA: "data"},
+	"immediate": {unix.NFTA_IMMEDIATE_DATA: "data"},
+	"bitwise":   {unix.NFTA_BITWISE_MASK: "data", unix.NFTA_BITWISE_XOR: "data"},
+	"data":      {unix.NFTA_DATA_VERDICT: "verdict"},
+}
+
+func appendCanonical(b []byte, of string, data []byte) []byte {
+	type attribute struct {
+		number uint16
+		v      []byte
+	}
+	var attributes []attribute
+	for number, v := range netfilter.Attributes(data) {
+		if inner, ok := nested[of][number]; ok {
+			v = appendCanonical(nil, inner, v)
+		} else if of == "nat" && number == unix.NFTA_NAT_FLAGS {
+			// Newer kernels set flags here for registers of an address and a port.
+			v = binary.BigEndian.AppendUint32(nil, netfilter.Uint32(v)&^3)
+		}
+		if isZero := !slices.ContainsFunc(v, func(c byte) bool { return c != 0 }); !isZero {
+			attributes = append(attributes, attribute{number, v})
+		}
+	}
+	slices.SortFunc(attributes, func(a, b attribute) int { return cmp.Compare(a.number, b.number) })
+	for _, a := range attributes {
+		b = binary.NativeEndian.AppendUint16(b, a.number)
+		b = binary.NativeEndian.AppendUint16(b, uint16(len(a.v)))
+		b = append(b, a.v...)
+	}
+	return b
+}

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"encoding/binary"
+	"fmt"
+	"net/netip"
+	"strings"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+	"golang.org/x/sys/unix"
+)
+
+// maxKey is the length of the longest key, which is a source range of a service, and one
+// octet for the length of its prefix.
+const maxKey = 40 + 1
+
+// elementID identifies an element of a map. Zeros follow a shorter key. The last octet is
+// the prefix length of a source range.
+type elementID struct {
+	m   mapID
+	key [maxKey]byte
+}
+
+// frontend returns the element of the frontend with which the key of id begins.
+func (id *elementID) frontend() elementID {
+	f := elementID{m: mapID{frontends, id.m.match, id.m.family}}
+	copy(f.key[:f.m.keyLen()], id.key[:])
+	return f
+}
+
+// value is what an element has besides its key. The elements of a set have the zero value.
+type value struct {
+	data [20]byte
+	// chain is the chain of a verdict, or drop. In maps of frontends it is the name of the
+	// shared chain whose number is in data.
+	chain string
+	// comment names the service port of a frontend, for readers of the table.
+	comment string
+}
+
+// drop stands for the verdict of that name, in place of a chain.
+const drop = "drop"
+
+// element is an element of one of the table's maps or sets.
+type element struct {
+	elementID
+	value
+}
+
+// keyWriter writes a key part by part.
+type keyWriter struct {
+	id *elementID
+	at int
+}
+
+func (w *keyWriter) addr(a netip.Addr) { w.at += copy(w.id.key[w.at:], a.AsSlice()) }
+
+func (w *keyWriter) protocol(p api.Protocol) {
+	w.id.key[w.at] = protocolNumbers[p]
+	w.at += 4
+}
+
+func (w *keyWriter) port(p int32) {
+	binary.BigEndian.PutUint16(w.id.key[w.at:], uint16(p))
+	w.at += 4
+}
+
+func (w *keyWriter) slot(i int) { w.priority(firstSlot + uint32(i)) }
+
+func (w *keyWriter) priority(number uint32) {
+	binary.NativeEndian.PutUint32(w.id.key[w.at:], number)
+	w.at += 4
+}
+
+// frontendElement returns an element of m whose key begins with f, and where the rest of
+// the key goes.
+func frontendElement(m mapID, f *nodeview.Frontend) (element, int) {
+	e := element{elementID: elementID{m: m}}
+	w := keyWriter{id: &e.elementID}
+	if m.match != matchNodePort {
+		w.addr(f.Addr)
+	}
+	if m.match != matchAddress {
+		w.protocol(f.Protocol)
+		w.port(f.Port)
+	}
+	return e, w.at
+}
+
+// endpointID returns the ID of the element of m that has the endpoint in a slot of f.
+func endpointID(m mapID, f *nodeview.Frontend, slot int) elementID {
+	e, at := frontendElement(m, f)
+	w := keyWriter{&e.elementID, at}
+	w.slot(slot)
+	return e.elementID
+}
+
+// addressElement returns the element of a, of a kind of sets of addresses.
+func addressElement(kind mapKind, a netip.Addr) element {
+	e := element{elementID: elementID{m: mapID{kind: kind, family: api.FamilyOf(a)}}}
+	w := keyWriter{id: &e.elementID}
+	w.addr(a)
+	return e
+}
+
+// endpointValue returns the value of an endpoint.
+func endpointValue(a netip.Addr, port int32) value {
+	var v value
+	n := copy(v.data[:], a.AsSlice())
+	binary.BigEndian.PutUint16(v.data[n:], uint16(port))
+	return v
+}
+
+// String returns the name of the map and the element much as nft prints it. In place of the
+// number of a chain it has the name of the chain.
+func (e element) String() string {
+	s := e.elementID.String()
+	addrLen := e.m.addrLen()
+	switch {
+	case e.chain == drop:
+		s += " : drop"
+	case e.chain != "":
+		s += " : goto " + e.chain
+	case e.m.dataLen() == addrLen:
+		s += " : " + addrOf(e.data[:addrLen]).String()
+	case e.m.dataLen() > 0:
+		s += fmt.Sprintf(" : %s . %d", addrOf(e.data[:addrLen]), binary.BigEndian.Uint16(e.data[addrLen:]))
+	}
+	return s
+}
+
+// String returns the name of the map and the element's key as nft prints it.
+func (id elementID) String() string {
+	rest := id.key[:id.m.keyLen()]
+	var parts []string
+	for _, part := range id.m.description().key {
+		n := (part.length + 3) &^ 3
+		v := rest[:n]
+		rest = rest[n:]
+		switch part {
+		case typeProtocol:
+			parts = append(parts, protocolName(v[0]))
+		case typePort:
+			parts = append(parts, fmt.Sprint(binary.BigEndian.Uint16(v)))
+		case typePriority:
+			number := binary.NativeEndian.Uint32(v)
+			parts = append(parts, fmt.Sprintf("%x:%x", number>>16, number&0xffff))
+		default:
+			parts = append(parts, addrOf(v).String())
+		}
+	}
+	s := id.m.name() + " " + strings.Join(parts, " . ")
+	if id.m.kind == sources {
+		s += fmt.Sprint("/", id.key[maxKey-1])
+	}
+	return s
+}
+
+func addrOf(b []byte) netip.Addr {
+	a, _ := netip.AddrFromSlice(b)
+	return a
+}
+
+var protocolNumbers = map[api.Protocol]byte{api.TCP: unix.IPPROTO_TCP, api.UDP: unix.IPPROTO_UDP, api.SCTP: unix.IPPROTO_SCTP}
+
+func protocolName(number byte) string {
+	for p, n := range protocolNumbers {
+		if n == number {
+			return strings.ToLower(p.String())
+		}
+	}
+	return fmt.Sprint(number)
+}

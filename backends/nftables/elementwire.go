@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"golang.org/x/sys/unix"
+)
+
+// element adds an element to a list of elements.
+func (w *wire) element(e *element, withData bool) {
+	item := w.Nest(unix.NFTA_LIST_ELEM)
+	key := e.key[:e.m.keyLen()]
+	w.data(unix.NFTA_SET_ELEM_KEY, key)
+	if e.m.kind == sources {
+		w.data(nftaSetElemKeyEnd, rangeEnd(key, e.m.addrLen(), int(e.key[maxKey-1])))
+	}
+	switch {
+	case !withData:
+	case e.m.dataLen() > 0:
+		w.data(unix.NFTA_SET_ELEM_DATA, e.data[:e.m.dataLen()])
+	case e.m.hasVerdicts():
+		data := w.Nest(unix.NFTA_SET_ELEM_DATA)
+		verdict := w.Nest(unix.NFTA_DATA_VERDICT)
+		if e.chain == drop {
+			w.Uint32(unix.NFTA_VERDICT_CODE, nfDrop)
+		} else {
+			code := int32(unix.NFT_GOTO)
+			w.Uint32(unix.NFTA_VERDICT_CODE, uint32(code))
+			w.String(unix.NFTA_VERDICT_CHAIN, e.chain)
+		}
+		w.EndNest(verdict)
+		w.EndNest(data)
+	}
+	if withData && e.comment != "" {
+		w.Bytes(unix.NFTA_SET_ELEM_USERDATA, slices.Concat([]byte{0, byte(len(e.comment) + 1)}, []byte(e.comment), []byte{0})...)
+	}
+	w.EndNest(item)
+}
+
+func (w *wire) data(attr uint16, v []byte) {
+	at := w.Nest(attr)
+	w.Bytes(unix.NFTA_DATA_VALUE, v...)
+	w.EndNest(at)
+}
+
+// rangeEnd returns the last key of the range that begins with key. The last addrLen octets
+// of key are the address of a prefix with that many bits.
+func rangeEnd(key []byte, addrLen, bits int) []byte {
+	end := append([]byte(nil), key...)
+	addr := end[len(end)-addrLen:]
+	for i := bits; i < 8*addrLen; i++ {
+		addr[i/8] |= 0x80 >> (i % 8)
+	}
+	return end
+}
+
+// decodeElements calls f with each element of a NFT_MSG_NEWSETELEM message about the map m.
+// If this package could not have made an element, foreign is its encoding, valid until f
+// returns. names holds each chain name once, so that elements share the strings.
+func decodeElements(m mapID, attributes []byte, names map[string]string, f func(e element, foreign []byte)) {
+	for _, item := range netfilter.Attributes(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
+		if e, ok := decodeElement(m, item, names); ok {
+			f(e, nil)
+		} else {
+			f(e, item)
+		}
+	}
+}
+
+func decodeElement(m mapID, item []byte, names map[string]string) (e element, ok bool) {
+	e.m = m
+	key := netfilter.Attribute(netfilter.Attribute(item, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
+	data := netfilter.Attribute(item, unix.NFTA_SET_ELEM_DATA)
+	number := netfilter.Attribute(data, unix.NFTA_DATA_VALUE)
+	ok = len(key) == m.keyLen() && len(number) == m.dataLen()
+	copy(e.key[:m.keyLen()], key)
+	copy(e.data[:m.dataLen()], number)
+	if m.hasVerdicts() {
+		e.chain = decodeVerdict(netfilter.Attribute(data, unix.NFTA_DATA_VERDICT), names)
+	}
+	if v := netfilter.Attribute(item, unix.NFTA_SET_ELEM_USERDATA); len(v) >= 3 && v[0] == 0 && int(v[1]) == len(v)-2 {
+		e.comment = netfilter.String(v[2:])
+	}
+	switch m.kind {
+	case frontends, nodeFrontends:
+		name, known := names[string(number)]
+		if !known {
+			if c, ok := sharedChainOf(&e.elementID, &e.value); ok {
+				name = c.name()
+			}
+			names[string(number)] = name
+		}
+		e.chain = name
+	case sharedChains, nodeSharedChains:
+		c, isNumber := sharedChainOf(&e.elementID, &e.value)
+		ok = ok && isNumber && e.chain == c.name()
+	case sources:
+		end := netfilter.Attribute(netfilter.Attribute(item, nftaSetElemKeyEnd), unix.NFTA_DATA_VALUE)
+		bits, isPrefix := prefixLen(e.key[m.keyLen()-m.addrLen():m.keyLen()], end)
+		e.key[maxKey-1] = bits
+		ok = ok && isPrefix
+	}
+	return e, ok
+}
+
+// prefixLen returns the length of the prefix whose addresses go from first to the last
+// address of end, a key.
+func prefixLen(first, end []byte) (bits byte, ok bool) {
+	if len(end) < len(first) {
+		return 0, false
+	}
+	last := end[len(end)-len(first):]
+	for bits := range 8*len(first) + 1 {
+		prefix := netip.PrefixFrom(addrOf(first), bits)
+		if prefix == prefix.Masked() && string(rangeEnd(first, len(first), bits)) == string(last) {
+			return byte(bits), true
+		}
+	}
+	return 0, false
+}
+
+// decodeVerdict returns the chain of a verdict, or drop.
+func decodeVerdict(verdict []byte, names map[string]string) string {
+	code := int32(netfilter.Uint32(netfilter.Attribute(verdict, unix.NFTA_VERDICT_CODE)))
+	b := netfilter.Attribute(verdict, unix.NFTA_VERDICT_CHAIN)
+	chain, ok := names[string(b)]
+	if !ok {
+		chain = netfilter.String(b)
+		names[string(b)] = chain
+	}
+	switch code {
+	case nfDrop:
+		return drop
+	case unix.NFT_GOTO:
+		return chain
+	default:
+		return fmt.Sprintf("verdict %d %s", code, chain)
+	}
+}

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package nftables
+
+import (
+	"context"
+	"fmt"
+	"slices"
+
+	"k8s.io/klog/v2"
+)
+
+// active reports whether the table receives packets.
+func (l *listing) active() bool {
+	for _, h := range l.hooks {
+		if h != (hook{}) {
+			return !l.dormant
+		}
+	}
+	return false
+}
+
+// fits reports whether the elements of the table can stay: the table has no maps other than
+// those of allMaps, and none with another layout.
+func (l *listing) fits() bool {
+	want := map[string]layout{}
+	for _, m := range allMaps() {
+		want[m.name()] = m.layout()
+	}
+	for name, s := range l.sets {
+		if should, ok := want[name]; !isOwn(name) && (!ok || !should.like(&s)) {
+			return false
+		}
+	}
+	return true
+}
+
+// loadSkeleton writes the parts of the skeleton that the kernel does not have, in one
+// transaction. Elements stay. It returns the value of conn.others from before.
+//
+// If another version of this package made the table with another layout of maps, it loads
+// the skeleton into a table of another name, without base chains. So the present table
+// keeps its traffic until [table.replaceTable].
+func (t *table) loadSkeleton(ctx context.Context) (others int64, err error) {
+	if others, err = t.conn.others(ctx); err != nil {
+		return 0, err
+	}
+	names := t.opts.tables()
+	var tables [len(names)]*listing
+	for i, name := range names {
+		if tables[i], err = t.conn.inspect(ctx, name); err != nil {
+			return 0, err
+		}
+	}
+	rank := func(l *listing) int {
+		switch {
+		case l.active() && l.fits():
+			return 2
+		case !l.active():
+			return 1
+		default:
+			return 0
+		}
+	}
+	now, other := 0, 1
+	if rank(tables[1]) > rank(tables[0]) {
+		now, other = 1, 0
+	}
+	t.conn.table, t.replaced = names[now], ""
+	if tables[other].exists {
+		t.replaced = names[other]
+	}
+	chains := t.skeletonChains()
+	if tables[other].active() && !tables[now].active() {
+		klog.FromContext(ctx).Info("Present table has another layout; filling a new one", "present", names[other], "new", names[now])
+		chains = slices.DeleteFunc(chains, func(c chain) bool { return c.hook != (hook{}) })
+	}
+	return others, t.load(ctx, tables[now], chains, func(*wire) {})
+}
+
+// replaceTable activates the table that a pass has filled and deletes the present one, in
+// one transaction. It does nothing if there is only one table.
+func (t *table) replaceTable(ctx context.Context) error {
+	if t.replaced == "" {
+		return nil
+	}
+	present, err := t.conn.inspect(ctx, t.conn.table)
+	if err != nil {
+		return err
+	}
+	err = t.load(ctx, present, t.skeletonChains(), func(w *wire) { w.deleteTable(t.replaced) })
+	if err == nil {
+		t.replaced = ""
+	}
+	return err
+}
+
+// load writes chains and maps that differ from present, and the messages of finish, in one
+// transaction.
+func (t *table) load(ctx context.Context, present *listing, chains []chain, finish func(*wire)) error {
+	t.skeleton = make(map[string]digest, len(chains))
+	for _, c := range chains {
+		t.skeleton[c.name] = digestOf(t.conn.seed, c.hook, c.rules)
+	}
+	var err error
+	if present.dormant && present.fits() { // a transaction that wakes a table cannot add base chains
+		err = t.conn.transact(ctx, func(w *wire) { w.newTable() })
+	}
+	if err == nil {
+		err = t.conn.transact(ctx, func(w *wire) {
+			if present.exists && !present.fits() {
+				w.deleteTable(w.table)
+				present = &listing{}
+			}
+			if !present.exists {
+				w.newTable()
+			}
+			for _, m := range allMaps() {
+				if _, ok := present.sets[m.name()]; !ok {
+					w.newSet(m.layout())
+				}
+			}
+			w.changeChains(present, slices.DeleteFunc(chains, func(c chain) bool {
+				return present.chains[c.name] == t.skeleton[c.name]
+			}))
+			finish(w)
+		})
+	}
+	if err != nil {
+		return fmt.Errorf("load table inet %s: %w", t.conn.table, err)
+	}
+	return nil
+}
+
+// changeChains adds messages that make chains, in place of those that are present.
+func (w *wire) changeChains(present *listing, chains []chain) {
+	for _, c := range chains {
+		if _, ok := present.hooks[c.name]; ok {
+			w.flushChain(c.name)
+		}
+	}
+	for _, c := range chains {
+		h, ok := present.hooks[c.name]
+		if ok && h != c.hook { // the kernel cannot change a hook in place
+			w.deleteChain(c.name)
+		}
+		if !ok || h != c.hook {
+			w.newChain(c.name, c.hook)
+		}
+	}
+	for _, c := range chains {
+		for _, rule := range c.rules {
+			w.rule(c.name, rule)
+		}
+	}
+}

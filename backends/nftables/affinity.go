@@ -54,10 +54,10 @@ func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, list string, t
 		clients, endpoint := nameOf("clients", which), nameOf("endpoint", which)
 		emit(object{name: clients, family: f.Family})
 		emit(object{name: endpoint, rules: encodeRules(
-			append(loadClient(f.Family), &expr.Dynset{SrcRegKey: reg(0), SetName: clients, Operation: unix.NFT_DYNSET_OP_UPDATE, Timeout: f.Affinity}),
+			newKeyRule(f.Family).source().then(&expr.Dynset{SrcRegKey: reg(0), SetName: clients, Operation: unix.NFT_DYNSET_OP_UPDATE, Timeout: f.Affinity}),
 			dnat(f, t),
 		)})
-		known = append(known, append(loadClient(f.Family), &expr.Lookup{SourceRegister: reg(0), SetName: clients}, goTo(endpoint)[0]))
+		known = append(known, newKeyRule(f.Family).source().then(&expr.Lookup{SourceRegister: reg(0), SetName: clients}, goTo(endpoint)[0]))
 		// Each of the remaining endpoints is equally likely.
 		random = append(random, []expr.Any{
 			&expr.Numgen{Register: reg(0), Modulus: uint32(len(targets) - i), Type: unix.NFT_NG_RANDOM},
@@ -68,12 +68,6 @@ func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, list string, t
 	chain := nameOf("list", fmt.Sprintf("%s%d", list, f.Family))
 	emit(object{name: chain, rules: encodeRules(slices.Concat(known, random)...)})
 	return chain
-}
-
-// loadClient matches the family and loads the source address.
-func loadClient(family api.Family) []expr.Any {
-	source, _ := loadSource(family, 0)
-	return append(matchFamily(family), source)
 }
 
 // dnat returns the rule that leads to one endpoint. It matches the protocol, which is already

@@ -113,7 +113,7 @@ type listing struct {
 // inspect lists the table with that name.
 func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	c = &conn{c.Conn, name, c.seed}
-	l := &listing{sets: map[string]layout{}}
+	l := &listing{sets: map[string]layout{}, chains: map[string]digest{}}
 	err := c.query(ctx, unix.NFT_MSG_GETTABLE, 0, noAttributes, func(attributes []byte) {
 		flags := netfilter.Uint32(netfilter.Attribute(attributes, unix.NFTA_TABLE_FLAGS))
 		l.exists, l.dormant = true, flags&unix.NFT_TABLE_F_DORMANT != 0
@@ -130,8 +130,16 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	if err == nil {
 		l.hooks, err = c.listChains(ctx)
 	}
-	if err == nil {
-		l.chains, err = c.digests(ctx, l.hooks)
+	for name, h := range l.hooks {
+		l.chains[name] = digestOf(c.seed, h, nil)
+	}
+	if err == nil { // the rules of a chain come in their order
+		err = c.list(ctx, unix.NFT_MSG_GETRULE, noAttributes, func(attributes []byte) {
+			chain := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_RULE_CHAIN))
+			d := l.chains[chain]
+			d.addRule(c.seed, netfilter.Attribute(attributes, unix.NFTA_RULE_EXPRESSIONS))
+			l.chains[chain] = d
+		})
 	}
 	if err != nil {
 		return nil, fmt.Errorf("list table inet %s: %w", name, err)
@@ -167,22 +175,6 @@ func (c *conn) listChains(ctx context.Context) (map[string]hook, error) {
 			return nil, err
 		}
 	}
-}
-
-// digests returns the digest of each chain of the table. Rules come in the order of their
-// chain.
-func (c *conn) digests(ctx context.Context, hooks map[string]hook) (map[string]digest, error) {
-	digests := make(map[string]digest, len(hooks))
-	for name, h := range hooks {
-		digests[name] = digestOf(c.seed, h, nil)
-	}
-	err := c.list(ctx, unix.NFT_MSG_GETRULE, noAttributes, func(attributes []byte) {
-		chain := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_RULE_CHAIN))
-		d := digests[chain]
-		d.addRule(c.seed, netfilter.Attribute(attributes, unix.NFTA_RULE_EXPRESSIONS))
-		digests[chain] = d
-	})
-	return digests, err
 }
 
 // others returns a number that moves with each transaction of another program in the

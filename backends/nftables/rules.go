@@ -64,44 +64,62 @@ func matchFamily(family api.Family) []expr.Any {
 	return []expr.Any{loadMeta(expr.MetaKeyNFPROTO), equal(nfproto(family))}
 }
 
-// loadSource and loadDestination load an address into a register. They return the next free
-// register.
-func loadSource(family api.Family, register int) (expr.Any, int) {
-	return loadAddress(family, register, map[api.Family]uint32{api.IPv4: 12, api.IPv6: 8}[family])
+// keyRule is the beginning of a rule: it matches packets of a family and loads the parts of a
+// key into registers, one after the other. Then it looks the key up.
+type keyRule struct {
+	family      api.Family
+	expressions []expr.Any
+	register    int // the next free one
 }
 
-func loadDestination(family api.Family, register int) (expr.Any, int) {
-	return loadAddress(family, register, map[api.Family]uint32{api.IPv4: 16, api.IPv6: 24}[family])
+func newKeyRule(family api.Family) *keyRule {
+	return &keyRule{family: family, expressions: matchFamily(family)}
 }
 
-func loadAddress(family api.Family, register int, offset uint32) (expr.Any, int) {
-	n := addrType(family).length
-	return &expr.Payload{DestRegister: reg(register), Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: n}, register + int(n/4)
+// source and destination load an address of the packet.
+func (r *keyRule) source() *keyRule {
+	return r.address(map[api.Family]uint32{api.IPv4: 12, api.IPv6: 8}[r.family])
 }
 
-// loadProtocolAndPort loads the protocol and the destination port. It returns the next free
-// register.
-func loadProtocolAndPort(register int) ([]expr.Any, int) {
-	return []expr.Any{
-		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg(register)},
-		&expr.Payload{DestRegister: reg(register + 1), Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2},
-	}, register + 2
+func (r *keyRule) destination() *keyRule {
+	return r.address(map[api.Family]uint32{api.IPv4: 16, api.IPv6: 24}[r.family])
 }
 
-// loadFrontend loads a packet's destination, in the form of a frontend's key. It returns the
-// next free register.
-func loadFrontend(s match, family api.Family) (load []expr.Any, register int) {
+func (r *keyRule) address(offset uint32) *keyRule {
+	n := addrType(r.family).length
+	r.expressions = append(r.expressions, &expr.Payload{DestRegister: reg(r.register), Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: n})
+	r.register += int(n / 4)
+	return r
+}
+
+// protocolAndPort loads the protocol and the destination port.
+func (r *keyRule) protocolAndPort() *keyRule {
+	r.meta(expr.MetaKeyL4PROTO)
+	r.expressions = append(r.expressions, &expr.Payload{DestRegister: reg(r.register), Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2})
+	r.register++
+	return r
+}
+
+// frontend loads a packet's destination, in the form of a frontend's key.
+func (r *keyRule) frontend(s match) *keyRule {
 	if s != matchNodePort {
-		var address expr.Any
-		address, register = loadDestination(family, register)
-		load = append(load, address)
+		r.destination()
 	}
 	if s != matchAddress {
-		var port []expr.Any
-		port, register = loadProtocolAndPort(register)
-		load = append(load, port...)
+		r.protocolAndPort()
 	}
-	return load, register
+	return r
+}
+
+func (r *keyRule) meta(key expr.MetaKey) *keyRule {
+	r.expressions = append(r.expressions, &expr.Meta{Key: key, Register: reg(r.register)})
+	r.register++
+	return r
+}
+
+// then returns the rule with more expressions at its end.
+func (r *keyRule) then(expressions ...expr.Any) []expr.Any {
+	return append(r.expressions, expressions...)
 }
 
 // in matches keys in the set m.
@@ -119,37 +137,32 @@ func vmap(m mapID) expr.Any {
 
 // lookupVerdict returns a rule that applies the verdict of a packet's destination in m.
 func lookupVerdict(m mapID) []expr.Any {
-	load, _ := loadFrontend(m.match, m.family)
-	return append(append(matchFamily(m.family), load...), vmap(m))
+	return newKeyRule(m.family).frontend(m.match).then(vmap(m))
 }
 
 // lookupSharedChain returns a rule that goes to the shared chain of a packet's destination.
 // Node ports match at some addresses only.
 func lookupSharedChain(m mapID) []expr.Any {
-	rule := matchFamily(m.family)
+	r := newKeyRule(m.family)
 	if m.match == matchNodePort {
-		address, _ := loadDestination(m.family, 0)
-		rule = append(rule, address, in(mapID{kind: nodePortAddresses, family: m.family}))
+		admitted := r.destination().then(in(mapID{kind: nodePortAddresses, family: m.family}))
+		r = &keyRule{family: m.family, expressions: admitted}
 	}
-	load, _ := loadFrontend(m.match, m.family)
-	rule = append(rule, load...)
 	toChain := mapID{sharedChains, m.match, m.family}
 	if m.kind == nodeFrontends {
 		toChain.kind = nodeSharedChains
 	}
-	return append(rule, lookup(m), setMeta(expr.MetaKeyPRIORITY), loadMeta(expr.MetaKeyPRIORITY), vmap(toChain))
+	return r.frontend(m.match).then(lookup(m), setMeta(expr.MetaKeyPRIORITY), loadMeta(expr.MetaKeyPRIORITY), vmap(toChain))
 }
 
 // translate returns the rule that sends a new connection to the endpoint in the selected
 // slot.
 func translate(m mapID) []expr.Any {
-	load, register := loadFrontend(m.match, m.family)
-	rule := append(matchFamily(m.family), load...)
-	rule = append(rule, &expr.Meta{Key: expr.MetaKeyPRIORITY, Register: reg(register)}, lookup(m))
-	if m.match == matchAddress {
-		return append(rule, natTo(m.family, 0, 0))
+	port := 0
+	if m.match != matchAddress {
+		port = m.addrLen() / 4
 	}
-	return append(rule, natTo(m.family, 0, m.addrLen()/4))
+	return newKeyRule(m.family).frontend(m.match).meta(expr.MetaKeyPRIORITY).then(lookup(m), natTo(m.family, 0, port))
 }
 
 // natTo translates the destination to the address in one register and the port in another.
@@ -164,19 +177,15 @@ func natTo(family api.Family, address, port int) expr.Any {
 
 // hairpin returns the rule that masquerades connections from endpoints to themselves.
 func hairpin(s match, family api.Family) []expr.Any {
-	source, register := loadSource(family, 0)
-	destination, register := loadDestination(family, register)
-	rule := append([]expr.Any{
+	key := newKeyRule(family).source().destination()
+	if s != matchAddress {
+		key.protocolAndPort()
+	}
+	return append([]expr.Any{
 		&expr.Ct{Key: expr.CtKeySTATUS, Register: reg(0)},
 		&expr.Bitwise{SourceRegister: reg(0), DestRegister: reg(0), Len: 4, Mask: native(ipsDstNAT), Xor: native(0)},
 		&expr.Cmp{Op: expr.CmpOpNeq, Register: reg(0), Data: native(0)},
-	}, matchFamily(family)...)
-	rule = append(rule, source, destination)
-	if s != matchAddress {
-		port, _ := loadProtocolAndPort(register)
-		rule = append(rule, port...)
-	}
-	return append(rule, in(mapID{hairpins, s, family}), &expr.Masq{FullyRandom: true})
+	}, key.then(in(mapID{hairpins, s, family}), &expr.Masq{FullyRandom: true})...)
 }
 
 // ipsDstNAT is the status bit of connections with a translated destination.
@@ -205,26 +214,25 @@ func fromInterface(name string) []expr.Any {
 }
 
 // fromPrefix matches packets with a source in prefix, toPrefix those with a destination in it.
-func fromPrefix(prefix netip.Prefix) []expr.Any { return matchPrefix(prefix, loadSource) }
-func toPrefix(prefix netip.Prefix) []expr.Any   { return matchPrefix(prefix, loadDestination) }
+func fromPrefix(prefix netip.Prefix) []expr.Any { return matchPrefix(prefix, (*keyRule).source) }
+func toPrefix(prefix netip.Prefix) []expr.Any   { return matchPrefix(prefix, (*keyRule).destination) }
 
-func matchPrefix(prefix netip.Prefix, load func(api.Family, int) (expr.Any, int)) []expr.Any {
-	family := api.FamilyOf(prefix.Addr())
-	rule := matchFamily(family)
+func matchPrefix(prefix netip.Prefix, load func(*keyRule) *keyRule) []expr.Any {
+	rule := newKeyRule(api.FamilyOf(prefix.Addr()))
 	if prefix.Bits() == 0 {
-		return rule
+		return rule.then()
 	}
-	address, _ := load(family, 0)
-	rule = append(rule, address)
-	if !prefix.IsSingleIP() {
-		n := prefix.Addr().BitLen() / 8
-		mask := make([]byte, n)
-		for i := range prefix.Bits() {
-			mask[i/8] |= 0x80 >> (i % 8)
-		}
-		rule = append(rule, &expr.Bitwise{SourceRegister: reg(0), DestRegister: reg(0), Len: uint32(n), Mask: mask, Xor: make([]byte, n)})
+	load(rule)
+	address := equal(prefix.Masked().Addr().AsSlice()...)
+	if prefix.IsSingleIP() {
+		return rule.then(address)
 	}
-	return append(rule, equal(prefix.Masked().Addr().AsSlice()...))
+	n := prefix.Addr().BitLen() / 8
+	mask := make([]byte, n)
+	for i := range prefix.Bits() {
+		mask[i/8] |= 0x80 >> (i % 8)
+	}
+	return rule.then(&expr.Bitwise{SourceRegister: reg(0), DestRegister: reg(0), Len: uint32(n), Mask: mask, Xor: make([]byte, n)}, address)
 }
 
 func verdictDrop() []expr.Any { return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}} }

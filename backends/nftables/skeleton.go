@@ -81,8 +81,7 @@ func (o *Options) skeletonChains() []chain {
 	rules := append(lookupSharedChains(frontends), append(hasPriority(), verdictDrop()...))
 	if !o.AcceptUnknownPorts {
 		for _, family := range families {
-			destination, _ := loadDestination(family, 0)
-			rule := append(matchFamily(family), destination, in(mapID{kind: clusterIPs, family: family}))
+			rule := newKeyRule(family).destination().then(in(mapID{kind: clusterIPs, family: family}))
 			rules = append(rules, append(rule, goTo(rejectChain)...))
 		}
 	}
@@ -164,10 +163,7 @@ func (o *Options) markOutsiders() (rules [][]expr.Any) {
 
 // fromSources returns the rule that admits packets from the source ranges in m.
 func fromSources(m mapID) []expr.Any {
-	load, register := loadFrontend(m.match, m.family)
-	source, _ := loadSource(m.family, register)
-	rule := append(matchFamily(m.family), load...)
-	return append(rule, source, in(m), &expr.Verdict{Kind: expr.VerdictReturn})
+	return newKeyRule(m.family).frontend(m.match).source().then(in(m), &expr.Verdict{Kind: expr.VerdictReturn})
 }
 
 // hasPriority matches packets that carry the number of a chain or slot.

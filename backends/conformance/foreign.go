@@ -10,6 +10,7 @@ import (
 	"strings"
 
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 )
 
 // foreignRules are rules of another owner that exist during the whole test. They do
@@ -72,6 +73,9 @@ func (k *kit) inventory() (string, error) {
 				return err
 			}
 			for _, route := range routes {
+				if route.Table == unix.RT_TABLE_LOCAL && route.Protocol == unix.RTPROT_KERNEL {
+					continue // the kernel adds these for addresses, in the background
+				}
 				fmt.Fprintf(&text, "route %s\n", route)
 			}
 			rules, err := netlink.RuleList(family)

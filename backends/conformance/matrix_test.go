@@ -63,3 +63,15 @@ func TestUnsupportedCasesMayPass(t *testing.T) {
 		t.Errorf("matrix (-want +got):\n%s", diff)
 	}
 }
+
+// TestCasesRunWithoutTheirFeatures declares UDP as unsupported, which changes the services
+// of most cases. The cases that need UDP run in spite of that.
+func TestCasesRunWithoutTheirFeatures(t *testing.T) {
+	matrix := Run(t, broken(""), Options{
+		Unsupported: map[Feature]string{UDP: "not yet"},
+		Cases:       regexp.MustCompile("UDP"),
+	})
+	if got := matrix.Count(UnsupportedPassed); got != len(matrix) || got == 0 {
+		t.Errorf("%d of %d cases passed, want all:\n%v", got, len(matrix), matrix)
+	}
+}

@@ -308,6 +308,9 @@ func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
 	k.opts.Patience, patience = patience, k.opts.Patience
 	defer func() { k.opts.Patience = patience }()
 	s := newScene(ctx, k, family)
+	if slices.Contains(c.needs, UDP) {
+		s.protocols = []api.Protocol{api.TCP, api.UDP} // even if the proxy does not support UDP
+	}
 	done := make(chan struct{})
 	go func() { // a failure ends this goroutine
 		defer close(done)

@@ -40,8 +40,8 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 	}
 
 	f := nodeview.Frontend{FrontendKey: nodeview.FrontendKey{Addr: addr, Family: api.FamilyOf(addr), Protocol: protocol, Port: port}}
-	should, isNodePort := requiredElements(se, &f)
-	is, err := c.elementsOf(ctx, &f, isNodePort)
+	should, slots, isNodePort := requiredElements(se, &f)
+	is, err := c.elementsOf(ctx, &f, slots, isNodePort)
 	if err != nil {
 		return "", err
 	}
@@ -52,7 +52,7 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 	}
 	for _, line := range is {
 		sign := " "
-		if se != nil && !slices.Contains(should, line) && !strings.HasPrefix(line, "nodeport-addresses") {
+		if se != nil && !slices.Contains(should, line) && !strings.HasPrefix(line, "nodeport-addresses") && !strings.HasPrefix(line, "cluster-ips") {
 			sign = "+"
 		}
 		fmt.Fprintf(&out, "%s %s\n", sign, line)
@@ -66,9 +66,10 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 }
 
 // elementsOf returns the elements that the kernel has for f, in the order in which a packet
-// meets them. If isNodePort, it says as well whether the address of f has node ports, which
-// depends on settings.
-func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, isNodePort bool) (lines []string, err error) {
+// meets them. It looks up at least the given number of slots, in case one is missing. If
+// isNodePort, it says as well whether the address of f has node ports, which depends on
+// settings.
+func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, slots int, isNodePort bool) (lines []string, err error) {
 	// show adds a line about an element that exists. After an error it does nothing.
 	show := func(id elementID, remark string) (ok bool) {
 		var e element
@@ -96,11 +97,10 @@ func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, isNodePort 
 		found := false
 		for _, kinds := range [][2]mapKind{{frontends, endpoints}, {nodeFrontends, nodeEndpoints}} {
 			e, _ := frontendElement(mapID{kinds[0], s, f.Family}, f)
-			if !show(e.elementID, "") {
-				continue
+			if show(e.elementID, "") {
+				found = true
 			}
-			found = true
-			for slot := 0; show(endpointID(mapID{kinds[1], s, f.Family}, f, slot), ""); slot++ {
+			for slot := 0; show(endpointID(mapID{kinds[1], s, f.Family}, f, slot), "") || slot < slots; slot++ {
 			}
 		}
 		if found {
@@ -112,10 +112,10 @@ func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, isNodePort 
 }
 
 // requiredElements returns the elements that the view se requires for f, none if se is nil,
-// and whether f is a node port.
-func requiredElements(se *api.ServiceEndpoints, f *nodeview.Frontend) (lines []string, isNodePort bool) {
+// how many of them are endpoints, and whether f is a node port.
+func requiredElements(se *api.ServiceEndpoints, f *nodeview.Frontend) (lines []string, slots int, isNodePort bool) {
 	if se == nil {
-		return nil, false
+		return nil, 0, false
 	}
 	for want := range nodeview.Frontends(se) {
 		samePort := want.Port == f.Port && want.Protocol == f.Protocol
@@ -129,8 +129,11 @@ func requiredElements(se *api.ServiceEndpoints, f *nodeview.Frontend) (lines []s
 			if e.m.kind <= nodeEndpoints {
 				lines = append(lines, e.String())
 			}
+			if e.m.kind == endpoints || e.m.kind == nodeEndpoints {
+				slots++
+			}
 		}, func(object) {})
-		return lines, want.Kind == nodeview.NodePort
+		return lines, slots, want.Kind == nodeview.NodePort
 	}
-	return nil, false
+	return nil, 0, false
 }

@@ -197,6 +197,24 @@ func TestDataplane(t *testing.T) {
 	if got != want {
 		t.Errorf("the dataplane is\n%swant\n%s", got, want)
 	}
+
+	// Endpoints are looked up although the frontend and the first slot are missing.
+	nft(t, ns, `add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:2 : 10.0.0.2 . 8080 }
+delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }
+delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }
+`, "-f", "-")
+	if got, err = b.Dataplane(t.Context(), netip.MustParseAddr("10.96.0.1"), api.TCP, 80, web); err != nil {
+		t.Fatal(err)
+	}
+	want = `table inet kpng
+  service-endpoints4 10.96.0.1 . tcp . 80 . 7f00:2 : 10.0.0.2 . 8080
+  cluster-ips4 10.96.0.1 (unknown port)
+- services4 10.96.0.1 . tcp . 80 : goto service4-2
+- service-endpoints4 10.96.0.1 . tcp . 80 . 7f00:1 : 10.0.0.1 . 8080
+`
+	if got != want {
+		t.Errorf("the dataplane is\n%swant\n%s", got, want)
+	}
 }
 
 // TestDataplaneOfANodePort checks that where node ports are served is no difference.

@@ -87,6 +87,8 @@ type Proxy struct {
 	feeds    []*feed.Feed
 	drivers  []*sink.Driver
 	once     bool // every sink has Options.Once
+	// manifests says that manifests are the source.
+	manifests bool
 
 	started   atomic.Bool
 	nodeKnown atomic.Bool   // the Node object existed at some time
@@ -110,7 +112,10 @@ func New(opts Options) (*Proxy, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &Proxy{nodeName: name, state: cluster.New(cluster.Options{}), watch: watch, once: once, ended: make(chan struct{})}
+	p := &Proxy{
+		nodeName: name, state: cluster.New(cluster.Options{}), watch: watch, once: once,
+		manifests: opts.Manifests != "", ended: make(chan struct{}),
+	}
 	for _, s := range sinks {
 		f := feed.New(p.state, name)
 		p.feeds = append(p.feeds, f)
@@ -160,7 +165,7 @@ func Run(ctx context.Context, opts Options, sinks ...sink.Sink) error {
 // Options.Once, Run returns when all are done.
 //
 // Run returns an error if a sink cannot start, if the manifests cannot be read at the
-// start, or, with Once, if the API server refuses a request. It joins the errors of sinks
+// start (then no sink is started), or, with Once, if the API server refuses a request. It joins the errors of sinks
 // that fail to stop. Run logs and retries all later failures, and the dataplane keeps its
 // state.
 //
@@ -185,6 +190,13 @@ func (p *Proxy) Run(ctx context.Context) error {
 		func(ctx context.Context) error { return p.watch(ctx, p.state) },
 		p.followNode,
 		func(ctx context.Context) error {
+			if p.manifests { // if they cannot be read, the machine stays as it is
+				select {
+				case <-p.state.Synced():
+				case <-ctx.Done():
+					return nil
+				}
+			}
 			err := together.Run(ctx, drivers...)
 			stopWatching()
 			return err

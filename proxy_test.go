@@ -110,11 +110,19 @@ type unstartable struct{ sink.Func }
 
 func (unstartable) Start(context.Context) error { return errors.New("no such device") }
 
+type startFunc struct {
+	sink.Func
+	start func()
+}
+
+func (s startFunc) Start(context.Context) error { s.start(); return nil }
+
 func TestRunReturnsFatalErrors(t *testing.T) {
 	never := sink.Func(func(context.Context, *sink.Changes) error {
 		t.Error("sink was called")
 		return nil
 	})
+	unstarted := startFunc{never, func() { t.Error("sink was started") }}
 	nodeless := demo()
 	nodeless.Manifests = "does/not/exist.yaml"
 	two := demo()
@@ -141,7 +149,7 @@ func TestRunReturnsFatalErrors(t *testing.T) {
 		{"a missing informer", missing, []sink.Sink{never}, "informer for nodes is missing"},
 		{"no sink", demo(), nil, "no sink"},
 		{"a sink that fails to start", demo(), []sink.Sink{unstartable{never}}, "no such device"},
-		{"missing manifests", nodeless, []sink.Sink{never}, "does/not/exist.yaml"},
+		{"missing manifests", nodeless, []sink.Sink{unstarted}, "does/not/exist.yaml"},
 		{"two sources", two, []sink.Sink{never}, "at most one"},
 	} {
 		t.Run(test.name, func(t *testing.T) {

@@ -64,9 +64,13 @@ func (l *conntrackLimits) check(fs *pflag.FlagSet) (err error) {
 // settings returns the kernel settings on a machine with a number of CPU cores.
 func (l *conntrackLimits) settings(cores int) []sysctl.Setting {
 	var settings []sysctl.Setting
+	set := func(s sysctl.Setting) {
+		s.Name = "net.netfilter.nf_conntrack_" + s.Name
+		settings = append(settings, s)
+	}
 	add := func(name string, value int) {
 		if value > 0 {
-			settings = append(settings, sysctl.Setting{Name: "net.netfilter.nf_conntrack_" + name, Value: value, Reason: "connections are tracked as by kube-proxy"})
+			set(sysctl.Setting{Name: name, Value: value, Reason: "connections are tracked as by kube-proxy"})
 		}
 	}
 	if l.maxPerCore > 0 {
@@ -75,10 +79,11 @@ func (l *conntrackLimits) settings(cores int) []sysctl.Setting {
 		if l.maxPerCore*cores > most {
 			limit = most
 		}
-		add("max", limit)
-		settings = append(settings, sysctl.Setting{
-			Name: "net.netfilter.nf_conntrack_buckets", Value: limit / 4, AtLeast: true, Reason: "finding a connection stays fast",
-		})
+		if limit > 0 {
+			// Unlike kube-proxy, kpng does not lower a limit that the operator has raised.
+			set(sysctl.Setting{Name: "max", Value: limit, AtLeast: true, Reason: "the node has room for as many connections as with kube-proxy"})
+			set(sysctl.Setting{Name: "buckets", Value: limit / 4, AtLeast: true, Reason: "finding a connection stays fast"})
+		}
 	}
 	add("tcp_timeout_established", int(l.established/time.Second))
 	add("tcp_timeout_close_wait", int(l.closeWait/time.Second))

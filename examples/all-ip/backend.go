@@ -132,7 +132,7 @@ func logUnserved(ctx context.Context, c *sink.Change) {
 	}
 	log := klog.FromContext(ctx).WithValues("service", c.Key)
 	if !c.New.Service.AllPorts {
-		log.Info("Not an all-ports service; start the kpng server with --all-ports")
+		log.Error(nil, "Service not served: it is not an all-ports service; start the kpng server with --all-ports")
 	}
 	for u := range nodeview.Unserved(c.New) {
 		log.Info("Frontend not supported", "frontend", u.String())

@@ -67,6 +67,15 @@ func Start(t testing.TB, options Options) *Server {
 	return s
 }
 
+// Run starts a server, calls use, and ends the server.
+func Run(ctx context.Context, options Options, use func(*Server) error) error {
+	s, err := start(ctx, options)
+	if err != nil {
+		return err
+	}
+	return errors.Join(use(s), s.close())
+}
+
 // Replica starts another API server on the etcd of s. It stops when the test ends. A test
 // can use it to make changes while s.APIServer is down. Its Etcd and its users are those
 // of s.

@@ -39,7 +39,7 @@ func numbered(i, m int) *api.ServiceEndpoints {
 	return view(fmt.Sprintf("svc-%06d", i), []string{ip.String()}, eps, nil)
 }
 
-// batches returns a pass in batches as a driver makes them by default.
+// batches returns a pass in batches of the size that a driver uses by default.
 func batches(list []sink.Change) []*sink.Changes {
 	var all []*sink.Changes
 	for part := range slices.Chunk(list, 10_000/(1+len(list[0].New.Endpoints))) {
@@ -63,7 +63,7 @@ func BenchmarkLoad(b *testing.B) {
 	}
 }
 
-// BenchmarkResync is a restart with nothing to do.
+// BenchmarkResync measures a restart without changes.
 func BenchmarkResync(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000} {
 		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
@@ -77,8 +77,8 @@ func BenchmarkResync(b *testing.B) {
 	}
 }
 
-// BenchmarkChange changes one service of n: an endpoint is replaced, added, or
-// the service deleted and made again.
+// BenchmarkChange changes one service of n: it replaces all endpoints, adds and removes one
+// endpoint, or deletes the service and adds it again.
 func BenchmarkChange(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 100_000} {
 		be, _ := start(b, Options{})
@@ -102,9 +102,9 @@ func BenchmarkChange(b *testing.B) {
 	}
 }
 
-// BenchmarkNewClass gives one service of n numbers of endpoints that no service had, so that
-// the kernel validates the verdicts of the table.
-func BenchmarkNewClass(b *testing.B) {
+// BenchmarkNewSharedChain gives one of n services a number of endpoints that no service had, so
+// that the kernel validates the verdicts of the table.
+func BenchmarkNewSharedChain(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 100_000} {
 		b.Run(fmt.Sprintf("services=%d", n), func(b *testing.B) {
 			be, _ := start(b, Options{})
@@ -120,8 +120,8 @@ func BenchmarkNewClass(b *testing.B) {
 	}
 }
 
-// BenchmarkConnect connects to the services one after the other, from their own node to
-// pods there that accept, and says how long that takes in the median.
+// BenchmarkConnect connects to one service after the other, from the node to its own pods, and
+// reports the median time of a connection.
 func BenchmarkConnect(b *testing.B) {
 	for _, n := range []int{10, 1_000, 30_000} {
 		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
@@ -152,14 +152,14 @@ func BenchmarkConnect(b *testing.B) {
 	}
 }
 
-// connect returns how long it takes to connect.
+// connect connects to an address and returns the time that it took.
 func connect(to unix.Sockaddr) (time.Duration, error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return 0, err
 	}
 	defer unix.Close(fd)
-	// The end of a connection that is reset takes no local port.
+	// A connection that ends with a reset keeps no local port.
 	if err := unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}); err != nil {
 		return 0, err
 	}
@@ -167,7 +167,7 @@ func connect(to unix.Sockaddr) (time.Duration, error) {
 	for {
 		err := unix.Connect(fd, to)
 		if errors.Is(err, unix.EINTR) {
-			continue // as Go's scheduler signals its threads
+			continue // Go's scheduler sends signals to its threads
 		}
 		if errors.Is(err, unix.EISCONN) {
 			err = nil
@@ -176,10 +176,9 @@ func connect(to unix.Sockaddr) (time.Duration, error) {
 	}
 }
 
-// BenchmarkChangeDuringPass changes services one after the other during a pass that finds
-// nothing to do, and says how long the kernel did not have such a change, in the median and
-// at worst: at a restart, where the table has been read when the source has synced, and
-// later.
+// BenchmarkChangeDuringPass changes one service after the other during a pass without other
+// changes. It reports the median and the longest time until the kernel has a change: in the
+// pass of a restart, for which the table has already been read, and in a later pass.
 func BenchmarkChangeDuringPass(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000} {
 		src := sinktest.NewSource()

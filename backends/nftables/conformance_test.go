@@ -42,7 +42,7 @@ func newSink(site conformance.Site) (sink.Sink, error) {
 	return &node{backend, healthcheck.New(healthcheck.Options{Addrs: addrs})}, err
 }
 
-// node is a backend and, as a node has one beside it, a server of health checks.
+// node is a backend with the server of health checks that a node runs beside it.
 type node struct {
 	*nftables.Backend
 	health *healthcheck.Server

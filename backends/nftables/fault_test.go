@@ -27,22 +27,22 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-func TestOptionsThatMakeNoSenseAreRefused(t *testing.T) {
+func TestInvalidOptionsAreRefused(t *testing.T) {
 	for name, opts := range map[string]Options{
-		"an instance that is no name":              {Instance: "a b"},
-		"a mark of two bits":                       {MasqueradeMark: 0x3},
-		"kube-proxy's mark":                        {MasqueradeMark: 0x4000},
-		"an interface that breaks out of its rule": {PodInterfaces: []string{`x" accept`}},
-		"outsiders, and nothing tells them":        {MasqueradeOutsiders: true},
-		"a priority before connection tracking":    {DNATPriority: -300},
+		"an instance with a space":                         {Instance: "a b"},
+		"a mark with two bits":                             {MasqueradeMark: 0x3},
+		"kube-proxy's mark":                                {MasqueradeMark: 0x4000},
+		"an interface name with a quote":                   {PodInterfaces: []string{`x" accept`}},
+		"MasqueradeOutsiders without a definition of pods": {MasqueradeOutsiders: true},
+		"a priority before connection tracking":            {DNATPriority: -300},
 	} {
 		if _, err := New(opts); err == nil {
-			t.Errorf("%s is accepted", name)
+			t.Errorf("New accepts %s", name)
 		}
 	}
 }
 
-func TestSysctlsAreSetWhenAskedFor(t *testing.T) {
+func TestSetSysctlsEnablesForwarding(t *testing.T) {
 	ns := netnstest.New(t)
 	b, err := New(Options{NetNS: ns.FD, Sysctls: SetSysctls})
 	if err != nil {
@@ -58,13 +58,13 @@ func TestSysctlsAreSetWhenAskedFor(t *testing.T) {
 			t.Fatal(err)
 		}
 		if value != 1 {
-			t.Errorf("%s is %d", setting.Name, value)
+			t.Errorf("%s is %d, want 1", setting.Name, value)
 		}
 	}
 }
 
-// TestAFullMapFailsTheServiceThatFillsIt makes a map that holds four endpoints: the
-// services that fit are programmed, the other says what failed and stays as it was.
+// TestAFullMapFailsTheServiceThatFillsIt makes a map with room for four endpoints. The
+// service that fits is programmed. The other fails with an error that names the map.
 func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 	ns := netnstest.New(t)
 	nft(t, ns, `table inet kpng { map service-endpoints4 { type ipv4_addr . inet_proto . inet_service . classid : ipv4_addr . inet_service; size 4; }; }
@@ -82,7 +82,7 @@ func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 			t.Errorf("%s failed with %v, want that the map is full", key, err)
 		}
 	}
-	// What fits goes on to change.
+	// The service that was programmed can change, and the other is programmed after it.
 	for _, v := range []*api.ServiceEndpoints{small, large} {
 		if _, ok := failed[v.Key()]; !ok {
 			mustSync(t, b, changes(false, sink.Change{Old: v, Key: v.Key()}))
@@ -101,18 +101,18 @@ func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 func TestFailuresNameTheElement(t *testing.T) {
 	b, ns := start(t, Options{})
 	mustSync(t, b, changes(true))
-	// An element in the way that only half belongs to the service.
+	// Without a map, the kernel refuses an element of the service.
 	nft(t, ns, "delete chain inet kpng output\nflush chain inet kpng services\ndelete map inet kpng services4\n", "-f", "-")
 	err := b.Sync(t.Context(), changes(false, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
 	var failed sink.Failed
 	failed, _ = sink.Acknowledged(err)
 	if err := failed[types.NamespacedName{Namespace: "default", Name: "web"}]; err == nil ||
 		!errors.Is(err, syscall.ENOENT) || !strings.Contains(err.Error(), "10.96.0.1 . tcp . 80") {
-		t.Errorf("the failure is %v", err)
+		t.Errorf("the service failed with %v, want ENOENT and the element", err)
 	}
 }
 
-func TestManyEndpoints(t *testing.T) {
+func TestServiceWithManyEndpoints(t *testing.T) {
 	b, _ := start(t, Options{})
 	const n = 65_536
 	eps := make([]string, n)
@@ -122,7 +122,7 @@ func TestManyEndpoints(t *testing.T) {
 	many := view("many", []string{"10.96.0.1"}, eps, nil)
 	mustSync(t, b, changes(true, set(many)))
 	if got := len(contents(t, b)); got != n+2 {
-		t.Errorf("there are %d elements, want an endpoint each, a frontend and a cluster IP", got)
+		t.Errorf("the table has %d elements, want %d endpoints, a frontend and a cluster IP", got, n)
 	}
 	fewer := view("many", []string{"10.96.0.1"}, eps[1:], nil)
 	mustSync(t, b, changes(false, sink.Change{Old: many, New: fewer}))
@@ -131,7 +131,7 @@ func TestManyEndpoints(t *testing.T) {
 	}
 }
 
-func TestCleanupRemovesNothingElse(t *testing.T) {
+func TestCleanupDeletesOnlyItsTable(t *testing.T) {
 	ns := netnstest.New(t)
 	one, two := startIn(t, ns, Options{Instance: "one"}), startIn(t, ns, Options{Instance: "two"})
 	nft(t, ns, "table inet other { chain c { counter packets 0 bytes 0; }; }\n", "-f", "-")
@@ -144,15 +144,15 @@ func TestCleanupRemovesNothingElse(t *testing.T) {
 		}
 	}
 	if tables := nft(t, ns, "", "list", "tables"); tables != "table inet kpng-two\ntable inet other\n" {
-		t.Errorf("after Cleanup there are\n%s", tables)
+		t.Errorf("after Cleanup the tables are\n%s", tables)
 	}
 	if err := verify(t, two); err != nil {
 		t.Error(err)
 	}
 }
 
-// TestListingLoads checks that nft takes what it prints of a table, as users do who
-// save and restore rulesets.
+// TestListingLoads checks that nft loads its own listing of a table, as users do who save and
+// restore rulesets.
 func TestListingLoads(t *testing.T) {
 	b, ns := start(t, Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, MasqueradeOutsiders: true})
 	var list []sink.Change
@@ -176,7 +176,7 @@ func TestListingLoads(t *testing.T) {
 	other := netnstest.New(t)
 	nft(t, other, listing, "-f", "-")
 	if again := nft(t, other, "", "list", "ruleset"); strings.Join(lines(again), "\n") != strings.Join(lines(listing), "\n") {
-		t.Errorf("the listing is not the same after it was loaded:\n%s\nwas\n%s", again, listing)
+		t.Errorf("the listing after a load is\n%s\nwant\n%s", again, listing)
 	}
 }
 
@@ -217,7 +217,7 @@ delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }
 	}
 }
 
-// TestDataplaneOfANodePort checks that where node ports are served is no difference.
+// TestDataplaneOfANodePort checks that an address without node ports is not a difference.
 func TestDataplaneOfANodePort(t *testing.T) {
 	b, _ := start(t, Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
 	web := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) {
@@ -240,33 +240,32 @@ func TestDataplaneOfANodePort(t *testing.T) {
 	}
 }
 
-// TestFaultsOfTheKernel has the kernel answer what it seldom does. What it refuses
-// leaves the table as it was; what becomes well in time, or at a second look, is
-// no error.
-func TestFaultsOfTheKernel(t *testing.T) {
+// TestKernelFaults injects answers that the kernel seldom gives. A refused transaction does
+// not change the table. A transient fault is not an error of Sync.
+func TestKernelFaults(t *testing.T) {
 	refused := func(errno unix.Errno) error { return &netfilter.Failure{Errno: errno, What: "adding something"} }
 	lost := fmt.Errorf("%w: %w", netfilter.ErrUnknownOutcome, unix.ENOBUFS)
 	some := errors.New("some services fail")
 	for name, test := range map[string]struct {
-		// faults are what happens in turn, nil that all is well; the last goes on.
+		// faults are the answers in turn, nil for success. The last one repeats.
 		faults []error
-		// done says that a fault is only of the answer: the transaction takes effect.
+		// done: only the answer is a fault, and the transaction takes effect.
 		done bool
 		want error
-		// says is part of the error.
+		// says is a part of the error.
 		says string
 	}{
-		"no buffer for a moment":                         {faults: []error{unix.ENOBUFS, unix.ENOBUFS, nil}},
-		"memory that is short for a moment":              {faults: []error{refused(unix.ENOMEM), nil}},
-		"others who change tables for a moment":          {faults: []error{refused(unix.EAGAIN), nil}},
-		"something in use for a moment":                  {faults: []error{refused(unix.EBUSY), refused(unix.EBUSY), nil}},
-		"no buffer for good":                             {faults: []error{unix.ENOBUFS}, want: unix.ENOBUFS, says: "no buffer space"},
-		"something in use for good":                      {faults: []error{refused(unix.EBUSY)}, want: some, says: "adding something: device or resource busy"},
-		"no permission any more":                         {faults: []error{refused(unix.EPERM)}, want: unix.EPERM, says: "CAP_NET_ADMIN"},
-		"an answer that is lost, of what was done":       {faults: []error{lost, nil}, done: true, want: sink.ErrStartOver, says: "no answer"},
-		"an answer that is lost, of what was not done":   {faults: []error{lost, nil}, want: sink.ErrStartOver, says: "no answer"},
-		"a message that is too long for the buffer":      {faults: []error{unix.EMSGSIZE}, want: some, says: "message too long"},
-		"a service among others that the kernel refuses": {faults: []error{refused(unix.EINVAL), refused(unix.EINVAL), nil}, want: some, says: "invalid argument"},
+		"no buffer for a short time":                      {faults: []error{unix.ENOBUFS, unix.ENOBUFS, nil}},
+		"no memory for a short time":                      {faults: []error{refused(unix.ENOMEM), nil}},
+		"busy tables for a short time":                    {faults: []error{refused(unix.EAGAIN), nil}},
+		"an object in use for a short time":               {faults: []error{refused(unix.EBUSY), refused(unix.EBUSY), nil}},
+		"no buffer permanently":                           {faults: []error{unix.ENOBUFS}, want: unix.ENOBUFS, says: "no buffer space"},
+		"an object in use permanently":                    {faults: []error{refused(unix.EBUSY)}, want: some, says: "adding something: device or resource busy"},
+		"no permission":                                   {faults: []error{refused(unix.EPERM)}, want: unix.EPERM, says: "CAP_NET_ADMIN"},
+		"a lost answer to a transaction that took effect": {faults: []error{lost, nil}, done: true, want: sink.ErrStartOver, says: "no answer"},
+		"a lost answer to a transaction without effect":   {faults: []error{lost, nil}, want: sink.ErrStartOver, says: "no answer"},
+		"a message that is too long":                      {faults: []error{unix.EMSGSIZE}, want: some, says: "message too long"},
+		"one refused service of two":                      {faults: []error{refused(unix.EINVAL), refused(unix.EINVAL), nil}, want: some, says: "invalid argument"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var transacted, refusals int
@@ -282,13 +281,13 @@ func TestFaultsOfTheKernel(t *testing.T) {
 			before := contents(t, b)
 			exchange, left := b.table.conn.Exchange, test.faults
 			transacted, refusals = 0, 0
-			var told []error
+			var answers []error
 			b.table.conn.Exchange = func(batch []byte) error {
 				err := left[0]
 				if len(left) > 1 {
 					left = left[1:]
 				}
-				told = append(told, err)
+				answers = append(answers, err)
 				if err == nil {
 					return exchange(batch)
 				}
@@ -303,29 +302,29 @@ func TestFaultsOfTheKernel(t *testing.T) {
 			case test.want == nil && err != nil, test.want != nil && err == nil:
 				t.Fatalf("Sync returns %v, want %v", err, test.want)
 			case test.want == some && (!acknowledged || len(failed) == 0):
-				t.Errorf("Sync returns %v, want an error of services", err)
+				t.Errorf("Sync returns %v, want an error that names services", err)
 			case test.want != nil && test.want != some && (acknowledged || !errors.Is(err, test.want)):
-				t.Errorf("Sync returns %v, want %v of all", err, test.want)
+				t.Errorf("Sync returns %v, want %v without services", err, test.want)
 			case err != nil && !strings.Contains(err.Error(), test.says):
-				t.Errorf("the error %q does not say %q", err, test.says)
+				t.Errorf("the error %q does not contain %q", err, test.says)
 			}
 			want := 0
-			for _, err := range told {
+			for _, err := range answers {
 				if err != nil {
 					want++
 				}
 			}
-			if transacted != len(told) || refusals != want {
-				t.Errorf("the observer is told of %d transactions, %d of them refused; want %d and %d", transacted, refusals, len(told), want)
+			if transacted != len(answers) || refusals != want {
+				t.Errorf("the observer counts %d transactions and %d refusals, want %d and %d", transacted, refusals, len(answers), want)
 			}
 			b.table.conn.Exchange = exchange
 			if len(failed) == len(old) || errors.Is(err, unix.EPERM) {
 				if diff := cmp.Diff(before, contents(t, b)); diff != "" {
-					t.Errorf("what failed changed the table (-before +after):\n%s", diff)
+					t.Errorf("a failed Sync changed the table (-before +after):\n%s", diff)
 				}
 			}
 
-			// When all is well again, what is told again is programmed.
+			// Without faults, the next delivery is programmed.
 			again := changes(true, set(changed[0]), set(changed[1]))
 			if acknowledged {
 				var list []sink.Change
@@ -343,14 +342,14 @@ func TestFaultsOfTheKernel(t *testing.T) {
 			fresh, _ := start(t, Options{})
 			mustSync(t, fresh, changes(true, set(changed[0]), set(changed[1])))
 			if diff := cmp.Diff(contents(t, fresh), contents(t, b)); diff != "" {
-				t.Errorf("the table after all (-fresh +actual):\n%s", diff)
+				t.Errorf("the table differs from a fresh load (-fresh +actual):\n%s", diff)
 			}
 		})
 	}
 }
 
-// TestDriftIsCounted checks what an Observer is told.
-func TestDriftIsCounted(t *testing.T) {
+// TestDriftIsReported checks the calls of an Observer.
+func TestDriftIsReported(t *testing.T) {
 	var holds, drifted, mended int
 	b, ns := start(t, Options{NodeAddresses: nodeaddr.Of(), Observer: Observer{
 		Holds: func(n int) { holds = n }, Drifted: func() { drifted++ }, Mended: func() { mended++ },
@@ -363,15 +362,15 @@ func TestDriftIsCounted(t *testing.T) {
 			t.Errorf("%s, elements, drift found and mended (-want +got):\n%s", when, diff)
 		}
 	}
-	elements := len(contents(t, b)) + 1 // with that of the class
+	elements := len(contents(t, b)) + 1 // with that of the shared chain
 	check("after a load", elements, 0, 0)
 	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }\n", "-f", "-")
 	mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}))
-	check("after a change that meets drift and mends it", elements, 1, 0)
+	check("after a change that repairs drift", elements, 1, 0)
 	if err := verify(t, b); err != nil {
 		t.Errorf("Verify returns %v", err)
 	}
-	check("after a Verify that finds no more", elements, 1, 1)
+	check("after a Verify that finds nothing", elements, 1, 1)
 	nft(t, ns, "flush map inet kpng service-endpoints4\n", "-f", "-")
 	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v", err)
@@ -386,9 +385,9 @@ func TestDriftIsCounted(t *testing.T) {
 	check("after a Sync without a table", elements, 3, 2)
 }
 
-// TestAPassLeavesWhatItCannotProgram restarts with services that have changed and
-// that the kernel refuses: they are as they were, whole, while others come and go.
-func TestAPassLeavesWhatItCannotProgram(t *testing.T) {
+// TestAPassDoesNotChangeFailedServices restarts with changed services that the kernel refuses.
+// Their elements and chains stay, while the pass removes a deleted service.
+func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	opts := Options{NodeAddresses: nodeaddr.Of()}
 	b, ns := start(t, opts)
 	local := func(s *api.Service) {
@@ -424,12 +423,12 @@ func TestAPassLeavesWhatItCannotProgram(t *testing.T) {
 		t.Fatalf("Sync returns %v, want two services that failed", err)
 	}
 	if diff := cmp.Diff(lines(before), lines(nft(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
-		t.Errorf("the services that failed are not as they were (-before +after):\n%s", diff)
+		t.Errorf("the pass changed services that failed (-before +after):\n%s", diff)
 	}
 	b.table.conn.Exchange = exchange
 	inAnHour(b)
 	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
-		t.Errorf("Verify returns %v, want one that has the leftovers removed", err)
+		t.Errorf("Verify returns %v, want a request for a pass that removes leftovers", err)
 	}
 	mustSync(t, b, now)
 	if err := verify(t, b); err != nil {
@@ -438,19 +437,19 @@ func TestAPassLeavesWhatItCannotProgram(t *testing.T) {
 	fresh, other := start(t, opts)
 	mustSync(t, fresh, now)
 	if diff := cmp.Diff(lines(nft(t, other, "", "list", "table", "inet", "kpng")), lines(nft(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
-		t.Errorf("the table after all (-fresh +actual):\n%s", diff)
+		t.Errorf("the table differs from a fresh load (-fresh +actual):\n%s", diff)
 	}
 }
 
 // TestPassesBecauseOfLeftovers checks in which minutes Verify requests a pass while a service
-// fails in each: in none if nothing is left behind, and in fewer and fewer otherwise.
+// fails in every pass. Without leftovers it requests none. With leftovers it backs off.
 func TestPassesBecauseOfLeftovers(t *testing.T) {
 	for name, test := range map[string]struct {
 		old  []sink.Change
 		want []bool
 	}{
-		"nothing is left": {want: make([]bool, 8)},
-		"endpoints are left": {
+		"no leftovers": {want: make([]bool, 8)},
+		"leftover endpoints": {
 			old:  []sink.Change{set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil))},
 			want: []bool{true, false, true, false, false, false, true, false},
 		},
@@ -479,17 +478,17 @@ func TestPassesBecauseOfLeftovers(t *testing.T) {
 			minutes := 0
 			b.table.now = func() time.Time { return start.Add(time.Duration(minutes) * time.Minute) }
 			sync()
-			var asked []bool
+			var requested []bool
 			for range test.want {
 				minutes++
 				err := verify(t, b)
-				asked = append(asked, errors.Is(err, sink.ErrStartOver))
+				requested = append(requested, errors.Is(err, sink.ErrStartOver))
 				if err != nil {
 					sync()
 				}
 			}
-			if diff := cmp.Diff(test.want, asked); diff != "" {
-				t.Errorf("whether Verify asked (-want +got):\n%s", diff)
+			if diff := cmp.Diff(test.want, requested); diff != "" {
+				t.Errorf("minutes in which Verify requests a pass (-want +got):\n%s", diff)
 			}
 			b.table.conn.Exchange = exchange
 			mustSync(t, b, now)
@@ -500,8 +499,8 @@ func TestPassesBecauseOfLeftovers(t *testing.T) {
 	}
 }
 
-// TestDriftIsFoundAmongConstantChanges verifies as a driver does that always has another
-// change to tell.
+// TestDriftIsFoundAmongConstantChanges calls Verify like a driver that always has another
+// change to deliver.
 func TestDriftIsFoundAmongConstantChanges(t *testing.T) {
 	b, ns := start(t, Options{})
 	list := make([]sink.Change, 1000)
@@ -510,15 +509,15 @@ func TestDriftIsFoundAmongConstantChanges(t *testing.T) {
 	}
 	mustSync(t, b, changes(true, list...))
 	nft(t, ns, "flush map inet kpng service-endpoints4\n", "-f", "-")
-	cutShort, cancel := context.WithCancel(t.Context())
+	canceled, cancel := context.WithCancel(t.Context())
 	cancel()
 	for range 3 * (1 + len(allMaps())) {
-		err := b.Verify(cutShort)
+		err := b.Verify(canceled)
 		if errors.Is(err, sink.ErrStartOver) {
 			return
 		}
 		if !errors.Is(err, context.Canceled) {
-			t.Fatalf("Verify returns %v", err)
+			t.Fatalf("Verify returns %v, want that it was canceled", err)
 		}
 	}
 	t.Error("no Verify found that a map was flushed")
@@ -534,7 +533,7 @@ func TestDamageAroundTheFirstPassIsFound(t *testing.T) {
 	nft(t, ns, "flush chain inet kpng output\n", "-f", "-")
 	mustSync(t, b, batch(false, true))
 	if listing := nft(t, ns, "", "list", "chain", "inet", "kpng", "prerouting"); !strings.Contains(listing, "jump services") {
-		t.Errorf("what was flushed before the first Sync is not mended by it:\n%s", listing)
+		t.Errorf("the first Sync did not repair a chain flushed before it:\n%s", listing)
 	}
 	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("after a chain was flushed during the first pass, Verify returns %v", err)
@@ -545,23 +544,23 @@ func TestDamageAroundTheFirstPassIsFound(t *testing.T) {
 	}
 }
 
-// TestNodePortsFollowTheNode checks that a Node change that has been acknowledged has moved
-// the node ports.
+// TestNodePortsFollowTheNode checks that a Sync with a Node change updates the addresses of
+// node ports before it returns.
 func TestNodePortsFollowTheNode(t *testing.T) {
 	source := &nodeSource{Source: nodeaddr.Of()}
 	b, ns := start(t, Options{NodeAddresses: source})
 	mustSync(t, b, changes(true))
-	b.stopTasks() // which follow the addresses, too
+	b.stopTasks() // these watch the addresses as well
 	b.tasks.Wait()
 	c := changes(false)
 	c.Node, c.NodeChanged = &api.Node{Name: "here", Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.7")}}}, true
 	mustSync(t, b, c)
 	if listing := nft(t, ns, "", "list", "set", "inet", "kpng", "nodeport-addresses4"); !strings.Contains(listing, "192.0.2.7") {
-		t.Errorf("node ports are not served at the new address:\n%s", listing)
+		t.Errorf("the new address has no node ports:\n%s", listing)
 	}
 }
 
-// nodeSource has the addresses of the Node object, and tells nobody that they change.
+// nodeSource has the addresses of the Node object and does not notify of changes.
 type nodeSource struct {
 	nodeaddr.Source
 	mu    sync.Mutex

@@ -20,7 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// contents returns the elements that services have.
+// contents returns the elements of services in the table.
 func contents(t testing.TB, b *Backend) []string {
 	t.Helper()
 	b.mu.Lock()
@@ -35,7 +35,7 @@ func contents(t testing.TB, b *Backend) []string {
 			t.Fatal(err)
 		}
 		if s.foreign != nil {
-			t.Errorf("%s has elements that are none of ours", m.name())
+			t.Errorf("%s has foreign elements", m.name())
 		}
 		for e := range s.all() {
 			list = append(list, e.String())
@@ -45,8 +45,8 @@ func contents(t testing.TB, b *Backend) []string {
 	return list
 }
 
-// randomView returns some view of the service called name, nil one time in six. Services
-// share addresses now and then, at different ports.
+// randomView returns a random view of the service called name, nil one time in six. Services
+// may share addresses, at different ports.
 func randomView(rng *rand.Rand, name string, number int) *api.ServiceEndpoints {
 	if rng.IntN(6) == 0 {
 		return nil
@@ -85,9 +85,9 @@ func randomView(rng *rand.Rand, name string, number int) *api.ServiceEndpoints {
 	})
 }
 
-// TestAnySequenceOfChanges checks that a table that changed many times is
-// what a fresh load of the last state would have made it.
-func TestAnySequenceOfChanges(t *testing.T) {
+// TestRandomSequenceOfChanges checks that a table after many changes equals that of a fresh load
+// of the last views.
+func TestRandomSequenceOfChanges(t *testing.T) {
 	for seed := range uint64(4) {
 		t.Run(fmt.Sprintf("seed %d", seed), func(t *testing.T) {
 			rng := rand.New(rand.NewPCG(seed, 1))
@@ -129,17 +129,17 @@ func TestAnySequenceOfChanges(t *testing.T) {
 			fresh, _ := start(t, Options{})
 			mustSync(t, fresh, full())
 			if diff := cmp.Diff(contents(t, fresh), contents(t, b)); diff != "" {
-				t.Errorf("the table is not as a fresh load makes it (-fresh +is):\n%s", diff)
+				t.Errorf("the table differs from a fresh load (-fresh +actual):\n%s", diff)
 			}
 			if err := verify(t, b); err != nil {
 				t.Error(err)
 			}
 			if diff := cmp.Diff(chainNames(t, fresh), chainNames(t, b)); diff != "" {
-				t.Errorf("the chains are not as a fresh load makes them (-fresh +are):\n%s", diff)
+				t.Errorf("the chains differ from a fresh load (-fresh +actual):\n%s", diff)
 			}
 			mustSync(t, b, changes(true))
 			if left := contents(t, b); len(left) > 0 {
-				t.Errorf("elements are left that no service has: %v", left)
+				t.Errorf("a pass without services leaves %v", left)
 			}
 		})
 	}
@@ -156,22 +156,22 @@ func chainNames(t testing.TB, b *Backend) []string {
 	return slices.Sorted(maps.Keys(chains))
 }
 
-func TestDriftIsFoundAndMended(t *testing.T) {
+func TestDriftIsFoundAndRepaired(t *testing.T) {
 	for name, damage := range map[string]string{
-		"the table is deleted":           "delete table inet kpng",
-		"the table is flushed":           "flush table inet kpng",
-		"a map is flushed":               "flush map inet kpng service-endpoints4",
-		"an element is deleted":          "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }",
-		"an element is added":            "add element inet kpng cluster-ips4 { 10.99.0.1 }",
-		"an element leads elsewhere":     "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }; add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 : 1.2.3.4 . 5 }",
-		"a rule of the skeleton is gone": "flush chain inet kpng prerouting",
-		"a rule is added":                "add rule inet kpng service4-2 counter",
-		"a chain is added":               "add chain inet kpng other",
-		"a chain with a jump is added":   "add chain inet kpng bar; add chain inet kpng foo; add rule inet kpng foo jump bar",
-		"a source range is added":        "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.0.0.0/8 }",
-		"a range that is no prefix":      "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.1.2.3-10.1.2.9, 10.96.0.9 . tcp . 80-90 . 10.1.2.3 }",
-		"a chain's policy is changed":    "add chain inet kpng prerouting { policy drop; }",
-		"the table sleeps":               "add table inet kpng { flags dormant; }",
+		"the table is deleted":         "delete table inet kpng",
+		"the table is flushed":         "flush table inet kpng",
+		"a map is flushed":             "flush map inet kpng service-endpoints4",
+		"an element is deleted":        "delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }",
+		"an element is added":          "add element inet kpng cluster-ips4 { 10.99.0.1 }",
+		"an element leads elsewhere":   "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }; add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 : 1.2.3.4 . 5 }",
+		"a skeleton chain is flushed":  "flush chain inet kpng prerouting",
+		"a rule is added":              "add rule inet kpng service4-2 counter",
+		"a chain is added":             "add chain inet kpng other",
+		"a chain with a jump is added": "add chain inet kpng bar; add chain inet kpng foo; add rule inet kpng foo jump bar",
+		"a source range is added":      "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.0.0.0/8 }",
+		"a range that is not a prefix": "add element inet kpng service-sources4 { 10.96.0.1 . tcp . 80 . 10.1.2.3-10.1.2.9, 10.96.0.9 . tcp . 80-90 . 10.1.2.3 }",
+		"a chain's policy is changed":  "add chain inet kpng prerouting { policy drop; }",
+		"the table is dormant":         "add table inet kpng { flags dormant; }",
 	} {
 		t.Run(name, func(t *testing.T) {
 			b, ns := start(t, Options{})
@@ -185,7 +185,7 @@ func TestDriftIsFoundAndMended(t *testing.T) {
 
 			err := verify(t, b)
 			if !errors.Is(err, sink.ErrStartOver) {
-				t.Fatalf("Verify returns %v, want an error that asks to start over", err)
+				t.Fatalf("Verify returns %v, want ErrStartOver", err)
 			}
 			t.Log(err)
 			mustSync(t, b, all)
@@ -193,14 +193,14 @@ func TestDriftIsFoundAndMended(t *testing.T) {
 				t.Errorf("after: %v", err)
 			}
 			if diff := cmp.Diff(lines(before), lines(nft(t, ns, "", "list", "table", "inet", "kpng"))); diff != "" {
-				t.Errorf("the table is not as before (-before +after):\n%s", diff)
+				t.Errorf("the pass did not restore the table (-before +after):\n%s", diff)
 			}
 		})
 	}
 }
 
-// lines returns the lines of s, sorted: a map prints its elements in any order, and
-// chains in that of their making.
+// lines returns the sorted lines of s, because nft prints elements in any order, and chains in
+// the order of their creation.
 func lines(s string) []string {
 	list := strings.FieldsFunc(s, func(r rune) bool { return r == '\n' || r == ',' || r == '{' || r == '}' })
 	for i := range list {
@@ -210,9 +210,9 @@ func lines(s string) []string {
 	return list
 }
 
-// TestChangesMeetDrift checks that a change finds its way when what it changes is not
-// as it was left, and says so when the table is gone.
-func TestChangesMeetDrift(t *testing.T) {
+// TestAChangeRepairsDriftOfItsService checks that a change succeeds after another program changed
+// elements of the service, and starts over after the table was deleted.
+func TestAChangeRepairsDriftOfItsService(t *testing.T) {
 	b, ns := start(t, Options{})
 	old := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
 	other := view("other", []string{"10.96.0.2"}, []string{"10.0.0.3"}, nil)
@@ -224,14 +224,13 @@ func TestChangesMeetDrift(t *testing.T) {
 	checkFresh(t, b, set(changed))
 	nft(t, ns, "", "delete", "table", "inet", "kpng")
 	if err := b.Sync(t.Context(), changes(false, sink.Change{Old: changed, New: old})); !errors.Is(err, sink.ErrStartOver) {
-		t.Errorf("without a table, Sync returns %v, want an error that asks to start over", err)
+		t.Errorf("without a table, Sync returns %v, want ErrStartOver", err)
 	}
 	mustSync(t, b, changes(true, set(old)))
 }
 
-// TestSourceRangesChange checks that ranges which contain those of before, or are
-// contained in them, take their place: in a Sync, at a restart, and where somebody put
-// another range in the way.
+// TestSourceRangesChange checks that source ranges can be replaced by wider and narrower ones,
+// in a Sync and at a restart, and that a pass removes an overlapping range of another program.
 func TestSourceRangesChange(t *testing.T) {
 	from := func(ranges ...string) *api.ServiceEndpoints {
 		return view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) {
@@ -278,7 +277,7 @@ func TestSourceRangesChange(t *testing.T) {
 	mustSync(t, b, changes(false, sink.Change{Old: wide, New: other}))
 	nft(t, ns, "add element inet kpng service-sources4 { 203.0.113.1 . tcp . 80 . 10.0.0.0/7 }\n", "-f", "-")
 	if err := b.Sync(t.Context(), changes(false, sink.Change{Old: other, New: narrow})); err == nil || !strings.Contains(err.Error(), "10.0.0.0/16") {
-		t.Errorf("with a range in the way, Sync returns %v", err)
+		t.Errorf("with an overlapping range, Sync returns %v", err)
 	}
 	mustSync(t, b, changes(true, set(narrow)))
 	check("after a pass", "10.0.0.0/16", "10.1.0.0/16")

@@ -24,15 +24,15 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// node is the node that the tests program.
+// node is the node of the tests.
 var node = &api.Node{
 	Name:      "here",
 	Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.1")}, {Type: "InternalIP", IP: netip.MustParseAddr("2001:db8::1")}},
 }
 
-// view returns the node's view of a service with one port, TCP 80, the cluster IPs
-// ips, and ready endpoints at port 8080; a "!" puts one on this node. edit
-// changes the service, if there is something to change.
+// view returns the node's view of a service with port TCP 80, the cluster IPs ips, and ready
+// endpoints at port 8080. An endpoint with the prefix "!" is on this node. edit changes the
+// service unless it is nil.
 func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
 	svc := &api.Service{
 		Namespace: "default", Name: name, Type: api.ClusterIP,
@@ -68,7 +68,7 @@ func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.Se
 	return nodeview.View(state, node)
 }
 
-// changes returns a Changes of these services, which is a pass in one batch if whole.
+// changes returns a batch of these services. If whole, the batch is an entire pass.
 func changes(whole bool, list ...sink.Change) *sink.Changes {
 	for i := range list {
 		c := &list[i]
@@ -97,10 +97,10 @@ func inPass(list ...sink.Change) *sink.Changes {
 	return &sink.Changes{Services: slices.Values(list), Node: node}
 }
 
-// set is the change that a service comes, or is there.
+// set returns the change that adds a service.
 func set(v *api.ServiceEndpoints) sink.Change { return sink.Change{New: v} }
 
-// start returns a backend that has started in a network namespace of its own.
+// start starts a backend in a new network namespace.
 func start(t testing.TB, opts Options) (*Backend, *netnstest.Namespace) {
 	t.Helper()
 	ns := netnstest.New(t)
@@ -131,11 +131,11 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 	}
 }
 
-// nftProgram is the nft that tests look at tables with: $KPNG_TEST_NFT, so that they can be
-// run with other versions, or else Debian's.
+// nftProgram returns the nft that tests use: $KPNG_TEST_NFT, for tests with other versions,
+// or else Debian's.
 func nftProgram() string { return cmp.Or(os.Getenv("KPNG_TEST_NFT"), "/usr/sbin/nft") }
 
-// verify has b compare all that its table has, as if another program had changed some table.
+// verify lets b compare its whole table, as if another program had changed some table.
 func verify(t testing.TB, b *Backend) error {
 	b.table.drift = drift{checked: -1, compared: -1, reported: b.table.drift.reported}
 	return b.Verify(t.Context())

@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// changeElsewhere changes other tables of the namespace, among them the chains of one of
-// the same family, 200 times a second until the test ends. It counts the transactions.
+// changeElsewhere changes chains of another table of family inet, 200 times a second until
+// the test ends. It returns the number of transactions.
 func changeElsewhere(t testing.TB, ns *netnstest.Namespace) *atomic.Int64 {
 	t.Helper()
 	nft(t, ns, "table inet a { chain first { }; }\n", "-f", "-")
@@ -44,7 +44,7 @@ func changeElsewhere(t testing.TB, ns *netnstest.Namespace) *atomic.Int64 {
 				}
 			})
 			if err != nil && ctx.Err() == nil {
-				t.Errorf("changing another table: %v", err)
+				t.Errorf("change another table: %v", err)
 				return
 			}
 			n.Add(1)
@@ -63,8 +63,8 @@ func affine(n, m int) []sink.Change {
 	return list
 }
 
-// TestBusyNeighbors starts, restarts and verifies while another program changes its own
-// tables all the time. Each of the many chains is found, and nothing is taken for drift.
+// TestBusyNeighbors starts, restarts and verifies while another program constantly changes
+// its own tables. The backend finds each of its many chains and reports no drift.
 func TestBusyNeighbors(t *testing.T) {
 	ns := netnstest.New(t)
 	n := changeElsewhere(t, ns)
@@ -85,7 +85,7 @@ func TestBusyNeighbors(t *testing.T) {
 		mustSync(t, b, all...)
 		t.Logf("%s: %d transactions of another program in %v", when, n.Load()-before, time.Since(began))
 		if n.Load()-before < 20 {
-			t.Errorf("%s, another program made %d transactions: too few", when, n.Load()-before)
+			t.Errorf("%s, another program made %d transactions, want at least 20", when, n.Load()-before)
 		}
 		if err := b.Stop(t.Context()); err != nil {
 			t.Fatal(err)
@@ -93,9 +93,9 @@ func TestBusyNeighbors(t *testing.T) {
 	}
 }
 
-// TestVerifyReadsOnlyAfterOthers checks that Verify reads the table if another program
-// changed any table, and only then: neither if nothing changed nor if Syncs did.
-func TestVerifyReadsOnlyAfterOthers(t *testing.T) {
+// TestVerifyReadsOnlyAfterChangesByOthers checks that Verify reads the table only if another
+// program changed any table. Syncs do not cause a read.
+func TestVerifyReadsOnlyAfterChangesByOthers(t *testing.T) {
 	b, ns := start(t, Options{NodeAddresses: nil})
 	old, changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("web", []string{"10.96.0.1"}, []string{"10.0.0.2", "10.0.0.3"}, nil)
 	mustSync(t, b, changes(true, set(old)))
@@ -104,18 +104,18 @@ func TestVerifyReadsOnlyAfterOthers(t *testing.T) {
 	for range 3 {
 		mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}), changes(false, sink.Change{Old: changed, New: old}))
 		if err := b.Verify(t.Context()); err != nil {
-			t.Fatalf("nobody else changed a table, and Verify returns %v", err)
+			t.Fatalf("no other program changed a table, but Verify returns %v", err)
 		}
 	}
 	nft(t, ns, "", "add", "table", "inet", "other")
 	if err := b.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
-		t.Errorf("another program changed a table, and Verify returns %v", err)
+		t.Errorf("another program changed a table, but Verify returns %v", err)
 	}
 }
 
-// TestComparisonsAreRare checks that the changes of other tables cause comparisons of all
-// elements for a small part of the time, and that chains are checked all the same.
-func TestComparisonsAreRare(t *testing.T) {
+// TestComparisonsAreLimited checks that changes of other tables cause few comparisons of all
+// elements, and that Verify still checks the chains each time.
+func TestComparisonsAreLimited(t *testing.T) {
 	b, ns := start(t, Options{})
 	web := changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)))
 	mustSync(t, b, web)
@@ -134,7 +134,7 @@ func TestComparisonsAreRare(t *testing.T) {
 		now = now.Add(time.Second - 50*time.Millisecond)
 	}
 	if compared < 2 || compared > 40 {
-		t.Errorf("in a minute, %d Verifies compared all elements", compared)
+		t.Errorf("in a minute, %d Verifies compared all elements, want 2 to 40", compared)
 	}
 	b.table.drift.compareAt = now.Add(time.Hour)
 	nft(t, ns, "", "flush", "chain", "inet", b.table.conn.table, "services")
@@ -143,8 +143,8 @@ func TestComparisonsAreRare(t *testing.T) {
 	}
 }
 
-// TestPassesBecauseOfDriftAreLimited has another program change the table again as soon as it
-// is mended, and counts the passes in ten minutes.
+// TestPassesBecauseOfDriftAreLimited changes the table again after each repair, and counts the
+// passes in ten minutes.
 func TestPassesBecauseOfDriftAreLimited(t *testing.T) {
 	b, ns := start(t, Options{})
 	now := time.Now()
@@ -161,11 +161,11 @@ func TestPassesBecauseOfDriftAreLimited(t *testing.T) {
 		now = now.Add(time.Second)
 	}
 	if passes < 10 || passes > 20 {
-		t.Errorf("there were %d passes in ten minutes, want about one a minute", passes)
+		t.Errorf("Verify requested %d passes in ten minutes, want about one a minute", passes)
 	}
 }
 
-// TestDamageOfAJustLoadedSkeletonIsFound flushes a chain right after the transaction that
+// TestDamageOfAJustLoadedSkeletonIsFound flushes a chain immediately after the transaction that
 // loads the skeleton.
 func TestDamageOfAJustLoadedSkeletonIsFound(t *testing.T) {
 	b, ns := start(t, Options{})
@@ -189,17 +189,17 @@ func TestDamageOfAJustLoadedSkeletonIsFound(t *testing.T) {
 	}
 }
 
-// TestStartWaitsForTheKernel checks that Start tries again after failures that pass, and
-// ends at once after others.
-func TestStartWaitsForTheKernel(t *testing.T) {
+// TestStartRetriesTransientFailures checks that Start retries after transient failures, and
+// returns immediately after others.
+func TestStartRetriesTransientFailures(t *testing.T) {
 	for name, test := range map[string]struct {
 		fault error
 		tries int
 	}{
-		"no memory for a moment": {&netfilter.Failure{Errno: unix.ENOMEM}, 8},
-		"a lost answer":          {fmt.Errorf("%w: %w", netfilter.ErrUnknownOutcome, unix.ENOBUFS), 2},
-		"no permission":          {&netfilter.Failure{Errno: unix.EPERM}, 1},
-		"a missing feature":      {&netfilter.Failure{Errno: unix.EOPNOTSUPP}, 1},
+		"no memory for a short time": {&netfilter.Failure{Errno: unix.ENOMEM}, 8},
+		"a lost answer":              {fmt.Errorf("%w: %w", netfilter.ErrUnknownOutcome, unix.ENOBUFS), 2},
+		"no permission":              {&netfilter.Failure{Errno: unix.EPERM}, 1},
+		"a missing feature":          {&netfilter.Failure{Errno: unix.EOPNOTSUPP}, 1},
 	} {
 		t.Run(name, func(t *testing.T) {
 			b, err := New(Options{NetNS: netnstest.New(t).FD, Sysctls: IgnoreSysctls})
@@ -216,13 +216,13 @@ func TestStartWaitsForTheKernel(t *testing.T) {
 			}
 			err = b.Start(t.Context())
 			if test.tries == 1 && !errors.Is(err, test.fault) || test.tries > 1 && err != nil || tries != test.tries {
-				t.Errorf("after %d transactions, Start returns %v", tries, err)
+				t.Errorf("after %d transactions, Start returns %v; want %d transactions", tries, err, test.tries)
 			}
 		})
 	}
 }
 
-// TestStartEndsWithItsContext checks that Start does not wait for ever.
+// TestStartEndsWithItsContext checks that Start does not retry after its context ends.
 func TestStartEndsWithItsContext(t *testing.T) {
 	b, err := New(Options{NetNS: netnstest.New(t).FD, Sysctls: IgnoreSysctls})
 	if err != nil {
@@ -236,9 +236,9 @@ func TestStartEndsWithItsContext(t *testing.T) {
 	}
 }
 
-// TestANodeAddressMovesSourceRanges checks that services with source ranges, which admit the
-// node itself, follow its addresses, in a pass, and that others need none.
-func TestANodeAddressMovesSourceRanges(t *testing.T) {
+// TestANodeAddressChangesSourceRanges checks that another node address causes a pass if a
+// service has source ranges, which admit the node itself, and no pass otherwise.
+func TestANodeAddressChangesSourceRanges(t *testing.T) {
 	b, _ := start(t, Options{})
 	plain := view("plain", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)
 	restricted := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) {
@@ -260,30 +260,29 @@ func TestANodeAddressMovesSourceRanges(t *testing.T) {
 	}
 }
 
-// TestAFlushIsHealedSoon flushes the ruleset under a driver with default options. That takes
-// a fraction of the minute that a driver waits between Verifies otherwise.
-func TestAFlushIsHealedSoon(t *testing.T) {
-	if took := healFlush(t, 500); took > 20*time.Second {
-		t.Errorf("services were gone for %v", took)
+// TestAFlushIsRepairedSoon flushes the ruleset while a driver with default options runs.
+func TestAFlushIsRepairedSoon(t *testing.T) {
+	if took := repairFlush(t, 500); took > 20*time.Second {
+		t.Errorf("the repair of services took %v, want at most 20s", took)
 	}
 }
 
-// BenchmarkFlush says for how long services are gone after nft flush ruleset.
+// BenchmarkFlush measures the time from nft flush ruleset until all services are repaired.
 func BenchmarkFlush(b *testing.B) {
 	for _, n := range []int{1_000, 10_000} {
 		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
 			var all []time.Duration
 			for range b.N {
-				all = append(all, healFlush(b, n))
+				all = append(all, repairFlush(b, n))
 			}
 			b.ReportMetric(slices.Max(all).Seconds(), "s-worst")
 		})
 	}
 }
 
-// healFlush flushes the ruleset under a driver, and returns how long it takes until the last
-// service is back.
-func healFlush(t testing.TB, n int) time.Duration {
+// repairFlush flushes the ruleset while a driver runs, and returns the time until the last
+// service is repaired.
+func repairFlush(t testing.TB, n int) time.Duration {
 	t.Helper()
 	ns := netnstest.New(t)
 	b, err := New(Options{NetNS: ns.FD, Sysctls: IgnoreSysctls})
@@ -318,7 +317,7 @@ func healFlush(t testing.TB, n int) time.Duration {
 			return time.Since(began)
 		}
 		if time.Since(began) > 2*time.Minute {
-			t.Fatal("services are gone for two minutes")
+			t.Fatal("services are not repaired after two minutes")
 		}
 	}
 }

@@ -20,7 +20,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// packetWorld is a node with two pods, and a client elsewhere.
+// packetWorld is a node with two pods, and a client outside of the cluster.
 type packetWorld struct {
 	node, client, pod1, pod2 *netnstest.Namespace
 }
@@ -53,7 +53,7 @@ func newPacketWorld(t *testing.T) *packetWorld {
 	return w
 }
 
-// serve answers connections to port 8080 with name and the client's address.
+// serve answers connections to port 8080 with name and the address of the client.
 func serve(t testing.TB, ns *netnstest.Namespace, name string) {
 	var l net.Listener
 	if err := ns.Do(func() (err error) { l, err = net.Listen("tcp", ":8080"); return err }); err != nil {
@@ -138,14 +138,14 @@ func TestPackets(t *testing.T) {
 		{"a client reaches an external IP with policy Local as itself", w.client, "203.0.113.2:80", "pod1 192.0.2.2", "[2001:db8:1::2]:80", "pod1 2001:db8::2"},
 		{"a client reaches a node port with policy Cluster", w.client, "192.0.2.1:30001", "pod1 10.0.1.1", "[2001:db8::1]:30001", "pod1 fd01:1::1"},
 		{"a client reaches a node port with policy Local as itself", w.client, "192.0.2.1:30002", "pod1 192.0.2.2", "[2001:db8::1]:30002", "pod1 2001:db8::2"},
-		{"a node port is not served at an address that is not admitted", w.pod2, "10.0.1.1:30001", refused, "[fd01:1::1]:30001", refused},
-		{"no endpoint anywhere is a refusal", w.pod2, "10.96.0.3:80", refused, "[fd00::3]:80", refused},
-		{"no endpoint anywhere is a refusal to the node too", w.node, "10.96.0.3:80", refused, "[fd00::3]:80", refused},
+		{"a node port at an address without node ports is refused", w.pod2, "10.0.1.1:30001", refused, "[fd01:1::1]:30001", refused},
+		{"a service without endpoints refuses a pod", w.pod2, "10.96.0.3:80", refused, "[fd00::3]:80", refused},
+		{"a service without endpoints refuses the node", w.node, "10.96.0.3:80", refused, "[fd00::3]:80", refused},
 		{"an unknown port of a cluster IP is refused", w.pod2, "10.96.0.1:81", refused, "[fd00::1]:81", refused},
-		{"endpoints on other nodes only are silence with policy Local", w.client, "203.0.113.4:80", lost, "[2001:db8:1::4]:80", lost},
-		{"a source in the ranges gets in", w.client, "203.0.113.5:80", "", "", ""},
-		{"a source outside of the ranges gets no answer", w.pod1, "203.0.113.5:80", lost, "[2001:db8:1::5]:80", lost},
-		{"an all-ports service serves any port, as the endpoint has it", w.client, "203.0.113.6:8080", "pod1 10.0.1.1", "[2001:db8:1::6]:8080", "pod1 fd01:1::1"},
+		{"policy Local without a local endpoint drops", w.client, "203.0.113.4:80", lost, "[2001:db8:1::4]:80", lost},
+		{"a source in the ranges is admitted", w.client, "203.0.113.5:80", "", "", ""},
+		{"a source outside of the ranges is dropped", w.pod1, "203.0.113.5:80", lost, "[2001:db8:1::5]:80", lost},
+		{"an all-ports service keeps the port", w.client, "203.0.113.6:8080", "pod1 10.0.1.1", "[2001:db8:1::6]:8080", "pod1 fd01:1::1"},
 	} {
 		for _, target := range [][2]string{{test.to4, test.want4}, {test.to6, test.want6}} {
 			if target[0] == "" {
@@ -173,8 +173,8 @@ func TestPackets(t *testing.T) {
 	}
 }
 
-// TestAffinity checks that a client keeps its endpoint while others come and go, on
-// all frontends of a service port, and gets another when its own goes.
+// TestAffinity checks that a client keeps its endpoint while other endpoints are added and
+// removed, at all frontends of a service port. It gets another when its own is removed.
 func TestAffinity(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{PodInterfaces: []string{"pod*"}, NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
@@ -207,7 +207,7 @@ func TestAffinity(t *testing.T) {
 	for range 10 {
 		for _, addr := range []string{"10.96.0.1:80", "192.0.2.1:30001"} {
 			if got := pod(addr); got != kept {
-				t.Fatalf("at %s the client gets %s, and has %s", addr, got, kept)
+				t.Fatalf("at %s the client gets %s, want %s", addr, got, kept)
 			}
 		}
 	}
@@ -217,22 +217,22 @@ func TestAffinity(t *testing.T) {
 	mustSync(t, b, changes(true, set(now)))
 	for range 10 {
 		if got := pod("10.96.0.1:80"); got != kept {
-			t.Fatalf("after another endpoint came and a restart, the client gets %s, and has %s", got, kept)
+			t.Fatalf("after another endpoint was added and a restart, the client gets %s, want %s", got, kept)
 		}
 	}
 	listing := nft(t, w.node, "", "list", "table", "inet", "kpng")
 	if !strings.Contains(listing, "192.0.2.2") {
-		t.Errorf("the client is in no set:\n%s", listing)
+		t.Errorf("no set has the client:\n%s", listing)
 	}
 	other := map[string]string{"pod1": "pod2", "pod2": "pod1"}[kept]
 	change(sticky(pods[other]))
 	if got := pod("10.96.0.1:80"); got != other {
-		t.Errorf("when its endpoint went, the client gets %s", got)
+		t.Errorf("after the removal of its endpoint, the client gets %s", got)
 	}
 	change(sticky(pods["pod1"], pods["pod2"]))
 	for range 10 {
 		if got := pod("10.96.0.1:80"); got != other {
-			t.Fatalf("when its first endpoint came back, the client gets %s, and has %s", got, other)
+			t.Fatalf("after its first endpoint was added again, the client gets %s, want %s", got, other)
 		}
 	}
 	change(view("web", []string{"10.96.0.1"}, []string{pods["pod1"], pods["pod2"]}, nil))
@@ -241,16 +241,16 @@ func TestAffinity(t *testing.T) {
 		seen[pod("10.96.0.1:80")] = true
 	}
 	if len(seen) != 2 {
-		t.Errorf("without affinity, 40 connections see %v", seen)
+		t.Errorf("without affinity, 40 connections reach %v", seen)
 	}
 	if listing := nft(t, w.node, "", "list", "table", "inet", "kpng"); strings.Contains(listing, "clients/") {
 		t.Errorf("without affinity, there are sets of clients:\n%s", listing)
 	}
 }
 
-// TestOutsidersAreOnlyThoseOfAKnownFamily checks that what the pods of one family are says
-// nothing about connections of the other.
-func TestOutsidersAreOnlyThoseOfAKnownFamily(t *testing.T) {
+// TestOutsidersNeedACIDROfTheirFamily checks that a cluster CIDR of one family does not cause
+// masquerading in the other.
+func TestOutsidersNeedACIDROfTheirFamily(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.2.0/24")}, MasqueradeOutsiders: true, NodeAddresses: nodeaddr.Of()})
 	mustSync(t, b, changes(true, set(view("web", []string{"10.96.0.1", "fd00::1"}, []string{"!10.0.1.2", "!fd01:1::2"}, nil))))
@@ -269,9 +269,9 @@ func TestOutsidersAreOnlyThoseOfAKnownFamily(t *testing.T) {
 	}
 }
 
-// TestAMissingSlotStopsPackets checks that what leads to no endpoint, as a connection may
-// that meets a transaction, does not go where the service's address is routed.
-func TestAMissingSlotStopsPackets(t *testing.T) {
+// TestAMissingSlotDropsPackets checks that a packet without an endpoint, which a concurrent
+// transaction can cause, is not forwarded to the cluster IP itself.
+func TestAMissingSlotDropsPackets(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of()})
 	w.client.Add(t, "eth0", "10.96.0.1/32")
@@ -283,6 +283,6 @@ func TestAMissingSlotStopsPackets(t *testing.T) {
 	nft(t, w.node, "flush map inet kpng service-endpoints4\n", "-f", "-")
 	var timeout net.Error
 	if got, err := ask(w.pod2, "10.96.0.1:8080"); !errors.As(err, &timeout) || !timeout.Timeout() {
-		t.Errorf("without its endpoint, the service answers %q, %v; want silence", got, err)
+		t.Errorf("without its endpoint, the service answers %q, %v; want a timeout", got, err)
 	}
 }

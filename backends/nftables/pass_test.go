@@ -24,8 +24,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// checkFresh checks that b's table is what a fresh load of the services makes it, and that b
-// knows.
+// checkFresh checks that b's table equals the table of a fresh load of the services, and that
+// the state of b matches it.
 func checkFresh(t *testing.T, b *Backend, services ...sink.Change) {
 	t.Helper()
 	if err := verify(t, b); err != nil {
@@ -34,10 +34,10 @@ func checkFresh(t *testing.T, b *Backend, services ...sink.Change) {
 	fresh, _ := start(t, Options{})
 	mustSync(t, fresh, changes(true, services...))
 	if diff := cmp.Diff(contents(t, fresh), contents(t, b)); diff != "" {
-		t.Errorf("the table is not as a fresh load makes it (-fresh +is):\n%s", diff)
+		t.Errorf("the table differs from a fresh load (-fresh +actual):\n%s", diff)
 	}
 	if diff := cmp.Diff(chainNames(t, fresh), chainNames(t, b)); diff != "" {
-		t.Errorf("the chains are not as a fresh load makes them (-fresh +are):\n%s", diff)
+		t.Errorf("the chains differ from a fresh load (-fresh +actual):\n%s", diff)
 	}
 }
 
@@ -48,12 +48,12 @@ func batch(first, last bool, list ...sink.Change) *sink.Changes {
 	return c
 }
 
-// inAnHour has an hour pass for the table of b.
+// inAnHour moves the clock of b's table by an hour.
 func inAnHour(b *Backend) {
 	b.table.now = func() time.Time { return time.Now().Add(time.Hour) }
 }
 
-// leadsTo returns the endpoint in the first slot of a cluster IP, as the kernel has it.
+// leadsTo returns the endpoint that the kernel has in the first slot of a cluster IP.
 func leadsTo(t *testing.T, b *Backend, ip string) string {
 	t.Helper()
 	for _, line := range contents(t, b) {
@@ -64,8 +64,8 @@ func leadsTo(t *testing.T, b *Backend, ip string) string {
 	return "nothing"
 }
 
-// TestAPassInSeveralBatches checks that what services take over is theirs, that pruning
-// waits for the end of a pass, and that it may begin again before.
+// TestAPassInSeveralBatches checks that a service can take over the address of another, that a
+// pass prunes only at its end, and that another pass may begin before that.
 func TestAPassInSeveralBatches(t *testing.T) {
 	at := func(name, ip, endpoint string) sink.Change {
 		return set(view(name, []string{ip}, []string{endpoint}, nil))
@@ -74,7 +74,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			b, ns := start(t, Options{})
 			mustSync(t, b, changes(true, at("a", "10.96.0.1", "!10.0.0.1"), at("b", "10.96.0.2", "!10.0.0.1"), at("gone", "10.96.0.3", "10.0.0.3")))
-			undrifted := Options{Observer: Observer{Drifted: func() { t.Error("nobody else changed the table, and drift is reported") }}}
+			undrifted := Options{Observer: Observer{Drifted: func() { t.Error("drift is reported, but no other program changed the table") }}}
 			if restart {
 				b = startIn(t, ns, undrifted)
 			}
@@ -90,12 +90,12 @@ func TestAPassInSeveralBatches(t *testing.T) {
 			mustSync(t, b, batch(true, false, a))
 			check("after the first batch", "10.0.0.1 . 8080", "10.0.0.4 . 8080", "10.0.0.3 . 8080")
 			if !slices.Contains(contents(t, b), "service-hairpins4 10.0.0.1 . 10.0.0.1 . tcp . 8080") {
-				t.Error("the hairpin that another service needs is gone")
+				t.Error("the pass removed a hairpin that another service needs")
 			}
 			mustSync(t, b, batch(false, false, bb))
 			check("after the second batch", "10.0.0.1 . 8080", "10.0.0.4 . 8080", "10.0.0.3 . 8080")
 
-			// It begins again, and they swap as a change of both.
+			// Another pass begins, and a change of both services swaps their addresses again.
 			mustSync(t, b, batch(true, false, a))
 			first, second := at("a", "10.96.0.1", "10.0.0.4"), at("b", "10.96.0.2", "!10.0.0.1")
 			change := changes(false, sink.Change{Old: a.New, New: first.New}, sink.Change{New: second.New, Unsure: true})
@@ -108,9 +108,9 @@ func TestAPassInSeveralBatches(t *testing.T) {
 	}
 }
 
-// TestAFailureInAPassSparesWhatMayBeTheServices has the kernel refuse a service, in a pass
-// that ends before the service succeeds, and in one in which it succeeds before the end.
-func TestAFailureInAPassSparesWhatMayBeTheServices(t *testing.T) {
+// TestAPassKeepsElementsOfFailedServices lets the kernel refuse a service. The service fails
+// until the end of the pass, or succeeds before the end.
+func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 	old := []string{"10.0.0.1", "10.0.0.2", "10.0.0.3"}
 	web := set(view("web", []string{"10.96.0.1"}, []string{"10.99.98.97"}, nil))
 	ok := set(view("ok", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil))
@@ -118,7 +118,7 @@ func TestAFailureInAPassSparesWhatMayBeTheServices(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			b, ns := start(t, Options{})
 			mustSync(t, b, changes(true, set(view("web", []string{"10.96.0.1"}, old, nil)), set(view("gone", []string{"10.96.0.3"}, old, nil))))
-			b = startIn(t, ns, Options{Observer: Observer{Drifted: func() { t.Error("nobody else changed the table, and drift is reported") }}})
+			b = startIn(t, ns, Options{Observer: Observer{Drifted: func() { t.Error("drift is reported, but no other program changed the table") }}})
 			exchange := b.table.conn.Exchange
 			b.table.conn.Exchange = func(batch []byte) error {
 				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // 10.99.98.97
@@ -139,7 +139,7 @@ func TestAFailureInAPassSparesWhatMayBeTheServices(t *testing.T) {
 			}
 			mustSync(t, b, last)
 			if got := leadsTo(t, b, "10.96.0.3"); got != "nothing" {
-				t.Errorf("a service that is gone leads to %s", got)
+				t.Errorf("a deleted service leads to %s", got)
 			}
 			if recovers {
 				checkFresh(t, b, web, ok)
@@ -150,7 +150,7 @@ func TestAFailureInAPassSparesWhatMayBeTheServices(t *testing.T) {
 			}
 			inAnHour(b)
 			if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
-				t.Errorf("Verify returns %v, want one that has the leftovers removed", err)
+				t.Errorf("Verify returns %v, want a request for a pass that removes leftovers", err)
 			}
 			b.table.conn.Exchange = exchange
 			mustSync(t, b, changes(true, web, ok))
@@ -159,9 +159,9 @@ func TestAFailureInAPassSparesWhatMayBeTheServices(t *testing.T) {
 	}
 }
 
-// TestWhatAServiceHadIsRemovedAfterItFailed has the kernel refuse a service in a pass, which
-// then comes with another address and without chains of its own.
-func TestWhatAServiceHadIsRemovedAfterItFailed(t *testing.T) {
+// TestOldElementsOfAFailedServiceAreRemoved lets the kernel refuse a service in a pass. Later in
+// the pass the service has another address and no session affinity.
+func TestOldElementsOfAFailedServiceAreRemoved(t *testing.T) {
 	web := func(ip, endpoint string, affinity bool) sink.Change {
 		v := view("web", []string{ip}, []string{endpoint}, nil)
 		if affinity {
@@ -183,10 +183,10 @@ func TestWhatAServiceHadIsRemovedAfterItFailed(t *testing.T) {
 	checkFresh(t, b, moved)
 }
 
-// TestAnyChangesDuringPasses checks that the table is what a fresh load makes it,
-// whatever happened during passes: services come, go, change and exchange their
-// addresses, and transactions fail.
-func TestAnyChangesDuringPasses(t *testing.T) {
+// TestRandomChangesDuringPasses checks that the table equals that of a fresh load after random
+// events during passes: services are added, deleted and changed, exchange their addresses,
+// and transactions fail.
+func TestRandomChangesDuringPasses(t *testing.T) {
 	for seed := range uint64(8) {
 		failures := seed%2 == 1
 		t.Run(fmt.Sprintf("seed %d, failures: %t", seed, failures), func(t *testing.T) {
@@ -202,7 +202,7 @@ func TestAnyChangesDuringPasses(t *testing.T) {
 				if rng.IntN(3) == 0 {
 					numbers[i], numbers[j] = numbers[j], numbers[i]
 				}
-				// A service gives an address up before another one gets it.
+				// A service loses its address before another service gets it.
 				src.Delete(keyOf(i), keyOf(j))
 				for _, k := range []int{i, j} {
 					if v := randomView(rng, keyOf(k).Name, numbers[k]); v != nil {
@@ -217,7 +217,7 @@ func TestAnyChangesDuringPasses(t *testing.T) {
 
 			b, _ := start(t, Options{Observer: Observer{Drifted: func() {
 				if !failures {
-					t.Error("something is not as it was left, and nobody else changed it")
+					t.Error("drift is reported, but no other program changed the table")
 				}
 			}}})
 			unfailing := b.table.conn.Exchange
@@ -245,7 +245,7 @@ func TestAnyChangesDuringPasses(t *testing.T) {
 			}
 			stop()
 			if d.Status().Passes < 5 {
-				t.Errorf("there were %d passes", d.Status().Passes)
+				t.Errorf("the driver made %d passes, want at least 5", d.Status().Passes)
 			}
 			b.table.conn.Exchange = unfailing
 			var list []sink.Change
@@ -260,15 +260,15 @@ func TestAnyChangesDuringPasses(t *testing.T) {
 	}
 }
 
-// TestTableIsReadAhead checks that the first Sync uses what was read at the start, and
-// reads again if somebody has changed tables since.
+// TestTableIsReadAhead checks that the first Sync uses what Start has read, and that it reads
+// the table again if another program changed tables.
 func TestTableIsReadAhead(t *testing.T) {
 	first, ns := start(t, Options{})
 	web, other := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("other", []string{"10.96.0.2"}, []string{"10.0.0.2"}, nil)
 	mustSync(t, first, changes(true, set(web), set(other)))
 	for name, edit := range map[string]string{
-		"nobody changed it": "",
-		"somebody did":      "delete element inet kpng services4 { 10.96.0.2 . tcp . 80 }\n",
+		"unchanged":                  "",
+		"changed by another program": "delete element inet kpng services4 { 10.96.0.2 . tcp . 80 }\n",
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := startIn(t, ns, Options{})
@@ -279,7 +279,7 @@ func TestTableIsReadAhead(t *testing.T) {
 			}
 			mustSync(t, b, changes(true, set(web), set(other)))
 			if used := b.table.state == before; used != (edit == "") || b.table.ahead != nil {
-				t.Errorf("what was found at the start was used: %t; is kept: %t", used, b.table.ahead != nil)
+				t.Errorf("the first Sync used the read of Start: %t, and kept it: %t", used, b.table.ahead != nil)
 			}
 			if err := verify(t, b); err != nil {
 				t.Error(err)
@@ -288,7 +288,7 @@ func TestTableIsReadAhead(t *testing.T) {
 	}
 }
 
-// waitReadAhead waits until b has read its table, which it does after its start.
+// waitReadAhead waits until b has read its table after Start.
 func waitReadAhead(b *Backend) {
 	for read := false; !read; time.Sleep(time.Millisecond) {
 		b.mu.Lock()
@@ -297,8 +297,7 @@ func waitReadAhead(b *Backend) {
 	}
 }
 
-// frontendKeyOf returns the beginning of the keys of service i's endpoints, and where
-// it ends.
+// frontendKeyOf returns the beginning of the keys of service i's endpoints, and its length.
 func frontendKeyOf(i int) (elementID, int) {
 	e := elementID{m: mapID{endpoints, matchService, api.IPv4}}
 	w := keyWriter{id: &e}
@@ -326,9 +325,8 @@ func drive(t testing.TB, src sink.Source, s sink.Sink, batchSize int) (d *sink.D
 	return d, stop
 }
 
-// waitApplied waits until d's sink has all that src has, whatever comes to it meanwhile.
-// Where a service stays in the way of its own leftovers, it has a pass come, which Verify
-// would ask for.
+// waitApplied waits until d's sink has everything in src, even if src changes meanwhile. If
+// leftovers of a service prevent its change, it begins the pass that Verify would request.
 func waitApplied(t testing.TB, d *sink.Driver, src *sinktest.Source) {
 	t.Helper()
 	deadline := time.Now().Add(time.Minute)

@@ -24,7 +24,7 @@ func TestPodCIDRsFollowTheNode(t *testing.T) {
 			text := nft(t, ns, "", "list", "chain", "inet", "kpng", chain)
 			for _, cidr := range []string{"10.1.1.0/24", "10.1.2.0/24", "fd01:1::/64"} {
 				if has, should := strings.Contains(text, "saddr "+cidr), strings.Contains(strings.Join(want, " "), cidr); has != should {
-					t.Errorf("after %s, that %s is in chain %s is %t, want %t:\n%s", after, cidr, chain, has, should, text)
+					t.Errorf("after %s, chain %[3]s has %[2]s: %[4]t, want %[5]t:\n%[6]s", after, cidr, chain, has, should, text)
 				}
 			}
 		}
@@ -43,10 +43,10 @@ func TestPodCIDRsFollowTheNode(t *testing.T) {
 	change := pass("10.1.1.0/24", "fd01:1::/64")
 	change.First, change.Last = false, false
 	if err := b.Sync(t.Context(), change); !errors.Is(err, sink.ErrStartOver) {
-		t.Fatalf("Sync returns %v when the pod CIDRs changed, want that it starts over", err)
+		t.Fatalf("after a change of pod CIDRs, Sync returns %v, want ErrStartOver", err)
 	}
 	mustSync(t, b, pass("10.1.1.0/24", "fd01:1::/64"))
-	check("the pass that follows", "10.1.1.0/24", "fd01:1::/64")
+	check("the next pass", "10.1.1.0/24", "fd01:1::/64")
 	same := pass("10.1.1.0/24", "fd01:1::/64")
 	same.First, same.Last = false, false
 	mustSync(t, b, same)
@@ -54,13 +54,14 @@ func TestPodCIDRsFollowTheNode(t *testing.T) {
 	restarted := startIn(t, ns, opts)
 	check("a restart", "10.1.1.0/24", "fd01:1::/64")
 	mustSync(t, restarted, pass("10.1.2.0/24"))
-	check("a pass with another one", "10.1.2.0/24")
+	check("a pass with another pod CIDR", "10.1.2.0/24")
 }
 
-// Cluster IPs of other tables are translated before anything is dropped.
+// TestUnallocatedClusterIPsAreDropped also checks that cluster IPs of other tables are translated
+// before the drop.
 func TestUnallocatedClusterIPsAreDropped(t *testing.T) {
 	w := newPacketWorld(t)
-	serve(t, w.client, "client") // and whatever else is beyond the node
+	serve(t, w.client, "client") // the destination of untranslated packets
 	for _, addr := range []string{"10.96.0.2/32", "10.97.0.2/32", "fd96::2/128", "fd97::2/128"} {
 		w.client.Add(t, "eth0", addr)
 	}

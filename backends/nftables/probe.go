@@ -16,16 +16,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// feature is something that tables of this package need and a kernel may lack.
+// feature is a feature of the kernel that tables of this package need.
 type feature struct {
-	// name names it, with its module or the version of Linux that brought it.
+	// name includes the module, or the first version of Linux, that has the feature.
 	name string
-	// use encodes one message that uses it.
+	// use adds one message that uses the feature.
 	use func(*wire)
 }
 
-// features are all of them. Each uses the table of the first, and rules the chain of the
-// second.
+// features are all needed features. Each uses the table of the first, and rules use the chain
+// of the second.
 var features = []feature{
 	{"tables of family inet (CONFIG_NF_TABLES_INET)", (*wire).newTable},
 	{"chains", func(w *wire) { w.newChain("probe", hook{}) }},
@@ -42,16 +42,16 @@ var features = []feature{
 	{"expression reject (module nft_reject_inet)", using([]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})},
 }
 
-// using returns what encodes a rule.
+// using returns a function that adds a rule to the chain of the second feature.
 func using(rule []expr.Any) func(*wire) {
 	return func(w *wire) { w.rule("probe", encodeRules(rule)[0]) }
 }
 
-// probeTable is not the name of any instance's table.
+// probeTable cannot be the name of an instance's table.
 const probeTable = "kpng/probe"
 
-// checkKernel returns an error that names all features that the kernel lacks. The kernel
-// loads modules for those that it has. Nothing else changes, see [netfilter.Conn.Check].
+// checkKernel returns an error that names all features that the kernel lacks. It changes
+// nothing, except that the kernel loads modules, see [netfilter.Conn.Check].
 func (c *conn) checkKernel(ctx context.Context, features []feature) error {
 	var outcomes []error
 	err := c.Check(ctx, func(b *netfilter.Builder) {
@@ -66,7 +66,7 @@ func (c *conn) checkKernel(ctx context.Context, features []feature) error {
 		return fmt.Errorf("check the kernel: %w", err)
 	}
 	if outcomes[0] != nil {
-		outcomes = outcomes[:1] // as the others failed with it
+		outcomes = outcomes[:1] // the others need the first
 	}
 	var missing []string
 	for i, err := range outcomes {

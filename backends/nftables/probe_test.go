@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-func TestCheckOfTheKernelChangesNothing(t *testing.T) {
+func TestCheckKernelChangesNothing(t *testing.T) {
 	ns := netnstest.New(t)
 	c := newConn(ns.FD, "kpng")
 	defer c.Close()
@@ -26,16 +26,16 @@ func TestCheckOfTheKernelChangesNothing(t *testing.T) {
 		t.Error(err)
 	}
 	if after, err := c.others(t.Context()); err != nil || after != before {
-		t.Errorf("the number of transactions is %d (%v), and was %d", after, err, before)
+		t.Errorf("the number of transactions is %d (%v), want %d", after, err, before)
 	}
 	if tables := nft(t, ns, "", "list", "tables"); tables != "" {
-		t.Errorf("tables are left:\n%s", tables)
+		t.Errorf("the check left tables:\n%s", tables)
 	}
 }
 
-// TestCheckOfTheKernelNamesAllThatIsMissing adds features that no kernel has: references to
+// TestCheckKernelNamesAllMissingFeatures adds features that no kernel has: references to
 // objects that do not exist.
-func TestCheckOfTheKernelNamesAllThatIsMissing(t *testing.T) {
+func TestCheckKernelNamesAllMissingFeatures(t *testing.T) {
 	ns := netnstest.New(t)
 	c := newConn(ns.FD, "kpng")
 	defer c.Close()
@@ -52,7 +52,7 @@ func TestCheckOfTheKernelNamesAllThatIsMissing(t *testing.T) {
 	}
 }
 
-func TestCheckOfTheKernelNeedsTheCapability(t *testing.T) {
+func TestCheckKernelNeedsTheCapability(t *testing.T) {
 	ns := netnstest.New(t)
 	c := newConn(ns.FD, "kpng")
 	defer c.Close()

@@ -21,8 +21,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// TestTheBackendNeedsNoOtherProgram runs with an empty PATH.
-func TestTheBackendNeedsNoOtherProgram(t *testing.T) {
+// TestTheBackendRunsWithAnEmptyPath checks that the backend starts no other program.
+func TestTheBackendRunsWithAnEmptyPath(t *testing.T) {
 	t.Setenv("PATH", "")
 	b, ns := start(t, Options{})
 	mustSync(t, b, changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
@@ -36,9 +36,9 @@ func TestTheBackendNeedsNoOtherProgram(t *testing.T) {
 	}
 }
 
-// TestALoadThatFindsNothingToDoChangesNothing checks that a restart does not even replace
-// rules with equal ones.
-func TestALoadThatFindsNothingToDoChangesNothing(t *testing.T) {
+// TestARestartWithoutChangesMakesNoTransaction checks that a restart does not replace rules
+// with equal ones.
+func TestARestartWithoutChangesMakesNoTransaction(t *testing.T) {
 	opts := Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{
 		netip.MustParsePrefix("10.0.0.0/13"), netip.MustParsePrefix("10.9.9.9/32"), netip.MustParsePrefix("fd00::/61"), netip.MustParsePrefix("::/0"),
 	}, MasqueradeOutsiders: true, NodeAddresses: nodeaddr.Of()}
@@ -53,7 +53,7 @@ func TestALoadThatFindsNothingToDoChangesNothing(t *testing.T) {
 		set(view("local", []string{"10.96.0.2"}, []string{"!10.0.0.1", "10.0.0.2"}, local)),
 		set(view("none", []string{"10.96.0.3"}, nil, nil)))
 	mustSync(t, b, all)
-	opts.Observer.Transacted = func(error) { t.Error("a restart that finds nothing to do changes the table") }
+	opts.Observer.Transacted = func(error) { t.Error("a restart without changes makes a transaction") }
 	again := startIn(t, ns, opts)
 	mustSync(t, again, all)
 	if err := verify(t, again); err != nil {
@@ -61,8 +61,8 @@ func TestALoadThatFindsNothingToDoChangesNothing(t *testing.T) {
 	}
 }
 
-// TestWhatIsChangedJustAfterALoadIsMended changes the table before the backend has read it.
-func TestWhatIsChangedJustAfterALoadIsMended(t *testing.T) {
+// TestAChangeBetweenLoadAndReadIsRepaired changes the table before the backend has read it.
+func TestAChangeBetweenLoadAndReadIsRepaired(t *testing.T) {
 	ns := netnstest.New(t)
 	var once sync.Once
 	b := startIn(t, ns, Options{Observer: Observer{Transacted: func(error) {
@@ -75,7 +75,7 @@ func TestWhatIsChangedJustAfterALoadIsMended(t *testing.T) {
 }
 
 // keepAsking connects to addr from ns, one connection after the other, until stop is called.
-// stop returns how many answers came and the first error.
+// stop returns the number of answers and the first error.
 func keepAsking(ns *netnstest.Namespace, addr string) (stop func() (answers int, err error)) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var answers int
@@ -101,9 +101,9 @@ var (
 	web          = func(s *api.Service) { s.Type, s.Ports[0].NodePort = api.NodePort, 30001 }
 )
 
-// TestATableOfAnotherLayoutServesUntilTheNewOneIsFilled starts where another version of this
-// package has made the table.
-func TestATableOfAnotherLayoutServesUntilTheNewOneIsFilled(t *testing.T) {
+// TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled starts with a table that another
+// version of this package has made.
+func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 	text, err := os.ReadFile("testdata/layout-1.nft")
 	if err != nil {
 		t.Fatal(err)
@@ -123,7 +123,7 @@ func TestATableOfAnotherLayoutServesUntilTheNewOneIsFilled(t *testing.T) {
 			}
 			b := startIn(t, w.node, opts)
 			mustSync(t, b, all[0])
-			b = startIn(t, w.node, opts) // as if the first had been killed meanwhile
+			b = startIn(t, w.node, opts) // as after the first was killed
 			mustSync(t, b, all...)
 			mustSync(t, startIn(t, w.node, opts), all...)
 			for _, stop := range stops {
@@ -132,7 +132,7 @@ func TestATableOfAnotherLayoutServesUntilTheNewOneIsFilled(t *testing.T) {
 				}
 			}
 			if tables := nft(t, w.node, "", "list", "tables"); tables != "table inet "+names[1]+"\n" {
-				t.Errorf("there are\n%s", tables)
+				t.Errorf("the tables are\n%s", tables)
 			}
 			if err := verify(t, b); err != nil {
 				t.Error(err)
@@ -145,25 +145,25 @@ func TestATableOfAnotherLayoutServesUntilTheNewOneIsFilled(t *testing.T) {
 				t.Error(err)
 			}
 			if tables := nft(t, w.node, "", "list", "tables"); tables != "" {
-				t.Errorf("after Cleanup there are\n%s", tables)
+				t.Errorf("after Cleanup the tables are\n%s", tables)
 			}
 		})
 	}
 }
 
-// TestHooksChangeInPlace starts with other priorities, and where base chains were replaced,
-// while connections go on.
+// TestHooksChangeInPlace starts with other priorities and with replaced base chains, while a
+// client connects all the time.
 func TestHooksChangeInPlace(t *testing.T) {
 	for name, test := range map[string]struct {
 		opts   Options
 		damage string
 	}{
-		"other priorities":              {opts: Options{DNATPriority: -110, SNATPriority: 90}},
-		"a base chain at another place": {damage: "delete chain inet kpng output; add chain inet kpng output { type nat hook output priority 7; }"},
-		"a chain that is none":          {damage: "delete chain inet kpng output; add chain inet kpng output"},
-		"a base chain that should not":  {damage: "flush chain inet kpng short-circuit; delete chain inet kpng short-circuit; add chain inet kpng short-circuit { type nat hook input priority 7; }"},
-		"another policy":                {damage: "add chain inet kpng prerouting { policy drop; }"},
-		"a missing map":                 {damage: "flush chain inet kpng address-sources; delete set inet kpng address-sources4"},
+		"other priorities":                   {opts: Options{DNATPriority: -110, SNATPriority: 90}},
+		"a base chain with another priority": {damage: "delete chain inet kpng output; add chain inet kpng output { type nat hook output priority 7; }"},
+		"a base chain without its hook":      {damage: "delete chain inet kpng output; add chain inet kpng output"},
+		"a hook at another chain":            {damage: "flush chain inet kpng short-circuit; delete chain inet kpng short-circuit; add chain inet kpng short-circuit { type nat hook input priority 7; }"},
+		"another policy":                     {damage: "add chain inet kpng prerouting { policy drop; }"},
+		"a missing map":                      {damage: "flush chain inet kpng address-sources; delete set inet kpng address-sources4"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newPacketWorld(t)
@@ -181,7 +181,7 @@ func TestHooksChangeInPlace(t *testing.T) {
 			test.opts.NodeAddresses = addresses
 			b := startIn(t, w.node, test.opts)
 			if diff := cmp.Diff(elements, contents(t, b)); diff != "" {
-				t.Errorf("a start changes elements (-before +after):\n%s", diff)
+				t.Errorf("Start changed elements (-before +after):\n%s", diff)
 			}
 			mustSync(t, b, all)
 			if answers, err := stop(); answers == 0 || err != nil {
@@ -193,13 +193,13 @@ func TestHooksChangeInPlace(t *testing.T) {
 			fresh, other := start(t, test.opts)
 			mustSync(t, fresh, all)
 			if diff := cmp.Diff(lines(nft(t, other, "", "list", "table", "inet", "kpng")), lines(nft(t, w.node, "", "list", "table", "inet", "kpng"))); diff != "" {
-				t.Errorf("the table is not as a fresh load makes it (-fresh +is):\n%s", diff)
+				t.Errorf("the table differs from a fresh load (-fresh +actual):\n%s", diff)
 			}
 		})
 	}
 }
 
-// TestCommentsNameTheService checks what an operator finds in a listing.
+// TestCommentsNameTheService checks that a listing has the name of a service port.
 func TestCommentsNameTheService(t *testing.T) {
 	b, ns := start(t, Options{NodeAddresses: nodeaddr.Of()})
 	named := func(name string) sink.Change {
@@ -209,12 +209,12 @@ func TestCommentsNameTheService(t *testing.T) {
 	mustSync(t, b, changes(false, sink.Change{Old: named("web").New, New: nil}, named("successor")))
 	want := `10.96.0.1 . tcp . 80 comment "default/successor:http" : 7000:1`
 	if listing := nft(t, ns, "", "list", "map", "inet", "kpng", "services4"); !strings.Contains(listing, want) {
-		t.Errorf("the listing has no\n%s\nbut is\n%s", want, listing)
+		t.Errorf("the listing does not contain\n%s\nbut is\n%s", want, listing)
 	}
 }
 
-// TestNumbersOfClassesAreUnique checks that each number leads back to its class.
-func TestNumbersOfClassesAreUnique(t *testing.T) {
+// TestNumbersOfSharedChainsAreUnique checks that each number leads back to its chain.
+func TestNumbersOfSharedChainsAreUnique(t *testing.T) {
 	seen := map[string]sharedChain{}
 	check := func(c sharedChain) {
 		e := c.element()
@@ -222,7 +222,7 @@ func TestNumbersOfClassesAreUnique(t *testing.T) {
 			t.Errorf("the number of %+v is that of %+v, %t", c, got, ok)
 		}
 		if other, ok := seen[e.elementID.String()]; ok {
-			t.Errorf("%+v and %+v have one number", c, other)
+			t.Errorf("%+v and %+v have the same number", c, other)
 		}
 		seen[e.elementID.String()] = c
 	}

@@ -16,14 +16,14 @@ type Builder struct{ b []byte }
 // headersLen is the length of the two headers of a message.
 const headersLen = unix.NLMSG_HDRLEN + 4
 
-// Encoded returns what was encoded so far. It is valid until more is.
+// Encoded returns the encoded messages. The slice is valid until more is encoded.
 func (w *Builder) Encoded() []byte { return w.b }
 
-// Len returns the length of what was encoded so far.
+// Len returns the length of the encoded messages in octets.
 func (w *Builder) Len() int { return len(w.b) }
 
-// Begin begins a message of a type, which has the subsystem in its upper octet. It returns
-// the argument of End.
+// Begin begins a message. The upper octet of msgType is the subsystem. It returns the argument
+// of End.
 func (w *Builder) Begin(msgType, flags uint16, family byte) int {
 	at := len(w.b)
 	w.b = append(w.b, 0, 0, 0, 0) // the length, see End
@@ -63,10 +63,10 @@ func (w *Builder) header(attr uint16, n int) {
 	w.b = binary.NativeEndian.AppendUint16(w.b, attr)
 }
 
-// Raw appends octets that are encoded already.
+// Raw appends octets that are already encoded.
 func (w *Builder) Raw(v []byte) { w.b = append(w.b, v...) }
 
-// Bytes encodes an attribute of any octets.
+// Bytes encodes an attribute with any data.
 func (w *Builder) Bytes(attr uint16, v ...byte) {
 	w.header(attr, len(v))
 	w.b = append(w.b, v...)

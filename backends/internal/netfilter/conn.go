@@ -2,9 +2,9 @@
 
 //go:build linux
 
-// Package netfilter talks over netlink to the parts of the kernel's netfilter: nf_tables
-// and connection tracking. It has the connection, the encoding of messages and the
-// failures, and knows nothing about what the messages mean.
+// Package netfilter is a netlink client of the kernel's netfilter: nf_tables and connection
+// tracking. It has the connection, the encoding of messages and the failures. Its users know
+// the meaning of the messages.
 package netfilter
 
 import (
@@ -19,13 +19,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Conn is a connection to netfilter. It is for one goroutine at a time.
+// Conn is a connection to netfilter. One goroutine may use it at a time.
 type Conn struct {
-	// Describe describes for a Failure what a message of that type does. The attribute at
-	// offset is the one that the kernel refused; offset is negative if it did not say.
-	// Default: messages are not described.
+	// Describe returns what a message does, for a Failure. The kernel refused the attribute at
+	// offset; a negative offset means that the kernel named none. Default: empty descriptions.
 	Describe func(msgType uint16, attributes []byte, offset int) string
-	// Transacted is called after each attempt at a transaction. Default: nothing is called.
+	// Transacted is called after each attempt at a transaction. Default: no call.
 	Transacted func(error)
 	// Exchange sends a batch and receives the answer. Tests replace it.
 	Exchange func(batch []byte) error
@@ -39,16 +38,16 @@ type Conn struct {
 }
 
 const (
-	// socketBuffer limits a transaction, which must fit into one message to the
-	// kernel: 64 MiB are a million elements.
+	// socketBuffer limits the size of a transaction, which is one message to the kernel.
+	// 64 MiB are a million elements.
 	socketBuffer = 64 << 20
-	// ackTimeout is how long the kernel may take to answer. It works while the
-	// request is sent, so that only a lost answer takes any time.
+	// ackTimeout limits the wait for an answer. The kernel answers while the request is
+	// sent, so only a lost answer takes this long.
 	ackTimeout = 30 * time.Second
 )
 
-// NewConn returns a connection in the network namespace of the file descriptor netNS, or
-// in that of the process if it is 0. The first request opens it.
+// NewConn returns a connection in the network namespace of the file descriptor netNS, or of
+// the process if netNS is 0. The first request opens the connection.
 func NewConn(netNS int) *Conn {
 	c := &Conn{
 		Describe:   func(uint16, []byte, int) string { return "" },
@@ -101,9 +100,9 @@ func (c *Conn) number(b []byte) (first, last uint32) {
 	return first, c.seq
 }
 
-// Transact brings the messages that fill encodes into effect: all of them, or none if it
-// returns an error other than ErrUnknownOutcome. It repeats for a moment what fails for
-// a transient reason.
+// Transact sends the messages that fill encodes as one transaction of nf_tables. All of them
+// take effect, or none if it returns an error other than ErrUnknownOutcome. It retries
+// transient failures up to five times, in 31 ms.
 func (c *Conn) Transact(ctx context.Context, fill func(*Builder)) error {
 	var w Builder
 	w.beginBatch()
@@ -131,8 +130,8 @@ func (c *Conn) Transact(ctx context.Context, fill func(*Builder)) error {
 
 func (c *Conn) transactOnce(b []byte) error {
 	first, last := c.number(b)
-	// One message has to be acknowledged: the last before the end of the batch. The kernel
-	// reports the failure of any message, and that of the whole commit as one of the first.
+	// Only the last message before the end of the batch needs an acknowledgement. The kernel
+	// reports a failure of any message, and attributes a failed commit to the first message.
 	begin, at := 0, 0
 	for next := 0; next < len(b); next += int(binary.NativeEndian.Uint32(b[next:])) {
 		begin, at = at, next
@@ -166,14 +165,14 @@ func (c *Conn) transactOnce(b []byte) error {
 	return nil
 }
 
-// acknowledge requests an answer to the message at the beginning of b.
+// acknowledge requests an acknowledgement of the first message in b.
 func acknowledge(b []byte) {
 	binary.NativeEndian.PutUint16(b[6:], binary.NativeEndian.Uint16(b[6:])|unix.NLM_F_ACK)
 }
 
 // Query sends the one request that fill encodes, and calls f with the attributes of each
-// message of the answer. A request with flag NLM_F_DUMP has many; they may be
-// interrupted, see ErrInterrupted.
+// message of the answer. A request with flag NLM_F_DUMP has many messages, and the error may
+// be ErrInterrupted.
 func (c *Conn) Query(ctx context.Context, fill func(*Builder), f func(attributes []byte)) error {
 	var failed error
 	interrupted := false
@@ -190,15 +189,15 @@ func (c *Conn) Query(ctx context.Context, fill func(*Builder), f func(attributes
 	return nil
 }
 
-// Each sends the requests that fill encodes, and calls f with the outcome of each, in
-// order. One that fails does not stop the others.
+// Each sends the requests that fill encodes, and calls f with the outcome of each, in order.
+// A failed request does not stop the others.
 func (c *Conn) Each(ctx context.Context, fill func(*Builder), f func(error)) error {
 	return c.request(ctx, fill, func(header, []byte) {}, f)
 }
 
 // request sends the requests that fill encodes. It calls answer with each message that the
-// kernel returns, and outcome with how each request ended. Only a dump ends with ctx: the
-// kernel answers others while they are sent.
+// kernel returns, and outcome with the error of each request. Only a dump stops when ctx ends:
+// the kernel answers other requests while they are sent.
 func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(header, []byte), outcome func(error)) error {
 	var w Builder
 	if fill(&w); w.Len() == 0 {
@@ -230,14 +229,14 @@ func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(hea
 			return err
 		}
 		if isDump && ctx.Err() != nil && next <= last {
-			c.Close() // a socket can begin another dump only when one has ended
+			c.Close() // a socket cannot begin a dump before the last one ended
 			return context.Cause(ctx)
 		}
 	}
 	return nil
 }
 
-// send sends b, over a new socket if need be.
+// send sends b. It opens a socket if there is none.
 func (c *Conn) send(b []byte) error {
 	if c.nl == nil {
 		if err := c.open(); err != nil {
@@ -264,7 +263,7 @@ type header struct {
 	seq            uint32
 }
 
-// receive waits for one datagram of the kernel and calls f with each of its messages.
+// receive waits for one datagram from the kernel and calls f with each of its messages.
 func (c *Conn) receive(f func(h header, payload []byte)) error {
 	raw, err := c.nl.SyscallConn()
 	if err != nil {

@@ -14,7 +14,7 @@ import (
 // Failure is the error of a request that the kernel refused. It had no effect.
 type Failure struct {
 	Errno unix.Errno
-	// What describes what failed, such as "adding" and an element. It may be empty.
+	// What describes the failed request, such as "adding" and an element. It may be empty.
 	What string
 }
 
@@ -36,19 +36,19 @@ func (f *Failure) Error() string {
 func (f *Failure) Unwrap() error { return f.Errno }
 
 var (
-	// ErrUnknownOutcome is the error of a transaction that was sent and not answered. It
-	// may have taken effect.
+	// ErrUnknownOutcome is the error of a transaction without an answer. It may have taken
+	// effect.
 	ErrUnknownOutcome = errors.New("no answer to a transaction")
-	// ErrInterrupted is the error of a dump during which something changed: any table of
-	// the network namespace, or the table of connections. All messages were delivered.
+	// ErrInterrupted is the error of a dump during which any table of the network namespace, or
+	// the table of connections, changed. Query has delivered all messages of the answer.
 	ErrInterrupted = errors.New("the dump was interrupted")
 )
 
-// IsTransient reports whether a request that failed with err may succeed if it is
-// repeated: the kernel was short of memory, or busy.
+// IsTransient reports whether a retry of a request that failed with err may succeed, because
+// the kernel was short of memory or busy.
 func IsTransient(err error) bool {
 	if errors.Is(err, ErrUnknownOutcome) {
-		return false // it may have taken effect, and may not do so twice
+		return false // it may have taken effect, which must not happen twice
 	}
 	for _, errno := range []unix.Errno{unix.ENOBUFS, unix.EINTR, unix.EAGAIN, unix.ENOMEM} {
 		if errors.Is(err, errno) {
@@ -67,8 +67,8 @@ func errorOf(payload []byte) unix.Errno {
 	return unix.Errno(-int32(binary.NativeEndian.Uint32(payload)))
 }
 
-// failure returns the failure that the NLMSG_ERROR message with header h and a payload
-// reports of a batch.
+// failure returns the failure of a message in batch that the NLMSG_ERROR message with header h
+// and this payload reports.
 func (c *Conn) failure(batch []byte, h header, payload []byte) *Failure {
 	f := &Failure{Errno: errorOf(payload)}
 	for len(batch) > 0 && binary.NativeEndian.Uint32(batch[8:]) != h.seq {

@@ -30,8 +30,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// network is a network whose addresses are free unless taken. Its listeners really listen
-// on loopback.
+// network is a network with addresses that are free unless taken. Its listeners listen on
+// loopback.
 type network struct {
 	mu    sync.Mutex
 	taken map[string]error
@@ -98,7 +98,7 @@ func (n *network) get(t testing.TB, addr, path string) (int, http.Header, string
 	l := n.open[addr]
 	n.mu.Unlock()
 	if l == nil {
-		t.Fatalf("nobody listens on %s, only on %q", addr, n.addrs())
+		t.Fatalf("no listener on %s, only on %q", addr, n.addrs())
 	}
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 5 * time.Second}
 	response, err := client.Get("http://" + l.Addr().String() + path)
@@ -181,7 +181,7 @@ func local(name string, port int32, endpoints ...string) *api.ServiceEndpoints {
 
 func one(v *api.ServiceEndpoints) []*api.ServiceEndpoints { return []*api.ServiceEndpoints{v} }
 
-func TestAnswers(t *testing.T) {
+func TestResponses(t *testing.T) {
 	var healthy atomic.Bool
 	w := newWorld(t, healthcheck.Options{
 		Addrs:   nodeaddr.Of(netip.MustParseAddr("10.0.0.1"), netip.MustParseAddr("fd00::1")),
@@ -196,15 +196,15 @@ func TestAnswers(t *testing.T) {
 		body      string
 		weight    string
 	}{
-		{"two endpoints here", []string{"10.1.0.1", "10.1.0.2"}, true, "10.0.0.1:30001", 200,
+		{"two endpoints on this node", []string{"10.1.0.1", "10.1.0.2"}, true, "10.0.0.1:30001", 200,
 			`{"service":{"namespace":"test","name":"web"},"localEndpoints":2,"serviceProxyHealthy":true}`, "2"},
-		{"no endpoint here", nil, true, "10.0.0.1:30001", 503,
+		{"no endpoint on this node", nil, true, "10.0.0.1:30001", 503,
 			`{"service":{"namespace":"test","name":"web"},"localEndpoints":0,"serviceProxyHealthy":true}`, "0"},
-		{"a proxy that is not well", []string{"10.1.0.1"}, false, "10.0.0.1:30001", 503,
+		{"an unhealthy proxy", []string{"10.1.0.1"}, false, "10.0.0.1:30001", 503,
 			`{"service":{"namespace":"test","name":"web"},"localEndpoints":1,"serviceProxyHealthy":false}`, "1"},
-		{"what counts are endpoints of the listener's family", []string{"10.1.0.1", "10.1.0.2", "fd01::1"}, true, "[fd00::1]:30001", 200,
+		{"endpoints of the listener's family are counted", []string{"10.1.0.1", "10.1.0.2", "fd01::1"}, true, "[fd00::1]:30001", 200,
 			`{"service":{"namespace":"test","name":"web"},"localEndpoints":1,"serviceProxyHealthy":true}`, "1"},
-		{"none of the listener's family", []string{"10.1.0.1"}, true, "[fd00::1]:30001", 503,
+		{"no endpoint of the listener's family", []string{"10.1.0.1"}, true, "[fd00::1]:30001", 503,
 			`{"service":{"namespace":"test","name":"web"},"localEndpoints":0,"serviceProxyHealthy":true}`, "0"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -213,7 +213,7 @@ func TestAnswers(t *testing.T) {
 			for _, path := range []string{"/", "/healthz", "/any//path/../?x=y"} {
 				status, header, body := w.get(t, test.addr, path)
 				if status != test.status {
-					t.Errorf("%s is answered with %d, want %d", path, status, test.status)
+					t.Errorf("%s: status %d, want %d", path, status, test.status)
 				}
 				if diff := cmp.Diff(test.body+"\n", body); diff != "" {
 					t.Errorf("body (-want +got):\n%s", diff)
@@ -253,17 +253,17 @@ func TestPortsFollowTheirServices(t *testing.T) {
 	w.deliver(t, []*api.ServiceEndpoints{local("a", 30002, "10.1.0.1"), local("b", 30003)})
 	check("10.0.0.1:30002", "10.0.0.1:30003")
 	if status, _, body := w.get(t, "10.0.0.1:30002", "/"); status != 200 {
-		t.Errorf("after a swap, %d: %s", status, body)
+		t.Errorf("after a swap: status %d: %s", status, body)
 	}
 	// A service takes over the port of another one, which is about to change or to be
 	// deleted.
 	w.deliver(t, one(local("c", 30003, "10.1.0.1")))
 	if status, _, body := w.get(t, "10.0.0.1:30003", "/"); status != 200 {
-		t.Errorf("after a port was taken over, %d: %s", status, body)
+		t.Errorf("after a service took over a port: status %d: %s", status, body)
 	}
 	w.deliver(t, nil, "b")
 	if status, _, body := w.get(t, "10.0.0.1:30003", "/"); status != 200 {
-		t.Errorf("after the service that had the port has gone, %d: %s", status, body)
+		t.Errorf("after the deletion of the service that had the port: status %d: %s", status, body)
 	}
 
 	// The source starts over.
@@ -272,7 +272,7 @@ func TestPortsFollowTheirServices(t *testing.T) {
 	check("10.0.0.1:30003")
 }
 
-func TestAPassInSeveralBatches(t *testing.T) {
+func TestPassInSeveralBatches(t *testing.T) {
 	n := newNetwork()
 	server := healthcheck.New(healthcheck.Options{Addrs: nodeaddr.Of(netip.MustParseAddr("10.0.0.1")), Listen: n.listen})
 	if err := server.Start(t.Context()); err != nil {
@@ -297,9 +297,9 @@ func TestAPassInSeveralBatches(t *testing.T) {
 	}
 	batch(true, true, local("a", 30001), local("gone", 30002), local("moved", 30003))
 	batch(true, false, local("a", 30003, "10.1.0.1"))
-	check("in a pass", "10.0.0.1:30002", "10.0.0.1:30003")
+	check("during a pass", "10.0.0.1:30002", "10.0.0.1:30003")
 	if status, _, body := n.get(t, "10.0.0.1:30003", "/"); status != 200 {
-		t.Errorf("the service that took a port over is answered with %d: %s", status, body)
+		t.Errorf("service that took over a port: status %d: %s", status, body)
 	}
 	batch(true, false, local("a", 30003))
 	check("after the pass began again", "10.0.0.1:30002", "10.0.0.1:30003")
@@ -341,31 +341,31 @@ func TestFailedPortIsReportedAndRetried(t *testing.T) {
 		t.Errorf("reported %+v, want %+v", got, want)
 	}
 	if got := <-observed; got != [2]int{1, 1} {
-		t.Errorf("observed %v open and failing", got)
+		t.Errorf("observed %v open and failing ports", got)
 	}
 	if status, _, _ := w.get(t, "10.0.0.1:30002", "/"); status != 200 {
-		t.Errorf("another service is disturbed: %d", status)
+		t.Errorf("another service is affected: status %d", status)
 	}
 
 	step := func(d time.Duration) {
 		t.Helper()
 		for deadline := time.Now().Add(10 * time.Second); !clock.HasWaiters(); time.Sleep(time.Millisecond) {
 			if time.Now().After(deadline) {
-				t.Fatal("nobody waits to try again")
+				t.Fatal("no retry is scheduled")
 			}
 		}
 		clock.Step(d)
 	}
-	step(time.Second) // the same reason is not reported again
+	step(time.Second) // the same error is not reported again
 	step(0)
 	n.take("10.0.0.1:30001", nil)
 	for deadline := time.Now().Add(10 * time.Second); len(n.addrs()) < 2 && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 		clock.Step(time.Second)
 	}
 	if got := <-observed; got != [2]int{2, 0} {
-		t.Errorf("observed %v open and failing", got)
+		t.Errorf("observed %v open and failing ports", got)
 	}
 	if len(faults) > 0 {
-		t.Errorf("reported once more: %+v", <-faults)
+		t.Errorf("reported again: %+v", <-faults)
 	}
 }

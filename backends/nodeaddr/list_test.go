@@ -39,21 +39,21 @@ func TestListSignalsOnlyChanges(t *testing.T) {
 	compare(t, nil, none)
 
 	if l.Set() {
-		t.Error("setting no addresses in an empty list counts as a change")
+		t.Error("setting no addresses in an empty list signals a change")
 	}
 	if isClosed(changed) {
-		t.Error("told of a change where there was none")
+		t.Error("signals a change without one")
 	}
 	if !l.Set(addrs("10.0.0.1", "10.0.0.2")...) {
-		t.Error("setting addresses does not count as a change")
+		t.Error("setting addresses signals no change")
 	}
 	if !isClosed(changed) {
-		t.Error("not told of a change")
+		t.Error("signals no change")
 	}
 	got, changed := l.Addresses()
 	compare(t, addrs("10.0.0.1", "10.0.0.2"), got)
 	if l.Set(addrs("10.0.0.2", "10.0.0.1")...) || isClosed(changed) {
-		t.Error("another order counts as a change")
+		t.Error("another order signals a change")
 	}
 }
 

@@ -148,7 +148,7 @@ func TestInvalidNamespaceIsAnError(t *testing.T) {
 	}
 }
 
-// settling is a clock that stands still, except for burstDelay after notifications.
+// settling is a clock that does not advance, except by burstDelay after notifications.
 type settling struct{ *clocktesting.FakeClock }
 
 func (c settling) After(time.Duration) <-chan time.Time {
@@ -162,7 +162,7 @@ func (c settling) tick(t *testing.T) {
 	t.Helper()
 	for deadline := time.Now().Add(10 * time.Second); !c.HasWaiters(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
-			t.Fatal("nobody waits for the interval")
+			t.Fatal("the watcher does not wait for the interval")
 		}
 	}
 	c.Step(10 * time.Second)

@@ -21,7 +21,7 @@ func TestBridgesThatBreakServicesAreFound(t *testing.T) {
 			2, []string{"10.1.0.1/24", "fd01::1/64"}, []string{"bridge/bridge-nf-call-iptables=0", "bridge/bridge-nf-call-ip6tables=0"},
 			[]brokenBridge{{"cni0", call4}, {"cni0", call6}},
 		},
-		"those of IPv6 do": {
+		"IPv6 packets between pods skip netfilter": {
 			2, []string{"10.1.0.1/24", "fd01::1/64"}, []string{"bridge/bridge-nf-call-iptables=1", "bridge/bridge-nf-call-ip6tables=0"},
 			[]brokenBridge{{"cni0", call6}},
 		},

@@ -56,19 +56,19 @@ func TestFlagsOfKernelspace(t *testing.T) {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
 			if len(mustConfigure(t, Kernelspace(fakehns.New(fakehns.AllFeatures())), tc.args...).Companions(nil)) != 1 {
-				t.Error("health checks are not answered")
+				t.Error("no health checks are served")
 			}
 		})
 	}
 	if others := mustConfigure(t, Kernelspace(fakehns.New(fakehns.AllFeatures())), "--no-health-checks").Companions(nil); len(others) > 0 {
-		t.Errorf("there is %v beside the backend, which was not asked for", others)
+		t.Errorf("unexpected companions %v of the backend", others)
 	}
 	if _, err := configured(t, Kernelspace(nil), "--node-ip=10.0.0"); err == nil {
-		t.Error("what is no address is taken for one")
+		t.Error("an invalid address is accepted")
 	}
 }
 
-func TestLoadBalancersAreCountedStayAndAreCleanedUp(t *testing.T) {
+func TestLoadBalancersStayUntilCleanup(t *testing.T) {
 	defer goleak.VerifyNone(t)
 	hns := fakehns.New(fakehns.AllFeatures())
 	hns.AddNetwork(kernelspace.Network{Name: "pods"})
@@ -107,10 +107,10 @@ kpng_hns_endpoints 1
 		t.Error(err)
 	}
 	if testutil.CollectAndCount(p, "kpng_hns_call_duration_seconds") == 0 {
-		t.Error("no call of HNS is counted")
+		t.Error("no HNS call is counted")
 	}
 	if testutil.CollectAndCount(p, "kpng_hns_call_failures_total") != 0 {
-		t.Error("a failed call of HNS is counted")
+		t.Error("a failed HNS call is counted")
 	}
 	if err := p.Verify(t.Context()); err != nil {
 		t.Error(err)
@@ -119,12 +119,12 @@ kpng_hns_endpoints 1
 		t.Error(err)
 	}
 	if !strings.Contains(hns.Dump(), "load balancer 10.96.0.1") {
-		t.Errorf("the program has ended, and HNS has\n%s", hns.Dump())
+		t.Errorf("HNS after the end of the program:\n%s", hns.Dump())
 	}
 	if err := mustConfigure(t, Kernelspace(hns), args...).Cleanup(t.Context()); err != nil {
 		t.Error(err)
 	}
 	if left := hns.Dump(); left != "" {
-		t.Errorf("after Cleanup HNS has\n%s", left)
+		t.Errorf("HNS after Cleanup:\n%s", left)
 	}
 }

@@ -18,8 +18,8 @@ func TestLeftoversOfKubeProxyAreFound(t *testing.T) {
 		left []string // commands
 		want []leftover
 	}{
-		"nothing is there": {},
-		"others have tables and chains": {left: []string{
+		"no leftovers": {},
+		"tables and chains of other owners": {left: []string{
 			"nft add table inet kube-proxy-of-another", "nft add chain inet kube-proxy-of-another KUBE-SERVICES",
 			"iptables-legacy -t nat -N KUBE-SERVICES-OF-ANOTHER", "iptables-nft -t nat -N KUBE-KUBELET-CANARY",
 		}},

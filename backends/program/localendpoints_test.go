@@ -19,8 +19,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// localView is the view of a dual-stack node port with policies Local, whose endpoints are
-// on the nodes named.
+// localView returns the view of a dual-stack node port with policies Local and endpoints
+// on the given nodes.
 func localView(name string, nodes ...string) *api.ServiceEndpoints {
 	svc := &api.Service{
 		Namespace: "test", Name: name, Type: api.NodePort, IPFamilies: []api.Family{api.IPv4, api.IPv6},
@@ -90,11 +90,11 @@ func TestServicePortsWithoutLocalEndpointsAreCounted(t *testing.T) {
 		}
 		c.Services = slices.Values(changes)
 		if err := b.Sync(t.Context(), &c); !errors.Is(err, result) {
-			t.Fatalf("Sync returns %v, want %v", err, result)
+			t.Fatalf("Sync returned %v, want %v", err, result)
 		}
 	}
 	remote, both := localView("a", "there"), localView("b", "here", "there")
-	check("the start", 0)
+	check("the first pass", 0)
 	sync(sink.Changes{First: true}, remote)
 	sync(sink.Changes{Last: true}, both, localView("c", "there"), localView("without-any"))
 	check("a pass", 2)
@@ -102,7 +102,7 @@ func TestServicePortsWithoutLocalEndpointsAreCounted(t *testing.T) {
 	check("a service lost its local endpoint", 3)
 	sync(sink.Changes{}, localView("a", "here"))
 	check("a service got a local endpoint", 2)
-	result = errors.New("the dataplane is out of reach")
+	result = errors.New("the dataplane is unavailable")
 	sync(sink.Changes{}, both)
 	check("a failed Sync", 2)
 	result = nil
@@ -111,5 +111,5 @@ func TestServicePortsWithoutLocalEndpointsAreCounted(t *testing.T) {
 	c := localView("c", "there")
 	sync(sink.Changes{}, c)
 	sync(sink.Changes{First: true, Last: true, Failing: []types.NamespacedName{c.Key()}})
-	check("a pass in which a service fails that had no local endpoint", 1)
+	check("a pass with a failure of a service without local endpoints", 1)
 }

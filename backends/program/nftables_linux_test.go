@@ -25,20 +25,20 @@ func TestFlagsOfNFTables(t *testing.T) {
 		args []string
 		want nftables.Options
 	}{
-		"by default nothing is masqueraded that need not be": {nil, nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100}},
-		"with a pod network, outsiders are masqueraded as by kube-proxy": {
+		"by default only necessary connections are masqueraded": {nil, nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100}},
+		"with a pod network, sources outside it are masqueraded, as by kube-proxy": {
 			[]string{"--cluster-cidr=10.1.2.3/16,fd01::/48"},
 			nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, ClusterCIDRs: pods, MasqueradeOutsiders: true},
 		},
-		"unless that is turned off": {
+		"masquerading of outside sources disabled": {
 			[]string{"--pod-interfaces=cni0,veth*", "--masquerade-outside=false"},
 			nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, PodInterfaces: []string{"cni0", "veth*"}},
 		},
-		"with the pod CIDRs of the node": {
+		"the node's pod CIDRs as the pod network": {
 			[]string{"--node-pod-cidrs"},
 			nftables.Options{Sysctls: nftables.SetSysctls, MasqueradeMark: 1 << 13, DNATPriority: -100, SNATPriority: 100, NodePodCIDRs: true, MasqueradeOutsiders: true},
 		},
-		"everything else": {
+		"all other flags": {
 			[]string{"--service-cidr=10.1.2.3/16,fd01::/48", "--instance=x", "--masquerade-all", "--masquerade-bit=15", "--dnat-priority=-110", "--snat-priority=90", "--accept-unknown-ports", "--sysctls=ignore"},
 			nftables.Options{ServiceCIDRs: pods, Instance: "x", MasqueradeAll: true, MasqueradeMark: 1 << 15, DNATPriority: -110, SNATPriority: 90, AcceptUnknownPorts: true, Sysctls: nftables.IgnoreSysctls},
 		},
@@ -58,33 +58,33 @@ func TestFlagsOfNFTables(t *testing.T) {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
 			if len(mustConfigure(t, NFTables(), test.args...).Companions(nil)) != 1 {
-				t.Error("health checks are not answered")
+				t.Error("no health checks are served")
 			}
 		})
 	}
 }
 
-func TestFlagsOfNFTablesThatMakeNoSense(t *testing.T) {
+func TestInvalidFlagsOfNFTables(t *testing.T) {
 	for _, arg := range []string{
 		"--node-port-addresses=eth0", "--cluster-cidr=10.1.0.0", "--masquerade-bit=32", "--masquerade-bit=14", "--dnat-priority=0", "--snat-priority=-200", "--sysctls=maybe", "--instance=a b",
 		"--node-port-addresses=127.0.0.0/8", "--conntrack-min=-1",
 	} {
 		_, err := configured(t, NFTables(), arg)
 		if err == nil {
-			t.Errorf("%s is accepted", arg)
+			t.Errorf("%s: no error", arg)
 		} else if value := strings.SplitN(arg, "=", 2)[1]; !strings.Contains(err.Error(), value) && arg != "--masquerade-bit=14" {
-			t.Errorf("the error about %s does not say what is wrong: %v", arg, err)
+			t.Errorf("%s: error %v does not name the problem", arg, err)
 		}
 	}
 }
 
 func TestHealthChecksCanBeLeftOut(t *testing.T) {
 	if others := mustConfigure(t, NFTables(), "--no-health-checks").Companions(nil); len(others) > 0 {
-		t.Errorf("there is %v beside the backend", others)
+		t.Errorf("unexpected companions %v of the backend", others)
 	}
 }
 
-func TestWhatNFTablesDoesIsCounted(t *testing.T) {
+func TestNFTablesMetrics(t *testing.T) {
 	registry := prometheus.NewPedanticRegistry()
 	flows, table, checks := newFlowMetrics(), newNFTablesMetrics(), newHealthChecks()
 	registry.MustRegister(slices.Concat(checks.collectors(), flows.collectors(), table.collectors())...)

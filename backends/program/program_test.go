@@ -26,7 +26,7 @@ var (
 	_ app.PortsOnly        = (*Backend)(nil)
 )
 
-// configured gives b a command line.
+// configured parses a command line for b.
 func configured(t *testing.T, b *Backend, args ...string) (*Backend, error) {
 	t.Helper()
 	fs := pflag.NewFlagSet(b.Name, pflag.ContinueOnError)
@@ -46,7 +46,7 @@ func mustConfigure(t *testing.T, b *Backend, args ...string) *Backend {
 	return b
 }
 
-// fakeSink notes the calls of its methods.
+// fakeSink records the calls of its methods.
 type fakeSink struct {
 	calls []string
 	err   error
@@ -63,7 +63,7 @@ func (s *fakeSink) Verify(context.Context) error              { return s.note("V
 func (s *fakeSink) Stop(context.Context) error                { return s.note("Stop") }
 func (s *fakeSink) Cleanup(context.Context) error             { return s.note("Cleanup") }
 
-func TestABackendFollowsBetweenStartAndStop(t *testing.T) {
+func TestBackendRunsBetweenStartAndStop(t *testing.T) {
 	var s fakeSink
 	made := 0
 	b := mustConfigure(t, &Backend{Make: func() (Parts, error) {
@@ -76,7 +76,7 @@ func TestABackendFollowsBetweenStartAndStop(t *testing.T) {
 	ctx := t.Context()
 	err := errors.Join(b.Configure(), b.Start(ctx), b.Sync(ctx, &sink.Changes{Services: slices.Values([]sink.Change{})}), b.Verify(ctx), b.Stop(ctx), b.Cleanup(ctx))
 	if err != nil || made != 1 {
-		t.Errorf("error %v, made %d times", err, made)
+		t.Errorf("error %v, backend created %d times", err, made)
 	}
 	want := []string{"Start", "follow", "Sync", "Verify", "unfollow", "Stop", "Cleanup"}
 	if diff := cmp.Diff(want, s.calls); diff != "" {
@@ -84,7 +84,7 @@ func TestABackendFollowsBetweenStartAndStop(t *testing.T) {
 	}
 }
 
-func TestABackendThatDoesNotStartFollowsNothing(t *testing.T) {
+func TestBackendThatFailsToStartDoesNotRun(t *testing.T) {
 	s := fakeSink{err: errors.New("no")}
 	b := mustConfigure(t, &Backend{Make: func() (Parts, error) {
 		return Parts{Sink: &s, Follow: func(context.Context) func() { return func() { s.note("follow") } }}, nil

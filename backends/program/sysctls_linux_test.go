@@ -12,7 +12,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// given returns flags of a command that serves a proxy name.
+// given returns the flags of a command with a proxy name.
 func given(t *testing.T, proxyName string, args ...string) *nftablesFlags {
 	t.Helper()
 	f := &nftablesFlags{checks: newHealthChecks()}
@@ -33,13 +33,13 @@ func TestConnectionTrackingIsSetAsByKubeProxy(t *testing.T) {
 		cores     int
 		want      map[string]int
 	}{
-		"the defaults on a small machine": {"", nil, 2, map[string]int{"max": 131072, "buckets": 32768, "tcp_timeout_established": 86400, "tcp_timeout_close_wait": 3600}},
-		"on a machine with more cores":    {"", nil, 8, map[string]int{"max": 262144, "buckets": 65536, "tcp_timeout_established": 86400, "tcp_timeout_close_wait": 3600}},
-		"on one with very many": {
+		"the defaults on a machine with few cores":  {"", nil, 2, map[string]int{"max": 131072, "buckets": 32768, "tcp_timeout_established": 86400, "tcp_timeout_close_wait": 3600}},
+		"the defaults on a machine with more cores": {"", nil, 8, map[string]int{"max": 262144, "buckets": 65536, "tcp_timeout_established": 86400, "tcp_timeout_close_wait": 3600}},
+		"the defaults on a machine with very many cores": {
 			"", []string{"--conntrack-min=2000000"}, 128,
 			map[string]int{"max": 1048576, "buckets": 262144, "tcp_timeout_established": 86400, "tcp_timeout_close_wait": 3600},
 		},
-		"what is 0 is left": {"", []string{"--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0"}, 2, map[string]int{"tcp_timeout_close_wait": 3600}},
+		"a value of 0 leaves the setting unchanged": {"", []string{"--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0"}, 2, map[string]int{"tcp_timeout_close_wait": 3600}},
 		"all flags": {
 			"", []string{
 				"--conntrack-max-per-core=10", "--conntrack-min=7", "--conntrack-tcp-timeout-established=1h", "--conntrack-tcp-timeout-close-wait=1m",
@@ -48,8 +48,8 @@ func TestConnectionTrackingIsSetAsByKubeProxy(t *testing.T) {
 				"max": 20, "buckets": 5, "tcp_timeout_established": 3600, "tcp_timeout_close_wait": 60, "udp_timeout": 10, "udp_timeout_stream": 20, "tcp_be_liberal": 1,
 			},
 		},
-		"nothing beside kube-proxy":                  {"other", nil, 2, map[string]int{}},
-		"what flags are given for beside kube-proxy": {"other", []string{"--conntrack-min=5", "--conntrack-tcp-timeout-close-wait=1m"}, 2, map[string]int{"max": 65536, "buckets": 16384, "tcp_timeout_close_wait": 60}},
+		"no settings beside kube-proxy":            {"other", nil, 2, map[string]int{}},
+		"only explicit settings beside kube-proxy": {"other", []string{"--conntrack-min=5", "--conntrack-tcp-timeout-close-wait=1m"}, 2, map[string]int{"max": 65536, "buckets": 16384, "tcp_timeout_close_wait": 60}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := map[string]int{}
@@ -70,10 +70,10 @@ func TestSysctlsAreSetInPlaceOfKubeProxyAndReportedBesideIt(t *testing.T) {
 		args      []string
 		want      nftables.SysctlMode
 	}{
-		"in place of it":           {"", nil, nftables.SetSysctls},
-		"beside it":                {"other", nil, nftables.ReportSysctls},
-		"in place of it, reported": {"", []string{"--sysctls=report"}, nftables.ReportSysctls},
-		"beside it, set":           {"other", []string{"--sysctls=set"}, nftables.SetSysctls},
+		"in place of kube-proxy":              {"", nil, nftables.SetSysctls},
+		"beside kube-proxy":                   {"other", nil, nftables.ReportSysctls},
+		"in place of kube-proxy, report only": {"", []string{"--sysctls=report"}, nftables.ReportSysctls},
+		"beside kube-proxy, set on request":   {"other", []string{"--sysctls=set"}, nftables.SetSysctls},
 	} {
 		opts, err := given(t, test.proxyName, test.args...).complete()
 		if err != nil || opts.Sysctls != test.want {
@@ -82,7 +82,8 @@ func TestSysctlsAreSetInPlaceOfKubeProxyAndReportedBesideIt(t *testing.T) {
 	}
 }
 
-// The limit and the size of the table are those of the machine: the test leaves them.
+// The test does not change the limit and the size of the table, which are global to the
+// machine.
 func TestTheKernelTakesTheSettingsOfConnectionTracking(t *testing.T) {
 	n := netnstest.New(t)
 	settings := given(t, "", "--conntrack-max-per-core=0", "--conntrack-udp-timeout=11s", "--conntrack-udp-timeout-stream=22s", "--conntrack-tcp-be-liberal").conntrackSettings(2)

@@ -54,32 +54,32 @@ func TestFlagsOfUserspace(t *testing.T) {
 				t.Errorf("options (-want +got):\n%s", diff)
 			}
 			if len(mustConfigure(t, Userspace(nil), tc.args...).Companions(nil)) != 1 {
-				t.Error("health checks are not answered")
+				t.Error("no health checks are served")
 			}
 		})
 	}
 	if others := mustConfigure(t, Userspace(nil), "--no-health-checks").Companions(nil); len(others) > 0 {
-		t.Errorf("there is %v beside the backend", others)
+		t.Errorf("unexpected companions %v of the backend", others)
 	}
 }
 
-func TestFlagsOfUserspaceThatMakeNoSense(t *testing.T) {
+func TestInvalidFlagsOfUserspace(t *testing.T) {
 	for _, arg := range []string{"--node-port-addresses=eth0", "--pod-cidr=10.1.0.0", "--drain-timeout=-1s", "--address-timeout=-2s"} {
 		b, err := configured(t, WindowsUserspace(), arg, "--state-file="+filepath.Join(t.TempDir(), "f"))
 		if value := arg[strings.Index(arg, "=")+1:]; err == nil || !strings.Contains(err.Error(), value) {
-			t.Errorf("%s: error %v does not say what is wrong", arg, err)
+			t.Errorf("%s: error %v does not name the problem", arg, err)
 		}
 		if n := testutil.CollectAndCount(b); n != 0 {
-			t.Errorf("%s: there are %d metrics", arg, n)
+			t.Errorf("%s: %d metrics", arg, n)
 		}
 	}
 }
 
-func TestAWindowsBackendExcludesItsInterface(t *testing.T) {
+func TestWindowsBackendExcludesItsInterface(t *testing.T) {
 	folder := t.TempDir()
 	b := mustConfigure(t, WindowsUserspace(), "--interface=svc0", "--state-file="+folder)
 	if err := b.Cleanup(t.Context()); err == nil {
-		t.Error("the state file is a folder, and Cleanup does not notice")
+		t.Error("Cleanup returned no error for a state file that is a folder")
 	}
 }
 
@@ -134,7 +134,7 @@ func TestConnectionsAreProxiedAndCounted(t *testing.T) {
 		t.Fatal(err)
 	}
 	if text, err := io.ReadAll(c); err != nil || string(text) != "hello" {
-		t.Errorf("the service says %q, error %v", text, err)
+		t.Errorf("the service answered %q, error %v", text, err)
 	}
 	c.Close()
 	if err := testutil.GatherAndCompare(registry, strings.NewReader(fmt.Sprintf(`
@@ -148,18 +148,18 @@ kpng_healthcheck_ports_open 0
 		t.Error(err)
 	}
 	if got := p.StopTimeout(); got <= 30*time.Second {
-		t.Errorf("it gets %v to stop, and lets connections drain for 30 s", got)
+		t.Errorf("the timeout of Stop is %v, but connections drain for 30 s", got)
 	}
 	if err := p.Stop(t.Context()); err != nil {
 		t.Error(err)
 	}
 	if c, err := net.Dial("tcp", at.String()); err == nil {
 		c.Close()
-		t.Error("the proxy has stopped, and the service is still served")
+		t.Error("the service is still served after the proxy stopped")
 	}
 }
 
-func TestEachPortHasItsMetrics(t *testing.T) {
+func TestEachPortHasMetrics(t *testing.T) {
 	stats := []userspace.PortStats{{
 		Service:  types.NamespacedName{Namespace: "default", Name: "web"},
 		Protocol: api.TCP, Port: 80,

@@ -71,7 +71,7 @@ func gathering(calls int) func() error {
 		case <-gathered:
 			return nil
 		case <-time.After(patience):
-			return errors.New("the others do not come")
+			return errors.New("the other calls do not begin")
 		}
 	}
 }
@@ -89,16 +89,16 @@ func TestUnneededAddressesOfEarlierProcessAreRemoved(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := b.local.sweep(t.Context()); err != nil || !slices.Contains(f.there, needless) {
-		t.Errorf("before the first pass ended there are %v, %v", f.there, err)
+		t.Errorf("before the end of the first pass: addresses %v, error %v", f.there, err)
 	}
 	if err := b.Sync(t.Context(), fullOf(unusableAt(1)...)); err != nil {
 		t.Error(err)
 	}
 	if !slices.Equal(f.there, []netip.Addr{needed}) {
-		t.Errorf("after the first pass there are %v, want %s", f.there, needed)
+		t.Errorf("after the first pass: addresses %v, want %s", f.there, needed)
 	}
 	if err := b.Stop(context.Background()); err != nil || len(f.there) > 0 {
-		t.Errorf("at the end there are %v, %v", f.there, err)
+		t.Errorf("at the end: addresses %v, error %v", f.there, err)
 	}
 }
 
@@ -129,7 +129,7 @@ func TestAddressesChangeConcurrently(t *testing.T) {
 		t.Error(err)
 	}
 	if len(f.there) > 0 {
-		t.Errorf("at the end there are %v", f.there)
+		t.Errorf("at the end: addresses %v", f.there)
 	}
 }
 
@@ -153,7 +153,7 @@ func TestSlowAddressDelaysOnlyItsListeners(t *testing.T) {
 	select {
 	case <-done:
 	case <-time.After(patience):
-		t.Error("statistics or a new connection wait for an address to become local")
+		t.Error("statistics or a new connection wait for an address")
 	}
 	close(end)
 	<-done
@@ -166,14 +166,14 @@ func TestAddressIsRemovedAfterFailedAdd(t *testing.T) {
 	addr := netip.MustParseAddr("192.0.2.1")
 	f.adding = func() error { return errors.New("status 1") }
 	if err := r.acquire(t.Context(), addr); err == nil {
-		t.Error("there is no error")
+		t.Error("no error")
 	}
 	f.removing = func() error { return errors.New("status 2") }
 	if err := r.sweep(t.Context()); err == nil {
-		t.Error("there is no error of the removal")
+		t.Error("no error of the removal")
 	}
 	f.removing = func() error { return nil }
 	if err := r.sweep(t.Context()); err != nil || len(f.there) > 0 {
-		t.Errorf("after another try there are %v, error %v", f.there, err)
+		t.Errorf("after a retry: addresses %v, error %v", f.there, err)
 	}
 }

@@ -33,7 +33,7 @@ func TestConcurrentConnectionsOfAClientShareAnEndpoint(t *testing.T) {
 		all.Wait()
 		for _, e := range got {
 			if e != got[0] {
-				t.Fatalf("client %s gets %s and %s", client, got[0], e)
+				t.Fatalf("client %s got %s and %s", client, got[0], e)
 			}
 		}
 	}
@@ -55,18 +55,18 @@ func TestChangedAffinityTimeoutAppliesImmediately(t *testing.T) {
 		return false
 	}
 	if moves(func() { now = now.Add(50 * time.Second) }) {
-		t.Error("the client leaves its endpoint within the time-out")
+		t.Error("the client left its endpoint before the timeout")
 	}
 	if !moves(func() {
 		r.affinity = 100 * time.Second
 		r.endpoint(rt, client, noneUnfit, now)
 		now, r.affinity = now.Add(50*time.Second), 10*time.Second
 	}) {
-		t.Error("the client keeps its endpoint for longer than the time-out is now")
+		t.Error("the client kept its endpoint after the new timeout")
 	}
 	r.affinity = 100 * time.Second
 	if !moves(func() { r.port.affinity.setTimeout(0) }) {
-		t.Error("the client has its endpoint again once affinity has been off")
+		t.Error("the client got its old endpoint after affinity was disabled and enabled")
 	}
 }
 
@@ -84,13 +84,13 @@ func TestAffinityClientsAreBounded(t *testing.T) {
 		a.endpoint(client, time.Hour, both, noneUnfit, now)
 	}
 	if len(a.clients) != maxAttached {
-		t.Errorf("%d clients are remembered, want %d", len(a.clients), maxAttached)
+		t.Errorf("affinity of %d clients, want %d", len(a.clients), maxAttached)
 	}
 	if _, ok := a.clients[client]; !ok {
-		t.Error("who came last has been forgotten")
+		t.Error("the last client has no affinity")
 	}
 	if _, ok := a.clients[old]; ok {
-		t.Error("who came first is remembered")
+		t.Error("the first client still has affinity")
 	}
 }
 

@@ -113,24 +113,24 @@ func TestMissingAddressDelaysNoOtherChange(t *testing.T) {
 		return !refused(t, "127.0.0.6", nodePort) && refused(t, "127.0.0.5", nodePort)
 	})
 	if failing := w.driver.Status().Failing; len(failing) != 1 || failing[0].Key != key("bad") {
-		t.Errorf("failing are %v, want the service that waits for its address", failing)
+		t.Errorf("failing services %v, want the one that waits for its address", failing)
 	}
-	a.results[netip.MustParseAddr("10.96.0.2")] <- errors.New("somebody else has it")
-	eventually(t, "the error says why the address does not come", func() bool {
+	a.results[netip.MustParseAddr("10.96.0.2")] <- errors.New("another program has it")
+	eventually(t, "the error says why the address is missing", func() bool {
 		failing := w.driver.Status().Failing
-		return len(failing) == 1 && strings.Contains(failing[0].Err.Error(), "somebody else has it")
+		return len(failing) == 1 && strings.Contains(failing[0].Err.Error(), "another program has it")
 	})
 	close(a.results[netip.MustParseAddr("10.96.0.2")])
 	w.applied()
 	if got := asked(t, "127.96.0.2", port); got != "bad" {
-		t.Errorf("got to %s", got)
+		t.Errorf("connected to %s", got)
 	}
 }
 
 // TestAddressAddedAfterSyncReturned makes an address local after Sync has returned.
 func TestAddressAddedAfterSyncReturned(t *testing.T) {
 	addr := netip.MustParseAddr("10.96.0.2")
-	for name, gone := range map[string]bool{"is used": false, "is removed if its service has gone": true} {
+	for name, gone := range map[string]bool{"is used": false, "is removed if its service was deleted": true} {
 		t.Run(name, func(t *testing.T) {
 			a := slow(addr.String())
 			b, err := New(Options{Addresses: a, Sockets: elsewhere{}, NodeAddresses: nodeaddr.Of()})
@@ -153,7 +153,7 @@ func TestAddressAddedAfterSyncReturned(t *testing.T) {
 			}
 			close(a.results[addr])
 			if gone {
-				eventually(t, "the address has come and gone", func() bool { return b.local.idle() && !a.has(addr) })
+				eventually(t, "the address is added and removed", func() bool { return b.local.idle() && !a.has(addr) })
 			} else {
 				eventually(t, "the service is served", func() bool { return !refused(t, "127.96.0.2", port) })
 			}
@@ -161,7 +161,7 @@ func TestAddressAddedAfterSyncReturned(t *testing.T) {
 				t.Error(err)
 			}
 			if err := b.Stop(context.Background()); err != nil || a.has(addr) {
-				t.Errorf("at the end the address is local: %v, error %v", a.has(addr), err)
+				t.Errorf("at the end: address local %v, error %v", a.has(addr), err)
 			}
 		})
 	}
@@ -182,6 +182,6 @@ func TestStartFailsIfLeftAddressesCannotBeRead(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := b.Start(t.Context()); !errors.Is(err, a.leftErr) {
-		t.Errorf("it starts with %v", err)
+		t.Errorf("Start returned %v", err)
 	}
 }

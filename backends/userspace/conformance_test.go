@@ -24,13 +24,13 @@ func TestConformance(t *testing.T) {
 			PodCIDRs:  site.PodCIDRs,
 		})
 	}, conformance.Options{Unsupported: map[conformance.Feature]string{
-		conformance.SCTP:               "Go has no sockets for it",
-		conformance.AllPorts:           "a socket listens at one port",
+		conformance.SCTP:               "Go has no SCTP sockets",
+		conformance.AllPorts:           "a socket listens on one port",
 		conformance.SourceAddress:      "an endpoint sees the proxy as its client",
-		conformance.Masquerade:         "an endpoint sees the proxy as its client, whatever is asked for",
+		conformance.Masquerade:         "an endpoint sees the proxy as its client, with any option",
 		conformance.Restart:            "connections go through the process",
-		conformance.HealthChecks:       "a sink of its own serves them: healthcheck.Server",
+		conformance.HealthChecks:       "another sink serves them: healthcheck.Server",
 		conformance.RangesBeforeReject: "the host rejects all clients where the backend does not listen",
-		conformance.EndpointRefusals:   "the client is connected before an endpoint refuses, and of UDP it hears nothing",
+		conformance.EndpointRefusals:   "the client is connected before an endpoint refuses; UDP refusals are not forwarded",
 	}})
 }

@@ -18,6 +18,6 @@ func TestRepeatedErrorsAreRateLimited(t *testing.T) {
 	}
 	want := []string{`"msg"="first" "error"="wrong"`, `"msg"="second" "error"="wrong"`}
 	if !slices.Equal(log.lines, want) {
-		t.Errorf("it is logged %q, want %q", log.lines, want)
+		t.Errorf("logged %q, want %q", log.lines, want)
 	}
 }

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// watch returns the error of c as a program sees it that waits for events.
+// watch returns the error of c that a program receives while it waits for events.
 func watch(t *testing.T, c *net.TCPConn) <-chan error {
 	t.Helper()
 	raw, err := c.SyscallConn()
@@ -26,17 +26,17 @@ func watch(t *testing.T, c *net.TCPConn) <-chan error {
 	return ended
 }
 
-// expectReset waits for the error of a connection, which must be a reset.
+// expectReset waits for the error of a connection and expects a reset.
 func expectReset(t *testing.T, side string, ended <-chan error) {
 	t.Helper()
 	select {
 	case err := <-ended:
-		// After the end of the other side's bytes, a reset is EPIPE.
+		// A reset after the other side has closed its direction is EPIPE.
 		if !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
-			t.Errorf("the %s got %v, want a reset", side, err)
+			t.Errorf("error of the %s: %v, want a reset", side, err)
 		}
 	case <-time.After(patience):
-		t.Errorf("the %s got no reset", side)
+		t.Errorf("the %s received no reset", side)
 	}
 }
 
@@ -77,7 +77,7 @@ func TestResetAfterHalfCloseIsForwarded(t *testing.T) {
 		})).view())
 		c := dial(t, "127.0.0.2", port)
 		if _, err := c.Read(make([]byte, 1)); err != io.EOF {
-			t.Fatalf("the client got %v, want the end", err)
+			t.Fatalf("error of the client: %v, want EOF", err)
 		}
 		ended := watch(t, c.TCPConn)
 		close(reset)

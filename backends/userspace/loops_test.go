@@ -46,16 +46,16 @@ func TestOwnAddressesAreNotUsedAsEndpoints(t *testing.T) {
 					once(t, protocol, "127.0.0.2", port)
 				}
 				const warning = "Ignoring endpoints that this proxy serves itself"
-				eventually(t, "the log says so", func() bool { return strings.Contains(w.log.String(), warning) })
+				eventually(t, "the log reports it", func() bool { return strings.Contains(w.log.String(), warning) })
 				if protocol == api.TCP {
-					eventually(t, "both connections came", func() bool { return w.stats("loop").Connections == 2 })
+					eventually(t, "both connections arrived", func() bool { return w.stats("loop").Connections == 2 })
 				}
 				loops, others := w.stats("loop"), w.stats("back")
 				if loops.Connections > 2 || others.Connections > 0 || loops.DialFailures+others.DialFailures > 0 {
-					t.Errorf("it came back: %+v, %+v", loops, others)
+					t.Errorf("traffic returned to the proxy: %+v, %+v", loops, others)
 				}
 				if got := strings.Count(w.log.String(), warning); got != 1 {
-					t.Errorf("it is logged %d times", got)
+					t.Errorf("logged %d times", got)
 				}
 			})
 		}
@@ -89,7 +89,7 @@ func TestOtherEndpointsOfALoopAreUsed(t *testing.T) {
 	}).view())
 	for range 4 {
 		if got := asked(t, "127.0.0.2", port); got != "a" {
-			t.Errorf("got to %s", got)
+			t.Errorf("connected to %s", got)
 		}
 	}
 }
@@ -132,7 +132,7 @@ func TestServiceCannotUseAllDescriptors(t *testing.T) {
 			}
 		}()
 	}
-	eventually(t, "the log says so", func() bool { return strings.Contains(w.log.String(), "Out of file descriptors for this service") })
+	eventually(t, "the log reports it", func() bool { return strings.Contains(w.log.String(), "Out of file descriptors for this service") })
 	const share = 20 // connections of two descriptors each: four fifths of 50
 	for range share {
 		clients[<-served].Close() // then another client is served
@@ -141,7 +141,7 @@ func TestServiceCannotUseAllDescriptors(t *testing.T) {
 	w.source.Set(serviceAt("web", "127.0.0.3", port, api.TCP).to(server).view())
 	for range 3 {
 		if got := asked(t, "127.0.0.3", port); got != "a" {
-			t.Errorf("the other service got to %s", got)
+			t.Errorf("a client of the other service reached %s", got)
 		}
 	}
 	w.applied()
@@ -165,15 +165,15 @@ func TestFullShareDoesNotAffectOtherServices(t *testing.T) {
 	}
 	waiting := dial(t, "127.0.0.2", port)
 	fmt.Fprintln(waiting, "hello")
-	eventually(t, "the log says so", func() bool { return strings.Contains(w.log.String(), "Out of file descriptors for this service") })
+	eventually(t, "the log reports it", func() bool { return strings.Contains(w.log.String(), "Out of file descriptors for this service") })
 	if got := asked(t, "127.0.0.3", port); got != "a" {
-		t.Errorf("the other service got to %s", got)
+		t.Errorf("a client of the other service reached %s", got)
 	}
 	for _, c := range clients {
 		c.Close()
 	}
 	if line, err := waiting.lines.ReadString('\n'); err != nil || line != "a hello\n" {
-		t.Errorf("once others have ended, the one that waited gets the answer %q, error %v", line, err)
+		t.Errorf("after other connections ended, the waiting one got the answer %q, error %v", line, err)
 	}
 }
 
@@ -189,6 +189,6 @@ func TestUDPClientsDoNotEvictOtherServices(t *testing.T) {
 		udpAsk(t, udpDial(t, "127.0.0.3", port))
 	}
 	if s := w.stats("dns"); s.Active != 8 {
-		t.Errorf("%d of 8 clients are left because another service has many", s.Active)
+		t.Errorf("%d of 8 clients remain because another service has many", s.Active)
 	}
 }

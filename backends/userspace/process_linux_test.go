@@ -92,7 +92,7 @@ func backendProcessAs(t *testing.T, n *netnstest.Namespace, stderr io.Writer, sh
 		cmd.Wait()
 	})
 	if line, err := bufio.NewReader(stdout).ReadString('\n'); line != "serving\n" {
-		t.Fatalf("the process says %q, error %v", line, err)
+		t.Fatalf("the process printed %q, error %v", line, err)
 	}
 	return cmd, stdin
 }
@@ -143,7 +143,7 @@ func TestConnectionsWaitForFileDescriptors(t *testing.T) {
 	for range 60 {
 		clients = append(clients, dial())
 	}
-	eventually(t, "the log says that there are no descriptors left", func() bool {
+	eventually(t, "the log reports a lack of descriptors", func() bool {
 		return strings.Contains(log.String(), "Out of file descriptors")
 	})
 	last := dial()
@@ -153,7 +153,7 @@ func TestConnectionsWaitForFileDescriptors(t *testing.T) {
 	}
 	fmt.Fprintln(last, "hello")
 	if line, err := bufio.NewReader(last).ReadString('\n'); line != "a hello\n" {
-		t.Errorf("once others have ended, the one that waited gets the answer %q, error %v", line, err)
+		t.Errorf("after other connections ended, the waiting one got the answer %q, error %v", line, err)
 	}
 }
 
@@ -196,15 +196,15 @@ func TestVanishedClientsAreDetected(t *testing.T) {
 				if err := onDescriptor(raw, func(fd int) error {
 					on, err := unix.GetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_KEEPALIVE)
 					if err != nil || on != 1 {
-						return fmt.Errorf("keep-alive is %d, error %v", on, err)
+						return fmt.Errorf("keep-alive %d, error %v", on, err)
 					}
 					got, err := unix.GetsockoptInt(fd, unix.IPPROTO_TCP, option)
 					if err != nil || got != want {
-						return fmt.Errorf("option %d of keep-alive is %d, want %d, error %v", option, got, want, err)
+						return fmt.Errorf("keep-alive option %d is %d, want %d, error %v", option, got, want, err)
 					}
 					return nil
 				}); err != nil {
-					t.Errorf("towards the %s: %v", name, err)
+					t.Errorf("connection to the %s: %v", name, err)
 				}
 			}
 		}

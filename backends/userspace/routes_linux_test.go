@@ -63,14 +63,14 @@ func TestAddressesAreLocalWhileServed(t *testing.T) {
 		return nil
 	})
 	if err != nil {
-		t.Errorf("connecting to a cluster IP: %v", err)
+		t.Errorf("connect to a cluster IP: %v", err)
 	}
 	stdin.Close()
 	if err := cmd.Wait(); err != nil {
-		t.Errorf("the process ended with: %v", err)
+		t.Errorf("the process returned %v", err)
 	}
 	if got := localRoutesIn(t, n); len(got) != 0 {
-		t.Errorf("once it has stopped, there are local routes to %v", got)
+		t.Errorf("after the process stopped: local routes to %v", got)
 	}
 }
 
@@ -87,7 +87,7 @@ func TestRestartAfterKillLeavesNoAddressBehind(t *testing.T) {
 	cmd.Process.Signal(syscall.SIGKILL)
 	cmd.Wait()
 	if got := localRoutesIn(t, n); len(got) != 4 {
-		t.Fatalf("the killed process has left local routes to %v", got)
+		t.Fatalf("the killed process left local routes to %v", got)
 	}
 	cmd, stdin := backendProcess(t, n, "10.96.0.2")
 	if diff := cmp.Diff([]string{"10.96.0.2/32", "10.97.0.1/32"}, localRoutesIn(t, n)); diff != "" {
@@ -108,13 +108,13 @@ func TestBackendsShareAnAddress(t *testing.T) {
 			t.Error(err)
 		}
 		if got := localRoutesIn(t, n); len(got) != 1 {
-			t.Errorf("once the first has removed %s, there are local routes to %v", addr, got)
+			t.Errorf("after the first backend removed %s: local routes to %v", addr, got)
 		}
 		if err := b.Remove(t.Context(), addr); err != nil {
 			t.Error(err)
 		}
 		if got := localRoutesIn(t, n); len(got) != 0 {
-			t.Errorf("once both have removed %s, there are local routes to %v", addr, got)
+			t.Errorf("after both backends removed %s: local routes to %v", addr, got)
 		}
 	}
 }
@@ -143,7 +143,7 @@ func TestStartFailsWithoutPrivilegeForRoutes(t *testing.T) {
 		case privileged && err == nil:
 			b.Stop(context.Background())
 		case privileged || err == nil || !errors.Is(err, unix.EPERM) || !strings.Contains(err.Error(), "CAP_NET_ADMIN"):
-			t.Errorf("with the privilege %v it starts with %v", privileged, err)
+			t.Errorf("with the privilege %v: Start returned %v", privileged, err)
 		}
 	}
 }
@@ -224,12 +224,12 @@ func TestAddressStaysForConnectionsThatDrain(t *testing.T) {
 			t.Fatal(err)
 		}
 		if got := localRoutesIn(t, n); len(got) != 1 {
-			t.Errorf("while a connection is left, there are local routes to %v", got)
+			t.Errorf("while a connection drains: local routes to %v", got)
 		}
 		l.leave(nil)
 		for deadline := time.Now().Add(patience); len(localRoutesIn(t, n)) > 0; time.Sleep(time.Millisecond) {
 			if time.Now().After(deadline) {
-				t.Error("the address stays")
+				t.Error("the address is still local")
 				return
 			}
 		}

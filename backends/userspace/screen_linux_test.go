@@ -25,7 +25,7 @@ func TestSourceRangesApplyWithoutKernelFilter(t *testing.T) {
 		_, err := os.Stat("/proc/sys/net/core/optmem_max")
 		return err
 	}); err != nil {
-		t.Skip("before Linux 6.8 the limit is that of the machine:", err)
+		t.Skip("before Linux 6.8 the limit is global to the machine:", err)
 	}
 	server := namedServer(t, "a") // outside the namespace, like the backend's goroutines
 	inside(t, n, func(b *Backend) {
@@ -58,10 +58,10 @@ func TestSourceRangesApplyWithoutKernelFilter(t *testing.T) {
 		}
 		admit(ranges...)
 		if got, err := ask("127.2.0.99"); got != "a hello\n" {
-			t.Errorf("a client that is admitted gets %q, error %v", got, err)
+			t.Errorf("an admitted client got %q, error %v", got, err)
 		}
 		if got, err := ask("127.1.0.1"); !errors.Is(err, syscall.ECONNRESET) {
-			t.Errorf("a client that is not admitted any more gets %q, error %v, want a reset", got, err)
+			t.Errorf("a client that is no longer admitted got %q, error %v, want a reset", got, err)
 		}
 	})
 }
@@ -72,7 +72,7 @@ func TestSourceRangesApplyToLinkLocalClients(t *testing.T) {
 	n.Add(t, "lo", "fe80::1/64")
 	server := namedServerAt(t, "a", "[::1]:0")
 	inside(t, n, func(b *Backend) {
-		eventually(t, "the kernel lets sockets use the address", func() bool {
+		eventually(t, "sockets can use the address", func() bool {
 			l, err := net.Listen("tcp", "[fe80::1%lo]:0")
 			if err == nil {
 				l.Close()
@@ -88,7 +88,7 @@ func TestSourceRangesApplyToLinkLocalClients(t *testing.T) {
 			}
 			timeout := 500 * time.Millisecond
 			if want {
-				timeout = 30 * time.Second // a lost packet comes again after 1 s
+				timeout = 30 * time.Second // a lost packet is sent again after 1 s
 			}
 			d := net.Dialer{Timeout: timeout, LocalAddr: &net.TCPAddr{IP: net.ParseIP("fe80::1"), Zone: "lo"}}
 			c, err := d.Dial("tcp", "[fd00::2]:80")

@@ -75,12 +75,12 @@ func TestManyBytesAreMovedWithoutPipes(t *testing.T) {
 		c.CloseWrite()
 	}()
 	if got, err := io.ReadAll(c); err != nil || !bytes.Equal(got, sent) {
-		t.Errorf("%d bytes came back of %d, error %v", len(got), len(sent), err)
+		t.Errorf("received %d bytes of %d, error %v", len(got), len(sent), err)
 	}
 }
 
-// TestAServiceThatHasItsShareOfDescriptorsGetsNoPipes has descriptors for one connection.
-func TestAServiceThatHasItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
+// TestServiceAtItsShareOfDescriptorsGetsNoPipes has descriptors for one connection.
+func TestServiceAtItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
 	w := newWorld(t, Options{})
 	w.pipes.open = func() (*pipe, error) {
 		t.Error("a pipe is opened")
@@ -114,6 +114,6 @@ func TestEndFollowsLastBytesToSlowReader(t *testing.T) {
 	c.CloseWrite() // so that the other direction has ended before
 	time.Sleep(100 * time.Millisecond)
 	if got, err := io.ReadAll(c); err != nil || !bytes.Equal(got, answer) {
-		t.Errorf("%d bytes came of %d, error %v", len(got), len(answer), err)
+		t.Errorf("received %d bytes of %d, error %v", len(got), len(answer), err)
 	}
 }

@@ -28,7 +28,7 @@ func refused(t *testing.T, addr string, port int32) bool {
 	if err == nil {
 		c.Close()
 	} else if !errors.Is(err, syscall.ECONNREFUSED) && !errors.Is(err, syscall.ECONNRESET) {
-		t.Fatalf("connecting to %s: %v", addr, err)
+		t.Fatalf("connect to %s: %v", addr, err)
 	}
 	return err != nil
 }
@@ -45,7 +45,7 @@ func dropped(t *testing.T, addr string, port int32) bool {
 	return errors.As(err, &timeout) && timeout.Timeout()
 }
 
-func TestEstablishedConnectionOutlivesChangesOfItsService(t *testing.T) {
+func TestEstablishedConnectionSurvivesChangesOfItsService(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	first, second := namedServer(t, "first"), namedServer(t, "second")
@@ -58,22 +58,22 @@ func TestEstablishedConnectionOutlivesChangesOfItsService(t *testing.T) {
 		view *api.ServiceEndpoints
 	}{
 		{"its endpoint is taken out of service", service().to(second).draining(first).view()},
-		{"its endpoint went", service().to(second).view()},
-		{"the service has no endpoint at all", service().unusable().view()},
+		{"its endpoint is removed", service().to(second).view()},
+		{"the service has no endpoints", service().unusable().view()},
 		{"the service gets an external IP", service().to(second).change(func(s *api.Service) {
 			s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.3"))
 		}).view()},
 	} {
 		w.set(next.view)
 		if got := c.ask(); got != "first" {
-			t.Errorf("%s: the connection got to %s", next.name, got)
+			t.Errorf("%s: the connection reached %s", next.name, got)
 		}
 	}
 	if got := asked(t, "127.0.0.2", port); got != "second" {
-		t.Errorf("a new connection got to %s", got)
+		t.Errorf("a new connection reached %s", got)
 	}
 	if got := asked(t, "127.0.0.3", port); got != "second" {
-		t.Errorf("a connection to the external IP got to %s", got)
+		t.Errorf("a connection to the external IP reached %s", got)
 	}
 }
 
@@ -87,7 +87,7 @@ func TestUnchangedListenerStaysOpen(t *testing.T) {
 	w.source.Reset() // the next update is Lost
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "b")).view())
 	if w.listenerAt(at) != before {
-		t.Error("the listener is another one")
+		t.Error("the listener was replaced")
 	}
 }
 
@@ -104,11 +104,11 @@ func TestServicesSwapAddresses(t *testing.T) {
 	w.set(serviceAt("a", "127.0.0.2", port, api.TCP).to(a).view(), serviceAt("b", "127.0.0.3", port, api.TCP).to(b).view())
 	w.set(serviceAt("a", "127.0.0.3", port, api.TCP).to(a).view(), serviceAt("b", "127.0.0.2", port, api.TCP).to(b).view())
 	if got := asked(t, "127.0.0.3", port) + asked(t, "127.0.0.2", port); got != "ab" {
-		t.Errorf("got to %s", got)
+		t.Errorf("connected to %s", got)
 	}
 }
 
-func TestAPassInSeveralBatches(t *testing.T) {
+func TestPassInSeveralBatches(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	a, b, gone := namedServer(t, "a"), namedServer(t, "b"), namedServer(t, "g")
@@ -119,7 +119,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 	served := func(want string) {
 		t.Helper()
 		if got := asked(t, "127.0.0.2", port) + asked(t, "127.0.0.3", port) + asked(t, "127.0.0.4", port); got != want {
-			t.Errorf("got to %s, want %s", got, want)
+			t.Errorf("connected to %s, want %s", got, want)
 		}
 	}
 	batch := func(first, last bool, views ...*api.ServiceEndpoints) {
@@ -134,17 +134,17 @@ func TestAPassInSeveralBatches(t *testing.T) {
 	// before the other is delivered.
 	batch(true, false, at("a", 3, a))
 	if got := asked(t, "127.0.0.3", port) + asked(t, "127.0.0.4", port); got != "ag" {
-		t.Errorf("got to %s, want ag", got)
+		t.Errorf("connected to %s, want ag", got)
 	}
 	batch(false, false, at("b", 2, b))
 	served("bag")
-	// A new pass begins, and they swap once more.
+	// A new pass begins, and the services swap again.
 	batch(true, false, at("a", 2, a))
 	batch(false, false, at("b", 3, b))
 	served("abg")
 	batch(false, true)
 	if got := asked(t, "127.0.0.2", port) + asked(t, "127.0.0.3", port); got != "ab" {
-		t.Errorf("got to %s, want ab", got)
+		t.Errorf("connected to %s, want ab", got)
 	}
 	if c, err := net.Dial("tcp", fmt.Sprintf("127.0.0.4:%d", port)); err == nil {
 		c.Close()
@@ -165,18 +165,18 @@ func TestPortInUseFailsOnlyItsService(t *testing.T) {
 		serviceAt("blocked", "127.0.0.2", port, api.TCP).change(both).to(namedServer(t, "blocked")).view(),
 		serviceAt("web", "127.0.0.4", port, api.TCP).to(namedServer(t, "web")).view())
 	if !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), fmt.Sprintf("127.0.0.2:%d/TCP", port)) {
-		t.Errorf("the error is %q, want one that says which port is in use", err)
+		t.Errorf("error %q, want one that names the port in use", err)
 	}
 	if got := asked(t, "127.0.0.4", port); got != "web" {
-		t.Errorf("the other service got to %s", got)
+		t.Errorf("the other service reached %s", got)
 	}
 	if got := asked(t, "127.0.0.3", port); got != "blocked" {
-		t.Errorf("the service's other address got to %s", got)
+		t.Errorf("the service's other address reached %s", got)
 	}
 	taken.Close()
 	w.applied()
 	if got := asked(t, "127.0.0.2", port); got != "blocked" {
-		t.Errorf("once the port is free, it got to %s", got)
+		t.Errorf("after the port became free, connected to %s", got)
 	}
 }
 
@@ -198,7 +198,7 @@ func TestUnsupportedFrontendsAreLoggedAndOthersServed(t *testing.T) {
 				t.Error("the TCP port is not served")
 			}
 			if got := strings.Count(w.log.String(), "a userspace proxy"); got != 1 {
-				t.Errorf("it is logged %d times, want once:\n%s", got, w.log.String())
+				t.Errorf("logged %d times, want once:\n%s", got, w.log.String())
 			}
 		})
 	}
@@ -209,15 +209,15 @@ func TestVerdictsWithoutEndpoints(t *testing.T) {
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("none", "127.0.0.2", port, api.TCP).unusable().view(), serviceAt("elsewhere", "127.0.0.3", port, api.TCP).view())
 	if !refused(t, "127.0.0.2", port) {
-		t.Error("nothing in the cluster is usable, and yet the connection is not refused")
+		t.Error("the connection is not refused although no endpoint is usable")
 	}
 	if !dropped(t, "127.0.0.3", port) {
-		t.Error("only other nodes have endpoints, and yet the connection is not dropped")
+		t.Error("the connection is not dropped although only other nodes have endpoints")
 	}
 	w.set(serviceAt("none", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).view(),
 		serviceAt("elsewhere", "127.0.0.3", port, api.TCP).to(namedServer(t, "b")).view())
 	if got := asked(t, "127.0.0.2", port) + asked(t, "127.0.0.3", port); got != "ab" {
-		t.Errorf("with endpoints, got to %s", got)
+		t.Errorf("with endpoints, connected to %s", got)
 	}
 }
 
@@ -244,7 +244,7 @@ func TestSourceRangesDropOthers(t *testing.T) {
 		}
 	}
 	if got := asked(t, "127.0.0.2", port); got != "a" {
-		t.Errorf("the cluster IP, which is not restricted, got to %s", got)
+		t.Errorf("the unrestricted cluster IP reached %s", got)
 	}
 }
 
@@ -258,7 +258,7 @@ func TestLocalPolicyIsShortCircuitedForThisNode(t *testing.T) {
 			s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.3"))
 		}).view())
 	if got := asked(t, "127.0.0.3", port); got != "far" {
-		t.Errorf("this node got to %s", got)
+		t.Errorf("this node reached %s", got)
 	}
 }
 
@@ -279,12 +279,12 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 	w.set(service().to(servers...).change(affine).view())
 	first := from("127.5.0.1")
 	if second := from("127.5.0.2"); second == first {
-		t.Errorf("two clients got to %s: they share it", first)
+		t.Errorf("two clients share %s", first)
 	}
 	for range 4 {
 		clock.Step(90 * time.Second) // each new connection refreshes it
 		if got := from("127.5.0.1"); got != first {
-			t.Fatalf("got to %s, and before to %s", got, first)
+			t.Fatalf("connected to %s, before to %s", got, first)
 		}
 	}
 
@@ -299,16 +299,16 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 	}
 	w.set(service().to(kept, others[0]).change(affine).view())
 	if got := from("127.5.0.1"); got != first {
-		t.Errorf("got to %s because another endpoint went", got)
+		t.Errorf("connected to %s because another endpoint was removed", got)
 	}
 	w.set(service().to(others...).change(affine).view())
 	next := from("127.5.0.1")
 	if next == first {
-		t.Errorf("still gets to %s, which went", first)
+		t.Errorf("still connects to %s, which was removed", first)
 	}
 	w.set(service().to(servers...).change(affine).view())
 	if got := from("127.5.0.1"); got != next {
-		t.Errorf("got to %s, and before to %s", got, next)
+		t.Errorf("connected to %s, before to %s", got, next)
 	}
 
 	clock.Step(101 * time.Second)
@@ -318,7 +318,7 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 		clock.Step(101 * time.Second)
 	}
 	if len(seen) != 3 {
-		t.Errorf("after the time-out got to %v only", seen)
+		t.Errorf("after the timeout connected only to %v", seen)
 	}
 
 	w.set(service().to(servers...).view())
@@ -327,7 +327,7 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 		seen[from("127.5.0.1")] = true
 	}
 	if len(seen) != 3 {
-		t.Errorf("without affinity got to %v only", seen)
+		t.Errorf("without affinity connected only to %v", seen)
 	}
 }
 
@@ -340,15 +340,15 @@ func TestTrafficFromInterfaceAddressesIsLocal(t *testing.T) {
 	for _, a := range addrs {
 		addr := netip.MustParsePrefix(a.String()).Addr()
 		if !w.startsHere(addr) {
-			t.Errorf("traffic from %s does not start here", addr)
+			t.Errorf("traffic from %s is not local", addr)
 		}
 	}
 	if addr := netip.MustParseAddr("198.51.100.1"); w.startsHere(addr) {
-		t.Errorf("traffic from %s starts here", addr)
+		t.Errorf("traffic from %s is local", addr)
 	}
 }
 
-func TestNodePortsFollowTheNodesAddresses(t *testing.T) {
+func TestNodePortsFollowNodeAddresses(t *testing.T) {
 	addrs := nodeaddr.Of(netip.MustParseAddr("127.0.0.5"))
 	w := newWorld(t, Options{NodeAddresses: addrs})
 	port, nodePort := freePort(t, "127.0.0.2"), freePort(t, "127.0.0.5")
@@ -357,10 +357,10 @@ func TestNodePortsFollowTheNodesAddresses(t *testing.T) {
 		s.Ports[0].NodePort = nodePort
 	}).view())
 	if got := asked(t, "127.0.0.5", nodePort); got != "a" {
-		t.Errorf("got to %s", got)
+		t.Errorf("connected to %s", got)
 	}
 	if !refused(t, "127.0.0.6", nodePort) {
-		t.Error("the node port is served at an address that is not admitted")
+		t.Error("the node port is served at an address that is not selected")
 	}
 	c := dial(t, "127.0.0.5", nodePort)
 	c.ask()
@@ -369,7 +369,7 @@ func TestNodePortsFollowTheNodesAddresses(t *testing.T) {
 		return !refused(t, "127.0.0.6", nodePort) && refused(t, "127.0.0.5", nodePort)
 	})
 	if got := c.ask(); got != "a" {
-		t.Errorf("the connection there was got to %s", got)
+		t.Errorf("the existing connection reached %s", got)
 	}
 }
 
@@ -379,7 +379,7 @@ func TestBothFamiliesAreServed(t *testing.T) {
 	port := freePort(t, "::1")
 	w.set(serviceAt("web", "::1", port, api.TCP).to(server).view())
 	if got := asked(t, "::1", port); got != "six" {
-		t.Errorf("got to %s", got)
+		t.Errorf("connected to %s", got)
 	}
 	if !refused(t, "127.0.0.1", port) {
 		t.Error("the other family is served too")
@@ -398,14 +398,14 @@ func TestConnectionsOfDeletedServiceDrain(t *testing.T) {
 		t.Error("a new connection is not refused")
 	}
 	if got := c.ask(); got != "a" {
-		t.Errorf("while it drains, got to %s", got)
+		t.Errorf("while the connection drains, connected to %s", got)
 	}
 	begin := time.Now()
 	if _, err := io.Copy(io.Discard, c); !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("the connection ended with %v, want a reset", err)
 	}
 	if took := time.Since(begin); took > 5*time.Second {
-		t.Errorf("it took %v to end", took)
+		t.Errorf("the connection ended after %v", took)
 	}
 }
 
@@ -420,13 +420,13 @@ func TestConnectionsOfAServiceWithoutEndpointsAreNotLimited(t *testing.T) {
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(server).view())
 	c.SetReadDeadline(time.Now().Add(300 * time.Millisecond))
 	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
-		t.Fatalf("while its service is there, the connection ended with %v", err)
+		t.Fatalf("while its service exists, the connection ended with %v", err)
 	}
 	c.SetReadDeadline(time.Now().Add(patience))
 	w.source.Delete(key("web"))
 	w.applied()
 	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
-		t.Errorf("once the service has gone, the connection ended with %v, want a reset", err)
+		t.Errorf("after the deletion of its service, the connection ended with %v, want a reset", err)
 	}
 }
 
@@ -439,7 +439,7 @@ func TestStopWaitsForConnectionsToEnd(t *testing.T) {
 	w.stop()
 	eventually(t, "new connections are refused", func() bool { return refused(t, "127.0.0.2", port) })
 	if got := c.ask(); got != "a" {
-		t.Errorf("while it stops, got to %s", got)
+		t.Errorf("while the backend stops, connected to %s", got)
 	}
 	c.Close()
 	w.end()
@@ -454,13 +454,13 @@ func TestStatsCount(t *testing.T) {
 	asked(t, "127.0.0.2", port)
 	want := PortStats{Service: key("web"), Protocol: api.TCP, Port: port, Connections: 2, Active: 1, BytesToEndpoints: 12, BytesFromEndpoints: 16}
 	var got PortStats
-	eventually(t, "one connection is left", func() bool { got = w.stats("web"); return got.Active == 1 })
+	eventually(t, "one connection remains", func() bool { got = w.stats("web"); return got.Active == 1 })
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("stats (-want +got):\n%s", diff)
 	}
 }
 
-func TestNodePortsAreNotServedAmongTheAddressesOfServices(t *testing.T) {
+func TestNodePortsAreNotServedAtServiceAddresses(t *testing.T) {
 	loopback := nodeaddr.Selection{CIDRs: []netip.Prefix{netip.MustParsePrefix("127.0.0.0/8")}}
 	interfaces, err := net.Interfaces()
 	if err != nil {

@@ -48,10 +48,10 @@ func TestManyBytesArriveUnchanged(t *testing.T) {
 	}()
 	n, err := io.Copy(got, c.TCPConn)
 	if n != size || err != nil {
-		t.Fatalf("got %d bytes of %d, error %v", n, size, err)
+		t.Fatalf("received %d bytes of %d, error %v", n, size, err)
 	}
 	if !bytes.Equal(sent.Sum(nil), got.Sum(nil)) {
-		t.Error("the bytes that came back are not those that were sent")
+		t.Error("the received bytes differ from the sent bytes")
 	}
 }
 
@@ -69,7 +69,7 @@ func TestHalfClosedConnectionContinues(t *testing.T) {
 	c.CloseWrite()
 	got, err := io.ReadAll(c)
 	if string(got) != "HELLO" || err != nil {
-		t.Errorf("after half a close the answer is %q, error %v", got, err)
+		t.Errorf("after the half-close the answer is %q, error %v", got, err)
 	}
 }
 
@@ -94,7 +94,7 @@ func TestResetIsForwardedAsReset(t *testing.T) {
 		c := dial(t, "127.0.0.2", port)
 		c.Write([]byte("reset"))
 		if _, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
-			t.Errorf("the client got %v, want a reset", err)
+			t.Errorf("error of the client: %v, want a reset", err)
 		}
 	})
 	t.Run("from the client", func(t *testing.T) {
@@ -106,7 +106,7 @@ func TestResetIsForwardedAsReset(t *testing.T) {
 		c.SetLinger(0)
 		c.Close()
 		if err := <-ended; !errors.Is(err, syscall.ECONNRESET) {
-			t.Errorf("the endpoint got %v, want a reset", err)
+			t.Errorf("error of the endpoint: %v, want a reset", err)
 		}
 	})
 }
@@ -134,7 +134,7 @@ func TestResetIsForwardedWhileBytesMove(t *testing.T) {
 		c := dial(t, "127.0.0.2", port)
 		c.Write([]byte("r"))
 		if n, err := io.Copy(io.Discard, c); !errors.Is(err, syscall.ECONNRESET) {
-			t.Errorf("the client got %v after %d bytes, want a reset", err, n)
+			t.Errorf("error of the client: %v after %d bytes, want a reset", err, n)
 		}
 	})
 	t.Run("from the client", func(t *testing.T) {
@@ -146,7 +146,7 @@ func TestResetIsForwardedWhileBytesMove(t *testing.T) {
 		c.SetLinger(0)
 		c.Close()
 		if err := <-ended; !errors.Is(err, syscall.ECONNRESET) && !errors.Is(err, syscall.EPIPE) {
-			t.Errorf("the endpoint got %v, want a reset", err)
+			t.Errorf("error of the endpoint: %v, want a reset", err)
 		}
 	})
 }
@@ -195,7 +195,7 @@ func TestListenerClosesDuringConnections(t *testing.T) {
 		<-l.drained()
 		l.mu.Lock()
 		if l.serving != 0 {
-			t.Errorf("%d connections are served once all have ended", l.serving)
+			t.Errorf("%d connections are counted after all have ended", l.serving)
 		}
 		l.mu.Unlock()
 	}
@@ -233,6 +233,6 @@ func TestConnectionIsResetWhenEveryEndpointRefuses(t *testing.T) {
 		t.Errorf("the connection ended with %v, want a reset", err)
 	}
 	if got := w.stats("web").DialFailures; got != 1 {
-		t.Errorf("%d dial failures, want 1: who refuses is not asked again", got)
+		t.Errorf("%d dial failures, want 1: an endpoint that refuses is not tried again", got)
 	}
 }

@@ -85,7 +85,7 @@ func TestUDPClientKeepsItsEndpoint(t *testing.T) {
 		got[name]++
 		for range 3 {
 			if again := udpAsk(t, c); again != name {
-				t.Fatalf("one client got to %s and then to %s", name, again)
+				t.Fatalf("one client reached %s and then %s", name, again)
 			}
 		}
 	}
@@ -105,7 +105,7 @@ func TestLargestDatagramIsMoved(t *testing.T) {
 	}
 	c.SetReadDeadline(time.Now().Add(patience))
 	if n, err := c.Read(make([]byte, maxDatagram)); n != 65507 || err != nil {
-		t.Errorf("got %d bytes, error %v", n, err)
+		t.Errorf("received %d bytes, error %v", n, err)
 	}
 }
 
@@ -120,10 +120,10 @@ func TestIdleUDPClientIsDropped(t *testing.T) {
 	clock.Step(50 * time.Second)
 	udpAsk(t, talking)
 	clock.Step(20 * time.Second)
-	eventually(t, "one client is left", func() bool { return w.stats("dns").Active == 1 })
+	eventually(t, "one client remains", func() bool { return w.stats("dns").Active == 1 })
 	udpAsk(t, talking)
 	if got := w.stats("dns").Connections; got != 2 {
-		t.Errorf("%d clients came, want 2: who talks is not forgotten", got)
+		t.Errorf("%d clients were counted, want 2: an active client is kept", got)
 	}
 }
 
@@ -134,18 +134,18 @@ func TestUDPClientLeavesRemovedEndpoint(t *testing.T) {
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(first).view())
 	c := udpDial(t, "127.0.0.2", port)
 	if got := udpAsk(t, c); got != "first" {
-		t.Fatalf("got to %s", got)
+		t.Fatalf("reached %s", got)
 	}
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(second).draining(first).view())
 	if got := udpAsk(t, c); got != "first" {
-		t.Errorf("got to %s, although the first endpoint still serves", got)
+		t.Errorf("reached %s although the first endpoint still serves", got)
 	}
 	if got := udpAsk(t, udpDial(t, "127.0.0.2", port)); got != "second" {
-		t.Errorf("a new client got to %s, which is on no list", got)
+		t.Errorf("a new client reached %s, which is on no list", got)
 	}
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(second).view())
 	if got := udpAsk(t, c); got != "second" {
-		t.Errorf("got to %s, which went", got)
+		t.Errorf("reached %s, which was removed", got)
 	}
 }
 
@@ -162,7 +162,7 @@ func TestUDPClientLeavesEndpointOfRemovedPort(t *testing.T) {
 	udpAsk(t, c)
 	w.set(named("new", udpServer(t, "second")))
 	if got := udpAsk(t, c); got != "second" {
-		t.Errorf("got to %s, which went", got)
+		t.Errorf("reached %s, which was removed", got)
 	}
 }
 
@@ -182,7 +182,7 @@ func TestNewUDPClientDuringRemovalOfItsEndpoint(t *testing.T) {
 	c.Write([]byte("hello"))
 	<-changed
 	if got := udpAsk(t, c); got != "second" {
-		t.Errorf("got to %s, which went", got)
+		t.Errorf("reached %s, which was removed", got)
 	}
 }
 
@@ -193,7 +193,7 @@ func TestUDPClientLeavesRefusingEndpoint(t *testing.T) {
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(dead, udpServer(t, "alive")).view())
 	for range 4 {
 		if got := udpAsk(t, udpDial(t, "127.0.0.2", port)); got != "alive" {
-			t.Errorf("got to %s", got)
+			t.Errorf("reached %s", got)
 		}
 	}
 }
@@ -207,7 +207,7 @@ func TestAffinityDoesNotKeepRefusingUDPEndpoint(t *testing.T) {
 	}).view())
 	for range 4 {
 		if got := udpAsk(t, udpDial(t, "127.0.0.2", port)); got != "alive" {
-			t.Errorf("got to %s", got)
+			t.Errorf("reached %s", got)
 		}
 	}
 }
@@ -235,11 +235,11 @@ func TestTableOfUDPClientsIsBounded(t *testing.T) {
 	for range 100 {
 		udpAsk(t, udpDial(t, "127.0.0.2", port))
 		if got := w.stats("dns").Active; got > 32 {
-			t.Fatalf("there are %d clients at once", got)
+			t.Fatalf("%d concurrent clients", got)
 		}
 	}
 	if got := w.stats("dns").Connections; got != 100 {
-		t.Errorf("%d clients came, want 100", got)
+		t.Errorf("%d clients were counted, want 100", got)
 	}
 }
 
@@ -280,11 +280,11 @@ func TestGetWaitsForFreeBatch(t *testing.T) {
 		go func() { got <- b.get() }()
 		synctest.Wait()
 		if len(got) > 0 {
-			t.Fatalf("there are more than %d batches", 8)
+			t.Fatalf("more than %d batches exist", 8)
 		}
 		b.put(made[0])
 		if <-got != made[0] {
-			t.Error("another batch was made, although one was free")
+			t.Error("another batch was created although one was free")
 		}
 	})
 }
@@ -317,6 +317,6 @@ func TestTwentyThousandUDPClients(t *testing.T) {
 	}
 	s := w.stats("dns")
 	if s.Connections != clients || s.Active > room || s.Active < room/2 {
-		t.Errorf("%d clients came and %d are left, want %d and at most %d", s.Connections, s.Active, clients, room)
+		t.Errorf("%d clients were counted and %d remain, want %d and at most %d", s.Connections, s.Active, clients, room)
 	}
 }

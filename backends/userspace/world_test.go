@@ -47,7 +47,7 @@ type world struct {
 type logBuffer struct {
 	mu    sync.Mutex
 	lines []string
-	// awaited is a text. The next line with it calls reaction.
+	// The next log line that contains awaited calls reaction.
 	awaited  string
 	reaction func()
 }
@@ -108,7 +108,7 @@ func (w *world) end() {
 	if err, ok := <-w.ended; ok {
 		close(w.ended)
 		if err != nil && !errors.Is(err, context.Canceled) {
-			w.Errorf("the driver ended with: %v", err)
+			w.Errorf("the driver returned %v", err)
 		}
 		if got := w.descriptors.free; got != w.limit {
 			w.Errorf("%d descriptors are free at the end, want %d", got, w.limit)
@@ -164,7 +164,7 @@ func eventually(t *testing.T, what string, done func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); !done(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
-			t.Fatalf("does not come to pass: %s", what)
+			t.Fatalf("did not happen: %s", what)
 		}
 	}
 }
@@ -361,6 +361,6 @@ func (w *world) stats(name string) PortStats {
 			return s
 		}
 	}
-	w.Fatalf("there are no stats of %s", name)
+	w.Fatalf("no statistics of %s", name)
 	return PortStats{}
 }

@@ -65,7 +65,7 @@ func TestStreamSocketsOutsidePackageNet(t *testing.T) {
 			t.Errorf("%s: answer %v, error %v", family, answer, err)
 		}
 		if _, err := w.Client.dialStream(ctx, unix.IPPROTO_TCP, netip.Addr{}, netip.AddrPortFrom(to, port+1)); !Refused(err) {
-			t.Errorf("%s, where nobody listens: %v", family, err)
+			t.Errorf("%s without a listener: %v", family, err)
 		}
 	}
 }

@@ -31,18 +31,18 @@ func TestDeletedConnections(t *testing.T) {
 		to, pod  string
 		want     bool
 	}{
-		{"UDP to a pod that serves", serving, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.2", false},
-		{"UDP to a pod that drains", serving, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.3", false},
-		{"UDP to a pod that is gone", serving, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.4", true},
+		{"UDP to a serving pod", serving, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.2", false},
+		{"UDP to a draining pod", serving, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.3", false},
+		{"UDP to a removed pod", serving, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.4", true},
 		{"UDP that bypassed the service", serving, unix.IPPROTO_UDP, "10.0.0.55", "10.0.0.55", true},
-		{"a ping to a pod that is gone", serving, unix.IPPROTO_ICMPV6, "1000::55", "1100::204", true},
-		{"IPv6 to a pod that serves", serving, unix.IPPROTO_UDP, "1000::55", "1100::202", false},
-		{"TCP to a pod that is gone", serving, unix.IPPROTO_TCP, "10.0.0.55", "11.0.2.4", false},
-		{"SCTP to a pod that is gone", serving, unix.IPPROTO_SCTP, "10.0.0.55", "11.0.2.4", false},
-		{"UDP to somewhere else", serving, unix.IPPROTO_UDP, "10.0.0.56", "11.0.2.4", false},
-		{"UDP to a service that is gone", gone, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.2", true},
+		{"a ping to a removed pod", serving, unix.IPPROTO_ICMPV6, "1000::55", "1100::204", true},
+		{"IPv6 to a serving pod", serving, unix.IPPROTO_UDP, "1000::55", "1100::202", false},
+		{"TCP to a removed pod", serving, unix.IPPROTO_TCP, "10.0.0.55", "11.0.2.4", false},
+		{"SCTP to a removed pod", serving, unix.IPPROTO_SCTP, "10.0.0.55", "11.0.2.4", false},
+		{"UDP to an unrelated address", serving, unix.IPPROTO_UDP, "10.0.0.56", "11.0.2.4", false},
+		{"UDP to a deleted service", gone, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.2", true},
 		{"UDP to an address that another service took over", swapped, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.2", false},
-		{"UDP to one that it was taken from", swapped, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.4", true},
+		{"UDP to the address's former service", swapped, unix.IPPROTO_UDP, "10.0.0.55", "11.0.2.4", true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			flow := &netlink.ConntrackFlow{}
@@ -50,7 +50,7 @@ func TestDeletedConnections(t *testing.T) {
 			flow.Forward.DstIP = net.IP(netip.MustParseAddr(test.to).AsSlice())
 			flow.Reverse.SrcIP = net.ParseIP(test.pod) // 16 bytes, as the kernel may return it
 			if got := test.flows.MatchConntrackFlow(flow); got != test.want {
-				t.Errorf("forgotten: %t, want %t", got, test.want)
+				t.Errorf("deleted: %t, want %t", got, test.want)
 			}
 		})
 	}

@@ -75,13 +75,13 @@ func TestElements(t *testing.T) {
 			[]string{"hairpin 11.0.2.2", "hairpin 1100::202", "pod 10.0.0.55 11.0.2.2", "pod 1000::55 1100::202"}},
 		{"two local pods share the slots", view(endpoint("11.0.2.2", true), endpoint("11.0.2.3", true)),
 			[]string{"dropped 1000::55", "hairpin 11.0.2.2", "hairpin 11.0.2.3", "pods 10.0.0.55 11.0.2.2", "pods 10.0.0.55 11.0.2.3"}},
-		{"pods on other nodes only", view(endpoint("11.0.3.2", false)), []string{"dropped 10.0.0.55", "dropped 1000::55"}},
+		{"only pods on other nodes", view(endpoint("11.0.3.2", false)), []string{"dropped 10.0.0.55", "dropped 1000::55"}},
 		{"a local pod that is not for external traffic", view(offList), []string{"dropped 10.0.0.55", "dropped 1000::55"}},
-		{"nothing usable in the cluster, in one family", unusable, []string{"dropped 1000::55", "rejected 10.0.0.55"}},
+		{"no usable endpoint in one family", unusable, []string{"dropped 1000::55", "rejected 10.0.0.55"}},
 		{"an address that belongs to an older service", lost, []string{"dropped 1000::55"}},
 		{"an address of a family that is not served", onlyIPv6, []string{"hairpin 1100::202", "pod 1000::55 1100::202"}},
 		{"a service with ports", others, nil},
-		{"load-balancer addresses, one of them an external IP too", balanced, []string{"dropped 10.0.0.55"}},
+		{"load-balancer addresses, one of which is also an external IP", balanced, []string{"dropped 10.0.0.55"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			if diff := cmp.Diff(test.want, describe(test.view)); diff != "" {
@@ -101,7 +101,7 @@ func TestSlotsMoveOnlyForChangedPods(t *testing.T) {
 		for slot := range uint32(slots) {
 			before, after := owner(slot, pods[:n]), owner(slot, pods[:n+1])
 			if before != after && after != pods[n] {
-				t.Errorf("slot %d moves from %s to %s when %s comes", slot, before, after, pods[n])
+				t.Errorf("slot %d moved from %s to %s when %s was added", slot, before, after, pods[n])
 			}
 			if before != after {
 				moved++
@@ -109,7 +109,7 @@ func TestSlotsMoveOnlyForChangedPods(t *testing.T) {
 			shares[after]++
 		}
 		if len(shares) != n+1 || moved == 0 {
-			t.Errorf("of %d pods %d have slots, %d moved", n+1, len(shares), moved)
+			t.Errorf("%[2]d of %[1]d pods have slots, %[3]d moved", n+1, len(shares), moved)
 		}
 	}
 }
@@ -121,7 +121,7 @@ func TestErrorsNameMissingFeature(t *testing.T) {
 		want string
 	}{
 		{"no table yet", unix.ENOENT, ""},
-		{"no rights", unix.EPERM, "NET_ADMIN"},
+		{"missing privileges", unix.EPERM, "NET_ADMIN"},
 		{"a kernel without netfilter", unix.EPROTONOSUPPORT, "CONFIG_NF_TABLES"},
 		{"a kernel without nftables", unix.EINVAL, "CONFIG_NF_TABLES"},
 		{"anything else", unix.EIO, "check the kernel"},

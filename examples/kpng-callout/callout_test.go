@@ -23,7 +23,8 @@ import (
 
 const demo = "../demo.yaml"
 
-// beTheCommand makes the test binary the command kpng-callout.
+// beTheCommand is an environment variable that makes the test binary the command
+// kpng-callout.
 const beTheCommand = "KPNG_TEST_CALLOUT"
 
 func TestMain(m *testing.M) {
@@ -51,7 +52,7 @@ func run(t *testing.T, timeout time.Duration, stdin string, args ...string) (str
 	return string(said), result
 }
 
-func TestACalloutReadsItsInputAndWritesToStandardOutput(t *testing.T) {
+func TestCalloutReadsStdinAndWritesToStdout(t *testing.T) {
 	got, err := run(t, time.Minute, "a\nb\n", "sed", "s/b/ c /")
 	if want := "a\n c \n"; got != want || err != nil {
 		t.Errorf("output %q, error %v, want %q", got, err, want)
@@ -81,7 +82,7 @@ func TestFailureNamesCalloutAndCause(t *testing.T) {
 			}
 			for _, want := range test.want {
 				if !strings.Contains(err.Error(), want) {
-					t.Errorf("error %q does not say %q", err, want)
+					t.Errorf("error %q does not contain %q", err, want)
 				}
 			}
 		})
@@ -91,7 +92,7 @@ func TestFailureNamesCalloutAndCause(t *testing.T) {
 func TestLongErrorsKeepTheirEnd(t *testing.T) {
 	_, err := run(t, time.Minute, "", "sh", "-c", "seq 100000 >&2; echo the end >&2; exit 1")
 	if err == nil || !strings.HasSuffix(err.Error(), "100000\nthe end") || len(err.Error()) > maxTail+200 {
-		t.Errorf("an error of %d bytes that does not end as expected", len(fmt.Sprint(err)))
+		t.Errorf("an error of %d bytes does not have the expected end", len(fmt.Sprint(err)))
 	}
 }
 
@@ -119,12 +120,11 @@ func TestChildrenOfCalloutDoNotDelayNextRun(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
-		t.Errorf("what it left behind: %v", err)
+		t.Errorf("processes that the callout left behind: %v", err)
 	}
 }
 
-// waitDead waits until a process has ended. Whether somebody has taken note of
-// that does not matter.
+// waitDead waits until a process has ended. It may be a zombie.
 func waitDead(t *testing.T, pid string) {
 	t.Helper()
 	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(time.Millisecond) {
@@ -145,8 +145,8 @@ func waitDead(t *testing.T, pid string) {
 	}
 }
 
-// command returns kpng-callout as a process to start, for what the demo has
-// without a proxy name. It is killed with the test.
+// command returns the command kpng-callout for the demo's services without a proxy name.
+// The end of the test kills it.
 func command(t *testing.T, callout string, args ...string) *exec.Cmd {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	t.Cleanup(cancel)
@@ -155,14 +155,14 @@ func command(t *testing.T, callout string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-func TestTheCommandGivesEachServiceALine(t *testing.T) {
+func TestCommandPassesOneLinePerService(t *testing.T) {
 	out, err := command(t, "jq -c '[.Service.Name, (.Endpoints|length)]'", "--once").CombinedOutput()
 	if want := "[\"web\",2]\n"; string(out) != want || err != nil {
 		t.Errorf("output %q, error %v, want %q", out, err, want)
 	}
 }
 
-func TestTheCommandRunsNothingWithoutACallout(t *testing.T) {
+func TestCommandWithoutCalloutIsAnError(t *testing.T) {
 	out, err := command(t, "").CombinedOutput()
 	if err == nil || !strings.Contains(string(out), "CALLOUT names no program") {
 		t.Errorf("output %q, error %v", out, err)
@@ -186,18 +186,18 @@ func TestZeroTimeoutIsAnError(t *testing.T) {
 	}
 }
 
-func TestTheCommandLogsAFailureAndTriesAgain(t *testing.T) {
+func TestCommandLogsFailureAndRetries(t *testing.T) {
 	seen := filepath.Join(t.TempDir(), "seen")
 	cmd := command(t, fmt.Sprintf(`sh -c "mkdir %s && echo the first time >&2 && exit 7; wc -l"`, seen), "--once")
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
 	if string(out) != "1\n" || err != nil {
-		t.Errorf("output %q, error %v, want one line counted", out, err)
+		t.Errorf("output %q, error %v, want a count of one line", out, err)
 	}
 	for _, want := range []string{"exit status 7", "the first time", "Sync failed; retrying"} {
 		if !strings.Contains(stderr.String(), want) {
-			t.Errorf("the log does not say %q:\n%s", want, &stderr)
+			t.Errorf("the log does not contain %q:\n%s", want, &stderr)
 		}
 	}
 }
@@ -232,7 +232,7 @@ func TestRunsOfCalloutNeverOverlap(t *testing.T) {
 	}
 	const last = 20
 	port(1)
-	// Each call takes longer than it takes to make the next change.
+	// Each run takes longer than the time until the next change.
 	cmd := command(t, fmt.Sprintf(`sh -c "mkdir %[1]s || echo two at once; jq '.Service.Ports[0].Port'; sleep 0.1; rmdir %[1]s"`, lock), "--manifests", manifest)
 	out := startReading(t, cmd)
 	for want := 1; ; {
@@ -242,7 +242,7 @@ func TestRunsOfCalloutNeverOverlap(t *testing.T) {
 		}
 		var got int
 		if _, err := fmt.Sscan(line, &got); err != nil {
-			t.Fatalf("the callout said %q", line)
+			t.Fatalf("the callout printed %q", line)
 		}
 		if got == last {
 			break
@@ -286,13 +286,13 @@ func startReading(t *testing.T, cmd *exec.Cmd) *bufio.Reader {
 	return bufio.NewReader(out)
 }
 
-// end ends cmd with a signal, and expects it to take any but SIGKILL well.
+// end ends cmd with a signal. It expects success except after SIGKILL.
 func end(t *testing.T, cmd *exec.Cmd, signal os.Signal) {
 	t.Helper()
 	if err := cmd.Process.Signal(signal); err != nil {
 		t.Fatal(err)
 	}
 	if err := cmd.Wait(); err != nil && signal != os.Signal(syscall.SIGKILL) {
-		t.Errorf("%s ended it with %v", signal, err)
+		t.Errorf("after signal %s the command returned %v", signal, err)
 	}
 }

@@ -14,12 +14,12 @@ func TestSplit(t *testing.T) {
 		name, line string
 		want       []string
 	}{
-		{"a program alone", "jq", []string{"jq"}},
+		{"only a program", "jq", []string{"jq"}},
 		{"arguments between any white space", "  jq \t-r\n.Service ", []string{"jq", "-r", ".Service"}},
-		{"single quotes keep all", `jq '.a|"\b"'`, []string{"jq", `.a|"\b"`}},
+		{"single quotes keep all characters", `jq '.a|"\b"'`, []string{"jq", `.a|"\b"`}},
 		{"double quotes keep white space and single quotes", `sh -c "echo  'a'"`, []string{"sh", "-c", "echo  'a'"}},
-		{"a backslash in double quotes quotes quotes and backslashes only", `echo "\"\\\n"`, []string{"echo", `"\\n`}},
-		{"a backslash quotes one character", `echo a\ b \' \\`, []string{"echo", "a b", "'", `\`}},
+		{"a backslash in double quotes escapes only quotes and backslashes", `echo "\"\\\n"`, []string{"echo", `"\\n`}},
+		{"a backslash escapes one character", `echo a\ b \' \\`, []string{"echo", "a b", "'", `\`}},
 		{"quoted parts join", `e"ch"'o' a"b c"d`, []string{"echo", "ab cd"}},
 		{"quotes make empty arguments", `echo '' ""`, []string{"echo", "", ""}},
 		{"operators, variables and patterns are words", "echo $HOME;rm * | `a` $(b) >c", []string{"echo", "$HOME;rm", "*", "|", "`a`", "$(b)", ">c"}},
@@ -36,7 +36,7 @@ func TestSplit(t *testing.T) {
 	}
 }
 
-func TestSplitRefuses(t *testing.T) {
+func TestSplitErrors(t *testing.T) {
 	for _, test := range []struct{ name, line, want string }{
 		{"nothing", "", "names no program"},
 		{"white space", " \n", "names no program"},
@@ -48,7 +48,7 @@ func TestSplitRefuses(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			words, err := split(test.line)
 			if err == nil || !strings.Contains(err.Error(), test.want) {
-				t.Errorf("words %q, error %v, want one that says %q", words, err, test.want)
+				t.Errorf("words %q, error %v, want one with %q", words, err, test.want)
 			}
 		})
 	}

@@ -37,7 +37,7 @@ func TestTheREADME(t *testing.T) {
 		test := exec.CommandContext(t.Context(), "unshare", args...)
 		test.Env = append(os.Environ(), inNamespace+"=1")
 		if out, err := test.CombinedOutput(); err != nil {
-			t.Fatalf("in a network namespace: %v\n%s", err, out)
+			t.Fatalf("test in a network namespace: %v\n%s", err, out)
 		}
 		return
 	}
@@ -67,18 +67,18 @@ func TestTheREADME(t *testing.T) {
 		what, url string
 		want      []string
 	}{
-		{"the cluster IP leads to two pods in turn, and never to the one that is not there", "http://10.96.0.80", []string{podA, podB}},
+		{"the cluster IP alternates between two pods, and skips the missing one", "http://10.96.0.80", []string{podA, podB}},
 		{"IPv6 leads to its own pod", "http://[fd00:10:96::80]", []string{podA6}},
-		{"the external IP leads to the two", "http://192.0.2.80", []string{podA, podB}},
+		{"the external IP leads to the two pods", "http://192.0.2.80", []string{podA, podB}},
 	} {
 		var got []string
-		eventually(t, c.what, func() error { // at first nobody may serve yet
+		eventually(t, c.what, func() error { // at first the service may not be served yet
 			pod, err := get(c.url)
 			if err != nil {
 				return err
 			}
 			if got = append(got, pod); len(got) < 6 {
-				return errors.New("more are to be asked")
+				return errors.New("more answers are needed")
 			}
 			return nil
 		})
@@ -94,40 +94,40 @@ func TestTheREADME(t *testing.T) {
 			return err
 		}
 		if pods = append(pods, pod); len(pods) < 4 {
-			return errors.New("more are to be asked")
+			return errors.New("more answers are needed")
 		}
 		return nil
 	})
 	if len(slices.Compact(pods)) != 1 {
-		t.Errorf("one client's datagrams go to %q, though it has affinity", pods)
+		t.Errorf("datagrams of one client reach %q despite affinity", pods)
 	}
 	const routes = "ip route show table local proto 107; ip -6 route show table local proto 107"
 	if out := run(t, "sh", "-c", routes); !strings.Contains(out, "local 10.96.0.80 ") || !strings.Contains(out, "local fd00:10:96::80 ") {
-		t.Errorf("local by routes are\n%s", out)
+		t.Errorf("local routes:\n%s", out)
 	}
 
-	// The Service web is the first of the file.
+	// The Service web is the first object in the file.
 	_, rest, _ := strings.Cut(string(demo), "\n---\n")
 	if err := errors.Join(os.WriteFile(manifests+".new", []byte(rest), 0o600), os.Rename(manifests+".new", manifests)); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "a service that has gone is served no more", func() error {
+	eventually(t, "a deleted service is no longer served", func() error {
 		if pod, err := get("http://10.96.0.80"); err == nil {
 			return fmt.Errorf("%q answers", pod)
 		}
 		return nil
 	})
 	if err := proxy.end(); err != nil {
-		t.Errorf("the proxy ended with %v", err)
+		t.Errorf("the proxy returned %v", err)
 	}
 	if out := run(t, "sh", "-c", routes); out != "" {
-		t.Errorf("after the end, local by routes are\n%s", out)
+		t.Errorf("local routes after the end:\n%s", out)
 	}
 	expectLog(t, proxy.log.String())
 }
 
-// expectLog expects the lines of the userspace proxy of kube-proxy, with their
-// keys, as on Windows.
+// expectLog expects the same log lines, with their keys, as those of kube-proxy's userspace
+// proxy on Windows.
 func expectLog(t *testing.T, log string) {
 	t.Helper()
 	const sink, web = ` sink="userspace0" `, `"default/web:http"`
@@ -161,10 +161,10 @@ func run(t *testing.T, name string, args ...string) string {
 	return string(out)
 }
 
-// process is a program that runs.
+// process is a running program.
 type process struct {
 	log buffer
-	// end asks it to end, if nobody has, and returns how it did.
+	// end interrupts the program, unless it was interrupted before, and returns its error.
 	end func() error
 }
 
@@ -188,7 +188,7 @@ func start(t *testing.T, name string, args ...string) *process {
 	return p
 }
 
-// buffer is written to while it is read.
+// buffer may be written and read concurrently.
 type buffer struct {
 	mu sync.Mutex
 	b  bytes.Buffer
@@ -206,8 +206,7 @@ func (b *buffer) String() string {
 	return b.b.String()
 }
 
-// eventually calls try until it returns nil, for as long as that may take on a
-// busy machine.
+// eventually calls try until it returns nil. The time limit allows for a busy machine.
 func eventually(t *testing.T, what string, try func() error) {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(20 * time.Millisecond) {
@@ -221,7 +220,7 @@ func eventually(t *testing.T, what string, try func() error) {
 	}
 }
 
-// get asks once, on a connection of its own.
+// get sends one request on a new connection.
 func get(url string) (string, error) {
 	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 10 * time.Second}
 	answer, err := client.Get(url)
@@ -233,7 +232,7 @@ func get(url string) (string, error) {
 	return string(body), err
 }
 
-// askUDP asks once, from a port of its own.
+// askUDP sends one datagram from a new port.
 func askUDP(to string) (string, error) {
 	c, err := net.Dial("udp", to)
 	if err != nil {

@@ -71,7 +71,7 @@ func and(calls map[string]int, more map[string]int) map[string]int {
 	return all
 }
 
-func TestHNSIsListedOnceWhateverTheNumberOfServices(t *testing.T) {
+func TestHNSIsListedOnceForAnyNumberOfServices(t *testing.T) {
 	const services, endpoints = 200, 5
 	w := l2bridge(t)
 	for i := range services {
@@ -99,8 +99,8 @@ func TestHNSIsListedOnceWhateverTheNumberOfServices(t *testing.T) {
 
 func TestLoadBalancerIsReplacedIfItCannotBeChanged(t *testing.T) {
 	for name, features := range map[string]kernelspace.Features{
-		"Windows says so beforehand": without(func(f *kernelspace.Features) { f.ModifyLoadBalancer = false }),
-		"Windows says so when asked": fakehns.AllFeatures(),
+		"Windows reports the missing feature": without(func(f *kernelspace.Features) { f.ModifyLoadBalancer = false }),
+		"the call is refused":                 fakehns.AllFeatures(),
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, features, kernelspace.Network{}, kernelspace.Options{})
@@ -115,7 +115,7 @@ func TestLoadBalancerIsReplacedIfItCannotBeChanged(t *testing.T) {
 	}
 }
 
-func TestAChangedPolicyReplacesTheLoadBalancer(t *testing.T) {
+func TestChangedPolicyReplacesLoadBalancer(t *testing.T) {
 	w := l2bridge(t, "10.1.1.1")
 	endpoints := []api.SliceEndpoint{at("10.1.1.1@here"), at("10.1.2.1")}
 	w.must(w.set(view(service("web"), endpoints...)))
@@ -154,7 +154,7 @@ func TestNewLocalPodReplacesItsRemoteEndpoint(t *testing.T) {
 	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1")
 	w.must(w.remove("web"))
 	if got, want := w.hns.Dump(), "endpoint [10.1.1.1 fd00:1::1]\n"; got != want {
-		t.Errorf("HNS has\n%swant the pod's endpoint\n%s", got, want)
+		t.Errorf("HNS has\n%swant the endpoint of the pod\n%s", got, want)
 	}
 }
 
@@ -187,22 +187,22 @@ func TestForeignObjectsAreNotChanged(t *testing.T) {
 	w.must(w.full())
 	w.must(w.remove("web"))
 	if diff := cmp.Diff(before, w.hns.Dump()); diff != "" {
-		t.Errorf("after services came and went HNS has something else (-before +after):\n%s", diff)
+		t.Errorf("HNS after services were added and deleted (-before +after):\n%s", diff)
 	}
 
 	w.must(w.set(view(service("web"), at("10.1.1.1@here"), at("10.1.2.1"))))
 	w.must(w.backend.Cleanup(t.Context()))
 	if diff := cmp.Diff(before, w.hns.Dump()); diff != "" {
-		t.Errorf("after Cleanup HNS has something else (-before +after):\n%s", diff)
+		t.Errorf("HNS after Cleanup (-before +after):\n%s", diff)
 	}
 	if _, err := os.Stat(w.opts.StateFile); !os.IsNotExist(err) {
-		t.Errorf("after Cleanup the state file is there: %v", err)
+		t.Errorf("the state file exists after Cleanup: %v", err)
 	}
 }
 
-func TestAForeignLoadBalancerIsNotTakenForARequestedOne(t *testing.T) {
+func TestForeignLoadBalancerIsNotTakenForOwn(t *testing.T) {
 	const foreign = `10.96.0.1 protocol 6 port 80->8080 protocol 6 port 443->8080 to 10.1.1.1`
-	t.Run("it came after the last listing", func(t *testing.T) {
+	t.Run("created after the last listing", func(t *testing.T) {
 		w := l2bridge(t)
 		pod := w.pod("10.1.1.1")
 		w.must(w.set(view(service("other", at96(9)), at("10.1.1.1@here"))))
@@ -215,12 +215,12 @@ func TestAForeignLoadBalancerIsNotTakenForARequestedOne(t *testing.T) {
 		w.has(foreign)
 	})
 	for _, answer := range []error{errRefused, kernelspace.ErrNotRunning} {
-		t.Run("it came after a request that failed: "+answer.Error(), func(t *testing.T) {
+		t.Run("created after a failed request: "+answer.Error(), func(t *testing.T) {
 			w := l2bridge(t)
 			pod := w.pod("10.1.1.1")
 			w.hns.SetHook(failing("CreateLoadBalancer", answer))
 			if err := w.set(view(service("web"), at("10.1.1.1@here"))); err == nil {
-				t.Error("the creation fails, and the sync does not")
+				t.Error("the sync succeeds although the creation failed")
 			}
 			w.hns.SetHook(nil)
 			w.made(balancer(pod, "10.96.0.1", 80, 443))
@@ -250,7 +250,7 @@ func TestLoadBalancerOfLostResponseIsOwned(t *testing.T) {
 				}
 				w.must(w.full())
 				if n := w.hns.Calls()["CreateLoadBalancer"]; n != 0 {
-					t.Errorf("it was created again %d times", n)
+					t.Errorf("the load balancer was created again %d times", n)
 				}
 				w.must(w.remove("web"))
 				w.has("")
@@ -259,7 +259,7 @@ func TestLoadBalancerOfLostResponseIsOwned(t *testing.T) {
 	}
 }
 
-func TestSeveralOwnLoadBalancersOfOneFrontendBecomeOne(t *testing.T) {
+func TestDuplicateOwnLoadBalancersAreRemoved(t *testing.T) {
 	w := newWorld(t, without(func(f *kernelspace.Features) { f.ModifyLoadBalancer = false }), kernelspace.Network{}, kernelspace.Options{})
 	w.hns.SetQuirks(fakehns.Quirks{SharesFrontends: true})
 	w.must(w.set(view(service("web"), at("10.1.2.1"))))
@@ -314,7 +314,7 @@ func TestStartFailsWithoutRequiredDSR(t *testing.T) {
 	// HNS may start after the backend.
 	hns.SetHook(func(string) error { return kernelspace.ErrNotRunning })
 	if err := b.Start(t.Context()); err != nil {
-		t.Errorf("HNS does not run, and Start returned %v", err)
+		t.Errorf("Start without HNS returned %v", err)
 	}
 	hns.SetHook(nil)
 	if err := b.Sync(t.Context(), &sink.Changes{First: true, Last: true, Services: func(func(sink.Change) bool) {}}); err == nil || !strings.Contains(err.Error(), wanted) {
@@ -421,7 +421,7 @@ func TestVerifyRepairsForeignChanges(t *testing.T) {
 	}
 	w.must(w.backend.Verify(t.Context()))
 	if diff := cmp.Diff(want, w.hns.Dump()); diff != "" {
-		t.Errorf("Verify left something changed (-want +got):\n%s", diff)
+		t.Errorf("HNS after Verify (-want +got):\n%s", diff)
 	}
 }
 
@@ -437,12 +437,12 @@ func TestLossDuringFailedVerifyIsRepaired(t *testing.T) {
 			}
 			w.hns.SetHook(failing(call, kernelspace.ErrNotRunning))
 			if err := w.backend.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
-				t.Errorf("HNS does not run, and Verify returns %v, which does not have it asked again", err)
+				t.Errorf("Verify without HNS returned %v, which requests no retry", err)
 			}
 			w.hns.SetHook(nil)
 			w.must(w.full())
 			if diff := cmp.Diff(want, w.hns.Dump()); diff != "" {
-				t.Errorf("HNS runs again, and has something else (-want +got):\n%s", diff)
+				t.Errorf("HNS after recovery (-want +got):\n%s", diff)
 			}
 		})
 	}
@@ -466,7 +466,7 @@ func TestIgnoredCallsAreRepaired(t *testing.T) {
 			w.hns.SetHook(nil)
 			w.must(w.full())
 			if diff := cmp.Diff(want, w.hns.Dump()); diff != "" {
-				t.Errorf("(-want +got):\n%s", diff)
+				t.Errorf("HNS (-want +got):\n%s", diff)
 			}
 		})
 	}
@@ -476,7 +476,7 @@ func TestStoppedHNSFailsAllServicesAndIsRetried(t *testing.T) {
 	w := l2bridge(t)
 	w.hns.SetHook(func(string) error { return kernelspace.ErrNotRunning })
 	if err := w.set(view(service("web"), at("10.1.2.1"))); err == nil || !strings.Contains(err.Error(), "HNS does not run") {
-		t.Errorf("HNS does not run, and the sync returns %v", err)
+		t.Errorf("Sync without HNS returned %v", err)
 	}
 	w.calls(map[string]int{"Features": 1})
 	w.hns.SetHook(nil)
@@ -485,7 +485,7 @@ func TestStoppedHNSFailsAllServicesAndIsRetried(t *testing.T) {
 	w.hns.SetHook(failing("CreateEndpoint", kernelspace.ErrNotRunning))
 	changed := view(service("web"), at("10.1.2.2"))
 	if err := w.set(changed); err == nil || !strings.Contains(err.Error(), "service default/web: frontend 10.96.0.1:80/TCP: ") {
-		t.Errorf("HNS stops, and the sync returns %v", err)
+		t.Errorf("Sync returned %v while HNS stopped", err)
 	}
 	w.hns.SetHook(nil)
 	w.must(w.set(changed))
@@ -498,7 +498,7 @@ func TestBackendWaitsForNetwork(t *testing.T) {
 	network, _ := w.hns.NetworkByID(w.network)
 	w.hns.RemoveNetwork(w.network)
 	if err := w.set(view(service("web"), at("10.1.2.1"))); err == nil || !strings.Contains(err.Error(), `HNS network "pods": `) {
-		t.Errorf("there is no network, and the sync returns %v", err)
+		t.Errorf("Sync without the network returned %v", err)
 	}
 	w.hns.AddNetwork(network)
 	w.must(w.full())
@@ -513,11 +513,11 @@ func TestRecreatedNetworkGetsEverythingAgain(t *testing.T) {
 	w.network = w.hns.AddNetwork(kernelspace.Network{Name: "pods"})
 	w.pod("10.1.1.1")
 	if err := w.set(view(service("other", at96(2)), at("10.1.2.2"))); err == nil {
-		t.Error("an endpoint was made on a network that is gone")
+		t.Error("an endpoint was created on a deleted network")
 	}
 	w.must(w.remove("other"))
 	if diff := cmp.Diff(want, w.hns.Dump()); diff != "" {
-		t.Errorf("the network was made anew (-want +got):\n%s", diff)
+		t.Errorf("HNS after the network was created again (-want +got):\n%s", diff)
 	}
 }
 
@@ -525,11 +525,11 @@ func TestOverlayNetworkNeedsSourceVIPAndRemoteSubnets(t *testing.T) {
 	overlay := kernelspace.Network{Overlay: true}
 	w := newWorld(t, fakehns.AllFeatures(), overlay, kernelspace.Options{})
 	if err := w.full(); err == nil || !strings.Contains(err.Error(), "needs a source VIP") {
-		t.Errorf("without a source VIP the sync returns %v", err)
+		t.Errorf("Sync without a source VIP returned %v", err)
 	}
 	w = newWorld(t, without(func(f *kernelspace.Features) { f.RemoteSubnet = false }), overlay, kernelspace.Options{})
 	if err := w.full(); err == nil || !strings.Contains(err.Error(), "remote subnets are not supported") {
-		t.Errorf("where Windows has no remote subnets the sync returns %v", err)
+		t.Errorf("Sync without support for remote subnets returned %v", err)
 	}
 }
 
@@ -545,7 +545,7 @@ func TestDamagedStateFileDoesNotStopBackend(t *testing.T) {
 		t.Fatal(err)
 	}
 	if err := w.backend.Cleanup(t.Context()); err == nil {
-		t.Error("Cleanup does not say that it cannot tell what to remove")
+		t.Error("Cleanup returned no error for a damaged state file")
 	}
 	w.restart()
 	w.must(w.full())
@@ -590,7 +590,7 @@ func (w *world) pass(first, last bool, views ...*api.ServiceEndpoints) error {
 	return w.backend.Sync(w.Context(), &sink.Changes{First: first, Last: last, Services: slices.Values(changes), Node: node(), NodeChanged: first})
 }
 
-func TestAPassInSeveralBatches(t *testing.T) {
+func TestPassInSeveralBatches(t *testing.T) {
 	a, b := view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.2"))
 	for _, restart := range []bool{false, true} {
 		t.Run(fmt.Sprintf("restart %t", restart), func(t *testing.T) {
@@ -644,12 +644,12 @@ func TestInvalidOptionsAreErrors(t *testing.T) {
 		"more than one address of a fam": {HNS: hns, Network: "pods", SourceVIPs: []netip.Addr{addr("10.0.0.1"), addr("10.0.0.2")}},
 	} {
 		if _, err := kernelspace.New(opts); err == nil || !strings.Contains(err.Error(), name) {
-			t.Errorf("New(%+v) returned %v, want that %s", opts, err, name)
+			t.Errorf("New(%+v) returned %v, want an error with %q", opts, err, name)
 		}
 	}
 }
 
-func TestHNSIsAwayForHalfAMinute(t *testing.T) {
+func TestHNSIsDownForHalfAMinute(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := l2bridge(t)
 		src := sinktest.NewSource()
@@ -672,7 +672,7 @@ func TestHNSIsAwayForHalfAMinute(t *testing.T) {
 			asked += n
 		}
 		if asked < 2 || asked > 20 {
-			t.Errorf("in half a minute HNS was asked %d times whether it runs, want some with ever longer pauses", asked)
+			t.Errorf("%d calls of HNS in half a minute, want a few with growing intervals", asked)
 		}
 		w.hns.SetHook(nil)
 		time.Sleep(time.Minute)
@@ -681,7 +681,7 @@ func TestHNSIsAwayForHalfAMinute(t *testing.T) {
 		w.remotes("10.1.2.3", "10.1.2.4")
 		cancel()
 		if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
-			t.Errorf("the driver ended with %v", err)
+			t.Errorf("the driver returned %v", err)
 		}
 	})
 }

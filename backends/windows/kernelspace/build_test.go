@@ -186,13 +186,13 @@ func (w *world) remove(name string) error {
 func (w *world) must(err error) {
 	w.Helper()
 	if err != nil {
-		w.Fatalf("sync failed: %v", err)
+		w.Fatalf("Sync returned %v", err)
 	}
 }
 
 // has fails the test unless HNS has exactly these load balancers, one per line. It omits
 // the source VIP if that is this node's address on a network without overlay.
-// TestTheSourceVIPOfABridgeIsTheNodesAddress checks that.
+// TestSourceVIPOfBridgeIsNodeAddress checks that.
 func (w *world) has(want string) {
 	w.Helper()
 	network, _ := w.hns.NetworkByID(w.network)
@@ -213,7 +213,7 @@ func (w *world) has(want string) {
 	slices.Sort(wanted)
 	slices.Sort(got)
 	if diff := cmp.Diff(wanted, got); diff != "" {
-		w.Errorf("HNS' load balancers (-want +got):\n%s", diff)
+		w.Errorf("load balancers of HNS (-want +got):\n%s", diff)
 	}
 }
 
@@ -239,7 +239,7 @@ func failures(t *testing.T, err error) map[string]string {
 	t.Helper()
 	failed, ok := sink.Acknowledged(err)
 	if !ok {
-		t.Fatalf("sync failed as a whole: %v", err)
+		t.Fatalf("Sync failed completely: %v", err)
 	}
 	all := map[string]string{}
 	for key, err := range failed {

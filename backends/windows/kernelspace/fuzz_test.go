@@ -133,7 +133,7 @@ func (f *fuzzer) start() {
 		defer close(done)
 		defer reader.Close()
 		if err := sink.Run(ctx, reader, b, sink.Options{BatchSize: f.batchSize}); err != nil && !errors.Is(err, context.Canceled) && !strings.Contains(err.Error(), errCrash.Error()) {
-			f.Errorf("the driver ended with %v", err)
+			f.Errorf("the driver returned %v", err)
 		}
 	}()
 	f.stop = func() { cancel(); <-done }
@@ -171,7 +171,7 @@ func (f *fuzzer) run(steps int) {
 		if f.r.IntN(2) == 0 {
 			synctest.Wait()
 			if now := f.foreign(); now != before {
-				f.Fatalf("what others made has changed:\n%s", cmp.Diff(before, now))
+				f.Fatalf("objects of other owners changed:\n%s", cmp.Diff(before, now))
 			}
 		}
 	}
@@ -202,7 +202,7 @@ func (f *fuzzer) run(steps int) {
 	time.Sleep(time.Hour)
 	f.stop()
 	if diff := cmp.Diff(f.known(f.hns.Dump()), f.known(got)); diff != "" {
-		f.Errorf("after a fresh start HNS has something else (-fresh +got):\n%s", diff)
+		f.Errorf("HNS differs from a fresh start (-fresh +got):\n%s", diff)
 	}
 	b, err := kernelspace.New(f.opts)
 	if err != nil {
@@ -212,7 +212,7 @@ func (f *fuzzer) run(steps int) {
 		f.Error(err)
 	}
 	if left := f.hns.Dump(); strings.Contains(left, "remote") || strings.Count(left, "load balancer") != 3 {
-		f.Errorf("Cleanup left more or less than what others have:\n%s", left)
+		f.Errorf("after Cleanup HNS does not have exactly the objects of other owners:\n%s", left)
 	}
 }
 

@@ -48,7 +48,7 @@ func without(change func(*kernelspace.Features)) kernelspace.Features {
 	return f
 }
 
-func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
+func TestEachFrontendHasLoadBalancer(t *testing.T) {
 	all := fakehns.AllFeatures()
 	overlay := kernelspace.Network{Overlay: true, RemoteSubnets: []kernelspace.RemoteSubnet{
 		{Prefix: netip.MustParsePrefix("10.1.2.0/24"), Provider: addr("192.168.0.2")},
@@ -68,17 +68,17 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 		// everyQuirk runs the case with each of HNS' quirks.
 		everyQuirk bool
 	}{{
-		name: "a cluster IP goes to pods here and elsewhere",
+		name: "a cluster IP uses pods on all nodes",
 		pods: []string{"10.1.1.1"}, view: view(service("web"), at("10.1.1.1@here"), at("10.1.2.1")),
 		want:    "10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.1.2.1",
 		remotes: []string{"10.1.2.1"},
 	}, {
-		name: "a cluster IP has direct server return if that is asked for",
+		name: "a cluster IP has direct server return on request",
 		opts: kernelspace.Options{EnableDSR: true}, view: view(service("web"), at("10.1.2.1")),
 		want:    "10.96.0.1 DSR protocol 6 port 80->8080 to 10.1.2.1",
 		remotes: []string{"10.1.2.1"},
 	}, {
-		name:     "direct server return is done without where Windows lacks it",
+		name:     "direct server return is omitted if Windows lacks it",
 		features: ptr.To(without(func(f *kernelspace.Features) { f.DSR = false })),
 		pods:     []string{"10.1.1.1"}, view: view(service("web", externalLocal), at("10.1.1.1@here")),
 		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1
@@ -86,14 +86,14 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 			203.0.113.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1
 			node port protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1`,
 	}, {
-		name: "a cluster IP with internal policy Local goes to pods here",
+		name: "a cluster IP with internal policy Local uses pods on this node",
 		pods: []string{"10.1.1.1"}, view: view(service("web", internalLocal), at("10.1.1.1@here"), at("10.1.2.1")),
 		want: "10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1",
 	}, {
-		name: "with internal policy Local and no pod here nothing is left behind",
+		name: "with internal policy Local and no pod on this node there is no load balancer",
 		view: view(service("web", internalLocal), at("10.1.2.1")),
 	}, {
-		name: "external frontends with policy Cluster go everywhere", everyQuirk: true,
+		name: "external frontends with policy Cluster use pods on all nodes", everyQuirk: true,
 		pods: []string{"10.1.1.1"}, view: view(service("web", external), at("10.1.1.1@here"), at("10.1.2.1")),
 		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.1.2.1
 			198.51.100.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1 10.1.2.1
@@ -101,7 +101,7 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 			node port protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1 10.1.2.1`,
 		remotes: []string{"10.1.2.1"},
 	}, {
-		name: "external frontends with policy Local go to pods here, with direct server return",
+		name: "external frontends with policy Local use pods on this node, with direct server return",
 		pods: []string{"10.1.1.1"}, view: view(service("web", externalLocal), at("10.1.1.1@here"), at("10.1.2.1")),
 		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.1.2.1
 			198.51.100.1 DSR protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1
@@ -109,7 +109,7 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 			node port DSR protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1`,
 		remotes: []string{"10.1.2.1"},
 	}, {
-		name: "with preserve-destination the ingress address and the node port go to pods here", everyQuirk: true,
+		name: "with preserve-destination the ingress address and the node port use pods on this node", everyQuirk: true,
 		pods: []string{"10.1.1.1"}, view: view(service("web", preserving), at("10.1.1.1@here"), at("10.1.2.1")),
 		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.1.2.1
 			198.51.100.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.1.1 10.1.2.1
@@ -121,12 +121,12 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 		view: view(service("web", affine), at("10.1.2.1")),
 		want: "10.96.0.1 protocol 6 port 80->8080 per client to 10.1.2.1", remotes: []string{"10.1.2.1"},
 	}, {
-		name:     "session affinity is done without where Windows lacks it",
+		name:     "session affinity is omitted if Windows lacks it",
 		features: ptr.To(without(func(f *kernelspace.Features) { f.SessionAffinity = false })),
 		view:     view(service("web", affine), at("10.1.2.1")),
 		want:     "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
 	}, {
-		name: "dual stack makes load balancers of both families",
+		name: "a dual-stack service has load balancers of both families",
 		pods: []string{"10.1.1.1"}, view: view(service("web", dualStack), at("10.1.1.1@here"), at("fd00:1::1")),
 		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1
 			fd00:96::1 IPv6 protocol 6 port 80->8080 to fd00:1::1
@@ -134,13 +134,13 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 			node port IPv6 protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to fd00:1::1`,
 		remotes: []string{"fd00:1::1"},
 	}, {
-		name:     "IPv6 is not served where Windows lacks it",
+		name:     "IPv6 is not served if Windows lacks it",
 		features: ptr.To(without(func(f *kernelspace.Features) { f.DualStack = false })),
 		pods:     []string{"10.1.1.1"}, view: view(service("web", dualStack), at("10.1.1.1@here"), at("fd00:1::1")),
 		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1
 			node port protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.1.1`,
 	}, {
-		name: "UDP and TCP on one port are two load balancers, and SCTP none",
+		name: "UDP and TCP with the same port are two load balancers, and SCTP has none",
 		view: view(service("dns", func(s *api.Service) {
 			s.Ports = []api.PortMapping{
 				{Name: "udp", Protocol: api.UDP, Port: 53, TargetPort: 5353}, {Name: "tcp", Protocol: api.TCP, Port: 53, TargetPort: 5353},
@@ -151,15 +151,15 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 			10.96.0.1 protocol 6 port 53->5353 to 10.1.2.1`,
 		remotes: []string{"10.1.2.1"},
 	}, {
-		name: "terminating endpoints serve when none is ready",
+		name: "terminating endpoints are used if none is ready",
 		view: view(service("web"), at("10.1.2.1", terminating), at("10.1.2.2", terminating)),
 		want: "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1 10.1.2.2", remotes: []string{"10.1.2.1", "10.1.2.2"},
 	}, {
-		name: "terminating endpoints do not serve while one is ready",
+		name: "terminating endpoints are not used while one is ready",
 		view: view(service("web"), at("10.1.2.1", terminating), at("10.1.2.2")),
 		want: "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2", remotes: []string{"10.1.2.2"},
 	}, {
-		name: "topology hints are followed",
+		name: "topology hints apply",
 		view: view(service("web"), at("10.1.2.1", hinted("zone-a")), at("10.1.2.2", hinted("zone-b"))),
 		want: "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
 	}, {
@@ -174,18 +174,18 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 		name: "an all-ports service is not served",
 		view: view(service("web", func(s *api.Service) { s.AllPorts = true; s.IPs.ExternalIPs = addrs("198.51.100.1") }), at("10.1.2.1")),
 	}, {
-		name: "a pod in this node's host network gets no endpoint that takes the address from the node",
+		name: "a pod in this node's host network gets no endpoint, which would take the address from the node",
 		view: view(service("web"), at("192.168.0.1@here"), at("10.1.2.1")),
 		want: "10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
 	}, {
 		name: "a service whose pods are all in this node's host network has no load balancer",
 		view: view(service("web"), at("192.168.0.1@here")),
 	}, {
-		name: "a pod in this node's host network is served where HNS has an endpoint for the node's address",
+		name: "a pod in this node's host network is served if HNS has an endpoint for the node's address",
 		pods: []string{"192.168.0.1"}, view: view(service("web"), at("192.168.0.1@here")),
 		want: "10.96.0.1 protocol 6 port 80->8080 to 192.168.0.1",
 	}, {
-		name: "health checks at a load-balancer address are forwarded if that is asked for",
+		name: "health checks at a load-balancer address are forwarded on request",
 		opts: kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256}, named: []string{"cbr0=10.1.1.2"},
 		view: view(service("web", external), at("10.1.2.1")),
 		want: `10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
@@ -215,7 +215,7 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 			203.0.113.1 protocol 6 port 80->8080 VIPExternalIP to 10.1.2.1`,
 		remotes: []string{"10.1.2.1"},
 	}, {
-		name: "without the root endpoint health checks fail their service, which serves",
+		name: "without the root endpoint health checks fail their service, which is served",
 		opts: kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256},
 		view: view(service("web", func(s *api.Service) {
 			s.Type = api.LoadBalancer
@@ -226,7 +226,7 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 		remotes: []string{"10.1.2.1"},
 		fails:   `frontend 203.0.113.1:10256/TCP: HNS network "pods" has no endpoint "cbr0" for health checks`,
 	}, {
-		name: "a pod here without an HNS endpoint fails its service, and the others serve",
+		name: "a pod on this node without an HNS endpoint fails its service, whose other pods are used",
 		pods: []string{"10.1.1.1"}, view: view(service("web"), at("10.1.1.1@here"), at("10.1.1.2@here")),
 		want:  "10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1",
 		fails: "frontend 10.96.0.1:80/TCP: endpoint 10.1.1.2: pod of this node has no HNS endpoint; the network plug-in has to create it",
@@ -236,21 +236,21 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 		want:    "10.96.0.1 source 10.1.1.250 protocol 6 port 80->8080 to 10.1.1.1 10.1.2.1",
 		remotes: []string{"10.1.2.1", "10.96.0.1"},
 	}, {
-		name:    "on an overlay network IPv4 alone is served",
+		name:    "on an overlay network only IPv4 is served",
 		network: overlay, opts: sourceVIP, view: view(service("web", dualStack), at("10.1.2.1"), at("fd00:1::1")),
 		want: `10.96.0.1 source 10.1.1.250 protocol 6 port 80->8080 to 10.1.2.1
 			node port source 10.1.1.250 protocol 6 port 30080->8080 LocalRoutedVIP VIPExternalIP to 10.1.2.1`,
 		remotes: []string{"10.1.2.1", "10.96.0.1"},
 	}, {
-		name:    "on an overlay network the source is this node's address where an endpoint is beyond the cluster",
+		name:    "on an overlay network the source is this node's address if an endpoint is outside the cluster",
 		network: overlay, opts: sourceVIP, view: view(service("web"), at("8.8.8.8")),
 		want: "10.96.0.1 source 192.168.0.1 protocol 6 port 80->8080 to 8.8.8.8", remotes: []string{"8.8.8.8", "10.96.0.1"},
 	}, {
-		name:    "on an overlay network the source is this node's address where an endpoint is another node",
+		name:    "on an overlay network the source is this node's address if an endpoint is another node",
 		network: overlay, opts: sourceVIP, view: view(service("web"), at("192.168.0.2")),
 		want: "10.96.0.1 source 192.168.0.1 protocol 6 port 80->8080 to 192.168.0.2", remotes: []string{"192.168.0.2", "10.96.0.1"},
 	}, {
-		name: "on another network there is the source VIP that was asked for",
+		name: "on other networks the configured source VIP is used",
 		opts: sourceVIP, view: view(service("web"), at("10.1.2.1")),
 		want: "10.96.0.1 source 10.1.1.250 protocol 6 port 80->8080 to 10.1.2.1", remotes: []string{"10.1.2.1"},
 	}} {
@@ -273,7 +273,7 @@ func TestALoadBalancerIsMadeForEachFrontend(t *testing.T) {
 				for range 2 {
 					got := failures(t, w.full())
 					if got["web"] != tc.fails {
-						t.Errorf("the sync failed with %q, want %q", got["web"], tc.fails)
+						t.Errorf("Sync failed with %q, want %q", got["web"], tc.fails)
 					}
 					w.has(tc.want)
 					w.remotes(tc.remotes...)
@@ -322,7 +322,7 @@ func TestMostCommonTargetPortIsServed(t *testing.T) {
 	w.remotes("10.1.2.2", "10.1.2.3")
 }
 
-func TestTheSourceVIPOfABridgeIsTheNodesAddress(t *testing.T) {
+func TestSourceVIPOfBridgeIsNodeAddress(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("web", dualStack), at("10.1.2.1"), at("fd00:1::1"))))
 	if got, want := w.hns.Dump(), `endpoint [10.1.2.1] remote mac 02-11-0a-01-02-01 named kpng-10.1.2.1
@@ -336,7 +336,7 @@ load balancer node port source 192.168.0.1 protocol 6 port 30080->8080 LocalRout
 	}
 }
 
-func TestServicesShareTheHealthChecksOfALoadBalancerAddress(t *testing.T) {
+func TestServicesShareHealthChecksOfLoadBalancerAddress(t *testing.T) {
 	w := newWorld(t, fakehns.AllFeatures(), kernelspace.Network{}, kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256})
 	w.endpoint(kernelspace.Endpoint{Name: "cbr0", Addrs: []netip.Addr{addr("10.1.1.2")}})
 	at := func(port int32) *api.ServiceEndpoints {
@@ -349,14 +349,14 @@ func TestServicesShareTheHealthChecksOfALoadBalancerAddress(t *testing.T) {
 	w.must(w.set(at(80), at(81)))
 	for _, name := range []string{"web-80", "web-81"} {
 		if !strings.Contains(w.hns.Dump(), check) {
-			t.Errorf("before %s goes HNS has\n%s", name, w.hns.Dump())
+			t.Errorf("HNS before %s is deleted:\n%s", name, w.hns.Dump())
 		}
 		w.must(w.remove(name))
 	}
 	w.has("")
 }
 
-func TestAnOverlayNetworkHasEndpointsForTheSourceVIPAndClusterIPs(t *testing.T) {
+func TestOverlayNetworkHasEndpointsForSourceVIPAndClusterIPs(t *testing.T) {
 	w := newWorld(t, fakehns.AllFeatures(),
 		kernelspace.Network{Overlay: true, RemoteSubnets: []kernelspace.RemoteSubnet{{Prefix: netip.MustParsePrefix("10.1.2.0/24"), Provider: addr("192.168.0.2")}}},
 		kernelspace.Options{SourceVIPs: []netip.Addr{addr("10.1.1.250")}, HostMAC: "00-15-5d-00-00-99"})
@@ -375,26 +375,26 @@ func TestAnOverlayNetworkHasEndpointsForTheSourceVIPAndClusterIPs(t *testing.T) 
 	w.hns.AddNetwork(network)
 	w.must(w.backend.Verify(t.Context()))
 	if got := w.hns.Dump(); !strings.Contains(got, "at 192.168.0.3 named kpng-10.1.2.1") || !strings.Contains(got, "to 10.1.2.1") {
-		t.Errorf("the pod network has moved, and HNS has\n%s", got)
+		t.Errorf("HNS after the pod network moved:\n%s", got)
 	}
 
 	// A node is added after the last listing.
 	network.RemoteSubnets = append(network.RemoteSubnets, kernelspace.RemoteSubnet{Prefix: netip.MustParsePrefix("10.1.3.0/24"), Provider: addr("192.168.0.4")})
 	w.hns.AddNetwork(network)
 	if err := w.set(view(service("web"), at("10.1.3.1"))); err == nil {
-		t.Error("the network changes under a sync, and nothing is to be delivered again")
+		t.Error("Sync requested no retry although the network changed")
 	}
 	w.must(w.set(view(service("web"), at("10.1.3.1"))))
 	if got := w.hns.Dump(); !strings.Contains(got, "at 192.168.0.4 named kpng-10.1.3.1") {
-		t.Errorf("a node has come, and HNS has\n%s", got)
+		t.Errorf("HNS after a node was added:\n%s", got)
 	}
 
 	w.must(w.remove("web"))
 	if got := w.hns.Dump(); got != sourceVIP {
-		t.Errorf("all services are gone, and HNS has\n%s", got)
+		t.Errorf("HNS after all services were deleted:\n%s", got)
 	}
 	w.must(w.backend.Cleanup(t.Context()))
 	if got := w.hns.Dump(); got != "" {
-		t.Errorf("after Cleanup HNS has\n%s", got)
+		t.Errorf("HNS after Cleanup:\n%s", got)
 	}
 }

@@ -139,7 +139,7 @@ func TestArgumentsOfNetsh(t *testing.T) {
 	}
 }
 
-func TestAnAddressIsAddedAndRemoved(t *testing.T) {
+func TestAddressIsAddedAndRemoved(t *testing.T) {
 	f := newFakeSystem()
 	a := process(t, f, filepath.Join(t.TempDir(), "kpng", "state"))
 	for _, addr := range []netip.Addr{ip4, ip6} {
@@ -172,16 +172,16 @@ func TestRestartKeepsNeededAddresses(t *testing.T) {
 	f.calls = nil
 	second := process(t, f, path)
 	left, err := second.Left(t.Context())
-	check(t, "what is left", err)
+	check(t, "remaining addresses", err)
 	slices.SortFunc(left, netip.Addr.Compare)
 	if !slices.Equal(left, all) {
-		t.Errorf("of 100 addresses %d are left", len(left))
+		t.Errorf("%d of 100 addresses remain", len(left))
 	}
 	for _, addr := range all {
 		check(t, "add", second.Add(t.Context(), addr))
 	}
 	if len(f.calls) > 0 {
-		t.Errorf("a restart with the same addresses changes the host %d times", len(f.calls))
+		t.Errorf("a restart with the same addresses changed the host %d times", len(f.calls))
 	}
 	check(t, "remove", second.Remove(t.Context(), all[0]))
 	f.expect(t, all[1:]...)
@@ -194,13 +194,13 @@ func TestMissingInterfaceIsDetectedOnce(t *testing.T) {
 		a := process(t, f, filepath.Join(t.TempDir(), "state"))
 		for _, addr := range many(1000) {
 			if err := a.Add(t.Context(), addr); !errors.Is(err, errNoInterface) {
-				t.Fatalf("add returned %v", err)
+				t.Fatalf("Add returned %v", err)
 			}
 		}
 		if len(f.calls) > 0 || f.lookups != 1 {
 			t.Errorf("for 1000 addresses the host was changed %d times, and the interface looked up %d times; want 0 and 1", len(f.calls), f.lookups)
 		}
-		// The interface appears, and serves soon.
+		// The interface appears, and can be used soon.
 		f.gone = false
 		time.Sleep(fresh)
 		check(t, "add", a.Add(t.Context(), ip4))
@@ -227,7 +227,7 @@ func TestUnusableAddressDelaysNoOther(t *testing.T) {
 		start := time.Now()
 		check(t, "add", a.Add(t.Context(), ip4))
 		if took := time.Since(start); took > 0 {
-			t.Errorf("while others wait it took %v", took)
+			t.Errorf("it took %v while other addresses wait", took)
 		}
 		bad.Wait()
 		f.expect(t, ip4)
@@ -242,7 +242,7 @@ func TestAddReturnsWhenAddressIsUsable(t *testing.T) {
 		start := time.Now()
 		check(t, "add", a.Add(t.Context(), ip4))
 		if took := time.Since(start); took < f.delay || took > f.delay+200*time.Millisecond {
-			t.Errorf("it returned after %v, and the address can be used after %v", took, f.delay)
+			t.Errorf("Add returned after %v, but the address is usable after %v", took, f.delay)
 		}
 	})
 }
@@ -259,7 +259,7 @@ func TestAddressesAreWaitedForTogether(t *testing.T) {
 		}
 		all.Wait()
 		if took := time.Since(start); took > f.delay+200*time.Millisecond {
-			t.Errorf("40 of them took %v, and each can be used after %v", took, f.delay)
+			t.Errorf("40 addresses took %v, and each is usable after %v", took, f.delay)
 		}
 		check(t, "clean up", a.Cleanup(t.Context()))
 		f.expect(t)
@@ -273,8 +273,8 @@ func TestFailedAddIsReverted(t *testing.T) {
 		wants string
 	}{
 		{"netsh fails", func(f *fakeSystem) { f.fails["add"] = errors.New("status 1") }, "status 1"},
-		{"netsh fails after it has added it", func(f *fakeSystem) { f.fails["add"], f.does = errors.New("status 1"), true }, "status 1"},
-		{"it cannot be used in time", func(f *fakeSystem) { f.delay = time.Minute }, "cannot be used after 10s"},
+		{"netsh fails after it has added the address", func(f *fakeSystem) { f.fails["add"], f.does = errors.New("status 1"), true }, "status 1"},
+		{"the address is not usable in time", func(f *fakeSystem) { f.delay = time.Minute }, "cannot be used after 10s"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -283,7 +283,7 @@ func TestFailedAddIsReverted(t *testing.T) {
 				a := process(t, f, path)
 				test.when(f)
 				if err := a.Add(t.Context(), ip4); err == nil || !strings.Contains(err.Error(), test.wants) {
-					t.Errorf("add returned %v, want an error about %q", err, test.wants)
+					t.Errorf("Add returned %v, want an error with %q", err, test.wants)
 				}
 				f.expect(t)
 				f.fails, f.delay = map[string]error{}, 0
@@ -294,7 +294,7 @@ func TestFailedAddIsReverted(t *testing.T) {
 	}
 }
 
-func TestAnEndedContextEndsTheWait(t *testing.T) {
+func TestEndOfContextEndsWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
 		f.delay = 5 * time.Second
@@ -302,13 +302,13 @@ func TestAnEndedContextEndsTheWait(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		if err := a.Add(ctx, ip4); !errors.Is(err, context.DeadlineExceeded) {
-			t.Errorf("add returned %v", err)
+			t.Errorf("Add returned %v", err)
 		}
 		f.expect(t)
 	})
 }
 
-func TestAddressesOfOthersAreLeftAlone(t *testing.T) {
+func TestAddressesOfOtherProgramsAreNotChanged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
 		f.has[ip4] = fakeAddress{on: "Ethernet"}
@@ -344,7 +344,7 @@ func TestNextProcessRemovesAddressesOfKilledOne(t *testing.T) {
 	calls := len(f.calls)
 	check(t, "clean up in a third", process(t, f, path).Cleanup(t.Context()))
 	if len(f.calls) != calls {
-		t.Errorf("a third process had something to clean up: %q", f.calls[calls:])
+		t.Errorf("a third process cleaned up %q", f.calls[calls:])
 	}
 }
 
@@ -355,7 +355,7 @@ func TestFailedRemovalIsRetried(t *testing.T) {
 	check(t, "add", a.Add(t.Context(), ip4))
 	f.fails["delete"] = errors.New("status 1")
 	if err := a.Remove(t.Context(), ip4); err == nil {
-		t.Error("remove returned no error")
+		t.Error("Remove returned no error")
 	}
 	if err := process(t, f, path).Cleanup(t.Context()); err == nil {
 		t.Error("clean up returned no error")
@@ -391,16 +391,16 @@ func TestForeignStateFileIsNotOverwritten(t *testing.T) {
 		}
 	}
 	if data, _ := os.ReadFile(path); string(data) != something {
-		t.Errorf("it was overwritten with %q", data)
+		t.Errorf("the file was overwritten with %q", data)
 	}
 	f.expect(t)
 }
 
 func TestInterfaceComesFromOptionsOrEnvironment(t *testing.T) {
 	for _, test := range []struct{ name, option, variable, want string }{
-		{"nothing is said", "", "", DefaultInterface},
-		{"the environment names one", "", "Ethernet 2", "Ethernet 2"},
-		{"the option comes first", "Ethernet 3", "Ethernet 2", "Ethernet 3"},
+		{"no setting", "", "", DefaultInterface},
+		{"the environment variable", "", "Ethernet 2", "Ethernet 2"},
+		{"the option takes precedence", "Ethernet 3", "Ethernet 2", "Ethernet 3"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Setenv(InterfaceVariable, test.variable)
@@ -409,13 +409,13 @@ func TestInterfaceComesFromOptionsOrEnvironment(t *testing.T) {
 				t.Fatal(err)
 			}
 			if a.opts.Interface != test.want {
-				t.Errorf("it is %q, want %q", a.opts.Interface, test.want)
+				t.Errorf("interface %q, want %q", a.opts.Interface, test.want)
 			}
 		})
 	}
 }
 
-func TestTheStateFileIsInTheFolderForData(t *testing.T) {
+func TestStateFileIsInDataFolder(t *testing.T) {
 	data := t.TempDir()
 	t.Setenv("ProgramData", data)
 	a, err := New(Options{})
@@ -423,13 +423,13 @@ func TestTheStateFileIsInTheFolderForData(t *testing.T) {
 		t.Fatal(err)
 	}
 	if want := filepath.Join(data, "kpng", "userspace.journal"); a.opts.StateFile != want {
-		t.Errorf("it is %s, want %s", a.opts.StateFile, want)
+		t.Errorf("state file %s, want %s", a.opts.StateFile, want)
 	}
 	t.Setenv("ProgramData", "")
 	if _, err := New(Options{}); err == nil {
-		t.Error("without that folder there is no error")
+		t.Error("no error without that folder")
 	}
 	if _, err := New(Options{StateFile: "state", Timeout: -1}); err == nil {
-		t.Error("a negative timeout is no error")
+		t.Error("no error for a negative timeout")
 	}
 }

@@ -12,12 +12,12 @@ import (
 
 func TestAddressesOfHost(t *testing.T) {
 	var h host
-	loopback, nobodys := netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("198.51.100.1")
+	loopback, unassigned := netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("198.51.100.1")
 	if !h.usable(loopback) {
-		t.Errorf("%s cannot be used", loopback)
+		t.Errorf("%s is not usable", loopback)
 	}
-	if h.usable(nobodys) {
-		t.Errorf("%s can be used", nobodys)
+	if h.usable(unassigned) {
+		t.Errorf("%s is usable", unassigned)
 	}
 	name := interfaceWith(t, loopback)
 	for _, test := range []struct {
@@ -25,8 +25,8 @@ func TestAddressesOfHost(t *testing.T) {
 		on   string
 		addr netip.Addr
 	}{
-		{name: "an address with others in its prefix is no host address", on: name, addr: loopback},
-		{name: "an address of nobody", on: name, addr: nobodys},
+		{name: "an address with a shorter prefix is not a host address", on: name, addr: loopback},
+		{name: "an address of no interface", on: name, addr: unassigned},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			has, err := h.addresses(test.on)
@@ -41,10 +41,10 @@ func TestMissingInterfaceErrorListsExistingOnes(t *testing.T) {
 	there := interfaceWith(t, netip.MustParseAddr("127.0.0.1"))
 	_, err := host{}.addresses("Ethernet 99")
 	if !errors.Is(err, errNoInterface) || !strings.Contains(err.Error(), `"Ethernet 99"`) || !strings.Contains(err.Error(), there) {
-		t.Errorf("it is %v, want an error with the name and %q", err, there)
+		t.Errorf("error %v, want one with the name and %q", err, there)
 	}
 	if err := newHost().add(t.Context(), "Ethernet 99", ip4); !errors.Is(err, errNoInterface) {
-		t.Errorf("adding an address returned %v", err)
+		t.Errorf("Add returned %v", err)
 	}
 }
 
@@ -66,13 +66,13 @@ func interfaceWith(t *testing.T, addr netip.Addr) string {
 			}
 		}
 	}
-	t.Fatalf("no interface has %s", addr)
+	t.Fatalf("no interface has the address %s", addr)
 	return ""
 }
 
-func TestAMissingNetshIsAnError(t *testing.T) {
+func TestMissingNetshIsAnError(t *testing.T) {
 	t.Setenv("SystemRoot", t.TempDir())
 	if err := netsh(t.Context(), "interface", "ipv4"); err == nil || !strings.Contains(err.Error(), `"interface" "ipv4"`) {
-		t.Errorf("it is %v, want an error that says what was to be done", err)
+		t.Errorf("error %v, want one with the failed command", err)
 	}
 }

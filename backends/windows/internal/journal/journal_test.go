@@ -58,7 +58,7 @@ func TestNextProcessReadsJournal(t *testing.T) {
 	open(t, path).expect(t, map[string]string{"e": "5"})
 }
 
-func TestAnUnchangedValueWritesNothing(t *testing.T) {
+func TestUnchangedValueWritesNothing(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "journal")
 	j := open(t, path)
 	j.Set("a", "1")
@@ -67,7 +67,7 @@ func TestAnUnchangedValueWritesNothing(t *testing.T) {
 	j.Set("a", "1")
 	must(t, j.Sync())
 	if after, _ := os.ReadFile(path); string(after) != string(before) {
-		t.Errorf("the file was\n%s\nand is\n%s", before, after)
+		t.Errorf("the file changed from\n%s\nto\n%s", before, after)
 	}
 }
 
@@ -100,7 +100,7 @@ func TestTruncatedLineIsIgnored(t *testing.T) {
 	open(t, path).expect(t, map[string]string{"a": "1", "b": "2"})
 }
 
-func TestADamagedOrForeignFileIsAnError(t *testing.T) {
+func TestDamagedOrForeignFileIsAnError(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "journal")
 	for name, content := range map[string]string{
 		`the first line is "[mysqld]"`: "[mysqld]\n",
@@ -109,7 +109,7 @@ func TestADamagedOrForeignFileIsAnError(t *testing.T) {
 	} {
 		must(t, os.WriteFile(path, []byte(content), 0o644))
 		if _, err := Open(path, "test"); err == nil || !strings.Contains(err.Error(), name) {
-			t.Errorf("of %q Open returned %v, want an error with %q", content, err, name)
+			t.Errorf("Open of %q returned %v, want an error with %q", content, err, name)
 		}
 		if data, _ := os.ReadFile(path); string(data) != content {
 			t.Errorf("the file was overwritten with %q", data)
@@ -117,7 +117,7 @@ func TestADamagedOrForeignFileIsAnError(t *testing.T) {
 	}
 }
 
-func TestTheFileDoesNotGrowForever(t *testing.T) {
+func TestFileIsCompacted(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "journal")
 	j := open(t, path)
 	for i := range 3 * minLines {
@@ -127,7 +127,7 @@ func TestTheFileDoesNotGrowForever(t *testing.T) {
 	data, err := os.ReadFile(path)
 	must(t, err)
 	if lines := strings.Count(string(data), "\n"); lines > minLines+3 {
-		t.Errorf("after %d changes of one key the file has %d lines", 3*minLines, lines)
+		t.Errorf("after %d changes of a key the file has %d lines", 3*minLines, lines)
 	}
 	open(t, path).expect(t, map[string]string{"a": fmt.Sprint(3*minLines - 1)})
 }
@@ -142,14 +142,14 @@ func TestFailedWriteIsRepeated(t *testing.T) {
 	must(t, os.WriteFile(folder, nil, 0o644)) // the folder cannot be created here
 	j.Set("b", "2")
 	if err := j.Write(); err == nil {
-		t.Error("Write reports success, and there is no folder")
+		t.Error("Write returned no error without the folder")
 	}
 	must(t, os.Remove(folder))
 	must(t, j.Write())
 	open(t, path).expect(t, map[string]string{"a": "1", "b": "2"})
 }
 
-func TestAnEmptyPathKeepsTheJournalInMemory(t *testing.T) {
+func TestEmptyPathKeepsJournalInMemory(t *testing.T) {
 	j := open(t, "")
 	j.Set("a", "1")
 	must(t, j.Sync())

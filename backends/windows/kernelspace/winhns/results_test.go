@@ -22,7 +22,7 @@ func TestResultsMatchKubeProxyAndHcsshim(t *testing.T) {
 		"hcsshim: not supported":                     {0x32, kernelspace.ErrNotSupported},
 		"HNS stops in the middle of a call":          {0x6be, kernelspace.ErrNotRunning},
 		"an invalid argument has no general meaning": {0x80070057, nil},
-		"an invalid address neither":                 {0x803b001e, nil},
+		"an invalid address has no general meaning":  {0x803b001e, nil},
 	} {
 		if got := results[test.code]; !errors.Is(got, test.want) {
 			t.Errorf("%s: result %#x means %v, want %v", name, test.code, got, test.want)

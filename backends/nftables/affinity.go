@@ -16,12 +16,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A service with session affinity has chains of its own, because nft 1.0.6 has no syntax for
-// a shared chain that finds a client's endpoint and checks that it is still in use. Each
-// endpoint has a set of its clients, which the kernel fills and empties, and a chain that
-// leads to it. Each list of endpoints has a chain that looks for the client in the sets of
-// the list, and else selects an endpoint at random. So for these services the cost of a
-// connection grows with the number of endpoints.
+// A service with session affinity has chains of its own, because nft 1.0.6 has no syntax
+// for a shared chain that finds a client's endpoint and checks that it is still in use.
+// Each endpoint has a set of its clients, which the kernel fills and empties, and a chain
+// that leads to it. Each list of endpoints has a chain that looks for the client in the
+// sets of the list, and else selects an endpoint at random. So for these services the
+// cost of a connection grows with the number of endpoints.
 
 // object is a chain or a set of a single service.
 type object struct {
@@ -37,8 +37,8 @@ func (o object) isSet() bool { return o.family != 0 }
 // isOwn reports whether a chain or set with that name belongs to a single service.
 func isOwn(name string) bool { return strings.Contains(name, "/") }
 
-// planAffinity emits the objects that balance some traffic of f with session affinity, and
-// returns the name of the chain that traffic goes to. list names the list of targets.
+// planAffinity emits the objects that balance some traffic of f with session affinity,
+// and returns the name of the chain that traffic goes to. list names the list of targets.
 func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, list string, targets []nodeview.Target, emit func(object)) string {
 	port := "all"
 	if p := f.ServicePort; p != nil {
@@ -70,8 +70,8 @@ func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, list string, t
 	return chain
 }
 
-// dnat returns the rule that leads to one endpoint. It matches the protocol, which is already
-// certain, because nft requires that of a rule with a port.
+// dnat returns the rule that leads to one endpoint. It matches the protocol, which is
+// already certain, because nft requires that of a rule with a port.
 func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
 	rule := matchFamily(f.Family)
 	port := 0
@@ -89,16 +89,16 @@ func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
 // memory only for the clients that it has.
 const maxClients = 1 << 20
 
-// objectOp is the change of an object: the object is made if old is nil, deleted if new is
-// nil, and gets other rules if there are both.
+// objectOp is the change of an object: the object is made if old is nil, deleted if new
+// is nil, and gets other rules if there are both.
 type objectOp struct {
 	part     int
 	old, new *object
 }
 
-// makeObjects adds messages that make or change objects. They must precede the elements that
-// lead to the objects. In the order of their names, sets precede the chains that use them,
-// and chains of endpoints those of lists.
+// makeObjects adds messages that make or change objects. They must precede the elements
+// that lead to the objects. In the order of their names, sets precede the chains that use
+// them, and chains of endpoints those of lists.
 func (w *wire) makeObjects(ops []objectOp) {
 	for _, o := range ops {
 		switch {

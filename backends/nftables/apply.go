@@ -121,8 +121,8 @@ func (t *table) checkPart(ctx context.Context, p *part) error {
 }
 
 // commit writes parts in one transaction, and notes the result in the state. The
-// transaction first makes the chains that new elements lead to. It removes elements before
-// it adds others.
+// transaction first makes the chains that new elements lead to. It removes elements
+// before it adds others.
 func (t *table) commit(ctx context.Context, parts []part) error {
 	n := 0
 	for i := range parts {

@@ -53,13 +53,13 @@ func New(opts Options) (*Backend, error) {
 	return b, nil
 }
 
-// Start implements [sink.Starter]. It checks sysctls, makes the missing parts of the table
-// without changing the services in it, and starts to read the table and to watch the node's
-// addresses. It needs CAP_NET_ADMIN. While the kernel is short of memory or busy, Start
-// retries, until ctx ends.
+// Start implements [sink.Starter]. It checks sysctls, makes the missing parts of the
+// table without changing the services in it, and starts to read the table and to watch
+// the node's addresses. It needs CAP_NET_ADMIN. While the kernel is short of memory or
+// busy, Start retries, until ctx ends.
 //
-// The sysctls are net.ipv4.ip_forward and net.ipv6.conf.all.forwarding, which must be 1 for
-// traffic from elsewhere.
+// The sysctls are net.ipv4.ip_forward and net.ipv6.conf.all.forwarding, which must be 1
+// for traffic from elsewhere.
 func (b *Backend) Start(ctx context.Context) error {
 	if err := b.checkSysctls(ctx); err != nil {
 		return err
@@ -87,8 +87,8 @@ const (
 	maxBackoff = 10 * time.Second
 )
 
-// retry calls f until it succeeds, fails with an error that is not transient, or ctx ends. It
-// logs message before each retry.
+// retry calls f until it succeeds, fails with an error that is not transient, or ctx
+// ends. It logs message before each retry.
 func retry(ctx context.Context, message string, f func() error) error {
 	for backoff := minBackoff; ; backoff = min(2*backoff, maxBackoff) {
 		err := f()
@@ -104,8 +104,8 @@ func retry(ctx context.Context, message string, f func() error) error {
 	}
 }
 
-// startTasks starts connection tracking and the backend's goroutines. others is the value of
-// conn.others when the skeleton was loaded, negative if it was not loaded.
+// startTasks starts connection tracking and the backend's goroutines. others is the value
+// of conn.others when the skeleton was loaded, negative if it was not loaded.
 func (b *Backend) startTasks(ctx context.Context, others int64) error {
 	tasks, stop := context.WithCancel(context.WithoutCancel(ctx))
 	b.stopTasks = stop
@@ -177,8 +177,8 @@ func (b *Backend) Stop(ctx context.Context) error {
 	return errors.Join(append(errs, b.table.close())...)
 }
 
-// Cleanup implements [sink.Cleaner]: it deletes the table if there is one. The backend need
-// not have been started.
+// Cleanup implements [sink.Cleaner]: it deletes the table if there is one. The backend
+// need not have been started.
 func (b *Backend) Cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -189,8 +189,8 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 	return errors.Join(append(errs, b.table.close())...)
 }
 
-// Sync implements [sink.Sink]. It does not change a service that it reports as failed. The
-// first Sync of a pass reads the table.
+// Sync implements [sink.Sink]. It does not change a service that it reports as failed.
+// The first Sync of a pass reads the table.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	err := b.program(ctx, c)
 	if _, ok := sink.Acknowledged(err); !ok {
@@ -214,9 +214,9 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	return b.table.sync(ctx, c, nodePortAddrs)
 }
 
-// Verify implements [sink.Verifier]: it finds changes that other programs made to the table.
-// If there are any, the error wraps [sink.ErrStartOver], and the next pass repairs the table.
-// When ctx ends, the next Verify continues from there.
+// Verify implements [sink.Verifier]: it finds changes that other programs made to the
+// table. If there are any, the error wraps [sink.ErrStartOver], and the next pass repairs
+// the table. When ctx ends, the next Verify continues from there.
 func (b *Backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()

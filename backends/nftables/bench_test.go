@@ -77,8 +77,8 @@ func BenchmarkResync(b *testing.B) {
 	}
 }
 
-// BenchmarkChange changes one service of n: it replaces all endpoints, adds and removes one
-// endpoint, or deletes the service and adds it again.
+// BenchmarkChange changes one service of n: it replaces all endpoints, adds and removes
+// one endpoint, or deletes the service and adds it again.
 func BenchmarkChange(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 100_000} {
 		be, _ := start(b, Options{})
@@ -102,8 +102,8 @@ func BenchmarkChange(b *testing.B) {
 	}
 }
 
-// BenchmarkNewSharedChain gives one of n services a number of endpoints that no service had, so
-// that the kernel validates the verdicts of the table.
+// BenchmarkNewSharedChain gives one of n services a number of endpoints that no service
+// had, so that the kernel validates the verdicts of the table.
 func BenchmarkNewSharedChain(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 100_000} {
 		b.Run(fmt.Sprintf("services=%d", n), func(b *testing.B) {
@@ -120,8 +120,8 @@ func BenchmarkNewSharedChain(b *testing.B) {
 	}
 }
 
-// BenchmarkConnect connects to one service after the other, from the node to its own pods, and
-// reports the median time of a connection.
+// BenchmarkConnect connects to one service after the other, from the node to its own
+// pods, and reports the median time of a connection.
 func BenchmarkConnect(b *testing.B) {
 	for _, n := range []int{10, 1_000, 30_000} {
 		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
@@ -176,9 +176,10 @@ func connect(to unix.Sockaddr) (time.Duration, error) {
 	}
 }
 
-// BenchmarkChangeDuringPass changes one service after the other during a pass without other
-// changes. It reports the median and the longest time until the kernel has a change: in the
-// pass of a restart, for which the table has already been read, and in a later pass.
+// BenchmarkChangeDuringPass changes one service after the other during a pass without
+// other changes. It reports the median and the longest time until the kernel has a
+// change: in the pass of a restart, for which the table has already been read, and in a
+// later pass.
 func BenchmarkChangeDuringPass(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000} {
 		src := sinktest.NewSource()

@@ -50,9 +50,9 @@ func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f
 // list requests all objects of one kind in the table.
 //
 // The kernel answers in pieces and counts the objects it has sent. It reports an
-// interruption if any table changed meanwhile. It counts objects of this table only, which
-// other programs should not change, so list ignores the interruption. If another program
-// does change this table, conn.others moves, and Verify reads again.
+// interruption if any table changed meanwhile. It counts objects of this table only,
+// which other programs should not change, so list ignores the interruption. If another
+// program does change this table, conn.others moves, and Verify reads again.
 func (c *conn) list(ctx context.Context, msg uint16, fill func(*wire), f func(attributes []byte)) error {
 	err := c.query(ctx, msg, unix.NLM_F_DUMP, fill, f)
 	if errors.Is(err, netfilter.ErrInterrupted) {
@@ -147,14 +147,14 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	return l, nil
 }
 
-// quietListings is the number of listings of chains in a row that must find no other chain
-// if the kernel interrupted them.
+// quietListings is the number of listings of chains in a row that must find no other
+// chain if the kernel interrupted them.
 const quietListings = 3
 
 // listChains returns the hooks of the table's chains.
 //
-// For chains the kernel counts those of all tables of the family, so an interrupted listing
-// may miss some. listChains repeats it until it finds no others.
+// For chains the kernel counts those of all tables of the family, so an interrupted
+// listing may miss some. listChains repeats it until it finds no others.
 func (c *conn) listChains(ctx context.Context) (map[string]hook, error) {
 	found := map[string]hook{}
 	for quiet := 0; ; quiet++ {

@@ -33,7 +33,8 @@ func (id *elementID) frontend() elementID {
 	return f
 }
 
-// value is what an element has besides its key. The elements of a set have the zero value.
+// value is what an element has besides its key. The elements of a set have the zero
+// value.
 type value struct {
 	data [20]byte
 	// chain is the chain of a verdict, or drop. In maps of frontends it is the name of the
@@ -116,8 +117,8 @@ func endpointValue(a netip.Addr, port int32) value {
 	return v
 }
 
-// String returns the name of the map and the element much as nft prints it. In place of the
-// number of a chain it has the name of the chain.
+// String returns the name of the map and the element much as nft prints it. In place of
+// the number of a chain it has the name of the chain.
 func (e element) String() string {
 	s := e.elementID.String()
 	addrLen := e.m.addrLen()

@@ -50,8 +50,8 @@ func (w *wire) data(attr uint16, v []byte) {
 	w.EndNest(at)
 }
 
-// rangeEnd returns the last key of the range that begins with key. The last addrLen octets
-// of key are the address of a prefix with that many bits.
+// rangeEnd returns the last key of the range that begins with key. The last addrLen
+// octets of key are the address of a prefix with that many bits.
 func rangeEnd(key []byte, addrLen, bits int) []byte {
 	end := append([]byte(nil), key...)
 	addr := end[len(end)-addrLen:]
@@ -61,9 +61,9 @@ func rangeEnd(key []byte, addrLen, bits int) []byte {
 	return end
 }
 
-// decodeElements calls f with each element of a NFT_MSG_NEWSETELEM message about the map m.
-// If this package could not have made an element, foreign is its encoding, valid until f
-// returns. names holds each chain name once, so that elements share the strings.
+// decodeElements calls f with each element of a NFT_MSG_NEWSETELEM message about the map
+// m. If this package could not have made an element, foreign is its encoding, valid until
+// f returns. names holds each chain name once, so that elements share the strings.
 func decodeElements(m mapID, attributes []byte, names map[string]string, f func(e element, foreign []byte)) {
 	for _, item := range netfilter.Attributes(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
 		if e, ok := decodeElement(m, item, names); ok {

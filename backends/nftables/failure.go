@@ -36,8 +36,8 @@ func describeMessage(msgType uint16, attributes []byte, offset int) string {
 	return d.doing + netfilter.String(netfilter.Attribute(attributes, d.name))
 }
 
-// describeElements names the element at offset, or the first element of the message if there
-// is none at offset. The list of elements is the last attribute of the message.
+// describeElements names the element at offset, or the first element of the message if
+// there is none at offset. The list of elements is the last attribute of the message.
 func describeElements(attributes []byte, offset int) string {
 	name := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_SET))
 	list := netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)

@@ -151,8 +151,8 @@ func TestCleanupDeletesOnlyItsTable(t *testing.T) {
 	}
 }
 
-// TestListingLoads checks that nft loads its own listing of a table, as users do who save and
-// restore rulesets.
+// TestListingLoads checks that nft loads its own listing of a table, as users do who save
+// and restore rulesets.
 func TestListingLoads(t *testing.T) {
 	b, ns := start(t, Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, MasqueradeOutsiders: true})
 	var list []sink.Change
@@ -227,7 +227,7 @@ func TestDataplaneOfANodePort(t *testing.T) {
 	mustSync(t, b, changes(true, set(web)))
 	for addr, want := range map[string]string{
 		"192.0.2.1": "  nodeport-addresses4 192.0.2.1\n",
-		"192.0.2.9": "  nodeport-addresses4 192.0.2.9 is not there: no node ports are served at this address\n",
+		"192.0.2.9": "  nodeport-addresses4 192.0.2.9 is missing: this address has no node ports\n",
 	} {
 		got, err := b.Dataplane(t.Context(), netip.MustParseAddr(addr), api.TCP, 30001, web)
 		if err != nil {
@@ -240,8 +240,8 @@ func TestDataplaneOfANodePort(t *testing.T) {
 	}
 }
 
-// TestKernelFaults injects answers that the kernel seldom gives. A refused transaction does
-// not change the table. A transient fault is not an error of Sync.
+// TestKernelFaults injects answers that the kernel seldom gives. A refused transaction
+// does not change the table. A transient fault is not an error of Sync.
 func TestKernelFaults(t *testing.T) {
 	refused := func(errno unix.Errno) error { return &netfilter.Failure{Errno: errno, What: "adding something"} }
 	lost := fmt.Errorf("%w: %w", netfilter.ErrUnknownOutcome, unix.ENOBUFS)
@@ -385,8 +385,8 @@ func TestDriftIsReported(t *testing.T) {
 	check("after a Sync without a table", elements, 3, 2)
 }
 
-// TestAPassDoesNotChangeFailedServices restarts with changed services that the kernel refuses.
-// Their elements and chains stay, while the pass removes a deleted service.
+// TestAPassDoesNotChangeFailedServices restarts with changed services that the kernel
+// refuses. Their elements and chains stay, while the pass removes a deleted service.
 func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	opts := Options{NodeAddresses: nodeaddr.Of()}
 	b, ns := start(t, opts)
@@ -441,8 +441,9 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	}
 }
 
-// TestPassesBecauseOfLeftovers checks in which minutes Verify requests a pass while a service
-// fails in every pass. Without leftovers it requests none. With leftovers it backs off.
+// TestPassesBecauseOfLeftovers checks in which minutes Verify requests a pass while a
+// service fails in every pass. Without leftovers it requests none. With leftovers it
+// backs off.
 func TestPassesBecauseOfLeftovers(t *testing.T) {
 	for name, test := range map[string]struct {
 		old  []sink.Change
@@ -523,8 +524,8 @@ func TestDriftIsFoundAmongConstantChanges(t *testing.T) {
 	t.Error("no Verify found that a map was flushed")
 }
 
-// TestDamageAroundTheFirstPassIsFound flushes chains of the skeleton between Start and the
-// first Sync, and in the middle of the first pass.
+// TestDamageAroundTheFirstPassIsFound flushes chains of the skeleton between Start and
+// the first Sync, and in the middle of the first pass.
 func TestDamageAroundTheFirstPassIsFound(t *testing.T) {
 	b, ns := start(t, Options{})
 	nft(t, ns, "flush chain inet kpng prerouting\n", "-f", "-")
@@ -544,8 +545,8 @@ func TestDamageAroundTheFirstPassIsFound(t *testing.T) {
 	}
 }
 
-// TestNodePortsFollowTheNode checks that a Sync with a Node change updates the addresses of
-// node ports before it returns.
+// TestNodePortsFollowTheNode checks that a Sync with a Node change updates the addresses
+// of node ports before it returns.
 func TestNodePortsFollowTheNode(t *testing.T) {
 	source := &nodeSource{Source: nodeaddr.Of()}
 	b, ns := start(t, Options{NodeAddresses: source})

@@ -22,15 +22,15 @@ func (l *listing) active() bool {
 	return false
 }
 
-// fits reports whether the elements of the table can stay: the table has no maps other than
-// those of allMaps, and none with another layout.
+// fits reports whether the elements of the table can stay: the table has no maps other
+// than those of allMaps, and none with another layout.
 func (l *listing) fits() bool {
-	want := map[string]layout{}
-	for _, m := range allMaps() {
-		want[m.name()] = m.layout()
-	}
 	for name, s := range l.sets {
-		if should, ok := want[name]; !isOwn(name) && (!ok || !should.like(&s)) {
+		if isOwn(name) {
+			continue
+		}
+		m, ok := mapNamed(name)
+		if want := m.layout(); !ok || !want.like(&s) {
 			return false
 		}
 	}
@@ -97,8 +97,8 @@ func (t *table) replaceTable(ctx context.Context) error {
 	return err
 }
 
-// load writes chains and maps that differ from present, and the messages of finish, in one
-// transaction.
+// load writes chains and maps that differ from present, and the messages of finish, in
+// one transaction.
 func (t *table) load(ctx context.Context, present *listing, chains []chain, finish func(*wire)) error {
 	t.skeleton = make(map[string]digest, len(chains))
 	for _, c := range chains {

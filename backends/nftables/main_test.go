@@ -30,9 +30,9 @@ var node = &api.Node{
 	Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.1")}, {Type: "InternalIP", IP: netip.MustParseAddr("2001:db8::1")}},
 }
 
-// view returns the node's view of a service with port TCP 80, the cluster IPs ips, and ready
-// endpoints at port 8080. An endpoint with the prefix "!" is on this node. edit changes the
-// service unless it is nil.
+// view returns the node's view of a service with port TCP 80, the cluster IPs ips, and
+// ready endpoints at port 8080. An endpoint with the prefix "!" is on this node. edit
+// changes the service unless it is nil.
 func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
 	svc := &api.Service{
 		Namespace: "default", Name: name, Type: api.ClusterIP,
@@ -131,8 +131,8 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 	}
 }
 
-// nftProgram returns the nft that tests use: $KPNG_TEST_NFT, for tests with other versions,
-// or else Debian's.
+// nftProgram returns the nft that tests use: $KPNG_TEST_NFT, for tests with other
+// versions, or else Debian's.
 func nftProgram() string { return cmp.Or(os.Getenv("KPNG_TEST_NFT"), "/usr/sbin/nft") }
 
 // verify lets b compare its whole table, as if another program had changed some table.

@@ -12,11 +12,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mapKind is the purpose of a map or set. Most kinds have one map for each match and family.
+// mapKind is the purpose of a map or set. Most kinds have one map for each match and
+// family.
 type mapKind uint8
 
-// The kinds whose names begin with "node" are for packets that this node sends, where they
-// are handled differently. Each comes after the kind for other packets.
+// The kinds whose names begin with "node" are for packets that this node sends, where
+// they are handled differently. Each comes after the kind for other packets.
 const (
 	// frontends: the destination of a packet to the number of a shared chain.
 	frontends mapKind = iota

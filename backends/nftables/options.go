@@ -17,13 +17,13 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// Options are a backend's settings. The zero value runs beside kube-proxy, with the defaults
-// of kube-proxy.
+// Options are a backend's settings. The zero value runs beside kube-proxy, with the
+// defaults of kube-proxy.
 type Options struct {
 	// Instance distinguishes backends on one node: this one programs the table
-	// "kpng-<Instance>" of family inet, and nothing else. After an update from a version with
-	// another layout, that is "kpng2-<Instance>". At most 64 letters, digits, "-", "_" and
-	// ".". Default: empty, for the table "kpng" or "kpng2".
+	// "kpng-<Instance>" of family inet, and nothing else. After an update from a version
+	// with another layout, that is "kpng2-<Instance>". At most 64 letters, digits, "-", "_"
+	// and ".". Default: empty, for the table "kpng" or "kpng2".
 	Instance string
 
 	// DNATPriority is the priority of the chains at hooks prerouting and output, which
@@ -32,9 +32,9 @@ type Options struct {
 	// Neither may be 0. Default: -100 (dstnat) and 100 (srcnat).
 	DNATPriority, SNATPriority int32
 
-	// MasqueradeMark is a bit of the packet mark. Connections to be masqueraded carry it from
-	// the selection of the endpoint to postrouting, which clears it. It must be exactly one
-	// bit, not 0x4000, which kube-proxy uses, and not a bit that a program routes by.
+	// MasqueradeMark is a bit of the packet mark. Connections to be masqueraded carry it
+	// from the selection of the endpoint to postrouting, which clears it. It must be exactly
+	// one bit, not 0x4000, which kube-proxy uses, and not a bit that a program routes by.
 	// Instances may share it. Default: 0x2000.
 	MasqueradeMark uint32
 
@@ -58,21 +58,22 @@ type Options struct {
 	// own traffic to external frontends with policy Local may go to all endpoints.
 	PodInterfaces []string
 
-	// ServiceCIDRs are the ranges of cluster IPs. The backend drops new connections, forwarded
-	// or from this node, to addresses in them that no service has. Default: none.
+	// ServiceCIDRs are the ranges of cluster IPs. The backend drops new connections,
+	// forwarded or from this node, to addresses in them that no service has. Default: none.
 	ServiceCIDRs []netip.Prefix
 
 	// NodeAddresses has the addresses of node ports. The backend ignores loopback addresses.
 	// Default: the primary addresses of the node, see package nodeaddr.
 	NodeAddresses nodeaddr.Source
 
-	// AcceptUnknownPorts leaves packets to unknown ports of cluster IPs to the routing table.
-	// By default they are rejected.
+	// AcceptUnknownPorts leaves packets to unknown ports of cluster IPs to the routing
+	// table. By default they are rejected.
 	AcceptUnknownPorts bool
 
-	// Conntrack receives all changes that have been programmed, to delete connection-tracking
-	// entries of removed endpoints. The backend starts and stops it. If its Sync fails, a new
-	// pass delivers everything again. Default: a reconciler of package conntrack.
+	// Conntrack receives all changes that have been programmed, to delete
+	// connection-tracking entries of removed endpoints. The backend starts and stops it. If
+	// its Sync fails, a new pass delivers everything again. Default: a reconciler of package
+	// conntrack.
 	Conntrack sink.Sink
 
 	// Sysctls says what Start does about wrong kernel settings, see [Backend.Start].
@@ -100,8 +101,8 @@ const (
 	IgnoreSysctls
 )
 
-// Observer has functions that a Backend calls. A field may be nil. Calls do not overlap, and
-// the functions must not call the Backend.
+// Observer has functions that a Backend calls. A field may be nil. Calls do not overlap,
+// and the functions must not call the Backend.
 type Observer struct {
 	// Transacted is called after each attempt at a transaction, with the error if the
 	// kernel refused it.
@@ -178,8 +179,8 @@ func (o *Observer) complete() {
 	}
 }
 
-// tables returns the names that the instance's table may have. The second is for a new table
-// while the first name belongs to a table with another layout.
+// tables returns the names that the instance's table may have. The second is for a new
+// table while the first name belongs to a table with another layout.
 func (o *Options) tables() [2]string {
 	if o.Instance == "" {
 		return [...]string{"kpng", "kpng2"}

@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// changeElsewhere changes chains of another table of family inet, 200 times a second until
-// the test ends. It returns the number of transactions.
+// changeElsewhere changes chains of another table of family inet, 200 times a second
+// until the test ends. It returns the number of transactions.
 func changeElsewhere(t testing.TB, ns *netnstest.Namespace) *atomic.Int64 {
 	t.Helper()
 	nft(t, ns, "table inet a { chain first { }; }\n", "-f", "-")
@@ -63,8 +63,8 @@ func affine(n, m int) []sink.Change {
 	return list
 }
 
-// TestBusyNeighbors starts, restarts and verifies while another program constantly changes
-// its own tables. The backend finds each of its many chains and reports no drift.
+// TestBusyNeighbors starts, restarts and verifies while another program constantly
+// changes its own tables. The backend finds each of its many chains and reports no drift.
 func TestBusyNeighbors(t *testing.T) {
 	ns := netnstest.New(t)
 	n := changeElsewhere(t, ns)
@@ -93,8 +93,8 @@ func TestBusyNeighbors(t *testing.T) {
 	}
 }
 
-// TestVerifyReadsOnlyAfterChangesByOthers checks that Verify reads the table only if another
-// program changed any table. Syncs do not cause a read.
+// TestVerifyReadsOnlyAfterChangesByOthers checks that Verify reads the table only if
+// another program changed any table. Syncs do not cause a read.
 func TestVerifyReadsOnlyAfterChangesByOthers(t *testing.T) {
 	b, ns := start(t, Options{NodeAddresses: nil})
 	old, changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("web", []string{"10.96.0.1"}, []string{"10.0.0.2", "10.0.0.3"}, nil)
@@ -113,8 +113,8 @@ func TestVerifyReadsOnlyAfterChangesByOthers(t *testing.T) {
 	}
 }
 
-// TestComparisonsAreLimited checks that changes of other tables cause few comparisons of all
-// elements, and that Verify still checks the chains each time.
+// TestComparisonsAreLimited checks that changes of other tables cause few comparisons of
+// all elements, and that Verify still checks the chains each time.
 func TestComparisonsAreLimited(t *testing.T) {
 	b, ns := start(t, Options{})
 	web := changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)))
@@ -143,8 +143,8 @@ func TestComparisonsAreLimited(t *testing.T) {
 	}
 }
 
-// TestPassesBecauseOfDriftAreLimited changes the table again after each repair, and counts the
-// passes in ten minutes.
+// TestPassesBecauseOfDriftAreLimited changes the table again after each repair, and
+// counts the passes in ten minutes.
 func TestPassesBecauseOfDriftAreLimited(t *testing.T) {
 	b, ns := start(t, Options{})
 	now := time.Now()
@@ -165,8 +165,8 @@ func TestPassesBecauseOfDriftAreLimited(t *testing.T) {
 	}
 }
 
-// TestDamageOfAJustLoadedSkeletonIsFound flushes a chain immediately after the transaction that
-// loads the skeleton.
+// TestDamageOfAJustLoadedSkeletonIsFound flushes a chain immediately after the
+// transaction that loads the skeleton.
 func TestDamageOfAJustLoadedSkeletonIsFound(t *testing.T) {
 	b, ns := start(t, Options{})
 	mustSync(t, b, changes(true))
@@ -189,8 +189,8 @@ func TestDamageOfAJustLoadedSkeletonIsFound(t *testing.T) {
 	}
 }
 
-// TestStartRetriesTransientFailures checks that Start retries after transient failures, and
-// returns immediately after others.
+// TestStartRetriesTransientFailures checks that Start retries after transient failures,
+// and returns immediately after others.
 func TestStartRetriesTransientFailures(t *testing.T) {
 	for name, test := range map[string]struct {
 		fault error
@@ -267,7 +267,8 @@ func TestAFlushIsRepairedSoon(t *testing.T) {
 	}
 }
 
-// BenchmarkFlush measures the time from nft flush ruleset until all services are repaired.
+// BenchmarkFlush measures the time from nft flush ruleset until all services are
+// repaired.
 func BenchmarkFlush(b *testing.B) {
 	for _, n := range []int{1_000, 10_000} {
 		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
@@ -280,8 +281,8 @@ func BenchmarkFlush(b *testing.B) {
 	}
 }
 
-// repairFlush flushes the ruleset while a driver runs, and returns the time until the last
-// service is repaired.
+// repairFlush flushes the ruleset while a driver runs, and returns the time until the
+// last service is repaired.
 func repairFlush(t testing.TB, n int) time.Duration {
 	t.Helper()
 	ns := netnstest.New(t)

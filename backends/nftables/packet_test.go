@@ -173,8 +173,9 @@ func TestPackets(t *testing.T) {
 	}
 }
 
-// TestAffinity checks that a client keeps its endpoint while other endpoints are added and
-// removed, at all frontends of a service port. It gets another when its own is removed.
+// TestAffinity checks that a client keeps its endpoint while other endpoints are added
+// and removed, at all frontends of a service port. It gets another when its own is
+// removed.
 func TestAffinity(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{PodInterfaces: []string{"pod*"}, NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
@@ -248,8 +249,8 @@ func TestAffinity(t *testing.T) {
 	}
 }
 
-// TestOutsidersNeedACIDROfTheirFamily checks that a cluster CIDR of one family does not cause
-// masquerading in the other.
+// TestOutsidersNeedACIDROfTheirFamily checks that a cluster CIDR of one family does not
+// cause masquerading in the other.
 func TestOutsidersNeedACIDROfTheirFamily(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.2.0/24")}, MasqueradeOutsiders: true, NodeAddresses: nodeaddr.Of()})
@@ -269,8 +270,8 @@ func TestOutsidersNeedACIDROfTheirFamily(t *testing.T) {
 	}
 }
 
-// TestAMissingSlotDropsPackets checks that a packet without an endpoint, which a concurrent
-// transaction can cause, is not forwarded to the cluster IP itself.
+// TestAMissingSlotDropsPackets checks that a packet without an endpoint, which a
+// concurrent transaction can cause, is not forwarded to the cluster IP itself.
 func TestAMissingSlotDropsPackets(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of()})

@@ -17,8 +17,9 @@ import (
 )
 
 // pass is a pass of the driver. It begins with a read of the table. Each Sync writes what
-// differs for its services, and the end of the pass removes what no service wants. Elements
-// that stay are not touched, so traffic to services that do not change is not interrupted.
+// differs for its services, and the end of the pass removes what no service wants.
+// Elements that stay are not touched, so traffic to services that do not change is not
+// interrupted.
 type pass struct {
 	// snapshots are the contents of each map when the pass began. An element that a Sync
 	// claimed is as later Syncs left it.
@@ -33,8 +34,8 @@ type pass struct {
 	others int64
 }
 
-// beginPass loads the skeleton and reads the table. If both happened at Start and no other
-// program has changed any table since, it uses that.
+// beginPass loads the skeleton and reads the table. If both happened at Start and no
+// other program has changed any table since, it uses that.
 func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	p := t.ahead
 	t.state, t.pass, t.ahead = nil, nil, nil
@@ -126,7 +127,8 @@ func (t *table) deleteForeign(ctx context.Context, p *pass) error {
 	return nil
 }
 
-// claim claims for a service the element that it wants, and notes its old value in the patch.
+// claim claims for a service the element that it wants, and notes its old value in the
+// patch.
 func (f *pass) claim(p *patch, e *element) {
 	// The kernel refuses overlapping ranges. So the old ranges of a frontend must go in the
 	// transaction that adds new ones.
@@ -188,10 +190,7 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 // wants. The order of allMaps removes frontends before what they lead to. If services
 // failed, they are as they were, and prune keeps what may be theirs.
 func (t *table) prune(ctx context.Context, f *pass, failed bool) error {
-	if failed {
-		t.leftovers.exist = f.keepOfFailed() || t.leftovers.exist
-		t.state.holding = true
-	}
+	t.leftovers.exist = failed && (f.keepOfFailed() || t.leftovers.exist)
 	var stale part
 	var ops []op
 	removed := 0
@@ -246,9 +245,9 @@ func (t *table) prune(ctx context.Context, f *pass, failed bool) error {
 	return nil
 }
 
-// keepOfFailed claims the elements that failed services may still need: those of frontends
-// that some service wants, and all hairpins. It reports whether the table then has anything
-// that no service wants.
+// keepOfFailed claims the elements that failed services may still need: those of
+// frontends that some service wants, and all hairpins. It reports whether the table then
+// has anything that no service wants.
 func (f *pass) keepOfFailed() (leaves bool) {
 	leaves = len(f.stale) > 0
 	for m, s := range f.snapshots {
@@ -268,8 +267,8 @@ func (f *pass) keepOfFailed() (leaves bool) {
 	return leaves
 }
 
-// tidyChains repairs the rules of shared chains, makes missing ones, and deletes chains that
-// nothing leads to.
+// tidyChains repairs the rules of shared chains, makes missing ones, and deletes chains
+// that nothing leads to.
 func (t *table) tidyChains(ctx context.Context) error {
 	maps.Copy(t.state.rules, t.skeleton)
 	l, err := t.conn.inspect(ctx, t.conn.table)

@@ -24,8 +24,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// checkFresh checks that b's table equals the table of a fresh load of the services, and that
-// the state of b matches it.
+// checkFresh checks that b's table equals the table of a fresh load of the services, and
+// that the state of b matches it.
 func checkFresh(t *testing.T, b *Backend, services ...sink.Change) {
 	t.Helper()
 	if err := verify(t, b); err != nil {
@@ -64,8 +64,8 @@ func leadsTo(t *testing.T, b *Backend, ip string) string {
 	return "nothing"
 }
 
-// TestAPassInSeveralBatches checks that a service can take over the address of another, that a
-// pass prunes only at its end, and that another pass may begin before that.
+// TestAPassInSeveralBatches checks that a service can take over the address of another,
+// that a pass prunes only at its end, and that another pass may begin before that.
 func TestAPassInSeveralBatches(t *testing.T) {
 	at := func(name, ip, endpoint string) sink.Change {
 		return set(view(name, []string{ip}, []string{endpoint}, nil))
@@ -108,8 +108,8 @@ func TestAPassInSeveralBatches(t *testing.T) {
 	}
 }
 
-// TestAPassKeepsElementsOfFailedServices lets the kernel refuse a service. The service fails
-// until the end of the pass, or succeeds before the end.
+// TestAPassKeepsElementsOfFailedServices lets the kernel refuse a service. The service
+// fails until the end of the pass, or succeeds before the end.
 func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 	old := []string{"10.0.0.1", "10.0.0.2", "10.0.0.3"}
 	web := set(view("web", []string{"10.96.0.1"}, []string{"10.99.98.97"}, nil))
@@ -159,8 +159,8 @@ func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 	}
 }
 
-// TestOldElementsOfAFailedServiceAreRemoved lets the kernel refuse a service in a pass. Later in
-// the pass the service has another address and no session affinity.
+// TestOldElementsOfAFailedServiceAreRemoved lets the kernel refuse a service in a pass.
+// Later in the pass the service has another address and no session affinity.
 func TestOldElementsOfAFailedServiceAreRemoved(t *testing.T) {
 	web := func(ip, endpoint string, affinity bool) sink.Change {
 		v := view("web", []string{ip}, []string{endpoint}, nil)
@@ -183,9 +183,9 @@ func TestOldElementsOfAFailedServiceAreRemoved(t *testing.T) {
 	checkFresh(t, b, moved)
 }
 
-// TestRandomChangesDuringPasses checks that the table equals that of a fresh load after random
-// events during passes: services are added, deleted and changed, exchange their addresses,
-// and transactions fail.
+// TestRandomChangesDuringPasses checks that the table equals that of a fresh load after
+// random events during passes: services are added, deleted and changed, exchange their
+// addresses, and transactions fail.
 func TestRandomChangesDuringPasses(t *testing.T) {
 	for seed := range uint64(8) {
 		failures := seed%2 == 1
@@ -260,8 +260,8 @@ func TestRandomChangesDuringPasses(t *testing.T) {
 	}
 }
 
-// TestTableIsReadAhead checks that the first Sync uses what Start has read, and that it reads
-// the table again if another program changed tables.
+// TestTableIsReadAhead checks that the first Sync uses what Start has read, and that it
+// reads the table again if another program changed tables.
 func TestTableIsReadAhead(t *testing.T) {
 	first, ns := start(t, Options{})
 	web, other := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("other", []string{"10.96.0.2"}, []string{"10.0.0.2"}, nil)
@@ -297,7 +297,8 @@ func waitReadAhead(b *Backend) {
 	}
 }
 
-// frontendKeyOf returns the beginning of the keys of service i's endpoints, and its length.
+// frontendKeyOf returns the beginning of the keys of service i's endpoints, and its
+// length.
 func frontendKeyOf(i int) (elementID, int) {
 	e := elementID{m: mapID{endpoints, matchService, api.IPv4}}
 	w := keyWriter{id: &e}
@@ -325,8 +326,9 @@ func drive(t testing.TB, src sink.Source, s sink.Sink, batchSize int) (d *sink.D
 	return d, stop
 }
 
-// waitApplied waits until d's sink has everything in src, even if src changes meanwhile. If
-// leftovers of a service prevent its change, it begins the pass that Verify would request.
+// waitApplied waits until d's sink has everything in src, even if src changes meanwhile.
+// If leftovers of a service prevent its change, it begins the pass that Verify would
+// request.
 func waitApplied(t testing.TB, d *sink.Driver, src *sinktest.Source) {
 	t.Helper()
 	deadline := time.Now().Add(time.Minute)

@@ -27,9 +27,9 @@ type op struct {
 	part int
 }
 
-// patch is the difference that a change of services makes, element by element. It has a part
-// for each service. If an element moves between services, it joins their parts, so that
-// their changes take effect together or not at all.
+// patch is the difference that a change of services makes, element by element. It has a
+// part for each service. If an element moves between services, it joins their parts, so
+// that their changes take effect together or not at all.
 type patch struct {
 	ops   []*op
 	block []op // memory for the next ops
@@ -59,8 +59,8 @@ func (p *patch) root(part int) int {
 	return part
 }
 
-// op returns the op of an element. If the op belongs to another part, it joins the current
-// part to that one.
+// op returns the op of an element. If the op belongs to another part, it joins the
+// current part to that one.
 func (p *patch) op(id elementID) *op {
 	current := p.root(len(p.parent) - 1)
 	o, ok := p.index[id]

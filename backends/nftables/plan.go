@@ -95,8 +95,8 @@ func (p *planner) planTraffic(se *api.ServiceEndpoints, c sharedChain, f *nodevi
 	}
 }
 
-// maxEndpoints limits the endpoints of a frontend that get traffic: the number of a shared
-// chain has 20 bits for them.
+// maxEndpoints limits the endpoints of a frontend that get traffic: the number of a
+// shared chain has 20 bits for them.
 const maxEndpoints = 1<<20 - 1
 
 // maxComment is the length of the longest comment that nft loads.
@@ -121,8 +121,8 @@ func (p *planner) nameOf(c sharedChain) string {
 	return name
 }
 
-// planSources emits the source ranges that f admits. The kernel refuses ranges that overlap,
-// so planSources leaves out prefixes that another prefix contains.
+// planSources emits the source ranges that f admits. The kernel refuses ranges that
+// overlap, so planSources leaves out prefixes that another prefix contains.
 func (p *planner) planSources(s match, f *nodeview.Frontend, emit func(element)) {
 	p.admitsNode = true
 	prefixes := f.Sources.Prefixes(p.nodeAddrs)

@@ -57,8 +57,8 @@ func TestPodCIDRsFollowTheNode(t *testing.T) {
 	check("a pass with another pod CIDR", "10.1.2.0/24")
 }
 
-// TestUnallocatedClusterIPsAreDropped also checks that cluster IPs of other tables are translated
-// before the drop.
+// TestUnallocatedClusterIPsAreDropped also checks that cluster IPs of other tables are
+// translated before the drop.
 func TestUnallocatedClusterIPsAreDropped(t *testing.T) {
 	w := newPacketWorld(t)
 	serve(t, w.client, "client") // the destination of untranslated packets

@@ -24,8 +24,8 @@ type feature struct {
 	use func(*wire)
 }
 
-// features are all needed features. Each uses the table of the first, and rules use the chain
-// of the second.
+// features are all needed features. Each uses the table of the first, and rules use the
+// chain of the second.
 var features = []feature{
 	{"tables of family inet (CONFIG_NF_TABLES_INET)", (*wire).newTable},
 	{"chains", func(w *wire) { w.newChain("probe", hook{}) }},

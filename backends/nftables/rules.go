@@ -32,8 +32,8 @@ func encodeRules(rules ...[]expr.Any) []string {
 	return encoded
 }
 
-// reg returns the register of four octets with that number, in the form in which the kernel
-// lists it. Longer data and keys take the following registers as well.
+// reg returns the register of four octets with that number, in the form in which the
+// kernel lists it. Longer data and keys take the following registers as well.
 func reg(number int) uint32 {
 	if number%4 == 0 {
 		return uint32(unix.NFT_REG_1 + number/4)
@@ -64,8 +64,8 @@ func matchFamily(family api.Family) []expr.Any {
 	return []expr.Any{loadMeta(expr.MetaKeyNFPROTO), equal(nfproto(family))}
 }
 
-// keyRule is the beginning of a rule: it matches packets of a family and loads the parts of a
-// key into registers, one after the other. Then it looks the key up.
+// keyRule is the beginning of a rule: it matches packets of a family and loads the parts
+// of a key into registers, one after the other. Then it looks the key up.
 type keyRule struct {
 	family      api.Family
 	expressions []expr.Any
@@ -140,8 +140,8 @@ func lookupVerdict(m mapID) []expr.Any {
 	return newKeyRule(m.family).frontend(m.match).then(vmap(m))
 }
 
-// lookupSharedChain returns a rule that goes to the shared chain of a packet's destination.
-// Node ports match at some addresses only.
+// lookupSharedChain returns a rule that goes to the shared chain of a packet's
+// destination. Node ports match at some addresses only.
 func lookupSharedChain(m mapID) []expr.Any {
 	r := newKeyRule(m.family)
 	if m.match == matchNodePort {
@@ -165,8 +165,8 @@ func translate(m mapID) []expr.Any {
 	return newKeyRule(m.family).frontend(m.match).meta(expr.MetaKeyPRIORITY).then(lookup(m), natTo(m.family, 0, port))
 }
 
-// natTo translates the destination to the address in one register and the port in another.
-// If port is 0, the port of a packet stays.
+// natTo translates the destination to the address in one register and the port in
+// another. If port is 0, the port of a packet stays.
 func natTo(family api.Family, address, port int) expr.Any {
 	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(nfproto(family)), RegAddrMin: reg(address), RegAddrMax: reg(address)}
 	if port != 0 {
@@ -202,8 +202,8 @@ func mark(mask, xor uint32) []expr.Any {
 	}
 }
 
-// fromInterface matches packets that arrive through an interface. A name that ends in "*" is
-// a prefix of names.
+// fromInterface matches packets that arrive through an interface. A name that ends in "*"
+// is a prefix of names.
 func fromInterface(name string) []expr.Any {
 	data := make([]byte, unix.IFNAMSIZ)
 	copy(data, name)
@@ -213,7 +213,8 @@ func fromInterface(name string) []expr.Any {
 	return []expr.Any{loadMeta(expr.MetaKeyIIFNAME), equal(data...)}
 }
 
-// fromPrefix matches packets with a source in prefix, toPrefix those with a destination in it.
+// fromPrefix matches packets with a source in prefix, toPrefix those with a destination
+// in it.
 func fromPrefix(prefix netip.Prefix) []expr.Any { return matchPrefix(prefix, (*keyRule).source) }
 func toPrefix(prefix netip.Prefix) []expr.Any   { return matchPrefix(prefix, (*keyRule).destination) }
 

@@ -15,14 +15,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// sharedChain is a chain that frontends share: those of one match and family whose packets
-// are handled alike. The first of these frontends makes the chain. The number of chains
-// depends on how many different numbers of endpoints there are, not on the number of
-// services.
+// sharedChain is a chain that frontends share: those of one match and family whose
+// packets are handled alike. The first of these frontends makes the chain. The number of
+// chains depends on how many different numbers of endpoints there are, not on the number
+// of services.
 //
-// The kernel validates all elements that lead to chains in each transaction that adds one of
-// them. So the element of a frontend has the number of its chain, as data. A small map, whose
-// elements seldom change, leads from the numbers to the chains.
+// The kernel validates all elements that lead to chains in each transaction that adds one
+// of them. So the element of a frontend has the number of its chain, as data. A small
+// map, whose elements seldom change, leads from the numbers to the chains.
 type sharedChain struct {
 	match  match
 	family api.Family
@@ -40,8 +40,9 @@ type sharedChain struct {
 }
 
 // Numbers of chains and slots are in the packet's priority between one rule and the next,
-// because nft has no syntax for a map that is looked up by the result of another lookup. They
-// are between firstPriority and lastPriority. The chain postrouting resets the priority.
+// because nft has no syntax for a map that is looked up by the result of another lookup.
+// They are between firstPriority and lastPriority. The chain postrouting resets the
+// priority.
 const (
 	firstPriority = 0x7000_0001
 	lastPriority  = 0x7fff_ffff
@@ -49,7 +50,8 @@ const (
 	firstSlot = 0x7f00_0001
 )
 
-// number returns the number of the chain. It is unique for each match, family and fromNode.
+// number returns the number of the chain. It is unique for each match, family and
+// fromNode.
 func (c sharedChain) number() uint32 {
 	bits := uint32(c.masquerade) << 3
 	switch {
@@ -67,8 +69,8 @@ func (c sharedChain) number() uint32 {
 	return 0x7000_0000 | bits<<20 | uint32(max(c.endpoints, 1))
 }
 
-// sharedChainOf returns the chain whose number an element has. It is not ok if the element
-// has no such number, as in other maps than those of frontends and shared chains.
+// sharedChainOf returns the chain whose number an element has. It is not ok if the
+// element has no such number, as in other maps than those of frontends and shared chains.
 func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 	var number uint32
 	switch id.m.kind {
@@ -99,8 +101,8 @@ func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 // rejectChain is the chain of the skeleton that rejects packets.
 const rejectChain = "reject-chain"
 
-// name returns the name of the chain. If the verdict needs no other rules, that is drop or
-// rejectChain.
+// name returns the name of the chain. If the verdict needs no other rules, that is drop
+// or rejectChain.
 func (c sharedChain) name() string {
 	if !c.filtered && (c.fromNode || c.masquerade != nodeview.MasqueradeNode) {
 		switch c.verdict {
@@ -141,8 +143,8 @@ func (c sharedChain) name() string {
 // hasRules reports whether the chain has rules of its own.
 func (c sharedChain) hasRules() bool { return c.name() != drop && c.name() != rejectChain }
 
-// mapOf returns the map of that kind, or of the kind for packets that this node sends, that
-// the chain's frontends use.
+// mapOf returns the map of that kind, or of the kind for packets that this node sends,
+// that the chain's frontends use.
 func (c sharedChain) mapOf(kind mapKind) mapID {
 	if c.fromNode {
 		kind++

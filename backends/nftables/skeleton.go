@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The skeleton is the part of the table that does not depend on services: the maps and sets
-// without their elements, and the chains that look them up.
+// The skeleton is the part of the table that does not depend on services: the maps and
+// sets without their elements, and the chains that look them up.
 
 // hook is the hook of a base chain. Chains that are not base chains have the zero value.
 type hook struct {
@@ -34,7 +34,8 @@ type chain struct {
 	rules []string
 }
 
-// skeletonChains returns the chains of the skeleton. A chain follows those that it leads to.
+// skeletonChains returns the chains of the skeleton. A chain follows those that it leads
+// to.
 func (o *Options) skeletonChains() []chain {
 	var chains []chain
 	add := func(name string, h hook, rules ...[]expr.Any) {
@@ -68,8 +69,8 @@ func (o *Options) skeletonChains() []chain {
 		}
 	}
 
-	// Packets that this node sends have maps of their own where the external traffic policy is
-	// Local.
+	// Packets that this node sends have maps of their own where the external traffic policy
+	// is Local.
 	add("node-services", regular, lookupSharedChains(nodeFrontends)...)
 	short := [][]expr.Any{append(startsHere(), goTo("node-services")...)}
 	for _, match := range o.podMatches() {
@@ -138,8 +139,8 @@ func (o *Options) podMatches() (matches [][]expr.Any) {
 	return matches
 }
 
-// markOutsiders returns the rules that mark connections to cluster IPs from outside the pod
-// network. They mark nothing in a family whose pods no option defines.
+// markOutsiders returns the rules that mark connections to cluster IPs from outside the
+// pod network. They mark nothing in a family whose pods no option defines.
 func (o *Options) markOutsiders() (rules [][]expr.Any) {
 	switch {
 	case o.MasqueradeAll:

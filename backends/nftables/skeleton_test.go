@@ -36,8 +36,8 @@ func TestTheBackendRunsWithAnEmptyPath(t *testing.T) {
 	}
 }
 
-// TestARestartWithoutChangesMakesNoTransaction checks that a restart does not replace rules
-// with equal ones.
+// TestARestartWithoutChangesMakesNoTransaction checks that a restart does not replace
+// rules with equal ones.
 func TestARestartWithoutChangesMakesNoTransaction(t *testing.T) {
 	opts := Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{
 		netip.MustParsePrefix("10.0.0.0/13"), netip.MustParsePrefix("10.9.9.9/32"), netip.MustParsePrefix("fd00::/61"), netip.MustParsePrefix("::/0"),
@@ -61,7 +61,8 @@ func TestARestartWithoutChangesMakesNoTransaction(t *testing.T) {
 	}
 }
 
-// TestAChangeBetweenLoadAndReadIsRepaired changes the table before the backend has read it.
+// TestAChangeBetweenLoadAndReadIsRepaired changes the table before the backend has read
+// it.
 func TestAChangeBetweenLoadAndReadIsRepaired(t *testing.T) {
 	ns := netnstest.New(t)
 	var once sync.Once
@@ -74,8 +75,8 @@ func TestAChangeBetweenLoadAndReadIsRepaired(t *testing.T) {
 	}
 }
 
-// keepAsking connects to addr from ns, one connection after the other, until stop is called.
-// stop returns the number of answers and the first error.
+// keepAsking connects to addr from ns, one connection after the other, until stop is
+// called. stop returns the number of answers and the first error.
 func keepAsking(ns *netnstest.Namespace, addr string) (stop func() (answers int, err error)) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var answers int
@@ -101,8 +102,8 @@ var (
 	web          = func(s *api.Service) { s.Type, s.Ports[0].NodePort = api.NodePort, 30001 }
 )
 
-// TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled starts with a table that another
-// version of this package has made.
+// TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled starts with a table that
+// another version of this package has made.
 func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 	text, err := os.ReadFile("testdata/layout-1.nft")
 	if err != nil {
@@ -151,8 +152,8 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 	}
 }
 
-// TestHooksChangeInPlace starts with other priorities and with replaced base chains, while a
-// client connects all the time.
+// TestHooksChangeInPlace starts with other priorities and with replaced base chains,
+// while a client connects all the time.
 func TestHooksChangeInPlace(t *testing.T) {
 	for name, test := range map[string]struct {
 		opts   Options

@@ -52,8 +52,8 @@ func (s *snapshot) size() int {
 func (s *snapshot) len() int { return len(s.records) / s.size() }
 
 // readSnapshot reads a map. The kernel answers in pieces and counts the elements that it
-// has sent. If it resizes the hash table meanwhile, it sends some elements twice and misses
-// as many, so readSnapshot repeats a dump with duplicates.
+// has sent. If it resizes the hash table meanwhile, it sends some elements twice and
+// misses as many, so readSnapshot repeats a dump with duplicates.
 func readSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	for attempt := 0; ; attempt++ {
 		s, err := dumpSnapshot(ctx, c, m)
@@ -165,8 +165,8 @@ func (s *snapshot) element(i int) element {
 	return e
 }
 
-// upTo yields the elements whose claim is not above limit: unclaimed ones, those that failed
-// services wanted as well, or all.
+// upTo yields the elements whose claim is not above limit: unclaimed ones, those that
+// failed services wanted as well, or all.
 func (s *snapshot) upTo(limit claim) iter.Seq[element] {
 	return func(yield func(element) bool) {
 		for i := range s.claims {

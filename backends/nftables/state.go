@@ -10,8 +10,8 @@ import (
 	"strings"
 )
 
-// state is what the table contains, as far as it is known without reading. It has digests in
-// place of elements, which are enough to detect that elements changed.
+// state is what the table contains, as far as it is known without reading. It has digests
+// in place of elements, which are enough to detect that elements changed.
 type state struct {
 	seed maphash.Seed
 	// digests has the digest of each map's elements.
@@ -25,8 +25,6 @@ type state struct {
 	// wanted counts the services that want an element of a shared map. It includes hold if
 	// a service may want the element that the pass has not delivered yet.
 	wanted map[elementID]int
-	// holding: a pass ended with hold in some counts, because services failed.
-	holding bool
 }
 
 // hold is larger than the number of services. It keeps an element of a shared map when no
@@ -153,7 +151,7 @@ func (s *state) applied(o *op) {
 
 // isLeft reports whether the element of o stays although no service wants it any more.
 func (s *state) isLeft(o *op) bool {
-	return s.holding && o.wanted < 0 && s.wanted[o.elementID] == hold
+	return o.wanted < 0 && s.wanted[o.elementID] == hold
 }
 
 // objectApplied notes that the kernel has applied o.

@@ -29,8 +29,8 @@ func (b *Backend) checkSysctls(ctx context.Context) error {
 	})
 }
 
-// inNetNS calls f on a thread in the network namespace of the file descriptor ns, or of the
-// process if ns is 0.
+// inNetNS calls f on a thread in the network namespace of the file descriptor ns, or of
+// the process if ns is 0.
 func inNetNS(ns int, f func()) error {
 	if ns == 0 {
 		f()

@@ -18,12 +18,12 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// table is the table of an instance, and what is known of it without reading. One goroutine
-// may use it at a time.
+// table is the table of an instance, and what is known of it without reading. One
+// goroutine may use it at a time.
 //
-// A change of services goes this way: syncServices plans the elements of the old and the new
-// view into a patch, apply divides the patch into transactions, and commit writes one of
-// them.
+// A change of services goes this way: syncServices plans the elements of the old and the
+// new view into a patch, apply divides the patch into transactions, and commit writes one
+// of them.
 type table struct {
 	opts    *Options
 	conn    *conn
@@ -34,8 +34,8 @@ type table struct {
 	skeleton map[string]digest
 	// podCIDRs are those of the Node object that the skeleton has.
 	podCIDRs []netip.Prefix
-	// replaced is the name of another table of this instance, which the end of a pass deletes.
-	// It is empty if there is none.
+	// replaced is the name of another table of this instance, which the end of a pass
+	// deletes. It is empty if there is none.
 	replaced string
 	// ahead is what was read after Start for the first pass, nil if nothing was.
 	ahead *pass
@@ -128,8 +128,8 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 	return failed, nil
 }
 
-// syncNodePortAddresses makes addrs, except loopback addresses, the addresses of node ports.
-// It reads the sets, which are short, and writes what differs.
+// syncNodePortAddresses makes addrs, except loopback addresses, the addresses of node
+// ports. It reads the sets, which are short, and writes what differs.
 func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) error {
 	p := newPatch()
 	p.begin(types.NamespacedName{})

@@ -14,16 +14,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// drift is what is known of changes that other programs made to the table, and the progress
-// of the search for them.
+// drift is what is known of changes that other programs made to the table, and the
+// progress of the search for them.
 //
-// The kernel counts transactions, so nothing has to be read while conn.others stays. When it
-// moves, another program has changed some table, perhaps this one. A check is cheap: it reads
-// the chains, and the number of elements where the kernel reports it. A comparison reads all
-// elements, which is expensive.
+// The kernel counts transactions, so nothing has to be read while conn.others stays. When
+// it moves, another program has changed some table, perhaps this one. A check is cheap:
+// it reads the chains, and the number of elements where the kernel reports it. A
+// comparison reads all elements, which is expensive.
 type drift struct {
-	// checked and compared are conn.others before the last check and the last comparison that
-	// found nothing.
+	// checked and compared are conn.others before the last check and the last comparison
+	// that found nothing.
 	checked, compared int64
 	// next is the index in allMaps of the next map to compare. began is conn.others when the
 	// comparison began, and spent the time that it took so far.
@@ -44,7 +44,8 @@ type drift struct {
 
 const (
 	// maxInterrupted limits the Verifies in a row that may be interrupted in the same step.
-	// The next one ignores its context, so that a large map is compared among constant changes.
+	// The next one ignores its context, so that a large map is compared among constant
+	// changes.
 	maxInterrupted = 2
 	// comparePause is the pause after a comparison, as a multiple of its duration. While
 	// other tables change constantly, comparisons take 2 % of a CPU.
@@ -67,8 +68,8 @@ func (d *drift) found(t *table) {
 	}
 }
 
-// backOff delays the next Verify if drift was found a short time ago: a program that changes
-// this table constantly must not cause constant passes.
+// backOff delays the next Verify if drift was found a short time ago: a program that
+// changes this table constantly must not cause constant passes.
 func (d *drift) backOff(now time.Time) {
 	if now.Sub(d.foundAt) > maxPause {
 		d.pause = 0
@@ -167,8 +168,8 @@ func (t *table) findDrift(ctx context.Context) error {
 	return t.compare(ctx)
 }
 
-// step calls f, which reads something until ctx ends. If Verifies were interrupted in this
-// step too often, f reads to the end.
+// step calls f, which reads something until ctx ends. If Verifies were interrupted in
+// this step too often, f reads to the end.
 func (d *drift) step(ctx context.Context, f func(context.Context) error) error {
 	if d.interrupted >= maxInterrupted {
 		ctx = context.WithoutCancel(ctx)
@@ -185,8 +186,8 @@ func (d *drift) step(ctx context.Context, f func(context.Context) error) error {
 	return nil
 }
 
-// check compares the chains, and the number of elements in each map, with what they should
-// be.
+// check compares the chains, and the number of elements in each map, with what they
+// should be.
 func (t *table) check(ctx context.Context) error {
 	l, err := t.conn.inspect(ctx, t.conn.table)
 	switch {
@@ -259,8 +260,8 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 	}
 }
 
-// deleteUnusedChains deletes the shared chains that no frontend has. A Sync leaves them, as
-// they may be needed again.
+// deleteUnusedChains deletes the shared chains that no frontend has. A Sync leaves them,
+// as they may be needed again.
 func (t *table) deleteUnusedChains(ctx context.Context) error {
 	unused := t.state.unusedChains()
 	if len(unused) == 0 {

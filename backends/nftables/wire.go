@@ -54,7 +54,8 @@ func (w *wire) newTable() {
 	w.End(at)
 }
 
-// deleteTable adds a message that deletes the table with that name, which may be another one.
+// deleteTable adds a message that deletes the table with that name, which may be another
+// one.
 func (w *wire) deleteTable(name string) {
 	other := wire{w.Builder, name}
 	w.End(other.begin(unix.NFT_MSG_DELTABLE, 0))
@@ -90,7 +91,8 @@ func (w *wire) newSet(s layout) {
 	w.End(at)
 }
 
-// byteOrders returns the note that nft keeps with a set: the byte order of its keys and data.
+// byteOrders returns the note that nft keeps with a set: the byte order of its keys and
+// data.
 func (s *layout) byteOrders() (userdata []byte) {
 	for i, datatype := range []uint32{s.keyType, s.dataType} {
 		if datatype == 0 || datatype == unix.NFT_DATA_VERDICT {
@@ -188,12 +190,12 @@ func (w *wire) makeChain(name string, rules []string) {
 	}
 }
 
-// maxElements limits the octets of elements in a message: the length of the attribute that
-// holds them has 16 bits.
+// maxElements limits the octets of elements in a message: the length of the attribute
+// that holds them has 16 bits.
 const maxElements = 60_000
 
-// elements adds messages of type NFT_MSG_NEWSETELEM or NFT_MSG_DELSETELEM about elements of
-// any map. It sorts elems by map.
+// elements adds messages of type NFT_MSG_NEWSETELEM or NFT_MSG_DELSETELEM about elements
+// of any map. It sorts elems by map.
 func (w *wire) elements(msg int, flags uint16, elems []element) {
 	slices.SortStableFunc(elems, func(a, b element) int { return a.m.compare(b.m) })
 	for len(elems) > 0 {

@@ -17,8 +17,8 @@ const (
 	attrType = 0x3fff
 )
 
-// Attributes yields the type, without flags, and the data of each attribute of b. The data is
-// a part of b. Attributes ends where b is malformed.
+// Attributes yields the type, without flags, and the data of each attribute of b. The
+// data is a part of b. Attributes ends where b is malformed.
 func Attributes(b []byte) iter.Seq2[uint16, []byte] {
 	return func(yield func(uint16, []byte) bool) {
 		for len(b) >= attrHeader {
@@ -34,7 +34,8 @@ func Attributes(b []byte) iter.Seq2[uint16, []byte] {
 	}
 }
 
-// Attribute returns the data of the first attribute of that type in b, nil if there is none.
+// Attribute returns the data of the first attribute of that type in b, nil if there is
+// none.
 func Attribute(b []byte, attr uint16) []byte {
 	for t, v := range Attributes(b) {
 		if t == attr {

@@ -22,8 +22,8 @@ func (w *Builder) Encoded() []byte { return w.b }
 // Len returns the length of the encoded messages in octets.
 func (w *Builder) Len() int { return len(w.b) }
 
-// Begin begins a message. The upper octet of msgType is the subsystem. It returns the argument
-// of End.
+// Begin begins a message. The upper octet of msgType is the subsystem. It returns the
+// argument of End.
 func (w *Builder) Begin(msgType, flags uint16, family byte) int {
 	at := len(w.b)
 	w.b = append(w.b, 0, 0, 0, 0) // the length, see End

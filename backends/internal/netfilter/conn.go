@@ -2,9 +2,9 @@
 
 //go:build linux
 
-// Package netfilter is a netlink client of the kernel's netfilter: nf_tables and connection
-// tracking. It has the connection, the encoding of messages and the failures. Its users know
-// the meaning of the messages.
+// Package netfilter is a netlink client of the kernel's netfilter: nf_tables and
+// connection tracking. It has the connection, the encoding of messages and the failures.
+// Its users know the meaning of the messages.
 package netfilter
 
 import (
@@ -21,8 +21,9 @@ import (
 
 // Conn is a connection to netfilter. One goroutine may use it at a time.
 type Conn struct {
-	// Describe returns what a message does, for a Failure. The kernel refused the attribute at
-	// offset; a negative offset means that the kernel named none. Default: empty descriptions.
+	// Describe returns what a message does, for a Failure. The kernel refused the attribute
+	// at offset; a negative offset means that the kernel named none. Default: empty
+	// descriptions.
 	Describe func(msgType uint16, attributes []byte, offset int) string
 	// Transacted is called after each attempt at a transaction. Default: no call.
 	Transacted func(error)
@@ -46,8 +47,8 @@ const (
 	ackTimeout = 30 * time.Second
 )
 
-// NewConn returns a connection in the network namespace of the file descriptor netNS, or of
-// the process if netNS is 0. The first request opens the connection.
+// NewConn returns a connection in the network namespace of the file descriptor netNS, or
+// of the process if netNS is 0. The first request opens the connection.
 func NewConn(netNS int) *Conn {
 	c := &Conn{
 		Describe:   func(uint16, []byte, int) string { return "" },
@@ -100,9 +101,9 @@ func (c *Conn) number(b []byte) (first, last uint32) {
 	return first, c.seq
 }
 
-// Transact sends the messages that fill encodes as one transaction of nf_tables. All of them
-// take effect, or none if it returns an error other than ErrUnknownOutcome. It retries
-// transient failures up to five times, in 31 ms.
+// Transact sends the messages that fill encodes as one transaction of nf_tables. All of
+// them take effect, or none if it returns an error other than ErrUnknownOutcome. It
+// retries transient failures up to five times, in 31 ms.
 func (c *Conn) Transact(ctx context.Context, fill func(*Builder)) error {
 	var w Builder
 	w.beginBatch()
@@ -171,8 +172,8 @@ func acknowledge(b []byte) {
 }
 
 // Query sends the one request that fill encodes, and calls f with the attributes of each
-// message of the answer. A request with flag NLM_F_DUMP has many messages, and the error may
-// be ErrInterrupted.
+// message of the answer. A request with flag NLM_F_DUMP has many messages, and the error
+// may be ErrInterrupted.
 func (c *Conn) Query(ctx context.Context, fill func(*Builder), f func(attributes []byte)) error {
 	var failed error
 	interrupted := false
@@ -189,15 +190,15 @@ func (c *Conn) Query(ctx context.Context, fill func(*Builder), f func(attributes
 	return nil
 }
 
-// Each sends the requests that fill encodes, and calls f with the outcome of each, in order.
-// A failed request does not stop the others.
+// Each sends the requests that fill encodes, and calls f with the outcome of each, in
+// order. A failed request does not stop the others.
 func (c *Conn) Each(ctx context.Context, fill func(*Builder), f func(error)) error {
 	return c.request(ctx, fill, func(header, []byte) {}, f)
 }
 
-// request sends the requests that fill encodes. It calls answer with each message that the
-// kernel returns, and outcome with the error of each request. Only a dump stops when ctx ends:
-// the kernel answers other requests while they are sent.
+// request sends the requests that fill encodes. It calls answer with each message that
+// the kernel returns, and outcome with the error of each request. Only a dump stops when
+// ctx ends: the kernel answers other requests while they are sent.
 func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(header, []byte), outcome func(error)) error {
 	var w Builder
 	if fill(&w); w.Len() == 0 {

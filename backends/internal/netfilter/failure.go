@@ -39,13 +39,13 @@ var (
 	// ErrUnknownOutcome is the error of a transaction without an answer. It may have taken
 	// effect.
 	ErrUnknownOutcome = errors.New("no answer to a transaction")
-	// ErrInterrupted is the error of a dump during which any table of the network namespace, or
-	// the table of connections, changed. Query has delivered all messages of the answer.
+	// ErrInterrupted is the error of a dump during which any table of the network namespace,
+	// or the table of connections, changed. Query has delivered all messages of the answer.
 	ErrInterrupted = errors.New("the dump was interrupted")
 )
 
-// IsTransient reports whether a retry of a request that failed with err may succeed, because
-// the kernel was short of memory or busy.
+// IsTransient reports whether a retry of a request that failed with err may succeed,
+// because the kernel was short of memory or busy.
 func IsTransient(err error) bool {
 	if errors.Is(err, ErrUnknownOutcome) {
 		return false // it may have taken effect, which must not happen twice
@@ -67,8 +67,8 @@ func errorOf(payload []byte) unix.Errno {
 	return unix.Errno(-int32(binary.NativeEndian.Uint32(payload)))
 }
 
-// failure returns the failure of a message in batch that the NLMSG_ERROR message with header h
-// and this payload reports.
+// failure returns the failure of a message in batch that the NLMSG_ERROR message with
+// header h and this payload reports.
 func (c *Conn) failure(batch []byte, h header, payload []byte) *Failure {
 	f := &Failure{Errno: errorOf(payload)}
 	for len(batch) > 0 && binary.NativeEndian.Uint32(batch[8:]) != h.seq {

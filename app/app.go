@@ -187,6 +187,9 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	if settings.Once && f.onceTimeout > 0 {
 		run = func(ctx context.Context) error { return runOnce(ctx, p, f.onceTimeout) }
 	}
+	if f.kubeProxyMetrics {
+		serving.proxyMode = name
+	}
 	return serving.Run(ctx, p.Health, registry, run)
 }
 
@@ -219,7 +222,7 @@ type sinkFlags struct {
 func (f *sinkFlags) register(fs *pflag.FlagSet) {
 	fs.Var(&f.node, "node-name", "proxy for the node with this `name` (default: $NODE_NAME, else the host name in lower case)")
 	fs.DurationVar(&f.interval, "min-sync-interval", 0, "minimum time from the end of one sync to the start of the next")
-	fs.BoolVar(&f.kubeProxyMetrics, "kubeproxy-metrics", false, "also serve metrics with kube-proxy's names")
+	fs.BoolVar(&f.kubeProxyMetrics, "kubeproxy-metrics", false, "also serve metrics with kube-proxy's names, and /proxyMode")
 	fs.BoolVar(&f.once, "once", false, "exit when everything has been programmed once")
 	fs.DurationVar(&f.onceTimeout, "once-timeout", time.Minute, "with --once: fail after this time without progress and list the missing services; 0 means never")
 }

@@ -218,6 +218,9 @@ func TestHealthAndMetricsBindAddresses(t *testing.T) {
 	} else if !bytes.Contains(body, []byte("kubeproxy_sync_full_proxy_rules_duration_seconds_count 1")) {
 		t.Errorf("with --kubeproxy-metrics, no metric has a name of kube-proxy:\n%s", body)
 	}
+	if status, body := get(t, "http://"+metrics+"/proxyMode"); status != 200 || string(body) != "test" {
+		t.Errorf("/proxyMode: status %d, %q; want the name of the command", status, body)
+	}
 	cancel()
 	if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
 		t.Errorf("command returned %v", err)

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"time"
@@ -24,6 +25,9 @@ import (
 // neither.
 type Serving struct {
 	health, metrics string
+	// proxyMode is the response to /proxyMode beside the metrics, if not empty. kube-proxy
+	// answers there with its mode, and some tools read it.
+	proxyMode string
 }
 
 // Register adds the flags: --healthz-bind-address and --metrics-bind-address.
@@ -56,6 +60,11 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 		handle(s.health, path, h)
 	}
 	handle(s.metrics, "/metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+	if s.proxyMode != "" {
+		handle(s.metrics, "/proxyMode", http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			io.WriteString(w, s.proxyMode)
+		}))
+	}
 
 	group, running := errgroup.WithContext(ctx)
 	serving, stopServing := context.WithCancel(running)

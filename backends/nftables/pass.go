@@ -129,18 +129,18 @@ func (t *table) deleteForeign(ctx context.Context, p *pass) error {
 
 // claim claims for a service the element that it wants, and notes its old value in the
 // patch.
-func (f *pass) claim(p *patch, e *element) {
+func (ps *pass) claim(p *patch, e *element) {
 	// The kernel refuses overlapping ranges. So the old ranges of a frontend must go in the
 	// transaction that adds new ones.
-	for _, old := range f.ranges[e.elementID] {
-		f.claimOld(p, &old.elementID)
+	for _, old := range ps.ranges[e.elementID] {
+		ps.claimOld(p, &old.elementID)
 	}
-	f.claimOld(p, &e.elementID)
+	ps.claimOld(p, &e.elementID)
 }
 
 // claimOld notes in the patch the value that an element had, unless an earlier Sync did.
-func (f *pass) claimOld(p *patch, id *elementID) {
-	if old, ok := f.snapshots[id.m].claim(id); ok {
+func (ps *pass) claimOld(p *patch, id *elementID) {
+	if old, ok := ps.snapshots[id.m].claim(id); ok {
 		o := p.op(*id)
 		o.hasOld, o.old, o.claimed = true, old, true
 	}
@@ -148,7 +148,7 @@ func (f *pass) claimOld(p *patch, id *elementID) {
 
 // delivered notes the result of a Sync: objects of services that were programmed are not
 // stale, and services that failed give back the elements that they claimed.
-func (f *pass) delivered(p *patch, failed sink.Failed) {
+func (ps *pass) delivered(p *patch, failed sink.Failed) {
 	hasFailed := func(part int) bool {
 		_, is := failed[p.services[p.root(part)][0]]
 		return is
@@ -156,21 +156,21 @@ func (f *pass) delivered(p *patch, failed sink.Failed) {
 	for _, o := range p.ops {
 		// Shared elements are counted, so that nothing has to be given back.
 		if o.claimed && !o.m.shared() && hasFailed(o.part) {
-			f.snapshots[o.m].giveBack(&o.elementID)
+			ps.snapshots[o.m].giveBack(&o.elementID)
 		}
 	}
 	for name, o := range p.objects {
 		if o.new != nil && !hasFailed(o.part) {
-			delete(f.stale, name)
+			delete(ps.stale, name)
 		}
 	}
 }
 
 // endPass removes what no service wants. If services failed, it keeps what may be theirs.
 func (t *table) endPass(ctx context.Context, failed bool) error {
-	f := t.pass
+	ps := t.pass
 	t.pass = nil
-	if err := t.prune(ctx, f, failed); err != nil {
+	if err := t.prune(ctx, ps, failed); err != nil {
 		return err
 	}
 	if err := t.replaceTable(ctx); err != nil {
@@ -189,8 +189,8 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 // prune removes the elements that no service wants, and then the objects that no service
 // wants. The order of allMaps removes frontends before what they lead to. If services
 // failed, they are as they were, and prune keeps what may be theirs.
-func (t *table) prune(ctx context.Context, f *pass, failed bool) error {
-	t.leftovers.exist = failed && (f.keepOfFailed() || t.leftovers.exist)
+func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
+	t.leftovers.exist = failed && (ps.keepOfFailed() || t.leftovers.exist)
 	var stale part
 	var ops []op
 	removed := 0
@@ -215,7 +215,7 @@ func (t *table) prune(ctx context.Context, f *pass, failed bool) error {
 		case m.shared():
 			limit = claimed // the services that want the elements have been counted
 		}
-		for e := range f.snapshots[m].upTo(limit) {
+		for e := range ps.snapshots[m].upTo(limit) {
 			o := op{elementID: e.elementID, hasOld: true, old: e.value}
 			if m.shared() {
 				if t.state.wanted[e.elementID] > hold {
@@ -232,7 +232,7 @@ func (t *table) prune(ctx context.Context, f *pass, failed bool) error {
 		}
 	}
 	if !failed {
-		for _, o := range f.stale {
+		for _, o := range ps.stale {
 			stale.objects = append(stale.objects, objectOp{old: &o})
 		}
 	}
@@ -248,15 +248,15 @@ func (t *table) prune(ctx context.Context, f *pass, failed bool) error {
 // keepOfFailed claims the elements that failed services may still need: those of
 // frontends that some service wants, and all hairpins. It reports whether the table then
 // has anything that no service wants.
-func (f *pass) keepOfFailed() (leaves bool) {
-	leaves = len(f.stale) > 0
-	for m, s := range f.snapshots {
+func (ps *pass) keepOfFailed() (leaves bool) {
+	leaves = len(ps.stale) > 0
+	for m, s := range ps.snapshots {
 		leaves = leaves || slices.Contains(s.claims, returned)
 		for e := range s.upTo(unclaimed) {
 			keep := m.kind == hairpins
 			if nodeFrontends <= m.kind && m.kind <= nodeEndpoints {
 				frontend := e.frontend()
-				keep = f.snapshots[frontend.m].wanted(&frontend)
+				keep = ps.snapshots[frontend.m].wanted(&frontend)
 			}
 			if keep {
 				s.claim(&e.elementID)

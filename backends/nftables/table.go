@@ -21,9 +21,10 @@ import (
 // table is the table of an instance, and what is known of it without reading. One
 // goroutine may use it at a time.
 //
-// A change of services goes this way: syncServices plans the elements of the old and the
-// new view into a patch, apply divides the patch into transactions, and commit writes one
-// of them.
+// A change of services goes this way: syncServices lets the planner emit the elements of
+// the old and the new view into a patch. apply divides the parts of the patch into
+// transactions. commit writes one transaction: wire.elements encodes the messages, and
+// netfilter.Conn sends them. The state notes what the kernel then has.
 type table struct {
 	opts    *Options
 	conn    *conn

@@ -163,16 +163,16 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 				t.Helper()
 				eventually(t, what, f)
 				if now := foreign(t, n.node); now != others {
-					t.Fatalf("%s: other's rules changed:\n%s", what, cmp.Diff(others, now))
+					t.Fatalf("%s: rules of other programs changed:\n%s", what, cmp.Diff(others, now))
 				}
 			}
 			p.ready(t)
-			soon("nothing is served", n.leadsTo("beyond"))
+			soon("before there is a service", n.leadsTo("beyond"))
 
 			c.create("example", c.name)
 			c.lead("example", "pod1", "pod2@elsewhere")
-			soon("a service comes", n.leadsTo("pod1"))
-			soon("a pod that reaches itself", func() error { return n.is(n.pods["pod1"], "pod1", "tcp", tcpPorts[0]) })
+			soon("a service is created", n.leadsTo("pod1"))
+			soon("a pod reaches itself", func() error { return n.is(n.pods["pod1"], "pod1", "tcp", tcpPorts[0]) })
 			soon("the node's own traffic", func() error { return n.is(n.node, "pod1", "tcp", tcpPorts[0]) })
 
 			flow, err := n.outside.dial("udp", externalIPs[0], udpPort)
@@ -181,16 +181,16 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 			}
 			defer flow.Close()
 			if got, err := askOn(flow); got != "pod1" || err != nil {
-				t.Errorf("a UDP client reaches %q, error %v", got, err)
+				t.Errorf("UDP client reaches %q, error %v", got, err)
 			}
 			c.lead("example", "pod1@elsewhere", "pod2")
 			soon("the pod moves", n.leadsTo("pod2"))
 			if got, err := askOn(flow); s.forgets && (got != "pod2" || err != nil) {
-				t.Errorf("the UDP client then reaches %q, error %v", got, err)
+				t.Errorf("after the move the UDP client reaches %q, error %v", got, err)
 			}
 
 			c.lead("example", "pod1@elsewhere")
-			soon("all pods are elsewhere", n.fails(isTimeout))
+			soon("all pods are on other nodes", n.fails(isTimeout))
 			c.lead("example", "pod1!@elsewhere")
 			soon("no pod is ready", n.fails(isRefused))
 			c.lead("example", "pod1", "pod2")
@@ -216,7 +216,7 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 				c.lead("rival", "pod1")
 				eventually(t, "the pod moves", n.leadsTo("pod1"))
 				c.lead("rival", "pod2")
-				eventually(t, "and back", n.leadsTo("pod2"))
+				eventually(t, "the pod moves back", n.leadsTo("pod2"))
 			})
 			if s.forgets {
 				p.end(t, syscall.SIGKILL)
@@ -225,7 +225,7 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 				p.ready(t)
 			}
 			if diff := cmp.Diff(before, s.own(t, n.node)); diff != "" {
-				t.Errorf("after a restart it has other rules (-before +after):\n%s", diff)
+				t.Errorf("rules after a restart (-before +after):\n%s", diff)
 			}
 
 			c.remove("rival")
@@ -233,10 +233,10 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 			p.end(t, syscall.SIGTERM)
 			n.node.Run(t, s.cleanup(t)...)
 			if now := foreign(t, n.node); now != others {
-				t.Errorf("cleaned up, others' rules have changed:\n%s", cmp.Diff(others, now))
+				t.Errorf("after cleanup, rules of other programs changed:\n%s", cmp.Diff(others, now))
 			}
 			if all := n.node.Run(t, "nft", "list", "ruleset"); strings.Contains(strings.ToLower(all), "kpng") {
-				t.Errorf("cleaned up, something of it is left:\n%s", all)
+				t.Errorf("after cleanup, these rules remain:\n%s", all)
 			}
 		})
 	}
@@ -251,11 +251,11 @@ func eventually(t testing.TB, what string, f func() error) {
 		err := f()
 		if err == nil {
 			// If the check itself took long, the change had taken effect when the check began.
-			t.Logf("%s: in force after at most %s", what, began.Sub(start).Round(time.Millisecond))
+			t.Logf("%s: effective after at most %s", what, began.Sub(start).Round(time.Millisecond))
 			return
 		}
 		if began.Sub(start) > inTime {
-			t.Fatalf("%s: not in force %s later: %v", what, began.Sub(start), err)
+			t.Fatalf("%s: not effective after %s: %v", what, began.Sub(start), err)
 		}
 		time.Sleep(5 * time.Millisecond)
 	}
@@ -302,7 +302,7 @@ func (n *network) echo(ip netip.Addr, name string) error {
 	}
 	after, err := at.echoRequests(ip)
 	if err == nil && after == before {
-		return fmt.Errorf("an echo request to %s does not arrive at %q", ip, name)
+		return fmt.Errorf("an echo request to %s does not reach %q", ip, name)
 	}
 	return err
 }
@@ -368,22 +368,22 @@ func (n *network) uninterrupted(t testing.TB, f func()) {
 			for asked := 0; ; asked++ {
 				select {
 				case <-stop:
-					t.Logf("%s: %d connections, and one that lasted", ip, asked)
+					t.Logf("%s: %d connections, and one that stayed open", ip, asked)
 					return
 				case <-time.After(5 * time.Millisecond):
 				}
 				streams[i].SetDeadline(time.Now().Add(2 * time.Second))
 				word := make([]byte, 4)
 				if _, err := streams[i].Write([]byte("echo")); err != nil {
-					t.Errorf("%s: a lasting connection: %v", ip, err)
+					t.Errorf("%s: open connection: %v", ip, err)
 					return
 				}
 				if _, err := io.ReadFull(streams[i], word); err != nil || !bytes.Equal(word, []byte("echo")) {
-					t.Errorf("%s: a lasting connection: %q, %v", ip, word, err)
+					t.Errorf("%s: open connection: %q, %v", ip, word, err)
 					return
 				}
 				if _, err := n.outside.ask("tcp", ip, tcpPorts[1]); err != nil {
-					t.Errorf("%s: a new connection: %v", ip, err)
+					t.Errorf("%s: new connection: %v", ip, err)
 					return
 				}
 			}
@@ -436,7 +436,7 @@ func (p *process) ready(t testing.TB) {
 			return
 		}
 		if time.Now().After(deadline) {
-			t.Fatal("it does not get ready")
+			t.Fatal("the program does not become ready")
 		}
 	}
 }
@@ -462,6 +462,6 @@ func (p *process) end(t testing.TB, signal syscall.Signal) {
 		t.Error(err)
 	}
 	if err := p.cmd.Wait(); err != nil && signal != syscall.SIGKILL {
-		t.Errorf("it ended with %v", err)
+		t.Errorf("the program returned %v", err)
 	}
 }

@@ -30,7 +30,7 @@ import (
 // account is the namespace of the manifests' service accounts.
 const account = "kube-system"
 
-func TestTheManifestsAreValidAndGrantWhatIsNeededAndNoMore(t *testing.T) {
+func TestManifestsAreValidAndGrantOnlyNeededPermissions(t *testing.T) {
 	for name, manifest := range map[string]string{
 		"all-ip":         "../../examples/all-ip/deploy/all-ip.yaml",
 		"kpng-callout":   "../../examples/kpng-callout/deploy/kpng-callout.yaml",
@@ -52,7 +52,7 @@ func TestTheManifestsAreValidAndGrantWhatIsNeededAndNoMore(t *testing.T) {
 				authorizationv1.ResourceRule{Verbs: []string{"get", "list", "watch"}, APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}},
 			)
 			if diff := cmp.Diff(sorted(want), sorted(granted)); diff != "" {
-				t.Errorf("what it may do (-want +got):\n%s", diff)
+				t.Errorf("permissions (-want +got):\n%s", diff)
 			}
 
 			c := newCluster(t, server)
@@ -61,7 +61,7 @@ func TestTheManifestsAreValidAndGrantWhatIsNeededAndNoMore(t *testing.T) {
 			out := sh(t, build(t, "kpng-json"), "--kubeconfig", apiserver.Kubeconfig(t, config), "--once",
 				"--service-proxy-name", c.name, "--node-name", c.name, "--all-ports")
 			if !bytes.Contains([]byte(out), []byte(podIPs["pod1"][1])) {
-				t.Errorf("with these rights kpng-json prints %q", out)
+				t.Errorf("with these permissions kpng-json prints %q", out)
 			}
 		})
 	}
@@ -156,7 +156,7 @@ func rulesOf(t testing.TB, config *rest.Config) []authorizationv1.ResourceRule {
 		t.Fatal(err)
 	}
 	if answer.Status.Incomplete {
-		t.Fatalf("the rules of a client are not all known: %s", answer.Status.EvaluationError)
+		t.Fatalf("the list of permissions is incomplete: %s", answer.Status.EvaluationError)
 	}
 	return answer.Status.ResourceRules
 }
@@ -171,7 +171,7 @@ func waitRules(t testing.TB, config *rest.Config) []authorizationv1.ResourceRule
 			return rules
 		}
 		if time.Now().After(deadline) {
-			t.Fatalf("it may still do no more than %v", rules)
+			t.Fatalf("the client still has only the permissions %v", rules)
 		}
 	}
 }

@@ -42,7 +42,7 @@ func TestMain(m *testing.M) {
 func need(t testing.TB, tools ...string) {
 	t.Helper()
 	if os.Geteuid() != 0 {
-		t.Fatal("this test makes network namespaces, for which it has to be root")
+		t.Fatal("this test creates network namespaces, which needs root")
 	}
 	for _, tool := range tools {
 		if _, err := exec.LookPath(tool); err != nil {

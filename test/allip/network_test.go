@@ -111,7 +111,7 @@ func (n namespace) echoRequests(ip netip.Addr) (count int, err error) {
 					return err
 				}
 			}
-			return errors.New("no count of echo requests")
+			return errors.New("found no count of echo requests")
 		}
 		text, err := os.ReadFile("/proc/thread-self/net/snmp")
 		if err != nil {
@@ -126,7 +126,7 @@ func (n namespace) echoRequests(ip netip.Addr) (count int, err error) {
 			}
 			names = words
 		}
-		return errors.New("no count of echo requests")
+		return errors.New("found no count of echo requests")
 	})
 	return count, err
 }

@@ -38,12 +38,12 @@ func newAuthority() (*authority, error) {
 	}
 	certPEM, err := sign(template, template, key, key)
 	if err != nil {
-		return nil, fmt.Errorf("make a certificate authority: %w", err)
+		return nil, fmt.Errorf("create certificate authority: %w", err)
 	}
 	block, _ := pem.Decode(certPEM)
 	cert, err := x509.ParseCertificate(block.Bytes)
 	if err != nil {
-		return nil, fmt.Errorf("make a certificate authority: %w", err)
+		return nil, fmt.Errorf("create certificate authority: %w", err)
 	}
 	return &authority{cert: cert, key: key, certPEM: certPEM}, nil
 }
@@ -74,7 +74,7 @@ func (a *authority) issue(template *x509.Certificate) (certPEM, keyPEM []byte, e
 		return nil, nil, err
 	}
 	if certPEM, err = sign(template, a.cert, key, a.key); err != nil {
-		return nil, nil, fmt.Errorf("sign the certificate of %s: %w", template.Subject, err)
+		return nil, nil, fmt.Errorf("sign certificate of %s: %w", template.Subject, err)
 	}
 	if keyPEM, err = encodeKey(key); err != nil {
 		return nil, nil, err
@@ -96,7 +96,7 @@ func sign(template, parent *x509.Certificate, key, parentKey *ecdsa.PrivateKey) 
 func newKey() (*ecdsa.PrivateKey, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
-		return nil, fmt.Errorf("make a key: %w", err)
+		return nil, fmt.Errorf("create key: %w", err)
 	}
 	return key, nil
 }
@@ -104,7 +104,7 @@ func newKey() (*ecdsa.PrivateKey, error) {
 func encodeKey(key *ecdsa.PrivateKey) ([]byte, error) {
 	der, err := x509.MarshalECPrivateKey(key)
 	if err != nil {
-		return nil, fmt.Errorf("encode a key: %w", err)
+		return nil, fmt.Errorf("encode key: %w", err)
 	}
 	return pem.EncodeToMemory(&pem.Block{Type: "EC PRIVATE KEY", Bytes: der}), nil
 }

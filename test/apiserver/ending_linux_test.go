@@ -17,7 +17,7 @@ import (
 	"go.uber.org/goleak"
 )
 
-func TestNothingRunsAfter(t *testing.T) {
+func TestProcessesEndWithTestProcess(t *testing.T) {
 	for name, way := range map[string]string{
 		"the test process panicked":   "panic",
 		"the test process was killed": "SIGKILL",
@@ -44,7 +44,7 @@ func TestNothingRunsAfter(t *testing.T) {
 				}
 			}
 			if err := cmd.Wait(); err == nil {
-				t.Error("the test process ended well")
+				t.Error("the test process ended without an error")
 			}
 			for _, pid := range strings.Fields(line) {
 				waitEnded(t, pid)

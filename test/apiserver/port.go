@@ -27,12 +27,12 @@ func reservePort() (*port, error) {
 	}
 	syscall.ForkLock.RUnlock()
 	if err != nil {
-		return nil, fmt.Errorf("reserve a port: %w", err)
+		return nil, fmt.Errorf("reserve port: %w", err)
 	}
 	p := &port{file: os.NewFile(uintptr(fd), "reserved port")}
 	if p.number, err = bindShared(fd); err != nil {
 		p.release()
-		return nil, fmt.Errorf("reserve a port: %w", err)
+		return nil, fmt.Errorf("reserve port: %w", err)
 	}
 	return p, nil
 }

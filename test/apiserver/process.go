@@ -136,7 +136,7 @@ func (p *Process) waitReady(ctx context.Context) error {
 		}
 		select {
 		case <-p.ended:
-			return fmt.Errorf("it ended: %s", p.cmd.ProcessState)
+			return fmt.Errorf("the process ended: %s", p.cmd.ProcessState)
 		case <-ctx.Done():
 			return fmt.Errorf("not ready: %w", errors.Join(ctx.Err(), err))
 		case <-tick.C:
@@ -209,7 +209,7 @@ func (p *Process) showLogOnFailure(t testing.TB) {
 			err = os.WriteFile(filepath.Join(dir, filepath.Base(p.logPath)), log, 0o644)
 		}
 		if err != nil {
-			t.Logf("keep the log of %s: %v", p.name, err)
+			t.Logf("keep log of %s: %v", p.name, err)
 		}
 	})
 }

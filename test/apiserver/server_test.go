@@ -47,7 +47,7 @@ func startAndEnd(way string) {
 	}
 	fmt.Println(s.Etcd.cmd.Process.Pid, s.APIServer.cmd.Process.Pid)
 	if way == "panic" {
-		panic("as asked for")
+		panic("requested by the test")
 	}
 	select {}
 }
@@ -64,7 +64,7 @@ func TestServicesGetClusterIPsOfBothFamilies(t *testing.T) {
 	}
 	for i, cidr := range []string{ServiceCIDRv4, ServiceCIDRv6} {
 		if ip := service.Spec.ClusterIPs[i]; !netip.MustParsePrefix(cidr).Contains(netip.MustParseAddr(ip)) {
-			t.Errorf("cluster IP %s is not in %s", ip, cidr)
+			t.Errorf("cluster IP %s is outside %s", ip, cidr)
 		}
 	}
 }
@@ -113,7 +113,7 @@ func TestNodesAndSlicesAreWrittenByHand(t *testing.T) {
 		t.Fatal(err)
 	}
 	if c := got.Endpoints[0].Conditions; c.Ready != nil {
-		t.Errorf("the API server made nil conditions %v", c)
+		t.Errorf("the API server changed nil conditions to %v", c)
 	}
 }
 
@@ -139,9 +139,9 @@ func TestListsAreStreamed(t *testing.T) {
 	}
 }
 
-func TestObjectsOutlive(t *testing.T) {
+func TestObjectsSurvive(t *testing.T) {
 	for name, downAndUp := range map[string]func(*testing.T, *Server){
-		"an orderly restart of the API server": func(t *testing.T, s *Server) {
+		"a graceful restart of the API server": func(t *testing.T, s *Server) {
 			s.APIServer.Stop(t)
 			s.APIServer.Start(t)
 		},
@@ -171,27 +171,27 @@ func TestObjectsOutlive(t *testing.T) {
 	}
 }
 
-func TestAServerThatIsDownKeepsItsAddress(t *testing.T) {
+func TestStoppedServerKeepsItsAddress(t *testing.T) {
 	s := shared.Get(t)
 	address := strings.TrimPrefix(s.Config().Host, "https://")
 	s.APIServer.Kill(t)
 	if _, err := net.Dial("tcp", address); !errors.Is(err, syscall.ECONNREFUSED) {
-		t.Errorf("connecting: %v, want connection refused", err)
+		t.Errorf("connect: %v, want connection refused", err)
 	}
 	if l, err := net.Listen("tcp", address); !errors.Is(err, syscall.EADDRINUSE) {
-		t.Errorf("listening: %v, %v, want address in use", l, err)
+		t.Errorf("listen: %v, %v, want address in use", l, err)
 	}
 	s.APIServer.Start(t)
 }
 
-func TestCompactionForgetsOldVersions(t *testing.T) {
+func TestCompactionDropsOldVersions(t *testing.T) {
 	s := shared.Get(t)
 	ns := s.Namespace(t)
 	services := s.Client().CoreV1().Services(ns)
 	old := create(t, s, ns, clusterIP("a")).ResourceVersion
 	create(t, s, ns, clusterIP("b"))
 
-	// A running API server still serves what it has in memory.
+	// A running API server still serves old versions from memory.
 	s.APIServer.Kill(t)
 	s.APIServer.Start(t)
 	exactly := metav1.ListOptions{ResourceVersion: old, ResourceVersionMatch: metav1.ResourceVersionMatchExact}
@@ -219,7 +219,7 @@ func TestCompactionForgetsOldVersions(t *testing.T) {
 	}
 }
 
-func TestAReplicaWritesWhileTheServerIsDown(t *testing.T) {
+func TestReplicaWritesWhileServerIsDown(t *testing.T) {
 	s := shared.Get(t)
 	ns := s.Namespace(t)
 	replica := s.Replica(t)
@@ -231,7 +231,7 @@ func TestAReplicaWritesWhileTheServerIsDown(t *testing.T) {
 	}
 }
 
-func TestAUserMayDoWhatItsRulesSay(t *testing.T) {
+func TestUserHasOnlyGrantedPermissions(t *testing.T) {
 	s := shared.Get(t)
 	config := s.User(t, rbacv1.PolicyRule{
 		APIGroups: []string{""}, Resources: []string{"services"}, Verbs: []string{"list", "watch"},
@@ -245,17 +245,17 @@ func TestAUserMayDoWhatItsRulesSay(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := client.CoreV1().Services("").List(t.Context(), metav1.ListOptions{}); err != nil {
-		t.Errorf("listing services: %v, want no error", err)
+		t.Errorf("list services: %v, want no error", err)
 	}
 	if _, err := client.DiscoveryV1().EndpointSlices("").List(t.Context(), metav1.ListOptions{}); !apierrors.IsForbidden(err) {
-		t.Errorf("listing endpoint slices: %v, want 403 Forbidden", err)
+		t.Errorf("list endpoint slices: %v, want 403 Forbidden", err)
 	}
 	if _, err := client.CoreV1().Services("default").Get(t.Context(), "kubernetes", metav1.GetOptions{}); !apierrors.IsForbidden(err) {
-		t.Errorf("getting a service: %v, want 403 Forbidden", err)
+		t.Errorf("get a service: %v, want 403 Forbidden", err)
 	}
 }
 
-func TestServersAreStrangersToEachOther(t *testing.T) {
+func TestServersAreIndependent(t *testing.T) {
 	a, b := shared.Get(t), Start(t, Options{})
 	create(t, a, metav1.NamespaceDefault, clusterIP("only-in-a"))
 	t.Cleanup(func() {
@@ -288,24 +288,24 @@ func TestNamespacesEndWithTheirTest(t *testing.T) {
 		t.Fatal(err)
 	}
 	if n := len(list.Items); n != 0 {
-		t.Errorf("%d services left, want none", n)
+		t.Errorf("%d services remain, want none", n)
 	}
 }
 
-func TestAServerThatCannotStartSaysWhy(t *testing.T) {
+func TestStartErrorHasItsCause(t *testing.T) {
 	s, err := start(t.Context(), Options{Flags: []string{"--no-such-flag"}})
 	if err == nil {
 		s.close()
-		t.Fatal("it started")
+		t.Fatal("the server started")
 	}
 	for _, want := range []string{"start kube-apiserver", "exit status 1", "unknown flag: --no-such-flag"} {
 		if !strings.Contains(err.Error(), want) {
-			t.Errorf("error does not say %q:\n%v", want, err)
+			t.Errorf("error does not contain %q:\n%v", want, err)
 		}
 	}
 }
 
-func TestALogsTailBeginsWithAWholeLine(t *testing.T) {
+func TestLogTailBeginsWithWholeLine(t *testing.T) {
 	p := &Process{name: "p", logPath: t.TempDir() + "/log"}
 	var log strings.Builder
 	for i := range tailBytes / 8 {
@@ -315,7 +315,7 @@ func TestALogsTailBeginsWithAWholeLine(t *testing.T) {
 		t.Fatal(err)
 	}
 	if tail := p.logTail(0); !strings.HasPrefix(tail, "p logged:\n…\nline ") || !strings.HasSuffix(tail, log.String()[log.Len()-100:]) {
-		t.Errorf("tail is %q", tail)
+		t.Errorf("tail %q", tail)
 	}
 	from := int64(log.Len() - len("line 1023\n"))
 	if got, want := p.logTail(from), "p logged:\nline 1023\n"; got != want {

@@ -28,11 +28,11 @@ func (s *Server) Namespace(t testing.TB) string {
 		ObjectMeta: metav1.ObjectMeta{GenerateName: "test-"},
 	}, metav1.CreateOptions{})
 	if err != nil {
-		t.Fatalf("create a namespace: %v", err)
+		t.Fatalf("create namespace: %v", err)
 	}
 	t.Cleanup(func() {
 		if !s.APIServer.Running() {
-			return // and it is never used again
+			return // the name is never used again
 		}
 		if err := s.removeNamespace(context.WithoutCancel(t.Context()), ns); err != nil {
 			t.Errorf("remove namespace %s: %v", ns.Name, err)
@@ -65,7 +65,7 @@ func (s *Server) User(t testing.TB, rules ...rbacv1.PolicyRule) *rest.Config {
 		Rules:      rules,
 	}, metav1.CreateOptions{})
 	if err != nil {
-		t.Fatalf("create a user's role: %v", err)
+		t.Fatalf("create role: %v", err)
 	}
 	user := role.Name
 	binding := &rbacv1.ClusterRoleBinding{
@@ -74,7 +74,7 @@ func (s *Server) User(t testing.TB, rules ...rbacv1.PolicyRule) *rest.Config {
 		RoleRef:    rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: role.Name},
 	}
 	if _, err := bindings.Create(t.Context(), binding, metav1.CreateOptions{}); err != nil {
-		t.Fatalf("give user %s a role: %v", user, err)
+		t.Fatalf("bind role of user %s: %v", user, err)
 	}
 	t.Cleanup(func() {
 		if !s.APIServer.Running() {
@@ -94,7 +94,7 @@ func (s *Server) User(t testing.TB, rules ...rbacv1.PolicyRule) *rest.Config {
 		t.Fatal(err)
 	}
 	if err := s.waitAllowed(t.Context(), user, rules); err != nil {
-		t.Fatalf("give user %s its rights: %v", user, err)
+		t.Fatalf("wait for permissions of user %s: %v", user, err)
 	}
 	return config
 }
@@ -154,7 +154,7 @@ func Kubeconfig(t testing.TB, config *rest.Config) string {
 		}},
 	}, path)
 	if err != nil {
-		t.Fatalf("write a kubeconfig: %v", err)
+		t.Fatalf("write kubeconfig: %v", err)
 	}
 	return path
 }

@@ -96,7 +96,7 @@ func eventually(t *testing.T, what string, try func() (ok bool, state any)) {
 	}
 }
 
-func TestWhatTheAPIServerHasIsServedRelayedWrittenAndExplained(t *testing.T) {
+func TestAllSourcesAndTargetsAgree(t *testing.T) {
 	kpng, kpngJSON := build(t, "./cmd/kpng"), build(t, "./examples/kpng-json")
 	server := apiserver.Start(t, apiserver.Options{})
 	client, ns := server.Client(), server.Namespace(t)
@@ -168,7 +168,7 @@ func TestWhatTheAPIServerHasIsServedRelayedWrittenAndExplained(t *testing.T) {
 		for _, source := range [][]string{{"--api", relay}, {"-i", written, proxyName}} {
 			got := kpng.run(append([]string{"explain", "--node-name=here", about}, source...)...)
 			if diff := cmp.Diff(explained, got); diff != "" {
-				t.Errorf("explained with %s (-kubeconfig +this):\n%s", source, diff)
+				t.Errorf("explanation with %s (-with kubeconfig +with this):\n%s", source, diff)
 			}
 		}
 	}

@@ -176,7 +176,7 @@ func (r *running) wait(b testing.TB) time.Time {
 			}
 			reached = time.Time{}
 			if time.Now().After(deadline) {
-				b.Fatalf("service %s leads nowhere after %s: %v", name(service), loadPatience, err)
+				b.Fatalf("service %s does not work after %s: %v", name(service), loadPatience, err)
 			}
 			time.Sleep(time.Millisecond)
 		}
@@ -220,7 +220,7 @@ func (c *cluster) list(b *testing.B) time.Duration {
 		took[i] = time.Since(begin)
 		cancel()
 		if err != nil {
-			b.Fatalf("list the cluster: %v", err)
+			b.Fatalf("list cluster: %v", err)
 		}
 	}
 	slices.Sort(took)
@@ -266,7 +266,7 @@ func (r *running) latency(b *testing.B, interval string) {
 				break
 			}
 			if time.Now().After(deadline) {
-				b.Fatalf("endpoint %s: in the kernel %t, watched %t", c.pod, ok, ok2)
+				b.Fatalf("endpoint %s: seen in the kernel %t, seen in the watch %t", c.pod, ok, ok2)
 			}
 			time.Sleep(10 * time.Millisecond)
 		}
@@ -301,7 +301,7 @@ func (r *running) connections(b *testing.B) {
 	took := time.Since(begin)
 	b.ReportMetric(float64(refused), "connects-failed")
 	if len(times) == 0 {
-		b.Fatal("no service leads anywhere")
+		b.Fatal("no service works")
 	}
 	slices.Sort(times)
 	b.ReportMetric(float64(times[len(times)/2].Nanoseconds())/1000, "µs-connect-p50")

@@ -59,7 +59,7 @@ func parseShapes(t testing.TB, list string) []shape {
 		s.services, err = strconv.Atoi(services)
 		s.endpoints, err2 = strconv.Atoi(endpoints)
 		if err != nil || err2 != nil || s.services < 1 || s.endpoints < 1 {
-			t.Fatalf("shape %q is not like 1000x10 or 1000x10+", word)
+			t.Fatalf("shape %q does not have the form 1000x10 or 1000x10+", word)
 		}
 		all = append(all, s)
 	}
@@ -90,9 +90,9 @@ func newCluster(t testing.TB, s shape) *cluster {
 		t.Fatal(err)
 	}
 	if err := c.fill(t.Context()); err != nil {
-		t.Fatalf("fill the cluster: %v", err)
+		t.Fatalf("fill cluster: %v", err)
 	}
-	// It detects the used node ports when it starts.
+	// The API server detects the used node ports when it starts.
 	server.APIServer.Kill(t)
 	server.APIServer.Start(t)
 	return c

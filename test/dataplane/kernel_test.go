@@ -45,7 +45,7 @@ func tables(t testing.TB, ctx context.Context) *sightings {
 			switch {
 			case errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EINTR):
 			case err != nil:
-				t.Errorf("listen to the kernel: %v", err)
+				t.Errorf("listen to notifications of the kernel: %v", err)
 				return
 			default:
 				for i := 0; i+4 <= n; i++ {

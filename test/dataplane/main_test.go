@@ -17,9 +17,9 @@ import (
 )
 
 var (
-	shapes   = flag.String("shapes", "1000x10,5000x10,10000x10,30000x10", "`list` of clusters: services x endpoints, with a + if services have four frontends and policy Local")
+	shapes   = flag.String("shapes", "1000x10,5000x10,10000x10,30000x10", "`list` of clusters: services x endpoints; + means four frontends and policy Local")
 	proxies  = flag.String("proxies", "kpng,kube-proxy", "`list` of the proxies to measure")
-	changes  = flag.Int("changes", 200, "`number` of endpoints that change, ten a second, for each latency")
+	changes  = flag.Int("changes", 200, "`number` of endpoint changes, ten per second, for each latency")
 	connects = flag.Int("connects", 10_000, "`number` of connections that are timed")
 )
 
@@ -32,7 +32,7 @@ func TestMain(m *testing.M) {
 		os.Exit(moveInside())
 	}
 	if err := prepare(); err != nil {
-		fmt.Fprintln(os.Stderr, "prepare the network namespace:", err)
+		fmt.Fprintln(os.Stderr, "prepare network namespace:", err)
 		os.Exit(1)
 	}
 	os.Exit(m.Run())
@@ -51,7 +51,7 @@ func moveInside() int {
 	case errors.As(err, &exit):
 		return exit.ExitCode()
 	case err != nil:
-		fmt.Fprintln(os.Stderr, "enter a new network namespace, for which one has to be root:", err)
+		fmt.Fprintln(os.Stderr, "enter a new network namespace (needs root):", err)
 		return 1
 	}
 	return 0

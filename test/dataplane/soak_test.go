@@ -33,8 +33,8 @@ import (
 )
 
 var (
-	soakFor  = flag.Duration("soak", 20*time.Second, "how `long` TestSoak changes services")
-	soakSeed = flag.Uint64("seed", 0, "seed of TestSoak; 0 is a random one")
+	soakFor  = flag.Duration("soak", 20*time.Second, "the `duration` of TestSoak")
+	soakSeed = flag.Uint64("seed", 0, "seed of TestSoak; 0 means random")
 )
 
 const (
@@ -99,12 +99,12 @@ func TestSoak(t *testing.T) {
 	t.Logf("%d changes, %.0f/s; %d connections", churn.made.Load(), perSecond, traffic.made.Load())
 	// The possible rate depends on the load of the machine.
 	if perSecond < changeRate/10 {
-		t.Errorf("%.0f changes were made in a second, want at least %d", perSecond, changeRate/10)
+		t.Errorf("%.0f changes per second, want at least %d", perSecond, changeRate/10)
 	}
 
 	marked := c.mark(t)
 	if found := metric(t, "kpng_nftables_drift_found_total"); found != 0 {
-		t.Errorf("the table was %g times not what the proxy had made of it", found)
+		t.Errorf("%g verifications found a difference in the table, want none", found)
 	}
 	end := kilobytes(t, proxy.status(), "VmRSS")
 	t.Logf("memory: %d KiB halfway, %d KiB at the end", halfway>>10, end>>10)
@@ -118,7 +118,7 @@ func TestSoak(t *testing.T) {
 	fresh := c.start(t, kpngProxy, time.Millisecond)
 	fresh.wait(t)
 	if diff := cmp.Diff(ruleset(t, c.mark(t)), after); diff != "" {
-		t.Errorf("the kernel has something else than after a fresh start (-fresh +got):\n%s", diff)
+		t.Errorf("the kernel differs from a fresh start (-fresh +got):\n%s", diff)
 	}
 }
 
@@ -139,7 +139,7 @@ func metric(t testing.TB, name string) float64 {
 			return value
 		}
 	}
-	t.Fatalf("there is no metric %s", name)
+	t.Fatalf("found no metric %s", name)
 	return 0
 }
 
@@ -175,7 +175,7 @@ func (c *churn) run(ctx context.Context, random *rand.Rand) error {
 			// Another writer was first, or the cluster IP is not free yet.
 			lost := apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) || apierrors.IsNotFound(err) || apierrors.IsInvalid(err)
 			if !lost && ctx.Err() == nil {
-				return fmt.Errorf("change a service: %w", err)
+				return fmt.Errorf("change service: %w", err)
 			}
 		}
 	}
@@ -299,7 +299,7 @@ func (c *cluster) mark(t testing.TB) string {
 		select {
 		case <-time.After(10 * time.Millisecond):
 		case <-ctx.Done():
-			t.Fatalf("the marker's endpoint %s did not come into the kernel: %v", pod, ctx.Err())
+			t.Fatalf("the marker's endpoint %s is not in the kernel: %v", pod, ctx.Err())
 		}
 	}
 }

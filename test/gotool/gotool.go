@@ -52,15 +52,15 @@ func Build(ctx context.Context, program string) (string, error) {
 func lockBuild() (unlock func(), err error) {
 	cache, err := os.UserCacheDir()
 	if err != nil {
-		return nil, fmt.Errorf("lock the build: %w", err)
+		return nil, fmt.Errorf("lock build: %w", err)
 	}
 	dir := filepath.Join(cache, "kpng")
 	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return nil, fmt.Errorf("lock the build: %w", err)
+		return nil, fmt.Errorf("lock build: %w", err)
 	}
 	f, err := os.OpenFile(filepath.Join(dir, "test-build.lock"), os.O_CREATE|os.O_RDWR, 0o644)
 	if err != nil {
-		return nil, fmt.Errorf("lock the build: %w", err)
+		return nil, fmt.Errorf("lock build: %w", err)
 	}
 	for {
 		err = unix.Flock(int(f.Fd()), unix.LOCK_EX)

@@ -7,17 +7,17 @@ import (
 	"testing"
 )
 
-func TestWithoutTheGoCommandTheErrorSaysSo(t *testing.T) {
+func TestErrorNamesMissingGoCommand(t *testing.T) {
 	t.Setenv("PATH", t.TempDir())
 	_, err := Build(t.Context(), Etcd)
 	if err == nil || !strings.Contains(err.Error(), "needs the go command") {
-		t.Errorf("error is %v, want one that says what is missing", err)
+		t.Errorf("error %v, want one that names the missing command", err)
 	}
 }
 
-func TestAProgramThatIsNoToolOfTheModuleIsNamed(t *testing.T) {
+func TestErrorNamesUnknownProgram(t *testing.T) {
 	_, err := Build(t.Context(), "example.com/no/such/program")
 	if err == nil || !strings.Contains(err.Error(), "build example.com/no/such/program") {
-		t.Errorf("error is %v, want one that names the program", err)
+		t.Errorf("error %v, want one that names the program", err)
 	}
 }

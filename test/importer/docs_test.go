@@ -84,8 +84,8 @@ func (p *page) fences(t *testing.T) []fence {
 	return all
 }
 
-// A Go block is a whole file, which compiles in a module of somebody else, or an excerpt
-// of the file of this repository that the opening line names.
+// A Go block is one of two things. It is a whole file, which must compile in another
+// module. Or it is an excerpt of the repository's file that the opening line names.
 func TestGoCodeInDocsCompiles(t *testing.T) {
 	files := map[string]string{}
 	origin := map[string]string{}
@@ -105,7 +105,7 @@ func TestGoCodeInDocsCompiles(t *testing.T) {
 				files[dir+"/file.go"] = f.text
 				origin[dir] = f.where()
 			default:
-				t.Errorf("%s: the block is no whole Go file and names no file: begin it with ```go FILE", f.where())
+				t.Errorf("%s: the block is not a whole Go file and does not name its file: begin it with ```go FILE", f.where())
 			}
 		}
 	}
@@ -130,9 +130,10 @@ func trimLines(text string) string {
 	return trimmed.String()
 }
 
-// The commands of a console block, which begin with "$ ", run in the root of the checkout and
-// print what follows them. White space does not count, and "…" stands for any text.
-func TestCommandsInDocsPrintWhatDocsShow(t *testing.T) {
+// The test runs the commands of console blocks, which begin with "$ ", in the root of the
+// checkout. Their output must equal the lines below, except white space. "…" stands for any
+// text.
+func TestOutputOfCommandsInDocsIsCorrect(t *testing.T) {
 	commands := 0
 	for _, p := range pages(t) {
 		for _, f := range p.fences(t) {
@@ -159,8 +160,8 @@ func TestCommandsInDocsPrintWhatDocsShow(t *testing.T) {
 	}
 }
 
-// cutCommand splits a command, whose lines but the last end with a backslash, from what
-// it prints.
+// cutCommand separates a command from its output. All lines of the command except the last
+// end with a backslash.
 func cutCommand(text string) (command, output string) {
 	for line := range strings.Lines(text) {
 		command += line
@@ -184,8 +185,8 @@ func run(t *testing.T, where, command string) string {
 	return stdout.String()
 }
 
-// matches reports whether got is want without regard to white space, where "…" in want
-// stands for any text.
+// matches reports whether got equals want, ignoring white space. "…" in want stands for any
+// text.
 func matches(want, got string) bool {
 	pattern := strings.ReplaceAll(regexp.QuoteMeta(withoutSpace(want)), "…", ".*")
 	return regexp.MustCompile("^" + pattern + "$").MatchString(withoutSpace(got))
@@ -214,7 +215,7 @@ func TestLinksInDocsExist(t *testing.T) {
 			if _, err := os.Stat(filepath.Join(root, name)); err != nil {
 				t.Errorf("%s links to %s: %v", p.name, link[1], err)
 			} else if section != "" && sections[name] != nil && !sections[name][section] {
-				t.Errorf("%s links to %s, and %s has no such section", p.name, link[1], name)
+				t.Errorf("%s links to %s, but %s has no such section", p.name, link[1], name)
 			}
 		}
 	}

@@ -41,7 +41,7 @@ func unwantedIn(paths []string) []string {
 	return found
 }
 
-// embedder is about the smallest program that has kpng in it.
+// embedder is a minimal program that embeds kpng.
 //
 //go:embed testdata/embedder/main.go
 var embedder string
@@ -69,7 +69,7 @@ import (
 func main() {}
 `
 
-func TestAnImporterLinksNothingUnwanted(t *testing.T) {
+func TestImporterLinksNothingUnwanted(t *testing.T) {
 	without := newModule(t, "", map[string]string{"main.go": clientGoOnly})
 	for _, c := range []struct {
 		name     string
@@ -89,28 +89,28 @@ func TestAnImporterLinksNothingUnwanted(t *testing.T) {
 				linked := importer.linked(t, goos)
 				for _, found := range unwantedIn(slices.Collect(maps.Keys(linked))) {
 					if !strings.HasPrefix(found, c.wanted) {
-						t.Errorf("it links %s", found)
+						t.Errorf("the program links %s", found)
 					}
 				}
-				t.Logf("linked beside the standard library and what comes with client-go:\n%s",
+				t.Logf("linked in addition to the standard library and client-go:\n%s",
 					strings.Join(own(linked, without.linked(t, goos)), "\n"))
 			})
 		}
 	}
 }
 
-func TestAnImporterGetsNoKubernetesModule(t *testing.T) {
+func TestImporterNeedsNoKubernetesModule(t *testing.T) {
 	importer := newImporter(t, map[string]string{"main.go": embedder})
 	without := newModule(t, "", map[string]string{"main.go": clientGoOnly})
 	versions := importer.versions(t)
 	if v, ok := versions["k8s.io/kubernetes"]; ok {
-		t.Errorf("k8s.io/kubernetes %s is among its modules", v)
+		t.Errorf("the modules include k8s.io/kubernetes %s", v)
 	}
-	t.Logf("modules that kpng raises over what client-go asks for:\n%s",
+	t.Logf("modules with a higher version than client-go requires:\n%s",
 		strings.Join(raised(without.versions(t), versions), "\n"))
 }
 
-func TestAnImporterIsBuiltOfNothingUnwanted(t *testing.T) {
+func TestImporterBinaryHasNoUnwantedModules(t *testing.T) {
 	importer := newImporter(t, map[string]string{"main.go": embedder})
 	program := importer.build(t)
 	var modules, versions []string
@@ -124,12 +124,12 @@ func TestAnImporterIsBuiltOfNothingUnwanted(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Logf("%d bytes, stripped, built of:\n%s", info.Size(), strings.Join(versions, "\n"))
+	t.Logf("%d bytes, stripped, built from:\n%s", info.Size(), strings.Join(versions, "\n"))
 	if !slices.Contains(modules, kpngModule) {
-		t.Errorf("%s is not among the modules it was built of: %v", kpngModule, modules)
+		t.Errorf("the modules of the binary do not include %s: %v", kpngModule, modules)
 	}
 	if found := unwantedIn(modules); len(found) > 0 {
-		t.Errorf("it was built of what it should not:\n%s", strings.Join(found, "\n"))
+		t.Errorf("the binary has unwanted modules:\n%s", strings.Join(found, "\n"))
 	}
 }
 
@@ -152,11 +152,11 @@ func main() {}
 
 func TestUnwanted(t *testing.T) {
 	for name, c := range map[string]struct{ paths, want []string }{
-		"nothing of it":                   {[]string{"k8s.io/client-go/rest", kpngModule + "/sink"}, nil},
-		"a module":                        {[]string{"google.golang.org/grpc"}, []string{"google.golang.org/grpc"}},
-		"a package in a module":           {[]string{"k8s.io/api", "google.golang.org/grpc/codes"}, []string{"google.golang.org/grpc/codes"}},
-		"any module of an organisation":   {[]string{"github.com/prometheus/common/model"}, []string{"github.com/prometheus/common/model"}},
-		"a name that only begins like it": {[]string{"google.golang.org/grpcx", "k8s.io/kubernetes-client"}, nil},
+		"no unwanted package":           {[]string{"k8s.io/client-go/rest", kpngModule + "/sink"}, nil},
+		"a module":                      {[]string{"google.golang.org/grpc"}, []string{"google.golang.org/grpc"}},
+		"a package in a module":         {[]string{"k8s.io/api", "google.golang.org/grpc/codes"}, []string{"google.golang.org/grpc/codes"}},
+		"any module of an organisation": {[]string{"github.com/prometheus/common/model"}, []string{"github.com/prometheus/common/model"}},
+		"a name with the same prefix":   {[]string{"google.golang.org/grpcx", "k8s.io/kubernetes-client"}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if diff := cmp.Diff(c.want, unwantedIn(c.paths)); diff != "" {

@@ -91,7 +91,7 @@ func (m *module) goCommand(t *testing.T, args ...string) []string {
 	var stdout, stderr bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &stdout, &stderr
 	if err := cmd.Run(); err != nil {
-		t.Fatalf("go %s: %v (this test needs the go command, and its modules in the cache or to be had)\n%s",
+		t.Fatalf("go %s: %v (this test needs the go command, and its modules in the cache or from a proxy)\n%s",
 			strings.Join(args, " "), err, stderr.Bytes())
 	}
 	return strings.Split(strings.TrimSpace(stdout.String()), "\n")

@@ -209,7 +209,7 @@ func process(b *testing.B, way, kubeconfig string) result {
 	}
 	var r result
 	if err := json.Unmarshal(out, &r); err != nil {
-		b.Fatalf("measuring %s: %v in %q", way, err, out)
+		b.Fatalf("measure %s: %v in %q", way, err, out)
 	}
 	return r
 }

@@ -17,7 +17,7 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-func TestAMissingPermissionIsNamedAndItsGrantNoticed(t *testing.T) {
+func TestMissingPermissionIsNamedAndGrantIsDetected(t *testing.T) {
 	for _, test := range []struct {
 		resource, group string
 	}{
@@ -38,7 +38,7 @@ func TestAMissingPermissionIsNamedAndItsGrantNoticed(t *testing.T) {
 
 			once := start(t, append(args, "--once")...)
 			if code := once.exit(t); code != 1 {
-				t.Errorf("with --once it ends with %d, want 1", code)
+				t.Errorf("exit status with --once is %d, want 1", code)
 			}
 			once.stderr.wait(t, append(missing, "kpng-json: ")...)
 
@@ -47,7 +47,7 @@ func TestAMissingPermissionIsNamedAndItsGrantNoticed(t *testing.T) {
 			s.out = p.stdout
 			p.stderr.wait(t, quoted(missing)...)
 			if printed := p.stdout.String(); printed != "" {
-				t.Errorf("printed without having read everything:\n%s", printed)
+				t.Errorf("printed before everything was read:\n%s", printed)
 			}
 			grant(t, server, config)
 			s.expect("web IPv4 80", "  10.1.0.1 80")
@@ -102,15 +102,15 @@ func userOf(t *testing.T, config *rest.Config) string {
 	return cert.Subject.CommonName
 }
 
-// strangersCertificate returns an authority in PEM that has not signed the server's
+// foreignAuthority returns an authority in PEM that did not sign the server's
 // certificate.
-func strangersCertificate() []byte {
+func foreignAuthority() []byte {
 	stranger := httptest.NewTLSServer(nil)
 	defer stranger.Close()
 	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: stranger.Certificate().Raw})
 }
 
-func TestAServerThatCannotBeUsedIsNamed(t *testing.T) {
+func TestUnusableServerIsNamed(t *testing.T) {
 	t.Parallel()
 	server := shared.Get(t)
 	wrongToken := server.Config()
@@ -119,7 +119,7 @@ func TestAServerThatCannotBeUsedIsNamed(t *testing.T) {
 	anonymous := server.Config()
 	anonymous.CertData, anonymous.KeyData = nil, nil
 	stranger := server.Config()
-	stranger.CAData = strangersCertificate()
+	stranger.CAData = foreignAuthority()
 	nowhere := server.Config()
 	nowhere.Host = "https://127.0.0.1:1"
 	plain := server.Config()
@@ -130,10 +130,10 @@ func TestAServerThatCannotBeUsedIsNamed(t *testing.T) {
 		config *rest.Config
 		want   []string
 	}{
-		{"a token that is not accepted", wrongToken, []string{"credentials are missing or not accepted", server.Config().Host}},
+		{"a token that the server rejects", wrongToken, []string{"credentials are missing or not accepted", server.Config().Host}},
 		{"no credentials", anonymous, []string{"missing permission", `"system:anonymous"`, server.Config().Host}},
-		{"an authority that has not signed its certificate", stranger, []string{"certificate", server.Config().Host}},
-		{"nobody listens", nowhere, []string{"https://127.0.0.1:1", "connection refused"}},
+		{"an authority that did not sign the server's certificate", stranger, []string{"certificate", server.Config().Host}},
+		{"no listener", nowhere, []string{"https://127.0.0.1:1", "connection refused"}},
 		{"the wrong protocol", plain, []string{plain.Host, "rejected our request"}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -141,7 +141,7 @@ func TestAServerThatCannotBeUsedIsNamed(t *testing.T) {
 			args := []string{"--kubeconfig", apiserver.Kubeconfig(t, test.config), "--node-name", "node"}
 			once := start(t, append(args, "--once")...)
 			if code := once.exit(t); code != 1 {
-				t.Errorf("with --once it ends with %d, want 1", code)
+				t.Errorf("exit status with --once is %d, want 1", code)
 			}
 			once.stderr.wait(t, append(test.want, "kpng-json: ")...)
 			if printed := once.stdout.String(); printed != "" {
@@ -163,7 +163,7 @@ func TestOncePrintsEverythingOnce(t *testing.T) {
 		byHand, newSlice("by-hand", newService("by-hand", ""), slicePorts("", 80), newEndpoint("10.1.0.2", "")))
 	p := start(t, "--kubeconfig", apiserver.Kubeconfig(t, server.Config()), "--service-proxy-name", n.name, "--node-name", n.name, "--once")
 	if code := p.exit(t); code != 0 {
-		t.Errorf("it ends with %d, want 0", code)
+		t.Errorf("exit status %d, want 0", code)
 	}
 	all, _ := p.stdout.since(0)
 	if len(all) != 2 || !hasAll(all[0], []string{"by-hand", "10.1.0.2"}) || !hasAll(all[1], []string{"web", "10.1.0.1"}) {

@@ -21,7 +21,7 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 )
 
-var kills = flag.Int("kills", 12, "how often a process is killed under churn")
+var kills = flag.Int("kills", 12, "the number of kills in TestKilledProcessesRecoverWithoutLoss")
 
 // TestKilledProcessesRecoverWithoutLoss kills a server, a client, a relay and the API
 // server in turn while services change. No viewer may ever show less than before, except
@@ -127,7 +127,7 @@ func newChurn(t *testing.T, server *apiserver.Server) *churn {
 		limit := rate.NewLimiter(changesPerSecond, 1)
 		for limit.Wait(ctx) == nil {
 			if err := c.change(); err != nil {
-				t.Errorf("change something: %v", err)
+				t.Errorf("change object: %v", err)
 				return
 			}
 			c.mu.Lock()
@@ -162,7 +162,7 @@ func (c *churn) wait(t *testing.T, changes int) {
 		select {
 		case <-more:
 		case <-ctx.Done():
-			t.Fatalf("waiting for changes: %v", context.Cause(ctx))
+			t.Fatalf("wait for changes: %v", context.Cause(ctx))
 		}
 	}
 }
@@ -287,7 +287,7 @@ func (v *viewer) check(t testing.TB, print []byte) {
 	for line := range bytes.Lines(print) {
 		var view api.ServiceEndpoints
 		if err := json.Unmarshal(line, &view); err != nil {
-			t.Errorf("printed what cannot be read: %v\n%s", err, line)
+			t.Errorf("printed invalid JSON: %v\n%s", err, line)
 			return
 		}
 		name := view.Service.Name
@@ -315,6 +315,6 @@ func (v *viewer) wait(t testing.TB, stamp int32) {
 		defer v.mu.Unlock()
 		return v.stamp == stamp
 	}); !ok {
-		t.Fatalf("%s is not at stamp %d; it shows\n%s", v, stamp, print)
+		t.Fatalf("%s has not reached stamp %d; its print:\n%s", v, stamp, print)
 	}
 }

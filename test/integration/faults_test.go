@@ -100,7 +100,7 @@ func (l *lossy) expect(syncs int, want []string) {
 		return len(all) >= syncs && cmp.Diff(want, describe(l.rec.Views())) == ""
 	})
 	if err != nil {
-		l.t.Fatalf("the sink has, after %d syncs (%v), something else (-want +got):\n%s",
+		l.t.Fatalf("state of the sink after %d syncs (%v) (-want +got):\n%s",
 			len(l.rec.Syncs()), err, cmp.Diff(want, describe(l.rec.Views())))
 	}
 }
@@ -198,7 +198,7 @@ func deliveries(t *testing.T, syncs []sinktest.Sync) map[string]int {
 	return count
 }
 
-func TestAServerThatIsAwayChangesNothing(t *testing.T) {
+func TestServerOutageChangesNothing(t *testing.T) {
 	t.Parallel()
 	server := apiserver.Start(t, apiserver.Options{})
 	replica := server.Replica(t)
@@ -207,8 +207,8 @@ func TestAServerThatIsAwayChangesNothing(t *testing.T) {
 		name    string
 		compact bool
 	}{
-		{"an API server that is killed and started again", false},
-		{"an API server that is killed and started again, with etcd compacted", true},
+		{"the API server is killed and restarted", false},
+		{"the API server is killed and restarted, with etcd compacted", true},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			l := newLossy(t, server)
@@ -222,7 +222,7 @@ func TestAServerThatIsAwayChangesNothing(t *testing.T) {
 				server.Compact(t)
 			}
 			if n := len(l.rec.Syncs()); n != before {
-				t.Errorf("%d syncs while the server is away", n-before)
+				t.Errorf("%d syncs while the server is down", n-before)
 			}
 			server.APIServer.Start(t)
 			for _, resource := range []string{"services", "endpointslices", "nodes"} {
@@ -243,7 +243,7 @@ func TestAServerThatIsAwayChangesNothing(t *testing.T) {
 				"new": 1, "sliced": 1, "stamp": 1, "unsliced": 1, "zoned": 2, "": 2,
 			}
 			if diff := cmp.Diff(want, got); diff != "" {
-				t.Errorf("deliveries after the server came back (-want +got):\n%s", diff)
+				t.Errorf("deliveries after the server restarted (-want +got):\n%s", diff)
 			}
 			for _, s := range missed {
 				for _, c := range s.Services {
@@ -256,7 +256,7 @@ func TestAServerThatIsAwayChangesNothing(t *testing.T) {
 		})
 	}
 
-	t.Run("etcd that is killed and started again", func(t *testing.T) {
+	t.Run("etcd is killed and restarted", func(t *testing.T) {
 		l := newLossy(t, server)
 		before := len(l.rec.Syncs())
 		server.Etcd.Kill(t)
@@ -264,7 +264,7 @@ func TestAServerThatIsAwayChangesNothing(t *testing.T) {
 		server.WaitReady(t)
 		replica.WaitReady(t)
 		if n := len(l.rec.Syncs()); n != before {
-			t.Errorf("%d syncs while etcd is away", n-before)
+			t.Errorf("%d syncs while etcd is down", n-before)
 		}
 		l.slices["by-hand"].Endpoints[0].Addresses[0] = "10.2.0.1"
 		l.put(l.slices["by-hand"])
@@ -273,12 +273,12 @@ func TestAServerThatIsAwayChangesNothing(t *testing.T) {
 		l.flush(want)
 		got := deliveries(t, l.rec.Syncs()[before:])
 		if diff := cmp.Diff([]string{"", "by-hand", "stamp", "zoned"}, slices.Sorted(maps.Keys(got))); diff != "" {
-			t.Errorf("deliveries after etcd came back (-want +got):\n%s", diff)
+			t.Errorf("deliveries after etcd restarted (-want +got):\n%s", diff)
 		}
 		l.stop()
 	})
 
-	t.Run("a kpng-json that is started while there is no server", func(t *testing.T) {
+	t.Run("kpng-json is started without a server", func(t *testing.T) {
 		n := newTenant(t, server)
 		web := newService("web", n.name, servicePort("", 80, 80))
 		n.put(web, newSlice("web", web, slicePorts("", 80), newEndpoint("10.1.0.1", "")))
@@ -290,7 +290,7 @@ func TestAServerThatIsAwayChangesNothing(t *testing.T) {
 		address := strings.TrimPrefix(server.Config().Host, "https://")
 		once := start(t, append(args, "--once")...)
 		if code := once.exit(t); code != 1 {
-			t.Errorf("with --once it ends with %d, want 1", code)
+			t.Errorf("exit status with --once is %d, want 1", code)
 		}
 		once.stderr.wait(t, "kpng-json: ", address, "connection refused")
 		p := start(t, args...)

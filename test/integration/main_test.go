@@ -42,7 +42,7 @@ func TestMain(m *testing.M) {
 
 // within returns the test's context with a deadline.
 func within(t testing.TB) context.Context {
-	ctx, cancel := context.WithTimeoutCause(t.Context(), patience, fmt.Errorf("nothing for %s", patience))
+	ctx, cancel := context.WithTimeoutCause(t.Context(), patience, fmt.Errorf("no result within %s", patience))
 	t.Cleanup(cancel)
 	return ctx
 }

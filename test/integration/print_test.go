@@ -56,7 +56,7 @@ func (w *walk) run(t *testing.T, steps []step) {
 	}
 }
 
-func TestServicesAndTheirSlicesArePrintedAsTheyChange(t *testing.T) {
+func TestPrintFollowsServicesAndSlices(t *testing.T) {
 	w := newWalk(t)
 	here := w.name
 	web := newService("web", w.name, servicePort("", 80, 8080))
@@ -70,7 +70,7 @@ func TestServicesAndTheirSlicesArePrintedAsTheyChange(t *testing.T) {
 	w.run(t, []step{
 		{"a service without endpoints", func() { w.put(web) },
 			[]string{"web IPv4 80!"}, nil},
-		{"a slice with a local endpoint and another one", func() { w.put(one) },
+		{"a slice with a local and a remote endpoint", func() { w.put(one) },
 			[]string{"web IPv4 80", "  10.1.0.1 8080 local", "  10.1.0.2 8080"}, nil},
 		{"a second slice", func() { w.put(two) },
 			[]string{"web IPv4 80", "  10.1.0.1 8080 local", "  10.1.0.2 8080", "  10.1.0.3 8080"}, nil},
@@ -78,13 +78,13 @@ func TestServicesAndTheirSlicesArePrintedAsTheyChange(t *testing.T) {
 			two.Endpoints = append(two.Endpoints, one.Endpoints[1])
 			w.put(two)
 		}, []string{"web IPv4 80", "  10.1.0.1 8080 local", "  10.1.0.2 8080", "  10.1.0.3 8080"}, nil},
-		{"the endpoint has moved to the second", func() {
+		{"the endpoint moves to the second slice", func() {
 			one.Endpoints = one.Endpoints[:1]
 			w.put(one)
 		}, []string{"web IPv4 80", "  10.1.0.1 8080 local", "  10.1.0.2 8080", "  10.1.0.3 8080"}, nil},
-		{"the second slice goes, and what is only there", func() { w.remove(two) },
+		{"the second slice and its endpoints are deleted", func() { w.remove(two) },
 			[]string{"web IPv4 80", "  10.1.0.1 8080 local"}, nil},
-		{"an IPv6 slice of a service that is not served there", func() { w.put(six) },
+		{"an IPv6 slice of an IPv4 service", func() { w.put(six) },
 			[]string{"web IPv4 80", "  10.1.0.1 8080 local"}, nil},
 		{"the service becomes dual-stack", func() {
 			web.Spec.IPFamilyPolicy = new(corev1.IPFamilyPolicyRequireDualStack)
@@ -102,7 +102,7 @@ func TestServicesAndTheirSlicesArePrintedAsTheyChange(t *testing.T) {
 			six.Endpoints[0].Conditions = conditions(false, true, true)
 			w.put(six)
 		}, []string{"web IPv4 IPv6 80", "  10.1.0.1 8080 local", "  fd00::1 8080 local terminating"}, nil},
-		{"another one is ready beside it", func() {
+		{"another endpoint is ready", func() {
 			six.Endpoints = append(six.Endpoints, newEndpoint("fd00::2", ""))
 			w.put(six)
 		}, []string{"web IPv4 IPv6 80", "  10.1.0.1 8080 local", "  fd00::2 8080", "  fd00::1 8080 local terminating draining"}, nil},
@@ -110,18 +110,18 @@ func TestServicesAndTheirSlicesArePrintedAsTheyChange(t *testing.T) {
 			web.Spec.Ports = []corev1.ServicePort{servicePort("", 81, 8081)}
 			w.put(web)
 		}, []string{"web IPv4 IPv6 81", "  10.1.0.1 8080 local", "  fd00::2 8080", "  fd00::1 8080 local terminating draining"}, nil},
-		{"the slices follow", func() {
+		{"the slices have the new port", func() {
 			one.Ports, six.Ports = slicePorts("", 8081), slicePorts("", 8081)
 			w.put(one, six)
 		}, []string{"web IPv4 IPv6 81", "  10.1.0.1 8081 local", "  fd00::2 8081", "  fd00::1 8081 local terminating draining"}, nil},
-		{"the service is single-stack again, and the slice of the other family gone", func() {
+		{"the service is single-stack again, and the slice of the other family is deleted", func() {
 			web.Spec.IPFamilyPolicy = new(corev1.IPFamilyPolicySingleStack)
 			w.put(web)
 			w.remove(six)
 		}, []string{"web IPv4 81", "  10.1.0.1 8081 local"}, nil},
 		{"a target port by name, with other numbers in each slice", func() { w.put(api, apiOne, apiTwo) },
 			[]string{"api IPv4 http=443", "  10.2.0.1 http=8443 local", "  10.2.0.2 http=9443", "web IPv4 81", "  10.1.0.1 8081 local"}, nil},
-		{"a second port, which only one of the slices serves", func() {
+		{"a second port that only one slice serves", func() {
 			api.Spec.Ports = append(api.Spec.Ports, servicePort("admin", 444, "admin"))
 			apiOne.Ports = append(apiOne.Ports, slicePorts("admin", 8444)...)
 			w.put(api, apiOne)
@@ -131,13 +131,13 @@ func TestServicesAndTheirSlicesArePrintedAsTheyChange(t *testing.T) {
 			one.Ports = slicePorts("http", 7443)
 			w.put(one)
 		}, []string{"api IPv4 http=443 admin=444", "  10.1.0.1 http=7443 admin=0 local", "  10.2.0.1 http=8443 admin=8444 local", "  10.2.0.2 http=9443 admin=0", "web IPv4 81!"}, nil},
-		{"the other service goes, its slices stay", func() { w.remove(api) },
+		{"the other service is deleted, its slices remain", func() { w.remove(api) },
 			[]string{"web IPv4 81!"}, nil},
-		{"and comes again", func() { w.put(api) },
+		{"the other service is created again", func() { w.put(api) },
 			[]string{"api IPv4 http=443 admin=444", "  10.1.0.1 http=7443 admin=0 local", "  10.2.0.1 http=8443 admin=8444 local", "  10.2.0.2 http=9443 admin=0", "web IPv4 81!"}, nil},
-		{"all of its slices go", func() { w.remove(one, apiOne, apiTwo) },
+		{"all its slices are deleted", func() { w.remove(one, apiOne, apiTwo) },
 			[]string{"api IPv4 http=443! admin=444!", "web IPv4 81!"}, nil},
-		{"the first service is deleted and created again: it has another UID", func() {
+		{"the first service is deleted and created again, with another UID", func() {
 			w.remove(web)
 			w.put(web)
 			w.named.await(func() string { return cmp.Diff(w.service("web").UID, shownUID(w.named, "web")) })
@@ -147,7 +147,7 @@ func TestServicesAndTheirSlicesArePrintedAsTheyChange(t *testing.T) {
 			alias.Spec.Type, alias.Spec.ExternalName = corev1.ServiceTypeExternalName, "example.org"
 			w.put(alias)
 		}, []string{"api IPv4 http=443! admin=444!", "web IPv4 81!"}, nil},
-		{"both services go", func() { w.remove(web, api) }, nil, nil},
+		{"both services are deleted", func() { w.remove(web, api) }, nil, nil},
 	})
 }
 
@@ -161,7 +161,7 @@ func shownUID(s *screen, name string) types.UID {
 	return ""
 }
 
-func TestEachServiceIsPrintedByTheProxyThatItsLabelSays(t *testing.T) {
+func TestServicesArePrintedByProxyInTheirLabel(t *testing.T) {
 	w := newWalk(t)
 	add := func(name, proxy, addr string) (*corev1.Service, *discoveryv1.EndpointSlice) {
 		service := newService(name, proxy, servicePort("", 80, 80))
@@ -190,9 +190,9 @@ func TestEachServiceIsPrintedByTheProxyThatItsLabelSays(t *testing.T) {
 	plainShown := []string{"plain IPv4 80", "  10.1.0.2 80"}
 
 	w.run(t, []step{
-		{"of its own name", func() { w.put(mine, mineSlice) }, mineShown, nil},
-		{"of none", func() { w.put(plain, plainSlice) }, mineShown, plainShown},
-		{"of another name, of an empty one, and headless without one", func() {
+		{"services with the proxy's name", func() { w.put(mine, mineSlice) }, mineShown, nil},
+		{"services without a name", func() { w.put(plain, plainSlice) }, mineShown, plainShown},
+		{"services with another or an empty name, and a headless one without a name", func() {
 			w.put(other, otherSlice, headless, headlessSlice, empty, emptySlice)
 		}, mineShown, plainShown},
 		{"these change", func() {
@@ -205,26 +205,26 @@ func TestEachServiceIsPrintedByTheProxyThatItsLabelSays(t *testing.T) {
 				w.put(s)
 			}
 		}, mineShown, plainShown},
-		{"a service gets the name, and has no endpoints until its slices have", func() { label(plain, w.name) },
+		{"a service gets the name, and has no endpoints until its slices have the name", func() { label(plain, w.name) },
 			append(slices.Clone(mineShown), "plain IPv4 80!"), nil},
 		{"its slice gets the name", func() { label(plainSlice, w.name) },
 			slices.Concat(mineShown, plainShown), nil},
-		{"a service loses the name, and the general proxy takes its slices with the name", func() { label(mine, "") },
+		{"a service loses the name, and the general proxy uses its slices with the name", func() { label(mine, "") },
 			plainShown, mineShown},
 		{"its slice loses the name", func() { label(mineSlice, "") }, plainShown, mineShown},
 		{"a slice changes the name before its service", func() { label(mineSlice, w.name) },
 			plainShown, mineShown},
-		{"then its service does", func() { label(mine, w.name) }, slices.Concat(mineShown, plainShown), nil},
+		{"then its service changes the name", func() { label(mine, w.name) }, slices.Concat(mineShown, plainShown), nil},
 		{"a service changes to another name", func() { label(mine, "somebody-else"); label(mineSlice, "somebody-else") },
 			plainShown, nil},
 		{"a service of another name changes to this one", func() { label(other, w.name); label(otherSlice, w.name) },
 			append([]string{"other IPv4 81", "  10.1.0.3 80", "  10.1.0.9 80 local"}, plainShown...), nil},
-		{"a service loses the name to nobody's good", func() { label(empty, w.name); label(other, "somebody-else") },
+		{"a service changes its label", func() { label(empty, w.name); label(other, "somebody-else") },
 			append([]string{"empty IPv4 81!"}, plainShown...), nil},
 	})
 }
 
-func TestSlicesMadeByHandArePrintedWithoutTheLabel(t *testing.T) {
+func TestManualSlicesArePrintedWithoutLabel(t *testing.T) {
 	w := newWalk(t)
 	byHand := newService("by-hand", w.name, servicePort("", 80, 80))
 	byHand.Spec.Selector = nil
@@ -237,11 +237,11 @@ func TestSlicesMadeByHandArePrintedWithoutTheLabel(t *testing.T) {
 			[]string{"by-hand IPv4 80", "  10.1.0.1 80"}, nil},
 		{"another slice", func() { w.put(late) },
 			[]string{"by-hand IPv4 80", "  10.1.0.1 80", "  10.1.0.2 80"}, nil},
-		{"one of them gets the label", func() {
+		{"one slice gets the label", func() {
 			late.Labels[watcher.LabelServiceProxyName] = w.name
 			w.put(late)
 		}, []string{"by-hand IPv4 80", "  10.1.0.1 80", "  10.1.0.2 80"}, nil},
-		{"and loses it", func() {
+		{"it loses that again", func() {
 			delete(late.Labels, watcher.LabelServiceProxyName)
 			w.put(late)
 		}, []string{"by-hand IPv4 80", "  10.1.0.1 80", "  10.1.0.2 80"}, nil},
@@ -249,13 +249,13 @@ func TestSlicesMadeByHandArePrintedWithoutTheLabel(t *testing.T) {
 			byHand.Spec.Selector = map[string]string{"app": "web"}
 			w.put(byHand)
 		}, []string{"by-hand IPv4 80!"}, nil},
-		{"and loses it", func() {
+		{"it loses that again", func() {
 			byHand.Spec.Selector = nil
 			w.put(byHand)
 		}, []string{"by-hand IPv4 80", "  10.1.0.1 80", "  10.1.0.2 80"}, nil},
-		{"a slice goes", func() { w.remove(unlabelled) },
+		{"a slice is deleted", func() { w.remove(unlabelled) },
 			[]string{"by-hand IPv4 80", "  10.1.0.2 80"}, nil},
-		{"the service goes", func() { w.remove(byHand) }, nil, nil},
+		{"the service is deleted", func() { w.remove(byHand) }, nil, nil},
 	})
 
 	// More services than have a watch of their own.
@@ -272,7 +272,7 @@ func TestSlicesMadeByHandArePrintedWithoutTheLabel(t *testing.T) {
 	w.named.expect(append([]string{"by-hand IPv4 80", "  10.1.0.2 80"}, want...)...)
 }
 
-func TestANodesZoneDecides(t *testing.T) {
+func TestZoneOfNodeSelectsEndpoints(t *testing.T) {
 	w := newWalk(t)
 	web := newService("web", w.name, servicePort("", 80, 80))
 	slice := newSlice("web", web, slicePorts("", 80), newEndpoint("10.1.0.1", w.name), newEndpoint("10.1.0.2", ""), newEndpoint("10.1.0.3", ""))
@@ -284,17 +284,17 @@ func TestANodesZoneDecides(t *testing.T) {
 	b := []string{"web IPv4 80", "  10.1.0.2 80", "  10.1.0.3 80", "  10.1.0.1 80 local draining"}
 
 	w.run(t, []step{
-		{"the node is not known", func() { w.put(web, slice) }, all, nil},
-		{"it is in zone a", func() { w.put(w.node("a")) }, a, nil},
-		{"in zone b", func() { w.put(w.node("b")) }, b, nil},
-		{"in a zone that nobody prefers", func() { w.put(w.node("c")) }, all, nil},
-		{"in zone b again", func() { w.put(w.node("b")) }, b, nil},
-		{"in none", func() { w.put(w.node("")) }, all, nil},
-		{"it is deleted while in zone a", func() {
+		{"no Node object", func() { w.put(web, slice) }, all, nil},
+		{"the node is in zone a", func() { w.put(w.node("a")) }, a, nil},
+		{"the node is in zone b", func() { w.put(w.node("b")) }, b, nil},
+		{"the node is in a zone without hints", func() { w.put(w.node("c")) }, all, nil},
+		{"the node is in zone b again", func() { w.put(w.node("b")) }, b, nil},
+		{"the node has no zone", func() { w.put(w.node("")) }, all, nil},
+		{"the node is deleted while in zone a", func() {
 			w.put(w.node("a"))
 			w.remove(w.node("a"))
 		}, all, nil},
-		{"it comes again", func() { w.put(w.node("a")) }, a, nil},
+		{"the node is created again", func() { w.put(w.node("a")) }, a, nil},
 		{"another node changes", func() {
 			other := w.node("b")
 			other.Name += "-other"
@@ -304,7 +304,7 @@ func TestANodesZoneDecides(t *testing.T) {
 	})
 }
 
-func TestStrangeObjectsThatTheAPIServerAcceptsArePrinted(t *testing.T) {
+func TestUnusualObjectsArePrinted(t *testing.T) {
 	w := newWalk(t)
 	bare := newService("bare", w.name)
 	bare.Spec.ClusterIP = corev1.ClusterIPNone
@@ -334,15 +334,15 @@ func TestStrangeObjectsThatTheAPIServerAcceptsArePrinted(t *testing.T) {
 		{"a headless service without ports", func() { w.put(bare) }, []string{"bare headless"}, nil},
 		{"a slice without ports", func() { w.put(noPorts) }, bareShown, nil},
 		{"a slice with a port without a number", func() { w.put(web, nilPort) }, append(slices.Clone(bareShown), "web IPv4 80!"), nil},
-		{"an endpoint with nothing but an address", func() { w.put(nils) }, webShown, nil},
+		{"an endpoint with only an address", func() { w.put(nils) }, webShown, nil},
 		{"a node without labels", func() { w.put(w.node("")) }, webShown, nil},
-		{"a slice of names", func() { w.put(name) }, webShown, nil},
-		{"a slice of no service", func() { w.put(nobodys) }, webShown, nil},
+		{"a slice of host names", func() { w.put(name) }, webShown, nil},
+		{"a slice without a service", func() { w.put(nobodys) }, webShown, nil},
 		{"1,000 endpoints in a slice", func() { w.put(many) }, manyShown, nil},
-		{"one more, which the API server refuses", func() {
+		{"1,001 endpoints, which the API server rejects", func() {
 			many.Endpoints = append(many.Endpoints, newEndpoint("10.3.9.9", ""))
 			if err := w.tryPut(many); !apierrors.IsInvalid(err) {
-				t.Errorf("1,001 endpoints: %v, want that it is invalid", err)
+				t.Errorf("1,001 endpoints: error %v, want Invalid", err)
 			}
 		}, manyShown, nil},
 	})
@@ -354,7 +354,7 @@ func compareAddresses(a, b string) int {
 	return address(a).Compare(address(b))
 }
 
-func TestTheExampleIsPrintedInFull(t *testing.T) {
+func TestExampleIsPrinted(t *testing.T) {
 	const example = "kpng-example"
 	t.Parallel()
 	server := shared.Get(t)
@@ -386,7 +386,7 @@ func TestTheExampleIsPrintedInFull(t *testing.T) {
 	all, _ := s.out.since(0)
 	got := all[len(all)-2] // the last one is the stamp
 	if diff := cmp.Diff(decode(t, want), decode(t, got)); diff != "" {
-		t.Errorf("printed (-want +got):\n%s", diff)
+		t.Errorf("output (-want +got):\n%s", diff)
 	}
 }
 

@@ -91,7 +91,7 @@ func (p *prints) wait(t testing.TB, is func([]byte) bool) ([]byte, bool) {
 func (p *prints) expect(t testing.TB, want []byte, by string) {
 	t.Helper()
 	if got, ok := p.wait(t, func(print []byte) bool { return bytes.Equal(print, want) }); !ok {
-		t.Fatalf("what is printed by %s (-want +got):\n%s", by,
+		t.Fatalf("output of %s (-want +got):\n%s", by,
 			cmp.Diff(strings.Split(string(want), "\n"), strings.Split(string(got), "\n")))
 	}
 }

@@ -63,7 +63,7 @@ func (l *lines) wait(t testing.TB, words ...string) string {
 		select {
 		case <-more:
 		case <-ctx.Done():
-			t.Fatalf("waiting for a line with %q: %v, among:\n%s", words, context.Cause(ctx), l)
+			t.Fatalf("wait for a line with %q: %v; lines:\n%s", words, context.Cause(ctx), l)
 		}
 	}
 }
@@ -142,7 +142,7 @@ func (p *process) stop(t testing.TB) {
 	select {
 	case <-p.ended:
 		if p.err != nil {
-			t.Errorf("%s ended with %v after an interrupt:\n%s", p.name, p.err, p.stderr)
+			t.Errorf("%s returned %v after an interrupt:\n%s", p.name, p.err, p.stderr)
 		}
 	case <-ctx.Done():
 		p.cmd.Process.Kill()
@@ -167,7 +167,7 @@ func (p *process) exit(t testing.TB) int {
 	case <-p.ended:
 		return exitCode(p.err)
 	case <-ctx.Done():
-		t.Fatalf("waiting for %s to end: %v; it logged:\n%s", p.name, context.Cause(ctx), p.stderr)
+		t.Fatalf("wait for the end of %s: %v; its log:\n%s", p.name, context.Cause(ctx), p.stderr)
 		panic("unreachable")
 	}
 }

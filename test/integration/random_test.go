@@ -31,7 +31,7 @@ import (
 	"k8s.io/client-go/informers"
 )
 
-var seed = flag.Uint64("seed", 0, "seed of the random tests; 0 is a random one")
+var seed = flag.Uint64("seed", 0, "seed of the random tests; 0 means random")
 
 const (
 	rounds             = 8
@@ -83,7 +83,7 @@ func TestPrintsMatchAPIServer(t *testing.T) {
 					s.await(func() string { return cmp.Diff(want, s.shown, equate) })
 				}
 				if t.Failed() {
-					t.Fatalf("in round %d", round)
+					t.Fatalf("round %d", round)
 				}
 			}
 		})

@@ -70,29 +70,29 @@ func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 				stamp.Spec.Ports[0].Port++
 				n.put(stamp)
 			}
-			expect(direct, "who is always there")
+			expect(direct, "a client that stays connected")
 			expect(out, test.name)
 			everything := gate.received.Load()
 
 			for _, changes := range []int{0, 1, 10, 100} {
 				away(changes)
-				expect(direct, "who is always there")
+				expect(direct, "a client that stays connected")
 				gate.reopen()
 				expect(out, test.name)
 				most := 500 + int64(changes)*everything/services*5/4
 				if got := gate.received.Load(); got > most {
-					t.Errorf("%d bytes after %d changes, want at most %d; everything is %d", got, changes, most, everything)
+					t.Errorf("%d bytes after %d changes, want at most %d; the whole state has %d", got, changes, most, everything)
 				}
 			}
 
 			away(0)
 			serving.kill(t)
 			serving = serve(n, kubeconfig, served)
-			expect(direct, "who is always there")
+			expect(direct, "a client that stays connected")
 			gate.reopen()
 			expect(out, test.name)
 			if got := gate.received.Load(); got < everything*3/4 || got > everything*5/4 {
-				t.Errorf("%d bytes from another server, want about %d", got, everything)
+				t.Errorf("%d bytes from a restarted server, want about %d", got, everything)
 			}
 		})
 	}

@@ -105,7 +105,7 @@ func run(t testing.TB, opts kpng.Options, sinks ...sink.Sink) (p *kpng.Proxy, st
 		stopped = true
 		cancel()
 		if err := <-ended; err != nil {
-			t.Errorf("proxy ended with %v", err)
+			t.Errorf("proxy returned %v", err)
 		}
 	}
 	t.Cleanup(stop)
@@ -141,7 +141,7 @@ func (s *screen) await(diff func() string) {
 		select {
 		case <-more:
 		case <-ctx.Done():
-			t.Fatalf("proxy %q shows, at stamp %d of %d (%v), something else (-want +got):\n%s",
+			t.Fatalf("output of proxy %q at stamp %d of %d (%v) (-want +got):\n%s",
 				s.proxy, s.at, stamp, context.Cause(ctx), diff())
 		}
 	}
@@ -156,10 +156,10 @@ func (s *screen) take(line string) {
 	decoder := json.NewDecoder(strings.NewReader(line))
 	decoder.DisallowUnknownFields()
 	if err := decoder.Decode(view); err != nil {
-		t.Fatalf("proxy %q printed what cannot be read: %v\n%s", s.proxy, err, line)
+		t.Fatalf("proxy %q printed invalid JSON: %v\n%s", s.proxy, err, line)
 	}
 	if err := s.belongs(view); err != nil {
-		t.Errorf("proxy %q printed a service that it must not: %v\n%s", s.proxy, err, line)
+		t.Errorf("proxy %q printed a service of another proxy: %v\n%s", s.proxy, err, line)
 	}
 	switch {
 	case view.Service.Namespace != s.tenant.name:
@@ -188,9 +188,9 @@ func (s *screen) belongs(view *api.ServiceEndpoints) error {
 	label, labelled := view.Service.Labels[watcher.LabelServiceProxyName]
 	switch {
 	case labelled != (s.proxy != "") || label != s.proxy:
-		return fmt.Errorf("its label is %q", label)
+		return fmt.Errorf("the label is %q", label)
 	case s.proxy == "" && view.Service.IPs.Headless:
-		return errors.New("it is headless")
+		return errors.New("the service is headless")
 	default:
 		return nil
 	}

@@ -22,7 +22,7 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-func TestASinkInTroubleLosesNothingAndIsToldEachServiceOnce(t *testing.T) {
+func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		// failures are the steps of the Syncs with the first change. The last one waits for
@@ -33,13 +33,13 @@ func TestASinkInTroubleLosesNothingAndIsToldEachServiceOnce(t *testing.T) {
 		// alone reports that the driver has isolated the failing service.
 		alone bool
 	}{
-		{"it fails three times", func(release <-chan struct{}) []sinktest.Step {
+		{"the sink fails three times", func(release <-chan struct{}) []sinktest.Step {
 			return append(sinktest.Repeat(2, sinktest.Fail(errors.New("no"))), after(release, sinktest.Fail(errors.New("no"))))
 		}, false, true},
-		{"it panics", func(release <-chan struct{}) []sinktest.Step {
+		{"the sink panics", func(release <-chan struct{}) []sinktest.Step {
 			return []sinktest.Step{after(release, sinktest.Panic("no"))}
 		}, false, false},
-		{"it blocks", func(release <-chan struct{}) []sinktest.Step {
+		{"the sink blocks", func(release <-chan struct{}) []sinktest.Step {
 			return []sinktest.Step{sinktest.Block(release)}
 		}, true, false},
 	} {
@@ -120,10 +120,10 @@ func TestASinkInTroubleLosesNothingAndIsToldEachServiceOnce(t *testing.T) {
 				want["a"] = change{81, 83, false}
 			}
 			if diff := cmp.Diff(want, got, cmp.AllowUnexported(change{})); diff != "" {
-				t.Errorf("what it was told in the end (-want +got):\n%s", diff)
+				t.Errorf("last deliveries (-want +got):\n%s", diff)
 			}
 			if diff := cmp.Diff([]string{"a IPv4 83!", "b IPv4 81!", "d IPv4 80!"}, describe(rec.Views())); diff != "" {
-				t.Errorf("what it has (-want +got):\n%s", diff)
+				t.Errorf("state of the sink (-want +got):\n%s", diff)
 			}
 		})
 	}
@@ -157,7 +157,7 @@ func waitState(t *testing.T, p *kpng.Proxy, done func(*cluster.Snapshot) bool) {
 		select {
 		case <-p.State().Changed(s.Revision):
 		case <-ctx.Done():
-			t.Fatalf("waiting for the state: %v", context.Cause(ctx))
+			t.Fatalf("wait for state: %v", context.Cause(ctx))
 		}
 	}
 }
@@ -168,9 +168,9 @@ var permissions = []rbacv1.PolicyRule{
 	{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"get", "list", "watch"}},
 }
 
-// TestNothingIsLeftRunning is not parallel, because it would see the goroutines of other
+// TestRunLeaksNoGoroutines is not parallel, because it would see the goroutines of other
 // tests.
-func TestNothingIsLeftRunning(t *testing.T) {
+func TestRunLeaksNoGoroutines(t *testing.T) {
 	server := shared.Get(t)
 	n := newTenant(t, server)
 	n.put(newService("web", n.name, servicePort("", 80, 80)))
@@ -197,7 +197,7 @@ func TestNothingIsLeftRunning(t *testing.T) {
 		{"while a sync runs", kpng.Options{Config: somebody}, sinktest.Block(never), func(t *testing.T, p *kpng.Proxy, _ *wire) {
 			waitState(t, p, func(*cluster.Snapshot) bool { return p.State().IsSynced() })
 		}},
-		{"at once", kpng.Options{Config: somebody}, nil, func(*testing.T, *kpng.Proxy, *wire) {}},
+		{"immediately", kpng.Options{Config: somebody}, nil, func(*testing.T, *kpng.Proxy, *wire) {}},
 		{"while the server cannot be reached", kpng.Options{Config: nowhere}, nil, failed},
 		{"while the server refuses", kpng.Options{Config: nobody}, nil, failed},
 	} {
@@ -219,8 +219,8 @@ func TestNothingIsLeftRunning(t *testing.T) {
 	}
 }
 
-// TestNothingIsLeftOnInformers is not parallel either.
-func TestNothingIsLeftOnInformers(t *testing.T) {
+// TestNoHandlersRemainOnInformers is not parallel either.
+func TestNoHandlersRemainOnInformers(t *testing.T) {
 	server := shared.Get(t)
 	n := newTenant(t, server)
 	opts := kpng.Options{

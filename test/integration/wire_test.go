@@ -91,7 +91,7 @@ func (w *wire) wait(t testing.TB, n int, what string, is func(request) bool) {
 		select {
 		case <-more:
 		case <-ctx.Done():
-			t.Fatalf("waiting for %s: %v, after %+v", what, context.Cause(ctx), requests)
+			t.Fatalf("wait for %s: %v, after %+v", what, context.Cause(ctx), requests)
 		}
 	}
 }

@@ -46,7 +46,7 @@ func (c *cpio) add(name string, mode int, content []byte) {
 	c.pad(len(content))
 }
 
-// pad fills up to a multiple of four octets.
+// pad adds zeros up to a multiple of four bytes.
 func (c *cpio) pad(written int) { c.w.Write(make([]byte, -written&3)) }
 
 // close ends the archive and returns the first error.

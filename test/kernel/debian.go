@@ -23,7 +23,7 @@ import (
 
 // kernel is a Debian kernel in the cache.
 type kernel struct {
-	// image is the file that boots, and modules the folder lib/modules beside it.
+	// image is the bootable file. modules is the folder lib/modules beside it.
 	image, modules, version string
 }
 
@@ -58,7 +58,7 @@ func debianKernel(ctx context.Context, suite string) (*kernel, error) {
 		return nil, err
 	}
 	if len(images) != 1 {
-		return nil, fmt.Errorf("%s holds %d kernels, not one: remove that folder", dir, len(images))
+		return nil, fmt.Errorf("%s has %d kernels, want 1: remove that folder", dir, len(images))
 	}
 	_, version, _ := strings.Cut(filepath.Base(images[0]), "-")
 	return &kernel{image: images[0], modules: filepath.Join(dir, "lib", "modules"), version: version}, nil
@@ -66,8 +66,8 @@ func debianKernel(ctx context.Context, suite string) (*kernel, error) {
 
 var imagePackage = regexp.MustCompile(`(?m)^ *Depends: (linux-image-\d\S*)$`)
 
-// download puts a release's kernel into dir/root. It uses apt-get with settings and lists of
-// its own, which leave the machine's alone.
+// download writes a release's kernel to dir/root. It uses apt-get with its own settings and
+// lists, and does not change those of the machine.
 func download(ctx context.Context, suite, dir string) error {
 	fmt.Fprintf(os.Stderr, "kernel: downloading the kernel of Debian %s\n", suite)
 	mirror := os.Getenv("KPNG_DEBIAN_MIRROR")
@@ -131,7 +131,7 @@ func download(ctx context.Context, suite, dir string) error {
 		return err
 	}
 	if len(files) != 1 {
-		return fmt.Errorf("apt-get left %d files of package %s", len(files), image[1])
+		return fmt.Errorf("apt-get downloaded %d files of package %s, want 1", len(files), image[1])
 	}
 	if _, err := command("dpkg-deb", "dpkg", "-x", files[0], "root"); err != nil {
 		return err
@@ -176,7 +176,7 @@ func (k *kernel) initramfs(j *job) (name string, err error) {
 	return f.Name(), archive.close()
 }
 
-// checkStatic checks that a program can run where there are no libraries.
+// checkStatic checks that a program is statically linked: the guest has no libraries.
 func checkStatic(program string) error {
 	file, err := elf.Open(program)
 	if err != nil {
@@ -184,13 +184,13 @@ func checkStatic(program string) error {
 	}
 	defer file.Close()
 	if slices.ContainsFunc(file.Progs, func(p *elf.Prog) bool { return p.Type == elf.PT_INTERP }) {
-		return fmt.Errorf("%s takes dynamic libraries: build it with CGO_ENABLED=0", program)
+		return fmt.Errorf("%s needs dynamic libraries: build it with CGO_ENABLED=0", program)
 	}
 	return nil
 }
 
-// moduleFiles returns the files of modules and of what they depend on, in the order in
-// which they load. It leaves out what is part of the kernel itself.
+// moduleFiles returns the files of modules and of their dependencies, in load order. It
+// omits modules that are part of the kernel image.
 func (k *kernel) moduleFiles(names ...string) ([]string, error) {
 	dir := filepath.Join(k.modules, k.version)
 	text, err := os.ReadFile(filepath.Join(dir, "modules.dep"))
@@ -206,7 +206,7 @@ func (k *kernel) moduleFiles(names ...string) ([]string, error) {
 		if bytes.Contains(builtin, []byte("/"+name+".ko\n")) {
 			continue
 		}
-		// A line is "module: dependency ...", of which the last one loads first.
+		// A line is "module: dependency ...". The last dependency loads first.
 		line := regexp.MustCompile(`(?m)^\S*/` + name + `\.ko:.*$`).FindString(string(text))
 		if line == "" {
 			return nil, fmt.Errorf("%s has no module %s", dir, name)

@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// job is what the guest does.
+// job is the task of the guest.
 type job struct {
 	Args, Env []string
 	Dir       string
@@ -25,8 +25,8 @@ type job struct {
 	Modules string
 }
 
-// Where the initramfs has its files: this program, the job, and the modules that it takes to
-// see the file system of the host, which load in the order of their names.
+// The paths in the initramfs: this program, the job, and the modules that are needed for
+// the file system of the host. The modules load in the order of their names.
 const (
 	initPath   = "/init"
 	jobPath    = "/job"
@@ -46,7 +46,7 @@ func guestMain() {
 	}
 	for _, port := range []*os.File{os.Stderr, output, life} {
 		if port != nil {
-			unix.IoctlSetInt(int(port.Fd()), unix.TCSBRK, 1) // wait until all is sent
+			unix.IoctlSetInt(int(port.Fd()), unix.TCSBRK, 1) // wait until everything is sent
 		}
 	}
 	unix.Reboot(unix.LINUX_REBOOT_CMD_POWER_OFF)
@@ -87,11 +87,11 @@ func guest() (status int, err error) {
 		}
 	}()
 	if out, err := exec.Command("ip", "link", "set", "lo", "up").CombinedOutput(); err != nil {
-		return 0, fmt.Errorf("set up lo with ip of Debian package iproute2: %w: %s", err, out)
+		return 0, fmt.Errorf("set up lo (needs ip of Debian package iproute2): %w: %s", err, out)
 	}
 	files := unix.Rlimit{Cur: 1 << 20, Max: 1 << 20}
 	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &files); err != nil {
-		return 0, fmt.Errorf("raise the limit of open files: %w", err)
+		return 0, fmt.Errorf("raise limit of open files: %w", err)
 	}
 	return execute(&j)
 }
@@ -114,8 +114,8 @@ func loadModules() error {
 	return nil
 }
 
-// makeRoot replaces the root file system by the host's, on which lies memory that takes what
-// is written.
+// makeRoot replaces the root file system by the host's, with an overlay in memory for
+// writes.
 func makeRoot(j *job) error {
 	type mount struct {
 		source, target, kind string
@@ -153,16 +153,16 @@ func makeRoot(j *job) error {
 		return err
 	}
 	if err := unix.Mount(".", "/", "", unix.MS_MOVE, ""); err != nil {
-		return fmt.Errorf("move the root file system: %w", err)
+		return fmt.Errorf("move root file system: %w", err)
 	}
-	// All threads, and those of the kernel that start modprobe, share the root folder.
+	// All threads share the root folder, including kernel threads that start modprobe.
 	if err := unix.Chroot("."); err != nil {
-		return fmt.Errorf("change the root folder: %w", err)
+		return fmt.Errorf("change root folder: %w", err)
 	}
 	return os.Chdir(j.Dir)
 }
 
-// openPort opens a serial port that passes on each octet as it is.
+// openPort opens a serial port in raw mode.
 func openPort(name string) (*os.File, error) {
 	f, err := os.OpenFile(name, os.O_WRONLY|unix.O_NOCTTY, 0)
 	if err != nil {
@@ -170,7 +170,7 @@ func openPort(name string) (*os.File, error) {
 	}
 	settings, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
 	if err != nil {
-		return nil, fmt.Errorf("read the settings of %s: %w", name, err)
+		return nil, fmt.Errorf("read settings of %s: %w", name, err)
 	}
 	settings.Oflag &^= unix.OPOST
 	if err := unix.IoctlSetTermios(int(f.Fd()), unix.TCSETS, settings); err != nil {
@@ -179,8 +179,7 @@ func openPort(name string) (*os.File, error) {
 	return f, nil
 }
 
-// execute runs the program and reaps whatever processes it leaves to the first one, so that
-// tests see them end.
+// execute runs the program. It also reaps orphaned processes, so that tests see them end.
 func execute(j *job) (status int, err error) {
 	program, err := exec.LookPath(j.Args[0])
 	if err != nil {
@@ -200,9 +199,9 @@ func execute(j *job) (status int, err error) {
 		switch {
 		case errors.Is(err, unix.EINTR):
 		case err != nil:
-			return 0, fmt.Errorf("wait for the program: %w", err)
+			return 0, fmt.Errorf("wait for program: %w", err)
 		case pid == process.Pid && end.Signaled():
-			fmt.Fprintf(output, "kernel: %s was ended by %v\n", program, end.Signal())
+			fmt.Fprintf(output, "kernel: %s was killed by %v\n", program, end.Signal())
 			return 128 + int(end.Signal()), nil
 		case pid == process.Pid:
 			return end.ExitStatus(), nil

@@ -15,7 +15,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// build returns the path of a command, "." of this one.
+// build builds a command and returns its path. "." is this command.
 func build(t *testing.T, source string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "command")
@@ -27,7 +27,7 @@ func build(t *testing.T, source string) string {
 	return path
 }
 
-// TestGuest boots both kernels and checks what a program finds there and what comes back.
+// TestGuest boots both kernels and checks a program's environment, output and exit status.
 func TestGuest(t *testing.T) {
 	command := build(t, ".")
 	for _, guest := range []struct {
@@ -59,13 +59,13 @@ func TestGuest(t *testing.T) {
 			t.Errorf("%v: %v, want exit status %d\n%s", guest.args, err, guest.status, stderr.String())
 		}
 		if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
-			t.Errorf("%v: the program left %v (%v) outside of the guest", guest.args, left, err)
+			t.Errorf("%v: the program wrote %v outside the guest (%v)", guest.args, left, err)
 		}
 	}
 }
 
-// TestNFTablesNamesWhatTheKernelLacks starts package backends/nftables without some modules.
-func TestNFTablesNamesWhatTheKernelLacks(t *testing.T) {
+// TestNFTablesNamesMissingKernelFeatures starts package backends/nftables without some modules.
+func TestNFTablesNamesMissingKernelFeatures(t *testing.T) {
 	command, start := build(t, "."), build(t, "./testdata/start")
 	for _, test := range []struct{ suite, without, want string }{
 		{"bullseye", "nft_fib,nft_numgen", "start: the kernel lacks expression fib (module nft_fib_inet), expression numgen (module nft_numgen)\n"},
@@ -78,7 +78,7 @@ func TestNFTablesNamesWhatTheKernelLacks(t *testing.T) {
 	}
 }
 
-// TestGuestThatEndsOrHangsFails runs other programs in the place of QEMU.
+// TestGuestThatEndsOrHangsFails runs other programs instead of QEMU.
 func TestGuestThatEndsOrHangsFails(t *testing.T) {
 	command := build(t, ".")
 	for name, test := range map[string]struct{ qemu, path, want string }{

@@ -26,7 +26,7 @@
 // http://deb.debian.org/debian. Later runs need no network; remove the folder to get a
 // newer kernel.
 //
-// It takes the Debian packages apt, dpkg, debian-archive-keyring, kmod and qemu-system-x86,
+// It needs the Debian packages apt, dpkg, debian-archive-keyring, kmod and qemu-system-x86,
 // and iproute2 for the guest. A guest boots in some 5 seconds under software emulation, and
 // programs run 10 to 30 times slower than here. KVM is not the default because it fails
 // on many virtual machines.
@@ -73,9 +73,9 @@ func run(ctx context.Context, args []string) (int, error) {
 	accelerator := flags.String("accel", "tcg", "QEMU's `accelerator`")
 	flags.Parse(args)
 	if flags.NArg() == 0 {
-		return 0, errors.New("name a program to run")
+		return 0, errors.New("no program to run given")
 	}
-	// Users other than root may not have these, but programs for root are there.
+	// The path of users other than root may lack these folders.
 	os.Setenv("PATH", os.Getenv("PATH")+":/usr/sbin:/sbin")
 	qemu, err := find("qemu-system-x86_64", "qemu-system-x86")
 	if err != nil {
@@ -87,11 +87,11 @@ func run(ctx context.Context, args []string) (int, error) {
 	}
 	k, err := debianKernel(ctx, *suite)
 	if err != nil {
-		return 0, fmt.Errorf("get the kernel of Debian %s: %w", *suite, err)
+		return 0, fmt.Errorf("get kernel of Debian %s: %w", *suite, err)
 	}
 	initramfs, err := k.initramfs(&job{Args: flags.Args(), Env: os.Environ(), Dir: dir, Modules: k.modules})
 	if err != nil {
-		return 0, fmt.Errorf("make an initramfs: %w", err)
+		return 0, fmt.Errorf("make initramfs: %w", err)
 	}
 	defer os.Remove(initramfs)
 	parameters := "console=ttyS0 quiet panic=-1 no_timer_check mitigations=off rdinit=" + initPath
@@ -109,7 +109,7 @@ func run(ctx context.Context, args []string) (int, error) {
 	), *silence)
 }
 
-// find returns the path of a program, which is in a Debian package.
+// find returns the path of a program of a Debian package.
 func find(program, debianPackage string) (string, error) {
 	path, err := exec.LookPath(program)
 	if err != nil {
@@ -118,7 +118,7 @@ func find(program, debianPackage string) (string, error) {
 	return path, nil
 }
 
-// tail is the last output of a command or of a console, for errors.
+// tail keeps the last output of a command or a console, for errors.
 func tail(b []byte) string {
 	const limit = 4 << 10
 	return strings.TrimSpace(string(b[max(0, len(b)-limit):]))

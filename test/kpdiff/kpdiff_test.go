@@ -19,7 +19,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-var clusters = flag.Int("clusters", 10_000, "how many random clusters are compared; with fewer than 5,000, declared differences may not show")
+var clusters = flag.Int("clusters", 10_000, "the number of random clusters to compare; fewer than 5,000 may not show all declared differences")
 
 // decided has a proxy's decisions about a cluster's service on one node.
 type decided struct {
@@ -55,7 +55,7 @@ func TestOnlyDeclaredDifferences(t *testing.T) {
 			verdicts[verdict]++
 			switch {
 			case want == got:
-			case got == want+fromNobody:
+			case got == want+noSource:
 				declared[otherFamily]++
 			default:
 				t.Errorf("cluster %d: %s: kube-proxy %q, kpng %q", i, at, want, got)
@@ -73,7 +73,7 @@ func TestOnlyDeclaredDifferences(t *testing.T) {
 			}
 		}
 		if t.Failed() {
-			t.Fatalf("cluster %d is\n%s", i, c)
+			t.Fatalf("cluster %d:\n%s", i, c)
 		}
 	}
 	t.Logf("%d clusters: frontends by verdict %v, declared differences %v", *clusters, verdicts, declared)
@@ -85,7 +85,7 @@ func TestOnlyDeclaredDifferences(t *testing.T) {
 	}
 	for _, difference := range []string{otherFamily, otherPorts} {
 		if declared[difference] == 0 {
-			t.Errorf("the declared difference does not show: %s", difference)
+			t.Errorf("no cluster shows the declared difference: %s", difference)
 		}
 	}
 }
@@ -97,8 +97,8 @@ func frontendsOf[T any](a, b map[string]T) []string {
 	return slices.Sorted(maps.Keys(all))
 }
 
-// fromNobody is the suffix of a frontend that admits no source.
-const fromNobody = " from"
+// noSource is the suffix of a frontend that admits no source.
+const noSource = " from"
 
 // externally describes an external frontend.
 func externally(elsewhere, node string, affinity int, local bool, sources []string) string {
@@ -109,7 +109,7 @@ func externally(elsewhere, node string, affinity int, local bool, sources []stri
 	text := fmt.Sprintf("%s | node %s%s masquerade %s", elsewhere, node, stickiness(affinity), masquerade)
 	if sources != nil {
 		slices.Sort(sources)
-		text += strings.TrimRight(fromNobody+" "+strings.Join(sources, " "), " ")
+		text += strings.TrimRight(noSource+" "+strings.Join(sources, " "), " ")
 	}
 	return text
 }

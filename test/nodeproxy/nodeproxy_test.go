@@ -146,7 +146,7 @@ func (w *world) run() (end func(os.Signal) error) {
 		case <-time.After(20 * time.Second):
 			cmd.Process.Kill()
 			<-ended
-			return errors.New("it did not end in time")
+			return errors.New("kpng did not end in time")
 		}
 	}
 	w.t.Cleanup(func() {
@@ -154,7 +154,7 @@ func (w *world) run() (end func(os.Signal) error) {
 			end(os.Kill)
 		}
 		if w.t.Failed() {
-			w.t.Logf("kpng said:\n%s", &log)
+			w.t.Logf("log of kpng:\n%s", &log)
 		}
 	})
 	await(w.t, "readiness", "200 ", func() string {
@@ -167,9 +167,9 @@ func (w *world) run() (end func(os.Signal) error) {
 	return end
 }
 
-// TestMissingRightsAreNamed checks the errors of kpng, at start and in cleanup, when it
+// TestMissingPrivilegesAreNamed checks the errors of kpng, at start and in cleanup, when it
 // may not change tables.
-func TestMissingRightsAreNamed(t *testing.T) {
+func TestMissingPrivilegesAreNamed(t *testing.T) {
 	node := newNamespace(t)
 	kpng := buildKpng(t)
 	none := []string{"setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", kpng}
@@ -183,7 +183,7 @@ func TestMissingRightsAreNamed(t *testing.T) {
 		out, err := exec.CommandContext(ctx, command[0], command[1:]...).CombinedOutput()
 		cancel()
 		if err == nil || !strings.Contains(string(out), "CAP_NET_ADMIN") {
-			t.Errorf("kpng %s ends with %v and does not say what it lacks:\n%s", strings.Join(args, " "), err, out)
+			t.Errorf("kpng %s returned %v and does not name the missing privilege:\n%s", strings.Join(args, " "), err, out)
 		}
 	}
 }
@@ -229,7 +229,7 @@ func (w *world) explains(service *corev1.Service, difference, want string) {
 		"--dataplane", "nftables", fmt.Sprintf("%s:53/udp", service.Spec.ClusterIP))...)...)
 	_, dataplane, found := strings.Cut(text, "\nDataplane for ")
 	if !found || !strings.Contains(dataplane, want) {
-		w.t.Errorf("explain --dataplane does not say %q:\n%s", want, text)
+		w.t.Errorf("explain --dataplane does not contain %q:\n%s", want, text)
 	}
 	var got string
 	for line := range strings.Lines(dataplane) {
@@ -264,42 +264,42 @@ func TestKpngInPlaceOfKubeProxy(t *testing.T) {
 		await(t, "the cluster IP's answer "+when, want, func() string { return ask(clusterIP) })
 		await(t, "the node port's answer "+when, want, func() string { return ask(nodePort) })
 	}
-	reach("at first", "pod1")
+	reach("at the start", "pod1")
 	w.lead(dns, pod2, nodeName)
 	reach("after its pod moved", "pod2")
 
 	page := fmt.Sprintf("http://%s:%d/", nodeIP, web.Spec.HealthCheckNodePort)
 	health := func() int { status, _ := w.get(w.client, page); return status }
-	await(t, "a health check with a pod here", 200, health)
+	await(t, "a health check with a pod on this node", 200, health)
 	if _, body := w.get(w.client, page); body != fmt.Sprintf(
 		`{"service":{"namespace":%q,"name":"web"},"localEndpoints":1,"serviceProxyHealthy":true}`+"\n", w.namespace) {
-		t.Errorf("a health check is answered %s", body)
+		t.Errorf("response to the health check: %s", body)
 	}
 	w.lead(web, pod1, "elsewhere")
-	await(t, "a health check without a pod here", 503, health)
+	await(t, "a health check without a pod on this node", 503, health)
 
 	if err := end(os.Kill); err == nil {
-		t.Error("kpng did not notice that it was killed")
+		t.Error("kpng returned no error after it was killed")
 	}
 	fresh := w.client.client(t, net.JoinHostPort(dns.Spec.ClusterIP, "53"))
 	if got := ask(fresh); got != "pod2" {
-		t.Errorf("while kpng is away, a new client is answered by %q", got)
+		t.Errorf("while kpng does not run, a new client reaches %q", got)
 	}
 	w.lead(dns, pod1, nodeName)
 	end = w.run()
-	reach("after its pod moved while kpng was away", "pod1")
+	reach("after its pod moved while kpng did not run", "pod1")
 
 	if err := end(os.Interrupt); err != nil {
-		t.Errorf("kpng ended with %v", err)
+		t.Errorf("kpng returned %v", err)
 	}
 	w.explains(dns, "", ": "+pod1+" . "+fmt.Sprint(udpPort))
 	sh(t, w.node.Command("nft", "flush", "map", "inet", "kpng", "services4")...)
 	w.explains(dns, "-", "")
 	if ruleset := sh(t, w.node.Command("nft", "list", "tables")...); ruleset != "table inet kpng\n" {
-		t.Errorf("after its end there is %q", ruleset)
+		t.Errorf("tables after its end: %q", ruleset)
 	}
 	sh(t, w.node.Command(append(least, w.kpng, "cleanup", "nftables")...)...)
 	if ruleset := sh(t, w.node.Command("nft", "list", "ruleset")...); ruleset != "" {
-		t.Errorf("after cleaning up there is %s", ruleset)
+		t.Errorf("rules after cleanup: %s", ruleset)
 	}
 }

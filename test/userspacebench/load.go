@@ -103,7 +103,7 @@ func client(arg string) {
 	case "udp":
 		r.Count = together(l.Clients, func(int) int64 { return ping(dial("udp", at(l.Target, echoPort)), end) })
 	default:
-		fatal(fmt.Errorf("no load is called %q", l.Kind))
+		fatal(fmt.Errorf("unknown load %q", l.Kind))
 	}
 	r.Took, r.Errors = time.Since(begin), errs.Load()
 	if len(latencies) > 0 {

@@ -141,7 +141,7 @@ func (w *world) waitServed(p *process, target string, port int) {
 			return
 		}
 		if time.Now().After(deadline) {
-			w.Fatalf("the proxy does not serve; its log:\n%s", p.log)
+			w.Fatalf("the proxy does not answer; its log:\n%s", p.log)
 		}
 	}
 }

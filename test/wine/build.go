@@ -33,7 +33,7 @@ func (*Wine) BuildFrom(t testing.TB, dir, pkg string) string {
 	tmp := t.TempDir()
 	overlay, err := writeOverlay(tmp, goEnv(t, "GOROOT"))
 	if err != nil {
-		t.Fatalf("change the standard library for Wine: %v", err)
+		t.Fatalf("change standard library for Wine: %v", err)
 	}
 	exe := filepath.Join(tmp, path.Base(pkg)+".exe")
 	cmd := exec.CommandContext(t.Context(), "go", "build", "-overlay", overlay, "-o", exe, pkg)
@@ -90,7 +90,7 @@ func writeOverlay(dir, goroot string) (string, error) {
 			return "", err
 		}
 		if n := bytes.Count(source, []byte(c.from)); n != 1 {
-			return "", fmt.Errorf("%s has %d times, not once: %q; see what this version of Go does there", original, n, c.from)
+			return "", fmt.Errorf("%s contains this text %d times, want once: %q; compare it with this version of Go", original, n, c.from)
 		}
 		changed := filepath.Join(dir, filepath.Base(c.file))
 		if err := os.WriteFile(changed, bytes.Replace(source, []byte(c.from), []byte(c.to), 1), 0o644); err != nil {
@@ -120,7 +120,7 @@ func rootModule(t testing.TB) string {
 	t.Helper()
 	out, err := exec.CommandContext(t.Context(), "go", "list", "-m", "-f", "{{.Dir}}", "github.com/kpng-project/kpng").Output()
 	if err != nil {
-		t.Fatalf("find the root module: %v", err)
+		t.Fatalf("find root module: %v", err)
 	}
 	return strings.TrimSpace(string(out))
 }

@@ -95,7 +95,7 @@ func templatePrefix(ctx context.Context, cache string) (string, error) {
 	defer os.RemoveAll(tmp)
 	prefix := filepath.Join(tmp, "prefix")
 	if err := makePrefix(ctx, prefix); err != nil {
-		return "", fmt.Errorf("make a Wine prefix: %w", err)
+		return "", fmt.Errorf("create Wine prefix: %w", err)
 	}
 	return template, os.Rename(prefix, template)
 }

@@ -68,7 +68,7 @@ func (w *Wine) StartEnv(t testing.TB, env []string, exe string, args ...string) 
 	t.Cleanup(func() {
 		p.Kill(t)
 		if t.Failed() {
-			t.Logf("%s printed, at the end:\n%s", name, tail(p.Log(t)))
+			t.Logf("end of the output of %s:\n%s", name, tail(p.Log(t)))
 		}
 	})
 	return p
@@ -116,7 +116,7 @@ func (p *Process) Log(t testing.TB) string {
 	t.Helper()
 	log, err := os.ReadFile(p.log)
 	if err != nil {
-		t.Errorf("read the output of %s: %v", p.name, err)
+		t.Errorf("read output of %s: %v", p.name, err)
 	}
 	return string(log)
 }

@@ -44,7 +44,7 @@ func New(t testing.TB, opts Options) *Wine {
 			t.Errorf("stop Wine: %v", err)
 		}
 		if err := release(); err != nil {
-			t.Errorf("remove Wine's prefix: %v", err)
+			t.Errorf("remove Wine prefix: %v", err)
 		}
 	})
 	return w

@@ -33,7 +33,7 @@ func (w *world) everything() {
 	w.network(kernelspace.Network{})
 	w.exe = w.wine.Build(w.T, "./cmd/kpng")
 	w.startProxy(append([]string{"kube", "to-local", "kernelspace", "--keep-annotations", kernelspace.PreserveDestination}, direct...)...)
-	w.await("an early Windows has what it can do", dump(
+	w.await("an early Windows has all features that it supports", dump(
 		"endpoint [10.1.1.1 fd00:1::1]",
 		"endpoint [10.2.0.1] remote mac 02-11-0a-02-00-01 named kpng-10.2.0.1",
 		"load balancer "+clusterIPs[0]+" source 192.168.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.2.0.1",
@@ -68,7 +68,7 @@ func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clu
 		"load balancer 203.0.113.1 DSR source 10.1.1.250 protocol 6 port 80->8080 UseMux PreserveDIP VIPExternalIP per client to 10.1.1.1",
 		fmt.Sprintf("load balancer node port source 10.1.1.250 protocol 6 port %d->8080 LocalRoutedVIP VIPExternalIP per client to 10.1.1.1", nodePort),
 	}
-	w.await("an overlay network has everything, HNS "+name, dump(want...))
+	w.await("an overlay network has all features, HNS "+name, dump(want...))
 
 	// A second process finds the listed objects correct. One more service shows that it has
 	// come that far.
@@ -77,16 +77,16 @@ func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clu
 	w.create(0)
 	w.startProxy(args...)
 	added := w.services[0].clusterIP
-	w.await("an overlay network is found as it was left, HNS "+name, dump(append(want,
+	w.await("a restart changes nothing on an overlay network, HNS "+name, dump(append(want,
 		"endpoint [10.2.0.2] remote mac 02-11-0a-02-00-02 at 192.168.0.2 named kpng-10.2.0.2",
 		vipEndpoint(added),
 		"load balancer "+added+" DSR source 10.1.1.250 protocol 6 port 80->8080 to 10.1.1.1 10.2.0.1 10.2.0.2")...))
 	calls := w.hns.functions()
 	if calls["CreateEndpoint"] != 2 || calls["CreateLoadBalancer"] != 1 || calls["ModifyLoadBalancer"]+calls["DeleteLoadBalancer"]+calls["DeleteEndpoint"] != 0 {
-		w.Errorf("HNS %s: the overlay network is found as it was left, and for one more service the calls are %v", name, calls)
+		w.Errorf("HNS %s: calls for one more service after the restart: %v", name, calls)
 	}
 	w.remove(0)
-	w.await("the service is gone, HNS "+name, dump(want...))
+	w.await("the service is deleted, HNS "+name, dump(want...))
 }
 
 // network gives the HNS a network with a pod of both families.

@@ -105,10 +105,10 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 	w.eventually("one endpoint is replaced")
 	if calls := w.hns.functions(); calls["EnumerateEndpoint"]+calls["EnumerateLoadBalancer"] != 0 ||
 		calls["CreateEndpoint"] != 1 || calls["ModifyLoadBalancer"] != 1 || calls["DeleteEndpoint"] != 1 {
-		t.Errorf("one endpoint was replaced by the calls %v, want one creation, one change, one deletion and no listing", calls)
+		t.Errorf("calls for one replaced endpoint: %v, want one creation, one change, one deletion and no listing", calls)
 	}
 
-	w.step("the proxy is killed while services change and go", func() {
+	w.step("the proxy is killed while services change and are deleted", func() {
 		w.process.Kill(t)
 		for i := range 5 {
 			w.remove(i)
@@ -120,14 +120,14 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 	w.hns.functions()
 	w.startProxy("--api", w.address)
 	w.ready()
-	w.eventually("the proxy is started anew, with nothing changed")
+	w.eventually("the proxy is restarted without changes")
 	for function, n := range w.hns.functions() {
 		if strings.HasPrefix(function, "Create") || strings.HasPrefix(function, "Modify") || strings.HasPrefix(function, "Delete") {
-			t.Errorf("nothing has changed, and a restart calls %s %d times", function, n)
+			t.Errorf("a restart without changes calls %s %d times", function, n)
 		}
 	}
 
-	w.step("HNS is away for a while", func() {
+	w.step("HNS is down for a while", func() {
 		w.hns.stop()
 		w.lead(11, remote(11, 7))
 		w.remove(12)
@@ -179,7 +179,7 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		w.lead(9, remote(9, 7))
 		w.startProxy("--kubeconfig", w.kubeconfig, "--service-proxy-name", w.namespace)
 	})
-	w.step("all services go", func() {
+	w.step("all services are deleted", func() {
 		for i, s := range w.services {
 			if s != nil {
 				w.remove(i)
@@ -187,7 +187,7 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		}
 	})
 	if got := w.hns.hns.Dump(); got != w.foreign {
-		t.Errorf("all services are gone, and what HNS has is not what others made (-want +got):\n%s", cmp.Diff(w.foreign, got))
+		t.Errorf("HNS after all services are deleted (-want +got):\n%s", cmp.Diff(w.foreign, got))
 	}
 	w.everything()
 }
@@ -282,7 +282,7 @@ func (w *world) startKpng() {
 	w.Cleanup(func() {
 		stop()
 		if w.Failed() {
-			w.Logf("kpng printed:\n%s", &log)
+			w.Logf("output of kpng:\n%s", &log)
 		}
 	})
 }
@@ -325,7 +325,7 @@ func (w *world) failing(function string, times int, do func()) {
 	w.hns.fail(function, times, invalid)
 	w.step(function+" fails", do)
 	if left := w.hns.fail("", 0, ""); left == times {
-		w.Errorf("%s was to fail, and was not called", function)
+		w.Errorf("%s should fail, but was not called", function)
 	}
 }
 
@@ -345,7 +345,7 @@ func (w *world) await(what, want string) {
 			break
 		}
 		if time.Now().After(deadline) {
-			w.Fatalf("%s: HNS has something else (-want +got):\n%s", what, cmp.Diff(want, got))
+			w.Fatalf("%s: HNS (-want +got):\n%s", what, cmp.Diff(want, got))
 		}
 	}
 	if !w.process.Running() {

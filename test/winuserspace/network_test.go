@@ -91,7 +91,7 @@ func (c *conn) echo(text string) error {
 		return err
 	}
 	if string(got) != text {
-		return fmt.Errorf("%d bytes came back of %d", len(got), len(text))
+		return fmt.Errorf("received %d bytes of %d", len(got), len(text))
 	}
 	return nil
 }
@@ -177,7 +177,7 @@ func serveNetsh(t *testing.T, n namespace) *netsh {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		for _, call := range s.odd {
-			t.Errorf("netsh was called in a way that Windows refuses: %s", call)
+			t.Errorf("netsh was called with arguments that Windows rejects: %s", call)
 		}
 	})
 	return s

@@ -116,7 +116,7 @@ func (w *world) expectPods(what, to string, pods ...string) {
 			got.Insert(pod)
 		}
 		if !got.Equal(sets.New(pods...)) {
-			return fmt.Errorf("%v answer at %s, not %v", sets.List(got), to, pods)
+			return fmt.Errorf("%v answer at %s, want %v", sets.List(got), to, pods)
 		}
 		return nil
 	})
@@ -152,10 +152,10 @@ func TestWinUserspaceProxiesUnderWine(t *testing.T) {
 	w.expectAddresses("after the start", sets.List(w.expected))
 
 	clusterIP, nodePort := at(web.Spec.ClusterIP, 80), at(nodeIP, int(web.Spec.Ports[0].NodePort))
-	w.expectPods("the cluster IP leads to both pods in turn", clusterIP, podA, podB)
-	w.expectPods("the external IP does", at("192.0.2.1", 80), podA, podB)
-	w.expectPods("the node port does", nodePort, podA, podB)
-	w.expectPods("IPv6 does to its own", at(six.Spec.ClusterIP, 80), podA6)
+	w.expectPods("the cluster IP alternates between both pods", clusterIP, podA, podB)
+	w.expectPods("the external IP alternates between both pods", at("192.0.2.1", 80), podA, podB)
+	w.expectPods("the node port alternates between both pods", nodePort, podA, podB)
+	w.expectPods("IPv6 alternates between its own pods", at(six.Spec.ClusterIP, 80), podA6)
 	eventually(t, "UDP leads to the pod", func() error {
 		pod, err := w.node.askUDP(at(dns.Spec.ClusterIP, 53))
 		if err == nil && pod != podA {
@@ -195,7 +195,7 @@ func (w *world) affinity(to string) {
 			w.t.Fatal(err)
 		}
 		if before != "" && pod != before && time.Since(last) < timeout {
-			w.t.Fatalf("the client came back within %v and was sent to %s, and to %s before", time.Since(last), pod, before)
+			w.t.Fatalf("within %v the client reached %s, and before %s", time.Since(last), pod, before)
 		}
 		last = now
 	}
@@ -204,7 +204,7 @@ func (w *world) affinity(to string) {
 		time.Sleep(timeout + timeout/4)
 		again, err := w.node.ask("192.168.77.2", to)
 		if err == nil && again == pod {
-			err = fmt.Errorf("the client was sent to %s again", again)
+			err = fmt.Errorf("the client reached %s again", again)
 		}
 		return err
 	})
@@ -233,7 +233,7 @@ func (w *world) parallel(to string, count int) {
 		})
 	}
 	if err := group.Wait(); err != nil {
-		w.t.Errorf("%d connections at once: %v", count, err)
+		w.t.Errorf("%d concurrent connections: %v", count, err)
 	}
 }
 
@@ -266,7 +266,7 @@ func (w *world) traffic(to string) (stop func() (int, error)) {
 func undisturbed(t *testing.T, while string, stop func() (int, error)) {
 	t.Helper()
 	if count, err := stop(); err != nil || count == 0 {
-		t.Errorf("while %s, %d connections went well, and: %v", while, count, err)
+		t.Errorf("while %s: %d connections succeeded, errors: %v", while, count, err)
 	}
 }
 
@@ -278,16 +278,16 @@ func (w *world) changes(web *corev1.Service, clusterIP string) {
 	eventually(w.t, "a connection to the first pod", func() (err error) {
 		if old, err = w.node.dial("", clusterIP); err == nil && old.pod != podA {
 			old.Close()
-			err = errors.New("it went to the other one")
+			err = errors.New("the connection reached the other pod")
 		}
 		return err
 	})
 	defer old.Close()
 	w.pods("web", podB, podC)
-	w.expectPods("connections go to the pods that there are now", clusterIP, podB, podC)
+	w.expectPods("new connections reach the new pods", clusterIP, podB, podC)
 	undisturbed(w.t, "pods changed", stop)
 	if err := old.echo("still here"); err != nil {
-		w.t.Errorf("a connection to a pod that was taken away: %v", err)
+		w.t.Errorf("a connection to a removed pod: %v", err)
 	}
 
 	stop = w.traffic(clusterIP)
@@ -302,9 +302,9 @@ func (w *world) changes(web *corev1.Service, clusterIP string) {
 	w.expected.Insert("192.0.2.2")
 	w.expectAddresses("after a service has another external IP", sets.List(w.expected))
 	w.expectPods("the new external IP is served", at("192.0.2.2", 80), podB, podC)
-	undisturbed(w.t, "frontends came and went", stop)
+	undisturbed(w.t, "frontends were added and removed", stop)
 	if a, d := w.netsh.times(web.Spec.ClusterIP); a != added || d != deleted {
-		w.t.Errorf("the cluster IP, which did not change, was added %d and deleted %d times", a-added, d-deleted)
+		w.t.Errorf("the unchanged cluster IP was added %d and deleted %d times", a-added, d-deleted)
 	}
 }
 
@@ -312,7 +312,7 @@ func (w *world) changes(web *corev1.Service, clusterIP string) {
 func (w *world) refusals() {
 	w.t.Helper()
 	s := w.service("refused", corev1.ServiceSpec{ExternalIPs: []string{"192.0.2.66"}, Ports: tcp(80)}, podA)
-	w.expectPods("the cluster IP is served where the external IP cannot be", at(s.Spec.ClusterIP, 80), podA)
+	w.expectPods("the cluster IP is served while the external IP cannot be", at(s.Spec.ClusterIP, 80), podA)
 	w.netsh.refuse("")
 	w.expectPods("the external IP is served when netsh has added it", at("192.0.2.66", 80), podA)
 	w.delete("refused")
@@ -327,9 +327,9 @@ func (w *world) restartOfServer(clusterIP string) {
 	w.stop()
 	late := w.create("late", corev1.ServiceSpec{Ports: tcp(80)}, podC)
 	w.start()
-	w.expectPods("what came while kpng was away is served", at(late.Spec.ClusterIP, 80), podC)
-	undisturbed(w.t, "kpng was away", stop)
-	w.expectAddresses("after kpng came back", sets.List(w.expected))
+	w.expectPods("a service created while kpng did not run is served", at(late.Spec.ClusterIP, 80), podC)
+	undisturbed(w.t, "kpng did not run", stop)
+	w.expectAddresses("after kpng restarted", sets.List(w.expected))
 }
 
 // asService runs the program as a Windows service.
@@ -348,7 +348,7 @@ func (w *world) asService(clusterIP string) {
 	// server.
 	w.wine.Start(w.t, w.program, "--api=tcp://127.0.0.1:1", `--state-file=C:\kpng\idle`, "--node-name="+nodeName)
 	w.wine.Run(w.t, "sc", "start", "winuserspace")
-	w.expectAddresses("after the service started, and what was left behind has gone", sets.List(w.expected))
+	w.expectAddresses("after the service started and stale addresses were removed", sets.List(w.expected))
 	w.expectPods("the service proxies", clusterIP, podB, podC)
 	w.expectState("RUNNING", "4")
 	w.wine.Run(w.t, "sc", "stop", "winuserspace")
@@ -359,7 +359,7 @@ func (w *world) asService(clusterIP string) {
 		w.t.Fatal(err)
 	}
 	if !strings.Contains(string(text), `"NextEndpoint for service"`) {
-		w.t.Errorf("the service's log is\n%s", text)
+		w.t.Errorf("log of the service:\n%s", text)
 	}
 }
 

@@ -112,8 +112,8 @@ func (k kernel) apply(delta diffstore.Delta[string, string]) {
 	}
 }
 
-// A backend keeps its desired state in a store. The position of a cursor is what it has
-// programmed. The cursor begins with the entries of an earlier run in the kernel. So even
+// A backend keeps its desired state in a store. The position of a cursor is its
+// programmed state. The cursor begins with the entries of an earlier run in the kernel. So even
 // the first full synchronization is a minimal difference.
 func Example_desiredAgainstProgrammed() {
 	kernel := kernel{"10.0.0.1:80": "10.1.0.1", "10.0.0.9:80": "10.1.0.9"}

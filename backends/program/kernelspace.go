@@ -47,7 +47,7 @@ func Kernelspace(hns kernelspace.HNS) *Backend {
 
 func kernelspaceFlags(fs *pflag.FlagSet, opts *kernelspace.Options, checks *healthChecks) {
 	fs.StringVar(&opts.Network, "network", os.Getenv("KUBE_NETWORK"), "the `name` of the HNS network that pods are on; without it, $KUBE_NETWORK")
-	fs.StringVar(&opts.Name, "instance", "kpng", "the `name` that tells what this program made from what others did; each instance on a node needs its own, and its own --state-file")
+	fs.StringVar(&opts.Name, "instance", "kpng", "the `name` that begins the names of this program's HNS endpoints and identifies them; each instance on a node needs its own, and its own --state-file")
 	fs.StringVar(&opts.StateFile, "state-file", filepath.Join(os.Getenv("ProgramData"), "kpng", "kernelspace.journal"), "the `file` that remembers which load balancers are this program's")
 	fs.BoolVar(&opts.EnableDSR, "enable-dsr", false, "use direct server return for cluster IPs; fails where Windows lacks it")
 	listFlag(fs, &opts.SourceVIPs, netip.ParseAddr, "source-vip", "the source `address` of what load balancers send on, at most one a family; an overlay network needs one")

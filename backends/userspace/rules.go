@@ -67,8 +67,8 @@ func (a *admission) admits(client netip.Addr) bool {
 // were lost. It applies when the rules only decide which packets to drop. The zero value
 // accepts all packets.
 type screen struct {
-	// nobody discards all packets.
-	nobody bool
+	// dropAll discards all packets.
+	dropAll bool
 	// hereOnly accepts only packets that start on this node: from the loopback interface and
 	// from pods.
 	hereOnly bool
@@ -77,14 +77,14 @@ type screen struct {
 }
 
 func (s *screen) equal(o *screen) bool {
-	return s.nobody == o.nobody && s.hereOnly == o.hereOnly && slices.Equal(s.pods, o.pods) &&
+	return s.dropAll == o.dropAll && s.hereOnly == o.hereOnly && slices.Equal(s.pods, o.pods) &&
 		s.restricted == o.restricted && slices.Equal(s.prefixes, o.prefixes)
 }
 
 func (r *rules) screen(pods []netip.Prefix) screen {
 	dropElsewhere, dropNode := r.elsewhere.verdict == nodeview.Drop, r.node.verdict == nodeview.Drop
 	return screen{
-		nobody:    dropElsewhere && dropNode || r.admission.restricted && len(r.admission.prefixes) == 0,
+		dropAll:   dropElsewhere && dropNode || r.admission.restricted && len(r.admission.prefixes) == 0,
 		hereOnly:  dropElsewhere && !dropNode,
 		pods:      pods,
 		admission: r.admission,

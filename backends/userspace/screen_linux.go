@@ -26,7 +26,7 @@ var takePacket, dropPacket = bpf.RetConstant{Val: 1<<32 - 1}, bpf.RetConstant{}
 // program returns the socket filter of s for packets of one IP family, or nil if it
 // accepts all.
 func (s *screen) program(v4 bool) []bpf.Instruction {
-	if s.nobody {
+	if s.dropAll {
 		return []bpf.Instruction{dropPacket}
 	}
 	if !s.hereOnly && !s.restricted {

@@ -8,9 +8,9 @@
 #   CALLOUT=examples/kpng-callout/all-ip.sh \
 #       kpng-callout --service-proxy-name kpng-example --all-ports
 #
-# All rules are in chains of its own, named $CHAIN… (KPNG-ALL-IP), which are
-# replaced as a whole each time, so they match the input. In other chains, the script
-# only adds one jump to its own.
+# All rules are in the script's own chains, named $CHAIN… (KPNG-ALL-IP). Each run replaces
+# them completely, so they match the input. To other chains, the script only adds a jump
+# to its own.
 #
 #   all-ip.sh cleanup
 #
@@ -18,7 +18,7 @@
 set -eu
 chain=${CHAIN:-KPNG-ALL-IP}
 
-# jumps lists table, built-in chain and the chain of ours that it jumps to.
+# jumps lists the table, the built-in chain, and our chain to which it jumps.
 jumps() {
 	cat <<-END
 		nat PREROUTING $chain

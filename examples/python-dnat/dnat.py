@@ -3,7 +3,7 @@
 """Programs DNAT rules for the services of a node: dnat.py unix:///run/kpng/kpng.sock NODE"""
 import os, queue, subprocess, sys, tempfile
 
-# Debian 12 has a compiler of messages that is older than the library they use.
+# In Debian 12 the compiler of the messages is older than the library that they use.
 os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
 import grpc
 
@@ -16,7 +16,7 @@ with tempfile.TemporaryDirectory() as made:
 
 
 def rules(services):
-    """Yields the lines of a table that replaces the one before."""
+    """Yields the lines of a table that replaces the previous one."""
     dnat, guard, snat = {"Elsewhere": [], "Node": []}, {"Elsewhere": [], "Node": []}, []
     for service in services:
         for f in service.Frontends:
@@ -33,7 +33,7 @@ def rules(services):
                     guard[origin].append(f"{match} {'drop' if t.Verdict == pb.Drop else reject}")
                     continue
                 targets = service.Lists[t.List].Targets
-                for i, e in enumerate(targets):  # the first of n gets one connection in n, and so on
+                for i, e in enumerate(targets):  # the first of n gets one connection in n, the next one in n-1
                     at = (f"[{e.IP}]" if f.Family == pb.IPv6 else e.IP) + (f":{e.Port}" if e.Port else "")
                     dnat[origin].append(f"{match} numgen random mod {len(targets) - i} == 0 dnat {ip} to {at}")
                     snat.append(f"ct status dnat {ip} saddr {e.IP} {ip} daddr {e.IP} masquerade")  # hairpin

@@ -39,7 +39,7 @@ func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 
 // endpoint returns the ID of the endpoint with an address. It returns "" if the address
 // is this node's own and HNS has no endpoint for it. HNS allows only one endpoint per
-// address, whoever owns it.
+// address, of any owner.
 func (p *pass) endpoint(d destination) (string, error) {
 	if e, ok := p.have.endpointAt(d.addr); ok && !p.isLeftover(e, d) {
 		return e.ID, nil

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Makes winkernelspace a Windows service that starts with the machine, for nodes
+# Installs winkernelspace as a Windows service that starts with the machine, for nodes
 # without hostProcess containers (containerd before 1.7). As an administrator:
 #
 #   .\service.ps1 -Install -Program C:\k\winkernelspace.exe -Arguments '--network l2bridge --kubeconfig C:\k\config'
@@ -23,18 +23,18 @@ function Invoke-Sc {
 if ($Install) {
     New-Service -Name $Name -BinaryPathName "`"$Program`" $Arguments" -StartupType Automatic `
         -Description 'Proxies Kubernetes services by the Host Networking Service' | Out-Null
-    # Started again after ten seconds whenever it fails; failureflag counts an end with an
-    # error as a failure, not only a crash.
+    # Restart the service ten seconds after each failure. With failureflag, an exit with an
+    # error is a failure too, not only a crash.
     Invoke-Sc failure $Name reset= 3600 actions= restart/10000
     Invoke-Sc failureflag $Name 1
     Start-Service -Name $Name
 } elseif ($Uninstall) {
-    # A service that is not there, as after an uninstallation that stopped halfway, is no error.
+    # A missing service is not an error: an earlier uninstallation may have stopped halfway.
     if (Get-Service $Name -ErrorAction SilentlyContinue) {
         Stop-Service -Name $Name
         Invoke-Sc delete $Name
     }
-    # Load balancers stay when the program ends; this removes all that it made.
+    # Load balancers remain when the program ends. This removes all of them.
     $cleanup = Start-Process -FilePath $Program -ArgumentList "$Arguments --cleanup" -Wait -NoNewWindow -PassThru
     if ($cleanup.ExitCode -ne 0) { throw "$Program --cleanup ended with $($cleanup.ExitCode)" }
 } else {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Makes kpng and winuserspace Windows services, run by NSSM (nssm.cc), in place of a
+# Installs kpng and winuserspace as Windows services of NSSM (nssm.cc). They replace a
 # kube-proxy that NSSM runs. As an administrator:
 #
 #   .\nssm.ps1 -Install -Programs C:\k -Kubeconfig C:\k\config
@@ -25,7 +25,7 @@ function Invoke-Nssm {
     if ($LASTEXITCODE -ne 0) { throw "nssm ${args}: status $LASTEXITCODE" }
 }
 
-# Makes a service whose output goes to files of at most 100 MB.
+# Creates a service whose output goes to files of at most 100 MB.
 function Add-Program([string]$Name, [string]$Arguments) {
     Invoke-Nssm install $Name (Join-Path $Programs "$Name.exe") $Arguments
     Invoke-Nssm set $Name Start SERVICE_DELAYED_AUTO_START
@@ -35,7 +35,7 @@ function Add-Program([string]$Name, [string]$Arguments) {
     Invoke-Nssm set $Name AppRotateFiles 1
     Invoke-Nssm set $Name AppRotateOnline 1
     Invoke-Nssm set $Name AppRotateBytes 104857600
-    # Connections have half a minute to end, before addresses are removed.
+    # Wait half a minute for connections to end before addresses are removed.
     Invoke-Nssm set $Name AppStopMethodConsole 45000
 }
 
@@ -46,7 +46,7 @@ if ($Install) {
         Invoke-Nssm stop kube-proxy
         Invoke-Nssm set kube-proxy Start SERVICE_DISABLED
     }
-    # Not by a flag: to quote a path within an argument, each PowerShell has its own way.
+    # No flag: versions of PowerShell differ in how they quote a path within an argument.
     Add-Program kpng 'kube to-api'
     Invoke-Nssm set kpng AppEnvironmentExtra "KUBECONFIG=$Kubeconfig"
     Add-Program winuserspace '-v=4'
@@ -55,8 +55,8 @@ if ($Install) {
     Invoke-Nssm start kpng
     Invoke-Nssm start winuserspace
 } elseif ($Uninstall) {
-    # A service that is not there, or was stopped, as after an uninstallation that stopped
-    # halfway, is no error.
+    # A missing or stopped service is not an error: an earlier uninstallation may have
+    # stopped halfway.
     foreach ($name in 'winuserspace', 'kpng') {
         $service = Get-Service $name -ErrorAction SilentlyContinue
         if (-not $service) { continue }

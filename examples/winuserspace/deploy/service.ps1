@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 #
-# Makes kpng and winuserspace Windows services with what Windows has, sc.exe. As an
-# administrator:
+# Installs kpng and winuserspace as Windows services with sc.exe. As an administrator:
 #
 #   .\service.ps1 -Install -Programs C:\k -Kubeconfig C:\k\config
 #   .\service.ps1 -Uninstall
@@ -21,7 +20,7 @@ function Invoke-Sc {
     if ($LASTEXITCODE -ne 0) { throw "sc.exe ${args}: status $LASTEXITCODE" }
 }
 
-# Makes a service that is started again after ten seconds whenever it fails.
+# Creates a service that restarts ten seconds after each failure.
 function Add-Program([string]$Name, [string]$Arguments, [string]$Description, [string[]]$After) {
     $options = @{}
     if ($After) { $options.DependsOn = $After }
@@ -37,7 +36,7 @@ if ($Install) {
     Add-Program winuserspace "-v=4 --interface `"$Interface`"" 'Proxies Kubernetes services' kpng
     Start-Service kpng, winuserspace
 } elseif ($Uninstall) {
-    # A service that is not there, as after an uninstallation that stopped halfway, is no error.
+    # A missing service is not an error: an earlier uninstallation may have stopped halfway.
     foreach ($name in 'winuserspace', 'kpng') {
         if (Get-Service $name -ErrorAction SilentlyContinue) {
             Stop-Service $name

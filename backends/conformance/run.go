@@ -363,7 +363,7 @@ var sections = []section{
 	{"Traffic policies", policyCases},
 	{"Source addresses", sourceAddressCases},
 	{"Session affinity", affinityCases},
-	{"Connections that are there already", connectionCases},
+	{"Existing connections", connectionCases},
 	{"All-ports services", allPortsCases},
 	{"Health checks", healthCases},
 	{"Restart, neighbours and clean-up", lifeCases},

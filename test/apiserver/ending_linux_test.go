@@ -17,7 +17,7 @@ import (
 	"go.uber.org/goleak"
 )
 
-func TestProcessesEndWithTestProcess(t *testing.T) {
+func TestProcessesEnd(t *testing.T) {
 	for name, way := range map[string]string{
 		"the test process panicked":   "panic",
 		"the test process was killed": "SIGKILL",

@@ -156,7 +156,7 @@ func command(t *testing.T, callout string, args ...string) *exec.Cmd {
 }
 
 func TestCommandPassesOneLinePerService(t *testing.T) {
-	out, err := command(t, "jq -c '[.Service.Name, (.Endpoints|length)]'", "--once").CombinedOutput()
+	out, err := command(t, "jq -c '[.Service.Name, (.Endpoints|length)]'", "--once").Output()
 	if want := "[\"web\",2]\n"; string(out) != want || err != nil {
 		t.Errorf("output %q, error %v, want %q", out, err, want)
 	}

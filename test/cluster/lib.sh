@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+# Settings and functions of the test cluster's scripts, which source this file.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+repo=$(cd "$here/../.." && pwd)
+
+# STATE has everything that the cluster writes. PREFIX begins the names of its network
+# namespaces and cgroups. NODES is the number of nodes, ZONES that of their zones.
+STATE=${CLUSTER_STATE:-$HOME/.cache/kpng/cluster}
+PREFIX=${CLUSTER_PREFIX:-kpng}
+NODES=${NODES:-3} ZONES=${ZONES:-3}
+bin=$STATE/bin run=$STATE/run
+mkdir -p "$bin" "$run"
+if [ -f "$run/settings" ]; then . "$run/settings"; fi # those of the cluster that is up
+
+# Addresses. The control plane has .1, node I has .10+I.
+cp_ns=$PREFIX-cp
+net4=10.254.0 net6=fd00:254:
+pod_cidr=10.244.0.0/16,fd00:10:244::/56
+service_cidr=10.96.0.0/16,fd00:10:96::/112
+dns_ip=10.96.0.10
+export PATH=$bin:$PATH
+
+die() { echo "hack/cluster: $*" >&2; exit 1; }
+say() { echo "$(date +%T) $*" >&2; }
+
+node_ns() { echo "$PREFIX-$1"; }
+# in_cp and in_node run a command in a network namespace.
+in_cp() { nsenter --net="/run/netns/$cp_ns" "$@"; }
+in_node() { local i=$1; shift; nsenter --net="/run/netns/$(node_ns "$i")" "$@"; }
+kubectl() { in_cp "$bin/kubectl" --kubeconfig "$run/admin.kubeconfig" "$@"; }
+
+# start NAME LOG COMMAND... runs a command in the background, with its pid in $run/NAME.pid.
+start() {
+	local name=$1 log=$2; shift 2
+	("$@" >"$log" 2>&1 </dev/null & echo $! >"$run/$name.pid")
+}
+
+running() { [ -f "$run/$1.pid" ] && kill -0 "$(cat "$run/$1.pid")" 2>/dev/null; }
+
+# stop NAME ends what start started: SIGTERM, and SIGKILL after ten seconds.
+stop() {
+	local file=$run/$1.pid pid
+	[ -f "$file" ] || return 0
+	pid=$(cat "$file")
+	kill "$pid" 2>/dev/null || true
+	for _ in $(seq 100); do
+		kill -0 "$pid" 2>/dev/null || break
+		sleep 0.1
+	done
+	kill -9 "$pid" 2>/dev/null || true
+	rm -f "$file"
+}
+
+# wait_for SECONDS WHAT COMMAND... waits until a command succeeds.
+wait_for() {
+	local seconds=$1 what=$2; shift 2
+	for _ in $(seq $((seconds * 5))); do
+		! "$@" >/dev/null 2>&1 || return 0
+		sleep 0.2
+	done
+	say "after $seconds s still waiting: $what"
+	return 1
+}
+
+each_node() { seq "$NODES"; }

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command images prints the names of the container images that Kubernetes' tests use.
+package main
+
+import (
+	"fmt"
+
+	"k8s.io/kubernetes/test/utils/image"
+)
+
+func main() {
+	for _, config := range image.GetImageConfigs() {
+		fmt.Println(config.GetE2EImage())
+	}
+}

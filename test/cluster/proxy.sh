@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# proxy.sh COMMAND... runs a service proxy or agent on each node, and waits until pods can
+# use services. proxy.sh stop ends it, and removes what it left in the kernel.
+. "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+# tables prints the nftables tables of a node, except those of iptables' chains.
+tables() { in_node "$1" nft list tables | sed 's/^table //' | grep -vE '^(ip|ip6) (nat|filter|mangle|raw)$' || true; }
+
+remove() {
+	local i
+	for i in $(each_node); do
+		stop "proxy-$i"
+		in_node "$i" kube-proxy --cleanup >/dev/null 2>&1 || true
+		tables "$i" | while read -r table; do in_node "$i" nft delete table $table; done
+		in_node "$i" conntrack -F >/dev/null 2>&1 || true
+	done
+}
+remove
+[ "$1" != stop ] || exit 0
+
+in_node_exec() { local i=$1; shift; exec nsenter --net="/run/netns/$(node_ns "$i")" "$@"; }
+for i in $(each_node); do
+	words=()
+	for word in "$@"; do
+		word=${word//'{{KUBECONFIG}}'/$run/proxy.kubeconfig}
+		word=${word//'{{NODE}}'/node-$i}
+		word=${word//'{{NODE_IP}}'/$net4.$((10 + i))}
+		word=${word//'{{CLUSTER_CIDR}}'/$pod_cidr}
+		word=${word//'{{CNI_DIR}}'/$run/nodes/$i/cni}
+		words+=("$word")
+	done
+	start "proxy-$i" "$run/log/proxy-$i.log" in_node_exec "$i" "${words[@]}"
+done
+resolves() { in_node "$1" dig +short +tries=1 +time=1 "@$dns_ip" kubernetes.default.svc.cluster.local | grep -q .; }
+for i in $(each_node); do
+	wait_for 60 "DNS through the proxy of node-$i" resolves "$i" || { tail "$run/log/proxy-$i.log" >&2; exit 1; }
+done
+all_ready() { [ "$(kubectl get nodes -o json | jq '[.items[].status.conditions[] | select(.type == "Ready" and .status == "True")] | length')" = "$NODES" ]; }
+wait_for 180 "nodes to be ready" all_ready || { kubectl get nodes >&2; exit 1; }
+say "The proxy serves all nodes"

@@ -26,11 +26,12 @@
 //
 // # Passes and changes
 //
-// At the start, once the source has all services, the driver makes a pass: it delivers every
-// service once, in key order, in batches of bounded size (Options.BatchSize). Changes.First
-// begins a pass and Changes.Last ends it. At the end the sink prunes everything that belongs
-// to no service. So a restart removes stale state and leaves correct state alone. A small
-// state is one Changes with First and Last.
+// When the source has all services, the driver makes its first pass. It delivers every
+// service once, in key order, in batches of bounded size (Options.BatchSize).
+// Changes.First begins a pass and Changes.Last ends it. At the end the sink prunes
+// everything that belongs to no service. So a restart removes stale state and leaves
+// correct state alone. If all services fit into one batch, the pass is a single Changes
+// with both First and Last.
 //
 // After the pass, the sink receives the services that differ from what it acknowledged, each
 // with its old and its new view; [Change.Endpoints] yields the changed endpoints. The driver
@@ -48,24 +49,26 @@
 // # When programming fails
 //
 // A sink returns a [*Failed] to name the services that failed. The driver retries each of
-// them with its own backoff. It delivers a failed service that changes immediately, because
-// the change may remove the cause.
+// them with its own backoff. When a failed service changes, the driver delivers it
+// immediately, because the change may remove the cause.
 //
-// Any other error, and a panic, acknowledges nothing. The driver delivers the same services
-// once more. If that fails too, it delivers half of them, and so on until a service is alone.
-// A service that fails alone is isolated: it has its own backoff and is delivered alone from
-// then on, so that it does not hold up the others. If nothing succeeds for some time, the
-// backoff grows, because the dataplane itself may be at fault.
+// Any other error, and a panic, acknowledges nothing. The driver delivers the same
+// services once more. If that fails too, it delivers ever smaller halves, until a batch
+// has only one service. A service that fails alone is isolated: it has its own backoff
+// and is delivered alone from then on, so that it does not hold up the others. If nothing
+// succeeds for some time, the backoff grows, because the dataplane itself may be at
+// fault.
 //
 // A service without an acknowledgement may be half programmed. So the driver delivers it
-// again even if it was deleted or has its old view again, and marks it with [Change.Unsure].
-// A sink that programs the difference between Old and New then has to read its dataplane or
-// to program the whole service.
+// again and sets [Change.Unsure], even if the service was deleted or has its old view
+// again. For an unsure service, the difference between Old and New is not enough: the
+// sink has to read its dataplane or program the whole service.
 //
-// Two services never have the same claim ([api.Claim]) at the same time. The driver never
-// splits a change of both over two Syncs, but after failures it may deliver one of them
-// first. If another service was acknowledged with one of a service's claims, Old of that
-// service is nil. So its delete does not remove the claim from the new owner.
+// Two services never have the same claim ([api.Claim]) at the same time. If one update
+// moves a claim between services, the driver delivers both in one Sync. Only after
+// failures may it deliver one of them first. Once the sink has acknowledged a claim for
+// its new owner, Old of the previous owner is nil. So a delete of the previous owner does
+// not remove the claim from the new one.
 //
 // # More than Sync
 //
@@ -82,8 +85,8 @@
 //
 // # Concurrency and ownership
 //
-// A driver calls one method of its sink at a time, from the goroutine of [Driver.Run], and
-// waits until it returns. So a sink must obey its context, and needs no locks against its
-// driver. Views, services and endpoints are immutable and may be kept; a Changes may not. The
-// other methods of a driver are safe for concurrent use.
+// A driver calls one method of its sink at a time, from the goroutine of [Driver.Run],
+// and waits until it returns. So a sink must return when its context ends, and needs no
+// locks against its driver. Views, services and endpoints are immutable and may be kept;
+// a Changes may not. The other methods of a driver are safe for concurrent use.
 package sink

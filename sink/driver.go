@@ -24,11 +24,11 @@ type Driver struct {
 	kick     chan struct{} // wakes Run after StartOver
 	progress atomic.Int64  // last progress of the sink, in Unix nanoseconds
 
-	// Only the goroutine of Run uses the fields below, and its helper goroutine during a
-	// Verify.
+	// Only the goroutine of Run uses the fields below. During a Verify, a helper
+	// goroutine uses them instead.
 	notBefore time.Time // when the next Sync may begin
 	verifyAt  time.Time // when the next Verify may begin, zero for never
-	noted     bool      // the waiting changes were noted
+	noted     bool      // the waiting changes are counted in status already
 	pass      *delivery // the current pass, nil if there is none
 	search    search
 	wasAlone  bool // the last Sync delivered one isolated service
@@ -76,8 +76,8 @@ func Run(ctx context.Context, src Source, s Sink, opts Options) error {
 
 // Run starts the sink, drives it, and stops it. It returns the cause of ctx when ctx
 // ends, and nil when Options.Once is done. If Start fails, it returns the error
-// immediately. It joins an error of Stop. Run waits for a running Sync, so no method of
-// the sink runs after it.
+// immediately. If Stop fails too, Run joins both errors. Run waits for a running Sync, so
+// no method of the sink runs after it.
 //
 // A driver runs only once. Run first resets the source. It does not close the source: the
 // code that created it does so after Run returns.
@@ -165,7 +165,7 @@ func (d *Driver) wait(ctx context.Context) error {
 		changed := d.src.Changed()
 		queued := isClosed(changed)
 		if queued {
-			d.queued(now)
+			d.noteChanges(now)
 			changed = nil
 		}
 		retryAt, retry := d.pending.nextRetry()
@@ -211,15 +211,15 @@ func (d *Driver) handleRestart() {
 	}
 }
 
-// isDone reports whether a pass is complete and every service acknowledged.
+// isDone reports whether a pass is complete and every service is acknowledged.
 func (d *Driver) isDone() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.synced && len(d.pending.byKey) == 0 && !d.nodePending
 }
 
-// sleep waits for wake unless it is zero, for changed unless it is nil, for StartOver, or
-// for the end of ctx.
+// sleep returns at the time wake, when changed is closed, after a StartOver, or when ctx
+// ends. It ignores a zero wake and a nil changed.
 func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	var alarm <-chan time.Time
 	if !wake.IsZero() {
@@ -235,8 +235,8 @@ func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struc
 	}
 }
 
-// verify runs Verify until one of the events of sleep happens. It notes waiting changes
-// itself, because a Verify may take long to return.
+// verify calls Verify, and cancels it when one of the events that end sleep happens. It
+// records waiting changes itself, because a Verify may take long to return.
 func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	log := klog.FromContext(ctx)
 	begin := time.Now()
@@ -249,9 +249,9 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 		switch {
 		case verifyCtx.Err() != nil:
 		case isClosed(changed):
-			d.queued(time.Now())
+			d.noteChanges(time.Now())
 		default:
-			d.waiting(time.Now())
+			d.noteWork(time.Now())
 		}
 	}()
 	err := guard(verifyCtx, "Verify", d.sink.(Verifier).Verify)
@@ -274,19 +274,19 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 	d.opts.Observer.Verified(end.Sub(begin), err)
 }
 
-// queued notes that changes wait, unless they are already noted.
-func (d *Driver) queued(now time.Time) {
+// noteChanges records that changes wait, unless that is already recorded.
+func (d *Driver) noteChanges(now time.Time) {
 	if d.noted {
 		return
 	}
 	d.noted = true
 	d.update(func() { d.status.LastQueued = now })
-	d.waiting(now)
+	d.noteWork(now)
 }
 
-// waiting notes that there is something to deliver. The wait counts from the earliest
+// noteWork records that there is something to deliver. The wait counts from the earliest
 // time of the next Sync, so Options.MinInterval is not part of it.
-func (d *Driver) waiting(now time.Time) {
+func (d *Driver) noteWork(now time.Time) {
 	d.update(func() {
 		if d.status.WaitingSince.IsZero() {
 			d.status.WaitingSince = later(now, d.notBefore)
@@ -294,7 +294,7 @@ func (d *Driver) waiting(now time.Time) {
 	})
 }
 
-// update changes the fields that mu guards and wakes all waiters.
+// update calls change with mu held and wakes all waiters.
 func (d *Driver) update(change func()) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -314,7 +314,7 @@ func guard(ctx context.Context, method string, f func(context.Context) error) (e
 	return f(ctx)
 }
 
-// label names the sink in errors.
+// label returns the name of the sink for errors.
 func (d *Driver) label() string {
 	if d.opts.Name == "" {
 		return "sink"

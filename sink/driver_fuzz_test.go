@@ -90,7 +90,7 @@ func (f *fuzzServices) mutate(plane *dataplane) []chan struct{} {
 	w, r := f.w, f.r
 	switch r.IntN(17) {
 	case 0, 1, 2, 3, 4, 5, 6:
-		f.hand()
+		f.moveAddresses()
 	case 7:
 		w.src.SetNode(&api.Node{Name: fmt.Sprint("n", r.IntN(3))})
 	case 8:
@@ -114,7 +114,7 @@ func (f *fuzzServices) mutate(plane *dataplane) []chan struct{} {
 	case 14:
 		plane.fail(fuzzKey(r.IntN(6)), 1+r.IntN(8), errPanic)
 	case 15:
-		w.rec.Script(plane.half(r.IntN(4), []error{errBusy, sink.ErrStartOver, nil}[r.IntN(3)]))
+		w.rec.Script(plane.failHalfway(r.IntN(4), []error{errBusy, sink.ErrStartOver, nil}[r.IntN(3)]))
 	case 16:
 		release := make(chan struct{})
 		w.rec.Script(sinktest.Block(release))
@@ -126,9 +126,9 @@ func (f *fuzzServices) mutate(plane *dataplane) []chan struct{} {
 	return nil
 }
 
-// hand moves some addresses to other services in one update. It deletes services without
-// an address.
-func (f *fuzzServices) hand() {
+// moveAddresses moves some addresses to other services in one update. It deletes services
+// that have no address left.
+func (f *fuzzServices) moveAddresses() {
 	changed := map[int]bool{1 + f.r.IntN(6): true}
 	for range f.r.IntN(4) {
 		i, to := f.r.IntN(len(f.owners)), f.r.IntN(7)
@@ -141,7 +141,7 @@ func (f *fuzzServices) hand() {
 		if !changed[n] {
 			continue
 		}
-		v := view(fuzzKey(n-1), bytesUpTo(f.r)...)
+		v := view(fuzzKey(n-1), randomBytes(f.r)...)
 		v.Service.AllPorts = f.r.IntN(4) == 0
 		var addrs []netip.Addr
 		for i, owner := range f.owners {
@@ -160,8 +160,8 @@ func (f *fuzzServices) hand() {
 	f.w.src.SetTriggered(time.Now(), set...)
 }
 
-// bytesUpTo returns some of the bytes 1 to 4, in order.
-func bytesUpTo(r *rand.Rand) []byte {
+// randomBytes returns some of the bytes 1 to 4, in order.
+func randomBytes(r *rand.Rand) []byte {
 	var some []byte
 	for n := byte(1); n <= 4; n++ {
 		if r.IntN(2) == 0 {
@@ -171,16 +171,17 @@ func bytesUpTo(r *rand.Rand) []byte {
 	return some
 }
 
-// dataplane is a sink that programs differences only, if allowed: frontends by address
-// and port.
+// dataplane is a sink that stores frontends by address and port. It programs only
+// differences where that is allowed.
 type dataplane struct {
 	entries map[api.Claim]fuzzEntry
-	// atomic reports that the sink changes nothing of a failed service, and nothing at all
-	// if the Sync fails. Such a sink uses Old if there is one.
+	// atomic reports that the sink changes nothing of a failed service, and nothing at
+	// all if the Sync fails. Such a sink relies on Old whenever it is set.
 	atomic bool
 	// wanted are the frontends of the services delivered in the last pass.
 	wanted map[types.NamespacedName]*api.ServiceEndpoints
-	// failing has the errors of services and the number of failures.
+	// failing has the services that are to fail, with the error and the number of
+	// failures.
 	mu      sync.Mutex
 	failing map[types.NamespacedName]*failure
 }
@@ -209,7 +210,7 @@ func newDataplane(atomic bool) *dataplane {
 	return p
 }
 
-// fail makes the service key fail.
+// fail makes the service key fail with err the next times that it is programmed.
 func (p *dataplane) fail(key types.NamespacedName, times int, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -229,7 +230,7 @@ func (p *dataplane) Sync(_ context.Context, c *sink.Changes) error {
 	})
 }
 
-// sync programs c, except what fail rejects.
+// sync programs c except the services for which the function fail returns an error.
 func (p *dataplane) sync(c *sink.Changes, fail func(types.NamespacedName) error) error {
 	if c.First {
 		clear(p.wanted)
@@ -282,7 +283,7 @@ func (p *dataplane) sync(c *sink.Changes, fail func(types.NamespacedName) error)
 	return failed.Err()
 }
 
-// remove removes entries that s no longer has.
+// remove removes the entries of s.Old and, if s is unsure, other entries of the service.
 func (p *dataplane) remove(entries map[api.Claim]fuzzEntry, s *sink.Change) {
 	for f := range nodeview.Frontends(s.Old) {
 		delete(entries, f.Claim())
@@ -299,9 +300,9 @@ func (p *dataplane) set(entries map[api.Claim]fuzzEntry, s *sink.Change) {
 	}
 }
 
-// half returns a step that fails with err at the n-th service, or panics there if err is
-// nil.
-func (p *dataplane) half(n int, err error) sinktest.Step {
+// failHalfway returns a step that fails with err after n services, or panics there if err
+// is nil.
+func (p *dataplane) failHalfway(n int, err error) sinktest.Step {
 	return func(_ context.Context, c *sink.Changes, _ sink.Sink) (result error) {
 		before := p.entries
 		defer func() {
@@ -322,7 +323,7 @@ func (p *dataplane) half(n int, err error) sinktest.Step {
 	}
 }
 
-// expect reports the differences between p and the frontends of views.
+// expect reports a test error if p does not have exactly the frontends of views.
 func (p *dataplane) expect(t *testing.T, views []*api.ServiceEndpoints) {
 	t.Helper()
 	want := map[api.Claim]fuzzEntry{}

@@ -31,7 +31,7 @@ func key(name string) types.NamespacedName {
 	return types.NamespacedName{Namespace: "default", Name: name}
 }
 
-// view returns a view of the service key with endpoints 10.0.0.n for each n.
+// view returns a view of the service key, with an endpoint 10.0.0.n for each number n.
 func view(key types.NamespacedName, endpoints ...byte) *api.ServiceEndpoints {
 	v := &api.ServiceEndpoints{Service: &api.Service{
 		Namespace: key.Namespace, Name: key.Name, Type: api.ClusterIP,
@@ -58,9 +58,9 @@ type world struct {
 	ended  chan error
 }
 
-// run calls test in a bubble in which a driver with opts drives s, which may be nil. The
-// source has the service web with endpoint 1, and is not synced. Without opts, there is
-// no jitter and no Verify.
+// run calls test in a synctest bubble, together with a driver that has the options opts
+// and the sink s. The sink may be nil. The source has the service web with endpoint 1,
+// and is not synced. Without opts, there is no jitter and no Verify.
 func run(t *testing.T, opts sink.Options, s sink.Sink, test func(w *world)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
@@ -96,7 +96,7 @@ func (w *world) waitApplied() {
 	}
 }
 
-// delivered describes the Syncs after the first skip ones, one line each.
+// delivered describes the recorded Syncs, one line each. It omits the first skip of them.
 func (w *world) delivered(skip int) string {
 	var b strings.Builder
 	for _, s := range w.rec.Syncs()[skip:] {
@@ -129,7 +129,7 @@ func (w *world) delivered(skip int) string {
 	return b.String()
 }
 
-// describe returns the last bytes of a view's endpoints.
+// describe returns the last address byte of each endpoint of a view.
 func describe(v *api.ServiceEndpoints) string {
 	if v == nil {
 		return "none"
@@ -507,7 +507,8 @@ func TestLatencyCountsFromOldestChangeNotAcknowledged(t *testing.T) {
 		w.waitApplied()
 		w.cancel()
 		<-w.ended
-		// Delivered at 0 and 10 ms, and again 400 ms after the third failure.
+		// The service is delivered at 0 and 10 ms, and again 400 ms after the third
+		// failure.
 		if want := []time.Duration{410 * time.Millisecond}; !slices.Equal(latencies, want) {
 			w.Errorf("latencies %v, want %v", latencies, want)
 		}

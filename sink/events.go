@@ -16,10 +16,10 @@ import (
 // Handler receives the events of an [Events] sink. svc is the service that the object
 // belongs to; for a delete it is the service last delivered.
 //
-// A set delivers a new or changed object: a service by its key, an endpoint by
-// [api.Endpoint.Key], a frontend by its FrontendKey. A frontend contains its endpoints,
-// so it also changes when one of them does. A handler that does not need a kind of object
-// returns nil for it.
+// A Set method delivers a new or changed object. A service is identified by its key, an
+// endpoint by [api.Endpoint.Key], and a frontend by its FrontendKey. A frontend contains
+// its endpoints, so it also changes when one of them does. If a handler does not need a
+// kind of object, its methods for that kind return nil.
 //
 // An error or a panic ends the events of its service for this Sync. When the service is
 // delivered again, and in a pass, all its objects are set again. Deletes may be repeated,
@@ -37,19 +37,20 @@ type Handler interface {
 	DeleteFrontend(ctx context.Context, svc *api.Service, f nodeview.Frontend) error
 }
 
-// Events returns a sink that calls h for each changed object. For all services of a
-// Changes together, it first deletes frontends, then endpoints, then services; then it
+// Events returns a sink that calls h for each changed object. It treats all services of a
+// Changes together. First it deletes frontends, then endpoints, then services. Then it
 // sets services, endpoints and frontends. Each step proceeds in order of keys. So no
 // object refers to a missing object, and an address or port is free before another
 // service takes it. If a frontend cannot be deleted, the sink holds back the frontend
-// that would replace it. Then the other service has failed too and is delivered again.
+// that would replace it. The service of the new frontend then fails too and is delivered
+// again.
 //
 // In a pass (see [Changes]) the sink deletes the objects that differ from those it
 // delivered before. It sets all objects of every service again, because h may have lost
-// them. Before it sets a frontend, it deletes any frontend with the same address and port
-// of a service that the pass has not reached. For this, the sink holds the last delivered
-// view of every service. It shares their memory with the source if the source holds the
-// same views.
+// them. A service that the pass has not reached may own a frontend with the same address
+// and port as a new one. The sink deletes it before it sets the new one. For this, the
+// sink holds the last delivered view of every service. It shares their memory with the
+// source if the source holds the same views.
 //
 // Sync returns the services whose events failed as [*Failed].
 //
@@ -67,14 +68,15 @@ type events struct {
 	Forwarder
 	handler Handler
 	sent    map[types.NamespacedName]sent
-	// owners maps the claims of frontends that the handler may have to their services.
+	// owners maps claims to services. It has the claims of all frontends that the handler
+	// may hold.
 	owners claims
 	pass   Pass
 }
 
-// sent is the view of a service that the handler received. If sure, the handler has every
-// object of view; otherwise it may have any of them. Everything else was deleted. Its
-// frontends are in owners.
+// A sent holds the view of a service that the handler received. If sure is set, the
+// handler has every object of the view; otherwise it may have any of them. All other
+// objects of the service were deleted. The claims of its frontends are in owners.
 type sent struct {
 	view *api.ServiceEndpoints
 	sure bool
@@ -106,7 +108,8 @@ func (e *events) Sync(ctx context.Context, c *Changes) error {
 	return failed.Err()
 }
 
-// runSteps runs the steps one after the other, each for all transitions without an error.
+// runSteps runs the steps one after the other. It runs each step for all transitions that
+// have no error so far.
 func runSteps(ctx context.Context, transitions []*transition, steps ...func(context.Context, *transition) error) {
 	for _, step := range steps {
 		for _, t := range transitions {
@@ -153,7 +156,7 @@ func (e *events) transitions(c *Changes) []*transition {
 func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
 	for _, t := range transitions {
 		for f := range nodeview.Frontends(t.new) {
-			for _, other := range e.owners.meet(f.Claim(), t.key) {
+			for _, other := range e.owners.conflicting(f.Claim(), t.key) {
 				_, found := slices.BinarySearchFunc(transitions, other, func(t *transition, key types.NamespacedName) int {
 					return api.CompareKeys(t.key, key)
 				})
@@ -165,8 +168,8 @@ func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
 	}
 }
 
-// evict deletes the frontends of a service that exclude claim. A frontend that cannot be
-// deleted stays in owners.
+// evict deletes the frontends of the service key whose claims exclude claim. A frontend
+// that cannot be deleted stays in owners.
 func (e *events) evict(ctx context.Context, key types.NamespacedName, claim api.Claim) {
 	t := &transition{key: key, old: sent{view: e.sent[key].view}}
 	e.sent[key] = t.old
@@ -249,8 +252,8 @@ func (e *events) setEndpoints(ctx context.Context, t *transition) error {
 	return nil
 }
 
-// setFrontends sets the frontends of t.new. It holds back those that exclude another
-// service's frontend that could not be deleted.
+// setFrontends sets the frontends of t.new. It holds back a frontend while a conflicting
+// one of another service still exists.
 func (e *events) setFrontends(ctx context.Context, t *transition) error {
 	var heldBack error
 	known := frontends(t.known())
@@ -258,7 +261,7 @@ func (e *events) setFrontends(ctx context.Context, t *transition) error {
 		if old, ok := known[f.FrontendKey]; ok && reflect.DeepEqual(old, f) {
 			continue
 		}
-		if others := e.owners.meet(f.Claim(), t.key); len(others) > 0 {
+		if others := e.owners.conflicting(f.Claim(), t.key); len(others) > 0 {
 			heldBack = fmt.Errorf("set frontend %s: service %s may still have it", f.FrontendKey, others[0])
 			continue
 		}

@@ -69,7 +69,7 @@ func (l *eventLog) DeleteFrontend(_ context.Context, svc *api.Service, f nodevie
 	return l.note("delete frontend %s %s", svc.Name, f.FrontendKey)
 }
 
-// targets returns the last bytes of the endpoints of a frontend.
+// targets returns the last address byte of each endpoint of a frontend.
 func targets(f nodeview.Frontend) string {
 	n := []byte{}
 	for _, t := range f.Elsewhere.Endpoints {
@@ -78,8 +78,8 @@ func targets(f nodeview.Frontend) string {
 	return fmt.Sprint(n)
 }
 
-// at returns v with the cluster IP 10.96.0.n.
-func at(n byte, v *api.ServiceEndpoints) *api.ServiceEndpoints {
+// withIP returns v with the cluster IP 10.96.0.n.
+func withIP(n byte, v *api.ServiceEndpoints) *api.ServiceEndpoints {
 	v.Service.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, 96, 0, n}))
 	return v
 }
@@ -97,19 +97,19 @@ func TestEvents(t *testing.T) {
 			}
 		}
 		w.src.Delete(web)
-		w.src.Set(at(1, view(a, 1)), at(2, view(b, 2)))
+		w.src.Set(withIP(1, view(a, 1)), withIP(2, view(b, 2)))
 
 		step("a pass sets services, then endpoints, then frontends", w.src.MarkSynced,
 			"set service a", "set service b",
 			"set endpoint a 10.0.0.1", "set endpoint b 10.0.0.2",
 			"set frontend a ClusterIP 10.96.0.1:80/TCP → [1]", "set frontend b ClusterIP 10.96.0.2:80/TCP → [2]")
 
-		step("two services swap their addresses", func() { w.src.Set(at(2, view(a, 1)), at(1, view(b, 2))) },
+		step("two services swap their addresses", func() { w.src.Set(withIP(2, view(a, 1)), withIP(1, view(b, 2))) },
 			"delete frontend a ClusterIP 10.96.0.1:80/TCP", "delete frontend b ClusterIP 10.96.0.2:80/TCP",
 			"set service a", "set service b",
 			"set frontend a ClusterIP 10.96.0.2:80/TCP → [1]", "set frontend b ClusterIP 10.96.0.1:80/TCP → [2]")
 
-		step("one endpoint is added and one removed", func() { w.src.Set(at(2, view(a, 3)), at(1, view(b, 2, 4))) },
+		step("one endpoint is added and one removed", func() { w.src.Set(withIP(2, view(a, 3)), withIP(1, view(b, 2, 4))) },
 			"delete endpoint a 10.0.0.1",
 			"set endpoint a 10.0.0.3", "set endpoint b 10.0.0.4",
 			"set frontend a ClusterIP 10.96.0.2:80/TCP → [3]", "set frontend b ClusterIP 10.96.0.1:80/TCP → [2 4]")
@@ -120,7 +120,7 @@ func TestEvents(t *testing.T) {
 			"set frontend b ClusterIP 10.96.0.1:80/TCP → [2 4]")
 
 		step("a draining endpoint is deleted", func() {
-			v := at(1, view(b, 2))
+			v := withIP(1, view(b, 2))
 			v.Draining = view(b, 4).Endpoints
 			w.src.Set(v)
 		}, "delete endpoint b 10.0.0.4", "set frontend b ClusterIP 10.96.0.1:80/TCP → [2]")
@@ -133,7 +133,7 @@ func TestEvents(t *testing.T) {
 			return nil
 		}
 		step("an error ends the events of its service, and the next Sync repeats all of them",
-			func() { w.src.Set(at(3, view(a, 1, 2)), at(1, view(b, 3))) },
+			func() { w.src.Set(withIP(3, view(a, 1, 2)), withIP(1, view(b, 3))) },
 			"delete endpoint b 10.0.0.2", "set service a",
 			"set endpoint a 10.0.0.1", "set endpoint b 10.0.0.3", "set frontend b ClusterIP 10.96.0.1:80/TCP → [3]",
 			"set service a", "set endpoint a 10.0.0.1", "set endpoint a 10.0.0.2", "set frontend a ClusterIP 10.96.0.3:80/TCP → [1 2]")
@@ -148,7 +148,7 @@ func TestEvents(t *testing.T) {
 		step("a service that could not be deleted and exists again is set again", func() {
 			w.src.Delete(a)
 			synctest.Wait()
-			w.src.Set(at(3, view(a, 1)))
+			w.src.Set(withIP(3, view(a, 1)))
 		},
 			"delete frontend a ClusterIP 10.96.0.3:80/TCP",
 			"delete endpoint a 10.0.0.2",
@@ -156,7 +156,7 @@ func TestEvents(t *testing.T) {
 
 		log.fail = func(string) error { log.fail = nil; return sink.ErrStartOver }
 		step("a handler that starts over gets everything, with deletions of removed objects", func() {
-			w.src.Set(at(3, view(a)))
+			w.src.Set(withIP(3, view(a)))
 			synctest.Wait()
 			w.src.Delete(b)
 		},
@@ -179,54 +179,54 @@ func TestEventsHoldBackConflictingFrontends(t *testing.T) {
 	const heldBack = "service default/b: set frontend ClusterIP 10.96.0.1:80/TCP: service default/a may still have it"
 	cases := []struct {
 		name  string
-		first *api.ServiceEndpoints // has the address first
+		first *api.ServiceEndpoints // the first owner of the address
 		fails string                // the event that fails once
 		syncs [][]sink.Change
 		want  [][]string // events and, last, the error of each sync
 	}{{
 		name:  "a frontend cannot be deleted",
-		first: at(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
-		syncs: [][]sink.Change{{gone(a), set(at(1, view(b)))}, {gone(a), set(at(1, view(b)))}},
+		first: withIP(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
+		syncs: [][]sink.Change{{gone(a), set(withIP(1, view(b)))}, {gone(a), set(withIP(1, view(b)))}},
 		want: [][]string{
 			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "set service b", "service default/a: delete frontend ClusterIP 10.96.0.1:80/TCP: dataplane is busy; " + heldBack},
 			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "delete service a", "set service b", "set frontend b ClusterIP 10.96.0.1:80/TCP → []", "<nil>"},
 		},
 	}, {
 		name:  "a frontend is deleted but an endpoint cannot be deleted",
-		first: at(1, view(a, 1)), fails: "delete endpoint a 10.0.0.1",
-		syncs: [][]sink.Change{{gone(a), set(at(1, view(b)))}, {gone(a)}},
+		first: withIP(1, view(a, 1)), fails: "delete endpoint a 10.0.0.1",
+		syncs: [][]sink.Change{{gone(a), set(withIP(1, view(b)))}, {gone(a)}},
 		want: [][]string{
 			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "delete endpoint a 10.0.0.1", "set service b", "set frontend b ClusterIP 10.96.0.1:80/TCP → []", "service default/a: delete endpoint 10.0.0.1: dataplane is busy"},
 			{"delete endpoint a 10.0.0.1", "delete service a", "<nil>"},
 		},
 	}, {
 		name:  "the other service arrives before the retry: the old frontend is deleted first",
-		first: at(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
-		syncs: [][]sink.Change{{gone(a)}, {set(at(1, view(b)))}},
+		first: withIP(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
+		syncs: [][]sink.Change{{gone(a)}, {set(withIP(1, view(b)))}},
 		want: [][]string{
 			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "service default/a: delete frontend ClusterIP 10.96.0.1:80/TCP: dataplane is busy"},
 			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "set service b", "set frontend b ClusterIP 10.96.0.1:80/TCP → []", "<nil>"},
 		},
 	}, {
 		name:  "the first service gets the address back: the frontend held back is not deleted",
-		first: at(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
-		syncs: [][]sink.Change{{gone(a), set(at(1, view(b)))}, {set(at(1, view(a))), gone(b)}},
+		first: withIP(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
+		syncs: [][]sink.Change{{gone(a), set(withIP(1, view(b)))}, {set(withIP(1, view(a))), gone(b)}},
 		want: [][]string{
 			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "set service b", "service default/a: delete frontend ClusterIP 10.96.0.1:80/TCP: dataplane is busy; " + heldBack},
 			{"delete service b", "set service a", "set frontend a ClusterIP 10.96.0.1:80/TCP → []", "<nil>"},
 		},
 	}, {
 		name:  "a claim of the whole address also holds back ports of the other service",
-		first: whole(at(1, view(a))), fails: "delete frontend a ClusterIP 10.96.0.1",
-		syncs: [][]sink.Change{{gone(a), set(at(1, view(b)))}},
+		first: whole(withIP(1, view(a))), fails: "delete frontend a ClusterIP 10.96.0.1",
+		syncs: [][]sink.Change{{gone(a), set(withIP(1, view(b)))}},
 		want: [][]string{
 			{"delete frontend a ClusterIP 10.96.0.1", "set service b", "service default/a: delete frontend ClusterIP 10.96.0.1: dataplane is busy; " +
 				"service default/b: set frontend ClusterIP 10.96.0.1:80/TCP: service default/a may still have it"},
 		},
 	}, {
 		name:  "unrelated services are not held back",
-		first: at(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
-		syncs: [][]sink.Change{{gone(a), set(at(2, view(c)))}},
+		first: withIP(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
+		syncs: [][]sink.Change{{gone(a), set(withIP(2, view(c)))}},
 		want: [][]string{
 			{"delete frontend a ClusterIP 10.96.0.1:80/TCP", "set service c", "set frontend c ClusterIP 10.96.0.2:80/TCP → []", "service default/a: delete frontend ClusterIP 10.96.0.1:80/TCP: dataplane is busy"},
 		},
@@ -278,7 +278,7 @@ func TestEventsErrorNamesObject(t *testing.T) {
 		}
 		c := sink.Change{Key: web}
 		if strings.HasPrefix(event, "set") {
-			c.New = at(1, view(web, 1))
+			c.New = withIP(1, view(web, 1))
 		}
 		err := s.Sync(t.Context(), &sink.Changes{Services: slices.Values([]sink.Change{c})})
 		var failed *sink.Failed
@@ -316,17 +316,17 @@ func TestEventsForwardsOptionalMethods(t *testing.T) {
 	}
 }
 
-// objects is a handler that keeps its objects, with frontends by claim alone. It checks
-// that no object refers to a missing one, that no address is claimed twice, and that no
-// address is removed from another service. Its events fail at random, before or after
-// they take effect.
+// objects is a handler that stores its objects. The keys of its frontends are claims. It
+// checks that no object refers to a missing one, that no address is claimed twice, and
+// that no address is removed from another service. Its events fail at random, before or
+// after they take effect.
 type objects struct {
 	t         *testing.T
 	r         *rand.Rand
 	failing   bool
 	services  map[string]bool
 	endpoints map[string]bool
-	frontends map[api.Claim]string // to the owner and its endpoints
+	frontends map[api.Claim]string // the owner and its endpoints, by claim
 }
 
 func (o *objects) do(event func()) error {
@@ -413,7 +413,7 @@ func FuzzEvents(f *testing.F) {
 					if r.IntN(3) == 0 {
 						w.src.Delete(key(name))
 					} else {
-						v := at(free[i], view(key(name), bytesUpTo(r)...))
+						v := withIP(free[i], view(key(name), randomBytes(r)...))
 						if r.IntN(4) == 0 {
 							v.Service.IPs.ExternalIPs, v.Service.IPs.ClusterIPs = v.Service.IPs.ClusterIPs, api.IPSet{}
 						}

@@ -25,7 +25,7 @@ import (
 type frontendMap struct {
 	entries map[api.Claim]entry
 	pass    sink.Pass
-	fail    func(k api.Claim) error // the result of a write
+	fail    func(k api.Claim) error // returns the result of a write; nil: all succeed
 }
 
 // entry includes the owner, so that a late delete of an old owner does not remove an
@@ -59,8 +59,8 @@ func (m *frontendMap) program(s sink.Change) error {
 	return m.set(s)
 }
 
-// removeStale removes the entries that s no longer has: the difference of its views or,
-// if s is unsure, all other entries of the service.
+// removeStale removes the entries that s.New does not need. They are entries of s.Old or,
+// if s is unsure, any entries of the service.
 func (m *frontendMap) removeStale(s sink.Change) error {
 	stale := map[api.Claim]bool{}
 	for f := range nodeview.Frontends(s.Old) {
@@ -96,7 +96,7 @@ func (m *frontendMap) remove(k api.Claim, owner types.NamespacedName) error {
 	return nil
 }
 
-// set sets the frontends of s, or none if it is deleted. It takes over entries of other
+// set writes an entry for each frontend of s.New. It overwrites entries of other
 // services.
 func (m *frontendMap) set(s sink.Change) error {
 	for f := range nodeview.Frontends(s.New) {
@@ -130,7 +130,7 @@ func (m *frontendMap) lines() []string {
 // of an unsure service, and prunes the entries of stale services at the end of a pass.
 func Example_frontends() {
 	src := sinktest.NewSource()
-	src.Set(at(1, view(web, 1)))
+	src.Set(withIP(1, view(web, 1)))
 	src.MarkSynced()
 	left := api.Claim{IP: netip.MustParseAddr("10.96.0.9"), Protocol: api.TCP, Port: 80}
 	m := &frontendMap{entries: map[api.Claim]entry{left: {owner: key("left-over")}}}
@@ -140,7 +140,7 @@ func Example_frontends() {
 	ended := make(chan error)
 	go func() { ended <- d.Run(ctx) }()
 	_ = d.WaitApplied(ctx, src.Revision())
-	src.Set(at(2, view(web, 1, 2)), at(1, view(dns, 3))) // dns gets web's address
+	src.Set(withIP(2, view(web, 1, 2)), withIP(1, view(dns, 3))) // dns gets web's address
 	_ = d.WaitApplied(ctx, src.Revision())
 	cancel()
 	<-ended
@@ -177,7 +177,9 @@ func (t *addressTable) DeleteFrontend(ctx context.Context, svc *api.Service, f n
 // services are delivered again.
 func TestAddressMovesInFailingSync(t *testing.T) {
 	a, b := key("a"), key("b")
-	// Each sink writes with write, which may fail, and lists its entries.
+	// The function new returns a sink and a function that lists its entries. The sink
+	// calls write before each change of an entry; an error of write makes the change
+	// fail.
 	sinks := []struct {
 		name string
 		new  func(write func() error) (sink.Sink, func() []string)
@@ -222,12 +224,12 @@ func TestAddressMovesInFailingSync(t *testing.T) {
 				})
 				run(t, sink.Options{}, tested, func(w *world) {
 					w.src.Delete(web)
-					w.src.Set(at(1, view(a, 1)))
+					w.src.Set(withIP(1, view(a, 1)))
 					w.src.MarkSynced()
 					w.waitApplied()
 					left = f.writes
 					w.rec.Script(f.script...)
-					w.src.Set(at(2, view(a, 1)), at(1, view(b, 2)))
+					w.src.Set(withIP(2, view(a, 1)), withIP(1, view(b, 2)))
 					w.waitApplied()
 					want := []string{"10.96.0.1:80 b → [2]", "10.96.0.2:80 a → [1]"}
 					if diff := cmp.Diff(want, list()); diff != "" {

@@ -20,19 +20,19 @@ import (
 // this node to an external frontend (see [api.Scopes]). [nodeview.Frontends] computes the
 // endpoints of each frontend.
 //
-// In a pass (see [Changes]) the sink collects the services and calls sync at the end. It
-// returns the error of sync as its own: see [Sink]. A failed service stays in the state
-// as last acknowledged until it is delivered again, so that one bad service does not stop
-// the others. In a pass the sink cannot find the service that makes sync fail as a whole,
-// so sync should return a [*Failed].
+// In a pass (see [Changes]) the sink collects the services and calls sync at the end. An
+// error of sync means what an error of Sync means: see [Sink]. Until a failed service is
+// delivered again, sync receives its last acknowledged view. So one bad service does not
+// stop the others. In a pass the sink cannot find the service that makes sync fail as a
+// whole, so sync should return a [*Failed].
 //
 // sync may keep the slice and must not change it. The sink holds the views of all
-// services. It adds one pointer copy per service to each Sync.
+// services. Each Sync copies one pointer per service.
 func FullState(sync func(ctx context.Context, services []*api.ServiceEndpoints) error) Sink {
-	return Func(FullStateOf(stateFunc(sync)).Sync) // omit the methods that it could only forward
+	return Func(FullStateOf(stateFunc(sync)).Sync) // without optional methods, which a function cannot have
 }
 
-// StateSink programs the whole state of one node each time.
+// StateSink programs the whole state of one node in each call.
 type StateSink interface {
 	// SyncState makes the dataplane agree with services, which are in order of namespace and
 	// name. node is this node, or nil if it is not known. For the error see [FullState].
@@ -81,7 +81,8 @@ func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 	return err
 }
 
-// revert returns state with the services in failed as they were in before.
+// revert returns a copy of state in which the failed services have their views of the
+// earlier state before.
 func revert(state, before []*api.ServiceEndpoints, failed Failed) []*api.ServiceEndpoints {
 	if len(failed) == 0 {
 		return state

@@ -9,8 +9,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Pass finds the stale records at the end of a pass, for a sink that keeps records by
-// service: see the package comment. The zero value is ready to use.
+// Pass helps a sink that keeps records by service: it finds the stale ones at the end of
+// a pass. The package comment shows its use. The zero value is ready to use.
 //
 // Pass holds the keys of the services that were delivered since First and not deleted.
 type Pass struct {
@@ -26,7 +26,8 @@ func (p *Pass) Begin(c *Changes) {
 	p.last = c.Last
 	for s := range c.Services {
 		if s.New == nil && !c.Last {
-			// If the deletion fails, Last has the service in Services or Failing.
+			// If the deletion fails, the last Changes of the pass has the service in
+			// Services or Failing.
 			delete(p.delivered, s.Key)
 		} else {
 			p.delivered[s.Key] = struct{}{}
@@ -48,7 +49,8 @@ func (p *Pass) Stale(key types.NamespacedName) bool {
 // Forwarder forwards the optional methods of a sink, such as [Starter] and [Verifier], to
 // another value. A sink that wraps another one embeds a Forwarder and implements Sync.
 //
-// A method that To does not implement does nothing and returns nil.
+// If To does not implement a method, the Forwarder's method does nothing and returns nil
+// or 0.
 type Forwarder struct{ To any }
 
 // Start implements [Starter].

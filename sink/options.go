@@ -20,8 +20,8 @@ type Options struct {
 
 	// BatchSize limits the size of a Sync of a pass, and the retries in one Sync. The
 	// size is the number of services plus the number of their endpoints. A larger service
-	// is delivered in a Sync of its own. Changes of the source are not limited. Default
-	// 10,000.
+	// is delivered in a Sync of its own. The limit does not apply to new changes of the
+	// source. Default 10,000.
 	BatchSize int
 
 	// Backoff is the wait after a Sync that failed as a whole, and before a failed
@@ -29,7 +29,7 @@ type Options struct {
 	Backoff Backoff
 
 	// VerifyInterval is the time from the end of one Verify to the start of the next, for
-	// a [Verifier]. It is a quarter of that after a Verify that changes interrupted.
+	// a [Verifier]. After a Verify that changes interrupted, a quarter of it applies.
 	// Default: the VerifyInterval of a [Poller], else one minute; negative means never.
 	VerifyInterval time.Duration
 
@@ -65,8 +65,8 @@ type Observer struct {
 	// first of them. Changes that do not affect this node do not count.
 	Queued func(at time.Time)
 	// Pending is called before and after each Sync with the number of unacknowledged
-	// services known so far. It includes failing services. It excludes services that the
-	// pass has not reached.
+	// services known so far. The number includes failing services. It excludes services
+	// that the pass has not reached.
 	Pending func(services int)
 	// Synced is called after each Sync.
 	Synced func(SyncResult)
@@ -90,8 +90,8 @@ type SyncResult struct {
 	Services int
 	// Duration is how long the Sync took.
 	Duration time.Duration
-	// Err is nil if everything was acknowledged, and a [*Failed] if everything except
-	// some services was.
+	// Err is nil if all services were acknowledged, and a [*Failed] if some were not. Any
+	// other error means that nothing was.
 	Err error
 	// Failing is the number of failed services that wait for a retry.
 	Failing int
@@ -127,8 +127,8 @@ func (o Observer) withDefaults() Observer {
 	return o
 }
 
-// wait returns the wait after this number of failures in a row. drawn, from 0 to 1,
-// selects the part of the jitter.
+// wait returns the time to wait after this number of failures in a row. The random number
+// drawn, from 0 to 1, selects the part of the jitter.
 func (b Backoff) wait(failures int, drawn float64) time.Duration {
 	d := b.Initial
 	for i := 1; i < failures && d < b.Max; i++ {

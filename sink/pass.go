@@ -16,8 +16,8 @@ type delivery struct {
 	// began.
 	begun bool
 	start time.Time
-	// The pass has delivered all services up to reached. ahead are delivered services
-	// after reached: they changed during the pass or are isolated.
+	// reached is the key up to which the pass has delivered all services. The set ahead
+	// has delivered services after reached: they changed during the pass or are isolated.
 	reached types.NamespacedName
 	ahead   map[types.NamespacedName]struct{}
 	// yielded reports that the last batch had only changes and no services of the pass.
@@ -34,9 +34,9 @@ func (p *delivery) delivered(key types.NamespacedName) bool {
 	return ahead || api.CompareKeys(key, p.reached) <= 0
 }
 
-// admit returns the changes to deliver now. It leaves a service beyond reached to the
-// pass if more than limit services and endpoints changed together, or if many services
-// are ahead already.
+// admit returns the changes to deliver now. It leaves changes of services beyond reached
+// to the pass when they exceed limit services and endpoints, or when limit services are
+// ahead already.
 func (p *delivery) admit(changes []Change, limit int) []Change {
 	var admitted []Change
 	size := 0
@@ -58,10 +58,10 @@ func (p *delivery) admit(changes []Change, limit int) []Change {
 	return admitted
 }
 
-// next appends the next services of the pass to changes: at least one if any is left, at
-// most most, and up to limit services and endpoints. more reports whether services are
-// left.
-func (p *delivery) next(u *Update, most, limit int, changes []Change) (_ []Change, more bool) {
+// appendNext appends the next services of the pass to changes. It appends at least one if
+// any is left, at most maxCount, and up to limit services and endpoints. The result more
+// reports whether services are left.
+func (p *delivery) appendNext(u *Update, maxCount, limit int, changes []Change) (_ []Change, more bool) {
 	if changes == nil {
 		changes = p.buffer[:0]
 	}
@@ -72,7 +72,7 @@ func (p *delivery) next(u *Update, most, limit int, changes []Change) (_ []Chang
 			continue
 		}
 		size += weight(&c)
-		if n := len(changes) - before; n > 0 && (size > limit || n == most) {
+		if n := len(changes) - before; n > 0 && (size > limit || n == maxCount) {
 			more = true
 			break
 		}
@@ -90,7 +90,7 @@ func (p *delivery) next(u *Update, most, limit int, changes []Change) (_ []Chang
 	return changes, more
 }
 
-// hasNext reports whether next would return a service.
+// hasNext reports whether the pass has a service left.
 func (p *delivery) hasNext(u *Update) bool {
 	for view := range u.After(p.reached) {
 		if _, ahead := p.ahead[view.Key()]; !ahead {

@@ -331,8 +331,8 @@ func TestSinkHangingInOneServiceIsStuck(t *testing.T) {
 	})
 }
 
-// Every Sync fails. The search for the failing service is short, and then the sink counts
-// as stuck.
+// Every Sync fails. The driver soon ends its search for the failing service. Then the
+// sink counts as stuck.
 func TestFailingDataplaneIsRetriedWithBackoff(t *testing.T) {
 	calls := 0
 	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
@@ -603,13 +603,13 @@ func TestOldNamesNoClaimOfAnotherService(t *testing.T) {
 	a, b := key("a"), key("b")
 	run(t, sink.Options{}, nil, func(w *world) {
 		w.src.Delete(web)
-		w.src.Set(at(1, view(a, 1)))
+		w.src.Set(withIP(1, view(a, 1)))
 		w.src.MarkSynced()
 		w.waitApplied()
 		w.rec.Script(sinktest.FailServices(errBusy, a))
-		w.src.Set(at(2, view(a, 2)))
+		w.src.Set(withIP(2, view(a, 2)))
 		synctest.Wait()
-		w.src.Set(at(1, view(b, 3)))
+		w.src.Set(withIP(1, view(b, 3)))
 		w.waitApplied()
 		w.expectDelivered(0, "0s: full a none→[1]", "0s: a [1]→[2]: service default/a: dataplane is busy",
 			"0s: b none→[3]", "100ms: a none→[2] unsure")

@@ -14,8 +14,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// unacked is a service whose current view the sink has not acknowledged. It is not
-// modified while it is in a pending.
+// unacked is a service whose current view the sink has not acknowledged. It must not be
+// modified while the type pending holds it.
 type unacked struct {
 	key types.NamespacedName
 	// old is the view last acknowledged since the pass began, or nil if there is none.
@@ -31,7 +31,8 @@ type unacked struct {
 	since uint64
 	// trigger is the oldest trigger time of the changes, zero if there is none.
 	trigger time.Time
-	// retryAt is when the service is delivered if it does not change before.
+	// retryAt is when the service is delivered, unless a change causes an earlier
+	// delivery.
 	retryAt time.Time
 	// failures counts failures of the service in a row. err is the last error.
 	failures int
@@ -48,20 +49,20 @@ const (
 	reasons
 )
 
-// change returns the change to deliver. new is the service's current view.
+// change returns the change from the old view to new, the service's current view.
 func (s *unacked) change(new *api.ServiceEndpoints) Change {
 	return Change{Key: s.key, Old: s.old, New: new, Unsure: s.unsure, TriggerTime: s.trigger}
 }
 
-// merge returns the later change c, based on the view last acknowledged.
+// merge returns a change from the old view of s to the new view of the later change c.
 func (s *unacked) merge(c Change) Change {
 	merged := s.change(c.New)
 	merged.TriggerTime = earlier(s.trigger, c.TriggerTime)
 	return merged
 }
 
-// pending holds the unacknowledged services. Finding the due services does not depend on
-// the number of the others.
+// pending holds the unacknowledged services. The cost of finding the due services does
+// not depend on the number of the others.
 type pending struct {
 	byKey   map[types.NamespacedName]*unacked
 	byRetry *btree.BTreeG[*unacked] // without isolated services
@@ -160,15 +161,15 @@ func (p *pending) dueAlone(now time.Time) *unacked {
 }
 
 // acknowledge removes the service key after the sink acknowledged its view new. It clears
-// the old view of every other service that has a claim of new. Otherwise the sink would
-// use that old view to remove the claim from its new owner.
+// the old view of another service if that view has a claim of the view new. Otherwise the
+// sink would use that old view to remove the claim from its new owner.
 func (p *pending) acknowledge(key types.NamespacedName, new *api.ServiceEndpoints) {
 	p.remove(key)
 	if len(p.claims) == 0 {
 		return
 	}
 	for f := range nodeview.Frontends(new) {
-		for _, other := range p.claims.meet(f.Claim(), key) {
+		for _, other := range p.claims.conflicting(f.Claim(), key) {
 			changed := *p.byKey[other]
 			changed.old, changed.unsure = nil, true
 			p.put(&changed)
@@ -188,8 +189,8 @@ func (p *pending) keys(delivered []Change) []types.NamespacedName {
 	return keys
 }
 
-// applied returns the last revision up to which nothing is pending. It is reached if
-// nothing is pending at all.
+// applied returns the last revision up to which nothing is pending. If nothing is pending
+// at all, it returns reached.
 func (p *pending) applied(reached uint64) uint64 {
 	for _, s := range p.byKey {
 		reached = min(reached, s.since)
@@ -198,7 +199,7 @@ func (p *pending) applied(reached uint64) uint64 {
 }
 
 // claims maps claims to services. They are grouped by address, because a claim of a whole
-// address excludes all others there.
+// address excludes all other claims of that address.
 type claims map[netip.Addr]map[api.Claim]types.NamespacedName
 
 func (c claims) set(claim api.Claim, key types.NamespacedName) {
@@ -208,13 +209,13 @@ func (c claims) set(claim api.Claim, key types.NamespacedName) {
 	c[claim.IP][claim] = key
 }
 
-// has reports whether key has a claim.
+// has reports whether claim belongs to the service key.
 func (c claims) has(claim api.Claim, key types.NamespacedName) bool {
 	other, ok := c[claim.IP][claim]
 	return ok && other == key
 }
 
-// unset removes a claim if key has it.
+// unset removes claim if it belongs to the service key.
 func (c claims) unset(claim api.Claim, key types.NamespacedName) {
 	if !c.has(claim, key) {
 		return
@@ -225,8 +226,8 @@ func (c claims) unset(claim api.Claim, key types.NamespacedName) {
 	}
 }
 
-// meet returns the services except key that have a claim which excludes this one.
-func (c claims) meet(claim api.Claim, key types.NamespacedName) []types.NamespacedName {
+// conflicting returns the services other than key whose claims exclude claim.
+func (c claims) conflicting(claim api.Claim, key types.NamespacedName) []types.NamespacedName {
 	var services []types.NamespacedName
 	add := func(other types.NamespacedName, ok bool) {
 		if ok && other != key && !slices.Contains(services, other) {

@@ -47,8 +47,8 @@ type Starter interface {
 }
 
 // Stopper is implemented by a sink that holds listeners, addresses, goroutines or other
-// resources. The driver calls Stop once, after the last Sync, if Start succeeded or does
-// not exist.
+// resources. The driver calls Stop once, after the last Sync, if the sink has no Start or
+// Start succeeded.
 type Stopper interface {
 	Stop(ctx context.Context) error
 }
@@ -77,8 +77,9 @@ type Verifier interface {
 	Verify(ctx context.Context) error
 }
 
-// Poller is a [Verifier] whose Verify is cheap while nothing changed. VerifyInterval is the
-// default of [Options.VerifyInterval]; 0 means the usual one.
+// Poller is a [Verifier] whose Verify is cheap while nothing changed. If
+// [Options.VerifyInterval] is 0, the driver calls VerifyInterval for its value; if that
+// returns 0, the general default applies.
 type Poller interface {
 	Verifier
 	VerifyInterval() time.Duration
@@ -105,8 +106,8 @@ type Changes struct {
 	// Revision is the source's revision of the views.
 	Revision uint64
 	// Services yields the services to program, in order of namespace and name, each once.
-	// It may be iterated several times. The services that one update of the source
-	// changes are never split over several Changes, so that services can swap addresses.
+	// It may be iterated several times. All services that change in one update of the
+	// source are in one Changes, so that services can swap addresses.
 	Services iter.Seq[Change]
 	// Node is this node as the API server has it, or nil if it is not known.
 	Node *api.Node
@@ -180,8 +181,8 @@ func (c *Change) Endpoints() iter.Seq2[*api.Endpoint, *api.Endpoint] {
 
 // Failed maps services to their errors. Sync returns a *Failed when some services failed
 // and all others succeeded. It may name services that are not in Changes.Services, for
-// example services that could not be pruned. The driver delivers those again, for
-// deletion if they do not exist.
+// example services that could not be pruned. The driver delivers those again too. It
+// delivers a service that does not exist as a delete.
 type Failed map[types.NamespacedName]error
 
 // Error lists every failed service with its error.
@@ -198,8 +199,8 @@ func (f *Failed) Error() string {
 // Unwrap returns the services' errors.
 func (f *Failed) Unwrap() []error { return slices.Collect(maps.Values(f.services())) }
 
-// services returns the failures. A nil *Failed has none: a Sync that returns one by
-// mistake has succeeded.
+// services returns the failures. A nil *Failed has none, so a Sync that returns a nil
+// *Failed by mistake has succeeded.
 func (f *Failed) services() Failed {
 	if f == nil {
 		return nil
@@ -245,11 +246,12 @@ func (f *Failed) Err() error {
 	return f
 }
 
-// Acknowledged returns what a Sync that returned err acknowledged: nothing if ok is
-// false, else all services except those in failed.
+// Acknowledged interprets err, the result of a Sync. If ok is false, the Sync
+// acknowledged nothing. Otherwise it acknowledged all services except those in failed.
 //
-// A *Failed counts alone or wrapped in single errors. It does not count if it is joined
-// with another error, which may concern all services, or if it wraps [ErrStartOver].
+// A *Failed counts if err is one or wraps one as its only error. It does not count if it
+// is joined with another error, which may concern all services, or if it wraps
+// [ErrStartOver].
 func Acknowledged(err error) (failed Failed, ok bool) {
 	if err == nil {
 		return nil, true

@@ -14,7 +14,7 @@ import (
 //
 // A source holds the reader's position: the state that the reader last acknowledged. It
 // has no position at the start, after Reset, and when the position is too old. Then the
-// next update is [Update.Lost].
+// next update has [Update.Lost] set.
 type Source interface {
 	// Changed returns a channel that is closed when Next may return an update beyond the
 	// position. It stays open until the source has synced for the first time. A source that
@@ -51,7 +51,8 @@ type Update struct {
 	NodeChanged bool
 	// View returns the view of a service, or nil if it has none.
 	View func(types.NamespacedName) *api.ServiceEndpoints
-	// After yields the views of all services after key, in order of namespace and name. All
-	// services are after the zero key. It computes each view when it is read.
+	// After yields the views of all services after key, in order of namespace and name.
+	// The zero key comes before all services. After computes a view when the iteration
+	// reaches it.
 	After func(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints]
 }

@@ -34,12 +34,12 @@ type Status struct {
 	// LastQueued is when the driver last noticed new changes.
 	LastQueued time.Time
 
-	// WaitingSince is since when there is work: changes, the rest of a pass, or failed
-	// services that are due again. It is zero if there is none. A Sync or Verify that does
-	// not return counts as work, and so does the backoff after a failed Sync.
-	// Options.MinInterval does not count. Services that wait for their own retry do not
-	// count either: a service that cannot be programmed does not mean that the sink is
-	// stuck. A sink is stuck if work waits and the sink makes no progress: see
+	// WaitingSince is the time since which work has been waiting: changes, the rest of a
+	// pass, or failed services that are due again. It is zero if no work waits. A Sync or
+	// Verify that does not return counts as work, and so does the backoff after a failed
+	// Sync. Options.MinInterval does not count. Services that wait for their own retry do
+	// not count either: a service that cannot be programmed does not mean that the sink
+	// is stuck. A sink is stuck if work waits and the sink makes no progress: see
 	// [Status.StuckFor].
 	WaitingSince time.Time
 	// SyncingSince is when the current Sync began, or zero if none runs.
@@ -56,7 +56,7 @@ type Status struct {
 	// including services held back by the failure of another.
 	Pending int
 	// Failing are the pending services that failed themselves, in order of namespace and
-	// name: a [Failed] named them, or a Sync of one alone failed.
+	// name. Either a [Failed] named the service, or a Sync of this service only failed.
 	Failing []FailingService
 }
 
@@ -106,10 +106,10 @@ func (d *Driver) Status() Status {
 	return s
 }
 
-// WaitApplied returns nil when the sink has acknowledged everything up to revision, a
-// revision of the source: first a pass, then each changed service. A failing service
-// delays WaitApplied until it is acknowledged. WaitApplied returns an error if ctx or Run
-// ends before that. It may be called at any time, even before Run.
+// WaitApplied returns nil when a pass is complete and the sink has acknowledged every
+// change up to revision, which is a revision of the source. A failing service delays
+// WaitApplied until it is acknowledged. WaitApplied returns an error if ctx or Run ends
+// before that. It may be called at any time, even before Run.
 func (d *Driver) WaitApplied(ctx context.Context, revision uint64) error {
 	err := d.waitUntil(ctx, func() bool { return d.synced && d.applied() >= revision })
 	if err != nil {

@@ -40,8 +40,8 @@ type search struct {
 
 // step makes one Sync with the next batch.
 func (d *Driver) step(ctx context.Context) {
-	d.waiting(time.Now())
-	u, err := d.next()
+	d.noteWork(time.Now())
+	u, err := d.nextUpdate()
 	if err != nil {
 		d.sourceFailed(ctx, err)
 		return
@@ -87,8 +87,8 @@ func (d *Driver) step(ctx context.Context) {
 	d.report(ctx, result, failed)
 }
 
-// next returns the source's update. It turns a panic of the source into an error.
-func (d *Driver) next() (u *Update, err error) {
+// nextUpdate returns the source's update. It turns a panic of the source into an error.
+func (d *Driver) nextUpdate() (u *Update, err error) {
 	defer func() {
 		if r := recover(); r != nil {
 			err = fmt.Errorf("panic in source: %v", r)
@@ -134,7 +134,7 @@ func (d *Driver) compose(u *Update) batch {
 	return b
 }
 
-// addChanges adds u's changes to b. It makes changes that have to wait pending.
+// addChanges adds u's changes to b. Changes that have to wait become pending.
 func (d *Driver) addChanges(u *Update, b *batch) {
 	changes := u.Changes
 	if d.pass != nil {
@@ -229,7 +229,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 		if d.pending.count[suspect] > 0 && len(b.services) > 0 {
 			more = d.pass.hasNext(u) // do not mix the pass into the search for a failing service
 		} else {
-			b.services, more = d.pass.next(u, most, room, b.services)
+			b.services, more = d.pass.appendNext(u, most, room, b.services)
 		}
 		b.Last = !more && waiting == 0 && (most != 1 || len(b.services) == 0)
 	}
@@ -277,8 +277,8 @@ func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed 
 	return SyncResult{InPass: d.pass != nil, Services: len(b.services), Duration: end.Sub(begin), Err: err}, failed, acked
 }
 
-// hopeful reports whether reading services counts as progress. It does not after many
-// failures in a row: the sink does not work at all.
+// hopeful reports whether reading services counts as progress. After many failures in a
+// row it does not, because the sink does not work at all.
 func (d *Driver) hopeful() bool {
 	return d.status.Failures == 0 || d.status.Failures <= d.search.patience
 }
@@ -436,15 +436,16 @@ func (d *Driver) fail(s *unacked, err error, drawn float64) {
 	d.pending.put(s)
 }
 
-// recovered records that only services with a retry of their own are waiting.
+// recovered records that the sink works again: only services with a retry of their own
+// wait.
 func (d *Driver) recovered() {
 	d.status.WaitingSince = time.Time{}
 	d.status.Err, d.status.Failures, d.status.NextAttempt = nil, 0, time.Time{}
 }
 
 // backOff records that nothing was acknowledged because of err, and delays the next Sync.
-// On the first failure in a row, patience sets how many more failures do not make the
-// wait grow.
+// The wait starts to grow after patience more failures. Only the patience given at the
+// first failure in a row counts.
 func (d *Driver) backOff(err error, patience int) {
 	if d.status.Failures == 0 {
 		d.search.patience = patience

@@ -3,10 +3,10 @@
 // Package sinktest tests sinks without a cluster and without a dataplane.
 //
 // A test sets the views of a [Source]. A [Recorder] between the driver and the sink
-// records each Sync and keeps the acknowledged state. By script, it makes Syncs fail,
-// panic or block. It also checks the guarantees of drivers: passes, order, each service
-// once, Old as acknowledged, Unsure and Failing. The test of a sink sets views, waits
-// until they are applied, and compares dataplanes. To test failures, it scripts some:
+// records each Sync and keeps the acknowledged state. A script can make Syncs fail, panic
+// or block. The recorder also checks what drivers guarantee about passes, the order of
+// services, Old, Unsure and Failing. The test of a sink sets views, waits until they are
+// applied, and compares dataplanes. To test failures, it adds them to the script:
 //
 //	src := sinktest.NewSource()
 //	src.Set(view)
@@ -17,9 +17,9 @@
 //	go d.Run(ctx)
 //	err := d.WaitApplied(ctx, src.Revision())
 //
-// The most common bug of sinks: a service fails while its address moves to another
-// service, and its retry removes the address from the new owner. Here web gives its
-// address to dns and fails:
+// The most common bug of sinks is this: a service fails while its address moves to
+// another service, and its retry removes the address from the new owner. Here web gives
+// its address to dns and fails:
 //
 //	rec.Script(sinktest.FailServices(errors.New("no memory in map"), web))
 //	src.Set(webElsewhere, dnsAtTheAddressOfWeb)

@@ -13,17 +13,17 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// ledger records what a sink received and acknowledged. From it follows what the driver
-// may deliver.
+// ledger records what a sink received and acknowledged. These records determine what the
+// driver may deliver.
 type ledger struct {
-	// begun reports that the First of a pass was acknowledged and the sink did not start
-	// over since. inPass reports that the pass is not complete.
+	// begun reports that a Changes with First was acknowledged and the sink has not
+	// started over since. inPass reports that the pass is not complete.
 	begun, inPass bool
 	revision      uint64
 	views         map[types.NamespacedName]*api.ServiceEndpoints
 	// acked are the services acknowledged since First.
 	acked map[types.NamespacedName]bool
-	// unacked are the services delivered since First and not acknowledged since.
+	// unacked are the services whose last delivery was not acknowledged.
 	unacked map[types.NamespacedName]bool
 	// owners maps each claim to the service last acknowledged with it.
 	owners      map[api.Claim]types.NamespacedName
@@ -40,7 +40,7 @@ func newLedger() ledger {
 	}
 }
 
-// check returns the violations of c, given what was acknowledged.
+// check returns the violations of the contract in c.
 func (l *ledger) check(c *Sync) []string {
 	var wrong []string
 	report := func(format string, args ...any) { wrong = append(wrong, fmt.Sprintf(format, args...)) }
@@ -89,8 +89,8 @@ func (l *ledger) check(c *Sync) []string {
 	return append(wrong, l.checkFailing(c)...)
 }
 
-// owns reports whether no other service was acknowledged with a claim of view after the
-// service key.
+// owns reports whether the service key owns every claim of view, because no other service
+// was acknowledged with one of them later.
 func (l *ledger) owns(key types.NamespacedName, view *api.ServiceEndpoints) bool {
 	for f := range nodeview.Frontends(view) {
 		if l.owners[f.Claim()] != key {
@@ -173,7 +173,8 @@ func (l *ledger) acknowledge(s *sink.Change) {
 	}
 }
 
-// own makes key the owner of a claim and removes the owners of claims that it excludes.
+// own makes the service key the owner of claim. It removes the owners of claims that
+// conflict with claim.
 func (l *ledger) own(claim api.Claim, key types.NamespacedName) {
 	whole := api.Claim{IP: claim.IP}
 	if claim == whole {

@@ -18,8 +18,8 @@ func Fail(err error) Step {
 	return func(context.Context, *sink.Changes, sink.Sink) error { return err }
 }
 
-// FailServices returns a step that calls the sink and then reports that the services keys
-// failed with err, in addition to the sink's own failures.
+// FailServices returns a step that calls the sink and then reports that the services in
+// keys failed with err, in addition to the sink's own failures.
 func FailServices(err error, keys ...types.NamespacedName) Step {
 	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 		var failed sink.Failed

@@ -14,7 +14,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Source is a [sink.Source] whose views are set by hand. Each change has a revision.
+// Source is a [sink.Source] whose views are set by a test. Each change has a revision.
 // Changes that the reader has not fetched yet are merged. Reset also simulates a reader
 // whose position is too old. The cost of an update depends on the changed services only.
 type Source struct {
@@ -29,12 +29,12 @@ type Source struct {
 	cursor  *diffstore.Cursor[types.NamespacedName, triggered]
 	acked   position
 	offered position
-	update  *sink.Update // the update at offered, nil if Next has to make one
+	update  *sink.Update // the last update that Next returned, nil if it is out of date
 }
 
 type views = diffstore.Store[types.NamespacedName, triggered]
 
-// triggered is a view with its trigger time, zero if unknown.
+// triggered is a view with its trigger time, which is zero if unknown.
 type triggered struct {
 	view *api.ServiceEndpoints
 	at   time.Time
@@ -70,10 +70,11 @@ func (s *Source) MarkSynced() {
 	s.wake()
 }
 
-// Set replaces the views of their services. An equal view changes nothing.
+// Set replaces the views of the services that views belong to. An equal view has no
+// effect.
 func (s *Source) Set(views ...*api.ServiceEndpoints) { s.SetTriggered(time.Time{}, views...) }
 
-// SetTriggered is Set with at as the trigger time of the views.
+// SetTriggered does what Set does and gives the views the trigger time at.
 func (s *Source) SetTriggered(at time.Time, views ...*api.ServiceEndpoints) {
 	s.write(func() {
 		for _, v := range views {
@@ -95,7 +96,7 @@ func (s *Source) hasAcked(t triggered) bool {
 	return acked.view == t.view
 }
 
-// Delete deletes services. A missing service changes nothing.
+// Delete deletes services. It ignores missing services.
 func (s *Source) Delete(keys ...types.NamespacedName) {
 	s.write(func() {
 		for _, key := range keys {
@@ -104,7 +105,7 @@ func (s *Source) Delete(keys ...types.NamespacedName) {
 	})
 }
 
-// SetNode sets the node. An equal node changes nothing.
+// SetNode sets the node. An equal node has no effect.
 func (s *Source) SetNode(node *api.Node) {
 	s.write(func() {
 		if node == nil {
@@ -139,7 +140,8 @@ func (s *Source) Fail(err error) {
 // Revision returns the revision of the last change; 0 if there was none.
 func (s *Source) Revision() uint64 { return number(s.revisions.Last()) }
 
-// number counts changes from 1, as diffstore's first revision is that of none.
+// number returns how many changes led to r. The store has revision 1 before its first
+// change.
 func number(r diffstore.Revision) uint64 { return uint64(r) - 1 }
 
 // Node returns the node.
@@ -183,7 +185,7 @@ func (s *Source) Next() (*sink.Update, error) {
 	return s.update, nil
 }
 
-// difference returns what now has beyond the reader's position.
+// difference returns the update from the reader's position to the position now.
 func (s *Source) difference(now position) *sink.Update {
 	u := &sink.Update{
 		Revision: number(now.revision), Node: now.node,

@@ -12,8 +12,8 @@ import (
 )
 
 // FuzzConvert converts objects filled from the fuzzer's bytes, with nil pointers and
-// arbitrary strings and numbers, and sometimes valid values. Nothing panics, and the
-// results satisfy the guarantees of package api.
+// arbitrary strings and numbers, and sometimes valid values. It checks that nothing
+// panics and that the results satisfy the guarantees of package api.
 func FuzzConvert(f *testing.F) {
 	f.Add([]byte("some bytes to begin with"))
 	f.Add([]byte{})

@@ -69,7 +69,7 @@ func serviceType(t corev1.ServiceType, r *report) api.ServiceType {
 	return api.ServiceType(t)
 }
 
-// The values of IPFamilies that nearly all services have, as shared slices.
+// Nearly all services have one of these values of IPFamilies, so they share the slices.
 var (
 	onlyIPv4 = []api.Family{api.IPv4}
 	onlyIPv6 = []api.Family{api.IPv6}
@@ -132,8 +132,8 @@ func addAll(set *api.IPSet, list []string, field string, r *report) {
 	}
 }
 
-// add adds the address s to set. It is entry i of a field, or the field itself if i is
-// -1. An empty s means that there is no address yet.
+// add adds the address s to set. The address is entry i of a field, or the field itself
+// if i is -1. An empty s means that there is no address yet.
 func add(set *api.IPSet, s, field string, i int, r *report) {
 	a, ok := parseAddr(s)
 	switch {
@@ -149,7 +149,7 @@ func add(set *api.IPSet, s, field string, i int, r *report) {
 
 // sourceRanges converts spec.loadBalancerSourceRanges, which limits access to the
 // load-balancer IPs. The API has an annotation with the same meaning for cloud providers.
-// It has no effect here, as in kube-proxy.
+// The annotation has no effect here, as in kube-proxy.
 //
 // If the field has ranges but none is valid, no source is admitted.
 func sourceRanges(s *corev1.Service, lb *api.IPSet, r *report) []api.SourceRanges {

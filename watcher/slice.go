@@ -56,8 +56,8 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 	return out, r.done()
 }
 
-// triggerTime returns the time of the change that led to this slice, or zero if the slice
-// does not contain it.
+// triggerTime returns the time of the endpoint change that caused this version of the
+// slice. It returns zero if the slice has no such time.
 func triggerTime(s *discoveryv1.EndpointSlice) time.Time {
 	text := s.Annotations[corev1.EndpointsLastChangeTriggerTime]
 	if text == "" {

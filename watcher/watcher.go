@@ -5,9 +5,9 @@
 // to the model of package api. Each subpackage is a source that fills a cluster.State:
 // kube reads an API server, file reads manifests, and remote reads another kpng.
 //
-// A [Converter] does both. It accepts valid and invalid objects. It omits invalid parts
-// from the result and returns each as a [Problem] for the caller to log. The rest of the
-// object is served.
+// A [Converter] does the selection and the conversion. It accepts valid and invalid
+// objects. It omits invalid parts from the result and returns each as a [Problem] for the
+// caller to log. The rest of the object is served.
 //
 //	c, err := watcher.New(watcher.Options{ServiceProxyName: "example"})
 //	…
@@ -83,8 +83,9 @@ type Options struct {
 	AllPorts func(*corev1.Service) bool
 }
 
-// AllPortsAnnotated returns a function for Options.AllPorts. It selects services whose
-// annotation of this name has a true value for strconv.ParseBool.
+// AllPortsAnnotated returns a function for Options.AllPorts. That function selects
+// services whose annotation of this name has a value that strconv.ParseBool parses as
+// true.
 func AllPortsAnnotated(name string) func(*corev1.Service) bool {
 	return func(s *corev1.Service) bool {
 		on, err := strconv.ParseBool(s.Annotations[name])
@@ -187,7 +188,7 @@ func (p Problem) Error() string {
 // endpoints does not cause a thousand log lines.
 const maxProblems = 10
 
-// report collects the problems of one object.
+// A report collects the problems of one object.
 type report struct {
 	kind            string
 	namespace, name string

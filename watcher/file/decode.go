@@ -28,7 +28,7 @@ func jsonDocuments(data []byte, yield func(int, []byte, error) bool) {
 		err := decoder.Decode(&document)
 		at := int(decoder.InputOffset()) - len(document)
 		if syntax := new(json.SyntaxError); errors.As(err, &syntax) {
-			at = int(syntax.Offset) - 1 // the error is at the last byte of that offset
+			at = int(syntax.Offset) - 1 // Offset includes the byte with the error
 		}
 		line, counted = line+bytes.Count(data[counted:at], []byte("\n")), at
 		more = err != io.EOF && yield(line, document, err) && err == nil
@@ -46,7 +46,7 @@ var (
 // JSON.
 func yamlDocuments(data []byte, yield func(int, []byte, error) bool) {
 	for line := 1; len(data) > 0; {
-		// The parser stops at an error, so it parses one document at a time.
+		// The parser stops at the first error, so it receives one document at a time.
 		text := data
 		if marker := yamlMarker.FindIndex(data); marker != nil && data[0] != '%' {
 			text = data[:marker[0]+1]
@@ -106,7 +106,7 @@ func decode(data []byte, object any, limit int) (wrong, strict []error) {
 			return wrong, strict
 		}
 		misfit := new(json.UnmarshalTypeError)
-		_ = errors.As(err, &misfit) // otherwise there is no offset, and so no path
+		_ = errors.As(err, &misfit) // any other error has no offset, so no path is found
 		path, start, end := find(data, misfit.Offset)
 		if path == "" || len(wrong) >= limit {
 			return append(wrong, err), nil
@@ -118,8 +118,9 @@ func decode(data []byte, object any, limit int) (wrong, strict []error) {
 	}
 }
 
-// find returns the path, the start and the end of the value in a valid JSON text whose
-// first token ends at offset. found is empty if there is none.
+// find searches a valid JSON text for the value whose first token ends at offset. It
+// returns the path, the start and the end of this value. The path found is empty if there
+// is no such value.
 func find(data []byte, offset int64) (found string, start, end int64) {
 	decoder := json.NewDecoder(bytes.NewReader(data))
 	var value func(path string)
@@ -133,7 +134,7 @@ func find(data []byte, offset int64) (found string, start, end int64) {
 				key, _ := decoder.Token()
 				value(strings.TrimPrefix(fmt.Sprintf("%s.%s", path, key), "."))
 			}
-			decoder.Token() // which ends the value
+			decoder.Token() // the token that ends the value
 		case json.Delim('['):
 			for i := 0; decoder.More(); i++ {
 				value(fmt.Sprintf("%s[%d]", path, i))

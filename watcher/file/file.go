@@ -11,14 +11,14 @@
 // one warning for each kind. Package watcher selects the objects for the proxy. The API's
 // defaults are applied, but nothing is allocated, such as a clusterIP.
 //
-// The package rejects objects that the API server would not admit, as far as they concern
-// a service proxy, including unknown fields. It also rejects a file without an object; a
-// List without items means that there are no objects. The error lists all problems with
-// file, document, object and field. Then none of the manifests is used, because half of
-// the objects is rarely what the user wants. In some cases the package ignores an invalid
-// part and adds a warning: an unknown field in an object with a metadata.uid, which a
-// newer API server has written; an EndpointSlice without a service; and an invalid
-// address of a Node.
+// The package rejects objects that the API server would not admit, and objects with
+// unknown fields. It checks only what concerns a service proxy. It also rejects a file
+// without an object. A List without items expresses that there are no objects. The error
+// lists all problems with file, document, object and field. Then none of the manifests is
+// used, because half of the objects is rarely what the user wants. In some cases the
+// package ignores an invalid part and adds a warning: an unknown field in an object with
+// a metadata.uid, which a newer API server has written; an EndpointSlice without a
+// service; and an invalid address of a Node.
 package file
 
 import (

@@ -21,9 +21,9 @@ import (
 )
 
 const (
-	settleTime    = 100 * time.Millisecond // without a change, before a file is read
-	maxSettleTime = 2 * time.Second        // for changes that never pause
-	pollInterval  = 5 * time.Second        // without notifications
+	settleTime    = 100 * time.Millisecond // a file is read after this time without a change
+	maxSettleTime = 2 * time.Second        // a file is read after this time even if it keeps changing
+	pollInterval  = 5 * time.Second        // the time between checks without notifications
 )
 
 // Options configure Watch.
@@ -40,8 +40,8 @@ type Options struct {
 // manifests until ctx ends and then returns nil. Each reading is one commit that changes
 // only what differs. state must have no other writer. Watch returns an error of the first
 // reading. It logs an error of a later reading once, and state keeps its content until
-// the manifests exist and are valid again. A folder that loses its last manifest removes
-// nothing.
+// the manifests exist and are valid again. If a folder loses its last manifest, state
+// keeps its objects.
 //
 // Watch reads a file when it has not changed for 100 ms, because it may be half written.
 // It notices changes immediately if the operating system sends notifications. Otherwise
@@ -54,7 +54,7 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 		if notify, err := fsnotify.NewWatcher(); err != nil {
 			f.noNotification(err)
 		} else {
-			defer notify.Close() // an error would change nothing
+			defer notify.Close() // an error needs no handling
 			f.notify = notify
 		}
 	}
@@ -68,11 +68,11 @@ type follower struct {
 	opts   Options
 	log    klog.Logger
 	state  *cluster.State
-	notify *fsnotify.Watcher // without channels if there are no notifications
+	notify *fsnotify.Watcher // its channels are nil if there are no notifications
 	loaded func(error)       // called with the result of each reading except the first
 
 	seen                sighting
-	files               int    // in the last valid reading
+	files               int    // number of files in the last valid reading
 	failure, unnotified string // the last logged errors
 	warned              map[string]bool
 }
@@ -190,7 +190,7 @@ func (f *follower) arm() {
 		return
 	}
 	var folders []string
-	target, _ := filepath.EvalSymlinks(f.opts.Path) // else it is the working directory, which is harmless
+	target, _ := filepath.EvalSymlinks(f.opts.Path) // empty after an error: the working directory, which is harmless
 	for _, folder := range []string{filepath.Clean(f.opts.Path), target} {
 		if info, err := os.Stat(folder); err != nil || !info.IsDir() {
 			folder = filepath.Dir(folder)
@@ -207,8 +207,8 @@ func (f *follower) arm() {
 	}
 }
 
-// sighting is the state of a path's files at some time, by name. Without files, the name
-// is the reason.
+// sighting maps the names of a path's files to their state at some time. If the files
+// cannot be read, its only key is the error.
 type sighting map[string]fs.FileInfo
 
 func look(path string) sighting {

@@ -33,7 +33,7 @@ type following struct {
 	ctx    context.Context
 	state  *cluster.State
 	loaded chan error
-	log    *strings.Builder // valid when the follower has ended
+	log    *strings.Builder // may be read after the follower has ended
 	notify *fsnotify.Watcher
 	stop   func()
 }
@@ -301,7 +301,7 @@ func TestInvalidFileChangesNothingAndIsLoggedOnce(t *testing.T) {
 
 	put(t, path, named("b"))
 	x.awaitServices("b")
-	x.awaitLoad(true) // and was logged
+	x.awaitLoad(true) // when it returns, the result was logged
 	x.stop()
 	if n := strings.Count(x.log.String(), "Cannot read manifests"); n != 1 {
 		t.Errorf("logged %d times:\n%s", n, x.log)
@@ -456,7 +456,7 @@ func polling(t *testing.T, test func(t *testing.T, path string, x *following)) {
 	})
 }
 
-// expectServices checks the state after d.
+// expectServices checks the state after the time d.
 func (x *following) expectServices(d time.Duration, want ...string) {
 	x.t.Helper()
 	time.Sleep(d)

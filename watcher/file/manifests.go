@@ -45,7 +45,7 @@ const maxListed = 20
 // the form "a.yaml: document 2 (line 10): items[3]: Service default/web".
 type parser struct {
 	converter    *watcher.Converter
-	named        bool // for a named proxy
+	named        bool // the proxy has a name (ServiceProxyName)
 	manifests    manifests
 	problems     []error
 	unlisted     int                           // number of problems beyond maxListed
@@ -91,7 +91,7 @@ func (p *parser) fail(at, format string, args ...any) {
 	p.problems = append(p.problems, errors.New(at+": "+fmt.Sprintf(format, args...)))
 }
 
-// file reads one file. The result has no meaning if ctx has ended.
+// file reads one file. If ctx ends, file may stop before the last document.
 func (p *parser) file(ctx context.Context, name string, data []byte) {
 	if !utf8.Valid(data) {
 		p.fail(name, "not UTF-8 text")
@@ -263,7 +263,8 @@ func (p *parser) name(at, field, name string, rule func(string) []string) {
 	}
 }
 
-// oneOf checks a value. It may be empty, for the API's default.
+// oneOf checks that v is empty or one of the known values. An empty value stands for the
+// API's default.
 func (p *parser) oneOf(at, field, v string, known ...string) {
 	if v != "" && !slices.Contains(known, v) {
 		p.fail(at, "%s: %q is not one of %s", field, v, strings.Join(known, ", "))

@@ -41,8 +41,8 @@ type WriteOptions struct {
 }
 
 // Write writes the services, slices and nodes of s to w as manifests, in order. A reader
-// with the proxy name and the annotation of opts, which keeps the labels and annotations
-// in s, gets a state that is equal to s.
+// gets a state equal to s if it has the proxy name and the annotation of opts and keeps
+// the labels and annotations in s.
 //
 // Write returns an error with the first object that manifests cannot express. Objects
 // from an API server can always be expressed. After an error the output is not usable.
@@ -169,7 +169,7 @@ func (o *objects) service(s *api.Service) {
 	}
 	o.mark(&out.ObjectMeta)
 	back, problems := o.converter.Service(out)
-	back.Labels, back.Annotations = only(back.Labels, s.Labels), only(back.Annotations, s.Annotations)
+	back.Labels, back.Annotations = withKnownKeys(back.Labels, s.Labels), withKnownKeys(back.Annotations, s.Annotations)
 	o.write("Service "+s.Key().String(), out, back.Equal(s), problems)
 }
 
@@ -180,9 +180,9 @@ func (o *objects) mark(meta *metav1.ObjectMeta) {
 	}
 }
 
-// only returns the entries of m whose keys are in known. That removes the marks, which
-// the reader drops too.
-func only(m, known map[string]string) map[string]string {
+// withKnownKeys removes all entries from m whose keys are not in known. This removes the
+// marks for the proxy, which the reader drops too.
+func withKnownKeys(m, known map[string]string) map[string]string {
 	maps.DeleteFunc(m, func(key, _ string) bool { _, ok := known[key]; return !ok })
 	return m
 }
@@ -226,7 +226,7 @@ func (o *objects) slice(s *api.EndpointSlice) {
 		out.Endpoints = append(out.Endpoints, endpoint)
 	}
 	back, problems := o.converter.EndpointSlice(out)
-	back.Labels = only(back.Labels, s.Labels)
+	back.Labels = withKnownKeys(back.Labels, s.Labels)
 	o.write("EndpointSlice "+s.Key().String(), out, back.Equal(s), problems)
 }
 

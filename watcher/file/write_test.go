@@ -22,7 +22,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// scoped makes a Tx a writer of one scope. It omits objects that no manifest can express.
+// scoped writes generated objects to a Tx. It clears fields that no manifest can express.
 type scoped struct{ *cluster.Tx }
 
 func (w scoped) SetService(s *api.Service) {
@@ -117,7 +117,7 @@ func TestWrittenStateIsReadBack(t *testing.T) {
 	}
 }
 
-// everything returns values in which, together, every field is nonzero.
+// everything returns objects that together set every field to a nonzero value.
 func everything() (services []*api.Service, slices []*api.EndpointSlice, nodes []*api.Node) {
 	addr, prefix := netip.MustParseAddr, netip.MustParsePrefix
 	lb := api.NewIPSet(addr("203.0.113.2"), addr("203.0.113.1"), addr("fd02::1"))

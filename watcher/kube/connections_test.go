@@ -34,7 +34,7 @@ func (c *closing) Close() error {
 func TestConnectionsAreClosedAfterWatches(t *testing.T) {
 	server := httptest.NewUnstartedServer(newAPIServer(t))
 	server.EnableHTTP2 = true
-	server.Config.ErrorLog = log.New(io.Discard, "", 0) // of interrupted handshakes
+	server.Config.ErrorLog = log.New(io.Discard, "", 0) // drop the errors of interrupted handshakes
 	server.StartTLS()
 	defer server.Close()
 	for range 20 {

@@ -99,8 +99,8 @@ func (w *watch) outcome(resource string, ok bool) {
 	w.state.Update(func(tx *cluster.Tx) { tx.SetStale(stale) })
 }
 
-// isExpired reports whether the server does not have the requested resource version any
-// more, or not yet. Reflectors handle both.
+// isExpired reports whether the server no longer has the requested resource version, or
+// does not have it yet. Reflectors handle both.
 func isExpired(err error) bool {
 	return apierrors.IsResourceExpired(err) || apierrors.IsGone(err) ||
 		apierrors.HasStatusCause(err, metav1.CauseTypeResourceVersionTooLarge)

@@ -10,7 +10,8 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 )
 
-// TestLongOutageMakesStateStale lists the results of requests, one minute apart.
+// TestLongOutageMakesStateStale checks whether the state is stale after each of several
+// requests, which are one minute apart.
 func TestLongOutageMakesStateStale(t *testing.T) {
 	for _, test := range []struct {
 		name     string

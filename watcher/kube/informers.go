@@ -63,7 +63,7 @@ func (in *Informers) validate() error {
 }
 
 // objectType returns the type of the informer's objects, or nil if it is unknown. While
-// an informer has no objects, only a field of client-go's type shows it.
+// an informer has no objects, only the field objectType of client-go's informer has it.
 func (i informer) objectType() reflect.Type {
 	for _, o := range i.GetStore().List() {
 		return reflect.TypeOf(o)
@@ -164,8 +164,8 @@ func (f *follower) OnUpdate(_, obj any) { f.handOn(f.store.Update, obj) }
 // OnDelete passes on a deletion.
 func (f *follower) OnDelete(obj any) { f.handOn(f.store.Delete, obj) }
 
-// handOn passes obj to the store. It ends the watch if the informer delivers objects of
-// another kind.
+// handOn passes obj to a method of the store. It ends the watch if the informer delivers
+// objects of another kind.
 func (f *follower) handOn(to func(any) error, obj any) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

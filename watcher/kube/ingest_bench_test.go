@@ -23,8 +23,8 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// The benchmarks in this file measure the path from objects as client-go's reflector
-// delivers them to the sink: conversion, state, view, driver.
+// The benchmarks in this file measure the path of objects from client-go's reflector to
+// the sink: conversion, state, view and driver.
 
 // benchService returns the i-th service as an API server has it.
 func benchService(i int) *corev1.Service {

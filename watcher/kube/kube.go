@@ -7,18 +7,20 @@
 //	err = kube.Watch(ctx, state, kube.Options{Config: config, NodeName: node})
 //
 // The API server filters services and endpoint slices. So the cost of a proxy for some
-// services depends on these only, however large the cluster is. Watch converts objects as
-// they arrive and writes them to the state. It keeps no second cache and no API objects.
-// A program that already runs informers passes them instead of a Config (see
+// services depends on these only, and not on the size of the cluster. Watch converts
+// objects as they arrive and writes them to the state. It keeps no second cache and no
+// API objects. A program that already runs informers passes them instead of a Config (see
 // [Informers]).
 //
-// Readers see nothing before all kinds have been listed once. After that, loss of the
-// server changes nothing. When it is back, Watch writes only the differences.
+// Readers see nothing before all kinds have been listed once. If the server is lost after
+// that, the state stays as it is. When the server returns, Watch writes only the
+// differences.
 //
 // # Permissions
 //
-// The verbs list and watch on services, on endpointslices of API group discovery.k8s.io,
-// and on nodes, all of them cluster-wide. Errors name a missing permission.
+// Watch needs the verbs list and watch on services, on endpointslices of API group
+// discovery.k8s.io, and on nodes, all of them cluster-wide. Errors name a missing
+// permission.
 //
 // # Slices of a named proxy
 //
@@ -26,8 +28,8 @@
 // can filter slices by service.kubernetes.io/service-proxy-name. Some slices of wanted
 // services may lack the label: those that the controller did not create, and those that
 // it has not labelled yet. While such slices exist, Watch requests all slices and drops
-// those of other services. When Watch starts to serve a service, it writes the service
-// and its slices in one commit.
+// those of other services. When a service becomes wanted, Watch writes the service and
+// its slices in one commit.
 package kube
 
 import (
@@ -127,7 +129,7 @@ type watch struct {
 	mu sync.Mutex
 	// unlisted are the resources whose first list is missing.
 	unlisted map[string]bool
-	// failedSince maps resources to the time since when all their requests have failed.
+	// failedSince maps a resource to the time since which all its requests have failed.
 	failedSince map[string]time.Time
 }
 

@@ -16,14 +16,14 @@ import (
 )
 
 const (
-	// createdLabelled is the maximum age of a new wanted service that was created with its
-	// label, so that its slices have the label too.
+	// createdLabelled is an age. A new wanted service that is younger was created with
+	// its label, so its slices have the label too.
 	createdLabelled = 10 * time.Second
 	// labelledWithin is the time that the endpoint-slice controller has to label slices
 	// before the watch drops its filter.
 	labelledWithin = 5 * time.Second
-	// filteredAfter is the time for which the watch stays unfiltered after it could have a
-	// filter. Listing all slices again is expensive.
+	// filteredAfter is how long the watch stays unfiltered after a filter has become
+	// possible. Listing all slices again is expensive.
 	filteredAfter = 5 * time.Minute
 	// retryAfter is the delay of a full listing after a failed request for the slices of
 	// some services.
@@ -37,8 +37,8 @@ const (
 // slices of the endpoint-slice controller, which labels them.
 const managedByController = "endpointslice-controller.k8s.io"
 
-// finder returns the slices of services that lack the proxy's label, and possibly other
-// slices. They are at least as new as the events before the call.
+// finder returns all slices of the given services that lack the proxy's label, and
+// possibly other slices. The slices are at least as new as the events before the call.
 type finder func(services []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error)
 
 // origin describes a slice without the proxy's label.
@@ -66,7 +66,7 @@ type selection struct {
 	mu turn
 	// services are the wanted services. The value reports that the service has no selector.
 	services     map[types.NamespacedName]bool
-	selectorless int // number of those
+	selectorless int // number of services without a selector
 	// unlabelled are the slices in the state that lack the proxy's label.
 	unlabelled map[types.NamespacedName]origin
 
@@ -156,8 +156,9 @@ func (n serviceSelection) replace(all []*item[api.Service]) bool {
 	return true
 }
 
-// note updates the service of i. It returns the service in missing if the state may lack
-// slices that are selected now. less reports that some slices may no longer be selected.
+// note updates the record of the service i. It returns the service in missing if the
+// state may lack slices that are selected now. less reports that some slices may no
+// longer be selected.
 func (n *selection) note(i *item[api.Service]) (missing []types.NamespacedName, less bool) {
 	was, wanted := n.services[i.key]
 	if was {
@@ -177,8 +178,8 @@ func (n *selection) note(i *item[api.Service]) (missing []types.NamespacedName, 
 	return missing, was && !i.selectorless
 }
 
-// commit writes services and the missing slices of some. With less, it also drops slices
-// that are no longer selected.
+// commit makes one commit. It calls write, and adds the selected slices of the services
+// in missing. With less, it also drops slices that are no longer selected.
 func (n *selection) commit(missing []types.NamespacedName, less bool, write func(*cluster.Tx)) {
 	found, err := n.lookUp(missing)
 	n.state.Update(func(tx *cluster.Tx) {
@@ -308,8 +309,8 @@ func (n *selection) adapt(list bool) {
 	}
 }
 
-// begin begins a watch of slices. pause reports that the watch has to wait because a
-// request failed.
+// begin records that a watch of slices begins. The result pause reports that the watch
+// has to wait because a request failed.
 func (n *selection) begin(restart func()) (pause bool) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

@@ -45,8 +45,8 @@ func (w *world) block(match func(request) bool) (unblock func()) {
 	}
 }
 
-// away makes the server reject matching requests and ends all watches, like a restart,
-// until the returned function is called.
+// away ends all watches, like a restart of the server. Until the returned function is
+// called, the server rejects matching requests.
 func (w *world) away(match func(request) bool) (back func()) {
 	var refusing atomic.Bool
 	refusing.Store(true)
@@ -65,7 +65,7 @@ func (w *world) away(match func(request) bool) (back func()) {
 	}
 }
 
-// expectWatch expects one watch of slices. all reports whether it must be unfiltered.
+// expectWatch expects one watch of slices. With all, the watch must be unfiltered.
 func (w *world) expectWatch(all bool) {
 	w.t.Helper()
 	synctest.Wait()
@@ -425,7 +425,7 @@ func TestForeignSlicesUseNoMemory(t *testing.T) {
 		}
 		s.slices.Add(other)
 	}
-	// Names alone would use about 200 KB.
+	// The names of all slices would use about 200 KB.
 	if kept := heap() - before; kept > 100_000 {
 		t.Errorf("%d bytes are retained for %d slices", kept, slices)
 	}

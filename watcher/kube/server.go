@@ -167,8 +167,8 @@ func (w *watch) nodeSource() *source {
 	return src
 }
 
-// sliceSource returns the source of slices. With filtered, it has only those with the
-// proxy's label.
+// sliceSource returns the source of slices. With filtered, the source has only slices
+// with the proxy's label.
 func (w *watch) sliceSource(filtered bool) *source {
 	var labels []string
 	switch {
@@ -237,7 +237,7 @@ func (w *watch) reflect(ctx context.Context, src *source, store cache.Transformi
 		Name:         "kpng/" + src.resource.Resource,
 		ResyncPeriod: never,
 	})
-	// The backoff of client-go's reflectors.
+	// This is the default backoff of client-go's reflectors.
 	backoff := wait.Backoff{Duration: 800 * time.Millisecond, Cap: 30 * time.Second, Steps: 38, Factor: 2, Jitter: 1}
 	_ = backoff.DelayWithReset(clock.RealClock{}, 2*time.Minute).Until(ctx, true, true, func(ctx context.Context) (bool, error) {
 		err := reflector.ListAndWatchWithContext(ctx)
@@ -275,8 +275,8 @@ func (src *source) listWatch(r *reporter) *cache.ListWatch {
 	}
 }
 
-// GetService returns a Service from the API server, whichever proxy serves it, or nil if
-// it does not exist.
+// GetService returns a Service from the API server, also if another proxy serves it. It
+// returns nil if the Service does not exist.
 func GetService(ctx context.Context, config *rest.Config, key types.NamespacedName) (*corev1.Service, error) {
 	c, err := newClient(ctx, config)
 	if err != nil {

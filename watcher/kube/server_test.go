@@ -35,9 +35,9 @@ type object interface {
 	runtime.Object
 }
 
-// apiServer lists and watches services, endpoint slices and nodes over HTTP like a
-// kube-apiserver: label and field selectors, resource versions, streaming lists,
-// bookmarks, 410 Gone. Connections are in memory, so it can run in a synctest bubble.
+// apiServer serves services, endpoint slices and nodes over HTTP like a kube-apiserver.
+// It supports list, watch, label and field selectors, resource versions, streaming lists,
+// bookmarks and 410 Gone. Connections are in memory, so it can run in a synctest bubble.
 type apiServer struct {
 	listener *pipeListener
 	// refuse, if set, decides whether and how a request fails.
@@ -176,7 +176,7 @@ func (s *apiServer) compact() {
 	s.compacted = s.revision
 }
 
-// seen returns the matching requests so far and clears all.
+// seen returns the matching requests so far, and forgets all requests.
 func (s *apiServer) seen(match func(request) bool) []request {
 	s.mu.Lock()
 	defer s.mu.Unlock()

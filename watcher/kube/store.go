@@ -39,8 +39,8 @@ func (i *item[T]) GetObjectMeta() metav1.Object {
 type writer[T any] interface {
 	// write sets an object, or deletes it if the item has no value.
 	write(*item[T])
-	// replace writes a full listing. It returns false if it could not and changed nothing;
-	// then another listing follows.
+	// replace writes a full listing. If that fails, it changes nothing and returns false.
+	// Then another listing follows.
 	replace([]*item[T]) bool
 }
 

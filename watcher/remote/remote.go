@@ -32,10 +32,10 @@ type Options struct {
 // ctx. The state is synced when the first answer is complete. Each answer is one commit.
 // state must have no other writer.
 //
-// While the other server is down, state keeps its content. After that, Watch receives
-// only the changes. If another server answers, or the outage was long, it receives
-// everything, and state records the differences. With FailFast, Watch returns an error if
-// no address works.
+// While the other server is down, state keeps its content. When that server is back,
+// Watch receives only the changes. If another server answers, or the outage was long, it
+// receives everything, and state records the differences. With FailFast, Watch returns an
+// error if no address works.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	dialer, err := transport.NewDialer(opts.DialOptions)
 	if err != nil {
@@ -55,7 +55,8 @@ type follower struct {
 	lost  time.Time // when the last connection with an answer was lost
 }
 
-// follow follows the server at the other end of conn until the connection fails.
+// follow copies the state of the server at the other end of conn until the connection
+// fails.
 func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -99,8 +100,8 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 	}
 }
 
-// answer collects the parts of an answer. It logs unreadable objects, which stay as they
-// are in had.
+// answer collects the parts of an answer. It logs an unreadable object and uses its
+// version in the snapshot had instead.
 type answer struct {
 	had      *cluster.Snapshot
 	log      klog.Logger
@@ -118,7 +119,7 @@ type objects[K, V any] struct {
 	deleted []K
 }
 
-// take adds a part.
+// take adds a part to the answer.
 func (a *answer) take(part *clusterv1.WatchResponse) {
 	if part.GetReset_() {
 		*a = answer{had: a.had, log: a.log, reset: true}

@@ -113,8 +113,8 @@ func (s scripted) Watch(stream grpc.BidiStreamingServer[clusterv1.WatchRequest, 
 	return nil
 }
 
-// TestUnreadableObjectIsIgnored has a server that sends unreadable objects among
-// others. Earlier versions of them stay.
+// TestUnreadableObjectIsIgnored has a server that sends some unreadable objects. The
+// client keeps earlier versions of these.
 func TestUnreadableObjectIsIgnored(t *testing.T) {
 	service := func(name, ip string) *localv1.Service {
 		return &localv1.Service{Namespace: "ns", Name: name, IPs: &localv1.ServiceIPs{ClusterIPs: &localv1.IPSet{V4: []string{ip}}}}
@@ -215,7 +215,7 @@ func wait(t *testing.T, original, copied *cluster.State) {
 		}
 		select {
 		case <-copied.Changed(snapshot.Revision):
-		case <-time.After(time.Minute): // without progress
+		case <-time.After(time.Minute): // the limit without progress
 			t.Fatal(d)
 		}
 	}

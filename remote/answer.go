@@ -16,10 +16,12 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// answer collects operations up to a Sync. Nothing of it is visible before that.
+// answer collects operations up to a Sync. Readers see nothing of an answer before its
+// Sync.
 //
-// It logs and omits unreadable objects and uses the rest. A service or node stays as the
-// client has it. An endpoint stays unless the service is sent as a whole.
+// It logs and omits unreadable objects and uses the rest. If a service or node is
+// unreadable, the client keeps its earlier version. It also keeps an unreadable endpoint,
+// unless the server sends the service as a whole.
 type answer struct {
 	client *Client
 	log    klog.Logger
@@ -28,8 +30,8 @@ type answer struct {
 	token         []byte
 
 	reset bool
-	// services are the services that operations named, nil if deleted. After a reset they
-	// are all services.
+	// services maps each service that operations named to its draft, which is nil for a
+	// deleted service. After a reset it has all services.
 	services map[types.NamespacedName]*draft
 	// node is the node if an operation named it, nil if deleted.
 	node      *api.Node
@@ -86,8 +88,8 @@ func (a *answer) replace(whole *localv1.WholeService) {
 	a.services[key] = &draft{entry: newEntry(service, list)}
 }
 
-// service returns a service from m or, if m cannot be read, as the client has it. The
-// service is nil if there is neither.
+// service returns the service in m. If m cannot be read, it returns the client's version
+// of the service, or nil if there is none.
 func (a *answer) service(m *localv1.Service) (types.NamespacedName, *api.ServiceEndpoints) {
 	key := types.NamespacedName{Namespace: m.GetNamespace(), Name: m.GetName()}
 	service, err := m.ToView()

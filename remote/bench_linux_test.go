@@ -28,8 +28,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// largeState has the given number of services with ten endpoints each, on nodes in three
-// zones.
+// largeState returns a state with the given number of services. Each has ten endpoints,
+// on nodes in three zones.
 func largeState(services, nodes int) *cluster.State {
 	state := cluster.New(cluster.Options{Resumable: true})
 	update(state, func(to apitest.Writer) {
@@ -133,8 +133,8 @@ func BenchmarkInitialSync(b *testing.B) {
 	}
 }
 
-// BenchmarkIdleStreams reports the memory of an idle stream: of a server, of a server
-// with nothing but grpc behind the stream, and of that with grpc's defaults.
+// BenchmarkIdleStreams reports the memory of an idle stream in three servers: a Server, a
+// bareServer, and a bareServer with grpc's default options.
 func BenchmarkIdleStreams(b *testing.B) {
 	for _, size := range []struct{ nodes, perNode int }{{100, 50}, {5000, 1}} {
 		for _, kind := range []string{"kpng", "grpc", "grpc-defaults"} {
@@ -186,8 +186,8 @@ func (bareServer) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, localv
 	}
 }
 
-// newBenchServer returns a server with default options, except that all clients are one
-// peer.
+// newBenchServer returns a server with default options. Only its limits for a peer are
+// raised, because all clients are one peer.
 func newBenchServer(b *testing.B, state *cluster.State) *remote.Server {
 	server, err := remote.NewServer(state, remote.ServerOptions{
 		Limits: remote.Limits{StreamsPerPeer: 100_000, ConnectionsPerPeer: 100_000, StreamRate: 1e6},
@@ -204,8 +204,8 @@ func serveBench(b *testing.B, state *cluster.State, l net.Listener) *remote.Serv
 	return server
 }
 
-// newCrowd returns a crowd for the nodes of state. It uses tokens of the server if that
-// is not nil.
+// newCrowd returns a crowd for the nodes of state. If server is not nil, the clients
+// resume with its tokens.
 func newCrowd(server *remote.Server, state *cluster.State, l net.Listener, perNode int) *crowd {
 	c := &crowd{Address: "unix://" + l.Addr().String(), PerNode: perNode}
 	for name, node := range state.Snapshot().Nodes.All() {
@@ -278,7 +278,7 @@ func memory() uint64 {
 	return m.HeapAlloc + m.StackInuse
 }
 
-// resetPeak resets the measurement of peak.
+// resetPeak resets the measurement that the function peak reads.
 func resetPeak(b *testing.B) {
 	debug.FreeOSMemory()
 	if err := os.WriteFile("/proc/self/clear_refs", []byte("5"), 0); err != nil {

@@ -23,13 +23,13 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// crowd is the clients of a benchmark. They run in a process of their own, so that the
-// benchmark measures only the server. They connect like [remote.Client] and only count
-// operations.
+// A crowd consists of the clients of a benchmark. They run in a process of their own, so
+// that the benchmark measures only the server. They connect like [remote.Client] and only
+// count operations.
 type crowd struct {
 	Address string
-	// Tokens are the resume tokens of the clients, by node. Each node has one connection
-	// with this number of streams.
+	// Nodes are the nodes of the clients, with their resume tokens. Each node has one
+	// connection with PerNode streams.
 	Nodes   []crowdNode
 	PerNode int
 }
@@ -45,12 +45,14 @@ type crowdRound struct {
 	Bytes, Operations int
 }
 
-// at returns the time when this share of the streams had received their Sync.
+// at returns the time at which a share of the streams, from 0 to 1, had received their
+// Sync.
 func (r *crowdRound) at(quantile float64) time.Time {
 	return time.Unix(0, r.Synced[int(quantile*float64(len(r.Synced)-1))])
 }
 
-// start starts the crowd. next waits until each stream has received one more answer.
+// start starts the crowd. The returned function waits until each stream has received one
+// more answer.
 func (c *crowd) start(b *testing.B) (next func() *crowdRound) {
 	b.Helper()
 	cmd := exec.CommandContext(b.Context(), os.Args[0])
@@ -85,7 +87,7 @@ func (c *crowd) start(b *testing.B) (next func() *crowdRound) {
 	}
 }
 
-// crowdEnv makes a process of this test a crowd.
+// crowdEnv is an environment variable. If it is set, the test binary runs a crowd.
 const crowdEnv = "KPNG_TEST_CROWD"
 
 // runCrowd runs a crowd until standard input ends.
@@ -209,7 +211,7 @@ type crowdRounds struct {
 	now crowdRound
 }
 
-// synced records the answer to one stream.
+// synced records that one stream has received its answer.
 func (r *crowdRounds) synced(bytes, operations int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

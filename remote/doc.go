@@ -19,10 +19,10 @@
 //	go client.Run(ctx)
 //	err = sink.Run(ctx, client, mySink, sink.Options{})
 //
-// A sink receives the same changes as in process, except trigger times, which are not
-// transmitted. A client that loses its server keeps its state, and so its dataplane. When
-// it reconnects, it resumes from its position. From a restarted server it receives only
-// the differences.
+// A sink receives the same changes as a sink in the server's process. Only trigger times
+// are missing, because they are not transmitted. A client that loses its server keeps its
+// state, and so its dataplane. When it reconnects, it resumes from its position. From a
+// restarted server it receives only the differences.
 //
 // docs/wire.md describes the protocol. Servers also serve clients of the original kpng,
 // and clients follow its servers.

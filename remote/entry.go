@@ -30,8 +30,8 @@ func newKeyedEndpoint(key string, m *localv1.Endpoint) (keyedEndpoint, error) {
 	return keyedEndpoint{key, e, draining}, err
 }
 
-// newEntry returns the entry of a service, given as a view without endpoints, and its
-// endpoints. It sorts list.
+// newEntry returns the entry of a service with the endpoints in list. The argument
+// service is a view without endpoints. newEntry sorts list.
 func newEntry(service *api.ServiceEndpoints, list []keyedEndpoint) *entry {
 	slices.SortFunc(list, func(a, b keyedEndpoint) int {
 		switch {

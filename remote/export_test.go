@@ -8,7 +8,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 )
 
-// BareGRPC returns a gRPC server with the same options and no services.
+// BareGRPC returns a gRPC server with the gRPC options of s and no services.
 func (s *Server) BareGRPC() *grpc.Server {
 	return grpc.NewServer(s.grpcOptions(insecure.NewCredentials())...)
 }

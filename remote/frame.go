@@ -65,7 +65,7 @@ func syncFrame(token []byte, stale bool) frame {
 	return appendField(make([]byte, 0, 8+len(item)), opItemBatch, item)
 }
 
-// replaceFrame sends a whole service.
+// replaceFrame returns the frame of an operation that sends a whole service.
 func replaceFrame(service []byte, endpoints []wireEndpoint) frame {
 	whole := appendField(nil, wholeService, service)
 	for i := range endpoints {
@@ -93,7 +93,8 @@ func endpointPath(key types.NamespacedName, endpoint string) string {
 // raw is a marshalled message. Its bytes may be shared and must not be modified.
 type raw struct{ bytes mem.BufferSlice }
 
-// rawCodec is the default codec, except for raw messages.
+// rawCodec sends messages of type raw as they are. It handles all others like the default
+// codec.
 type rawCodec struct{ encoding.CodecV2 }
 
 // Marshal implements encoding.CodecV2.

@@ -10,8 +10,8 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// frontendsOf returns the wire form of a view's frontends, with each list of endpoints
-// once.
+// frontendsOf returns the wire form of a view's frontends. It contains each list of
+// endpoints only once.
 func frontendsOf(v *api.ServiceEndpoints) *localv1.ServiceFrontends {
 	w := &localv1.ServiceFrontends{Namespace: v.Service.Namespace, Name: v.Service.Name}
 	lists := map[nodeview.ListID]int32{}

@@ -19,8 +19,7 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// TestFrontendsReplaceServices follows a service as a client that requests
-// frontends. Without them, the client would have to compute them.
+// TestFrontendsReplaceServices follows a service as a client that requests frontends.
 func TestFrontendsReplaceServices(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	service := *hinted

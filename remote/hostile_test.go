@@ -60,13 +60,13 @@ func besiege(t *testing.T, opts remote.ServerOptions) *besieged {
 	}
 	start(t, client.Run)
 	drive(t, client, b.screen.sink())
-	b.undisturbed(t)
+	b.checkGoodClient(t)
 	b.heap = heap()
 	return b
 }
 
-// undisturbed checks that the good client follows changes.
-func (b *besieged) undisturbed(t *testing.T) {
+// checkGoodClient checks that the good client still receives changes.
+func (b *besieged) checkGoodClient(t *testing.T) {
 	t.Helper()
 	for range 5 {
 		b.mark()
@@ -74,13 +74,13 @@ func (b *besieged) undisturbed(t *testing.T) {
 	}
 }
 
-// contained checks that memory use grew by at most allowed.
-func (b *besieged) contained(t *testing.T, allowed uint64) {
+// checkMemory checks that memory use grew by at most allowed bytes.
+func (b *besieged) checkMemory(t *testing.T, allowed uint64) {
 	t.Helper()
 	if now := heap(); now > b.heap+allowed {
 		t.Errorf("the heap grew from %d KB to %d KB", b.heap>>10, now>>10)
 	}
-	b.undisturbed(t)
+	b.checkGoodClient(t)
 }
 
 func heap() uint64 {
@@ -159,7 +159,7 @@ func TestGarbage(t *testing.T) {
 					t.Fatal("the connection is still open")
 				}
 			}
-			b.contained(t, 4<<20)
+			b.checkMemory(t, 4<<20)
 			for ctx := within(t); b.server.Stats().Streams > 1; runtime.Gosched() {
 				if ctx.Err() != nil {
 					t.Fatalf("%d streams, want only the good client's", b.server.Stats().Streams)
@@ -236,7 +236,7 @@ func TestAMessageOf100MB(t *testing.T) {
 	if n := allocated() - before; n > 20<<20 {
 		t.Errorf("client and server allocated %d MB", n>>20)
 	}
-	b.contained(t, 4<<20)
+	b.checkMemory(t, 4<<20)
 }
 
 // allocated returns the total number of allocated bytes.
@@ -264,7 +264,7 @@ func TestAMillionRequests(t *testing.T) {
 		}
 	}()
 	for last, stuck := int64(-1), 0; stuck < 20; {
-		b.undisturbed(t)
+		b.checkGoodClient(t)
 		if now := sent.Load(); now == last && now > 0 {
 			stuck++
 		} else {
@@ -276,7 +276,7 @@ func TestAMillionRequests(t *testing.T) {
 		default:
 		}
 	}
-	b.contained(t, 4<<20)
+	b.checkMemory(t, 4<<20)
 	cancel()
 	<-ended
 }
@@ -296,7 +296,7 @@ func TestClientThatNeverReads(t *testing.T) {
 			t.Fatal("the connection is still open")
 		}
 	}
-	b.contained(t, 4<<20)
+	b.checkMemory(t, 4<<20)
 	for b.server.Stats().Stalled == 0 {
 		if ctx.Err() != nil {
 			t.Fatal("no stalled connection was counted")
@@ -342,7 +342,7 @@ func TestFailedHandshakes(t *testing.T) {
 			for range 20 {
 				expect(t, handshake(t, b.address, test.config), test.want)
 			}
-			b.contained(t, 4<<20)
+			b.checkMemory(t, 4<<20)
 		})
 	}
 }
@@ -412,7 +412,7 @@ func TestConnectionsAreLimited(t *testing.T) {
 	if n, err := c.Read(make([]byte, 1)); err == nil {
 		t.Errorf("read %d bytes", n)
 	}
-	b.undisturbed(t)
+	b.checkGoodClient(t)
 }
 
 func TestStreamIsForOneNode(t *testing.T) {
@@ -434,9 +434,9 @@ func TestStreamIsForOneNode(t *testing.T) {
 	}
 }
 
-// TestUnreadDataIsBounded sends frames of one byte, each of which costs the server much
-// more memory, on streams whose requests it does not read yet. The streams that a peer
-// may have by default use a bounded amount of memory.
+// TestUnreadDataIsBounded sends frames of one byte. Each of them costs the server much
+// more memory, because it does not read the requests of their streams yet. The test
+// checks that all streams that a peer may have by default use a bounded amount of memory.
 func TestUnreadDataIsBounded(t *testing.T) {
 	const streams, most = 8, 200 << 20
 	b := besiege(t, quick)
@@ -481,7 +481,7 @@ func TestUnreadDataIsBounded(t *testing.T) {
 	if all := taken / streams * uint64(remote.DefaultLimits().StreamsPerPeer); all > most {
 		t.Errorf("the streams of a peer can use %d MB, want at most %d MB", all>>20, most>>20)
 	}
-	b.undisturbed(t)
+	b.checkGoodClient(t)
 }
 
 // readPongs reads frames until the connection ends, and reports each pong.

@@ -57,7 +57,7 @@ func (l *limitedListener) Accept() (net.Conn, error) {
 	}
 }
 
-// countedConn is a connection that counts until it is closed.
+// countedConn is a connection that counts against the limits until it is closed.
 type countedConn struct {
 	net.Conn
 	release func() // called once
@@ -126,7 +126,7 @@ type caller struct {
 	conn net.Conn
 }
 
-// callerOf returns the client of a stream. With shared, many clients may share a
+// callerOf returns the client of a stream. If shared is true, many clients may share a
 // certificate, so a peer is a certificate at one address.
 func callerOf(ctx context.Context, shared bool) (caller, error) {
 	p, _ := peer.FromContext(ctx)

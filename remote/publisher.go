@@ -31,14 +31,15 @@ type publisher struct {
 	snapshot *cluster.Snapshot // nil until the state is synced
 	next     chan struct{}     // closed when snapshot is replaced
 
-	// The changes of the last step. Streams at the same position share them.
+	// The fields below hold the changes of the last step, for all streams at the same
+	// position.
 	stepping sync.Mutex
 	from, to diffstore.Revision
 	changed  []stateChange
 }
 
 // get returns the current snapshot, or nil if there is none, and a channel that closes
-// when there is another.
+// when another one replaces it.
 func (p *publisher) get() (*cluster.Snapshot, <-chan struct{}) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -47,7 +48,7 @@ func (p *publisher) get() (*cluster.Snapshot, <-chan struct{}) {
 
 // lags reports whether a snapshot is so old that its memory should be freed. The limit is
 // twice the lag of cursors (see diffstore), because most changes affect two stores: the
-// object's and the joined states.
+// store of the object and that of the joined states.
 func (p *publisher) lags(snapshot *cluster.Snapshot) bool {
 	present, _ := p.get()
 	return int(present.Revision-snapshot.Revision) > 2*max(10_000, present.States.Len()/4)

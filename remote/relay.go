@@ -92,7 +92,7 @@ func (r *relay) request(*clusterv1.WatchRequest) error { return nil }
 const deletionSize = 64
 
 // add adds objects of one kind to the part and sends the part when it is large enough. A
-// nil object is deleted.
+// nil object stands for a deletion.
 func add[K, V any, M proto.Message, D any](r *relay, objects iter.Seq2[K, *V], set *[]M, message func(*V) M, deleted *[]D, name func(K) D) error {
 	for key, object := range objects {
 		if object == nil {

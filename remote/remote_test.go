@@ -40,7 +40,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// within returns a context for one wait.
+// within returns a context that limits one wait.
 func within(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeoutCause(t.Context(), patience, fmt.Errorf("waited for %v", patience))
 	t.Cleanup(cancel)
@@ -75,7 +75,7 @@ func newWorld(seed uint64, nodes, services int) *world {
 	return w
 }
 
-// change makes the given number of random changes and marks the last.
+// change makes n random changes and then calls mark.
 func (w *world) change(n int) {
 	for range n {
 		update(w.state, w.Change)
@@ -83,8 +83,8 @@ func (w *world) change(n int) {
 	w.mark()
 }
 
-// mark sets the number of steps in a marker service. A reader that has seen it has seen
-// all earlier changes.
+// mark writes the number of steps so far into a marker service. A reader that has seen it
+// has seen all earlier changes.
 func (w *world) mark() {
 	w.step++
 	update(w.state, func(to apitest.Writer) { to.SetService(marker(w.step)) })
@@ -99,7 +99,7 @@ func marker(step int) *api.Service {
 	}
 }
 
-// screen is a sink that prints like kpng-json and keeps the last print.
+// screen is a sink that prints like kpng-json and keeps the last output.
 type screen struct {
 	mu    sync.Mutex
 	print []byte
@@ -110,7 +110,7 @@ type screen struct {
 func newScreen() *screen { return &screen{moved: make(chan struct{})} }
 
 func (s *screen) sink() sink.Sink {
-	encoded := map[*api.ServiceEndpoints][]byte{} // of the last print
+	encoded := map[*api.ServiceEndpoints][]byte{} // the views in the last output
 	return sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
 		var print bytes.Buffer
 		before, step := encoded, 0
@@ -141,7 +141,7 @@ func (s *screen) sink() sink.Sink {
 // patience is the maximum wait without progress.
 const patience = time.Minute
 
-// at returns the print when the marker was at a step or later.
+// at waits until the marker has reached a step, and returns the output at that time.
 func (s *screen) at(t testing.TB, step int) []byte {
 	t.Helper()
 	for {
@@ -236,12 +236,13 @@ func follow(t testing.TB, node string, addresses ...string) (client *remote.Clie
 	return client, start(t, client.Run)
 }
 
-// quick are options of a server in tests: no batching, and no wait for streams at the
-// end.
+// quick are the options of most servers in tests: no batching, and no limit for the rate
+// of new streams.
 var quick = remote.ServerOptions{BatchInterval: -1, Limits: remote.Limits{StreamRate: 1e6}}
 
-// TestRemoteSinkReceivesSameAsInProcess compares the prints of kpng-json over the wire and in
-// process, after each of 500 changes to 200 services.
+// TestRemoteSinkReceivesSameAsInProcess compares the output of kpng-json for a remote
+// client and for a sink in the server's process, after each of 500 changes to 200
+// services.
 func TestRemoteSinkReceivesSameAsInProcess(t *testing.T) {
 	w := newWorld(1, 8, 200)
 	address := socket(t)
@@ -264,7 +265,7 @@ func TestRemoteSinkReceivesSameAsInProcess(t *testing.T) {
 	}
 }
 
-// A manifest with pods behind endpoints, as a client in another process sees it.
+// A client follows a state that was read from a manifest with pods behind endpoints.
 func TestTargetsAndLoadBalancerClassReachClients(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	err := file.Watch(t.Context(), state, file.Options{

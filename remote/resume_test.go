@@ -64,7 +64,8 @@ func newGate(t testing.TB) *gate {
 	return g
 }
 
-// open returns the connection to the target for in, or nil.
+// open returns a connection to the target for the incoming connection in, or nil if the
+// gate is closed or the target is down.
 func (g *gate) open(in net.Conn) net.Conn {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -94,8 +95,8 @@ func (g *gate) copy(to, from net.Conn, count *atomic.Int64) {
 	}
 }
 
-// lead opens the gate to a server at a unix socket.
-func (g *gate) lead(address string) {
+// openTo opens the gate to a server at a unix socket.
+func (g *gate) openTo(address string) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	g.to = address[len("unix://"):]
@@ -121,7 +122,7 @@ func keys(s sinktest.Sync) []string {
 	return names
 }
 
-// plain is a service that is not in the World.
+// plain returns a service that is not in the World.
 func plain(name string, port int32) *api.Service {
 	return &api.Service{
 		Namespace: "plain", Name: name, Type: api.ClusterIP,
@@ -137,7 +138,7 @@ func TestReconnectSendsOnlyChanges(t *testing.T) {
 	address := socket(t)
 	server, _ := serve(t, w.state, address, quick)
 	g := newGate(t)
-	g.lead(address)
+	g.openTo(address)
 	client, _ := follow(t, "node-1", g.address)
 	rec := sinktest.NewRecorder(t, nil)
 	drive(t, client, rec)
@@ -153,7 +154,7 @@ func TestReconnectSendsOnlyChanges(t *testing.T) {
 		to.SetService(plain("comes", 1))
 	})
 	views := server.Stats().Views
-	g.lead(address)
+	g.openTo(address)
 	if err := rec.WaitSyncs(within(t), 2); err != nil {
 		t.Fatal(err)
 	}
@@ -183,7 +184,7 @@ func TestChangeOfZoneInvalidatesToken(t *testing.T) {
 	address := socket(t)
 	serve(t, state, address, quick)
 	g := newGate(t)
-	g.lead(address)
+	g.openTo(address)
 	client, _ := follow(t, "n", g.address)
 	rec := sinktest.NewRecorder(t, nil)
 	drive(t, client, rec)
@@ -192,7 +193,7 @@ func TestChangeOfZoneInvalidatesToken(t *testing.T) {
 	}
 	g.close()
 	update(state, func(to apitest.Writer) { to.SetNode(at("b")) })
-	g.lead(address)
+	g.openTo(address)
 	if err := rec.WaitSyncs(within(t), 2); err != nil {
 		t.Fatal(err)
 	}
@@ -210,7 +211,7 @@ func TestClientLeavesStaleServer(t *testing.T) {
 			tx.SetStale(stale)
 		})
 	}
-	one, two := many(0), many(0)
+	one, two := manyServices(0), manyServices(0)
 	set(one, "old", true)
 	set(two, "new", false)
 	addresses := []string{socket(t), socket(t)}
@@ -263,8 +264,8 @@ func TestNewServerSendsOnlyDifferences(t *testing.T) {
 }
 
 // TestNothingIsLostUnderChurn kills servers, relays, clients and connections in turn
-// while the cluster changes. At the end every sink has the same state as in process. All
-// deliveries were in order.
+// while the cluster changes. At the end every sink has the same state as a sink in the
+// server's process, and all deliveries were in order.
 func TestNothingIsLostUnderChurn(t *testing.T) {
 	w := newWorld(4, 5, 80)
 	update(w.state, func(to apitest.Writer) { to.SetService(plain("stays", 1)) })
@@ -288,8 +289,8 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 	startRelayed()
 
 	gates := []*gate{newGate(t), newGate(t)}
-	gates[0].lead(origin)
-	gates[1].lead(relayed)
+	gates[0].openTo(origin)
+	gates[1].openTo(relayed)
 	var screens []*screen
 	var recs []*sinktest.Recorder
 	var client *remote.Client
@@ -307,7 +308,7 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 		case 0:
 			gates[0].close()
 			w.change(5)
-			gates[0].lead(origin)
+			gates[0].openTo(origin)
 		case 1:
 			stopServer()
 			w.change(5)

@@ -38,8 +38,8 @@ type ServerOptions struct {
 	// system:node:NAME. It needs TLS.
 	NodeCertificates bool
 
-	// ServeCluster also serves the state of the whole cluster, for kpngs that relay it. With
-	// TLS, only ClusterReaders may read it.
+	// ServeCluster also serves the state of the whole cluster, for other kpng servers
+	// that relay it. With TLS, only ClusterReaders may read it.
 	ServeCluster bool
 	// ClusterReaders are common names or organizations of certificates.
 	ClusterReaders []string
@@ -55,8 +55,9 @@ type ServerOptions struct {
 }
 
 // Limits limit the resources that clients use on a server. A peer is an IP address, or
-// all unix sockets. With TLS it is a certificate's common name at one of these. With
-// NodeCertificates it is the common name alone. Zero values mean the defaults.
+// all unix sockets. With TLS, a peer is a certificate's common name at one IP address or
+// at all unix sockets. With NodeCertificates, it is the common name alone. Zero values
+// mean the defaults.
 type Limits struct {
 	// Connections limits the connections of all peers together. Default 20,000.
 	Connections int
@@ -66,13 +67,14 @@ type Limits struct {
 	// StreamsPerPeer limits the open streams of a peer. A client needs one. A malicious
 	// stream can cost about 4 MB. Default 32.
 	StreamsPerPeer int
-	// StreamRate limits the average number of new streams per second of a peer, because the
-	// first answer on each may be the whole state. Bursts may have StreamsPerPeer streams.
-	// Default 20.
+	// StreamRate limits the average number of new streams per second of a peer, because
+	// the first answer on each may be the whole state. A burst may have up to
+	// StreamsPerPeer streams. Default 20.
 	StreamRate float64
-	// SendTimeout is the time limit for a client to receive one message, and each 64 KB of
-	// an answer. Then the server closes the connection. A stream also ends if its answer
-	// takes longer and the cluster has changed too much meanwhile. Default 30 s.
+	// SendTimeout is the time that a client has to receive one message, and each 64 KB of
+	// an answer. After it, the server closes the connection. A stream also ends when its
+	// answer has taken longer than SendTimeout and the cluster has changed too much
+	// meanwhile. Default 30 s.
 	SendTimeout time.Duration
 	// CacheBytes is the approximate memory for cached marshalled views. Default 64 MiB.
 	CacheBytes int
@@ -139,7 +141,7 @@ func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 
 // Serve serves on the listeners until ctx ends. Then it closes them, waits up to
 // StopTimeout for answers in progress, and returns nil. It returns an error if a listener
-// would be insecure or fails, and on the second call.
+// would be insecure, if a listener fails, or if Serve was called before.
 func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	defer func() {
 		for _, l := range listeners {
@@ -239,7 +241,8 @@ func (s *Server) credentials(ctx context.Context, listeners []net.Listener) (cre
 type Stats struct {
 	// Streams is the number of open streams.
 	Streams int
-	// Views counts computed and marshalled views, with Values services and endpoints.
+	// Views counts the computed and marshalled views. Values counts the services and
+	// endpoints in them.
 	Views, Values uint64
 	// Bytes counts the bytes of sent messages, without framing and TLS.
 	Bytes uint64

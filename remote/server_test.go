@@ -119,7 +119,7 @@ func TestInvisibleChangesAreNotSent(t *testing.T) {
 	}
 }
 
-// TestLargeServiceIsSentInParts has a service that is larger than an operation.
+// TestLargeServiceIsSentInParts has a service that is too large for one operation.
 func TestLargeServiceIsSentInParts(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	slice := *hintedSlice

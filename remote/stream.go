@@ -107,7 +107,7 @@ type sender struct {
 	stream grpc.ServerStream
 	caller caller
 
-	// The answer in progress.
+	// The fields below describe the answer in progress.
 	snapshot *cluster.Snapshot
 	started  time.Time
 	sent     int // bytes
@@ -119,7 +119,8 @@ func (s *sender) begin(snapshot *cluster.Snapshot) {
 }
 
 // send sends one message. The client has SendTimeout for it, and for each 64 KB of the
-// whole answer. An answer that takes longer ends when its snapshot is too old.
+// whole answer. An answer that has taken longer than SendTimeout ends when its snapshot
+// is too old.
 func (s *sender) send(m *raw) error {
 	size, timeout, elapsed := m.bytes.Len(), s.server.opts.Limits.SendTimeout, time.Since(s.started)
 	peers := s.server.peers

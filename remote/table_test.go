@@ -26,8 +26,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// A client of the original kpng, written only from the table in docs/wire.md. It does not
-// use the generated code.
+// This file has a client of the original kpng. It was written only from the table in
+// docs/wire.md and does not use the generated code.
 
 // bytesCodec sends and receives messages as bytes.
 type bytesCodec struct{}
@@ -137,7 +137,8 @@ func newTableClient(t *testing.T, ctx context.Context, address, node string) *ta
 	}
 	conn, err := grpc.NewClient(strings.Replace(a.String(), "tcp://", "passthrough:///", 1),
 		grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithAuthority("localhost"),
-		// Fixed: the windows that grpc estimates could grow to the size of all data.
+		// The windows are fixed, because windows that grpc estimates could grow to the
+		// size of all data.
 		grpc.WithStaticStreamWindowSize(64<<10), grpc.WithStaticConnWindowSize(64<<10))
 	if err != nil {
 		t.Fatal(err)
@@ -280,7 +281,7 @@ func (c *tableClient) entries(data []field, number protowire.Number) map[string]
 	return all
 }
 
-// messages yields the fields of each message in fields with a number.
+// messages yields the content of each field that has this number and contains a message.
 func (c *tableClient) messages(data []field, number protowire.Number) iter.Seq[[]field] {
 	return func(yield func([]field) bool) {
 		for _, f := range data {
@@ -291,7 +292,7 @@ func (c *tableClient) messages(data []field, number protowire.Number) iter.Seq[[
 	}
 }
 
-// texts returns the strings in fields with a number.
+// texts returns the strings in all fields with this number.
 func texts(data []field, number protowire.Number) []string {
 	list := []string{}
 	for _, f := range data {

@@ -57,7 +57,7 @@ func open(t *testing.T, conn *grpc.ClientConn) setsStream {
 	return stream
 }
 
-// request requests the next answer, the first time with a token.
+// request requests the next answer and sends a token, which may be empty.
 func request(t *testing.T, stream setsStream, token []byte) {
 	t.Helper()
 	if token == nil {
@@ -87,8 +87,8 @@ func answer(t *testing.T, stream setsStream) (reset bool, services int, token []
 	}
 }
 
-// TestTokenOfIdleClientIsRenewed deletes a slice that no node sees. The client can
-// resume after any time.
+// TestTokenOfIdleClientIsRenewed deletes a slice that no node sees. The client can resume
+// at any later time.
 func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := cluster.New(cluster.Options{Resumable: true})
@@ -137,7 +137,7 @@ func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 // TestManyChangesRenewToken makes many changes that a client does not see.
 func TestManyChangesRenewToken(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		state := many(0)
+		state := manyServices(0)
 		_, conn := inMemory(t, state, quick, insecure.NewCredentials())
 		stream := open(t, conn)
 		request(t, stream, nil)
@@ -153,8 +153,8 @@ func TestManyChangesRenewToken(t *testing.T) {
 	})
 }
 
-// many is a state with the given number of services.
-func many(services int) *cluster.State {
+// manyServices returns a state with the given number of services.
+func manyServices(services int) *cluster.State {
 	state := cluster.New(cluster.Options{Resumable: true})
 	rewrite(state, services, 0)
 	state.SetSynced()
@@ -172,14 +172,14 @@ func rewrite(state *cluster.State, services, generation int) {
 	})
 }
 
-// TestSlowClientIsDisconnected reads an answer with a pause after each message. The
-// client may be slow if it reads 64 KB each half minute, until its snapshot is too old.
+// TestSlowClientIsDisconnected reads an answer with a pause after each message. A slow
+// client is served if it reads 64 KB each half minute, until its snapshot is too old.
 func TestSlowClientIsDisconnected(t *testing.T) {
 	const services = 6_000
 	for _, test := range []struct {
 		name    string
 		pause   time.Duration
-		changes int // of all services, after the first message
+		changes int // number of changes of all services, after the first message
 		cutOff  bool
 	}{
 		{"slow enough", 20 * time.Millisecond, 1, false},
@@ -188,7 +188,7 @@ func TestSlowClientIsDisconnected(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				state := many(services)
+				state := manyServices(services)
 				opts := quick
 				opts.Limits.CacheBytes = 1 << 16
 				server, conn := inMemory(t, state, opts, insecure.NewCredentials())
@@ -257,7 +257,7 @@ func TestEndedAnswerReleasesItsSnapshot(t *testing.T) {
 // TestConnectionsAreRenewed keeps an idle client until the server ends its connection.
 func TestConnectionsAreRenewed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		state := many(1)
+		state := manyServices(1)
 		_, conn := inMemory(t, state, quick, insecure.NewCredentials())
 		began := time.Now()
 		stream := open(t, conn)
@@ -286,7 +286,7 @@ func TestStreamEndsWithItsCertificate(t *testing.T) {
 		opts.TLS, opts.NodeCertificates = ca.newFiles(t, "kpng.test"), true
 		files := tlsFiles(t.TempDir())
 		ca.issueUntil(t, files, time.Now().Add(2*time.Minute), "system:node:n")
-		state := many(1)
+		state := manyServices(1)
 		_, conn := inMemory(t, state, opts, clientCredentials(t, ca, files.CertFile, files.KeyFile))
 		stream := open(t, conn)
 		request(t, stream, nil)
@@ -318,7 +318,7 @@ func clientCredentials(t *testing.T, ca *authority, certFile, keyFile string) cr
 // TestChangesAreBatched makes a hundred changes while the server collects changes.
 func TestChangesAreBatched(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		state := many(0)
+		state := manyServices(0)
 		opts := quick
 		opts.BatchInterval = 10 * time.Millisecond
 		_, conn := inMemory(t, state, opts, insecure.NewCredentials())

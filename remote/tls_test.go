@@ -50,7 +50,7 @@ func newAuthority(t testing.TB) *authority {
 	return a
 }
 
-// pool returns a pool with the authority.
+// pool returns a certificate pool that contains only this authority.
 func (a *authority) pool() *x509.CertPool {
 	pool := x509.NewCertPool()
 	pool.AddCert(a.cert)
@@ -279,7 +279,7 @@ func TestNodesMayShareACertificate(t *testing.T) {
 		name             string
 		nodeCertificates bool
 		hosts            []string // addresses of the node, with two streams allowed
-		want             string   // for the last one
+		want             string   // the error at the last address
 	}{
 		{"nodes at their own addresses", false, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, ""},
 		{"one node", false, []string{"127.0.0.2", "127.0.0.2", "127.0.0.2"}, "CN=system:node:n at 127.0.0.2 has 2 streams"},
@@ -291,7 +291,7 @@ func TestNodesMayShareACertificate(t *testing.T) {
 			opts.TLS, opts.NodeCertificates = ca.newFiles(t, "server"), test.nodeCertificates
 			opts.Limits.StreamsPerPeer = 2
 			l := listen(t, "0.0.0.0:0")
-			serveOn(t, many(1), l, opts)
+			serveOn(t, manyServices(1), l, opts)
 			files := ca.newFiles(t, "system:node:n")
 			creds := clientCredentials(t, ca, files.CertFile, files.KeyFile)
 			for i, host := range test.hosts {

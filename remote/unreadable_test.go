@@ -55,8 +55,8 @@ func setItem(set localv1.Set, path string, value []byte) *localv1.OpItem {
 	return &localv1.OpItem{Op: &localv1.OpItem_Set{Set: &localv1.Value{Ref: &localv1.Ref{Set: set, Path: path}, Bytes: value}}}
 }
 
-// TestUnreadableObjectIsIgnored has a server that sends unreadable objects among
-// others, in each possible form. The client uses the others.
+// TestUnreadableObjectIsIgnored has a server that sends unreadable objects among others,
+// in each possible form. The client uses the readable ones.
 func TestUnreadableObjectIsIgnored(t *testing.T) {
 	service := func(name, ip string) *localv1.Service {
 		return &localv1.Service{Namespace: "ns", Name: name, IPs: &localv1.ServiceIPs{ClusterIPs: &localv1.IPSet{V4: []string{ip}}}}
@@ -87,7 +87,7 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 	for _, test := range []struct {
 		name    string
 		second  []*localv1.OpItem
-		want    string // without the service zzz
+		want    string // the state without the service zzz
 		reports []string
 	}{
 		{"an endpoint with two addresses", []*localv1.OpItem{setEndpoint("one/a", "10.1.0.1", "10.1.0.2"), setEndpoint("two/a", "172.16.0.3")},

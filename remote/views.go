@@ -38,8 +38,9 @@ func newViews(limit int) *views {
 	return &views{limit: limit, states: map[*api.ServiceState]*list.Element{}, lru: list.New()}
 }
 
-// of returns the view of the named node in zone, or nil if it has none.
-func (v *views) of(state *api.ServiceState, node, zone string, frontends bool) *wireView {
+// viewFor returns the view that the named node in zone has of state, or nil if it has
+// none.
+func (v *views) viewFor(state *api.ServiceState, node, zone string, frontends bool) *wireView {
 	if state == nil {
 		return nil
 	}
@@ -95,7 +96,7 @@ func (v *views) shared(state *api.ServiceState) *sharedState {
 	return s
 }
 
-// grow records that s has grown.
+// grow records that the size of s has grown by this number of bytes.
 func (v *views) grow(s *sharedState, by int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

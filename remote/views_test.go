@@ -25,10 +25,10 @@ func TestViewsAreEvicted(t *testing.T) {
 	const limit = 100_000
 	v := newViews(limit)
 	used := stateOf("used")
-	first := v.of(used, "n", "z", false)
+	first := v.viewFor(used, "n", "z", false)
 	for i := range 1000 {
-		v.of(stateOf(fmt.Sprint("s", i)), "n", "z", false)
-		if v.of(used, "n", "z", false) != first {
+		v.viewFor(stateOf(fmt.Sprint("s", i)), "n", "z", false)
+		if v.viewFor(used, "n", "z", false) != first {
 			t.Fatal("a view in use was evicted")
 		}
 		if v.size > limit {
@@ -82,7 +82,7 @@ func TestClassesShareEndpoints(t *testing.T) {
 		v := newViews(1 << 20)
 		for n := range nodes {
 			name := apitest.NodeName(n)
-			got := v.of(state, name, "", false)
+			got := v.viewFor(state, name, "", false)
 			want := newWireView(got.id, nodeview.View(state, &api.Node{Name: name}), new(marshalled))
 			if diff := cmp.Diff(want.endpoints, got.endpoints, cmp.AllowUnexported(wireEndpoint{})); diff != "" {
 				t.Fatalf("%s (- computed alone, + computed with others):\n%s", name, diff)
@@ -100,7 +100,7 @@ func TestConcurrentRequestsComputeViewOnce(t *testing.T) {
 	s := stateOf("s")
 	var wg sync.WaitGroup
 	for i := range 20 {
-		wg.Go(func() { v.of(s, fmt.Sprint("node-", i), fmt.Sprint("zone-", i%2), false) })
+		wg.Go(func() { v.viewFor(s, fmt.Sprint("node-", i), fmt.Sprint("zone-", i%2), false) })
 	}
 	wg.Wait()
 	if n := v.computed.Load(); n != 1 {
@@ -182,7 +182,7 @@ func randomView(r *rand.Rand, id uint64) *wireView {
 	return newWireView(id, v, new(marshalled))
 }
 
-// apply applies operations to a client's values by path.
+// apply applies operations to a client's values, which the map has by path.
 func apply(t *testing.T, has map[string]string, d *wireDelta) {
 	t.Helper()
 	for _, frames := range d {

@@ -21,7 +21,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// watch is the position of one client, with its wishes.
+// watch is the position of one client, with what the client has requested.
 type watch struct {
 	server *Server
 	sender opSender
@@ -37,8 +37,8 @@ type watch struct {
 	// resume is the client's token, until it is answered.
 	resume []byte
 
-	// The client's state. synced reports whether it has any; token is the revision of its
-	// last token, and renewed the time of that token.
+	// The client's state. The field synced reports whether it has any. The field token is
+	// the revision of the client's last token, and renewed is when that token was sent.
 	synced, stale bool
 	token         diffstore.Revision
 	renewed       time.Time
@@ -109,7 +109,7 @@ func (w *watch) request(req *localv1.WatchReq) error {
 func (w *watch) send(snapshot *cluster.Snapshot) (bool, error) {
 	node, _ := snapshot.Nodes.Get(w.name)
 	w.sender.begin(snapshot)
-	w.operations(snapshot, node)
+	w.sendDifference(snapshot, node)
 	sent := w.sender.sent > 0 || w.sender.size > 0 || !w.synced || w.tokens && w.mayExpire(snapshot) || w.stale != snapshot.Stale
 	if sent {
 		w.sync(snapshot, node)
@@ -168,20 +168,20 @@ func (w *watch) depends(node *api.Node) []string {
 	return []string{w.name, node.Zone(), fmt.Sprint(w.who, w.frontends)}
 }
 
-// operations sends the difference between the client's state and the snapshot, without
-// the Sync.
-func (w *watch) operations(snapshot *cluster.Snapshot, node *api.Node) {
+// sendDifference sends the difference between the client's state and the snapshot,
+// without the Sync.
+func (w *watch) sendDifference(snapshot *cluster.Snapshot, node *api.Node) {
 	d := w.cursor.Until(snapshot.States)
 	if !d.Full() {
 		if !node.Equal(w.node) {
 			w.sendNode(node)
 		}
-		w.phases(slices.Values(w.deltas(d, node)))
+		w.sendPhases(slices.Values(w.deltas(d, node)))
 		return
 	}
 	if changes, ok := snapshot.States.Since(w.server.readToken(w.resume, w.depends(node)...)); ok {
 		w.sendNode(node)
-		w.wholes(changes, node, true)
+		w.sendWholes(changes, node, true)
 		return
 	}
 	w.sender.ops(resetFrame())
@@ -189,9 +189,9 @@ func (w *watch) operations(snapshot *cluster.Snapshot, node *api.Node) {
 		w.sendNode(node)
 	}
 	if w.tokens {
-		w.wholes(d.New.All(), node, false)
+		w.sendWholes(d.New.All(), node, false)
 	} else {
-		w.phases(w.additions(d.New, node))
+		w.sendPhases(w.additions(d.New, node))
 	}
 }
 
@@ -206,8 +206,8 @@ func (w *watch) sendNode(node *api.Node) {
 	}
 }
 
-// wholes sends whole services and, with deletions, deletes those without a view.
-func (w *watch) wholes(states iter.Seq2[types.NamespacedName, *api.ServiceState], node *api.Node, deletions bool) {
+// sendWholes sends whole services. With deletions, it deletes services that have no view.
+func (w *watch) sendWholes(states iter.Seq2[types.NamespacedName, *api.ServiceState], node *api.Node, deletions bool) {
 	set := localv1.Set_ServicesSet
 	if w.frontends {
 		set = localv1.Set_FrontendsSet
@@ -224,9 +224,9 @@ func (w *watch) wholes(states iter.Seq2[types.NamespacedName, *api.ServiceState]
 	}
 }
 
-// phases sends the operations of deltas in the order that clients need: a service is set
-// before its endpoints and deleted after them.
-func (w *watch) phases(deltas iter.Seq[*wireDelta]) {
+// sendPhases sends the operations of deltas in the order that clients need: a service is
+// set before its endpoints and deleted after them.
+func (w *watch) sendPhases(deltas iter.Seq[*wireDelta]) {
 	for phase := range len(wireDelta{}) {
 		for d := range deltas {
 			if w.sender.ops(d[phase]...); w.sender.err != nil {
@@ -263,7 +263,8 @@ func (w *watch) deltas(d statesDelta, node *api.Node) []*wireDelta {
 	return list
 }
 
-// view returns the view of a service by node, the client's node before or after a change.
+// view returns the view that node has of a service. The node is the client's, before or
+// after a change.
 func (w *watch) view(state *api.ServiceState, node *api.Node) *wireView {
-	return w.server.views.of(state, w.name, node.Zone(), w.frontends)
+	return w.server.views.viewFor(state, w.name, node.Zone(), w.frontends)
 }

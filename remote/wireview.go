@@ -29,7 +29,7 @@ type wireView struct {
 	size   int // approximate size in memory, including derived data
 
 	mu     sync.Mutex
-	deltas [2][2]memo // by audience, and by whether it starts from nothing
+	deltas [2][2]memo // by audience, and by whether the old view is nil
 	wholes [2][]frame // by audience
 }
 
@@ -37,8 +37,8 @@ type wireView struct {
 type wireEndpoint struct {
 	key   string
 	value []byte
-	// elsewhere reports whether it receives traffic from elsewhere: it has the Internal or
-	// the External scope.
+	// elsewhere reports whether the endpoint has the Internal or the External scope, so
+	// that it receives traffic from elsewhere.
 	elsewhere bool
 }
 
@@ -46,7 +46,7 @@ type wireEndpoint struct {
 type audience int
 
 const (
-	// standard clients receive only endpoints with traffic from elsewhere.
+	// standard clients receive only endpoints for which elsewhere is true.
 	standard audience = iota
 	// complete clients requested all endpoints.
 	complete
@@ -54,7 +54,7 @@ const (
 
 func (a audience) receives(e *wireEndpoint) bool { return a == complete || e.elsewhere }
 
-// memo is the difference from the view with an ID.
+// memo is the difference from an old view, whose ID is id.
 type memo struct {
 	id    uint64
 	value *wireDelta
@@ -70,7 +70,7 @@ type marshalledEndpoint struct {
 	draining bool
 }
 
-// wire returns the wire form of e, and whether it was marshalled now.
+// wire returns the wire form of e. The bool reports whether this call marshalled it.
 func (m *marshalled) wire(e *api.Endpoint, draining bool) (wireEndpoint, bool) {
 	list := *m
 	i := sort.Search(len(list), func(i int) bool { return list[i].endpoint.Compare(e) >= 0 })

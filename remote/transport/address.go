@@ -52,8 +52,8 @@ func (a Address) host() string {
 	return host
 }
 
-// CheckPlaintext returns an error if other machines can reach a listener at this address,
-// which has no TLS.
+// CheckPlaintext returns an error if other machines can reach a listener without TLS at
+// this address.
 func CheckPlaintext(a net.Addr) error { return Address{a.Network(), a.String()}.checkPlaintext() }
 
 func (a Address) checkPlaintext() error {

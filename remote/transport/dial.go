@@ -30,9 +30,9 @@ type DialOptions struct {
 	TLS *TLS
 	// Insecure allows plaintext to other machines.
 	Insecure bool
-	// MinBackoff and MaxBackoff limit the wait before the addresses are tried again. It is
-	// random up to MinBackoff. It doubles after each round without a useful server, up to
-	// MaxBackoff. Default: 500 ms and 15 s.
+	// MinBackoff and MaxBackoff limit the wait before the addresses are tried again. The
+	// wait is random, at first up to MinBackoff. This maximum doubles after each round
+	// without a useful server, up to MaxBackoff. Default: 500 ms and 15 s.
 	MinBackoff, MaxBackoff time.Duration
 	// FailFast makes Stay return an error when each address has failed once, or when a good
 	// connection is lost. It is for programs that run once.
@@ -81,15 +81,16 @@ var (
 	errStale  = errors.New("the server's state is stale; another address may have newer state")
 )
 
-// Stay calls use with a connection, and with the next one whenever use returns, until ctx
-// ends. It returns the cause of ctx.
+// Stay calls use with a connection. Whenever use returns, Stay calls it with the next
+// connection, until ctx ends. It returns the cause of ctx.
 //
 // use calls heard after each message. complete reports that the message ended an answer;
-// then the next wait is short again. stale is the server's report about its own source.
-// If heard returns an error, use drops the answer and returns that error.
+// then the next wait is short again. stale reports that the server has lost its own
+// source. If heard returns an error, use drops the answer and returns that error.
 //
 // A server whose first answer is late loses its turn if there are other addresses, or
-// with FailFast. A stale server loses it while some addresses were not tried since.
+// with FailFast. A stale server loses its turn while some other addresses have not been
+// tried since the last good answer.
 func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error) error {
 	log := klog.FromContext(ctx)
 	var files *certFiles
@@ -209,8 +210,8 @@ func (d *Dialer) connect(ctx context.Context, a Address, files *certFiles, use f
 
 // answerWindow is the flow-control window for a server's messages. It is fixed, because
 // otherwise grpc sends a ping with each answer to measure the bandwidth. With thousands
-// of clients, the pings cost more than the answers. It allows 100 MB/s at a latency of 10
-// ms.
+// of clients, the pings cost more than the answers. The window allows 100 MB/s at a
+// latency of 10 ms.
 const answerWindow = 1 << 20
 
 // maxMessage is the maximum size of a message that a client accepts. Servers send at most

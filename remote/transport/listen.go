@@ -15,8 +15,8 @@ import (
 	"time"
 )
 
-// Listen listens on a. mode is the mode of a unix socket. 0 means 0600, which allows only
-// the server's user to connect.
+// Listen listens on the address a. The argument mode is the file mode of a unix socket. 0
+// means 0600, which allows only the server's user to connect.
 //
 // Listen creates the directory of a unix socket if its parent exists. It replaces a stale
 // socket. A socket in use, or a file of another kind, is an error. The new socket has its

@@ -373,7 +373,7 @@ func TestStaleServerIsLeft(t *testing.T) {
 	for _, test := range []struct {
 		name    string
 		servers int
-		says    string // in the order of the client's visits; the client stays with the last ones
+		says    string // reports in the order of the client's visits; the client stays with the last server
 		stays   int    // number of answers of the last server
 	}{
 		{"the only server is stale", 1, "sss", 3},

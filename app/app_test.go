@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/app"
@@ -213,7 +214,15 @@ func TestHealthAndMetricsBindAddresses(t *testing.T) {
 	if err := json.Unmarshal(body, &report); err != nil || report["synced"] != true || report["nodeEligible"] != true {
 		t.Errorf("report %s, error %v", body, err)
 	}
-	if status, body := get(t, "http://"+metrics+"/metrics"); status != 200 || !bytes.Contains(body, []byte(`kpng_sink_sync_duration_seconds_count{sink="test",type="full"} 1`)) {
+	// The observer is called after the status has changed.
+	counted := []byte(`kpng_sink_sync_duration_seconds_count{sink="test",type="full"} 1`)
+	for deadline := time.Now().Add(time.Minute); ; {
+		status, body = get(t, "http://"+metrics+"/metrics")
+		if status != 200 || bytes.Contains(body, counted) || time.Now().After(deadline) {
+			break
+		}
+	}
+	if status != 200 || !bytes.Contains(body, counted) {
 		t.Errorf("metrics: status %d\n%s", status, body)
 	} else if !bytes.Contains(body, []byte("kubeproxy_sync_full_proxy_rules_duration_seconds_count 1")) {
 		t.Errorf("with --kubeproxy-metrics, no metric has a name of kube-proxy:\n%s", body)

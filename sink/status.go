@@ -177,6 +177,9 @@ func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 	result.Failing = d.pending.failing
 	d.opts.Observer.Synced(result)
 	d.opts.Observer.Pending(len(d.pending.byKey))
+	if result.Passed {
+		log.Info("Delivered all services", "failing", result.Failing, "duration", result.PassDuration)
+	}
 }
 
 // logFailed logs the first failed services and the number of the others.

@@ -72,7 +72,6 @@ func (d *Driver) step(ctx context.Context) {
 		if b.Last {
 			result.PassDuration, result.Passed = time.Since(d.pass.start), true
 			d.pass = nil
-			klog.FromContext(ctx).Info("Delivered all services", "failing", d.pending.count[failing], "duration", result.PassDuration)
 			if _, ok := d.sink.(Verifier); ok && d.opts.VerifyInterval > 0 && d.verifyAt.IsZero() {
 				d.verifyAt = d.status.LastSync.Add(d.opts.VerifyInterval)
 			}

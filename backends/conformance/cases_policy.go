@@ -276,7 +276,7 @@ var sourceAddressCases = []testCase{
 			s.keepsSource(s.c, to, s.a, s.d)
 		}
 	}},
-	{name: "at a cluster IP, connections from outside the pod network get an address of the node if so configured", needs: []Feature{Masquerade, ClusterIPsFromOutside}, run: func(s *scene) {
+	{name: "at a cluster IP, connections from outside the pod network get an address of the node if so configured", needs: []Feature{Masquerade, ClusterIPsFromOutside, SourceAddress}, run: func(s *scene) {
 		s.restartWith(func(site *Site) { site.Masquerade = MasqueradeOutside })
 		web := s.service("web").leadsTo(ready(s.a), ready(s.d))
 		s.publish()

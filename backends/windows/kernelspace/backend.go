@@ -29,24 +29,25 @@ type Backend struct {
 
 	views   map[types.NamespacedName]*api.ServiceEndpoints
 	nodeIPs []netip.Addr
-	// plans, lacking and wanted are derived from views and environment. planned reports that
-	// they are current; otherwise everything has to be planned again.
+	// The fields plans, lacking and wanted are computed from views and environment. They are
+	// current if planned is true.
 	plans   map[types.NamespacedName][]policy
 	lacking map[types.NamespacedName][]unserved
 	wanted  map[Frontend]want
 	planned bool
 
 	environment environment
-	// surveyed reports that the features in environment are known.
+	// surveyed is true if the features in environment are known.
 	surveyed bool
 	// have is the state of HNS, or nil while it is unknown.
 	have *holdings
-	// todo are frontends that have to be checked.
+	// todo contains the frontends to check in the next pass.
 	todo map[Frontend]bool
-	// passing reports that a pass of the driver is in progress. Then views has the services
-	// delivered so far, and nothing is pruned.
+	// passing is true while a pass of the driver is in progress. Then views contains only
+	// the services delivered so far, so the backend prunes nothing.
 	passing bool
-	// failing are services whose last sync failed. The driver decides when to retry them.
+	// failing contains the services whose last sync failed. The driver decides when to retry
+	// them.
 	failing map[types.NamespacedName]bool
 }
 
@@ -96,16 +97,17 @@ func New(opts Options) (*Backend, error) {
 	return b, nil
 }
 
-// Start reads the list of load balancers that an earlier process made. It fails if the
-// state file has another kind, or if HNS lacks a required feature. HNS need not run yet.
+// Start reads from the state file which load balancers an earlier process created. It
+// fails if the file is not such a record, or if HNS lacks a required feature. HNS need
+// not run yet.
 func (b *Backend) Start(ctx context.Context) error {
 	r, err := readRecord(b.opts.StateFile)
 	switch {
 	case errors.Is(err, journal.ErrForeign):
 		return err
 	case err != nil:
-		// Continue, because proxying matters more. Only load balancers of deleted services may
-		// remain.
+		// Continue without the record, because proxying matters more. At worst, load balancers
+		// of deleted services remain.
 		klog.FromContext(ctx).Error(err, "Load balancers of services that were deleted meanwhile will be left behind")
 		r = newRecord(journal.New(b.opts.StateFile, journalKind))
 	}
@@ -126,11 +128,11 @@ func (b *Backend) checkFeatures(f Features) error {
 	return nil
 }
 
-// Sync implements [sink.Sink]. It lists HNS when a pass begins and after a failure. It
-// lists HNS once more if the changes name a pod of this node that was not listed.
-// Failures are reported in a [*sink.Failed], by service, with frontend and HNS error. If
-// HNS does not run or the network does not exist, everything fails, and Sync requests a
-// new pass. The driver retries that until HNS is back.
+// Sync implements [sink.Sink]. It lists the objects of HNS when a pass begins and after a
+// failure. It lists them once more if a service has a pod of this node that was not
+// listed. Sync reports failures by service in a [*sink.Failed], with the frontend and the
+// error of HNS. If HNS does not run or the network does not exist, all services fail, and
+// Sync requests a new pass. The driver retries until HNS is back.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	if c.First {
 		clear(b.views)
@@ -147,12 +149,12 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	return err
 }
 
-// Verify implements [sink.Verifier]. It lists HNS and repairs drift. It ignores failed
-// services, because the driver delivers them again. If it fails, the state of HNS is
-// unknown, and it requests a new pass.
+// Verify implements [sink.Verifier]. It lists the objects of HNS and repairs drift. It
+// ignores failed services, because the driver delivers them again. If Verify fails, the
+// state of HNS is unknown, and it requests a new pass.
 func (b *Backend) Verify(ctx context.Context) error {
 	if b.have == nil {
-		return nil // nothing is programmed yet, or a Sync will list
+		return nil // nothing is programmed yet, or the next Sync lists the objects of HNS
 	}
 	b.have = nil
 	p := &pass{Backend: b, ctx: ctx, log: klog.FromContext(ctx), delivered: map[types.NamespacedName]bool{}}
@@ -163,7 +165,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
 }
 
-// learn updates views and plans from c, and returns the services in c.
+// learn updates the fields views and plans from c, and returns the services in c.
 func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.NamespacedName]bool {
 	delivered := map[types.NamespacedName]bool{}
 	for change := range c.Services {
@@ -189,8 +191,8 @@ func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.Namespac
 	return delivered
 }
 
-// survey reads the state of HNS. If the network has changed, all frontends have to be
-// checked.
+// survey reads the state of HNS. If the network has changed, it adds all frontends to
+// todo.
 func (b *Backend) survey(ctx context.Context) error {
 	b.have = nil
 	if !b.surveyed {
@@ -272,7 +274,7 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 		for i := range policies {
 			f := policies[i].Frontend
 			b.todo[f] = true
-			b.wanted[f] = want{key, &policies[i]} // possibly instead of a service that is about to change
+			b.wanted[f] = want{key, &policies[i]} // another service may still have f until its own change is processed
 		}
 	}
 	for _, f := range shared {
@@ -280,8 +282,8 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 	}
 }
 
-// inherit finds another service with a frontend for health checks, because services may
-// share a load-balancer address.
+// inherit assigns the health-check frontend f to another service that also has it.
+// Services may share a load-balancer address.
 func (b *Backend) inherit(f Frontend) {
 	if _, wanted := b.wanted[f]; wanted {
 		return
@@ -306,7 +308,7 @@ func (b *Backend) replanAll(ctx context.Context) {
 	b.planned = true
 }
 
-// logLacking logs once which frontends of a service are not served, or not fully.
+// logLacking logs once which frontends of a service are not served or only partly served.
 func (b *Backend) logLacking(ctx context.Context, service types.NamespacedName, lacking []unserved) {
 	if slices.Equal(lacking, b.lacking[service]) {
 		return
@@ -326,9 +328,9 @@ func (b *Backend) logLacking(ctx context.Context, service types.NamespacedName, 
 	}
 }
 
-// Cleanup implements [sink.Cleaner]. It removes everything that backends with this name
-// and state file made. If that file cannot be read, it removes nothing, because the
-// owners of load balancers are unknown.
+// Cleanup implements [sink.Cleaner]. It removes all objects that backends with this name
+// and state file created. If the file cannot be read, Cleanup removes nothing, because it
+// cannot identify its load balancers.
 func (b *Backend) Cleanup(context.Context) error {
 	r, err := readRecord(b.opts.StateFile)
 	if err != nil {
@@ -370,5 +372,5 @@ func (b *Backend) Cleanup(context.Context) error {
 	return errors.Join(errs...)
 }
 
-// sourceVIPName returns the name of the source VIP's endpoint.
+// sourceVIPName returns the name of the HNS endpoint for the source VIP.
 func sourceVIPName(backend string) string { return backend + "-source-vip" }

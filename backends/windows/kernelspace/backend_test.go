@@ -26,14 +26,14 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// at96 sets a service's cluster IP to 10.96.0.n.
-func at96(n int) func(*api.Service) {
+// withClusterIP sets a service's cluster IP to 10.96.0.n.
+func withClusterIP(n int) func(*api.Service) {
 	return func(s *api.Service) {
 		s.IPs.ClusterIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, 96, byte(n >> 8), byte(n)}))
 	}
 }
 
-// balancer returns a load balancer of another owner with one endpoint.
+// balancer returns a load balancer with one endpoint, as another owner would create it.
 func balancer(endpoint, vip string, ports ...uint16) kernelspace.LoadBalancer {
 	lb := kernelspace.LoadBalancer{Endpoints: []string{endpoint}}
 	if vip != "" {
@@ -45,8 +45,8 @@ func balancer(endpoint, vip string, ports ...uint16) kernelspace.LoadBalancer {
 	return lb
 }
 
-// made creates a load balancer of another owner.
-func (w *world) made(lb kernelspace.LoadBalancer) string {
+// addBalancer creates a load balancer of another owner.
+func (w *world) addBalancer(lb kernelspace.LoadBalancer) string {
 	w.Helper()
 	made, err := w.hns.CreateLoadBalancer(lb)
 	if err != nil {
@@ -55,8 +55,8 @@ func (w *world) made(lb kernelspace.LoadBalancer) string {
 	return made.ID
 }
 
-// calls fails the test unless the calls of HNS since the last check are want.
-func (w *world) calls(want map[string]int) {
+// mustHaveCalled fails the test unless the calls of HNS since the last check are want.
+func (w *world) mustHaveCalled(want map[string]int) {
 	w.Helper()
 	if diff := cmp.Diff(want, w.hns.Calls()); diff != "" {
 		w.Errorf("calls of HNS (-want +got):\n%s", diff)
@@ -79,22 +79,22 @@ func TestHNSIsListedOnceForAnyNumberOfServices(t *testing.T) {
 		for e := range endpoints {
 			all = append(all, at(fmt.Sprintf("10.1.%d.%d", i, e+1)))
 		}
-		v := view(service(fmt.Sprint("svc-", i), at96(i)), all...)
+		v := view(service(fmt.Sprint("svc-", i), withClusterIP(i)), all...)
 		w.views[v.Key()] = v
 	}
 	w.must(w.full())
 	first := and(listing, map[string]int{"Features": 1, "CreateEndpoint": services * endpoints, "CreateLoadBalancer": services})
-	w.calls(first)
+	w.mustHaveCalled(first)
 
 	w.restart()
 	w.must(w.full())
-	w.calls(and(listing, map[string]int{"Features": 1}))
+	w.mustHaveCalled(and(listing, map[string]int{"Features": 1}))
 
-	w.must(w.set(view(service("svc-7", at96(7)), at("10.1.7.1"), at("10.1.7.2"), at("10.1.7.3"), at("10.1.7.4"), at("10.1.7.9"))))
-	w.calls(map[string]int{"CreateEndpoint": 1, "UpdateLoadBalancer": 1, "DeleteEndpoint": 1})
+	w.must(w.set(view(service("svc-7", withClusterIP(7)), at("10.1.7.1"), at("10.1.7.2"), at("10.1.7.3"), at("10.1.7.4"), at("10.1.7.9"))))
+	w.mustHaveCalled(map[string]int{"CreateEndpoint": 1, "UpdateLoadBalancer": 1, "DeleteEndpoint": 1})
 
 	w.must(w.backend.Verify(t.Context()))
-	w.calls(listing)
+	w.mustHaveCalled(listing)
 }
 
 func TestLoadBalancerIsReplacedIfItCannotBeChanged(t *testing.T) {
@@ -104,13 +104,13 @@ func TestLoadBalancerIsReplacedIfItCannotBeChanged(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, features, kernelspace.Network{}, kernelspace.Options{})
-			w.hns.SetHook(failing("UpdateLoadBalancer", kernelspace.ErrNotSupported))
+			w.hns.SetHook(failCalls("UpdateLoadBalancer", kernelspace.ErrNotSupported))
 			w.must(w.set(view(service("web"), at("10.1.2.1"))))
 			w.must(w.set(view(service("web"), at("10.1.2.2"))))
-			w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
-			w.remotes("10.1.2.2")
+			w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
+			w.mustHaveRemotes("10.1.2.2")
 			w.must(w.remove("web"))
-			w.has("")
+			w.mustHave("")
 		})
 	}
 }
@@ -120,29 +120,29 @@ func TestChangedPolicyReplacesLoadBalancer(t *testing.T) {
 	endpoints := []api.SliceEndpoint{at("10.1.1.1@here"), at("10.1.2.1")}
 	w.must(w.set(view(service("web"), endpoints...)))
 	w.must(w.set(view(service("web", affine), endpoints...)))
-	w.has("10.96.0.1 protocol 6 port 80->8080 per client to 10.1.1.1 10.1.2.1")
+	w.mustHave("10.96.0.1 protocol 6 port 80->8080 per client to 10.1.1.1 10.1.2.1")
 	w.must(w.set(view(service("web", internalLocal), endpoints...)))
-	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1")
+	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1")
 	w.must(w.set(view(service("web", func(s *api.Service) { s.Ports[0].TargetPort = 9090 }), endpoints...)))
-	w.has("10.96.0.1 protocol 6 port 80->9090 to 10.1.1.1 10.1.2.1")
+	w.mustHave("10.96.0.1 protocol 6 port 80->9090 to 10.1.1.1 10.1.2.1")
 }
 
 func TestTwoServicesSwapAddresses(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.2"))))
-	w.must(w.set(view(service("a", at96(2)), at("10.1.2.1")), view(service("b", at96(1)), at("10.1.2.2"))))
-	w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2
+	w.must(w.set(view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.2"))))
+	w.must(w.set(view(service("a", withClusterIP(2)), at("10.1.2.1")), view(service("b", withClusterIP(1)), at("10.1.2.2"))))
+	w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2
 		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1`)
 }
 
 func TestSharedEndpointIsRemovedWithItsLastUser(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.1"))))
-	w.remotes("10.1.2.1")
+	w.must(w.set(view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.1"))))
+	w.mustHaveRemotes("10.1.2.1")
 	w.must(w.remove("a"))
-	w.remotes("10.1.2.1")
+	w.mustHaveRemotes("10.1.2.1")
 	w.must(w.remove("b"))
-	w.remotes()
+	w.mustHaveRemotes()
 }
 
 func TestNewLocalPodReplacesItsRemoteEndpoint(t *testing.T) {
@@ -150,8 +150,8 @@ func TestNewLocalPodReplacesItsRemoteEndpoint(t *testing.T) {
 	w.must(w.set(view(service("web"), at("10.1.1.1"))))
 	w.pod("10.1.1.1", "fd00:1::1")
 	w.must(w.backend.Verify(t.Context()))
-	w.remotes()
-	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1")
+	w.mustHaveRemotes()
+	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1")
 	w.must(w.remove("web"))
 	if got, want := w.hns.Dump(), "endpoint [10.1.1.1 fd00:1::1]\n"; got != want {
 		t.Errorf("HNS has\n%swant the endpoint of the pod\n%s", got, want)
@@ -165,8 +165,8 @@ func TestLaterLocalPodIsFoundByOneListing(t *testing.T) {
 	w.pod("10.1.1.2")
 	w.hns.Calls()
 	w.must(w.set(view(service("web"), at("10.1.1.1@here"), at("10.1.1.2@here"), at("10.1.2.1"))))
-	w.calls(and(listing, map[string]int{"UpdateLoadBalancer": 1}))
-	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.1.1.2 10.1.2.1")
+	w.mustHaveCalled(and(listing, map[string]int{"UpdateLoadBalancer": 1}))
+	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.1.1 10.1.1.2 10.1.2.1")
 }
 
 func TestForeignObjectsAreNotChanged(t *testing.T) {
@@ -176,12 +176,12 @@ func TestForeignObjectsAreNotChanged(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w.made(balancer(pod, "10.96.9.9", 80))
-	w.made(balancer(pod, "", 31000))
-	w.made(balancer(remote, "10.96.9.8", 80))
+	w.addBalancer(balancer(pod, "10.96.9.9", 80))
+	w.addBalancer(balancer(pod, "", 31000))
+	w.addBalancer(balancer(remote, "10.96.9.8", 80))
 	before := w.hns.Dump()
 
-	w.must(w.set(view(service("web"), at("10.1.1.1@here"), at("10.1.2.1")), view(service("dns", at96(2)), at("10.1.2.1"))))
+	w.must(w.set(view(service("web"), at("10.1.1.1@here"), at("10.1.2.1")), view(service("dns", withClusterIP(2)), at("10.1.2.1"))))
 	w.must(w.remove("dns"))
 	w.restart()
 	w.must(w.full())
@@ -205,32 +205,32 @@ func TestForeignLoadBalancerIsNotTakenForOwn(t *testing.T) {
 	t.Run("created after the last listing", func(t *testing.T) {
 		w := l2bridge(t)
 		pod := w.pod("10.1.1.1")
-		w.must(w.set(view(service("other", at96(9)), at("10.1.1.1@here"))))
-		w.made(balancer(pod, "10.96.0.1", 80, 443))
+		w.must(w.set(view(service("other", withClusterIP(9)), at("10.1.1.1@here"))))
+		w.addBalancer(balancer(pod, "10.96.0.1", 80, 443))
 		got := failures(t, w.set(view(service("web"), at("10.1.1.1@here"))))
 		if !strings.Contains(got["web"], "and also 10.96.0.1:443/TCP") {
 			t.Errorf("failed: %q, want an error for the frontend of another owner", got)
 		}
 		w.must(w.remove("other"))
-		w.has(foreign)
+		w.mustHave(foreign)
 	})
 	for _, answer := range []error{errRefused, kernelspace.ErrNotRunning} {
 		t.Run("created after a failed request: "+answer.Error(), func(t *testing.T) {
 			w := l2bridge(t)
 			pod := w.pod("10.1.1.1")
-			w.hns.SetHook(failing("CreateLoadBalancer", answer))
+			w.hns.SetHook(failCalls("CreateLoadBalancer", answer))
 			if err := w.set(view(service("web"), at("10.1.1.1@here"))); err == nil {
 				t.Error("the sync succeeds although the creation failed")
 			}
 			w.hns.SetHook(nil)
-			w.made(balancer(pod, "10.96.0.1", 80, 443))
+			w.addBalancer(balancer(pod, "10.96.0.1", 80, 443))
 			w.must(w.remove("web"))
-			w.has(foreign)
+			w.mustHave(foreign)
 			w.restart()
 			w.must(w.full())
-			w.has(foreign)
+			w.mustHave(foreign)
 			w.must(w.backend.Cleanup(t.Context()))
-			w.has(foreign)
+			w.mustHave(foreign)
 		})
 	}
 }
@@ -241,7 +241,7 @@ func TestLoadBalancerOfLostResponseIsOwned(t *testing.T) {
 			t.Run(name+"/HNS "+quirk, func(t *testing.T) {
 				w := l2bridge(t)
 				w.hns.SetQuirks(fakehns.AllQuirks()[quirk])
-				w.hns.SetHook(failing("CreateLoadBalancer", fakehns.ErrAnswerLost))
+				w.hns.SetHook(failCalls("CreateLoadBalancer", fakehns.ErrAnswerLost))
 				failures(t, w.set(view(service("web"), at("10.1.2.1"))))
 				w.hns.SetHook(nil)
 				w.hns.Calls()
@@ -253,7 +253,7 @@ func TestLoadBalancerOfLostResponseIsOwned(t *testing.T) {
 					t.Errorf("the load balancer was created again %d times", n)
 				}
 				w.must(w.remove("web"))
-				w.has("")
+				w.mustHave("")
 			})
 		}
 	}
@@ -263,12 +263,12 @@ func TestDuplicateOwnLoadBalancersAreRemoved(t *testing.T) {
 	w := newWorld(t, without(func(f *kernelspace.Features) { f.ModifyLoadBalancer = false }), kernelspace.Network{}, kernelspace.Options{})
 	w.hns.SetQuirks(fakehns.Quirks{SharesFrontends: true})
 	w.must(w.set(view(service("web"), at("10.1.2.1"))))
-	w.hns.SetHook(failing("DeleteLoadBalancer", fakehns.ErrIgnored))
+	w.hns.SetHook(failCalls("DeleteLoadBalancer", fakehns.ErrIgnored))
 	failures(t, w.set(view(service("web"), at("10.1.2.2"))))
 	w.hns.SetHook(nil)
 	w.must(w.full())
-	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
-	w.remotes("10.1.2.2")
+	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
+	w.mustHaveRemotes("10.1.2.2")
 }
 
 func TestDeletionIsRetriedOnce(t *testing.T) {
@@ -283,8 +283,8 @@ func TestDeletionIsRetriedOnce(t *testing.T) {
 		return nil
 	})
 	w.must(w.remove("web"))
-	w.has("")
-	w.remotes()
+	w.mustHave("")
+	w.mustHaveRemotes()
 }
 
 func TestPodWithAddressOfRemotePodIsServedImmediately(t *testing.T) {
@@ -296,7 +296,7 @@ func TestPodWithAddressOfRemotePodIsServedImmediately(t *testing.T) {
 	if len(lbs) != 1 || lbs[0].Endpoints[0] != pod {
 		t.Errorf("load balancers %v, want one to the pod's own endpoint %s", lbs, pod)
 	}
-	w.remotes()
+	w.mustHaveRemotes()
 }
 
 func TestStartFailsWithoutRequiredDSR(t *testing.T) {
@@ -325,30 +325,30 @@ func TestStartFailsWithoutRequiredDSR(t *testing.T) {
 func TestForeignLoadBalancerWithOnlyOurFrontendIsReplaced(t *testing.T) {
 	w := l2bridge(t)
 	pod := w.pod("10.1.1.9")
-	w.made(balancer(pod, "10.96.0.1", 80))
-	w.made(balancer(pod, "10.96.0.2", 80, 81))
-	got := failures(t, w.set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.1"))))
+	w.addBalancer(balancer(pod, "10.96.0.1", 80))
+	w.addBalancer(balancer(pod, "10.96.0.2", 80, 81))
+	got := failures(t, w.set(view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.1"))))
 	if !strings.Contains(got["b"], "frontend 10.96.0.2:80/TCP: load balancer") || !strings.Contains(got["b"], "and also 10.96.0.2:81/TCP") || len(got) != 1 {
 		t.Errorf("failed: %q, want an error for b, whose frontend belongs to another owner", got)
 	}
-	w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+	w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 		10.96.0.2 protocol 6 port 80->8080 protocol 6 port 81->8080 to 10.1.1.9`)
 }
 
 func TestLoadBalancerCreatedAfterListingIsReplaced(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("other", at96(2)), at("10.1.2.1"))))
-	w.made(balancer(w.pod("10.1.1.9"), "10.96.0.1", 80))
+	w.must(w.set(view(service("other", withClusterIP(2)), at("10.1.2.1"))))
+	w.addBalancer(balancer(w.pod("10.1.1.9"), "10.96.0.1", 80))
 	w.hns.Calls()
 	w.must(w.set(view(service("web"), at("10.1.2.1"))))
-	w.calls(and(listing, map[string]int{"CreateLoadBalancer": 2, "DeleteLoadBalancer": 1}))
-	w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+	w.mustHaveCalled(and(listing, map[string]int{"CreateLoadBalancer": 2, "DeleteLoadBalancer": 1}))
+	w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1`)
 }
 
 func TestFailureNamesServiceFrontendAndError(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.2"))))
+	w.must(w.set(view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.2"))))
 
 	refused := 0
 	w.hns.SetHook(func(call string) error {
@@ -360,40 +360,41 @@ func TestFailureNamesServiceFrontendAndError(t *testing.T) {
 		}
 		return nil
 	})
-	got := failures(t, w.set(view(service("a", at96(1)), at("10.1.2.3")), view(service("b", at96(2)), at("10.1.2.4"))))
+	got := failures(t, w.set(view(service("a", withClusterIP(1)), at("10.1.2.3")), view(service("b", withClusterIP(2)), at("10.1.2.4"))))
 	if len(got) != 1 || !strings.HasPrefix(got["a"], "frontend 10.96.0.1:80/TCP: update load balancer ") || !strings.HasSuffix(got["a"], ": HNS says no") {
 		t.Errorf("failed: %q", got)
 	}
-	w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+	w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.4`)
 
-	// A change of another service does not retry a, because the driver decides that.
+	// A change of another service does not retry service a. The driver decides when to
+	// retry.
 	w.hns.Calls()
-	w.must(w.set(view(service("b", at96(2)), at("10.1.2.5"))))
-	w.calls(and(listing, map[string]int{"CreateEndpoint": 1, "UpdateLoadBalancer": 1, "DeleteEndpoint": 3}))
+	w.must(w.set(view(service("b", withClusterIP(2)), at("10.1.2.5"))))
+	w.mustHaveCalled(and(listing, map[string]int{"CreateEndpoint": 1, "UpdateLoadBalancer": 1, "DeleteEndpoint": 3}))
 	w.must(w.set(w.views[view(service("a")).Key()]))
-	w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.3
+	w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.3
 		10.96.0.2 protocol 6 port 80->8080 to 10.1.2.5`)
-	w.remotes("10.1.2.3", "10.1.2.5")
+	w.mustHaveRemotes("10.1.2.3", "10.1.2.5")
 }
 
 func TestFailedDeletionIsRetried(t *testing.T) {
 	w := l2bridge(t)
 	w.must(w.set(view(service("web"), at("10.1.2.1"))))
-	w.hns.SetHook(failing("DeleteLoadBalancer", errRefused))
+	w.hns.SetHook(failCalls("DeleteLoadBalancer", errRefused))
 	if got := failures(t, w.remove("web")); !strings.Contains(got["web"], "frontend 10.96.0.1:80/TCP: delete load balancer") {
 		t.Errorf("failed: %q", got)
 	}
 
-	// The same holds after a restart, when only the record has the owner.
+	// The same is true after a restart, when only the record shows the owner.
 	w.restart()
 	if got := failures(t, w.full()); !strings.Contains(got["web"], "frontend 10.96.0.1:80/TCP: delete load balancer") {
 		t.Errorf("after a restart, failed: %q", got)
 	}
 	w.hns.SetHook(nil)
 	w.must(w.remove("web"))
-	w.has("")
-	w.remotes()
+	w.mustHave("")
+	w.mustHaveRemotes()
 }
 
 func TestMissingLoadBalancerIsNotAnError(t *testing.T) {
@@ -404,12 +405,12 @@ func TestMissingLoadBalancerIsNotAnError(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.must(w.remove("web"))
-	w.remotes()
+	w.mustHaveRemotes()
 }
 
 func TestVerifyRepairsForeignChanges(t *testing.T) {
 	w := l2bridge(t)
-	w.must(w.set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.2"))))
+	w.must(w.set(view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.2"))))
 	want := w.hns.Dump()
 	lbs, _ := w.hns.LoadBalancers()
 	if err := w.hns.DeleteLoadBalancer(lbs[0].ID); err != nil {
@@ -435,7 +436,7 @@ func TestLossDuringFailedVerifyIsRepaired(t *testing.T) {
 			if err := w.hns.DeleteLoadBalancer(lbs[0].ID); err != nil {
 				t.Fatal(err)
 			}
-			w.hns.SetHook(failing(call, kernelspace.ErrNotRunning))
+			w.hns.SetHook(failCalls(call, kernelspace.ErrNotRunning))
 			if err := w.backend.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
 				t.Errorf("Verify without HNS returned %v, which requests no retry", err)
 			}
@@ -461,7 +462,7 @@ func TestIgnoredCallsAreRepaired(t *testing.T) {
 			want := w.hns.Dump()
 			w.must(w.remove("web"))
 
-			w.hns.SetHook(failing(call, fakehns.ErrIgnored))
+			w.hns.SetHook(failCalls(call, fakehns.ErrIgnored))
 			steps()
 			w.hns.SetHook(nil)
 			w.must(w.full())
@@ -478,19 +479,19 @@ func TestStoppedHNSFailsAllServicesAndIsRetried(t *testing.T) {
 	if err := w.set(view(service("web"), at("10.1.2.1"))); err == nil || !strings.Contains(err.Error(), "HNS does not run") {
 		t.Errorf("Sync without HNS returned %v", err)
 	}
-	w.calls(map[string]int{"Features": 1})
+	w.mustHaveCalled(map[string]int{"Features": 1})
 	w.hns.SetHook(nil)
 	w.must(w.full())
 
-	w.hns.SetHook(failing("CreateEndpoint", kernelspace.ErrNotRunning))
+	w.hns.SetHook(failCalls("CreateEndpoint", kernelspace.ErrNotRunning))
 	changed := view(service("web"), at("10.1.2.2"))
 	if err := w.set(changed); err == nil || !strings.Contains(err.Error(), "service default/web: frontend 10.96.0.1:80/TCP: ") {
 		t.Errorf("Sync returned %v while HNS stopped", err)
 	}
 	w.hns.SetHook(nil)
 	w.must(w.set(changed))
-	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
-	w.remotes("10.1.2.2")
+	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
+	w.mustHaveRemotes("10.1.2.2")
 }
 
 func TestBackendWaitsForNetwork(t *testing.T) {
@@ -502,7 +503,7 @@ func TestBackendWaitsForNetwork(t *testing.T) {
 	}
 	w.hns.AddNetwork(network)
 	w.must(w.full())
-	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1")
+	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1")
 }
 
 func TestRecreatedNetworkGetsEverythingAgain(t *testing.T) {
@@ -512,7 +513,7 @@ func TestRecreatedNetworkGetsEverythingAgain(t *testing.T) {
 	w.hns.RemoveNetwork(w.network)
 	w.network = w.hns.AddNetwork(kernelspace.Network{Name: "pods"})
 	w.pod("10.1.1.1")
-	if err := w.set(view(service("other", at96(2)), at("10.1.2.2"))); err == nil {
+	if err := w.set(view(service("other", withClusterIP(2)), at("10.1.2.2"))); err == nil {
 		t.Error("an endpoint was created on a deleted network")
 	}
 	w.must(w.remove("other"))
@@ -549,9 +550,9 @@ func TestDamagedStateFileDoesNotStopBackend(t *testing.T) {
 	}
 	w.restart()
 	w.must(w.full())
-	w.calls(and(listing, map[string]int{"Features": 1}))
+	w.mustHaveCalled(and(listing, map[string]int{"Features": 1}))
 	w.must(w.remove("web"))
-	w.has("")
+	w.mustHave("")
 }
 
 func TestForeignStateFileIsNotOverwritten(t *testing.T) {
@@ -578,7 +579,7 @@ func TestFrontendIsTakenOverFromChangingService(t *testing.T) {
 	w.must(w.set(view(service("a"), at("10.1.2.1"))))
 	w.must(w.set(view(service("b"), at("10.1.2.2"))))
 	w.must(w.remove("a"))
-	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
+	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
 }
 
 // pass syncs one batch of a pass.
@@ -591,46 +592,46 @@ func (w *world) pass(first, last bool, views ...*api.ServiceEndpoints) error {
 }
 
 func TestPassInSeveralBatches(t *testing.T) {
-	a, b := view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.2"))
+	a, b := view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.2"))
 	for _, restart := range []bool{false, true} {
 		t.Run(fmt.Sprintf("restart %t", restart), func(t *testing.T) {
 			w := l2bridge(t)
-			w.must(w.set(a, b, view(service("gone", at96(3)), at("10.1.2.3"))))
+			w.must(w.set(a, b, view(service("gone", withClusterIP(3)), at("10.1.2.3"))))
 			if restart {
 				w.restart()
 			}
 			w.hns.Calls()
 
-			// a and b have swapped their addresses.
-			w.must(w.pass(true, false, view(service("a", at96(2)), at("10.1.2.1"))))
-			w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+			// Services a and b have swapped their addresses.
+			w.must(w.pass(true, false, view(service("a", withClusterIP(2)), at("10.1.2.1"))))
+			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3`)
-			w.must(w.pass(false, false, view(service("b", at96(1)), at("10.1.2.2"))))
-			w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2
+			w.must(w.pass(false, false, view(service("b", withClusterIP(1)), at("10.1.2.2"))))
+			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3`)
 			if restart {
-				w.calls(and(listing, map[string]int{"Features": 1, "UpdateLoadBalancer": 2}))
+				w.mustHaveCalled(and(listing, map[string]int{"Features": 1, "UpdateLoadBalancer": 2}))
 			} else {
-				w.calls(and(listing, map[string]int{"UpdateLoadBalancer": 2}))
+				w.mustHaveCalled(and(listing, map[string]int{"UpdateLoadBalancer": 2}))
 			}
 
 			// A new pass begins and does not deliver "gone".
 			w.must(w.pass(true, false, a))
-			w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.3 protocol 6 port 80->8080 to 10.1.2.3`)
-			w.hns.SetHook(failing("UpdateLoadBalancer", errRefused))
+			w.hns.SetHook(failCalls("UpdateLoadBalancer", errRefused))
 			if got := failures(t, w.pass(false, false, b)); len(got) != 1 || got["b"] == "" {
 				t.Errorf("failed: %q, want b", got)
 			}
 			w.hns.SetHook(nil)
 			w.must(w.pass(false, true))
-			w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.1`)
 			w.must(w.set(b))
-			w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
+			w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1
 				10.96.0.2 protocol 6 port 80->8080 to 10.1.2.2`)
 		})
 	}
@@ -654,7 +655,7 @@ func TestHNSIsDownForHalfAMinute(t *testing.T) {
 		w := l2bridge(t)
 		src := sinktest.NewSource()
 		src.SetNode(node())
-		src.Set(view(service("a", at96(1)), at("10.1.2.1")), view(service("b", at96(2)), at("10.1.2.2")))
+		src.Set(view(service("a", withClusterIP(1)), at("10.1.2.1")), view(service("b", withClusterIP(2)), at("10.1.2.2")))
 		src.MarkSynced()
 		ctx, cancel := context.WithCancel(klog.NewContext(t.Context(), logr.Discard()))
 		d := sink.NewDriver(src, w.backend, sink.Options{})
@@ -664,7 +665,7 @@ func TestHNSIsDownForHalfAMinute(t *testing.T) {
 
 		w.hns.Calls()
 		w.hns.SetHook(func(string) error { return kernelspace.ErrNotRunning })
-		src.Set(view(service("a", at96(1)), at("10.1.2.3")), view(service("c", at96(3)), at("10.1.2.4")))
+		src.Set(view(service("a", withClusterIP(1)), at("10.1.2.3")), view(service("c", withClusterIP(3)), at("10.1.2.4")))
 		src.Delete(view(service("b")).Key())
 		time.Sleep(30 * time.Second)
 		asked := 0
@@ -676,9 +677,9 @@ func TestHNSIsDownForHalfAMinute(t *testing.T) {
 		}
 		w.hns.SetHook(nil)
 		time.Sleep(time.Minute)
-		w.has(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.3
+		w.mustHave(`10.96.0.1 protocol 6 port 80->8080 to 10.1.2.3
 			10.96.0.3 protocol 6 port 80->8080 to 10.1.2.4`)
-		w.remotes("10.1.2.3", "10.1.2.4")
+		w.mustHaveRemotes("10.1.2.3", "10.1.2.4")
 		cancel()
 		if err := <-ended; err != nil && !errors.Is(err, context.Canceled) {
 			t.Errorf("the driver returned %v", err)

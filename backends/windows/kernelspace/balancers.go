@@ -9,8 +9,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// note logs an error of the journal. Proxying continues.
-func (p *pass) note(err error) {
+// logJournalError logs an error of the journal. Proxying continues.
+func (p *pass) logJournalError(err error) {
 	if err != nil {
 		p.log.Error(err, "Cannot write the state file; a killed process may leave load balancers behind")
 	}
@@ -27,7 +27,7 @@ func (p *pass) own(f Frontend) []string {
 	return ids
 }
 
-// holder returns the service of the load balancer at a frontend.
+// holder returns the service to which the load balancer at a frontend belongs.
 func (p *pass) holder(f Frontend) types.NamespacedName {
 	for _, id := range p.own(f) {
 		return p.record.made[id].Service
@@ -53,19 +53,19 @@ func (p *pass) announce(frontends []Frontend) {
 			p.plan(f, w)
 		}
 	}
-	p.note(p.record.journal.Sync())
+	p.logJournalError(p.record.journal.Sync())
 }
 
 func (p *pass) plan(f Frontend, w want) {
-	p.record.plan(f, planned{Service: w.service, Target: w.policy.target, Asked: digestOf(w.policy.with(nil))})
+	p.record.plan(f, planned{Service: w.service, Target: w.policy.target, Asked: digestOf(w.policy.toLoadBalancer(nil))})
 }
 
-// isToBeCreated reports whether a policy needs a new load balancer: its frontend has
-// none, or one that cannot be changed.
+// isToBeCreated reports whether a policy needs a new load balancer. It does if its
+// frontend has none, or has one that cannot be changed.
 func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
 	own := p.own(f)
 	if len(own) == 0 {
-		return len(p.have.byFrontend[f]) == 0 // a load balancer of another owner may have to stay
+		return len(p.have.byFrontend[f]) == 0 // a load balancer of another owner may not be replaced here
 	}
 	var ids []string
 	for _, d := range policy.endpoints {
@@ -75,16 +75,16 @@ func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
 		}
 		ids = append(ids, e.ID)
 	}
-	have, want := p.have.balancers[own[0]], policy.with(ids)
+	have, want := p.have.balancers[own[0]], policy.toLoadBalancer(ids)
 	return !p.record.unchanged(have, want) || !p.environment.features.ModifyLoadBalancer && !sameEndpoints(have, want)
 }
 
-// ensure creates or changes the wanted load balancer at a frontend, with those of its
-// endpoints that exist.
+// ensure creates or changes the wanted load balancer at a frontend. It uses only the
+// endpoints that exist, and returns an error for missing ones.
 func (p *pass) ensure(f Frontend) error {
 	w := p.wanted[f]
 	ids, lacking := p.endpoints(w.policy)
-	if ends(lacking) {
+	if isFatal(lacking) {
 		return lacking
 	}
 	if len(ids) == 0 {
@@ -98,7 +98,7 @@ func (p *pass) ensure(f Frontend) error {
 			return err
 		}
 	}
-	if err := p.balance(f, w, w.policy.with(ids)); err != nil {
+	if err := p.balance(f, w, w.policy.toLoadBalancer(ids)); err != nil {
 		return err
 	}
 	return lacking
@@ -140,15 +140,16 @@ func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
 	return p.create(f, w, want)
 }
 
-// keep records that a load balancer is correct, whether own or foreign.
+// keep records that a load balancer is correct. It may be an own one or one of another
+// owner.
 func (p *pass) keep(f Frontend, w want, have, want LoadBalancer) {
 	if m := p.record.made[have.ID]; m == nil || m.Service != w.service {
 		p.record.add(have.ID, made{Frontend: f, Service: w.service, Asked: digestOf(want), Answered: digestOf(have)})
 	}
 }
 
-// update changes the endpoints of a load balancer. It returns ErrNotSupported if Windows
-// does not support that.
+// update changes the endpoints of a load balancer. It returns ErrNotSupported if this
+// version of Windows cannot do that.
 func (p *pass) update(f Frontend, w want, have, want LoadBalancer) error {
 	want.ID = have.ID
 	if err := p.hns.UpdateLoadBalancer(want); errors.Is(err, ErrNotSupported) {
@@ -180,12 +181,12 @@ func (p *pass) mayReplace(f Frontend, lb LoadBalancer) error {
 	return nil
 }
 
-// create creates a load balancer. If HNS already has one with this frontend, it lists HNS
-// and changes or replaces that one.
+// create creates a load balancer. If HNS already has one with this frontend, create lists
+// the load balancers and changes or replaces that one.
 func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
 	if p.record.planned[f] == nil {
 		p.plan(f, w)
-		p.note(p.record.journal.Sync())
+		p.logJournalError(p.record.journal.Sync())
 	}
 	p.record.planned[f].requested = true
 	answer, err := p.hns.CreateLoadBalancer(want)
@@ -212,8 +213,8 @@ func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
 // deleteBalancer deletes a load balancer. A missing one is not an error.
 func (p *pass) deleteBalancer(id string) error {
 	err := p.hns.DeleteLoadBalancer(id)
-	if err != nil && !ends(err) && !errors.Is(err, ErrNotFound) {
-		// Windows Server 2019 sometimes refuses a deletion and then performs it.
+	if err != nil && !isFatal(err) && !errors.Is(err, ErrNotFound) {
+		// Windows Server 2019 sometimes reports that it refuses a deletion, but performs it.
 		err = p.hns.DeleteLoadBalancer(id)
 	}
 	if err != nil && !errors.Is(err, ErrNotFound) {

@@ -14,8 +14,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// BenchmarkSync counts the calls of HNS and measures a sync without HNS' own time: 2,000
-// services with 5 endpoints each.
+// BenchmarkSync measures a sync with an in-memory HNS, and counts the calls of HNS.
 func BenchmarkSync(b *testing.B) {
 	const services, endpoints = 2000, 5
 	viewOf := func(i, last int) *api.ServiceEndpoints {
@@ -24,7 +23,7 @@ func BenchmarkSync(b *testing.B) {
 			all = append(all, at(fmt.Sprintf("10.%d.%d.%d", 128+i>>8, i&255, e+1)))
 		}
 		all = append(all, at(fmt.Sprintf("10.%d.%d.%d", 128+i>>8, i&255, last)))
-		return view(service(fmt.Sprint("svc-", i), at96(i)), all...)
+		return view(service(fmt.Sprint("svc-", i), withClusterIP(i)), all...)
 	}
 	full := &sink.Changes{First: true, Last: true, Node: node(), NodeChanged: true}
 	var changes []sink.Change
@@ -103,8 +102,8 @@ func BenchmarkSync(b *testing.B) {
 		b.StopTimer()
 		report(b, hns.Calls())
 	})
-	// Before Windows Server 2025, load balancers cannot be changed in place. A change of one
-	// endpoint is a deletion and a creation, and the journal records both.
+	// Before Windows Server 2025, load balancers cannot be changed in place. So a change of
+	// one endpoint deletes a load balancer and creates another. The journal records both.
 	b.Run("one endpoint of 10,000 services, Windows Server 2022", func(b *testing.B) {
 		features := fakehns.AllFeatures()
 		features.ModifyLoadBalancer = false
@@ -113,13 +112,13 @@ func BenchmarkSync(b *testing.B) {
 		backend := newBackend(b, hns, b.TempDir()+"/kpng.journal")
 		var changes []sink.Change
 		for i := range 10_000 {
-			v := view(service(fmt.Sprint("svc-", i), at96(i)), at("10.1.2.1"))
+			v := view(service(fmt.Sprint("svc-", i), withClusterIP(i)), at("10.1.2.1"))
 			changes = append(changes, sink.Change{Key: v.Key(), New: v})
 		}
 		sync(b, backend, &sink.Changes{First: true, Last: true, Node: node(), NodeChanged: true, Services: slices.Values(changes)})
 		hns.Calls()
 		views := []*api.ServiceEndpoints{
-			view(service("svc-7", at96(7)), at("10.1.2.2")), view(service("svc-7", at96(7)), at("10.1.2.3")),
+			view(service("svc-7", withClusterIP(7)), at("10.1.2.2")), view(service("svc-7", withClusterIP(7)), at("10.1.2.3")),
 		}
 		b.ResetTimer()
 		for i := range b.N {

@@ -55,7 +55,8 @@ func service(name string, change ...func(*api.Service)) *api.Service {
 	return s
 }
 
-// at returns an endpoint: "10.1.0.2" is elsewhere, "10.1.0.1@here" on this node.
+// at returns an endpoint. For example, "10.1.0.2" is on another node and "10.1.0.1@here"
+// is on this node.
 func at(s string, change ...func(*api.SliceEndpoint)) api.SliceEndpoint {
 	ip, local := strings.CutSuffix(s, "@here")
 	e := api.SliceEndpoint{Addr: addr(ip), NodeName: "other-node", Conditions: api.Conditions{Ready: true, Serving: true}}
@@ -86,7 +87,7 @@ func view(s *api.Service, endpoints ...api.SliceEndpoint) *api.ServiceEndpoints 
 	return nodeview.View(state, node())
 }
 
-// world is a backend with its HNS that the test drives by hand.
+// world is a backend and its HNS. The test calls the backend without a driver.
 type world struct {
 	*testing.T
 	hns     *fakehns.HNS
@@ -120,7 +121,7 @@ func l2bridge(t *testing.T, pods ...string) *world {
 	return newWorld(t, fakehns.AllFeatures(), kernelspace.Network{}, kernelspace.Options{}, pods...)
 }
 
-// pod creates the HNS endpoint of a pod of this node.
+// pod creates the HNS endpoint for a pod of this node.
 func (w *world) pod(ips ...string) string {
 	w.Helper()
 	e := kernelspace.Endpoint{MAC: "00-15-5d-00-00-01"}
@@ -130,7 +131,7 @@ func (w *world) pod(ips ...string) string {
 	return w.endpoint(e)
 }
 
-// endpoint creates an endpoint of another owner.
+// endpoint creates an HNS endpoint of another owner.
 func (w *world) endpoint(e kernelspace.Endpoint) string {
 	w.Helper()
 	e.Network = w.network
@@ -155,7 +156,7 @@ func (w *world) restart() {
 	w.hns.Calls()
 }
 
-// full syncs everything.
+// full syncs all services in one pass.
 func (w *world) full() error {
 	var changes []sink.Change
 	for _, key := range slices.SortedFunc(maps.Keys(w.views), api.CompareKeys) {
@@ -190,10 +191,10 @@ func (w *world) must(err error) {
 	}
 }
 
-// has fails the test unless HNS has exactly these load balancers, one per line. It omits
-// the source VIP if that is this node's address on a network without overlay.
-// TestSourceVIPOfBridgeIsNodeAddress checks that.
-func (w *world) has(want string) {
+// mustHave fails the test unless HNS has exactly these load balancers, one per line. It
+// does not compare a source VIP that is this node's address, on a network without
+// overlay. TestSourceVIPOfBridgeIsNodeAddress checks these source VIPs.
+func (w *world) mustHave(want string) {
 	w.Helper()
 	network, _ := w.hns.NetworkByID(w.network)
 	var got, wanted []string
@@ -217,8 +218,9 @@ func (w *world) has(want string) {
 	}
 }
 
-// remotes fails the test unless the remote endpoints have exactly these addresses.
-func (w *world) remotes(want ...string) {
+// mustHaveRemotes fails the test unless the remote endpoints have exactly these
+// addresses.
+func (w *world) mustHaveRemotes(want ...string) {
 	w.Helper()
 	var got []string
 	for line := range strings.Lines(w.hns.Dump()) {
@@ -250,8 +252,8 @@ func failures(t *testing.T, err error) map[string]string {
 
 var errRefused = errors.New("HNS says no")
 
-// failing returns a hook that fails calls with a name.
-func failing(name string, err error) func(string) error {
+// failCalls returns a hook with which calls of the given name fail.
+func failCalls(name string, err error) func(string) error {
 	return func(call string) error {
 		if call == name {
 			return err

@@ -9,20 +9,22 @@
 //	…
 //	err = sink.Run(ctx, source, backend, sink.Options{})
 //
-// It needs no kube-proxy and does not disturb one. It leaves objects of other owners
-// alone, unless they have only frontends of services that are served here.
+// It works with or without kube-proxy on the same node. It does not change objects of
+// other owners. The exception is a load balancer that has only frontends of services that
+// this backend serves. The backend replaces it.
 //
 // # Method
 //
 // The backend plans the load balancers of this node from the views, without calling HNS.
-// Then it compares them by value with the state of HNS. It lists endpoints and load
-// balancers before the first changes, after a failure, and once a minute while idle (the
-// driver's VerifyInterval). Other changes need no listing. The network plug-in owns the
-// endpoints of this node's pods. The backend creates endpoints for other addresses, named
-// after the backend. It removes them when no load balancer uses them.
+// Then it compares the planned load balancers by value with the state of HNS. It lists
+// endpoints and load balancers before the first changes, after a failure, and once a
+// minute while idle (the driver's VerifyInterval). It processes other changes without a
+// listing. The network plug-in owns the endpoints of this node's pods. The backend
+// creates endpoints for other addresses, named after the backend. It removes them when no
+// load balancer uses them.
 //
-// HNS stores neither a name nor an owner of a load balancer. Options.StateFile records
-// the IDs of the backend's own ones.
+// HNS stores neither a name nor an owner of a load balancer. The backend records the IDs
+// of its own load balancers in Options.StateFile.
 //
 // # Limits of HNS
 //
@@ -43,6 +45,6 @@
 //     for the node's address. The backend logs it.
 //
 // Some features depend on the version of Windows: direct server return for frontends with
-// externalTrafficPolicy Local, IPv6, session affinity, changes in place. The backend
-// reads them once and does without those that are missing.
+// externalTrafficPolicy Local, IPv6, session affinity, and changes in place. The backend
+// reads the list of features once, and works without the missing ones.
 package kernelspace

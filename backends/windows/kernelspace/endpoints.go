@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// endpoints returns the IDs of a policy's endpoints, and an error with the missing ones.
-// It creates remote ones.
+// endpoints returns the IDs of a policy's endpoints, and an error that names the missing
+// endpoints. It creates remote endpoints.
 func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 	if policy.toRoot {
 		id, ok := p.have.endpointNamed(p.opts.RootEndpoint)
@@ -26,7 +26,7 @@ func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 	for _, d := range policy.endpoints {
 		id, err := p.endpoint(d)
 		switch {
-		case ends(err):
+		case isFatal(err):
 			return nil, err
 		case err != nil:
 			errs = append(errs, fmt.Errorf("endpoint %s: %w", d.addr, err))
@@ -47,8 +47,8 @@ func (p *pass) endpoint(d destination) (string, error) {
 	if d.at == hostHere {
 		return "", nil
 	}
-	if d.at == podHere || p.astray(d.addr) {
-		// The pod or node may be newer than the last listing.
+	if d.at == podHere || p.isUnreachable(d.addr) {
+		// The pod or node may have been created after the last listing.
 		if err := p.relist(); err != nil {
 			return "", err
 		}
@@ -72,8 +72,8 @@ func (p *pass) endpoint(d destination) (string, error) {
 	return id, err
 }
 
-// isLeftover reports whether an endpoint belongs to a remote pod that had the address of
-// d, a pod of this node.
+// isLeftover reports whether e is a stale endpoint for a pod on another node, and the pod
+// d of this node has its address now.
 func (p *pass) isLeftover(e Endpoint, d destination) bool {
 	return d.at == podHere && p.have.isRemote(e)
 }
@@ -105,11 +105,11 @@ func (p *pass) ensureVIPEndpoint(vip netip.Addr) error {
 	if err != nil && !errors.Is(err, ErrExists) {
 		return fmt.Errorf("create endpoint of cluster IP: %w", err)
 	}
-	return nil // an endpoint that is newer than the last listing also works
+	return nil // an endpoint that was created after the last listing is used too
 }
 
-// hostMAC returns this node's hardware address, for endpoints of addresses that the node
-// claims.
+// hostMAC returns this node's hardware address. Endpoints for source VIPs and cluster IPs
+// have it, because this node claims their addresses.
 func (p *pass) hostMAC() (string, error) {
 	if p.mac == "" {
 		p.mac = cmp.Or(p.opts.HostMAC, macOfInterface(p.nodeIPs))
@@ -120,13 +120,13 @@ func (p *pass) hostMAC() (string, error) {
 	return p.mac, nil
 }
 
-// astray reports whether an overlay network has no tunnel to an address.
-func (p *pass) astray(a netip.Addr) bool {
+// isUnreachable reports whether an overlay network has no tunnel to an address.
+func (p *pass) isUnreachable(a netip.Addr) bool {
 	return p.environment.network.Overlay && !p.environment.network.Provider(a).IsValid() && !slices.Contains(p.nodeIPs, a)
 }
 
 // ensureSourceVIPs creates the endpoints of the source addresses on an overlay network.
-// HNS uses them as sources only if they are endpoints of this machine.
+// HNS uses an address as a source only if it belongs to an endpoint of this machine.
 func (p *pass) ensureSourceVIPs() error {
 	if !p.environment.network.Overlay {
 		return nil
@@ -146,9 +146,10 @@ func (p *pass) ensureSourceVIPs() error {
 	return nil
 }
 
-// dropMoved removes own endpoints whose addresses are on another node now, for example
-// after a new node got the pod network of a removed one. It also removes their load
-// balancers, which no longer work. They are created again.
+// dropMoved removes own endpoints whose addresses are on another node now. This happens
+// if a new node gets the pod network of a removed node. dropMoved also removes the load
+// balancers of these endpoints, because they no longer work. Later steps create both
+// again.
 func (p *pass) dropMoved() error {
 	network := p.environment.network
 	if !network.Overlay {
@@ -197,12 +198,12 @@ func (p *pass) dropIdle() error {
 func (p *pass) dropEndpoint(id string) error {
 	addr := p.have.endpoints[id].Addrs
 	err := p.hns.DeleteEndpoint(id)
-	if err != nil && !ends(err) && !errors.Is(err, ErrNotFound) {
-		// Windows Server 2019 sometimes refuses a deletion and then performs it.
+	if err != nil && !isFatal(err) && !errors.Is(err, ErrNotFound) {
+		// Windows Server 2019 sometimes reports that it refuses a deletion, but performs it.
 		err = p.hns.DeleteEndpoint(id)
 	}
 	switch {
-	case ends(err):
+	case isFatal(err):
 		return fmt.Errorf("delete endpoint %s, %v: %w", id, addr, err)
 	case err != nil && !errors.Is(err, ErrNotFound):
 		p.log.Error(err, "Cannot delete unused endpoint; retrying later", "endpoint", id, "addresses", addr)

@@ -30,9 +30,9 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// FuzzBackend makes random changes of a cluster, failures of HNS, recreations of the
-// network, new pods on this node, and kills of backends during a call. It checks that HNS
-// finally has the state that a fresh backend creates, and that objects of other owners
+// FuzzBackend changes a cluster at random. It makes calls of HNS fail, creates the
+// network again, adds pods to this node, and kills backends during a call. It checks that
+// HNS finally has the state that a new backend creates, and that objects of other owners
 // never change.
 func FuzzBackend(f *testing.F) {
 	for seed := range uint64(12) {
@@ -43,7 +43,7 @@ func FuzzBackend(f *testing.F) {
 	})
 }
 
-// writer writes to a state.
+// writer adapts a transaction of a cluster's state to apitest.Writer.
 type writer struct{ tx *cluster.Tx }
 
 func (w writer) SetService(s *api.Service)              { w.tx.SetService(s) }
@@ -63,7 +63,7 @@ type fuzzer struct {
 	opts    kernelspace.Options
 	stop    func() // stops the running backend
 	hook    func(string) error
-	// batchSize makes passes with several batches.
+	// batchSize is so small that passes have several batches.
 	batchSize int
 }
 
@@ -109,7 +109,7 @@ func (f *fuzzer) makeNetwork() {
 	}
 }
 
-// foreign returns the objects of other owners.
+// foreign returns a description of the objects of other owners.
 func (f *fuzzer) foreign() string {
 	var all []string
 	for line := range strings.Lines(f.hns.Dump()) {
@@ -139,8 +139,8 @@ func (f *fuzzer) start() {
 	f.stop = func() { cancel(); <-done }
 }
 
-// errCrash is the panic of a backend that is killed during a call. Its driver treats it
-// as an error and is stopped before it continues.
+// errCrash is the value of the panic in a backend that is killed during a call. Its
+// driver reports it as an error, and the test stops the driver before it continues.
 var errCrash = errors.New("killed")
 
 func (f *fuzzer) run(steps int) {
@@ -177,18 +177,18 @@ func (f *fuzzer) run(steps int) {
 	}
 	f.setHook(nil)
 	f.pods(true)
-	time.Sleep(time.Hour) // longer than any backoff, with several calls of Verify
+	time.Sleep(time.Hour) // longer than any backoff; meanwhile the driver calls Verify several times
 	f.stop()
 	got := f.hns.Dump()
 
-	// The result of a fresh start with the same objects of other owners.
+	// Compute the state that a new backend creates beside the same objects of other owners.
 	have, err := f.hns.Endpoints(f.network)
 	if err != nil {
 		f.Fatal(err)
 	}
 	f.hns.RemoveNetwork(f.network)
 	f.makeNetwork()
-	pods := map[netip.Addr]bool{} // HNS may list them twice
+	pods := map[netip.Addr]bool{} // HNS may list a pod twice
 	for _, e := range have {
 		if e.Name == "" {
 			pods[e.Addrs[0]] = true
@@ -201,7 +201,7 @@ func (f *fuzzer) run(steps int) {
 	f.start()
 	time.Sleep(time.Hour)
 	f.stop()
-	if diff := cmp.Diff(f.known(f.hns.Dump()), f.known(got)); diff != "" {
+	if diff := cmp.Diff(f.comparable(f.hns.Dump()), f.comparable(got)); diff != "" {
 		f.Errorf("HNS differs from a fresh start (-fresh +got):\n%s", diff)
 	}
 	b, err := kernelspace.New(f.opts)
@@ -216,9 +216,10 @@ func (f *fuzzer) run(steps int) {
 	}
 }
 
-// known returns a dump without the source VIPs if the Node object was deleted. A running
-// backend keeps the node's addresses, and a new one does not know them.
-func (f *fuzzer) known(dump string) string {
+// comparable returns a dump without the source VIPs if the Node object was deleted.
+// Without that object, a running backend keeps the node's addresses, but a new one does
+// not know them.
+func (f *fuzzer) comparable(dump string) string {
 	if _, ok := f.state.Snapshot().Nodes.Get(apitest.NodeName(0)); ok {
 		return dump
 	}
@@ -227,7 +228,7 @@ func (f *fuzzer) known(dump string) string {
 	return strings.Join(lines, "\n")
 }
 
-// fail makes some calls fail from now on.
+// fail sets a hook that makes some calls fail.
 func (f *fuzzer) fail() {
 	errs := []error{
 		errRefused, kernelspace.ErrNotRunning, kernelspace.ErrNotFound, kernelspace.ErrExists,
@@ -243,8 +244,8 @@ func (f *fuzzer) fail() {
 	})
 }
 
-// kill ends the backend during a call, before or after HNS has performed it, and starts
-// another.
+// kill ends the backend during a call, either before or after HNS has performed the call.
+// Then it starts another backend.
 func (f *fuzzer) kill() {
 	n := f.r.IntN(6)
 	killed := false
@@ -276,7 +277,7 @@ func (f *fuzzer) pods(all bool) {
 	for _, e := range have {
 		known[e.Addrs[0]] = known[e.Addrs[0]] || e.Name == ""
 	}
-	for _, a := range f.local() {
+	for _, a := range f.localPods() {
 		if known[a] || !all && f.r.IntN(2) == 0 {
 			continue
 		}
@@ -285,7 +286,7 @@ func (f *fuzzer) pods(all bool) {
 	}
 }
 
-// makePod creates the HNS endpoint of a pod of this node.
+// makePod creates the HNS endpoint for a pod of this node.
 func (f *fuzzer) makePod(a netip.Addr) {
 	if _, err := f.hns.CreateEndpoint(kernelspace.Endpoint{Network: f.network, Addrs: []netip.Addr{a}, MAC: "00-15-5d-00-00-01"}); err != nil {
 		f.Fatal(err)
@@ -298,8 +299,8 @@ func (f *fuzzer) setHook(hook func(string) error) {
 	f.hns.SetHook(hook)
 }
 
-// local returns the addresses of this node's pods in services.
-func (f *fuzzer) local() []netip.Addr {
+// localPods returns the addresses of those pods of this node that services select.
+func (f *fuzzer) localPods() []netip.Addr {
 	var all []netip.Addr
 	snapshot := f.state.Snapshot()
 	node := &api.Node{Name: apitest.NodeName(0)}

@@ -8,11 +8,12 @@ import (
 )
 
 // HNS is the part of the Host Networking Service that the backend uses. Package winhns
-// implements it with the real service, and fakehns in memory for tests. Its calls never
-// overlap.
+// implements it with the real service. Package fakehns implements it in memory for tests.
+// The backend makes one call at a time.
 //
-// Identifiers are GUIDs; those of endpoints and load balancers are in lower case. Errors
-// wrap the errors of this package that have the same meaning.
+// Identifiers are GUIDs. Those of endpoints and load balancers are in lower case. If this
+// package has an error with the same meaning as an error of HNS, a call returns an error
+// that wraps it.
 type HNS interface {
 	// Features returns the features of this version of Windows.
 	Features() (Features, error)
@@ -28,8 +29,8 @@ type HNS interface {
 	// DeleteEndpoint returns ErrNotFound if there is no such endpoint.
 	DeleteEndpoint(id string) error
 	// CreateLoadBalancer creates a load balancer, given without an ID, and returns HNS'
-	// description of it. That has the ID, but may lack settings that HNS does not report. It
-	// returns ErrExists if another load balancer has one of its frontends.
+	// description of it. The description has the ID, but may lack settings that HNS does not
+	// report. The call returns ErrExists if another load balancer has one of the frontends.
 	CreateLoadBalancer(LoadBalancer) (LoadBalancer, error)
 	// UpdateLoadBalancer replaces the settings of the load balancer with this ID.
 	UpdateLoadBalancer(LoadBalancer) error
@@ -39,19 +40,19 @@ type HNS interface {
 
 // The errors of HNS that the backend handles.
 var (
-	// ErrNotFound: the object, or one that it refers to, does not exist.
+	// ErrNotFound means that the object, or an object that it refers to, does not exist.
 	ErrNotFound = errors.New("not found")
-	// ErrExists: another object has the address or the frontend.
+	// ErrExists means that another object has the address or the frontend.
 	ErrExists = errors.New("exists already")
-	// ErrNotRunning: the service does not run, for example during a restart.
+	// ErrNotRunning means that HNS does not run, for example during a restart.
 	ErrNotRunning = errors.New("HNS does not run")
-	// ErrNotSupported: this version of Windows does not support the call.
+	// ErrNotSupported means that this version of Windows does not support the call.
 	ErrNotSupported = errors.New("not supported by this version of Windows")
 )
 
 // Features are the features of HNS, which depend on its version.
 type Features struct {
-	// DSR is direct server return: replies bypass the load balancer.
+	// DSR is direct server return. With it, replies bypass the load balancer.
 	DSR bool
 	// DualStack is IPv6.
 	DualStack bool
@@ -69,7 +70,7 @@ type Network struct {
 	Name string
 	// Overlay reports that tunnels connect this node with pods on other nodes.
 	Overlay bool
-	// RemoteSubnets are the pod networks of other nodes, on an overlay network.
+	// RemoteSubnets are the pod networks of other nodes. Only overlay networks have them.
 	RemoteSubnets []RemoteSubnet
 }
 
@@ -80,9 +81,9 @@ type RemoteSubnet struct {
 	Provider netip.Addr
 }
 
-// Provider returns the node through which an address is reached: the node of its remote
-// subnet, or the address itself if it is such a node. It returns the zero Addr if no
-// tunnel leads there.
+// Provider returns the node at the end of the tunnel to an address. That is the node of
+// its remote subnet. The address of such a node is its own provider. Provider returns the
+// zero Addr if there is no tunnel to the address.
 func (n *Network) Provider(a netip.Addr) netip.Addr {
 	for _, s := range n.RemoteSubnets {
 		if s.Prefix.Contains(a) || s.Provider == a {
@@ -113,11 +114,11 @@ type LoadBalancer struct {
 	ID string
 	// Endpoints are the IDs of endpoints.
 	Endpoints []string
-	// SourceVIP is the source address of packets that need another one. With the zero Addr,
-	// HNS chooses it.
+	// SourceVIP replaces the source address of packets whose replies must return through
+	// HNS. If it is the zero Addr, HNS chooses an address.
 	SourceVIP netip.Addr
-	// VIPs are the addresses of its frontends. If it has none, they are the node's own
-	// addresses, of IPv6 if Flags has that bit.
+	// VIPs are the addresses of the frontends. If VIPs is empty, the frontends are node
+	// ports. These are for IPv6 if Flags contains IPv6, else for IPv4.
 	VIPs  []netip.Addr
 	Ports []PortMapping
 	Flags LoadBalancerFlags
@@ -157,7 +158,7 @@ type PortFlags uint32
 const (
 	// LocalRoutedVIP lets the node itself use the frontend.
 	LocalRoutedVIP PortFlags = 2
-	// UseMux is for packets from a load balancer in front of the node.
+	// UseMux marks a port that gets packets from a load balancer in front of the node.
 	UseMux PortFlags = 4
 	// PreserveDIP keeps the destination address of packets.
 	PreserveDIP PortFlags = 8
@@ -172,7 +173,7 @@ type Distribution uint32
 const (
 	// PerConnection selects an endpoint for each connection.
 	PerConnection Distribution = 0
-	// PerClient selects by the client's address: session affinity. HNS has no timeout for
-	// it.
+	// PerClient selects an endpoint by the client's address. This is session affinity, for
+	// which HNS has no configurable timeout.
 	PerClient Distribution = 2
 )

@@ -10,19 +10,20 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// holdings is the state of HNS: its last listing with all later writes.
+// holdings is the state of HNS as far as the backend knows it: the last listing and all
+// later writes.
 type holdings struct {
-	// name is the name of the backend that owns own endpoints.
+	// name is the name of this backend. It is the prefix of the names of its endpoints.
 	name       string
 	endpoints  map[string]Endpoint
 	byAddr     map[netip.Addr][]string // the preferred one first
 	balancers  map[string]LoadBalancer
 	byFrontend map[Frontend][]string // sorted; HNS usually rejects a second one
-	// uses counts the load balancers of each endpoint. vips counts the load balancers with
-	// an address as VIP. Both include those of other owners.
+	// uses counts the load balancers of each endpoint, by ID. vips counts the load balancers
+	// of each VIP. Both counts include load balancers of other owners.
 	uses map[string]int
 	vips map[netip.Addr]int
-	// idle are own endpoints that no load balancer uses.
+	// idle contains the IDs of own endpoints that no load balancer uses.
 	idle map[string]bool
 	// own counts own endpoints.
 	own int
@@ -53,8 +54,8 @@ func newHoldings(name string, endpoints []Endpoint, balancers []LoadBalancer) *h
 	return h
 }
 
-// isOwn reports whether this backend created an endpoint, for an address that is not a
-// pod of this node. Its name shows that. HNS may not report the flag.
+// isOwn reports whether this backend created an endpoint, judging by its name. Such an
+// endpoint is not a pod of this node, even if HNS does not report the flag Remote.
 func (h *holdings) isOwn(e Endpoint) bool {
 	return len(e.Addrs) == 1 && e.Name == endpointName(h.name, e.Addrs[0])
 }
@@ -69,8 +70,8 @@ func (h *holdings) addEndpoint(e Endpoint) {
 	h.endpoints[e.ID] = e
 	for _, a := range e.Addrs {
 		ids := append(h.byAddr[a], e.ID)
-		// Prefer a pod's own endpoint: a remote one with its address is a leftover. The order
-		// of the others only has to be stable.
+		// Prefer the endpoint of a local pod. A remote endpoint with the same address is stale.
+		// The order of other endpoints only has to be stable.
 		slices.SortFunc(ids, func(x, y string) int {
 			return cmp.Or(h.rank(x)-h.rank(y), cmp.Compare(x, y))
 		})
@@ -89,7 +90,7 @@ func (h *holdings) rank(id string) int {
 	return 0
 }
 
-// updateIdle updates whether an endpoint is idle.
+// updateIdle adds an endpoint to idle or removes it from idle.
 func (h *holdings) updateIdle(e Endpoint) {
 	if h.isOwn(e) && h.uses[e.ID] == 0 && h.vips[e.Addrs[0]] == 0 {
 		h.idle[e.ID] = true
@@ -123,7 +124,8 @@ func (h *holdings) endpointAt(a netip.Addr) (e Endpoint, ok bool) {
 	return Endpoint{}, false
 }
 
-// endpointNamed returns the ID of the endpoint with a name, the first of several.
+// endpointNamed returns the ID of an endpoint with a name. If there are several, it
+// returns the first.
 func (h *holdings) endpointNamed(name string) (id string, ok bool) {
 	for _, e := range h.endpoints {
 		if e.Name == name && (!ok || e.ID < id) {
@@ -157,8 +159,8 @@ func (h *holdings) removeBalancer(id string) {
 	h.use(lb, -1)
 }
 
-// use adds n to the counts of the endpoints that a load balancer needs: its endpoints
-// and, on an overlay network, those of its VIPs.
+// use adds n to the use counts of the endpoints that a load balancer needs. These are its
+// endpoints and, on an overlay network, the endpoints of its VIPs.
 func (h *holdings) use(lb LoadBalancer, n int) {
 	for _, id := range lb.Endpoints {
 		if h.uses[id] += n; h.uses[id] == 0 {
@@ -212,7 +214,7 @@ func frontendsOf(lb LoadBalancer) []Frontend {
 	return frontends
 }
 
-// sameEndpoints reports whether both have the same set of endpoints.
+// sameEndpoints reports whether two load balancers have the same set of endpoints.
 func sameEndpoints(a, b LoadBalancer) bool {
 	return slices.Equal(endpointSet(a), endpointSet(b))
 }

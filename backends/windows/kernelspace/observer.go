@@ -10,8 +10,8 @@ type Observer struct {
 	// Called reports a call of HNS with its name ("CreateLoadBalancer", …), duration and
 	// error.
 	Called func(call string, took time.Duration, err error)
-	// Holds reports the number of endpoints and load balancers in HNS that the backend
-	// created, whenever it is determined.
+	// Holds reports the numbers of endpoints and load balancers in HNS that the backend
+	// created. The backend calls it each time it determines these numbers.
 	Holds func(endpoints, loadBalancers int)
 }
 

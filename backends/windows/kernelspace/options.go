@@ -20,25 +20,25 @@ type Options struct {
 	// Name is the prefix of the names of this backend's endpoints. It identifies them. Two
 	// backends on one machine need different names. Default: "kpng".
 	Name string
-	// StateFile records the load balancers that the backend created, because HNS does not
-	// record it. Without it, load balancers of services that are deleted while no backend
-	// runs remain, and Cleanup removes none. Backends with different names need different
-	// files. Default: none.
+	// StateFile is a file that records which load balancers the backend created, because HNS
+	// stores no owner. Without a file, Cleanup removes no load balancers, and those of
+	// services that are deleted while no backend runs remain. Backends with different names
+	// need different files. Default: none.
 	StateFile string
 
-	// EnableDSR requires direct server return for cluster IPs. If Windows lacks it, the
-	// backend does not start. Frontends with externalTrafficPolicy Local use it whenever it
-	// is available. Default: false.
+	// EnableDSR enables direct server return for cluster IPs. The backend does not start if
+	// this version of Windows lacks the feature. Frontends with externalTrafficPolicy Local
+	// use direct server return in any case, if Windows has it. Default: false.
 	EnableDSR bool
-	// SourceVIPs are the source addresses for forwarded packets, at most one per family. An
-	// overlay network needs one of IPv4: an unused address of the pod network. Default: on
-	// other networks, the node's addresses.
+	// SourceVIPs are the source addresses for forwarded packets, at most one per family. On
+	// an overlay network an IPv4 address is required, which must be an unused address of the
+	// pod network. Default on other networks: the node's addresses.
 	SourceVIPs []netip.Addr
-	// NodeIPs are this node's addresses. Default: those of its Node object.
+	// NodeIPs are this node's addresses. Default: the addresses in its Node object.
 	NodeIPs []netip.Addr
-	// HostMAC is the hardware address, in the form "00-15-5d-01-02-03", for endpoints of
-	// source VIPs and cluster IPs on an overlay network. Default: the address of the
-	// interface with the node's IP address.
+	// HostMAC is this node's hardware address, in the form "00-15-5d-01-02-03". The
+	// endpoints for source VIPs and cluster IPs on an overlay network have it. Default: the
+	// hardware address of the interface that has the node's IP address.
 	HostMAC string
 
 	// ForwardHealthChecks forwards health checks to a service's load-balancer addresses to
@@ -67,8 +67,8 @@ func (o *Options) check() error {
 	return nil
 }
 
-// macOfInterface returns the hardware address of the interface with one of these
-// addresses, or "".
+// macOfInterface returns the hardware address of an interface that has one of these IP
+// addresses. It returns "" if there is none.
 func macOfInterface(addrs []netip.Addr) string {
 	interfaces, err := net.Interfaces()
 	if err != nil {

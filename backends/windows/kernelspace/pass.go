@@ -15,24 +15,25 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// pass is one reconciliation of HNS.
+// pass is one comparison of the plans with the state of HNS, with the resulting changes.
 type pass struct {
 	*Backend
 	ctx context.Context
 	log klog.Logger
-	// delivered are the services that may be retried although they failed before.
+	// delivered contains the services that may be retried although they failed before.
 	delivered map[types.NamespacedName]bool
 
 	failed sink.Failed
-	// listed reports that this pass has listed HNS. It does so at most once.
+	// listed is true if this pass has listed the objects of HNS. A pass does so at most
+	// once.
 	listed bool
-	// wrong reports that a call failed, so the state of HNS is unknown.
+	// wrong is true if a call failed, so that the state of HNS is unknown.
 	wrong bool
 	// mac is this node's hardware address, if known.
 	mac string
 }
 
-// errAbort is wrapped by errors after which the pass has to start again.
+// errAbort marks errors after which the pass must start again. They wrap it.
 var errAbort = errors.New("start again")
 
 // run processes all frontends in todo.
@@ -47,7 +48,7 @@ func (p *pass) run() error {
 	}
 	err := p.steps()
 	p.record.dropUnrequested()
-	p.note(p.record.journal.Write())
+	p.logJournalError(p.record.journal.Write())
 	if p.have != nil && p.opts.Observer.Holds != nil {
 		p.opts.Observer.Holds(p.have.own, p.record.len())
 	}
@@ -72,7 +73,7 @@ func (p *pass) list() error {
 	return p.survey(p.ctx)
 }
 
-// relist lists HNS again, unless this pass already did.
+// relist reads the state of HNS again, unless this pass has already done so.
 func (p *pass) relist() error {
 	if p.listed {
 		return nil
@@ -101,13 +102,13 @@ func (p *pass) steps() error {
 	for f := range p.todo {
 		w, wanted := p.wanted[f]
 		switch {
-		case wanted && !p.waits(w.service):
+		case wanted && !p.isWaiting(w.service):
 			keep = append(keep, f)
-		case !wanted && !p.passing && !p.waits(p.holder(f)):
+		case !wanted && !p.passing && !p.isWaiting(p.holder(f)):
 			remove = append(remove, f)
 		}
 	}
-	// Remove first, because new load balancers may need the same frontends.
+	// Remove load balancers first, because new ones may need their frontends.
 	slices.SortFunc(remove, compareFrontends)
 	for _, f := range remove {
 		if err := p.do(f, p.holder(f), p.remove); err != nil {
@@ -122,23 +123,23 @@ func (p *pass) steps() error {
 		}
 	}
 	if p.wrong || p.passing {
-		return nil // the idle endpoints are uncertain
+		return nil // it is unknown which endpoints are idle
 	}
 	return p.dropIdle()
 }
 
-// waits reports whether a service has failed and must not be retried now.
-func (p *pass) waits(service types.NamespacedName) bool {
+// isWaiting reports whether a service has failed and must not be retried now.
+func (p *pass) isWaiting(service types.NamespacedName) bool {
 	return p.failing[service] && !p.delivered[service]
 }
 
-// do performs a step for a frontend and records its failure. A returned error ends the
-// pass.
+// do performs a step for a frontend and records its failure. If do returns an error, the
+// pass ends.
 func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) error) error {
 	if err := p.ctx.Err(); err != nil {
 		return err
 	}
-	if err := step(f); ends(err) {
+	if err := step(f); isFatal(err) {
 		return fmt.Errorf("service %s: frontend %s: %w", service, f, err)
 	} else if err != nil {
 		p.fail(service, fmt.Errorf("frontend %s: %w", f, err))
@@ -148,8 +149,8 @@ func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) 
 	return nil
 }
 
-// ends reports whether err ends the pass.
-func ends(err error) bool { return errors.Is(err, ErrNotRunning) || errors.Is(err, errAbort) }
+// isFatal reports whether err ends the pass.
+func isFatal(err error) bool { return errors.Is(err, ErrNotRunning) || errors.Is(err, errAbort) }
 
 func (p *pass) fail(service types.NamespacedName, err error) {
 	if before := p.failed[service]; before != nil {

@@ -14,7 +14,7 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// Frontend identifies a load balancer: no two load balancers of a machine have the same
+// Frontend identifies a load balancer. No two load balancers of a machine have the same
 // frontend.
 type Frontend struct {
 	// VIP is the zero Addr for a node port, which applies to all addresses of the node.
@@ -68,51 +68,54 @@ type destination struct {
 type nodeLocation uint8
 
 const (
-	// elsewhere is another node: the backend creates an HNS endpoint.
+	// elsewhere means another node. The backend creates the HNS endpoint.
 	elsewhere nodeLocation = iota
-	// podHere is a pod of this node: the network plug-in creates its HNS endpoint.
+	// podHere means a pod of this node. The network plug-in creates its HNS endpoint.
 	podHere
-	// hostHere is this node itself, with a pod in its host network. The backend creates no
-	// HNS endpoint, because that would take the address from the node.
+	// hostHere is this node itself, for a pod in the host network. The backend creates no
+	// HNS endpoint for it, because the node would lose the address.
 	hostHere
 )
 
-// unserved is a frontend that HNS cannot provide, or only in part.
+// unserved is a frontend that HNS cannot provide, or can provide only partly.
 type unserved struct {
 	key    nodeview.FrontendKey
 	reason string
-	// degraded reports that the frontend is served in part.
+	// degraded is true if the frontend is partly served.
 	degraded bool
 }
 
-// environment is the state of this node on which its load balancers depend.
+// environment is the state of this node that determines its load balancers, apart from
+// the services.
 type environment struct {
 	features Features
-	// dsr requires direct server return for cluster IPs.
+	// dsr enables direct server return for cluster IPs.
 	dsr bool
-	// forwardHealthChecks forwards health checks to load-balancer addresses. Those of
-	// services without a port of their own go to healthzPort unless it is 0.
+	// forwardHealthChecks enables load balancers that forward health checks of load-balancer
+	// addresses to this node. They use the service's health-check node port or, if it has
+	// none, healthzPort. If that is 0, the service gets no such load balancer.
 	forwardHealthChecks bool
 	healthzPort         uint16
-	// sourceVIP4 and sourceVIP6 are zero if the family has none.
+	// sourceVIP4 and sourceVIP6 are the source VIPs. The value is zero if a family has none.
 	sourceVIP4, sourceVIP6 netip.Addr
 	// nodeIPs are this node's addresses, the preferred tunnel addresses first.
 	nodeIPs []netip.Addr
 	network *Network
 }
 
-// PreserveDestination is an annotation. If it is "true", packets to a load balancer's
-// ingress address keep that destination when they are delivered to local pods. Sources
-// drop annotations that they are not configured to keep.
+// PreserveDestination is an annotation of services. If its value is "true", local pods
+// get packets to a load balancer's ingress address with that address as destination. A
+// source keeps only the annotations for which it is configured.
 const PreserveDestination = "preserve-destination"
 
 // plan returns the load balancers of a service on this node, in the order of its
-// frontends, and the frontends that are not fully supported. It is pure. A frontend
-// without endpoints has no load balancer, because HNS can neither reject nor drop.
+// frontends. It also returns the frontends that HNS cannot provide fully. The function
+// has no side effects. A frontend without endpoints gets no load balancer, because HNS
+// can neither reject nor drop packets.
 func plan(se *api.ServiceEndpoints, on *environment) (policies []policy, lacking []unserved) {
 	var checked []nodeview.Frontend
 	for f := range nodeview.Frontends(se) {
-		if reason := on.refuses(&f); reason != "" {
+		if reason := on.refusal(&f); reason != "" {
 			lacking = append(lacking, unserved{key: f.FrontendKey, reason: reason})
 			continue
 		}
@@ -139,8 +142,8 @@ func plan(se *api.ServiceEndpoints, on *environment) (policies []policy, lacking
 
 func isNotTerminating(t nodeview.Target) bool { return !t.Conditions.Terminating }
 
-// refuses returns why HNS cannot provide a frontend, or "" if it can.
-func (on *environment) refuses(f *nodeview.Frontend) string {
+// refusal returns the reason why HNS cannot provide a frontend, or "" if it can.
+func (on *environment) refusal(f *nodeview.Frontend) string {
 	switch {
 	case f.ServicePort == nil:
 		return "HNS balances ports, not whole addresses"
@@ -170,8 +173,8 @@ func (on *environment) policy(f *nodeview.Frontend, preserve bool) (p policy, de
 	} else if f.Affinity > 0 {
 		degraded = append(degraded, "session affinity is not supported by this version of Windows")
 	}
-	// With the external policy Local, replies leave directly from the pod's node with the
-	// client's address. That is direct server return.
+	// With externalTrafficPolicy Local, a pod gets packets with the client's address and
+	// replies directly to the client. That is direct server return.
 	dsr := f.Masquerade == nodeview.MasqueradeNode
 	localOnly := false
 	switch f.Kind {
@@ -218,7 +221,8 @@ func (on *environment) policy(f *nodeview.Frontend, preserve bool) (p policy, de
 	return p, degraded
 }
 
-// commonPort returns the most common port of endpoints, the lowest one of several.
+// commonPort returns the most common port of endpoints. If several ports are equally
+// common, it returns the lowest.
 func commonPort(endpoints []nodeview.Target) uint16 {
 	count := map[uint16]int{}
 	var common uint16
@@ -265,9 +269,9 @@ func (on *environment) healthCheck(f *nodeview.Frontend, svc *api.Service) (p po
 	return p, true
 }
 
-// source returns the source address of a policy. On an overlay network it is the
-// configured one. If an endpoint is outside the pod network, it is the node's own
-// address. On other networks it is the configured one, if any, else the node's own.
+// source returns the source address for a policy. It is the configured source VIP or,
+// without one, the node's own address. On an overlay network it is the node's own address
+// if an endpoint is outside the pod network.
 func (on *environment) source(p *policy) netip.Addr {
 	vip := on.sourceVIP4
 	if p.Family == api.IPv6 {
@@ -297,8 +301,7 @@ func (on *environment) nodeIP(f api.Family) netip.Addr {
 	return netip.Addr{}
 }
 
-// remote returns the HNS endpoint to create for an address that is not a pod of this
-// node.
+// remote returns the HNS endpoint to create for the address of a pod on another node.
 func (on *environment) remote(name string, addr netip.Addr) Endpoint {
 	e := Endpoint{Name: name, Network: on.network.ID, Addrs: []netip.Addr{addr}, MAC: macOf(addr), Remote: true}
 	if on.network.Overlay {
@@ -318,8 +321,8 @@ func (on *environment) vipEndpoint(name string, vip netip.Addr, mac string) Endp
 }
 
 // macOf returns a hardware address for a remote endpoint. It is locally administered and
-// depends only on the IP address. IPv6 addresses are hashed, because those of two nodes
-// may differ only in their first bytes.
+// depends only on the IP address. For IPv6 it is a hash of all bytes, because the
+// addresses of pods on two nodes may differ only in their first bytes.
 func macOf(a netip.Addr) string {
 	b := a.AsSlice()
 	if a.Is6() {
@@ -346,8 +349,8 @@ func protocolOf(p api.Protocol) uint32 {
 	}
 }
 
-// with returns the policy as a load balancer with these endpoint IDs.
-func (p *policy) with(ids []string) LoadBalancer {
+// toLoadBalancer returns the policy as a load balancer with these endpoint IDs.
+func (p *policy) toLoadBalancer(ids []string) LoadBalancer {
 	lb := LoadBalancer{
 		Endpoints: ids, SourceVIP: p.sourceVIP, Flags: p.flags,
 		Ports: []PortMapping{{

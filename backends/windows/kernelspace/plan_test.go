@@ -59,8 +59,8 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 		features *kernelspace.Features
 		network  kernelspace.Network
 		opts     kernelspace.Options
-		named    []string // other endpoints on this node, in the form "cbr0=10.1.1.2"
-		pods     []string // of this node
+		named    []string // additional endpoints on this node, in the form "cbr0=10.1.1.2"
+		pods     []string // addresses of the pods of this node
 		view     *api.ServiceEndpoints
 		want     string
 		remotes  []string
@@ -256,7 +256,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 	}} {
 		for quirk, quirks := range fakehns.AllQuirks() {
 			if quirk != "none" && quirk != "all" && !tc.everyQuirk {
-				continue // all together show that there is an error, and single ones show which
+				continue // the set of all quirks finds an error, and the single quirks show its cause
 			}
 			t.Run(tc.name+"/HNS "+quirk, func(t *testing.T) {
 				features := all
@@ -275,8 +275,8 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 					if got["web"] != tc.fails {
 						t.Errorf("Sync failed with %q, want %q", got["web"], tc.fails)
 					}
-					w.has(tc.want)
-					w.remotes(tc.remotes...)
+					w.mustHave(tc.want)
+					w.mustHaveRemotes(tc.remotes...)
 
 					// A second Sync finds the expected state.
 					w.hns.Calls()
@@ -292,10 +292,10 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 						}
 					}
 
-					// Deleting the service deletes everything that was created for it.
+					// Deleting the service removes all objects that were created for it.
 					w.must(w.remove(tc.view.Service.Name))
-					w.has("")
-					w.remotes()
+					w.mustHave("")
+					w.mustHaveRemotes()
 					w.views[tc.view.Key()] = tc.view
 				}
 			})
@@ -313,13 +313,13 @@ func TestMostCommonTargetPortIsServed(t *testing.T) {
 	v := view(service("web", named), at("10.1.2.1"), at("10.1.2.2"))
 	v.Endpoints[1].PortOverrides = []api.PortName{{Name: "http", Port: 9090}}
 	w.must(w.set(v))
-	w.has("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1")
+	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.1")
 	v = view(service("web", named), at("10.1.2.1"), at("10.1.2.2"), at("10.1.2.3"))
 	v.Endpoints[1].PortOverrides = []api.PortName{{Name: "http", Port: 9090}}
 	v.Endpoints[2].PortOverrides = []api.PortName{{Name: "http", Port: 9090}}
 	w.must(w.set(v))
-	w.has("10.96.0.1 protocol 6 port 80->9090 to 10.1.2.2 10.1.2.3")
-	w.remotes("10.1.2.2", "10.1.2.3")
+	w.mustHave("10.96.0.1 protocol 6 port 80->9090 to 10.1.2.2 10.1.2.3")
+	w.mustHaveRemotes("10.1.2.2", "10.1.2.3")
 }
 
 func TestSourceVIPOfBridgeIsNodeAddress(t *testing.T) {
@@ -340,7 +340,7 @@ func TestServicesShareHealthChecksOfLoadBalancerAddress(t *testing.T) {
 	w := newWorld(t, fakehns.AllFeatures(), kernelspace.Network{}, kernelspace.Options{ForwardHealthChecks: true, HealthzPort: 10256})
 	w.endpoint(kernelspace.Endpoint{Name: "cbr0", Addrs: []netip.Addr{addr("10.1.1.2")}})
 	at := func(port int32) *api.ServiceEndpoints {
-		return view(service(fmt.Sprint("web-", port), at96(int(port)), func(s *api.Service) {
+		return view(service(fmt.Sprint("web-", port), withClusterIP(int(port)), func(s *api.Service) {
 			s.Type, s.Ports[0].Port = api.LoadBalancer, port
 			s.IPs.LoadBalancerIPs = addrs("203.0.113.1")
 		}), at("10.1.2.1"))
@@ -353,7 +353,7 @@ func TestServicesShareHealthChecksOfLoadBalancerAddress(t *testing.T) {
 		}
 		w.must(w.remove(name))
 	}
-	w.has("")
+	w.mustHave("")
 }
 
 func TestOverlayNetworkHasEndpointsForSourceVIPAndClusterIPs(t *testing.T) {

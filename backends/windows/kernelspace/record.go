@@ -15,8 +15,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// record stores in a journal which load balancers of the machine are own ones, because
-// HNS stores no owner. A load balancer has one of these states:
+// record stores in a journal which load balancers the backend owns, because HNS stores no
+// owner. A load balancer has one of these states:
 //
 //	planned    its creation is about to be requested
 //	requested  its creation was requested; the next listing shows whether HNS
@@ -24,9 +24,9 @@ import (
 //	made       HNS has it, under a known ID
 //	deleted    HNS reported its deletion, which the next listing confirms
 //
-// Only its ID makes a load balancer an own one. The journal does not distinguish
-// requested from planned, or deleted from made: a new process does not know the requests
-// and responses of the old one. A listing resolves both.
+// The backend owns a load balancer only if the record has its ID. The journal does not
+// distinguish the states requested and planned, or deleted and made. So a new process
+// does not know the state exactly until it compares the record with a listing.
 type record struct {
 	journal *journal.Journal
 	planned map[Frontend]*planned
@@ -46,8 +46,8 @@ type planned struct {
 type made struct {
 	Frontend Frontend
 	Service  types.NamespacedName
-	// Asked is the digest of the requested settings. Answered is the digest of HNS'
-	// description, which may lack settings.
+	// Asked is the digest of the requested settings. Answered is the digest of the settings
+	// that HNS reported, which may be fewer.
 	Asked, Answered digest
 	deleted         bool
 }
@@ -97,7 +97,7 @@ func (r *record) read(key, value string) error {
 	return json.Unmarshal([]byte(value), p)
 }
 
-// owns reports whether a load balancer is an own one.
+// owns reports whether the backend owns a load balancer.
 func (r *record) owns(id string) bool { return r.made[id] != nil }
 
 // plan records that the creation of a load balancer is about to be requested.
@@ -110,35 +110,35 @@ func (r *record) plan(f Frontend, p planned) {
 func (r *record) add(id string, m made) {
 	r.made[id] = &m
 	r.journal.Set(madePrefix+id, encode(m))
-	r.drop(m.Frontend)
+	r.dropPlan(m.Frontend)
 }
 
-// drop drops a plan.
-func (r *record) drop(f Frontend) {
+// dropPlan removes the plan for a frontend.
+func (r *record) dropPlan(f Frontend) {
 	if r.planned[f] != nil {
 		delete(r.planned, f)
 		r.journal.Delete(plannedPrefix + encode(f))
 	}
 }
 
-// dropUnrequested drops plans that were not requested.
+// dropUnrequested removes the plans whose creation was not requested.
 func (r *record) dropUnrequested() {
 	for f, p := range r.planned {
 		if !p.requested {
-			r.drop(f)
+			r.dropPlan(f)
 		}
 	}
 }
 
-// forget removes a load balancer that HNS does not have.
+// forget removes a load balancer that HNS no longer has from the record.
 func (r *record) forget(id string) {
 	delete(r.made, id)
 	r.journal.Delete(madePrefix + id)
 }
 
 // confirm compares the record with a listing. It removes load balancers that are not
-// listed. It also finds out which requests HNS carried out: an unknown load balancer has
-// exactly the frontend and the target of the request.
+// listed. It also finds out which requests HNS carried out. In that case an unknown load
+// balancer in the listing has exactly the frontend and the target of the request.
 func (r *record) confirm(have *holdings) {
 	for id, m := range r.made {
 		if _, listed := have.balancers[id]; !listed {
@@ -157,7 +157,7 @@ func (r *record) confirm(have *holdings) {
 				r.add(id, made{Frontend: f, Service: p.Service, Asked: p.Asked, Answered: digestOf(lb)})
 			}
 		}
-		r.drop(f)
+		r.dropPlan(f)
 	}
 }
 
@@ -173,8 +173,8 @@ func (r *record) len() int {
 }
 
 // unchanged reports whether a load balancer has the settings want, apart from its
-// endpoints. HNS does not describe all settings. So an unchanged description means that
-// the settings are those of the request.
+// endpoints. HNS does not report all settings. If the reported settings are the same as
+// after the creation, unchanged assumes that all settings are those of the request.
 func (r *record) unchanged(have, want LoadBalancer) bool {
 	got, asked := digestOf(have), digestOf(want)
 	if m := r.made[have.ID]; m != nil && got == m.Answered {
@@ -212,7 +212,7 @@ func digestOf(lb LoadBalancer) digest {
 func encode(v any) string {
 	data, err := json.Marshal(v)
 	if err != nil {
-		panic(err) // cannot fail for numbers, strings and addresses
+		panic(err) // encoding numbers, strings and addresses cannot fail
 	}
 	return string(data)
 }

@@ -20,9 +20,11 @@ import (
 )
 
 const (
-	// InterfaceVariable is the environment variable with the default of Options.Interface.
+	// InterfaceVariable is the environment variable that contains the default of
+	// Options.Interface.
 	InterfaceVariable = "INTERFACE_TO_ADD_SERVICE_IP"
-	// DefaultInterface is the interface if neither Options nor the variable names one.
+	// DefaultInterface is the network interface to use if neither Options nor the
+	// environment variable names one.
 	DefaultInterface = "vEthernet (HNS Internal NIC)"
 )
 
@@ -31,29 +33,30 @@ type Options struct {
 	// Interface is the name of the network interface for addresses. Default: the environment
 	// variable InterfaceVariable, else DefaultInterface.
 	Interface string
-	// StateFile records the added addresses; its folder is created. Two proxies on one host
-	// need different files. Default: kpng\userspace.journal in the folder %ProgramData%.
+	// StateFile is the path of a file that records the added addresses. New folders in the
+	// path are created. Two proxies on one host need different files. Default:
+	// kpng\userspace.journal in the folder %ProgramData%.
 	StateFile string
-	// Timeout is the maximum time until sockets can bind to an added address. Windows checks
-	// for duplicates on the network first, for about three seconds unless the interface
-	// disables it (dadtransmits=0). Default 10 s.
+	// Timeout is the maximum time until sockets can bind to an added address. Windows first
+	// checks for about three seconds whether another host has the address, unless the
+	// interface disables this check (dadtransmits=0). Default: 10 seconds.
 	Timeout time.Duration
 }
 
-// Addresses adds addresses to a network interface. Add and Remove are safe for concurrent
-// use with different addresses, and wait for several addresses together. Left and Cleanup
-// must not overlap other calls.
+// Addresses adds addresses to a network interface. Concurrent calls of Add and Remove are
+// safe if their addresses are different. No other call may overlap a call of Left or
+// Cleanup.
 type Addresses struct {
 	opts   Options
 	system system
 
-	// recording guards record, which has the interface of each address that was added or is
-	// about to be. It is nil until it is read. The file need not survive a restart of
-	// Windows, which removes the addresses.
+	// recording guards record. The record has the interface of each address that was added
+	// or is about to be added. It is nil until it is read. The file need not survive a
+	// restart of Windows, because Windows then removes the addresses.
 	recording sync.Mutex
 	record    *journal.Journal
 
-	// looking guards the last read of the interface.
+	// looking guards the result of the last read of the interface.
 	looking sync.Mutex
 	looked  time.Time
 	has     map[netip.Addr]bool
@@ -85,8 +88,8 @@ func newAddresses(opts Options, s system) (*Addresses, error) {
 // Interface returns the name of the network interface for addresses.
 func (a *Addresses) Interface() string { return a.opts.Interface }
 
-// recorded calls f with the record and writes the changes of f.
-func (a *Addresses) recorded(f func(*journal.Journal)) error {
+// updateRecord calls f with the record and writes the changes that f made.
+func (a *Addresses) updateRecord(f func(*journal.Journal)) error {
 	a.recording.Lock()
 	defer a.recording.Unlock()
 	if a.record == nil {
@@ -100,12 +103,13 @@ func (a *Addresses) recorded(f func(*journal.Journal)) error {
 	return a.record.Write()
 }
 
-// fresh is the maximum age of a read of the interface for adding an address, so that one
-// read serves all addresses of a Sync.
-const fresh = time.Second
+// maxLookAge is how old a list of the interface's addresses may be when Add uses it. So
+// Add does not read the interface for each address of a Sync.
+const maxLookAge = time.Second
 
-// look reports whether an address was on the interface at some time after since.
-func (a *Addresses) look(addr netip.Addr, since time.Time) (there bool, err error) {
+// hasAddress reports whether the interface has an address. It reads the interface unless
+// the last read was after the time since.
+func (a *Addresses) hasAddress(addr netip.Addr, since time.Time) (there bool, err error) {
 	a.looking.Lock()
 	defer a.looking.Unlock()
 	if !a.looked.After(since) {
@@ -120,12 +124,12 @@ func (a *Addresses) Add(ctx context.Context, addr netip.Addr) error {
 	if a.system.usable(addr) {
 		return nil
 	}
-	there, err := a.look(addr, time.Now().Add(-fresh))
+	there, err := a.hasAddress(addr, time.Now().Add(-maxLookAge))
 	if err != nil {
 		return err
 	}
 	if !there {
-		if err := a.put(ctx, addr); err != nil {
+		if err := a.addMissing(ctx, addr); err != nil {
 			return err
 		}
 	}
@@ -137,9 +141,9 @@ func (a *Addresses) Add(ctx context.Context, addr netip.Addr) error {
 	return nil
 }
 
-// put adds a missing address.
-func (a *Addresses) put(ctx context.Context, addr netip.Addr) error {
-	if err := a.recorded(func(j *journal.Journal) { j.Set(addr.String(), a.opts.Interface) }); err != nil {
+// addMissing adds an address that the interface does not have, and records it.
+func (a *Addresses) addMissing(ctx context.Context, addr netip.Addr) error {
+	if err := a.updateRecord(func(j *journal.Journal) { j.Set(addr.String(), a.opts.Interface) }); err != nil {
 		return err
 	}
 	err := a.system.add(ctx, a.opts.Interface, addr)
@@ -147,10 +151,10 @@ func (a *Addresses) put(ctx context.Context, addr netip.Addr) error {
 		return nil
 	}
 	err = fmt.Errorf("add %s to interface %q: %w", addr, a.opts.Interface, err)
-	if there, lookErr := a.look(addr, time.Now()); lookErr == nil && !there {
+	if there, lookErr := a.hasAddress(addr, time.Now()); lookErr == nil && !there {
 		return errors.Join(err, a.forget(addr))
 	}
-	return errors.Join(err, a.Remove(context.WithoutCancel(ctx), addr)) // it was added despite the error
+	return errors.Join(err, a.Remove(context.WithoutCancel(ctx), addr)) // the address may have been added despite the error
 }
 
 // wait waits until sockets can bind to addr.
@@ -172,7 +176,7 @@ func (a *Addresses) wait(ctx context.Context, addr netip.Addr) error {
 // Remove implements userspace.Addresses.
 func (a *Addresses) Remove(ctx context.Context, addr netip.Addr) error {
 	on, ours := "", false
-	if err := a.recorded(func(j *journal.Journal) { on, ours = j.Get(addr.String()) }); err != nil || !ours {
+	if err := a.updateRecord(func(j *journal.Journal) { on, ours = j.Get(addr.String()) }); err != nil || !ours {
 		return err
 	}
 	if err := a.system.remove(ctx, on, addr); err != nil {
@@ -189,13 +193,13 @@ func (a *Addresses) Remove(ctx context.Context, addr netip.Addr) error {
 }
 
 func (a *Addresses) forget(addr netip.Addr) error {
-	return a.recorded(func(j *journal.Journal) { j.Delete(addr.String()) })
+	return a.updateRecord(func(j *journal.Journal) { j.Delete(addr.String()) })
 }
 
 // Left implements userspace.Addresses.
 func (a *Addresses) Left(context.Context) ([]netip.Addr, error) {
 	recorded := map[string]string{}
-	if err := a.recorded(func(j *journal.Journal) { recorded = maps.Collect(j.All()) }); err != nil {
+	if err := a.updateRecord(func(j *journal.Journal) { recorded = maps.Collect(j.All()) }); err != nil {
 		return nil, err
 	}
 	interfaces := map[string]map[netip.Addr]bool{}
@@ -214,7 +218,7 @@ func (a *Addresses) Left(context.Context) ([]netip.Addr, error) {
 		}
 		if has[addr] {
 			left = append(left, addr)
-		} else if err := a.forget(addr); err != nil { // Windows was restarted
+		} else if err := a.forget(addr); err != nil { // a restart of Windows has removed the address
 			return nil, err
 		}
 	}

@@ -30,15 +30,15 @@ const nic = "vEthernet (HNS Internal NIC)"
 // fakeSystem is a Windows system with in-memory interfaces.
 type fakeSystem struct {
 	mu sync.Mutex
-	// has maps each address to its interface and the time when it is usable.
+	// has maps each address to its interface and the time from which it is usable.
 	has map[netip.Addr]fakeAddress
 	// delay is the time until an added address is usable.
 	delay time.Duration
-	// fails are errors of calls by verb (add or delete). If does is set, the call takes
-	// effect anyway.
+	// fails maps the verb of a call (add or delete) to its error. If does is true, the call
+	// takes effect anyway.
 	fails map[string]error
 	does  bool
-	// gone reports that the interface does not exist.
+	// gone is true if the interface does not exist.
 	gone    bool
 	calls   []string
 	lookups int
@@ -69,7 +69,7 @@ func (f *fakeSystem) change(verb, on string, addr netip.Addr, do func()) error {
 		return errNoInterface
 	}
 	if _, there := f.has[addr]; there == (verb == "add") {
-		return errors.New("status 1") // like netsh
+		return errors.New("status 1") // the same error as for netsh
 	}
 	if err := f.fails[verb]; err != nil && !f.does {
 		return err
@@ -107,8 +107,8 @@ func (f *fakeSystem) expect(t *testing.T, want ...netip.Addr) {
 	}
 }
 
-// process returns Addresses as in a new process.
-func process(t *testing.T, f *fakeSystem, path string) *Addresses {
+// newProcess returns Addresses in the state that they have in a new process.
+func newProcess(t *testing.T, f *fakeSystem, path string) *Addresses {
 	t.Helper()
 	a, err := newAddresses(Options{StateFile: path, Interface: nic}, f)
 	if err != nil {
@@ -141,7 +141,7 @@ func TestArgumentsOfNetsh(t *testing.T) {
 
 func TestAddressIsAddedAndRemoved(t *testing.T) {
 	f := newFakeSystem()
-	a := process(t, f, filepath.Join(t.TempDir(), "kpng", "state"))
+	a := newProcess(t, f, filepath.Join(t.TempDir(), "kpng", "state"))
 	for _, addr := range []netip.Addr{ip4, ip6} {
 		check(t, "add", a.Add(t.Context(), addr))
 	}
@@ -164,13 +164,13 @@ func many(n int) []netip.Addr {
 func TestRestartKeepsNeededAddresses(t *testing.T) {
 	f := newFakeSystem()
 	path := filepath.Join(t.TempDir(), "state")
-	first := process(t, f, path)
+	first := newProcess(t, f, path)
 	all := many(100)
 	for _, addr := range all {
 		check(t, "add", first.Add(t.Context(), addr))
 	}
 	f.calls = nil
-	second := process(t, f, path)
+	second := newProcess(t, f, path)
 	left, err := second.Left(t.Context())
 	check(t, "remaining addresses", err)
 	slices.SortFunc(left, netip.Addr.Compare)
@@ -191,7 +191,7 @@ func TestMissingInterfaceIsDetectedOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
 		f.gone = true
-		a := process(t, f, filepath.Join(t.TempDir(), "state"))
+		a := newProcess(t, f, filepath.Join(t.TempDir(), "state"))
 		for _, addr := range many(1000) {
 			if err := a.Add(t.Context(), addr); !errors.Is(err, errNoInterface) {
 				t.Fatalf("Add returned %v", err)
@@ -200,9 +200,9 @@ func TestMissingInterfaceIsDetectedOnce(t *testing.T) {
 		if len(f.calls) > 0 || f.lookups != 1 {
 			t.Errorf("for 1000 addresses the host was changed %d times, and the interface looked up %d times; want 0 and 1", len(f.calls), f.lookups)
 		}
-		// The interface appears, and can be used soon.
+		// The interface appears, and its addresses soon become usable.
 		f.gone = false
-		time.Sleep(fresh)
+		time.Sleep(maxLookAge)
 		check(t, "add", a.Add(t.Context(), ip4))
 	})
 }
@@ -210,7 +210,7 @@ func TestMissingInterfaceIsDetectedOnce(t *testing.T) {
 func TestUnusableAddressDelaysNoOther(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
-		a := process(t, f, filepath.Join(t.TempDir(), "state"))
+		a := newProcess(t, f, filepath.Join(t.TempDir(), "state"))
 		f.delay = time.Hour
 		var bad sync.WaitGroup
 		for _, addr := range many(10) {
@@ -238,7 +238,7 @@ func TestAddReturnsWhenAddressIsUsable(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
 		f.delay = 3 * time.Second
-		a := process(t, f, filepath.Join(t.TempDir(), "state"))
+		a := newProcess(t, f, filepath.Join(t.TempDir(), "state"))
 		start := time.Now()
 		check(t, "add", a.Add(t.Context(), ip4))
 		if took := time.Since(start); took < f.delay || took > f.delay+200*time.Millisecond {
@@ -251,7 +251,7 @@ func TestAddressesAreWaitedForTogether(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
 		f.delay = 3 * time.Second
-		a := process(t, f, filepath.Join(t.TempDir(), "state"))
+		a := newProcess(t, f, filepath.Join(t.TempDir(), "state"))
 		start := time.Now()
 		var all sync.WaitGroup
 		for i := range 40 {
@@ -280,7 +280,7 @@ func TestFailedAddIsReverted(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				f := newFakeSystem()
 				path := filepath.Join(t.TempDir(), "state")
-				a := process(t, f, path)
+				a := newProcess(t, f, path)
 				test.when(f)
 				if err := a.Add(t.Context(), ip4); err == nil || !strings.Contains(err.Error(), test.wants) {
 					t.Errorf("Add returned %v, want an error with %q", err, test.wants)
@@ -298,7 +298,7 @@ func TestEndOfContextEndsWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
 		f.delay = 5 * time.Second
-		a := process(t, f, filepath.Join(t.TempDir(), "state"))
+		a := newProcess(t, f, filepath.Join(t.TempDir(), "state"))
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		if err := a.Add(ctx, ip4); !errors.Is(err, context.DeadlineExceeded) {
@@ -312,9 +312,9 @@ func TestAddressesOfOtherProgramsAreNotChanged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newFakeSystem()
 		f.has[ip4] = fakeAddress{on: "Ethernet"}
-		// Another program has just added it to our interface.
+		// Another program has just added ip6 to our interface.
 		f.has[ip6] = fakeAddress{on: nic, usable: time.Now().Add(time.Second)}
-		a := process(t, f, filepath.Join(t.TempDir(), "state"))
+		a := newProcess(t, f, filepath.Join(t.TempDir(), "state"))
 		for _, addr := range []netip.Addr{ip4, ip6} {
 			check(t, "add", a.Add(t.Context(), addr))
 			check(t, "remove", a.Remove(t.Context(), addr))
@@ -331,18 +331,18 @@ func TestNextProcessRemovesAddressesOfKilledOne(t *testing.T) {
 	f := newFakeSystem()
 	f.has[netip.MustParseAddr("10.96.0.99")] = fakeAddress{on: nic}
 	path := filepath.Join(t.TempDir(), "state")
-	first := process(t, f, path)
+	first := newProcess(t, f, path)
 	for _, addr := range []netip.Addr{ip4, ip6, netip.MustParseAddr("10.96.0.11")} {
 		check(t, "add", first.Add(t.Context(), addr))
 	}
 	check(t, "remove", first.Remove(t.Context(), ip6))
 	f.has[ip6] = fakeAddress{on: nic} // now another program owns it
 
-	second := process(t, f, path)
+	second := newProcess(t, f, path)
 	check(t, "clean up", second.Cleanup(t.Context()))
 	f.expect(t, netip.MustParseAddr("10.96.0.99"), ip6)
 	calls := len(f.calls)
-	check(t, "clean up in a third", process(t, f, path).Cleanup(t.Context()))
+	check(t, "clean up in a third", newProcess(t, f, path).Cleanup(t.Context()))
 	if len(f.calls) != calls {
 		t.Errorf("a third process cleaned up %q", f.calls[calls:])
 	}
@@ -351,13 +351,13 @@ func TestNextProcessRemovesAddressesOfKilledOne(t *testing.T) {
 func TestFailedRemovalIsRetried(t *testing.T) {
 	f := newFakeSystem()
 	path := filepath.Join(t.TempDir(), "state")
-	a := process(t, f, path)
+	a := newProcess(t, f, path)
 	check(t, "add", a.Add(t.Context(), ip4))
 	f.fails["delete"] = errors.New("status 1")
 	if err := a.Remove(t.Context(), ip4); err == nil {
 		t.Error("Remove returned no error")
 	}
-	if err := process(t, f, path).Cleanup(t.Context()); err == nil {
+	if err := newProcess(t, f, path).Cleanup(t.Context()); err == nil {
 		t.Error("clean up returned no error")
 	}
 	delete(f.fails, "delete")
@@ -368,10 +368,10 @@ func TestFailedRemovalIsRetried(t *testing.T) {
 func TestVanishedAddressesAreDropped(t *testing.T) {
 	f := newFakeSystem()
 	path := filepath.Join(t.TempDir(), "state")
-	check(t, "add", process(t, f, path).Add(t.Context(), ip4))
+	check(t, "add", newProcess(t, f, path).Add(t.Context(), ip4))
 	clear(f.has) // Windows was restarted
 	calls := len(f.calls)
-	check(t, "clean up", process(t, f, path).Cleanup(t.Context()))
+	check(t, "clean up", newProcess(t, f, path).Cleanup(t.Context()))
 	if len(f.calls) != calls {
 		t.Errorf("netsh was called: %q", f.calls[calls:])
 	}
@@ -384,7 +384,7 @@ func TestForeignStateFileIsNotOverwritten(t *testing.T) {
 		t.Fatal(err)
 	}
 	f := newFakeSystem()
-	a := process(t, f, path)
+	a := newProcess(t, f, path)
 	for what, err := range map[string]error{"Cleanup": a.Cleanup(t.Context()), "Add": a.Add(t.Context(), ip4)} {
 		if err == nil || !strings.Contains(err.Error(), "[mysqld]") {
 			t.Errorf("%s returned %v", what, err)

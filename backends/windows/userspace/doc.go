@@ -7,15 +7,15 @@
 //	…
 //	b, err := userspace.New(userspace.Options{Addresses: addresses})
 //
-// Each address has the prefix length 32 or 128. Windows does not use such an address as
-// the source of connections, and removes it at a restart. The package records an address
-// in a file before it adds it. So a process after a killed one can use or remove these
-// addresses and no others. If the host already has an address, the package uses it and
-// does not remove it.
+// The package adds each address with the prefix length 32 or 128. Windows does not use
+// such an address as the source of connections, and removes it at a restart. The package
+// records an address in a file before it adds it. So after a crash the next process knows
+// which addresses the package added, and can use or remove them. If the host already has
+// an address, the package uses it and does not remove it.
 //
-// It adds addresses with the IP Helper API, and with netsh if that fails. It detects
-// success of netsh by its exit status and by the address itself, not by its output, which
-// is in the language of the system.
+// It adds addresses with the IP Helper API, and with netsh if that fails. It ignores the
+// output of netsh, which is in the language of the system. It checks the exit status and
+// whether the address exists.
 //
-// The package builds on every platform and works on Windows.
+// The package compiles on every platform but works only on Windows.
 package userspace

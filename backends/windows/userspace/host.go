@@ -17,8 +17,8 @@ import (
 
 // system is the interface to Windows.
 type system interface {
-	// add adds a host address to the named interface, and remove removes it. They do not
-	// wait until the address is usable.
+	// add adds a host address to the named interface. It does not wait until sockets can
+	// bind to the address.
 	add(ctx context.Context, on string, addr netip.Addr) error
 	remove(ctx context.Context, on string, addr netip.Addr) error
 	// usable reports whether sockets can bind to addr.
@@ -31,7 +31,7 @@ var errNoInterface = errors.New("no such network interface")
 
 // host is the system of this process. It uses the IP Helper API, and netsh if that fails.
 type host struct {
-	// running limits the concurrent calls of netsh, because each is a process.
+	// running limits the number of concurrent netsh processes.
 	running chan struct{}
 }
 
@@ -102,8 +102,8 @@ func (host) addresses(on string) (map[netip.Addr]bool, error) {
 }
 
 func (host) usable(addr netip.Addr) bool {
-	// The list of addresses is not enough: it includes addresses that Windows still checks
-	// for duplicates, to which sockets cannot bind.
+	// The list of addresses is not enough. It includes addresses that Windows still checks
+	// for duplicates, and sockets cannot bind to these.
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(addr, 0)))
 	if err != nil {
 		return false
@@ -119,7 +119,7 @@ const netshTimeout = 30 * time.Second
 func netsh(ctx context.Context, args ...string) error {
 	ctx, cancel := context.WithTimeout(ctx, netshTimeout)
 	defer cancel()
-	// Do not use PATH, which other users may modify.
+	// Do not search netsh in PATH, because other users may modify it.
 	cmd := exec.CommandContext(ctx, filepath.Join(os.Getenv("SystemRoot"), "System32", "netsh.exe"), args...)
 	cmd.WaitDelay = time.Second
 	withoutWindow(cmd)

@@ -27,8 +27,8 @@ var (
 	errHelperMissing = errors.New("the IP Helper API lacks the function")
 )
 
-// addByAPI adds a host address to an interface. It exists until Windows restarts or the
-// interface is removed.
+// addByAPI adds a host address to an interface. The address exists until Windows restarts
+// or the interface is removed.
 func addByAPI(on *net.Interface, addr netip.Addr) error {
 	row, err := entry(on, addr)
 	if err != nil {
@@ -54,7 +54,7 @@ func entry(on *net.Interface, addr netip.Addr) (*windows.MibUnicastIpAddressRow,
 	if err := initializeEntry.Find(); err != nil {
 		return nil, errHelperMissing
 	}
-	initializeEntry.Call(uintptr(unsafe.Pointer(row))) // sets infinite lifetimes, among others
+	initializeEntry.Call(uintptr(unsafe.Pointer(row))) // sets default values, such as infinite lifetimes
 	if addr.Is4() {
 		to := (*windows.RawSockaddrInet4)(unsafe.Pointer(&row.Address))
 		to.Family, to.Addr = windows.AF_INET, addr.As4()

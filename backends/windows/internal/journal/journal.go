@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package journal keeps facts in a file, for the next process after a crash: a map from
-// strings to strings.
+// Package journal keeps a map from strings to strings in a file. After a crash the next
+// process can read it.
 //
 // The file is a log, so the cost of a change does not depend on the number of facts. It
 // begins with a line that names its kind. Each further line has a checksum, a key and,
-// unless the key was deleted, its value:
+// unless the key was deleted, its value. For example:
 //
 //	kpng journal: addresses
 //	5d1c3f0e "10.96.0.10" "vEthernet (HNS Internal NIC)"
@@ -82,7 +82,7 @@ func (j *Journal) header() string { return "kpng journal: " + j.kind + "\n" }
 func (j *Journal) parse(text string) error {
 	header := j.header()
 	if strings.HasPrefix(header, text) && text != header {
-		return nil // empty or truncated
+		return nil // the file is empty or its first line is truncated
 	}
 	text, ok := strings.CutPrefix(text, header)
 	if !ok {

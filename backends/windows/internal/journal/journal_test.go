@@ -139,7 +139,7 @@ func TestFailedWriteIsRepeated(t *testing.T) {
 	j.Set("a", "1")
 	must(t, j.Write())
 	must(t, os.RemoveAll(folder))
-	must(t, os.WriteFile(folder, nil, 0o644)) // the folder cannot be created here
+	must(t, os.WriteFile(folder, nil, 0o644)) // a file in place of the folder, so that it cannot be created
 	j.Set("b", "2")
 	if err := j.Write(); err == nil {
 		t.Error("Write returned no error without the folder")

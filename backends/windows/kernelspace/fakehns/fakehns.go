@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package fakehns is an in-memory Host Networking Service, for tests on any system. It
-// rejects what known versions of HNS reject: duplicate addresses and frontends; a load
-// balancer without endpoints, with missing endpoints, or with two targets for one port;
-// IPv6 on an overlay network, and a cluster IP or source VIP without an endpoint there;
-// the deletion of an endpoint in use; and unsupported features. It may also have
-// [Quirks].
+// rejects the same requests as known versions of HNS:
+//   - duplicate addresses and frontends
+//   - load balancers without endpoints, with missing endpoints, or with two targets
+//     for one port
+//   - IPv6 on an overlay network
+//   - cluster IPs and source VIPs without an endpoint on an overlay network
+//   - the deletion of an endpoint in use
+//   - unsupported features
+//
+// SetQuirks sets irregularities of its listings. Example:
 //
 //	hns := fakehns.New(fakehns.AllFeatures())
 //	hns.AddNetwork(kernelspace.Network{Name: "l2bridge"})
@@ -33,9 +38,11 @@ var (
 	// ErrInUse is the error of deleting an endpoint that a load balancer uses.
 	ErrInUse = errors.New("endpoint is used by a load balancer")
 
-	// ErrAnswerLost, returned by a hook, makes a call succeed and then return this error.
+	// ErrAnswerLost is for hooks. If a hook returns it, the call takes effect, but its
+	// caller gets this error.
 	ErrAnswerLost = errors.New("the answer of HNS is lost")
-	// ErrIgnored, returned by a hook, makes a writing call do nothing and return nil.
+	// ErrIgnored is for hooks of writing calls. If a hook returns it, the call changes
+	// nothing, but its caller gets no error.
 	ErrIgnored = errors.New("HNS did not do what it said it did")
 )
 
@@ -57,24 +64,26 @@ type HNS struct {
 }
 
 // Quirks are irregularities in the descriptions of objects that callers must tolerate.
-// The zero value describes each object once, in order of IDs, as it was created.
+// With the zero value, listings contain each object once, as it was created, in the order
+// of IDs.
 type Quirks struct {
-	// HiddenFlags and HiddenPortFlags are settings of load balancers that descriptions omit.
+	// Descriptions omit the settings HiddenFlags and HiddenPortFlags of load balancers.
 	HiddenFlags     kernelspace.LoadBalancerFlags
 	HiddenPortFlags kernelspace.PortFlags
 	// HidesSourceVIP, HidesDistribution, HidesRemote and HidesProvider omit single settings
 	// of load balancers and endpoints.
 	HidesSourceVIP, HidesDistribution, HidesRemote, HidesProvider bool
-	// AddsPortFlags are settings that descriptions add to each port of a load balancer.
+	// Descriptions add the settings AddsPortFlags to each port of a load balancer.
 	AddsPortFlags kernelspace.PortFlags
-	// ListsTwice lists each object twice. ListsBackwards reverses the order of objects, and
-	// of endpoints in a load balancer.
+	// With ListsTwice, listings contain each object twice. ListsBackwards reverses the order
+	// of the objects in a listing, and of the endpoints in a load balancer.
 	ListsTwice, ListsBackwards bool
 	// SharesFrontends allows several load balancers with the same frontend.
 	SharesFrontends bool
 }
 
-// AllQuirks returns quirks by name: each kind alone, and all together.
+// AllQuirks returns sets of quirks by name. Each set but one has a single kind, and one
+// has all.
 func AllQuirks() map[string]Quirks {
 	const ports = kernelspace.LocalRoutedVIP | kernelspace.UseMux | kernelspace.PreserveDIP | kernelspace.VIPExternalIP
 	return map[string]Quirks{
@@ -105,8 +114,9 @@ type frontend struct {
 	port     uint16
 }
 
-// addrKey must be unique among endpoints. A pod's endpoint and a remote one may have the
-// same address, because the network plug-in does not check for remote ones.
+// addrKey identifies an address among endpoints. No two endpoints have the same key. A
+// pod's endpoint and a remote endpoint may have the same address, because the network
+// plug-in does not check for remote endpoints.
 type addrKey struct {
 	network string
 	addr    netip.Addr
@@ -135,9 +145,9 @@ func (h *HNS) SetHost(addrs ...netip.Addr) {
 	h.host = addrs
 }
 
-// SetHook sets a function that is called at the beginning of each call of
-// [kernelspace.HNS] with its name. If f returns an error, the call fails with it. f must
-// not call the HNS.
+// SetHook sets a function that each method of [kernelspace.HNS] calls first, with the
+// name of the method. If f returns an error, the method fails with it. The function f
+// must not call the HNS.
 func (h *HNS) SetHook(f func(call string) error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -179,7 +189,8 @@ func (q *Quirks) describeBalancer(lb kernelspace.LoadBalancer) kernelspace.LoadB
 	return lb
 }
 
-// list returns the IDs in the order and number of a listing.
+// list returns the IDs as they appear in a listing: twice or in reverse order if the
+// quirks say so.
 func (q *Quirks) list(ids []string) []string {
 	if q.ListsBackwards {
 		slices.Reverse(ids)
@@ -190,7 +201,7 @@ func (q *Quirks) list(ids []string) []string {
 	return ids
 }
 
-// Calls returns the number of each call since the last call of Calls.
+// Calls returns how often each method was called since the last call of Calls.
 func (h *HNS) Calls() map[string]int {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -199,12 +210,12 @@ func (h *HNS) Calls() map[string]int {
 	return calls
 }
 
-// AddNetwork adds a network, or replaces the one with its ID, and returns the ID.
+// AddNetwork adds n and returns its ID. It replaces a network with the same ID.
 func (h *HNS) AddNetwork(n kernelspace.Network) string {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	if n.ID == "" {
-		n.ID = h.id()
+		n.ID = h.newID()
 	}
 	h.networks[n.ID] = n
 	return n.ID
@@ -253,13 +264,13 @@ func (h *HNS) NetworkByID(id string) (kernelspace.Network, bool) {
 	return n, ok
 }
 
-// id returns a new ID in the form of a GUID.
-func (h *HNS) id() string {
+// newID returns a new ID in the form of a GUID.
+func (h *HNS) newID() string {
 	h.next++
 	return fmt.Sprintf("%08x-0000-4000-8000-%012x", h.next>>48, h.next&(1<<48-1))
 }
 
-// call counts a call and returns the error of the hook.
+// call counts a call of a method and returns the error of the hook.
 func (h *HNS) call(name string) error {
 	h.calls[name]++
 	if h.hook == nil {
@@ -268,14 +279,14 @@ func (h *HNS) call(name string) error {
 	return h.hook(name)
 }
 
-// write performs a call that changes something.
+// write performs a call that changes an object.
 func (h *HNS) write(name string, do func() (id string, err error)) (string, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	hooked := h.call(name)
 	switch {
 	case errors.Is(hooked, ErrIgnored):
-		return h.id(), nil
+		return h.newID(), nil
 	case hooked != nil && !errors.Is(hooked, ErrAnswerLost):
 		return "", hooked
 	}
@@ -356,7 +367,7 @@ func (h *HNS) createEndpoint(e kernelspace.Endpoint) (string, error) {
 			return "", fmt.Errorf("address %s is that of endpoint %s: %w", a, id, kernelspace.ErrExists)
 		}
 	}
-	e.ID = h.id()
+	e.ID = h.newID()
 	h.endpoints[e.ID] = e
 	for _, a := range e.Addrs {
 		h.addrs[addrKey{e.Network, a, e.Remote}] = e.ID
@@ -405,7 +416,7 @@ func (h *HNS) createLoadBalancer(lb kernelspace.LoadBalancer) (string, error) {
 	if err := h.check(lb); err != nil {
 		return "", err
 	}
-	lb.ID = h.id()
+	lb.ID = h.newID()
 	h.add(lb)
 	return lb.ID, nil
 }

@@ -34,8 +34,8 @@ func endpoint(from *hcn.HostComputeEndpoint) kernelspace.Endpoint {
 	return e
 }
 
-// balancer converts a load balancer. ok is false if a frontend is not a valid address:
-// without that frontend it would be a different load balancer.
+// balancer converts a load balancer. It returns false if the address of a frontend is
+// invalid, because the result would lack that frontend.
 func balancer(from *hcn.HostComputeLoadBalancer) (lb kernelspace.LoadBalancer, ok bool) {
 	lb = kernelspace.LoadBalancer{
 		ID:    strings.ToLower(from.Id),
@@ -61,7 +61,8 @@ func balancer(from *hcn.HostComputeLoadBalancer) (lb kernelspace.LoadBalancer, o
 	return lb, true
 }
 
-// hcnBalancer converts a load balancer for writing, without its ID.
+// hcnBalancer converts a load balancer to the form in which HNS accepts it, without its
+// ID.
 func hcnBalancer(lb kernelspace.LoadBalancer) *hcn.HostComputeLoadBalancer {
 	to := &hcn.HostComputeLoadBalancer{
 		HostComputeEndpoints: lb.Endpoints,

@@ -5,10 +5,10 @@ package winhns
 import "github.com/kpng-project/kpng/backends/windows/kernelspace"
 
 // results maps failures of HNS to errors of kernelspace. The keys are HRESULTs as hcsshim
-// reports them: Win32 codes without their facility (winerror.h), all others complete.
-// Other results fail the service or the listing.
+// reports them. These are Win32 codes without their facility (winerror.h); all others are
+// complete. Other results are errors without a special meaning.
 var results = map[uint32]error{
-	// HNS is a service that is called over RPC and may restart.
+	// HNS is called over RPC and may restart. These results mean that it does not run.
 	0x426:      kernelspace.ErrNotRunning, // ERROR_SERVICE_NOT_ACTIVE
 	0x6b5:      kernelspace.ErrNotRunning, // RPC_S_UNKNOWN_IF
 	0x6ba:      kernelspace.ErrNotRunning, // RPC_S_SERVER_UNAVAILABLE

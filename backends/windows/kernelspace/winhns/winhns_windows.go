@@ -18,13 +18,13 @@ type HNS struct{}
 
 var _ kernelspace.HNS = HNS{}
 
-// wrap adds the error of kernelspace with the same meaning to an error of HNS.
+// wrap adds to an error of HNS the error of package kernelspace with the same meaning.
 func wrap(err error) error {
 	if err == nil {
 		return nil
 	}
 	meaning := error(nil)
-	if hcn.IsNotFoundError(err) { // an error of hcsshim itself
+	if hcn.IsNotFoundError(err) { // hcsshim itself returns such errors, without an HRESULT
 		meaning = kernelspace.ErrNotFound
 	}
 	for code, m := range results {
@@ -128,8 +128,8 @@ func (HNS) LoadBalancers() ([]kernelspace.LoadBalancer, error) {
 	return all, nil
 }
 
-// list calls f again if it fails because an object was deleted meanwhile. hcn lists the
-// IDs first and then reads each object.
+// list calls f. It calls f again if an object was deleted during the first call. Package
+// hcn lists the IDs first and then reads each object.
 func list[T any](f func() ([]T, error)) (all []T, err error) {
 	for range 3 {
 		all, err = f()
@@ -179,7 +179,7 @@ func (HNS) CreateLoadBalancer(lb kernelspace.LoadBalancer) (kernelspace.LoadBala
 	if err != nil {
 		return kernelspace.LoadBalancer{}, wrap(err)
 	}
-	made, _ := balancer(created) // an invalid address is not ours
+	made, _ := balancer(created) // the addresses are those that the backend gave, so they are valid
 	made.ID = strings.ToLower(created.Id)
 	return made, nil
 }

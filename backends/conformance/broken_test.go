@@ -18,14 +18,14 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 )
 
-// fault is a fault of a proxy, and the cases that must fail because of it.
+// fault is a fault of a proxy, with the cases that must fail because of it.
 type fault struct {
 	name string
-	// Either sink is a fault of the reference proxy, or view modifies the objects that the
-	// proxy reads.
+	// Exactly one of sink and view is set. The field sink is a fault of the reference proxy.
+	// The function view modifies the objects that the proxy reads.
 	sink reference.Fault
 	view func(*Objects)
-	// cases are substrings of the names of cases.
+	// cases are substrings of the names of the cases that must fail.
 	cases []string
 }
 
@@ -127,7 +127,8 @@ var faults = []fault{
 		})},
 }
 
-// endpoints returns a view that hides endpoints for which f is false.
+// endpoints returns a function for fault.view. It hides the endpoints for which f is
+// false.
 func endpoints(f func(*discoveryv1.Endpoint) bool) func(*Objects) {
 	return func(objects *Objects) {
 		for _, slice := range objects.Slices {
@@ -142,7 +143,7 @@ func endpoints(f func(*discoveryv1.Endpoint) bool) func(*Objects) {
 	}
 }
 
-// services returns a view that modifies services.
+// services returns a function for fault.view. It calls f for each service.
 func services(f func(*corev1.Service)) func(*Objects) {
 	return func(objects *Objects) {
 		for _, service := range objects.Services {
@@ -151,19 +152,20 @@ func services(f func(*corev1.Service)) func(*Objects) {
 	}
 }
 
-// misreading is a subject that reads modified objects.
+// misreading is a subject whose proxy reads objects that view has modified.
 type misreading struct {
 	*sinkSubject
 	view func(*Objects)
 }
 
 func (m *misreading) Publish(ctx context.Context, objects *Objects) error {
-	m.view(objects) // the kit made the objects for this call only
+	m.view(objects) // the kit created these objects for this call only
 	return m.sinkSubject.Publish(ctx, objects)
 }
 
-// TestEveryCaseCanFail gives the reference proxy each fault in turn. It checks that the
-// listed cases fail, and that every case fails for some fault.
+// TestEveryCaseCanFail tests the reference proxy with one fault after the other. It
+// checks that the listed cases of a fault fail, and that every case fails for at least
+// one fault.
 func TestEveryCaseCanFail(t *testing.T) {
 	var mu sync.Mutex
 	failed := map[string]bool{}
@@ -171,7 +173,7 @@ func TestEveryCaseCanFail(t *testing.T) {
 		for _, f := range faults {
 			t.Run(f.name, func(t *testing.T) {
 				t.Parallel()
-				subject := newSinkSubject(t, broken(f.sink), Options{})
+				subject := newSinkSubject(t, withFault(f.sink), Options{})
 				for _, part := range f.cases {
 					if !slices.ContainsFunc(sections, func(s section) bool {
 						return slices.ContainsFunc(s.cases, func(c testCase) bool { return strings.Contains(c.name, part) })
@@ -213,7 +215,7 @@ func failures(t *testing.T, subject *sinkSubject, f fault) Matrix {
 	}
 	k := newKit(t, s, opts)
 	defer k.kill()                //nolint:errcheck // the proxy may have ended
-	k.opts.Patience = time.Second // a broken proxy may never do what the case waits for
+	k.opts.Patience = time.Second // a case may wait for something that a faulty proxy never does
 	var matrix Matrix
 	for _, section := range sections {
 		for _, c := range section.cases {

@@ -14,13 +14,14 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// clients is the number of client addresses for checks of independent choices. The
-// probability that all of them choose the same one of three endpoints is 1 in 100,000.
+// clients is the number of client addresses in checks that clients choose endpoints
+// independently. The probability that all 12 choose the same one of three endpoints is
+// below 1 in 100,000.
 const clients = 12
 
 var affinityCases = []testCase{
 	{name: "a client keeps its endpoint, and clients use different endpoints", needs: []Feature{Affinity}, run: func(s *scene) {
-		web := s.affine(10800)
+		web := s.affineService(10800)
 		s.publish()
 		for _, protocol := range s.protocols {
 			chosen := s.choices(protocol, web.loadBalancerIP())
@@ -28,12 +29,12 @@ var affinityCases = []testCase{
 				s.failf("%s: %d client addresses have all chosen %s", protocol, clients, chosen[0])
 			}
 			for range 4 {
-				s.same(chosen, s.choices(protocol, web.loadBalancerIP()), all)
+				s.mustNotMove(chosen, s.choices(protocol, web.loadBalancerIP()), all)
 			}
 		}
 	}},
 	{name: "affinity applies to the node and its pods", needs: []Feature{Affinity}, run: func(s *scene) {
-		web := s.affine(10800)
+		web := s.affineService(10800)
 		s.publish()
 		for _, from := range []person{s.node, s.c} {
 			first := s.choice(s.protocols[0], from, web.clusterIP())
@@ -45,35 +46,35 @@ var affinityCases = []testCase{
 		}
 	}},
 	{name: "a client has the same endpoint at all addresses of a service", needs: []Feature{Affinity, AffinityAcrossFrontends}, run: func(s *scene) {
-		web := s.affine(10800)
+		web := s.affineService(10800)
 		s.publish()
 		chosen := s.choices(api.TCP, web.loadBalancerIP())
 		for _, to := range web.external() {
-			s.same(chosen, s.choices(api.TCP, to), all)
+			s.mustNotMove(chosen, s.choices(api.TCP, to), all)
 		}
 	}},
 	{name: "affinity ends only when a client has made no new connection for the timeout", needs: []Feature{Affinity}, run: func(s *scene) {
 		const timeout = time.Second
-		web := s.affine(int32(timeout.Seconds()))
+		web := s.affineService(int32(timeout.Seconds()))
 		s.publish()
 		for attempt := 0; ; attempt++ {
 			before := time.Now()
 			first := s.choices(api.TCP, web.loadBalancerIP())
 			inTime := true
 			for range 2 {
-				s.pass(timeout * 6 / 10)
+				s.sleep(timeout * 6 / 10)
 				now := time.Now()
 				again := s.choices(api.TCP, web.loadBalancerIP())
-				// No client's last connection was earlier than before.
+				// All clients connected last after the time in the variable before.
 				if inTime = inTime && time.Since(before) < timeout; inTime {
-					s.same(first, again, all)
+					s.mustNotMove(first, again, all)
 				}
 				before = now
 			}
 			if !inTime && attempt < 5 {
 				continue // the machine is too busy for a result
 			}
-			s.pass(timeout + timeout/4)
+			s.sleep(timeout + timeout/4)
 			if slices.Equal(first, s.choices(api.TCP, web.loadBalancerIP())) {
 				s.failf("%d client addresses still have their endpoints %s after the timeout of %s", clients, timeout, timeout)
 			}
@@ -81,113 +82,116 @@ var affinityCases = []testCase{
 		}
 	}},
 	{name: "when an endpoint is removed, only its clients move to other endpoints", needs: []Feature{Affinity}, run: func(s *scene) {
-		web := s.affine(10800)
+		web := s.affineService(10800)
 		s.publish()
 		for _, protocol := range s.protocols {
-			web.leadsTo(ready(s.a), ready(s.b), ready(s.d))
+			web.withEndpoints(ready(s.a), ready(s.b), ready(s.d))
 			s.publish()
 			first := s.choices(protocol, web.loadBalancerIP())
-			web.leadsTo(ready(s.b), ready(s.d))
+			web.withEndpoints(ready(s.b), ready(s.d))
 			s.publish()
 			second := s.choices(protocol, web.loadBalancerIP())
-			s.same(first, second, func(name string) bool { return name != "a" })
-			s.same(second, s.choices(protocol, web.loadBalancerIP()), all)
+			s.mustNotMove(first, second, func(name string) bool { return name != "a" })
+			s.mustNotMove(second, s.choices(protocol, web.loadBalancerIP()), all)
 		}
 	}},
 	{name: "when an endpoint is no longer ready, only its clients move to other endpoints", needs: []Feature{Affinity}, run: func(s *scene) {
-		web := s.affine(10800)
+		web := s.affineService(10800)
 		s.publish()
 		first := s.choices(api.TCP, web.loadBalancerIP())
-		web.leadsTo(draining(s.a), ready(s.b), ready(s.d))
+		web.withEndpoints(draining(s.a), ready(s.b), ready(s.d))
 		s.publish()
 		second := s.choices(api.TCP, web.loadBalancerIP())
-		s.same(first, second, func(name string) bool { return name != "a" })
+		s.mustNotMove(first, second, func(name string) bool { return name != "a" })
 		if slices.Contains(second, "a") {
 			s.failf("a client address still uses endpoint a, which is draining")
 		}
-		s.same(second, s.choices(api.TCP, web.loadBalancerIP()), all)
+		s.mustNotMove(second, s.choices(api.TCP, web.loadBalancerIP()), all)
 	}},
 	{name: "clients keep their endpoints while others are added and removed", needs: []Feature{Affinity}, run: func(s *scene) {
-		web := s.affine(10800)
-		web.leadsTo(ready(s.b), ready(s.d))
+		web := s.affineService(10800)
+		web.withEndpoints(ready(s.b), ready(s.d))
 		s.publish()
 		first := s.choices(api.TCP, web.loadBalancerIP())
-		web.leadsTo(ready(s.a), ready(s.b), ready(s.d), ready(s.e))
+		web.withEndpoints(ready(s.a), ready(s.b), ready(s.d), ready(s.e))
 		s.publish()
-		s.same(first, s.choices(api.TCP, web.loadBalancerIP()), all)
-		web.leadsTo(ready(s.b), ready(s.d), ready(s.e))
+		s.mustNotMove(first, s.choices(api.TCP, web.loadBalancerIP()), all)
+		web.withEndpoints(ready(s.b), ready(s.d), ready(s.e))
 		s.publish()
-		s.same(first, s.choices(api.TCP, web.loadBalancerIP()), all)
+		s.mustNotMove(first, s.choices(api.TCP, web.loadBalancerIP()), all)
 	}},
 	{name: "affinity never selects an endpoint that the traffic policy excludes", needs: []Feature{Affinity}, run: func(s *scene) {
-		web := s.affine(10800).leadsTo(ready(s.d))
+		web := s.affineService(10800).withEndpoints(ready(s.d))
 		s.publish()
-		s.choices(api.TCP, web.loadBalancerIP()) // includes d
-		web.externalLocal().leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		s.choices(api.TCP, web.loadBalancerIP()) // their endpoints include d
+		web.externalLocal().withEndpoints(ready(s.a), ready(s.b), ready(s.d))
 		s.publish()
 		for i, name := range s.choices(api.TCP, web.loadBalancerIP()) {
 			if name == "d" {
-				s.failf("%s reaches d on the other node", s.as(s.outside, i))
+				s.failf("%s reaches d on the other node", s.withAddress(s.outside, i))
 			}
 		}
 	}},
 	{name: "each port of a service has its own affinity", needs: []Feature{Affinity}, run: func(s *scene) {
-		web := s.service("web").addPort("alt", 81, 8081).withLoadBalancer().withAffinity(10800).leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		web := s.service("web").addPort("alt", 81, 8081).withLoadBalancer().withAffinity(10800).withEndpoints(ready(s.a), ready(s.b), ready(s.d))
 		s.publish()
-		if slices.Equal(s.choices(api.TCP, web.loadBalancerIP()), s.choices(api.TCP, on(web.loadBalancerIP(), 81))) {
+		if slices.Equal(s.choices(api.TCP, web.loadBalancerIP()), s.choices(api.TCP, withPort(web.loadBalancerIP(), 81))) {
 			s.failf("%d client addresses have the same endpoints at both ports", clients)
 		}
 	}},
 	{name: "disabling and enabling affinity takes effect immediately", needs: []Feature{Affinity}, run: func(s *scene) {
-		web := s.affine(10800)
+		web := s.affineService(10800)
 		s.publish()
 		s.choices(api.TCP, web.loadBalancerIP())
 		web.Spec.SessionAffinity, web.Spec.SessionAffinityConfig = corev1.ServiceAffinityNone, nil
 		s.publish()
-		s.reaches(s.as(s.outside, 0), web.loadBalancerIP(), s.a, s.b, s.d)
+		s.reaches(s.withAddress(s.outside, 0), web.loadBalancerIP(), s.a, s.b, s.d)
 		web.withAffinity(10800)
 		s.publish()
-		s.same(s.choices(api.TCP, web.loadBalancerIP()), s.choices(api.TCP, web.loadBalancerIP()), all)
+		s.mustNotMove(s.choices(api.TCP, web.loadBalancerIP()), s.choices(api.TCP, web.loadBalancerIP()), all)
 	}},
 }
 
-// affine creates a service with affinity that is reachable from outside and has two pods
-// on this node and one on the other as endpoints.
-func (s *scene) affine(seconds int32) *service {
-	return s.service("web").exposed().withAffinity(seconds).leadsTo(ready(s.a), ready(s.b), ready(s.d))
+// affineService creates a service with session affinity and all kinds of frontends. Its
+// endpoints are two pods on this node and one pod on the other node.
+func (s *scene) affineService(seconds int32) *service {
+	return s.service("web").exposed().withAffinity(seconds).withEndpoints(ready(s.a), ready(s.b), ready(s.d))
 }
 
 // choice returns the name of the endpoint that a new connection reaches.
 func (s *scene) choice(protocol api.Protocol, from person, to netip.AddrPort) string {
 	answer, err := s.ask(from, protocol, to, s.opts.Patience)
 	if err != nil {
-		s.failf("%s: %w", what(from, protocol, to), err)
+		s.failf("%s: %w", describe(from, protocol, to), err)
 	}
 	return answer.Name
 }
 
-// choices returns the choices of all client addresses.
+// choices opens a connection from each client address. It returns the names of the
+// endpoints that they reach.
 func (s *scene) choices(protocol api.Protocol, to netip.AddrPort) []string {
 	var names []string
 	for i := range clients {
-		names = append(names, s.choice(protocol, s.as(s.outside, i), to))
+		names = append(names, s.choice(protocol, s.withAddress(s.outside, i), to))
 	}
 	return names
 }
 
 func all(string) bool { return true }
 
-// same checks that no client has moved whose endpoint satisfies stays.
-func (s *scene) same(before, after []string, stays func(name string) bool) {
+// mustNotMove compares the endpoints of the clients before and after a change. It checks
+// only clients for whose old endpoint the function stays returns true. They must still
+// have that endpoint.
+func (s *scene) mustNotMove(before, after []string, stays func(name string) bool) {
 	for i, name := range before {
 		if stays(name) && after[i] != name {
-			s.must(fmt.Errorf("%s has moved from %s to %s", s.as(s.outside, i), name, after[i]))
+			s.must(fmt.Errorf("%s has moved from %s to %s", s.withAddress(s.outside, i), name, after[i]))
 		}
 	}
 }
 
-// pass waits for the duration that the case tests.
-func (s *scene) pass(d time.Duration) {
+// sleep waits for the duration d or until the case is cancelled.
+func (s *scene) sleep(d time.Duration) {
 	select {
 	case <-time.After(d):
 	case <-s.ctx.Done():

@@ -15,19 +15,19 @@ import (
 
 var clusterIPCases = []testCase{
 	{name: "a cluster IP leads to every ready endpoint, on this node and elsewhere", run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		web := s.service("web").withEndpoints(ready(s.a), ready(s.b), ready(s.d))
 		s.publish()
 		for _, from := range []person{s.node, s.c, s.a} {
 			s.reaches(from, web.clusterIP(), s.a, s.b, s.d)
 		}
 	}},
 	{name: "clients outside the cluster with a route to a cluster IP can use it", needs: []Feature{ClusterIPsFromOutside}, run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a), ready(s.b))
+		web := s.service("web").withEndpoints(ready(s.a), ready(s.b))
 		s.publish()
 		s.reaches(s.outside, web.clusterIP(), s.a, s.b)
 	}},
 	{name: "endpoints may use the host network, also that of this node", run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.node), ready(s.node2))
+		web := s.service("web").withEndpoints(ready(s.node), ready(s.node2))
 		s.publish()
 		s.reaches(s.a, web.clusterIP(), s.node, s.node2)
 		s.reaches(s.node, web.clusterIP(), s.node, s.node2)
@@ -44,65 +44,65 @@ var clusterIPCases = []testCase{
 		s.refuses(s.outside, web.clusterIP())
 	}},
 	{name: "the first endpoint gets connections, and they are refused again when the last is removed", needs: []Feature{Reject}, run: func(s *scene) {
-		web := s.service("web").leadsTo()
+		web := s.service("web").withEndpoints()
 		s.publish()
 		s.refuses(s.c, web.clusterIP())
-		web.leadsTo(ready(s.a))
+		web.withEndpoints(ready(s.a))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
-		web.leadsTo()
+		web.withEndpoints()
 		s.publish()
 		s.refuses(s.c, web.clusterIP())
 	}},
 	{name: "a cluster IP refuses connections to ports that its service does not have", needs: []Feature{RejectUnknownPorts}, run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a))
+		web := s.service("web").withEndpoints(ready(s.a))
 		s.publish()
 		for _, from := range []person{s.node, s.b} {
-			s.refuses(from, on(web.clusterIP(), 81))
+			s.refuses(from, withPort(web.clusterIP(), 81))
 		}
 	}},
 	{name: "connections are distributed evenly", run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a), ready(s.b), ready(s.d), ready(s.e))
+		web := s.service("web").withEndpoints(ready(s.a), ready(s.b), ready(s.d), ready(s.e))
 		s.publish()
-		s.even(s.c, web.clusterIP(), s.a, s.b, s.d, s.e)
+		s.distributesEvenly(s.c, web.clusterIP(), s.a, s.b, s.d, s.e)
 	}},
 	{name: "an endpoint in two slices counts once", run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a), ready(s.b))
-		web.alsoLeadsTo("2", targetPorts(web.Spec.Ports), ready(s.a))
+		web := s.service("web").withEndpoints(ready(s.a), ready(s.b))
+		web.withSlice("2", targetPorts(web.Spec.Ports), ready(s.a))
 		s.publish()
-		s.even(s.c, web.clusterIP(), s.a, s.b)
+		s.distributesEvenly(s.c, web.clusterIP(), s.a, s.b)
 	}},
 	{name: "an added endpoint gets connections, and a removed endpoint gets none", run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a))
+		web := s.service("web").withEndpoints(ready(s.a))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
-		web.leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		web.withEndpoints(ready(s.a), ready(s.b), ready(s.d))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.b, s.d)
-		web.leadsTo(ready(s.b), ready(s.d))
+		web.withEndpoints(ready(s.b), ready(s.d))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.b, s.d)
 	}},
 	{name: "traffic to a deleted service passes unchanged", run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a))
-		s.service("stays").leadsTo(ready(s.b))
+		web := s.service("web").withEndpoints(ready(s.a))
+		s.service("stays").withEndpoints(ready(s.b))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
 		s.remove(web)
 		s.publish()
-		s.leaves(s.c, web.clusterIP())
+		s.ignores(s.c, web.clusterIP())
 	}},
 	{name: "traffic to a service of another proxy passes unchanged", run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a))
+		web := s.service("web").withEndpoints(ready(s.a))
 		web.Labels = map[string]string{proxyNameLabel: "somebody-else"}
 		s.publish()
-		s.leaves(s.c, web.clusterIP())
+		s.ignores(s.c, web.clusterIP())
 		web.Labels = nil
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
 		web.Labels = map[string]string{proxyNameLabel: "somebody-else"}
 		s.publish()
-		s.leaves(s.c, web.clusterIP())
+		s.ignores(s.c, web.clusterIP())
 	}},
 }
 
@@ -110,8 +110,8 @@ var portCases = []testCase{
 	{name: "TCP and UDP ports with the same number are independent", needs: []Feature{UDP}, run: func(s *scene) {
 		web := s.service("web")
 		web.Spec.Ports[1].TargetPort = intstr.FromInt32(8081)
-		web.leadsTo().alsoLeadsTo("tcp", targetPorts(web.Spec.Ports[:1]), ready(s.a)).
-			alsoLeadsTo("udp", targetPorts(web.Spec.Ports[1:]), ready(s.b))
+		web.withEndpoints().withSlice("tcp", targetPorts(web.Spec.Ports[:1]), ready(s.a)).
+			withSlice("udp", targetPorts(web.Spec.Ports[1:]), ready(s.b))
 		s.publish()
 		s.reachesOver(api.TCP, s.c, web.clusterIP(), s.a)
 		s.reachesOver(api.UDP, s.c, web.clusterIP(), s.b)
@@ -119,19 +119,19 @@ var portCases = []testCase{
 	{name: "each port has its own endpoints", run: func(s *scene) {
 		web := s.service("web").addPort("alt", 81, 8081)
 		half := len(web.Spec.Ports) / 2
-		web.leadsTo().alsoLeadsTo("2", targetPorts(web.Spec.Ports[:half]), ready(s.a), ready(s.d)).
-			alsoLeadsTo("3", targetPorts(web.Spec.Ports[half:]), ready(s.b))
+		web.withEndpoints().withSlice("2", targetPorts(web.Spec.Ports[:half]), ready(s.a), ready(s.d)).
+			withSlice("3", targetPorts(web.Spec.Ports[half:]), ready(s.b))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.d)
-		s.reaches(s.c, on(web.clusterIP(), 81), s.b)
+		s.reaches(s.c, withPort(web.clusterIP(), 81), s.b)
 	}},
 	{name: "a port without endpoints refuses connections while another port accepts them", needs: []Feature{Reject}, run: func(s *scene) {
 		web := s.service("web").addPort("alt", 81, 8081)
 		half := len(web.Spec.Ports) / 2
-		web.leadsTo().alsoLeadsTo("2", targetPorts(web.Spec.Ports[:half]), ready(s.a))
+		web.withEndpoints().withSlice("2", targetPorts(web.Spec.Ports[:half]), ready(s.a))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
-		s.refuses(s.c, on(web.clusterIP(), 81))
+		s.refuses(s.c, withPort(web.clusterIP(), 81))
 	}},
 	{name: "a named target port may have a different number in each slice", run: func(s *scene) {
 		web := s.service("web")
@@ -145,12 +145,12 @@ var portCases = []testCase{
 			p.Port = &number
 			other = append(other, p)
 		}
-		web.alsoLeadsTo("1", numbered(one, 8080), ready(s.a)).alsoLeadsTo("2", numbered(other, 8082), ready(s.b))
+		web.withSlice("1", numbered(one, 8080), ready(s.a)).withSlice("2", numbered(other, 8082), ready(s.b))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.b)
 	}},
 	{name: "changing only a port's number moves the port", needs: []Feature{RejectUnknownPorts}, run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a))
+		web := s.service("web").withEndpoints(ready(s.a))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
 		for i := range web.Spec.Ports {
@@ -158,40 +158,40 @@ var portCases = []testCase{
 		}
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
-		s.refuses(s.c, on(web.clusterIP(), 80))
+		s.refuses(s.c, withPort(web.clusterIP(), 80))
 	}},
 	{name: "changing only a target port redirects new connections to it", needs: []Feature{EndpointRefusals}, run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a))
+		web := s.service("web").withEndpoints(ready(s.a))
 		// No server listens on this port.
 		for i := range web.Spec.Ports {
 			web.Spec.Ports[i].TargetPort = intstr.FromInt32(9)
 		}
-		web.leadsTo(ready(s.a))
+		web.withEndpoints(ready(s.a))
 		s.publish()
 		s.refuses(s.c, web.clusterIP())
 		for i := range web.Spec.Ports {
 			web.Spec.Ports[i].TargetPort = intstr.FromInt32(8081)
 		}
-		web.leadsTo(ready(s.a))
+		web.withEndpoints(ready(s.a))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
 	}},
 	{name: "changing only a port's name changes nothing", run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a), ready(s.b))
+		web := s.service("web").withEndpoints(ready(s.a), ready(s.b))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.b)
 		for i := range web.Spec.Ports {
 			web.Spec.Ports[i].Name += "-renamed"
 		}
-		web.leadsTo(ready(s.a), ready(s.b))
+		web.withEndpoints(ready(s.a), ready(s.b))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.b)
 	}},
 	{name: "a new service can take over the cluster IP of a deleted one", run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a))
+		web := s.service("web").withEndpoints(ready(s.a))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
-		renamed := s.service("renamed").leadsTo(ready(s.b))
+		renamed := s.service("renamed").withEndpoints(ready(s.b))
 		renamed.Spec.ClusterIP, renamed.Spec.ClusterIPs = web.Spec.ClusterIP, web.Spec.ClusterIPs
 		s.remove(web)
 		s.publish()
@@ -200,15 +200,15 @@ var portCases = []testCase{
 	{name: "a port of a protocol that the proxy may not support does not affect other ports", run: func(s *scene) {
 		web := s.service("web")
 		web.Spec.Ports = append(web.Spec.Ports, corev1.ServicePort{Name: "sctp", Protocol: corev1.ProtocolSCTP, Port: 80, TargetPort: intstr.FromInt32(8080)})
-		web.leadsTo(ready(s.a), ready(s.d))
+		web.withEndpoints(ready(s.a), ready(s.d))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.d)
 	}},
 	{name: "an SCTP port leads to every ready endpoint", needs: []Feature{SCTP}, run: func(s *scene) {
 		web := s.service("web")
 		web.Spec.Ports = []corev1.ServicePort{{Protocol: corev1.ProtocolSCTP, Port: 80, TargetPort: intstr.FromInt32(8080)}}
-		web.leadsTo(ready(s.a), ready(s.b), ready(s.d))
-		s.publish() // check at least that it is programmed
+		web.withEndpoints(ready(s.a), ready(s.b), ready(s.d))
+		s.publish() // check at least that the service can be programmed
 		if !s.world.SCTP {
 			s.unavailable("the kernel has no SCTP sockets; the port was programmed, and no packet sent")
 		}
@@ -216,7 +216,7 @@ var portCases = []testCase{
 	}},
 }
 
-// numbered returns slice ports with another number.
+// numbered returns a copy of slice ports in which each port has this number.
 func numbered(ports []discoveryv1.EndpointPort, number int32) []discoveryv1.EndpointPort {
 	var all []discoveryv1.EndpointPort
 	for _, p := range ports {
@@ -228,14 +228,14 @@ func numbered(ports []discoveryv1.EndpointPort, number int32) []discoveryv1.Endp
 
 var dualStackCases = []testCase{
 	{name: "a dual-stack service serves each family from its own endpoints", once: true, run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a), ready(s.d))
+		web := s.service("web").withEndpoints(ready(s.a), ready(s.d))
 		s.publish()
 		for _, ip := range web.Spec.ClusterIPs {
 			s.reaches(s.c, netip.AddrPortFrom(netip.MustParseAddr(ip), servicePort), s.a, s.d)
 		}
 	}},
 	{name: "a family without endpoints refuses connections while the other family accepts them", once: true, needs: []Feature{Reject}, run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a))
+		web := s.service("web").withEndpoints(ready(s.a))
 		web.slices[0].only = api.IPv4
 		s.publish()
 		s.reaches(s.c, web.at(web.Spec.ClusterIPs[0]), s.a)
@@ -246,13 +246,13 @@ var dualStackCases = []testCase{
 		s.reaches(s.c, web.at(web.Spec.ClusterIPs[1]), s.a)
 	}},
 	{name: "a service that becomes dual-stack is served in both families", once: true, run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a))
+		web := s.service("web").withEndpoints(ready(s.a))
 		families, ips := web.Spec.IPFamilies, web.Spec.ClusterIPs
 		single, dual := corev1.IPFamilyPolicySingleStack, corev1.IPFamilyPolicyRequireDualStack
 		web.Spec.IPFamilies, web.Spec.ClusterIPs, web.Spec.IPFamilyPolicy = families[:1], ips[:1], &single
 		s.publish()
 		s.reaches(s.c, web.at(ips[0]), s.a)
-		s.leaves(s.c, web.at(ips[1]))
+		s.ignores(s.c, web.at(ips[1]))
 		web.Spec.IPFamilies, web.Spec.ClusterIPs, web.Spec.IPFamilyPolicy = families, ips, &dual
 		s.publish()
 		s.reaches(s.c, web.at(ips[0]), s.a)

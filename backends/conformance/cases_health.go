@@ -21,32 +21,32 @@ import (
 
 var healthCases = []testCase{
 	{name: "a health-check node port reports the number of ready endpoints on this node", needs: []Feature{HealthChecks}, run: func(s *scene) {
-		web := s.checked().leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		web := s.healthCheckedService().withEndpoints(ready(s.a), ready(s.b), ready(s.d))
 		s.publish()
-		s.eventually(func() { s.healthIs(web, 2) })
-		web.leadsTo(ready(s.a), draining(s.b), ready(s.d))
+		s.eventually(func() { s.mustReportHealth(web, 2) })
+		web.withEndpoints(ready(s.a), draining(s.b), ready(s.d))
 		s.publish()
-		s.eventually(func() { s.healthIs(web, 1) })
-		web.leadsTo(unready(s.a), draining(s.b), ready(s.d))
+		s.eventually(func() { s.mustReportHealth(web, 1) })
+		web.withEndpoints(unready(s.a), draining(s.b), ready(s.d))
 		s.publish()
-		s.eventually(func() { s.healthIs(web, 0) })
-		web.leadsTo(ready(s.a))
+		s.eventually(func() { s.mustReportHealth(web, 0) })
+		web.withEndpoints(ready(s.a))
 		s.publish()
-		s.eventually(func() { s.healthIs(web, 1) })
+		s.eventually(func() { s.mustReportHealth(web, 1) })
 	}},
 	{name: "a health-check node port is opened and closed with its service", needs: []Feature{HealthChecks}, run: func(s *scene) {
-		web := s.checked().leadsTo(ready(s.a))
+		web := s.healthCheckedService().withEndpoints(ready(s.a))
 		s.publish()
-		s.eventually(func() { s.healthIs(web, 1) })
+		s.eventually(func() { s.mustReportHealth(web, 1) })
 		old := web.healthCheck(0)
 		s.remove(web)
-		other := s.checked().leadsTo(ready(s.b))
+		other := s.healthCheckedService().withEndpoints(ready(s.b))
 		s.publish()
-		s.eventually(func() { s.healthIs(other, 1) })
+		s.eventually(func() { s.mustReportHealth(other, 1) })
 		s.eventually(func() { s.connectionRefused(old) })
 	}},
 	{name: "a health-check node port that is in use affects no other service and is opened when it is free", needs: []Feature{HealthChecks}, run: func(s *scene) {
-		web, other := s.checked().leadsTo(ready(s.a)), s.checked().leadsTo(ready(s.b))
+		web, other := s.healthCheckedService().withEndpoints(ready(s.a)), s.healthCheckedService().withEndpoints(ready(s.b))
 		var taken []net.Listener
 		for i := range 2 {
 			var l net.Listener
@@ -59,33 +59,35 @@ var healthCases = []testCase{
 				return nil
 			})
 		}
-		s.announce()
+		s.publishNow()
 		s.eventually(func() {
-			s.healthIs(other, 1)
+			s.mustReportHealth(other, 1)
 			s.reaches(s.outside, other.loadBalancerIP(), s.b)
 			s.reaches(s.c, web.clusterIP(), s.a)
 		})
 		for _, l := range taken {
 			s.must(l.Close())
 		}
-		s.eventually(func() { s.healthIs(web, 1) })
+		s.eventually(func() { s.mustReportHealth(web, 1) })
 	}},
 }
 
-// checked creates a service with a health-check node port.
-func (s *scene) checked() *service {
+// healthCheckedService creates a service with a health-check node port.
+func (s *scene) healthCheckedService() *service {
 	svc := s.service("web" + strconv.Itoa(len(s.services))).withLoadBalancer().externalLocal()
 	svc.Spec.HealthCheckNodePort = s.nodePort()
 	return svc
 }
 
-// healthCheck returns the service's health-check port at the node's address number i.
+// healthCheck returns the address and port of the service's health check. The address is
+// the node's address with index i.
 func (svc *service) healthCheck(i int) netip.AddrPort {
 	return netip.AddrPortFrom(svc.scene.node.Addrs.Family(svc.scene.family)[i], uint16(svc.Spec.HealthCheckNodePort))
 }
 
-// healthIs checks the responses to health checks at all node addresses.
-func (s *scene) healthIs(svc *service, local int) {
+// mustReportHealth sends health checks to all node addresses. It checks that the
+// responses report this number of local endpoints.
+func (s *scene) mustReportHealth(svc *service, local int) {
 	status := http.StatusOK
 	if local == 0 {
 		status = http.StatusServiceUnavailable
@@ -122,7 +124,7 @@ func (s *scene) healthIs(svc *service, local int) {
 	}
 }
 
-// get sends an HTTP request from outside.
+// get sends an HTTP GET request from the client outside the cluster.
 func (s *scene) get(url string) (*http.Response, []byte) {
 	ctx, cancel := context.WithTimeout(s.ctx, s.opts.Patience)
 	defer cancel()
@@ -145,6 +147,6 @@ func (s *scene) get(url string) (*http.Response, []byte) {
 
 func (s *scene) connectionRefused(to netip.AddrPort) {
 	if answer, err := s.ask(s.outside, api.TCP, to, s.opts.Patience); !world.Refused(err) {
-		s.failf("%s must be refused: answer %v, error %v", what(s.outside, api.TCP, to), answer, err)
+		s.failf("%s must be refused: answer %v, error %v", describe(s.outside, api.TCP, to), answer, err)
 	}
 }

@@ -22,12 +22,13 @@ import (
 
 const proxyNameLabel = watcher.LabelServiceProxyName
 
-// crowd is the number of services that change to keep a proxy busy.
-const crowd = 80
+// crowdSize is the number of additional services that a case changes to keep the proxy
+// busy.
+const crowdSize = 80
 
 var lifeCases = []testCase{
 	{name: "while many services are added and deleted, no connection to another service fails", run: func(s *scene) {
-		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.d))
+		web := s.service("web").exposed().withEndpoints(ready(s.a), ready(s.d))
 		s.publish()
 		others := s.crowd()
 		traffic := s.traffic(web, s.a, s.d)
@@ -40,7 +41,7 @@ var lifeCases = []testCase{
 		traffic.end()
 	}},
 	{name: "when the proxy is killed while it programs many services and then restarted, no connection fails", needs: []Feature{Restart}, run: func(s *scene) {
-		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.d))
+		web := s.service("web").exposed().withEndpoints(ready(s.a), ready(s.d))
 		s.publish()
 		others := s.crowd()
 		start := time.Now()
@@ -48,63 +49,63 @@ var lifeCases = []testCase{
 		s.publish()
 		took := time.Since(start)
 		traffic := s.traffic(web, s.a, s.d)
-		const kills = 4 // an even number, so that all services exist at the end
+		const kills = 4 // an even number, so that the last change adds the other services
 		for i := range kills {
-			// Add or remove the other services each time.
+			// Alternately remove and add the other services.
 			s.services = s.services[:1]
 			if i%2 == 1 {
 				s.services = append(s.services[:1:1], others...)
 			}
-			s.announce()
-			s.pass(took * time.Duration(i+1) / (kills + 1))
+			s.publishNow()
+			s.sleep(took * time.Duration(i+1) / (kills + 1))
 			s.must(s.kill())
-			traffic.more(20)
+			traffic.awaitMore(20)
 			s.must(s.start(s.ctx, s.site))
 		}
 		traffic.end()
 		s.reaches(s.c, others[0].clusterIP(), s.b)
-		s.reaches(s.c, others[crowd-1].clusterIP(), s.b)
+		s.reaches(s.c, others[crowdSize-1].clusterIP(), s.b)
 		s.services = s.services[:1]
 		s.publish()
-		s.leaves(s.c, others[0].clusterIP())
-		s.leaves(s.c, others[crowd-1].clusterIP())
+		s.ignores(s.c, others[0].clusterIP())
+		s.ignores(s.c, others[crowdSize-1].clusterIP())
 	}},
 	{name: "a restarted proxy applies the changes that it missed", needs: []Feature{Restart}, run: func(s *scene) {
-		stays := s.service("stays").exposed().leadsTo(ready(s.a))
-		goes := s.service("goes").exposed().leadsTo(ready(s.b))
-		moves := s.service("moves").exposed().leadsTo(ready(s.b))
+		stays := s.service("stays").exposed().withEndpoints(ready(s.a))
+		goes := s.service("goes").exposed().withEndpoints(ready(s.b))
+		moves := s.service("moves").exposed().withEndpoints(ready(s.b))
 		s.publish()
 		s.must(s.kill())
 		s.reaches(s.outside, stays.loadBalancerIP(), s.a)
 		s.reaches(s.outside, goes.loadBalancerIP(), s.b)
 		s.remove(goes)
-		moves.leadsTo(ready(s.d))
-		comes := s.service("comes").leadsTo(ready(s.a))
-		s.announce()
+		moves.withEndpoints(ready(s.d))
+		comes := s.service("comes").withEndpoints(ready(s.a))
+		s.publishNow()
 		s.must(s.start(s.ctx, s.site))
 		s.reaches(s.c, stays.clusterIP(), s.a)
 		s.reaches(s.c, moves.clusterIP(), s.d)
 		s.reaches(s.c, comes.clusterIP(), s.a)
-		s.leaves(s.c, goes.clusterIP())
-		s.leaves(s.outside, goes.externalIP())
+		s.ignores(s.c, goes.clusterIP())
+		s.ignores(s.outside, goes.externalIP())
 	}},
 	{name: "two instances and kube-proxy's rules coexist", needs: []Feature{Instances, Cleanup}, run: func(s *scene) {
 		s.addKubeProxy()
 		rules := s.kubeProxy()
-		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.d))
-		other := s.service("other").exposed().leadsTo(ready(s.b), ready(s.e))
-		headless := s.service("headless").withExternalIP().leadsTo(ready(s.c))
+		web := s.service("web").exposed().withEndpoints(ready(s.a), ready(s.d))
+		other := s.service("other").exposed().withEndpoints(ready(s.b), ready(s.e))
+		headless := s.service("headless").withExternalIP().withEndpoints(ready(s.c))
 		headless.Spec.ClusterIP, headless.Spec.ClusterIPs = corev1.ClusterIPNone, []string{corev1.ClusterIPNone}
 		for _, svc := range []*service{other, headless} {
 			svc.Labels = map[string]string{proxyNameLabel: "second"}
 			svc.slices = nil
 		}
-		other.leadsTo(ready(s.b), ready(s.e))
-		headless.leadsTo(ready(s.c))
+		other.withEndpoints(ready(s.b), ready(s.e))
+		headless.withEndpoints(ready(s.c))
 		s.publish()
 		for _, to := range other.all() {
 			if to != other.nodePort(0) {
-				s.leaves(s.outside, to)
+				s.ignores(s.outside, to)
 			}
 		}
 		site := s.site
@@ -129,14 +130,14 @@ var lifeCases = []testCase{
 		s.must(second.Kill())
 		s.must(s.subject.Cleanup(s.ctx, site))
 		check()
-		s.leaves(s.outside, headless.externalIP())
-		s.leaves(s.c, other.clusterIP())
+		s.ignores(s.outside, headless.externalIP())
+		s.ignores(s.c, other.clusterIP())
 		if diff := cmp.Diff(rules, s.kubeProxy()); diff != "" {
 			s.failf("kube-proxy's rules changed or matched a packet with kube-proxy's mark (-before +after):\n%s", diff)
 		}
 	}},
 	{name: "clean-up removes everything that the proxy created and nothing else", needs: []Feature{Cleanup}, run: func(s *scene) {
-		web := s.service("web").exposed().withAffinity(100).leadsTo(ready(s.a), ready(s.d))
+		web := s.service("web").exposed().withAffinity(100).withEndpoints(ready(s.a), ready(s.d))
 		s.service("none").exposed()
 		s.publish()
 		s.choice(api.TCP, s.outside, web.loadBalancerIP())
@@ -147,15 +148,16 @@ var lifeCases = []testCase{
 		if diff := cmp.Diff(s.before, after); diff != "" {
 			s.failf("the node changed (-before +after):\n%s", diff)
 		}
-		s.must(s.subject.Cleanup(s.ctx, s.site)) // Cleanup must also work when there is nothing to remove
+		s.must(s.subject.Cleanup(s.ctx, s.site)) // Cleanup must also succeed if nothing is left to remove
 	}},
 }
 
-// crowd returns services that are not published yet.
+// crowd creates additional services and returns them. They are not part of the scene, so
+// they are not published.
 func (s *scene) crowd() []*service {
 	on := len(s.services)
-	for i := range crowd {
-		s.service(fmt.Sprintf("crowd%d", i)).leadsTo(ready(s.b))
+	for i := range crowdSize {
+		s.service(fmt.Sprintf("crowd%d", i)).withEndpoints(ready(s.b))
 	}
 	others := s.services[on:]
 	s.services = s.services[:on:on]
@@ -168,7 +170,8 @@ func (s *scene) restart() {
 	s.must(s.start(s.ctx, s.site))
 }
 
-// restartWith restarts the proxy with another configuration for this case.
+// restartWith restarts the proxy with another configuration. The end of the case restores
+// the old one.
 func (s *scene) restartWith(change func(*Site)) {
 	site := s.site
 	change(&site)
@@ -179,7 +182,7 @@ func (s *scene) restartWith(change func(*Site)) {
 	s.must(replace(s.site, site))
 }
 
-// eventually repeats f until it does not fail.
+// eventually calls f until it succeeds, at most for opts.Patience.
 func (s *scene) eventually(f func()) {
 	for deadline := time.Now().Add(s.opts.Patience); ; {
 		done := make(chan struct{})
@@ -196,14 +199,14 @@ func (s *scene) eventually(f func()) {
 		if time.Now().After(deadline) {
 			s.must(err)
 		}
-		s.pass(10 * time.Millisecond)
+		s.sleep(10 * time.Millisecond)
 	}
 }
 
-// traffic is a sequence of connections to a service from several clients.
+// traffic opens connections to a service from several clients until it is ended.
 type traffic struct {
 	scene *scene
-	// persons are the expected endpoints.
+	// persons are the endpoints that the connections may reach.
 	persons []person
 	cancel  context.CancelFunc
 	group   sync.WaitGroup
@@ -227,7 +230,7 @@ func (s *scene) traffic(svc *service, persons ...person) *traffic {
 }
 
 func (t *traffic) run(ctx context.Context, protocol api.Protocol, from person, to netip.AddrPort) {
-	// Limit the rate to a few hundred per second, to leave CPU time for the proxy.
+	// Open at most a few hundred connections per second, to leave CPU time for the proxy.
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
 	for ctx.Err() == nil {
@@ -237,7 +240,7 @@ func (t *traffic) run(ctx context.Context, protocol api.Protocol, from person, t
 		}
 		if err != nil && ctx.Err() == nil {
 			select {
-			case t.failed <- fmt.Errorf("connection %d, %s, want %s: %w", t.count.Load(), what(from, protocol, to), names(t.persons), err):
+			case t.failed <- fmt.Errorf("connection %d, %s, want %s: %w", t.count.Load(), describe(from, protocol, to), names(t.persons), err):
 			default:
 			}
 			return
@@ -247,11 +250,11 @@ func (t *traffic) run(ctx context.Context, protocol api.Protocol, from person, t
 	}
 }
 
-// more waits for n more connections.
-func (t *traffic) more(n int64) {
+// awaitMore waits for n more connections.
+func (t *traffic) awaitMore(n int64) {
 	deadline := time.Now().Add(t.scene.opts.Patience)
 	for until := t.count.Load() + n; t.count.Load() < until && len(t.failed) == 0 && time.Now().Before(deadline); {
-		t.scene.pass(time.Millisecond)
+		t.scene.sleep(time.Millisecond)
 	}
 }
 
@@ -260,7 +263,7 @@ func (t *traffic) stop() {
 	t.group.Wait()
 }
 
-// end checks that there were connections and that none failed.
+// end stops the traffic. It checks that there were connections and that none failed.
 func (t *traffic) end() {
 	t.stop()
 	select {
@@ -273,7 +276,7 @@ func (t *traffic) end() {
 	}
 }
 
-// kubeProxyRules resemble kube-proxy's rules. They drop and count packets with
+// kubeProxyRules imitate rules of kube-proxy. They count and drop packets with
 // kube-proxy's mark.
 const kubeProxyRules = `
 table ip kube-proxy {

@@ -11,49 +11,49 @@ import (
 
 var endpointCases = []testCase{
 	{name: "endpoints that are not ready get no connections", run: func(s *scene) {
-		web := s.service("web").leadsTo(unready(s.a), ready(s.b), unready(s.d))
+		web := s.service("web").withEndpoints(unready(s.a), ready(s.b), unready(s.d))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.b)
-		web.leadsTo(ready(s.a), unready(s.b), ready(s.d))
+		web.withEndpoints(ready(s.a), unready(s.b), ready(s.d))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.d)
 	}},
 	{name: "missing conditions mean ready", run: func(s *scene) {
 		e := ready(s.a)
 		e.Conditions = discoveryv1.EndpointConditions{}
-		web := s.service("web").leadsTo(e, unready(s.b))
+		web := s.service("web").withEndpoints(e, unready(s.b))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
 	}},
 	{name: "connections are refused if no endpoint is ready and none is both serving and terminating", needs: []Feature{Reject}, run: func(s *scene) {
-		web := s.service("web").leadsTo(unready(s.a), s.b.serves(false, true, false), s.d.serves(false, false, true))
+		web := s.service("web").withEndpoints(unready(s.a), s.b.serves(false, true, false), s.d.serves(false, false, true))
 		s.publish()
 		s.refuses(s.c, web.clusterIP())
 	}},
 	{name: "an endpoint that is both ready and terminating counts as ready", run: func(s *scene) {
-		web := s.service("web").leadsTo(s.a.serves(true, true, true), ready(s.b))
+		web := s.service("web").withEndpoints(s.a.serves(true, true, true), ready(s.b))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.b)
 	}},
 	{name: "terminating endpoints get no connections while another endpoint is ready", run: func(s *scene) {
-		web := s.service("web").leadsTo(draining(s.a), ready(s.d))
+		web := s.service("web").withEndpoints(draining(s.a), ready(s.d))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.d)
 	}},
 	{name: "if no endpoint is ready, those that are both serving and terminating get connections", run: func(s *scene) {
-		web := s.service("web").leadsTo(draining(s.a), draining(s.d), unready(s.b), s.e.serves(false, false, true))
+		web := s.service("web").withEndpoints(draining(s.a), draining(s.d), unready(s.b), s.e.serves(false, false, true))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.d)
 	}},
 	{name: "policy Local falls back to terminating endpoints on this node even if other nodes have ready ones", run: func(s *scene) {
-		web := s.service("web").withLoadBalancer().externalLocal().leadsTo(draining(s.a), ready(s.d))
-		dns := s.service("dns").internalLocal().leadsTo(draining(s.b), unready(s.a), ready(s.d))
+		web := s.service("web").withLoadBalancer().externalLocal().withEndpoints(draining(s.a), ready(s.d))
+		dns := s.service("dns").internalLocal().withEndpoints(draining(s.b), unready(s.a), ready(s.d))
 		s.publish()
 		s.reaches(s.outside, web.loadBalancerIP(), s.a)
 		s.reaches(s.c, dns.clusterIP(), s.b)
 	}},
 	{name: "policy Local prefers ready endpoints on this node to terminating ones", run: func(s *scene) {
-		web := s.service("web").withLoadBalancer().externalLocal().leadsTo(draining(s.a), ready(s.b), ready(s.d))
+		web := s.service("web").withLoadBalancer().externalLocal().withEndpoints(draining(s.a), ready(s.b), ready(s.d))
 		s.publish()
 		s.reaches(s.outside, web.loadBalancerIP(), s.b)
 	}},
@@ -61,15 +61,15 @@ var endpointCases = []testCase{
 
 var topologyCases = []testCase{
 	{name: "zone hints on all endpoints select those for this node's zone", run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a).forZone(zone), ready(s.b).forZone("elsewhere"), ready(s.d).forZone("elsewhere").forZone(zone))
+		web := s.service("web").withEndpoints(ready(s.a).forZone(zone), ready(s.b).forZone("elsewhere"), ready(s.d).forZone("elsewhere").forZone(zone))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.d)
-		web.leadsTo(ready(s.a).forZone("elsewhere"), ready(s.b).forZone(zone), ready(s.d).forZone("elsewhere"))
+		web.withEndpoints(ready(s.a).forZone("elsewhere"), ready(s.b).forZone(zone), ready(s.d).forZone("elsewhere"))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.b)
 	}},
 	{name: "node hints on all endpoints select those for this node and take precedence over zone hints", run: func(s *scene) {
-		web := s.service("web").leadsTo(
+		web := s.service("web").withEndpoints(
 			ready(s.a).forZone(zone).forNode(nodeNames[1]),
 			ready(s.b).forZone("elsewhere").forNode(nodeNames[0]),
 			ready(s.d).forZone(zone).forNode(nodeNames[1]).forNode(nodeNames[0]))
@@ -77,46 +77,47 @@ var topologyCases = []testCase{
 		s.reaches(s.c, web.clusterIP(), s.b, s.d)
 	}},
 	{name: "hints are ignored if a ready endpoint has none", run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a).forZone(zone), ready(s.b), ready(s.d).forZone("elsewhere"))
+		web := s.service("web").withEndpoints(ready(s.a).forZone(zone), ready(s.b), ready(s.d).forZone("elsewhere"))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.b, s.d)
-		web.leadsTo(ready(s.a).forZone(zone), unready(s.b), ready(s.d).forZone("elsewhere"))
+		web.withEndpoints(ready(s.a).forZone(zone), unready(s.b), ready(s.d).forZone("elsewhere"))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
 	}},
 	{name: "hints are ignored if all are for other zones", run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a).forZone("elsewhere"), ready(s.d).forZone("elsewhere"))
+		web := s.service("web").withEndpoints(ready(s.a).forZone("elsewhere"), ready(s.d).forZone("elsewhere"))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.d)
 	}},
 	{name: "zone hints apply if all node hints are for other nodes", run: func(s *scene) {
-		web := s.service("web").leadsTo(
+		web := s.service("web").withEndpoints(
 			ready(s.a).forZone(zone).forNode(nodeNames[1]),
 			ready(s.b).forZone("elsewhere").forNode(nodeNames[1]))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a)
 	}},
 	{name: "the fallback to terminating endpoints ignores hints", run: func(s *scene) {
-		web := s.service("web").leadsTo(draining(s.a).forZone(zone), draining(s.d).forZone("elsewhere"))
+		web := s.service("web").withEndpoints(draining(s.a).forZone(zone), draining(s.d).forZone("elsewhere"))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.d)
 	}},
 	{name: "policy Local ignores hints", run: func(s *scene) {
-		web := s.service("web").internalLocal().leadsTo(ready(s.a).forZone("elsewhere"), ready(s.b).forZone(zone), ready(s.d).forZone(zone))
+		web := s.service("web").internalLocal().withEndpoints(ready(s.a).forZone("elsewhere"), ready(s.b).forZone(zone), ready(s.d).forZone(zone))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.b)
 	}},
 	{name: "hints also apply at external addresses", run: func(s *scene) {
-		web := s.service("web").withLoadBalancer().leadsTo(ready(s.a).forZone(zone), ready(s.d).forZone("elsewhere"))
+		web := s.service("web").withLoadBalancer().withEndpoints(ready(s.a).forZone(zone), ready(s.d).forZone("elsewhere"))
 		s.publish()
 		s.reaches(s.outside, web.loadBalancerIP(), s.a)
 	}},
 	{name: "a node that loses its zone uses all endpoints", run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a).forZone(zone), ready(s.d).forZone("elsewhere"))
+		web := s.service("web").withEndpoints(ready(s.a).forZone(zone), ready(s.d).forZone("elsewhere"))
 		s.publish()
-		// Nodes are watched separately from services, so the marker does not wait for them.
+		// The proxy watches nodes separately from services. So the change of the node may
+		// arrive after the marker.
 		s.eventually(func() { s.reaches(s.c, web.clusterIP(), s.a) })
-		s.reaches(s.c, web.clusterIP(), s.a) // confirm that the first result was not chance
+		s.reaches(s.c, web.clusterIP(), s.a) // once more, because the first result may be chance
 		s.nodeObjects = s.nodes()
 		delete(s.nodeObjects[0].Labels, corev1.LabelTopologyZone)
 		s.publish()
@@ -126,46 +127,46 @@ var topologyCases = []testCase{
 
 var policyCases = []testCase{
 	{name: "internal policy Local uses only endpoints on this node", run: func(s *scene) {
-		web := s.service("web").internalLocal().leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		web := s.service("web").internalLocal().withEndpoints(ready(s.a), ready(s.b), ready(s.d))
 		s.publish()
 		for _, from := range []person{s.node, s.c} {
 			s.reaches(from, web.clusterIP(), s.a, s.b)
 		}
 	}},
 	{name: "internal policy Local drops connections if all endpoints are on other nodes", run: func(s *scene) {
-		web := s.service("web").internalLocal().leadsTo(ready(s.d))
+		web := s.service("web").internalLocal().withEndpoints(ready(s.d))
 		s.publish()
 		s.drops(s.c, web.clusterIP())
 		s.drops(s.node, web.clusterIP())
 	}},
 	{name: "internal policy Local refuses connections if there are no endpoints at all", needs: []Feature{Reject}, run: func(s *scene) {
-		web := s.service("web").internalLocal().leadsTo(unready(s.d))
+		web := s.service("web").internalLocal().withEndpoints(unready(s.d))
 		s.publish()
 		s.refuses(s.c, web.clusterIP())
 		s.refuses(s.node, web.clusterIP())
 	}},
 	{name: "internal policy Local does not apply at external addresses", run: func(s *scene) {
-		web := s.service("web").internalLocal().exposed().leadsTo(ready(s.d))
+		web := s.service("web").internalLocal().exposed().withEndpoints(ready(s.d))
 		s.publish()
 		for _, to := range web.external() {
 			s.reaches(s.outside, to, s.d)
 		}
 	}},
 	{name: "external policy Local uses only endpoints on this node for connections from outside", run: func(s *scene) {
-		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		web := s.service("web").exposed().externalLocal().withEndpoints(ready(s.a), ready(s.b), ready(s.d))
 		s.publish()
 		for _, to := range web.external() {
 			s.reaches(s.outside, to, s.a, s.b)
 		}
 	}},
 	{name: "external policy Local drops connections from outside if all endpoints are on other nodes", run: func(s *scene) {
-		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.d))
+		web := s.service("web").exposed().externalLocal().withEndpoints(ready(s.d))
 		s.publish()
 		s.drops(s.outside, web.external()...)
 		s.drops(s.e, web.external()...)
 	}},
 	{name: "external policy Local refuses connections if there are no endpoints at all", needs: []Feature{Reject}, run: func(s *scene) {
-		web := s.service("web").exposed().externalLocal().leadsTo(unready(s.d))
+		web := s.service("web").exposed().externalLocal().withEndpoints(unready(s.d))
 		s.publish()
 		for _, to := range web.external() {
 			s.refuses(s.outside, to)
@@ -173,18 +174,18 @@ var policyCases = []testCase{
 		}
 	}},
 	{name: "external policy Local does not apply at cluster IPs", run: func(s *scene) {
-		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.a), ready(s.d))
+		web := s.service("web").exposed().externalLocal().withEndpoints(ready(s.a), ready(s.d))
 		s.publish()
 		s.reaches(s.c, web.clusterIP(), s.a, s.d)
 	}},
 	{name: "external policy Local applies to external IPs of services of type ClusterIP", run: func(s *scene) {
-		web := s.service("web").withExternalIP().externalLocal().leadsTo(ready(s.a), ready(s.d))
+		web := s.service("web").withExternalIP().externalLocal().withEndpoints(ready(s.a), ready(s.d))
 		s.publish()
 		s.reaches(s.outside, web.externalIP(), s.a)
 	}},
 	{name: "the node's own connections ignore external policy Local", run: func(s *scene) {
-		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.a), ready(s.d))
-		dns := s.service("dns").exposed().externalLocal().leadsTo(ready(s.d))
+		web := s.service("web").exposed().externalLocal().withEndpoints(ready(s.a), ready(s.d))
+		dns := s.service("dns").exposed().externalLocal().withEndpoints(ready(s.d))
 		s.publish()
 		for _, to := range web.external() {
 			s.reaches(s.node, to, s.a, s.d)
@@ -194,8 +195,8 @@ var policyCases = []testCase{
 		}
 	}},
 	{name: "connections of this node's pods ignore external policy Local", needs: []Feature{ShortCircuitPods}, run: func(s *scene) {
-		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.a), ready(s.d))
-		dns := s.service("dns").exposed().externalLocal().leadsTo(ready(s.d))
+		web := s.service("web").exposed().externalLocal().withEndpoints(ready(s.a), ready(s.d))
+		dns := s.service("dns").exposed().externalLocal().withEndpoints(ready(s.d))
 		s.publish()
 		for _, to := range web.external() {
 			s.reaches(s.c, to, s.a, s.d)
@@ -205,13 +206,13 @@ var policyCases = []testCase{
 		}
 	}},
 	{name: "with both policies Local, the node's own connections ignore them only at external addresses", run: func(s *scene) {
-		web := s.service("web").exposed().externalLocal().internalLocal().leadsTo(ready(s.d))
+		web := s.service("web").exposed().externalLocal().internalLocal().withEndpoints(ready(s.d))
 		s.publish()
 		s.reaches(s.node, web.loadBalancerIP(), s.d)
 		s.drops(s.node, web.clusterIP())
 	}},
 	{name: "changes of the traffic policies take effect", run: func(s *scene) {
-		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.d))
+		web := s.service("web").exposed().withEndpoints(ready(s.a), ready(s.d))
 		s.publish()
 		s.reaches(s.outside, web.loadBalancerIP(), s.a, s.d)
 		web.externalLocal().internalLocal()
@@ -228,21 +229,21 @@ var policyCases = []testCase{
 
 var sourceAddressCases = []testCase{
 	{name: "an endpoint that connects to itself through its service sees an address of the node", run: func(s *scene) {
-		web := s.service("web").exposed().leadsTo(ready(s.a))
-		dns := s.service("dns").exposed().externalLocal().leadsTo(ready(s.a))
+		web := s.service("web").exposed().withEndpoints(ready(s.a))
+		dns := s.service("dns").exposed().externalLocal().withEndpoints(ready(s.a))
 		s.publish()
 		for _, to := range append(web.all(), dns.all()...) {
 			s.masquerades(s.a, to, s.a)
 		}
 	}},
 	{name: "at a cluster IP, connections from pods and from the node keep their source address", needs: []Feature{SourceAddress}, run: func(s *scene) {
-		web := s.service("web").leadsTo(ready(s.a), ready(s.d))
+		web := s.service("web").withEndpoints(ready(s.a), ready(s.d))
 		s.publish()
 		s.keepsSource(s.c, web.clusterIP(), s.a, s.d)
 		s.keepsSource(s.node, web.clusterIP(), s.a, s.d)
 	}},
 	{name: "at external addresses with policy Cluster, all connections get an address of the node", run: func(s *scene) {
-		web := s.service("web").exposed().leadsTo(ready(s.a), ready(s.d))
+		web := s.service("web").exposed().withEndpoints(ready(s.a), ready(s.d))
 		s.publish()
 		for _, to := range web.external() {
 			for _, from := range []person{s.outside, s.c, s.e, s.node} {
@@ -251,18 +252,18 @@ var sourceAddressCases = []testCase{
 		}
 	}},
 	{name: "at external addresses with policy Local, connections from outside keep their source address", needs: []Feature{SourceAddress}, run: func(s *scene) {
-		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.a), ready(s.b), ready(s.d))
+		web := s.service("web").exposed().externalLocal().withEndpoints(ready(s.a), ready(s.b), ready(s.d))
 		s.publish()
 		for _, to := range web.external() {
 			s.keepsSource(s.outside, to, s.a, s.b)
 		}
 	}},
 	{name: "at external addresses with policy Local, the node's own connections get the source address of the route to the endpoint", needs: []Feature{SourceAddress}, run: func(s *scene) {
-		web := s.service("web").exposed().externalLocal().leadsTo(ready(s.d))
+		web := s.service("web").exposed().externalLocal().withEndpoints(ready(s.d))
 		s.publish()
-		// beyond is behind the node's second address.
+		// The host beyond is in the network of the node's second address.
 		for _, to := range web.external() {
-			for _, peer := range s.reaches(s.as(s.node, 1), to, s.d) {
+			for _, peer := range s.reaches(s.withAddress(s.node, 1), to, s.d) {
 				if peer != s.node.Addrs.Family(s.family)[0] {
 					s.failf("from node to %s: %s sees %s, not the address towards it", to, s.d.Name, peer)
 				}
@@ -270,7 +271,7 @@ var sourceAddressCases = []testCase{
 		}
 	}},
 	{name: "at external addresses with policy Local, connections of this node's pods keep their source address", needs: []Feature{SourceAddress, ShortCircuitPods}, run: func(s *scene) {
-		web := s.service("web").withExternalIP().withLoadBalancer().externalLocal().leadsTo(ready(s.a), ready(s.d))
+		web := s.service("web").withExternalIP().withLoadBalancer().externalLocal().withEndpoints(ready(s.a), ready(s.d))
 		s.publish()
 		for _, to := range web.external() {
 			s.keepsSource(s.c, to, s.a, s.d)
@@ -278,14 +279,14 @@ var sourceAddressCases = []testCase{
 	}},
 	{name: "at a cluster IP, connections from outside the pod network get an address of the node if so configured", needs: []Feature{Masquerade, ClusterIPsFromOutside, SourceAddress}, run: func(s *scene) {
 		s.restartWith(func(site *Site) { site.Masquerade = MasqueradeOutside })
-		web := s.service("web").leadsTo(ready(s.a), ready(s.d))
+		web := s.service("web").withEndpoints(ready(s.a), ready(s.d))
 		s.publish()
 		s.masquerades(s.outside, web.clusterIP(), s.a, s.d)
 		s.keepsSource(s.c, web.clusterIP(), s.a, s.d)
 	}},
 	{name: "at a cluster IP, all connections get an address of the node if so configured", needs: []Feature{Masquerade}, run: func(s *scene) {
 		s.restartWith(func(site *Site) { site.Masquerade = MasqueradeAll })
-		web := s.service("web").leadsTo(ready(s.a), ready(s.d))
+		web := s.service("web").withEndpoints(ready(s.a), ready(s.d))
 		s.publish()
 		for _, from := range []person{s.c, s.node, s.b} {
 			s.masquerades(from, web.clusterIP(), s.a, s.d)

@@ -17,13 +17,14 @@ import (
 	"github.com/kpng-project/kpng/backends/conformance/internal/world"
 )
 
-// quiet is the time without an answer after which a connection counts as dropped. An
-// answer normally takes a fraction of it. On a very busy machine, a case that should fail
-// may pass, but no case fails that should pass.
-const quiet = 300 * time.Millisecond
+// answerTimeout is the time without an answer after which a connection counts as dropped.
+// An answer normally takes a fraction of it. On a very busy machine, a late answer may
+// make a case pass that should fail. It never makes a case fail that should pass.
+const answerTimeout = 300 * time.Millisecond
 
-// tries is the number of connections for a check of their endpoints. A wrong endpoint
-// that receives one in four stays undetected in 1 of 1,000 checks.
+// tries is the number of connections in a check of the endpoints that they reach. If one
+// in four connections reaches a wrong endpoint, about 1 in 1,000 checks does not detect
+// it.
 const tries = 24
 
 // ask opens a new connection and reads the answer.
@@ -33,13 +34,13 @@ func (s *scene) ask(from person, protocol api.Protocol, to netip.AddrPort, patie
 	return from.Ask(ctx, protocol, from.source, to)
 }
 
-// what describes a connection.
-func what(from person, protocol api.Protocol, to netip.AddrPort) string {
+// describe returns a description of a connection for messages.
+func describe(from person, protocol api.Protocol, to netip.AddrPort) string {
 	return fmt.Sprintf("from %s to %s/%s", from, to, protocol)
 }
 
-// reaches checks that connections reach exactly these persons. It returns the client
-// addresses that they saw.
+// reaches checks that connections reach exactly these persons. It returns the source
+// addresses that the persons saw.
 func (s *scene) reaches(from person, to netip.AddrPort, persons ...person) []netip.Addr {
 	var peers []netip.Addr
 	for _, protocol := range s.protocols {
@@ -59,18 +60,18 @@ func (s *scene) reachesOver(protocol api.Protocol, from person, to netip.AddrPor
 	}
 	wanted := names(persons)
 	var peers []netip.Addr
-	// The probability that one of eight endpoints is missing in 400 connections is 1 in
+	// The probability that 400 connections miss one of eight endpoints by chance is 1 in
 	// 10^22.
 	for i := 0; i < tries || len(missing) > 0; i++ {
 		if i == 400 {
-			s.failf("%s: %d connections, and some of %s got none", what(from, protocol, to), i, wanted)
+			s.failf("%s: %d connections, and some of %s got none", describe(from, protocol, to), i, wanted)
 		}
 		answer, err := s.ask(from, protocol, to, s.opts.Patience)
 		if err != nil {
-			s.failf("%s, want %s: %w", what(from, protocol, to), wanted, err)
+			s.failf("%s, want %s: %w", describe(from, protocol, to), wanted, err)
 		}
 		if !slices.ContainsFunc(persons, func(p person) bool { return p.Name == answer.Name }) {
-			s.failf("%s: answer from %s, want %s", what(from, protocol, to), answer.Name, wanted)
+			s.failf("%s: answer from %s, want %s", describe(from, protocol, to), answer.Name, wanted)
 		}
 		delete(missing, answer.Name)
 		if !slices.Contains(peers, answer.Peer.Addr()) {
@@ -88,12 +89,12 @@ func names(persons []person) string {
 	return strings.Join(all, ", ")
 }
 
-// refuses checks that connections are refused, with a TCP reset or with ICMP or ICMPv6
-// port unreachable.
+// refuses checks that connections are refused. TCP connections get a reset, others get
+// ICMP or ICMPv6 port unreachable.
 func (s *scene) refuses(from person, to netip.AddrPort) {
 	for _, protocol := range s.protocols {
 		if answer, err := s.ask(from, protocol, to, s.opts.Patience); !world.Refused(err) {
-			s.failf("%s must be refused: answer %v, error %v", what(from, protocol, to), answer, err)
+			s.failf("%s must be refused: answer %v, error %v", describe(from, protocol, to), answer, err)
 		}
 	}
 }
@@ -106,11 +107,11 @@ func (s *scene) drops(from person, to ...netip.AddrPort) {
 	for _, protocol := range s.protocols {
 		for _, to := range to {
 			group.Go(func() {
-				answer, err := s.ask(from, protocol, to, quiet)
+				answer, err := s.ask(from, protocol, to, answerTimeout)
 				if !world.TimedOut(err) {
 					mu.Lock()
 					defer mu.Unlock()
-					wrong = fmt.Errorf("%s must be dropped: answer %v, error %w", what(from, protocol, to), answer, err)
+					wrong = fmt.Errorf("%s must be dropped: answer %v, error %w", describe(from, protocol, to), answer, err)
 				}
 			})
 		}
@@ -119,12 +120,14 @@ func (s *scene) drops(from person, to ...netip.AddrPort) {
 	s.must(wrong)
 }
 
-// leaves checks that the proxy does not handle connections, so that they reach beyond.
-func (s *scene) leaves(from person, to netip.AddrPort) {
+// ignores checks that the proxy does not handle connections, so that they reach the host
+// beyond.
+func (s *scene) ignores(from person, to netip.AddrPort) {
 	s.reaches(from, to, person{Host: s.world.Beyond})
 }
 
-// keepsSource checks that connections reach persons, who see the client's own address.
+// keepsSource checks that connections reach persons, and that these see the client's own
+// address.
 func (s *scene) keepsSource(from person, to netip.AddrPort, persons ...person) {
 	for _, peer := range s.reaches(from, to, persons...) {
 		if !from.Addrs.Contains(peer) {
@@ -133,7 +136,8 @@ func (s *scene) keepsSource(from person, to netip.AddrPort, persons ...person) {
 	}
 }
 
-// masquerades checks that connections reach persons, who see an address of the node.
+// masquerades checks that connections reach persons, and that these see an address of the
+// node.
 func (s *scene) masquerades(from person, to netip.AddrPort, persons ...person) {
 	for _, peer := range s.reaches(from, to, persons...) {
 		if !s.node.Addrs.Contains(peer) {
@@ -142,27 +146,28 @@ func (s *scene) masquerades(from person, to netip.AddrPort, persons ...person) {
 	}
 }
 
-// flow is an open connection, or packets from one UDP port.
+// flow is an open connection or, for UDP, a socket whose packets have one source port.
 type flow struct {
 	*world.Conn
 	scene *scene
 	what  string
 }
 
-// open opens a flow. It is closed at the end of the case.
+// open opens a flow. The end of the case closes it.
 func (s *scene) open(from person, protocol api.Protocol, to netip.AddrPort) *flow {
 	ctx, cancel := context.WithTimeout(s.ctx, s.opts.Patience)
 	defer cancel()
 	c, err := from.Dial(ctx, protocol, from.source, to)
 	if err != nil {
-		s.failf("%s: %w", what(from, protocol, to), err)
+		s.failf("%s: %w", describe(from, protocol, to), err)
 	}
 	s.later(c.Close)
-	return &flow{c, s, what(from, protocol, to)}
+	return &flow{c, s, describe(from, protocol, to)}
 }
 
-// leadsTo checks that the flow reaches one of these persons, and returns that person.
-func (f *flow) leadsTo(persons ...person) person {
+// mustReach checks that the flow reaches one of these persons. It returns the reached
+// person.
+func (f *flow) mustReach(persons ...person) person {
 	answer, err := f.Ask(time.Now().Add(f.scene.opts.Patience))
 	if err != nil {
 		f.scene.failf("flow %s: %w", f.what, err)
@@ -174,8 +179,8 @@ func (f *flow) leadsTo(persons ...person) person {
 	return persons[i]
 }
 
-// even checks that connections are distributed evenly over persons.
-func (s *scene) even(from person, to netip.AddrPort, persons ...person) {
+// distributesEvenly checks that connections are distributed evenly over persons.
+func (s *scene) distributesEvenly(from person, to netip.AddrPort, persons ...person) {
 	const total = 800
 	each := float64(total / len(persons))
 	for _, protocol := range s.protocols {
@@ -188,10 +193,11 @@ func (s *scene) even(from person, to netip.AddrPort, persons ...person) {
 			d := float64(count[p.Name]) - each
 			chi2 += d * d / each
 		}
-		// With three degrees of freedom, chance exceeds this limit once in 13 million checks;
-		// with one, even less often. A distribution of 2:1 has 89, and one of 2:1:1:1 has 96.
+		// With four endpoints, an even distribution exceeds this limit once in 13 million
+		// checks. With two endpoints it exceeds the limit even less often. A distribution of
+		// 2:1 has the value 89, and one of 2:1:1:1 has 96.
 		if limit := 36.0; chi2 > limit {
-			s.failf("%s: %d connections are distributed as %v: chi-squared is %.0f, limit %.0f", what(from, protocol, to), total, count, chi2, limit)
+			s.failf("%s: %d connections are distributed as %v: chi-squared is %.0f, limit %.0f", describe(from, protocol, to), total, count, chi2, limit)
 		}
 	}
 }

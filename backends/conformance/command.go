@@ -18,18 +18,19 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// Command is a Subject that runs commands.
+// Command is a Subject that runs the proxy as a command.
 type Command struct {
 	// Proxy returns the command that runs the proxy until it is killed.
 	Proxy func(Site) *exec.Cmd
-	// Clean returns the command that removes the proxy's leftovers. If it is nil, Cleanup
-	// does nothing.
+	// Clean returns the command that removes the objects that the proxy created. If Clean is
+	// nil, Cleanup does nothing.
 	Clean func(Site) *exec.Cmd
-	// Publisher writes the objects to where the command reads them.
+	// Publisher writes the objects to the place from which the command reads them.
 	Publisher
 }
 
-// Publisher writes objects to where a proxy reads them: see [Subject].
+// Publisher writes objects to the place from which a proxy reads them. Publish has the
+// contract of Subject.Publish.
 type Publisher interface {
 	Publish(ctx context.Context, objects *Objects) error
 }
@@ -85,8 +86,8 @@ func (p *commandProcess) Kill() error {
 
 func (p *commandProcess) Output() string { return p.output.String() }
 
-// Manifests is a Publisher that atomically writes a file with this path, in the format of
-// package watcher/file.
+// Manifests is the path of a file. As a Publisher it atomically writes the objects to
+// that file, in the format of package watcher/file.
 type Manifests string
 
 // Publish implements Publisher.

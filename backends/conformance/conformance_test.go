@@ -20,8 +20,8 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 )
 
-// broken returns a NewSink for the reference proxy with a fault.
-func broken(fault reference.Fault) NewSink {
+// withFault returns a NewSink for the reference proxy with a fault.
+func withFault(fault reference.Fault) NewSink {
 	return func(site Site) (sink.Sink, error) {
 		return reference.New(reference.Options{
 			Table:             site.Instance,
@@ -37,7 +37,7 @@ func broken(fault reference.Fault) NewSink {
 
 // TestReference checks that the reference proxy passes all cases. It logs the matrix.
 func TestReference(t *testing.T) {
-	matrix := Run(t, broken(""), Options{})
+	matrix := Run(t, withFault(""), Options{})
 	for _, r := range matrix {
 		if r.Outcome != Passed && r.Outcome != Unavailable {
 			t.Errorf("%s: %s", r.Case, r.Outcome)
@@ -46,7 +46,8 @@ func TestReference(t *testing.T) {
 }
 
 // TestCommand tests a Command that reads manifests and does not report when it has
-// programmed them. The command is the test binary, which runs this test.
+// programmed them. The command is the test binary, which runs this test in a second
+// process.
 func TestCommand(t *testing.T) {
 	const siteVariable, manifestsVariable = "KPNG_TEST_SITE", "KPNG_TEST_MANIFESTS"
 	if text := os.Getenv(siteVariable); text != "" {
@@ -54,7 +55,7 @@ func TestCommand(t *testing.T) {
 		if err := json.Unmarshal([]byte(text), &site); err != nil {
 			t.Fatal(err)
 		}
-		s, err := broken("")(site)
+		s, err := withFault("")(site)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -86,15 +87,15 @@ func TestCommand(t *testing.T) {
 	}
 }
 
-// silent is a proxy that never programs anything.
-type silent struct{ Subject }
+// idleProxy is a proxy that never programs anything.
+type idleProxy struct{ Subject }
 
-func (silent) Settle(ctx context.Context) error { return context.DeadlineExceeded }
-func (silent) Output() string                   { return "unknown flag: --colour" }
-func (silent) Kill() error                      { return nil }
+func (idleProxy) Settle(ctx context.Context) error { return context.DeadlineExceeded }
+func (idleProxy) Output() string                   { return "unknown flag: --colour" }
+func (idleProxy) Kill() error                      { return nil }
 
 func TestFailureShowsOutputOfProxy(t *testing.T) {
-	k := &kit{subject: silent{}, process: silent{}}
+	k := &kit{subject: idleProxy{}, process: idleProxy{}}
 	if err := k.awaitProgrammed(t.Context()); err == nil || !strings.Contains(err.Error(), "unknown flag: --colour") {
 		t.Errorf("error %v, want one with the output of the proxy", err)
 	}

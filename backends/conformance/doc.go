@@ -13,17 +13,17 @@
 //
 // Run builds a test world of network namespaces: a node with pods, a second node, a
 // client outside, and a router between them, all with IPv4 and IPv6. It starts the sink
-// in a process in the node's namespace, feeds it through the real pipeline, and checks
-// connections. It does not change the namespace of the test. It needs Linux, root, and
-// nft. With nft, the kit adds rules of another owner and checks that the proxy does not
-// change them.
+// in a process in the node's namespace and delivers services through the real pipeline.
+// Then it checks connections. It does not change the network namespace of the test
+// itself. It requires Linux, root, and nft. The kit uses nft to add rules of another
+// owner and to check that the proxy does not change them.
 //
-// The process is the test binary again. Its environment and -test.run make it run the
-// calling test, where Run becomes the proxy and does not return. The code before the call
-// of Run also runs in that process, so it should be short. Some cases kill the process.
+// The process with the sink is a second run of the test binary. It runs only the calling
+// test. In that process Run runs the proxy and does not return. The code before the call
+// of Run also runs in the process, so it should be short. Some cases kill the process.
 //
-// RunSubject tests a [Subject] of the caller: a proxy in any language that runs as a
-// process. [Command] is a Subject that runs commands:
+// RunSubject tests a [Subject] of the caller, which may be a proxy in any language that
+// runs as a process. The type [Command] is a Subject for programs:
 //
 //	manifests := filepath.Join(t.TempDir(), "manifests.json")
 //	conformance.RunSubject(t, &conformance.Command{
@@ -33,19 +33,22 @@
 //		},
 //	}, conformance.Options{})
 //
-// A proxy that reads an API server needs a [Publisher] that writes to it.
+// For a proxy that reads from an API server, write a [Publisher] that writes to the API
+// server.
 //
 // # Results
 //
-// Each case has a sentence as its name and is a subtest for each IP family. All results
-// form a [Matrix]. The kit logs and returns it, and writes it as Markdown to the file
-// Options.Matrix. A proxy that lacks a feature declares the [Feature] with a reason.
-// Cases that need it still run but do not fail, and the matrix shows which of them pass.
+// The name of each case is a sentence. A case has a subtest for each IP family. The
+// results of all cases form a [Matrix]. The kit logs and returns it, and writes it as
+// Markdown to the file Options.Matrix. A proxy that lacks a feature declares the
+// [Feature] with a reason. Cases that require the feature still run, but they do not fail
+// the test. The matrix shows which of them pass.
 //
 // # Time of the checks
 //
-// The kit waits until the published objects are programmed and then checks once: a proxy
-// that is late fails. A Subject that is a [Settler] reports when they are programmed. For
-// others, the kit publishes a marker service after all other objects and waits until the
-// marker answers.
+// The kit waits until the published objects are programmed. Then it checks connections
+// only once, so a case fails if the proxy reports success too early. A Subject that
+// implements [Settler] reports when the objects are programmed. For other subjects, the
+// kit publishes a marker service after all other objects and waits until the marker
+// answers.
 package conformance

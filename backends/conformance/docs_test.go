@@ -13,8 +13,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// TestCasesAreDocumented compares the list of cases in docs/conformance.md with the
-// cases.
+// TestCasesAreDocumented checks that docs/conformance.md lists exactly the cases of the
+// kit.
 func TestCasesAreDocumented(t *testing.T) {
 	page, err := os.ReadFile("../../docs/conformance.md")
 	if err != nil {

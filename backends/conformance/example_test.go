@@ -18,8 +18,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// The kit publishes its objects to a proxy that reads manifests. This is what the proxy
-// sees.
+// ExampleManifests publishes objects as the kit does, and reads them as a proxy does.
 func ExampleManifests() {
 	dir, err := os.MkdirTemp("", "kpng-example")
 	if err != nil {
@@ -47,7 +46,7 @@ func ExampleManifests() {
 	// default/web [10.96.0.1]
 }
 
-// A backend publishes its matrix. Run and RunSubject return one.
+// ExampleMatrix writes a matrix such as Run and RunSubject return.
 func ExampleMatrix() {
 	const section = "Session affinity"
 	matrix := conformance.Matrix{

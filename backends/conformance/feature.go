@@ -4,8 +4,7 @@
 
 package conformance
 
-// Feature is a feature that a proxy may lack. All other behavior is required from every
-// proxy.
+// Feature is a feature that a proxy may lack. Every proxy must have all other behavior.
 type Feature string
 
 // The features.
@@ -15,58 +14,61 @@ const (
 	UDP  Feature = "UDP"
 	SCTP Feature = "SCTP"
 
-	// NodePorts are node ports.
+	// NodePorts means that node ports are served.
 	NodePorts Feature = "node ports"
-	// NodePortCIDRs limits node ports to the addresses in Site.NodePortCIDRs.
+	// NodePortCIDRs means that node ports exist only at the addresses in Site.NodePortCIDRs.
 	NodePortCIDRs Feature = "node-port addresses"
-	// ClusterIPsFromOutside serves cluster IPs to clients outside the cluster that have a
-	// route to them.
+	// ClusterIPsFromOutside means that clients outside the cluster can connect to cluster
+	// IPs, if they have a route.
 	ClusterIPsFromOutside Feature = "cluster IPs from outside"
-	// SourceRanges is Service.spec.loadBalancerSourceRanges.
+	// SourceRanges means that Service.spec.loadBalancerSourceRanges is applied.
 	SourceRanges Feature = "source ranges"
-	// FamilyOnlyRanges admits no source of a family if all source ranges are of the other
-	// family. kube-proxy lacks it.
+	// FamilyOnlyRanges concerns source ranges that are all of one family. A proxy with this
+	// feature then admits no sources of the other family. The proxy kube-proxy lacks it.
 	FamilyOnlyRanges Feature = "source ranges of the other family only"
-	// ShortCircuitPods detects traffic from this node's pods, so that it ignores
-	// externalTrafficPolicy Local at external addresses.
+	// ShortCircuitPods means that the proxy detects traffic from this node's pods. It does
+	// not apply externalTrafficPolicy Local to their connections to external addresses.
 	ShortCircuitPods Feature = "short circuit for pods"
-	// Reject refuses connections to services without endpoints instead of letting them time
-	// out.
+	// Reject means that the proxy refuses connections to services without endpoints. Without
+	// this feature they time out.
 	Reject Feature = "reject"
-	// RangesBeforeReject drops traffic outside the source ranges even if the service has no
-	// endpoints and admitted clients are refused.
+	// RangesBeforeReject concerns services without endpoints and with source ranges. A proxy
+	// with this feature refuses connections of admitted clients and drops those of others.
 	RangesBeforeReject Feature = "source ranges before reject"
-	// EndpointRefusals passes on that an endpoint refuses a connection. Proxies that forward
-	// packets do so automatically.
+	// EndpointRefusals means that a client is refused if the endpoint refuses the
+	// connection. Proxies that forward packets do this automatically.
 	EndpointRefusals Feature = "refusals of endpoints"
-	// RejectUnknownPorts refuses connections to ports of a cluster IP that the service does
-	// not have.
+	// RejectUnknownPorts means that the proxy refuses connections to a cluster IP if the
+	// service does not have the port.
 	RejectUnknownPorts Feature = "reject unknown ports"
-	// SourceAddress keeps the client's address where docs/semantics.md requires it.
+	// SourceAddress means that endpoints see the client's address where docs/semantics.md
+	// requires it.
 	SourceAddress Feature = "source address"
-	// Masquerade masquerades traffic to cluster IPs according to Site.Masquerade.
+	// Masquerade means that the proxy masquerades traffic to cluster IPs according to
+	// Site.Masquerade.
 	Masquerade Feature = "masquerade option"
-	// Affinity is sessionAffinity ClientIP.
+	// Affinity means that sessionAffinity ClientIP is applied.
 	Affinity Feature = "session affinity"
-	// AffinityAcrossFrontends keeps one affinity per service port, whichever frontend the
-	// client uses.
+	// AffinityAcrossFrontends means that a client has the same endpoint at all frontends of
+	// a service port.
 	AffinityAcrossFrontends Feature = "affinity across frontends"
-	// FlowCleanup moves UDP flows away from removed endpoints.
+	// FlowCleanup means that the proxy moves UDP flows away from removed endpoints.
 	FlowCleanup Feature = "UDP flow clean-up"
-	// EstablishedStay keeps established TCP connections and UDP flows when their endpoint
-	// drains or other objects change.
+	// EstablishedStay means that established TCP connections and UDP flows keep their
+	// endpoint while it drains, and when other objects change.
 	EstablishedStay Feature = "established connections stay"
-	// AllPorts is all-ports services (api.Service.AllPorts).
+	// AllPorts means that all-ports services are served (api.Service.AllPorts).
 	AllPorts Feature = "all-ports services"
-	// Claims gives an address and port that two services claim to the older one.
+	// Claims concerns two services with the same address and port. The older service gets
+	// the traffic.
 	Claims Feature = "contested addresses"
-	// HealthChecks is health-check node ports.
+	// HealthChecks means that the proxy answers at health-check node ports.
 	HealthChecks Feature = "health-check node ports"
-	// Restart keeps traffic flowing while no process of the proxy runs.
+	// Restart means that services work while no process of the proxy runs.
 	Restart Feature = "restart"
-	// Instances allows two instances on a node, with different Site.Instance and
+	// Instances means that two instances can run on a node, with different Site.Instance and
 	// Site.ServiceProxyName.
 	Instances Feature = "two instances"
-	// Cleanup removes everything on request.
+	// Cleanup means that the proxy can remove all objects that it created.
 	Cleanup Feature = "clean-up"
 )

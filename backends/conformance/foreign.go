@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// foreignRules are rules of another owner that exist during the whole test. They do
-// nothing.
+// foreignRules are rules of another owner that exist during the whole test. They have no
+// effect on packets.
 const foreignRules = `
 table inet somebody {
 	comment "of no concern to proxies"
@@ -74,7 +74,7 @@ func (k *kit) inventory() (string, error) {
 			}
 			for _, route := range routes {
 				if route.Table == unix.RT_TABLE_LOCAL && route.Protocol == unix.RTPROT_KERNEL {
-					continue // the kernel adds these for addresses, in the background
+					continue // the kernel adds these routes for addresses, in the background
 				}
 				fmt.Fprintf(&text, "route %s\n", route)
 			}

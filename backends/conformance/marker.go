@@ -19,9 +19,9 @@ import (
 )
 
 // The marker is a service that has another port and another endpoint in each publication.
-// Services and slices are published and watched separately. When the new port reaches the
-// new endpoint, both have arrived. Its name sorts last, for proxies that program in order
-// of names.
+// Proxies watch services and slices separately. When a connection to the new port reaches
+// the new endpoint, both changes have arrived. The name of the marker sorts last, for
+// proxies that program services in the order of names.
 const (
 	markerNamespace = "kpng-conformance"
 	markerName      = "zz-marker"

@@ -13,25 +13,26 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// Outcome is the outcome of a case in a family.
+// Outcome says whether a case passed in a family.
 type Outcome int
 
 // The outcomes.
 const (
-	// Passed: the proxy passed the case.
+	// Passed means that the proxy passed the case.
 	Passed Outcome = iota
-	// Failed: the proxy failed the case.
+	// Failed means that the proxy failed the case.
 	Failed
-	// Unsupported: the proxy failed the case, as declared.
+	// Unsupported means that the proxy failed the case, and that it declared a required
+	// feature as unsupported.
 	Unsupported
-	// UnsupportedPassed: the proxy passed the case although it declared the feature as
-	// unsupported.
+	// UnsupportedPassed means that the proxy passed the case although it declared a required
+	// feature as unsupported.
 	UnsupportedPassed
-	// Unavailable: the kernel lacks a required feature.
+	// Unavailable means that the kernel lacks a required feature.
 	Unavailable
 )
 
-// String returns the text in the matrix.
+// String returns the outcome as it appears in the matrix.
 func (o Outcome) String() string {
 	switch o {
 	case Passed:
@@ -54,12 +55,12 @@ type Result struct {
 	Section string
 	// Case is the name of the case, a sentence.
 	Case string
-	// Family is 0 for a case about both families or none.
+	// Family is the IP family. It is 0 for a case that does not depend on the family.
 	Family  api.Family
 	Outcome Outcome
 	// Reason is why the case failed, is not supported or is not available.
 	Reason string
-	// Took is the duration.
+	// Took is the duration of the case.
 	Took time.Duration
 }
 
@@ -161,10 +162,10 @@ func (m Matrix) summary() string {
 	return strings.Join(parts, "; ")
 }
 
-// notes numbers the reasons.
+// notes assigns numbers to reasons.
 type notes struct{ reasons []string }
 
-// mark returns the reference to a reason.
+// mark returns the number of a reason in parentheses, as a reference.
 func (n *notes) mark(reason string) string {
 	if reason == "" {
 		return ""

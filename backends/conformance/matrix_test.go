@@ -51,7 +51,7 @@ func TestMatrixAsMarkdown(t *testing.T) {
 
 // TestUnsupportedCasesMayPass declares features of the reference proxy as unsupported.
 func TestUnsupportedCasesMayPass(t *testing.T) {
-	matrix := Run(t, broken(""), Options{
+	matrix := Run(t, withFault(""), Options{
 		Unsupported: map[Feature]string{Reject: "not yet", IPv6: "not here"},
 		Cases:       regexp.MustCompile("^a service without endpoints refuses connections$"),
 	})
@@ -64,14 +64,14 @@ func TestUnsupportedCasesMayPass(t *testing.T) {
 	}
 }
 
-// TestCasesRunWithoutTheirFeatures declares UDP as unsupported, which changes the services
-// of most cases. The cases that need UDP run in spite of that.
+// TestCasesRunWithoutTheirFeatures declares UDP as unsupported, which changes the
+// services of most cases. The cases that require UDP run nevertheless.
 func TestCasesRunWithoutTheirFeatures(t *testing.T) {
-	matrix := Run(t, broken(""), Options{
+	matrix := Run(t, withFault(""), Options{
 		Unsupported: map[Feature]string{UDP: "not yet"},
 		Cases:       regexp.MustCompile("UDP"),
 	})
-	// On a busy machine some fail, because such cases have a second only.
+	// On a busy machine some cases fail, because unsupported cases have only one second.
 	if got := matrix.Count(UnsupportedPassed); got == 0 {
 		t.Errorf("no case passed:\n%v", matrix)
 	}

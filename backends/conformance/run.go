@@ -21,30 +21,32 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// NewSink creates the sink under test for a site. The kit calls it in a process of its
-// own, in the network namespace of the site's node. For cleanup, if the sink is a
-// sink.Cleaner, the kit calls it again in another process.
+// NewSink creates the sink under test for a site. The kit calls it in a separate process,
+// in the network namespace of the site's node. If the sink is a sink.Cleaner, the kit
+// creates it once more in another process, to clean up.
 type NewSink func(site Site) (sink.Sink, error)
 
 // Options configure a test. The zero value tests everything.
 type Options struct {
-	// Unsupported are the features that the proxy lacks, with the reasons for the matrix.
+	// Unsupported maps the features that the proxy lacks to the reasons, which the matrix
+	// shows.
 	Unsupported map[Feature]string
-	// Exceptions are names of cases, with reasons, that the proxy is known to fail although
-	// it has the features that they need. They count as unsupported.
+	// Exceptions maps names of cases to reasons. It is for cases that the proxy is known to
+	// fail although it has the required features. They count as unsupported.
 	Exceptions map[string]string
-	// Cases selects cases by section or name. Independently, -test.run selects subtests as
-	// usual. Default: all.
+	// Cases selects the cases whose section or name matches. The flag -test.run selects
+	// subtests as usual. Default: all.
 	Cases *regexp.Regexp
-	// Patience is how long the kit waits for programming and for answers. Default: 20 s.
+	// Patience is the maximum time for which the kit waits for programming and for answers.
+	// Default: 20 s.
 	Patience time.Duration
-	// BatchSize is the driver's sink.Options.BatchSize, for Run. A small one makes passes
-	// with many batches. Default: the driver's.
+	// BatchSize is the sink.Options.BatchSize of the driver that Run uses. With a small
+	// size, passes have many batches. Default: the driver's default.
 	BatchSize int
 	// Matrix is the file to which the matrix is written as Markdown. Default: none.
 	Matrix string
-	// Setup is called when the world exists, before the first process starts. It may prepare
-	// the node. Default: none.
+	// Setup may prepare the node. The kit calls it when the world exists, before it starts
+	// the first process. Default: none.
 	Setup func(t *testing.T, site Site)
 }
 
@@ -102,21 +104,21 @@ func RunSubject(t *testing.T, subject Subject, opts Options) Matrix {
 	return matrix
 }
 
-// kit is one run.
+// kit is the state of one run of the cases.
 type kit struct {
 	world   *world.World
 	subject Subject
 	opts    Options
-	// site is the site of the proxy under test. process is its process, or nil while none
-	// runs.
+	// site is the site of the proxy under test. The field process is its process, or nil
+	// while none runs.
 	site    Site
 	process Process
 	// before is the state of the node before the proxy started.
 	before string
-	// allocated counts the allocated addresses and ports, each of which is used once.
+	// allocated counts the allocated addresses and ports. Cases never use one twice.
 	allocated int
 	marker    int
-	// scenes counts the cases in each family.
+	// scenes counts the scenes. A case has one scene per family.
 	scenes int
 }
 
@@ -263,7 +265,7 @@ func (k *kit) try(ctx context.Context, section string, c testCase) []Result {
 		start := time.Now()
 		err := k.play(ctx, c, family)
 		r := Result{Section: section, Case: c.name, Family: family, Took: time.Since(start)}
-		lacks, supported := k.lacks(c)
+		lacks, supported := k.supports(c)
 		var missing unavailableError
 		switch {
 		case errors.As(err, &missing):
@@ -282,8 +284,9 @@ func (k *kit) try(ctx context.Context, section string, c testCase) []Result {
 	return results
 }
 
-// lacks returns whether the proxy supports a case and, if not, the reason.
-func (k *kit) lacks(c testCase) (reason string, supported bool) {
+// supports reports whether the proxy supports a case. If it does not, supports returns
+// the reason.
+func (k *kit) supports(c testCase) (reason string, supported bool) {
 	needs := c.needs
 	if c.once {
 		needs = append(slices.Clone(needs), IPv4, IPv6)
@@ -299,20 +302,21 @@ func (k *kit) lacks(c testCase) (reason string, supported bool) {
 	return "", true
 }
 
-// play runs a case. Afterwards the proxy runs with nothing published.
+// play runs a case. Then it removes the published objects of the case, and the proxy
+// keeps running.
 func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
 	patience := k.opts.Patience
-	if _, supported := k.lacks(c); !supported {
+	if _, supported := k.supports(c); !supported {
 		patience = min(patience, time.Second)
 	}
 	k.opts.Patience, patience = patience, k.opts.Patience
 	defer func() { k.opts.Patience = patience }()
 	s := newScene(ctx, k, family)
 	if slices.Contains(c.needs, UDP) {
-		s.protocols = []api.Protocol{api.TCP, api.UDP} // even if the proxy does not support UDP
+		s.protocols = []api.Protocol{api.TCP, api.UDP} // the case needs UDP, even if the proxy does not support it
 	}
 	done := make(chan struct{})
-	go func() { // a failure ends this goroutine
+	go func() { // a failed check ends this goroutine
 		defer close(done)
 		defer s.leave()
 		c.run(s)
@@ -323,16 +327,16 @@ func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
 
 // testCase is a required behavior.
 type testCase struct {
-	// name describes the behavior in a sentence.
+	// name is a sentence that describes the behavior.
 	name string
 	// needs are the required features.
 	needs []Feature
-	// once marks a case that does not depend on the family.
+	// once is true for a case that does not depend on the family.
 	once bool
 	run  func(*scene)
 }
 
-// section has the cases for a section of docs/semantics.md.
+// section contains the cases for a section of docs/semantics.md.
 type section struct {
 	name  string
 	cases []testCase
@@ -343,7 +347,7 @@ func (s section) has(name string) bool {
 	return slices.ContainsFunc(s.cases, func(c testCase) bool { return c.name == name })
 }
 
-// selected returns the matching cases.
+// selected returns the cases whose name or section matches pattern.
 func (s section) selected(pattern *regexp.Regexp) []testCase {
 	if pattern == nil || pattern.MatchString(s.name) {
 		return s.cases
@@ -351,7 +355,7 @@ func (s section) selected(pattern *regexp.Regexp) []testCase {
 	return slices.DeleteFunc(slices.Clone(s.cases), func(c testCase) bool { return !pattern.MatchString(c.name) })
 }
 
-// sections are all cases.
+// sections contains all cases.
 var sections = []section{
 	{"Cluster IPs", clusterIPCases},
 	{"Ports", portCases},
@@ -369,7 +373,7 @@ var sections = []section{
 	{"Restart, neighbours and clean-up", lifeCases},
 }
 
-// unavailableError is a missing feature of the kernel.
+// unavailableError is the error of a case for which the kernel lacks a feature.
 type unavailableError struct{ what string }
 
 func (e unavailableError) Error() string { return e.what }

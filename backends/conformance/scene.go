@@ -17,20 +17,21 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// scene provides the operations of a case: create services, publish them, and connect
-// clients. A failed check ends the case.
+// scene is the state of a running case. Its methods create services, publish them,
+// connect clients and check the results. A failed check ends the case.
 type scene struct {
 	*kit
 	ctx    context.Context
 	family api.Family
-	// protocols are the protocols of every port and every check.
+	// protocols are the protocols that services have and checks use.
 	protocols []api.Protocol
 	services  []*service
-	// nodeObjects are the nodes, or nil for the kit's default nodes.
+	// nodeObjects are the published nodes. If nil, the kit publishes its default nodes.
 	nodeObjects []*corev1.Node
 
-	// node is the node under test and node2 the other node, as clients or as endpoints in
-	// the host network. Pods a, b and c are on node, d and e on node2.
+	// node is the node under test, and node2 is the other node. Cases use both as clients
+	// and as endpoints in the host network. The pods a, b and c are on node; d and e are on
+	// node2.
 	node, node2, a, b, c, d, e person
 	// outside is the client outside the cluster.
 	outside person
@@ -40,8 +41,8 @@ type scene struct {
 	undo   []func() error
 }
 
-// person is a host of the world with its source address. With the zero Addr, the kernel
-// chooses it.
+// person is a host of the world, as a client or as an endpoint. Its connections have the
+// address source. If source is the zero Addr, the kernel chooses one.
 type person struct {
 	*world.Host
 	source netip.Addr
@@ -54,8 +55,8 @@ func (p person) String() string {
 	return p.Name
 }
 
-// as returns the person with its address number i.
-func (s *scene) as(p person, i int) person {
+// withAddress returns a copy of p whose source is the address of p with index i.
+func (s *scene) withAddress(p person, i int) person {
 	p.source = p.Addrs.Family(s.family)[i]
 	return p
 }
@@ -74,7 +75,7 @@ func newScene(ctx context.Context, k *kit, family api.Family) *scene {
 	return s
 }
 
-// failf ends the case.
+// failf ends the case with an error.
 func (s *scene) failf(format string, args ...any) {
 	s.err = fmt.Errorf(format, args...)
 	runtime.Goexit()
@@ -89,10 +90,11 @@ func (s *scene) must(err error) {
 // unavailable ends the case because the kernel lacks a feature.
 func (s *scene) unavailable(what string) { s.must(unavailableError{what}) }
 
-// later calls f when the case ends, in reverse order.
+// later registers f to be called when the case ends. The end of the case calls the
+// functions in reverse order.
 func (s *scene) later(f func() error) { s.undo = append(s.undo, f) }
 
-// leave ends the case.
+// leave runs the functions of later and removes the objects of the case.
 func (s *scene) leave() {
 	for _, f := range slices.Backward(s.undo) {
 		if err := f(); err != nil && s.err == nil {
@@ -100,7 +102,7 @@ func (s *scene) leave() {
 		}
 	}
 	err := s.kit.publish(s.ctx, &Objects{})
-	// A failed case must not make the next one fail.
+	// Clean up after a failed case, so that the next case does not fail too.
 	if s.err != nil {
 		err = errors.Join(err, s.kill(), s.subject.Cleanup(s.ctx, s.site))
 	}
@@ -114,12 +116,12 @@ func (s *scene) leave() {
 
 // publish publishes the scene's services and waits until they are programmed.
 func (s *scene) publish() {
-	s.announce()
+	s.publishNow()
 	s.must(s.awaitProgrammed(s.ctx))
 }
 
-// announce publishes the scene's services without waiting.
-func (s *scene) announce() {
+// publishNow publishes the scene's services and does not wait until they are programmed.
+func (s *scene) publishNow() {
 	objects := &Objects{}
 	for _, node := range s.nodeObjects {
 		objects.Nodes = append(objects.Nodes, node.DeepCopy())
@@ -143,8 +145,8 @@ func (k *kit) allocate() int {
 	return k.allocated
 }
 
-// clusterIP, externalIP and nodePort return unused values, so that connection tracking
-// and affinity of earlier cases have no effect.
+// clusterIP returns an unused address. So connection tracking and affinity of earlier
+// cases have no effect. The methods externalIP and nodePort do the same.
 func (s *scene) clusterIP(family api.Family) netip.Addr {
 	return number(world.ServiceCIDRs[family], 0x100+s.allocate())
 }

@@ -26,31 +26,31 @@ const (
 	targetPort  = 8080
 )
 
-// service is a service of a scene with its slices. Cases modify Service and slices and
-// publish again.
+// service is a service of a scene with its slices. Cases modify the fields Service and
+// slices and then publish the scene again.
 type service struct {
 	*corev1.Service
 	scene  *scene
 	slices []*slice
 }
 
-// slice is some of the endpoints of a service, in each of its families.
+// slice contains endpoints of a service. It becomes one EndpointSlice per family.
 type slice struct {
 	name      string
 	ports     []discoveryv1.EndpointPort
 	endpoints []endpoint
-	// only limits the slice to a family; 0 means all families of the service.
+	// only is the family of the slice. The value 0 means all families of the service.
 	only api.Family
 }
 
-// endpoint is an endpoint of a service, run by a person.
+// endpoint is an endpoint of a service, together with the person that answers there.
 type endpoint struct {
 	person
 	discoveryv1.Endpoint
 }
 
-// service creates a service of type ClusterIP in the scene's families, with port 80 of
-// each protocol and target port 8080, without endpoints.
+// service adds a service of type ClusterIP to the scene, without endpoints. It has the
+// scene's family, and for each protocol the port 80 with the target port 8080.
 func (s *scene) service(name string) *service {
 	families := []api.Family{s.family}
 	policy, internal := corev1.IPFamilyPolicySingleStack, corev1.ServiceInternalTrafficPolicyCluster
@@ -85,7 +85,7 @@ func (svc *service) addPort(name string, port, target int32) *service {
 	return svc
 }
 
-// withNodePort makes the type NodePort. All ports with one number have the same node
+// withNodePort changes the type to NodePort. Ports with the same number get the same node
 // port.
 func (svc *service) withNodePort() *service {
 	if svc.Spec.Type == corev1.ServiceTypeClusterIP {
@@ -103,7 +103,7 @@ func (svc *service) withNodePort() *service {
 	return svc
 }
 
-// withExternalIP adds an external IP of each of its families.
+// withExternalIP adds an external IP for each family of the service.
 func (svc *service) withExternalIP() *service {
 	svc.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyCluster
 	for _, family := range svc.families() {
@@ -112,7 +112,8 @@ func (svc *service) withExternalIP() *service {
 	return svc
 }
 
-// withLoadBalancer makes the type LoadBalancer with an address of each of its families.
+// withLoadBalancer changes the type to LoadBalancer, with a load-balancer IP for each
+// family of the service.
 func (svc *service) withLoadBalancer() *service {
 	svc.Spec.Type = corev1.ServiceTypeLoadBalancer
 	svc.Spec.ExternalTrafficPolicy = corev1.ServiceExternalTrafficPolicyCluster
@@ -125,7 +126,7 @@ func (svc *service) withLoadBalancer() *service {
 	return svc
 }
 
-// exposed adds every kind of address.
+// exposed gives the service every kind of frontend.
 func (svc *service) exposed() *service {
 	return svc.withNodePort().withExternalIP().withLoadBalancer()
 }
@@ -156,14 +157,15 @@ func (svc *service) families() []api.Family {
 	return families
 }
 
-// leadsTo sets the endpoints, in one slice with the service's ports.
-func (svc *service) leadsTo(endpoints ...endpoint) *service {
+// withEndpoints replaces the slices of the service by one slice with these endpoints and
+// the service's ports.
+func (svc *service) withEndpoints(endpoints ...endpoint) *service {
 	svc.slices = nil
-	return svc.alsoLeadsTo("1", targetPorts(svc.Spec.Ports), endpoints...)
+	return svc.withSlice("1", targetPorts(svc.Spec.Ports), endpoints...)
 }
 
-// alsoLeadsTo adds a slice.
-func (svc *service) alsoLeadsTo(name string, ports []discoveryv1.EndpointPort, endpoints ...endpoint) *service {
+// withSlice adds a slice with a name, ports and endpoints.
+func (svc *service) withSlice(name string, ports []discoveryv1.EndpointPort, endpoints ...endpoint) *service {
 	svc.slices = append(svc.slices, &slice{name: name, ports: ports, endpoints: endpoints})
 	return svc
 }
@@ -177,7 +179,7 @@ func targetPorts(ports []corev1.ServicePort) []discoveryv1.EndpointPort {
 	return targets
 }
 
-// objects returns the current service and slices.
+// objects returns copies of the current service and slices as API objects.
 func (svc *service) objects() (*corev1.Service, []*discoveryv1.EndpointSlice) {
 	var all []*discoveryv1.EndpointSlice
 	for _, slice := range svc.slices {
@@ -229,7 +231,7 @@ func (p person) serves(ready, serving, terminating bool) endpoint {
 	return e
 }
 
-// forZone returns the endpoint with a hint for a zone.
+// forZone returns a copy of the endpoint with a topology hint for a zone.
 func (e endpoint) forZone(name string) endpoint {
 	e.Hints = e.Hints.DeepCopy()
 	if e.Hints == nil {
@@ -239,7 +241,7 @@ func (e endpoint) forZone(name string) endpoint {
 	return e
 }
 
-// forNode returns the endpoint with a hint for a node.
+// forNode returns a copy of the endpoint with a topology hint for a node.
 func (e endpoint) forNode(name string) endpoint {
 	e.Hints = e.Hints.DeepCopy()
 	if e.Hints == nil {
@@ -263,12 +265,12 @@ func (svc *service) loadBalancerIP() netip.AddrPort {
 	return svc.at(svc.Status.LoadBalancer.Ingress[0].IP)
 }
 
-// nodePort returns the node port at the node's address number i.
+// nodePort returns the node port at the node's address with index i.
 func (svc *service) nodePort(i int) netip.AddrPort {
 	return netip.AddrPortFrom(svc.scene.node.Addrs.Family(svc.scene.family)[i], uint16(svc.Spec.Ports[0].NodePort))
 }
 
-// external returns all addresses except the cluster IP.
+// external returns the addresses of the first port, except the cluster IP.
 func (svc *service) external() []netip.AddrPort {
 	var all []netip.AddrPort
 	for _, ip := range svc.Spec.ExternalIPs {
@@ -283,14 +285,14 @@ func (svc *service) external() []netip.AddrPort {
 	return all
 }
 
-// all returns all addresses.
+// all returns all addresses of the first port.
 func (svc *service) all() []netip.AddrPort { return append(svc.external(), svc.clusterIP()) }
 
 func (svc *service) at(ip string) netip.AddrPort {
 	return netip.AddrPortFrom(netip.MustParseAddr(ip), uint16(svc.Spec.Ports[0].Port))
 }
 
-// on returns the same address with another port.
-func on(to netip.AddrPort, port int) netip.AddrPort {
+// withPort returns the same address with another port.
+func withPort(to netip.AddrPort, port int) netip.AddrPort {
 	return netip.AddrPortFrom(to.Addr(), uint16(port))
 }

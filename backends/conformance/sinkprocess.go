@@ -23,8 +23,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// carryOut runs the proxy in this process until the kit disconnects or kills it, or
-// cleans up.
+// carryOut does the task of this process. It either cleans up, or runs the proxy until
+// the kit disconnects or kills the process.
 func (o order) carryOut(newSink NewSink, opts sink.Options) error {
 	ctx := klog.NewContext(context.Background(), klog.Background())
 	s, err := newSink(o.Site)
@@ -50,7 +50,7 @@ func (o order) carryOut(newSink NewSink, opts sink.Options) error {
 	return proxy(ctx, o.Site, s, opts, conn)
 }
 
-// proxy drives a sink with the objects that arrive on conn, until it is closed.
+// proxy receives objects from conn and delivers them to a sink, until conn is closed.
 func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn net.Conn) error {
 	converter, err := watcher.New(watcher.Options{
 		ServiceProxyName: site.ServiceProxyName,
@@ -67,7 +67,7 @@ func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn 
 	ended := make(chan error, 1)
 	go func() {
 		err := driver.Run(ctx)
-		conn.Close() // wakes the reader
+		conn.Close() // ends the blocked read
 		ended <- err
 	}()
 	stopReporting := func() {}
@@ -92,7 +92,8 @@ func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn 
 	}
 }
 
-// write writes the objects to the state in one commit and returns its revision.
+// write writes the objects to the state in one commit. It returns the revision of that
+// commit.
 func write(state *cluster.State, converter *watcher.Converter, objects *Objects) uint64 {
 	var services []*api.Service
 	for _, o := range objects.Services {
@@ -121,8 +122,8 @@ func write(state *cluster.State, converter *watcher.Converter, objects *Objects)
 	return uint64(state.Snapshot().Revision)
 }
 
-// reportOn reports to the kit when a generation is applied. Until then it reports what is
-// wrong.
+// reportOn sends a report to the kit when a generation is applied. Before that it reports
+// errors.
 func reportOn(ctx context.Context, driver *sink.Driver, conn net.Conn, generation int, revision uint64) {
 	for ctx.Err() == nil {
 		wait, cancel := context.WithTimeout(ctx, 200*time.Millisecond)

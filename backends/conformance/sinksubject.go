@@ -21,19 +21,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// order is the task of a process of the test binary. It is in the environment.
+// order is the task of a process of the test binary. An environment variable passes it to
+// the process.
 type order struct {
-	// Test is the name of the test with the sink.
+	// Test is the name of the test that calls Run.
 	Test string
 	Site Site
-	// Cleanup requests cleanup instead of proxying.
+	// Cleanup is true if the process cleans up instead of running the proxy.
 	Cleanup bool
 }
 
 const orderVariable = "KPNG_CONFORMANCE"
 
-// The JSON messages between the kit and a process with a sink: objects in one direction,
-// reports about them in the other.
+// The kit and a process with a sink exchange these JSON messages. The kit sends objects,
+// and the process sends reports about them.
 type (
 	publication struct {
 		Generation int
@@ -41,8 +42,8 @@ type (
 	}
 	report struct {
 		Generation int
-		// Applied reports that the whole generation is programmed. Otherwise Trouble may have
-		// the reason.
+		// Applied is true if the whole generation is programmed. If it is false, Trouble may
+		// contain the reason.
 		Applied bool
 		Trouble string
 	}
@@ -54,12 +55,12 @@ type sinkSubject struct {
 
 	mu   sync.Mutex
 	last publication
-	// running are the processes that were not killed.
+	// running contains the processes that were not killed.
 	running map[*sinkProcess]struct{}
 }
 
-// newSinkSubject returns the subject of newSink. In a process that runs the proxy, it
-// does not return.
+// newSinkSubject returns a subject that tests the sinks of newSink. In a process for the
+// proxy, it runs the proxy and does not return.
 func newSinkSubject(t *testing.T, newSink NewSink, opts Options) *sinkSubject {
 	t.Helper()
 	if text := os.Getenv(orderVariable); text != "" {
@@ -79,7 +80,7 @@ func newSinkSubject(t *testing.T, newSink NewSink, opts Options) *sinkSubject {
 	return &sinkSubject{test: t.Name(), running: map[*sinkProcess]struct{}{}}
 }
 
-// command returns the command for an order.
+// command returns a command that runs the test binary with an order.
 func (s *sinkSubject) command(ctx context.Context, o order) (*exec.Cmd, *output, error) {
 	o.Test = s.test
 	text, err := json.Marshal(o)
@@ -121,7 +122,7 @@ func (s *sinkSubject) Start(_ context.Context, site Site) (Process, error) {
 	if err != nil {
 		return nil, fmt.Errorf("use a socket: %w", err)
 	}
-	// The process outlives the case that starts it.
+	// The process runs longer than the case that starts it.
 	cmd, printed, err := s.command(context.Background(), order{Site: site})
 	if err != nil {
 		return nil, err
@@ -180,13 +181,13 @@ type sinkProcess struct {
 	output  *output
 	conn    net.Conn
 	encoder *json.Encoder
-	// done is closed when the process has ended; err has the reason.
+	// done is closed when the process has ended. The field err has the reason.
 	done chan struct{}
 	err  error
 
 	mu   sync.Mutex
 	last report
-	// reported is closed and replaced when last changes.
+	// reported is closed when last changes, and replaced by a new channel.
 	reported chan struct{}
 }
 
@@ -207,7 +208,7 @@ func (p *sinkProcess) read() {
 	for decoder := json.NewDecoder(p.conn); ; {
 		var r report
 		if err := decoder.Decode(&r); err != nil {
-			return // the process has ended; the next call reports it
+			return // the process has ended, and its next method call returns the error
 		}
 		p.mu.Lock()
 		if r.Generation >= p.last.Generation { // ignore reports about older generations

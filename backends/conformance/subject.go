@@ -14,54 +14,56 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 )
 
-// AllPortsAnnotation is the annotation with which the kit marks all-ports services, with
-// the value "true" (see watcher.AllPortsAnnotated).
+// AllPortsAnnotation is the annotation of all-ports services in the kit. Its value is
+// "true" (see watcher.AllPortsAnnotated).
 const AllPortsAnnotation = "conformance.kpng.io/all-ports"
 
-// Subject is a proxy under test. Calls of its methods never overlap.
+// Subject is a proxy under test. The kit calls its methods one at a time.
 type Subject interface {
-	// Publish makes the cluster that the proxy sees equal to objects. It may keep objects
-	// and must not modify them. It is called before the first Start. It returns when running
-	// processes are certain to receive the change.
+	// Publish replaces the content of the cluster that the proxy sees by objects. Publish
+	// may keep objects but must not modify them. The kit calls it before the first Start.
+	// When it returns, running processes must be certain to receive the change.
 	Publish(ctx context.Context, objects *Objects) error
-	// Start starts a process of the proxy in the network namespace of site's node. It need
-	// not wait for programming.
+	// Start starts a process of the proxy in the network namespace of the site's node. It
+	// need not wait until services are programmed.
 	Start(ctx context.Context, site Site) (Process, error)
-	// Cleanup removes everything that processes of the same site created. It is called while
-	// none runs.
+	// Cleanup removes all kernel objects that processes of the same site created. The kit
+	// calls it while no process of the site runs.
 	Cleanup(ctx context.Context, site Site) error
 }
 
-// Settler is implemented by a Subject that knows when all running processes have
-// programmed the published objects. Settle waits for that.
+// Settler is an optional interface of a Subject. Its method Settle waits until all
+// running processes have programmed the published objects.
 type Settler interface {
 	Settle(ctx context.Context) error
 }
 
 // Process is a running process of a proxy.
 type Process interface {
-	// Kill kills the process like SIGKILL and waits for its end.
+	// Kill ends the process as SIGKILL does, and waits for its end.
 	Kill() error
 	// Output returns the last output of the process, for failure messages.
 	Output() string
 }
 
-// Objects is a cluster as in the Kubernetes API. Its objects are valid and have an API
-// server's defaults.
+// Objects is the content of a cluster, as objects of the Kubernetes API. They are valid,
+// and their fields have the defaults of an API server.
 //
-// A Publisher that cannot write all objects at once first deletes missing objects. Then
-// it writes nodes, services and slices, in this order.
+// A Publisher that cannot write all objects in one step must first delete the objects
+// that are no longer in Objects. Then it must write nodes, services and slices, in this
+// order.
 type Objects struct {
 	Nodes    []*corev1.Node
 	Services []*corev1.Service
 	Slices   []*discoveryv1.EndpointSlice
 }
 
-// MasqueradeOption selects the connections to cluster IPs that are masqueraded.
+// MasqueradeOption selects which connections to cluster IPs are masqueraded.
 type MasqueradeOption string
 
-// The options. Without one, connections from pods and from the node keep their source.
-// The kit does not check those from outside the pod network.
+// The masquerade options. Without an option, connections from pods and from the node keep
+// their source. The kit then does not check the source of connections from outside the
+// pod network.
 const (
 	MasqueradeDefault MasqueradeOption = ""
 	// MasqueradeOutside masquerades connections from outside Site.ClusterCIDRs.
@@ -74,30 +76,32 @@ const (
 type Site struct {
 	// NodeName is the name of the Node object.
 	NodeName string
-	// Instance distinguishes the proxy's kernel objects, such as tables, from those of other
-	// processes on the node. It has lower-case letters, digits and "-", at most 15
-	// characters.
+	// Instance is a name for the proxy's kernel objects, such as tables. It differs from
+	// those of other proxies on the node. It has at most 15 characters: lower-case letters,
+	// digits and "-".
 	Instance string
-	// ServiceProxyName selects the services like watcher.Options.ServiceProxyName.
+	// ServiceProxyName selects services in the same way as watcher.Options.ServiceProxyName.
 	ServiceProxyName string
 	// NodePortCIDRs contain the node addresses at which node ports must be served. The node
-	// has others.
+	// also has addresses outside these ranges.
 	NodePortCIDRs []netip.Prefix
-	// ClusterCIDRs contain all pods, and PodCIDRs those of this node.
+	// ClusterCIDRs contain the addresses of all pods. PodCIDRs contain those of the pods on
+	// this node.
 	ClusterCIDRs, PodCIDRs []netip.Prefix
 	// PodInterfaces is the prefix of the names of interfaces to this node's pods. No other
 	// interfaces have it.
 	PodInterfaces string
-	// Masquerade applies to connections to cluster IPs.
+	// Masquerade selects which connections to cluster IPs are masqueraded.
 	Masquerade MasqueradeOption
 
 	host *world.Host
 }
 
-// Do calls f on a thread in the network namespace of the node. Sockets and processes that
-// f opens stay in the namespace. f must not start goroutines.
+// Do calls f on a thread in the network namespace of the node. Sockets that f opens and
+// processes that it starts stay in that namespace. The function f must not start
+// goroutines.
 func (s Site) Do(f func() error) error { return s.host.Do(f) }
 
-// Start starts cmd in the network namespace of the node. The kernel kills it if this
-// process ends first. The channel receives the exit error.
+// Start starts cmd in the network namespace of the node. The kernel kills the new process
+// if this process ends first. The channel receives the exit error.
 func (s Site) Start(cmd *exec.Cmd) (ended <-chan error, err error) { return s.host.Start(cmd) }

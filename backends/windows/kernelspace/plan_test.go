@@ -282,7 +282,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 					w.hns.Calls()
 					w.must(w.backend.Verify(t.Context()))
 					if tc.fails == "" {
-						w.calls(listing)
+						w.mustHaveCalled(listing)
 					}
 					w.restart()
 					failures(t, w.full())

@@ -16,97 +16,100 @@ type Fault string
 
 // The faults.
 const (
-	// OneEndpoint: all connections go to the first endpoint.
+	// OneEndpoint makes all connections reach the first endpoint.
 	OneEndpoint Fault = "one endpoint"
-	// Uneven: the first endpoint gets three shares.
+	// Uneven gives the first endpoint three times as many connections.
 	Uneven Fault = "uneven"
-	// DrainingToo: draining endpoints get new connections.
+	// DrainingToo gives new connections also to draining endpoints.
 	DrainingToo Fault = "draining too"
-	// OneFamily: IPv6 is ignored.
+	// OneFamily ignores IPv6.
 	OneFamily Fault = "one family"
 
-	// KeepPort: connections keep their port.
+	// KeepPort does not translate the destination port.
 	KeepPort Fault = "keep port"
-	// AnyPort: a port's rules match all ports.
+	// AnyPort makes the rules of a port match all ports.
 	AnyPort Fault = "any port"
-	// AnyProtocol: a port's rules match TCP and UDP.
+	// AnyProtocol makes the rules of a port match TCP and UDP.
 	AnyProtocol Fault = "any protocol"
-	// LosesRenamed: a service is lost when names of its ports change.
+	// LosesRenamed removes a service when names of its ports change.
 	LosesRenamed Fault = "loses renamed"
-	// RefusesSCTP: the presence of an SCTP port blocks all programming.
+	// RefusesSCTP makes each Sync fail if any service has an SCTP port.
 	RefusesSCTP Fault = "refuses SCTP"
-	// NoAllPorts: all-ports services accept only TCP.
+	// NoAllPorts makes all-ports services accept only TCP.
 	NoAllPorts Fault = "no all ports"
 
-	// DropsAll: connections are dropped instead of rejected.
+	// DropsAll drops the connections that the proxy must reject.
 	DropsAll Fault = "drops all"
-	// NoVerdicts: connections are neither rejected nor dropped.
+	// NoVerdicts neither rejects nor drops connections.
 	NoVerdicts Fault = "no verdicts"
-	// UnknownPorts: unknown ports of cluster IPs are not handled.
+	// UnknownPorts does not handle connections to unknown ports of cluster IPs.
 	UnknownPorts Fault = "unknown ports"
 
-	// AnyNodePort: all addresses have node ports.
+	// AnyNodePort serves node ports at all addresses of the node.
 	AnyNodePort Fault = "any node port"
-	// FirstNodePort: only the first address has node ports.
+	// FirstNodePort serves node ports only at the first address.
 	FirstNodePort Fault = "first node port"
-	// ServesProxied: load-balancer IPs of mode Proxy are served.
+	// ServesProxied serves also load-balancer IPs of mode Proxy.
 	ServesProxied Fault = "serves proxied"
-	// IgnoresClaims: addresses of older services are also served, with precedence.
+	// IgnoresClaims lets a newer service take an address and port from an older one.
 	IgnoresClaims Fault = "ignores claims"
 
-	// AnySource: source ranges are ignored.
+	// AnySource ignores source ranges.
 	AnySource Fault = "any source"
-	// GuardsAll: source ranges apply to all frontends.
+	// GuardsAll applies source ranges to all frontends.
 	GuardsAll Fault = "guards all"
-	// GuardsLate: source ranges apply after verdicts.
+	// GuardsLate applies source ranges after connections to services without endpoints are
+	// rejected.
 	GuardsLate Fault = "guards late"
-	// NoOwnAddress: source ranges do not admit the service's own addresses.
+	// NoOwnAddress makes source ranges exclude the service's own addresses.
 	NoOwnAddress Fault = "no own address"
 
-	// NoShortCircuit: traffic of this node uses the list for traffic from elsewhere.
+	// NoShortCircuit uses the endpoints for external traffic also for traffic of this node.
 	NoShortCircuit Fault = "no short circuit"
-	// NoHairpin: hairpin is not masqueraded.
+	// NoHairpin does not masquerade hairpin traffic.
 	NoHairpin Fault = "no hairpin"
-	// NoMasquerade: only hairpin is masqueraded.
+	// NoMasquerade masquerades only hairpin traffic.
 	NoMasquerade Fault = "no masquerade"
-	// MasqueradesAll: all connections are masqueraded.
+	// MasqueradesAll masquerades all connections.
 	MasqueradesAll Fault = "masquerades all"
 
-	// NoAffinity: affinity is ignored.
+	// NoAffinity ignores session affinity.
 	NoAffinity Fault = "no affinity"
-	// EternalAffinity: affinity does not expire.
+	// EternalAffinity never lets affinity expire.
 	EternalAffinity Fault = "eternal affinity"
-	// FixedAffinity: affinity depends on the position of an endpoint in the list, so that
-	// changes of other endpoints move clients.
+	// FixedAffinity selects endpoints by their position in the list. So clients move when
+	// other endpoints change.
 	FixedAffinity Fault = "fixed affinity"
-	// SharedAffinity: the ports of a service share affinity.
+	// SharedAffinity uses one affinity for all ports of a service.
 	SharedAffinity Fault = "shared affinity"
-	// LooseAffinity: affinity may select any endpoint of the service.
+	// LooseAffinity lets affinity select endpoints of the service that the frontend must not
+	// use.
 	LooseAffinity Fault = "loose affinity"
 
-	// KeepsFlows: connection tracking is not cleaned up.
+	// KeepsFlows does not delete entries of connection tracking.
 	KeepsFlows Fault = "keeps flows"
-	// ForgetsFlows: each change deletes all connections through services.
+	// ForgetsFlows deletes the connection-tracking entries of all services at each change.
 	ForgetsFlows Fault = "forgets flows"
 
-	// HealthLies: health checks always succeed.
+	// HealthLies makes health checks always succeed.
 	HealthLies Fault = "health lies"
-	// HealthStays: health-check ports are not closed.
+	// HealthStays does not close health-check ports.
 	HealthStays Fault = "health stays"
-	// HealthFirst: while a health-check port cannot be opened, nothing else is done.
+	// HealthFirst programs nothing while a health-check port cannot be opened.
 	HealthFirst Fault = "health first"
 
-	// KeepsRules: earlier rules stay and take precedence.
+	// KeepsRules keeps old rules, which take precedence over new ones.
 	KeepsRules Fault = "keeps rules"
-	// Flushes: the table is deleted and created again in two steps.
+	// Flushes deletes the table and creates it again in a second transaction.
 	Flushes Fault = "flushes"
-	// FlushesOthers: the first change flushes all tables.
+	// FlushesOthers flushes all tables, including those of other owners, at the first
+	// change.
 	FlushesOthers Fault = "flushes others"
-	// LeavesTable: Cleanup does nothing.
+	// LeavesTable makes Cleanup do nothing.
 	LeavesTable Fault = "leaves table"
 )
 
-// apply returns the view as a proxy with the fault misreads it.
+// apply returns a copy of se, changed as a proxy with the fault misreads it.
 func (f Fault) apply(se *api.ServiceEndpoints) *api.ServiceEndpoints {
 	misread, service := *se, *se.Service
 	misread.Service = &service
@@ -123,8 +126,8 @@ func (f Fault) apply(se *api.ServiceEndpoints) *api.ServiceEndpoints {
 	return &misread
 }
 
-// renamed reports whether the names of a service's ports changed.
-func renamed(c sink.Change) bool {
+// portsRenamed reports whether the names of a service's ports changed.
+func portsRenamed(c sink.Change) bool {
 	return c.Old != nil && c.New != nil && !slices.EqualFunc(c.Old.Service.Ports, c.New.Service.Ports,
 		func(a, b api.PortMapping) bool { return a.Name == b.Name })
 }

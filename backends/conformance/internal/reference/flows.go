@@ -14,9 +14,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// flows deletes the UDP flows that connection tracking has to drop.
+// flows deletes stale UDP flows from connection tracking.
 type flows struct {
-	// frontends are the frontends of the last Sync with their serving endpoints.
+	// frontends maps each frontend of the last Sync to its serving endpoints.
 	frontends map[netip.AddrPort]map[netip.AddrPort]bool
 }
 
@@ -51,11 +51,11 @@ func (f *flows) reconcile(opts *Options, services []*api.ServiceEndpoints) error
 	}
 	for at := range old {
 		if _, still := f.frontends[at]; !still {
-			f.frontends[at] = nil // only this time
+			f.frontends[at] = nil // delete flows to removed frontends in this Sync
 		}
 	}
 	for _, family := range []netlink.InetFamily{unix.AF_INET, unix.AF_INET6} {
-		if _, err := netlink.ConntrackDeleteFilters(netlink.ConntrackTable, family, stale{f, opts.Fault == ForgetsFlows}); err != nil {
+		if _, err := netlink.ConntrackDeleteFilters(netlink.ConntrackTable, family, staleFilter{f, opts.Fault == ForgetsFlows}); err != nil {
 			return fmt.Errorf("delete flows: %w", err)
 		}
 	}
@@ -67,13 +67,13 @@ func (f *flows) reconcile(opts *Options, services []*api.ServiceEndpoints) error
 	return nil
 }
 
-// stale matches flows to removed endpoints.
-type stale struct {
+// staleFilter matches flows to endpoints that were removed.
+type staleFilter struct {
 	*flows
 	all bool
 }
 
-func (s stale) MatchConntrackFlow(flow *netlink.ConntrackFlow) bool {
+func (s staleFilter) MatchConntrackFlow(flow *netlink.ConntrackFlow) bool {
 	if flow.Forward.Protocol != unix.IPPROTO_UDP && !s.all {
 		return false
 	}

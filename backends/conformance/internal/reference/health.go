@@ -20,14 +20,14 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// health serves health-check node ports.
+// health answers health checks at health-check node ports.
 type health struct {
 	cidrs     []netip.Prefix
 	fault     Fault
 	listeners map[netip.AddrPort]*listener
 }
 
-// listener serves the health checks of a service at one address.
+// listener answers the health checks of a service at one address.
 type listener struct {
 	net.Listener
 	service types.NamespacedName
@@ -97,7 +97,7 @@ func (l *listener) ServeHTTP(w http.ResponseWriter, _ *http.Request) {
 	})
 }
 
-// nodePortAddrs returns this host's addresses with node ports.
+// nodePortAddrs returns the addresses of this host at which node ports are served.
 func nodePortAddrs(cidrs []netip.Prefix) ([]netip.Addr, error) {
 	all, err := net.InterfaceAddrs()
 	if err != nil {

@@ -2,9 +2,9 @@
 
 //go:build linux
 
-// Package reference is a proxy for tests of the conformance kit: complete, short and
-// slow. It rewrites its whole nftables table for every change. It can have a deliberate
-// fault.
+// Package reference is a proxy for tests of the conformance kit. It is complete and
+// simple, but slow, because it rewrites its whole nftables table for every change. A test
+// can give it a deliberate fault.
 package reference
 
 import (
@@ -28,14 +28,14 @@ import (
 type Options struct {
 	// Table is the name of its table.
 	Table string
-	// NodePortCIDRs are the addresses with node ports.
+	// NodePortCIDRs contain the node addresses at which node ports are served.
 	NodePortCIDRs []netip.Prefix
 	// ClusterCIDRs contain all pods.
 	ClusterCIDRs []netip.Prefix
 	// PodInterfaces is the prefix of the names of interfaces to pods.
 	PodInterfaces string
-	// MasqueradeOutside and MasqueradeAll select the traffic to cluster IPs that is
-	// masqueraded: traffic from outside ClusterCIDRs, or all.
+	// MasqueradeOutside enables masquerading of traffic to cluster IPs from outside
+	// ClusterCIDRs. MasqueradeAll enables it for all traffic to cluster IPs.
 	MasqueradeOutside, MasqueradeAll bool
 	// Fault is the deliberate fault.
 	Fault Fault
@@ -46,10 +46,11 @@ type Proxy struct {
 	opts     Options
 	node     *api.Node
 	services map[types.NamespacedName]*api.ServiceEndpoints
-	// passing reports that a pass is in progress. Meanwhile the services of earlier passes
-	// are dropped and the table does not change.
+	// passing is true while a pass is in progress. Then the proxy collects the services of
+	// the pass and does not change the table.
 	passing bool
-	// written are the chains and sets of the table, nil if it does not exist.
+	// written contains the chains and sets of the table. It is nil if the table does not
+	// exist.
 	written *ruleset
 	flows   flows
 	health  health
@@ -67,7 +68,7 @@ func (p *Proxy) Sync(ctx context.Context, c *sink.Changes) error {
 		p.services = map[types.NamespacedName]*api.ServiceEndpoints{}
 	}
 	for s := range c.Services {
-		if s.New == nil || p.opts.Fault == LosesRenamed && renamed(s) {
+		if s.New == nil || p.opts.Fault == LosesRenamed && portsRenamed(s) {
 			delete(p.services, s.Key)
 		} else {
 			p.services[s.Key] = p.opts.Fault.apply(s.New)
@@ -129,8 +130,8 @@ func (p *Proxy) Cleanup(context.Context) error {
 	return load(fmt.Sprintf("add table inet %[1]s\ndelete table inet %[1]s\n", p.opts.Table))
 }
 
-// load loads a script into nft. It uses a file, because the end of this process may
-// truncate a pipe.
+// load runs nft with a script in a file. It uses no pipe, because nft would run a
+// truncated script if this process ended while it writes.
 func load(script string) error {
 	file, err := os.CreateTemp("", "kpng-reference-")
 	if err != nil {
@@ -147,7 +148,7 @@ func load(script string) error {
 	return nil
 }
 
-// nft runs nft, which is killed with this process.
+// nft runs the command nft. The kernel kills it if this process ends.
 func nft(args ...string) ([]byte, error) {
 	runtime.LockOSThread() // the kernel kills the child when this thread ends
 	defer runtime.UnlockOSThread()
@@ -159,9 +160,9 @@ func nft(args ...string) ([]byte, error) {
 // object matches the first line of a chain or set in nft's output.
 var object = regexp.MustCompile(`(?m)^\t(chain|set) (\S+) \{$`)
 
-// installed returns the chains and sets of an existing table, or nil. Deleting and
-// creating the table in one transaction is not enough. A packet could pass the new chains
-// before they have rules, and the old ones afterwards.
+// installed returns the chains and sets of an existing table, or nil. The proxy needs
+// them to change the table instead of replacing it. If a transaction deletes and creates
+// a table, a packet may find neither the old rules nor the new ones.
 func installed(table string) *ruleset {
 	text, err := nft("list", "table", "inet", table)
 	if err != nil {

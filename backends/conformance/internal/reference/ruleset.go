@@ -17,8 +17,8 @@ import (
 // ruleset is the content of the table.
 type ruleset struct {
 	opts *Options
-	// sets and chains are the declarations by name. Changes keep the sets, because they
-	// store the affinity of clients.
+	// sets and chains map names to declarations. A change of the table keeps existing sets,
+	// because they store the affinity of clients.
 	sets, chains map[string]string
 	rules        strings.Builder
 	number       int
@@ -32,7 +32,7 @@ type origin string
 
 const (
 	own       origin = "own"  // from the node itself
-	pods      origin = "pods" // from its pods
+	pods      origin = "pods" // from the node's pods
 	elsewhere origin = "elsewhere"
 )
 
@@ -113,7 +113,7 @@ func (r *ruleset) frontend(se *api.ServiceEndpoints, f *nodeview.Frontend, nodeA
 			if api.FamilyOf(p.Addr()) == f.Family && p.Bits() > 0 {
 				ranges = append(ranges, p.String())
 			} else if api.FamilyOf(p.Addr()) == f.Family {
-				ranges = append(ranges, p.Addr().String()+"/1", lastHalf(p.Addr()))
+				ranges = append(ranges, p.Addr().String()+"/1", upperHalf(p.Addr()))
 			}
 		}
 		if fault != GuardsLate || f.Elsewhere.Verdict == nodeview.Forward {
@@ -148,14 +148,14 @@ func (r *ruleset) frontend(se *api.ServiceEndpoints, f *nodeview.Frontend, nodeA
 		r.rule("dnat-"+string(o), match, "goto", chain)
 		r.masquerade(o, f, chain)
 		if f.Affinity > 0 && fault != NoAffinity {
-			r.affine(chain, se, f, traffic.Endpoints)
+			r.balanceWithAffinity(chain, se, f, traffic.Endpoints)
 		} else {
 			r.balance(chain, f, traffic.Endpoints)
 		}
 	}
 }
 
-// match returns the match of a frontend's packets.
+// match returns the nft expression that matches the packets to a frontend.
 func (r *ruleset) match(f *nodeview.Frontend) string {
 	where := fmt.Sprintf("%s daddr %s", family(f.Family), f.Addr)
 	if f.Kind == nodeview.NodePort {
@@ -230,9 +230,9 @@ func (r *ruleset) balance(chain string, f *nodeview.Frontend, endpoints []nodevi
 	}
 }
 
-// oneIn matches one packet in n. These rules use no anonymous sets. If the rules are
-// replaced while a packet passes a long chain, it finds the anonymous sets of the old
-// rules empty and would not match.
+// oneIn returns an nft expression that matches one packet in n. It uses no anonymous set.
+// If the rules are replaced while a packet passes the old ones, the anonymous sets of the
+// old rules are empty, and the packet would not match.
 func oneIn(n int) string {
 	if n == 1 {
 		return ""
@@ -240,7 +240,7 @@ func oneIn(n int) string {
 	return fmt.Sprintf("numgen random mod %d == 0", n)
 }
 
-// dnat returns the translation to an endpoint.
+// dnat returns the nft statement that translates the destination to an endpoint.
 func (r *ruleset) dnat(f *nodeview.Frontend, e nodeview.Target) string {
 	port := e.Port
 	if r.opts.Fault == KeepPort && f.Port != 0 {
@@ -256,7 +256,7 @@ func (r *ruleset) dnat(f *nodeview.Frontend, e nodeview.Target) string {
 	return fmt.Sprintf("meta l4proto %s dnat %s to %s", protocol, family(f.Family), netip.AddrPortFrom(e.Addr, uint16(port)))
 }
 
-// slots returns the endpoint for each random number.
+// slots returns the list of endpoints that a random number indexes.
 func (r *ruleset) slots(endpoints []nodeview.Target) []nodeview.Target {
 	switch r.opts.Fault {
 	case OneEndpoint:
@@ -267,9 +267,9 @@ func (r *ruleset) slots(endpoints []nodeview.Target) []nodeview.Target {
 	return endpoints
 }
 
-// affine balances with affinity. Each endpoint has a set of its clients, which all
-// frontends of the service port share.
-func (r *ruleset) affine(chain string, se *api.ServiceEndpoints, f *nodeview.Frontend, endpoints []nodeview.Target) {
+// balanceWithAffinity adds the rules that choose an endpoint with session affinity. Each
+// endpoint has a set of its clients. All frontends of a service port share these sets.
+func (r *ruleset) balanceWithAffinity(chain string, se *api.ServiceEndpoints, f *nodeview.Frontend, endpoints []nodeview.Target) {
 	choose := len(endpoints)
 	var chosen []string
 	if r.opts.Fault == LooseAffinity {
@@ -307,8 +307,8 @@ func (r *ruleset) affine(chain string, se *api.ServiceEndpoints, f *nodeview.Fro
 	}
 }
 
-// script returns the commands that change the table old into this one in one transaction.
-// old is nil if it is unknown.
+// script returns the commands that change the table from old to r in one transaction. The
+// argument old is nil if there is no table.
 func (r *ruleset) script(old *ruleset) string {
 	var text strings.Builder
 	table := "inet " + r.opts.Table
@@ -350,7 +350,7 @@ func (r *ruleset) rule(chain string, words ...any) {
 	fmt.Fprintf(&r.rules, "add rule inet %s %s %s", r.opts.Table, chain, fmt.Sprintln(words...))
 }
 
-// name joins parts into a name.
+// name joins parts into a valid name of a chain or set.
 func name(parts ...any) string {
 	return strings.Map(func(c rune) rune {
 		if strings.ContainsRune("/:. ", c) {
@@ -364,8 +364,8 @@ func ip(a netip.Addr) string { return family(api.FamilyOf(a)) }
 
 func family(f api.Family) string { return map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[f] }
 
-// lastHalf returns the second half of all addresses of a family.
-func lastHalf(a netip.Addr) string {
+// upperHalf returns the range of the upper half of all addresses of a's family.
+func upperHalf(a netip.Addr) string {
 	if a.Is4() {
 		return "128.0.0.0/1"
 	}

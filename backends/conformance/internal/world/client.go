@@ -18,11 +18,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Answer is the answer of a server.
+// Answer is the response of a server to Ask.
 type Answer struct {
 	// Name is the server's name.
 	Name string
-	// Peer is the client as the server sees it.
+	// Peer is the client's address and port as the server sees them.
 	Peer netip.AddrPort
 }
 
@@ -33,8 +33,8 @@ type Conn struct {
 	lines *bufio.Reader
 }
 
-// Dial opens a connection. from is the source address. With the zero Addr, the kernel
-// chooses it.
+// Dial opens a connection with the source address from. If from is the zero Addr, the
+// kernel chooses the source address.
 func (h *Host) Dial(ctx context.Context, protocol api.Protocol, from netip.Addr, to netip.AddrPort) (*Conn, error) {
 	var c net.Conn
 	var err error
@@ -73,12 +73,12 @@ func (h *Host) dialUDP(from netip.Addr, to netip.AddrPort) (c *net.UDPConn, err 
 	return nil, err
 }
 
-// Ask asks the server for its name. It may be called repeatedly.
+// Ask sends a request and returns the server's response. It may be called repeatedly.
 func (c *Conn) Ask(deadline time.Time) (Answer, error) {
 	if err := c.SetDeadline(deadline); err != nil {
 		return Answer{}, err
 	}
-	// Local rules that reject or drop a packet cause EPERM for the sender.
+	// If a rule of the sending host rejects or drops a packet, the sender gets EPERM.
 	if _, err := c.Write([]byte("?\n")); err != nil && !errors.Is(err, unix.EPERM) {
 		return Answer{}, err
 	}
@@ -105,7 +105,7 @@ func (h *Host) Ask(ctx context.Context, protocol api.Protocol, from netip.Addr, 
 	return c.Ask(deadline)
 }
 
-// Refused reports whether err is a reset or port unreachable.
+// Refused reports whether err means a TCP reset or port unreachable.
 func Refused(err error) bool { return errors.Is(err, unix.ECONNREFUSED) }
 
 // TimedOut reports whether err is a timeout.

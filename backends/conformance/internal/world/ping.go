@@ -46,7 +46,7 @@ func (h *Host) Ping(ctx context.Context, to netip.Addr) error {
 			return fmt.Errorf("ping %s: %w", to, err)
 		}
 		answer := buffer[:n]
-		if n > 0 && answer[0]>>4 == 4 && to.Is4() { // includes the IP header
+		if n > 0 && answer[0]>>4 == 4 && to.Is4() { // the IPv4 answer includes the IP header
 			answer = answer[int(answer[0]&15)*4:]
 		}
 		if len(answer) >= 8 && answer[0] == reply && binary.BigEndian.Uint16(answer[4:]) == id {
@@ -55,7 +55,7 @@ func (h *Host) Ping(ctx context.Context, to netip.Addr) error {
 	}
 }
 
-// checksum is the checksum of RFC 1071 for an even number of bytes.
+// checksum returns the checksum of RFC 1071 for an even number of bytes.
 func checksum(b []byte) uint16 {
 	var sum uint32
 	for i := 0; i < len(b); i += 2 {

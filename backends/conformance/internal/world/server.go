@@ -16,8 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// serve answers on ports of all the host's addresses with the host's name and the
-// client's address: over TCP for each line, over UDP for each packet.
+// serve starts TCP and UDP servers on ports of all addresses of the host. They answer
+// each TCP line and each UDP packet with the host's name and the client's address.
 func (h *Host) serve(ports []uint16) error {
 	for _, port := range ports {
 		if err := h.serveTCP(port); err != nil {
@@ -68,8 +68,8 @@ func (h *Host) accept(l net.Listener) {
 }
 
 func (h *Host) serveUDP(network string, port uint16) error {
-	// The control message with the destination of a packet also selects the source of the
-	// answer.
+	// Request the control message with the destination of a packet. It also selects the
+	// source of the answer.
 	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
 		if controlErr := c.Control(func(fd uintptr) {
 			if strings.HasSuffix(network, "6") {
@@ -100,16 +100,16 @@ func (h *Host) serveUDP(network string, port uint16) error {
 			if err != nil {
 				return
 			}
-			// Ignore errors: the client will miss the answer.
+			// Ignore errors, because the client detects that the answer is missing.
 			_, _, _ = c.WriteMsgUDPAddrPort(h.answer(from), answerFrom(control[:n]), from)
 		}
 	}()
 	return nil
 }
 
-// answerFrom converts the control message with the destination of a packet into one that
-// selects the source of the answer. It removes the interface, which may be wrong for
-// traffic between addresses of one host.
+// answerFrom converts a received control message with the destination of a packet. The
+// result selects that address as the source of the answer. It contains no interface,
+// because the received one may be wrong for traffic between addresses of one host.
 func answerFrom(control []byte) []byte {
 	messages, err := unix.ParseSocketControlMessage(control)
 	if err != nil {

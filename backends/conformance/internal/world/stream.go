@@ -16,9 +16,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Package net has no SCTP. One-to-one SCTP sockets behave like TCP sockets, and package
-// net accepts existing ones as such. The protocol is IPPROTO_SCTP, or IPPROTO_TCP to test
-// this code without SCTP in the kernel.
+// Package net cannot open SCTP sockets. But it accepts existing one-to-one SCTP sockets
+// as TCP sockets, because they behave alike. In this file the protocol is IPPROTO_SCTP.
+// Tests use IPPROTO_TCP, because the kernel may lack SCTP.
 
 // hasSCTP reports whether the kernel has SCTP sockets.
 func hasSCTP() bool {
@@ -30,7 +30,7 @@ func hasSCTP() bool {
 	return true
 }
 
-// serveStream answers like the TCP server.
+// serveStream starts a server for a stream protocol that answers like the TCP server.
 func (h *Host) serveStream(protocol int, port uint16) error {
 	var l net.Listener
 	err := h.Do(func() error {

@@ -17,27 +17,28 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// World is a node with its surroundings. See the package comment.
+// World is a node and the hosts around it. See the package comment.
 type World struct {
 	Node, Node2, Router, Client, Beyond *Host
 	// Local are the pods on Node, and Remote those on Node2.
 	Local, Remote []*Host
-	// SCTP reports whether the kernel has SCTP sockets. If so, pods also serve SCTP.
+	// SCTP is true if the kernel has SCTP sockets. Then pods also answer SCTP connections.
 	SCTP bool
 
 	hosts []*Host
 }
 
-// The networks of the world, one per family.
+// The address ranges of the world, one per family.
 var (
 	// ServiceCIDRs contain cluster IPs.
 	ServiceCIDRs = prefixes("10.96.0.0/16", "fd00:10:96::/112")
 	// ExternalCIDRs contain external IPs and load-balancer IPs.
 	ExternalCIDRs = prefixes("198.18.0.0/16", "fd00:198:18::/112")
-	// ClusterCIDRs contain all pods, and PodCIDRs those of Node.
+	// ClusterCIDRs contain the addresses of all pods, and PodCIDRs those of the pods on
+	// Node.
 	ClusterCIDRs = prefixes("10.244.0.0/16", "fd00:10:244::/48")
 	PodCIDRs     = prefixes("10.244.1.0/24", "fd00:10:244:1::/64")
-	// NodeCIDRs contain the addresses of nodes, except those towards their pods.
+	// NodeCIDRs contain the addresses of nodes, except their addresses in pod networks.
 	NodeCIDRs = prefixes("192.168.0.0/16", "fd00:192:168::/48")
 	// ClientCIDRs contain the addresses of Client.
 	ClientCIDRs = prefixes("203.0.113.0/24", "fd00:203:113::/64")
@@ -53,9 +54,9 @@ const PodInterfaces = "pod-"
 
 // The ports of the world.
 var (
-	// PodPorts are the ports on which pods and nodes serve TCP and UDP.
+	// PodPorts are the ports on which pods and nodes answer TCP and UDP.
 	PodPorts = []uint16{8080, 8081, 8082}
-	// ServicePorts are the ports on which beyond answers at all addresses of
+	// ServicePorts are the ports on which the host beyond answers at all addresses of
 	// services.
 	ServicePorts = []uint16{80, 81, 82, 8080, 8081}
 )
@@ -110,7 +111,7 @@ func (w *World) build() error {
 	var plan planner
 	for _, h := range []*Host{w.Node, w.Node2, w.Router} {
 		plan.set(h, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
-			// Exempt all ICMP errors from rate limits (0 is no type of ICMPv6).
+			// Exempt all ICMP errors from rate limits. For ICMPv6, the 0 is an unused type.
 			"ipv4/icmp_ratemask=0", "ipv6/icmp/ratemask=0")
 	}
 	// Links, with the addresses of both ends.
@@ -135,8 +136,8 @@ func (w *World) build() error {
 	}
 	plan.route(w.Node, "eth1", []string{"192.168.3.1", "fd00:192:168:3::1"}, "0.0.0.0/0", "::/0")
 	plan.route(w.Beyond, "eth0", []string{"192.168.3.2", "fd00:192:168:3::2"}, "0.0.0.0/0", "::/0")
-	// beyond has every address of a service. It does not answer echo requests, because their
-	// answers do not identify the host.
+	// The host beyond has every address of a service. It does not answer echo requests,
+	// because their answers do not identify the host.
 	for _, cidrs := range []map[api.Family]netip.Prefix{ServiceCIDRs, ExternalCIDRs} {
 		plan.own(w.Beyond, cidrs[api.IPv4].String(), cidrs[api.IPv6].String())
 	}
@@ -176,7 +177,7 @@ func (w *World) build() error {
 	return w.Beyond.serve(ServicePorts)
 }
 
-// planner adds links, addresses and routes until one fails.
+// planner adds links, addresses and routes. After the first error its methods do nothing.
 type planner struct{ err error }
 
 func (p *planner) do(h *Host, f func() error) {
@@ -196,7 +197,7 @@ func (p *planner) set(h *Host, settings ...string) {
 	}
 }
 
-// link links two interfaces with these addresses.
+// link connects two hosts with a pair of interfaces that have these addresses.
 func (p *planner) link(h *Host, name string, addrs []string, peer *Host, peerName string, peerAddrs []string) {
 	p.do(h, func() error {
 		attrs := netlink.NewLinkAttrs()
@@ -218,7 +219,7 @@ func (p *planner) link(h *Host, name string, addrs []string, peer *Host, peerNam
 	p.addr(peer, peerName, peerAddrs...)
 }
 
-// addr adds addresses to an interface at which other hosts reach h.
+// addr adds addresses to an interface of h and to h.Addrs.
 func (p *planner) addr(h *Host, name string, addrs ...string) {
 	for _, addr := range addrs {
 		p.do(h, func() error {
@@ -230,7 +231,7 @@ func (p *planner) addr(h *Host, name string, addrs ...string) {
 			if err != nil {
 				return err
 			}
-			a.Flags = unix.IFA_F_NODAD // otherwise an IPv6 address is not usable immediately
+			a.Flags = unix.IFA_F_NODAD // without it, an IPv6 address is not usable immediately
 			h.Addrs.Add(netip.MustParsePrefix(addr).Addr())
 			if err := netlink.AddrAdd(link, a); err != nil {
 				return fmt.Errorf("add address %s to %s: %w", addr, name, err)
@@ -240,8 +241,8 @@ func (p *planner) addr(h *Host, name string, addrs ...string) {
 	}
 }
 
-// route adds routes through gateways, the first for IPv4 and the second for IPv6, or to
-// neighbors.
+// route adds routes to destinations. The first gateway is for IPv4 and the second for
+// IPv6. Without gateways, the destinations are neighbors on the interface.
 func (p *planner) route(h *Host, name string, gateways []string, to ...string) {
 	for _, cidr := range to {
 		p.do(h, func() error {
@@ -270,7 +271,7 @@ func (p *planner) route(h *Host, name string, gateways []string, to ...string) {
 	}
 }
 
-// own makes all addresses of networks local.
+// own makes all addresses in cidrs local addresses of h.
 func (p *planner) own(h *Host, cidrs ...string) {
 	for _, cidr := range cidrs {
 		p.do(h, func() error {

@@ -302,8 +302,7 @@ func (k *kit) supports(c testCase) (reason string, supported bool) {
 	return "", true
 }
 
-// play runs a case. Then it removes the published objects of the case, and the proxy
-// keeps running.
+// play runs a case. At its end no objects of the case are published, and the proxy runs.
 func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
 	patience := k.opts.Patience
 	if _, supported := k.supports(c); !supported {

@@ -18,21 +18,21 @@ import (
 // backend is the sink. It maintains two tables, one per family.
 type backend struct {
 	name string // name of both tables
-	have state  // content of the tables, unless the last Sync failed
-	want state  // content needed by the services delivered since the pass began
+	have state  // content of the tables; unknown if the last Sync failed
+	want state  // content for the services delivered since the pass began
 	// uses counts the services that need each element of want.
 	uses map[element]int
-	// flows are the flows of services that changed since the last transaction.
+	// flows has the external IPs of services that changed since the last transaction.
 	flows flows
-	// passing reports that a pass is in progress.
+	// passing is true while a pass is in progress.
 	passing bool
 }
 
 // Start fails if the kernel lacks a feature that all-ip needs.
 func (b *backend) Start(context.Context) error { return b.probe() }
 
-// Sync changes the tables in one transaction, at the end of a pass. If that fails, their
-// content is unknown, and the next pass reads it.
+// Sync changes the tables in one transaction, at the end of a pass. If the transaction
+// fails, the content of the tables is unknown, and the next pass reads it.
 func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 	if err := b.sync(ctx, c); err != nil {
 		return fmt.Errorf("%w: %w", err, sink.ErrStartOver)

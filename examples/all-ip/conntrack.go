@@ -17,13 +17,13 @@ import (
 // flows maps external IPs to the pods whose connections may continue.
 //
 // Rules apply only to the first packet of a connection. For UDP and pings, connection
-// tracking keeps an entry while packets follow each other, even if its pod is removed.
-// Such entries are deleted, so that the next packet is a first one again. TCP and SCTP
-// detect the loss themselves.
+// tracking keeps an entry while packets follow each other, even if its pod is removed. So
+// all-ip deletes entries for removed pods. The rules then apply to the next packet. TCP
+// and SCTP detect a removed pod themselves.
 type flows map[netip.Addr][]netip.Addr
 
-// add adds the external IPs of before and after. Connections to pods that serve after,
-// including draining ones, may continue.
+// add adds the external IPs of two views of a service, before and after a change.
+// Connections may continue to the pods that the second view has, including draining pods.
 func (f flows) add(before, after *api.ServiceEndpoints) {
 	for frontend := range frontends(before) {
 		if _, known := f[frontend.Addr]; !known {
@@ -38,7 +38,7 @@ func (f flows) add(before, after *api.ServiceEndpoints) {
 	}
 }
 
-// addAddressesOf adds the missing external IPs of a state.
+// addAddressesOf adds the external IPs of a state that f does not have yet.
 func (f flows) addAddressesOf(s state) {
 	for e := range s {
 		if e.set == hairpin {
@@ -55,8 +55,8 @@ func (f flows) addAddressesOf(s state) {
 	}
 }
 
-// forgetOthers deletes the entries to external IPs in f that do not lead to one of their
-// pods.
+// forgetOthers deletes connection-tracking entries to the external IPs in f, except
+// entries to one of the allowed pods.
 func (f flows) forgetOthers() error {
 	if len(f) == 0 {
 		return nil

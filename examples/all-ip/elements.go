@@ -17,17 +17,18 @@ import (
 
 // The sets of a table.
 const (
-	// pod is a map: external IP → pod, for external IPs with one pod.
+	// pod is a map from an external IP to its pod, for external IPs with one pod.
 	pod = "pod"
-	// pods is a map: external IP and slot → pod, for external IPs with several pods.
+	// pods is a map from an external IP and a slot to a pod, for external IPs with several
+	// pods.
 	pods = "pods"
-	// hairpin has the element "pod, pod" for each pod: the source and destination of packets
-	// that a pod sends to itself through an external IP. They are masqueraded, because a pod
-	// does not answer its own address.
+	// hairpin has an element for each pod, with the pod as source and as destination. It
+	// matches packets that a pod sends to itself through an external IP. These are
+	// masqueraded, because a pod does not answer its own address.
 	hairpin = "hairpin"
-	// rejected has the external IPs without a usable pod in the cluster.
+	// rejected contains the external IPs without a usable pod in the cluster.
 	rejected = "rejected"
-	// dropped has the external IPs whose usable pods are all on other nodes.
+	// dropped contains the external IPs whose usable pods are all on other nodes.
 	dropped = "dropped"
 )
 
@@ -43,8 +44,8 @@ type element struct {
 	key    string
 }
 
-// state is the content of the tables: the value of each element, empty if its set is not
-// a map.
+// state is the content of the tables. It maps each element to its value, which is empty
+// if the set of the element is not a map.
 type state map[element]string
 
 // elements yields the elements of a service, or none for nil. Elements of hairpin appear

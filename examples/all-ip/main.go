@@ -2,9 +2,10 @@
 
 //go:build linux
 
-// Command all-ip is a specialized service proxy: all traffic to the external IPs of a
-// service, of any protocol and port, goes to a pod on this node. It serves the services
-// of one service-proxy name and runs beside kube-proxy, which serves the others.
+// Command all-ip is a specialized service proxy. It forwards all traffic to the external
+// IPs of a service, of any protocol and port, to a pod on this node. It handles the
+// services with one service-proxy name. Other proxies, such as kube-proxy, handle the
+// other services on the same node.
 //
 //	all-ip --service-proxy-name kpng-example
 //

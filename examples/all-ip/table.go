@@ -18,8 +18,8 @@ import (
 // another version of all-ip are recreated.
 const layout = "kpng all-ip 1"
 
-// table is one of the two tables: sets that change, and rules that do not. As nft
-// prints it:
+// table is one of the two tables. Its sets change and its rules do not. It looks like
+// this in the output of nft:
 //
 //	chain services {
 //		dnat to ip daddr map @pod
@@ -41,8 +41,8 @@ const layout = "kpng all-ip 1"
 //		ip saddr . ip daddr @hairpin masquerade
 //	}
 //
-// All of them are asked about the first packet of a connection only, before
-// kube-proxy's. The rest, and the way back, is done by connection tracking.
+// The kernel evaluates these chains only for the first packet of a connection, before
+// kube-proxy's chains. Connection tracking translates the other packets and the replies.
 type table struct {
 	*nftables.Table
 	family api.Family
@@ -67,7 +67,8 @@ func (t *table) set(name string) *nftables.Set {
 	case pod:
 		s.IsMap, s.DataType = true, t.address
 	case pods:
-		// nft has no name for the type of a hash; a mark is also a number.
+		// nft has no name for the type of a hash. Use the type of a mark, which is also a
+		// number.
 		s.KeyType = nftables.MustConcatSetType(t.address, nftables.TypeMark)
 		s.IsMap, s.DataType = true, t.address
 	case hairpin:
@@ -110,8 +111,8 @@ func (t *table) chains() []*nftables.Chain {
 
 // rules returns the rules of a chain.
 //
-// The kernel's registers have 16 bytes (1 to 4) or are quarters of these (8 to 23). The
-// parts of a key are adjacent.
+// The kernel has registers of 16 bytes (1 to 4). The registers 8 to 23 are quarters of
+// these. The parts of a key are in adjacent registers.
 func (t *table) rules(chain *nftables.Chain) []*nftables.Rule {
 	load := func(register, offset uint32) expr.Any {
 		return &expr.Payload{DestRegister: register, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: t.size}

@@ -17,8 +17,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// errNotIntact reports tables that do not exist or that differ from those of this version
-// of all-ip.
+// errNotIntact means that a table does not exist, or that this version of all-ip did not
+// create it.
 var errNotIntact = errors.New("not there, or not as all-ip makes them")
 
 // probe returns an error that names the missing feature if this process cannot use
@@ -45,7 +45,7 @@ func explain(err error) error {
 	}
 }
 
-// socketBuffer is the size of the longest transaction, about 200,000 elements. The kernel
+// socketBuffer is the maximum size of a transaction, about 200,000 elements. The kernel
 // accepts a transaction only as a whole.
 const socketBuffer = 32 << 20
 
@@ -116,7 +116,7 @@ func (b *backend) begin() (*transaction, error) {
 // drop deletes the tables if they exist.
 func (tx *transaction) drop() {
 	for _, t := range tx.tables {
-		tx.conn.AddTable(t.Table) // the deletion of a missing table would fail
+		tx.conn.AddTable(t.Table) // because the deletion of a missing table fails
 		tx.conn.DelTable(t.Table)
 	}
 }
@@ -185,7 +185,7 @@ func (tx *transaction) commit() error {
 	return nil
 }
 
-// chunks splits a list into parts that fit into a message of less than 64 KiB.
+// chunks splits a list into parts. Each fits into a message of less than 64 KiB.
 func chunks(list []nftables.SetElement) iter.Seq[[]nftables.SetElement] {
 	return slices.Chunk(list, 500)
 }

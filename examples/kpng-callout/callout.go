@@ -22,13 +22,13 @@ type callout struct {
 	timeout time.Duration
 	stdout  *os.File
 
-	// frontends reports whether standard input has the node and its frontends instead of
-	// services.
+	// frontends is true if the program gets the node and its frontends on standard input,
+	// instead of services.
 	frontends bool
 }
 
-// gracePeriod is how long the children of a callout may keep its standard input and error
-// open after its end.
+// gracePeriod limits the time after the end of a callout. Its child processes may keep
+// its standard input and error open for that time.
 const gracePeriod = time.Second
 
 // run runs the callout once. It returns when the callout has ended or was killed: after
@@ -42,8 +42,8 @@ func (c *callout) run(ctx context.Context, stdin io.Reader) error {
 	cmd.WaitDelay = gracePeriod
 	killAll(cmd)
 
-	// The kernel kills the callout when the thread that started it ends, so that thread must
-	// not end earlier.
+	// The kernel kills the callout when the thread that started it ends. So keep this
+	// thread.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	err := cmd.Run()
@@ -51,7 +51,7 @@ func (c *callout) run(ctx context.Context, stdin io.Reader) error {
 		err = fmt.Errorf("killed: %w", context.Cause(ctx))
 	}
 	if errors.Is(err, exec.ErrWaitDelay) {
-		err = nil // it succeeded and left a child running
+		err = nil // the callout succeeded, but a child process still runs
 	}
 	said := stderr.String()
 	switch {

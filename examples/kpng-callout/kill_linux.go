@@ -7,8 +7,8 @@ import (
 	"syscall"
 )
 
-// killAll makes a cancellation of cmd kill its whole process group, and any end of this
-// program kill cmd.
+// killAll configures how cmd is killed. A cancellation kills its whole process group. If
+// this program ends, the kernel kills cmd.
 func killAll(cmd *exec.Cmd) {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }

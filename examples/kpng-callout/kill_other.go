@@ -6,5 +6,6 @@ package main
 
 import "os/exec"
 
-// killAll does nothing: a cancellation of cmd kills cmd alone.
+// killAll does nothing. So a cancellation of cmd kills only cmd and not its child
+// processes.
 func killAll(*exec.Cmd) {}

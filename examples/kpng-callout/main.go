@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command kpng-callout runs the program in $CALLOUT, with arguments if any, after every
-// change of its node's services. The program receives the whole state on standard input:
-// one JSON object per service, as kpng-json prints it, or with --frontends the node and
-// one JSON object per frontend:
+// change of its node's services. The program receives the whole state on standard input.
+// That is one JSON object per service, as kpng-json prints it. With --frontends it is the
+// node and then one JSON object per frontend. Example:
 //
 //	CALLOUT=jq kpng-callout --manifests examples/demo.yaml --node-name vm-002
 //
-// A failed program is run again, with backoff.
+// If the program fails, kpng-callout runs it again, with backoff.
 package main
 
 import (

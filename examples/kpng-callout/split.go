@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// split splits a command line into words like a shell, with '…', "…" and \ only: no
-// variables, patterns or operators. It does not run a shell.
+// split splits a command line into words as a shell does. It supports only '…', "…" and
+// \, but no variables, patterns or operators. It does not run a shell.
 func split(line string) ([]string, error) {
 	var words []string
 	var word strings.Builder

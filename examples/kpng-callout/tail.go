@@ -7,8 +7,7 @@ import (
 	"strings"
 )
 
-// maxTail is the maximum length of the kept part of a callout's standard error: enough
-// for a message.
+// maxTail is how many bytes of a callout's standard error are kept, for a message.
 const maxTail = 4096
 
 // tail is a writer that keeps the last maxTail bytes.

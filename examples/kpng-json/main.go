@@ -2,7 +2,8 @@
 
 // Command kpng-json prints its node's view, one JSON object per service. It prints the
 // whole view when every service is known, and again after each change. With --frontends
-// it prints the node and then one JSON object per frontend, with every decision made.
+// it prints the node and then one JSON object per frontend. Each contains the endpoints
+// and all decisions for that frontend.
 package main
 
 import (

@@ -14,8 +14,8 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// skeleton is what every table begins with. Flushing a table removes its rules and
-// keeps its chains. The mark 0x8000 is on packets that have to be masqueraded.
+// skeleton contains the first commands of every script. Flushing a table removes its
+// rules and keeps its chains. The mark 0x8000 is on packets that have to be masqueraded.
 const skeleton = `add table inet %[1]s
 add chain inet %[1]s prerouting { type nat hook prerouting priority -100; }
 add chain inet %[1]s output { type nat hook output priority -100; }

@@ -2,8 +2,8 @@
 
 //go:build linux
 
-// Command userspace is a service proxy that programs no kernel. It listens at the
-// addresses of services and copies bytes to their pods and back. README.md shows it
+// Command userspace is a service proxy that does not program the kernel. It listens at
+// the addresses of services and copies bytes to their pods and back. README.md shows it
 // without a cluster.
 package main
 

@@ -72,7 +72,7 @@ func TestTheREADME(t *testing.T) {
 		{"the external IP leads to the two pods", "http://192.0.2.80", []string{podA, podB}},
 	} {
 		var got []string
-		eventually(t, c.what, func() error { // at first the service may not be served yet
+		eventually(t, c.what, func() error { // the proxy may not have added the service yet
 			pod, err := get(c.url)
 			if err != nil {
 				return err

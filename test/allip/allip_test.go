@@ -29,14 +29,13 @@ const inTime = time.Second
 // subject is one of the two tested programs.
 type subject struct {
 	name string
-	// command returns the arguments and environment to start it with.
+	// command returns the arguments and the environment with which to start the program.
 	command func(t testing.TB) (args, env []string)
 	// cleanup returns the command that removes the program's rules.
 	cleanup func(t testing.TB) []string
 	// own returns the program's rules as its tool prints them.
 	own func(t testing.TB, node namespace) string
-	// forgets reports whether the program deletes connection-tracking entries of removed
-	// pods.
+	// forgets is true if the program deletes connection-tracking entries of removed pods.
 	forgets bool
 }
 
@@ -48,7 +47,7 @@ var subjects = []subject{
 		command: func(t testing.TB) (args, env []string) { return []string{build(t, "all-ip")}, nil },
 		cleanup: func(t testing.TB) []string { return []string{build(t, "all-ip"), "--cleanup"} },
 		own: func(t testing.TB, node namespace) string {
-			// With handles, which change if a rule is rewritten.
+			// Print handles (-a) too, because they change if a rule is rewritten.
 			return node.Run(t, "nft", "-a", "list", "table", "ip", "kpng-all-ip") +
 				node.Run(t, "nft", "-a", "list", "table", "ip6", "kpng-all-ip")
 		},
@@ -71,7 +70,8 @@ var subjects = []subject{
 	},
 }
 
-// splitIPTables returns the rules of iptables and ip6tables: ours and others.
+// splitIPTables returns the rules of iptables and ip6tables, separated into those of the
+// program and all others.
 func splitIPTables(t testing.TB, node namespace) (ours, others string) {
 	t.Helper()
 	for _, tool := range []string{"iptables-save", "ip6tables-save"} {
@@ -172,8 +172,8 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 			c.create("example", c.name)
 			c.lead("example", "pod1", "pod2@elsewhere")
 			soon("a service is created", n.leadsTo("pod1"))
-			soon("a pod reaches itself", func() error { return n.is(n.pods["pod1"], "pod1", "tcp", tcpPorts[0]) })
-			soon("the node's own traffic", func() error { return n.is(n.node, "pod1", "tcp", tcpPorts[0]) })
+			soon("a pod reaches itself", func() error { return n.mustReach(n.pods["pod1"], "pod1", "tcp", tcpPorts[0]) })
+			soon("the node's own traffic", func() error { return n.mustReach(n.node, "pod1", "tcp", tcpPorts[0]) })
 
 			flow, err := n.outside.dial("udp", externalIPs[0], udpPort)
 			if err != nil {
@@ -250,7 +250,7 @@ func eventually(t testing.TB, what string, f func() error) {
 		began := time.Now()
 		err := f()
 		if err == nil {
-			// If the check itself took long, the change had taken effect when the check began.
+			// Use the time when the check began, because the check itself may take long.
 			t.Logf("%s: effective after at most %s", what, began.Sub(start).Round(time.Millisecond))
 			return
 		}
@@ -261,8 +261,9 @@ func eventually(t testing.TB, what string, f func() error) {
 	}
 }
 
-// is returns an error unless a client reaches a pod with this name at both addresses.
-func (n *network) is(client namespace, name, protocol string, port int) error {
+// mustReach returns an error unless a client reaches the pod with this name at both
+// addresses.
+func (n *network) mustReach(client namespace, name, protocol string, port int) error {
 	for _, ip := range externalIPs {
 		if got, err := client.ask(protocol, ip, port); got != name || err != nil {
 			return fmt.Errorf("%s, %s port %d leads to %q, error %w", ip, protocol, port, got, err)
@@ -271,13 +272,13 @@ func (n *network) is(client namespace, name, protocol string, port int) error {
 	return nil
 }
 
-// leadsTo returns a function that fails unless all traffic from outside reaches the pod
-// with this name.
+// leadsTo returns a check that fails unless all traffic from outside reaches the pod with
+// this name.
 func (n *network) leadsTo(name string) func() error {
 	return func() error {
-		errs := []error{n.is(n.outside, name, "udp", udpPort)}
+		errs := []error{n.mustReach(n.outside, name, "udp", udpPort)}
 		for _, port := range tcpPorts {
-			errs = append(errs, n.is(n.outside, name, "tcp", port))
+			errs = append(errs, n.mustReach(n.outside, name, "tcp", port))
 		}
 		for _, ip := range externalIPs {
 			errs = append(errs, n.echo(ip, name))
@@ -307,7 +308,7 @@ func (n *network) echo(ip netip.Addr, name string) error {
 	return err
 }
 
-// answers returns an error unless a pod answers.
+// answers returns an error unless any pod answers.
 func (n *network) answers() error {
 	for _, ip := range externalIPs {
 		if _, err := n.outside.ask("tcp", ip, tcpPorts[0]); err != nil {
@@ -317,8 +318,8 @@ func (n *network) answers() error {
 	return nil
 }
 
-// fails returns a function that fails unless connections from outside fail in the
-// expected way.
+// fails returns a check. It fails unless all connections from outside end with an error
+// for which the function as returns true.
 func (n *network) fails(as func(error) bool) func() error {
 	return func() error {
 		for _, ip := range externalIPs {
@@ -345,8 +346,8 @@ func isTimeout(err error) bool {
 
 func isRefused(err error) bool { return errors.Is(err, syscall.ECONNREFUSED) }
 
-// uninterrupted calls f. The test fails unless an open connection survives and new
-// connections succeed all the time.
+// uninterrupted calls f. The test fails unless an open connection survives and all new
+// connections during f succeed.
 func (n *network) uninterrupted(t testing.TB, f func()) {
 	t.Helper()
 	streams := make([]net.Conn, len(externalIPs))
@@ -407,7 +408,7 @@ func (s *subject) start(t testing.TB, node namespace, proxy, kubeconfig string) 
 	t.Helper()
 	const health = "127.0.0.1:10256"
 	args, env := s.command(t)
-	// With only the capability in its manifest.
+	// Start the program with only the capability that its manifest gives it.
 	args = append(args, "--kubeconfig", kubeconfig, "--service-proxy-name", proxy, "--node-name", proxy, "--healthz-bind-address", health)
 	cmd := exec.Command("setpriv", append([]string{"--bounding-set=-all,+net_admin", "--inh-caps=-all,+net_admin", "--no-new-privs"}, args...)...)
 	var log bytes.Buffer

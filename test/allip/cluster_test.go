@@ -18,8 +18,8 @@ import (
 // externalIPs are the external IPs of the services, one per family.
 var externalIPs = []netip.Addr{netip.MustParseAddr("10.0.0.55"), netip.MustParseAddr("1000::55")}
 
-// cluster is a namespace of an API server. Its services belong to the proxy, and its pods
-// run on the node, both with the same name.
+// cluster is a namespace of an API server. The proxy and the node have the name of the
+// namespace.
 type cluster struct {
 	t      testing.TB
 	client kubernetes.Interface
@@ -31,7 +31,7 @@ func newCluster(t testing.TB, server *apiserver.Server) *cluster {
 	return &cluster{t, server.Client(), server.Namespace(t)}
 }
 
-// create creates a service with the external IPs for a proxy, without endpoints.
+// create creates a service for a proxy, with the external IPs and without endpoints.
 func (c *cluster) create(name, proxy string) {
 	c.t.Helper()
 	dualStack := corev1.IPFamilyPolicyRequireDualStack
@@ -59,8 +59,8 @@ func (c *cluster) create(name, proxy string) {
 	}
 }
 
-// lead sets the pods behind a service. A pod is on the node unless its name contains
-// "@elsewhere", and ready unless it contains "!".
+// lead sets the endpoints of a service to these pods. A pod is on the node unless its
+// name ends with "@elsewhere". It is ready unless its name contains "!".
 func (c *cluster) lead(service string, pods ...string) {
 	c.t.Helper()
 	for i, family := range []discoveryv1.AddressType{discoveryv1.AddressTypeIPv4, discoveryv1.AddressTypeIPv6} {

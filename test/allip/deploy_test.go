@@ -162,8 +162,9 @@ func rulesOf(t testing.TB, config *rest.Config) []authorizationv1.ResourceRule {
 	return answer.Status.ResourceRules
 }
 
-// waitRules returns the permissions of a client when the authorizer has seen its
-// permission for slices. The authorizer follows roles and bindings with a delay.
+// waitRules waits until the authorizer grants a client its permission for slices, and
+// returns the client's permissions. The authorizer sees changes of roles and bindings
+// with a delay.
 func waitRules(t testing.TB, config *rest.Config) []authorizationv1.ResourceRule {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {

@@ -31,7 +31,7 @@ var (
 	udpPort  = 5353
 )
 
-// serve makes the namespace a pod with this name and these addresses.
+// serve starts servers in the namespace, as a pod with this name and these addresses.
 func (n namespace) serve(t testing.TB, name string, ips ...string) {
 	t.Helper()
 	for _, port := range tcpPorts {
@@ -68,7 +68,8 @@ func (n namespace) ask(network string, ip netip.Addr, port int) (string, error) 
 	return askOn(c)
 }
 
-// askOn returns the name of the pod at the other end. TCP pods send it only once.
+// askOn returns the name of the pod at the other end of a connection. Over TCP, a pod
+// sends its name only once.
 func askOn(c net.Conn) (string, error) {
 	c.SetDeadline(time.Now().Add(brief))
 	if _, err := c.Write([]byte("?")); err != nil {
@@ -99,7 +100,7 @@ func (n namespace) ping(ip netip.Addr) error {
 // family of ip.
 func (n namespace) echoRequests(ip netip.Addr) (count int, err error) {
 	err = n.Do(func() error {
-		// Not /proc/net, which belongs to the process's first thread.
+		// Do not use /proc/net, which shows the namespace of the process's first thread.
 		if ip.Is6() {
 			text, err := os.ReadFile("/proc/thread-self/net/snmp6")
 			if err != nil {
@@ -131,7 +132,7 @@ func (n namespace) echoRequests(ip netip.Addr) (count int, err error) {
 	return count, err
 }
 
-// The addresses of the node towards its pods, and of the pods.
+// The addresses of the pods, and those of the node in the pod networks.
 var (
 	gateways = []string{"11.0.2.1", "1100::201"}
 	podIPs   = map[string][]string{"pod1": {"11.0.2.2", "1100::202"}, "pod2": {"11.0.2.3", "1100::203"}}

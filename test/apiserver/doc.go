@@ -2,11 +2,12 @@
 
 // Package apiserver runs a real etcd and a real kube-apiserver for tests.
 //
-// The go command builds both from Go modules on first use, which takes minutes, and later
+// The go command builds both from Go modules on first use, which takes minutes. Later it
 // takes them from its build cache. The processes listen only on loopback and unix
-// sockets. They have their own certificate authority, use RBAC, serve dual-stack
-// services, and otherwise have kube-apiserver's defaults. No controller runs: only the
-// test writes EndpointSlices, and nothing empties deleted namespaces.
+// sockets. They have their own certificate authority, use RBAC, support dual-stack
+// services, and otherwise have kube-apiserver's defaults. No controller runs. So only the
+// test writes EndpointSlices, and no controller deletes the objects of deleted
+// namespaces.
 //
 // A test that needs its own server starts one:
 //

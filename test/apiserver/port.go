@@ -10,10 +10,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// port is a free TCP port of 127.0.0.1. A socket reserves it: it is bound to the port but
-// does not listen. Only processes of the same user that also use port sharing can listen
-// there. While none does, connections are refused, and no other process takes the address
-// of a stopped server.
+// port is a free TCP port of 127.0.0.1. A socket that is bound to the port but does not
+// listen reserves it. Only processes of the same user that also use port sharing can
+// listen there. While no process listens, connections are refused. So no other process
+// takes the address of a stopped server.
 type port struct {
 	number int
 	file   *os.File

@@ -101,8 +101,8 @@ func (p *Process) start(ctx context.Context) error {
 	started, ended := make(chan error), make(chan struct{})
 	go func() {
 		defer close(ended)
-		// The kernel uses the end of the parent thread as the signal, so this thread must not
-		// end earlier.
+		// The kernel kills the process when the thread that started it ends. So keep this
+		// thread.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := p.cmd.Start()
@@ -117,7 +117,7 @@ func (p *Process) start(ctx context.Context) error {
 	p.ended = ended
 
 	if err := p.waitReady(ctx); err != nil {
-		p.stop(syscall.SIGKILL) // the first error matters
+		p.stop(syscall.SIGKILL) // the first error is the one to report
 		return fmt.Errorf("start %s: %w\n%s", p.name, err, p.logTail(0))
 	}
 	return nil
@@ -192,12 +192,12 @@ func (p *Process) logTail(from int64) string {
 	return fmt.Sprintf("%s logged:\n%s", p.name, tail)
 }
 
-// showLogOnFailure makes t, if it fails, print the process's log from now on and keep the
-// log with the test's artifacts.
+// showLogOnFailure registers a cleanup of t. If t has failed, the cleanup prints the
+// process's log since now and keeps the log with the test's artifacts.
 func (p *Process) showLogOnFailure(t testing.TB) {
 	from := p.logSize()
-	// Get the directory now: it may be a temporary folder, which is removed before cleanups
-	// that were registered earlier run.
+	// Get the directory now. It may be a temporary folder, and the test removes that before
+	// it runs cleanups that were registered earlier.
 	dir := t.ArtifactDir()
 	t.Cleanup(func() {
 		if !t.Failed() {

@@ -76,9 +76,9 @@ func Run(ctx context.Context, options Options, use func(*Server) error) error {
 	return errors.Join(use(s), s.close())
 }
 
-// Replica starts another API server on the etcd of s. It stops when the test ends. A test
-// can use it to make changes while s.APIServer is down. Its Etcd and its users are those
-// of s.
+// Replica starts another API server on the etcd of s. It has the same Etcd and users as
+// s, and it stops when the test ends. A test can use it to make changes while s.APIServer
+// is down.
 func (s *Server) Replica(t testing.TB) *Server {
 	t.Helper()
 	r := &Server{
@@ -107,8 +107,8 @@ func (s *Server) Config() *rest.Config { return rest.CopyConfig(s.config) }
 // Client returns a client of the administrator.
 func (s *Server) Client() kubernetes.Interface { return s.client }
 
-// WaitReady waits until APIServer is ready, for a test that restarted only Etcd: the API
-// server takes a moment to reconnect.
+// WaitReady waits until APIServer is ready. A test that restarted only Etcd needs it,
+// because the API server takes a moment to reconnect.
 func (s *Server) WaitReady(t testing.TB) {
 	t.Helper()
 	if err := s.APIServer.waitReady(t.Context()); err != nil {
@@ -116,8 +116,8 @@ func (s *Server) WaitReady(t testing.TB) {
 	}
 }
 
-// Compact makes etcd drop all but the current versions of objects. API servers do that
-// every five minutes; this one only on request. A client that resumes from an older
+// Compact makes etcd drop old versions of objects. API servers usually do that every five
+// minutes, but this one does it only for Compact. A client that resumes from an older
 // resource version gets 410 Gone, unless the API server has it in memory.
 func (s *Server) Compact(t testing.TB) {
 	t.Helper()
@@ -281,7 +281,7 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 			// endpoints.
 			"--disable-admission-plugins=ServiceAccount",
 			"--endpoint-reconciler-type=none",
-			// Only Compact compacts, and no requests are queued.
+			// Disable periodic compaction and the queueing of requests.
 			"--etcd-compaction-interval=0",
 			"--enable-priority-and-fairness=false",
 			"--max-requests-inflight=0",
@@ -299,7 +299,7 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 }
 
 // allocates returns nil when the server can allocate cluster IPs of both families. That
-// may happen after it reports readiness.
+// may be later than it reports readiness.
 func (s *Server) allocates(ctx context.Context) error {
 	policy := corev1.IPFamilyPolicyRequireDualStack
 	service := &corev1.Service{

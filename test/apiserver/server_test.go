@@ -191,7 +191,7 @@ func TestCompactionDropsOldVersions(t *testing.T) {
 	old := create(t, s, ns, clusterIP("a")).ResourceVersion
 	create(t, s, ns, clusterIP("b"))
 
-	// A running API server still serves old versions from memory.
+	// A running API server still returns old versions from memory.
 	s.APIServer.Kill(t)
 	s.APIServer.Start(t)
 	exactly := metav1.ListOptions{ResourceVersion: old, ResourceVersionMatch: metav1.ResourceVersionMatchExact}

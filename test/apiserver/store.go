@@ -20,10 +20,11 @@ import (
 )
 
 // Store writes objects directly to etcd, in the form in which an API server stores them.
-// Watches see them. Store is for clusters so large that creating them takes too long,
-// because the API server counts all cluster IPs for each allocation. The caller provides
-// what the API server would: defaults, UIDs, the IPAddress of a cluster IP, node ports.
-// objects returns the i-th of n groups. It is called from several goroutines.
+// Watches deliver them. Use Store for clusters that are too large to create through the
+// API, where the API server counts all cluster IPs for each allocation. The caller must
+// set the fields that the API server would set, such as defaults, UIDs and node ports,
+// and must provide the IPAddress of a cluster IP. The function objects returns the i-th
+// of n groups of objects. Store calls it from several goroutines.
 func (s *Server) Store(ctx context.Context, n int, objects func(i int) []runtime.Object) (err error) {
 	client, err := s.etcdClient(ctx)
 	if err != nil {

@@ -41,7 +41,7 @@ func (s *Server) Namespace(t testing.TB) string {
 	return ns.Name
 }
 
-// removeNamespace does the work of the namespace controller.
+// removeNamespace deletes a namespace and its objects, as the namespace controller does.
 func (s *Server) removeNamespace(ctx context.Context, ns *corev1.Namespace) error {
 	err := errors.Join(
 		s.client.CoreV1().RESTClient().Delete().Namespace(ns.Name).Resource("services").Do(ctx).Error(),
@@ -99,8 +99,8 @@ func (s *Server) User(t testing.TB, rules ...rbacv1.PolicyRule) *rest.Config {
 	return config
 }
 
-// waitAllowed waits until the authorizer grants the first permission in rules. It follows
-// roles and bindings with a delay.
+// waitAllowed waits until the authorizer grants the first permission in rules. The
+// authorizer sees changes of roles and bindings with a delay.
 func (s *Server) waitAllowed(ctx context.Context, user string, rules []rbacv1.PolicyRule) error {
 	if len(rules) == 0 {
 		return nil

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package bare reads a cluster like every service proxy must, and discards the objects.
-// It is the baseline for measurements of proxies.
+// Measurements of proxies use it as the baseline.
 package bare
 
 import (
@@ -46,7 +46,7 @@ func Reflect(ctx context.Context, config *rest.Config) error {
 	return nil
 }
 
-// nothing is a reflector's store that stores nothing.
+// nothing is a store for reflectors that discards all objects.
 type nothing struct{ listed chan struct{} }
 
 func (nothing) Add(any) error                 { return nil }

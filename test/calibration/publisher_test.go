@@ -74,7 +74,7 @@ func (p *publisher) Publish(ctx context.Context, objects *conformance.Objects) e
 	return nil
 }
 
-// fresh reduces the object's metadata to what a create request may contain.
+// fresh removes the metadata that a create request must not contain.
 func fresh(m *metav1.ObjectMeta) {
 	m.UID, m.ResourceVersion, m.CreationTimestamp = "", "", metav1.Time{}
 }

@@ -2,8 +2,8 @@
 
 //go:build linux
 
-// Package cgroup measures the resources of processes with a memory cgroup of its own, of
-// either version.
+// Package cgroup measures the resources of processes in a new memory cgroup. It supports
+// both versions of cgroups.
 package cgroup
 
 import (
@@ -49,7 +49,7 @@ func New(t testing.TB) *Group {
 	return g
 }
 
-// remove removes the group. Its last processes may still be ending.
+// remove removes the group. It waits, because the last processes may still be ending.
 func (g *Group) remove() {
 	var err error
 	for range 100 {
@@ -117,7 +117,8 @@ func (g *Group) members() []string {
 	return strings.Fields(string(b))
 }
 
-// CPU returns the CPU time of the group's processes and their awaited children.
+// CPU returns the CPU time of the group's processes and of their children that have
+// ended.
 func (g *Group) CPU() time.Duration {
 	g.Helper()
 	ticks := int64(0)

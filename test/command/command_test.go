@@ -23,7 +23,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// patience is for busy machines. Normally the expected event happens in moments.
+// patience is the maximum time to wait for an expected event. On an idle machine the
+// event happens within moments.
 const patience = time.Minute
 
 // program is a program built for the test.
@@ -106,7 +107,7 @@ func TestAllSourcesAndTargetsAgree(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// Use a separate name, because the API server adds a service of its own.
+	// Use a separate proxy name, because the API server creates a service without one.
 	const proxyName = "--service-proxy-name=command"
 	service := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: "web", Labels: map[string]string{watcher.LabelServiceProxyName: "command"}},

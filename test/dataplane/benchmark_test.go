@@ -166,8 +166,8 @@ func (r *running) wait(b testing.TB) time.Time {
 	b.Helper()
 	deadline := time.Now().Add(loadPatience)
 	var reached time.Time
-	// Proxies that program in steps go by name, so check the last service first and the
-	// others afterwards.
+	// Proxies that program in steps do so in the order of names. So check the last service
+	// first.
 	for service := r.services - 1; service >= 0; service-- {
 		for {
 			_, err := connect(service, 20*time.Millisecond)
@@ -187,8 +187,8 @@ func (r *running) wait(b testing.TB) time.Time {
 	return reached
 }
 
-// load measures the proxy's start. The time beyond a bare reader's listing is the proxy's
-// own.
+// load measures the proxy's start. It also reports the time without the listing, which is
+// what a bare reader needs.
 func (r *running) load(b *testing.B, listing time.Duration) {
 	b.Helper()
 	took := r.wait(b).Sub(r.begin)
@@ -227,8 +227,9 @@ func (c *cluster) list(b *testing.B) time.Duration {
 	return took[len(took)/2]
 }
 
-// latency changes endpoints and reports two durations for each change: from the API's
-// response until a bare watch shows it, and from then until the kernel has it.
+// latency changes endpoints and reports two durations for each change. The first is from
+// the API's response until a bare watch delivers the change. The second is from then
+// until the kernel has the change.
 func (r *running) latency(b *testing.B, interval string) {
 	b.Helper()
 	ctx, cancel := context.WithCancel(b.Context())
@@ -240,8 +241,8 @@ func (r *running) latency(b *testing.B, interval string) {
 		written time.Time
 	}
 	var made []change
-	// No endpoint is replaced again before a proxy with an interval of some seconds has seen
-	// it.
+	// Change each service only once, because a proxy with a long interval may miss an
+	// endpoint that is soon replaced.
 	services := rand.New(rand.NewPCG(1, 2)).Perm(r.services)
 	before := r.group.CPU()
 	tick := time.NewTicker(changeEvery)

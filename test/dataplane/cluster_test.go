@@ -131,11 +131,11 @@ func (c *cluster) pod() string {
 	return offset(podCIDR.Addr(), 256+int(c.fresh.Add(1))).String()
 }
 
-// name returns the name of a service. Names are in the order of numbers.
+// name returns the name of a service. The order of names is the order of numbers.
 func name(service int) string { return fmt.Sprintf("service-%06d", service) }
 
-// fill creates the services and their endpoints: the first through the API, the others as
-// copies of the stored result.
+// fill creates the services and their endpoints. It creates the first service through the
+// API, and the others as copies of the stored result.
 func (c *cluster) fill(ctx context.Context) error {
 	service, err := c.create(ctx)
 	if err != nil {
@@ -197,7 +197,7 @@ func (c *cluster) create(ctx context.Context) (*corev1.Service, error) {
 	return services.UpdateStatus(ctx, service, metav1.UpdateOptions{})
 }
 
-// slice returns a service's endpoints as the slice controller would write them.
+// slice returns the slice of a service as the slice controller would write it.
 func (c *cluster) slice(service int) *discoveryv1.EndpointSlice {
 	slice := &discoveryv1.EndpointSlice{
 		ObjectMeta: metav1.ObjectMeta{Name: name(service), Labels: map[string]string{

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package dataplane runs kpng's nftables backend as an operator would. kpng is a process
-// with a real API server, on a node that is a network namespace. The tests observe it
-// from outside: with connections, with the kernel's notifications about its tables, and
-// with the kernel's accounting of time and memory.
+// Package dataplane runs kpng's nftables backend as an operator would. The process kpng
+// uses a real API server. Its node is a network namespace. The tests observe connections,
+// the kernel's notifications about tables, and the kernel's accounting of time and
+// memory.
 //
 // The benchmark also measures kube-proxy in nftables mode:
 //

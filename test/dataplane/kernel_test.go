@@ -17,8 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tables records the endpoint addresses in the kernel's nftables notifications until ctx
-// ends, wherever they occur. It only assumes that an address consists of its four bytes.
+// tables records endpoint addresses until ctx ends. It searches the kernel's nftables
+// notifications for the four bytes of each address, so it works for every layout of
+// tables.
 func tables(t testing.TB, ctx context.Context) *sightings {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
@@ -67,7 +68,7 @@ func connect(service int, patience time.Duration) (time.Duration, error) {
 	}
 	defer unix.Close(fd)
 	if err := errors.Join(
-		// A reset connection holds no local port.
+		// Close connections with a reset, so that their local ports become free.
 		unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}),
 		unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_NODELAY, 1),
 	); err != nil {

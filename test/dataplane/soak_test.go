@@ -97,7 +97,7 @@ func TestSoak(t *testing.T) {
 	}
 	perSecond := float64(churn.made.Load()) / soakFor.Seconds()
 	t.Logf("%d changes, %.0f/s; %d connections", churn.made.Load(), perSecond, traffic.made.Load())
-	// The possible rate depends on the load of the machine.
+	// The rate that is possible depends on the load of the machine.
 	if perSecond < changeRate/10 {
 		t.Errorf("%.0f changes per second, want at least %d", perSecond, changeRate/10)
 	}
@@ -172,7 +172,7 @@ func (c *churn) run(ctx context.Context, random *rand.Rand) error {
 				c.made.Add(1)
 				break
 			}
-			// Another writer was first, or the cluster IP is not free yet.
+			// Another writer has changed the object, or the cluster IP is not free yet.
 			lost := apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) || apierrors.IsNotFound(err) || apierrors.IsInvalid(err)
 			if !lost && ctx.Err() == nil {
 				return fmt.Errorf("change service: %w", err)
@@ -243,7 +243,8 @@ func someOf(random *rand.Rand, from []discoveryv1.Endpoint) []discoveryv1.Endpoi
 	return all
 }
 
-// elsewhere returns one of a few addresses, so that services conflict.
+// elsewhere returns one of a few external addresses. They are few so that services
+// conflict.
 func (c *churn) elsewhere(random *rand.Rand, network byte) string {
 	return netip.AddrFrom4([4]byte{10, network, 0, byte(random.IntN(200))}).String()
 }
@@ -281,8 +282,8 @@ func (c *churn) random(random *rand.Rand, service int) *corev1.Service {
 	return s
 }
 
-// mark changes the marker's endpoints and waits until the kernel has them, and so all
-// earlier changes. It returns the new address.
+// mark changes the marker's endpoint and waits until the kernel has the new one. Then the
+// kernel also has all earlier changes. It returns the address of the new endpoint.
 func (c *cluster) mark(t testing.TB) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), loadPatience)
@@ -304,8 +305,8 @@ func (c *cluster) mark(t testing.TB) string {
 	}
 }
 
-// waitVerified waits until the proxy has verified the table from beginning to end, which
-// also removes the classes that no service has any more.
+// waitVerified waits until the proxy has verified the whole table. That also removes
+// unused classes of services.
 func waitVerified(t testing.TB) {
 	t.Helper()
 	const verified = `kpng_sink_verify_total{result="ok",sink="nftables0"}`

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package dnat runs examples/python-dnat with a server of frontends and sends packets
+// Package dnat runs examples/python-dnat with a kpng server in the test and sends packets
 // through its rules.
 package dnat
 
@@ -42,7 +42,8 @@ func TestMessagesCompileWithDebiansCompiler(t *testing.T) {
 	}
 }
 
-// TestScript has a node with two pods and a client.
+// TestScript checks connections from a client to two pods through a node on which the
+// script runs.
 func TestScript(t *testing.T) {
 	node, client := netnstest.New(t), netnstest.New(t)
 	node.Join(t, "client", client, "node")
@@ -120,7 +121,8 @@ func TestScript(t *testing.T) {
 
 func addrs(a string) api.IPSet { return api.NewIPSet(netip.MustParseAddr(a)) }
 
-// serve serves the state on a unix socket until the test ends, and returns its address.
+// serve starts a kpng server for state on a unix socket and returns its address. The
+// server runs until the test ends.
 func serve(t *testing.T, state *cluster.State) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "kpng.sock")

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package gotool builds programs that tests use and that are tools of this module:
-// Kubernetes' own, from Go modules. The first build takes minutes; later ones come from
-// the go command's cache.
+// Package gotool builds programs of Kubernetes from Go modules, for tests. The programs
+// are tools in go.mod of this module. The first build takes minutes. Later the go command
+// has the programs in its cache.
 package gotool
 
 import (

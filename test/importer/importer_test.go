@@ -17,8 +17,9 @@ import (
 
 const kpngModule = "github.com/kpng-project/kpng"
 
-// unwanted are the modules that an embedder of kpng does not link: those for commands,
-// for the network, and for backends. Package metrics is the place for Prometheus.
+// unwanted contains modules that a program must not link only because it embeds kpng.
+// They are for commands, the network and backends. Only package metrics may import
+// Prometheus.
 var unwanted = []string{
 	"github.com/Microsoft/hcsshim",
 	"github.com/google/nftables",
@@ -133,7 +134,7 @@ func TestImporterBinaryHasNoUnwantedModules(t *testing.T) {
 	}
 }
 
-// The tests above rely on this: they detect a program that links an unwanted module.
+// TestUnwantedImportIsDetected checks that the tests above can fail.
 func TestUnwantedImportIsDetected(t *testing.T) {
 	importer := newImporter(t, map[string]string{"main.go": `package main
 
@@ -190,7 +191,7 @@ func own(linked, other map[string]string) []string {
 	return paths
 }
 
-// raised returns the sorted modules that both have, at different versions.
+// raised returns the sorted modules that both maps contain with different versions.
 func raised(without, with map[string]string) []string {
 	var lines []string
 	for path, version := range without {

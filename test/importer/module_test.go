@@ -37,7 +37,7 @@ func newModule(t *testing.T, goMod string, files map[string]string) *module {
 	for name, content := range files {
 		m.write(t, name, content)
 	}
-	// As after go get, its go.mod lists all modules of its packages.
+	// As after go get, the file go.mod then lists all modules of the program's packages.
 	m.goCommand(t, "list", "-deps", "./...")
 	return m
 }

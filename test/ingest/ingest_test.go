@@ -48,8 +48,8 @@ type result struct {
 	PeakHeap uint64 // maximum of live and dead objects together
 }
 
-// The ways to read the cluster. Each returns when it has read everything, with the value
-// that must stay alive.
+// ways contains the compared ways to read the cluster. Each function returns when it has
+// read all objects. Its result refers to the memory to measure.
 var ways = map[string]func(context.Context, *rest.Config) (any, error){
 	"reflector":            bareReflectors,
 	"reflector-compressed": compressed(bareReflectors),
@@ -95,8 +95,8 @@ func measure(way func(context.Context, *rest.Config) (any, error)) error {
 	return json.NewEncoder(os.Stdout).Encode(r)
 }
 
-// samplePeakHeap samples the heap every millisecond. The returned function ends that and
-// returns the maximum.
+// samplePeakHeap samples the size of the heap every millisecond. The returned function
+// ends the sampling and returns the maximum.
 func samplePeakHeap(ctx context.Context) func() uint64 {
 	ctx, cancel := context.WithCancel(ctx)
 	peak := make(chan uint64)
@@ -197,7 +197,7 @@ func BenchmarkRealIngest(b *testing.B) {
 	b.ReportMetric(0, "ns/op")
 }
 
-// process measures one way in a process of its own.
+// process measures one way in a separate process.
 func process(b *testing.B, way, kubeconfig string) result {
 	b.Helper()
 	cmd := exec.CommandContext(b.Context(), os.Args[0])

@@ -102,8 +102,8 @@ func userOf(t *testing.T, config *rest.Config) string {
 	return cert.Subject.CommonName
 }
 
-// foreignAuthority returns an authority in PEM that did not sign the server's
-// certificate.
+// foreignAuthority returns the certificate of an authority, in PEM. This authority did
+// not sign the server's certificate.
 func foreignAuthority() []byte {
 	stranger := httptest.NewTLSServer(nil)
 	defer stranger.Close()

@@ -24,8 +24,8 @@ import (
 var kills = flag.Int("kills", 12, "the number of kills in TestKilledProcessesRecoverWithoutLoss")
 
 // TestKilledProcessesRecoverWithoutLoss kills a server, a client, a relay and the API
-// server in turn while services change. No viewer may ever show less than before, except
-// for deleted objects. At the end all viewers show the API server's state.
+// server one after the other while services change. No viewer may lose a service or an
+// endpoint that still exists. At the end all viewers must show the API server's state.
 func TestKilledProcessesRecoverWithoutLoss(t *testing.T) {
 	t.Parallel()
 	server := apiserver.Start(t, apiserver.Options{})
@@ -97,14 +97,15 @@ type churn struct {
 	mu      sync.Mutex
 	changes int
 	more    chan struct{} // closed by the next change
-	// removed are the removed services and endpoints, including those about to be removed.
+	// removed contains the services and endpoints that were removed or are about to be
+	// removed.
 	removed map[string]bool
 }
 
 const changesPerSecond = 15
 
-// newChurn fills a tenant of a server and changes it until it is stopped or the test
-// ends.
+// newChurn creates a tenant with services and changes them until it is stopped or the
+// test ends.
 func newChurn(t *testing.T, server *apiserver.Server) *churn {
 	t.Helper()
 	random := newRandom(t)

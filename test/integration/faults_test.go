@@ -93,7 +93,8 @@ func (l *lossy) before() []string {
 	}
 }
 
-// expect waits until the sink has the state want and at least the given number of syncs.
+// expect waits until the sink has the state want and has had at least the given number of
+// syncs.
 func (l *lossy) expect(syncs int, want []string) {
 	l.t.Helper()
 	err := l.rec.Wait(within(l.t), func(all []sinktest.Sync) bool {
@@ -105,8 +106,8 @@ func (l *lossy) expect(syncs int, want []string) {
 	}
 }
 
-// happen makes the changes that the services' names describe, through some server. It
-// also changes the node's zone.
+// happen makes the changes that the names of the services describe, and changes the
+// node's zone. It writes to the API server by.
 func (l *lossy) happen(by *apiserver.Server) {
 	l.t.Helper()
 	n := l.through(by)
@@ -155,8 +156,9 @@ func (l *lossy) after() []string {
 	}
 }
 
-// flush waits until changes through each of the proxy's watches have arrived, so that all
-// earlier changes have too. It changes the services stamp, by-hand and zoned once each.
+// flush makes one change for each watch of the proxy and waits until these changes have
+// arrived. Then all earlier changes have arrived too. The changes concern the services
+// stamp, by-hand and zoned.
 func (l *lossy) flush(want []string) {
 	l.t.Helper()
 	l.services["stamp"].Spec.Ports[0].Port = 82
@@ -179,8 +181,7 @@ func replaced(list []string, old, new string) []string {
 	return list
 }
 
-// deliveries returns how often syncs contained each service, and the node under the name
-// "".
+// deliveries returns how often each service was in a sync. The entry "" is for the node.
 func deliveries(t *testing.T, syncs []sinktest.Sync) map[string]int {
 	t.Helper()
 	count := map[string]int{}

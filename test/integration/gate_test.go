@@ -11,8 +11,8 @@ import (
 	"testing"
 )
 
-// gate is an address in front of a unix socket. While it is closed, no connection passes.
-// It counts the bytes from the socket.
+// gate forwards connections to a unix socket and counts the bytes from the socket. While
+// it is closed, it forwards nothing.
 type gate struct {
 	address string
 	// received counts bytes. Any goroutine may read and reset it.
@@ -53,7 +53,8 @@ func newGate(t testing.TB, to string) *gate {
 	return g
 }
 
-// enter returns the connection to the socket for in. If there is none, it closes in.
+// enter opens a connection to the socket for the incoming connection in. If that fails,
+// it closes in.
 func (g *gate) enter(in net.Conn) net.Conn {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -20,8 +20,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// patience is the maximum wait. The expected events happen within moments, or after a
-// backoff of seconds; the rest is for busy machines.
+// patience is the maximum time to wait for an expected event. On an idle machine the
+// event happens within moments or, after a backoff, within seconds.
 const patience = 2 * time.Minute
 
 var (

@@ -19,8 +19,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// walk is a tenant with two kpng-json processes, one with the tenant's name as proxy name
-// and one without. The test changes it step by step.
+// walk is a tenant with two kpng-json processes. One has the tenant's name as its proxy
+// name, and the other has no proxy name. The test changes the tenant step by step.
 type walk struct {
 	*tenant
 	named, general *screen
@@ -34,7 +34,7 @@ func newWalk(t *testing.T) *walk {
 	return &walk{n, startScreen(n, kubeconfig, n.name), startScreen(n, kubeconfig, "")}
 }
 
-// step is a change and the prints of both after it.
+// step is a change with the expected prints of both processes after it.
 type step struct {
 	name           string
 	do             func()
@@ -258,7 +258,7 @@ func TestManualSlicesArePrintedWithoutLabel(t *testing.T) {
 		{"the service is deleted", func() { w.remove(byHand) }, nil, nil},
 	})
 
-	// More services than have a watch of their own.
+	// Create more services than kpng watches one by one.
 	var want []string
 	for i := range 40 {
 		s := newService(fmt.Sprintf("s%02d", i), w.name, servicePort("", 80, 80))

@@ -14,11 +14,11 @@ import (
 )
 
 // prints is a writer that splits the output of kpng-json into prints of the whole state.
-// There is no separator, so each print must end with the same service.
+// There is no separator between prints, so each print must end with the same service.
 type prints struct {
 	// last is the beginning of that service's line.
 	last []byte
-	// each, if set, is called with each print by the writer.
+	// The writer calls each, unless it is nil, with each print.
 	each func(print []byte)
 
 	mu      sync.Mutex
@@ -61,15 +61,15 @@ func (p *prints) Write(b []byte) (int, error) {
 	}
 }
 
-// get returns the last print, and a channel that closes with the next.
+// get returns the last print, and a channel that the next print closes.
 func (p *prints) get() ([]byte, <-chan struct{}) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.print, p.more
 }
 
-// wait waits for a print for which is returns true, and returns it. After a timeout it
-// returns the last print and false.
+// wait waits for a print for which the function is returns true, and returns that print.
+// After a timeout it returns the last print and false.
 func (p *prints) wait(t testing.TB, is func([]byte) bool) ([]byte, bool) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)

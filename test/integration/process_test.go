@@ -14,7 +14,7 @@ import (
 	"testing"
 )
 
-// lines is a writer that keeps its input as lines, for readers that wait for more.
+// lines is a writer that keeps its input as lines. Readers can wait for more lines.
 type lines struct {
 	mu   sync.Mutex
 	all  []string
@@ -40,8 +40,7 @@ func (l *lines) Write(p []byte) (int, error) {
 	}
 }
 
-// since returns the lines after the first n, and a channel that closes when there are
-// more.
+// since returns the lines after the first n, and a channel that the next line closes.
 func (l *lines) since(n int) ([]string, <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -103,7 +102,8 @@ func start(t testing.TB, args ...string) *process {
 	return p
 }
 
-// launch starts any program like start, with its output to out.
+// launch starts any program in the same way as start. The program's output is written to
+// out.
 func launch(t testing.TB, out io.Writer, program string, args ...string) *process {
 	t.Helper()
 	p := &process{stderr: newLines(), name: filepath.Base(program), ended: make(chan struct{})}

@@ -38,10 +38,10 @@ const (
 	operationsPerRound = 50
 )
 
-// TestPrintsMatchAPIServer changes a namespace at random while two named
-// proxies and the general one run, each as a kpng-json and as a proxy in this process
-// with informers. It compares their views with the view of the API server's listing, read
-// as a manifest.
+// TestPrintsMatchAPIServer changes a namespace at random while three proxies run, two
+// with a proxy name and one without. Each proxy runs as kpng-json, and also in this
+// process with informers. The test compares their views with the views computed from the
+// API server's listing.
 func TestPrintsMatchAPIServer(t *testing.T) {
 	for _, test := range []struct {
 		name string
@@ -276,7 +276,7 @@ type randomizer struct {
 	*rand.Rand
 	proxies []string
 	network string
-	// services and slices are the maximum numbers.
+	// services and slices are the maximum numbers of these objects.
 	services, slices int
 }
 

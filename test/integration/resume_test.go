@@ -10,9 +10,10 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// TestReconnectedClientsReceiveChangesOnly disconnects a client and a relay from a server while
-// some of 200 services change. It counts the bytes after they reconnect. A restarted
-// server, which does not know the old tokens, sends the whole state.
+// TestReconnectedClientsReceiveChangesOnly disconnects a client and a relay from a server
+// while some of 200 services change. It counts the bytes that they receive after they
+// reconnect. A restarted server does not know the old tokens, so it sends the whole
+// state.
 func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 	const services = 200
 	t.Parallel()
@@ -59,7 +60,7 @@ func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 				t.Helper()
 				out.expect(t, n.print(n.name, n.list()), who)
 			}
-			// away changes services and the stamp while the gate is closed.
+			// The function away changes services and the stamp while the gate is closed.
 			away := func(changes int) {
 				t.Helper()
 				gate.close()

@@ -10,10 +10,10 @@ import (
 	"github.com/kpng-project/kpng/test/apiserver"
 )
 
-// TestAllSourcesPrintTheSame runs kpng-json with the same 200 services from
-// the API server, from manifests, and from another kpng. At the beginning and after each
-// of 500 changes, each print must equal the one computed from the API server's listing,
-// byte for byte.
+// TestAllSourcesPrintTheSame runs kpng-json with the same 200 services from the API
+// server, from manifests, and from another kpng. The expected print is computed from the
+// API server's listing. At the beginning and after each of 500 changes, each print must
+// be equal to it, byte for byte.
 func TestAllSourcesPrintTheSame(t *testing.T) {
 	const services, changes = 200, 500
 	t.Parallel()
@@ -40,8 +40,8 @@ func TestAllSourcesPrintTheSame(t *testing.T) {
 	api := socket(t)
 	serve(n, kubeconfig, api)
 	served := printer("--api", api)
-	// Manifests are read only after a pause without changes, so several followed manifests
-	// change in turn.
+	// kpng-json reads manifests only after a pause without changes. To avoid waiting, the
+	// test uses several manifests and changes them alternately.
 	type following struct {
 		manifest string
 		out      *prints

@@ -25,12 +25,12 @@ import (
 func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 	for _, test := range []struct {
 		name string
-		// failures are the steps of the Syncs with the first change. The last one waits for
+		// failures returns the steps of the sink for the first change. The last step waits for
 		// release.
 		failures func(release <-chan struct{}) []sinktest.Step
-		// acked reports whether the last one acknowledges the change.
+		// acked is true if the last step acknowledges the change.
 		acked bool
-		// alone reports that the driver has isolated the failing service.
+		// alone is true if the driver has isolated the failing service.
 		alone bool
 	}{
 		{"the sink fails three times", func(release <-chan struct{}) []sinktest.Step {
@@ -75,7 +75,7 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 			if err := rec.WaitSyncs(within(t), syncs+len(failures)-1); err != nil {
 				t.Fatal(err)
 			}
-			// Changes during the last one are delivered together.
+			// The driver delivers the changes that arrive during the last step in one Sync.
 			port("a", 82)
 			port("a", 83)
 			port("b", 81)
@@ -129,7 +129,7 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 	}
 }
 
-// after returns a step that waits for release and then plays step.
+// after returns a step that waits for release and then does the given step.
 func after(release <-chan struct{}, step sinktest.Step) sinktest.Step {
 	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 		<-release
@@ -219,7 +219,8 @@ func TestRunLeaksNoGoroutines(t *testing.T) {
 	}
 }
 
-// TestNoHandlersRemainOnInformers is not parallel either.
+// TestNoHandlersRemainOnInformers is not parallel, because it would see the goroutines of
+// other tests.
 func TestNoHandlersRemainOnInformers(t *testing.T) {
 	server := shared.Get(t)
 	n := newTenant(t, server)

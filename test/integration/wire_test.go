@@ -23,9 +23,9 @@ type wire struct {
 type request struct {
 	// resource is the requested resource, such as "services".
 	resource string
-	// list reports whether it requested a listing, streamed or not.
+	// list is true for a request for a listing, whether streamed or not.
 	list bool
-	// status is the response's status; err is the error without a response.
+	// status is the status of the response. Without a response, err is the error.
 	status int
 	err    error
 }
@@ -65,7 +65,8 @@ func (t *tap) RoundTrip(r *http.Request) (*http.Response, error) {
 	return answer, err
 }
 
-// WrappedRoundTripper lets client-go find the connections to close.
+// WrappedRoundTripper gives client-go access to the transport whose connections it
+// closes.
 func (t *tap) WrappedRoundTripper() http.RoundTripper { return t.next }
 
 // count returns the number of requests, for a later wait.

@@ -48,7 +48,7 @@ func debianKernel(ctx context.Context, suite string) (*kernel, error) {
 		if err := download(ctx, suite, tmp); err != nil {
 			return nil, err
 		}
-		// Another process may have been faster.
+		// Another process may have renamed its folder first.
 		if err := os.Rename(filepath.Join(tmp, "root"), dir); err != nil && !errors.Is(err, fs.ErrExist) {
 			return nil, err
 		}

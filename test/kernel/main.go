@@ -8,10 +8,10 @@
 //	go test -p 1 -exec "/tmp/kernel -debian bullseye" ./backends/nftables
 //
 // The guest has the file system of this machine at the same paths, so that the program
-// finds its libraries, other programs, the working directory and testdata. The guest keeps
-// what it writes in its memory. The program runs as root, with the arguments and the
-// environment that it would have here. Command kernel passes on its output and its exit
-// status, and needs no privileges itself.
+// finds its libraries, other programs, the working directory and testdata. The guest
+// keeps its file changes in memory only. The program runs as root, with the arguments and
+// the environment that it would have here. Command kernel passes on its output and its
+// exit status, and needs no privileges itself.
 //
 // Flags:
 //

@@ -18,7 +18,8 @@ import (
 const thisNode = "n1"
 
 // cluster is a service with its slices, and the zone of this node. No two endpoints have
-// the same address: kube-proxy would use any of them, and kpng the best.
+// the same address. For equal addresses kube-proxy uses any endpoint, and kpng uses the
+// best one.
 type cluster struct {
 	service *corev1.Service
 	slices  []*discoveryv1.EndpointSlice
@@ -60,8 +61,8 @@ func (r chance) condition() *bool { return pick(r, nil, new(true), new(false)) }
 
 func pick[T any](r chance, from ...T) T { return from[r.IntN(len(from))] }
 
-// portNames, protocols and ports are those of the service's ports. A service has one or
-// more of them. Two ports have the same number.
+// portNames, protocols and ports describe the ports that a service may have. Two of them
+// have the same number. A service has at least one.
 var (
 	protocols = []corev1.Protocol{"TCP", "UDP", "TCP"}
 	ports     = []int32{80, 53, 53}
@@ -144,8 +145,9 @@ func (r chance) loadBalancer(s *corev1.Service) {
 	}
 }
 
-// endpointMaker makes the slices of a cluster. Most endpoints have hints and conditions
-// of one kind; with all kinds mixed, endpoints would rarely agree.
+// endpointMaker makes the slices of a cluster. Most endpoints have the same kind of hints
+// and conditions. With random kinds for each endpoint, kube-proxy would rarely use the
+// hints.
 type endpointMaker struct {
 	chance
 	hints      int // 0: none, 1: mostly zones, 2: mostly nodes and zones, else any

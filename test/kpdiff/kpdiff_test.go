@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package kpdiff compares kpng's meaning of services with kube-proxy's. Random clusters
-// go through the packages with which kube-proxy decides, and through watcher and
-// nodeview. Only the differences declared in docs/semantics.md are allowed.
+// Package kpdiff compares the decisions of kpng and kube-proxy for random clusters. It
+// calls kube-proxy's own packages, and kpng's packages watcher and nodeview. Only the
+// differences that docs/semantics.md declares are allowed.
 package kpdiff
 
 import (
@@ -21,22 +21,23 @@ import (
 
 var clusters = flag.Int("clusters", 10_000, "the number of random clusters to compare; fewer than 5,000 may not show all declared differences")
 
-// decided has a proxy's decisions about a cluster's service on one node.
+// decided contains the decisions of a proxy about the service of a cluster on one node.
 type decided struct {
 	// frontends describes the treatment of traffic at each frontend.
 	frontends map[string]string
-	// health has the counts of load balancers' health checks, by family. A family without
-	// health checks is missing.
+	// health maps a family to the number of endpoints that health checks report. A family
+	// without health checks is missing.
 	health map[string]int
 }
 
 // A difference is declared if docs/semantics.md describes it as intended.
 const (
-	// otherFamily: if all source ranges are of the other family, kpng admits no source and
-	// kube-proxy admits all.
+	// otherFamily is the difference for source ranges that are all of the other family. Then
+	// kpng admits no source, and kube-proxy admits all.
 	otherFamily = "source ranges of the other family only"
-	// otherPorts: health checks of kpng count endpoints that serve a port of the service.
-	// kube-proxy counts those of all ports of slices.
+	// otherPorts is a difference in health checks. The health checks of kpng count only
+	// endpoints that have a port of the service. Those of kube-proxy count endpoints with
+	// any port.
 	otherPorts = "health checks of endpoints that serve no port of the service"
 )
 

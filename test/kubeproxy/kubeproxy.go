@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package kubeproxy runs Kubernetes' own service proxy in tests. kpng's backends are
-// compared with it, and the conformance kit is calibrated with it.
+// Package kubeproxy runs kube-proxy in tests. These compare kpng's backends with it and
+// check the conformance kit with it.
 package kubeproxy
 
 import (
@@ -20,7 +20,8 @@ import (
 type Options struct {
 	// Kubeconfig is the path of a kubeconfig file of the cluster.
 	Kubeconfig string
-	// Node is the name of the node, which must exist: kube-proxy waits for its addresses.
+	// Node is the name of the node. Its Node object must exist, because kube-proxy waits for
+	// its addresses.
 	Node string
 	// MinSyncPeriod is the minimum time between two syncs; 0 means kube-proxy's default, one
 	// second.
@@ -28,8 +29,8 @@ type Options struct {
 	// ClusterCIDR is kube-proxy's setting for the pod network. Empty means that traffic from
 	// pods cannot be detected.
 	ClusterCIDR string
-	// NodePortAddresses contain the node's addresses that serve node ports. kube-proxy's
-	// default is the primary addresses.
+	// NodePortAddresses contain the node's addresses that have node ports. If empty,
+	// kube-proxy uses the primary addresses.
 	NodePortAddresses []string
 	// MasqueradeAll masquerades all connections to cluster IPs.
 	MasqueradeAll bool

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package nodeproxy runs kpng in place of kube-proxy: the command, with only the
-// capability of its DaemonSet, on a node made of network namespaces, with a real API
-// server and real packets. It needs root.
+// Package nodeproxy runs the command kpng in place of kube-proxy, with only the
+// capability of its DaemonSet. The node consists of network namespaces. The tests use a
+// real API server and real packets. They need root.
 package nodeproxy

@@ -30,7 +30,7 @@ func sh(t testing.TB, args ...string) string {
 	return string(out)
 }
 
-// join links an interface of a node with eth0 of another namespace.
+// join connects an interface of a node with eth0 of another namespace.
 func join(t testing.TB, node namespace, name, nodeAddr string, other namespace, addrs ...string) {
 	t.Helper()
 	node.Join(t, name, other.Namespace, "eth0")

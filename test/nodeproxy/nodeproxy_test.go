@@ -103,7 +103,7 @@ func (w *world) service(name string, spec corev1.ServiceSpec) *corev1.Service {
 	return svc
 }
 
-// lead sets one endpoint address of a service, on a node.
+// lead sets the endpoints of a service to one address on a node.
 func (w *world) lead(service *corev1.Service, ip, node string) {
 	w.t.Helper()
 	slices := w.server.Client().DiscoveryV1().EndpointSlices(w.namespace)
@@ -124,8 +124,8 @@ func (w *world) lead(service *corev1.Service, ip, node string) {
 	w.check(err)
 }
 
-// run starts kpng and waits until it is ready. If the test fails, its log is shown. end
-// sends a signal and returns the result.
+// run starts kpng and waits until it is ready. If the test fails, it shows kpng's log.
+// The returned function sends kpng a signal, waits for its end and returns the result.
 func (w *world) run() (end func(os.Signal) error) {
 	w.t.Helper()
 	args := w.node.Command(append(least, w.kpng, "kube", "--kubeconfig", w.kubeconfig, "to-local", "nftables",
@@ -221,8 +221,8 @@ func (w *world) get(from namespace, page string) (status int, body string) {
 	return response.StatusCode, string(text)
 }
 
-// explains checks kpng's explanation of the kernel's state for a service's cluster IP:
-// whether there is a difference, and a part of the text.
+// explains checks what kpng reports about a service's cluster IP in the kernel. It checks
+// whether kpng reports a difference, and a part of the text.
 func (w *world) explains(service *corev1.Service, difference, want string) {
 	w.t.Helper()
 	text := sh(w.t, w.node.Command(append(least, w.kpng, "explain", "--kubeconfig", w.kubeconfig, "--node-name", nodeName,

@@ -37,7 +37,8 @@ const (
 	getters = 32
 )
 
-// sample has one round's figures of a proxy; 0 means unsupported.
+// sample contains the figures of a proxy in one round. The value 0 means that the proxy
+// does not support the load.
 type sample map[string]float64
 
 // columns are the figures, in the order of the table.
@@ -46,7 +47,8 @@ var columns = []string{
 	"latency p50, µs", "latency p99, µs", "KB/idle connection", "descriptors/idle connection", "datagrams/s",
 }
 
-// BenchmarkProxies prints a table of medians, rounds interleaved.
+// BenchmarkProxies prints a table of medians. Each round measures all proxies, so that
+// drift of the machine affects all.
 func BenchmarkProxies(b *testing.B) {
 	w := newWorld(b)
 	all := proxies(w)
@@ -119,7 +121,7 @@ func (w *world) measure(p *proxy) sample {
 		l.Target, l.For = p.target(), each
 		return w.load(l, nil)
 	}
-	// used runs a load and returns the CPU time of the proxy during it.
+	// The function used runs a load and returns the CPU time of the proxy during the load.
 	used := func(l load) (result, time.Duration) {
 		if group == nil {
 			return run(l), 0

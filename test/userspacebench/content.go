@@ -13,9 +13,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// content becomes another program and makes its attempts to raise the limit of open files
-// succeed without effect. kube-proxy ends if it cannot have 64,000, even as root in a
-// container that may not raise it.
+// content replaces this process by another program. If that program raises its limit of
+// open files, the call succeeds without effect. This is for kube-proxy, which ends if it
+// cannot raise the limit to 64,000. In some containers not even root may do that.
 func content(args []string) {
 	runtime.LockOSThread()
 	const newLimit = 16 + 2*8 // third argument of the system call in struct seccomp_data

@@ -174,7 +174,7 @@ func ping(c net.Conn, end time.Time) int64 {
 	return n
 }
 
-// server serves until it is killed.
+// server runs the servers of all loads until it is killed.
 func server() {
 	listen(httpPort, func(c *net.TCPConn) {
 		for lines := bufio.NewScanner(c); lines.Scan() && lines.Text() != ""; {

@@ -20,9 +20,9 @@ import (
 // proxy is one of the measured proxies.
 type proxy struct {
 	name string
-	// command serves frontendAddr; nil means no proxy.
+	// command runs a proxy that listens at frontendAddr. The value nil means no proxy.
 	command []string
-	// bound reports that the address must exist.
+	// bound is true if the proxy needs frontendAddr on an interface.
 	bound bool
 	udp   bool
 }
@@ -34,7 +34,7 @@ func (p *proxy) target() string {
 	return frontendAddr
 }
 
-// proxies prepares all of them.
+// proxies prepares and returns all measured proxies.
 func proxies(w *world) []*proxy {
 	w.Helper()
 	dir := w.TempDir()
@@ -141,7 +141,7 @@ func clusterFor(w *world) string {
 	for _, p := range servicePorts() {
 		subset.Ports = append(subset.Ports, corev1.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: p.Port})
 	}
-	//nolint:staticcheck // what kube-proxy in userspace mode reads
+	//nolint:staticcheck // kube-proxy in userspace mode reads Endpoints
 	_, err = api.Endpoints("default").Create(ctx, &corev1.Endpoints{ObjectMeta: metav1.ObjectMeta{Name: "bench"}, Subsets: []corev1.EndpointSubset{subset}}, metav1.CreateOptions{})
 	if err != nil {
 		w.Fatal(err)

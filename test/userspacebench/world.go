@@ -42,8 +42,8 @@ func newWorld(t testing.TB) *world {
 	t.Helper()
 	w := &world{t, netnstest.New(t), netnstest.New(t), netnstest.New(t)}
 	for _, n := range []*netnstest.Namespace{w.client, w.proxy, w.server} {
-		// A client reuses its ports within the minute for which a closed connection is
-		// remembered.
+		// Let a client reuse its ports although the kernel remembers a closed connection for a
+		// minute.
 		n.Set(t, "ipv4/ip_local_port_range=1024 65535", "ipv4/tcp_tw_reuse=1", "ipv4/ip_forward=1")
 	}
 	for net, n := range map[string]*netnstest.Namespace{"10.1.0": w.client, "10.2.0": w.server} {
@@ -105,7 +105,7 @@ func (p *process) stop() {
 }
 
 // load runs a client in its namespace and returns the result. When the client is ready,
-// it calls meanwhile if that is not nil.
+// load calls meanwhile, unless that is nil.
 func (w *world) load(l load, meanwhile func()) result {
 	w.Helper()
 	arg, _ := json.Marshal(l)

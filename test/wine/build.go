@@ -18,8 +18,8 @@ import (
 )
 
 // Build builds a package of the root module, such as "./examples/kpng-json", as a Windows
-// program and returns its path. It changes two lines of Go's standard library: a UDP
-// socket need not support SIO_UDP_NETRESET, and files can be deleted without
+// program and returns its path. It changes two lines of Go's standard library. With these
+// changes, UDP sockets need no SIO_UDP_NETRESET, and the deletion of files needs no
 // FileDispositionInformationEx.
 func (w *Wine) Build(t testing.TB, pkg string) string {
 	t.Helper()

@@ -9,9 +9,9 @@ import (
 	"encoding/binary"
 )
 
-// forwarder returns a library for 64-bit Windows without code. Its only export is
-// forwarded to a symbol of another library ("library.Symbol"). The layout follows
-// Microsoft's "PE Format": headers, and one section with the export directory.
+// forwarder returns a library for 64-bit Windows that contains no code. Its only export
+// refers to a symbol of another library ("library.Symbol"). The layout follows
+// Microsoft's "PE Format". It has headers, and one section with the export directory.
 func forwarder(name, symbol, target string) []byte {
 	const (
 		section   uint32 = 0x1000 // address of the section

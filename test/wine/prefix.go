@@ -37,7 +37,7 @@ func newPrefix(ctx context.Context) (dir string, release func() error, err error
 	if err != nil {
 		return "", nil, err
 	}
-	// Held while the copy is in use, so that other processes can detect it.
+	// Hold a lock while the copy is in use, so that other processes do not remove the copy.
 	unlock, err := lock(filepath.Join(home, "lock"), unix.LOCK_EX)
 	if err != nil {
 		return "", nil, err
@@ -168,7 +168,7 @@ func removeLeftovers(cache string) {
 	for _, home := range copies {
 		info, err := os.Stat(home)
 		if err != nil || time.Since(info.ModTime()) < time.Minute {
-			continue // may not have its lock yet
+			continue // the process that creates the copy may not have locked it yet
 		}
 		if unlock, err := lock(filepath.Join(home, "lock"), unix.LOCK_EX|unix.LOCK_NB); err == nil {
 			os.RemoveAll(home)

@@ -53,7 +53,8 @@ func (w *Wine) StartEnv(t testing.TB, env []string, exe string, args ...string) 
 	started := make(chan error)
 	go func() {
 		defer close(p.ended)
-		// The kernel uses the end of the parent thread as the signal.
+		// The kernel kills the program when the thread that started it ends. So keep this
+		// thread.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := p.cmd.Start()

@@ -18,8 +18,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// everything tests a service with every feature, on an overlay network of the latest
-// Windows with all quirks and, with kpng itself, on a bridge of an early version.
+// everything tests a service with every feature. It tests it on an overlay network of the
+// latest Windows with all quirks. With kpng itself, it also tests it on a bridge of an
+// early version of Windows.
 func (w *world) everything() {
 	w.Helper()
 	clusterIPs, nodePort := w.createEverything()
@@ -70,8 +71,8 @@ func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clu
 	}
 	w.await("an overlay network has all features, HNS "+name, dump(want...))
 
-	// A second process finds the listed objects correct. One more service shows that it has
-	// come that far.
+	// A second process must change nothing, because the listed objects are correct. One more
+	// service shows when it has compared them.
 	w.process.Kill(w.T)
 	w.hns.functions()
 	w.create(0)

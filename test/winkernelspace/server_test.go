@@ -31,7 +31,7 @@ const (
 	invalid      = "80070057" // E_INVALIDARG
 )
 
-// results are results of HNS that kube-proxy and hcsshim know.
+// results are the failures of HNS for which kube-proxy or hcsshim has a name.
 var results = []string{
 	notFound, exists, notSupported, invalid,
 	"80070005", // ERROR_ACCESS_DENIED
@@ -57,8 +57,8 @@ var results = []string{
 	"c037010e", // HCS_E_SYSTEM_NOT_FOUND
 }
 
-// server is an HNS for the libraries of testdata/hcn.c. It keeps its objects while it
-// does not run.
+// server is an HNS that the libraries of testdata/hcn.c call. It keeps its objects while
+// it is stopped.
 type server struct {
 	hns     *fakehns.HNS
 	version version
@@ -70,7 +70,8 @@ type server struct {
 	handles  map[string]string // to IDs
 	next     int
 	calls    map[string]int
-	// fails is the function whose next calls fail, with their number and result.
+	// fails is the function whose next calls fail. The field left is the number of these
+	// calls, and result is their result.
 	fails  string
 	left   int
 	result string
@@ -79,7 +80,7 @@ type server struct {
 // version is the version of HNS, which determines its features.
 type version struct{ Major, Minor int }
 
-// The versions in the tests: that of Windows Server 2019, and a late one.
+// The tested versions of HNS are that of Windows Server 2019 and a late one.
 var (
 	server2019 = version{9, 3}
 	latest     = version{15, 4}
@@ -154,8 +155,7 @@ func (s *server) fail(function string, n int, result string) (left int) {
 	return left
 }
 
-// functions returns the number of calls of each function since the last call of
-// functions.
+// functions returns the number of calls of each HNS function since it was last called.
 func (s *server) functions() map[string]int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -196,7 +196,8 @@ type answer struct {
 	fault    string
 }
 
-// of returns the answer of a call that ended with err or a document.
+// The function of returns the answer of a call that returned the error err or, without an
+// error, the document v.
 func of(v any, err error) answer {
 	if err == nil {
 		document := ""
@@ -324,7 +325,8 @@ func (s *server) open(id string, found bool) answer {
 	return answer{result: ok, handle: s.next}
 }
 
-// each applies f to each item. The result is not nil, because JSON shows the difference.
+// each returns the results of f for all items. It never returns nil, because nil and an
+// empty list are different in JSON.
 func each[T any](list []T, f func(T) string) []string {
 	made := []string{}
 	for _, item := range list {

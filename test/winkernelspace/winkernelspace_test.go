@@ -30,8 +30,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// patience is the maximum wait. The expected events happen within moments, or after a
-// backoff of seconds; the rest is for busy machines.
+// patience is the maximum time to wait for an expected event. On an idle machine the
+// event happens within moments or, after a backoff, within seconds.
 const patience = time.Minute
 
 var shared apiserver.Shared
@@ -61,7 +61,8 @@ type service struct {
 	clusterIP     string
 	affinity      bool
 	internalLocal bool
-	// endpoints are addresses; those in 10.1.1.0/24 are pods of the node.
+	// endpoints are the addresses of the endpoints. Addresses in 10.1.1.0/24 belong to pods
+	// of the node.
 	endpoints []string
 }
 
@@ -140,7 +141,7 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		w.remove(14)
 		w.startKpng()
 	})
-	// Calls fail for services with policy Cluster, for another one each time.
+	// Make calls of each function fail while another service with policy Cluster changes.
 	next := 13
 	for _, function := range []string{
 		"CreateEndpoint", "QueryEndpoint", "CloseEndpoint", "OpenNetwork", "CloseNetwork",

@@ -23,7 +23,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// patience is for busy machines. Normally the expected event happens in moments.
+// patience is the maximum time to wait for an expected event. On an idle machine the
+// event happens within moments.
 const patience = time.Minute
 
 // eventually calls try until it returns nil.
@@ -40,8 +41,8 @@ func eventually(t *testing.T, what string, try func() error) {
 	}
 }
 
-// proxyName is the proxy name of this test's services. The API server adds one of its own
-// without it.
+// proxyName is the proxy name of this test's services. The API server's own service does
+// not have it.
 const proxyName = "winuserspace"
 
 // cluster is an API server with services, and a kpng server.
@@ -94,7 +95,8 @@ func (c *cluster) start() {
 	started, ended := make(chan error), make(chan struct{})
 	go func() {
 		defer close(ended)
-		// The kernel uses the end of the parent thread as the signal.
+		// The kernel kills the program when the thread that started it ends. So keep this
+		// thread.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := cmd.Start()

@@ -22,8 +22,8 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// The interfaces of the namespace: for the node, for its pods, and for the addresses of
-// services.
+// The interfaces of the namespace are for the node, for its pods, and for the addresses
+// of services.
 const nodeInterface, podInterface, serviceInterface = "node0", "pod0", "svc0"
 
 // namespace is a network namespace that represents the node.
@@ -58,7 +58,8 @@ type conn struct {
 	pod    string
 }
 
-// dial connects from an address of the node, "" for any, and reads the pod's address.
+// dial connects from an address of the node and reads the pod's address. If from is "",
+// the kernel chooses the source address.
 func (n namespace) dial(from, to string) (*conn, error) {
 	dialer := net.Dialer{Timeout: 5 * time.Second}
 	if from != "" {
@@ -78,7 +79,8 @@ func (n namespace) dial(from, to string) (*conn, error) {
 	return &conn{c, r, strings.TrimSpace(line)}, nil
 }
 
-// echo sends a text, closes its direction, and expects the text and the end.
+// echo sends a text and closes the sending direction. It returns an error unless it
+// receives the same text and then the end of the stream.
 func (c *conn) echo(text string) error {
 	if _, err := io.WriteString(c, text); err != nil {
 		return err
@@ -147,8 +149,8 @@ func (n namespace) addresses(t *testing.T) []string {
 	return addresses
 }
 
-// netsh handles the calls of the replaced netsh. It performs each change a moment after
-// it has reported success.
+// netsh handles the requests of the program netsh. It makes each change shortly after it
+// has reported success.
 type netsh struct {
 	namespace namespace
 

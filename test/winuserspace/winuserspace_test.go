@@ -76,11 +76,12 @@ func newWorld(t *testing.T) *world {
 
 // args are the arguments of the program in this test.
 func (w *world) args(more ...string) []string {
-	// A service of Wine has another %ProgramData%, the default folder of the state file.
+	// Set the state file, because its default folder %ProgramData% is another one for
+	// services of Wine.
 	return append([]string{"-v=4", "--node-name=" + nodeName, "--drain-timeout=1s", `--state-file=C:\kpng\addresses`}, more...)
 }
 
-// create creates a service and expects its addresses from now on.
+// create creates a service and adds its addresses to the expected addresses.
 func (w *world) create(name string, spec corev1.ServiceSpec, pods ...string) *corev1.Service {
 	w.t.Helper()
 	s := w.service(name, spec, pods...)
@@ -181,7 +182,8 @@ func TestWinUserspaceProxiesUnderWine(t *testing.T) {
 	w.inOneProgram(clusterIP)
 }
 
-// affinity checks that a client keeps its pod while it reconnects in time, and no longer.
+// affinity checks that a client keeps its pod while it reconnects before the timeout.
+// After the timeout it must get another pod.
 func (w *world) affinity(to string) {
 	w.t.Helper()
 	const timeout = 2 * time.Second
@@ -199,7 +201,7 @@ func (w *world) affinity(to string) {
 		}
 		last = now
 	}
-	// No other client takes a turn, so the client gets the other pod after expiry.
+	// There is no other client, so after the timeout the client gets the other pod.
 	eventually(w.t, "affinity expires", func() error {
 		time.Sleep(timeout + timeout/4)
 		again, err := w.node.ask("192.168.77.2", to)
@@ -210,7 +212,7 @@ func (w *world) affinity(to string) {
 	})
 }
 
-// parallel opens many connections and then uses each.
+// parallel opens many connections and then sends a text over each.
 func (w *world) parallel(to string, count int) {
 	w.t.Helper()
 	var (
@@ -237,8 +239,8 @@ func (w *world) parallel(to string, count int) {
 	}
 }
 
-// traffic connects repeatedly until stop is called. stop returns the number of successes,
-// and all errors.
+// traffic connects repeatedly until the function stop is called, which returns the number
+// of successes and all errors.
 func (w *world) traffic(to string) (stop func() (int, error)) {
 	ctx, cancel := context.WithCancel(w.t.Context())
 	var (
@@ -262,15 +264,16 @@ func (w *world) traffic(to string) (stop func() (int, error)) {
 	}
 }
 
-// undisturbed stops traffic and expects no errors.
-func undisturbed(t *testing.T, while string, stop func() (int, error)) {
+// stopWithoutErrors stops traffic. The test fails unless there were connections and all
+// succeeded.
+func stopWithoutErrors(t *testing.T, while string, stop func() (int, error)) {
 	t.Helper()
 	if count, err := stop(); err != nil || count == 0 {
 		t.Errorf("while %s: %d connections succeeded, errors: %v", while, count, err)
 	}
 }
 
-// changes changes the pods of web, then its port, under traffic.
+// changes changes the pods of the service web and then its port, while clients connect.
 func (w *world) changes(web *corev1.Service, clusterIP string) {
 	w.t.Helper()
 	stop := w.traffic(clusterIP)
@@ -285,7 +288,7 @@ func (w *world) changes(web *corev1.Service, clusterIP string) {
 	defer old.Close()
 	w.pods("web", podB, podC)
 	w.expectPods("new connections reach the new pods", clusterIP, podB, podC)
-	undisturbed(w.t, "pods changed", stop)
+	stopWithoutErrors(w.t, "pods changed", stop)
 	if err := old.echo("still here"); err != nil {
 		w.t.Errorf("a connection to a removed pod: %v", err)
 	}
@@ -302,13 +305,14 @@ func (w *world) changes(web *corev1.Service, clusterIP string) {
 	w.expected.Insert("192.0.2.2")
 	w.expectAddresses("after a service has another external IP", sets.List(w.expected))
 	w.expectPods("the new external IP is served", at("192.0.2.2", 80), podB, podC)
-	undisturbed(w.t, "frontends were added and removed", stop)
+	stopWithoutErrors(w.t, "frontends were added and removed", stop)
 	if a, d := w.netsh.times(web.Spec.ClusterIP); a != added || d != deleted {
 		w.t.Errorf("the unchanged cluster IP was added %d and deleted %d times", a-added, d-deleted)
 	}
 }
 
-// refusals makes netsh refuse one address for a while. Others must not be affected.
+// refusals makes netsh refuse one address for a while. The proxy must still add other
+// addresses.
 func (w *world) refusals() {
 	w.t.Helper()
 	s := w.service("refused", corev1.ServiceSpec{ExternalIPs: []string{"192.0.2.66"}, Ports: tcp(80)}, podA)
@@ -319,8 +323,8 @@ func (w *world) refusals() {
 	w.expectAddresses("after a service was deleted", sets.List(w.expected))
 }
 
-// restartOfServer kills kpng, which must not affect traffic, and starts it with another
-// service.
+// restartOfServer kills kpng and starts it again with one more service. Traffic must
+// continue.
 func (w *world) restartOfServer(clusterIP string) {
 	w.t.Helper()
 	stop := w.traffic(clusterIP)
@@ -328,7 +332,7 @@ func (w *world) restartOfServer(clusterIP string) {
 	late := w.create("late", corev1.ServiceSpec{Ports: tcp(80)}, podC)
 	w.start()
 	w.expectPods("a service created while kpng did not run is served", at(late.Spec.ClusterIP, 80), podC)
-	undisturbed(w.t, "kpng did not run", stop)
+	stopWithoutErrors(w.t, "kpng did not run", stop)
 	w.expectAddresses("after kpng restarted", sets.List(w.expected))
 }
 
@@ -344,8 +348,8 @@ func (w *world) asService(clusterIP string) {
 			w.t.Logf("the service logged (%v):\n%s", err, text)
 		}
 	})
-	// Wine ends its services when no other program runs. This one tries to reach a missing
-	// server.
+	// Wine ends its services when no other program runs. So run one, which waits for a
+	// server that does not exist.
 	w.wine.Start(w.t, w.program, "--api=tcp://127.0.0.1:1", `--state-file=C:\kpng\idle`, "--node-name="+nodeName)
 	w.wine.Run(w.t, "sc", "start", "winuserspace")
 	w.expectAddresses("after the service started and stale addresses were removed", sets.List(w.expected))

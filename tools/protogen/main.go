@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command protogen generates Go code from the .proto files in its arguments, without
-// protoc. It writes the code beside each file. It compiles the files relative to the
-// working directory and runs protoc-gen-go and protoc-gen-go-grpc from the folder of the
-// flag -plugins.
+// Command protogen generates Go code from .proto files without protoc. Its arguments are
+// the paths of the files, relative to the working directory. It writes the code beside
+// each file. The flag -plugins is the folder with protoc-gen-go and protoc-gen-go-grpc.
 package main
 
 import (

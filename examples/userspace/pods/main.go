@@ -33,7 +33,8 @@ func main() {
 }
 
 func play(ctx context.Context, pods []string) error {
-	// Not the protocol number of the proxy, which removes its own addresses.
+	// Use another protocol number than the proxy, which removes all routes with its own
+	// number.
 	addresses := userspace.LocalRoutes(userspace.RouteOptions{Protocol: 108})
 	defer addresses.Cleanup(context.Background())
 	servers, ctx := errgroup.WithContext(ctx)
@@ -51,7 +52,8 @@ func play(ctx context.Context, pods []string) error {
 	return servers.Wait()
 }
 
-// config opens sockets at addresses that are local only by a route.
+// config opens sockets at addresses that no interface has and that only a route makes
+// local.
 var config = net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 	var err error
 	return errors.Join(c.Control(func(fd uintptr) { err = syscall.SetsockoptInt(int(fd), syscall.IPPROTO_IP, syscall.IP_FREEBIND, 1) }), err)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command run starts a real kube-apiserver with etcd on loopback, and creates the objects
-// of manifests in it. It serves to try kpng without a cluster:
+// of manifests in it. Use it to try kpng without a cluster:
 //
 //	go run -C test ./apiserver/run -kubeconfig /tmp/kubeconfig ../examples/demo.yaml
 //

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command netsh replaces netsh.exe under Wine, whose own version does nothing. It passes
-// its arguments to the test, which really adds and deletes addresses. Its output and exit
-// status come from the test.
+// Command netsh replaces netsh.exe under Wine, whose own version does nothing. It sends
+// its arguments to the test, which adds and deletes addresses. It then has the output and
+// exit status that the test returns.
 package main
 
 import (

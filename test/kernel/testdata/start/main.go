@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command start starts the nftables backend and prints what comes of it.
+// Command start starts the nftables backend and prints the resulting error, if any.
 package main
 
 import (

@@ -18,10 +18,11 @@ import (
 
 // A service with session affinity has chains of its own, because nft 1.0.6 has no syntax
 // for a shared chain that finds a client's endpoint and checks that it is still in use.
-// Each endpoint has a set of its clients, which the kernel fills and empties, and a chain
-// that leads to it. Each list of endpoints has a chain that looks for the client in the
-// sets of the list, and else selects an endpoint at random. So for these services the
-// cost of a connection grows with the number of endpoints.
+// Each endpoint has a set of its clients, which the kernel fills and empties. It also has
+// a chain that translates connections to it. Each list of endpoints has a chain that
+// looks for the client in the sets of these endpoints. If none has the client, the chain
+// selects an endpoint at random. So the cost of a connection to such a service grows with
+// the number of endpoints.
 
 // object is a chain or a set of a single service.
 type object struct {
@@ -37,8 +38,9 @@ func (o object) isSet() bool { return o.family != 0 }
 // isOwn reports whether a chain or set with that name belongs to a single service.
 func isOwn(name string) bool { return strings.Contains(name, "/") }
 
-// planAffinity emits the objects that balance some traffic of f with session affinity,
-// and returns the name of the chain that traffic goes to. list names the list of targets.
+// planAffinity emits the objects that balance traffic of f among targets with session
+// affinity. It returns the name of the first chain for this traffic. The argument list is
+// the name of the list of targets.
 func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, list string, targets []nodeview.Target, emit func(object)) string {
 	port := "all"
 	if p := f.ServicePort; p != nil {
@@ -54,10 +56,10 @@ func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, list string, t
 		clients, endpoint := nameOf("clients", which), nameOf("endpoint", which)
 		emit(object{name: clients, family: f.Family})
 		emit(object{name: endpoint, rules: encodeRules(
-			newKeyRule(f.Family).source().then(&expr.Dynset{SrcRegKey: reg(0), SetName: clients, Operation: unix.NFT_DYNSET_OP_UPDATE, Timeout: f.Affinity}),
+			newKeyRule(f.Family).source().followedBy(&expr.Dynset{SrcRegKey: reg(0), SetName: clients, Operation: unix.NFT_DYNSET_OP_UPDATE, Timeout: f.Affinity}),
 			dnat(f, t),
 		)})
-		known = append(known, newKeyRule(f.Family).source().then(&expr.Lookup{SourceRegister: reg(0), SetName: clients}, goTo(endpoint)[0]))
+		known = append(known, newKeyRule(f.Family).source().followedBy(&expr.Lookup{SourceRegister: reg(0), SetName: clients}, goTo(endpoint)[0]))
 		// Each of the remaining endpoints is equally likely.
 		random = append(random, []expr.Any{
 			&expr.Numgen{Register: reg(0), Modulus: uint32(len(targets) - i), Type: unix.NFT_NG_RANDOM},
@@ -70,8 +72,9 @@ func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, list string, t
 	return chain
 }
 
-// dnat returns the rule that leads to one endpoint. It matches the protocol, which is
-// already certain, because nft requires that of a rule with a port.
+// dnat returns the rule that translates connections to one endpoint. It matches the
+// protocol although only that protocol gets here, because nft requires a match for a rule
+// with a port.
 func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
 	rule := matchFamily(f.Family)
 	port := 0
@@ -85,20 +88,21 @@ func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
 	return append(rule, &expr.Immediate{Register: reg(0), Data: t.Addr.AsSlice()}, natTo(f.Family, 0, port))
 }
 
-// maxClients limits the clients that the kernel remembers for one endpoint. A set takes
-// memory only for the clients that it has.
+// maxClients limits the clients that the kernel remembers for one endpoint. A set uses
+// memory only for its present clients.
 const maxClients = 1 << 20
 
-// objectOp is the change of an object: the object is made if old is nil, deleted if new
-// is nil, and gets other rules if there are both.
+// objectOp is the change of an object. If old is nil, the object is created. If new is
+// nil, it is deleted. If both exist, its rules are replaced.
 type objectOp struct {
 	part     int
 	old, new *object
 }
 
-// makeObjects adds messages that make or change objects. They must precede the elements
-// that lead to the objects. In the order of their names, sets precede the chains that use
-// them, and chains of endpoints those of lists.
+// makeObjects adds messages that create or change objects. They must precede the elements
+// that refer to the objects. It makes objects in the order of their names: first the sets
+// of clients, then the chains of endpoints, then the chains of lists. Each refers only to
+// earlier ones.
 func (w *wire) makeObjects(ops []objectOp) {
 	for _, o := range ops {
 		switch {
@@ -112,8 +116,8 @@ func (w *wire) makeObjects(ops []objectOp) {
 	}
 }
 
-// deleteObjects adds messages that delete objects. They must follow the removal of the
-// elements that lead to the objects.
+// deleteObjects adds messages that delete objects. They must follow the messages that
+// remove the elements that refer to the objects.
 func (w *wire) deleteObjects(ops []objectOp) {
 	var chains []string
 	for _, o := range ops {

@@ -15,13 +15,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxOps limits the elements and rules that one transaction changes; a larger part has a
-// transaction of its own. Other programs can change tables only between transactions, and
-// apply must search a failed transaction for the services that fail.
+// maxOps limits the elements and rules that one transaction changes. A part with more of
+// them gets a transaction of its own. There are two reasons for a limit: other programs
+// can change tables only between transactions, and apply must search a failed transaction
+// for the services that fail.
 const maxOps = 20_000
 
-// apply writes parts, in as few transactions as maxOps allows. It adds the services that
-// fail to failed. An error is not about single services.
+// apply writes parts to the kernel, in as few transactions as maxOps allows. It adds
+// failing services to the argument failed. It returns an error only for failures that are
+// not about single services.
 func (t *table) apply(ctx context.Context, parts []part, failed *sink.Failed) error {
 	for len(parts) > 0 {
 		n, size := 1, parts[0].size()
@@ -38,7 +40,7 @@ func (t *table) apply(ctx context.Context, parts []part, failed *sink.Failed) er
 }
 
 // applyTogether writes parts in one transaction. If the kernel refuses it, applyTogether
-// tries each half, until it has found the parts that fail.
+// tries each half, and so on until it has found the parts that fail.
 func (t *table) applyTogether(ctx context.Context, parts []part, failed *sink.Failed) error {
 	if err := context.Cause(ctx); err != nil {
 		fail(parts, err, failed)
@@ -81,15 +83,15 @@ func fail(parts []part, err error, failed *sink.Failed) {
 	}
 }
 
-// checkPart reads the elements of a part from the kernel, and corrects the part and the
-// state where they differ.
+// checkPart reads the elements of a part from the kernel. Where they differ from the part
+// or from the state, it corrects both.
 func (t *table) checkPart(ctx context.Context, p *part) error {
 	l, err := t.conn.inspect(ctx, t.conn.table)
 	if err != nil {
 		return err
 	}
 	if !l.exists {
-		t.drift.found(t)
+		t.drift.recordDrift(t)
 		return fmt.Errorf("table inet %s was deleted", t.conn.table)
 	}
 	own := l.ownObjects()
@@ -107,7 +109,7 @@ func (t *table) checkPart(ctx context.Context, p *part) error {
 			return err
 		}
 		if ok != o.hasOld || ok && actual.value != o.old {
-			t.drift.found(t)
+			t.drift.recordDrift(t)
 		}
 		if o.hasOld {
 			t.state.elementRemoved(&o.elementID, &o.old)
@@ -120,8 +122,8 @@ func (t *table) checkPart(ctx context.Context, p *part) error {
 	return nil
 }
 
-// commit writes parts in one transaction, and notes the result in the state. The
-// transaction first makes the chains that new elements lead to. It removes elements
+// commit writes parts in one transaction, and records the result in the state. The
+// transaction first creates the missing chains of new elements. It removes elements
 // before it adds others.
 func (t *table) commit(ctx context.Context, parts []part) error {
 	n := 0
@@ -160,20 +162,20 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 	}
 	t.state.chainsMade(missing)
 	for _, o := range objects {
-		t.state.objectApplied(&o)
+		t.state.recordObject(&o)
 	}
 	for _, p := range parts {
 		for _, o := range p.ops {
-			t.state.applied(o)
-			t.leftovers.exist = t.leftovers.exist || t.state.isLeft(o)
+			t.state.recordOp(o)
+			t.leftovers.exist = t.leftovers.exist || t.state.isLeftover(o)
 		}
 	}
 	return nil
 }
 
-// missingChains returns the shared chains that elements lead to and that do not exist. A
-// chain stays when no frontend has it any more, as a packet may carry its number. Verify
-// deletes it.
+// missingChains returns the shared chains that elements refer to and that do not exist. A
+// chain without frontends stays for a while, because a packet may still carry its number.
+// Verify deletes it.
 func (t *table) missingChains(elements []element) (missing []sharedChain) {
 	for i := range elements {
 		e := &elements[i]

@@ -20,8 +20,8 @@ import (
 
 // Backend is a sink that programs nftables. See the package comment.
 //
-// Backend synchronizes the calls of a driver with changes of the node's addresses, and
-// forwards changes to connection tracking. Its table does the work.
+// Backend prevents that calls of a driver and updates of the node's addresses overlap,
+// and forwards changes to connection tracking. Its table does the rest.
 type Backend struct {
 	opts          Options
 	connections   sink.Sink
@@ -43,7 +43,8 @@ var (
 	_ sink.Poller  = (*Backend)(nil)
 )
 
-// New returns a backend. It does not access the kernel. An error is about opts.
+// New returns a backend. It does not access the kernel. It returns an error if opts are
+// invalid.
 func New(opts Options) (*Backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("nftables options: %w", err)
@@ -53,10 +54,10 @@ func New(opts Options) (*Backend, error) {
 	return b, nil
 }
 
-// Start implements [sink.Starter]. It checks sysctls, makes the missing parts of the
-// table without changing the services in it, and starts to read the table and to watch
-// the node's addresses. It needs CAP_NET_ADMIN. While the kernel is short of memory or
-// busy, Start retries, until ctx ends.
+// Start implements [sink.Starter]. It checks sysctls and creates the missing parts of the
+// table. It does not change the services in the table. Then it reads the table and
+// watches the node's addresses, in the background. Start needs CAP_NET_ADMIN. While the
+// kernel is short of memory or busy, Start retries, until ctx ends.
 //
 // The sysctls are net.ipv4.ip_forward and net.ipv6.conf.all.forwarding, which must be 1
 // for traffic from elsewhere.
@@ -71,7 +72,8 @@ func (b *Backend) Start(ctx context.Context) error {
 		if err := b.table.conn.checkKernel(ctx, features); err != nil {
 			return err
 		}
-		if !b.opts.NodePodCIDRs { // otherwise the first pass loads it, which has the Node object
+		// With NodePodCIDRs, the first pass loads the skeleton, because it has the Node object.
+		if !b.opts.NodePodCIDRs {
 			others, err = b.table.loadSkeleton(ctx)
 		}
 		return err
@@ -87,7 +89,7 @@ const (
 	maxBackoff = 10 * time.Second
 )
 
-// retry calls f until it succeeds, fails with an error that is not transient, or ctx
+// retry calls f until f succeeds or returns an error that is not transient, or until ctx
 // ends. It logs message before each retry.
 func retry(ctx context.Context, message string, f func() error) error {
 	for backoff := minBackoff; ; backoff = min(2*backoff, maxBackoff) {
@@ -104,8 +106,9 @@ func retry(ctx context.Context, message string, f func() error) error {
 	}
 }
 
-// startTasks starts connection tracking and the backend's goroutines. others is the value
-// of conn.others when the skeleton was loaded, negative if it was not loaded.
+// startTasks starts connection tracking and the backend's goroutines. The argument others
+// is the value of conn.others when the skeleton was loaded. It is negative if the
+// skeleton was not loaded.
 func (b *Backend) startTasks(ctx context.Context, others int64) error {
 	tasks, stop := context.WithCancel(context.WithoutCancel(ctx))
 	b.stopTasks = stop
@@ -177,8 +180,8 @@ func (b *Backend) Stop(ctx context.Context) error {
 	return errors.Join(append(errs, b.table.close())...)
 }
 
-// Cleanup implements [sink.Cleaner]: it deletes the table if there is one. The backend
-// need not have been started.
+// Cleanup implements [sink.Cleaner]. It deletes the table if there is one, also on a
+// backend that was not started.
 func (b *Backend) Cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -197,8 +200,8 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 		return err
 	}
 	if err := b.connections.Sync(ctx, c); err != nil {
-		// The driver would deliver the changes again although the table has them. A new pass
-		// reads the table, so that it finds that out.
+		// The table has the changes already. A new pass reads the table, and delivers
+		// everything to connection tracking again.
 		return fmt.Errorf("connection tracking: %w (%w)", err, sink.ErrStartOver)
 	}
 	return err
@@ -214,15 +217,15 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	return b.table.sync(ctx, c, nodePortAddrs)
 }
 
-// Verify implements [sink.Verifier]: it finds changes that other programs made to the
-// table. If there are any, the error wraps [sink.ErrStartOver], and the next pass repairs
-// the table. When ctx ends, the next Verify continues from there.
+// Verify implements [sink.Verifier]. It looks for changes that other programs made to the
+// table. If it finds any, its error wraps [sink.ErrStartOver], so that a new pass repairs
+// the table. If ctx ends during a Verify, the next Verify continues its work.
 func (b *Backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.table.verify(ctx)
 }
 
-// VerifyInterval implements [sink.Poller]: it returns one second. While no other program
-// changes tables in the network namespace, a Verify is one small request.
+// VerifyInterval implements [sink.Poller]. It returns one second. While no other program
+// changes tables in the network namespace, a Verify sends one small request.
 func (b *Backend) VerifyInterval() time.Duration { return time.Second }

@@ -19,17 +19,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// world returns the views of n services with m endpoints each.
-func world(n, m int) []sink.Change {
+// manyServices returns the views of n services with m endpoints each.
+func manyServices(n, m int) []sink.Change {
 	list := make([]sink.Change, n)
 	for i := range n {
-		list[i] = sink.Change{New: numbered(i, m)}
+		list[i] = sink.Change{New: numberedService(i, m)}
 	}
 	return list
 }
 
-// numbered returns service i with m endpoints.
-func numbered(i, m int) *api.ServiceEndpoints {
+// numberedService returns service number i with m endpoints.
+func numberedService(i, m int) *api.ServiceEndpoints {
 	ip := netip.AddrFrom4([4]byte{10, 96 + byte(i>>16), byte(i >> 8), byte(i)})
 	eps := make([]string, m)
 	for e := range eps {
@@ -39,7 +39,7 @@ func numbered(i, m int) *api.ServiceEndpoints {
 	return view(fmt.Sprintf("svc-%06d", i), []string{ip.String()}, eps, nil)
 }
 
-// batches returns a pass in batches of the size that a driver uses by default.
+// batches divides a pass into batches of a driver's default size.
 func batches(list []sink.Change) []*sink.Changes {
 	var all []*sink.Changes
 	for part := range slices.Chunk(list, 10_000/(1+len(list[0].New.Endpoints))) {
@@ -52,7 +52,7 @@ func batches(list []sink.Change) []*sink.Changes {
 func BenchmarkLoad(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000} {
 		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
-			all := batches(world(n, 10))
+			all := batches(manyServices(n, 10))
 			for b.Loop() {
 				b.StopTimer()
 				be, _ := start(b, Options{})
@@ -67,7 +67,7 @@ func BenchmarkLoad(b *testing.B) {
 func BenchmarkResync(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000} {
 		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
-			all := batches(world(n, 10))
+			all := batches(manyServices(n, 10))
 			be, ns := start(b, Options{})
 			mustSync(b, be, all...)
 			for b.Loop() {
@@ -77,16 +77,16 @@ func BenchmarkResync(b *testing.B) {
 	}
 }
 
-// BenchmarkChange changes one service of n: it replaces all endpoints, adds and removes
-// one endpoint, or deletes the service and adds it again.
+// BenchmarkChange measures changes of one service among n. They replace all endpoints,
+// add and remove one endpoint, or delete the service and add it again.
 func BenchmarkChange(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 100_000} {
 		be, _ := start(b, Options{})
-		list := world(n, 10)
+		list := manyServices(n, 10)
 		mustSync(b, be, changes(true, list...))
 		old := list[n/2].New
 		replaced := view(old.Service.Name, []string{old.Service.IPs.ClusterIPs.V4[0].String()}, []string{"12.0.0.1", "12.0.0.2", "12.0.0.3", "12.0.0.4", "12.0.0.5", "12.0.0.6", "12.0.0.7", "12.0.0.8", "12.0.0.9", "12.0.0.10"}, nil)
-		more := numbered(n/2, 11)
+		more := numberedService(n/2, 11)
 		for _, kind := range []struct {
 			name   string
 			change *api.ServiceEndpoints
@@ -102,17 +102,18 @@ func BenchmarkChange(b *testing.B) {
 	}
 }
 
-// BenchmarkNewSharedChain gives one of n services a number of endpoints that no service
-// had, so that the kernel validates the verdicts of the table.
+// BenchmarkNewSharedChain changes the number of endpoints of one service among n. No
+// service had this number, so a new shared chain is needed. The kernel then validates the
+// verdicts of the table.
 func BenchmarkNewSharedChain(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 100_000} {
 		b.Run(fmt.Sprintf("services=%d", n), func(b *testing.B) {
 			be, _ := start(b, Options{})
-			list := world(n, 10)
+			list := manyServices(n, 10)
 			mustSync(b, be, changes(true, list...))
 			old := list[n/2].New
 			for endpoints := 11; b.Loop(); endpoints++ {
-				next := numbered(n/2, endpoints)
+				next := numberedService(n/2, endpoints)
 				mustSync(b, be, changes(false, sink.Change{Old: old, New: next}))
 				old = next
 			}
@@ -120,13 +121,13 @@ func BenchmarkNewSharedChain(b *testing.B) {
 	}
 }
 
-// BenchmarkConnect connects to one service after the other, from the node to its own
-// pods, and reports the median time of a connection.
+// BenchmarkConnect connects from the node to its own pods, through one service after the
+// other. It reports the median time of a connection.
 func BenchmarkConnect(b *testing.B) {
 	for _, n := range []int{10, 1_000, 30_000} {
 		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
 			be, ns := start(b, Options{})
-			mustSync(b, be, changes(true, world(n, 10)...))
+			mustSync(b, be, changes(true, manyServices(n, 10)...))
 			for _, network := range []string{"10.0.0.1/8", "11.0.0.1/8"} { // of the services and of the pods
 				ns.Add(b, "lo", network)
 			}
@@ -134,7 +135,7 @@ func BenchmarkConnect(b *testing.B) {
 			times := make([]time.Duration, 0, b.N)
 			err := ns.Do(func() error {
 				for i := range b.N {
-					to := &unix.SockaddrInet4{Port: 80, Addr: numbered(i*7919%n, 0).Service.IPs.ClusterIPs.V4[0].As4()}
+					to := &unix.SockaddrInet4{Port: 80, Addr: numberedService(i*7919%n, 0).Service.IPs.ClusterIPs.V4[0].As4()}
 					took, err := connect(to)
 					if err != nil {
 						return err
@@ -159,7 +160,7 @@ func connect(to unix.Sockaddr) (time.Duration, error) {
 		return 0, err
 	}
 	defer unix.Close(fd)
-	// A connection that ends with a reset keeps no local port.
+	// The reset avoids that the closed connection occupies a local port.
 	if err := unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}); err != nil {
 		return 0, err
 	}
@@ -178,12 +179,12 @@ func connect(to unix.Sockaddr) (time.Duration, error) {
 
 // BenchmarkChangeDuringPass changes one service after the other during a pass without
 // other changes. It reports the median and the longest time until the kernel has a
-// change: in the pass of a restart, for which the table has already been read, and in a
-// later pass.
+// change. One case is the first pass after a restart, for which the table has already
+// been read. The other case is a later pass.
 func BenchmarkChangeDuringPass(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000} {
 		src := sinktest.NewSource()
-		for _, c := range world(n, 10) {
+		for _, c := range manyServices(n, 10) {
 			src.Set(c.New)
 		}
 		src.SetNode(node)
@@ -216,7 +217,7 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 					for d.Status().Passes == before {
 						i := rand.IntN(n)
 						address := netip.AddrFrom4([4]byte{12, 0, byte(len(waits) >> 8), byte(len(waits))})
-						changed := numbered(i, 10)
+						changed := numberedService(i, 10)
 						changed.Endpoints[0].Addr = address
 						began := time.Now()
 						src.Set(changed)
@@ -233,7 +234,7 @@ func BenchmarkChangeDuringPass(b *testing.B) {
 	}
 }
 
-// waitForEndpoint waits until the kernel has address as the first endpoint of service i.
+// waitForEndpoint waits until address is the first endpoint of service i in the kernel.
 func waitForEndpoint(b *testing.B, c *conn, i int, address netip.Addr) {
 	b.Helper()
 	id, at := frontendKeyOf(i)

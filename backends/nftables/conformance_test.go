@@ -42,7 +42,7 @@ func newSink(site conformance.Site) (sink.Sink, error) {
 	return &node{backend, healthcheck.New(healthcheck.Options{Addrs: addrs})}, err
 }
 
-// node is a backend with the server of health checks that a node runs beside it.
+// node is a backend and the health-check server that runs beside it on a node.
 type node struct {
 	*nftables.Backend
 	health *healthcheck.Server

@@ -30,14 +30,14 @@ func newConn(netNS int, table string) *conn {
 	return &conn{c, table, maphash.MakeSeed()}
 }
 
-// transact sends the messages that fill encodes as one transaction, see
+// transact calls fill to encode messages and sends them as one transaction, see
 // [netfilter.Conn.Transact].
 func (c *conn) transact(ctx context.Context, fill func(*wire)) error {
 	return c.Transact(ctx, func(b *netfilter.Builder) { fill(&wire{b, c.table}) })
 }
 
-// query sends one request about the table, with the attributes that fill adds, see
-// [netfilter.Conn.Query].
+// query sends one request about the table. It calls fill to add the attributes of the
+// request, see [netfilter.Conn.Query].
 func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f func(attributes []byte)) error {
 	return c.Query(ctx, func(b *netfilter.Builder) {
 		w := wire{b, c.table}
@@ -49,10 +49,11 @@ func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f
 
 // list requests all objects of one kind in the table.
 //
-// The kernel answers in pieces and counts the objects it has sent. It reports an
-// interruption if any table changed meanwhile. It counts objects of this table only,
-// which other programs should not change, so list ignores the interruption. If another
-// program does change this table, conn.others moves, and Verify reads again.
+// The kernel answers in several messages and counts the objects that it has sent. It
+// reports an interruption if any table changed meanwhile. The count is about objects of
+// this table, which other programs should not change, so list ignores the interruption.
+// If another program does change this table, conn.others increases, and Verify reads the
+// table again.
 func (c *conn) list(ctx context.Context, msg uint16, fill func(*wire), f func(attributes []byte)) error {
 	err := c.query(ctx, msg, unix.NLM_F_DUMP, fill, f)
 	if errors.Is(err, netfilter.ErrInterrupted) {
@@ -61,7 +62,7 @@ func (c *conn) list(ctx context.Context, msg uint16, fill func(*wire), f func(at
 	return err
 }
 
-// noAttributes adds nothing to a request.
+// noAttributes is an argument of query for a request without attributes.
 func noAttributes(*wire) {}
 
 // dump calls f with each element of the map m, see decodeElements.
@@ -76,8 +77,8 @@ func (c *conn) dump(ctx context.Context, m mapID, f func(e element, foreign []by
 	return nil
 }
 
-// get returns the element id as the kernel has it; ok is false if the kernel does not
-// have it.
+// get reads the element with that ID from the kernel. It returns false if the kernel does
+// not have the element.
 func (c *conn) get(ctx context.Context, id elementID) (e element, ok bool, err error) {
 	err = c.query(ctx, unix.NFT_MSG_GETSETELEM, 0, func(w *wire) {
 		w.String(unix.NFTA_SET_ELEM_LIST_SET, id.m.name())
@@ -101,7 +102,7 @@ func (c *conn) get(ctx context.Context, id elementID) (e element, ok bool, err e
 	return e, ok, nil
 }
 
-// listing is what the kernel has of a table, except for elements.
+// listing describes a table of the kernel, without elements.
 type listing struct {
 	exists, dormant bool
 	sets            map[string]layout
@@ -110,7 +111,7 @@ type listing struct {
 	chains map[string]digest
 }
 
-// inspect lists the table with that name.
+// inspect reads the listing of the table with that name.
 func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	c = &conn{c.Conn, name, c.seed}
 	l := &listing{sets: map[string]layout{}, chains: map[string]digest{}}
@@ -133,7 +134,7 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	for name, h := range l.hooks {
 		l.chains[name] = digestOf(c.seed, h, nil)
 	}
-	if err == nil { // the rules of a chain come in their order
+	if err == nil { // the kernel lists the rules of a chain in order
 		err = c.list(ctx, unix.NFT_MSG_GETRULE, noAttributes, func(attributes []byte) {
 			chain := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_RULE_CHAIN))
 			d := l.chains[chain]
@@ -147,14 +148,15 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	return l, nil
 }
 
-// quietListings is the number of listings of chains in a row that must find no other
-// chain if the kernel interrupted them.
+// quietListings is the number of consecutive interrupted listings that must find no new
+// chain before listChains returns.
 const quietListings = 3
 
 // listChains returns the hooks of the table's chains.
 //
-// For chains the kernel counts those of all tables of the family, so an interrupted
-// listing may miss some. listChains repeats it until it finds no others.
+// While the kernel lists chains, it counts the chains of all tables of the family. So an
+// interrupted listing may miss some. In that case listChains repeats the listing until it
+// finds no new chains.
 func (c *conn) listChains(ctx context.Context) (map[string]hook, error) {
 	found := map[string]hook{}
 	for quiet := 0; ; quiet++ {
@@ -177,9 +179,9 @@ func (c *conn) listChains(ctx context.Context) (map[string]hook, error) {
 	}
 }
 
-// others returns a number that moves with each transaction of another program in the
-// network namespace, on any table, and with no transaction of this connection: the kernel
-// counts all transactions.
+// others returns a number that changes with each transaction of another program in the
+// network namespace, on any table. Transactions of this connection do not change it. It is
+// the kernel's count of all transactions minus the number of own ones.
 func (c *conn) others(ctx context.Context) (int64, error) {
 	var generation uint32
 	err := c.Query(ctx, func(b *netfilter.Builder) {

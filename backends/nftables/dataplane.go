@@ -15,14 +15,14 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// Dataplane describes, in several lines, what the kernel has for one frontend. If se is
-// not nil, Dataplane also compares that with what the view requires: a line that should
-// not be there begins with "+", and a missing line with "-".
+// Dataplane describes the elements that the kernel has for one frontend, in several
+// lines. If se is not nil, Dataplane also compares them with the elements that the view
+// requires. A superfluous line begins with "+", and a missing line with "-".
 //
-// The frontend has this addr, protocol and port, or it is the node port if addr is an
-// address of the node. Both protocol and port are 0 for an all-ports service. Dataplane
-// may be called at any time. On a backend that was not started it shows the table of
-// another process.
+// The frontend has the given address, protocol and port. If addr is an address of the
+// node, the frontend is a node port. For an all-ports service, protocol and port are 0.
+// Dataplane may be called at any time. On a backend that was not started it shows the
+// table of another process.
 func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, se *api.ServiceEndpoints) (string, error) {
 	c := newConn(b.opts.NetNS, "")
 	defer c.Close()
@@ -66,10 +66,10 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 	return out.String(), nil
 }
 
-// elementsOf returns the elements that the kernel has for f, in the order in which a
-// packet meets them. It looks up at least the given number of slots, in case one is
-// missing. If isNodePort, it says as well whether the address of f has node ports, which
-// depends on settings.
+// elementsOf returns the elements that the kernel has for f, in the order in which the
+// rules look them up. It looks up at least the given number of slots, even after a
+// missing one. If isNodePort is true but the address of f has no node ports, one line
+// says so.
 func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, slots int, isNodePort bool) (lines []string, err error) {
 	// show adds a line about an element that exists. After an error it does nothing.
 	show := func(id elementID, remark string) (ok bool) {
@@ -112,8 +112,9 @@ func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, slots int, 
 	return lines, err
 }
 
-// requiredElements returns the elements that the view se requires for f, none if se is
-// nil, how many of them are endpoints, and whether f is a node port.
+// requiredElements returns the elements that the view se requires for f, and the number
+// of endpoints among them. It also returns whether f is a node port. A nil view requires
+// no elements.
 func requiredElements(se *api.ServiceEndpoints, f *nodeview.Frontend) (lines []string, slots int, isNodePort bool) {
 	if se == nil {
 		return nil, 0, false

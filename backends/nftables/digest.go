@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// digest is the number of some elements or rules, and a sum of their hashes. Equal
-// digests mean equal contents.
+// digest is the number of elements in a map, or of rules in a chain, and the sum of their
+// hashes. Equal digests mean equal contents.
 type digest struct {
 	n   int
 	sum uint64
@@ -36,9 +36,9 @@ func (d *digest) addRule(seed maphash.Seed, rule []byte) {
 	d.sum = d.sum*31 + maphash.Bytes(seed, canonical(rule))
 }
 
-// canonical returns a form of an encoded rule that is the same for the rule as sent and
-// as the kernel lists it. The kernel reorders the attributes of an expression, and adds
-// some that have their default values.
+// canonical returns a normal form of an encoded rule. A rule as sent and the same rule as
+// listed by the kernel have the same normal form. The kernel reorders the attributes of
+// an expression, and adds attributes with default values.
 func canonical(rule []byte) (b []byte) {
 	for _, expression := range netfilter.Attributes(rule) {
 		name := netfilter.String(netfilter.Attribute(expression, unix.NFTA_EXPR_NAME))
@@ -48,8 +48,8 @@ func canonical(rule []byte) (b []byte) {
 	return b
 }
 
-// nested names the attributes of expressions that consist of attributes themselves, and
-// what these are called in this map.
+// nested has the attributes of expressions that contain attributes themselves. A value is
+// the key in this map for the contained attributes, or empty.
 var nested = map[string]map[uint16]string{
 	"cmp":       {unix.NFTA_CMP_DATA: "data"},
 	"immediate": {unix.NFTA_IMMEDIATE_DATA: "data"},

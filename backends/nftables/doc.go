@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package nftables is a sink that programs services into the Linux kernel with
-// nftables, as kube-proxy's mode of that name does.
+// Package nftables is a sink that programs services into the Linux kernel with nftables,
+// like kube-proxy's mode nftables.
 //
 //	b, err := nftables.New(nftables.Options{})
 //	if err != nil {

@@ -15,26 +15,27 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxKey is the length of the longest key, which is a source range of a service, and one
-// octet for the length of its prefix.
+// maxKey is the maximum length of a key in octets. The longest key is a source range of a
+// service. One more octet is for the length of the prefix.
 const maxKey = 40 + 1
 
-// elementID identifies an element of a map. Zeros follow a shorter key. The last octet is
-// the prefix length of a source range.
+// elementID identifies an element of a map. A shorter key is padded with zeros. The last
+// octet is the prefix length of a source range.
 type elementID struct {
 	m   mapID
 	key [maxKey]byte
 }
 
-// frontend returns the element of the frontend with which the key of id begins.
+// frontend returns the ID of the element of a frontend. The key of id begins with the key
+// of that element.
 func (id *elementID) frontend() elementID {
 	f := elementID{m: mapID{frontends, id.m.match, id.m.family}}
 	copy(f.key[:f.m.keyLen()], id.key[:])
 	return f
 }
 
-// value is what an element has besides its key. The elements of a set have the zero
-// value.
+// value is the part of an element that is not its key. The elements of a set have the
+// zero value.
 type value struct {
 	data [20]byte
 	// chain is the chain of a verdict, or drop. In maps of frontends it is the name of the
@@ -44,7 +45,7 @@ type value struct {
 	comment string
 }
 
-// drop stands for the verdict of that name, in place of a chain.
+// drop stands for the verdict drop where otherwise the name of a chain is used.
 const drop = "drop"
 
 // element is an element of one of the table's maps or sets.
@@ -53,7 +54,7 @@ type element struct {
 	value
 }
 
-// keyWriter writes a key part by part.
+// keyWriter writes the parts of a key one after the other.
 type keyWriter struct {
 	id *elementID
 	at int
@@ -78,8 +79,8 @@ func (w *keyWriter) priority(number uint32) {
 	w.at += 4
 }
 
-// frontendElement returns an element of m whose key begins with f, and where the rest of
-// the key goes.
+// frontendElement returns an element of m whose key begins with f, and the offset of the
+// rest of the key.
 func frontendElement(m mapID, f *nodeview.Frontend) (element, int) {
 	e := element{elementID: elementID{m: m}}
 	w := keyWriter{id: &e.elementID}
@@ -93,7 +94,7 @@ func frontendElement(m mapID, f *nodeview.Frontend) (element, int) {
 	return e, w.at
 }
 
-// endpointID returns the ID of the element of m that has the endpoint in a slot of f.
+// endpointID returns the ID of the element of m for a slot of f.
 func endpointID(m mapID, f *nodeview.Frontend, slot int) elementID {
 	e, at := frontendElement(m, f)
 	w := keyWriter{&e.elementID, at}
@@ -101,7 +102,8 @@ func endpointID(m mapID, f *nodeview.Frontend, slot int) elementID {
 	return e.elementID
 }
 
-// addressElement returns the element of a, of a kind of sets of addresses.
+// addressElement returns the element for the address a in a set of addresses of that
+// kind.
 func addressElement(kind mapKind, a netip.Addr) element {
 	e := element{elementID: elementID{m: mapID{kind: kind, family: api.FamilyOf(a)}}}
 	w := keyWriter{id: &e.elementID}
@@ -117,8 +119,8 @@ func endpointValue(a netip.Addr, port int32) value {
 	return v
 }
 
-// String returns the name of the map and the element much as nft prints it. In place of
-// the number of a chain it has the name of the chain.
+// String returns the name of the map and the element, in almost the format of nft. It
+// shows the name of a chain instead of its number.
 func (e element) String() string {
 	s := e.elementID.String()
 	addrLen := e.m.addrLen()
@@ -135,7 +137,7 @@ func (e element) String() string {
 	return s
 }
 
-// String returns the name of the map and the element's key as nft prints it.
+// String returns the name of the map and the element's key in the format of nft.
 func (id elementID) String() string {
 	rest := id.key[:id.m.keyLen()]
 	var parts []string

@@ -51,7 +51,7 @@ func (w *wire) data(attr uint16, v []byte) {
 }
 
 // rangeEnd returns the last key of the range that begins with key. The last addrLen
-// octets of key are the address of a prefix with that many bits.
+// octets of key are the address of a prefix, and bits is the length of that prefix.
 func rangeEnd(key []byte, addrLen, bits int) []byte {
 	end := append([]byte(nil), key...)
 	addr := end[len(end)-addrLen:]
@@ -62,8 +62,9 @@ func rangeEnd(key []byte, addrLen, bits int) []byte {
 }
 
 // decodeElements calls f with each element of a NFT_MSG_NEWSETELEM message about the map
-// m. If this package could not have made an element, foreign is its encoding, valid until
-// f returns. names holds each chain name once, so that elements share the strings.
+// m. For an element that this package cannot have made, foreign is its encoding, which is
+// valid until f returns. The argument names caches the names of chains, so that elements
+// share the strings.
 func decodeElements(m mapID, attributes []byte, names map[string]string, f func(e element, foreign []byte)) {
 	for _, item := range netfilter.Attributes(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
 		if e, ok := decodeElement(m, item, names); ok {
@@ -110,8 +111,8 @@ func decodeElement(m mapID, item []byte, names map[string]string) (e element, ok
 	return e, ok
 }
 
-// prefixLen returns the length of the prefix whose addresses go from first to the last
-// address of end, a key.
+// prefixLen returns the length of the prefix from the address first to the address at the
+// end of the key end. It returns false if they do not form a prefix.
 func prefixLen(first, end []byte) (bits byte, ok bool) {
 	if len(end) < len(first) {
 		return 0, false

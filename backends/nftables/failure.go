@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// descriptions says for messages, except those about elements, what they do and which
-// attribute names their object.
+// descriptions has the effect of each message, and the attribute that names its object.
+// It has no messages about elements.
 var descriptions = map[uint16]struct {
 	doing string
 	name  uint16
@@ -24,7 +24,7 @@ var descriptions = map[uint16]struct {
 	nftMsg(unix.NFT_MSG_DELRULE):  {"deleting rules of chain ", unix.NFTA_RULE_CHAIN},
 }
 
-// describeMessage says what a message does, see [netfilter.Conn.Describe].
+// describeMessage returns a description of a message, see [netfilter.Conn.Describe].
 func describeMessage(msgType uint16, attributes []byte, offset int) string {
 	switch msgType {
 	case nftMsg(unix.NFT_MSG_NEWSETELEM):

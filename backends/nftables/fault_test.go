@@ -63,8 +63,9 @@ func TestSetSysctlsEnablesForwarding(t *testing.T) {
 	}
 }
 
-// TestAFullMapFailsTheServiceThatFillsIt makes a map with room for four endpoints. The
-// service that fits is programmed. The other fails with an error that names the map.
+// TestAFullMapFailsTheServiceThatFillsIt makes a map with room for four endpoints. A
+// service that fits is programmed. A service that does not fit fails with an error that
+// names the map.
 func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 	ns := netnstest.New(t)
 	nft(t, ns, `table inet kpng { map service-endpoints4 { type ipv4_addr . inet_proto . inet_service . classid : ipv4_addr . inet_service; size 4; }; }
@@ -82,7 +83,7 @@ func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 			t.Errorf("%s failed with %v, want that the map is full", key, err)
 		}
 	}
-	// The service that was programmed can change, and the other is programmed after it.
+	// The small service can still change, and then there is room for the large one.
 	for _, v := range []*api.ServiceEndpoints{small, large} {
 		if _, ok := failed[v.Key()]; !ok {
 			mustSync(t, b, changes(false, sink.Change{Old: v, Key: v.Key()}))
@@ -151,8 +152,8 @@ func TestCleanupDeletesOnlyItsTable(t *testing.T) {
 	}
 }
 
-// TestListingLoads checks that nft loads its own listing of a table, as users do who save
-// and restore rulesets.
+// TestListingLoads checks that nft can load its own listing of a table. Users do that to
+// save and restore rulesets.
 func TestListingLoads(t *testing.T) {
 	b, ns := start(t, Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, MasqueradeOutsiders: true})
 	var list []sink.Change
@@ -217,7 +218,8 @@ delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }
 	}
 }
 
-// TestDataplaneOfANodePort checks that an address without node ports is not a difference.
+// TestDataplaneOfANodePort checks that Dataplane reports no difference for an address
+// without node ports.
 func TestDataplaneOfANodePort(t *testing.T) {
 	b, _ := start(t, Options{NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
 	web := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) {
@@ -240,19 +242,20 @@ func TestDataplaneOfANodePort(t *testing.T) {
 	}
 }
 
-// TestKernelFaults injects answers that the kernel seldom gives. A refused transaction
-// does not change the table. A transient fault is not an error of Sync.
+// TestKernelFaults injects rare answers of the kernel. A refused transaction does not
+// change the table. A transient fault is not an error of Sync.
 func TestKernelFaults(t *testing.T) {
 	refused := func(errno unix.Errno) error { return &netfilter.Failure{Errno: errno, What: "adding something"} }
 	lost := fmt.Errorf("%w: %w", netfilter.ErrUnknownOutcome, unix.ENOBUFS)
 	some := errors.New("some services fail")
 	for name, test := range map[string]struct {
-		// faults are the answers in turn, nil for success. The last one repeats.
+		// faults are the answers to successive requests. A nil means success. The last answer
+		// repeats.
 		faults []error
-		// done: only the answer is a fault, and the transaction takes effect.
+		// done reports that the transaction takes effect although its answer is a fault.
 		done bool
 		want error
-		// says is a part of the error.
+		// says is a part of the expected error message.
 		says string
 	}{
 		"no buffer for a short time":                      {faults: []error{unix.ENOBUFS, unix.ENOBUFS, nil}},
@@ -362,7 +365,7 @@ func TestDriftIsReported(t *testing.T) {
 			t.Errorf("%s, elements, drift found and mended (-want +got):\n%s", when, diff)
 		}
 	}
-	elements := len(contents(t, b)) + 1 // with that of the shared chain
+	elements := len(contents(t, b)) + 1 // and the element of the shared chain
 	check("after a load", elements, 0, 0)
 	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }\n", "-f", "-")
 	mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}))
@@ -386,7 +389,7 @@ func TestDriftIsReported(t *testing.T) {
 }
 
 // TestAPassDoesNotChangeFailedServices restarts with changed services that the kernel
-// refuses. Their elements and chains stay, while the pass removes a deleted service.
+// refuses. Their elements and chains stay. The pass still removes a deleted service.
 func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	opts := Options{NodeAddresses: nodeaddr.Of()}
 	b, ns := start(t, opts)
@@ -426,7 +429,7 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 		t.Errorf("the pass changed services that failed (-before +after):\n%s", diff)
 	}
 	b.table.conn.Exchange = exchange
-	inAnHour(b)
+	skipHour(b)
 	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v, want a request for a pass that removes leftovers", err)
 	}
@@ -442,8 +445,8 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 }
 
 // TestPassesBecauseOfLeftovers checks in which minutes Verify requests a pass while a
-// service fails in every pass. Without leftovers it requests none. With leftovers it
-// backs off.
+// service fails in every pass. If the service left no elements, Verify requests no pass.
+// Otherwise Verify requests passes with backoff.
 func TestPassesBecauseOfLeftovers(t *testing.T) {
 	for name, test := range map[string]struct {
 		old  []sink.Change
@@ -500,8 +503,8 @@ func TestPassesBecauseOfLeftovers(t *testing.T) {
 	}
 }
 
-// TestDriftIsFoundAmongConstantChanges calls Verify like a driver that always has another
-// change to deliver.
+// TestDriftIsFoundAmongConstantChanges calls Verify like a driver that constantly has
+// changes to deliver.
 func TestDriftIsFoundAmongConstantChanges(t *testing.T) {
 	b, ns := start(t, Options{})
 	list := make([]sink.Change, 1000)
@@ -561,7 +564,8 @@ func TestNodePortsFollowTheNode(t *testing.T) {
 	}
 }
 
-// nodeSource has the addresses of the Node object and does not notify of changes.
+// nodeSource is a source with the addresses of the Node object. It does not signal
+// changes.
 type nodeSource struct {
 	nodeaddr.Source
 	mu    sync.Mutex

@@ -20,7 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// contents returns the elements of services in the table.
+// contents returns the table's elements that belong to services.
 func contents(t testing.TB, b *Backend) []string {
 	t.Helper()
 	b.mu.Lock()
@@ -45,7 +45,7 @@ func contents(t testing.TB, b *Backend) []string {
 	return list
 }
 
-// randomView returns a random view of the service called name, nil one time in six.
+// randomView returns a random view of the service with that name. One in six is nil.
 // Services may share addresses, at different ports.
 func randomView(rng *rand.Rand, name string, number int) *api.ServiceEndpoints {
 	if rng.IntN(6) == 0 {
@@ -85,8 +85,8 @@ func randomView(rng *rand.Rand, name string, number int) *api.ServiceEndpoints {
 	})
 }
 
-// TestRandomSequenceOfChanges checks that a table after many changes equals that of a
-// fresh load of the last views.
+// TestRandomSequenceOfChanges makes many changes. It checks that the table then equals a
+// table into which only the last views were loaded.
 func TestRandomSequenceOfChanges(t *testing.T) {
 	for seed := range uint64(4) {
 		t.Run(fmt.Sprintf("seed %d", seed), func(t *testing.T) {
@@ -199,7 +199,7 @@ func TestDriftIsFoundAndRepaired(t *testing.T) {
 	}
 }
 
-// lines returns the sorted lines of s, because nft prints elements in any order, and
+// lines returns the sorted lines of s. The output of nft has elements in any order, and
 // chains in the order of their creation.
 func lines(s string) []string {
 	list := strings.FieldsFunc(s, func(r rune) bool { return r == '\n' || r == ',' || r == '{' || r == '}' })
@@ -211,7 +211,8 @@ func lines(s string) []string {
 }
 
 // TestAChangeRepairsDriftOfItsService checks that a change succeeds after another program
-// changed elements of the service, and starts over after the table was deleted.
+// changed elements of the service. After the table was deleted, the change starts a new
+// pass.
 func TestAChangeRepairsDriftOfItsService(t *testing.T) {
 	b, ns := start(t, Options{})
 	old := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
@@ -229,9 +230,9 @@ func TestAChangeRepairsDriftOfItsService(t *testing.T) {
 	mustSync(t, b, changes(true, set(old)))
 }
 
-// TestSourceRangesChange checks that source ranges can be replaced by wider and narrower
-// ones, in a Sync and at a restart, and that a pass removes an overlapping range of
-// another program.
+// TestSourceRangesChange replaces source ranges by wider and narrower ones, in a Sync and
+// at a restart. It also checks that a pass removes an overlapping range of another
+// program.
 func TestSourceRangesChange(t *testing.T) {
 	from := func(ranges ...string) *api.ServiceEndpoints {
 		return view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) {

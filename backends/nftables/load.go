@@ -22,27 +22,27 @@ func (l *listing) active() bool {
 	return false
 }
 
-// fits reports whether the elements of the table can stay: the table has no maps other
-// than those of allMaps, and none with another layout.
+// fits reports whether the elements of the table can stay. They can if each map of the
+// table is in allMaps and has the layout that this version uses.
 func (l *listing) fits() bool {
 	for name, s := range l.sets {
 		if isOwn(name) {
 			continue
 		}
 		m, ok := mapNamed(name)
-		if want := m.layout(); !ok || !want.like(&s) {
+		if want := m.layout(); !ok || !want.sameAs(&s) {
 			return false
 		}
 	}
 	return true
 }
 
-// loadSkeleton writes the parts of the skeleton that the kernel does not have, in one
-// transaction. Elements stay. It returns the value of conn.others from before.
+// loadSkeleton writes the missing parts of the skeleton in one transaction. Elements
+// stay. It returns the earlier value of conn.others.
 //
-// If another version of this package made the table with another layout of maps, it loads
-// the skeleton into a table of another name, without base chains. So the present table
-// keeps its traffic until [table.replaceTable].
+// Another version of this package may have made the table with other layouts of maps.
+// Then loadSkeleton loads the skeleton into a table of another name, without base chains.
+// So the old table handles the traffic until [table.replaceTable] is called.
 func (t *table) loadSkeleton(ctx context.Context) (others int64, err error) {
 	if others, err = t.conn.others(ctx); err != nil {
 		return 0, err
@@ -80,7 +80,7 @@ func (t *table) loadSkeleton(ctx context.Context) (others int64, err error) {
 	return others, t.load(ctx, tables[now], chains, func(*wire) {})
 }
 
-// replaceTable activates the table that a pass has filled and deletes the present one, in
+// replaceTable activates the table that a pass has filled and deletes the old table, in
 // one transaction. It does nothing if there is only one table.
 func (t *table) replaceTable(ctx context.Context) error {
 	if t.replaced == "" {
@@ -97,15 +97,16 @@ func (t *table) replaceTable(ctx context.Context) error {
 	return err
 }
 
-// load writes chains and maps that differ from present, and the messages of finish, in
-// one transaction.
+// load writes the chains and maps that the listing present does not have or has
+// differently. The function finish adds messages to the same transaction.
 func (t *table) load(ctx context.Context, present *listing, chains []chain, finish func(*wire)) error {
 	t.skeleton = make(map[string]digest, len(chains))
 	for _, c := range chains {
 		t.skeleton[c.name] = digestOf(t.conn.seed, c.hook, c.rules)
 	}
 	var err error
-	if present.dormant && present.fits() { // a transaction that wakes a table cannot add base chains
+	// A transaction that activates a dormant table cannot add base chains.
+	if present.dormant && present.fits() {
 		err = t.conn.transact(ctx, func(w *wire) { w.newTable() })
 	}
 	if err == nil {
@@ -134,7 +135,7 @@ func (t *table) load(ctx context.Context, present *listing, chains []chain, fini
 	return nil
 }
 
-// changeChains adds messages that make chains, in place of those that are present.
+// changeChains adds messages that create chains, and replace those of them that exist.
 func (w *wire) changeChains(present *listing, chains []chain) {
 	for _, c := range chains {
 		if _, ok := present.hooks[c.name]; ok {

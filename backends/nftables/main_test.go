@@ -24,15 +24,15 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// node is the node of the tests.
+// node is the Node object of the tests.
 var node = &api.Node{
 	Name:      "here",
 	Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.1")}, {Type: "InternalIP", IP: netip.MustParseAddr("2001:db8::1")}},
 }
 
 // view returns the node's view of a service with port TCP 80, the cluster IPs ips, and
-// ready endpoints at port 8080. An endpoint with the prefix "!" is on this node. edit
-// changes the service unless it is nil.
+// ready endpoints at port 8080. An endpoint with the prefix "!" is on this node. If the
+// function edit is not nil, it modifies the service.
 func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
 	svc := &api.Service{
 		Namespace: "default", Name: name, Type: api.ClusterIP,
@@ -68,7 +68,8 @@ func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.Se
 	return nodeview.View(state, node)
 }
 
-// changes returns a batch of these services. If whole, the batch is an entire pass.
+// changes returns a batch with these changes. If whole is true, the batch is an entire
+// pass.
 func changes(whole bool, list ...sink.Change) *sink.Changes {
 	for i := range list {
 		c := &list[i]
@@ -97,7 +98,7 @@ func inPass(list ...sink.Change) *sink.Changes {
 	return &sink.Changes{Services: slices.Values(list), Node: node}
 }
 
-// set returns the change that adds a service.
+// set returns a change that adds or replaces a service.
 func set(v *api.ServiceEndpoints) sink.Change { return sink.Change{New: v} }
 
 // start starts a backend in a new network namespace.
@@ -131,11 +132,12 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 	}
 }
 
-// nftProgram returns the nft that tests use: $KPNG_TEST_NFT, for tests with other
-// versions, or else Debian's.
+// nftProgram returns the path of the nft program. The variable KPNG_TEST_NFT selects
+// another version than Debian's.
 func nftProgram() string { return cmp.Or(os.Getenv("KPNG_TEST_NFT"), "/usr/sbin/nft") }
 
-// verify lets b compare its whole table, as if another program had changed some table.
+// verify calls Verify so that it compares the whole table, as if another program had
+// changed some table.
 func verify(t testing.TB, b *Backend) error {
 	b.table.drift = drift{checked: -1, compared: -1, reported: b.table.drift.reported}
 	return b.Verify(t.Context())

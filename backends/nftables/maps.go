@@ -16,41 +16,42 @@ import (
 // family.
 type mapKind uint8
 
-// The kinds whose names begin with "node" are for packets that this node sends, where
-// they are handled differently. Each comes after the kind for other packets.
+// A kind whose name begins with "node" is for packets that this node sends, if they need
+// other elements. Its number is one more than that of the kind for other packets.
 const (
-	// frontends: the destination of a packet to the number of a shared chain.
+	// frontends maps the destination of a packet to the number of a shared chain.
 	frontends mapKind = iota
 	nodeFrontends
-	// affinityChains: a frontend with session affinity to a chain of its own.
+	// affinityChains maps a frontend with session affinity to its own chain.
 	affinityChains
 	nodeAffinityChains
-	// endpoints: a frontend and a slot to an endpoint.
+	// endpoints maps a frontend and a slot to an endpoint.
 	endpoints
 	nodeEndpoints
-	// sources: the set of (frontend, source range) that are admitted.
+	// sources is the set of the source ranges that each frontend admits.
 	sources
-	// hairpins: the set of connections of this node's endpoints to themselves. A key has the
-	// endpoint's address twice, and then protocol and port unless the service has all ports.
+	// hairpins is the set of connections of this node's endpoints to themselves. A key has
+	// the endpoint's address twice. Unless the service has all ports, protocol and port
+	// follow.
 	hairpins
-	// clusterIPs: the set of addresses whose unknown ports are rejected.
+	// clusterIPs is the set of addresses whose unknown ports are rejected.
 	clusterIPs
-	// nodePortAddresses: the set of node addresses that have node ports.
+	// nodePortAddresses is the set of node addresses that have node ports.
 	nodePortAddresses
-	// sharedChains: the number of a shared chain to the chain.
+	// sharedChains maps the number of a shared chain to the chain.
 	sharedChains
 	nodeSharedChains
 )
 
-// match is what a frontend matches, and so what its key consists of.
+// match says which fields of a packet a frontend matches. Its key has these fields.
 type match uint8
 
 const (
-	// matchService: address, protocol and port.
+	// matchService means address, protocol and port.
 	matchService match = iota
-	// matchNodePort: protocol and port, at all addresses in nodePortAddresses.
+	// matchNodePort means protocol and port, at all addresses in nodePortAddresses.
 	matchNodePort
-	// matchAddress: an address with all its ports (api.Service.AllPorts).
+	// matchAddress means an address with all its ports (api.Service.AllPorts).
 	matchAddress
 )
 
@@ -68,8 +69,8 @@ type mapID struct {
 	family api.Family
 }
 
-// allMaps returns every map and set of the table. If stale elements are removed in this
-// order, frontends go before what they lead to.
+// allMaps returns every map and set of the table. A pass removes stale elements in this
+// order: elements of frontends precede the elements of their endpoints and chains.
 func allMaps() []mapID {
 	var all []mapID
 	for kind := range nodeSharedChains + 1 {
@@ -95,25 +96,26 @@ func (m mapID) compare(o mapID) int {
 
 func (m mapID) addrLen() int { return int(addrType(m.family).length) }
 
-// layout describes a map or set of the kernel.
+// layout describes a map or set in the kernel.
 type layout struct {
 	name                                      string
 	flags, keyType, keyLen, dataType, dataLen uint32
-	// size limits the number of elements, unless it is 0.
+	// size is the maximum number of elements, or 0 for no limit.
 	size uint32
-	// elements is the number of elements that the kernel reports, -1 if it reports none.
+	// elements is the number of elements that the kernel reports, or -1 if it reports no
+	// number.
 	elements int
 	// fields are the lengths of the parts of an interval set's keys.
 	fields []uint32
 }
 
-// like reports whether two maps have the same layout.
-func (s *layout) like(o *layout) bool {
+// sameAs reports whether two maps have the same layout.
+func (s *layout) sameAs(o *layout) bool {
 	return s.flags == o.flags && s.keyType == o.keyType && s.keyLen == o.keyLen && s.dataType == o.dataType &&
 		(s.dataLen == o.dataLen || s.dataType == unix.NFT_DATA_VERDICT)
 }
 
-// description is the layout of a map, and the parts of its keys.
+// description has the layout of a map and the types of the parts of its keys.
 type description struct {
 	layout layout
 	key    []datatype
@@ -145,17 +147,18 @@ func (m mapID) dataLen() int { return int(m.description().layout.dataLen) }
 
 func (m mapID) hasVerdicts() bool { return m.description().layout.dataType == typeVerdict.number }
 
-// leadsToChains reports whether the values of the map's elements name chains, or their
-// numbers.
+// leadsToChains reports whether the values of the map's elements are chains or numbers of
+// chains.
 func (m mapID) leadsToChains() bool { return m.hasVerdicts() || m.kind <= nodeFrontends }
 
-// shared reports whether several services may want the same element.
+// shared reports whether several services may need the same element of the map.
 func (m mapID) shared() bool { return m.kind == clusterIPs || m.kind == hairpins }
 
 // datatype is a type of nft, which determines how nft prints an element or a part of it.
 type datatype struct{ number, length uint32 }
 
-// The datatypes. Numbers of chains and slots have the type of the packet's priority.
+// The types of the parts. The number of a chain or slot has the type of the packet's
+// priority.
 var (
 	typeVerdict  = datatype{unix.NFT_DATA_VERDICT, 0}
 	typeIPv4     = datatype{7, 4}
@@ -215,7 +218,8 @@ func (m mapID) newDescription() description {
 	return description{l, key}
 }
 
-// concatenation returns the number and the length of a type that has these parts.
+// concatenation returns the number and the length of the type that concatenates these
+// parts.
 func concatenation(parts []datatype) (number, length uint32) {
 	if len(parts) == 1 {
 		return parts[0].number, parts[0].length

@@ -20,9 +20,9 @@ import (
 // Options are a backend's settings. The zero value runs beside kube-proxy, with the
 // defaults of kube-proxy.
 type Options struct {
-	// Instance distinguishes backends on one node: this one programs the table
-	// "kpng-<Instance>" of family inet, and nothing else. After an update from a version
-	// with another layout, that is "kpng2-<Instance>". At most 64 letters, digits, "-", "_"
+	// Instance distinguishes the backends of one node. The backend programs only the table
+	// "kpng-<Instance>" of family inet. After an update from a version with another layout,
+	// the name is "kpng2-<Instance>". An instance has at most 64 letters, digits, "-", "_"
 	// and ".". Default: empty, for the table "kpng" or "kpng2".
 	Instance string
 
@@ -32,10 +32,10 @@ type Options struct {
 	// Neither may be 0. Default: -100 (dstnat) and 100 (srcnat).
 	DNATPriority, SNATPriority int32
 
-	// MasqueradeMark is a bit of the packet mark. Connections to be masqueraded carry it
-	// from the selection of the endpoint to postrouting, which clears it. It must be exactly
-	// one bit, not 0x4000, which kube-proxy uses, and not a bit that a program routes by.
-	// Instances may share it. Default: 0x2000.
+	// MasqueradeMark is a bit of the packet mark. It marks a packet whose connection is to
+	// be masqueraded, from the selection of the endpoint to the chain at postrouting, which
+	// clears it. It must be exactly one bit. It must not be 0x4000, which kube-proxy uses,
+	// or a bit that affects routing. Instances may share it. Default: 0x2000.
 	MasqueradeMark uint32
 
 	// MasqueradeAll masquerades all connections to cluster IPs.
@@ -45,42 +45,43 @@ type Options struct {
 	// one of them. In a family that none of them defines, nothing is masqueraded.
 	MasqueradeOutsiders bool
 
-	// ClusterCIDRs are the pod addresses of the whole cluster. Sources in them count as pods
-	// of this node: their traffic to external frontends of services with
-	// externalTrafficPolicy Local may go to endpoints on all nodes.
+	// ClusterCIDRs contain the addresses of all pods of the cluster. The backend treats them
+	// as pods of this node. So their traffic to external frontends of services with
+	// externalTrafficPolicy Local may reach endpoints on all nodes.
 	ClusterCIDRs []netip.Prefix
-	// NodePodCIDRs adds the current pod CIDRs of the Node object to ClusterCIDRs. They have
-	// the pods of this node.
+	// NodePodCIDRs adds the current pod CIDRs of the Node object to ClusterCIDRs. They
+	// contain the addresses of this node's pods.
 	NodePodCIDRs bool
 	// PodInterfaces are the interfaces of this node's pods, such as "cni0". A name that ends
-	// in "*" is a prefix of names, such as "veth*". Traffic that arrives through them counts
-	// as traffic of this node's pods. With neither CIDRs nor PodInterfaces, only the node's
-	// own traffic to external frontends with policy Local may go to all endpoints.
+	// in "*" is a prefix of names, such as "veth*". Traffic that arrives there counts as
+	// traffic of this node's pods. Without CIDRs and PodInterfaces, only the node's own
+	// traffic to external frontends with policy Local may reach endpoints on all nodes.
 	PodInterfaces []string
 
-	// ServiceCIDRs are the ranges of cluster IPs. The backend drops new connections,
-	// forwarded or from this node, to addresses in them that no service has. Default: none.
+	// ServiceCIDRs are the ranges of cluster IPs. The backend drops new connections to their
+	// addresses that no service has, whether the node forwards or starts the connections.
+	// Default: none.
 	ServiceCIDRs []netip.Prefix
 
 	// NodeAddresses has the addresses of node ports. The backend ignores loopback addresses.
 	// Default: the primary addresses of the node, see package nodeaddr.
 	NodeAddresses nodeaddr.Source
 
-	// AcceptUnknownPorts leaves packets to unknown ports of cluster IPs to the routing
-	// table. By default they are rejected.
+	// AcceptUnknownPorts makes the backend ignore packets to unknown ports of cluster IPs,
+	// so that they follow the routing table. Default: the backend rejects these packets.
 	AcceptUnknownPorts bool
 
-	// Conntrack receives all changes that have been programmed, to delete
+	// Conntrack is a sink that receives each change after the kernel has it. It deletes the
 	// connection-tracking entries of removed endpoints. The backend starts and stops it. If
 	// its Sync fails, a new pass delivers everything again. Default: a reconciler of package
 	// conntrack.
 	Conntrack sink.Sink
 
-	// Sysctls says what Start does about wrong kernel settings, see [Backend.Start].
+	// Sysctls selects what Start does with wrong kernel settings, see [Backend.Start].
 	// Default: log them.
 	Sysctls SysctlMode
 
-	// Observer receives events for metrics. Default: events are not reported.
+	// Observer has the functions that receive events for metrics. Default: none.
 	Observer Observer
 
 	// NetNS is the file descriptor of the network namespace to program. It must stay open.
@@ -88,16 +89,16 @@ type Options struct {
 	NetNS int
 }
 
-// SysctlMode says what to do about kernel settings.
+// SysctlMode selects what to do with kernel settings that have wrong values.
 type SysctlMode uint8
 
 // The modes.
 const (
 	// ReportSysctls logs settings that have a wrong value.
 	ReportSysctls SysctlMode = iota
-	// SetSysctls changes settings, and logs those that it cannot change.
+	// SetSysctls corrects settings, and logs those that it cannot change.
 	SetSysctls
-	// IgnoreSysctls does not read settings.
+	// IgnoreSysctls does not check settings.
 	IgnoreSysctls
 )
 
@@ -110,10 +111,11 @@ type Observer struct {
 	// Holds is called after each Sync with the number of elements in the maps and sets of
 	// the table.
 	Holds func(elements int)
-	// Drifted is called when a Verify, or a Sync that the kernel refuses, finds a change by
-	// another program. Mended is called when the table is right again: at the end of a pass
-	// in which no service failed, or of a Verify that finds nothing. Drifted is not called
-	// again before Mended.
+	// Drifted is called when a change by another program is found, by a Verify or after the
+	// kernel refused a transaction of a Sync. Mended is called when the table is correct
+	// again. That is at the end of a pass in which no service failed, or of a Verify that
+	// compared everything and found no difference. Drifted is not called again before
+	// Mended.
 	Drifted, Mended func()
 }
 
@@ -154,8 +156,8 @@ func (o *Options) complete() error {
 	if o.MasqueradeOutsiders && len(o.PodInterfaces) == 0 && len(o.ClusterCIDRs) == 0 && !o.NodePodCIDRs {
 		errs = append(errs, errors.New("masquerading outsiders needs cluster CIDRs or pod interfaces"))
 	}
-	// Connection tracking has priority -200 where packets come in. The kernel allows chains
-	// of type nat only after it.
+	// Connection tracking has priority -200 at the hooks for incoming packets. The kernel
+	// allows chains of type nat only after it.
 	for _, priority := range []int32{o.DNATPriority, o.SNATPriority} {
 		if priority <= -200 {
 			errs = append(errs, fmt.Errorf("priority %d is not after connection tracking (-200)", priority))
@@ -179,8 +181,8 @@ func (o *Observer) complete() {
 	}
 }
 
-// tables returns the names that the instance's table may have. The second is for a new
-// table while the first name belongs to a table with another layout.
+// tables returns the two possible names of the instance's table. A new table gets the
+// second name if a table with another layout has the first name.
 func (o *Options) tables() [2]string {
 	if o.Instance == "" {
 		return [...]string{"kpng", "kpng2"}

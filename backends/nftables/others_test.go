@@ -24,7 +24,7 @@ import (
 )
 
 // changeElsewhere changes chains of another table of family inet, 200 times a second
-// until the test ends. It returns the number of transactions.
+// until the test ends. It returns the counter of its transactions.
 func changeElsewhere(t testing.TB, ns *netnstest.Namespace) *atomic.Int64 {
 	t.Helper()
 	nft(t, ns, "table inet a { chain first { }; }\n", "-f", "-")
@@ -54,9 +54,9 @@ func changeElsewhere(t testing.TB, ns *netnstest.Namespace) *atomic.Int64 {
 	return &n
 }
 
-// affine returns n services with session affinity and m endpoints each.
-func affine(n, m int) []sink.Change {
-	list := world(n, m)
+// affineServices returns n services with session affinity and m endpoints each.
+func affineServices(n, m int) []sink.Change {
+	list := manyServices(n, m)
 	for _, c := range list {
 		c.New.Service.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 10800}
 	}
@@ -69,7 +69,7 @@ func TestBusyNeighbors(t *testing.T) {
 	ns := netnstest.New(t)
 	n := changeElsewhere(t, ns)
 	opts := Options{Observer: Observer{Drifted: func() { t.Error("drift is reported") }}}
-	list := affine(600, 6)
+	list := affineServices(600, 6)
 	all := batches(list)
 	for _, when := range []string{"at the start", "after a restart"} {
 		before, began := n.Load(), time.Now()
@@ -100,7 +100,7 @@ func TestVerifyReadsOnlyAfterChangesByOthers(t *testing.T) {
 	old, changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("web", []string{"10.96.0.1"}, []string{"10.0.0.2", "10.0.0.3"}, nil)
 	mustSync(t, b, changes(true, set(old)))
 	m := mapID{kind: clusterIPs, family: api.IPv4}
-	b.table.state.digests[m] = digest{n: 1} // what a Verify that reads finds to be wrong
+	b.table.state.digests[m] = digest{n: 1} // a Verify that reads the table finds that this is wrong
 	for range 3 {
 		mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}), changes(false, sink.Change{Old: changed, New: old}))
 		if err := b.Verify(t.Context()); err != nil {
@@ -143,8 +143,8 @@ func TestComparisonsAreLimited(t *testing.T) {
 	}
 }
 
-// TestPassesBecauseOfDriftAreLimited changes the table again after each repair, and
-// counts the passes in ten minutes.
+// TestPassesBecauseOfDriftAreLimited changes the table again after each repair. It counts
+// the passes in ten minutes.
 func TestPassesBecauseOfDriftAreLimited(t *testing.T) {
 	b, ns := start(t, Options{})
 	now := time.Now()
@@ -190,7 +190,7 @@ func TestDamageOfAJustLoadedSkeletonIsFound(t *testing.T) {
 }
 
 // TestStartRetriesTransientFailures checks that Start retries after transient failures,
-// and returns immediately after others.
+// and returns immediately after other failures.
 func TestStartRetriesTransientFailures(t *testing.T) {
 	for name, test := range map[string]struct {
 		fault error
@@ -236,8 +236,8 @@ func TestStartEndsWithItsContext(t *testing.T) {
 	}
 }
 
-// TestANodeAddressChangesSourceRanges checks that another node address causes a pass if a
-// service has source ranges, which admit the node itself, and no pass otherwise.
+// TestANodeAddressChangesSourceRanges changes the node's address. This causes a pass only
+// if a service has source ranges, because these admit the node itself.
 func TestANodeAddressChangesSourceRanges(t *testing.T) {
 	b, _ := start(t, Options{})
 	plain := view("plain", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)
@@ -281,8 +281,8 @@ func BenchmarkFlush(b *testing.B) {
 	}
 }
 
-// repairFlush flushes the ruleset while a driver runs, and returns the time until the
-// last service is repaired.
+// repairFlush flushes the ruleset while a driver runs, and returns the time until all
+// services are repaired.
 func repairFlush(t testing.TB, n int) time.Duration {
 	t.Helper()
 	ns := netnstest.New(t)
@@ -291,7 +291,7 @@ func repairFlush(t testing.TB, n int) time.Duration {
 		t.Fatal(err)
 	}
 	src := sinktest.NewSource()
-	for _, c := range world(n, 10) {
+	for _, c := range manyServices(n, 10) {
 		src.Set(c.New)
 	}
 	src.SetNode(node)

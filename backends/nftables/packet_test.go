@@ -173,9 +173,9 @@ func TestPackets(t *testing.T) {
 	}
 }
 
-// TestAffinity checks that a client keeps its endpoint while other endpoints are added
-// and removed, at all frontends of a service port. It gets another when its own is
-// removed.
+// TestAffinity checks that a client keeps its endpoint at all frontends of a service port
+// while other endpoints are added and removed. When its endpoint is removed, the client
+// gets another one.
 func TestAffinity(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{PodInterfaces: []string{"pod*"}, NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
@@ -270,8 +270,8 @@ func TestOutsidersNeedACIDROfTheirFamily(t *testing.T) {
 	}
 }
 
-// TestAMissingSlotDropsPackets checks that a packet without an endpoint, which a
-// concurrent transaction can cause, is not forwarded to the cluster IP itself.
+// TestAMissingSlotDropsPackets checks that a packet is not forwarded to the cluster IP
+// itself when its slot has no endpoint. A concurrent transaction can cause that.
 func TestAMissingSlotDropsPackets(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of()})

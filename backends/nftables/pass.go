@@ -16,17 +16,17 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// pass is a pass of the driver. It begins with a read of the table. Each Sync writes what
-// differs for its services, and the end of the pass removes what no service wants.
-// Elements that stay are not touched, so traffic to services that do not change is not
+// pass is a pass of the driver. It first reads the table. Each Sync writes the
+// differences for its services, and the end of the pass removes the elements that no
+// service needs. Unchanged elements stay, so traffic to unchanged services is not
 // interrupted.
 type pass struct {
-	// snapshots are the contents of each map when the pass began. An element that a Sync
-	// claimed is as later Syncs left it.
+	// snapshots are the contents of each map when the pass began. Syncs may have changed the
+	// claimed elements since.
 	snapshots map[mapID]*snapshot
 	// ranges are the source ranges of snapshots, by frontend.
 	ranges map[elementID][]element
-	// stale are the objects that services had and that no service has wanted so far.
+	// stale are the existing objects that no service has needed so far.
 	stale map[string]object
 	// state is the state of the table when it was read.
 	state *state
@@ -34,8 +34,8 @@ type pass struct {
 	others int64
 }
 
-// beginPass loads the skeleton and reads the table. If both happened at Start and no
-// other program has changed any table since, it uses that.
+// beginPass loads the skeleton and reads the table. It does neither if both happened at
+// Start and no other program has changed any table since.
 func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	p := t.ahead
 	t.state, t.pass, t.ahead = nil, nil, nil
@@ -62,9 +62,9 @@ func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	return nil
 }
 
-// readAhead reads the table for the first pass while the source still gathers, so that
-// services need not wait for it. others is the value of conn.others when the skeleton was
-// loaded.
+// readAhead reads the table while the source still collects its first services, so that
+// they need not wait for it. The argument others is the value of conn.others when the
+// skeleton was loaded.
 func (t *table) readAhead(ctx context.Context, others int64) {
 	if t.state != nil {
 		return // the first pass has begun
@@ -112,7 +112,7 @@ func (t *table) read(ctx context.Context, others int64) (*pass, error) {
 	return p, nil
 }
 
-// deleteForeign deletes elements that this package could not have made. The kernel may
+// deleteForeign deletes elements that this package cannot have made. The kernel may
 // refuse new elements because of them.
 func (t *table) deleteForeign(ctx context.Context, p *pass) error {
 	for _, m := range allMaps() {
@@ -127,18 +127,19 @@ func (t *table) deleteForeign(ctx context.Context, p *pass) error {
 	return nil
 }
 
-// claim claims for a service the element that it wants, and notes its old value in the
-// patch.
+// claim claims the element e for a service that needs it, and records its old value in
+// the patch.
 func (ps *pass) claim(p *patch, e *element) {
-	// The kernel refuses overlapping ranges. So the old ranges of a frontend must go in the
-	// transaction that adds new ones.
+	// The kernel refuses overlapping ranges. So the old ranges of a frontend are removed in
+	// the transaction that adds new ones.
 	for _, old := range ps.ranges[e.elementID] {
 		ps.claimOld(p, &old.elementID)
 	}
 	ps.claimOld(p, &e.elementID)
 }
 
-// claimOld notes in the patch the value that an element had, unless an earlier Sync did.
+// claimOld records the old value of an element in the patch, unless an earlier Sync
+// claimed the element.
 func (ps *pass) claimOld(p *patch, id *elementID) {
 	if old, ok := ps.snapshots[id.m].claim(id); ok {
 		o := p.op(*id)
@@ -146,15 +147,15 @@ func (ps *pass) claimOld(p *patch, id *elementID) {
 	}
 }
 
-// delivered notes the result of a Sync: objects of services that were programmed are not
-// stale, and services that failed give back the elements that they claimed.
-func (ps *pass) delivered(p *patch, failed sink.Failed) {
+// recordSync records the result of a Sync. Objects of programmed services are not stale.
+// Failed services give back the elements that they claimed.
+func (ps *pass) recordSync(p *patch, failed sink.Failed) {
 	hasFailed := func(part int) bool {
 		_, is := failed[p.services[p.root(part)][0]]
 		return is
 	}
 	for _, o := range p.ops {
-		// Shared elements are counted, so that nothing has to be given back.
+		// The users of shared elements are counted, so shared elements are not given back.
 		if o.claimed && !o.m.shared() && hasFailed(o.part) {
 			ps.snapshots[o.m].giveBack(&o.elementID)
 		}
@@ -166,7 +167,8 @@ func (ps *pass) delivered(p *patch, failed sink.Failed) {
 	}
 }
 
-// endPass removes what no service wants. If services failed, it keeps what may be theirs.
+// endPass removes the elements, objects and chains that no service needs. If services
+// failed, it keeps those that may belong to them.
 func (t *table) endPass(ctx context.Context, failed bool) error {
 	ps := t.pass
 	t.pass = nil
@@ -179,16 +181,17 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 	if err := t.tidyChains(ctx); err != nil {
 		return err
 	}
-	t.leftovers.passed(t.now(), failed)
+	t.leftovers.recordPass(t.now(), failed)
 	if !failed {
-		t.drift.mended(t)
+		t.drift.recordRepair(t)
 	}
 	return nil
 }
 
-// prune removes the elements that no service wants, and then the objects that no service
-// wants. The order of allMaps removes frontends before what they lead to. If services
-// failed, they are as they were, and prune keeps what may be theirs.
+// prune removes the elements that no service needs, and then the objects that no service
+// needs. It removes elements in the order of allMaps, so those of frontends precede those
+// of endpoints. A failed service still has its old elements. So if services failed, prune
+// keeps all elements and objects that may belong to them.
 func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 	t.leftovers.exist = failed && (ps.keepOfFailed() || t.leftovers.exist)
 	var stale part
@@ -209,11 +212,11 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 		limit := returned
 		switch {
 		case m.kind >= nodePortAddresses:
-			continue // not of services
+			continue // not elements of services
 		case failed:
 			limit = unclaimed
 		case m.shared():
-			limit = claimed // the services that want the elements have been counted
+			limit = claimed // the services that need the elements have been counted
 		}
 		for e := range ps.snapshots[m].upTo(limit) {
 			o := op{elementID: e.elementID, hasOld: true, old: e.value}
@@ -245,9 +248,9 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 	return nil
 }
 
-// keepOfFailed claims the elements that failed services may still need: those of
-// frontends that some service wants, and all hairpins. It reports whether the table then
-// has anything that no service wants.
+// keepOfFailed claims the elements that failed services may still need: all hairpins, and
+// all elements of those frontends that some service needs. It reports whether the table
+// then has elements or objects that no service may need.
 func (ps *pass) keepOfFailed() (leaves bool) {
 	leaves = len(ps.stale) > 0
 	for m, s := range ps.snapshots {
@@ -267,8 +270,8 @@ func (ps *pass) keepOfFailed() (leaves bool) {
 	return leaves
 }
 
-// tidyChains repairs the rules of shared chains, makes missing ones, and deletes chains
-// that nothing leads to.
+// tidyChains repairs the rules of shared chains, creates missing chains, and deletes
+// unused chains.
 func (t *table) tidyChains(ctx context.Context) error {
 	maps.Copy(t.state.rules, t.skeleton)
 	l, err := t.conn.inspect(ctx, t.conn.table)
@@ -280,7 +283,7 @@ func (t *table) tidyChains(ctx context.Context) error {
 		if _, ok := t.state.rules[name]; ok {
 			continue
 		}
-		if isOwn(name) { // of a service that failed
+		if isOwn(name) { // belongs to a failed service
 			t.state.rules[name] = is
 		} else {
 			others = append(others, name)

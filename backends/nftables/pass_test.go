@@ -24,8 +24,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// checkFresh checks that b's table equals the table of a fresh load of the services, and
-// that the state of b matches it.
+// checkFresh checks that b's table equals a table into which only these services were
+// loaded, and that b's state matches its table.
 func checkFresh(t *testing.T, b *Backend, services ...sink.Change) {
 	t.Helper()
 	if err := verify(t, b); err != nil {
@@ -48,13 +48,14 @@ func batch(first, last bool, list ...sink.Change) *sink.Changes {
 	return c
 }
 
-// inAnHour moves the clock of b's table by an hour.
-func inAnHour(b *Backend) {
+// skipHour advances the clock of b's table by an hour.
+func skipHour(b *Backend) {
 	b.table.now = func() time.Time { return time.Now().Add(time.Hour) }
 }
 
-// leadsTo returns the endpoint that the kernel has in the first slot of a cluster IP.
-func leadsTo(t *testing.T, b *Backend, ip string) string {
+// firstEndpoint returns the endpoint that the kernel has in the first slot of a cluster
+// IP.
+func firstEndpoint(t *testing.T, b *Backend, ip string) string {
 	t.Helper()
 	for _, line := range contents(t, b) {
 		if rest, ok := strings.CutPrefix(line, "service-endpoints4 "+ip+" . tcp . 80 . 7f00:1 : "); ok {
@@ -64,8 +65,9 @@ func leadsTo(t *testing.T, b *Backend, ip string) string {
 	return "nothing"
 }
 
-// TestAPassInSeveralBatches checks that a service can take over the address of another,
-// that a pass prunes only at its end, and that another pass may begin before that.
+// TestAPassInSeveralBatches checks three properties of passes. A service can take over
+// the address of another service. A pass prunes only at its end. A new pass may begin
+// before the end of the last.
 func TestAPassInSeveralBatches(t *testing.T) {
 	at := func(name, ip, endpoint string) sink.Change {
 		return set(view(name, []string{ip}, []string{endpoint}, nil))
@@ -80,7 +82,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 			}
 			check := func(when string, want ...string) {
 				t.Helper()
-				got := []string{leadsTo(t, b, "10.96.0.1"), leadsTo(t, b, "10.96.0.2"), leadsTo(t, b, "10.96.0.3")}
+				got := []string{firstEndpoint(t, b, "10.96.0.1"), firstEndpoint(t, b, "10.96.0.2"), firstEndpoint(t, b, "10.96.0.3")}
 				if diff := cmp.Diff(want, got); diff != "" {
 					t.Errorf("%s, the addresses lead to (-want +got):\n%s", when, diff)
 				}
@@ -95,7 +97,8 @@ func TestAPassInSeveralBatches(t *testing.T) {
 			mustSync(t, b, batch(false, false, bb))
 			check("after the second batch", "10.0.0.1 . 8080", "10.0.0.4 . 8080", "10.0.0.3 . 8080")
 
-			// Another pass begins, and a change of both services swaps their addresses again.
+			// Another pass begins, and both services change so that they swap their addresses
+			// again.
 			mustSync(t, b, batch(true, false, a))
 			first, second := at("a", "10.96.0.1", "10.0.0.4"), at("b", "10.96.0.2", "!10.0.0.1")
 			change := changes(false, sink.Change{Old: a.New, New: first.New}, sink.Change{New: second.New, Unsure: true})
@@ -108,8 +111,8 @@ func TestAPassInSeveralBatches(t *testing.T) {
 	}
 }
 
-// TestAPassKeepsElementsOfFailedServices lets the kernel refuse a service. The service
-// fails until the end of the pass, or succeeds before the end.
+// TestAPassKeepsElementsOfFailedServices makes the kernel refuse a service. In one case
+// the service fails until the end of the pass, in the other it succeeds before.
 func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 	old := []string{"10.0.0.1", "10.0.0.2", "10.0.0.3"}
 	web := set(view("web", []string{"10.96.0.1"}, []string{"10.99.98.97"}, nil))
@@ -138,17 +141,17 @@ func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 				last.Failing = []types.NamespacedName{web.New.Key()}
 			}
 			mustSync(t, b, last)
-			if got := leadsTo(t, b, "10.96.0.3"); got != "nothing" {
+			if got := firstEndpoint(t, b, "10.96.0.3"); got != "nothing" {
 				t.Errorf("a deleted service leads to %s", got)
 			}
 			if recovers {
 				checkFresh(t, b, web, ok)
 				return
 			}
-			if got := leadsTo(t, b, "10.96.0.1"); got != "10.0.0.1 . 8080" {
+			if got := firstEndpoint(t, b, "10.96.0.1"); got != "10.0.0.1 . 8080" {
 				t.Errorf("the service that failed leads to %s", got)
 			}
-			inAnHour(b)
+			skipHour(b)
 			if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
 				t.Errorf("Verify returns %v, want a request for a pass that removes leftovers", err)
 			}
@@ -159,8 +162,8 @@ func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 	}
 }
 
-// TestOldElementsOfAFailedServiceAreRemoved lets the kernel refuse a service in a pass.
-// Later in the pass the service has another address and no session affinity.
+// TestOldElementsOfAFailedServiceAreRemoved makes the kernel refuse a service in a pass.
+// Later in the pass the service gets another address and loses session affinity.
 func TestOldElementsOfAFailedServiceAreRemoved(t *testing.T) {
 	web := func(ip, endpoint string, affinity bool) sink.Change {
 		v := view("web", []string{ip}, []string{endpoint}, nil)
@@ -183,9 +186,9 @@ func TestOldElementsOfAFailedServiceAreRemoved(t *testing.T) {
 	checkFresh(t, b, moved)
 }
 
-// TestRandomChangesDuringPasses checks that the table equals that of a fresh load after
-// random events during passes: services are added, deleted and changed, exchange their
-// addresses, and transactions fail.
+// TestRandomChangesDuringPasses makes random changes during passes: services are added,
+// deleted and changed, or swap their addresses. Some transactions fail. In the end the
+// table must equal a table into which only the last views were loaded.
 func TestRandomChangesDuringPasses(t *testing.T) {
 	for seed := range uint64(8) {
 		failures := seed%2 == 1
@@ -260,8 +263,8 @@ func TestRandomChangesDuringPasses(t *testing.T) {
 	}
 }
 
-// TestTableIsReadAhead checks that the first Sync uses what Start has read, and that it
-// reads the table again if another program changed tables.
+// TestTableIsReadAhead checks that the first Sync does not read the table again after
+// Start has read it. If another program changed tables meanwhile, the Sync does read it.
 func TestTableIsReadAhead(t *testing.T) {
 	first, ns := start(t, Options{})
 	web, other := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("other", []string{"10.96.0.2"}, []string{"10.0.0.2"}, nil)
@@ -297,18 +300,18 @@ func waitReadAhead(b *Backend) {
 	}
 }
 
-// frontendKeyOf returns the beginning of the keys of service i's endpoints, and its
+// frontendKeyOf returns the common beginning of the endpoint keys of service i, and its
 // length.
 func frontendKeyOf(i int) (elementID, int) {
 	e := elementID{m: mapID{endpoints, matchService, api.IPv4}}
 	w := keyWriter{id: &e}
-	w.addr(numbered(i, 1).Service.IPs.ClusterIPs.V4[0])
+	w.addr(numberedService(i, 1).Service.IPs.ClusterIPs.V4[0])
 	w.protocol(api.TCP)
 	w.port(80)
 	return e, w.at
 }
 
-// drive runs a driver between src and s until stop is called or the test ends.
+// drive runs a driver from src to s until stop is called or the test ends.
 func drive(t testing.TB, src sink.Source, s sink.Sink, batchSize int) (d *sink.Driver, stop func()) {
 	t.Helper()
 	d = sink.NewDriver(src, s, sink.Options{
@@ -327,8 +330,8 @@ func drive(t testing.TB, src sink.Source, s sink.Sink, batchSize int) (d *sink.D
 }
 
 // waitApplied waits until d's sink has everything in src, even if src changes meanwhile.
-// If leftovers of a service prevent its change, it begins the pass that Verify would
-// request.
+// If leftovers of a failed service prevent a change, waitApplied begins the pass that
+// Verify would request.
 func waitApplied(t testing.TB, d *sink.Driver, src *sinktest.Source) {
 	t.Helper()
 	deadline := time.Now().Add(time.Minute)

@@ -16,41 +16,42 @@ type op struct {
 	elementID
 	hasOld, hasNew bool
 	old, new       value
-	// wanted is the change of the number of services that want the element, if its map is
-	// shared. hasOld and hasNew follow from it when the op is applied.
+	// wanted is for elements of shared maps. It is the change of the number of services that
+	// need the element. The function resolve derives hasOld and hasNew from it.
 	wanted int
-	// checked: hasOld and old were read from the kernel when it refused the op.
+	// checked reports that hasOld and old were read from the kernel after it refused the op.
 	checked bool
-	// claimed: old is the value that the pass read, see pass.claim.
+	// claimed reports that old is a value that the pass read, see pass.claim.
 	claimed bool
-	// part is the number of the part of the patch that the op belongs to.
+	// part is the number of the op's part of the patch.
 	part int
 }
 
-// patch is the difference that a change of services makes, element by element. It has a
-// part for each service. If an element moves between services, it joins their parts, so
-// that their changes take effect together or not at all.
+// patch is the difference between the elements of the old and of the new views of
+// services. It has a part for each service. If an element moves between services, their
+// parts are joined, so that their changes take effect together or not at all.
 type patch struct {
 	ops   []*op
 	block []op // memory for the next ops
 	index map[elementID]*op
-	// objects are by name, which says what service has the object.
+	// objects are the changes of objects by name. The name includes the name of the service.
 	objects map[string]*objectOp
 	// services are the services of each part.
 	services [][]types.NamespacedName
-	// parent is the part that a part was joined to, itself if it was not joined.
+	// parent has for each part the part to which it was joined, or the part itself if it was
+	// not joined.
 	parent []int
 }
 
 func newPatch() *patch { return &patch{index: map[elementID]*op{}, objects: map[string]*objectOp{}} }
 
-// begin begins the part of a service. The changes that follow belong to it.
-func (p *patch) begin(key types.NamespacedName) {
+// beginPart begins the part of a service. The following changes belong to it.
+func (p *patch) beginPart(key types.NamespacedName) {
 	p.parent = append(p.parent, len(p.parent))
 	p.services = append(p.services, []types.NamespacedName{key})
 }
 
-// root returns the part that a part was joined to.
+// root returns the part with which a part was joined, directly or through others.
 func (p *patch) root(part int) int {
 	for p.parent[part] != part {
 		p.parent[part] = p.parent[p.parent[part]]
@@ -81,7 +82,7 @@ func (p *patch) op(id elementID) *op {
 	return o
 }
 
-// remove notes that the service had e.
+// remove records that the service had the element e.
 func (p *patch) remove(e element) {
 	o := p.op(e.elementID)
 	if e.m.shared() {
@@ -91,7 +92,7 @@ func (p *patch) remove(e element) {
 	o.hasOld, o.old = true, e.value
 }
 
-// add notes that the service wants e.
+// add records that the service needs the element e.
 func (p *patch) add(e element) {
 	o := p.op(e.elementID)
 	if e.m.shared() {
@@ -101,7 +102,7 @@ func (p *patch) add(e element) {
 	o.hasNew, o.new = true, e.value
 }
 
-// removeObject notes that the service had o, and addObject that it wants o.
+// removeObject records that the service had the object o, and addObject that it needs o.
 func (p *patch) removeObject(o object) { p.objectOp(o.name).old = &o }
 func (p *patch) addObject(o object)    { p.objectOp(o.name).new = &o }
 
@@ -121,7 +122,7 @@ type part struct {
 	objects  []objectOp
 }
 
-// size returns the largest number of elements and rules that p changes.
+// size returns the maximum number of elements and rules that p changes.
 func (p *part) size() int {
 	n := len(p.ops)
 	for _, o := range p.objects {
@@ -132,10 +133,10 @@ func (p *part) size() int {
 	return n
 }
 
-// parts returns the parts of p that change anything. Objects are sorted by name.
+// parts returns the parts of p that change something. Objects are sorted by name.
 func (p *patch) parts() []part {
 	var parts []part
-	index := map[int]int{} // from the number of a part to its place in parts
+	index := map[int]int{} // maps the number of a part to its index in parts
 	partOf := func(number int) *part {
 		root := p.root(number)
 		i, ok := index[root]
@@ -161,7 +162,7 @@ func (p *patch) parts() []part {
 	return parts
 }
 
-// changes reports whether o may change anything.
+// changes reports whether o may change the element.
 func (o *op) changes() bool {
 	if o.m.shared() {
 		return o.wanted != 0

@@ -12,10 +12,11 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// planner turns views into elements. Its results depend on its fields and arguments only.
+// planner computes the elements of views. Its results depend only on its fields and
+// arguments.
 type planner struct {
-	// nodeAddrs are the node's addresses, which source ranges may admit. admitsNode: some
-	// service has source ranges.
+	// nodeAddrs are the node's addresses, which source ranges may admit. The field
+	// admitsNode reports that some service has source ranges.
 	nodeAddrs  []netip.Addr
 	admitsNode bool
 	// names caches the names of shared chains.
@@ -24,8 +25,8 @@ type planner struct {
 
 func newPlanner() *planner { return &planner{names: map[sharedChain]string{}} }
 
-// plan emits the elements and the objects that se needs, none if se is nil. It emits each
-// element of a map that is not shared once, others and objects perhaps several times.
+// plan emits the elements and objects that the view se needs. A nil view needs none. It
+// may emit objects and elements of shared maps more than once, other elements only once.
 func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), emitObject func(object)) {
 	if se == nil {
 		return
@@ -71,8 +72,8 @@ func matchOf(f *nodeview.Frontend) match {
 	}
 }
 
-// planTraffic emits the elements that lead traffic of f to the targets of t, through the
-// chain c. list names the list of targets in the names of objects.
+// planTraffic emits the elements for traffic of f to the targets of t, through the chain
+// c. The argument list is the name of the list of targets, for the names of objects.
 func (p *planner) planTraffic(se *api.ServiceEndpoints, c sharedChain, f *nodeview.Frontend, list string, t *nodeview.Traffic, emit func(element), emitObject func(object)) {
 	c.verdict = t.Verdict
 	targets := t.Endpoints[:min(len(t.Endpoints), maxEndpoints)]
@@ -95,14 +96,14 @@ func (p *planner) planTraffic(se *api.ServiceEndpoints, c sharedChain, f *nodevi
 	}
 }
 
-// maxEndpoints limits the endpoints of a frontend that get traffic: the number of a
-// shared chain has 20 bits for them.
+// maxEndpoints limits the endpoints of a frontend that get traffic. The number of a
+// shared chain has 20 bits for the number of endpoints.
 const maxEndpoints = 1<<20 - 1
 
 // maxComment is the length of the longest comment that nft loads.
 const maxComment = 127
 
-// comment names the service port of f.
+// comment returns the name of the service port of f.
 func comment(se *api.ServiceEndpoints, f *nodeview.Frontend) string {
 	s := se.Service.Namespace + "/" + se.Service.Name
 	if f.ServicePort != nil && f.ServicePort.Name != "" {
@@ -121,8 +122,8 @@ func (p *planner) nameOf(c sharedChain) string {
 	return name
 }
 
-// planSources emits the source ranges that f admits. The kernel refuses ranges that
-// overlap, so planSources leaves out prefixes that another prefix contains.
+// planSources emits the source ranges that f admits. The kernel refuses overlapping
+// ranges, so planSources omits prefixes within other prefixes.
 func (p *planner) planSources(s match, f *nodeview.Frontend, emit func(element)) {
 	p.admitsNode = true
 	prefixes := f.Sources.Prefixes(p.nodeAddrs)
@@ -138,8 +139,8 @@ func (p *planner) planSources(s match, f *nodeview.Frontend, emit func(element))
 	}
 }
 
-// containedInOther reports whether another prefix contains prefixes[i]. Of equal prefixes
-// the first contains the others.
+// containedInOther reports whether another prefix contains prefixes[i]. The first of
+// equal prefixes counts as containing the others.
 func containedInOther(prefixes []netip.Prefix, i int) bool {
 	for j, other := range prefixes {
 		if j != i && other.Overlaps(prefixes[i]) &&

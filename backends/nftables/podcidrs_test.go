@@ -57,11 +57,11 @@ func TestPodCIDRsFollowTheNode(t *testing.T) {
 	check("a pass with another pod CIDR", "10.1.2.0/24")
 }
 
-// TestUnallocatedClusterIPsAreDropped also checks that cluster IPs of other tables are
-// translated before the drop.
+// TestUnallocatedClusterIPsAreDropped also checks that connections to cluster IPs of
+// another table are translated and not dropped.
 func TestUnallocatedClusterIPsAreDropped(t *testing.T) {
 	w := newPacketWorld(t)
-	serve(t, w.client, "client") // the destination of untranslated packets
+	serve(t, w.client, "client") // untranslated packets reach this address
 	for _, addr := range []string{"10.96.0.2/32", "10.97.0.2/32", "fd96::2/128", "fd97::2/128"} {
 		w.client.Add(t, "eth0", addr)
 	}

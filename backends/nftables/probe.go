@@ -18,14 +18,14 @@ import (
 
 // feature is a feature of the kernel that tables of this package need.
 type feature struct {
-	// name includes the module, or the first version of Linux, that has the feature.
+	// name describes the feature, with its kernel module or its first version of Linux.
 	name string
-	// use adds one message that uses the feature.
+	// use adds one message that needs the feature.
 	use func(*wire)
 }
 
-// features are all needed features. Each uses the table of the first, and rules use the
-// chain of the second.
+// features are all needed features. The first one makes the table for all others, and the
+// second one makes the chain for the rules of others.
 var features = []feature{
 	{"tables of family inet (CONFIG_NF_TABLES_INET)", (*wire).newTable},
 	{"chains", func(w *wire) { w.newChain("probe", hook{}) }},
@@ -34,23 +34,23 @@ var features = []feature{
 	}},
 	{"maps", func(w *wire) { w.newSet(mapID{kind: endpoints, family: api.IPv4}.layout()) }},
 	{"sets of concatenated ranges (Linux 5.6)", func(w *wire) { w.newSet(mapID{kind: sources, family: api.IPv4}.layout()) }},
-	{"expression fib (module nft_fib_inet)", using(startsHere())},
-	{"expression numgen (module nft_numgen)", using([]expr.Any{&expr.Numgen{Register: reg(0), Modulus: 2, Type: unix.NFT_NG_RANDOM}})},
-	{"expression ct (module nft_ct)", using([]expr.Any{&expr.Ct{Register: reg(0), Key: expr.CtKeySTATUS}})},
-	{"expression nat (module nft_nat)", using(translate(mapID{kind: endpoints, family: api.IPv4}))},
-	{"expression masq (module nft_masq)", using([]expr.Any{&expr.Masq{FullyRandom: true}})},
-	{"expression reject (module nft_reject_inet)", using([]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})},
+	{"expression fib (module nft_fib_inet)", withRule(startsHere())},
+	{"expression numgen (module nft_numgen)", withRule([]expr.Any{&expr.Numgen{Register: reg(0), Modulus: 2, Type: unix.NFT_NG_RANDOM}})},
+	{"expression ct (module nft_ct)", withRule([]expr.Any{&expr.Ct{Register: reg(0), Key: expr.CtKeySTATUS}})},
+	{"expression nat (module nft_nat)", withRule(translate(mapID{kind: endpoints, family: api.IPv4}))},
+	{"expression masq (module nft_masq)", withRule([]expr.Any{&expr.Masq{FullyRandom: true}})},
+	{"expression reject (module nft_reject_inet)", withRule([]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})},
 }
 
-// using returns a function that adds a rule to the chain of the second feature.
-func using(rule []expr.Any) func(*wire) {
+// withRule returns a function that adds a rule to the chain of the second feature.
+func withRule(rule []expr.Any) func(*wire) {
 	return func(w *wire) { w.rule("probe", encodeRules(rule)[0]) }
 }
 
 // probeTable cannot be the name of an instance's table.
 const probeTable = "kpng/probe"
 
-// checkKernel returns an error that names all features that the kernel lacks. It changes
+// checkKernel returns an error that names all missing features of the kernel. It changes
 // nothing, except that the kernel loads modules, see [netfilter.Conn.Check].
 func (c *conn) checkKernel(ctx context.Context, features []feature) error {
 	var outcomes []error
@@ -66,7 +66,7 @@ func (c *conn) checkKernel(ctx context.Context, features []feature) error {
 		return fmt.Errorf("check the kernel: %w", err)
 	}
 	if outcomes[0] != nil {
-		outcomes = outcomes[:1] // the others need the first
+		outcomes = outcomes[:1] // the other features need the first one
 	}
 	var missing []string
 	for i, err := range outcomes {

@@ -33,13 +33,13 @@ func TestCheckKernelChangesNothing(t *testing.T) {
 	}
 }
 
-// TestCheckKernelNamesAllMissingFeatures adds features that no kernel has: references to
-// objects that do not exist.
+// TestCheckKernelNamesAllMissingFeatures adds features that no kernel has. They refer to
+// missing objects.
 func TestCheckKernelNamesAllMissingFeatures(t *testing.T) {
 	ns := netnstest.New(t)
 	c := newConn(ns.FD, "kpng")
 	defer c.Close()
-	missing := using([]expr.Any{&expr.Objref{Type: unix.NFT_OBJECT_COUNTER, Name: "none"}})
+	missing := withRule([]expr.Any{&expr.Objref{Type: unix.NFT_OBJECT_COUNTER, Name: "none"}})
 	all := slices.Concat(features[:3], []feature{{"warp (Linux 99)", missing}}, features[3:], []feature{{"weft", missing}})
 	const want = "the kernel lacks warp (Linux 99), weft"
 	if err := c.checkKernel(t.Context(), all); err == nil || err.Error() != want {

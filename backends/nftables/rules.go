@@ -32,8 +32,8 @@ func encodeRules(rules ...[]expr.Any) []string {
 	return encoded
 }
 
-// reg returns the register of four octets with that number, in the form in which the
-// kernel lists it. Longer data and keys take the following registers as well.
+// reg returns the kernel's number of a register of four octets, in the form that the
+// kernel lists. Longer data and keys also use the following registers.
 func reg(number int) uint32 {
 	if number%4 == 0 {
 		return uint32(unix.NFT_REG_1 + number/4)
@@ -64,8 +64,8 @@ func matchFamily(family api.Family) []expr.Any {
 	return []expr.Any{loadMeta(expr.MetaKeyNFPROTO), equal(nfproto(family))}
 }
 
-// keyRule is the beginning of a rule: it matches packets of a family and loads the parts
-// of a key into registers, one after the other. Then it looks the key up.
+// keyRule is the beginning of a rule that looks up a key. It matches packets of a family,
+// and loads the parts of the key into registers, one after the other.
 type keyRule struct {
 	family      api.Family
 	expressions []expr.Any
@@ -76,7 +76,7 @@ func newKeyRule(family api.Family) *keyRule {
 	return &keyRule{family: family, expressions: matchFamily(family)}
 }
 
-// source and destination load an address of the packet.
+// source loads the source address of the packet, and destination the destination address.
 func (r *keyRule) source() *keyRule {
 	return r.address(map[api.Family]uint32{api.IPv4: 12, api.IPv6: 8}[r.family])
 }
@@ -100,7 +100,7 @@ func (r *keyRule) protocolAndPort() *keyRule {
 	return r
 }
 
-// frontend loads a packet's destination, in the form of a frontend's key.
+// frontend loads the destination of the packet, as in the key of a frontend.
 func (r *keyRule) frontend(s match) *keyRule {
 	if s != matchNodePort {
 		r.destination()
@@ -117,42 +117,42 @@ func (r *keyRule) meta(key expr.MetaKey) *keyRule {
 	return r
 }
 
-// then returns the rule with more expressions at its end.
-func (r *keyRule) then(expressions ...expr.Any) []expr.Any {
+// followedBy returns the rule with more expressions at its end.
+func (r *keyRule) followedBy(expressions ...expr.Any) []expr.Any {
 	return append(r.expressions, expressions...)
 }
 
-// in matches keys in the set m.
-func in(m mapID) expr.Any { return &expr.Lookup{SourceRegister: reg(0), SetName: m.name()} }
+// inSet returns an expression that matches if the key is in the set m.
+func inSet(m mapID) expr.Any { return &expr.Lookup{SourceRegister: reg(0), SetName: m.name()} }
 
-// lookup loads the data of a key in the map m.
+// lookup returns an expression that loads the data of a key from the map m.
 func lookup(m mapID) expr.Any {
 	return &expr.Lookup{SourceRegister: reg(0), DestRegister: reg(0), IsDestRegSet: true, SetName: m.name()}
 }
 
-// vmap applies the verdict of a key in the map m.
+// vmap returns an expression that applies the verdict of a key from the map m.
 func vmap(m mapID) expr.Any {
 	return &expr.Lookup{SourceRegister: reg(0), DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true, SetName: m.name()}
 }
 
 // lookupVerdict returns a rule that applies the verdict of a packet's destination in m.
 func lookupVerdict(m mapID) []expr.Any {
-	return newKeyRule(m.family).frontend(m.match).then(vmap(m))
+	return newKeyRule(m.family).frontend(m.match).followedBy(vmap(m))
 }
 
-// lookupSharedChain returns a rule that goes to the shared chain of a packet's
-// destination. Node ports match at some addresses only.
+// lookupSharedChain returns a rule that continues in the shared chain of a packet's
+// destination. Rules for node ports first match the address.
 func lookupSharedChain(m mapID) []expr.Any {
 	r := newKeyRule(m.family)
 	if m.match == matchNodePort {
-		admitted := r.destination().then(in(mapID{kind: nodePortAddresses, family: m.family}))
+		admitted := r.destination().followedBy(inSet(mapID{kind: nodePortAddresses, family: m.family}))
 		r = &keyRule{family: m.family, expressions: admitted}
 	}
 	toChain := mapID{sharedChains, m.match, m.family}
 	if m.kind == nodeFrontends {
 		toChain.kind = nodeSharedChains
 	}
-	return r.frontend(m.match).then(lookup(m), setMeta(expr.MetaKeyPRIORITY), loadMeta(expr.MetaKeyPRIORITY), vmap(toChain))
+	return r.frontend(m.match).followedBy(lookup(m), setMeta(expr.MetaKeyPRIORITY), loadMeta(expr.MetaKeyPRIORITY), vmap(toChain))
 }
 
 // translate returns the rule that sends a new connection to the endpoint in the selected
@@ -162,11 +162,11 @@ func translate(m mapID) []expr.Any {
 	if m.match != matchAddress {
 		port = m.addrLen() / 4
 	}
-	return newKeyRule(m.family).frontend(m.match).meta(expr.MetaKeyPRIORITY).then(lookup(m), natTo(m.family, 0, port))
+	return newKeyRule(m.family).frontend(m.match).meta(expr.MetaKeyPRIORITY).followedBy(lookup(m), natTo(m.family, 0, port))
 }
 
-// natTo translates the destination to the address in one register and the port in
-// another. If port is 0, the port of a packet stays.
+// natTo returns an expression that translates the destination. The arguments are the
+// registers of the new address and the new port. If port is 0, packets keep their port.
 func natTo(family api.Family, address, port int) expr.Any {
 	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(nfproto(family)), RegAddrMin: reg(address), RegAddrMax: reg(address)}
 	if port != 0 {
@@ -175,7 +175,7 @@ func natTo(family api.Family, address, port int) expr.Any {
 	return nat
 }
 
-// hairpin returns the rule that masquerades connections from endpoints to themselves.
+// hairpin returns the rule that masquerades connections of endpoints to themselves.
 func hairpin(s match, family api.Family) []expr.Any {
 	key := newKeyRule(family).source().destination()
 	if s != matchAddress {
@@ -185,16 +185,17 @@ func hairpin(s match, family api.Family) []expr.Any {
 		&expr.Ct{Key: expr.CtKeySTATUS, Register: reg(0)},
 		&expr.Bitwise{SourceRegister: reg(0), DestRegister: reg(0), Len: 4, Mask: native(ipsDstNAT), Xor: native(0)},
 		&expr.Cmp{Op: expr.CmpOpNeq, Register: reg(0), Data: native(0)},
-	}, key.then(in(mapID{hairpins, s, family}), &expr.Masq{FullyRandom: true})...)
+	}, key.followedBy(inSet(mapID{hairpins, s, family}), &expr.Masq{FullyRandom: true})...)
 }
 
 // ipsDstNAT is the status bit of connections with a translated destination.
 const ipsDstNAT = 1 << 5
 
-// native returns a number in the byte order of registers.
+// native encodes a number in the byte order of registers.
 func native(v uint32) []byte { return binary.NativeEndian.AppendUint32(nil, v) }
 
-// mark loads the packet mark, keeps the bits of mask, and then flips the bits of xor.
+// mark returns expressions that load the packet mark, keep the bits of mask, and then
+// flip the bits of xor.
 func mark(mask, xor uint32) []expr.Any {
 	return []expr.Any{
 		loadMeta(expr.MetaKeyMARK),
@@ -202,8 +203,8 @@ func mark(mask, xor uint32) []expr.Any {
 	}
 }
 
-// fromInterface matches packets that arrive through an interface. A name that ends in "*"
-// is a prefix of names.
+// fromInterface returns expressions that match packets that arrive through an interface.
+// A name that ends in "*" is a prefix of names.
 func fromInterface(name string) []expr.Any {
 	data := make([]byte, unix.IFNAMSIZ)
 	copy(data, name)
@@ -213,27 +214,27 @@ func fromInterface(name string) []expr.Any {
 	return []expr.Any{loadMeta(expr.MetaKeyIIFNAME), equal(data...)}
 }
 
-// fromPrefix matches packets with a source in prefix, toPrefix those with a destination
-// in it.
+// fromPrefix returns expressions that match packets with a source in prefix. The function
+// toPrefix does the same for the destination.
 func fromPrefix(prefix netip.Prefix) []expr.Any { return matchPrefix(prefix, (*keyRule).source) }
 func toPrefix(prefix netip.Prefix) []expr.Any   { return matchPrefix(prefix, (*keyRule).destination) }
 
 func matchPrefix(prefix netip.Prefix, load func(*keyRule) *keyRule) []expr.Any {
 	rule := newKeyRule(api.FamilyOf(prefix.Addr()))
 	if prefix.Bits() == 0 {
-		return rule.then()
+		return rule.followedBy()
 	}
 	load(rule)
 	address := equal(prefix.Masked().Addr().AsSlice()...)
 	if prefix.IsSingleIP() {
-		return rule.then(address)
+		return rule.followedBy(address)
 	}
 	n := prefix.Addr().BitLen() / 8
 	mask := make([]byte, n)
 	for i := range prefix.Bits() {
 		mask[i/8] |= 0x80 >> (i % 8)
 	}
-	return rule.then(&expr.Bitwise{SourceRegister: reg(0), DestRegister: reg(0), Len: uint32(n), Mask: mask, Xor: make([]byte, n)}, address)
+	return rule.followedBy(&expr.Bitwise{SourceRegister: reg(0), DestRegister: reg(0), Len: uint32(n), Mask: mask, Xor: make([]byte, n)}, address)
 }
 
 func verdictDrop() []expr.Any { return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}} }

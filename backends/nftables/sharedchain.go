@@ -15,34 +15,36 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// sharedChain is a chain that frontends share: those of one match and family whose
-// packets are handled alike. The first of these frontends makes the chain. The number of
-// chains depends on how many different numbers of endpoints there are, not on the number
-// of services.
+// sharedChain is a chain that several frontends share. These frontends have the same
+// match and family, and the same treatment of packets. The chain is created with the
+// first of these frontends. The number of chains depends on how many different endpoint
+// counts exist, not on the number of services.
 //
-// The kernel validates all elements that lead to chains in each transaction that adds one
-// of them. So the element of a frontend has the number of its chain, as data. A small
-// map, whose elements seldom change, leads from the numbers to the chains.
+// An element may contain a jump to a chain. A transaction that adds one such element
+// makes the kernel validate all of them. So the element of a frontend contains only the
+// number of its chain. A small map, whose elements seldom change, maps the numbers to the
+// chains.
 type sharedChain struct {
 	match  match
 	family api.Family
-	// fromNode: the chain is for packets that this node sends. They have passed the rules of
-	// the frontend's other chain.
+	// fromNode reports that the chain is for packets that this node sends. They have already
+	// passed the rules of the frontend's other chain.
 	fromNode bool
-	// filtered: the frontend has source ranges.
+	// filtered reports that the frontend has source ranges.
 	filtered   bool
 	masquerade nodeview.Masquerade
 	verdict    nodeview.Verdict
-	// affinity: the services have session affinity, so each has chains of its own.
+	// affinity reports that the services have session affinity, so that each has its own
+	// chains.
 	affinity bool
 	// endpoints is the number of endpoints if the verdict is Forward without affinity.
 	endpoints int
 }
 
-// Numbers of chains and slots are in the packet's priority between one rule and the next,
-// because nft has no syntax for a map that is looked up by the result of another lookup.
-// They are between firstPriority and lastPriority. The chain postrouting resets the
-// priority.
+// The result of one lookup is the key of the next one. As nft has no syntax for that, a
+// rule stores the number of a chain or slot as the packet's priority, and the next rule
+// uses it. These numbers are between firstPriority and lastPriority. The chain
+// postrouting resets the priority.
 const (
 	firstPriority = 0x7000_0001
 	lastPriority  = 0x7fff_ffff
@@ -50,8 +52,8 @@ const (
 	firstSlot = 0x7f00_0001
 )
 
-// number returns the number of the chain. It is unique for each match, family and
-// fromNode.
+// number returns the number of the chain. It is unique among the chains with the same
+// match, family and fromNode.
 func (c sharedChain) number() uint32 {
 	bits := uint32(c.masquerade) << 3
 	switch {
@@ -65,12 +67,13 @@ func (c sharedChain) number() uint32 {
 	if c.filtered {
 		bits |= 4
 	}
-	// nft does not load a number with 0 behind its colon.
+	// The nft program does not load a number with 0 after its colon.
 	return 0x7000_0000 | bits<<20 | uint32(max(c.endpoints, 1))
 }
 
-// sharedChainOf returns the chain whose number an element has. It is not ok if the
-// element has no such number, as in other maps than those of frontends and shared chains.
+// sharedChainOf returns the chain whose number an element contains. Only elements of
+// frontends and of shared chains contain such a number. For other elements it returns
+// false.
 func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 	var number uint32
 	switch id.m.kind {
@@ -101,8 +104,8 @@ func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 // rejectChain is the chain of the skeleton that rejects packets.
 const rejectChain = "reject-chain"
 
-// name returns the name of the chain. If the verdict needs no other rules, that is drop
-// or rejectChain.
+// name returns the name of the chain. It is drop or rejectChain if the chain needs no
+// other rule than that verdict.
 func (c sharedChain) name() string {
 	if !c.filtered && (c.fromNode || c.masquerade != nodeview.MasqueradeNode) {
 		switch c.verdict {
@@ -143,8 +146,8 @@ func (c sharedChain) name() string {
 // hasRules reports whether the chain has rules of its own.
 func (c sharedChain) hasRules() bool { return c.name() != drop && c.name() != rejectChain }
 
-// mapOf returns the map of that kind, or of the kind for packets that this node sends,
-// that the chain's frontends use.
+// mapOf returns the map of that kind that the chain's frontends use. For a chain with
+// fromNode, that is the kind for packets that this node sends.
 func (c sharedChain) mapOf(kind mapKind) mapID {
 	if c.fromNode {
 		kind++
@@ -152,7 +155,7 @@ func (c sharedChain) mapOf(kind mapKind) mapID {
 	return mapID{kind, c.match, c.family}
 }
 
-// element returns the element that leads from the number of the chain to the chain.
+// element returns the element that maps the number of the chain to the chain.
 func (c sharedChain) element() element {
 	e := element{elementID: elementID{m: c.mapOf(sharedChains)}, value: value{chain: c.name()}}
 	w := keyWriter{id: &e.elementID}
@@ -160,7 +163,7 @@ func (c sharedChain) element() element {
 	return e
 }
 
-// makeSharedChain adds messages that make a chain and its element.
+// makeSharedChain adds messages that create a chain and its element.
 func (w *wire) makeSharedChain(c sharedChain) {
 	if c.hasRules() {
 		w.makeChain(c.name(), c.encodedRules())

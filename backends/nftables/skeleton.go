@@ -14,10 +14,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The skeleton is the part of the table that does not depend on services: the maps and
-// sets without their elements, and the chains that look them up.
+// The skeleton is the part of the table that does not depend on services. It consists of
+// the maps and sets without their elements, and of the chains that use them.
 
-// hook is the hook of a base chain. Chains that are not base chains have the zero value.
+// hook is the hook of a base chain. It is zero for other chains.
 type hook struct {
 	number   uint32
 	priority int32
@@ -34,8 +34,8 @@ type chain struct {
 	rules []string
 }
 
-// skeletonChains returns the chains of the skeleton. A chain follows those that it leads
-// to.
+// skeletonChains returns the chains of the skeleton. A chain follows the chains to which
+// it jumps.
 func (o *Options) skeletonChains() []chain {
 	var chains []chain
 	add := func(name string, h hook, rules ...[]expr.Any) {
@@ -63,14 +63,14 @@ func (o *Options) skeletonChains() []chain {
 
 	for _, m := range allMaps() {
 		if m.kind == endpoints || m.kind == nodeEndpoints {
-			// A transaction may remove a slot between the selection of its number and the lookup.
-			// Without the drop, the whole connection would pass without translation.
+			// A transaction may remove a slot after a packet has selected its number and before
+			// the lookup. Without the drop, the whole connection would pass without translation.
 			add(m.name(), regular, translate(m), verdictDrop())
 		}
 	}
 
-	// Packets that this node sends have maps of their own where the external traffic policy
-	// is Local.
+	// With external traffic policy Local, separate maps apply to packets that this node
+	// sends.
 	add("node-services", regular, lookupSharedChains(nodeFrontends)...)
 	short := [][]expr.Any{append(startsHere(), goTo("node-services")...)}
 	for _, match := range o.podMatches() {
@@ -78,17 +78,17 @@ func (o *Options) skeletonChains() []chain {
 	}
 	add("short-circuit", regular, short...)
 
-	// As with slots, a transaction may have just removed the chain of a number.
+	// A transaction may have just removed the chain of a number, like the slot above.
 	rules := append(lookupSharedChains(frontends), append(hasPriority(), verdictDrop()...))
 	if !o.AcceptUnknownPorts {
 		for _, family := range families {
-			rule := newKeyRule(family).destination().then(in(mapID{kind: clusterIPs, family: family}))
+			rule := newKeyRule(family).destination().followedBy(inSet(mapID{kind: clusterIPs, family: family}))
 			rules = append(rules, append(rule, goTo(rejectChain)...))
 		}
 	}
 	add("services", regular, rules...)
 
-	// Only the first packet of a connection gets to these chains.
+	// Only the first packet of a connection reaches these chains.
 	add("prerouting", nat(unix.NF_INET_PRE_ROUTING, o.DNATPriority), jump("services"))
 	add("output", nat(unix.NF_INET_LOCAL_OUT, o.DNATPriority), jump("services"))
 	rules = [][]expr.Any{
@@ -101,8 +101,8 @@ func (o *Options) skeletonChains() []chain {
 			rules = append(rules, hairpin(s, family))
 		}
 	}
-	// At postrouting, cluster IPs with a service are translated, whichever proxy has the
-	// service. Packets to addresses of this node do not get there.
+	// At postrouting, connections to the cluster IP of a service have been translated, by
+	// this proxy or by another one. Packets to addresses of this node do not pass here.
 	for _, cidr := range o.ServiceCIDRs {
 		rules = append(rules, append(toPrefix(cidr), verdictDrop()...))
 	}
@@ -120,7 +120,7 @@ func lookupSharedChains(kind mapKind) (rules [][]expr.Any) {
 	return rules
 }
 
-// startsHere matches packets that this node sends.
+// startsHere returns expressions that match packets that this node sends.
 func startsHere() []expr.Any {
 	return []expr.Any{
 		&expr.Fib{Register: reg(0), ResultADDRTYPE: true, FlagSADDR: true},
@@ -128,7 +128,8 @@ func startsHere() []expr.Any {
 	}
 }
 
-// podMatches returns expressions that match packets of this node's pods, each alone.
+// podMatches returns alternative lists of expressions. Each list matches some packets of
+// this node's pods.
 func (o *Options) podMatches() (matches [][]expr.Any) {
 	for _, name := range o.PodInterfaces {
 		matches = append(matches, fromInterface(name))
@@ -140,7 +141,7 @@ func (o *Options) podMatches() (matches [][]expr.Any) {
 }
 
 // markOutsiders returns the rules that mark connections to cluster IPs from outside the
-// pod network. They mark nothing in a family whose pods no option defines.
+// pod network. In a family without pods in the options, the rules mark nothing.
 func (o *Options) markOutsiders() (rules [][]expr.Any) {
 	switch {
 	case o.MasqueradeAll:
@@ -164,10 +165,10 @@ func (o *Options) markOutsiders() (rules [][]expr.Any) {
 
 // fromSources returns the rule that admits packets from the source ranges in m.
 func fromSources(m mapID) []expr.Any {
-	return newKeyRule(m.family).frontend(m.match).source().then(in(m), &expr.Verdict{Kind: expr.VerdictReturn})
+	return newKeyRule(m.family).frontend(m.match).source().followedBy(inSet(m), &expr.Verdict{Kind: expr.VerdictReturn})
 }
 
-// hasPriority matches packets that carry the number of a chain or slot.
+// hasPriority returns expressions that match packets with the number of a chain or slot.
 func hasPriority() []expr.Any {
 	number := func(v uint32) []byte { return binary.BigEndian.AppendUint32(nil, v) }
 	return []expr.Any{

@@ -21,7 +21,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// TestTheBackendRunsWithAnEmptyPath checks that the backend starts no other program.
+// TestTheBackendRunsWithAnEmptyPath checks that the backend does not run other programs.
 func TestTheBackendRunsWithAnEmptyPath(t *testing.T) {
 	t.Setenv("PATH", "")
 	b, ns := start(t, Options{})
@@ -75,8 +75,8 @@ func TestAChangeBetweenLoadAndReadIsRepaired(t *testing.T) {
 	}
 }
 
-// keepAsking connects to addr from ns, one connection after the other, until stop is
-// called. stop returns the number of answers and the first error.
+// keepAsking connects to addr from ns, one connection after the other, until the function
+// stop is called. That function returns the number of answers and the first error.
 func keepAsking(ns *netnstest.Namespace, addr string) (stop func() (answers int, err error)) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var answers int
@@ -124,7 +124,7 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 			}
 			b := startIn(t, w.node, opts)
 			mustSync(t, b, all[0])
-			b = startIn(t, w.node, opts) // as after the first was killed
+			b = startIn(t, w.node, opts) // as if the first backend had been killed
 			mustSync(t, b, all...)
 			mustSync(t, startIn(t, w.node, opts), all...)
 			for _, stop := range stops {
@@ -152,8 +152,8 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 	}
 }
 
-// TestHooksChangeInPlace starts with other priorities and with replaced base chains,
-// while a client connects all the time.
+// TestHooksChangeInPlace restarts with other priorities, and with base chains that
+// another program replaced. A client connects all the time.
 func TestHooksChangeInPlace(t *testing.T) {
 	for name, test := range map[string]struct {
 		opts   Options
@@ -214,7 +214,7 @@ func TestCommentsNameTheService(t *testing.T) {
 	}
 }
 
-// TestNumbersOfSharedChainsAreUnique checks that each number leads back to its chain.
+// TestNumbersOfSharedChainsAreUnique checks that each number identifies its chain.
 func TestNumbersOfSharedChainsAreUnique(t *testing.T) {
 	seen := map[string]sharedChain{}
 	check := func(c sharedChain) {

@@ -12,31 +12,32 @@ import (
 	"time"
 )
 
-// snapshot has the elements that the kernel had in one map when it was read. Hundreds of
-// thousands of elements are common, so a snapshot keeps them as records in one string.
+// snapshot has the elements of one map as the kernel returned them. Hundreds of thousands
+// of elements are common, so a snapshot stores them as records in one string.
 type snapshot struct {
 	m mapID
-	// A record has a key of keyLen octets, one octet for the length of a prefix, and then
-	// dataLen octets, or four octets with an index of values.
+	// A record has keyLen octets for the key, one octet for the length of a prefix, and
+	// dataLen octets for the data. In a map with chains it has an index of values in four
+	// octets instead of the data.
 	records string
 	values  []value
-	// index leads from a key to its record. Its keys are parts of records.
+	// index maps a key to the number of its record. The keys share the memory of records.
 	index map[string]int
 	// claims has the claim of each record.
 	claims []claim
-	// foreign has the encoded elements that this package could not have made.
+	// foreign has the encoded elements that this package cannot have made.
 	foreign [][]byte
 }
 
-// claim says what the pass knows about an element that the kernel had before the pass.
+// claim says whether the services of a pass need an element that existed before the pass.
 type claim uint8
 
 const (
-	// unclaimed: no service has wanted the element so far.
+	// unclaimed means that no service has needed the element so far.
 	unclaimed claim = iota
-	// returned: a service wanted the element and failed. The kernel still has it.
+	// returned means that a service needed the element and failed. The kernel still has it.
 	returned
-	// claimed: a service has it, or it must stay.
+	// claimed means that a service uses the element, or that it must stay.
 	claimed
 )
 
@@ -51,9 +52,10 @@ func (s *snapshot) size() int {
 
 func (s *snapshot) len() int { return len(s.records) / s.size() }
 
-// readSnapshot reads a map. The kernel answers in pieces and counts the elements that it
-// has sent. If it resizes the hash table meanwhile, it sends some elements twice and
-// misses as many, so readSnapshot repeats a dump with duplicates.
+// readSnapshot reads a map. The kernel answers in several messages and counts the
+// elements that it has sent. If it resizes the hash table meanwhile, it sends some
+// elements twice and omits as many others. So readSnapshot repeats a dump that has
+// duplicates.
 func readSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	for attempt := 0; ; attempt++ {
 		s, err := dumpSnapshot(ctx, c, m)
@@ -69,7 +71,8 @@ func readSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 // maxDumpRetries limits retries of a dump that raced with a hash-table resize.
 const maxDumpRetries = 6
 
-// waitForResize waits before a dump is repeated: 2 ms at first, 64 ms in the end.
+// waitForResize waits before a dump is repeated. The first wait takes 2 ms, and each
+// later one twice as long.
 func waitForResize(ctx context.Context, attempt int) error {
 	select {
 	case <-ctx.Done():
@@ -115,7 +118,7 @@ func dumpSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	return s, nil
 }
 
-// lookup returns the index of an element's record, ok false if there is none.
+// lookup returns the number of an element's record. It returns false if there is none.
 func (s *snapshot) lookup(id *elementID) (i int, ok bool) {
 	if len(s.index) == 0 {
 		return 0, false
@@ -127,8 +130,8 @@ func (s *snapshot) lookup(id *elementID) (i int, ok bool) {
 	return i, ok
 }
 
-// claim claims an element and returns its value. It is not ok if there is no such element
-// or if it was claimed before.
+// claim claims an element and returns its value. It returns false if there is no such
+// element or if it was already claimed.
 func (s *snapshot) claim(id *elementID) (v value, ok bool) {
 	i, ok := s.lookup(id)
 	if !ok || s.claims[i] == claimed {
@@ -138,14 +141,14 @@ func (s *snapshot) claim(id *elementID) (v value, ok bool) {
 	return s.element(i).value, true
 }
 
-// giveBack notes that the service that claimed an element failed.
+// giveBack records that a service claimed an element and then failed.
 func (s *snapshot) giveBack(id *elementID) {
 	if i, ok := s.lookup(id); ok {
 		s.claims[i] = returned
 	}
 }
 
-// wanted reports whether an element is in the snapshot and a service wanted it.
+// wanted reports whether the snapshot has an element and some service needed it.
 func (s *snapshot) wanted(id *elementID) bool {
 	i, ok := s.lookup(id)
 	return ok && s.claims[i] != unclaimed
@@ -165,8 +168,9 @@ func (s *snapshot) element(i int) element {
 	return e
 }
 
-// upTo yields the elements whose claim is not above limit: unclaimed ones, those that
-// failed services wanted as well, or all.
+// upTo yields the elements whose claim is not greater than limit. The limit unclaimed
+// selects only unclaimed elements, returned adds those that failed services needed, and
+// claimed selects all.
 func (s *snapshot) upTo(limit claim) iter.Seq[element] {
 	return func(yield func(element) bool) {
 		for i := range s.claims {

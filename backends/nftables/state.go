@@ -10,20 +10,21 @@ import (
 	"strings"
 )
 
-// state is what the table contains, as far as it is known without reading. It has digests
-// in place of elements, which are enough to detect that elements changed.
+// state is the expected content of the table. It has digests instead of elements. They
+// suffice to detect changed elements.
 type state struct {
 	seed maphash.Seed
 	// digests has the digest of each map's elements.
 	digests map[mapID]digest
-	// made has the shared chains that the kernel has.
+	// made is the set of shared chains that exist in the kernel.
 	made map[sharedChain]bool
-	// frontends counts the frontends of each shared chain that has any.
+	// frontends has the number of frontends of each shared chain, if it is not 0.
 	frontends map[sharedChain]int
-	// rules has the digest that each chain should have.
+	// rules has the expected digest of each chain, by name.
 	rules map[string]digest
-	// wanted counts the services that want an element of a shared map. It includes hold if
-	// a service may want the element that the pass has not delivered yet.
+	// wanted has the number of services that need an element of a shared map. The constant
+	// hold is added while other services, which the pass has not delivered yet, may need the
+	// element.
 	wanted map[elementID]int
 }
 
@@ -61,8 +62,8 @@ func (s *state) hash(id *elementID, v *value) uint64 {
 	return h
 }
 
-// elementAdded notes that the kernel has an element, and elementRemoved that it no longer
-// has it.
+// elementAdded records that the kernel has an element, and elementRemoved that it no
+// longer has it.
 func (s *state) elementAdded(id *elementID, v *value) {
 	s.count(id, v, 1, s.hash(id, v))
 }
@@ -88,8 +89,8 @@ func increment[K comparable](counts map[K]int, key K, n int) {
 	}
 }
 
-// chainsMade notes that the kernel has these shared chains, and chainsDeleted that it no
-// longer has them.
+// chainsMade records that the kernel has these shared chains, and chainsDeleted that it
+// no longer has them.
 func (s *state) chainsMade(list []sharedChain) {
 	for _, c := range list {
 		if s.made[c] {
@@ -136,8 +137,8 @@ func (s *state) resolve(o *op) {
 	o.hasNew = before+o.wanted > 0
 }
 
-// applied notes that the kernel has applied o.
-func (s *state) applied(o *op) {
+// recordOp records that the kernel has applied o.
+func (s *state) recordOp(o *op) {
 	if o.hasOld {
 		s.elementRemoved(&o.elementID, &o.old)
 	}
@@ -149,13 +150,14 @@ func (s *state) applied(o *op) {
 	}
 }
 
-// isLeft reports whether the element of o stays although no service wants it any more.
-func (s *state) isLeft(o *op) bool {
+// isLeftover reports whether the element of o stays although no service needs it any
+// more.
+func (s *state) isLeftover(o *op) bool {
 	return o.wanted < 0 && s.wanted[o.elementID] == hold
 }
 
-// objectApplied notes that the kernel has applied o.
-func (s *state) objectApplied(o *objectOp) {
+// recordObject records that the kernel has applied o.
+func (s *state) recordObject(o *objectOp) {
 	switch {
 	case o.new == nil && !o.old.isSet():
 		delete(s.rules, o.old.name)

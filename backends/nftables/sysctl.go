@@ -13,13 +13,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// forwarding are the kernel settings that traffic from elsewhere needs to reach pods.
+// forwarding has the kernel settings for forwarding. Without them, traffic from other
+// hosts does not reach pods.
 var forwarding = []sysctl.Setting{
 	{Name: "net.ipv4.ip_forward", Value: 1, Reason: "traffic from elsewhere reaches pods"},
 	{Name: "net.ipv6.conf.all.forwarding", Value: 1, Reason: "traffic from elsewhere reaches pods"},
 }
 
-// checkSysctls checks or sets kernel settings, as Options.Sysctls says.
+// checkSysctls checks or sets kernel settings, depending on Options.Sysctls.
 func (b *Backend) checkSysctls(ctx context.Context) error {
 	if b.opts.Sysctls == IgnoreSysctls {
 		return nil
@@ -38,7 +39,7 @@ func inNetNS(ns int, f func()) error {
 	}
 	result := make(chan error)
 	go func() {
-		runtime.LockOSThread() // never unlocked, so the thread ends with the goroutine
+		runtime.LockOSThread() // without an unlock, the thread ends with the goroutine
 		err := unix.Setns(ns, unix.CLONE_NEWNET)
 		if err == nil {
 			f()

@@ -18,29 +18,30 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// table is the table of an instance, and what is known of it without reading. One
-// goroutine may use it at a time.
+// table programs the table of an instance, and keeps track of its content. One goroutine
+// may use it at a time.
 //
-// A change of services goes this way: syncServices lets the planner emit the elements of
-// the old and the new view into a patch. apply divides the parts of the patch into
-// transactions. commit writes one transaction: wire.elements encodes the messages, and
-// netfilter.Conn sends them. The state notes what the kernel then has.
+// A change of services takes several steps. The function syncServices makes the planner
+// emit the elements of the old and of the new view into a patch. The function apply
+// divides the parts of the patch into transactions, and commit writes one transaction. To
+// do so, wire.elements encodes the messages, and netfilter.Conn sends them. Finally
+// commit updates the state.
 type table struct {
 	opts    *Options
 	conn    *conn
 	planner *planner
-	// state is what the kernel has, nil while that is unknown.
+	// state is the expected content of the table. It is nil while the content is unknown.
 	state *state
 	// skeleton has the digest of each skeleton chain, as it was sent.
 	skeleton map[string]digest
-	// podCIDRs are those of the Node object that the skeleton has.
+	// podCIDRs are the pod CIDRs of the Node object for which the skeleton was made.
 	podCIDRs []netip.Prefix
-	// replaced is the name of another table of this instance, which the end of a pass
-	// deletes. It is empty if there is none.
+	// replaced is the name of another table of this instance, or empty if there is none. The
+	// end of a pass deletes that table.
 	replaced string
-	// ahead is what was read after Start for the first pass, nil if nothing was.
+	// ahead is the pass that readAhead prepared for the first Sync, or nil.
 	ahead *pass
-	// pass is the current pass, nil if there is none.
+	// pass is the current pass, or nil if there is none.
 	pass      *pass
 	drift     drift
 	leftovers leftovers
@@ -53,25 +54,25 @@ func newTable(opts *Options) *table {
 	return &table{opts: opts, conn: c, planner: newPlanner(), now: time.Now}
 }
 
-// close closes the connection. The contents of the table are unknown afterwards.
+// close closes the connection. Afterwards the content of the table is unknown.
 func (t *table) close() error {
 	t.state, t.ahead, t.pass = nil, nil, nil
 	return t.conn.Close()
 }
 
-// sync programs c, with node ports at nodePortAddrs. It returns what Sync of [sink.Sink]
-// returns.
+// sync programs c, with node ports at nodePortAddrs. Its errors are those of Sync in
+// [sink.Sink].
 func (t *table) sync(ctx context.Context, c *sink.Changes, nodePortAddrs []netip.Addr) error {
 	failed, err := t.program(ctx, c, nodePortAddrs)
 	if err != nil {
-		t.state = nil // the kernel may have a part of c
+		t.state = nil // the kernel may have programmed a part of c
 		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
 	t.opts.Observer.Holds(t.state.elements())
 	return failed.Err()
 }
 
-// errPodCIDRs causes the pass that writes new pod CIDRs into the skeleton.
+// errPodCIDRs causes a new pass, which writes new pod CIDRs into the skeleton.
 var errPodCIDRs = errors.New("the pod CIDRs of the Node object changed")
 
 func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []netip.Addr) (sink.Failed, error) {
@@ -106,12 +107,12 @@ func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []ne
 	return failed, nil
 }
 
-// syncServices programs the differences between the views of each service. In a pass it
-// programs what differs from the table.
+// syncServices programs the differences between the old and the new view of each service.
+// In a pass it programs the differences between the table and the new views.
 func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]) (failed sink.Failed, err error) {
 	p := newPatch()
 	for ch := range services {
-		p.begin(ch.Key)
+		p.beginPart(ch.Key)
 		t.planner.plan(ch.Old, p.remove, p.removeObject)
 		t.planner.plan(ch.New, func(e element) {
 			if t.pass != nil {
@@ -124,16 +125,16 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 		return nil, err
 	}
 	if t.pass != nil {
-		t.pass.delivered(p, failed)
+		t.pass.recordSync(p, failed)
 	}
 	return failed, nil
 }
 
-// syncNodePortAddresses makes addrs, except loopback addresses, the addresses of node
-// ports. It reads the sets, which are short, and writes what differs.
+// syncNodePortAddresses makes addrs the addresses of node ports, except loopback
+// addresses. It reads the sets of addresses, which are small, and writes the differences.
 func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) error {
 	p := newPatch()
-	p.begin(types.NamespacedName{})
+	p.beginPart(types.NamespacedName{})
 	for _, family := range families {
 		s, err := readSnapshot(ctx, t.conn, mapID{kind: nodePortAddresses, family: family})
 		if err != nil {

@@ -14,53 +14,55 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// drift is what is known of changes that other programs made to the table, and the
-// progress of the search for them.
+// drift is the progress of the search for changes that other programs made to the table.
 //
-// The kernel counts transactions, so nothing has to be read while conn.others stays. When
-// it moves, another program has changed some table, perhaps this one. A check is cheap:
-// it reads the chains, and the number of elements where the kernel reports it. A
-// comparison reads all elements, which is expensive.
+// The kernel counts transactions, so no search is needed while conn.others does not
+// change. When it changes, another program has changed some table, perhaps this one. The
+// search has two steps. A check is cheap: it reads the chains, and the number of elements
+// if the kernel reports it. A comparison is expensive: it reads all elements.
 type drift struct {
-	// checked and compared are conn.others before the last check and the last comparison
-	// that found nothing.
+	// checked is the value of conn.others before the last check that found no difference.
+	// The field compared is the same for comparisons.
 	checked, compared int64
-	// next is the index in allMaps of the next map to compare. began is conn.others when the
-	// comparison began, and spent the time that it took so far.
-	next  int
-	began int64
-	spent time.Duration
-	// interrupted counts the Verifies in a row whose context ended in the same step.
+	// nextMap is the index in allMaps of the next map to compare.
+	nextMap int
+	// startOthers is the value of conn.others when the current comparison began.
+	startOthers int64
+	// elapsed is the time that the current comparison has taken so far.
+	elapsed time.Duration
+	// interrupted is the number of consecutive Verify calls whose context ended in the
+	// current step.
 	interrupted int
-	// compareAt is when the next comparison may begin, and verifyAt when the next Verify may
-	// read anything.
+	// compareAt is the time when the next comparison may begin. A Verify before verifyAt
+	// reads nothing.
 	compareAt, verifyAt time.Time
-	// foundAt is when a Verify found drift last, and pause how long the next one waited.
+	// foundAt is the last time when a Verify found drift. The pause is the delay of the
+	// Verify after that.
 	foundAt time.Time
 	pause   time.Duration
-	// reported: the Observer knows of drift that is not mended.
+	// reported is true from Observer.Drifted to Observer.Mended.
 	reported bool
 }
 
 const (
-	// maxInterrupted limits the Verifies in a row that may be interrupted in the same step.
-	// The next one ignores its context, so that a large map is compared among constant
-	// changes.
+	// maxInterrupted limits the consecutive Verify calls that may be interrupted in the same
+	// step. The next one ignores its context, so that even a large map is compared while
+	// services constantly change.
 	maxInterrupted = 2
-	// comparePause is the pause after a comparison, as a multiple of its duration. While
-	// other tables change constantly, comparisons take 2 % of a CPU.
+	// comparePause is the pause after a comparison, as a multiple of the comparison's
+	// duration. So comparisons use 2 % of a CPU while other tables change constantly.
 	comparePause = 50
 	// maxPause is the pause while another program changes this table constantly.
 	maxPause = time.Minute
 )
 
-// reset notes that a pass has read the table when conn.others had this value.
+// reset records that a pass read the table when conn.others had this value.
 func (d *drift) reset(others int64) {
-	d.checked, d.compared, d.next, d.interrupted = others, others, 0, 0
+	d.checked, d.compared, d.nextMap, d.interrupted = others, others, 0, 0
 }
 
-// found notes that another program changed the table.
-func (d *drift) found(t *table) {
+// recordDrift records that another program changed the table.
+func (d *drift) recordDrift(t *table) {
 	d.reset(-1)
 	if !d.reported {
 		d.reported = true
@@ -68,8 +70,8 @@ func (d *drift) found(t *table) {
 	}
 }
 
-// backOff delays the next Verify if drift was found a short time ago: a program that
-// changes this table constantly must not cause constant passes.
+// backOff delays the next Verify if drift was found a short time ago. So a program that
+// changes this table constantly does not cause constant passes.
 func (d *drift) backOff(now time.Time) {
 	if now.Sub(d.foundAt) > maxPause {
 		d.pause = 0
@@ -79,20 +81,20 @@ func (d *drift) backOff(now time.Time) {
 	d.foundAt, d.verifyAt = now, now.Add(d.pause)
 }
 
-// mended notes that the table is right.
-func (d *drift) mended(t *table) {
+// recordRepair records that the table is correct.
+func (d *drift) recordRepair(t *table) {
 	if d.reported {
 		d.reported = false
 		t.opts.Observer.Mended()
 	}
 }
 
-// leftovers is about elements that the last pass kept because services failed. When these
-// services succeed, only another pass can find and remove the elements.
+// leftovers records whether the last pass kept elements because services failed. When
+// these services succeed, only another pass can find and remove the elements.
 type leftovers struct {
 	exist bool
-	// passAt is when the next pass because of leftovers is due, and wait the time to it from
-	// the last pass.
+	// passAt is the time of the next pass that leftovers require. It follows the last pass
+	// after the duration wait.
 	passAt time.Time
 	wait   time.Duration
 }
@@ -102,8 +104,8 @@ const (
 	maxLeftoversWait = time.Hour
 )
 
-// passed notes the end of a pass, and whether services failed in it.
-func (l *leftovers) passed(now time.Time, failed bool) {
+// recordPass records the end of a pass, and whether services failed in it.
+func (l *leftovers) recordPass(now time.Time, failed bool) {
 	l.wait = min(max(2*l.wait, minLeftoversWait), maxLeftoversWait)
 	if !failed {
 		l.wait = 0
@@ -111,7 +113,8 @@ func (l *leftovers) passed(now time.Time, failed bool) {
 	l.passAt = now.Add(l.wait)
 }
 
-// difference is an error that says how the table differs from what this package wrote.
+// difference is an error that describes a difference between the table and its expected
+// content.
 type difference string
 
 func (d difference) Error() string { return string(d) }
@@ -137,7 +140,7 @@ func (t *table) verify(ctx context.Context) error {
 	case ctx.Err() != nil && errors.Is(err, context.Cause(ctx)):
 		return err // interrupted
 	case errors.As(err, &d), errors.Is(err, unix.ENOENT):
-		t.drift.found(t)
+		t.drift.recordDrift(t)
 		t.drift.backOff(now)
 		t.state = nil
 		return fmt.Errorf("another program changed table inet %s: %w (%w)", t.conn.table, err, sink.ErrStartOver)
@@ -159,17 +162,17 @@ func (t *table) findDrift(ctx context.Context) error {
 		}
 		d.checked = others
 	}
-	if d.next == 0 {
+	if d.nextMap == 0 {
 		if t.now().Before(d.compareAt) {
 			return nil
 		}
-		d.began, d.spent = others, 0
+		d.startOthers, d.elapsed = others, 0
 	}
 	return t.compare(ctx)
 }
 
-// step calls f, which reads something until ctx ends. If Verifies were interrupted in
-// this step too often, f reads to the end.
+// step calls f, which reads a part of the table until ctx ends. If too many Verify calls
+// were interrupted in this step, f gets a context without an end.
 func (d *drift) step(ctx context.Context, f func(context.Context) error) error {
 	if d.interrupted >= maxInterrupted {
 		ctx = context.WithoutCancel(ctx)
@@ -186,8 +189,8 @@ func (d *drift) step(ctx context.Context, f func(context.Context) error) error {
 	return nil
 }
 
-// check compares the chains, and the number of elements in each map, with what they
-// should be.
+// check compares the chains, and the number of elements in each map, with the expected
+// ones.
 func (t *table) check(ctx context.Context) error {
 	l, err := t.conn.inspect(ctx, t.conn.table)
 	switch {
@@ -220,23 +223,23 @@ func (t *table) check(ctx context.Context) error {
 	return nil
 }
 
-// compare compares the elements of all maps with what they should be. When ctx ends, the
-// next call goes on with the same map.
+// compare compares the elements of all maps with the expected ones. If ctx ends, the next
+// call continues with the same map.
 func (t *table) compare(ctx context.Context) error {
 	d, begin := &t.drift, t.now()
-	defer func() { d.spent += t.now().Sub(begin) }()
-	for all := allMaps(); d.next < len(all); d.next++ {
-		if err := d.step(ctx, func(ctx context.Context) error { return t.compareMap(ctx, all[d.next]) }); err != nil {
+	defer func() { d.elapsed += t.now().Sub(begin) }()
+	for all := allMaps(); d.nextMap < len(all); d.nextMap++ {
+		if err := d.step(ctx, func(ctx context.Context) error { return t.compareMap(ctx, all[d.nextMap]) }); err != nil {
 			return err
 		}
 	}
-	d.next, d.compared = 0, d.began
-	d.compareAt = t.now().Add(comparePause * (d.spent + t.now().Sub(begin)))
-	d.mended(t)
+	d.nextMap, d.compared = 0, d.startOthers
+	d.compareAt = t.now().Add(comparePause * (d.elapsed + t.now().Sub(begin)))
+	d.recordRepair(t)
 	return nil
 }
 
-// compareMap compares the elements of m with the digest that they should have.
+// compareMap compares the elements of m with their expected digest.
 func (t *table) compareMap(ctx context.Context, m mapID) error {
 	want := t.state.digests[m]
 	for attempt := 0; ; attempt++ {
@@ -250,7 +253,7 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 		if err != nil || is == want {
 			return err
 		}
-		// A dump that raced with a resize has the right number of elements as well.
+		// A dump that raced with a resize also has the right number of elements.
 		if is.n != want.n || attempt == maxDumpRetries {
 			return differs("%s has %d elements, which are not the %d that it should have", m.name(), is.n, want.n)
 		}
@@ -260,8 +263,8 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 	}
 }
 
-// deleteUnusedChains deletes the shared chains that no frontend has. A Sync leaves them,
-// as they may be needed again.
+// deleteUnusedChains deletes the shared chains that no frontend has. A Sync does not
+// delete them, because they may be needed again.
 func (t *table) deleteUnusedChains(ctx context.Context) error {
 	unused := t.state.unusedChains()
 	if len(unused) == 0 {

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Numbers of the kernel's headers that golang.org/x/sys/unix does not name.
+// Constants of the kernel's headers that golang.org/x/sys/unix does not have.
 const (
 	nftaTable         = 1 // the table's name, in all messages of nf_tables about tables
 	nftaSetCount      = 20
@@ -24,7 +24,7 @@ const (
 	nftaSetFieldLen   = 1
 )
 
-// nftMsg returns a message type, which has the subsystem in its upper octet.
+// nftMsg returns the type of a message of nf_tables. Its upper octet is the subsystem.
 func nftMsg(t int) uint16 { return unix.NFNL_SUBSYS_NFTABLES<<8 | uint16(t) }
 
 // wire encodes messages about one table.
@@ -33,35 +33,36 @@ type wire struct {
 	table string
 }
 
-// begin begins a message about the table. It returns the argument of End.
+// begin starts a message about the table. It returns the argument for End.
 func (w *wire) begin(msg int, flags uint16) int {
 	at := w.Begin(nftMsg(msg), flags, unix.NFPROTO_INET)
 	w.String(nftaTable, w.table)
 	return at
 }
 
-// named adds a message about an object of the table, whose name is in the attribute attr.
+// named adds a message about an object of the table. The attribute attr has the object's
+// name.
 func (w *wire) named(msg int, attr uint16, name string) {
 	at := w.begin(msg, 0)
 	w.String(attr, name)
 	w.End(at)
 }
 
-// newTable adds a message that makes the table, or wakes it if it is dormant.
+// newTable adds a message that creates the table, or activates it if it is dormant.
 func (w *wire) newTable() {
 	at := w.begin(unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE)
 	w.Uint32(unix.NFTA_TABLE_FLAGS, 0)
 	w.End(at)
 }
 
-// deleteTable adds a message that deletes the table with that name, which may be another
-// one.
+// deleteTable adds a message that deletes the table with that name. It need not be the
+// table of w.
 func (w *wire) deleteTable(name string) {
 	other := wire{w.Builder, name}
 	w.End(other.begin(unix.NFT_MSG_DELTABLE, 0))
 }
 
-// newSet adds a message that makes a map or set unless it exists.
+// newSet adds a message that creates a map or set unless it exists.
 func (w *wire) newSet(s layout) {
 	at := w.begin(unix.NFT_MSG_NEWSET, unix.NLM_F_CREATE)
 	w.String(unix.NFTA_SET_NAME, s.name)
@@ -91,8 +92,8 @@ func (w *wire) newSet(s layout) {
 	w.End(at)
 }
 
-// byteOrders returns the note that nft keeps with a set: the byte order of its keys and
-// data.
+// byteOrders returns the byte orders of a set's keys and data. The program nft stores
+// them with each set.
 func (s *layout) byteOrders() (userdata []byte) {
 	for i, datatype := range []uint32{s.keyType, s.dataType} {
 		if datatype == 0 || datatype == unix.NFT_DATA_VERDICT {
@@ -123,7 +124,7 @@ func decodeSet(attributes []byte) layout {
 	return s
 }
 
-// newChain adds a message that makes a chain unless it exists.
+// newChain adds a message that creates a chain unless it exists.
 func (w *wire) newChain(name string, h hook) {
 	at := w.begin(unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE)
 	w.String(unix.NFTA_CHAIN_NAME, name)
@@ -155,12 +156,12 @@ func (w *wire) flushChain(name string) {
 	w.named(unix.NFT_MSG_DELRULE, unix.NFTA_RULE_CHAIN, name)
 }
 
-// deleteChain adds a message that deletes a chain without rules.
+// deleteChain adds a message that deletes a chain, which must have no rules.
 func (w *wire) deleteChain(name string) {
 	w.named(unix.NFT_MSG_DELCHAIN, unix.NFTA_CHAIN_NAME, name)
 }
 
-// deleteChains adds messages that delete chains, which may lead to each other.
+// deleteChains adds messages that delete chains. The chains may jump to each other.
 func (w *wire) deleteChains(names []string) {
 	for _, name := range names {
 		w.flushChain(name)
@@ -180,8 +181,8 @@ func (w *wire) rule(chain, rule string) {
 	w.End(at)
 }
 
-// makeChain adds messages that make a chain with these rules. They replace the rules of a
-// chain that exists.
+// makeChain adds messages that create a chain with these rules. They replace the rules of
+// an existing chain.
 func (w *wire) makeChain(name string, rules []string) {
 	w.newChain(name, hook{})
 	w.flushChain(name)
@@ -190,12 +191,12 @@ func (w *wire) makeChain(name string, rules []string) {
 	}
 }
 
-// maxElements limits the octets of elements in a message: the length of the attribute
-// that holds them has 16 bits.
+// maxElements limits the size of the elements in a message, in octets. They are in one
+// attribute, whose length has 16 bits.
 const maxElements = 60_000
 
-// elements adds messages of type NFT_MSG_NEWSETELEM or NFT_MSG_DELSETELEM about elements
-// of any map. It sorts elems by map.
+// elements adds messages of type NFT_MSG_NEWSETELEM or NFT_MSG_DELSETELEM. They may be
+// about elements of several maps. It sorts elems by map.
 func (w *wire) elements(msg int, flags uint16, elems []element) {
 	slices.SortStableFunc(elems, func(a, b element) int { return a.m.compare(b.m) })
 	for len(elems) > 0 {
@@ -210,15 +211,15 @@ func (w *wire) elements(msg int, flags uint16, elems []element) {
 	}
 }
 
-// beginElements begins a message about elements of m. It returns the arguments of End and
-// EndNest.
+// beginElements starts a message about elements of m. It returns the arguments for End
+// and EndNest.
 func (w *wire) beginElements(msg int, flags uint16, m mapID) (message, list int) {
 	message = w.begin(msg, flags)
 	w.String(unix.NFTA_SET_ELEM_LIST_SET, m.name())
 	return message, w.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
 }
 
-// deleteForeign adds messages that delete elements that this package could not have made.
+// deleteForeign adds messages that delete elements that this package cannot have made.
 func (w *wire) deleteForeign(m mapID, elems [][]byte) {
 	for _, e := range elems {
 		at, list := w.beginElements(unix.NFT_MSG_DELSETELEM, 0, m)

@@ -18,7 +18,7 @@ const (
 )
 
 // Attributes yields the type, without flags, and the data of each attribute of b. The
-// data is a part of b. Attributes ends where b is malformed.
+// data shares the memory of b. Attributes stops where b is malformed.
 func Attributes(b []byte) iter.Seq2[uint16, []byte] {
 	return func(yield func(uint16, []byte) bool) {
 		for len(b) >= attrHeader {
@@ -34,7 +34,7 @@ func Attributes(b []byte) iter.Seq2[uint16, []byte] {
 	}
 }
 
-// Attribute returns the data of the first attribute of that type in b, nil if there is
+// Attribute returns the data of the first attribute of that type in b, or nil if there is
 // none.
 func Attribute(b []byte, attr uint16) []byte {
 	for t, v := range Attributes(b) {
@@ -45,8 +45,8 @@ func Attribute(b []byte, attr uint16) []byte {
 	return nil
 }
 
-// Uint32 returns the number of an attribute, which is in network byte order. It returns 0
-// if the attribute does not have four octets.
+// Uint32 decodes an attribute that is a number in network byte order. It returns 0 if the
+// attribute does not have four octets.
 func Uint32(b []byte) uint32 {
 	if len(b) != 4 {
 		return 0
@@ -54,7 +54,7 @@ func Uint32(b []byte) uint32 {
 	return binary.BigEndian.Uint32(b)
 }
 
-// String returns the string of an attribute, without the zero octet at its end.
+// String decodes an attribute that is a string. It omits the zero octet at the end.
 func String(b []byte) string {
 	s, _, _ := strings.Cut(string(b), "\x00")
 	return s

@@ -10,26 +10,27 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Builder encodes netlink messages, one after the other. The zero value is empty.
+// Builder encodes a sequence of netlink messages. The zero value is empty.
 type Builder struct{ b []byte }
 
 // headersLen is the length of the two headers of a message.
 const headersLen = unix.NLMSG_HDRLEN + 4
 
-// Encoded returns the encoded messages. The slice is valid until more is encoded.
+// Encoded returns the encoded messages. The slice is valid until the next call of another
+// method.
 func (w *Builder) Encoded() []byte { return w.b }
 
 // Len returns the length of the encoded messages in octets.
 func (w *Builder) Len() int { return len(w.b) }
 
-// Begin begins a message. The upper octet of msgType is the subsystem. It returns the
-// argument of End.
+// Begin starts a message. The upper octet of msgType is the subsystem. It returns the
+// argument for End.
 func (w *Builder) Begin(msgType, flags uint16, family byte) int {
 	at := len(w.b)
-	w.b = append(w.b, 0, 0, 0, 0) // the length, see End
+	w.b = append(w.b, 0, 0, 0, 0) // length, set by End
 	w.b = binary.NativeEndian.AppendUint16(w.b, msgType)
 	w.b = binary.NativeEndian.AppendUint16(w.b, flags|unix.NLM_F_REQUEST)
-	w.b = append(w.b, 0, 0, 0, 0, 0, 0, 0, 0) // sequence number, see Conn.number, and port
+	w.b = append(w.b, 0, 0, 0, 0, 0, 0, 0, 0) // sequence number, set by Conn.number, and port
 	w.b = append(w.b, family, unix.NFNETLINK_V0, 0, 0)
 	return at
 }
@@ -37,7 +38,8 @@ func (w *Builder) Begin(msgType, flags uint16, family byte) int {
 // End ends a message.
 func (w *Builder) End(at int) { binary.NativeEndian.PutUint32(w.b[at:], uint32(len(w.b)-at)) }
 
-// beginBatch and endBatch enclose messages of nf_tables that take effect together.
+// beginBatch starts a sequence of messages of nf_tables that take effect together. The
+// function endBatch ends it.
 func (w *Builder) beginBatch() { w.batch(unix.NFNL_MSG_BATCH_BEGIN) }
 func (w *Builder) endBatch()   { w.batch(unix.NFNL_MSG_BATCH_END) }
 
@@ -47,7 +49,7 @@ func (w *Builder) batch(msgType uint16) {
 	w.End(at)
 }
 
-// Nest begins a nested attribute. It returns the argument of EndNest.
+// Nest starts a nested attribute. It returns the argument for EndNest.
 func (w *Builder) Nest(attr uint16) int {
 	at := len(w.b)
 	w.header(attr|unix.NLA_F_NESTED, 0)

@@ -11,10 +11,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Check sends the messages that fill encodes as a transaction of nf_tables without an
-// end. The kernel checks such a transaction and then discards it. Check calls f with the
-// outcome of each message, in order. If it returns an error, the kernel checked nothing,
-// for instance because it has no nf_tables.
+// Check calls fill to encode messages and sends them as a transaction of nf_tables
+// without an end. The kernel checks such a transaction and then discards it. Check calls
+// f with the outcome of each message, in order. An error of Check means that the kernel
+// checked nothing, for example because it has no nf_tables.
 func (c *Conn) Check(ctx context.Context, fill func(*Builder), f func(error)) error {
 	var w Builder
 	w.beginBatch()
@@ -34,7 +34,7 @@ func (c *Conn) Check(ctx context.Context, fill func(*Builder), f func(error)) er
 			case h.msgType != unix.NLMSG_ERROR || h.seq != first && h.seq != next:
 			case h.seq == first && errorOf(payload) != 0:
 				refused = c.failure(w.b, h, payload)
-			case h.seq == first: // some kernels acknowledge the begin of a transaction
+			case h.seq == first: // some kernels acknowledge the message that begins a transaction
 			case errorOf(payload) != 0:
 				next++
 				f(c.failure(w.b, h, payload))

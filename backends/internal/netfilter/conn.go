@@ -3,8 +3,8 @@
 //go:build linux
 
 // Package netfilter is a netlink client of the kernel's netfilter: nf_tables and
-// connection tracking. It has the connection, the encoding of messages and the failures.
-// Its users know the meaning of the messages.
+// connection tracking. It provides the connection, encodes messages and decodes failures.
+// The callers know the meaning of the messages.
 package netfilter
 
 import (
@@ -21,29 +21,30 @@ import (
 
 // Conn is a connection to netfilter. One goroutine may use it at a time.
 type Conn struct {
-	// Describe returns what a message does, for a Failure. The kernel refused the attribute
-	// at offset; a negative offset means that the kernel named none. Default: empty
-	// descriptions.
+	// Describe returns the description of a message for a Failure. The kernel refused the
+	// attribute at offset. A negative offset means that the kernel did not name an
+	// attribute. Default: empty descriptions.
 	Describe func(msgType uint16, attributes []byte, offset int) string
-	// Transacted is called after each attempt at a transaction. Default: no call.
+	// Transacted is called after each attempt at a transaction, with its error. Default:
+	// none.
 	Transacted func(error)
 	// Exchange sends a batch and receives the answer. Tests replace it.
 	Exchange func(batch []byte) error
 	// Commits is the number of transactions that took effect.
 	Commits uint32
 
-	nl    *netlink.Conn // nil if the next request needs a new one
+	nl    *netlink.Conn // nil until the next request opens one
 	netNS int
 	seq   uint32
 	buf   []byte
 }
 
 const (
-	// socketBuffer limits the size of a transaction, which is one message to the kernel.
-	// 64 MiB are a million elements.
+	// socketBuffer limits the size of a transaction, because a transaction is one datagram.
+	// 64 MiB hold about a million elements.
 	socketBuffer = 64 << 20
-	// ackTimeout limits the wait for an answer. The kernel answers while the request is
-	// sent, so only a lost answer takes this long.
+	// ackTimeout limits the wait for an answer. The kernel answers before the send call
+	// returns, so the time limit only expires when an answer was lost.
 	ackTimeout = 30 * time.Second
 )
 
@@ -68,8 +69,8 @@ func (c *Conn) open() error {
 	err = errors.Join(
 		nl.SetWriteBuffer(socketBuffer),
 		nl.SetReadBuffer(8<<20),
-		nl.SetOption(netlink.CapAcknowledge, true),      // an error does not repeat the request,
-		nl.SetOption(netlink.ExtendedAcknowledge, true), // but names its part that is refused
+		nl.SetOption(netlink.CapAcknowledge, true),      // an error does not contain the request,
+		nl.SetOption(netlink.ExtendedAcknowledge, true), // but it names the refused attribute
 	)
 	if err != nil {
 		nl.Close()
@@ -89,7 +90,8 @@ func (c *Conn) Close() error {
 	return nl.Close()
 }
 
-// number gives the messages in b sequence numbers. It returns the first and the last.
+// number sets the sequence numbers of the messages in b. It returns the first and the
+// last number.
 func (c *Conn) number(b []byte) (first, last uint32) {
 	c.seq %= 1 << 31 // so that it does not overflow within b
 	first = c.seq + 1
@@ -101,9 +103,10 @@ func (c *Conn) number(b []byte) (first, last uint32) {
 	return first, c.seq
 }
 
-// Transact sends the messages that fill encodes as one transaction of nf_tables. All of
-// them take effect, or none if it returns an error other than ErrUnknownOutcome. It
-// retries transient failures up to five times, in 31 ms.
+// Transact calls fill to encode messages and sends them as one transaction of nf_tables.
+// All messages take effect together. If Transact returns an error other than
+// ErrUnknownOutcome, none takes effect. It retries transient failures up to five times,
+// within 31 ms.
 func (c *Conn) Transact(ctx context.Context, fill func(*Builder)) error {
 	var w Builder
 	w.beginBatch()
@@ -171,9 +174,9 @@ func acknowledge(b []byte) {
 	binary.NativeEndian.PutUint16(b[6:], binary.NativeEndian.Uint16(b[6:])|unix.NLM_F_ACK)
 }
 
-// Query sends the one request that fill encodes, and calls f with the attributes of each
-// message of the answer. A request with flag NLM_F_DUMP has many messages, and the error
-// may be ErrInterrupted.
+// Query calls fill to encode one request and sends it. It calls f with the attributes of
+// each message of the answer. The answer to a request with the flag NLM_F_DUMP has many
+// messages, and its error may be ErrInterrupted.
 func (c *Conn) Query(ctx context.Context, fill func(*Builder), f func(attributes []byte)) error {
 	var failed error
 	interrupted := false
@@ -190,15 +193,15 @@ func (c *Conn) Query(ctx context.Context, fill func(*Builder), f func(attributes
 	return nil
 }
 
-// Each sends the requests that fill encodes, and calls f with the outcome of each, in
-// order. A failed request does not stop the others.
+// Each calls fill to encode requests and sends them. It calls f with the outcome of each
+// request, in order. A failed request does not stop the others.
 func (c *Conn) Each(ctx context.Context, fill func(*Builder), f func(error)) error {
 	return c.request(ctx, fill, func(header, []byte) {}, f)
 }
 
-// request sends the requests that fill encodes. It calls answer with each message that
-// the kernel returns, and outcome with the error of each request. Only a dump stops when
-// ctx ends: the kernel answers other requests while they are sent.
+// request calls fill to encode requests and sends them. It calls answer with each message
+// that the kernel returns, and outcome with the error of each request. A dump stops when
+// ctx ends. Other requests do not, because the kernel answers them immediately.
 func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(header, []byte), outcome func(error)) error {
 	var w Builder
 	if fill(&w); w.Len() == 0 {
@@ -230,7 +233,7 @@ func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(hea
 			return err
 		}
 		if isDump && ctx.Err() != nil && next <= last {
-			c.Close() // a socket cannot begin a dump before the last one ended
+			c.Close() // a socket cannot start a dump before its last dump has ended
 			return context.Cause(ctx)
 		}
 	}

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Failure is the error of a request that the kernel refused. It had no effect.
+// Failure is the error of a request that the kernel refused. The request had no effect.
 type Failure struct {
 	Errno unix.Errno
 	// What describes the failed request, such as "adding" and an element. It may be empty.
@@ -36,19 +36,20 @@ func (f *Failure) Error() string {
 func (f *Failure) Unwrap() error { return f.Errno }
 
 var (
-	// ErrUnknownOutcome is the error of a transaction without an answer. It may have taken
-	// effect.
+	// ErrUnknownOutcome is the error of a transaction without an answer. The transaction may
+	// have taken effect.
 	ErrUnknownOutcome = errors.New("no answer to a transaction")
-	// ErrInterrupted is the error of a dump during which any table of the network namespace,
-	// or the table of connections, changed. Query has delivered all messages of the answer.
+	// ErrInterrupted is the error of a dump if the tables of the network namespace changed
+	// during it, or the connection-tracking table did. Query has nevertheless called f with
+	// all messages of the answer.
 	ErrInterrupted = errors.New("the dump was interrupted")
 )
 
-// IsTransient reports whether a retry of a request that failed with err may succeed,
-// because the kernel was short of memory or busy.
+// IsTransient reports whether err means that the kernel was short of memory or busy, so
+// that a retry of the failed request may succeed.
 func IsTransient(err error) bool {
 	if errors.Is(err, ErrUnknownOutcome) {
-		return false // it may have taken effect, which must not happen twice
+		return false // the transaction may have taken effect and must not be repeated
 	}
 	for _, errno := range []unix.Errno{unix.ENOBUFS, unix.EINTR, unix.EAGAIN, unix.ENOMEM} {
 		if errors.Is(err, errno) {
@@ -58,8 +59,8 @@ func IsTransient(err error) bool {
 	return errors.Is(err, ErrInterrupted)
 }
 
-// errorOf returns the error number in a message of type NLMSG_ERROR or NLMSG_DONE, 0 if
-// there is none.
+// errorOf returns the error number in a message of type NLMSG_ERROR or NLMSG_DONE, or 0
+// if there is none.
 func errorOf(payload []byte) unix.Errno {
 	if len(payload) < 4 {
 		return 0
@@ -67,8 +68,9 @@ func errorOf(payload []byte) unix.Errno {
 	return unix.Errno(-int32(binary.NativeEndian.Uint32(payload)))
 }
 
-// failure returns the failure of a message in batch that the NLMSG_ERROR message with
-// header h and this payload reports.
+// failure returns the Failure that an NLMSG_ERROR message reports about a message in
+// batch. The arguments h and payload are the header and the rest of the NLMSG_ERROR
+// message.
 func (c *Conn) failure(batch []byte, h header, payload []byte) *Failure {
 	f := &Failure{Errno: errorOf(payload)}
 	for len(batch) > 0 && binary.NativeEndian.Uint32(batch[8:]) != h.seq {

@@ -17,21 +17,21 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Root is the folder below which the kernel's settings are files.
+// Root is a folder that contains kernel settings as files.
 type Root string
 
-// Kernel has the settings of the running kernel. Those of the network are the settings of
-// the calling thread's network namespace.
+// Kernel is the Root of the running kernel. Network settings are those of the calling
+// thread's network namespace.
 const Kernel Root = "/proc/sys"
 
-// Setting is a setting and the value that it should have.
+// Setting is a kernel setting and the value that it should have.
 type Setting struct {
-	// Name is its name, such as net.ipv4.ip_forward.
+	// Name is the name of the setting, such as net.ipv4.ip_forward.
 	Name  string
 	Value int
-	// AtLeast says that a larger value is right as well.
+	// AtLeast reports that a larger value is also correct.
 	AtLeast bool
-	// Reason says what the value is for.
+	// Reason explains the value in log messages.
 	Reason string
 }
 
@@ -39,8 +39,8 @@ func (r Root) file(name string) string {
 	return filepath.Join(string(r), strings.ReplaceAll(name, ".", "/"))
 }
 
-// Read returns the value of a setting. The error is a [fs.ErrNotExist] if the kernel does
-// not have the setting.
+// Read returns the value of a setting. Its error wraps [fs.ErrNotExist] if the kernel
+// does not have the setting.
 func (r Root) Read(name string) (int, error) {
 	text, err := os.ReadFile(r.file(name))
 	if err != nil {
@@ -53,9 +53,9 @@ func (r Root) Read(name string) (int, error) {
 	return value, nil
 }
 
-// Apply logs each setting that has another value than it should have. If set is true, it
-// changes the value, and logs an error only where it cannot. Settings that the kernel
-// does not have, such as those of IPv6 where IPv6 is turned off, are right.
+// Apply compares settings with the kernel's values. If set is false, it logs each wrong
+// value. If set is true, it changes wrong values and logs the result. It ignores settings
+// that the kernel does not have, such as those of IPv6 where IPv6 is turned off.
 func (r Root) Apply(ctx context.Context, settings []Setting, set bool) {
 	for _, s := range settings {
 		log := klog.LoggerWithValues(klog.FromContext(ctx), "sysctl", s.Name, "wanted", s.Value, "reason", s.Reason)

@@ -32,8 +32,8 @@ type connection struct {
 	state          uint8 // of TCP; 0 means established
 }
 
-// udp returns the UDP connection of a client with source port sport to the address and
-// port to. The replies come from endpoint.
+// udp returns a UDP connection from the source port sport to the destination in the
+// argument to. The replies come from endpoint.
 func udp(sport uint16, to, endpoint string) connection {
 	c := connection{protocol: unix.IPPROTO_UDP, to: netip.MustParseAddrPort(to), endpoint: netip.MustParseAddrPort(endpoint)}
 	c.from = netip.AddrPortFrom(netip.MustParseAddr("10.2.0.2"), sport)

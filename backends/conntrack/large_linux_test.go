@@ -13,7 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// fill creates large connections to 1,000 services with 100 endpoints each.
+// fill creates the given number of connections, to 1,000 services with 100 endpoints
+// each.
 func fill(t testing.TB, n *netnstest.Namespace, large int) {
 	list := make([]connection, large)
 	for i := range list {
@@ -33,7 +34,8 @@ func destinationNumber(i int) destination {
 	return destination{netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)}), 53), unix.IPPROTO_UDP}
 }
 
-// clustered returns the services of fill. The first scaledDown of them have no endpoints.
+// clustered returns the 1,000 services of fill. The first services, as many as scaledDown
+// says, have no endpoints.
 func clustered(t testing.TB, scaledDown int) []*api.ServiceEndpoints {
 	var list []*api.ServiceEndpoints
 	for i := range 1000 {

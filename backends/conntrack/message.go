@@ -61,7 +61,7 @@ func nfproto(family api.Family) byte {
 	return unix.AF_INET
 }
 
-// tuple is one direction of a connection.
+// tuple has the addresses, ports and protocol of one direction of a connection.
 type tuple struct {
 	src, dst netip.AddrPort
 	protocol uint8
@@ -90,10 +90,11 @@ func parseTuple(b []byte) (t tuple) {
 	return t
 }
 
-// parseFlow parses an entry of the table. ok is false if the entry cannot be stale: it is
-// neither of UDP nor an unanswered, untranslated TCP connection. ok is also false outside
-// the default zone, because services are translated in that zone only. Another zone may
-// have an entry of the same connection before translation.
+// parseFlow parses an entry of the table. It returns false for an entry that cannot be
+// stale. Only UDP entries and entries of unanswered, untranslated TCP connections can be
+// stale. It also returns false for entries outside the default zone, because services are
+// translated in that zone only. Another zone may have an entry of the same connection
+// before translation.
 func parseFlow(entry []byte) (f flow, ok bool) {
 	var orig, reply tuple
 	var zone uint16
@@ -131,8 +132,8 @@ func tcpState(b []byte) uint8 {
 	return 0
 }
 
-// identity returns the attributes that distinguish an entry from a later one with the
-// same tuple.
+// identity returns the attributes that identify an entry. They differ from those of a
+// later entry with the same tuple.
 func identity(entry []byte) []byte {
 	var w netfilter.Builder
 	for kind, data := range netfilter.Attributes(entry) {
@@ -155,8 +156,8 @@ func encodeDeletion(w *netfilter.Builder, family api.Family, identity []byte) {
 
 // encodeDump encodes the message that requests the entries of a kind to any of
 // destinations. The kernel can filter by one port, by one IPv4 address, and for TCP by
-// entries without a reply. Where it cannot filter, the dump has more entries; kernels
-// before 5.8 do not filter by address and port.
+// entries without a reply. Where the kernel cannot filter, the dump has more entries.
+// Kernels before 5.8 do not filter by address and port.
 func encodeDump(w *netfilter.Builder, k kind, destinations []destination) {
 	flags := uint32(filterProtoNum)
 	at := w.Begin(ctGet, unix.NLM_F_DUMP, nfproto(k.family))

@@ -15,24 +15,24 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// queue holds the destinations whose flows the next pass checks. Sync adds them.
+// queue has the destinations whose flows the next pass checks. Sync adds destinations.
 type queue struct {
-	// destinations are the UDP destinations of each service as it was delivered last,
-	// and owners is the service of each destination. A destination that another service
-	// has taken over belongs to destinations of both services until the driver delivers
-	// or prunes the first one.
+	// destinations has the UDP destinations of each service as delivered last. The map
+	// owners has the service of each destination. A service may take over a destination of
+	// another service. Until the driver delivers or prunes the other service, the map
+	// destinations has this destination for both.
 	destinations map[types.NamespacedName][]destination
 	owners       map[destination]types.NamespacedName
 	pass         sink.Pass
 
 	mu  sync.Mutex
 	due map[destination]item
-	// count is the number of the last call of add that queued something.
+	// count is the number of calls of add that queued destinations.
 	count uint64
 }
 
-// item is a queued destination. Later changes update its verdict, so that a pass keeps
-// the flows to an endpoint that was added after the destination was queued.
+// item has the verdict of a queued destination. Later changes update the verdict. So a
+// pass keeps flows to an endpoint that was added after the destination was queued.
 type item struct {
 	verdict
 	count uint64
@@ -46,8 +46,8 @@ func newQueue() *queue {
 	}
 }
 
-// add queues the destinations whose flows c may have made stale, and reports whether
-// there are any. Calls must not overlap.
+// add queues the destinations of flows that may be stale after the changes c. It reports
+// whether there are any. Calls must not overlap.
 func (q *queue) add(c *sink.Changes) bool {
 	due := map[destination]verdict{}     // destinations to check
 	present := map[destination]verdict{} // other destinations of the services in c
@@ -99,8 +99,8 @@ func (q *queue) add(c *sink.Changes) bool {
 	return true
 }
 
-// replace records the present UDP destinations of a service. It returns those that the
-// service had before, except the ones that another service has taken over.
+// replace records the present UDP destinations of a service. It returns the removed
+// destinations, except those that another service has taken over.
 func (q *queue) replace(key types.NamespacedName, now map[destination]verdict) (removed []destination) {
 	for _, d := range q.destinations[key] {
 		if _, keeps := now[d]; !keeps && q.owners[d] == key {
@@ -154,8 +154,8 @@ func (q *queue) pending() (destinations []destination, count uint64) {
 	return destinations, q.count
 }
 
-// done removes the destinations that were queued up to count.
-func (q *queue) done(count uint64) {
+// removeUpTo removes the destinations that were not queued after the given count.
+func (q *queue) removeUpTo(count uint64) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	maps.DeleteFunc(q.due, func(_ destination, i item) bool { return i.count <= count })

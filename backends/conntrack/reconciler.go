@@ -21,15 +21,16 @@ import (
 
 // Options are a Reconciler's settings. The zero value is useful.
 type Options struct {
-	// NodeAddrs are the addresses at which node ports are served. Default: none, so
-	// connections to node ports are kept.
+	// NodeAddrs provides the addresses of node ports. Default: none, so connections to node
+	// ports are kept.
 	NodeAddrs nodeaddr.Source
 	// NetNS is the file descriptor of the network namespace whose table is read.
 	// Default 0: the namespace of the process.
 	NetNS int
-	// Observe is called after each pass, for metrics. Default: passes are not reported.
+	// Observe is called after each pass, for metrics. Default: none.
 	Observe func(Pass)
-	// Clock measures durations, pauses and backoff. Default: the real clock.
+	// Clock measures the duration of passes and the pauses between them. Default: the real
+	// clock.
 	Clock clock.Clock
 }
 
@@ -40,13 +41,13 @@ type Pass struct {
 	Seen, Ended int
 	// Duration is how long the pass took.
 	Duration time.Duration
-	// Err is why the pass failed, or nil. A failed pass is repeated.
+	// Err is the error of a failed pass, or nil. A failed pass is repeated.
 	Err error
 }
 
-// Reconciler deletes the entries of stale connections. It has the methods of a sink and
-// is a part of one. A failure is no error of that sink: the Reconciler logs it, reports
-// it to Options.Observe and retries.
+// Reconciler deletes the entries of stale connections. It has the methods of a sink, and
+// is a part of another sink. Its failures are not errors of that sink. The Reconciler
+// logs a failure, reports it to Options.Observe and retries.
 type Reconciler struct {
 	opts  Options
 	queue *queue
@@ -76,7 +77,7 @@ func New(opts Options) *Reconciler {
 }
 
 // Start implements sink.Starter. It starts the goroutine that reads the table and returns
-// immediately. The goroutine runs until Stop, also after the end of ctx.
+// immediately. The goroutine runs until Stop, even after ctx ends.
 func (r *Reconciler) Start(ctx context.Context) error {
 	ctx, r.stop = context.WithCancel(context.WithoutCancel(ctx))
 	r.running = make(chan struct{})
@@ -96,8 +97,8 @@ func (r *Reconciler) Stop(ctx context.Context) error {
 	return err
 }
 
-// Sync implements sink.Sink. Call it after c has been programmed; single services may
-// have failed. It always returns nil.
+// Sync implements sink.Sink. Call it after c has been programmed, even if single services
+// failed. It always returns nil.
 func (r *Reconciler) Sync(_ context.Context, c *sink.Changes) error {
 	if c.NodeChanged {
 		nodeaddr.SetNode(r.opts.NodeAddrs, c.Node)
@@ -208,7 +209,7 @@ func (r *Reconciler) pass(ctx context.Context) (p Pass) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.last = p.Err; p.Err == nil {
-		r.queue.done(count)
+		r.queue.removeUpTo(count)
 		r.upTo = count
 	}
 	close(r.ended)

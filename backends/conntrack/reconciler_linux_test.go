@@ -18,7 +18,8 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// start returns a reconciler that runs until the test ends, and its passes.
+// start returns a reconciler that runs until the test ends, and the results of its
+// passes.
 func start(t testing.TB, opts Options) (*Reconciler, *[]Pass) {
 	t.Helper()
 	var passes []Pass
@@ -66,7 +67,7 @@ func tcp(c connection) connection {
 	return c
 }
 
-// unanswered returns a TCP connection without reply and translation.
+// unanswered returns a TCP connection without a reply and without translation.
 func unanswered(sport uint16, to string) connection {
 	return synSent(udp(sport, to, to))
 }
@@ -93,8 +94,8 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 		before, now map[string]string
 		kept        []connection
 		deleted     []connection
-		// onRestart reports that a new reconciler, which has not synced before, deletes the
-		// same connections. Otherwise it deletes none.
+		// onRestart reports that a new reconciler deletes the same connections in its first
+		// pass. Otherwise it deletes none.
 		onRestart bool
 	}{
 		"an endpoint is removed from its slice": {
@@ -231,7 +232,7 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 				r := New(opts)
 				r.Sync(t.Context(), wholePass(before))
 				_, count := r.queue.pending()
-				r.queue.done(count)
+				r.queue.removeUpTo(count)
 				return r
 			}
 			t.Run("as a change", func(t *testing.T) { check(t, synced(), difference(before, now), test.kept) })
@@ -247,7 +248,7 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 	}
 }
 
-// With Unsure, the dataplane may hold any earlier state of the service.
+// With Unsure, the dataplane may have any earlier state of the service.
 func TestUnsureChangeChecksWholeService(t *testing.T) {
 	n, opts := newNamespace(t)
 	r, _ := start(t, opts)
@@ -366,7 +367,7 @@ func TestChangesUpdateQueuedVerdicts(t *testing.T) {
 
 func TestFailedPassIsRetried(t *testing.T) {
 	n, opts := newNamespace(t)
-	const later = 900 // a file descriptor that does not exist yet
+	const later = 900 // this file descriptor is not open yet
 	opts.NetNS = later
 	failed := make(chan struct{}, 1)
 	opts.Observe = func(p Pass) {
@@ -398,7 +399,7 @@ func TestFailedPassIsRetried(t *testing.T) {
 			t.Fatalf("remaining entries: %q", entries(t, n.FD))
 		}
 	}
-	for r.Flush(t.Context()) != nil { // the last pass may be a failed one
+	for r.Flush(t.Context()) != nil { // the last pass may have failed
 		time.Sleep(time.Millisecond)
 	}
 	if err := r.Stop(t.Context()); err != nil {

@@ -17,14 +17,14 @@ import (
 // batchSize is the number of deletions in one request.
 const batchSize = 64
 
-// kind selects the connections that one dump of the table contains.
+// kind is the family and the protocol of the connections in one dump of the table.
 type kind struct {
 	family   api.Family
 	protocol uint8
 }
 
-// deleteStale deletes the stale flows to any of destinations, which all have the given
-// kind. It returns the number of entries read and deleted.
+// deleteStale deletes the stale flows to any of the destinations. All destinations have
+// the kind k. It returns the numbers of read and of deleted entries.
 func deleteStale(ctx context.Context, netNS int, k kind, destinations []destination, stale func(flow) bool) (seen, ended int, err error) {
 	reader, writer := netfilter.NewConn(netNS), netfilter.NewConn(netNS)
 	defer reader.Close()

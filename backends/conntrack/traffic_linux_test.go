@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// routed connects n with a client and with a namespace that has the addresses of pods. n
-// forwards between them.
+// routed connects the namespace n with two new ones, a client and one with the addresses
+// of pods. The namespace n forwards between them.
 func routed(t *testing.T, n *netnstest.Namespace, addresses ...string) (client, pods *netnstest.Namespace) {
 	t.Helper()
 	client, pods = netnstest.New(t), netnstest.New(t)
@@ -33,7 +33,7 @@ func routed(t *testing.T, n *netnstest.Namespace, addresses ...string) (client, 
 	return client, pods
 }
 
-// translate makes rule, which translates addresses, the only nftables rule in n.
+// translate replaces the table of n by one with a single rule that translates addresses.
 func translate(t *testing.T, n *netnstest.Namespace, rule string) {
 	t.Helper()
 	n.RunWith(t, fmt.Sprintf(`
@@ -48,8 +48,8 @@ func translate(t *testing.T, n *netnstest.Namespace, rule string) {
 		}`, rule), "nft", "-f", "-")
 }
 
-// TestClientsFollowTheirService uses UDP clients that keep their source port, as DNS
-// resolvers may do, and a dataplane of a single nft rule.
+// TestClientsFollowTheirService uses UDP clients that keep their source port, like some
+// DNS resolvers. The dataplane is a single nft rule.
 func TestClientsFollowTheirService(t *testing.T) {
 	n, opts := newNamespace(t)
 	client, pods := routed(t, n, pod1, pod2, dns)
@@ -92,7 +92,7 @@ func TestClientsFollowTheirService(t *testing.T) {
 
 // TestTCPConnectionStartedBeforeItsServiceIsEstablished uses a client whose first packets
 // pass through the node untranslated and get no reply. The kernel does not translate
-// later ones either while the entry of the first one exists.
+// later packets either while the entry of the first packet exists.
 func TestTCPConnectionStartedBeforeItsServiceIsEstablished(t *testing.T) {
 	const web = "10.96.0.10:80"
 	n, opts := newNamespace(t)
@@ -178,8 +178,8 @@ func ask(c net.Conn) string {
 	return string(buffer[:read])
 }
 
-// expect asks until the wanted server replies. An earlier reply may be one to an earlier
-// question.
+// expect asks until the wanted server replies. Other servers may have replied to earlier
+// questions.
 func expect(t *testing.T, c net.Conn, want string) {
 	t.Helper()
 	got := ask(c)

@@ -14,32 +14,32 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// destination is where clients send packets for a service: an address, a port, and UDP or
-// TCP. A node port has the unspecified address of its family. An all-ports service has
-// port 0.
+// destination is the address, port and protocol (UDP or TCP) to which clients of a
+// service send packets. The destination of a node port has the unspecified address of its
+// family. That of an all-ports service has port 0.
 type destination struct {
 	netip.AddrPort
 	protocol uint8
 }
 
-// flow is a connection-tracking entry that may be stale: one of UDP, or one of TCP that
-// is not translated and has no reply yet.
+// flow is a connection-tracking entry that may be stale. It is for UDP, or for a TCP
+// connection that is not translated and has no reply yet.
 type flow struct {
 	protocol uint8
 	to       netip.AddrPort // the destination of the client's packets
-	endpoint netip.AddrPort // the source of the replies; equal to to without translation
+	endpoint netip.AddrPort // the source of the replies; without translation equal to the destination
 }
 
-// verdict decides which flows to a destination are stale. The zero verdict is that of a
-// destination without a service.
+// verdict decides which flows to a destination are stale. A destination without a service
+// has the zero verdict.
 type verdict struct {
 	view     *api.ServiceEndpoints // nil if the destination has no service any more
 	port     *api.PortMapping      // nil for all ports
 	forwards bool                  // new flows of some clients get an endpoint
 }
 
-// stale reports whether a flow to the destination has to be deleted: its endpoint was
-// removed, or it has no endpoint although the service has one.
+// stale reports whether a flow to the destination has to be deleted. That is so if its
+// endpoint was removed, or if it has no endpoint although the service has one.
 func (v verdict) stale(f flow) bool {
 	switch {
 	case v.allows(f.endpoint):
@@ -51,8 +51,8 @@ func (v verdict) stale(f flow) bool {
 	}
 }
 
-// allows reports whether flows to endpoint may continue: it is an endpoint of the
-// destination, or a draining one.
+// allows reports whether flows to endpoint may continue. They may if the destination has
+// this endpoint, draining or not.
 func (v verdict) allows(endpoint netip.AddrPort) bool {
 	return v.view != nil && (v.contains(v.view.Endpoints, endpoint) || v.contains(v.view.Draining, endpoint))
 }
@@ -67,8 +67,8 @@ func (v verdict) contains(list []api.Endpoint, endpoint netip.AddrPort) bool {
 	return false
 }
 
-// endpoints yields all endpoints of a family that allows accepts, with port 0 for all
-// ports.
+// endpoints yields all endpoints of a family to which flows may continue. Their port is 0
+// if the verdict is for all ports.
 func (v verdict) endpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	return func(yield func(netip.AddrPort) bool) {
 		if v.view == nil {
@@ -89,8 +89,8 @@ func (v verdict) endpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	}
 }
 
-// outdates reports whether v may make flows to d stale that were not stale by the verdict
-// before.
+// outdates reports whether flows to d may be stale by the verdict v that were not stale
+// by the verdict before.
 func (v verdict) outdates(before verdict, d destination) bool {
 	if v.forwards && !before.forwards {
 		return true

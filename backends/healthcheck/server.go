@@ -22,20 +22,20 @@ import (
 
 // Options are a Server's settings.
 type Options struct {
-	// Addrs are the addresses to listen on. IPv6 link-local addresses are ignored, because
-	// listening on them needs an interface. Required.
+	// Addrs provides the addresses to listen on. It is required. The Server ignores IPv6
+	// link-local addresses, because listening on them needs an interface.
 	Addrs nodeaddr.Source
 	// Healthy reports whether the proxy has programmed everything once and is not stuck.
 	// Default: always healthy.
 	Healthy func() bool
-	// Fault is called when a port cannot be opened: once, until it can or the reason
-	// changes, so that it may create an event. Its calls never overlap. It must not call the
-	// Server. Default: the error is only logged.
+	// Fault is called when a port cannot be opened, for example to create an event. While
+	// attempts fail for the same reason, it is not called again. Its calls never overlap. It
+	// must not call the Server. Default: the error is only logged.
 	Fault func(Fault)
-	// Observe is called with the number of open and failed ports when it changes. It has the
-	// same rules as Fault. Default: none.
+	// Observe is called with the numbers of open and failed ports whenever they change. Its
+	// calls never overlap. It must not call the Server. Default: none.
 	Observe func(open, failing int)
-	// Listen listens on an address. Default: TCP on this machine.
+	// Listen opens a listener at an address. Default: a TCP listener of this machine.
 	Listen func(context.Context, netip.AddrPort) (net.Listener, error)
 	// Clock measures the backoff of failed attempts. Default: the real clock.
 	Clock clock.Clock
@@ -48,8 +48,9 @@ type Fault struct {
 	Err     error
 }
 
-// Server is a sink that serves the health-check node ports of services. Its failures are
-// not errors of the sink and do not affect other services. It reports and retries them.
+// Server is a sink that serves the health-check node ports of services. If it cannot
+// listen on a port, Sync returns no error and other services are not affected. The Server
+// reports the failure and retries.
 type Server struct {
 	opts Options
 
@@ -67,13 +68,13 @@ type Server struct {
 
 // port is a health-check node port of one or more services.
 type port struct {
-	// claimants are the services with this port. The first one, which was delivered last,
-	// owns it: the others are about to change or to be pruned.
+	// claimants are the services with this port. The service that was delivered last comes
+	// first and owns the port. The other services will soon be changed or pruned.
 	claimants []types.NamespacedName
 	sockets   map[netip.Addr]*socket
 }
 
-// service is the state of a service that the server reports. It is immutable.
+// service is the port of a service and the counts to report for it. It is immutable.
 type service struct {
 	port   int32
 	v4, v6 int // ready local endpoints
@@ -162,8 +163,8 @@ func (s *Server) Sync(ctx context.Context, c *sink.Changes) error {
 	return nil
 }
 
-// set updates the view of a service, nil if deleted, and adds ports with other claimants
-// than before to touched. The caller holds the lock.
+// set updates the view of a service. A nil view means that the service was deleted. It
+// adds the ports whose claimants change to the map touched. The caller holds the lock.
 func (s *Server) set(key types.NamespacedName, view *api.ServiceEndpoints, touched map[int32]bool) {
 	var before, now int32
 	if old := s.services[key]; old != nil {
@@ -219,7 +220,7 @@ func (s *Server) arrange(ctx context.Context, number int32) {
 	}
 }
 
-// open tries to listen. The caller holds the lock.
+// open tries to listen on the address and port of d. The caller holds the lock.
 func (s *Server) open(ctx context.Context, p *port, d *socket) {
 	listener, err := s.opts.Listen(ctx, d.at)
 	if err == nil {
@@ -230,20 +231,21 @@ func (s *Server) open(ctx context.Context, p *port, d *socket) {
 		klog.FromContext(ctx).Error(err, "Cannot serve health checks of a service", "service", p.claimants[0], "address", d.at)
 		s.opts.Fault(Fault{p.claimants[0], d.at, err})
 	}
-	d.failed(s.opts.Clock.Now(), err)
+	d.recordFailure(s.opts.Clock.Now(), err)
 	select {
 	case s.retry <- struct{}{}:
 	default:
 	}
 }
 
-// answer returns the response of a port at an address.
+// answer returns the response to requests at an address and port. It returns false if no
+// service has the port.
 func (s *Server) answer(at netip.AddrPort) (answer, bool) {
 	s.mu.Lock()
 	p := s.ports[int32(at.Port())]
 	if p == nil || len(p.claimants) == 0 {
 		s.mu.Unlock()
-		return answer{}, false // it is about to be closed
+		return answer{}, false // the port will soon be closed
 	}
 	key := p.claimants[0]
 	svc := s.services[key]
@@ -268,8 +270,8 @@ func (s *Server) sockets() iter.Seq2[*socket, *port] {
 	}
 }
 
-// observe reports the number of open and failed ports if it has changed. The caller holds
-// the lock.
+// observe calls Options.Observe if the number of open or failed ports has changed. The
+// caller holds the lock.
 func (s *Server) observe() {
 	var counts [2]int
 	for d := range s.sockets() {
@@ -285,7 +287,7 @@ func (s *Server) observe() {
 	}
 }
 
-// run follows the addresses and retries failed ports.
+// run follows changes of the addresses and retries failed ports, until ctx ends.
 func (s *Server) run(ctx context.Context, changed <-chan struct{}) {
 	for {
 		var due <-chan time.Time
@@ -304,8 +306,7 @@ func (s *Server) run(ctx context.Context, changed <-chan struct{}) {
 	}
 }
 
-// nextAttempt returns when the first failed port is to be retried, or zero if there is
-// none.
+// nextAttempt returns the time of the next retry, or zero if no port has failed.
 func (s *Server) nextAttempt() (first time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -329,7 +330,8 @@ func (s *Server) tryAgain(ctx context.Context) {
 	s.observe()
 }
 
-// readdress arranges all ports for the current addresses.
+// readdress reads the addresses, and opens and closes the sockets of all ports
+// accordingly.
 func (s *Server) readdress(ctx context.Context) (changed <-chan struct{}) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -30,7 +30,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// network is a network with addresses that are free unless taken. Its listeners listen on
+// network simulates a network where tests can occupy addresses. Its listeners listen on
 // loopback.
 type network struct {
 	mu    sync.Mutex
@@ -113,7 +113,7 @@ func (n *network) get(t testing.TB, addr, path string) (int, http.Header, string
 	return response.StatusCode, response.Header, string(body)
 }
 
-// world has a server that the test drives by hand.
+// world has a server and a source that a test controls.
 type world struct {
 	*network
 	source *sinktest.Source
@@ -147,7 +147,8 @@ func newWorldIn(t *testing.T, n *network, opts healthcheck.Options) *world {
 	return w
 }
 
-// deliver sets views, deletes services, and waits until the server has processed them.
+// deliver sets views and deletes services. It waits until the server has processed these
+// changes.
 func (w *world) deliver(t *testing.T, views []*api.ServiceEndpoints, deleted ...string) {
 	t.Helper()
 	w.source.Set(views...)
@@ -161,8 +162,8 @@ func (w *world) deliver(t *testing.T, views []*api.ServiceEndpoints, deleted ...
 	}
 }
 
-// local returns a view of a service with a health-check port and ready endpoints on this
-// node.
+// local returns the view of a service with a health-check node port and with ready
+// endpoints on this node.
 func local(name string, port int32, endpoints ...string) *api.ServiceEndpoints {
 	svc := &api.Service{
 		Namespace: "test", Name: name, Type: api.LoadBalancer, ExternalTrafficToLocal: true, HealthCheckNodePort: port,
@@ -255,8 +256,8 @@ func TestPortsFollowTheirServices(t *testing.T) {
 	if status, _, body := w.get(t, "10.0.0.1:30002", "/"); status != 200 {
 		t.Errorf("after a swap: status %d: %s", status, body)
 	}
-	// A service takes over the port of another one, which is about to change or to be
-	// deleted.
+	// A service takes over the port of another service, which will be changed or deleted
+	// soon.
 	w.deliver(t, one(local("c", 30003, "10.1.0.1")))
 	if status, _, body := w.get(t, "10.0.0.1:30003", "/"); status != 200 {
 		t.Errorf("after a service took over a port: status %d: %s", status, body)

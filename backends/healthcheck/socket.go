@@ -56,8 +56,8 @@ func (d *socket) serve(listener net.Listener, answerAt func(netip.AddrPort) (ans
 	}()
 }
 
-// failed records a failed attempt to listen.
-func (d *socket) failed(at time.Time, err error) {
+// recordFailure records a failed attempt to listen.
+func (d *socket) recordFailure(at time.Time, err error) {
 	d.err = err
 	d.backoff = min(max(2*d.backoff, minBackoff), maxBackoff)
 	d.next = at.Add(d.backoff)

@@ -15,7 +15,7 @@ type List struct {
 	changed chan struct{} // nil until requested
 }
 
-// Of returns a List of addrs.
+// Of returns a List with the given addresses.
 func Of(addrs ...netip.Addr) *List {
 	l := &List{}
 	l.Set(addrs...)
@@ -32,8 +32,8 @@ func (l *List) Addresses() ([]netip.Addr, <-chan struct{}) {
 	return l.addrs, l.changed
 }
 
-// Set replaces the addresses and reports whether they changed. It drops zones, unmaps
-// mapped addresses, and ignores invalid ones.
+// Set replaces the addresses and reports whether they changed. It removes zones, converts
+// IPv4-mapped IPv6 addresses to IPv4, and ignores invalid addresses.
 func (l *List) Set(addrs ...netip.Addr) bool {
 	addrs = normalised(addrs)
 	l.mu.Lock()

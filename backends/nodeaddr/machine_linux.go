@@ -24,7 +24,7 @@ func handleOf(fd int) netns.NsHandle {
 }
 
 // subscribe returns a channel that receives a value soon after an address of the
-// namespace changed. It is closed when notifications end: with ctx, or because some were
+// namespace changed. The channel is closed when ctx ends, or when notifications were
 // lost.
 func subscribe(ctx context.Context, netNS int) (<-chan struct{}, error) {
 	socket, err := nl.SubscribeAt(handleOf(netNS), netns.None(), unix.NETLINK_ROUTE, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR)
@@ -53,31 +53,32 @@ func subscribe(ctx context.Context, netNS int) (<-chan struct{}, error) {
 	return notify, nil
 }
 
-// look reads the addresses of a namespace.
-func look(netNS int, exclude []string) (seen, error) {
+// readAddresses reads the addresses of a namespace.
+func readAddresses(netNS int, exclude []string) (machineAddresses, error) {
 	handle, err := netlink.NewHandleAt(handleOf(netNS), unix.NETLINK_ROUTE)
 	if err != nil {
-		return seen{}, err
+		return machineAddresses{}, err
 	}
 	defer handle.Close()
 	excluded, err := indexes(handle, exclude)
 	if err != nil {
-		return seen{}, err
+		return machineAddresses{}, err
 	}
 	list, err := addresses(handle)
 	if err != nil {
-		return seen{}, err
+		return machineAddresses{}, err
 	}
-	var s seen
+	var s machineAddresses
 	for _, a := range list {
-		// Another machine may have the address. Then it is not ours yet, or never will be.
+		// Another machine may have the address. Duplicate address detection failed or has not
+		// ended.
 		unsure := a.Flags&unix.IFA_F_DADFAILED != 0 || a.Flags&unix.IFA_F_TENTATIVE != 0 && a.Flags&unix.IFA_F_OPTIMISTIC == 0
 		ip, ok := netip.AddrFromSlice(a.IP)
 		if ok && !unsure && !slices.Contains(excluded, a.LinkIndex) {
 			s.all = append(s.all, ip)
 		}
 	}
-	for _, target := range anywhere {
+	for _, target := range unrouted {
 		if ip, ok := source(handle, target); ok {
 			s.outgoing = append(s.outgoing, ip)
 		}
@@ -85,7 +86,7 @@ func look(netNS int, exclude []string) (seen, error) {
 	return s, nil
 }
 
-// indexes returns the indexes of the interfaces with these names that exist.
+// indexes returns the indexes of those interfaces in names that exist.
 func indexes(handle *netlink.Handle, names []string) ([]int, error) {
 	var out []int
 	for _, name := range names {
@@ -100,8 +101,8 @@ func indexes(handle *netlink.Handle, names []string) ([]int, error) {
 	return out, nil
 }
 
-// addresses lists all addresses. It repeats the dump once if the addresses changed
-// meanwhile.
+// addresses lists all addresses. It repeats the dump up to two times if the addresses
+// changed meanwhile.
 func addresses(handle *netlink.Handle) (list []netlink.Addr, err error) {
 	for range 3 {
 		list, err = handle.AddrList(nil, netlink.FAMILY_ALL)

@@ -15,20 +15,20 @@ import (
 // subscribe returns nil, because there are no notifications.
 func subscribe(context.Context, int) (<-chan struct{}, error) { return nil, nil }
 
-// look reads the machine's addresses.
-func look(_ int, exclude []string) (seen, error) {
+// readAddresses reads the machine's addresses.
+func readAddresses(_ int, exclude []string) (machineAddresses, error) {
 	interfaces, err := net.Interfaces()
 	if err != nil {
-		return seen{}, err
+		return machineAddresses{}, err
 	}
-	var s seen
+	var s machineAddresses
 	for _, i := range interfaces {
 		if slices.Contains(exclude, i.Name) {
 			continue
 		}
 		addrs, err := i.Addrs()
 		if err != nil {
-			return seen{}, fmt.Errorf("interface %s: %w", i.Name, err)
+			return machineAddresses{}, fmt.Errorf("interface %s: %w", i.Name, err)
 		}
 		for _, a := range addrs {
 			if prefix, ok := a.(*net.IPNet); ok {
@@ -38,7 +38,7 @@ func look(_ int, exclude []string) (seen, error) {
 			}
 		}
 	}
-	for _, target := range anywhere {
+	for _, target := range unrouted {
 		if ip, ok := source(target); ok {
 			s.outgoing = append(s.outgoing, ip)
 		}
@@ -46,8 +46,8 @@ func look(_ int, exclude []string) (seen, error) {
 	return s, nil
 }
 
-// source returns the source address of packets to target. It sends none; it only connects
-// a UDP socket.
+// source returns the source address of packets to target. It connects a UDP socket, which
+// sends no packets.
 func source(target netip.Addr) (netip.Addr, bool) {
 	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(target, 9)))
 	if err != nil {

@@ -9,10 +9,11 @@ import (
 	"strings"
 )
 
-// Selection selects addresses of a node. Its fields add up; the zero value is Primary.
+// Selection selects addresses of a node. It selects an address if any of its fields does.
+// The zero value is the same as Primary.
 //
-// Loopback and link-local addresses are selected only by a CIDR within their ranges, such
-// as 127.0.0.0/8 or fe80::/10. A wider CIDR does not select them.
+// Only a CIDR within their ranges, such as 127.0.0.0/8 or fe80::/10, selects loopback and
+// link-local addresses. A wider CIDR does not select them.
 type Selection struct {
 	// Primary selects the addresses by which the cluster knows the node: the InternalIPs of
 	// its Node object or, if it has none, its ExternalIPs. While the object is unknown, it
@@ -64,8 +65,8 @@ func (s Selection) String() string {
 
 func (s *Selection) primary() bool { return s.Primary || !s.All && len(s.CIDRs) == 0 }
 
-// of returns the selected ones of a machine's addresses. primary are its primary
-// addresses.
+// of returns the addresses in machine that s selects. The argument primary has the
+// primary addresses.
 func (s *Selection) of(machine, primary []netip.Addr) []netip.Addr {
 	var selected []netip.Addr
 	if s.primary() {

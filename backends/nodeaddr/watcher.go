@@ -43,19 +43,19 @@ type Watcher struct {
 	list List
 
 	mu       sync.Mutex
-	seen     seen
+	seen     machineAddresses
 	internal []netip.Addr // of the Node object; nil while it is unknown
 }
 
-// seen are the addresses of a machine.
-type seen struct {
+// machineAddresses are the addresses of a machine.
+type machineAddresses struct {
 	all []netip.Addr
 	// outgoing are the source addresses of the default routes.
 	outgoing []netip.Addr
 }
 
-// New returns a Watcher that has read the addresses once. It returns an error if that
-// fails. Without Run or Start, the addresses do not change.
+// New returns a Watcher and reads the addresses once. It returns an error if that fails.
+// Without Run or Start, the addresses do not change.
 func New(opts Options) (*Watcher, error) {
 	if opts.Interval == 0 {
 		opts.Interval = 10 * time.Second
@@ -64,7 +64,7 @@ func New(opts Options) (*Watcher, error) {
 		opts.Clock = clock.RealClock{}
 	}
 	w := &Watcher{opts: opts}
-	if err := w.look(); err != nil {
+	if err := w.read(); err != nil {
 		return nil, err
 	}
 	return w, nil
@@ -73,7 +73,8 @@ func New(opts Options) (*Watcher, error) {
 // Addresses implements Source.
 func (w *Watcher) Addresses() ([]netip.Addr, <-chan struct{}) { return w.list.Addresses() }
 
-// SetNode sets the Node object, nil if it is unknown. Addresses reflects it immediately.
+// SetNode sets the Node object, or nil if it is unknown. It takes effect before SetNode
+// returns.
 func (w *Watcher) SetNode(node *api.Node) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -101,8 +102,8 @@ func OfNode(node *api.Node) []netip.Addr {
 	return nil
 }
 
-// Start starts following the machine's addresses until stop is called, even after ctx
-// ends. stop waits until all goroutines have ended.
+// Start follows the machine's addresses in the background until the function stop is
+// called, even after ctx ends. That function waits until all goroutines have ended.
 func (w *Watcher) Start(ctx context.Context) (stop func()) {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	ended := make(chan struct{})
@@ -116,8 +117,8 @@ func (w *Watcher) Start(ctx context.Context) (stop func()) {
 	}
 }
 
-// Run follows the machine's addresses until ctx ends. It logs and retries failures.
-// Meanwhile Addresses returns the last known ones.
+// Run follows the machine's addresses until ctx ends. It logs and retries failures. After
+// a failure, Addresses returns the last known addresses.
 func (w *Watcher) Run(ctx context.Context) {
 	ticker := w.opts.Clock.NewTicker(w.opts.Interval)
 	defer ticker.Stop()
@@ -130,7 +131,7 @@ func (w *Watcher) Run(ctx context.Context) {
 				log.Error(err, "No notifications of node addresses; polling", "interval", w.opts.Interval)
 			}
 		}
-		if err := w.look(); err != nil {
+		if err := w.read(); err != nil {
 			log.Error(err, "Cannot read node addresses; keeping the last known ones")
 		}
 		select {
@@ -138,7 +139,7 @@ func (w *Watcher) Run(ctx context.Context) {
 		case <-ticker.C():
 		case _, ok := <-notified:
 			if !ok {
-				notified = nil // a lost notification may have been a change
+				notified = nil // subscribe again, because a lost notification may have been a change
 			}
 			select {
 			case <-ctx.Done():
@@ -149,7 +150,7 @@ func (w *Watcher) Run(ctx context.Context) {
 	drain(notified)
 }
 
-// drain waits until the sender of notifications has ended.
+// drain waits until the goroutine that sends notifications has ended.
 func drain(notified <-chan struct{}) {
 	if notified != nil {
 		for range notified {
@@ -157,8 +158,8 @@ func drain(notified <-chan struct{}) {
 	}
 }
 
-func (w *Watcher) look() error {
-	s, err := look(w.opts.NetNS, w.opts.ExcludeInterfaces)
+func (w *Watcher) read() error {
+	s, err := readAddresses(w.opts.NetNS, w.opts.ExcludeInterfaces)
 	if err != nil {
 		return fmt.Errorf("read node addresses: %w", err)
 	}
@@ -169,7 +170,7 @@ func (w *Watcher) look() error {
 	return nil
 }
 
-// publish computes the addresses. The caller holds the lock.
+// publish computes the selected addresses and sets the list. The caller holds the lock.
 func (w *Watcher) publish() {
 	primary := w.internal
 	if primary == nil {
@@ -178,6 +179,6 @@ func (w *Watcher) publish() {
 	w.list.Set(w.opts.Selection.of(w.seen.all, primary)...)
 }
 
-// anywhere are addresses that match only default routes, because they are reserved for
+// unrouted has addresses that match only default routes, because they are reserved for
 // documentation (RFC 5737, RFC 3849).
-var anywhere = [...]netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")}
+var unrouted = [...]netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")}

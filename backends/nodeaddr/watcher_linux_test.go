@@ -17,8 +17,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// machine is a namespace with an external interface, another one, and one on which a
-// proxy has added addresses of services.
+// machine returns a namespace with three interfaces. One has the default route, another
+// one has other addresses, and on the third a proxy has added addresses of services.
 func machine(t *testing.T) *netnstest.Namespace {
 	n := netnstest.New(t)
 	for name, list := range map[string][]string{
@@ -50,7 +50,7 @@ func run(t *testing.T, opts nodeaddr.Options) *nodeaddr.Watcher {
 	return w
 }
 
-// await waits until the watcher has these addresses and has signaled the change.
+// await waits until the watcher has these addresses. It relies on the watcher's signals.
 func await(t *testing.T, w *nodeaddr.Watcher, want ...string) {
 	t.Helper()
 	deadline := time.After(10 * time.Second)
@@ -132,7 +132,7 @@ func TestPrimaryAddressesComeFromNodeOrDefaultRoutes(t *testing.T) {
 	got, _ = w.Addresses()
 	compare(t, addrs("10.1.0.1", "fd00::1"), got)
 
-	nodeaddr.SetNode(nodeaddr.Of(), node) // which ignores it
+	nodeaddr.SetNode(nodeaddr.Of(), node) // a List ignores the Node object
 }
 
 func TestNoPrimaryAddressWithoutDefaultRouteAndNode(t *testing.T) {

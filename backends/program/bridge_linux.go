@@ -15,29 +15,29 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// brokenBridge is a bridge whose pods do not reach each other through services. Packets
-// between them do not pass through netfilter, so that the addresses of answers are not
+// brokenBridge is a bridge whose pods cannot reach each other through services. Packets
+// between its ports do not pass through netfilter, so the addresses of answers are not
 // translated back.
 type brokenBridge struct {
 	name, sysctl string
 }
 
-// bridgeSysctls are the settings that make packets between ports of a bridge pass through
-// netfilter, by family.
+// bridgeSysctls has the setting for each family that makes packets between ports of a
+// bridge pass through netfilter.
 var bridgeSysctls = map[int]string{
 	netlink.FAMILY_V4: "net.bridge.bridge-nf-call-iptables",
 	netlink.FAMILY_V6: "net.bridge.bridge-nf-call-ip6tables",
 }
 
-// findBrokenBridges looks for such bridges in the network namespace of the calling thread.
-// Bridges of pods have an address, which is the pods' gateway, and at least two veth
-// interfaces.
+// findBrokenBridges returns the broken bridges in the network namespace of the calling
+// thread. A bridge counts as a bridge of pods if it has an address, the pods' gateway,
+// and at least two veth interfaces.
 func findBrokenBridges() ([]brokenBridge, error) {
 	links, err := netlink.LinkList()
 	if err != nil {
 		return nil, fmt.Errorf("list interfaces: %w", err)
 	}
-	pods := map[int]int{} // by index of the bridge
+	pods := map[int]int{} // number of pods by the index of the bridge
 	for _, l := range links {
 		if l.Type() == "veth" {
 			pods[l.Attrs().MasterIndex]++
@@ -69,8 +69,8 @@ func findBrokenBridges() ([]brokenBridge, error) {
 	return broken, nil
 }
 
-// followBridges logs each broken bridge once, and looks for more until stop: a bridge
-// often comes with the first pods.
+// followBridges logs each broken bridge once. It continues to look for broken bridges
+// until stop is called, because a bridge often appears with the first pods.
 func followBridges(ctx context.Context) (stop func()) {
 	log := klog.FromContext(ctx)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))

@@ -10,7 +10,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// healthChecks are the health-check node ports beside a backend.
+// healthChecks has the flag and the metrics of the health-check server beside a backend.
 type healthChecks struct {
 	off           bool
 	open, failing prometheus.Gauge
@@ -34,8 +34,9 @@ func (h *healthChecks) collectors() []prometheus.Collector {
 	return []prometheus.Collector{h.open, h.failing, h.faults}
 }
 
-// at returns what serves health checks at the addresses, to be used as Parts.Companions.
-func (h *healthChecks) at(addrs nodeaddr.Source) func(healthy func() bool) []sink.Sink {
+// companions returns a value for Parts.Companions. It creates a health-check server at
+// the addresses addrs.
+func (h *healthChecks) companions(addrs nodeaddr.Source) func(healthy func() bool) []sink.Sink {
 	return func(healthy func() bool) []sink.Sink {
 		if h.off {
 			return nil

@@ -20,11 +20,11 @@ func counter(subsystem, name, help string) prometheus.Counter {
 	return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kpng", Subsystem: subsystem, Name: name, Help: help})
 }
 
-// durations are the buckets of how long something takes: 1 ms to 16 s.
+// durations are the buckets of histograms of durations, from 1 ms to 16 s.
 var durations = prometheus.ExponentialBuckets(0.001, 2, 15)
 
-// flagValue returns the value of a flag of the command, be it the backend's or not. It is
-// empty if the command has no such flag.
+// flagValue returns the value of any flag of the command. It is empty if the command has
+// no such flag.
 func flagValue(fs *pflag.FlagSet, name string) string {
 	if f := fs.Lookup(name); f != nil {
 		return f.Value.String()
@@ -32,13 +32,14 @@ func flagValue(fs *pflag.FlagSet, name string) string {
 	return ""
 }
 
-// kubeProxyNamed returns the metrics of c, which have one name and some labels, under a
-// name of kube-proxy.
+// kubeProxyNamed returns a collector that collects the metrics of c under a name of
+// kube-proxy. All metrics of c have the same name and these labels.
 func kubeProxyNamed(name string, c prometheus.Collector, labels ...string) prometheus.Collector {
 	return &renamed{c, prometheus.NewDesc("kubeproxy_"+name, "As in kube-proxy.", labels, nil)}
 }
 
-// renamed collects the metrics of a collector under another description.
+// renamed is a collector with the metrics of another collector, under another
+// description.
 type renamed struct {
 	of   prometheus.Collector
 	desc *prometheus.Desc
@@ -64,7 +65,7 @@ type renamedMetric struct {
 
 func (m renamedMetric) Desc() *prometheus.Desc { return m.desc }
 
-// nodePortsFlag adds --node-port-addresses.
+// nodePortsFlag adds the flag --node-port-addresses.
 func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection) {
 	*to = nodeaddr.Selection{Primary: true}
 	var given []string
@@ -78,8 +79,8 @@ func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection) {
 	}, "node-port-addresses", "serve node ports and health checks at these `addresses` of the node: primary (those of its Node object), all, localhost, CIDRs")
 }
 
-// listFlag adds a flag that can be given several times, or with several values
-// between commas.
+// listFlag adds a flag for a list. It can be given several times, or with several values
+// separated by commas.
 func listFlag[T fmt.Stringer](fs *pflag.FlagSet, to *[]T, parse func(string) (T, error), name, usage string) {
 	fs.Var(&value{
 		show: func() string { return strings.Trim(fmt.Sprint(*to), "[]") },
@@ -102,7 +103,7 @@ func parseCIDR(text string) (netip.Prefix, error) {
 	return cidr.Masked(), err
 }
 
-// value is a pflag.Value of functions.
+// value implements pflag.Value with functions.
 type value struct {
 	show func() string
 	set  func(string) error
@@ -111,7 +112,8 @@ type value struct {
 func (v *value) Set(text string) error { return v.set(text) }
 func (*value) Type() string            { return "list" }
 
-// String returns "" for the zero value, which pflag compares with the default.
+// String returns "" for the zero value of value. The package pflag calls it to detect
+// zero defaults.
 func (v *value) String() string {
 	if v.show == nil {
 		return ""

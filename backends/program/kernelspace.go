@@ -14,8 +14,8 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// Kernelspace returns the backend that makes load balancers of the Host Networking
-// Service (HNS) of Windows.
+// Kernelspace returns the backend that programs services as load balancers of the Host
+// Networking Service (HNS) of Windows.
 func Kernelspace(hns kernelspace.HNS) *Backend {
 	opts, checks, metrics := kernelspace.Options{HNS: hns}, newHealthChecks(), newHNSMetrics()
 	opts.Observer = metrics.observer()
@@ -38,7 +38,7 @@ func Kernelspace(hns kernelspace.HNS) *Backend {
 			return Parts{
 				Sink:       b,
 				Follow:     addrs.Start,
-				Companions: checks.at(addrs),
+				Companions: checks.companions(addrs),
 				Collectors: append(checks.collectors(), metrics.endpoints, metrics.balancers, metrics.calls, metrics.failures),
 			}, nil
 		},
@@ -59,7 +59,8 @@ func kernelspaceFlags(fs *pflag.FlagSet, opts *kernelspace.Options, checks *heal
 	checks.register(fs)
 }
 
-// hnsMetrics counts the calls of HNS, and what HNS has of this program.
+// hnsMetrics counts the calls of HNS, and the endpoints and load balancers of this
+// program in HNS.
 type hnsMetrics struct {
 	endpoints, balancers prometheus.Gauge
 	calls                *prometheus.HistogramVec

@@ -19,18 +19,18 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// leftover is something that another service proxy programmed and did not remove. It may
-// take connections to services before kpng does.
+// leftover describes rules or devices that another service proxy programmed and did not
+// remove. They may handle connections to services before kpng does.
 type leftover struct {
 	what, remove string
 }
 
-// kubeProxyChain is a chain that kube-proxy has in its modes iptables and ipvs. All its
-// other chains for services are reached through this one.
+// kubeProxyChain is a chain of kube-proxy in its modes iptables and ipvs. Packets reach
+// all its other chains for services through this chain.
 const kubeProxyChain = "KUBE-SERVICES"
 
-// reportLeftovers logs what kube-proxy has left in the network namespace of the calling
-// thread.
+// reportLeftovers logs the leftovers of kube-proxy in the network namespace of the
+// calling thread.
 func reportLeftovers(ctx context.Context) {
 	log := klog.FromContext(ctx)
 	found, err := findLeftovers(ctx)
@@ -43,8 +43,8 @@ func reportLeftovers(ctx context.Context) {
 	}
 }
 
-// findLeftovers returns what kube-proxy has left in the network namespace of the calling
-// thread, as far as it could look.
+// findLeftovers returns the leftovers of kube-proxy in the network namespace of the
+// calling thread. If a part of the search fails, it returns the others and an error.
 func findLeftovers(ctx context.Context) ([]leftover, error) {
 	var found []leftover
 	var errs []error
@@ -56,8 +56,8 @@ func findLeftovers(ctx context.Context) ([]leftover, error) {
 	return found, errors.Join(errs...)
 }
 
-// nftablesLeftovers finds the tables of kube-proxy's mode nftables, and the chains of its
-// other modes that iptables-nft made.
+// nftablesLeftovers finds the tables of kube-proxy's mode nftables. It also finds the
+// chains that kube-proxy's other modes made with iptables-nft.
 func nftablesLeftovers(ctx context.Context) ([]leftover, error) {
 	// linux/netfilter/nf_tables.h
 	const getChain, chainTable, chainName = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETCHAIN, 1, 3
@@ -97,8 +97,8 @@ func nftablesLeftovers(ctx context.Context) ([]leftover, error) {
 	return found, errors.Join(errs...)
 }
 
-// legacyLeftovers finds the chains of kube-proxy's modes iptables and ipvs that
-// iptables-legacy made.
+// legacyLeftovers finds the chains that kube-proxy's modes iptables and ipvs made with
+// iptables-legacy.
 func legacyLeftovers(context.Context) ([]leftover, error) {
 	var found []leftover
 	var errs []error
@@ -165,7 +165,7 @@ func legacyTableHas(family, level int, table, chain string) (bool, error) {
 	}
 }
 
-// ipvsLeftovers finds what kube-proxy's mode ipvs has beside chains.
+// ipvsLeftovers finds the leftovers of kube-proxy's mode ipvs that are not chains.
 func ipvsLeftovers(context.Context) ([]leftover, error) {
 	var found []leftover
 	const device = "kube-ipvs0"
@@ -177,7 +177,7 @@ func ipvsLeftovers(context.Context) ([]leftover, error) {
 	} else {
 		err = fmt.Errorf("look for interface %s: %w", device, err)
 	}
-	// Virtual services are those lines that begin with a protocol.
+	// A line that begins with a protocol is a virtual service.
 	text, readErr := os.ReadFile("/proc/thread-self/net/ip_vs")
 	if readErr != nil && !errors.Is(readErr, os.ErrNotExist) {
 		err = errors.Join(err, fmt.Errorf("list virtual services of IPVS: %w", readErr))

@@ -12,24 +12,26 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// localEndpoints counts the service ports that drop traffic, as their policy is Local and
-// only other nodes have endpoints. A backend calls it with all changes, one at a time.
+// localEndpoints counts the service ports that drop traffic because their policy is Local
+// and only other nodes have endpoints. A backend passes all its changes to sync. These
+// calls must not overlap.
 type localEndpoints struct {
 	missing  *prometheus.GaugeVec
-	services map[types.NamespacedName]dropping // those that drop something
+	services map[types.NamespacedName]droppingService // services with ports that drop traffic
 	pass     int
 }
 
-// dropping are the ports of a service that drop traffic, as they were delivered last.
-type dropping struct {
+// droppingService has those ports of a service that drop traffic, according to its last
+// delivery.
+type droppingService struct {
 	ports []droppingPort
-	pass  int // in which the service was delivered, or after it
+	pass  int // number of the last pass that began before the delivery
 }
 
 type droppingPort struct {
 	port     *api.PortMapping
 	family   api.Family
-	internal bool // the policy is that for traffic to cluster IPs
+	internal bool // internal traffic policy instead of external
 }
 
 var localEndpointsLabels = []string{"traffic_policy", "ip_family"}
@@ -40,7 +42,7 @@ func newLocalEndpoints() *localEndpoints {
 			Namespace: "kpng", Name: "service_ports_without_local_endpoints",
 			Help: "Service ports that drop traffic, as their policy is Local and only other nodes have endpoints.",
 		}, localEndpointsLabels),
-		services: map[types.NamespacedName]dropping{},
+		services: map[types.NamespacedName]droppingService{},
 	}
 	for _, family := range []api.Family{api.IPv4, api.IPv6} {
 		l.gauge(droppingPort{family: family})
@@ -57,7 +59,7 @@ func (l *localEndpoints) gauge(p droppingPort) prometheus.Gauge {
 	return l.missing.WithLabelValues(policy, p.family.String())
 }
 
-// sync counts what has changed.
+// sync updates the counts for changed services.
 func (l *localEndpoints) sync(c *sink.Changes) {
 	if c.First {
 		l.pass++
@@ -84,12 +86,12 @@ func (l *localEndpoints) set(key types.NamespacedName, ports []droppingPort) {
 	if ports == nil {
 		delete(l.services, key)
 	} else {
-		l.services[key] = dropping{ports, l.pass}
+		l.services[key] = droppingService{ports, l.pass}
 	}
 }
 
-// droppingPorts returns the ports of a service that drop traffic of other nodes, each once
-// for each family and policy.
+// droppingPorts returns the ports of a service that drop traffic from other nodes. It
+// returns a port once for each family and policy.
 func droppingPorts(view *api.ServiceEndpoints) []droppingPort {
 	if view == nil || !view.Service.InternalTrafficToLocal && !view.Service.ExternalTrafficToLocal {
 		return nil

@@ -19,7 +19,8 @@ import (
 
 var _ Inspector = (*nftables.Backend)(nil)
 
-// NFTables returns the backend that programs the nf_tables of the Linux kernel.
+// NFTables returns the backend that programs services into the Linux kernel with
+// nftables.
 func NFTables() *Backend {
 	f := &nftablesFlags{checks: newHealthChecks()}
 	return &Backend{
@@ -32,7 +33,7 @@ func NFTables() *Backend {
 	}
 }
 
-// nftablesFlags are the settings of the backend as a user gives them.
+// nftablesFlags are the values of the backend's flags.
 type nftablesFlags struct {
 	options           nftables.Options
 	nodePorts         nodeaddr.Selection
@@ -42,7 +43,7 @@ type nftablesFlags struct {
 	limits            conntrackLimits
 	keepConnections   bool
 	checks            *healthChecks
-	// all are the flags of the command, those of its source included.
+	// all has all flags of the command, including those of its source.
 	all *pflag.FlagSet
 }
 
@@ -66,7 +67,7 @@ func (f *nftablesFlags) register(fs *pflag.FlagSet) {
 	f.checks.register(fs)
 }
 
-// complete returns the backend's options as far as flags alone decide.
+// complete checks the flags and returns the options of the backend that follow from them.
 func (f *nftablesFlags) complete() (nftables.Options, error) {
 	opts := f.options
 	opts.MasqueradeOutsiders = f.masqueradeOutside && (opts.NodePodCIDRs || len(opts.ClusterCIDRs)+len(opts.PodInterfaces) > 0)
@@ -96,15 +97,15 @@ func (f *nftablesFlags) complete() (nftables.Options, error) {
 	return opts, f.limits.check(f.all)
 }
 
-// replacesKubeProxy reports whether the proxy serves the services that kube-proxy would
-// serve. One that serves those of another proxy name runs beside kube-proxy.
+// replacesKubeProxy reports whether the proxy handles the services that kube-proxy would
+// handle. A proxy for the services of another proxy name runs beside kube-proxy.
 func (f *nftablesFlags) replacesKubeProxy() bool {
 	return flagValue(f.all, "service-proxy-name") == ""
 }
 
-// conntrackSettings returns the settings of connection tracking on a machine with a number
-// of CPU cores. Beside kube-proxy, which has its own values, these are the ones that flags
-// were given for.
+// conntrackSettings returns the settings of connection tracking on a machine with the
+// given number of CPU cores. Beside kube-proxy, which has its own values, it returns only
+// settings whose flags were given.
 func (f *nftablesFlags) conntrackSettings(cores int) []sysctl.Setting {
 	limits := f.limits
 	if !f.replacesKubeProxy() {
@@ -113,7 +114,8 @@ func (f *nftablesFlags) conntrackSettings(cores int) []sysctl.Setting {
 	return limits.settings(cores)
 }
 
-// follow returns what runs beside the backend.
+// follow returns a value for Parts.Follow. It applies kernel settings and starts the
+// tasks beside the backend.
 func (f *nftablesFlags) follow(mode nftables.SysctlMode, addrs *nodeaddr.Watcher) func(context.Context) (stop func()) {
 	return func(ctx context.Context) func() {
 		if mode != nftables.IgnoreSysctls {
@@ -153,7 +155,7 @@ func (f *nftablesFlags) parts() (Parts, error) {
 	return Parts{
 		Sink:       b,
 		Follow:     f.follow(opts.Sysctls, addrs),
-		Companions: f.checks.at(addrs),
+		Companions: f.checks.companions(addrs),
 		Collectors: slices.Concat(f.checks.collectors(), flows.collectors(), table.collectors()),
 		KubeProxyNames: map[string]prometheus.Collector{
 			"conntrack_reconciler_sync_duration_seconds":    flows.duration,
@@ -163,7 +165,7 @@ func (f *nftablesFlags) parts() (Parts, error) {
 	}, nil
 }
 
-// flowMetrics counts what package conntrack does.
+// flowMetrics has the metrics of package conntrack.
 type flowMetrics struct {
 	seen, ended, errors prometheus.Counter
 	duration            prometheus.Histogram
@@ -194,7 +196,7 @@ func (m *flowMetrics) observe(pass conntrack.Pass) {
 	}
 }
 
-// nftablesMetrics counts what package nftables does.
+// nftablesMetrics has the metrics of package nftables.
 type nftablesMetrics struct {
 	elements                               prometheus.Gauge
 	transactions, refused, drifted, mended prometheus.Counter

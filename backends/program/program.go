@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package program makes programs of backends: with flags, metrics, health-check node
-// ports and whatever else a node needs beside a backend. Package app runs them:
+// Package program makes programs from backends. It adds flags, metrics, health-check node
+// ports and other things that a node needs beside a backend. Package app runs the
+// programs:
 //
 //	app.Main(program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})))
 //
-// The backends themselves know nothing of this, so that a program which embeds one
-// links neither Prometheus nor a parser of flags.
+// The packages of the backends do not import this package. So a program that embeds a
+// backend links neither Prometheus nor a flag parser.
 //
-// Each backend is one file with one function that returns a [Backend]. A new backend
-// needs such a file, and a line in the list of the command that is to have it.
+// Each backend has one file with a function that returns a [Backend]. A new backend needs
+// such a file, and a line in the list of backends of a command.
 package program
 
 import (
@@ -23,50 +24,51 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// Backend is a backend as a program runs it. It is a [sink.Sink] with the optional
-// methods that package app knows. Configure is called before any of these.
+// Backend is a backend for a program. It is a [sink.Sink] with the optional methods that
+// package app knows. Configure must be called before these methods.
 //
-// What a backend is made of is in its exported fields, which do not change.
+// The exported fields describe the backend. They must not be changed.
 type Backend struct {
 	// Name is the name of the backend in commands, logs and metrics.
 	Name string
-	// Short describes the backend in a line, Long in a few sentences.
+	// Short describes the backend in one line, Long in a few sentences.
 	Short, Long string
-	// OnlyPorts says that the backend does not proxy all-ports services.
+	// OnlyPorts reports that the backend does not support all-ports services.
 	OnlyPorts bool
-	// Flags adds the flags of the backend. Default: it has none.
+	// Flags adds the flags of the backend. Default: no flags.
 	Flags func(*pflag.FlagSet)
-	// Make makes the backend of the values of its flags. It changes nothing on the
+	// Make creates the backend from the values of its flags. It changes nothing on the
 	// machine.
 	Make func() (Parts, error)
 
-	flags          *pflag.FlagSet // of the command, nil if there is none
+	flags          *pflag.FlagSet // flags of the command, or nil
 	parts          Parts
 	forward        sink.Forwarder // to parts.Sink
 	unfollow       func()
 	localEndpoints *localEndpoints
 }
 
-// Parts are what runs of a backend.
+// Parts are the running parts of a backend.
 type Parts struct {
-	// Sink programs the dataplane. It may be a [sink.Starter], [sink.Stopper],
-	// [sink.Drainer], [sink.Verifier] or [sink.Poller], [sink.Cleaner] and [Inspector].
+	// Sink programs the dataplane. It may also implement [sink.Starter], [sink.Stopper],
+	// [sink.Drainer], [sink.Verifier], [sink.Poller], [sink.Cleaner] and [Inspector].
 	Sink sink.Sink
-	// Follow is called when Sink has started, and its result before Sink stops.
-	// Default: nothing.
+	// Follow is called after Sink has started. The function stop that it returns is called
+	// before Sink stops. Default: none.
 	Follow func(context.Context) (stop func())
 	// Companions returns sinks that run beside Sink, as in app.Companion. Default: none.
 	Companions func(healthy func() bool) []sink.Sink
-	// Collectors are the metrics of all parts.
+	// Collectors have the metrics of all parts.
 	Collectors []prometheus.Collector
-	// KubeProxyNames are those of Collectors that kube-proxy has as well, by their names
-	// there without "kubeproxy_". The flag --kubeproxy-metrics of package app adds them.
+	// KubeProxyNames has the metrics that kube-proxy also has, by kube-proxy's names without
+	// "kubeproxy_". The flag --kubeproxy-metrics of package app adds metrics with these
+	// names.
 	KubeProxyNames map[string]prometheus.Collector
 }
 
-// Inspector is implemented by a sink that can print what its dataplane has for a
-// frontend, beside what the view of its service says it should have. For a node port,
-// addr is an address of the node; for an all-ports service, protocol and port are 0.
+// Inspector is a sink that can describe the content of its dataplane for a frontend, and
+// compare it with the view of the service. For a node port, addr is an address of the
+// node. For an all-ports service, protocol and port are 0.
 type Inspector interface {
 	Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.ServiceEndpoints) (string, error)
 }
@@ -79,8 +81,8 @@ func (b *Backend) Register(fs *pflag.FlagSet) {
 	}
 }
 
-// Configure makes the backend of the values of its flags. Calls after the first one
-// that succeeded do nothing.
+// Configure creates the backend from the values of its flags. After a successful call,
+// further calls do nothing.
 func (b *Backend) Configure() (err error) {
 	if b.parts.Sink != nil {
 		return nil
@@ -103,7 +105,7 @@ func (b *Backend) Configure() (err error) {
 // PortsOnly implements app.PortsOnly.
 func (b *Backend) PortsOnly() bool { return b.OnlyPorts }
 
-// Sink returns the sink that programs the dataplane, nil before Configure.
+// Sink returns the sink that programs the dataplane. It returns nil before Configure.
 func (b *Backend) Sink() sink.Sink { return b.parts.Sink }
 
 // Sync implements sink.Sink.
@@ -142,7 +144,8 @@ func (b *Backend) Verify(ctx context.Context) error { return b.forward.Verify(ct
 // VerifyInterval implements sink.Poller.
 func (b *Backend) VerifyInterval() time.Duration { return b.forward.VerifyInterval() }
 
-// Cleanup implements sink.Cleaner. It does nothing if Parts.Sink is no sink.Cleaner.
+// Cleanup implements sink.Cleaner. It does nothing if Parts.Sink does not implement
+// sink.Cleaner.
 func (b *Backend) Cleanup(ctx context.Context) error { return b.forward.Cleanup(ctx) }
 
 // Companions implements app.Companion.

@@ -15,14 +15,14 @@ import (
 )
 
 // conntrackLimits are the settings of connection tracking that kube-proxy sets, with
-// kube-proxy's flags and defaults. What is zero stays as the kernel has it.
+// kube-proxy's flags and defaults. A zero value leaves the kernel's setting.
 type conntrackLimits struct {
 	maxPerCore, min                         int
 	established, closeWait, udp, udpStreams time.Duration
 	liberal                                 bool
 }
 
-// conntrackFlags is how the names of these flags begin.
+// conntrackFlags is the common prefix of the names of these flags.
 const conntrackFlags = "conntrack-"
 
 func (l *conntrackLimits) register(fs *pflag.FlagSet) {
@@ -35,7 +35,7 @@ func (l *conntrackLimits) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&l.liberal, conntrackFlags+"tcp-be-liberal", false, "accept TCP packets outside of the window that connection tracking expects")
 }
 
-// onlyGiven makes zero what no flag of fs was given for.
+// onlyGiven sets the values to zero whose flags in fs were not given.
 func (l *conntrackLimits) onlyGiven(fs *pflag.FlagSet) {
 	given := *l
 	*l = conntrackLimits{}
@@ -74,7 +74,7 @@ func (l *conntrackLimits) settings(cores int) []sysctl.Setting {
 		}
 	}
 	if l.maxPerCore > 0 {
-		const most = 1 << 20 // on machines with many cores, as by kube-proxy
+		const most = 1 << 20 // kube-proxy's maximum on machines with many cores
 		limit := max(l.maxPerCore*cores, l.min)
 		if l.maxPerCore*cores > most {
 			limit = most
@@ -95,7 +95,7 @@ func (l *conntrackLimits) settings(cores int) []sysctl.Setting {
 	return settings
 }
 
-// cores returns the number of CPU cores of the machine. This process may be limited to
+// cores returns the number of CPU cores of the machine, even if this process may use only
 // some of them.
 func cores() int {
 	text, err := os.ReadFile("/sys/devices/system/cpu/online")

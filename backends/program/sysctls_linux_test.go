@@ -12,8 +12,8 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// given returns the flags of a command with a proxy name.
-func given(t *testing.T, proxyName string, args ...string) *nftablesFlags {
+// parsedFlags returns the flags of a command that was started with a proxy name and args.
+func parsedFlags(t *testing.T, proxyName string, args ...string) *nftablesFlags {
 	t.Helper()
 	f := &nftablesFlags{checks: newHealthChecks()}
 	fs := pflag.NewFlagSet("nftables", pflag.ContinueOnError)
@@ -53,7 +53,7 @@ func TestConnectionTrackingIsSetAsByKubeProxy(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			got := map[string]int{}
-			f := given(t, test.proxyName, test.args...)
+			f := parsedFlags(t, test.proxyName, test.args...)
 			for _, s := range f.conntrackSettings(test.cores) {
 				got[s.Name[len(prefix):]] = s.Value
 			}
@@ -75,18 +75,18 @@ func TestSysctlsAreSetInPlaceOfKubeProxyAndReportedBesideIt(t *testing.T) {
 		"in place of kube-proxy, report only": {"", []string{"--sysctls=report"}, nftables.ReportSysctls},
 		"beside kube-proxy, set on request":   {"other", []string{"--sysctls=set"}, nftables.SetSysctls},
 	} {
-		opts, err := given(t, test.proxyName, test.args...).complete()
+		opts, err := parsedFlags(t, test.proxyName, test.args...).complete()
 		if err != nil || opts.Sysctls != test.want {
 			t.Errorf("%s: mode %v, error %v; want %v", name, opts.Sysctls, err, test.want)
 		}
 	}
 }
 
-// The test does not change the limit and the size of the table, which are global to the
-// machine.
+// The test does not change the maximum and the size of the table, because these are
+// common to all namespaces of the machine.
 func TestTheKernelTakesTheSettingsOfConnectionTracking(t *testing.T) {
 	n := netnstest.New(t)
-	settings := given(t, "", "--conntrack-max-per-core=0", "--conntrack-udp-timeout=11s", "--conntrack-udp-timeout-stream=22s", "--conntrack-tcp-be-liberal").conntrackSettings(2)
+	settings := parsedFlags(t, "", "--conntrack-max-per-core=0", "--conntrack-udp-timeout=11s", "--conntrack-udp-timeout-stream=22s", "--conntrack-tcp-be-liberal").conntrackSettings(2)
 	if err := n.Do(func() error {
 		sysctl.Kernel.Apply(t.Context(), settings, true)
 		for _, s := range settings {

@@ -14,8 +14,9 @@ import (
 
 const userspaceLong = "Listens at the addresses of services, and copies traffic to endpoints and back. Making the addresses local takes CAP_NET_ADMIN on Linux, and an administrator on Windows."
 
-// Userspace returns the backend that proxies by sockets, at addresses that a makes
-// local, or if that is nil at those that this host has.
+// Userspace returns the backend that proxies with sockets. The argument makes the
+// addresses of services local. If it is nil, the backend uses only addresses that this
+// host already has.
 func Userspace(a userspace.Addresses) *Backend {
 	opts, checks := userspace.Options{Addresses: a}, newHealthChecks()
 	return &Backend{
@@ -26,8 +27,8 @@ func Userspace(a userspace.Addresses) *Backend {
 	}
 }
 
-// WindowsUserspace is [Userspace] for Windows, at addresses that it puts on a network
-// interface.
+// WindowsUserspace is [Userspace] for Windows. It adds the addresses of services to a
+// network interface.
 func WindowsUserspace() *Backend {
 	var (
 		opts   userspace.Options
@@ -70,12 +71,12 @@ func userspaceParts(opts userspace.Options, checks *healthChecks) (Parts, error)
 	}
 	return Parts{
 		Sink:       b,
-		Companions: checks.at(b.NodeAddresses()),
+		Companions: checks.companions(b.NodeAddresses()),
 		Collectors: append(checks.collectors(), newPortMetrics(b.Stats)),
 	}, nil
 }
 
-// portMetrics shows the statistics of service ports.
+// portMetrics is a collector of the statistics of service ports.
 type portMetrics struct {
 	stats   func() iter.Seq[userspace.PortStats]
 	metrics []portMetric

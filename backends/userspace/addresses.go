@@ -12,23 +12,23 @@ import (
 	"sync"
 )
 
-// references counts the users of local addresses. It is safe for concurrent use, and
-// changes different addresses concurrently.
+// references counts the users of local addresses. It is safe for concurrent use.
+// Concurrent calls can change different addresses at the same time.
 type references struct {
 	addresses Addresses // nil if addresses must already be local
 
-	// mu is not held while an address is added or removed, which may take seconds.
+	// mu is released while an address is added or removed, because that may take seconds.
 	mu    sync.Mutex
 	count map[netip.Addr]int
 	// stuck are unused addresses that may still be local, because their removal failed.
 	stuck map[netip.Addr]struct{}
-	// left are the addresses that an earlier process made local, until the needed ones are
-	// known.
+	// left are the addresses that an earlier process made local. It is emptied when the
+	// needed addresses are known.
 	left []netip.Addr
 	// room limits the number of concurrent changes.
 	room chan struct{}
-	// changing are the addresses being added or removed. changed signals the end of such a
-	// change.
+	// changing are the addresses being added or removed. The condition changed signals the
+	// end of each such change.
 	changing map[netip.Addr]struct{}
 	changed  sync.Cond
 }
@@ -42,8 +42,8 @@ func newReferences(a Addresses) *references {
 	return r
 }
 
-// change calls f while no other goroutine changes addr. The caller holds the lock; change
-// releases it during the call.
+// change calls f while no other goroutine changes addr. The caller holds the lock. The
+// method change releases the lock during the call.
 func (r *references) change(addr netip.Addr, f func() error) error {
 	r.changing[addr] = struct{}{}
 	r.mu.Unlock()
@@ -54,7 +54,7 @@ func (r *references) change(addr netip.Addr, f func() error) error {
 	return err
 }
 
-// lock takes the lock when no goroutine changes addr.
+// lock waits until no goroutine changes addr, and takes the lock.
 func (r *references) lock(addr netip.Addr) {
 	r.mu.Lock()
 	for {
@@ -65,8 +65,8 @@ func (r *references) lock(addr netip.Addr) {
 	}
 }
 
-// adopt reads the addresses that an earlier process made local. It counts as their user
-// until abandon.
+// adopt reads the addresses that an earlier process made local. It counts as one user of
+// each until abandon is called.
 func (r *references) adopt(ctx context.Context) error {
 	if r.addresses == nil {
 		return nil
@@ -93,7 +93,8 @@ func (r *references) abandon() []netip.Addr {
 	return left
 }
 
-// counts reports whether addr has counted users, because it is made local for them.
+// counts reports whether the users of addr are counted. They are not if Addresses is nil
+// or if addr is a loopback address.
 func (r *references) counts(addr netip.Addr) bool {
 	return r.addresses != nil && !addr.IsLoopback()
 }
@@ -116,7 +117,7 @@ func (r *references) acquire(ctx context.Context, addr netip.Addr) error {
 	return nil
 }
 
-// share adds a user of an address that is already local. It returns false if addr is not.
+// share adds a user of addr if addr is already local. Otherwise it returns false.
 func (r *references) share(addr netip.Addr) bool {
 	if !r.counts(addr) {
 		return true
@@ -130,8 +131,8 @@ func (r *references) share(addr netip.Addr) bool {
 	return true
 }
 
-// release removes one user of addr, and the address with its last user. If that fails,
-// sweep retries.
+// release removes one user of addr. With the last user it removes the address from the
+// host. If that fails, sweep retries.
 func (r *references) release(ctx context.Context, addr netip.Addr) error {
 	if !r.counts(addr) {
 		return nil
@@ -146,7 +147,7 @@ func (r *references) release(ctx context.Context, addr netip.Addr) error {
 	return r.remove(ctx, addr)
 }
 
-// sweep removes the addresses whose removal failed before.
+// sweep retries failed removals of addresses.
 func (r *references) sweep(ctx context.Context) error {
 	r.mu.Lock()
 	stuck := slices.Collect(maps.Keys(r.stuck))
@@ -161,8 +162,8 @@ func (r *references) sweep(ctx context.Context) error {
 	})
 }
 
-// restore makes needed addresses local again that another process removed. If ctx ends,
-// the next call continues with the remaining ones.
+// restore makes all needed addresses local again, in case another process removed some.
+// It stops when ctx ends.
 func (r *references) restore(ctx context.Context) error {
 	r.mu.Lock()
 	needed := slices.Collect(maps.Keys(r.count))
@@ -193,15 +194,15 @@ func (r *references) remove(ctx context.Context, addr netip.Addr) error {
 	return nil
 }
 
-// has reports whether addr is local and has users.
-func (r *references) has(addr netip.Addr) bool {
+// hasUsers reports whether addr is local and has users.
+func (r *references) hasUsers(addr netip.Addr) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.count[addr] > 0
 }
 
-// inParallel calls f with each item and waits for all calls. room limits the concurrent
-// calls of all callers to 64.
+// inParallel calls f concurrently with each item and waits for all calls. The channel
+// room limits the concurrent calls of all callers to 64.
 func inParallel[T any](room chan struct{}, items []T, f func(T)) {
 	var all sync.WaitGroup
 	for _, item := range items {

@@ -18,7 +18,7 @@ import (
 
 // fakeAddresses are in-memory Addresses.
 type fakeAddresses struct {
-	// adding and removing are called before an address is added or removed.
+	// adding is called before an address is added, removing before one is removed.
 	adding, removing func() error
 
 	mu    sync.Mutex
@@ -37,7 +37,7 @@ func (f *fakeAddresses) Add(_ context.Context, addr netip.Addr) error {
 	err := f.adding()
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.there = append(f.there, addr) // even if there is an error
+	f.there = append(f.there, addr) // even after an error
 	return err
 }
 
@@ -55,9 +55,9 @@ func (f *fakeAddresses) Left(context.Context) ([]netip.Addr, error) { return f.l
 
 func (f *fakeAddresses) Cleanup(context.Context) error { return nil }
 
-// gathering returns a function that blocks until the given number of concurrent calls is
-// reached.
-func gathering(calls int) func() error {
+// barrier returns a function that blocks until the given number of goroutines have called
+// it.
+func barrier(calls int) func() error {
 	var all sync.WaitGroup
 	all.Add(calls)
 	return func() error {
@@ -91,7 +91,7 @@ func TestUnneededAddressesOfEarlierProcessAreRemoved(t *testing.T) {
 	if err := b.local.sweep(t.Context()); err != nil || !slices.Contains(f.there, needless) {
 		t.Errorf("before the end of the first pass: addresses %v, error %v", f.there, err)
 	}
-	if err := b.Sync(t.Context(), fullOf(unusableAt(1)...)); err != nil {
+	if err := b.Sync(t.Context(), fullOf(unusableServices(1)...)); err != nil {
 		t.Error(err)
 	}
 	if !slices.Equal(f.there, []netip.Addr{needed}) {
@@ -102,11 +102,12 @@ func TestUnneededAddressesOfEarlierProcessAreRemoved(t *testing.T) {
 	}
 }
 
-// unusableAt returns services at 192.0.2.0 and following addresses, without listeners.
-func unusableAt(addresses int) []*api.ServiceEndpoints {
+// unusableServices returns services at 192.0.2.0 and following addresses. They need no
+// listeners.
+func unusableServices(addresses int) []*api.ServiceEndpoints {
 	var views []*api.ServiceEndpoints
 	for i := range addresses {
-		views = append(views, serviceAt(fmt.Sprint("web", i), fmt.Sprintf("192.0.2.%d", i), 80, api.TCP).unusable().view())
+		views = append(views, serviceAt(fmt.Sprint("web", i), fmt.Sprintf("192.0.2.%d", i), 80, api.TCP).markUnusable().view())
 	}
 	return views
 }
@@ -114,7 +115,7 @@ func unusableAt(addresses int) []*api.ServiceEndpoints {
 func TestAddressesChangeConcurrently(t *testing.T) {
 	const addresses = 40
 	f := newFakeAddresses()
-	f.adding, f.removing = gathering(addresses), gathering(addresses)
+	f.adding, f.removing = barrier(addresses), barrier(addresses)
 	b, err := New(Options{Addresses: f, NodeAddresses: nodeaddr.Of()})
 	if err != nil {
 		t.Fatal(err)
@@ -122,7 +123,7 @@ func TestAddressesChangeConcurrently(t *testing.T) {
 	if err := b.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	if err := b.Sync(t.Context(), fullOf(unusableAt(addresses)...)); err != nil {
+	if err := b.Sync(t.Context(), fullOf(unusableServices(addresses)...)); err != nil {
 		t.Error(err)
 	}
 	if err := b.Stop(context.Background()); err != nil {
@@ -142,7 +143,7 @@ func TestSlowAddressDelaysOnlyItsListeners(t *testing.T) {
 		return nil
 	}
 	w := newWorld(t, Options{Addresses: f})
-	w.source.Set(unusableAt(1)...)
+	w.source.Set(unusableServices(1)...)
 	<-begun
 	done := make(chan struct{})
 	go func() {

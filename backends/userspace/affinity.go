@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// maxAttached limits the client addresses that a port remembers, to the number of
-// kube-proxy's nftables mode. It protects the memory from forged addresses.
+// maxAttached limits the client addresses that a port remembers. It is the limit of
+// kube-proxy's nftables mode. It prevents that forged addresses use all memory.
 const maxAttached = 65_535
 
 // affinity maps client addresses to their endpoints. It is safe for concurrent use.
@@ -24,9 +24,10 @@ type attachment struct {
 	used     time.Time
 }
 
-// endpoint returns the endpoint of client. It is the one that client used within timeout,
-// if pool still has it. Otherwise it is another one of pool, to which it attaches the
-// client. It never returns an unfit endpoint, and returns false if all are.
+// endpoint returns an endpoint for client. If client used an endpoint within timeout and
+// pool still has it, endpoint returns the same one. Otherwise it picks another one from
+// pool and remembers it. It skips endpoints for which unfit returns true. If it does so
+// for all, endpoint returns false.
 func (a *affinity) endpoint(client netip.Addr, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -68,7 +69,7 @@ func (a *affinity) setTimeout(timeout time.Duration) {
 	a.timeout = timeout
 	a.mu.Unlock()
 	if timeout == 0 {
-		a.detach(func(attachment) bool { return true })
+		a.detachIf(func(attachment) bool { return true })
 	}
 }
 
@@ -77,11 +78,11 @@ func (a *affinity) expire(now time.Time) {
 	a.mu.Lock()
 	timeout := a.timeout
 	a.mu.Unlock()
-	a.detach(func(c attachment) bool { return now.Sub(c.used) >= timeout })
+	a.detachIf(func(c attachment) bool { return now.Sub(c.used) >= timeout })
 }
 
-// leave detaches a client from endpoint.
-func (a *affinity) leave(client netip.Addr, endpoint netip.AddrPort) {
+// detachClient forgets that client uses endpoint.
+func (a *affinity) detachClient(client netip.Addr, endpoint netip.AddrPort) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.clients[client].endpoint == endpoint {
@@ -89,8 +90,8 @@ func (a *affinity) leave(client netip.Addr, endpoint netip.AddrPort) {
 	}
 }
 
-// detach detaches each client for which gone returns true.
-func (a *affinity) detach(gone func(attachment) bool) {
+// detachIf forgets the clients for which gone returns true.
+func (a *affinity) detachIf(gone func(attachment) bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	for client, c := range a.clients {

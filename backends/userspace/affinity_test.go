@@ -10,8 +10,9 @@ import (
 	"time"
 )
 
-// affine returns rules of a port with the given number of endpoints, and their route.
-func affine(endpoints int, timeout time.Duration) (*rules, route) {
+// affineRules returns rules of a port with affinity and the given number of endpoints,
+// and the route to these endpoints.
+func affineRules(endpoints int, timeout time.Duration) (*rules, route) {
 	var targets []netip.AddrPort
 	for i := range endpoints {
 		targets = append(targets, netip.MustParseAddrPort(fmt.Sprintf("10.244.0.%d:80", i+1)))
@@ -21,7 +22,7 @@ func affine(endpoints int, timeout time.Duration) (*rules, route) {
 }
 
 func TestConcurrentConnectionsOfAClientShareAnEndpoint(t *testing.T) {
-	r, rt := affine(50, time.Minute)
+	r, rt := affineRules(50, time.Minute)
 	now := time.Now()
 	for i := range 2000 {
 		client := netip.AddrFrom4([4]byte{127, 0, byte(i >> 8), byte(i)})
@@ -40,9 +41,9 @@ func TestConcurrentConnectionsOfAClientShareAnEndpoint(t *testing.T) {
 }
 
 func TestChangedAffinityTimeoutAppliesImmediately(t *testing.T) {
-	r, rt := affine(2, 100*time.Second)
+	r, rt := affineRules(2, 100*time.Second)
 	client, now := netip.MustParseAddr("127.0.0.1"), time.Now()
-	// With two endpoints, the last one of a round may be the first of the next.
+	// With two endpoints, the last endpoint of a round may be the first of the next round.
 	moves := func(prepare func()) bool {
 		for range 20 {
 			first, _ := r.endpoint(rt, client, noneUnfit, now)

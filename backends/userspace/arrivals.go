@@ -10,47 +10,47 @@ import (
 	"time"
 )
 
-// change makes an address local for the service of an update. Without an update, it
-// removes a user of the address.
+// change is a change of an address. With an update, it makes the address local for the
+// updated service. Without an update, it removes one user of the address.
 type change struct {
 	*update
 	addr netip.Addr
-	// again reports that the change failed before.
+	// again reports that the same change has failed before.
 	again bool
 	err   error
 }
 
-// coming is the error of a service whose address is not local yet.
-type coming struct {
+// pendingError is the error of a service while one of its addresses is not local yet.
+type pendingError struct {
 	addr netip.Addr
-	last error // of the previous attempt
+	last error // error of the previous attempt
 }
 
-func (c *coming) Error() string {
+func (c *pendingError) Error() string {
 	if c.last != nil {
 		return fmt.Sprintf("%v; retrying", c.last)
 	}
 	return fmt.Sprintf("make %s local: in progress", c.addr)
 }
 
-func (c *coming) Unwrap() error { return c.last }
+func (c *pendingError) Unwrap() error { return c.last }
 
-func isComing(err error) bool {
-	_, ok := err.(*coming)
+func isPending(err error) bool {
+	_, ok := err.(*pendingError)
 	return ok
 }
 
-// lacking makes the service use those addresses of its plan that are already local. It
-// returns the changes that make the others local.
-func (u *update) lacking() (changes []*change) {
+// missingAddresses returns the changes that make missing addresses of the plan local. The
+// service becomes a user of the other addresses immediately.
+func (u *update) missingAddresses() (changes []*change) {
 	for _, addr := range u.plan.addresses {
 		err, known := u.service.addresses[addr]
 		switch {
-		case known && err == nil, isComing(err):
+		case known && err == nil, isPending(err):
 		case u.local.share(addr):
 			u.service.addresses[addr] = nil
 		default:
-			u.service.addresses[addr] = &coming{addr, err}
+			u.service.addresses[addr] = &pendingError{addr, err}
 			changes = append(changes, &change{update: u, addr: addr, again: known})
 		}
 	}
@@ -58,18 +58,18 @@ func (u *update) lacking() (changes []*change) {
 }
 
 const (
-	// addressPatience is how long await waits for the next change to complete.
+	// addressPatience limits how long makeChanges waits for the next change to complete.
 	addressPatience = time.Second
-	// addressPace is the interval at which await checks for new addresses, because many
-	// complete in a burst.
+	// addressPace is the interval at which makeChanges processes completed changes, because
+	// many complete in a burst.
 	addressPace = 10 * time.Millisecond
 )
 
-// await makes changes concurrently, and opens listeners when their address is local. It
-// returns when all changes are done. If no change completes for a while, or ctx ends, it
-// leaves the rest to the background. It does not wait for changes that failed before. The
-// changes run under the context work.
-func (b *Backend) await(ctx, work context.Context, changes []*change) {
+// makeChanges makes changes concurrently, with the context work. It opens listeners when
+// their address is local, and returns when all changes are done. If no change completes
+// for a while, or ctx ends, it returns earlier and the remaining changes continue in the
+// background. It does not wait for changes that failed before.
+func (b *Backend) makeChanges(ctx, work context.Context, changes []*change) {
 	if len(changes) == 0 {
 		return
 	}
@@ -98,7 +98,7 @@ func (b *Backend) await(ctx, work context.Context, changes []*change) {
 		}
 		for range len(done) {
 			c := <-done
-			b.arrive(ctx, c)
+			b.finish(ctx, c)
 			left--
 			if !c.again {
 				expected--
@@ -109,7 +109,7 @@ func (b *Backend) await(ctx, work context.Context, changes []*change) {
 	if left > 0 {
 		b.running.Go(func() {
 			for range left {
-				b.arrive(work, <-done)
+				b.finish(work, <-done)
 			}
 		})
 	}
@@ -117,14 +117,14 @@ func (b *Backend) await(ctx, work context.Context, changes []*change) {
 
 func (c *change) make(ctx context.Context, b *Backend) {
 	if c.update == nil {
-		b.forgo(ctx, c.addr)
+		b.releaseAddress(ctx, c.addr)
 	} else {
 		c.err = b.local.acquire(ctx, c.addr)
 	}
 }
 
-// arrive continues with a service when the change of an address is done or has failed.
-func (b *Backend) arrive(ctx context.Context, c *change) {
+// finish records the result of a change and applies the plan of its service again.
+func (b *Backend) finish(ctx context.Context, c *change) {
 	if c.update == nil {
 		return
 	}
@@ -133,8 +133,8 @@ func (b *Backend) arrive(ctx context.Context, c *change) {
 	s := c.service
 	if s.waiting == nil || !slices.Contains(s.waiting.addresses, c.addr) {
 		delete(s.addresses, c.addr)
-		if c.err == nil { // the service no longer needs the address
-			b.running.Go(func() { b.forgo(b.life, c.addr) })
+		if c.err == nil { // address local but no longer needed
+			b.running.Go(func() { b.releaseAddress(b.life, c.addr) })
 		}
 		return
 	}

@@ -16,11 +16,11 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// slowAddresses become local when a test allows it.
+// slowAddresses are Addresses where a test decides when an address becomes local.
 type slowAddresses struct {
 	*fakeAddresses
-	// results are the results of Add by address, sent later or given by closing the channel.
-	// Other addresses become local immediately.
+	// results has the result of Add for slow addresses. A test sends it later, or closes the
+	// channel for success. Other addresses become local immediately.
 	results map[netip.Addr]chan error
 }
 
@@ -44,8 +44,8 @@ func (s *slowAddresses) has(addr netip.Addr) bool {
 	return slices.Contains(s.there, addr)
 }
 
-// slow returns addresses of which those in addrs are slow.
-func slow(addrs ...string) *slowAddresses {
+// newSlowAddresses returns Addresses where those in addrs are slow.
+func newSlowAddresses(addrs ...string) *slowAddresses {
 	s := &slowAddresses{newFakeAddresses(), map[netip.Addr]chan error{}}
 	for _, a := range addrs {
 		s.results[netip.MustParseAddr(a)] = make(chan error)
@@ -53,10 +53,10 @@ func slow(addrs ...string) *slowAddresses {
 	return s
 }
 
-// elsewhere listens at 127.x.y.z instead of 10.x.y.z.
-type elsewhere struct{ hostSockets }
+// loopbackSockets listens at 127.x.y.z instead of 10.x.y.z.
+type loopbackSockets struct{ hostSockets }
 
-func (e elsewhere) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCPListener, error) {
+func (e loopbackSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCPListener, error) {
 	b := at.Addr().As4()
 	if b[0] == 10 {
 		b[0] = 127
@@ -65,13 +65,13 @@ func (e elsewhere) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCPLi
 }
 
 func TestServiceIsServedWhenItsAddressIsLocal(t *testing.T) {
-	a := slow("10.96.0.2", "10.96.0.3")
-	w := newWorld(t, Options{Addresses: a, Sockets: elsewhere{}})
+	a := newSlowAddresses("10.96.0.2", "10.96.0.3")
+	w := newWorld(t, Options{Addresses: a, Sockets: loopbackSockets{}})
 	port := freePort(t, "127.96.0.1")
 	server := namedServer(t, "a")
-	w.source.Set(serviceAt("first", "10.96.0.1", port, api.TCP).to(server).view(),
-		serviceAt("second", "10.96.0.2", port, api.TCP).to(server).view(),
-		serviceAt("third", "10.96.0.3", port, api.TCP).to(server).view())
+	w.source.Set(serviceAt("first", "10.96.0.1", port, api.TCP).addEndpoints(server).view(),
+		serviceAt("second", "10.96.0.2", port, api.TCP).addEndpoints(server).view(),
+		serviceAt("third", "10.96.0.3", port, api.TCP).addEndpoints(server).view())
 	served := func(addr string) {
 		t.Helper()
 		eventually(t, addr+" is served", func() bool { return !refused(t, addr, port) })
@@ -88,15 +88,15 @@ func TestServiceIsServedWhenItsAddressIsLocal(t *testing.T) {
 }
 
 func TestMissingAddressDelaysNoOtherChange(t *testing.T) {
-	a := slow("10.96.0.2")
+	a := newSlowAddresses("10.96.0.2")
 	node := nodeaddr.Of(netip.MustParseAddr("127.0.0.5"))
-	w := newWorld(t, Options{Addresses: a, Sockets: elsewhere{}, NodeAddresses: node})
+	w := newWorld(t, Options{Addresses: a, Sockets: loopbackSockets{}, NodeAddresses: node})
 	port, nodePort := freePort(t, "127.96.0.1"), freePort(t, "127.0.0.5")
-	bad := serviceAt("bad", "10.96.0.2", port, api.TCP).to(namedServer(t, "bad")).change(func(s *api.Service) {
+	bad := serviceAt("bad", "10.96.0.2", port, api.TCP).addEndpoints(namedServer(t, "bad")).modify(func(s *api.Service) {
 		s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.3"))
 	}).view()
 	good := func(server string) *api.ServiceEndpoints {
-		return serviceAt("good", "10.96.0.1", port, api.TCP).to(namedServer(t, server)).change(func(s *api.Service) {
+		return serviceAt("good", "10.96.0.1", port, api.TCP).addEndpoints(namedServer(t, server)).modify(func(s *api.Service) {
 			s.Type = api.NodePort
 			s.Ports[0].NodePort = nodePort
 		}).view()
@@ -104,7 +104,7 @@ func TestMissingAddressDelaysNoOtherChange(t *testing.T) {
 	for _, server := range []string{"a", "b", "c"} {
 		w.source.Set(good(server), bad)
 		eventually(t, "the other service gets another endpoint", func() bool {
-			return !refused(t, "127.96.0.1", port) && asked(t, "127.96.0.1", port) == server
+			return !refused(t, "127.96.0.1", port) && askOnce(t, "127.96.0.1", port) == server
 		})
 	}
 	eventually(t, "the service is served at its other address", func() bool { return !refused(t, "127.96.0.3", port) })
@@ -122,18 +122,19 @@ func TestMissingAddressDelaysNoOtherChange(t *testing.T) {
 	})
 	close(a.results[netip.MustParseAddr("10.96.0.2")])
 	w.applied()
-	if got := asked(t, "127.96.0.2", port); got != "bad" {
+	if got := askOnce(t, "127.96.0.2", port); got != "bad" {
 		t.Errorf("connected to %s", got)
 	}
 }
 
-// TestAddressAddedAfterSyncReturned makes an address local after Sync has returned.
+// TestAddressAddedAfterSyncReturned has an address that becomes local only after Sync has
+// returned.
 func TestAddressAddedAfterSyncReturned(t *testing.T) {
 	addr := netip.MustParseAddr("10.96.0.2")
 	for name, gone := range map[string]bool{"is used": false, "is removed if its service was deleted": true} {
 		t.Run(name, func(t *testing.T) {
-			a := slow(addr.String())
-			b, err := New(Options{Addresses: a, Sockets: elsewhere{}, NodeAddresses: nodeaddr.Of()})
+			a := newSlowAddresses(addr.String())
+			b, err := New(Options{Addresses: a, Sockets: loopbackSockets{}, NodeAddresses: nodeaddr.Of()})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -141,7 +142,7 @@ func TestAddressAddedAfterSyncReturned(t *testing.T) {
 				t.Fatal(err)
 			}
 			port := freePort(t, "127.96.0.2")
-			all := fullOf(serviceAt("late", addr.String(), port, api.TCP).to(namedServer(t, "late")).view())
+			all := fullOf(serviceAt("late", addr.String(), port, api.TCP).addEndpoints(namedServer(t, "late")).view())
 			if failed, _ := sink.Acknowledged(b.Sync(t.Context(), all)); failed[key("late")] == nil {
 				t.Error("a service whose address is not local is acknowledged")
 			}
@@ -175,7 +176,7 @@ func (r *references) idle() bool {
 }
 
 func TestStartFailsIfLeftAddressesCannotBeRead(t *testing.T) {
-	a := slow()
+	a := newSlowAddresses()
 	a.leftErr = errors.New("no permission")
 	b, err := New(Options{Addresses: a, NodeAddresses: nodeaddr.Of()})
 	if err != nil {

@@ -17,18 +17,18 @@ import (
 )
 
 // Backend is a sink that proxies in this process. A driver has to start and stop it. It
-// runs only once.
+// cannot be started again.
 type Backend struct {
 	engine
 	node nodeaddr.Source
-	// watcher is node if the backend created it and has to run it.
+	// watcher is the field node if the backend created it and has to run it, else nil.
 	watcher *nodeaddr.Watcher
 
 	// mu guards the services and their listeners.
 	mu       sync.Mutex
 	services map[types.NamespacedName]*service
 
-	life      context.Context // of the backend's own goroutines
+	life      context.Context // context of the backend's own goroutines
 	stopTasks context.CancelFunc
 	tasks     sync.WaitGroup
 }
@@ -75,15 +75,15 @@ func New(opts Options) (*Backend, error) {
 	return b, nil
 }
 
-// everyAddress selects all addresses, including link-local ones.
+// everyAddress selects all addresses, including link-local addresses.
 var everyAddress = nodeaddr.Selection{All: true, CIDRs: []netip.Prefix{netip.MustParsePrefix("169.254.0.0/16"), netip.MustParsePrefix("fe80::/10")}}
 
-// NodeAddresses returns the source of node-port addresses, for other servers on the same
-// addresses.
+// NodeAddresses returns the source of node-port addresses. Other servers can use it to
+// listen on the same addresses.
 func (b *Backend) NodeAddresses() nodeaddr.Source { return b.node }
 
-// Start implements sink.Starter. Addresses that a killed process left local are kept for
-// the services that need them. The backend logs to the logger of ctx.
+// Start implements sink.Starter. It keeps addresses that a killed process made local,
+// because services may need them. The backend logs to the logger of ctx.
 func (b *Backend) Start(ctx context.Context) error {
 	b.log = klog.FromContext(ctx)
 	if err := b.local.adopt(ctx); err != nil {
@@ -111,7 +111,7 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 	return nil
 }
 
-// Verify implements sink.Verifier. It restores local addresses that another process
+// Verify implements sink.Verifier. It makes addresses local again that another process
 // removed.
 func (b *Backend) Verify(ctx context.Context) error { return b.local.restore(ctx) }
 
@@ -120,12 +120,12 @@ type update struct {
 	*service
 	view *api.ServiceEndpoints // nil if the service is deleted
 	*plan
-	err error // why plan is not complete; Backend.mu guards it
+	err error // reason why plan is not complete; guarded by Backend.mu
 }
 
-// Sync implements sink.Sink. A service that waits for an address fails if no address
-// changes for a while. It is served there as soon as the address is local, and the driver
-// delivers it again.
+// Sync implements sink.Sink. It waits for addresses to become local. If that takes too
+// long, it returns an error for the waiting services. Their listeners open as soon as the
+// addresses are local, and the driver delivers these services again.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	nodeaddr.SetNode(b.node, c.Node)
 	b.mu.Lock()
@@ -135,7 +135,7 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 		changes = append(changes, b.abandon()...)
 	}
 	b.mu.Unlock()
-	b.await(ctx, b.life, changes)
+	b.makeChanges(ctx, b.life, changes)
 
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -145,7 +145,7 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	return failures(ctx, updates)
 }
 
-// updates returns the updates for the services of c. With c.Last, it includes deletions
+// updates returns the updates for the services of c. If c.Last is true, it adds deletions
 // of the services that the pass did not deliver.
 func (b *Backend) updates(c *sink.Changes) (updates []*update) {
 	node, _ := b.node.Addresses()
@@ -187,8 +187,9 @@ func failures(ctx context.Context, updates []*update) error {
 	return failed.Err()
 }
 
-// applyAll closes unneeded listeners of all services before it opens new ones, so that
-// services can swap addresses. It returns the address changes, for await.
+// applyAll applies updates. It closes unneeded listeners of all services before it opens
+// new ones, so that services can swap addresses. It returns the needed changes of
+// addresses, for makeChanges.
 func (b *Backend) applyAll(ctx context.Context, updates []*update) (changes []*change) {
 	for _, u := range updates {
 		u.withdraw(u.plan)
@@ -198,7 +199,7 @@ func (b *Backend) applyAll(ctx context.Context, updates []*update) (changes []*c
 		if ctx.Err() != nil {
 			break
 		}
-		changes = append(changes, u.lacking()...)
+		changes = append(changes, u.missingAddresses()...)
 		u.err = u.apply(ctx, u.plan)
 		changes = append(changes, u.forget(u.plan)...)
 		if u.view == nil {
@@ -213,8 +214,8 @@ func (b *Backend) applyAll(ctx context.Context, updates []*update) (changes []*c
 	return changes
 }
 
-// abandon returns changes that release the addresses of an earlier process. Those that
-// services need stay local.
+// abandon returns changes that release the addresses of an earlier process. Addresses
+// with other users stay local.
 func (b *Backend) abandon() (changes []*change) {
 	for _, addr := range b.local.abandon() {
 		changes = append(changes, &change{addr: addr})
@@ -222,7 +223,7 @@ func (b *Backend) abandon() (changes []*change) {
 	return changes
 }
 
-// followNode updates services when the node's addresses change, until ctx ends.
+// followNode updates services whenever the node's addresses change, until ctx ends.
 func (b *Backend) followNode(ctx context.Context) {
 	const patience = 5 * time.Second
 	for {
@@ -241,8 +242,8 @@ func (b *Backend) followNode(ctx context.Context) {
 	}
 }
 
-// replan updates the services that depend on the node's addresses, except failed ones,
-// which the driver delivers again.
+// replan updates the services that depend on the node's addresses. It skips failed
+// services, because the driver delivers them again.
 func (b *Backend) replan(ctx context.Context, node []netip.Addr) error {
 	b.mu.Lock()
 	var updates []*update
@@ -253,19 +254,20 @@ func (b *Backend) replan(ctx context.Context, node []netip.Addr) error {
 	}
 	changes := b.applyAll(ctx, updates)
 	b.mu.Unlock()
-	b.await(ctx, ctx, changes)
+	b.makeChanges(ctx, ctx, changes)
 
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for _, u := range updates {
 		if u.waiting != nil {
-			u.err = nil // a Sync in progress waits for its address
+			u.err = nil // not an error while a Sync waits for its address
 		}
 	}
 	return failures(ctx, updates)
 }
 
-// sweep ends idle UDP clients and affinity at intervals.
+// sweep regularly ends idle UDP clients, drops expired affinity, and retries failed
+// removals of addresses, until ctx ends.
 func (b *Backend) sweep(ctx context.Context) {
 	ticker := b.opts.Clock.NewTicker(max(b.opts.UDPTimeout/8, 10*time.Millisecond))
 	defer ticker.Stop()
@@ -286,12 +288,12 @@ func (b *Backend) sweep(ctx context.Context) {
 	}
 }
 
-// StopTimeout implements sink.Drainer. It is Options.DrainTimeout plus time to remove
-// addresses.
+// StopTimeout implements sink.Drainer. It returns Options.DrainTimeout plus five seconds
+// to remove addresses.
 func (b *Backend) StopTimeout() time.Duration { return b.opts.DrainTimeout + 5*time.Second }
 
-// Stop implements sink.Stopper. It closes all listeners, drains connections for at most
-// Options.DrainTimeout while ctx lasts, and removes all local addresses.
+// Stop implements sink.Stopper. It closes all listeners and drains connections, until
+// Options.DrainTimeout has passed or ctx ends. Then it removes all local addresses.
 func (b *Backend) Stop(ctx context.Context) error {
 	b.stopTasks()
 	b.tasks.Wait()
@@ -305,7 +307,7 @@ func (b *Backend) Stop(ctx context.Context) error {
 	last := context.WithoutCancel(ctx)
 	changes := append(b.applyAll(last, updates), b.abandon()...)
 	b.mu.Unlock()
-	b.await(last, last, changes)
+	b.makeChanges(last, last, changes)
 	b.running.Wait()
 	stop()
 	b.pipes.close()

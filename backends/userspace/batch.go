@@ -4,13 +4,13 @@ package userspace
 
 import "golang.org/x/net/ipv4"
 
-// batchSize is the maximum number of datagrams that are moved together.
+// batchSize is the maximum number of datagrams in a batch.
 const batchSize = 32
 
 // maxDatagram is larger than any UDP datagram.
 const maxDatagram = 1 << 16
 
-// batch has buffers for datagrams. Only pages that datagrams fill use memory.
+// batch has buffers for datagrams. Unused parts of the buffers take no memory.
 type batch struct {
 	messages [batchSize]ipv4.Message
 	whole    [batchSize][]byte
@@ -35,15 +35,15 @@ func (b *batch) reset() {
 	}
 }
 
-// maxBatches limits the number of batches, which have 2 MiB each. A batch is used between
-// nonblocking system calls, so more batches would only help more cores.
+// maxBatches limits the number of batches, which have 2 MiB each. No goroutine blocks
+// while it uses a batch, so more batches than cores are useless.
 const maxBatches = 16
 
-// batches is a pool of batches. A sync.Pool would drop them at each garbage collection,
-// and they are too large for that. It is safe for concurrent use.
+// batches is a pool of batches. It is safe for concurrent use. A sync.Pool would free the
+// batches at each garbage collection, and allocating them again is expensive.
 type batches struct {
 	free chan *batch
-	// unmade has a token for each batch that may still be made.
+	// unmade has a token for each batch that may still be allocated.
 	unmade chan struct{}
 }
 
@@ -51,7 +51,7 @@ func newBatches() *batches {
 	return &batches{make(chan *batch, maxBatches), make(chan struct{}, maxBatches)}
 }
 
-// get returns a batch. It waits while all are in use.
+// get returns a batch. It waits while all batches are in use.
 func (b *batches) get() *batch {
 	select {
 	case batch := <-b.free:

@@ -12,16 +12,16 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// TestSilentEndpointIsSkipped has an endpoint with a full backlog, which
-// drops new connections.
+// TestSilentEndpointIsSkipped has an endpoint that ignores new connections, because its
+// backlog is full.
 func TestSilentEndpointIsSkipped(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	hole := blackHole(t)
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(hole, namedServer(t, "alive")).view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(hole, namedServer(t, "alive")).view())
 	for range 4 {
 		begin := time.Now()
-		if got := asked(t, "127.0.0.2", port); got != "alive" {
+		if got := askOnce(t, "127.0.0.2", port); got != "alive" {
 			t.Fatalf("connected to %s", got)
 		}
 		if took := time.Since(begin); took > 2*time.Second {

@@ -12,14 +12,14 @@ import (
 // call. Only one goroutine may read at a time.
 type datagrams struct {
 	c *ipv4.PacketConn
-	// expected is the number of datagrams to read at once. Preparing for more than arrive
-	// costs more than reading them.
+	// expected is the number of datagrams that the next system call may read. It follows the
+	// number of arriving datagrams, because preparing unused buffers is expensive.
 	expected int
 }
 
 func newDatagrams(c *net.UDPConn) datagrams { return datagrams{ipv4.NewPacketConn(c), 1} }
 
-// read reads all available datagrams. It waits for the first.
+// read waits for a datagram and reads all available ones.
 func (d *datagrams) read(messages []ipv4.Message) (int, error) {
 	n, err := d.c.ReadBatch(messages[:d.expected], 0)
 	switch {

@@ -9,7 +9,7 @@ import "sync"
 type descriptors struct {
 	mu   sync.Mutex
 	free int
-	// returned is signaled when descriptors are returned, and by wake.
+	// returned is signaled when descriptors are returned, and by the method wake.
 	returned sync.Cond
 }
 
@@ -19,8 +19,9 @@ func newDescriptors(max int) *descriptors {
 	return d
 }
 
-// use takes n descriptors for essential purposes. If n is negative, it returns -n.
-func (d *descriptors) use(n int) {
+// adjust takes n descriptors without a limit. If n is negative, it returns -n
+// descriptors.
+func (d *descriptors) adjust(n int) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.free -= n
@@ -29,20 +30,20 @@ func (d *descriptors) use(n int) {
 	}
 }
 
-// wake makes the waiting goroutines check whether their wait has ended.
+// wake makes all waiting goroutines check their condition again.
 func (d *descriptors) wake() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.returned.Broadcast()
 }
 
-// maxDescriptors is the limit if the system has none or a larger one. It prevents that a
-// service with too many connections uses all memory.
+// maxDescriptors limits the descriptors if the system has no limit or a larger one. It
+// prevents that a service with too many connections uses all memory.
 const maxDescriptors = 1 << 18
 
 // maxShare limits the descriptors of a service to a multiple of the free ones. So one
-// service gets at most four fifths of all, two get four ninths each, and some are always
-// free for others.
+// service gets at most four fifths of all descriptors. Two services get at most four
+// ninths each. Some descriptors are always free for other services.
 const maxShare = 4
 
 // account counts the descriptors of a service's connections. It is safe for concurrent
@@ -52,7 +53,8 @@ type account struct {
 	has int // descriptors.mu guards it
 }
 
-// fits reports whether the service may take n more. Its first n are always allowed.
+// fits reports whether the service may take n more descriptors. A service without
+// descriptors always may.
 func (a *account) fits(n int) bool { return a.has == 0 || a.has+n <= maxShare*(a.free-n) }
 
 // take takes n descriptors if the service may have them, and reports whether it did.
@@ -61,8 +63,8 @@ func (a *account) take(n int) bool {
 }
 
 // takeUnless waits until the service may take n descriptors, and takes them. If ended
-// returns true, takeUnless takes none and returns false. Call wake when the result of
-// ended changes.
+// returns true before that, takeUnless takes none and returns false. Call wake when the
+// result of ended changes.
 func (a *account) takeUnless(n int, ended func() bool) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package userspace is a backend that needs only sockets from the kernel. It listens at the
-// addresses and ports of services and copies bytes to an endpoint and back. It runs wherever
-// Go does, and is for hosts without nftables and HNS. Without [Options.Addresses] it needs no
-// privilege.
+// Package userspace is a backend that needs only sockets from the kernel. It listens at
+// the addresses and ports of services. It copies bytes between clients and endpoints. It
+// runs on every platform of Go, and is meant for hosts without nftables and HNS. Without
+// [Options.Addresses] it needs no privileges.
 //
 //	b, err := userspace.New(userspace.Options{Addresses: userspace.LocalRoutes(userspace.RouteOptions{})})
 //	…
@@ -13,34 +13,37 @@
 //
 // # Addresses of services
 //
-// A cluster, external or load-balancer IP is an address that the host does not have.
-// [Addresses] makes it local to the host. The implementation depends on the platform;
-// LocalRoutes is the one for Linux. Without Addresses, the backend serves a service at those
-// of its addresses that the host already has. Every other address is an error of its service.
-// Node ports are served at the addresses of [Options.NodeAddresses]. An embedder with other
-// sockets, or with sockets in another network namespace, passes [Sockets].
+// Usually the host does not have the cluster, external and load-balancer IPs of services.
+// An implementation of [Addresses] makes them local to the host. It depends on the
+// platform; LocalRoutes is the implementation for Linux. Without Addresses, the backend
+// listens only at addresses that the host already has. A service with another address
+// fails, but its other addresses work. Node ports are at the addresses of
+// [Options.NodeAddresses]. To use other sockets, for example in another network
+// namespace, set [Options.Sockets].
 //
 // # Connections
 //
-// Endpoints take turns. If an endpoint does not accept a TCP connection within a moment, the
-// backend tries others. A half-closed connection stays half closed, and a reset arrives as a
-// reset at the other side. On Linux the kernel moves the bytes of a connection that carries
-// many, and an idle connection uses no buffer.
+// Endpoints take turns. If an endpoint does not soon accept a TCP connection, the backend
+// tries another one. The backend forwards the end of one direction and resets to the
+// other side. On Linux the kernel moves the bytes of busy connections. Idle connections
+// use no buffer.
 //
-// UDP datagrams of one client address and port go to one endpoint, through a socket of their
-// own, until both sides are idle for [Options.UDPTimeout] or the endpoint is removed.
+// The UDP datagrams of a client address and port go to one endpoint, through a separate
+// socket. This ends when both sides have been idle for [Options.UDPTimeout], or when the
+// endpoint is removed.
 //
-// Established TCP connections survive the removal of their endpoint from the service, as with
-// every service proxy. When their service is deleted or the backend stops, they drain for
-// [Options.DrainTimeout].
+// Established TCP connections continue when their endpoint is removed from the service,
+// as with other service proxies. When their service is deleted or the backend stops, they
+// drain for [Options.DrainTimeout].
 //
 // # Limits
 //
-// An endpoint sees this host's address as its client, never the client's. The backend sends
-// no ICMP messages of its own. It supports neither SCTP nor services that take all ports of
-// an address. It logs an error for unsupported frontends and serves the others.
+// An endpoint sees the address of this host instead of the client's address. The backend
+// sends no ICMP messages of its own. It supports neither SCTP nor all-ports services. It
+// logs an error for unsupported frontends and serves the other frontends.
 //
-// The backend rejects as the API requires, with a reset or port unreachable, because it does
-// not listen at such an address. To drop, it uses a filter on the listening socket on Linux.
-// On other platforms it resets a TCP client that is not admitted.
+// Where the API requires to reject connections, the backend does not listen, so the host
+// answers with a reset or port unreachable. Where connections must be dropped, the
+// backend uses a socket filter on Linux. On other platforms it resets connections of TCP
+// clients that are not admitted.
 package userspace

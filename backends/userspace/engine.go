@@ -29,11 +29,12 @@ type engine struct {
 	complaints complaints
 	// descriptors counts the descriptors of listeners, connections and UDP clients.
 	descriptors *descriptors
-	// held are the sockets of all services.
+	// held has the sockets of all services.
 	held socketOwners
-	// hurry is closed when there is no time left to drain.
+	// hurry is closed when draining must end.
 	hurry chan struct{}
-	// running counts the goroutines that end when their connection or listener is closed.
+	// running counts the goroutines of connections and listeners. They end when the
+	// connection or listener is closed.
 	running sync.WaitGroup
 }
 
@@ -41,7 +42,7 @@ type engine struct {
 func (e *engine) startsHere(client netip.Addr) bool {
 	return client.IsLoopback() ||
 		slices.ContainsFunc(e.opts.PodCIDRs, func(p netip.Prefix) bool { return p.Contains(client) }) ||
-		e.local.has(client) || e.isMachines(client)
+		e.local.hasUsers(client) || e.isMachines(client)
 }
 
 // isMachines reports whether an interface of this machine has addr.
@@ -51,10 +52,10 @@ func (e *engine) isMachines(addr netip.Addr) bool {
 	return found
 }
 
-// serves reports whether this process listens at an endpoint of p. A connection to it
-// would come back to this process in an endless loop.
+// serves reports whether this process listens at an endpoint of p. A connection to such
+// an endpoint would reach this process again, in an endless loop.
 func (e *engine) serves(p *port, endpoint netip.AddrPort) bool {
-	if e.held.of(socketAddr{p.protocol, endpoint}) == nil {
+	if e.held.owner(socketAddr{p.protocol, endpoint}) == nil {
 		return false
 	}
 	p.warnOfLoop.Do(func() {
@@ -70,7 +71,7 @@ func (e *engine) logEndpoint(p *port, client net.Addr, pool *pool, endpoint neti
 	}
 }
 
-// complain logs err, at most once in ten seconds per message.
+// complain logs err. It logs each message at most once in ten seconds.
 func (e *engine) complain(err error, message string, keysAndValues ...any) {
 	if e.complaints.due(message, time.Now()) {
 		e.log.WithCallDepth(1).Error(err, message, keysAndValues...)

@@ -14,7 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// watch returns the error of c that a program receives while it waits for events.
+// watch returns a channel that receives the error of c, as a program sees it that waits
+// for events.
 func watch(t *testing.T, c *net.TCPConn) <-chan error {
 	t.Helper()
 	raw, err := c.SyscallConn()
@@ -31,7 +32,7 @@ func expectReset(t *testing.T, side string, ended <-chan error) {
 	t.Helper()
 	select {
 	case err := <-ended:
-		// A reset after the other side has closed its direction is EPIPE.
+		// After the other side has closed its direction, a reset is reported as EPIPE.
 		if !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
 			t.Errorf("error of the %s: %v, want a reset", side, err)
 		}
@@ -47,7 +48,7 @@ func halfClosed(t *testing.T, opts Options) (w *world, c *client, endpoint *net.
 	port := freePort(t, "127.0.0.2")
 	read, end := make(chan *net.TCPConn), make(chan struct{})
 	t.Cleanup(func() { close(end) })
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
 		io.Copy(io.Discard, c)
 		read <- c
 		<-end
@@ -70,7 +71,7 @@ func TestResetAfterHalfCloseIsForwarded(t *testing.T) {
 		w := newWorld(t, Options{})
 		port := freePort(t, "127.0.0.2")
 		reset := make(chan struct{})
-		w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
+		w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
 			c.CloseWrite()
 			<-reset
 			resetConn(c)
@@ -85,8 +86,8 @@ func TestResetAfterHalfCloseIsForwarded(t *testing.T) {
 	})
 }
 
-// TestVanishedHalfClosedClientIsDetected removes the client's socket without a packet.
-// The kernel's keep-alive detects that.
+// TestVanishedHalfClosedClientIsDetected removes the client's socket without sending a
+// packet. Keep-alive of the kernel detects that.
 func TestVanishedHalfClosedClientIsDetected(t *testing.T) {
 	w, c, endpoint := halfClosed(t, Options{})
 	l := w.listenerAt(socketAddrOf(t, api.TCP, c.RemoteAddr().String())).(*tcpListener)
@@ -103,7 +104,7 @@ func TestVanishedHalfClosedClientIsDetected(t *testing.T) {
 		}
 	}
 	ended := watch(t, endpoint)
-	set(c.TCPConn, map[int]int{unix.TCP_REPAIR: 1}) // now closing it sends nothing
+	set(c.TCPConn, map[int]int{unix.TCP_REPAIR: 1}) // in this mode, Close sends no packet
 	c.Close()
 	l.mu.Lock()
 	for r := range l.relays {

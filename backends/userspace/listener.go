@@ -27,14 +27,15 @@ type socketOwners struct {
 	all map[socketAddr]*service
 }
 
-// of returns the service that listens at p, or nil.
-func (p *socketOwners) of(at socketAddr) *service {
+// owner returns the service that listens at a socket address, or nil.
+func (p *socketOwners) owner(at socketAddr) *service {
 	p.mu.RLock()
 	defer p.mu.RUnlock()
 	return p.all[at]
 }
 
-// set records that s listens at p. A nil s records that no service does.
+// set records that the service s listens at a socket address. If s is nil, no service
+// does.
 func (p *socketOwners) set(at socketAddr, s *service) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -49,12 +50,13 @@ func (p *socketOwners) set(at socketAddr, s *service) {
 type listener interface {
 	// setRules sets the rules for new clients. Connected clients are not affected.
 	setRules(*rules) error
-	// close frees the address for another listener. It ends UDP clients and keeps
-	// established TCP connections.
+	// close stops listening, so that another listener can use the address. It ends UDP
+	// clients and keeps established TCP connections.
 	close()
-	// drained returns a channel that is closed when no connection is left after close.
+	// drained returns a channel that is closed after close, when the last connection has
+	// ended.
 	drained() <-chan struct{}
-	// abort resets the connections that are left after close.
+	// abort resets the connections that continue after close.
 	abort()
 }
 
@@ -79,7 +81,7 @@ func (f *frontend) setRules(r *rules) error {
 	return nil
 }
 
-// listen opens a listener that applies r from its first client on.
+// listen opens a listener with the rules r, which apply to its first client already.
 func (e *engine) listen(ctx context.Context, p socketAddr, r *rules) (l listener, err error) {
 	if p.protocol == api.UDP {
 		l, err = e.listenUDP(ctx, p, r)
@@ -87,7 +89,7 @@ func (e *engine) listen(ctx context.Context, p socketAddr, r *rules) (l listener
 		l, err = e.listenTCP(ctx, p, r)
 	}
 	if err == nil {
-		e.descriptors.use(1)
+		e.descriptors.adjust(1)
 	}
 	return l, err
 }

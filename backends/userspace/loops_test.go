@@ -15,9 +15,9 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// TestOwnAddressesAreNotUsedAsEndpoints has a service with a cluster IP, an
-// external IP, a load-balancer IP and a node port. Its only endpoint is one of these, or
-// a service whose endpoint is one of these.
+// TestOwnAddressesAreNotUsedAsEndpoints has a service with a cluster IP, an external IP,
+// a load-balancer IP and a node port. Its only endpoint is one of these. In other cases
+// the endpoint is a second service whose endpoint is one of these.
 func TestOwnAddressesAreNotUsedAsEndpoints(t *testing.T) {
 	for name, endpointAt := range map[string]string{
 		"its cluster IP": "127.0.0.2", "its external IP": "127.0.0.3", "its load-balancer IP": "127.0.0.4",
@@ -33,17 +33,17 @@ func TestOwnAddressesAreNotUsedAsEndpoints(t *testing.T) {
 					to = node
 				}
 				loop := serviceAt("loop", "127.0.0.2", port, protocol).
-					to(netip.AddrPortFrom(netip.MustParseAddr(endpointAt), uint16(to))).
-					change(func(s *api.Service) {
+					addEndpoints(netip.AddrPortFrom(netip.MustParseAddr(endpointAt), uint16(to))).
+					modify(func(s *api.Service) {
 						s.Type = api.LoadBalancer
 						s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.3"))
 						s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.4"))
 						s.Ports[0].NodePort = node
 					})
-				back := serviceAt("back", "127.0.0.5", port, protocol).to(netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port)))
+				back := serviceAt("back", "127.0.0.5", port, protocol).addEndpoints(netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port)))
 				w.set(loop.view(), back.view())
 				for range 2 {
-					once(t, protocol, "127.0.0.2", port)
+					sendOnce(t, protocol, "127.0.0.2", port)
 				}
 				const warning = "Ignoring endpoints that this proxy serves itself"
 				eventually(t, "the log reports it", func() bool { return strings.Contains(w.log.String(), warning) })
@@ -62,8 +62,8 @@ func TestOwnAddressesAreNotUsedAsEndpoints(t *testing.T) {
 	}
 }
 
-// once sends a few bytes to a service. For a connection, it waits for the reset.
-func once(t *testing.T, protocol api.Protocol, addr string, port int32) {
+// sendOnce sends a few bytes to a service. With TCP, it then waits for the reset.
+func sendOnce(t *testing.T, protocol api.Protocol, addr string, port int32) {
 	t.Helper()
 	if protocol == api.UDP {
 		udpDial(t, addr, port).Write([]byte("hello"))
@@ -84,25 +84,25 @@ func TestOtherEndpointsOfALoopAreUsed(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	self := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port))
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(self, namedServer(t, "a")).change(func(s *api.Service) {
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(self, namedServer(t, "a")).modify(func(s *api.Service) {
 		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
 	}).view())
 	for range 4 {
-		if got := asked(t, "127.0.0.2", port); got != "a" {
+		if got := askOnce(t, "127.0.0.2", port); got != "a" {
 			t.Errorf("connected to %s", got)
 		}
 	}
 }
 
-// leave leaves n file descriptors for connections and UDP clients.
-func (w *world) leave(n int) {
+// limitDescriptors limits the file descriptors for connections and UDP clients to n.
+func (w *world) limitDescriptors(n int) {
 	w.descriptors.mu.Lock()
 	defer w.descriptors.mu.Unlock()
 	w.descriptors.free = n
 	w.limit = n + w.listening()
 }
 
-// listening returns the number of descriptors of listeners.
+// listening returns the number of descriptors that listeners use.
 func (w *world) listening() (n int) {
 	w.Backend.mu.Lock()
 	defer w.Backend.mu.Unlock()
@@ -117,8 +117,8 @@ func TestServiceCannotUseAllDescriptors(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	server := namedServer(t, "a")
-	w.set(serviceAt("hog", "127.0.0.2", port, api.TCP).to(server).view(), serviceAt("web", "127.0.0.3", port, api.TCP).to(server).view())
-	w.leave(50)
+	w.set(serviceAt("hog", "127.0.0.2", port, api.TCP).addEndpoints(server).view(), serviceAt("web", "127.0.0.3", port, api.TCP).addEndpoints(server).view())
+	w.limitDescriptors(50)
 	var clients []*client
 	served := make(chan int, 100)
 	for i := range cap(served) {
@@ -133,14 +133,14 @@ func TestServiceCannotUseAllDescriptors(t *testing.T) {
 		}()
 	}
 	eventually(t, "the log reports it", func() bool { return strings.Contains(w.log.String(), "Out of file descriptors for this service") })
-	const share = 20 // connections of two descriptors each: four fifths of 50
+	const share = 20 // connections with two descriptors each use four fifths of 50
 	for range share {
 		clients[<-served].Close() // then another client is served
 	}
 	w.source.Delete(key("hog")) // while clients wait
-	w.source.Set(serviceAt("web", "127.0.0.3", port, api.TCP).to(server).view())
+	w.source.Set(serviceAt("web", "127.0.0.3", port, api.TCP).addEndpoints(server).view())
 	for range 3 {
-		if got := asked(t, "127.0.0.3", port); got != "a" {
+		if got := askOnce(t, "127.0.0.3", port); got != "a" {
 			t.Errorf("a client of the other service reached %s", got)
 		}
 	}
@@ -155,8 +155,8 @@ func TestFullShareDoesNotAffectOtherServices(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	server := namedServer(t, "a")
-	w.set(serviceAt("hog", "127.0.0.2", port, api.TCP).to(server).view(), serviceAt("web", "127.0.0.3", port, api.TCP).to(server).view())
-	w.leave(50)
+	w.set(serviceAt("hog", "127.0.0.2", port, api.TCP).addEndpoints(server).view(), serviceAt("web", "127.0.0.3", port, api.TCP).addEndpoints(server).view())
+	w.limitDescriptors(50)
 	var clients []*client
 	for range 20 {
 		c := dial(t, "127.0.0.2", port)
@@ -166,7 +166,7 @@ func TestFullShareDoesNotAffectOtherServices(t *testing.T) {
 	waiting := dial(t, "127.0.0.2", port)
 	fmt.Fprintln(waiting, "hello")
 	eventually(t, "the log reports it", func() bool { return strings.Contains(w.log.String(), "Out of file descriptors for this service") })
-	if got := asked(t, "127.0.0.3", port); got != "a" {
+	if got := askOnce(t, "127.0.0.3", port); got != "a" {
 		t.Errorf("a client of the other service reached %s", got)
 	}
 	for _, c := range clients {
@@ -181,7 +181,7 @@ func TestUDPClientsDoNotEvictOtherServices(t *testing.T) {
 	w := newWorld(t, Options{MaxUDPClients: 32})
 	port := freePort(t, "127.0.0.2")
 	server := udpServer(t, "a")
-	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(server).view(), serviceAt("hog", "127.0.0.3", port, api.UDP).to(server).view())
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(server).view(), serviceAt("hog", "127.0.0.3", port, api.UDP).addEndpoints(server).view())
 	for range 8 {
 		udpAsk(t, udpDial(t, "127.0.0.2", port))
 	}

@@ -12,16 +12,15 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// Options are a Backend's settings. The zero value serves everything that needs no
-// privilege.
+// Options are a Backend's settings. The zero value needs no privileges.
 type Options struct {
-	// Addresses makes the addresses of services local to this host. Default nil: they must
-	// already be local.
+	// Addresses makes the addresses of services local to this host. Default nil: only
+	// addresses that are already local work.
 	Addresses Addresses
 	// Sockets opens the listening sockets. Default: the host's sockets.
 	Sockets Sockets
-	// NodeAddresses has the addresses at which node ports are served. Default nil: the
-	// machine's addresses that NodePorts selects; the backend follows their changes.
+	// NodeAddresses provides the addresses of node ports. Default nil: the machine's
+	// addresses that NodePorts selects. The backend follows changes of these addresses.
 	NodeAddresses nodeaddr.Source
 	// NodePorts selects addresses of the machine if NodeAddresses is nil.
 	// Default: the primary ones.
@@ -31,16 +30,16 @@ type Options struct {
 	ExcludeInterfaces []string
 	// PodCIDRs contain the addresses of this node's pods, or of all pods if those cannot be
 	// distinguished. Traffic from them counts as starting on this node, like traffic from
-	// the node's own addresses. If it goes to an external frontend with
-	// externalTrafficPolicy Local, it may use endpoints on any node. Default: none.
+	// the node's own addresses. At external frontends with externalTrafficPolicy Local, such
+	// traffic may use endpoints on any node. Default: none.
 	PodCIDRs []netip.Prefix
 
 	// DialTimeouts are the time limits for the first, second and later attempts to connect
-	// to an endpoint. Each attempt uses a different endpoint while there are any. Default
-	// 250 ms, 500 ms, 1 s, 2 s.
+	// to an endpoint. The attempts use different endpoints as far as possible. Default 250
+	// ms, 500 ms, 1 s, 2 s.
 	DialTimeouts []time.Duration
 	// DrainTimeout is how long TCP connections may continue after their frontend was deleted
-	// or the backend stops. Then they are reset. When the backend stops, a shorter
+	// or the backend began to stop. Then they are reset. When the backend stops, a shorter
 	// sink.Options.StopTimeout applies. Default 30 s.
 	DrainTimeout time.Duration
 	// HalfClosedTimeout is how long a TCP connection may be idle after one side has closed
@@ -49,10 +48,10 @@ type Options struct {
 	HalfClosedTimeout time.Duration
 	// UDPTimeout is how long an idle UDP client keeps its endpoint. Default 60 s.
 	UDPTimeout time.Duration
-	// MaxUDPClients limits the number of UDP clients. Each has a socket of its own, and so
-	// one of the host's ephemeral ports: 28,232 on Linux, 16,384 on Windows. Half the limit
-	// of file descriptors also applies. If any of these is exhausted, the service with the
-	// most clients loses its least recently active ones. Default 8,192.
+	// MaxUDPClients limits the number of UDP clients. Each client needs a socket with an
+	// ephemeral port, of which a host has 28,232 on Linux and 16,384 on Windows. Another
+	// limit is half the number of file descriptors. When a limit is reached, the service
+	// with the most clients loses those that have been idle longest. Default 8,192.
 	MaxUDPClients int
 
 	// Clock measures the timeouts of UDP clients and affinity. Default: the real clock.

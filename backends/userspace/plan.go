@@ -13,19 +13,20 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// plan is what a service needs, computed from its view.
+// plan has the addresses and sockets that a service needs. It is computed from the
+// service's view.
 type plan struct {
 	// addresses are the addresses of the service, which must be local.
 	addresses []netip.Addr
 	// sockets are the sockets to listen on, in the order of the view's frontends.
 	sockets []listenSpec
-	// refused are socket addresses without a listener, because all clients are refused.
+	// refused are socket addresses that refuse all clients, so that they have no listener.
 	refused map[socketAddr]struct{}
 	ports   map[portKey]planned
 	// dependsOnNode reports whether the plan depends on the node's addresses.
 	dependsOnNode bool
-	// unsupported describes the parts of the view that sockets cannot serve. It is not a
-	// failure, because a retry would not help.
+	// unsupported describes the frontends that sockets cannot serve. It is not a failure of
+	// Sync, because a retry would not help.
 	unsupported error
 }
 
@@ -42,8 +43,8 @@ type planned struct {
 	affinity time.Duration
 }
 
-// planFor computes the plan for view on a node with the given addresses. It reuses parts
-// of s but does not modify s. A nil view has an empty plan.
+// planFor computes the plan for view on a node with the given addresses. It reuses ports
+// and pools of s but does not modify s. The plan for a nil view is empty.
 func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) *plan {
 	p := &plan{refused: map[socketAddr]struct{}{}, ports: map[portKey]planned{}}
 	if view == nil {
@@ -78,7 +79,7 @@ func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) *plan {
 	return p
 }
 
-// unsupported returns why sockets cannot serve a frontend, or nil.
+// unsupported returns the reason why sockets cannot serve a frontend, or nil.
 func unsupported(f *nodeview.Frontend) error {
 	switch {
 	case f.ServicePort == nil:
@@ -90,7 +91,8 @@ func unsupported(f *nodeview.Frontend) error {
 	}
 }
 
-// rules returns the rules of a frontend. Frontends of one port share parts of them.
+// rules returns the rules of a frontend. The frontends of a port share pools of
+// endpoints.
 func (p *plan) rules(s *service, view *api.ServiceEndpoints, f *nodeview.Frontend, node []netip.Addr) *rules {
 	key := portKey{f.Protocol, f.ServicePort.Port}
 	of, ok := p.ports[key]

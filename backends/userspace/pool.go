@@ -16,9 +16,9 @@ type pool struct {
 	sorted []netip.AddrPort
 
 	mu sync.Mutex
-	// turns are the endpoints in the order of the current round. Each round has another
-	// random order. So different proxies do not start with the same endpoint, and clients
-	// with a regular pattern do not always get the same one.
+	// turns are the endpoints in the order of the current round. Each round has a new random
+	// order. So different proxies do not start with the same endpoint. And a client with
+	// regular connections does not always get the same endpoint.
 	turns []netip.AddrPort
 	next  int
 }
@@ -27,12 +27,12 @@ func newPool(sorted []netip.AddrPort) *pool {
 	return &pool{sorted: sorted, turns: slices.Clone(sorted), next: len(sorted)}
 }
 
-// pick returns the next endpoint that is not unfit. It returns false if all endpoints are
-// unfit.
+// pick returns the next endpoint for which unfit returns false. If there is none, pick
+// returns false.
 func (p *pool) pick(unfit func(netip.AddrPort) bool) (netip.AddrPort, bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for range 2 * len(p.turns) { // two rounds include every endpoint, wherever they begin
+	for range 2 * len(p.turns) { // two rounds include every endpoint, even if the first has already begun
 		if p.next == len(p.turns) {
 			rand.Shuffle(len(p.turns), func(i, j int) { p.turns[i], p.turns[j] = p.turns[j], p.turns[i] })
 			p.next = 0

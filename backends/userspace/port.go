@@ -14,12 +14,12 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// port is a port of a service. It exists as long as the service has it.
+// port is the state of a service port. It exists as long as the service has this port.
 type port struct {
 	portKey
 	service types.NamespacedName
-	// name is the name in logs: namespace/service, with a colon and the port's name if it
-	// has one.
+	// name is the name in logs. It has the form namespace/service, or namespace/service:port
+	// if the port has a name.
 	name     string
 	counters counters
 	affinity affinity
@@ -29,21 +29,21 @@ type port struct {
 
 	// Only Sync uses the following fields.
 
-	// pools are the pools of the last plan, one for each family and list.
+	// pools are the pools of the last plan, one for each IP family and list of endpoints.
 	pools []*pool
-	// serving are the endpoints that still exist, sorted, including those without new
+	// serving are all existing endpoints, sorted. They include endpoints that get no new
 	// connections.
 	serving []netip.AddrPort
 }
 
-// ports are the ports of all services. They have a lock of their own, so that readers do
-// not wait for a Sync. It is safe for concurrent use.
+// ports is the set of the ports of all services. It is safe for concurrent use. It has
+// its own lock, so that readers do not wait for a Sync.
 type ports struct {
 	mu  sync.Mutex
 	all map[*port]struct{}
 }
 
-// replace replaces p by next. Either may be nil.
+// replace replaces the port p by the port next. Either may be nil.
 func (s *ports) replace(p, next *port) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -80,14 +80,14 @@ func portName(service types.NamespacedName, p *api.PortMapping) string {
 	return service.String() + ":" + p.Name
 }
 
-// counters are the statistics of a port. active increases and decreases.
+// counters are the statistics of a port. Only the counter active can decrease.
 type counters struct {
 	connections, active, dialFailures    atomic.Int64
 	bytesToEndpoints, bytesFromEndpoints atomic.Int64
 }
 
-// pool returns a pool of targets. It reuses a pool of p with the same endpoints, so that
-// their turns continue. made are the pools of the new plan.
+// pool returns a pool with these targets. It reuses a pool of p with the same endpoints,
+// so that their turns continue. The argument made has the pools of the new plan.
 func (p *port) pool(targets []nodeview.Target, made []*pool) *pool {
 	endpoints := addrPorts(targets)
 	same := func(o *pool) bool { return slices.Equal(o.sorted, endpoints) }
@@ -99,7 +99,7 @@ func (p *port) pool(targets []nodeview.Target, made []*pool) *pool {
 	return newPool(endpoints)
 }
 
-// servingOf returns the endpoints of the port that still exist.
+// servingOf returns all existing endpoints of the port, sorted.
 func servingOf(se *api.ServiceEndpoints, p *api.PortMapping) []netip.AddrPort {
 	out := make([]netip.AddrPort, 0, len(se.Endpoints)+len(se.Draining))
 	for _, list := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
@@ -113,13 +113,13 @@ func servingOf(se *api.ServiceEndpoints, p *api.PortMapping) []netip.AddrPort {
 	return slices.Compact(out)
 }
 
-// setServing sets the endpoints that still exist. Clients of other endpoints choose
-// again.
+// setServing sets the existing endpoints. Clients with affinity to a removed endpoint get
+// another one.
 func (p *port) setServing(serving []netip.AddrPort) {
 	before := p.serving
 	p.serving = serving
 	if slices.ContainsFunc(before, func(e netip.AddrPort) bool { return !p.serves(e) }) {
-		p.affinity.detach(func(c attachment) bool { return !p.serves(c.endpoint) })
+		p.affinity.detachIf(func(c attachment) bool { return !p.serves(c.endpoint) })
 	}
 }
 

@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestBackendProcess is not a test. Tests run it as a separate process in a network
-// namespace. It serves until it is stopped or killed.
+// TestBackendProcess is not a test but the main function of a process with a Backend.
+// Tests run it in a network namespace, and stop or kill it.
 func TestBackendProcess(t *testing.T) {
 	if os.Getenv("KPNG_BACKEND_PROCESS") == "" {
 		return
@@ -50,7 +50,7 @@ func TestBackendProcess(t *testing.T) {
 	for _, addr := range strings.Fields(os.Getenv("KPNG_BACKEND_PROCESS")) {
 		s := serviceAt("web-"+addr, addr, 80, protocol)
 		if netip.MustParseAddr(addr).Is4() {
-			s.to(server)
+			s.addEndpoints(server)
 		}
 		views = append(views, s.view())
 	}
@@ -64,13 +64,15 @@ func TestBackendProcess(t *testing.T) {
 	}
 }
 
-// backendProcess runs TestBackendProcess in n and waits until it serves addrs.
+// backendProcess runs TestBackendProcess in n and waits until the addresses addrs accept
+// connections.
 func backendProcess(t *testing.T, n *netnstest.Namespace, addrs ...string) (cmd *exec.Cmd, stdin io.Closer) {
 	t.Helper()
 	return backendProcessAs(t, n, os.Stderr, "exec \"$@\"", addrs...)
 }
 
-// backendProcessAs runs TestBackendProcess with a line of shell, with its log on stderr.
+// backendProcessAs is like backendProcess, but starts the process with a shell command
+// and writes its log to stderr.
 func backendProcessAs(t *testing.T, n *netnstest.Namespace, stderr io.Writer, shell string, addrs ...string) (cmd *exec.Cmd, stdin io.Closer) {
 	t.Helper()
 	cmd = exec.Command("sh", "-c", shell, "sh", os.Args[0], "-test.run=^TestBackendProcess$")
@@ -97,10 +99,10 @@ func backendProcessAs(t *testing.T, n *netnstest.Namespace, stderr io.Writer, sh
 	return cmd, stdin
 }
 
-// lockedBuffer is written by one goroutine and read by another.
+// lockedBuffer is a buffer that one goroutine writes while another one reads it.
 type lockedBuffer struct {
 	mu     sync.Mutex
-	buffer bytes.Buffer // not embedded, because it could read from a pipe itself
+	buffer bytes.Buffer // not embedded, because that would add the method ReadFrom
 }
 
 func (b *lockedBuffer) Write(p []byte) (int, error) {
@@ -119,7 +121,8 @@ func (b *lockedBuffer) String() string {
 func TestConnectionsWaitForFileDescriptors(t *testing.T) {
 	n := netnstest.New(t)
 	log := &lockedBuffer{}
-	// The server is another process: its descriptors must not count for the backend.
+	// The server runs in another process, so that its descriptors do not count for the
+	// backend.
 	if err := n.Do(func() error {
 		t.Setenv("KPNG_BACKEND_SERVER", namedServer(t, "a").String())
 		return nil
@@ -180,7 +183,7 @@ func TestUDPClientsMakeRoomWhenPortsRunOut(t *testing.T) {
 func TestVanishedClientsAreDetected(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).view())
 	dial(t, "127.0.0.2", port).ask()
 	at := socketAddr{api.TCP, netip.MustParseAddrPort(fmt.Sprintf("127.0.0.2:%d", port))}
 	l := w.listenerAt(at).(*tcpListener)

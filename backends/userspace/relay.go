@@ -26,9 +26,9 @@ type relay struct {
 	done  func()
 }
 
-// start moves bytes in both directions. It calls done when both sides have ended or one
-// has failed. It returns immediately: a connection uses only the two goroutines that
-// start leaves, whose stacks are small because they did not dial.
+// start moves bytes in both directions, in two new goroutines. It calls done when both
+// directions have ended or one has failed. It returns immediately, so that the calling
+// goroutine can end. Dialing needs a large stack, and the new goroutines have small ones.
 func (r *relay) start(b *buffers, p *pipes, a *account) error {
 	toEndpoint, err := newStream(r.client, r.endpoint, true, b, p, a)
 	if err != nil {
@@ -44,8 +44,8 @@ func (r *relay) start(b *buffers, p *pipes, a *account) error {
 	return nil
 }
 
-// copy moves the bytes of one direction until its end, and then closes the destination
-// for writing. The other direction continues until it fails or is idle for too long.
+// copy moves the bytes of one direction until its end. Then it closes the destination for
+// writing. The other direction continues until it ends, fails or is idle for too long.
 func (r *relay) copy(s *stream, direction string, source, destination *net.TCPConn, count *atomic.Int64) {
 	r.logCopying(direction, source, destination)
 	var bytes int64
@@ -55,13 +55,13 @@ func (r *relay) copy(s *stream, direction string, source, destination *net.TCPCo
 		count.Add(int64(n))
 		if err == nil {
 			if r.open.Load() == 1 {
-				r.limit(source, destination)
+				r.limitIdle(source, destination)
 			}
 			continue
 		}
 		if errors.Is(err, io.EOF) {
 			err = nil
-			if r.open.Load() > 1 { // otherwise both are closed
+			if r.open.Load() > 1 { // otherwise the relay closes both connections below
 				err = destination.CloseWrite()
 			}
 		}
@@ -77,15 +77,15 @@ func (r *relay) copy(s *stream, direction string, source, destination *net.TCPCo
 		r.done()
 		return
 	}
-	r.limit(destination, source)
+	r.limitIdle(destination, source)
 	if waitError(s.source) != nil {
-		r.abort() // no effect if both have ended
+		r.abort() // without effect if both directions have ended
 	}
 }
 
-// limit ends the direction from source to destination if it stays idle. The other
-// direction has ended.
-func (r *relay) limit(source, destination *net.TCPConn) {
+// limitIdle sets the deadline of the direction from source to destination. It is called
+// after the other direction has ended.
+func (r *relay) limitIdle(source, destination *net.TCPConn) {
 	deadline := time.Now().Add(r.idle)
 	source.SetReadDeadline(deadline)
 	destination.SetWriteDeadline(deadline)
@@ -105,8 +105,8 @@ func resetConn(c *net.TCPConn) {
 	c.Close()
 }
 
-// Logging is not part of copy, so that copy's goroutine needs no large stack when the log
-// is off.
+// The following functions log for copy. They are separate so that copy's goroutine needs
+// only a small stack while the log is off.
 
 func (r *relay) logCopying(direction string, source, destination *net.TCPConn) {
 	if log := r.log.V(4); log.Enabled() {

@@ -20,23 +20,23 @@ type RouteOptions struct {
 	// owns all routes with this number. Two proxies on one host need different numbers.
 	// Default 107.
 	Protocol int
-	// NetNS is the file descriptor of the network namespace of the routes. It must stay open
-	// while they are used. Default 0: the namespace of the process.
+	// NetNS is the file descriptor of the network namespace for the routes. It must stay
+	// open while the Addresses are used. Default 0: the namespace of the process.
 	NetNS int
 }
 
-// metric distinguishes these routes from the kernel's own routes of the same addresses,
-// which have 0, and from those with another protocol number. Routes with different
-// metrics are independent of each other.
+// metric returns the metric of the routes. Routes to the same address are independent if
+// their metrics differ. The kernel's own routes have metric 0, and routes with another
+// protocol number have another metric.
 func (r localRoutes) metric() int { return 1024 + r.Protocol }
 
-// LocalRoutes makes each address local with a route of type local over the loopback
-// interface, in the kernel's table of local addresses. It needs CAP_NET_ADMIN. Without
-// it, a Backend does not start.
+// LocalRoutes returns Addresses that make each address local with a route of type local
+// over the loopback interface, in the kernel's table of local addresses. It needs
+// CAP_NET_ADMIN. Without that capability, a Backend does not start.
 //
-// Compared with addresses on an interface, routes need no interface of their own. The
-// kernel finds them in a tree instead of a list. A mark identifies their owner, and they
-// can coexist with the same address from another program.
+// Such routes have advantages over addresses on an interface. They need no additional
+// interface. The kernel finds them in a tree instead of a list. The protocol number
+// identifies their owner. Another program may add the same address without a conflict.
 func LocalRoutes(opts RouteOptions) Addresses {
 	if opts.Protocol == 0 {
 		opts.Protocol = 107
@@ -58,12 +58,12 @@ func (r localRoutes) route(addr netip.Addr) *netlink.Route {
 	}
 }
 
-// loopbackIndex is the index of the loopback interface, the first of every network
-// namespace.
+// loopbackIndex is the index of the loopback interface, which is the first interface of
+// every network namespace.
 const loopbackIndex = 1
 
-// with calls f with a netlink handle for the namespace.
-func (r localRoutes) with(f func(*netlink.Handle) error) error {
+// withHandle calls f with a netlink handle for the namespace.
+func (r localRoutes) withHandle(f func(*netlink.Handle) error) error {
 	open := func() (*netlink.Handle, error) { return netlink.NewHandle(unix.NETLINK_ROUTE) }
 	if r.NetNS != 0 {
 		open = func() (*netlink.Handle, error) {
@@ -80,7 +80,7 @@ func (r localRoutes) with(f func(*netlink.Handle) error) error {
 
 // Add implements Addresses.
 func (r localRoutes) Add(_ context.Context, addr netip.Addr) error {
-	return r.with(func(h *netlink.Handle) error {
+	return r.withHandle(func(h *netlink.Handle) error {
 		if err := h.RouteAdd(r.route(addr)); err != nil && !errors.Is(err, unix.EEXIST) {
 			return fmt.Errorf("add local route: %w", err)
 		}
@@ -90,7 +90,7 @@ func (r localRoutes) Add(_ context.Context, addr netip.Addr) error {
 
 // Remove implements Addresses.
 func (r localRoutes) Remove(_ context.Context, addr netip.Addr) error {
-	return r.with(func(h *netlink.Handle) error {
+	return r.withHandle(func(h *netlink.Handle) error {
 		if err := h.RouteDel(r.route(addr)); err != nil && !errors.Is(err, unix.ESRCH) {
 			return fmt.Errorf("delete local route: %w", err)
 		}
@@ -98,16 +98,17 @@ func (r localRoutes) Remove(_ context.Context, addr netip.Addr) error {
 	})
 }
 
-// Left implements Addresses. It fails without the privilege to change routes.
+// Left implements Addresses. It returns an error if the process may not change routes.
 func (r localRoutes) Left(ctx context.Context) (left []netip.Addr, err error) {
-	// No service has this address, so the route does not exist.
+	// To check the privilege, remove a route that cannot exist, because no service has this
+	// address.
 	if err := r.Remove(ctx, netip.IPv4Unspecified()); err != nil {
 		if errors.Is(err, unix.EPERM) {
 			return nil, fmt.Errorf("make addresses of services local (needs CAP_NET_ADMIN): %w", err)
 		}
 		return nil, err
 	}
-	err = r.with(func(h *netlink.Handle) error {
+	err = r.withHandle(func(h *netlink.Handle) error {
 		for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
 			routes, err := h.RouteListFiltered(family,
 				&netlink.Route{Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL, Protocol: netlink.RouteProtocol(r.Protocol)},

@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// localRoutesIn returns the destinations of local routes over the loopback interface with
-// another routing protocol number than the kernel's.
+// localRoutesIn returns the destinations of local routes over the loopback interface. It
+// omits routes with the kernel's protocol number.
 func localRoutesIn(t *testing.T, n *netnstest.Namespace) []string {
 	t.Helper()
 	var out []string
@@ -127,7 +127,7 @@ func TestStartFailsWithoutPrivilegeForRoutes(t *testing.T) {
 			t.Fatal(err)
 		}
 		if err := n.Do(func() error {
-			if !privileged { // for this thread, which ends with Do
+			if !privileged { // applies to this thread only, which ends with Do
 				header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 				var none [2]unix.CapUserData
 				if err := unix.Capset(&header, &none[0]); err != nil {
@@ -148,9 +148,9 @@ func TestStartFailsWithoutPrivilegeForRoutes(t *testing.T) {
 	}
 }
 
-// inside runs the rest of a test with a Backend on a thread in its own namespace, for
-// sockets and routes.
-func inside(t *testing.T, n *netnstest.Namespace, f func(b *Backend)) {
+// runInside calls f with a Backend, on a thread in the network namespace n. The Backend
+// opens its sockets and adds its routes in that namespace.
+func runInside(t *testing.T, n *netnstest.Namespace, f func(b *Backend)) {
 	t.Helper()
 	b, err := New(Options{Addresses: LocalRoutes(RouteOptions{NetNS: n.FD}), NodeAddresses: nodeaddr.Of(), DrainTimeout: patience})
 	if err != nil {
@@ -169,8 +169,8 @@ func inside(t *testing.T, n *netnstest.Namespace, f func(b *Backend)) {
 
 func TestVerifyRestoresRemovedAddress(t *testing.T) {
 	n := netnstest.New(t)
-	inside(t, n, func(b *Backend) {
-		if err := b.Sync(t.Context(), fullOf(serviceAt("a", "10.96.0.1", 80, api.TCP).unusable().view(), serviceAt("b", "fd00::1", 80, api.TCP).unusable().view())); err != nil {
+	runInside(t, n, func(b *Backend) {
+		if err := b.Sync(t.Context(), fullOf(serviceAt("a", "10.96.0.1", 80, api.TCP).markUnusable().view(), serviceAt("b", "fd00::1", 80, api.TCP).markUnusable().view())); err != nil {
 			t.Error(err)
 		}
 		want := localRoutesIn(t, n)
@@ -191,7 +191,7 @@ func TestVerifyRestoresRemovedAddress(t *testing.T) {
 
 func TestAddressIsRemovedWithItsLastUser(t *testing.T) {
 	n := netnstest.New(t)
-	inside(t, n, func(b *Backend) {
+	runInside(t, n, func(b *Backend) {
 		sync := func(want []string, views ...*api.ServiceEndpoints) {
 			t.Helper()
 			if err := b.Sync(t.Context(), fullOf(views...)); err != nil {
@@ -212,13 +212,13 @@ func TestAddressIsRemovedWithItsLastUser(t *testing.T) {
 
 func TestAddressStaysForConnectionsThatDrain(t *testing.T) {
 	n := netnstest.New(t)
-	inside(t, n, func(b *Backend) {
-		view := serviceAt("a", "10.96.0.1", 80, api.TCP).to(netip.MustParseAddrPort("127.0.0.1:9")).view()
+	runInside(t, n, func(b *Backend) {
+		view := serviceAt("a", "10.96.0.1", 80, api.TCP).addEndpoints(netip.MustParseAddrPort("127.0.0.1:9")).view()
 		if err := b.Sync(t.Context(), fullOf(view)); err != nil {
 			t.Fatal(err)
 		}
-		// A connection that may fail.
-		l := b.held.of(socketAddr{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}).listeners[socketAddr{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}].(*tcpListener)
+		// End a connection that the listener has not counted.
+		l := b.held.owner(socketAddr{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}).listeners[socketAddr{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}].(*tcpListener)
 		l.enter()
 		if err := b.Sync(t.Context(), fullOf()); err != nil {
 			t.Fatal(err)
@@ -226,7 +226,7 @@ func TestAddressStaysForConnectionsThatDrain(t *testing.T) {
 		if got := localRoutesIn(t, n); len(got) != 1 {
 			t.Errorf("while a connection drains: local routes to %v", got)
 		}
-		l.leave(nil)
+		l.recordEnd(nil)
 		for deadline := time.Now().Add(patience); len(localRoutesIn(t, n)) > 0; time.Sleep(time.Millisecond) {
 			if time.Now().After(deadline) {
 				t.Error("the address is still local")

@@ -10,7 +10,7 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// rules decide about the clients of a frontend. They are immutable.
+// rules say how to treat the clients of a frontend. They are immutable.
 type rules struct {
 	port            *port
 	elsewhere, node route
@@ -20,31 +20,34 @@ type rules struct {
 	affinity time.Duration
 }
 
-// route is the treatment of some of a frontend's clients.
+// route says whether to forward the connections of a group of clients, and to which
+// endpoints.
 type route struct {
 	verdict nodeview.Verdict
 	pool    *pool
 }
 
-// refused reports whether all clients are refused, so that no listener is needed.
+// refused reports whether the rules refuse all clients, so that no listener is needed.
 func (r *rules) refused() bool {
 	return r.elsewhere.verdict == nodeview.Reject && r.node.verdict == nodeview.Reject
 }
 
 // routeOf returns the route of client. Its verdict is Drop if the client is not admitted.
 func (r *rules) routeOf(client netip.Addr, startsHere func(netip.Addr) bool) route {
-	client = client.WithZone("") // no prefix contains an address with a zone
+	client = client.WithZone("") // a prefix never contains an address with a zone
 	if !r.admission.admits(client) {
 		return route{verdict: nodeview.Drop}
 	}
-	// Most frontends have one list for all clients, and need not locate the client.
+	// Most frontends treat all clients alike, so that the location of the client does not
+	// matter.
 	if r.elsewhere == r.node || !startsHere(client) {
 		return r.elsewhere
 	}
 	return r.node
 }
 
-// endpoint returns the endpoint for client. It returns false if all endpoints are unfit.
+// endpoint returns an endpoint for client. It returns false if unfit returns true for all
+// endpoints.
 func (r *rules) endpoint(rt route, client netip.Addr, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	if r.affinity == 0 {
 		return rt.pool.pick(unfit)
@@ -63,14 +66,13 @@ func (a *admission) admits(client netip.Addr) bool {
 	return !a.restricted || slices.ContainsFunc(a.prefixes, func(p netip.Prefix) bool { return p.Contains(client) })
 }
 
-// screen selects the packets that a socket accepts. It discards the others as if they
-// were lost. It applies when the rules only decide which packets to drop. The zero value
-// accepts all packets.
+// screen describes the packets that a socket accepts. Other packets are dropped as if
+// they were lost. The zero value accepts all packets.
 type screen struct {
-	// dropAll discards all packets.
+	// dropAll drops all packets.
 	dropAll bool
-	// hereOnly accepts only packets that start on this node: from the loopback interface and
-	// from pods.
+	// hereOnly drops packets from other nodes. It accepts packets from the loopback
+	// interface and from pods.
 	hereOnly bool
 	pods     []netip.Prefix
 	admission

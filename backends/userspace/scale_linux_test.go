@@ -17,9 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// BenchmarkServices starts services with three frontends each and changes an endpoint of
-// one of them. It uses as many services as the limit of open files allows, up to 10,000,
-// and one and two thirds of that number.
+// BenchmarkServices starts services with three frontends each, and changes an endpoint of
+// one service. The limit of open files determines the largest number of services, at most
+// 10,000. The benchmark also uses one third and two thirds of that number.
 func BenchmarkServices(b *testing.B) {
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
@@ -85,15 +85,15 @@ func heap() uint64 {
 	return m.HeapInuse + m.StackInuse
 }
 
-// manyServices returns the i-th service, with a cluster IP, an external IP, a node port,
-// and endpoints.
+// manyServices returns service number i. It has a cluster IP, an external IP, a node
+// port, and endpoints.
 func manyServices(i, endpoints int) *api.ServiceEndpoints {
 	s := serviceAt(fmt.Sprint("web-", i), fmt.Sprintf("10.96.%d.%d", i/250, i%250+1), 80, api.TCP)
 	s.Service.Type = api.NodePort
 	s.Service.IPs.ExternalIPs = api.NewIPSet(netip.AddrFrom4([4]byte{10, 97, byte(i / 250), byte(i%250 + 1)}))
 	s.Service.Ports[0].NodePort = int32(30000 + i)
 	for e := range endpoints {
-		s.to(netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 244, byte(i), byte(e + 1)}), 8080))
+		s.addEndpoints(netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 244, byte(i), byte(e + 1)}), 8080))
 	}
 	return s.view()
 }

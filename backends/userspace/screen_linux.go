@@ -13,18 +13,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// networkHeader is the offset of the IP header in a socket filter, wherever its packet
-// begins (SKF_NET_OFF).
+// networkHeader is the offset of the IP header for socket filters (SKF_NET_OFF). It is
+// independent of the headers before.
 const networkHeader = 0xfff00000
 
 // maxInstructions is the maximum length of a socket filter (BPF_MAXINSNS).
 const maxInstructions = 4096
 
-// The results of a socket filter: the number of bytes of the packet to keep.
+// A socket filter returns the number of bytes of the packet to keep.
 var takePacket, dropPacket = bpf.RetConstant{Val: 1<<32 - 1}, bpf.RetConstant{}
 
-// program returns the socket filter of s for packets of one IP family, or nil if it
-// accepts all.
+// program returns the socket filter of s for packets of one IP family. It returns nil if
+// s accepts all packets.
 func (s *screen) program(v4 bool) []bpf.Instruction {
 	if s.dropAll {
 		return []bpf.Instruction{dropPacket}
@@ -35,7 +35,7 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 	var admit []bpf.Instruction
 	if s.restricted {
 		for _, p := range s.prefixes {
-			admit = append(admit, unlessIn(p, v4, takePacket)...)
+			admit = append(admit, ifSourceIn(p, v4, takePacket)...)
 		}
 		admit = append(admit, dropPacket)
 	} else {
@@ -44,12 +44,12 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 	if !s.hereOnly {
 		return admit
 	}
-	// Each test that succeeds jumps to the end.
+	// Each successful test jumps behind the last test.
 	var tests [][]bpf.Instruction
 	for _, p := range s.pods {
-		tests = append(tests, unlessIn(p, v4, bpf.Jump{}))
+		tests = append(tests, ifSourceIn(p, v4, bpf.Jump{}))
 	}
-	rest := 1 // the drop after the last test
+	rest := 1 // counts the drop instruction after the last test
 	for i := len(tests) - 1; i >= 0; i-- {
 		if n := len(tests[i]); n > 0 {
 			tests[i][n-1] = bpf.Jump{Skip: uint32(rest)}
@@ -67,9 +67,10 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 	return append(append(out, dropPacket), admit...)
 }
 
-// unlessIn returns instructions that execute then for a packet with a source in p, and
-// otherwise continue. It returns nil if p has the other family.
-func unlessIn(p netip.Prefix, v4 bool, then bpf.Instruction) []bpf.Instruction {
+// ifSourceIn returns instructions that execute action if the source of a packet is in p.
+// For other packets they continue with the next instruction. It returns nil if p has the
+// other family.
+func ifSourceIn(p netip.Prefix, v4 bool, action bpf.Instruction) []bpf.Instruction {
 	if p.Addr().Is4() != v4 {
 		return nil
 	}
@@ -95,12 +96,13 @@ func unlessIn(p netip.Prefix, v4 bool, then bpf.Instruction) []bpf.Instruction {
 			bpf.ALUOpConstant{Op: bpf.ALUOpAnd, Val: w.mask},
 			bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: w.value, SkipTrue: uint8(perWord*(len(words)-i-1) + 1)})
 	}
-	return append(out, then)
+	return append(out, action)
 }
 
-// attach attaches s to the socket c in place of an earlier screen. A screen may have too
-// many prefixes for a filter, or for the kernel's memory limit of socket options
-// (net.core.optmem_max). Then attach attaches nothing, and accept applies the rules.
+// attach replaces the socket filter of c by that of s. If s has too many prefixes for a
+// filter, or for the kernel's memory limit of socket options (net.core.optmem_max),
+// attach only removes the old filter. Then the rules apply after a connection is
+// accepted.
 func (s *screen) attach(c syscall.RawConn, v4 bool) error {
 	program := s.program(v4)
 	if len(program) > maxInstructions {

@@ -17,8 +17,8 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// TestSourceRangesApplyWithoutKernelFilter has more source ranges than fit
-// into a socket filter.
+// TestSourceRangesApplyWithoutKernelFilter has too many source ranges for a socket
+// filter.
 func TestSourceRangesApplyWithoutKernelFilter(t *testing.T) {
 	n := netnstest.New(t)
 	if err := n.Do(func() error {
@@ -27,11 +27,11 @@ func TestSourceRangesApplyWithoutKernelFilter(t *testing.T) {
 	}); err != nil {
 		t.Skip("before Linux 6.8 the limit is global to the machine:", err)
 	}
-	server := namedServer(t, "a") // outside the namespace, like the backend's goroutines
-	inside(t, n, func(b *Backend) {
+	server := namedServer(t, "a") // the backend's goroutines also run outside the namespace
+	runInside(t, n, func(b *Backend) {
 		admit := func(ranges ...netip.Prefix) {
 			t.Helper()
-			view := serviceAt("web", "10.96.0.1", 80, api.TCP).to(server).change(func(s *api.Service) {
+			view := serviceAt("web", "10.96.0.1", 80, api.TCP).addEndpoints(server).modify(func(s *api.Service) {
 				s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1"))
 				s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.ExternalIPs, Prefixes: ranges}}
 			}).view()
@@ -71,7 +71,7 @@ func TestSourceRangesApplyToLinkLocalClients(t *testing.T) {
 	n := netnstest.New(t)
 	n.Add(t, "lo", "fe80::1/64")
 	server := namedServerAt(t, "a", "[::1]:0")
-	inside(t, n, func(b *Backend) {
+	runInside(t, n, func(b *Backend) {
 		eventually(t, "sockets can use the address", func() bool {
 			l, err := net.Listen("tcp", "[fe80::1%lo]:0")
 			if err == nil {
@@ -80,7 +80,7 @@ func TestSourceRangesApplyToLinkLocalClients(t *testing.T) {
 			return err == nil
 		})
 		for ranges, want := range map[string]bool{"fe80::/10": true, "fe80::2/128": false} {
-			if err := b.Sync(t.Context(), fullOf(serviceAt("web", "fd00::1", 80, api.TCP).to(server).change(func(s *api.Service) {
+			if err := b.Sync(t.Context(), fullOf(serviceAt("web", "fd00::1", 80, api.TCP).addEndpoints(server).modify(func(s *api.Service) {
 				s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("fd00::2"))
 				s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.ExternalIPs, Prefixes: []netip.Prefix{netip.MustParsePrefix(ranges)}}}
 			}).view())); err != nil {
@@ -88,7 +88,7 @@ func TestSourceRangesApplyToLinkLocalClients(t *testing.T) {
 			}
 			timeout := 500 * time.Millisecond
 			if want {
-				timeout = 30 * time.Second // a lost packet is sent again after 1 s
+				timeout = 30 * time.Second // TCP repeats a lost packet after 1 s
 			}
 			d := net.Dialer{Timeout: timeout, LocalAddr: &net.TCPAddr{IP: net.ParseIP("fe80::1"), Zone: "lo"}}
 			c, err := d.Dial("tcp", "[fd00::2]:80")

@@ -6,5 +6,5 @@ package userspace
 
 import "syscall"
 
-// attach does nothing: accept applies the rules.
+// attach does nothing. The rules apply after a connection is accepted.
 func (s *screen) attach(syscall.RawConn, bool) error { return nil }

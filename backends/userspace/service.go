@@ -19,25 +19,25 @@ import (
 type service struct {
 	*engine
 	key types.NamespacedName
-	// view is the view to plan again when the node's addresses change. It is nil if the plan
-	// does not depend on them.
+	// view is the current view, for a new plan when the node's addresses change. It is nil
+	// if the plan does not depend on these addresses.
 	view *api.ServiceEndpoints
-	// failed reports that the last Sync failed for this service. stale reports that the pass
-	// has not delivered it.
+	// failed reports that the last Sync failed for this service. The field stale reports
+	// that the current pass has not delivered the service yet.
 	failed, stale bool
 	// unsupported is the last logged error about unsupported frontends.
 	unsupported string
 	ports       map[portKey]*port
-	// addresses are the addresses of the service, each with the reason why it is not local,
-	// or nil if it is.
+	// addresses are the addresses of the service. The value is nil for a local address,
+	// otherwise the reason why it is not local.
 	addresses map[netip.Addr]error
-	// waiting is the plan while an address is not local, else nil.
+	// waiting is the current plan if one of its addresses is not local yet, else nil.
 	waiting   *plan
 	listeners map[socketAddr]listener
-	// lingering are closed listeners of frontends that the service still has, without
-	// endpoints. Their connections continue without a time limit.
+	// lingering are the closed listeners of frontends that the service still has, but
+	// without endpoints. Their connections continue without a time limit.
 	lingering []lingerer
-	// account and warnOfLoop are shared by the ports.
+	// account and warnOfLoop are common to all ports of the service.
 	account    *account
 	warnOfLoop *sync.Once
 }
@@ -54,8 +54,8 @@ func newService(e *engine, key types.NamespacedName) *service {
 	}
 }
 
-// withdraw closes the listeners that p does not need, so that other services can use
-// their addresses.
+// withdraw closes the listeners that p does not need, so that other services can listen
+// there.
 func (s *service) withdraw(p *plan) {
 	keep := make(map[socketAddr]struct{}, len(p.sockets))
 	for _, want := range p.sockets {
@@ -63,7 +63,7 @@ func (s *service) withdraw(p *plan) {
 	}
 	for at, l := range s.listeners {
 		if _, ok := keep[at]; !ok {
-			s.leave(at, l)
+			s.closeListener(at, l)
 		}
 	}
 	s.lingering = slices.DeleteFunc(s.lingering, func(l lingerer) bool {
@@ -77,10 +77,11 @@ func (s *service) withdraw(p *plan) {
 	})
 }
 
-// leave closes the listener of a socket, so that another service can open it.
-func (s *service) leave(at socketAddr, l listener) {
+// closeListener closes the listener at a socket address, so that another service can
+// listen there.
+func (s *service) closeListener(at socketAddr, l listener) {
 	l.close()
-	s.descriptors.use(-1)
+	s.descriptors.adjust(-1)
 	delete(s.listeners, at)
 	s.held.set(at, nil)
 	s.log.V(3).Info("Stopping service", "service", s.key, "listener", at)
@@ -96,8 +97,8 @@ func isDrained(l listener) bool {
 	}
 }
 
-// retire drains the connections of a closed listener, and keeps its address local
-// meanwhile.
+// retire drains the connections of a closed listener in the background. Until that is
+// done, the address stays local.
 func (s *service) retire(at socketAddr, l listener) {
 	if isDrained(l) {
 		return
@@ -115,12 +116,13 @@ func (s *service) retire(at socketAddr, l listener) {
 		l.abort()
 		<-l.drained()
 		if holds {
-			s.forgo(context.Background(), at.at.Addr())
+			s.releaseAddress(context.Background(), at.at.Addr())
 		}
 	})
 }
 
-// apply applies p at addresses that are already local. It returns the errors.
+// apply applies the plan p at the addresses that are already local. It returns the joined
+// errors.
 func (s *service) apply(ctx context.Context, p *plan) error {
 	s.complainOf(p.unsupported)
 	var errs []error
@@ -161,21 +163,21 @@ func (s *service) complainOf(unsupported error) {
 	s.unsupported = text
 }
 
-// open opens a listener with its rules.
+// open opens a listener with its rules, or updates the rules of an open listener.
 func (s *service) open(ctx context.Context, want listenSpec) error {
 	if l, ok := s.listeners[want.socketAddr]; ok {
 		return l.setRules(want.rules)
 	}
 	if s.addresses[want.at.Addr()] != nil {
-		return nil // later, when the address is local
+		return nil // opened when the address becomes local
 	}
-	if other := s.held.of(want.socketAddr); other != nil {
+	if other := s.held.owner(want.socketAddr); other != nil {
 		if !other.stale && !other.failed {
 			return fmt.Errorf("listen on %s: service %s still uses it", want.socketAddr, other.key)
 		}
-		// The other service is about to change or to be pruned. Until then it ignores changes
-		// of the node's addresses, because it would need the socket again.
-		other.leave(want.socketAddr, other.listeners[want.socketAddr])
+		// The other service will soon be changed or pruned. Until then it must not react to
+		// changes of the node's addresses, because it would open the socket again.
+		other.closeListener(want.socketAddr, other.listeners[want.socketAddr])
 		other.view, other.waiting = nil, nil
 	}
 	l, err := s.listen(ctx, want.socketAddr, want.rules)
@@ -194,7 +196,7 @@ func (s *service) endLostUDPClients(p *plan) {
 		of.port.setServing(of.serving)
 	}
 	for _, want := range p.sockets {
-		// The clients may belong to another port that used the socket before.
+		// Clients may still belong to another port that used this socket before.
 		if l, ok := s.listeners[want.socketAddr].(*udpListener); ok {
 			l.endpointsLost(want.rules.port.serves)
 		}
@@ -202,7 +204,7 @@ func (s *service) endLostUDPClients(p *plan) {
 }
 
 // forget drops the ports and addresses that p does not need. It returns the changes that
-// release these addresses. If an address is still being added, it is released afterwards.
+// release these addresses. An address that is still being added is released afterwards.
 func (s *service) forget(p *plan) (changes []*change) {
 	for key, port := range s.ports {
 		if _, ok := p.ports[key]; !ok {
@@ -211,7 +213,7 @@ func (s *service) forget(p *plan) (changes []*change) {
 		}
 	}
 	for addr, err := range s.addresses {
-		if isComing(err) || slices.Contains(p.addresses, addr) {
+		if isPending(err) || slices.Contains(p.addresses, addr) {
 			continue
 		}
 		delete(s.addresses, addr)
@@ -222,8 +224,9 @@ func (s *service) forget(p *plan) (changes []*change) {
 	return changes
 }
 
-// forgo releases an address. A failed removal is retried later.
-func (e *engine) forgo(ctx context.Context, addr netip.Addr) {
+// releaseAddress removes one user of an address. If the removal of the address fails, it
+// logs the error, and sweep retries.
+func (e *engine) releaseAddress(ctx context.Context, addr netip.Addr) {
 	if err := e.local.release(ctx, addr); err != nil {
 		e.log.Error(err, addressesStay)
 	}

@@ -12,28 +12,28 @@ import (
 )
 
 // keepAlive configures the detection of dead peers. An idle connection to a vanished
-// client holds two descriptors, so it is closed after two minutes. Keep-alive has no
-// effect on a connection with unacknowledged data. For that, the kernel gives up after
-// enough retransmissions, on Linux after about 15 minutes.
+// client uses two descriptors, so it is closed after two minutes. Keep-alive has no
+// effect on a connection with unacknowledged data. The kernel ends such a connection
+// after several retransmissions, on Linux after about 15 minutes.
 var keepAlive = net.KeepAliveConfig{Enable: true, Idle: time.Minute, Interval: 15 * time.Second, Count: 4}
 
 // hostSockets opens sockets of the host.
 type hostSockets struct {
-	// anyAddress allows sockets to bind to addresses that are local only by a route. IPv6
-	// does not allow that by default.
+	// anyAddress allows sockets to bind to addresses that only a route makes local. By
+	// default IPv6 does not allow that.
 	anyAddress bool
 }
 
 // ListenTCP implements Sockets.
 func (h hostSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCPListener, error) {
 	config := h.config(listenerControl)
-	// A socket for Multipath TCP, the default of package net, supports no filter and no
-	// splice, and is twice as large.
+	// By default, package net listens with Multipath TCP. Such a socket is twice as large
+	// and supports neither filters nor splice.
 	config.SetMultipathTCP(false)
 	config.KeepAliveConfig = keepAlive
 	if keepAliveInherited {
 		config.KeepAliveConfig = net.KeepAliveConfig{}
-		config.KeepAlive = -1 // saves four system calls per connection
+		config.KeepAlive = -1 // not set again: saves four system calls per connection
 	}
 	l, err := config.Listen(ctx, network("tcp", at.Addr()), at.String())
 	if err != nil {

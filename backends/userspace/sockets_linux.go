@@ -34,14 +34,15 @@ func listenerControl(c syscall.RawConn) error {
 	})
 }
 
-// dialControl delays the last packet of the handshake until the first bytes are sent.
-// Otherwise it is a packet of its own, which wakes the endpoint for nothing. A connection
-// without bytes to send calls confirm.
+// dialControl delays the last packet of the handshake until the first bytes are sent, so
+// that both are one packet. A separate packet would wake the endpoint too early. A
+// connection without bytes to send calls confirm.
 func dialControl(_, _ string, c syscall.RawConn) error {
 	return onDescriptor(c, func(fd int) error { return unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_QUICKACK, 0) })
 }
 
-// confirm sends the packet that dialControl delays. The kernel would send it after 0.2 s.
+// confirm sends the last packet of the handshake, which dialControl delays. Without
+// confirm, the kernel sends it after 0.2 s.
 func confirm(c syscall.RawConn) error {
 	return onDescriptor(c, func(fd int) error { return unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_QUICKACK, 1) })
 }

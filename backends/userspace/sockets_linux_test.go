@@ -15,8 +15,8 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// TestLocalPortsAreShared opens more connections than local ports, to two endpoints. Each
-// endpoint may use all ports.
+// TestLocalPortsAreShared opens connections to two endpoints, more than there are local
+// ports. The connections to each endpoint may use all ports.
 func TestLocalPortsAreShared(t *testing.T) {
 	n := netnstest.New(t)
 	n.Set(t, "ipv4/ip_local_port_range=30000 30003")
@@ -38,13 +38,13 @@ func TestLocalPortsAreShared(t *testing.T) {
 	}
 }
 
-// TestEndpointMaySendFirst connects several times. Each connection would
-// take 0.2 s if the endpoint saw it only after the kernel's delay for the client's first
-// bytes.
+// TestEndpointMaySendFirst connects several times to an endpoint that sends first. It
+// checks that the endpoint sees each connection without the kernel's delay of 0.2 s for
+// the client's first bytes.
 func TestEndpointMaySendFirst(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("smtp", "127.0.0.2", port, api.TCP).to(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
+	w.set(serviceAt("smtp", "127.0.0.2", port, api.TCP).addEndpoints(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
 		fmt.Fprintln(c, "220 ready")
 		io.Copy(io.Discard, c)
 	})).view())
@@ -67,7 +67,7 @@ func TestManyBytesAreMovedWithoutPipes(t *testing.T) {
 	w := newWorld(t, Options{})
 	w.pipes.open = func() (*pipe, error) { return nil, errors.New("too many open files") }
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("echo", "127.0.0.2", port, api.TCP).to(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) { io.Copy(c, c) })).view())
+	w.set(serviceAt("echo", "127.0.0.2", port, api.TCP).addEndpoints(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) { io.Copy(c, c) })).view())
 	c := dial(t, "127.0.0.2", port)
 	sent := bytes.Repeat([]byte("kpng"), 1<<20)
 	go func() {
@@ -79,7 +79,8 @@ func TestManyBytesAreMovedWithoutPipes(t *testing.T) {
 	}
 }
 
-// TestServiceAtItsShareOfDescriptorsGetsNoPipes has descriptors for one connection.
+// TestServiceAtItsShareOfDescriptorsGetsNoPipes has only enough descriptors for one
+// connection.
 func TestServiceAtItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
 	w := newWorld(t, Options{})
 	w.pipes.open = func() (*pipe, error) {
@@ -87,8 +88,8 @@ func TestServiceAtItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
 		return newPipe()
 	}
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("echo", "127.0.0.2", port, api.TCP).to(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) { io.Copy(c, c) })).view())
-	w.leave(2)
+	w.set(serviceAt("echo", "127.0.0.2", port, api.TCP).addEndpoints(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) { io.Copy(c, c) })).view())
+	w.limitDescriptors(2)
 	c := dial(t, "127.0.0.2", port)
 	go c.Write(make([]byte, 4<<20))
 	if _, err := io.CopyN(io.Discard, c, 4<<20); err != nil {
@@ -96,14 +97,14 @@ func TestServiceAtItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
 	}
 }
 
-// TestEndFollowsLastBytesToSlowReader fills the buffers between endpoint and client, so that
-// the last bytes wait, directly followed by the end.
+// TestEndFollowsLastBytesToSlowReader fills the buffers between endpoint and client. So
+// the last bytes have to wait, together with the end of the stream.
 func TestEndFollowsLastBytesToSlowReader(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	answer := bytes.Repeat([]byte("kpng"), 1<<20)
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
-		for rest := answer; len(rest) > 0; { // in pieces that are copied, not spliced
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
+		for rest := answer; len(rest) > 0; { // small pieces are copied, not spliced
 			n := min(len(rest), 20_000)
 			c.Write(rest[:n])
 			rest = rest[n:]
@@ -111,7 +112,7 @@ func TestEndFollowsLastBytesToSlowReader(t *testing.T) {
 		c.Close()
 	})).view())
 	c := dial(t, "127.0.0.2", port)
-	c.CloseWrite() // so that the other direction has ended before
+	c.CloseWrite() // so that this direction ends first
 	time.Sleep(100 * time.Millisecond)
 	if got, err := io.ReadAll(c); err != nil || !bytes.Equal(got, answer) {
 		t.Errorf("received %d bytes of %d, error %v", len(got), len(answer), err)

@@ -8,14 +8,16 @@ const keepAliveInherited = false
 
 func listenerControl(syscall.RawConn) error { return nil }
 
-// soReuseUnicastPort is SO_REUSE_UNICASTPORT of mswsock.h. It lets connections to
-// different endpoints share an ephemeral port. That is the default for sockets that are
-// not explicitly bound, but package net binds each socket, as ConnectEx requires.
+// soReuseUnicastPort is SO_REUSE_UNICASTPORT of mswsock.h. It allows connections to
+// different endpoints to share an ephemeral port. Without the option, only sockets that
+// are not explicitly bound can do so. Package net binds each socket, because ConnectEx
+// requires that.
 const soReuseUnicastPort = 0x3007
 
 func dialControl(_, _ string, c syscall.RawConn) error {
 	return c.Control(func(fd uintptr) {
-		// Ignore errors: without the option, only fewer concurrent connections are possible.
+		// Ignore errors, because the option only increases the number of concurrent
+		// connections.
 		syscall.SetsockoptInt(syscall.Handle(fd), syscall.SOL_SOCKET, soReuseUnicastPort, 1)
 	})
 }

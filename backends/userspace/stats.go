@@ -11,18 +11,18 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// PortStats are the statistics of a service port since the Backend first served it.
+// PortStats are the statistics of a service port since the Backend first had it.
 type PortStats struct {
 	Service  types.NamespacedName
 	Protocol api.Protocol
 	Port     int32
 	// Connections counts TCP connections and UDP clients.
 	Connections int64
-	// Active counts those that have not ended.
+	// Active is the number of TCP connections and UDP clients that have not ended.
 	Active int64
-	// DialFailures counts endpoints that did not accept a connection or a datagram.
+	// DialFailures counts failed attempts to send a connection or a datagram to an endpoint.
 	DialFailures int64
-	// BytesToEndpoints and BytesFromEndpoints count the moved payload bytes.
+	// BytesToEndpoints and BytesFromEndpoints count payload bytes.
 	BytesToEndpoints, BytesFromEndpoints int64
 }
 

@@ -12,10 +12,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// stream moves the bytes of one direction of a connection. A few bytes go through a
-// buffer, with three system calls. Many bytes go through a pipe, where the kernel moves
-// pages instead of copying bytes. A waiting stream has neither, because ten thousand idle
-// connections are normal.
+// stream moves the bytes of one direction of a connection. It copies a few bytes through
+// a buffer, with three system calls. It moves many bytes through a pipe, where the kernel
+// moves pages instead of copying bytes. A waiting stream has neither buffer nor pipe,
+// because ten thousand idle connections are normal.
 type stream struct {
 	source, sink syscall.RawConn
 	buffers      *buffers
@@ -25,16 +25,16 @@ type stream struct {
 	rest         []byte // bytes in the buffer that are not written yet
 	pipe         *pipe
 	n            int   // number of bytes in the pipe
-	end          error // what follows those bytes: io.EOF, an error, or nil if unknown
+	end          error // what follows those bytes in the source: io.EOF, an error, or nil if unknown
 	err          error
-	spliced      bool // enough bytes arrive at once to use a pipe
-	unconfirmed  bool // nothing was written to the sink yet, and its handshake is delayed
+	spliced      bool // bytes arrive in pieces that are large enough for a pipe
+	unconfirmed  bool // the sink's handshake is delayed, because nothing was written yet
 
 	fill, empty, splice, unload func(fd uintptr) bool
 }
 
-// newStream returns the stream from source to destination. dialed reports that
-// destination was dialed and that this stream is the first to write to it.
+// newStream returns the stream from source to destination. The argument dialed reports
+// that destination is a dialed connection to which nothing was written yet.
 func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pipes, a *account) (*stream, error) {
 	from, err := source.SyscallConn()
 	if err != nil {
@@ -45,7 +45,7 @@ func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pip
 		return nil, err
 	}
 	s := &stream{source: from, sink: to, buffers: b, pipes: p, account: a, unconfirmed: dialed}
-	// Create the method values once, because each is an allocation.
+	// Create the method values only once, because each one is an allocation.
 	s.fill, s.empty, s.splice, s.unload = s.tryFill, s.tryEmpty, s.trySplice, s.tryUnload
 	return s, nil
 }
@@ -71,8 +71,8 @@ func (s *stream) move() (int, error) {
 	return n, s.end
 }
 
-// tryFill reads all available bytes of the source, so that the last bytes are sent
-// together with the end. Without bytes it uses no buffer.
+// tryFill reads all available bytes and the end of the source, so that the last bytes and
+// the end are sent together. If there are no bytes, it uses no buffer.
 func (s *stream) tryFill(fd uintptr) bool {
 	s.buffer = s.buffers.get()
 	filled := 0
@@ -91,7 +91,7 @@ func (s *stream) tryFill(fd uintptr) bool {
 		}
 	}
 	if s.unconfirmed && filled == 0 && s.end == nil {
-		confirm(s.sink) // a write shows whether the endpoint still exists
+		confirm(s.sink) // a write detects whether the endpoint still exists
 	}
 	s.unconfirmed = false
 	if filled == 0 {
@@ -217,10 +217,11 @@ func ignoringEINTR(f func() (int, error)) (int, error) {
 // pipeSize is the capacity of a pipe.
 const pipeSize = 1 << 20
 
-// descriptorsPerPipe is the number of descriptors of a pipe, which count for its service.
+// descriptorsPerPipe is the number of descriptors of a pipe. They count for the service
+// that uses the pipe.
 const descriptorsPerPipe = 2
 
-// spliceWorth is the number of bytes that must arrive at once to keep using a pipe.
+// spliceWorth is the minimum number of bytes per read for which a pipe is used.
 const spliceWorth = 16 << 10
 
 var errNoPipe = errors.New("no pipe")
@@ -233,8 +234,8 @@ func newPipe() (*pipe, error) {
 	if err := unix.Pipe2(fds[:], unix.O_NONBLOCK|unix.O_CLOEXEC); err != nil {
 		return nil, err
 	}
-	// A user with many pipes gets smaller ones. Then usually fewer bytes than spliceWorth
-	// move at once, and the stream stops using the pipe.
+	// The kernel gives smaller pipes to a user with many pipes. Then a splice usually moves
+	// fewer bytes than spliceWorth, and the stream stops using the pipe.
 	unix.FcntlInt(uintptr(fds[0]), unix.F_SETPIPE_SZ, pipeSize)
 	return &pipe{in: fds[1], out: fds[0]}, nil
 }

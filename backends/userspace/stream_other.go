@@ -9,8 +9,8 @@ import (
 	"syscall"
 )
 
-// stream moves the bytes of one direction of a connection. It has no buffer while it
-// waits.
+// stream moves the bytes of one direction of a connection. While it waits, it uses no
+// buffer.
 type stream struct {
 	from, to *net.TCPConn
 	source   syscall.RawConn // from
@@ -40,7 +40,7 @@ func (s *stream) move() (int, error) {
 	return s.to.Write((*buffer)[:n])
 }
 
-// pipes is unused: splicing exists only on Linux.
+// pipes is unused, because splicing exists only on Linux.
 type pipes struct{}
 
 func newPipes() *pipes { return &pipes{} }

@@ -20,8 +20,8 @@ import (
 	clocktesting "k8s.io/utils/clock/testing"
 )
 
-// refused reports whether no listener exists. A connection that was not accepted before
-// its listener closed also counts.
+// refused reports whether no listener exists. It also returns true if the listener closed
+// before it accepted the connection.
 func refused(t *testing.T, addr string, port int32) bool {
 	t.Helper()
 	c, err := net.DialTimeout("tcp", net.JoinHostPort(addr, fmt.Sprint(port)), patience)
@@ -50,17 +50,17 @@ func TestEstablishedConnectionSurvivesChangesOfItsService(t *testing.T) {
 	port := freePort(t, "127.0.0.2")
 	first, second := namedServer(t, "first"), namedServer(t, "second")
 	service := func() *testService { return serviceAt("web", "127.0.0.2", port, api.TCP) }
-	w.set(service().to(first).view())
+	w.set(service().addEndpoints(first).view())
 	c := dial(t, "127.0.0.2", port)
 	c.ask()
 	for _, next := range []struct {
 		name string
 		view *api.ServiceEndpoints
 	}{
-		{"its endpoint is taken out of service", service().to(second).draining(first).view()},
-		{"its endpoint is removed", service().to(second).view()},
-		{"the service has no endpoints", service().unusable().view()},
-		{"the service gets an external IP", service().to(second).change(func(s *api.Service) {
+		{"its endpoint is taken out of service", service().addEndpoints(second).addDraining(first).view()},
+		{"its endpoint is removed", service().addEndpoints(second).view()},
+		{"the service has no endpoints", service().markUnusable().view()},
+		{"the service gets an external IP", service().addEndpoints(second).modify(func(s *api.Service) {
 			s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.3"))
 		}).view()},
 	} {
@@ -69,10 +69,10 @@ func TestEstablishedConnectionSurvivesChangesOfItsService(t *testing.T) {
 			t.Errorf("%s: the connection reached %s", next.name, got)
 		}
 	}
-	if got := asked(t, "127.0.0.2", port); got != "second" {
+	if got := askOnce(t, "127.0.0.2", port); got != "second" {
 		t.Errorf("a new connection reached %s", got)
 	}
-	if got := asked(t, "127.0.0.3", port); got != "second" {
+	if got := askOnce(t, "127.0.0.3", port); got != "second" {
 		t.Errorf("a connection to the external IP reached %s", got)
 	}
 }
@@ -80,12 +80,12 @@ func TestEstablishedConnectionSurvivesChangesOfItsService(t *testing.T) {
 func TestUnchangedListenerStaysOpen(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	service := serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a"))
+	service := serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a"))
 	w.set(service.view())
 	at := socketAddr{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port))}
 	before := w.listenerAt(at)
 	w.source.Reset() // the next update is Lost
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "b")).view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "b")).view())
 	if w.listenerAt(at) != before {
 		t.Error("the listener was replaced")
 	}
@@ -94,16 +94,16 @@ func TestUnchangedListenerStaysOpen(t *testing.T) {
 func (w *world) listenerAt(at socketAddr) listener {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.held.of(at).listeners[at]
+	return w.held.owner(at).listeners[at]
 }
 
 func TestServicesSwapAddresses(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	a, b := namedServer(t, "a"), namedServer(t, "b")
-	w.set(serviceAt("a", "127.0.0.2", port, api.TCP).to(a).view(), serviceAt("b", "127.0.0.3", port, api.TCP).to(b).view())
-	w.set(serviceAt("a", "127.0.0.3", port, api.TCP).to(a).view(), serviceAt("b", "127.0.0.2", port, api.TCP).to(b).view())
-	if got := asked(t, "127.0.0.3", port) + asked(t, "127.0.0.2", port); got != "ab" {
+	w.set(serviceAt("a", "127.0.0.2", port, api.TCP).addEndpoints(a).view(), serviceAt("b", "127.0.0.3", port, api.TCP).addEndpoints(b).view())
+	w.set(serviceAt("a", "127.0.0.3", port, api.TCP).addEndpoints(a).view(), serviceAt("b", "127.0.0.2", port, api.TCP).addEndpoints(b).view())
+	if got := askOnce(t, "127.0.0.3", port) + askOnce(t, "127.0.0.2", port); got != "ab" {
 		t.Errorf("connected to %s", got)
 	}
 }
@@ -113,12 +113,12 @@ func TestPassInSeveralBatches(t *testing.T) {
 	port := freePort(t, "127.0.0.2")
 	a, b, gone := namedServer(t, "a"), namedServer(t, "b"), namedServer(t, "g")
 	at := func(name string, last int, to netip.AddrPort) *api.ServiceEndpoints {
-		return serviceAt(name, fmt.Sprintf("127.0.0.%d", last), port, api.TCP).to(to).view()
+		return serviceAt(name, fmt.Sprintf("127.0.0.%d", last), port, api.TCP).addEndpoints(to).view()
 	}
 	w.set(at("a", 2, a), at("b", 3, b), at("gone", 4, gone))
 	served := func(want string) {
 		t.Helper()
-		if got := asked(t, "127.0.0.2", port) + asked(t, "127.0.0.3", port) + asked(t, "127.0.0.4", port); got != want {
+		if got := askOnce(t, "127.0.0.2", port) + askOnce(t, "127.0.0.3", port) + askOnce(t, "127.0.0.4", port); got != want {
 			t.Errorf("connected to %s, want %s", got, want)
 		}
 	}
@@ -130,10 +130,10 @@ func TestPassInSeveralBatches(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// The services swap their addresses. Each is served at the old address of the other
-	// before the other is delivered.
+	// The services swap their addresses. Each gets the old address of the other before the
+	// other one is delivered.
 	batch(true, false, at("a", 3, a))
-	if got := asked(t, "127.0.0.3", port) + asked(t, "127.0.0.4", port); got != "ag" {
+	if got := askOnce(t, "127.0.0.3", port) + askOnce(t, "127.0.0.4", port); got != "ag" {
 		t.Errorf("connected to %s, want ag", got)
 	}
 	batch(false, false, at("b", 2, b))
@@ -143,7 +143,7 @@ func TestPassInSeveralBatches(t *testing.T) {
 	batch(false, false, at("b", 3, b))
 	served("abg")
 	batch(false, true)
-	if got := asked(t, "127.0.0.2", port) + asked(t, "127.0.0.3", port); got != "ab" {
+	if got := askOnce(t, "127.0.0.2", port) + askOnce(t, "127.0.0.3", port); got != "ab" {
 		t.Errorf("connected to %s, want ab", got)
 	}
 	if c, err := net.Dial("tcp", fmt.Sprintf("127.0.0.4:%d", port)); err == nil {
@@ -161,21 +161,21 @@ func TestPortInUseFailsOnlyItsService(t *testing.T) {
 	}
 	defer taken.Close()
 	both := func(s *api.Service) { s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.3")) }
-	err = w.failing(
-		serviceAt("blocked", "127.0.0.2", port, api.TCP).change(both).to(namedServer(t, "blocked")).view(),
-		serviceAt("web", "127.0.0.4", port, api.TCP).to(namedServer(t, "web")).view())
+	err = w.setFailing(
+		serviceAt("blocked", "127.0.0.2", port, api.TCP).modify(both).addEndpoints(namedServer(t, "blocked")).view(),
+		serviceAt("web", "127.0.0.4", port, api.TCP).addEndpoints(namedServer(t, "web")).view())
 	if !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), fmt.Sprintf("127.0.0.2:%d/TCP", port)) {
 		t.Errorf("error %q, want one that names the port in use", err)
 	}
-	if got := asked(t, "127.0.0.4", port); got != "web" {
+	if got := askOnce(t, "127.0.0.4", port); got != "web" {
 		t.Errorf("the other service reached %s", got)
 	}
-	if got := asked(t, "127.0.0.3", port); got != "blocked" {
+	if got := askOnce(t, "127.0.0.3", port); got != "blocked" {
 		t.Errorf("the service's other address reached %s", got)
 	}
 	taken.Close()
 	w.applied()
-	if got := asked(t, "127.0.0.2", port); got != "blocked" {
+	if got := askOnce(t, "127.0.0.2", port); got != "blocked" {
 		t.Errorf("after the port became free, connected to %s", got)
 	}
 }
@@ -190,11 +190,11 @@ func TestUnsupportedFrontendsAreLoggedAndOthersServed(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, Options{})
 			port := freePort(t, "127.0.0.2")
-			for range 2 { // the second time, nothing has changed
+			for range 2 { // the second pass has no changes
 				w.source.Reset()
-				w.set(serviceAt("odd", "127.0.0.2", port, api.TCP).change(change).to(namedServer(t, "a")).view())
+				w.set(serviceAt("odd", "127.0.0.2", port, api.TCP).modify(change).addEndpoints(namedServer(t, "a")).view())
 			}
-			if name == "SCTP" && asked(t, "127.0.0.2", port) != "a" {
+			if name == "SCTP" && askOnce(t, "127.0.0.2", port) != "a" {
 				t.Error("the TCP port is not served")
 			}
 			if got := strings.Count(w.log.String(), "a userspace proxy"); got != 1 {
@@ -207,16 +207,16 @@ func TestUnsupportedFrontendsAreLoggedAndOthersServed(t *testing.T) {
 func TestVerdictsWithoutEndpoints(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("none", "127.0.0.2", port, api.TCP).unusable().view(), serviceAt("elsewhere", "127.0.0.3", port, api.TCP).view())
+	w.set(serviceAt("none", "127.0.0.2", port, api.TCP).markUnusable().view(), serviceAt("elsewhere", "127.0.0.3", port, api.TCP).view())
 	if !refused(t, "127.0.0.2", port) {
 		t.Error("the connection is not refused although no endpoint is usable")
 	}
 	if !dropped(t, "127.0.0.3", port) {
 		t.Error("the connection is not dropped although only other nodes have endpoints")
 	}
-	w.set(serviceAt("none", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).view(),
-		serviceAt("elsewhere", "127.0.0.3", port, api.TCP).to(namedServer(t, "b")).view())
-	if got := asked(t, "127.0.0.2", port) + asked(t, "127.0.0.3", port); got != "ab" {
+	w.set(serviceAt("none", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).view(),
+		serviceAt("elsewhere", "127.0.0.3", port, api.TCP).addEndpoints(namedServer(t, "b")).view())
+	if got := askOnce(t, "127.0.0.2", port) + askOnce(t, "127.0.0.3", port); got != "ab" {
 		t.Errorf("with endpoints, connected to %s", got)
 	}
 }
@@ -226,7 +226,7 @@ func TestVerdictsWithoutEndpoints(t *testing.T) {
 func TestSourceRangesDropOthers(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).change(func(s *api.Service) {
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).modify(func(s *api.Service) {
 		s.Type = api.LoadBalancer
 		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.3"))
 		s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{
@@ -243,21 +243,22 @@ func TestSourceRangesDropOthers(t *testing.T) {
 			t.Errorf("from %s: connected %v, want %v (%v)", from, got, want, err)
 		}
 	}
-	if got := asked(t, "127.0.0.2", port); got != "a" {
+	if got := askOnce(t, "127.0.0.2", port); got != "a" {
 		t.Errorf("the unrestricted cluster IP reached %s", got)
 	}
 }
 
-// TestLocalPolicyIsShortCircuitedForThisNode has endpoints on other nodes only.
+// TestLocalPolicyIsShortCircuitedForThisNode has a service with endpoints only on other
+// nodes.
 func TestLocalPolicyIsShortCircuitedForThisNode(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).with(api.Scopes{Internal: true, Cluster: true}, namedServer(t, "far")).
-		change(func(s *api.Service) {
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addScoped(api.Scopes{Internal: true, Cluster: true}, namedServer(t, "far")).
+		modify(func(s *api.Service) {
 			s.ExternalTrafficToLocal = true
 			s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("127.0.0.3"))
 		}).view())
-	if got := asked(t, "127.0.0.3", port); got != "far" {
+	if got := askOnce(t, "127.0.0.3", port); got != "far" {
 		t.Errorf("this node reached %s", got)
 	}
 }
@@ -276,13 +277,13 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 		defer c.Close()
 		return c.ask()
 	}
-	w.set(service().to(servers...).change(affine).view())
+	w.set(service().addEndpoints(servers...).modify(affine).view())
 	first := from("127.5.0.1")
 	if second := from("127.5.0.2"); second == first {
 		t.Errorf("two clients share %s", first)
 	}
 	for range 4 {
-		clock.Step(90 * time.Second) // each new connection refreshes it
+		clock.Step(90 * time.Second) // each new connection restarts the timeout
 		if got := from("127.5.0.1"); got != first {
 			t.Fatalf("connected to %s, before to %s", got, first)
 		}
@@ -297,23 +298,23 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 			others = append(others, servers[i])
 		}
 	}
-	w.set(service().to(kept, others[0]).change(affine).view())
+	w.set(service().addEndpoints(kept, others[0]).modify(affine).view())
 	if got := from("127.5.0.1"); got != first {
 		t.Errorf("connected to %s because another endpoint was removed", got)
 	}
-	w.set(service().to(others...).change(affine).view())
+	w.set(service().addEndpoints(others...).modify(affine).view())
 	next := from("127.5.0.1")
 	if next == first {
 		t.Errorf("still connects to %s, which was removed", first)
 	}
-	w.set(service().to(servers...).change(affine).view())
+	w.set(service().addEndpoints(servers...).modify(affine).view())
 	if got := from("127.5.0.1"); got != next {
 		t.Errorf("connected to %s, before to %s", got, next)
 	}
 
 	clock.Step(101 * time.Second)
 	seen := map[string]bool{}
-	for range 5 { // two rounds of three, one of which has begun
+	for range 5 { // covers all three endpoints, although a round has begun
 		seen[from("127.5.0.1")] = true
 		clock.Step(101 * time.Second)
 	}
@@ -321,7 +322,7 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 		t.Errorf("after the timeout connected only to %v", seen)
 	}
 
-	w.set(service().to(servers...).view())
+	w.set(service().addEndpoints(servers...).view())
 	seen = map[string]bool{}
 	for range 5 {
 		seen[from("127.5.0.1")] = true
@@ -352,11 +353,11 @@ func TestNodePortsFollowNodeAddresses(t *testing.T) {
 	addrs := nodeaddr.Of(netip.MustParseAddr("127.0.0.5"))
 	w := newWorld(t, Options{NodeAddresses: addrs})
 	port, nodePort := freePort(t, "127.0.0.2"), freePort(t, "127.0.0.5")
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).change(func(s *api.Service) {
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).modify(func(s *api.Service) {
 		s.Type = api.NodePort
 		s.Ports[0].NodePort = nodePort
 	}).view())
-	if got := asked(t, "127.0.0.5", nodePort); got != "a" {
+	if got := askOnce(t, "127.0.0.5", nodePort); got != "a" {
 		t.Errorf("connected to %s", got)
 	}
 	if !refused(t, "127.0.0.6", nodePort) {
@@ -377,8 +378,8 @@ func TestBothFamiliesAreServed(t *testing.T) {
 	w := newWorld(t, Options{})
 	server := namedServerAt(t, "six", "[::1]:0")
 	port := freePort(t, "::1")
-	w.set(serviceAt("web", "::1", port, api.TCP).to(server).view())
-	if got := asked(t, "::1", port); got != "six" {
+	w.set(serviceAt("web", "::1", port, api.TCP).addEndpoints(server).view())
+	if got := askOnce(t, "::1", port); got != "six" {
 		t.Errorf("connected to %s", got)
 	}
 	if !refused(t, "127.0.0.1", port) {
@@ -389,7 +390,7 @@ func TestBothFamiliesAreServed(t *testing.T) {
 func TestConnectionsOfDeletedServiceDrain(t *testing.T) {
 	w := newWorld(t, Options{DrainTimeout: 300 * time.Millisecond})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).view())
 	c := dial(t, "127.0.0.2", port)
 	c.ask()
 	w.source.Delete(key("web"))
@@ -413,11 +414,11 @@ func TestConnectionsOfAServiceWithoutEndpointsAreNotLimited(t *testing.T) {
 	w := newWorld(t, Options{DrainTimeout: 100 * time.Millisecond})
 	port := freePort(t, "127.0.0.2")
 	server := namedServer(t, "a")
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(server).view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(server).view())
 	c := dial(t, "127.0.0.2", port)
 	c.ask()
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).unusable().view())
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(server).view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).markUnusable().view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(server).view())
 	c.SetReadDeadline(time.Now().Add(300 * time.Millisecond))
 	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Fatalf("while its service exists, the connection ended with %v", err)
@@ -433,7 +434,7 @@ func TestConnectionsOfAServiceWithoutEndpointsAreNotLimited(t *testing.T) {
 func TestStopWaitsForConnectionsToEnd(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).view())
 	c := dial(t, "127.0.0.2", port)
 	c.ask()
 	w.stop()
@@ -448,10 +449,10 @@ func TestStopWaitsForConnectionsToEnd(t *testing.T) {
 func TestStatsCount(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a")).view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a")).view())
 	c := dial(t, "127.0.0.2", port)
 	c.ask()
-	asked(t, "127.0.0.2", port)
+	askOnce(t, "127.0.0.2", port)
 	want := PortStats{Service: key("web"), Protocol: api.TCP, Port: port, Connections: 2, Active: 1, BytesToEndpoints: 12, BytesFromEndpoints: 16}
 	var got PortStats
 	eventually(t, "one connection remains", func() bool { got = w.stats("web"); return got.Active == 1 })

@@ -20,10 +20,12 @@ type tcpListener struct {
 	frontend
 	socket  *net.TCPListener
 	account *account // of the service
-	// connecting ends with abort and stops the search for endpoints.
+	// connecting is the context of attempts to connect to endpoints. The method abort
+	// cancels it.
 	connecting context.Context
 	giveUp     context.CancelFunc
-	// closing is closed to stop accept. accepted is closed when accept has returned.
+	// closing is closed to stop the method accept. The channel accepted is closed when
+	// accept has returned.
 	closing, accepted chan struct{}
 
 	mu      sync.Mutex
@@ -57,9 +59,10 @@ func (e *engine) listenTCP(ctx context.Context, p socketAddr, r *rules) (*tcpLis
 }
 
 // accept accepts connections until the socket is closed, and starts a goroutine for each.
-// It takes 8 µs of the 100 µs CPU time of a short connection, so it saturates only with
-// about a dozen cores. Several sockets per address (SO_REUSEPORT) would cost a descriptor
-// each, and closing one would reset the clients in its queue.
+// It uses 8 µs of the 100 µs of CPU time for a short connection. So it becomes a
+// bottleneck only with about a dozen cores. Several sockets per address (SO_REUSEPORT)
+// would need one descriptor each, and closing a socket would reset the clients in its
+// queue.
 func (l *tcpListener) accept() {
 	defer close(l.accepted)
 	wait := time.Duration(0)
@@ -90,8 +93,8 @@ func (l *tcpListener) accept() {
 	}
 }
 
-// admit takes the descriptors of a connection. It waits until its service may have them.
-// It returns false if the listener closes.
+// admit waits until the service may take the descriptors for a connection, and takes
+// them. It returns false if the listener closes before that.
 func (l *tcpListener) admit() bool {
 	if l.account.take(descriptorsPerConnection) {
 		return true
@@ -107,7 +110,7 @@ func (l *tcpListener) admit() bool {
 	})
 }
 
-// descriptorsPerConnection are one for the client and one for the endpoint.
+// descriptorsPerConnection counts one descriptor for the client and one for the endpoint.
 const descriptorsPerConnection = 2
 
 const (
@@ -122,8 +125,9 @@ func (l *tcpListener) enter() {
 	l.serving++
 }
 
-// leave records the end of a connection. r is its relay, or nil if it has none.
-func (l *tcpListener) leave(r *relay) {
+// recordEnd records the end of a connection. The argument r is the relay of the
+// connection, or nil if it has none.
+func (l *tcpListener) recordEnd(r *relay) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	delete(l.relays, r)
@@ -132,7 +136,8 @@ func (l *tcpListener) leave(r *relay) {
 	l.checkEmpty()
 }
 
-// checkEmpty is called with the lock held.
+// checkEmpty closes the channel of drained when no connection is left. The caller holds
+// the lock.
 func (l *tcpListener) checkEmpty() {
 	if l.closed && l.serving == 0 {
 		l.giveUp()
@@ -140,7 +145,7 @@ func (l *tcpListener) checkEmpty() {
 	}
 }
 
-// serve finds an endpoint for client and relays the connection.
+// serve connects client with an endpoint.
 func (l *tcpListener) serve(client *net.TCPConn) {
 	if log := l.log.V(3); log.Enabled() {
 		log.Info("Accepted TCP connection from remote", "remoteAddress", client.RemoteAddr(), "localAddress", client.LocalAddr())
@@ -153,13 +158,13 @@ func (l *tcpListener) serve(client *net.TCPConn) {
 		l.log.V(2).Info("Resetting connection", "listener", l.socketAddr, "client", client.RemoteAddr(), "reason", err)
 		resetConn(client)
 		counters.active.Add(-1)
-		l.leave(nil)
+		l.recordEnd(nil)
 		return
 	}
 	r := &relay{client: client, endpoint: endpoint, counters: counters, log: l.log, idle: l.opts.HalfClosedTimeout}
 	r.done = func() {
 		counters.active.Add(-1)
-		l.leave(r)
+		l.recordEnd(r)
 	}
 	if log := l.log.V(4); log.Enabled() {
 		log.Info("Creating proxy between remote and local addresses",
@@ -171,7 +176,7 @@ func (l *tcpListener) serve(client *net.TCPConn) {
 	aborted := l.aborted
 	l.mu.Unlock()
 	if aborted {
-		r.abort() // the relay notices immediately
+		r.abort() // the relay ends with an error
 	}
 	if err := r.start(l.buffers, l.pipes, l.account); err != nil { // start has closed both connections
 		r.done()
@@ -182,7 +187,7 @@ var errNotAdmitted = errors.New("the client is not admitted, or there is no endp
 
 var errOwnEndpoints = errors.New("all its endpoints are addresses that this proxy serves itself")
 
-// connect connects to the next endpoint, or to a later one if that fails.
+// connect connects to the next endpoint. If that fails, it tries further endpoints.
 func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 	from := client.RemoteAddr().(*net.TCPAddr).AddrPort().Addr().Unmap()
 	var tried, refused []netip.AddrPort
@@ -196,7 +201,7 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 		}
 		endpoint, ok := r.endpoint(rt, from, unfit, l.opts.Clock.Now())
 		if !ok && len(tried) > len(refused) {
-			// Slow endpoints get another attempt, with more time.
+			// Try slow endpoints again, with more time.
 			tried = slices.Clone(refused)
 			endpoint, ok = r.endpoint(rt, from, unfit, l.opts.Clock.Now())
 		}
@@ -232,8 +237,8 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 
 func (l *tcpListener) dialTCP(endpoint netip.AddrPort, timeout time.Duration) (*net.TCPConn, error) {
 	d := net.Dialer{Timeout: timeout, KeepAliveConfig: keepAlive, Control: dialControl}
-	// DialTCP binds the socket first. That reserves one of 28,232 local ports for all
-	// destinations. DialContext reserves it for this endpoint only.
+	// DialTCP would bind the socket first. That would reserve one of 28,232 local ports for
+	// all destinations. DialContext reserves the port for this endpoint only.
 	c, err := d.DialContext(l.connecting, network("tcp", endpoint.Addr()), endpoint.String())
 	if err != nil {
 		return nil, err

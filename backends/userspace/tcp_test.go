@@ -23,22 +23,23 @@ import (
 func TestEndpointsTakeTurns(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(namedServer(t, "a"), namedServer(t, "b"), namedServer(t, "c")).view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "a"), namedServer(t, "b"), namedServer(t, "c")).view())
 	got := map[string]int{}
 	for range 30 {
-		got[asked(t, "127.0.0.2", port)]++
+		got[askOnce(t, "127.0.0.2", port)]++
 	}
 	if diff := cmp.Diff(map[string]int{"a": 10, "b": 10, "c": 10}, got); diff != "" {
 		t.Errorf("connections by endpoint (-want +got):\n%s", diff)
 	}
 }
 
-// TestManyBytesArriveUnchanged moves enough bytes for splicing, in both directions.
+// TestManyBytesArriveUnchanged moves so many bytes in both directions that they are
+// spliced.
 func TestManyBytesArriveUnchanged(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	echo := listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) { io.Copy(c, c) })
-	w.set(serviceAt("echo", "127.0.0.2", port, api.TCP).to(echo).view())
+	w.set(serviceAt("echo", "127.0.0.2", port, api.TCP).addEndpoints(echo).view())
 	c := dial(t, "127.0.0.2", port)
 	sent, got := sha256.New(), sha256.New()
 	const size = 16 << 20
@@ -63,7 +64,7 @@ func TestHalfClosedConnectionContinues(t *testing.T) {
 		all, _ := io.ReadAll(c)
 		c.Write(bytes.ToUpper(all))
 	})
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(count).view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(count).view())
 	c := dial(t, "127.0.0.2", port)
 	c.Write([]byte("hello"))
 	c.CloseWrite()
@@ -88,7 +89,7 @@ func TestResetIsForwardedAsReset(t *testing.T) {
 		_, err := c.Read(b)
 		ended <- err
 	})
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(server).view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(server).view())
 
 	t.Run("from the endpoint", func(t *testing.T) {
 		c := dial(t, "127.0.0.2", port)
@@ -115,7 +116,7 @@ func TestResetIsForwardedAsReset(t *testing.T) {
 func TestResetIsForwardedWhileBytesMove(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	const before = 4 << 20 // bytes that the resetting side moves first
+	const before = 4 << 20 // number of bytes before the reset
 	ended := make(chan error, 1)
 	server := listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
 		mode := make([]byte, 1)
@@ -128,7 +129,7 @@ func TestResetIsForwardedWhileBytesMove(t *testing.T) {
 		_, err := io.Copy(c, zeros{})
 		ended <- err
 	})
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(server).view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(server).view())
 
 	t.Run("from the endpoint", func(t *testing.T) {
 		c := dial(t, "127.0.0.2", port)
@@ -166,7 +167,7 @@ func TestListenerClosesDuringConnections(t *testing.T) {
 	w.set() // the backend has started
 	at := socketAddr{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(freePort(t, "127.0.0.2")))}
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
-	view := serviceAt("web", "127.0.0.2", int32(at.at.Port()), api.TCP).to(dead).view()
+	view := serviceAt("web", "127.0.0.2", int32(at.at.Port()), api.TCP).addEndpoints(dead).view()
 	r := newService(&w.engine, key("web")).planFor(view, nil).sockets[0].rules
 	ended := make(chan struct{})
 	var clients sync.WaitGroup
@@ -207,9 +208,9 @@ func TestRefusingEndpointIsSkipped(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(dead, namedServer(t, "alive")).view())
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(dead, namedServer(t, "alive")).view())
 	for range 10 {
-		if got := asked(t, "127.0.0.2", port); got != "alive" {
+		if got := askOnce(t, "127.0.0.2", port); got != "alive" {
 			t.Fatalf("connected to %s", got)
 		}
 	}
@@ -222,8 +223,8 @@ func TestConnectionIsResetWhenEveryEndpointRefuses(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
-	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).to(dead).view())
-	// The reset may arrive before the client knows that it is connected.
+	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(dead).view())
+	// The reset may arrive before Dial returns.
 	c, err := net.Dial("tcp", net.JoinHostPort("127.0.0.2", strconv.Itoa(int(port))))
 	if err == nil {
 		defer c.Close()

@@ -70,7 +70,7 @@ func (l *udpListener) receive() {
 }
 
 // forward sends each datagram to the endpoint of its client. It appends the clients to
-// reached and returns it.
+// the slice reached and returns the slice.
 func (l *udpListener) forward(messages []ipv4.Message, reached []*udpClient) []*udpClient {
 	now := l.opts.Clock.Now()
 	var c *udpClient
@@ -94,8 +94,8 @@ func (l *udpListener) forward(messages []ipv4.Message, reached []*udpClient) []*
 	return reached
 }
 
-// client returns the client with the address from, or a new one. It returns nil if the
-// client's datagrams must be dropped.
+// client returns the client with the address from. It creates the client if needed. It
+// returns nil if the datagrams of the client must be dropped.
 func (l *udpListener) client(from netip.AddrPort, now time.Time) *udpClient {
 	l.mu.Lock()
 	c := l.clients[from]
@@ -130,8 +130,9 @@ func (l *udpListener) client(from netip.AddrPort, now time.Time) *udpClient {
 
 var errOutdated = errors.New("the rules have changed since the endpoint was chosen")
 
-// newClient returns a new client of an endpoint that was chosen under r. It returns
-// errOutdated if the endpoint may have been removed meanwhile.
+// newClient returns a new client of an endpoint that was chosen with the rules r. It
+// returns errOutdated if the rules have changed since, because the endpoint may have been
+// removed.
 func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now time.Time) (*udpClient, error) {
 	l.udp.makeRoom()
 	dial := func() (*net.UDPConn, error) {
@@ -154,21 +155,21 @@ func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now tim
 		socket.Close()
 		return nil, err
 	}
-	c.heard.Store(now.UnixNano())
+	c.lastDatagram.Store(now.UnixNano())
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.closed {
 		socket.Close()
 		return nil, net.ErrClosed
 	}
-	// A change of the rules ends the clients of removed endpoints afterwards.
+	// A change of the rules only ends the clients of removed endpoints that exist by then.
 	if l.current.Load() != r {
 		socket.Close()
 		return nil, errOutdated
 	}
 	l.clients[from] = c
 	l.udp.add(c)
-	l.descriptors.use(1)
+	l.descriptors.adjust(1)
 	r.port.counters.connections.Add(1)
 	r.port.counters.active.Add(1)
 	l.running.Go(c.receive)

@@ -58,8 +58,8 @@ func udpDial(t *testing.T, addr string, port int32) *net.UDPConn {
 	return c.(*net.UDPConn)
 }
 
-// udpAsk sends a datagram, repeatedly until it gets an answer, and returns the first word
-// of the answer, the server's name.
+// udpAsk repeats a datagram until it gets an answer. It returns the first word of the
+// answer, which is the server's name.
 func udpAsk(t *testing.T, c *net.UDPConn) string {
 	t.Helper()
 	var name string
@@ -77,7 +77,7 @@ func udpAsk(t *testing.T, c *net.UDPConn) string {
 func TestUDPClientKeepsItsEndpoint(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a"), udpServer(t, "b")).view())
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a"), udpServer(t, "b")).view())
 	got := map[string]int{}
 	for range 10 {
 		c := udpDial(t, "127.0.0.2", port)
@@ -97,9 +97,9 @@ func TestUDPClientKeepsItsEndpoint(t *testing.T) {
 func TestLargestDatagramIsMoved(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a")).view())
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	c := udpDial(t, "127.0.0.2", port)
-	const size = 65507 - len("a ") // 64 KiB with all headers, and the name in the answer
+	const size = 65507 - len("a ") // the answer, with its name and all headers, has 64 KiB
 	if _, err := c.Write(make([]byte, size)); err != nil {
 		t.Fatal(err)
 	}
@@ -113,7 +113,7 @@ func TestIdleUDPClientIsDropped(t *testing.T) {
 	clock := clocktesting.NewFakeClock(time.Now())
 	w := newWorld(t, Options{Clock: clock, UDPTimeout: time.Minute})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a")).view())
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	silent, talking := udpDial(t, "127.0.0.2", port), udpDial(t, "127.0.0.2", port)
 	udpAsk(t, silent)
 	udpAsk(t, talking)
@@ -131,19 +131,19 @@ func TestUDPClientLeavesRemovedEndpoint(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	first, second := udpServer(t, "first"), udpServer(t, "second")
-	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(first).view())
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(first).view())
 	c := udpDial(t, "127.0.0.2", port)
 	if got := udpAsk(t, c); got != "first" {
 		t.Fatalf("reached %s", got)
 	}
-	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(second).draining(first).view())
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(second).addDraining(first).view())
 	if got := udpAsk(t, c); got != "first" {
 		t.Errorf("reached %s although the first endpoint still serves", got)
 	}
 	if got := udpAsk(t, udpDial(t, "127.0.0.2", port)); got != "second" {
 		t.Errorf("a new client reached %s, which is on no list", got)
 	}
-	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(second).view())
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(second).view())
 	if got := udpAsk(t, c); got != "second" {
 		t.Errorf("reached %s, which was removed", got)
 	}
@@ -153,7 +153,7 @@ func TestUDPClientLeavesEndpointOfRemovedPort(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	named := func(name string, server netip.AddrPort) *api.ServiceEndpoints {
-		s := serviceAt("dns", "127.0.0.2", port, api.UDP).to(server)
+		s := serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(server)
 		s.Service.Ports[0].Name, s.Endpoints[0].PortOverrides[0].Name = name, name
 		return s.view()
 	}
@@ -166,18 +166,18 @@ func TestUDPClientLeavesEndpointOfRemovedPort(t *testing.T) {
 	}
 }
 
-// TestNewUDPClientDuringRemovalOfItsEndpoint removes the endpoint directly after it was
-// chosen.
+// TestNewUDPClientDuringRemovalOfItsEndpoint removes the endpoint immediately after it
+// was chosen for a new client.
 func TestNewUDPClientDuringRemovalOfItsEndpoint(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	first, second := udpServer(t, "first"), udpServer(t, "second")
 	changed := make(chan struct{})
-	w.log.on("Mapped service to endpoint", func() {
+	w.log.onText("Mapped service to endpoint", func() {
 		defer close(changed)
-		w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(second).view())
+		w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(second).view())
 	})
-	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(first).view())
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(first).view())
 	c := udpDial(t, "127.0.0.2", port)
 	c.Write([]byte("hello"))
 	<-changed
@@ -190,7 +190,7 @@ func TestUDPClientLeavesRefusingEndpoint(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
-	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(dead, udpServer(t, "alive")).view())
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(dead, udpServer(t, "alive")).view())
 	for range 4 {
 		if got := udpAsk(t, udpDial(t, "127.0.0.2", port)); got != "alive" {
 			t.Errorf("reached %s", got)
@@ -202,7 +202,7 @@ func TestAffinityDoesNotKeepRefusingUDPEndpoint(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
-	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(dead, udpServer(t, "alive")).change(func(s *api.Service) {
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(dead, udpServer(t, "alive")).modify(func(s *api.Service) {
 		s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
 	}).view())
 	for range 4 {
@@ -215,7 +215,7 @@ func TestAffinityDoesNotKeepRefusingUDPEndpoint(t *testing.T) {
 func TestUDPIsRefusedAfterServiceIsDeleted(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a")).view())
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	c := udpDial(t, "127.0.0.2", port)
 	udpAsk(t, c)
 	w.source.Delete(key("dns"))
@@ -231,7 +231,7 @@ func TestUDPIsRefusedAfterServiceIsDeleted(t *testing.T) {
 func TestTableOfUDPClientsIsBounded(t *testing.T) {
 	w := newWorld(t, Options{MaxUDPClients: 32})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a")).view())
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	for range 100 {
 		udpAsk(t, udpDial(t, "127.0.0.2", port))
 		if got := w.stats("dns").Active; got > 32 {
@@ -243,12 +243,12 @@ func TestTableOfUDPClientsIsBounded(t *testing.T) {
 	}
 }
 
-// TestBurstOfUDPClientsUsesFewBatches has 1,000 clients whose sockets receive
-// answers concurrently.
+// TestBurstOfUDPClientsUsesFewBatches has 1,000 clients that receive answers
+// concurrently.
 func TestBurstOfUDPClientsUsesFewBatches(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a")).view())
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	var clients []*net.UDPConn
 	for range 1000 {
 		c := udpDial(t, "127.0.0.2", port)
@@ -262,7 +262,7 @@ func TestBurstOfUDPClientsUsesFewBatches(t *testing.T) {
 			c.Write(make([]byte, 1000))
 		}
 	}
-	udpAsk(t, udpDial(t, "127.0.0.2", port)) // after all of them
+	udpAsk(t, udpDial(t, "127.0.0.2", port)) // answered after all other datagrams
 	runtime.ReadMemStats(&after)
 	if mib := (after.TotalAlloc - before.TotalAlloc) >> 20; mib > 128 {
 		t.Errorf("20 MB of datagrams allocated %d MiB, want at most 128", mib)
@@ -289,13 +289,13 @@ func TestGetWaitsForFreeBatch(t *testing.T) {
 	})
 }
 
-// TestTwentyThousandUDPClients has descriptors for half of its clients. The longest idle
-// ones make room.
+// TestTwentyThousandUDPClients has only enough descriptors for half of its clients. The
+// clients that have been idle longest are removed.
 func TestTwentyThousandUDPClients(t *testing.T) {
 	const clients, room = 20_000, 10_000
 	w := newWorld(t, Options{MaxUDPClients: room})
 	port := freePort(t, "127.0.0.2")
-	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).to(udpServer(t, "a")).view())
+	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	for first := 0; first < clients; first += 100 {
 		var sockets []*net.UDPConn
 		for i := range 100 {

@@ -25,11 +25,12 @@ type udpClient struct {
 	endpoint netip.AddrPort
 	socket   *net.UDPConn
 	datagrams
-	raw   syscall.RawConn
-	port  *port
-	heard atomic.Int64 // time of the last datagram in either direction, in Unix nanoseconds
+	raw          syscall.RawConn
+	port         *port
+	lastDatagram atomic.Int64 // time of the last datagram in either direction, in Unix nanoseconds
 
-	// waiting are datagrams for the endpoint. Only the listener's goroutine uses it.
+	// waiting are datagrams for the endpoint that are not sent yet. Only the listener's
+	// goroutine uses this field.
 	waiting []ipv4.Message
 	ended   sync.Once
 }
@@ -37,7 +38,7 @@ type udpClient struct {
 // send sends the waiting datagrams. If that fails, the client's next datagram goes to
 // another endpoint.
 func (c *udpClient) send(now time.Time) {
-	c.heard.Store(now.UnixNano())
+	c.lastDatagram.Store(now.UnixNano())
 	bytes := 0
 	for i := range c.waiting {
 		bytes += len(c.waiting[i].Buffers[0])
@@ -65,11 +66,11 @@ func (c *udpClient) receive() {
 					m.Addr = c.to
 					bytes += m.N
 				}
-				// Datagrams that cannot be sent are lost.
+				// If the datagrams cannot be sent, they are lost.
 				if c.listener.write(b.messages[:n]) == nil {
 					c.port.counters.bytesFromEndpoints.Add(int64(bytes))
 				}
-				c.heard.Store(c.listener.opts.Clock.Now().UnixNano())
+				c.lastDatagram.Store(c.listener.opts.Clock.Now().UnixNano())
 			}
 			c.listener.batches.put(b)
 		}
@@ -80,12 +81,12 @@ func (c *udpClient) receive() {
 	}
 }
 
-// fail ends the client after an error of its socket: the socket is closed, or the
-// endpoint does not exist.
+// fail ends the client after an error of its socket. Either the socket was closed or the
+// endpoint does not accept datagrams.
 func (c *udpClient) fail(err error) {
 	if !errors.Is(err, net.ErrClosed) {
 		c.port.counters.dialFailures.Add(1)
-		c.port.affinity.leave(c.addr.Addr(), c.endpoint)
+		c.port.affinity.detachClient(c.addr.Addr(), c.endpoint)
 		c.listener.log.V(2).Info("Endpoint did not take a datagram", "listener", c.listener.socketAddr, "endpoint", c.endpoint, "err", err)
 	}
 	c.end()
@@ -99,13 +100,13 @@ func (c *udpClient) end() {
 		delete(l.clients, c.addr)
 		l.mu.Unlock()
 		l.udp.remove(c)
-		l.descriptors.use(-1)
+		l.descriptors.adjust(-1)
 		c.port.counters.active.Add(-1)
 		c.socket.Close()
 	})
 }
 
-// udpClients are the clients of all listeners. It is safe for concurrent use.
+// udpClients is the set of the clients of all listeners. It is safe for concurrent use.
 type udpClients struct {
 	max int
 
@@ -129,7 +130,7 @@ func (u *udpClients) remove(c *udpClient) {
 	delete(u.all, c)
 }
 
-// makeRoom makes room for one more client.
+// makeRoom removes clients if the maximum is reached, so that one more can be added.
 func (u *udpClients) makeRoom() {
 	u.mu.Lock()
 	full := len(u.all) >= u.max
@@ -139,17 +140,18 @@ func (u *udpClients) makeRoom() {
 	}
 }
 
-// evict ends the longest idle clients of the service with the most. It ends one in
-// sixteen, because the search checks all clients.
+// evict ends those clients that have been idle longest, of the service with the most
+// clients. It ends one in sixteen of that service. Ending more than one is efficient,
+// because each search checks all clients.
 func (u *udpClients) evict() {
 	type entry struct {
-		client *udpClient
-		heard  int64
+		client       *udpClient
+		lastDatagram int64
 	}
 	byService := map[types.NamespacedName][]entry{}
 	u.mu.Lock()
 	for c := range u.all {
-		byService[c.port.service] = append(byService[c.port.service], entry{c, c.heard.Load()})
+		byService[c.port.service] = append(byService[c.port.service], entry{c, c.lastDatagram.Load()})
 	}
 	u.mu.Unlock()
 	var entries []entry
@@ -158,7 +160,7 @@ func (u *udpClients) evict() {
 			entries = of
 		}
 	}
-	slices.SortFunc(entries, func(a, b entry) int { return cmp.Compare(a.heard, b.heard) })
+	slices.SortFunc(entries, func(a, b entry) int { return cmp.Compare(a.lastDatagram, b.lastDatagram) })
 	for _, e := range entries[:(len(entries)+15)/16] {
 		e.client.end()
 	}
@@ -169,7 +171,7 @@ func (u *udpClients) expire(since time.Time) {
 	u.mu.Lock()
 	var silent []*udpClient
 	for c := range u.all {
-		if c.heard.Load() < since.UnixNano() {
+		if c.lastDatagram.Load() < since.UnixNano() {
 			silent = append(silent, c)
 		}
 	}

@@ -56,8 +56,7 @@ func outOfDescriptors(err error) bool {
 	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE)
 }
 
-// outOfPorts reports whether err, from connecting a UDP socket, means that the host has
-// no free port for it.
+// outOfPorts reports whether err means that the host has no free port for a UDP socket.
 func outOfPorts(err error) bool {
 	return errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EADDRINUSE) || errors.Is(err, unix.EADDRNOTAVAIL)
 }

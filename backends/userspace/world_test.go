@@ -53,7 +53,7 @@ type logBuffer struct {
 }
 
 // on calls f when text is logged next, before the logging call returns.
-func (b *logBuffer) on(text string, f func()) {
+func (b *logBuffer) onText(text string, f func()) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.awaited, b.reaction = text, f
@@ -133,7 +133,7 @@ func (w *world) applied() {
 }
 
 // failing sets views and returns the error of the failing service.
-func (w *world) failing(views ...*api.ServiceEndpoints) error {
+func (w *world) setFailing(views ...*api.ServiceEndpoints) error {
 	w.Helper()
 	w.source.Set(views...)
 	var err error
@@ -184,12 +184,12 @@ func serviceAt(name, addr string, number int32, protocol api.Protocol) *testServ
 }
 
 // to adds endpoints on all lists to the first port.
-func (s *testService) to(endpoints ...netip.AddrPort) *testService {
-	return s.with(api.Scopes{Internal: true, External: true, Cluster: true}, endpoints...)
+func (s *testService) addEndpoints(endpoints ...netip.AddrPort) *testService {
+	return s.addScoped(api.Scopes{Internal: true, External: true, Cluster: true}, endpoints...)
 }
 
 // with adds endpoints with scopes to the first port.
-func (s *testService) with(scopes api.Scopes, endpoints ...netip.AddrPort) *testService {
+func (s *testService) addScoped(scopes api.Scopes, endpoints ...netip.AddrPort) *testService {
 	for _, e := range endpoints {
 		s.Endpoints = append(s.Endpoints, endpoint(e, scopes))
 	}
@@ -198,19 +198,19 @@ func (s *testService) with(scopes api.Scopes, endpoints ...netip.AddrPort) *test
 }
 
 // draining adds an endpoint that serves but is on no list.
-func (s *testService) draining(e netip.AddrPort) *testService {
+func (s *testService) addDraining(e netip.AddrPort) *testService {
 	s.Draining = append(s.Draining, endpoint(e, api.Scopes{}))
 	return s
 }
 
 // change applies f to the service.
-func (s *testService) change(f func(*api.Service)) *testService {
+func (s *testService) modify(f func(*api.Service)) *testService {
 	f(s.Service)
 	return s
 }
 
 // unusable marks the first port as having no usable endpoint in the cluster.
-func (s *testService) unusable() *testService {
+func (s *testService) markUnusable() *testService {
 	p := s.Service.Ports[0]
 	for _, f := range s.Service.IPFamilies {
 		s.Unusable = append(s.Unusable, api.PortFamily{Protocol: p.Protocol, Port: p.Port, Family: f})
@@ -336,7 +336,7 @@ func (c *client) ask() string {
 }
 
 // asked returns the name of the server that a new connection reaches.
-func asked(t *testing.T, addr string, port int32) string {
+func askOnce(t *testing.T, addr string, port int32) string {
 	t.Helper()
 	c := dial(t, addr, port)
 	defer c.Close()

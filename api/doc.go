@@ -3,7 +3,7 @@
 // Package api is kpng's model: plain Go structs for the cluster's state of services, and
 // for one node's view of them.
 //
-// [Service], [EndpointSlice] and [Node] are read from the Kubernetes API, reduced to the
+// [Service], [EndpointSlice] and [Node] are objects of the Kubernetes API, reduced to the
 // needs of a service proxy. A [ServiceState] is the cluster's whole state of one service.
 // [ServiceEndpoints] is one node's view of a service: the service, the endpoints that
 // this node balances to, the lists of each endpoint, and the verdict for empty lists.
@@ -13,7 +13,7 @@
 // must not modify it afterwards. Code that receives a value must not modify it or
 // anything it points to. So goroutines, snapshots and sinks share values without copying.
 //
-// Each type marshals to the JSON that kpng-json prints. Names and meaning of the fields
-// follow the node-local wire form (proto package localv1). Fields with a zero value are
-// omitted, except Service.IPs.ClusterIPs.
+// Each type marshals to the JSON that kpng-json prints. The fields have the names and the
+// meaning of the node-local wire form (proto package localv1). Fields with a zero value
+// are omitted, except Service.IPs.ClusterIPs.
 package api

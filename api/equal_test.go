@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// TestEqualComparesEveryField changes each field at every depth and checks that Equal detects
-// it. Readers would miss changes of an ignored field.
+// TestEqualComparesEveryField changes each field at every depth and checks that Equal
+// detects it. If Equal ignored a field, readers would miss its changes.
 func TestEqualComparesEveryField(t *testing.T) {
 	ignored := map[string]bool{"EndpointSlice.TriggerTime": true}
 	testEqual(t, ignored, (*Service).Equal)

@@ -79,7 +79,7 @@ type IPSet struct {
 	V6 []netip.Addr `json:",omitempty"`
 }
 
-// NewIPSet returns the set of addrs, grouped by family in their original order. It unmaps
+// NewIPSet returns the set of addrs. Within a family, they keep their order. It unmaps
 // mapped addresses and drops duplicates.
 func NewIPSet(addrs ...netip.Addr) IPSet {
 	var s IPSet

@@ -20,9 +20,10 @@ type Service struct {
 	Type ServiceType `json:",omitempty"`
 	IPs  ServiceIPs
 
-	// AllPorts makes this an all-ports service: all traffic to its addresses, of any
-	// protocol and port, goes to an endpoint unchanged. The Kubernetes API has no such
-	// field; a source sets it at the user's request. JSON and the wire call it MapIP.
+	// AllPorts makes this an all-ports service. Traffic of any protocol and port to its
+	// addresses is sent to an endpoint; protocol and port stay the same. The Kubernetes
+	// API has no such field; a source sets it at the user's request. JSON and the wire
+	// call it MapIP.
 	AllPorts bool          `json:"MapIP,omitempty"`
 	Ports    []PortMapping `json:",omitempty"`
 
@@ -49,8 +50,8 @@ type Service struct {
 
 	// UID distinguishes a service from a deleted one with the same name.
 	UID types.UID `json:",omitempty"`
-	// Created is metadata.creationTimestamp. If two services claim one address and port, by
-	// addresses of the same kind, the older service wins.
+	// Created is metadata.creationTimestamp. If two services claim one address and port
+	// with addresses of the same kind, the older service wins.
 	Created time.Time `json:",omitzero"`
 	// IPFamilies is spec.ipFamilies: the families in which the service is served, the
 	// preferred one first. If it is empty, Families determines them.
@@ -153,8 +154,8 @@ func (s *Service) Key() types.NamespacedName {
 }
 
 // Families returns the families in which the service is served: IPFamilies or, if that is
-// empty, the families of the cluster IPs. For a headless service without either, it
-// returns the families of the external IPs.
+// empty, the families of the cluster IPs. If a headless service has neither, it returns
+// the families of the external IPs.
 func (s *Service) Families() []Family {
 	switch {
 	case len(s.IPFamilies) > 0:

@@ -16,8 +16,8 @@ import (
 type EndpointSlice struct {
 	Namespace string `json:",omitempty"`
 	Name      string `json:",omitempty"`
-	// ServiceName is the value of the label kubernetes.io/service-name: the slice's service,
-	// in the same namespace.
+	// ServiceName is the value of the label kubernetes.io/service-name. It names the
+	// slice's service, in the same namespace.
 	ServiceName string `json:",omitempty"`
 	// Labels holds the labels that the source is configured to keep.
 	Labels map[string]string `json:",omitempty"`
@@ -27,8 +27,8 @@ type EndpointSlice struct {
 	Endpoints []SliceEndpoint `json:",omitempty"`
 
 	// TriggerTime is the annotation endpoints.kubernetes.io/last-change-trigger-time: the
-	// time of the change that led to this content. It is for metrics only: Equal ignores it
-	// and wire forms omit it.
+	// time of the endpoint change that caused this content. It is for metrics only: Equal
+	// ignores it and wire forms omit it.
 	TriggerTime time.Time `json:"-"`
 }
 

@@ -19,11 +19,11 @@ type ServiceEndpoints struct {
 	// Endpoints are the endpoints on at least one of this node's lists, sorted by address
 	// and ports (see [Endpoint.Compare]).
 	Endpoints []Endpoint
-	// Draining are endpoints that serve but are on no list of this node. They receive no new
-	// connections and keep existing ones. The order is that of Endpoints.
+	// Draining are endpoints that serve but are on no list of this node. They receive no
+	// new connections and keep existing ones. They are sorted like Endpoints.
 	Draining []Endpoint `json:",omitempty"`
-	// Unusable are the service ports, by family, without a usable endpoint in the whole
-	// cluster. Their frontends reject.
+	// Unusable are the service ports and families that have no usable endpoint in the
+	// whole cluster. Their frontends reject connections.
 	Unusable []PortFamily `json:",omitempty"`
 	// Lost are the service's claims that another service owns.
 	Lost []LostClaim `json:",omitempty"`
@@ -50,17 +50,17 @@ type PortFamily struct {
 // Endpoint is an endpoint as one node sees it.
 type Endpoint struct {
 	Hostname string `json:",omitempty"`
-	// Addr is an IPv4 or IPv6 address, not mapped and without a zone. JSON and the wire have
-	// it as the only address of an IPSet named IPs.
+	// Addr is an IPv4 or IPv6 address, not mapped and without a zone. In JSON and on the
+	// wire, it is the only address of an IPSet named IPs.
 	Addr netip.Addr `json:"-"`
-	// PortOverrides are the ports at the endpoint by name. A named service port has an entry
-	// under its name. An unnamed port has one under its target port name. If its target port
-	// is a number, it has an entry only if the endpoint's port differs. TargetPort reads
-	// PortOverrides.
+	// PortOverrides are the ports at the endpoint, each with a name. A named service port
+	// has an entry under its name. An unnamed port has one under its target port name. If
+	// its target port is a number, it has an entry only if the endpoint's port differs.
+	// TargetPort reads PortOverrides.
 	PortOverrides []PortName `json:",omitempty"`
 	// Local reports whether the endpoint runs on this node.
 	Local bool `json:",omitempty"`
-	// Scopes are the endpoint's lists, over all service ports.
+	// Scopes are the lists that have the endpoint for at least one service port.
 	Scopes Scopes `json:",omitzero"`
 	// PortScopes is set if the lists differ between the service's ports. It has an entry for
 	// each port for which the endpoint is on a list. ScopesOf reads it.
@@ -76,8 +76,8 @@ type Endpoint struct {
 // endpointFields is Endpoint without its methods.
 type endpointFields Endpoint
 
-// endpointJSON is the JSON form of an Endpoint. Its first two fields precede the embedded
-// ones, as on the wire.
+// endpointJSON is the JSON form of an Endpoint. Its first two fields come before the
+// embedded ones, as on the wire.
 type endpointJSON struct {
 	Hostname string `json:",omitempty"`
 	IPs      IPSet
@@ -109,10 +109,11 @@ func (e *Endpoint) UnmarshalJSON(text []byte) error {
 
 // Scopes are the lists of an endpoint.
 type Scopes struct {
-	// Internal is the list for traffic to cluster IPs, by internalTrafficPolicy.
+	// Internal is the list for traffic to cluster IPs. It depends on
+	// internalTrafficPolicy.
 	Internal bool `json:",omitempty"`
-	// External is the list for traffic to external, load-balancer and node-port frontends,
-	// by externalTrafficPolicy.
+	// External is the list for traffic to external, load-balancer and node-port
+	// frontends. It depends on externalTrafficPolicy.
 	External bool `json:",omitempty"`
 	// Cluster is the list for traffic from this node to an external frontend of a service
 	// with externalTrafficPolicy Local.

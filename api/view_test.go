@@ -22,8 +22,8 @@ func addrs(list ...string) IPSet {
 	return s
 }
 
-// example is the view in the main example: a dual-stack headless service with external
-// IPs, one pod on this node and one elsewhere.
+// example returns a view of a dual-stack headless service with external IPs. It has one
+// pod on this node and one elsewhere.
 func example() *ServiceEndpoints {
 	both := Scopes{Internal: true, External: true}
 	ready := Conditions{Ready: true, Serving: true}
@@ -141,7 +141,7 @@ func TestJSONEndpointHasOneAddress(t *testing.T) {
 }
 
 func TestEndpointKeyAndOrder(t *testing.T) {
-	// Sorted, each with its key.
+	// The endpoints are sorted; each has its key.
 	keyed := []struct {
 		key      string
 		endpoint Endpoint

@@ -14,11 +14,11 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// here is the default node of the tests.
+// The variable here is the default node of the tests.
 var here = &api.Node{Name: "here", Labels: map[string]string{api.ZoneLabel: "zone-1"}}
 
-// service returns default/web with a cluster IP and one unnamed port, 80 to 8080,
-// modified by edits.
+// service returns the service default/web with the changes of edits. It has a cluster IP
+// and one unnamed port, 80 with target port 8080.
 func service(edits ...func(*api.Service)) *api.Service {
 	s := &api.Service{
 		Namespace: "default", Name: "web", Type: api.ClusterIP,
@@ -58,8 +58,8 @@ func nodePort(n int32) func(*api.Service) {
 	return func(s *api.Service) { s.Ports[0].NodePort = n }
 }
 
-// ports replaces the service's ports: "http=80", "dns=53/UDP", "80→web" with a named
-// targetPort, "80→8080" with a numeric one.
+// ports replaces the service's ports. Examples of a port are "http=80", "dns=53/UDP",
+// "80→web" with a named targetPort, and "80→8080" with a numeric one.
 func ports(specs ...string) func(*api.Service) {
 	return func(s *api.Service) {
 		s.Ports = nil
@@ -224,10 +224,10 @@ func lines(text string) []string {
 // viewCase is a row of a table of tests for View.
 type viewCase struct {
 	name    string
-	service *api.Service // service() if nil
-	node    *api.Node    // here if nil
+	service *api.Service // nil means service()
+	node    *api.Node    // nil means the node here
 	slices  string       // for endpointSlices
-	want    string       // from describe
+	want    string       // as the function describe returns it
 }
 
 func runViewCases(t *testing.T, cases []viewCase) {

@@ -10,7 +10,8 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// One node's view of a service with one endpoint on this node and one elsewhere.
+// The example prints one node's view of a service. The service has one endpoint on this
+// node and one elsewhere.
 func Example() {
 	ready := api.Conditions{Ready: true, Serving: true}
 	state := &api.ServiceState{

@@ -47,20 +47,21 @@ type ListExplanation struct {
 }
 
 // EndpointExplanation has the reason why an endpoint is, or is not, on each list. In
-// ListExplanation it applies to one service port; in Skipped it applies to all ports.
+// ListExplanation, the reason applies to one service port. In Skipped, it applies to all
+// ports.
 type EndpointExplanation struct {
 	// Slice is the name of the endpoint's slice.
 	Slice    string
 	Endpoint *api.SliceEndpoint
 	// TargetPort is the port at the endpoint, or 0 if it has none or takes any.
 	TargetPort int32 `json:",omitempty"`
-	// Internal, External and ShortCircuit are the reasons for the lists that api.Scopes
-	// names Internal, External and Cluster. ShortCircuit is 0 unless the external policy is
-	// Local.
+	// Internal, External and ShortCircuit are the reasons for three lists. They are the
+	// lists Internal, External and Cluster of api.Scopes. ShortCircuit is 0 unless the
+	// external policy is Local.
 	Internal     Reason `json:",omitzero"`
 	External     Reason `json:",omitzero"`
 	ShortCircuit Reason `json:",omitzero"`
-	// Preferred is the slice whose entry is used instead, for outDuplicate.
+	// Preferred is set for a duplicate. It is the slice whose entry is used instead.
 	Preferred string `json:",omitempty"`
 }
 
@@ -97,17 +98,17 @@ type trace struct {
 	pol policies
 }
 
-// skipped records an endpoint that is not a candidate.
-func (t *trace) skipped(slice *api.EndpointSlice, ep *api.SliceEndpoint, why Reason) {
+// addSkipped records an endpoint that is not a candidate.
+func (t *trace) addSkipped(slice *api.EndpointSlice, ep *api.SliceEndpoint, why Reason) {
 	if t == nil {
 		return
 	}
 	t.to.Skipped = append(t.to.Skipped, t.endpoint(slice, ep, 0, listReasons{why, why}))
 }
 
-// decided records the result for the candidates lo to hi, which have family f, for the
-// port at index p.
-func (t *trace) decided(c *selection, p int, f api.Family, found *endpointCounts, lo, hi int) {
+// addList records the list of one family f for the port at index p. The candidates of
+// this family are those from index lo up to hi.
+func (t *trace) addList(c *selection, p int, f api.Family, found *endpointCounts, lo, hi int) {
 	if t == nil {
 		return
 	}

@@ -80,8 +80,9 @@ type Frontend struct {
 	// Elsewhere applies to traffic that does not start on this node.
 	Elsewhere Traffic
 	// Node applies to traffic that starts on this node: in the node itself and, as far as
-	// the backend can detect it, in its pods. It differs from Elsewhere for external
-	// frontends with externalTrafficPolicy Local, whose list is short-circuited.
+	// the backend can detect it, in its pods. It differs from Elsewhere only for external
+	// frontends with externalTrafficPolicy Local: traffic that starts on this node uses
+	// the Cluster list (short circuit).
 	Node Traffic
 
 	// Sources are the admitted sources. A backend checks them first, also for sources on
@@ -101,20 +102,20 @@ type Traffic struct {
 	// List identifies Endpoints among the lists of the service. It is 0 unless Verdict is
 	// Forward.
 	List ListID `json:"-"`
-	// Endpoints are the endpoints to balance over, all of the frontend's family, sorted by
-	// address and ports. It is empty unless Verdict is Forward.
+	// Endpoints are the endpoints to balance over, all of the frontend's family, sorted
+	// by address and ports. The list is empty unless Verdict is Forward.
 	Endpoints []Target `json:",omitempty"`
 }
 
 // ListID identifies a list of endpoints within its service. It is for backends that keep
 // lists apart from frontends, as groups or maps. It is comparable and never 0.
 //
-// Within one view, lists have the same ListID if and only if they have the same endpoints
-// with the same ports, whichever frontends use them. From one view to the next a list
-// keeps its ListID while its endpoints change, in this process and in others. The
-// exception is a list that becomes equal to another list of the service, or ceases to be
-// equal. A backend may always compare the lists of two views by ListID and program the
-// differences.
+// Within one view, two lists have the same ListID if and only if they have the same
+// endpoints with the same ports. Their frontends do not matter. From one view to the next
+// a list keeps its ListID while its endpoints change, in this process and in others. The
+// ListID may change only when a list becomes equal to another list of the service, or
+// when such lists begin to differ. A backend may always compare the lists of two views by
+// ListID and program the differences.
 type ListID uint64
 
 // listID returns the ID of the Local or the Cluster list of a port and family.
@@ -163,8 +164,9 @@ type Masquerade uint8
 
 // The masquerade rules.
 const (
-	// MasqueradeIfAsked selects connections from outside the pod network if the backend's
-	// options (masquerade all, or cluster CIDR) request it. It applies to cluster IPs.
+	// MasqueradeIfAsked selects the connections that the backend's options select: all of
+	// them (masquerade all), or those from outside the pod network (cluster CIDR). It
+	// applies to cluster IPs.
 	MasqueradeIfAsked Masquerade = iota
 	// MasqueradeAll selects all connections. It applies to external frontends with policy
 	// Cluster.
@@ -180,9 +182,9 @@ var masqueradeNames = [...]string{MasqueradeIfAsked: "MasqueradeIfAsked", Masque
 // String returns the name of the constant.
 func (m Masquerade) String() string { return text(masqueradeNames[:], m) }
 
-// Frontends yields the frontends to program for se, by service port, then family, then
-// kind, each in the order of the service. No two have the same address, protocol and
-// port. A nil se, the view of a deleted service, has none.
+// Frontends yields the frontends to program for se. They are sorted by service port, then
+// family, then kind, each in the order of the service. No two have the same address,
+// protocol and port. A nil se, the view of a deleted service, has none.
 func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
 		lists := portLists{se: se}
@@ -191,7 +193,7 @@ func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 				continue
 			}
 			if lists.family == 0 || lists.port != s.ServicePort || lists.family != s.Family {
-				lists.next(s.ServicePort, s.Family)
+				lists.prepare(s.ServicePort, s.Family)
 			}
 			if !yield(frontend(s, &lists)) {
 				return
@@ -235,8 +237,8 @@ type list struct {
 	targets []Target
 }
 
-// next prepares the lists of the next port and family.
-func (l *portLists) next(port *api.PortMapping, family api.Family) {
+// prepare computes the lists of the next port and family.
+func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 	l.port, l.family = port, family
 	// Equal policies have equal lists. If one policy is Cluster, its list is the Cluster
 	// list.
@@ -256,8 +258,8 @@ func (l *portLists) next(port *api.PortMapping, family api.Family) {
 	}
 }
 
-// list returns the Local or the Cluster list: the endpoints that have the scope. If an
-// equal list of the service exists, it returns that one.
+// list returns the Local or the Cluster list. It has the endpoints whose scopes contain
+// scope. If the service already has an equal list, the method returns that one.
 func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
 	targets := targets(l.se, l.port, l.family, scope)
 	if len(targets) == 0 {
@@ -273,7 +275,8 @@ func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
 	return made
 }
 
-// targets returns the endpoints of one port and family that are on a list.
+// targets returns the endpoints of one port and family that are on the list for which on
+// returns true.
 func targets(se *api.ServiceEndpoints, port *api.PortMapping, family api.Family, on func(api.Scopes) bool) []Target {
 	listed := func(e *api.Endpoint) bool {
 		return api.FamilyOf(e.Addr) == family && on(e.ScopesOf(port))

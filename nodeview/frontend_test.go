@@ -52,8 +52,8 @@ type frontendCase struct {
 	service  *api.Service
 	slices   string // for endpointSlices
 	lost     []api.LostClaim
-	want     string // from describeFrontends
-	unserved string // from describeUnserved
+	want     string // as describeFrontends returns it
+	unserved string // as describeUnserved returns it
 }
 
 func runFrontendCases(t *testing.T, cases []frontendCase) {

@@ -16,9 +16,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FuzzView derives services, slices and nodes from its input. It checks View and
-// Frontends against their guarantees, and against the oracle of rules that kube-proxy
-// lacks (oracle_test.go).
+// FuzzView derives services, slices and nodes from its input. It checks the guarantees of
+// View and Frontends. For rules that kube-proxy lacks, it also compares the results with
+// an oracle (oracle_test.go).
 func FuzzView(f *testing.F) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for range 200 {
@@ -152,7 +152,7 @@ func (d *dice) node() *api.Node {
 		&api.Node{Name: "here"}, &api.Node{Labels: map[string]string{api.ZoneLabel: "zone-1"}}, nil)
 }
 
-// change returns s with other conditions, possibly without one of its slices.
+// change returns a copy of s with other conditions. The copy may lack one of the slices.
 func (d *dice) change(s *api.ServiceState) *api.ServiceState {
 	c := copyState(s)
 	for _, slice := range c.Slices {
@@ -267,8 +267,8 @@ func possibleKeys(state *api.ServiceState) map[string]bool {
 	return keys
 }
 
-// checkCompetition checks that the best of several entries with one address and port is
-// listed, and that serving endpoints listed for no port are draining.
+// checkCompetition checks that of several entries with one address and port the best is
+// listed. It also checks that a serving endpoint is draining if no port lists it.
 func checkCompetition(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	listed, drains := map[string]bool{}, map[string]bool{}
@@ -360,8 +360,8 @@ func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
 	}
 }
 
-// checkFrontends checks that each frontend that the service names is served or unserved,
-// once, with endpoints of the view and the family.
+// checkFrontends checks that each frontend that the service names occurs exactly once, as
+// served or unserved, and that its endpoints are those of the view and its family.
 func checkFrontends(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	served := map[api.Claim]map[api.Family]bool{}

@@ -23,8 +23,8 @@ func WriteViews(w io.Writer, views []*api.ServiceEndpoints) error {
 
 // WriteFrontends writes the node and then all [Frontends] of the views as lines of JSON,
 // for scripts. The first line is the node, {} if it is nil. Each line of a frontend
-// includes the Namespace and Name of its service. Ranges contains all admitted sources:
-// the Own addresses are resolved with the addresses of node.
+// includes the Namespace and Name of its service. Its Ranges are the result of
+// [Sources.Prefixes] for the addresses of node.
 func WriteFrontends(w io.Writer, node *api.Node, views []*api.ServiceEndpoints) error {
 	if node == nil {
 		node = &api.Node{}

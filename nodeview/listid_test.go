@@ -11,8 +11,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// groups is the view of a backend with groups: the members of each group, and the group
-// of each frontend for traffic from elsewhere.
+// groups is what a backend that programs groups keeps: the members of each group, and the
+// group that each frontend uses for traffic from elsewhere.
 type groups struct {
 	members map[ListID]string
 	of      map[string]ListID

@@ -40,7 +40,8 @@ func hints(ep *api.SliceEndpoint) api.Hints {
 }
 
 // listReasons holds the reasons why an endpoint is, or is not, on the Cluster list and
-// the Local list of a port and family. The zero value is undecided.
+// the Local list of a port and family. The zero value means that they are not decided
+// yet.
 type listReasons struct{ cluster, local Reason }
 
 // eligible reports whether the endpoint serves the port and is not a duplicate.
@@ -200,7 +201,7 @@ func externalPolicyLocal(svc *api.Service) bool {
 	}
 }
 
-// scopes returns the lists that have the endpoint, by kind of traffic.
+// scopes returns, for each kind of traffic, whether its list has the endpoint.
 func (p policies) scopes(m listReasons) api.Scopes {
 	return api.Scopes{
 		Internal: m.list(p.internalLocal).In(),
@@ -209,7 +210,8 @@ func (p policies) scopes(m listReasons) api.Scopes {
 	}
 }
 
-// list returns the reason for the Local or the Cluster list.
+// list returns the reason for the Local list if local is true, else that for the Cluster
+// list.
 func (m listReasons) list(local bool) Reason {
 	if local {
 		return m.local
@@ -217,12 +219,12 @@ func (m listReasons) list(local bool) Reason {
 	return m.cluster
 }
 
-// shortCircuit applies to traffic from this node to an external frontend with policy
-// Local. It uses the Cluster list, because a load balancer would send it to a node with
-// endpoints.
+// shortCircuit returns the reason for the list of traffic from this node to an external
+// frontend with policy Local. This traffic uses the Cluster list, because a load balancer
+// would send it to a node with endpoints.
 func (m listReasons) shortCircuit() Reason { return m.cluster }
 
-// answers reports whether an endpoint may still have connections. If it is on no list, it
-// is draining. A ready endpoint counts even if its condition serving is false
-// (publishNotReadyAddresses).
+// answers reports whether an endpoint may still have connections. Such an endpoint is
+// draining if it is on no list. A ready endpoint counts even if its condition serving is
+// false (publishNotReadyAddresses).
 func answers(c api.Conditions) bool { return c.Serving || c.Ready }

@@ -21,22 +21,22 @@ import (
 // View returns the node's view of the service of s. It returns nil if s has no service
 // (only slices) or a service of type ExternalName.
 //
-// View uses the name and the zone of node. A nil node, or one without a name, has no
-// local endpoints. The result shares memory with s and is immutable.
+// View uses the name and the zone of node. If node is nil or has no name, no endpoint is
+// local. The result shares memory with s and is immutable.
 func View(s *api.ServiceState, node *api.Node) *api.ServiceEndpoints {
 	return view(s, node, nil)
 }
 
-// view implements View. A tr that is not nil records every decision.
+// view implements View. If tr is not nil, it records every decision.
 func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints {
 	svc := s.Service
 	if svc == nil || svc.Type == api.ExternalName {
 		return nil
 	}
 
-	// The buffers keep a common service with few endpoints in few slices off the heap. This
-	// works only while the functions that fill them return the result: stored through a
-	// pointer, the buffers would escape.
+	// The buffers keep a common service with few endpoints in few slices off the heap.
+	// This works only while the functions that fill them return the result. Buffers that
+	// are stored through a pointer would escape to the heap.
 	var (
 		ports      [4]*api.PortMapping
 		targets    [8]int32
@@ -74,7 +74,7 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints 
 			if !t.usable {
 				se.Unusable = append(se.Unusable, portFamily(port, f))
 			}
-			tr.decided(&c, p, f, &t, lo, hi)
+			tr.addList(&c, p, f, &t, lo, hi)
 		}
 	}
 	c.list(se, policiesOf(svc), here)
@@ -120,8 +120,8 @@ func (c *selection) list(se *api.ServiceEndpoints, pol policies, here location) 
 }
 
 // assignLists merges the lists of each candidate over all ports. It returns the number of
-// candidates on any list, and of draining ones: eligible for a port, on no list, and
-// answering.
+// candidates that are on a list, and of those that are draining. A draining candidate is
+// eligible for a port, on no list, and may still have connections.
 func (c *selection) assignLists(pol policies) (listed, draining int) {
 	for i := range c.candidates {
 		cand := &c.candidates[i]

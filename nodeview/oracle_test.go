@@ -10,9 +10,9 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// This file implements parts of docs/semantics.md a second time, literally and without
-// regard to cost: the rules that kube-proxy lacks. test/kpdiff compares the other rules
-// with kube-proxy itself.
+// This file implements the rules of docs/semantics.md that kube-proxy lacks a second
+// time. It follows the text literally, without regard to cost. test/kpdiff compares the
+// other rules with kube-proxy itself.
 
 // entry is an endpoint of a slice for one port.
 type entry struct {
@@ -32,8 +32,8 @@ func oracleKey(svc *api.Service, slice *api.EndpointSlice, addr netip.Addr) stri
 	return e.Key()
 }
 
-// oracleEntries returns the endpoints that serve a port in one family, each address and
-// port once.
+// oracleEntries returns the endpoints that serve a port in one family. Each address and
+// port occurs once.
 func oracleEntries(state *api.ServiceState, p *api.PortMapping, family api.Family) map[netip.AddrPort]entry {
 	best := map[netip.AddrPort]entry{}
 	for _, slice := range state.Slices {

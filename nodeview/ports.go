@@ -11,8 +11,8 @@ const anyPort int32 = -1
 // the ports of service and slices: all-ports services and services without ports.
 func wholeAddress(svc *api.Service) bool { return svc.AllPorts || len(svc.Ports) == 0 }
 
-// servedPorts appends the ports of svc that can have a frontend to buf. A service that is
-// served by whole addresses has one port, nil.
+// servedPorts appends the ports of svc that can have a frontend to buf. For a service
+// that is served by whole addresses it appends a single nil.
 func servedPorts(buf []*api.PortMapping, svc *api.Service) []*api.PortMapping {
 	if wholeAddress(svc) {
 		return append(buf, nil)
@@ -25,10 +25,10 @@ func servedPorts(buf []*api.PortMapping, svc *api.Service) []*api.PortMapping {
 	return buf
 }
 
-// portFault returns why the service port at index i can have no frontend, or 0 if it can.
-// Number and protocol identify a port: TCP 53 and UDP 53 are two ports. The API server
-// rejects services with two ports of the same identity or name. Manifests may contain
-// them; the first one counts.
+// portFault returns the reason why the service port at index i can have no frontend, or 0
+// if it can have one. Number and protocol identify a port: TCP 53 and UDP 53 are two
+// ports. The API server rejects services with two ports of the same identity or name.
+// Manifests may contain them; the first one counts.
 func portFault(ports []api.PortMapping, i int) Fault {
 	p := &ports[i]
 	switch {
@@ -66,8 +66,8 @@ func matchPorts(targets []int32, overrides [][]api.PortName, list []*api.Endpoin
 	return targets, overrides
 }
 
-// targetPort returns the port at the endpoints of slice that serves p, matched by name
-// and protocol, or 0 if there is none or it has no number. The slices of one service may
+// targetPort returns the port at the endpoints of slice that has the name and protocol of
+// p. It returns 0 if there is none or it has no number. The slices of one service may
 // give one name different numbers.
 func targetPort(slice *api.EndpointSlice, p *api.PortMapping) int32 {
 	if p == nil {

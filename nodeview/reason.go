@@ -14,7 +14,7 @@ const (
 	inForZone
 	inHere
 	inTerminating
-	outNotReady // this and all later reasons: not on the list
+	outNotReady // from here on: the endpoint is not on the list
 	outOthersReady
 	outOtherNodes
 	outOtherZones

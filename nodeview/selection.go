@@ -14,8 +14,8 @@ import (
 // selection is the state of one call of View: every candidate for every port.
 type selection struct {
 	slices []*api.EndpointSlice
-	// ports are the service's ports that can be served. A service that is served by whole
-	// addresses has one port, nil.
+	// ports are the service's ports that can be served. For a service that is served by
+	// whole addresses, the only element is nil.
 	ports []*api.PortMapping
 	// targets and overrides hold what each slice serves. For slice s and port p,
 	// targets[s*len(ports)+p] is the port at the endpoints, or 0 if they do not serve p.
@@ -33,8 +33,8 @@ type candidate struct {
 	ep    *api.SliceEndpoint
 	slice int32
 
-	// assignLists sets these: the lists of all ports together, whether the lists differ
-	// between ports, and whether a candidate on no list is draining.
+	// assignLists sets the fields below: the lists of all ports together, whether the
+	// lists differ between ports, and whether a candidate on no list is draining.
 	scopes         api.Scopes
 	uneven, drains bool
 }
@@ -62,9 +62,9 @@ func (c *selection) gather(buf []candidate, served []api.Family, tr *trace) []ca
 			ep := &slice.Endpoints[i]
 			switch {
 			case !slices.Contains(served, api.FamilyOf(ep.Addr)):
-				tr.skipped(slice, ep, outFamily)
+				tr.addSkipped(slice, ep, outFamily)
 			case noPort:
-				tr.skipped(slice, ep, outNoPort)
+				tr.addSkipped(slice, ep, outNoPort)
 			default:
 				buf = append(buf, candidate{addr: ep.Addr, ep: ep, slice: int32(s)})
 			}
@@ -105,8 +105,8 @@ func (c *selection) dropUnserved() {
 	}
 }
 
-// dropDuplicates keeps one of several candidates for a port with the same address and
-// target port: the preferred one. A pod that moves between slices, or whose address is
+// If several candidates for a port have the same address and target port, dropDuplicates
+// keeps only the preferred one. A pod that moves between slices, or whose address is
 // reused, is one endpoint. Two slices may list one address with different ports: each
 // port is decided separately.
 func (c *selection) dropDuplicates() {
@@ -142,10 +142,10 @@ func (c *selection) dropDuplicates() {
 	}
 }
 
-// preference orders two candidates with the same address and port. It prefers ready ones,
-// then not terminating, then serving, then the smaller slice name. The remaining
-// comparisons make the result independent of the order of arrival if one slice lists an
-// address twice.
+// preference orders two candidates with the same address and port. It prefers ready
+// candidates, then those that do not terminate, then serving ones, then the smaller slice
+// name. One slice may list an address twice. The remaining comparisons make the result
+// independent of the order of arrival.
 func (c *selection) preference(i, j int) int {
 	a, b := c.candidates[i], c.candidates[j]
 	x, y := a.ep, b.ep

@@ -16,8 +16,8 @@ import (
 )
 
 // TestEveryRuleHasItsTest compares docs/semantics.md with the code. Every row of a table
-// with tests names a test in its last column, or refers to the conformance kit. Every
-// function, test and case that it names exists.
+// with tests must name a test in its last column, or refer to the conformance kit. Every
+// function, test and case that a row names must exist.
 func TestEveryRuleHasItsTest(t *testing.T) {
 	code := readCode(t, "..")
 	text, err := os.ReadFile("../docs/semantics.md")
@@ -25,7 +25,7 @@ func TestEveryRuleHasItsTest(t *testing.T) {
 		t.Fatal(err)
 	}
 	quoted := regexp.MustCompile("`([^`]+)`")
-	var header []string // of the current table; nil if it has no tests
+	var header []string // the header of the current table; nil if the table has no tests
 	rules := 0
 	for n, line := range strings.Split(string(text), "\n") {
 		cells := strings.Split(strings.Trim(line, "| "), " | ")

@@ -17,8 +17,8 @@ type Sources struct {
 	// Ranges are the source ranges of the frontend's family.
 	Ranges []netip.Prefix `json:",omitempty"`
 	// Own are the service's load-balancer addresses of the frontend's family. They are
-	// admitted as sources if a range admits this node. The reason: if an interface of the
-	// node has such an address, the node sends to it from the same address.
+	// admitted as sources if a range admits this node. The reason is that the node uses
+	// such an address as the source of packets to it if an interface of the node has it.
 	Own []netip.Addr `json:",omitempty"`
 }
 
@@ -51,8 +51,8 @@ func sourceRanges(svc *api.Service, addr netip.Addr) Sources {
 }
 
 // Prefixes returns the sources that a node with the addresses nodeAddrs admits: the
-// ranges, and the service's own addresses if a range admits the node. The result has no
-// meaning unless s is Restricted.
+// ranges, and the service's own addresses if a range admits the node. The result is
+// meaningless unless s.Restricted is true.
 func (s *Sources) Prefixes(nodeAddrs []netip.Addr) []netip.Prefix {
 	out := slices.Clone(s.Ranges)
 	if slices.ContainsFunc(nodeAddrs, s.contains) {

@@ -32,7 +32,7 @@ func TestSourceRanges(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		service *api.Service
-		want    map[string]string // the restricted frontends
+		want    map[string]string // the prefixes of each restricted frontend
 	}{{
 		name:    "without ranges all sources are admitted",
 		service: service(lb...),

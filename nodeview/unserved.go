@@ -97,8 +97,9 @@ func namedFrontends(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	}
 }
 
-// portFrontends yields the named frontends of one port. fault is the reason why the port
-// cannot be served, and nodePortFault the reason why its node port cannot.
+// portFrontends yields the named frontends of one port. The argument fault is the reason
+// why the port cannot be served, and nodePortFault is the reason why its node port
+// cannot.
 func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortFault Fault, yield func(UnservedFrontend) bool) bool {
 	served := se.Service.Families()
 	for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
@@ -131,8 +132,8 @@ func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodeP
 	return true
 }
 
-// nodePortFault returns why the otherwise valid port at index i can have no frontend at
-// its node port.
+// nodePortFault returns the reason why the port at index i, which is otherwise valid, can
+// have no frontend at its node port.
 func nodePortFault(ports []api.PortMapping, i int) Fault {
 	if ports[i].NodePort == 0 {
 		return 0
@@ -149,7 +150,7 @@ func named(lists [][]netip.Addr, a netip.Addr) bool {
 	return slices.ContainsFunc(lists, func(list []netip.Addr) bool { return slices.Contains(list, a) })
 }
 
-// frontendFault returns why there is no frontend at k, or 0 if there is one.
+// frontendFault returns the reason why there is no frontend at k, or 0 if there is one.
 func frontendFault(se *api.ServiceEndpoints, k FrontendKey, port Fault, served []api.Family) (Fault, types.NamespacedName) {
 	switch {
 	case !slices.Contains(served, k.Family):

@@ -91,8 +91,8 @@ func FuzzConversions(f *testing.F) {
 	})
 }
 
-// FuzzUnmarshal converts messages with arbitrary content. Errors are allowed and panics
-// are not. Accepted values must survive the wire unchanged.
+// FuzzUnmarshal converts messages with arbitrary content. The conversion may return an
+// error, but must not panic. Accepted values must survive the wire unchanged.
 func FuzzUnmarshal(f *testing.F) {
 	for seed := range uint64(5) {
 		r := rand.New(rand.NewPCG(seed, 1))

@@ -56,7 +56,7 @@ func (x *Endpoint) ToEndpoint() (e api.Endpoint, draining bool, err error) {
 		e.Target = &types.NamespacedName{Namespace: pod.GetNamespace(), Name: pod.GetName()}
 	}
 	var ips api.IPSet
-	if err := x.GetIPs().to(&ips); err != nil {
+	if err := x.GetIPs().copyTo(&ips); err != nil {
 		return e, false, fmt.Errorf("endpoint: %w", err)
 	}
 	if n := ips.Len(); n != 1 {

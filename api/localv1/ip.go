@@ -22,8 +22,8 @@ func fromIPSetUnlessEmpty(s *api.IPSet) *IPSet {
 	return fromIPSet(s)
 }
 
-// to sets set to the addresses in x.
-func (x *IPSet) to(set *api.IPSet) (err error) {
+// copyTo sets set to the addresses in x.
+func (x *IPSet) copyTo(set *api.IPSet) (err error) {
 	if set.V4, err = toAddrs(x.GetV4(), api.IPv4); err != nil {
 		return err
 	}
@@ -86,7 +86,7 @@ func convert[From, To any](list []From, f func(*From) To) []To {
 	return out
 }
 
-// convertPointers is convert for messages.
+// convertPointers does the same as convert for a list of messages.
 func convertPointers[From, To any](list []*From, f func(*From) To) []To {
 	return convert(list, func(x **From) To { return f(*x) })
 }

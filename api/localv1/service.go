@@ -94,7 +94,7 @@ func (x *Service) ToService() (*api.Service, error) {
 		{&s.IPs.LoadBalancerIPs, ips.GetLoadBalancerIPs()},
 		{&s.IPs.ProxiedIPs, ips.GetProxiedIPs()},
 	} {
-		if err := set.from.to(set.to); err != nil {
+		if err := set.from.copyTo(set.to); err != nil {
 			return nil, fmt.Errorf("service %s: %w", s.Key(), err)
 		}
 	}
@@ -160,7 +160,7 @@ func fromFilter(f *api.SourceRanges) *IPFilter {
 }
 
 func (x *IPFilter) toFilter() (f api.SourceRanges, err error) {
-	if err := x.GetTargetIPs().to(&f.TargetIPs); err != nil {
+	if err := x.GetTargetIPs().copyTo(&f.TargetIPs); err != nil {
 		return f, err
 	}
 	f.Prefixes, err = toPrefixes(x.GetSourceRanges())

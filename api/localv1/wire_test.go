@@ -93,8 +93,8 @@ func kind(f protoreflect.FieldDescriptor) string {
 	}
 }
 
-// TestFieldNumbersOfOriginalKpng repeats the numbers, so that page and messages cannot change
-// together by mistake.
+// TestFieldNumbersOfOriginalKpng repeats the field numbers, so that docs/wire.md and the
+// messages cannot change together by mistake.
 func TestFieldNumbersOfOriginalKpng(t *testing.T) {
 	for message, fields := range map[protoreflect.Name]string{
 		"WatchReq":         "NodeName 1",
@@ -156,8 +156,8 @@ func TestGoldenBytes(t *testing.T) {
 	}
 }
 
-// filled returns a message with every field set, if possible to its number. In a oneof,
-// it sets the last field.
+// filled returns a message in which every field is set, if possible to its field number.
+// In a oneof, it sets the last field.
 func filled(d protoreflect.MessageDescriptor, depth int) *dynamicpb.Message {
 	m := dynamicpb.NewMessage(d)
 	for i := range d.Fields().Len() {

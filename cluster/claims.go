@@ -13,9 +13,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// claims holds every claim of every service and determines the owners. Claims are sorted
-// by claim, then rank, then age: the claims to one frontend are adjacent, the winner
-// first. State.mu guards it.
+// claims holds every claim of every service and determines the owners. It is sorted by
+// claim, then rank, then age. So the claims to one frontend are adjacent, and the winner
+// is the first of them. State.mu guards it.
 type claims struct {
 	tree *btree.BTreeG[claim]
 }
@@ -27,10 +27,10 @@ type ranked struct {
 	rank rank
 }
 
-// rank orders the claims of different services to one frontend; age comes second. The API
-// server allocates cluster IPs, and a controller allocates load-balancer IPs. Any user
-// may name any address as an external IP, even a future address of another service, so
-// external IPs have a low rank.
+// rank orders the claims of different services to one frontend. Among claims of the same
+// rank, the age of the services decides. The API server allocates cluster IPs, and a
+// controller allocates load-balancer IPs. Any user may name any address as an external
+// IP, even a future address of another service, so external IPs have a low rank.
 type rank uint8
 
 const (
@@ -175,8 +175,8 @@ func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 }
 
 // conflictGroups returns the claims under which conflicts with before and after can
-// occur, each once. It is the claim itself or, if the claim or a conflicting one takes
-// the whole address, the claim of that address.
+// occur, each once. A group is the claim itself. If the claim or a conflicting one takes
+// the whole address, the group is the claim of that address.
 func (c *claims) conflictGroups(before, after []ranked) []api.Claim {
 	list := make([]api.Claim, 0, len(before)+len(after))
 	for _, claims := range [...][]ranked{before, after} {
@@ -210,8 +210,8 @@ func (c *claims) claimed(whole api.Claim) bool {
 	return found
 }
 
-// outcomes yields the outcome of each claim in a group. It grants claims in order of rank
-// and age, each if it does not conflict with a granted one.
+// outcomes yields the outcome of each claim in a group. It goes through the claims in
+// order of rank and age, and grants a claim if it does not conflict with a granted one.
 func (c *claims) outcomes(group api.Claim) iter.Seq[outcome] {
 	return func(yield func(outcome) bool) {
 		var buffer [4]claim

@@ -250,8 +250,8 @@ func TestClaimPassesOnWhenWinnerIsDeleted(t *testing.T) {
 	}
 }
 
-// TestClaimsAgreeWithGrantingInOrder compares the incremental index with the definition,
-// for random services that are added, changed and deleted.
+// TestClaimsAgreeWithGrantingInOrder adds, changes and deletes random services. It
+// compares the incremental index with the definition in grantInOrder.
 func TestClaimsAgreeWithGrantingInOrder(t *testing.T) {
 	for seed := range uint64(200) {
 		random := rand.New(rand.NewPCG(seed, 0))
@@ -294,8 +294,9 @@ func lostByService(state *cluster.State) map[string][]api.LostClaim {
 	return all
 }
 
-// grantInOrder is the definition. It grants cluster IPs first, then load-balancer IPs,
-// then external IPs and node ports. Among claims of one kind, older services come first.
+// grantInOrder defines which service owns a claim. It grants cluster IPs first, then
+// load-balancer IPs, then external IPs and node ports. Among claims of one kind, older
+// services come first.
 func grantInOrder(state *cluster.State) map[string][]api.LostClaim {
 	var services []*api.Service
 	for _, s := range state.Snapshot().Services.All() {

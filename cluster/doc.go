@@ -18,6 +18,6 @@
 //
 // In addition to the objects, the state has a joined value for each service (see
 // [api.ServiceState]). It contains the service, its slices, and the frontends that
-// another service owns. The order of arrival does not matter. A change of any of these
-// changes the joined value of this service and no other.
+// another service owns. The order of arrival does not matter. If one of these changes,
+// only the joined value of this service changes.
 package cluster

@@ -19,18 +19,18 @@ type State struct {
 	services *diffstore.Store[types.NamespacedName, *api.Service]
 	slices   *diffstore.Store[types.NamespacedName, *api.EndpointSlice]
 	nodes    *diffstore.Store[string, *api.Node]
-	// states joins services, slices and claims. Readers follow its revisions: the last
-	// change of anything that belongs to a service.
+	// states joins services, slices and claims. The revision of an entry is the last
+	// change of anything that belongs to the service. Readers follow these revisions.
 	states *diffstore.Store[types.NamespacedName, *api.ServiceState]
 	claims claims
-	// stale has an entry while the source is stale. It is a store, so that staleness is a
-	// change like others.
+	// stale has an entry while the source is stale. It is a store, so that readers see a
+	// change of staleness like any other change.
 	stale *diffstore.Store[string, bool]
 
 	revisions *diffstore.Revisions
 	changed   chan struct{} // closed by the next change; nil if no reader waits
 	synced    chan struct{} // closed by SetSynced
-	snapshot  *Snapshot     // of the current revision, nil until requested
+	snapshot  *Snapshot     // the snapshot of the current revision, nil until requested
 }
 
 // Reader is read access to a [State].
@@ -44,7 +44,7 @@ type Reader interface {
 
 var _ Reader = (*State)(nil)
 
-// Options configure a State. The zero value serves readers in this process.
+// Options configure a State. The zero value is for readers in this process.
 type Options struct {
 	// Resumable keeps deletions within diffstore's limits even if no cursor needs them.
 	// Servers set it for remote readers that resume from a revision. Without it, such a
@@ -95,8 +95,8 @@ func (s *State) commit(before diffstore.Revision) {
 }
 
 // SetSynced marks the state as complete: the whole cluster was written once. Until then,
-// Changed does not signal. A reader of incomplete state would delete entries that the
-// rest of the state needs. Further calls have no effect.
+// Changed does not signal. Otherwise a reader might delete dataplane entries of services
+// that are not written yet. Further calls have no effect.
 func (s *State) SetSynced() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -193,7 +193,8 @@ func (s *State) serviceChanged(key types.NamespacedName, old, new *api.Service) 
 	s.setState(key, state)
 }
 
-// updateLost returns the lost claims of a service after outcomes, sorted.
+// updateLost applies outcomes to the lost claims of a service and returns the result,
+// sorted.
 func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 	lost = slices.Clone(lost)
 	for _, o := range outcomes {

@@ -201,7 +201,7 @@ func TestDeletionsAreRememberedForServersOnly(t *testing.T) {
 				t.Error("deletions are no longer known before the cursor has passed")
 			}
 			cursor.Advance(state.Snapshot().States)
-			state.Update(func(tx *cluster.Tx) { // changes drop tombstones
+			state.Update(func(tx *cluster.Tx) { // each change drops old tombstones
 				tx.SetService(service("b", 1, "10.0.0.1", 80))
 				tx.SetSlice(slice("b-1", "b"))
 			})
@@ -277,7 +277,7 @@ func TestAStaleStateIsAChange(t *testing.T) {
 	for _, stale := range []bool{true, false} {
 		before := state.Snapshot()
 		changed := state.Changed(before.Revision)
-		for range 2 { // the second time nothing changes
+		for range 2 { // the second round changes nothing
 			state.Update(func(tx *cluster.Tx) { tx.SetStale(stale) })
 		}
 		after := state.Snapshot()

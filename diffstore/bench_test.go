@@ -11,7 +11,7 @@ import (
 	"testing"
 )
 
-// key has 32 bytes, the size of an object key with its string headers.
+// A key has 32 bytes, like an object key that consists of two strings.
 type key [4]uint64
 
 func compareKeys(a, b key) int {
@@ -78,8 +78,8 @@ func BenchmarkSetRandom(b *testing.B) {
 	}
 }
 
-// BenchmarkOneChange measures a reader's cost of one change among n keys: the write after
-// a snapshot, the new snapshot, and finding the change.
+// BenchmarkOneChange measures the cost of one change among n keys: the write after a
+// snapshot, the new snapshot, and the reader's search for the change.
 func BenchmarkOneChange(b *testing.B) {
 	for _, n := range []int{1_000, 1_000_000} {
 		b.Run(fmt.Sprint(n), func(b *testing.B) {
@@ -106,7 +106,7 @@ func BenchmarkOneChange(b *testing.B) {
 	}
 }
 
-// BenchmarkFindOneChange measures Since alone.
+// BenchmarkFindOneChange measures only the method Since.
 func BenchmarkFindOneChange(b *testing.B) {
 	for _, n := range []int{1_000, 1_000_000} {
 		b.Run(fmt.Sprint(n), func(b *testing.B) {

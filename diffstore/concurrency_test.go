@@ -10,9 +10,9 @@ import (
 	"testing"
 )
 
-// TestConcurrentUse runs writers, snapshot readers and cursors concurrently. Under the
-// race detector it also checks the use of Clone: a BTreeG must not be cloned during a
-// write or another Clone, and clones are only read.
+// TestConcurrentUse runs writers, snapshot readers and cursors concurrently. With the
+// race detector, it also checks the use of Clone. A BTreeG must not be cloned during a
+// write or another Clone, and clones may only be read.
 func TestConcurrentUse(t *testing.T) {
 	const writers, readers, followers, writes = 4, 4, 4, 1500
 	s := New(Options[int, int]{
@@ -98,7 +98,7 @@ func TestConcurrentUse(t *testing.T) {
 	mustEqual(t, "open cursors remain", s.cursors.byRevision.Len(), 0)
 }
 
-// follow updates a mirror.
+// follow applies the next delta of c to mirror.
 func follow(c *Cursor[int, int], mirror map[int]int) {
 	delta := c.Until(c.store.Snapshot())
 	if delta.Full() {

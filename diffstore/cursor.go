@@ -16,9 +16,9 @@ type Cursor[K, V any] struct {
 
 	// acknowledged is the snapshot that the reader has, or nil if it has to start over.
 	acknowledged *Snapshot[K, V]
-	// held is the snapshot after which the store keeps deletions for this reader. It is the
-	// acknowledged snapshot or, while the reader starts over, the one it received. It is nil
-	// if there is none.
+	// held is the snapshot after which the store keeps deletions for this reader. It is
+	// the acknowledged snapshot or, while the reader starts over, the snapshot that it
+	// received. It is nil if there is none.
 	held *Snapshot[K, V]
 }
 
@@ -31,9 +31,9 @@ func (s *Store[K, V]) NewCursor() *Cursor[K, V] {
 }
 
 // Until returns the delta from the reader's position to a snapshot of the store, usually
-// the latest. It does not move the position. Until [Cursor.Advance] moves it, later
-// deltas include the same changes, merged with later ones. A snapshot older than the
-// position gives a delta without changes.
+// the latest. It does not move the position. While [Cursor.Advance] does not move it
+// either, each delta includes the same changes, merged with later ones. For a snapshot
+// older than the position, the delta has no changes.
 //
 // It panics if the snapshot belongs to another store.
 func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
@@ -53,9 +53,9 @@ func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
 	}
 }
 
-// Advance moves the position to a snapshot that the reader has, even one that does not
-// come from [Cursor.Until]. It ignores a snapshot older than the position. After a
-// snapshot that is too old, the reader starts over.
+// Advance moves the position to a snapshot that the reader has, from [Cursor.Until] or
+// from elsewhere. It ignores a snapshot older than the position. If the snapshot is too
+// old (see Memory in the package comment), the reader starts over.
 //
 // It panics if the snapshot belongs to another store.
 func (c *Cursor[K, V]) Advance(to *Snapshot[K, V]) {
@@ -94,7 +94,7 @@ func (c *Cursor[K, V]) hold(to *Snapshot[K, V]) {
 	c.store.trim()
 }
 
-// cursors indexes the cursors that hold a snapshot by its revision.
+// cursors has the cursors that hold a snapshot, by the revision of that snapshot.
 type cursors[K, V any] struct {
 	created    uint64
 	byRevision *btree.BTreeG[*Cursor[K, V]]

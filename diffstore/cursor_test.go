@@ -92,11 +92,11 @@ func TestChangesAreDifferencesInKeyOrder(t *testing.T) {
 	defer c.Close()
 	c.Advance(s.Snapshot())
 
-	s.Set("e", 0) // a zero value is a value
+	s.Set("e", 0) // a zero value is not a missing value
 	s.Set("d", 6)
 	s.Set("d", 4) // the old value
 	s.Set("bb", 7)
-	s.Delete("bb") // absent as before
+	s.Delete("bb") // it was absent before, too
 	s.Delete("b")
 	s.Set("b", 8)
 	s.Delete("a")
@@ -112,7 +112,7 @@ func TestChangesAreDifferencesInKeyOrder(t *testing.T) {
 	mustEqual(t, "changes", changes, []Change[string, int]{{"a", 1, 0}, {"aa", 0, 0}, {"b", 2, 8}, {"e", 5, 0}})
 	mustEqual(t, "all", all, []Change[string, int]{{"a", 1, 0}, {"aa", 0, 0}, {"b", 2, 8}, {"c", 3, 3}, {"d", 4, 4}, {"e", 5, 0}})
 	for range d.Changes() {
-		break // a caller may stop early
+		break // a caller may end the iteration early
 	}
 }
 
@@ -120,8 +120,9 @@ func TestTombstonesAreDroppedWhenEveryCursorHasPassed(t *testing.T) {
 	for _, tc := range []struct {
 		name      string
 		resumable bool
-		// The numbers of tombstones before there are cursors, after deletions, when one cursor
-		// has passed, when both have passed, and after more deletions with both closed.
+		// The elements are the numbers of tombstones at five times: before there are
+		// cursors, after deletions, when one cursor has passed, when both have passed,
+		// and after more deletions when both are closed.
 		want []int
 	}{
 		{"in a store that is not resumable", false, []int{0, 2, 2, 0, 0}},

@@ -5,8 +5,8 @@
 //
 // A [Store] maps keys to values. Every change has a [Revision] of its own; setting an
 // equal value is not a change. Readers never wait for each other. They take a [Snapshot]
-// in O(1) and read it without a lock. A snapshot returns the changes after a known
-// revision, each changed key once.
+// in O(1) and read it without a lock. From a snapshot, a reader also gets the changes
+// after a known revision, each changed key once.
 //
 //	store := diffstore.New(diffstore.Options[string, int]{
 //		Compare: strings.Compare,
@@ -46,12 +46,13 @@
 // A deletion leaves a tombstone for readers. The store drops tombstones that every cursor
 // has passed. It also drops tombstones that are older than ten minutes, or exceed
 // 100,000, so that no slow reader makes the store grow. A cursor has to start over if it
-// needs a dropped tombstone, or if it lags by more than 10,000 changes and a quarter of
-// the store. Then the store releases its snapshot. With [Options.Resumable] the store
-// keeps the tombstones that cursors have passed, within the same limits.
+// needs a dropped tombstone. It also has to if it lags by more than 10,000 changes and by
+// more than a quarter of the store's entries. Then the store releases the cursor's
+// snapshot. With [Options.Resumable] the store keeps the tombstones that cursors have
+// passed, within the same limits.
 //
 // # Ownership and concurrency
 //
-// All types are safe for concurrent use. Keys and values belong to the store after they
-// were passed to it. All readers share them and must not modify them.
+// All types are safe for concurrent use. A key or value that is passed to the store
+// belongs to the store from then on. All readers share them and must not modify them.
 package diffstore

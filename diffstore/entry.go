@@ -17,9 +17,10 @@ type entry[K, V any] struct {
 	revision Revision
 	deleted  bool
 
-	// mark of an entry is the number of the last Replace that listed the key. Of a tombstone
-	// it is the time of the deletion, in nanoseconds since the store was created. Only
-	// writers use it, under the store's mutex, and they may change it in place.
+	// For an entry, mark is the number of the last Replace that listed the key. For a
+	// tombstone, it is the time of the deletion, in nanoseconds since the store was
+	// created. Only writers use it, under the store's mutex, and they may change it in
+	// place.
 	mark uint64
 }
 

@@ -24,7 +24,7 @@ func printChanges(delta diffstore.Delta[string, string]) {
 	}
 }
 
-// A reader resumes from a revision. It holds nothing of the store meanwhile.
+// A reader resumes from a revision. Between reads it holds nothing of the store.
 func Example() {
 	store := newStore()
 	store.Set("default/web", "10.0.0.1")
@@ -48,7 +48,7 @@ func Example() {
 	// a snapshot never changes: 10.0.0.1
 }
 
-// A full listing changes only the differences.
+// A full listing changes only the entries that differ from it.
 func ExampleStore_Replace() {
 	store := newStore()
 	store.Replace(maps.All(map[string]string{"a": "1", "b": "1", "c": "1"}))
@@ -113,8 +113,8 @@ func (k kernel) apply(delta diffstore.Delta[string, string]) {
 }
 
 // A backend keeps its desired state in a store. The position of a cursor is its
-// programmed state. The cursor begins with the entries of an earlier run in the kernel. So even
-// the first full synchronization is a minimal difference.
+// programmed state. The cursor begins with the entries of an earlier run in the kernel.
+// So even the first full synchronization programs only the differences.
 func Example_desiredAgainstProgrammed() {
 	kernel := kernel{"10.0.0.1:80": "10.1.0.1", "10.0.0.9:80": "10.1.0.9"}
 

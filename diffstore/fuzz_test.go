@@ -55,7 +55,7 @@ func checkInvariants[K, V any](t *testing.T, s *Store[K, V]) {
 	}
 }
 
-// fuzzState is a store with a model made of plain maps.
+// fuzzState is a store together with its model, which consists of plain maps.
 type fuzzState struct {
 	t       *testing.T
 	input   []byte
@@ -65,7 +65,7 @@ type fuzzState struct {
 	readers [3]fuzzReader
 }
 
-// fuzzReader has the state that it read from its cursor.
+// fuzzReader is a reader with a cursor and the state that it has read.
 type fuzzReader struct {
 	cursor *Cursor[byte, byte]
 	mirror map[byte]byte
@@ -177,8 +177,8 @@ func (f *fuzzState) read(r *fuzzReader) {
 	r.cursor.Advance(delta.New)
 }
 
-// compare checks that the changes are exactly those of keys, in order, with old and new
-// values.
+// compare checks that changes has exactly one change for each of keys, in order, with the
+// right old and new values.
 func (f *fuzzState) compare(what string, changes iter.Seq[Change[byte, byte]], keys []byte, old, new map[byte]byte) {
 	var want []Change[byte, byte]
 	for _, key := range keys {

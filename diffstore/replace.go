@@ -14,7 +14,7 @@ func (s *Store[K, V]) replace(listing iter.Seq2[K, V]) int {
 	s.listings++
 
 	var different []*entry[K, V]
-	ascending := true // and without duplicates
+	ascending := true // true if the listing is sorted and has no duplicates
 	for key, value := range listing {
 		e, ok := s.find(key)
 		again := ok && e.mark == s.listings
@@ -49,8 +49,8 @@ func (s *Store[K, V]) replace(listing iter.Seq2[K, V]) int {
 	return int(s.recorded - before)
 }
 
-// lastOfEach sorts entries by key and keeps the last entry of each key, unless the store
-// has an equal one.
+// lastOfEach sorts entries by key. Of each key it keeps the last entry, or none if the
+// store has an equal one.
 func (s *Store[K, V]) lastOfEach(entries []*entry[K, V]) []*entry[K, V] {
 	slices.SortStableFunc(entries, func(a, b *entry[K, V]) int { return s.options.Compare(a.key, b.key) })
 	last := entries[:0]

@@ -50,9 +50,9 @@ func (s *Snapshot[K, V]) After(key K) iter.Seq2[K, V] {
 }
 
 // Since returns the keys that were set or deleted after a revision, each once, in the
-// order of their last changes. The value is the current one, or zero for a deleted key.
-// Applied to the state at that revision, the changes produce the snapshot. A change may
-// have no net effect: a key may have been set and deleted again.
+// order of their last changes. The value is the current one, or zero for a deleted key. A
+// reader that applies the changes to the state at that revision gets the state of the
+// snapshot. A change may have no net effect: a key may have been set and deleted again.
 //
 // Since returns nil and false if the store no longer has all deletions after that
 // revision, or if the revision is 0. Then the reader starts over with [Snapshot.All].
@@ -65,8 +65,8 @@ func (s *Snapshot[K, V]) Since(revision Revision) (iter.Seq2[K, V], bool) {
 	}, true
 }
 
-// since calls yield with the entries and tombstones written after a revision, in that
-// order.
+// since calls yield with the entries and tombstones written after a revision, in order of
+// their revisions.
 func (s *Snapshot[K, V]) since(revision Revision, yield func(*entry[K, V]) bool) {
 	if revision < s.revision { // so that revision+1 does not overflow
 		s.byRevision.AscendGreaterOrEqual(&entry[K, V]{revision: revision + 1}, yield)
@@ -104,7 +104,8 @@ func (d Delta[K, V]) Changes() iter.Seq[Change[K, V]] {
 }
 
 // All returns all keys of Old and New in key order, including those with equal values. It
-// is for a reader to whom the same values now have a different meaning.
+// is for a reader that has to process equal values again, because their meaning has
+// changed.
 func (d Delta[K, V]) All() iter.Seq[Change[K, V]] {
 	if d.Full() {
 		return func(yield func(Change[K, V]) bool) {

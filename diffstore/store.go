@@ -30,8 +30,8 @@ const firstRevision Revision = 1
 
 // Options configures a [Store].
 type Options[K, V any] struct {
-	// Compare orders keys. It returns a negative number if a comes before b, and 0 for the
-	// same key. Required.
+	// Compare orders keys. It returns a negative number if a comes before b, and 0 if a
+	// and b are the same key. Required.
 	Compare func(a, b K) int
 
 	// Equal reports whether b equals a. Setting an equal value is not a change, and the
@@ -58,8 +58,8 @@ type limits struct {
 	// age, regardless of cursors. The store checks the age at each change only.
 	tombstones   int
 	tombstoneAge time.Duration
-	// lag is the number of recorded changes by which a cursor may lag before its reader has
-	// to start over. If a quarter of the store's length is more, that applies.
+	// lag is the number of recorded changes by which a cursor may lag before its reader
+	// has to start over. The limit is at least a quarter of the store's length.
 	lag int
 }
 
@@ -217,7 +217,8 @@ func (s *Store[K, V]) remove(e *entry[K, V]) {
 	s.tombstones.add(dead)
 }
 
-// record assigns the next revision to e, which replaces the value before.
+// record assigns the next revision to e. The argument before is the value that e
+// replaces.
 func (s *Store[K, V]) record(e *entry[K, V], before V) {
 	e.revision = s.options.Revisions.next()
 	s.byRevision.ReplaceOrInsert(e)

@@ -26,7 +26,7 @@ func resumable(yes bool) func(*Store[string, int]) {
 	return func(s *Store[string, int]) { s.options.Resumable = yes }
 }
 
-// limited sets the nonzero limits.
+// limited returns an option that sets the nonzero limits of l.
 func limited(l limits) func(*Store[string, int]) {
 	return func(s *Store[string, int]) {
 		s.limits = limits{
@@ -92,7 +92,7 @@ func TestWrites(t *testing.T) {
 		write   func(*store) any
 		result  any
 		entries string
-		since   string // since the first revision
+		since   string // the changes since the first revision
 	}{
 		{
 			name:    "a new key is recorded",

@@ -4,8 +4,9 @@ package diffstore
 
 import "time"
 
-// tombstones are the deletions that readers may need: by key, for when a key is set
-// again, and by age. Readers find them by revision among all changes.
+// tombstones are the deletions that readers may need. They are indexed by key, to find
+// the tombstone of a key that is set again, and by age. Readers find them by revision in
+// Store.byRevision.
 type tombstones[K, V any] struct {
 	byKey, byRevision *tree[K, V]
 }

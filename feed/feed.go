@@ -9,10 +9,10 @@
 //	defer f.Close()
 //	err := sink.Run(ctx, f, mySink, sink.Options{})
 //
-// A feed holds one snapshot, the last one that its reader acknowledged. It computes the
-// views before and after a change from two snapshots on request. So thousands of feeds on
-// one state cost little more than one. Until the feed is closed, the state keeps
-// deletions since that snapshot for it.
+// A feed holds one snapshot, the last one that its reader acknowledged. It computes views
+// only on request: it derives those before and after a change from two snapshots. So
+// thousands of feeds on one state cost little more than one. Until the feed is closed,
+// the state keeps the deletions since its snapshot.
 package feed
 
 import (
@@ -33,22 +33,22 @@ type Feed struct {
 	name   string
 	cursor *diffstore.Cursor[types.NamespacedName, *api.ServiceState]
 
-	// The state that the reader last acknowledged, in addition to the cursor; 0 and nil if
-	// none.
+	// These fields and the cursor are the state that the reader last acknowledged. They
+	// are 0 and nil if there is none.
 	revision diffstore.Revision
 	node     *api.Node
 
 	offered offer
 }
 
-// offer is the result of the last Next, which Advance acknowledges.
+// An offer is the result of a Next, which Advance acknowledges.
 type offer struct {
 	update   *sink.Update
 	snapshot *cluster.Snapshot
 }
 
-// New returns a feed of the state for the named node. Without a name, no endpoint is
-// local and no node is this one.
+// New returns a feed of the state for the named node. If the name is empty, no endpoint
+// is local and the feed has no node.
 func New(state cluster.Reader, nodeName string) *Feed {
 	return &Feed{state: state, name: nodeName, cursor: state.NewCursor()}
 }
@@ -147,7 +147,7 @@ func (v view) after(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints] {
 }
 
 // changes returns the services whose view differs, in order. If the zone of the node
-// changed, it compares all services.
+// changed, the function compares all services.
 func changes(before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) []sink.Change {
 	candidates := delta.Changes()
 	if before.node.Zone() != after.node.Zone() {
@@ -164,8 +164,8 @@ func changes(before, after view, delta diffstore.Delta[types.NamespacedName, *ap
 }
 
 // triggerTime returns the oldest trigger time of the changed slices. It ignores slices
-// that are new to this state. Their trigger times may be as old as the service if a label
-// change selected it.
+// that are new to this state. If a label change made the service wanted, such trigger
+// times may be as old as the service.
 func triggerTime(was, is *api.ServiceState) time.Time {
 	var oldest time.Time
 	if was == nil || is == nil {

@@ -53,8 +53,8 @@ func node(name, zone string) *api.Node {
 
 func key(name string) types.NamespacedName { return types.NamespacedName{Namespace: "ns", Name: name} }
 
-// next returns the feed's update as lines and acknowledges it.
-func next(t *testing.T, f *feed.Feed) []string {
+// nextLines returns the feed's update as lines and acknowledges it.
+func nextLines(t *testing.T, f *feed.Feed) []string {
 	t.Helper()
 	u, err := f.Next()
 	if err != nil {
@@ -67,8 +67,8 @@ func next(t *testing.T, f *feed.Feed) []string {
 	return describe(u)
 }
 
-// all returns the changes in u. For a full update, it returns all services as new.
-func all(u *sink.Update) []sink.Change {
+// allChanges returns the changes in u. For a full update, it returns all services as new.
+func allChanges(u *sink.Update) []sink.Change {
 	changes := u.Changes
 	if u.Lost {
 		for v := range u.After(types.NamespacedName{}) {
@@ -86,7 +86,7 @@ func describe(u *sink.Update) []string {
 	if u.NodeChanged {
 		lines = append(lines, fmt.Sprintf("node in zone %q", u.Node.Zone()))
 	}
-	for _, c := range all(u) {
+	for _, c := range allChanges(u) {
 		line := c.Key.Name + ":"
 		for old, new := range c.Endpoints() {
 			switch {
@@ -158,12 +158,12 @@ func TestUpdates(t *testing.T) {
 	for i, step := range steps {
 		state.Update(step.do)
 		if i == 0 {
-			if got := next(t, f); got != nil {
+			if got := nextLines(t, f); got != nil {
 				t.Fatalf("an update before all kinds have synced: %q", got)
 			}
 			state.SetSynced()
 		}
-		if diff := cmp.Diff(step.want, next(t, f)); diff != "" {
+		if diff := cmp.Diff(step.want, nextLines(t, f)); diff != "" {
 			t.Fatalf("%s (-want +got):\n%s", step.name, diff)
 		}
 		if isClosed(f.Changed()) {
@@ -186,7 +186,7 @@ func TestUnacknowledgedChangesAreRepeated(t *testing.T) {
 	state.SetSynced()
 	f := feed.New(state, "n")
 	defer f.Close()
-	next(t, f)
+	nextLines(t, f)
 
 	state.Update(func(tx *cluster.Tx) { tx.SetService(service("a")) })
 	first, _ := f.Next()
@@ -224,12 +224,12 @@ func TestFeedStartsOver(t *testing.T) {
 			state.Update(func(tx *cluster.Tx) { tx.SetService(service("a")) })
 			f := feed.New(state, "n")
 			defer f.Close()
-			next(t, f)
+			nextLines(t, f)
 			test.do(state, f)
 			if !isClosed(f.Changed()) {
 				t.Fatal("not changed")
 			}
-			if diff := cmp.Diff([]string{"lost", `node in zone ""`, "a: new"}, next(t, f)); diff != "" {
+			if diff := cmp.Diff([]string{"lost", `node in zone ""`, "a: new"}, nextLines(t, f)); diff != "" {
 				t.Errorf("updates (-want +got):\n%s", diff)
 			}
 		})
@@ -293,10 +293,10 @@ func TestOneOfAThousandEndpointsFlips(t *testing.T) {
 	state.Update(func(tx *cluster.Tx) { tx.SetService(service("a")); tx.SetSlice(before) })
 	f := feed.New(state, "n")
 	defer f.Close()
-	next(t, f)
+	nextLines(t, f)
 	state.Update(func(tx *cluster.Tx) { tx.SetSlice(after) })
 	want := []string{"a: -" + after.Endpoints[500].Addr.String()}
-	if diff := cmp.Diff(want, next(t, f)); diff != "" {
+	if diff := cmp.Diff(want, nextLines(t, f)); diff != "" {
 		t.Errorf("updates (-want +got):\n%s", diff)
 	}
 }
@@ -340,7 +340,7 @@ func TestUpdatesLeadToCurrentView(t *testing.T) {
 				clear(received)
 			}
 			last := types.NamespacedName{}
-			for _, c := range all(u) {
+			for _, c := range allChanges(u) {
 				if api.CompareKeys(last, c.Key) >= 0 {
 					t.Fatalf("seed %d: %v after %v", seed, c.Key, last)
 				}

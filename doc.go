@@ -2,11 +2,11 @@
 
 // Package kpng is a library for writing Kubernetes service proxies.
 //
-// It watches Services, EndpointSlices and Nodes. It computes what one node has to program,
-// and delivers that to a [sink.Sink] as small, ordered change sets. Package nodeview decides
-// once what a Service means on a node: traffic policies, topology, terminating endpoints,
-// dual stack, conflicting claims. The sink only programs the result, and is the only part
-// left to write.
+// It watches Services, EndpointSlices and Nodes. It computes what one node has to
+// program, and delivers that to a [sink.Sink] as small, ordered change sets. Package
+// nodeview decides once what a Service means on a node: traffic policies, topology,
+// terminating endpoints, dual stack, conflicting claims. A sink only programs the result.
+// You write only the sink.
 //
 // This is a complete proxy. It runs beside kube-proxy and serves the services labelled
 // service.kubernetes.io/service-proxy-name: my-proxy:
@@ -19,10 +19,11 @@
 //
 // # Sinks
 //
-// [sink.FullState] makes the simplest sink: it receives all services each time. A sink that
-// implements Sync receives the changed services, each with its view before and after; New is
-// nil when the service is deleted. At the start a pass delivers all services. With Last, the
-// sink prunes the entries of all other services:
+// [sink.FullState] makes the simplest sink: it receives all services in each call. A sink
+// that implements Sync receives only the changed services, each with its view before and
+// after the change. The field New is nil for a deleted service. At the start, a pass
+// delivers all services. At the end of a pass (Last), the sink prunes the entries of all
+// other services:
 //
 //	func (m *frontendMap) Sync(_ context.Context, c *sink.Changes) error {
 //		m.pass.Begin(c)
@@ -41,11 +42,11 @@
 //	}
 //
 // The example "Frontends" of package sink shows the rest, including the frontends that
-// [nodeview.Frontends] computes from each view. If Sync fails, nothing is lost: the driver
-// delivers unacknowledged services again, merged with later changes and marked as Unsure.
-// [sink.Events] calls typed methods that set and delete services, frontends and endpoints.
-// Their order ensures that no two services claim an address at the same time, even after
-// failures. Package sinktest helps to test all kinds of sinks.
+// [nodeview.Frontends] computes from each view. If Sync fails, no change is lost. The
+// driver delivers unacknowledged services again, merged with later changes and marked as
+// Unsure. [sink.Events] calls typed methods that set and delete services, frontends and
+// endpoints. Their order ensures that no two services claim an address at the same time,
+// even after failures. Package sinktest helps to test all kinds of sinks.
 //
 // To run several sinks, each with a driver and settings of its own, pass them as options:
 //
@@ -64,9 +65,9 @@
 //
 // # Guarantees
 //
-// Sinks receive nothing until services, endpoint slices and nodes have all been read once.
-// After that, loss of the API server changes nothing: the dataplane keeps its state, and the
-// sinks receive the difference when the API server is back. A change that does not affect
-// this node's view of any service reaches no sink. The cost of a change depends on the
+// Sinks receive nothing until services, endpoint slices and nodes have all been read
+// once. If the API server is lost after that, the dataplane keeps its state. When the API
+// server is back, the sinks receive the differences. Sinks do not receive changes that do
+// not affect this node's view of any service. The cost of a change depends on the
 // services it affects, not on the total number of services.
 package kpng

@@ -17,8 +17,8 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 )
 
-// show prints each frontend and the endpoints for clients outside the node. A proxy
-// programs them here.
+// show prints each frontend and the endpoints for clients outside the node. A proxy would
+// program them here.
 func show(_ context.Context, services []*api.ServiceEndpoints) error {
 	for _, service := range services {
 		for f := range nodeview.Frontends(service) {

@@ -13,8 +13,8 @@ import (
 	"testing"
 )
 
-// TestImportsAreGrouped checks for two groups of imports with a blank line between them:
-// the standard library, and all others.
+// TestImportsAreGrouped checks that imports are in two groups with a blank line between
+// them: the standard library, and all others.
 func TestImportsAreGrouped(t *testing.T) {
 	files := 0
 	err := filepath.WalkDir(".", func(name string, entry fs.DirEntry, err error) error {

@@ -63,9 +63,9 @@ type Sink struct {
 	Options sink.Options
 }
 
-// NodeName returns the node name by kube-proxy's rules: given, else the environment
-// variable NODE_NAME, else the host name. The result is in lower case without surrounding
-// white space.
+// NodeName returns the node name by kube-proxy's rules. It is given if that is not empty,
+// else the environment variable NODE_NAME, else the host name. The result is in lower
+// case without surrounding white space.
 func NodeName(given string) (string, error) {
 	for _, name := range [...]string{given, os.Getenv("NODE_NAME")} {
 		if name = strings.ToLower(strings.TrimSpace(name)); name != "" {
@@ -87,7 +87,7 @@ type Proxy struct {
 	feeds    []*feed.Feed
 	drivers  []*sink.Driver
 	once     bool // every sink has Options.Once
-	// manifests says that manifests are the source.
+	// manifests reports that manifests are the source.
 	manifests bool
 
 	started   atomic.Bool
@@ -95,8 +95,8 @@ type Proxy struct {
 	ended     chan struct{} // closed when Run returns
 }
 
-// New returns a Proxy. It checks the options and reads the kubeconfig, if any. It
-// connects to nothing.
+// New returns a Proxy. It checks the options and reads the kubeconfig, if any. It does
+// not connect to the API server.
 func New(opts Options) (*Proxy, error) {
 	name, err := NodeName(opts.NodeName)
 	if err != nil {
@@ -124,7 +124,7 @@ func New(opts Options) (*Proxy, error) {
 	return p, nil
 }
 
-// named returns sinks with default names filled in.
+// named returns a copy of sinks with default names for those that need one.
 func named(sinks []Sink) ([]Sink, error) {
 	if len(sinks) == 0 {
 		return nil, errors.New("no sink given")
@@ -164,10 +164,10 @@ func Run(ctx context.Context, opts Options, sinks ...sink.Sink) error {
 // Run drives the sinks until ctx ends and then returns nil. If every sink has
 // Options.Once, Run returns when all are done.
 //
-// Run returns an error if a sink cannot start, if the manifests cannot be read at the
-// start (then no sink is started), or, with Once, if the API server refuses a request. It joins the errors of sinks
-// that fail to stop. Run logs and retries all later failures, and the dataplane keeps its
-// state.
+// Run returns an error if a sink cannot start, or if the manifests cannot be read at the
+// start. In the latter case it starts no sink. With Once, it also returns an error if the
+// API server refuses a request. If sinks fail to stop, Run joins their errors. Run logs
+// and retries all later failures, and the dataplane keeps its state.
 //
 // A Proxy runs only once.
 func (p *Proxy) Run(ctx context.Context) error {
@@ -190,7 +190,7 @@ func (p *Proxy) Run(ctx context.Context) error {
 		func(ctx context.Context) error { return p.watch(ctx, p.state) },
 		p.followNode,
 		func(ctx context.Context) error {
-			if p.manifests { // if they cannot be read, the machine stays as it is
+			if p.manifests { // if they cannot be read, no sink may change the machine
 				select {
 				case <-p.state.Synced():
 				case <-ctx.Done():
@@ -208,7 +208,8 @@ func (p *Proxy) Run(ctx context.Context) error {
 }
 
 // followNode waits until the Node object exists. It logs an error if the object does not
-// exist at first: a misspelt node name makes no endpoint local and has no other symptom.
+// exist at first: with a misspelt node name, no endpoint is local, and there is no other
+// symptom.
 func (p *Proxy) followNode(ctx context.Context) error {
 	var revision diffstore.Revision
 	for {

@@ -194,7 +194,7 @@ func TestStartOverAndWaitSynced(t *testing.T) {
 	}
 	ended := make(chan error)
 	go func() { ended <- p.Run(ctx) }()
-	if err := p.WaitSynced(ctx); err != nil { // despite the failing service
+	if err := p.WaitSynced(ctx); err != nil { // returns although a service fails
 		t.Error(err)
 	}
 	<-passes
@@ -226,7 +226,7 @@ func TestErrorsOfStopAreReturned(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		with []sink.Sink
-		want int // errors
+		want int // number of errors
 	}{
 		{"the only sink", nil, 1},
 		{"one of two sinks", []sink.Sink{sink.Func(func(context.Context, *sink.Changes) error { return nil })}, 1},

@@ -77,7 +77,7 @@ func mayImport(room string, allowed []string, imported string) bool {
 
 var quoted = regexp.MustCompile("`([^`]+)`")
 
-// readRooms returns the imports that the table allows each room.
+// readRooms returns, for each room of the table, the imports that the table allows.
 func readRooms(t *testing.T) map[string][]string {
 	file, err := os.Open("docs/design.md")
 	if err != nil {

@@ -16,13 +16,13 @@
 //		app.Execute(cmd)
 //	}
 //
-// The flags select the source of services (--kubeconfig, --manifests; in a pod its
-// service account), the services (--service-proxy-name) and the node (--node-name). With
-// --api, the program reads the node's view from a server instead. The command exits with
-// status 0 on SIGINT or SIGTERM, and with --once when everything has been programmed
-// once. If it cannot continue, it exits with status 1 and one line on standard error. On
-// Windows it can run as a service, which the service manager stops and which logs to the
-// event log or a file.
+// The flags select the source of services (--kubeconfig or --manifests), the services
+// (--service-proxy-name) and the node (--node-name). In a pod, the default source is the
+// API server of the pod's service account. With --api, the program reads the node's view
+// from a server instead. The command exits with status 0 on SIGINT or SIGTERM, and with
+// --once when everything has been programmed once. If it cannot continue, it exits with
+// status 1 and one line on standard error. On Windows it can run as a service, which the
+// service manager stops and which logs to the event log or a file.
 //
 // A program with several commands, such as kpng itself, builds them from the parts of a
 // Command: [Source] and [Serving].
@@ -86,10 +86,11 @@ func AddCleanup(cmd *cobra.Command, s sink.Cleaner) {
 	}
 }
 
-// Command returns a command that drives the sink to with the services of s for this node.
-// It returns without an error when its context ends or, with --once, when everything has
-// been programmed once. name is the name of the command, and of the sink in logs and
-// metrics. A Register method of s adds the flags of the source.
+// Command returns a command that delivers the services of s for this node to the sink
+// named to. It returns without an error when its context ends or, with --once, when
+// everything has been programmed once. The argument name is the name of the command, and
+// of the sink in logs and metrics. The caller adds the flags of the source with a
+// Register method of s.
 func (s *Source) Command(name string, to sink.Sink) *cobra.Command {
 	var (
 		flags   sinkFlags
@@ -139,10 +140,10 @@ func configure(s any) error {
 	return nil
 }
 
-// run drives s with the services of source for this node and returns nil when ctx ends.
-// With --once, it returns when everything has been programmed once. name is the name of
-// the sink in logs and metrics. If s is a [prometheus.Collector], its metrics are
-// exported too.
+// run delivers the services of source for this node to s and returns nil when ctx ends.
+// With --once, it returns when everything has been programmed once. The argument name is
+// the name of the sink in logs and metrics. If s is a [prometheus.Collector], its metrics
+// are exported too.
 func (f *sinkFlags) run(ctx context.Context, name string, source *Source, serving *Serving, s sink.Sink) error {
 	registry := prometheus.NewRegistry()
 	collected, err := metrics.New(registry, metrics.Options{KubeProxy: f.kubeProxyMetrics})
@@ -158,7 +159,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	if err != nil {
 		return err
 	}
-	var p proxy // the companions of s read its health
+	var p proxy // declared here because the companions of s read its health
 	sinks := []sink.Sink{s}
 	if c, ok := s.(Companion); ok {
 		sinks = append(sinks, c.Companions(func() bool {
@@ -193,17 +194,17 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	return serving.Run(ctx, p.Health, registry, run)
 }
 
-// Companion is implemented by a sink with companions: further sinks with drivers of their
-// own, which continue if one of them fails. In logs and metrics they are numbered, with
-// the sink itself as NAME0.
+// Companion is implemented by a sink with companions. These are further sinks with
+// drivers of their own; if one of them fails, the others continue. In logs and metrics
+// they have numbers, and the sink itself is NAME0.
 type Companion interface {
-	// Companions returns the other sinks. healthy reports whether the program is not stuck,
-	// as /livez does, and has programmed every service once. They must not call healthy
-	// before they run.
+	// Companions returns the other sinks. The function healthy reports whether the
+	// program is not stuck, as /livez does, and has programmed every service once. The
+	// sinks must not call healthy before they run.
 	Companions(healthy func() bool) []sink.Sink
 }
 
-// proxy drives sinks with the services of a node.
+// A proxy delivers the services of a node to sinks.
 type proxy interface {
 	// Run drives the sinks until its context ends and then returns nil.
 	Run(context.Context) error
@@ -213,7 +214,7 @@ type proxy interface {
 
 // sinkFlags are the settings of a sink's driver and the node's name.
 type sinkFlags struct {
-	node                  given
+	node                  nonEmpty
 	once                  bool
 	interval, onceTimeout time.Duration
 	kubeProxyMetrics      bool

@@ -92,7 +92,7 @@ func TestAllPortsFlags(t *testing.T) {
 	}
 }
 
-// cleaner is a sink that counts its calls.
+// cleaner is a sink that counts the calls of its methods.
 type cleaner struct{ syncs, cleanups int }
 
 func (c *cleaner) Sync(context.Context, *sink.Changes) error { c.syncs++; return nil }

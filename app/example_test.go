@@ -15,7 +15,7 @@ import (
 )
 
 // A program calls app.Main with its sink, or app.Execute with the command. This example
-// passes the arguments itself.
+// instead runs the command with arguments of its own.
 func Example() {
 	program := func(_ context.Context, services []*api.ServiceEndpoints) error {
 		for _, s := range services {
@@ -56,7 +56,7 @@ func (t *tables) Sync(_ context.Context, c *sink.Changes) error {
 	return nil
 }
 
-// A sink with flags of its own.
+// The example runs a sink with flags of its own.
 func ExampleConfigurable() {
 	for _, table := range []string{"nodes", ""} {
 		cmd := app.Command("my-proxy", &tables{})

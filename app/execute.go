@@ -16,8 +16,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// RegisterLogging adds klog's flags -v and --vmodule, --log-file, and on Windows
-// --windows-service. [Execute] obeys the last two.
+// RegisterLogging adds the flags -v and --vmodule of klog, the flag --log-file, and on
+// Windows the flag --windows-service. [Execute] evaluates the last two.
 func RegisterLogging(fs *pflag.FlagSet) {
 	var logging flag.FlagSet
 	klog.InitFlags(&logging)
@@ -27,7 +27,7 @@ func RegisterLogging(fs *pflag.FlagSet) {
 }
 
 // Execute runs cmd as the whole program, with the program's arguments, and exits. It
-// obeys the flags of [RegisterLogging]. If the Windows service manager started the
+// evaluates the flags of [RegisterLogging]. If the Windows service manager started the
 // program, it runs as a service.
 //
 // It enables client-go's streaming lists (KEP-3157), which are off by default before
@@ -88,11 +88,11 @@ func untilSignal(cmd *cobra.Command) error {
 	return cmd.ExecuteContext(ctx)
 }
 
-// hosting describes the service manager and the log of the program. hosting reads its own
-// flags before cobra parses the other ones. Errors in the other flags need the log, and a
+// hosting describes the service manager and the log of the program. Its flags are read
+// before cobra parses the other ones. For errors in those the log is needed, and a
 // service manager waits only a short time for the start.
 type hosting struct {
-	logFile        given
+	logFile        nonEmpty
 	windowsService bool
 }
 
@@ -101,7 +101,8 @@ func (h *hosting) register(fs *pflag.FlagSet) {
 	registerService(fs, &h.windowsService)
 }
 
-// hostingOf reads its flags from the arguments of a program. It leaves errors to cobra.
+// hostingOf reads the flags of a hosting from the arguments of a program. It ignores
+// errors, because cobra reports them.
 func hostingOf(args []string) *hosting {
 	var h hosting
 	fs := pflag.NewFlagSet("", pflag.ContinueOnError)
@@ -117,7 +118,8 @@ func hostingOf(args []string) *hosting {
 func logTo(w io.Writer) {
 	var logging flag.FlagSet
 	klog.InitFlags(&logging)
-	// Otherwise klog writes a line once for each severity up to its own.
+	// Without this, klog writes a line several times: for its severity and for each lower
+	// one.
 	if err := logging.Set("one_output", "true"); err != nil {
 		panic(err) // klog always has this flag
 	}

@@ -21,8 +21,8 @@ type logFile struct {
 	size int64
 }
 
-// openLogFile opens the file and creates its folder. It also receives the output of a
-// crash.
+// openLogFile opens the file and creates its folder. The file also receives the output of
+// a crash.
 func openLogFile(path string, most int64) (*logFile, error) {
 	f := &logFile{path: path, most: most}
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -49,7 +49,7 @@ func (f *logFile) Write(line []byte) (int, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.file == nil || f.size > 0 && f.size+int64(len(line)) > f.most {
-		if err := f.startAnew(); err != nil {
+		if err := f.rotate(); err != nil {
 			return 0, err
 		}
 	}
@@ -58,9 +58,9 @@ func (f *logFile) Write(line []byte) (int, error) {
 	return n, err
 }
 
-// startAnew renames the file and opens a new one. If the file cannot be renamed, it
+// rotate renames the file and opens a new one. If the file cannot be renamed, rotate
 // continues in the old one.
-func (f *logFile) startAnew() error {
+func (f *logFile) rotate() error {
 	if f.file != nil {
 		// Windows cannot rename an open file.
 		err := errors.Join(debug.SetCrashOutput(nil, debug.CrashOptions{}), f.file.Close())

@@ -18,7 +18,7 @@ import (
 // fakeProxy is a proxy whose progress the test controls.
 type fakeProxy struct {
 	done   chan struct{}
-	stop   error // of its sink
+	stop   error // the error of its sink's Stop
 	status func() sink.Status
 }
 
@@ -42,7 +42,7 @@ func TestRunOnce(t *testing.T) {
 	for _, test := range []struct {
 		name   string
 		status func(began time.Time) sink.Status
-		after  time.Duration // until everything is done, 0 for never
+		after  time.Duration // the time until everything is done, 0 for never
 		stop   error
 		want   []string // substrings of the error, nil for no error
 		took   time.Duration

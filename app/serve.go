@@ -21,12 +21,12 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Serving holds the addresses of health checks and metrics. The zero value serves
-// neither.
+// Serving holds the addresses for health checks and metrics. With the zero value, neither
+// is available.
 type Serving struct {
 	health, metrics string
-	// proxyMode is the response to /proxyMode beside the metrics, if not empty. kube-proxy
-	// answers there with its mode, and some tools read it.
+	// proxyMode, if not empty, is the response to /proxyMode at the address of the
+	// metrics. Some tools read kube-proxy's mode there.
 	proxyMode string
 }
 
@@ -36,9 +36,9 @@ func (s *Serving) Register(fs *pflag.FlagSet) {
 	fs.StringVar(&s.metrics, "metrics-bind-address", "", "serve /metrics on this `host:port`, on loopback if the host is empty (off by default)")
 }
 
-// Run calls run and returns its result. Meanwhile it serves the health h and the metrics
-// of the process and of c. If it cannot listen, it returns an error without calling run.
-// An error while serving ends run.
+// Run calls run and returns its result. Meanwhile it answers health checks with h, and
+// exports the metrics of the process and of c. If it cannot listen, it returns an error
+// without calling run. If the HTTP server fails later, it ends run.
 func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collector, run func(context.Context) error) error {
 	registry := prometheus.NewRegistry()
 	for _, c := range [...]prometheus.Collector{collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), c} {
@@ -46,7 +46,7 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 			return fmt.Errorf("register metrics: %w", err)
 		}
 	}
-	handlers := map[string]*http.ServeMux{} // by address, because health and metrics may share one
+	handlers := map[string]*http.ServeMux{} // by address, because health checks and metrics may share an address
 	handle := func(address, path string, h http.Handler) {
 		if address == "" {
 			return

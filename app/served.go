@@ -16,7 +16,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// served is a proxy with the services of another kpng server. Each sink has its own
+// served is a proxy that gets its services from a kpng server. Each sink has its own
 // connection.
 type served struct {
 	names     []string // of the sinks

@@ -67,8 +67,8 @@ func (h *serviceHandler) Execute(_ []string, requests <-chan svc.ChangeRequest, 
 		select {
 		case h.err = <-ended:
 			if h.err != nil {
-				// Use a system error code: by default the service manager restarts a failed service
-				// only for those. The log has the cause.
+				// This is a system error code, because by default the service manager
+				// restarts a failed service only for those. The log has the cause.
 				return false, uint32(windows.ERROR_EXCEPTION_IN_SERVICE)
 			}
 			return false, 0
@@ -93,8 +93,8 @@ func (h *serviceHandler) Execute(_ []string, requests <-chan svc.ChangeRequest, 
 type eventLog struct{ *eventlog.Log }
 
 func openEventLog(name string) (io.Writer, error) {
-	// Register the event source, so that events are displayed without a remark. It usually
-	// exists already.
+	// Without an event source, Windows displays events with a remark. It usually exists
+	// already.
 	_ = eventlog.InstallAsEventCreate(name, eventlog.Error|eventlog.Warning|eventlog.Info)
 	log, err := eventlog.Open(name)
 	if err != nil {
@@ -105,7 +105,7 @@ func openEventLog(name string) (io.Writer, error) {
 
 // Write implements io.Writer.
 func (l eventLog) Write(line []byte) (int, error) {
-	const event = 1 // Windows displays the events up to 1000 unchanged
+	const event = 1 // Windows displays the text of events up to 1000 unchanged
 	write := l.Info
 	switch line[0] { // the first character of a line is its severity
 	case 'E', 'F':

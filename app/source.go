@@ -21,10 +21,10 @@ import (
 )
 
 // Source is the source of services that the flags select. To use the zero value, call one
-// of its Register methods. Register adds the flags of all kinds of sources; the others
-// add the flags of one kind.
+// of its Register methods. The method Register adds the flags of all kinds of sources;
+// each of the other ones adds the flags of one kind.
 type Source struct {
-	kubeconfig, manifests given
+	kubeconfig, manifests nonEmpty
 
 	// The services to serve, and the metadata to keep.
 	services           watcher.Options
@@ -34,9 +34,9 @@ type Source struct {
 	api apiFlags
 }
 
-// Register adds the flags of all kinds of sources to cmd. The user may use those of one
-// kind. Without any, the source is the pod's or kubectl's API server. With allPorts,
-// Register includes the flags of RegisterAllPorts.
+// Register adds the flags of all kinds of sources to cmd. The user may use the flags of
+// one kind. Without any of them, the source is the API server of the pod or that of
+// kubectl. With allPorts, Register includes the flags of RegisterAllPorts.
 func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 	own := pflag.NewFlagSet("", pflag.ContinueOnError)
 	own.SortFlags = false
@@ -101,8 +101,8 @@ func (s *Source) Services() watcher.Options {
 func (s *Source) AllPortsAnnotation() string { return s.allPortsAnnotation }
 
 // Watch fills state with the whole cluster, including all nodes, and follows it until ctx
-// ends. Then it returns nil. A kpng server has to serve its cluster for that
-// (remote.ServerOptions.ServeCluster).
+// ends. Then it returns nil. If the source is a kpng server, it must have
+// remote.ServerOptions.ServeCluster set.
 func (s *Source) Watch(ctx context.Context, state *cluster.State) error {
 	return s.watch(ctx, state, false)
 }
@@ -203,8 +203,8 @@ func (f *apiFlags) register(fs *pflag.FlagSet, addresses ...string) {
 	fs.BoolVar(&f.dial.Insecure, "api-insecure", false, "allow an --api address on another machine without TLS")
 }
 
-// get returns the options of the connection. It returns an error for flags that need
-// --api without it.
+// get returns the options of the connection. It returns an error if --api is missing
+// although flags that need it are set.
 func (f *apiFlags) get() (transport.DialOptions, error) {
 	opts := f.dial
 	if f.tls != (transport.TLS{}) {
@@ -213,7 +213,7 @@ func (f *apiFlags) get() (transport.DialOptions, error) {
 	switch {
 	case len(opts.Addresses) > 0:
 		return opts, nil
-	case opts.Addresses != nil: // without the flag it is nil
+	case opts.Addresses != nil: // nil without the flag
 		return opts, errors.New("--api is empty")
 	case opts.TLS != nil || opts.Insecure:
 		return opts, errors.New("the flags --api-… need --api")
@@ -221,17 +221,17 @@ func (f *apiFlags) get() (transport.DialOptions, error) {
 	return opts, nil
 }
 
-// given is the value of a flag that must not be empty: a user who wrote "$FILE" did not
-// mean the default. It implements pflag.Value.
-type given string
+// nonEmpty is the value of a flag that must not be empty. If a user writes "$FILE" and
+// the variable is empty, the default would be wrong. nonEmpty implements pflag.Value.
+type nonEmpty string
 
-func (g *given) Set(s string) error {
+func (g *nonEmpty) Set(s string) error {
 	if strings.TrimSpace(s) == "" {
 		return errors.New("the value is empty")
 	}
-	*g = given(s)
+	*g = nonEmpty(s)
 	return nil
 }
 
-func (g *given) String() string { return string(*g) }
-func (g *given) Type() string   { return "string" }
+func (g *nonEmpty) String() string { return string(*g) }
+func (g *nonEmpty) Type() string   { return "string" }

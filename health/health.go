@@ -29,14 +29,14 @@ const toBeDeleted = "ToBeDeletedByClusterAutoscaler"
 
 // Report is the JSON body of every response.
 type Report struct {
-	// LastUpdated is when the sink that lags most was last programmed. It is zero if some
-	// sink never was.
+	// LastUpdated is the earliest of the times at which the sinks were last programmed.
+	// It is zero if a sink was never programmed.
 	LastUpdated time.Time `json:"lastUpdated"`
 	CurrentTime time.Time `json:"currentTime"`
 	// Synced reports whether every service was programmed once, except failing services.
 	Synced bool `json:"synced"`
-	// Stuck reports whether work has waited for two minutes while a sink made no
-	// progress.
+	// Stuck reports whether work has waited for a sink for two minutes in which the sink
+	// made no progress.
 	Stuck bool `json:"stuck"`
 	// NodeEligible reports whether load balancers may send traffic to this node. A node
 	// that is about to be deleted is not eligible. A node that existed and was removed is
@@ -45,8 +45,9 @@ type Report struct {
 	NodeEligible bool `json:"nodeEligible"`
 }
 
-// Of returns the report of a proxy whose sinks have these statuses. node is the proxy's
-// node, or nil if it is not known; nodeKnown reports whether it was ever known.
+// Of returns the report of a proxy whose sinks have these statuses. The argument node is
+// the proxy's node, or nil if it is not known. The argument nodeKnown reports whether the
+// node was ever known.
 func Of(sinks []sink.Status, node *api.Node, nodeKnown bool) Report {
 	r := Report{CurrentTime: time.Now(), Synced: len(sinks) > 0, NodeEligible: eligible(node, nodeKnown)}
 	for i, s := range sinks {
@@ -66,7 +67,7 @@ func eligible(node *api.Node, known bool) bool {
 	return !node.Deleting && !slices.ContainsFunc(node.Taints, func(t api.Taint) bool { return t.Key == toBeDeleted })
 }
 
-// Handler serves /livez, /healthz and /readyz, under any prefix. The response is the
+// Handler responds to /livez, /healthz and /readyz, under any prefix. The response is the
 // report as JSON with status 200, or 503 if the check fails:
 //
 //   - /livez: the proxy is not stuck.

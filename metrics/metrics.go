@@ -26,21 +26,22 @@ import (
 
 // Options selects the metrics.
 type Options struct {
-	// KubeProxy adds metrics with kube-proxy's names (kubeproxy_…). They have no label for
-	// the sink, and are those of the first sink that Sink is called for. Default: false.
+	// KubeProxy adds metrics with kube-proxy's names (kubeproxy_…). They have no label
+	// for the sink. They are the metrics of the sink for which Sink is called first.
+	// Default: false.
 	KubeProxy bool
 }
 
 // Metrics holds the collectors. It is safe for concurrent use.
 type Metrics struct {
 	sinks     *sinkMetrics
-	kubeProxy atomic.Pointer[series] // until Sink is called, if Options.KubeProxy is set
+	kubeProxy atomic.Pointer[series] // set by New with Options.KubeProxy, and taken by the first call of Sink
 }
 
-// New registers the collectors with r. It fails if r already has collectors with these
-// names, and then registers nothing.
+// New registers the collectors with r. If r already has collectors with these names, New
+// returns an error and registers nothing.
 func New(r prometheus.Registerer, opts Options) (*Metrics, error) {
-	all := prometheus.NewRegistry() // a single collector, so that all metrics are registered or none
+	all := prometheus.NewRegistry() // a single collector, so that r accepts all metrics or none
 	m := &Metrics{sinks: newSinkMetrics(promauto.With(all))}
 	if opts.KubeProxy {
 		m.kubeProxy.Store(newKubeProxySeries(promauto.With(all)))
@@ -73,7 +74,7 @@ func (m *Metrics) Sink(name string) sink.Observer {
 			for _, s := range all {
 				s.synced(r)
 			}
-			own.judged(r)
+			own.countFailures(r)
 		},
 		Applied: func(latency time.Duration) {
 			for _, s := range all {
@@ -96,7 +97,7 @@ type series struct {
 	lastQueued, lastSynced     prometheus.Gauge
 	pending                    prometheus.Gauge
 	changes                    prometheus.Counter
-	duration                   prometheus.Observer // of every Sync; nil for none
+	duration                   prometheus.Observer // observes every Sync; nil for none
 }
 
 func (s *series) synced(r sink.SyncResult) {
@@ -206,8 +207,8 @@ func (m *sinkMetrics) of(sink string) *sinkSeries {
 	}
 }
 
-// judged counts the failures of a Sync.
-func (s *sinkSeries) judged(r sink.SyncResult) {
+// countFailures counts the failures of a Sync.
+func (s *sinkSeries) countFailures(r sink.SyncResult) {
 	s.failing.Set(float64(r.Failing))
 	if _, some := sink.Acknowledged(r.Err); r.Err != nil && some {
 		s.failedSome.Inc()

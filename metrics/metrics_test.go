@@ -191,7 +191,7 @@ func TestChangesInvisibleToThisNodeAreNotQueued(t *testing.T) {
 		synctest.Wait()
 		before := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds")
 		time.Sleep(time.Minute)
-		src.SetNode(&api.Node{Name: "n"}) // and back, so that the update has no difference
+		src.SetNode(&api.Node{Name: "n"}) // the old node again, so that the update is empty
 		src.SetNode(nil)
 		synctest.Wait()
 		if after := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds"); after != before || before == 0 {
@@ -207,7 +207,7 @@ func TestChangesInvisibleToThisNodeAreNotQueued(t *testing.T) {
 	})
 }
 
-// A Failed joined with another error acknowledges nothing.
+// A Sync that returns a Failed joined with another error acknowledges nothing.
 func TestErrorsAreCountedByKind(t *testing.T) {
 	r := prometheus.NewRegistry()
 	m, err := metrics.New(r, metrics.Options{})

@@ -39,8 +39,8 @@ func toLocal(source *app.Source, selects bool) *cobra.Command {
 	return cmd
 }
 
-// cleanupCommand returns the command that removes what backends leave in the dataplane on
-// purpose.
+// cleanupCommand returns the command that removes the state that backends leave in the
+// dataplane when they stop.
 func cleanupCommand() *cobra.Command {
 	cmd := group("cleanup", "Remove everything that a backend ever programmed on this machine")
 	for _, b := range platformBackends() {
@@ -85,8 +85,8 @@ func inspectorOf(name, instance string) (program.Inspector, error) {
 	return nil, fmt.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables can, on Linux)", name)
 }
 
-// inspect prints the dataplane's state of each explained frontend. asked is the address
-// in question, if any.
+// inspect prints the dataplane's state of each explained frontend. The argument asked is
+// the address in question, if any.
 func inspect(ctx context.Context, w io.Writer, i program.Inspector, e *nodeview.Explanation, node *api.Node, asked netip.Addr) error {
 	for _, f := range e.Frontends {
 		for _, addr := range addressesOf(f.FrontendKey, node, asked) {
@@ -106,8 +106,8 @@ func inspect(ctx context.Context, w io.Writer, i program.Inspector, e *nodeview.
 	return nil
 }
 
-// addressesOf returns the addresses at which to inspect a frontend. For a node port they
-// are the address in question, or the node's own addresses.
+// addressesOf returns the addresses at which to inspect a frontend. For a node port,
+// these are the address in question or, without one, the node's own addresses.
 func addressesOf(f nodeview.FrontendKey, node *api.Node, asked netip.Addr) []netip.Addr {
 	switch {
 	case f.Addr.IsValid():

@@ -64,7 +64,8 @@ func TestManualDescribesAllFlags(t *testing.T) {
 	}
 	walk(newRoot())
 	walk(app.Command("any", cleaner{}))
-	// Backends that newRoot has only on Windows, or with other flags there.
+	// On other platforms than Windows, newRoot lacks these backends or has them with
+	// other flags.
 	for _, b := range []*program.Backend{program.Kernelspace(nil), program.WindowsUserspace()} {
 		cmd := &cobra.Command{Use: b.Name}
 		b.Register(cmd.Flags())
@@ -77,8 +78,8 @@ func TestManualDescribesAllFlags(t *testing.T) {
 	}
 }
 
-// TestCommandsInDocsHaveTheirFlags parses the lines of sh blocks in the documentation that
-// begin with kpng. It runs none.
+// TestCommandsInDocsHaveTheirFlags parses the lines of sh blocks in the documentation
+// that begin with kpng. It does not run them.
 func TestCommandsInDocsHaveTheirFlags(t *testing.T) {
 	var pages []string
 	for _, pattern := range []string{"../../*.md", "../../docs/*.md", "../../examples/*/README.md"} {

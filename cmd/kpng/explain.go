@@ -118,7 +118,8 @@ func printer(w io.Writer, output string) (func(*nodeview.Explanation) error, err
 	}
 }
 
-// explain prints the explanations for a question, each followed by the output of look.
+// explain prints the explanations for a question. After each of them, it calls look,
+// which may print more.
 func explain(cmd *cobra.Command, source *app.Source, nodeName string, about question,
 	print func(*nodeview.Explanation) error, look func(*nodeview.Explanation, *api.Node) error) error {
 	snapshot, err := source.Load(cmd.Context())
@@ -170,16 +171,16 @@ func (q question) explanations(s *cluster.Snapshot, node *api.Node) iter.Seq[*no
 
 // narrow reduces e to the address of the question, and reports whether anything is left.
 func (q question) narrow(e *nodeview.Explanation, node *api.Node) bool {
-	e.Frontends = slices.DeleteFunc(e.Frontends, func(f nodeview.Frontend) bool { return !q.asksFor(f.FrontendKey, node) })
-	e.Unserved = slices.DeleteFunc(e.Unserved, func(u nodeview.UnservedFrontend) bool { return !q.asksFor(u.FrontendKey, node) })
+	e.Frontends = slices.DeleteFunc(e.Frontends, func(f nodeview.Frontend) bool { return !q.matches(f.FrontendKey, node) })
+	e.Unserved = slices.DeleteFunc(e.Unserved, func(u nodeview.UnservedFrontend) bool { return !q.matches(u.FrontendKey, node) })
 	e.Lists = slices.DeleteFunc(e.Lists, func(l nodeview.ListExplanation) bool {
 		return !slices.ContainsFunc(e.Frontends, func(f nodeview.Frontend) bool { return f.ServicePort == l.Port && f.Family == l.Family })
 	})
 	return len(e.Frontends)+len(e.Unserved) > 0
 }
 
-// notServed explains why the service of the question is not served, as far as the source
-// knows.
+// notServed returns an error with the reason why the service of the question is not
+// served, as far as the source knows it.
 func (q question) notServed(ctx context.Context, source *app.Source) error {
 	service, err := source.Find(ctx, q.service)
 	switch {
@@ -211,7 +212,7 @@ func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 	for e := range everything.explanations(s, node) {
 		for _, f := range e.Frontends {
 			switch k := f.FrontendKey; {
-			case (question{addr: q.addr}).asksFor(k, node):
+			case (question{addr: q.addr}).matches(k, node):
 				there = append(there, fmt.Sprintf("%s of %s", k, e.Service))
 			case k.Kind == nodeview.NodePort && len(node.Addresses) == 0 && k.Family == api.FamilyOf(q.addr) && q.port == k.Port && q.asksProtocol(k.Protocol):
 				nodePorts = append(nodePorts, fmt.Sprintf("%s has node port %d/%s", e.Service, k.Port, k.Protocol))
@@ -281,9 +282,9 @@ func (q question) text() string {
 	return text
 }
 
-// asksFor reports whether a frontend is at the address in question. A node port is at all
+// matches reports whether a frontend is at the address in question. A node port is at all
 // addresses of the node, although a backend may admit only some.
-func (q question) asksFor(k nodeview.FrontendKey, node *api.Node) bool {
+func (q question) matches(k nodeview.FrontendKey, node *api.Node) bool {
 	if k.Kind == nodeview.NodePort {
 		isOurs := slices.ContainsFunc(node.Addresses, func(a api.NodeAddress) bool { return a.IP == q.addr })
 		if !isOurs || k.Family != api.FamilyOf(q.addr) {

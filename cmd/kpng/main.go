@@ -66,8 +66,9 @@ func group(name, short string, commands ...*cobra.Command) *cobra.Command {
 	return cmd
 }
 
-// targets returns the commands for a source. With selects, the user selects the services
-// and the all-ports services. A kpng server selects them itself.
+// targets returns the commands for a source. If selects is true, the user selects the
+// services and the all-ports services. Otherwise the source is a kpng server, which
+// selects them itself.
 func targets(s *app.Source, selects bool) []*cobra.Command {
 	return []*cobra.Command{toAPI(s, selects), toLocal(s, selects), toFile(s, selects)}
 }

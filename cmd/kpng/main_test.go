@@ -75,9 +75,9 @@ func eventually(t *testing.T, what string, try func() bool) {
 	}
 }
 
-// to returns the arguments for a source and a target with their flags. All flags follow
-// the target, because some flags about the source belong to the target's command.
-func to(source []string, target ...string) []string {
+// joinArgs returns the arguments for a source and a target with their flags. All flags
+// follow the target, because some flags about the source belong to the target's command.
+func joinArgs(source []string, target ...string) []string {
 	return slices.Concat(source[:1], target, source[1:])
 }
 
@@ -86,7 +86,7 @@ func to(source []string, target ...string) []string {
 func serve(t *testing.T, source ...string) (address string) {
 	t.Helper()
 	address = newSocket(t)
-	start(t, to(source, "to-api", "--listen", address)...)
+	start(t, joinArgs(source, "to-api", "--listen", address)...)
 	eventually(t, "a server listens on "+address, func() bool {
 		_, err := os.Stat(strings.TrimPrefix(address, "unix://"))
 		return err == nil
@@ -94,8 +94,8 @@ func serve(t *testing.T, source ...string) (address string) {
 	return address
 }
 
-// newSocket returns the address of a unix socket that does not exist. The test's own
-// folder may have too long a path.
+// newSocket returns the address of a unix socket that does not exist. It is not in the
+// test's own folder, whose path may be too long for a socket.
 func newSocket(t *testing.T) (address string) {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "kpng-")

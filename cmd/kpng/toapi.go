@@ -158,7 +158,7 @@ func (s *apiServer) listen() ([]net.Listener, error) {
 	return listeners, nil
 }
 
-// health reports that the server is ready when it has state to serve.
+// health returns a health report: the server is ready when its state is synced.
 func (s *apiServer) health() health.Report {
 	return health.Report{CurrentTime: time.Now(), Synced: s.state.IsSynced(), NodeEligible: true}
 }

@@ -26,8 +26,9 @@ type identity struct {
 	key  *ecdsa.PrivateKey
 }
 
-// newIdentity returns a certificate signed by by. If by is nil, it returns an authority.
-func newIdentity(t *testing.T, by *identity, name string, organizations ...string) *identity {
+// newIdentity returns a certificate that authority has signed. If authority is nil, it
+// returns a new authority.
+func newIdentity(t *testing.T, authority *identity, name string, organizations ...string) *identity {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -41,10 +42,10 @@ func newIdentity(t *testing.T, by *identity, name string, organizations ...strin
 		ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
 	}
 	signer := &identity{template, key}
-	if by == nil {
+	if authority == nil {
 		template.IsCA, template.BasicConstraintsValid, template.KeyUsage = true, true, x509.KeyUsageCertSign
 	} else {
-		signer = by
+		signer = authority
 	}
 	der, err := x509.CreateCertificate(rand.Reader, template, signer.cert, key.Public(), signer.key)
 	if err != nil {

@@ -18,8 +18,9 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// toFile returns the command that writes the state of a source, marked so that the same
-// flags read it back. If the source does not select services, the user gives the marks.
+// toFile returns the command that writes the state of a source to a file. It adds labels
+// and annotations with which the same flags read the file back. If the source does not
+// select services, the user chooses these marks.
 func toFile(source *app.Source, selects bool) *cobra.Command {
 	var (
 		once     bool

@@ -21,7 +21,7 @@ import (
 func TestWrittenFileIsReadBack(t *testing.T) {
 	for _, test := range []struct {
 		name         string
-		write, print []string // flags of the source that is written, and of the reader
+		write, print []string // flags of kpng when it writes the file, and when it prints the file
 	}{
 		{"without a proxy name", nil, nil},
 		{"the services of a proxy name", []string{"--service-proxy-name=kpng-example"}, []string{"--service-proxy-name=kpng-example"}},
@@ -30,7 +30,7 @@ func TestWrittenFileIsReadBack(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			fromFile := append([]string{"file", "-i", demo}, test.write...)
 			toJSON := []string{"to-local", "json", "--node-name=vm-002", "--once"}
-			want := mustExecute(t, to(fromFile, toJSON...)...)
+			want := mustExecute(t, joinArgs(fromFile, toJSON...)...)
 			served := serve(t, fromFile...)
 			for name, source := range map[string][]string{
 				"file.yaml": fromFile,
@@ -42,8 +42,8 @@ func TestWrittenFileIsReadBack(t *testing.T) {
 				if source[0] == "api" && strings.Contains(strings.Join(test.write, ""), "proxy-name") {
 					marks = test.write
 				}
-				mustExecute(t, append(to(source, "to-file", path, "--once"), marks...)...)
-				if got := mustExecute(t, to(append([]string{"file", "-i", path}, test.print...), toJSON...)...); got != want {
+				mustExecute(t, append(joinArgs(source, "to-file", path, "--once"), marks...)...)
+				if got := mustExecute(t, joinArgs(append([]string{"file", "-i", path}, test.print...), toJSON...)...); got != want {
 					t.Errorf("%s: read\n%s\nwant\n%s", name, got, want)
 				}
 			}

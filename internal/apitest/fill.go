@@ -14,8 +14,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// Random returns a value whose fields, at every depth, are zero or not at random, within
-// the limits of package api.
+// Random returns a value with random fields at every depth. Each field is zero or has a
+// value within the limits of package api.
 func Random[T any](r *rand.Rand) T {
 	var v T
 	fill(r, reflect.ValueOf(&v).Elem())

@@ -14,11 +14,11 @@ import (
 
 // World is a cluster of random services, slices and nodes that are consistent with each
 // other. Endpoints run on nodes in zones and have hints for them. Services claim
-// addresses of other services. Policies and conditions are of every kind.
+// addresses of other services. All policies and conditions occur.
 type World struct {
 	r     *rand.Rand
 	nodes int
-	// services has the services that exist, by number.
+	// services reports for each number whether that service exists.
 	services []bool
 }
 

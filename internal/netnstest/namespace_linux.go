@@ -47,8 +47,8 @@ func Make() (*Namespace, error) {
 		return nil, fmt.Errorf("open netlink in network namespace: %w", err)
 	}
 	n.Links = links
-	// No other host can have the same address, and duplicate address detection takes a
-	// second.
+	// Disable duplicate address detection, which takes a second. No other host can have
+	// the same address.
 	err = n.Sysctl("ipv6/conf/default/accept_dad=0", "ipv6/conf/all/accept_dad=0")
 	if err == nil {
 		err = links.LinkSetUp(&netlink.Device{LinkAttrs: netlink.LinkAttrs{Index: 1}}) // lo
@@ -71,14 +71,15 @@ func New(t testing.TB) *Namespace {
 	return n
 }
 
-// Close releases the namespace. The kernel removes it when it has no socket or process.
+// Close releases the namespace. The kernel removes the namespace when it has no socket
+// and no process.
 func (n *Namespace) Close() {
 	n.Links.Close()
 	unix.Close(n.FD)
 }
 
-// Do calls f with its thread in the namespace. Sockets that f opens and processes that it
-// starts stay in the namespace. f must not start goroutines.
+// Do calls f on a thread that is in the namespace. Sockets that f opens and processes
+// that it starts stay in the namespace. f must not start goroutines.
 func (n *Namespace) Do(f func() error) error {
 	return onThread(func() error { return n.enter(f) })
 }
@@ -92,8 +93,8 @@ func (n *Namespace) Start(cmd *exec.Cmd) (<-chan error, error) {
 	cmd.SysProcAttr.Pdeathsig = unix.SIGKILL
 	started, ended := make(chan error, 1), make(chan error, 1)
 	go func() {
-		// The kernel sends that signal when the thread that started the process ends, so the
-		// thread waits.
+		// The kernel sends Pdeathsig when the thread that started the process ends, so
+		// the thread waits for the process.
 		err := onThread(func() error {
 			err := n.enter(cmd.Start)
 			started <- err
@@ -210,8 +211,8 @@ func (n *Namespace) Stub(t testing.TB, name string) {
 	n.Join(t, name, n, name+"-end")
 }
 
-// Add adds an address to an interface, for example 10.0.0.1/24 or 10.0.0.1. It is usable
-// immediately.
+// Add adds an address to an interface, for example 10.0.0.1/24 or 10.0.0.1. The address
+// is usable immediately.
 func (n *Namespace) Add(t testing.TB, name, addr string) {
 	t.Helper()
 	a := parseAddr(t, addr)

@@ -11,9 +11,8 @@ import (
 )
 
 // Run calls all functions concurrently and waits for them. The first error ends the
-// context of the others. Run returns all errors joined, without the cause of that
-// context. If there is no other error and ctx ended a function, Run returns the cause of
-// ctx.
+// context of the others. Run joins all errors and omits the cause of that context. If
+// there is no other error and ctx ended a function, Run returns the cause of ctx.
 func Run(ctx context.Context, functions ...func(context.Context) error) error {
 	running, stop := context.WithCancel(ctx)
 	defer stop()

@@ -22,7 +22,7 @@ func TestRun(t *testing.T) {
 		name      string
 		ended     bool // the context ends with errEnd
 		functions []func(context.Context) error
-		want      string // "" means nil
+		want      string // "" means no error
 	}{
 		{"all are done", false, []func(context.Context) error{returns(nil), returns(nil)}, ""},
 		{"the first error ends the other functions", false, []func(context.Context) error{returns(errA), onlyCause}, "a"},

@@ -36,11 +36,11 @@ type Options struct {
 	Kubeconfig string
 	// Config is the connection to the API server.
 	Config *rest.Config
-	// Informers are informers that the program already runs. kpng reads their objects and
-	// starts no watches of its own.
+	// Informers are informers that the program already runs. The library reads their
+	// objects and starts no watches of its own.
 	Informers *kube.Informers
-	// Manifests is a file or folder of Kubernetes manifests. kpng reads it instead of an
-	// API server and follows its changes.
+	// Manifests is a file or folder of Kubernetes manifests. The library reads it instead
+	// of an API server and follows its changes.
 	Manifests string
 
 	// Services selects the services to proxy, usually by the label

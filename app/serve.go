@@ -46,7 +46,7 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 			return fmt.Errorf("register metrics: %w", err)
 		}
 	}
-	handlers := map[string]*http.ServeMux{} // by address, because health checks and metrics may share an address
+	handlers := map[string]*http.ServeMux{} // keys are addresses, because health checks and metrics may share one
 	handle := func(address, path string, h http.Handler) {
 		if address == "" {
 			return

@@ -222,7 +222,7 @@ func (f *apiFlags) get() (transport.DialOptions, error) {
 }
 
 // nonEmpty is the value of a flag that must not be empty. If a user writes "$FILE" and
-// the variable is empty, the default would be wrong. nonEmpty implements pflag.Value.
+// the variable is empty, the default would be wrong. The type implements pflag.Value.
 type nonEmpty string
 
 func (g *nonEmpty) Set(s string) error {

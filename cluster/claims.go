@@ -35,7 +35,7 @@ type rank uint8
 
 const (
 	clusterIP      rank = iota
-	loadBalancerIP      // in the order of Service.FrontendIPs
+	loadBalancerIP      // the kinds are in the order of Service.FrontendIPs
 	externalIP
 	nodePort
 )
@@ -146,7 +146,7 @@ func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 	if !same {
 		groups = c.conflictGroups(before, after)
 	}
-	var owners map[claim]types.NamespacedName // of the claims of other services
+	var owners map[claim]types.NamespacedName // owners of the claims of other services
 	for _, group := range groups {
 		for o := range c.outcomes(group) {
 			if o.claimant != old {

@@ -74,8 +74,8 @@ func newStore[K, V any](s *State, opts Options, compare func(a, b K) int, equal 
 }
 
 // Update changes the state in one commit: readers see all changes of write or none. If
-// write panics, readers see its changes up to the panic. write must not call any method
-// of the State except those of tx.
+// write panics, readers see its changes up to the panic. The function write may call the
+// methods of tx, but no other method of the State.
 func (s *State) Update(write func(tx *Tx)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

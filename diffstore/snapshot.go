@@ -61,13 +61,13 @@ func (s *Snapshot[K, V]) Since(revision Revision) (iter.Seq2[K, V], bool) {
 		return nil, false
 	}
 	return func(yield func(K, V) bool) {
-		s.since(revision, func(e *entry[K, V]) bool { return yield(e.key, e.value) })
+		s.yieldSince(revision, func(e *entry[K, V]) bool { return yield(e.key, e.value) })
 	}, true
 }
 
-// since calls yield with the entries and tombstones written after a revision, in order of
-// their revisions.
-func (s *Snapshot[K, V]) since(revision Revision, yield func(*entry[K, V]) bool) {
+// yieldSince calls yield with the entries and tombstones written after a revision, in
+// order of their revisions.
+func (s *Snapshot[K, V]) yieldSince(revision Revision, yield func(*entry[K, V]) bool) {
 	if revision < s.revision { // so that revision+1 does not overflow
 		s.byRevision.AscendGreaterOrEqual(&entry[K, V]{revision: revision + 1}, yield)
 	}
@@ -120,7 +120,7 @@ func (d Delta[K, V]) All() iter.Seq[Change[K, V]] {
 func (d Delta[K, V]) writtenAfter(revision Revision, equal func(a, b V) bool) iter.Seq[Change[K, V]] {
 	return func(yield func(Change[K, V]) bool) {
 		var written []*entry[K, V]
-		d.New.since(revision, func(e *entry[K, V]) bool {
+		d.New.yieldSince(revision, func(e *entry[K, V]) bool {
 			written = append(written, e)
 			return true
 		})

@@ -46,9 +46,9 @@ type Options[K, V any] struct {
 	// Default: the store keeps tombstones for cursors only.
 	Resumable bool
 
-	// OnChange is called with each recorded change, under the store's lock, so that it can
-	// maintain an index. old and new are the values before and after; a missing value is the
-	// zero value. OnChange must not use the store. Default: none.
+	// OnChange is called with each recorded change, under the store's lock, so that it
+	// can maintain an index. The arguments old and new are the values before and after. A
+	// missing value is the zero value. OnChange must not use the store. Default: none.
 	OnChange func(key K, old, new V)
 }
 
@@ -76,7 +76,7 @@ type Store[K, V any] struct {
 	tombstones tombstones[K, V]
 	cursors    cursors[K, V]
 
-	revision Revision // of the last recorded change
+	revision Revision // revision of the last recorded change
 	recorded uint64   // number of recorded changes
 	floor    Revision // revision of the newest dropped tombstone; all later changes are still known
 	listings uint64   // number of calls of Replace

@@ -97,7 +97,7 @@ func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
 
 	u := &sink.Update{
 		Lost: delta.Full(), Revision: uint64(snapshot.Revision), Node: node, NodeChanged: true,
-		View: after.of, After: after.after,
+		View: after.of, After: after.viewsAfter,
 	}
 	if u.Lost {
 		return u
@@ -135,8 +135,8 @@ func (v view) see(state *api.ServiceState) *api.ServiceEndpoints {
 	return nodeview.View(state, v.node)
 }
 
-// after yields the views of the services after key, in order.
-func (v view) after(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints] {
+// viewsAfter yields the views of the services after key, in order.
+func (v view) viewsAfter(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints] {
 	return func(yield func(*api.ServiceEndpoints) bool) {
 		for _, state := range v.states.After(key) {
 			if se := v.see(state); se != nil && !yield(se) {

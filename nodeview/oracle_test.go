@@ -11,8 +11,8 @@ import (
 )
 
 // This file implements the rules of docs/semantics.md that kube-proxy lacks a second
-// time. It follows the text literally, without regard to cost. test/kpdiff compares the
-// other rules with kube-proxy itself.
+// time. It follows the text literally, without regard to cost. For the other rules,
+// test/kpdiff compares kpng with kube-proxy itself.
 
 // entry is an endpoint of a slice for one port.
 type entry struct {

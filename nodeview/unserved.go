@@ -107,7 +107,7 @@ func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodeP
 		if port != nil {
 			s.Protocol, s.Port = port.Protocol, port.Port
 		}
-		addrs := se.Service.FrontendIPs(family) // by kind, from ClusterIP on
+		addrs := se.Service.FrontendIPs(family) // one list for each kind, the first for ClusterIP
 		for i, list := range addrs {
 			for j, addr := range list {
 				// An address that is named twice has one frontend, of the first kind.

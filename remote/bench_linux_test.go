@@ -53,7 +53,8 @@ func benchService(i int) *api.Service {
 	}
 }
 
-// benchSlice returns the slice of a service. ready is the condition of its last endpoint.
+// benchSlice returns the slice of a service. The argument ready is the condition of its
+// last endpoint.
 func benchSlice(i, nodes int, ready bool) *api.EndpointSlice {
 	s := &api.EndpointSlice{
 		Namespace: "bench", Name: fmt.Sprintf("svc-%05d-1", i), ServiceName: fmt.Sprintf("svc-%05d", i), Family: api.IPv4,
@@ -88,8 +89,8 @@ func BenchmarkFanout(b *testing.B) {
 				committed := time.Now()
 				update(state, func(to apitest.Writer) { to.SetSlice(benchSlice(0, size.nodes, ready)) })
 				round := next()
-				middle = append(middle, round.at(0.5).Sub(committed))
-				reached = append(reached, round.at(1).Sub(committed))
+				middle = append(middle, round.syncTime(0.5).Sub(committed))
+				reached = append(reached, round.syncTime(1).Sub(committed))
 				sent = append(sent, l.lastData().Sub(committed))
 			}
 			after := server.Stats()
@@ -120,7 +121,7 @@ func BenchmarkInitialSync(b *testing.B) {
 		c := newCrowd(nil, state, l, 1)
 		began, cpu := time.Now(), cpuTime(b)
 		round := c.start(b)()
-		took := round.at(1).Sub(began)
+		took := round.syncTime(1).Sub(began)
 		if want := streams * (services*11 + 2); round.Operations != want { // including a Reset and the node
 			b.Fatalf("%d operations, want %d", round.Operations, want)
 		}

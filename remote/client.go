@@ -35,7 +35,7 @@ type Client struct {
 	views   *diffstore.Store[types.NamespacedName, *entry]
 	state   *clientState
 	changed chan struct{} // closed by the next Sync with changes
-	token   []byte        // of the last Sync; only Run uses it
+	token   []byte        // token of the last Sync; only Run uses it
 
 	reader reader
 }

@@ -45,9 +45,9 @@ type crowdRound struct {
 	Bytes, Operations int
 }
 
-// at returns the time at which a share of the streams, from 0 to 1, had received their
-// Sync.
-func (r *crowdRound) at(quantile float64) time.Time {
+// syncTime returns the time at which a share of the streams, from 0 to 1, had received
+// their Sync.
+func (r *crowdRound) syncTime(quantile float64) time.Time {
 	return time.Unix(0, r.Synced[int(quantile*float64(len(r.Synced)-1))])
 }
 

@@ -70,7 +70,7 @@ func (b *besieged) checkGoodClient(t *testing.T) {
 	t.Helper()
 	for range 5 {
 		b.mark()
-		b.screen.at(t, b.step)
+		b.screen.waitOutput(t, b.step)
 	}
 }
 

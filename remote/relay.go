@@ -51,7 +51,7 @@ func (s *Server) mayReadCluster(c caller) error {
 type relay struct {
 	server   *Server
 	sender   sender
-	revision diffstore.Revision // of the client's state, 0 if unknown
+	revision diffstore.Revision // revision of the client's state, 0 if unknown
 	synced   bool               // the client has an answer
 
 	part clusterv1.WatchResponse

@@ -141,8 +141,9 @@ func (s *screen) sink() sink.Sink {
 // patience is the maximum wait without progress.
 const patience = time.Minute
 
-// at waits until the marker has reached a step, and returns the output at that time.
-func (s *screen) at(t testing.TB, step int) []byte {
+// waitOutput waits until the marker has reached a step, and returns the output at that
+// time.
+func (s *screen) waitOutput(t testing.TB, step int) []byte {
 	t.Helper()
 	for {
 		s.mu.Lock()
@@ -254,7 +255,7 @@ func TestRemoteSinkReceivesSameAsInProcess(t *testing.T) {
 		drive(t, client, sinktest.NewRecorder(t, there.sink()))
 		for range steps {
 			w.change(1)
-			want, got := here.at(t, w.step), there.at(t, w.step)
+			want, got := here.waitOutput(t, w.step), there.waitOutput(t, w.step)
 			if !bytes.Equal(got, want) {
 				t.Fatalf("step %d, node %s: over the wire\n%s\nin process\n%s", w.step, node, got, want)
 			}

@@ -330,13 +330,13 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 	w.change(1)
 	here := newScreen()
 	drive(t, feed.New(w.state, "node-2"), here.sink())
-	want := here.at(t, w.step)
+	want := here.waitOutput(t, w.step)
 	wantNode, _ := w.state.Snapshot().Nodes.Get("node-2")
 	for i, s := range screens {
 		if err := recs[i].Wait(within(t), func([]sinktest.Sync) bool { return recs[i].Node().Equal(wantNode) }); err != nil {
 			t.Errorf("sink %d has the node %+v, want %+v: %v", i, recs[i].Node(), wantNode, err)
 		}
-		got := s.at(t, w.step)
+		got := s.waitOutput(t, w.step)
 		if !bytes.Equal(got, want) {
 			t.Errorf("sink %d has\n%s\nwant\n%s", i, got, want)
 		}

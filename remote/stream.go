@@ -31,8 +31,8 @@ const renewTokens = 5 * time.Minute
 // errExpired ends a stream whose client's certificate has expired.
 var errExpired = status.Error(codes.Unauthenticated, "the client's certificate has expired")
 
-// serveStream handles a stream: it alternates between requests and answers. begin returns
-// the subscriber for the first request.
+// serveStream handles a stream: it alternates between requests and answers. The function
+// begin returns the subscriber for the first request.
 func serveStream[Request, Response any](s *Server, stream grpc.BidiStreamingServer[Request, Response], begin func(caller, *Request) (subscriber[Request], error)) error {
 	ctx := stream.Context()
 	c, err := callerOf(ctx, !s.opts.NodeCertificates)

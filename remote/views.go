@@ -22,11 +22,11 @@ type class struct {
 // views computes and marshals each view once. It caches recently used views by state (and
 // so by service and revision) and class.
 type views struct {
-	limit int // of the cache, in bytes
+	limit int // maximum size of the cache, in bytes
 
 	mu     sync.Mutex
 	states map[*api.ServiceState]*list.Element
-	lru    *list.List // of *sharedState, most recently used first
+	lru    *list.List // elements are *sharedState, most recently used first
 	size   int        // of the cache
 
 	ids      atomic.Uint64
@@ -119,8 +119,8 @@ func (v *views) evict() {
 // sharedState has the cached views of one state of a service.
 type sharedState struct {
 	state *api.ServiceState
-	// nodes are the endpoints' nodes and those in their hints. zones are the zones in their
-	// hints.
+	// The set nodes has the endpoints' nodes and the nodes in their hints. The set zones
+	// has the zones in their hints.
 	nodes, zones map[string]struct{}
 
 	size int // views.mu guards it

@@ -168,7 +168,7 @@ func randomView(r *rand.Rand, id uint64) *wireView {
 	seen := map[string]bool{}
 	for range r.IntN(8) {
 		e := apitest.Random[api.Endpoint](r)
-		e.PortOverrides = nil // to get few keys
+		e.PortOverrides = nil // so that there are few keys
 		if seen[e.Key()] {
 			continue
 		}

@@ -140,8 +140,8 @@ func (w *watch) sync(snapshot *cluster.Snapshot, node *api.Node) {
 // A token records a client's position: the server, the revision, and other facts on which
 // the client's views depend. Only the server reads it; a client returns it unchanged.
 
-// newToken returns the token for a revision. depends are strings on which the client's
-// views depend, such as the node and its zone.
+// newToken returns the token for a revision. The strings depends are facts on which the
+// client's views depend, such as the node and its zone.
 func (s *Server) newToken(revision diffstore.Revision, depends ...string) []byte {
 	b := append(make([]byte, 0, 128), s.instance...)
 	b = binary.AppendUvarint(b, uint64(revision))
@@ -206,7 +206,8 @@ func (w *watch) sendNode(node *api.Node) {
 	}
 }
 
-// sendWholes sends whole services. With deletions, it deletes services that have no view.
+// sendWholes sends whole services. If deletions is true, it deletes services that have no
+// view.
 func (w *watch) sendWholes(states iter.Seq2[types.NamespacedName, *api.ServiceState], node *api.Node, deletions bool) {
 	set := localv1.Set_ServicesSet
 	if w.frontends {

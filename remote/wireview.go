@@ -29,7 +29,7 @@ type wireView struct {
 	size   int // approximate size in memory, including derived data
 
 	mu     sync.Mutex
-	deltas [2][2]memo // by audience, and by whether the old view is nil
+	deltas [2][2]memo // indexes: the audience, and whether the old view is nil
 	wholes [2][]frame // by audience
 }
 

@@ -39,16 +39,16 @@ type Driver struct {
 	started bool
 	end     error         // not nil once Run has ended
 	moved   chan struct{} // closed and replaced when a field below changes
-	status  Status        // without the fields that Driver.Status fills in
+	status  Status        // lacks the fields that Driver.Status fills in
 	pending pending
 
-	// synced reports that the last pass is complete. restart reports that StartOver was
-	// called and the new pass has not begun.
+	// The flag synced reports that the last pass is complete. The flag restart reports
+	// that StartOver was called and the new pass has not begun.
 	synced, restart bool
 	// position is the revision up to which everything is acknowledged or pending.
 	position uint64
-	// nodePending reports that the node differs from the one last acknowledged. nodeSince
-	// is the last revision at which it did not differ.
+	// The flag nodePending reports that the node differs from the one last acknowledged.
+	// The field nodeSince is the last revision at which it did not differ.
 	nodePending bool
 	nodeSince   uint64
 }

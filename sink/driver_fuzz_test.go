@@ -150,7 +150,7 @@ func (f *fuzzServices) moveAddresses() {
 			}
 		}
 		if len(addrs) == 0 {
-			f.w.src.Delete(v.Key()) // before other services get its addresses
+			f.w.src.Delete(v.Key()) // delete it before other services get its addresses
 			continue
 		}
 		v.Service.IPs.ClusterIPs = api.NewIPSet(addrs[0])
@@ -203,7 +203,7 @@ func newDataplane(atomic bool) *dataplane {
 		entries: map[api.Claim]fuzzEntry{}, atomic: atomic, failing: map[types.NamespacedName]*failure{},
 		wanted: map[types.NamespacedName]*api.ServiceEndpoints{},
 	}
-	for n := range byte(9) { // from an earlier process
+	for n := range byte(9) { // entries of an earlier process
 		claim := api.Claim{IP: netip.AddrFrom4([4]byte{10, 96, 0, n}), Protocol: api.TCP, Port: 80}
 		p.entries[claim] = fuzzEntry{key(string(rune('a' + n))), "[9]"}
 	}

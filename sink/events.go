@@ -13,8 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Handler receives the events of an [Events] sink. svc is the service that the object
-// belongs to; for a delete it is the service last delivered.
+// Handler receives the events of an [Events] sink. The argument svc is the service that
+// the object belongs to. For a delete, it is the service as last delivered.
 //
 // A Set method delivers a new or changed object. A service is identified by its key, an
 // endpoint by [api.Endpoint.Key], and a frontend by its FrontendKey. A frontend contains

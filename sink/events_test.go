@@ -22,8 +22,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// eventLog is a handler that records its events. fail, if set, decides whether an event
-// fails.
+// eventLog is a handler that records its events. The function fail, if set, decides
+// whether an event fails.
 type eventLog struct {
 	lines []string
 	fail  func(line string) error

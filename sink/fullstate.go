@@ -34,8 +34,9 @@ func FullState(sync func(ctx context.Context, services []*api.ServiceEndpoints) 
 
 // StateSink programs the whole state of one node in each call.
 type StateSink interface {
-	// SyncState makes the dataplane agree with services, which are in order of namespace and
-	// name. node is this node, or nil if it is not known. For the error see [FullState].
+	// SyncState makes the dataplane agree with services, which are in order of namespace
+	// and name. The argument node is this node, or nil if it is not known. For the error
+	// see [FullState].
 	SyncState(ctx context.Context, node *api.Node, services []*api.ServiceEndpoints) error
 }
 
@@ -55,7 +56,8 @@ type fullState struct {
 	sink StateSink
 	// acked is the state last acknowledged.
 	acked []*api.ServiceEndpoints
-	// inPass reports that a pass is in progress. gathered are the services it has delivered.
+	// The flag inPass reports that a pass is in progress. The list gathered has the
+	// services that the pass has delivered.
 	inPass   bool
 	gathered []*api.ServiceEndpoints
 }
@@ -81,17 +83,16 @@ func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 	return err
 }
 
-// revert returns a copy of state in which the failed services have their views of the
-// earlier state before.
-func revert(state, before []*api.ServiceEndpoints, failed Failed) []*api.ServiceEndpoints {
+// revert returns a copy of state in which each failed service has its view from acked.
+func revert(state, acked []*api.ServiceEndpoints, failed Failed) []*api.ServiceEndpoints {
 	if len(failed) == 0 {
 		return state
 	}
 	return apply(state, func(yield func(Change) bool) {
 		for _, key := range slices.SortedFunc(maps.Keys(failed), api.CompareKeys) {
 			c := Change{Key: key}
-			if i, ok := findView(before, key); ok {
-				c.New = before[i]
+			if i, ok := findView(acked, key); ok {
+				c.New = acked[i]
 			}
 			if !yield(c) {
 				return

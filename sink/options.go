@@ -61,8 +61,8 @@ type Backoff struct {
 // Observer receives reports of a driver's work, for metrics. Each function may be nil.
 // The driver makes one call at a time and waits for it to return.
 type Observer struct {
-	// Queued is called before a Sync with new changes. at is when the driver noticed the
-	// first of them. Changes that do not affect this node do not count.
+	// Queued is called before a Sync with new changes. The argument at is when the driver
+	// noticed the first of them. Changes that do not affect this node do not count.
 	Queued func(at time.Time)
 	// Pending is called before and after each Sync with the number of unacknowledged
 	// services known so far. The number includes failing services. It excludes services
@@ -70,9 +70,9 @@ type Observer struct {
 	Pending func(services int)
 	// Synced is called after each Sync.
 	Synced func(SyncResult)
-	// Applied is called for each acknowledged service that has a trigger time. latency is
-	// the time since the service's oldest endpoint change. Applied is not called for
-	// services that a pass delivers unchanged.
+	// Applied is called for each acknowledged service that has a trigger time. The
+	// argument latency is the time since the service's oldest endpoint change. Applied is
+	// not called for services that a pass delivers unchanged.
 	Applied func(latency time.Duration)
 	// Verified is called after each Verify that changes did not interrupt.
 	Verified func(took time.Duration, err error)

@@ -12,8 +12,8 @@ import (
 // delivery is the current pass. It delivers services in key order, so it does not store
 // the key of each delivered service.
 type delivery struct {
-	// begun reports that a Changes with First was acknowledged. start is when the pass
-	// began.
+	// The flag begun reports that a Changes with First was acknowledged. The field start
+	// is when the pass began.
 	begun bool
 	start time.Time
 	// reached is the key up to which the pass has delivered all services. The set ahead
@@ -24,8 +24,8 @@ type delivery struct {
 	yielded bool
 	// buffer is the memory of the last batch, for reuse.
 	buffer []Change
-	// before are the services that were failing when the pass began.
-	before map[types.NamespacedName]*unacked
+	// failedBefore are the services that were failing when the pass began.
+	failedBefore map[types.NamespacedName]*unacked
 }
 
 // delivered reports whether the pass has delivered a service.

@@ -34,7 +34,8 @@ type unacked struct {
 	// retryAt is when the service is delivered, unless a change causes an earlier
 	// delivery.
 	retryAt time.Time
-	// failures counts failures of the service in a row. err is the last error.
+	// The field failures counts failures of the service in a row, and err is the last
+	// error.
 	failures int
 	err      error
 }
@@ -125,7 +126,8 @@ func (p *pending) schedule(s *unacked) *btree.BTreeG[*unacked] {
 	return p.byRetry
 }
 
-// nextRetry returns when the first service is due. ok is false if none is pending.
+// nextRetry returns when the first service is due. The result ok is false if none is
+// pending.
 func (p *pending) nextRetry() (time.Time, bool) {
 	s, ok := p.byRetry.Min()
 	if a, more := p.alone.Min(); more {

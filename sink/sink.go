@@ -29,8 +29,8 @@ type Sink interface {
 	// the service that causes the error. An error that wraps [ErrStartOver] requests a
 	// new pass. A panic counts as an error.
 	//
-	// Calls of Sync never overlap. c is valid only until Sync returns; the views in it
-	// may be kept.
+	// Calls of Sync never overlap. The sink must not use c after Sync returns, but may
+	// keep the views in it.
 	Sync(ctx context.Context, c *Changes) error
 }
 

@@ -253,8 +253,8 @@ func (d *Driver) read(services []Change) iter.Seq[Change] {
 	}
 }
 
-// sync calls the sink's Sync. acked reports whether b was acknowledged, except the
-// services in failed.
+// sync calls the sink's Sync. The result acked reports whether b was acknowledged, except
+// the services in failed.
 func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed Failed, acked bool) {
 	hopeful := d.hopeful()
 	begin := time.Now()
@@ -302,7 +302,7 @@ func (d *Driver) acknowledged(u *Update, b *batch, failed Failed, notDelivered [
 		}
 		d.pending.acknowledge(c.Key, c.New)
 		if d.pass != nil {
-			delete(d.pass.before, c.Key)
+			delete(d.pass.failedBefore, c.Key)
 		}
 	}
 	d.position = u.Revision
@@ -416,7 +416,7 @@ func (d *Driver) unacked(c Change, why reason) *unacked {
 			s.since = 0
 		}
 		if d.pass != nil {
-			if failed := d.pass.before[c.Key]; failed != nil {
+			if failed := d.pass.failedBefore[c.Key]; failed != nil {
 				s.failures, s.err = failed.failures, failed.err
 			}
 		}
@@ -460,9 +460,9 @@ func (d *Driver) backOff(err error, patience int) {
 func (d *Driver) begin() {
 	before := map[types.NamespacedName]*unacked{}
 	if d.pass != nil {
-		before = d.pass.before
+		before = d.pass.failedBefore
 	}
-	d.pass = &delivery{start: time.Now(), ahead: map[types.NamespacedName]struct{}{}, before: before}
+	d.pass = &delivery{start: time.Now(), ahead: map[types.NamespacedName]struct{}{}, failedBefore: before}
 	old := d.pending
 	d.pending = newPending()
 	d.pending.aloneAt = old.aloneAt

@@ -51,7 +51,7 @@ func TestServiceConversion(t *testing.T) {
 	for _, tc := range []struct {
 		name     string
 		options  Options
-		change   func(*service) // of the empty service default/web
+		change   func(*service) // changes the empty service default/web
 		want     func(*api.Service)
 		problems []string
 	}{

@@ -22,7 +22,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 	for _, tc := range []struct {
 		name     string
 		options  Options
-		change   func(*slice) // of the empty IPv4 slice default/web of service web
+		change   func(*slice) // changes the empty IPv4 slice default/web of service web
 		want     func(*api.EndpointSlice)
 		none     bool
 		problems []string

@@ -9,8 +9,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FromEndpoint returns the wire form of e. draining reports whether e is draining in its
-// view.
+// FromEndpoint returns the wire form of e. The argument draining reports whether e is
+// draining in its view.
 func FromEndpoint(e *api.Endpoint, draining bool) *Endpoint {
 	ips := api.NewIPSet(e.Addr)
 	x := &Endpoint{

@@ -11,9 +11,9 @@ import (
 )
 
 // Marshal returns the encoding of m. Equal messages have equal encodings within one build
-// of the program. protobuf rejects strings that are not UTF-8, but an API server may
-// contain them. Marshal repairs such strings in the output as encoding/json does. It does
-// not modify m, which shares maps and lists with other values.
+// of the program. The protobuf encoder rejects strings that are not UTF-8, but an API
+// server may contain them. Marshal repairs such strings in the output as encoding/json
+// does. It does not modify m, which shares maps and lists with other values.
 func Marshal(m proto.Message) []byte {
 	deterministic := proto.MarshalOptions{Deterministic: true}
 	b, err := deterministic.Marshal(m)

@@ -79,7 +79,7 @@ func (n *Namespace) Close() {
 }
 
 // Do calls f on a thread that is in the namespace. Sockets that f opens and processes
-// that it starts stay in the namespace. f must not start goroutines.
+// that it starts stay in the namespace. The function f must not start goroutines.
 func (n *Namespace) Do(f func() error) error {
 	return onThread(func() error { return n.enter(f) })
 }
@@ -230,8 +230,8 @@ func (n *Namespace) Remove(t testing.TB, name, addr string) {
 	}
 }
 
-// Route adds a route to a destination, or "default", over an interface. gateway may be
-// empty.
+// Route adds a route to a destination, or "default", over an interface. The gateway may
+// be empty.
 func (n *Namespace) Route(t testing.TB, destination, gateway, name string) {
 	t.Helper()
 	route := &netlink.Route{LinkIndex: n.link(t, name).Attrs().Index}

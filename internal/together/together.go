@@ -29,7 +29,7 @@ func Run(ctx context.Context, functions ...func(context.Context) error) error {
 	failed := errors.Join(errs...) != nil
 	cause := context.Cause(running)
 	for i, err := range errs {
-		errs[i] = without(err, cause)
+		errs[i] = removeCause(err, cause)
 	}
 	if err := errors.Join(errs...); err != nil || !failed {
 		return err
@@ -37,8 +37,9 @@ func Run(ctx context.Context, functions ...func(context.Context) error) error {
 	return cause
 }
 
-// without removes cause from an error, which may be a join.
-func without(err, cause error) error {
+// removeCause returns err without cause. If err joins several errors, the result joins
+// the others.
+func removeCause(err, cause error) error {
 	if err == cause {
 		return nil
 	}

@@ -84,9 +84,10 @@ var (
 // Stay calls use with a connection. Whenever use returns, Stay calls it with the next
 // connection, until ctx ends. It returns the cause of ctx.
 //
-// use calls heard after each message. complete reports that the message ended an answer;
-// then the next wait is short again. stale reports that the server has lost its own
-// source. If heard returns an error, use drops the answer and returns that error.
+// The function use must call heard after each message. The argument complete reports that
+// the message ended an answer; then the next wait is short again. The argument stale
+// reports that the server has lost its own source. If heard returns an error, use drops
+// the answer and returns that error.
 //
 // A server whose first answer is late loses its turn if there are other addresses, or
 // with FailFast. A stale server loses its turn while some other addresses have not been
@@ -231,7 +232,7 @@ func (d *Dialer) credentials(a Address, files *certFiles) (credentials.Transport
 		name = a.host()
 	}
 	if name == "" {
-		name = "localhost" // for a unix socket
+		name = "localhost" // the name for a unix socket
 	}
 	return credentials.NewTLS(&tls.Config{
 		MinVersion:   tls.VersionTLS13,

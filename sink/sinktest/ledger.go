@@ -17,7 +17,7 @@ import (
 // driver may deliver.
 type ledger struct {
 	// begun reports that a Changes with First was acknowledged and the sink has not
-	// started over since. inPass reports that the pass is not complete.
+	// started over since. The flag inPass reports that the pass is not complete.
 	begun, inPass bool
 	revision      uint64
 	views         map[types.NamespacedName]*api.ServiceEndpoints

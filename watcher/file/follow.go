@@ -38,10 +38,10 @@ type Options struct {
 
 // Watch reads manifests into state and marks it as synced. It follows changes of the
 // manifests until ctx ends and then returns nil. Each reading is one commit that changes
-// only what differs. state must have no other writer. Watch returns an error of the first
-// reading. It logs an error of a later reading once, and state keeps its content until
-// the manifests exist and are valid again. If a folder loses its last manifest, state
-// keeps its objects.
+// only what differs. The state must have no other writer. Watch returns an error of the
+// first reading. It logs an error of a later reading once, and state keeps its content
+// until the manifests exist and are valid again. If a folder loses its last manifest,
+// state keeps its objects.
 //
 // Watch reads a file when it has not changed for 100 ms, because it may be half written.
 // It notices changes immediately if the operating system sends notifications. Otherwise

@@ -41,7 +41,7 @@ func newRequestError(verb string, resource schema.GroupResource, server string, 
 	case apierrors.IsForbidden(err):
 		cause = "missing permission; " + needed + cause
 	case errors.As(err, &request):
-		cause = request.Err.Error() // without the URL, which is long
+		cause = request.Err.Error() // omits the URL, which is long
 	}
 	return &requestError{fmt.Sprintf("%s %s at API server %s: %s", verb, resource.Resource, server, cause), err}
 }

@@ -106,7 +106,7 @@ func ExampleInformers() {
 	}
 
 	factory := informers.NewSharedInformerFactory(client, 0)
-	shared := &kube.Informers{ // before the factory starts: Informer registers them
+	shared := &kube.Informers{ // create it before the factory starts, because Informer registers the informers
 		Services:       factory.Core().V1().Services().Informer(),
 		EndpointSlices: factory.Discovery().V1().EndpointSlices().Informer(),
 		Nodes:          factory.Core().V1().Nodes().Informer(),

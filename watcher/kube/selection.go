@@ -44,7 +44,7 @@ type finder func(services []types.NamespacedName) ([]*discoveryv1.EndpointSlice,
 // origin describes a slice without the proxy's label.
 type origin struct {
 	service types.NamespacedName
-	managed bool // by the endpoint-slice controller
+	managed bool // managed by the endpoint-slice controller
 }
 
 // selection decides which slices a named proxy keeps: slices with its label, all slices
@@ -70,8 +70,8 @@ type selection struct {
 	// unlabelled are the slices in the state that lack the proxy's label.
 	unlabelled map[types.NamespacedName]origin
 
-	// watching reports that a watch of slices has begun. filtered reports that it omits
-	// slices without the proxy's label.
+	// The flag watching reports that a watch of slices has begun. The flag filtered
+	// reports that this watch omits slices without the proxy's label.
 	watching, filtered bool
 	// restart ends the current watch of slices, so that a new one begins. It is nil with
 	// informers, whose watch has no filter.
@@ -157,8 +157,8 @@ func (n serviceSelection) replace(all []*item[api.Service]) bool {
 }
 
 // note updates the record of the service i. It returns the service in missing if the
-// state may lack slices that are selected now. less reports that some slices may no
-// longer be selected.
+// state may lack slices that are selected now. The result less reports that some slices
+// may no longer be selected.
 func (n *selection) note(i *item[api.Service]) (missing []types.NamespacedName, less bool) {
 	was, wanted := n.services[i.key]
 	if was {
@@ -179,7 +179,7 @@ func (n *selection) note(i *item[api.Service]) (missing []types.NamespacedName, 
 }
 
 // commit makes one commit. It calls write, and adds the selected slices of the services
-// in missing. With less, it also drops slices that are no longer selected.
+// in missing. If less is true, it also drops slices that are no longer selected.
 func (n *selection) commit(missing []types.NamespacedName, less bool, write func(*cluster.Tx)) {
 	found, err := n.lookUp(missing)
 	n.state.Update(func(tx *cluster.Tx) {

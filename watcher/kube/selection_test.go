@@ -23,8 +23,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// forAll reports whether r is for all slices. forSome reports whether it is for the
-// slices of some services.
+// forAll reports whether r is for all slices. The function forSome reports whether r is
+// for the slices of some services.
 func forAll(r request) bool  { return r.Resource == endpointSlices && r.Labels == "" }
 func forSome(r request) bool { return strings.Contains(r.Labels, discoveryv1.LabelServiceName) }
 
@@ -65,7 +65,7 @@ func (w *world) away(match func(request) bool) (back func()) {
 	}
 }
 
-// expectWatch expects one watch of slices. With all, the watch must be unfiltered.
+// expectWatch expects one watch of slices. If all is true, the watch must be unfiltered.
 func (w *world) expectWatch(all bool) {
 	w.t.Helper()
 	synctest.Wait()

@@ -66,8 +66,8 @@ func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 	return nil
 }
 
-// client is a client of the two API groups that the watch needs. client-go's typed
-// clients would link the types of all groups into every program.
+// client is a client of the two API groups that the watch needs. The typed clients of
+// client-go would link the types of all groups into every program.
 type client struct {
 	core, discovery rest.Interface
 	connections     *connrotation.Dialer

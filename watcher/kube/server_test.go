@@ -56,7 +56,8 @@ type apiServer struct {
 	watches   map[*request]bool      // open watches
 }
 
-// change is an entry of the log. old or new is nil if the object did not exist.
+// change is an entry of the log. The value old or new is nil if the object did not exist
+// before or after the change.
 type change struct {
 	revision int
 	resource string

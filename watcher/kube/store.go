@@ -176,8 +176,8 @@ type stores struct {
 	selection *selection // nil without a ServiceProxyName
 }
 
-// newStores returns stores that keep what the options select. find is for the selection
-// of slices.
+// newStores returns stores that keep what the options select. The selection of slices
+// calls find.
 func (w *watch) newStores(find finder) *stores {
 	s := &stores{
 		services: &store[*corev1.Service, api.Service]{

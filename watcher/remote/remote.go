@@ -30,7 +30,7 @@ type Options struct {
 
 // Watch fills state and follows the other server until ctx ends. It returns the cause of
 // ctx. The state is synced when the first answer is complete. Each answer is one commit.
-// state must have no other writer.
+// The state must have no other writer.
 //
 // While the other server is down, state keeps its content. When that server is back,
 // Watch receives only the changes. If another server answers, or the outage was long, it
@@ -51,7 +51,7 @@ const staleAfter = 3 * time.Minute
 // follower follows one server after the other.
 type follower struct {
 	state *cluster.State
-	token []byte    // of the last complete answer
+	token []byte    // token of the last complete answer
 	lost  time.Time // when the last connection with an answer was lost
 }
 

@@ -87,8 +87,7 @@ type Proxy struct {
 	feeds    []*feed.Feed
 	drivers  []*sink.Driver
 	once     bool // every sink has Options.Once
-	// manifests reports that manifests are the source.
-	manifests bool
+	files    bool // the source is manifests
 
 	started   atomic.Bool
 	nodeKnown atomic.Bool   // the Node object existed at some time
@@ -114,7 +113,7 @@ func New(opts Options) (*Proxy, error) {
 	}
 	p := &Proxy{
 		nodeName: name, state: cluster.New(cluster.Options{}), watch: watch, once: once,
-		manifests: opts.Manifests != "", ended: make(chan struct{}),
+		files: opts.Manifests != "", ended: make(chan struct{}),
 	}
 	for _, s := range sinks {
 		f := feed.New(p.state, name)
@@ -190,7 +189,7 @@ func (p *Proxy) Run(ctx context.Context) error {
 		func(ctx context.Context) error { return p.watch(ctx, p.state) },
 		p.followNode,
 		func(ctx context.Context) error {
-			if p.manifests { // if they cannot be read, no sink may change the machine
+			if p.files { // if they cannot be read, no sink may change the machine
 				select {
 				case <-p.state.Synced():
 				case <-ctx.Done():

@@ -80,7 +80,6 @@ type service struct {
 	run     func(*cobra.Command) error
 }
 
-// untilSignal runs cmd until it returns or a signal arrives.
 func untilSignal(cmd *cobra.Command) error {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()

@@ -25,8 +25,7 @@ import (
 // is available.
 type Serving struct {
 	health, metrics string
-	// proxyMode, if not empty, is the response to /proxyMode at the address of the
-	// metrics. Some tools read kube-proxy's mode there.
+	// proxyMode is the response to /proxyMode, if not empty. Tools read kube-proxy's there.
 	proxyMode string
 }
 

@@ -13,13 +13,11 @@ import (
 	"github.com/kpng-project/kpng/remote"
 	"github.com/kpng-project/kpng/remote/transport"
 	"github.com/kpng-project/kpng/sink"
-	"k8s.io/klog/v2"
 )
 
 // served is a proxy that gets its services from a kpng server. Each sink has its own
 // connection.
 type served struct {
-	names     []string // of the sinks
 	clients   []*remote.Client
 	drivers   []*sink.Driver
 	once      bool
@@ -34,7 +32,6 @@ func newServed(dial transport.DialOptions, opts kpng.Options) (*served, error) {
 		if err != nil {
 			return nil, err
 		}
-		v.names = append(v.names, s.Options.Name)
 		v.clients = append(v.clients, client)
 		v.drivers = append(v.drivers, sink.NewDriver(knownNode{client, &v.nodeKnown}, s.Sink, s.Options))
 	}
@@ -60,12 +57,8 @@ func (v *served) Run(ctx context.Context) error {
 	defer stop()
 	var clients, drivers []func(context.Context) error
 	for i := range v.drivers {
-		client := v.clients[i]
-		defer client.Close()
-		clients = append(clients, func(ctx context.Context) error {
-			return client.Run(klog.NewContext(ctx, klog.FromContext(ctx).WithValues("sink", v.names[i])))
-		})
-		drivers = append(drivers, v.drivers[i].Run)
+		defer v.clients[i].Close()
+		clients, drivers = append(clients, v.clients[i].Run), append(drivers, v.drivers[i].Run)
 	}
 	err := together.Run(running, append(clients, func(ctx context.Context) error {
 		defer stop()

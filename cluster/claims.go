@@ -256,5 +256,4 @@ func (c *claims) outcomes(group api.Claim) iter.Seq[outcome] {
 	}
 }
 
-// claimsAddress reports whether c takes a whole address.
 func claimsAddress(c api.Claim) bool { return c.Protocol == 0 && c.Port == 0 }

@@ -184,7 +184,6 @@ func newSinkMetrics(f promauto.Factory) *sinkMetrics {
 	}
 }
 
-// sinkSeries are the metrics of one sink.
 type sinkSeries struct {
 	series
 	failedAll, failedSome   prometheus.Counter
@@ -207,7 +206,6 @@ func (m *sinkMetrics) of(sink string) *sinkSeries {
 	}
 }
 
-// countFailures counts the failures of a Sync.
 func (s *sinkSeries) countFailures(r sink.SyncResult) {
 	s.failing.Set(float64(r.Failing))
 	if _, some := sink.Acknowledged(r.Err); r.Err != nil && some {

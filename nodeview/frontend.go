@@ -118,7 +118,6 @@ type Traffic struct {
 // ListID and program the differences.
 type ListID uint64
 
-// listID returns the ID of the Local or the Cluster list of a port and family.
 func listID(port *api.PortMapping, family api.Family, local bool) ListID {
 	id := ListID(family) << 32
 	if local {
@@ -307,7 +306,6 @@ func (l *portLists) traffic(list list) Traffic {
 	return Traffic{Verdict: l.verdict(list.targets), List: list.id, Endpoints: list.targets}
 }
 
-// verdict returns the verdict for traffic that uses list.
 func (l *portLists) verdict(list []Target) Verdict {
 	switch {
 	case len(list) > 0:

@@ -8,7 +8,6 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// location is the node and zone for which a view is computed.
 type location struct{ node, zone string }
 
 func locationOf(n *api.Node) location {
@@ -21,7 +20,6 @@ func locationOf(n *api.Node) location {
 // runs reports whether ep runs on this node. Without a node name, no endpoint does.
 func (h location) runs(ep *api.SliceEndpoint) bool { return h.node != "" && ep.NodeName == h.node }
 
-// hintedNode reports whether ep is hinted for this node.
 func (h location) hintedNode(ep *api.SliceEndpoint) bool {
 	return h.node != "" && slices.Contains(hints(ep).ForNodes, h.node)
 }

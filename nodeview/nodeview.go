@@ -81,7 +81,6 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints 
 	return se
 }
 
-// list sets the endpoints of se.
 func (c *selection) list(se *api.ServiceEndpoints, pol policies, here location) {
 	listed, draining := c.assignLists(pol)
 	if listed+draining == 0 {
@@ -144,7 +143,6 @@ func (c *selection) assignLists(pol policies) (listed, draining int) {
 	return listed, draining
 }
 
-// portScopes returns the lists of a candidate for each port.
 func (c *selection) portScopes(candidate int, pol policies) []api.PortScopes {
 	var out []api.PortScopes
 	for p, port := range c.ports {

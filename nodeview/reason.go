@@ -72,7 +72,6 @@ var topologyTexts = [...]string{
 // String returns the description.
 func (t Topology) String() string { return text(topologyTexts[:], t) }
 
-// text returns the text of v.
 func text[T ~uint8](texts []string, v T) string {
 	if int(v) < len(texts) && texts[v] != "" {
 		return texts[v]

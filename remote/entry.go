@@ -67,7 +67,6 @@ func newEntry(service *api.ServiceEndpoints, list []keyedEndpoint) *entry {
 
 func (e *entry) equal(o *entry) bool { return e.view.Equal(o.view) && slices.Equal(e.keys, o.keys) }
 
-// viewOrNil returns the view, or nil for a nil entry.
 func (e *entry) viewOrNil() *api.ServiceEndpoints {
 	if e == nil {
 		return nil

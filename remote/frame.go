@@ -27,7 +27,6 @@ const (
 // frames form an OpItem with a batch.
 type frame []byte
 
-// newFrame returns the frame of an operation.
 func newFrame(item *localv1.OpItem) frame {
 	return appendField(nil, opItemBatch, localv1.Marshal(item))
 }

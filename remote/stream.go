@@ -28,7 +28,6 @@ type subscriber[Request any] interface {
 // store keeps deletions for 10 minutes.
 const renewTokens = 5 * time.Minute
 
-// errExpired ends a stream whose client's certificate has expired.
 var errExpired = status.Error(codes.Unauthenticated, "the client's certificate has expired")
 
 // serveStream handles a stream: it alternates between requests and answers. The function
@@ -113,7 +112,6 @@ type sender struct {
 	sent     int // bytes
 }
 
-// begin begins an answer for a snapshot.
 func (s *sender) begin(snapshot *cluster.Snapshot) {
 	s.snapshot, s.started, s.sent = snapshot, time.Now(), 0
 }

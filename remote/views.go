@@ -81,7 +81,6 @@ func (v *views) compute(s *sharedState, c class) *wireView {
 	return w
 }
 
-// shared returns the cached views of state.
 func (v *views) shared(state *api.ServiceState) *sharedState {
 	v.mu.Lock()
 	defer v.mu.Unlock()

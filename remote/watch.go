@@ -195,7 +195,6 @@ func (w *watch) sendDifference(snapshot *cluster.Snapshot, node *api.Node) {
 	}
 }
 
-// sendNode sends the node if the client requested it.
 func (w *watch) sendNode(node *api.Node) {
 	switch {
 	case !w.ownNode:

@@ -33,7 +33,6 @@ type wireView struct {
 	wholes [2][]frame // by audience
 }
 
-// wireEndpoint is a marshalled endpoint.
 type wireEndpoint struct {
 	key   string
 	value []byte
@@ -105,7 +104,6 @@ func newWireView(id uint64, v *api.ServiceEndpoints, m *marshalled) *wireView {
 	return w
 }
 
-// newWireFrontends marshals the frontends of v.
 func newWireFrontends(id uint64, v *api.ServiceEndpoints) *wireView {
 	w := &wireView{
 		id:      id,
@@ -219,7 +217,6 @@ func pairs(before, after []wireEndpoint) func(yield func(old, new *wireEndpoint)
 // whole with some endpoints, and the others follow as single operations.
 const maxWhole = 1 << 20
 
-// whole returns the operations that send the whole view.
 func (w *wireView) whole(who audience) []frame {
 	w.mu.Lock()
 	defer w.mu.Unlock()

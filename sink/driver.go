@@ -331,7 +331,6 @@ func isClosed(c <-chan struct{}) bool {
 	}
 }
 
-// later returns the later time.
 func later(a, b time.Time) time.Time {
 	if a.After(b) {
 		return a

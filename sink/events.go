@@ -294,7 +294,6 @@ func (e *events) note(t *transition) {
 	}
 }
 
-// frontends returns the frontends of a view.
 func frontends(se *api.ServiceEndpoints) map[nodeview.FrontendKey]nodeview.Frontend {
 	all := map[nodeview.FrontendKey]nodeview.Frontend{}
 	for f := range nodeview.Frontends(se) {

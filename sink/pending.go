@@ -102,7 +102,6 @@ func (p *pending) put(s *unacked) {
 	}
 }
 
-// remove removes the service key if it is pending.
 func (p *pending) remove(key types.NamespacedName) {
 	s := p.byKey[key]
 	if s == nil {

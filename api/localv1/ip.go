@@ -22,7 +22,6 @@ func fromIPSetUnlessEmpty(s *api.IPSet) *IPSet {
 	return fromIPSet(s)
 }
 
-// copyTo sets set to the addresses in x.
 func (x *IPSet) copyTo(set *api.IPSet) (err error) {
 	if set.V4, err = toAddrs(x.GetV4(), api.IPv4); err != nil {
 		return err

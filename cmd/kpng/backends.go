@@ -62,7 +62,6 @@ func cleanup(b *program.Backend) *cobra.Command {
 	return cmd
 }
 
-// inspectorOf returns the backend with this name as an inspector.
 func inspectorOf(name, instance string) (program.Inspector, error) {
 	for _, b := range platformBackends() {
 		if b.Name != name {

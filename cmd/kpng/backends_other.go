@@ -6,7 +6,6 @@ package main
 
 import "github.com/kpng-project/kpng/backends/program"
 
-// platformBackends returns the backends of this platform.
 func platformBackends() []*program.Backend {
 	return []*program.Backend{program.Userspace(nil)}
 }

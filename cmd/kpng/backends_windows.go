@@ -7,7 +7,6 @@ import (
 	"github.com/kpng-project/kpng/backends/windows/kernelspace/winhns"
 )
 
-// platformBackends returns the backends of this platform.
 func platformBackends() []*program.Backend {
 	return []*program.Backend{
 		program.Kernelspace(winhns.HNS{}),

@@ -77,7 +77,6 @@ func (f *serverFlags) register(fs *pflag.FlagSet) {
 	fs.IntVar(&f.options.Limits.CacheBytes, "cache-bytes", limits.CacheBytes, "approximate memory in `bytes` for cached marshalled views")
 }
 
-// apiServer is a server with its addresses.
 type apiServer struct {
 	state     *cluster.State
 	server    *remote.Server
@@ -85,7 +84,6 @@ type apiServer struct {
 	mode      fs.FileMode
 }
 
-// get returns the server that the flags configure.
 func (f *serverFlags) get() (*apiServer, error) {
 	if err := f.check(); err != nil {
 		return nil, err
@@ -111,7 +109,6 @@ func (f *serverFlags) get() (*apiServer, error) {
 	return s, err
 }
 
-// check returns an error for inconsistent flags.
 func (f *serverFlags) check() error {
 	o, l, tls := &f.options, &f.options.Limits, f.tls != (transport.TLS{})
 	switch {

@@ -100,7 +100,6 @@ func (l *ledger) owns(key types.NamespacedName, view *api.ServiceEndpoints) bool
 	return true
 }
 
-// checkFailing returns the violations in c.Failing.
 func (l *ledger) checkFailing(c *Sync) []string {
 	var wrong []string
 	in := map[types.NamespacedName]bool{}
@@ -128,7 +127,6 @@ func (l *ledger) checkFailing(c *Sync) []string {
 	return wrong
 }
 
-// record records the result of c.
 func (l *ledger) record(c *Sync) {
 	failed, ok := sink.Acknowledged(c.Err)
 	switch {

@@ -30,7 +30,6 @@ type Informers struct {
 	Services, EndpointSlices, Nodes cache.SharedInformer
 }
 
-// informer is one of the Informers.
 type informer struct {
 	cache.SharedInformer
 	resource string
@@ -115,7 +114,6 @@ func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 	return nil
 }
 
-// slicesOf returns the slices of services.
 func (in *Informers) slicesOf(label string, services []types.NamespacedName) (found []*discoveryv1.EndpointSlice) {
 	for _, service := range services {
 		var all []any

@@ -115,7 +115,6 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	return err
 }
 
-// watch is one call of Watch.
 type watch struct {
 	opts      Options
 	state     *cluster.State

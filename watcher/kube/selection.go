@@ -100,7 +100,6 @@ type (
 	sliceSelection   struct{ *selection }
 )
 
-// newSelection returns a selection between the stores and the state.
 func newSelection(w *watch, s *stores, find finder) *selection {
 	n := &selection{
 		watch: w, serviceTable: s.services.to.(table[api.Service]), sliceTable: s.slices.to.(table[api.EndpointSlice]),

@@ -122,7 +122,6 @@ func newClient(ctx context.Context, config *rest.Config) (*client, error) {
 	return c, err
 }
 
-// group returns a client of one API group.
 func group(config *rest.Config, connect *http.Client, path string, version schema.GroupVersion) (rest.Interface, error) {
 	config = rest.CopyConfig(config)
 	config.APIPath = path

@@ -157,7 +157,6 @@ func (t table[T]) replace(all []*item[T]) bool {
 	return true
 }
 
-// values yields the values of items that have one.
 func values[T any](items []*item[T]) iter.Seq[*T] {
 	return func(yield func(*T) bool) {
 		for _, i := range items {
@@ -168,7 +167,6 @@ func values[T any](items []*item[T]) iter.Seq[*T] {
 	}
 }
 
-// stores are the stores of one watch.
 type stores struct {
 	services  *store[*corev1.Service, api.Service]
 	slices    *store[*discoveryv1.EndpointSlice, api.EndpointSlice]

@@ -119,7 +119,6 @@ type objects[K, V any] struct {
 	deleted []K
 }
 
-// take adds a part to the answer.
 func (a *answer) take(part *clusterv1.WatchResponse) {
 	if part.GetReset_() {
 		*a = answer{had: a.had, log: a.log, reset: true}

@@ -14,7 +14,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// The variable here is the default node of the tests.
+// here is the default node of the tests.
 var here = &api.Node{Name: "here", Labels: map[string]string{api.ZoneLabel: "zone-1"}}
 
 // service returns the service default/web with the changes of edits. It has a cluster IP

@@ -72,7 +72,7 @@ func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	}
 }
 
-// namedFrontends yields each frontend that the service of se names, once. A served
+// namedFrontends yields all frontends of the service of se, without repeating any. A served
 // frontend has Fault 0. A nil se has none.
 func namedFrontends(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {

@@ -55,8 +55,8 @@ func setItem(set localv1.Set, path string, value []byte) *localv1.OpItem {
 	return &localv1.OpItem{Op: &localv1.OpItem_Set{Set: &localv1.Value{Ref: &localv1.Ref{Set: set, Path: path}, Bytes: value}}}
 }
 
-// TestUnreadableObjectIsIgnored has a server that sends unreadable objects among others,
-// in each possible form. The client uses the readable ones.
+// TestUnreadableObjectIsIgnored checks that a client ignores unreadable objects of every
+// kind, and uses the readable objects in the same messages.
 func TestUnreadableObjectIsIgnored(t *testing.T) {
 	service := func(name, ip string) *localv1.Service {
 		return &localv1.Service{Namespace: "ns", Name: name, IPs: &localv1.ServiceIPs{ClusterIPs: &localv1.IPSet{V4: []string{ip}}}}

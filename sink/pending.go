@@ -141,7 +141,7 @@ func (p *pending) nextRetry() (time.Time, bool) {
 	return s.retryAt, true
 }
 
-// hasDue reports whether a service is due, except isolated ones.
+// hasDue reports whether a service that is not isolated is due.
 func (p *pending) hasDue(now time.Time) bool {
 	s, ok := p.byRetry.Min()
 	return ok && !s.retryAt.After(now)

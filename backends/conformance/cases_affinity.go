@@ -14,8 +14,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// clients is the number of client addresses in checks that clients choose endpoints
-// independently. The probability that all 12 choose the same one of three endpoints is
+// clients is the number of client addresses with which cases check that each client gets
+// an endpoint of its own choice. The probability that all 12 choose the same one of three endpoints is
 // below 1 in 100,000.
 const clients = 12
 

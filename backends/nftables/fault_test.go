@@ -444,8 +444,8 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	}
 }
 
-// TestPassesBecauseOfLeftovers checks in which minutes Verify requests a pass while a
-// service fails in every pass. If the service left no elements, Verify requests no pass.
+// TestPassesBecauseOfLeftovers checks how often Verify requests a new pass. A service fails
+// in every pass. If the service left no elements, Verify requests no pass.
 // Otherwise Verify requests passes with backoff.
 func TestPassesBecauseOfLeftovers(t *testing.T) {
 	for name, test := range map[string]struct {

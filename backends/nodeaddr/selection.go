@@ -65,8 +65,8 @@ func (s Selection) String() string {
 
 func (s *Selection) primary() bool { return s.Primary || !s.All && len(s.CIDRs) == 0 }
 
-// of returns the addresses in machine that s selects. The argument primary has the
-// primary addresses.
+// of returns those addresses of the machine that the selection includes. The argument
+// primary has the primary addresses.
 func (s *Selection) of(machine, primary []netip.Addr) []netip.Addr {
 	var selected []netip.Addr
 	if s.primary() {

@@ -21,7 +21,7 @@ import (
 type Backend struct {
 	engine
 	node nodeaddr.Source
-	// watcher is the field node if the backend created it and has to run it, else nil.
+	// watcher is not nil if the backend created the value of node itself and must run it.
 	watcher *nodeaddr.Watcher
 
 	// mu guards the services and their listeners.

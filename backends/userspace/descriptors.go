@@ -19,7 +19,7 @@ func newDescriptors(max int) *descriptors {
 	return d
 }
 
-// adjust takes n descriptors without a limit. If n is negative, it returns -n
+// adjust takes n descriptors, even if too few are left. If n is negative, it gives back -n
 // descriptors.
 func (d *descriptors) adjust(n int) {
 	d.mu.Lock()

@@ -52,7 +52,7 @@ type logBuffer struct {
 	reaction func()
 }
 
-// on calls f when text is logged next, before the logging call returns.
+// onText calls f when text is logged next, before the logging call returns.
 func (b *logBuffer) onText(text string, f func()) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -132,7 +132,7 @@ func (w *world) applied() {
 	}
 }
 
-// failing sets views and returns the error of the failing service.
+// setFailing sets views and returns the error of the failing service.
 func (w *world) setFailing(views ...*api.ServiceEndpoints) error {
 	w.Helper()
 	w.source.Set(views...)
@@ -183,12 +183,12 @@ func serviceAt(name, addr string, number int32, protocol api.Protocol) *testServ
 	}}}
 }
 
-// to adds endpoints on all lists to the first port.
+// addEndpoints gives the first port endpoints that are on all lists.
 func (s *testService) addEndpoints(endpoints ...netip.AddrPort) *testService {
 	return s.addScoped(api.Scopes{Internal: true, External: true, Cluster: true}, endpoints...)
 }
 
-// with adds endpoints with scopes to the first port.
+// addScoped gives the first port endpoints on the lists of scopes.
 func (s *testService) addScoped(scopes api.Scopes, endpoints ...netip.AddrPort) *testService {
 	for _, e := range endpoints {
 		s.Endpoints = append(s.Endpoints, endpoint(e, scopes))
@@ -197,19 +197,19 @@ func (s *testService) addScoped(scopes api.Scopes, endpoints ...netip.AddrPort) 
 	return s
 }
 
-// draining adds an endpoint that serves but is on no list.
+// addDraining adds an endpoint that serves but is on no list.
 func (s *testService) addDraining(e netip.AddrPort) *testService {
 	s.Draining = append(s.Draining, endpoint(e, api.Scopes{}))
 	return s
 }
 
-// change applies f to the service.
+// modify applies f to the service.
 func (s *testService) modify(f func(*api.Service)) *testService {
 	f(s.Service)
 	return s
 }
 
-// unusable marks the first port as having no usable endpoint in the cluster.
+// markUnusable marks the first port as having no usable endpoint in the cluster.
 func (s *testService) markUnusable() *testService {
 	p := s.Service.Ports[0]
 	for _, f := range s.Service.IPFamilies {
@@ -335,7 +335,7 @@ func (c *client) ask() string {
 	return name
 }
 
-// asked returns the name of the server that a new connection reaches.
+// askOnce returns the name of the server that a new connection reaches.
 func askOnce(t *testing.T, addr string, port int32) string {
 	t.Helper()
 	c := dial(t, addr, port)

@@ -196,7 +196,7 @@ type answer struct {
 	fault    string
 }
 
-// The function of returns the answer of a call that returned the error err or, without an
+// of returns the answer of a call that returned the error err or, without an
 // error, the document v.
 func of(v any, err error) answer {
 	if err == nil {

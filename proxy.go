@@ -163,8 +163,8 @@ func Run(ctx context.Context, opts Options, sinks ...sink.Sink) error {
 // Run drives the sinks until ctx ends and then returns nil. If every sink has
 // Options.Once, Run returns when all are done.
 //
-// Run returns an error if a sink cannot start, or if the manifests cannot be read at the
-// start. In the latter case it starts no sink. With Once, it also returns an error if the
+// Run returns an error if a sink cannot start. If the manifests cannot be read at the
+// start, it starts no sink and returns an error. With Once, it also returns an error if the
 // API server refuses a request. If sinks fail to stop, Run joins their errors. Run logs
 // and retries all later failures, and the dataplane keeps its state.
 //

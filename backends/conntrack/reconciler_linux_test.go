@@ -291,7 +291,7 @@ func TestPassInSeveralBatches(t *testing.T) {
 	syncAndFlush(t, r, first)
 	check("the pass started again", toDeleted, toMoved, toStaying, toRemoved)
 	syncAndFlush(t, r, inPass(at("moves", "10.96.0.13", "10.1.0.1")))
-	check("the former service of the address was delivered", toDeleted, toMoved, toStaying, toRemoved)
+	check("the pass delivered the service that had the address before", toDeleted, toMoved, toStaying, toRemoved)
 	last := inPass(at("stays", "10.96.0.12", "10.1.0.1"))
 	last.Last = true
 	syncAndFlush(t, r, last)

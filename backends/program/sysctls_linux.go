@@ -64,26 +64,21 @@ func (l *conntrackLimits) check(fs *pflag.FlagSet) (err error) {
 // settings returns the kernel settings on a machine with a number of CPU cores.
 func (l *conntrackLimits) settings(cores int) []sysctl.Setting {
 	var settings []sysctl.Setting
-	set := func(s sysctl.Setting) {
-		s.Name = "net.netfilter.nf_conntrack_" + s.Name
-		settings = append(settings, s)
-	}
-	add := func(name string, value int) {
+	set := func(name string, value int, atLeast bool, reason string) {
 		if value > 0 {
-			set(sysctl.Setting{Name: name, Value: value, Reason: "connections are tracked as by kube-proxy"})
+			settings = append(settings, sysctl.Setting{Name: "net.netfilter.nf_conntrack_" + name, Value: value, AtLeast: atLeast, Reason: reason})
 		}
 	}
+	add := func(name string, value int) { set(name, value, false, "connections are tracked as by kube-proxy") }
 	if l.maxPerCore > 0 {
 		const most = 1 << 20 // kube-proxy's maximum on machines with many cores
 		limit := max(l.maxPerCore*cores, l.min)
 		if l.maxPerCore*cores > most {
 			limit = most
 		}
-		if limit > 0 {
-			// Unlike kube-proxy, kpng does not lower a limit that the operator has raised.
-			set(sysctl.Setting{Name: "max", Value: limit, AtLeast: true, Reason: "the node has room for as many connections as with kube-proxy"})
-			set(sysctl.Setting{Name: "buckets", Value: limit / 4, AtLeast: true, Reason: "finding a connection stays fast"})
-		}
+		// Unlike kube-proxy, kpng does not lower a limit that the operator has raised.
+		set("max", limit, true, "the node has room for as many connections as with kube-proxy")
+		set("buckets", limit/4, true, "finding a connection stays fast")
 	}
 	add("tcp_timeout_established", int(l.established/time.Second))
 	add("tcp_timeout_close_wait", int(l.closeWait/time.Second))

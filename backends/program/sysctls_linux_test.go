@@ -55,7 +55,11 @@ func TestConnectionTrackingIsSetAsByKubeProxy(t *testing.T) {
 			got := map[string]int{}
 			f := parsedFlags(t, test.proxyName, test.args...)
 			for _, s := range f.conntrackSettings(test.cores) {
-				got[s.Name[len(prefix):]] = s.Value
+				name := s.Name[len(prefix):]
+				got[name] = s.Value
+				if atLeast := name == "max" || name == "buckets"; s.AtLeast != atLeast {
+					t.Errorf("%s: AtLeast is %t, want %t", name, s.AtLeast, atLeast)
+				}
 			}
 			if diff := cmp.Diff(test.want, got); diff != "" {
 				t.Errorf("settings (-want +got):\n%s", diff)

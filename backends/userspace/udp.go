@@ -162,7 +162,8 @@ func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now tim
 		socket.Close()
 		return nil, net.ErrClosed
 	}
-	// A change of the rules only ends the clients of removed endpoints that exist by then.
+	// A change of the rules ends clients of removed endpoints. It misses clients that are
+	// added later.
 	if l.current.Load() != r {
 		socket.Close()
 		return nil, errOutdated

@@ -138,9 +138,17 @@ func (s *Server) waitAllowed(ctx context.Context, user string, rules []rbacv1.Po
 // Kubeconfig writes config to a file in the test's folder and returns its path.
 func Kubeconfig(t testing.TB, config *rest.Config) string {
 	t.Helper()
-	const name = "test"
 	path := filepath.Join(t.TempDir(), "kubeconfig")
-	err := clientcmd.WriteToFile(clientcmdapi.Config{
+	if err := WriteKubeconfig(path, config); err != nil {
+		t.Fatalf("write kubeconfig: %v", err)
+	}
+	return path
+}
+
+// WriteKubeconfig writes config to a file that only its owner can read.
+func WriteKubeconfig(path string, config *rest.Config) error {
+	const name = "test"
+	return clientcmd.WriteToFile(clientcmdapi.Config{
 		CurrentContext: name,
 		Contexts:       map[string]*clientcmdapi.Context{name: {Cluster: name, AuthInfo: name}},
 		Clusters: map[string]*clientcmdapi.Cluster{name: {
@@ -153,8 +161,4 @@ func Kubeconfig(t testing.TB, config *rest.Config) string {
 			Token:                 config.BearerToken,
 		}},
 	}, path)
-	if err != nil {
-		t.Fatalf("write kubeconfig: %v", err)
-	}
-	return path
 }

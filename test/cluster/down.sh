@@ -5,7 +5,6 @@
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 for i in $(each_node); do
 	stop "proxy-$i"
-	stop "agent-$i"
 	# The pid is that of unshare. Its child is the node's PID 1, whose end is that of
 	# everything on the node.
 	if [ -f "$run/node-$i.pid" ]; then

@@ -30,10 +30,11 @@ in_cp() { nsenter --net="/run/netns/$cp_ns" "$@"; }
 in_node() { local i=$1; shift; nsenter --net="/run/netns/$(node_ns "$i")" "$@"; }
 kubectl() { in_cp "$bin/kubectl" --kubeconfig "$run/admin.kubeconfig" "$@"; }
 
-# start NAME LOG COMMAND... runs a command in the background, with its pid in $run/NAME.pid.
+# start NAME LOG NAMESPACE COMMAND... runs a command in a network namespace in the
+# background, with its pid in $run/NAME.pid.
 start() {
-	local name=$1 log=$2; shift 2
-	("$@" >"$log" 2>&1 </dev/null & echo $! >"$run/$name.pid")
+	local name=$1 log=$2 namespace=$3; shift 3
+	(nsenter --net="/run/netns/$namespace" "$@" >"$log" 2>&1 </dev/null & echo $! >"$run/$name.pid")
 }
 
 running() { [ -f "$run/$1.pid" ] && kill -0 "$(cat "$run/$1.pid")" 2>/dev/null; }

@@ -1,25 +1,19 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # proxy.sh COMMAND... runs a service proxy or agent on each node, and waits until pods can
-# use services. proxy.sh stop ends it, and removes what it left in the kernel.
+# use services. First it ends the one that ran before, and removes its rules.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 # tables prints the nftables tables of a node, except those of iptables' chains.
 tables() { in_node "$1" nft list tables | sed 's/^table //' | grep -vE '^(ip|ip6) (nat|filter|mangle|raw)$' || true; }
 
-remove() {
-	local i
-	for i in $(each_node); do
-		stop "proxy-$i"
-		in_node "$i" kube-proxy --cleanup >/dev/null 2>&1 || true
-		tables "$i" | while read -r table; do in_node "$i" nft delete table $table; done
-		in_node "$i" conntrack -F >/dev/null 2>&1 || true
-	done
-}
-remove
-[ "$1" != stop ] || exit 0
+for i in $(each_node); do
+	stop "proxy-$i"
+	in_node "$i" kube-proxy --cleanup >/dev/null 2>&1 || true
+	tables "$i" | while read -r table; do in_node "$i" nft delete table $table; done
+	in_node "$i" conntrack -F >/dev/null 2>&1 || true
+done
 
-in_node_exec() { local i=$1; shift; exec nsenter --net="/run/netns/$(node_ns "$i")" "$@"; }
 for i in $(each_node); do
 	words=()
 	for word in "$@"; do
@@ -30,7 +24,7 @@ for i in $(each_node); do
 		word=${word//'{{CNI_DIR}}'/$run/nodes/$i/cni}
 		words+=("$word")
 	done
-	start "proxy-$i" "$run/log/proxy-$i.log" in_node_exec "$i" "${words[@]}"
+	start "proxy-$i" "$run/log/proxy-$i.log" "$(node_ns "$i")" "${words[@]}"
 done
 resolves() { in_node "$1" dig +short +tries=1 +time=1 "@$dns_ip" kubernetes.default.svc.cluster.local | grep -q .; }
 for i in $(each_node); do

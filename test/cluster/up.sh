@@ -70,31 +70,26 @@ for i in $(each_node); do
 done
 
 # The control plane.
-in_cp_exec() { exec nsenter --net="/run/netns/$cp_ns" "$@"; }
-start etcd "$run/log/etcd.log" in_cp_exec "$bin/etcd" --data-dir "$run/etcd" --unsafe-no-fsync --log-level warn \
+start etcd "$run/log/etcd.log" "$cp_ns" "$bin/etcd" --data-dir "$run/etcd" --unsafe-no-fsync --log-level warn \
 	--listen-client-urls http://127.0.0.1:2379 --advertise-client-urls http://127.0.0.1:2379 --listen-peer-urls http://127.0.0.1:2380
-start_apiserver() {
-	start apiserver "$run/log/apiserver.log" in_cp_exec "$bin/kube-apiserver" \
-		--etcd-servers=http://127.0.0.1:2379 --bind-address=0.0.0.0 --secure-port=6443 --advertise-address=$net4.1 \
-		--tls-cert-file="$run/pki/server.crt" --tls-private-key-file="$run/pki/server.key" \
-		--client-ca-file="$run/pki/ca.crt" --token-auth-file="$run/pki/tokens.csv" \
-		--authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction --service-cluster-ip-range=$service_cidr \
-		--service-account-issuer=https://kubernetes.default.svc.cluster.local \
-		--service-account-key-file="$run/pki/accounts.key" --service-account-signing-key-file="$run/pki/accounts.key" \
-		--kubelet-preferred-address-types=InternalIP --allow-privileged=true --profiling=false
-}
-start_apiserver
+start apiserver "$run/log/apiserver.log" "$cp_ns" "$bin/kube-apiserver" \
+	--etcd-servers=http://127.0.0.1:2379 --bind-address=0.0.0.0 --secure-port=6443 --advertise-address=$net4.1 \
+	--tls-cert-file="$run/pki/server.crt" --tls-private-key-file="$run/pki/server.key" \
+	--client-ca-file="$run/pki/ca.crt" --token-auth-file="$run/pki/tokens.csv" \
+	--authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction --service-cluster-ip-range=$service_cidr \
+	--service-account-issuer=https://kubernetes.default.svc.cluster.local \
+	--service-account-key-file="$run/pki/accounts.key" --service-account-signing-key-file="$run/pki/accounts.key" \
+	--kubelet-preferred-address-types=InternalIP --allow-privileged=true --profiling=false
 wait_for 120 "kube-apiserver" kubectl get --raw /readyz || { tail "$run/log/apiserver.log" >&2; exit 1; }
-start controller-manager "$run/log/controller-manager.log" in_cp_exec "$bin/kube-controller-manager" \
+start controller-manager "$run/log/controller-manager.log" "$cp_ns" "$bin/kube-controller-manager" \
 	--kubeconfig="$run/admin.kubeconfig" --leader-elect=false --root-ca-file="$run/pki/ca.crt" \
 	--service-account-private-key-file="$run/pki/accounts.key" --service-cluster-ip-range=$service_cidr \
 	--allocate-node-cidrs=true --cluster-cidr=$pod_cidr --node-cidr-mask-size-ipv4=24 --node-cidr-mask-size-ipv6=64
-start scheduler "$run/log/scheduler.log" in_cp_exec "$bin/kube-scheduler" --kubeconfig="$run/admin.kubeconfig" --leader-elect=false
+start scheduler "$run/log/scheduler.log" "$cp_ns" "$bin/kube-scheduler" --kubeconfig="$run/admin.kubeconfig" --leader-elect=false
 
 # The nodes.
-in_node_exec() { local i=$1; shift; exec nsenter --net="/run/netns/$(node_ns "$i")" "$@"; }
 for i in $(each_node); do
-	start "node-$i" "$run/log/node-$i.log" in_node_exec "$i" \
+	start "node-$i" "$run/log/node-$i.log" "$(node_ns "$i")" \
 		unshare --mount --uts --ipc --pid --fork --kill-child --mount-proc --propagation private "$here/node.sh" "$i"
 done
 pod_cidrs() { kubectl get node "node-$1" -o jsonpath='{.spec.podCIDRs[*]}' | grep .; }
@@ -131,7 +126,7 @@ cat >"$run/Corefile" <<X
   cache 5
 }
 X
-start coredns "$run/log/coredns.log" in_cp_exec "$bin/coredns" -conf "$run/Corefile"
+start coredns "$run/log/coredns.log" "$cp_ns" "$bin/coredns" -conf "$run/Corefile"
 kubectl apply -f - >/dev/null <<X
 apiVersion: v1
 kind: Service

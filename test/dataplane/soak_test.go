@@ -98,8 +98,8 @@ func TestSoak(t *testing.T) {
 	perSecond := float64(churn.made.Load()) / soakFor.Seconds()
 	t.Logf("%d changes, %.0f/s; %d connections", churn.made.Load(), perSecond, traffic.made.Load())
 	// The rate that is possible depends on the load of the machine.
-	if perSecond < changeRate/10 {
-		t.Errorf("%.0f changes per second, want at least %d", perSecond, changeRate/10)
+	if perSecond < changeRate/2 {
+		t.Errorf("%.0f changes per second, want %d", perSecond, changeRate)
 	}
 
 	marked := c.mark(t)

@@ -25,10 +25,7 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/util/yaml"
 	"k8s.io/client-go/dynamic"
-	"k8s.io/client-go/rest"
 	"k8s.io/client-go/restmapper"
-	"k8s.io/client-go/tools/clientcmd"
-	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 )
 
 func main() {
@@ -50,7 +47,7 @@ func run(ctx context.Context, kubeconfig string, manifests []string) error {
 				return fmt.Errorf("%s: %w", file, err)
 			}
 		}
-		if err := writeKubeconfig(kubeconfig, s.Config()); err != nil {
+		if err := apiserver.WriteKubeconfig(kubeconfig, s.Config()); err != nil {
 			return err
 		}
 		defer os.Remove(kubeconfig)
@@ -58,17 +55,6 @@ func run(ctx context.Context, kubeconfig string, manifests []string) error {
 		<-ctx.Done()
 		return nil
 	})
-}
-
-// writeKubeconfig writes a file that only its owner can read.
-func writeKubeconfig(file string, config *rest.Config) error {
-	const name = "test"
-	c := clientcmdapi.NewConfig()
-	c.Clusters[name] = &clientcmdapi.Cluster{Server: config.Host, CertificateAuthorityData: config.CAData}
-	c.AuthInfos[name] = &clientcmdapi.AuthInfo{ClientCertificateData: config.CertData, ClientKeyData: config.KeyData}
-	c.Contexts[name] = &clientcmdapi.Context{Cluster: name, AuthInfo: name}
-	c.CurrentContext = name
-	return clientcmd.WriteToFile(*c, file)
 }
 
 // create creates the objects of a file, with their status.

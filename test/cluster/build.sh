@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds the programs of the cluster from Go modules: build.sh [e2e], with e2e also the
-# tests. Programs that exist are kept; hack/cluster clean removes them.
+# tests. It keeps programs that exist, except kpng.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 missing=
@@ -27,6 +27,7 @@ build() {
 	mv "$bin/$name.new" "$bin/$name"
 }
 
+(cd "$repo" && CGO_ENABLED=0 go build -o "$bin/kpng" ./cmd/kpng)
 build "$repo/test" go.etcd.io/etcd/server/v3 etcd
 for name in kube-apiserver kube-controller-manager kube-scheduler kube-proxy kubelet kubectl; do
 	build "$here/parts/kubernetes" "k8s.io/kubernetes/cmd/$name" "$name"

@@ -65,3 +65,25 @@ wait_for() {
 }
 
 each_node() { seq "$NODES"; }
+
+# start_proxy NAME I COMMAND... runs a service proxy or agent on node I, with its pid in
+# $run/NAME-I.pid. The words kpng and kube-proxy alone stand for their usual commands.
+start_proxy() {
+	local name=$1 i=$2 words=() word; shift 2
+	case $* in
+	kpng) set -- "$bin/kpng" kube --kubeconfig '{{KUBECONFIG}}' to-local nftables --node-name '{{NODE}}' \
+		--cluster-cidr '{{CLUSTER_CIDR}}' --kubeproxy-metrics \
+		--healthz-bind-address 0.0.0.0:10256 --metrics-bind-address 127.0.0.1:10249 ;;
+	kube-proxy) set -- "$bin/kube-proxy" --kubeconfig '{{KUBECONFIG}}' --hostname-override '{{NODE}}' \
+		--proxy-mode nftables --cluster-cidr '{{CLUSTER_CIDR}}' --healthz-bind-address 0.0.0.0:10256 ;;
+	esac
+	for word in "$@"; do
+		word=${word//'{{KUBECONFIG}}'/$run/proxy.kubeconfig}
+		word=${word//'{{NODE}}'/node-$i}
+		word=${word//'{{NODE_IP}}'/$net4.$((10 + i)),$net6:$((10 + i))}
+		word=${word//'{{CLUSTER_CIDR}}'/$pod_cidr}
+		word=${word//'{{CNI_DIR}}'/$run/nodes/$i/cni}
+		words+=("$word")
+	done
+	start "$name-$i" "$run/log/$name-$i.log" "$(node_ns "$i")" "${words[@]}"
+}

@@ -15,16 +15,7 @@ for i in $(each_node); do
 done
 
 for i in $(each_node); do
-	words=()
-	for word in "$@"; do
-		word=${word//'{{KUBECONFIG}}'/$run/proxy.kubeconfig}
-		word=${word//'{{NODE}}'/node-$i}
-		word=${word//'{{NODE_IP}}'/$net4.$((10 + i))}
-		word=${word//'{{CLUSTER_CIDR}}'/$pod_cidr}
-		word=${word//'{{CNI_DIR}}'/$run/nodes/$i/cni}
-		words+=("$word")
-	done
-	start "proxy-$i" "$run/log/proxy-$i.log" "$(node_ns "$i")" "${words[@]}"
+	start_proxy proxy "$i" "$@"
 done
 resolves() { in_node "$1" dig +short +tries=1 +time=1 "@$dns_ip" kubernetes.default.svc.cluster.local | grep -q .; }
 for i in $(each_node); do

@@ -1,0 +1,267 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package cluster
+
+import (
+	"context"
+	"encoding/json"
+	"flag"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/internal/netnstest"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+var (
+	pods     = flag.Int("pods", 200, "the number of pods of TestChurn")
+	rollouts = flag.Int("rollouts", 10, "how often TestChurn replaces all pods")
+)
+
+// TestChurn replaces the pods of a service again and again, and counts the failed
+// requests to the service and to DNS. Meanwhile it measures how long after a pod is ready
+// the service's address leads to it. The results are for a comparison of two proxies in
+// the same cluster.
+func TestChurn(t *testing.T) {
+	c := connect(t)
+	apply(t, c.namespace, deployment("churn", *pods, ""))
+	service := c.service(t, "churn")
+	probes := c.startProbes(t, 5)
+	c.rollout(t, c.namespace, "deployment/churn")
+
+	clusterIP := netip.AddrPortFrom(netip.MustParseAddr(service.Spec.ClusterIP), 8080)
+	dns := netip.MustParseAddrPort("10.96.0.10:53")
+	tr := newTraffic(t)
+	for i := 1; i <= c.nodes; i++ {
+		node := onNode(t, i)
+		tr.start(fmt.Sprintf("node-%d to a cluster IP", i), node, dial(clusterIP))
+		tr.start(fmt.Sprintf("node-%d to DNS", i), node, lookup(dns))
+		tr.start(fmt.Sprintf("node port of node-%d", i), outside(t), dial(netip.AddrPortFrom(nodeAddr(i), uint16(service.Spec.Ports[0].NodePort))))
+	}
+	before := c.usage(t)
+	ctx, stop := context.WithCancel(t.Context())
+	var latencies []time.Duration
+	var probing sync.WaitGroup
+	var mu sync.Mutex
+	for _, p := range probes {
+		probing.Go(func() {
+			for ctx.Err() == nil {
+				took, err := p.measure(ctx)
+				if ctx.Err() != nil {
+					return
+				}
+				mu.Lock()
+				if err != nil {
+					t.Errorf("probe %s: %v", p.name, err)
+				} else {
+					latencies = append(latencies, took)
+				}
+				mu.Unlock()
+				if err != nil {
+					return
+				}
+			}
+		})
+	}
+	began := time.Now()
+	for i := range *rollouts {
+		kubectl(t, "rollout", "restart", "--namespace", c.namespace, "deployment/churn")
+		c.rollout(t, c.namespace, "deployment/churn")
+		t.Logf("rollout %d of %d done after %v", i+1, *rollouts, time.Since(began).Round(time.Second))
+	}
+	stop()
+	probing.Wait()
+	after := c.usage(t)
+	tr.end()
+	tr.report(t, fmt.Sprintf("%d pods replaced %d times", *pods, *rollouts))
+	t.Logf("from ready to reachable, %d times: p50 %v, p99 %v, at most %v", len(latencies),
+		quantile(latencies, 0.5).Round(time.Millisecond), quantile(latencies, 0.99).Round(time.Millisecond), quantile(latencies, 1).Round(time.Millisecond))
+	for i, u := range after {
+		t.Logf("proxy of node-%d: %.1f s of CPU time, at most %d MB resident", i+1, (u.cpu - before[i].cpu).Seconds(), u.peak>>20)
+	}
+	if len(latencies) == 0 {
+		t.Error("no pod was probed")
+	}
+}
+
+// probe is a pod behind a service of its own. A readiness gate decides whether the pod is ready.
+type probe struct {
+	c       *cluster
+	name    string
+	from    *netnstest.Namespace
+	address netip.AddrPort
+	changes <-chan readiness
+}
+
+// readiness is whether a pod was ready at a time.
+type readiness struct {
+	ready bool
+	at    time.Time
+}
+
+const readinessGate = "kpng.dev/test"
+
+// startProbes starts n probes.
+func (c *cluster) startProbes(t *testing.T, n int) []*probe {
+	t.Helper()
+	var probes []*probe
+	channels := map[string]chan readiness{}
+	node := onNode(t, 1)
+	for i := range n {
+		name := fmt.Sprintf("probe-%d", i)
+		apply(t, c.namespace, fmt.Sprintf(`
+apiVersion: v1
+kind: Pod
+metadata: {name: %[1]s, labels: {app: %[1]s, probe: ""}}
+spec:
+  readinessGates: [{conditionType: %[3]s}]
+  containers: [{name: web, image: %[2]s, args: [netexec]}]
+`, name, agnhost(), readinessGate))
+		address := netip.AddrPortFrom(netip.MustParseAddr(c.service(t, name).Spec.ClusterIP), 8080)
+		channels[name] = make(chan readiness, 100)
+		probes = append(probes, &probe{c: c, name: name, from: node, address: address, changes: channels[name]})
+	}
+	kubectl(t, "wait", "--namespace", c.namespace, "--for", "condition=ContainersReady", "--timeout", "5m", "--selector", "probe", "pods")
+	watch, err := c.CoreV1().Pods(c.namespace).Watch(t.Context(), metav1.ListOptions{LabelSelector: "probe"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(watch.Stop)
+	go func() {
+		last := map[string]bool{}
+		for event := range watch.ResultChan() {
+			pod, ok := event.Object.(*corev1.Pod)
+			if !ok {
+				continue
+			}
+			ready := false
+			for _, condition := range pod.Status.Conditions {
+				ready = ready || condition.Type == corev1.PodReady && condition.Status == corev1.ConditionTrue
+			}
+			if ready != last[pod.Name] {
+				last[pod.Name] = ready
+				channels[pod.Name] <- readiness{ready, time.Now()}
+			}
+		}
+	}()
+	return probes
+}
+
+// measure makes the pod unready and then ready, and returns the time from when the API
+// server said that it is ready to when the service's address accepts a connection.
+func (p *probe) measure(ctx context.Context) (time.Duration, error) {
+	if err := p.set(ctx, false); err != nil {
+		return 0, err
+	}
+	if err := p.await(ctx, func() bool { return !p.connects() }); err != nil {
+		return 0, fmt.Errorf("not ready, but still reachable: %w", err)
+	}
+	for len(p.changes) > 0 {
+		<-p.changes
+	}
+	if err := p.set(ctx, true); err != nil {
+		return 0, err
+	}
+	var reached time.Time
+	if err := p.await(ctx, func() bool {
+		connects := p.connects()
+		reached = time.Now()
+		return connects
+	}); err != nil {
+		return 0, fmt.Errorf("ready, but not reachable: %w", err)
+	}
+	for {
+		select {
+		case change := <-p.changes:
+			if change.ready {
+				return reached.Sub(change.at), nil
+			}
+		case <-time.After(time.Minute):
+			return 0, fmt.Errorf("reachable, but the API server did not report it as ready")
+		case <-ctx.Done():
+			return 0, ctx.Err()
+		}
+	}
+}
+
+// set opens or closes the pod's readiness gate.
+func (p *probe) set(ctx context.Context, ready bool) error {
+	status := corev1.ConditionFalse
+	if ready {
+		status = corev1.ConditionTrue
+	}
+	patch, err := json.Marshal(map[string]any{"status": map[string]any{
+		"conditions": []corev1.PodCondition{{Type: readinessGate, Status: status}},
+	}})
+	if err != nil {
+		return err
+	}
+	_, err = p.c.CoreV1().Pods(p.c.namespace).Patch(ctx, p.name, types.StrategicMergePatchType, patch, metav1.PatchOptions{}, "status")
+	return err
+}
+
+// connects reports whether a node reaches the service.
+func (p *probe) connects() bool {
+	return p.from.Do(func() error {
+		conn, err := net.DialTimeout("tcp", p.address.String(), lossDelay)
+		if err != nil {
+			return err
+		}
+		return conn.Close()
+	}) == nil
+}
+
+// await waits at most a minute until a condition holds.
+func (p *probe) await(ctx context.Context, condition func() bool) error {
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
+	defer cancel()
+	for !condition() {
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(2 * time.Millisecond):
+		}
+	}
+	return nil
+}
+
+// usage is what a process has used.
+type usage struct {
+	cpu time.Duration
+	// peak is the maximum of resident memory, in bytes.
+	peak int
+}
+
+// usage returns what the service proxy of each node has used since its start.
+func (c *cluster) usage(t *testing.T) []usage {
+	t.Helper()
+	all := make([]usage, c.nodes)
+	for i := range all {
+		dir := fmt.Sprintf("/proc/%d/", pidOf(t, fmt.Sprintf("proxy-%d", i+1)))
+		stat, err := os.ReadFile(dir + "stat")
+		if err != nil {
+			t.Fatalf("the proxy of node-%d has ended: %v", i+1, err)
+		}
+		// The fields after the name in parentheses, see proc(5). A tick takes 10 ms.
+		_, after, _ := strings.Cut(string(stat), ") ")
+		fields := strings.Fields(after)
+		all[i].cpu = time.Duration(atoi(t, fields[11])+atoi(t, fields[12])) * 10 * time.Millisecond
+		status, err := os.ReadFile(dir + "status")
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, peak, _ := strings.Cut(string(status), "VmHWM:")
+		all[i].peak = atoi(t, strings.Fields(peak)[0]) << 10
+	}
+	return all
+}

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package cluster
+
+import (
+	"fmt"
+	"net/http"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// TestUpgrades changes the service proxies and other parts of the cluster under traffic,
+// and counts failed requests. Each node has a client on the node, one in a pod, one that
+// keeps its connection, one for DNS, and one outside that connects to the node's port.
+func TestUpgrades(t *testing.T) {
+	c := connect(t)
+	apply(t, c.namespace, deployment("web", 2*c.nodes, spread("web")))
+	apply(t, c.namespace, deployment("client", c.nodes, spread("client")))
+	service := c.service(t, "web")
+	c.rollout(t, c.namespace, "deployment/web")
+	c.rollout(t, c.namespace, "deployment/client")
+	for i := 1; i <= c.nodes; i++ {
+		c.replaceProxy(t, i, "kube-proxy")
+	}
+	time.Sleep(2 * time.Second) // kube-proxy has no endpoint that tells that the first sync is done
+
+	tr := newTraffic(t)
+	c.startClients(t, tr, service)
+	phase := func(name string) {
+		t.Helper()
+		time.Sleep(time.Second) // so that requests that are under way end in this phase
+		if failed := tr.report(t, name); failed > 0 {
+			t.Errorf("%s: %d requests failed or lost a packet", name, failed)
+		}
+	}
+	time.Sleep(5 * time.Second)
+	phase("kube-proxy, without a change")
+	for _, step := range []struct{ from, to string }{{"kube-proxy", "kpng"}, {"kpng", "kpng"}, {"kpng", "kube-proxy"}, {"kube-proxy", "kpng"}} {
+		for i := 1; i <= c.nodes; i++ {
+			c.replaceProxy(t, i, step.to)
+			if step.to != step.from {
+				c.cleanup(t, i, step.from)
+			}
+			phase(fmt.Sprintf("node-%d from %s to %s", i, step.from, step.to))
+		}
+	}
+
+	c.restartAPIServer(t)
+	phase("restart of the API server")
+	c.runDaemonSet(t)
+	phase("kpng as a DaemonSet")
+	kubectl(t, "set", "image", "--namespace", "kube-system", "daemonset/kpng-nftables", "kpng=docker.io/library/kpng:next")
+	c.rollout(t, "kube-system", "daemonset/kpng-nftables")
+	phase("rolling update of the DaemonSet")
+
+	// The last node loses its pods and then its Node object. Its own clients end before.
+	node := fmt.Sprintf("node-%d", c.nodes)
+	tr.end()
+	tr = newTraffic(t)
+	c.nodes--
+	c.startClients(t, tr, service)
+	time.Sleep(time.Second)
+	tr.report(t, "clients of the other nodes start")
+	kubectl(t, "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout", "5m")
+	c.rollout(t, c.namespace, "deployment/web")
+	phase("drain of " + node)
+	kubectl(t, "delete", "node", node)
+	time.Sleep(5 * time.Second)
+	phase("deletion of " + node)
+}
+
+// spread is the part of a pod's specification that spreads the pods of a deployment over
+// the nodes.
+func spread(app string) string {
+	return fmt.Sprintf(`
+      topologySpreadConstraints:
+      - {maxSkew: 1, topologyKey: kubernetes.io/hostname, whenUnsatisfiable: ScheduleAnyway, labelSelector: {matchLabels: {app: %s}}}
+`, app)
+}
+
+// startClients starts the clients of all nodes.
+func (c *cluster) startClients(t *testing.T, tr *traffic, service *corev1.Service) {
+	t.Helper()
+	pods, err := c.CoreV1().Pods(c.namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app=client"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	clusterIP := netip.AddrPortFrom(netip.MustParseAddr(service.Spec.ClusterIP), 8080)
+	for i := 1; i <= c.nodes; i++ {
+		name := fmt.Sprintf("node-%d", i)
+		node := onNode(t, i)
+		tr.start(name+" to the cluster IP", node, dial(clusterIP))
+		tr.start(name+" on one connection", node, keep(clusterIP))
+		tr.start(name+" to DNS", node, lookup(netip.MustParseAddrPort("10.96.0.10:53")))
+		tr.start("to the node port of "+name, outside(t), dial(netip.AddrPortFrom(nodeAddr(i), uint16(service.Spec.Ports[0].NodePort))))
+		for _, pod := range pods.Items {
+			if pod.Spec.NodeName == name {
+				tr.start("pod of "+name+" to the cluster IP", inPod(t, &pod), dial(clusterIP))
+			}
+		}
+	}
+}
+
+// replaceProxy ends the service proxy of a node, leaves its rules, and waits until another
+// one is ready.
+func (c *cluster) replaceProxy(t *testing.T, i int, proxy string) {
+	t.Helper()
+	lib(t, "stop", fmt.Sprintf("proxy-%d", i))
+	lib(t, "start_proxy", "proxy", strconv.Itoa(i), proxy)
+	c.waitReady(t, i, proxy)
+}
+
+// waitReady waits until the service proxy of a node has programmed all services.
+func (c *cluster) waitReady(t *testing.T, i int, proxy string) {
+	t.Helper()
+	path := map[string]string{"kpng": "readyz", "kube-proxy": "healthz"}[proxy]
+	client := http.Client{Timeout: time.Second}
+	waitFor(t, fmt.Sprintf("%s on node-%d", proxy, i), func() (bool, string) {
+		answer, err := client.Get(fmt.Sprintf("http://%v:10256/%s", nodeAddr(i), path))
+		if err != nil {
+			return false, ""
+		}
+		answer.Body.Close()
+		return answer.StatusCode == http.StatusOK, answer.Status
+	})
+}
+
+// cleanup removes the rules of a service proxy.
+func (c *cluster) cleanup(t *testing.T, i int, proxy string) {
+	t.Helper()
+	command := map[string][]string{"kpng": {"kpng", "cleanup", "nftables"}, "kube-proxy": {"kube-proxy", "--cleanup"}}[proxy]
+	lib(t, append([]string{"in_node", strconv.Itoa(i)}, command...)...)
+}
+
+// restartAPIServer kills the API server, starts it again with the same arguments, and
+// waits until it is ready.
+func (c *cluster) restartAPIServer(t *testing.T) {
+	t.Helper()
+	pid := pidOf(t, "apiserver")
+	line, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Kill(pid, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(5 * time.Second)
+	arguments := strings.Split(strings.TrimSuffix(string(line), "\x00"), "\x00")
+	lib(t, append([]string{"start", "apiserver", filepath.Join(*state, "log/apiserver-2.log"), lib(t, "eval", "echo $cp_ns")}, arguments...)...)
+	waitFor(t, "API server", func() (bool, string) {
+		_, err := c.Discovery().RESTClient().Get().AbsPath("/readyz").DoRaw(t.Context())
+		return err == nil, fmt.Sprint(err)
+	})
+	// The proxies get changes again.
+	apply(t, c.namespace, deployment("after-restart", 1, ""))
+	c.service(t, "after-restart")
+	c.rollout(t, c.namespace, "deployment/after-restart")
+}
+
+// runDaemonSet replaces the service proxies by kpng's DaemonSet.
+func (c *cluster) runDaemonSet(t *testing.T) {
+	t.Helper()
+	program := filepath.Join(*state, "../bin/kpng")
+	c.addImage(t, "kpng:latest", program)
+	c.addImage(t, "kpng:next", program)
+	manifest, err := os.ReadFile("../../cmd/kpng/deploy/nftables.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := 1; i <= c.nodes; i++ {
+		lib(t, "stop", fmt.Sprintf("proxy-%d", i))
+	}
+	t.Cleanup(func() {
+		kubectl(t, "delete", "--ignore-not-found", "--namespace", "kube-system", "daemonset/kpng-nftables")
+	})
+	apply(t, "kube-system", strings.ReplaceAll(string(manifest), "api-server.example", "10.254.0.1"))
+	c.rollout(t, "kube-system", "daemonset/kpng-nftables")
+}

@@ -152,7 +152,7 @@ func TestGarbage(t *testing.T) {
 					t.Fatal(err)
 				}
 				defer conn.Close()
-				conn.SetDeadline(time.Now().Add(30 * time.Second))
+				conn.SetDeadline(time.Now().Add(time.Minute))
 				conn.Write(test.send()) // the server need not read it
 				conn.(*net.TCPConn).CloseWrite()
 				if _, err := io.Copy(io.Discard, conn); errors.Is(err, os.ErrDeadlineExceeded) {
@@ -355,7 +355,7 @@ func handshake(t *testing.T, address string, config *tls.Config) error {
 		t.Fatal(err)
 	}
 	defer raw.Close()
-	raw.SetDeadline(time.Now().Add(30 * time.Second))
+	raw.SetDeadline(time.Now().Add(time.Minute))
 	conn := tls.Client(raw, config)
 	if _, err := conn.Write(http2Hello); err != nil {
 		return err

@@ -29,7 +29,7 @@ func start(t testing.TB, opts Options) (*Reconciler, *[]Pass) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		ctx, stop := context.WithTimeout(context.Background(), 10*time.Second)
+		ctx, stop := context.WithTimeout(context.Background(), time.Minute)
 		defer stop()
 		if err := r.Stop(ctx); err != nil {
 			t.Error(err)
@@ -44,7 +44,7 @@ func syncAndFlush(t testing.TB, r *Reconciler, c *sink.Changes) {
 	if err := r.Sync(t.Context(), c); err != nil {
 		t.Fatal(err)
 	}
-	ctx, stop := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, stop := context.WithTimeout(t.Context(), time.Minute)
 	defer stop()
 	if err := r.Flush(ctx); err != nil {
 		t.Fatal(err)
@@ -394,7 +394,7 @@ func TestFailedPassIsRetried(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer unix.Close(later)
-	for deadline := time.Now().Add(10 * time.Second); len(entries(t, n.FD)) > 0; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); len(entries(t, n.FD)) > 0; time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatalf("remaining entries: %q", entries(t, n.FD))
 		}

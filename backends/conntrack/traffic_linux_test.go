@@ -110,14 +110,14 @@ func TestTCPConnectionStartedBeforeItsServiceIsEstablished(t *testing.T) {
 	connected := make(chan error, 1)
 	go func() {
 		connected <- client.Do(func() error {
-			c, err := net.DialTimeout("tcp", web, 20*time.Second)
+			c, err := net.DialTimeout("tcp", web, time.Minute)
 			if err == nil {
 				c.Close()
 			}
 			return err
 		})
 	}()
-	for deadline := time.Now().Add(10 * time.Second); len(entries(t, n.FD)) == 0; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); len(entries(t, n.FD)) == 0; time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatal("the client's first packet has not arrived")
 		}
@@ -183,7 +183,7 @@ func ask(c net.Conn) string {
 func expect(t *testing.T, c net.Conn, want string) {
 	t.Helper()
 	got := ask(c)
-	for deadline := time.Now().Add(10 * time.Second); got != want && time.Now().Before(deadline); {
+	for deadline := time.Now().Add(time.Minute); got != want && time.Now().Before(deadline); {
 		got = ask(c)
 	}
 	if got != want {

@@ -155,7 +155,7 @@ func (w *world) deliver(t *testing.T, views []*api.ServiceEndpoints, deleted ...
 	for _, name := range deleted {
 		w.source.Delete(types.NamespacedName{Namespace: "test", Name: name})
 	}
-	ctx, stop := context.WithTimeout(t.Context(), 10*time.Second)
+	ctx, stop := context.WithTimeout(t.Context(), time.Minute)
 	defer stop()
 	if err := w.driver.WaitApplied(ctx, w.source.Revision()); err != nil {
 		t.Fatal(err)
@@ -350,7 +350,7 @@ func TestFailedPortIsReportedAndRetried(t *testing.T) {
 
 	step := func(d time.Duration) {
 		t.Helper()
-		for deadline := time.Now().Add(10 * time.Second); !clock.HasWaiters(); time.Sleep(time.Millisecond) {
+		for deadline := time.Now().Add(time.Minute); !clock.HasWaiters(); time.Sleep(time.Millisecond) {
 			if time.Now().After(deadline) {
 				t.Fatal("no retry is scheduled")
 			}
@@ -360,7 +360,7 @@ func TestFailedPortIsReportedAndRetried(t *testing.T) {
 	step(time.Second) // the same error is not reported again
 	step(0)
 	n.take("10.0.0.1:30001", nil)
-	for deadline := time.Now().Add(10 * time.Second); len(n.addrs()) < 2 && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); len(n.addrs()) < 2 && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 		clock.Step(time.Second)
 	}
 	if got := <-observed; got != [2]int{2, 0} {

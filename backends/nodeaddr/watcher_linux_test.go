@@ -53,7 +53,7 @@ func run(t *testing.T, opts nodeaddr.Options) *nodeaddr.Watcher {
 // await waits until the watcher has these addresses. It relies on the watcher's signals.
 func await(t *testing.T, w *nodeaddr.Watcher, want ...string) {
 	t.Helper()
-	deadline := time.After(10 * time.Second)
+	deadline := time.After(time.Minute)
 	for {
 		got, changed := w.Addresses()
 		if equal(got, addrs(want...)) {
@@ -160,7 +160,7 @@ func (c settling) After(time.Duration) <-chan time.Time {
 // tick advances the clock by the interval.
 func (c settling) tick(t *testing.T) {
 	t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); !c.HasWaiters(); time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); !c.HasWaiters(); time.Sleep(time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatal("the watcher does not wait for the interval")
 		}

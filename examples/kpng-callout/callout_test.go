@@ -127,7 +127,7 @@ func TestChildrenOfCalloutDoNotDelayNextRun(t *testing.T) {
 // waitDead waits until a process has ended. It may be a zombie.
 func waitDead(t *testing.T, pid string) {
 	t.Helper()
-	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
 		stat, err := os.ReadFile("/proc/" + pid + "/stat")
 		if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ESRCH) {
 			return

@@ -5,6 +5,7 @@ package allip
 import (
 	"bytes"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"net"
@@ -23,8 +24,7 @@ import (
 	"github.com/kpng-project/kpng/test/apiserver"
 )
 
-// inTime is the maximum time until a change takes effect.
-const inTime = time.Second
+var within = flag.Duration("within", time.Minute, "the maximum time until a change takes effect")
 
 // subject is one of the two tested programs.
 type subject struct {
@@ -254,7 +254,7 @@ func eventually(t testing.TB, what string, f func() error) {
 			t.Logf("%s: effective after at most %s", what, began.Sub(start).Round(time.Millisecond))
 			return
 		}
-		if began.Sub(start) > inTime {
+		if began.Sub(start) > *within {
 			t.Fatalf("%s: not effective after %s: %v", what, began.Sub(start), err)
 		}
 		time.Sleep(5 * time.Millisecond)
@@ -373,7 +373,7 @@ func (n *network) uninterrupted(t testing.TB, f func()) {
 					return
 				case <-time.After(5 * time.Millisecond):
 				}
-				streams[i].SetDeadline(time.Now().Add(2 * time.Second))
+				streams[i].SetDeadline(time.Now().Add(time.Minute))
 				word := make([]byte, 4)
 				if _, err := streams[i].Write([]byte("echo")); err != nil {
 					t.Errorf("%s: open connection: %v", ip, err)

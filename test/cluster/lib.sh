@@ -74,8 +74,10 @@ start_proxy() {
 	kpng) set -- "$bin/kpng" kube --kubeconfig '{{KUBECONFIG}}' to-local nftables --node-name '{{NODE}}' \
 		--cluster-cidr '{{CLUSTER_CIDR}}' --kubeproxy-metrics \
 		--healthz-bind-address 0.0.0.0:10256 --metrics-bind-address 127.0.0.1:10249 ;;
+	# Only the machine's own network namespace can change nf_conntrack_max.
 	kube-proxy) set -- "$bin/kube-proxy" --kubeconfig '{{KUBECONFIG}}' --hostname-override '{{NODE}}' \
-		--proxy-mode nftables --cluster-cidr '{{CLUSTER_CIDR}}' --healthz-bind-address 0.0.0.0:10256 ;;
+		--proxy-mode nftables --cluster-cidr '{{CLUSTER_CIDR}}' --conntrack-max-per-core 0 \
+		--healthz-bind-address 0.0.0.0:10256 ;;
 	esac
 	for word in "$@"; do
 		word=${word//'{{KUBECONFIG}}'/$run/proxy.kubeconfig}

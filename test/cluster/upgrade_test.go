@@ -6,7 +6,6 @@ package cluster
 
 import (
 	"fmt"
-	"net/http"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -33,10 +32,9 @@ func TestUpgrades(t *testing.T) {
 	for i := 1; i <= c.nodes; i++ {
 		c.replaceProxy(t, i, "kube-proxy")
 	}
-	time.Sleep(2 * time.Second) // kube-proxy has no endpoint that tells that the first sync is done
 
 	tr := newTraffic(t)
-	c.startClients(t, tr, service)
+	c.startClients(t, tr, service, true)
 	phase := func(name string) {
 		t.Helper()
 		time.Sleep(time.Second) // so that requests that are under way end in this phase
@@ -64,12 +62,13 @@ func TestUpgrades(t *testing.T) {
 	c.rollout(t, "kube-system", "daemonset/kpng-nftables")
 	phase("rolling update of the DaemonSet")
 
-	// The last node loses its pods and then its Node object. Its own clients end before.
+	// The last node loses its pods and then its Node object. A connection
+	// to one of these pods ends then, so no client keeps one.
 	node := fmt.Sprintf("node-%d", c.nodes)
 	tr.end()
 	tr = newTraffic(t)
 	c.nodes--
-	c.startClients(t, tr, service)
+	c.startClients(t, tr, service, false)
 	time.Sleep(time.Second)
 	tr.report(t, "clients of the other nodes start")
 	kubectl(t, "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout", "5m")
@@ -89,8 +88,8 @@ func spread(app string) string {
 `, app)
 }
 
-// startClients starts the clients of all nodes.
-func (c *cluster) startClients(t *testing.T, tr *traffic, service *corev1.Service) {
+// startClients starts the clients of all nodes, with or without those that keep a connection.
+func (c *cluster) startClients(t *testing.T, tr *traffic, service *corev1.Service, keepConnections bool) {
 	t.Helper()
 	pods, err := c.CoreV1().Pods(c.namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app=client"})
 	if err != nil {
@@ -101,7 +100,9 @@ func (c *cluster) startClients(t *testing.T, tr *traffic, service *corev1.Servic
 		name := fmt.Sprintf("node-%d", i)
 		node := onNode(t, i)
 		tr.start(name+" to the cluster IP", node, dial(clusterIP))
-		tr.start(name+" on one connection", node, keep(clusterIP))
+		if keepConnections {
+			tr.start(name+" on one connection", node, keep(clusterIP))
+		}
 		tr.start(name+" to DNS", node, lookup(netip.MustParseAddrPort("10.96.0.10:53")))
 		tr.start("to the node port of "+name, outside(t), dial(netip.AddrPortFrom(nodeAddr(i), uint16(service.Spec.Ports[0].NodePort))))
 		for _, pod := range pods.Items {
@@ -124,15 +125,14 @@ func (c *cluster) replaceProxy(t *testing.T, i int, proxy string) {
 // waitReady waits until the service proxy of a node has programmed all services.
 func (c *cluster) waitReady(t *testing.T, i int, proxy string) {
 	t.Helper()
-	path := map[string]string{"kpng": "readyz", "kube-proxy": "healthz"}[proxy]
-	client := http.Client{Timeout: time.Second}
+	// kube-proxy's /healthz says 200 before the first sync.
+	url, ready := "http://127.0.0.1:10249/metrics", "\nkubeproxy_sync_proxy_rules_last_timestamp_seconds{"
+	if proxy == "kpng" {
+		url, ready = "http://127.0.0.1:10256/readyz", "ok"
+	}
 	waitFor(t, fmt.Sprintf("%s on node-%d", proxy, i), func() (bool, string) {
-		answer, err := client.Get(fmt.Sprintf("http://%v:10256/%s", nodeAddr(i), path))
-		if err != nil {
-			return false, ""
-		}
-		answer.Body.Close()
-		return answer.StatusCode == http.StatusOK, answer.Status
+		out := lib(t, "in_node", strconv.Itoa(i), "sh", "-c", "curl -sf "+url+" || true")
+		return strings.Contains(out, ready), ""
 	})
 }
 

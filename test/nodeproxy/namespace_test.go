@@ -67,7 +67,7 @@ func ask(c net.Conn) string {
 func await[T comparable](t testing.TB, what string, want T, got func() T) {
 	t.Helper()
 	last := got()
-	for deadline := time.Now().Add(20 * time.Second); last != want && time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); last != want && time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
 		last = got()
 	}
 	if last != want {

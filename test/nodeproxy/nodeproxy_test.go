@@ -143,7 +143,7 @@ func (w *world) run() (end func(os.Signal) error) {
 		select {
 		case err := <-ended:
 			return err
-		case <-time.After(20 * time.Second):
+		case <-time.After(time.Minute):
 			cmd.Process.Kill()
 			<-ended
 			return errors.New("kpng did not end in time")

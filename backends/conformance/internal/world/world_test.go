@@ -22,7 +22,7 @@ func TestAllHostsReachEachOther(t *testing.T) {
 	}
 	defer w.Close()
 	hosts := append([]*Host{w.Client, w.Node, w.Node2}, append(w.Local, w.Remote...)...)
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	for _, from := range hosts {
 		for _, to := range hosts {
@@ -52,7 +52,7 @@ func TestStreamSocketsOutsidePackageNet(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, family := range []api.Family{api.IPv4, api.IPv6} {
-		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		from, to := w.Client.Addrs.Family(family)[2], w.Local[0].Addr(family)
 		c, err := w.Client.dialStream(ctx, unix.IPPROTO_TCP, from, netip.AddrPortFrom(to, port))
@@ -60,7 +60,7 @@ func TestStreamSocketsOutsidePackageNet(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer c.Close()
-		answer, err := (&Conn{c, bufio.NewReader(c)}).Ask(time.Now().Add(10 * time.Second))
+		answer, err := (&Conn{c, bufio.NewReader(c)}).Ask(time.Now().Add(time.Minute))
 		if err != nil || answer.Name != w.Local[0].Name || answer.Peer.Addr() != from {
 			t.Errorf("%s: answer %v, error %v", family, answer, err)
 		}

@@ -39,7 +39,7 @@ func TestUpgrades(t *testing.T) {
 		t.Helper()
 		time.Sleep(time.Second) // so that requests that are under way end in this phase
 		if failed := tr.report(t, name); failed > 0 {
-			t.Errorf("%s: %d requests failed or lost a packet", name, failed)
+			t.Errorf("%s: %d requests failed", name, failed)
 		}
 	}
 	time.Sleep(5 * time.Second)
@@ -128,7 +128,7 @@ func (c *cluster) waitReady(t *testing.T, i int, proxy string) {
 	// kube-proxy's /healthz says 200 before the first sync.
 	url, ready := "http://127.0.0.1:10249/metrics", "\nkubeproxy_sync_proxy_rules_last_timestamp_seconds{"
 	if proxy == "kpng" {
-		url, ready = "http://127.0.0.1:10256/readyz", "ok"
+		url, ready = "http://127.0.0.1:10256/readyz -o /dev/null -w %{http_code}", "200"
 	}
 	waitFor(t, fmt.Sprintf("%s on node-%d", proxy, i), func() (bool, string) {
 		out := lib(t, "in_node", strconv.Itoa(i), "sh", "-c", "curl -sf "+url+" || true")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Builds the programs of the cluster from Go modules: build.sh [e2e], with e2e also the
-# tests. It keeps programs that exist, except kpng.
+# tests. It keeps programs that exist, except those of kpng.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 missing=
@@ -28,6 +28,7 @@ build() {
 }
 
 (cd "$repo" && CGO_ENABLED=0 go build -o "$bin/kpng" ./cmd/kpng)
+(cd "$here" && go build -o "$bin/loadbalancer" ./loadbalancer)
 build "$repo/test" go.etcd.io/etcd/server/v3 etcd
 for name in kube-apiserver kube-controller-manager kube-scheduler kube-proxy kubelet kubectl; do
 	build "$here/parts/kubernetes" "k8s.io/kubernetes/cmd/$name" "$name"

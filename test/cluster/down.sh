@@ -12,7 +12,7 @@ for i in $(each_node); do
 		stop "node-$i"
 	fi
 done
-for name in coredns scheduler controller-manager apiserver etcd; do
+for name in loadbalancer coredns scheduler controller-manager apiserver etcd; do
 	stop "$name"
 done
 for ns in $(ip netns list | awk '{ print $1 }' | grep -E "^$PREFIX-(cp|[0-9]+)$"); do

@@ -9,8 +9,8 @@
 # ginkgo's, PROCS the number of tests at the same time.
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 out=$(mkdir -p "$1" && cd "$1" && pwd)
-focus=${FOCUS:-'\[sig-network\] (Services|Service CIDRs|Service endpoints latency|Networking (Granular Checks: Services|should check)|EndpointSlice|Endpoints|Conntrack|KubeProxy|HostPort|Traffic Distribution|Topology Hints|Proxy|DNS|\[Feature:IPv6DualStack\])'}
-labels=${LABELS:-'(Feature: isSubsetOf {IPv6DualStack}) && !Disruptive'}
+focus=${FOCUS:-'\[sig-network\] (Services|LoadBalancers|Service CIDRs|Service endpoints latency|Networking (Granular Checks: Services|should check)|EndpointSlice|Endpoints|Conntrack|KubeProxy|HostPort|Traffic Distribution|Topology Hints|Proxy|DNS|\[Feature:IPv6DualStack\])'}
+labels=${LABELS:-'(Feature: isSubsetOf {IPv6DualStack, LoadBalancer}) && !Disruptive'}
 clean() { ! kubectl get namespaces -o name | grep -qvE '/(default|kube-.*)$'; }
 wait_for 180 "namespaces of the last run" clean
 began=$SECONDS code=0

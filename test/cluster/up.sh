@@ -140,7 +140,6 @@ addressType: IPv4
 endpoints: [{addresses: ["$net4.1"], conditions: {ready: true}}]
 ports: [{name: dns, port: 53, protocol: UDP}, {name: dns-tcp, port: 53, protocol: TCP}]
 X
-# Services of type LoadBalancer. Connections to one address spread over the nodes.
-nsenter --net="/run/netns/$cp_ns" sysctl -qw net.ipv4.fib_multipath_hash_policy=1 net.ipv6.fib_multipath_hash_policy=1
+# Services of type LoadBalancer.
 start loadbalancer "$run/log/loadbalancer.log" "$cp_ns" "$bin/loadbalancer" --kubeconfig "$run/admin.kubeconfig"
 say "Control plane and $NODES nodes started in $((SECONDS - began)) s"

@@ -5,8 +5,8 @@
 // Command loadbalancer is the load balancer of the test cluster. It gives each Service of
 // type LoadBalancer an address, and routes it to the nodes that may serve it: with
 // externalTrafficPolicy Local, to those whose health-check node port answers with status
-// 200. It runs in the network namespace of the control plane, which is outside of the
-// cluster.
+// 200. All connections of a client go to the same node, as session affinity needs. The
+// command runs in the network namespace of the control plane, outside of the cluster.
 package main
 
 import (

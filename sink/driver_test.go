@@ -665,13 +665,14 @@ func TestObserver(t *testing.T) {
 	}}
 	run(t, opts, nil, func(w *world) {
 		w.src.SetTriggered(time.Now(), view(web, 2))
+		// The driver never sees this service.
+		w.src.SetTriggered(time.Now(), view(key("x")))
+		w.src.Delete(key("x"))
 		w.src.MarkSynced()
 		w.waitApplied()
 		w.rec.Script(sinktest.FailServices(errBusy, dns))
 		w.src.SetTriggered(time.Now().Add(-time.Second), view(dns), view(web, 3))
 		synctest.Wait()
-		w.src.SetTriggered(time.Now(), view(key("x")))
-		w.src.Delete(key("x"))
 		w.waitApplied()
 		w.cancel()
 		<-w.ended

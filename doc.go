@@ -4,12 +4,12 @@
 //
 // It watches Services, EndpointSlices and Nodes. It computes what one node has to
 // program, and delivers that to a [sink.Sink] as small, ordered change sets. Package
-// nodeview decides once what a Service means on a node: traffic policies, topology,
-// terminating endpoints, dual stack, conflicting claims. A sink only programs the result.
-// You write only the sink.
+// nodeview decides what a Service means on a node. That includes traffic policies,
+// topology, terminating endpoints, dual stack and conflicting claims. A sink only
+// programs the result. You write only the sink.
 //
-// This is a complete proxy. It runs beside kube-proxy and serves the services labelled
-// service.kubernetes.io/service-proxy-name: my-proxy:
+// This is a complete proxy. It runs beside kube-proxy and serves the services whose label
+// service.kubernetes.io/service-proxy-name has the value my-proxy:
 //
 //	err := kpng.Run(ctx, kpng.Options{
 //		Services: watcher.Options{ServiceProxyName: "my-proxy"},
@@ -19,11 +19,11 @@
 //
 // # Sinks
 //
-// [sink.FullState] makes the simplest sink: it receives all services in each call. A sink
-// that implements Sync receives only the changed services, each with its view before and
-// after the change. The field New is nil for a deleted service. At the start, a pass
+// [sink.FullState] returns the simplest sink, which receives all services in each call. A
+// sink that implements Sync receives only the changed services, each with its view before
+// and after the change. The field New is nil for a deleted service. At the start, a pass
 // delivers all services. At the end of a pass (Last), the sink prunes the entries of all
-// other services:
+// services that the pass did not deliver:
 //
 //	func (m *frontendMap) Sync(_ context.Context, c *sink.Changes) error {
 //		m.pass.Begin(c)
@@ -41,12 +41,12 @@
 //		return failed.Err()
 //	}
 //
-// The example "Frontends" of package sink shows the rest, including the frontends that
-// [nodeview.Frontends] computes from each view. If Sync fails, no change is lost. The
-// driver delivers unacknowledged services again, merged with later changes and marked as
-// Unsure. [sink.Events] calls typed methods that set and delete services, frontends and
-// endpoints. Their order ensures that no two services claim an address at the same time,
-// even after failures. Package sinktest helps to test all kinds of sinks.
+// The example "Frontends" of package sink shows a whole sink. It programs the frontends
+// that [nodeview.Frontends] computes from each view. If Sync fails, no change is lost.
+// The driver delivers unacknowledged services again, merged with later changes and marked
+// as Unsure. [sink.Events] calls typed methods that set and delete services, frontends
+// and endpoints. The order of its calls ensures that no two services claim an address at
+// the same time, even after failures. Package sinktest helps to test all kinds of sinks.
 //
 // To run several sinks, each with a driver and settings of its own, pass them as options:
 //
@@ -59,15 +59,15 @@
 //
 // # Sources
 //
-// By default kpng uses the API server of the pod or of the kubeconfig. An embedder can pass a
-// rest.Config or the informers that it already runs. A file or folder of manifests also works
-// as a source. See [Options].
+// By default, kpng uses the API server of the pod's cluster or, outside a pod, of the
+// kubeconfig. An embedder can pass a rest.Config or the informers that it already runs. A
+// file or folder of manifests also works as a source. See [Options].
 //
 // # Guarantees
 //
 // Sinks receive nothing until services, endpoint slices and nodes have all been read
-// once. If the API server is lost after that, the dataplane keeps its state. When the API
-// server is back, the sinks receive the differences. Sinks do not receive changes that do
-// not affect this node's view of any service. The cost of a change depends on the
-// services it affects, not on the total number of services.
+// once. If the API server becomes unreachable after that, the dataplane keeps its state.
+// When the API server is back, the sinks receive the differences. Sinks do not receive
+// changes that do not affect this node's view of any service. The cost of a change
+// depends on the services that it affects, not on the total number of services.
 package kpng

@@ -28,8 +28,8 @@ func show(_ context.Context, services []*api.ServiceEndpoints) error {
 	return nil
 }
 
-// This proxy reads manifests and ends when it has programmed them. Without Manifests it
-// reads the API server. Without Once it follows all changes until its context ends.
+// This proxy programs the services of manifests once, then ends. Without Manifests it
+// reads from the API server. Without Once it follows changes until its context ends.
 func Example() {
 	err := kpng.Run(context.Background(), kpng.Options{
 		Manifests: "examples/demo.yaml",
@@ -43,8 +43,8 @@ func Example() {
 	// ClusterIP 10.96.0.80:80/TCP forward to 11.0.2.3:8080, 11.0.3.3:8080
 }
 
-// A program with a proxy inside, such as a CNI agent, runs it in a goroutine and mounts
-// its health checks.
+// A program that contains a proxy, such as a CNI agent, runs the proxy in a goroutine and
+// mounts the health checks of the proxy.
 func ExampleProxy() {
 	p, err := kpng.New(kpng.Options{
 		Manifests: "examples/demo.yaml",
@@ -61,7 +61,7 @@ func ExampleProxy() {
 	ctx, stop := context.WithCancel(context.Background())
 	ended := make(chan error)
 	go func() { ended <- p.Run(ctx) }()
-	if err := p.WaitSynced(ctx); err != nil { // pods can be started from here on
+	if err := p.WaitSynced(ctx); err != nil { // services work when this returns
 		log.Fatal(err)
 	}
 	answer := httptest.NewRecorder()

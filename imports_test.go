@@ -13,8 +13,8 @@ import (
 	"testing"
 )
 
-// TestImportsAreGrouped checks that imports are in two groups with a blank line between
-// them: the standard library, and all others.
+// TestImportsAreGrouped checks that a blank line separates imports of the standard
+// library from all other imports.
 func TestImportsAreGrouped(t *testing.T) {
 	files := 0
 	err := filepath.WalkDir(".", func(name string, entry fs.DirEntry, err error) error {

@@ -25,8 +25,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Options select the services to proxy, the node to proxy for, and the source of the
-// cluster's state. The zero value makes a general proxy for this machine's node.
+// Options select the source of the cluster's state, the node, and the services to proxy.
+// The zero value selects this machine's node and the services that kube-proxy serves.
 //
 // At most one of Kubeconfig, Config, Informers and Manifests may be set. If none is set,
 // kpng uses the pod's service account. Outside a cluster it uses the same kubeconfig as
@@ -34,38 +34,38 @@ import (
 type Options struct {
 	// Kubeconfig is the path of a kubeconfig file.
 	Kubeconfig string
-	// Config is the connection to the API server.
+	// Config describes the connection to the API server.
 	Config *rest.Config
-	// Informers are informers that the program already runs. The library reads their
-	// objects and starts no watches of its own.
+	// Informers are informers that the program already runs. The library then starts no
+	// watches of its own.
 	Informers *kube.Informers
 	// Manifests is a file or folder of Kubernetes manifests. The library reads it instead
 	// of an API server and follows its changes.
 	Manifests string
 
 	// Services selects the services to proxy, usually by the label
-	// service.kubernetes.io/service-proxy-name, and the metadata to keep.
+	// service.kubernetes.io/service-proxy-name. It also selects the metadata to keep.
 	Services watcher.Options
 
-	// NodeName is the node to proxy for. See [NodeName] for the default and the form.
+	// NodeName is the name of the node to proxy for. See the function [NodeName].
 	NodeName string
 
-	// Sinks are the sinks to drive. [Run] appends its own arguments to them.
+	// Sinks are the sinks to drive. [Run] appends the sinks among its arguments.
 	Sinks []Sink
 }
 
-// Sink is a sink and the settings of its driver. Each sink has its own driver, so a slow
-// or failing sink does not delay the others.
+// Sink combines a sink with the settings of its driver. Each sink has its own driver, so
+// a slow or failing sink does not delay the others.
 type Sink struct {
 	Sink sink.Sink
 	// Options are the driver's settings. Names of sinks must differ; by default they are
-	// numbers from 0. If all sinks have Once, the proxy ends when all are done.
+	// numbers. If all sinks have Once, the proxy ends when all are done.
 	Options sink.Options
 }
 
-// NodeName returns the node name by kube-proxy's rules. It is given if that is not empty,
-// else the environment variable NODE_NAME, else the host name. The result is in lower
-// case without surrounding white space.
+// NodeName returns the node name by kube-proxy's rules: given, or else the environment
+// variable NODE_NAME, or else the host name. The result is in lower case and has no
+// surrounding white space.
 func NodeName(given string) (string, error) {
 	for _, name := range [...]string{given, os.Getenv("NODE_NAME")} {
 		if name = strings.ToLower(strings.TrimSpace(name)); name != "" {
@@ -87,10 +87,10 @@ type Proxy struct {
 	feeds    []*feed.Feed
 	drivers  []*sink.Driver
 	once     bool // every sink has Options.Once
-	files    bool // the source is manifests
+	files    bool // Options.Manifests is set
 
 	started   atomic.Bool
-	nodeKnown atomic.Bool   // the Node object existed at some time
+	nodeKnown atomic.Bool   // the Node object exists or existed
 	ended     chan struct{} // closed when Run returns
 }
 
@@ -123,7 +123,7 @@ func New(opts Options) (*Proxy, error) {
 	return p, nil
 }
 
-// named returns a copy of sinks with default names for those that need one.
+// named returns a copy of sinks, in which those without a name have default names.
 func named(sinks []Sink) ([]Sink, error) {
 	if len(sinks) == 0 {
 		return nil, errors.New("no sink given")
@@ -146,8 +146,8 @@ func named(sinks []Sink) ([]Sink, error) {
 	return sinks, nil
 }
 
-// Run creates a Proxy with Options.Sinks, plus the given sinks with default settings, and
-// runs it. See [New] and [Proxy.Run].
+// Run creates a Proxy and runs it. The given sinks are added to Options.Sinks and have
+// default settings. See [New] and [Proxy.Run].
 func Run(ctx context.Context, opts Options, sinks ...sink.Sink) error {
 	opts.Sinks = slices.Clone(opts.Sinks)
 	for _, s := range sinks {
@@ -160,13 +160,14 @@ func Run(ctx context.Context, opts Options, sinks ...sink.Sink) error {
 	return p.Run(ctx)
 }
 
-// Run drives the sinks until ctx ends and then returns nil. If every sink has
-// Options.Once, Run returns when all are done.
+// Run drives the sinks until ctx ends and then returns nil. If all sinks have
+// Options.Once, Run returns nil when all are done, or the cause of ctx if ctx ends
+// earlier.
 //
 // Run returns an error if a sink cannot start. If the manifests cannot be read at the
-// start, it starts no sink and returns an error. With Once, it also returns an error if the
-// API server refuses a request. If sinks fail to stop, Run joins their errors. Run logs
-// and retries all later failures, and the dataplane keeps its state.
+// start, it starts no sink and returns an error. With Once, it also returns an error if
+// the API server refuses a request. If sinks fail to stop, it returns their joined
+// errors. Run logs all later failures and tries again. The dataplane keeps its state.
 //
 // A Proxy runs only once.
 func (p *Proxy) Run(ctx context.Context) error {
@@ -189,7 +190,7 @@ func (p *Proxy) Run(ctx context.Context) error {
 		func(ctx context.Context) error { return p.watch(ctx, p.state) },
 		p.followNode,
 		func(ctx context.Context) error {
-			if p.files { // if they cannot be read, no sink may change the machine
+			if p.files { // no sink may run until the manifests were read
 				select {
 				case <-p.state.Synced():
 				case <-ctx.Done():
@@ -206,9 +207,8 @@ func (p *Proxy) Run(ctx context.Context) error {
 	return err
 }
 
-// followNode waits until the Node object exists. It logs an error if the object does not
-// exist at first: with a misspelt node name, no endpoint is local, and there is no other
-// symptom.
+// followNode waits for the Node object. If it does not exist at first, followNode logs an
+// error. With a misspelt node name, only that error shows why no endpoint is local.
 func (p *Proxy) followNode(ctx context.Context) error {
 	var revision diffstore.Revision
 	for {
@@ -250,23 +250,22 @@ func (p *Proxy) Status() []sink.Status {
 	return all
 }
 
-// Health returns the report for health checks. See package health.
+// Health returns the input of health checks. See package health.
 func (p *Proxy) Health() health.Report {
 	return health.Of(p.Status(), p.Node(), p.nodeKnown.Load())
 }
 
 // StartOver makes every sink receive all services again, in a pass. Call it when the
-// dataplane lost its state, for example after a switch reconnected. StartOver returns
-// immediately; each pass begins as soon as no Sync runs.
+// dataplane has lost its state, for example when a switch has restarted. StartOver
+// returns immediately. A sink's pass begins as soon as none of its Syncs runs.
 func (p *Proxy) StartOver() {
 	for _, d := range p.drivers {
 		d.StartOver()
 	}
 }
 
-// WaitSynced returns nil when every sink has programmed every service once, except
-// failing services. It returns an error if ctx or Run ends before that. It may be called
-// before Run.
+// WaitSynced returns nil when every sink has programmed every service, except failing
+// ones. If ctx or Run ends earlier, it returns an error. It may be called before Run.
 func (p *Proxy) WaitSynced(ctx context.Context) error {
 	for _, d := range p.drivers {
 		if err := d.WaitSynced(ctx); err != nil {
@@ -276,8 +275,8 @@ func (p *Proxy) WaitSynced(ctx context.Context) error {
 	return nil
 }
 
-// WaitApplied returns nil when every sink has acknowledged the cluster's state as of the
-// call. It returns an error if ctx or Run ends before that. It may be called before Run.
+// WaitApplied returns nil when every sink has acknowledged the present state of the
+// cluster. If ctx or Run ends earlier, it returns an error. It may be called before Run.
 func (p *Proxy) WaitApplied(ctx context.Context) error {
 	select {
 	case <-p.state.Synced():

@@ -194,7 +194,7 @@ func TestStartOverAndWaitSynced(t *testing.T) {
 	}
 	ended := make(chan error)
 	go func() { ended <- p.Run(ctx) }()
-	if err := p.WaitSynced(ctx); err != nil { // returns although a service fails
+	if err := p.WaitSynced(ctx); err != nil { // a failing service does not delay it
 		t.Error(err)
 	}
 	<-passes
@@ -209,7 +209,7 @@ func TestStartOverAndWaitSynced(t *testing.T) {
 	}
 }
 
-// unstoppable is a sink whose Stop fails. It closes synced in its first Sync.
+// unstoppable is a sink whose Stop fails. Its first Sync closes the channel synced.
 type unstoppable struct {
 	once   sync.Once
 	synced chan struct{}

@@ -19,7 +19,7 @@ import (
 
 const module = "github.com/kpng-project/kpng"
 
-// TestRooms checks that packages import only what the table of docs/design.md allows.
+// Packages may only import what the table in docs/design.md allows.
 func TestRooms(t *testing.T) {
 	rooms := readRooms(t)
 	list := exec.Command("go", "list", "-json=ImportPath,Imports", "./...")
@@ -77,7 +77,7 @@ func mayImport(room string, allowed []string, imported string) bool {
 
 var quoted = regexp.MustCompile("`([^`]+)`")
 
-// readRooms returns, for each room of the table, the imports that the table allows.
+// readRooms returns, for each package in docs/design.md, the packages that it may import.
 func readRooms(t *testing.T) map[string][]string {
 	file, err := os.Open("docs/design.md")
 	if err != nil {

@@ -11,8 +11,8 @@ import (
 	"github.com/kpng-project/kpng/watcher/kube"
 )
 
-// source returns the function that fills the cluster state according to opts. If once is
-// true, that function returns its first error instead of retrying.
+// source returns a function that fills the cluster state from the source in opts. If once
+// is true, that function does not retry after an error but returns the error.
 func source(opts Options, once bool) (func(context.Context, *cluster.State) error, error) {
 	given := 0
 	for _, set := range [...]bool{opts.Kubeconfig != "", opts.Config != nil, opts.Informers != nil, opts.Manifests != ""} {

@@ -5,9 +5,9 @@
 //
 // [Service], [EndpointSlice] and [Node] are objects of the Kubernetes API, reduced to the
 // needs of a service proxy. A [ServiceState] is the cluster's whole state of one service.
-// [ServiceEndpoints] is one node's view of a service: the service, the endpoints that
-// this node balances to, the lists of each endpoint, and the verdict for empty lists.
-// Package nodeview computes it from a ServiceState.
+// [ServiceEndpoints] is one node's view of a service. It has the endpoints that this node
+// uses, which traffic each endpoint gets, and the ports that reject connections. Package
+// nodeview computes the view from a ServiceState.
 //
 // Published values are immutable. Code that passes a value to a store, a source or a sink
 // must not modify it afterwards. Code that receives a value must not modify it or

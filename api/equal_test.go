@@ -10,7 +10,7 @@ import (
 )
 
 // TestEqualComparesEveryField changes each field at every depth and checks that Equal
-// detects it. If Equal ignored a field, readers would miss its changes.
+// detects it. If Equal ignored a field, clients would miss changes of the field.
 func TestEqualComparesEveryField(t *testing.T) {
 	ignored := map[string]bool{"EndpointSlice.TriggerTime": true}
 	testEqual(t, ignored, (*Service).Equal)
@@ -107,7 +107,6 @@ func fill(v reflect.Value) {
 	}
 }
 
-// change sets v to another value.
 func change(v reflect.Value) {
 	switch x := v.Interface().(type) {
 	case netip.Addr:

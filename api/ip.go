@@ -18,7 +18,7 @@ const (
 	IPv6 Family = 6
 )
 
-// FamilyOf returns the family of a, or 0 if a is the zero Addr. An IPv4-mapped IPv6
+// FamilyOf returns the family of an address, or 0 for the zero Addr. An IPv4-mapped IPv6
 // address counts as IPv4.
 func FamilyOf(a netip.Addr) Family {
 	switch {
@@ -56,7 +56,7 @@ func (f Family) String() string {
 	}
 }
 
-// MarshalText returns String.
+// MarshalText returns the same name as String.
 func (f Family) MarshalText() ([]byte, error) { return []byte(f.String()), nil }
 
 // UnmarshalText accepts "IPv4" and "IPv6".
@@ -72,15 +72,15 @@ func (f *Family) UnmarshalText(text []byte) error {
 	return nil
 }
 
-// IPSet holds addresses by family. V4 has IPv4 addresses and V6 has IPv6 addresses,
-// without mapped addresses and zones, in the order of their source.
+// IPSet holds addresses by family. V4 has IPv4 addresses and V6 has IPv6 addresses, in
+// the order in which they were added. No address is IPv4-mapped or has a zone.
 type IPSet struct {
 	V4 []netip.Addr `json:",omitempty"`
 	V6 []netip.Addr `json:",omitempty"`
 }
 
-// NewIPSet returns the set of addrs. Within a family, they keep their order. It unmaps
-// mapped addresses and drops duplicates.
+// NewIPSet returns the set of addrs. Addresses of one family keep their order. NewIPSet
+// unmaps IPv4-mapped addresses and drops duplicates.
 func NewIPSet(addrs ...netip.Addr) IPSet {
 	var s IPSet
 	for _, a := range addrs {
@@ -89,8 +89,8 @@ func NewIPSet(addrs ...netip.Addr) IPSet {
 	return s
 }
 
-// Add appends a to its family's list. It ignores an invalid address and one that the list
-// already has.
+// Add appends an address to the list of its family. It ignores invalid addresses and
+// duplicates.
 func (s *IPSet) Add(a netip.Addr) {
 	a = a.Unmap()
 	switch {
@@ -114,7 +114,7 @@ func (s *IPSet) Family(f Family) []netip.Addr {
 	}
 }
 
-// Contains reports whether a is in the set.
+// Contains reports whether the address is in the set.
 func (s *IPSet) Contains(a netip.Addr) bool {
 	return slices.Contains(s.Family(FamilyOf(a)), a.Unmap())
 }

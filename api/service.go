@@ -39,8 +39,8 @@ type Service struct {
 	Labels      map[string]string `json:",omitempty"`
 	Annotations map[string]string `json:",omitempty"`
 
-	// SourceRanges limit the clients of addresses. An address that none of them names is
-	// open to all. JSON and the wire call them IPFilters.
+	// SourceRanges limit which clients may use an address. An address without an entry is
+	// open to all clients. JSON and the wire call the field IPFilters.
 	SourceRanges    []SourceRanges  `json:"IPFilters,omitempty"`
 	SessionAffinity SessionAffinity `json:",omitzero"`
 
@@ -50,11 +50,11 @@ type Service struct {
 
 	// UID distinguishes a service from a deleted one with the same name.
 	UID types.UID `json:",omitempty"`
-	// Created is metadata.creationTimestamp. If two services claim one address and port
-	// with addresses of the same kind, the older service wins.
+	// Created is metadata.creationTimestamp. If two services claim the same address and
+	// port, and both use the same kind of address, the older service wins.
 	Created time.Time `json:",omitzero"`
 	// IPFamilies is spec.ipFamilies: the families in which the service is served, the
-	// preferred one first. If it is empty, Families determines them.
+	// preferred one first. If it is empty, see the method Families.
 	IPFamilies []Family `json:",omitempty"`
 }
 
@@ -79,15 +79,15 @@ type ServiceIPs struct {
 	// balancer's address as destination (ipMode VIP or unset, KEP 1860).
 	LoadBalancerIPs IPSet `json:",omitzero"`
 	// ProxiedIPs are the ingress addresses with ipMode Proxy. They have no frontend, because
-	// the load balancer delivers to nodes or pods itself.
+	// packets that the load balancer forwards have another destination.
 	ProxiedIPs IPSet `json:",omitzero"`
 }
 
 // Protocol is a transport protocol, with the number used on the wire.
 type Protocol int32
 
-// The protocols. UnknownProtocol stands for protocols that this version does not know.
-// Ports with it have no frontend.
+// The protocols. UnknownProtocol stands for protocols that this version does not know. A
+// port with UnknownProtocol has no frontend.
 const (
 	UnknownProtocol Protocol = 0
 	TCP             Protocol = 1
@@ -114,25 +114,25 @@ type PortMapping struct {
 	// Name is unique within the service. It is empty only if the service has a single port.
 	Name     string   `json:",omitempty"`
 	Protocol Protocol `json:",omitempty"`
-	// Port is the port at the service's addresses, 1 to 65535.
+	// Port is the port on the service's addresses, 1 to 65535.
 	Port int32 `json:",omitempty"`
-	// NodePort is the port at the nodes' addresses, or 0 if there is none.
+	// NodePort is the port on the nodes' addresses, or 0 if there is none.
 	NodePort int32 `json:",omitempty"`
-	// TargetPort is the port at the endpoints if the service gives a number, else 0.
+	// TargetPort is the port on the endpoints if the service gives a number, else 0.
 	TargetPort int32 `json:",omitempty"`
-	// TargetPortName is the name of the endpoints' port. Its number may differ between
-	// endpoints.
+	// TargetPortName is the name of the endpoints' port. The number of that port may differ
+	// between endpoints.
 	TargetPortName string `json:",omitempty"`
 	// AppProtocol is the application protocol, a hint that proxies may ignore.
 	AppProtocol string `json:",omitempty"`
 }
 
-// SourceRanges limits the clients of some of a service's addresses.
+// SourceRanges limits which clients may use some of a service's addresses.
 type SourceRanges struct {
 	// TargetIPs are the service's addresses that the ranges protect.
 	TargetIPs IPSet `json:",omitzero"`
 	// Prefixes are the admitted sources. A family without a prefix has no admitted source.
-	// JSON and the wire call them SourceRanges.
+	// JSON and the wire call the field SourceRanges.
 	Prefixes []netip.Prefix `json:"SourceRanges,omitempty"`
 }
 
@@ -190,7 +190,7 @@ func (s *IPSet) families() []Family {
 	return f
 }
 
-// Equal reports whether both services are equal, including UID and age.
+// Equal reports whether both services are equal, including UID and Created.
 func (s *Service) Equal(o *Service) bool {
 	if s == o {
 		return true

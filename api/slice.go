@@ -37,7 +37,7 @@ type EndpointSlice struct {
 type EndpointPort struct {
 	Name     string   `json:",omitempty"`
 	Protocol Protocol `json:",omitempty"`
-	// Port is 1 to 65535, or 0 if the slice has no number.
+	// Port is 1 to 65535, or 0 if the slice gives no number.
 	Port        int32  `json:",omitempty"`
 	AppProtocol string `json:",omitempty"`
 }
@@ -51,8 +51,8 @@ type SliceEndpoint struct {
 	Zone     string `json:",omitempty"`
 	// Hints are the topology hints (KEP 2433, KEP 3015), or nil if there are none.
 	Hints *Hints `json:",omitempty"`
-	// Target is the pod behind the endpoint (targetRef). It is nil if there is none or if
-	// the source is not configured to keep it.
+	// Target is the pod behind the endpoint (targetRef). It is nil if the endpoint has no
+	// pod, or if the source is not configured to keep pods.
 	Target *types.NamespacedName `json:",omitempty"`
 
 	Conditions

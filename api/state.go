@@ -20,15 +20,15 @@ type ServiceState struct {
 	Lost []LostClaim `json:",omitempty"`
 }
 
-// FindSlice returns the index of the slice named name, or where it would be inserted, and
-// whether it exists.
+// FindSlice returns the index of the slice with this name, and true. If there is none, it
+// returns the index at which to insert the slice, and false.
 func (s *ServiceState) FindSlice(name string) (int, bool) {
 	return slices.BinarySearchFunc(s.Slices, name, func(s *EndpointSlice, name string) int { return strings.Compare(s.Name, name) })
 }
 
 // Claim is an address, protocol and port that a frontend needs for its service alone.
 // Protocol and Port are 0 for a claim of the whole address (AllPorts). For a node port,
-// IP is the unspecified address of its family, because it applies to all node addresses.
+// IP is 0.0.0.0 or ::, because the claim applies to all node addresses.
 type Claim struct {
 	IP       netip.Addr `json:",omitzero"`
 	Protocol Protocol   `json:",omitempty"`

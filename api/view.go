@@ -16,11 +16,11 @@ import (
 // ServiceEndpoints is one node's view of a service.
 type ServiceEndpoints struct {
 	Service *Service
-	// Endpoints are the endpoints on at least one of this node's lists, sorted by address
-	// and ports (see [Endpoint.Compare]).
+	// Endpoints are the endpoints on at least one of this node's lists (see [Scopes]). They
+	// are in the order of [Endpoint.Compare].
 	Endpoints []Endpoint
-	// Draining are endpoints that serve but are on no list of this node. They receive no
-	// new connections and keep existing ones. They are sorted like Endpoints.
+	// Draining are endpoints that serve but are on none of the lists. They receive no new
+	// connections and keep existing ones. They are sorted like Endpoints.
 	Draining []Endpoint `json:",omitempty"`
 	// Unusable are the service ports and families that have no usable endpoint in the
 	// whole cluster. Their frontends reject connections.
@@ -32,15 +32,15 @@ type ServiceEndpoints struct {
 // MarshalJSON returns the JSON form. It never omits Endpoints, so that a reader can
 // iterate over the list.
 func (se ServiceEndpoints) MarshalJSON() ([]byte, error) {
-	type fields ServiceEndpoints // without methods
+	type fields ServiceEndpoints // without MarshalJSON, to prevent recursion
 	if se.Endpoints == nil {
 		se.Endpoints = []Endpoint{}
 	}
 	return json.Marshal(fields(se))
 }
 
-// PortFamily identifies a service port in one family. Protocol and Port are 0 for the
-// only "port" of an all-ports service.
+// PortFamily identifies a service port in one family. For the only "port" of an all-ports
+// service, Protocol and Port are 0.
 type PortFamily struct {
 	Protocol Protocol `json:",omitempty"`
 	Port     int32    `json:",omitempty"`
@@ -50,25 +50,25 @@ type PortFamily struct {
 // Endpoint is an endpoint as one node sees it.
 type Endpoint struct {
 	Hostname string `json:",omitempty"`
-	// Addr is an IPv4 or IPv6 address, not mapped and without a zone. In JSON and on the
-	// wire, it is the only address of an IPSet named IPs.
+	// Addr is an IPv4 or IPv6 address. It is not IPv4-mapped and has no zone. In JSON and on
+	// the wire, it is the only address of an IPSet named IPs.
 	Addr netip.Addr `json:"-"`
-	// PortOverrides are the ports at the endpoint, each with a name. A named service port
-	// has an entry under its name. An unnamed port has one under its target port name. If
-	// its target port is a number, it has an entry only if the endpoint's port differs.
-	// TargetPort reads PortOverrides.
+	// PortOverrides are the ports on the endpoint, each with a name. A named service port
+	// has an entry under its name. An unnamed port has one under its target port name. If it
+	// has a target port number instead, there is an entry only if the endpoint has another
+	// number. The method TargetPort reads PortOverrides.
 	PortOverrides []PortName `json:",omitempty"`
 	// Local reports whether the endpoint runs on this node.
 	Local bool `json:",omitempty"`
-	// Scopes are the lists that have the endpoint for at least one service port.
+	// Scopes are the lists that contain the endpoint for at least one service port.
 	Scopes Scopes `json:",omitzero"`
-	// PortScopes is set if the lists differ between the service's ports. It has an entry for
-	// each port for which the endpoint is on a list. ScopesOf reads it.
+	// PortScopes is set if the lists differ between service ports. It has an entry for each
+	// port for which the endpoint is on a list. ScopesOf reads it.
 	PortScopes []PortScopes `json:",omitempty"`
 
 	NodeName string `json:",omitempty"`
 	Zone     string `json:",omitempty"`
-	// Target is the Target of the [SliceEndpoint].
+	// Target is the pod behind the endpoint, as in [SliceEndpoint].
 	Target *types.NamespacedName `json:",omitempty"`
 	Conditions
 }
@@ -76,8 +76,8 @@ type Endpoint struct {
 // endpointFields is Endpoint without its methods.
 type endpointFields Endpoint
 
-// endpointJSON is the JSON form of an Endpoint. Its first two fields come before the
-// embedded ones, as on the wire.
+// endpointJSON is the JSON form of an Endpoint. As on the wire, its first two fields come
+// before the embedded ones.
 type endpointJSON struct {
 	Hostname string `json:",omitempty"`
 	IPs      IPSet
@@ -107,7 +107,7 @@ func (e *Endpoint) UnmarshalJSON(text []byte) error {
 	return nil
 }
 
-// Scopes are the lists of an endpoint.
+// Scopes says on which lists an endpoint is. Each list is for one kind of traffic.
 type Scopes struct {
 	// Internal is the list for traffic to cluster IPs. It depends on
 	// internalTrafficPolicy.
@@ -120,7 +120,7 @@ type Scopes struct {
 	Cluster bool `json:",omitempty"`
 }
 
-// PortScopes are the lists of an endpoint for one service port.
+// PortScopes says which lists contain an endpoint for one service port.
 type PortScopes struct {
 	Protocol Protocol
 	Port     int32
@@ -178,7 +178,7 @@ func (e *Endpoint) Compare(o *Endpoint) int {
 	})
 }
 
-// TargetPort returns the port at the endpoint that serves p, or 0 if none does.
+// TargetPort returns the endpoint's port that serves p, or 0 if no port does.
 func (e *Endpoint) TargetPort(p *PortMapping) int32 {
 	name := p.Name
 	if name == "" {

@@ -141,7 +141,7 @@ func TestJSONEndpointHasOneAddress(t *testing.T) {
 }
 
 func TestEndpointKeyAndOrder(t *testing.T) {
-	// The endpoints are sorted; each has its key.
+	// The endpoints are in the order of Compare.
 	keyed := []struct {
 		key      string
 		endpoint Endpoint

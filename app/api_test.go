@@ -19,7 +19,7 @@ import (
 	"github.com/kpng-project/kpng/watcher/file"
 )
 
-// serveDemo serves the demo's services of a proxy name and returns the address.
+// serveDemo returns the address of a server for the demo services of proxyName.
 func serveDemo(t *testing.T, proxyName string) (address string) {
 	t.Helper()
 	state := cluster.New(cluster.Options{})

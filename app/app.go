@@ -18,11 +18,11 @@
 //
 // The flags select the source of services (--kubeconfig or --manifests), the services
 // (--service-proxy-name) and the node (--node-name). In a pod, the default source is the
-// API server of the pod's service account. With --api, the program reads the node's view
-// from a server instead. The command exits with status 0 on SIGINT or SIGTERM, and with
-// --once when everything has been programmed once. If it cannot continue, it exits with
-// status 1 and one line on standard error. On Windows it can run as a service, which the
-// service manager stops and which logs to the event log or a file.
+// cluster's API server, with the pod's service account. With --api, the program reads the
+// node's view from a kpng server instead. The command exits with status 0 on SIGINT or
+// SIGTERM. With --once, it also does so when everything has been programmed once. If it
+// cannot continue, it exits with status 1 and one line on standard error. On Windows, the
+// service manager can run it; the log is then the event log or a file.
 //
 // A program with several commands, such as kpng itself, builds them from the parts of a
 // Command: [Source] and [Serving].
@@ -70,8 +70,8 @@ func Command(name string, s sink.Sink) *cobra.Command {
 	return cmd
 }
 
-// AddCleanup adds the flag --cleanup to the command that runs s. With it, the command
-// cleans up and exits.
+// AddCleanup adds the flag --cleanup to the command that runs s. With this flag, the
+// command cleans up and exits.
 func AddCleanup(cmd *cobra.Command, s sink.Cleaner) {
 	cleanup := cmd.Flags().Bool("cleanup", false, "remove everything that this program ever programmed, and exit")
 	run := cmd.RunE
@@ -86,12 +86,11 @@ func AddCleanup(cmd *cobra.Command, s sink.Cleaner) {
 	}
 }
 
-// Command returns a command that delivers the services of s for this node to the sink
-// named to. It returns without an error when its context ends or, with --once, when
-// everything has been programmed once. The argument name is the name of the command, and
-// of the sink in logs and metrics. The caller adds the flags of the source with a
-// Register method of s.
-func (s *Source) Command(name string, to sink.Sink) *cobra.Command {
+// Command returns a command that delivers the services of s for this node to target. It
+// succeeds when its context ends or, with --once, when everything has been programmed
+// once. The name is used for the command, and for the sink in logs and metrics. The
+// caller adds the flags of the source with a Register method of s.
+func (s *Source) Command(name string, target sink.Sink) *cobra.Command {
 	var (
 		flags   sinkFlags
 		serving Serving
@@ -102,15 +101,15 @@ func (s *Source) Command(name string, to sink.Sink) *cobra.Command {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := configure(to); err != nil {
+			if err := configure(target); err != nil {
 				return err
 			}
-			return flags.run(cmd.Context(), name, s, &serving, to)
+			return flags.run(cmd.Context(), name, s, &serving, target)
 		},
 	}
 	fs := cmd.Flags()
 	fs.SortFlags = false
-	if c, ok := to.(Configurable); ok {
+	if c, ok := target.(Configurable); ok {
 		c.Register(fs)
 	}
 	flags.register(fs)
@@ -127,7 +126,7 @@ type Configurable interface {
 	Configure() error
 }
 
-// PortsOnly is implemented by a sink that may not support all-ports services. If
+// PortsOnly is implemented by a sink that sometimes lacks all-ports services. If
 // PortsOnly returns true, the command has no flags for such services.
 type PortsOnly interface {
 	PortsOnly() bool
@@ -141,9 +140,9 @@ func configure(s any) error {
 }
 
 // run delivers the services of source for this node to s and returns nil when ctx ends.
-// With --once, it returns when everything has been programmed once. The argument name is
-// the name of the sink in logs and metrics. If s is a [prometheus.Collector], its metrics
-// are exported too.
+// With --once, it returns when everything has been programmed once. Logs and metrics
+// identify the sink by name. If s is a [prometheus.Collector], its metrics are exported
+// too.
 func (f *sinkFlags) run(ctx context.Context, name string, source *Source, serving *Serving, s sink.Sink) error {
 	registry := prometheus.NewRegistry()
 	collected, err := metrics.New(registry, metrics.Options{KubeProxy: f.kubeProxyMetrics})
@@ -159,7 +158,7 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 	if err != nil {
 		return err
 	}
-	var p proxy // declared here because the companions of s read its health
+	var p proxy // declared here, because the companions of s need it to report health
 	sinks := []sink.Sink{s}
 	if c, ok := s.(Companion); ok {
 		sinks = append(sinks, c.Companions(func() bool {
@@ -195,12 +194,12 @@ func (f *sinkFlags) run(ctx context.Context, name string, source *Source, servin
 }
 
 // Companion is implemented by a sink with companions. These are further sinks with
-// drivers of their own; if one of them fails, the others continue. In logs and metrics
-// they have numbers, and the sink itself is NAME0.
+// drivers of their own; if one of them fails, the others continue. In logs and metrics,
+// the sink itself is NAME0, and its companions are NAME1, NAME2 and so on.
 type Companion interface {
-	// Companions returns the other sinks. The function healthy reports whether the
-	// program is not stuck, as /livez does, and has programmed every service once. The
-	// sinks must not call healthy before they run.
+	// Companions returns the other sinks. The function healthy reports whether every service
+	// has been programmed once and the program is not stuck (see /livez). The sinks must not
+	// call healthy before they run.
 	Companions(healthy func() bool) []sink.Sink
 }
 

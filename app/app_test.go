@@ -214,7 +214,7 @@ func TestHealthAndMetricsBindAddresses(t *testing.T) {
 	if err := json.Unmarshal(body, &report); err != nil || report["synced"] != true || report["nodeEligible"] != true {
 		t.Errorf("report %s, error %v", body, err)
 	}
-	// The observer is called after the status has changed.
+	// The metrics may change a little later than the status, so the test waits for them.
 	counted := []byte(`kpng_sink_sync_duration_seconds_count{sink="test",type="full"} 1`)
 	for deadline := time.Now().Add(time.Minute); ; {
 		status, body = get(t, "http://"+metrics+"/metrics")

@@ -31,11 +31,11 @@ func RegisterLogging(fs *pflag.FlagSet) {
 // program, it runs as a service.
 //
 // It enables client-go's streaming lists (KEP-3157), which are off by default before
-// v0.35, unless the environment variable KUBE_FEATURE_WatchListClient is set.
+// v0.35. The environment variable KUBE_FEATURE_WatchListClient can disable them.
 func Execute(cmd *cobra.Command) {
 	const streamingLists = "KUBE_FEATURE_WatchListClient"
 	if _, set := os.LookupEnv(streamingLists); !set {
-		os.Setenv(streamingLists, "true") // client-go reads it at the first list
+		os.Setenv(streamingLists, "true") // client-go reads the variable at its first list
 	}
 	err := host(cmd)
 	klog.Flush()
@@ -44,8 +44,7 @@ func Execute(cmd *cobra.Command) {
 	}
 }
 
-// host runs cmd in the environment that its arguments select, and prints or logs its
-// error.
+// host runs cmd, as a Windows service if required, and prints or logs its error.
 func host(cmd *cobra.Command) error {
 	h := hostingOf(os.Args[1:])
 	run, print := untilSignal, func(err error) { fmt.Fprintf(os.Stderr, "%s: %v\n", cmd.Name(), err) }
@@ -87,9 +86,8 @@ func untilSignal(cmd *cobra.Command) error {
 	return cmd.ExecuteContext(ctx)
 }
 
-// hosting describes the service manager and the log of the program. Its flags are read
-// before cobra parses the other ones. For errors in those the log is needed, and a
-// service manager waits only a short time for the start.
+// hosting has the flags that the program reads before cobra parses all flags. Cobra's
+// errors go to the log file, and a service manager does not wait long for the start.
 type hosting struct {
 	logFile        nonEmpty
 	windowsService bool
@@ -100,8 +98,8 @@ func (h *hosting) register(fs *pflag.FlagSet) {
 	registerService(fs, &h.windowsService)
 }
 
-// hostingOf reads the flags of a hosting from the arguments of a program. It ignores
-// errors, because cobra reports them.
+// hostingOf reads only the flags in hosting. It ignores errors, because cobra reports
+// them later.
 func hostingOf(args []string) *hosting {
 	var h hosting
 	fs := pflag.NewFlagSet("", pflag.ContinueOnError)
@@ -117,10 +115,9 @@ func hostingOf(args []string) *hosting {
 func logTo(w io.Writer) {
 	var logging flag.FlagSet
 	klog.InitFlags(&logging)
-	// Without this, klog writes a line several times: for its severity and for each lower
-	// one.
+	// Without this flag, klog also repeats each line for all lower severities.
 	if err := logging.Set("one_output", "true"); err != nil {
-		panic(err) // klog always has this flag
+		panic(err) // cannot happen: klog has this flag
 	}
 	klog.LogToStderr(false)
 	klog.SetOutput(w)

@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// runOnce runs p, whose sinks all have sink.Options.Once. If there is no progress for the
-// duration timeout, it ends p and returns an error with the missing services.
+// runOnce runs p. All sinks of p have sink.Options.Once set. If there is no progress for
+// the duration timeout, it ends p and returns an error with the missing services.
 func runOnce(ctx context.Context, p proxy, timeout time.Duration) error {
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
@@ -25,7 +25,7 @@ func runOnce(ctx context.Context, p proxy, timeout time.Duration) error {
 			for _, s := range p.Status() {
 				at := s.LastProgress
 				if s.Passes > 0 {
-					at = s.LastPass // only failing services are left; their retries are not progress
+					at = s.LastPass // only failing services are left, and retrying them is not progress
 				}
 				if at.After(progress) {
 					progress = at
@@ -55,7 +55,7 @@ func runOnce(ctx context.Context, p proxy, timeout time.Duration) error {
 
 // missing describes the services that are not programmed.
 func missing(sinks []sink.Status) string {
-	const most = 10 // failing services to list
+	const most = 10 // limits the list of failing services
 	failing := 0
 	var why []string
 	for _, s := range sinks {

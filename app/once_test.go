@@ -18,7 +18,7 @@ import (
 // fakeProxy is a proxy whose progress the test controls.
 type fakeProxy struct {
 	done   chan struct{}
-	stop   error // the error of its sink's Stop
+	stop   error // the error that Run returns, as if Stop of a sink failed
 	status func() sink.Status
 }
 

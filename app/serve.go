@@ -25,7 +25,8 @@ import (
 // is available.
 type Serving struct {
 	health, metrics string
-	// proxyMode is the response to /proxyMode, if not empty. Tools read kube-proxy's there.
+	// proxyMode is the response to /proxyMode, if not empty. Tools read kube-proxy's mode
+	// there.
 	proxyMode string
 }
 
@@ -35,9 +36,9 @@ func (s *Serving) Register(fs *pflag.FlagSet) {
 	fs.StringVar(&s.metrics, "metrics-bind-address", "", "serve /metrics on this `host:port`, on loopback if the host is empty (off by default)")
 }
 
-// Run calls run and returns its result. Meanwhile it answers health checks with h, and
-// exports the metrics of the process and of c. If it cannot listen, it returns an error
-// without calling run. If the HTTP server fails later, it ends run.
+// Run calls the function run and returns its result. Until then it answers health checks
+// with h, and exports the metrics of the process and of c. If it cannot listen, it does
+// not call run. If the HTTP server fails later, it cancels run's context.
 func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collector, run func(context.Context) error) error {
 	registry := prometheus.NewRegistry()
 	for _, c := range [...]prometheus.Collector{collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), c} {
@@ -45,7 +46,7 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 			return fmt.Errorf("register metrics: %w", err)
 		}
 	}
-	handlers := map[string]*http.ServeMux{} // keys are addresses, because health checks and metrics may share one
+	handlers := map[string]*http.ServeMux{} // by address, which health checks and metrics may share
 	handle := func(address, path string, h http.Handler) {
 		if address == "" {
 			return
@@ -96,7 +97,6 @@ func listen(address string) (net.Listener, error) {
 	return l, nil
 }
 
-// serve serves until ctx ends.
 func serve(ctx context.Context, l net.Listener, handler http.Handler) error {
 	server := http.Server{
 		Handler:           handler,

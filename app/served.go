@@ -21,7 +21,7 @@ type served struct {
 	clients   []*remote.Client
 	drivers   []*sink.Driver
 	once      bool
-	nodeKnown atomic.Bool // the Node object existed at some time
+	nodeKnown atomic.Bool // the Node object has existed at some time
 }
 
 func newServed(dial transport.DialOptions, opts kpng.Options) (*served, error) {

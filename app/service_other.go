@@ -8,6 +8,6 @@ import "github.com/spf13/pflag"
 
 func registerService(*pflag.FlagSet, *bool) {}
 
-// service returns nil. Only service managers of Windows need more than signals and
-// standard error.
+// service returns nil. Outside Windows, a service manager needs only signals and standard
+// error.
 func (h *hosting) service() (*service, error) { return nil, nil }

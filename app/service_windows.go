@@ -20,8 +20,8 @@ func registerService(fs *pflag.FlagSet, asked *bool) {
 	fs.BoolVar(asked, "windows-service", false, "run as a Windows service even if the service manager is not detected; without --log-file, a service logs to the event log")
 }
 
-// service returns a service that runs under the service manager, or nil if the service
-// manager did not start the program.
+// service returns how to run under the service manager, or nil if the service manager did
+// not start the program.
 func (h *hosting) service() (*service, error) {
 	started, err := svc.IsWindowsService()
 	if err != nil && !h.windowsService {
@@ -52,7 +52,7 @@ type serviceHandler struct {
 func (h *serviceHandler) Execute(_ []string, requests <-chan svc.ChangeRequest, status chan<- svc.Status) (bool, uint32) {
 	const (
 		accepts = svc.AcceptStop | svc.AcceptShutdown
-		sign    = 2 * time.Second // interval of status reports while stopping
+		sign    = 2 * time.Second // time between status reports while the program stops
 	)
 	ctx, stop := context.WithCancel(context.Background())
 	defer stop()
@@ -67,8 +67,8 @@ func (h *serviceHandler) Execute(_ []string, requests <-chan svc.ChangeRequest, 
 		select {
 		case h.err = <-ended:
 			if h.err != nil {
-				// This is a system error code, because by default the service manager
-				// restarts a failed service only for those. The log has the cause.
+				// By default, the service manager restarts a service only if it fails with a system
+				// error code. The log has the actual error.
 				return false, uint32(windows.ERROR_EXCEPTION_IN_SERVICE)
 			}
 			return false, 0
@@ -93,8 +93,8 @@ func (h *serviceHandler) Execute(_ []string, requests <-chan svc.ChangeRequest, 
 type eventLog struct{ *eventlog.Log }
 
 func openEventLog(name string) (io.Writer, error) {
-	// Without an event source, Windows displays events with a remark. It usually exists
-	// already.
+	// Without an event source, Windows displays a remark with each event. Ignore the error:
+	// usually, the source exists already.
 	_ = eventlog.InstallAsEventCreate(name, eventlog.Error|eventlog.Warning|eventlog.Info)
 	log, err := eventlog.Open(name)
 	if err != nil {
@@ -105,7 +105,7 @@ func openEventLog(name string) (io.Writer, error) {
 
 // Write implements io.Writer.
 func (l eventLog) Write(line []byte) (int, error) {
-	const event = 1 // Windows displays the text of events up to 1000 unchanged
+	const event = 1 // Windows does not change the text of events 1 to 1000
 	write := l.Info
 	switch line[0] { // the first character of a line is its severity
 	case 'E', 'F':

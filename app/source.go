@@ -21,12 +21,11 @@ import (
 )
 
 // Source is the source of services that the flags select. To use the zero value, call one
-// of its Register methods. The method Register adds the flags of all kinds of sources;
-// each of the other ones adds the flags of one kind.
+// of its Register methods. The method Register adds the flags of all kinds of sources.
+// RegisterKube, RegisterManifests and RegisterAPI add the flags of one kind.
 type Source struct {
 	kubeconfig, manifests nonEmpty
 
-	// The services to serve, and the metadata to keep.
 	services           watcher.Options
 	allPorts           bool
 	allPortsAnnotation string
@@ -34,9 +33,9 @@ type Source struct {
 	api apiFlags
 }
 
-// Register adds the flags of all kinds of sources to cmd. The user may use the flags of
-// one kind. Without any of them, the source is the API server of the pod or that of
-// kubectl. With allPorts, Register includes the flags of RegisterAllPorts.
+// Register adds the flags of all kinds of sources to cmd. The user may set flags of one
+// kind only. By default, the source is the API server, with the pod's service account or
+// kubectl's configuration. With allPorts, Register also calls RegisterAllPorts.
 func (s *Source) Register(cmd *cobra.Command, allPorts bool) {
 	own := pflag.NewFlagSet("", pflag.ContinueOnError)
 	own.SortFlags = false
@@ -75,7 +74,7 @@ func (s *Source) registerServices(fs *pflag.FlagSet) {
 }
 
 // RegisterAllPorts adds the flags for all-ports services, for a command whose sink
-// supports them. They apply to API servers and manifests. With --api, the server decides.
+// supports them. With --api they do not apply, because the server decides.
 func (s *Source) RegisterAllPorts(fs *pflag.FlagSet) {
 	fs.StringVar(&s.allPortsAnnotation, "all-ports-annotation", "", "treat services with this `annotation` and the value true as all-ports services")
 	fs.BoolVar(&s.allPorts, "all-ports", false, "treat all services as all-ports services")
@@ -84,8 +83,8 @@ func (s *Source) RegisterAllPorts(fs *pflag.FlagSet) {
 // RegisterAPI adds the flags of a source that is a kpng server.
 func (s *Source) RegisterAPI(fs *pflag.FlagSet) { s.api.register(fs, transport.DefaultAddress) }
 
-// Services returns the options that select the services and the metadata to keep. They
-// are empty for a kpng server, which does not report them.
+// Services returns the options that select the services and the metadata to keep. For a
+// kpng server they are empty, because the server does not report its options.
 func (s *Source) Services() watcher.Options {
 	o := s.services
 	switch {
@@ -100,9 +99,9 @@ func (s *Source) Services() watcher.Options {
 // AllPortsAnnotation returns the name of the annotation for all-ports services, or "".
 func (s *Source) AllPortsAnnotation() string { return s.allPortsAnnotation }
 
-// Watch fills state with the whole cluster, including all nodes, and follows it until ctx
-// ends. Then it returns nil. If the source is a kpng server, it must have
-// remote.ServerOptions.ServeCluster set.
+// Watch fills state with the whole cluster, including all nodes. It follows changes of
+// the cluster until ctx ends, and then returns nil. If the source is a kpng server, that
+// server must have remote.ServerOptions.ServeCluster set.
 func (s *Source) Watch(ctx context.Context, state *cluster.State) error {
 	return s.watch(ctx, state, false)
 }
@@ -213,7 +212,7 @@ func (f *apiFlags) get() (transport.DialOptions, error) {
 	switch {
 	case len(opts.Addresses) > 0:
 		return opts, nil
-	case opts.Addresses != nil: // nil without the flag
+	case opts.Addresses != nil: // nil if the flag was not used
 		return opts, errors.New("--api is empty")
 	case opts.TLS != nil || opts.Insecure:
 		return opts, errors.New("the flags --api-… need --api")
@@ -221,8 +220,8 @@ func (f *apiFlags) get() (transport.DialOptions, error) {
 	return opts, nil
 }
 
-// nonEmpty is the value of a flag that must not be empty. If a user writes "$FILE" and
-// the variable is empty, the default would be wrong. The type implements pflag.Value.
+// nonEmpty is the value of a flag that must not be empty. An empty value may come from an
+// unset variable; to use the default would be wrong. The type implements pflag.Value.
 type nonEmpty string
 
 func (g *nonEmpty) Set(s string) error {

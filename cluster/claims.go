@@ -35,7 +35,7 @@ type rank uint8
 
 const (
 	clusterIP      rank = iota
-	loadBalancerIP      // the kinds are in the order of Service.FrontendIPs
+	loadBalancerIP      // the same order of kinds as in Service.FrontendIPs
 	externalIP
 	nodePort
 )
@@ -56,7 +56,7 @@ func (c claim) compare(o claim) int {
 	return c.precedence(o)
 }
 
-// precedence returns a negative number if c wins against o when they conflict.
+// precedence compares conflicting claims. The result is negative if c wins against o.
 func (c claim) precedence(o claim) int {
 	if d := cmp.Compare(c.rank, o.rank); d != 0 {
 		return d
@@ -64,7 +64,7 @@ func (c claim) precedence(o claim) int {
 	return byAge(c.claimant, o.claimant)
 }
 
-// compareClaims orders claims by address. A claim to a whole address precedes those to
+// compareClaims orders claims by address. A claim to a whole address precedes claims to
 // its ports.
 func compareClaims(a, b api.Claim) int {
 	if c := a.IP.Compare(b.IP); c != 0 {
@@ -73,8 +73,8 @@ func compareClaims(a, b api.Claim) int {
 	return cmp.Or(cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
-// byAge orders services by age, then by namespace and name. A nil service, used as the
-// start of a range, precedes all others.
+// byAge orders services by age, then by namespace and name. A nil service precedes all
+// others, so that it can mark the start of a range.
 func byAge(a, b *api.Service) int {
 	if a == nil || b == nil {
 		return cmp.Compare(btoi(a != nil), btoi(b != nil))
@@ -135,10 +135,10 @@ type outcome struct {
 	owner *api.Service
 }
 
-// replace replaces the claims of old by those of new. These are two versions of one
-// service, and either may be nil. It returns the outcomes that change: what new has lost,
-// and what other services have won or lost. It returns false if old and new have the same
-// claims.
+// replace replaces the claims of old, a version of a service, by those of new, its next
+// version. One of them may be nil. It returns the outcomes that change: claims that new
+// has lost, and claims that other services have won or lost. The bool says whether the
+// claims differ.
 func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 	before, after := claimsOf(old), claimsOf(new)
 	same := old != nil && new != nil && old.Created.Equal(new.Created) && slices.Equal(before, after)
@@ -174,9 +174,9 @@ func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 	return changed, !same
 }
 
-// conflictGroups returns the claims under which conflicts with before and after can
-// occur, each once. A group is the claim itself. If the claim or a conflicting one takes
-// the whole address, the group is the claim of that address.
+// conflictGroups returns the groups of claims that may conflict with before and after,
+// each once. A claim identifies its group. If the claim or a conflicting one takes the
+// whole address, the group is the claim of that address.
 func (c *claims) conflictGroups(before, after []ranked) []api.Claim {
 	list := make([]api.Claim, 0, len(before)+len(after))
 	for _, claims := range [...][]ranked{before, after} {
@@ -189,7 +189,7 @@ func (c *claims) conflictGroups(before, after []ranked) []api.Claim {
 	}
 	slices.SortFunc(list, compareClaims)
 	list = slices.Compact(list)
-	// The claim of an address includes those of its ports.
+	// The group of an address includes the groups of its ports.
 	address := api.Claim{}
 	return slices.DeleteFunc(list, func(cl api.Claim) bool {
 		if claimsAddress(cl) {

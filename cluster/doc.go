@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package cluster holds the state of a cluster's services, endpoint slices and nodes.
-// Watchers write it; feeds and servers read it.
+// Watchers write the state; feeds and servers read it.
 //
 //	state := cluster.New(cluster.Options{})
 //	state.Update(func(tx *cluster.Tx) {
@@ -13,11 +13,11 @@
 //	<-state.Changed(0)
 //	snapshot := state.Snapshot() // and from now on wait for Changed(snapshot.Revision)
 //
-// One counter numbers all changes. A reader has a cursor and the revision of its
-// snapshot, 0 for none. [State.Changed] wakes it, and it reads only the changes.
+// One counter numbers all changes. A reader has a cursor and the revision of its last
+// snapshot, or 0. [State.Changed] wakes the reader. Then it reads only the changes.
 //
 // In addition to the objects, the state has a joined value for each service (see
-// [api.ServiceState]). It contains the service, its slices, and the frontends that
-// another service owns. The order of arrival does not matter. If one of these changes,
-// only the joined value of this service changes.
+// [api.ServiceState]). This value contains the service, its slices, and those of its
+// frontends that another service owns. The parts may arrive in any order. If one changes,
+// only this joined value changes.
 package cluster

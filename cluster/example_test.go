@@ -17,7 +17,7 @@ func Example() {
 	state.Update(func(tx *cluster.Tx) { tx.ReplaceServices(slices.Values([]*api.Service{})) })
 	state.SetSynced()
 
-	var revision diffstore.Revision // of no state
+	var revision diffstore.Revision // 0, because the reader has no state yet
 	cursor := state.NewCursor()
 	defer cursor.Close()
 	for _, name := range []string{"db", "web"} {

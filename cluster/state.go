@@ -19,8 +19,8 @@ type State struct {
 	services *diffstore.Store[types.NamespacedName, *api.Service]
 	slices   *diffstore.Store[types.NamespacedName, *api.EndpointSlice]
 	nodes    *diffstore.Store[string, *api.Node]
-	// states joins services, slices and claims. The revision of an entry is the last
-	// change of anything that belongs to the service. Readers follow these revisions.
+	// states joins services, slices and claims. An entry gets a new revision if the service,
+	// its slices or its lost claims change. Readers follow these revisions.
 	states *diffstore.Store[types.NamespacedName, *api.ServiceState]
 	claims claims
 	// stale has an entry while the source is stale. It is a store, so that readers see a
@@ -33,7 +33,7 @@ type State struct {
 	snapshot  *Snapshot     // the snapshot of the current revision, nil until requested
 }
 
-// Reader is read access to a [State].
+// Reader contains the methods of [State] that only read.
 type Reader interface {
 	Snapshot() *Snapshot
 	Changed(since diffstore.Revision) <-chan struct{}
@@ -44,11 +44,11 @@ type Reader interface {
 
 var _ Reader = (*State)(nil)
 
-// Options configure a State. The zero value is for readers in this process.
+// Options configure a State. The zero value is right if all readers are in this process.
 type Options struct {
-	// Resumable keeps deletions within diffstore's limits even if no cursor needs them.
-	// Servers set it for remote readers that resume from a revision. Without it, such a
-	// reader has to start over after any deletion.
+	// Resumable keeps deletions even if no cursor needs them, within diffstore's limits.
+	// Servers set it for remote readers that resume from a revision. Without Resumable, a
+	// remote reader has to start over after any deletion.
 	Resumable bool
 }
 
@@ -73,9 +73,9 @@ func newStore[K, V any](s *State, opts Options, compare func(a, b K) int, equal 
 	})
 }
 
-// Update changes the state in one commit: readers see all changes of write or none. If
-// write panics, readers see its changes up to the panic. The function write may call the
-// methods of tx, but no other method of the State.
+// Update calls the function write and commits its changes together: readers see all of
+// them or none. If the function panics, readers see its changes up to the panic. It may
+// call the methods of tx, but no other method of the State.
 func (s *State) Update(write func(tx *Tx)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -83,7 +83,7 @@ func (s *State) Update(write func(tx *Tx)) {
 	write(&Tx{s})
 }
 
-// commit ends an Update that began at revision before.
+// commit ends an Update. When the Update began, before was the last revision.
 func (s *State) commit(before diffstore.Revision) {
 	if s.revisions.Last() == before {
 		return
@@ -94,9 +94,9 @@ func (s *State) commit(before diffstore.Revision) {
 	}
 }
 
-// SetSynced marks the state as complete: the whole cluster was written once. Until then,
-// Changed does not signal. Otherwise a reader might delete dataplane entries of services
-// that are not written yet. Further calls have no effect.
+// SetSynced marks the state as complete: the whole cluster was written once. Changed does
+// not signal earlier. Otherwise a reader might delete dataplane entries of services that
+// are not written yet. Further calls of SetSynced have no effect.
 func (s *State) SetSynced() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -140,8 +140,8 @@ func (s *State) Changed(since diffstore.Revision) <-chan struct{} {
 	return s.changed
 }
 
-// Snapshot returns the current state. It is cheap, and free if the state has not changed
-// since the last call.
+// Snapshot returns the current state. A call is cheap, and it is free if the state has
+// not changed since the last call.
 func (s *State) Snapshot() *Snapshot {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -193,8 +193,7 @@ func (s *State) serviceChanged(key types.NamespacedName, old, new *api.Service) 
 	s.setState(key, state)
 }
 
-// updateLost applies outcomes to the lost claims of a service and returns the result,
-// sorted.
+// updateLost returns the sorted lost claims of a service after these outcomes.
 func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 	lost = slices.Clone(lost)
 	for _, o := range outcomes {
@@ -213,7 +212,7 @@ func updateLost(lost []api.LostClaim, outcomes []outcome) []api.LostClaim {
 }
 
 // sliceChanged moves a slice from the state of its old service to the state of its new
-// one. Usually they are the same.
+// one. Usually both are the same service.
 func (s *State) sliceChanged(key types.NamespacedName, old, new *api.EndpointSlice) {
 	if old != nil && (new == nil || old.ServiceName != new.ServiceName) {
 		state := s.state(old.ServiceKey())
@@ -235,7 +234,7 @@ func (s *State) sliceChanged(key types.NamespacedName, old, new *api.EndpointSli
 	s.setState(new.ServiceKey(), state)
 }
 
-// state returns a copy of the service's joined state, for a modification.
+// state returns a copy of the service's joined state, which the caller may modify.
 func (s *State) state(key types.NamespacedName) api.ServiceState {
 	if state, ok := s.states.Get(key); ok {
 		return *state
@@ -259,7 +258,7 @@ type Snapshot struct {
 	Nodes    *diffstore.Snapshot[string, *api.Node]
 	// States has the joined state of each service, with the revision of its last change.
 	States *diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
-	// Stale reports that the source lost the cluster long ago: see [Tx.SetStale].
+	// Stale is true if the source lost its connection long ago (see [Tx.SetStale]).
 	Stale bool
 }
 
@@ -276,7 +275,7 @@ func (tx *Tx) DeleteService(key types.NamespacedName) {
 	tx.s.services.Delete(key)
 }
 
-// ReplaceServices sets all and deletes all other services.
+// ReplaceServices sets the given services and deletes the others.
 func (tx *Tx) ReplaceServices(all iter.Seq[*api.Service]) {
 	tx.s.services.Replace(keyed(all, (*api.Service).Key))
 }
@@ -291,7 +290,7 @@ func (tx *Tx) DeleteSlice(key types.NamespacedName) {
 	tx.s.slices.Delete(key)
 }
 
-// ReplaceSlices sets all and deletes all other slices.
+// ReplaceSlices sets the given slices and deletes the others.
 func (tx *Tx) ReplaceSlices(all iter.Seq[*api.EndpointSlice]) {
 	tx.s.slices.Replace(keyed(all, (*api.EndpointSlice).Key))
 }
@@ -306,13 +305,14 @@ func (tx *Tx) DeleteNode(name string) {
 	tx.s.nodes.Delete(name)
 }
 
-// ReplaceNodes sets all and deletes all other nodes.
+// ReplaceNodes sets the given nodes and deletes the others.
 func (tx *Tx) ReplaceNodes(all iter.Seq[*api.Node]) {
 	tx.s.nodes.Replace(keyed(all, func(n *api.Node) string { return n.Name }))
 }
 
-// SetStale marks the state as stale or not. A source does so when it lost the cluster so
-// long ago that another server may have newer state. The objects do not change.
+// SetStale marks the state as stale or not stale. The state is stale if the source lost
+// its connection so long ago that another server may have a newer one. The objects do not
+// change.
 func (tx *Tx) SetStale(stale bool) {
 	if stale {
 		tx.s.stale.Set("", true)

@@ -17,7 +17,7 @@ func slice(name, service string) *api.EndpointSlice {
 	return &api.EndpointSlice{Namespace: "ns", Name: name, ServiceName: service, Family: api.IPv4}
 }
 
-// changedSince returns the names of the services that changed after before.
+// changedSince returns the names of the services that changed after a snapshot.
 func changedSince(t *testing.T, state *cluster.State, before *cluster.Snapshot) []string {
 	t.Helper()
 	changes, ok := state.Snapshot().States.Since(before.States.Revision())

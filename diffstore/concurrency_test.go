@@ -10,9 +10,9 @@ import (
 	"testing"
 )
 
-// TestConcurrentUse runs writers, snapshot readers and cursors concurrently. With the
-// race detector, it also checks the use of Clone. A BTreeG must not be cloned during a
-// write or another Clone, and clones may only be read.
+// TestConcurrentUse runs writers, snapshot readers and cursors concurrently. The race
+// detector also finds a wrong use of Clone: a BTreeG must not be cloned during a write or
+// another Clone, and clones may only be read.
 func TestConcurrentUse(t *testing.T) {
 	const writers, readers, followers, writes = 4, 4, 4, 1500
 	s := New(Options[int, int]{

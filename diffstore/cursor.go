@@ -5,8 +5,8 @@ package diffstore
 import "github.com/google/btree"
 
 // Cursor is the position of a reader that follows a [Store]: the snapshot that it last
-// acknowledged. The store keeps later deletions for it, within limits. The reader has to
-// call Close.
+// acknowledged. The store keeps later deletions for the reader, within limits. The reader
+// has to call Close.
 //
 // A Cursor is meant for one reader. It is safe for concurrent use.
 type Cursor[K, V any] struct {
@@ -31,9 +31,9 @@ func (s *Store[K, V]) NewCursor() *Cursor[K, V] {
 }
 
 // Until returns the delta from the reader's position to a snapshot of the store, usually
-// the latest. It does not move the position. While [Cursor.Advance] does not move it
-// either, each delta includes the same changes, merged with later ones. For a snapshot
-// older than the position, the delta has no changes.
+// the latest. Only [Cursor.Advance] moves the position. Before that, each further delta
+// includes the same changes, merged with later ones. For a snapshot older than the
+// position, the delta has no changes.
 //
 // It panics if the snapshot belongs to another store.
 func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
@@ -42,8 +42,8 @@ func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
 	defer c.store.mu.Unlock()
 	switch {
 	case c.acknowledged == nil:
-		// Keep deletions from here on. Otherwise a slow reader might have to start over
-		// forever.
+		// Keep the deletions after this snapshot. Otherwise a slow reader might have to start
+		// over forever.
 		c.hold(to)
 		return Delta[K, V]{New: to}
 	case to.revision <= c.acknowledged.revision:
@@ -85,7 +85,7 @@ func (c *Cursor[K, V]) mustOwn(snapshot *Snapshot[K, V]) {
 	}
 }
 
-// hold makes the store keep deletions after to for this cursor, unless to is too old.
+// hold makes the store keep the deletions after a snapshot that is not too old.
 func (c *Cursor[K, V]) hold(to *Snapshot[K, V]) {
 	if c.closed {
 		return
@@ -94,7 +94,7 @@ func (c *Cursor[K, V]) hold(to *Snapshot[K, V]) {
 	c.store.trim()
 }
 
-// cursors has the cursors that hold a snapshot, by the revision of that snapshot.
+// cursors contains the cursors that hold a snapshot, sorted by the snapshot's revision.
 type cursors[K, V any] struct {
 	created    uint64
 	byRevision *btree.BTreeG[*Cursor[K, V]]

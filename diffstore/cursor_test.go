@@ -94,9 +94,9 @@ func TestChangesAreDifferencesInKeyOrder(t *testing.T) {
 
 	s.Set("e", 0) // a zero value is not a missing value
 	s.Set("d", 6)
-	s.Set("d", 4) // the old value
+	s.Set("d", 4) // the value before both changes
 	s.Set("bb", 7)
-	s.Delete("bb") // it was absent before, too
+	s.Delete("bb") // the old snapshot has no bb either
 	s.Delete("b")
 	s.Set("b", 8)
 	s.Delete("a")
@@ -120,9 +120,9 @@ func TestTombstonesAreDroppedWhenEveryCursorHasPassed(t *testing.T) {
 	for _, tc := range []struct {
 		name      string
 		resumable bool
-		// The elements are the numbers of tombstones at five times: before there are
-		// cursors, after deletions, when one cursor has passed, when both have passed,
-		// and after more deletions when both are closed.
+		// The numbers of tombstones at five times: before the cursors exist, after deletions,
+		// when one cursor has passed them, when both have, and when both are closed and more
+		// deletions have happened.
 		want []int
 	}{
 		{"in a store that is not resumable", false, []int{0, 2, 2, 0, 0}},
@@ -283,7 +283,7 @@ func TestReaderMayCatchUpAfterItsPositionWasDropped(t *testing.T) {
 	s.Set("a", 1)
 	d := c.Until(s.Snapshot())
 	s.Set("b", 1)
-	s.Set("c", 1) // drops the position while the reader applies d
+	s.Set("c", 1) // while the reader applies d, this makes the store drop the position
 	c.Advance(d.New)
 	mustEqual(t, "delta", renderDelta(c.Until(s.Snapshot())), "b=>1 c=>1")
 }

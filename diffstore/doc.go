@@ -14,8 +14,8 @@
 //	})
 //	store.Replace(maps.All(listing)) // records only what differs from the last listing
 //
-// A reader that follows the store has a [Cursor]. It receives the [Delta] between the
-// snapshot that it last acknowledged and a later one, or it has to start over:
+// A reader that follows the store has a [Cursor]. The reader receives the [Delta] between
+// the snapshot that it last acknowledged and a later one. Sometimes it has to start over:
 //
 //	cursor := store.NewCursor()
 //	defer cursor.Close()
@@ -44,15 +44,15 @@
 // # Memory
 //
 // A deletion leaves a tombstone for readers. The store drops tombstones that every cursor
-// has passed. It also drops tombstones that are older than ten minutes, or exceed
-// 100,000, so that no slow reader makes the store grow. A cursor has to start over if it
-// needs a dropped tombstone. It also has to if it lags by more than 10,000 changes and by
-// more than a quarter of the store's entries. Then the store releases the cursor's
-// snapshot. With [Options.Resumable] the store keeps the tombstones that cursors have
-// passed, within the same limits.
+// has passed. It also drops tombstones that are older than ten minutes, and the oldest
+// ones beyond 100,000, so that a slow reader does not make the store grow. A cursor has
+// to start over if it needs a dropped tombstone, or if it lags by more than 10,000
+// changes and by more than a quarter of the store's entries. Then the store releases the
+// cursor's snapshot. With [Options.Resumable], the store also keeps tombstones that
+// cursors have passed, within the same limits.
 //
 // # Ownership and concurrency
 //
-// All types are safe for concurrent use. A key or value that is passed to the store
-// belongs to the store from then on. All readers share them and must not modify them.
+// All types are safe for concurrent use. Keys and values that are passed to the store
+// belong to the store from then on. All readers share them and must not modify them.
 package diffstore

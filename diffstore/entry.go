@@ -4,13 +4,13 @@ package diffstore
 
 import "github.com/google/btree"
 
-// degree limits nodes to 63 entries. A write copies at most half a kilobyte per node that
-// a snapshot shares.
+// degree is the degree of the B-trees. It limits their nodes to 63 entries. A write
+// copies at most half a kilobyte per node that a snapshot shares.
 const degree = 32
 
 // entry is a key with its value, or the tombstone of a key.
 type entry[K, V any] struct {
-	// Readers read key and value without a lock. They never change once the entry is in a
+	// Readers read key and value without a lock. The two never change once the entry is in a
 	// tree.
 	key      K
 	value    V // zero for a tombstone
@@ -18,9 +18,8 @@ type entry[K, V any] struct {
 	deleted  bool
 
 	// For an entry, mark is the number of the last Replace that listed the key. For a
-	// tombstone, it is the time of the deletion, in nanoseconds since the store was
-	// created. Only writers use it, under the store's mutex, and they may change it in
-	// place.
+	// tombstone, it is the time of the deletion, in nanoseconds since the store was created.
+	// Only writers use mark, under the store's mutex. They may change it in place.
 	mark uint64
 }
 

@@ -24,7 +24,7 @@ func printChanges(delta diffstore.Delta[string, string]) {
 	}
 }
 
-// A reader resumes from a revision. Between reads it holds nothing of the store.
+// A reader resumes from a revision. Between reads it needs no snapshot and no cursor.
 func Example() {
 	store := newStore()
 	store.Set("default/web", "10.0.0.1")
@@ -81,7 +81,7 @@ func ExampleCursor() {
 			clear(mirror)
 		}
 		for change := range delta.Changes() {
-			if change.New == "" { // no value in this store is empty
+			if change.New == "" { // deleted, because no value in this store is empty
 				delete(mirror, change.Key)
 			} else {
 				mirror[change.Key] = change.New
@@ -112,8 +112,8 @@ func (k kernel) apply(delta diffstore.Delta[string, string]) {
 	}
 }
 
-// A backend keeps its desired state in a store. The position of a cursor is its
-// programmed state. The cursor begins with the entries of an earlier run in the kernel.
+// A backend keeps its desired state in a store. The position of a cursor represents the
+// programmed state. At first, this is the state that an earlier run left in the kernel.
 // So even the first full synchronization programs only the differences.
 func Example_desiredAgainstProgrammed() {
 	kernel := kernel{"10.0.0.1:80": "10.1.0.1", "10.0.0.9:80": "10.1.0.9"}
@@ -130,7 +130,7 @@ func Example_desiredAgainstProgrammed() {
 		fmt.Println("sync")
 		printChanges(delta)
 		kernel.apply(delta)
-		programmed.Advance(delta.New) // omit this if the kernel fails: then the difference is repeated
+		programmed.Advance(delta.New) // omit this call if the kernel fails: then the next delta repeats the changes
 	}
 	sync(map[string]string{"10.0.0.1:80": "10.1.0.1", "10.0.0.2:80": "10.1.0.2"})
 	sync(map[string]string{"10.0.0.1:80": "10.1.0.3", "10.0.0.2:80": "10.1.0.2"})

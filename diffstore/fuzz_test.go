@@ -152,8 +152,8 @@ func (f *fuzzState) step() {
 	}
 }
 
-// read makes a reader apply its delta, possibly after further writes, and possibly
-// acknowledge it.
+// read makes a reader take a delta. After further writes, the reader may apply and
+// acknowledge the delta.
 func (f *fuzzState) read(r *fuzzReader) {
 	delta := r.cursor.Until(f.store.Snapshot())
 	for range f.next(4) {
@@ -177,8 +177,8 @@ func (f *fuzzState) read(r *fuzzReader) {
 	r.cursor.Advance(delta.New)
 }
 
-// compare checks that changes has exactly one change for each of keys, in order, with the
-// right old and new values.
+// compare checks that there is exactly one change for each key, in order, with the right
+// old and new value.
 func (f *fuzzState) compare(what string, changes iter.Seq[Change[byte, byte]], keys []byte, old, new map[byte]byte) {
 	var want []Change[byte, byte]
 	for _, key := range keys {

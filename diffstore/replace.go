@@ -7,8 +7,8 @@ import (
 	"slices"
 )
 
-// replace compares the whole listing before it writes. So a key that is listed twice is
-// recorded once, or not at all if its last value is the current one.
+// replace compares the whole listing with the store before it writes. So a key that is
+// listed twice is recorded once, or not at all if its last value is the current one.
 func (s *Store[K, V]) replace(listing iter.Seq2[K, V]) int {
 	before := s.recorded
 	s.listings++

@@ -93,9 +93,9 @@ func TestSnapshotReads(t *testing.T) {
 func TestSince(t *testing.T) {
 	s := newStrings(resumable(true))
 	mustEqual(t, "nothing was written yet", renderSince(s.Snapshot(), 1), "")
-	s.Replace(listing("a=1 b=1 c=1")) // 2 3 4
-	s.Set("b", 2)                     // 5
-	s.Delete("a")                     // 6
+	s.Replace(listing("a=1 b=1 c=1")) // revisions 2 to 4
+	s.Set("b", 2)                     // revision 5
+	s.Delete("a")                     // revision 6
 	for revision, want := range []string{
 		"start over", // a reader without a revision may have any state
 		"c=1 b=2 -a",
@@ -118,24 +118,24 @@ func TestSince(t *testing.T) {
 func TestTombstoneLimits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newStrings(resumable(true), limited(limits{tombstones: 2, tombstoneAge: time.Minute}))
-		s.Replace(listing("a=1 b=1 c=1 d=1")) // 2 to 5
-		s.Delete("a")                         // 6
+		s.Replace(listing("a=1 b=1 c=1 d=1")) // revisions 2 to 5
+		s.Delete("a")                         // revision 6
 		time.Sleep(30 * time.Second)
-		s.Delete("b") // 7
+		s.Delete("b") // revision 7
 		mustEqual(t, "two deletions are known", renderSince(s.Snapshot(), 5), "-a -b")
 
 		old := s.Snapshot()
-		s.Delete("c") // 8
+		s.Delete("c") // revision 8
 		mustEqual(t, "before the dropped deletion", renderSince(s.Snapshot(), 5), "start over")
 		mustEqual(t, "at the dropped deletion", renderSince(s.Snapshot(), 6), "-b -c")
 		mustEqual(t, "an older snapshot still knows it", renderSince(old, 5), "-a -b")
 
 		time.Sleep(time.Minute)
-		s.Set("d", 2) // 9
+		s.Set("d", 2) // revision 9
 		mustEqual(t, "as old as the limit", renderSince(s.Snapshot(), 7), "-c d=2")
 		time.Sleep(time.Second)
 		mustEqual(t, "a store without writes keeps them", renderSince(s.Snapshot(), 7), "-c d=2")
-		s.Set("d", 3) // 10
+		s.Set("d", 3) // revision 10
 		mustEqual(t, "older than the limit", renderSince(s.Snapshot(), 7), "start over")
 		mustEqual(t, "after the last dropped deletion", renderSince(s.Snapshot(), 8), "d=3")
 		checkInvariants(t, s)

@@ -35,7 +35,7 @@ type Options[K, V any] struct {
 	Compare func(a, b K) int
 
 	// Equal reports whether b equals a. Setting an equal value is not a change, and the
-	// store keeps a. Required.
+	// store keeps the old value. Required.
 	Equal func(a, b V) bool
 
 	// Revisions issues the revisions of changes. Default: a counter of this store.
@@ -52,14 +52,14 @@ type Options[K, V any] struct {
 	OnChange func(key K, old, new V)
 }
 
-// limits bound the memory that readers cost.
+// limits bound the memory that the store uses for readers.
 type limits struct {
-	// tombstones is the maximum number of deletions to keep, and tombstoneAge the maximum
-	// age, regardless of cursors. The store checks the age at each change only.
+	// tombstones is the maximum number of deletions to keep, and tombstoneAge their maximum
+	// age, even if cursors need them. The store checks the age only when a change is made.
 	tombstones   int
 	tombstoneAge time.Duration
-	// lag is the number of recorded changes by which a cursor may lag before its reader
-	// has to start over. The limit is at least a quarter of the store's length.
+	// lag is the number of recorded changes by which a cursor may lag before its reader has
+	// to start over. If a quarter of the store's length is higher, it is the limit instead.
 	lag int
 }
 
@@ -83,7 +83,7 @@ type Store[K, V any] struct {
 
 	probe entry[K, V] // search key of find, reused to avoid an allocation
 
-	cached atomic.Pointer[Snapshot[K, V]] // snapshot of this revision, if one was taken
+	cached atomic.Pointer[Snapshot[K, V]] // snapshot of the current revision, if one was taken
 }
 
 // New returns an empty store. It panics if a required option is missing.
@@ -134,8 +134,8 @@ func (s *Store[K, V]) Delete(key K) bool {
 
 // Replace makes the store equal to a full listing in one commit. It sets the listed
 // entries, deletes all others, and returns the number of changes. The listing may be in
-// any order; the last value of a repeated key counts. Replace iterates over it while it
-// holds the store's lock, so it must not use the store.
+// any order; the last value of a repeated key counts. The iteration runs under the
+// store's lock, so the listing must not use the store.
 func (s *Store[K, V]) Replace(listing iter.Seq2[K, V]) int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -178,7 +178,7 @@ func (s *Store[K, V]) Snapshot() *Snapshot[K, V] {
 	return snapshot
 }
 
-// commit ends a commit that began at revision before and makes its changes visible.
+// commit ends a write. If the revision has changed, the changes become visible.
 func (s *Store[K, V]) commit(before Revision) {
 	if s.revision == before {
 		return
@@ -188,7 +188,7 @@ func (s *Store[K, V]) commit(before Revision) {
 }
 
 func (s *Store[K, V]) find(key K) (*entry[K, V], bool) {
-	// Listings are usually in key order, and a key beyond the last needs no search.
+	// Listings are usually in key order. A key beyond the last one needs no search.
 	if last, ok := s.byKey.Max(); !ok || s.options.Compare(last.key, key) < 0 {
 		return nil, false
 	}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package feed computes one node's view from the cluster's state. It is the [sink.Source]
-// of a proxy that reads the Kubernetes API itself.
+// Package feed computes one node's view from the cluster's state. A [Feed] is the
+// [sink.Source] of a proxy that reads the Kubernetes API itself.
 //
 //	state := cluster.New(cluster.Options{})
 //	go kube.Watch(ctx, state, kube.Options{NodeName: node})
@@ -9,10 +9,10 @@
 //	defer f.Close()
 //	err := sink.Run(ctx, f, mySink, sink.Options{})
 //
-// A feed holds one snapshot, the last one that its reader acknowledged. It computes views
-// only on request: it derives those before and after a change from two snapshots. So
-// thousands of feeds on one state cost little more than one. Until the feed is closed,
-// the state keeps the deletions since its snapshot.
+// A feed keeps only the snapshot that its reader last acknowledged. It computes views
+// only on request, those before and after a change from two snapshots. So thousands of
+// feeds on one state cost little more than one. Until a feed is closed, the state keeps
+// the deletions since the feed's snapshot.
 package feed
 
 import (
@@ -33,22 +33,22 @@ type Feed struct {
 	name   string
 	cursor *diffstore.Cursor[types.NamespacedName, *api.ServiceState]
 
-	// These fields and the cursor are the state that the reader last acknowledged. They
-	// are 0 and nil if there is none.
+	// revision, node and cursor are the state that the reader last acknowledged. If there
+	// is none, revision is 0 and node is nil.
 	revision diffstore.Revision
 	node     *api.Node
 
 	offered offer
 }
 
-// An offer is the result of a Next, which Advance acknowledges.
+// offer is the last result of Next, until Advance acknowledges it.
 type offer struct {
 	update   *sink.Update
 	snapshot *cluster.Snapshot
 }
 
-// New returns a feed of the state for the named node. If the name is empty, no endpoint
-// is local and the feed has no node.
+// New returns a feed that computes the named node's views of state. If the name is empty,
+// no endpoint is local, and the feed has no Node object.
 func New(state cluster.Reader, nodeName string) *Feed {
 	return &Feed{state: state, name: nodeName, cursor: state.NewCursor()}
 }
@@ -89,7 +89,7 @@ func (f *Feed) Reset() {
 // Close implements [sink.Source].
 func (f *Feed) Close() { f.cursor.Close() }
 
-// update returns the difference between the reader's position and snapshot.
+// update returns the difference between the acknowledged state and snapshot.
 func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
 	delta := f.cursor.Until(snapshot.States)
 	node, _ := snapshot.Nodes.Get(f.name)
@@ -108,8 +108,8 @@ func (f *Feed) update(snapshot *cluster.Snapshot) *sink.Update {
 	return u
 }
 
-// self returns the node whose views the feed computes. Locality depends on the name even
-// while the Node object is not known.
+// self returns the node whose views the feed computes. While the Node object is not
+// known, the name alone decides which endpoints are local.
 func (f *Feed) self(node *api.Node) *api.Node {
 	if node == nil {
 		return &api.Node{Name: f.name}
@@ -117,7 +117,7 @@ func (f *Feed) self(node *api.Node) *api.Node {
 	return node
 }
 
-// view computes a node's views of the services in a snapshot.
+// view computes a node's view of each service in a snapshot.
 type view struct {
 	states *diffstore.Snapshot[types.NamespacedName, *api.ServiceState]
 	node   *api.Node
@@ -135,7 +135,7 @@ func (v view) see(state *api.ServiceState) *api.ServiceEndpoints {
 	return nodeview.View(state, v.node)
 }
 
-// viewsAfter yields the views of the services after key, in order.
+// viewsAfter yields the views of all services whose key is greater than key, in order.
 func (v view) viewsAfter(key types.NamespacedName) iter.Seq[*api.ServiceEndpoints] {
 	return func(yield func(*api.ServiceEndpoints) bool) {
 		for _, state := range v.states.After(key) {
@@ -146,8 +146,8 @@ func (v view) viewsAfter(key types.NamespacedName) iter.Seq[*api.ServiceEndpoint
 	}
 }
 
-// changes returns the services whose view differs, in order. If the zone of the node
-// changed, the function compares all services.
+// changes returns the services whose views differ, in order. It compares all services if
+// the zone of the node changed, and otherwise those in delta.
 func changes(before, after view, delta diffstore.Delta[types.NamespacedName, *api.ServiceState]) []sink.Change {
 	candidates := delta.Changes()
 	if before.node.Zone() != after.node.Zone() {
@@ -163,9 +163,9 @@ func changes(before, after view, delta diffstore.Delta[types.NamespacedName, *ap
 	return list
 }
 
-// triggerTime returns the oldest trigger time of the changed slices. It ignores slices
-// that are new to this state. If a label change made the service wanted, such trigger
-// times may be as old as the service.
+// triggerTime returns the oldest trigger time of the changed slices. It ignores new
+// slices, because their trigger times may be as old as the service if a label change
+// selected the service.
 func triggerTime(was, is *api.ServiceState) time.Time {
 	var oldest time.Time
 	if was == nil || is == nil {

@@ -25,11 +25,11 @@ func service(name string) *api.Service {
 		Namespace: "ns", Name: name, Type: api.ClusterIP,
 		IPs:   api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr("10.0.0.1"))},
 		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
-		// All services have the same age, so the first name wins.
+		// All services have the same age, so the first by name gets an address.
 	}
 }
 
-// slice returns a slice with one ready endpoint per zone, each hinted for its own zone.
+// slice returns a slice with a ready endpoint per zone, which has a hint for its zone.
 func slice(name, service string, zones ...string) *api.EndpointSlice {
 	s := &api.EndpointSlice{
 		Namespace: "ns", Name: name, ServiceName: service, Family: api.IPv4,
@@ -53,7 +53,7 @@ func node(name, zone string) *api.Node {
 
 func key(name string) types.NamespacedName { return types.NamespacedName{Namespace: "ns", Name: name} }
 
-// nextLines returns the feed's update as lines and acknowledges it.
+// nextLines returns the feed's next update as lines and acknowledges the update.
 func nextLines(t *testing.T, f *feed.Feed) []string {
 	t.Helper()
 	u, err := f.Next()
@@ -67,7 +67,7 @@ func nextLines(t *testing.T, f *feed.Feed) []string {
 	return describe(u)
 }
 
-// allChanges returns the changes in u. For a full update, it returns all services as new.
+// allChanges returns the changes in u. If u is a full update, all services are new.
 func allChanges(u *sink.Update) []sink.Change {
 	changes := u.Changes
 	if u.Lost {
@@ -198,7 +198,7 @@ func TestUnacknowledgedChangesAreRepeated(t *testing.T) {
 	if diff := cmp.Diff([]string{"a: new", "b: new"}, describe(second)); diff != "" {
 		t.Errorf("second update (-want +got):\n%s", diff)
 	}
-	f.Advance(first) // outdated: must not acknowledge the second
+	f.Advance(first) // outdated; must not acknowledge the second update
 	if third, _ := f.Next(); third != second {
 		t.Error("an outdated update was accepted as acknowledgement")
 	}
@@ -301,8 +301,8 @@ func TestOneOfAThousandEndpointsFlips(t *testing.T) {
 	}
 }
 
-// TestUpdatesLeadToCurrentView feeds random commits to a reader that acknowledges some
-// of its updates. It compares the reader's state with newly computed views.
+// TestUpdatesLeadToCurrentView makes random commits and acknowledges only some updates.
+// It compares the reader's state with newly computed views.
 func TestUpdatesLeadToCurrentView(t *testing.T) {
 	for seed := range uint64(100) {
 		random := rand.New(rand.NewPCG(seed, 1))

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package health answers a proxy's health checks over HTTP. A program mounts the handler
-// in its own server:
+// Package health answers a proxy's health checks over HTTP. A program adds the handler to
+// its own server:
 //
 //	checks := health.Handler(proxy.Health) // of a *kpng.Proxy
 //	mux.Handle("GET /healthz", checks)
@@ -20,7 +20,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// stuckAfter is how long work may wait for a sink without progress before the proxy
+// stuckAfter is how long a sink with pending work may make no progress before the proxy
 // counts as stuck.
 const stuckAfter = 2 * time.Minute
 
@@ -35,19 +35,17 @@ type Report struct {
 	CurrentTime time.Time `json:"currentTime"`
 	// Synced reports whether every service was programmed once, except failing services.
 	Synced bool `json:"synced"`
-	// Stuck reports whether work has waited for a sink for two minutes in which the sink
-	// made no progress.
+	// Stuck reports whether a sink with pending work has made no progress for two
+	// minutes.
 	Stuck bool `json:"stuck"`
-	// NodeEligible reports whether load balancers may send traffic to this node. A node
-	// that is about to be deleted is not eligible. A node that existed and was removed is
-	// not eligible either (KEP-3836). A node that never existed is eligible, because a
-	// cluster made of manifests may have no Node objects.
+	// NodeEligible reports whether load balancers may send traffic to this node. It is
+	// false if the Node object is about to be deleted, or was deleted (KEP-3836). It is
+	// true if there never was a Node object, because manifests may contain none.
 	NodeEligible bool `json:"nodeEligible"`
 }
 
-// Of returns the report of a proxy whose sinks have these statuses. The argument node is
-// the proxy's node, or nil if it is not known. The argument nodeKnown reports whether the
-// node was ever known.
+// Of returns the report of a proxy from the statuses of its sinks. The Node object is nil
+// if it does not exist; nodeKnown reports whether it has ever existed.
 func Of(sinks []sink.Status, node *api.Node, nodeKnown bool) Report {
 	r := Report{CurrentTime: time.Now(), Synced: len(sinks) > 0, NodeEligible: eligible(node, nodeKnown)}
 	for i, s := range sinks {
@@ -68,14 +66,14 @@ func eligible(node *api.Node, known bool) bool {
 }
 
 // Handler responds to /livez, /healthz and /readyz, under any prefix. The response is the
-// report as JSON with status 200, or 503 if the check fails:
+// report as JSON. The status is 200 if the check succeeds, else 503:
 //
 //   - /livez: the proxy is not stuck.
 //   - /healthz: in addition, its node is eligible for traffic from load balancers, as in
 //     kube-proxy.
 //   - /readyz: in addition to both, every service was programmed once.
 //
-// ServeHTTP calls the function for each request, from several goroutines.
+// ServeHTTP calls the Handler function for each request, possibly concurrently.
 type Handler func() Report
 
 // ServeHTTP implements [http.Handler].

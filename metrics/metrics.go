@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package metrics exports Prometheus metrics of kpng. It turns the observer hooks of
-// other packages into collectors. It registers them with a registry of the caller and
-// nothing globally.
+// Package metrics exports Prometheus metrics of kpng. Its collectors get their values
+// from the hooks in sink.Observer. New registers them only with the registry of the
+// caller.
 //
 //	registry := prometheus.NewRegistry()
 //	m, err := metrics.New(registry, metrics.Options{})
 //	…
 //	sink.Run(ctx, source, s, sink.Options{Name: "nftables", Observer: m.Sink("nftables")})
 //
-// Names begin with kpng_. A replacement for kube-proxy can also export kube-proxy's
-// names, so that its dashboards and alerts continue to work.
+// Names begin with kpng_. A program can also export metrics with kube-proxy's names, so
+// that dashboards and alerts for kube-proxy continue to work.
 package metrics
 
 import (
@@ -26,8 +26,8 @@ import (
 
 // Options selects the metrics.
 type Options struct {
-	// KubeProxy adds metrics with kube-proxy's names (kubeproxy_…). They have no label
-	// for the sink. They are the metrics of the sink for which Sink is called first.
+	// KubeProxy adds metrics with kube-proxy's names (kubeproxy_…). These metrics have no
+	// label for the sink: they belong to the sink for which Metrics.Sink is called first.
 	// Default: false.
 	KubeProxy bool
 }
@@ -35,13 +35,13 @@ type Options struct {
 // Metrics holds the collectors. It is safe for concurrent use.
 type Metrics struct {
 	sinks     *sinkMetrics
-	kubeProxy atomic.Pointer[series] // set by New with Options.KubeProxy, and taken by the first call of Sink
+	kubeProxy atomic.Pointer[series] // nil after the first call of Sink
 }
 
-// New registers the collectors with r. If r already has collectors with these names, New
+// New registers the collectors with r. If r already has metrics with the same names, New
 // returns an error and registers nothing.
 func New(r prometheus.Registerer, opts Options) (*Metrics, error) {
-	all := prometheus.NewRegistry() // a single collector, so that r accepts all metrics or none
+	all := prometheus.NewRegistry() // one collector for all, so that r accepts all metrics or none
 	m := &Metrics{sinks: newSinkMetrics(promauto.With(all))}
 	if opts.KubeProxy {
 		m.kubeProxy.Store(newKubeProxySeries(promauto.With(all)))
@@ -52,7 +52,7 @@ func New(r prometheus.Registerer, opts Options) (*Metrics, error) {
 	return m, nil
 }
 
-// Sink returns the observer of the named sink's driver.
+// Sink returns the observer for the driver of the named sink.
 func (m *Metrics) Sink(name string) sink.Observer {
 	own := m.sinks.of(name)
 	all := []*series{&own.series}
@@ -91,13 +91,13 @@ func (m *Metrics) Sink(name string) sink.Observer {
 	}
 }
 
-// series are the metrics of a sink that kube-proxy also has.
+// series are those metrics of one sink that kube-proxy also has.
 type series struct {
 	full, partial, programming prometheus.Observer
 	lastQueued, lastSynced     prometheus.Gauge
 	pending                    prometheus.Gauge
 	changes                    prometheus.Counter
-	duration                   prometheus.Observer // observes every Sync; nil for none
+	duration                   prometheus.Observer // of every Sync; nil in kpng's own metrics
 }
 
 func (s *series) synced(r sink.SyncResult) {
@@ -128,8 +128,8 @@ var programmingBuckets = slices.Concat(
 	prometheus.LinearBuckets(120, 30, 7),
 )
 
-// newKubeProxySeries returns metrics with kube-proxy's names and meaning. It omits those
-// that do not apply to a proxy with incremental updates.
+// newKubeProxySeries returns metrics with kube-proxy's names and meaning. It omits
+// kube-proxy's metrics that make no sense with incremental updates.
 func newKubeProxySeries(f promauto.Factory) *series {
 	histogram := func(name, help string, buckets []float64) prometheus.Histogram {
 		return f.NewHistogram(prometheus.HistogramOpts{Namespace: "kubeproxy", Name: name, Help: help, Buckets: buckets})

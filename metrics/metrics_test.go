@@ -157,7 +157,7 @@ func TestRegistryWithSameNamesIsUnchanged(t *testing.T) {
 	}
 }
 
-// gauge returns the value of a metric with a single series.
+// gauge returns the value of a metric that has one series.
 func gauge(t *testing.T, r *prometheus.Registry, name string) float64 {
 	t.Helper()
 	families, err := r.Gather()
@@ -173,8 +173,8 @@ func gauge(t *testing.T, r *prometheus.Registry, name string) float64 {
 	return 0
 }
 
-// A change that does not affect this node must not look like a waiting change:
-// kube-proxy's alerts compare these two metrics.
+// A change that does not affect this node must not count as queued, because kube-proxy's
+// alerts compare the times of the last queued and the last successful sync.
 func TestChangesInvisibleToThisNodeAreNotQueued(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := prometheus.NewRegistry()
@@ -191,7 +191,7 @@ func TestChangesInvisibleToThisNodeAreNotQueued(t *testing.T) {
 		synctest.Wait()
 		before := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds")
 		time.Sleep(time.Minute)
-		src.SetNode(&api.Node{Name: "n"}) // the old node again, so that the update is empty
+		src.SetNode(&api.Node{Name: "n"}) // the second call undoes the first, so the update is empty
 		src.SetNode(nil)
 		synctest.Wait()
 		if after := gauge(t, r, "kubeproxy_sync_proxy_rules_last_queued_timestamp_seconds"); after != before || before == 0 {
@@ -207,7 +207,7 @@ func TestChangesInvisibleToThisNodeAreNotQueued(t *testing.T) {
 	})
 }
 
-// A Sync that returns a Failed joined with another error acknowledges nothing.
+// A Sync acknowledges nothing if it returns a Failed error joined with another error.
 func TestErrorsAreCountedByKind(t *testing.T) {
 	r := prometheus.NewRegistry()
 	m, err := metrics.New(r, metrics.Options{})

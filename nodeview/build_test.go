@@ -14,11 +14,11 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// here is the default node of the tests.
+// here is the node whose views most tests compute.
 var here = &api.Node{Name: "here", Labels: map[string]string{api.ZoneLabel: "zone-1"}}
 
-// service returns the service default/web with the changes of edits. It has a cluster IP
-// and one unnamed port, 80 with target port 8080.
+// service returns the service default/web after it calls edits. Before these changes, the
+// service has a cluster IP and one unnamed port, 80 with target port 8080.
 func service(edits ...func(*api.Service)) *api.Service {
 	s := &api.Service{
 		Namespace: "default", Name: "web", Type: api.ClusterIP,
@@ -58,8 +58,8 @@ func nodePort(n int32) func(*api.Service) {
 	return func(s *api.Service) { s.Ports[0].NodePort = n }
 }
 
-// ports replaces the service's ports. Examples of a port are "http=80", "dns=53/UDP",
-// "80→web" with a named targetPort, and "80→8080" with a numeric one.
+// ports replaces the service's ports. Specs are like "http=80", "dns=53/UDP", "80→web"
+// (named targetPort) or "80→8080" (numeric targetPort).
 func ports(specs ...string) func(*api.Service) {
 	return func(s *api.Service) {
 		s.Ports = nil
@@ -107,9 +107,9 @@ func ips(addrs ...string) api.IPSet {
 }
 
 // endpointSlices parses slices from text. A line "slice NAME PORT…" begins a slice;
-// without ports it has the unnamed port 8080. Every other line is an endpoint: its
-// address, its conditions (ready implies serving), @node, host=name, zone=name, and hints
-// as zones=z1,z2 and nodes=n1,n2.
+// without ports it has the unnamed port 8080. Every other line is an endpoint. It has an
+// address, conditions (ready implies serving), @node, host=name, zone=name, and hints
+// like zones=z1,z2 and nodes=n1,n2.
 func endpointSlices(text string) []*api.EndpointSlice {
 	var out []*api.EndpointSlice
 	for line := range strings.Lines(text) {
@@ -171,8 +171,8 @@ func endpoint(words []string) api.SliceEndpoint {
 	return ep
 }
 
-// describe returns a view's endpoints and unusable ports as lines. An endpoint's line has
-// its key, "local", its lists, and its lists by port.
+// describe returns a view's endpoints and unusable ports as lines. The line of an
+// endpoint has its key, "local" if it is local, its scopes, and its scopes by port.
 func describe(se *api.ServiceEndpoints) []string {
 	var out []string
 	for i := range se.Endpoints {
@@ -221,13 +221,13 @@ func lines(text string) []string {
 	return out
 }
 
-// viewCase is a row of a table of tests for View.
+// viewCase is a test case for View.
 type viewCase struct {
 	name    string
-	service *api.Service // nil means service()
-	node    *api.Node    // nil means the node here
-	slices  string       // for endpointSlices
-	want    string       // as the function describe returns it
+	service *api.Service // nil: the result of service()
+	node    *api.Node    // nil: the variable here
+	slices  string       // argument of endpointSlices
+	want    string       // result of the function describe
 }
 
 func runViewCases(t *testing.T, cases []viewCase) {

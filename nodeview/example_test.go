@@ -11,7 +11,7 @@ import (
 )
 
 // The example prints one node's view of a service. The service has one endpoint on this
-// node and one elsewhere.
+// node and one endpoint on another node.
 func Example() {
 	ready := api.Conditions{Ready: true, Serving: true}
 	state := &api.ServiceState{

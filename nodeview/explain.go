@@ -10,63 +10,63 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Explanation is a [View] with the reason of every decision. String returns text for
-// people, and JSON serves programs.
+// Explanation is a [View] with the reason for every decision. Its method String is for
+// people to read, and its JSON form is for programs.
 type Explanation struct {
-	// Service is the service in question, or zero if unknown.
+	// Service is the explained service, or zero if it is unknown.
 	Service types.NamespacedName
 	// Node and Zone are the node and zone of the view, or empty if unknown.
 	Node string `json:",omitempty"`
 	Zone string `json:",omitempty"`
-	// View is the result of [View]. If it is nil, Absent has the reason and all other fields
-	// are empty.
+	// View is the result of [View]. If View is nil, Absent has the reason and all fields
+	// after Absent are empty.
 	View   *api.ServiceEndpoints `json:",omitempty"`
 	Absent string                `json:",omitempty"`
-	// InternalLocal and ExternalLocal report which effective traffic policies are Local.
+	// InternalLocal and ExternalLocal report which traffic policies in effect are Local.
 	InternalLocal, ExternalLocal bool
 	// Lists explains the lists of each service port and family.
 	Lists []ListExplanation `json:",omitempty"`
-	// Skipped are endpoints that are candidates for no list.
+	// Skipped are endpoints that no list can contain.
 	Skipped []EndpointExplanation `json:",omitempty"`
-	// Frontends and Unserved are the results of the functions of the same names.
+	// Frontends and Unserved are the results of the functions with these names for View.
 	Frontends []Frontend         `json:",omitempty"`
 	Unserved  []UnservedFrontend `json:",omitempty"`
 }
 
 // ListExplanation explains the lists of one service port and family.
 type ListExplanation struct {
-	// Port is the service port, or nil for all ports.
+	// Port is the service port, or nil for an all-ports service.
 	Port   *api.PortMapping `json:",omitempty"`
 	Family api.Family
-	// Usable reports whether some endpoint in the cluster is usable. If not, the frontends
-	// of the port and family reject connections.
+	// Usable reports whether any endpoint in the cluster is usable. If none is usable,
+	// the frontends of the port and family reject connections.
 	Usable   bool
 	Topology Topology
 	// Endpoints are sorted by address.
 	Endpoints []EndpointExplanation `json:",omitempty"`
 }
 
-// EndpointExplanation has the reason why an endpoint is, or is not, on each list. In
-// ListExplanation, the reason applies to one service port. In Skipped, it applies to all
+// EndpointExplanation has the reasons why an endpoint is on a list or not. In
+// ListExplanation, the reasons apply to one service port. In Skipped, they apply to all
 // ports.
 type EndpointExplanation struct {
-	// Slice is the name of the endpoint's slice.
+	// Slice is the name of the EndpointSlice that contains the endpoint.
 	Slice    string
 	Endpoint *api.SliceEndpoint
-	// TargetPort is the port at the endpoint, or 0 if it has none or takes any.
+	// TargetPort is the port at the endpoint. It is 0 if the endpoint lacks the port, and
+	// for an all-ports service.
 	TargetPort int32 `json:",omitempty"`
-	// Internal, External and ShortCircuit are the reasons for three lists. They are the
-	// lists Internal, External and Cluster of api.Scopes. ShortCircuit is 0 unless the
-	// external policy is Local.
+	// Internal, External and ShortCircuit say why the endpoint is or is not on the list
+	// for that traffic. In api.Scopes, these lists are Internal, External and Cluster.
+	// ShortCircuit is 0 unless the external policy is Local.
 	Internal     Reason `json:",omitzero"`
 	External     Reason `json:",omitzero"`
 	ShortCircuit Reason `json:",omitzero"`
-	// Preferred is set for a duplicate. It is the slice whose entry is used instead.
+	// Preferred is set for a duplicate: it names the slice whose entry is used instead.
 	Preferred string `json:",omitempty"`
 }
 
-// Explain returns the node's view of s, as [View] does, with the reasons of all
-// decisions.
+// Explain returns the same view as [View], with the reasons for all decisions.
 func Explain(s *api.ServiceState, node *api.Node) *Explanation {
 	here := locationOf(node)
 	e := &Explanation{Node: here.node, Zone: here.zone}
@@ -92,13 +92,13 @@ func Explain(s *api.ServiceState, node *api.Node) *Explanation {
 	return e
 }
 
-// trace records the decisions of view. A nil trace records nothing.
+// trace records the decisions of the function view. A nil trace records nothing.
 type trace struct {
 	to  *Explanation
 	pol policies
 }
 
-// addSkipped records an endpoint that is not a candidate.
+// addSkipped records an endpoint that no list can contain.
 func (t *trace) addSkipped(slice *api.EndpointSlice, ep *api.SliceEndpoint, why Reason) {
 	if t == nil {
 		return
@@ -106,8 +106,8 @@ func (t *trace) addSkipped(slice *api.EndpointSlice, ep *api.SliceEndpoint, why 
 	t.to.Skipped = append(t.to.Skipped, t.endpoint(slice, ep, 0, listReasons{why, why}))
 }
 
-// addList records the list of one family f for the port at index p. The candidates of
-// this family are those from index lo up to hi.
+// addList records the list of family f for the port at index p. The candidates of this
+// family are c.candidates[lo:hi].
 func (t *trace) addList(c *selection, p int, f api.Family, found *endpointCounts, lo, hi int) {
 	if t == nil {
 		return
@@ -139,8 +139,8 @@ func (t *trace) endpoint(slice *api.EndpointSlice, ep *api.SliceEndpoint, target
 	return e
 }
 
-// preferredTo returns the candidate that replaced the duplicate at index i, for the port
-// at index p.
+// preferredTo returns the candidate that is used instead of the duplicate at index i, for
+// the port at index p.
 func (c *selection) preferredTo(p, i int) *candidate {
 	j := slices.IndexFunc(c.candidates, func(o candidate) bool { return o.addr == c.candidates[i].addr })
 	for !c.reasonsAt(p, j).eligible() || c.target(p, j) != c.target(p, i) {

@@ -23,7 +23,7 @@ const (
 	LoadBalancerIP
 	// ExternalIP is one of Service.spec.externalIPs.
 	ExternalIP
-	// NodePort is a port of every node address that the backend admits.
+	// NodePort is a port on each node address that the backend admits.
 	NodePort
 )
 
@@ -35,12 +35,12 @@ func (k Kind) String() string { return text(kindNames[:], k) }
 // FrontendKey identifies a frontend within its service. It is comparable.
 type FrontendKey struct {
 	Kind Kind
-	// Addr is the address, or the zero Addr for a node port: any node address of Family that
-	// the backend admits.
+	// Addr is the address. It is the zero Addr for a node port, which applies to each
+	// node address of Family that the backend admits.
 	Addr   netip.Addr `json:",omitzero"`
 	Family api.Family
-	// Protocol and Port, 1 to 65535, are 0 if the frontend takes every protocol and port of
-	// the address (Service.AllPorts).
+	// Protocol and Port are 0 if the frontend is for every protocol and port of the
+	// address (Service.AllPorts). Otherwise Port is 1 to 65535.
 	Protocol api.Protocol `json:",omitempty"`
 	Port     int32        `json:",omitempty"`
 }
@@ -61,7 +61,7 @@ func (k FrontendKey) String() string {
 	return k.Kind.String() + " " + addr + ":" + strconv.Itoa(int(k.Port)) + "/" + k.Protocol.String()
 }
 
-// Claim returns the claim that the frontend needs for its service alone.
+// Claim returns the claim of the frontend. Only one service at a time gets a claim.
 func (k FrontendKey) Claim() api.Claim {
 	addr := k.Addr
 	if k.Kind == NodePort {
@@ -70,11 +70,11 @@ func (k FrontendKey) Claim() api.Claim {
 	return api.Claim{IP: addr, Protocol: k.Protocol, Port: k.Port}
 }
 
-// Frontend is a frontend to program, with every decision made. Frontends of one service
-// port and family share their lists, which must not be modified.
+// Frontend is a frontend to program, with all decisions. The frontends of one service
+// port and family share their lists, so do not modify lists.
 type Frontend struct {
 	FrontendKey
-	// ServicePort is the service port, or nil for all ports.
+	// ServicePort is the service port, or nil for an all-ports service.
 	ServicePort *api.PortMapping `json:",omitempty"`
 
 	// Elsewhere applies to traffic that does not start on this node.
@@ -85,37 +85,36 @@ type Frontend struct {
 	// the Cluster list (short circuit).
 	Node Traffic
 
-	// Sources are the admitted sources. A backend checks them first, also for sources on
-	// this node, and drops all other traffic.
+	// Sources are the admitted sources. A backend checks them first, also for traffic
+	// from this node, and drops traffic from all other sources.
 	Sources Sources `json:",omitzero"`
-	// Masquerade selects the connections whose source becomes an address of this node.
+	// Masquerade selects the connections to masquerade as an address of this node.
 	Masquerade Masquerade
 	// Affinity is how long a client address keeps its endpoint after its last new
-	// connection; 0 means no affinity. Affinity is kept per service port. It applies only
-	// while the endpoint is on the list that the client's traffic uses.
+	// connection; 0 means no affinity. Each service port has its own affinity. It applies
+	// only while the endpoint is on the list for the client's traffic.
 	Affinity time.Duration `json:",omitempty"`
 }
 
-// Traffic is the decision for one part of a frontend's traffic.
+// Traffic is the decision for a part of the traffic to a frontend.
 type Traffic struct {
 	Verdict Verdict
-	// List identifies Endpoints among the lists of the service. It is 0 unless Verdict is
-	// Forward.
+	// List is the ID of the list Endpoints. It is 0 unless Verdict is Forward.
 	List ListID `json:"-"`
-	// Endpoints are the endpoints to balance over, all of the frontend's family, sorted
-	// by address and ports. The list is empty unless Verdict is Forward.
+	// Endpoints are the endpoints among which to balance, sorted by address and ports.
+	// All are of the frontend's family. There are none unless Verdict is Forward.
 	Endpoints []Target `json:",omitempty"`
 }
 
-// ListID identifies a list of endpoints within its service. It is for backends that keep
-// lists apart from frontends, as groups or maps. It is comparable and never 0.
+// ListID identifies a list of endpoints within its service. It is for backends that
+// program lists separately from frontends, as groups or maps. The ID of a list is never
+// 0.
 //
-// Within one view, two lists have the same ListID if and only if they have the same
-// endpoints with the same ports. Their frontends do not matter. From one view to the next
-// a list keeps its ListID while its endpoints change, in this process and in others. The
-// ListID may change only when a list becomes equal to another list of the service, or
-// when such lists begin to differ. A backend may always compare the lists of two views by
-// ListID and program the differences.
+// In a view, two lists have the same ListID if and only if they have the same endpoints
+// with the same ports. This holds for lists of different frontends, too. A list keeps its
+// ListID when its endpoints change, and all processes use the same ListIDs. A ListID may
+// change only when two lists of the service become equal or begin to differ. A backend
+// may always compare the lists of two views by ListID and program the differences.
 type ListID uint64
 
 func listID(port *api.PortMapping, family api.Family, local bool) ListID {
@@ -132,22 +131,22 @@ func listID(port *api.PortMapping, family api.Family, local bool) ListID {
 // Target is an endpoint of a frontend.
 type Target struct {
 	*api.Endpoint
-	// Port is the port at the endpoint, or 0 if the destination port does not change.
+	// Port is the endpoint's port, or 0 to keep the destination port of packets.
 	Port int32 `json:",omitempty"`
 }
 
-// Verdict is the treatment of a new connection.
+// Verdict says what to do with a new connection.
 type Verdict uint8
 
 // The verdicts.
 const (
-	// Forward sends it to one of the endpoints.
+	// Forward sends the connection to one of the endpoints.
 	Forward Verdict = iota
-	// Reject answers with a TCP reset or ICMP port unreachable. No endpoint in the cluster
-	// is usable.
+	// Reject means a TCP reset or ICMP port unreachable, because no endpoint in the
+	// cluster is usable.
 	Reject
-	// Drop discards it silently. Only other nodes have usable endpoints. The load balancer
-	// will notice, and the client must retry.
+	// Drop means to discard packets silently, because only other nodes have usable
+	// endpoints. The load balancer will notice that, and the client must retry.
 	Drop
 )
 
@@ -156,23 +155,23 @@ var verdictNames = [...]string{Forward: "Forward", Reject: "Reject", Drop: "Drop
 // String returns the name of the constant.
 func (v Verdict) String() string { return text(verdictNames[:], v) }
 
-// Masquerade selects the connections through a frontend whose source becomes an address
-// of this node. Hairpin connections, from an endpoint of this node to itself, are always
-// masqueraded.
+// Masquerade selects connections through a frontend. The backend replaces their source by
+// an address of this node. It always does so for hairpin connections, from an endpoint of
+// this node to itself.
 type Masquerade uint8
 
 // The masquerade rules.
 const (
-	// MasqueradeIfAsked selects the connections that the backend's options select: all of
-	// them (masquerade all), or those from outside the pod network (cluster CIDR). It
-	// applies to cluster IPs.
+	// MasqueradeIfAsked selects connections by the options of the backend: none, all
+	// (masquerade all), or those from outside the pod network (cluster CIDR). It applies
+	// to cluster IPs.
 	MasqueradeIfAsked Masquerade = iota
 	// MasqueradeAll selects all connections. It applies to external frontends with policy
 	// Cluster.
 	MasqueradeAll
-	// MasqueradeNode selects short-circuited connections of the node itself, but not those
-	// of its pods, and never connections from elsewhere. It applies to external frontends
-	// with policy Local.
+	// MasqueradeNode selects short-circuited connections of the node itself, but no
+	// connections of its pods or from elsewhere. It applies to external frontends with
+	// policy Local.
 	MasqueradeNode
 )
 
@@ -183,7 +182,7 @@ func (m Masquerade) String() string { return text(masqueradeNames[:], m) }
 
 // Frontends yields the frontends to program for se. They are sorted by service port, then
 // family, then kind, each in the order of the service. No two have the same address,
-// protocol and port. A nil se, the view of a deleted service, has none.
+// protocol and port. If se is nil, because the service was deleted, there are none.
 func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
 		lists := portLists{se: se}
@@ -201,7 +200,7 @@ func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 	}
 }
 
-// frontend returns the frontend of s with every decision made.
+// frontend returns a Frontend with the key and service port of s, and all decisions.
 func frontend(s UnservedFrontend, lists *portLists) Frontend {
 	svc := lists.se.Service
 	f := Frontend{
@@ -220,27 +219,28 @@ func frontend(s UnservedFrontend, lists *portLists) Frontend {
 	return f
 }
 
-// portLists are the lists of one service port and family. All its frontends share them.
+// portLists has the lists of one service port and family. The frontends of this port and
+// family share these lists.
 type portLists struct {
 	se                               *api.ServiceEndpoints
 	port                             *api.PortMapping
 	family                           api.Family
 	internal, external, shortCircuit list
-	// distinct are the different lists of all ports and families so far.
+	// distinct has each different list of the ports and families prepared so far.
 	distinct []list
 }
 
-// list is a list of endpoints with its ID.
+// list has the endpoints of a list and its ID.
 type list struct {
 	id      ListID
 	targets []Target
 }
 
-// prepare computes the lists of the next port and family.
+// prepare computes the lists of a port and family.
 func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 	l.port, l.family = port, family
-	// Equal policies have equal lists. If one policy is Cluster, its list is the Cluster
-	// list.
+	// Equal policies have equal lists. The list for a policy Cluster is also the list for
+	// the short circuit.
 	pol := policiesOf(l.se.Service)
 	l.internal = l.list(pol.internalLocal, func(s api.Scopes) bool { return s.Internal })
 	l.external = l.internal
@@ -257,8 +257,8 @@ func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 	}
 }
 
-// list returns the Local or the Cluster list. It has the endpoints whose scopes contain
-// scope. If the service already has an equal list, the method returns that one.
+// list returns the Local list or the Cluster list: the endpoints for which scope returns
+// true. If an equal list already exists, it returns that list with its ID.
 func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
 	targets := targets(l.se, l.port, l.family, scope)
 	if len(targets) == 0 {
@@ -274,11 +274,10 @@ func (l *portLists) list(local bool, scope func(api.Scopes) bool) list {
 	return made
 }
 
-// targets returns the endpoints of one port and family that are on the list for which on
-// returns true.
-func targets(se *api.ServiceEndpoints, port *api.PortMapping, family api.Family, on func(api.Scopes) bool) []Target {
+// targets returns the endpoints of one port and family whose scopes match.
+func targets(se *api.ServiceEndpoints, port *api.PortMapping, family api.Family, match func(api.Scopes) bool) []Target {
 	listed := func(e *api.Endpoint) bool {
-		return api.FamilyOf(e.Addr) == family && on(e.ScopesOf(port))
+		return api.FamilyOf(e.Addr) == family && match(e.ScopesOf(port))
 	}
 	n := 0
 	for i := range se.Endpoints {
@@ -338,8 +337,8 @@ func affinity(svc *api.Service) time.Duration {
 }
 
 // HealthCheckPort returns the node port on which load balancers check whether this node
-// has endpoints of svc, or 0 if there is none. Only services of type LoadBalancer with
-// externalTrafficPolicy Local have one.
+// has endpoints of svc. It returns 0 if svc has no such port. Only services of type
+// LoadBalancer with externalTrafficPolicy Local have one.
 func HealthCheckPort(svc *api.Service) int32 {
 	if svc.Type != api.LoadBalancer || !externalPolicyLocal(svc) {
 		return 0
@@ -348,7 +347,7 @@ func HealthCheckPort(svc *api.Service) int32 {
 }
 
 // ReadyLocal returns the number of distinct addresses of ready endpoints on this node.
-// The health-check node port reports it for each family.
+// The health-check node port reports this number for each family.
 func ReadyLocal(se *api.ServiceEndpoints, family api.Family) int {
 	n := 0
 	var last netip.Addr

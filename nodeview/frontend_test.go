@@ -14,8 +14,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// describeFrontends returns a view's frontends as lines in the form "KEY: treatment of
-// traffic from elsewhere; treatment of traffic from this node".
+// describeFrontends returns a line "KEY: ELSEWHERE; NODE" for each frontend of a view. It
+// shows the decisions for traffic from elsewhere and from this node.
 func describeFrontends(se *api.ServiceEndpoints) []string {
 	var out []string
 	for f := range Frontends(se) {
@@ -46,14 +46,14 @@ func describeUnserved(se *api.ServiceEndpoints) []string {
 	return out
 }
 
-// frontendCase is a row of a table of tests for Frontends.
+// frontendCase is a test case for Frontends.
 type frontendCase struct {
 	name     string
 	service  *api.Service
-	slices   string // for endpointSlices
+	slices   string // argument of endpointSlices
 	lost     []api.LostClaim
-	want     string // as describeFrontends returns it
-	unserved string // as describeUnserved returns it
+	want     string // result of describeFrontends
+	unserved string // result of describeUnserved
 }
 
 func runFrontendCases(t *testing.T, cases []frontendCase) {

@@ -17,8 +17,8 @@ import (
 )
 
 // FuzzView derives services, slices and nodes from its input. It checks the guarantees of
-// View and Frontends. For rules that kube-proxy lacks, it also compares the results with
-// an oracle (oracle_test.go).
+// View and Frontends. For rules that kube-proxy does not have, it also compares the
+// results with another implementation (oracle_test.go).
 func FuzzView(f *testing.F) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for range 200 {
@@ -38,7 +38,7 @@ func FuzzView(f *testing.F) {
 	})
 }
 
-// dice makes choices from fuzzed bytes. When no bytes remain, it makes the first choice.
+// dice chooses by the fuzzed bytes. When no bytes remain, it takes the first choice.
 type dice struct{ data []byte }
 
 func (d *dice) n(n int) int {
@@ -152,7 +152,7 @@ func (d *dice) node() *api.Node {
 		&api.Node{Name: "here"}, &api.Node{Labels: map[string]string{api.ZoneLabel: "zone-1"}}, nil)
 }
 
-// change returns a copy of s with other conditions. The copy may lack one of the slices.
+// change returns a copy of s with other endpoint conditions. A slice may be missing.
 func (d *dice) change(s *api.ServiceState) *api.ServiceState {
 	c := copyState(s)
 	for _, slice := range c.Slices {
@@ -196,8 +196,8 @@ func checkView(t *testing.T, state *api.ServiceState, node *api.Node) {
 	}
 }
 
-// checkArrival checks that the order of slices and endpoints does not matter, and that
-// View does not modify its input.
+// checkArrival checks that View does not depend on the order of slices and endpoints, and
+// that View does not modify its input.
 func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, se *api.ServiceEndpoints) {
 	t.Helper()
 	shuffled := copyState(state)
@@ -219,9 +219,9 @@ func checkArrival(t *testing.T, state *api.ServiceState, node *api.Node, se *api
 	}
 }
 
-// checkEndpoints checks that both lists are strictly sorted and disjoint, that listed
-// endpoints are on some list and draining ones on none, and that keys depend only on
-// addresses and ports.
+// checkEndpoints checks that Endpoints and Draining are sorted and have no key in common.
+// Endpoints must have scopes, draining endpoints must have none, and keys must depend
+// only on addresses and ports.
 func checkEndpoints(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	possible := possibleKeys(state)
@@ -256,7 +256,7 @@ func checkEndpoints(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoi
 	}
 }
 
-// possibleKeys returns the keys of all endpoints, listed or not.
+// possibleKeys returns the keys of all endpoints in the slices.
 func possibleKeys(state *api.ServiceState) map[string]bool {
 	keys := map[string]bool{}
 	for _, slice := range state.Slices {
@@ -267,8 +267,8 @@ func possibleKeys(state *api.ServiceState) map[string]bool {
 	return keys
 }
 
-// checkCompetition checks that of several entries with one address and port the best is
-// listed. It also checks that a serving endpoint is draining if no port lists it.
+// checkCompetition checks that the view has the best of several entries with the same
+// address and port, and that it has each serving endpoint without scopes as draining.
 func checkCompetition(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	listed, drains := map[string]bool{}, map[string]bool{}
@@ -309,8 +309,8 @@ func checkCompetition(t *testing.T, state *api.ServiceState, se *api.ServiceEndp
 	}
 }
 
-// checkAllPorts checks that an all-ports service has the lists of a service with one port
-// that all slices serve.
+// checkAllPorts compares the view of an all-ports service with the view of a service that
+// has one port, which all slices serve.
 func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *api.ServiceEndpoints) {
 	t.Helper()
 	if !state.Service.AllPorts {
@@ -334,8 +334,8 @@ func checkAllPorts(t *testing.T, state *api.ServiceState, node *api.Node, se *ap
 	}
 }
 
-// checkOldClient checks that a client that knows only PortOverrides and the numeric
-// targetPort finds the right port of every listed endpoint.
+// checkOldClient checks that PortOverrides and the numeric targetPort, which are all that
+// an old client knows, give the port of every endpoint.
 func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
 	t.Helper()
 	for f := range Frontends(se) {
@@ -360,8 +360,8 @@ func checkOldClient(t *testing.T, se *api.ServiceEndpoints) {
 	}
 }
 
-// checkFrontends checks that each frontend that the service names occurs exactly once, as
-// served or unserved, and that its endpoints are those of the view and its family.
+// checkFrontends checks that each frontend that a Service defines occurs exactly once, as
+// served or unserved, and that its endpoints are in the view and of its family.
 func checkFrontends(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	served := map[api.Claim]map[api.Family]bool{}
@@ -402,8 +402,8 @@ func checkFrontends(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoi
 	}
 }
 
-// checkDiff checks that the difference between two views, applied to the first by key,
-// gives the second.
+// checkDiff checks that a client with the first view has the second view after it has
+// applied the difference by key.
 func checkDiff(t *testing.T, before, after *api.ServiceEndpoints) {
 	t.Helper()
 	programmed := map[string]api.Endpoint{}

@@ -10,7 +10,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// WriteViews writes each view as a line of JSON, for scripts.
+// WriteViews writes each view as a line of JSON. Scripts can read this form.
 func WriteViews(w io.Writer, views []*api.ServiceEndpoints) error {
 	out := json.NewEncoder(w)
 	for _, view := range views {
@@ -21,10 +21,10 @@ func WriteViews(w io.Writer, views []*api.ServiceEndpoints) error {
 	return nil
 }
 
-// WriteFrontends writes the node and then all [Frontends] of the views as lines of JSON,
-// for scripts. The first line is the node, {} if it is nil. Each line of a frontend
-// includes the Namespace and Name of its service. Its Ranges are the result of
-// [Sources.Prefixes] for the addresses of node.
+// WriteFrontends writes lines of JSON, for scripts. The first line is the node, or {} if
+// it is nil. Each other line is one of the [Frontends] of the views, with the Namespace
+// and Name of its service. Its Ranges are the result of [Sources.Prefixes] for the
+// addresses of node.
 func WriteFrontends(w io.Writer, node *api.Node, views []*api.ServiceEndpoints) error {
 	if node == nil {
 		node = &api.Node{}
@@ -79,10 +79,10 @@ func (f *Frontend) json() frontendJSON {
 	return j
 }
 
-// MarshalJSON returns the form that [WriteFrontends] writes, without the service.
+// MarshalJSON returns the JSON of [WriteFrontends], without the service.
 func (f Frontend) MarshalJSON() ([]byte, error) { return json.Marshal(f.json()) }
 
-// MarshalJSON returns the address and port of the endpoint, and where it runs.
+// MarshalJSON returns the address, port and node of the endpoint.
 func (t Target) MarshalJSON() ([]byte, error) {
 	return json.Marshal(struct {
 		Addr     netip.Addr
@@ -101,7 +101,7 @@ func (r Reason) MarshalJSON() ([]byte, error) {
 	}{r.In(), r.String()})
 }
 
-// MarshalText returns String.
+// MarshalText returns the result of String.
 func (t Topology) MarshalText() ([]byte, error)   { return []byte(t.String()), nil }
 func (k Kind) MarshalText() ([]byte, error)       { return []byte(k.String()), nil }
 func (v Verdict) MarshalText() ([]byte, error)    { return []byte(v.String()), nil }

@@ -11,8 +11,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// groups is what a backend that programs groups keeps: the members of each group, and the
-// group that each frontend uses for traffic from elsewhere.
+// groups is the state of a backend that programs groups of endpoints: the members of each
+// group, and the group of each frontend for traffic from elsewhere.
 type groups struct {
 	members map[ListID]string
 	of      map[string]ListID
@@ -32,7 +32,7 @@ func groupsOf(se *api.ServiceEndpoints) groups {
 }
 
 func TestListsAreSharedAndKeepTheirIdentity(t *testing.T) {
-	// Port 81 has the same endpoints and port number as port 80.
+	// Port 81 has the same endpoints and target port as port 80.
 	web := service(externalLocal, externalIPs("192.0.2.1"), nodePort(30080), func(s *api.Service) {
 		s.Ports[0].Name = "http"
 		s.Ports = append(s.Ports, api.PortMapping{Name: "also", Protocol: api.TCP, Port: 81, TargetPort: 8080})
@@ -59,7 +59,7 @@ func TestListsAreSharedAndKeepTheirIdentity(t *testing.T) {
 		t.Errorf("identities changed with an endpoint (-before +after):\n%s", diff)
 	}
 
-	// The Local and the Cluster list are equal here, so there is one group.
+	// The Local list and the Cluster list are equal here, so there is one group.
 	if same := view("10.0.0.1 ready @here"); len(same.members) != 1 || same.of[cluster] != same.of[external] {
 		t.Errorf("with equal lists: groups %v, frontends %v", same.members, same.of)
 	}

@@ -17,15 +17,15 @@ func locationOf(n *api.Node) location {
 	return location{node: n.Name, zone: n.Zone()}
 }
 
-// runs reports whether ep runs on this node. Without a node name, no endpoint does.
+// runs reports whether ep runs on this node. It is always false without a node name.
 func (h location) runs(ep *api.SliceEndpoint) bool { return h.node != "" && ep.NodeName == h.node }
 
 func (h location) hintedNode(ep *api.SliceEndpoint) bool {
 	return h.node != "" && slices.Contains(hints(ep).ForNodes, h.node)
 }
 
-// hintedZone reports whether ep is hinted for this node's zone. A node without a zone
-// never matches.
+// hintedZone reports whether ep has a hint for this node's zone. It is always false for a
+// node without a zone.
 func (h location) hintedZone(ep *api.SliceEndpoint) bool {
 	return h.zone != "" && slices.Contains(hints(ep).ForZones, h.zone)
 }
@@ -37,26 +37,25 @@ func hints(ep *api.SliceEndpoint) api.Hints {
 	return *ep.Hints
 }
 
-// listReasons holds the reasons why an endpoint is, or is not, on the Cluster list and
-// the Local list of a port and family. The zero value means that they are not decided
-// yet.
+// listReasons has the reasons why an endpoint is or is not on the Cluster list and the
+// Local list of a port and family. The zero value means that this is not decided yet.
 type listReasons struct{ cluster, local Reason }
 
 // eligible reports whether the endpoint serves the port and is not a duplicate.
 func (m listReasons) eligible() bool { return m.cluster != outNoPort && m.cluster != outDuplicate }
 
-// endpointCounts summarizes the endpoints of one port and family. The lists depend on it.
+// endpointCounts summarizes the endpoints of one port and family, to decide the lists.
 type endpointCounts struct {
 	ready     int
 	readyHere int
-	usable    bool // some endpoint is usable
+	usable    bool // at least one endpoint is usable
 	nodeHints hintCounts
 	zoneHints hintCounts
 	topology  Topology
 }
 
-// hintCounts counts the ready endpoints with hints of one kind, and those whose hints
-// match this node.
+// hintCounts counts the ready endpoints that have hints of one kind, and the ready
+// endpoints whose hints match this node.
 type hintCounts struct{ hinted, matching int }
 
 func (t *endpointCounts) count(ep *api.SliceEndpoint, here location) {
@@ -84,7 +83,7 @@ func (t *hintCounts) count(hints []string, matches bool) {
 }
 
 // decide decides the Cluster list and the Local list of one port and family. It sets the
-// reasons that are still undecided.
+// reasons of all eligible candidates.
 func decide(reasons []listReasons, candidates []candidate, here location) endpointCounts {
 	var t endpointCounts
 	for i := range candidates {
@@ -107,9 +106,9 @@ func decide(reasons []listReasons, candidates []candidate, here location) endpoi
 // usable reports whether an endpoint may receive connections at all.
 func usable(c api.Conditions) bool { return c.Ready || c.Serving && c.Terminating }
 
-// clusterList decides whether ep is on the Cluster list: the ready endpoints that
-// topology admits. If none is ready, it has the serving and terminating ones (KEP 1669)
-// and ignores topology.
+// clusterList decides whether ep is on the Cluster list, which contains the ready
+// endpoints that topology admits. If none is ready, the list contains the serving and
+// terminating endpoints, whatever their hints (KEP 1669).
 func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
 	if !ep.Ready {
 		return terminatingFallback(ep.Conditions, t.ready)
@@ -130,9 +129,9 @@ func clusterList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason
 	}
 }
 
-// localList decides whether ep is on the Local list: the ready endpoints on this node. If
-// none is ready, it has those on this node that are serving and terminating. Topology
-// plays no part.
+// localList decides whether ep is on the Local list, which contains the ready endpoints
+// on this node. If none is ready, the list contains the serving and terminating endpoints
+// on this node. Topology has no effect.
 func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
 	switch {
 	case !here.runs(ep):
@@ -144,8 +143,8 @@ func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
 	}
 }
 
-// terminatingFallback decides about an endpoint that is not ready. It is on the list if
-// it is serving and terminating and the list has no ready endpoint.
+// terminatingFallback returns the reason for an endpoint that is not ready. A list
+// contains it if it is serving and terminating and there is no ready endpoint.
 func terminatingFallback(c api.Conditions, ready int) Reason {
 	switch {
 	case !usable(c):
@@ -157,8 +156,8 @@ func terminatingFallback(c api.Conditions, ready int) Reason {
 	}
 }
 
-// topology decides which hints the Cluster list follows. It considers all ready endpoints
-// of the port and family (KEP 2433, KEP 3015).
+// topology decides which hints apply to the Cluster list, by the hints of all ready
+// endpoints of the port and family (KEP 2433, KEP 3015).
 func topology(t *endpointCounts) Topology {
 	switch {
 	case t.ready == 0:
@@ -176,7 +175,7 @@ func topology(t *endpointCounts) Topology {
 	}
 }
 
-// policies are the effective traffic policies of a service.
+// policies are the traffic policies of a service that are in effect.
 type policies struct{ internalLocal, externalLocal bool }
 
 func policiesOf(svc *api.Service) policies {
@@ -199,7 +198,7 @@ func externalPolicyLocal(svc *api.Service) bool {
 	}
 }
 
-// scopes returns, for each kind of traffic, whether its list has the endpoint.
+// scopes reports for each kind of traffic whether its list contains the endpoint.
 func (p policies) scopes(m listReasons) api.Scopes {
 	return api.Scopes{
 		Internal: m.list(p.internalLocal).In(),
@@ -208,8 +207,7 @@ func (p policies) scopes(m listReasons) api.Scopes {
 	}
 }
 
-// list returns the reason for the Local list if local is true, else that for the Cluster
-// list.
+// list returns the reason for the Local list or, if local is false, for the Cluster list.
 func (m listReasons) list(local bool) Reason {
 	if local {
 		return m.local
@@ -217,9 +215,9 @@ func (m listReasons) list(local bool) Reason {
 	return m.cluster
 }
 
-// shortCircuit returns the reason for the list of traffic from this node to an external
-// frontend with policy Local. This traffic uses the Cluster list, because a load balancer
-// would send it to a node with endpoints.
+// shortCircuit returns the reason for the list of short-circuited traffic: from this node
+// to an external frontend with policy Local. This traffic uses the Cluster list, because
+// a load balancer would send it to a node with endpoints.
 func (m listReasons) shortCircuit() Reason { return m.cluster }
 
 // answers reports whether an endpoint may still have connections. Such an endpoint is

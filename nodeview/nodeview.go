@@ -3,13 +3,13 @@
 // Package nodeview computes what a Service means on one node. It is pure: it has no
 // clock, no I/O and no state. All results are safe for concurrent use.
 //
-// [View] computes the endpoints that one node balances to from the cluster's state of a
-// service. [Frontends] lists what a backend has to program for such a view, with every
-// decision made. [Unserved] lists what it must not program, with the reasons. [Explain]
-// gives the reason of each decision.
+// From the cluster's state of a service, [View] computes the endpoints that one node
+// uses. [Frontends] lists the frontends that a backend has to program for a view; no
+// decision is left to the backend. [Unserved] lists the frontends to leave out, each with
+// the reason. [Explain] gives the reason for each decision.
 //
-// The rules are in docs/semantics.md. For each rule it names the function that implements
-// it and the tests that show it.
+// docs/semantics.md contains the rules. For each rule it names the function that
+// implements the rule and the tests that show it.
 package nodeview
 
 import (
@@ -18,8 +18,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// View returns the node's view of the service of s. It returns nil if s has no service
-// (only slices) or a service of type ExternalName.
+// View returns the node's view of the service in s. It returns nil if s has only slices
+// and no service, or if the service has the type ExternalName.
 //
 // View uses the name and the zone of node. If node is nil or has no name, no endpoint is
 // local. The result shares memory with s and is immutable.
@@ -34,9 +34,9 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints 
 		return nil
 	}
 
-	// The buffers keep a common service with few endpoints in few slices off the heap.
-	// This works only while the functions that fill them return the result. Buffers that
-	// are stored through a pointer would escape to the heap.
+	// For a service of common size, with few endpoints in few slices, these buffers suffice,
+	// and they are on the stack. Functions that fill a buffer have to return it: a buffer
+	// that a function stores through a pointer would escape to the heap.
 	var (
 		ports      [4]*api.PortMapping
 		targets    [8]int32
@@ -118,9 +118,9 @@ func (c *selection) list(se *api.ServiceEndpoints, pol policies, here location) 
 	}
 }
 
-// assignLists merges the lists of each candidate over all ports. It returns the number of
-// candidates that are on a list, and of those that are draining. A draining candidate is
-// eligible for a port, on no list, and may still have connections.
+// assignLists determines the lists of each candidate, over all ports. It returns the
+// number of listed candidates and the number of draining ones. A draining candidate is
+// eligible for a port and on no list, but may still have connections.
 func (c *selection) assignLists(pol policies) (listed, draining int) {
 	for i := range c.candidates {
 		cand := &c.candidates[i]
@@ -153,8 +153,8 @@ func (c *selection) portScopes(candidate int, pol policies) []api.PortScopes {
 	return out
 }
 
-// grow returns an empty slice with room for n elements. It uses buf if that is large
-// enough.
+// grow returns an empty slice with room for n elements. If buf is large enough, the slice
+// uses its memory.
 func grow[T any](buf []T, n int) []T {
 	if n > cap(buf) {
 		return make([]T, 0, n)

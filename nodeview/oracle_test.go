@@ -10,18 +10,18 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// This file implements the rules of docs/semantics.md that kube-proxy lacks a second
-// time. It follows the text literally, without regard to cost. For the other rules,
-// test/kpdiff compares kpng with kube-proxy itself.
+// This file is a second implementation of those rules of docs/semantics.md that
+// kube-proxy does not have. It is literal and slow. For the other rules, test/kpdiff
+// compares kpng with kube-proxy.
 
 // entry is an endpoint of a slice for one port.
 type entry struct {
 	slice *api.EndpointSlice
 	ep    *api.SliceEndpoint
-	port  int32 // 0: all
+	port  int32 // 0 means all ports
 }
 
-// oracleKey returns the key of a slice's endpoint.
+// oracleKey returns the Key of the endpoint of slice with the address addr.
 func oracleKey(svc *api.Service, slice *api.EndpointSlice, addr netip.Addr) string {
 	e := api.Endpoint{Addr: addr}
 	if !svc.AllPorts {
@@ -32,8 +32,8 @@ func oracleKey(svc *api.Service, slice *api.EndpointSlice, addr netip.Addr) stri
 	return e.Key()
 }
 
-// oracleEntries returns the endpoints that serve a port in one family. Each address and
-// port occurs once.
+// oracleEntries returns the endpoints that serve a port in one family. Each pair of
+// address and port occurs once.
 func oracleEntries(state *api.ServiceState, p *api.PortMapping, family api.Family) map[netip.AddrPort]entry {
 	best := map[netip.AddrPort]entry{}
 	for _, slice := range state.Slices {
@@ -68,12 +68,12 @@ func oraclePrefers(a, b entry) bool {
 	case a.slice.Name != b.slice.Name:
 		return a.slice.Name < b.slice.Name
 	}
-	// Within one slice, any order by content is allowed.
+	// For entries of one slice, the rules allow any order by content.
 	return slices.Compare(oracleContent(a), oracleContent(b)) < 0
 }
 
-// oracleContent returns the parts in which two entries of one slice may differ. Each list
-// has an end marker, so that a shorter list sorts first.
+// oracleContent returns the fields in which two entries of one slice may differ. An empty
+// string ends each list, so that a shorter list sorts first.
 func oracleContent(e entry) []string {
 	out := []string{e.ep.NodeName, e.ep.Hostname, e.ep.Zone}
 	h := e.ep.Hints
@@ -139,7 +139,7 @@ func oracleOverride(slice *api.EndpointSlice, p *api.PortMapping) []api.PortName
 	return nil
 }
 
-// oracleClaims returns the claims of the service, by family.
+// oracleClaims returns the claims that the service owns, with their families.
 func oracleClaims(state *api.ServiceState) map[api.Claim]map[api.Family]bool {
 	svc := state.Service
 	out := map[api.Claim]map[api.Family]bool{}

@@ -4,15 +4,15 @@ package nodeview
 
 import "github.com/kpng-project/kpng/api"
 
-// anyPort is the target port of an endpoint that serves every port.
+// anyPort stands for the target port of an endpoint that serves every port.
 const anyPort int32 = -1
 
-// wholeAddress reports whether the service is served by whole addresses, regardless of
-// the ports of service and slices: all-ports services and services without ports.
+// wholeAddress reports whether the service uses whole addresses, whatever ports its
+// slices have. This holds for all-ports services and for services without ports.
 func wholeAddress(svc *api.Service) bool { return svc.AllPorts || len(svc.Ports) == 0 }
 
-// servedPorts appends the ports of svc that can have a frontend to buf. For a service
-// that is served by whole addresses it appends a single nil.
+// servedPorts appends to buf the ports of svc that can have a frontend. If wholeAddress
+// is true for svc, it appends a single nil instead.
 func servedPorts(buf []*api.PortMapping, svc *api.Service) []*api.PortMapping {
 	if wholeAddress(svc) {
 		return append(buf, nil)
@@ -26,9 +26,9 @@ func servedPorts(buf []*api.PortMapping, svc *api.Service) []*api.PortMapping {
 }
 
 // portFault returns the reason why the service port at index i can have no frontend, or 0
-// if it can have one. Number and protocol identify a port: TCP 53 and UDP 53 are two
-// ports. The API server rejects services with two ports of the same identity or name.
-// Manifests may contain them; the first one counts.
+// if it can have one. A port is identified by number and protocol: TCP 53 and UDP 53 are
+// two ports. The API server rejects services in which two ports have the same identity or
+// name. Manifests may contain such services; only the first of the two ports counts.
 func portFault(ports []api.PortMapping, i int) Fault {
 	p := &ports[i]
 	switch {
@@ -54,8 +54,7 @@ func overrideName(p *api.PortMapping) string {
 	return p.TargetPortName
 }
 
-// matchPorts appends the ports that each slice serves to the buffers, in the form of
-// selection.targets and selection.overrides.
+// matchPorts computes selection.targets and selection.overrides, in the given buffers.
 func matchPorts(targets []int32, overrides [][]api.PortName, list []*api.EndpointSlice, ports []*api.PortMapping) ([]int32, [][]api.PortName) {
 	for _, slice := range list {
 		for _, p := range ports {
@@ -66,9 +65,9 @@ func matchPorts(targets []int32, overrides [][]api.PortName, list []*api.Endpoin
 	return targets, overrides
 }
 
-// targetPort returns the port at the endpoints of slice that has the name and protocol of
-// p. It returns 0 if there is none or it has no number. The slices of one service may
-// give one name different numbers.
+// targetPort returns the number of the slice's port with the name and protocol of p, or 0
+// if there is no such port or number. Another slice of the service may have another
+// number for the same name.
 func targetPort(slice *api.EndpointSlice, p *api.PortMapping) int32 {
 	if p == nil {
 		return anyPort
@@ -82,8 +81,9 @@ func targetPort(slice *api.EndpointSlice, p *api.PortMapping) int32 {
 }
 
 // portOverrides returns the target ports of an endpoint by name. A named service port
-// appears under its name. An unnamed one appears under its target port name. If its
-// target port is a number, it appears only if the endpoint's port differs.
+// appears under its own name, and an unnamed one under the name of its target port. An
+// unnamed port with a target port number appears only if the endpoint's port differs from
+// that number.
 func portOverrides(ports []*api.PortMapping, targets []int32) []api.PortName {
 	var out []api.PortName
 	for i, p := range ports {
@@ -100,7 +100,6 @@ func portOverrides(ports []*api.PortMapping, targets []int32) []api.PortName {
 	return out
 }
 
-// portFamily returns the identity of port, which may be nil, in one family.
 func portFamily(port *api.PortMapping, f api.Family) api.PortFamily {
 	if port == nil {
 		return api.PortFamily{Family: f}

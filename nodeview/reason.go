@@ -4,17 +4,17 @@ package nodeview
 
 import "fmt"
 
-// Reason is the reason why an endpoint is, or is not, on a list.
+// Reason says why an endpoint is on a list, or why it is not.
 type Reason uint8
 
-// The reasons. reasonTexts describes them.
+// reasonTexts describes the reasons.
 const (
 	inReady Reason = iota + 1
 	inForNode
 	inForZone
 	inHere
 	inTerminating
-	outNotReady // from here on: the endpoint is not on the list
+	outNotReady // this and all below: not on the list
 	outOthersReady
 	outOtherNodes
 	outOtherZones
@@ -40,17 +40,16 @@ var reasonTexts = [...]string{
 	outFamily:      "the service is not served in its family",
 }
 
-// In reports whether the endpoint is on the list.
+// In reports whether r is a reason to be on the list.
 func (r Reason) In() bool { return r != 0 && r < outNotReady }
 
-// String returns the description.
+// String describes the reason.
 func (r Reason) String() string { return text(reasonTexts[:], r) }
 
-// Topology is the way in which hints select among the ready endpoints of a port and
-// family.
+// Topology says whether and how hints restrict the ready endpoints of a port and family.
 type Topology uint8
 
-// The results of the topology rule. topologyTexts describes them.
+// topologyTexts describes these results of the topology rule.
 const (
 	noneReady Topology = iota
 	noHints
@@ -69,7 +68,7 @@ var topologyTexts = [...]string{
 	forZone:         "ready endpoints hinted for this node's zone",
 }
 
-// String returns the description.
+// String describes the result.
 func (t Topology) String() string { return text(topologyTexts[:], t) }
 
 func text[T ~uint8](texts []string, v T) string {

@@ -14,16 +14,15 @@ import (
 // selection is the state of one call of View: every candidate for every port.
 type selection struct {
 	slices []*api.EndpointSlice
-	// ports are the service's ports that can be served. For a service that is served by
-	// whole addresses, the only element is nil.
+	// The service's ports that can have a frontend, or a single nil: see servedPorts.
 	ports []*api.PortMapping
-	// targets and overrides hold what each slice serves. For slice s and port p,
-	// targets[s*len(ports)+p] is the port at the endpoints, or 0 if they do not serve p.
+	// targets[s*len(ports)+p] is the number of port p at the endpoints of slice s, or 0 if
+	// they do not serve p. overrides[s] are the PortOverrides of slice s.
 	targets   []int32
 	overrides [][]api.PortName
-	// candidates are in the order of api.Endpoint.Compare.
+	// sorted by api.Endpoint.Compare
 	candidates []candidate
-	// reasons has a row for each port, with one entry for each candidate.
+	// one row for each port, with one entry for each candidate
 	reasons []listReasons
 }
 
@@ -33,8 +32,8 @@ type candidate struct {
 	ep    *api.SliceEndpoint
 	slice int32
 
-	// assignLists sets the fields below: the lists of all ports together, whether the
-	// lists differ between ports, and whether a candidate on no list is draining.
+	// assignLists sets the fields below. scopes: the lists, over all ports. uneven: not all
+	// ports have the same lists. drains: the candidate is on no list, and draining.
 	scopes         api.Scopes
 	uneven, drains bool
 }
@@ -52,8 +51,8 @@ func (c *selection) target(p, candidate int) int32 {
 	return c.targets[int(c.candidates[candidate].slice)*len(c.ports)+p]
 }
 
-// gather appends the endpoints that serve any port and have an address of a served family
-// to buf.
+// gather appends to buf the endpoints that serve at least one port and whose address is
+// of a served family.
 func (c *selection) gather(buf []candidate, served []api.Family, tr *trace) []candidate {
 	for s, slice := range c.slices {
 		offers := c.targets[s*len(c.ports):][:len(c.ports)]
@@ -85,7 +84,7 @@ func (c *selection) sort() {
 	})
 }
 
-// countV4 returns the number of IPv4 candidates. They come first in the sorted order.
+// countV4 returns the number of IPv4 candidates. Candidates are sorted, IPv4 first.
 func (c *selection) countV4() int {
 	n, _ := slices.BinarySearchFunc(c.candidates, 128, func(cand candidate, bits int) int {
 		return cmp.Compare(cand.addr.BitLen(), bits)
@@ -93,7 +92,7 @@ func (c *selection) countV4() int {
 	return n
 }
 
-// dropUnserved excludes the candidates that do not serve a port from its lists.
+// dropUnserved excludes from the lists of each port the candidates that do not serve it.
 func (c *selection) dropUnserved() {
 	for p := range c.ports {
 		row := c.row(p)
@@ -106,9 +105,9 @@ func (c *selection) dropUnserved() {
 }
 
 // If several candidates for a port have the same address and target port, dropDuplicates
-// keeps only the preferred one. A pod that moves between slices, or whose address is
-// reused, is one endpoint. Two slices may list one address with different ports: each
-// port is decided separately.
+// keeps only the preferred one. Such duplicates occur while a pod moves between slices,
+// or when an address is reused. Two slices may list one address with different ports;
+// therefore each port is decided separately.
 func (c *selection) dropDuplicates() {
 	var best map[int32]int // target port → candidate
 	for lo, hi := 0, 0; lo < len(c.candidates); lo = hi {
@@ -144,8 +143,8 @@ func (c *selection) dropDuplicates() {
 
 // preference orders two candidates with the same address and port. It prefers ready
 // candidates, then those that do not terminate, then serving ones, then the smaller slice
-// name. One slice may list an address twice. The remaining comparisons make the result
-// independent of the order of arrival.
+// name. If one slice lists an address twice, the remaining comparisons make the result
+// independent of the order in the slice.
 func (c *selection) preference(i, j int) int {
 	a, b := c.candidates[i], c.candidates[j]
 	x, y := a.ep, b.ep

@@ -15,9 +15,9 @@ import (
 	"testing"
 )
 
-// TestEveryRuleHasItsTest compares docs/semantics.md with the code. Every row of a table
-// with tests must name a test in its last column, or refer to the conformance kit. Every
-// function, test and case that a row names must exist.
+// TestEveryRuleHasItsTest compares docs/semantics.md with the code. If the last column of
+// a table is "Test", each of its rows must name a test there, or the conformance kit.
+// Every function, test and case that a row names must exist.
 func TestEveryRuleHasItsTest(t *testing.T) {
 	code := readCode(t, "..")
 	text, err := os.ReadFile("../docs/semantics.md")
@@ -25,7 +25,7 @@ func TestEveryRuleHasItsTest(t *testing.T) {
 		t.Fatal(err)
 	}
 	quoted := regexp.MustCompile("`([^`]+)`")
-	var header []string // the header of the current table; nil if the table has no tests
+	var header []string // of the current table; nil if it has no column "Test"
 	rules := 0
 	for n, line := range strings.Split(string(text), "\n") {
 		cells := strings.Split(strings.Trim(line, "| "), " | ")
@@ -66,10 +66,10 @@ func TestEveryRuleHasItsTest(t *testing.T) {
 	}
 }
 
-// code has the names that docs/semantics.md may use.
+// code holds the names that docs/semantics.md may use.
 type code struct {
 	functions map[string]bool            // package.function, package.Type.method and package.Type
-	tests     map[string]map[string]bool // package.test → its strings, which may be names of cases
+	tests     map[string]map[string]bool // package.test → the strings in it, because some are names of cases
 }
 
 func (c *code) hasFunction(name string) bool {
@@ -77,7 +77,7 @@ func (c *code) hasFunction(name string) bool {
 }
 
 func (c *code) hasTest(name string) bool {
-	// A package path may contain slashes. The name of the test begins after the dot.
+	// A slash before the dot belongs to the package path. One after it separates the case.
 	dot := strings.Index(name, ".")
 	test, subtest, _ := strings.Cut(name[dot+1:], "/")
 	cases, ok := c.tests[name[:dot+1]+test]
@@ -137,7 +137,7 @@ func (c *code) read(pkg string, file *ast.File, test bool) {
 	}
 }
 
-// receiver returns "Type." for a method.
+// receiver returns "Type." for a method of Type, and "" for a function.
 func receiver(d *ast.FuncDecl) string {
 	if d.Recv == nil {
 		return ""

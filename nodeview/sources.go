@@ -9,23 +9,24 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// Sources are the sources that may use a frontend
-// (Service.spec.loadBalancerSourceRanges). The zero value admits all.
+// Sources describe the clients that may use a frontend, by source address
+// (Service.spec.loadBalancerSourceRanges). The zero value admits all sources.
 type Sources struct {
-	// Restricted limits the sources to Ranges. If Ranges is empty, no source is admitted.
+	// Restricted means that only sources in Ranges and Own are admitted. If Ranges is empty,
+	// no source is admitted.
 	Restricted bool
 	// Ranges are the source ranges of the frontend's family.
 	Ranges []netip.Prefix `json:",omitempty"`
-	// Own are the service's load-balancer addresses of the frontend's family. They are
-	// admitted as sources if a range admits this node. The reason is that the node uses
-	// such an address as the source of packets to it if an interface of the node has it.
+	// Own are the service's load-balancer addresses of the frontend's family. If a range
+	// admits this node, these addresses are also admitted as sources: if an interface of the
+	// node has such an address, packets from the node to that address have it as their
+	// source.
 	Own []netip.Addr `json:",omitempty"`
 }
 
 // sourceRanges returns the sources that the service admits to its frontends at addr. If
-// source ranges name addr, they are the union of those ranges; otherwise all are
-// admitted. A /0 admits its whole family. If all ranges are of the other family, no
-// source is admitted.
+// svc.SourceRanges has ranges for addr, only sources in these ranges are admitted. If all
+// ranges are of the other family, no source is. A /0 admits its whole family.
 func sourceRanges(svc *api.Service, addr netip.Addr) Sources {
 	var s Sources
 	for i := range svc.SourceRanges {
@@ -50,9 +51,9 @@ func sourceRanges(svc *api.Service, addr netip.Addr) Sources {
 	return s
 }
 
-// Prefixes returns the sources that a node with the addresses nodeAddrs admits: the
-// ranges, and the service's own addresses if a range admits the node. The result is
-// meaningless unless s.Restricted is true.
+// Prefixes returns the admitted sources on a node with the addresses nodeAddrs: Ranges,
+// and also Own if a range contains an address of the node. If s.Restricted is false, the
+// result has no meaning.
 func (s *Sources) Prefixes(nodeAddrs []netip.Addr) []netip.Prefix {
 	out := slices.Clone(s.Ranges)
 	if slices.ContainsFunc(nodeAddrs, s.contains) {
@@ -63,7 +64,6 @@ func (s *Sources) Prefixes(nodeAddrs []netip.Addr) []netip.Prefix {
 	return out
 }
 
-// contains reports whether a is in one of the ranges.
 func (s *Sources) contains(a netip.Addr) bool {
 	return slices.ContainsFunc(s.Ranges, func(r netip.Prefix) bool { return r.Contains(a) })
 }

@@ -10,8 +10,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// sourceRangesFor limits the service's load-balancer IPs to ranges, as watchers do for
-// loadBalancerSourceRanges.
+// sourceRangesFor sets the source ranges of the service's load-balancer IPs, as watchers
+// do for loadBalancerSourceRanges.
 func sourceRangesFor(ranges ...string) func(*api.Service) {
 	return func(s *api.Service) {
 		f := api.SourceRanges{TargetIPs: s.IPs.LoadBalancerIPs}
@@ -32,7 +32,7 @@ func TestSourceRanges(t *testing.T) {
 	for _, c := range []struct {
 		name    string
 		service *api.Service
-		want    map[string]string // the prefixes of each restricted frontend
+		want    map[string]string // restricted frontend → source ranges
 	}{{
 		name:    "without ranges all sources are admitted",
 		service: service(lb...),

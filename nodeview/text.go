@@ -11,7 +11,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// String returns e as text of several lines.
+// String describes the explanation in several lines of text.
 func (e *Explanation) String() string {
 	var b strings.Builder
 	e.head(&b)
@@ -36,7 +36,7 @@ func (e *Explanation) String() string {
 	return b.String()
 }
 
-// section writes a heading and its items, or nothing if there are none.
+// section writes a heading and the items below it. Without items it writes nothing.
 func section[T any](b *strings.Builder, heading string, items []T, write func(*T)) {
 	if len(items) > 0 {
 		fmt.Fprintf(b, "\n%s\n", heading)
@@ -66,7 +66,7 @@ func (e *Explanation) head(b *strings.Builder) {
 	}
 }
 
-var policyNames = map[bool]string{false: "Cluster", true: "Local"} // the key reports whether the policy is Local
+var policyNames = map[bool]string{false: "Cluster", true: "Local"} // by whether the policy is Local
 
 func (l *ListExplanation) text(b *strings.Builder) {
 	fmt.Fprintf(b, "\n%s, %s: ", portText(l.Port), l.Family)
@@ -136,7 +136,7 @@ func (f *Frontend) text(b *strings.Builder) {
 	}
 }
 
-// String returns the verdict, with the endpoints if it is Forward.
+// String describes the verdict and, for Forward, the endpoints.
 func (t Traffic) String() string {
 	switch t.Verdict {
 	case Forward:
@@ -152,7 +152,7 @@ func (t Traffic) String() string {
 	}
 }
 
-// String returns the admitted sources as text.
+// String describes the admitted sources.
 func (s Sources) String() string {
 	switch {
 	case !s.Restricted:

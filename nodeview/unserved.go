@@ -13,10 +13,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Fault is the reason why a service does not get a frontend that it names.
+// Fault is the reason why a service does not get a frontend that its object names.
 type Fault uint8
 
-// The faults.
+// The reasons why a service does not get a frontend.
 const (
 	// OtherFamily: the service is not served in the family of the address.
 	OtherFamily Fault = iota + 1
@@ -24,8 +24,8 @@ const (
 	UnknownProtocol
 	// NoPortNumber: the port has no number, or the service has no ports.
 	NoPortNumber
-	// DuplicatePort: an earlier port of the service has the same number (or node port) and
-	// protocol, or the same name.
+	// DuplicatePort: an earlier port of the service has the same name, or the same protocol
+	// and the same number or node port.
 	DuplicatePort
 	// Lost: another service owns the address, protocol and port.
 	Lost
@@ -39,20 +39,20 @@ var faultTexts = [...]string{
 	Lost:            "another service owns it",
 }
 
-// String returns the description.
+// String describes the fault.
 func (f Fault) String() string { return text(faultTexts[:], f) }
 
-// UnservedFrontend is a frontend that a service names but does not get.
+// UnservedFrontend is a frontend that a service names in its object but does not get.
 type UnservedFrontend struct {
 	FrontendKey
-	// ServicePort is the port of the frontend, or nil for all ports.
+	// ServicePort is the frontend's service port. It is nil if the frontend has all ports.
 	ServicePort *api.PortMapping `json:",omitempty"`
 	Fault       Fault
-	// Winner is the service that owns the claim, if Fault is Lost.
+	// If Fault is Lost, Winner is the service that owns the address, protocol and port.
 	Winner types.NamespacedName `json:",omitzero"`
 }
 
-// String returns the frontend and the reason.
+// String describes the frontend and the reason.
 func (u UnservedFrontend) String() string {
 	if u.Fault == Lost {
 		return fmt.Sprintf("%s: service %s owns it", u.FrontendKey, u.Winner)
@@ -60,8 +60,8 @@ func (u UnservedFrontend) String() string {
 	return fmt.Sprintf("%s: %s", u.FrontendKey, u.Fault)
 }
 
-// Unserved yields the frontends that the service of se names but that [Frontends] omits,
-// in the same order. They can be reported to users. A nil se has none.
+// Unserved yields the frontends that the service's object names and [Frontends] omits, in
+// the order of Frontends. A program may report them. If se is nil, there are none.
 func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
 		for s := range namedFrontends(se) {
@@ -72,8 +72,8 @@ func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	}
 }
 
-// namedFrontends yields all frontends of the service of se, without repeating any. A served
-// frontend has Fault 0. A nil se has none.
+// namedFrontends yields all frontends that the service's object names, each once. A
+// frontend that the service gets has Fault 0. If se is nil, there are none.
 func namedFrontends(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
 		if se == nil {
@@ -97,9 +97,8 @@ func namedFrontends(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	}
 }
 
-// portFrontends yields the named frontends of one port. The argument fault is the reason
-// why the port cannot be served, and nodePortFault is the reason why its node port
-// cannot.
+// portFrontends yields the frontends of one port. If the port cannot have frontends,
+// fault says why. If it cannot have one at its node port, nodePortFault says why.
 func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortFault Fault, yield func(UnservedFrontend) bool) bool {
 	served := se.Service.Families()
 	for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
@@ -107,10 +106,10 @@ func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodeP
 		if port != nil {
 			s.Protocol, s.Port = port.Protocol, port.Port
 		}
-		addrs := se.Service.FrontendIPs(family) // one list for each kind, the first for ClusterIP
+		addrs := se.Service.FrontendIPs(family) // lists of addresses by Kind, from ClusterIP on
 		for i, list := range addrs {
 			for j, addr := range list {
-				// An address that is named twice has one frontend, of the first kind.
+				// An address that occurs twice has only one frontend, of the first kind.
 				if slices.Contains(list[:j], addr) || named(addrs[:i], addr) {
 					continue
 				}
@@ -132,8 +131,8 @@ func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodeP
 	return true
 }
 
-// nodePortFault returns the reason why the port at index i, which is otherwise valid, can
-// have no frontend at its node port.
+// nodePortFault returns the reason why the port at index i can have no frontend at its
+// node port, or 0. It expects that portFault found none.
 func nodePortFault(ports []api.PortMapping, i int) Fault {
 	if ports[i].NodePort == 0 {
 		return 0
@@ -150,7 +149,6 @@ func named(lists [][]netip.Addr, a netip.Addr) bool {
 	return slices.ContainsFunc(lists, func(list []netip.Addr) bool { return slices.Contains(list, a) })
 }
 
-// frontendFault returns the reason why there is no frontend at k, or 0 if there is one.
 func frontendFault(se *api.ServiceEndpoints, k FrontendKey, port Fault, served []api.Family) (Fault, types.NamespacedName) {
 	switch {
 	case !slices.Contains(served, k.Family):

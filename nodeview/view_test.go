@@ -655,8 +655,8 @@ func TestFamilies(t *testing.T) {
 	}})
 }
 
-// TestViewAllocatesOnlyItsResult counts allocations, because a feed computes many views.
-// Only the view, its endpoints, their addresses and their ports may be allocated.
+// A feed computes many views, so View should allocate little: only the view, its
+// endpoints, their addresses and their ports.
 func TestViewAllocatesOnlyItsResult(t *testing.T) {
 	s := benchState(10)
 	if got := testing.AllocsPerRun(100, func() { View(s, here) }); got > 4 {

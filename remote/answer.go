@@ -16,12 +16,12 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// answer collects operations up to a Sync. Readers see nothing of an answer before its
-// Sync.
+// answer collects the operations up to a Sync. Until the Sync has arrived, readers see
+// none of them.
 //
-// It logs and omits unreadable objects and uses the rest. If a service or node is
-// unreadable, the client keeps its earlier version. It also keeps an unreadable endpoint,
-// unless the server sends the service as a whole.
+// If an object is unreadable, answer logs it and uses the others. The client then keeps
+// its earlier version of a service or node. It also keeps its earlier version of an
+// endpoint, unless the operation is a Replace of the whole service.
 type answer struct {
 	client *Client
 	log    klog.Logger
@@ -30,10 +30,10 @@ type answer struct {
 	token         []byte
 
 	reset bool
-	// services maps each service that operations named to its draft, which is nil for a
-	// deleted service. After a reset it has all services.
+	// The drafts of the services that occurred in operations, nil for a deleted service.
+	// After a reset, services has all services.
 	services map[types.NamespacedName]*draft
-	// node is the node if an operation named it, nil if deleted.
+	// The node, if an operation concerned it (nodeNamed); nil if deleted.
 	node      *api.Node
 	nodeNamed bool
 }
@@ -88,8 +88,8 @@ func (a *answer) replace(whole *localv1.WholeService) {
 	a.services[key] = &draft{entry: newEntry(service, list)}
 }
 
-// service returns the service in m. If m cannot be read, it returns the client's version
-// of the service, or nil if there is none.
+// service decodes m. If m is unreadable, it returns the client's earlier version of the
+// service, or nil if there is none.
 func (a *answer) service(m *localv1.Service) (types.NamespacedName, *api.ServiceEndpoints) {
 	key := types.NamespacedName{Namespace: m.GetNamespace(), Name: m.GetName()}
 	service, err := m.ToView()
@@ -168,7 +168,7 @@ func splitPath(path string) (service types.NamespacedName, key string, err error
 	return types.NamespacedName{Namespace: namespace, Name: name}, key, nil
 }
 
-// draft returns the draft of a service, for modification.
+// draft returns a service's draft, opened for modification.
 func (a *answer) draft(key types.NamespacedName) *draft {
 	d, named := a.services[key]
 	if d == nil {
@@ -197,7 +197,7 @@ func (a *answer) close(key types.NamespacedName, d *draft) *entry {
 	return nil
 }
 
-// all yields the services after a reset.
+// all yields all services that were received after a reset.
 func (a *answer) all() iter.Seq2[types.NamespacedName, *entry] {
 	return func(yield func(types.NamespacedName, *entry) bool) {
 		for key, d := range a.services {

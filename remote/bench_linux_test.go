@@ -53,8 +53,8 @@ func benchService(i int) *api.Service {
 	}
 }
 
-// benchSlice returns the slice of a service. The argument ready is the condition of its
-// last endpoint.
+// benchSlice returns the slice of a service. If ready is false, its last endpoint is not
+// ready.
 func benchSlice(i, nodes int, ready bool) *api.EndpointSlice {
 	s := &api.EndpointSlice{
 		Namespace: "bench", Name: fmt.Sprintf("svc-%05d-1", i), ServiceName: fmt.Sprintf("svc-%05d", i), Family: api.IPv4,
@@ -70,8 +70,8 @@ func benchSlice(i, nodes int, ready bool) *api.EndpointSlice {
 }
 
 // BenchmarkFanout changes one endpoint of a large cluster and waits until all streams
-// have received the change. The streams resume with tokens, so that they skip the first
-// answer. The next change follows 100 ms after the last delivery.
+// have received the change. The streams resume with tokens, so that the server does not
+// send the whole state first. The next change follows 100 ms after the last delivery.
 func BenchmarkFanout(b *testing.B) {
 	for _, size := range []struct{ nodes, perNode int }{{100, 50}, {5000, 1}} {
 		b.Run(fmt.Sprintf("nodes=%d/streams=%d", size.nodes, size.nodes*size.perNode), func(b *testing.B) {
@@ -109,7 +109,7 @@ func BenchmarkFanout(b *testing.B) {
 	}
 }
 
-// BenchmarkInitialSync sends the whole state to 100 streams at once.
+// BenchmarkInitialSync sends the whole state to 100 streams at the same time.
 func BenchmarkInitialSync(b *testing.B) {
 	const services, streams = 10_000, 100
 	state := largeState(services, streams)
@@ -122,7 +122,7 @@ func BenchmarkInitialSync(b *testing.B) {
 		began, cpu := time.Now(), cpuTime(b)
 		round := c.start(b)()
 		took := round.syncTime(1).Sub(began)
-		if want := streams * (services*11 + 2); round.Operations != want { // including a Reset and the node
+		if want := streams * (services*11 + 2); round.Operations != want { // plus a Reset and the node
 			b.Fatalf("%d operations, want %d", round.Operations, want)
 		}
 		b.ReportMetric(float64(round.Operations)/took.Seconds(), "entries/s")
@@ -134,8 +134,8 @@ func BenchmarkInitialSync(b *testing.B) {
 	}
 }
 
-// BenchmarkIdleStreams reports the memory of an idle stream in three servers: a Server, a
-// bareServer, and a bareServer with grpc's default options.
+// BenchmarkIdleStreams reports the memory of an idle stream. It compares a Server, a
+// bareServer with the same gRPC options, and one with the default options of gRPC.
 func BenchmarkIdleStreams(b *testing.B) {
 	for _, size := range []struct{ nodes, perNode int }{{100, 50}, {5000, 1}} {
 		for _, kind := range []string{"kpng", "grpc", "grpc-defaults"} {
@@ -166,7 +166,7 @@ func serveBare(b *testing.B, server *grpc.Server, l net.Listener) {
 	b.Cleanup(server.Stop)
 }
 
-// bareServer answers only the first request of a stream.
+// bareServer answers the first request of each stream and ignores the others.
 type bareServer struct {
 	localv1.UnimplementedSetsServer
 }
@@ -187,8 +187,8 @@ func (bareServer) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, localv
 	}
 }
 
-// newBenchServer returns a server with default options. Only its limits for a peer are
-// raised, because all clients are one peer.
+// newBenchServer returns a server with default options, except that its limits for a peer
+// are raised, because all clients count as one peer.
 func newBenchServer(b *testing.B, state *cluster.State) *remote.Server {
 	server, err := remote.NewServer(state, remote.ServerOptions{
 		Limits: remote.Limits{StreamsPerPeer: 100_000, ConnectionsPerPeer: 100_000, StreamRate: 1e6},
@@ -206,7 +206,7 @@ func serveBench(b *testing.B, state *cluster.State, l net.Listener) *remote.Serv
 }
 
 // newCrowd returns a crowd for the nodes of state. If server is not nil, the clients
-// resume with its tokens.
+// resume with tokens of this server.
 func newCrowd(server *remote.Server, state *cluster.State, l net.Listener, perNode int) *crowd {
 	c := &crowd{Address: "unix://" + l.Addr().String(), PerNode: perNode}
 	for name, node := range state.Snapshot().Nodes.All() {
@@ -219,7 +219,7 @@ func newCrowd(server *remote.Server, state *cluster.State, l net.Listener, perNo
 	return c
 }
 
-// benchListener records the time of the last data sent on its connections.
+// benchListener records when data was last sent on any of its connections.
 type benchListener struct {
 	net.Listener
 	sent atomic.Int64 // Unix nanoseconds
@@ -273,13 +273,13 @@ func cpuTime(b *testing.B) time.Duration {
 // memory returns the bytes of heap and stacks in use.
 func memory() uint64 {
 	runtime.GC()
-	runtime.GC() // pools survive one collection
+	runtime.GC() // a pool is freed only by the second GC
 	var m runtime.MemStats
 	runtime.ReadMemStats(&m)
 	return m.HeapAlloc + m.StackInuse
 }
 
-// resetPeak resets the measurement that the function peak reads.
+// resetPeak sets the value that the function peak reads to the present memory.
 func resetPeak(b *testing.B) {
 	debug.FreeOSMemory()
 	if err := os.WriteFile("/proc/self/clear_refs", []byte("5"), 0); err != nil {

@@ -20,13 +20,13 @@ import (
 // ClientOptions configure a Client.
 type ClientOptions struct {
 	transport.DialOptions
-	// NodeName is the node to follow.
+	// NodeName is the name of the node whose view the client follows.
 	NodeName string
 }
 
 // Client is a [sink.Source] that follows a server's view of one node. The program has to
-// call [Client.Run]. Run and Node are safe for concurrent use. The methods of Source are
-// for one reader.
+// call [Client.Run]. Run and Node are safe for concurrent use. The methods of Source may
+// be called by one goroutine at a time.
 type Client struct {
 	opts   ClientOptions
 	dialer *transport.Dialer
@@ -34,7 +34,7 @@ type Client struct {
 	mu      sync.Mutex
 	views   *diffstore.Store[types.NamespacedName, *entry]
 	state   *clientState
-	changed chan struct{} // closed by the next Sync with changes
+	changed chan struct{} // closed when state changes
 	token   []byte        // token of the last Sync; only Run uses it
 
 	reader reader
@@ -42,22 +42,22 @@ type Client struct {
 
 // clientState is the client's state after a Sync.
 type clientState struct {
-	revision uint64 // number of Syncs with changes, including the first, over all servers
+	revision uint64 // number of Syncs that brought changes, and the first, over all servers
 	views    *diffstore.Snapshot[types.NamespacedName, *entry]
 	node     *api.Node // nil if not known
 }
 
-// reader is the position of the client's reader.
+// reader is the position of the caller of Next and Advance.
 type reader struct {
 	cursor *diffstore.Cursor[types.NamespacedName, *entry]
-	has    *clientState // nil if the reader has to start over
+	has    *clientState // state that the caller has; nil: none
 
-	// The result of the last Next.
+	// Result of the last Next, and its state.
 	offered *sink.Update
 	state   *clientState
 }
 
-// NewClient returns a client. It does not connect before Run.
+// NewClient returns a client. The client connects when Run is called.
 func NewClient(opts ClientOptions) (*Client, error) {
 	dialer, err := transport.NewDialer(opts.DialOptions)
 	if err != nil {
@@ -70,11 +70,11 @@ func NewClient(opts ClientOptions) (*Client, error) {
 	return c, nil
 }
 
-// Run follows the server until ctx ends and returns the cause of ctx. With FailFast, it
+// Run follows the server until ctx ends, and then returns ctx's cause. With FailFast, it
 // returns an error if no address works.
 func (c *Client) Run(ctx context.Context) error { return c.dialer.Stay(ctx, c.follow) }
 
-// follow follows the server at the other end of conn until the connection fails.
+// follow receives the state from the server at the other end of conn, until conn fails.
 func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -85,7 +85,7 @@ func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(c
 	token := c.token
 	for {
 		if err := stream.Send(c.request(token)); err != nil {
-			_, err = stream.Recv() // returns the server's error
+			_, err = stream.Recv() // Send returns only EOF; Recv returns the server's error
 			return err
 		}
 		a := &answer{client: c, log: klog.FromContext(ctx), services: map[types.NamespacedName]*draft{}}
@@ -107,8 +107,8 @@ func (c *Client) follow(ctx context.Context, conn *grpc.ClientConn, heard func(c
 	}
 }
 
-// request returns a request for new state. All requests after the first on a stream are
-// empty.
+// request returns a request for new state. After the first request on a stream, token is
+// nil.
 func (c *Client) request(token []byte) *localv1.WatchReq {
 	if token == nil {
 		token = []byte{}
@@ -118,7 +118,7 @@ func (c *Client) request(token []byte) *localv1.WatchReq {
 	}
 }
 
-// commit makes a complete answer the client's state.
+// commit applies a complete answer to the client's state.
 func (c *Client) commit(a *answer) {
 	c.token = a.token
 	if a.reset {
@@ -146,7 +146,7 @@ func (c *Client) commit(a *answer) {
 	c.changed = make(chan struct{})
 }
 
-// Node returns the node as last sent by the server, or nil if it is not known.
+// Node returns the Node as the server last sent it, or nil if it is not known.
 func (c *Client) Node() *api.Node {
 	state, _ := c.get()
 	return state.node
@@ -200,7 +200,7 @@ func (c *Client) Reset() {
 // Close implements [sink.Source].
 func (c *Client) Close() { c.reader.cursor.Close() }
 
-// update returns the difference between the reader's position and state.
+// update returns the changes from the reader's position to state.
 func (r *reader) update(state *clientState) *sink.Update {
 	delta := r.cursor.Until(state.views)
 	u := &sink.Update{

@@ -23,13 +23,13 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// A crowd consists of the clients of a benchmark. They run in a process of their own, so
-// that the benchmark measures only the server. They connect like [remote.Client] and only
-// count operations.
+// A crowd is the set of clients of a benchmark. They run in a process of their own, so
+// that the benchmark measures only the server. They connect like [remote.Client], but
+// only count operations.
 type crowd struct {
 	Address string
-	// Nodes are the nodes of the clients, with their resume tokens. Each node has one
-	// connection with PerNode streams.
+	// The clients' nodes, with resume tokens. Each node has one connection with PerNode
+	// streams.
 	Nodes   []crowdNode
 	PerNode int
 }
@@ -39,20 +39,20 @@ type crowdNode struct {
 	Token []byte
 }
 
-// crowdRound is one answer to each stream of a crowd.
+// crowdRound is a report on one answer to each stream of a crowd.
 type crowdRound struct {
-	Synced            []int64 // sorted times of the streams' Syncs, in Unix nanoseconds
+	Synced            []int64 // times at which streams received their Sync, sorted, in Unix nanoseconds
 	Bytes, Operations int
 }
 
-// syncTime returns the time at which a share of the streams, from 0 to 1, had received
-// their Sync.
+// syncTime returns the time at which the given share of the streams had received the
+// Sync. A share is a number from 0 to 1.
 func (r *crowdRound) syncTime(quantile float64) time.Time {
 	return time.Unix(0, r.Synced[int(quantile*float64(len(r.Synced)-1))])
 }
 
-// start starts the crowd. The returned function waits until each stream has received one
-// more answer.
+// start starts the crowd. The function next waits until each stream has received one more
+// answer.
 func (c *crowd) start(b *testing.B) (next func() *crowdRound) {
 	b.Helper()
 	cmd := exec.CommandContext(b.Context(), os.Args[0])
@@ -70,7 +70,7 @@ func (c *crowd) start(b *testing.B) (next func() *crowdRound) {
 		b.Fatal(err)
 	}
 	b.Cleanup(func() {
-		stdin.Close() // ends the process
+		stdin.Close() // at the end of its input, the process exits
 		cmd.Wait()
 	})
 	if err := json.NewEncoder(stdin).Encode(c); err != nil {
@@ -87,10 +87,10 @@ func (c *crowd) start(b *testing.B) (next func() *crowdRound) {
 	}
 }
 
-// crowdEnv is an environment variable. If it is set, the test binary runs a crowd.
+// If this environment variable is set, the test binary runs a crowd instead of the tests.
 const crowdEnv = "KPNG_TEST_CROWD"
 
-// runCrowd runs a crowd until standard input ends.
+// runCrowd reads a crowd from standard input and runs it until that input ends.
 func runCrowd() {
 	var c crowd
 	in := json.NewDecoder(os.Stdin)
@@ -106,12 +106,11 @@ func runCrowd() {
 	io.Copy(io.Discard, os.Stdin)
 }
 
-// runNode runs the streams of a node.
 func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 	dialer, err := transport.NewDialer(transport.DialOptions{Addresses: []string{c.Address}, FailFast: true})
 	if err == nil {
 		err = dialer.Stay(context.Background(), func(ctx context.Context, conn *grpc.ClientConn, heard func(bool, bool) error) error {
-			if err := heard(true, false); err != nil { // do not leave a slow server
+			if err := heard(true, false); err != nil { // so that Stay waits for a slow server
 				return err
 			}
 			failed := make(chan error)
@@ -124,7 +123,7 @@ func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 	fmt.Fprintf(os.Stderr, "node %s: %v\n", n.Name, err)
 }
 
-// watch sends requests repeatedly, the first one with the token.
+// watch sends a request after each answer. Only the first one has the token.
 func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, rounds *crowdRounds) error {
 	desc := &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}
 	stream, err := conn.NewStream(ctx, desc, localv1.Sets_Watch_FullMethodName, grpc.ForceCodecV2(bytesCodec{}))
@@ -156,7 +155,7 @@ func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, rounds *cro
 }
 
 // countOperations returns the number of operations in a batch and reports whether it has
-// a Sync. A Replace counts as its number of services and endpoints.
+// a Sync. A Replace counts as one for the service and one for each endpoint.
 func countOperations(message []byte) (n int, synced bool) {
 	for op := range fieldsOf(message) {
 		switch op.number {
@@ -202,7 +201,7 @@ func fieldsOf(message []byte) func(yield func(field) bool) {
 	}
 }
 
-// crowdRounds collects the answers to the streams of a crowd.
+// crowdRounds counts the answers to a crowd's streams and writes a report for each round.
 type crowdRounds struct {
 	streams int
 	out     *json.Encoder
@@ -211,7 +210,7 @@ type crowdRounds struct {
 	now crowdRound
 }
 
-// synced records that one stream has received its answer.
+// synced records that one stream has received an answer with the given counts.
 func (r *crowdRounds) synced(bytes, operations int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package remote lets the sinks of nodes run in other processes than the cluster's state.
+// Package remote lets sinks run in another process than the watcher of the cluster.
 //
 // A [Server] serves any number of nodes from one state:
 //
@@ -19,18 +19,18 @@
 //	go client.Run(ctx)
 //	err = sink.Run(ctx, client, mySink, sink.Options{})
 //
-// A sink receives the same changes as a sink in the server's process. Only trigger times
-// are missing, because they are not transmitted. A client that loses its server keeps its
-// state, and so its dataplane. When it reconnects, it resumes from its position. From a
-// restarted server it receives only the differences.
+// A client's sink receives the same changes as a sink in the server's process, except
+// trigger times. If the connection fails, the client and the dataplane keep their state.
+// When the client reconnects, it resumes from its position. A restarted server sends
+// everything again, but the sink receives only the differences.
 //
-// docs/wire.md describes the protocol. Servers also serve clients of the original kpng,
-// and clients follow its servers.
+// docs/wire.md describes the protocol. A Server also serves clients of the original kpng,
+// and a Client can follow a server of the original kpng.
 //
 // # What a stream costs
 //
-// For each stream the server keeps only a position: a revision, and the state's snapshot
-// at that revision until it is too old. The server computes and marshals each view once
-// for all nodes that see a service alike, and shares the bytes. It disconnects a client
-// that does not read its messages.
+// For each stream, the server keeps only a position: a revision, and the snapshot of the
+// state at that revision until the snapshot is too old. The server computes and marshals
+// a view once for all nodes to which the service looks the same, and shares the bytes. It
+// disconnects a client that does not read its messages.
 package remote

@@ -13,12 +13,12 @@ import (
 // entry is the client's copy of one service. It is immutable.
 type entry struct {
 	view *api.ServiceEndpoints
-	// keys are the server's names of the endpoints: of view.Endpoints, then of
-	// view.Draining, in order.
+	// The server's names for the endpoints: first for view.Endpoints, then for
+	// view.Draining.
 	keys []string
 }
 
-// keyedEndpoint is an endpoint with the server's name for it.
+// keyedEndpoint is an endpoint with the server's key for it.
 type keyedEndpoint struct {
 	key string
 	api.Endpoint
@@ -30,8 +30,8 @@ func newKeyedEndpoint(key string, m *localv1.Endpoint) (keyedEndpoint, error) {
 	return keyedEndpoint{key, e, draining}, err
 }
 
-// newEntry returns the entry of a service with the endpoints in list. The argument
-// service is a view without endpoints. newEntry sorts list.
+// newEntry returns the entry of a service with the endpoints in list, and sorts list. It
+// ignores the endpoints in the view service.
 func newEntry(service *api.ServiceEndpoints, list []keyedEndpoint) *entry {
 	slices.SortFunc(list, func(a, b keyedEndpoint) int {
 		switch {
@@ -74,16 +74,16 @@ func (e *entry) viewOrNil() *api.ServiceEndpoints {
 	return e.view
 }
 
-// draft is a service in an answer. It is an entry or, while endpoints are changed one by
-// one, the parts of a new entry.
+// draft is a service in an answer. It is either an entry or, after open, the parts of a
+// new entry, whose endpoints can change one by one.
 type draft struct {
-	entry *entry // nil if there is none or if the draft is open
+	entry *entry // nil if the draft is new or open
 
-	service   *api.ServiceEndpoints // nil if it was not sent or cannot be read
+	service   *api.ServiceEndpoints // nil if not received, or unreadable
 	endpoints map[string]keyedEndpoint
 }
 
-// open allows changes of the draft's parts.
+// open turns the entry, if any, into parts that can be changed.
 func (d *draft) open() {
 	if d.endpoints != nil {
 		return

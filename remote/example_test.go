@@ -16,8 +16,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// A server and the sink of one node. They usually run in two processes, and the server's
-// state comes from a watcher.
+// A server and the sink of one node. Usually they run in two processes, and a watcher
+// fills the server's state.
 func Example() {
 	ctx, stop := context.WithCancel(context.Background())
 	defer stop()
@@ -37,7 +37,7 @@ func Example() {
 	if err != nil {
 		log.Fatal(err)
 	}
-	listener, err := net.Listen("tcp", "127.0.0.1:0") // or transport.Address.Listen
+	listener, err := net.Listen("tcp", "127.0.0.1:0") // transport.Address.Listen also works
 	if err != nil {
 		log.Fatal(err)
 	}

@@ -8,13 +8,13 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 )
 
-// BareGRPC returns a gRPC server with the gRPC options of s and no services.
+// BareGRPC returns a gRPC server without services and with the same gRPC options as s.
 func (s *Server) BareGRPC() *grpc.Server {
 	return grpc.NewServer(s.grpcOptions(insecure.NewCredentials())...)
 }
 
-// TokenFor returns the token of a client of the node that requested all endpoints and has
-// the current state.
+// TokenFor returns the token that a client of the node has if it requests all endpoints
+// and has received the current state.
 func (s *Server) TokenFor(node *api.Node) []byte {
 	w := &watch{name: node.Name, who: complete}
 	return s.newToken(s.state.Snapshot().Revision, w.depends(node)...)

@@ -10,7 +10,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Field numbers of messages that are assembled from marshalled parts.
+// Field numbers of the messages that this file assembles from marshalled parts.
 const (
 	opItemSync        protowire.Number = 1
 	opItemReplace     protowire.Number = 100
@@ -23,15 +23,15 @@ const (
 	keyedEndpointData protowire.Number = 2
 )
 
-// frame is a marshalled OpItem as an element of the field Batch. Several concatenated
-// frames form an OpItem with a batch.
+// frame is a marshalled OpItem, encoded as an element of the field Batch of another
+// OpItem. Several concatenated frames are therefore an OpItem with a Batch.
 type frame []byte
 
 func newFrame(item *localv1.OpItem) frame {
 	return appendField(nil, opItemBatch, localv1.Marshal(item))
 }
 
-// item returns the OpItem itself.
+// item returns the OpItem without the encoding of the field Batch.
 func (f frame) item() []byte {
 	_, _, tag := protowire.ConsumeTag(f)
 	_, length := protowire.ConsumeVarint(f[tag:])
@@ -52,7 +52,7 @@ func resetFrame() frame {
 	return newFrame(&localv1.OpItem{Op: &localv1.OpItem_Reset_{Reset_: &localv1.EmptyOp{}}})
 }
 
-// syncFrame is encoded by hand, because each stream needs its own for each answer.
+// Each answer needs a Sync of its own. syncFrame encodes it by hand, which is fast.
 func syncFrame(token []byte, stale bool) frame {
 	item := appendField(make([]byte, 0, 16+len(token)), opItemSync, nil)
 	if token != nil {
@@ -89,11 +89,11 @@ func endpointPath(key types.NamespacedName, endpoint string) string {
 	return key.Namespace + "/" + key.Name + "/" + endpoint
 }
 
-// raw is a marshalled message. Its bytes may be shared and must not be modified.
+// raw is a marshalled message. Nothing may modify its bytes, which streams may share.
 type raw struct{ bytes mem.BufferSlice }
 
-// rawCodec sends messages of type raw as they are. It handles all others like the default
-// codec.
+// rawCodec sends the bytes of a raw as they are. For all other messages it uses the
+// default codec.
 type rawCodec struct{ encoding.CodecV2 }
 
 // Marshal implements encoding.CodecV2.

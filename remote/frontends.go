@@ -10,7 +10,7 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// frontendsOf returns the wire form of a view's frontends. It contains each list of
+// frontendsOf returns a view's frontends as a message, which contains each list of
 // endpoints only once.
 func frontendsOf(v *api.ServiceEndpoints) *localv1.ServiceFrontends {
 	w := &localv1.ServiceFrontends{Namespace: v.Service.Namespace, Name: v.Service.Name}

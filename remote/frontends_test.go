@@ -19,7 +19,7 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// TestFrontendsReplaceServices follows a service as a client that requests frontends.
+// A client that requests frontends receives them in place of services.
 func TestFrontendsReplaceServices(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	service := *hinted
@@ -43,7 +43,7 @@ func TestFrontendsReplaceServices(t *testing.T) {
 	}
 	defer conn.Close()
 
-	// answer returns the operations of the next answer to a request, and its token.
+	// answer sends a request and returns the operations and the token of the answer.
 	answer := func(stream grpc.BidiStreamingClient[localv1.WatchReq, localv1.OpItem], req *localv1.WatchReq) (ops []string, token []byte) {
 		t.Helper()
 		req.NodeName, req.Frontends = "in-a", true
@@ -116,7 +116,7 @@ func TestFrontendsReplaceServices(t *testing.T) {
 	}
 }
 
-// frontendsText returns m as JSON in a stable form.
+// frontendsText returns m as JSON without the random white space of protojson.
 func frontendsText(t *testing.T, m *localv1.ServiceFrontends) string {
 	t.Helper()
 	text, err := protojson.MarshalOptions{UseProtoNames: true}.Marshal(m)

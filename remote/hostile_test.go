@@ -32,7 +32,7 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 )
 
-// besieged is a server with one good client besides the test's clients.
+// besieged is a server that a test attacks while a good client uses it.
 type besieged struct {
 	*world
 	server  *remote.Server
@@ -90,7 +90,7 @@ func heap() uint64 {
 	return m.HeapAlloc
 }
 
-// TestGarbage sends invalid HTTP/2, and valid HTTP/2 without meaning.
+// The data is invalid HTTP/2, or valid HTTP/2 that no real client sends.
 func TestGarbage(t *testing.T) {
 	b := besiege(t, quick)
 	r := rand.New(rand.NewPCG(1, 1))
@@ -153,7 +153,7 @@ func TestGarbage(t *testing.T) {
 				}
 				defer conn.Close()
 				conn.SetDeadline(time.Now().Add(time.Minute))
-				conn.Write(test.send()) // the server need not read it
+				conn.Write(test.send()) // may fail, because the server need not read everything
 				conn.(*net.TCPConn).CloseWrite()
 				if _, err := io.Copy(io.Discard, conn); errors.Is(err, os.ErrDeadlineExceeded) {
 					t.Fatal("the connection is still open")
@@ -177,9 +177,9 @@ const (
 )
 
 var (
-	// http2Hello begins an HTTP/2 connection.
+	// A client sends http2Hello at the beginning of an HTTP/2 connection.
 	http2Hello = append([]byte("PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), http2Frame(http2Settings, 0, 0, nil)...)
-	// watchHeaders are the headers of a call of Watch.
+	// watchHeaders are the header fields with which a call of Watch begins.
 	watchHeaders = slices.Concat(
 		hpackField(":method", "POST"), hpackField(":scheme", "http"), hpackField(":path", localv1.Sets_Watch_FullMethodName),
 		hpackField(":authority", "localhost"), hpackField("content-type", "application/grpc"), hpackField("te", "trailers"))
@@ -190,7 +190,7 @@ func http2Frame(kind, flags byte, stream uint32, payload []byte) []byte {
 	return append(binary.BigEndian.AppendUint32([]byte{byte(n >> 16), byte(n >> 8), byte(n), kind, flags}, stream), payload...)
 }
 
-// hpackField is a header field as a literal without indexing (RFC 7541, 6.2.2).
+// hpackField encodes a header field as a literal without indexing (RFC 7541, 6.2.2).
 func hpackField(name, value string) []byte {
 	b := []byte{0}
 	for _, s := range []string{name, value} {
@@ -204,7 +204,7 @@ func hpackField(name, value string) []byte {
 	return b
 }
 
-// hugeCodec sends a message that repeats one piece.
+// hugeCodec encodes every message as many repetitions of one piece.
 type hugeCodec struct {
 	bytesCodec
 	piece []byte
@@ -216,7 +216,7 @@ func (c hugeCodec) Marshal(any) (mem.BufferSlice, error) {
 	return slices.Repeat(mem.BufferSlice{mem.SliceBuffer(c.piece)}, c.times), nil
 }
 
-// TestAMessageOf100MB counts all allocations, including garbage.
+// The test counts all allocated bytes, including those already freed.
 func TestAMessageOf100MB(t *testing.T) {
 	b := besiege(t, quick)
 	c := newTableClient(t, t.Context(), "tcp://"+b.address, "node-1")
@@ -246,7 +246,7 @@ func allocated() uint64 {
 	return m.TotalAlloc
 }
 
-// TestAMillionRequests sends requests on one stream until the server stops reading.
+// The test sends requests on one stream until the server stops reading them.
 func TestAMillionRequests(t *testing.T) {
 	const million = 1_000_000
 	b := besiege(t, quick)
@@ -305,7 +305,6 @@ func TestClientThatNeverReads(t *testing.T) {
 	}
 }
 
-// TestFailedHandshakes connects without the required credentials.
 func TestFailedHandshakes(t *testing.T) {
 	ca, foreign := newAuthority(t), newAuthority(t)
 	opts := quick
@@ -318,7 +317,8 @@ func TestFailedHandshakes(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// GetClientCertificate sends the certificate even if the server does not trust it.
+			// Without this, crypto/tls sends no certificate if the server does not know its
+			// authority.
 			c.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
 		}
 		return c
@@ -347,8 +347,8 @@ func TestFailedHandshakes(t *testing.T) {
 	}
 }
 
-// handshake connects and returns nil if the server begins to send HTTP/2. With TLS 1.3, a
-// client learns about its rejection when it reads.
+// handshake returns nil if the server accepts a connection and begins to send HTTP/2.
+// With TLS 1.3, a client learns that it was rejected only when it reads.
 func handshake(t *testing.T, address string, config *tls.Config) error {
 	raw, err := net.Dial("tcp", address)
 	if err != nil {
@@ -374,7 +374,7 @@ func TestStreamsAreLimited(t *testing.T) {
 	refused := func() error {
 		c := newTableClient(t, t.Context(), address, "n")
 		request := []byte{}
-		// If the stream was already refused, SendMsg returns EOF, and the reason follows below.
+		// EOF means that the server has already refused the stream; recv returns the reason.
 		if err := c.stream.SendMsg(&request); err != nil && err != io.EOF {
 			t.Fatal(err)
 		}
@@ -434,9 +434,8 @@ func TestStreamIsForOneNode(t *testing.T) {
 	}
 }
 
-// TestUnreadDataIsBounded sends frames of one byte. Each of them costs the server much
-// more memory, because it does not read the requests of their streams yet. The test
-// checks that all streams that a peer may have by default use a bounded amount of memory.
+// A frame of one byte that the server has not read yet occupies much more memory. With
+// the default limit for a peer's streams, this memory must be bounded.
 func TestUnreadDataIsBounded(t *testing.T) {
 	const streams, most = 8, 200 << 20
 	b := besiege(t, quick)
@@ -450,10 +449,11 @@ func TestUnreadDataIsBounded(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	write(http2Hello, http2Frame(http2Settings, 1, 0, nil)) // an acknowledgement
+	write(http2Hello, http2Frame(http2Settings, 1, 0, nil)) // 1: acknowledges the server's settings
 	pongs := make(chan struct{}, 1)
 	go readPongs(conn, pongs)
-	// A pong shows that everything before the ping was processed. Three pings are too many.
+	// The pong shows that the server has processed everything before the ping. A test may
+	// send two pings; the server does not accept three.
 	ping := func() {
 		t.Helper()
 		write(http2Frame(http2Ping, 0, 0, make([]byte, 8)))
@@ -484,7 +484,7 @@ func TestUnreadDataIsBounded(t *testing.T) {
 	b.checkGoodClient(t)
 }
 
-// readPongs reads frames until the connection ends, and reports each pong.
+// readPongs reads frames until the connection ends. For each pong, it sends to pongs.
 func readPongs(conn net.Conn, pongs chan<- struct{}) {
 	for {
 		var head [9]byte

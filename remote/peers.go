@@ -16,7 +16,7 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// peers counts the resources of clients and enforces the limits.
+// peers counts the clients' connections and streams, and enforces the limits.
 type peers struct {
 	limits Limits
 
@@ -26,17 +26,17 @@ type peers struct {
 
 	mu          sync.Mutex
 	connections int
-	byHost      map[string]int // connections
+	byHost      map[string]int // number of connections
 	byName      map[string]*account
 }
 
-// account is the record of a peer that has streams, or had some recently.
+// account is the record of a peer that has or had streams.
 type account struct {
 	streams int
 	opening *rate.Limiter
 }
 
-// limitedListener accepts as many connections as the limits allow.
+// limitedListener closes connections that would exceed the limits.
 type limitedListener struct {
 	net.Listener
 	peers *peers
@@ -57,10 +57,10 @@ func (l *limitedListener) Accept() (net.Conn, error) {
 	}
 }
 
-// countedConn is a connection that counts against the limits until it is closed.
+// countedConn is a connection that counts towards the limits until it is closed.
 type countedConn struct {
 	net.Conn
-	release func() // called once
+	release func() // only the first call has an effect
 }
 
 // Close implements net.Conn.
@@ -102,7 +102,7 @@ type connCredentials struct {
 	credentials.TransportCredentials
 }
 
-// connInfo is the result of a handshake, with its connection.
+// connInfo is the result of a handshake, together with the connection.
 type connInfo struct {
 	credentials.AuthInfo
 	conn net.Conn
@@ -126,7 +126,7 @@ type caller struct {
 	conn net.Conn
 }
 
-// callerOf returns the client of a stream. If shared is true, many clients may share a
+// callerOf returns the client of a stream. If shared is true, many clients may use one
 // certificate, so a peer is a certificate at one address.
 func callerOf(ctx context.Context, shared bool) (caller, error) {
 	p, _ := peer.FromContext(ctx)
@@ -147,7 +147,7 @@ func callerOf(ctx context.Context, shared bool) (caller, error) {
 	return c, nil
 }
 
-// admit counts a stream of the caller until done is called.
+// admit counts a stream of c until done is called. It returns an error beyond the limits.
 func (p *peers) admit(c caller) (done func(), err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -175,7 +175,7 @@ func (p *peers) admit(c caller) (done func(), err error) {
 	}, nil
 }
 
-// sweep drops the accounts of peers without streams when there are many.
+// sweep drops accounts without streams if there are many accounts.
 func (p *peers) sweep() {
 	if len(p.byName) < 2*p.limits.Connections {
 		return

@@ -21,8 +21,9 @@ type (
 	stateChange  = diffstore.Change[types.NamespacedName, *api.ServiceState]
 )
 
-// publisher selects the snapshots for streams. It collects commits for a short time, so
-// that a burst wakes the streams once and all streams move between the same snapshots.
+// publisher decides which snapshots the streams send. After a commit, it waits a short
+// time for others. So a burst wakes the streams only once, and all streams send the same
+// snapshots.
 type publisher struct {
 	state    cluster.Reader
 	interval time.Duration
@@ -31,15 +32,14 @@ type publisher struct {
 	snapshot *cluster.Snapshot // nil until the state is synced
 	next     chan struct{}     // closed when snapshot is replaced
 
-	// The fields below hold the changes of the last step, for all streams at the same
-	// position.
+	// The last result of the method changes. Many streams need the same changes.
 	stepping sync.Mutex
 	from, to diffstore.Revision
 	changed  []stateChange
 }
 
-// get returns the current snapshot, or nil if there is none, and a channel that closes
-// when another one replaces it.
+// get returns the present snapshot, or nil if there is none yet. The channel closes when
+// another snapshot replaces it.
 func (p *publisher) get() (*cluster.Snapshot, <-chan struct{}) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -47,14 +47,14 @@ func (p *publisher) get() (*cluster.Snapshot, <-chan struct{}) {
 }
 
 // lags reports whether a snapshot is so old that its memory should be freed. The limit is
-// twice the lag of cursors (see diffstore), because most changes affect two stores: the
-// store of the object and that of the joined states.
+// twice the lag that diffstore allows cursors, because most changes count in two stores:
+// the store of the changed object, and the store of the joined states.
 func (p *publisher) lags(snapshot *cluster.Snapshot) bool {
 	present, _ := p.get()
 	return int(present.Revision-snapshot.Revision) > 2*max(10_000, present.States.Len()/4)
 }
 
-// changes returns the changed services, in order.
+// changes returns the changes of d, in the order of the keys.
 func (p *publisher) changes(d statesDelta) []stateChange {
 	from, to := d.Old.Revision(), d.New.Revision()
 	if from == to {

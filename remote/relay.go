@@ -17,7 +17,7 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// clusterServer serves the state of the cluster to other servers.
+// clusterServer sends the state of the cluster to other servers.
 type clusterServer struct {
 	clusterv1.UnimplementedClusterServer
 	*Server
@@ -51,8 +51,8 @@ func (s *Server) mayReadCluster(c caller) error {
 type relay struct {
 	server   *Server
 	sender   sender
-	revision diffstore.Revision // revision of the client's state, 0 if unknown
-	synced   bool               // the client has an answer
+	revision diffstore.Revision // of the client's state; 0 if unknown
+	synced   bool               // an answer was sent
 
 	part clusterv1.WatchResponse
 	size int // approximate size of part
@@ -85,14 +85,14 @@ func (r *relay) send(snapshot *cluster.Snapshot) (bool, error) {
 	return true, r.flush()
 }
 
-// request implements subscriber. Requests only report that the client is ready.
+// request implements subscriber. Later requests say only that the client is ready.
 func (r *relay) request(*clusterv1.WatchRequest) error { return nil }
 
 // deletionSize is the approximate size of a deletion on the wire.
 const deletionSize = 64
 
-// add adds objects of one kind to the part and sends the part when it is large enough. A
-// nil object stands for a deletion.
+// add adds objects of one kind to r.part, and calls flush whenever r.part is large
+// enough. A nil object means that the object was deleted.
 func add[K, V any, M proto.Message, D any](r *relay, objects iter.Seq2[K, *V], set *[]M, message func(*V) M, deleted *[]D, name func(K) D) error {
 	for key, object := range objects {
 		if object == nil {
@@ -113,7 +113,7 @@ func add[K, V any, M proto.Message, D any](r *relay, objects iter.Seq2[K, *V], s
 	return nil
 }
 
-// flush sends the part and begins the next one.
+// flush sends r.part and empties it.
 func (r *relay) flush() error {
 	m := &raw{mem.BufferSlice{mem.SliceBuffer(localv1.Marshal(&r.part))}}
 	r.part.Reset()

@@ -47,7 +47,7 @@ func within(t testing.TB) context.Context {
 	return ctx
 }
 
-// writer writes a World to a state.
+// writer implements apitest.Writer for a state.
 type writer struct{ tx *cluster.Tx }
 
 func (w writer) SetService(s *api.Service)            { w.tx.SetService(s) }
@@ -83,8 +83,8 @@ func (w *world) change(n int) {
 	w.mark()
 }
 
-// mark writes the number of steps so far into a marker service. A reader that has seen it
-// has seen all earlier changes.
+// mark increments the step in a marker service. A reader that has received this step has
+// received all earlier changes too.
 func (w *world) mark() {
 	w.step++
 	update(w.state, func(to apitest.Writer) { to.SetService(marker(w.step)) })
@@ -99,7 +99,7 @@ func marker(step int) *api.Service {
 	}
 }
 
-// screen is a sink that prints like kpng-json and keeps the last output.
+// screen is a sink that formats services like kpng-json and keeps the last output.
 type screen struct {
 	mu    sync.Mutex
 	print []byte
@@ -110,7 +110,7 @@ type screen struct {
 func newScreen() *screen { return &screen{moved: make(chan struct{})} }
 
 func (s *screen) sink() sink.Sink {
-	encoded := map[*api.ServiceEndpoints][]byte{} // the views in the last output
+	encoded := map[*api.ServiceEndpoints][]byte{} // view → its line in the last output
 	return sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
 		var print bytes.Buffer
 		before, step := encoded, 0
@@ -138,11 +138,11 @@ func (s *screen) sink() sink.Sink {
 	})
 }
 
-// patience is the maximum wait without progress.
+// patience is the time without progress after which a test fails.
 const patience = time.Minute
 
-// waitOutput waits until the marker has reached a step, and returns the output at that
-// time.
+// waitOutput waits until the marker service has reached step, and then returns the
+// output.
 func (s *screen) waitOutput(t testing.TB, step int) []byte {
 	t.Helper()
 	for {
@@ -160,7 +160,7 @@ func (s *screen) waitOutput(t testing.TB, step int) []byte {
 	}
 }
 
-// drive runs a sink with a source until the test ends.
+// drive runs the sink s with the source src until the test ends.
 func drive(t testing.TB, src sink.Source, s sink.Sink) {
 	ctx, cancel := context.WithCancel(t.Context())
 	ended := make(chan struct{})
@@ -175,7 +175,7 @@ func drive(t testing.TB, src sink.Source, s sink.Sink) {
 	})
 }
 
-// start runs f in the background until it is stopped or the test ends.
+// start runs f in the background, until stop is called or the test ends.
 func start(t testing.TB, f func(context.Context) error) (stop func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
@@ -209,7 +209,7 @@ func listen(t testing.TB, address string) net.Listener {
 	return l
 }
 
-// serve serves state on an address.
+// serve runs a server of state at the address.
 func serve(t testing.TB, state *cluster.State, address string, opts remote.ServerOptions) (server *remote.Server, stop func()) {
 	t.Helper()
 	return serveOn(t, state, listen(t, address), opts)
@@ -224,7 +224,7 @@ func serveOn(t testing.TB, state *cluster.State, l net.Listener, opts remote.Ser
 	return server, start(t, func(ctx context.Context) error { return server.Serve(ctx, l) })
 }
 
-// follow returns a running client.
+// follow returns a running client of the servers at the addresses.
 func follow(t testing.TB, node string, addresses ...string) (client *remote.Client, stop func()) {
 	t.Helper()
 	client, err := remote.NewClient(remote.ClientOptions{
@@ -237,8 +237,8 @@ func follow(t testing.TB, node string, addresses ...string) (client *remote.Clie
 	return client, start(t, client.Run)
 }
 
-// quick are the options of most servers in tests: no batching, and no limit for the rate
-// of new streams.
+// Most servers in tests have the options quick: the server does not wait for further
+// changes, and new streams may come at any rate.
 var quick = remote.ServerOptions{BatchInterval: -1, Limits: remote.Limits{StreamRate: 1e6}}
 
 // TestRemoteSinkReceivesSameAsInProcess compares the output of kpng-json for a remote
@@ -266,7 +266,7 @@ func TestRemoteSinkReceivesSameAsInProcess(t *testing.T) {
 	}
 }
 
-// A client follows a state that was read from a manifest with pods behind endpoints.
+// The manifest contains the pods of the endpoints.
 func TestTargetsAndLoadBalancerClassReachClients(t *testing.T) {
 	state := cluster.New(cluster.Options{})
 	err := file.Watch(t.Context(), state, file.Options{

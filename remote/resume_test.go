@@ -26,14 +26,14 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// gate is an address in front of a server. While it is closed, no connection passes. It
-// counts the bytes from the server.
+// gate forwards connections to a server while it is open, and closes them while it is
+// not. It counts the bytes from the server.
 type gate struct {
 	address  string
 	received atomic.Int64
 
 	mu    sync.Mutex
-	to    string // target address; empty while it is closed
+	to    string // address of the server; empty while the gate is closed
 	conns map[net.Conn]bool
 }
 
@@ -64,8 +64,8 @@ func newGate(t testing.TB) *gate {
 	return g
 }
 
-// open returns a connection to the target for the incoming connection in, or nil if the
-// gate is closed or the target is down.
+// open returns a connection to the server, or nil if the gate is closed or the server is
+// down.
 func (g *gate) open(in net.Conn) net.Conn {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -102,7 +102,7 @@ func (g *gate) openTo(address string) {
 	g.to = address[len("unix://"):]
 }
 
-// close closes the gate and all connections.
+// close closes the gate and its connections.
 func (g *gate) close() {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -122,7 +122,7 @@ func keys(s sinktest.Sync) []string {
 	return names
 }
 
-// plain returns a service that is not in the World.
+// plain returns a service that the World never changes.
 func plain(name string, port int32) *api.Service {
 	return &api.Service{
 		Namespace: "plain", Name: name, Type: api.ClusterIP,
@@ -202,8 +202,7 @@ func TestChangeOfZoneInvalidatesToken(t *testing.T) {
 	}
 }
 
-// TestClientLeavesStaleServer has two servers, which lose their sources one after the
-// other.
+// At first only one of the two servers is stale, later only the other one.
 func TestClientLeavesStaleServer(t *testing.T) {
 	set := func(s *cluster.State, name string, stale bool) {
 		s.Update(func(tx *cluster.Tx) {
@@ -263,9 +262,9 @@ func TestNewServerSendsOnlyDifferences(t *testing.T) {
 	}
 }
 
-// TestNothingIsLostUnderChurn kills servers, relays, clients and connections in turn
-// while the cluster changes. At the end every sink has the same state as a sink in the
-// server's process, and all deliveries were in order.
+// While the cluster changes, the test stops servers, relays, clients and connections in
+// turn. At the end, every sink must have the same state as a sink in the server's
+// process. The Recorder checks the order of all deliveries.
 func TestNothingIsLostUnderChurn(t *testing.T) {
 	w := newWorld(4, 5, 80)
 	update(w.state, func(to apitest.Writer) { to.SetService(plain("stays", 1)) })
@@ -352,8 +351,7 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 	}
 }
 
-// TestPartialAnswerIsInvisible cuts the connection in the first answer repeatedly, later
-// each time.
+// The test closes the connection during the first answer, each time after more bytes.
 func TestPartialAnswerIsInvisible(t *testing.T) {
 	w := newWorld(5, 5, 400)
 	address := socket(t)

@@ -26,61 +26,60 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// ServerOptions are a server's settings. The zero value serves loopback addresses and
-// unix sockets in plaintext.
+// ServerOptions are the settings of a server. With the zero value, a server uses
+// plaintext and accepts only loopback addresses and unix sockets.
 type ServerOptions struct {
-	// TLS, if not nil, is required from every client.
+	// If TLS is not nil, every client must use TLS.
 	TLS *transport.TLS
-	// Insecure allows plaintext on addresses that other machines can reach.
+	// Insecure allows plaintext also on addresses that other machines can reach.
 	Insecure bool
 
-	// NodeCertificates limits a client to the node of its certificate, whose common name is
-	// system:node:NAME. It needs TLS.
+	// NodeCertificates requires that the client of a node NAME has a certificate with the
+	// common name system:node:NAME. It needs TLS.
 	NodeCertificates bool
 
-	// ServeCluster also serves the state of the whole cluster, for other kpng servers
-	// that relay it. With TLS, only ClusterReaders may read it.
+	// With ServeCluster, other kpng servers can read the state of the whole cluster and
+	// relay it to their clients. With TLS, only ClusterReaders may read it.
 	ServeCluster bool
-	// ClusterReaders are common names or organizations of certificates.
+	// ClusterReaders are common names or organizations in client certificates.
 	ClusterReaders []string
 
-	// BatchInterval is how long the server collects changes before it sends them. Default 10
-	// ms; negative means no wait.
+	// BatchInterval is the time that the server waits for further changes before it sends a
+	// change. Default 10 ms; a negative value means no wait.
 	BatchInterval time.Duration
-	// Limits limit the resources of clients.
+	// Limits are the limits for clients.
 	Limits Limits
-	// StopTimeout is how long the server waits for answers in progress when it stops.
-	// Default 5 s.
+	// StopTimeout limits the time that a stopping server waits for the end of the answers in
+	// progress. Default 5 s.
 	StopTimeout time.Duration
 }
 
 // Limits limit the resources that clients use on a server. A peer is an IP address, or
 // all unix sockets. With TLS, a peer is a certificate's common name at one IP address or
-// at all unix sockets. With NodeCertificates, it is the common name alone. Zero values
-// mean the defaults.
+// at all unix sockets. With NodeCertificates, it is the common name alone. A field that
+// is zero has its default value.
 type Limits struct {
 	// Connections limits the connections of all peers together. Default 20,000.
 	Connections int
 	// ConnectionsPerPeer limits the connections of one IP address, or of all unix sockets.
 	// Default 256.
 	ConnectionsPerPeer int
-	// StreamsPerPeer limits the open streams of a peer. A client needs one. A malicious
-	// stream can cost about 4 MB. Default 32.
+	// StreamsPerPeer limits the open streams of a peer. A client needs one stream. A
+	// malicious client can use about 4 MB of memory per stream. Default 32.
 	StreamsPerPeer int
-	// StreamRate limits the average number of new streams per second of a peer, because
-	// the first answer on each may be the whole state. A burst may have up to
-	// StreamsPerPeer streams. Default 20.
+	// StreamRate limits the average number of new streams of a peer per second, because the
+	// first answer on each stream may be the whole state. StreamsPerPeer limits the streams
+	// in a burst. Default 20.
 	StreamRate float64
-	// SendTimeout is the time that a client has to receive one message, and each 64 KB of
-	// an answer. After it, the server closes the connection. A stream also ends when its
-	// answer has taken longer than SendTimeout and the cluster has changed too much
-	// meanwhile. Default 30 s.
+	// SendTimeout limits the time that a client takes to receive a message, or 64 KB of an
+	// answer. When it has passed, the server closes the connection. A stream also ends if an
+	// answer takes longer than SendTimeout while the cluster changes too much. Default 30 s.
 	SendTimeout time.Duration
-	// CacheBytes is the approximate memory for cached marshalled views. Default 64 MiB.
+	// CacheBytes limits the cache of marshalled views, approximately. Default 64 MiB.
 	CacheBytes int
 }
 
-// DefaultLimits returns the limits that zero values stand for.
+// DefaultLimits returns the default values of all limits.
 func DefaultLimits() Limits {
 	return Limits{
 		Connections:        20_000,
@@ -92,11 +91,12 @@ func DefaultLimits() Limits {
 	}
 }
 
-// Server serves views of a cluster's state and, on request, the state itself.
+// Server sends views of a cluster's state to clients. With ServeCluster, it also sends
+// the state itself.
 type Server struct {
 	opts     ServerOptions
 	state    cluster.Reader
-	instance []byte // distinguishes this server's tokens from another's
+	instance []byte // random; tokens of this server begin with it
 
 	served    atomic.Bool
 	published *publisher
@@ -105,9 +105,9 @@ type Server struct {
 	stopping  chan struct{}
 }
 
-// NewServer returns a server of state. It serves clients as soon as the state is synced.
-// The state should have [cluster.Options].Resumable. Otherwise clients start over after
-// any deletion.
+// NewServer returns a server of state. It answers clients as soon as the state is synced.
+// The state should have [cluster.Options].Resumable. Otherwise a client that reconnects
+// has to start over if anything was deleted meanwhile.
 func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 	switch {
 	case opts.TLS == nil && opts.NodeCertificates:
@@ -127,7 +127,7 @@ func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 	opts.Limits.SendTimeout = cmp.Or(opts.Limits.SendTimeout, limits.SendTimeout)
 	opts.Limits.CacheBytes = cmp.Or(opts.Limits.CacheBytes, limits.CacheBytes)
 	instance := make([]byte, 16)
-	rand.Read(instance) // never fails
+	rand.Read(instance) // cannot fail
 	return &Server{
 		opts:      opts,
 		state:     state,
@@ -139,9 +139,9 @@ func NewServer(state cluster.Reader, opts ServerOptions) (*Server, error) {
 	}, nil
 }
 
-// Serve serves on the listeners until ctx ends. Then it closes them, waits up to
-// StopTimeout for answers in progress, and returns nil. It returns an error if a listener
-// would be insecure, if a listener fails, or if Serve was called before.
+// Serve accepts clients on the listeners until ctx ends. Then it closes the listeners,
+// waits for answers in progress, up to StopTimeout, and returns nil. It returns an error
+// if a listener would be insecure, if a listener fails, or if Serve was called before.
 func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	defer func() {
 		for _, l := range listeners {
@@ -185,18 +185,18 @@ func (s *Server) Serve(ctx context.Context, listeners ...net.Listener) error {
 	return err
 }
 
-// maxRequest is the maximum size of a message from a client. A WatchReq has a name and a
-// token.
+// maxRequest is the maximum size of a message from a client. A WatchReq is smaller: it
+// has little more than a name and a token.
 const maxRequest = 16 << 10
 
-// requestWindow is the flow-control window for a client's messages, the default of
-// HTTP/2. It is fixed, because otherwise grpc sends a ping with each request to measure
-// the bandwidth.
+// requestWindow is the flow-control window for a client's messages. It is fixed, because
+// with a variable window gRPC sends a ping with each request to measure the bandwidth.
+// The size is the default of HTTP/2.
 const requestWindow = 64 << 10
 
-// connectionAge is the lifetime of a connection, within 10 %. Then the client reconnects
-// with its token. So the current authorities apply to it, and clients spread over
-// servers.
+// connectionAge is the lifetime of a connection, give or take 10 %. After it, the client
+// reconnects with its token. So clients spread over servers, and the server checks their
+// certificates again.
 const connectionAge = 30 * time.Minute
 
 func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.ServerOption {
@@ -208,7 +208,7 @@ func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.Serv
 		grpc.MaxRecvMsgSize(maxRequest),
 		grpc.MaxHeaderListSize(16 << 10),
 		grpc.ReadBufferSize(4 << 10),
-		grpc.SharedWriteBuffer(true), // the default of newer versions: saves 32 KB per idle connection
+		grpc.SharedWriteBuffer(true), // saves 32 KB per idle connection; in newer versions, true is the default
 		grpc.StaticStreamWindowSize(requestWindow),
 		grpc.StaticConnWindowSize(requestWindow),
 		grpc.KeepaliveParams(keepalive.ServerParameters{
@@ -219,8 +219,8 @@ func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.Serv
 	}
 }
 
-// credentials returns the credentials of connections. It returns an error if a listener
-// needs TLS and has none.
+// credentials returns the credentials for all connections. It returns an error if a
+// listener needs TLS and TLS is not configured.
 func (s *Server) credentials(ctx context.Context, listeners []net.Listener) (credentials.TransportCredentials, error) {
 	if s.opts.TLS != nil {
 		config, err := s.opts.TLS.Server(klog.FromContext(ctx))
@@ -237,16 +237,16 @@ func (s *Server) credentials(ctx context.Context, listeners []net.Listener) (cre
 	return insecure.NewCredentials(), nil
 }
 
-// Stats are the statistics of a server.
+// Stats are statistics of a server.
 type Stats struct {
 	// Streams is the number of open streams.
 	Streams int
-	// Views counts the computed and marshalled views. Values counts the services and
-	// endpoints in them.
+	// Views counts the computed views. Values counts the services and endpoints that were
+	// marshalled for them.
 	Views, Values uint64
 	// Bytes counts the bytes of sent messages, without framing and TLS.
 	Bytes uint64
-	// Refused counts connections and streams refused because of a limit.
+	// Refused counts the connections and streams that were refused because of a limit.
 	Refused uint64
 	// Stalled counts connections and streams that ended because the client read too slowly.
 	Stalled uint64

@@ -15,8 +15,8 @@ import (
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
-// hinted is a service with an endpoint in zone a and one in zone b, each hinted for its
-// zone.
+// hinted is a service with an endpoint in zone a and one in zone b. Each endpoint has a
+// hint for its own zone.
 var (
 	hinted = &api.Service{
 		Namespace: "plain", Name: "hinted", Type: api.ClusterIP,
@@ -33,8 +33,7 @@ var (
 	}
 )
 
-// TestViewsAreComputedOncePerClass has ten nodes in each of two zones. In each zone, one
-// node has an endpoint.
+// There are ten nodes in each of two zones. In each zone, one node has an endpoint.
 func TestViewsAreComputedOncePerClass(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	var nodes []string
@@ -67,7 +66,7 @@ func TestViewsAreComputedOncePerClass(t *testing.T) {
 		}
 	}
 	wait(1)
-	const classes = 4 // two zones, and a node in each
+	const classes = 4 // for each zone: the node with the endpoint, and all others
 	if got := server.Stats().Views; got != classes {
 		t.Errorf("%d views were computed for %d nodes, want %d", got, len(nodes), classes)
 	}
@@ -84,8 +83,7 @@ func TestViewsAreComputedOncePerClass(t *testing.T) {
 	}
 }
 
-// TestInvisibleChangesAreNotSent adds an endpoint that does not serve, and another
-// node.
+// The test adds an endpoint that does not serve, and another node.
 func TestInvisibleChangesAreNotSent(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	update(state, func(to apitest.Writer) {
@@ -119,7 +117,7 @@ func TestInvisibleChangesAreNotSent(t *testing.T) {
 	}
 }
 
-// TestLargeServiceIsSentInParts has a service that is too large for one operation.
+// The service is too large for one operation.
 func TestLargeServiceIsSentInParts(t *testing.T) {
 	state := cluster.New(cluster.Options{Resumable: true})
 	slice := *hintedSlice

@@ -15,23 +15,23 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// subscriber is the client of a stream with its position.
+// subscriber is the client of a stream, and its position.
 type subscriber[Request any] interface {
-	// send sends the difference to the snapshot. It reports whether there was anything to
-	// send.
+	// send sends the changes between the client's position and the snapshot. It reports
+	// whether there was anything to send.
 	send(snapshot *cluster.Snapshot) (bool, error)
-	// request handles a request after the first.
+	// request handles a request other than the first.
 	request(req *Request) error
 }
 
-// renewTokens is the maximum time until a client gets a token of the latest revision. A
-// store keeps deletions for 10 minutes.
+// After renewTokens, a client gets a token of the latest revision even if nothing changes
+// for it. It must be shorter than 10 minutes, the time for which a store keeps deletions.
 const renewTokens = 5 * time.Minute
 
 var errExpired = status.Error(codes.Unauthenticated, "the client's certificate has expired")
 
-// serveStream handles a stream: it alternates between requests and answers. The function
-// begin returns the subscriber for the first request.
+// serveStream handles a stream. It receives requests and answers each before it receives
+// the next. The function begin handles the first request and returns the subscriber.
 func serveStream[Request, Response any](s *Server, stream grpc.BidiStreamingServer[Request, Response], begin func(caller, *Request) (subscriber[Request], error)) error {
 	ctx := stream.Context()
 	c, err := callerOf(ctx, !s.opts.NodeCertificates)
@@ -69,7 +69,7 @@ func serveStream[Request, Response any](s *Server, stream grpc.BidiStreamingServ
 	}
 }
 
-// endOf returns the error of a stream after a failed receive.
+// endOf returns the result of a stream on which Recv returned err.
 func endOf(err error) error {
 	if errors.Is(err, io.EOF) {
 		return nil
@@ -77,7 +77,7 @@ func endOf(err error) error {
 	return err
 }
 
-// answer waits for a snapshot with new state and sends it.
+// answer waits for a snapshot for which send has something to send.
 func (s *Server) answer(ctx context.Context, send func(*cluster.Snapshot) (bool, error)) error {
 	renew := time.NewTicker(renewTokens)
 	defer renew.Stop()
@@ -99,8 +99,8 @@ func (s *Server) answer(ctx context.Context, send func(*cluster.Snapshot) (bool,
 	}
 }
 
-// sender sends messages to one client. It closes the connection if the client does not
-// read them.
+// sender sends messages to one client. If the client does not read them, sender closes
+// the connection.
 type sender struct {
 	server *Server
 	stream grpc.ServerStream
@@ -116,9 +116,9 @@ func (s *sender) begin(snapshot *cluster.Snapshot) {
 	s.snapshot, s.started, s.sent = snapshot, time.Now(), 0
 }
 
-// send sends one message. The client has SendTimeout for it, and for each 64 KB of the
-// whole answer. An answer that has taken longer than SendTimeout ends when its snapshot
-// is too old.
+// send sends one message. The client has to read it within SendTimeout, and each 64 KB of
+// the answer within the same time on average. If an answer takes longer than SendTimeout,
+// the stream ends as soon as the snapshot is too old.
 func (s *sender) send(m *raw) error {
 	size, timeout, elapsed := m.bytes.Len(), s.server.opts.Limits.SendTimeout, time.Since(s.started)
 	peers := s.server.peers
@@ -140,11 +140,11 @@ func (s *sender) send(m *raw) error {
 	return err
 }
 
-// batchBytes is the approximate size of a batch.
+// A batch is sent when it has batchBytes.
 const batchBytes = 64 << 10
 
-// opSender sends operations: one per message or, if the client supports it, in batches.
-// After an error it sends nothing.
+// opSender sends operations. If the client supports batches, a message contains several
+// operations, otherwise one. After an error, opSender sends nothing.
 type opSender struct {
 	sender
 	batches bool
@@ -154,7 +154,7 @@ type opSender struct {
 	err   error
 }
 
-// ops sends operations, possibly in a batch with later ones.
+// ops sends operations, or adds them to the batch.
 func (s *opSender) ops(frames ...frame) {
 	for _, f := range frames {
 		switch {
@@ -173,7 +173,7 @@ func (s *opSender) ops(frames ...frame) {
 	}
 }
 
-// flush sends the pending batch.
+// flush sends the batch, if any.
 func (s *opSender) flush() {
 	if s.size > 0 && s.err == nil {
 		s.err = s.send(&raw{s.batch})

@@ -26,10 +26,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// This file has a client of the original kpng. It was written only from the table in
-// docs/wire.md and does not use the generated code.
+// This file has a client like those of the original kpng. It is based only on the table
+// in docs/wire.md and does not use the generated code.
 
-// bytesCodec sends and receives messages as bytes.
+// bytesCodec sends and receives messages that are already marshalled.
 type bytesCodec struct{}
 
 func (bytesCodec) Name() string { return "proto" }
@@ -43,7 +43,8 @@ func (bytesCodec) Unmarshal(data mem.BufferSlice, v any) error {
 	return nil
 }
 
-// field is a field of a message. Its type is varint or bytes, depending on the number.
+// field is a field of a marshalled message. Depending on its type, its value is in varint
+// or in bytes.
 type field struct {
 	number protowire.Number
 	varint uint64
@@ -77,7 +78,7 @@ func parse(t *testing.T, message []byte) []field {
 	return fields
 }
 
-// get returns the first field with a number.
+// get returns the first field with the given number.
 func get(fields []field, number protowire.Number) field {
 	for _, f := range fields {
 		if f.number == number {
@@ -87,7 +88,7 @@ func get(fields []field, number protowire.Number) field {
 	return field{}
 }
 
-// The numbers of the table.
+// Field numbers and set numbers, from the table in docs/wire.md.
 const (
 	watchReqNodeName = 1
 
@@ -117,7 +118,7 @@ const (
 	ipSetV4, ipSetV6                               = 1, 2
 )
 
-// tableClient stores the received values by path, like old backends.
+// tableClient stores received values by path, like backends of the original kpng.
 type tableClient struct {
 	t      *testing.T
 	conn   *grpc.ClientConn
@@ -137,8 +138,8 @@ func newTableClient(t *testing.T, ctx context.Context, address, node string) *ta
 	}
 	conn, err := grpc.NewClient(strings.Replace(a.String(), "tcp://", "passthrough:///", 1),
 		grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithAuthority("localhost"),
-		// The windows are fixed, because windows that grpc estimates could grow to the
-		// size of all data.
+		// The windows have a fixed size. Otherwise gRPC could enlarge them until all data fits
+		// into them.
 		grpc.WithStaticStreamWindowSize(64<<10), grpc.WithStaticConnWindowSize(64<<10))
 	if err != nil {
 		t.Fatal(err)
@@ -153,7 +154,6 @@ func newTableClient(t *testing.T, ctx context.Context, address, node string) *ta
 	return &tableClient{t: t, conn: conn, stream: stream, cancel: cancel, node: node}
 }
 
-// recv receives one message.
 func (c *tableClient) recv() ([]byte, error) {
 	defer time.AfterFunc(patience, c.cancel).Stop()
 	var message []byte
@@ -161,14 +161,14 @@ func (c *tableClient) recv() ([]byte, error) {
 	return message, err
 }
 
-// next requests the next operations and applies them up to the Sync.
+// next sends a request and applies the operations of the answer.
 func (c *tableClient) next() {
 	c.t.Helper()
 	request := protowire.AppendString(protowire.AppendTag(nil, watchReqNodeName, protowire.BytesType), c.node)
 	if err := c.stream.SendMsg(&request); err != nil {
 		c.t.Fatal(err)
 	}
-	last := 0 // the last phase: services set, endpoints set, endpoints deleted, services deleted
+	last := 0 // phase: 0 set services, 1 set endpoints, 2 delete endpoints, 3 delete services
 	for {
 		message, err := c.recv()
 		if err != nil {
@@ -234,7 +234,7 @@ func (c *tableClient) next() {
 
 func (c *tableClient) serviceOf(path string) string { return path[:strings.LastIndex(path, "/")] }
 
-// service summarizes a Service.
+// service returns a summary of a marshalled Service.
 func (c *tableClient) service(data []field) string {
 	ips := parse(c.t, get(data, serviceIPs).bytes)
 	text := fmt.Sprintf("%s at %s external %s load balancer %s headless %d all %d local %d %d check %d labels %s %s",
@@ -255,7 +255,7 @@ func (c *tableClient) service(data []field) string {
 	return text
 }
 
-// endpoint summarizes an Endpoint.
+// endpoint returns a summary of a marshalled Endpoint.
 func (c *tableClient) endpoint(data []field) string {
 	scopes := parse(c.t, get(data, endpointScopes).bytes)
 	text := fmt.Sprintf("%s at %s local %d internal %d external %d", get(data, endpointHostname).bytes, c.ips(get(data, endpointIPs)),
@@ -266,13 +266,13 @@ func (c *tableClient) endpoint(data []field) string {
 	return text
 }
 
-// ips summarizes an IPSet.
+// ips returns a summary of a marshalled IPSet.
 func (c *tableClient) ips(set field) string {
 	fields := parse(c.t, set.bytes)
 	return fmt.Sprint(texts(fields, ipSetV4), texts(fields, ipSetV6))
 }
 
-// entries returns the entries of a map.
+// entries returns the map in the fields with the given number.
 func (c *tableClient) entries(data []field, number protowire.Number) map[string]string {
 	all := map[string]string{}
 	for entry := range c.messages(data, number) {
@@ -281,7 +281,7 @@ func (c *tableClient) entries(data []field, number protowire.Number) map[string]
 	return all
 }
 
-// messages yields the content of each field that has this number and contains a message.
+// messages yields the parsed messages in the fields with the given number.
 func (c *tableClient) messages(data []field, number protowire.Number) iter.Seq[[]field] {
 	return func(yield func([]field) bool) {
 		for _, f := range data {
@@ -292,7 +292,7 @@ func (c *tableClient) messages(data []field, number protowire.Number) iter.Seq[[
 	}
 }
 
-// texts returns the strings in all fields with this number.
+// texts returns the strings in the fields with the given number.
 func texts(data []field, number protowire.Number) []string {
 	list := []string{}
 	for _, f := range data {
@@ -303,7 +303,7 @@ func texts(data []field, number protowire.Number) []string {
 	return list
 }
 
-// want returns the expected state of the client.
+// want returns the state that the client of a node should have.
 func (w *world) want(node string) (services, endpoints map[string]string) {
 	services, endpoints = map[string]string{}, map[string]string{}
 	f := feed.New(w.state, node)
@@ -401,8 +401,8 @@ func TestLaggingClientStartsOver(t *testing.T) {
 		w.mark()
 	}
 	services, endpoints := w.want("node-1")
-	// The server collects changes before it sends them. Another client shows when it has
-	// sent all.
+	// The server may not have sent the last changes yet. Wait until another client has
+	// received them.
 	for other := newTableClient(t, t.Context(), "tcp://"+l.Addr().String(), "node-1"); len(diffMaps(other.services, services)) > 0; {
 		other.next()
 	}

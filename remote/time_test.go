@@ -27,12 +27,12 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// The tests in this file run in synctest bubbles, where waiting takes no time.
-// Connections are in memory.
+// The tests in this file use package synctest, in which waiting takes no real time. They
+// use connections in memory.
 
 type setsStream = grpc.BidiStreamingClient[localv1.WatchReq, localv1.OpItem]
 
-// inMemory serves state and returns a connection to the server.
+// inMemory runs a server of state and returns a connection to it.
 func inMemory(t *testing.T, state *cluster.State, opts remote.ServerOptions, creds credentials.TransportCredentials) (*remote.Server, *grpc.ClientConn) {
 	t.Helper()
 	l := bufconn.Listen(64 << 10)
@@ -57,19 +57,19 @@ func open(t *testing.T, conn *grpc.ClientConn) setsStream {
 	return stream
 }
 
-// request requests the next answer and sends a token, which may be empty.
+// request sends a request with a token, which may be empty.
 func request(t *testing.T, stream setsStream, token []byte) {
 	t.Helper()
 	if token == nil {
 		token = []byte{}
 	}
 	err := stream.Send(&localv1.WatchReq{NodeName: "n", Resumption: &localv1.WatchReq_Resume{Resume: token}})
-	if err != nil && err != io.EOF { // EOF means that the server ended the stream: Recv returns why
+	if err != nil && err != io.EOF { // EOF: the server ended the stream, and Recv returns the reason
 		t.Fatal(err)
 	}
 }
 
-// answer receives an answer and returns the number of services that it sets.
+// answer receives an answer. It counts the services that the answer sets.
 func answer(t *testing.T, stream setsStream) (reset bool, services int, token []byte) {
 	t.Helper()
 	for {
@@ -87,8 +87,8 @@ func answer(t *testing.T, stream setsStream) (reset bool, services int, token []
 	}
 }
 
-// TestTokenOfIdleClientIsRenewed deletes a slice that no node sees. The client can resume
-// at any later time.
+// A client is idle while a slice that concerns no node is deleted. Its token is renewed,
+// so that the client can resume when the store has dropped the deletion.
 func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := cluster.New(cluster.Options{Resumable: true})
@@ -105,7 +105,7 @@ func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 		request(t, stream, nil)
 		_, _, token := answer(t, stream)
 		request(t, stream, nil)
-		synctest.Wait() // the stream checks a change when it arrives
+		synctest.Wait() // until the server waits for changes
 		state.Update(func(tx *cluster.Tx) { tx.DeleteSlice(types.NamespacedName{Namespace: "ns", Name: "e"}) })
 		renewed := make(chan []byte, 1)
 		go func() {
@@ -124,7 +124,7 @@ func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 		}
 		stream.CloseSend()
 
-		time.Sleep(2 * time.Minute) // the store drops the deletion with the next change
+		time.Sleep(2 * time.Minute) // then the next change makes the store drop the deletion
 		state.Update(func(tx *cluster.Tx) { tx.SetSlice(unseen("f")) })
 		stream = open(t, conn)
 		request(t, stream, token)
@@ -134,7 +134,7 @@ func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 	})
 }
 
-// TestManyChangesRenewToken makes many changes that a client does not see.
+// The test makes many changes that do not concern the client.
 func TestManyChangesRenewToken(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := manyServices(0)
@@ -161,7 +161,7 @@ func manyServices(services int) *cluster.State {
 	return state
 }
 
-// rewrite changes all services of the state.
+// rewrite sets all services of the state, with an annotation for the generation.
 func rewrite(state *cluster.State, services, generation int) {
 	state.Update(func(tx *cluster.Tx) {
 		for i := range services {
@@ -172,14 +172,14 @@ func rewrite(state *cluster.State, services, generation int) {
 	})
 }
 
-// TestSlowClientIsDisconnected reads an answer with a pause after each message. A slow
-// client is served if it reads 64 KB each half minute, until its snapshot is too old.
+// The client pauses after each message of an answer. It may take half a minute for each
+// 64 KB, unless its snapshot becomes too old.
 func TestSlowClientIsDisconnected(t *testing.T) {
 	const services = 6_000
 	for _, test := range []struct {
 		name    string
 		pause   time.Duration
-		changes int // number of changes of all services, after the first message
+		changes int // how often all services change after the first message
 		cutOff  bool
 	}{
 		{"slow enough", 20 * time.Millisecond, 1, false},
@@ -215,8 +215,7 @@ func TestSlowClientIsDisconnected(t *testing.T) {
 	}
 }
 
-// TestEndedAnswerReleasesItsSnapshot counts the services of the first snapshot in
-// memory after a slow client was disconnected.
+// When a slow client is disconnected, the memory of its snapshot must be freed.
 func TestEndedAnswerReleasesItsSnapshot(t *testing.T) {
 	const services = 6_000
 	var freed atomic.Int64
@@ -254,7 +253,7 @@ func TestEndedAnswerReleasesItsSnapshot(t *testing.T) {
 	}
 }
 
-// TestConnectionsAreRenewed keeps an idle client until the server ends its connection.
+// The client is idle until the server ends its connection.
 func TestConnectionsAreRenewed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := manyServices(1)
@@ -278,7 +277,8 @@ func TestConnectionsAreRenewed(t *testing.T) {
 	})
 }
 
-// TestStreamEndsWithItsCertificate changes a service after the client's certificate expired.
+// The test changes a service while the client's certificate is valid, and after it
+// expired.
 func TestStreamEndsWithItsCertificate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ca := newAuthority(t)
@@ -305,7 +305,7 @@ func TestStreamEndsWithItsCertificate(t *testing.T) {
 	})
 }
 
-// clientCredentials returns the credentials of a certificate.
+// clientCredentials returns the credentials of a client with a certificate of ca.
 func clientCredentials(t *testing.T, ca *authority, certFile, keyFile string) credentials.TransportCredentials {
 	t.Helper()
 	cert, err := tls.LoadX509KeyPair(certFile, keyFile)
@@ -315,7 +315,7 @@ func clientCredentials(t *testing.T, ca *authority, certFile, keyFile string) cr
 	return credentials.NewTLS(&tls.Config{Certificates: []tls.Certificate{cert}, RootCAs: ca.pool(), ServerName: "kpng.test"})
 }
 
-// TestChangesAreBatched makes a hundred changes while the server collects changes.
+// The server waits for further changes, and so sends a hundred changes together.
 func TestChangesAreBatched(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := manyServices(0)

@@ -73,13 +73,13 @@ func tlsFiles(dir string) *transport.TLS {
 	}
 }
 
-// issue writes a certificate for name into files.
+// issue writes a certificate for name, its key and its authority to the paths in files.
 func (a *authority) issue(t testing.TB, files *transport.TLS, name string, organizations ...string) {
 	t.Helper()
 	a.issueUntil(t, files, time.Now().Add(time.Hour), name, organizations...)
 }
 
-// issueUntil writes a certificate that expires at end.
+// issueUntil is like issue, for a certificate that expires at end.
 func (a *authority) issueUntil(t testing.TB, files *transport.TLS, end time.Time, name string, organizations ...string) {
 	t.Helper()
 	key := newKey(t)
@@ -114,7 +114,7 @@ func (a *authority) newFiles(t testing.TB, name string, organizations ...string)
 	return files
 }
 
-// try connects once as a client of node. It returns nil if the client is served.
+// try connects once as a client of node. It returns nil if the client receives an answer.
 func try(t *testing.T, address, node string, files *transport.TLS) error {
 	t.Helper()
 	client, err := remote.NewClient(remote.ClientOptions{NodeName: node, DialOptions: transport.DialOptions{
@@ -227,7 +227,7 @@ func TestClusterIsServedOnlyIfEnabled(t *testing.T) {
 	expect(t, tryCluster(t, address, nil), "Unimplemented")
 }
 
-// TestCertificatesAreReloaded renews certificates and authority while the server runs.
+// The test renews the server's certificate and its authority while the server runs.
 func TestCertificatesAreReloaded(t *testing.T) {
 	old, renewed := newAuthority(t), newAuthority(t)
 	state := cluster.New(cluster.Options{})
@@ -245,7 +245,7 @@ func TestCertificatesAreReloaded(t *testing.T) {
 		t.Fatal(err)
 	}
 	os.Chtimes(opts.TLS.CertFile, later, later)
-	expect(t, try(t, l.Addr().String(), "n", before), "") // invalid files change nothing
+	expect(t, try(t, l.Addr().String(), "n", before), "") // while files are invalid, the old ones stay in use
 
 	renewed.issue(t, opts.TLS, "server")
 	later = later.Add(time.Minute)
@@ -272,14 +272,14 @@ func TestPlaintextIsForThisMachine(t *testing.T) {
 	}
 }
 
-// TestNodesMayShareACertificate has a certificate for all nodes of a DaemonSet, and one
-// for each node.
+// Either all nodes have the same certificate, as in a DaemonSet, or each node has its
+// own.
 func TestNodesMayShareACertificate(t *testing.T) {
 	for _, test := range []struct {
 		name             string
 		nodeCertificates bool
-		hosts            []string // addresses of the node, with two streams allowed
-		want             string   // the error at the last address
+		hosts            []string // source addresses of the streams; a peer may have two streams
+		want             string   // error of the last stream
 	}{
 		{"nodes at their own addresses", false, []string{"127.0.0.2", "127.0.0.3", "127.0.0.4"}, ""},
 		{"one node", false, []string{"127.0.0.2", "127.0.0.2", "127.0.0.2"}, "CN=system:node:n at 127.0.0.2 has 2 streams"},

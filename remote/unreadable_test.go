@@ -22,7 +22,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// scripted is a server that sends the n-th answer for the n-th request, and then nothing.
+// scripted is a server that answers each request with the next element of answers. After
+// the last element, it sends nothing.
 type scripted struct {
 	localv1.UnimplementedSetsServer
 	answers [][]*localv1.OpItem
@@ -55,8 +56,7 @@ func setItem(set localv1.Set, path string, value []byte) *localv1.OpItem {
 	return &localv1.OpItem{Op: &localv1.OpItem_Set{Set: &localv1.Value{Ref: &localv1.Ref{Set: set, Path: path}, Bytes: value}}}
 }
 
-// TestUnreadableObjectIsIgnored checks that a client ignores unreadable objects of every
-// kind, and uses the readable objects in the same messages.
+// The client must use the readable objects of an answer that contains an unreadable one.
 func TestUnreadableObjectIsIgnored(t *testing.T) {
 	service := func(name, ip string) *localv1.Service {
 		return &localv1.Service{Namespace: "ns", Name: name, IPs: &localv1.ServiceIPs{ClusterIPs: &localv1.IPSet{V4: []string{ip}}}}
@@ -87,7 +87,7 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 	for _, test := range []struct {
 		name    string
 		second  []*localv1.OpItem
-		want    string // the state without the service zzz
+		want    string // the client's state without the service zzz
 		reports []string
 	}{
 		{"an endpoint with two addresses", []*localv1.OpItem{setEndpoint("one/a", "10.1.0.1", "10.1.0.2"), setEndpoint("two/a", "172.16.0.3")},
@@ -152,7 +152,8 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 	}
 }
 
-// followLogging calls follow with a channel for the client's log lines about objects.
+// followLogging is like follow. It sends the client's log lines about unreadable objects
+// to reports.
 func followLogging(t *testing.T, node, address string, reports chan<- string) (client *remote.Client, stop func()) {
 	t.Helper()
 	client, err := remote.NewClient(remote.ClientOptions{
@@ -169,8 +170,7 @@ func followLogging(t *testing.T, node, address string, reports chan<- string) (c
 	return client, start(t, func(ctx context.Context) error { return client.Run(klog.NewContext(ctx, log)) })
 }
 
-// TestInvalidObjectDoesNotStopOthers has a state with values that an API
-// server rejects but other sources may have.
+// The API server would reject these objects, but another source may contain them.
 func TestInvalidObjectDoesNotStopOthers(t *testing.T) {
 	addr := netip.MustParseAddr
 	state := cluster.New(cluster.Options{Resumable: true})

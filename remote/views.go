@@ -11,23 +11,23 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// class represents all nodes that see a service alike. A node with an endpoint or a hint
-// has its own class. The other nodes of a zone with a hint share one. Clients that
-// receive frontends have separate classes.
+// class represents all nodes to which a service looks the same. A node with an endpoint,
+// or named in a hint, has its own class. The other nodes of a zone that a hint names
+// share a class. Clients that receive frontends have classes of their own.
 type class struct {
 	node, zone string
 	frontends  bool
 }
 
-// views computes and marshals each view once. It caches recently used views by state (and
-// so by service and revision) and class.
+// views computes and marshals each view once. It caches recently used views by class and
+// by ServiceState, which stands for a service at a revision.
 type views struct {
 	limit int // maximum size of the cache, in bytes
 
 	mu     sync.Mutex
 	states map[*api.ServiceState]*list.Element
-	lru    *list.List // elements are *sharedState, most recently used first
-	size   int        // of the cache
+	lru    *list.List // of *sharedState, most recently used first
+	size   int        // size of the cache, in bytes
 
 	ids      atomic.Uint64
 	computed atomic.Uint64 // number of views
@@ -38,8 +38,8 @@ func newViews(limit int) *views {
 	return &views{limit: limit, states: map[*api.ServiceState]*list.Element{}, lru: list.New()}
 }
 
-// viewFor returns the view that the named node in zone has of state, or nil if it has
-// none.
+// viewFor returns the view of state for the given node in the given zone, or nil if there
+// is no view.
 func (v *views) viewFor(state *api.ServiceState, node, zone string, frontends bool) *wireView {
 	if state == nil {
 		return nil
@@ -60,7 +60,7 @@ func (v *views) viewFor(state *api.ServiceState, node, zone string, frontends bo
 	return w
 }
 
-// compute computes the view of a class. The caller holds s.mu.
+// compute computes the view of s for a class. The caller holds s.mu.
 func (v *views) compute(s *sharedState, c class) *wireView {
 	node := &api.Node{Name: c.node}
 	if c.zone != "" {
@@ -95,18 +95,18 @@ func (v *views) shared(state *api.ServiceState) *sharedState {
 	return s
 }
 
-// grow records that the size of s has grown by this number of bytes.
+// grow adds a number of bytes to the size of s and of the cache.
 func (v *views) grow(s *sharedState, by int) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	if e, ok := v.states[s.state]; ok && e.Value == s { // not evicted meanwhile
+	if e, ok := v.states[s.state]; ok && e.Value == s { // s is still in the cache
 		s.size += by
 		v.size += by
 	}
 	v.evict()
 }
 
-// evict drops the least recently used states.
+// evict drops the least recently used states until the cache is small enough.
 func (v *views) evict() {
 	for v.size > v.limit && v.lru.Len() > 1 {
 		oldest := v.lru.Remove(v.lru.Back()).(*sharedState)
@@ -115,14 +115,13 @@ func (v *views) evict() {
 	}
 }
 
-// sharedState has the cached views of one state of a service.
+// sharedState contains the cached views of one ServiceState.
 type sharedState struct {
 	state *api.ServiceState
-	// The set nodes has the endpoints' nodes and the nodes in their hints. The set zones
-	// has the zones in their hints.
+	// The nodes with endpoints and the nodes and zones in hints.
 	nodes, zones map[string]struct{}
 
-	size int // views.mu guards it
+	size int // guarded by views.mu
 
 	mu        sync.Mutex
 	views     map[class]*wireView

@@ -47,10 +47,9 @@ func TestViewsAreEvicted(t *testing.T) {
 	}
 }
 
-// TestViewOfEvictedState evicts a state and adds it again while a view of it
-// is computed.
+// A state is evicted and added again while a view of it is computed.
 func TestViewOfEvictedState(t *testing.T) {
-	v := newViews(1) // keeps the last state only
+	v := newViews(1) // only the last state fits into the cache
 	state := stateOf("s")
 	first := v.shared(state)
 	v.shared(stateOf("another"))
@@ -61,8 +60,8 @@ func TestViewOfEvictedState(t *testing.T) {
 	}
 }
 
-// TestClassesShareEndpoints computes the views of nodes with one or more endpoints, with
-// and without shared marshalled endpoints.
+// The test computes the views of nodes with endpoints, with and without sharing the
+// marshalled endpoints.
 func TestClassesShareEndpoints(t *testing.T) {
 	const nodes = 8
 	r := rand.New(rand.NewPCG(1, 1))
@@ -133,8 +132,8 @@ func TestClasses(t *testing.T) {
 	}
 }
 
-// FuzzDelta applies the difference of two random views to a client's copy of the first,
-// and expects the second.
+// FuzzDelta applies the difference of two random views to a client's copy of the first
+// view. The result must be the second view.
 func FuzzDelta(f *testing.F) {
 	for seed := range uint64(10) {
 		f.Add(seed)
@@ -168,7 +167,7 @@ func randomView(r *rand.Rand, id uint64) *wireView {
 	seen := map[string]bool{}
 	for range r.IntN(8) {
 		e := apitest.Random[api.Endpoint](r)
-		e.PortOverrides = nil // so that there are few keys
+		e.PortOverrides = nil // so that keys often match
 		if seen[e.Key()] {
 			continue
 		}
@@ -182,7 +181,7 @@ func randomView(r *rand.Rand, id uint64) *wireView {
 	return newWireView(id, v, new(marshalled))
 }
 
-// apply applies operations to a client's values, which the map has by path.
+// apply applies the operations of d to has, a client's map from path to value.
 func apply(t *testing.T, has map[string]string, d *wireDelta) {
 	t.Helper()
 	for _, frames := range d {

@@ -21,24 +21,22 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// watch is the position of one client, with what the client has requested.
+// watch is a client that receives views of one node: its request and its position.
 type watch struct {
 	server *Server
 	sender opSender
 	name   string
 	who    audience
-	// ownNode reports whether the client receives its node, and tokens whether it can
-	// resume.
+	// Whether the client requested its own Node, and whether it requested tokens.
 	ownNode, tokens bool
-	// frontends reports whether the client receives frontends instead of services and
-	// endpoints.
+	// The client requested frontends instead of services and endpoints.
 	frontends bool
 
-	// resume is the client's token, until it is answered.
+	// The client's token, until the first answer.
 	resume []byte
 
-	// The client's state. The field synced reports whether it has any. The field token is
-	// the revision of the client's last token, and renewed is when that token was sent.
+	// The client's position. synced: it has state. token: the revision of its last token,
+	// which was sent at the time renewed.
 	synced, stale bool
 	token         diffstore.Revision
 	renewed       time.Time
@@ -46,7 +44,7 @@ type watch struct {
 	node          *api.Node
 }
 
-// setsServer serves views of nodes.
+// setsServer sends views to nodes.
 type setsServer struct {
 	localv1.UnimplementedSetsServer
 	*Server
@@ -62,7 +60,7 @@ func (s setsServer) Watch(stream grpc.BidiStreamingServer[localv1.WatchReq, loca
 	})
 }
 
-// nodeCertificate is the prefix of a node certificate's common name.
+// The common name of a node's certificate begins with nodeCertificate.
 const nodeCertificate = "system:node:"
 
 func (s *Server) mayWatch(c caller, node string) error {
@@ -93,8 +91,8 @@ func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.Watch
 	return w
 }
 
-// staleToken is the number of changes in the cluster after which an idle client gets a
-// new token. With its old one, it would receive too much when it resumes.
+// After staleToken changes in the cluster, an idle client gets a new token. If it resumed
+// with the old token, it would receive too much.
 const staleToken = 1000
 
 // request implements subscriber.
@@ -125,7 +123,7 @@ func (w *watch) mayExpire(snapshot *cluster.Snapshot) bool {
 	return behind > staleToken || behind > 0 && time.Since(w.renewed) >= renewTokens
 }
 
-// sync ends an answer.
+// sync sends the Sync that ends an answer, with a new token.
 func (w *watch) sync(snapshot *cluster.Snapshot, node *api.Node) {
 	var token []byte
 	if w.tokens {
@@ -140,8 +138,8 @@ func (w *watch) sync(snapshot *cluster.Snapshot, node *api.Node) {
 // A token records a client's position: the server, the revision, and other facts on which
 // the client's views depend. Only the server reads it; a client returns it unchanged.
 
-// newToken returns the token for a revision. The strings depends are facts on which the
-// client's views depend, such as the node and its zone.
+// newToken returns the token for a revision. The client's views depend on the facts in
+// depends, such as the node and its zone.
 func (s *Server) newToken(revision diffstore.Revision, depends ...string) []byte {
 	b := append(make([]byte, 0, 128), s.instance...)
 	b = binary.AppendUvarint(b, uint64(revision))
@@ -151,8 +149,8 @@ func (s *Server) newToken(revision diffstore.Revision, depends ...string) []byte
 	return b
 }
 
-// readToken returns the revision of a token. It returns 0 if the token is from another
-// server or depends on other strings.
+// readToken returns the revision in a token, or 0 if another server made the token or the
+// facts in depends have changed.
 func (s *Server) readToken(token []byte, depends ...string) diffstore.Revision {
 	rest, _ := bytes.CutPrefix(token, s.instance)
 	revision, _ := binary.Uvarint(rest)
@@ -168,8 +166,8 @@ func (w *watch) depends(node *api.Node) []string {
 	return []string{w.name, node.Zone(), fmt.Sprint(w.who, w.frontends)}
 }
 
-// sendDifference sends the difference between the client's state and the snapshot,
-// without the Sync.
+// sendDifference sends the operations that turn the client's state into the snapshot,
+// except the Sync.
 func (w *watch) sendDifference(snapshot *cluster.Snapshot, node *api.Node) {
 	d := w.cursor.Until(snapshot.States)
 	if !d.Full() {
@@ -205,8 +203,8 @@ func (w *watch) sendNode(node *api.Node) {
 	}
 }
 
-// sendWholes sends whole services. If deletions is true, it deletes services that have no
-// view.
+// sendWholes sends whole services. For a service without a view, it sends a deletion if
+// deletions is true.
 func (w *watch) sendWholes(states iter.Seq2[types.NamespacedName, *api.ServiceState], node *api.Node, deletions bool) {
 	set := localv1.Set_ServicesSet
 	if w.frontends {
@@ -224,8 +222,7 @@ func (w *watch) sendWholes(states iter.Seq2[types.NamespacedName, *api.ServiceSt
 	}
 }
 
-// sendPhases sends the operations of deltas in the order that clients need: a service is
-// set before its endpoints and deleted after them.
+// sendPhases sends the operations of all deltas, phase by phase.
 func (w *watch) sendPhases(deltas iter.Seq[*wireDelta]) {
 	for phase := range len(wireDelta{}) {
 		for d := range deltas {
@@ -236,7 +233,7 @@ func (w *watch) sendPhases(deltas iter.Seq[*wireDelta]) {
 	}
 }
 
-// additions yields the deltas that create all services.
+// additions yields deltas that create all services.
 func (w *watch) additions(s *states, node *api.Node) iter.Seq[*wireDelta] {
 	return func(yield func(*wireDelta) bool) {
 		for _, state := range s.All() {
@@ -247,7 +244,7 @@ func (w *watch) additions(s *states, node *api.Node) iter.Seq[*wireDelta] {
 	}
 }
 
-// deltas returns the changes of this node's views.
+// deltas returns the changes of the node's views.
 func (w *watch) deltas(d statesDelta, node *api.Node) []*wireDelta {
 	changes := slices.Values(w.server.published.changes(d))
 	if node.Zone() != w.node.Zone() {
@@ -263,8 +260,8 @@ func (w *watch) deltas(d statesDelta, node *api.Node) []*wireDelta {
 	return list
 }
 
-// view returns the view that node has of a service. The node is the client's, before or
-// after a change.
+// view returns the view of a service for node, which is the client's node before or after
+// a change.
 func (w *watch) view(state *api.ServiceState, node *api.Node) *wireView {
 	return w.server.views.viewFor(state, w.name, node.Zone(), w.frontends)
 }

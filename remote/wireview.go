@@ -15,29 +15,29 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// wireView is the wire form of a view. All streams of one class share it.
+// wireView is a marshalled view. All streams of one class share it.
 type wireView struct {
 	id  uint64 // unique ID of this view; 0 means no view
 	key types.NamespacedName
-	// service is the value of the service in set: the service itself, or its frontends,
-	// which need no endpoints.
+	// service is the marshalled service or its frontends, and set says which. With
+	// frontends, endpoints is empty.
 	set       localv1.Set
 	service   []byte
 	endpoints []wireEndpoint // sorted by key
 
-	values int // number of values marshalled for it
-	size   int // approximate size in memory, including derived data
+	values int // number of services and endpoints that were marshalled for this view
+	size   int // approximate size in memory, with deltas and wholes
 
 	mu     sync.Mutex
-	deltas [2][2]memo // indexes: the audience, and whether the old view is nil
+	deltas [2][2]memo // by audience, and by whether there is an old view
 	wholes [2][]frame // by audience
 }
 
 type wireEndpoint struct {
 	key   string
 	value []byte
-	// elsewhere reports whether the endpoint has the Internal or the External scope, so
-	// that it receives traffic from elsewhere.
+	// The endpoint has the Internal or the External scope, so it receives traffic from
+	// elsewhere.
 	elsewhere bool
 }
 
@@ -45,22 +45,22 @@ type wireEndpoint struct {
 type audience int
 
 const (
-	// standard clients receive only endpoints for which elsewhere is true.
+	// standard: clients that receive only endpoints for which elsewhere is true.
 	standard audience = iota
-	// complete clients requested all endpoints.
+	// complete: clients that requested all endpoints.
 	complete
 )
 
 func (a audience) receives(e *wireEndpoint) bool { return a == complete || e.elsewhere }
 
-// memo is the difference from an old view, whose ID is id.
+// memo is a cached difference from the old view with the given ID.
 type memo struct {
 	id    uint64
 	value *wireDelta
 }
 
-// marshalled are the endpoints of a service in all forms in which nodes see them, each
-// marshalled once. Most of them look the same to all nodes except their own.
+// marshalled lists a service's endpoints, each marshalled once. If an endpoint does not
+// look the same to all nodes, each of its forms is in the list.
 type marshalled []*marshalledEndpoint // sorted by address and ports
 
 type marshalledEndpoint struct {
@@ -69,7 +69,7 @@ type marshalledEndpoint struct {
 	draining bool
 }
 
-// wire returns the wire form of e. The bool reports whether this call marshalled it.
+// wire returns e in marshalled form. The bool reports whether this call marshalled e.
 func (m *marshalled) wire(e *api.Endpoint, draining bool) (wireEndpoint, bool) {
 	list := *m
 	i := sort.Search(len(list), func(i int) bool { return list[i].endpoint.Compare(e) >= 0 })
@@ -79,7 +79,7 @@ func (m *marshalled) wire(e *api.Endpoint, draining bool) (wireEndpoint, bool) {
 		}
 	}
 	w := wireEndpoint{
-		key:       strings.ToValidUTF8(e.Key(), "\uFFFD"), // as in localv1.Marshal
+		key:       strings.ToValidUTF8(e.Key(), "\uFFFD"), // protobuf strings have to be UTF-8
 		value:     localv1.Marshal(localv1.FromEndpoint(e, draining)),
 		elsewhere: !draining && (e.Scopes.Internal || e.Scopes.External),
 	}
@@ -87,7 +87,7 @@ func (m *marshalled) wire(e *api.Endpoint, draining bool) (wireEndpoint, bool) {
 	return w, true
 }
 
-// newWireView marshals v, except endpoints that are already marshalled.
+// newWireView marshals v. Endpoints that are in m are not marshalled again.
 func newWireView(id uint64, v *api.ServiceEndpoints, m *marshalled) *wireView {
 	w := &wireView{
 		id:        id,
@@ -128,10 +128,11 @@ func (w *wireView) add(list []api.Endpoint, draining bool, m *marshalled) {
 	}
 }
 
-// wireDelta is the difference between two views as operations, by phase.
+// wireDelta holds the operations from one view to another, by phase.
 type wireDelta [4][]frame
 
-// The phases of an answer. A service is set before its endpoints and deleted after them.
+// The phases of an answer. A service is set before its endpoints and deleted after them,
+// because clients need this order.
 const (
 	setServices = iota
 	setEndpoints
@@ -139,7 +140,7 @@ const (
 	deleteServices
 )
 
-// delta returns the difference between two views of one service. One of them may be nil.
+// delta returns the operations from one view of a service to another. Either may be nil.
 func delta(old, new *wireView, who audience) *wireDelta {
 	if new == nil {
 		return newDelta(old, nil, who)
@@ -185,8 +186,7 @@ func newDelta(old, new *wireView, who audience) *wireDelta {
 	return d
 }
 
-// pairs yields the endpoints of two lists in order of their keys. Endpoints with the same
-// key form a pair.
+// pairs yields the endpoints of two lists by key. Those with the same key come together.
 func pairs(before, after []wireEndpoint) func(yield func(old, new *wireEndpoint) bool) {
 	return func(yield func(old, new *wireEndpoint) bool) {
 		for len(before) > 0 || len(after) > 0 {
@@ -213,8 +213,8 @@ func pairs(before, after []wireEndpoint) func(yield func(old, new *wireEndpoint)
 	}
 }
 
-// maxWhole is the approximate maximum size of an operation. A larger service is sent
-// whole with some endpoints, and the others follow as single operations.
+// maxWhole is the approximate maximum size of a Replace. For a larger service, the
+// Replace contains only some endpoints. The others follow in operations of their own.
 const maxWhole = 1 << 20
 
 func (w *wireView) whole(who audience) []frame {

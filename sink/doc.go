@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sink delivers the services of one node to the code that programs its dataplane.
+// Package sink delivers a node's services to the code that programs the node's dataplane.
 //
-// You write a [Sink]. Its one method makes a dataplane agree with some [Changes]:
+// You write a [Sink]. It has one method, Sync, which applies [Changes] to a dataplane:
 //
 //	func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 //		b.pass.Begin(c) // a sink.Pass, which finds stale records at the end of a pass
@@ -20,73 +20,72 @@
 //		return failed.Err()
 //	}
 //
-// A [Source] provides the services as this node sees them. It is a feed of a cluster state
-// in this process, or a client of a remote server. A [Driver] connects a source to a sink;
-// [Run] creates one and runs it. Each of several sinks has its own driver and source.
+// A [Source] provides the services as this node sees them: a feed of a cluster state in
+// this process, or a client of a remote server. A [Driver] connects a source to a sink.
+// [Run] creates a driver and runs it. Each sink needs its own driver and its own source.
 //
 // # Passes and changes
 //
-// When the source has all services, the driver makes its first pass. It delivers every
-// service once, in key order, in batches of bounded size (Options.BatchSize).
-// Changes.First begins a pass and Changes.Last ends it. At the end the sink prunes
-// everything that belongs to no service. So a restart removes stale state and leaves
-// correct state alone. If all services fit into one batch, the pass is a single Changes
-// with both First and Last.
+// When the source has all services, the driver makes its first pass. A pass delivers
+// every service once, in key order, in batches of bounded size (Options.BatchSize). Each
+// batch is a Changes; the first has First set, and the last has Last. At the end of a
+// pass, the sink prunes everything that belongs to no service. So a restart removes stale
+// state and keeps correct state. In a pass of one batch, First and Last are both set.
 //
-// After the pass, the sink receives the services that differ from what it acknowledged, each
-// with its old and its new view; [Change.Endpoints] yields the changed endpoints. The driver
-// makes a new pass when the source has lost the reader's position, when the sink returns
-// [ErrStartOver], and after a call of [Driver.StartOver].
+// After the pass, the sink receives only services that have changed since it acknowledged
+// them. It receives the old and the new view of each; [Change.Endpoints] yields the
+// changed endpoints. The driver makes a new pass when the source has lost the driver's
+// position, when the sink returns [ErrStartOver], and after a call of [Driver.StartOver].
 //
-// Services that change during a pass are delivered before its next batch, even if the pass
-// has not reached them. Each batch is acknowledged separately.
+// If services change during a pass, the driver delivers them before the next batch, even
+// if the pass has not reached them. The sink acknowledges each batch separately.
 //
-// During a Sync, and in the minimum interval after it, the source merges changes. The next
-// Sync delivers each service once, from the acknowledged view to the current one. Changes
-// that cancel each other out are not delivered. The driver's cost of a Sync depends on the
-// number of changes, not on the number of services.
+// During a Sync, and in the minimum interval after it, the source merges changes. The
+// next Sync delivers each changed service once, with the acknowledged view and the
+// present one. If later changes undo earlier ones, nothing is delivered. The driver's
+// time for a Sync depends on the number of changes, not of services.
 //
 // # When programming fails
 //
-// A sink returns a [*Failed] to name the services that failed. The driver retries each of
-// them with its own backoff. When a failed service changes, the driver delivers it
-// immediately, because the change may remove the cause.
+// If some services fail, Sync returns a [*Failed], which names them. The driver retries
+// each of these services with its own backoff. When a failed service changes, the driver
+// delivers it immediately, because the change may remove the cause.
 //
-// Any other error, and a panic, acknowledges nothing. The driver delivers the same
-// services once more. If that fails too, it delivers ever smaller halves, until a batch
-// has only one service. A service that fails alone is isolated: it has its own backoff
-// and is delivered alone from then on, so that it does not hold up the others. If nothing
-// succeeds for some time, the backoff grows, because the dataplane itself may be at
-// fault.
+// If Sync returns another error or panics, nothing is acknowledged. The driver delivers
+// the same services once more. If that fails too, it halves the batch again and again,
+// until only one service is left. If a Sync of one service fails, the driver isolates
+// this service: it delivers the service alone from then on, with its own backoff, so that
+// others are not delayed. If all Syncs fail for some time, the backoff grows, because the
+// dataplane itself may be the cause.
 //
-// A service without an acknowledgement may be half programmed. So the driver delivers it
+// A service that was not acknowledged may be half programmed. So the driver delivers it
 // again and sets [Change.Unsure], even if the service was deleted or has its old view
-// again. For an unsure service, the difference between Old and New is not enough: the
-// sink has to read its dataplane or program the whole service.
+// again. For such a service, the difference between Old and New is not enough: the sink
+// has to read its dataplane or program the whole service.
 //
 // Two services never have the same claim ([api.Claim]) at the same time. If one update
-// moves a claim between services, the driver delivers both in one Sync. Only after
-// failures may it deliver one of them first. Once the sink has acknowledged a claim for
-// its new owner, Old of the previous owner is nil. So a delete of the previous owner does
-// not remove the claim from the new one.
+// moves a claim between services, the driver delivers both services in one Sync. After
+// failures, it may deliver one of them earlier. Once the sink has acknowledged the new
+// owner of a claim, the driver delivers the previous owner without Old. So the sink does
+// not remove the claim from the new owner when it deletes the previous one.
 //
 // # More than Sync
 //
-// A sink may implement [Starter], [Stopper] or [Drainer], [Cleaner], and [Verifier] or [Poller].
-// [FullState] makes a sink of a function that receives the whole state instead of changes.
-// [Events] makes a sink of a [Handler] that receives single objects. A sink that wraps
-// another one embeds a [Forwarder]. Package sinktest drives a sink in tests.
+// A sink may implement [Starter], [Stopper] or [Drainer], [Cleaner], and [Verifier] or
+// [Poller]. [FullState] turns a function that receives the whole state into a sink.
+// [Events] turns a [Handler] of single objects into a sink. A sink that wraps another one
+// embeds a [Forwarder]. Package sinktest helps to test sinks.
 //
 // # Health
 //
-// [Driver.WaitSynced] waits for the first complete pass; then a program is ready.
-// [Status.StuckFor] reports whether a sink hangs. Each service that the sink reads from its
-// Changes counts as progress, so a slow sink does not look stuck.
+// [Driver.WaitSynced] waits until the first pass is complete, which means that a program
+// is ready. [Status.StuckFor] reports whether a sink hangs. A slow sink does not look
+// stuck, because each service that it reads from Changes counts as progress.
 //
 // # Concurrency and ownership
 //
-// A driver calls one method of its sink at a time, from the goroutine of [Driver.Run],
-// and waits until it returns. So a sink must return when its context ends, and needs no
-// locks against its driver. Views, services and endpoints are immutable and may be kept;
-// a Changes may not. The other methods of a driver are safe for concurrent use.
+// A driver calls one method of its sink at a time, from the goroutine of [Driver.Run]. So
+// the sink needs no lock for these calls. Its methods must return when their context
+// ends. A sink may keep views, services and endpoints, which are immutable, but not a
+// Changes. All methods of a driver except Run are safe for concurrent use.
 package sink

@@ -24,31 +24,30 @@ type Driver struct {
 	kick     chan struct{} // wakes Run after StartOver
 	progress atomic.Int64  // last progress of the sink, in Unix nanoseconds
 
-	// Only the goroutine of Run uses the fields below. During a Verify, a helper
-	// goroutine uses them instead.
+	// Only the goroutine of Run uses the fields below, or its helper during a Verify.
 	notBefore time.Time // when the next Sync may begin
-	verifyAt  time.Time // when the next Verify may begin, zero for never
-	noted     bool      // the waiting changes are counted in status already
+	verifyAt  time.Time // when the next Verify may begin; zero means never
+	noted     bool      // status already includes the waiting changes
 	pass      *delivery // the current pass, nil if there is none
 	search    search
 	wasAlone  bool // the last Sync delivered one isolated service
 
-	// The same goroutines write the fields below with mu held and read them without it.
-	// All other goroutines hold mu.
+	// The same goroutine writes the fields below with mu held and reads them without mu. All
+	// other goroutines hold mu.
 	mu      sync.Mutex
 	started bool
-	end     error         // not nil once Run has ended
+	end     error         // not nil after the end of Run
 	moved   chan struct{} // closed and replaced when a field below changes
-	status  Status        // lacks the fields that Driver.Status fills in
+	status  Status        // without the fields that Driver.Status fills in
 	pending pending
 
-	// The flag synced reports that the last pass is complete. The flag restart reports
-	// that StartOver was called and the new pass has not begun.
+	// synced: the last pass is complete. restart: StartOver was called, and the source has
+	// not been reset yet.
 	synced, restart bool
-	// position is the revision up to which everything is acknowledged or pending.
+	// Everything up to the revision position is acknowledged or pending.
 	position uint64
-	// The flag nodePending reports that the node differs from the one last acknowledged.
-	// The field nodeSince is the last revision at which it did not differ.
+	// nodePending: the node has changed since it was acknowledged. nodeSince: the last
+	// revision before this change.
 	nodePending bool
 	nodeSince   uint64
 }
@@ -68,19 +67,19 @@ func NewDriver(src Source, s Sink, opts Options) *Driver {
 	}
 }
 
-// Run drives s with the services of src until ctx ends. It combines [NewDriver] and
+// Run delivers the services of src to s until ctx ends. It combines [NewDriver] and
 // [Driver.Run]. The caller closes src afterwards.
 func Run(ctx context.Context, src Source, s Sink, opts Options) error {
 	return NewDriver(src, s, opts).Run(ctx)
 }
 
-// Run starts the sink, drives it, and stops it. It returns the cause of ctx when ctx
-// ends, and nil when Options.Once is done. If Start fails, it returns the error
-// immediately. If Stop fails too, Run joins both errors. Run waits for a running Sync, so
-// no method of the sink runs after it.
+// Run starts the sink, delivers services to it, and stops it. When ctx ends, Run returns
+// the cause of ctx. With Options.Once, it returns nil when everything is acknowledged. If
+// Start fails, it returns the error immediately. It also returns an error of Stop, joined
+// with any other error. When Run has returned, no method of the sink runs any more.
 //
-// A driver runs only once. Run first resets the source. It does not close the source: the
-// code that created it does so after Run returns.
+// A driver runs only once. Run resets the source at the beginning, but does not close it.
+// The code that created the source closes it after Run has returned.
 func (d *Driver) Run(ctx context.Context) (err error) {
 	d.mu.Lock()
 	started := d.started
@@ -141,9 +140,9 @@ func (d *Driver) stopTimeout() time.Duration {
 	return cmp.Or(timeout, 10*time.Second)
 }
 
-// StartOver begins a new pass. Call it when the dataplane lost its state. It returns
-// immediately. The pass begins as soon as no Sync runs; neither a backoff nor
-// Options.MinInterval delays it. StartOver is safe for concurrent use.
+// StartOver requests a new pass. Call it when the dataplane has lost its state. It
+// returns immediately. The pass begins when no Sync runs; it waits neither for a backoff
+// nor for Options.MinInterval. StartOver is safe for concurrent use.
 func (d *Driver) StartOver() {
 	d.update(func() { d.restart, d.synced = true, false })
 	select {
@@ -152,8 +151,8 @@ func (d *Driver) StartOver() {
 	}
 }
 
-// wait returns nil when the next Sync is due, and an error when ctx ends. It calls Verify
-// while it waits.
+// wait returns nil when the next Sync is due, and an error when ctx ends. Meanwhile, it
+// calls Verify when that is due.
 func (d *Driver) wait(ctx context.Context) error {
 	d.noted = false
 	for {
@@ -177,7 +176,7 @@ func (d *Driver) wait(ctx context.Context) error {
 			return nil
 		}
 
-		var wake time.Time // zero if nothing is scheduled
+		var wake time.Time // zero: do not wake up at a certain time
 		switch {
 		case due:
 			wake = d.notBefore
@@ -211,15 +210,15 @@ func (d *Driver) handleRestart() {
 	}
 }
 
-// isDone reports whether a pass is complete and every service is acknowledged.
+// isDone reports whether the pass is complete and everything is acknowledged.
 func (d *Driver) isDone() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.synced && len(d.pending.byKey) == 0 && !d.nodePending
 }
 
-// sleep returns at the time wake, when changed is closed, after a StartOver, or when ctx
-// ends. It ignores a zero wake and a nil changed.
+// sleep waits until the time wake, unless wake is zero. It returns earlier if changed is
+// closed, if StartOver is called or if ctx ends.
 func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	var alarm <-chan time.Time
 	if !wake.IsZero() {
@@ -235,8 +234,8 @@ func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struc
 	}
 }
 
-// verify calls Verify, and cancels it when one of the events that end sleep happens. It
-// records waiting changes itself, because a Verify may take long to return.
+// verify calls Verify, and cancels it when sleep would return. The cancelled Verify may
+// take long to return, so verify records the waiting work before that.
 func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	log := klog.FromContext(ctx)
 	begin := time.Now()
@@ -274,7 +273,7 @@ func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan stru
 	d.opts.Observer.Verified(end.Sub(begin), err)
 }
 
-// noteChanges records that changes wait, unless that is already recorded.
+// noteChanges records that changes of the source wait, unless that is already recorded.
 func (d *Driver) noteChanges(now time.Time) {
 	if d.noted {
 		return
@@ -284,8 +283,8 @@ func (d *Driver) noteChanges(now time.Time) {
 	d.noteWork(now)
 }
 
-// noteWork records that there is something to deliver. The wait counts from the earliest
-// time of the next Sync, so Options.MinInterval is not part of it.
+// noteWork records the time since which work waits. That is not earlier than notBefore,
+// because the time of Options.MinInterval does not count.
 func (d *Driver) noteWork(now time.Time) {
 	d.update(func() {
 		if d.status.WaitingSince.IsZero() {
@@ -294,7 +293,7 @@ func (d *Driver) noteWork(now time.Time) {
 	})
 }
 
-// update calls change with mu held and wakes all waiters.
+// update calls change with mu held and wakes the goroutines that wait for a change.
 func (d *Driver) update(change func()) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -303,7 +302,7 @@ func (d *Driver) update(change func()) {
 	d.moved = make(chan struct{})
 }
 
-// guard calls a method of the sink and turns a panic into an error.
+// guard calls f, a method of the sink. If f panics, guard returns that as an error.
 func guard(ctx context.Context, method string, f func(context.Context) error) (err error) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -314,7 +313,6 @@ func guard(ctx context.Context, method string, f func(context.Context) error) (e
 	return f(ctx)
 }
 
-// label returns the name of the sink for errors.
 func (d *Driver) label() string {
 	if d.opts.Name == "" {
 		return "sink"

@@ -23,10 +23,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FuzzDriver makes random changes of a source and failures of a sink. It checks that the
-// sink finally has the source's state. Addresses move between services all the time. The
-// recorder checks that each service is delivered in order, once, based on the view last
-// acknowledged, and that acknowledged state is not delivered again.
+// FuzzDriver makes random changes of a source, in which addresses move between services,
+// and random failures of a sink. In the end, the sink must have the source's state. The
+// Recorder checks order, Old, Unsure and Failing, and that nothing is delivered twice.
 func FuzzDriver(f *testing.F) {
 	for seed := range uint64(100) {
 		f.Add(seed, uint8(200))
@@ -75,17 +74,17 @@ func FuzzDriver(f *testing.F) {
 	})
 }
 
-// fuzzServices are the services a to f. Eight addresses move between them.
+// fuzzServices are six services, a to f, between which eight addresses move.
 type fuzzServices struct {
 	w      *world
 	r      *rand.Rand
-	owners [8]int // owner of each address: 0 for none, else the number of the service
+	owners [8]int // number of the service with each address, from 1; 0: none
 }
 
 func fuzzKey(n int) types.NamespacedName { return key(string(rune('a' + n))) }
 
-// mutate makes one random change to the source, the sink or the clock. It returns the
-// channel to close if the sink blocks.
+// mutate makes one random change of the source, the sink or the clock. If it makes the
+// sink block, it returns the channel that the caller has to close.
 func (f *fuzzServices) mutate(plane *dataplane) []chan struct{} {
 	w, r := f.w, f.r
 	switch r.IntN(17) {
@@ -126,8 +125,8 @@ func (f *fuzzServices) mutate(plane *dataplane) []chan struct{} {
 	return nil
 }
 
-// moveAddresses moves some addresses to other services in one update. It deletes services
-// that have no address left.
+// moveAddresses moves some addresses between services in one update. A service without an
+// address is deleted.
 func (f *fuzzServices) moveAddresses() {
 	changed := map[int]bool{1 + f.r.IntN(6): true}
 	for range f.r.IntN(4) {
@@ -150,7 +149,7 @@ func (f *fuzzServices) moveAddresses() {
 			}
 		}
 		if len(addrs) == 0 {
-			f.w.src.Delete(v.Key()) // delete it before other services get its addresses
+			f.w.src.Delete(v.Key()) // before other services get its addresses
 			continue
 		}
 		v.Service.IPs.ClusterIPs = api.NewIPSet(addrs[0])
@@ -171,17 +170,16 @@ func randomBytes(r *rand.Rand) []byte {
 	return some
 }
 
-// dataplane is a sink that stores frontends by address and port. It programs only
-// differences where that is allowed.
+// dataplane is a sink that stores frontends by claim. If a service is not unsure, it
+// programs only the difference between Old and New.
 type dataplane struct {
 	entries map[api.Claim]fuzzEntry
-	// atomic reports that the sink changes nothing of a failed service, and nothing at
-	// all if the Sync fails. Such a sink relies on Old whenever it is set.
+	// With atomic, the sink changes nothing of a failed service, and nothing at all if the
+	// Sync fails. Then the sink may rely on Old even for an unsure service.
 	atomic bool
-	// wanted are the frontends of the services delivered in the last pass.
+	// The last delivered view of each service since First.
 	wanted map[types.NamespacedName]*api.ServiceEndpoints
-	// failing has the services that are to fail, with the error and the number of
-	// failures.
+	// The services that have to fail, how often, and with which error.
 	mu      sync.Mutex
 	failing map[types.NamespacedName]*failure
 }
@@ -203,14 +201,14 @@ func newDataplane(atomic bool) *dataplane {
 		entries: map[api.Claim]fuzzEntry{}, atomic: atomic, failing: map[types.NamespacedName]*failure{},
 		wanted: map[types.NamespacedName]*api.ServiceEndpoints{},
 	}
-	for n := range byte(9) { // entries of an earlier process
+	for n := range byte(9) { // left by an earlier process
 		claim := api.Claim{IP: netip.AddrFrom4([4]byte{10, 96, 0, n}), Protocol: api.TCP, Port: 80}
 		p.entries[claim] = fuzzEntry{key(string(rune('a' + n))), "[9]"}
 	}
 	return p
 }
 
-// fail makes the service key fail with err the next times that it is programmed.
+// fail makes the service key fail with err as often as times says.
 func (p *dataplane) fail(key types.NamespacedName, times int, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -230,7 +228,7 @@ func (p *dataplane) Sync(_ context.Context, c *sink.Changes) error {
 	})
 }
 
-// sync programs c except the services for which the function fail returns an error.
+// sync programs c, except services for which the function fail returns an error.
 func (p *dataplane) sync(c *sink.Changes, fail func(types.NamespacedName) error) error {
 	if c.First {
 		clear(p.wanted)
@@ -254,7 +252,7 @@ func (p *dataplane) sync(c *sink.Changes, fail func(types.NamespacedName) error)
 				program(entries, &s)
 			}
 		}
-		if len(failed) > 0 && p.atomic { // do not change failed services
+		if len(failed) > 0 && p.atomic { // program again, without the failed services
 			entries = maps.Clone(p.entries)
 			for _, program := range []func(map[api.Claim]fuzzEntry, *sink.Change){p.remove, p.set} {
 				for s := range c.Services {
@@ -283,7 +281,8 @@ func (p *dataplane) sync(c *sink.Changes, fail func(types.NamespacedName) error)
 	return failed.Err()
 }
 
-// remove removes the entries of s.Old and, if s is unsure, other entries of the service.
+// remove removes the entries of s.Old. If s is unsure, it may remove all entries of the
+// service.
 func (p *dataplane) remove(entries map[api.Claim]fuzzEntry, s *sink.Change) {
 	for f := range nodeview.Frontends(s.Old) {
 		delete(entries, f.Claim())
@@ -293,15 +292,15 @@ func (p *dataplane) remove(entries map[api.Claim]fuzzEntry, s *sink.Change) {
 	}
 }
 
-// set sets the entries of s.
+// set stores the frontends of s.New.
 func (p *dataplane) set(entries map[api.Claim]fuzzEntry, s *sink.Change) {
 	for f := range nodeview.Frontends(s.New) {
 		entries[f.Claim()] = fuzzEntry{s.Key, targets(f)}
 	}
 }
 
-// failHalfway returns a step that fails with err after n services, or panics there if err
-// is nil.
+// failHalfway returns a step that programs n services and then fails with err. If err is
+// nil, it panics instead.
 func (p *dataplane) failHalfway(n int, err error) sinktest.Step {
 	return func(_ context.Context, c *sink.Changes, _ sink.Sink) (result error) {
 		before := p.entries
@@ -323,7 +322,7 @@ func (p *dataplane) failHalfway(n int, err error) sinktest.Step {
 	}
 }
 
-// expect reports a test error if p does not have exactly the frontends of views.
+// expect checks that p has exactly the frontends of views.
 func (p *dataplane) expect(t *testing.T, views []*api.ServiceEndpoints) {
 	t.Helper()
 	want := map[api.Claim]fuzzEntry{}

@@ -31,7 +31,8 @@ func key(name string) types.NamespacedName {
 	return types.NamespacedName{Namespace: "default", Name: name}
 }
 
-// view returns a view of the service key, with an endpoint 10.0.0.n for each number n.
+// view returns a view of the service key. Each number n in endpoints stands for an
+// endpoint 10.0.0.n.
 func view(key types.NamespacedName, endpoints ...byte) *api.ServiceEndpoints {
 	v := &api.ServiceEndpoints{Service: &api.Service{
 		Namespace: key.Namespace, Name: key.Name, Type: api.ClusterIP,
@@ -47,7 +48,7 @@ func view(key types.NamespacedName, endpoints ...byte) *api.ServiceEndpoints {
 	return v
 }
 
-// world is a running driver between a source and a recorder.
+// world is a running driver with its source and a recorder.
 type world struct {
 	*testing.T
 	src    *sinktest.Source
@@ -58,9 +59,9 @@ type world struct {
 	ended  chan error
 }
 
-// run calls test in a synctest bubble, together with a driver that has the options opts
-// and the sink s. The sink may be nil. The source has the service web with endpoint 1,
-// and is not synced. Without opts, there is no jitter and no Verify.
+// run calls test in a synctest bubble in which a driver runs, with the options opts and
+// the sink s, which may be nil. The source has the service web with endpoint 1, and is
+// not synced. By default there is no jitter and no Verify.
 func run(t *testing.T, opts sink.Options, s sink.Sink, test func(w *world)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
@@ -85,7 +86,7 @@ func run(t *testing.T, opts sink.Options, s sink.Sink, test func(w *world)) {
 	})
 }
 
-// waitApplied waits until the sink has the source's state.
+// waitApplied waits until the sink has acknowledged the source's state.
 func (w *world) waitApplied() {
 	w.Helper()
 	if err := w.driver.WaitApplied(w.Context(), w.src.Revision()); err != nil {
@@ -96,7 +97,8 @@ func (w *world) waitApplied() {
 	}
 }
 
-// delivered describes the recorded Syncs, one line each. It omits the first skip of them.
+// delivered describes the recorded Syncs in one line each. It omits the oldest Syncs, as
+// many as skip says.
 func (w *world) delivered(skip int) string {
 	var b strings.Builder
 	for _, s := range w.rec.Syncs()[skip:] {
@@ -129,7 +131,7 @@ func (w *world) delivered(skip int) string {
 	return b.String()
 }
 
-// describe returns the last address byte of each endpoint of a view.
+// describe returns the last byte of the address of each endpoint.
 func describe(v *api.ServiceEndpoints) string {
 	if v == nil {
 		return "none"
@@ -448,8 +450,8 @@ func TestDriver(t *testing.T) {
 	}
 }
 
-// A changed failing service is delivered immediately. If it fails again, its backoff
-// continues.
+// When a failing service changes, it is delivered immediately. If it fails again, its
+// backoff still grows.
 func TestBackoffOfServiceGrowsThroughChanges(t *testing.T) {
 	broken := sink.Func(func(_ context.Context, c *sink.Changes) error {
 		var failed sink.Failed
@@ -475,7 +477,7 @@ func TestBackoffOfServiceGrowsThroughChanges(t *testing.T) {
 	})
 }
 
-// The backoff of a service continues when it fails in a pass.
+// Failures of a service in a pass also count for its backoff.
 func TestBackoffOfServiceGrowsThroughFullSyncs(t *testing.T) {
 	run(t, sink.Options{Backoff: sink.Backoff{Initial: time.Minute, Max: time.Hour}}, nil, func(w *world) {
 		w.rec.Script(sinktest.Repeat(3, sinktest.FailServices(errBusy, web))...)
@@ -507,15 +509,14 @@ func TestLatencyCountsFromOldestChangeNotAcknowledged(t *testing.T) {
 		w.waitApplied()
 		w.cancel()
 		<-w.ended
-		// The service is delivered at 0 and 10 ms, and again 400 ms after the third
-		// failure.
+		// The third failure is at 10 ms, and the next delivery 400 ms later.
 		if want := []time.Duration{410 * time.Millisecond}; !slices.Equal(latencies, want) {
 			w.Errorf("latencies %v, want %v", latencies, want)
 		}
 	})
 }
 
-// Services that fail together are retried together, whatever the jitter.
+// Services that fail together have the same jitter, so they are retried together.
 func TestRetriesOfOneSyncStayTogether(t *testing.T) {
 	run(t, sink.Options{Backoff: sink.Backoff{Jitter: 1}}, nil, func(w *world) {
 		w.rec.Script(sinktest.FailServices(errBusy, web, dns))
@@ -731,7 +732,6 @@ func TestRunEndsWithCauseOfContextDuringStart(t *testing.T) {
 	}
 }
 
-// starter is a sink with a Start function.
 type starter struct {
 	sink.Func
 	start func(context.Context) error
@@ -739,7 +739,7 @@ type starter struct {
 
 func (s *starter) Start(ctx context.Context) error { return s.start(ctx) }
 
-// stages is a sink with all optional methods.
+// stages is a sink with the methods Start, Stop and Verify.
 type stages struct {
 	sink.Sink
 	log             []string
@@ -842,7 +842,6 @@ func TestOptionalMethodsOfSink(t *testing.T) {
 	}
 }
 
-// drainer is a sink with a StopTimeout.
 type drainer struct {
 	stages
 	timeout time.Duration

@@ -13,46 +13,45 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Handler receives the events of an [Events] sink. The argument svc is the service that
-// the object belongs to. For a delete, it is the service as last delivered.
+// Handler receives the objects of an [Events] sink. An object belongs to the service svc.
+// In a Delete method, svc is the service as last delivered.
 //
-// A Set method delivers a new or changed object. A service is identified by its key, an
+// A Set method receives a new or changed object. A service is identified by its key, an
 // endpoint by [api.Endpoint.Key], and a frontend by its FrontendKey. A frontend contains
-// its endpoints, so it also changes when one of them does. If a handler does not need a
-// kind of object, its methods for that kind return nil.
+// its endpoints, so it also changes when an endpoint changes. If a handler does not need
+// a kind of object, its methods for that kind should return nil.
 //
-// An error or a panic ends the events of its service for this Sync. When the service is
-// delivered again, and in a pass, all its objects are set again. Deletes may be repeated,
-// and may name objects that were never set. But a successful DeleteFrontend is not
-// repeated, and no delete names an address and port that another service owns. So a
-// handler may keep frontends by address and port alone.
+// If a method fails or panics, the handler receives no more objects of the service in
+// this Sync. When the service is delivered again, and in a pass, all its objects are set
+// again. Deletes may be repeated, and may concern objects that were never set. But a
+// successful DeleteFrontend is not repeated, and DeleteFrontend never concerns an address
+// and port of another service. So a handler may store frontends by address and port
+// alone.
 type Handler interface {
 	SetService(ctx context.Context, svc *api.Service) error
 	DeleteService(ctx context.Context, svc *api.Service) error
-	// SetEndpoint and DeleteEndpoint deliver the endpoints that this node balances to. They
-	// omit draining endpoints.
+	// SetEndpoint and DeleteEndpoint receive the endpoints that this node uses, except
+	// draining endpoints.
 	SetEndpoint(ctx context.Context, svc *api.Service, e *api.Endpoint) error
 	DeleteEndpoint(ctx context.Context, svc *api.Service, e *api.Endpoint) error
 	SetFrontend(ctx context.Context, svc *api.Service, f nodeview.Frontend) error
 	DeleteFrontend(ctx context.Context, svc *api.Service, f nodeview.Frontend) error
 }
 
-// Events returns a sink that calls h for each changed object. It treats all services of a
-// Changes together. First it deletes frontends, then endpoints, then services. Then it
-// sets services, endpoints and frontends. Each step proceeds in order of keys. So no
-// object refers to a missing object, and an address or port is free before another
-// service takes it. If a frontend cannot be deleted, the sink holds back the frontend
-// that would replace it. The service of the new frontend then fails too and is delivered
-// again.
+// Events returns a sink that calls h for each changed object. A Sync first deletes the
+// removed frontends of all services, then endpoints, then services. After that it sets
+// services, then endpoints, then frontends. So no object refers to a missing object, and
+// an address and port is free before another service gets it. If a frontend cannot be
+// deleted, the sink does not set the frontend that would replace it. Then the service of
+// the new frontend fails too, and is delivered again.
 //
-// In a pass (see [Changes]) the sink deletes the objects that differ from those it
-// delivered before. It sets all objects of every service again, because h may have lost
-// them. A service that the pass has not reached may own a frontend with the same address
-// and port as a new one. The sink deletes it before it sets the new one. For this, the
-// sink holds the last delivered view of every service. It shares their memory with the
-// source if the source holds the same views.
+// In a pass (see [Changes]) the sink deletes the objects that the services no longer
+// have, and sets all objects of every service again, because h may have lost them. A new
+// frontend may have the address and port of a service that the pass has not reached. Then
+// the sink deletes the old frontend first. For this, it holds the last delivered view of
+// every service. It usually shares this memory with the source.
 //
-// Sync returns the services whose events failed as [*Failed].
+// Sync returns a [*Failed] with the services for which a method of h failed.
 //
 // The sink forwards the optional methods of h: those of [Starter], [Stopper], [Drainer],
 // [Cleaner] and [Verifier].
@@ -68,29 +67,28 @@ type events struct {
 	Forwarder
 	handler Handler
 	sent    map[types.NamespacedName]sent
-	// owners maps claims to services. It has the claims of all frontends that the handler
-	// may hold.
+	// The owners of the claims of all frontends that the handler may have.
 	owners claims
 	pass   Pass
 }
 
-// A sent holds the view of a service that the handler received. If sure is set, the
-// handler has every object of the view; otherwise it may have any of them. All other
-// objects of the service were deleted. The claims of its frontends are in owners.
+// sent is the view of a service that the handler received. If sure is true, the handler
+// has every object of the view; otherwise it may have any of them. It has no other
+// objects of the service. The claims of its frontends are in owners.
 type sent struct {
 	view *api.ServiceEndpoints
 	sure bool
 }
 
-// transition changes a service from the sent view to a new one, which is nil for a
-// deleted service.
+// transition is the change of a service from the view in sent to a new one, which is nil
+// if the service is deleted.
 type transition struct {
 	key types.NamespacedName
 	old sent
 	new *api.ServiceEndpoints
-	// deleted reports that all deletes have succeeded, so that only objects of new are left.
+	// All deletes have succeeded, so that the handler has only objects of new.
 	deleted bool
-	// err is the first error. No further events of the service follow it.
+	// The first error. After it, the handler receives no more objects of the service.
 	err error
 }
 
@@ -108,8 +106,8 @@ func (e *events) Sync(ctx context.Context, c *Changes) error {
 	return failed.Err()
 }
 
-// runSteps runs the steps one after the other. It runs each step for all transitions that
-// have no error so far.
+// runSteps runs each step for all transitions before the next step. It skips transitions
+// with an error.
 func runSteps(ctx context.Context, transitions []*transition, steps ...func(context.Context, *transition) error) {
 	for _, step := range steps {
 		for _, t := range transitions {
@@ -151,8 +149,8 @@ func (e *events) transitions(c *Changes) []*transition {
 	return transitions
 }
 
-// makeRoom deletes frontends that conflict with new frontends and belong to services
-// without a transition.
+// makeRoom deletes old frontends that conflict with new ones, if their services have no
+// transition.
 func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
 	for _, t := range transitions {
 		for f := range nodeview.Frontends(t.new) {
@@ -168,8 +166,8 @@ func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
 	}
 }
 
-// evict deletes the frontends of the service key whose claims exclude claim. A frontend
-// that cannot be deleted stays in owners.
+// evict deletes those frontends of the service key that conflict with claim. If that
+// fails, the frontend stays in owners.
 func (e *events) evict(ctx context.Context, key types.NamespacedName, claim api.Claim) {
 	t := &transition{key: key, old: sent{view: e.sent[key].view}}
 	e.sent[key] = t.old
@@ -180,7 +178,7 @@ func (e *events) evict(ctx context.Context, key types.NamespacedName, claim api.
 	}
 }
 
-// deleteFrontend deletes a frontend of t.old if the handler may have it.
+// deleteFrontend deletes the frontend f of t.old if the handler may have it.
 func (e *events) deleteFrontend(ctx context.Context, t *transition, f nodeview.Frontend) error {
 	if !e.owners.has(f.Claim(), t.key) {
 		return nil
@@ -252,8 +250,8 @@ func (e *events) setEndpoints(ctx context.Context, t *transition) error {
 	return nil
 }
 
-// setFrontends sets the frontends of t.new. It holds back a frontend while a conflicting
-// one of another service still exists.
+// setFrontends sets the frontends of t.new, except those that conflict with a frontend of
+// another service. For these, it returns an error.
 func (e *events) setFrontends(ctx context.Context, t *transition) error {
 	var heldBack error
 	known := frontends(t.known())
@@ -273,7 +271,7 @@ func (e *events) setFrontends(ctx context.Context, t *transition) error {
 	return heldBack
 }
 
-// known returns the view that the handler certainly has, or nil.
+// known returns the view of which the handler has all objects, or nil.
 func (t *transition) known() *api.ServiceEndpoints {
 	if t.old.sure {
 		return t.old.view

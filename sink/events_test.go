@@ -22,8 +22,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// eventLog is a handler that records its events. The function fail, if set, decides
-// whether an event fails.
+// eventLog is a handler that records each call as a line. The function fail, if any,
+// decides whether a call fails.
 type eventLog struct {
 	lines []string
 	fail  func(line string) error
@@ -38,7 +38,7 @@ func (l *eventLog) note(format string, args ...any) error {
 	return nil
 }
 
-// take returns the events since its last call.
+// take returns the lines since take was last called.
 func (l *eventLog) take() string {
 	lines := l.lines
 	l.lines = nil
@@ -69,7 +69,7 @@ func (l *eventLog) DeleteFrontend(_ context.Context, svc *api.Service, f nodevie
 	return l.note("delete frontend %s %s", svc.Name, f.FrontendKey)
 }
 
-// targets returns the last address byte of each endpoint of a frontend.
+// targets returns the last byte of the address of each endpoint of a frontend.
 func targets(f nodeview.Frontend) string {
 	n := []byte{}
 	for _, t := range f.Elsewhere.Endpoints {
@@ -167,7 +167,7 @@ func TestEvents(t *testing.T) {
 	})
 }
 
-// An address moves from one service to another while the first one fails.
+// An address moves from service a to service b while a call for a fails.
 func TestEventsHoldBackConflictingFrontends(t *testing.T) {
 	a, b, c := key("a"), key("b"), key("c")
 	gone := func(k types.NamespacedName) sink.Change { return sink.Change{Key: k} }
@@ -180,9 +180,9 @@ func TestEventsHoldBackConflictingFrontends(t *testing.T) {
 	cases := []struct {
 		name  string
 		first *api.ServiceEndpoints // the first owner of the address
-		fails string                // the event that fails once
+		fails string                // the call that fails once
 		syncs [][]sink.Change
-		want  [][]string // events and, last, the error of each sync
+		want  [][]string // for each Sync: the calls, and the error at the end
 	}{{
 		name:  "a frontend cannot be deleted",
 		first: withIP(1, view(a)), fails: "delete frontend a ClusterIP 10.96.0.1:80/TCP",
@@ -316,17 +316,16 @@ func TestEventsForwardsOptionalMethods(t *testing.T) {
 	}
 }
 
-// objects is a handler that stores its objects. The keys of its frontends are claims. It
-// checks that no object refers to a missing one, that no address is claimed twice, and
-// that no address is removed from another service. Its events fail at random, before or
-// after they take effect.
+// objects is a handler that stores its objects, with frontends by claim. It checks that
+// no object refers to a missing one, and that an address is only set and deleted for its
+// owner. Calls fail at random, before or after they take effect.
 type objects struct {
 	t         *testing.T
 	r         *rand.Rand
 	failing   bool
 	services  map[string]bool
 	endpoints map[string]bool
-	frontends map[api.Claim]string // the owner and its endpoints, by claim
+	frontends map[api.Claim]string // claim → owner and endpoints
 }
 
 func (o *objects) do(event func()) error {
@@ -389,9 +388,9 @@ func (o *objects) checkOwner(what string, svc *api.Service, f nodeview.Frontend)
 	}
 }
 
-// FuzzEvents makes random changes of a source and failures of a handler. It checks that
-// the handler finally has the source's objects, that no address ever has two services,
-// and that no late delete removes one from its new owner.
+// FuzzEvents makes random changes of a source and failures of a handler. In the end, the
+// handler must have the source's objects. No address may ever have two owners, and no
+// late delete may remove an address from its new owner.
 func FuzzEvents(f *testing.F) {
 	for seed := range uint64(50) {
 		f.Add(seed, uint8(200))
@@ -405,7 +404,7 @@ func FuzzEvents(f *testing.F) {
 		run(t, sink.Options{BatchSize: int(seed%5) + 1}, sink.Events(o), func(w *world) {
 			w.src.MarkSynced()
 			for range ops {
-				// Each address belongs to one service at a time.
+				// Give each address to at most one service.
 				free := []byte{1, 2, 3, 4, 5, 6}
 				r.Shuffle(len(free), func(i, j int) { free[i], free[j] = free[j], free[i] })
 				var set []*api.ServiceEndpoints

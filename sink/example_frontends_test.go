@@ -25,11 +25,11 @@ import (
 type frontendMap struct {
 	entries map[api.Claim]entry
 	pass    sink.Pass
-	fail    func(k api.Claim) error // returns the result of a write; nil: all succeed
+	fail    func(k api.Claim) error // decides whether a write fails; if nil, none fails
 }
 
-// entry includes the owner, so that a late delete of an old owner does not remove an
-// address from the new one.
+// entry includes the owner of an address, so that a late delete of the previous owner
+// does not remove it.
 type entry struct {
 	owner     types.NamespacedName
 	endpoints string
@@ -51,7 +51,7 @@ func (m *frontendMap) Sync(_ context.Context, c *sink.Changes) error {
 	return failed.Err()
 }
 
-// program removes the old entries of s and sets the new ones.
+// program removes the stale entries of a service and sets the new ones.
 func (m *frontendMap) program(s sink.Change) error {
 	if err := m.removeStale(s); err != nil {
 		return err
@@ -59,8 +59,8 @@ func (m *frontendMap) program(s sink.Change) error {
 	return m.set(s)
 }
 
-// removeStale removes the entries that s.New does not need. They are entries of s.Old or,
-// if s is unsure, any entries of the service.
+// removeStale removes the entries of s.Old that s.New does not need. If s is unsure, it
+// removes all entries of the service that s.New does not need.
 func (m *frontendMap) removeStale(s sink.Change) error {
 	stale := map[api.Claim]bool{}
 	for f := range nodeview.Frontends(s.Old) {
@@ -96,8 +96,8 @@ func (m *frontendMap) remove(k api.Claim, owner types.NamespacedName) error {
 	return nil
 }
 
-// set writes an entry for each frontend of s.New. It overwrites entries of other
-// services.
+// set writes an entry for each frontend of s.New, even if another service has an entry
+// there.
 func (m *frontendMap) set(s sink.Change) error {
 	for f := range nodeview.Frontends(s.New) {
 		k := f.Claim()
@@ -126,8 +126,9 @@ func (m *frontendMap) lines() []string {
 	return lines
 }
 
-// A sink that programs differences knows the owner of each entry. It checks all entries
-// of an unsure service, and prunes the entries of stale services at the end of a pass.
+// A sink that programs only differences has to know the owner of each entry. For an
+// unsure service, it has to look at all entries. At the end of a pass, it prunes the
+// entries of stale services.
 func Example_frontends() {
 	src := sinktest.NewSource()
 	src.Set(withIP(1, view(web, 1)))
@@ -150,8 +151,7 @@ func Example_frontends() {
 	// 10.96.0.2:80 web → [1 2]
 }
 
-// addressTable is an event handler that stores frontends by address and port, without
-// their owners.
+// addressTable is a Handler that stores frontends by address and port, without an owner.
 type addressTable struct {
 	eventLog
 	table map[api.Claim]string
@@ -173,13 +173,12 @@ func (t *addressTable) DeleteFrontend(ctx context.Context, svc *api.Service, f n
 	return nil
 }
 
-// An address moves between services in a failing Sync. It must not be lost when the
-// services are delivered again.
+// An address moves between services in a Sync that fails. When the services are delivered
+// again, the address must not be lost.
 func TestAddressMovesInFailingSync(t *testing.T) {
 	a, b := key("a"), key("b")
-	// The function new returns a sink and a function that lists its entries. The sink
-	// calls write before each change of an entry; an error of write makes the change
-	// fail.
+	// The function new returns a sink, and a function that lists its entries. The sink calls
+	// write before each change of an entry. If write returns an error, the change fails.
 	sinks := []struct {
 		name string
 		new  func(write func() error) (sink.Sink, func() []string)
@@ -199,7 +198,7 @@ func TestAddressMovesInFailingSync(t *testing.T) {
 	}}
 	failures := []struct {
 		name   string
-		writes int // number of writes that succeed before one fails, -1 for all
+		writes int // number of writes before the one that fails; -1: none fails
 		script []sinktest.Step
 	}{
 		{"the first write fails", 0, nil},
@@ -241,7 +240,7 @@ func TestAddressMovesInFailingSync(t *testing.T) {
 	}
 }
 
-// The tutorial in the module's package comment is the Sync in this file.
+// The package comment of the module contains the Sync of this file as a tutorial.
 func TestTutorialIsCompiled(t *testing.T) {
 	doc, err := os.ReadFile("../doc.go")
 	if err != nil {

@@ -14,7 +14,7 @@ import (
 	"github.com/kpng-project/kpng/sink/sinktest"
 )
 
-// source returns a source with two services of one endpoint each.
+// source returns a source with two services. Each has one endpoint.
 func source() *sinktest.Source {
 	src := sinktest.NewSource()
 	for i, name := range []string{"dns", "web"} {
@@ -31,7 +31,7 @@ func source() *sinktest.Source {
 }
 
 func Example() {
-	src := source() // a program has a feed or a remote client here
+	src := source() // a real program uses a feed or a remote client
 	printer := sink.Func(func(_ context.Context, c *sink.Changes) error {
 		fmt.Println("first:", c.First, "last:", c.Last)
 		for s := range c.Services {
@@ -66,7 +66,7 @@ func Example() {
 	// context canceled
 }
 
-// A service that cannot be programmed does not delay the others, and is retried.
+// The service that cannot be programmed is retried and does not delay the others.
 func ExampleFailed() {
 	attempts := 0
 	program := func(c sink.Change) error {

@@ -12,37 +12,35 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FullState returns a sink that calls sync with the views of all services, in order of
-// namespace and name, after every change. It is for a dataplane that is always written as
-// a whole. For a type that needs the node, cleanup or Verify, use [FullStateOf].
+// FullState returns a sink that calls sync after every change, with the views of all
+// services, in order of namespace and name. It is for a dataplane that is always written
+// as a whole. If you need the node, Cleanup or Verify, use [FullStateOf].
 //
-// A view contains the endpoints of all its lists. Some of them receive only traffic from
-// this node to an external frontend (see [api.Scopes]). [nodeview.Frontends] computes the
-// endpoints of each frontend.
+// A view contains the endpoints of all frontends. Some of these endpoints receive only
+// traffic from this node to an external frontend (see [api.Scopes]). [nodeview.Frontends]
+// computes the endpoints of each frontend.
 //
-// In a pass (see [Changes]) the sink collects the services and calls sync at the end. An
-// error of sync means what an error of Sync means: see [Sink]. Until a failed service is
-// delivered again, sync receives its last acknowledged view. So one bad service does not
-// stop the others. In a pass the sink cannot find the service that makes sync fail as a
-// whole, so sync should return a [*Failed].
+// In a pass (see [Changes]) the sink collects the services and calls sync at the end. The
+// function sync returns the same errors as the method Sync of a [Sink]. Until a failed
+// service is delivered again, sync receives the last acknowledged view of this service.
+// So one bad service does not stop the others. If sync fails as a whole in a pass, the
+// driver cannot find the service that is the cause. So sync should return a [*Failed].
 //
-// sync may keep the slice and must not change it. The sink holds the views of all
-// services. Each Sync copies one pointer per service.
+// The function sync may keep the slice but must not change it. The sink holds the views
+// of all services. Each Sync copies one pointer per service.
 func FullState(sync func(ctx context.Context, services []*api.ServiceEndpoints) error) Sink {
-	return Func(FullStateOf(stateFunc(sync)).Sync) // without optional methods, which a function cannot have
+	return Func(FullStateOf(stateFunc(sync)).Sync) // Func hides the optional methods of Forwarder
 }
 
 // StateSink programs the whole state of one node in each call.
 type StateSink interface {
-	// SyncState makes the dataplane agree with services, which are in order of namespace
-	// and name. The argument node is this node, or nil if it is not known. For the error
-	// see [FullState].
+	// SyncState programs all services, which are in order of namespace and name. If the Node
+	// object of this node is not known, node is nil. For the error, see [FullState].
 	SyncState(ctx context.Context, node *api.Node, services []*api.ServiceEndpoints) error
 }
 
-// FullStateOf returns a sink that calls s as [FullState] calls its function. It forwards
-// the optional methods of s: those of [Starter], [Stopper], [Drainer], [Cleaner] and
-// [Verifier].
+// FullStateOf is like [FullState] for a StateSink. The sink forwards the optional methods
+// of s: those of [Starter], [Stopper], [Drainer], [Cleaner] and [Verifier].
 func FullStateOf(s StateSink) Sink { return &fullState{Forwarder: Forwarder{s}, sink: s, inPass: true} }
 
 type stateFunc func(ctx context.Context, services []*api.ServiceEndpoints) error
@@ -54,10 +52,9 @@ func (f stateFunc) SyncState(ctx context.Context, _ *api.Node, services []*api.S
 type fullState struct {
 	Forwarder
 	sink StateSink
-	// acked is the state last acknowledged.
+	// The state that was last acknowledged.
 	acked []*api.ServiceEndpoints
-	// The flag inPass reports that a pass is in progress. The list gathered has the
-	// services that the pass has delivered.
+	// inPass: a pass is in progress. gathered: the services that it has delivered.
 	inPass   bool
 	gathered []*api.ServiceEndpoints
 }
@@ -83,7 +80,7 @@ func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 	return err
 }
 
-// revert returns a copy of state in which each failed service has its view from acked.
+// revert returns a copy of state in which failed services have their views from acked.
 func revert(state, acked []*api.ServiceEndpoints, failed Failed) []*api.ServiceEndpoints {
 	if len(failed) == 0 {
 		return state
@@ -101,14 +98,16 @@ func revert(state, acked []*api.ServiceEndpoints, failed Failed) []*api.ServiceE
 	})
 }
 
-// findView returns the index of a service's view in state, or where it would be inserted.
+// findView returns the index of a service's view in state. If there is none, it returns
+// the index at which to insert it.
 func findView(state []*api.ServiceEndpoints, key types.NamespacedName) (int, bool) {
 	return slices.BinarySearchFunc(state, key, func(v *api.ServiceEndpoints, key types.NamespacedName) int {
 		return api.CompareKeys(v.Key(), key)
 	})
 }
 
-// apply returns a copy of state with changes applied. Both are sorted by key.
+// apply returns a copy of state with the changes applied. State and changes are sorted by
+// key.
 func apply(state []*api.ServiceEndpoints, changes iter.Seq[Change]) []*api.ServiceEndpoints {
 	next := make([]*api.ServiceEndpoints, 0, len(state)+1)
 	for s := range changes {

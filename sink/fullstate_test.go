@@ -56,7 +56,7 @@ func TestFullStateIsSorted(t *testing.T) {
 	})
 }
 
-// rewriter is a sink of the whole state with all optional methods.
+// rewriter is a StateSink with optional methods.
 type rewriter struct {
 	*stages
 	node  *api.Node
@@ -111,7 +111,7 @@ func TestFullStateIsCalledOncePerPass(t *testing.T) {
 	})
 }
 
-// A service that cannot be programmed keeps its old state and does not stop the others.
+// The service that fails must keep its old state and must not stop the others.
 func TestFullStateKeepsFailedService(t *testing.T) {
 	for _, whole := range []bool{false, true} {
 		r := &rewriter{stages: &stages{}}
@@ -150,7 +150,7 @@ func TestFullStateKeepsFailedService(t *testing.T) {
 	}
 }
 
-// BenchmarkFullState measures the adapter's cost of one change.
+// BenchmarkFullState measures the time of FullState for one change.
 func BenchmarkFullState(b *testing.B) {
 	s := sink.FullState(func(context.Context, []*api.ServiceEndpoints) error { return nil })
 	views := manyViews(50_000)

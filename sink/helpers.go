@@ -9,10 +9,11 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Pass helps a sink that keeps records by service: it finds the stale ones at the end of
-// a pass. The package comment shows its use. The zero value is ready to use.
+// Pass helps a sink that keeps records of services. At the end of a pass, it reports
+// which services are stale. The package comment shows how to use it. The zero value is
+// ready to use.
 //
-// Pass holds the keys of the services that were delivered since First and not deleted.
+// Pass holds the keys of the services delivered since First, except deleted ones.
 type Pass struct {
 	delivered map[types.NamespacedName]struct{}
 	last      bool
@@ -26,8 +27,7 @@ func (p *Pass) Begin(c *Changes) {
 	p.last = c.Last
 	for s := range c.Services {
 		if s.New == nil && !c.Last {
-			// If the deletion fails, the last Changes of the pass has the service in
-			// Services or Failing.
+			// A service whose deletion fails is in Services or Failing of the last batch.
 			delete(p.delivered, s.Key)
 		} else {
 			p.delivered[s.Key] = struct{}{}
@@ -38,18 +38,19 @@ func (p *Pass) Begin(c *Changes) {
 	}
 }
 
-// Stale reports whether the sink has to prune the records of the service key. That is the
-// case in a Sync with Changes.Last if the service was not delivered since First and is
-// not in Changes.Failing. In any other Sync it returns false.
+// Stale reports whether the sink has to prune the records of the service key. In a Sync
+// with Changes.Last, it returns true if the service was not delivered since First and is
+// not in Changes.Failing. In other Syncs, it returns false.
 func (p *Pass) Stale(key types.NamespacedName) bool {
 	_, delivered := p.delivered[key]
 	return p.last && !delivered
 }
 
-// Forwarder forwards the optional methods of a sink, such as [Starter] and [Verifier], to
-// another value. A sink that wraps another one embeds a Forwarder and implements Sync.
+// Forwarder implements all optional methods of a sink, such as those of [Starter] and
+// [Verifier], and forwards them to the value To. A sink that wraps another one embeds a
+// Forwarder and implements Sync.
 //
-// If To does not implement a method, the Forwarder's method does nothing and returns nil
+// If To does not have a method, this method of the Forwarder does nothing and returns nil
 // or 0.
 type Forwarder struct{ To any }
 
@@ -101,12 +102,11 @@ func (f Forwarder) VerifyInterval() time.Duration {
 	return 0
 }
 
-// forwardsTo returns To. CleanerOf uses it.
 func (f Forwarder) forwardsTo() any { return f.To }
 
-// CleanerOf returns s as a [Cleaner], or nil if s has nothing to clean up. A sink that
-// embeds a [Forwarder] always has the method Cleanup, but is a Cleaner only if the
-// forwarded value is one.
+// CleanerOf returns s as a [Cleaner], or nil if s is no Cleaner. A sink that embeds a
+// [Forwarder] always has a method Cleanup, but counts as a Cleaner only if its value To
+// does.
 func CleanerOf(s any) Cleaner {
 	if f, ok := s.(interface{ forwardsTo() any }); ok && CleanerOf(f.forwardsTo()) == nil {
 		return nil

@@ -11,7 +11,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// TestPassForgetsDeletedServices adds and deletes services between two passes.
 func TestPassForgetsDeletedServices(t *testing.T) {
 	var p Pass
 	begin := func(c Changes, services ...Change) {

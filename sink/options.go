@@ -8,73 +8,73 @@ import (
 	"time"
 )
 
-// Options are a driver's settings. The zero value is useful.
+// Options are a driver's settings. The zero value means the defaults.
 type Options struct {
-	// Name identifies the sink in logs and status. Default: no name.
+	// Name is the name of the sink in logs and in Status. Default: no name.
 	Name string
 
 	// MinInterval is the minimum time from the end of one Sync to the start of the next.
-	// Changes in that time are merged. It does not delay the batches of a pass. Default
-	// 0: the driver delivers changes as soon as the sink is free.
+	// Changes in that time are merged. MinInterval does not delay the batches of a pass.
+	// Default 0: the driver delivers changes as soon as no Sync runs.
 	MinInterval time.Duration
 
-	// BatchSize limits the size of a Sync of a pass, and the retries in one Sync. The
-	// size is the number of services plus the number of their endpoints. A larger service
-	// is delivered in a Sync of its own. The limit does not apply to new changes of the
-	// source. Default 10,000.
+	// BatchSize limits a batch of a pass, and the retries in one Sync. It counts services
+	// and their endpoints. A larger service is delivered in a Sync of its own. The limit
+	// does not apply to new changes of the source. Default 10,000.
 	BatchSize int
 
-	// Backoff is the wait after a Sync that failed as a whole, and before a failed
-	// service is delivered again.
+	// Backoff defines how long the driver waits after a Sync that failed as a whole, and
+	// before it delivers a failed service again.
 	Backoff Backoff
 
-	// VerifyInterval is the time from the end of one Verify to the start of the next, for
-	// a [Verifier]. After a Verify that changes interrupted, a quarter of it applies.
-	// Default: the VerifyInterval of a [Poller], else one minute; negative means never.
+	// For a [Verifier], VerifyInterval is the time from the end of one Verify to the start
+	// of the next. If changes interrupt a Verify, the driver waits only a quarter of it.
+	// Default: the VerifyInterval of a [Poller], or else one minute. If negative, the driver
+	// never calls Verify.
 	VerifyInterval time.Duration
 
-	// StopTimeout limits Stop of a [Stopper]: its context ends after that time. Default:
-	// the StopTimeout of a [Drainer], else ten seconds.
+	// StopTimeout is the time after which the context of Stop ends, for a [Stopper].
+	// Default: the StopTimeout of a [Drainer], or else ten seconds.
 	StopTimeout time.Duration
 
-	// Once makes Run return nil when a pass is complete and every service is
-	// acknowledged, including services that failed at first.
+	// Once makes Run return nil when a pass is complete and all services are acknowledged,
+	// also those that failed at first.
 	Once bool
 
 	// Observer receives reports of the driver's work.
 	Observer Observer
 }
 
-// Backoff defines the wait after failures in a row: Initial after the first failure,
-// doubled after each further one, up to Max.
+// Backoff defines how long to wait after failures in a row. The wait is Initial after the
+// first failure, and doubles with each further one, up to Max.
 type Backoff struct {
 	// Initial is the first wait. Default 100 ms.
 	Initial time.Duration
 	// Max is the longest wait, before Jitter. Default 30 s.
 	Max time.Duration
-	// Jitter is the maximum random part that is added to a wait, so that nodes do not
-	// retry in step. Default 0.1; negative means none. Services that fail in one Sync get
-	// the same jitter, so that one Sync retries them together.
+	// Jitter limits the random time that is added to a wait, as a fraction of the wait. It
+	// keeps nodes from retrying at the same time. Default 0.1; negative means none. Services
+	// that fail in one Sync get the same random time, so that they are retried in one Sync.
 	Jitter float64
 }
 
 // Observer receives reports of a driver's work, for metrics. Each function may be nil.
-// The driver makes one call at a time and waits for it to return.
+// The driver calls one function at a time and waits until it returns.
 type Observer struct {
-	// Queued is called before a Sync with new changes. The argument at is when the driver
-	// noticed the first of them. Changes that do not affect this node do not count.
+	// Queued is called before a Sync that has new changes. The driver noticed the first of
+	// these changes at the time at. Changes that do not affect this node do not count.
 	Queued func(at time.Time)
-	// Pending is called before and after each Sync with the number of unacknowledged
-	// services known so far. The number includes failing services. It excludes services
-	// that the pass has not reached.
+	// Pending is called before and after each Sync with the number of services that are not
+	// acknowledged. The number includes failing services, but not services that the pass has
+	// not reached.
 	Pending func(services int)
 	// Synced is called after each Sync.
 	Synced func(SyncResult)
-	// Applied is called for each acknowledged service that has a trigger time. The
-	// argument latency is the time since the service's oldest endpoint change. Applied is
-	// not called for services that a pass delivers unchanged.
+	// Applied is called for each acknowledged service with a trigger time. The latency is
+	// the time since the oldest endpoint change. Applied is not called if a service has not
+	// changed, as is usual in a pass.
 	Applied func(latency time.Duration)
-	// Verified is called after each Verify that changes did not interrupt.
+	// Verified is called after each Verify, unless changes interrupted the Verify.
 	Verified func(took time.Duration, err error)
 }
 
@@ -82,16 +82,16 @@ type Observer struct {
 type SyncResult struct {
 	// InPass reports whether the Sync was part of a pass.
 	InPass bool
-	// Passed reports whether the Sync completed a pass. PassDuration is the duration of
-	// that pass, from the start of its first Sync.
+	// Passed reports whether the Sync was the last one of a pass. PassDuration is then the
+	// duration of the pass, from the start of its first Sync.
 	Passed       bool
 	PassDuration time.Duration
 	// Services is the number of delivered services.
 	Services int
-	// Duration is how long the Sync took.
+	// Duration is the duration of the Sync.
 	Duration time.Duration
-	// Err is nil if all services were acknowledged, and a [*Failed] if some were not. Any
-	// other error means that nothing was.
+	// Err is nil if all services were acknowledged, and a [*Failed] if some were not. With
+	// any other error, nothing was acknowledged.
 	Err error
 	// Failing is the number of failed services that wait for a retry.
 	Failing int
@@ -127,8 +127,8 @@ func (o Observer) withDefaults() Observer {
 	return o
 }
 
-// wait returns the time to wait after this number of failures in a row. The random number
-// drawn, from 0 to 1, selects the part of the jitter.
+// wait returns the time to wait after a number of failures in a row. The random time is
+// proportional to drawn, a number from 0 to 1.
 func (b Backoff) wait(failures int, drawn float64) time.Duration {
 	d := b.Initial
 	for i := 1; i < failures && d < b.Max; i++ {

@@ -9,42 +9,40 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// delivery is the current pass. It delivers services in key order, so it does not store
-// the key of each delivered service.
+// delivery is the current pass. Because it delivers services in the order of their keys,
+// it need not store the keys of all delivered services.
 type delivery struct {
-	// The flag begun reports that a Changes with First was acknowledged. The field start
-	// is when the pass began.
+	// begun: a Changes with First was acknowledged. start: when the pass began.
 	begun bool
 	start time.Time
-	// reached is the key up to which the pass has delivered all services. The set ahead
-	// has delivered services after reached: they changed during the pass or are isolated.
+	// The pass has delivered all services up to the key reached. The services in ahead come
+	// later but were also delivered, because they changed or are isolated.
 	reached types.NamespacedName
 	ahead   map[types.NamespacedName]struct{}
-	// yielded reports that the last batch had only changes and no services of the pass.
+	// The last batch left out the pass, to deliver changes first.
 	yielded bool
-	// buffer is the memory of the last batch, for reuse.
+	// The memory of the last batch, for reuse.
 	buffer []Change
-	// failedBefore are the services that were failing when the pass began.
+	// The services that were failing when the pass began.
 	failedBefore map[types.NamespacedName]*unacked
 }
 
-// delivered reports whether the pass has delivered a service.
+// delivered reports whether the pass has already delivered a service.
 func (p *delivery) delivered(key types.NamespacedName) bool {
 	_, ahead := p.ahead[key]
 	return ahead || api.CompareKeys(key, p.reached) <= 0
 }
 
-// admit returns the changes to deliver now. It leaves changes of services beyond reached
-// to the pass when they exceed limit services and endpoints, or when limit services are
-// ahead already.
+// admit returns the changes to deliver now. It admits changes of services that the pass
+// has not reached up to the size limit, and until limit services are ahead. The pass
+// delivers the others.
 func (p *delivery) admit(changes []Change, limit int) []Change {
 	var admitted []Change
 	size := 0
 	for _, c := range changes {
 		switch {
 		case p.delivered(c.Key):
-			// Without an acknowledged view, the sink may hold a view from before the
-			// pass.
+			// If no view was acknowledged since First, the sink may have an older one.
 			c.Unsure = c.Old == nil
 		case size+weight(&c) > limit || len(p.ahead) >= limit:
 			continue
@@ -58,9 +56,9 @@ func (p *delivery) admit(changes []Change, limit int) []Change {
 	return admitted
 }
 
-// appendNext appends the next services of the pass to changes. It appends at least one if
-// any is left, at most maxCount, and up to limit services and endpoints. The result more
-// reports whether services are left.
+// appendNext appends the next services of the pass to changes: at least one if any is
+// left, at most maxCount, and at most the size limit. The result more reports whether
+// services are left after that.
 func (p *delivery) appendNext(u *Update, maxCount, limit int, changes []Change) (_ []Change, more bool) {
 	if changes == nil {
 		changes = p.buffer[:0]
@@ -100,7 +98,7 @@ func (p *delivery) hasNext(u *Update) bool {
 	return false
 }
 
-// weight returns the size of a change, as [Options.BatchSize] counts it.
+// weight returns the size of a change, by the measure of [Options.BatchSize].
 func weight(c *Change) int {
 	view := c.New
 	if view == nil {

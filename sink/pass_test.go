@@ -28,7 +28,7 @@ func names(n int) []types.NamespacedName {
 	return keys
 }
 
-// panicking returns a sink that panics for these services.
+// panicking returns a sink that panics when it reads one of the given services.
 func panicking(bad ...types.NamespacedName) sink.Sink {
 	return sink.Func(func(_ context.Context, c *sink.Changes) error {
 		for s := range c.Services {
@@ -225,15 +225,14 @@ func (s *slowSink) Sync(ctx context.Context, c *sink.Changes) error {
 	return nil
 }
 
-// get returns the dataplane's view of a service.
+// get returns the view of a service that the sink has programmed.
 func (s *slowSink) get(key types.NamespacedName) *api.ServiceEndpoints {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.services[key]
 }
 
-// The sink needs 50 ms for each of 5,000 services, so a pass takes more than four
-// minutes.
+// A pass takes more than four minutes: 50 ms for each of 5,000 services.
 func TestPassOfASlowSink(t *testing.T) {
 	const stale = 100
 	views := manyViews(5000)
@@ -241,7 +240,7 @@ func TestPassOfASlowSink(t *testing.T) {
 		views[i] = view(v.Key(), 1, 2, 3, 4, 5, 6, 7, 8, 9)
 	}
 	s := &slowSink{services: map[types.NamespacedName]*api.ServiceEndpoints{}}
-	for i := range stale { // from an earlier process
+	for i := range stale { // left by an earlier process
 		k := key(fmt.Sprint("stale-", i))
 		s.services[k] = view(k, 1)
 	}
@@ -299,7 +298,7 @@ func TestPassOfASlowSink(t *testing.T) {
 	})
 }
 
-// The sink hangs in one service.
+// The sink hangs while it programs the service web.
 func TestSinkHangingInOneServiceIsStuck(t *testing.T) {
 	var hang chan struct{}
 	s := sink.Func(func(_ context.Context, c *sink.Changes) error {
@@ -331,7 +330,7 @@ func TestSinkHangingInOneServiceIsStuck(t *testing.T) {
 	})
 }
 
-// Every Sync fails. The driver soon ends its search for the failing service. Then the
+// Every Sync fails. The driver soon gives up its search for one failing service, and the
 // sink counts as stuck.
 func TestFailingDataplaneIsRetriedWithBackoff(t *testing.T) {
 	calls := 0
@@ -355,7 +354,7 @@ func TestFailingDataplaneIsRetriedWithBackoff(t *testing.T) {
 	})
 }
 
-// One service of ten thousand makes Sync panic.
+// Only one service of ten thousand makes Sync panic.
 func TestOneServiceOfManyMakesSyncPanic(t *testing.T) {
 	views := manyViews(10_000)
 	bad := views[7_777].Key()
@@ -408,7 +407,7 @@ func TestOneServiceOfManyMakesSyncPanic(t *testing.T) {
 	})
 }
 
-// Many services make Sync panic. All others are programmed.
+// Many services make Sync panic. All others must be programmed.
 func TestManyServicesMakeSyncPanic(t *testing.T) {
 	views := manyViews(2_000)
 	var bad []types.NamespacedName
@@ -431,7 +430,7 @@ func TestManyServicesMakeSyncPanic(t *testing.T) {
 	})
 }
 
-// One service makes Sync panic. Services that change later are not delayed.
+// One service makes Sync panic. Services that change later must not be delayed.
 func TestOnePanicDoesNotHoldUpLaterChanges(t *testing.T) {
 	run(t, sink.Options{}, panicking(key("poison")), func(w *world) {
 		w.src.MarkSynced()
@@ -446,7 +445,7 @@ func TestOnePanicDoesNotHoldUpLaterChanges(t *testing.T) {
 	})
 }
 
-// A sink reports failures of services that do not exist, different ones each time.
+// The sink reports that p, q and r failed. But q and r never exist, and p only at times.
 func TestFailuresOfUnknownServicesEnd(t *testing.T) {
 	s := sink.Func(func(context.Context, *sink.Changes) error {
 		if time.Now().Second()%3 == 0 {
@@ -471,7 +470,7 @@ func TestFailuresOfUnknownServicesEnd(t *testing.T) {
 	})
 }
 
-// A failed prune at the end of a pass delays WaitApplied.
+// If the sink fails to prune a service at the end of a pass, WaitApplied has to wait.
 func TestWaitAppliedWaitsForPrune(t *testing.T) {
 	run(t, sink.Options{BatchSize: 2}, nil, func(w *world) {
 		w.src.Set(view(dns, 1))
@@ -489,13 +488,13 @@ func TestStartOver(t *testing.T) {
 			w.src.MarkSynced()
 			w.waitApplied()
 			time.Sleep(time.Minute)
-			w.driver.StartOver() // in the minimum interval
+			w.driver.StartOver() // during the minimum interval
 			w.waitApplied()
 			w.rec.Script(sinktest.Fail(errBusy))
 			time.Sleep(time.Hour)
 			w.src.Set(view(web, 2))
 			time.Sleep(time.Minute)
-			w.driver.StartOver() // in the backoff
+			w.driver.StartOver() // during the backoff
 			w.waitApplied()
 			w.expectDelivered(0, "0s: full web none→[1]", "1m0s: full web none→[1]",
 				"1h1m0s: web [1]→[2]: dataplane is busy", "1h2m0s: full web none→[2]")
@@ -554,7 +553,7 @@ func TestWaitSyncedDoesNotWaitForServicesThatFail(t *testing.T) {
 	})
 }
 
-// brokenSource is a source that panics, or signals changes that it does not have.
+// brokenSource always signals a change, but has none. If panics is true, Next panics.
 type brokenSource struct {
 	sink.Source
 	calls  int
@@ -597,8 +596,8 @@ func TestFailedSourceIsRetriedWithBackoff(t *testing.T) {
 	}
 }
 
-// A claim moves to another service while its first owner fails. The old view with the
-// claim is no longer delivered.
+// A claim moves from a failing service to another one. After that, the old view of the
+// failing service must not be delivered, because it has the claim.
 func TestOldNamesNoClaimOfAnotherService(t *testing.T) {
 	a, b := key("a"), key("b")
 	run(t, sink.Options{}, nil, func(w *world) {

@@ -14,65 +14,63 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// unacked is a service whose current view the sink has not acknowledged. It must not be
-// modified while the type pending holds it.
+// unacked is a service whose present view the sink has not acknowledged. It must not be
+// modified while pending.byKey has it.
 type unacked struct {
 	key types.NamespacedName
-	// old is the view last acknowledged since the pass began, or nil if there is none.
-	old *api.ServiceEndpoints
-	// reason is why the service is pending.
+	// The view last acknowledged since the pass began, or nil if there is none.
+	old    *api.ServiceEndpoints
 	reason reason
-	// unsure is the value of Change.Unsure in the next delivery.
+	// Change.Unsure of the next delivery.
 	unsure bool
-	// alone marks an isolated service: a Sync of this service only failed as a whole, so
-	// the driver delivers it alone from then on.
+	// The service is isolated: a Sync of this service alone has failed as a whole, so the
+	// driver always delivers it alone.
 	alone bool
-	// since is the last revision at which the sink had the current view.
+	// The last revision at which the acknowledged view was the present one.
 	since uint64
-	// trigger is the oldest trigger time of the changes, zero if there is none.
+	// The oldest trigger time of the changes; zero if there is none.
 	trigger time.Time
-	// retryAt is when the service is delivered, unless a change causes an earlier
-	// delivery.
+	// When to deliver the service, unless it changes earlier.
 	retryAt time.Time
-	// The field failures counts failures of the service in a row, and err is the last
-	// error.
+	// The number of failures in a row, and the last error.
 	failures int
 	err      error
 }
 
-// reason is why a service is pending.
+// reason says why a service is pending.
 type reason uint8
 
 const (
-	queued  reason = iota // taken from the source, not delivered yet
+	queued  reason = iota // received from the source, not delivered yet
 	suspect               // delivered in a Sync that failed as a whole
-	failing               // failed itself
+	failing               // the service itself failed
 	reasons
 )
 
-// change returns the change from the old view to new, the service's current view.
+// change returns the Change from the old view of s to new, the present view.
 func (s *unacked) change(new *api.ServiceEndpoints) Change {
 	return Change{Key: s.key, Old: s.old, New: new, Unsure: s.unsure, TriggerTime: s.trigger}
 }
 
-// merge returns a change from the old view of s to the new view of the later change c.
+// merge returns the Change from the old view of s to the new view in c, a later Change of
+// the service.
 func (s *unacked) merge(c Change) Change {
 	merged := s.change(c.New)
 	merged.TriggerTime = earlier(s.trigger, c.TriggerTime)
 	return merged
 }
 
-// pending holds the unacknowledged services. The cost of finding the due services does
-// not depend on the number of the others.
+// pending holds the unacknowledged services. The time to find those that are due does not
+// depend on how many others there are.
 type pending struct {
 	byKey   map[types.NamespacedName]*unacked
 	byRetry *btree.BTreeG[*unacked] // without isolated services
 	alone   *btree.BTreeG[*unacked] // isolated services, by retry time
-	// aloneAt is when the next isolated service may be delivered.
+	// When the next isolated service may be delivered.
 	aloneAt time.Time
 	claims  claims // claims of the old views
 	count   [reasons]int
-	failing int // number of services with failures
+	failing int // number of services whose failures are not 0
 }
 
 func newPending() pending {
@@ -88,7 +86,7 @@ func newPending() pending {
 	}
 }
 
-// put adds s and replaces an earlier record of the same service.
+// put adds s, or replaces the record of the same service with s.
 func (p *pending) put(s *unacked) {
 	p.remove(s.key)
 	p.byKey[s.key] = s
@@ -125,8 +123,8 @@ func (p *pending) schedule(s *unacked) *btree.BTreeG[*unacked] {
 	return p.byRetry
 }
 
-// nextRetry returns when the first service is due. The result ok is false if none is
-// pending.
+// nextRetry returns the time at which the first service is due. It returns false if no
+// service is pending.
 func (p *pending) nextRetry() (time.Time, bool) {
 	s, ok := p.byRetry.Min()
 	if a, more := p.alone.Min(); more {
@@ -141,14 +139,14 @@ func (p *pending) nextRetry() (time.Time, bool) {
 	return s.retryAt, true
 }
 
-// hasDue reports whether a service that is not isolated is due.
+// hasDue reports whether any service is due, without regard to isolated ones.
 func (p *pending) hasDue(now time.Time) bool {
 	s, ok := p.byRetry.Min()
 	return ok && !s.retryAt.After(now)
 }
 
-// due calls yield with each due service, except isolated ones, oldest retry first, until
-// yield returns false.
+// due calls yield with each service that is due, except isolated ones, in the order of
+// retryAt. It stops if yield returns false.
 func (p *pending) due(now time.Time, yield func(*unacked) bool) {
 	p.byRetry.Ascend(func(s *unacked) bool { return !s.retryAt.After(now) && yield(s) })
 }
@@ -161,9 +159,9 @@ func (p *pending) dueAlone(now time.Time) *unacked {
 	return nil
 }
 
-// acknowledge removes the service key after the sink acknowledged its view new. It clears
-// the old view of another service if that view has a claim of the view new. Otherwise the
-// sink would use that old view to remove the claim from its new owner.
+// acknowledge removes the service key, because the sink has acknowledged its view new. If
+// the old view of another service has a claim of new, acknowledge clears this old view.
+// Otherwise the sink would use the old view to remove the claim from its new owner.
 func (p *pending) acknowledge(key types.NamespacedName, new *api.ServiceEndpoints) {
 	p.remove(key)
 	if len(p.claims) == 0 {
@@ -190,8 +188,8 @@ func (p *pending) keys(delivered []Change) []types.NamespacedName {
 	return keys
 }
 
-// applied returns the last revision up to which nothing is pending. If nothing is pending
-// at all, it returns reached.
+// applied returns the last revision up to which the sink has acknowledged everything, at
+// most reached.
 func (p *pending) applied(reached uint64) uint64 {
 	for _, s := range p.byKey {
 		reached = min(reached, s.since)
@@ -199,8 +197,8 @@ func (p *pending) applied(reached uint64) uint64 {
 	return reached
 }
 
-// claims maps claims to services. They are grouped by address, because a claim of a whole
-// address excludes all other claims of that address.
+// claims maps claims to services. It groups claims by address, because a claim of a whole
+// address excludes all others at this address.
 type claims map[netip.Addr]map[api.Claim]types.NamespacedName
 
 func (c claims) set(claim api.Claim, key types.NamespacedName) {
@@ -210,13 +208,12 @@ func (c claims) set(claim api.Claim, key types.NamespacedName) {
 	c[claim.IP][claim] = key
 }
 
-// has reports whether claim belongs to the service key.
 func (c claims) has(claim api.Claim, key types.NamespacedName) bool {
 	other, ok := c[claim.IP][claim]
 	return ok && other == key
 }
 
-// unset removes claim if it belongs to the service key.
+// unset removes claim if the service key has it.
 func (c claims) unset(claim api.Claim, key types.NamespacedName) {
 	if !c.has(claim, key) {
 		return
@@ -227,7 +224,7 @@ func (c claims) unset(claim api.Claim, key types.NamespacedName) {
 	}
 }
 
-// conflicting returns the services other than key whose claims exclude claim.
+// conflicting returns the services whose claims exclude claim, except the service key.
 func (c claims) conflicting(claim api.Claim, key types.NamespacedName) []types.NamespacedName {
 	var services []types.NamespacedName
 	add := func(other types.NamespacedName, ok bool) {

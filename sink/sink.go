@@ -19,67 +19,67 @@ import (
 
 // Sink programs one node's dataplane.
 type Sink interface {
-	// Sync makes the dataplane agree with c. It must be idempotent: a service that it
-	// reports as failed may be half applied, and is delivered again.
+	// Sync applies c to the dataplane. It must be idempotent: a service that failed may be
+	// half applied, and is delivered again.
 	//
-	// A nil error acknowledges all of c. A [*Failed] acknowledges all services except
-	// those it names. Any other error acknowledges nothing (see [Acknowledged]). The
-	// driver delivers unacknowledged services again, merged with later changes. After an
-	// error that acknowledges nothing, the driver delivers smaller batches until it finds
-	// the service that causes the error. An error that wraps [ErrStartOver] requests a
-	// new pass. A panic counts as an error.
+	// A nil error acknowledges all of c. A [*Failed] acknowledges all services except those
+	// that it names. Any other error acknowledges nothing (see [Acknowledged]), and neither
+	// does a panic. The driver delivers unacknowledged services again, merged with later
+	// changes. If nothing was acknowledged, the driver delivers smaller batches until it
+	// finds the service that causes the error. An error that wraps [ErrStartOver] requests a
+	// new pass.
 	//
-	// Calls of Sync never overlap. The sink must not use c after Sync returns, but may
-	// keep the views in it.
+	// Calls of Sync never overlap. The sink must not use c after Sync has returned, but may
+	// keep the views in c.
 	Sync(ctx context.Context, c *Changes) error
 }
 
-// Func is a Sink that consists of a function.
+// Func is a function that implements Sink.
 type Func func(ctx context.Context, c *Changes) error
 
 // Sync calls f.
 func (f Func) Sync(ctx context.Context, c *Changes) error { return f(ctx, c) }
 
-// Starter is implemented by a sink that needs setup. The driver calls Start once, before
-// the first Sync. If Start fails, the driver ends.
+// Starter is for sinks that need setup. The driver calls Start once, before the first
+// Sync. If Start fails, the driver ends.
 type Starter interface {
 	Start(ctx context.Context) error
 }
 
-// Stopper is implemented by a sink that holds listeners, addresses, goroutines or other
-// resources. The driver calls Stop once, after the last Sync, if the sink has no Start or
-// Start succeeded.
+// Stopper is for sinks that hold listeners, addresses, goroutines or other resources. The
+// driver calls Stop once, after the last Sync, but not if Start failed.
 type Stopper interface {
 	Stop(ctx context.Context) error
 }
 
-// Drainer is a [Stopper] that drains connections when it stops. StopTimeout is the time
-// limit of Stop if [Options.StopTimeout] is 0. If both are 0, the default applies.
+// Drainer is a [Stopper] that drains connections when it stops. If [Options.StopTimeout]
+// is 0, the result of StopTimeout is the time limit of Stop. If both are 0, the default
+// applies.
 type Drainer interface {
 	Stopper
 	StopTimeout() time.Duration
 }
 
-// Cleaner is implemented by a sink whose state stays in the dataplane after Stop, so that
-// traffic flows while its program is replaced. Cleanup removes everything that sinks of
-// this kind and name ever created, and nothing else. Drivers never call Cleanup; commands
-// do. [CleanerOf] reports whether a sink is a Cleaner.
+// Cleaner is for sinks whose state stays in the dataplane after Stop, so that traffic
+// flows while the program is replaced. Cleanup removes everything that sinks of this kind
+// and name have created, and nothing else. Drivers never call Cleanup; commands do.
+// [CleanerOf] reports whether a sink is a Cleaner.
 type Cleaner interface {
 	Cleanup(ctx context.Context) error
 }
 
-// Verifier is implemented by a sink that can compare the dataplane with its records and
-// repair drift. The driver calls Verify when it is idle, at Options.VerifyInterval, and
-// never during a Sync. It cancels the context as soon as changes wait; the next call
-// should continue where this one stopped. An error that wraps [ErrStartOver] requests a
-// new pass. The driver only reports any other error or panic.
+// Verifier is for sinks that can compare the dataplane with their records and repair
+// drift. The driver calls Verify at Options.VerifyInterval, while no changes wait, and
+// never during a Sync. When changes arrive, it cancels the context. The next Verify
+// should continue where the cancelled one stopped. An error that wraps [ErrStartOver]
+// requests a new pass. The driver only reports other errors and panics.
 type Verifier interface {
 	Verify(ctx context.Context) error
 }
 
-// Poller is a [Verifier] whose Verify is cheap while nothing changed. If
-// [Options.VerifyInterval] is 0, the driver calls VerifyInterval for its value; if that
-// returns 0, the general default applies.
+// Poller is a [Verifier] whose Verify is cheap as long as nothing has changed. If
+// [Options.VerifyInterval] is 0, the result of VerifyInterval is used instead. If both
+// are 0, the default applies.
 type Poller interface {
 	Verifier
 	VerifyInterval() time.Duration
@@ -88,61 +88,61 @@ type Poller interface {
 // Changes is the work of one Sync.
 //
 // The driver makes a pass at the start, after [ErrStartOver], after [Driver.StartOver],
-// and when the source has lost the reader's position. A pass delivers every service once,
+// and when the source has lost the driver's position. A pass delivers every service once,
 // in one Changes or in several of bounded size. Services that change during a pass are
-// delivered before its next batch. A new pass may begin before the current one has ended.
+// delivered before its next batch. A new pass may begin before the previous one has
+// ended.
 type Changes struct {
 	// First begins a pass. The state of the dataplane is unknown: acknowledgements before
-	// First no longer count.
+	// First do not count any more.
 	First bool
-	// Last ends a pass: every service was delivered since First. The sink programs
-	// Services. Then it prunes everything that belongs to no service delivered since
-	// First, except what may belong to services in Failing.
+	// Last ends a pass, in which every service was delivered. The sink programs Services.
+	// Then it prunes everything, except what belongs to services that were delivered since
+	// First, or may belong to services in Failing.
 	Last bool
-	// Failing is set with Last. It lists the services that this pass delivered without an
-	// acknowledgement, except those in Services, in order of namespace and name. The
-	// dataplane may hold any part of them. They are delivered again.
+	// Failing is set with Last. It lists the services that were delivered in this pass but
+	// not acknowledged, except those in Services, in order of namespace and name. Any part
+	// of them may be in the dataplane. They will be delivered again.
 	Failing []types.NamespacedName
 	// Revision is the source's revision of the views.
 	Revision uint64
 	// Services yields the services to program, in order of namespace and name, each once.
-	// It may be iterated several times. All services that change in one update of the
-	// source are in one Changes, so that services can swap addresses.
+	// The sink may iterate over it several times. All services that change in one update of
+	// the source are in one Changes, so that services can swap addresses.
 	Services iter.Seq[Change]
-	// Node is this node as the API server has it, or nil if it is not known.
+	// Node is the Node object of this node, or nil if it is not known.
 	Node *api.Node
-	// NodeChanged reports whether Node differs from the node last acknowledged, or was
-	// delivered without an acknowledgement. It is true with First.
+	// NodeChanged reports whether the sink has yet to acknowledge Node: it has changed, or
+	// its last delivery failed. NodeChanged is true with First.
 	NodeChanged bool
 }
 
 // Change is the change of one service.
 //
-// No two services have the same claim (see [api.Claim]) at the same time. The sink's
-// records may say that another service owns an address of New. Then New takes the address
-// over, and the sink removes it from its record of the other service, which is about to
-// change or to be pruned.
+// No two services have the same claim (see [api.Claim]) at the same time. If another
+// service has an address of New in the sink's records, that service has lost the address,
+// and will be changed or pruned soon. The sink gives the address to New and removes it
+// from the record of the other service.
 type Change struct {
 	Key types.NamespacedName
 	// Old is the view last acknowledged since the pass began, or nil if there is none. It
-	// contains no address that an earlier Sync gave to another service.
+	// has no address that an earlier Sync gave to another service.
 	Old *api.ServiceEndpoints
-	// New is the view to program, or nil if the service has to be deleted.
+	// New is the view to program. If it is nil, the service has to be deleted.
 	New *api.ServiceEndpoints
-	// Unsure reports that the dataplane may hold any state of this service, because it
-	// was not acknowledged since First or an earlier Sync of it failed. The difference
-	// between Old and New is then not enough. The sink compares with the dataplane or
-	// programs the whole service. Old and New may be equal or both nil.
+	// If Unsure is true, any state of this service may be in the dataplane: the service was
+	// not acknowledged since First, or its last delivery failed. Then the difference between
+	// Old and New is not enough. The sink has to compare with the dataplane or program the
+	// whole service. Old and New may be equal or both nil.
 	Unsure bool
-	// TriggerTime is when the oldest endpoint change in this Change happened, as recorded
-	// by the endpoints controller. It is zero if that is unknown or if no endpoint
-	// changed.
+	// TriggerTime is the time of the oldest endpoint change in this Change, according to the
+	// endpoints controller. It is zero if it is unknown or no endpoint has changed.
 	TriggerTime time.Time
 }
 
-// Endpoints yields the endpoints that differ between Old and New, in order: (nil, new)
-// for an added endpoint, (old, nil) for a removed one, and both if lists, conditions or
-// other properties changed. It omits draining endpoints.
+// Endpoints yields the endpoints that differ between Old and New, in order. It yields
+// (nil, new) for an added endpoint, (old, nil) for a removed one, and (old, new) for one
+// whose lists, conditions or other properties have changed. It omits draining endpoints.
 func (c *Change) Endpoints() iter.Seq2[*api.Endpoint, *api.Endpoint] {
 	return func(yield func(old, new *api.Endpoint) bool) {
 		var before, after []api.Endpoint
@@ -179,13 +179,13 @@ func (c *Change) Endpoints() iter.Seq2[*api.Endpoint, *api.Endpoint] {
 	}
 }
 
-// Failed maps services to their errors. Sync returns a *Failed when some services failed
-// and all others succeeded. It may name services that are not in Changes.Services, for
-// example services that could not be pruned. The driver delivers those again too. It
-// delivers a service that does not exist as a delete.
+// Failed maps services to their errors. Sync returns a *Failed if some services failed
+// and all others succeeded. A *Failed may also name services that are not in
+// Changes.Services, for example services that could not be pruned. The driver delivers
+// these again too; if such a service does not exist, New is nil.
 type Failed map[types.NamespacedName]error
 
-// Error lists every failed service with its error.
+// Error returns the errors of all services as one line.
 func (f *Failed) Error() string {
 	services := f.services()
 	keys := slices.SortedFunc(maps.Keys(services), api.CompareKeys)
@@ -196,11 +196,11 @@ func (f *Failed) Error() string {
 	return strings.Join(msgs, "; ")
 }
 
-// Unwrap returns the services' errors.
+// Unwrap returns the errors of all services.
 func (f *Failed) Unwrap() []error { return slices.Collect(maps.Values(f.services())) }
 
-// services returns the failures. A nil *Failed has none, so a Sync that returns a nil
-// *Failed by mistake has succeeded.
+// services returns *f, or nil if f is nil. So a Sync that returns a nil *Failed by
+// mistake has succeeded.
 func (f *Failed) services() Failed {
 	if f == nil {
 		return nil
@@ -219,8 +219,8 @@ func (f *Failed) Add(key types.NamespacedName, err error) {
 	(*f)[key] = err
 }
 
-// Do calls program, which programs the service key, and records its error. A panic counts
-// as an error of the service; the driver logs its stack.
+// Do calls program, which programs the service key, and records its error. If program
+// panics, that counts as an error of the service, and the driver logs the stack.
 func (f *Failed) Do(key types.NamespacedName, program func() error) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -238,7 +238,7 @@ type panicError struct {
 
 func (e *panicError) Error() string { return fmt.Sprintf("panic: %v", e.value) }
 
-// Err returns f, or nil if nothing failed. Sync should end with return failed.Err().
+// Err returns f, or nil if no service failed. Sync should end with return failed.Err().
 func (f *Failed) Err() error {
 	if len(*f) == 0 {
 		return nil
@@ -246,12 +246,12 @@ func (f *Failed) Err() error {
 	return f
 }
 
-// Acknowledged interprets err, the result of a Sync. If ok is false, the Sync
+// Acknowledged says what the result err of a Sync means. If ok is false, the Sync
 // acknowledged nothing. Otherwise it acknowledged all services except those in failed.
 //
-// A *Failed counts if err is one or wraps one as its only error. It does not count if it
-// is joined with another error, which may concern all services, or if it wraps
-// [ErrStartOver].
+// Acknowledged returns a *Failed if err is a *Failed, or wraps a *Failed and no other
+// error. If a *Failed is joined with another error, ok is false, because that error may
+// concern all services. If err wraps [ErrStartOver], ok is false too.
 func Acknowledged(err error) (failed Failed, ok bool) {
 	if err == nil {
 		return nil, true
@@ -267,6 +267,6 @@ func Acknowledged(err error) (failed Failed, ok bool) {
 	return nil, false
 }
 
-// ErrStartOver requests a new pass. A Sync or Verify that no longer knows the state of
-// its dataplane returns an error that wraps it.
+// ErrStartOver requests a new pass. If a sink no longer knows the state of its dataplane,
+// its Sync or Verify should return an error that wraps ErrStartOver.
 var ErrStartOver = errors.New("sink starts over")

@@ -57,7 +57,7 @@ func TestEndpointsOfAChange(t *testing.T) {
 				t.Errorf("endpoints (-want +got):\n%s", diff)
 			}
 			for range c.Endpoints() {
-				break // must end the iteration
+				break // Endpoints must accept this
 			}
 		})
 	}

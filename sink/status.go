@@ -19,49 +19,48 @@ import (
 type Status struct {
 	// Name is Options.Name.
 	Name string
-	// Revision is the revision up to which everything is applied. A failing service holds it
-	// back. It is 0 during every pass, including the first.
+	// Revision is the last revision up to which the sink has acknowledged everything. A
+	// failing service keeps Revision from increasing. During a pass, Revision is 0.
 	Revision uint64
-	// Passes counts complete passes, and Syncs counts acknowledged Syncs. Some services may
-	// have failed in them.
+	// Passes counts complete passes, and Syncs counts acknowledged Syncs. Passes and Syncs
+	// in which only some services failed count too.
 	Passes, Syncs uint64
-	// LastPass is when the last complete pass ended. LastSync is when the last acknowledged
-	// Sync ended. They are zero before the first.
+	// LastPass is the end of the last complete pass, and LastSync the end of the last
+	// acknowledged Sync. They are zero if there was none.
 	LastPass, LastSync time.Time
-	// LastProgress is when the sink last read a service from its Changes or returned from a
-	// Sync. Calls do not count if Sync fails as a whole again and again.
+	// LastProgress is the last time at which the sink read a service from its Changes or
+	// returned from Sync. While Sync keeps failing as a whole, neither counts.
 	LastProgress time.Time
-	// LastQueued is when the driver last noticed new changes.
+	// LastQueued is the last time at which the driver noticed new changes.
 	LastQueued time.Time
 
 	// WaitingSince is the time since which work has been waiting: changes, the rest of a
-	// pass, or failed services that are due again. It is zero if no work waits. A Sync or
-	// Verify that does not return counts as work, and so does the backoff after a failed
-	// Sync. Options.MinInterval does not count. Services that wait for their own retry do
-	// not count either: a service that cannot be programmed does not mean that the sink
-	// is stuck. A sink is stuck if work waits and the sink makes no progress: see
-	// [Status.StuckFor].
+	// pass, or failed services that are due again. It is zero if no work waits. Work also
+	// waits during a Sync, during a Verify that does not end in time, and during the backoff
+	// after a failed Sync. No work waits during Options.MinInterval. A failed service that
+	// waits for its own retry is not waiting work either, because the sink is not stuck. See
+	// also [Status.StuckFor].
 	WaitingSince time.Time
-	// SyncingSince is when the current Sync began, or zero if none runs.
+	// SyncingSince is the start of the running Sync, or zero if none runs.
 	SyncingSince time.Time
 
-	// Err is the error of the last Sync if it failed as a whole, or of the source if it had
-	// no update; else nil. Failures counts such failures in a row. NextAttempt is the
-	// earliest time of the next attempt.
+	// If the last Sync failed as a whole, or the source failed to return an update, Err is
+	// the error; otherwise it is nil. Failures counts such failures in a row. NextAttempt is
+	// the earliest time of the next attempt.
 	Err         error
 	Failures    int
 	NextAttempt time.Time
 
-	// Pending is the number of services that are taken from the source and not acknowledged,
-	// including services held back by the failure of another.
+	// Pending is the number of services that were received from the source and not
+	// acknowledged. Some may only wait because another service fails.
 	Pending int
-	// Failing are the pending services that failed themselves, in order of namespace and
-	// name. Either a [Failed] named the service, or a Sync of this service only failed.
+	// Failing contains the pending services that failed themselves, in order of namespace
+	// and name: a [Failed] named the service, or a Sync of this service alone failed.
 	Failing []FailingService
 }
 
-// StuckFor returns how long work has waited without progress of the sink, or 0 if no work
-// waits. A health check compares it with a limit.
+// StuckFor returns the time for which work has waited without progress of the sink, or 0
+// if no work waits. A health check compares this time with a limit.
 func (s Status) StuckFor(now time.Time) time.Duration {
 	if s.WaitingSince.IsZero() {
 		return 0
@@ -76,19 +75,20 @@ type FailingService struct {
 	Err error
 	// Failures counts failures in a row.
 	Failures int
-	// NextRetry is when the service is delivered again if it does not change before.
+	// NextRetry is the time at which the service is delivered again, unless it changes
+	// earlier.
 	NextRetry time.Time
 }
 
-// Status returns the state of the driver. It is safe for concurrent use. Its cost grows
-// with the number of failing services only.
+// Status returns the state of the driver. It is safe for concurrent use. Its time depends
+// only on the number of pending services.
 func (d *Driver) Status() Status {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	s := d.status
 	s.Name = d.opts.Name
 	if s.WaitingSince.After(time.Now()) {
-		s.WaitingSince = time.Time{} // the minimum interval has not passed yet
+		s.WaitingSince = time.Time{} // nothing waits during the minimum interval
 	}
 	if at := d.progress.Load(); at != 0 {
 		s.LastProgress = time.Unix(0, at)
@@ -107,9 +107,9 @@ func (d *Driver) Status() Status {
 }
 
 // WaitApplied returns nil when a pass is complete and the sink has acknowledged every
-// change up to revision, which is a revision of the source. A failing service delays
-// WaitApplied until it is acknowledged. WaitApplied returns an error if ctx or Run ends
-// before that. It may be called at any time, even before Run.
+// change up to a revision of the source. If a service fails, WaitApplied waits until it
+// is acknowledged. If ctx or Run ends earlier, WaitApplied returns an error. It may be
+// called at any time, even before Run.
 func (d *Driver) WaitApplied(ctx context.Context, revision uint64) error {
 	err := d.waitUntil(ctx, func() bool { return d.synced && d.applied() >= revision })
 	if err != nil {
@@ -118,9 +118,9 @@ func (d *Driver) WaitApplied(ctx context.Context, revision uint64) error {
 	return nil
 }
 
-// WaitSynced returns nil when one pass is complete: the sink has acknowledged every
-// service, except failing ones. It returns an error if ctx or Run ends before that. It
-// may be called at any time, even before Run.
+// WaitSynced returns nil when the first pass is complete: the sink has acknowledged every
+// service, except failing ones. If ctx or Run ends earlier, WaitSynced returns an error.
+// It may be called at any time, even before Run.
 func (d *Driver) WaitSynced(ctx context.Context) error {
 	if err := d.waitUntil(ctx, func() bool { return d.status.Passes > 0 }); err != nil {
 		return fmt.Errorf("wait for the first pass: %w", err)
@@ -148,11 +148,10 @@ func (d *Driver) waitUntil(ctx context.Context, reached func() bool) error {
 	}
 }
 
-// errEnded is the error of WaitApplied and WaitSynced after Run has returned nil.
+// WaitApplied and WaitSynced return errEnded if Run has returned nil.
 var errEnded = errors.New("driver has ended")
 
-// applied returns the last revision up to which everything is applied. The driver must be
-// synced.
+// applied returns Status.Revision. The caller checks that the driver is synced.
 func (d *Driver) applied() uint64 {
 	revision := d.pending.applied(d.position)
 	if d.nodePending {
@@ -161,7 +160,7 @@ func (d *Driver) applied() uint64 {
 	return revision
 }
 
-// report logs the result of a Sync and passes it to the observer.
+// report logs the result of a Sync and calls the observer with it.
 func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 	log := klog.FromContext(ctx)
 	switch {
@@ -182,7 +181,7 @@ func (d *Driver) report(ctx context.Context, result SyncResult, failed Failed) {
 	}
 }
 
-// logFailed logs the first failed services and the number of the others.
+// logFailed logs some of the failed services, and the number of the others.
 func logFailed(log klog.Logger, failed Failed) {
 	const most = 10
 	keys := slices.SortedFunc(maps.Keys(failed), api.CompareKeys)
@@ -200,7 +199,7 @@ func logFailed(log klog.Logger, failed Failed) {
 	}
 }
 
-// observeLatency reports the age of the acknowledged changes to the observer.
+// observeLatency calls the observer with the age of each acknowledged change.
 func (d *Driver) observeLatency(changes []Change, failed Failed) {
 	now := time.Now()
 	for _, c := range changes {

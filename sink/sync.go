@@ -19,26 +19,25 @@ import (
 // batch is the content of one Sync.
 type batch struct {
 	Changes
-	// services are the services that Changes.Services yields.
+	// The services that Changes.Services yields.
 	services []Change
-	// alone reports that services is one isolated service.
+	// services consists of one isolated service.
 	alone bool
 }
 
-// search finds the services that make a Sync fail as a whole.
+// search is the search for the services that make a Sync fail as a whole.
 type search struct {
-	// limit is the maximum number of services in a Sync, 0 while there is no search.
+	// The maximum number of services in a Sync, or 0 while there is no search.
 	limit int
-	// patience is the number of failures in a row before the backoff grows.
+	// The number of failures in a row for which the backoff does not grow yet.
 	patience int
-	// aloneFailures counts failures of isolated services in a row without a successful
-	// Sync.
+	// The number of failures of isolated services since the last successful Sync.
 	aloneFailures int
-	// restarts counts restarts by the sink in a row without a complete pass.
+	// The number of times that the sink returned ErrStartOver since the last complete pass.
 	restarts int
 }
 
-// step makes one Sync with the next batch.
+// step calls Sync once, with the next batch.
 func (d *Driver) step(ctx context.Context) {
 	d.noteWork(time.Now())
 	u, err := d.nextUpdate()
@@ -86,7 +85,8 @@ func (d *Driver) step(ctx context.Context) {
 	d.report(ctx, result, failed)
 }
 
-// nextUpdate returns the source's update. It turns a panic of the source into an error.
+// nextUpdate returns the next update of the source. If the source panics, nextUpdate
+// returns that as an error.
 func (d *Driver) nextUpdate() (u *Update, err error) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -106,8 +106,8 @@ func (d *Driver) sourceFailed(ctx context.Context, err error) {
 	d.update(func() { d.backOff(err, 0) })
 }
 
-// compose returns the next batch. Every change of u is in the batch, or pending, or left
-// to the pass.
+// compose returns the next batch. A change of u that is not in the batch either becomes
+// pending, or the pass will deliver it.
 func (d *Driver) compose(u *Update) batch {
 	if u.Lost {
 		d.update(d.begin)
@@ -154,8 +154,8 @@ func (d *Driver) addChanges(u *Update, b *batch) {
 	d.hold(wait)
 }
 
-// addAlone makes b a batch of one isolated service, if one is due. Isolated services take
-// turns with the others, and wait while everything fails.
+// addAlone makes b a batch of one isolated service if one is due. Between two isolated
+// services, others have their turn. While everything fails, isolated services wait.
 func (d *Driver) addAlone(u *Update, b *batch) bool {
 	now := time.Now()
 	s := d.pending.dueAlone(now)
@@ -170,7 +170,7 @@ func (d *Driver) addAlone(u *Update, b *batch) bool {
 	return true
 }
 
-// addDue adds due retries and services of the pass to b.
+// addDue adds pending services that are due to b, and the next services of the pass.
 func (d *Driver) addDue(u *Update, b *batch) {
 	changes := b.services
 	size, most := 0, d.search.limit
@@ -179,7 +179,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 	}
 	room := max(d.opts.BatchSize-size, d.opts.BatchSize/2, 1)
 
-	// waiting counts the pending services that did not fail themselves.
+	// The number of pending services that did not fail themselves and are not in b.
 	waiting := d.pending.count[queued] + d.pending.count[suspect]
 	for i := range changes {
 		if s := d.pending.byKey[changes[i].Key]; s != nil && s.reason != failing {
@@ -226,7 +226,7 @@ func (d *Driver) addDue(u *Update, b *batch) {
 		d.pass.yielded = false
 		var more bool
 		if d.pending.count[suspect] > 0 && len(b.services) > 0 {
-			more = d.pass.hasNext(u) // do not mix the pass into the search for a failing service
+			more = d.pass.hasNext(u) // search for the failing service without the pass
 		} else {
 			b.services, more = d.pass.appendNext(u, most, room, b.services)
 		}
@@ -238,7 +238,8 @@ func (d *Driver) addDue(u *Update, b *batch) {
 	}
 }
 
-// read returns an iterator over services that records each step as progress.
+// read returns an iterator over services. Each service that the sink reads counts as
+// progress.
 func (d *Driver) read(services []Change) iter.Seq[Change] {
 	hopeful := d.hopeful()
 	return func(yield func(Change) bool) {
@@ -253,8 +254,8 @@ func (d *Driver) read(services []Change) iter.Seq[Change] {
 	}
 }
 
-// sync calls the sink's Sync. The result acked reports whether b was acknowledged, except
-// the services in failed.
+// sync calls the sink's Sync. If acked is true, the sink has acknowledged b, except the
+// services in failed.
 func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed Failed, acked bool) {
 	hopeful := d.hopeful()
 	begin := time.Now()
@@ -276,15 +277,15 @@ func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed 
 	return SyncResult{InPass: d.pass != nil, Services: len(b.services), Duration: end.Sub(begin), Err: err}, failed, acked
 }
 
-// hopeful reports whether reading services counts as progress. After many failures in a
-// row it does not, because the sink does not work at all.
+// hopeful reports whether it is progress if the sink reads a service. After many failures
+// in a row it is none, because the sink does not work at all.
 func (d *Driver) hopeful() bool {
 	return d.status.Failures == 0 || d.status.Failures <= d.search.patience
 }
 
 func (d *Driver) progressed() { d.progress.Store(time.Now().UnixNano()) }
 
-// acknowledged records that the sink acknowledged b except the services in failed.
+// acknowledged records that the sink has acknowledged b, except the services in failed.
 func (d *Driver) acknowledged(u *Update, b *batch, failed Failed, notDelivered []Change) {
 	drawn := draw()
 	for _, changes := range [...][]Change{b.services, notDelivered} {
@@ -330,7 +331,7 @@ func (d *Driver) acknowledged(u *Update, b *batch, failed Failed, notDelivered [
 	d.status.Syncs++
 }
 
-// notDelivered returns changes for the services in failed that are not in b.
+// notDelivered returns a change for each service that is in failed but not in b.
 func (d *Driver) notDelivered(ctx context.Context, u *Update, b *batch, failed Failed) []Change {
 	var changes []Change
 	for key, err := range failed {
@@ -350,13 +351,14 @@ func (d *Driver) notDelivered(ctx context.Context, u *Update, b *batch, failed F
 }
 
 // refused records that the sink acknowledged nothing of b because of err. The driver
-// delivers the same batch once more, then halves of it until one service is alone. Then
-// that service is the failing one.
+// delivers the same batch once more, and then halves of it, until one service is left. If
+// a Sync of this service fails too, it is the cause.
 func (d *Driver) refused(u *Update, b *batch, err error) {
 	n := len(b.services)
 	if b.alone {
 		d.fail(d.unacked(b.services[0], failing), err, draw())
-		// If nothing else succeeds either, the dataplane itself may be at fault.
+		// If isolated services keep failing without a success, all of them wait longer, because
+		// the dataplane itself may be the cause.
 		d.search.aloneFailures++
 		d.pending.aloneAt = time.Now().Add(d.opts.Backoff.wait(d.search.aloneFailures, draw()))
 		d.position = u.Revision
@@ -387,7 +389,7 @@ func (d *Driver) refused(u *Update, b *batch, err error) {
 	d.backOff(err, 2*bits.Len(uint(n)/2))
 }
 
-// hold makes changes pending without delivering them.
+// hold makes changes pending, to deliver them later.
 func (d *Driver) hold(changes []Change) {
 	if len(changes) == 0 {
 		return
@@ -406,7 +408,7 @@ func (d *Driver) hold(changes []Change) {
 	})
 }
 
-// unacked returns the pending record of c's service, or a new one made from c.
+// unacked returns a copy of the pending record of c's service, or a new record.
 func (d *Driver) unacked(c Change, why reason) *unacked {
 	s := unacked{key: c.Key, old: c.Old, unsure: c.Unsure, since: d.position}
 	if before := d.pending.byKey[c.Key]; before != nil {
@@ -427,7 +429,7 @@ func (d *Driver) unacked(c Change, why reason) *unacked {
 	return &s
 }
 
-// fail records that s failed with err and schedules its retry.
+// fail records that the service s failed with err, and schedules its retry.
 func (d *Driver) fail(s *unacked, err error, drawn float64) {
 	s.failures++
 	s.err = err
@@ -435,16 +437,15 @@ func (d *Driver) fail(s *unacked, err error, drawn float64) {
 	d.pending.put(s)
 }
 
-// recovered records that the sink works again: only services with a retry of their own
-// wait.
+// recovered records that the sink works again, so that no Sync has to wait for a backoff.
 func (d *Driver) recovered() {
 	d.status.WaitingSince = time.Time{}
 	d.status.Err, d.status.Failures, d.status.NextAttempt = nil, 0, time.Time{}
 }
 
 // backOff records that nothing was acknowledged because of err, and delays the next Sync.
-// The wait starts to grow after patience more failures. Only the patience given at the
-// first failure in a row counts.
+// The delay grows only after patience failures. Of several failures in a row, the
+// patience of the first one applies.
 func (d *Driver) backOff(err error, patience int) {
 	if d.status.Failures == 0 {
 		d.search.patience = patience
@@ -455,8 +456,7 @@ func (d *Driver) backOff(err error, patience int) {
 	d.status.Err, d.status.NextAttempt = err, d.notBefore
 }
 
-// begin begins a pass. The pass delivers pending services too, except isolated ones,
-// which stay pending.
+// begin begins a pass. Isolated services stay pending. The pass delivers all others.
 func (d *Driver) begin() {
 	before := map[types.NamespacedName]*unacked{}
 	if d.pass != nil {
@@ -481,13 +481,13 @@ func (d *Driver) begin() {
 	d.synced = false
 }
 
-// startOver makes the source's next update begin a pass.
+// startOver resets the source, so that its next update begins a pass.
 func (d *Driver) startOver() {
 	d.src.Reset()
 	d.update(func() { d.synced = false })
 }
 
-// unacknowledged returns the number of services that are pending or in changes.
+// unacknowledged returns the number of services that are pending, in changes, or both.
 func (d *Driver) unacknowledged(changes []Change) int {
 	n := len(d.pending.byKey)
 	for i := range changes {
@@ -498,7 +498,7 @@ func (d *Driver) unacknowledged(changes []Change) int {
 	return n
 }
 
-// hasService reports whether a service is in changes, which are sorted by key.
+// hasService reports whether a service is in changes, which must be sorted by key.
 func hasService(changes []Change, key types.NamespacedName) bool {
 	_, ok := slices.BinarySearchFunc(changes, key, func(c Change, key types.NamespacedName) int {
 		return api.CompareKeys(c.Key, key)

@@ -28,8 +28,8 @@ func exampleService() *corev1.Service {
 	}
 }
 
-// exampleSlice returns a slice with n endpoints like those of the endpoint-slice
-// controller: each on a node of its own, with zone, conditions and hints.
+// exampleSlice returns an EndpointSlice as the EndpointSlice controller would write it.
+// The n endpoints have different nodes, and have zones, conditions and hints.
 func exampleSlice(n int) *discoveryv1.EndpointSlice {
 	s := &discoveryv1.EndpointSlice{
 		ObjectMeta:  labels(discoveryv1.LabelServiceName, "web", "app", "web"),
@@ -69,7 +69,7 @@ func BenchmarkEndpointSlice(b *testing.B) {
 	}
 }
 
-// BenchmarkRetained reports the memory of converted objects without the API objects.
+// BenchmarkRetained reports the memory of converted objects, without the API objects.
 func BenchmarkRetained(b *testing.B) {
 	const slices, endpoints = 1000, 100
 	for b.Loop() {

@@ -11,9 +11,9 @@ import (
 	"sigs.k8s.io/randfill"
 )
 
-// FuzzConvert converts objects filled from the fuzzer's bytes, with nil pointers and
-// arbitrary strings and numbers, and sometimes valid values. It checks that nothing
-// panics and that the results satisfy the guarantees of package api.
+// FuzzConvert fills objects with values from the fuzzer's bytes: nil pointers, arbitrary
+// strings and numbers, and some valid values. It checks that their conversion does not
+// panic, and that the results satisfy the guarantees of package api.
 func FuzzConvert(f *testing.F) {
 	f.Add([]byte("some bytes to begin with"))
 	f.Add([]byte{})

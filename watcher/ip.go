@@ -8,8 +8,8 @@ import (
 	utilnet "k8s.io/utils/net"
 )
 
-// parseAddr parses an address as Kubernetes components do: numbers with leading zeros are
-// decimal, an IPv4-mapped IPv6 address is IPv4, and zones are not allowed.
+// parseAddr parses an address like Kubernetes: numbers with leading zeros are decimal, an
+// IPv4-mapped IPv6 address becomes an IPv4 address, and zones are not allowed.
 func parseAddr(s string) (netip.Addr, bool) {
 	a, err := netip.ParseAddr(s)
 	if err != nil {
@@ -18,8 +18,8 @@ func parseAddr(s string) (netip.Addr, bool) {
 	return a.Unmap(), a.IsValid() && a.Zone() == ""
 }
 
-// parsePrefix parses a CIDR by the same rules and clears the host bits. It rejects a
-// prefix of mapped addresses, because that has no family.
+// parsePrefix parses a CIDR like parseAddr and clears the host bits. It rejects a prefix
+// of IPv4-mapped addresses, which has no clear IP family.
 func parsePrefix(s string) (netip.Prefix, bool) {
 	p, err := netip.ParsePrefix(s)
 	if err != nil {

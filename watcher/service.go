@@ -13,8 +13,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 )
 
-// Service converts s, whether or not the proxy wants it, and applies the API's defaults.
-// It returns nil if s is nil.
+// Service converts s and applies the API's defaults. It does so even if WantsService
+// returns false for s. It returns nil if s is nil.
 func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
 	if s == nil {
 		return nil, nil
@@ -30,7 +30,7 @@ func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
 		Annotations:            keep(s.Annotations, c.options.KeepAnnotations),
 		SessionAffinity:        sessionAffinity(s, &r),
 		UID:                    s.UID,
-		Created:                s.CreationTimestamp.UTC(), // UTC makes the output independent of this machine
+		Created:                s.CreationTimestamp.UTC(), // the output must not depend on this machine's time zone
 		IPFamilies:             families(s.Spec.IPFamilies, &r),
 	}
 	if out.Type != api.ExternalName {
@@ -46,7 +46,7 @@ func (c *Converter) Service(s *corev1.Service) (*api.Service, []Problem) {
 	return out, r.done()
 }
 
-// isHeadless reports whether s requests no cluster IP.
+// isHeadless reports whether s is a headless service, with cluster IP None.
 func isHeadless(s *corev1.Service) bool {
 	if len(s.Spec.ClusterIPs) > 0 {
 		return s.Spec.ClusterIPs[0] == corev1.ClusterIPNone
@@ -69,7 +69,7 @@ func serviceType(t corev1.ServiceType, r *report) api.ServiceType {
 	return api.ServiceType(t)
 }
 
-// Nearly all services have one of these values of IPFamilies, so they share the slices.
+// Almost every service has one of these values of IPFamilies. Sharing them saves memory.
 var (
 	onlyIPv4 = []api.Family{api.IPv4}
 	onlyIPv6 = []api.Family{api.IPv6}
@@ -132,8 +132,8 @@ func addAll(set *api.IPSet, list []string, field string, r *report) {
 	}
 }
 
-// add adds the address s to set. The address is entry i of a field, or the field itself
-// if i is -1. An empty s means that there is no address yet.
+// add adds the address s to set, unless s is empty. A problem names entry i of field, or
+// field itself if i is -1.
 func add(set *api.IPSet, s, field string, i int, r *report) {
 	a, ok := parseAddr(s)
 	switch {
@@ -148,10 +148,10 @@ func add(set *api.IPSet, s, field string, i int, r *report) {
 }
 
 // sourceRanges converts spec.loadBalancerSourceRanges, which limits access to the
-// load-balancer IPs. The API has an annotation with the same meaning for cloud providers.
-// The annotation has no effect here, as in kube-proxy.
+// load-balancer IPs. Like kube-proxy, it ignores the API's annotation for the same
+// purpose.
 //
-// If the field has ranges but none is valid, no source is admitted.
+// If all ranges in the field are invalid, the result admits no clients.
 func sourceRanges(s *corev1.Service, lb *api.IPSet, r *report) []api.SourceRanges {
 	f := api.SourceRanges{TargetIPs: *lb}
 	named := false
@@ -172,8 +172,8 @@ func sourceRanges(s *corev1.Service, lb *api.IPSet, r *report) []api.SourceRange
 	return []api.SourceRanges{f}
 }
 
-// healthCheckNodePort returns spec.healthCheckNodePort if it applies: with type
-// LoadBalancer and externalTrafficPolicy Local.
+// healthCheckNodePort returns spec.healthCheckNodePort for type LoadBalancer with
+// externalTrafficPolicy Local, otherwise 0.
 func healthCheckNodePort(s *corev1.Service, r *report) int32 {
 	if s.Spec.Type != corev1.ServiceTypeLoadBalancer || s.Spec.ExternalTrafficPolicy != corev1.ServiceExternalTrafficPolicyLocal {
 		return 0
@@ -205,9 +205,9 @@ func sessionAffinity(s *corev1.Service, r *report) api.SessionAffinity {
 	return api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: timeout}}
 }
 
-// servicePorts converts the ports of a service. It omits a port without a valid number,
-// and one that repeats the name, or number and protocol, of an earlier port. The caller
-// holds ofServices.mu.
+// servicePorts converts the ports of a service. It omits a port with an invalid number,
+// and one with the name, or the number and protocol, of an earlier port. The caller holds
+// ofServices.mu.
 func (c *Converter) servicePorts(in []corev1.ServicePort, r *report) []api.PortMapping {
 	if len(in) == 0 {
 		return nil
@@ -265,7 +265,8 @@ func (c *Converter) servicePorts(in []corev1.ServicePort, r *report) []api.PortM
 
 func isPort(p int32) bool { return p >= 1 && p <= 65535 }
 
-// port returns p, or 0 if it is not a port number. It reports a problem unless p is 0.
+// port returns p if it is a valid port number. Otherwise it returns 0, and reports a
+// problem unless p is 0.
 func port(p int32, field string, r *report) int32 {
 	if p != 0 && !isPort(p) {
 		r.add(field, "%d is not a port number", p)
@@ -274,7 +275,7 @@ func port(p int32, field string, r *report) int32 {
 	return p
 }
 
-// protocol converts p. An empty p is the API's default, TCP.
+// protocol converts p, and "" to TCP, the API's default.
 func protocol(p corev1.Protocol) (_ api.Protocol, known bool) {
 	switch p {
 	case corev1.ProtocolTCP, "":
@@ -287,8 +288,7 @@ func protocol(p corev1.Protocol) (_ api.Protocol, known bool) {
 	return api.UnknownProtocol, false
 }
 
-// keep returns the entries whose key matches one of the patterns, which must be
-// well-formed.
+// keep returns the entries whose key matches one of the patterns, which New has checked.
 func keep(in map[string]string, patterns []string) map[string]string {
 	var out map[string]string
 	if len(patterns) == 0 {

@@ -30,7 +30,6 @@ func prefixes(texts ...string) []netip.Prefix {
 	return out
 }
 
-// messages returns problems as in the log.
 func messages(problems []Problem) []string {
 	var out []string
 	for _, p := range problems {
@@ -51,7 +50,7 @@ func TestServiceConversion(t *testing.T) {
 	for _, tc := range []struct {
 		name     string
 		options  Options
-		change   func(*service) // changes the empty service default/web
+		change   func(*service) // changes service default/web, which is otherwise empty
 		want     func(*api.Service)
 		problems []string
 	}{

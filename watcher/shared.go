@@ -8,11 +8,11 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// maxShared limits each table of shared values. A full table is emptied; then some values
-// exist twice in memory.
+// maxShared limits each table of shared values. A full table is cleared, after which some
+// values exist twice in memory.
 const maxShared = 1 << 16
 
-// shared keeps one copy of values that many objects repeat. Lookups of equal values
+// shared keeps one copy of each value that many objects contain. Lookups of equal values
 // return the same copy.
 type shared struct {
 	mu      sync.Mutex
@@ -20,8 +20,8 @@ type shared struct {
 	hints   map[hintKey]*api.Hints
 }
 
-// hintKey represents the most common hints of an endpoint: at most one node and at most
-// one zone.
+// hintKey represents hints with at most one node and at most one zone, which are the most
+// common.
 type hintKey struct{ node, zone string }
 
 // string returns the shared copy of s. The caller holds mu.
@@ -39,8 +39,8 @@ func (t *shared) string(s string) string {
 	return s
 }
 
-// hint returns the shared hints for one node and one zone, either of which may
-// be empty. The caller holds mu.
+// hint returns the shared hints with the node and the zone in k. Each may be empty. The
+// caller holds mu.
 func (t *shared) hint(k hintKey) *api.Hints {
 	if h, ok := t.hints[k]; ok {
 		return h

@@ -14,8 +14,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// EndpointSlice converts s, whether or not the proxy wants it. It returns nil if no
-// service can use the slice: it names no service, or its addresses are not IP addresses.
+// EndpointSlice converts s, even if WantsSlice returns false for s. It returns nil if s
+// is nil, if s names no service, or if its address type is not IPv4 or IPv6.
 func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSlice, []Problem) {
 	if s == nil {
 		return nil, nil
@@ -23,7 +23,7 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 	r := report{kind: "EndpointSlice", namespace: s.Namespace, name: s.Name}
 	service := s.Labels[cmp.Or(c.options.ServiceNameLabel, discoveryv1.LabelServiceName)]
 	if service == "" {
-		// Without the proxy's own label, the slice belongs to other proxies.
+		// With another ServiceNameLabel, this is normal: the slice is for other proxies.
 		if c.options.ServiceNameLabel == "" {
 			r.add("metadata.labels["+discoveryv1.LabelServiceName+"]", "missing, so the slice belongs to no service")
 		}
@@ -57,7 +57,7 @@ func (c *Converter) EndpointSlice(s *discoveryv1.EndpointSlice) (*api.EndpointSl
 }
 
 // triggerTime returns the time of the endpoint change that caused this version of the
-// slice. It returns zero if the slice has no such time.
+// slice, or zero if the slice does not contain this time.
 func triggerTime(s *discoveryv1.EndpointSlice) time.Time {
 	text := s.Annotations[corev1.EndpointsLastChangeTriggerTime]
 	if text == "" {
@@ -70,8 +70,8 @@ func triggerTime(s *discoveryv1.EndpointSlice) time.Time {
 	return t
 }
 
-// endpointPorts converts the ports of a slice. It omits a port that repeats the name and
-// protocol of an earlier one. The caller holds ofSlices.mu.
+// endpointPorts converts the ports of a slice. It omits a port if an earlier port has the
+// same name and protocol. The caller holds ofSlices.mu.
 func (c *Converter) endpointPorts(in []discoveryv1.EndpointPort, r *report) []api.EndpointPort {
 	if len(in) == 0 {
 		return nil
@@ -109,8 +109,8 @@ func (c *Converter) endpointPorts(in []discoveryv1.EndpointPort, r *report) []ap
 	return out
 }
 
-// endpoints converts the endpoints of a slice. It uses only the first address of each:
-// the API forbids giving the others a meaning. It omits an endpoint without a usable
+// endpoints converts the endpoints of a slice. It uses only the first address of each,
+// because the API forbids using the others. It omits an endpoint without a usable
 // address. The caller holds ofSlices.mu.
 func (c *Converter) endpoints(in []discoveryv1.Endpoint, family api.Family, r *report) []api.SliceEndpoint {
 	if len(in) == 0 {
@@ -145,8 +145,8 @@ func (c *Converter) endpoints(in []discoveryv1.Endpoint, family api.Family, r *r
 	return out
 }
 
-// target returns the pod of a targetRef, or nil if the options do not keep targets. The
-// caller holds ofSlices.mu.
+// target returns the pod to which ref refers, or nil for other targets and without
+// KeepTargets. The caller holds ofSlices.mu.
 func (c *Converter) target(ref *corev1.ObjectReference) *types.NamespacedName {
 	if !c.options.KeepTargets || ref == nil || ref.Kind != "Pod" {
 		return nil
@@ -154,7 +154,8 @@ func (c *Converter) target(ref *corev1.ObjectReference) *types.NamespacedName {
 	return &types.NamespacedName{Namespace: c.ofSlices.string(ref.Namespace), Name: ref.Name}
 }
 
-// conditions applies the API's documented defaults for nil.
+// conditions converts conditions. For nil it uses the defaults in the API's
+// documentation.
 func conditions(c *discoveryv1.EndpointConditions) api.Conditions {
 	return api.Conditions{
 		Ready:       value(c.Ready, true),
@@ -163,8 +164,7 @@ func conditions(c *discoveryv1.EndpointConditions) api.Conditions {
 	}
 }
 
-// hints converts an endpoint's hints. It returns nil if they are empty. The caller holds
-// ofSlices.mu.
+// hints converts an endpoint's hints, empty ones to nil. The caller holds ofSlices.mu.
 func (c *Converter) hints(in *discoveryv1.EndpointHints) *api.Hints {
 	if in == nil || len(in.ForNodes) == 0 && len(in.ForZones) == 0 {
 		return nil

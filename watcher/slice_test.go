@@ -22,7 +22,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 	for _, tc := range []struct {
 		name     string
 		options  Options
-		change   func(*slice) // changes the empty IPv4 slice default/web of service web
+		change   func(*slice) // changes IPv4 slice default/web of service web, which is otherwise empty
 		want     func(*api.EndpointSlice)
 		none     bool
 		problems []string
@@ -250,7 +250,7 @@ func TestEndpointSliceConversion(t *testing.T) {
 	}
 }
 
-// setTargets adds two labels and an endpoint in a pod to s.
+// setTargets adds two labels to s, and an endpoint with a pod as its target.
 func setTargets(s *discoveryv1.EndpointSlice) {
 	s.Labels["app"], s.Labels["tier"] = "web", "1"
 	s.Endpoints = []discoveryv1.Endpoint{{

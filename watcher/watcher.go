@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package watcher contains the common parts of all sources of cluster state. It selects
-// the services and endpoint slices of a proxy, and converts objects of the Kubernetes API
-// to the model of package api. Each subpackage is a source that fills a cluster.State:
-// kube reads an API server, file reads manifests, and remote reads another kpng.
+// Package watcher contains code for all sources of cluster state. It selects the Services
+// and EndpointSlices for a proxy, and converts objects of the Kubernetes API to types of
+// package api. Each subpackage fills a cluster.State from another source: kube from an
+// API server, file from manifests, and remote from another kpng server.
 //
-// A [Converter] does the selection and the conversion. It accepts valid and invalid
-// objects. It omits invalid parts from the result and returns each as a [Problem] for the
-// caller to log. The rest of the object is served.
+// A [Converter] does the selection and the conversion. It also accepts invalid objects:
+// it omits invalid parts from the result, and returns a [Problem] for each, which the
+// caller should log. The valid parts of an object remain usable.
 //
 //	c, err := watcher.New(watcher.Options{ServiceProxyName: "example"})
 //	…
@@ -30,62 +30,61 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// The labels with which Kubernetes assigns objects to service proxies. The endpoint-slice
-// controller copies the first from services to their slices. It sets the second on the
-// slices of headless services.
+// The labels by which Kubernetes assigns objects to service proxies. The EndpointSlice
+// controller copies LabelServiceProxyName from a Service to its EndpointSlices. It sets
+// LabelHeadless on the EndpointSlices of a headless service.
 const (
 	LabelServiceProxyName = "service.kubernetes.io/service-proxy-name"
 	LabelHeadless         = corev1.IsHeadlessService
 )
 
-// Options select the services of a proxy and the metadata to keep. The zero value is for
-// a cluster's general proxy.
+// Options selects the services for a proxy, and the metadata to keep. The zero value is
+// for a proxy without a name, such as kube-proxy.
 type Options struct {
-	// ServiceProxyName selects the services to serve (KEP 2447): those whose label
-	// service.kubernetes.io/service-proxy-name has this value, including headless ones.
-	// Empty selects the services without this label, except headless ones.
+	// ServiceProxyName is the proxy's name (KEP 2447). It selects services whose label
+	// service.kubernetes.io/service-proxy-name has this value, including headless services.
+	// If it is empty, it selects services without this label, except headless services.
 	ServiceProxyName string
 
-	// Skip, if set, reports services that are not served although the label selects them. It
-	// receives the API object and may use any field, such as annotations or
-	// spec.loadBalancerClass. The result must depend on the object alone. Skip must not
-	// modify or keep the object. It is called from several goroutines.
+	// Skip, if set, returns true for services that the proxy must ignore although
+	// ServiceProxyName selects them. It may use any field of the API object, such as
+	// annotations or spec.loadBalancerClass. The result must depend on the object alone.
+	// Skip must not modify or keep the object. Several goroutines call it.
 	Skip func(*corev1.Service) bool
 
-	// ServiceNameLabel is the label of a slice that contains its service's name. Slices
-	// without it belong to no service. Another label selects slices that a third party
-	// creates in addition to those of Kubernetes, for example for secondary networks.
-	// Default: kubernetes.io/service-name.
+	// ServiceNameLabel is the label of an EndpointSlice that contains the name of its
+	// service. The default is kubernetes.io/service-name. Another label selects slices that
+	// a third party creates in addition to those of Kubernetes, for example for secondary
+	// networks. A slice without the label belongs to no service.
 	ServiceNameLabel string
 
-	// IgnoreExternalIPs ignores spec.externalIPs, like a cluster without the feature gate
-	// AllowServiceExternalIPs (KEP-5707). With external IPs, any user who may create
-	// services can claim any address.
+	// IgnoreExternalIPs makes the proxy ignore spec.externalIPs, like a cluster without the
+	// feature gate AllowServiceExternalIPs (KEP-5707). External IPs let any user who may
+	// create services claim any address.
 	IgnoreExternalIPs bool
 
-	// KeepLabels and KeepAnnotations are patterns of path.Match for the labels and
-	// annotations of a service to keep. A "*" does not match a slash: "*" matches all keys
-	// without a prefix, "*/*" all keys with one. Default: none.
+	// KeepLabels and KeepAnnotations select the labels and annotations of services to keep,
+	// by patterns of path.Match. "*" does not match a slash, so "*" selects all keys without
+	// a prefix, and "*/*" all keys with a prefix. By default none are kept.
 	KeepLabels      []string
 	KeepAnnotations []string
 
-	// KeepSliceLabels are patterns for the labels of slices to keep
-	// (api.EndpointSlice.Labels).
+	// KeepSliceLabels selects the labels of EndpointSlices to keep
+	// (api.EndpointSlice.Labels), by the same kind of patterns.
 	KeepSliceLabels []string
 
-	// KeepTargets keeps the pods behind endpoints (api.Endpoint.Target). Targets of other
-	// kinds are never kept.
+	// KeepTargets keeps the names of the pods of endpoints (api.Endpoint.Target). Targets
+	// that are not pods are never kept.
 	KeepTargets bool
 
 	// AllPorts, if set, reports whether a service is an all-ports service
 	// (api.Service.AllPorts). It must not modify or keep the object. [AllPortsAnnotated]
-	// returns such a function for an annotation.
+	// returns a function that checks an annotation.
 	AllPorts func(*corev1.Service) bool
 }
 
-// AllPortsAnnotated returns a function for Options.AllPorts. That function selects
-// services whose annotation of this name has a value that strconv.ParseBool parses as
-// true.
+// AllPortsAnnotated returns a function for Options.AllPorts. It selects a service if
+// strconv.ParseBool returns true for the value of the service's annotation name.
 func AllPortsAnnotated(name string) func(*corev1.Service) bool {
 	return func(s *corev1.Service) bool {
 		on, err := strconv.ParseBool(s.Annotations[name])
@@ -93,9 +92,10 @@ func AllPortsAnnotated(name string) func(*corev1.Service) bool {
 	}
 }
 
-// Converter filters API objects and converts them to the model. It does not modify or
-// keep objects, and its results do not refer to them. It stores strings that many objects
-// repeat, such as names of nodes and zones, only once. It is safe for concurrent use.
+// Converter filters API objects and converts them to types of package api. It does not
+// modify or keep API objects, and its results do not refer to them. To save memory,
+// results share equal strings, such as names of nodes and zones. A Converter is safe for
+// concurrent use.
 type Converter struct {
 	options Options
 	// Two tables, so that the reflectors of services and slices do not wait for each other.
@@ -125,7 +125,8 @@ func New(o Options) (*Converter, error) {
 	return &Converter{options: o}, nil
 }
 
-// WantsService reports whether Options.ServiceProxyName and Options.Skip select s.
+// WantsService reports whether Options.ServiceProxyName selects s and Options.Skip does
+// not exclude s.
 func (c *Converter) WantsService(s *corev1.Service) bool {
 	if s == nil || c.options.Skip != nil && c.options.Skip(s) {
 		return false
@@ -137,15 +138,14 @@ func (c *Converter) WantsService(s *corev1.Service) bool {
 	return !elsewhere && !isHeadless(s)
 }
 
-// WantsSlice reports whether the labels of s select it. With a ServiceProxyName, the
-// label must have that value. Without one, s must not belong to a headless service. The
-// general proxy accepts slices with any service.kubernetes.io/service-proxy-name, as
-// kube-proxy does. That label selects services, and on a slice it may be older than on
-// the service.
+// WantsSlice reports whether the labels of s select s for the proxy. If ServiceProxyName
+// is not empty, the label service.kubernetes.io/service-proxy-name must have this value.
+// Otherwise s must not belong to a headless service, and this label is ignored, as by
+// kube-proxy. The label of the service decides, and the label of s may be outdated.
 //
-// With a ServiceProxyName, all other slices of wanted services without a selector are
-// also served (see [Selectorless]). The endpoint-slice controller does not create them,
-// so they may lack the label.
+// A proxy with a ServiceProxyName also wants all other slices of its services that have
+// no selector (see [Selectorless]). The EndpointSlice controller does not create these
+// slices, so they may lack the label. WantsSlice returns false for them.
 func (c *Converter) WantsSlice(s *discoveryv1.EndpointSlice) bool {
 	if s == nil {
 		return false
@@ -157,8 +157,8 @@ func (c *Converter) WantsSlice(s *discoveryv1.EndpointSlice) bool {
 	return !headless
 }
 
-// Selectorless reports whether s has no selector. The endpoint-slice controller creates
-// no slices for such a service.
+// Selectorless reports whether s has no selector, so that the EndpointSlice controller
+// creates no slices for s. It returns false for type ExternalName.
 func Selectorless(s *corev1.Service) bool {
 	return len(s.Spec.Selector) == 0 && s.Spec.Type != corev1.ServiceTypeExternalName
 }
@@ -167,7 +167,7 @@ func Selectorless(s *corev1.Service) bool {
 type Problem struct {
 	// Kind is Service, EndpointSlice or Node.
 	Kind string
-	// Object is the key of the object. Nodes have no namespace.
+	// Object is the namespace and name of the object. The namespace of a node is empty.
 	Object types.NamespacedName
 	// Field is the path of the field, such as spec.ports[1].protocol.
 	Field string
@@ -175,7 +175,7 @@ type Problem struct {
 	Message string
 }
 
-// Error returns the problem in one line with object and field.
+// Error returns the problem in one line, which names the object and the field.
 func (p Problem) Error() string {
 	object := p.Object.Name
 	if p.Object.Namespace != "" {
@@ -184,11 +184,11 @@ func (p Problem) Error() string {
 	return fmt.Sprintf("%s %s: %s: %s", p.Kind, object, p.Field, p.Message)
 }
 
-// maxProblems limits the problems of one object, so that a slice with a thousand bad
-// endpoints does not cause a thousand log lines.
+// maxProblems limits the problems of one object. A slice with a thousand bad endpoints
+// should not cause a thousand log lines.
 const maxProblems = 10
 
-// A report collects the problems of one object.
+// report collects the problems of one object.
 type report struct {
 	kind            string
 	namespace, name string

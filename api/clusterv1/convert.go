@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package clusterv1 is the wire form of a cluster's state. It has the messages with which
-// one kpng follows another, and their conversion from and to package api. Services and
-// nodes use the messages of package localv1.
+// Package clusterv1 is the wire form of a cluster's state. A kpng server sends these
+// messages to a client that follows the whole cluster. The package also converts them
+// from and to types of package api. Services and nodes use messages of package localv1.
 //
-// docs/wire.md describes the protocol. It does not transmit trigger times.
+// docs/wire.md describes the protocol. The protocol does not transmit trigger times.
 //
 // hack/generate generates the code of the messages.
 package clusterv1
@@ -35,7 +35,7 @@ func FromSlice(s *api.EndpointSlice) *EndpointSlice {
 		})
 	}
 	for i := range s.Endpoints {
-		if s.Endpoints[i].Addr.IsValid() { // otherwise the receiver could not read the slice
+		if s.Endpoints[i].Addr.IsValid() { // otherwise, the receiver would reject the slice
 			x.Endpoints = append(x.Endpoints, fromEndpoint(&s.Endpoints[i]))
 		}
 	}

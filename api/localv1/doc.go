@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package localv1 is the wire form of one node's view. It has the messages that a server
-// sends to backends in other processes, and their conversion from and to package api.
+// Package localv1 is the wire form of one node's view. A server sends these messages to
+// backends in other processes. The package also converts them from and to package api.
 //
 // docs/wire.md describes the protocol. The conversion preserves everything that a backend
 // sees. Trigger times are not transmitted.

@@ -9,8 +9,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FromEndpoint returns the wire form of e. The argument draining reports whether e is
-// draining in its view.
+// FromEndpoint returns the wire form of e. If draining is true, the wire form says that
+// the endpoint drains.
 func FromEndpoint(e *api.Endpoint, draining bool) *Endpoint {
 	ips := api.NewIPSet(e.Addr)
 	x := &Endpoint{
@@ -81,8 +81,8 @@ func FromConditions(c api.Conditions) *EndpointConditions {
 	return &EndpointConditions{Ready: c.Ready, Serving: c.Serving, Terminating: c.Terminating}
 }
 
-// ToConditions returns the conditions. If x is nil, as from servers of the original kpng,
-// it returns the conditions of a ready endpoint.
+// ToConditions returns the conditions. Servers of the original kpng send no conditions.
+// So if x is nil, it returns the conditions of a ready endpoint.
 func (x *EndpointConditions) ToConditions() api.Conditions {
 	if x == nil {
 		return api.Conditions{Ready: true, Serving: true}

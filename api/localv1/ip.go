@@ -48,7 +48,7 @@ func toAddrs(list []string, family api.Family) ([]netip.Addr, error) {
 	return addrs, nil
 }
 
-// fromAddr returns a as text, empty for the zero Addr.
+// fromAddr returns the address as text, or "" for the zero Addr.
 func fromAddr(a netip.Addr) string {
 	if !a.IsValid() {
 		return ""
@@ -85,7 +85,7 @@ func convert[From, To any](list []From, f func(*From) To) []To {
 	return out
 }
 
-// convertPointers does the same as convert for a list of messages.
+// convertPointers is convert for lists of pointers.
 func convertPointers[From, To any](list []*From, f func(*From) To) []To {
 	return convert(list, func(x **From) To { return f(*x) })
 }

@@ -11,9 +11,9 @@ import (
 )
 
 // Marshal returns the encoding of m. Equal messages have equal encodings within one build
-// of the program. The protobuf encoder rejects strings that are not UTF-8, but an API
-// server may contain them. Marshal repairs such strings in the output as encoding/json
-// does. It does not modify m, which shares maps and lists with other values.
+// of the program. Objects of an API server may contain strings that are not UTF-8, which
+// protobuf cannot encode. Marshal repairs them in the output in the same way as
+// encoding/json. It does not modify m, which shares maps and lists with other values.
 func Marshal(m proto.Message) []byte {
 	deterministic := proto.MarshalOptions{Deterministic: true}
 	b, err := deterministic.Marshal(m)
@@ -23,7 +23,7 @@ func Marshal(m proto.Message) []byte {
 		b, err = deterministic.Marshal(m)
 	}
 	if err != nil {
-		panic(fmt.Sprintf("localv1: marshal %s: %v", m.ProtoReflect().Descriptor().FullName(), err)) // proto3 has no other error
+		panic(fmt.Sprintf("localv1: marshal %s: %v", m.ProtoReflect().Descriptor().FullName(), err)) // proto3 has no error except invalid strings
 	}
 	return b
 }
@@ -66,8 +66,8 @@ func repairMap(field protoreflect.FieldDescriptor, m protoreflect.Map) {
 	}
 }
 
-// repaired returns the repaired value and whether it differs. It modifies messages in
-// place.
+// repaired returns the repaired value and whether it differs from v. It modifies messages
+// in place.
 func repaired(field protoreflect.FieldDescriptor, v protoreflect.Value) (protoreflect.Value, bool) {
 	switch field.Kind() {
 	case protoreflect.MessageKind:

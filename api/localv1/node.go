@@ -14,7 +14,7 @@ import (
 func FromNode(n *api.Node) *Node {
 	var addresses []*NodeAddress
 	for _, a := range n.Addresses {
-		if a.IP.IsValid() { // otherwise the receiver could not read the node
+		if a.IP.IsValid() { // otherwise, the receiver would reject the node
 			addresses = append(addresses, &NodeAddress{Type: a.Type, IP: a.IP.String()})
 		}
 	}

@@ -45,7 +45,7 @@ func FromService(s *api.Service) *Service {
 	return w
 }
 
-// FromView returns the wire form of a view without its endpoints.
+// FromView returns the wire form of v, but without endpoints.
 func FromView(v *api.ServiceEndpoints) *Service {
 	w := FromService(v.Service)
 	w.Unusable = convert(v.Unusable, func(p *api.PortFamily) *PortFamily {

@@ -21,8 +21,8 @@ import (
 // fault is a fault of a proxy, with the cases that must fail because of it.
 type fault struct {
 	name string
-	// Exactly one of sink and view is set. The field sink is a fault of the reference proxy.
-	// The function view modifies the objects that the proxy reads.
+	// Exactly one of the next two fields is set: a fault of the reference proxy, or a
+	// function that modifies the objects that the proxy reads.
 	sink reference.Fault
 	view func(*Objects)
 	// cases are substrings of the names of the cases that must fail.
@@ -127,8 +127,8 @@ var faults = []fault{
 		})},
 }
 
-// endpoints returns a function for fault.view. It hides the endpoints for which f is
-// false.
+// endpoints returns a function for fault.view that hides the endpoints for which f
+// returns false.
 func endpoints(f func(*discoveryv1.Endpoint) bool) func(*Objects) {
 	return func(objects *Objects) {
 		for _, slice := range objects.Slices {
@@ -143,7 +143,7 @@ func endpoints(f func(*discoveryv1.Endpoint) bool) func(*Objects) {
 	}
 }
 
-// services returns a function for fault.view. It calls f for each service.
+// services returns a function for fault.view that calls f for each service.
 func services(f func(*corev1.Service)) func(*Objects) {
 	return func(objects *Objects) {
 		for _, service := range objects.Services {
@@ -152,7 +152,7 @@ func services(f func(*corev1.Service)) func(*Objects) {
 	}
 }
 
-// misreading is a subject whose proxy reads objects that view has modified.
+// misreading is a subject that lets view modify objects before the proxy reads them.
 type misreading struct {
 	*sinkSubject
 	view func(*Objects)
@@ -163,9 +163,9 @@ func (m *misreading) Publish(ctx context.Context, objects *Objects) error {
 	return m.sinkSubject.Publish(ctx, objects)
 }
 
-// TestEveryCaseCanFail tests the reference proxy with one fault after the other. It
-// checks that the listed cases of a fault fail, and that every case fails for at least
-// one fault.
+// TestEveryCaseCanFail tests the reference proxy with one fault after the other. Each
+// fault must make its listed cases fail, and for each case there must be a fault that
+// makes it fail.
 func TestEveryCaseCanFail(t *testing.T) {
 	var mu sync.Mutex
 	failed := map[string]bool{}

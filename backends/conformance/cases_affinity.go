@@ -14,9 +14,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// clients is the number of client addresses with which cases check that each client gets
-// an endpoint of its own choice. The probability that all 12 choose the same one of three endpoints is
-// below 1 in 100,000.
+// clients is the number of client addresses in cases with affinity. The probability that
+// all 12 get the same one of three endpoints by chance is below 1 in 100,000.
 const clients = 12
 
 var affinityCases = []testCase{
@@ -65,14 +64,14 @@ var affinityCases = []testCase{
 				s.sleep(timeout * 6 / 10)
 				now := time.Now()
 				again := s.choices(api.TCP, web.loadBalancerIP())
-				// All clients connected last after the time in the variable before.
+				// inTime: no client paused longer than the timeout.
 				if inTime = inTime && time.Since(before) < timeout; inTime {
 					s.mustNotMove(first, again, all)
 				}
 				before = now
 			}
 			if !inTime && attempt < 5 {
-				continue // the machine is too busy for a result
+				continue // the machine was too busy, so try again
 			}
 			s.sleep(timeout + timeout/4)
 			if slices.Equal(first, s.choices(api.TCP, web.loadBalancerIP())) {
@@ -123,7 +122,7 @@ var affinityCases = []testCase{
 	{name: "affinity never selects an endpoint that the traffic policy excludes", needs: []Feature{Affinity}, run: func(s *scene) {
 		web := s.affineService(10800).withEndpoints(ready(s.d))
 		s.publish()
-		s.choices(api.TCP, web.loadBalancerIP()) // their endpoints include d
+		s.choices(api.TCP, web.loadBalancerIP()) // all clients get d
 		web.externalLocal().withEndpoints(ready(s.a), ready(s.b), ready(s.d))
 		s.publish()
 		for i, name := range s.choices(api.TCP, web.loadBalancerIP()) {
@@ -179,9 +178,8 @@ func (s *scene) choices(protocol api.Protocol, to netip.AddrPort) []string {
 
 func all(string) bool { return true }
 
-// mustNotMove compares the endpoints of the clients before and after a change. It checks
-// only clients for whose old endpoint the function stays returns true. They must still
-// have that endpoint.
+// mustNotMove compares the endpoints of the clients before and after a change. A client
+// must keep its endpoint if the function stays returns true for the endpoint.
 func (s *scene) mustNotMove(before, after []string, stays func(name string) bool) {
 	for i, name := range before {
 		if stays(name) && after[i] != name {

@@ -162,7 +162,7 @@ var portCases = []testCase{
 	}},
 	{name: "changing only a target port redirects new connections to it", needs: []Feature{EndpointRefusals}, run: func(s *scene) {
 		web := s.service("web").withEndpoints(ready(s.a))
-		// No server listens on this port.
+		// No server listens on port 9, so the endpoint refuses connections.
 		for i := range web.Spec.Ports {
 			web.Spec.Ports[i].TargetPort = intstr.FromInt32(9)
 		}
@@ -216,7 +216,7 @@ var portCases = []testCase{
 	}},
 }
 
-// numbered returns a copy of slice ports in which each port has this number.
+// numbered returns a copy of the ports of an EndpointSlice, all with this number.
 func numbered(ports []discoveryv1.EndpointPort, number int32) []discoveryv1.EndpointPort {
 	var all []discoveryv1.EndpointPort
 	for _, p := range ports {

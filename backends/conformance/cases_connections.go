@@ -10,9 +10,9 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// flowCount is the number of UDP flows in checks that flows move to other endpoints or
-// stay at theirs. If flows chose among four endpoints at random, all 8 would stay in 1 of
-// 65,000 checks.
+// flowCount is the number of UDP flows in cases that check whether flows move or stay. If
+// a proxy chose one of four endpoints at random, all 8 flows would stay in 1 of 65,000
+// runs.
 const flowCount = 8
 
 var connectionCases = []testCase{
@@ -158,8 +158,8 @@ var connectionCases = []testCase{
 }
 
 // established opens TCP connections until one reaches the endpoint p, and returns that
-// one. Clients outside the cluster connect to the load-balancer IP, and others to the
-// cluster IP.
+// connection. Clients outside the cluster connect to the load-balancer IP, and others to
+// the cluster IP.
 func (s *scene) established(from person, svc *service, p person) *flow {
 	to := svc.clusterIP()
 	if from.Host == s.outside.Host {
@@ -187,9 +187,9 @@ func (s *scene) flowsTo(svc *service) []*flow {
 	return flows
 }
 
-// movesTo checks that the flow reaches p within opts.Patience. It does not require that
-// immediately, because a proxy may move existing flows after it has programmed new
-// connections.
+// movesTo checks that the flow reaches p within opts.Patience. It tries repeatedly,
+// because a proxy may program new connections first and move existing flows a little
+// later.
 func (f *flow) movesTo(p person) {
 	for deadline := time.Now().Add(f.scene.opts.Patience); ; {
 		answer, err := f.Ask(time.Now().Add(answerTimeout))

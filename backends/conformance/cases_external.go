@@ -236,7 +236,7 @@ func (s *scene) addNodeAddress(addr netip.Addr) {
 			if err != nil {
 				return err
 			}
-			a.Flags = unix.IFA_F_NODAD // without it, an IPv6 address is not usable immediately
+			a.Flags = unix.IFA_F_NODAD // without this flag, a new IPv6 address is unusable at first
 			return f(lo, a)
 		})
 	}

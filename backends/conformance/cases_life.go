@@ -49,7 +49,7 @@ var lifeCases = []testCase{
 		s.publish()
 		took := time.Since(start)
 		traffic := s.traffic(web, s.a, s.d)
-		const kills = 4 // an even number, so that the last change adds the other services
+		const kills = 4 // even, so that the last change adds the other services
 		for i := range kills {
 			// Alternately remove and add the other services.
 			s.services = s.services[:1]
@@ -170,8 +170,7 @@ func (s *scene) restart() {
 	s.must(s.start(s.ctx, s.site))
 }
 
-// restartWith restarts the proxy with another configuration. The end of the case restores
-// the old one.
+// restartWith restarts the proxy with another configuration until the end of the case.
 func (s *scene) restartWith(change func(*Site)) {
 	site := s.site
 	change(&site)
@@ -182,7 +181,7 @@ func (s *scene) restartWith(change func(*Site)) {
 	s.must(replace(s.site, site))
 }
 
-// eventually calls f until it succeeds, at most for opts.Patience.
+// eventually calls f until f succeeds or opts.Patience has passed.
 func (s *scene) eventually(f func()) {
 	for deadline := time.Now().Add(s.opts.Patience); ; {
 		done := make(chan struct{})
@@ -203,7 +202,7 @@ func (s *scene) eventually(f func()) {
 	}
 }
 
-// traffic opens connections to a service from several clients until it is ended.
+// traffic opens connections to a service from several clients until the call of end.
 type traffic struct {
 	scene *scene
 	// persons are the endpoints that the connections may reach.

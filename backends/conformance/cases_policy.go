@@ -114,10 +114,9 @@ var topologyCases = []testCase{
 	{name: "a node that loses its zone uses all endpoints", run: func(s *scene) {
 		web := s.service("web").withEndpoints(ready(s.a).forZone(zone), ready(s.d).forZone("elsewhere"))
 		s.publish()
-		// The proxy watches nodes separately from services. So the change of the node may
-		// arrive after the marker.
+		// The proxy watches nodes separately, so it may see the node's change after the marker.
 		s.eventually(func() { s.reaches(s.c, web.clusterIP(), s.a) })
-		s.reaches(s.c, web.clusterIP(), s.a) // once more, because the first result may be chance
+		s.reaches(s.c, web.clusterIP(), s.a) // again, because the first success may be chance
 		s.nodeObjects = s.nodes()
 		delete(s.nodeObjects[0].Labels, corev1.LabelTopologyZone)
 		s.publish()
@@ -261,7 +260,7 @@ var sourceAddressCases = []testCase{
 	{name: "at external addresses with policy Local, the node's own connections get the source address of the route to the endpoint", needs: []Feature{SourceAddress}, run: func(s *scene) {
 		web := s.service("web").exposed().externalLocal().withEndpoints(ready(s.d))
 		s.publish()
-		// The host beyond is in the network of the node's second address.
+		// Without the proxy, these connections would have the node's second address as source.
 		for _, to := range web.external() {
 			for _, peer := range s.reaches(s.withAddress(s.node, 1), to, s.d) {
 				if peer != s.node.Addrs.Family(s.family)[0] {

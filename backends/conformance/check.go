@@ -18,13 +18,14 @@ import (
 )
 
 // answerTimeout is the time without an answer after which a connection counts as dropped.
-// An answer normally takes a fraction of it. On a very busy machine, a late answer may
-// make a case pass that should fail. It never makes a case fail that should pass.
+// An answer normally takes a fraction of this time. On a very busy machine, a late answer
+// may hide a fault. A correct proxy still passes: if a check expects an answer, it waits
+// longer.
 const answerTimeout = 300 * time.Millisecond
 
-// tries is the number of connections in a check of the endpoints that they reach. If one
-// in four connections reaches a wrong endpoint, about 1 in 1,000 checks does not detect
-// it.
+// tries is the number of connections that a check opens to see which endpoints they
+// reach. If one in four connections reaches a wrong endpoint, about 1 in 1,000 checks
+// does not notice.
 const tries = 24
 
 // ask opens a new connection and reads the answer.
@@ -120,14 +121,13 @@ func (s *scene) drops(from person, to ...netip.AddrPort) {
 	s.must(wrong)
 }
 
-// ignores checks that the proxy does not handle connections, so that they reach the host
-// beyond.
+// ignores checks that the proxy does not handle connections. They then reach the host
+// World.Beyond, which has all addresses of services.
 func (s *scene) ignores(from person, to netip.AddrPort) {
 	s.reaches(from, to, person{Host: s.world.Beyond})
 }
 
-// keepsSource checks that connections reach persons, and that these see the client's own
-// address.
+// keepsSource checks that connections reach persons with the client's address as source.
 func (s *scene) keepsSource(from person, to netip.AddrPort, persons ...person) {
 	for _, peer := range s.reaches(from, to, persons...) {
 		if !from.Addrs.Contains(peer) {
@@ -136,8 +136,7 @@ func (s *scene) keepsSource(from person, to netip.AddrPort, persons ...person) {
 	}
 }
 
-// masquerades checks that connections reach persons, and that these see an address of the
-// node.
+// masquerades checks that connections reach persons with a node address as source.
 func (s *scene) masquerades(from person, to netip.AddrPort, persons ...person) {
 	for _, peer := range s.reaches(from, to, persons...) {
 		if !s.node.Addrs.Contains(peer) {
@@ -153,7 +152,7 @@ type flow struct {
 	what  string
 }
 
-// open opens a flow. The end of the case closes it.
+// open opens a flow. The flow is closed at the end of the case.
 func (s *scene) open(from person, protocol api.Protocol, to netip.AddrPort) *flow {
 	ctx, cancel := context.WithTimeout(s.ctx, s.opts.Patience)
 	defer cancel()
@@ -194,8 +193,8 @@ func (s *scene) distributesEvenly(from person, to netip.AddrPort, persons ...per
 			chi2 += d * d / each
 		}
 		// With four endpoints, an even distribution exceeds this limit once in 13 million
-		// checks. With two endpoints it exceeds the limit even less often. A distribution of
-		// 2:1 has the value 89, and one of 2:1:1:1 has 96.
+		// checks. With two endpoints, this is even rarer. The distribution 2:1 has the value
+		// 89, and 2:1:1:1 has the value 96.
 		if limit := 36.0; chi2 > limit {
 			s.failf("%s: %d connections are distributed as %v: chi-squared is %.0f, limit %.0f", describe(from, protocol, to), total, count, chi2, limit)
 		}

@@ -18,9 +18,9 @@
 // itself. It requires Linux, root, and nft. The kit uses nft to add rules of another
 // owner and to check that the proxy does not change them.
 //
-// The process with the sink is a second run of the test binary. It runs only the calling
-// test. In that process Run runs the proxy and does not return. The code before the call
-// of Run also runs in the process, so it should be short. Some cases kill the process.
+// The process with the sink is a second run of the test binary, with only the calling
+// test. There, Run runs the proxy and does not return. The test's code before the call of
+// Run runs there too, so it should be short. Some cases kill the process.
 //
 // RunSubject tests a [Subject] of the caller, which may be a proxy in any language that
 // runs as a process. The type [Command] is a Subject for programs:

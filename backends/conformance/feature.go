@@ -23,19 +23,19 @@ const (
 	ClusterIPsFromOutside Feature = "cluster IPs from outside"
 	// SourceRanges means that Service.spec.loadBalancerSourceRanges is applied.
 	SourceRanges Feature = "source ranges"
-	// FamilyOnlyRanges concerns source ranges that are all of one family. A proxy with this
-	// feature then admits no sources of the other family. The proxy kube-proxy lacks it.
+	// FamilyOnlyRanges means that, if all source ranges of a service are of one family, the
+	// proxy admits no sources of the other family. kube-proxy lacks this feature.
 	FamilyOnlyRanges Feature = "source ranges of the other family only"
-	// ShortCircuitPods means that the proxy detects traffic from this node's pods. It does
-	// not apply externalTrafficPolicy Local to their connections to external addresses.
+	// ShortCircuitPods means that the proxy does not apply externalTrafficPolicy Local to
+	// connections from this node's pods to external addresses.
 	ShortCircuitPods Feature = "short circuit for pods"
 	// Reject means that the proxy refuses connections to services without endpoints. Without
 	// this feature they time out.
 	Reject Feature = "reject"
-	// RangesBeforeReject concerns services without endpoints and with source ranges. A proxy
-	// with this feature refuses connections of admitted clients and drops those of others.
+	// RangesBeforeReject means that, if a service has source ranges and no endpoints, the
+	// proxy refuses connections of admitted clients and drops those of other clients.
 	RangesBeforeReject Feature = "source ranges before reject"
-	// EndpointRefusals means that a client is refused if the endpoint refuses the
+	// EndpointRefusals means that the client sees a refusal if the endpoint refuses the
 	// connection. Proxies that forward packets do this automatically.
 	EndpointRefusals Feature = "refusals of endpoints"
 	// RejectUnknownPorts means that the proxy refuses connections to a cluster IP if the
@@ -59,10 +59,10 @@ const (
 	EstablishedStay Feature = "established connections stay"
 	// AllPorts means that all-ports services are served (api.Service.AllPorts).
 	AllPorts Feature = "all-ports services"
-	// Claims concerns two services with the same address and port. The older service gets
-	// the traffic.
+	// Claims means that, if two services have the same address and port, the older service
+	// gets the traffic.
 	Claims Feature = "contested addresses"
-	// HealthChecks means that the proxy answers at health-check node ports.
+	// HealthChecks means that the proxy answers on health-check node ports.
 	HealthChecks Feature = "health-check node ports"
 	// Restart means that services work while no process of the proxy runs.
 	Restart Feature = "restart"

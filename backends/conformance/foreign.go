@@ -74,7 +74,7 @@ func (k *kit) inventory() (string, error) {
 			}
 			for _, route := range routes {
 				if route.Table == unix.RT_TABLE_LOCAL && route.Protocol == unix.RTPROT_KERNEL {
-					continue // the kernel adds these routes for addresses, in the background
+					continue // the kernel adds such a route some time after its address
 				}
 				fmt.Fprintf(&text, "route %s\n", route)
 			}

@@ -71,7 +71,7 @@ func TestCasesRunWithoutTheirFeatures(t *testing.T) {
 		Unsupported: map[Feature]string{UDP: "not yet"},
 		Cases:       regexp.MustCompile("UDP"),
 	})
-	// On a busy machine some cases fail, because unsupported cases have only one second.
+	// On a busy machine some cases fail, because each unsupported case has only one second.
 	if got := matrix.Count(UnsupportedPassed); got == 0 {
 		t.Errorf("no case passed:\n%v", matrix)
 	}

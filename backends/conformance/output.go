@@ -12,7 +12,7 @@ type output struct {
 	text []byte
 }
 
-// maxOutput is the minimum number of bytes to keep.
+// At least the last maxOutput bytes are kept, and at most twice as many.
 const maxOutput = 16 << 10
 
 func (o *output) Write(p []byte) (int, error) {

@@ -31,8 +31,8 @@ type Options struct {
 	// Unsupported maps the features that the proxy lacks to the reasons, which the matrix
 	// shows.
 	Unsupported map[Feature]string
-	// Exceptions maps names of cases to reasons. It is for cases that the proxy is known to
-	// fail although it has the required features. They count as unsupported.
+	// Exceptions maps names of cases to reasons. The proxy fails these cases although it has
+	// the required features. They count as unsupported.
 	Exceptions map[string]string
 	// Cases selects the cases whose section or name matches. The flag -test.run selects
 	// subtests as usual. Default: all.
@@ -40,13 +40,13 @@ type Options struct {
 	// Patience is the maximum time for which the kit waits for programming and for answers.
 	// Default: 20 s.
 	Patience time.Duration
-	// BatchSize is the sink.Options.BatchSize of the driver that Run uses. With a small
-	// size, passes have many batches. Default: the driver's default.
+	// BatchSize is the sink.Options.BatchSize of the driver that Run uses. A small size
+	// makes passes of many batches. Default: the driver's default.
 	BatchSize int
 	// Matrix is the file to which the matrix is written as Markdown. Default: none.
 	Matrix string
-	// Setup may prepare the node. The kit calls it when the world exists, before it starts
-	// the first process. Default: none.
+	// Setup may prepare the node. The kit calls Setup when the world exists and no process
+	// has been started. Default: none.
 	Setup func(t *testing.T, site Site)
 }
 
@@ -109,8 +109,8 @@ type kit struct {
 	world   *world.World
 	subject Subject
 	opts    Options
-	// site is the site of the proxy under test. The field process is its process, or nil
-	// while none runs.
+	// site is the configuration of the proxy under test. While the proxy does not run,
+	// process is nil.
 	site    Site
 	process Process
 	// before is the state of the node before the proxy started.
@@ -169,7 +169,7 @@ func both(cidrs map[api.Family]netip.Prefix) []netip.Prefix {
 	return []netip.Prefix{cidrs[api.IPv4], cidrs[api.IPv6]}
 }
 
-// families are the families that the proxy supports.
+// families returns the families that the proxy supports.
 func (k *kit) families() []api.Family {
 	var families []api.Family
 	for family, feature := range map[api.Family]Feature{api.IPv4: IPv4, api.IPv6: IPv6} {
@@ -222,7 +222,7 @@ func (k *kit) awaitProgrammed(ctx context.Context) error {
 	return err
 }
 
-// publish publishes objects with the nodes and the marker.
+// publish publishes objects, with default nodes and a marker if they are needed.
 func (k *kit) publish(ctx context.Context, objects *Objects) error {
 	all := &Objects{Nodes: objects.Nodes, Services: slices.Clone(objects.Services), Slices: slices.Clone(objects.Slices)}
 	if len(all.Nodes) == 0 {
@@ -302,7 +302,7 @@ func (k *kit) supports(c testCase) (reason string, supported bool) {
 	return "", true
 }
 
-// play runs a case. At its end no objects of the case are published, and the proxy runs.
+// play runs a case. It leaves a running proxy and no published objects of the case.
 func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
 	patience := k.opts.Patience
 	if _, supported := k.supports(c); !supported {
@@ -312,10 +312,10 @@ func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
 	defer func() { k.opts.Patience = patience }()
 	s := newScene(ctx, k, family)
 	if slices.Contains(c.needs, UDP) {
-		s.protocols = []api.Protocol{api.TCP, api.UDP} // the case needs UDP, even if the proxy does not support it
+		s.protocols = []api.Protocol{api.TCP, api.UDP} // test UDP, even if the proxy does not support it
 	}
 	done := make(chan struct{})
-	go func() { // a failed check ends this goroutine
+	go func() { // a goroutine of its own, which a failed check ends
 		defer close(done)
 		defer s.leave()
 		c.run(s)
@@ -324,7 +324,7 @@ func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
 	return s.err
 }
 
-// testCase is a required behavior.
+// testCase checks a required behavior.
 type testCase struct {
 	// name is a sentence that describes the behavior.
 	name string

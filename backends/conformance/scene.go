@@ -23,7 +23,7 @@ type scene struct {
 	*kit
 	ctx    context.Context
 	family api.Family
-	// protocols are the protocols that services have and checks use.
+	// protocols are the protocols of the services' ports and of the checks.
 	protocols []api.Protocol
 	services  []*service
 	// nodeObjects are the published nodes. If nil, the kit publishes its default nodes.
@@ -41,8 +41,8 @@ type scene struct {
 	undo   []func() error
 }
 
-// person is a host of the world, as a client or as an endpoint. Its connections have the
-// address source. If source is the zero Addr, the kernel chooses one.
+// person is a host of the world, as a client or as an endpoint. The field source is the
+// source address of its connections. If it is zero, the kernel chooses the address.
 type person struct {
 	*world.Host
 	source netip.Addr
@@ -90,11 +90,11 @@ func (s *scene) must(err error) {
 // unavailable ends the case because the kernel lacks a feature.
 func (s *scene) unavailable(what string) { s.must(unavailableError{what}) }
 
-// later registers f to be called when the case ends. The end of the case calls the
-// functions in reverse order.
+// later registers a function to call at the end of the case. The function registered last
+// is called first.
 func (s *scene) later(f func() error) { s.undo = append(s.undo, f) }
 
-// leave runs the functions of later and removes the objects of the case.
+// leave calls the registered functions and removes the objects of the case.
 func (s *scene) leave() {
 	for _, f := range slices.Backward(s.undo) {
 		if err := f(); err != nil && s.err == nil {
@@ -145,8 +145,8 @@ func (k *kit) allocate() int {
 	return k.allocated
 }
 
-// clusterIP returns an unused address. So connection tracking and affinity of earlier
-// cases have no effect. The methods externalIP and nodePort do the same.
+// clusterIP returns an unused address, so that connection tracking and affinity of
+// earlier cases have no effect. Likewise externalIP and nodePort return unused values.
 func (s *scene) clusterIP(family api.Family) netip.Addr {
 	return number(world.ServiceCIDRs[family], 0x100+s.allocate())
 }

@@ -39,11 +39,11 @@ type slice struct {
 	name      string
 	ports     []discoveryv1.EndpointPort
 	endpoints []endpoint
-	// only is the family of the slice. The value 0 means all families of the service.
+	// The slice has endpoints of this family only. 0 means all families of the service.
 	only api.Family
 }
 
-// endpoint is an endpoint of a service, together with the person that answers there.
+// endpoint is an endpoint of a service, together with the host that answers there.
 type endpoint struct {
 	person
 	discoveryv1.Endpoint
@@ -170,7 +170,7 @@ func (svc *service) withSlice(name string, ports []discoveryv1.EndpointPort, end
 	return svc
 }
 
-// targetPorts returns the slice ports for service ports with numeric targets.
+// targetPorts returns EndpointSlice ports for service ports with numeric target ports.
 func targetPorts(ports []corev1.ServicePort) []discoveryv1.EndpointPort {
 	var targets []discoveryv1.EndpointPort
 	for _, p := range ports {
@@ -251,7 +251,7 @@ func (e endpoint) forNode(name string) endpoint {
 	return e
 }
 
-// The addresses of the service's first port, in the scene's family.
+// The methods below return addresses of the service's first port.
 
 func (svc *service) clusterIP() netip.AddrPort {
 	return svc.at(svc.Spec.ClusterIPs[0])

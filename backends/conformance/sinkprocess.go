@@ -122,8 +122,7 @@ func write(state *cluster.State, converter *watcher.Converter, objects *Objects)
 	return uint64(state.Snapshot().Revision)
 }
 
-// reportOn sends a report to the kit when a generation is applied. Before that it reports
-// errors.
+// reportOn reports to the kit regularly, with errors, until the generation is applied.
 func reportOn(ctx context.Context, driver *sink.Driver, conn net.Conn, generation int, revision uint64) {
 	for ctx.Err() == nil {
 		wait, cancel := context.WithTimeout(ctx, 200*time.Millisecond)

@@ -181,13 +181,13 @@ type sinkProcess struct {
 	output  *output
 	conn    net.Conn
 	encoder *json.Encoder
-	// done is closed when the process has ended. The field err has the reason.
+	// done is closed when the process has ended and err has the reason.
 	done chan struct{}
 	err  error
 
 	mu   sync.Mutex
 	last report
-	// reported is closed when last changes, and replaced by a new channel.
+	// This channel is closed and replaced when a report arrives.
 	reported chan struct{}
 }
 

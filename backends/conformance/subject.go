@@ -20,9 +20,9 @@ const AllPortsAnnotation = "conformance.kpng.io/all-ports"
 
 // Subject is a proxy under test. The kit calls its methods one at a time.
 type Subject interface {
-	// Publish replaces the content of the cluster that the proxy sees by objects. Publish
-	// may keep objects but must not modify them. The kit calls it before the first Start.
-	// When it returns, running processes must be certain to receive the change.
+	// Publish makes objects the content of the cluster that the proxy sees. Publish may keep
+	// objects but must not modify them. The kit calls Publish before the first Start. When
+	// Publish returns, running processes must be certain to receive the change.
 	Publish(ctx context.Context, objects *Objects) error
 	// Start starts a process of the proxy in the network namespace of the site's node. It
 	// need not wait until services are programmed.
@@ -46,8 +46,8 @@ type Process interface {
 	Output() string
 }
 
-// Objects is the content of a cluster, as objects of the Kubernetes API. They are valid,
-// and their fields have the defaults of an API server.
+// Objects is the content of a cluster: valid objects of the Kubernetes API, with the
+// defaults that an API server sets.
 //
 // A Publisher that cannot write all objects in one step must first delete the objects
 // that are no longer in Objects. Then it must write nodes, services and slices, in this
@@ -76,9 +76,9 @@ const (
 type Site struct {
 	// NodeName is the name of the Node object.
 	NodeName string
-	// Instance is a name for the proxy's kernel objects, such as tables. It differs from
-	// those of other proxies on the node. It has at most 15 characters: lower-case letters,
-	// digits and "-".
+	// Instance is a name for the proxy's kernel objects, such as tables. No other proxy on
+	// the node has the same. It has at most 15 characters: lower-case letters, digits and
+	// "-".
 	Instance string
 	// ServiceProxyName selects services in the same way as watcher.Options.ServiceProxyName.
 	ServiceProxyName string
@@ -89,7 +89,7 @@ type Site struct {
 	// this node.
 	ClusterCIDRs, PodCIDRs []netip.Prefix
 	// PodInterfaces is the prefix of the names of interfaces to this node's pods. No other
-	// interfaces have it.
+	// interface has this prefix.
 	PodInterfaces string
 	// Masquerade selects which connections to cluster IPs are masqueraded.
 	Masquerade MasqueradeOption
@@ -98,7 +98,7 @@ type Site struct {
 }
 
 // Do calls f on a thread in the network namespace of the node. Sockets that f opens and
-// processes that it starts stay in that namespace. The function f must not start
+// processes that f starts stay in that namespace. The function f must not start
 // goroutines.
 func (s Site) Do(f func() error) error { return s.host.Do(f) }
 

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package conntrack deletes the kernel's connection-tracking entries of stale
-// connections. Because of such an entry, packets of a client do not reach a present
-// endpoint of a service.
+// connections. Such an entry keeps packets of a client away from the present endpoints of
+// a service.
 //
 // The kernel chooses the endpoint of a connection only for its first packet. Some UDP
-// clients, such as DNS resolvers, always use the same source port. After their endpoint
-// was removed, the kernel still sends their packets there. If the service had no endpoint
-// when the client started, the packets bypass the service. A TCP client may start to
-// connect before its service is programmed. The kernel then sends all its SYN packets to
-// the cluster IP itself. The package deletes the entries of such connections, so the
-// client's next packet starts a new connection. It keeps all other TCP entries and all
-// SCTP entries.
+// clients, such as DNS resolvers, always use the same source port. When the endpoint of
+// such a client is removed, the kernel still sends the client's packets to the removed
+// endpoint. If the service had no endpoint when the client started, the kernel never
+// sends the packets to an endpoint. A TCP client may start to connect before its service
+// is programmed. The kernel then sends all SYN packets of the connection to the cluster
+// IP itself. The package deletes these entries, so that the next packet starts a new
+// connection. It keeps all other TCP entries and all SCTP entries.
 //
 // A backend embeds a [Reconciler]. It starts and stops the Reconciler together with
 // itself, and passes each Changes to it after programming them:
@@ -24,8 +24,8 @@
 //		return err
 //	}
 //
-// Sync only records which flows may be stale. Its cost grows with the services in c. If
-// there are such flows, a goroutine reads the connection-tracking table once for all of
-// them. It processes the table as a stream. The kernel filters the entries as far as it
-// can.
+// Sync only records which flows may be stale. Its cost grows with the number of services
+// in c. If there are such flows, a goroutine reads the connection-tracking table once for
+// all of them. It processes the table as a stream. The kernel filters the entries as far
+// as it can.
 package conntrack

@@ -23,7 +23,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// connection is an entry of the table.
+// connection is an entry of the connection-tracking table.
 type connection struct {
 	protocol       uint8
 	from, to       netip.AddrPort
@@ -32,8 +32,7 @@ type connection struct {
 	state          uint8 // of TCP; 0 means established
 }
 
-// udp returns a UDP connection from the source port sport to the destination in the
-// argument to. The replies come from endpoint.
+// udp returns a UDP connection with this source port, destination and endpoint.
 func udp(sport uint16, to, endpoint string) connection {
 	c := connection{protocol: unix.IPPROTO_UDP, to: netip.MustParseAddrPort(to), endpoint: netip.MustParseAddrPort(endpoint)}
 	c.from = netip.AddrPortFrom(netip.MustParseAddr("10.2.0.2"), sport)
@@ -167,7 +166,7 @@ func texts(list []connection) []string {
 	return out
 }
 
-// service returns the view of a service that text describes, one line each:
+// service returns the view of the service that text describes with these lines:
 //
 //	ip ADDR…                cluster IPs
 //	external ADDR…          external IPs
@@ -260,7 +259,7 @@ func difference(before, now []*api.ServiceEndpoints) *sink.Changes {
 	return &sink.Changes{Services: slices.Values(list)}
 }
 
-// wholePass returns a pass over a state in one batch.
+// wholePass returns a pass in one batch.
 func wholePass(now []*api.ServiceEndpoints) *sink.Changes {
 	c := inPass(now...)
 	c.First, c.Last = true, true

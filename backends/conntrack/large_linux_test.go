@@ -34,8 +34,8 @@ func destinationNumber(i int) destination {
 	return destination{netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)}), 53), unix.IPPROTO_UDP}
 }
 
-// clustered returns the 1,000 services of fill. The first services, as many as scaledDown
-// says, have no endpoints.
+// clustered returns the 1,000 services of fill. The first scaledDown services have no
+// endpoints.
 func clustered(t testing.TB, scaledDown int) []*api.ServiceEndpoints {
 	var list []*api.ServiceEndpoints
 	for i := range 1000 {
@@ -76,7 +76,7 @@ func TestLargeTableIsReadAsStream(t *testing.T) {
 	if most > before+2<<20 {
 		t.Errorf("live heap grew from %d to %d bytes", before, most)
 	}
-	// The kernel returns only the entries of a single destination.
+	// For a single destination, the kernel filters the entries.
 	if seen, _, err := deleteStale(t.Context(), n.FD, kind{api.IPv4, unix.IPPROTO_UDP}, destinations[:1], func(flow) bool { return false }); seen != large/1000 || err != nil {
 		t.Errorf("of the %d entries of one service read %d: %v", large/1000, seen, err)
 	}

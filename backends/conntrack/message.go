@@ -90,11 +90,10 @@ func parseTuple(b []byte) (t tuple) {
 	return t
 }
 
-// parseFlow parses an entry of the table. It returns false for an entry that cannot be
-// stale. Only UDP entries and entries of unanswered, untranslated TCP connections can be
-// stale. It also returns false for entries outside the default zone, because services are
-// translated in that zone only. Another zone may have an entry of the same connection
-// before translation.
+// parseFlow parses an entry of the table. It returns false if the entry cannot be stale:
+// only entries of UDP, or of unanswered and untranslated TCP connections, can be stale.
+// It also returns false outside the default zone. Services are translated in the default
+// zone, but another zone may have an entry of the same connection before translation.
 func parseFlow(entry []byte) (f flow, ok bool) {
 	var orig, reply tuple
 	var zone uint16
@@ -132,8 +131,8 @@ func tcpState(b []byte) uint8 {
 	return 0
 }
 
-// identity returns the attributes that identify an entry. They differ from those of a
-// later entry with the same tuple.
+// identity returns the attributes that identify an entry. A later entry with the same
+// tuple has another identity.
 func identity(entry []byte) []byte {
 	var w netfilter.Builder
 	for kind, data := range netfilter.Attributes(entry) {
@@ -154,7 +153,7 @@ func encodeDeletion(w *netfilter.Builder, family api.Family, identity []byte) {
 	w.End(at)
 }
 
-// encodeDump encodes the message that requests the entries of a kind to any of
+// encodeDump encodes the message that requests the entries of kind k with one of these
 // destinations. The kernel can filter by one port, by one IPv4 address, and for TCP by
 // entries without a reply. Where the kernel cannot filter, the dump has more entries.
 // Kernels before 5.8 do not filter by address and port.

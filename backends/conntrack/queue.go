@@ -17,10 +17,10 @@ import (
 
 // queue has the destinations whose flows the next pass checks. Sync adds destinations.
 type queue struct {
-	// destinations has the UDP destinations of each service as delivered last. The map
-	// owners has the service of each destination. A service may take over a destination of
-	// another service. Until the driver delivers or prunes the other service, the map
-	// destinations has this destination for both.
+	// The next two maps have the UDP destinations of services, as delivered last. If a
+	// service takes over a destination of another service, only the new service is in
+	// owners. But the map destinations has both services, until the driver delivers or
+	// prunes the other one.
 	destinations map[types.NamespacedName][]destination
 	owners       map[destination]types.NamespacedName
 	pass         sink.Pass
@@ -47,7 +47,7 @@ func newQueue() *queue {
 }
 
 // add queues the destinations of flows that may be stale after the changes c. It reports
-// whether there are any. Calls must not overlap.
+// whether it queued any. Calls must not overlap.
 func (q *queue) add(c *sink.Changes) bool {
 	due := map[destination]verdict{}     // destinations to check
 	present := map[destination]verdict{} // other destinations of the services in c
@@ -154,7 +154,7 @@ func (q *queue) pending() (destinations []destination, count uint64) {
 	return destinations, q.count
 }
 
-// removeUpTo removes the destinations that were not queued after the given count.
+// removeUpTo removes the destinations that were queued at this count or earlier.
 func (q *queue) removeUpTo(count uint64) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -45,9 +45,9 @@ type Pass struct {
 	Err error
 }
 
-// Reconciler deletes the entries of stale connections. It has the methods of a sink, and
-// is a part of another sink. Its failures are not errors of that sink. The Reconciler
-// logs a failure, reports it to Options.Observe and retries.
+// Reconciler deletes the entries of stale connections. It has the methods of a sink, so
+// that another sink can embed it. A failure is no error of that sink: the Reconciler logs
+// it, passes it to Options.Observe and retries.
 type Reconciler struct {
 	opts  Options
 	queue *queue
@@ -58,8 +58,8 @@ type Reconciler struct {
 
 	mu    sync.Mutex
 	ended chan struct{} // closed and replaced after each pass
-	last  error         // of the last pass
-	upTo  uint64        // count of the queue that the last successful pass completed
+	last  error         // the error of the last pass
+	upTo  uint64        // destinations with at most this count are done
 }
 
 // New returns a Reconciler. It does nothing before Start.
@@ -139,8 +139,8 @@ func (r *Reconciler) signal() {
 }
 
 const (
-	// pauseFactor is the ratio of the pause after a pass to the duration of the pass. It
-	// limits the cost to a fifth of a CPU for large tables under constant change.
+	// After a pass, the goroutine pauses for pauseFactor times the duration of the pass. So
+	// constant changes of a large table cost at most a fifth of a CPU.
 	pauseFactor = 4
 	// minBackoff and maxBackoff limit the pause after a failed pass.
 	minBackoff = 100 * time.Millisecond

@@ -94,8 +94,8 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 		before, now map[string]string
 		kept        []connection
 		deleted     []connection
-		// onRestart reports that a new reconciler deletes the same connections in its first
-		// pass. Otherwise it deletes none.
+		// onRestart says whether the first pass of a new reconciler deletes the same
+		// connections, or none.
 		onRestart bool
 	}{
 		"an endpoint is removed from its slice": {

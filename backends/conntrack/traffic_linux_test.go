@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// routed connects the namespace n with two new ones, a client and one with the addresses
-// of pods. The namespace n forwards between them.
+// routed connects n with two new namespaces: a client, and one with the addresses of
+// pods. Packets between the two pass through n.
 func routed(t *testing.T, n *netnstest.Namespace, addresses ...string) (client, pods *netnstest.Namespace) {
 	t.Helper()
 	client, pods = netnstest.New(t), netnstest.New(t)
@@ -33,7 +33,7 @@ func routed(t *testing.T, n *netnstest.Namespace, addresses ...string) (client, 
 	return client, pods
 }
 
-// translate replaces the table of n by one with a single rule that translates addresses.
+// translate replaces the nftables table of n by one with a single rule.
 func translate(t *testing.T, n *netnstest.Namespace, rule string) {
 	t.Helper()
 	n.RunWith(t, fmt.Sprintf(`
@@ -91,8 +91,8 @@ func TestClientsFollowTheirService(t *testing.T) {
 }
 
 // TestTCPConnectionStartedBeforeItsServiceIsEstablished uses a client whose first packets
-// pass through the node untranslated and get no reply. The kernel does not translate
-// later packets either while the entry of the first packet exists.
+// pass through the node untranslated and get no reply. While the entry of the first
+// packet exists, the kernel does not translate later packets.
 func TestTCPConnectionStartedBeforeItsServiceIsEstablished(t *testing.T) {
 	const web = "10.96.0.10:80"
 	n, opts := newNamespace(t)
@@ -178,8 +178,8 @@ func ask(c net.Conn) string {
 	return string(buffer[:read])
 }
 
-// expect asks until the wanted server replies. Other servers may have replied to earlier
-// questions.
+// expect asks until the wanted server replies. It ignores replies of other servers to
+// earlier requests.
 func expect(t *testing.T, c net.Conn, want string) {
 	t.Helper()
 	got := ask(c)

@@ -15,8 +15,8 @@ import (
 )
 
 // destination is the address, port and protocol (UDP or TCP) to which clients of a
-// service send packets. The destination of a node port has the unspecified address of its
-// family. That of an all-ports service has port 0.
+// service send packets. For a node port, the address is unspecified (0.0.0.0 or ::). For
+// an all-ports service, the port is 0.
 type destination struct {
 	netip.AddrPort
 	protocol uint8
@@ -35,11 +35,11 @@ type flow struct {
 type verdict struct {
 	view     *api.ServiceEndpoints // nil if the destination has no service any more
 	port     *api.PortMapping      // nil for all ports
-	forwards bool                  // new flows of some clients get an endpoint
+	forwards bool                  // at least some clients get an endpoint for new flows
 }
 
-// stale reports whether a flow to the destination has to be deleted. That is so if its
-// endpoint was removed, or if it has no endpoint although the service has one.
+// stale reports whether a flow to the destination has to be deleted, because its endpoint
+// was removed, or because it has no endpoint although new flows get one.
 func (v verdict) stale(f flow) bool {
 	switch {
 	case v.allows(f.endpoint):
@@ -51,8 +51,8 @@ func (v verdict) stale(f flow) bool {
 	}
 }
 
-// allows reports whether flows to endpoint may continue. They may if the destination has
-// this endpoint, draining or not.
+// allows reports whether flows to endpoint may continue. They may if the endpoint belongs
+// to the destination, even while it drains.
 func (v verdict) allows(endpoint netip.AddrPort) bool {
 	return v.view != nil && (v.contains(v.view.Endpoints, endpoint) || v.contains(v.view.Draining, endpoint))
 }
@@ -67,8 +67,8 @@ func (v verdict) contains(list []api.Endpoint, endpoint netip.AddrPort) bool {
 	return false
 }
 
-// endpoints yields all endpoints of a family to which flows may continue. Their port is 0
-// if the verdict is for all ports.
+// endpoints yields the endpoints to which flows of one family may continue. Their port is
+// 0 if the verdict is for all ports.
 func (v verdict) endpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	return func(yield func(netip.AddrPort) bool) {
 		if v.view == nil {
@@ -89,8 +89,8 @@ func (v verdict) endpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	}
 }
 
-// outdates reports whether flows to d may be stale by the verdict v that were not stale
-// by the verdict before.
+// outdates reports whether a flow to d may be stale according to v, although it was not
+// stale according to the earlier verdict.
 func (v verdict) outdates(before verdict, d destination) bool {
 	if v.forwards && !before.forwards {
 		return true

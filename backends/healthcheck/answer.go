@@ -20,7 +20,7 @@ type name struct {
 	Name      string `json:"name"`
 }
 
-// write writes the response. Load balancers may distribute by its weight (KEP 3836).
+// write writes the response. Load balancers may use the weight in its header (KEP 3836).
 func (a answer) write(w http.ResponseWriter) {
 	h := w.Header()
 	h.Set("Content-Type", "application/json")

@@ -23,14 +23,14 @@ import (
 // Options are a Server's settings.
 type Options struct {
 	// Addrs provides the addresses to listen on. It is required. The Server ignores IPv6
-	// link-local addresses, because listening on them needs an interface.
+	// link-local addresses, because it does not know their interfaces.
 	Addrs nodeaddr.Source
 	// Healthy reports whether the proxy has programmed everything once and is not stuck.
 	// Default: always healthy.
 	Healthy func() bool
-	// Fault is called when a port cannot be opened, for example to create an event. While
-	// attempts fail for the same reason, it is not called again. Its calls never overlap. It
-	// must not call the Server. Default: the error is only logged.
+	// Fault is called when a port cannot be opened. It may create an event, for example. It
+	// is not called again while attempts fail for the same reason. Its calls never overlap.
+	// It must not call the Server. Default: the error is only logged.
 	Fault func(Fault)
 	// Observe is called with the numbers of open and failed ports whenever they change. Its
 	// calls never overlap. It must not call the Server. Default: none.
@@ -69,7 +69,7 @@ type Server struct {
 // port is a health-check node port of one or more services.
 type port struct {
 	// claimants are the services with this port. The service that was delivered last comes
-	// first and owns the port. The other services will soon be changed or pruned.
+	// first and owns the port. The driver will soon change or prune the others.
 	claimants []types.NamespacedName
 	sockets   map[netip.Addr]*socket
 }
@@ -163,8 +163,8 @@ func (s *Server) Sync(ctx context.Context, c *sink.Changes) error {
 	return nil
 }
 
-// set updates the view of a service. A nil view means that the service was deleted. It
-// adds the ports whose claimants change to the map touched. The caller holds the lock.
+// set updates the view of a service, or deletes the service if view is nil. If the
+// claimants of a port change, set adds the port to touched. The caller holds the lock.
 func (s *Server) set(key types.NamespacedName, view *api.ServiceEndpoints, touched map[int32]bool) {
 	var before, now int32
 	if old := s.services[key]; old != nil {

@@ -316,7 +316,7 @@ func TestAddressesAreFollowed(t *testing.T) {
 	w := newWorld(t, healthcheck.Options{Addrs: addrs, Observe: func(open, failing int) { observed <- [2]int{open, failing} }})
 	w.deliver(t, one(local("a", 30001)))
 	<-observed
-	// Listening on a link-local address needs an interface.
+	// The server skips fe80::1, because it does not know the address's interface.
 	addrs.Set(netip.MustParseAddr("10.0.0.2"), netip.MustParseAddr("fd00::1"), netip.MustParseAddr("fe80::1"))
 	if got := <-observed; got != [2]int{2, 0} {
 		t.Errorf("observed %v", got)

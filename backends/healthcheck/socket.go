@@ -30,7 +30,7 @@ type socket struct {
 	next    time.Time
 }
 
-// serve answers requests on listener until close.
+// serve answers requests on listener until close is called.
 func (d *socket) serve(listener net.Listener, answerAt func(netip.AddrPort) (answer, bool)) {
 	d.err = nil
 	d.ended = make(chan struct{})

@@ -17,12 +17,12 @@ import (
 )
 
 // A service with session affinity has chains of its own, because nft 1.0.6 has no syntax
-// for a shared chain that finds a client's endpoint and checks that it is still in use.
-// Each endpoint has a set of its clients, which the kernel fills and empties. It also has
-// a chain that translates connections to it. Each list of endpoints has a chain that
-// looks for the client in the sets of these endpoints. If none has the client, the chain
-// selects an endpoint at random. So the cost of a connection to such a service grows with
-// the number of endpoints.
+// for a shared chain that finds a client's endpoint and checks that the endpoint is still
+// in use. For each endpoint, there is a chain that translates connections to the
+// endpoint, and a set of its clients. The kernel fills and empties this set. For each
+// list of endpoints, there is a chain that looks for the client in the sets of the
+// endpoints. If no set has the client, the chain selects an endpoint at random. So the
+// cost of a connection to such a service grows with the number of endpoints.
 
 // object is a chain or a set of a single service.
 type object struct {
@@ -35,13 +35,13 @@ type object struct {
 
 func (o object) isSet() bool { return o.family != 0 }
 
-// isOwn reports whether a chain or set with that name belongs to a single service.
+// isOwn reports whether this is the name of a chain or set of a single service.
 func isOwn(name string) bool { return strings.Contains(name, "/") }
 
 // planAffinity emits the objects that balance traffic of f among targets with session
-// affinity. It returns the name of the first chain for this traffic. The argument list is
-// the name of the list of targets.
-func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, list string, targets []nodeview.Target, emit func(object)) string {
+// affinity. It returns the name of the first chain for this traffic, in which listName
+// stands for the list of targets.
+func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, listName string, targets []nodeview.Target, emit func(object)) string {
 	port := "all"
 	if p := f.ServicePort; p != nil {
 		port = fmt.Sprintf("%s.%d", strings.ToLower(p.Protocol.String()), p.Port)
@@ -60,21 +60,21 @@ func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, list string, t
 			dnat(f, t),
 		)})
 		known = append(known, newKeyRule(f.Family).source().followedBy(&expr.Lookup{SourceRegister: reg(0), SetName: clients}, goTo(endpoint)[0]))
-		// Each of the remaining endpoints is equally likely.
+		// All targets from number i on are equally likely.
 		random = append(random, []expr.Any{
 			&expr.Numgen{Register: reg(0), Modulus: uint32(len(targets) - i), Type: unix.NFT_NG_RANDOM},
 			equal(native(0)...),
 			goTo(endpoint)[0],
 		})
 	}
-	chain := nameOf("list", fmt.Sprintf("%s%d", list, f.Family))
+	chain := nameOf("list", fmt.Sprintf("%s%d", listName, f.Family))
 	emit(object{name: chain, rules: encodeRules(slices.Concat(known, random)...)})
 	return chain
 }
 
 // dnat returns the rule that translates connections to one endpoint. It matches the
-// protocol although only that protocol gets here, because nft requires a match for a rule
-// with a port.
+// protocol, although all packets in the chain have that protocol: nft requires the match
+// in a rule with a port.
 func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
 	rule := matchFamily(f.Family)
 	port := 0
@@ -88,8 +88,8 @@ func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
 	return append(rule, &expr.Immediate{Register: reg(0), Data: t.Addr.AsSlice()}, natTo(f.Family, 0, port))
 }
 
-// maxClients limits the clients that the kernel remembers for one endpoint. A set uses
-// memory only for its present clients.
+// maxClients limits the clients that the kernel remembers for one endpoint. A set only
+// uses memory for clients that it has.
 const maxClients = 1 << 20
 
 // objectOp is the change of an object. If old is nil, the object is created. If new is
@@ -100,9 +100,8 @@ type objectOp struct {
 }
 
 // makeObjects adds messages that create or change objects. They must precede the elements
-// that refer to the objects. It makes objects in the order of their names: first the sets
-// of clients, then the chains of endpoints, then the chains of lists. Each refers only to
-// earlier ones.
+// that refer to the objects. The objects are sorted by name: sets of clients, then chains
+// of endpoints, then chains of lists. So each object refers only to earlier objects.
 func (w *wire) makeObjects(ops []objectOp) {
 	for _, o := range ops {
 		switch {
@@ -116,8 +115,8 @@ func (w *wire) makeObjects(ops []objectOp) {
 	}
 }
 
-// deleteObjects adds messages that delete objects. They must follow the messages that
-// remove the elements that refer to the objects.
+// deleteObjects adds messages that delete objects. Earlier messages must remove the
+// elements that refer to the objects.
 func (w *wire) deleteObjects(ops []objectOp) {
 	var chains []string
 	for _, o := range ops {

@@ -16,14 +16,14 @@ import (
 )
 
 // maxOps limits the elements and rules that one transaction changes. A part with more of
-// them gets a transaction of its own. There are two reasons for a limit: other programs
-// can change tables only between transactions, and apply must search a failed transaction
-// for the services that fail.
+// them gets a transaction of its own. Large transactions have two disadvantages. While
+// one runs, other programs cannot change tables. If one fails, it takes long to find the
+// services that made it fail.
 const maxOps = 20_000
 
-// apply writes parts to the kernel, in as few transactions as maxOps allows. It adds
-// failing services to the argument failed. It returns an error only for failures that are
-// not about single services.
+// apply writes parts to the kernel, in as few transactions as maxOps allows. It records
+// failing services in failed. It returns an error only if a failure is not about single
+// services.
 func (t *table) apply(ctx context.Context, parts []part, failed *sink.Failed) error {
 	for len(parts) > 0 {
 		n, size := 1, parts[0].size()
@@ -51,7 +51,7 @@ func (t *table) applyTogether(ctx context.Context, parts []part, failed *sink.Fa
 	case err == nil:
 		return nil
 	case errors.Is(err, netfilter.ErrUnknownOutcome), errors.Is(err, unix.EPERM), netfilter.IsTransient(err):
-		return err // not the fault of a service
+		return err // no service caused this error
 	case len(parts) > 1:
 		half := len(parts) / 2
 		if err := t.applyTogether(ctx, parts[:half], failed); err != nil {
@@ -83,8 +83,8 @@ func fail(parts []part, err error, failed *sink.Failed) {
 	}
 }
 
-// checkPart reads the elements of a part from the kernel. Where they differ from the part
-// or from the state, it corrects both.
+// checkPart reads the elements of p from the kernel. If they differ from those that p and
+// the state expect, it corrects p and the state.
 func (t *table) checkPart(ctx context.Context, p *part) error {
 	l, err := t.conn.inspect(ctx, t.conn.table)
 	if err != nil {
@@ -173,9 +173,9 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 	return nil
 }
 
-// missingChains returns the shared chains that elements refer to and that do not exist. A
-// chain without frontends stays for a while, because a packet may still carry its number.
-// Verify deletes it.
+// missingChains returns the shared chains to which elements refer and which do not exist.
+// A chain without frontends exists until Verify deletes it, because a packet may still
+// carry the chain's number.
 func (t *table) missingChains(elements []element) (missing []sharedChain) {
 	for i := range elements {
 		e := &elements[i]

@@ -20,14 +20,14 @@ import (
 
 // Backend is a sink that programs nftables. See the package comment.
 //
-// Backend prevents that calls of a driver and updates of the node's addresses overlap,
-// and forwards changes to connection tracking. Its table does the rest.
+// Backend forwards changes to connection tracking. It ensures that calls of a driver and
+// updates of the node's addresses do not overlap. The table does the rest.
 type Backend struct {
 	opts          Options
 	connections   sink.Sink
 	nodeAddresses nodeaddr.Source
 
-	// tasks run from Start until stopTasks, which Stop calls.
+	// tasks run from Start to Stop. The function stopTasks ends them.
 	tasks     sync.WaitGroup
 	stopTasks context.CancelFunc
 
@@ -60,7 +60,7 @@ func New(opts Options) (*Backend, error) {
 // kernel is short of memory or busy, Start retries, until ctx ends.
 //
 // The sysctls are net.ipv4.ip_forward and net.ipv6.conf.all.forwarding, which must be 1
-// for traffic from elsewhere.
+// if the node forwards traffic of pods or other hosts.
 func (b *Backend) Start(ctx context.Context) error {
 	if err := b.checkSysctls(ctx); err != nil {
 		return err
@@ -72,7 +72,7 @@ func (b *Backend) Start(ctx context.Context) error {
 		if err := b.table.conn.checkKernel(ctx, features); err != nil {
 			return err
 		}
-		// With NodePodCIDRs, the first pass loads the skeleton, because it has the Node object.
+		// With NodePodCIDRs, the first pass loads the skeleton, which needs the Node object.
 		if !b.opts.NodePodCIDRs {
 			others, err = b.table.loadSkeleton(ctx)
 		}
@@ -106,9 +106,8 @@ func retry(ctx context.Context, message string, f func() error) error {
 	}
 }
 
-// startTasks starts connection tracking and the backend's goroutines. The argument others
-// is the value of conn.others when the skeleton was loaded. It is negative if the
-// skeleton was not loaded.
+// startTasks starts connection tracking and the backend's goroutines. If the skeleton was
+// loaded, others is the value that conn.others then returned; otherwise it is negative.
 func (b *Backend) startTasks(ctx context.Context, others int64) error {
 	tasks, stop := context.WithCancel(context.WithoutCancel(ctx))
 	b.stopTasks = stop
@@ -161,7 +160,7 @@ func (b *Backend) updateNodePortAddresses(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.table.state == nil {
-		return nil // the next pass updates them
+		return nil // the next pass updates the addresses
 	}
 	addrs, _ := b.nodeAddresses.Addresses()
 	return b.table.syncNodePortAddresses(ctx, addrs)
@@ -180,8 +179,8 @@ func (b *Backend) Stop(ctx context.Context) error {
 	return errors.Join(append(errs, b.table.close())...)
 }
 
-// Cleanup implements [sink.Cleaner]. It deletes the table if there is one, also on a
-// backend that was not started.
+// Cleanup implements [sink.Cleaner]. It deletes the table if there is one. The backend
+// need not be started.
 func (b *Backend) Cleanup(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -200,8 +199,8 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 		return err
 	}
 	if err := b.connections.Sync(ctx, c); err != nil {
-		// The table has the changes already. A new pass reads the table, and delivers
-		// everything to connection tracking again.
+		// The table has the changes already. A new pass delivers everything to connection
+		// tracking again.
 		return fmt.Errorf("connection tracking: %w (%w)", err, sink.ErrStartOver)
 	}
 	return err
@@ -219,13 +218,14 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 
 // Verify implements [sink.Verifier]. It looks for changes that other programs made to the
 // table. If it finds any, its error wraps [sink.ErrStartOver], so that a new pass repairs
-// the table. If ctx ends during a Verify, the next Verify continues its work.
+// the table. If ctx ends during a Verify, the next Verify continues the search.
 func (b *Backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.table.verify(ctx)
 }
 
-// VerifyInterval implements [sink.Poller]. It returns one second. While no other program
-// changes tables in the network namespace, a Verify sends one small request.
+// VerifyInterval implements [sink.Poller]. It returns one second. A Verify is cheap: it
+// sends one small request if no other program has changed tables in the network
+// namespace.
 func (b *Backend) VerifyInterval() time.Duration { return time.Second }

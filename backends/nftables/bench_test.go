@@ -77,8 +77,8 @@ func BenchmarkResync(b *testing.B) {
 	}
 }
 
-// BenchmarkChange measures changes of one service among n. They replace all endpoints,
-// add and remove one endpoint, or delete the service and add it again.
+// BenchmarkChange measures changes of one service among n. It replaces all endpoints,
+// adds and removes one endpoint, or deletes the service and adds it again.
 func BenchmarkChange(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 100_000} {
 		be, _ := start(b, Options{})
@@ -103,8 +103,8 @@ func BenchmarkChange(b *testing.B) {
 }
 
 // BenchmarkNewSharedChain changes the number of endpoints of one service among n. No
-// service had this number, so a new shared chain is needed. The kernel then validates the
-// verdicts of the table.
+// service had the new number before, so a new shared chain is needed. For a new chain,
+// the kernel validates all verdicts of the table.
 func BenchmarkNewSharedChain(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 100_000} {
 		b.Run(fmt.Sprintf("services=%d", n), func(b *testing.B) {
@@ -128,7 +128,7 @@ func BenchmarkConnect(b *testing.B) {
 		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
 			be, ns := start(b, Options{})
 			mustSync(b, be, changes(true, manyServices(n, 10)...))
-			for _, network := range []string{"10.0.0.1/8", "11.0.0.1/8"} { // of the services and of the pods
+			for _, network := range []string{"10.0.0.1/8", "11.0.0.1/8"} { // networks of the services and of the pods
 				ns.Add(b, "lo", network)
 			}
 			serve(b, ns, "pod")
@@ -160,7 +160,7 @@ func connect(to unix.Sockaddr) (time.Duration, error) {
 		return 0, err
 	}
 	defer unix.Close(fd)
-	// The reset avoids that the closed connection occupies a local port.
+	// Close with a reset, so that the closed connection occupies no local port.
 	if err := unix.SetsockoptLinger(fd, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1}); err != nil {
 		return 0, err
 	}
@@ -168,7 +168,7 @@ func connect(to unix.Sockaddr) (time.Duration, error) {
 	for {
 		err := unix.Connect(fd, to)
 		if errors.Is(err, unix.EINTR) {
-			continue // Go's scheduler sends signals to its threads
+			continue // a signal of Go's scheduler
 		}
 		if errors.Is(err, unix.EISCONN) {
 			err = nil
@@ -179,8 +179,8 @@ func connect(to unix.Sockaddr) (time.Duration, error) {
 
 // BenchmarkChangeDuringPass changes one service after the other during a pass without
 // other changes. It reports the median and the longest time until the kernel has a
-// change. One case is the first pass after a restart, for which the table has already
-// been read. The other case is a later pass.
+// change. The case "restart" is the first pass after a restart, when the table has
+// already been read. The case "later" is a later pass.
 func BenchmarkChangeDuringPass(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000} {
 		src := sinktest.NewSource()

@@ -30,14 +30,14 @@ func newConn(netNS int, table string) *conn {
 	return &conn{c, table, maphash.MakeSeed()}
 }
 
-// transact calls fill to encode messages and sends them as one transaction, see
+// transact sends the messages that fill encodes as one transaction; see
 // [netfilter.Conn.Transact].
 func (c *conn) transact(ctx context.Context, fill func(*wire)) error {
 	return c.Transact(ctx, func(b *netfilter.Builder) { fill(&wire{b, c.table}) })
 }
 
-// query sends one request about the table. It calls fill to add the attributes of the
-// request, see [netfilter.Conn.Query].
+// query sends one request about the table, with the attributes that fill adds; see
+// [netfilter.Conn.Query].
 func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f func(attributes []byte)) error {
 	return c.Query(ctx, func(b *netfilter.Builder) {
 		w := wire{b, c.table}
@@ -49,10 +49,10 @@ func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f
 
 // list requests all objects of one kind in the table.
 //
-// The kernel answers in several messages and counts the objects that it has sent. It
-// reports an interruption if any table changed meanwhile. The count is about objects of
-// this table, which other programs should not change, so list ignores the interruption.
-// If another program does change this table, conn.others increases, and Verify reads the
+// The kernel answers in several messages. To continue, it skips as many objects of the
+// table as it has sent. It reports an interruption if any table changed meanwhile. Only a
+// change of this table matters, and other programs should not change it, so list ignores
+// interruptions. If a program does change it, conn.others increases, and Verify reads the
 // table again.
 func (c *conn) list(ctx context.Context, msg uint16, fill func(*wire), f func(attributes []byte)) error {
 	err := c.query(ctx, msg, unix.NLM_F_DUMP, fill, f)
@@ -65,7 +65,7 @@ func (c *conn) list(ctx context.Context, msg uint16, fill func(*wire), f func(at
 // noAttributes is an argument of query for a request without attributes.
 func noAttributes(*wire) {}
 
-// dump calls f with each element of the map m, see decodeElements.
+// dump calls f with each element of the map m; see decodeElements.
 func (c *conn) dump(ctx context.Context, m mapID, f func(e element, foreign []byte)) error {
 	names := map[string]string{}
 	err := c.list(ctx, unix.NFT_MSG_GETSETELEM, func(w *wire) {
@@ -77,8 +77,7 @@ func (c *conn) dump(ctx context.Context, m mapID, f func(e element, foreign []by
 	return nil
 }
 
-// get reads the element with that ID from the kernel. It returns false if the kernel does
-// not have the element.
+// get reads the element with this ID from the kernel, and returns false if there is none.
 func (c *conn) get(ctx context.Context, id elementID) (e element, ok bool, err error) {
 	err = c.query(ctx, unix.NFT_MSG_GETSETELEM, 0, func(w *wire) {
 		w.String(unix.NFTA_SET_ELEM_LIST_SET, id.m.name())
@@ -107,7 +106,7 @@ type listing struct {
 	exists, dormant bool
 	sets            map[string]layout
 	hooks           map[string]hook
-	// chains has the digest of each chain, see digestOf.
+	// chains has the digest of each chain; see digestOf.
 	chains map[string]digest
 }
 
@@ -134,7 +133,7 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	for name, h := range l.hooks {
 		l.chains[name] = digestOf(c.seed, h, nil)
 	}
-	if err == nil { // the kernel lists the rules of a chain in order
+	if err == nil { // as addRule requires, the kernel lists the rules of a chain in order
 		err = c.list(ctx, unix.NFT_MSG_GETRULE, noAttributes, func(attributes []byte) {
 			chain := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_RULE_CHAIN))
 			d := l.chains[chain]
@@ -148,15 +147,15 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	return l, nil
 }
 
-// quietListings is the number of consecutive interrupted listings that must find no new
-// chain before listChains returns.
+// If all listings are interrupted, listChains returns after this number of consecutive
+// listings without a new chain.
 const quietListings = 3
 
 // listChains returns the hooks of the table's chains.
 //
-// While the kernel lists chains, it counts the chains of all tables of the family. So an
-// interrupted listing may miss some. In that case listChains repeats the listing until it
-// finds no new chains.
+// To continue a list of chains, the kernel skips a number of chains, counted in all
+// tables of the family. So if another table changes meanwhile, the listing is interrupted
+// and may miss chains. Then listChains repeats the listing until it finds no new chains.
 func (c *conn) listChains(ctx context.Context) (map[string]hook, error) {
 	found := map[string]hook{}
 	for quiet := 0; ; quiet++ {
@@ -180,8 +179,8 @@ func (c *conn) listChains(ctx context.Context) (map[string]hook, error) {
 }
 
 // others returns a number that changes with each transaction of another program in the
-// network namespace, on any table. Transactions of this connection do not change it. It is
-// the kernel's count of all transactions minus the number of own ones.
+// network namespace, on any table. Transactions of this connection do not change it. The
+// result is the kernel's number of transactions minus that of this connection.
 func (c *conn) others(ctx context.Context) (int64, error) {
 	var generation uint32
 	err := c.Query(ctx, func(b *netfilter.Builder) {

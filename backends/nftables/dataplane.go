@@ -15,14 +15,15 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// Dataplane describes the elements that the kernel has for one frontend, in several
-// lines. If se is not nil, Dataplane also compares them with the elements that the view
-// requires. A superfluous line begins with "+", and a missing line with "-".
+// Dataplane describes, in several lines, the elements that the kernel has for one
+// frontend. If se is not nil, Dataplane compares them with the elements that se requires.
+// A line with a superfluous element begins with "+", and a line with a missing element
+// begins with "-".
 //
-// The frontend has the given address, protocol and port. If addr is an address of the
-// node, the frontend is a node port. For an all-ports service, protocol and port are 0.
-// Dataplane may be called at any time. On a backend that was not started it shows the
-// table of another process.
+// The arguments addr, protocol and port identify the frontend. If addr is an address of
+// the node, the frontend is a node port. For an all-ports service, protocol and port are
+// 0. Dataplane may be called at any time. If the backend was not started, Dataplane shows
+// the table of another process.
 func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, se *api.ServiceEndpoints) (string, error) {
 	c := newConn(b.opts.NetNS, "")
 	defer c.Close()
@@ -67,11 +68,11 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 }
 
 // elementsOf returns the elements that the kernel has for f, in the order in which the
-// rules look them up. It looks up at least the given number of slots, even after a
-// missing one. If isNodePort is true but the address of f has no node ports, one line
-// says so.
-func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, slots int, isNodePort bool) (lines []string, err error) {
-	// show adds a line about an element that exists. After an error it does nothing.
+// rules look them up. It looks up at least minSlots slots, even if some of them are
+// missing. If isNodePort is true but the address of f has no node ports, a line says
+// that.
+func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, minSlots int, isNodePort bool) (lines []string, err error) {
+	// show adds a line for an element if the kernel has it. After an error it does nothing.
 	show := func(id elementID, remark string) (ok bool) {
 		var e element
 		if err == nil {
@@ -101,7 +102,7 @@ func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, slots int, 
 			if show(e.elementID, "") {
 				found = true
 			}
-			for slot := 0; show(endpointID(mapID{kinds[1], s, f.Family}, f, slot), "") || slot < slots; slot++ {
+			for slot := 0; show(endpointID(mapID{kinds[1], s, f.Family}, f, slot), "") || slot < minSlots; slot++ {
 			}
 		}
 		if found {
@@ -112,9 +113,8 @@ func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, slots int, 
 	return lines, err
 }
 
-// requiredElements returns the elements that the view se requires for f, and the number
-// of endpoints among them. It also returns whether f is a node port. A nil view requires
-// no elements.
+// requiredElements returns the elements that the view se requires for f, the number of
+// endpoints among them, and whether f is a node port. A nil view requires no elements.
 func requiredElements(se *api.ServiceEndpoints, f *nodeview.Frontend) (lines []string, slots int, isNodePort bool) {
 	if se == nil {
 		return nil, 0, false

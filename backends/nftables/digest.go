@@ -14,14 +14,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// digest is the number of elements in a map, or of rules in a chain, and the sum of their
-// hashes. Equal digests mean equal contents.
+// digest summarizes the elements of a map or the rules of a chain: their number, and the
+// sum of their hashes. Equal digests mean equal contents.
 type digest struct {
 	n   int
 	sum uint64
 }
 
-// digestOf returns the digest of a chain with this hook and these encoded rules.
 func digestOf(seed maphash.Seed, h hook, rules []string) digest {
 	d := digest{sum: maphash.Comparable(seed, h)}
 	for _, rule := range rules {
@@ -30,15 +29,14 @@ func digestOf(seed maphash.Seed, h hook, rules []string) digest {
 	return d
 }
 
-// addRule adds an encoded rule to the digest of a chain.
 func (d *digest) addRule(seed maphash.Seed, rule []byte) {
 	d.n++
 	d.sum = d.sum*31 + maphash.Bytes(seed, canonical(rule))
 }
 
-// canonical returns a normal form of an encoded rule. A rule as sent and the same rule as
-// listed by the kernel have the same normal form. The kernel reorders the attributes of
-// an expression, and adds attributes with default values.
+// canonical returns the normal form of an encoded rule. The kernel lists a rule with
+// reordered attributes and with additional default values. The normal form of the listed
+// rule equals that of the rule that was sent.
 func canonical(rule []byte) (b []byte) {
 	for _, expression := range netfilter.Attributes(rule) {
 		name := netfilter.String(netfilter.Attribute(expression, unix.NFTA_EXPR_NAME))
@@ -48,8 +46,8 @@ func canonical(rule []byte) (b []byte) {
 	return b
 }
 
-// nested has the attributes of expressions that contain attributes themselves. A value is
-// the key in this map for the contained attributes, or empty.
+// nested lists, for each expression, the attributes that contain other attributes. A
+// value is the key under which this map lists the contained attributes.
 var nested = map[string]map[uint16]string{
 	"cmp":       {unix.NFTA_CMP_DATA: "data"},
 	"immediate": {unix.NFTA_IMMEDIATE_DATA: "data"},
@@ -67,7 +65,7 @@ func appendCanonical(b []byte, of string, data []byte) []byte {
 		if inner, ok := nested[of][number]; ok {
 			v = appendCanonical(nil, inner, v)
 		} else if of == "nat" && number == unix.NFTA_NAT_FLAGS {
-			// Newer kernels set flags here for registers of an address and a port.
+			// Newer kernels set two flags here, which the normal form omits.
 			v = binary.BigEndian.AppendUint32(nil, netfilter.Uint32(v)&^3)
 		}
 		if isZero := !slices.ContainsFunc(v, func(c byte) bool { return c != 0 }); !isZero {

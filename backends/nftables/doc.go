@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package nftables is a sink that programs services into the Linux kernel with nftables,
-// like kube-proxy's mode nftables.
+// Package nftables is a sink that programs services into the Linux kernel, like the
+// nftables mode of kube-proxy.
 //
 //	b, err := nftables.New(nftables.Options{})
 //	if err != nil {

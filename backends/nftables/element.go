@@ -15,46 +15,44 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxKey is the maximum length of a key in octets. The longest key is a source range of a
-// service. One more octet is for the length of the prefix.
+// maxKey is the maximum length of a key in octets. The keys of source ranges are the
+// longest, with 40 octets and one more for the prefix length.
 const maxKey = 40 + 1
 
-// elementID identifies an element of a map. A shorter key is padded with zeros. The last
-// octet is the prefix length of a source range.
+// elementID identifies an element of a map. A key shorter than maxKey is followed by
+// zeros. For a source range, the last octet is the prefix length.
 type elementID struct {
 	m   mapID
 	key [maxKey]byte
 }
 
-// frontend returns the ID of the element of a frontend. The key of id begins with the key
-// of that element.
+// frontend returns the ID of the frontend to which an element belongs. The key of the
+// element begins with the key of the frontend.
 func (id *elementID) frontend() elementID {
 	f := elementID{m: mapID{frontends, id.m.match, id.m.family}}
 	copy(f.key[:f.m.keyLen()], id.key[:])
 	return f
 }
 
-// value is the part of an element that is not its key. The elements of a set have the
-// zero value.
+// value is what an element has besides its key. The elements of a set have the zero
+// value.
 type value struct {
 	data [20]byte
-	// chain is the chain of a verdict, or drop. In maps of frontends it is the name of the
-	// shared chain whose number is in data.
+	// chain is the name of the chain to which a verdict goes, or the constant drop. In maps
+	// of frontends it is the name of the shared chain whose number is in data.
 	chain string
-	// comment names the service port of a frontend, for readers of the table.
+	// comment has the name of a frontend's service port, for people who read the table.
 	comment string
 }
 
-// drop stands for the verdict drop where otherwise the name of a chain is used.
+// drop represents the verdict drop in fields that otherwise contain the name of a chain.
 const drop = "drop"
 
-// element is an element of one of the table's maps or sets.
 type element struct {
 	elementID
 	value
 }
 
-// keyWriter writes the parts of a key one after the other.
 type keyWriter struct {
 	id *elementID
 	at int
@@ -79,8 +77,8 @@ func (w *keyWriter) priority(number uint32) {
 	w.at += 4
 }
 
-// frontendElement returns an element of m whose key begins with f, and the offset of the
-// rest of the key.
+// frontendElement returns an element of the map m, and the offset behind the key of f.
+// The key of the element begins with the key of f.
 func frontendElement(m mapID, f *nodeview.Frontend) (element, int) {
 	e := element{elementID: elementID{m: m}}
 	w := keyWriter{id: &e.elementID}
@@ -94,7 +92,7 @@ func frontendElement(m mapID, f *nodeview.Frontend) (element, int) {
 	return e, w.at
 }
 
-// endpointID returns the ID of the element of m for a slot of f.
+// endpointID returns the ID that the element for a slot of f has in the map m.
 func endpointID(m mapID, f *nodeview.Frontend, slot int) elementID {
 	e, at := frontendElement(m, f)
 	w := keyWriter{&e.elementID, at}
@@ -102,8 +100,7 @@ func endpointID(m mapID, f *nodeview.Frontend, slot int) elementID {
 	return e.elementID
 }
 
-// addressElement returns the element for the address a in a set of addresses of that
-// kind.
+// addressElement returns the element for the address a in the set of this kind.
 func addressElement(kind mapKind, a netip.Addr) element {
 	e := element{elementID: elementID{m: mapID{kind: kind, family: api.FamilyOf(a)}}}
 	w := keyWriter{id: &e.elementID}
@@ -111,7 +108,6 @@ func addressElement(kind mapKind, a netip.Addr) element {
 	return e
 }
 
-// endpointValue returns the value of an endpoint.
 func endpointValue(a netip.Addr, port int32) value {
 	var v value
 	n := copy(v.data[:], a.AsSlice())
@@ -119,8 +115,8 @@ func endpointValue(a netip.Addr, port int32) value {
 	return v
 }
 
-// String returns the name of the map and the element, in almost the format of nft. It
-// shows the name of a chain instead of its number.
+// String returns the name of the map and the element. The format is that of nft, except
+// that the name of a chain replaces its number.
 func (e element) String() string {
 	s := e.elementID.String()
 	addrLen := e.m.addrLen()

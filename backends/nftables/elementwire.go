@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// element adds an element to a list of elements.
+// element adds e to the current list of elements.
 func (w *wire) element(e *element, withData bool) {
 	item := w.Nest(unix.NFTA_LIST_ELEM)
 	key := e.key[:e.m.keyLen()]
@@ -50,8 +50,8 @@ func (w *wire) data(attr uint16, v []byte) {
 	w.EndNest(at)
 }
 
-// rangeEnd returns the last key of the range that begins with key. The last addrLen
-// octets of key are the address of a prefix, and bits is the length of that prefix.
+// rangeEnd returns the last key of the range that begins with key. The key ends in the
+// address of a prefix. The address has addrLen octets, and the prefix length is bits.
 func rangeEnd(key []byte, addrLen, bits int) []byte {
 	end := append([]byte(nil), key...)
 	addr := end[len(end)-addrLen:]
@@ -61,10 +61,9 @@ func rangeEnd(key []byte, addrLen, bits int) []byte {
 	return end
 }
 
-// decodeElements calls f with each element of a NFT_MSG_NEWSETELEM message about the map
-// m. For an element that this package cannot have made, foreign is its encoding, which is
-// valid until f returns. The argument names caches the names of chains, so that elements
-// share the strings.
+// decodeElements calls f with each element of a NFT_MSG_NEWSETELEM message about m. If
+// this package cannot have made the element, foreign has its encoding, valid until f
+// returns. Elements share the names of chains, which decodeElements caches in names.
 func decodeElements(m mapID, attributes []byte, names map[string]string, f func(e element, foreign []byte)) {
 	for _, item := range netfilter.Attributes(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
 		if e, ok := decodeElement(m, item, names); ok {
@@ -111,23 +110,23 @@ func decodeElement(m mapID, item []byte, names map[string]string) (e element, ok
 	return e, ok
 }
 
-// prefixLen returns the length of the prefix from the address first to the address at the
-// end of the key end. It returns false if they do not form a prefix.
-func prefixLen(first, end []byte) (bits byte, ok bool) {
-	if len(end) < len(first) {
+// prefixLen returns the length of the prefix that begins with firstAddr. The last address
+// of the prefix is at the end of lastKey. If there is no such prefix, ok is false.
+func prefixLen(firstAddr, lastKey []byte) (bits byte, ok bool) {
+	if len(lastKey) < len(firstAddr) {
 		return 0, false
 	}
-	last := end[len(end)-len(first):]
-	for bits := range 8*len(first) + 1 {
-		prefix := netip.PrefixFrom(addrOf(first), bits)
-		if prefix == prefix.Masked() && string(rangeEnd(first, len(first), bits)) == string(last) {
+	last := lastKey[len(lastKey)-len(firstAddr):]
+	for bits := range 8*len(firstAddr) + 1 {
+		prefix := netip.PrefixFrom(addrOf(firstAddr), bits)
+		if prefix == prefix.Masked() && string(rangeEnd(firstAddr, len(firstAddr), bits)) == string(last) {
 			return byte(bits), true
 		}
 	}
 	return 0, false
 }
 
-// decodeVerdict returns the chain of a verdict, or drop.
+// decodeVerdict returns the chain to which a verdict goes, or the constant drop.
 func decodeVerdict(verdict []byte, names map[string]string) string {
 	code := int32(netfilter.Uint32(netfilter.Attribute(verdict, unix.NFTA_VERDICT_CODE)))
 	b := netfilter.Attribute(verdict, unix.NFTA_VERDICT_CHAIN)

@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// descriptions has the effect of each message, and the attribute that names its object.
-// It has no messages about elements.
+// descriptions has the effect of each message type, and the attribute with the name of
+// the object. The function describeElements is for messages about elements.
 var descriptions = map[uint16]struct {
 	doing string
 	name  uint16
@@ -24,7 +24,7 @@ var descriptions = map[uint16]struct {
 	nftMsg(unix.NFT_MSG_DELRULE):  {"deleting rules of chain ", unix.NFTA_RULE_CHAIN},
 }
 
-// describeMessage returns a description of a message, see [netfilter.Conn.Describe].
+// describeMessage describes a message for errors, see [netfilter.Conn.Describe].
 func describeMessage(msgType uint16, attributes []byte, offset int) string {
 	switch msgType {
 	case nftMsg(unix.NFT_MSG_NEWSETELEM):
@@ -36,8 +36,8 @@ func describeMessage(msgType uint16, attributes []byte, offset int) string {
 	return d.doing + netfilter.String(netfilter.Attribute(attributes, d.name))
 }
 
-// describeElements names the element at offset, or the first element of the message if
-// there is none at offset. The list of elements is the last attribute of the message.
+// describeElements describes the element at offset or, if there is none, the first
+// element. The list of elements is the last attribute of the message.
 func describeElements(attributes []byte, offset int) string {
 	name := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_SET))
 	list := netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)

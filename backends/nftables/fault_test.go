@@ -63,9 +63,9 @@ func TestSetSysctlsEnablesForwarding(t *testing.T) {
 	}
 }
 
-// TestAFullMapFailsTheServiceThatFillsIt makes a map with room for four endpoints. A
-// service that fits is programmed. A service that does not fit fails with an error that
-// names the map.
+// TestAFullMapFailsTheServiceThatFillsIt makes a map with room for four endpoints, and
+// programs two services. One of them does not fit. It fails with an error that names the
+// map, and the other one is programmed.
 func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 	ns := netnstest.New(t)
 	nft(t, ns, `table inet kpng { map service-endpoints4 { type ipv4_addr . inet_proto . inet_service . classid : ipv4_addr . inet_service; size 4; }; }
@@ -83,7 +83,7 @@ func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 			t.Errorf("%s failed with %v, want that the map is full", key, err)
 		}
 	}
-	// The small service can still change, and then there is room for the large one.
+	// When the programmed service is deleted, there is room for the other one.
 	for _, v := range []*api.ServiceEndpoints{small, large} {
 		if _, ok := failed[v.Key()]; !ok {
 			mustSync(t, b, changes(false, sink.Change{Old: v, Key: v.Key()}))
@@ -102,7 +102,7 @@ func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 func TestFailuresNameTheElement(t *testing.T) {
 	b, ns := start(t, Options{})
 	mustSync(t, b, changes(true))
-	// Without a map, the kernel refuses an element of the service.
+	// Without its map, the kernel refuses the element of a frontend.
 	nft(t, ns, "delete chain inet kpng output\nflush chain inet kpng services\ndelete map inet kpng services4\n", "-f", "-")
 	err := b.Sync(t.Context(), changes(false, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
 	var failed sink.Failed
@@ -152,8 +152,8 @@ func TestCleanupDeletesOnlyItsTable(t *testing.T) {
 	}
 }
 
-// TestListingLoads checks that nft can load its own listing of a table. Users do that to
-// save and restore rulesets.
+// TestListingLoads checks that nft can load a table that nft has listed. Users save and
+// restore rulesets in this way.
 func TestListingLoads(t *testing.T) {
 	b, ns := start(t, Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, MasqueradeOutsiders: true})
 	var list []sink.Change
@@ -199,7 +199,7 @@ func TestDataplane(t *testing.T) {
 		t.Errorf("the dataplane is\n%swant\n%s", got, want)
 	}
 
-	// Endpoints are looked up although the frontend and the first slot are missing.
+	// Dataplane shows endpoints even if the frontend and the first slot are missing.
 	nft(t, ns, `add element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:2 : 10.0.0.2 . 8080 }
 delete element inet kpng services4 { 10.96.0.1 . tcp . 80 }
 delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }
@@ -242,20 +242,20 @@ func TestDataplaneOfANodePort(t *testing.T) {
 	}
 }
 
-// TestKernelFaults injects rare answers of the kernel. A refused transaction does not
-// change the table. A transient fault is not an error of Sync.
+// TestKernelFaults injects rare errors of the kernel. If the kernel refuses a
+// transaction, the table does not change. After a short fault, Sync tries again and
+// succeeds.
 func TestKernelFaults(t *testing.T) {
 	refused := func(errno unix.Errno) error { return &netfilter.Failure{Errno: errno, What: "adding something"} }
 	lost := fmt.Errorf("%w: %w", netfilter.ErrUnknownOutcome, unix.ENOBUFS)
 	some := errors.New("some services fail")
 	for name, test := range map[string]struct {
-		// faults are the answers to successive requests. A nil means success. The last answer
+		// faults are the results of successive requests. Nil means success. The last result
 		// repeats.
 		faults []error
-		// done reports that the transaction takes effect although its answer is a fault.
+		// done reports that the transaction takes effect even if its result is an error.
 		done bool
 		want error
-		// says is a part of the expected error message.
 		says string
 	}{
 		"no buffer for a short time":                      {faults: []error{unix.ENOBUFS, unix.ENOBUFS, nil}},
@@ -327,7 +327,7 @@ func TestKernelFaults(t *testing.T) {
 				}
 			}
 
-			// Without faults, the next delivery is programmed.
+			// Without faults, the next Sync succeeds.
 			again := changes(true, set(changed[0]), set(changed[1]))
 			if acknowledged {
 				var list []sink.Change
@@ -351,7 +351,7 @@ func TestKernelFaults(t *testing.T) {
 	}
 }
 
-// TestDriftIsReported checks the calls of an Observer.
+// TestDriftIsReported checks when the backend calls the functions of its Observer.
 func TestDriftIsReported(t *testing.T) {
 	var holds, drifted, mended int
 	b, ns := start(t, Options{NodeAddresses: nodeaddr.Of(), Observer: Observer{
@@ -365,7 +365,7 @@ func TestDriftIsReported(t *testing.T) {
 			t.Errorf("%s, elements, drift found and mended (-want +got):\n%s", when, diff)
 		}
 	}
-	elements := len(contents(t, b)) + 1 // and the element of the shared chain
+	elements := len(contents(t, b)) + 1 // contents omits the element of the shared chain
 	check("after a load", elements, 0, 0)
 	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }\n", "-f", "-")
 	mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}))
@@ -388,8 +388,9 @@ func TestDriftIsReported(t *testing.T) {
 	check("after a Sync without a table", elements, 3, 2)
 }
 
-// TestAPassDoesNotChangeFailedServices restarts with changed services that the kernel
-// refuses. Their elements and chains stay. The pass still removes a deleted service.
+// TestAPassDoesNotChangeFailedServices restarts the backend with changed services, which
+// the kernel refuses. The pass keeps their elements and chains, and still removes a
+// deleted service.
 func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	opts := Options{NodeAddresses: nodeaddr.Of()}
 	b, ns := start(t, opts)
@@ -444,9 +445,9 @@ func TestAPassDoesNotChangeFailedServices(t *testing.T) {
 	}
 }
 
-// TestPassesBecauseOfLeftovers checks how often Verify requests a new pass. A service fails
-// in every pass. If the service left no elements, Verify requests no pass.
-// Otherwise Verify requests passes with backoff.
+// TestPassesBecauseOfLeftovers checks how often Verify requests a new pass while a
+// service fails in every pass. If the pass kept old elements for the service, Verify
+// requests passes with backoff. Otherwise it requests none.
 func TestPassesBecauseOfLeftovers(t *testing.T) {
 	for name, test := range map[string]struct {
 		old  []sink.Change
@@ -466,7 +467,7 @@ func TestPassesBecauseOfLeftovers(t *testing.T) {
 			b = startIn(t, ns, opts)
 			exchange := b.table.conn.Exchange
 			b.table.conn.Exchange = func(batch []byte) error {
-				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // 10.99.98.97
+				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // the encoding of 10.99.98.97
 					return &netfilter.Failure{Errno: unix.EINVAL}
 				}
 				return exchange(batch)
@@ -503,8 +504,8 @@ func TestPassesBecauseOfLeftovers(t *testing.T) {
 	}
 }
 
-// TestDriftIsFoundAmongConstantChanges calls Verify like a driver that constantly has
-// changes to deliver.
+// TestDriftIsFoundAmongConstantChanges interrupts each Verify, like a driver that always
+// has changes to deliver.
 func TestDriftIsFoundAmongConstantChanges(t *testing.T) {
 	b, ns := start(t, Options{})
 	list := make([]sink.Change, 1000)
@@ -548,13 +549,13 @@ func TestDamageAroundTheFirstPassIsFound(t *testing.T) {
 	}
 }
 
-// TestNodePortsFollowTheNode checks that a Sync with a Node change updates the addresses
-// of node ports before it returns.
+// TestNodePortsFollowTheNode checks that a Sync with a changed Node object updates the
+// addresses of node ports before the Sync returns.
 func TestNodePortsFollowTheNode(t *testing.T) {
 	source := &nodeSource{Source: nodeaddr.Of()}
 	b, ns := start(t, Options{NodeAddresses: source})
 	mustSync(t, b, changes(true))
-	b.stopTasks() // these watch the addresses as well
+	b.stopTasks() // otherwise the tasks could make the same update
 	b.tasks.Wait()
 	c := changes(false)
 	c.Node, c.NodeChanged = &api.Node{Name: "here", Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.7")}}}, true
@@ -564,8 +565,7 @@ func TestNodePortsFollowTheNode(t *testing.T) {
 	}
 }
 
-// nodeSource is a source with the addresses of the Node object. It does not signal
-// changes.
+// nodeSource has the addresses of the Node object. It does not signal changes.
 type nodeSource struct {
 	nodeaddr.Source
 	mu    sync.Mutex

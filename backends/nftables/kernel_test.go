@@ -20,7 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// contents returns the table's elements that belong to services.
+// contents returns the elements of services in the table.
 func contents(t testing.TB, b *Backend) []string {
 	t.Helper()
 	b.mu.Lock()
@@ -45,8 +45,8 @@ func contents(t testing.TB, b *Backend) []string {
 	return list
 }
 
-// randomView returns a random view of the service with that name. One in six is nil.
-// Services may share addresses, at different ports.
+// randomView returns a random view of a service, or nil in one of six cases. Services may
+// share addresses, but at different ports.
 func randomView(rng *rand.Rand, name string, number int) *api.ServiceEndpoints {
 	if rng.IntN(6) == 0 {
 		return nil
@@ -85,8 +85,8 @@ func randomView(rng *rand.Rand, name string, number int) *api.ServiceEndpoints {
 	})
 }
 
-// TestRandomSequenceOfChanges makes many changes. It checks that the table then equals a
-// table into which only the last views were loaded.
+// TestRandomSequenceOfChanges makes many changes. Then it loads only the final views into
+// another table, and checks that both tables are equal.
 func TestRandomSequenceOfChanges(t *testing.T) {
 	for seed := range uint64(4) {
 		t.Run(fmt.Sprintf("seed %d", seed), func(t *testing.T) {
@@ -199,8 +199,8 @@ func TestDriftIsFoundAndRepaired(t *testing.T) {
 	}
 }
 
-// lines returns the sorted lines of s. The output of nft has elements in any order, and
-// chains in the order of their creation.
+// lines returns the lines of s, sorted. nft lists elements in any order, and chains in
+// the order of their creation. So its outputs for two equal tables can differ.
 func lines(s string) []string {
 	list := strings.FieldsFunc(s, func(r rune) bool { return r == '\n' || r == ',' || r == '{' || r == '}' })
 	for i := range list {
@@ -210,9 +210,9 @@ func lines(s string) []string {
 	return list
 }
 
-// TestAChangeRepairsDriftOfItsService checks that a change succeeds after another program
-// changed elements of the service. After the table was deleted, the change starts a new
-// pass.
+// TestAChangeRepairsDriftOfItsService checks that a change succeeds even if another
+// program has changed elements of the service. If the table was deleted, the change
+// starts a new pass.
 func TestAChangeRepairsDriftOfItsService(t *testing.T) {
 	b, ns := start(t, Options{})
 	old := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1", "10.0.0.2"}, nil)
@@ -231,8 +231,8 @@ func TestAChangeRepairsDriftOfItsService(t *testing.T) {
 }
 
 // TestSourceRangesChange replaces source ranges by wider and narrower ones, in a Sync and
-// at a restart. It also checks that a pass removes an overlapping range of another
-// program.
+// during a restart. It also checks that a pass removes an overlapping range that another
+// program added.
 func TestSourceRangesChange(t *testing.T) {
 	from := func(ranges ...string) *api.ServiceEndpoints {
 		return view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, func(s *api.Service) {

@@ -22,8 +22,8 @@ func (l *listing) active() bool {
 	return false
 }
 
-// fits reports whether the elements of the table can stay. They can if each map of the
-// table is in allMaps and has the layout that this version uses.
+// fits reports whether the elements of the table can stay. This requires that each map is
+// in allMaps and has the layout that this version uses.
 func (l *listing) fits() bool {
 	for name, s := range l.sets {
 		if isOwn(name) {
@@ -37,12 +37,12 @@ func (l *listing) fits() bool {
 	return true
 }
 
-// loadSkeleton writes the missing parts of the skeleton in one transaction. Elements
-// stay. It returns the earlier value of conn.others.
+// loadSkeleton first calls conn.others and returns the result. Then it writes the missing
+// parts of the skeleton in one transaction. Elements stay.
 //
-// Another version of this package may have made the table with other layouts of maps.
-// Then loadSkeleton loads the skeleton into a table of another name, without base chains.
-// So the old table handles the traffic until [table.replaceTable] is called.
+// If another version of this package made the table, its maps may have other layouts.
+// Then loadSkeleton makes a second table without base chains. The old table handles the
+// traffic until [table.replaceTable] is called.
 func (t *table) loadSkeleton(ctx context.Context) (others int64, err error) {
 	if others, err = t.conn.others(ctx); err != nil {
 		return 0, err
@@ -80,8 +80,8 @@ func (t *table) loadSkeleton(ctx context.Context) (others int64, err error) {
 	return others, t.load(ctx, tables[now], chains, func(*wire) {})
 }
 
-// replaceTable activates the table that a pass has filled and deletes the old table, in
-// one transaction. It does nothing if there is only one table.
+// replaceTable activates the new table, which the pass has filled, and deletes the old
+// table in the same transaction. It does nothing if there is only one table.
 func (t *table) replaceTable(ctx context.Context) error {
 	if t.replaced == "" {
 		return nil
@@ -97,15 +97,15 @@ func (t *table) replaceTable(ctx context.Context) error {
 	return err
 }
 
-// load writes the chains and maps that the listing present does not have or has
-// differently. The function finish adds messages to the same transaction.
+// load writes those chains and maps that are missing or different in the listing present.
+// The function finish adds messages to the same transaction.
 func (t *table) load(ctx context.Context, present *listing, chains []chain, finish func(*wire)) error {
 	t.skeleton = make(map[string]digest, len(chains))
 	for _, c := range chains {
 		t.skeleton[c.name] = digestOf(t.conn.seed, c.hook, c.rules)
 	}
 	var err error
-	// A transaction that activates a dormant table cannot add base chains.
+	// Activate a dormant table first: the same transaction could not add base chains.
 	if present.dormant && present.fits() {
 		err = t.conn.transact(ctx, func(w *wire) { w.newTable() })
 	}
@@ -135,7 +135,7 @@ func (t *table) load(ctx context.Context, present *listing, chains []chain, fini
 	return nil
 }
 
-// changeChains adds messages that create chains, and replace those of them that exist.
+// changeChains adds messages that create these chains or replace existing ones.
 func (w *wire) changeChains(present *listing, chains []chain) {
 	for _, c := range chains {
 		if _, ok := present.hooks[c.name]; ok {

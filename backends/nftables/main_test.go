@@ -24,15 +24,14 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// node is the Node object of the tests.
 var node = &api.Node{
 	Name:      "here",
 	Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.1")}, {Type: "InternalIP", IP: netip.MustParseAddr("2001:db8::1")}},
 }
 
-// view returns the node's view of a service with port TCP 80, the cluster IPs ips, and
-// ready endpoints at port 8080. An endpoint with the prefix "!" is on this node. If the
-// function edit is not nil, it modifies the service.
+// view returns the view of a service with TCP port 80, these cluster IPs, and ready
+// endpoints at port 8080. The prefix "!" marks an endpoint on this node. If the function
+// edit is not nil, it modifies the service.
 func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
 	svc := &api.Service{
 		Namespace: "default", Name: name, Type: api.ClusterIP,
@@ -89,7 +88,6 @@ func changes(whole bool, list ...sink.Change) *sink.Changes {
 	return c
 }
 
-// inPass returns a batch in the middle of a pass.
 func inPass(list ...sink.Change) *sink.Changes {
 	list = slices.Clone(list)
 	for i := range list {
@@ -101,7 +99,6 @@ func inPass(list ...sink.Change) *sink.Changes {
 // set returns a change that adds or replaces a service.
 func set(v *api.ServiceEndpoints) sink.Change { return sink.Change{New: v} }
 
-// start starts a backend in a new network namespace.
 func start(t testing.TB, opts Options) (*Backend, *netnstest.Namespace) {
 	t.Helper()
 	ns := netnstest.New(t)
@@ -132,18 +129,16 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 	}
 }
 
-// nftProgram returns the path of the nft program. The variable KPNG_TEST_NFT selects
-// another version than Debian's.
+// nftProgram returns the path of nft. KPNG_TEST_NFT selects another version than that of
+// Debian.
 func nftProgram() string { return cmp.Or(os.Getenv("KPNG_TEST_NFT"), "/usr/sbin/nft") }
 
-// verify calls Verify so that it compares the whole table, as if another program had
-// changed some table.
+// verify makes Verify compare the whole table, as if another program had changed a table.
 func verify(t testing.TB, b *Backend) error {
 	b.table.drift = drift{checked: -1, compared: -1, reported: b.table.drift.reported}
 	return b.Verify(t.Context())
 }
 
-// nft runs nft in the namespace and returns what it prints.
 func nft(t testing.TB, ns *netnstest.Namespace, input string, args ...string) string {
 	t.Helper()
 	var out []byte

@@ -16,8 +16,8 @@ import (
 // family.
 type mapKind uint8
 
-// A kind whose name begins with "node" is for packets that this node sends, if they need
-// other elements. Its number is one more than that of the kind for other packets.
+// The kinds whose names begin with "node" are for packets that this node sends, if these
+// packets need other elements. The kind before each of them is for all other packets.
 const (
 	// frontends maps the destination of a packet to the number of a shared chain.
 	frontends mapKind = iota
@@ -28,22 +28,23 @@ const (
 	// endpoints maps a frontend and a slot to an endpoint.
 	endpoints
 	nodeEndpoints
-	// sources is the set of the source ranges that each frontend admits.
+	// sources is the set of pairs of a frontend and a source range that it admits.
 	sources
-	// hairpins is the set of connections of this node's endpoints to themselves. A key has
-	// the endpoint's address twice. Unless the service has all ports, protocol and port
-	// follow.
+	// hairpins is the set of connections from endpoints of this node to themselves. A key
+	// has the address of the endpoint twice. Protocol and port follow, except for all-ports
+	// services.
 	hairpins
-	// clusterIPs is the set of addresses whose unknown ports are rejected.
+	// clusterIPs is the set of cluster IPs. Packets to their unknown ports are rejected.
 	clusterIPs
 	// nodePortAddresses is the set of node addresses that have node ports.
 	nodePortAddresses
-	// sharedChains maps the number of a shared chain to the chain.
+	// sharedChains maps the number of a shared chain to that chain.
 	sharedChains
 	nodeSharedChains
 )
 
-// match says which fields of a packet a frontend matches. Its key has these fields.
+// match says which fields of a packet select a frontend. They are the key of the
+// frontend.
 type match uint8
 
 const (
@@ -70,7 +71,7 @@ type mapID struct {
 }
 
 // allMaps returns every map and set of the table. A pass removes stale elements in this
-// order: elements of frontends precede the elements of their endpoints and chains.
+// order, so it removes frontends before their endpoints and chains.
 func allMaps() []mapID {
 	var all []mapID
 	for kind := range nodeSharedChains + 1 {
@@ -102,10 +103,9 @@ type layout struct {
 	flags, keyType, keyLen, dataType, dataLen uint32
 	// size is the maximum number of elements, or 0 for no limit.
 	size uint32
-	// elements is the number of elements that the kernel reports, or -1 if it reports no
-	// number.
+	// elements is the number of elements, or -1 if the kernel does not report it.
 	elements int
-	// fields are the lengths of the parts of an interval set's keys.
+	// fields are the lengths of the parts of a key, only for sets of ranges.
 	fields []uint32
 }
 
@@ -115,13 +115,12 @@ func (s *layout) sameAs(o *layout) bool {
 		(s.dataLen == o.dataLen || s.dataType == unix.NFT_DATA_VERDICT)
 }
 
-// description has the layout of a map and the types of the parts of its keys.
+// description has the layout of a map and the types of the parts of a key.
 type description struct {
 	layout layout
 	key    []datatype
 }
 
-// mapDescriptions has the description of each map.
 var mapDescriptions = func() (all [nodeSharedChains + 1][matchAddress + 1][2]description) {
 	for _, m := range allMaps() {
 		all[m.kind][m.match][m.family/api.IPv6] = m.newDescription()
@@ -130,34 +129,33 @@ var mapDescriptions = func() (all [nodeSharedChains + 1][matchAddress + 1][2]des
 }()
 
 func (m mapID) description() *description {
-	return &mapDescriptions[m.kind][m.match][m.family/api.IPv6] // 0 or 1
+	return &mapDescriptions[m.kind][m.match][m.family/api.IPv6] // the index of the family is 0 or 1
 }
 
 func (m mapID) layout() layout { return m.description().layout }
 
-// name returns the map's name in the kernel.
 func (m mapID) name() string { return m.description().layout.name }
 
-// keyLen returns the length of the map's keys in the kernel, where each part takes a
-// multiple of four octets.
+// keyLen returns the length of a key in the kernel, where the length of each part is
+// rounded up to a multiple of four octets.
 func (m mapID) keyLen() int { return int(m.description().layout.keyLen) }
 
-// dataLen returns the length of the map's data, 0 for a set or a verdict map.
+// dataLen returns the length of an element's data. It is 0 for sets and for maps with
+// verdicts.
 func (m mapID) dataLen() int { return int(m.description().layout.dataLen) }
 
 func (m mapID) hasVerdicts() bool { return m.description().layout.dataType == typeVerdict.number }
 
-// leadsToChains reports whether the values of the map's elements are chains or numbers of
-// chains.
+// leadsToChains reports whether the values in the map are chains or numbers of chains.
 func (m mapID) leadsToChains() bool { return m.hasVerdicts() || m.kind <= nodeFrontends }
 
 // shared reports whether several services may need the same element of the map.
 func (m mapID) shared() bool { return m.kind == clusterIPs || m.kind == hairpins }
 
-// datatype is a type of nft, which determines how nft prints an element or a part of it.
+// datatype is a type of nft. It determines how nft prints a value.
 type datatype struct{ number, length uint32 }
 
-// The types of the parts. The number of a chain or slot has the type of the packet's
+// The types of keys and data. Numbers of chains and slots have the type of the packet
 // priority.
 var (
 	typeVerdict  = datatype{unix.NFT_DATA_VERDICT, 0}
@@ -218,7 +216,7 @@ func (m mapID) newDescription() description {
 	return description{l, key}
 }
 
-// concatenation returns the number and the length of the type that concatenates these
+// concatenation returns the number and the length of the type that consists of these
 // parts.
 func concatenation(parts []datatype) (number, length uint32) {
 	if len(parts) == 1 {

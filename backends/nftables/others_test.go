@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// changeElsewhere changes chains of another table of family inet, 200 times a second
-// until the test ends. It returns the counter of its transactions.
+// changeElsewhere changes another table 200 times a second until the test ends. It
+// returns a counter of its transactions.
 func changeElsewhere(t testing.TB, ns *netnstest.Namespace) *atomic.Int64 {
 	t.Helper()
 	nft(t, ns, "table inet a { chain first { }; }\n", "-f", "-")
@@ -54,7 +54,6 @@ func changeElsewhere(t testing.TB, ns *netnstest.Namespace) *atomic.Int64 {
 	return &n
 }
 
-// affineServices returns n services with session affinity and m endpoints each.
 func affineServices(n, m int) []sink.Change {
 	list := manyServices(n, m)
 	for _, c := range list {
@@ -63,8 +62,9 @@ func affineServices(n, m int) []sink.Change {
 	return list
 }
 
-// TestBusyNeighbors starts, restarts and verifies while another program constantly
-// changes its own tables. The backend finds each of its many chains and reports no drift.
+// TestBusyNeighbors starts, restarts and verifies a backend while another program
+// constantly changes another table. The backend must report no drift, although it has
+// many chains.
 func TestBusyNeighbors(t *testing.T) {
 	ns := netnstest.New(t)
 	n := changeElsewhere(t, ns)
@@ -93,14 +93,14 @@ func TestBusyNeighbors(t *testing.T) {
 	}
 }
 
-// TestVerifyReadsOnlyAfterChangesByOthers checks that Verify reads the table only if
-// another program changed any table. Syncs do not cause a read.
+// TestVerifyReadsOnlyAfterChangesByOthers checks that Verify reads the table only after
+// another program has changed a table. A Sync does not make Verify read the table.
 func TestVerifyReadsOnlyAfterChangesByOthers(t *testing.T) {
 	b, ns := start(t, Options{NodeAddresses: nil})
 	old, changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("web", []string{"10.96.0.1"}, []string{"10.0.0.2", "10.0.0.3"}, nil)
 	mustSync(t, b, changes(true, set(old)))
 	m := mapID{kind: clusterIPs, family: api.IPv4}
-	b.table.state.digests[m] = digest{n: 1} // a Verify that reads the table finds that this is wrong
+	b.table.state.digests[m] = digest{n: 1} // wrong, so that a Verify that reads the table fails
 	for range 3 {
 		mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}), changes(false, sink.Change{Old: changed, New: old}))
 		if err := b.Verify(t.Context()); err != nil {
@@ -113,8 +113,8 @@ func TestVerifyReadsOnlyAfterChangesByOthers(t *testing.T) {
 	}
 }
 
-// TestComparisonsAreLimited checks that changes of other tables cause few comparisons of
-// all elements, and that Verify still checks the chains each time.
+// TestComparisonsAreLimited checks that changes of other tables make Verify compare all
+// elements only a few times. Verify still checks the chains each time.
 func TestComparisonsAreLimited(t *testing.T) {
 	b, ns := start(t, Options{})
 	web := changes(true, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil)))
@@ -143,8 +143,8 @@ func TestComparisonsAreLimited(t *testing.T) {
 	}
 }
 
-// TestPassesBecauseOfDriftAreLimited changes the table again after each repair. It counts
-// the passes in ten minutes.
+// TestPassesBecauseOfDriftAreLimited changes the table after each repair, and counts the
+// passes in ten minutes.
 func TestPassesBecauseOfDriftAreLimited(t *testing.T) {
 	b, ns := start(t, Options{})
 	now := time.Now()
@@ -222,7 +222,7 @@ func TestStartRetriesTransientFailures(t *testing.T) {
 	}
 }
 
-// TestStartEndsWithItsContext checks that Start does not retry after its context ends.
+// TestStartEndsWithItsContext checks that Start returns when its context ends.
 func TestStartEndsWithItsContext(t *testing.T) {
 	b, err := New(Options{NetNS: netnstest.New(t).FD, Sysctls: IgnoreSysctls})
 	if err != nil {
@@ -236,8 +236,8 @@ func TestStartEndsWithItsContext(t *testing.T) {
 	}
 }
 
-// TestANodeAddressChangesSourceRanges changes the node's address. This causes a pass only
-// if a service has source ranges, because these admit the node itself.
+// TestANodeAddressChangesSourceRanges changes the node's address, which source ranges may
+// admit. So the change causes a pass if a service has source ranges, and only then.
 func TestANodeAddressChangesSourceRanges(t *testing.T) {
 	b, _ := start(t, Options{})
 	plain := view("plain", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)
@@ -260,15 +260,13 @@ func TestANodeAddressChangesSourceRanges(t *testing.T) {
 	}
 }
 
-// TestAFlushIsRepairedSoon flushes the ruleset while a driver with default options runs.
+// TestAFlushIsRepairedSoon flushes the ruleset while a driver runs with default options.
 func TestAFlushIsRepairedSoon(t *testing.T) {
 	if took := repairFlush(t, 500); took > 20*time.Second {
 		t.Errorf("the repair of services took %v, want at most 20s", took)
 	}
 }
 
-// BenchmarkFlush measures the time from nft flush ruleset until all services are
-// repaired.
 func BenchmarkFlush(b *testing.B) {
 	for _, n := range []int{1_000, 10_000} {
 		b.Run(fmt.Sprintf("services=%d/endpoints=10", n), func(b *testing.B) {
@@ -281,8 +279,8 @@ func BenchmarkFlush(b *testing.B) {
 	}
 }
 
-// repairFlush flushes the ruleset while a driver runs, and returns the time until all
-// services are repaired.
+// repairFlush flushes the ruleset while a driver runs. It returns the time until all
+// services have been programmed again.
 func repairFlush(t testing.TB, n int) time.Duration {
 	t.Helper()
 	ns := netnstest.New(t)

@@ -53,7 +53,7 @@ func newPacketWorld(t *testing.T) *packetWorld {
 	return w
 }
 
-// serve answers connections to port 8080 with name and the address of the client.
+// serve answers each connection to port 8080 with name and the address of the client.
 func serve(t testing.TB, ns *netnstest.Namespace, name string) {
 	var l net.Listener
 	if err := ns.Do(func() (err error) { l, err = net.Listen("tcp", ":8080"); return err }); err != nil {
@@ -75,7 +75,7 @@ func serve(t testing.TB, ns *netnstest.Namespace, name string) {
 	}()
 }
 
-// ask connects from ns and returns the answer.
+// ask makes a connection from ns and returns the answer.
 func ask(ns *netnstest.Namespace, addr string) (answer string, err error) {
 	err = ns.Do(func() error {
 		c, err := net.DialTimeout("tcp", addr, time.Second)
@@ -173,9 +173,9 @@ func TestPackets(t *testing.T) {
 	}
 }
 
-// TestAffinity checks that a client keeps its endpoint at all frontends of a service port
-// while other endpoints are added and removed. When its endpoint is removed, the client
-// gets another one.
+// TestAffinity checks that a client keeps its endpoint at all frontends of a service
+// port, while other endpoints are added and removed. If its endpoint is removed, the
+// client gets another one.
 func TestAffinity(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{PodInterfaces: []string{"pod*"}, NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))})
@@ -250,7 +250,7 @@ func TestAffinity(t *testing.T) {
 }
 
 // TestOutsidersNeedACIDROfTheirFamily checks that a cluster CIDR of one family does not
-// cause masquerading in the other.
+// make the backend masquerade traffic of the other family.
 func TestOutsidersNeedACIDROfTheirFamily(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.2.0/24")}, MasqueradeOutsiders: true, NodeAddresses: nodeaddr.Of()})
@@ -270,8 +270,8 @@ func TestOutsidersNeedACIDROfTheirFamily(t *testing.T) {
 	}
 }
 
-// TestAMissingSlotDropsPackets checks that a packet is not forwarded to the cluster IP
-// itself when its slot has no endpoint. A concurrent transaction can cause that.
+// TestAMissingSlotDropsPackets checks that the backend drops a packet whose slot has no
+// endpoint. A concurrent transaction can empty a slot.
 func TestAMissingSlotDropsPackets(t *testing.T) {
 	w := newPacketWorld(t)
 	b := startIn(t, w.node, Options{NodeAddresses: nodeaddr.Of()})

@@ -16,26 +16,26 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// pass is a pass of the driver. It first reads the table. Each Sync writes the
+// pass is the state of a pass. A pass first reads the table. Each Sync then writes the
 // differences for its services, and the end of the pass removes the elements that no
-// service needs. Unchanged elements stay, so traffic to unchanged services is not
+// service needs. Unchanged elements stay, so traffic to their services is not
 // interrupted.
 type pass struct {
-	// snapshots are the contents of each map when the pass began. Syncs may have changed the
-	// claimed elements since.
+	// snapshots are the contents of the maps when the pass began. Syncs may have changed the
+	// claimed elements since then.
 	snapshots map[mapID]*snapshot
-	// ranges are the source ranges of snapshots, by frontend.
+	// ranges has the source ranges in the snapshots, by frontend.
 	ranges map[elementID][]element
-	// stale are the existing objects that no service has needed so far.
+	// stale has the objects in the kernel that no service has needed so far.
 	stale map[string]object
-	// state is the state of the table when it was read.
+	// state describes the table as it was read.
 	state *state
-	// others is the value of conn.others before the table was read.
+	// others is the result of conn.others before the table was read.
 	others int64
 }
 
-// beginPass loads the skeleton and reads the table. It does neither if both happened at
-// Start and no other program has changed any table since.
+// beginPass loads the skeleton and reads the table. If Start did both, and no other
+// program has changed any table since then, beginPass does neither.
 func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	p := t.ahead
 	t.state, t.pass, t.ahead = nil, nil, nil
@@ -62,12 +62,12 @@ func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	return nil
 }
 
-// readAhead reads the table while the source still collects its first services, so that
-// they need not wait for it. The argument others is the value of conn.others when the
-// skeleton was loaded.
+// readAhead reads the table while the source still collects services, so that the first
+// pass starts faster. The argument others is the value of conn.others when the skeleton
+// was loaded.
 func (t *table) readAhead(ctx context.Context, others int64) {
 	if t.state != nil {
-		return // the first pass has begun
+		return // the first pass has already begun
 	}
 	var err error
 	if t.ahead, err = t.read(ctx, others); err != nil {
@@ -75,7 +75,7 @@ func (t *table) readAhead(ctx context.Context, others int64) {
 	}
 }
 
-// read reads all maps and lists the objects of services.
+// read reads all maps, and the names of the objects of services.
 func (t *table) read(ctx context.Context, others int64) (*pass, error) {
 	l, err := t.conn.inspect(ctx, t.conn.table)
 	if err != nil {
@@ -112,8 +112,8 @@ func (t *table) read(ctx context.Context, others int64) (*pass, error) {
 	return p, nil
 }
 
-// deleteForeign deletes elements that this package cannot have made. The kernel may
-// refuse new elements because of them.
+// deleteForeign deletes elements that this package cannot have made. They could make the
+// kernel refuse new elements.
 func (t *table) deleteForeign(ctx context.Context, p *pass) error {
 	for _, m := range allMaps() {
 		foreign := p.snapshots[m].foreign
@@ -127,19 +127,18 @@ func (t *table) deleteForeign(ctx context.Context, p *pass) error {
 	return nil
 }
 
-// claim claims the element e for a service that needs it, and records its old value in
-// the patch.
+// claim marks e as needed by a service, and records the old value of e in the patch.
 func (ps *pass) claim(p *patch, e *element) {
-	// The kernel refuses overlapping ranges. So the old ranges of a frontend are removed in
-	// the transaction that adds new ones.
+	// The kernel refuses overlapping ranges. So one transaction must remove the old ranges
+	// of a frontend and add the new ones.
 	for _, old := range ps.ranges[e.elementID] {
 		ps.claimOld(p, &old.elementID)
 	}
 	ps.claimOld(p, &e.elementID)
 }
 
-// claimOld records the old value of an element in the patch, unless an earlier Sync
-// claimed the element.
+// claimOld records the old value of an element in the patch, unless the element is
+// already claimed.
 func (ps *pass) claimOld(p *patch, id *elementID) {
 	if old, ok := ps.snapshots[id.m].claim(id); ok {
 		o := p.op(*id)
@@ -147,15 +146,15 @@ func (ps *pass) claimOld(p *patch, id *elementID) {
 	}
 }
 
-// recordSync records the result of a Sync. Objects of programmed services are not stale.
-// Failed services give back the elements that they claimed.
+// recordSync records the result of a Sync. The objects of programmed services are not
+// stale. Failed services give back the elements that they claimed.
 func (ps *pass) recordSync(p *patch, failed sink.Failed) {
 	hasFailed := func(part int) bool {
 		_, is := failed[p.services[p.root(part)][0]]
 		return is
 	}
 	for _, o := range p.ops {
-		// The users of shared elements are counted, so shared elements are not given back.
+		// Shared elements stay claimed, because the services that need them are counted.
 		if o.claimed && !o.m.shared() && hasFailed(o.part) {
 			ps.snapshots[o.m].giveBack(&o.elementID)
 		}
@@ -168,7 +167,7 @@ func (ps *pass) recordSync(p *patch, failed sink.Failed) {
 }
 
 // endPass removes the elements, objects and chains that no service needs. If services
-// failed, it keeps those that may belong to them.
+// failed, endPass keeps what may belong to them.
 func (t *table) endPass(ctx context.Context, failed bool) error {
 	ps := t.pass
 	t.pass = nil
@@ -189,9 +188,9 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 }
 
 // prune removes the elements that no service needs, and then the objects that no service
-// needs. It removes elements in the order of allMaps, so those of frontends precede those
-// of endpoints. A failed service still has its old elements. So if services failed, prune
-// keeps all elements and objects that may belong to them.
+// needs. Elements of frontends precede those of endpoints, as in allMaps. A failed
+// service still has its old elements. So if services failed, prune keeps the elements
+// that may belong to them, and all objects.
 func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 	t.leftovers.exist = failed && (ps.keepOfFailed() || t.leftovers.exist)
 	var stale part
@@ -212,11 +211,11 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 		limit := returned
 		switch {
 		case m.kind >= nodePortAddresses:
-			continue // not elements of services
+			continue // services have no elements in these maps
 		case failed:
 			limit = unclaimed
 		case m.shared():
-			limit = claimed // the services that need the elements have been counted
+			limit = claimed // all elements; state.wanted says which of them to keep
 		}
 		for e := range ps.snapshots[m].upTo(limit) {
 			o := op{elementID: e.elementID, hasOld: true, old: e.value}
@@ -248,9 +247,9 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 	return nil
 }
 
-// keepOfFailed claims the elements that failed services may still need: all hairpins, and
-// all elements of those frontends that some service needs. It reports whether the table
-// then has elements or objects that no service may need.
+// keepOfFailed claims the elements that failed services may still need. These are all
+// hairpins, and all elements of frontends that some service needs. It reports whether the
+// table may then have elements or objects that no service needs.
 func (ps *pass) keepOfFailed() (leaves bool) {
 	leaves = len(ps.stale) > 0
 	for m, s := range ps.snapshots {
@@ -270,8 +269,7 @@ func (ps *pass) keepOfFailed() (leaves bool) {
 	return leaves
 }
 
-// tidyChains repairs the rules of shared chains, creates missing chains, and deletes
-// unused chains.
+// tidyChains repairs shared chains, creates missing ones, and deletes unused chains.
 func (t *table) tidyChains(ctx context.Context) error {
 	maps.Copy(t.state.rules, t.skeleton)
 	l, err := t.conn.inspect(ctx, t.conn.table)
@@ -283,7 +281,7 @@ func (t *table) tidyChains(ctx context.Context) error {
 		if _, ok := t.state.rules[name]; ok {
 			continue
 		}
-		if isOwn(name) { // belongs to a failed service
+		if isOwn(name) { // the chain of a failed service
 			t.state.rules[name] = is
 		} else {
 			others = append(others, name)
@@ -311,7 +309,7 @@ func (t *table) tidyChains(ctx context.Context) error {
 	return nil
 }
 
-// ownObjects returns the chains and sets of single services, by name.
+// ownObjects returns the chains and sets that belong to one service each, by name.
 func (l *listing) ownObjects() map[string]object {
 	own := map[string]object{}
 	for name := range l.hooks {
@@ -321,7 +319,7 @@ func (l *listing) ownObjects() map[string]object {
 	}
 	for name := range l.sets {
 		if isOwn(name) {
-			own[name] = object{name: name, family: api.IPv4} // a set; the family does not matter
+			own[name] = object{name: name, family: api.IPv4} // any family marks it as a set
 		}
 	}
 	return own

@@ -24,8 +24,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// checkFresh checks that b's table equals a table into which only these services were
-// loaded, and that b's state matches its table.
+// checkFresh checks that b's table equals a new table with only these services. It also
+// checks that b's state describes its table.
 func checkFresh(t *testing.T, b *Backend, services ...sink.Change) {
 	t.Helper()
 	if err := verify(t, b); err != nil {
@@ -41,20 +41,18 @@ func checkFresh(t *testing.T, b *Backend, services ...sink.Change) {
 	}
 }
 
-// batch returns a batch of a pass.
 func batch(first, last bool, list ...sink.Change) *sink.Changes {
 	c := changes(true, list...)
 	c.First, c.Last, c.NodeChanged = first, last, first
 	return c
 }
 
-// skipHour advances the clock of b's table by an hour.
+// skipHour sets the clock of b an hour ahead.
 func skipHour(b *Backend) {
 	b.table.now = func() time.Time { return time.Now().Add(time.Hour) }
 }
 
-// firstEndpoint returns the endpoint that the kernel has in the first slot of a cluster
-// IP.
+// firstEndpoint returns the kernel's endpoint in the first slot of a cluster IP.
 func firstEndpoint(t *testing.T, b *Backend, ip string) string {
 	t.Helper()
 	for _, line := range contents(t, b) {
@@ -66,8 +64,8 @@ func firstEndpoint(t *testing.T, b *Backend, ip string) string {
 }
 
 // TestAPassInSeveralBatches checks three properties of passes. A service can take over
-// the address of another service. A pass prunes only at its end. A new pass may begin
-// before the end of the last.
+// the address of another service. A pass removes stale elements only at its end. A new
+// pass may begin before the previous pass ends.
 func TestAPassInSeveralBatches(t *testing.T) {
 	at := func(name, ip, endpoint string) sink.Change {
 		return set(view(name, []string{ip}, []string{endpoint}, nil))
@@ -87,7 +85,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 					t.Errorf("%s, the addresses lead to (-want +got):\n%s", when, diff)
 				}
 			}
-			// The services swap their addresses. They share an endpoint of this node.
+			// The services swap their addresses. Before, both had the same endpoint on this node.
 			a, bb := at("a", "10.96.0.2", "10.0.0.4"), at("b", "10.96.0.1", "!10.0.0.1")
 			mustSync(t, b, batch(true, false, a))
 			check("after the first batch", "10.0.0.1 . 8080", "10.0.0.4 . 8080", "10.0.0.3 . 8080")
@@ -97,8 +95,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 			mustSync(t, b, batch(false, false, bb))
 			check("after the second batch", "10.0.0.1 . 8080", "10.0.0.4 . 8080", "10.0.0.3 . 8080")
 
-			// Another pass begins, and both services change so that they swap their addresses
-			// again.
+			// During another pass, both services change: they swap their addresses again.
 			mustSync(t, b, batch(true, false, a))
 			first, second := at("a", "10.96.0.1", "10.0.0.4"), at("b", "10.96.0.2", "!10.0.0.1")
 			change := changes(false, sink.Change{Old: a.New, New: first.New}, sink.Change{New: second.New, Unsure: true})
@@ -112,7 +109,7 @@ func TestAPassInSeveralBatches(t *testing.T) {
 }
 
 // TestAPassKeepsElementsOfFailedServices makes the kernel refuse a service. In one case
-// the service fails until the end of the pass, in the other it succeeds before.
+// the service fails until the end of the pass. In the other case it succeeds before that.
 func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 	old := []string{"10.0.0.1", "10.0.0.2", "10.0.0.3"}
 	web := set(view("web", []string{"10.96.0.1"}, []string{"10.99.98.97"}, nil))
@@ -124,7 +121,7 @@ func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 			b = startIn(t, ns, Options{Observer: Observer{Drifted: func() { t.Error("drift is reported, but no other program changed the table") }}})
 			exchange := b.table.conn.Exchange
 			b.table.conn.Exchange = func(batch []byte) error {
-				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // 10.99.98.97
+				if strings.Contains(string(batch), "\x0a\x63\x62\x61") { // the encoding of 10.99.98.97
 					return &netfilter.Failure{Errno: unix.EINVAL}
 				}
 				return exchange(batch)
@@ -162,8 +159,8 @@ func TestAPassKeepsElementsOfFailedServices(t *testing.T) {
 	}
 }
 
-// TestOldElementsOfAFailedServiceAreRemoved makes the kernel refuse a service in a pass.
-// Later in the pass the service gets another address and loses session affinity.
+// TestOldElementsOfAFailedServiceAreRemoved makes the kernel refuse a service during a
+// pass. Later in that pass, the service gets another address and loses session affinity.
 func TestOldElementsOfAFailedServiceAreRemoved(t *testing.T) {
 	web := func(ip, endpoint string, affinity bool) sink.Change {
 		v := view("web", []string{ip}, []string{endpoint}, nil)
@@ -186,9 +183,9 @@ func TestOldElementsOfAFailedServiceAreRemoved(t *testing.T) {
 	checkFresh(t, b, moved)
 }
 
-// TestRandomChangesDuringPasses makes random changes during passes: services are added,
-// deleted and changed, or swap their addresses. Some transactions fail. In the end the
-// table must equal a table into which only the last views were loaded.
+// TestRandomChangesDuringPasses makes random changes during passes: it adds, deletes and
+// changes services, or lets two of them swap addresses. Some transactions fail. In the
+// end the table must equal a new table with only the final views.
 func TestRandomChangesDuringPasses(t *testing.T) {
 	for seed := range uint64(8) {
 		failures := seed%2 == 1
@@ -205,7 +202,7 @@ func TestRandomChangesDuringPasses(t *testing.T) {
 				if rng.IntN(3) == 0 {
 					numbers[i], numbers[j] = numbers[j], numbers[i]
 				}
-				// A service loses its address before another service gets it.
+				// Each service must lose its address before another service gets it.
 				src.Delete(keyOf(i), keyOf(j))
 				for _, k := range []int{i, j} {
 					if v := randomView(rng, keyOf(k).Name, numbers[k]); v != nil {
@@ -224,7 +221,7 @@ func TestRandomChangesDuringPasses(t *testing.T) {
 				}
 			}}})
 			unfailing := b.table.conn.Exchange
-			fail := false // set and read by the driver's goroutine
+			fail := false // only the driver's goroutine sets and reads it
 			b.table.conn.Exchange = func(batch []byte) error {
 				if fail && rng.IntN(8) == 0 {
 					return &netfilter.Failure{Errno: unix.ENFILE}
@@ -263,8 +260,9 @@ func TestRandomChangesDuringPasses(t *testing.T) {
 	}
 }
 
-// TestTableIsReadAhead checks that the first Sync does not read the table again after
-// Start has read it. If another program changed tables meanwhile, the Sync does read it.
+// TestTableIsReadAhead checks that Start reads the table, and that the first Sync does
+// not read it again. If another program changes a table between them, the Sync does read
+// it.
 func TestTableIsReadAhead(t *testing.T) {
 	first, ns := start(t, Options{})
 	web, other := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("other", []string{"10.96.0.2"}, []string{"10.0.0.2"}, nil)
@@ -300,8 +298,8 @@ func waitReadAhead(b *Backend) {
 	}
 }
 
-// frontendKeyOf returns the common beginning of the endpoint keys of service i, and its
-// length.
+// frontendKeyOf returns the key of service i's frontend, and the length of this key. The
+// keys of its endpoints begin with it.
 func frontendKeyOf(i int) (elementID, int) {
 	e := elementID{m: mapID{endpoints, matchService, api.IPv4}}
 	w := keyWriter{id: &e}
@@ -311,7 +309,7 @@ func frontendKeyOf(i int) (elementID, int) {
 	return e, w.at
 }
 
-// drive runs a driver from src to s until stop is called or the test ends.
+// drive runs a driver that delivers src to s, until stop is called or the test ends.
 func drive(t testing.TB, src sink.Source, s sink.Sink, batchSize int) (d *sink.Driver, stop func()) {
 	t.Helper()
 	d = sink.NewDriver(src, s, sink.Options{
@@ -329,7 +327,7 @@ func drive(t testing.TB, src sink.Source, s sink.Sink, batchSize int) (d *sink.D
 	return d, stop
 }
 
-// waitApplied waits until d's sink has everything in src, even if src changes meanwhile.
+// waitApplied waits until d's sink has everything in src. While it waits, src may change.
 // If leftovers of a failed service prevent a change, waitApplied begins the pass that
 // Verify would request.
 func waitApplied(t testing.TB, d *sink.Driver, src *sinktest.Source) {

@@ -11,47 +11,47 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// op is the change of one element.
+// op is a change of one element.
 type op struct {
 	elementID
 	hasOld, hasNew bool
 	old, new       value
-	// wanted is for elements of shared maps. It is the change of the number of services that
+	// wanted is used for elements of shared maps. It is added to the number of services that
 	// need the element. The function resolve derives hasOld and hasNew from it.
 	wanted int
-	// checked reports that hasOld and old were read from the kernel after it refused the op.
+	// checked is true if hasOld and old were read from the kernel after it refused the op.
 	checked bool
-	// claimed reports that old is a value that the pass read, see pass.claim.
+	// claimed reports that old was read by the pass, see pass.claim.
 	claimed bool
-	// part is the number of the op's part of the patch.
+	// part is the number of the part of the patch to which the op belongs.
 	part int
 }
 
-// patch is the difference between the elements of the old and of the new views of
-// services. It has a part for each service. If an element moves between services, their
-// parts are joined, so that their changes take effect together or not at all.
+// patch is the difference between the elements of the old views and of the new views. It
+// has a part for each service. If an element moves from one service to another, their
+// parts are joined, so that both changes take effect together or not at all.
 type patch struct {
 	ops   []*op
-	block []op // memory for the next ops
+	block []op // has room for the next ops
 	index map[elementID]*op
-	// objects are the changes of objects by name. The name includes the name of the service.
+	// objects has the changes of objects, by name. Names contain the name of the service.
 	objects map[string]*objectOp
-	// services are the services of each part.
+	// services has the services of each part.
 	services [][]types.NamespacedName
-	// parent has for each part the part to which it was joined, or the part itself if it was
-	// not joined.
+	// parent has, for each part, the part to which it was joined. A part that was not joined
+	// is its own parent.
 	parent []int
 }
 
 func newPatch() *patch { return &patch{index: map[elementID]*op{}, objects: map[string]*objectOp{}} }
 
-// beginPart begins the part of a service. The following changes belong to it.
+// beginPart begins a part for a service. The following changes belong to that part.
 func (p *patch) beginPart(key types.NamespacedName) {
 	p.parent = append(p.parent, len(p.parent))
 	p.services = append(p.services, []types.NamespacedName{key})
 }
 
-// root returns the part with which a part was joined, directly or through others.
+// root returns the part to which a part was finally joined, perhaps through other parts.
 func (p *patch) root(part int) int {
 	for p.parent[part] != part {
 		p.parent[part] = p.parent[p.parent[part]]
@@ -60,8 +60,8 @@ func (p *patch) root(part int) int {
 	return part
 }
 
-// op returns the op of an element. If the op belongs to another part, it joins the
-// current part to that one.
+// op returns the op of an element. If another part has the op, the current part joins
+// that part.
 func (p *patch) op(id elementID) *op {
 	current := p.root(len(p.parent) - 1)
 	o, ok := p.index[id]
@@ -82,7 +82,7 @@ func (p *patch) op(id elementID) *op {
 	return o
 }
 
-// remove records that the service had the element e.
+// remove records that the current service had the element e.
 func (p *patch) remove(e element) {
 	o := p.op(e.elementID)
 	if e.m.shared() {
@@ -92,7 +92,7 @@ func (p *patch) remove(e element) {
 	o.hasOld, o.old = true, e.value
 }
 
-// add records that the service needs the element e.
+// add records that the current service needs the element e.
 func (p *patch) add(e element) {
 	o := p.op(e.elementID)
 	if e.m.shared() {
@@ -102,7 +102,7 @@ func (p *patch) add(e element) {
 	o.hasNew, o.new = true, e.value
 }
 
-// removeObject records that the service had the object o, and addObject that it needs o.
+// removeObject records that the current service had o, and addObject that it needs o.
 func (p *patch) removeObject(o object) { p.objectOp(o.name).old = &o }
 func (p *patch) addObject(o object)    { p.objectOp(o.name).new = &o }
 
@@ -133,10 +133,10 @@ func (p *part) size() int {
 	return n
 }
 
-// parts returns the parts of p that change something. Objects are sorted by name.
+// parts returns the parts of p that change something, with objects sorted by name.
 func (p *patch) parts() []part {
 	var parts []part
-	index := map[int]int{} // maps the number of a part to its index in parts
+	index := map[int]int{} // from the number of a part to its index in parts
 	partOf := func(number int) *part {
 		root := p.root(number)
 		i, ok := index[root]

@@ -16,17 +16,17 @@ import (
 // arguments.
 type planner struct {
 	// nodeAddrs are the node's addresses, which source ranges may admit. The field
-	// admitsNode reports that some service has source ranges.
+	// admitsNode is true if some service has source ranges.
 	nodeAddrs  []netip.Addr
 	admitsNode bool
-	// names caches the names of shared chains.
-	names map[sharedChain]string
+	names      map[sharedChain]string
 }
 
 func newPlanner() *planner { return &planner{names: map[sharedChain]string{}} }
 
 // plan emits the elements and objects that the view se needs. A nil view needs none. It
-// may emit objects and elements of shared maps more than once, other elements only once.
+// emits each element once, except that it may repeat elements of shared maps. It may also
+// repeat objects.
 func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), emitObject func(object)) {
 	if se == nil {
 		return
@@ -72,8 +72,8 @@ func matchOf(f *nodeview.Frontend) match {
 	}
 }
 
-// planTraffic emits the elements for traffic of f to the targets of t, through the chain
-// c. The argument list is the name of the list of targets, for the names of objects.
+// planTraffic emits the elements for packets to f that go through the chain c to the
+// targets of t. The names of objects contain list, which names the list of targets.
 func (p *planner) planTraffic(se *api.ServiceEndpoints, c sharedChain, f *nodeview.Frontend, list string, t *nodeview.Traffic, emit func(element), emitObject func(object)) {
 	c.verdict = t.Verdict
 	targets := t.Endpoints[:min(len(t.Endpoints), maxEndpoints)]
@@ -96,14 +96,14 @@ func (p *planner) planTraffic(se *api.ServiceEndpoints, c sharedChain, f *nodevi
 	}
 }
 
-// maxEndpoints limits the endpoints of a frontend that get traffic. The number of a
-// shared chain has 20 bits for the number of endpoints.
+// maxEndpoints limits the endpoints of a frontend that get traffic. A shared chain's
+// number has 20 bits for the number of endpoints.
 const maxEndpoints = 1<<20 - 1
 
 // maxComment is the length of the longest comment that nft loads.
 const maxComment = 127
 
-// comment returns the name of the service port of f.
+// comment returns the name of the service port of f, or the beginning of a long name.
 func comment(se *api.ServiceEndpoints, f *nodeview.Frontend) string {
 	s := se.Service.Namespace + "/" + se.Service.Name
 	if f.ServicePort != nil && f.ServicePort.Name != "" {
@@ -112,7 +112,6 @@ func comment(se *api.ServiceEndpoints, f *nodeview.Frontend) string {
 	return s[:min(len(s), maxComment)]
 }
 
-// nameOf returns the name of c.
 func (p *planner) nameOf(c sharedChain) string {
 	name, ok := p.names[c]
 	if !ok {
@@ -122,8 +121,8 @@ func (p *planner) nameOf(c sharedChain) string {
 	return name
 }
 
-// planSources emits the source ranges that f admits. The kernel refuses overlapping
-// ranges, so planSources omits prefixes within other prefixes.
+// planSources emits the source ranges that f admits. It omits prefixes that are contained
+// in others, because the kernel refuses overlapping ranges.
 func (p *planner) planSources(s match, f *nodeview.Frontend, emit func(element)) {
 	p.admitsNode = true
 	prefixes := f.Sources.Prefixes(p.nodeAddrs)
@@ -139,8 +138,8 @@ func (p *planner) planSources(s match, f *nodeview.Frontend, emit func(element))
 	}
 }
 
-// containedInOther reports whether another prefix contains prefixes[i]. The first of
-// equal prefixes counts as containing the others.
+// containedInOther reports whether another prefix contains prefixes[i]. Of several equal
+// prefixes, the first one contains the others.
 func containedInOther(prefixes []netip.Prefix, i int) bool {
 	for j, other := range prefixes {
 		if j != i && other.Overlaps(prefixes[i]) &&
@@ -151,7 +150,8 @@ func containedInOther(prefixes []netip.Prefix, i int) bool {
 	return false
 }
 
-// planHairpins emits elements that masquerade connections from the endpoint e to itself.
+// planHairpins emits the elements that masquerade connections from the endpoint e to
+// itself.
 func planHairpins(se *api.ServiceEndpoints, e *api.Endpoint, emit func(element)) {
 	emitOne := func(s match, protocol api.Protocol, port int32) {
 		h := element{elementID: elementID{m: mapID{hairpins, s, api.FamilyOf(e.Addr)}}}

@@ -57,11 +57,11 @@ func TestPodCIDRsFollowTheNode(t *testing.T) {
 	check("a pass with another pod CIDR", "10.1.2.0/24")
 }
 
-// TestUnallocatedClusterIPsAreDropped also checks that connections to cluster IPs of
-// another table are translated and not dropped.
+// TestUnallocatedClusterIPsAreDropped checks that packets to cluster IPs without a
+// service are dropped, but not packets that another table translates.
 func TestUnallocatedClusterIPsAreDropped(t *testing.T) {
 	w := newPacketWorld(t)
-	serve(t, w.client, "client") // untranslated packets reach this address
+	serve(t, w.client, "client") // gets packets that nothing translates or drops
 	for _, addr := range []string{"10.96.0.2/32", "10.97.0.2/32", "fd96::2/128", "fd97::2/128"} {
 		w.client.Add(t, "eth0", addr)
 	}
@@ -76,7 +76,7 @@ func TestUnallocatedClusterIPsAreDropped(t *testing.T) {
 		for addr, want := range want {
 			for from, ns := range map[string]*netnstest.Namespace{"a pod": w.pod1, "the node": w.node} {
 				if from == "the node" && addr == "10.96.0.3:8080" {
-					continue // the other table does not translate it
+					continue // the other table translates only forwarded packets
 				}
 				got, _ := ask(ns, addr)
 				if got, _, _ = strings.Cut(got, " "); got != want {

@@ -16,16 +16,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// feature is a feature of the kernel that tables of this package need.
+// feature is a kernel feature that this package needs.
 type feature struct {
-	// name describes the feature, with its kernel module or its first version of Linux.
+	// name describes the feature. It may name its kernel module or first Linux version.
 	name string
-	// use adds one message that needs the feature.
+	// use adds one message, which only a kernel with the feature accepts.
 	use func(*wire)
 }
 
-// features are all needed features. The first one makes the table for all others, and the
-// second one makes the chain for the rules of others.
+// features has all needed features. The first feature makes the table for all others, and
+// the second one makes the chain for rules.
 var features = []feature{
 	{"tables of family inet (CONFIG_NF_TABLES_INET)", (*wire).newTable},
 	{"chains", func(w *wire) { w.newChain("probe", hook{}) }},
@@ -42,16 +42,16 @@ var features = []feature{
 	{"expression reject (module nft_reject_inet)", withRule([]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})},
 }
 
-// withRule returns a function that adds a rule to the chain of the second feature.
+// withRule returns a function that adds a rule to the chain "probe".
 func withRule(rule []expr.Any) func(*wire) {
 	return func(w *wire) { w.rule("probe", encodeRules(rule)[0]) }
 }
 
-// probeTable cannot be the name of an instance's table.
+// probeTable is a table that never exists. No instance can have this name.
 const probeTable = "kpng/probe"
 
-// checkKernel returns an error that names all missing features of the kernel. It changes
-// nothing, except that the kernel loads modules, see [netfilter.Conn.Check].
+// checkKernel returns an error that names all missing features of the kernel. It makes no
+// table. But the kernel may load modules, see [netfilter.Conn.Check].
 func (c *conn) checkKernel(ctx context.Context, features []feature) error {
 	var outcomes []error
 	err := c.Check(ctx, func(b *netfilter.Builder) {
@@ -66,7 +66,7 @@ func (c *conn) checkKernel(ctx context.Context, features []feature) error {
 		return fmt.Errorf("check the kernel: %w", err)
 	}
 	if outcomes[0] != nil {
-		outcomes = outcomes[:1] // the other features need the first one
+		outcomes = outcomes[:1] // without the first feature, all others fail
 	}
 	var missing []string
 	for i, err := range outcomes {

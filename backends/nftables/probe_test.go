@@ -33,8 +33,8 @@ func TestCheckKernelChangesNothing(t *testing.T) {
 	}
 }
 
-// TestCheckKernelNamesAllMissingFeatures adds features that no kernel has. They refer to
-// missing objects.
+// TestCheckKernelNamesAllMissingFeatures adds features that no kernel has, because their
+// messages refer to missing objects.
 func TestCheckKernelNamesAllMissingFeatures(t *testing.T) {
 	ns := netnstest.New(t)
 	c := newConn(ns.FD, "kpng")
@@ -58,7 +58,7 @@ func TestCheckKernelNeedsTheCapability(t *testing.T) {
 	defer c.Close()
 	result := make(chan error)
 	go func() {
-		runtime.LockOSThread() // the thread ends with its goroutine
+		runtime.LockOSThread() // the thread is never unlocked, so it ends with its goroutine
 		none := [2]unix.CapUserData{}
 		err := unix.Capset(&unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}, &none[0])
 		if err == nil {

@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// encodeRules returns rules in the encoding of netlink.
+// encodeRules encodes rules for netlink.
 func encodeRules(rules ...[]expr.Any) []string {
 	encoded := make([]string, len(rules))
 	for i, rule := range rules {
@@ -23,7 +23,7 @@ func encodeRules(rules ...[]expr.Any) []string {
 		for _, e := range rule {
 			b, err := expr.Marshal(unix.NFPROTO_INET, e)
 			if err != nil {
-				panic(err) // this package makes the expressions and their data
+				panic(err) // a bug, because only this package makes expressions
 			}
 			w.Bytes(unix.NFTA_LIST_ELEM|unix.NLA_F_NESTED, b...)
 		}
@@ -32,8 +32,9 @@ func encodeRules(rules ...[]expr.Any) []string {
 	return encoded
 }
 
-// reg returns the kernel's number of a register of four octets, in the form that the
-// kernel lists. Longer data and keys also use the following registers.
+// reg returns the number that the kernel lists for a register of four octets. The
+// argument counts these registers from 0. Longer data and keys also use the following
+// registers.
 func reg(number int) uint32 {
 	if number%4 == 0 {
 		return uint32(unix.NFT_REG_1 + number/4)
@@ -48,7 +49,7 @@ func nfproto(family api.Family) byte {
 	return unix.NFPROTO_IPV4
 }
 
-// The expressions below load into register 0 unless they say otherwise.
+// Unless they say otherwise, the expressions below load data into register 0.
 
 func loadMeta(key expr.MetaKey) expr.Any { return &expr.Meta{Key: key, Register: reg(0)} }
 
@@ -64,19 +65,19 @@ func matchFamily(family api.Family) []expr.Any {
 	return []expr.Any{loadMeta(expr.MetaKeyNFPROTO), equal(nfproto(family))}
 }
 
-// keyRule is the beginning of a rule that looks up a key. It matches packets of a family,
-// and loads the parts of the key into registers, one after the other.
+// keyRule is the beginning of a rule that looks up a key. It matches packets of one
+// family. Then it loads the parts of the key into consecutive registers.
 type keyRule struct {
 	family      api.Family
 	expressions []expr.Any
-	register    int // the next free one
+	register    int // the next free register
 }
 
 func newKeyRule(family api.Family) *keyRule {
 	return &keyRule{family: family, expressions: matchFamily(family)}
 }
 
-// source loads the source address of the packet, and destination the destination address.
+// source loads the source address of a packet.
 func (r *keyRule) source() *keyRule {
 	return r.address(map[api.Family]uint32{api.IPv4: 12, api.IPv6: 8}[r.family])
 }
@@ -92,7 +93,6 @@ func (r *keyRule) address(offset uint32) *keyRule {
 	return r
 }
 
-// protocolAndPort loads the protocol and the destination port.
 func (r *keyRule) protocolAndPort() *keyRule {
 	r.meta(expr.MetaKeyL4PROTO)
 	r.expressions = append(r.expressions, &expr.Payload{DestRegister: reg(r.register), Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2})
@@ -100,7 +100,7 @@ func (r *keyRule) protocolAndPort() *keyRule {
 	return r
 }
 
-// frontend loads the destination of the packet, as in the key of a frontend.
+// frontend loads those fields of a packet that form the key of a frontend.
 func (r *keyRule) frontend(s match) *keyRule {
 	if s != matchNodePort {
 		r.destination()
@@ -117,31 +117,31 @@ func (r *keyRule) meta(key expr.MetaKey) *keyRule {
 	return r
 }
 
-// followedBy returns the rule with more expressions at its end.
+// followedBy returns the complete rule, which ends with these expressions.
 func (r *keyRule) followedBy(expressions ...expr.Any) []expr.Any {
 	return append(r.expressions, expressions...)
 }
 
-// inSet returns an expression that matches if the key is in the set m.
+// inSet returns an expression that matches if the loaded key is in the set m.
 func inSet(m mapID) expr.Any { return &expr.Lookup{SourceRegister: reg(0), SetName: m.name()} }
 
-// lookup returns an expression that loads the data of a key from the map m.
+// lookup returns an expression that replaces the loaded key by its value in the map m.
 func lookup(m mapID) expr.Any {
 	return &expr.Lookup{SourceRegister: reg(0), DestRegister: reg(0), IsDestRegSet: true, SetName: m.name()}
 }
 
-// vmap returns an expression that applies the verdict of a key from the map m.
+// vmap returns an expression that applies the verdict of m for the loaded key.
 func vmap(m mapID) expr.Any {
 	return &expr.Lookup{SourceRegister: reg(0), DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true, SetName: m.name()}
 }
 
-// lookupVerdict returns a rule that applies the verdict of a packet's destination in m.
+// lookupVerdict returns a rule that applies the verdict of m for a packet's destination.
 func lookupVerdict(m mapID) []expr.Any {
 	return newKeyRule(m.family).frontend(m.match).followedBy(vmap(m))
 }
 
-// lookupSharedChain returns a rule that continues in the shared chain of a packet's
-// destination. Rules for node ports first match the address.
+// lookupSharedChain returns a rule that sends a packet to the shared chain of its
+// destination. The rule for node ports first checks the packet's address.
 func lookupSharedChain(m mapID) []expr.Any {
 	r := newKeyRule(m.family)
 	if m.match == matchNodePort {
@@ -155,8 +155,8 @@ func lookupSharedChain(m mapID) []expr.Any {
 	return r.frontend(m.match).followedBy(lookup(m), setMeta(expr.MetaKeyPRIORITY), loadMeta(expr.MetaKeyPRIORITY), vmap(toChain))
 }
 
-// translate returns the rule that sends a new connection to the endpoint in the selected
-// slot.
+// translate returns the rule that translates the destination of a packet to the endpoint
+// in the selected slot.
 func translate(m mapID) []expr.Any {
 	port := 0
 	if m.match != matchAddress {
@@ -165,8 +165,8 @@ func translate(m mapID) []expr.Any {
 	return newKeyRule(m.family).frontend(m.match).meta(expr.MetaKeyPRIORITY).followedBy(lookup(m), natTo(m.family, 0, port))
 }
 
-// natTo returns an expression that translates the destination. The arguments are the
-// registers of the new address and the new port. If port is 0, packets keep their port.
+// natTo returns an expression that translates the destination. The arguments address and
+// port are registers. If port is 0, packets keep their port.
 func natTo(family api.Family, address, port int) expr.Any {
 	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(nfproto(family)), RegAddrMin: reg(address), RegAddrMax: reg(address)}
 	if port != 0 {
@@ -188,14 +188,14 @@ func hairpin(s match, family api.Family) []expr.Any {
 	}, key.followedBy(inSet(mapID{hairpins, s, family}), &expr.Masq{FullyRandom: true})...)
 }
 
-// ipsDstNAT is the status bit of connections with a translated destination.
+// ipsDstNAT is the status bit of connections whose destination was translated.
 const ipsDstNAT = 1 << 5
 
-// native encodes a number in the byte order of registers.
+// native encodes a number for a register, in the byte order of the host.
 func native(v uint32) []byte { return binary.NativeEndian.AppendUint32(nil, v) }
 
-// mark returns expressions that load the packet mark, keep the bits of mask, and then
-// flip the bits of xor.
+// mark returns expressions that load the packet mark, clear the bits outside of mask, and
+// then flip the bits of xor.
 func mark(mask, xor uint32) []expr.Any {
 	return []expr.Any{
 		loadMeta(expr.MetaKeyMARK),
@@ -203,8 +203,8 @@ func mark(mask, xor uint32) []expr.Any {
 	}
 }
 
-// fromInterface returns expressions that match packets that arrive through an interface.
-// A name that ends in "*" is a prefix of names.
+// fromInterface returns expressions that match packets from an interface. A name that
+// ends in "*" stands for all names with that prefix.
 func fromInterface(name string) []expr.Any {
 	data := make([]byte, unix.IFNAMSIZ)
 	copy(data, name)
@@ -215,7 +215,7 @@ func fromInterface(name string) []expr.Any {
 }
 
 // fromPrefix returns expressions that match packets with a source in prefix. The function
-// toPrefix does the same for the destination.
+// toPrefix does so for the destination.
 func fromPrefix(prefix netip.Prefix) []expr.Any { return matchPrefix(prefix, (*keyRule).source) }
 func toPrefix(prefix netip.Prefix) []expr.Any   { return matchPrefix(prefix, (*keyRule).destination) }
 

@@ -15,40 +15,40 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// sharedChain is a chain that several frontends share. These frontends have the same
-// match and family, and the same treatment of packets. The chain is created with the
-// first of these frontends. The number of chains depends on how many different endpoint
-// counts exist, not on the number of services.
+// sharedChain is a chain for all frontends with the same match, family and treatment of
+// packets. The chain is created together with the first of these frontends. The number of
+// chains depends on how many different numbers of endpoints exist, not on the number of
+// services.
 //
-// An element may contain a jump to a chain. A transaction that adds one such element
-// makes the kernel validate all of them. So the element of a frontend contains only the
-// number of its chain. A small map, whose elements seldom change, maps the numbers to the
+// When a transaction adds an element that jumps to a chain, the kernel validates all
+// elements that jump to chains. So the element of a frontend contains only the number of
+// its chain. A second map, which is small and seldom changes, maps the numbers to the
 // chains.
 type sharedChain struct {
 	match  match
 	family api.Family
-	// fromNode reports that the chain is for packets that this node sends. They have already
-	// passed the rules of the frontend's other chain.
+	// fromNode reports that the chain is for packets that this node sends. The frontend's
+	// other chain handles these packets first.
 	fromNode bool
-	// filtered reports that the frontend has source ranges.
+	// filtered reports that the frontends have source ranges.
 	filtered   bool
 	masquerade nodeview.Masquerade
 	verdict    nodeview.Verdict
-	// affinity reports that the services have session affinity, so that each has its own
-	// chains.
+	// affinity reports that the services have session affinity. Each of them then has chains
+	// of its own.
 	affinity bool
-	// endpoints is the number of endpoints if the verdict is Forward without affinity.
+	// endpoints is the number of endpoints, only for verdict Forward without affinity.
 	endpoints int
 }
 
-// The result of one lookup is the key of the next one. As nft has no syntax for that, a
-// rule stores the number of a chain or slot as the packet's priority, and the next rule
-// uses it. These numbers are between firstPriority and lastPriority. The chain
-// postrouting resets the priority.
+// The result of one lookup is the key of another one. As nft has no syntax for that, the
+// result is stored as the packet's priority and then loaded from there. It is the number
+// of a chain or slot, between firstPriority and lastPriority. The chain postrouting
+// resets the priority.
 const (
 	firstPriority = 0x7000_0001
 	lastPriority  = 0x7fff_ffff
-	// firstSlot is the number of slot 0. nft prints it as 7f00:1.
+	// firstSlot is the number of the first slot. nft prints it as 7f00:1.
 	firstSlot = 0x7f00_0001
 )
 
@@ -67,13 +67,12 @@ func (c sharedChain) number() uint32 {
 	if c.filtered {
 		bits |= 4
 	}
-	// The nft program does not load a number with 0 after its colon.
+	// nft cannot load a number that it prints with ":0" at the end.
 	return 0x7000_0000 | bits<<20 | uint32(max(c.endpoints, 1))
 }
 
-// sharedChainOf returns the chain whose number an element contains. Only elements of
-// frontends and of shared chains contain such a number. For other elements it returns
-// false.
+// sharedChainOf returns the chain whose number is in an element. Only elements of
+// frontends and of shared chains contain a number. For other elements, ok is false.
 func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 	var number uint32
 	switch id.m.kind {
@@ -101,11 +100,11 @@ func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 	return c, c.number() == number && c.masquerade <= nodeview.MasqueradeNode
 }
 
-// rejectChain is the chain of the skeleton that rejects packets.
+// rejectChain is a chain of the skeleton, which rejects packets.
 const rejectChain = "reject-chain"
 
-// name returns the name of the chain. It is drop or rejectChain if the chain needs no
-// other rule than that verdict.
+// name returns the name of the chain. If the chain would only drop or reject packets,
+// that is the constant drop or rejectChain.
 func (c sharedChain) name() string {
 	if !c.filtered && (c.fromNode || c.masquerade != nodeview.MasqueradeNode) {
 		switch c.verdict {
@@ -143,11 +142,11 @@ func (c sharedChain) name() string {
 	return b.String()
 }
 
-// hasRules reports whether the chain has rules of its own.
+// hasRules reports whether c is neither the constant drop nor rejectChain.
 func (c sharedChain) hasRules() bool { return c.name() != drop && c.name() != rejectChain }
 
-// mapOf returns the map of that kind that the chain's frontends use. For a chain with
-// fromNode, that is the kind for packets that this node sends.
+// mapOf returns the map of a kind that the chain's frontends use. If fromNode is true,
+// that is the map for packets that this node sends.
 func (c sharedChain) mapOf(kind mapKind) mapID {
 	if c.fromNode {
 		kind++
@@ -155,7 +154,7 @@ func (c sharedChain) mapOf(kind mapKind) mapID {
 	return mapID{kind, c.match, c.family}
 }
 
-// element returns the element that maps the number of the chain to the chain.
+// element returns the element that maps the chain's number to the chain.
 func (c sharedChain) element() element {
 	e := element{elementID: elementID{m: c.mapOf(sharedChains)}, value: value{chain: c.name()}}
 	w := keyWriter{id: &e.elementID}
@@ -171,7 +170,7 @@ func (w *wire) makeSharedChain(c sharedChain) {
 	w.elements(unix.NFT_MSG_NEWSETELEM, unix.NLM_F_CREATE, []element{c.element()})
 }
 
-// deleteSharedChains adds messages that delete chains and their elements.
+// deleteSharedChains adds messages that delete these chains and their elements.
 func (w *wire) deleteSharedChains(list []sharedChain) {
 	var elements []element
 	var names []string

@@ -17,7 +17,7 @@ import (
 // The skeleton is the part of the table that does not depend on services. It consists of
 // the maps and sets without their elements, and of the chains that use them.
 
-// hook is the hook of a base chain. It is zero for other chains.
+// hook attaches a base chain to the path of packets. It is zero for other chains.
 type hook struct {
 	number   uint32
 	priority int32
@@ -27,15 +27,14 @@ type hook struct {
 
 func nat(number uint32, priority int32) hook { return hook{number, priority, "nat", nfAccept} }
 
-// chain is a chain with encoded rules.
 type chain struct {
 	name string
 	hook
 	rules []string
 }
 
-// skeletonChains returns the chains of the skeleton. A chain follows the chains to which
-// it jumps.
+// skeletonChains returns the chains of the skeleton. A chain comes after the chains to
+// which it jumps.
 func (o *Options) skeletonChains() []chain {
 	var chains []chain
 	add := func(name string, h hook, rules ...[]expr.Any) {
@@ -43,7 +42,7 @@ func (o *Options) skeletonChains() []chain {
 	}
 	regular := hook{}
 
-	// Connections to be masqueraded carry the mark to postrouting.
+	// Packets with the mark are masqueraded at hook postrouting.
 	bit := o.MasqueradeMark
 	add("mark-all", regular, append(mark(^bit, bit), setMeta(expr.MetaKeyMARK)))
 	add("mark-node", regular, append(startsHere(), jump("mark-all")...))
@@ -63,14 +62,14 @@ func (o *Options) skeletonChains() []chain {
 
 	for _, m := range allMaps() {
 		if m.kind == endpoints || m.kind == nodeEndpoints {
-			// A transaction may remove a slot after a packet has selected its number and before
-			// the lookup. Without the drop, the whole connection would pass without translation.
+			// A transaction may remove the slot of a packet between its selection and its lookup.
+			// Without the drop, the whole connection would then stay untranslated.
 			add(m.name(), regular, translate(m), verdictDrop())
 		}
 	}
 
-	// With external traffic policy Local, separate maps apply to packets that this node
-	// sends.
+	// With external traffic policy Local, packets that this node sends use maps of their
+	// own.
 	add("node-services", regular, lookupSharedChains(nodeFrontends)...)
 	short := [][]expr.Any{append(startsHere(), goTo("node-services")...)}
 	for _, match := range o.podMatches() {
@@ -78,7 +77,7 @@ func (o *Options) skeletonChains() []chain {
 	}
 	add("short-circuit", regular, short...)
 
-	// A transaction may have just removed the chain of a number, like the slot above.
+	// If a packet still has a priority here, a transaction has just removed its chain.
 	rules := append(lookupSharedChains(frontends), append(hasPriority(), verdictDrop()...))
 	if !o.AcceptUnknownPorts {
 		for _, family := range families {
@@ -88,7 +87,7 @@ func (o *Options) skeletonChains() []chain {
 	}
 	add("services", regular, rules...)
 
-	// Only the first packet of a connection reaches these chains.
+	// Chains of type nat get only the first packet of each connection.
 	add("prerouting", nat(unix.NF_INET_PRE_ROUTING, o.DNATPriority), jump("services"))
 	add("output", nat(unix.NF_INET_LOCAL_OUT, o.DNATPriority), jump("services"))
 	rules = [][]expr.Any{
@@ -101,8 +100,8 @@ func (o *Options) skeletonChains() []chain {
 			rules = append(rules, hairpin(s, family))
 		}
 	}
-	// At postrouting, connections to the cluster IP of a service have been translated, by
-	// this proxy or by another one. Packets to addresses of this node do not pass here.
+	// Before this hook, this proxy or another one has translated cluster IPs of services. So
+	// only packets to other cluster IPs match. Packets to this node do not pass the hook.
 	for _, cidr := range o.ServiceCIDRs {
 		rules = append(rules, append(toPrefix(cidr), verdictDrop()...))
 	}
@@ -110,7 +109,7 @@ func (o *Options) skeletonChains() []chain {
 	return chains
 }
 
-// lookupSharedChains returns the rules that look up packets in all maps of a kind.
+// lookupSharedChains returns rules that look up packets in all maps of a kind.
 func lookupSharedChains(kind mapKind) (rules [][]expr.Any) {
 	for _, family := range families {
 		for _, s := range allMatches {
@@ -128,8 +127,8 @@ func startsHere() []expr.Any {
 	}
 }
 
-// podMatches returns alternative lists of expressions. Each list matches some packets of
-// this node's pods.
+// podMatches returns lists of expressions. A packet is from a pod of this node if it
+// matches at least one of the lists.
 func (o *Options) podMatches() (matches [][]expr.Any) {
 	for _, name := range o.PodInterfaces {
 		matches = append(matches, fromInterface(name))
@@ -141,7 +140,7 @@ func (o *Options) podMatches() (matches [][]expr.Any) {
 }
 
 // markOutsiders returns the rules that mark connections to cluster IPs from outside the
-// pod network. In a family without pods in the options, the rules mark nothing.
+// pod network. For a family whose pods the options do not define, they mark nothing.
 func (o *Options) markOutsiders() (rules [][]expr.Any) {
 	switch {
 	case o.MasqueradeAll:
@@ -168,7 +167,8 @@ func fromSources(m mapID) []expr.Any {
 	return newKeyRule(m.family).frontend(m.match).source().followedBy(inSet(m), &expr.Verdict{Kind: expr.VerdictReturn})
 }
 
-// hasPriority returns expressions that match packets with the number of a chain or slot.
+// hasPriority returns expressions that match priorities with the number of a chain or
+// slot.
 func hasPriority() []expr.Any {
 	number := func(v uint32) []byte { return binary.BigEndian.AppendUint32(nil, v) }
 	return []expr.Any{

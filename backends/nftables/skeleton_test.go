@@ -21,7 +21,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// TestTheBackendRunsWithAnEmptyPath checks that the backend does not run other programs.
+// TestTheBackendRunsWithAnEmptyPath checks that the backend runs no other program.
 func TestTheBackendRunsWithAnEmptyPath(t *testing.T) {
 	t.Setenv("PATH", "")
 	b, ns := start(t, Options{})
@@ -36,8 +36,8 @@ func TestTheBackendRunsWithAnEmptyPath(t *testing.T) {
 	}
 }
 
-// TestARestartWithoutChangesMakesNoTransaction checks that a restart does not replace
-// rules with equal ones.
+// TestARestartWithoutChangesMakesNoTransaction checks that a restart does not rewrite
+// rules that are already correct.
 func TestARestartWithoutChangesMakesNoTransaction(t *testing.T) {
 	opts := Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{
 		netip.MustParsePrefix("10.0.0.0/13"), netip.MustParsePrefix("10.9.9.9/32"), netip.MustParsePrefix("fd00::/61"), netip.MustParsePrefix("::/0"),
@@ -61,8 +61,8 @@ func TestARestartWithoutChangesMakesNoTransaction(t *testing.T) {
 	}
 }
 
-// TestAChangeBetweenLoadAndReadIsRepaired changes the table before the backend has read
-// it.
+// TestAChangeBetweenLoadAndReadIsRepaired changes the table after the skeleton was loaded
+// and before the backend has read the table.
 func TestAChangeBetweenLoadAndReadIsRepaired(t *testing.T) {
 	ns := netnstest.New(t)
 	var once sync.Once
@@ -75,8 +75,8 @@ func TestAChangeBetweenLoadAndReadIsRepaired(t *testing.T) {
 	}
 }
 
-// keepAsking connects to addr from ns, one connection after the other, until the function
-// stop is called. That function returns the number of answers and the first error.
+// keepAsking makes one connection after another from ns to addr, until stop is called.
+// The function stop returns the number of answers and the first error.
 func keepAsking(ns *netnstest.Namespace, addr string) (stop func() (answers int, err error)) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var answers int
@@ -102,8 +102,8 @@ var (
 	web          = func(s *api.Service) { s.Type, s.Ports[0].NodePort = api.NodePort, 30001 }
 )
 
-// TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled starts with a table that
-// another version of this package has made.
+// TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled starts with a table from
+// another version of this package.
 func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 	text, err := os.ReadFile("testdata/layout-1.nft")
 	if err != nil {
@@ -124,7 +124,7 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 			}
 			b := startIn(t, w.node, opts)
 			mustSync(t, b, all[0])
-			b = startIn(t, w.node, opts) // as if the first backend had been killed
+			b = startIn(t, w.node, opts) // without Stop, as after SIGKILL
 			mustSync(t, b, all...)
 			mustSync(t, startIn(t, w.node, opts), all...)
 			for _, stop := range stops {
@@ -152,8 +152,8 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 	}
 }
 
-// TestHooksChangeInPlace restarts with other priorities, and with base chains that
-// another program replaced. A client connects all the time.
+// TestHooksChangeInPlace restarts the backend, with other priorities or after another
+// program has changed the chains. A client makes connections all the time.
 func TestHooksChangeInPlace(t *testing.T) {
 	for name, test := range map[string]struct {
 		opts   Options
@@ -200,7 +200,7 @@ func TestHooksChangeInPlace(t *testing.T) {
 	}
 }
 
-// TestCommentsNameTheService checks that a listing has the name of a service port.
+// TestCommentsNameTheService checks that a listing of nft has the name of a service port.
 func TestCommentsNameTheService(t *testing.T) {
 	b, ns := start(t, Options{NodeAddresses: nodeaddr.Of()})
 	named := func(name string) sink.Change {

@@ -12,32 +12,34 @@ import (
 	"time"
 )
 
-// snapshot has the elements of one map as the kernel returned them. Hundreds of thousands
-// of elements are common, so a snapshot stores them as records in one string.
+// snapshot has the elements of one map as the kernel returned them. Because a map may
+// have hundreds of thousands of elements, a snapshot stores them as records in one
+// string.
 type snapshot struct {
 	m mapID
 	// A record has keyLen octets for the key, one octet for the length of a prefix, and
-	// dataLen octets for the data. In a map with chains it has an index of values in four
-	// octets instead of the data.
+	// dataLen octets for the data. If the map leads to chains, four octets with an index
+	// into values replace the data.
 	records string
 	values  []value
-	// index maps a key to the number of its record. The keys share the memory of records.
-	index map[string]int
-	// claims has the claim of each record.
+	// index maps a key to the number of its record. The keys are substrings of records.
+	index  map[string]int
 	claims []claim
-	// foreign has the encoded elements that this package cannot have made.
+	// foreign has the encoding of each element that this package cannot have made.
 	foreign [][]byte
 }
 
-// claim says whether the services of a pass need an element that existed before the pass.
+// claim says whether services need an element that existed before the pass.
 type claim uint8
 
 const (
 	// unclaimed means that no service has needed the element so far.
 	unclaimed claim = iota
-	// returned means that a service needed the element and failed. The kernel still has it.
+	// returned means that a service needed the element but failed, so that it still has its
+	// old elements.
 	returned
-	// claimed means that a service uses the element, or that it must stay.
+	// claimed means that a service uses the element, or that the element must stay for
+	// another reason.
 	claimed
 )
 
@@ -52,10 +54,9 @@ func (s *snapshot) size() int {
 
 func (s *snapshot) len() int { return len(s.records) / s.size() }
 
-// readSnapshot reads a map. The kernel answers in several messages and counts the
-// elements that it has sent. If it resizes the hash table meanwhile, it sends some
-// elements twice and omits as many others. So readSnapshot repeats a dump that has
-// duplicates.
+// readSnapshot reads a map. The kernel answers in several messages. If it resizes the
+// hash table between two of them, it sends some elements twice and omits as many others.
+// So readSnapshot repeats a dump that has duplicates.
 func readSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	for attempt := 0; ; attempt++ {
 		s, err := dumpSnapshot(ctx, c, m)
@@ -71,8 +72,8 @@ func readSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 // maxDumpRetries limits retries of a dump that raced with a hash-table resize.
 const maxDumpRetries = 6
 
-// waitForResize waits before a dump is repeated. The first wait takes 2 ms, and each
-// later one twice as long.
+// waitForResize waits before a dump is repeated. The wait is 2 ms for attempt 0, and
+// doubles with each attempt.
 func waitForResize(ctx context.Context, attempt int) error {
 	select {
 	case <-ctx.Done():
@@ -118,7 +119,7 @@ func dumpSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	return s, nil
 }
 
-// lookup returns the number of an element's record. It returns false if there is none.
+// lookup returns the number of an element's record. If the element has none, ok is false.
 func (s *snapshot) lookup(id *elementID) (i int, ok bool) {
 	if len(s.index) == 0 {
 		return 0, false
@@ -130,8 +131,8 @@ func (s *snapshot) lookup(id *elementID) (i int, ok bool) {
 	return i, ok
 }
 
-// claim claims an element and returns its value. It returns false if there is no such
-// element or if it was already claimed.
+// claim marks an element as claimed and returns its value. If the element does not exist
+// or was already claimed, ok is false.
 func (s *snapshot) claim(id *elementID) (v value, ok bool) {
 	i, ok := s.lookup(id)
 	if !ok || s.claims[i] == claimed {
@@ -141,14 +142,14 @@ func (s *snapshot) claim(id *elementID) (v value, ok bool) {
 	return s.element(i).value, true
 }
 
-// giveBack records that a service claimed an element and then failed.
+// giveBack records that the service that claimed an element has failed.
 func (s *snapshot) giveBack(id *elementID) {
 	if i, ok := s.lookup(id); ok {
 		s.claims[i] = returned
 	}
 }
 
-// wanted reports whether the snapshot has an element and some service needed it.
+// wanted reports whether the snapshot has an element that some service has claimed.
 func (s *snapshot) wanted(id *elementID) bool {
 	i, ok := s.lookup(id)
 	return ok && s.claims[i] != unclaimed
@@ -169,8 +170,8 @@ func (s *snapshot) element(i int) element {
 }
 
 // upTo yields the elements whose claim is not greater than limit. The limit unclaimed
-// selects only unclaimed elements, returned adds those that failed services needed, and
-// claimed selects all.
+// selects only unclaimed elements. The limit returned also selects elements that failed
+// services needed. The limit claimed selects all.
 func (s *snapshot) upTo(limit claim) iter.Seq[element] {
 	return func(yield func(element) bool) {
 		for i := range s.claims {
@@ -181,5 +182,4 @@ func (s *snapshot) upTo(limit claim) iter.Seq[element] {
 	}
 }
 
-// all yields all elements.
 func (s *snapshot) all() iter.Seq[element] { return s.upTo(claimed) }

@@ -10,26 +10,25 @@ import (
 	"strings"
 )
 
-// state is the expected content of the table. It has digests instead of elements. They
-// suffice to detect changed elements.
+// state is the expected content of the table. To detect changed elements it needs only
+// their digests.
 type state struct {
 	seed maphash.Seed
-	// digests has the digest of each map's elements.
+	// digests has a digest of the elements of each map.
 	digests map[mapID]digest
-	// made is the set of shared chains that exist in the kernel.
+	// made has the shared chains that exist in the kernel.
 	made map[sharedChain]bool
-	// frontends has the number of frontends of each shared chain, if it is not 0.
+	// frontends has the number of frontends of each shared chain, unless it is 0.
 	frontends map[sharedChain]int
-	// rules has the expected digest of each chain, by name.
+	// rules has the expected digest of each chain, by the name of the chain.
 	rules map[string]digest
-	// wanted has the number of services that need an element of a shared map. The constant
-	// hold is added while other services, which the pass has not delivered yet, may need the
-	// element.
+	// wanted has the number of services that need an element of a shared map. During a pass,
+	// the constant hold is added for existing elements, because services later in the pass
+	// may need them.
 	wanted map[elementID]int
 }
 
-// hold is larger than the number of services. It keeps an element of a shared map when no
-// service wants it.
+// hold is larger than any number of services. While it is added, the element stays.
 const hold = 1 << 30
 
 func newState(seed maphash.Seed) *state {
@@ -62,8 +61,8 @@ func (s *state) hash(id *elementID, v *value) uint64 {
 	return h
 }
 
-// elementAdded records that the kernel has an element, and elementRemoved that it no
-// longer has it.
+// elementAdded records that the kernel has an element. The function elementRemoved
+// records the opposite.
 func (s *state) elementAdded(id *elementID, v *value) {
 	s.count(id, v, 1, s.hash(id, v))
 }
@@ -82,19 +81,19 @@ func (s *state) count(id *elementID, v *value, n int, hash uint64) {
 	}
 }
 
-// increment adds n to the count of key. It deletes a count of 0.
+// increment adds n to the count of key. If the count is then 0, it is deleted.
 func increment[K comparable](counts map[K]int, key K, n int) {
 	if counts[key] += n; counts[key] == 0 {
 		delete(counts, key)
 	}
 }
 
-// chainsMade records that the kernel has these shared chains, and chainsDeleted that it
-// no longer has them.
+// chainsMade records that the kernel has these shared chains. The function chainsDeleted
+// records the opposite.
 func (s *state) chainsMade(list []sharedChain) {
 	for _, c := range list {
 		if s.made[c] {
-			continue // its rules were repaired
+			continue // the chain existed, and only its rules were repaired
 		}
 		s.made[c] = true
 		e := c.element()
@@ -116,7 +115,7 @@ func (s *state) chainsDeleted(list []sharedChain) {
 	}
 }
 
-// unusedChains returns the shared chains that no frontend has.
+// unusedChains returns the shared chains that no frontend uses.
 func (s *state) unusedChains() (unused []sharedChain) {
 	for c := range s.made {
 		if s.frontends[c] == 0 {
@@ -127,7 +126,7 @@ func (s *state) unusedChains() (unused []sharedChain) {
 	return unused
 }
 
-// resolve decides whether o adds or removes an element of a shared map.
+// resolve sets hasOld and hasNew if o is for an element of a shared map.
 func (s *state) resolve(o *op) {
 	if !o.m.shared() {
 		return
@@ -137,7 +136,7 @@ func (s *state) resolve(o *op) {
 	o.hasNew = before+o.wanted > 0
 }
 
-// recordOp records that the kernel has applied o.
+// recordOp updates s after the kernel has applied o.
 func (s *state) recordOp(o *op) {
 	if o.hasOld {
 		s.elementRemoved(&o.elementID, &o.old)
@@ -150,13 +149,13 @@ func (s *state) recordOp(o *op) {
 	}
 }
 
-// isLeftover reports whether the element of o stays although no service needs it any
-// more.
+// isLeftover reports whether the element of o stays in the table although no known
+// service needs it.
 func (s *state) isLeftover(o *op) bool {
 	return o.wanted < 0 && s.wanted[o.elementID] == hold
 }
 
-// recordObject records that the kernel has applied o.
+// recordObject updates s after the kernel has applied o.
 func (s *state) recordObject(o *objectOp) {
 	switch {
 	case o.new == nil && !o.old.isSet():

@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// forwarding has the kernel settings for forwarding. Without them, traffic from other
-// hosts does not reach pods.
+// forwarding has the kernel settings that make this node forward packets. Without them,
+// traffic from other hosts does not reach pods.
 var forwarding = []sysctl.Setting{
 	{Name: "net.ipv4.ip_forward", Value: 1, Reason: "traffic from elsewhere reaches pods"},
 	{Name: "net.ipv6.conf.all.forwarding", Value: 1, Reason: "traffic from elsewhere reaches pods"},
@@ -30,8 +30,8 @@ func (b *Backend) checkSysctls(ctx context.Context) error {
 	})
 }
 
-// inNetNS calls f on a thread in the network namespace of the file descriptor ns, or of
-// the process if ns is 0.
+// inNetNS calls f on a thread in the network namespace with the file descriptor ns. If ns
+// is 0, it just calls f.
 func inNetNS(ns int, f func()) error {
 	if ns == 0 {
 		f()
@@ -39,7 +39,7 @@ func inNetNS(ns int, f func()) error {
 	}
 	result := make(chan error)
 	go func() {
-		runtime.LockOSThread() // without an unlock, the thread ends with the goroutine
+		runtime.LockOSThread() // the thread is never unlocked, so it ends with the goroutine
 		err := unix.Setns(ns, unix.CLONE_NEWNET)
 		if err == nil {
 			f()

@@ -18,28 +18,27 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// table programs the table of an instance, and keeps track of its content. One goroutine
-// may use it at a time.
+// table programs the table of an instance and records its content. Only one goroutine may
+// use it at a time.
 //
-// A change of services takes several steps. The function syncServices makes the planner
-// emit the elements of the old and of the new view into a patch. The function apply
-// divides the parts of the patch into transactions, and commit writes one transaction. To
-// do so, wire.elements encodes the messages, and netfilter.Conn sends them. Finally
-// commit updates the state.
+// A change of services takes several steps. First, syncServices makes the planner emit
+// the elements of the old and the new views into a patch. Then apply divides the parts of
+// the patch into transactions, and commit writes one of them. It uses wire.elements to
+// encode messages, and netfilter.Conn to send them. Finally commit updates the state.
 type table struct {
 	opts    *Options
 	conn    *conn
 	planner *planner
-	// state is the expected content of the table. It is nil while the content is unknown.
+	// state is the expected content of the table, or nil if the content is unknown.
 	state *state
-	// skeleton has the digest of each skeleton chain, as it was sent.
+	// skeleton has the digest of each chain of the skeleton, as it was sent to the kernel.
 	skeleton map[string]digest
-	// podCIDRs are the pod CIDRs of the Node object for which the skeleton was made.
+	// podCIDRs are the pod CIDRs of the Node object, as the skeleton contains them.
 	podCIDRs []netip.Prefix
-	// replaced is the name of another table of this instance, or empty if there is none. The
-	// end of a pass deletes that table.
+	// replaced is the name of the instance's other table, which the end of the pass deletes.
+	// It is empty if there is no other table.
 	replaced string
-	// ahead is the pass that readAhead prepared for the first Sync, or nil.
+	// ahead is the pass that readAhead has prepared for the first Sync, or nil.
 	ahead *pass
 	// pass is the current pass, or nil if there is none.
 	pass      *pass
@@ -54,25 +53,26 @@ func newTable(opts *Options) *table {
 	return &table{opts: opts, conn: c, planner: newPlanner(), now: time.Now}
 }
 
-// close closes the connection. Afterwards the content of the table is unknown.
+// close closes the connection. After that the content of the table is unknown.
 func (t *table) close() error {
 	t.state, t.ahead, t.pass = nil, nil, nil
 	return t.conn.Close()
 }
 
-// sync programs c, with node ports at nodePortAddrs. Its errors are those of Sync in
+// sync programs c, and node ports at nodePortAddrs. It returns errors as described in
 // [sink.Sink].
 func (t *table) sync(ctx context.Context, c *sink.Changes, nodePortAddrs []netip.Addr) error {
 	failed, err := t.program(ctx, c, nodePortAddrs)
 	if err != nil {
-		t.state = nil // the kernel may have programmed a part of c
+		t.state = nil // the kernel may have applied a part of c
 		return fmt.Errorf("%w (%w)", err, sink.ErrStartOver)
 	}
 	t.opts.Observer.Holds(t.state.elements())
 	return failed.Err()
 }
 
-// errPodCIDRs causes a new pass, which writes new pod CIDRs into the skeleton.
+// errPodCIDRs makes the driver begin a new pass, which writes the pod CIDRs into the
+// skeleton.
 var errPodCIDRs = errors.New("the pod CIDRs of the Node object changed")
 
 func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []netip.Addr) (sink.Failed, error) {
@@ -107,8 +107,8 @@ func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []ne
 	return failed, nil
 }
 
-// syncServices programs the differences between the old and the new view of each service.
-// In a pass it programs the differences between the table and the new views.
+// syncServices programs the difference between the old and the new view of each service.
+// During a pass, it programs the difference between the table and the new views.
 func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]) (failed sink.Failed, err error) {
 	p := newPatch()
 	for ch := range services {
@@ -130,8 +130,8 @@ func (t *table) syncServices(ctx context.Context, services iter.Seq[sink.Change]
 	return failed, nil
 }
 
-// syncNodePortAddresses makes addrs the addresses of node ports, except loopback
-// addresses. It reads the sets of addresses, which are small, and writes the differences.
+// syncNodePortAddresses serves node ports at addrs, except at loopback addresses. It
+// reads the sets of addresses, which are small, and writes the differences.
 func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) error {
 	p := newPatch()
 	p.beginPart(types.NamespacedName{})
@@ -156,7 +156,6 @@ func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) e
 	return errors.Join(failed.Unwrap()...)
 }
 
-// nodeAddrs returns the addresses of the Node object.
 func nodeAddrs(n *api.Node) []netip.Addr {
 	var addrs []netip.Addr
 	if n != nil {
@@ -167,8 +166,8 @@ func nodeAddrs(n *api.Node) []netip.Addr {
 	return addrs
 }
 
-// setPodCIDRs sets the pod CIDRs of the node if the options use them, and reports whether
-// they changed.
+// setPodCIDRs stores the pod CIDRs of the node if the options use them. It reports
+// whether they changed.
 func (t *table) setPodCIDRs(node *api.Node) (changed bool) {
 	var cidrs []netip.Prefix
 	if t.opts.NodePodCIDRs && node != nil {
@@ -179,7 +178,8 @@ func (t *table) setPodCIDRs(node *api.Node) (changed bool) {
 	return changed
 }
 
-// skeletonChains returns the chains of the skeleton, with the pod CIDRs of the node.
+// skeletonChains returns the chains of the skeleton, including rules for the node's pod
+// CIDRs.
 func (t *table) skeletonChains() []chain {
 	opts := *t.opts
 	opts.ClusterCIDRs = slices.Concat(opts.ClusterCIDRs, t.podCIDRs)

@@ -14,54 +14,55 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// drift is the progress of the search for changes that other programs made to the table.
+// drift is the state of the search for changes that other programs made to the table.
 //
-// The kernel counts transactions, so no search is needed while conn.others does not
-// change. When it changes, another program has changed some table, perhaps this one. The
-// search has two steps. A check is cheap: it reads the chains, and the number of elements
-// if the kernel reports it. A comparison is expensive: it reads all elements.
+// While the result of conn.others stays the same, no other program changes any table, and
+// no search is needed. A new result means that this table or another one was changed. The
+// search has two steps. A check is cheap. It reads the chains, and the number of elements
+// if the kernel reports it. A comparison is expensive, because it reads all elements.
 type drift struct {
-	// checked is the value of conn.others before the last check that found no difference.
-	// The field compared is the same for comparisons.
+	// checked is the result of conn.others before the last check without a difference. The
+	// field compared is the result before the last comparison without a difference.
 	checked, compared int64
-	// nextMap is the index in allMaps of the next map to compare.
+	// nextMap is the index of the next map to compare, in the result of allMaps.
 	nextMap int
-	// startOthers is the value of conn.others when the current comparison began.
+	// startOthers is the result of conn.others when the current comparison began.
 	startOthers int64
-	// elapsed is the time that the current comparison has taken so far.
+	// elapsed is the time spent on the current comparison so far.
 	elapsed time.Duration
-	// interrupted is the number of consecutive Verify calls whose context ended in the
-	// current step.
+	// interrupted counts the consecutive Verify calls whose contexts ended in the current
+	// step.
 	interrupted int
-	// compareAt is the time when the next comparison may begin. A Verify before verifyAt
-	// reads nothing.
+	// compareAt is the earliest time of the next comparison. Before verifyAt, Verify reads
+	// nothing.
 	compareAt, verifyAt time.Time
-	// foundAt is the last time when a Verify found drift. The pause is the delay of the
-	// Verify after that.
+	// foundAt is the time when a Verify last found drift, and pause is the delay that
+	// followed.
 	foundAt time.Time
 	pause   time.Duration
-	// reported is true from Observer.Drifted to Observer.Mended.
+	// reported is true after a call of Observer.Drifted until the call of Observer.Mended.
 	reported bool
 }
 
 const (
-	// maxInterrupted limits the consecutive Verify calls that may be interrupted in the same
-	// step. The next one ignores its context, so that even a large map is compared while
+	// maxInterrupted limits the consecutive Verify calls that may be interrupted in one
+	// step. After that, a Verify ignores its context. So even a large map is compared while
 	// services constantly change.
 	maxInterrupted = 2
-	// comparePause is the pause after a comparison, as a multiple of the comparison's
-	// duration. So comparisons use 2 % of a CPU while other tables change constantly.
+	// comparePause is the ratio of the pause after a comparison to the duration of the
+	// comparison. So comparisons use at most 2 % of a CPU while other tables change
+	// constantly.
 	comparePause = 50
-	// maxPause is the pause while another program changes this table constantly.
+	// maxPause limits the pause while another program constantly changes this table.
 	maxPause = time.Minute
 )
 
-// reset records that a pass read the table when conn.others had this value.
+// reset records that a pass read the table, and what conn.others returned before that.
 func (d *drift) reset(others int64) {
 	d.checked, d.compared, d.nextMap, d.interrupted = others, others, 0, 0
 }
 
-// recordDrift records that another program changed the table.
+// recordDrift records that another program has changed the table.
 func (d *drift) recordDrift(t *table) {
 	d.reset(-1)
 	if !d.reported {
@@ -70,8 +71,8 @@ func (d *drift) recordDrift(t *table) {
 	}
 }
 
-// backOff delays the next Verify if drift was found a short time ago. So a program that
-// changes this table constantly does not cause constant passes.
+// backOff delays the next Verify if drift is found repeatedly. So a program that
+// constantly changes this table does not cause constant passes.
 func (d *drift) backOff(now time.Time) {
 	if now.Sub(d.foundAt) > maxPause {
 		d.pause = 0
@@ -81,7 +82,7 @@ func (d *drift) backOff(now time.Time) {
 	d.foundAt, d.verifyAt = now, now.Add(d.pause)
 }
 
-// recordRepair records that the table is correct.
+// recordRepair records that the table is correct again.
 func (d *drift) recordRepair(t *table) {
 	if d.reported {
 		d.reported = false
@@ -89,12 +90,12 @@ func (d *drift) recordRepair(t *table) {
 	}
 }
 
-// leftovers records whether the last pass kept elements because services failed. When
-// these services succeed, only another pass can find and remove the elements.
+// leftovers records whether the last pass kept elements because services failed. Even
+// when these services succeed, only another pass can find and remove the elements.
 type leftovers struct {
 	exist bool
-	// passAt is the time of the next pass that leftovers require. It follows the last pass
-	// after the duration wait.
+	// passAt is the time when Verify requests a pass because of leftovers. It is the end of
+	// the last pass plus wait.
 	passAt time.Time
 	wait   time.Duration
 }
@@ -104,7 +105,7 @@ const (
 	maxLeftoversWait = time.Hour
 )
 
-// recordPass records the end of a pass, and whether services failed in it.
+// recordPass records that a pass has ended, and whether services failed in it.
 func (l *leftovers) recordPass(now time.Time, failed bool) {
 	l.wait = min(max(2*l.wait, minLeftoversWait), maxLeftoversWait)
 	if !failed {
@@ -113,15 +114,14 @@ func (l *leftovers) recordPass(now time.Time, failed bool) {
 	l.passAt = now.Add(l.wait)
 }
 
-// difference is an error that describes a difference between the table and its expected
-// content.
+// difference is an error. It describes how the table differs from its expected content.
 type difference string
 
 func (d difference) Error() string { return string(d) }
 
 func differs(format string, args ...any) error { return difference(fmt.Sprintf(format, args...)) }
 
-// verify implements Verify of [sink.Verifier].
+// verify implements the method Verify of [sink.Verifier].
 func (t *table) verify(ctx context.Context) error {
 	now := t.now()
 	switch {
@@ -149,7 +149,7 @@ func (t *table) verify(ctx context.Context) error {
 	}
 }
 
-// findDrift checks and compares the table if another program has changed any table.
+// findDrift searches for drift if another program has changed any table.
 func (t *table) findDrift(ctx context.Context) error {
 	d := &t.drift
 	others, err := t.conn.others(ctx)
@@ -171,8 +171,8 @@ func (t *table) findDrift(ctx context.Context) error {
 	return t.compare(ctx)
 }
 
-// step calls f, which reads a part of the table until ctx ends. If too many Verify calls
-// were interrupted in this step, f gets a context without an end.
+// step calls f, which reads a part of the table. If too many Verify calls were
+// interrupted in this step, f gets a context that does not end.
 func (d *drift) step(ctx context.Context, f func(context.Context) error) error {
 	if d.interrupted >= maxInterrupted {
 		ctx = context.WithoutCancel(ctx)
@@ -223,8 +223,8 @@ func (t *table) check(ctx context.Context) error {
 	return nil
 }
 
-// compare compares the elements of all maps with the expected ones. If ctx ends, the next
-// call continues with the same map.
+// compare compares the elements of all maps with their expected digests. If ctx ends, the
+// next call continues with the map at which this call stopped.
 func (t *table) compare(ctx context.Context) error {
 	d, begin := &t.drift, t.now()
 	defer func() { d.elapsed += t.now().Sub(begin) }()
@@ -239,7 +239,6 @@ func (t *table) compare(ctx context.Context) error {
 	return nil
 }
 
-// compareMap compares the elements of m with their expected digest.
 func (t *table) compareMap(ctx context.Context, m mapID) error {
 	want := t.state.digests[m]
 	for attempt := 0; ; attempt++ {
@@ -253,7 +252,7 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 		if err != nil || is == want {
 			return err
 		}
-		// A dump that raced with a resize also has the right number of elements.
+		// A resize does not change the number of elements, so another number means drift.
 		if is.n != want.n || attempt == maxDumpRetries {
 			return differs("%s has %d elements, which are not the %d that it should have", m.name(), is.n, want.n)
 		}
@@ -263,8 +262,8 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 	}
 }
 
-// deleteUnusedChains deletes the shared chains that no frontend has. A Sync does not
-// delete them, because they may be needed again.
+// deleteUnusedChains deletes the shared chains that no frontend uses. Syncs keep these
+// chains, because later changes may need them again.
 func (t *table) deleteUnusedChains(ctx context.Context) error {
 	unused := t.state.unusedChains()
 	if len(unused) == 0 {

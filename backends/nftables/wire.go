@@ -12,9 +12,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Constants of the kernel's headers that golang.org/x/sys/unix does not have.
+// Constants from headers of the kernel that are missing in golang.org/x/sys/unix.
 const (
-	nftaTable         = 1 // the table's name, in all messages of nf_tables about tables
+	nftaTable         = 1 // the attribute with the name of the table, in all messages
 	nftaSetCount      = 20
 	nftaSetElemKeyEnd = 10
 	nfDrop            = 0
@@ -24,7 +24,7 @@ const (
 	nftaSetFieldLen   = 1
 )
 
-// nftMsg returns the type of a message of nf_tables. Its upper octet is the subsystem.
+// nftMsg returns a message type whose upper octet selects nf_tables.
 func nftMsg(t int) uint16 { return unix.NFNL_SUBSYS_NFTABLES<<8 | uint16(t) }
 
 // wire encodes messages about one table.
@@ -33,36 +33,36 @@ type wire struct {
 	table string
 }
 
-// begin starts a message about the table. It returns the argument for End.
+// begin starts a message about the table. The result is the argument for End.
 func (w *wire) begin(msg int, flags uint16) int {
 	at := w.Begin(nftMsg(msg), flags, unix.NFPROTO_INET)
 	w.String(nftaTable, w.table)
 	return at
 }
 
-// named adds a message about an object of the table. The attribute attr has the object's
-// name.
+// named adds a message about an object of the table. It writes the object's name into the
+// attribute attr.
 func (w *wire) named(msg int, attr uint16, name string) {
 	at := w.begin(msg, 0)
 	w.String(attr, name)
 	w.End(at)
 }
 
-// newTable adds a message that creates the table, or activates it if it is dormant.
+// newTable adds a message that creates the table, or activates a dormant one.
 func (w *wire) newTable() {
 	at := w.begin(unix.NFT_MSG_NEWTABLE, unix.NLM_F_CREATE)
 	w.Uint32(unix.NFTA_TABLE_FLAGS, 0)
 	w.End(at)
 }
 
-// deleteTable adds a message that deletes the table with that name. It need not be the
-// table of w.
+// deleteTable adds a message that deletes the table called name, even if w is for another
+// table.
 func (w *wire) deleteTable(name string) {
 	other := wire{w.Builder, name}
 	w.End(other.begin(unix.NFT_MSG_DELTABLE, 0))
 }
 
-// newSet adds a message that creates a map or set unless it exists.
+// newSet adds a message that creates a map or set if it does not exist.
 func (w *wire) newSet(s layout) {
 	at := w.begin(unix.NFT_MSG_NEWSET, unix.NLM_F_CREATE)
 	w.String(unix.NFTA_SET_NAME, s.name)
@@ -92,8 +92,8 @@ func (w *wire) newSet(s layout) {
 	w.End(at)
 }
 
-// byteOrders returns the byte orders of a set's keys and data. The program nft stores
-// them with each set.
+// byteOrders returns the byte orders of keys and data, encoded as nft stores them with
+// each set.
 func (s *layout) byteOrders() (userdata []byte) {
 	for i, datatype := range []uint32{s.keyType, s.dataType} {
 		if datatype == 0 || datatype == unix.NFT_DATA_VERDICT {
@@ -109,7 +109,7 @@ func (s *layout) byteOrders() (userdata []byte) {
 	return userdata
 }
 
-// decodeSet returns the layout in a NFT_MSG_NEWSET message, without its fields.
+// decodeSet decodes a NFT_MSG_NEWSET message, except for the lengths of key parts.
 func decodeSet(attributes []byte) layout {
 	number := func(attr uint16) uint32 { return netfilter.Uint32(netfilter.Attribute(attributes, attr)) }
 	s := layout{
@@ -124,7 +124,7 @@ func decodeSet(attributes []byte) layout {
 	return s
 }
 
-// newChain adds a message that creates a chain unless it exists.
+// newChain adds a message that creates a chain if it does not exist.
 func (w *wire) newChain(name string, h hook) {
 	at := w.begin(unix.NFT_MSG_NEWCHAIN, unix.NLM_F_CREATE)
 	w.String(unix.NFTA_CHAIN_NAME, name)
@@ -139,7 +139,7 @@ func (w *wire) newChain(name string, h hook) {
 	w.End(at)
 }
 
-// decodeChain returns the names and the hook in a NFT_MSG_NEWCHAIN message.
+// decodeChain decodes a NFT_MSG_NEWCHAIN message.
 func decodeChain(attributes []byte) (table, name string, h hook) {
 	text := func(attr uint16) string { return netfilter.String(netfilter.Attribute(attributes, attr)) }
 	nest := netfilter.Attribute(attributes, unix.NFTA_CHAIN_HOOK)
@@ -156,12 +156,12 @@ func (w *wire) flushChain(name string) {
 	w.named(unix.NFT_MSG_DELRULE, unix.NFTA_RULE_CHAIN, name)
 }
 
-// deleteChain adds a message that deletes a chain, which must have no rules.
+// deleteChain adds a message that deletes a chain. The chain must be without rules.
 func (w *wire) deleteChain(name string) {
 	w.named(unix.NFT_MSG_DELCHAIN, unix.NFTA_CHAIN_NAME, name)
 }
 
-// deleteChains adds messages that delete chains. The chains may jump to each other.
+// deleteChains adds messages that delete chains, even if these jump to each other.
 func (w *wire) deleteChains(names []string) {
 	for _, name := range names {
 		w.flushChain(name)
@@ -171,7 +171,7 @@ func (w *wire) deleteChains(names []string) {
 	}
 }
 
-// rule adds a message that appends a rule, encoded by encodeRules, to a chain.
+// rule adds a message that appends a rule to a chain. The rule comes from encodeRules.
 func (w *wire) rule(chain, rule string) {
 	at := w.begin(unix.NFT_MSG_NEWRULE, unix.NLM_F_CREATE|unix.NLM_F_APPEND)
 	w.String(unix.NFTA_RULE_CHAIN, chain)
@@ -181,8 +181,8 @@ func (w *wire) rule(chain, rule string) {
 	w.End(at)
 }
 
-// makeChain adds messages that create a chain with these rules. They replace the rules of
-// an existing chain.
+// makeChain adds messages that create a chain with these rules. If the chain exists, its
+// rules are replaced.
 func (w *wire) makeChain(name string, rules []string) {
 	w.newChain(name, hook{})
 	w.flushChain(name)
@@ -191,12 +191,12 @@ func (w *wire) makeChain(name string, rules []string) {
 	}
 }
 
-// maxElements limits the size of the elements in a message, in octets. They are in one
-// attribute, whose length has 16 bits.
+// maxElements limits the list of elements in a message, in octets. The list is one
+// attribute, and the length of an attribute has 16 bits.
 const maxElements = 60_000
 
-// elements adds messages of type NFT_MSG_NEWSETELEM or NFT_MSG_DELSETELEM. They may be
-// about elements of several maps. It sorts elems by map.
+// elements adds messages of type NFT_MSG_NEWSETELEM or NFT_MSG_DELSETELEM about elems.
+// Before that, it sorts elems by map.
 func (w *wire) elements(msg int, flags uint16, elems []element) {
 	slices.SortStableFunc(elems, func(a, b element) int { return a.m.compare(b.m) })
 	for len(elems) > 0 {
@@ -211,15 +211,15 @@ func (w *wire) elements(msg int, flags uint16, elems []element) {
 	}
 }
 
-// beginElements starts a message about elements of m. It returns the arguments for End
-// and EndNest.
+// beginElements starts a message about elements of m. The results are arguments: message
+// for End, and list for EndNest.
 func (w *wire) beginElements(msg int, flags uint16, m mapID) (message, list int) {
 	message = w.begin(msg, flags)
 	w.String(unix.NFTA_SET_ELEM_LIST_SET, m.name())
 	return message, w.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
 }
 
-// deleteForeign adds messages that delete elements that this package cannot have made.
+// deleteForeign adds messages that delete the elements with these encodings.
 func (w *wire) deleteForeign(m mapID, elems [][]byte) {
 	for _, e := range elems {
 		at, list := w.beginElements(unix.NFT_MSG_DELSETELEM, 0, m)

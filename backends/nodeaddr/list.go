@@ -8,11 +8,11 @@ import (
 	"sync"
 )
 
-// List is a Source with addresses that its owner sets. The zero value has none.
+// List is a Source whose addresses are set by Set. The zero value has no addresses.
 type List struct {
 	mu      sync.Mutex
 	addrs   []netip.Addr
-	changed chan struct{} // nil until requested
+	changed chan struct{} // nil if Addresses was not called since the last change
 }
 
 // Of returns a List with the given addresses.
@@ -22,7 +22,7 @@ func Of(addrs ...netip.Addr) *List {
 	return l
 }
 
-// Addresses implements Source.
+// Addresses implements [Source].
 func (l *List) Addresses() ([]netip.Addr, <-chan struct{}) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -23,7 +23,7 @@ func handleOf(fd int) netns.NsHandle {
 	return netns.NsHandle(fd)
 }
 
-// subscribe returns a channel that receives a value soon after an address of the
+// subscribe returns a channel that receives a value soon after an address in the
 // namespace changed. The channel is closed when ctx ends, or when notifications were
 // lost.
 func subscribe(ctx context.Context, netNS int) (<-chan struct{}, error) {
@@ -53,7 +53,6 @@ func subscribe(ctx context.Context, netNS int) (<-chan struct{}, error) {
 	return notify, nil
 }
 
-// readAddresses reads the addresses of a namespace.
 func readAddresses(netNS int, exclude []string) (machineAddresses, error) {
 	handle, err := netlink.NewHandleAt(handleOf(netNS), unix.NETLINK_ROUTE)
 	if err != nil {
@@ -70,8 +69,8 @@ func readAddresses(netNS int, exclude []string) (machineAddresses, error) {
 	}
 	var s machineAddresses
 	for _, a := range list {
-		// Another machine may have the address. Duplicate address detection failed or has not
-		// ended.
+		// If duplicate address detection failed or has not ended, another machine may have the
+		// address.
 		unsure := a.Flags&unix.IFA_F_DADFAILED != 0 || a.Flags&unix.IFA_F_TENTATIVE != 0 && a.Flags&unix.IFA_F_OPTIMISTIC == 0
 		ip, ok := netip.AddrFromSlice(a.IP)
 		if ok && !unsure && !slices.Contains(excluded, a.LinkIndex) {
@@ -86,7 +85,7 @@ func readAddresses(netNS int, exclude []string) (machineAddresses, error) {
 	return s, nil
 }
 
-// indexes returns the indexes of those interfaces in names that exist.
+// indexes returns the indexes of the named interfaces. It ignores missing interfaces.
 func indexes(handle *netlink.Handle, names []string) ([]int, error) {
 	var out []int
 	for _, name := range names {
@@ -101,8 +100,8 @@ func indexes(handle *netlink.Handle, names []string) ([]int, error) {
 	return out, nil
 }
 
-// addresses lists all addresses. It repeats the dump up to two times if the addresses
-// changed meanwhile.
+// addresses lists all addresses. If addresses change during a dump, it repeats the dump,
+// at most two times.
 func addresses(handle *netlink.Handle) (list []netlink.Addr, err error) {
 	for range 3 {
 		list, err = handle.AddrList(nil, netlink.FAMILY_ALL)
@@ -113,7 +112,7 @@ func addresses(handle *netlink.Handle) (list []netlink.Addr, err error) {
 	return list, err
 }
 
-// source returns the source address of packets to target.
+// source returns the source address of packets from this machine to target.
 func source(handle *netlink.Handle, target netip.Addr) (netip.Addr, bool) {
 	routes, err := handle.RouteGet(net.IP(target.AsSlice()))
 	if err != nil || len(routes) == 0 {

@@ -12,10 +12,9 @@ import (
 	"slices"
 )
 
-// subscribe returns nil, because there are no notifications.
+// subscribe returns nil, because these systems send no notifications.
 func subscribe(context.Context, int) (<-chan struct{}, error) { return nil, nil }
 
-// readAddresses reads the machine's addresses.
 func readAddresses(_ int, exclude []string) (machineAddresses, error) {
 	interfaces, err := net.Interfaces()
 	if err != nil {
@@ -46,8 +45,8 @@ func readAddresses(_ int, exclude []string) (machineAddresses, error) {
 	return s, nil
 }
 
-// source returns the source address of packets to target. It connects a UDP socket, which
-// sends no packets.
+// source returns the source address of packets from this machine to target. To find it,
+// source connects a UDP socket, which sends no packet.
 func source(target netip.Addr) (netip.Addr, bool) {
 	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(target, 9)))
 	if err != nil {

@@ -9,24 +9,24 @@ import (
 	"strings"
 )
 
-// Selection selects addresses of a node. It selects an address if any of its fields does.
-// The zero value is the same as Primary.
+// Selection selects addresses of a node. An address is selected if at least one field
+// selects it. The zero value selects the same addresses as Primary.
 //
-// Only a CIDR within their ranges, such as 127.0.0.0/8 or fe80::/10, selects loopback and
-// link-local addresses. A wider CIDR does not select them.
+// Loopback and link-local addresses are selected only by a CIDR within their own ranges,
+// such as 127.0.0.0/8 or fe80::/10. A wider CIDR does not select them.
 type Selection struct {
-	// Primary selects the addresses by which the cluster knows the node: the InternalIPs of
-	// its Node object or, if it has none, its ExternalIPs. While the object is unknown, it
-	// selects the source addresses of the machine's default routes, at most one per family.
+	// Primary selects the InternalIPs of the Node object or, if it has none, its
+	// ExternalIPs. While the Node object is unknown, Primary selects the source addresses of
+	// the machine's default routes, at most one per family.
 	Primary bool
-	// All selects every address of the machine.
+	// All selects every address of the machine, except loopback and link-local addresses.
 	All bool
-	// CIDRs select the machine's addresses within them.
+	// CIDRs select the addresses of the machine that are in at least one of these ranges.
 	CIDRs []netip.Prefix
 }
 
-// ParseSelection parses a user's list of primary, all, localhost (127.0.0.0/8 and
-// ::1/128), and CIDRs. An empty list means primary.
+// ParseSelection parses a list of these items: primary, all, localhost, and CIDRs. The
+// item localhost means 127.0.0.0/8 and ::1/128. An empty list means primary.
 func ParseSelection(list []string) (Selection, error) {
 	var s Selection
 	for _, item := range list {
@@ -48,7 +48,7 @@ func ParseSelection(list []string) (Selection, error) {
 	return s, nil
 }
 
-// String returns the form that ParseSelection parses.
+// String returns the items from which ParseSelection makes s, separated by commas.
 func (s Selection) String() string {
 	var list []string
 	if s.primary() {
@@ -65,8 +65,8 @@ func (s Selection) String() string {
 
 func (s *Selection) primary() bool { return s.Primary || !s.All && len(s.CIDRs) == 0 }
 
-// of returns those addresses of the machine that the selection includes. The argument
-// primary has the primary addresses.
+// of returns the selected addresses. The argument machine has the addresses of the
+// machine, and primary has the primary addresses.
 func (s *Selection) of(machine, primary []netip.Addr) []netip.Addr {
 	var selected []netip.Addr
 	if s.primary() {
@@ -90,5 +90,5 @@ func (s *Selection) admits(a netip.Addr) bool {
 	})
 }
 
-// confined reports whether a is valid only on this machine or its link.
+// confined reports whether a is a loopback or link-local address.
 func confined(a netip.Addr) bool { return a.IsLoopback() || a.IsLinkLocalUnicast() }

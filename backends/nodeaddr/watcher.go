@@ -14,48 +14,48 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// Options are a Watcher's settings. The zero value is useful.
+// Options are the settings of a Watcher. The zero value selects the defaults.
 type Options struct {
-	// Selection selects the addresses. Default: primary.
+	// Selection selects addresses of the machine. Default: the primary ones.
 	Selection Selection
-	// ExcludeInterfaces are names of interfaces whose addresses are not the node's own,
-	// because a proxy adds addresses of services there, such as kube-ipvs0. Default: none.
+	// ExcludeInterfaces are the names of interfaces whose addresses are ignored. For
+	// example, a proxy adds the addresses of services to kube-ipvs0. Default: none.
 	ExcludeInterfaces []string
-	// NetNS is the file descriptor of the network namespace. It must stay open while the
-	// Watcher is used. Default 0: the namespace of the process. Linux only.
+	// NetNS is a file descriptor of the network namespace. It must stay open while the
+	// Watcher is used. Only Linux supports it. Default 0: the network namespace of the
+	// process.
 	NetNS int
-	// Interval is the time between checks without a notification. Linux sends notifications
-	// of addresses, but not of a changed default route; other systems send none. Default ten
-	// seconds.
+	// Interval is the time after which the Watcher reads the addresses even without a
+	// notification. Linux sends no notification when only a default route changes. Other
+	// systems send no notifications. Default: ten seconds.
 	Interval time.Duration
 	// Clock measures the interval. Default: the real clock.
 	Clock clock.WithTicker
 }
 
-// burstDelay is how long a Watcher waits after a notification, because addresses often
-// change in bursts.
+// burstDelay is the time from a notification until the Watcher reads the addresses,
+// because addresses often change in bursts.
 const burstDelay = 50 * time.Millisecond
 
-// Watcher is a Source with the addresses of the machine. SetNode passes the Node object
-// to it.
+// Watcher is a Source that follows the addresses of the machine. SetNode gives it the
+// Node object, which has the primary addresses.
 type Watcher struct {
 	opts Options
 	list List
 
 	mu       sync.Mutex
 	seen     machineAddresses
-	internal []netip.Addr // of the Node object; nil while it is unknown
+	internal []netip.Addr // addresses of the Node object; nil while it is unknown
 }
 
-// machineAddresses are the addresses of a machine.
 type machineAddresses struct {
 	all []netip.Addr
-	// outgoing are the source addresses of the default routes.
+	// outgoing has the source addresses of packets that take the default routes.
 	outgoing []netip.Addr
 }
 
-// New returns a Watcher and reads the addresses once. It returns an error if that fails.
-// Without Run or Start, the addresses do not change.
+// New reads the addresses and returns a Watcher. It returns an error if it cannot read
+// them. Until Run or Start is called, the Watcher does not read the addresses again.
 func New(opts Options) (*Watcher, error) {
 	if opts.Interval == 0 {
 		opts.Interval = 10 * time.Second
@@ -70,11 +70,11 @@ func New(opts Options) (*Watcher, error) {
 	return w, nil
 }
 
-// Addresses implements Source.
+// Addresses implements [Source].
 func (w *Watcher) Addresses() ([]netip.Addr, <-chan struct{}) { return w.list.Addresses() }
 
-// SetNode sets the Node object, or nil if it is unknown. It takes effect before SetNode
-// returns.
+// SetNode sets the Node object. A nil node means that the Node object is unknown. When
+// SetNode returns, Addresses already returns the new addresses.
 func (w *Watcher) SetNode(node *api.Node) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -102,8 +102,8 @@ func OfNode(node *api.Node) []netip.Addr {
 	return nil
 }
 
-// Start follows the machine's addresses in the background until the function stop is
-// called, even after ctx ends. That function waits until all goroutines have ended.
+// Start runs Run in the background until stop is called, even if ctx ends earlier. The
+// function stop returns when all goroutines have ended.
 func (w *Watcher) Start(ctx context.Context) (stop func()) {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	ended := make(chan struct{})
@@ -117,8 +117,8 @@ func (w *Watcher) Start(ctx context.Context) (stop func()) {
 	}
 }
 
-// Run follows the machine's addresses until ctx ends. It logs and retries failures. After
-// a failure, Addresses returns the last known addresses.
+// Run follows the addresses of the machine until ctx ends. If it cannot read them, it
+// logs that and tries again later. Meanwhile Addresses returns the last known addresses.
 func (w *Watcher) Run(ctx context.Context) {
 	ticker := w.opts.Clock.NewTicker(w.opts.Interval)
 	defer ticker.Stop()
@@ -139,7 +139,7 @@ func (w *Watcher) Run(ctx context.Context) {
 		case <-ticker.C():
 		case _, ok := <-notified:
 			if !ok {
-				notified = nil // subscribe again, because a lost notification may have been a change
+				notified = nil // subscribe again; changes may have been lost
 			}
 			select {
 			case <-ctx.Done():
@@ -150,7 +150,7 @@ func (w *Watcher) Run(ctx context.Context) {
 	drain(notified)
 }
 
-// drain waits until the goroutine that sends notifications has ended.
+// drain waits until the goroutine of subscribe has ended.
 func drain(notified <-chan struct{}) {
 	if notified != nil {
 		for range notified {
@@ -170,7 +170,7 @@ func (w *Watcher) read() error {
 	return nil
 }
 
-// publish computes the selected addresses and sets the list. The caller holds the lock.
+// publish updates the list. The caller must hold the lock.
 func (w *Watcher) publish() {
 	primary := w.internal
 	if primary == nil {
@@ -179,6 +179,6 @@ func (w *Watcher) publish() {
 	w.list.Set(w.opts.Selection.of(w.seen.all, primary)...)
 }
 
-// unrouted has addresses that match only default routes, because they are reserved for
+// unrouted has addresses for which only default routes match. They are reserved for
 // documentation (RFC 5737, RFC 3849).
 var unrouted = [...]netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")}

@@ -17,8 +17,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// machine returns a namespace with three interfaces. One has the default route, another
-// one has other addresses, and on the third a proxy has added addresses of services.
+// machine returns a namespace with three interfaces. The default route is at world, and a
+// proxy has added addresses of services to kube-ipvs0.
 func machine(t *testing.T) *netnstest.Namespace {
 	n := netnstest.New(t)
 	for name, list := range map[string][]string{
@@ -36,7 +36,7 @@ func machine(t *testing.T) *netnstest.Namespace {
 	return n
 }
 
-// run creates a watcher and runs it until the test ends.
+// run starts a new watcher, which runs until the test ends.
 func run(t *testing.T, opts nodeaddr.Options) *nodeaddr.Watcher {
 	t.Helper()
 	w, err := nodeaddr.New(opts)
@@ -45,12 +45,12 @@ func run(t *testing.T, opts nodeaddr.Options) *nodeaddr.Watcher {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	stop := w.Start(ctx)
-	cancel() // must not end the watcher
+	cancel() // the watcher must continue
 	t.Cleanup(stop)
 	return w
 }
 
-// await waits until the watcher has these addresses. It relies on the watcher's signals.
+// await waits for signals of the watcher until it has these addresses.
 func await(t *testing.T, w *nodeaddr.Watcher, want ...string) {
 	t.Helper()
 	deadline := time.After(time.Minute)
@@ -96,7 +96,7 @@ func TestAddressesAreFollowed(t *testing.T) {
 func TestTentativeAddressIsNotServed(t *testing.T) {
 	n := machine(t)
 	n.Stub(t, "new")
-	n.Set(t, "ipv6/conf/new/accept_dad=1", "ipv6/conf/new/dad_transmits=60") // of one second each
+	n.Set(t, "ipv6/conf/new/accept_dad=1", "ipv6/conf/new/dad_transmits=60") // each transmission takes one second
 	n.Run(t, "ip", "addr", "add", "fd02::1/64", "dev", "new")
 	n.Add(t, "new", "10.2.0.1/24")
 	w := run(t, nodeaddr.Options{NetNS: n.FD, Selection: nodeaddr.Selection{CIDRs: []netip.Prefix{
@@ -111,7 +111,7 @@ func TestPrimaryAddressesComeFromNodeOrDefaultRoutes(t *testing.T) {
 	w := run(t, nodeaddr.Options{NetNS: n.FD, Clock: clock})
 	await(t, w, "10.0.0.1", "fd00::1")
 
-	// There is no notification of routes; the watcher detects the change at the interval.
+	// Linux sends no notification for a route. The watcher detects the change later.
 	n.Route(t, "default", "10.1.0.254", "other")
 	clock.tick(t)
 	await(t, w, "10.1.0.1", "fd00::1")
@@ -148,7 +148,7 @@ func TestInvalidNamespaceIsAnError(t *testing.T) {
 	}
 }
 
-// settling is a clock that does not advance, except by burstDelay after notifications.
+// settling is a fake clock on which the wait after a notification ends immediately.
 type settling struct{ *clocktesting.FakeClock }
 
 func (c settling) After(time.Duration) <-chan time.Time {
@@ -157,7 +157,6 @@ func (c settling) After(time.Duration) <-chan time.Time {
 	return now
 }
 
-// tick advances the clock by the interval.
 func (c settling) tick(t *testing.T) {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); !c.HasWaiters(); time.Sleep(time.Millisecond) {

@@ -16,28 +16,28 @@ import (
 )
 
 // brokenBridge is a bridge whose pods cannot reach each other through services. Packets
-// between its ports do not pass through netfilter, so the addresses of answers are not
-// translated back.
+// between ports of the bridge do not pass through netfilter. So in answers, the address
+// of the endpoint is not translated back to that of the service.
 type brokenBridge struct {
 	name, sysctl string
 }
 
-// bridgeSysctls has the setting for each family that makes packets between ports of a
-// bridge pass through netfilter.
+// bridgeSysctls has a setting for each family. With this setting, packets between ports
+// of a bridge pass through netfilter.
 var bridgeSysctls = map[int]string{
 	netlink.FAMILY_V4: "net.bridge.bridge-nf-call-iptables",
 	netlink.FAMILY_V6: "net.bridge.bridge-nf-call-ip6tables",
 }
 
-// findBrokenBridges returns the broken bridges in the network namespace of the calling
-// thread. A bridge counts as a bridge of pods if it has an address, the pods' gateway,
-// and at least two veth interfaces.
+// findBrokenBridges searches the network namespace of the calling thread. It assumes that
+// a bridge with an address and at least two veth interfaces is a bridge of pods, and that
+// the address is their gateway.
 func findBrokenBridges() ([]brokenBridge, error) {
 	links, err := netlink.LinkList()
 	if err != nil {
 		return nil, fmt.Errorf("list interfaces: %w", err)
 	}
-	pods := map[int]int{} // number of pods by the index of the bridge
+	pods := map[int]int{} // from the index of a bridge to the number of its pods
 	for _, l := range links {
 		if l.Type() == "veth" {
 			pods[l.Attrs().MasterIndex]++
@@ -56,7 +56,7 @@ func findBrokenBridges() ([]brokenBridge, error) {
 			if !slices.ContainsFunc(addrs, func(a netlink.Addr) bool { return a.IP.IsGlobalUnicast() }) {
 				continue
 			}
-			// Without the module br_netfilter there is no such setting.
+			// The setting exists only while the module br_netfilter is loaded.
 			value, err := sysctl.Kernel.Read(bridgeSysctls[family])
 			if err != nil && !errors.Is(err, fs.ErrNotExist) {
 				return broken, err
@@ -69,8 +69,8 @@ func findBrokenBridges() ([]brokenBridge, error) {
 	return broken, nil
 }
 
-// followBridges logs each broken bridge once. It continues to look for broken bridges
-// until stop is called, because a bridge often appears with the first pods.
+// followBridges searches for broken bridges until stop is called, because a bridge often
+// appears with the first pods. It logs each broken bridge once.
 func followBridges(ctx context.Context) (stop func()) {
 	log := klog.FromContext(ctx)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))

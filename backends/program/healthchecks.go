@@ -10,7 +10,6 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// healthChecks has the flag and the metrics of the health-check server beside a backend.
 type healthChecks struct {
 	off           bool
 	open, failing prometheus.Gauge
@@ -34,8 +33,8 @@ func (h *healthChecks) collectors() []prometheus.Collector {
 	return []prometheus.Collector{h.open, h.failing, h.faults}
 }
 
-// companions returns a value for Parts.Companions. It creates a health-check server at
-// the addresses addrs.
+// companions returns a function for Parts.Companions. That function creates a
+// health-check server at addrs.
 func (h *healthChecks) companions(addrs nodeaddr.Source) func(healthy func() bool) []sink.Sink {
 	return func(healthy func() bool) []sink.Sink {
 		if h.off {

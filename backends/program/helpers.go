@@ -20,11 +20,11 @@ func counter(subsystem, name, help string) prometheus.Counter {
 	return prometheus.NewCounter(prometheus.CounterOpts{Namespace: "kpng", Subsystem: subsystem, Name: name, Help: help})
 }
 
-// durations are the buckets of histograms of durations, from 1 ms to 16 s.
+// durations has the buckets of histograms of durations, from 1 ms to 16 s.
 var durations = prometheus.ExponentialBuckets(0.001, 2, 15)
 
-// flagValue returns the value of any flag of the command. It is empty if the command has
-// no such flag.
+// flagValue returns the value of a flag of the command, or "" if the command has no such
+// flag.
 func flagValue(fs *pflag.FlagSet, name string) string {
 	if f := fs.Lookup(name); f != nil {
 		return f.Value.String()
@@ -32,14 +32,14 @@ func flagValue(fs *pflag.FlagSet, name string) string {
 	return ""
 }
 
-// kubeProxyNamed returns a collector that collects the metrics of c under a name of
-// kube-proxy. All metrics of c have the same name and these labels.
+// kubeProxyNamed returns a collector with the metrics of c under another name, which
+// kube-proxy uses. All metrics of c must have the same name and these labels.
 func kubeProxyNamed(name string, c prometheus.Collector, labels ...string) prometheus.Collector {
 	return &renamed{c, prometheus.NewDesc("kubeproxy_"+name, "As in kube-proxy.", labels, nil)}
 }
 
-// renamed is a collector with the metrics of another collector, under another
-// description.
+// renamed is a collector with the metrics of another collector. It replaces their
+// descriptions.
 type renamed struct {
 	of   prometheus.Collector
 	desc *prometheus.Desc
@@ -65,7 +65,6 @@ type renamedMetric struct {
 
 func (m renamedMetric) Desc() *prometheus.Desc { return m.desc }
 
-// nodePortsFlag adds the flag --node-port-addresses.
 func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection) {
 	*to = nodeaddr.Selection{Primary: true}
 	var given []string
@@ -79,8 +78,8 @@ func nodePortsFlag(fs *pflag.FlagSet, to *nodeaddr.Selection) {
 	}, "node-port-addresses", "serve node ports and health checks at these `addresses` of the node: primary (those of its Node object), all, localhost, CIDRs")
 }
 
-// listFlag adds a flag for a list. It can be given several times, or with several values
-// separated by commas.
+// listFlag adds a flag for a list. A command line may repeat the flag, and separate
+// several values with commas.
 func listFlag[T fmt.Stringer](fs *pflag.FlagSet, to *[]T, parse func(string) (T, error), name, usage string) {
 	fs.Var(&value{
 		show: func() string { return strings.Trim(fmt.Sprint(*to), "[]") },
@@ -97,13 +96,13 @@ func listFlag[T fmt.Stringer](fs *pflag.FlagSet, to *[]T, parse func(string) (T,
 	}, name, usage)
 }
 
-// parseCIDR reads a CIDR and clears the bits of its host part.
+// parseCIDR parses a CIDR and sets the bits after its prefix to zero.
 func parseCIDR(text string) (netip.Prefix, error) {
 	cidr, err := netip.ParsePrefix(text)
 	return cidr.Masked(), err
 }
 
-// value implements pflag.Value with functions.
+// value implements pflag.Value by functions.
 type value struct {
 	show func() string
 	set  func(string) error
@@ -112,8 +111,8 @@ type value struct {
 func (v *value) Set(text string) error { return v.set(text) }
 func (*value) Type() string            { return "list" }
 
-// String returns "" for the zero value of value. The package pflag calls it to detect
-// zero defaults.
+// String also accepts the zero value. The package pflag calls String for it to find out
+// whether a default is zero.
 func (v *value) String() string {
 	if v.show == nil {
 		return ""

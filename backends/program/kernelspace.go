@@ -59,8 +59,8 @@ func kernelspaceFlags(fs *pflag.FlagSet, opts *kernelspace.Options, checks *heal
 	checks.register(fs)
 }
 
-// hnsMetrics counts the calls of HNS, and the endpoints and load balancers of this
-// program in HNS.
+// hnsMetrics counts the calls of HNS. It also counts the endpoints and load balancers
+// that HNS has for this program.
 type hnsMetrics struct {
 	endpoints, balancers prometheus.Gauge
 	calls                *prometheus.HistogramVec

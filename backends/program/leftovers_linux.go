@@ -19,18 +19,18 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// leftover describes rules or devices that another service proxy programmed and did not
-// remove. They may handle connections to services before kpng does.
+// leftover describes rules or devices that another service proxy has left in the kernel.
+// These may handle connections to services before the rules of kpng.
 type leftover struct {
 	what, remove string
 }
 
 // kubeProxyChain is a chain of kube-proxy in its modes iptables and ipvs. Packets reach
-// all its other chains for services through this chain.
+// kube-proxy's other chains for services only through this chain.
 const kubeProxyChain = "KUBE-SERVICES"
 
-// reportLeftovers logs the leftovers of kube-proxy in the network namespace of the
-// calling thread.
+// reportLeftovers logs what kube-proxy left in the network namespace of the calling
+// thread.
 func reportLeftovers(ctx context.Context) {
 	log := klog.FromContext(ctx)
 	found, err := findLeftovers(ctx)
@@ -43,8 +43,8 @@ func reportLeftovers(ctx context.Context) {
 	}
 }
 
-// findLeftovers returns the leftovers of kube-proxy in the network namespace of the
-// calling thread. If a part of the search fails, it returns the others and an error.
+// findLeftovers searches the network namespace of the calling thread. If a part of the
+// search fails, findLeftovers returns the results of the other parts and an error.
 func findLeftovers(ctx context.Context) ([]leftover, error) {
 	var found []leftover
 	var errs []error
@@ -59,7 +59,7 @@ func findLeftovers(ctx context.Context) ([]leftover, error) {
 // nftablesLeftovers finds the tables of kube-proxy's mode nftables. It also finds the
 // chains that kube-proxy's other modes made with iptables-nft.
 func nftablesLeftovers(ctx context.Context) ([]leftover, error) {
-	// linux/netfilter/nf_tables.h
+	// from linux/netfilter/nf_tables.h
 	const getChain, chainTable, chainName = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETCHAIN, 1, 3
 	c := netfilter.NewConn(0)
 	defer c.Close()
@@ -127,9 +127,9 @@ func legacyLeftovers(context.Context) ([]leftover, error) {
 
 // legacyTableHas reports whether a table of iptables-legacy has a chain.
 func legacyTableHas(family, level int, table, chain string) (bool, error) {
-	// linux/netfilter_ipv4/ip_tables.h, and the same in ip6_tables.h: ipt_getinfo is a
-	// name, twelve numbers, the size of the rules; ipt_get_entries is a name, that size,
-	// and the rules, in which a chain begins with its name.
+	// From linux/netfilter_ipv4/ip_tables.h; ip6_tables.h is the same. The size of the rules
+	// comes last in ipt_getinfo, and second in ipt_get_entries, where the rules follow.
+	// Among the rules, each chain begins with its name.
 	const (
 		getInfo, infoSize, infoSizeAt           = 64, 84, 80
 		getEntries, entriesSizeAt, entriesStart = 65, 32, 40
@@ -159,13 +159,13 @@ func legacyTableHas(family, level int, table, chain string) (bool, error) {
 		binary.NativeEndian.PutUint32(entries[entriesSizeAt:], size)
 		err := get(getEntries, entries)
 		if errors.Is(err, unix.EAGAIN) && attempt < 10 {
-			continue // another program changed the table meanwhile
+			continue // another program changed the table between the two calls
 		}
 		return err == nil && bytes.Contains(entries, append([]byte(chain), 0)), err
 	}
 }
 
-// ipvsLeftovers finds the leftovers of kube-proxy's mode ipvs that are not chains.
+// ipvsLeftovers finds the interface and the virtual services of kube-proxy's mode ipvs.
 func ipvsLeftovers(context.Context) ([]leftover, error) {
 	var found []leftover
 	const device = "kube-ipvs0"
@@ -177,7 +177,7 @@ func ipvsLeftovers(context.Context) ([]leftover, error) {
 	} else {
 		err = fmt.Errorf("look for interface %s: %w", device, err)
 	}
-	// A line that begins with a protocol is a virtual service.
+	// Each virtual service has a line that begins with its protocol.
 	text, readErr := os.ReadFile("/proc/thread-self/net/ip_vs")
 	if readErr != nil && !errors.Is(readErr, os.ErrNotExist) {
 		err = errors.Join(err, fmt.Errorf("list virtual services of IPVS: %w", readErr))

@@ -12,26 +12,26 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// localEndpoints counts the service ports that drop traffic because their policy is Local
-// and only other nodes have endpoints. A backend passes all its changes to sync. These
+// localEndpoints counts the service ports that drop traffic because a policy is Local and
+// all endpoints are on other nodes. A backend must call sync with all changes. These
 // calls must not overlap.
 type localEndpoints struct {
 	missing  *prometheus.GaugeVec
-	services map[types.NamespacedName]droppingService // services with ports that drop traffic
+	services map[types.NamespacedName]droppingService // only services with ports that drop traffic
 	pass     int
 }
 
-// droppingService has those ports of a service that drop traffic, according to its last
-// delivery.
+// droppingService has the ports of a service that drop traffic, as of the last delivery
+// of the service.
 type droppingService struct {
 	ports []droppingPort
-	pass  int // number of the last pass that began before the delivery
+	pass  int // number of the last pass that began before that delivery
 }
 
 type droppingPort struct {
 	port     *api.PortMapping
 	family   api.Family
-	internal bool // internal traffic policy instead of external
+	internal bool // for the internal traffic policy, not the external one
 }
 
 var localEndpointsLabels = []string{"traffic_policy", "ip_family"}
@@ -59,7 +59,7 @@ func (l *localEndpoints) gauge(p droppingPort) prometheus.Gauge {
 	return l.missing.WithLabelValues(policy, p.family.String())
 }
 
-// sync updates the counts for changed services.
+// sync updates the counts.
 func (l *localEndpoints) sync(c *sink.Changes) {
 	if c.First {
 		l.pass++
@@ -90,8 +90,8 @@ func (l *localEndpoints) set(key types.NamespacedName, ports []droppingPort) {
 	}
 }
 
-// droppingPorts returns the ports of a service that drop traffic from other nodes. It
-// returns a port once for each family and policy.
+// droppingPorts returns the ports of a service that drop traffic from other nodes. Each
+// port appears once for each family and policy.
 func droppingPorts(view *api.ServiceEndpoints) []droppingPort {
 	if view == nil || !view.Service.InternalTrafficToLocal && !view.Service.ExternalTrafficToLocal {
 		return nil

@@ -19,8 +19,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// localView returns the view of a dual-stack service of type NodePort. Both policies are
-// Local, and the endpoints are on the given nodes.
+// localView returns the view of a dual-stack service of type NodePort. Both traffic
+// policies are Local, and there is an endpoint on each of the nodes.
 func localView(name string, nodes ...string) *api.ServiceEndpoints {
 	svc := &api.Service{
 		Namespace: "test", Name: name, Type: api.NodePort, IPFamilies: []api.Family{api.IPv4, api.IPv6},
@@ -29,7 +29,7 @@ func localView(name string, nodes ...string) *api.ServiceEndpoints {
 	}
 	svc.IPs.ClusterIPs.Add(netip.MustParseAddr("10.96.0.1"))
 	svc.IPs.ClusterIPs.Add(netip.MustParseAddr("fd96::1"))
-	svc.IPs.ExternalIPs.Add(netip.MustParseAddr("192.0.2.1")) // an external IP only for IPv4
+	svc.IPs.ExternalIPs.Add(netip.MustParseAddr("192.0.2.1")) // one external IP, which is IPv4
 	state := &api.ServiceState{Service: svc}
 	for i, node := range nodes {
 		for _, addr := range []string{fmt.Sprintf("10.1.0.%d", i+1), fmt.Sprintf("fd01::%d", i+1)} {

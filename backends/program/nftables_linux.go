@@ -33,7 +33,7 @@ func NFTables() *Backend {
 	}
 }
 
-// nftablesFlags are the values of the backend's flags.
+// nftablesFlags has the values of the backend's flags.
 type nftablesFlags struct {
 	options           nftables.Options
 	nodePorts         nodeaddr.Selection
@@ -43,7 +43,7 @@ type nftablesFlags struct {
 	limits            conntrackLimits
 	keepConnections   bool
 	checks            *healthChecks
-	// all has all flags of the command, including those of its source.
+	// all has all flags of the command. Some of them do not belong to the backend.
 	all *pflag.FlagSet
 }
 
@@ -67,7 +67,7 @@ func (f *nftablesFlags) register(fs *pflag.FlagSet) {
 	f.checks.register(fs)
 }
 
-// complete checks the flags and returns the options of the backend that follow from them.
+// complete checks the values of the flags and returns the resulting options.
 func (f *nftablesFlags) complete() (nftables.Options, error) {
 	opts := f.options
 	opts.MasqueradeOutsiders = f.masqueradeOutside && (opts.NodePodCIDRs || len(opts.ClusterCIDRs)+len(opts.PodInterfaces) > 0)
@@ -97,14 +97,14 @@ func (f *nftablesFlags) complete() (nftables.Options, error) {
 	return opts, f.limits.check(f.all)
 }
 
-// replacesKubeProxy reports whether the proxy handles the services that kube-proxy would
-// handle. A proxy for the services of another proxy name runs beside kube-proxy.
+// replacesKubeProxy reports whether this proxy runs in place of kube-proxy. If it handles
+// the services of another proxy name, it runs beside kube-proxy.
 func (f *nftablesFlags) replacesKubeProxy() bool {
 	return flagValue(f.all, "service-proxy-name") == ""
 }
 
-// conntrackSettings returns the settings of connection tracking on a machine with the
-// given number of CPU cores. Beside kube-proxy, which has its own values, it returns only
+// conntrackSettings returns the settings of connection tracking for a machine with this
+// number of CPU cores. Beside kube-proxy, which sets its own values, it returns only
 // settings whose flags were given.
 func (f *nftablesFlags) conntrackSettings(cores int) []sysctl.Setting {
 	limits := f.limits
@@ -114,8 +114,8 @@ func (f *nftablesFlags) conntrackSettings(cores int) []sysctl.Setting {
 	return limits.settings(cores)
 }
 
-// follow returns a value for Parts.Follow. It applies kernel settings and starts the
-// tasks beside the backend.
+// follow returns a function for Parts.Follow. That function applies kernel settings and
+// starts tasks that run beside the backend.
 func (f *nftablesFlags) follow(mode nftables.SysctlMode, addrs *nodeaddr.Watcher) func(context.Context) (stop func()) {
 	return func(ctx context.Context) func() {
 		if mode != nftables.IgnoreSysctls {

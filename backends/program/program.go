@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package program makes programs from backends. It adds flags, metrics, health-check node
-// ports and other things that a node needs beside a backend. Package app runs the
+// Package program makes programs from backends. For each backend, it adds flags, metrics,
+// health-check node ports and other things that a node needs. Package app runs the
 // programs:
 //
 //	app.Main(program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})))
 //
-// The packages of the backends do not import this package. So a program that embeds a
-// backend links neither Prometheus nor a flag parser.
+// The packages of the backends do not import this package. So a program that imports only
+// a backend links neither Prometheus nor a flag parser.
 //
-// Each backend has one file with a function that returns a [Backend]. A new backend needs
-// such a file, and a line in the list of backends of a command.
+// For each backend, this package has a file with a function that returns a [Backend]. To
+// add a backend, write such a file, and add a line to the list of backends of a command.
 package program
 
 import (
@@ -24,26 +24,25 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// Backend is a backend for a program. It is a [sink.Sink] with the optional methods that
-// package app knows. Configure must be called before these methods.
+// Backend is a backend for a program. It is a [sink.Sink], with all optional methods that
+// package app knows. Call Configure before any of these methods.
 //
-// The exported fields describe the backend. They must not be changed.
+// The exported fields describe the backend. Do not change them.
 type Backend struct {
 	// Name is the name of the backend in commands, logs and metrics.
 	Name string
-	// Short describes the backend in one line, Long in a few sentences.
+	// Short describes the backend in one line, and Long in a few sentences.
 	Short, Long string
 	// OnlyPorts reports that the backend does not support all-ports services.
 	OnlyPorts bool
-	// Flags adds the flags of the backend. Default: no flags.
+	// Flags adds the flags of the backend to a command. Default: no flags.
 	Flags func(*pflag.FlagSet)
-	// Make creates the backend from the values of its flags. It changes nothing on the
-	// machine.
+	// Make creates the backend from the values of its flags. It does not change the machine.
 	Make func() (Parts, error)
 
 	flags          *pflag.FlagSet // flags of the command, or nil
 	parts          Parts
-	forward        sink.Forwarder // to parts.Sink
+	forward        sink.Forwarder // forwards calls to parts.Sink
 	unfollow       func()
 	localEndpoints *localEndpoints
 }
@@ -53,27 +52,27 @@ type Parts struct {
 	// Sink programs the dataplane. It may also implement [sink.Starter], [sink.Stopper],
 	// [sink.Drainer], [sink.Verifier], [sink.Poller], [sink.Cleaner] and [Inspector].
 	Sink sink.Sink
-	// Follow is called after Sink has started. The function stop that it returns is called
+	// Follow is called after Sink has started. It returns the function stop, which is called
 	// before Sink stops. Default: none.
 	Follow func(context.Context) (stop func())
-	// Companions returns sinks that run beside Sink, as in app.Companion. Default: none.
+	// Companions returns sinks that run beside Sink, see app.Companion. Default: none.
 	Companions func(healthy func() bool) []sink.Sink
 	// Collectors have the metrics of all parts.
 	Collectors []prometheus.Collector
-	// KubeProxyNames has the metrics that kube-proxy also has, by kube-proxy's names without
-	// "kubeproxy_". The flag --kubeproxy-metrics of package app adds metrics with these
-	// names.
+	// KubeProxyNames has metrics that kube-proxy also has. A key is kube-proxy's name of a
+	// metric without "kubeproxy_". With the flag --kubeproxy-metrics of package app, Backend
+	// also collects them under these names.
 	KubeProxyNames map[string]prometheus.Collector
 }
 
-// Inspector is a sink that can describe the content of its dataplane for a frontend, and
-// compare it with the view of the service. For a node port, addr is an address of the
+// Inspector is a sink that can describe what its dataplane contains for a frontend, and
+// compare that with the view of the service. For a node port, addr is an address of the
 // node. For an all-ports service, protocol and port are 0.
 type Inspector interface {
 	Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.ServiceEndpoints) (string, error)
 }
 
-// Register adds the flags of the backend.
+// Register adds the flags of the backend to fs.
 func (b *Backend) Register(fs *pflag.FlagSet) {
 	b.flags = fs
 	if b.Flags != nil {
@@ -81,8 +80,8 @@ func (b *Backend) Register(fs *pflag.FlagSet) {
 	}
 }
 
-// Configure creates the backend from the values of its flags. After a successful call,
-// further calls do nothing.
+// Configure creates the backend from the values of its flags. If Configure has already
+// succeeded, it does nothing.
 func (b *Backend) Configure() (err error) {
 	if b.parts.Sink != nil {
 		return nil
@@ -105,7 +104,7 @@ func (b *Backend) Configure() (err error) {
 // PortsOnly implements app.PortsOnly.
 func (b *Backend) PortsOnly() bool { return b.OnlyPorts }
 
-// Sink returns the sink that programs the dataplane. It returns nil before Configure.
+// Sink returns the sink that programs the dataplane, or nil before Configure.
 func (b *Backend) Sink() sink.Sink { return b.parts.Sink }
 
 // Sync implements sink.Sink.

@@ -26,7 +26,7 @@ var (
 	_ app.PortsOnly        = (*Backend)(nil)
 )
 
-// configured parses a command line for b and calls Configure.
+// configured parses a command line for b and then calls b.Configure.
 func configured(t *testing.T, b *Backend, args ...string) (*Backend, error) {
 	t.Helper()
 	fs := pflag.NewFlagSet(b.Name, pflag.ContinueOnError)

@@ -14,15 +14,15 @@ import (
 	"k8s.io/utils/cpuset"
 )
 
-// conntrackLimits are the settings of connection tracking that kube-proxy sets, with
-// kube-proxy's flags and defaults. A zero value leaves the kernel's setting.
+// conntrackLimits has settings of connection tracking, with the flags and defaults of
+// kube-proxy. A zero value leaves the kernel's setting unchanged.
 type conntrackLimits struct {
 	maxPerCore, min                         int
 	established, closeWait, udp, udpStreams time.Duration
 	liberal                                 bool
 }
 
-// conntrackFlags is the common prefix of the names of these flags.
+// conntrackFlags is the common prefix of the names of the flags.
 const conntrackFlags = "conntrack-"
 
 func (l *conntrackLimits) register(fs *pflag.FlagSet) {
@@ -35,7 +35,7 @@ func (l *conntrackLimits) register(fs *pflag.FlagSet) {
 	fs.BoolVar(&l.liberal, conntrackFlags+"tcp-be-liberal", false, "accept TCP packets outside of the window that connection tracking expects")
 }
 
-// onlyGiven sets the values to zero whose flags in fs were not given.
+// onlyGiven sets a value to zero if its flag was not given on the command line.
 func (l *conntrackLimits) onlyGiven(fs *pflag.FlagSet) {
 	given := *l
 	*l = conntrackLimits{}
@@ -51,7 +51,7 @@ func (l *conntrackLimits) onlyGiven(fs *pflag.FlagSet) {
 	l.udp, l.udpStreams, l.liberal = given.udp, given.udpStreams, given.liberal
 }
 
-// check returns an error if one of these flags of fs is negative.
+// check returns an error if a flag for connection tracking is negative.
 func (l *conntrackLimits) check(fs *pflag.FlagSet) (err error) {
 	fs.Visit(func(f *pflag.Flag) {
 		if strings.HasPrefix(f.Name, conntrackFlags) && strings.HasPrefix(f.Value.String(), "-") {
@@ -61,7 +61,7 @@ func (l *conntrackLimits) check(fs *pflag.FlagSet) (err error) {
 	return err
 }
 
-// settings returns the kernel settings on a machine with a number of CPU cores.
+// settings returns the kernel settings for a machine with this number of CPU cores.
 func (l *conntrackLimits) settings(cores int) []sysctl.Setting {
 	var settings []sysctl.Setting
 	set := func(name string, value int, atLeast bool, reason string) {
@@ -71,12 +71,12 @@ func (l *conntrackLimits) settings(cores int) []sysctl.Setting {
 	}
 	add := func(name string, value int) { set(name, value, false, "connections are tracked as by kube-proxy") }
 	if l.maxPerCore > 0 {
-		const most = 1 << 20 // kube-proxy's maximum on machines with many cores
+		const most = 1 << 20 // the maximum of kube-proxy for machines with many cores
 		limit := max(l.maxPerCore*cores, l.min)
 		if l.maxPerCore*cores > most {
 			limit = most
 		}
-		// Unlike kube-proxy, kpng does not lower a limit that the operator has raised.
+		// If the operator has raised a limit, kpng does not lower it, unlike kube-proxy.
 		set("max", limit, true, "the node has room for as many connections as with kube-proxy")
 		set("buckets", limit/4, true, "finding a connection stays fast")
 	}
@@ -90,8 +90,8 @@ func (l *conntrackLimits) settings(cores int) []sysctl.Setting {
 	return settings
 }
 
-// cores returns the number of CPU cores of the machine, even if this process may use only
-// some of them.
+// cores returns the number of CPU cores of the machine. This process may be allowed to
+// use fewer.
 func cores() int {
 	text, err := os.ReadFile("/sys/devices/system/cpu/online")
 	if err == nil {

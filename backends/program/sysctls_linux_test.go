@@ -12,7 +12,7 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// parsedFlags returns the flags of a command that was started with a proxy name and args.
+// parsedFlags returns the parsed flags of a command with --service-proxy-name and args.
 func parsedFlags(t *testing.T, proxyName string, args ...string) *nftablesFlags {
 	t.Helper()
 	f := &nftablesFlags{checks: newHealthChecks()}
@@ -86,8 +86,8 @@ func TestSysctlsAreSetInPlaceOfKubeProxyAndReportedBesideIt(t *testing.T) {
 	}
 }
 
-// The test does not change the maximum and the size of the table, because these are
-// common to all namespaces of the machine.
+// The test does not change the maximum and the size of the table. All namespaces of the
+// machine share these settings.
 func TestTheKernelTakesTheSettingsOfConnectionTracking(t *testing.T) {
 	n := netnstest.New(t)
 	settings := parsedFlags(t, "", "--conntrack-max-per-core=0", "--conntrack-udp-timeout=11s", "--conntrack-udp-timeout-stream=22s", "--conntrack-tcp-be-liberal").conntrackSettings(2)

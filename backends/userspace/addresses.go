@@ -13,22 +13,22 @@ import (
 )
 
 // references counts the users of local addresses. It is safe for concurrent use.
-// Concurrent calls can change different addresses at the same time.
+// Concurrent calls can add or remove different addresses at the same time.
 type references struct {
-	addresses Addresses // nil if addresses must already be local
+	addresses Addresses // nil if only addresses that are already local can be used
 
-	// mu is released while an address is added or removed, because that may take seconds.
+	// mu is not held while an address is added or removed, because that may take seconds.
 	mu    sync.Mutex
 	count map[netip.Addr]int
-	// stuck are unused addresses that may still be local, because their removal failed.
+	// stuck has unused addresses whose removal failed. They may still be local.
 	stuck map[netip.Addr]struct{}
-	// left are the addresses that an earlier process made local. It is emptied when the
-	// needed addresses are known.
+	// left has the addresses that an earlier process made local. After the first pass it is
+	// empty.
 	left []netip.Addr
-	// room limits the number of concurrent changes.
+	// room limits the number of concurrent calls of addresses.
 	room chan struct{}
-	// changing are the addresses being added or removed. The condition changed signals the
-	// end of each such change.
+	// changing has the addresses that are being added or removed. At the end of each such
+	// change, the condition changed is signaled.
 	changing map[netip.Addr]struct{}
 	changed  sync.Cond
 }
@@ -42,8 +42,8 @@ func newReferences(a Addresses) *references {
 	return r
 }
 
-// change calls f while no other goroutine changes addr. The caller holds the lock. The
-// method change releases the lock during the call.
+// change calls f while no other goroutine adds or removes addr. The caller holds the lock
+// mu, but change releases it during the call of f.
 func (r *references) change(addr netip.Addr, f func() error) error {
 	r.changing[addr] = struct{}{}
 	r.mu.Unlock()
@@ -54,7 +54,7 @@ func (r *references) change(addr netip.Addr, f func() error) error {
 	return err
 }
 
-// lock waits until no goroutine changes addr, and takes the lock.
+// lock waits until no goroutine adds or removes addr, and takes the lock mu.
 func (r *references) lock(addr netip.Addr) {
 	r.mu.Lock()
 	for {
@@ -65,8 +65,8 @@ func (r *references) lock(addr netip.Addr) {
 	}
 }
 
-// adopt reads the addresses that an earlier process made local. It counts as one user of
-// each until abandon is called.
+// adopt reads the addresses that an earlier process made local. Until abandon is called,
+// each of them has one additional user.
 func (r *references) adopt(ctx context.Context) error {
 	if r.addresses == nil {
 		return nil
@@ -84,7 +84,7 @@ func (r *references) adopt(ctx context.Context) error {
 	return nil
 }
 
-// abandon returns the adopted addresses, which the caller has to release.
+// abandon returns the addresses that adopt has read. The caller must release them.
 func (r *references) abandon() []netip.Addr {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -93,13 +93,13 @@ func (r *references) abandon() []netip.Addr {
 	return left
 }
 
-// counts reports whether the users of addr are counted. They are not if Addresses is nil
-// or if addr is a loopback address.
+// counts reports whether users of addr are counted. Without Addresses and for loopback
+// addresses, counting is unnecessary.
 func (r *references) counts(addr netip.Addr) bool {
 	return r.addresses != nil && !addr.IsLoopback()
 }
 
-// acquire adds a user of addr and makes addr local for the first one.
+// acquire adds a user of addr. If it is the first one, acquire makes addr local.
 func (r *references) acquire(ctx context.Context, addr netip.Addr) error {
 	if !r.counts(addr) {
 		return nil
@@ -108,7 +108,7 @@ func (r *references) acquire(ctx context.Context, addr netip.Addr) error {
 	defer r.mu.Unlock()
 	if r.count[addr] == 0 {
 		if err := r.change(addr, func() error { return r.addresses.Add(ctx, addr) }); err != nil {
-			r.stuck[addr] = struct{}{} // it may have become local despite the error
+			r.stuck[addr] = struct{}{} // addr may be local despite the error
 			return fmt.Errorf("make %s local: %w", addr, err)
 		}
 		delete(r.stuck, addr)
@@ -117,7 +117,7 @@ func (r *references) acquire(ctx context.Context, addr netip.Addr) error {
 	return nil
 }
 
-// share adds a user of addr if addr is already local. Otherwise it returns false.
+// share adds a user of addr if addr already has users. Otherwise it returns false.
 func (r *references) share(addr netip.Addr) bool {
 	if !r.counts(addr) {
 		return true
@@ -131,8 +131,8 @@ func (r *references) share(addr netip.Addr) bool {
 	return true
 }
 
-// release removes one user of addr. With the last user it removes the address from the
-// host. If that fails, sweep retries.
+// release removes one user of addr. If it was the last user, release removes the address
+// from the host. If that fails, sweep tries again.
 func (r *references) release(ctx context.Context, addr netip.Addr) error {
 	if !r.counts(addr) {
 		return nil
@@ -147,7 +147,7 @@ func (r *references) release(ctx context.Context, addr netip.Addr) error {
 	return r.remove(ctx, addr)
 }
 
-// sweep retries failed removals of addresses.
+// sweep tries again to remove addresses whose removal failed.
 func (r *references) sweep(ctx context.Context) error {
 	r.mu.Lock()
 	stuck := slices.Collect(maps.Keys(r.stuck))
@@ -162,8 +162,8 @@ func (r *references) sweep(ctx context.Context) error {
 	})
 }
 
-// restore makes all needed addresses local again, in case another process removed some.
-// It stops when ctx ends.
+// restore makes all addresses with users local, in case another process removed some of
+// them. It stops when ctx ends.
 func (r *references) restore(ctx context.Context) error {
 	r.mu.Lock()
 	needed := slices.Collect(maps.Keys(r.count))
@@ -177,7 +177,7 @@ func (r *references) restore(ctx context.Context) error {
 		if r.count[addr] == 0 {
 			return nil
 		}
-		// An interrupted Add would remove the address.
+		// Add must not be interrupted, because it would then remove the address.
 		if err := r.change(addr, func() error { return r.addresses.Add(context.WithoutCancel(ctx), addr) }); err != nil {
 			return fmt.Errorf("make %s local: %w", addr, err)
 		}
@@ -185,7 +185,7 @@ func (r *references) restore(ctx context.Context) error {
 	})
 }
 
-// remove removes a stuck address. The caller holds the lock.
+// remove removes a stuck address from the host. The caller holds the lock mu.
 func (r *references) remove(ctx context.Context, addr netip.Addr) error {
 	if err := r.change(addr, func() error { return r.addresses.Remove(ctx, addr) }); err != nil {
 		return fmt.Errorf("remove %s from this host: %w", addr, err)
@@ -194,15 +194,14 @@ func (r *references) remove(ctx context.Context, addr netip.Addr) error {
 	return nil
 }
 
-// hasUsers reports whether addr is local and has users.
 func (r *references) hasUsers(addr netip.Addr) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.count[addr] > 0
 }
 
-// inParallel calls f concurrently with each item and waits for all calls. The channel
-// room limits the concurrent calls of all callers to 64.
+// inParallel calls f for all items concurrently, and returns when all calls have
+// returned. The channel room limits the concurrent calls of all callers together to 64.
 func inParallel[T any](room chan struct{}, items []T, f func(T)) {
 	var all sync.WaitGroup
 	for _, item := range items {
@@ -215,7 +214,7 @@ func inParallel[T any](room chan struct{}, items []T, f func(T)) {
 	all.Wait()
 }
 
-// errorsOf calls f concurrently with each address and returns the joined errors.
+// errorsOf calls f for all addresses concurrently, and returns the joined errors.
 func (r *references) errorsOf(addrs []netip.Addr, f func(netip.Addr) error) error {
 	var mu sync.Mutex
 	var errs []error

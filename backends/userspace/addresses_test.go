@@ -16,14 +16,14 @@ import (
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 )
 
-// fakeAddresses are in-memory Addresses.
+// fakeAddresses implements Addresses in memory.
 type fakeAddresses struct {
-	// adding is called before an address is added, removing before one is removed.
+	// Add calls adding first, and Remove calls removing first.
 	adding, removing func() error
 
 	mu    sync.Mutex
 	there []netip.Addr
-	// left are addresses of an earlier process.
+	// left has addresses of an earlier process.
 	left    []netip.Addr
 	leftErr error
 }
@@ -37,7 +37,7 @@ func (f *fakeAddresses) Add(_ context.Context, addr netip.Addr) error {
 	err := f.adding()
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.there = append(f.there, addr) // even after an error
+	f.there = append(f.there, addr) // even if the result is an error
 	return err
 }
 
@@ -55,11 +55,10 @@ func (f *fakeAddresses) Left(context.Context) ([]netip.Addr, error) { return f.l
 
 func (f *fakeAddresses) Cleanup(context.Context) error { return nil }
 
-// barrier returns a function that blocks until the given number of goroutines have called
-// it.
-func barrier(calls int) func() error {
+// barrier returns a function that blocks until it has been called n times.
+func barrier(n int) func() error {
 	var all sync.WaitGroup
-	all.Add(calls)
+	all.Add(n)
 	return func() error {
 		all.Done()
 		gathered := make(chan struct{})
@@ -102,8 +101,8 @@ func TestUnneededAddressesOfEarlierProcessAreRemoved(t *testing.T) {
 	}
 }
 
-// unusableServices returns services at 192.0.2.0 and following addresses. They need no
-// listeners.
+// unusableServices returns services at 192.0.2.0 and the following addresses. They have
+// no listeners.
 func unusableServices(addresses int) []*api.ServiceEndpoints {
 	var views []*api.ServiceEndpoints
 	for i := range addresses {

@@ -8,14 +8,14 @@ import (
 	"time"
 )
 
-// maxAttached limits the client addresses that a port remembers. It is the limit of
-// kube-proxy's nftables mode. It prevents that forged addresses use all memory.
+// maxAttached limits the client addresses that a port remembers, so that forged addresses
+// cannot use all memory. kube-proxy's mode nftables has the same limit.
 const maxAttached = 65_535
 
-// affinity maps client addresses to their endpoints. It is safe for concurrent use.
+// affinity maps client addresses to endpoints. It is safe for concurrent use.
 type affinity struct {
 	mu      sync.Mutex
-	clients map[netip.Addr]attachment // nil if there are none
+	clients map[netip.Addr]attachment // nil if there are no clients
 	timeout time.Duration
 }
 
@@ -24,10 +24,10 @@ type attachment struct {
 	used     time.Time
 }
 
-// endpoint returns an endpoint for client. If client used an endpoint within timeout and
-// pool still has it, endpoint returns the same one. Otherwise it picks another one from
-// pool and remembers it. It skips endpoints for which unfit returns true. If it does so
-// for all, endpoint returns false.
+// endpoint returns an endpoint for client. If client used an endpoint within timeout, and
+// pool still has that endpoint, the result is the same endpoint. Otherwise it is another
+// endpoint of pool, which is remembered. An endpoint for which unfit returns true is
+// never used. If pool has no other endpoint, the result is false.
 func (a *affinity) endpoint(client netip.Addr, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -47,12 +47,12 @@ func (a *affinity) endpoint(client netip.Addr, timeout time.Duration, pool *pool
 	return c.endpoint, true
 }
 
-// evictOne samples a few clients and drops the least recently used.
+// evictOne looks at a few clients and forgets the least recently used one.
 func (a *affinity) evictOne() {
 	var oldest netip.Addr
 	var used time.Time
 	few := 0
-	for client, c := range a.clients { // in random order
+	for client, c := range a.clients { // a range over a map begins at a random client
 		if few == 0 || c.used.Before(used) {
 			oldest, used = client, c.used
 		}
@@ -63,7 +63,7 @@ func (a *affinity) evictOne() {
 	delete(a.clients, oldest)
 }
 
-// setTimeout sets the time after which idle clients are dropped.
+// setTimeout sets the time after which idle clients are forgotten.
 func (a *affinity) setTimeout(timeout time.Duration) {
 	a.mu.Lock()
 	a.timeout = timeout
@@ -73,7 +73,7 @@ func (a *affinity) setTimeout(timeout time.Duration) {
 	}
 }
 
-// expire drops clients that have been idle for too long.
+// expire forgets clients that have been idle for too long.
 func (a *affinity) expire(now time.Time) {
 	a.mu.Lock()
 	timeout := a.timeout
@@ -81,7 +81,7 @@ func (a *affinity) expire(now time.Time) {
 	a.detachIf(func(c attachment) bool { return now.Sub(c.used) >= timeout })
 }
 
-// detachClient forgets that client uses endpoint.
+// detachClient forgets client if it still uses endpoint.
 func (a *affinity) detachClient(client netip.Addr, endpoint netip.AddrPort) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -100,6 +100,6 @@ func (a *affinity) detachIf(gone func(attachment) bool) {
 		}
 	}
 	if len(a.clients) == 0 {
-		a.clients = nil // a map never shrinks
+		a.clients = nil // frees memory, because a map never shrinks
 	}
 }

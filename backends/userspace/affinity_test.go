@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// affineRules returns rules of a port with affinity and the given number of endpoints,
-// and the route to these endpoints.
+// affineRules returns rules with affinity for a port with this number of endpoints. It
+// also returns the route to these endpoints.
 func affineRules(endpoints int, timeout time.Duration) (*rules, route) {
 	var targets []netip.AddrPort
 	for i := range endpoints {
@@ -43,7 +43,7 @@ func TestConcurrentConnectionsOfAClientShareAnEndpoint(t *testing.T) {
 func TestChangedAffinityTimeoutAppliesImmediately(t *testing.T) {
 	r, rt := affineRules(2, 100*time.Second)
 	client, now := netip.MustParseAddr("127.0.0.1"), time.Now()
-	// With two endpoints, the last endpoint of a round may be the first of the next round.
+	// Even without affinity, the same endpoint can follow by chance. So moves tries often.
 	moves := func(prepare func()) bool {
 		for range 20 {
 			first, _ := r.endpoint(rt, client, noneUnfit, now)

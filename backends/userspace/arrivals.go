@@ -10,17 +10,17 @@ import (
 	"time"
 )
 
-// change is a change of an address. With an update, it makes the address local for the
-// updated service. Without an update, it removes one user of the address.
+// change is a change in the users of an address. With an update, the updated service
+// starts to use it. Without an update, the address loses one user.
 type change struct {
 	*update
 	addr netip.Addr
-	// again reports that the same change has failed before.
+	// again reports that an earlier attempt at the same change has failed.
 	again bool
 	err   error
 }
 
-// pendingError is the error of a service while one of its addresses is not local yet.
+// pendingError is the error of a service while it waits until an address is local.
 type pendingError struct {
 	addr netip.Addr
 	last error // error of the previous attempt
@@ -40,8 +40,8 @@ func isPending(err error) bool {
 	return ok
 }
 
-// missingAddresses returns the changes that make missing addresses of the plan local. The
-// service becomes a user of the other addresses immediately.
+// missingAddresses returns changes that make addresses of the plan local. An address that
+// is already local needs no change: the service becomes its user immediately.
 func (u *update) missingAddresses() (changes []*change) {
 	for _, addr := range u.plan.addresses {
 		err, known := u.service.addresses[addr]
@@ -58,17 +58,17 @@ func (u *update) missingAddresses() (changes []*change) {
 }
 
 const (
-	// addressPatience limits how long makeChanges waits for the next change to complete.
+	// addressPatience limits how long makeChanges waits until another change is completed.
 	addressPatience = time.Second
-	// addressPace is the interval at which makeChanges processes completed changes, because
-	// many complete in a burst.
+	// addressPace is the interval at which makeChanges processes completed changes. Changes
+	// are often completed in bursts.
 	addressPace = 10 * time.Millisecond
 )
 
-// makeChanges makes changes concurrently, with the context work. It opens listeners when
-// their address is local, and returns when all changes are done. If no change completes
-// for a while, or ctx ends, it returns earlier and the remaining changes continue in the
-// background. It does not wait for changes that failed before.
+// makeChanges makes changes concurrently, with the context work. When an address is
+// local, it opens the listeners there. It returns when all changes are completed, except
+// those that failed before. If no change is completed for a while, or if ctx ends, it
+// returns earlier. The remaining changes continue in the background.
 func (b *Backend) makeChanges(ctx, work context.Context, changes []*change) {
 	if len(changes) == 0 {
 		return
@@ -123,7 +123,7 @@ func (c *change) make(ctx context.Context, b *Backend) {
 	}
 }
 
-// finish records the result of a change and applies the plan of its service again.
+// finish records the result of a change, and applies the plan of the service again.
 func (b *Backend) finish(ctx context.Context, c *change) {
 	if c.update == nil {
 		return
@@ -133,7 +133,7 @@ func (b *Backend) finish(ctx context.Context, c *change) {
 	s := c.service
 	if s.waiting == nil || !slices.Contains(s.waiting.addresses, c.addr) {
 		delete(s.addresses, c.addr)
-		if c.err == nil { // address local but no longer needed
+		if c.err == nil { // the address is local, but the service does not need it any more
 			b.running.Go(func() { b.releaseAddress(b.life, c.addr) })
 		}
 		return

@@ -16,11 +16,11 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// slowAddresses are Addresses where a test decides when an address becomes local.
+// slowAddresses lets a test decide when slow addresses become local.
 type slowAddresses struct {
 	*fakeAddresses
-	// results has the result of Add for slow addresses. A test sends it later, or closes the
-	// channel for success. Other addresses become local immediately.
+	// results has a channel for each slow address. Add waits until the test sends a result
+	// or closes the channel, which means success. Other addresses become local immediately.
 	results map[netip.Addr]chan error
 }
 
@@ -44,7 +44,7 @@ func (s *slowAddresses) has(addr netip.Addr) bool {
 	return slices.Contains(s.there, addr)
 }
 
-// newSlowAddresses returns Addresses where those in addrs are slow.
+// newSlowAddresses returns slowAddresses in which addrs are slow.
 func newSlowAddresses(addrs ...string) *slowAddresses {
 	s := &slowAddresses{newFakeAddresses(), map[netip.Addr]chan error{}}
 	for _, a := range addrs {
@@ -53,7 +53,7 @@ func newSlowAddresses(addrs ...string) *slowAddresses {
 	return s
 }
 
-// loopbackSockets listens at 127.x.y.z instead of 10.x.y.z.
+// loopbackSockets listens at 127.x.y.z if an address is 10.x.y.z.
 type loopbackSockets struct{ hostSockets }
 
 func (e loopbackSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCPListener, error) {
@@ -127,8 +127,7 @@ func TestMissingAddressDelaysNoOtherChange(t *testing.T) {
 	}
 }
 
-// TestAddressAddedAfterSyncReturned has an address that becomes local only after Sync has
-// returned.
+// TestAddressAddedAfterSyncReturned makes an address local only after Sync has returned.
 func TestAddressAddedAfterSyncReturned(t *testing.T) {
 	addr := netip.MustParseAddr("10.96.0.2")
 	for name, gone := range map[string]bool{"is used": false, "is removed if its service was deleted": true} {
@@ -168,7 +167,7 @@ func TestAddressAddedAfterSyncReturned(t *testing.T) {
 	}
 }
 
-// idle reports whether no address has users or is changing.
+// idle reports whether no address has users, and none is being added or removed.
 func (r *references) idle() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -16,19 +16,19 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Backend is a sink that proxies in this process. A driver has to start and stop it. It
-// cannot be started again.
+// Backend is a sink that proxies in this process. A driver has to start and stop it.
+// After a stop, it cannot start again.
 type Backend struct {
 	engine
 	node nodeaddr.Source
-	// watcher is not nil if the backend created the value of node itself and must run it.
+	// watcher is the same as node, and Start runs it, if Options.NodeAddresses is nil.
 	watcher *nodeaddr.Watcher
 
 	// mu guards the services and their listeners.
 	mu       sync.Mutex
 	services map[types.NamespacedName]*service
 
-	life      context.Context // context of the backend's own goroutines
+	life      context.Context // ends when Stop is called
 	stopTasks context.CancelFunc
 	tasks     sync.WaitGroup
 }
@@ -40,8 +40,8 @@ var (
 	_ sink.Cleaner = (*Backend)(nil)
 )
 
-// New returns a Backend. It returns an error if the options are invalid or the machine's
-// addresses cannot be read.
+// New returns a Backend. It returns an error if an option is invalid, or if it cannot
+// read the addresses of the machine.
 func New(opts Options) (*Backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, err
@@ -60,7 +60,7 @@ func New(opts Options) (*Backend, error) {
 	}
 	b.held.all = map[socketAddr]*service{}
 	limit := openFilesLimit()
-	b.descriptors = newDescriptors(limit - limit/10) // keep the rest for other uses in this process
+	b.descriptors = newDescriptors(limit - limit/10) // one tenth is for other purposes
 	b.udp = newUDPClients(min(opts.MaxUDPClients, limit/2))
 	var err error
 	if b.machine, err = nodeaddr.New(nodeaddr.Options{Selection: everyAddress, Clock: opts.Clock}); err != nil {
@@ -78,12 +78,12 @@ func New(opts Options) (*Backend, error) {
 // everyAddress selects all addresses, including link-local addresses.
 var everyAddress = nodeaddr.Selection{All: true, CIDRs: []netip.Prefix{netip.MustParsePrefix("169.254.0.0/16"), netip.MustParsePrefix("fe80::/10")}}
 
-// NodeAddresses returns the source of node-port addresses. Other servers can use it to
-// listen on the same addresses.
+// NodeAddresses returns the source of node addresses for node ports. Other servers can
+// use it to listen at the same addresses.
 func (b *Backend) NodeAddresses() nodeaddr.Source { return b.node }
 
-// Start implements sink.Starter. It keeps addresses that a killed process made local,
-// because services may need them. The backend logs to the logger of ctx.
+// Start implements [sink.Starter]. If a killed process made addresses local, Start keeps
+// them, because services may need them. The backend logs to the logger of ctx.
 func (b *Backend) Start(ctx context.Context) error {
 	b.log = klog.FromContext(ctx)
 	if err := b.local.adopt(ctx); err != nil {
@@ -99,8 +99,8 @@ func (b *Backend) Start(ctx context.Context) error {
 	return nil
 }
 
-// Cleanup implements sink.Cleaner. It removes the addresses that backends with the same
-// Addresses made local.
+// Cleanup implements [sink.Cleaner]. It removes the addresses that this backend or
+// earlier ones made local with the same Addresses.
 func (b *Backend) Cleanup(ctx context.Context) error {
 	if b.opts.Addresses == nil {
 		return nil
@@ -111,21 +111,21 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 	return nil
 }
 
-// Verify implements sink.Verifier. It makes addresses local again that another process
-// removed.
+// Verify implements [sink.Verifier]. If another process removed addresses, Verify makes
+// them local again.
 func (b *Backend) Verify(ctx context.Context) error { return b.local.restore(ctx) }
 
-// update is the change of one service.
+// update is a change of one service.
 type update struct {
 	*service
 	view *api.ServiceEndpoints // nil if the service is deleted
 	*plan
-	err error // reason why plan is not complete; guarded by Backend.mu
+	err error // why the plan could not be applied; guarded by Backend.mu
 }
 
-// Sync implements sink.Sink. It waits for addresses to become local. If that takes too
-// long, it returns an error for the waiting services. Their listeners open as soon as the
-// addresses are local, and the driver delivers these services again.
+// Sync implements [sink.Sink]. It waits until addresses are local. If that takes too
+// long, it returns errors for the services that need these addresses. Their listeners
+// open as soon as the addresses are local, and the driver delivers these services again.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	nodeaddr.SetNode(b.node, c.Node)
 	b.mu.Lock()
@@ -145,8 +145,8 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 	return failures(ctx, updates)
 }
 
-// updates returns the updates for the services of c. If c.Last is true, it adds deletions
-// of the services that the pass did not deliver.
+// updates returns an update for each service in c. If c.Last is true, it also returns
+// updates that delete the services that the pass did not deliver.
 func (b *Backend) updates(c *sink.Changes) (updates []*update) {
 	node, _ := b.node.Addresses()
 	if c.First {
@@ -175,7 +175,7 @@ func (b *Backend) updates(c *sink.Changes) (updates []*update) {
 	return updates
 }
 
-// failures returns the errors of updates.
+// failures returns the errors of updates as an error of Sync.
 func failures(ctx context.Context, updates []*update) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -187,9 +187,9 @@ func failures(ctx context.Context, updates []*update) error {
 	return failed.Err()
 }
 
-// applyAll applies updates. It closes unneeded listeners of all services before it opens
-// new ones, so that services can swap addresses. It returns the needed changes of
-// addresses, for makeChanges.
+// applyAll applies updates. It first closes the unneeded listeners of all services and
+// then opens new ones, so that services can swap addresses. It returns changes of
+// addresses, with which the caller must call makeChanges.
 func (b *Backend) applyAll(ctx context.Context, updates []*update) (changes []*change) {
 	for _, u := range updates {
 		u.withdraw(u.plan)
@@ -214,8 +214,8 @@ func (b *Backend) applyAll(ctx context.Context, updates []*update) (changes []*c
 	return changes
 }
 
-// abandon returns changes that release the addresses of an earlier process. Addresses
-// with other users stay local.
+// abandon returns changes that remove one user of each address of an earlier process. If
+// an address has other users, it stays local.
 func (b *Backend) abandon() (changes []*change) {
 	for _, addr := range b.local.abandon() {
 		changes = append(changes, &change{addr: addr})
@@ -223,7 +223,7 @@ func (b *Backend) abandon() (changes []*change) {
 	return changes
 }
 
-// followNode updates services whenever the node's addresses change, until ctx ends.
+// followNode updates services when the addresses of the node change, until ctx ends.
 func (b *Backend) followNode(ctx context.Context) {
 	const patience = 5 * time.Second
 	for {
@@ -242,7 +242,7 @@ func (b *Backend) followNode(ctx context.Context) {
 	}
 }
 
-// replan updates the services that depend on the node's addresses. It skips failed
+// replan updates the services that depend on the addresses of the node. It skips failed
 // services, because the driver delivers them again.
 func (b *Backend) replan(ctx context.Context, node []netip.Addr) error {
 	b.mu.Lock()
@@ -260,14 +260,14 @@ func (b *Backend) replan(ctx context.Context, node []netip.Addr) error {
 	defer b.mu.Unlock()
 	for _, u := range updates {
 		if u.waiting != nil {
-			u.err = nil // not an error while a Sync waits for its address
+			u.err = nil // no error, because the service waits for an address
 		}
 	}
 	return failures(ctx, updates)
 }
 
-// sweep regularly ends idle UDP clients, drops expired affinity, and retries failed
-// removals of addresses, until ctx ends.
+// sweep does three things regularly until ctx ends. It ends idle UDP clients, forgets
+// expired affinity, and tries again to remove addresses whose removal failed.
 func (b *Backend) sweep(ctx context.Context) {
 	ticker := b.opts.Clock.NewTicker(max(b.opts.UDPTimeout/8, 10*time.Millisecond))
 	defer ticker.Stop()
@@ -288,12 +288,12 @@ func (b *Backend) sweep(ctx context.Context) {
 	}
 }
 
-// StopTimeout implements sink.Drainer. It returns Options.DrainTimeout plus five seconds
-// to remove addresses.
+// StopTimeout implements [sink.Drainer]. It returns Options.DrainTimeout plus five
+// seconds for the removal of addresses.
 func (b *Backend) StopTimeout() time.Duration { return b.opts.DrainTimeout + 5*time.Second }
 
-// Stop implements sink.Stopper. It closes all listeners and drains connections, until
-// Options.DrainTimeout has passed or ctx ends. Then it removes all local addresses.
+// Stop implements [sink.Stopper]. It closes all listeners, and drains connections until
+// Options.DrainTimeout has passed or ctx ends. Then it removes the local addresses.
 func (b *Backend) Stop(ctx context.Context) error {
 	b.stopTasks()
 	b.tasks.Wait()
@@ -303,7 +303,7 @@ func (b *Backend) Stop(ctx context.Context) error {
 		updates = append(updates, &update{service: s, plan: s.planFor(nil, nil)})
 	}
 	stop := context.AfterFunc(ctx, func() { close(b.hurry) })
-	// Remove addresses even if there is no time left to drain.
+	// If ctx ends, addresses must still be removed.
 	last := context.WithoutCancel(ctx)
 	changes := append(b.applyAll(last, updates), b.abandon()...)
 	b.mu.Unlock()

@@ -10,7 +10,7 @@ const batchSize = 32
 // maxDatagram is larger than any UDP datagram.
 const maxDatagram = 1 << 16
 
-// batch has buffers for datagrams. Unused parts of the buffers take no memory.
+// batch has memory for datagrams. The kernel provides only the parts that are used.
 type batch struct {
 	messages [batchSize]ipv4.Message
 	whole    [batchSize][]byte
@@ -27,7 +27,7 @@ func newBatch() *batch {
 	return b
 }
 
-// reset gives each message its whole buffer.
+// reset makes the buffer of each message as large as possible again.
 func (b *batch) reset() {
 	for i := range b.messages {
 		b.messages[i].Buffers[0] = b.whole[i]
@@ -35,23 +35,23 @@ func (b *batch) reset() {
 	}
 }
 
-// maxBatches limits the number of batches, which have 2 MiB each. No goroutine blocks
-// while it uses a batch, so more batches than cores are useless.
+// maxBatches limits the number of batches, each of which has 2 MiB. No goroutine blocks
+// while it uses a batch. So it is useless to have more batches than CPU cores.
 const maxBatches = 16
 
-// batches is a pool of batches. It is safe for concurrent use. A sync.Pool would free the
-// batches at each garbage collection, and allocating them again is expensive.
+// batches is a pool of batches. It is safe for concurrent use. It is not a sync.Pool,
+// because each garbage collection would free the batches, and allocation is expensive.
 type batches struct {
 	free chan *batch
-	// unmade has a token for each batch that may still be allocated.
-	unmade chan struct{}
+	// allocated has a value for each batch. Its capacity is the maximum number of batches.
+	allocated chan struct{}
 }
 
 func newBatches() *batches {
 	return &batches{make(chan *batch, maxBatches), make(chan struct{}, maxBatches)}
 }
 
-// get returns a batch. It waits while all batches are in use.
+// get returns a batch. While all batches are in use, it waits.
 func (b *batches) get() *batch {
 	select {
 	case batch := <-b.free:
@@ -61,7 +61,7 @@ func (b *batches) get() *batch {
 	select {
 	case batch := <-b.free:
 		return batch
-	case b.unmade <- struct{}{}:
+	case b.allocated <- struct{}{}:
 		return newBatch()
 	}
 }

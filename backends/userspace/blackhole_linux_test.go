@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// TestSilentEndpointIsSkipped has an endpoint that ignores new connections, because its
-// backlog is full.
+// TestSilentEndpointIsSkipped connects to a service of which one endpoint never answers,
+// because its backlog is full.
 func TestSilentEndpointIsSkipped(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -49,7 +49,7 @@ func blackHole(t *testing.T) netip.AddrPort {
 		t.Fatal(err)
 	}
 	at := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(name.(*syscall.SockaddrInet4).Port))
-	c, err := net.Dial("tcp", at.String()) // fills the backlog of one
+	c, err := net.Dial("tcp", at.String()) // fills the backlog, which has room for one connection
 	if err != nil {
 		t.Fatal(err)
 	}

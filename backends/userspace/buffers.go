@@ -7,7 +7,7 @@ import "sync"
 // buffers is a pool of buffers for streams. It is safe for concurrent use.
 type buffers struct{ pool sync.Pool }
 
-// bufferSize is the size of the buffer through which streams copy.
+// bufferSize is the size of a buffer. Streams copy bytes through such a buffer.
 const bufferSize = 32 << 10
 
 func newBuffers() *buffers {

@@ -8,18 +8,18 @@ import (
 	"golang.org/x/net/ipv4"
 )
 
-// datagrams reads and writes datagrams of a socket of either family, several per system
-// call. Only one goroutine may read at a time.
+// datagrams reads and writes datagrams of a socket, several per system call. The socket
+// may be of either family. Only one goroutine may read at a time.
 type datagrams struct {
 	c *ipv4.PacketConn
-	// expected is the number of datagrams that the next system call may read. It follows the
-	// number of arriving datagrams, because preparing unused buffers is expensive.
+	// expected limits the datagrams that the next system call reads. It depends on how many
+	// datagrams arrived recently, because it is expensive to prepare unused buffers.
 	expected int
 }
 
 func newDatagrams(c *net.UDPConn) datagrams { return datagrams{ipv4.NewPacketConn(c), 1} }
 
-// read waits for a datagram and reads all available ones.
+// read waits for a datagram and returns the number of datagrams that it has read.
 func (d *datagrams) read(messages []ipv4.Message) (int, error) {
 	n, err := d.c.ReadBatch(messages[:d.expected], 0)
 	switch {
@@ -31,7 +31,7 @@ func (d *datagrams) read(messages []ipv4.Message) (int, error) {
 	return n, err
 }
 
-// write writes all messages. It stops at the first error.
+// write writes all messages, unless an error occurs.
 func (d *datagrams) write(messages []ipv4.Message) error {
 	for len(messages) > 0 {
 		n, err := d.c.WriteBatch(messages, 0)

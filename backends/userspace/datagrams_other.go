@@ -15,14 +15,13 @@ type datagrams struct{ c *net.UDPConn }
 
 func newDatagrams(c *net.UDPConn) datagrams { return datagrams{c} }
 
-// read reads one datagram.
 func (d *datagrams) read(messages []ipv4.Message) (int, error) {
 	n, addr, err := d.c.ReadFromUDP(messages[0].Buffers[0])
 	messages[0].N, messages[0].Addr = n, addr
 	return 1, err
 }
 
-// write writes all messages. It stops at the first error.
+// write writes all messages, unless an error occurs.
 func (d *datagrams) write(messages []ipv4.Message) error {
 	for i := range messages {
 		var err error

@@ -4,12 +4,12 @@ package userspace
 
 import "sync"
 
-// descriptors counts the file descriptors that this process may use. It is safe for
+// descriptors counts the unused file descriptors of this process. It is safe for
 // concurrent use.
 type descriptors struct {
 	mu   sync.Mutex
 	free int
-	// returned is signaled when descriptors are returned, and by the method wake.
+	// returned is signaled when descriptors become free, and by the method wake.
 	returned sync.Cond
 }
 
@@ -19,7 +19,7 @@ func newDescriptors(max int) *descriptors {
 	return d
 }
 
-// adjust takes n descriptors, even if too few are left. If n is negative, it gives back -n
+// adjust takes n descriptors, even if fewer are free. If n is negative, it gives back -n
 // descriptors.
 func (d *descriptors) adjust(n int) {
 	d.mu.Lock()
@@ -30,41 +30,41 @@ func (d *descriptors) adjust(n int) {
 	}
 }
 
-// wake makes all waiting goroutines check their condition again.
+// wake makes all goroutines in takeUnless call the function ended again.
 func (d *descriptors) wake() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.returned.Broadcast()
 }
 
-// maxDescriptors limits the descriptors if the system has no limit or a larger one. It
-// prevents that a service with too many connections uses all memory.
+// maxDescriptors limits the descriptors if the system allows more. So a service with too
+// many connections cannot use all memory.
 const maxDescriptors = 1 << 18
 
-// maxShare limits the descriptors of a service to a multiple of the free ones. So one
-// service gets at most four fifths of all descriptors. Two services get at most four
-// ninths each. Some descriptors are always free for other services.
+// maxShare limits the descriptors of a service to a multiple of the free descriptors. So
+// one service gets at most four fifths of all descriptors. Each of two services gets at
+// most four ninths. Some descriptors are always free for other services.
 const maxShare = 4
 
-// account counts the descriptors of a service's connections. It is safe for concurrent
-// use.
+// account counts the descriptors that the connections of one service have. It is safe for
+// concurrent use.
 type account struct {
 	*descriptors
 	has int // descriptors.mu guards it
 }
 
-// fits reports whether the service may take n more descriptors. A service without
-// descriptors always may.
+// fits reports whether the service may take n more descriptors. A service that has none
+// always may.
 func (a *account) fits(n int) bool { return a.has == 0 || a.has+n <= maxShare*(a.free-n) }
 
-// take takes n descriptors if the service may have them, and reports whether it did.
+// take takes n descriptors if the service may have them. Otherwise it returns false.
 func (a *account) take(n int) bool {
 	return a.takeUnless(n, func() bool { return true })
 }
 
-// takeUnless waits until the service may take n descriptors, and takes them. If ended
-// returns true before that, takeUnless takes none and returns false. Call wake when the
-// result of ended changes.
+// takeUnless waits until the service may take n descriptors, and takes them. If the
+// function ended returns true before that, takeUnless takes none and returns false. Call
+// wake when ended begins to return true.
 func (a *account) takeUnless(n int, ended func() bool) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -79,7 +79,7 @@ func (a *account) takeUnless(n int, ended func() bool) bool {
 	return true
 }
 
-// give returns n descriptors.
+// give gives back n descriptors.
 func (a *account) give(n int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()

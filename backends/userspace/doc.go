@@ -1,49 +1,49 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package userspace is a backend that needs only sockets from the kernel. It listens at
-// the addresses and ports of services. It copies bytes between clients and endpoints. It
-// runs on every platform of Go, and is meant for hosts without nftables and HNS. Without
-// [Options.Addresses] it needs no privileges.
+// the addresses and ports of services, and copies bytes between clients and endpoints. It
+// runs on every platform of Go. It is meant for hosts without nftables and without HNS.
+// Without [Options.Addresses], it needs no privileges.
 //
 //	b, err := userspace.New(userspace.Options{Addresses: userspace.LocalRoutes(userspace.RouteOptions{})})
 //	…
 //	app.Main(b)
 //
-// Package backends/program adds flags, metrics and health checks.
+// Package backends/program adds flags, metrics and health checks to a backend.
 //
 // # Addresses of services
 //
-// Usually the host does not have the cluster, external and load-balancer IPs of services.
+// Usually a host does not have the cluster, external and load-balancer IPs of services.
 // An implementation of [Addresses] makes them local to the host. It depends on the
-// platform; LocalRoutes is the implementation for Linux. Without Addresses, the backend
-// listens only at addresses that the host already has. A service with another address
-// fails, but its other addresses work. Node ports are at the addresses of
+// platform: LocalRoutes is for Linux. Without one, the backend listens only at addresses
+// that the host already has. If a service has another address, Sync reports an error for
+// it, but its other addresses work. Node ports are at the addresses of
 // [Options.NodeAddresses]. To use other sockets, for example in another network
 // namespace, set [Options.Sockets].
 //
 // # Connections
 //
-// Endpoints take turns. If an endpoint does not soon accept a TCP connection, the backend
-// tries another one. The backend forwards the end of one direction and resets to the
-// other side. On Linux the kernel moves the bytes of busy connections. Idle connections
-// use no buffer.
+// New connections use the endpoints of a service in turn. If an endpoint does not accept
+// a TCP connection soon, the backend tries another endpoint. If one side closes its
+// direction or resets the connection, the other side sees the same. On Linux, the kernel
+// moves the bytes of busy connections. Idle connections use no buffer.
 //
-// The UDP datagrams of a client address and port go to one endpoint, through a separate
-// socket. This ends when both sides have been idle for [Options.UDPTimeout], or when the
-// endpoint is removed.
+// All UDP datagrams from one address and port of a client go to one endpoint, through a
+// socket of their own. This ends when both sides have been idle for [Options.UDPTimeout],
+// or when the endpoint is removed.
 //
-// Established TCP connections continue when their endpoint is removed from the service,
-// as with other service proxies. When their service is deleted or the backend stops, they
-// drain for [Options.DrainTimeout].
+// If an endpoint is removed from a service, its established TCP connections continue, as
+// with other service proxies. If the service is deleted or the backend stops, connections
+// may continue for [Options.DrainTimeout].
 //
 // # Limits
 //
-// An endpoint sees the address of this host instead of the client's address. The backend
-// sends no ICMP messages of its own. It supports neither SCTP nor all-ports services. It
-// logs an error for unsupported frontends and serves the other frontends.
+// An endpoint sees an address of this host instead of the client's address. The backend
+// sends no ICMP messages of its own. It supports neither SCTP nor all-ports services: it
+// logs an error for such frontends, and handles all other frontends.
 //
-// Where the API requires to reject connections, the backend does not listen, so the host
-// answers with a reset or port unreachable. Where connections must be dropped, the
-// backend uses a socket filter on Linux. On other platforms it resets connections of TCP
+// If connections must be rejected, the backend does not listen. So the host answers with
+// a TCP reset or with ICMP port unreachable. If connections must be dropped, the backend
+// uses a socket filter on Linux. On other platforms, it resets TCP connections from
 // clients that are not admitted.
 package userspace

@@ -29,31 +29,31 @@ type engine struct {
 	complaints complaints
 	// descriptors counts the descriptors of listeners, connections and UDP clients.
 	descriptors *descriptors
-	// held has the sockets of all services.
+	// held has the listening sockets of all services.
 	held socketOwners
-	// hurry is closed when draining must end.
+	// hurry is closed when connections must not drain any longer.
 	hurry chan struct{}
-	// running counts the goroutines of connections and listeners. They end when the
-	// connection or listener is closed.
+	// running counts the goroutines of listeners and connections. A goroutine ends when its
+	// listener or connection is closed.
 	running sync.WaitGroup
 }
 
-// startsHere reports whether traffic from client starts on this node.
+// startsHere reports whether traffic with the source address client starts on this node.
 func (e *engine) startsHere(client netip.Addr) bool {
 	return client.IsLoopback() ||
 		slices.ContainsFunc(e.opts.PodCIDRs, func(p netip.Prefix) bool { return p.Contains(client) }) ||
 		e.local.hasUsers(client) || e.isMachines(client)
 }
 
-// isMachines reports whether an interface of this machine has addr.
+// isMachines reports whether addr is an address of an interface of this machine.
 func (e *engine) isMachines(addr netip.Addr) bool {
 	addrs, _ := e.machine.Addresses()
 	_, found := slices.BinarySearchFunc(addrs, addr.WithZone(""), netip.Addr.Compare)
 	return found
 }
 
-// serves reports whether this process listens at an endpoint of p. A connection to such
-// an endpoint would reach this process again, in an endless loop.
+// serves reports whether this process itself listens at endpoint, which is an endpoint of
+// p. A connection to such an endpoint would return to this process in an endless loop.
 func (e *engine) serves(p *port, endpoint netip.AddrPort) bool {
 	if e.held.owner(socketAddr{p.protocol, endpoint}) == nil {
 		return false
@@ -71,15 +71,15 @@ func (e *engine) logEndpoint(p *port, client net.Addr, pool *pool, endpoint neti
 	}
 }
 
-// complain logs err. It logs each message at most once in ten seconds.
+// complain logs err, but each message at most once in ten seconds.
 func (e *engine) complain(err error, message string, keysAndValues ...any) {
 	if e.complaints.due(message, time.Now()) {
 		e.log.WithCallDepth(1).Error(err, message, keysAndValues...)
 	}
 }
 
-// complaints has the time of the last log entry of each rate-limited message. It is safe
-// for concurrent use.
+// complaints has, for each message of complain, the time of the last log entry. It is
+// safe for concurrent use.
 type complaints struct {
 	mu   sync.Mutex
 	last map[string]time.Time

@@ -14,8 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// watch returns a channel that receives the error of c, as a program sees it that waits
-// for events.
+// watch returns a channel that receives the error of c, as another program would see it.
 func watch(t *testing.T, c *net.TCPConn) <-chan error {
 	t.Helper()
 	raw, err := c.SyscallConn()
@@ -27,7 +26,7 @@ func watch(t *testing.T, c *net.TCPConn) <-chan error {
 	return ended
 }
 
-// expectReset waits for the error of a connection and expects a reset.
+// expectReset waits for the error of a connection. The error must mean a reset.
 func expectReset(t *testing.T, side string, ended <-chan error) {
 	t.Helper()
 	select {
@@ -41,7 +40,7 @@ func expectReset(t *testing.T, side string, ended <-chan error) {
 	}
 }
 
-// halfClosed returns both ends of a connection whose client has closed its direction.
+// halfClosed returns both ends of a connection after the client has closed its direction.
 func halfClosed(t *testing.T, opts Options) (w *world, c *client, endpoint *net.TCPConn) {
 	t.Helper()
 	w = newWorld(t, opts)
@@ -86,8 +85,8 @@ func TestResetAfterHalfCloseIsForwarded(t *testing.T) {
 	})
 }
 
-// TestVanishedHalfClosedClientIsDetected removes the client's socket without sending a
-// packet. Keep-alive of the kernel detects that.
+// TestVanishedHalfClosedClientIsDetected removes the client's socket, and no packet says
+// so. The kernel detects that with keep-alive probes.
 func TestVanishedHalfClosedClientIsDetected(t *testing.T) {
 	w, c, endpoint := halfClosed(t, Options{})
 	l := w.listenerAt(socketAddrOf(t, api.TCP, c.RemoteAddr().String())).(*tcpListener)
@@ -104,7 +103,7 @@ func TestVanishedHalfClosedClientIsDetected(t *testing.T) {
 		}
 	}
 	ended := watch(t, endpoint)
-	set(c.TCPConn, map[int]int{unix.TCP_REPAIR: 1}) // in this mode, Close sends no packet
+	set(c.TCPConn, map[int]int{unix.TCP_REPAIR: 1}) // so that Close sends no packet
 	c.Close()
 	l.mu.Lock()
 	for r := range l.relays {

@@ -13,7 +13,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// socketAddr is the protocol, address and port of a listening socket.
+// socketAddr is the protocol, the address and the port of a listening socket.
 type socketAddr struct {
 	protocol api.Protocol
 	at       netip.AddrPort
@@ -21,7 +21,7 @@ type socketAddr struct {
 
 func (p socketAddr) String() string { return p.at.String() + "/" + p.protocol.String() }
 
-// socketOwners maps sockets to their services. It is safe for concurrent use.
+// socketOwners maps listening sockets to their services. It is safe for concurrent use.
 type socketOwners struct {
 	mu  sync.RWMutex
 	all map[socketAddr]*service
@@ -35,7 +35,7 @@ func (p *socketOwners) owner(at socketAddr) *service {
 }
 
 // set records that the service s listens at a socket address. If s is nil, no service
-// does.
+// listens there.
 func (p *socketOwners) set(at socketAddr, s *service) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -46,27 +46,27 @@ func (p *socketOwners) set(at socketAddr, s *service) {
 	}
 }
 
-// listener serves the clients of one socket.
+// listener handles the clients of one socket.
 type listener interface {
-	// setRules sets the rules for new clients. Connected clients are not affected.
+	// setRules sets the rules for new clients. It does not affect connected clients.
 	setRules(*rules) error
-	// close stops listening, so that another listener can use the address. It ends UDP
-	// clients and keeps established TCP connections.
+	// close closes the listening socket, so that another listener can use the address. It
+	// closes the sockets of UDP clients, and keeps established TCP connections.
 	close()
-	// drained returns a channel that is closed after close, when the last connection has
-	// ended.
+	// drained returns a channel that is closed when close was called and the last connection
+	// has ended.
 	drained() <-chan struct{}
-	// abort resets the connections that continue after close.
+	// abort resets the connections that still exist after close.
 	abort()
 }
 
-// frontend contains the common parts of listeners.
+// frontend has what TCP and UDP listeners have in common.
 type frontend struct {
 	*engine
 	socketAddr
 	raw     syscall.RawConn
 	current atomic.Pointer[rules]
-	// screened is the attached screen. Only Sync uses it.
+	// screened is the socket filter that is attached. Only Sync uses this field.
 	screened screen
 }
 
@@ -81,7 +81,7 @@ func (f *frontend) setRules(r *rules) error {
 	return nil
 }
 
-// listen opens a listener with the rules r, which apply to its first client already.
+// listen opens a listener. The rules r apply from the first client on.
 func (e *engine) listen(ctx context.Context, p socketAddr, r *rules) (l listener, err error) {
 	if p.protocol == api.UDP {
 		l, err = e.listenUDP(ctx, p, r)

@@ -15,9 +15,9 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// TestOwnAddressesAreNotUsedAsEndpoints has a service with a cluster IP, an external IP,
-// a load-balancer IP and a node port. Its only endpoint is one of these. In other cases
-// the endpoint is a second service whose endpoint is one of these.
+// TestOwnAddressesAreNotUsedAsEndpoints makes a service whose only endpoint is one of its
+// own addresses or its node port. In one case the endpoint is the address of a second
+// service, whose endpoint is the first service.
 func TestOwnAddressesAreNotUsedAsEndpoints(t *testing.T) {
 	for name, endpointAt := range map[string]string{
 		"its cluster IP": "127.0.0.2", "its external IP": "127.0.0.3", "its load-balancer IP": "127.0.0.4",
@@ -62,7 +62,7 @@ func TestOwnAddressesAreNotUsedAsEndpoints(t *testing.T) {
 	}
 }
 
-// sendOnce sends a few bytes to a service. With TCP, it then waits for the reset.
+// With UDP, sendOnce sends a few bytes to a service. With TCP, it expects a reset.
 func sendOnce(t *testing.T, protocol api.Protocol, addr string, port int32) {
 	t.Helper()
 	if protocol == api.UDP {
@@ -94,7 +94,7 @@ func TestOtherEndpointsOfALoopAreUsed(t *testing.T) {
 	}
 }
 
-// limitDescriptors limits the file descriptors for connections and UDP clients to n.
+// limitDescriptors lets connections and UDP clients use at most n file descriptors.
 func (w *world) limitDescriptors(n int) {
 	w.descriptors.mu.Lock()
 	defer w.descriptors.mu.Unlock()
@@ -112,7 +112,7 @@ func (w *world) listening() (n int) {
 	return n
 }
 
-// TestServiceCannotUseAllDescriptors has a service with more clients than free descriptors.
+// TestServiceCannotUseAllDescriptors connects more clients than a service may have.
 func TestServiceCannotUseAllDescriptors(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -133,11 +133,11 @@ func TestServiceCannotUseAllDescriptors(t *testing.T) {
 		}()
 	}
 	eventually(t, "the log reports it", func() bool { return strings.Contains(w.log.String(), "Out of file descriptors for this service") })
-	const share = 20 // connections with two descriptors each use four fifths of 50
+	const share = 20 // 20 connections use 40 descriptors, which is four fifths of 50
 	for range share {
-		clients[<-served].Close() // then another client is served
+		clients[<-served].Close() // then a waiting client gets its turn
 	}
-	w.source.Delete(key("hog")) // while clients wait
+	w.source.Delete(key("hog")) // some clients are still waiting
 	w.source.Set(serviceAt("web", "127.0.0.3", port, api.TCP).addEndpoints(server).view())
 	for range 3 {
 		if got := askOnce(t, "127.0.0.3", port); got != "a" {
@@ -150,7 +150,7 @@ func TestServiceCannotUseAllDescriptors(t *testing.T) {
 	}
 }
 
-// TestFullShareDoesNotAffectOtherServices has one service with waiting clients.
+// TestFullShareDoesNotAffectOtherServices lets a client of one service wait.
 func TestFullShareDoesNotAffectOtherServices(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")

@@ -12,46 +12,46 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// Options are a Backend's settings. The zero value needs no privileges.
+// Options are the settings of a Backend. The zero value needs no privileges.
 type Options struct {
-	// Addresses makes the addresses of services local to this host. Default nil: only
-	// addresses that are already local work.
+	// Addresses makes the addresses of services local to this host. Default: none, so that
+	// only addresses that are already local work.
 	Addresses Addresses
-	// Sockets opens the listening sockets. Default: the host's sockets.
+	// Sockets opens the listening sockets. Default: sockets of the host.
 	Sockets Sockets
-	// NodeAddresses provides the addresses of node ports. Default nil: the machine's
-	// addresses that NodePorts selects. The backend follows changes of these addresses.
+	// NodeAddresses has the addresses of node ports. The backend follows changes of them.
+	// Default: the addresses of the machine that NodePorts selects.
 	NodeAddresses nodeaddr.Source
 	// NodePorts selects addresses of the machine if NodeAddresses is nil.
 	// Default: the primary ones.
 	NodePorts nodeaddr.Selection
-	// ExcludeInterfaces are names of interfaces whose addresses NodePorts does not select,
-	// because Addresses adds addresses of services there. Default: none.
+	// ExcludeInterfaces are names of interfaces whose addresses NodePorts does not select.
+	// Addresses adds the addresses of services there. Default: none.
 	ExcludeInterfaces []string
-	// PodCIDRs contain the addresses of this node's pods, or of all pods if those cannot be
-	// distinguished. Traffic from them counts as starting on this node, like traffic from
-	// the node's own addresses. At external frontends with externalTrafficPolicy Local, such
-	// traffic may use endpoints on any node. Default: none.
+	// PodCIDRs contain the addresses of pods: if possible, only of this node's pods. Traffic
+	// from them counts as starting on this node, like traffic from the node's own addresses.
+	// At external frontends with externalTrafficPolicy Local, such traffic may use endpoints
+	// on any node. Default: none.
 	PodCIDRs []netip.Prefix
 
-	// DialTimeouts are the time limits for the first, second and later attempts to connect
-	// to an endpoint. The attempts use different endpoints as far as possible. Default 250
-	// ms, 500 ms, 1 s, 2 s.
+	// DialTimeouts are the time limits of the first and later attempts to connect to an
+	// endpoint. Each attempt uses another endpoint, if there is one. Default: 250 ms, 500
+	// ms, 1 s, 2 s.
 	DialTimeouts []time.Duration
 	// DrainTimeout is how long TCP connections may continue after their frontend was deleted
-	// or the backend began to stop. Then they are reset. When the backend stops, a shorter
-	// sink.Options.StopTimeout applies. Default 30 s.
+	// or the backend began to stop. Then they are reset. If the backend stops and
+	// sink.Options.StopTimeout is shorter, that is the limit. Default: 30 s.
 	DrainTimeout time.Duration
 	// HalfClosedTimeout is how long a TCP connection may be idle after one side has closed
-	// its direction. Then it is reset. Default 1 h, the default of kube-proxy's
+	// its direction. Then it is reset. Default: 1 h, as for kube-proxy's flag
 	// --conntrack-tcp-timeout-close-wait.
 	HalfClosedTimeout time.Duration
-	// UDPTimeout is how long an idle UDP client keeps its endpoint. Default 60 s.
+	// UDPTimeout is how long an idle UDP client keeps its endpoint. Default: 60 s.
 	UDPTimeout time.Duration
-	// MaxUDPClients limits the number of UDP clients. Each client needs a socket with an
-	// ephemeral port, of which a host has 28,232 on Linux and 16,384 on Windows. Another
-	// limit is half the number of file descriptors. When a limit is reached, the service
-	// with the most clients loses those that have been idle longest. Default 8,192.
+	// MaxUDPClients limits the number of UDP clients. Half the number of file descriptors is
+	// also a limit. When a limit is reached, the service with the most clients loses the
+	// clients that have been idle longest. Each client needs an ephemeral port, of which a
+	// host has 28,232 on Linux and 16,384 on Windows. Default: 8,192.
 	MaxUDPClients int
 
 	// Clock measures the timeouts of UDP clients and affinity. Default: the real clock.

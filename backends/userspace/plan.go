@@ -13,20 +13,19 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// plan has the addresses and sockets that a service needs. It is computed from the
-// service's view.
+// plan has the addresses and sockets that a service needs according to its view.
 type plan struct {
-	// addresses are the addresses of the service, which must be local.
+	// addresses has those addresses of the service that must be local.
 	addresses []netip.Addr
-	// sockets are the sockets to listen on, in the order of the view's frontends.
+	// sockets has the sockets to listen on, in the order of the frontends of the view.
 	sockets []listenSpec
-	// refused are socket addresses that refuse all clients, so that they have no listener.
+	// refused has socket addresses that refuse all clients, so that they need no listener.
 	refused map[socketAddr]struct{}
 	ports   map[portKey]planned
-	// dependsOnNode reports whether the plan depends on the node's addresses.
+	// dependsOnNode reports whether the plan changes if the addresses of the node change.
 	dependsOnNode bool
-	// unsupported describes the frontends that sockets cannot serve. It is not a failure of
-	// Sync, because a retry would not help.
+	// unsupported describes the frontends that sockets cannot handle. They do not make Sync
+	// fail, because a retry would not help.
 	unsupported error
 }
 
@@ -39,12 +38,13 @@ type planned struct {
 	*port
 	serving []netip.AddrPort
 	pools   []*pool
-	// affinity is how long a client keeps its endpoint; 0 means no affinity.
+	// affinity is how long a client keeps its endpoint, or 0 without affinity.
 	affinity time.Duration
 }
 
-// planFor computes the plan for view on a node with the given addresses. It reuses ports
-// and pools of s but does not modify s. The plan for a nil view is empty.
+// planFor returns the plan for view on a node with these addresses. The plan may share
+// ports and pools with s, but planFor does not modify s. The plan for a nil view is
+// empty.
 func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) *plan {
 	p := &plan{refused: map[socketAddr]struct{}{}, ports: map[portKey]planned{}}
 	if view == nil {
@@ -69,7 +69,7 @@ func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) *plan {
 		for _, a := range addrs {
 			at := socketAddr{f.Protocol, netip.AddrPortFrom(a, uint16(f.Port))}
 			if r.refused() {
-				p.refused[at] = struct{}{} // without a listener, the host refuses clients
+				p.refused[at] = struct{}{} // the host refuses clients where nothing listens
 			} else {
 				p.sockets = append(p.sockets, listenSpec{at, r})
 			}
@@ -79,7 +79,7 @@ func (s *service) planFor(view *api.ServiceEndpoints, node []netip.Addr) *plan {
 	return p
 }
 
-// unsupported returns the reason why sockets cannot serve a frontend, or nil.
+// unsupported returns the reason why sockets cannot handle a frontend, or nil.
 func unsupported(f *nodeview.Frontend) error {
 	switch {
 	case f.ServicePort == nil:
@@ -91,7 +91,7 @@ func unsupported(f *nodeview.Frontend) error {
 	}
 }
 
-// rules returns the rules of a frontend. The frontends of a port share pools of
+// rules returns the rules of a frontend. Frontends of the same port share pools of
 // endpoints.
 func (p *plan) rules(s *service, view *api.ServiceEndpoints, f *nodeview.Frontend, node []netip.Addr) *rules {
 	key := portKey{f.Protocol, f.ServicePort.Port}

@@ -11,14 +11,14 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// pool is a list of endpoints that take turns. It is safe for concurrent use.
+// pool is a list of endpoints that are used in turn. It is safe for concurrent use.
 type pool struct {
 	sorted []netip.AddrPort
 
 	mu sync.Mutex
-	// turns are the endpoints in the order of the current round. Each round has a new random
-	// order. So different proxies do not start with the same endpoint. And a client with
-	// regular connections does not always get the same endpoint.
+	// turns has the endpoints in the order of the current round. The order of each round is
+	// random. So different proxies start with different endpoints, and a client that
+	// connects regularly does not always get the same endpoint.
 	turns []netip.AddrPort
 	next  int
 }
@@ -27,12 +27,12 @@ func newPool(sorted []netip.AddrPort) *pool {
 	return &pool{sorted: sorted, turns: slices.Clone(sorted), next: len(sorted)}
 }
 
-// pick returns the next endpoint for which unfit returns false. If there is none, pick
-// returns false.
+// pick returns the next endpoint for which unfit returns false. Without such an endpoint,
+// the result is false.
 func (p *pool) pick(unfit func(netip.AddrPort) bool) (netip.AddrPort, bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for range 2 * len(p.turns) { // two rounds include every endpoint, even if the first has already begun
+	for range 2 * len(p.turns) { // the first round may be incomplete, but the second is not
 		if p.next == len(p.turns) {
 			rand.Shuffle(len(p.turns), func(i, j int) { p.turns[i], p.turns[j] = p.turns[j], p.turns[i] })
 			p.next = 0

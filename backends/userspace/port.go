@@ -14,36 +14,36 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// port is the state of a service port. It exists as long as the service has this port.
+// port is the state of a service port, for as long as the service has this port.
 type port struct {
 	portKey
 	service types.NamespacedName
-	// name is the name in logs. It has the form namespace/service, or namespace/service:port
-	// if the port has a name.
+	// name is the name in logs: namespace/service or, if the port has a name,
+	// namespace/service:port.
 	name     string
 	counters counters
 	affinity affinity
-	// account counts the descriptors of the service.
+	// account counts the descriptors of the service, for all its ports.
 	account    *account
 	warnOfLoop *sync.Once
 
 	// Only Sync uses the following fields.
 
-	// pools are the pools of the last plan, one for each IP family and list of endpoints.
+	// pools has the pools of the last plan, one for each list of endpoints.
 	pools []*pool
-	// serving are all existing endpoints, sorted. They include endpoints that get no new
+	// serving has all existing endpoints, sorted, including those that get no new
 	// connections.
 	serving []netip.AddrPort
 }
 
-// ports is the set of the ports of all services. It is safe for concurrent use. It has
-// its own lock, so that readers do not wait for a Sync.
+// ports is the set of the ports of all services. It is safe for concurrent use. Because
+// it has its own lock, readers need not wait for a Sync.
 type ports struct {
 	mu  sync.Mutex
 	all map[*port]struct{}
 }
 
-// replace replaces the port p by the port next. Either may be nil.
+// replace replaces the port p by next. A nil p adds a port, and a nil next removes one.
 func (s *ports) replace(p, next *port) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -80,14 +80,14 @@ func portName(service types.NamespacedName, p *api.PortMapping) string {
 	return service.String() + ":" + p.Name
 }
 
-// counters are the statistics of a port. Only the counter active can decrease.
+// counters has the statistics of a port. Only the counter active can decrease.
 type counters struct {
 	connections, active, dialFailures    atomic.Int64
 	bytesToEndpoints, bytesFromEndpoints atomic.Int64
 }
 
-// pool returns a pool with these targets. It reuses a pool of p with the same endpoints,
-// so that their turns continue. The argument made has the pools of the new plan.
+// pool returns a pool with the endpoints of targets. If p has one, it is reused, so that
+// its round continues. The slice made has the pools of the new plan.
 func (p *port) pool(targets []nodeview.Target, made []*pool) *pool {
 	endpoints := addrPorts(targets)
 	same := func(o *pool) bool { return slices.Equal(o.sorted, endpoints) }
@@ -99,7 +99,7 @@ func (p *port) pool(targets []nodeview.Target, made []*pool) *pool {
 	return newPool(endpoints)
 }
 
-// servingOf returns all existing endpoints of the port, sorted.
+// servingOf returns the existing endpoints of the port p, sorted.
 func servingOf(se *api.ServiceEndpoints, p *api.PortMapping) []netip.AddrPort {
 	out := make([]netip.AddrPort, 0, len(se.Endpoints)+len(se.Draining))
 	for _, list := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
@@ -113,8 +113,8 @@ func servingOf(se *api.ServiceEndpoints, p *api.PortMapping) []netip.AddrPort {
 	return slices.Compact(out)
 }
 
-// setServing sets the existing endpoints. Clients with affinity to a removed endpoint get
-// another one.
+// setServing sets the existing endpoints. If a client has affinity to a removed endpoint,
+// its next connection gets another one.
 func (p *port) setServing(serving []netip.AddrPort) {
 	before := p.serving
 	p.serving = serving

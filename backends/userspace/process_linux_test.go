@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestBackendProcess is not a test but the main function of a process with a Backend.
-// Tests run it in a network namespace, and stop or kill it.
+// TestBackendProcess is not a test. It is the main function of a process with a Backend,
+// which tests run in a network namespace and then stop or kill.
 func TestBackendProcess(t *testing.T) {
 	if os.Getenv("KPNG_BACKEND_PROCESS") == "" {
 		return
@@ -64,15 +64,15 @@ func TestBackendProcess(t *testing.T) {
 	}
 }
 
-// backendProcess runs TestBackendProcess in n and waits until the addresses addrs accept
-// connections.
+// backendProcess runs TestBackendProcess in n, with services at addrs. It returns when
+// these services are programmed.
 func backendProcess(t *testing.T, n *netnstest.Namespace, addrs ...string) (cmd *exec.Cmd, stdin io.Closer) {
 	t.Helper()
 	return backendProcessAs(t, n, os.Stderr, "exec \"$@\"", addrs...)
 }
 
-// backendProcessAs is like backendProcess, but starts the process with a shell command
-// and writes its log to stderr.
+// backendProcessAs does the same as backendProcess. It uses a shell command to start the
+// process, and writes the log of the process to stderr.
 func backendProcessAs(t *testing.T, n *netnstest.Namespace, stderr io.Writer, shell string, addrs ...string) (cmd *exec.Cmd, stdin io.Closer) {
 	t.Helper()
 	cmd = exec.Command("sh", "-c", shell, "sh", os.Args[0], "-test.run=^TestBackendProcess$")
@@ -99,10 +99,10 @@ func backendProcessAs(t *testing.T, n *netnstest.Namespace, stderr io.Writer, sh
 	return cmd, stdin
 }
 
-// lockedBuffer is a buffer that one goroutine writes while another one reads it.
+// lockedBuffer is a buffer for concurrent writes and reads.
 type lockedBuffer struct {
 	mu     sync.Mutex
-	buffer bytes.Buffer // not embedded, because that would add the method ReadFrom
+	buffer bytes.Buffer // not embedded; otherwise lockedBuffer would have a method ReadFrom
 }
 
 func (b *lockedBuffer) Write(p []byte) (int, error) {
@@ -117,12 +117,12 @@ func (b *lockedBuffer) String() string {
 	return b.buffer.String()
 }
 
-// TestConnectionsWaitForFileDescriptors has a backend with 64 descriptors.
+// TestConnectionsWaitForFileDescriptors runs a backend with only 64 descriptors.
 func TestConnectionsWaitForFileDescriptors(t *testing.T) {
 	n := netnstest.New(t)
 	log := &lockedBuffer{}
-	// The server runs in another process, so that its descriptors do not count for the
-	// backend.
+	// The server runs in this process and the backend in another one, so that the server
+	// does not use descriptors of the backend.
 	if err := n.Do(func() error {
 		t.Setenv("KPNG_BACKEND_SERVER", namedServer(t, "a").String())
 		return nil
@@ -160,7 +160,7 @@ func TestConnectionsWaitForFileDescriptors(t *testing.T) {
 	}
 }
 
-// TestUDPClientsMakeRoomWhenPortsRunOut has a host with 64 local ports.
+// TestUDPClientsMakeRoomWhenPortsRunOut runs a backend on a host with 64 local ports.
 func TestUDPClientsMakeRoomWhenPortsRunOut(t *testing.T) {
 	n := netnstest.New(t)
 	n.Set(t, "ipv4/ip_local_port_range=40000 40063")

@@ -13,22 +13,22 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// relay connects a client's TCP connection with the connection to its endpoint.
+// relay moves bytes between the TCP connections to a client and to an endpoint.
 type relay struct {
 	client, endpoint *net.TCPConn
 	counters         *counters
 	log              klog.Logger
 
-	// idle is the maximum idle time after one direction has ended.
+	// idle is how long the connection may be idle after one direction has ended.
 	idle  time.Duration
 	open  atomic.Int32 // number of directions that have not ended
 	reset sync.Once
 	done  func()
 }
 
-// start moves bytes in both directions, in two new goroutines. It calls done when both
-// directions have ended or one has failed. It returns immediately, so that the calling
-// goroutine can end. Dialing needs a large stack, and the new goroutines have small ones.
+// start begins to move bytes in both directions. When both have ended or one has failed,
+// done is called. Each direction has a new goroutine with a small stack. So start returns
+// immediately, and the caller, which has a large stack from dialing, can end.
 func (r *relay) start(b *buffers, p *pipes, a *account) error {
 	toEndpoint, err := newStream(r.client, r.endpoint, true, b, p, a)
 	if err != nil {
@@ -44,8 +44,8 @@ func (r *relay) start(b *buffers, p *pipes, a *account) error {
 	return nil
 }
 
-// copy moves the bytes of one direction until its end. Then it closes the destination for
-// writing. The other direction continues until it ends, fails or is idle for too long.
+// copy moves all bytes of one direction. Then it closes the destination for writing. The
+// other direction continues until it also ends, fails or is idle for too long.
 func (r *relay) copy(s *stream, direction string, source, destination *net.TCPConn, count *atomic.Int64) {
 	r.logCopying(direction, source, destination)
 	var bytes int64
@@ -61,7 +61,7 @@ func (r *relay) copy(s *stream, direction string, source, destination *net.TCPCo
 		}
 		if errors.Is(err, io.EOF) {
 			err = nil
-			if r.open.Load() > 1 { // otherwise the relay closes both connections below
+			if r.open.Load() > 1 { // otherwise both connections are closed below
 				err = destination.CloseWrite()
 			}
 		}
@@ -79,12 +79,12 @@ func (r *relay) copy(s *stream, direction string, source, destination *net.TCPCo
 	}
 	r.limitIdle(destination, source)
 	if waitError(s.source) != nil {
-		r.abort() // without effect if both directions have ended
+		r.abort() // has no effect if both directions have ended
 	}
 }
 
-// limitIdle sets the deadline of the direction from source to destination. It is called
-// after the other direction has ended.
+// limitIdle sets the deadline of the direction from source to destination, after the
+// other direction has ended.
 func (r *relay) limitIdle(source, destination *net.TCPConn) {
 	deadline := time.Now().Add(r.idle)
 	source.SetReadDeadline(deadline)
@@ -99,14 +99,14 @@ func (r *relay) abort() {
 	})
 }
 
-// resetConn closes c so that its peer receives a reset.
+// resetConn closes c, and its peer receives a reset.
 func resetConn(c *net.TCPConn) {
 	c.SetLinger(0)
 	c.Close()
 }
 
-// The following functions log for copy. They are separate so that copy's goroutine needs
-// only a small stack while the log is off.
+// The following functions write the log of copy. Because they are separate, the goroutine
+// of copy needs only a small stack if this log is off.
 
 func (r *relay) logCopying(direction string, source, destination *net.TCPConn) {
 	if log := r.log.V(4); log.Enabled() {

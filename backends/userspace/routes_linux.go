@@ -14,29 +14,29 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// RouteOptions are the settings of LocalRoutes. The zero value is useful.
+// RouteOptions are the settings of LocalRoutes. The zero value selects the defaults.
 type RouteOptions struct {
-	// Protocol is the routing protocol number, 5 to 255, that marks the routes. LocalRoutes
-	// owns all routes with this number. Two proxies on one host need different numbers.
-	// Default 107.
+	// Protocol is the routing protocol number of the routes, 5 to 255. LocalRoutes owns all
+	// local routes with this number. So two proxies on one host need different numbers.
+	// Default: 107.
 	Protocol int
-	// NetNS is the file descriptor of the network namespace for the routes. It must stay
-	// open while the Addresses are used. Default 0: the namespace of the process.
+	// NetNS is a file descriptor of the network namespace for the routes. It must stay open
+	// while the result of LocalRoutes is used. Default 0: the namespace of the process.
 	NetNS int
 }
 
-// metric returns the metric of the routes. Routes to the same address are independent if
-// their metrics differ. The kernel's own routes have metric 0, and routes with another
-// protocol number have another metric.
+// metric returns the metric of the routes. It differs from the metric of the kernel's own
+// routes, which is 0, and from those of other protocol numbers. Routes to the same
+// address are independent if their metrics differ.
 func (r localRoutes) metric() int { return 1024 + r.Protocol }
 
-// LocalRoutes returns Addresses that make each address local with a route of type local
-// over the loopback interface, in the kernel's table of local addresses. It needs
-// CAP_NET_ADMIN. Without that capability, a Backend does not start.
+// LocalRoutes returns Addresses that make each address local with a route of type local.
+// The routes use the loopback interface and are in the kernel's table of local addresses.
+// They need CAP_NET_ADMIN. Without it, Start of a Backend returns an error.
 //
 // Such routes have advantages over addresses on an interface. They need no additional
-// interface. The kernel finds them in a tree instead of a list. The protocol number
-// identifies their owner. Another program may add the same address without a conflict.
+// interface. The kernel has routes in a tree and addresses in a list. The protocol number
+// identifies the owner of a route. Another program can add the same address.
 func LocalRoutes(opts RouteOptions) Addresses {
 	if opts.Protocol == 0 {
 		opts.Protocol = 107
@@ -58,11 +58,11 @@ func (r localRoutes) route(addr netip.Addr) *netlink.Route {
 	}
 }
 
-// loopbackIndex is the index of the loopback interface, which is the first interface of
+// loopbackIndex is the index of the loopback interface. It is the first interface of
 // every network namespace.
 const loopbackIndex = 1
 
-// withHandle calls f with a netlink handle for the namespace.
+// withHandle calls f with a netlink handle for the network namespace.
 func (r localRoutes) withHandle(f func(*netlink.Handle) error) error {
 	open := func() (*netlink.Handle, error) { return netlink.NewHandle(unix.NETLINK_ROUTE) }
 	if r.NetNS != 0 {
@@ -78,7 +78,7 @@ func (r localRoutes) withHandle(f func(*netlink.Handle) error) error {
 	return f(h)
 }
 
-// Add implements Addresses.
+// Add implements [Addresses].
 func (r localRoutes) Add(_ context.Context, addr netip.Addr) error {
 	return r.withHandle(func(h *netlink.Handle) error {
 		if err := h.RouteAdd(r.route(addr)); err != nil && !errors.Is(err, unix.EEXIST) {
@@ -88,7 +88,7 @@ func (r localRoutes) Add(_ context.Context, addr netip.Addr) error {
 	})
 }
 
-// Remove implements Addresses.
+// Remove implements [Addresses].
 func (r localRoutes) Remove(_ context.Context, addr netip.Addr) error {
 	return r.withHandle(func(h *netlink.Handle) error {
 		if err := h.RouteDel(r.route(addr)); err != nil && !errors.Is(err, unix.ESRCH) {
@@ -98,10 +98,10 @@ func (r localRoutes) Remove(_ context.Context, addr netip.Addr) error {
 	})
 }
 
-// Left implements Addresses. It returns an error if the process may not change routes.
+// Left implements [Addresses]. It returns an error if the process may not change routes.
 func (r localRoutes) Left(ctx context.Context) (left []netip.Addr, err error) {
-	// To check the privilege, remove a route that cannot exist, because no service has this
-	// address.
+	// Check the privilege: try to remove a route that does not exist, because no service has
+	// this address.
 	if err := r.Remove(ctx, netip.IPv4Unspecified()); err != nil {
 		if errors.Is(err, unix.EPERM) {
 			return nil, fmt.Errorf("make addresses of services local (needs CAP_NET_ADMIN): %w", err)
@@ -127,7 +127,7 @@ func (r localRoutes) Left(ctx context.Context) (left []netip.Addr, err error) {
 	return left, err
 }
 
-// Cleanup implements Addresses.
+// Cleanup implements [Addresses].
 func (r localRoutes) Cleanup(ctx context.Context) error {
 	left, err := r.Left(ctx)
 	for _, addr := range left {

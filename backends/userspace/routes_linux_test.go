@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// localRoutesIn returns the destinations of local routes over the loopback interface. It
-// omits routes with the kernel's protocol number.
+// localRoutesIn returns the destinations of local routes over the loopback interface,
+// except routes of the kernel itself.
 func localRoutesIn(t *testing.T, n *netnstest.Namespace) []string {
 	t.Helper()
 	var out []string
@@ -127,7 +127,7 @@ func TestStartFailsWithoutPrivilegeForRoutes(t *testing.T) {
 			t.Fatal(err)
 		}
 		if err := n.Do(func() error {
-			if !privileged { // applies to this thread only, which ends with Do
+			if !privileged { // only for this thread, which ends when Do returns
 				header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 				var none [2]unix.CapUserData
 				if err := unix.Capset(&header, &none[0]); err != nil {
@@ -148,8 +148,8 @@ func TestStartFailsWithoutPrivilegeForRoutes(t *testing.T) {
 	}
 }
 
-// runInside calls f with a Backend, on a thread in the network namespace n. The Backend
-// opens its sockets and adds its routes in that namespace.
+// runInside starts a Backend and calls f on a thread in the network namespace n. The
+// Backend opens its sockets and adds its routes there.
 func runInside(t *testing.T, n *netnstest.Namespace, f func(b *Backend)) {
 	t.Helper()
 	b, err := New(Options{Addresses: LocalRoutes(RouteOptions{NetNS: n.FD}), NodeAddresses: nodeaddr.Of(), DrainTimeout: patience})
@@ -217,7 +217,7 @@ func TestAddressStaysForConnectionsThatDrain(t *testing.T) {
 		if err := b.Sync(t.Context(), fullOf(view)); err != nil {
 			t.Fatal(err)
 		}
-		// End a connection that the listener has not counted.
+		// Pretend that the listener has a connection.
 		l := b.held.owner(socketAddr{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}).listeners[socketAddr{api.TCP, netip.MustParseAddrPort("10.96.0.1:80")}].(*tcpListener)
 		l.enter()
 		if err := b.Sync(t.Context(), fullOf()); err != nil {

@@ -10,44 +10,44 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// rules say how to treat the clients of a frontend. They are immutable.
+// rules says how to treat the clients of a frontend. It is never modified.
 type rules struct {
 	port            *port
 	elsewhere, node route
-	// admission selects the admitted clients.
+	// admission says which clients are admitted.
 	admission admission
-	// affinity is how long a client keeps its endpoint; 0 means no affinity.
+	// affinity is how long a client keeps its endpoint, or 0 without affinity.
 	affinity time.Duration
 }
 
-// route says whether to forward the connections of a group of clients, and to which
+// route says whether the connections of a group of clients are forwarded, and to which
 // endpoints.
 type route struct {
 	verdict nodeview.Verdict
 	pool    *pool
 }
 
-// refused reports whether the rules refuse all clients, so that no listener is needed.
+// refused reports whether all clients are refused, so that no listener is needed.
 func (r *rules) refused() bool {
 	return r.elsewhere.verdict == nodeview.Reject && r.node.verdict == nodeview.Reject
 }
 
-// routeOf returns the route of client. Its verdict is Drop if the client is not admitted.
+// routeOf returns the route for client. The verdict for a client that is not admitted is
+// Drop.
 func (r *rules) routeOf(client netip.Addr, startsHere func(netip.Addr) bool) route {
-	client = client.WithZone("") // a prefix never contains an address with a zone
+	client = client.WithZone("") // prefixes never contain addresses with a zone
 	if !r.admission.admits(client) {
 		return route{verdict: nodeview.Drop}
 	}
-	// Most frontends treat all clients alike, so that the location of the client does not
-	// matter.
+	// Most frontends treat all clients alike. Then there is no need to call startsHere.
 	if r.elsewhere == r.node || !startsHere(client) {
 		return r.elsewhere
 	}
 	return r.node
 }
 
-// endpoint returns an endpoint for client. It returns false if unfit returns true for all
-// endpoints.
+// endpoint returns an endpoint for client. It ignores endpoints for which unfit returns
+// true. If there is no other endpoint, the result is false.
 func (r *rules) endpoint(rt route, client netip.Addr, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	if r.affinity == 0 {
 		return rt.pool.pick(unfit)
@@ -55,9 +55,9 @@ func (r *rules) endpoint(rt route, client netip.Addr, unfit func(netip.AddrPort)
 	return r.port.affinity.endpoint(client, r.affinity, rt.pool, unfit, now)
 }
 
-// admission selects clients by source address. The zero value admits all.
+// admission says which source addresses are admitted. The zero value admits all.
 type admission struct {
-	// restricted limits the clients to those in prefixes.
+	// restricted admits only source addresses in prefixes.
 	restricted bool
 	prefixes   []netip.Prefix
 }
@@ -66,13 +66,12 @@ func (a *admission) admits(client netip.Addr) bool {
 	return !a.restricted || slices.ContainsFunc(a.prefixes, func(p netip.Prefix) bool { return p.Contains(client) })
 }
 
-// screen describes the packets that a socket accepts. Other packets are dropped as if
-// they were lost. The zero value accepts all packets.
+// screen describes which packets a socket accepts. Other packets are dropped like lost
+// ones. The zero value accepts all packets.
 type screen struct {
 	// dropAll drops all packets.
 	dropAll bool
-	// hereOnly drops packets from other nodes. It accepts packets from the loopback
-	// interface and from pods.
+	// hereOnly accepts only packets from the loopback interface and from pods.
 	hereOnly bool
 	pods     []netip.Prefix
 	admission

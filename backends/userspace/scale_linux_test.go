@@ -18,8 +18,8 @@ import (
 )
 
 // BenchmarkServices starts services with three frontends each, and changes an endpoint of
-// one service. The limit of open files determines the largest number of services, at most
-// 10,000. The benchmark also uses one third and two thirds of that number.
+// a service. It runs with one third, two thirds and all of the services that the limit of
+// open files allows, which are at most 10,000.
 func BenchmarkServices(b *testing.B) {
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
@@ -77,7 +77,7 @@ func benchmarkServices(b *testing.B, services int) {
 	b.ReportMetric(0, "ns/op")
 }
 
-// heap returns the memory that Go uses, including stacks.
+// heap returns the memory that Go uses for the heap and for stacks.
 func heap() uint64 {
 	runtime.GC()
 	var m runtime.MemStats
@@ -85,7 +85,7 @@ func heap() uint64 {
 	return m.HeapInuse + m.StackInuse
 }
 
-// manyServices returns service number i. It has a cluster IP, an external IP, a node
+// manyServices returns service number i, which has a cluster IP, an external IP, a node
 // port, and endpoints.
 func manyServices(i, endpoints int) *api.ServiceEndpoints {
 	s := serviceAt(fmt.Sprint("web-", i), fmt.Sprintf("10.96.%d.%d", i/250, i%250+1), 80, api.TCP)

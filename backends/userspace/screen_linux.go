@@ -13,18 +13,18 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// networkHeader is the offset of the IP header for socket filters (SKF_NET_OFF). It is
-// independent of the headers before.
+// networkHeader is the offset of the IP header in socket filters (SKF_NET_OFF). It does
+// not depend on preceding headers.
 const networkHeader = 0xfff00000
 
-// maxInstructions is the maximum length of a socket filter (BPF_MAXINSNS).
+// maxInstructions limits the length of a socket filter (BPF_MAXINSNS).
 const maxInstructions = 4096
 
-// A socket filter returns the number of bytes of the packet to keep.
+// The result of a socket filter is the number of bytes of the packet to keep.
 var takePacket, dropPacket = bpf.RetConstant{Val: 1<<32 - 1}, bpf.RetConstant{}
 
-// program returns the socket filter of s for packets of one IP family. It returns nil if
-// s accepts all packets.
+// program returns the socket filter of s for packets of one IP family, or nil if s
+// accepts all packets.
 func (s *screen) program(v4 bool) []bpf.Instruction {
 	if s.dropAll {
 		return []bpf.Instruction{dropPacket}
@@ -44,12 +44,12 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 	if !s.hereOnly {
 		return admit
 	}
-	// Each successful test jumps behind the last test.
+	// If a test succeeds, it jumps to the instructions of admit.
 	var tests [][]bpf.Instruction
 	for _, p := range s.pods {
 		tests = append(tests, ifSourceIn(p, v4, bpf.Jump{}))
 	}
-	rest := 1 // counts the drop instruction after the last test
+	rest := 1 // instructions from here to admit; 1 for dropPacket
 	for i := len(tests) - 1; i >= 0; i-- {
 		if n := len(tests[i]); n > 0 {
 			tests[i][n-1] = bpf.Jump{Skip: uint32(rest)}
@@ -68,13 +68,13 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 }
 
 // ifSourceIn returns instructions that execute action if the source of a packet is in p.
-// For other packets they continue with the next instruction. It returns nil if p has the
-// other family.
+// Otherwise they continue with the instruction that follows them. If p has the other
+// family, the result is nil.
 func ifSourceIn(p netip.Prefix, v4 bool, action bpf.Instruction) []bpf.Instruction {
 	if p.Addr().Is4() != v4 {
 		return nil
 	}
-	source := uint32(networkHeader + 8) // offset in an IPv6 header
+	source := uint32(networkHeader + 8) // the source is at offset 8 in an IPv6 header
 	if v4 {
 		source = networkHeader + 12
 	}
@@ -99,10 +99,10 @@ func ifSourceIn(p netip.Prefix, v4 bool, action bpf.Instruction) []bpf.Instructi
 	return append(out, action)
 }
 
-// attach replaces the socket filter of c by that of s. If s has too many prefixes for a
-// filter, or for the kernel's memory limit of socket options (net.core.optmem_max),
-// attach only removes the old filter. Then the rules apply after a connection is
-// accepted.
+// attach replaces the socket filter of c by that of s. If s has too many prefixes, attach
+// only removes the old filter, and the rules apply after a connection is accepted. The
+// number of prefixes is limited by maxInstructions and by the memory for socket options
+// (net.core.optmem_max).
 func (s *screen) attach(c syscall.RawConn, v4 bool) error {
 	program := s.program(v4)
 	if len(program) > maxInstructions {

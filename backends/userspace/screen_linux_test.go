@@ -17,7 +17,7 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// TestSourceRangesApplyWithoutKernelFilter has too many source ranges for a socket
+// TestSourceRangesApplyWithoutKernelFilter uses more source ranges than fit into a socket
 // filter.
 func TestSourceRangesApplyWithoutKernelFilter(t *testing.T) {
 	n := netnstest.New(t)
@@ -27,7 +27,7 @@ func TestSourceRangesApplyWithoutKernelFilter(t *testing.T) {
 	}); err != nil {
 		t.Skip("before Linux 6.8 the limit is global to the machine:", err)
 	}
-	server := namedServer(t, "a") // the backend's goroutines also run outside the namespace
+	server := namedServer(t, "a") // outside of n, where goroutines of the backend connect
 	runInside(t, n, func(b *Backend) {
 		admit := func(ranges ...netip.Prefix) {
 			t.Helper()
@@ -66,7 +66,7 @@ func TestSourceRangesApplyWithoutKernelFilter(t *testing.T) {
 	})
 }
 
-// TestSourceRangesApplyToLinkLocalClients has a client with a zone in its address.
+// TestSourceRangesApplyToLinkLocalClients uses a client whose address has a zone.
 func TestSourceRangesApplyToLinkLocalClients(t *testing.T) {
 	n := netnstest.New(t)
 	n.Add(t, "lo", "fe80::1/64")
@@ -88,7 +88,7 @@ func TestSourceRangesApplyToLinkLocalClients(t *testing.T) {
 			}
 			timeout := 500 * time.Millisecond
 			if want {
-				timeout = 30 * time.Second // TCP repeats a lost packet after 1 s
+				timeout = 30 * time.Second // long, because TCP repeats a lost packet only after 1 s
 			}
 			d := net.Dialer{Timeout: timeout, LocalAddr: &net.TCPAddr{IP: net.ParseIP("fe80::1"), Zone: "lo"}}
 			c, err := d.Dial("tcp", "[fd00::2]:80")

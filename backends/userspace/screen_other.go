@@ -6,5 +6,5 @@ package userspace
 
 import "syscall"
 
-// attach does nothing. The rules apply after a connection is accepted.
+// attach does nothing. Instead, the rules apply after a connection is accepted.
 func (s *screen) attach(syscall.RawConn, bool) error { return nil }

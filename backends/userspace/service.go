@@ -19,25 +19,25 @@ import (
 type service struct {
 	*engine
 	key types.NamespacedName
-	// view is the current view, for a new plan when the node's addresses change. It is nil
-	// if the plan does not depend on these addresses.
+	// view is the current view if the plan depends on the addresses of the node. When these
+	// change, a new plan is computed from it. Otherwise view is nil.
 	view *api.ServiceEndpoints
-	// failed reports that the last Sync failed for this service. The field stale reports
-	// that the current pass has not delivered the service yet.
+	// failed reports that the last Sync failed for this service. The field stale is true
+	// until the current pass delivers the service.
 	failed, stale bool
-	// unsupported is the last logged error about unsupported frontends.
+	// unsupported is the last error about unsupported frontends that was logged.
 	unsupported string
 	ports       map[portKey]*port
-	// addresses are the addresses of the service. The value is nil for a local address,
-	// otherwise the reason why it is not local.
+	// addresses has the addresses of the service. The value of a local address is nil. The
+	// value of another address is the reason why it is not local.
 	addresses map[netip.Addr]error
-	// waiting is the current plan if one of its addresses is not local yet, else nil.
+	// waiting is the current plan while one of its addresses is not local, else nil.
 	waiting   *plan
 	listeners map[socketAddr]listener
-	// lingering are the closed listeners of frontends that the service still has, but
-	// without endpoints. Their connections continue without a time limit.
+	// lingering has listeners that are closed because their frontends have no endpoints.
+	// While the frontends exist, connections continue without a time limit.
 	lingering []lingerer
-	// account and warnOfLoop are common to all ports of the service.
+	// All ports of the service share account and warnOfLoop.
 	account    *account
 	warnOfLoop *sync.Once
 }
@@ -54,8 +54,8 @@ func newService(e *engine, key types.NamespacedName) *service {
 	}
 }
 
-// withdraw closes the listeners that p does not need, so that other services can listen
-// there.
+// withdraw closes the listeners that p does not need. After that, other services can
+// listen there.
 func (s *service) withdraw(p *plan) {
 	keep := make(map[socketAddr]struct{}, len(p.sockets))
 	for _, want := range p.sockets {
@@ -77,8 +77,8 @@ func (s *service) withdraw(p *plan) {
 	})
 }
 
-// closeListener closes the listener at a socket address, so that another service can
-// listen there.
+// closeListener closes the listener l at a socket address. After that, another service
+// can listen there.
 func (s *service) closeListener(at socketAddr, l listener) {
 	l.close()
 	s.descriptors.adjust(-1)
@@ -97,8 +97,8 @@ func isDrained(l listener) bool {
 	}
 }
 
-// retire drains the connections of a closed listener in the background. Until that is
-// done, the address stays local.
+// retire drains the connections of a closed listener in the background. Until they have
+// ended, the address stays local.
 func (s *service) retire(at socketAddr, l listener) {
 	if isDrained(l) {
 		return
@@ -121,7 +121,7 @@ func (s *service) retire(at socketAddr, l listener) {
 	})
 }
 
-// apply applies the plan p at the addresses that are already local. It returns the joined
+// apply applies p, as far as its addresses are already local. It returns the joined
 // errors.
 func (s *service) apply(ctx context.Context, p *plan) error {
 	s.complainOf(p.unsupported)
@@ -151,7 +151,7 @@ func (s *service) apply(ctx context.Context, p *plan) error {
 	return errors.Join(errs...)
 }
 
-// complainOf logs unsupported frontends once.
+// complainOf logs an error about unsupported frontends, unless the last one was the same.
 func (s *service) complainOf(unsupported error) {
 	text := ""
 	if unsupported != nil {
@@ -163,20 +163,20 @@ func (s *service) complainOf(unsupported error) {
 	s.unsupported = text
 }
 
-// open opens a listener with its rules, or updates the rules of an open listener.
+// open opens a listener, or updates the rules of a listener that is already open.
 func (s *service) open(ctx context.Context, want listenSpec) error {
 	if l, ok := s.listeners[want.socketAddr]; ok {
 		return l.setRules(want.rules)
 	}
 	if s.addresses[want.at.Addr()] != nil {
-		return nil // opened when the address becomes local
+		return nil // finish opens it when the address is local
 	}
 	if other := s.held.owner(want.socketAddr); other != nil {
 		if !other.stale && !other.failed {
 			return fmt.Errorf("listen on %s: service %s still uses it", want.socketAddr, other.key)
 		}
-		// The other service will soon be changed or pruned. Until then it must not react to
-		// changes of the node's addresses, because it would open the socket again.
+		// The pass or a retry will soon change or delete the other service. Until then it must
+		// not follow the addresses of the node, because it would open the socket again.
 		other.closeListener(want.socketAddr, other.listeners[want.socketAddr])
 		other.view, other.waiting = nil, nil
 	}
@@ -196,15 +196,15 @@ func (s *service) endLostUDPClients(p *plan) {
 		of.port.setServing(of.serving)
 	}
 	for _, want := range p.sockets {
-		// Clients may still belong to another port that used this socket before.
+		// Clients may belong to another port that used this socket before.
 		if l, ok := s.listeners[want.socketAddr].(*udpListener); ok {
 			l.endpointsLost(want.rules.port.serves)
 		}
 	}
 }
 
-// forget drops the ports and addresses that p does not need. It returns the changes that
-// release these addresses. An address that is still being added is released afterwards.
+// forget drops the ports and addresses that p does not need. It returns changes that
+// release the addresses. If an address is just being added, finish releases it later.
 func (s *service) forget(p *plan) (changes []*change) {
 	for key, port := range s.ports {
 		if _, ok := p.ports[key]; !ok {
@@ -224,8 +224,8 @@ func (s *service) forget(p *plan) (changes []*change) {
 	return changes
 }
 
-// releaseAddress removes one user of an address. If the removal of the address fails, it
-// logs the error, and sweep retries.
+// releaseAddress removes one user of an address. If the address cannot be removed, it
+// logs the error, and sweep tries again.
 func (e *engine) releaseAddress(ctx context.Context, addr netip.Addr) {
 	if err := e.local.release(ctx, addr); err != nil {
 		e.log.Error(err, addressesStay)

@@ -11,29 +11,29 @@ import (
 	"time"
 )
 
-// keepAlive configures the detection of dead peers. An idle connection to a vanished
-// client uses two descriptors, so it is closed after two minutes. Keep-alive has no
-// effect on a connection with unacknowledged data. The kernel ends such a connection
-// after several retransmissions, on Linux after about 15 minutes.
+// keepAlive makes the kernel close idle connections to vanished clients after two
+// minutes, because each of them uses two descriptors. Keep-alive does nothing for a
+// connection with unacknowledged data. The kernel repeats such data, and finally ends the
+// connection, on Linux after about 15 minutes.
 var keepAlive = net.KeepAliveConfig{Enable: true, Idle: time.Minute, Interval: 15 * time.Second, Count: 4}
 
 // hostSockets opens sockets of the host.
 type hostSockets struct {
-	// anyAddress allows sockets to bind to addresses that only a route makes local. By
-	// default IPv6 does not allow that.
+	// anyAddress allows sockets to bind to addresses that only a route makes local. With
+	// IPv6 this is not allowed by default.
 	anyAddress bool
 }
 
-// ListenTCP implements Sockets.
+// ListenTCP implements [Sockets].
 func (h hostSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCPListener, error) {
 	config := h.config(listenerControl)
-	// By default, package net listens with Multipath TCP. Such a socket is twice as large
-	// and supports neither filters nor splice.
+	// By default, package net uses Multipath TCP for listening sockets. Such a socket takes
+	// twice the memory, and supports neither filters nor splice.
 	config.SetMultipathTCP(false)
 	config.KeepAliveConfig = keepAlive
 	if keepAliveInherited {
 		config.KeepAliveConfig = net.KeepAliveConfig{}
-		config.KeepAlive = -1 // not set again: saves four system calls per connection
+		config.KeepAlive = -1 // inherited; this saves four system calls per connection
 	}
 	l, err := config.Listen(ctx, network("tcp", at.Addr()), at.String())
 	if err != nil {
@@ -42,7 +42,7 @@ func (h hostSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCP
 	return l.(*net.TCPListener), nil
 }
 
-// ListenUDP implements Sockets.
+// ListenUDP implements [Sockets].
 func (h hostSockets) ListenUDP(ctx context.Context, at netip.AddrPort) (*net.UDPConn, error) {
 	config := h.config(func(syscall.RawConn) error { return nil })
 	c, err := config.ListenPacket(ctx, network("udp", at.Addr()), at.String())

@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// keepAliveInherited reports that accepted connections inherit the keep-alive settings of
-// their listener.
+// keepAliveInherited reports whether accepted connections inherit the settings of
+// keep-alive from their listener.
 const keepAliveInherited = true
 
 // listenerControl sets the options that accepted connections inherit from a listening
@@ -34,28 +34,28 @@ func listenerControl(c syscall.RawConn) error {
 	})
 }
 
-// dialControl delays the last packet of the handshake until the first bytes are sent, so
-// that both are one packet. A separate packet would wake the endpoint too early. A
-// connection without bytes to send calls confirm.
+// dialControl delays the last packet of the handshake until the first bytes are sent. So
+// one packet contains both, and the endpoint does not wake for a packet without bytes. If
+// a connection has no bytes to send, confirm must be called.
 func dialControl(_, _ string, c syscall.RawConn) error {
 	return onDescriptor(c, func(fd int) error { return unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_QUICKACK, 0) })
 }
 
-// confirm sends the last packet of the handshake, which dialControl delays. Without
-// confirm, the kernel sends it after 0.2 s.
+// confirm sends the last packet of the handshake, which dialControl has delayed. Without
+// confirm, the kernel would send it after 0.2 s.
 func confirm(c syscall.RawConn) error {
 	return onDescriptor(c, func(fd int) error { return unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_QUICKACK, 1) })
 }
 
-// bindAnywhere lets a socket bind to an address that no interface has. The IPv4 option
-// works for both families.
+// bindAnywhere lets a socket bind to an address that no interface has. The option is one
+// of IPv4, but also works for IPv6.
 func bindAnywhere(c syscall.RawConn) error {
 	return onDescriptor(c, func(fd int) error {
 		return unix.SetsockoptInt(fd, unix.IPPROTO_IP, unix.IP_FREEBIND, 1)
 	})
 }
 
-// onDescriptor calls f with the descriptor of c.
+// onDescriptor calls f with the file descriptor of c.
 func onDescriptor(c syscall.RawConn, f func(fd int) error) error {
 	var err error
 	if controlErr := c.Control(func(fd uintptr) { err = f(int(fd)) }); controlErr != nil {

@@ -15,8 +15,8 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// TestLocalPortsAreShared opens connections to two endpoints, more than there are local
-// ports. The connections to each endpoint may use all ports.
+// TestLocalPortsAreShared opens connections to two endpoints, in total more than there
+// are local ports. Connections to different endpoints may use the same local port.
 func TestLocalPortsAreShared(t *testing.T) {
 	n := netnstest.New(t)
 	n.Set(t, "ipv4/ip_local_port_range=30000 30003")
@@ -38,9 +38,9 @@ func TestLocalPortsAreShared(t *testing.T) {
 	}
 }
 
-// TestEndpointMaySendFirst connects several times to an endpoint that sends first. It
-// checks that the endpoint sees each connection without the kernel's delay of 0.2 s for
-// the client's first bytes.
+// TestEndpointMaySendFirst connects several times to an endpoint that sends before the
+// client. The kernel's delay of 0.2 s for the last packet of the handshake must not
+// affect such a connection.
 func TestEndpointMaySendFirst(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -79,8 +79,8 @@ func TestManyBytesAreMovedWithoutPipes(t *testing.T) {
 	}
 }
 
-// TestServiceAtItsShareOfDescriptorsGetsNoPipes has only enough descriptors for one
-// connection.
+// TestServiceAtItsShareOfDescriptorsGetsNoPipes runs a backend with the descriptors for
+// one connection only.
 func TestServiceAtItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
 	w := newWorld(t, Options{})
 	w.pipes.open = func() (*pipe, error) {
@@ -98,13 +98,13 @@ func TestServiceAtItsShareOfDescriptorsGetsNoPipes(t *testing.T) {
 }
 
 // TestEndFollowsLastBytesToSlowReader fills the buffers between endpoint and client. So
-// the last bytes have to wait, together with the end of the stream.
+// the last bytes and the end of the stream must wait in the backend.
 func TestEndFollowsLastBytesToSlowReader(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
 	answer := bytes.Repeat([]byte("kpng"), 1<<20)
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
-		for rest := answer; len(rest) > 0; { // small pieces are copied, not spliced
+		for rest := answer; len(rest) > 0; { // in small pieces, which are copied and not spliced
 			n := min(len(rest), 20_000)
 			c.Write(rest[:n])
 			rest = rest[n:]
@@ -112,7 +112,7 @@ func TestEndFollowsLastBytesToSlowReader(t *testing.T) {
 		c.Close()
 	})).view())
 	c := dial(t, "127.0.0.2", port)
-	c.CloseWrite() // so that this direction ends first
+	c.CloseWrite() // the direction to the endpoint ends first
 	time.Sleep(100 * time.Millisecond)
 	if got, err := io.ReadAll(c); err != nil || !bytes.Equal(got, answer) {
 		t.Errorf("received %d bytes of %d, error %v", len(got), len(answer), err)

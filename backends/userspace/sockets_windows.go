@@ -8,15 +8,15 @@ const keepAliveInherited = false
 
 func listenerControl(syscall.RawConn) error { return nil }
 
-// soReuseUnicastPort is SO_REUSE_UNICASTPORT of mswsock.h. It allows connections to
-// different endpoints to share an ephemeral port. Without the option, only sockets that
-// are not explicitly bound can do so. Package net binds each socket, because ConnectEx
+// soReuseUnicastPort is SO_REUSE_UNICASTPORT of mswsock.h. With it, connections to
+// different endpoints can share an ephemeral port. By default, sockets can do so only if
+// they were not bound explicitly. But package net binds each socket, because ConnectEx
 // requires that.
 const soReuseUnicastPort = 0x3007
 
 func dialControl(_, _ string, c syscall.RawConn) error {
 	return c.Control(func(fd uintptr) {
-		// Ignore errors, because the option only increases the number of concurrent
+		// Errors are ignored, because the option only increases the number of concurrent
 		// connections.
 		syscall.SetsockoptInt(syscall.Handle(fd), syscall.SOL_SOCKET, soReuseUnicastPort, 1)
 	})

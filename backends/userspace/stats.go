@@ -11,23 +11,23 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// PortStats are the statistics of a service port since the Backend first had it.
+// PortStats has the statistics of a service port since the Backend first had the port.
 type PortStats struct {
 	Service  types.NamespacedName
 	Protocol api.Protocol
 	Port     int32
-	// Connections counts TCP connections and UDP clients.
+	// Connections is the number of TCP connections and UDP clients so far.
 	Connections int64
-	// Active is the number of TCP connections and UDP clients that have not ended.
+	// Active is the number of current TCP connections and UDP clients.
 	Active int64
-	// DialFailures counts failed attempts to send a connection or a datagram to an endpoint.
+	// DialFailures is the number of failed attempts to reach an endpoint.
 	DialFailures int64
-	// BytesToEndpoints and BytesFromEndpoints count payload bytes.
+	// BytesToEndpoints and BytesFromEndpoints are numbers of payload bytes.
 	BytesToEndpoints, BytesFromEndpoints int64
 }
 
-// Stats yields the statistics of each port, ordered by service, protocol and port. It is
-// safe for concurrent use.
+// Stats returns the current statistics of all ports, sorted by service, protocol and
+// port. It is safe for concurrent use.
 func (b *Backend) Stats() iter.Seq[PortStats] {
 	var all []PortStats
 	for _, p := range b.served.list() {

@@ -13,28 +13,28 @@ import (
 )
 
 // stream moves the bytes of one direction of a connection. It copies a few bytes through
-// a buffer, with three system calls. It moves many bytes through a pipe, where the kernel
-// moves pages instead of copying bytes. A waiting stream has neither buffer nor pipe,
-// because ten thousand idle connections are normal.
+// a buffer, with three system calls. It splices many bytes through a pipe: there the
+// kernel moves pages and does not copy bytes. A waiting stream has neither buffer nor
+// pipe, because a backend often has ten thousand idle connections.
 type stream struct {
 	source, sink syscall.RawConn
 	buffers      *buffers
 	pipes        *pipes
 	account      *account
 	buffer       *[]byte
-	rest         []byte // bytes in the buffer that are not written yet
+	rest         []byte // those bytes in the buffer that are not written yet
 	pipe         *pipe
 	n            int   // number of bytes in the pipe
-	end          error // what follows those bytes in the source: io.EOF, an error, or nil if unknown
+	end          error // what follows the bytes that were read: io.EOF, an error, or nil if unknown
 	err          error
-	spliced      bool // bytes arrive in pieces that are large enough for a pipe
-	unconfirmed  bool // the sink's handshake is delayed, because nothing was written yet
+	spliced      bool // the last piece was large enough for a pipe
+	unconfirmed  bool // nothing was written to the sink yet, so dialControl delays its handshake
 
 	fill, empty, splice, unload func(fd uintptr) bool
 }
 
-// newStream returns the stream from source to destination. The argument dialed reports
-// that destination is a dialed connection to which nothing was written yet.
+// newStream returns a stream from source to destination. If dialed is true, destination
+// is a new connection to an endpoint, to which nothing was written yet.
 func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pipes, a *account) (*stream, error) {
 	from, err := source.SyscallConn()
 	if err != nil {
@@ -45,13 +45,13 @@ func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pip
 		return nil, err
 	}
 	s := &stream{source: from, sink: to, buffers: b, pipes: p, account: a, unconfirmed: dialed}
-	// Create the method values only once, because each one is an allocation.
+	// Create each method value only once, because it takes an allocation.
 	s.fill, s.empty, s.splice, s.unload = s.tryFill, s.tryEmpty, s.trySplice, s.tryUnload
 	return s, nil
 }
 
-// move waits for bytes and moves them. It returns the number of bytes, and io.EOF at the
-// end.
+// move waits for bytes and moves them. It returns the number of moved bytes. At the end
+// of the source, the error is io.EOF.
 func (s *stream) move() (int, error) {
 	if s.spliced {
 		return s.moveByPipe()
@@ -71,8 +71,8 @@ func (s *stream) move() (int, error) {
 	return n, s.end
 }
 
-// tryFill reads all available bytes and the end of the source, so that the last bytes and
-// the end are sent together. If there are no bytes, it uses no buffer.
+// tryFill reads all available bytes, and the end if it follows them. So the last bytes
+// and the end can be sent together. Without available bytes, the stream keeps no buffer.
 func (s *stream) tryFill(fd uintptr) bool {
 	s.buffer = s.buffers.get()
 	filled := 0
@@ -91,7 +91,7 @@ func (s *stream) tryFill(fd uintptr) bool {
 		}
 	}
 	if s.unconfirmed && filled == 0 && s.end == nil {
-		confirm(s.sink) // a write detects whether the endpoint still exists
+		confirm(s.sink) // ignore an error; a write would also report it
 	}
 	s.unconfirmed = false
 	if filled == 0 {
@@ -102,11 +102,11 @@ func (s *stream) tryFill(fd uintptr) bool {
 	return true
 }
 
-// tryEmpty writes the bytes in the buffer.
+// tryEmpty writes the bytes of the buffer to the sink.
 func (s *stream) tryEmpty(fd uintptr) bool {
 	flags := 0
 	if s.end == io.EOF {
-		flags = unix.MSG_MORE // send the end in the same packet
+		flags = unix.MSG_MORE // so that the end is sent in the same packet
 	}
 	for len(s.rest) > 0 {
 		n, err := ignoringEINTR(func() (int, error) { return unix.SendmsgN(int(fd), s.rest, nil, nil, flags) })
@@ -145,7 +145,7 @@ func (s *stream) moveByPipe() (int, error) {
 	moved := s.n
 	s.spliced = moved >= spliceWorth
 	if err := s.sink.Write(s.unload); err != nil || s.err != nil {
-		s.pipe.close() // the pipe is not empty
+		s.pipe.close() // not reusable, because it has bytes
 		s.pipe = nil
 		s.account.give(descriptorsPerPipe)
 		return moved - s.n, errors.Join(err, s.err)
@@ -154,7 +154,7 @@ func (s *stream) moveByPipe() (int, error) {
 	return moved, nil
 }
 
-// trySplice moves available bytes from the source to a pipe.
+// trySplice moves available bytes from the source into a pipe.
 func (s *stream) trySplice(fd uintptr) bool {
 	if !s.account.take(descriptorsPerPipe) {
 		s.err = errNoPipe
@@ -180,7 +180,7 @@ func (s *stream) trySplice(fd uintptr) bool {
 	return true
 }
 
-// tryUnload moves bytes from the pipe to the destination and decreases n.
+// tryUnload moves the bytes in the pipe to the sink.
 func (s *stream) tryUnload(fd uintptr) bool {
 	for s.n > 0 {
 		n, err := ignoringEINTR(func() (int, error) {
@@ -214,11 +214,10 @@ func ignoringEINTR(f func() (int, error)) (int, error) {
 	}
 }
 
-// pipeSize is the capacity of a pipe.
 const pipeSize = 1 << 20
 
-// descriptorsPerPipe is the number of descriptors of a pipe. They count for the service
-// that uses the pipe.
+// descriptorsPerPipe is the number of descriptors of a pipe. While a service uses a pipe,
+// they count as descriptors of the service.
 const descriptorsPerPipe = 2
 
 // spliceWorth is the minimum number of bytes per read for which a pipe is used.
@@ -226,7 +225,7 @@ const spliceWorth = 16 << 10
 
 var errNoPipe = errors.New("no pipe")
 
-// pipe is an empty kernel pipe.
+// pipe is a pipe of the kernel.
 type pipe struct{ in, out int }
 
 func newPipe() (*pipe, error) {
@@ -234,8 +233,8 @@ func newPipe() (*pipe, error) {
 	if err := unix.Pipe2(fds[:], unix.O_NONBLOCK|unix.O_CLOEXEC); err != nil {
 		return nil, err
 	}
-	// The kernel gives smaller pipes to a user with many pipes. Then a splice usually moves
-	// fewer bytes than spliceWorth, and the stream stops using the pipe.
+	// If a user has many pipes, the kernel makes new ones smaller. Then a splice usually
+	// moves fewer bytes than spliceWorth, so the stream no longer uses a pipe.
 	unix.FcntlInt(uintptr(fds[0]), unix.F_SETPIPE_SZ, pipeSize)
 	return &pipe{in: fds[1], out: fds[0]}, nil
 }
@@ -270,7 +269,7 @@ func (p *pipes) put(pipe *pipe) {
 	}
 }
 
-// close closes the unused pipes.
+// close closes all unused pipes.
 func (p *pipes) close() {
 	for {
 		select {

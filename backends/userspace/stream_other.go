@@ -9,11 +9,11 @@ import (
 	"syscall"
 )
 
-// stream moves the bytes of one direction of a connection. While it waits, it uses no
+// stream moves the bytes of one direction of a connection. While it waits, it has no
 // buffer.
 type stream struct {
 	from, to *net.TCPConn
-	source   syscall.RawConn // from
+	source   syscall.RawConn // the same connection as from
 	buffers  *buffers
 }
 
@@ -25,8 +25,8 @@ func newStream(source, destination *net.TCPConn, _ bool, b *buffers, _ *pipes, _
 	return &stream{source, destination, raw, b}, nil
 }
 
-// move waits for bytes and moves them. It returns the number of bytes, and io.EOF at the
-// end.
+// move waits for bytes and moves them. It returns the number of moved bytes. At the end
+// of the source, the error is io.EOF.
 func (s *stream) move() (int, error) {
 	if err := waitReadable(s.source); err != nil {
 		return 0, err
@@ -40,7 +40,7 @@ func (s *stream) move() (int, error) {
 	return s.to.Write((*buffer)[:n])
 }
 
-// pipes is unused, because splicing exists only on Linux.
+// pipes is empty, because only Linux can splice.
 type pipes struct{}
 
 func newPipes() *pipes { return &pipes{} }

@@ -20,8 +20,8 @@ import (
 	clocktesting "k8s.io/utils/clock/testing"
 )
 
-// refused reports whether no listener exists. It also returns true if the listener closed
-// before it accepted the connection.
+// refused reports whether a connection is refused, or reset because its listener closes
+// before it accepts the connection.
 func refused(t *testing.T, addr string, port int32) bool {
 	t.Helper()
 	c, err := net.DialTimeout("tcp", net.JoinHostPort(addr, fmt.Sprint(port)), patience)
@@ -84,7 +84,7 @@ func TestUnchangedListenerStaysOpen(t *testing.T) {
 	w.set(service.view())
 	at := socketAddr{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(port))}
 	before := w.listenerAt(at)
-	w.source.Reset() // the next update is Lost
+	w.source.Reset() // the next update of the source is Lost
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(namedServer(t, "b")).view())
 	if w.listenerAt(at) != before {
 		t.Error("the listener was replaced")
@@ -130,15 +130,15 @@ func TestPassInSeveralBatches(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// The services swap their addresses. Each gets the old address of the other before the
-	// other one is delivered.
+	// The services swap their addresses. After the first batch, one service already has the
+	// address that the other one had, and the other one has none.
 	batch(true, false, at("a", 3, a))
 	if got := askOnce(t, "127.0.0.3", port) + askOnce(t, "127.0.0.4", port); got != "ag" {
 		t.Errorf("connected to %s, want ag", got)
 	}
 	batch(false, false, at("b", 2, b))
 	served("bag")
-	// A new pass begins, and the services swap again.
+	// During a new pass, the services swap their addresses again.
 	batch(true, false, at("a", 2, a))
 	batch(false, false, at("b", 3, b))
 	served("abg")
@@ -190,7 +190,7 @@ func TestUnsupportedFrontendsAreLoggedAndOthersServed(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, Options{})
 			port := freePort(t, "127.0.0.2")
-			for range 2 { // the second pass has no changes
+			for range 2 { // in the second pass, nothing has changed
 				w.source.Reset()
 				w.set(serviceAt("odd", "127.0.0.2", port, api.TCP).modify(change).addEndpoints(namedServer(t, "a")).view())
 			}
@@ -221,8 +221,8 @@ func TestVerdictsWithoutEndpoints(t *testing.T) {
 	}
 }
 
-// TestSourceRangesDropOthers has a load-balancer IP that admits only some loopback
-// addresses.
+// TestSourceRangesDropOthers connects to a load-balancer IP that admits only some
+// loopback addresses.
 func TestSourceRangesDropOthers(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -248,8 +248,8 @@ func TestSourceRangesDropOthers(t *testing.T) {
 	}
 }
 
-// TestLocalPolicyIsShortCircuitedForThisNode has a service with endpoints only on other
-// nodes.
+// TestLocalPolicyIsShortCircuitedForThisNode connects to a service whose endpoints are
+// all on other nodes.
 func TestLocalPolicyIsShortCircuitedForThisNode(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -283,7 +283,7 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 		t.Errorf("two clients share %s", first)
 	}
 	for range 4 {
-		clock.Step(90 * time.Second) // each new connection restarts the timeout
+		clock.Step(90 * time.Second) // less than the timeout, which each connection restarts
 		if got := from("127.5.0.1"); got != first {
 			t.Fatalf("connected to %s, before to %s", got, first)
 		}
@@ -314,7 +314,7 @@ func TestClientKeepsItsEndpoint(t *testing.T) {
 
 	clock.Step(101 * time.Second)
 	seen := map[string]bool{}
-	for range 5 { // covers all three endpoints, although a round has begun
+	for range 5 { // enough for all three endpoints, even if a round has begun
 		seen[from("127.5.0.1")] = true
 		clock.Step(101 * time.Second)
 	}

@@ -15,21 +15,21 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// tcpListener serves the TCP connections of one socket.
+// tcpListener accepts TCP connections at one socket and relays them.
 type tcpListener struct {
 	frontend
 	socket  *net.TCPListener
-	account *account // of the service
-	// connecting is the context of attempts to connect to endpoints. The method abort
+	account *account // counts the descriptors of the service
+	// connecting is the context for attempts to connect to endpoints. The function giveUp
 	// cancels it.
 	connecting context.Context
 	giveUp     context.CancelFunc
-	// closing is closed to stop the method accept. The channel accepted is closed when
-	// accept has returned.
+	// closing is closed so that the method accept returns. After that, accept closes the
+	// channel accepted.
 	closing, accepted chan struct{}
 
 	mu      sync.Mutex
-	serving int // number of accepted connections that have not ended
+	serving int // number of connections that were accepted and have not ended
 	relays  map[*relay]struct{}
 	closed  bool
 	aborted bool
@@ -58,11 +58,11 @@ func (e *engine) listenTCP(ctx context.Context, p socketAddr, r *rules) (*tcpLis
 	return l, nil
 }
 
-// accept accepts connections until the socket is closed, and starts a goroutine for each.
-// It uses 8 µs of the 100 µs of CPU time for a short connection. So it becomes a
-// bottleneck only with about a dozen cores. Several sockets per address (SO_REUSEPORT)
-// would need one descriptor each, and closing a socket would reset the clients in its
-// queue.
+// accept accepts connections until the socket is closed, and starts a goroutine for each
+// of them. For a short connection, accept takes 8 µs of CPU time, and the whole backend
+// 100 µs. So accept becomes a bottleneck only with about a dozen cores. With several
+// sockets per address (SO_REUSEPORT), each would need a descriptor, and closing one would
+// reset the clients in its queue.
 func (l *tcpListener) accept() {
 	defer close(l.accepted)
 	wait := time.Duration(0)
@@ -82,7 +82,7 @@ func (l *tcpListener) accept() {
 			return
 		case outOfDescriptors(err):
 			l.complain(err, outOfDescriptorsMessage, "listener", l.socketAddr)
-		default: // for example, the client has disconnected, or no memory
+		default: // for example, the client has disconnected, or there is no memory
 			l.log.V(2).Info("Cannot accept a connection", "listener", l.socketAddr, "err", err)
 		}
 		wait = min(max(2*wait, 5*time.Millisecond), time.Second)
@@ -94,7 +94,7 @@ func (l *tcpListener) accept() {
 }
 
 // admit waits until the service may take the descriptors for a connection, and takes
-// them. It returns false if the listener closes before that.
+// them. If the listener closes before that, admit returns false.
 func (l *tcpListener) admit() bool {
 	if l.account.take(descriptorsPerConnection) {
 		return true
@@ -110,7 +110,7 @@ func (l *tcpListener) admit() bool {
 	})
 }
 
-// descriptorsPerConnection counts one descriptor for the client and one for the endpoint.
+// descriptorsPerConnection is 2: one for the client and one for the endpoint.
 const descriptorsPerConnection = 2
 
 const (
@@ -125,8 +125,8 @@ func (l *tcpListener) enter() {
 	l.serving++
 }
 
-// recordEnd records the end of a connection. The argument r is the relay of the
-// connection, or nil if it has none.
+// recordEnd records that a connection has ended. If the connection had a relay, it is r.
+// Otherwise r is nil.
 func (l *tcpListener) recordEnd(r *relay) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -136,8 +136,8 @@ func (l *tcpListener) recordEnd(r *relay) {
 	l.checkEmpty()
 }
 
-// checkEmpty closes the channel of drained when no connection is left. The caller holds
-// the lock.
+// checkEmpty closes the channel empty if the listener is closed and no connection is
+// left. The caller holds the lock.
 func (l *tcpListener) checkEmpty() {
 	if l.closed && l.serving == 0 {
 		l.giveUp()
@@ -145,7 +145,7 @@ func (l *tcpListener) checkEmpty() {
 	}
 }
 
-// serve connects client with an endpoint.
+// serve connects client to an endpoint and starts a relay between them.
 func (l *tcpListener) serve(client *net.TCPConn) {
 	if log := l.log.V(3); log.Enabled() {
 		log.Info("Accepted TCP connection from remote", "remoteAddress", client.RemoteAddr(), "localAddress", client.LocalAddr())
@@ -176,9 +176,9 @@ func (l *tcpListener) serve(client *net.TCPConn) {
 	aborted := l.aborted
 	l.mu.Unlock()
 	if aborted {
-		r.abort() // the relay ends with an error
+		r.abort() // the relay then ends soon after its start
 	}
-	if err := r.start(l.buffers, l.pipes, l.account); err != nil { // start has closed both connections
+	if err := r.start(l.buffers, l.pipes, l.account); err != nil { // only if a connection is invalid
 		r.done()
 	}
 }
@@ -187,7 +187,7 @@ var errNotAdmitted = errors.New("the client is not admitted, or there is no endp
 
 var errOwnEndpoints = errors.New("all its endpoints are addresses that this proxy serves itself")
 
-// connect connects to the next endpoint. If that fails, it tries further endpoints.
+// connect connects to the next endpoint. If that fails, it tries other endpoints.
 func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 	from := client.RemoteAddr().(*net.TCPAddr).AddrPort().Addr().Unmap()
 	var tried, refused []netip.AddrPort
@@ -201,7 +201,7 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 		}
 		endpoint, ok := r.endpoint(rt, from, unfit, l.opts.Clock.Now())
 		if !ok && len(tried) > len(refused) {
-			// Try slow endpoints again, with more time.
+			// Try the endpoints that did not answer in time again, with more time.
 			tried = slices.Clone(refused)
 			endpoint, ok = r.endpoint(rt, from, unfit, l.opts.Clock.Now())
 		}
@@ -218,7 +218,7 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 			return nil, errors.New("listener is closed")
 		case outOfDescriptors(err):
 			l.complain(err, outOfDescriptorsMessage, "service", r.port.name)
-			return nil, err // not the endpoint's fault
+			return nil, err // other endpoints would fail, too
 		}
 		r.port.counters.dialFailures.Add(1)
 		failures = append(failures, err)
@@ -237,8 +237,8 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 
 func (l *tcpListener) dialTCP(endpoint netip.AddrPort, timeout time.Duration) (*net.TCPConn, error) {
 	d := net.Dialer{Timeout: timeout, KeepAliveConfig: keepAlive, Control: dialControl}
-	// DialTCP would bind the socket first. That would reserve one of 28,232 local ports for
-	// all destinations. DialContext reserves the port for this endpoint only.
+	// DialTCP would bind the socket first, which reserves one of 28,232 local ports for all
+	// destinations. DialContext reserves the port only for this endpoint.
 	c, err := d.DialContext(l.connecting, network("tcp", endpoint.Addr()), endpoint.String())
 	if err != nil {
 		return nil, err
@@ -250,7 +250,7 @@ func (l *tcpListener) close() {
 	close(l.closing)
 	l.descriptors.wake()
 	l.socket.Close()
-	<-l.accepted // all accepted connections are counted now
+	<-l.accepted // serving now counts all accepted connections
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed = true

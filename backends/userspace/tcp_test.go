@@ -33,7 +33,7 @@ func TestEndpointsTakeTurns(t *testing.T) {
 	}
 }
 
-// TestManyBytesArriveUnchanged moves so many bytes in both directions that they are
+// TestManyBytesArriveUnchanged sends many bytes in both directions, so that they are
 // spliced.
 func TestManyBytesArriveUnchanged(t *testing.T) {
 	w := newWorld(t, Options{})
@@ -59,7 +59,7 @@ func TestManyBytesArriveUnchanged(t *testing.T) {
 func TestHalfClosedConnectionContinues(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
-	// The server answers after it has read to the end.
+	// The server first reads to the end, and then answers.
 	count := listenAt(t, "127.0.0.1:0", func(c *net.TCPConn) {
 		all, _ := io.ReadAll(c)
 		c.Write(bytes.ToUpper(all))
@@ -112,7 +112,7 @@ func TestResetIsForwardedAsReset(t *testing.T) {
 	})
 }
 
-// TestResetIsForwardedWhileBytesMove resets a connection that is being spliced.
+// TestResetIsForwardedWhileBytesMove resets a connection while its bytes are spliced.
 func TestResetIsForwardedWhileBytesMove(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -152,7 +152,7 @@ func TestResetIsForwardedWhileBytesMove(t *testing.T) {
 	})
 }
 
-// zeros is an endless reader.
+// zeros is a reader without an end.
 type zeros struct{}
 
 func (zeros) Read(b []byte) (int, error) {
@@ -160,11 +160,11 @@ func (zeros) Read(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// TestListenerClosesDuringConnections opens and closes a listener while many clients
-// connect. Each connection is accepted completely or not at all.
+// TestListenerClosesDuringConnections repeatedly opens and closes a listener while
+// clients connect. After each close, no connection may be counted.
 func TestListenerClosesDuringConnections(t *testing.T) {
 	w := newWorld(t, Options{})
-	w.set() // the backend has started
+	w.set() // waits until the backend has started
 	at := socketAddr{api.TCP, netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), uint16(freePort(t, "127.0.0.2")))}
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
 	view := serviceAt("web", "127.0.0.2", int32(at.at.Port()), api.TCP).addEndpoints(dead).view()
@@ -224,7 +224,7 @@ func TestConnectionIsResetWhenEveryEndpointRefuses(t *testing.T) {
 	port := freePort(t, "127.0.0.2")
 	dead := netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), uint16(freePort(t, "127.0.0.1")))
 	w.set(serviceAt("web", "127.0.0.2", port, api.TCP).addEndpoints(dead).view())
-	// The reset may arrive before Dial returns.
+	// If the reset arrives early, net.Dial already returns an error.
 	c, err := net.Dial("tcp", net.JoinHostPort("127.0.0.2", strconv.Itoa(int(port))))
 	if err == nil {
 		defer c.Close()

@@ -15,7 +15,7 @@ import (
 	"golang.org/x/net/ipv4"
 )
 
-// udpListener serves the UDP clients of one socket.
+// udpListener forwards the datagrams of UDP clients at one socket.
 type udpListener struct {
 	frontend
 	socket *net.UDPConn
@@ -45,9 +45,9 @@ func (e *engine) listenUDP(ctx context.Context, p socketAddr, r *rules) (*udpLis
 	return l, nil
 }
 
-// receive forwards datagrams of clients to endpoints until the socket is closed.
+// receive forwards datagrams from clients to endpoints until the socket is closed.
 func (l *udpListener) receive() {
-	var reached []*udpClient // the clients of one batch
+	var reached []*udpClient // the clients whose datagrams are in the batch
 	for {
 		err := waitReadable(l.raw)
 		if err == nil {
@@ -69,8 +69,8 @@ func (l *udpListener) receive() {
 	}
 }
 
-// forward sends each datagram to the endpoint of its client. It appends the clients to
-// the slice reached and returns the slice.
+// forward sends each datagram to the endpoint of its client. It returns the slice reached
+// with these clients appended.
 func (l *udpListener) forward(messages []ipv4.Message, reached []*udpClient) []*udpClient {
 	now := l.opts.Clock.Now()
 	var c *udpClient
@@ -94,8 +94,8 @@ func (l *udpListener) forward(messages []ipv4.Message, reached []*udpClient) []*
 	return reached
 }
 
-// client returns the client with the address from. It creates the client if needed. It
-// returns nil if the datagrams of the client must be dropped.
+// client returns the client with the address from. If there is none, it is created. If
+// its datagrams must be dropped, the result is nil.
 func (l *udpListener) client(from netip.AddrPort, now time.Time) *udpClient {
 	l.mu.Lock()
 	c := l.clients[from]
@@ -130,9 +130,9 @@ func (l *udpListener) client(from netip.AddrPort, now time.Time) *udpClient {
 
 var errOutdated = errors.New("the rules have changed since the endpoint was chosen")
 
-// newClient returns a new client of an endpoint that was chosen with the rules r. It
-// returns errOutdated if the rules have changed since, because the endpoint may have been
-// removed.
+// newClient returns a new client of an endpoint, which was chosen with the rules r. If
+// the rules have changed since then, the endpoint may have been removed, and newClient
+// returns errOutdated.
 func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now time.Time) (*udpClient, error) {
 	l.udp.makeRoom()
 	dial := func() (*net.UDPConn, error) {
@@ -162,8 +162,8 @@ func (l *udpListener) newClient(from, endpoint netip.AddrPort, r *rules, now tim
 		socket.Close()
 		return nil, net.ErrClosed
 	}
-	// A change of the rules ends clients of removed endpoints. It misses clients that are
-	// added later.
+	// When the rules change, endpointsLost ends the clients of removed endpoints. It would
+	// not find this client, which is added later.
 	if l.current.Load() != r {
 		socket.Close()
 		return nil, errOutdated

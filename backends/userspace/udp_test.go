@@ -20,7 +20,7 @@ import (
 	clocktesting "k8s.io/utils/clock/testing"
 )
 
-// udpServer answers each datagram with its name and the datagram.
+// udpServer answers each datagram with its own name and the same datagram.
 func udpServer(t *testing.T, name string) netip.AddrPort {
 	t.Helper()
 	c, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
@@ -58,8 +58,8 @@ func udpDial(t *testing.T, addr string, port int32) *net.UDPConn {
 	return c.(*net.UDPConn)
 }
 
-// udpAsk repeats a datagram until it gets an answer. It returns the first word of the
-// answer, which is the server's name.
+// udpAsk repeats a datagram until there is an answer. It returns the name of the server,
+// which is the first word of the answer.
 func udpAsk(t *testing.T, c *net.UDPConn) string {
 	t.Helper()
 	var name string
@@ -99,7 +99,7 @@ func TestLargestDatagramIsMoved(t *testing.T) {
 	port := freePort(t, "127.0.0.2")
 	w.set(serviceAt("dns", "127.0.0.2", port, api.UDP).addEndpoints(udpServer(t, "a")).view())
 	c := udpDial(t, "127.0.0.2", port)
-	const size = 65507 - len("a ") // the answer, with its name and all headers, has 64 KiB
+	const size = 65507 - len("a ") // so that the answer, with the name, is as large as possible
 	if _, err := c.Write(make([]byte, size)); err != nil {
 		t.Fatal(err)
 	}
@@ -166,8 +166,8 @@ func TestUDPClientLeavesEndpointOfRemovedPort(t *testing.T) {
 	}
 }
 
-// TestNewUDPClientDuringRemovalOfItsEndpoint removes the endpoint immediately after it
-// was chosen for a new client.
+// TestNewUDPClientDuringRemovalOfItsEndpoint removes an endpoint that was just chosen for
+// a new client.
 func TestNewUDPClientDuringRemovalOfItsEndpoint(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -243,8 +243,8 @@ func TestTableOfUDPClientsIsBounded(t *testing.T) {
 	}
 }
 
-// TestBurstOfUDPClientsUsesFewBatches has 1,000 clients that receive answers
-// concurrently.
+// TestBurstOfUDPClientsUsesFewBatches lets 1,000 clients receive answers at the same
+// time.
 func TestBurstOfUDPClientsUsesFewBatches(t *testing.T) {
 	w := newWorld(t, Options{})
 	port := freePort(t, "127.0.0.2")
@@ -262,7 +262,7 @@ func TestBurstOfUDPClientsUsesFewBatches(t *testing.T) {
 			c.Write(make([]byte, 1000))
 		}
 	}
-	udpAsk(t, udpDial(t, "127.0.0.2", port)) // answered after all other datagrams
+	udpAsk(t, udpDial(t, "127.0.0.2", port)) // the answer comes after all other answers
 	runtime.ReadMemStats(&after)
 	if mib := (after.TotalAlloc - before.TotalAlloc) >> 20; mib > 128 {
 		t.Errorf("20 MB of datagrams allocated %d MiB, want at most 128", mib)
@@ -289,8 +289,8 @@ func TestGetWaitsForFreeBatch(t *testing.T) {
 	})
 }
 
-// TestTwentyThousandUDPClients has only enough descriptors for half of its clients. The
-// clients that have been idle longest are removed.
+// TestTwentyThousandUDPClients makes twice as many clients as are allowed. The backend
+// must end those that have been idle longest.
 func TestTwentyThousandUDPClients(t *testing.T) {
 	const clients, room = 20_000, 10_000
 	w := newWorld(t, Options{MaxUDPClients: room})

@@ -17,11 +17,11 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// udpClient is a client of a UDP listener, with the socket for datagrams to its endpoint.
+// udpClient is a client of a UDP listener. It has its own socket for its endpoint.
 type udpClient struct {
 	listener *udpListener
 	addr     netip.AddrPort
-	to       *net.UDPAddr // addr as a UDPAddr
+	to       *net.UDPAddr // the same address as addr
 	endpoint netip.AddrPort
 	socket   *net.UDPConn
 	datagrams
@@ -29,14 +29,14 @@ type udpClient struct {
 	port         *port
 	lastDatagram atomic.Int64 // time of the last datagram in either direction, in Unix nanoseconds
 
-	// waiting are datagrams for the endpoint that are not sent yet. Only the listener's
-	// goroutine uses this field.
+	// waiting has the datagrams for the endpoint that are not sent yet. Only the goroutine
+	// of the listener uses this field.
 	waiting []ipv4.Message
 	ended   sync.Once
 }
 
-// send sends the waiting datagrams. If that fails, the client's next datagram goes to
-// another endpoint.
+// send sends the waiting datagrams. If that fails, the next datagram of the client goes
+// to another endpoint.
 func (c *udpClient) send(now time.Time) {
 	c.lastDatagram.Store(now.UnixNano())
 	bytes := 0
@@ -53,7 +53,7 @@ func (c *udpClient) send(now time.Time) {
 	c.port.counters.bytesToEndpoints.Add(int64(bytes))
 }
 
-// receive forwards the endpoint's datagrams to the client until the client ends.
+// receive forwards datagrams from the endpoint to the client until the client ends.
 func (c *udpClient) receive() {
 	for {
 		n, bytes, err := 0, 0, waitReadable(c.raw)
@@ -66,7 +66,7 @@ func (c *udpClient) receive() {
 					m.Addr = c.to
 					bytes += m.N
 				}
-				// If the datagrams cannot be sent, they are lost.
+				// Datagrams that cannot be sent are lost.
 				if c.listener.write(b.messages[:n]) == nil {
 					c.port.counters.bytesFromEndpoints.Add(int64(bytes))
 				}
@@ -81,8 +81,8 @@ func (c *udpClient) receive() {
 	}
 }
 
-// fail ends the client after an error of its socket. Either the socket was closed or the
-// endpoint does not accept datagrams.
+// fail ends the client because its socket has returned an error. Either the socket was
+// closed, or the endpoint does not accept datagrams.
 func (c *udpClient) fail(err error) {
 	if !errors.Is(err, net.ErrClosed) {
 		c.port.counters.dialFailures.Add(1)
@@ -92,7 +92,7 @@ func (c *udpClient) fail(err error) {
 	c.end()
 }
 
-// end removes the client.
+// end closes the socket of the client and removes the client.
 func (c *udpClient) end() {
 	c.ended.Do(func() {
 		l := c.listener
@@ -130,7 +130,7 @@ func (u *udpClients) remove(c *udpClient) {
 	delete(u.all, c)
 }
 
-// makeRoom removes clients if the maximum is reached, so that one more can be added.
+// makeRoom makes room for one more client. If the maximum is reached, it ends clients.
 func (u *udpClients) makeRoom() {
 	u.mu.Lock()
 	full := len(u.all) >= u.max
@@ -140,9 +140,9 @@ func (u *udpClients) makeRoom() {
 	}
 }
 
-// evict ends those clients that have been idle longest, of the service with the most
-// clients. It ends one in sixteen of that service. Ending more than one is efficient,
-// because each search checks all clients.
+// evict ends one sixteenth of the clients of the service with the most clients: those
+// that have been idle longest. It ends several at a time, because each call has to look
+// at all clients.
 func (u *udpClients) evict() {
 	type entry struct {
 		client       *udpClient
@@ -166,7 +166,7 @@ func (u *udpClients) evict() {
 	}
 }
 
-// expire ends the clients that have been idle since the given time.
+// expire ends the clients that have had no datagram since the given time.
 func (u *udpClients) expire(since time.Time) {
 	u.mu.Lock()
 	var silent []*udpClient

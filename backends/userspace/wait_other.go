@@ -9,29 +9,29 @@ import (
 	"syscall"
 )
 
-// waitReadable waits until a read of c would return bytes, the end or an error. Meanwhile
-// the caller needs no buffer.
+// waitReadable waits until a read of c would return bytes, the end or an error. During
+// the wait, the caller needs no buffer.
 func waitReadable(c syscall.RawConn) error {
 	asked := false
 	return c.Read(func(uintptr) bool {
-		// The first call starts a read of zero bytes. The second call follows its end.
+		// After the first call, Read reads zero bytes. Then it calls the function again.
 		ready := asked
 		asked = true
 		return ready
 	})
 }
 
-// waitError returns nil, because Windows does not report a reset after the end.
+// waitError returns nil, because Windows reports no reset after the end.
 func waitError(syscall.RawConn) error { return nil }
 
 // openFilesLimit returns the maximum number of file descriptors of this process.
 func openFilesLimit() int { return maxDescriptors }
 
-// outOfDescriptors returns false, because there is no limit.
+// outOfDescriptors returns false, because these systems have no limit.
 func outOfDescriptors(error) bool { return false }
 
 // outOfPorts reports whether err means that the host has no free port for a UDP socket.
 func outOfPorts(err error) bool {
-	const addressInUse, noBuffers = syscall.Errno(10048), syscall.Errno(10055) // of Winsock
+	const addressInUse, noBuffers = syscall.Errno(10048), syscall.Errno(10055) // error codes of Winsock
 	return errors.Is(err, addressInUse) || errors.Is(err, noBuffers)
 }

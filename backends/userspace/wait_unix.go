@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// waitReadable waits until c has bytes or its end. It returns the error of c, if any.
-// Meanwhile the caller needs no buffer.
+// waitReadable waits until c has bytes, its end or an error, and returns the error.
+// During the wait, the caller needs no buffer.
 func waitReadable(c syscall.RawConn) error {
 	var err error
 	waitErr := c.Read(func(fd uintptr) bool {
@@ -28,7 +28,7 @@ func waitReadable(c syscall.RawConn) error {
 	return err
 }
 
-// waitError waits until c has an error, such as a reset. Its end is not an error.
+// waitError waits until c has an error, such as a reset. The end of c is not an error.
 func waitError(c syscall.RawConn) error {
 	var err error
 	waitErr := c.Read(func(fd uintptr) bool {
@@ -50,8 +50,8 @@ func openFilesLimit() int {
 	return int(min(uint64(limit.Cur), maxDescriptors))
 }
 
-// outOfDescriptors reports whether err means that this process or the host has no file
-// descriptors left.
+// outOfDescriptors reports whether err means that this process or the host has no free
+// file descriptor.
 func outOfDescriptors(err error) bool {
 	return errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE)
 }

@@ -27,10 +27,10 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// patience is the maximum wait for events that should be immediate.
+// patience limits the wait for events that should come immediately.
 const patience = 10 * time.Second
 
-// world is a Backend with its driver.
+// world is a Backend together with its driver.
 type world struct {
 	*testing.T
 	*Backend
@@ -40,19 +40,19 @@ type world struct {
 	stop   context.CancelFunc
 	ended  chan error
 	log    *logBuffer
-	limit  int // of file descriptors
+	limit  int // expected number of free descriptors at the end
 }
 
-// logBuffer has the log.
+// logBuffer collects log lines.
 type logBuffer struct {
 	mu    sync.Mutex
 	lines []string
-	// The next log line that contains awaited calls reaction.
+	// write calls reaction once, when a log line contains awaited.
 	awaited  string
 	reaction func()
 }
 
-// onText calls f when text is logged next, before the logging call returns.
+// onText makes the logger call f when text is logged next.
 func (b *logBuffer) onText(text string, f func()) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -102,7 +102,6 @@ func newWorld(t *testing.T, opts Options) *world {
 	return w
 }
 
-// end stops the Backend.
 func (w *world) end() {
 	w.stop()
 	if err, ok := <-w.ended; ok {
@@ -116,7 +115,8 @@ func (w *world) end() {
 	}
 }
 
-// set sets views and waits until they are served.
+// set makes views the services of the source, and waits until the Backend has applied
+// them.
 func (w *world) set(views ...*api.ServiceEndpoints) {
 	w.Helper()
 	w.source.Set(views...)
@@ -132,7 +132,7 @@ func (w *world) applied() {
 	}
 }
 
-// setFailing sets views and returns the error of the failing service.
+// setFailing makes views the services, and returns the error of the service that fails.
 func (w *world) setFailing(views ...*api.ServiceEndpoints) error {
 	w.Helper()
 	w.source.Set(views...)
@@ -148,7 +148,7 @@ func (w *world) setFailing(views ...*api.ServiceEndpoints) error {
 	return err
 }
 
-// fullOf returns a Changes with all of views.
+// fullOf returns Changes that are a whole pass with these views.
 func fullOf(views ...*api.ServiceEndpoints) *sink.Changes {
 	return &sink.Changes{First: true, Last: true, Services: func(yield func(sink.Change) bool) {
 		for _, v := range views {
@@ -172,7 +172,7 @@ func eventually(t *testing.T, what string, done func() bool) {
 // testService is a service that a test modifies.
 type testService struct{ api.ServiceEndpoints }
 
-// serviceAt returns a service at addr with one port, number 80 and TCP by default.
+// serviceAt returns a service with the cluster IP addr and one port.
 func serviceAt(name, addr string, number int32, protocol api.Protocol) *testService {
 	ip := netip.MustParseAddr(addr)
 	return &testService{api.ServiceEndpoints{Service: &api.Service{
@@ -183,12 +183,12 @@ func serviceAt(name, addr string, number int32, protocol api.Protocol) *testServ
 	}}}
 }
 
-// addEndpoints gives the first port endpoints that are on all lists.
+// addEndpoints adds endpoints that all traffic may use.
 func (s *testService) addEndpoints(endpoints ...netip.AddrPort) *testService {
 	return s.addScoped(api.Scopes{Internal: true, External: true, Cluster: true}, endpoints...)
 }
 
-// addScoped gives the first port endpoints on the lists of scopes.
+// addScoped adds endpoints that only the traffic of these scopes may use.
 func (s *testService) addScoped(scopes api.Scopes, endpoints ...netip.AddrPort) *testService {
 	for _, e := range endpoints {
 		s.Endpoints = append(s.Endpoints, endpoint(e, scopes))
@@ -197,19 +197,18 @@ func (s *testService) addScoped(scopes api.Scopes, endpoints ...netip.AddrPort) 
 	return s
 }
 
-// addDraining adds an endpoint that serves but is on no list.
+// addDraining adds an endpoint that still serves, but gets no new connections.
 func (s *testService) addDraining(e netip.AddrPort) *testService {
 	s.Draining = append(s.Draining, endpoint(e, api.Scopes{}))
 	return s
 }
 
-// modify applies f to the service.
 func (s *testService) modify(f func(*api.Service)) *testService {
 	f(s.Service)
 	return s
 }
 
-// markUnusable marks the first port as having no usable endpoint in the cluster.
+// markUnusable says that the first port has no usable endpoint in the cluster.
 func (s *testService) markUnusable() *testService {
 	p := s.Service.Ports[0]
 	for _, f := range s.Service.IPFamilies {
@@ -276,7 +275,7 @@ func listenAt(t *testing.T, at string, handle func(*net.TCPConn)) netip.AddrPort
 	return l.Addr().(*net.TCPAddr).AddrPort()
 }
 
-// namedServer answers each line with its name and the line.
+// namedServer answers each line with its own name and the same line.
 func namedServer(t *testing.T, name string) netip.AddrPort {
 	return namedServerAt(t, name, "127.0.0.1:0")
 }
@@ -305,7 +304,7 @@ func dial(t *testing.T, addr string, port int32) *client {
 	return dialFrom(t, "", addr, port)
 }
 
-// dialFrom connects to a service from a local address.
+// dialFrom connects to a service from the local address from.
 func dialFrom(t *testing.T, from, addr string, port int32) *client {
 	t.Helper()
 	d := net.Dialer{Timeout: patience}
@@ -321,7 +320,8 @@ func dialFrom(t *testing.T, from, addr string, port int32) *client {
 	return &client{t, c.(*net.TCPConn), bufio.NewReader(c)}
 }
 
-// ask sends a line and returns the first word of the answer, the server's name.
+// ask sends a line. It returns the name of the server, which is the first word of the
+// answer.
 func (c *client) ask() string {
 	c.Helper()
 	if _, err := fmt.Fprintln(c, "hello"); err != nil {
@@ -343,7 +343,6 @@ func askOnce(t *testing.T, addr string, port int32) string {
 	return c.ask()
 }
 
-// socketAddrOf returns the socket address at an address and port.
 func socketAddrOf(t *testing.T, protocol api.Protocol, at string) socketAddr {
 	t.Helper()
 	addr, err := netip.ParseAddrPort(at)
@@ -353,7 +352,7 @@ func socketAddrOf(t *testing.T, protocol api.Protocol, at string) socketAddr {
 	return socketAddr{protocol, addr}
 }
 
-// stats returns the statistics of a service's first port.
+// stats returns the statistics of the first port of a service.
 func (w *world) stats(name string) PortStats {
 	w.Helper()
 	for s := range w.Stats() {

@@ -75,8 +75,8 @@ func TestAllPortsFlagExistsIfSupported(t *testing.T) {
 	}
 }
 
-// A backend registers its flags in the flag set that has the flags of the source, such as
-// the proxy name. So it can read those flags too.
+// A backend registers its flags in a flag set that already has the flags of the source,
+// such as the proxy name. So the backend can read those flags too.
 func TestBackendReadsFlagsOfItsSource(t *testing.T) {
 	cmd, args, err := newRoot().Find([]string{"kube", "to-local", "userspace", "--service-proxy-name=other", "--kubeproxy-metrics"})
 	if err != nil {

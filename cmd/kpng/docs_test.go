@@ -36,8 +36,8 @@ func manual(t *testing.T) []byte {
 	return text
 }
 
-// TestManualDescribesAllFlags compares the flags of kpng, and of commands made with app.Main,
-// with the manual.
+// TestManualDescribesAllFlags compares the manual with the flags of kpng and of commands
+// that app.Main makes.
 func TestManualDescribesAllFlags(t *testing.T) {
 	described := map[string]bool{"help": true}
 	for _, flag := range regexp.MustCompile(`--([a-z][a-z-]*[a-z])`).FindAllStringSubmatch(string(manual(t)), -1) {
@@ -78,8 +78,8 @@ func TestManualDescribesAllFlags(t *testing.T) {
 	}
 }
 
-// TestCommandsInDocsHaveTheirFlags parses the lines of sh blocks in the documentation
-// that begin with kpng. It does not run them.
+// TestCommandsInDocsHaveTheirFlags parses, but does not run, the commands in the
+// documentation: the lines of sh blocks that begin with kpng.
 func TestCommandsInDocsHaveTheirFlags(t *testing.T) {
 	var pages []string
 	for _, pattern := range []string{"../../*.md", "../../docs/*.md", "../../examples/*/README.md"} {

@@ -118,7 +118,7 @@ func printer(w io.Writer, output string) (func(*nodeview.Explanation) error, err
 	}
 }
 
-// explain prints the explanations for a question. After each of them, it calls look,
+// explain prints the explanations for a question. After each explanation, it calls look,
 // which may print more.
 func explain(cmd *cobra.Command, source *app.Source, nodeName string, about question,
 	print func(*nodeview.Explanation) error, look func(*nodeview.Explanation, *api.Node) error) error {
@@ -169,7 +169,7 @@ func (q question) explanations(s *cluster.Snapshot, node *api.Node) iter.Seq[*no
 	}
 }
 
-// narrow reduces e to the address of the question, and reports whether anything is left.
+// narrow removes the frontends at other addresses from e. It reports whether any is left.
 func (q question) narrow(e *nodeview.Explanation, node *api.Node) bool {
 	e.Frontends = slices.DeleteFunc(e.Frontends, func(f nodeview.Frontend) bool { return !q.matches(f.FrontendKey, node) })
 	e.Unserved = slices.DeleteFunc(e.Unserved, func(u nodeview.UnservedFrontend) bool { return !q.matches(u.FrontendKey, node) })
@@ -179,8 +179,8 @@ func (q question) narrow(e *nodeview.Explanation, node *api.Node) bool {
 	return len(e.Frontends)+len(e.Unserved) > 0
 }
 
-// notServed returns an error with the reason why the service of the question is not
-// served, as far as the source knows it.
+// notServed returns an error that says why the service of the question is not served, if
+// the source knows the reason.
 func (q question) notServed(ctx context.Context, source *app.Source) error {
 	service, err := source.Find(ctx, q.service)
 	switch {
@@ -204,8 +204,8 @@ func (q question) notServed(ctx context.Context, source *app.Source) error {
 	return fmt.Errorf("service %s exists, but %s", q.service, why)
 }
 
-// notFound returns the error for an address without a service. It lists the services at
-// other ports of the address or, if the node's addresses are unknown, node ports.
+// notFound returns the error for an address without a service. It lists services at other
+// ports of the address or, if the node's addresses are unknown, with this node port.
 func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 	var there, nodePorts []string
 	everything := question{}
@@ -232,7 +232,7 @@ func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 	return fmt.Errorf("no service is served at %s", q.addr)
 }
 
-// question is the subject of explain: a service, an address, or everything if it is zero.
+// question is the subject of explain: a service, an address or, if zero, all services.
 type question struct {
 	service types.NamespacedName
 	addr    netip.Addr

@@ -7,8 +7,8 @@
 //	kpng kube --kubeconfig F to-api --listen unix:///run/kpng/kpng.sock
 //	kpng api --api unix:///run/kpng/kpng.sock to-local json
 //
-// It also explains what a node does with a service, and why. docs/running.md is its
-// manual.
+// The command also explains what a node does with a service, and why. docs/running.md is
+// its manual.
 package main
 
 import (
@@ -66,9 +66,9 @@ func group(name, short string, commands ...*cobra.Command) *cobra.Command {
 	return cmd
 }
 
-// targets returns the commands for a source. If selects is true, the user selects the
-// services and the all-ports services. Otherwise the source is a kpng server, which
-// selects them itself.
+// targets returns the commands for a source, one per target. If selects is true, the user
+// selects services and all-ports services. If not, the source is a kpng server, which
+// selects them.
 func targets(s *app.Source, selects bool) []*cobra.Command {
 	return []*cobra.Command{toAPI(s, selects), toLocal(s, selects), toFile(s, selects)}
 }

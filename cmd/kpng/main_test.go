@@ -65,7 +65,7 @@ func start(t *testing.T, args ...string) (stop func()) {
 	return stop
 }
 
-// eventually calls try until it succeeds. The wait is long enough for a busy machine.
+// eventually calls try until it succeeds. It tries long enough for a busy machine.
 func eventually(t *testing.T, what string, try func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); !try(); time.Sleep(10 * time.Millisecond) {

@@ -182,7 +182,7 @@ func freeAddress(t *testing.T) string {
 	return l.Addr().String()
 }
 
-// get returns status and body, or 0 if there is no server.
+// get returns the status code and the body of an answer, or 0 if no server answers.
 func get(t *testing.T, url string) (int, string) {
 	t.Helper()
 	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}

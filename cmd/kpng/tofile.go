@@ -19,8 +19,8 @@ import (
 )
 
 // toFile returns the command that writes the state of a source to a file. It adds labels
-// and annotations with which the same flags read the file back. If the source does not
-// select services, the user chooses these marks.
+// and annotations, so that kpng file reads the file back with the same flags. If the
+// source does not select services, the user chooses these labels and annotations.
 func toFile(source *app.Source, selects bool) *cobra.Command {
 	var (
 		once     bool
@@ -89,9 +89,9 @@ func newFileWriter(path string, opts file.WriteOptions) (*fileWriter, error) {
 	return &fileWriter{path, opts}, nil
 }
 
-// follow writes the state when it is synced and after each change until ctx ends. Then it
-// returns nil. It returns an error if the first write fails. It retries after a later
-// failure and logs the first of several in a row.
+// follow writes the state when it is synced and after each change. When ctx ends, follow
+// returns nil. If the first write fails, it returns an error. If a later write fails, it
+// retries. Of several failures in a row, it logs the first.
 func (w *fileWriter) follow(ctx context.Context, state *cluster.State, interval time.Duration) error {
 	changed := state.Synced()
 	for first, failed := true, false; ; first = false {

@@ -15,11 +15,11 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// backend is the sink. It maintains two tables, one per family.
+// backend is a sink that maintains two nftables tables, one per IP family.
 type backend struct {
 	name string // name of both tables
 	have state  // content of the tables; unknown if the last Sync failed
-	want state  // content for the services delivered since the pass began
+	want state  // wanted content, from the services delivered since the pass began
 	// uses counts the services that need each element of want.
 	uses map[element]int
 	// flows has the external IPs of services that changed since the last transaction.
@@ -31,8 +31,8 @@ type backend struct {
 // Start fails if the kernel lacks a feature that all-ip needs.
 func (b *backend) Start(context.Context) error { return b.probe() }
 
-// Sync changes the tables in one transaction, at the end of a pass. If the transaction
-// fails, the content of the tables is unknown, and the next pass reads it.
+// Sync changes the tables in one transaction. In a pass, only the last Sync does so. If
+// Sync fails, the next pass reads the tables again.
 func (b *backend) Sync(ctx context.Context, c *sink.Changes) error {
 	if err := b.sync(ctx, c); err != nil {
 		return fmt.Errorf("%w: %w", err, sink.ErrStartOver)
@@ -112,7 +112,7 @@ func (b *backend) Verify(context.Context) error {
 	return nil
 }
 
-// Cleanup removes the tables.
+// Cleanup deletes the tables.
 func (b *backend) Cleanup(context.Context) error {
 	if err := b.probe(); err != nil {
 		return err

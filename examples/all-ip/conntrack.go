@@ -17,13 +17,13 @@ import (
 // flows maps external IPs to the pods whose connections may continue.
 //
 // Rules apply only to the first packet of a connection. For UDP and pings, connection
-// tracking keeps an entry while packets follow each other, even if its pod is removed. So
-// all-ip deletes entries for removed pods. The rules then apply to the next packet. TCP
-// and SCTP detect a removed pod themselves.
+// tracking keeps an entry as long as packets arrive, even if the pod was removed. So
+// all-ip deletes such entries, and the rules apply to the next packet. TCP and SCTP
+// detect a removed pod themselves.
 type flows map[netip.Addr][]netip.Addr
 
-// add adds the external IPs of two views of a service, before and after a change.
-// Connections may continue to the pods that the second view has, including draining pods.
+// add adds the external IPs that a service had before a change or has after it.
+// Connections may continue to the pods in the view after, including draining pods.
 func (f flows) add(before, after *api.ServiceEndpoints) {
 	for frontend := range frontends(before) {
 		if _, known := f[frontend.Addr]; !known {
@@ -38,7 +38,7 @@ func (f flows) add(before, after *api.ServiceEndpoints) {
 	}
 }
 
-// addAddressesOf adds the external IPs of a state that f does not have yet.
+// addAddressesOf adds the external IPs in s to f. It keeps existing entries of f.
 func (f flows) addAddressesOf(s state) {
 	for e := range s {
 		if e.set == hairpin {
@@ -56,7 +56,7 @@ func (f flows) addAddressesOf(s state) {
 }
 
 // forgetOthers deletes connection-tracking entries to the external IPs in f, except
-// entries to one of the allowed pods.
+// entries whose pod is in f.
 func (f flows) forgetOthers() error {
 	if len(f) == 0 {
 		return nil
@@ -70,7 +70,7 @@ func (f flows) forgetOthers() error {
 }
 
 // MatchConntrackFlow implements netlink.CustomConntrackFilter. It reports whether to
-// delete an entry.
+// delete a connection-tracking entry.
 func (f flows) MatchConntrackFlow(flow *netlink.ConntrackFlow) bool {
 	if p := flow.Forward.Protocol; p == unix.IPPROTO_TCP || p == unix.IPPROTO_SCTP {
 		return false

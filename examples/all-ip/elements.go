@@ -15,7 +15,7 @@ import (
 	"github.com/kpng-project/kpng/nodeview"
 )
 
-// The sets of a table.
+// The names of a table's sets and maps.
 const (
 	// pod is a map from an external IP to its pod, for external IPs with one pod.
 	pod = "pod"
@@ -23,8 +23,8 @@ const (
 	// pods.
 	pods = "pods"
 	// hairpin has an element for each pod, with the pod as source and as destination. It
-	// matches packets that a pod sends to itself through an external IP. These are
-	// masqueraded, because a pod does not answer its own address.
+	// matches packets that a pod sends to itself through an external IP. A rule
+	// masquerades them, because a pod does not answer packets from its own address.
 	hairpin = "hairpin"
 	// rejected contains the external IPs without a usable pod in the cluster.
 	rejected = "rejected"
@@ -33,11 +33,11 @@ const (
 )
 
 // slots is the number of slots of an external IP. A client's address is hashed to a slot,
-// and each slot belongs to a pod. So it is also the maximum number of pods on a node that
-// get traffic from one external IP.
+// and each slot belongs to a pod. So at most this number of pods on a node get traffic of
+// an external IP.
 const slots = 64
 
-// element is the key of an element of a set.
+// element identifies an element of a set.
 type element struct {
 	family api.Family
 	set    string
@@ -48,9 +48,9 @@ type element struct {
 // if the set of the element is not a map.
 type state map[element]string
 
-// elements yields the elements of a service, or none for nil. Elements of hairpin appear
-// once for each external IP, and several services may share them. All others belong to
-// one service alone, because no two services have the same external IP.
+// elements yields the elements of a service, or none for nil. It repeats hairpin elements
+// for each external IP, and several services may need the same one. All other elements
+// belong to one service, because each external IP belongs to one service.
 func elements(v *api.ServiceEndpoints) iter.Seq2[element, string] {
 	return func(yield func(element, string) bool) {
 		for f := range frontends(v) {
@@ -113,9 +113,8 @@ func localPods(f *nodeview.Frontend) []netip.Addr {
 	return local
 }
 
-// owner returns the pod of a slot by rendezvous hashing. A pod that is added or removed
-// gets or loses slots, and no slots move between other pods. So no other client changes
-// its pod.
+// owner returns the pod of a slot. It uses rendezvous hashing: if a pod is added or
+// removed, no slot moves between the other pods, so their clients keep their pod.
 func owner(slot uint32, pods []netip.Addr) netip.Addr {
 	var owner netip.Addr
 	var highest uint64

@@ -31,8 +31,7 @@ func endpoint(ip string, local bool) api.Endpoint {
 	return api.Endpoint{Addr: netip.MustParseAddr(ip), Local: local, Scopes: api.Scopes{Internal: true, External: true}}
 }
 
-// describe returns a line for each external IP in the elements of a view, and for each
-// hairpin pod.
+// describe returns a line for each external IP and each hairpin pod in a view's elements.
 func describe(v *api.ServiceEndpoints) []string {
 	var lines []string
 	for e, value := range elements(v) {

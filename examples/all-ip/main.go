@@ -3,9 +3,9 @@
 //go:build linux
 
 // Command all-ip is a specialized service proxy. It forwards all traffic to the external
-// IPs of a service, of any protocol and port, to a pod on this node. It handles the
-// services with one service-proxy name. Other proxies, such as kube-proxy, handle the
-// other services on the same node.
+// IPs of a service, of any protocol and port, to a pod on this node. It serves only
+// services with the given service-proxy name. Other proxies, such as kube-proxy, serve
+// the other services on the same node.
 //
 //	all-ip --service-proxy-name kpng-example
 //

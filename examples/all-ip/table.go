@@ -14,12 +14,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// layout is the comment of every rule. It changes with the rules, so that tables of
-// another version of all-ip are recreated.
+// layout is the comment of every rule. Change it whenever you change the rules, so that
+// all-ip recreates tables of other versions.
 const layout = "kpng all-ip 1"
 
-// table is one of the two tables. Its sets change and its rules do not. It looks like
-// this in the output of nft:
+// table is one of the two nftables tables. all-ip changes its sets, but never its rules.
+// nft prints the table like this:
 //
 //	chain services {
 //		dnat to ip daddr map @pod
@@ -42,15 +42,15 @@ const layout = "kpng all-ip 1"
 //	}
 //
 // The kernel evaluates these chains only for the first packet of a connection, before
-// kube-proxy's chains. Connection tracking translates the other packets and the replies.
+// kube-proxy's chains. Connection tracking translates later packets and the replies.
 type table struct {
 	*nftables.Table
 	family api.Family
-	// size is the size of an address. source and destination are the offsets of the
-	// addresses in the packet header.
+	// In bytes: the length of an address, and the offsets of the source and destination
+	// address in the packet header.
 	size, source, destination uint32
 	address                   nftables.SetDatatype
-	unreachable               uint8 // ICMP code for ports
+	unreachable               uint8 // ICMP code of port unreachable
 }
 
 func tables(name string) []*table {
@@ -60,7 +60,6 @@ func tables(name string) []*table {
 	}
 }
 
-// set returns the set with a name.
 func (t *table) set(name string) *nftables.Set {
 	s := &nftables.Set{Table: t.Table, Name: name, KeyType: t.address}
 	switch name {
@@ -77,7 +76,6 @@ func (t *table) set(name string) *nftables.Set {
 	return s
 }
 
-// sets yields all sets.
 func (t *table) sets() iter.Seq[*nftables.Set] {
 	return func(yield func(*nftables.Set) bool) {
 		for _, name := range []string{pod, pods, hairpin, rejected, dropped} {
@@ -88,7 +86,7 @@ func (t *table) sets() iter.Seq[*nftables.Set] {
 	}
 }
 
-// The chains.
+// The names of the chains.
 const (
 	services    = "services"
 	prerouting  = "prerouting"
@@ -96,7 +94,7 @@ const (
 	postrouting = "postrouting"
 )
 
-// chains returns all chains, the jump target first.
+// chains returns all chains. The chain to which others jump is the first.
 func (t *table) chains() []*nftables.Chain {
 	base := func(name string, hook *nftables.ChainHook, priority nftables.ChainPriority) *nftables.Chain {
 		return &nftables.Chain{Table: t.Table, Name: name, Type: nftables.ChainTypeNAT, Hooknum: hook, Priority: &priority}
@@ -109,10 +107,8 @@ func (t *table) chains() []*nftables.Chain {
 	}
 }
 
-// rules returns the rules of a chain.
-//
-// The kernel has registers of 16 bytes (1 to 4). The registers 8 to 23 are quarters of
-// these. The parts of a key are in adjacent registers.
+// rules returns the rules of a chain. The kernel's registers 1 to 4 have 16 bytes each,
+// and registers 8 to 23 are their quarters. The parts of a key are in adjacent registers.
 func (t *table) rules(chain *nftables.Chain) []*nftables.Rule {
 	load := func(register, offset uint32) expr.Any {
 		return &expr.Payload{DestRegister: register, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: t.size}

@@ -21,8 +21,7 @@ import (
 // create it.
 var errNotIntact = errors.New("not there, or not as all-ip makes them")
 
-// probe returns an error that names the missing feature if this process cannot use
-// nftables.
+// probe checks whether this process can use nftables. The error names what is missing.
 func (b *backend) probe() error {
 	conn, err := connect()
 	if err == nil {
@@ -45,8 +44,8 @@ func explain(err error) error {
 	}
 }
 
-// socketBuffer is the maximum size of a transaction, about 200,000 elements. The kernel
-// accepts a transaction only as a whole.
+// socketBuffer is the maximum size of a transaction in bytes, for about 200,000 elements.
+// The kernel accepts a transaction only as a whole.
 const socketBuffer = 32 << 20
 
 func connect() (*nftables.Conn, error) {
@@ -55,8 +54,8 @@ func connect() (*nftables.Conn, error) {
 	}))
 }
 
-// read returns the content of the tables. The error wraps errNotIntact if they have to be
-// recreated.
+// read returns the content of the tables. The error wraps errNotIntact if the tables must
+// be recreated.
 func (b *backend) read() (state, error) {
 	conn, err := connect()
 	if err != nil {
@@ -116,12 +115,12 @@ func (b *backend) begin() (*transaction, error) {
 // drop deletes the tables if they exist.
 func (tx *transaction) drop() {
 	for _, t := range tx.tables {
-		tx.conn.AddTable(t.Table) // because the deletion of a missing table fails
+		tx.conn.AddTable(t.Table) // otherwise deleting a missing table fails
 		tx.conn.DelTable(t.Table)
 	}
 }
 
-// create recreates the tables with empty sets.
+// create deletes the tables and creates them with empty sets.
 func (tx *transaction) create() error {
 	tx.drop()
 	for _, t := range tx.tables {
@@ -141,7 +140,7 @@ func (tx *transaction) create() error {
 	return nil
 }
 
-// remove removes e from the tables and from s, if it is in s.
+// remove removes e from the tables and from s. It does nothing if s does not contain e.
 func (tx *transaction) remove(s state, e element) {
 	value, ok := s[e]
 	if !ok {
@@ -152,7 +151,7 @@ func (tx *transaction) remove(s state, e element) {
 	tx.removed[set] = append(tx.removed[set], nftables.SetElement{Key: []byte(e.key), Val: []byte(value)})
 }
 
-// set sets the value of e in the tables and in s, if it differs.
+// set sets the value of e in the tables and in s, unless s has the same value.
 func (tx *transaction) set(s state, e element, value string) {
 	if old, ok := s[e]; ok && old == value {
 		return
@@ -163,7 +162,6 @@ func (tx *transaction) set(s state, e element, value string) {
 	tx.added[set] = append(tx.added[set], nftables.SetElement{Key: []byte(e.key), Val: []byte(value)})
 }
 
-// commit commits the changes.
 func (tx *transaction) commit() error {
 	for _, t := range tx.tables {
 		for set := range t.sets() {
@@ -185,7 +183,7 @@ func (tx *transaction) commit() error {
 	return nil
 }
 
-// chunks splits a list into parts. Each fits into a message of less than 64 KiB.
+// chunks splits a list into parts that each fit into a message of less than 64 KiB.
 func chunks(list []nftables.SetElement) iter.Seq[[]nftables.SetElement] {
 	return slices.Chunk(list, 500)
 }

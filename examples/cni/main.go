@@ -2,10 +2,10 @@
 
 //go:build linux
 
-// Command kpng-cni is a small network agent: one program per node that connects the
-// node's pods to the cluster and is the node's service proxy. It shows how to import
-// kpng into a CNI plugin. The agent and kpng use the same informers, metrics endpoint
-// and health endpoint. README.md describes its features and limits.
+// Command kpng-cni is a small network agent. It runs on each node, connects the node's
+// pods to the cluster, and is the node's service proxy. It shows how to import kpng into
+// a CNI plugin. The agent and kpng use the same informers, metrics endpoint and health
+// endpoint. README.md describes its features and limits.
 package main
 
 import (
@@ -35,7 +35,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// agent holds the settings of the program.
+// agent has the settings of the program.
 type agent struct {
 	kubeconfig string
 	nodeName   string
@@ -63,7 +63,6 @@ func main() {
 	}
 }
 
-// run runs the agent until ctx ends.
 func (a *agent) run(ctx context.Context) error {
 	if err := a.cni.check(); err != nil {
 		return err
@@ -105,15 +104,15 @@ func (a *agent) run(ctx context.Context) error {
 	return group.Wait()
 }
 
-// newProxy returns the service proxy: a sink that programs services with nftables, and
-// one that serves the health-check node ports of load balancers.
+// newProxy returns the service proxy. One sink programs services with nftables, and the
+// other one serves the health-check node ports of load balancers.
 func newProxy(node string, factory informers.SharedInformerFactory, addrs *nodeaddr.Watcher, registry prometheus.Registerer) (*kpng.Proxy, error) {
 	m, err := metrics.New(registry, metrics.Options{KubeProxy: true})
 	if err != nil {
 		return nil, fmt.Errorf("register metrics: %w", err)
 	}
 	tables, err := nftables.New(nftables.Options{
-		NodePodCIDRs:        true, // sources that are pods of this node
+		NodePodCIDRs:        true, // detect traffic from pods of this node
 		MasqueradeOutsiders: true,
 		NodeAddresses:       addrs,
 		Conntrack:           conntrack.New(conntrack.Options{NodeAddrs: addrs}),
@@ -142,7 +141,6 @@ func newProxy(node string, factory informers.SharedInformerFactory, addrs *nodea
 	return proxy, err
 }
 
-// healthChecks returns the handler of the agent's health checks.
 func healthChecks(proxy *kpng.Proxy) http.Handler {
 	checks, mux := health.Handler(proxy.Health), http.NewServeMux()
 	for _, path := range [...]string{"/healthz", "/livez", "/readyz"} {
@@ -151,7 +149,7 @@ func healthChecks(proxy *kpng.Proxy) http.Handler {
 	return mux
 }
 
-// metricsOf returns the handler of metrics and of kube-proxy's mode, which tools read.
+// metricsOf returns the handler of /metrics and /proxyMode, which kube-proxy also has.
 func metricsOf(registry prometheus.Gatherer) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
@@ -159,7 +157,7 @@ func metricsOf(registry prometheus.Gatherer) http.Handler {
 	return mux
 }
 
-// serve serves on address until ctx ends.
+// serve runs an HTTP server at address until ctx ends.
 func serve(ctx context.Context, address string, handler http.Handler) error {
 	server := http.Server{Addr: address, Handler: handler, ReadHeaderTimeout: 5 * time.Second, WriteTimeout: 30 * time.Second}
 	defer context.AfterFunc(ctx, func() { server.Close() })()

@@ -29,15 +29,15 @@ import (
 )
 
 const (
-	// routeProtocol marks the agent's routes in the kernel. It may change and delete these
-	// and no others.
+	// routeProtocol marks the agent's routes in the kernel. The agent changes and deletes
+	// only routes with this number.
 	routeProtocol netlink.RouteProtocol = 142
-	// retryAfter is the wait after a failure, and checkEvery the interval at which routes
-	// are compared with the kernel's.
+	// retryAfter is the wait after a failed sync. checkEvery is the longest time between
+	// two syncs, which repair routes.
 	retryAfter, checkEvery = 2 * time.Second, time.Minute
 )
 
-// cniConfig says how pods of this node are connected.
+// cniConfig has the settings of the CNI configuration file.
 type cniConfig struct {
 	file, plugin string
 	mtu          int
@@ -47,7 +47,7 @@ func (c cniConfig) check() error {
 	if c.plugin != "bridge" && c.plugin != "ptp" {
 		return fmt.Errorf("-plugin is %q, want bridge or ptp", c.plugin)
 	}
-	if c.mtu < 1280 { // RFC 8200: the minimum of IPv6
+	if c.mtu < 1280 { // the minimum of IPv6 (RFC 8200)
 		return fmt.Errorf("-mtu is %d, want at least 1280", c.mtu)
 	}
 	return nil
@@ -70,7 +70,7 @@ func (c cniConfig) content(cidrs []netip.Prefix) ([]byte, error) {
 	if c.plugin == "bridge" {
 		pods["bridge"] = "kpng0"
 		pods["isGateway"] = true
-		// A pod can be the endpoint of its own connection to a service.
+		// So that a pod can connect to itself through a service.
 		pods["hairpinMode"] = true
 	}
 	return json.MarshalIndent(object{
@@ -87,8 +87,8 @@ func unspecified(a netip.Addr) netip.Addr {
 	return netip.IPv6Unspecified()
 }
 
-// write writes the configuration if the file differs. The container runtime reads the
-// file at any time, so it is replaced in one step.
+// write writes the configuration if the file differs. The container runtime may read the
+// file at any time, so write replaces it atomically.
 func (c cniConfig) write(cidrs []netip.Prefix) error {
 	content, err := c.content(cidrs)
 	if err != nil {
@@ -113,14 +113,14 @@ func (c cniConfig) write(cidrs []netip.Prefix) error {
 	return nil
 }
 
-// network connects the pods of this node with those of other nodes. The nodes must
-// share a link: each routes the pod CIDRs of the others to their internal addresses.
+// network connects the pods of this node with those of other nodes. The nodes must share
+// a link, because the gateway to a node's pods is the internal IP of that node.
 type network struct {
 	node    string
 	cni     cniConfig
 	nodes   corelisters.NodeLister
 	synced  cache.InformerSynced
-	changed chan struct{} // holds a token while nodes have changed
+	changed chan struct{} // has an element if a sync is needed
 }
 
 func newNetwork(node string, cni cniConfig, nodes coreinformers.NodeInformer) (*network, error) {
@@ -133,7 +133,7 @@ func newNetwork(node string, cni cniConfig, nodes coreinformers.NodeInformer) (*
 	}
 	handle, err := nodes.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc: func(any) { signal() },
-		UpdateFunc: func(old, new any) { // mostly heartbeats
+		UpdateFunc: func(old, new any) { // most updates are heartbeats
 			a, b := old.(*corev1.Node), new.(*corev1.Node)
 			if !slices.Equal(a.Spec.PodCIDRs, b.Spec.PodCIDRs) || !slices.Equal(a.Status.Addresses, b.Status.Addresses) {
 				signal()
@@ -148,14 +148,13 @@ func newNetwork(node string, cni cniConfig, nodes coreinformers.NodeInformer) (*
 	return n, nil
 }
 
-// run keeps the node's network up to date until ctx ends.
 func (n *network) run(ctx context.Context) error {
 	if !cache.WaitForCacheSync(ctx.Done(), n.synced) {
 		return nil
 	}
 	applySettings(ctx, kernelSettings)
 	if n.cni.plugin == "bridge" {
-		applySettings(ctx, bridgeSettings) // they exist if the module br_netfilter is loaded
+		applySettings(ctx, bridgeSettings) // they exist only if the module br_netfilter is loaded
 	}
 	for {
 		wait := checkEvery
@@ -172,17 +171,17 @@ func (n *network) run(ctx context.Context) error {
 	}
 }
 
-// sync writes the CNI configuration, and replaces the routes that differ.
+// sync writes the CNI configuration and corrects the routes to other nodes.
 func (n *network) sync(ctx context.Context) error {
 	nodes, err := n.nodes.List(labels.Everything())
 	if err != nil {
 		return err
 	}
-	wanted := map[netip.Prefix]netip.Addr{} // gateways by destination
+	wanted := map[netip.Prefix]netip.Addr{} // destination to gateway
 	var own []netip.Prefix
 	for _, node := range nodes {
 		cidrs, err := podCIDRs(node)
-		if err != nil { // the other nodes get their routes
+		if err != nil { // omit only this node
 			klog.FromContext(ctx).Error(err, "Node left out", "node", node.Name)
 			continue
 		}
@@ -203,7 +202,6 @@ func (n *network) sync(ctx context.Context) error {
 	return errors.Join(err, n.cni.write(own))
 }
 
-// podCIDRs returns the pod CIDRs of a node.
 func podCIDRs(node *corev1.Node) ([]netip.Prefix, error) {
 	var cidrs []netip.Prefix
 	for _, s := range node.Spec.PodCIDRs {
@@ -227,8 +225,8 @@ func internalIP(node *corev1.Node, ipv4 bool) (netip.Addr, bool) {
 	return netip.Addr{}, false
 }
 
-// syncRoutes makes the routes to wanted, by destination, the only ones with the agent's
-// protocol number. It tries all of them even if one fails.
+// syncRoutes adds the wanted routes (destination to gateway), and deletes all other
+// routes with the agent's protocol number. It continues after an error.
 func syncRoutes(wanted map[netip.Prefix]netip.Addr) error {
 	filter := &netlink.Route{Protocol: routeProtocol, Table: unix.RT_TABLE_MAIN}
 	installed, err := netlink.RouteListFiltered(netlink.FAMILY_ALL, filter, netlink.RT_FILTER_PROTOCOL|netlink.RT_FILTER_TABLE)
@@ -257,24 +255,24 @@ func syncRoutes(wanted map[netip.Prefix]netip.Addr) error {
 	return errors.Join(errs...)
 }
 
-// kernelSettings are the values that services need, beside those that the nftables backend
-// sets itself.
+// kernelSettings are sysctls that services need and that the nftables backend does not
+// set.
 var kernelSettings = map[string]string{
-	// As kube-proxy sets them.
+	// kube-proxy sets the same values.
 	"net/netfilter/nf_conntrack_tcp_timeout_established": "86400",
 	"net/netfilter/nf_conntrack_tcp_timeout_close_wait":  "3600",
 }
 
-// bridgeSettings make the kernel pass bridged packets to nftables. Otherwise the answer of
-// a pod to another pod on the same bridge keeps the endpoint's address, and a connection
-// through a service fails.
+// bridgeSettings make the kernel pass bridged packets to nftables. Otherwise replies
+// between pods on the same bridge keep the endpoint's address, and connections through
+// services fail.
 var bridgeSettings = map[string]string{
 	"net/bridge/bridge-nf-call-iptables":  "1",
 	"net/bridge/bridge-nf-call-ip6tables": "1",
 }
 
-// applySettings sets sysctls that have another value. In a container it cannot, and logs
-// which ones to set on the node.
+// applySettings sets sysctls to the wanted values. If it cannot set a sysctl, as in a
+// container, it logs the value to set on the node.
 func applySettings(ctx context.Context, settings map[string]string) {
 	for name, wanted := range settings {
 		file := filepath.Join("/proc/sys", name)

@@ -16,8 +16,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// TestRoutesFollowNodes checks that routes are added, replaced and deleted, that routes of
-// others stay, and that one impossible route does not stop the others.
+// TestRoutesFollowNodes checks that syncRoutes adds, replaces and deletes routes, keeps
+// routes of other programs, and continues after an impossible route.
 func TestRoutesFollowNodes(t *testing.T) {
 	ns := netnstest.New(t)
 	ns.Run(t, "ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth1")

@@ -16,7 +16,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// callout is a program to run.
+// callout is the program in $CALLOUT.
 type callout struct {
 	args    []string // the program and its arguments
 	timeout time.Duration
@@ -27,12 +27,12 @@ type callout struct {
 	frontends bool
 }
 
-// gracePeriod limits the time after the end of a callout. Its child processes may keep
-// its standard input and error open for that time.
+// gracePeriod is how long the child processes of a callout may keep its standard input
+// and standard error open after its end.
 const gracePeriod = time.Second
 
-// run runs the callout once. It returns when the callout has ended or was killed: after
-// the timeout, or at the end of ctx.
+// run runs the callout once, and waits until it ends. After the timeout or when ctx ends,
+// it kills the callout.
 func (c *callout) run(ctx context.Context, stdin io.Reader) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, c.timeout, fmt.Errorf("it ran longer than %s", c.timeout))
 	defer cancel()
@@ -43,7 +43,7 @@ func (c *callout) run(ctx context.Context, stdin io.Reader) error {
 	killAll(cmd)
 
 	// The kernel kills the callout when the thread that started it ends. So keep this
-	// thread.
+	// thread alive.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	err := cmd.Run()
@@ -65,5 +65,5 @@ func (c *callout) run(ctx context.Context, stdin io.Reader) error {
 	return nil
 }
 
-// String returns the callout as a command line.
+// String returns the command line of the callout.
 func (c *callout) String() string { return strings.Join(c.args, " ") }

@@ -23,7 +23,7 @@ import (
 
 const demo = "../demo.yaml"
 
-// beTheCommand is an environment variable that makes the test binary the command
+// beTheCommand is an environment variable with which the test binary runs as
 // kpng-callout.
 const beTheCommand = "KPNG_TEST_CALLOUT"
 
@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 	goleak.VerifyTestMain(m)
 }
 
-// run runs a callout and returns what it wrote to standard output.
+// run runs a callout and returns its standard output.
 func run(t *testing.T, timeout time.Duration, stdin string, args ...string) (string, error) {
 	t.Helper()
 	out, err := os.Create(filepath.Join(t.TempDir(), "stdout"))
@@ -124,7 +124,7 @@ func TestChildrenOfCalloutDoNotDelayNextRun(t *testing.T) {
 	}
 }
 
-// waitDead waits until a process has ended. It may be a zombie.
+// waitDead waits until a process has ended. A zombie counts as ended.
 func waitDead(t *testing.T, pid string) {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
@@ -135,7 +135,7 @@ func waitDead(t *testing.T, pid string) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		// The state comes after the program's name in brackets.
+		// The process state follows the program's name, which is in brackets.
 		if _, after, _ := bytes.Cut(stat, []byte(") ")); bytes.HasPrefix(after, []byte("Z")) {
 			return
 		}
@@ -145,8 +145,8 @@ func waitDead(t *testing.T, pid string) {
 	}
 }
 
-// command returns the command kpng-callout for the demo's services without a proxy name.
-// The end of the test kills it.
+// command returns a command that runs kpng-callout with the demo's services that have no
+// proxy name. It is killed at the end of the test.
 func command(t *testing.T, callout string, args ...string) *exec.Cmd {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	t.Cleanup(cancel)
@@ -232,7 +232,7 @@ func TestRunsOfCalloutNeverOverlap(t *testing.T) {
 	}
 	const last = 20
 	port(1)
-	// Each run takes longer than the time until the next change.
+	// Each run of the callout takes longer than the time until the next change.
 	cmd := command(t, fmt.Sprintf(`sh -c "mkdir %[1]s || echo two at once; jq '.Service.Ports[0].Port'; sleep 0.1; rmdir %[1]s"`, lock), "--manifests", manifest)
 	out := startReading(t, cmd)
 	for want := 1; ; {

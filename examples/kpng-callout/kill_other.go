@@ -6,6 +6,6 @@ package main
 
 import "os/exec"
 
-// killAll does nothing. So a cancellation of cmd kills only cmd and not its child
-// processes.
+// killAll does nothing. When the context of cmd ends, only cmd is killed, and not its
+// child processes.
 func killAll(*exec.Cmd) {}

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command kpng-callout runs the program in $CALLOUT, with arguments if any, after every
-// change of its node's services. The program receives the whole state on standard input.
-// That is one JSON object per service, as kpng-json prints it. With --frontends it is the
-// node and then one JSON object per frontend. Example:
+// Command kpng-callout runs the program in $CALLOUT after every change of its node's
+// services. The program gets all services on standard input, with one JSON object per
+// service, as kpng-json prints it. With --frontends it gets the node and one JSON object
+// per frontend instead. Example:
 //
 //	CALLOUT=jq kpng-callout --manifests examples/demo.yaml --node-name vm-002
 //

@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// split splits a command line into words as a shell does. It supports only '…', "…" and
-// \, but no variables, patterns or operators. It does not run a shell.
+// split splits a command line into words as a shell does. It supports '…', "…" and \, but
+// no variables, patterns or operators. It does not run a shell.
 func split(line string) ([]string, error) {
 	var words []string
 	var word strings.Builder
@@ -57,8 +57,8 @@ func split(line string) ([]string, error) {
 	return words, nil
 }
 
-// doubleQuoted writes text up to a closing " to word and returns the rest. A \ in it
-// quotes only " and \.
+// doubleQuoted writes text up to the closing " to word and returns the text after it.
+// Between the quotes, \ escapes only " and \.
 func doubleQuoted(word *strings.Builder, text string) (after string, err error) {
 	for i := 0; i < len(text); i++ {
 		switch {

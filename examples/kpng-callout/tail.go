@@ -7,7 +7,7 @@ import (
 	"strings"
 )
 
-// maxTail is how many bytes of a callout's standard error are kept, for a message.
+// maxTail limits the part of a callout's standard error that is kept for a log message.
 const maxTail = 4096
 
 // tail is a writer that keeps the last maxTail bytes.

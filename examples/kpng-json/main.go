@@ -2,8 +2,8 @@
 
 // Command kpng-json prints its node's view, one JSON object per service. It prints the
 // whole view when every service is known, and again after each change. With --frontends
-// it prints the node and then one JSON object per frontend. Each contains the endpoints
-// and all decisions for that frontend.
+// it prints the node and then one JSON object per frontend. The object of a frontend
+// contains its endpoints and all decisions.
 package main
 
 import (

@@ -16,17 +16,17 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// backend programs services into one nftables table. It writes the whole table in one
-// transaction each time. It implements sink.StateSink and sink.Cleaner.
+// backend programs services into one nftables table. Each SyncState writes the whole
+// table in one transaction. It implements sink.StateSink and sink.Cleaner.
 type backend struct {
-	// table is the name of the table, of family inet.
+	// table is the name of the nftables table, which is of family inet.
 	table string
 	// nodePorts are the networks that contain the node addresses at which node ports
 	// are served.
 	nodePorts []netip.Prefix
 }
 
-// SyncState makes the table agree with services.
+// SyncState replaces all rules of the table by rules for services.
 func (b *backend) SyncState(ctx context.Context, node *api.Node, services []*api.ServiceEndpoints) error {
 	return load(ctx, b.rules(node, services))
 }
@@ -36,9 +36,9 @@ func (b *backend) Cleanup(ctx context.Context) error {
 	return load(ctx, fmt.Sprintf("add table inet %[1]s\ndelete table inet %[1]s\n", b.table))
 }
 
-// load runs a script of nft commands as one transaction: the kernel applies all of it
-// or nothing. The script is in a file because nft would run the first half of a script
-// from a pipe whose writer is killed.
+// load runs a script of nft commands as one transaction: the kernel applies all of it or
+// nothing. The script is in a file. If it came through a pipe and this process was killed
+// while writing, nft would run the first half.
 func load(ctx context.Context, script string) error {
 	file, err := os.CreateTemp("", "tutorial-*.nft")
 	if err != nil {
@@ -49,8 +49,8 @@ func load(ctx context.Context, script string) error {
 	if _, err := file.WriteString(script); err != nil {
 		return fmt.Errorf("write nft script: %w", err)
 	}
-	// nft ends when this process is killed, and so it never writes after a successor.
-	runtime.LockOSThread() // Pdeathsig is about the thread that starts the process
+	// When this process is killed, nft is killed too, so it cannot overwrite later rules.
+	runtime.LockOSThread() // the kernel sends Pdeathsig when this thread ends
 	defer runtime.UnlockOSThread()
 	nft := exec.CommandContext(ctx, "nft", "-f", file.Name())
 	nft.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}

@@ -2,8 +2,8 @@
 
 //go:build linux
 
-// Command tutorial is the backend of docs/writing-a-backend.md: a small service proxy that
-// writes its whole nftables table for each change.
+// Command tutorial is the backend of docs/writing-a-backend.md. It is a small service
+// proxy that writes its whole nftables table for each change.
 package main
 
 import (

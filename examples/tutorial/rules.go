@@ -15,7 +15,7 @@ import (
 )
 
 // skeleton contains the first commands of every script. Flushing a table removes its
-// rules and keeps its chains. The mark 0x8000 is on packets that have to be masqueraded.
+// rules and keeps its chains. Packets to masquerade carry the mark 0x8000.
 const skeleton = `add table inet %[1]s
 add chain inet %[1]s prerouting { type nat hook prerouting priority -100; }
 add chain inet %[1]s output { type nat hook output priority -100; }
@@ -35,9 +35,9 @@ func (s *script) rule(chain string, words ...any) {
 	fmt.Fprintf(s, "add rule inet %s %s %s", s.table, chain, fmt.Sprintln(words...))
 }
 
-// rules returns the script that makes the table agree with services. Chain prerouting
-// has the rules for traffic from other machines and from pods, and chain output those
-// for traffic of the node itself.
+// rules returns the script that writes the table for services. Chain prerouting has the
+// rules for traffic from other machines and from pods. Chain output has the rules for
+// traffic of the node itself.
 func (b *backend) rules(node *api.Node, services []*api.ServiceEndpoints) string {
 	s := &script{table: b.table}
 	fmt.Fprintf(s, skeleton, b.table)
@@ -58,7 +58,7 @@ func (b *backend) rules(node *api.Node, services []*api.ServiceEndpoints) string
 			s.hairpin(view.Endpoints[i].Addr)
 		}
 	}
-	for _, addr := range clusterIPs { // ports that no service has
+	for _, addr := range clusterIPs { // reject ports that no service has
 		for _, chain := range []string{"prerouting", "output"} {
 			s.reject(chain, fmt.Sprintf("%s daddr %s", ip(addr), addr))
 		}
@@ -66,11 +66,11 @@ func (b *backend) rules(node *api.Node, services []*api.ServiceEndpoints) string
 	return s.String()
 }
 
-// matches returns what matches the packets to a frontend: one match, and for node ports
-// one for each network.
+// matches returns nft expressions that match packets to a frontend. There is one for each
+// network in nodePorts if the frontend is a node port, and otherwise one.
 func (b *backend) matches(f *nodeview.Frontend) []string {
 	port := ""
-	if f.Port != 0 { // 0 is an all-ports service: every protocol and port
+	if f.Port != 0 { // 0 means every protocol and port (all-ports services)
 		port = fmt.Sprintf(" meta l4proto %s th dport %d", strings.ToLower(f.Protocol.String()), f.Port)
 	}
 	if f.Kind != nodeview.NodePort {
@@ -102,7 +102,7 @@ func (s *script) sources(match string, f *nodeview.Frontend, nodeAddrs []netip.A
 	s.rule("output", match, except, "drop")
 }
 
-// traffic programs one kind of a frontend's traffic.
+// traffic adds the rules for one kind of traffic to a frontend.
 func (s *script) traffic(chain, match string, t nodeview.Traffic, masquerade bool) {
 	switch t.Verdict {
 	case nodeview.Drop:
@@ -115,14 +115,13 @@ func (s *script) traffic(chain, match string, t nodeview.Traffic, masquerade boo
 			mark = "meta mark set meta mark or 0x8000"
 		}
 		for i, endpoint := range t.Endpoints {
-			// The last endpoint takes all packets that get there, the one before it one
-			// of two, and so on: each endpoint gets the same share.
+			// The last rule matches all packets that reach it, the rule before it one in
+			// two, and so on. So each endpoint gets the same share.
 			s.rule(chain, match, oneIn(len(t.Endpoints)-i), mark, "dnat", ip(endpoint.Addr), "to", target(endpoint))
 		}
 	}
 }
 
-// reject refuses connections.
 func (s *script) reject(chain, match string) {
 	s.rule(chain, match, "meta l4proto tcp reject with tcp reset")
 	s.rule(chain, match, "meta l4proto != tcp reject")
@@ -133,7 +132,7 @@ func (s *script) hairpin(addr netip.Addr) {
 	s.rule("postrouting", "ct status dnat", ip(addr), "saddr", addr, ip(addr), "daddr", addr, "masquerade")
 }
 
-// oneIn returns what matches one packet in n at random.
+// oneIn returns an expression that matches one in n packets at random.
 func oneIn(n int) string {
 	if n == 1 {
 		return ""
@@ -141,7 +140,7 @@ func oneIn(n int) string {
 	return fmt.Sprintf("numgen random mod %d == 0", n)
 }
 
-// target returns the address, and the port if the frontend has one, of an endpoint.
+// target returns the address of an endpoint, with the port if the frontend has a port.
 func target(t nodeview.Target) string {
 	if t.Port == 0 {
 		return t.Addr.String()
@@ -149,7 +148,7 @@ func target(t nodeview.Target) string {
 	return netip.AddrPortFrom(t.Addr, uint16(t.Port)).String()
 }
 
-// ip returns what nft calls the family of an address.
+// ip returns nft's name for the family of an address.
 func ip(addr netip.Addr) string {
 	if addr.Is4() {
 		return "ip"

@@ -3,8 +3,8 @@
 //go:build linux
 
 // Command userspace is a service proxy that does not program the kernel. It listens at
-// the addresses of services and copies bytes to their pods and back. README.md shows it
-// without a cluster.
+// the addresses of services and copies bytes to their pods and back. README.md shows how
+// to try it without a cluster.
 package main
 
 import (

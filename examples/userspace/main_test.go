@@ -27,7 +27,7 @@ import (
 // namespace.
 const inNamespace = "KPNG_IN_NAMESPACE"
 
-// TestTheREADME follows README.md in a network namespace, as root or in a user namespace.
+// TestTheREADME runs the commands of README.md in a namespace, with or without root.
 func TestTheREADME(t *testing.T) {
 	if os.Getenv(inNamespace) == "" {
 		args := []string{"--net", os.Args[0], "-test.run=^TestTheREADME$"}
@@ -126,8 +126,8 @@ func TestTheREADME(t *testing.T) {
 	expectLog(t, proxy.log.String())
 }
 
-// expectLog expects the same log lines, with their keys, as those of kube-proxy's userspace
-// proxy on Windows.
+// expectLog expects log lines with the messages and keys of kube-proxy's userspace mode
+// on Windows.
 func expectLog(t *testing.T, log string) {
 	t.Helper()
 	const sink, web = ` sink="userspace0" `, `"default/web:http"`
@@ -164,7 +164,7 @@ func run(t *testing.T, name string, args ...string) string {
 // process is a running program.
 type process struct {
 	log buffer
-	// end interrupts the program, unless it was interrupted before, and returns its error.
+	// end interrupts the program unless it was interrupted, and returns its error.
 	end func() error
 }
 
@@ -220,7 +220,7 @@ func eventually(t *testing.T, what string, try func() error) {
 	}
 }
 
-// get sends one request on a new connection.
+// get sends an HTTP request on a new connection.
 func get(url string) (string, error) {
 	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: 10 * time.Second}
 	answer, err := client.Get(url)

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package apitest makes random values of package api for tests, and random clusters that
-// change.
+// Package apitest makes random values of package api and random clusters for tests.
 package apitest
 
 import (
@@ -14,8 +13,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// Random returns a value with random fields at every depth. Each field is zero or has a
-// value within the limits of package api.
+// Random returns a value with random fields, also in nested structs. Each field is zero
+// or has a value that package api allows.
 func Random[T any](r *rand.Rand) T {
 	var v T
 	fill(r, reflect.ValueOf(&v).Elem())

@@ -12,13 +12,13 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// World is a cluster of random services, slices and nodes that are consistent with each
-// other. Endpoints run on nodes in zones and have hints for them. Services claim
-// addresses of other services. All policies and conditions occur.
+// World is a cluster of random services, slices and nodes, which refer to each other.
+// Endpoints run on nodes and have hints for nodes and zones. Some services claim the same
+// address. All traffic policies and endpoint conditions occur.
 type World struct {
 	r     *rand.Rand
 	nodes int
-	// services reports for each number whether that service exists.
+	// services reports for each service number whether the service exists.
 	services []bool
 }
 
@@ -32,16 +32,15 @@ type Writer interface {
 	DeleteNode(string)
 }
 
-// NewWorld returns a world with the given number of nodes and at most the given number of
-// services.
+// NewWorld returns a World with this number of nodes and at most this number of services.
 func NewWorld(r *rand.Rand, nodes, services int) *World {
 	return &World{r: r, nodes: nodes, services: make([]bool, services)}
 }
 
-// NodeName returns the name of node n.
+// NodeName returns the name of node number n.
 func NodeName(n int) string { return fmt.Sprintf("node-%d", n) }
 
-// WriteAll writes all nodes and services.
+// WriteAll writes all nodes, services and slices.
 func (w *World) WriteAll(to Writer) {
 	for n := range w.nodes {
 		to.SetNode(w.node(n))

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package netnstest makes network namespaces for tests. It needs root. The namespaces
-// have no names, so the kernel removes them when a test is killed.
+// have no names, so the kernel removes them even if a test is killed.
 package netnstest
 
 import (
@@ -24,11 +24,11 @@ import (
 type Namespace struct {
 	// FD is the file descriptor of the namespace.
 	FD int
-	// Links configures the namespace.
+	// Links configures interfaces, addresses and routes in the namespace.
 	Links *netlink.Handle
 }
 
-// Make makes a namespace in which only the loopback interface is up.
+// Make makes a namespace with only a loopback interface, which is up.
 func Make() (*Namespace, error) {
 	n := &Namespace{FD: -1}
 	if err := onThread(func() error {
@@ -47,7 +47,7 @@ func Make() (*Namespace, error) {
 		return nil, fmt.Errorf("open netlink in network namespace: %w", err)
 	}
 	n.Links = links
-	// Disable duplicate address detection, which takes a second. No other host can have
+	// Disable duplicate address detection. It takes a second, and no other host can have
 	// the same address.
 	err = n.Sysctl("ipv6/conf/default/accept_dad=0", "ipv6/conf/all/accept_dad=0")
 	if err == nil {
@@ -71,8 +71,8 @@ func New(t testing.TB) *Namespace {
 	return n
 }
 
-// Close releases the namespace. The kernel removes the namespace when it has no socket
-// and no process.
+// Close releases the namespace. The kernel removes the namespace when no socket and no
+// process uses it.
 func (n *Namespace) Close() {
 	n.Links.Close()
 	unix.Close(n.FD)
@@ -84,8 +84,8 @@ func (n *Namespace) Do(f func() error) error {
 	return onThread(func() error { return n.enter(f) })
 }
 
-// Start starts a process in the namespace. The kernel kills it if this process ends
-// first. The channel receives the process's exit error.
+// Start starts a process in the namespace. The kernel kills the started process if the
+// test process ends first. The channel receives the result of cmd.Wait.
 func (n *Namespace) Start(cmd *exec.Cmd) (<-chan error, error) {
 	if cmd.SysProcAttr == nil {
 		cmd.SysProcAttr = &unix.SysProcAttr{}
@@ -108,8 +108,8 @@ func (n *Namespace) Start(cmd *exec.Cmd) (<-chan error, error) {
 	return ended, <-started
 }
 
-// Command returns a command line that runs a program in the namespace, for code that
-// starts programs itself.
+// Command returns a command line that runs a program in the namespace. It is for code
+// that starts programs itself.
 func (n *Namespace) Command(args ...string) []string {
 	return append([]string{"nsenter", fmt.Sprintf("--net=/proc/%d/fd/%d", os.Getpid(), n.FD), "--"}, args...)
 }
@@ -120,7 +120,7 @@ func (n *Namespace) Run(t testing.TB, args ...string) string {
 	return n.RunWith(t, "", args...)
 }
 
-// RunWith runs a program like Run, with an input.
+// RunWith is like Run, but also writes stdin to the program's standard input.
 func (n *Namespace) RunWith(t testing.TB, stdin string, args ...string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), time.Minute)
@@ -141,8 +141,8 @@ func (n *Namespace) enter(f func() error) error {
 	return f()
 }
 
-// onThread calls f on a thread of its own and then returns that thread to its original
-// namespace.
+// onThread calls f on a separate thread, and then moves the thread back to its original
+// network namespace.
 func onThread(f func() error) error {
 	done := make(chan error, 1)
 	go func() {
@@ -154,7 +154,7 @@ func onThread(f func() error) error {
 		}
 		defer home.Close()
 		err = f()
-		// A thread that stays locked ends with its goroutine.
+		// If this fails, the thread stays locked, so that it ends with the goroutine.
 		if unix.Setns(int(home.Fd()), unix.CLONE_NEWNET) == nil {
 			runtime.UnlockOSThread()
 		}
@@ -163,8 +163,8 @@ func onThread(f func() error) error {
 	return <-done
 }
 
-// Sysctl sets kernel settings. Each is a path below /proc/sys/net and a value, for
-// example ipv4/ip_forward=1.
+// Sysctl sets kernel settings. Each setting is a path below /proc/sys/net and a value,
+// for example ipv4/ip_forward=1.
 func (n *Namespace) Sysctl(settings ...string) error {
 	return n.Do(func() error {
 		for _, setting := range settings {
@@ -177,7 +177,7 @@ func (n *Namespace) Sysctl(settings ...string) error {
 	})
 }
 
-// Set calls Sysctl for a test.
+// Set calls Sysctl and fails the test after an error.
 func (n *Namespace) Set(t testing.TB, settings ...string) {
 	t.Helper()
 	if err := n.Sysctl(settings...); err != nil {
@@ -185,7 +185,7 @@ func (n *Namespace) Set(t testing.TB, settings ...string) {
 	}
 }
 
-// Up sets an interface up.
+// Up sets the interface with this name up.
 func (n *Namespace) Up(t testing.TB, name string) {
 	t.Helper()
 	if err := n.Links.LinkSetUp(n.link(t, name)); err != nil {
@@ -193,7 +193,7 @@ func (n *Namespace) Up(t testing.TB, name string) {
 	}
 }
 
-// Join links interface name of n with interface peer of o and sets both up.
+// Join adds two connected interfaces, name in n and peer in o, and sets both up.
 func (n *Namespace) Join(t testing.TB, name string, o *Namespace, peer string) {
 	t.Helper()
 	if err := n.Links.LinkAdd(&netlink.Veth{
@@ -205,7 +205,7 @@ func (n *Namespace) Join(t testing.TB, name string, o *Namespace, peer string) {
 	o.Up(t, peer)
 }
 
-// Stub adds an interface without a peer.
+// Stub adds an interface that is not connected to another namespace.
 func (n *Namespace) Stub(t testing.TB, name string) {
 	t.Helper()
 	n.Join(t, name, n, name+"-end")
@@ -216,7 +216,7 @@ func (n *Namespace) Stub(t testing.TB, name string) {
 func (n *Namespace) Add(t testing.TB, name, addr string) {
 	t.Helper()
 	a := parseAddr(t, addr)
-	a.Flags = unix.IFA_F_NODAD // otherwise the kernel first probes an IPv6 address
+	a.Flags = unix.IFA_F_NODAD // otherwise the kernel first checks for duplicates
 	if err := n.Links.AddrAdd(n.link(t, name), a); err != nil {
 		t.Fatalf("address %s of %s: %v", addr, name, err)
 	}
@@ -230,7 +230,7 @@ func (n *Namespace) Remove(t testing.TB, name, addr string) {
 	}
 }
 
-// Route adds a route to a destination, or "default", over an interface. The gateway may
+// Route adds a route over an interface. The destination may be "default". The gateway may
 // be empty.
 func (n *Namespace) Route(t testing.TB, destination, gateway, name string) {
 	t.Helper()

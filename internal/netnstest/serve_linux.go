@@ -12,7 +12,7 @@ import (
 type Place = func(f func() error) error
 
 // Listen listens on TCP in a namespace until the test ends. It calls handle for each
-// connection and closes the connection afterwards.
+// connection, and then closes the connection.
 func Listen(t testing.TB, in Place, address string, handle func(net.Conn)) {
 	t.Helper()
 	var l net.Listener
@@ -34,8 +34,8 @@ func Listen(t testing.TB, in Place, address string, handle func(net.Conn)) {
 	}()
 }
 
-// Relay makes a server in the test's own namespace reachable at an address in another
-// namespace.
+// Relay listens at an address in a namespace, and forwards connections to a server in the
+// namespace of the test process.
 func Relay(t testing.TB, in Place, address, network, server string) {
 	t.Helper()
 	Listen(t, in, address, func(c net.Conn) {

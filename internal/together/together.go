@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package together runs functions that end together and keeps all their errors.
+// Package together runs functions together until one fails, and returns all errors.
 package together
 
 import (
@@ -10,9 +10,9 @@ import (
 	"sync"
 )
 
-// Run calls all functions concurrently and waits for them. The first error ends the
-// context of the others. Run joins all errors and omits the cause of that context. If
-// there is no other error and ctx ended a function, Run returns the cause of ctx.
+// Run calls all functions concurrently and waits for them. After the first error, it ends
+// the context of all functions. It joins all errors except the cause of that context. If
+// all errors are this cause, Run returns it once.
 func Run(ctx context.Context, functions ...func(context.Context) error) error {
 	running, stop := context.WithCancel(ctx)
 	defer stop()
@@ -37,8 +37,8 @@ func Run(ctx context.Context, functions ...func(context.Context) error) error {
 	return cause
 }
 
-// removeCause returns err without cause. If err joins several errors, the result joins
-// the others.
+// removeCause returns err without cause. If err joins several errors, it removes cause
+// from these.
 func removeCause(err, cause error) error {
 	if err == cause {
 		return nil

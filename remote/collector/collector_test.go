@@ -86,7 +86,7 @@ func TestServerMetrics(t *testing.T) {
 	}
 }
 
-// ignoreEnd returns err unless it is the end of ctx.
+// ignoreEnd returns err, or nil if ctx has ended.
 func ignoreEnd(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return nil

@@ -13,8 +13,8 @@ import (
 // DefaultAddress is the default address of servers and clients.
 const DefaultAddress = "tcp://127.0.0.1:12090"
 
-// Address is the address of a server: tcp://host:port or unix:///path. The prefix tcp://
-// is optional.
+// Address is the address of a server. Its text form is tcp://host:port, host:port or
+// unix:///path.
 type Address struct {
 	network string // tcp or unix
 	name    string // host:port or path
@@ -42,8 +42,7 @@ func ParseAddress(s string) (Address, error) {
 // String returns the address with its scheme.
 func (a Address) String() string { return a.network + "://" + a.name }
 
-// host returns the host of a tcp address. It is empty for all hosts and for other
-// networks.
+// host returns the host of a tcp address, or "" if the address has none.
 func (a Address) host() string {
 	if a.network != "tcp" {
 		return ""
@@ -52,8 +51,8 @@ func (a Address) host() string {
 	return host
 }
 
-// CheckPlaintext returns an error if other machines can reach a listener without TLS at
-// this address.
+// CheckPlaintext returns an error if other machines can reach a listener at the address
+// a. Such a listener should use TLS.
 func CheckPlaintext(a net.Addr) error { return Address{a.Network(), a.String()}.checkPlaintext() }
 
 func (a Address) checkPlaintext() error {

@@ -21,25 +21,25 @@ import (
 
 // DialOptions configure the connection to a server.
 type DialOptions struct {
-	// Addresses are the addresses of one or more servers, for [ParseAddress]. A dialer
-	// starts with a random one, so that clients spread. It moves to the next one when it
-	// loses its server, when the server does not answer, or when the server is stale and
-	// others may not be. Default: DefaultAddress.
+	// Addresses are the addresses of one or more servers, in the form of [ParseAddress]. A
+	// dialer begins with a random one, so that clients spread over servers. It tries the
+	// next address when the connection fails, when the server does not answer, or when the
+	// server is stale and another server may not be. Default: DefaultAddress.
 	Addresses []string
-	// TLS, if not nil, is used with all addresses.
+	// If TLS is not nil, all connections use it.
 	TLS *TLS
-	// Insecure allows plaintext to other machines.
+	// Insecure allows plaintext connections to other machines.
 	Insecure bool
-	// MinBackoff and MaxBackoff limit the wait before the addresses are tried again. The
-	// wait is random, at first up to MinBackoff. This maximum doubles after each round
-	// without a useful server, up to MaxBackoff. Default: 500 ms and 15 s.
+	// MinBackoff and MaxBackoff limit the wait before the dialer tries all addresses again.
+	// The wait is random. Its maximum is MinBackoff at first and doubles with each round
+	// without a good server, up to MaxBackoff. Defaults: 500 ms and 15 s.
 	MinBackoff, MaxBackoff time.Duration
-	// FailFast makes Stay return an error when each address has failed once, or when a good
-	// connection is lost. It is for programs that run once.
+	// With FailFast, Stay returns an error when each address has failed once, or when the
+	// connection to a good server fails. FailFast is for programs that run once.
 	FailFast bool
 }
 
-// Dialer connects to a server and reconnects.
+// Dialer connects to a server, and connects again when the connection fails.
 type Dialer struct {
 	opts      DialOptions
 	addresses []Address
@@ -73,7 +73,7 @@ func NewDialer(opts DialOptions) (*Dialer, error) {
 }
 
 // firstMessage is the time limit for each message of a server's first answer. A server
-// that has not read its cluster yet sends none.
+// that has not yet read the cluster's state sends no messages.
 const firstMessage = 15 * time.Second
 
 var (
@@ -81,17 +81,17 @@ var (
 	errStale  = errors.New("the server's state is stale; another address may have newer state")
 )
 
-// Stay calls use with a connection. Whenever use returns, Stay calls it with the next
-// connection, until ctx ends. It returns the cause of ctx.
+// Stay connects to a server and calls use with the connection. Whenever use returns, Stay
+// connects again and calls use again. When ctx ends, Stay returns the cause of ctx.
 //
-// The function use must call heard after each message. The argument complete reports that
-// the message ended an answer; then the next wait is short again. The argument stale
-// reports that the server has lost its own source. If heard returns an error, use drops
-// the answer and returns that error.
+// The function use must call heard after each message, with complete true if the message
+// ends an answer. A complete answer resets the backoff. If the server reports that it has
+// lost its own source, stale is true. If heard returns an error, use has to drop the
+// answer and return that error.
 //
-// A server whose first answer is late loses its turn if there are other addresses, or
-// with FailFast. A stale server loses its turn while some other addresses have not been
-// tried since the last good answer.
+// If the first answer of a server is late, Stay tries the next address; with a single
+// address, it does so only with FailFast. If a server is stale, Stay tries the next
+// address, unless all others have failed or were stale too.
 func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error) error {
 	log := klog.FromContext(ctx)
 	var files *certFiles
@@ -102,7 +102,7 @@ func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *g
 		}
 	}
 	n := len(d.addresses)
-	failures := 0 // in a row
+	failures := 0 // in a row, with no good server in between
 	for i := rand.N(n); ; i++ {
 		address := d.addresses[i%n]
 		running, end := context.WithCancelCause(klog.NewContext(ctx, log.WithValues("server", address.String())))
@@ -144,12 +144,12 @@ func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *g
 	}
 }
 
-// visit is the use of one connection.
+// visit is one call of the function use.
 type visit struct {
 	patience time.Duration
-	silent   *time.Timer // ends the visit
+	silent   *time.Timer // ends the visit of a silent server
 	others   int         // number of other addresses
-	untried  int         // addresses without a failure since the last good answer
+	untried  int         // number of other addresses that may be good
 	good     bool
 }
 
@@ -169,7 +169,7 @@ func (v *visit) heard(complete, stale bool) error {
 	return nil
 }
 
-// backoff returns the wait before round n.
+// backoff returns a random wait after the given number of failed rounds.
 func (d *Dialer) backoff(round int) time.Duration {
 	most := d.opts.MinBackoff
 	for ; round > 1 && most < d.opts.MaxBackoff; round-- {
@@ -210,9 +210,9 @@ func (d *Dialer) connect(ctx context.Context, a Address, files *certFiles, use f
 }
 
 // answerWindow is the flow-control window for a server's messages. It is fixed, because
-// otherwise grpc sends a ping with each answer to measure the bandwidth. With thousands
-// of clients, the pings cost more than the answers. The window allows 100 MB/s at a
-// latency of 10 ms.
+// with a variable window gRPC sends a ping with each answer to measure the bandwidth.
+// With thousands of clients, the pings cost more than the answers. The fixed window
+// allows 100 MB/s at a latency of 10 ms.
 const answerWindow = 1 << 20
 
 // maxMessage is the maximum size of a message that a client accepts. Servers send at most
@@ -232,7 +232,7 @@ func (d *Dialer) credentials(a Address, files *certFiles) (credentials.Transport
 		name = a.host()
 	}
 	if name == "" {
-		name = "localhost" // the name for a unix socket
+		name = "localhost" // for a unix socket
 	}
 	return credentials.NewTLS(&tls.Config{
 		MinVersion:   tls.VersionTLS13,

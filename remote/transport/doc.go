@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package transport connects clients and servers. It contains addresses, listeners,
-// mutual TLS with files that may change, and a client that reconnects.
+// Package transport connects clients and servers. It provides addresses, listeners, a
+// dialer that reconnects, and mutual TLS with certificate files that may change.
 //
-// Plaintext is allowed on loopback and unix sockets. On other addresses it is an error
-// unless the user allows it.
+// Plaintext is allowed on loopback addresses and unix sockets. On other addresses it is
+// an error, unless the user allows it.
 package transport

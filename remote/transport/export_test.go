@@ -2,5 +2,5 @@
 
 package transport
 
-// IsRefused is isRefused, for tests with errors of other systems.
+// Tests call IsRefused with errors of other operating systems.
 var IsRefused = isRefused

@@ -15,13 +15,13 @@ import (
 	"time"
 )
 
-// Listen listens on the address a. The argument mode is the file mode of a unix socket. 0
-// means 0600, which allows only the server's user to connect.
+// Listen listens on the address a. For a unix socket, mode is the file mode of the
+// socket. 0 means 0600, with which only the server's user can connect.
 //
-// Listen creates the directory of a unix socket if its parent exists. It replaces a stale
-// socket. A socket in use, or a file of another kind, is an error. The new socket has its
-// mode before a client can connect to it. It is removed when the listener is closed,
-// unless another socket has replaced it.
+// Listen creates the directory of a unix socket if the parent directory exists. It
+// replaces a stale socket. If a process listens on the existing socket, or the file is
+// not a socket, it returns an error. The new socket has its mode before a client can
+// connect. Closing the listener removes the socket, unless another one has replaced it.
 func (a Address) Listen(mode fs.FileMode) (net.Listener, error) {
 	if a.network == "unix" {
 		if mode == 0 {
@@ -47,7 +47,7 @@ func listenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 	if err := os.Mkdir(filepath.Dir(path), 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, fmt.Errorf("listen on unix://%s: create its directory: %w", path, err)
 	}
-	// Create the socket in a private directory and move it when it is ready.
+	// Create the socket in a private directory, and move it to path when it has its mode.
 	private, err := os.MkdirTemp(filepath.Dir(path), privateDir)
 	if err != nil {
 		return nil, fmt.Errorf("listen on unix://%s: %w", path, err)
@@ -67,12 +67,12 @@ func listenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 	return &unixListener{UnixListener: l, path: path, info: info}, nil
 }
 
-// privateDir is the prefix of the name of that private directory.
+// The name of the private directory begins with privateDir.
 const privateDir = ".kpng-"
 
-// longestPath returns the maximum length of a path that Listen uses for the socket.
+// longestPath returns the length of the longest path that Listen uses for the socket.
 func longestPath(path string) int {
-	made := filepath.Join(filepath.Dir(path), privateDir+"4294967295", "s") // the largest number of os.MkdirTemp
+	made := filepath.Join(filepath.Dir(path), privateDir+"4294967295", "s") // os.MkdirTemp adds at most this number
 	return max(len(path), len(made))
 }
 
@@ -88,7 +88,8 @@ func publish(made, path string, mode fs.FileMode) (fs.FileInfo, error) {
 	return info, os.Rename(made, path)
 }
 
-// checkStale returns nil if path does not exist or is a socket without a listener.
+// checkStale returns nil if path is a socket without a listening process, or does not
+// exist.
 func checkStale(path string) error {
 	info, err := os.Lstat(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -111,9 +112,8 @@ func checkStale(path string) error {
 	return nil
 }
 
-// isRefused reports whether a connection failed because there is no listener. 10061 is
-// WSAECONNREFUSED, which package syscall does not map to ECONNREFUSED. No other system
-// uses that number.
+// isRefused reports whether err means that no process listens. 10061 is WSAECONNREFUSED
+// of Windows. Package syscall does not map it to ECONNREFUSED. No other system uses it.
 func isRefused(err error) bool {
 	return errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, syscall.Errno(10061))
 }

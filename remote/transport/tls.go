@@ -14,23 +14,23 @@ import (
 	"github.com/go-logr/logr"
 )
 
-// TLS names the PEM files of mutual TLS: both ends present certificates. The files are
-// checked for each new connection, so that certificates can be renewed while a program
-// runs. If new files are invalid, the old certificates stay in use.
+// TLS names the PEM files for mutual TLS, in which both ends present certificates.
+// Changed files are read before the next connection, so certificates can be renewed at
+// any time. If changed files are invalid, the old certificates stay in use.
 type TLS struct {
-	// CAFile has the authorities that must sign the other end's certificate.
+	// CAFile contains the authorities that may sign the certificate of the other end.
 	CAFile string
-	// CertFile has this end's certificate, with its chain if needed.
+	// CertFile contains the certificate of this end, with its chain if needed.
 	CertFile string
-	// KeyFile has the certificate's key.
+	// KeyFile contains the key of that certificate.
 	KeyFile string
-	// ServerName is, for a client, the name in the server's certificate. Default: the host
-	// of its address.
+	// For a client, ServerName is the name in the server's certificate. Default: the host of
+	// the server's address.
 	ServerName string
 }
 
-// Server returns the settings of a server. It reads the files now and logs later failures
-// to read them.
+// Server returns the TLS settings for a server, or an error if the files are unusable.
+// Later errors are only logged.
 func (t TLS) Server(log logr.Logger) (*tls.Config, error) {
 	files := &certFiles{TLS: t, log: log}
 	if _, _, err := files.load(); err != nil {
@@ -50,13 +50,13 @@ func (t TLS) Server(log logr.Logger) (*tls.Config, error) {
 				Certificates:           []tls.Certificate{*cert},
 				ClientCAs:              pool,
 				ClientAuth:             tls.RequireAndVerifyClientCert,
-				SessionTicketsDisabled: true, // check each connection against the current authorities
+				SessionTicketsDisabled: true, // so each connection is checked with the present authorities
 			}, nil
 		},
 	}, nil
 }
 
-// certFiles holds the content of the files and reads them again when they change.
+// certFiles contains the parsed files and reads them again when they change.
 type certFiles struct {
 	TLS
 	log logr.Logger
@@ -73,8 +73,8 @@ type stamp struct {
 	size     int64
 }
 
-// load returns the certificate and the authorities. It returns an error only if no
-// version of the files was ever valid.
+// load returns the certificate and the authorities. It returns an error only if the files
+// have never been valid.
 func (f *certFiles) load() (*tls.Certificate, *x509.CertPool, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

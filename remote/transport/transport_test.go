@@ -25,7 +25,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func TestParseAddress(t *testing.T) {
 	for _, test := range []struct {
-		in, want string // an empty want means an error
+		in, want string // an empty want means that in is invalid
 		exposed  bool
 	}{
 		{in: transport.DefaultAddress, want: "tcp://127.0.0.1:12090"},
@@ -72,8 +72,8 @@ func listen(t *testing.T, path string, mode fs.FileMode) (net.Listener, error) {
 	return a.Listen(mode)
 }
 
-// TestAcceptedSocketPathsCanBeListenedOn tries directories of all lengths. Listen must
-// accept what ParseAddress accepts.
+// The test tries directory names of all lengths. Listen must accept each address that
+// ParseAddress accepts.
 func TestAcceptedSocketPathsCanBeListenedOn(t *testing.T) {
 	root := t.TempDir()
 	accepted, refused := 0, 0
@@ -184,7 +184,8 @@ func TestStaleSocketIsReplaced(t *testing.T) {
 	}
 	conn.Close()
 
-	// Another listener replaces the socket. Closing the first listener does not affect it.
+	// A second listener replaces the socket. When the first one is closed, the socket must
+	// stay.
 	if err := os.Remove(path); err != nil {
 		t.Fatal(err)
 	}
@@ -212,7 +213,6 @@ func TestFileIsNotReplaced(t *testing.T) {
 	}
 }
 
-// TestReconnect records the tried addresses and the waits of the dialer.
 func TestReconnect(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d, err := transport.NewDialer(transport.DialOptions{
@@ -231,8 +231,8 @@ func TestReconnect(t *testing.T) {
 			waited := time.Since(last)
 			last = time.Now()
 			tried = append(tried, port(conn))
-			// There is no wait within a round. After the fifth try, which succeeds, the rounds
-			// begin again.
+			// Within a round, the dialer does not wait. The fifth try succeeds, so that the next
+			// waits are short again.
 			most := [...]time.Duration{0, 0, 1, 0, 2, 1, 1, 0, 2, 0}[n] * time.Second
 			if waited > most+1 {
 				t.Errorf("try %d came after %s, want at most %s", n, waited, most)
@@ -255,7 +255,7 @@ func TestReconnect(t *testing.T) {
 	})
 }
 
-// port returns the port of conn's server.
+// port returns the port to which conn connects.
 func port(conn *grpc.ClientConn) string {
 	return strings.TrimPrefix(conn.Target(), "passthrough:///127.0.0.1:")
 }
@@ -315,16 +315,15 @@ func TestFailFastTriesEachAddressOnce(t *testing.T) {
 	}
 }
 
-// TestSilentServerIsLeft has servers that accept connections but have not read
-// their cluster, and one good server.
+// The first server accepts the connection and sends nothing. Any other server is good.
 func TestSilentServerIsLeft(t *testing.T) {
 	for _, test := range []struct {
 		name      string
 		addresses []string
 		failFast  bool
-		slow      bool // the good server sends a message every ten seconds; the sixth completes the answer
+		slow      bool // the good server sends an answer of six messages, one every ten seconds
 		want      time.Duration
-		silent    bool // Stay returns an error
+		silent    bool // Stay returns the error of a silent server
 	}{
 		{name: "another server answers", addresses: []string{"127.0.0.1:1", "127.0.0.1:2"}, want: 15 * time.Second},
 		{name: "another server answers slowly", addresses: []string{"127.0.0.1:1", "127.0.0.1:2"}, slow: true, want: 75 * time.Second},
@@ -366,15 +365,13 @@ func TestSilentServerIsLeft(t *testing.T) {
 	}
 }
 
-// TestStaleServerIsLeft lists the reports of servers in turn, and the server with
-// which a client stays.
 func TestStaleServerIsLeft(t *testing.T) {
 	const dead, stale, fresh = 'd', 's', 'f'
 	for _, test := range []struct {
 		name    string
 		servers int
-		says    string // reports in the order of the client's visits; the client stays with the last server
-		stays   int    // number of answers of the last server
+		says    string // what the servers report, in order: dead, stale or fresh
+		stays   int    // number of answers that the client accepts from the last server
 	}{
 		{"the only server is stale", 1, "sss", 3},
 		{"the other server is fresh", 2, "sff", 2},

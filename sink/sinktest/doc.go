@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package sinktest tests sinks without a cluster and without a dataplane.
+// Package sinktest helps to test sinks without a cluster and without a dataplane.
 //
 // A test sets the views of a [Source]. A [Recorder] between the driver and the sink
-// records each Sync and keeps the acknowledged state. A script can make Syncs fail, panic
-// or block. The recorder also checks what drivers guarantee about passes, the order of
-// services, Old, Unsure and Failing. The test of a sink sets views, waits until they are
-// applied, and compares dataplanes. To test failures, it adds them to the script:
+// records each Sync and the acknowledged state. It also checks the driver's guarantees
+// about passes, the order of services, Old, Unsure and Failing. A test sets views, waits
+// until they are applied, and examines the dataplane. The recorder has a script that can
+// make a Sync fail, panic or block:
 //
 //	src := sinktest.NewSource()
 //	src.Set(view)
@@ -17,14 +17,14 @@
 //	go d.Run(ctx)
 //	err := d.WaitApplied(ctx, src.Revision())
 //
-// The most common bug of sinks is this: a service fails while its address moves to
-// another service, and its retry removes the address from the new owner. Here web gives
-// its address to dns and fails:
+// The following bug is the most common one of sinks. A service fails while its address
+// moves to another service, and the retry of the first service removes the address from
+// its new owner. In this example, the address moves from web to dns, and web fails:
 //
 //	rec.Script(sinktest.FailServices(errors.New("no memory in map"), web))
 //	src.Set(webElsewhere, dnsAtTheAddressOfWeb)
 //	err := d.WaitApplied(ctx, src.Revision())
 //
-// Nothing in this package sleeps. In a bubble of testing/synctest, the driver's intervals
-// and backoffs take no time either. All types are safe for concurrent use.
+// Nothing in this package sleeps. The driver waits for intervals and backoffs, which take
+// no time in a bubble of testing/synctest. All types are safe for concurrent use.
 package sinktest

@@ -13,19 +13,19 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// ledger records what a sink received and acknowledged. These records determine what the
-// driver may deliver.
+// ledger records what a sink has received and acknowledged. From that it knows what the
+// driver may deliver next.
 type ledger struct {
-	// begun reports that a Changes with First was acknowledged and the sink has not
-	// started over since. The flag inPass reports that the pass is not complete.
+	// begun: a Changes with First was acknowledged, and no ErrStartOver came after it.
+	// inPass: the pass is not complete.
 	begun, inPass bool
 	revision      uint64
 	views         map[types.NamespacedName]*api.ServiceEndpoints
-	// acked are the services acknowledged since First.
+	// The services acknowledged since First.
 	acked map[types.NamespacedName]bool
-	// unacked are the services whose last delivery was not acknowledged.
+	// The services whose last delivery was not acknowledged.
 	unacked map[types.NamespacedName]bool
-	// owners maps each claim to the service last acknowledged with it.
+	// claim → service that was last acknowledged with this claim
 	owners      map[api.Claim]types.NamespacedName
 	node        *api.Node
 	nodeUnacked bool
@@ -40,7 +40,7 @@ func newLedger() ledger {
 	}
 }
 
-// check returns the violations of the contract in c.
+// check returns the rules of [sink.Sink] that the driver breaks with c.
 func (l *ledger) check(c *Sync) []string {
 	var wrong []string
 	report := func(format string, args ...any) { wrong = append(wrong, fmt.Sprintf(format, args...)) }
@@ -89,8 +89,8 @@ func (l *ledger) check(c *Sync) []string {
 	return append(wrong, l.checkFailing(c)...)
 }
 
-// owns reports whether the service key owns every claim of view, because no other service
-// was acknowledged with one of them later.
+// owns reports whether the service key still owns every claim of view. It loses a claim
+// when another service is acknowledged with that claim.
 func (l *ledger) owns(key types.NamespacedName, view *api.ServiceEndpoints) bool {
 	for f := range nodeview.Frontends(view) {
 		if l.owners[f.Claim()] != key {
@@ -171,8 +171,7 @@ func (l *ledger) acknowledge(s *sink.Change) {
 	}
 }
 
-// own makes the service key the owner of claim. It removes the owners of claims that
-// conflict with claim.
+// own makes the service key the owner of claim. Conflicting claims lose their owners.
 func (l *ledger) own(claim api.Claim, key types.NamespacedName) {
 	whole := api.Claim{IP: claim.IP}
 	if claim == whole {

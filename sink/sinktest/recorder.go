@@ -16,11 +16,11 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Recorder is a [sink.Sink] in front of another one. It records what the driver delivers,
-// passes it on, and plays its script. It reports every call that breaks the contract of
-// [sink.Sink] to its test.
+// Recorder is a [sink.Sink] between the driver and another sink. It records each Sync,
+// and forwards it to the other sink or executes a step of its script instead. If the
+// driver breaks the rules of [sink.Sink], the test fails.
 //
-// It forwards the optional methods of the sink behind it.
+// A Recorder also forwards the optional methods to the other sink.
 type Recorder struct {
 	sink.Forwarder
 	tb   testing.TB
@@ -34,27 +34,27 @@ type Recorder struct {
 	acked   ledger
 }
 
-// Sync is one recorded call.
+// Sync is one recorded call of the method Sync.
 type Sync struct {
-	// First, Last, Failing, Revision, Node and NodeChanged are those of the Changes.
-	// Services are the changes that its Services yielded.
+	// These fields are copies of the fields of the Changes. Services contains what its
+	// iterator yielded.
 	First, Last bool
 	Failing     []types.NamespacedName
 	Revision    uint64
 	Services    []sink.Change
 	Node        *api.Node
 	NodeChanged bool
-	// Err is the result of the sink, or [ErrPanicked] if it panicked.
+	// Err is the result of the sink, or [ErrPanicked] if the sink panicked.
 	Err error
-	// Began is when Sync was called, and Ended when it returned.
+	// Began is the time at which Sync was called, and Ended the time at which it returned.
 	Began, Ended time.Time
 }
 
 // ErrPanicked is the Err of a recorded Sync that panicked.
 var ErrPanicked = errors.New("sink panicked")
 
-// NewRecorder returns a recorder in front of s. If s is nil, the recorder acknowledges
-// everything that the script does not handle.
+// NewRecorder returns a recorder that forwards to s. If s is nil, the recorder
+// acknowledges every Sync for which the script has no step.
 func NewRecorder(tb testing.TB, s sink.Sink) *Recorder {
 	if s == nil {
 		s = sink.Func(func(context.Context, *sink.Changes) error { return nil })
@@ -62,22 +62,22 @@ func NewRecorder(tb testing.TB, s sink.Sink) *Recorder {
 	return &Recorder{Forwarder: sink.Forwarder{To: s}, tb: tb, sink: s, moved: make(chan struct{}), acked: newLedger()}
 }
 
-// Script appends steps to the script. Each Sync plays one step. After the last step,
-// Syncs go straight to the sink.
+// Script appends steps to the script. Each Sync executes the next step. After the last
+// step, Syncs are forwarded to the sink.
 func (r *Recorder) Script(steps ...Step) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.script = append(r.script, steps...)
 }
 
-// Syncs returns all completed calls, oldest first.
+// Syncs returns all calls of Sync that have returned, oldest first.
 func (r *Recorder) Syncs() []Sync {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return slices.Clone(r.syncs)
 }
 
-// Views returns the views that the sink acknowledged last, in order of keys.
+// Views returns the last acknowledged view of each service, in the order of the keys.
 func (r *Recorder) Views() []*api.ServiceEndpoints {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -89,15 +89,15 @@ func (r *Recorder) Views() []*api.ServiceEndpoints {
 	return views
 }
 
-// Node returns the node that the sink acknowledged last.
+// Node returns the last acknowledged node.
 func (r *Recorder) Node() *api.Node {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.acked.node
 }
 
-// Wait returns nil when done returns true for the completed calls, and the cause of ctx
-// if ctx ends before that.
+// Wait calls done with the result of Syncs after each Sync, and returns nil when done
+// returns true. If ctx ends earlier, Wait returns its cause.
 func (r *Recorder) Wait(ctx context.Context, done func([]Sync) bool) error {
 	for {
 		r.mu.Lock()
@@ -114,7 +114,7 @@ func (r *Recorder) Wait(ctx context.Context, done func([]Sync) bool) error {
 	}
 }
 
-// WaitSyncs waits until n calls are complete.
+// WaitSyncs is like Wait. It waits until n calls of Sync have returned.
 func (r *Recorder) WaitSyncs(ctx context.Context, n int) error {
 	return r.Wait(ctx, func(syncs []Sync) bool { return len(syncs) >= n })
 }

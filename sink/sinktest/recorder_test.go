@@ -30,7 +30,7 @@ func key(name string) types.NamespacedName {
 	return types.NamespacedName{Namespace: "default", Name: name}
 }
 
-// view returns a view of the service key with a version.
+// view returns a view of the service key. Views with different versions differ.
 func view(key types.NamespacedName, version string) *api.ServiceEndpoints {
 	return &api.ServiceEndpoints{Service: &api.Service{
 		Namespace: key.Namespace, Name: key.Name, Labels: map[string]string{"version": version},
@@ -59,7 +59,7 @@ func again(c sink.Change) sink.Change {
 
 const first, last = 1, 2
 
-// pass returns a Changes of a pass.
+// pass returns the Changes of a pass that is first, last, or neither (0).
 func pass(flags int, services ...sink.Change) *sink.Changes {
 	return &sink.Changes{
 		First: flags == first, Last: flags == last, Revision: 2, NodeChanged: flags == first, Services: slices.Values(services),
@@ -71,7 +71,7 @@ func failing(c *sink.Changes, keys ...types.NamespacedName) *sink.Changes {
 	return c
 }
 
-// at1 returns a copy of v with the address 10.96.0.1.
+// at1 returns the view v with the cluster IP 10.96.0.1.
 func at1(v *api.ServiceEndpoints) *api.ServiceEndpoints {
 	svc := *v.Service
 	svc.IPs.ClusterIPs = api.NewIPSet(netip.MustParseAddr("10.96.0.1"))
@@ -96,7 +96,7 @@ func TestRecorderChecksTheDriver(t *testing.T) {
 		name  string
 		steps []sinktest.Step
 		calls []*sink.Changes
-		want  []string // violations of the last call
+		want  []string // errors that the recorder reports for the last call
 	}{{
 		name:  "a pass, a change, an addition and a deletion are valid",
 		calls: []*sink.Changes{full(set(nil, a1)), partial(set(a1, a2)), partial(set(nil, b1)), partial(sink.Change{Key: a, Old: a2})},

@@ -10,16 +10,16 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Step plays one Sync: c is the driver's delivery, s the sink behind the recorder.
+// Step is a function that the recorder calls instead of the method Sync of its sink s.
 type Step func(ctx context.Context, c *sink.Changes, s sink.Sink) error
 
-// Fail returns a step that fails with err without calling the sink.
+// Fail returns a step that returns err and does not call the sink.
 func Fail(err error) Step {
 	return func(context.Context, *sink.Changes, sink.Sink) error { return err }
 }
 
-// FailServices returns a step that calls the sink and then reports that the services in
-// keys failed with err, in addition to the sink's own failures.
+// FailServices returns a step that calls the sink. Then it reports that the services in
+// keys failed with err, in addition to services that failed in the sink.
 func FailServices(err error, keys ...types.NamespacedName) Step {
 	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 		var failed sink.Failed
@@ -39,13 +39,13 @@ func FailServices(err error, keys ...types.NamespacedName) Step {
 	}
 }
 
-// Panic returns a step that panics with v without calling the sink.
+// Panic returns a step that panics with v and does not call the sink.
 func Panic(v any) Step {
 	return func(context.Context, *sink.Changes, sink.Sink) error { panic(v) }
 }
 
 // Block returns a step that waits until release is closed and then calls the sink. If ctx
-// ends before that, the step fails with its cause without calling the sink.
+// ends earlier, the step returns the cause of ctx and does not call the sink.
 func Block(release <-chan struct{}) Step {
 	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 		select {

@@ -14,27 +14,27 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Source is a [sink.Source] whose views are set by a test. Each change has a revision.
-// Changes that the reader has not fetched yet are merged. Reset also simulates a reader
-// whose position is too old. The cost of an update depends on the changed services only.
+// Source is a [sink.Source] whose views a test sets. Each change has a revision. Changes
+// that the driver has not fetched yet are merged. With Reset, a test simulates a position
+// that is too old. The time for an update depends only on the changed services.
 type Source struct {
 	mu        sync.Mutex
 	revisions *diffstore.Revisions
 	views     *views
-	nodes     *diffstore.Store[string, *api.Node] // the node, if it is known
+	nodes     *diffstore.Store[string, *api.Node] // empty if the node is not known
 	synced    bool
 	err       error
-	changed   chan struct{} // closed and replaced by changes
+	changed   chan struct{} // closed and replaced by each change
 
 	cursor  *diffstore.Cursor[types.NamespacedName, triggered]
 	acked   position
 	offered position
-	update  *sink.Update // the last update that Next returned, nil if it is out of date
+	update  *sink.Update // last result of Next; nil if out of date
 }
 
 type views = diffstore.Store[types.NamespacedName, triggered]
 
-// triggered is a view with its trigger time, which is zero if unknown.
+// triggered is a view with its trigger time, which is zero if it has none.
 type triggered struct {
 	view *api.ServiceEndpoints
 	at   time.Time
@@ -47,7 +47,7 @@ type position struct {
 	node     *api.Node
 }
 
-// NewSource returns a source that has no services and no node and is not synced.
+// NewSource returns a source without services and node, which is not synced.
 func NewSource() *Source {
 	s := &Source{revisions: new(diffstore.Revisions), changed: make(chan struct{})}
 	s.views = diffstore.New(diffstore.Options[types.NamespacedName, triggered]{
@@ -61,8 +61,8 @@ func NewSource() *Source {
 	return s
 }
 
-// MarkSynced makes the current and all later state visible to the reader. Until then the
-// reader sees nothing.
+// MarkSynced makes the present and all later state visible to the driver. Before the
+// first MarkSynced, Next returns nil.
 func (s *Source) MarkSynced() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -70,11 +70,11 @@ func (s *Source) MarkSynced() {
 	s.wake()
 }
 
-// Set replaces the views of the services that views belong to. An equal view has no
-// effect.
+// Set sets the views of one or more services. A view that is equal to the present one has
+// no effect.
 func (s *Source) Set(views ...*api.ServiceEndpoints) { s.SetTriggered(time.Time{}, views...) }
 
-// SetTriggered does what Set does and gives the views the trigger time at.
+// SetTriggered is like Set, but the views have the trigger time at.
 func (s *Source) SetTriggered(at time.Time, views ...*api.ServiceEndpoints) {
 	s.write(func() {
 		for _, v := range views {
@@ -87,7 +87,7 @@ func (s *Source) SetTriggered(at time.Time, views ...*api.ServiceEndpoints) {
 	})
 }
 
-// hasAcked reports whether the reader acknowledged the view of t.
+// hasAcked reports whether the driver has received the view of t and called Advance.
 func (s *Source) hasAcked(t triggered) bool {
 	if s.acked.views == nil {
 		return false
@@ -130,18 +130,18 @@ func (s *Source) wake() {
 	s.changed = make(chan struct{})
 }
 
-// Fail makes Next return err until Fail is called with nil.
+// Fail makes Next return err, until Fail(nil) is called.
 func (s *Source) Fail(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.err = err
 }
 
-// Revision returns the revision of the last change; 0 if there was none.
+// Revision returns the revision of the last change, or 0 if nothing has changed.
 func (s *Source) Revision() uint64 { return number(s.revisions.Last()) }
 
-// number returns how many changes led to r. The store has revision 1 before its first
-// change.
+// number returns the number of changes up to the revision r. Before the first change, the
+// revision of the stores is 1.
 func number(r diffstore.Revision) uint64 { return uint64(r) - 1 }
 
 // Node returns the node.
@@ -185,7 +185,7 @@ func (s *Source) Next() (*sink.Update, error) {
 	return s.update, nil
 }
 
-// difference returns the update from the reader's position to the position now.
+// difference returns the changes from the driver's position to the position now.
 func (s *Source) difference(now position) *sink.Update {
 	u := &sink.Update{
 		Revision: number(now.revision), Node: now.node,

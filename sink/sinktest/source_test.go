@@ -16,7 +16,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// version returns the version in a view.
 func version(v *api.ServiceEndpoints) string {
 	if v == nil {
 		return "none"

@@ -33,9 +33,9 @@ type subject struct {
 	command func(t testing.TB) (args, env []string)
 	// cleanup returns the command that removes the program's rules.
 	cleanup func(t testing.TB) []string
-	// own returns the program's rules as its tool prints them.
+	// own returns the program's rules, as nft or iptables-save prints them.
 	own func(t testing.TB, node namespace) string
-	// forgets is true if the program deletes connection-tracking entries of removed pods.
+	// The program deletes connection-tracking entries of removed pods.
 	forgets bool
 }
 
@@ -47,7 +47,7 @@ var subjects = []subject{
 		command: func(t testing.TB) (args, env []string) { return []string{build(t, "all-ip")}, nil },
 		cleanup: func(t testing.TB) []string { return []string{build(t, "all-ip"), "--cleanup"} },
 		own: func(t testing.TB, node namespace) string {
-			// Print handles (-a) too, because they change if a rule is rewritten.
+			// With -a, nft prints handles, which change if a rule is written again.
 			return node.Run(t, "nft", "-a", "list", "table", "ip", "kpng-all-ip") +
 				node.Run(t, "nft", "-a", "list", "table", "ip6", "kpng-all-ip")
 		},
@@ -70,14 +70,14 @@ var subjects = []subject{
 	},
 }
 
-// splitIPTables returns the rules of iptables and ip6tables, separated into those of the
-// program and all others.
+// splitIPTables returns the rules of iptables and ip6tables: those of the program, and
+// all others.
 func splitIPTables(t testing.TB, node namespace) (ours, others string) {
 	t.Helper()
 	for _, tool := range []string{"iptables-save", "ip6tables-save"} {
 		for line := range strings.Lines(node.Run(t, tool)) {
 			switch {
-			case strings.HasPrefix(line, "#"): // the time
+			case strings.HasPrefix(line, "#"): // a comment with the time
 			case strings.Contains(line, "KPNG-ALL-IP"):
 				ours += line
 			default:
@@ -88,14 +88,14 @@ func splitIPTables(t testing.TB, node namespace) (ours, others string) {
 	return ours, others
 }
 
-// foreign returns all rules of other programs.
+// foreign returns all rules of other programs than the tested one.
 func foreign(t testing.TB, node namespace) string {
 	t.Helper()
 	_, all := splitIPTables(t, node)
 	for table := range strings.Lines(node.Run(t, "nft", "list", "tables")) {
 		switch words := strings.Fields(table); strings.Join(words[1:], " ") {
 		case "ip kpng-all-ip", "ip6 kpng-all-ip":
-		case "ip nat", "ip filter", "ip6 nat", "ip6 filter": // iptables' own tables
+		case "ip nat", "ip filter", "ip6 nat", "ip6 filter": // tables of iptables
 		default:
 			all += node.Run(t, "nft", "-a", "list", "table", words[1], words[2])
 		}
@@ -103,7 +103,7 @@ func foreign(t testing.TB, node namespace) string {
 	return all
 }
 
-// The rules of other programs: those of kube-proxy with nftables and with iptables.
+// Rules of another program: kube-proxy, with nftables and with iptables.
 const (
 	foreignTable = `
 table ip kube-proxy {
@@ -212,7 +212,7 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 				p.end(t, syscall.SIGKILL)
 				p = start()
 				p.ready(t)
-				// The program works again.
+				// Check that the program works again.
 				c.lead("rival", "pod1")
 				eventually(t, "the pod moves", n.leadsTo("pod1"))
 				c.lead("rival", "pod2")
@@ -242,7 +242,7 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 	}
 }
 
-// eventually waits until f returns nil. The test fails if that takes too long.
+// eventually waits until f returns nil. If that takes longer than inTime, the test fails.
 func eventually(t testing.TB, what string, f func() error) {
 	t.Helper()
 	start := time.Now()
@@ -250,7 +250,7 @@ func eventually(t testing.TB, what string, f func() error) {
 		began := time.Now()
 		err := f()
 		if err == nil {
-			// Use the time when the check began, because the check itself may take long.
+			// Do not count the time of f, which may be long.
 			t.Logf("%s: effective after at most %s", what, began.Sub(start).Round(time.Millisecond))
 			return
 		}
@@ -261,8 +261,8 @@ func eventually(t testing.TB, what string, f func() error) {
 	}
 }
 
-// mustReach returns an error unless a client reaches the pod with this name at both
-// addresses.
+// mustReach returns an error if the client does not reach the pod name at both external
+// IPs.
 func (n *network) mustReach(client namespace, name, protocol string, port int) error {
 	for _, ip := range externalIPs {
 		if got, err := client.ask(protocol, ip, port); got != name || err != nil {
@@ -272,8 +272,8 @@ func (n *network) mustReach(client namespace, name, protocol string, port int) e
 	return nil
 }
 
-// leadsTo returns a check that fails unless all traffic from outside reaches the pod with
-// this name.
+// leadsTo returns a function that checks that all traffic from outside reaches the pod
+// name.
 func (n *network) leadsTo(name string) func() error {
 	return func() error {
 		errs := []error{n.mustReach(n.outside, name, "udp", udpPort)}
@@ -287,8 +287,7 @@ func (n *network) leadsTo(name string) func() error {
 	}
 }
 
-// echo returns an error unless an echo request from outside reaches the pod with this
-// name and is answered.
+// echo checks that an echo request from outside reaches the pod name and is answered.
 func (n *network) echo(ip netip.Addr, name string) error {
 	at, ok := n.pods[name]
 	if !ok {
@@ -308,7 +307,7 @@ func (n *network) echo(ip netip.Addr, name string) error {
 	return err
 }
 
-// answers returns an error unless any pod answers.
+// answers checks that some pod answers at each external IP.
 func (n *network) answers() error {
 	for _, ip := range externalIPs {
 		if _, err := n.outside.ask("tcp", ip, tcpPorts[0]); err != nil {
@@ -318,8 +317,8 @@ func (n *network) answers() error {
 	return nil
 }
 
-// fails returns a check. It fails unless all connections from outside end with an error
-// for which the function as returns true.
+// fails returns a function that checks that all connections from outside fail, with an
+// error for which the function as returns true.
 func (n *network) fails(as func(error) bool) func() error {
 	return func() error {
 		for _, ip := range externalIPs {
@@ -346,8 +345,8 @@ func isTimeout(err error) bool {
 
 func isRefused(err error) bool { return errors.Is(err, syscall.ECONNREFUSED) }
 
-// uninterrupted calls f. The test fails unless an open connection survives and all new
-// connections during f succeed.
+// uninterrupted calls f. Meanwhile, an open connection must stay open, and all new
+// connections must succeed.
 func (n *network) uninterrupted(t testing.TB, f func()) {
 	t.Helper()
 	streams := make([]net.Conn, len(externalIPs))
@@ -403,12 +402,11 @@ type process struct {
 	ended  bool
 }
 
-// start starts the program on a node.
 func (s *subject) start(t testing.TB, node namespace, proxy, kubeconfig string) *process {
 	t.Helper()
 	const health = "127.0.0.1:10256"
 	args, env := s.command(t)
-	// Start the program with only the capability that its manifest gives it.
+	// Start the program with the only capability that its manifest grants.
 	args = append(args, "--kubeconfig", kubeconfig, "--service-proxy-name", proxy, "--node-name", proxy, "--healthz-bind-address", health)
 	cmd := exec.Command("setpriv", append([]string{"--bounding-set=-all,+net_admin", "--inh-caps=-all,+net_admin", "--no-new-privs"}, args...)...)
 	var log bytes.Buffer
@@ -442,7 +440,7 @@ func (p *process) ready(t testing.TB) {
 	}
 }
 
-// get reports whether a path of the process's health server returns 200.
+// get reports whether the health server of the process returns 200 for a path.
 func (p *process) get(path string) bool {
 	var c net.Conn
 	if err := p.node.Do(func() (err error) { c, err = net.Dial("tcp", p.health); return err }); err != nil {
@@ -455,7 +453,7 @@ func (p *process) get(path string) bool {
 	return bytes.HasPrefix(answer, []byte("HTTP/1.0 200"))
 }
 
-// end ends the process with a signal.
+// end sends a signal to the process and waits until it has ended.
 func (p *process) end(t testing.TB, signal syscall.Signal) {
 	t.Helper()
 	p.ended = true

@@ -15,11 +15,11 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// externalIPs are the external IPs of the services, one per family.
+// Each service has these external IPs, one of each family.
 var externalIPs = []netip.Addr{netip.MustParseAddr("10.0.0.55"), netip.MustParseAddr("1000::55")}
 
-// cluster is a namespace of an API server. The proxy and the node have the name of the
-// namespace.
+// cluster is a namespace of an API server. The proxy and the node have the same name as
+// the namespace.
 type cluster struct {
 	t      testing.TB
 	client kubernetes.Interface
@@ -31,7 +31,7 @@ func newCluster(t testing.TB, server *apiserver.Server) *cluster {
 	return &cluster{t, server.Client(), server.Namespace(t)}
 }
 
-// create creates a service for a proxy, with the external IPs and without endpoints.
+// create creates a service for a proxy. It has the external IPs and no endpoints.
 func (c *cluster) create(name, proxy string) {
 	c.t.Helper()
 	dualStack := corev1.IPFamilyPolicyRequireDualStack
@@ -41,7 +41,7 @@ func (c *cluster) create(name, proxy string) {
 			ClusterIP:      corev1.ClusterIPNone,
 			IPFamilyPolicy: &dualStack,
 			IPFamilies:     []corev1.IPFamily{corev1.IPv4Protocol, corev1.IPv6Protocol},
-			// All-ports services have ports only because the API requires one.
+			// An all-ports service does not use its port, but the API requires one.
 			Ports: []corev1.ServicePort{{Port: 6000}},
 		},
 	}
@@ -59,8 +59,8 @@ func (c *cluster) create(name, proxy string) {
 	}
 }
 
-// lead sets the endpoints of a service to these pods. A pod is on the node unless its
-// name ends with "@elsewhere". It is ready unless its name contains "!".
+// lead makes the pods the endpoints of a service. A pod with the suffix "@elsewhere" is
+// on another node. A pod with "!" after its name is not ready.
 func (c *cluster) lead(service string, pods ...string) {
 	c.t.Helper()
 	for i, family := range []discoveryv1.AddressType{discoveryv1.AddressTypeIPv4, discoveryv1.AddressTypeIPv6} {
@@ -98,7 +98,7 @@ func (c *cluster) label(service, proxy string) {
 	c.check(err)
 }
 
-// remove deletes a service. The test's cleanup deletes its slices.
+// remove deletes a service, but not its slices.
 func (c *cluster) remove(service string) {
 	c.t.Helper()
 	c.check(c.client.CoreV1().Services(c.name).Delete(c.t.Context(), service, metav1.DeleteOptions{}))

@@ -27,7 +27,7 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// account is the namespace of the manifests' service accounts.
+// account is the namespace of the service accounts in the manifests.
 const account = "kube-system"
 
 func TestManifestsAreValidAndGrantOnlyNeededPermissions(t *testing.T) {
@@ -68,8 +68,8 @@ func TestManifestsAreValidAndGrantOnlyNeededPermissions(t *testing.T) {
 	}
 }
 
-// apply applies a manifest like kubectl with strict validation, and returns the kinds of
-// its objects. The end of the test deletes them.
+// apply applies a manifest, like kubectl with strict validation. It returns the kinds of
+// the objects. At the end of the test, the objects are deleted.
 func apply(t testing.TB, server *apiserver.Server, manifest string) (kinds []string) {
 	t.Helper()
 	file, err := os.Open(manifest)
@@ -116,7 +116,7 @@ func apply(t testing.TB, server *apiserver.Server, manifest string) (kinds []str
 	}
 }
 
-// actAs returns the client configuration of a service account.
+// actAs returns a client configuration with a token of a service account.
 func actAs(t testing.TB, server *apiserver.Server, name string) *rest.Config {
 	t.Helper()
 	token, err := server.Client().CoreV1().ServiceAccounts(account).CreateToken(t.Context(), name, &authenticationv1.TokenRequest{}, metav1.CreateOptions{})
@@ -162,9 +162,9 @@ func rulesOf(t testing.TB, config *rest.Config) []authorizationv1.ResourceRule {
 	return answer.Status.ResourceRules
 }
 
-// waitRules waits until the authorizer grants a client its permission for slices, and
-// returns the client's permissions. The authorizer sees changes of roles and bindings
-// with a delay.
+// The authorizer of the API server sees changes of roles and bindings with a delay.
+// waitRules waits until the client may read slices, and returns all permissions of the
+// client.
 func waitRules(t testing.TB, config *rest.Config) []authorizationv1.ResourceRule {
 	t.Helper()
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {

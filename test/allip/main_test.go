@@ -18,9 +18,9 @@ import (
 )
 
 var (
-	// Containers in manifests are privileged or use the host's network.
+	// The containers of the manifests are privileged or use the network of the host.
 	shared = apiserver.Shared{Options: apiserver.Options{Flags: []string{"--allow-privileged"}}}
-	// bin is the folder for built programs.
+	// bin is the folder for the programs that the tests build.
 	bin string
 )
 
@@ -51,8 +51,8 @@ func need(t testing.TB, tools ...string) {
 	}
 }
 
-// build builds an example's program once and returns its path. The program has the race
-// detector if the test has it.
+// build builds the program of an example, unless that is done, and returns its path. If
+// the test has the race detector, the program has it too.
 func build(t testing.TB, example string) string {
 	t.Helper()
 	path := filepath.Join(bin, example)

@@ -24,14 +24,14 @@ type namespace struct{ *netnstest.Namespace }
 
 func newNamespace(t testing.TB) namespace { return namespace{netnstest.New(t)} }
 
-// The ports of pods. Over TCP they send their name and then echo their input. Over UDP
-// they answer with their name.
+// The ports of pods. Over TCP, a pod sends its name and then echoes its input. Over UDP,
+// it answers with its name.
 var (
 	tcpPorts = []int{80, 5000, 6000}
 	udpPort  = 5353
 )
 
-// serve starts servers in the namespace, as a pod with this name and these addresses.
+// serve starts the servers of a pod with this name and the addresses ips.
 func (n namespace) serve(t testing.TB, name string, ips ...string) {
 	t.Helper()
 	for _, port := range tcpPorts {
@@ -41,12 +41,12 @@ func (n namespace) serve(t testing.TB, name string, ips ...string) {
 		})
 	}
 	for _, ip := range ips {
-		// Each address has its own socket, to answer from that address.
+		// Each address needs its own socket, so that answers come from it.
 		netnstest.Answer(t, n.Do, net.JoinHostPort(ip, strconv.Itoa(udpPort)), name)
 	}
 }
 
-// brief is how long a client waits for an answer.
+// brief is the time for which a client waits for an answer.
 const brief = 300 * time.Millisecond
 
 // dial connects to an address from the namespace.
@@ -58,7 +58,7 @@ func (n namespace) dial(network string, ip netip.Addr, port int) (c net.Conn, er
 	return c, err
 }
 
-// ask returns the name of the pod that a new connection reaches.
+// ask opens a connection and returns the name of the pod that it reaches.
 func (n namespace) ask(network string, ip netip.Addr, port int) (string, error) {
 	c, err := n.dial(network, ip, port)
 	if err != nil {
@@ -86,7 +86,7 @@ func askOn(c net.Conn) (string, error) {
 	return name, err
 }
 
-// ping returns an error unless an echo request is answered.
+// ping sends an echo request. It returns an error if there is no answer.
 func (n namespace) ping(ip netip.Addr) error {
 	return n.Do(func() error {
 		if out, err := exec.Command("ping", "-n", "-c", "1", "-W", "0.3", ip.String()).CombinedOutput(); err != nil {
@@ -96,11 +96,11 @@ func (n namespace) ping(ip netip.Addr) error {
 	})
 }
 
-// echoRequests returns the number of echo requests that the namespace received, of the
-// family of ip.
+// echoRequests returns the number of echo requests that the namespace has received:
+// ICMPv6 if ip is an IPv6 address, else ICMP.
 func (n namespace) echoRequests(ip netip.Addr) (count int, err error) {
 	err = n.Do(func() error {
-		// Do not use /proc/net, which shows the namespace of the process's first thread.
+		// /proc/net would show the namespace of the first thread of the process.
 		if ip.Is6() {
 			text, err := os.ReadFile("/proc/thread-self/net/snmp6")
 			if err != nil {
@@ -132,16 +132,16 @@ func (n namespace) echoRequests(ip netip.Addr) (count int, err error) {
 	return count, err
 }
 
-// The addresses of the pods, and those of the node in the pod networks.
+// The pods' addresses, and the node's addresses for the pods.
 var (
 	gateways = []string{"11.0.2.1", "1100::201"}
 	podIPs   = map[string][]string{"pod1": {"11.0.2.2", "1100::202"}, "pod2": {"11.0.2.3", "1100::203"}}
 )
 
-// network is a node with two pods, between two machines. On one side a client uses the
-// node as its router. On the other side is the machine to which the node routes unknown
-// destinations. That machine has the external IPs and answers as "beyond" to traffic that
-// the node does not translate.
+// network is a node with two pods, between two machines. The machine outside is a client
+// that uses the node as its router. The node routes unknown destinations to the machine
+// beyond, which also has the external IPs. It answers as "beyond" to untranslated
+// traffic.
 type network struct {
 	node, outside namespace
 	pods          map[string]namespace
@@ -153,7 +153,7 @@ func newNetwork(t testing.TB) *network {
 	n := &network{node: newNamespace(t), outside: newNamespace(t), pods: map[string]namespace{}}
 	n.beyond = newNamespace(t)
 	n.node.Set(t, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
-		// Do not limit the rate of ICMP errors.
+		// Without this, the kernel limits the rate of ICMP errors.
 		"ipv4/icmp_ratelimit=0", "ipv6/icmp/ratelimit=0")
 	for i, other := range []namespace{n.outside, n.beyond} {
 		name := fmt.Sprintf("side%d", i)

@@ -14,14 +14,14 @@ import (
 	"time"
 )
 
-// validity is the validity of certificates before and after now, longer than any test.
+// validity is how long a certificate is valid before and after its creation. No test
+// takes that long.
 const validity = 24 * time.Hour
 
-// authority is the certificate authority of one server and its users.
 type authority struct {
 	cert *x509.Certificate
 	key  *ecdsa.PrivateKey
-	// certPEM is cert in PEM.
+	// certPEM is cert in PEM format.
 	certPEM []byte
 }
 
@@ -48,7 +48,7 @@ func newAuthority() (*authority, error) {
 	return &authority{cert: cert, key: key, certPEM: certPEM}, nil
 }
 
-// server returns a certificate and key in PEM for a server on loopback.
+// server returns a certificate and a key for a server on loopback, in PEM format.
 func (a *authority) server() (cert, key []byte, err error) {
 	return a.issue(&x509.Certificate{
 		Subject:     pkix.Name{CommonName: "kube-apiserver"},
@@ -59,7 +59,7 @@ func (a *authority) server() (cert, key []byte, err error) {
 	})
 }
 
-// client returns a certificate and key in PEM for a user in groups.
+// client returns a certificate and a key for a user who is in groups, in PEM format.
 func (a *authority) client(user string, groups ...string) (cert, key []byte, err error) {
 	return a.issue(&x509.Certificate{
 		Subject:     pkix.Name{CommonName: user, Organization: groups},
@@ -82,7 +82,7 @@ func (a *authority) issue(template *x509.Certificate) (certPEM, keyPEM []byte, e
 	return certPEM, keyPEM, nil
 }
 
-// sign sets the validity of template and returns the certificate for key in PEM.
+// sign sets the validity of template, and returns the certificate in PEM format.
 func sign(template, parent *x509.Certificate, key, parentKey *ecdsa.PrivateKey) ([]byte, error) {
 	template.NotBefore = time.Now().Add(-validity)
 	template.NotAfter = time.Now().Add(validity)

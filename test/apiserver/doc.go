@@ -4,10 +4,9 @@
 //
 // The go command builds both from Go modules on first use, which takes minutes. Later it
 // takes them from its build cache. The processes listen only on loopback and unix
-// sockets. They have their own certificate authority, use RBAC, support dual-stack
-// services, and otherwise have kube-apiserver's defaults. No controller runs. So only the
-// test writes EndpointSlices, and no controller deletes the objects of deleted
-// namespaces.
+// sockets. The API server has its own certificate authority, uses RBAC and supports
+// dual-stack services; most other flags have their defaults. No controller runs. So only
+// the test writes EndpointSlices, and the objects of a deleted namespace remain.
 //
 // A test that needs its own server starts one:
 //
@@ -16,7 +15,7 @@
 //	server.APIServer.Kill(t)
 //	server.APIServer.Start(t)
 //
-// The tests of a package can share one, which starts on first use:
+// The tests of a package can share a server, which starts on first use:
 //
 //	var shared apiserver.Shared
 //
@@ -27,7 +26,7 @@
 //		…
 //	}
 //
-// On Linux the processes end with the test process, however it ends. When a test fails,
-// its output includes the ends of both logs, and its artifact directory (go test
-// -artifacts) has the complete logs.
+// On Linux the processes end when the test process ends, even after a panic or SIGKILL.
+// The output of a failed test includes the last lines of both logs. Its artifact
+// directory (go test -artifacts) has the complete logs.
 package apiserver

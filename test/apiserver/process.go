@@ -19,26 +19,26 @@ import (
 )
 
 const (
-	// startTimeout limits the time until a process is ready. It normally takes seconds; the
-	// rest is for busy machines.
+	// startTimeout limits the time until a process is ready. Only busy machines need more
+	// than a few seconds.
 	startTimeout = 2 * time.Minute
-	// stopTimeout limits the time from SIGTERM to the end. An API server waits a minute for
-	// its clients to end their watches.
+	// stopTimeout limits the time until a process has ended after a signal. An API server
+	// waits a minute for its clients to end their watches.
 	stopTimeout = 90 * time.Second
-	// pollInterval is the interval of readiness checks.
+	// pollInterval is the time between readiness checks.
 	pollInterval = 20 * time.Millisecond
-	// tailBytes is the length of the log excerpt of a failed test.
+	// tailBytes is the maximum length of the log excerpt that a failed test prints.
 	tailBytes = 8 << 10
 )
 
-// Process is one of the two programs of a [Server]. A test can stop and restart it. It
-// keeps its data, addresses and keys. Its methods are not safe for concurrent use.
+// Process is one of the two programs of a [Server]. A test can restart it with the same
+// data, address and keys. The methods are not safe for concurrent use.
 type Process struct {
 	name    string
 	path    string
 	args    []string
 	logPath string
-	// ready returns nil when the program is ready.
+	// ready returns an error until the program is ready.
 	ready func(context.Context) error
 
 	cmd *exec.Cmd
@@ -46,7 +46,7 @@ type Process struct {
 	ended chan struct{}
 }
 
-// Start starts the process, unless it runs, and waits until it is ready.
+// Start starts the process if it does not run, and waits until it is ready.
 func (p *Process) Start(t testing.TB) {
 	t.Helper()
 	if err := p.start(t.Context()); err != nil {
@@ -54,8 +54,8 @@ func (p *Process) Start(t testing.TB) {
 	}
 }
 
-// Stop ends the process with SIGTERM and waits. An API server takes a minute while it has
-// watches.
+// Stop ends the process with SIGTERM and waits for its end. An API server with open
+// watches takes a minute.
 func (p *Process) Stop(t testing.TB) {
 	t.Helper()
 	if err := p.stop(syscall.SIGTERM); err != nil {
@@ -101,14 +101,14 @@ func (p *Process) start(ctx context.Context) error {
 	started, ended := make(chan error), make(chan struct{})
 	go func() {
 		defer close(ended)
-		// The kernel kills the process when the thread that started it ends. So keep this
+		// The kernel kills the process when the thread that started it ends, so keep the
 		// thread.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		err := p.cmd.Start()
 		started <- err
 		if err == nil {
-			p.cmd.Wait() // the log and ProcessState have the result
+			p.cmd.Wait() // ProcessState has the result
 		}
 	}()
 	if err := <-started; err != nil {
@@ -117,13 +117,13 @@ func (p *Process) start(ctx context.Context) error {
 	p.ended = ended
 
 	if err := p.waitReady(ctx); err != nil {
-		p.stop(syscall.SIGKILL) // the first error is the one to report
+		p.stop(syscall.SIGKILL) // an error of stop would only hide err
 		return fmt.Errorf("start %s: %w\n%s", p.name, err, p.logTail(0))
 	}
 	return nil
 }
 
-// waitReady waits until the process is ready, has ended, or the wait times out.
+// waitReady waits until the process is ready, has ended, or startTimeout has passed.
 func (p *Process) waitReady(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
@@ -144,8 +144,8 @@ func (p *Process) waitReady(ctx context.Context) error {
 	}
 }
 
-// stop sends a signal to the process and waits for its end. A process that has already
-// ended is not an error.
+// stop sends a signal to the process and waits for its end. It returns nil if the process
+// had already ended.
 func (p *Process) stop(signal os.Signal) error {
 	if !p.Running() {
 		return nil
@@ -163,7 +163,6 @@ func (p *Process) stop(signal os.Signal) error {
 	}
 }
 
-// logSize returns the current length of the log.
 func (p *Process) logSize() int64 {
 	info, err := os.Stat(p.logPath)
 	if err != nil {
@@ -172,7 +171,7 @@ func (p *Process) logSize() int64 {
 	return info.Size()
 }
 
-// logTail returns the end of the part of the log written after from.
+// logTail returns the end of the log, without the bytes before offset from.
 func (p *Process) logTail(from int64) string {
 	f, err := os.Open(p.logPath)
 	if err != nil {
@@ -192,12 +191,12 @@ func (p *Process) logTail(from int64) string {
 	return fmt.Sprintf("%s logged:\n%s", p.name, tail)
 }
 
-// showLogOnFailure registers a cleanup of t. If t has failed, the cleanup prints the
-// process's log since now and keeps the log with the test's artifacts.
+// showLogOnFailure registers a cleanup of t. If t has failed, the cleanup prints the end
+// of the log since this call, and copies the log to the test's artifacts.
 func (p *Process) showLogOnFailure(t testing.TB) {
 	from := p.logSize()
-	// Get the directory now. It may be a temporary folder, and the test removes that before
-	// it runs cleanups that were registered earlier.
+	// Call ArtifactDir before Cleanup. If the directory is temporary, ArtifactDir registers
+	// a cleanup that removes it, and cleanups run in reverse order.
 	dir := t.ArtifactDir()
 	t.Cleanup(func() {
 		if !t.Failed() {

@@ -6,5 +6,5 @@ package apiserver
 
 import "syscall"
 
-// dieWithParent does nothing here: a killed test process leaves its children behind.
+// dieWithParent does nothing here, so the child processes of a killed test keep running.
 func dieWithParent() *syscall.SysProcAttr { return nil }

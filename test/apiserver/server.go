@@ -23,26 +23,25 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// The address ranges of cluster IPs.
+// ServiceCIDRv4 and ServiceCIDRv6 are the address ranges of cluster IPs.
 const (
 	ServiceCIDRv4 = "10.96.0.0/16"
 	ServiceCIDRv6 = "fd00:10:96::/112"
 )
 
-// Options change the defaults in the package comment. The zero value is useful.
+// Options changes the defaults that the package comment describes.
 type Options struct {
-	// Flags are appended to the package's flags of kube-apiserver, and override them.
+	// Flags are additional flags of kube-apiserver. They override the package's flags.
 	Flags []string
 }
 
-// Server is a kube-apiserver with its etcd.
+// Server is a kube-apiserver with its own etcd.
 type Server struct {
 	APIServer *Process
 	Etcd      *Process
 
-	options   Options
-	authority *authority
-	// The programs.
+	options                 Options
+	authority               *authority
 	etcdPath, apiServerPath string
 	// dir contains keys, logs, data and sockets.
 	dir    string
@@ -51,7 +50,7 @@ type Server struct {
 	client kubernetes.Interface
 }
 
-// Start starts a server that ends with the test.
+// Start starts a server that runs until the test ends.
 func Start(t testing.TB, options Options) *Server {
 	t.Helper()
 	s, err := start(t.Context(), options)
@@ -67,7 +66,7 @@ func Start(t testing.TB, options Options) *Server {
 	return s
 }
 
-// Run starts a server, calls use, and ends the server.
+// Run starts a server, calls use with it, and stops the server.
 func Run(ctx context.Context, options Options, use func(*Server) error) error {
 	s, err := start(ctx, options)
 	if err != nil {
@@ -76,9 +75,8 @@ func Run(ctx context.Context, options Options, use func(*Server) error) error {
 	return errors.Join(use(s), s.close())
 }
 
-// Replica starts another API server on the etcd of s. It has the same Etcd and users as
-// s, and it stops when the test ends. A test can use it to make changes while s.APIServer
-// is down.
+// Replica starts another API server with the etcd of s. The users of s can use it too. It
+// stops when the test ends. With it a test can make changes while s.APIServer is down.
 func (s *Server) Replica(t testing.TB) *Server {
 	t.Helper()
 	r := &Server{
@@ -107,8 +105,8 @@ func (s *Server) Config() *rest.Config { return rest.CopyConfig(s.config) }
 // Client returns a client of the administrator.
 func (s *Server) Client() kubernetes.Interface { return s.client }
 
-// WaitReady waits until APIServer is ready. A test that restarted only Etcd needs it,
-// because the API server takes a moment to reconnect.
+// WaitReady waits until APIServer is ready. Call it after a restart of Etcd, because the
+// API server takes a moment to reconnect.
 func (s *Server) WaitReady(t testing.TB) {
 	t.Helper()
 	if err := s.APIServer.waitReady(t.Context()); err != nil {
@@ -116,9 +114,9 @@ func (s *Server) WaitReady(t testing.TB) {
 	}
 }
 
-// Compact makes etcd drop old versions of objects. API servers usually do that every five
-// minutes, but this one does it only for Compact. A client that resumes from an older
-// resource version gets 410 Gone, unless the API server has it in memory.
+// Compact makes etcd drop old versions of objects. By default an API server does so every
+// five minutes; this server never does so by itself. A watch from an old version fails
+// with 410 Gone, unless the API server has the later changes in memory.
 func (s *Server) Compact(t testing.TB) {
 	t.Helper()
 	if err := s.compact(t.Context()); err != nil {
@@ -140,8 +138,8 @@ func (s *Server) compact(ctx context.Context) (err error) {
 	return err
 }
 
-// start builds the programs if needed and starts them. If it fails, it stops what it
-// started.
+// start builds the programs if needed and starts them. If one fails to start, no process
+// remains.
 func start(ctx context.Context, options Options) (_ *Server, err error) {
 	s := &Server{options: options}
 	if s.etcdPath, err = gotool.Build(ctx, gotool.Etcd); err != nil {
@@ -153,7 +151,7 @@ func start(ctx context.Context, options Options) (_ *Server, err error) {
 	if s.authority, err = newAuthority(); err != nil {
 		return nil, err
 	}
-	// A test's own folder has too long a path for a unix socket.
+	// The path of t.TempDir would be too long for a unix socket.
 	if s.dir, err = os.MkdirTemp("", "kpng-apiserver-"); err != nil {
 		return nil, err
 	}
@@ -174,7 +172,7 @@ func start(ctx context.Context, options Options) (_ *Server, err error) {
 	return s, nil
 }
 
-// writeKeys writes the files that all API servers on this etcd use.
+// writeKeys writes the key files, which all API servers of this etcd share.
 func (s *Server) writeKeys() error {
 	cert, key, err := s.authority.server()
 	if err != nil {
@@ -220,7 +218,7 @@ func (s *Server) startEtcd(ctx context.Context) error {
 			"--initial-cluster=default=" + peer,
 			"--listen-client-urls=" + client,
 			"--advertise-client-urls=" + client,
-			// There is only one member, and the data need not survive a crash of the machine.
+			// The only member elects itself, and its data need not survive a crash of the machine.
 			"--heartbeat-interval=10",
 			"--election-timeout=100",
 			"--unsafe-no-fsync",
@@ -246,7 +244,7 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 		return err
 	}
 	s.config.QPS = -1
-	s.config.WarningHandler = rest.NoWarnings{} // tests write deprecated and discouraged fields
+	s.config.WarningHandler = rest.NoWarnings{} // tests use deprecated and discouraged fields on purpose
 	s.config.ContentConfig = rest.ContentConfig{
 		AcceptContentTypes: runtime.ContentTypeProtobuf + "," + runtime.ContentTypeJSON,
 		ContentType:        runtime.ContentTypeProtobuf,
@@ -277,8 +275,8 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 			"--service-account-key-file=" + s.path("service-account.key"),
 			"--service-account-signing-key-file=" + s.path("service-account.key"),
 			"--service-cluster-ip-range=" + ServiceCIDRv4 + "," + ServiceCIDRv6,
-			// The service account of pods does not exist, and loopback addresses are not valid
-			// endpoints.
+			// Pods have no service account, because no controller creates one. The API server's
+			// own loopback address is not a valid endpoint.
 			"--disable-admission-plugins=ServiceAccount",
 			"--endpoint-reconciler-type=none",
 			// Disable periodic compaction and the queueing of requests.
@@ -298,8 +296,8 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 	return s.APIServer.start(ctx)
 }
 
-// allocates returns nil when the server can allocate cluster IPs of both families. That
-// may be later than it reports readiness.
+// allocates returns nil if the server can allocate cluster IPs of both families. It may
+// be unable to do so for a moment after it reports readiness.
 func (s *Server) allocates(ctx context.Context) error {
 	policy := corev1.IPFamilyPolicyRequireDualStack
 	service := &corev1.Service{
@@ -314,7 +312,7 @@ func (s *Server) allocates(ctx context.Context) error {
 	return err
 }
 
-// clientConfig returns the client configuration of a user in groups.
+// clientConfig returns the client configuration of a user who is in groups.
 func (s *Server) clientConfig(user string, groups ...string) (*rest.Config, error) {
 	cert, key, err := s.authority.client(user, groups...)
 	if err != nil {

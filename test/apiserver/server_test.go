@@ -35,10 +35,10 @@ func TestMain(m *testing.M) {
 	os.Exit(shared.Run(m))
 }
 
-// endingEnv makes the test binary start a server and then end in the given way.
+// endingEnv is an environment variable. If it is set, the test binary calls startAndEnd.
 const endingEnv = "KPNG_TEST_ENDING"
 
-// startAndEnd prints the process ids of a server and does not return.
+// startAndEnd starts a server and prints its process ids. Then it panics, or blocks.
 func startAndEnd(way string) {
 	s, err := start(context.Background(), Options{})
 	if err != nil {
@@ -191,7 +191,7 @@ func TestCompactionDropsOldVersions(t *testing.T) {
 	old := create(t, s, ns, clusterIP("a")).ResourceVersion
 	create(t, s, ns, clusterIP("b"))
 
-	// A running API server still returns old versions from memory.
+	// Restart the API server, because it still has the old versions in memory.
 	s.APIServer.Kill(t)
 	s.APIServer.Start(t)
 	exactly := metav1.ListOptions{ResourceVersion: old, ResourceVersionMatch: metav1.ResourceVersionMatchExact}

@@ -13,7 +13,7 @@ import (
 // Shared is one server for all tests of a package. The zero value is ready to use. See
 // the package comment.
 type Shared struct {
-	// Options are those of the server.
+	// Options are the server's options.
 	Options Options
 
 	mu     sync.Mutex
@@ -30,14 +30,14 @@ func (s *Shared) Run(m *testing.M) int {
 	return code
 }
 
-// Get returns the server, which keeps the objects of earlier tests. A test that stops a
-// process must start it again. Otherwise the next test gets a new server.
+// Get returns the server. It starts one on first use, and again if an earlier test left a
+// process of the server stopped. Objects of earlier tests remain otherwise.
 func (s *Shared) Get(t testing.TB) *Server {
 	t.Helper()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.server == nil {
-		// The server outlives the test, so it does not use the test's context.
+		// The server runs longer than this test.
 		server, err := start(context.WithoutCancel(t.Context()), s.Options)
 		if err != nil {
 			t.Fatal(err)

@@ -20,11 +20,11 @@ import (
 )
 
 // Store writes objects directly to etcd, in the form in which an API server stores them.
-// Watches deliver them. Use Store for clusters that are too large to create through the
-// API, where the API server counts all cluster IPs for each allocation. The caller must
-// set the fields that the API server would set, such as defaults, UIDs and node ports,
-// and must provide the IPAddress of a cluster IP. The function objects returns the i-th
-// of n groups of objects. Store calls it from several goroutines.
+// Watches of the API server deliver them. Use Store for large clusters: creating them
+// through the API is slow, because each allocation of a cluster IP counts all others. The
+// caller must set the fields that the API server would set, such as defaults, UIDs and
+// node ports, and must provide the IPAddress of a cluster IP. The function objects
+// returns the i-th of n groups of objects. Store calls it from several goroutines.
 func (s *Server) Store(ctx context.Context, n int, objects func(i int) []runtime.Object) (err error) {
 	client, err := s.etcdClient(ctx)
 	if err != nil {
@@ -64,7 +64,7 @@ func store(ctx context.Context, client *clientv3.Client, object runtime.Object) 
 		return fmt.Errorf("store a %T: it is not known where", object)
 	}
 	key := path.Join("/registry", in, meta.Namespace, meta.Name)
-	meta.ResourceVersion = "" // etcd stores it
+	meta.ResourceVersion = "" // not part of the stored object
 	var value bytes.Buffer
 	if err := scheme.Codecs.EncoderForVersion(storageCodec, version).Encode(object, &value); err != nil {
 		return fmt.Errorf("encode %s: %w", key, err)

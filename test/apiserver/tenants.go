@@ -19,8 +19,8 @@ import (
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 )
 
-// Namespace creates a namespace for the test and returns its name. The end of the test
-// deletes it with its Services and EndpointSlices.
+// Namespace creates a namespace for the test and returns its name. When the test ends,
+// the namespace is deleted with its Services and EndpointSlices.
 func (s *Server) Namespace(t testing.TB) string {
 	t.Helper()
 	namespaces := s.client.CoreV1().Namespaces()
@@ -32,7 +32,7 @@ func (s *Server) Namespace(t testing.TB) string {
 	}
 	t.Cleanup(func() {
 		if !s.APIServer.Running() {
-			return // the name is never used again
+			return // nothing to clean up: no other test uses this namespace
 		}
 		if err := s.removeNamespace(context.WithoutCancel(t.Context()), ns); err != nil {
 			t.Errorf("remove namespace %s: %v", ns.Name, err)
@@ -56,7 +56,7 @@ func (s *Server) removeNamespace(ctx context.Context, ns *corev1.Namespace) erro
 }
 
 // User returns the client configuration of a new user with the given permissions in the
-// whole cluster. The end of the test deletes the permissions.
+// whole cluster. They are deleted when the test ends.
 func (s *Server) User(t testing.TB, rules ...rbacv1.PolicyRule) *rest.Config {
 	t.Helper()
 	roles, bindings := s.client.RbacV1().ClusterRoles(), s.client.RbacV1().ClusterRoleBindings()
@@ -99,8 +99,8 @@ func (s *Server) User(t testing.TB, rules ...rbacv1.PolicyRule) *rest.Config {
 	return config
 }
 
-// waitAllowed waits until the authorizer grants the first permission in rules. The
-// authorizer sees changes of roles and bindings with a delay.
+// waitAllowed waits until the user has the first permission in rules. The API server
+// applies changes of roles and bindings with a delay.
 func (s *Server) waitAllowed(ctx context.Context, user string, rules []rbacv1.PolicyRule) error {
 	if len(rules) == 0 {
 		return nil
@@ -135,7 +135,7 @@ func (s *Server) waitAllowed(ctx context.Context, user string, rules []rbacv1.Po
 	}
 }
 
-// Kubeconfig writes config to a file in the test's folder and returns its path.
+// Kubeconfig writes config to a temporary file and returns the file's path.
 func Kubeconfig(t testing.TB, config *rest.Config) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "kubeconfig")

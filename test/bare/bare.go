@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package bare reads a cluster like every service proxy must, and discards the objects.
+// Package bare reads the objects that every service proxy must read, and discards them.
 // Measurements of proxies use it as the baseline.
 package bare
 
@@ -16,14 +16,14 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// The selectors of a general proxy.
+// The label selectors of a proxy for services without a proxy name.
 const (
 	serviceLabels = "!service.kubernetes.io/service-proxy-name"
 	sliceLabels   = serviceLabels + ",!service.kubernetes.io/headless"
 )
 
-// Reflect runs client-go's reflectors for services and endpoint slices until ctx ends. It
-// returns when both have listed everything, or when ctx ends.
+// Reflect starts client-go's reflectors for Services and EndpointSlices, which run until
+// ctx ends. It returns nil when both have listed all objects.
 func Reflect(ctx context.Context, config *rest.Config) error {
 	client, err := kubernetes.NewForConfig(config)
 	if err != nil {

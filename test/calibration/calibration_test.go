@@ -59,7 +59,7 @@ func TestKubeProxy(t *testing.T) {
 	})
 }
 
-// lacking are the features that kube-proxy lacks.
+// lacking contains the features that kube-proxy lacks, and what it does instead.
 var lacking = map[conformance.Feature]string{
 	conformance.FamilyOnlyRanges: "source ranges of only the other family admit all clients",
 	conformance.AllPorts:         "it has no all-ports services",
@@ -67,10 +67,10 @@ var lacking = map[conformance.Feature]string{
 	conformance.Instances:        "the name of its table and the value of the proxy-name label are fixed",
 }
 
-// drops is why kube-proxy differs in cases about traffic to an address without a service.
+// drops explains failures of cases with traffic to an address that has no service.
 const drops = "it drops packets to addresses of a ServiceCIDR that belong to none of its services"
 
-// exceptions are further cases that kube-proxy fails.
+// exceptions contains more cases that kube-proxy fails, with reasons.
 var exceptions = map[string]string{
 	"traffic to a deleted service passes unchanged":                                                    drops,
 	"traffic to a service of another proxy passes unchanged":                                           drops,

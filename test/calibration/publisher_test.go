@@ -15,8 +15,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// publisher writes objects to an API server. It is the only writer, so it keeps a copy of
-// the state.
+// publisher writes objects to an API server. It skips objects that equal its last write,
+// because no other client writes.
 type publisher struct {
 	client   kubernetes.Interface
 	nodes    map[string]*corev1.Node
@@ -74,7 +74,6 @@ func (p *publisher) Publish(ctx context.Context, objects *conformance.Objects) e
 	return nil
 }
 
-// fresh removes the metadata that a create request must not contain.
 func fresh(m *metav1.ObjectMeta) {
 	m.UID, m.ResourceVersion, m.CreationTimestamp = "", "", metav1.Time{}
 }
@@ -112,7 +111,7 @@ func (p *publisher) service(ctx context.Context, want *corev1.Service) error {
 	if exists && equality.Semantic.DeepEqual(before, want) {
 		return nil
 	}
-	// Another creation time or other cluster IPs mean another service.
+	// If one of these fields differs, the case has replaced the service by another one.
 	if exists && (before.UID != want.UID || !before.CreationTimestamp.Equal(&want.CreationTimestamp) ||
 		!equality.Semantic.DeepEqual(before.Spec.ClusterIPs, want.Spec.ClusterIPs)) {
 		if err := p.deleteService(ctx, before); err != nil {

@@ -2,8 +2,8 @@
 
 //go:build linux
 
-// Package cgroup measures the resources of processes in a new memory cgroup. It supports
-// both versions of cgroups.
+// Package cgroup runs processes in a new memory cgroup and measures their resources. It
+// supports cgroups v1 and v2.
 package cgroup
 
 import (
@@ -19,7 +19,7 @@ import (
 	"time"
 )
 
-// Group is a memory cgroup. It is removed when its test ends.
+// Group is a memory cgroup.
 type Group struct {
 	testing.TB
 	dir string
@@ -27,7 +27,7 @@ type Group struct {
 
 var groups atomic.Int64
 
-// New makes a group. It needs root.
+// New creates a group and removes it when the test ends. It needs root.
 func New(t testing.TB) *Group {
 	t.Helper()
 	name := fmt.Sprintf("kpng-%d-%d", os.Getpid(), groups.Add(1))
@@ -49,7 +49,7 @@ func New(t testing.TB) *Group {
 	return g
 }
 
-// remove removes the group. It waits, because the last processes may still be ending.
+// remove removes the group. It retries while processes of the group are still ending.
 func (g *Group) remove() {
 	var err error
 	for range 100 {
@@ -61,19 +61,19 @@ func (g *Group) remove() {
 	g.Errorf("removing a memory cgroup: %v", err)
 }
 
-// Command returns a command that runs args in the group.
+// Command returns a command line that runs args in the group.
 func (g *Group) Command(args ...string) []string {
 	return append([]string{"sh", "-c", `echo $$ >"$0/cgroup.procs" && exec "$@"`, g.dir}, args...)
 }
 
-// Memory returns the bytes charged to the group, including kernel memory.
+// Memory returns the memory charged to the group in bytes, including kernel memory.
 func (g *Group) Memory() int64 {
 	g.Helper()
 	return g.read("memory.usage_in_bytes", "memory.current")
 }
 
-// KernelMemory returns the kernel's part of Memory, for example for sockets, page tables
-// and nftables elements.
+// KernelMemory returns the kernel memory charged to the group in bytes, for example for
+// sockets, page tables and nftables elements.
 func (g *Group) KernelMemory() int64 {
 	g.Helper()
 	if stat, err := os.ReadFile(filepath.Join(g.dir, "memory.stat")); err == nil {
@@ -86,7 +86,7 @@ func (g *Group) KernelMemory() int64 {
 	return g.read("memory.kmem.usage_in_bytes")
 }
 
-// read returns the number in the first existing file.
+// read returns the number in the first of the named files that exists.
 func (g *Group) read(names ...string) int64 {
 	g.Helper()
 	for _, name := range names {
@@ -107,7 +107,6 @@ func (g *Group) number(text string) int64 {
 	return n
 }
 
-// members returns the process IDs of the group.
 func (g *Group) members() []string {
 	g.Helper()
 	b, err := os.ReadFile(filepath.Join(g.dir, "cgroup.procs"))
@@ -127,7 +126,8 @@ func (g *Group) CPU() time.Duration {
 		if err != nil {
 			continue // the process has just ended
 		}
-		// The name may contain spaces. The text after it begins with the third field.
+		// The second field is the program's name in parentheses, which may contain spaces. So
+		// fields[0] is the third field.
 		fields := strings.Fields(string(b[strings.LastIndexByte(string(b), ')')+1:]))
 		for _, field := range fields[11:15] { // utime, stime, cutime, cstime
 			ticks += g.number(field)

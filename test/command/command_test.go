@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package command tests the command kpng as a process against a real API server.
+// Package command tests the program kpng with a real API server.
 package command
 
 import (
@@ -27,7 +27,7 @@ import (
 // event happens within moments.
 const patience = time.Minute
 
-// program is a program built for the test.
+// program is a program that the test has built.
 type program struct {
 	t    *testing.T
 	path string
@@ -55,7 +55,7 @@ func (p program) try(args ...string) (string, error) {
 	return stdout.String(), nil
 }
 
-// run calls try and expects no error.
+// run runs the program and returns its output. If the program fails, the test fails.
 func (p program) run(args ...string) string {
 	p.t.Helper()
 	out, err := p.try(args...)
@@ -65,7 +65,7 @@ func (p program) run(args ...string) string {
 	return out
 }
 
-// start runs the program until the test ends. SIGTERM must end it without an error.
+// start runs the program until the test ends. SIGTERM must end it with exit code 0.
 func (p program) start(args ...string) {
 	p.t.Helper()
 	var stderr bytes.Buffer
@@ -83,7 +83,7 @@ func (p program) start(args ...string) {
 	})
 }
 
-// eventually calls try until it succeeds.
+// eventually calls try until ok is true.
 func eventually(t *testing.T, what string, try func() (ok bool, state any)) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
@@ -107,7 +107,7 @@ func TestAllSourcesAndTargetsAgree(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// Use a separate proxy name, because the API server creates a service without one.
+	// This proxy name excludes the API server's own service, which has no proxy name.
 	const proxyName = "--service-proxy-name=command"
 	service := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: "web", Labels: map[string]string{watcher.LabelServiceProxyName: "command"}},
@@ -131,12 +131,12 @@ func TestAllSourcesAndTargetsAgree(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// The permissions in docs/running.md.
+	// These are the permissions that docs/running.md lists.
 	kubeconfig := apiserver.Kubeconfig(t, server.User(t,
 		rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"services", "nodes"}, Verbs: []string{"list", "watch"}},
 		rbacv1.PolicyRule{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"list", "watch"}},
 	))
-	dir, err := os.MkdirTemp("", "kpng-") // for sockets, which need short paths
+	dir, err := os.MkdirTemp("", "kpng-") // t.TempDir would be too long for sockets
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -23,19 +23,19 @@ import (
 )
 
 const (
-	// loadPatience is the maximum time for programming a cluster.
+	// loadPatience limits the time in which a proxy programs a cluster.
 	loadPatience = 20 * time.Minute
-	// changeEvery is the interval of endpoint changes.
+	// changeEvery is the time between two endpoint changes.
 	changeEvery = 100 * time.Millisecond
-	// changePatience is the maximum time for the last change.
+	// changePatience limits the wait for changes that are not yet programmed.
 	changePatience = 5 * time.Minute
 )
 
 // proxy is one of the compared proxies.
 type proxy struct {
 	name string
-	// command returns the program and its arguments. interval is the minimum time between
-	// syncs; 0 means the program's default.
+	// command returns the program and its arguments. The proxy waits at least interval
+	// between two syncs, or its default if interval is 0.
 	command func(t testing.TB, c *cluster, interval time.Duration) []string
 }
 
@@ -52,7 +52,7 @@ var (
 	}}
 )
 
-// kpng builds the kpng command.
+// kpng builds the program kpng and returns its path.
 func kpng(t testing.TB) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "kpng")
@@ -83,7 +83,7 @@ func Benchmark(b *testing.B) {
 	}
 }
 
-// measure measures one proxy on the cluster and removes its kernel state.
+// measure reports the metrics of one proxy. Afterwards it deletes the proxy's rules.
 func (c *cluster) measure(b *testing.B, p proxy) {
 	b.ReportMetric(0, "ns/op")
 	b.Cleanup(func() { flush(b) })
@@ -100,16 +100,16 @@ func (c *cluster) measure(b *testing.B, p proxy) {
 	r.kill(b)
 
 	r = c.start(b, p, time.Millisecond)
-	c.mark(b) // the tables exist, but the proxy has to read them first
+	c.mark(b) // wait until the new process has read the tables of the old one
 	r.rest()
 	r.latency(b, "least")
 	r.kill(b)
 
-	// The proxy has ended. The group now holds only its kernel state.
+	// No process of the group is left, so the group's memory is the memory of the rules.
 	b.ReportMetric(float64(c.group.KernelMemory())/(1<<20), "MB-kernel")
 }
 
-// flush deletes the namespace's nftables.
+// flush deletes all tables of the network namespace.
 func flush(b testing.TB) {
 	b.Helper()
 	if out, err := exec.Command("nft", "flush", "ruleset").CombinedOutput(); err != nil {
@@ -117,7 +117,6 @@ func flush(b testing.TB) {
 	}
 }
 
-// running is a running proxy.
 type running struct {
 	*cluster
 	cmd   *exec.Cmd
@@ -149,25 +148,24 @@ func (c *cluster) start(b testing.TB, p proxy, interval time.Duration) *running 
 	return r
 }
 
-// kill kills the proxy if it runs.
 func (r *running) kill(b testing.TB) {
 	if r.cmd.ProcessState != nil {
 		return
 	}
 	r.cmd.Process.Kill()
-	r.cmd.Wait() // the result is known
+	r.cmd.Wait() // the error only says that the process was killed
 }
 
 func (r *running) status() string { return fmt.Sprintf("/proc/%d/status", r.cmd.Process.Pid) }
 
-// wait waits until every service reaches a pod, and returns the time when the last one
-// did.
+// wait waits until connections to every service succeed, and returns the time of the last
+// service's first success.
 func (r *running) wait(b testing.TB) time.Time {
 	b.Helper()
 	deadline := time.Now().Add(loadPatience)
 	var reached time.Time
-	// Proxies that program in steps do so in the order of names. So check the last service
-	// first.
+	// A proxy may program services in several transactions, in the order of names. So begin
+	// with the last service.
 	for service := r.services - 1; service >= 0; service-- {
 		for {
 			_, err := connect(service, 20*time.Millisecond)
@@ -187,8 +185,8 @@ func (r *running) wait(b testing.TB) time.Time {
 	return reached
 }
 
-// load measures the proxy's start. It also reports the time without the listing, which is
-// what a bare reader needs.
+// load reports how long the proxy took from its start until all services work, with and
+// without the time that listing takes.
 func (r *running) load(b *testing.B, listing time.Duration) {
 	b.Helper()
 	took := r.wait(b).Sub(r.begin)
@@ -197,7 +195,7 @@ func (r *running) load(b *testing.B, listing time.Duration) {
 	b.ReportMetric(r.group.CPU().Seconds(), "cpu-s-start")
 }
 
-// rest waits until the proxy is idle.
+// rest waits until the proxy uses almost no CPU time.
 func (r *running) rest() {
 	for busy := true; busy; {
 		before := r.group.CPU()
@@ -206,7 +204,7 @@ func (r *running) rest() {
 	}
 }
 
-// list reads the cluster like a proxy several times and returns the median duration.
+// list lists the cluster several times, like a proxy, and returns the median duration.
 func (c *cluster) list(b *testing.B) time.Duration {
 	b.Helper()
 	config := c.server.Config()
@@ -227,9 +225,8 @@ func (c *cluster) list(b *testing.B) time.Duration {
 	return took[len(took)/2]
 }
 
-// latency changes endpoints and reports two durations for each change. The first is from
-// the API's response until a bare watch delivers the change. The second is from then
-// until the kernel has the change.
+// latency changes endpoints. It reports how long after the write of a change, and how
+// long after the watch event for the change, the kernel has the change.
 func (r *running) latency(b *testing.B, interval string) {
 	b.Helper()
 	ctx, cancel := context.WithCancel(b.Context())
@@ -241,7 +238,7 @@ func (r *running) latency(b *testing.B, interval string) {
 		written time.Time
 	}
 	var made []change
-	// Change each service only once, because a proxy with a long interval may miss an
+	// Avoid repeated changes of a service. A proxy that syncs rarely may never program an
 	// endpoint that is soon replaced.
 	services := rand.New(rand.NewPCG(1, 2)).Perm(r.services)
 	before := r.group.CPU()
@@ -284,7 +281,7 @@ func (r *running) latency(b *testing.B, interval string) {
 	b.ReportMetric(used.Seconds()*1000/float64(*changes), "cpu-s/1000-changes-"+interval)
 }
 
-// connections reports the time to connect through the services, one at a time.
+// connections connects to random services, one after the other, and reports the times.
 func (r *running) connections(b *testing.B) {
 	b.Helper()
 	random := rand.New(rand.NewPCG(3, 4))

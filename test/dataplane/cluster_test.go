@@ -26,16 +26,15 @@ import (
 )
 
 const (
-	namespace = "default"
-	nodeName  = "node"
-	// firstNodePort is the node port of the first rich service.
+	namespace     = "default"
+	nodeName      = "node"
 	firstNodePort = 10000
 )
 
-// shape is the size of a cluster.
+// shape describes the services of a cluster.
 type shape struct {
 	services, endpoints int
-	// rich services have four frontends each (cluster IP, node port, external IP and
+	// rich gives each service four frontends (cluster IP, node port, external IP,
 	// load-balancer IP) and external traffic policy Local.
 	rich bool
 }
@@ -66,7 +65,7 @@ func parseShapes(t testing.TB, list string) []shape {
 	return all
 }
 
-// cluster is the cluster of a real API server, with one node and services of one shape.
+// cluster is a real API server with one node and with services of one shape.
 type cluster struct {
 	shape
 	server     *apiserver.Server
@@ -74,7 +73,7 @@ type cluster struct {
 	kubeconfig string
 	// group is the cgroup of the measured proxy.
 	group *cgroup.Group
-	// fresh is the number of used endpoint addresses.
+	// fresh counts the endpoint addresses that the function pod has returned.
 	fresh atomic.Int64
 }
 
@@ -92,7 +91,7 @@ func newCluster(t testing.TB, s shape) *cluster {
 	if err := c.fill(t.Context()); err != nil {
 		t.Fatalf("fill cluster: %v", err)
 	}
-	// The API server detects the used node ports when it starts.
+	// Restart the API server. It learns at its start which node ports are in use.
 	server.APIServer.Kill(t)
 	server.APIServer.Start(t)
 	return c
@@ -126,16 +125,16 @@ func offset(a netip.Addr, n int) netip.Addr {
 	return netip.AddrFrom4(b)
 }
 
-// pod returns an unused endpoint address.
+// pod returns an endpoint address that was not used before.
 func (c *cluster) pod() string {
 	return offset(podCIDR.Addr(), 256+int(c.fresh.Add(1))).String()
 }
 
-// name returns the name of a service. The order of names is the order of numbers.
+// name returns the name of a service. Names sort in the order of the numbers.
 func name(service int) string { return fmt.Sprintf("service-%06d", service) }
 
 // fill creates the services and their endpoints. It creates the first service through the
-// API, and the others as copies of the stored result.
+// API, and writes adapted copies of it to etcd.
 func (c *cluster) fill(ctx context.Context) error {
 	service, err := c.create(ctx)
 	if err != nil {
@@ -152,7 +151,8 @@ func (c *cluster) fill(ctx context.Context) error {
 	return c.server.Store(ctx, c.services-1, func(i int) []runtime.Object { return c.copies(i+1, service, slice, address) })
 }
 
-// copies returns the stored objects of a service, based on those of the first.
+// copies returns the objects of service i, which are adapted copies of the first
+// service's objects.
 func (c *cluster) copies(i int, service *corev1.Service, slice *discoveryv1.EndpointSlice, address *networkingv1.IPAddress) []runtime.Object {
 	service, slice, address = service.DeepCopy(), slice.DeepCopy(), address.DeepCopy()
 	label := map[string]string{"app": name(i)}
@@ -197,7 +197,8 @@ func (c *cluster) create(ctx context.Context) (*corev1.Service, error) {
 	return services.UpdateStatus(ctx, service, metav1.UpdateOptions{})
 }
 
-// slice returns the slice of a service as the slice controller would write it.
+// slice returns a service's EndpointSlice, as the EndpointSlice controller would write
+// it.
 func (c *cluster) slice(service int) *discoveryv1.EndpointSlice {
 	slice := &discoveryv1.EndpointSlice{
 		ObjectMeta: metav1.ObjectMeta{Name: name(service), Labels: map[string]string{
@@ -218,7 +219,7 @@ func (c *cluster) slice(service int) *discoveryv1.EndpointSlice {
 	return slice
 }
 
-// change replaces endpoint i of a service by a pod with this address.
+// change replaces the address of endpoint i of a service by pod.
 func (c *cluster) change(ctx context.Context, service, i int, pod string) error {
 	slices := c.client.DiscoveryV1().EndpointSlices(namespace)
 	slice, err := slices.Get(ctx, name(service), metav1.GetOptions{})
@@ -230,7 +231,7 @@ func (c *cluster) change(ctx context.Context, service, i int, pod string) error 
 	return err
 }
 
-// sightings are the times when addresses were first seen.
+// sightings records when each address was first seen.
 type sightings struct {
 	mu    sync.Mutex
 	times map[netip.Addr]time.Time
@@ -238,7 +239,6 @@ type sightings struct {
 
 func newSightings() *sightings { return &sightings{times: make(map[netip.Addr]time.Time)} }
 
-// saw records an address.
 func (s *sightings) saw(a netip.Addr, now time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -247,7 +247,6 @@ func (s *sightings) saw(a netip.Addr, now time.Time) {
 	}
 }
 
-// of returns the time when an address was first seen.
 func (s *sightings) of(a netip.Addr) (time.Time, bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -255,7 +254,8 @@ func (s *sightings) of(a netip.Addr) (time.Time, bool) {
 	return t, ok
 }
 
-// follow records the addresses in a bare watch until ctx ends.
+// follow watches EndpointSlices until ctx ends, and records the times of endpoint
+// addresses.
 func (c *cluster) follow(t testing.TB, ctx context.Context) *sightings {
 	t.Helper()
 	slices := c.client.DiscoveryV1().EndpointSlices(namespace)

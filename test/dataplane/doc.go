@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package dataplane runs kpng's nftables backend as an operator would. The process kpng
-// uses a real API server. Its node is a network namespace. The tests observe connections,
-// the kernel's notifications about tables, and the kernel's accounting of time and
-// memory.
+// Package dataplane runs the program kpng with its nftables backend as an operator would,
+// with a real API server. A network namespace is the node. The tests observe connections,
+// the kernel's notifications about tables, and the use of CPU time and memory.
 //
 // The benchmark also measures kube-proxy in nftables mode:
 //

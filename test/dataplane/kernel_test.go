@@ -17,9 +17,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tables records endpoint addresses until ctx ends. It searches the kernel's nftables
-// notifications for the four bytes of each address, so it works for every layout of
-// tables.
+// tables records when endpoint addresses reach the kernel, until ctx ends. It searches
+// nftables notifications for their four bytes, so it works for every layout of tables.
 func tables(t testing.TB, ctx context.Context) *sightings {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
@@ -60,7 +59,7 @@ func tables(t testing.TB, ctx context.Context) *sightings {
 	return seen
 }
 
-// connect returns the time to connect to a service's cluster IP until a pod accepts.
+// connect connects to a service's cluster IP and returns how long that takes.
 func connect(service int, patience time.Duration) (time.Duration, error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -80,7 +79,7 @@ func connect(service int, patience time.Duration) (time.Duration, error) {
 	}
 	begin := time.Now()
 	for {
-		// A signal of Go's scheduler may interrupt the call.
+		// A signal of Go's scheduler may interrupt the call. Then repeat it until EISCONN.
 		err = unix.Connect(fd, &unix.SockaddrInet4{Port: servicePort, Addr: vip(service).As4()})
 		switch {
 		case errors.Is(err, unix.EINTR):
@@ -92,7 +91,7 @@ func connect(service int, patience time.Duration) (time.Duration, error) {
 	}
 }
 
-// answer accepts connections to all pods until the benchmark ends.
+// answer accepts connections to all pods until the test ends.
 func answer(t testing.TB) {
 	t.Helper()
 	l, err := net.Listen("tcp", fmt.Sprintf(":%d", podPort))
@@ -111,7 +110,8 @@ func answer(t testing.TB) {
 	}()
 }
 
-// kilobytes returns the value of a line in a file in /proc, in bytes.
+// kilobytes returns the value of a line that a file in /proc shows in kB. The result is
+// in bytes.
 func kilobytes(t testing.TB, file, line string) int {
 	t.Helper()
 	text, err := os.ReadFile(file)

@@ -23,7 +23,8 @@ var (
 	connects = flag.Int("connects", 10_000, "`number` of connections that are timed")
 )
 
-// inside marks the process that runs in its own namespace.
+// inside is an environment variable. It is set in the process that runs in the new
+// namespace.
 const inside = "KPNG_DATAPLANE_INSIDE"
 
 func TestMain(m *testing.M) {
@@ -59,9 +60,9 @@ func moveInside() int {
 
 var (
 	nodeIP = netip.MustParseAddr("192.168.99.1")
-	// podCIDR is local as a whole, so that every endpoint answers.
+	// podCIDR has a local route, so every pod address accepts connections.
 	podCIDR = netip.MustParsePrefix("10.128.0.0/9")
-	// firstVIP is the first of the services' cluster IPs.
+	// firstVIP is the cluster IP of the first service.
 	firstVIP = netip.MustParseAddr("10.96.1.0")
 )
 
@@ -70,8 +71,8 @@ const (
 	podPort     = 8080
 )
 
-// prepare creates the network of a node that has all pods of the cluster. All other
-// traffic is routed to an interface without a peer.
+// prepare makes this namespace a node on which all pods run. It routes all other traffic
+// to an interface behind which no host exists.
 func prepare() error {
 	lo, err := netlink.LinkByName("lo")
 	if err != nil {
@@ -80,7 +81,6 @@ func prepare() error {
 	if err := netlink.LinkSetUp(lo); err != nil {
 		return err
 	}
-	// No host answers at the other end.
 	veth := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "eth0"}, PeerName: "nowhere"}
 	if err := netlink.LinkAdd(veth); err != nil {
 		return err

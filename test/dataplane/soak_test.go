@@ -38,27 +38,27 @@ var (
 )
 
 const (
-	// writers is the number of concurrent writers.
+	// writers is the number of goroutines that change services.
 	writers = 16
 	// stable is the service that receives traffic and does not change.
 	stable = 0
-	// marker is the service whose endpoint shows the progress of a proxy.
+	// marker is the service that the function mark changes.
 	marker = 1
-	// churned is the maximum number of other services.
+	// churned is the maximum number of services that change at random.
 	churned = 400
-	// metricsAddr is the address of the proxy's metrics.
+	// metricsAddr is the address at which the proxy serves metrics.
 	metricsAddr = "127.0.0.1:10249"
-	// changeRate is the number of changes per second.
-	changeRate = 200
-	// connectRate is the number of connections per second.
+	// changeRate and connectRate are intended numbers of changes and connections per second.
+	changeRate  = 200
 	connectRate = 300
-	// memoryGrowth is the allowed growth of the proxy's memory from half time to the end,
-	// for garbage that is not yet collected.
+	// memoryGrowth is the allowed growth of the proxy's memory, including garbage, in the
+	// second half of the test.
 	memoryGrowth = 12 << 20
 )
 
 // TestSoak changes services and endpoints at random. No connection to an unchanged
-// service may fail. At the end the kernel has the same state as after a fresh start.
+// service may fail. At the end the kernel's rules must equal the rules after a fresh
+// start.
 func TestSoak(t *testing.T) {
 	seed := *soakSeed
 	if seed == 0 {
@@ -97,7 +97,7 @@ func TestSoak(t *testing.T) {
 	}
 	perSecond := float64(churn.made.Load()) / soakFor.Seconds()
 	t.Logf("%d changes, %.0f/s; %d connections", churn.made.Load(), perSecond, traffic.made.Load())
-	// The rate that is possible depends on the load of the machine.
+	// A busy machine may not reach changeRate.
 	if perSecond < changeRate/2 {
 		t.Errorf("%.0f changes per second, want %d", perSecond, changeRate)
 	}
@@ -122,7 +122,7 @@ func TestSoak(t *testing.T) {
 	}
 }
 
-// metric returns one of the proxy's metrics without labels.
+// metric returns the value of one of the proxy's metrics.
 func metric(t testing.TB, name string) float64 {
 	t.Helper()
 	answer, err := http.Get("http://" + metricsAddr + "/metrics")
@@ -172,7 +172,7 @@ func (c *churn) run(ctx context.Context, random *rand.Rand) error {
 				c.made.Add(1)
 				break
 			}
-			// Another writer has changed the object, or the cluster IP is not free yet.
+			// Expected errors: another writer was faster, or the cluster IP is not free yet.
 			lost := apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) || apierrors.IsNotFound(err) || apierrors.IsInvalid(err)
 			if !lost && ctx.Err() == nil {
 				return fmt.Errorf("change service: %w", err)
@@ -182,7 +182,7 @@ func (c *churn) run(ctx context.Context, random *rand.Rand) error {
 	return nil
 }
 
-// change changes one service or its endpoints.
+// change creates, deletes or updates a service, or updates its endpoints.
 func (c *churn) change(ctx context.Context, random *rand.Rand, service int) error {
 	services := c.client.CoreV1().Services(namespace)
 	old, err := services.Get(ctx, name(service), metav1.GetOptions{})
@@ -213,7 +213,7 @@ func (c *churn) change(ctx context.Context, random *rand.Rand, service int) erro
 	}
 }
 
-// endpoints replaces a service's endpoints by up to a dozen in various conditions.
+// endpoints gives a service up to a dozen new endpoints with various conditions.
 func (c *churn) endpoints(ctx context.Context, random *rand.Rand, service int) error {
 	slices := c.client.DiscoveryV1().EndpointSlices(namespace)
 	slice := c.slice(service)
@@ -225,7 +225,7 @@ func (c *churn) endpoints(ctx context.Context, random *rand.Rand, service int) e
 	return err
 }
 
-// someOf returns up to four endpoints derived from each of from.
+// someOf returns up to four variants of each endpoint in from.
 func someOf(random *rand.Rand, from []discoveryv1.Endpoint) []discoveryv1.Endpoint {
 	var all []discoveryv1.Endpoint
 	for range random.IntN(5) {
@@ -243,7 +243,7 @@ func someOf(random *rand.Rand, from []discoveryv1.Endpoint) []discoveryv1.Endpoi
 	return all
 }
 
-// elsewhere returns one of a few external addresses. They are few so that services
+// elsewhere returns one of 200 external addresses. These are so few that services
 // conflict.
 func (c *churn) elsewhere(random *rand.Rand, network byte) string {
 	return netip.AddrFrom4([4]byte{10, network, 0, byte(random.IntN(200))}).String()
@@ -282,8 +282,8 @@ func (c *churn) random(random *rand.Rand, service int) *corev1.Service {
 	return s
 }
 
-// mark changes the marker's endpoint and waits until the kernel has the new one. Then the
-// kernel also has all earlier changes. It returns the address of the new endpoint.
+// mark changes an endpoint of marker, waits until the kernel has it and returns its
+// address. Then the kernel also has all earlier changes.
 func (c *cluster) mark(t testing.TB) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), loadPatience)
@@ -305,8 +305,8 @@ func (c *cluster) mark(t testing.TB) string {
 	}
 }
 
-// waitVerified waits until the proxy has verified the whole table. That also removes
-// unused classes of services.
+// waitVerified waits until the proxy has verified the whole table, which also removes
+// unused parts of it.
 func waitVerified(t testing.TB) {
 	t.Helper()
 	const verified = `kpng_sink_verify_total{result="ok",sink="nftables0"}`
@@ -318,8 +318,8 @@ func waitVerified(t testing.TB) {
 	}
 }
 
-// ruleset returns the kernel's state in a form that is equal for equal loads. It omits
-// handles, counters, the order of unordered parts and the marker's address.
+// ruleset returns the kernel's tables as sorted lines. It omits handles, and replaces the
+// address marked by a fixed text.
 func ruleset(t testing.TB, marked string) []string {
 	t.Helper()
 	out, err := exec.Command("nft", "-j", "list", "ruleset").Output()

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package dnat runs examples/python-dnat with a kpng server in the test and sends packets
-// through its rules.
+// Package dnat runs examples/python-dnat with a kpng server, and sends packets through
+// the rules of the example.
 package dnat
 
 import (
@@ -26,12 +26,12 @@ import (
 )
 
 const (
-	debian = "/usr/bin/python3" // has the packages of python3-grpc-tools
+	debian = "/usr/bin/python3" // has the packages of Debian, such as python3-grpc-tools
 	script = "../../examples/python-dnat/dnat.py"
 )
 
-// TestMessagesCompileWithDebiansCompiler compiles all messages with the oldest compiler
-// that Python clients use.
+// TestMessagesCompileWithDebiansCompiler compiles the messages with Debian's protoc,
+// which is the oldest that Python clients use.
 func TestMessagesCompileWithDebiansCompiler(t *testing.T) {
 	for _, file := range []string{"api/localv1/localv1.proto", "api/clusterv1/clusterv1.proto"} {
 		cmd := exec.CommandContext(t.Context(), debian, "-m", "grpc_tools.protoc", "-I.", "--python_out="+t.TempDir(), file)
@@ -52,7 +52,7 @@ func TestScript(t *testing.T) {
 	node.Add(t, "lo", "10.1.0.2/32")
 	client.Add(t, "node", "192.0.2.2/24")
 	client.Add(t, "node", "192.0.2.3/24")
-	node.Route(t, "default", "192.0.2.2", "client") // a route for traffic that is not translated
+	node.Route(t, "default", "192.0.2.2", "client") // for packets that no rule translates
 	client.Route(t, "default", "192.0.2.1", "node")
 	for _, pod := range []string{"10.1.0.1", "10.1.0.2"} {
 		netnstest.Listen(t, node.Do, pod+":8080", func(c net.Conn) { fmt.Fprintln(c, pod) })
@@ -70,7 +70,7 @@ func TestScript(t *testing.T) {
 		}},
 		ExternalTrafficToLocal: true,
 	}
-	// write sets the pods of the service and their nodes.
+	// write replaces the service's pods. The map pods gives each pod's node.
 	write := func(pods map[string]string) {
 		slice := &api.EndpointSlice{
 			Namespace: "default", Name: "web-1", ServiceName: "web", Family: api.IPv4,
@@ -121,8 +121,8 @@ func TestScript(t *testing.T) {
 
 func addrs(a string) api.IPSet { return api.NewIPSet(netip.MustParseAddr(a)) }
 
-// serve starts a kpng server for state on a unix socket and returns its address. The
-// server runs until the test ends.
+// serve runs a kpng server with state on a unix socket until the test ends. It returns
+// the address of the socket.
 func serve(t *testing.T, state *cluster.State) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "kpng.sock")
@@ -146,7 +146,6 @@ func serve(t *testing.T, state *cluster.State) string {
 	return "unix://" + path
 }
 
-// start runs the script in a namespace until the test ends.
 func start(t *testing.T, n *netnstest.Namespace, address string) {
 	t.Helper()
 	cmd := exec.Command(debian, script, address, "node")
@@ -164,8 +163,8 @@ func start(t *testing.T, n *netnstest.Namespace, address string) {
 	})
 }
 
-// ask returns the sorted pods that answer connections from a source address in a
-// namespace, or the common failure of all connections.
+// ask connects 20 times from an address in a namespace. It returns the different results,
+// sorted: the addresses of the pods that answered, "no answer" or "refused".
 func ask(n *netnstest.Namespace, source, to string) string {
 	var answers []string
 	for range 20 {
@@ -174,7 +173,7 @@ func ask(n *netnstest.Namespace, source, to string) string {
 			answers = append(answers, answer)
 		}
 		if answer == "no answer" {
-			break // each attempt takes a while
+			break // more attempts would take long
 		}
 	}
 	slices.Sort(answers)
@@ -204,7 +203,6 @@ func askOnce(n *netnstest.Namespace, source, to string) string {
 	return strings.TrimSpace(string(buffer[:read]))
 }
 
-// eventually waits until get returns want.
 func eventually(t *testing.T, what, want string, get func() string) {
 	t.Helper()
 	var got string

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package gotool builds programs of Kubernetes from Go modules, for tests. The programs
-// are tools in go.mod of this module. The first build takes minutes. Later the go command
-// has the programs in its cache.
+// are tools in this module's go.mod. The first build takes minutes. Later builds use the
+// go command's cache.
 package gotool
 
 import (
@@ -18,16 +18,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The programs, by their names in the tool directives of go.mod.
+// The programs that Build can build, as go.mod's tool directives name them.
 const (
 	Etcd          = "go.etcd.io/etcd/server/v3"
 	KubeAPIServer = "k8s.io/kubernetes/cmd/kube-apiserver"
 	KubeProxy     = "k8s.io/kubernetes/cmd/kube-proxy"
 )
 
-// Build returns the path of a program in the go command's cache, and builds it if needed.
-// Concurrent test processes wait for the first one, so that they do not build the same
-// program at the same time.
+// Build returns the path of a program in the go command's cache. If needed, it builds the
+// program. Only one test process builds at a time, so that no program is built twice.
 func Build(ctx context.Context, program string) (string, error) {
 	unlock, err := lockBuild()
 	if err != nil {
@@ -48,7 +47,7 @@ func Build(ctx context.Context, program string) (string, error) {
 	return strings.TrimSpace(stdout.String()), nil
 }
 
-// lockBuild waits until no other test process builds.
+// lockBuild waits until no other test process is building a program.
 func lockBuild() (unlock func(), err error) {
 	cache, err := os.UserCacheDir()
 	if err != nil {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package importer tests the cost of importing kpng as a library. It checks the linked
-// packages, and the modules whose versions kpng raises. Run the tests with -count=1. They
-// build modules outside this repository, so the go command does not notice that their
-// results depend on kpng.
+// Package importer tests the cost of importing kpng as a library. It checks which
+// packages a program links, and which modules kpng raises to newer versions. Run the
+// tests with -count=1, because the go command's cache does not know that their results
+// depend on kpng: they build modules outside this repository.
 package importer

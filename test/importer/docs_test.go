@@ -17,23 +17,22 @@ import (
 
 // page is a Markdown file of the project.
 type page struct {
-	name string // from the root of the checkout
+	name string // the path relative to the repository's root
 	text string
 }
 
 // fence is a fenced block of code.
 type fence struct {
 	page string
-	line int // of the opening line
-	// language is the first word after the opening backticks, and file the second.
+	line int // the number of the opening line
+	// language is the first word after the opening backticks, and file is the second word.
 	language, file string
 	text           string
 }
 
-// where returns the position of the block, for messages.
+// where returns the page and the line of the block.
 func (f *fence) where() string { return fmt.Sprintf("%s:%d", f.page, f.line) }
 
-// pages returns the pages that users read.
 func pages(t *testing.T) []page {
 	t.Helper()
 	root := checkout(t)
@@ -84,8 +83,9 @@ func (p *page) fences(t *testing.T) []fence {
 	return all
 }
 
-// A Go block is one of two things. It is a whole file, which must compile in another
-// module. Or it is an excerpt of the repository's file that the opening line names.
+// A Go block without a file name is a whole file, which must compile in another module.
+// If the opening line names a file of the repository, the block must be an excerpt of the
+// file.
 func TestGoCodeInDocsCompiles(t *testing.T) {
 	files := map[string]string{}
 	origin := map[string]string{}
@@ -121,7 +121,7 @@ func TestGoCodeInDocsCompiles(t *testing.T) {
 	}
 }
 
-// trimLines returns text without white space around its lines.
+// trimLines returns text without white space at the beginning and the end of each line.
 func trimLines(text string) string {
 	var trimmed strings.Builder
 	for line := range strings.Lines(text) {
@@ -130,9 +130,9 @@ func trimLines(text string) string {
 	return trimmed.String()
 }
 
-// The test runs the commands of console blocks, which begin with "$ ", in the root of the
-// checkout. Their output must equal the lines below, except white space. "…" stands for any
-// text.
+// In console blocks, a command begins with "$ ". The test runs it in the repository's
+// root. The output must equal the lines below the command, except white space. "…" stands
+// for any text.
 func TestOutputOfCommandsInDocsIsCorrect(t *testing.T) {
 	commands := 0
 	for _, p := range pages(t) {
@@ -185,17 +185,15 @@ func run(t *testing.T, where, command string) string {
 	return stdout.String()
 }
 
-// matches reports whether got equals want, ignoring white space. "…" in want stands for any
-// text.
+// matches reports whether got equals want. White space is ignored, and "…" in want stands
+// for any text.
 func matches(want, got string) bool {
 	pattern := strings.ReplaceAll(regexp.QuoteMeta(withoutSpace(want)), "…", ".*")
 	return regexp.MustCompile("^" + pattern + "$").MatchString(withoutSpace(got))
 }
 
-// withoutSpace returns text without white space.
 func withoutSpace(text string) string { return strings.Join(strings.Fields(text), "") }
 
-// Links lead to files, and to sections of them, that exist.
 func TestLinksInDocsExist(t *testing.T) {
 	root := checkout(t)
 	sections := map[string]map[string]bool{}
@@ -221,7 +219,7 @@ func TestLinksInDocsExist(t *testing.T) {
 	}
 }
 
-// sections returns the anchors of a page's headings, as GitHub makes them.
+// sections returns the anchors that GitHub gives the headings of a page.
 func (p *page) sections() map[string]bool {
 	anchors := map[string]bool{}
 	for _, heading := range regexp.MustCompile(`(?m)^#+ (.*)$`).FindAllStringSubmatch(p.text, -1) {

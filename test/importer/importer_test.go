@@ -17,9 +17,8 @@ import (
 
 const kpngModule = "github.com/kpng-project/kpng"
 
-// unwanted contains modules that a program must not link only because it embeds kpng.
-// They are for commands, the network and backends. Only package metrics may import
-// Prometheus.
+// unwanted contains modules that a program must not link if it only embeds kpng, without
+// kpng's commands, network code or backends. Only package metrics may import Prometheus.
 var unwanted = []string{
 	"github.com/Microsoft/hcsshim",
 	"github.com/google/nftables",
@@ -30,7 +29,7 @@ var unwanted = []string{
 	"sigs.k8s.io/knftables",
 }
 
-// unwantedIn returns the sorted unwanted packages or modules in paths.
+// unwantedIn returns the packages or modules in paths that are unwanted, sorted.
 func unwantedIn(paths []string) []string {
 	var found []string
 	for _, path := range paths {
@@ -47,7 +46,7 @@ func unwantedIn(paths []string) []string {
 //go:embed testdata/embedder/main.go
 var embedder string
 
-// program returns a program that imports packages of kpng.
+// program returns the source of a program that imports packages of kpng.
 func program(packages ...string) map[string]string {
 	var b strings.Builder
 	b.WriteString("package main\n\n")
@@ -58,7 +57,8 @@ func program(packages ...string) map[string]string {
 	return map[string]string{"main.go": b.String()}
 }
 
-// clientGoOnly has the imports of any program that watches Kubernetes.
+// clientGoOnly is a program that imports only what every program needs to watch
+// Kubernetes.
 const clientGoOnly = `package main
 
 import (
@@ -75,7 +75,7 @@ func TestImporterLinksNothingUnwanted(t *testing.T) {
 	for _, c := range []struct {
 		name     string
 		packages []string
-		wanted   string // a prefix of modules that it may link
+		wanted   string // the program may link modules with this prefix
 	}{
 		{"facade", []string{".", "sink", "watcher/kube"}, "none"},
 		{"metrics", []string{"metrics"}, "github.com/prometheus"},
@@ -134,7 +134,6 @@ func TestImporterBinaryHasNoUnwantedModules(t *testing.T) {
 	}
 }
 
-// TestUnwantedImportIsDetected checks that the tests above can fail.
 func TestUnwantedImportIsDetected(t *testing.T) {
 	importer := newImporter(t, map[string]string{"main.go": `package main
 
@@ -175,7 +174,7 @@ func TestRaised(t *testing.T) {
 	}
 }
 
-// own returns the sorted linked packages of modules that the other program does not link.
+// own returns the packages in linked whose modules do not occur in other, sorted.
 func own(linked, other map[string]string) []string {
 	theirs := map[string]bool{}
 	for _, module := range other {
@@ -191,7 +190,7 @@ func own(linked, other map[string]string) []string {
 	return paths
 }
 
-// raised returns the sorted modules that both maps contain with different versions.
+// raised returns the modules whose versions differ between the two maps, sorted.
 func raised(without, with map[string]string) []string {
 	var lines []string
 	for path, version := range without {

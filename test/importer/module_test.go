@@ -12,14 +12,14 @@ import (
 	"testing"
 )
 
-// module is another module, in a folder of the test.
+// module is a Go module outside the repository, in a temporary directory.
 type module struct {
 	dir string
 	env []string
 }
 
-// newModule writes a module that requires client-go at kpng's version. It has additional
-// lines in its go.mod and one program made of files.
+// newModule writes a module with the given files. Its go.mod contains goMod, and requires
+// client-go in kpng's version.
 func newModule(t *testing.T, goMod string, files map[string]string) *module {
 	t.Helper()
 	root := checkout(t)
@@ -28,7 +28,7 @@ func newModule(t *testing.T, goMod string, files map[string]string) *module {
 	goVersion := kpng.goCommand(t, "list", "-m", "-f", "{{.GoVersion}}")[0]
 	clientGo := kpng.goCommand(t, "list", "-m", "k8s.io/client-go")[0]
 	m.write(t, "go.mod", fmt.Sprintf("module example.com/importer\n\ngo %s\n\nrequire %s\n%s", goVersion, clientGo, goMod))
-	// The checksums are kpng's, so that the go command downloads no module again.
+	// With these checksums, the go command downloads no module again.
 	sums, err := os.ReadFile(filepath.Join(root, "go.sum"))
 	if err != nil {
 		t.Fatal(err)
@@ -37,19 +37,19 @@ func newModule(t *testing.T, goMod string, files map[string]string) *module {
 	for name, content := range files {
 		m.write(t, name, content)
 	}
-	// As after go get, the file go.mod then lists all modules of the program's packages.
+	// This command adds the modules of all imported packages to go.mod, like go get.
 	m.goCommand(t, "list", "-deps", "./...")
 	return m
 }
 
-// newImporter calls newModule for a module that imports this checkout of kpng.
+// newImporter calls newModule for a module that requires this checkout of kpng.
 func newImporter(t *testing.T, files map[string]string) *module {
 	t.Helper()
 	return newModule(t, fmt.Sprintf("require %s v0.0.0\nreplace %[1]s => %s\n", kpngModule, checkout(t)), files)
 }
 
-// linked returns the packages outside the standard library that the program links on an
-// operating system, with their modules.
+// linked returns the packages that the program links on an operating system, and the
+// module of each package. It omits the standard library.
 func (m *module) linked(t *testing.T, goos string) map[string]string {
 	t.Helper()
 	on := &module{dir: m.dir, env: append(m.env, "GOOS="+goos, "CGO_ENABLED=0")}
@@ -62,7 +62,7 @@ func (m *module) linked(t *testing.T, goos string) map[string]string {
 	return packages
 }
 
-// versions returns the version of every module that the module may use.
+// versions returns the version of every module in the build list.
 func (m *module) versions(t *testing.T) map[string]string {
 	t.Helper()
 	versions := map[string]string{}
@@ -74,7 +74,7 @@ func (m *module) versions(t *testing.T) map[string]string {
 	return versions
 }
 
-// build compiles the program and returns the path of the stripped executable.
+// build compiles the program without symbols and returns the path of the executable.
 func (m *module) build(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "program")
@@ -108,7 +108,7 @@ func (m *module) write(t *testing.T, name, content string) {
 	}
 }
 
-// checkout returns the folder of kpng's root module.
+// checkout returns the directory of kpng's root module.
 func checkout(t *testing.T) string {
 	t.Helper()
 	root, err := filepath.Abs(filepath.Join("..", ".."))

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package ingest measures how kpng reads a large cluster from a real API server, compared
-// with a bare reflector and a shared-informer factory. Each measurement is a separate
-// process, so that heaps do not mix.
+// Package ingest measures how kpng reads a large cluster from a real API server. It also
+// measures a bare reflector and a shared-informer factory. Each measurement runs in its
+// own process, so that heaps do not mix.
 package ingest
 
 import (
@@ -41,15 +41,15 @@ const (
 	rounds    = 5
 )
 
-// result is what one process measured.
+// result is the measurement of one process.
 type result struct {
 	Synced   time.Duration
-	Heap     uint64 // after a collection
-	PeakHeap uint64 // maximum of live and dead objects together
+	Heap     uint64 // after a garbage collection
+	PeakHeap uint64 // maximum, including garbage
 }
 
-// ways contains the compared ways to read the cluster. Each function returns when it has
-// read all objects. Its result refers to the memory to measure.
+// ways contains the ways to read the cluster. Each function returns when it has read all
+// objects. The function's result refers to the memory to measure.
 var ways = map[string]func(context.Context, *rest.Config) (any, error){
 	"reflector":            bareReflectors,
 	"reflector-compressed": compressed(bareReflectors),
@@ -68,7 +68,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// measure reads the cluster one way and prints the result.
+// measure reads the cluster with the function way, and prints the result.
 func measure(way func(context.Context, *rest.Config) (any, error)) error {
 	config, err := clientcmd.BuildConfigFromFlags("", os.Getenv("INGEST_KUBECONFIG"))
 	if err != nil {
@@ -95,8 +95,8 @@ func measure(way func(context.Context, *rest.Config) (any, error)) error {
 	return json.NewEncoder(os.Stdout).Encode(r)
 }
 
-// samplePeakHeap samples the size of the heap every millisecond. The returned function
-// ends the sampling and returns the maximum.
+// samplePeakHeap measures the heap's size every millisecond. The returned function stops
+// the measurement and returns the maximum.
 func samplePeakHeap(ctx context.Context) func() uint64 {
 	ctx, cancel := context.WithCancel(ctx)
 	peak := make(chan uint64)
@@ -197,7 +197,7 @@ func BenchmarkRealIngest(b *testing.B) {
 	b.ReportMetric(0, "ns/op")
 }
 
-// process measures one way in a separate process.
+// process runs measure with one of the ways in a new process.
 func process(b *testing.B, way, kubeconfig string) result {
 	b.Helper()
 	cmd := exec.CommandContext(b.Context(), os.Args[0])

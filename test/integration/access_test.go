@@ -56,7 +56,7 @@ func TestMissingPermissionIsNamedAndGrantIsDetected(t *testing.T) {
 	}
 }
 
-// quoted returns words in the quoted form of a log.
+// quoted escapes quotation marks in words, as log lines do.
 func quoted(words []string) []string {
 	var out []string
 	for _, w := range words {
@@ -65,7 +65,7 @@ func quoted(words []string) []string {
 	return out
 }
 
-// without returns the permissions except those for a resource.
+// without returns all permissions except those for a resource.
 func without(resource string) []rbacv1.PolicyRule {
 	var rules []rbacv1.PolicyRule
 	for _, rule := range permissions {
@@ -91,7 +91,7 @@ func grant(t *testing.T, server *apiserver.Server, config *rest.Config) {
 	}
 }
 
-// userOf returns the user of config's requests.
+// userOf returns the user name in config's client certificate.
 func userOf(t *testing.T, config *rest.Config) string {
 	t.Helper()
 	block, _ := pem.Decode(config.CertData)
@@ -102,8 +102,8 @@ func userOf(t *testing.T, config *rest.Config) string {
 	return cert.Subject.CommonName
 }
 
-// foreignAuthority returns the certificate of an authority, in PEM. This authority did
-// not sign the server's certificate.
+// foreignAuthority returns the certificate of an authority that did not sign the API
+// server's certificate, in PEM format.
 func foreignAuthority() []byte {
 	stranger := httptest.NewTLSServer(nil)
 	defer stranger.Close()

@@ -81,18 +81,18 @@ func TestKilledProcessesRecoverWithoutLoss(t *testing.T) {
 	}
 }
 
-// churn changes a tenant at random, at a fixed rate. Each service has a slice with
-// endpoint addresses that are never reused.
+// churn changes a tenant at random, at a fixed rate. Each service has one EndpointSlice.
+// No endpoint address is used twice.
 type churn struct {
 	*tenant
-	*rand.Rand            // of the test
-	own        *rand.Rand // of the goroutine that makes the changes
+	*rand.Rand            // for the test's own choices
+	own        *rand.Rand // for the goroutine that makes the changes
 	stamp      *corev1.Service
 	stop       func()
 
 	services map[string]*corev1.Service
 	slices   map[string]*discoveryv1.EndpointSlice
-	made     int // number of services and addresses so far
+	made     int // number of services and addresses used so far
 
 	mu      sync.Mutex
 	changes int
@@ -146,7 +146,7 @@ func newChurn(t *testing.T, server *apiserver.Server) *churn {
 	return c
 }
 
-// wait waits for a number of changes.
+// wait waits until churn has made a number of further changes.
 func (c *churn) wait(t *testing.T, changes int) {
 	t.Helper()
 	ctx := within(t)
@@ -183,7 +183,7 @@ func (c *churn) add() error {
 	return c.tryPut(slice)
 }
 
-// endpoint returns an endpoint with an unused address.
+// endpoint returns an endpoint with a new address.
 func (c *churn) endpoint() discoveryv1.Endpoint {
 	c.made++
 	e := newEndpoint(fmt.Sprintf("10.%d.%d.%d", c.made>>16&255, c.made>>8&255, c.made&255), pick(c.own, "", c.name, "unknown"))
@@ -191,7 +191,6 @@ func (c *churn) endpoint() discoveryv1.Endpoint {
 	return e
 }
 
-// change makes one change.
 func (c *churn) change() error {
 	name := pick(c.own, slices.Sorted(maps.Keys(c.services))...)
 	service, slice := c.services[name], c.slices[name]
@@ -221,7 +220,7 @@ func (c *churn) change() error {
 		slice.Endpoints = slices.Delete(slice.Endpoints, i, i+1)
 		return c.tryPut(slice)
 	case what < 9 && len(slice.Endpoints) > 0:
-		// Endpoints that terminate and serve are still shown.
+		// This endpoint terminates but still serves, so kpng-json still shows it.
 		slice.Endpoints[0].Conditions = conditions(false, true, true)
 		return c.tryPut(slice)
 	default:
@@ -239,7 +238,8 @@ func (c *churn) forget(entries ...string) {
 	}
 }
 
-// lost returns the entries of before that are missing in after and were not removed.
+// lost returns the entries that are in before and missing in after, although churn did
+// not remove them.
 func (c *churn) lost(before, after map[string]bool) []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -253,7 +253,8 @@ func (c *churn) lost(before, after map[string]bool) []string {
 	return lost
 }
 
-// viewer is a node's kpng-json with a kpng server, or a sequence of such processes.
+// viewer is a kpng-json process that reads from a kpng server, or several such processes
+// one after the other.
 type viewer struct {
 	churn      *churn
 	node, from string
@@ -265,14 +266,12 @@ type viewer struct {
 	stamp int32
 }
 
-// newViewer starts the first process.
 func newViewer(c *churn, node, from string) *viewer {
 	v := &viewer{churn: c, node: node, from: from}
 	v.start(c.t)
 	return v
 }
 
-// String identifies the viewer.
 func (v *viewer) String() string { return fmt.Sprintf("the viewer of node %s at %s", v.node, v.from) }
 
 func (v *viewer) start(t testing.TB) {
@@ -282,7 +281,7 @@ func (v *viewer) start(t testing.TB) {
 	v.process = launch(t, v.out, quickKpngJSON(t), "--api", v.from, "--node-name", v.node)
 }
 
-// check compares a print with the previous one, which may be from a killed process.
+// check compares a print with the previous print, which may be from a killed process.
 func (v *viewer) check(t testing.TB, print []byte) {
 	shown, stamp := map[string]bool{}, int32(0)
 	for line := range bytes.Lines(print) {
@@ -308,7 +307,7 @@ func (v *viewer) check(t testing.TB, print []byte) {
 	v.shown, v.stamp = shown, stamp
 }
 
-// wait waits until the print contains this stamp.
+// wait waits until the last print contains this stamp.
 func (v *viewer) wait(t testing.TB, stamp int32) {
 	t.Helper()
 	if print, ok := v.out.wait(t, func([]byte) bool {

@@ -18,8 +18,8 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 )
 
-// lossy is a tenant with services that change while the server of its proxy is down. Each
-// service and its slice are named after the change.
+// lossy is a tenant whose services change while its proxy is disconnected. Each service
+// and its EndpointSlice are named after their change.
 type lossy struct {
 	*tenant
 	services map[string]*corev1.Service
@@ -30,7 +30,7 @@ type lossy struct {
 	stop func()
 }
 
-// newLossy fills a tenant and runs a proxy until it shows the tenant.
+// newLossy creates a tenant, starts its proxy and waits until the proxy is in sync.
 func newLossy(t *testing.T, server *apiserver.Server) *lossy {
 	t.Helper()
 	l := &lossy{
@@ -74,7 +74,7 @@ func (l *lossy) add(name, addr string) {
 	l.slices[name] = newSlice(name, l.services[name], slicePorts("", 80), newEndpoint(addr, ""))
 }
 
-// before is the first expected state of the proxy.
+// before returns the proxy's expected state before the changes.
 func (l *lossy) before() []string {
 	return []string{
 		"again IPv4 80", "  10.1.0.0 80",
@@ -93,8 +93,8 @@ func (l *lossy) before() []string {
 	}
 }
 
-// expect waits until the sink has the state want and has had at least the given number of
-// syncs.
+// expect waits until the sink has received at least this many syncs and has the state
+// want.
 func (l *lossy) expect(syncs int, want []string) {
 	l.t.Helper()
 	err := l.rec.Wait(within(l.t), func(all []sinktest.Sync) bool {
@@ -106,8 +106,8 @@ func (l *lossy) expect(syncs int, want []string) {
 	}
 }
 
-// happen makes the changes that the names of the services describe, and changes the
-// node's zone. It writes to the API server by.
+// happen makes the changes that the services' names describe, and changes the node's
+// zone. It sends the changes to by, which may be another API server.
 func (l *lossy) happen(by *apiserver.Server) {
 	l.t.Helper()
 	n := l.through(by)
@@ -138,7 +138,7 @@ func (l *lossy) happen(by *apiserver.Server) {
 	n.put(l.node("b"))
 }
 
-// after is the last expected state of the proxy.
+// after returns the proxy's expected state after the changes.
 func (l *lossy) after() []string {
 	return []string{
 		"again IPv4 80", "  10.1.0.0 80",
@@ -156,9 +156,8 @@ func (l *lossy) after() []string {
 	}
 }
 
-// flush makes one change for each watch of the proxy and waits until these changes have
-// arrived. Then all earlier changes have arrived too. The changes concern the services
-// stamp, by-hand and zoned.
+// flush makes one change for each watch of the proxy, to the services stamp, by-hand and
+// zoned. It waits for these changes, which arrive after all earlier ones.
 func (l *lossy) flush(want []string) {
 	l.t.Helper()
 	l.services["stamp"].Spec.Ports[0].Port = 82
@@ -181,7 +180,8 @@ func replaced(list []string, old, new string) []string {
 	return list
 }
 
-// deliveries returns how often each service was in a sync. The entry "" is for the node.
+// deliveries counts the syncs that contain each service. Entry "" counts changes of the
+// node.
 func deliveries(t *testing.T, syncs []sinktest.Sync) map[string]int {
 	t.Helper()
 	count := map[string]int{}
@@ -236,7 +236,7 @@ func TestServerOutageChangesNothing(t *testing.T) {
 
 			missed := l.rec.Syncs()[before:]
 			got := deliveries(t, missed)
-			// A new service and its slice arrive through two watches.
+			// Service "new" and its EndpointSlice may arrive in two syncs.
 			got["new"] = min(got["new"], 1)
 			got["stamp"] = min(got["stamp"], 1)
 			want := map[string]int{

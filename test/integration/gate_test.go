@@ -11,11 +11,11 @@ import (
 	"testing"
 )
 
-// gate forwards connections to a unix socket and counts the bytes from the socket. While
-// it is closed, it forwards nothing.
+// gate forwards connections to a unix socket while it is open. It counts the bytes that
+// come from the socket.
 type gate struct {
 	address string
-	// received counts bytes. Any goroutine may read and reset it.
+	// received is the number of bytes from the socket. Any goroutine may read and reset it.
 	received atomic.Int64
 	to       string
 
@@ -24,7 +24,7 @@ type gate struct {
 	conns []net.Conn
 }
 
-// newGate returns an open gate. The end of the test closes it.
+// newGate returns an open gate. It is closed when the test ends.
 func newGate(t testing.TB, to string) *gate {
 	t.Helper()
 	g := &gate{address: socket(t), to: strings.TrimPrefix(to, "unix://"), open: true}
@@ -53,8 +53,8 @@ func newGate(t testing.TB, to string) *gate {
 	return g
 }
 
-// enter opens a connection to the socket for the incoming connection in. If that fails,
-// it closes in.
+// enter connects to the socket for an incoming connection. If the gate is closed or this
+// fails, it closes the incoming connection and returns nil.
 func (g *gate) enter(in net.Conn) net.Conn {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -87,13 +87,11 @@ func (g *gate) reopen() {
 	g.received.Store(0)
 }
 
-// counted is a writer that counts bytes.
 type counted struct {
 	io.Writer
 	bytes *atomic.Int64
 }
 
-// Write implements io.Writer.
 func (c counted) Write(p []byte) (int, error) {
 	c.bytes.Add(int64(len(p)))
 	return c.Writer.Write(p)

@@ -20,8 +20,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// patience is the maximum time to wait for an expected event. On an idle machine the
-// event happens within moments or, after a backoff, within seconds.
+// patience is the maximum time to wait for an expected event. On an idle machine events
+// take moments, or seconds if a backoff comes first.
 const patience = 2 * time.Minute
 
 var (
@@ -30,7 +30,8 @@ var (
 )
 
 func TestMain(m *testing.M) {
-	// Tests disconnect servers from proxies in this process, which log errors.
+	// Discard the errors that client-go logs in this process when a test stops an API
+	// server.
 	klog.SetLogger(klog.Logger{})
 	code := shared.Run(m)
 	if err := programs.remove(); err != nil {
@@ -40,38 +41,37 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// within returns the test's context with a deadline.
+// within returns the test's context with a deadline after patience.
 func within(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeoutCause(t.Context(), patience, fmt.Errorf("no result within %s", patience))
 	t.Cleanup(cancel)
 	return ctx
 }
 
-// builder builds programs, each once.
+// builder builds each program at most once.
 type builder struct {
 	mu    sync.Mutex
 	dir   string
-	built map[string]string // by package and race detector
+	built map[string]string // paths of programs, by package and use of the race detector
 }
 
-// kpngJSON returns the path of kpng-json, with the race detector if the test has it.
+// kpngJSON builds kpng-json and returns its path. The program has the race detector if
+// the test has it.
 func kpngJSON(t testing.TB) string {
 	return programs.build(t, "../..", "./examples/kpng-json", raceDetector())
 }
 
-// quickKpngJSON returns the path of kpng-json without the race detector, for tests with
-// much output.
+// quickKpngJSON is like kpngJSON without the race detector, for tests with much output.
 func quickKpngJSON(t testing.TB) string {
 	return programs.build(t, "../..", "./examples/kpng-json", false)
 }
 
-// kpngProgram returns the path of the command kpng, built like [kpngJSON].
+// kpngProgram is like [kpngJSON] for the program kpng.
 func kpngProgram(t testing.TB) string {
 	return programs.build(t, "../..", "./cmd/kpng", raceDetector())
 }
 
-// build builds a package of the module in dir, with or without the race detector, and
-// returns the program's path.
+// build builds the program pkg of the module in dir and returns the program's path.
 func (b *builder) build(t testing.TB, dir, pkg string, race bool) string {
 	t.Helper()
 	b.mu.Lock()
@@ -114,7 +114,7 @@ func raceDetector() bool {
 	return ok && slices.Contains(info.Settings, debug.BuildSetting{Key: "-race", Value: "true"})
 }
 
-// exitCode returns the exit code in an error of exec.Cmd.Wait.
+// exitCode returns the exit code of a process, given the result of exec.Cmd.Wait.
 func exitCode(err error) int {
 	if exit := new(exec.ExitError); errors.As(err, &exit) {
 		return exit.ExitCode()

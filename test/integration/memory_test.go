@@ -13,8 +13,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// TestForeignServicesUseNoMemory compares the heap of a named proxy without and with
-// 5,000 slices of other services.
+// TestForeignServicesUseNoMemory measures the heap of a proxy with a name, without and
+// with 5,000 EndpointSlices of services that are not for this proxy.
 func TestForeignServicesUseNoMemory(t *testing.T) {
 	t.Parallel()
 	const (
@@ -24,7 +24,7 @@ func TestForeignServicesUseNoMemory(t *testing.T) {
 		most             = 1.1
 	)
 	server := apiserver.Start(t, apiserver.Options{})
-	n := &tenant{t, server.Client(), metav1.NamespaceDefault} // removed with the server
+	n := &tenant{t, server.Client(), metav1.NamespaceDefault} // without cleanup: only this test uses the server
 	kubeconfig := apiserver.Kubeconfig(t, server.Config())
 	for i := range ownServices {
 		s := newService(fmt.Sprintf("own-%d", i), "kpng-example", servicePort("", 80, 80))
@@ -33,7 +33,7 @@ func TestForeignServicesUseNoMemory(t *testing.T) {
 		}
 		n.put(s, newSlice(s.Name, s, slicePorts("", 80), newEndpoint(fmt.Sprintf("10.1.0.%d", i), "")))
 	}
-	// The API server's own service belongs to the general proxy.
+	// The proxy without a name sees one service, which the API server creates.
 	alone := heap(t, kubeconfig, "kpng-example", ownServices)
 	generalAlone := heap(t, kubeconfig, "", 1)
 
@@ -66,8 +66,8 @@ func TestForeignServicesUseNoMemory(t *testing.T) {
 	if ratio := float64(crowded) / float64(alone); ratio > most {
 		t.Errorf("the heap is %.2f times as large, want at most %.2f", ratio, most)
 	}
-	// Check that services of the proxy itself use memory. Otherwise the measurement above
-	// means nothing.
+	// Half of the services are for the proxy without a name. If its heap did not grow
+	// either, the result above would prove nothing.
 	general := heap(t, kubeconfig, "", 1+othersServices/2)
 	t.Logf("heap without a name: %d KiB alone, %d KiB with half of them", generalAlone>>10, general>>10)
 	if ratio := float64(general) / float64(generalAlone); ratio < most {
@@ -75,8 +75,8 @@ func TestForeignServicesUseNoMemory(t *testing.T) {
 	}
 }
 
-// heap returns the live bytes of a proxy with the given number of services, as the median
-// of three processes.
+// heap returns the size of a proxy's live heap in bytes, the median of three processes.
+// The proxy must see the given number of services.
 func heap(t *testing.T, kubeconfig, proxy string, services int) uint64 {
 	t.Helper()
 	program := programs.build(t, ".", "./testdata/heap", raceDetector())

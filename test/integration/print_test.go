@@ -19,8 +19,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// walk is a tenant with two kpng-json processes. One has the tenant's name as its proxy
-// name, and the other has no proxy name. The test changes the tenant step by step.
+// walk is a tenant that a test changes in steps. Two kpng-json processes read it: named
+// has the tenant's name as its proxy name, and general has no proxy name.
 type walk struct {
 	*tenant
 	named, general *screen
@@ -34,7 +34,7 @@ func newWalk(t *testing.T) *walk {
 	return &walk{n, startScreen(n, kubeconfig, n.name), startScreen(n, kubeconfig, "")}
 }
 
-// step is a change with the expected prints of both processes after it.
+// step is a change, with the expected output of both processes after the change.
 type step struct {
 	name           string
 	do             func()
@@ -151,7 +151,7 @@ func TestPrintFollowsServicesAndSlices(t *testing.T) {
 	})
 }
 
-// shownUID returns the UID in a service's print.
+// shownUID returns a service's UID as s shows it.
 func shownUID(s *screen, name string) types.UID {
 	for _, view := range s.shown {
 		if view.Service.Name == name {
@@ -258,7 +258,7 @@ func TestManualSlicesArePrintedWithoutLabel(t *testing.T) {
 		{"the service is deleted", func() { w.remove(byHand) }, nil, nil},
 	})
 
-	// Create more services than kpng watches one by one.
+	// Create so many services that kpng does not open a watch for each.
 	var want []string
 	for i := range 40 {
 		s := newService(fmt.Sprintf("s%02d", i), w.name, servicePort("", 80, 80))
@@ -348,7 +348,7 @@ func TestUnusualObjectsArePrinted(t *testing.T) {
 	})
 }
 
-// compareAddresses orders printed descriptions of endpoints.
+// compareAddresses compares two endpoint lines by their addresses.
 func compareAddresses(a, b string) int {
 	address := func(line string) netip.Addr { return netip.MustParseAddr(strings.Fields(line)[0]) }
 	return address(a).Compare(address(b))
@@ -384,7 +384,7 @@ func TestExampleIsPrinted(t *testing.T) {
 			fmt.Sprintf(endpoint, "V6", "1100::302", "", elsewhere),
 		}, ","))
 	all, _ := s.out.since(0)
-	got := all[len(all)-2] // the last one is the stamp
+	got := all[len(all)-2] // the last line is the stamp
 	if diff := cmp.Diff(decode(t, want), decode(t, got)); diff != "" {
 		t.Errorf("output (-want +got):\n%s", diff)
 	}

@@ -13,22 +13,22 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// prints is a writer that splits the output of kpng-json into prints of the whole state.
-// There is no separator between prints, so each print must end with the same service.
+// prints is a writer that splits the output of kpng-json into prints. Each print is the
+// whole state. The prints have no separator, so each must end with the same service.
 type prints struct {
-	// last is the beginning of that service's line.
+	// last is the beginning of the line of that service.
 	last []byte
-	// The writer calls each, unless it is nil, with each print.
+	// If each is not nil, Write calls it with each print.
 	each func(print []byte)
 
 	mu      sync.Mutex
 	rest    []byte
-	checked int // bytes of rest that contain no end of a print
+	checked int // the first bytes of rest, which contain no end of a print
 	print   []byte
 	more    chan struct{} // closed by the next print
 }
 
-// newPrints returns prints that end with the service of this name.
+// newPrints returns a writer for output in which each print ends with this service.
 func newPrints(namespace, name string) *prints {
 	return &prints{
 		last: fmt.Appendf(nil, `{"Service":{"Namespace":%q,"Name":%q,`, namespace, name),
@@ -36,7 +36,6 @@ func newPrints(namespace, name string) *prints {
 	}
 }
 
-// Write implements io.Writer.
 func (p *prints) Write(b []byte) (int, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -51,7 +50,7 @@ func (p *prints) Write(b []byte) (int, error) {
 		if !bytes.HasPrefix(line, p.last) {
 			continue
 		}
-		next := make([]byte, 0, p.checked+p.checked/4) // about as large
+		next := make([]byte, 0, p.checked+p.checked/4) // the next print will have about the same size
 		p.print, p.rest, p.checked = p.rest[:p.checked:p.checked], append(next, p.rest[p.checked:]...), 0
 		if p.each != nil {
 			p.each(p.print)
@@ -68,8 +67,8 @@ func (p *prints) get() ([]byte, <-chan struct{}) {
 	return p.print, p.more
 }
 
-// wait waits for a print for which the function is returns true, and returns that print.
-// After a timeout it returns the last print and false.
+// wait waits for a print that satisfies the condition is, and returns the print. After a
+// timeout it returns the last print and false.
 func (p *prints) wait(t testing.TB, is func([]byte) bool) ([]byte, bool) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)

@@ -14,7 +14,8 @@ import (
 	"testing"
 )
 
-// lines is a writer that keeps its input as lines. Readers can wait for more lines.
+// lines is a writer that splits its input into lines and keeps them. Other goroutines can
+// wait for a line.
 type lines struct {
 	mu   sync.Mutex
 	all  []string
@@ -24,7 +25,6 @@ type lines struct {
 
 func newLines() *lines { return &lines{more: make(chan struct{})} }
 
-// Write implements io.Writer.
 func (l *lines) Write(p []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -47,7 +47,7 @@ func (l *lines) since(n int) ([]string, <-chan struct{}) {
 	return l.all[n:], l.more
 }
 
-// wait returns the first line that contains all words. The test fails if there is none.
+// wait waits for a line that contains all words, and returns the first one.
 func (l *lines) wait(t testing.TB, words ...string) string {
 	t.Helper()
 	ctx := within(t)
@@ -76,24 +76,22 @@ func hasAll(line string, words []string) bool {
 	return true
 }
 
-// String returns all lines.
 func (l *lines) String() string {
 	list, _ := l.since(0)
 	return strings.Join(list, "\n")
 }
 
-// process is a running program.
 type process struct {
-	// stdout is nil if the output goes elsewhere.
+	// stdout is nil if the caller of launch has chosen another writer.
 	stdout, stderr *lines
 
 	name  string
 	cmd   *exec.Cmd
 	ended chan struct{}
-	err   error // result of the process
+	err   error // the result of Wait
 }
 
-// start starts kpng-json. The end of the test stops it with SIGTERM, unless it has ended.
+// start starts kpng-json. When the test ends, it stops the process with SIGINT.
 func start(t testing.TB, args ...string) *process {
 	t.Helper()
 	out := newLines()
@@ -102,8 +100,7 @@ func start(t testing.TB, args ...string) *process {
 	return p
 }
 
-// launch starts any program in the same way as start. The program's output is written to
-// out.
+// launch is like start for any program. It writes the program's output to out.
 func launch(t testing.TB, out io.Writer, program string, args ...string) *process {
 	t.Helper()
 	p := &process{stderr: newLines(), name: filepath.Base(program), ended: make(chan struct{})}
@@ -130,13 +127,13 @@ func launch(t testing.TB, out io.Writer, program string, args ...string) *proces
 	return p
 }
 
-// stop ends the process with SIGTERM and expects success.
+// stop ends the process with SIGINT. The process must exit with code 0.
 func (p *process) stop(t testing.TB) {
 	t.Helper()
 	if err := p.cmd.Process.Signal(os.Interrupt); err != nil {
 		t.Error(err)
 	}
-	// The test's context has ended when cleanups run.
+	// The test's context ends before cleanups, which call stop.
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	select {
@@ -159,7 +156,7 @@ func (p *process) kill(t testing.TB) {
 	<-p.ended
 }
 
-// exit waits for the process to end on its own and returns its exit code.
+// exit waits until the process ends by itself, and returns its exit code.
 func (p *process) exit(t testing.TB) int {
 	t.Helper()
 	ctx := within(t)
@@ -172,10 +169,10 @@ func (p *process) exit(t testing.TB) int {
 	}
 }
 
-// socket returns the address of a unix socket that does not exist.
+// socket returns an unused address for a unix socket.
 func socket(t testing.TB) string {
 	t.Helper()
-	// A test's own folder has too long a path for a unix socket.
+	// The path of t.TempDir would be too long for a unix socket.
 	dir, err := os.MkdirTemp("", "kpng-test-")
 	if err != nil {
 		t.Fatal(err)
@@ -184,14 +181,14 @@ func socket(t testing.TB) string {
 	return "unix://" + filepath.Join(dir, "api.sock")
 }
 
-// serve starts a kpng server for a tenant's services, selected by the tenant's name.
+// serve starts a kpng server for the services whose proxy name is the tenant's name.
 func serve(n *tenant, kubeconfig, address string) *process {
 	n.t.Helper()
 	return launch(n.t, io.Discard, kpngProgram(n.t), "kube", "--kubeconfig", kubeconfig, "--service-proxy-name", n.name,
 		"to-api", "--listen", address)
 }
 
-// relay starts a kpng that relays another server.
+// relay starts a kpng process that reads the kpng server at from and serves its state.
 func relay(n *tenant, from, address string) *process {
 	n.t.Helper()
 	return launch(n.t, io.Discard, kpngProgram(n.t), "api", "--api", from, "to-api", "--listen", address)

@@ -39,16 +39,16 @@ const (
 )
 
 // TestPrintsMatchAPIServer changes a namespace at random while three proxies run, two
-// with a proxy name and one without. Each proxy runs as kpng-json, and also in this
-// process with informers. The test compares their views with the views computed from the
-// API server's listing.
+// with a proxy name and one without. Each proxy runs twice: as kpng-json, and in this
+// process with informers. The test compares their views with views that it computes from
+// the API server's objects.
 func TestPrintsMatchAPIServer(t *testing.T) {
 	for _, test := range []struct {
 		name string
 		// byHand is the number of additional services without a selector.
 		byHand int
-		// network is the prefix of external addresses. Services in different namespaces with
-		// the same network conflict.
+		// network is the prefix of external addresses. It differs between tests, so that
+		// services of one do not conflict with those of another.
 		network string
 	}{
 		{"with few services without a selector", 0, "198.51.100"},
@@ -90,7 +90,7 @@ func TestPrintsMatchAPIServer(t *testing.T) {
 	}
 }
 
-// equate compares views in their JSON form, which omits empty fields.
+// equate compares views as JSON, which omits empty fields.
 var equate = cmp.Transformer("JSON", func(views []*api.ServiceEndpoints) []any {
 	var out []any
 	for _, v := range views {
@@ -107,7 +107,6 @@ var equate = cmp.Transformer("JSON", func(views []*api.ServiceEndpoints) []any {
 	return out
 })
 
-// startInformers starts informers of the whole cluster.
 func startInformers(t testing.TB, server *apiserver.Server) *kube.Informers {
 	t.Helper()
 	factory := informers.NewSharedInformerFactory(server.Client(), 0)
@@ -125,7 +124,6 @@ func startInformers(t testing.TB, server *apiserver.Server) *kube.Informers {
 	return own
 }
 
-// objects are the objects of a tenant.
 type objects struct {
 	services []*corev1.Service
 	slices   []*discoveryv1.EndpointSlice
@@ -159,7 +157,8 @@ func pointers[T any](list []T) []*T {
 	return out
 }
 
-// manifest atomically writes objects to a file.
+// manifest atomically replaces the file path by a manifest of all objects, and returns
+// path.
 func (n *tenant) manifest(path string, all objects) string {
 	n.t.Helper()
 	var items [][]byte
@@ -191,8 +190,8 @@ func (n *tenant) manifest(path string, all objects) string {
 	return path
 }
 
-// print returns the expected print of a kpng-json on a node, with the tenant's name as
-// its proxy name.
+// print returns the expected output of a kpng-json process on a node. The proxy name is
+// the tenant's name.
 func (n *tenant) print(node string, all objects) []byte {
 	n.t.Helper()
 	convert, err := watcher.New(watcher.Options{ServiceProxyName: n.name})
@@ -236,7 +235,8 @@ func (n *tenant) print(node string, all objects) []byte {
 	return out.Bytes()
 }
 
-// viewOf returns a proxy's expected views of a manifest.
+// viewOf returns the views that the proxy of s should have if the cluster equals
+// manifest.
 func viewOf(t testing.TB, manifest string, s *screen) []*api.ServiceEndpoints {
 	t.Helper()
 	var views []*api.ServiceEndpoints
@@ -276,7 +276,7 @@ type randomizer struct {
 	*rand.Rand
 	proxies []string
 	network string
-	// services and slices are the maximum numbers of these objects.
+	// services and slices limit the numbers of services and EndpointSlices.
 	services, slices int
 }
 
@@ -309,7 +309,7 @@ func (r *randomizer) operate() {
 			err = r.admit(service.Name)
 		default:
 			err = r.tryPut(service)
-			if apierrors.IsInvalid(err) { // an immutable field changed
+			if apierrors.IsInvalid(err) { // the update changes an immutable field
 				r.remove(service)
 				err = r.tryPut(service)
 			}
@@ -322,8 +322,8 @@ func (r *randomizer) operate() {
 
 func serviceName(i int) string { return fmt.Sprintf("r%03d", i) }
 
-// service returns a random service with number i. There are few external IPs, ports and
-// families, so that services conflict.
+// service returns a random service with number i. So few external IPs and ports are
+// possible that services conflict.
 func (r *randomizer) service(i int) *corev1.Service {
 	s := newService(serviceName(i), r.proxies[i%len(r.proxies)])
 	if r.IntN(5) == 0 {
@@ -360,7 +360,7 @@ func (r *randomizer) service(i int) *corev1.Service {
 	return s
 }
 
-// admit sets load-balancer addresses of a service.
+// admit sets random load-balancer addresses in a service's status.
 func (r *randomizer) admit(name string) error {
 	ingress := pick(r.Rand,
 		`{"ip":%q,"ipMode":"VIP"}`,
@@ -374,8 +374,8 @@ func (r *randomizer) admit(name string) error {
 	return err
 }
 
-// slice returns a slice of a random service, usually with the labels that the controller
-// sets.
+// slice returns a random EndpointSlice of a random service. It usually has the labels
+// that the EndpointSlice controller would set.
 func (r *randomizer) slice() *discoveryv1.EndpointSlice {
 	of := newService(serviceName(r.IntN(r.services)), pick(r.Rand, r.proxies...))
 	if stored, err := r.client.CoreV1().Services(r.name).Get(r.t.Context(), of.Name, metav1.GetOptions{}); err == nil && r.IntN(8) > 0 {

@@ -11,9 +11,9 @@ import (
 )
 
 // TestReconnectedClientsReceiveChangesOnly disconnects a client and a relay from a server
-// while some of 200 services change. It counts the bytes that they receive after they
-// reconnect. A restarted server does not know the old tokens, so it sends the whole
-// state.
+// while some of 200 services change. It counts the bytes that they receive after a
+// reconnect. If the server has restarted, it does not know their resume tokens and sends
+// the whole state.
 func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 	const services = 200
 	t.Parallel()
@@ -43,7 +43,7 @@ func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 	direct := printer(served)
 	for _, test := range []struct {
 		name string
-		// start starts the process at an address and returns its prints.
+		// start starts a process that reads the kpng server at address, and returns the prints.
 		start func(address string) *prints
 	}{
 		{"a client", printer},
@@ -60,7 +60,7 @@ func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 				t.Helper()
 				out.expect(t, n.print(n.name, n.list()), who)
 			}
-			// The function away changes services and the stamp while the gate is closed.
+			// The function away closes the gate, and then changes services and the stamp.
 			away := func(changes int) {
 				t.Helper()
 				gate.close()

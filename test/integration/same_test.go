@@ -11,9 +11,9 @@ import (
 )
 
 // TestAllSourcesPrintTheSame runs kpng-json with the same 200 services from the API
-// server, from manifests, and from another kpng. The expected print is computed from the
-// API server's listing. At the beginning and after each of 500 changes, each print must
-// be equal to it, byte for byte.
+// server, from manifests, and from another kpng. At the beginning and after each of 500
+// changes, all prints must equal, byte for byte, a print that the test computes from the
+// API server's objects.
 func TestAllSourcesPrintTheSame(t *testing.T) {
 	const services, changes = 200, 500
 	t.Parallel()
@@ -27,7 +27,7 @@ func TestAllSourcesPrintTheSame(t *testing.T) {
 	for range services {
 		n.put(r.slice())
 	}
-	stamp := newService("zzz-stamp", n.name, servicePort("", 1, 1)) // makes each print different
+	stamp := newService("zzz-stamp", n.name, servicePort("", 1, 1)) // the test changes it, so that no print equals an earlier one
 	n.put(stamp)
 
 	printer := func(args ...string) *prints {
@@ -40,8 +40,8 @@ func TestAllSourcesPrintTheSame(t *testing.T) {
 	api := socket(t)
 	serve(n, kubeconfig, api)
 	served := printer("--api", api)
-	// kpng-json reads manifests only after a pause without changes. To avoid waiting, the
-	// test uses several manifests and changes them alternately.
+	// kpng-json reads a changed manifest after a pause without further changes. To save this
+	// time, the test changes several manifests in turn.
 	type following struct {
 		manifest string
 		out      *prints

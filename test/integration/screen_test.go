@@ -20,12 +20,13 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 )
 
-// screen is the state of a tenant's services that kpng-json, or a sink with the same
-// output, shows.
+// screen is the state of a tenant's services in the output of kpng-json, or of a sink
+// with the same output.
 //
-// Prints have no separator, and one without services is empty. So each screen has an
-// additional service, a stamp, which sorts last. It ends each print. The numbers of its
-// port and of its endpoint's port identify the API writes that the print includes.
+// kpng-json prints the whole state after each change. These prints have no separator. So
+// each screen has an additional service, the stamp, whose name sorts last and which
+// therefore ends each print. Its ports contain a number that the test increases. If a
+// print has the new number, it includes all earlier API writes.
 type screen struct {
 	tenant *tenant
 	proxy  string
@@ -40,7 +41,7 @@ type screen struct {
 	at    int32                   // the number in the stamp
 }
 
-// newScreen creates the stamp, so that every later output to out includes it.
+// newScreen creates the stamp. Call it before the process that writes to out starts.
 func newScreen(n *tenant, proxy string, out *lines) *screen {
 	n.t.Helper()
 	s := &screen{tenant: n, proxy: proxy, out: out}
@@ -50,7 +51,7 @@ func newScreen(n *tenant, proxy string, out *lines) *screen {
 	return s
 }
 
-// startScreen starts a kpng-json for a tenant.
+// startScreen starts kpng-json for a tenant.
 func startScreen(n *tenant, kubeconfig, proxy string) *screen {
 	n.t.Helper()
 	s := newScreen(n, proxy, nil)
@@ -61,7 +62,7 @@ func startScreen(n *tenant, kubeconfig, proxy string) *screen {
 	return s
 }
 
-// runScreen runs a proxy in this process with the same output.
+// runScreen runs a proxy in this process that prints like kpng-json.
 func runScreen(n *tenant, opts kpng.Options) *screen {
 	n.t.Helper()
 	s := newScreen(n, opts.Services.ServiceProxyName, newLines())
@@ -112,15 +113,14 @@ func run(t testing.TB, opts kpng.Options, sinks ...sink.Sink) (p *kpng.Proxy, st
 	return p, stop
 }
 
-// expect fails the test unless the output, including all earlier API writes, becomes want
-// in the form of describe.
+// expect waits until the output includes all earlier API writes and describe formats it
+// as want.
 func (s *screen) expect(want ...string) {
 	s.tenant.t.Helper()
 	s.await(func() string { return cmp.Diff(want, describe(s.shown)) })
 }
 
-// await fails the test unless diff returns "" for the output, including all earlier API
-// writes.
+// await waits until the output includes all earlier API writes and diff returns "".
 func (s *screen) await(diff func() string) {
 	t := s.tenant.t
 	t.Helper()
@@ -147,7 +147,7 @@ func (s *screen) await(diff func() string) {
 	}
 }
 
-// take processes the next line.
+// take processes the next line of the output.
 func (s *screen) take(line string) {
 	t := s.tenant.t
 	t.Helper()
@@ -174,7 +174,7 @@ func (s *screen) take(line string) {
 	}
 }
 
-// checkAll processes the output since the last call.
+// checkAll processes the rest of the output.
 func (s *screen) checkAll() {
 	list, _ := s.out.since(s.read)
 	for _, line := range list {
@@ -182,8 +182,7 @@ func (s *screen) checkAll() {
 	}
 }
 
-// belongs returns an error unless the service belongs to the screen's proxy. Prints
-// contain the service's label.
+// belongs returns an error if the service is not for the screen's proxy.
 func (s *screen) belongs(view *api.ServiceEndpoints) error {
 	label, labelled := view.Service.Labels[watcher.LabelServiceProxyName]
 	switch {
@@ -196,7 +195,7 @@ func (s *screen) belongs(view *api.ServiceEndpoints) error {
 	}
 }
 
-// describe returns views as lines: each service, then its endpoints, indented.
+// describe formats views as lines. Below each service are its endpoints, indented.
 //
 //	web IPv4 http=80
 //	  10.1.0.1 http=8080 local

@@ -25,12 +25,12 @@ import (
 func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 	for _, test := range []struct {
 		name string
-		// failures returns the steps of the sink for the first change. The last step waits for
-		// release.
+		// failures returns how the sink reacts to the Sync calls for the first change. The last
+		// reaction waits for release.
 		failures func(release <-chan struct{}) []sinktest.Step
-		// acked is true if the last step acknowledges the change.
+		// acked is true if the last of these calls succeeds.
 		acked bool
-		// alone is true if the driver has isolated the failing service.
+		// alone is true if the driver then delivers the failing service in a Sync of its own.
 		alone bool
 	}{
 		{"the sink fails three times", func(release <-chan struct{}) []sinktest.Step {
@@ -100,7 +100,7 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 				t.Errorf("%d syncs after the failures, want %d", len(all), count)
 			}
 			type change struct {
-				old, new int32 // ports
+				old, new int32 // the service's port before and after
 				unsure   bool
 			}
 			got := map[string]change{}
@@ -129,7 +129,7 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 	}
 }
 
-// after returns a step that waits for release and then does the given step.
+// after returns a step that waits for release and then calls step.
 func after(release <-chan struct{}, step sinktest.Step) sinktest.Step {
 	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 		<-release
@@ -137,7 +137,6 @@ func after(release <-chan struct{}, step sinktest.Step) sinktest.Step {
 	}
 }
 
-// portOf returns the port of a view's service, or 0.
 func portOf(v *api.ServiceEndpoints) int32 {
 	if v == nil {
 		return 0
@@ -145,7 +144,7 @@ func portOf(v *api.ServiceEndpoints) int32 {
 	return v.Service.Ports[0].Port
 }
 
-// waitState waits until done returns true for p's state of the cluster.
+// waitState waits until done returns true for a snapshot of p's state.
 func waitState(t *testing.T, p *kpng.Proxy, done func(*cluster.Snapshot) bool) {
 	t.Helper()
 	ctx := within(t)
@@ -162,14 +161,13 @@ func waitState(t *testing.T, p *kpng.Proxy, done func(*cluster.Snapshot) bool) {
 	}
 }
 
-// permissions are the permissions of a proxy in docs/running.md.
+// permissions contains the permissions that a proxy needs.
 var permissions = []rbacv1.PolicyRule{
 	{APIGroups: []string{""}, Resources: []string{"services", "nodes"}, Verbs: []string{"get", "list", "watch"}},
 	{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"get", "list", "watch"}},
 }
 
-// TestRunLeaksNoGoroutines is not parallel, because it would see the goroutines of other
-// tests.
+// This test is not parallel, because it would count the goroutines of other tests.
 func TestRunLeaksNoGoroutines(t *testing.T) {
 	server := shared.Get(t)
 	n := newTenant(t, server)
@@ -179,7 +177,7 @@ func TestRunLeaksNoGoroutines(t *testing.T) {
 		s.Spec.Selector = nil
 		n.put(s)
 	}
-	// Separate users have separate connections.
+	// client-go caches connections by user, so new users get new connections.
 	somebody := server.User(t, permissions...)
 	nobody := server.User(t)
 	nowhere := rest.CopyConfig(nobody)
@@ -190,7 +188,7 @@ func TestRunLeaksNoGoroutines(t *testing.T) {
 		name string
 		opts kpng.Options
 		step sinktest.Step
-		// wait waits for the moment to cancel.
+		// wait returns when it is time to stop the proxy.
 		wait func(*testing.T, *kpng.Proxy, *wire)
 	}{
 		{"after everything is applied", kpng.Options{Config: somebody}, nil, applied},
@@ -219,8 +217,7 @@ func TestRunLeaksNoGoroutines(t *testing.T) {
 	}
 }
 
-// TestNoHandlersRemainOnInformers is not parallel, because it would see the goroutines of
-// other tests.
+// This test is not parallel, because it would count the goroutines of other tests.
 func TestNoHandlersRemainOnInformers(t *testing.T) {
 	server := shared.Get(t)
 	n := newTenant(t, server)
@@ -229,7 +226,8 @@ func TestNoHandlersRemainOnInformers(t *testing.T) {
 		NodeName:  n.name,
 		Services:  watcher.Options{ServiceProxyName: n.name},
 	}
-	// After the informers have delivered a change, they start no more goroutines.
+	// An informer may start goroutines until it has delivered its first change. So let a
+	// first proxy receive changes before the goroutines are counted.
 	p, stop := run(t, opts, sinktest.NewRecorder(t, nil))
 	applied(t, p, nil)
 	web := newService("web", n.name, servicePort("", 80, 80))

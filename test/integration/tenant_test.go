@@ -23,8 +23,8 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// tenant is a test's part of a server: a namespace, and a node of the same name, which
-// need not exist.
+// tenant is a test's part of an API server: a namespace, and a node with the same name.
+// The node need not exist.
 type tenant struct {
 	t      testing.TB
 	client kubernetes.Interface
@@ -43,7 +43,7 @@ func newTenant(t testing.TB, server *apiserver.Server) *tenant {
 	return &tenant{t, server.Client(), name}
 }
 
-// through returns the tenant with another API server for writes.
+// through returns the same tenant with another API server.
 func (n *tenant) through(server *apiserver.Server) *tenant {
 	return &tenant{n.t, server.Client(), n.name}
 }
@@ -74,7 +74,6 @@ func (n *tenant) tryPut(o object) error {
 	return request.Param("fieldManager", "test").Param("force", "true").Body(body).Do(n.t.Context()).Error()
 }
 
-// create creates an object.
 func (n *tenant) create(o object) error {
 	var err error
 	switch o := o.(type) {
@@ -86,7 +85,7 @@ func (n *tenant) create(o object) error {
 	return err
 }
 
-// setKind sets the kind in an object.
+// setKind sets the fields kind and apiVersion of an object.
 func (n *tenant) setKind(o object) {
 	n.t.Helper()
 	kinds, _, err := scheme.Scheme.ObjectKinds(o)
@@ -110,7 +109,7 @@ func (n *tenant) tryRemove(o object) error {
 	return n.at(o, rest.Interface.Delete).Do(n.t.Context()).Error()
 }
 
-// at returns a request for o.
+// at returns a request for the API path of o.
 func (n *tenant) at(o object, verb func(rest.Interface) *rest.Request) *rest.Request {
 	switch o.(type) {
 	case *corev1.Service:
@@ -133,7 +132,7 @@ func (n *tenant) service(name string) *corev1.Service {
 	return s
 }
 
-// node returns the tenant's node, in a zone unless that is empty.
+// node returns the tenant's node. If zone is not empty, the node is in this zone.
 func (n *tenant) node(zone string) *corev1.Node {
 	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: n.name}}
 	if zone != "" {
@@ -142,8 +141,8 @@ func (n *tenant) node(zone string) *corev1.Node {
 	return node
 }
 
-// newService returns a service with a selector for a named proxy, or for the general one
-// if proxy is "".
+// newService returns a service with a selector. If proxy is not empty, it is the
+// service's proxy name.
 func newService(name, proxy string, ports ...corev1.ServicePort) *corev1.Service {
 	return &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: name, Labels: proxyLabel(proxy)},
@@ -151,7 +150,7 @@ func newService(name, proxy string, ports ...corev1.ServicePort) *corev1.Service
 	}
 }
 
-// newSlice returns a slice of a service, with the labels that the controller copies.
+// newSlice returns an EndpointSlice of a service, labelled as by the controller.
 func newSlice(name string, of *corev1.Service, ports []discoveryv1.EndpointPort, endpoints ...discoveryv1.Endpoint) *discoveryv1.EndpointSlice {
 	s := &discoveryv1.EndpointSlice{
 		ObjectMeta:  metav1.ObjectMeta{Name: name, Labels: proxyLabel(of.Labels[watcher.LabelServiceProxyName])},
@@ -173,7 +172,8 @@ func proxyLabel(proxy string) map[string]string {
 	return map[string]string{watcher.LabelServiceProxyName: proxy}
 }
 
-// newEndpoint returns a ready endpoint on a node, or without a node if that is "".
+// newEndpoint returns a ready endpoint. If node is not empty, the endpoint is on this
+// node.
 func newEndpoint(addr, node string) discoveryv1.Endpoint {
 	e := discoveryv1.Endpoint{Addresses: []string{addr}, Conditions: conditions(true, true, false)}
 	if node != "" {
@@ -186,7 +186,7 @@ func conditions(ready, serving, terminating bool) discoveryv1.EndpointConditions
 	return discoveryv1.EndpointConditions{Ready: &ready, Serving: &serving, Terminating: &terminating}
 }
 
-// servicePort returns a service port with a numeric or named target.
+// servicePort returns a port of a service. target is a port number or a port name.
 func servicePort(name string, port int32, target any) corev1.ServicePort {
 	p := corev1.ServicePort{Name: name, Port: port}
 	switch t := target.(type) {
@@ -198,7 +198,7 @@ func servicePort(name string, port int32, target any) corev1.ServicePort {
 	return p
 }
 
-// slicePorts returns the only port of a slice.
+// slicePorts returns the ports of an EndpointSlice with one port.
 func slicePorts(name string, port int32) []discoveryv1.EndpointPort {
 	return []discoveryv1.EndpointPort{{Name: &name, Port: &port}}
 }

@@ -23,7 +23,7 @@ type wire struct {
 type request struct {
 	// resource is the requested resource, such as "services".
 	resource string
-	// list is true for a request for a listing, whether streamed or not.
+	// list is true for a LIST request, and for a WATCH request that begins with all objects.
 	list bool
 	// status is the status of the response. Without a response, err is the error.
 	status int
@@ -32,19 +32,18 @@ type request struct {
 
 func newWire() *wire { return &wire{more: make(chan struct{})} }
 
-// tap makes all users of config go through this wire.
+// tap makes w record the requests of all clients with this config.
 func (w *wire) tap(config *rest.Config) *rest.Config {
 	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return &tap{w, next} })
 	return config
 }
 
-// tap is one end of a wire.
+// tap is a transport that records its requests in wire.
 type tap struct {
 	wire *wire
 	next http.RoundTripper
 }
 
-// RoundTrip implements http.RoundTripper.
 func (t *tap) RoundTrip(r *http.Request) (*http.Response, error) {
 	answer, err := t.next.RoundTrip(r)
 	query := r.URL.Query()
@@ -65,18 +64,18 @@ func (t *tap) RoundTrip(r *http.Request) (*http.Response, error) {
 	return answer, err
 }
 
-// WrappedRoundTripper gives client-go access to the transport whose connections it
-// closes.
+// WrappedRoundTripper returns the transport whose connections client-go closes.
 func (t *tap) WrappedRoundTripper() http.RoundTripper { return t.next }
 
-// count returns the number of requests, for a later wait.
+// count returns the number of requests so far, for a later call of wait.
 func (w *wire) count() int {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return len(w.requests)
 }
 
-// wait waits for a matching request after the first n.
+// wait waits for a request that satisfies the condition is. It ignores the first n
+// requests.
 func (w *wire) wait(t testing.TB, n int, what string, is func(request) bool) {
 	t.Helper()
 	ctx := within(t)

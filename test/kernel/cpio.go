@@ -14,15 +14,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// cpio writes an archive in the format newc, which the kernel reads as an initramfs
-// (Documentation/driver-api/early-userspace/buffer-format.rst). It keeps the first error.
+// cpio writes an initramfs in the format newc
+// (Documentation/driver-api/early-userspace/buffer-format.rst). Call close to get errors.
 type cpio struct {
 	w     *bufio.Writer
 	inode int
 	err   error
 }
 
-// copyFile adds the file source as name, executable.
+// copyFile adds a copy of source as an executable file.
 func (c *cpio) copyFile(name, source string) {
 	content, err := os.ReadFile(source)
 	c.err = errors.Join(c.err, err)
@@ -46,10 +46,10 @@ func (c *cpio) add(name string, mode int, content []byte) {
 	c.pad(len(content))
 }
 
-// pad adds zeros up to a multiple of four bytes.
+// pad adds zeros until the length is a multiple of four bytes.
 func (c *cpio) pad(written int) { c.w.Write(make([]byte, -written&3)) }
 
-// close ends the archive and returns the first error.
+// close ends the archive and returns all errors.
 func (c *cpio) close() error {
 	c.add("TRAILER!!!", 0, nil)
 	return errors.Join(c.err, c.w.Flush())

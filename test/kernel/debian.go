@@ -21,9 +21,8 @@ import (
 	"strings"
 )
 
-// kernel is a Debian kernel in the cache.
 type kernel struct {
-	// image is the bootable file. modules is the folder lib/modules beside it.
+	// image is the path of the bootable file. modules is the path of the folder lib/modules.
 	image, modules, version string
 }
 
@@ -48,7 +47,7 @@ func debianKernel(ctx context.Context, suite string) (*kernel, error) {
 		if err := download(ctx, suite, tmp); err != nil {
 			return nil, err
 		}
-		// Another process may have renamed its folder first.
+		// Another process may have created dir in the meantime.
 		if err := os.Rename(filepath.Join(tmp, "root"), dir); err != nil && !errors.Is(err, fs.ErrExist) {
 			return nil, err
 		}
@@ -66,8 +65,8 @@ func debianKernel(ctx context.Context, suite string) (*kernel, error) {
 
 var imagePackage = regexp.MustCompile(`(?m)^ *Depends: (linux-image-\d\S*)$`)
 
-// download writes a release's kernel to dir/root. It uses apt-get with its own settings and
-// lists, and does not change those of the machine.
+// download writes a release's kernel to dir/root. It runs apt-get with separate settings
+// and package lists, so that those of this machine do not change.
 func download(ctx context.Context, suite, dir string) error {
 	fmt.Fprintf(os.Stderr, "kernel: downloading the kernel of Debian %s\n", suite)
 	mirror := os.Getenv("KPNG_DEBIAN_MIRROR")
@@ -104,7 +103,7 @@ func download(ctx context.Context, suite, dir string) error {
 		return command(program, "apt", append([]string{
 			"-qq",
 			"-o", "APT::Architecture=amd64",
-			"-o", "APT::Sandbox::User=", // may not read the cache folder
+			"-o", "APT::Sandbox::User=", // no separate user, who might not be able to read the cache
 			"-o", "Dir::Etc::SourceList=" + dir + "/sources.list", "-o", "Dir::Etc::SourceParts=-",
 			"-o", "Dir::State=" + dir, "-o", "Dir::State::Status=" + dir + "/status",
 			"-o", "Dir::Cache=" + dir,
@@ -140,7 +139,7 @@ func download(ctx context.Context, suite, dir string) error {
 	return err
 }
 
-// initramfs makes the first file system of the guest, and returns the name of its file.
+// initramfs writes the guest's first file system to a file, and returns the file's name.
 func (k *kernel) initramfs(j *job) (name string, err error) {
 	files, err := k.moduleFiles("virtio_pci", "9pnet_virtio", "9p", "overlay")
 	if err != nil {
@@ -176,7 +175,8 @@ func (k *kernel) initramfs(j *job) (name string, err error) {
 	return f.Name(), archive.close()
 }
 
-// checkStatic checks that a program is statically linked: the guest has no libraries.
+// checkStatic checks that a program is statically linked, because the initramfs has no
+// libraries.
 func checkStatic(program string) error {
 	file, err := elf.Open(program)
 	if err != nil {
@@ -206,7 +206,7 @@ func (k *kernel) moduleFiles(names ...string) ([]string, error) {
 		if bytes.Contains(builtin, []byte("/"+name+".ko\n")) {
 			continue
 		}
-		// A line is "module: dependency ...". The last dependency loads first.
+		// A line is "module: dependency ...". The dependencies must load from last to first.
 		line := regexp.MustCompile(`(?m)^\S*/` + name + `\.ko:.*$`).FindString(string(text))
 		if line == "" {
 			return nil, fmt.Errorf("%s has no module %s", dir, name)

@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// job is the task of the guest.
+// job describes the program that the guest runs.
 type job struct {
 	Args, Env []string
 	Dir       string
@@ -25,35 +25,35 @@ type job struct {
 	Modules string
 }
 
-// The paths in the initramfs: this program, the job, and the modules that are needed for
-// the file system of the host. The modules load in the order of their names.
+// Paths in the initramfs: this program, the job as JSON, and the modules that the guest
+// needs to mount the host's file system. The file names sort in load order.
 const (
 	initPath   = "/init"
 	jobPath    = "/job"
 	modulesDir = "/modules"
 )
 
-// hostTag names the file system of the host.
+// hostTag is the mount tag of the host's file system.
 const hostTag = "host"
 
-// guestMain is the first process of the guest. It does not return.
+// guestMain is the main function of the guest's first process. It does not return.
 func guestMain() {
 	status, err := guest()
 	if err != nil {
-		fmt.Fprintln(os.Stderr, "kernel:", err) // to the console
+		fmt.Fprintln(os.Stderr, "kernel:", err) // stderr is the console
 	} else {
 		fmt.Fprintf(life, "exit %d\n", status)
 	}
 	for _, port := range []*os.File{os.Stderr, output, life} {
 		if port != nil {
-			unix.IoctlSetInt(int(port.Fd()), unix.TCSBRK, 1) // wait until everything is sent
+			unix.IoctlSetInt(int(port.Fd()), unix.TCSBRK, 1) // like tcdrain: wait until all output is sent
 		}
 	}
 	unix.Reboot(unix.LINUX_REBOOT_CMD_POWER_OFF)
 	select {}
 }
 
-// The serial ports besides the console. See boot.
+// The serial ports for output and for signs of life. See boot.
 var output, life *os.File
 
 func guest() (status int, err error) {
@@ -114,8 +114,8 @@ func loadModules() error {
 	return nil
 }
 
-// makeRoot replaces the root file system by the host's, with an overlay in memory for
-// writes.
+// makeRoot makes the host's file system the root file system. An overlay in memory
+// receives all writes.
 func makeRoot(j *job) error {
 	type mount struct {
 		source, target, kind string
@@ -155,7 +155,7 @@ func makeRoot(j *job) error {
 	if err := unix.Mount(".", "/", "", unix.MS_MOVE, ""); err != nil {
 		return fmt.Errorf("move root file system: %w", err)
 	}
-	// All threads share the root folder, including kernel threads that start modprobe.
+	// This also changes the root folder of kernel threads, which start modprobe.
 	if err := unix.Chroot("."); err != nil {
 		return fmt.Errorf("change root folder: %w", err)
 	}
@@ -179,7 +179,7 @@ func openPort(name string) (*os.File, error) {
 	return f, nil
 }
 
-// execute runs the program. It also reaps orphaned processes, so that tests see them end.
+// execute runs the program. It also reaps orphaned processes.
 func execute(j *job) (status int, err error) {
 	program, err := exec.LookPath(j.Args[0])
 	if err != nil {

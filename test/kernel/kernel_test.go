@@ -15,7 +15,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 )
 
-// build builds a command and returns its path. "." is this command.
+// build builds a command from the package source and returns the command's path.
 func build(t *testing.T, source string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "command")
@@ -27,7 +27,7 @@ func build(t *testing.T, source string) string {
 	return path
 }
 
-// TestGuest boots both kernels and checks a program's environment, output and exit status.
+// TestGuest checks a program's environment, output and exit status with both kernels.
 func TestGuest(t *testing.T) {
 	command := build(t, ".")
 	for _, guest := range []struct {
@@ -64,7 +64,6 @@ func TestGuest(t *testing.T) {
 	}
 }
 
-// TestNFTablesNamesMissingKernelFeatures starts package backends/nftables without some modules.
 func TestNFTablesNamesMissingKernelFeatures(t *testing.T) {
 	command, start := build(t, "."), build(t, "./testdata/start")
 	for _, test := range []struct{ suite, without, want string }{
@@ -78,7 +77,7 @@ func TestNFTablesNamesMissingKernelFeatures(t *testing.T) {
 	}
 }
 
-// TestGuestThatEndsOrHangsFails runs other programs instead of QEMU.
+// TestGuestThatEndsOrHangsFails replaces QEMU by scripts.
 func TestGuestThatEndsOrHangsFails(t *testing.T) {
 	command := build(t, ".")
 	for name, test := range map[string]struct{ qemu, path, want string }{

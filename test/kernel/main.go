@@ -7,11 +7,11 @@
 //	CGO_ENABLED=0 go build -C test -o /tmp/kernel ./kernel
 //	go test -p 1 -exec "/tmp/kernel -debian bullseye" ./backends/nftables
 //
-// The guest has the file system of this machine at the same paths, so that the program
-// finds its libraries, other programs, the working directory and testdata. The guest
-// keeps its file changes in memory only. The program runs as root, with the arguments and
-// the environment that it would have here. Command kernel passes on its output and its
-// exit status, and needs no privileges itself.
+// The guest sees this machine's files at the same paths, so that the program finds its
+// libraries, other programs, the working directory and testdata. Changes of files stay in
+// the guest's memory. The program runs as root, with its usual arguments and environment.
+// Command kernel prints the program's output and exits with its status. Command kernel
+// itself needs no privileges.
 //
 // Flags:
 //
@@ -22,14 +22,14 @@
 //	-accel NAME      QEMU's accelerator: tcg, which emulates, or kvm
 //
 // The first run downloads the kernel with apt-get, which checks Debian's signatures, into
-// the user's cache folder (kpng/kernel). $KPNG_DEBIAN_MIRROR names another mirror than
-// http://deb.debian.org/debian. Later runs need no network; remove the folder to get a
-// newer kernel.
+// the user's cache folder (kpng/kernel). To use another mirror than
+// http://deb.debian.org/debian, set $KPNG_DEBIAN_MIRROR. Later runs need no network. To
+// get a newer kernel, remove the folder.
 //
-// It needs the Debian packages apt, dpkg, debian-archive-keyring, kmod and qemu-system-x86,
-// and iproute2 for the guest. A guest boots in some 5 seconds under software emulation, and
-// programs run 10 to 30 times slower than here. KVM is not the default because it fails
-// on many virtual machines.
+// It needs the Debian packages apt, dpkg, debian-archive-keyring, kmod and
+// qemu-system-x86, and iproute2 for the guest. With tcg, a guest boots in about 5
+// seconds, and programs run 10 to 30 times slower than without QEMU. KVM is not the
+// default because it fails on many virtual machines.
 package main
 
 import (
@@ -51,7 +51,7 @@ func main() {
 	if os.Getpid() == 1 && os.Args[0] == initPath {
 		guestMain()
 	}
-	// QEMU is killed when the thread that started it ends.
+	// The kernel kills QEMU when the thread that started it ends, so keep the thread.
 	runtime.LockOSThread()
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM, unix.SIGQUIT)
 	defer stop()
@@ -63,7 +63,7 @@ func main() {
 	os.Exit(status)
 }
 
-// run runs the program that args name, after flags, and returns its exit status.
+// run parses the flags in args, runs the program and returns its exit status.
 func run(ctx context.Context, args []string) (int, error) {
 	flags := flag.NewFlagSet("kernel", flag.ExitOnError)
 	suite := flags.String("debian", "bookworm", "the Debian `suite` whose kernel boots")
@@ -75,7 +75,7 @@ func run(ctx context.Context, args []string) (int, error) {
 	if flags.NArg() == 0 {
 		return 0, errors.New("no program to run given")
 	}
-	// The path of users other than root may lack these folders.
+	// The $PATH of users other than root may lack these folders.
 	os.Setenv("PATH", os.Getenv("PATH")+":/usr/sbin:/sbin")
 	qemu, err := find("qemu-system-x86_64", "qemu-system-x86")
 	if err != nil {
@@ -104,12 +104,12 @@ func run(ctx context.Context, args []string) (int, error) {
 		"-kernel", k.image, "-initrd", initramfs, "-append", parameters,
 		"-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap",
 		"-device", "virtio-9p-pci,fsdev=host,mount_tag="+hostTag,
-		// ttyS0 to ttyS2, see boot.
+		// ttyS0, ttyS1 and ttyS2; boot explains them.
 		"-serial", "file:/dev/fd/3", "-serial", "file:/dev/fd/4", "-serial", "file:/dev/fd/5",
 	), *silence)
 }
 
-// find returns the path of a program of a Debian package.
+// find returns the path of a program. Its error names the Debian package to install.
 func find(program, debianPackage string) (string, error) {
 	path, err := exec.LookPath(program)
 	if err != nil {
@@ -118,7 +118,7 @@ func find(program, debianPackage string) (string, error) {
 	return path, nil
 }
 
-// tail keeps the last output of a command or a console, for errors.
+// tail returns the last 4 KiB of an output, for an error message.
 func tail(b []byte) string {
 	const limit = 4 << 10
 	return strings.TrimSpace(string(b[max(0, len(b)-limit):]))

@@ -17,9 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// boot runs a guest to its end and returns the exit status of its program. The guest has
-// three serial ports: the kernel's console, the program's output, and signs of life. The
-// last line on the third one is the exit status.
+// boot runs a guest to its end and returns the exit status of the guest's program. The
+// guest has three serial ports: for the console, for the program's output, and for signs
+// of life. The last line at the port for signs of life is the exit status.
 func boot(qemu *exec.Cmd, silence time.Duration) (status int, err error) {
 	var readers, writers [3]*os.File
 	for i := range readers {

@@ -14,19 +14,18 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 )
 
-// thisNode is the node of the compared proxies.
+// thisNode is the name of the node on which both proxies run.
 const thisNode = "n1"
 
-// cluster is a service with its slices, and the zone of this node. No two endpoints have
-// the same address. For equal addresses kube-proxy uses any endpoint, and kpng uses the
-// best one.
+// cluster is a service, its EndpointSlices, and the zone of this node. All endpoint
+// addresses differ, because the proxies treat two endpoints with one address differently:
+// kube-proxy uses either, and kpng uses the better one.
 type cluster struct {
 	service *corev1.Service
 	slices  []*discoveryv1.EndpointSlice
 	zone    string
 }
 
-// String returns the cluster as JSON.
 func (c *cluster) String() string {
 	text, err := json.MarshalIndent(struct {
 		Zone    string
@@ -39,7 +38,8 @@ func (c *cluster) String() string {
 	return string(text)
 }
 
-// hasOtherPorts reports whether a slice has a port that the service does not have.
+// hasOtherPorts reports whether any EndpointSlice has a port that the service does not
+// have.
 func (c *cluster) hasOtherPorts() bool {
 	for _, slice := range c.slices {
 		for _, p := range slice.Ports {
@@ -51,18 +51,17 @@ func (c *cluster) hasOtherPorts() bool {
 	return false
 }
 
-// chance makes random choices.
 type chance struct{ *rand.Rand }
 
-// oneIn reports true once in n times.
+// oneIn returns true with probability 1/n.
 func (r chance) oneIn(n int) bool { return r.IntN(n) == 0 }
 
 func (r chance) condition() *bool { return pick(r, nil, new(true), new(false)) }
 
 func pick[T any](r chance, from ...T) T { return from[r.IntN(len(from))] }
 
-// portNames, protocols and ports describe the ports that a service may have. Two of them
-// have the same number. A service has at least one.
+// protocols and ports describe the ports of a service, which has the first one, two or
+// three of them.
 var (
 	protocols = []corev1.Protocol{"TCP", "UDP", "TCP"}
 	ports     = []int32{80, 53, 53}
@@ -145,9 +144,9 @@ func (r chance) loadBalancer(s *corev1.Service) {
 	}
 }
 
-// endpointMaker makes the slices of a cluster. Most endpoints have the same kind of hints
-// and conditions. With random kinds for each endpoint, kube-proxy would rarely use the
-// hints.
+// endpointMaker creates the EndpointSlices of a cluster. Most endpoints of a cluster have
+// hints and conditions of the same kind. If the kinds were random, kube-proxy would
+// rarely use hints, because it ignores them unless all endpoints have them.
 type endpointMaker struct {
 	chance
 	hints      int // 0: none, 1: mostly zones, 2: mostly nodes and zones, else any
@@ -201,7 +200,7 @@ func (r *endpointMaker) endpoint(t discoveryv1.AddressType) discoveryv1.Endpoint
 		Zone:       pick(r.chance, nil, new("a"), new("b")),
 	}
 	if r.oneIn(8) {
-		e.Addresses = append(e.Addresses, "172.31.0.1") // the first one counts
+		e.Addresses = append(e.Addresses, "172.31.0.1") // proxies use only the first address
 	}
 	switch r.conditions {
 	case 1:

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package kpdiff compares the decisions of kpng and kube-proxy for random clusters. It
-// calls kube-proxy's own packages, and kpng's packages watcher and nodeview. Only the
-// differences that docs/semantics.md declares are allowed.
+// calls kube-proxy's packages, and kpng's packages watcher and nodeview. A decision may
+// differ only if docs/semantics.md declares the difference.
 package kpdiff
 
 import (
@@ -21,28 +21,27 @@ import (
 
 var clusters = flag.Int("clusters", 10_000, "the number of random clusters to compare; fewer than 5,000 may not show all declared differences")
 
-// decided contains the decisions of a proxy about the service of a cluster on one node.
+// decided contains a proxy's decisions about the service of a cluster.
 type decided struct {
-	// frontends describes the treatment of traffic at each frontend.
+	// frontends maps each frontend to a description of what happens to its traffic.
 	frontends map[string]string
-	// health maps a family to the number of endpoints that health checks report. A family
-	// without health checks is missing.
+	// health maps an IP family to the number of endpoints that health checks report. It has
+	// no entry if the service has no health checks.
 	health map[string]int
 }
 
-// A difference is declared if docs/semantics.md describes it as intended.
+// The differences that docs/semantics.md declares as intended.
 const (
-	// otherFamily is the difference for source ranges that are all of the other family. Then
-	// kpng admits no source, and kube-proxy admits all.
+	// otherFamily occurs if all source ranges are of the other IP family. Then kpng admits
+	// no client, and kube-proxy admits all clients.
 	otherFamily = "source ranges of the other family only"
-	// otherPorts is a difference in health checks. The health checks of kpng count only
-	// endpoints that have a port of the service. Those of kube-proxy count endpoints with
-	// any port.
+	// otherPorts occurs if an endpoint has no port of the service. For health checks kpng
+	// does not count this endpoint, and kube-proxy counts it.
 	otherPorts = "health checks of endpoints that serve no port of the service"
 )
 
 func TestOnlyDeclaredDifferences(t *testing.T) {
-	// kube-proxy logs each slice and service that it rejects.
+	// Discard the log, in which kube-proxy reports each object that it rejects.
 	klog.LogToStderr(false)
 	klog.SetOutput(io.Discard)
 	declared := map[string]int{}
@@ -78,7 +77,7 @@ func TestOnlyDeclaredDifferences(t *testing.T) {
 		}
 	}
 	t.Logf("%d clusters: frontends by verdict %v, declared differences %v", *clusters, verdicts, declared)
-	// The comparison needs variety in the clusters.
+	// The test proves little unless every verdict and every declared difference occurs.
 	for _, verdict := range []string{"to", "drop", "reject"} {
 		if verdicts[verdict] == 0 {
 			t.Errorf("no frontend has the verdict %q", verdict)
@@ -91,17 +90,17 @@ func TestOnlyDeclaredDifferences(t *testing.T) {
 	}
 }
 
-// frontendsOf returns the sorted keys of both maps.
+// frontendsOf returns the keys that occur in a or b, sorted.
 func frontendsOf[T any](a, b map[string]T) []string {
 	all := maps.Clone(a)
 	maps.Copy(all, b)
 	return slices.Sorted(maps.Keys(all))
 }
 
-// noSource is the suffix of a frontend that admits no source.
+// noSource ends the description of a frontend that admits no client.
 const noSource = " from"
 
-// externally describes an external frontend.
+// externally returns the description of an external frontend.
 func externally(elsewhere, node string, affinity int, local bool, sources []string) string {
 	masquerade := "all"
 	if local {

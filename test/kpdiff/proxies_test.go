@@ -13,7 +13,7 @@ import (
 	"k8s.io/kubernetes/pkg/proxy"
 )
 
-// kubeProxy returns kube-proxy's decisions, using the steps that its backends share.
+// kubeProxy returns kube-proxy's decisions, from code that all its backends share.
 func kubeProxy(c *cluster) decided {
 	d := decided{map[string]string{}, map[string]int{}}
 	labels := map[string]string{}
@@ -59,8 +59,8 @@ func kubeProxy(c *cluster) decided {
 	return d
 }
 
-// addKubeProxyPort adds the frontends of a service port. use returns the treatment of
-// traffic under policy Local or Cluster.
+// addKubeProxyPort adds the frontends of a service port. The function use describes what
+// happens to traffic under policy Local or Cluster.
 func (d *decided) addKubeProxyPort(family corev1.IPFamily, port proxy.ServicePort, use func(local bool) string) {
 	affinity := port.StickyMaxAgeSeconds()
 	local := port.ExternalPolicyLocal()
@@ -83,7 +83,7 @@ func (d *decided) addKubeProxyPort(family corev1.IPFamily, port proxy.ServicePor
 	}
 }
 
-// kpng returns kpng's decisions: the conversion of package watcher, then nodeview.
+// kpng returns kpng's decisions. It calls package watcher, and then package nodeview.
 func kpng(t *testing.T, c *cluster) decided {
 	t.Helper()
 	d := decided{map[string]string{}, map[string]int{}}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package kubeproxy runs kube-proxy in tests. These compare kpng's backends with it and
-// check the conformance kit with it.
+// Package kubeproxy runs kube-proxy in tests, to compare it with kpng's backends and to
+// check the conformance kit.
 package kubeproxy
 
 import (
@@ -16,36 +16,36 @@ import (
 	"github.com/kpng-project/kpng/test/gotool"
 )
 
-// Options configure a kube-proxy. Everything else has kube-proxy's defaults.
+// Options configures a kube-proxy. All other settings have kube-proxy's defaults.
 type Options struct {
 	// Kubeconfig is the path of a kubeconfig file of the cluster.
 	Kubeconfig string
-	// Node is the name of the node. Its Node object must exist, because kube-proxy waits for
-	// its addresses.
+	// Node is the name of the node. The Node object must exist, because kube-proxy waits for
+	// the node's addresses.
 	Node string
-	// MinSyncPeriod is the minimum time between two syncs; 0 means kube-proxy's default, one
-	// second.
+	// MinSyncPeriod is the minimum time between two syncs. 0 means one second.
 	MinSyncPeriod time.Duration
-	// ClusterCIDR is kube-proxy's setting for the pod network. Empty means that traffic from
-	// pods cannot be detected.
+	// ClusterCIDR is the address range of pods. If it is empty, kube-proxy cannot recognize
+	// traffic from pods.
 	ClusterCIDR string
-	// NodePortAddresses contain the node's addresses that have node ports. If empty,
-	// kube-proxy uses the primary addresses.
+	// NodePortAddresses contains the node addresses that accept traffic to node ports. If it
+	// is empty, these are the primary addresses.
 	NodePortAddresses []string
-	// MasqueradeAll masquerades all connections to cluster IPs.
+	// MasqueradeAll makes kube-proxy masquerade all connections to cluster IPs.
 	MasqueradeAll bool
 }
 
-// Command returns kube-proxy, built if needed, with arguments for nftables mode. It must
-// run as root, or with CAP_NET_ADMIN, in the node's network namespace, which must reach
-// the API server. It listens there on 127.0.0.1:10249 and :10256.
+// Command builds kube-proxy if needed, and returns its path and arguments for nftables
+// mode. kube-proxy needs CAP_NET_ADMIN. Run it in the node's network namespace, where it
+// must be able to connect to the API server. It listens on 127.0.0.1:10249 and :10256.
 func Command(t testing.TB, o Options) []string {
 	t.Helper()
 	program, err := gotool.Build(t.Context(), gotool.KubeProxy)
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The limits of connection tracking belong to the machine, not to the namespace.
+	// The conntrack values keep the kernel's limits, because these apply to the whole
+	// machine.
 	config := fmt.Sprintf(`apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
 mode: nftables
@@ -63,7 +63,7 @@ conntrack: {maxPerCore: 0, min: 0, tcpCloseWaitTimeout: 0s, tcpEstablishedTimeou
 	return []string{program, "--config=" + path}
 }
 
-// quoted returns the words as items of a YAML list.
+// quoted returns words as the items of a YAML list.
 func quoted(words []string) string {
 	var list []string
 	for _, w := range words {

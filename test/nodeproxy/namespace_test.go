@@ -18,7 +18,6 @@ type namespace struct{ *netnstest.Namespace }
 
 func newNamespace(t testing.TB) namespace { return namespace{netnstest.New(t)} }
 
-// sh runs a program and returns its output.
 func sh(t testing.TB, args ...string) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(t.Context()), time.Minute)
@@ -30,7 +29,8 @@ func sh(t testing.TB, args ...string) string {
 	return string(out)
 }
 
-// join connects an interface of a node with eth0 of another namespace.
+// join connects the interface name of a node with the interface eth0 of another
+// namespace.
 func join(t testing.TB, node namespace, name, nodeAddr string, other namespace, addrs ...string) {
 	t.Helper()
 	node.Join(t, name, other.Namespace, "eth0")
@@ -41,7 +41,7 @@ func join(t testing.TB, node namespace, name, nodeAddr string, other namespace, 
 	other.Route(t, "default", strings.Split(nodeAddr, "/")[0], "eth0")
 }
 
-// client is a UDP client that keeps its port.
+// client returns a UDP client, which always sends from the same port.
 func (n namespace) client(t testing.TB, to string) net.Conn {
 	t.Helper()
 	var c net.Conn
@@ -52,7 +52,8 @@ func (n namespace) client(t testing.TB, to string) net.Conn {
 	return c
 }
 
-// ask returns the name of the pod that answers, or "" without an answer.
+// ask sends a datagram. It returns the answer, which is a pod's name, or "" without an
+// answer.
 func ask(c net.Conn) string {
 	c.SetDeadline(time.Now().Add(200 * time.Millisecond))
 	if _, err := c.Write([]byte("?")); err != nil {
@@ -63,7 +64,6 @@ func ask(c net.Conn) string {
 	return string(buffer[:read])
 }
 
-// await polls until got returns want.
 func await[T comparable](t testing.TB, what string, want T, got func() T) {
 	t.Helper()
 	last := got()

@@ -30,13 +30,14 @@ var shared apiserver.Shared
 
 func TestMain(m *testing.M) { os.Exit(shared.Run(m)) }
 
-// The permissions of the DaemonSet's service account.
+// rights contains the permissions of the DaemonSet's service account.
 var rights = []rbacv1.PolicyRule{
 	{APIGroups: []string{""}, Resources: []string{"services", "nodes"}, Verbs: []string{"get", "list", "watch"}},
 	{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"get", "list", "watch"}},
 }
 
-// least is a command prefix for root with only CAP_NET_ADMIN, as in the DaemonSet.
+// least is a prefix for commands. It runs them as root with only CAP_NET_ADMIN, as in the
+// DaemonSet.
 var least = []string{"setpriv", "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--no-new-privs"}
 
 const (
@@ -48,11 +49,11 @@ const (
 	nodeName = "nodeproxy"
 )
 
-// world is a node with two pods, and a client.
+// world consists of a node, two pods on the node, and a client elsewhere.
 type world struct {
 	t                  *testing.T
 	server             *apiserver.Server
-	namespace          string // of the API server
+	namespace          string // the namespace of Kubernetes objects
 	node, pods, client namespace
 	kubeconfig, kpng   string
 }
@@ -94,7 +95,7 @@ func (w *world) check(err error) {
 	}
 }
 
-// service creates a service and returns the API server's version of it.
+// service creates a service and returns it as the API server has stored it.
 func (w *world) service(name string, spec corev1.ServiceSpec) *corev1.Service {
 	w.t.Helper()
 	svc, err := w.server.Client().CoreV1().Services(w.namespace).Create(w.t.Context(),
@@ -103,7 +104,7 @@ func (w *world) service(name string, spec corev1.ServiceSpec) *corev1.Service {
 	return svc
 }
 
-// lead sets the endpoints of a service to one address on a node.
+// lead gives a service a single endpoint, with address ip on a node.
 func (w *world) lead(service *corev1.Service, ip, node string) {
 	w.t.Helper()
 	slices := w.server.Client().DiscoveryV1().EndpointSlices(w.namespace)
@@ -124,8 +125,8 @@ func (w *world) lead(service *corev1.Service, ip, node string) {
 	w.check(err)
 }
 
-// run starts kpng and waits until it is ready. If the test fails, it shows kpng's log.
-// The returned function sends kpng a signal, waits for its end and returns the result.
+// run starts kpng and waits until it is ready. The returned function sends a signal to
+// kpng, waits until kpng ends and returns its result. A failed test shows kpng's log.
 func (w *world) run() (end func(os.Signal) error) {
 	w.t.Helper()
 	args := w.node.Command(append(least, w.kpng, "kube", "--kubeconfig", w.kubeconfig, "to-local", "nftables",
@@ -167,8 +168,8 @@ func (w *world) run() (end func(os.Signal) error) {
 	return end
 }
 
-// TestMissingPrivilegesAreNamed checks the errors of kpng, at start and in cleanup, when it
-// may not change tables.
+// TestMissingPrivilegesAreNamed checks the errors that kpng and its cleanup report if
+// they may not change tables.
 func TestMissingPrivilegesAreNamed(t *testing.T) {
 	node := newNamespace(t)
 	kpng := buildKpng(t)
@@ -188,7 +189,6 @@ func TestMissingPrivilegesAreNamed(t *testing.T) {
 	}
 }
 
-// buildKpng builds kpng and returns its path.
 func buildKpng(t *testing.T) string {
 	t.Helper()
 	kpng := filepath.Join(t.TempDir(), "kpng")
@@ -200,7 +200,7 @@ func buildKpng(t *testing.T) string {
 	return kpng
 }
 
-// get fetches a page in a namespace. The status is 0 if that fails.
+// get requests a page from a namespace. Without a response, status is 0.
 func (w *world) get(from namespace, page string) (status int, body string) {
 	client := &http.Client{Timeout: time.Second, Transport: &http.Transport{
 		DisableKeepAlives: true,
@@ -221,8 +221,8 @@ func (w *world) get(from namespace, page string) (status int, body string) {
 	return response.StatusCode, string(text)
 }
 
-// explains checks what kpng reports about a service's cluster IP in the kernel. It checks
-// whether kpng reports a difference, and a part of the text.
+// explains runs kpng explain --dataplane for a service's cluster IP. It checks the
+// reported difference, and that the output contains want.
 func (w *world) explains(service *corev1.Service, difference, want string) {
 	w.t.Helper()
 	text := sh(w.t, w.node.Command(append(least, w.kpng, "explain", "--kubeconfig", w.kubeconfig, "--node-name", nodeName,

@@ -37,18 +37,18 @@ const (
 	getters = 32
 )
 
-// sample contains the figures of a proxy in one round. The value 0 means that the proxy
-// does not support the load.
+// sample contains the figures of a proxy in one round. A figure is 0 if the proxy does
+// not support that kind of load.
 type sample map[string]float64
 
-// columns are the figures, in the order of the table.
+// columns contains the names of the figures, in the order of the table.
 var columns = []string{
 	"1 stream, Gbit/s", "16 streams, Gbit/s", "CPU s/GB", "connections/s", "CPU µs/connection",
 	"latency p50, µs", "latency p99, µs", "KB/idle connection", "descriptors/idle connection", "datagrams/s",
 }
 
 // BenchmarkProxies prints a table of medians. Each round measures all proxies, so that
-// drift of the machine affects all.
+// slow changes of the machine's speed affect all of them.
 func BenchmarkProxies(b *testing.B) {
 	w := newWorld(b)
 	all := proxies(w)
@@ -71,7 +71,7 @@ func BenchmarkProxies(b *testing.B) {
 		table += " |\n"
 	}
 	fmt.Println(table)
-	b.ReportMetric(0, "ns/op") // the table is the result
+	b.ReportMetric(0, "ns/op") // the time of the benchmark itself means nothing
 }
 
 // spread returns the median, minimum and maximum of a figure.
@@ -96,7 +96,7 @@ func spread(samples []sample, column string) string {
 	return fmt.Sprintf(format+" ("+format+"–"+format+")", values[len(values)/2], values[0], values[len(values)-1])
 }
 
-// measure runs all loads with a proxy.
+// measure runs each kind of load through a proxy.
 func (w *world) measure(p *proxy) sample {
 	server := w.start(w.server, nil, "env", "KPNG_BENCH_SERVER=1", os.Args[0])
 	defer server.stop()
@@ -109,7 +109,7 @@ func (w *world) measure(p *proxy) sample {
 		}
 		group = cgroup.New(w)
 		running := w.start(w.proxy, group, p.command...)
-		// kube-proxy leaves its rules behind.
+		// When kube-proxy ends, its rules remain. Delete them.
 		defer w.proxy.Run(w, "iptables", "-t", "nat", "-F")
 		defer running.stop()
 		for _, port := range []int{httpPort, bulkPort, echoPort} {
@@ -121,7 +121,7 @@ func (w *world) measure(p *proxy) sample {
 		l.Target, l.For = p.target(), each
 		return w.load(l, nil)
 	}
-	// The function used runs a load and returns the CPU time of the proxy during the load.
+	// used runs a load. It also returns the CPU time of the proxy during the load.
 	used := func(l load) (result, time.Duration) {
 		if group == nil {
 			return run(l), 0
@@ -147,7 +147,7 @@ func (w *world) measure(p *proxy) sample {
 		s["datagrams/s"] = run(load{Kind: "udp", Clients: 16}).perSecond()
 	}
 	if group != nil {
-		time.Sleep(500 * time.Millisecond) // until earlier connections have ended
+		time.Sleep(500 * time.Millisecond) // let earlier connections end
 		memoryBefore, filesBefore := group.Memory(), group.Descriptors()
 		w.load(load{Kind: "idle", Target: p.target(), Clients: idlers}, func() {
 			s["KB/idle connection"] = float64(group.Memory()-memoryBefore) / idlers / 1000

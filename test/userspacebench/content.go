@@ -13,14 +13,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// content replaces this process by another program. If that program raises its limit of
-// open files, the call succeeds without effect. This is for kube-proxy, which ends if it
-// cannot raise the limit to 64,000. In some containers not even root may do that.
+// content replaces this process by the program in args. When that program sets a resource
+// limit, the call succeeds without effect. kube-proxy needs this: it ends if it cannot
+// raise its limit of open files to 64,000, which some containers forbid even to root.
 func content(args []string) {
 	runtime.LockOSThread()
-	const newLimit = 16 + 2*8 // third argument of the system call in struct seccomp_data
+	const newLimit = 16 + 2*8 // offset of the system call's third argument in struct seccomp_data
 	filter := []unix.SockFilter{
-		{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: 0}, // number of the system call
+		{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: 0}, // load the number of the system call
 		{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, Jf: 3, K: unix.SYS_PRLIMIT64},
 		{Code: unix.BPF_LD | unix.BPF_W | unix.BPF_ABS, K: newLimit},
 		{Code: unix.BPF_JMP | unix.BPF_JEQ | unix.BPF_K, Jt: 1, K: 0},

@@ -2,12 +2,11 @@
 
 //go:build linux
 
-// Package userspacebench compares the userspace backend with similar proxies in one run:
-// no proxy (a router), HAProxy, nginx, and the last kube-proxy with a userspace mode.
-// Client, proxy and server are processes in separate network namespaces on the same
-// cores.
+// Package userspacebench compares the userspace backend with HAProxy, nginx, the last
+// kube-proxy with a userspace mode, and a router without a proxy. Client, proxy and
+// server are processes in separate network namespaces, and share the machine's cores.
 //
 //	go test -run xxx -bench Proxies -benchtime 1x -timeout 20m ./userspacebench
 //
-// It needs root and Debian's haproxy, nginx-light and libnginx-mod-stream.
+// It needs root and the Debian packages haproxy, nginx-light and libnginx-mod-stream.
 package userspacebench

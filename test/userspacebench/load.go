@@ -20,7 +20,7 @@ import (
 	"time"
 )
 
-// load is the work of a client.
+// load describes what a client does.
 type load struct {
 	Kind    string // http, bulk, echo, idle, udp
 	Target  string
@@ -30,7 +30,7 @@ type load struct {
 
 // result is a client's measurement.
 type result struct {
-	Count    int64 // connections, bytes or round trips
+	Count    int64 // number of connections, bytes or round trips, depending on the kind of load
 	Errors   int64
 	Took     time.Duration
 	P50, P99 time.Duration
@@ -38,7 +38,7 @@ type result struct {
 
 func (r result) perSecond() float64 { return float64(r.Count) / r.Took.Seconds() }
 
-// client performs a load, prints the result, and waits for the end of its input.
+// client runs a load, prints the result, and waits until its standard input ends.
 func client(arg string) {
 	var l load
 	if err := json.Unmarshal([]byte(arg), &l); err != nil {
@@ -153,7 +153,7 @@ func exchange(c net.Conn, b []byte) {
 	}
 }
 
-// ping keeps some datagrams in flight and counts the answers.
+// ping sends datagrams, with up to 32 unanswered at a time, and counts the answers.
 func ping(c net.Conn, end time.Time) int64 {
 	defer c.Close()
 	const window = 32
@@ -165,7 +165,7 @@ func ping(c net.Conn, end time.Time) int64 {
 		}
 		c.SetReadDeadline(time.Now().Add(20 * time.Millisecond))
 		if _, err := c.Read(b); err != nil {
-			under = 0 // they are lost
+			under = 0 // treat the unanswered datagrams as lost
 			continue
 		}
 		n++
@@ -174,7 +174,7 @@ func ping(c net.Conn, end time.Time) int64 {
 	return n
 }
 
-// server runs the servers of all loads until it is killed.
+// server runs the servers for all kinds of load until it is killed.
 func server() {
 	listen(httpPort, func(c *net.TCPConn) {
 		for lines := bufio.NewScanner(c); lines.Scan() && lines.Text() != ""; {
@@ -215,7 +215,7 @@ const bodySize = 1024
 
 var answer = fmt.Appendf(nil, "HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%0*d", bodySize, bodySize, 0)
 
-// config returns settings for plain sockets without Multipath TCP.
+// config returns a configuration without Multipath TCP.
 func config() *net.ListenConfig {
 	c := &net.ListenConfig{}
 	c.SetMultipathTCP(false)
@@ -251,7 +251,7 @@ func dial(network, target string) net.Conn {
 	return c
 }
 
-// justWriter hides the ReadFrom method of a writer.
+// justWriter hides all methods of a writer except Write, such as ReadFrom.
 type justWriter struct{ io.Writer }
 
 func fatal(err error) {

@@ -20,9 +20,9 @@ import (
 // proxy is one of the measured proxies.
 type proxy struct {
 	name string
-	// command runs a proxy that listens at frontendAddr. The value nil means no proxy.
+	// command runs a proxy that listens at frontendAddr. It is nil for no proxy.
 	command []string
-	// bound is true if the proxy needs frontendAddr on an interface.
+	// bound is true if an interface must have the address frontendAddr.
 	bound bool
 	udp   bool
 }
@@ -34,7 +34,7 @@ func (p *proxy) target() string {
 	return frontendAddr
 }
 
-// proxies prepares and returns all measured proxies.
+// proxies builds and configures all proxies to measure.
 func proxies(w *world) []*proxy {
 	w.Helper()
 	dir := w.TempDir()
@@ -121,8 +121,8 @@ func nginxConfig(dir string) string {
 	return b.String()
 }
 
-// clusterFor starts an API server with the service, reachable from the proxy's namespace,
-// and returns the path of a kubeconfig.
+// clusterFor starts an API server that has the service, and that is reachable from the
+// proxy's namespace. It returns the path of a kubeconfig.
 func clusterFor(w *world) string {
 	w.Helper()
 	server := apiserver.Start(w, apiserver.Options{})

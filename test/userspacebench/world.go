@@ -19,20 +19,21 @@ import (
 	"github.com/kpng-project/kpng/test/cgroup"
 )
 
-// The addresses. The frontend is a cluster IP.
+// The addresses of the server and of the frontend, which is a cluster IP.
 const (
 	serverAddr   = "10.2.0.2"
 	frontendAddr = "10.96.0.80"
 )
 
-// The ports of the server and the frontend.
+// The ports, which are the same at the server and at the frontend.
 const (
-	httpPort = 8080 // one short answer per connection
-	bulkPort = 8081 // as many bytes as the client reads
-	echoPort = 8082 // echo over TCP and UDP
+	httpPort = 8080 // sends one short answer per connection
+	bulkPort = 8081 // sends bytes until the client stops reading
+	echoPort = 8082 // sends all input back, over TCP and UDP
 )
 
-// world is three network namespaces in a row: client, proxy, server.
+// world consists of three network namespaces. Client and server reach each other through
+// proxy.
 type world struct {
 	testing.TB
 	client, proxy, server *netnstest.Namespace
@@ -42,8 +43,8 @@ func newWorld(t testing.TB) *world {
 	t.Helper()
 	w := &world{t, netnstest.New(t), netnstest.New(t), netnstest.New(t)}
 	for _, n := range []*netnstest.Namespace{w.client, w.proxy, w.server} {
-		// Let a client reuse its ports although the kernel remembers a closed connection for a
-		// minute.
+		// Let clients reuse the ports of closed connections, which the kernel would otherwise
+		// block for a minute.
 		n.Set(t, "ipv4/ip_local_port_range=1024 65535", "ipv4/tcp_tw_reuse=1", "ipv4/ip_forward=1")
 	}
 	for net, n := range map[string]*netnstest.Namespace{"10.1.0": w.client, "10.2.0": w.server} {
@@ -52,12 +53,11 @@ func newWorld(t testing.TB) *world {
 		n.Add(t, "eth0", net+".2/24")
 		n.Route(t, "default", net+".1", "eth0")
 	}
-	// kube-proxy reads the interface of the default route.
+	// kube-proxy needs the interface of a default route.
 	w.proxy.Route(t, "default", serverAddr, "to-10.2.0")
 	return w
 }
 
-// run runs a command to its end.
 func (w *world) run(name string, args ...string) {
 	w.Helper()
 	if out, err := exec.Command(name, args...).CombinedOutput(); err != nil {
@@ -65,14 +65,14 @@ func (w *world) run(name string, args ...string) {
 	}
 }
 
-// process is a process in a namespace, with its children.
+// process is a process in a namespace, including its children.
 type process struct {
 	*exec.Cmd
 	log *bytes.Buffer
 }
 
-// start starts a command in a namespace, and in a group if that is not nil. It runs until
-// stop.
+// start starts a command in a namespace. If group is not nil, the command runs in this
+// cgroup.
 func (w *world) start(n *netnstest.Namespace, group *cgroup.Group, args ...string) *process {
 	w.Helper()
 	args = n.Command(args...)
@@ -88,7 +88,7 @@ func (w *world) start(n *netnstest.Namespace, group *cgroup.Group, args ...strin
 	return p
 }
 
-// stop kills a process and its children.
+// stop ends a process and its children.
 func (p *process) stop() {
 	syscall.Kill(-p.Process.Pid, syscall.SIGTERM)
 	ended := make(chan struct{})
@@ -104,8 +104,8 @@ func (p *process) stop() {
 	}
 }
 
-// load runs a client in its namespace and returns the result. When the client is ready,
-// load calls meanwhile, unless that is nil.
+// load runs a client with the load l and returns the result. If meanwhile is not nil,
+// load calls it after the client has printed the result, before the client ends.
 func (w *world) load(l load, meanwhile func()) result {
 	w.Helper()
 	arg, _ := json.Marshal(l)
@@ -133,7 +133,7 @@ func (w *world) load(l load, meanwhile func()) result {
 	return r
 }
 
-// waitServed waits until a proxy answers.
+// waitServed waits until target accepts connections on a port.
 func (w *world) waitServed(p *process, target string, port int) {
 	w.Helper()
 	for deadline := time.Now().Add(30 * time.Second); ; time.Sleep(100 * time.Millisecond) {

@@ -18,16 +18,16 @@ import (
 )
 
 // Build builds a package of the root module, such as "./examples/kpng-json", as a Windows
-// program and returns its path. It changes two lines of Go's standard library. With these
-// changes, UDP sockets need no SIO_UDP_NETRESET, and the deletion of files needs no
+// program and returns its path. It changes two lines of Go's standard library, so that
+// UDP sockets work without SIO_UDP_NETRESET, and files can be deleted without
 // FileDispositionInformationEx.
 func (w *Wine) Build(t testing.TB, pkg string) string {
 	t.Helper()
 	return w.BuildFrom(t, rootModule(t), pkg)
 }
 
-// BuildFrom is [Wine.Build] for a package of the module in dir, such as a test's
-// replacement of a Windows program.
+// BuildFrom is like [Wine.Build] for a package of the module in dir, such as a test
+// program that replaces a Windows program.
 func (*Wine) BuildFrom(t testing.TB, dir, pkg string) string {
 	t.Helper()
 	tmp := t.TempDir()
@@ -45,8 +45,8 @@ func (*Wine) BuildFrom(t testing.TB, dir, pkg string) string {
 	return exe
 }
 
-// CompileDLL compiles C code to a library for 64-bit Windows, linked with the libraries
-// in args (such as -lws2_32), and returns the path of name.
+// CompileDLL compiles a C file to a library for 64-bit Windows, and returns the library's
+// path. The compiler gets args, such as -lws2_32, as additional arguments.
 func CompileDLL(t testing.TB, name, source string, args ...string) string {
 	t.Helper()
 	dll := filepath.Join(t.TempDir(), name)
@@ -62,7 +62,7 @@ func CompileDLL(t testing.TB, name, source string, args ...string) string {
 	return dll
 }
 
-// change is a change to a source file of the standard library.
+// change is a replacement of text in a source file of the standard library.
 type change struct {
 	file, from, to string
 }
@@ -80,7 +80,7 @@ var changes = [...]change{
 	},
 }
 
-// writeOverlay writes the overlay file of go build and the changed sources to a folder.
+// writeOverlay writes the changed sources and the file for go build -overlay to dir.
 func writeOverlay(dir, goroot string) (string, error) {
 	replace := map[string]string{}
 	for _, c := range changes {
@@ -115,7 +115,6 @@ func goEnv(t testing.TB, name string) string {
 	return strings.TrimSpace(string(out))
 }
 
-// rootModule returns the folder of the root module.
 func rootModule(t testing.TB) string {
 	t.Helper()
 	out, err := exec.CommandContext(t.Context(), "go", "list", "-m", "-f", "{{.Dir}}", "github.com/kpng-project/kpng").Output()

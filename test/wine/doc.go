@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package wine runs Windows programs of this project on Linux under Wine, so that code
-// for Windows is tested and not only cross-compiled.
+// Package wine runs this project's Windows programs on Linux under Wine. So tests can run
+// code for Windows, not only compile it.
 //
 //	w := wine.New(t, wine.Options{})
 //	exe := w.Build(t, "./examples/winkernelspace")
@@ -9,16 +9,16 @@
 //	…
 //	p.Kill(t)
 //
-// Each [Wine] has its own prefix (a Windows installation), and so its own wineserver and
-// processes. The processes end with the test. They also end if the test process is
-// killed. The first use of a Wine version on a machine creates a prefix in the user's
-// cache folder, which takes ten seconds. Tests use copies of it, made of hard links.
+// Each [Wine] has its own prefix (a Windows installation), its own wineserver and its own
+// processes. The processes end when the test ends or the test process is killed. The
+// first use of a Wine version creates a prefix in the user's cache folder, which takes
+// ten seconds. Tests use copies of this prefix, which consist mostly of hard links.
 //
-// Programs are built without cgo and with two changed lines of Go's standard library, for
-// features that Wine 8 lacks (see [Wine.Build]). Otherwise they are the same as released
-// programs. Wine does not support named pipes and unix sockets, the race detector, or
-// several UDP sockets on one port.
+// Programs equal released programs with two exceptions: they are built without cgo, and
+// with two changed lines of Go's standard library, because Wine 8 lacks two features (see
+// [Wine.Build]). Tests under Wine cannot use named pipes, unix sockets, the race
+// detector, or several UDP sockets on one port.
 //
-// It needs the packages wine64 and wine, and for [CompileDLL] gcc-mingw-w64-x86-64. A
-// test without them fails and names them.
+// The tests need the Debian packages wine64 and wine. [CompileDLL] also needs
+// gcc-mingw-w64-x86-64. If one is missing, the test fails and names it.
 package wine

@@ -10,17 +10,17 @@ import (
 )
 
 // forwarder returns a library for 64-bit Windows that contains no code. Its only export
-// refers to a symbol of another library ("library.Symbol"). The layout follows
-// Microsoft's "PE Format". It has headers, and one section with the export directory.
+// is forwarded to target, a symbol of another library ("library.Symbol"). See Microsoft's
+// "PE Format". The only section has the export directory.
 func forwarder(name, symbol, target string) []byte {
 	const (
 		section   uint32 = 0x1000 // address of the section
-		alignment uint32 = 0x200  // of sections in the file
+		alignment uint32 = 0x200  // file alignment of sections
 		directory uint32 = 40     // size of the export directory table
 	)
 	le := binary.LittleEndian
-	// The directory is followed by the address table, the name pointer table and the ordinal
-	// table with one entry each, and by the strings.
+	// After the directory come the address table, the name pointer table and the ordinal
+	// table, each with one entry, and then the strings.
 	exports := make([]byte, directory+4+4+4)
 	text := func(s string) uint32 {
 		at := section + uint32(len(exports))
@@ -35,7 +35,7 @@ func forwarder(name, symbol, target string) []byte {
 	le.PutUint32(exports[28:], section+directory)
 	le.PutUint32(exports[32:], section+directory+4)
 	le.PutUint32(exports[36:], section+directory+8)
-	// An address within the directory is the text of the forwarding target.
+	// An address within this section does not mean code. It refers to the target's name.
 	le.PutUint32(exports[directory:], targetAt)
 	le.PutUint32(exports[directory+4:], symbolAt)
 	size := uint32(len(exports))

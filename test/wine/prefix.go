@@ -18,10 +18,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// recipe is part of the cache key. Increase it when the way to make a prefix changes.
+// recipe is part of the cache key. Increase it whenever makePrefix changes.
 const recipe = "1"
 
-// newPrefix copies this machine's prefix. The copy belongs to the caller until it calls
+// newPrefix copies the template prefix. The caller may use the copy until it calls
 // release.
 func newPrefix(ctx context.Context) (dir string, release func() error, err error) {
 	cache, err := cacheDir()
@@ -52,8 +52,8 @@ func newPrefix(ctx context.Context) (dir string, release func() error, err error
 	}, nil
 }
 
-// cacheDir returns the folder of all prefixes, template and copies, so that they can
-// share files.
+// cacheDir returns the folder for the templates and the copies. These are in one folder
+// so that they can share files by hard links.
 func cacheDir() (string, error) {
 	cache, err := os.UserCacheDir()
 	if err != nil {
@@ -63,8 +63,8 @@ func cacheDir() (string, error) {
 	return cache, os.MkdirAll(cache, 0o755)
 }
 
-// templatePrefix returns this machine's prefix for the installed version of Wine. It
-// creates the prefix if needed.
+// templatePrefix returns the prefix that tests copy, for the installed version of Wine.
+// It creates the prefix if needed.
 func templatePrefix(ctx context.Context, cache string) (string, error) {
 	version, err := exec.CommandContext(ctx, "wine", "--version").Output()
 	if errors.Is(err, exec.ErrNotFound) {
@@ -118,7 +118,7 @@ func makePrefix(ctx context.Context, dir string) error {
 	if err := run("wineserver", "-w"); err != nil {
 		return err
 	}
-	// Go needs ProcessPrng of this library, which Wine 8 lacks.
+	// Wine 8 lacks the function ProcessPrng, which Go needs.
 	prng := forwarder("bcryptprimitives.dll", "ProcessPrng", "advapi32.SystemFunction036")
 	if err := os.WriteFile(filepath.Join(dir, "drive_c", "windows", "system32", "bcryptprimitives.dll"), prng, 0o644); err != nil {
 		return err
@@ -129,8 +129,8 @@ func makePrefix(ctx context.Context, dir string) error {
 	return run("wineserver", "-w")
 }
 
-// clone copies a prefix. It links the large, read-only files below windows and copies the
-// others.
+// clone copies a prefix. For the large, read-only files in the folder windows it creates
+// hard links. It copies the other files.
 func clone(from, to string) error {
 	return filepath.WalkDir(from, func(path string, d fs.DirEntry, err error) error {
 		if err != nil {
@@ -168,7 +168,7 @@ func removeLeftovers(cache string) {
 	for _, home := range copies {
 		info, err := os.Stat(home)
 		if err != nil || time.Since(info.ModTime()) < time.Minute {
-			continue // the process that creates the copy may not have locked it yet
+			continue // its process may not have locked it yet
 		}
 		if unlock, err := lock(filepath.Join(home, "lock"), unix.LOCK_EX|unix.LOCK_NB); err == nil {
 			os.RemoveAll(home)

@@ -26,14 +26,14 @@ type Process struct {
 	ended chan struct{}
 }
 
-// Start starts a program, which is killed when the test ends. A failed test shows the end
-// of its output.
+// Start starts a program and kills it when the test ends. If the test fails, it shows the
+// end of the program's output.
 func (w *Wine) Start(t testing.TB, exe string, args ...string) *Process {
 	t.Helper()
 	return w.StartEnv(t, nil, exe, args...)
 }
 
-// StartEnv is [Wine.Start] with additional environment variables, each "NAME=value".
+// StartEnv is like [Wine.Start] with more environment variables, each "NAME=value".
 func (w *Wine) StartEnv(t testing.TB, env []string, exe string, args ...string) *Process {
 	t.Helper()
 	name := filepath.Base(exe)
@@ -53,7 +53,7 @@ func (w *Wine) StartEnv(t testing.TB, env []string, exe string, args ...string) 
 	started := make(chan error)
 	go func() {
 		defer close(p.ended)
-		// The kernel kills the program when the thread that started it ends. So keep this
+		// The kernel kills the program when the thread that started it ends, so keep the
 		// thread.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
@@ -81,7 +81,7 @@ func (p *Process) Kill(t testing.TB) {
 	if !p.Running() {
 		return
 	}
-	p.cmd.Process.Kill() // an error means that it has ended
+	p.cmd.Process.Kill() // an error means that the program has ended
 	select {
 	case <-p.ended:
 	case <-time.After(endTimeout):
@@ -99,8 +99,8 @@ func (p *Process) Running() bool {
 	}
 }
 
-// Wait waits until the program ends on its own, and returns its exit status. The test
-// fails after timeout.
+// Wait waits until the program ends by itself, and returns its exit status. If this takes
+// longer than timeout, the test fails.
 func (p *Process) Wait(t testing.TB, timeout time.Duration) int {
 	t.Helper()
 	select {
@@ -111,8 +111,7 @@ func (p *Process) Wait(t testing.TB, timeout time.Duration) int {
 	return p.cmd.ProcessState.ExitCode()
 }
 
-// Log returns what the program has printed so far, on standard output and
-// error.
+// Log returns what the program has written to standard output and standard error so far.
 func (p *Process) Log(t testing.TB) string {
 	t.Helper()
 	log, err := os.ReadFile(p.log)

@@ -17,16 +17,17 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// Options configure a Wine. The zero value is useful.
+// Options configures a [Wine]. The zero value is ready to use.
 type Options struct {
-	// Namespace is the network namespace of the programs. Default: that of the test.
+	// Namespace is the network namespace of the programs. The default is the test's
+	// namespace.
 	Namespace *netnstest.Namespace
 }
 
 // Wine is a Windows installation that exists until the test ends. It is safe for
 // concurrent use.
 type Wine struct {
-	dir  string // of the prefix
+	dir  string // the path of the prefix
 	opts Options
 }
 
@@ -39,7 +40,7 @@ func New(t testing.TB, opts Options) *Wine {
 	}
 	w := &Wine{dir: dir, opts: opts}
 	t.Cleanup(func() {
-		// Kill all programs and wait until the registry is written.
+		// Kill all programs and wait until Wine has saved the registry.
 		if err := w.server(context.WithoutCancel(t.Context()), "-k", "-w"); err != nil {
 			t.Errorf("stop Wine: %v", err)
 		}
@@ -56,8 +57,8 @@ func (w *Wine) Drive() string { return filepath.Join(w.dir, "drive_c") }
 // Path returns the Windows path of a Linux file.
 func Path(path string) string { return `Z:` + strings.ReplaceAll(path, "/", `\`) }
 
-// Install copies a file to system32, for example a program or library that replaces one
-// of Windows. Programs use it instead of Wine's own if their environment has
+// Install copies a file to system32, for example a replacement of a library of Windows. A
+// program uses the replacement instead of Wine's library if its environment contains
 // WINEDLLOVERRIDES=name=n.
 func (w *Wine) Install(t testing.TB, path string) {
 	t.Helper()
@@ -77,8 +78,8 @@ func (w *Wine) Run(t testing.TB, exe string, args ...string) string {
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	cmd := w.command(ctx, nil, exe, args)
-	// Use files instead of pipes: the program's children, such as Wine's services, may keep
-	// them open for long.
+	// Use files, because Run would wait until pipes are closed. The program's children, such
+	// as Wine's services, may keep pipes open for long.
 	stdout, stderr := create(t), create(t)
 	defer stdout.Close()
 	defer stderr.Close()
@@ -95,8 +96,8 @@ func (w *Wine) Run(t testing.TB, exe string, args ...string) string {
 	return string(text)
 }
 
-// patience is the time limit of a short program. On a busy machine, Wine takes a minute
-// to start the first one.
+// patience limits the time that a short program takes. On a busy machine, Wine needs a
+// minute to start the first program.
 const patience = 5 * time.Minute
 
 func create(t testing.TB) *os.File {
@@ -108,7 +109,6 @@ func create(t testing.TB) *os.File {
 	return f
 }
 
-// command returns a command that runs a Windows program.
 func (w *Wine) command(ctx context.Context, env []string, exe string, args []string) *exec.Cmd {
 	all := append([]string{"wine", exe}, args...)
 	if w.opts.Namespace != nil {
@@ -119,13 +119,13 @@ func (w *Wine) command(ctx context.Context, env []string, exe string, args []str
 	return cmd
 }
 
-// server runs a command of the wineserver and waits until it is done.
+// server runs wineserver with each of args, one after the other.
 func (w *Wine) server(ctx context.Context, args ...string) error {
 	for _, arg := range args {
 		cmd := exec.CommandContext(ctx, "wineserver", arg)
 		cmd.Env = environ(w.dir)
 		out, err := cmd.CombinedOutput()
-		// -k has status 1 if no server runs.
+		// wineserver -k fails if no wineserver runs.
 		if err != nil && arg != "-k" {
 			return fmt.Errorf("wineserver %s: %w\n%s", arg, err, out)
 		}
@@ -139,14 +139,14 @@ func environ(prefix string) []string {
 		"WINEPREFIX="+prefix,
 		"WINEARCH=win64",
 		"WINEDEBUG=-all",
-		// Wine would offer to install these in a window.
+		// Otherwise Wine opens windows that offer to install these.
 		"WINEDLLOVERRIDES=mscoree=;mshtml=",
 		"DISPLAY=",
 	)
 }
 
-// replaceFile replaces path by a new file. Most files of a prefix are hard links that all
-// prefixes share.
+// replaceFile replaces path by a new file. It does not overwrite the old one, because
+// most files of a prefix are hard links that all prefixes share.
 func replaceFile(path string, data []byte) error {
 	tmp := path + ".new"
 	if err := os.WriteFile(tmp, data, 0o644); err != nil {

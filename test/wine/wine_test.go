@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// TestWindowsProgramReadsFromLinuxServer runs kpng-json.exe with a server in this process.
-// It shows that sockets, gRPC, the standard library and killing a process work.
+// TestWindowsProgramReadsFromLinuxServer runs kpng-json.exe with a server in this
+// process. It shows that sockets, gRPC and Kill work.
 func TestWindowsProgramReadsFromLinuxServer(t *testing.T) {
 	address := serve(t, "../../examples/demo.yaml", "kpng-example")
 	w := New(t, Options{})
@@ -61,7 +61,7 @@ func TestWindowsProgramReadsFromLinuxServer(t *testing.T) {
 	}
 }
 
-// serve serves manifests until the test ends and returns the address.
+// serve serves manifests until the test ends and returns the server's address.
 func serve(t *testing.T, manifests, proxyName string) string {
 	t.Helper()
 	state := cluster.New(cluster.Options{})

@@ -18,9 +18,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// everything tests a service with every feature. It tests it on an overlay network of the
-// latest Windows with all quirks. With kpng itself, it also tests it on a bridge of an
-// early version of Windows.
+// everything tests a service with every feature: on an overlay network of the latest
+// Windows, with each quirk of HNS, and then with kpng.exe on a bridge of an early
+// Windows.
 func (w *world) everything() {
 	w.Helper()
 	clusterIPs, nodePort := w.createEverything()
@@ -71,8 +71,8 @@ func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clu
 	}
 	w.await("an overlay network has all features, HNS "+name, dump(want...))
 
-	// A second process must change nothing, because the listed objects are correct. One more
-	// service shows when it has compared them.
+	// A new process must change nothing, because the objects are correct. When it has added
+	// one more service, it has compared them.
 	w.process.Kill(w.T)
 	w.hns.functions()
 	w.create(0)
@@ -90,7 +90,7 @@ func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clu
 	w.await("the service is deleted, HNS "+name, dump(want...))
 }
 
-// network gives the HNS a network with a pod of both families.
+// network creates a network in HNS, and a pod with an IPv4 and an IPv6 address.
 func (w *world) network(n kernelspace.Network) {
 	w.Helper()
 	n.Name = "pods"
@@ -102,14 +102,14 @@ func (w *world) network(n kernelspace.Network) {
 	}
 }
 
-// dump returns lines in the form of Dump.
+// dump formats lines like the result of Dump.
 func dump(lines ...string) string {
 	slices.Sort(lines)
 	return strings.Join(append(lines, ""), "\n")
 }
 
-// createEverything creates a service with all kinds of frontends, session affinity and
-// preserve-destination.
+// createEverything creates a service with all kinds of frontends, with session affinity
+// and with preserve-destination.
 func (w *world) createEverything() (clusterIPs []string, nodePort int32) {
 	w.Helper()
 	dualStack := corev1.IPFamilyPolicyRequireDualStack

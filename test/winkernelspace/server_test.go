@@ -22,7 +22,7 @@ import (
 	"github.com/kpng-project/kpng/backends/windows/kernelspace/fakehns"
 )
 
-// Results of HNS as HRESULTs.
+// The results that calls of HNS return, as HRESULT values.
 const (
 	ok           = "0"
 	notFound     = "80070490" // ERROR_NOT_FOUND
@@ -31,7 +31,7 @@ const (
 	invalid      = "80070057" // E_INVALIDARG
 )
 
-// results are the failures of HNS for which kube-proxy or hcsshim has a name.
+// results contains each failure of HNS that kube-proxy or hcsshim has a name for.
 var results = []string{
 	notFound, exists, notSupported, invalid,
 	"80070005", // ERROR_ACCESS_DENIED
@@ -57,8 +57,8 @@ var results = []string{
 	"c037010e", // HCS_E_SYSTEM_NOT_FOUND
 }
 
-// server is an HNS that the libraries of testdata/hcn.c call. It keeps its objects while
-// it is stopped.
+// server is a simulated HNS, which the DLLs built from testdata/hcn.c call. It keeps its
+// objects while it is stopped.
 type server struct {
 	hns     *fakehns.HNS
 	version version
@@ -67,20 +67,20 @@ type server struct {
 	mu       sync.Mutex
 	listener net.Listener
 	conns    map[net.Conn]bool
-	handles  map[string]string // to IDs
+	handles  map[string]string // the ID of the object that a handle refers to
 	next     int
 	calls    map[string]int
-	// fails is the function whose next calls fail. The field left is the number of these
-	// calls, and result is their result.
+	// fails is the name of a function whose next calls fail. left is the number of these
+	// calls, and result is what they return.
 	fails  string
 	left   int
 	result string
 }
 
-// version is the version of HNS, which determines its features.
+// version is the version of HNS. It determines which features HNS has.
 type version struct{ Major, Minor int }
 
-// The tested versions of HNS are that of Windows Server 2019 and a late one.
+// The versions to test: that of Windows Server 2019, and one with all features.
 var (
 	server2019 = version{9, 3}
 	latest     = version{15, 4}
@@ -93,7 +93,7 @@ func (v version) features() kernelspace.Features {
 	}
 }
 
-// become makes s an empty HNS of a version.
+// become removes all objects from s and gives it the version v.
 func (s *server) become(v version) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -109,7 +109,6 @@ func newServer(t *testing.T) *server {
 	return s
 }
 
-// start starts HNS.
 func (s *server) start(t *testing.T) {
 	t.Helper()
 	l, err := net.Listen("tcp", fmt.Sprintf("127.0.0.1:%d", s.port))
@@ -133,7 +132,6 @@ func (s *server) start(t *testing.T) {
 	}()
 }
 
-// stop stops HNS.
 func (s *server) stop() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -145,8 +143,8 @@ func (s *server) stop() {
 	clear(s.handles)
 }
 
-// fail makes the next n calls of a function fail with a result. It returns the number of
-// earlier requested failures that have not happened.
+// fail makes the next n calls of a function fail with result. It returns how many
+// failures are left from an earlier call of fail, which it cancels.
 func (s *server) fail(function string, n int, result string) (left int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -155,7 +153,7 @@ func (s *server) fail(function string, n int, result string) (left int) {
 	return left
 }
 
-// functions returns the number of calls of each HNS function since it was last called.
+// functions returns how often each function of HNS was called, and resets these numbers.
 func (s *server) functions() map[string]int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -196,8 +194,7 @@ type answer struct {
 	fault    string
 }
 
-// of returns the answer of a call that returned the error err or, without an
-// error, the document v.
+// of returns the answer to a call. If err is nil, the answer contains v as a document.
 func of(v any, err error) answer {
 	if err == nil {
 		document := ""
@@ -256,7 +253,7 @@ func (s *server) answer(function, id, handle, document string) answer {
 		return of(fromNetwork(n), nil)
 
 	case "EnumerateEndpoint":
-		// A network's ID is compared in its original case.
+		// HNS compares network IDs case-sensitively, and writes them in upper case.
 		network := filter(document)["VirtualNetwork"]
 		if network != strings.ToUpper(network) {
 			return of([]string{}, nil)
@@ -315,7 +312,7 @@ func (s *server) answer(function, id, handle, document string) answer {
 	}
 }
 
-// open returns a handle of an object.
+// open returns an answer with a new handle of an object.
 func (s *server) open(id string, found bool) answer {
 	if !found {
 		return of(nil, kernelspace.ErrNotFound)
@@ -325,8 +322,8 @@ func (s *server) open(id string, found bool) answer {
 	return answer{result: ok, handle: s.next}
 }
 
-// each returns the results of f for all items. It never returns nil, because nil and an
-// empty list are different in JSON.
+// each returns the results of f for all items. The result is never nil, because nil is
+// not an empty list in JSON.
 func each[T any](list []T, f func(T) string) []string {
 	made := []string{}
 	for _, item := range list {
@@ -335,7 +332,7 @@ func each[T any](list []T, f func(T) string) []string {
 	return made
 }
 
-// filter returns the filter of a query.
+// filter decodes the filter in the document of a query.
 func filter(document string) map[string]string {
 	var query struct{ Filter string }
 	var f map[string]string
@@ -367,7 +364,7 @@ func fromNetwork(n kernelspace.Network) any {
 	return to
 }
 
-// hcnEndpoint and hcnBalancer are HNS' documents.
+// hcnEndpoint and hcnBalancer are documents of HNS.
 type hcnEndpoint struct {
 	ID                 string
 	Name               string

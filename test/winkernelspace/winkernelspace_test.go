@@ -30,19 +30,19 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// patience is the maximum time to wait for an expected event. On an idle machine the
-// event happens within moments or, after a backoff, within seconds.
+// patience is the maximum time to wait for an expected event. On an idle machine events
+// take moments, or seconds if a backoff comes first.
 const patience = time.Minute
 
 var shared apiserver.Shared
 
 func TestMain(m *testing.M) { os.Exit(shared.Run(m)) }
 
-// world is an API server with services, a kpng server, and a Windows node with its HNS.
+// world has an API server with services, a kpng server, and a Windows node with its HNS.
 type world struct {
 	*testing.T
 	client    kubernetes.Interface
-	namespace string // name of the services' namespace, of their proxy and of the node
+	namespace string // also the proxy name and the node name
 	services  []*service
 
 	hns        *server
@@ -56,19 +56,19 @@ type world struct {
 	process    *wine.Process
 }
 
-// service is a service of the test with its expected state.
+// service is the intended state of a service.
 type service struct {
 	clusterIP     string
 	affinity      bool
 	internalLocal bool
-	// endpoints are the addresses of the endpoints. Addresses in 10.1.1.0/24 belong to pods
-	// of the node.
+	// endpoints contains the endpoint addresses. Addresses in 10.1.1.0/24 are those of pods
+	// on the node.
 	endpoints []string
 }
 
 const services = 50
 
-// nodeIP is the node's address, which is the source VIP on a bridge.
+// nodeIP is the node's address. On a bridge network it is also the source VIP.
 const nodeIP = "192.168.0.1"
 
 func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
@@ -132,7 +132,7 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		w.hns.stop()
 		w.lead(11, remote(11, 7))
 		w.remove(12)
-		time.Sleep(3 * time.Second) // the duration of the outage matters
+		time.Sleep(3 * time.Second) // an outage of some seconds, not of a moment
 		w.hns.start(t)
 	})
 	w.step("kpng is killed while services change", func() {
@@ -141,7 +141,8 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		w.remove(14)
 		w.startKpng()
 	})
-	// Make calls of each function fail while another service with policy Cluster changes.
+	// Make calls of each function fail while service next, which has policy Cluster,
+	// changes.
 	next := 13
 	for _, function := range []string{
 		"CreateEndpoint", "QueryEndpoint", "CloseEndpoint", "OpenNetwork", "CloseNetwork",
@@ -156,7 +157,7 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		next += 2
 		w.failing(function, 3, func() { w.change(next, func(s *service) { s.affinity = true }) })
 	}
-	// Creations are retried after each result.
+	// After each of these results, the proxy must retry the creation.
 	for i, result := range results {
 		w.hns.fail("CreateLoadBalancer", 2, result)
 		w.step("CreateLoadBalancer fails with "+result, func() {
@@ -206,7 +207,7 @@ func newWorld(t *testing.T) *world {
 	}
 	t.Cleanup(func() { nodes.Delete(context.WithoutCancel(t.Context()), node.Name, metav1.DeleteOptions{}) })
 
-	// The network, its pods, and objects of other owners.
+	// Create the network, its pods, and load balancers of other owners.
 	network := w.hns.hns.AddNetwork(kernelspace.Network{Name: "pods"})
 	var pod string
 	for i := range services + 2 {
@@ -241,7 +242,7 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-// freeAddress returns an unused loopback address.
+// freeAddress returns a loopback address with an unused port.
 func freeAddress(t *testing.T) string {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -251,13 +252,13 @@ func freeAddress(t *testing.T) string {
 	return l.Addr().String()
 }
 
-// pod returns the address of a pod of the node.
+// pod returns the address of the i-th pod on the node.
 func (*world) pod(i int) string { return fmt.Sprintf("10.1.1.%d", i+1) }
 
-// remote returns the address of a pod elsewhere.
+// remote returns the address of a service's n-th pod on other nodes.
 func remote(service, n int) string { return fmt.Sprintf("10.2.%d.%d", service, n) }
 
-// startKpng starts the server.
+// startKpng starts the kpng server.
 func (w *world) startKpng() {
 	w.Helper()
 	cmd := exec.Command(w.kpng, "kube", "--kubeconfig", w.kubeconfig, "--service-proxy-name", w.namespace, "to-api", "--listen", w.address)
@@ -267,7 +268,7 @@ func (w *world) startKpng() {
 	ended, started := make(chan struct{}), make(chan error)
 	go func() {
 		defer close(ended)
-		runtime.LockOSThread() // the kernel uses the end of the parent thread as the signal
+		runtime.LockOSThread() // the kernel kills kpng when this thread ends
 		defer runtime.UnlockOSThread()
 		err := cmd.Start()
 		started <- err
@@ -295,7 +296,7 @@ func (w *world) startProxy(source ...string) {
 		append(source, "--network", "pods", "--node-name", w.namespace, "--node-ip", nodeIP, "-v=3")...)
 }
 
-// ready waits until the proxy has listed HNS.
+// ready waits until the proxy has listed HNS' load balancers.
 func (w *world) ready() {
 	w.Helper()
 	for deadline := time.Now().Add(patience); ; time.Sleep(20 * time.Millisecond) {
@@ -320,7 +321,7 @@ func (w *world) step(what string, do func()) {
 	w.Logf("%s: done after %s", what, time.Since(start).Round(time.Millisecond))
 }
 
-// failing calls do while the next calls of a function fail.
+// failing makes the next calls of a function fail, and then calls step with do.
 func (w *world) failing(function string, times int, do func()) {
 	w.Helper()
 	w.hns.fail(function, times, invalid)
@@ -330,14 +331,14 @@ func (w *world) failing(function string, times int, do func()) {
 	}
 }
 
-// eventually waits until HNS has exactly the expected state. The test fails after a
-// timeout or if the proxy has ended.
+// eventually waits until HNS has exactly the expected state.
 func (w *world) eventually(what string) {
 	w.Helper()
 	w.await(what, w.expected())
 }
 
-// await waits until HNS has the state want, in the form of Dump.
+// await waits until Dump returns want. The test fails after a timeout, or if the proxy
+// has ended.
 func (w *world) await(what, want string) {
 	w.Helper()
 	for deadline := time.Now().Add(patience); ; time.Sleep(20 * time.Millisecond) {
@@ -354,7 +355,7 @@ func (w *world) await(what, want string) {
 	}
 }
 
-// expected returns the expected state of HNS, in the form of Dump.
+// expected returns the state that Dump should return.
 func (w *world) expected() string {
 	lines := slices.Collect(strings.Lines(w.foreign))
 	remotes := map[string]bool{}
@@ -393,7 +394,7 @@ func (w *world) expected() string {
 
 func name(i int) string { return fmt.Sprintf("svc-%d", i) }
 
-// create creates a service with three endpoints, one of them on the node.
+// create creates service i with three endpoints, of which one is on the node.
 func (w *world) create(i int) {
 	w.Helper()
 	made, err := w.client.CoreV1().Services(w.namespace).Create(w.Context(), &corev1.Service{
@@ -407,7 +408,7 @@ func (w *world) create(i int) {
 	w.lead(i, w.pod(i), remote(i, 1), remote(i, 2))
 }
 
-// lead sets the endpoints of a service.
+// lead replaces the endpoints of a service.
 func (w *world) lead(i int, endpoints ...string) {
 	w.Helper()
 	port := int32(8080)
@@ -438,7 +439,7 @@ func (w *world) lead(i int, endpoints ...string) {
 	w.services[i].endpoints = endpoints
 }
 
-// change changes a service.
+// change calls f to change the intended state of a service, and writes the service.
 func (w *world) change(i int, f func(*service)) {
 	w.Helper()
 	f(w.services[i])
@@ -461,7 +462,6 @@ func (w *world) change(i int, f func(*service)) {
 	}
 }
 
-// remove deletes a service and its slice.
 func (w *world) remove(i int) {
 	w.Helper()
 	if err := w.client.CoreV1().Services(w.namespace).Delete(w.Context(), name(i), metav1.DeleteOptions{}); err != nil {

@@ -23,8 +23,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 )
 
-// patience is the maximum time to wait for an expected event. On an idle machine the
-// event happens within moments.
+// patience is the maximum time to wait for an expected event. On an idle machine events
+// take moments.
 const patience = time.Minute
 
 // eventually calls try until it returns nil.
@@ -41,18 +41,18 @@ func eventually(t *testing.T, what string, try func() error) {
 	}
 }
 
-// proxyName is the proxy name of this test's services. The API server's own service does
-// not have it.
+// proxyName is the proxy name of this test's services. It excludes the API server's own
+// service, which has no proxy name.
 const proxyName = "winuserspace"
 
-// cluster is an API server with services, and a kpng server.
+// cluster consists of an API server with services, and a kpng server.
 type cluster struct {
 	t         *testing.T
 	client    kubernetes.Interface
 	namespace string
 
-	kpng       string // the program
-	socket     string // its address
+	kpng       string // the path of the program
+	socket     string // the path of kpng's socket
 	kubeconfig string
 	log        bytes.Buffer
 	stop       func() // kills kpng
@@ -61,7 +61,7 @@ type cluster struct {
 func newCluster(t *testing.T) *cluster {
 	t.Helper()
 	server := apiserver.Start(t, apiserver.Options{})
-	dir, err := os.MkdirTemp("", "kpng-") // for the socket, which needs a short path
+	dir, err := os.MkdirTemp("", "kpng-") // t.TempDir would be too long for a socket
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -95,7 +95,7 @@ func (c *cluster) start() {
 	started, ended := make(chan error), make(chan struct{})
 	go func() {
 		defer close(ended)
-		// The kernel kills the program when the thread that started it ends. So keep this
+		// The kernel kills the program when the thread that started it ends, so keep the
 		// thread.
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
@@ -127,7 +127,7 @@ func (c *cluster) node(name, ip string) {
 	}
 }
 
-// service creates a service with pods at these addresses.
+// service creates a service whose endpoints are pods at these addresses.
 func (c *cluster) service(name string, spec corev1.ServiceSpec, pods ...string) *corev1.Service {
 	c.t.Helper()
 	labels := map[string]string{watcher.LabelServiceProxyName: proxyName}
@@ -161,7 +161,7 @@ func endpoints(family discoveryv1.AddressType, pods []string) []discoveryv1.Endp
 	return out
 }
 
-// pods replaces the pods of an IPv4 service.
+// pods replaces the endpoints of an IPv4 service.
 func (c *cluster) pods(name string, pods ...string) {
 	c.t.Helper()
 	slices := c.client.DiscoveryV1().EndpointSlices(c.namespace)

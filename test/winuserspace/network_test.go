@@ -22,11 +22,11 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// The interfaces of the namespace are for the node, for its pods, and for the addresses
-// of services.
+// The namespace has three interfaces: with addresses of the node, of pods and of
+// services.
 const nodeInterface, podInterface, serviceInterface = "node0", "pod0", "svc0"
 
-// namespace is a network namespace that represents the node.
+// namespace is the network namespace that stands for the node.
 type namespace struct{ *netnstest.Namespace }
 
 func newNamespace(t *testing.T) namespace {
@@ -38,8 +38,8 @@ func newNamespace(t *testing.T) namespace {
 	return n
 }
 
-// pod adds an address at which a pod serves port 8080. Over TCP it sends its address and
-// echoes its input. Over UDP it answers with its address.
+// pod simulates a pod with address ip. On port 8080 it answers each connection with ip
+// and then with all bytes that it receives, and each datagram with ip.
 func (n namespace) pod(t *testing.T, ip string) {
 	t.Helper()
 	n.Add(t, podInterface, ip)
@@ -58,8 +58,8 @@ type conn struct {
 	pod    string
 }
 
-// dial connects from an address of the node and reads the pod's address. If from is "",
-// the kernel chooses the source address.
+// dial connects to a service and reads the address of the pod that accepts. from is the
+// source address, or "" for any.
 func (n namespace) dial(from, to string) (*conn, error) {
 	dialer := net.Dialer{Timeout: 5 * time.Second}
 	if from != "" {
@@ -79,8 +79,8 @@ func (n namespace) dial(from, to string) (*conn, error) {
 	return &conn{c, r, strings.TrimSpace(line)}, nil
 }
 
-// echo sends a text and closes the sending direction. It returns an error unless it
-// receives the same text and then the end of the stream.
+// echo sends a text and then ends its sending direction. It returns an error if it does
+// not receive exactly the same text.
 func (c *conn) echo(text string) error {
 	if _, err := io.WriteString(c, text); err != nil {
 		return err
@@ -98,7 +98,7 @@ func (c *conn) echo(text string) error {
 	return nil
 }
 
-// ask connects, exchanges a text, and returns the pod that answered.
+// ask connects, sends a text, and returns the address of the pod that sends it back.
 func (n namespace) ask(from, to string) (string, error) {
 	c, err := n.dial(from, to)
 	if err != nil {
@@ -108,7 +108,7 @@ func (n namespace) ask(from, to string) (string, error) {
 	return c.pod, c.echo("hello")
 }
 
-// askUDP returns the pod that answered a datagram.
+// askUDP sends a datagram and returns the address of the pod that answers.
 func (n namespace) askUDP(to string) (string, error) {
 	var c net.Conn
 	if err := n.Do(func() (err error) { c, err = net.Dial("udp", to); return err }); err != nil {
@@ -124,7 +124,7 @@ func (n namespace) askUDP(to string) (string, error) {
 	return string(buffer[:got]), err
 }
 
-// addresses returns the addresses on the interface for services.
+// addresses returns the addresses of the interface for services.
 func (n namespace) addresses(t *testing.T) []string {
 	t.Helper()
 	var links []struct {
@@ -149,15 +149,15 @@ func (n namespace) addresses(t *testing.T) []string {
 	return addresses
 }
 
-// netsh handles the requests of the program netsh. It makes each change shortly after it
-// has reported success.
+// netsh handles the requests of the program netsh. It adds an address only after it has
+// reported success.
 type netsh struct {
 	namespace namespace
 
 	mu      sync.Mutex
 	added   map[string]int
 	deleted map[string]int
-	refused string // an address whose addition fails
+	refused string // an address that cannot be added
 	odd     []string
 }
 
@@ -216,7 +216,7 @@ func (s *netsh) change(what, prefix string) error {
 	return s.namespace.Do(exec.Command("ip", "addr", what, prefix, "dev", serviceInterface).Run)
 }
 
-// matches reports whether text matches a pattern with an address for %s.
+// matches returns the address that text has where pattern has %s, if text matches.
 func matches(text, pattern string) (string, bool) {
 	before, after, _ := strings.Cut(pattern, "%s")
 	ip, ok := strings.CutPrefix(text, before)
@@ -229,7 +229,7 @@ func matches(text, pattern string) (string, bool) {
 	return ip, ok
 }
 
-// times returns how often an address was added and deleted.
+// times returns how often netsh added and deleted an address.
 func (s *netsh) times(ip string) (added, deleted int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

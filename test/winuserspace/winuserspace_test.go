@@ -30,7 +30,7 @@ import (
 const (
 	nodeName = "win-1"
 	nodeIP   = "192.168.77.1"
-	// foreign is an address of another program on the interface for services.
+	// foreign is an address that another program has added to the interface for services.
 	foreign = "10.97.0.99"
 
 	podA, podB, podC = "10.244.0.2", "10.244.0.3", "10.244.0.4"
@@ -41,7 +41,7 @@ func isIPv6(ip string) bool { return strings.Contains(ip, ":") }
 
 func at(ip string, port int) string { return net.JoinHostPort(ip, strconv.Itoa(port)) }
 
-// world is the cluster, the node and the program.
+// world consists of a cluster, a node, and the program under test.
 type world struct {
 	t     *testing.T
 	node  namespace
@@ -49,7 +49,7 @@ type world struct {
 	*cluster
 	wine    *wine.Wine
 	program string
-	// expected are the expected addresses of all services.
+	// expected contains the addresses that the interface should have.
 	expected sets.Set[string]
 }
 
@@ -74,14 +74,14 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-// args are the arguments of the program in this test.
+// args returns arguments for the program under test, followed by more.
 func (w *world) args(more ...string) []string {
-	// Set the state file, because its default folder %ProgramData% is another one for
-	// services of Wine.
+	// Set the state file. By default it is in %ProgramData%, which differs for services
+	// under Wine.
 	return append([]string{"-v=4", "--node-name=" + nodeName, "--drain-timeout=1s", `--state-file=C:\kpng\addresses`}, more...)
 }
 
-// create creates a service and adds its addresses to the expected addresses.
+// create creates a service and adds its addresses to expected.
 func (w *world) create(name string, spec corev1.ServiceSpec, pods ...string) *corev1.Service {
 	w.t.Helper()
 	s := w.service(name, spec, pods...)
@@ -90,8 +90,8 @@ func (w *world) create(name string, spec corev1.ServiceSpec, pods ...string) *co
 	return s
 }
 
-// expectAddresses waits until the interface has exactly the expected addresses and the
-// foreign one.
+// expectAddresses waits until the interface has exactly the addresses ips and the foreign
+// address.
 func (w *world) expectAddresses(when string, ips []string) {
 	w.t.Helper()
 	want := slices.Sorted(slices.Values(append(slices.Clone(ips), foreign)))
@@ -103,8 +103,8 @@ func (w *world) expectAddresses(when string, ips []string) {
 	})
 }
 
-// expectPods waits until exactly these pods answer at an address. All connections must
-// succeed.
+// expectPods waits until all connections to an address succeed and reach exactly these
+// pods.
 func (w *world) expectPods(what, to string, pods ...string) {
 	w.t.Helper()
 	eventually(w.t, what, func() error {
@@ -170,7 +170,6 @@ func TestWinUserspaceProxiesUnderWine(t *testing.T) {
 	w.refusals()
 	w.restartOfServer(clusterIP)
 
-	// Check the documented log messages.
 	expectLog(t, p.Log(t), w.cluster.namespace, web.Spec.ClusterIP)
 
 	t.Log("killing the program")
@@ -182,13 +181,13 @@ func TestWinUserspaceProxiesUnderWine(t *testing.T) {
 	w.inOneProgram(clusterIP)
 }
 
-// affinity checks that a client keeps its pod while it reconnects before the timeout.
-// After the timeout it must get another pod.
+// affinity checks that a client that reconnects before the timeout reaches the same pod,
+// and that it reaches another pod after the timeout.
 func (w *world) affinity(to string) {
 	w.t.Helper()
 	const timeout = 2 * time.Second
 	var pod string
-	var last time.Time // a moment before the client's last connection
+	var last time.Time // the time just before the client's last connection
 	for start := time.Now(); time.Since(start) < timeout+time.Second; time.Sleep(100 * time.Millisecond) {
 		now := time.Now()
 		before := pod
@@ -201,7 +200,7 @@ func (w *world) affinity(to string) {
 		}
 		last = now
 	}
-	// There is no other client, so after the timeout the client gets the other pod.
+	// The pods take turns, and no other client connects, so it is the other pod's turn.
 	eventually(w.t, "affinity expires", func() error {
 		time.Sleep(timeout + timeout/4)
 		again, err := w.node.ask("192.168.77.2", to)
@@ -212,7 +211,7 @@ func (w *world) affinity(to string) {
 	})
 }
 
-// parallel opens many connections and then sends a text over each.
+// parallel opens many connections, and after that exchanges a text over each.
 func (w *world) parallel(to string, count int) {
 	w.t.Helper()
 	var (
@@ -239,8 +238,8 @@ func (w *world) parallel(to string, count int) {
 	}
 }
 
-// traffic connects repeatedly until the function stop is called, which returns the number
-// of successes and all errors.
+// traffic connects repeatedly until the function stop is called. This function returns
+// the number of successful connections and the errors of the others.
 func (w *world) traffic(to string) (stop func() (int, error)) {
 	ctx, cancel := context.WithCancel(w.t.Context())
 	var (
@@ -264,8 +263,7 @@ func (w *world) traffic(to string) (stop func() (int, error)) {
 	}
 }
 
-// stopWithoutErrors stops traffic. The test fails unless there were connections and all
-// succeeded.
+// stopWithoutErrors calls stop. The test fails if any connection failed or none was made.
 func stopWithoutErrors(t *testing.T, while string, stop func() (int, error)) {
 	t.Helper()
 	if count, err := stop(); err != nil || count == 0 {
@@ -273,7 +271,8 @@ func stopWithoutErrors(t *testing.T, while string, stop func() (int, error)) {
 	}
 }
 
-// changes changes the pods of the service web and then its port, while clients connect.
+// changes changes the pods of the service web, and then its frontends, while clients
+// connect.
 func (w *world) changes(web *corev1.Service, clusterIP string) {
 	w.t.Helper()
 	stop := w.traffic(clusterIP)
@@ -311,7 +310,7 @@ func (w *world) changes(web *corev1.Service, clusterIP string) {
 	}
 }
 
-// refusals makes netsh refuse one address for a while. The proxy must still add other
+// refusals lets netsh refuse an address for a while. The program must add other
 // addresses.
 func (w *world) refusals() {
 	w.t.Helper()
@@ -323,8 +322,8 @@ func (w *world) refusals() {
 	w.expectAddresses("after a service was deleted", sets.List(w.expected))
 }
 
-// restartOfServer kills kpng and starts it again with one more service. Traffic must
-// continue.
+// restartOfServer kills kpng, creates a service and starts kpng again. During this time
+// connections must succeed.
 func (w *world) restartOfServer(clusterIP string) {
 	w.t.Helper()
 	stop := w.traffic(clusterIP)
@@ -348,7 +347,7 @@ func (w *world) asService(clusterIP string) {
 			w.t.Logf("the service logged (%v):\n%s", err, text)
 		}
 	})
-	// Wine ends its services when no other program runs. So run one, which waits for a
+	// Wine ends its services when no other program runs. So run a program that waits for a
 	// server that does not exist.
 	w.wine.Start(w.t, w.program, "--api=tcp://127.0.0.1:1", `--state-file=C:\kpng\idle`, "--node-name="+nodeName)
 	w.wine.Run(w.t, "sc", "start", "winuserspace")
@@ -367,7 +366,7 @@ func (w *world) asService(clusterIP string) {
 	}
 }
 
-// inOneProgram runs kpng.exe instead of winuserspace.exe, with cleanup.
+// inOneProgram tests kpng.exe instead of winuserspace.exe, including the command cleanup.
 func (w *world) inOneProgram(clusterIP string) {
 	w.t.Helper()
 	kpng := w.wine.Build(w.t, "./cmd/kpng")
@@ -380,7 +379,7 @@ func (w *world) inOneProgram(clusterIP string) {
 	w.expectAddresses("after kpng.exe cleaned up", nil)
 }
 
-// expectState waits until the service manager reports the state by name or number.
+// expectState waits until the service manager reports the state with this name or number.
 func (w *world) expectState(name, number string) {
 	w.t.Helper()
 	state := regexp.MustCompile(`(?m)^\s*STATE\s*:\s*(` + number + `\b|.*` + name + `)`)
@@ -392,7 +391,7 @@ func (w *world) expectState(name, number string) {
 	})
 }
 
-// expectLog expects the documented log lines with their keys.
+// expectLog checks that log contains the log lines that the documentation promises.
 func expectLog(t *testing.T, log, namespace, clusterIP string) {
 	t.Helper()
 	name := regexp.QuoteMeta(namespace + "/web")

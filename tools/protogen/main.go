@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command protogen generates Go code from .proto files without protoc. Its arguments are
-// the paths of the files, relative to the working directory. It writes the code beside
-// each file. The flag -plugins is the folder with protoc-gen-go and protoc-gen-go-grpc.
+// paths relative to the working directory. It writes the code beside each file. -plugins
+// names the folder with protoc-gen-go and protoc-gen-go-grpc.
 package main
 
 import (
@@ -54,7 +54,7 @@ func run(ctx context.Context, plugins string, files []string) error {
 	return nil
 }
 
-// appendFile appends file to list, after its imports.
+// appendFile appends first the files that file imports, and then file.
 func appendFile(list []*descriptorpb.FileDescriptorProto, seen map[string]bool, file protoreflect.FileDescriptor) []*descriptorpb.FileDescriptorProto {
 	if seen[file.Path()] {
 		return list
@@ -66,7 +66,7 @@ func appendFile(list []*descriptorpb.FileDescriptorProto, seen map[string]bool, 
 	return append(list, protoutil.ProtoFromFileDescriptor(file))
 }
 
-// generate writes the plugin's output for a request.
+// generate runs plugin with request and writes the resulting files.
 func generate(ctx context.Context, plugin string, request *pluginpb.CodeGeneratorRequest) error {
 	in, err := proto.Marshal(request)
 	if err != nil {

@@ -18,8 +18,7 @@ import (
 	kjson "sigs.k8s.io/json"
 )
 
-// jsonDocuments yields each document of a file, or an error, with the line where it
-// begins.
+// jsonDocuments yields each JSON text of a file, or a syntax error, with the line number.
 func jsonDocuments(data []byte, yield func(int, []byte, error) bool) {
 	decoder := json.NewDecoder(bytes.NewReader(data))
 	line, counted := 1, 0
@@ -28,7 +27,7 @@ func jsonDocuments(data []byte, yield func(int, []byte, error) bool) {
 		err := decoder.Decode(&document)
 		at := int(decoder.InputOffset()) - len(document)
 		if syntax := new(json.SyntaxError); errors.As(err, &syntax) {
-			at = int(syntax.Offset) - 1 // Offset includes the byte with the error
+			at = int(syntax.Offset) - 1 // Offset counts the wrong byte too
 		}
 		line, counted = line+bytes.Count(data[counted:at], []byte("\n")), at
 		more = err != io.EOF && yield(line, document, err) && err == nil
@@ -36,17 +35,16 @@ func jsonDocuments(data []byte, yield func(int, []byte, error) bool) {
 }
 
 var (
-	// yamlMarker begins a document wherever it occurs. Even a quoted string must not contain
-	// it.
+	// yamlMarker matches the start of a document. YAML forbids such a line even in a quoted
+	// string.
 	yamlMarker = regexp.MustCompile(`\n---([ \t\r\n]|$)`)
 	yamlLine   = regexp.MustCompile(`\bline \d+`)
 )
 
-// yamlDocuments yields the documents of a YAML file like jsonDocuments, converted to
-// JSON.
+// yamlDocuments is like jsonDocuments for YAML, and converts the documents to JSON.
 func yamlDocuments(data []byte, yield func(int, []byte, error) bool) {
 	for line := 1; len(data) > 0; {
-		// The parser stops at the first error, so it receives one document at a time.
+		// The decoder ends at the first error. So decode each document separately.
 		text := data
 		if marker := yamlMarker.FindIndex(data); marker != nil && data[0] != '%' {
 			text = data[:marker[0]+1]
@@ -63,7 +61,7 @@ func yamlDocuments(data []byte, yield func(int, []byte, error) bool) {
 				document, err = json.Marshal(withTextKeys(tree))
 			} else {
 				message := strings.ReplaceAll(err.Error(), "\n ", "")
-				// For some errors the parser counts lines from 0.
+				// In errors with this text, the decoder counts lines from 0.
 				first := line - 1 + strings.Count(message, "did not find expected ")
 				err = errors.New(yamlLine.ReplaceAllStringFunc(message, func(s string) string {
 					n, _ := strconv.Atoi(s[len("line "):])
@@ -80,7 +78,8 @@ func yamlDocuments(data []byte, yield func(int, []byte, error) bool) {
 	}
 }
 
-// withTextKeys returns a YAML tree with all keys converted to text, as in JSON.
+// withTextKeys converts all keys of a YAML tree to strings, because JSON has no other
+// keys.
 func withTextKeys(tree any) any {
 	switch t := tree.(type) {
 	case []any:
@@ -97,8 +96,9 @@ func withTextKeys(tree any) any {
 	return tree
 }
 
-// decode decodes a JSON object into object, a pointer to a struct. It returns up to limit
-// values of the wrong type or, if there are none, the unknown and duplicate fields.
+// decode decodes JSON into object, a pointer to a struct. If values have the wrong type,
+// it returns an error for each of the first limit values. Otherwise it returns the errors
+// for unknown and duplicate fields.
 func decode(data []byte, object any, limit int) (wrong, strict []error) {
 	for {
 		strict, err := kjson.UnmarshalStrict(data, object)
@@ -106,21 +106,21 @@ func decode(data []byte, object any, limit int) (wrong, strict []error) {
 			return wrong, strict
 		}
 		misfit := new(json.UnmarshalTypeError)
-		_ = errors.As(err, &misfit) // any other error has no offset, so no path is found
+		_ = errors.As(err, &misfit) // for other errors Offset is 0, so find returns no path
 		path, start, end := find(data, misfit.Offset)
 		if path == "" || len(wrong) >= limit {
 			return append(wrong, err), nil
 		}
 		hint := map[bool]string{true: " (in quotes)"}[misfit.Type.Kind() == reflect.String]
 		wrong = append(wrong, fmt.Errorf("%s: %.50s is not a value of type %s%s", path, data[start:end], misfit.Type.Kind(), hint))
-		// The library stops at the first wrong value. Replace it by null to find the next one.
+		// UnmarshalStrict ends at the first wrong value. To find the next, set this one to
+		// null.
 		data = slices.Concat(data[:start], []byte("null"), data[end:])
 	}
 }
 
 // find searches a valid JSON text for the value whose first token ends at offset. It
-// returns the path, the start and the end of this value. The path found is empty if there
-// is no such value.
+// returns the value's path, start and end. If no such value exists, the path is empty.
 func find(data []byte, offset int64) (found string, start, end int64) {
 	decoder := json.NewDecoder(bytes.NewReader(data))
 	var value func(path string)
@@ -134,7 +134,7 @@ func find(data []byte, offset int64) (found string, start, end int64) {
 				key, _ := decoder.Token()
 				value(strings.TrimPrefix(fmt.Sprintf("%s.%s", path, key), "."))
 			}
-			decoder.Token() // the token that ends the value
+			decoder.Token() // the closing brace
 		case json.Delim('['):
 			for i := 0; decoder.More(); i++ {
 				value(fmt.Sprintf("%s[%d]", path, i))

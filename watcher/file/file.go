@@ -1,24 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package file fills a cluster.State from manifests: Kubernetes YAML or JSON, as people
-// write it and as kubectl get services,endpointslices,nodes -A -o yaml prints it. [Watch]
-// reads manifests and follows their changes. [Write] writes a state as manifests, which
-// Watch reads back as an equal state.
+// Package file fills a cluster.State from manifests: Kubernetes objects in YAML or JSON,
+// written by hand or by kubectl get services,endpointslices,nodes -A -o yaml. [Watch]
+// reads manifests and follows their changes. [Write] writes a state as manifests, from
+// which Watch gets an equal state.
 //
 // A path is a file or a folder. In a folder, the package reads files whose names end in
 // .yaml, .yml or .json and do not begin with a dot. It reads Services and Nodes of v1 and
-// EndpointSlices of discovery.k8s.io/v1, single or in lists. It skips other kinds with
-// one warning for each kind. Package watcher selects the objects for the proxy. The API's
-// defaults are applied, but nothing is allocated, such as a clusterIP.
+// EndpointSlices of discovery.k8s.io/v1, also in lists. It skips objects of other kinds,
+// with one warning for each kind. Package watcher selects the objects for the proxy.
+// Missing fields get the API's defaults, but nothing is allocated, such as a clusterIP.
 //
 // The package rejects objects that the API server would not admit, and objects with
-// unknown fields. It checks only what concerns a service proxy. It also rejects a file
-// without an object. A List without items expresses that there are no objects. The error
-// lists all problems with file, document, object and field. Then none of the manifests is
-// used, because half of the objects is rarely what the user wants. In some cases the
-// package ignores an invalid part and adds a warning: an unknown field in an object with
-// a metadata.uid, which a newer API server has written; an EndpointSlice without a
-// service; and an invalid address of a Node.
+// unknown fields, but checks only what concerns a service proxy. It rejects a file
+// without objects, but accepts a List without items. The error lists the problems with
+// file, document, object and field. After an error the package uses none of the
+// manifests, because half of the objects is rarely what the user wants. It ignores with a
+// warning an unknown field in an object with a metadata.uid, which a newer API server has
+// written; an EndpointSlice without a service; and an invalid address of a Node.
 package file
 
 import (
@@ -37,14 +36,14 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 )
 
-// Stdin is the path of standard input.
+// Stdin is the path that means standard input.
 const Stdin = "-"
 
-// maxSize limits the size of a file, so that a wrong file does not exhaust the memory.
+// maxSize is the maximum size of a file. It protects the memory from a wrong path.
 const maxSize = 512 << 20
 
-// load reads manifests once. It returns when ctx ends. The parser and a read of standard
-// input cannot be interrupted, so they end later in the background.
+// load reads manifests once. It returns when ctx ends, although a running parser or a
+// read of standard input cannot be interrupted. Such work ends later in the background.
 func load(ctx context.Context, path string, options watcher.Options) (*manifests, error) {
 	p, err := newParser(options)
 	if err != nil {
@@ -86,12 +85,12 @@ func (p *parser) load(ctx context.Context, path string, stdin io.Reader) error {
 	return p.finish()
 }
 
-// list returns the files of path, in reading order.
+// list returns the names of the files of path, in the order in which to read them.
 func list(path string) (names []string, err error) {
 	if info, err := os.Stat(path); err != nil || !info.IsDir() {
 		return []string{path}, err
 	}
-	entries, err := os.ReadDir(path) // sorted
+	entries, err := os.ReadDir(path) // sorted by name
 	for _, entry := range entries {
 		if strings.HasPrefix(entry.Name(), ".") || !slices.Contains([]string{".yaml", ".yml", ".json"}, filepath.Ext(entry.Name())) {
 			continue
@@ -99,7 +98,7 @@ func list(path string) (names []string, err error) {
 		name := filepath.Join(path, entry.Name())
 		info, err := os.Stat(name)
 		if errors.Is(err, fs.ErrNotExist) && entry.Type()&fs.ModeSymlink == 0 {
-			continue // the file was removed after ReadDir
+			continue // the file was removed after the call of ReadDir
 		} else if err != nil {
 			return nil, err
 		} else if !info.IsDir() {
@@ -109,8 +108,8 @@ func list(path string) (names []string, err error) {
 	return names, err
 }
 
-// readFile returns the content of a regular file. Opening other kinds of files might have
-// side effects, and reading them might never end.
+// readFile returns the content of a regular file. It rejects other kinds of files,
+// because opening them may have side effects, and reading them may never end.
 func readFile(name string) ([]byte, error) {
 	info, err := os.Stat(name)
 	if err != nil {
@@ -119,12 +118,13 @@ func readFile(name string) ([]byte, error) {
 	if !info.Mode().IsRegular() {
 		return nil, fmt.Errorf("%s: not a regular file (%s); use %q to read standard input", name, info.Mode(), Stdin)
 	}
-	// Opening does not block even if a named pipe has replaced the file.
+	// With O_NONBLOCK, OpenFile returns even if a named pipe has replaced the file
+	// meanwhile.
 	f, err := os.OpenFile(name, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return nil, err
 	}
-	defer f.Close() // nothing was written
+	defer f.Close() // reading only: no error to check
 	return readAll(name, f)
 }
 

@@ -21,32 +21,32 @@ import (
 )
 
 const (
-	settleTime    = 100 * time.Millisecond // a file is read after this time without a change
-	maxSettleTime = 2 * time.Second        // a file is read after this time even if it keeps changing
-	pollInterval  = 5 * time.Second        // the time between checks without notifications
+	settleTime    = 100 * time.Millisecond // files are read after this time without changes
+	maxSettleTime = 2 * time.Second        // files are read after this time even if they keep changing
+	pollInterval  = 5 * time.Second        // time between checks that need no notification
 )
 
-// Options configure Watch.
+// Options configures Watch.
 type Options struct {
-	// Path is a file, a folder, or Stdin, which is read once.
+	// Path is a file, a folder, or Stdin. Watch reads Stdin only once.
 	Path string
 	// Once makes Watch return after the first reading.
 	Once bool
-	// Options select the objects for the proxy.
+	// These options select the objects for the proxy.
 	watcher.Options
 }
 
-// Watch reads manifests into state and marks it as synced. It follows changes of the
-// manifests until ctx ends and then returns nil. Each reading is one commit that changes
-// only what differs. The state must have no other writer. Watch returns an error of the
-// first reading. It logs an error of a later reading once, and state keeps its content
-// until the manifests exist and are valid again. If a folder loses its last manifest,
-// state keeps its objects.
+// Watch reads manifests into state and marks state as synced. It reads them again when
+// they change, until ctx ends, and then returns nil. Each reading makes one commit, which
+// changes only objects that differ. The state must have no other writer. If the first
+// reading fails, Watch returns the error. If a later reading fails, Watch logs the error
+// once, and state keeps its content until the manifests exist and are valid again. State
+// also keeps its objects if a folder loses its last manifest.
 //
-// Watch reads a file when it has not changed for 100 ms, because it may be half written.
-// It notices changes immediately if the operating system sends notifications. Otherwise
-// it notices them within five seconds: on network file systems, behind symbolic links in
-// a folder, and after changes of permissions.
+// Watch reads a changed file only after 100 ms without further changes, because it may be
+// half written. It notices a change immediately if the operating system sends a
+// notification. Otherwise it notices the change within five seconds: on network file
+// systems, behind symbolic links in a folder, and if only permissions change.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	log := klog.FromContext(ctx).WithValues("path", opts.Path)
 	f := &follower{opts: opts, log: log, state: state, notify: &fsnotify.Watcher{}, loaded: func(error) {}}
@@ -54,7 +54,7 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 		if notify, err := fsnotify.NewWatcher(); err != nil {
 			f.noNotification(err)
 		} else {
-			defer notify.Close() // an error needs no handling
+			defer notify.Close() // an error does no harm
 			f.notify = notify
 		}
 	}
@@ -62,14 +62,14 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 }
 
 // follower reads the manifests again when two sightings differ. A notification only
-// triggers a new sighting. So files may be written, renamed over, or swapped by a link in
-// a higher folder.
+// triggers a new sighting. So it does not matter how a file changes: by a write, a
+// rename, or a new symbolic link in a higher folder.
 type follower struct {
 	opts   Options
 	log    klog.Logger
 	state  *cluster.State
-	notify *fsnotify.Watcher // its channels are nil if there are no notifications
-	loaded func(error)       // called with the result of each reading except the first
+	notify *fsnotify.Watcher // without notifications, its channels are nil
+	loaded func(error)       // receives the result of each reading except the first
 
 	seen                sighting
 	files               int    // number of files in the last valid reading
@@ -120,10 +120,11 @@ func (f *follower) run(ctx context.Context) error {
 	return nil
 }
 
-// A folder that is being replaced may look empty for a moment.
+// errVanished is an error because a folder may be empty for a moment while it is
+// replaced.
 var errVanished = errors.New("folder no longer has manifests; use a List without items if there are no objects")
 
-// load reads the manifests and writes them to the state.
+// load reads the manifests and writes their objects to the state.
 func (f *follower) load(ctx context.Context) error {
 	f.seen = look(f.opts.Path)
 	m, err := load(ctx, f.opts.Path, f.opts.Options)
@@ -159,7 +160,7 @@ func (f *follower) reload(ctx context.Context) {
 	}
 	failing := ""
 	if errors.Is(err, fs.ErrNotExist) {
-		failing = errVanished.Error() // a folder that was removed may come back empty
+		failing = errVanished.Error() // one message for a missing and an empty folder
 	} else if err != nil {
 		failing = strings.TrimPrefix(err.Error(), "read manifests: ")
 	}
@@ -172,8 +173,7 @@ func (f *follower) reload(ctx context.Context) {
 	f.loaded(err)
 }
 
-// noNotification logs an error of the notifications, unless it is the same as the last
-// one.
+// noNotification logs an error of fsnotify if it differs from the last one.
 func (f *follower) noNotification(err error) {
 	if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, fsnotify.ErrNonExistentWatch) && f.unnotified != err.Error() {
 		f.unnotified = err.Error()
@@ -181,16 +181,16 @@ func (f *follower) noNotification(err error) {
 	}
 }
 
-// arm watches the folders in which a change may concern the path: the folder with the
-// manifests, and its parent, in which it may be replaced. If the path is a symbolic link,
-// it also watches the folders of its target. Adding a folder again has an effect only if
-// another one has replaced it.
+// arm requests notifications for the folder with the manifests, and for its parent, in
+// which it may be replaced. If the path is a symbolic link, arm does the same for the
+// target. Repeated requests for a folder matter only after another folder has replaced
+// it.
 func (f *follower) arm() {
 	if f.notify.Events == nil {
 		return
 	}
 	var folders []string
-	target, _ := filepath.EvalSymlinks(f.opts.Path) // empty after an error: the working directory, which is harmless
+	target, _ := filepath.EvalSymlinks(f.opts.Path) // after an error, target is "", which means the working directory and is harmless
 	for _, folder := range []string{filepath.Clean(f.opts.Path), target} {
 		if info, err := os.Stat(folder); err != nil || !info.IsDir() {
 			folder = filepath.Dir(folder)
@@ -207,8 +207,8 @@ func (f *follower) arm() {
 	}
 }
 
-// sighting maps the names of a path's files to their state at some time. If the files
-// cannot be read, its only key is the error.
+// sighting contains what os.Stat returned for each file of a path. After an error, the
+// text of the error is its only key.
 type sighting map[string]fs.FileInfo
 
 func look(path string) sighting {

@@ -24,21 +24,21 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// patience is the maximum wait.
+// patience limits each wait.
 const patience = 20 * time.Second
 
-// following is a running follower.
+// following contains a running follower and what the tests observe of it.
 type following struct {
 	t      *testing.T
 	ctx    context.Context
 	state  *cluster.State
 	loaded chan error
-	log    *strings.Builder // may be read after the follower has ended
+	log    *strings.Builder // read it only after the follower has ended
 	notify *fsnotify.Watcher
 	stop   func()
 }
 
-// follow starts a follower of path and waits for the first reading.
+// follow starts a follower of path, which has read path when follow returns.
 func follow(t *testing.T, path string, notify bool) *following {
 	t.Helper()
 	x := &following{t: t, state: cluster.New(cluster.Options{}), loaded: make(chan error, 1000), log: &strings.Builder{}}
@@ -100,7 +100,7 @@ func (x *following) services() []string {
 	return names
 }
 
-// awaitLoad waits for a reading that succeeds, or that fails.
+// awaitLoad waits for a reading that succeeds (if well is true) or fails.
 func (x *following) awaitLoad(well bool) error {
 	x.t.Helper()
 	for {
@@ -115,7 +115,7 @@ func (x *following) awaitLoad(well bool) error {
 	}
 }
 
-// named returns manifests of services with these names.
+// named returns a manifest with services of these names.
 func named(names ...string) string {
 	var list []string
 	for _, name := range names {
@@ -139,9 +139,9 @@ func put(t *testing.T, path, text string) {
 func TestChangesAreFollowed(t *testing.T) {
 	for _, c := range []struct {
 		name string
-		// prepare creates manifests with service a in dir and returns their path.
+		// prepare creates a manifest with service a in dir, and returns the path to follow.
 		prepare func(t *testing.T, dir string) string
-		// change replaces the service by name.
+		// change replaces the service by one with this name.
 		change func(t *testing.T, dir, name string)
 	}{{
 		name:    "a file written in place",
@@ -235,7 +235,7 @@ func TestChangesAreFollowed(t *testing.T) {
 			dir := t.TempDir()
 			x := follow(t, c.prepare(t, dir), true)
 			x.awaitServices("a")
-			// Replacements are followed too.
+			// The follower must also notice a change after a replacement.
 			for _, name := range []string{"b", "c"} {
 				c.change(t, dir, name)
 				x.awaitServices(name)
@@ -262,7 +262,7 @@ func inLinkedFolder(t *testing.T, dir string) string {
 	return filepath.Join(dir, "current")
 }
 
-// inConfigMap arranges files like a kubelet does for a ConfigMap.
+// inConfigMap creates files and links like a kubelet for a ConfigMap.
 func inConfigMap(t *testing.T, dir string) string {
 	conf := filepath.Join(dir, "conf")
 	must(t, os.MkdirAll(filepath.Join(conf, "..2024_01"), 0o755))
@@ -301,7 +301,7 @@ func TestInvalidFileChangesNothingAndIsLoggedOnce(t *testing.T) {
 
 	put(t, path, named("b"))
 	x.awaitServices("b")
-	x.awaitLoad(true) // when it returns, the result was logged
+	x.awaitLoad(true) // then the result is in the log
 	x.stop()
 	if n := strings.Count(x.log.String(), "Cannot read manifests"); n != 1 {
 		t.Errorf("logged %d times:\n%s", n, x.log)
@@ -326,7 +326,7 @@ func TestStateIsKeptUntilManifestsReturn(t *testing.T) {
 			x := follow(t, c.prepare(t, dir), true)
 			must(t, os.RemoveAll(filepath.Join(dir, c.gone)))
 			for !errors.Is(x.awaitLoad(false), os.ErrNotExist) {
-				// The folder may be read before it has its file.
+				// A reading may find the folder without its file and fail with another error.
 			}
 			x.awaitServices("a")
 			c.prepare(t, dir)
@@ -447,8 +447,7 @@ func TestUnchangedManifestsChangeNothing(t *testing.T) {
 	}
 }
 
-// polling runs test in a synctest bubble with a follower of path that has no
-// notifications.
+// polling runs test in a synctest bubble. The follower of path gets no notifications.
 func polling(t *testing.T, test func(t *testing.T, path string, x *following)) {
 	synctest.Test(t, func(t *testing.T) {
 		path := inFile(t, t.TempDir())
@@ -456,7 +455,7 @@ func polling(t *testing.T, test func(t *testing.T, path string, x *following)) {
 	})
 }
 
-// expectServices checks the state after the time d.
+// expectServices waits for the time d and then checks the services of the state.
 func (x *following) expectServices(d time.Duration, want ...string) {
 	x.t.Helper()
 	time.Sleep(d)

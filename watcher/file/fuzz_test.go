@@ -9,8 +9,8 @@ import (
 	"github.com/kpng-project/kpng/watcher"
 )
 
-// FuzzParse checks that parsing never panics, and that each error names the file and an
-// existing line.
+// FuzzParse checks that parsing never panics, and that each error names the file and a
+// line that exists.
 func FuzzParse(f *testing.F) {
 	f.Add("m.yaml", []byte(service+"---\n"+slice))
 	f.Add("m.yaml", []byte("kind: List\napiVersion: v1\nitems:\n- {kind: Node, apiVersion: v1, metadata: {name: n, uid: u}}\n"))

@@ -14,8 +14,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// testdata/kubectl.* is one listing of kubectl get services,endpointslices,nodes in both
-// formats. The node has a field that no release has yet.
+// testdata/kubectl.* are the output of kubectl get services,endpointslices,nodes, as YAML
+// and as JSON. The node has a field that no release has.
 func TestKubectlOutputIsRead(t *testing.T) {
 	opt := cmp.Comparer(func(a, b netip.Addr) bool { return a == b })
 	optPrefix := cmp.Comparer(func(a, b netip.Prefix) bool { return a == b })
@@ -106,8 +106,8 @@ func TestKubectlOutputIsRead(t *testing.T) {
 	}
 }
 
-// A slice of a service without a selector needs no proxy label if the controller did not
-// create it.
+// A slice of a service without a selector needs no proxy label, except a slice of the
+// EndpointSlice controller.
 func TestUnlabelledSlicesFollowTheirService(t *testing.T) {
 	const text = `apiVersion: v1
 kind: List

@@ -37,7 +37,7 @@ endpoints:
 `
 )
 
-// write writes texts to files by name and returns the folder.
+// write writes files, a map from names to texts, to a new folder and returns the folder.
 func write(t *testing.T, files map[string]string) string {
 	t.Helper()
 	dir := t.TempDir()
@@ -53,7 +53,6 @@ func write(t *testing.T, files map[string]string) string {
 	return dir
 }
 
-// names returns the names of the objects in m.
 func names(m *manifests) []string {
 	var list []string
 	for _, s := range m.services {
@@ -68,7 +67,7 @@ func names(m *manifests) []string {
 	return list
 }
 
-// warnings returns the warnings of m without the folder.
+// warnings returns the warnings of m, in which paths are relative to dir.
 func warnings(m *manifests, dir string) []string {
 	var list []string
 	for _, w := range m.warnings {
@@ -87,7 +86,7 @@ func TestErrorsNameFileAndLine(t *testing.T) {
 	}
 	for _, c := range []struct {
 		name string
-		file string // m.yaml if empty
+		file string // default: m.yaml
 		text string
 		want []string
 	}{{

@@ -28,31 +28,31 @@ import (
 	kjson "sigs.k8s.io/json"
 )
 
-// manifests are the objects for the proxy in a set of files, each once.
+// manifests contains the objects for the proxy that a set of files defines.
 type manifests struct {
 	services []*api.Service
 	slices   []*api.EndpointSlice
 	nodes    []*api.Node
-	warnings []string // ignored parts and likely mistakes
+	warnings []string // about ignored parts and likely mistakes
 	files    int
 }
 
-// maxListed is the maximum number of problems in an error. More would hide the first
-// ones.
+// maxListed limits the problems in an error, so that users see the first ones.
 const maxListed = 20
 
-// parser reads files one by one and collects their objects. The location of an object has
-// the form "a.yaml: document 2 (line 10): items[3]: Service default/web".
+// parser reads files one after the other and collects their objects. It names the
+// location of an object in this form: "a.yaml: document 2 (line 10): items[3]: Service
+// default/web".
 type parser struct {
 	converter    *watcher.Converter
-	named        bool // the proxy has a name (ServiceProxyName)
+	named        bool // true if the proxy has a name (ServiceProxyName)
 	manifests    manifests
 	problems     []error
 	unlisted     int                           // number of problems beyond maxListed
 	defined      map[string]string             // location of each object
 	ignored      map[string][]string           // locations of objects of other kinds
-	selectorless map[types.NamespacedName]bool // services whose slices need no label; see watcher.Converter.WantsSlice
-	undecided    []*api.EndpointSlice          // wanted if their service is in selectorless
+	selectorless map[types.NamespacedName]bool // services whose EndpointSlices need no label; see watcher.Converter.WantsSlice
+	undecided    []*api.EndpointSlice          // for the proxy if their service is in selectorless
 }
 
 func newParser(options watcher.Options) (*parser, error) {
@@ -63,7 +63,8 @@ func newParser(options watcher.Options) (*parser, error) {
 	}, err
 }
 
-// finish completes the manifests after the last file, or returns the problems.
+// finish completes the manifests after the last file. It returns the problems of all
+// files.
 func (p *parser) finish() error {
 	for _, s := range p.undecided {
 		if p.named && p.selectorless[s.ServiceKey()] {
@@ -91,14 +92,14 @@ func (p *parser) fail(at, format string, args ...any) {
 	p.problems = append(p.problems, errors.New(at+": "+fmt.Sprintf(format, args...)))
 }
 
-// file reads one file. If ctx ends, file may stop before the last document.
+// file parses one file. If ctx ends, it may stop before the last document.
 func (p *parser) file(ctx context.Context, name string, data []byte) {
 	if !utf8.Valid(data) {
 		p.fail(name, "not UTF-8 text")
 		return
 	}
 	data = bytes.TrimPrefix(data, []byte("\ufeff"))
-	// JSON has its own parser, because YAML parsers do not know all its escapes.
+	// Use the JSON parser for JSON, because YAML parsers do not know all escapes of JSON.
 	documents := yamlDocuments
 	if strings.EqualFold(filepath.Ext(name), ".json") || json.Valid(data) {
 		documents = jsonDocuments
@@ -120,8 +121,8 @@ func (p *parser) file(ctx context.Context, name string, data []byte) {
 	}
 }
 
-// object reads an object, or the objects of a list. The items of a typed list from the
-// API server omit their type; itemOf is that type.
+// object reads an object, or each object of a list. itemOf is the type of an item of a
+// typed list, such as ServiceList, in which items may omit their type.
 func (p *parser) object(ctx context.Context, at string, data []byte, itemOf metav1.TypeMeta) {
 	var head struct {
 		metav1.TypeMeta `json:",inline"`
@@ -131,7 +132,7 @@ func (p *parser) object(ctx context.Context, at string, data []byte, itemOf meta
 		} `json:"metadata"`
 		Items json.RawMessage `json:"items"`
 	}
-	// A field of the wrong type is empty here and reported below.
+	// Ignore values of the wrong type here; decode reports them.
 	duplicates, _ := kjson.UnmarshalStrict(data, &head, kjson.DisallowDuplicateFields)
 	apiVersion, kind := cmp.Or(head.APIVersion, itemOf.APIVersion), cmp.Or(head.Kind, itemOf.Kind)
 	if apiVersion == "" || kind == "" {
@@ -147,7 +148,7 @@ func (p *parser) object(ctx context.Context, at string, data []byte, itemOf meta
 			p.fail(at, "%v", err)
 		}
 		if itemOf = (metav1.TypeMeta{APIVersion: apiVersion, Kind: of}); of == "" {
-			itemOf.APIVersion = "" // the items of a List have their own type
+			itemOf.APIVersion = "" // the items of a plain List name their types
 		}
 		for i := 0; i < len(items) && ctx.Err() == nil; i++ {
 			p.object(ctx, fmt.Sprintf("%s: items[%d]", at, i), items[i], itemOf)
@@ -217,9 +218,8 @@ func (p *parser) node(at string, data []byte) {
 
 // decode decodes an object and reports whether it is valid.
 //
-// An unknown field is an error, because ignoring a misspelt field does more harm. If the
-// object has a UID, an API server has written it. Then the field belongs to a newer
-// release and is ignored with a warning.
+// An unknown field is an error, because the user may have misspelt it. If the object has
+// a UID, it is only a warning, because a newer API server has written the field.
 func (p *parser) decode(at string, data []byte, into any, meta *metav1.ObjectMeta, rule func(string) []string) bool {
 	wrong, unknown := decode(data, into, maxListed-len(p.problems))
 	for _, err := range append(wrong, unknown...) {
@@ -240,8 +240,9 @@ func (p *parser) decode(at string, data []byte, into any, meta *metav1.ObjectMet
 	return true
 }
 
-// report reports the converter's problems with an object. The problems are warnings if an
-// API server admits them: a slice without a service, and an invalid address of a node.
+// report reports the converter's problems with an object as errors. Problems that an API
+// server admits are only warnings: an EndpointSlice without a service, and an invalid
+// address of a node.
 func (p *parser) report(at string, problems []watcher.Problem) {
 	for _, problem := range problems {
 		report := p.fail
@@ -252,7 +253,7 @@ func (p *parser) report(at string, problems []watcher.Problem) {
 	}
 }
 
-// name checks name with one of the API's rules for names.
+// name checks that name is not empty and conforms to rule, a naming rule of the API.
 func (p *parser) name(at, field, name string, rule func(string) []string) {
 	if name == "" {
 		p.fail(at, "%s: missing", field)
@@ -263,23 +264,22 @@ func (p *parser) name(at, field, name string, rule func(string) []string) {
 	}
 }
 
-// oneOf checks that v is empty or one of the known values. An empty value stands for the
-// API's default.
+// oneOf checks that v is one of the known values or empty, for the API's default.
 func (p *parser) oneOf(at, field, v string, known ...string) {
 	if v != "" && !slices.Contains(known, v) {
 		p.fail(at, "%s: %q is not one of %s", field, v, strings.Join(known, ", "))
 	}
 }
 
-// validate reports problems that the API server would reject. The converter does not
-// check for them, because it expects admitted objects.
+// validate reports some errors for which the API server would reject s. The converter
+// does not check for these, because it usually gets objects from an API server.
 func (p *parser) validate(at string, s *corev1.Service) {
 	spec := &s.Spec
 	if spec.Type == corev1.ServiceTypeExternalName {
 		return
 	}
 	if len(spec.ClusterIPs) == 0 && spec.ClusterIP != "" {
-		spec.ClusterIPs = []string{spec.ClusterIP} // as the API server does
+		spec.ClusterIPs = []string{spec.ClusterIP} // the API server does the same
 	}
 	ips := spec.ClusterIPs
 	headless := slices.Contains(ips, corev1.ClusterIPNone)
@@ -293,7 +293,7 @@ func (p *parser) validate(at string, s *corev1.Service) {
 		p.fail(at, "spec.clusterIP: None is not allowed with type %s", spec.Type)
 	}
 	for i, ip := range ips {
-		parsed := utilnet.ParseIPSloppy(ip) // the converter reports invalid addresses
+		parsed := utilnet.ParseIPSloppy(ip) // nil if invalid, which the converter reports
 		is6 := utilnet.IsIPv6(parsed)
 		if i > 0 && parsed != nil && utilnet.IsIPv6(utilnet.ParseIPSloppy(ips[0])) == is6 {
 			p.fail(at, "spec.clusterIPs[%d]: %s is of the same family as the first", i, ip)

@@ -15,7 +15,7 @@ import (
 )
 
 func TestIrregularFileIsAnError(t *testing.T) {
-	dir, err := os.MkdirTemp("", "file") // t.TempDir may be too long for a socket
+	dir, err := os.MkdirTemp("", "file") // the path of t.TempDir may be too long for a socket
 	must(t, err)
 	defer os.RemoveAll(dir)
 	listener, err := net.Listen("unix", filepath.Join(dir, "m.yaml"))
@@ -39,7 +39,7 @@ func TestIrregularFileIsAnError(t *testing.T) {
 
 func TestTooLargeFileIsAnError(t *testing.T) {
 	path := filepath.Join(write(t, map[string]string{"m.yaml": service}), "m.yaml")
-	must(t, os.Truncate(path, maxSize+1)) // a sparse file takes no disk space
+	must(t, os.Truncate(path, maxSize+1)) // sparse: takes no disk space
 	_, err := load(t.Context(), path, watcher.Options{})
 	if want := "read manifests: " + path + ": larger than 512 MiB"; err == nil || err.Error() != want {
 		t.Errorf("error %v, want %s", err, want)
@@ -47,7 +47,7 @@ func TestTooLargeFileIsAnError(t *testing.T) {
 }
 
 func TestReadingStandardInputEndsWithItsContext(t *testing.T) {
-	r, w, err := os.Pipe() // no data is ever written
+	r, w, err := os.Pipe() // a read of r blocks, because nothing is written to w
 	must(t, err)
 	defer r.Close()
 	defer w.Close()
@@ -79,8 +79,8 @@ func (c *countdown) Err() error {
 	return nil
 }
 
-// TestParsingEndsWithItsContext checks that a big file with an error at its end is not
-// parsed to the end.
+// TestParsingEndsWithItsContext ends the context while a big file is parsed. The parser
+// must not reach the error at the end of the file.
 func TestParsingEndsWithItsContext(t *testing.T) {
 	const count = 2000
 	item := `{"apiVersion": "v1", "kind": "Pod"}`

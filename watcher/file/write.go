@@ -23,29 +23,29 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// DefaultAllPortsAnnotation is the default annotation of all-ports services. Kubernetes
-// has no field for them.
+// DefaultAllPortsAnnotation is the default annotation of all-ports services, because
+// Kubernetes has no field for them.
 const DefaultAllPortsAnnotation = "all-ports"
 
-// WriteOptions configure Write. The zero value writes YAML for a reader without a proxy
+// WriteOptions configures Write. The zero value means YAML for a reader without a proxy
 // name.
 type WriteOptions struct {
-	// JSON writes a JSON List instead of YAML documents.
+	// JSON makes Write write a List in JSON instead of YAML documents.
 	JSON bool
-	// ServiceProxyName, if set, is written as a label of services and slices, for a reader
-	// with the same watcher.Options.ServiceProxyName.
+	// ServiceProxyName is the value of the proxy label of services and slices, if not empty.
+	// The reader needs the same watcher.Options.ServiceProxyName.
 	ServiceProxyName string
 	// AllPortsAnnotation marks all-ports services for a reader with
-	// watcher.AllPortsAnnotated. Default: DefaultAllPortsAnnotation.
+	// watcher.AllPortsAnnotated. The default is DefaultAllPortsAnnotation.
 	AllPortsAnnotation string
 }
 
 // Write writes the services, slices and nodes of s to w as manifests, in order. A reader
-// gets a state equal to s if it has the proxy name and the annotation of opts and keeps
-// the labels and annotations in s.
+// gets a state equal to s if it has the same proxy name and annotation as opts, and keeps
+// all labels and annotations that s has.
 //
-// Write returns an error with the first object that manifests cannot express. Objects
-// from an API server can always be expressed. After an error the output is not usable.
+// If manifests cannot express an object, Write returns an error that names the first such
+// object. API servers have no such objects. After an error the output is not usable.
 func Write(w io.Writer, s *cluster.Snapshot, opts WriteOptions) error {
 	if opts.AllPortsAnnotation == "" {
 		opts.AllPortsAnnotation = DefaultAllPortsAnnotation
@@ -72,14 +72,14 @@ func Write(w io.Writer, s *cluster.Snapshot, opts WriteOptions) error {
 	case o.err != nil:
 		return o.err
 	case s.Services.Len()+s.Slices.Len()+s.Nodes.Len() == 0:
-		o.out.WriteString(`{"apiVersion":"v1","kind":"List","items":[]}` + "\n") // also valid YAML
+		o.out.WriteString(`{"apiVersion":"v1","kind":"List","items":[]}` + "\n") // is also YAML
 	case opts.JSON:
 		o.out.WriteString("\n]}\n")
 	}
-	return o.out.Flush() // returns the first error of all writes
+	return o.out.Flush() // reports errors of earlier writes too
 }
 
-// objects is the inverse of watcher.Converter. It converts each object back to check it.
+// objects is the inverse of watcher.Converter. It converts each object back as a check.
 type objects struct {
 	opts      WriteOptions
 	allPorts  func(*corev1.Service) bool
@@ -90,7 +90,7 @@ type objects struct {
 	err       error
 }
 
-// write writes an object. It fails if a reader would get a different object.
+// write writes an object. If same is false, it fails: a reader would get another object.
 func (o *objects) write(name string, object any, same bool, problems []watcher.Problem) {
 	text, err := o.marshal(object)
 	if len(problems) > 0 {
@@ -173,15 +173,15 @@ func (o *objects) service(s *api.Service) {
 	o.write("Service "+s.Key().String(), out, back.Equal(s), problems)
 }
 
-// mark labels an object for its proxy.
+// mark adds the proxy label to an object's metadata.
 func (o *objects) mark(meta *metav1.ObjectMeta) {
 	if o.opts.ServiceProxyName != "" {
 		metav1.SetMetaDataLabel(meta, watcher.LabelServiceProxyName, o.opts.ServiceProxyName)
 	}
 }
 
-// withKnownKeys removes all entries from m whose keys are not in known. This removes the
-// marks for the proxy, which the reader drops too.
+// withKnownKeys removes the entries of m whose keys are not in known. So it removes the
+// proxy label and the all-ports annotation.
 func withKnownKeys(m, known map[string]string) map[string]string {
 	maps.DeleteFunc(m, func(key, _ string) bool { _, ok := known[key]; return !ok })
 	return m
@@ -237,7 +237,7 @@ func (o *objects) node(n *api.Node) {
 		Spec:       corev1.NodeSpec{PodCIDRs: texts(n.PodCIDRs)},
 	}
 	if n.Deleting {
-		out.DeletionTimestamp = &metav1.Time{Time: time.Unix(0, 0)} // the real time is unknown
+		out.DeletionTimestamp = &metav1.Time{Time: time.Unix(0, 0)} // any time, because the real one is unknown
 	}
 	for _, a := range n.Addresses {
 		out.Status.Addresses = append(out.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeAddressType(a.Type), Address: a.IP.String()})
@@ -246,7 +246,7 @@ func (o *objects) node(n *api.Node) {
 		out.Spec.Taints = append(out.Spec.Taints, corev1.Taint{Key: t.Key, Value: t.Value, Effect: corev1.TaintEffect(t.Effect)})
 	}
 	back, problems := o.converter.Node(out)
-	// Omit the many fields of the status that are never empty.
+	// Omit other fields of the status, many of which YAML would show even if they are empty.
 	object := map[string]any{
 		"apiVersion": out.APIVersion, "kind": out.Kind, "metadata": out.ObjectMeta, "spec": out.Spec,
 		"status": map[string]any{"addresses": out.Status.Addresses},

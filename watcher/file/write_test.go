@@ -22,7 +22,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// scoped writes generated objects to a Tx. It clears fields that no manifest can express.
+// scoped is a Tx for generated services. It clears fields that no manifest can express.
 type scoped struct{ *cluster.Tx }
 
 func (w scoped) SetService(s *api.Service) {
@@ -41,7 +41,7 @@ func (w scoped) DeleteSlice(key types.NamespacedName)   { w.Tx.DeleteSlice(key) 
 func (w scoped) SetNode(n *api.Node)                    { w.Tx.SetNode(n) }
 func (w scoped) DeleteNode(name string)                 { w.Tx.DeleteNode(name) }
 
-// readBack writes the state and reads the result.
+// readBack writes s to a file, and returns the state that results from reading the file.
 func readBack(t *testing.T, s *cluster.Snapshot, opts WriteOptions) *cluster.Snapshot {
 	t.Helper()
 	var text bytes.Buffer
@@ -75,8 +75,8 @@ func readBack(t *testing.T, s *cluster.Snapshot, opts WriteOptions) *cluster.Sna
 	return state.Snapshot()
 }
 
-// contents returns the content of a state. Trigger times are separate, because
-// comparisons of values ignore them.
+// contents returns the objects of a state, with separate entries for trigger times,
+// because comparisons of EndpointSlices ignore these.
 func contents(s *cluster.Snapshot) map[string]any {
 	all := map[string]any{}
 	for key, service := range s.Services.All() {
@@ -117,7 +117,7 @@ func TestWrittenStateIsReadBack(t *testing.T) {
 	}
 }
 
-// everything returns objects that together set every field to a nonzero value.
+// everything returns objects that together have a nonzero value in every field.
 func everything() (services []*api.Service, slices []*api.EndpointSlice, nodes []*api.Node) {
 	addr, prefix := netip.MustParseAddr, netip.MustParsePrefix
 	lb := api.NewIPSet(addr("203.0.113.2"), addr("203.0.113.1"), addr("fd02::1"))
@@ -191,7 +191,7 @@ func TestEveryFieldIsWritten(t *testing.T) {
 	}
 }
 
-// findZero records for each field of package api below v whether it is always zero.
+// findZero records which fields within v are always zero.
 func findZero(v reflect.Value, field string, zero map[string]bool) {
 	if field != "" {
 		isZero, seen := zero[field]

@@ -10,9 +10,9 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 )
 
-// LoadConfig returns the connection to the API server from a kubeconfig file. Without a
-// path, it uses the pod's service account. Outside a cluster it uses the same kubeconfig
-// as kubectl: $KUBECONFIG, else ~/.kube/config. It does not connect.
+// LoadConfig returns the connection settings in the kubeconfig file at path. If path is
+// empty, it uses the pod's service account or, outside a cluster, the same file as
+// kubectl: $KUBECONFIG, else ~/.kube/config. It does not connect.
 func LoadConfig(path string) (*rest.Config, error) {
 	if path == "" {
 		config, err := rest.InClusterConfig()

@@ -17,7 +17,7 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// closing is a connection that reports when it is closed.
+// closing is a connection that records that it was closed.
 type closing struct {
 	net.Conn
 	wait *sync.WaitGroup
@@ -29,12 +29,12 @@ func (c *closing) Close() error {
 	return c.Conn.Close()
 }
 
-// With HTTP/2 all watches share a connection. It is in use until the last of them is
+// With HTTP/2 all watches share one connection, which is in use until the last watch is
 // canceled.
 func TestConnectionsAreClosedAfterWatches(t *testing.T) {
 	server := httptest.NewUnstartedServer(newAPIServer(t))
 	server.EnableHTTP2 = true
-	server.Config.ErrorLog = log.New(io.Discard, "", 0) // drop the errors of interrupted handshakes
+	server.Config.ErrorLog = log.New(io.Discard, "", 0) // discard errors about interrupted handshakes
 	server.StartTLS()
 	defer server.Close()
 	for range 20 {

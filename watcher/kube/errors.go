@@ -17,7 +17,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// requestError is a failed request to the API server that was already logged.
+// requestError is the error of a failed request to the API server. It was already logged.
 type requestError struct {
 	text  string
 	cause error
@@ -41,19 +41,19 @@ func newRequestError(verb string, resource schema.GroupResource, server string, 
 	case apierrors.IsForbidden(err):
 		cause = "missing permission; " + needed + cause
 	case errors.As(err, &request):
-		cause = request.Err.Error() // omits the URL, which is long
+		cause = request.Err.Error() // without the URL, which is long
 	}
 	return &requestError{fmt.Sprintf("%s %s at API server %s: %s", verb, resource.Resource, server, cause), err}
 }
 
-// reporter reports the results of one reflector's requests.
+// reporter logs and records the results of one reflector's requests.
 type reporter struct {
 	*watch
 	resource schema.GroupResource
 	failing  atomic.Bool
 }
 
-// request reports a request that ended with err, and returns the error for the reflector.
+// request reports a request with result err, and returns the error for the reflector.
 func (r *reporter) request(ctx context.Context, verb string, options *metav1.ListOptions, err error) error {
 	switch {
 	case err == nil:
@@ -65,9 +65,9 @@ func (r *reporter) request(ctx context.Context, verb string, options *metav1.Lis
 	case ctx.Err() != nil:
 		return err
 	case isExpired(err):
-		return err // the reflector lists again
+		return err // no failure: the reflector lists again
 	case options.SendInitialEvents != nil && (apierrors.IsInvalid(err) || apierrors.IsBadRequest(err)):
-		return err // the server has no streaming lists; the reflector falls back
+		return err // the server has no streaming lists, so the reflector uses plain lists
 	}
 	e := newRequestError(verb, r.resource, r.client.server(), err)
 	if r.opts.FailFast && !r.state.IsSynced() {
@@ -80,10 +80,10 @@ func (r *reporter) request(ctx context.Context, verb string, options *metav1.Lis
 	return e
 }
 
-// staleAfter is how long all requests for a resource must fail until the state is stale.
+// staleAfter is how long all requests for a resource must fail before the state is stale.
 const staleAfter = 3 * time.Minute
 
-// outcome records whether a request for a resource succeeded.
+// outcome records whether a request for a resource succeeded, and sets or clears stale.
 func (w *watch) outcome(resource string, ok bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -99,8 +99,8 @@ func (w *watch) outcome(resource string, ok bool) {
 	w.state.Update(func(tx *cluster.Tx) { tx.SetStale(stale) })
 }
 
-// isExpired reports whether the server no longer has the requested resource version, or
-// does not have it yet. Reflectors handle both.
+// isExpired reports whether the requested resource version is too old or too new for the
+// server. Reflectors handle both.
 func isExpired(err error) bool {
 	return apierrors.IsResourceExpired(err) || apierrors.IsGone(err) ||
 		apierrors.HasStatusCause(err, metav1.CauseTypeResourceVersionTooLarge)

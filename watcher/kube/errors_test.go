@@ -10,13 +10,13 @@ import (
 	"github.com/kpng-project/kpng/cluster"
 )
 
-// TestLongOutageMakesStateStale checks whether the state is stale after each of several
-// requests, which are one minute apart.
+// TestLongOutageMakesStateStale reports results of requests, one per minute, and checks
+// after each whether the state is stale.
 func TestLongOutageMakesStateStale(t *testing.T) {
 	for _, test := range []struct {
 		name     string
-		outcomes string // s and n: a request for services or nodes fails; S and N: it succeeds
-		want     string // T after each result with a stale state, else F
+		outcomes string // one letter per request: s for services, n for nodes; a capital letter if the request succeeds
+		want     string // one letter per request: T if the state is then stale, else F
 	}{
 		{"a long outage", "sssss", "FFFTT"},
 		{"a long outage, and recovery", "ssssS", "FFFTF"},

@@ -21,8 +21,7 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// newAPIServer returns an API server with one service, one slice and one node. They never
-// change.
+// newAPIServer returns an API server with three objects that never change.
 func newAPIServer() *httptest.Server {
 	typeMeta := func(kind, version string) metav1.TypeMeta { return metav1.TypeMeta{Kind: kind, APIVersion: version} }
 	named := func(name string) metav1.ObjectMeta {
@@ -73,7 +72,8 @@ func show(state *cluster.State) {
 	}
 }
 
-// A program reads an API server. Its connection is usually that of kube.LoadConfig.
+// A program fills a state from an API server. Programs usually get Config from
+// kube.LoadConfig.
 func ExampleWatch() {
 	server := newAPIServer()
 	defer server.Close()
@@ -95,8 +95,8 @@ func ExampleWatch() {
 	// <nil>
 }
 
-// A program passes the informers that it already runs. kpng.Options has a field for them
-// too.
+// A program that already runs informers passes them to Watch. kpng.Options has a field
+// for informers too.
 func ExampleInformers() {
 	server := newAPIServer()
 	defer server.Close()
@@ -106,7 +106,7 @@ func ExampleInformers() {
 	}
 
 	factory := informers.NewSharedInformerFactory(client, 0)
-	shared := &kube.Informers{ // create it before the factory starts, because Informer registers the informers
+	shared := &kube.Informers{ // do this before factory.Start, because Informer registers an informer at the factory
 		Services:       factory.Core().V1().Services().Informer(),
 		EndpointSlices: factory.Discovery().V1().EndpointSlices().Informer(),
 		Nodes:          factory.Core().V1().Nodes().Informer(),
@@ -120,7 +120,7 @@ func ExampleInformers() {
 	show(state)
 	stop()
 	fmt.Println(<-ended)
-	factory.Shutdown() // waits for the informers
+	factory.Shutdown() // waits until the informers have stopped
 	// Output:
 	// service default/web
 	// slice default/web-x7k2p

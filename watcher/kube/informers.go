@@ -16,9 +16,9 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// Informers are informers that a program already runs. Watch reads and filters their
-// objects instead of connecting to the API server. All three are required. The program
-// starts and stops them and handles their errors.
+// Informers contains informers that a program already runs. Watch reads and filters the
+// informers' objects instead of connecting to the API server. All three fields are
+// required. The program starts and stops the informers and handles their errors.
 //
 //	factory := informers.NewSharedInformerFactory(client, 0)
 //	kube.Informers{
@@ -44,8 +44,8 @@ func (in *Informers) all() []informer {
 	}
 }
 
-// validate returns an error if an informer is missing or has the wrong kind. A nil in is
-// valid.
+// validate returns an error if an informer is missing or has objects of the wrong kind.
+// It accepts nil.
 func (in *Informers) validate() error {
 	if in == nil {
 		return nil
@@ -61,8 +61,8 @@ func (in *Informers) validate() error {
 	return nil
 }
 
-// objectType returns the type of the informer's objects, or nil if it is unknown. While
-// an informer has no objects, only the field objectType of client-go's informer has it.
+// objectType returns the type of the informer's objects, or nil if the type is unknown.
+// If the informer has no objects yet, the type is in an unexported field of client-go.
 func (i informer) objectType() reflect.Type {
 	for _, o := range i.GetStore().List() {
 		return reflect.TypeOf(o)
@@ -75,12 +75,12 @@ func (i informer) objectType() reflect.Type {
 		if example := v.FieldByName("objectType"); example.Kind() == reflect.Interface && !example.IsNil() {
 			return example.Elem().Type()
 		}
-		v = v.FieldByName("SharedIndexInformer") // a factory may wrap the informer
+		v = v.FieldByName("SharedIndexInformer") // the informer of a factory may be wrapped
 	}
 	return nil
 }
 
-// followInformers fills the state from informers until ctx is done.
+// followInformers fills the state from informers until ctx ends.
 func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 	w.running.Go(func() {
 		w.reportDelay(ctx, 2*time.Second, "Informers not synced yet; the program must start them")
@@ -105,7 +105,7 @@ func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 			}
 		}
 		if n == 0 && s.selection != nil {
-			synced() // wanted services determine the wanted slices
+			synced() // first the services, which decide which EndpointSlices are wanted
 		} else {
 			w.running.Go(synced)
 		}
@@ -133,7 +133,7 @@ func (in *Informers) slicesOf(label string, services []types.NamespacedName) (fo
 	return found
 }
 
-// follower passes an informer's events to a store.
+// follower receives an informer's events and passes their objects to a store.
 type follower struct {
 	*watch
 	resource string
@@ -143,7 +143,7 @@ type follower struct {
 	stopped bool
 }
 
-// stop removes the follower and waits for the event in progress.
+// stop removes the follower from the informer, and waits for an event in progress.
 func (f *follower) stop(from cache.SharedInformer, registration cache.ResourceEventHandlerRegistration) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -153,17 +153,16 @@ func (f *follower) stop(from cache.SharedInformer, registration cache.ResourceEv
 	}
 }
 
-// OnAdd passes on a new object.
+// OnAdd passes a new object to the store.
 func (f *follower) OnAdd(obj any, _ bool) { f.handOn(f.store.Add, obj) }
 
-// OnUpdate passes on a changed object, or its successor with the same name.
+// OnUpdate passes a changed object, or a new object of the same name, to the store.
 func (f *follower) OnUpdate(_, obj any) { f.handOn(f.store.Update, obj) }
 
-// OnDelete passes on a deletion.
+// OnDelete passes a deleted object to the store.
 func (f *follower) OnDelete(obj any) { f.handOn(f.store.Delete, obj) }
 
-// handOn passes obj to a method of the store. It ends the watch if the informer delivers
-// objects of another kind.
+// handOn passes obj to a method of the store. If obj has the wrong kind, it ends Watch.
 func (f *follower) handOn(to func(any) error, obj any) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -15,7 +15,7 @@ import (
 	"k8s.io/client-go/tools/cache"
 )
 
-// withInformers runs a test with informers of the whole cluster.
+// withInformers is like inWorld, with informers of the whole cluster in Options.
 func withInformers(t *testing.T, opts Options, test func(*world)) {
 	t.Helper()
 	inWorld(t, opts, func(w *world) {
@@ -150,7 +150,7 @@ func TestInformersOfWrongKindAreErrors(t *testing.T) {
 	}
 }
 
-// The kind of this informer cannot be detected before it delivers objects.
+// Watch cannot detect the kind of opaque informers before they deliver objects.
 func TestInformerOfWrongKindEndsWatch(t *testing.T) {
 	withInformers(t, Options{}, func(w *world) {
 		in := w.opts.Informers
@@ -165,7 +165,7 @@ func TestInformerOfWrongKindEndsWatch(t *testing.T) {
 
 type opaque struct{ cache.SharedInformer }
 
-// GetStore hides the objects.
+// GetStore returns an empty store, which hides the kind of the objects.
 func (opaque) GetStore() cache.Store { return cache.NewStore(cache.MetaNamespaceKeyFunc) }
 
 func TestInformersFindSlicesOfNewlyLabelledService(t *testing.T) {

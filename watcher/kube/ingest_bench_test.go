@@ -23,10 +23,10 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// The benchmarks in this file measure the path of objects from client-go's reflector to
-// the sink: conversion, state, view and driver.
+// The benchmarks in this file measure what happens between client-go's reflector and the
+// sink: the work of conversion, state, view and driver.
 
-// benchService returns the i-th service as an API server has it.
+// benchService returns the i-th service as an API server would return it.
 func benchService(i int) *corev1.Service {
 	ip := fmt.Sprintf("10.%d.%d.%d", i>>16, i>>8&255, i&255)
 	return &corev1.Service{
@@ -45,8 +45,8 @@ func benchService(i int) *corev1.Service {
 
 func benchName(i int) string { return fmt.Sprintf("service-%06d", i) }
 
-// benchSlice returns the slice of the i-th service. Each bit in notReady marks an
-// endpoint that is not ready.
+// benchSlice returns the EndpointSlice of the i-th service. If a bit of notReady is set,
+// the corresponding endpoint is not ready.
 func benchSlice(i, endpoints int, notReady uint) *discoveryv1.EndpointSlice {
 	s := &discoveryv1.EndpointSlice{
 		ObjectMeta: metav1.ObjectMeta{
@@ -70,7 +70,7 @@ func benchSlice(i, endpoints int, notReady uint) *discoveryv1.EndpointSlice {
 	return s
 }
 
-// benchWatch is the part of a watch behind the reflectors.
+// benchWatch contains the parts of Watch that receive objects from reflectors.
 type benchWatch struct {
 	state            *cluster.State
 	services, slices cache.TransformingStore
@@ -86,8 +86,8 @@ func newBenchWatch(b *testing.B) *benchWatch {
 	return &benchWatch{state: state, services: s.services, slices: s.slices}
 }
 
-// list delivers a streaming list like a reflector: it transforms each object as it
-// arrives, and then delivers all.
+// list passes a streaming list to store like a reflector: it transforms each object
+// separately, and then passes all objects to Replace.
 func list[T any](b *testing.B, store cache.TransformingStore, objects []T) {
 	transform := store.Transformer()
 	all := make([]any, 0, len(objects))
@@ -104,7 +104,7 @@ func list[T any](b *testing.B, store cache.TransformingStore, objects []T) {
 	}
 }
 
-// listAll delivers services and slices concurrently, like two reflectors.
+// listAll calls list for services and EndpointSlices concurrently, like two reflectors.
 func (w *benchWatch) listAll(b *testing.B, services []*corev1.Service, slices []*discoveryv1.EndpointSlice) {
 	done := make(chan struct{})
 	go func() {
@@ -122,7 +122,7 @@ func benchObjects(services, endpoints int) ([]*corev1.Service, []*discoveryv1.En
 		ss = append(ss, benchService(i))
 		es = append(es, benchSlice(i, endpoints, 0))
 	}
-	// An API server lists in order of namespace and name.
+	// An API server sorts a list by namespace and name.
 	byName := func(a, b metav1.Object) int {
 		return slices.Compare([]string{a.GetNamespace(), a.GetName()}, []string{b.GetNamespace(), b.GetName()})
 	}
@@ -199,8 +199,8 @@ func BenchmarkRelistWithoutDifference(b *testing.B) {
 	}
 }
 
-// BenchmarkOneEndpointChanges measures the time from a watch event to the call of Sync.
-// It compares 50,000 services with 1,000 in one run.
+// BenchmarkOneEndpointChanges measures the time from a watch event to the call of Sync,
+// with 1,000 and with 50,000 services.
 func BenchmarkOneEndpointChanges(b *testing.B) {
 	type rig struct {
 		services int
@@ -215,7 +215,7 @@ func BenchmarkOneEndpointChanges(b *testing.B) {
 		r.watch.listAll(b, ss, es)
 		ctx, cancel := context.WithCancel(b.Context())
 		ended := make(chan struct{})
-		passing := false // the first pass of the driver, which has several batches
+		passing := false // true during the driver's first pass, which consists of several Syncs
 		go func() {
 			defer close(ended)
 			_ = sink.Run(ctx, feed.New(r.watch.state, "node-7"), sink.Func(func(ctx context.Context, c *sink.Changes) error {

@@ -6,28 +6,27 @@
 //	…
 //	err = kube.Watch(ctx, state, kube.Options{Config: config, NodeName: node})
 //
-// The API server filters services and endpoint slices. So the cost of a proxy for some
-// services depends on these only, and not on the size of the cluster. Watch converts
-// objects as they arrive and writes them to the state. It keeps no second cache and no
-// API objects. A program that already runs informers passes them instead of a Config (see
-// [Informers]).
+// The API server filters Services and EndpointSlices. So the cost of a proxy depends only
+// on the services for this proxy, not on the size of the cluster. Watch converts each
+// object when it arrives, and writes the result to the state. It keeps no API objects and
+// no other cache. A program that already runs informers passes these instead of a Config
+// (see [Informers]).
 //
-// Readers see nothing before all kinds have been listed once. If the server is lost after
-// that, the state stays as it is. When the server returns, Watch writes only the
-// differences.
+// The state is not synced until all kinds have been listed once. If the server becomes
+// unreachable later, the state keeps its content. When the server returns, Watch writes
+// only the differences.
 //
 // # Permissions
 //
-// Watch needs the verbs list and watch on services, on endpointslices of API group
-// discovery.k8s.io, and on nodes, all of them cluster-wide. Errors name a missing
-// permission.
+// Watch needs the verbs list and watch, cluster-wide, on services, on nodes, and on
+// endpointslices of API group discovery.k8s.io. Errors name a missing permission.
 //
 // # Slices of a named proxy
 //
-// The endpoint-slice controller copies a service's labels to its slices. So the server
-// can filter slices by service.kubernetes.io/service-proxy-name. Some slices of wanted
-// services may lack the label: those that the controller did not create, and those that
-// it has not labelled yet. While such slices exist, Watch requests all slices and drops
+// The EndpointSlice controller copies a service's labels to its slices. So the server can
+// filter slices by the label service.kubernetes.io/service-proxy-name. But slices of a
+// wanted service may lack the label, because the controller did not create them or has
+// not labelled them yet. While such slices exist, Watch requests all slices and drops
 // those of other services. When a service becomes wanted, Watch writes the service and
 // its slices in one commit.
 package kube
@@ -46,32 +45,31 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Options configure Watch. Exactly one of Config and Informers is required.
+// Options configures Watch. Either Config or Informers is required, but not both.
 type Options struct {
-	// Options select the services and the metadata to keep.
+	// These options select the services for the proxy, and the metadata to keep.
 	watcher.Options
 
-	// Config is the connection to the API server. Watch copies it and changes the content
-	// type to protobuf. It disables compression, which makes the first listing two to three
-	// times slower, and the timeout, which ends watches. It disables the client-side rate
-	// limit unless QPS or RateLimiter is set.
+	// Config configures connections to the API server. Watch changes a copy: it sets the
+	// content type to protobuf. It disables compression, with which the first listing takes
+	// two to three times longer, and the timeout, which would end watches. It disables the
+	// client-side rate limit unless QPS or RateLimiter is set.
 	Config *rest.Config
 
-	// Informers, if set, replace the connection.
+	// Informers, if set, are the source of objects instead of an API server.
 	Informers *Informers
 
-	// NodeName is the name of the only Node object to watch, exactly as in the API. Empty
-	// means all nodes.
+	// NodeName is the name of the only Node object to watch. Empty means all Node objects.
 	NodeName string
 
-	// FailFast makes Watch return the first error before everything has been listed, instead
-	// of retrying. It has no effect with Informers, which handle their own errors.
+	// FailFast makes Watch return an error that occurs before the state is synced, instead
+	// of retrying. It has no effect with Informers, which handle errors themselves.
 	FailFast bool
 }
 
-// Validate returns the error that Watch would return for invalid options: invalid options
-// of package watcher, not exactly one of Config and Informers, or an informer that is
-// missing or has the wrong kind.
+// Validate returns the error that Watch would return for o. The options of package
+// watcher must be valid. Exactly one of Config and Informers must be set. No informer may
+// be missing or have objects of the wrong kind.
 func (o Options) Validate() error {
 	if _, err := watcher.New(o.Options); err != nil {
 		return err
@@ -82,13 +80,13 @@ func (o Options) Validate() error {
 	return o.Informers.validate()
 }
 
-// Watch keeps state equal to the API server's state. It calls state.SetSynced when
-// everything has been listed once. It returns nil when ctx ends, with all its goroutines
-// stopped. It logs errors of the server and retries with a backoff of up to a minute.
-// Watch returns an error only for invalid options, for an informer that delivers objects
-// of the wrong kind, or with Options.FailFast.
+// Watch keeps state equal to the API server's state until ctx ends. Then it stops its
+// goroutines and returns nil. It calls state.SetSynced when all kinds have been listed
+// once. If a request fails, it logs the error and retries with a backoff of up to a
+// minute. Watch returns an error only if options are invalid, if an informer delivers
+// objects of the wrong kind, or because of Options.FailFast.
 //
-// A state supports only one Watch in its lifetime and no other writer.
+// A state may be passed to Watch only once, and must have no other writer.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	if err := opts.Validate(); err != nil {
 		return err
@@ -119,27 +117,29 @@ type watch struct {
 	opts      Options
 	state     *cluster.State
 	converter *watcher.Converter
-	client    *client // nil with informers
+	client    *client // nil if Options.Informers is set
 	logger    klog.Logger
-	// end ends the watch with an error.
+	// end makes Watch return an error.
 	end     func(error)
 	running sync.WaitGroup
 
 	mu sync.Mutex
-	// unlisted are the resources whose first list is missing.
+	// unlisted contains the resources that have not been listed yet.
 	unlisted map[string]bool
-	// failedSince maps a resource to the time since which all its requests have failed.
+	// failedSince contains resources whose last request failed, with the time of the first
+	// failure after the last success.
 	failedSince map[string]time.Time
 }
 
-// The resources, with their names in the API.
+// The API's names of the resources.
 const (
 	services       = "services"
 	endpointSlices = "endpointslices"
 	nodes          = "nodes"
 )
 
-// listed records that a resource was listed. After the last one, the state is synced.
+// listed records that a resource was listed. When all have been, it marks the state as
+// synced.
 func (w *watch) listed(resource string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -149,7 +149,7 @@ func (w *watch) listed(resource string) {
 	}
 }
 
-// reportDelay logs once, after a delay, which resources have not been listed.
+// reportDelay waits, and then logs which resources have not been listed yet, if any.
 func (w *watch) reportDelay(ctx context.Context, after time.Duration, message string) {
 	select {
 	case <-w.state.Synced():

@@ -29,17 +29,17 @@ import (
 	"k8s.io/klog/v2/ktesting"
 )
 
-// world is an API server with a running Watch.
+// world consists of an API server and a Watch that follows it.
 type world struct {
 	*apiServer
 	t     *testing.T
 	opts  Options
 	state *cluster.State
-	ctx   context.Context // of the watch
-	stop  func() error    // ends the watch and returns its error
+	ctx   context.Context // the context of Watch
+	stop  func() error    // ends Watch and returns its error
 }
 
-// inWorld runs a test in a synctest bubble.
+// inWorld runs test with a new world in a synctest bubble.
 func inWorld(t *testing.T, opts Options, test func(*world)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
@@ -56,7 +56,7 @@ func named(name string) Options {
 	return Options{Options: watcher.Options{ServiceProxyName: name}}
 }
 
-// start starts the watch and waits until it is idle.
+// start starts Watch and waits until it is idle.
 func (w *world) start() {
 	w.t.Helper()
 	opts := w.opts
@@ -73,26 +73,26 @@ func (w *world) start() {
 		return err
 	}
 	if opts.Informers != nil {
-		time.Sleep(time.Second) // informers poll for their sync
+		time.Sleep(time.Second) // informers poll to detect that they are synced
 	}
 	synctest.Wait()
 }
 
-// bufferLog makes the watch log into a buffer. The returned function reads the buffer.
+// bufferLog makes Watch log to a buffer. The returned function returns its text.
 func (w *world) bufferLog() func() string {
 	logger := ktesting.NewLogger(w.t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
 	w.ctx = klog.NewContext(w.t.Context(), logger)
 	return func() string { return logger.GetSink().(ktesting.Underlier).GetBuffer().String() }
 }
 
-// advance advances the time and waits until everything is idle.
+// advance lets the time d pass and then waits until all goroutines are idle.
 func (w *world) advance(d time.Duration) {
 	time.Sleep(d)
 	synctest.Wait()
 }
 
-// expect compares the state with lines such as "service default/web", "slice
-// default/web-1 10.0.0.1" and "node a".
+// expect checks the objects in the state. Lines are "service default/web", "slice
+// default/web-1 10.0.0.1" and "node a", for example.
 func (w *world) expect(want ...string) {
 	w.t.Helper()
 	synctest.Wait()
@@ -130,7 +130,7 @@ func (w *world) dump() []string {
 	return got
 }
 
-// service returns a service with an address of its own, so that services do not conflict.
+// service returns a service with a cluster IP that no other service of the tests has.
 func service(name string, labels ...string) *corev1.Service {
 	h := fnv.New32()
 	h.Write([]byte(name))
@@ -166,8 +166,7 @@ func slice(service, name, addr string, labels ...string) *discoveryv1.EndpointSl
 
 func node(name string) *corev1.Node { return &corev1.Node{ObjectMeta: meta("", name)} }
 
-// streaming reports whether client-go requests streaming lists, its default from v0.35
-// on.
+// streaming is true if client-go requests streaming lists, the default since v0.35.
 var streaming = features.FeatureGates().Enabled(features.WatchListClient)
 
 const proxyName = watcher.LabelServiceProxyName
@@ -185,7 +184,7 @@ func TestGeneralProxySeesUnlabelledServices(t *testing.T) {
 	})
 }
 
-// The label of the service decides: kube-proxy uses slices with any label.
+// Only the label of the service matters, as with kube-proxy.
 func TestUnlabelledServiceKeepsItsEndpoints(t *testing.T) {
 	inWorld(t, Options{}, func(w *world) {
 		w.set(service("web", proxyName, "x"), slice("web", "web-1", "10.0.0.1", proxyName, "x"))
@@ -212,7 +211,7 @@ func TestServerFiltersObjects(t *testing.T) {
 	for _, tc := range []struct {
 		name string
 		opts Options
-		want map[string]string // resource: labels | fields
+		want map[string]string // for each resource: label selector | field selector
 	}{
 		{"a general proxy requests objects that have no label and are not headless, and all nodes", Options{}, map[string]string{
 			services:       "!service.kubernetes.io/service-proxy-name | spec.clusterIP!=None",
@@ -583,7 +582,7 @@ func TestInvalidOptionsAreErrors(t *testing.T) {
 	}
 }
 
-// swappedInformers are not started, so they have no objects.
+// swappedInformers returns informers of wrong kinds, which have no objects.
 func swappedInformers() *Informers {
 	factory := informers.NewSharedInformerFactory(nil, 0)
 	return &Informers{

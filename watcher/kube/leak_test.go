@@ -12,8 +12,8 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// The other tests run in bubbles, which detect leaked goroutines, but have no sockets and
-// no HTTP/2.
+// The synctest bubbles of other tests also detect leaked goroutines, but have neither
+// sockets nor HTTP/2.
 func TestWatchLeaksNoGoroutines(t *testing.T) {
 	leaks := goleak.IgnoreCurrent()
 	s := &apiServer{objects: map[string]object{}, revision: 10, changed: make(chan struct{}), dropped: make(chan struct{})}

@@ -16,46 +16,46 @@ import (
 )
 
 const (
-	// createdLabelled is an age. A new wanted service that is younger was created with
-	// its label, so its slices have the label too.
+	// createdLabelled is an age. If a service is younger when it becomes wanted, it was
+	// created with its label, so its slices have the label too.
 	createdLabelled = 10 * time.Second
-	// labelledWithin is the time that the endpoint-slice controller has to label slices
-	// before the watch drops its filter.
+	// labelledWithin is how long the EndpointSlice controller may take to label slices. Then
+	// the watch drops its filter.
 	labelledWithin = 5 * time.Second
 	// filteredAfter is how long the watch stays unfiltered after a filter has become
-	// possible. Listing all slices again is expensive.
+	// possible, because another watch would list the slices again.
 	filteredAfter = 5 * time.Minute
-	// retryAfter is the delay of a full listing after a failed request for the slices of
-	// some services.
+	// retryAfter is the delay of a full listing that replaces a failed request for the
+	// slices of some services.
 	retryAfter = time.Second
-	// findTimeout limits a request for the slices of some services. All services and slices
-	// wait for it.
+	// findTimeout limits a request for the slices of some services. During the request, no
+	// changes of services and slices are handled.
 	findTimeout = 5 * time.Second
 )
 
-// managedByController is the value of the label endpointslice.kubernetes.io/managed-by on
-// slices of the endpoint-slice controller, which labels them.
+// managedByController is the value of the label endpointslice.kubernetes.io/managed-by
+// with which the EndpointSlice controller marks its slices.
 const managedByController = "endpointslice-controller.k8s.io"
 
-// finder returns all slices of the given services that lack the proxy's label, and
-// possibly other slices. The slices are at least as new as the events before the call.
+// finder returns all slices of the given services that lack the proxy's label. It may
+// also return other slices. No slice is older than the events before the call.
 type finder func(services []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error)
 
-// origin describes a slice without the proxy's label.
+// origin describes an EndpointSlice without the proxy's label.
 type origin struct {
 	service types.NamespacedName
-	managed bool // managed by the endpoint-slice controller
+	managed bool // managed by the EndpointSlice controller
 }
 
-// selection decides which slices a named proxy keeps: slices with its label, all slices
-// of its services without a selector, and slices of its other services that the
-// endpoint-slice controller has not labelled yet. It handles services and slices under
-// one lock, so that each slice is checked against the current services.
+// selection decides which EndpointSlices a named proxy keeps. It keeps slices with the
+// proxy's label, all slices of its services without a selector, and slices of its other
+// services that the EndpointSlice controller has not labelled yet. One lock covers
+// services and slices, so that each slice is checked against the current services.
 //
-// A slice that was dropped or filtered may be needed later, when a service becomes wanted
-// or loses its selector. Then the selection requests it, and holds the lock from the
-// request to the write. An event handled before that is not newer than the response. All
-// other events are handled later. So the last event of each slice prevails.
+// A service that becomes wanted or loses its selector may need slices that were dropped
+// or filtered. Then the selection requests them, and holds the lock from the request to
+// the write. Events handled before are not newer than the response, and all others are
+// handled later. So the last event of each slice prevails.
 type selection struct {
 	*watch
 	serviceTable table[api.Service]
@@ -64,28 +64,28 @@ type selection struct {
 	find         finder
 
 	mu turn
-	// services are the wanted services. The value reports that the service has no selector.
+	// services contains the wanted services, with true for a service without a selector.
 	services     map[types.NamespacedName]bool
 	selectorless int // number of services without a selector
-	// unlabelled are the slices in the state that lack the proxy's label.
+	// unlabelled contains the slices in the state that lack the proxy's label.
 	unlabelled map[types.NamespacedName]origin
 
-	// The flag watching reports that a watch of slices has begun. The flag filtered
-	// reports that this watch omits slices without the proxy's label.
+	// watching is true if a watch of slices has begun. filtered is true if this watch omits
+	// slices without the proxy's label.
 	watching, filtered bool
 	// restart ends the current watch of slices, so that a new one begins. It is nil with
 	// informers, whose watch has no filter.
 	restart func()
-	// pause reports that a request failed, so the next watch has to wait.
+	// If pause is true, a request has failed, and the next watch must wait.
 	pause bool
-	// waiting reports that a timer will restart the watch if its filter is wrong.
+	// If waiting is true, a timer will restart the watch if its filter is then wrong.
 	waiting bool
-	// ready is closed when services have been listed.
+	// ready is closed when the services have been listed.
 	ready chan struct{}
 }
 
-// turn is a lock for long operations. Unlike a mutex, it lets time advance in a synctest
-// bubble while goroutines wait for it.
+// turn is a lock for long operations. In a synctest bubble, time does not advance while
+// goroutines wait for a mutex, but it does while they wait for a turn.
 type turn chan struct{}
 
 // Lock implements sync.Locker.
@@ -94,7 +94,7 @@ func (t turn) Lock() { t <- struct{}{} }
 // Unlock implements sync.Locker.
 func (t turn) Unlock() { <-t }
 
-// serviceSelection and sliceSelection implement writer for a selection.
+// serviceSelection and sliceSelection are a selection's writers of services and slices.
 type (
 	serviceSelection struct{ *selection }
 	sliceSelection   struct{ *selection }
@@ -115,7 +115,7 @@ func newSelection(w *watch, s *stores, find finder) *selection {
 	return n
 }
 
-// reduceSlice converts a slice if it is selected. The caller holds mu.
+// reduceSlice converts a slice if the proxy keeps it. The caller holds mu.
 func (n *selection) reduceSlice(s *discoveryv1.EndpointSlice, i *item[api.EndpointSlice]) {
 	if !n.converter.WantsSlice(s) {
 		service := types.NamespacedName{Namespace: s.Namespace, Name: s.Labels[n.serviceLabel()]}
@@ -127,7 +127,7 @@ func (n *selection) reduceSlice(s *discoveryv1.EndpointSlice, i *item[api.Endpoi
 	n.convertSlice(s, i)
 }
 
-// selects reports whether a slice without the proxy's label is selected.
+// selects reports whether the proxy keeps a slice without its label.
 func (n *selection) selects(o *origin) bool {
 	selectorless, wanted := n.services[o.service]
 	return selectorless || wanted && o.managed
@@ -155,9 +155,9 @@ func (n serviceSelection) replace(all []*item[api.Service]) bool {
 	return true
 }
 
-// note updates the record of the service i. It returns the service in missing if the
-// state may lack slices that are selected now. The result less reports that some slices
-// may no longer be selected.
+// note records a new version of a service. The result missing contains the service if the
+// state may lack slices that the proxy must now keep. The result less is true if the
+// state may have slices that the proxy must no longer keep.
 func (n *selection) note(i *item[api.Service]) (missing []types.NamespacedName, less bool) {
 	was, wanted := n.services[i.key]
 	if was {
@@ -177,8 +177,8 @@ func (n *selection) note(i *item[api.Service]) (missing []types.NamespacedName, 
 	return missing, was && !i.selectorless
 }
 
-// commit makes one commit. It calls write, and adds the selected slices of the services
-// in missing. If less is true, it also drops slices that are no longer selected.
+// commit makes one commit. It calls write, and adds slices of the services in missing. If
+// less is true, it also deletes slices that the proxy no longer keeps.
 func (n *selection) commit(missing []types.NamespacedName, less bool, write func(*cluster.Tx)) {
 	found, err := n.lookUp(missing)
 	n.state.Update(func(tx *cluster.Tx) {
@@ -208,7 +208,7 @@ func (n sliceSelection) write(i *item[api.EndpointSlice]) {
 func (n sliceSelection) replace(all []*item[api.EndpointSlice]) bool {
 	missing := map[types.NamespacedName]bool{}
 	for _, i := range all {
-		// The services may have changed since the slice arrived.
+		// Decide again, because services may have changed since the slice arrived.
 		switch {
 		case i.unlabelled == nil:
 		case !n.selects(i.unlabelled):
@@ -245,7 +245,7 @@ func (n sliceSelection) replace(all []*item[api.EndpointSlice]) bool {
 	return true
 }
 
-// put writes a slice to the state, or deletes it if it has no value.
+// put writes a slice to the state, or deletes the slice if its value is nil.
 func (n *selection) put(tx *cluster.Tx, i *item[api.EndpointSlice]) {
 	n.sliceTable.writeIn(tx, i)
 	n.noteSlice(i)
@@ -259,7 +259,7 @@ func (n *selection) noteSlice(i *item[api.EndpointSlice]) {
 	}
 }
 
-// lookUp returns the selected slices of services that the watch may have omitted.
+// lookUp requests slices of services, and returns those that the proxy keeps.
 func (n *selection) lookUp(services []types.NamespacedName) ([]*item[api.EndpointSlice], error) {
 	if len(services) == 0 {
 		return nil, nil
@@ -276,13 +276,13 @@ func (n *selection) lookUp(services []types.NamespacedName) ([]*item[api.Endpoin
 	return found, err
 }
 
-// filter reports whether the watch may omit slices without the proxy's label.
+// filter reports whether a watch may omit slices without the proxy's label.
 func (n *selection) filter() bool { return n.selectorless == 0 && len(n.unlabelled) == 0 }
 
-// adapt restarts the watch of slices if it has to list again or its filter is wrong. A
-// service without a selector needs another watch immediately. Other changes wait, because
-// they may be temporary: the controller may label a slice, or a service without a
-// selector may return.
+// adapt restarts the watch of slices if list is true or the filter of the watch is wrong.
+// It removes the filter immediately if a service has no selector. Otherwise it waits,
+// because the reason may be temporary: the controller may label a slice, or a service
+// without a selector may return.
 func (n *selection) adapt(list bool) {
 	switch {
 	case n.restart == nil:
@@ -308,8 +308,8 @@ func (n *selection) adapt(list bool) {
 	}
 }
 
-// begin records that a watch of slices begins. The result pause reports that the watch
-// has to wait because a request failed.
+// begin records that a watch of slices begins. If the result pause is true, a request has
+// failed, and the watch must wait.
 func (n *selection) begin(restart func()) (pause bool) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -318,8 +318,8 @@ func (n *selection) begin(restart func()) (pause bool) {
 	return pause
 }
 
-// follow watches slices until ctx ends, one watch at a time. Each watch begins with a
-// listing, which replaces all slices of the previous watch.
+// follow watches slices until ctx ends, with one watch after the other. The listing at
+// the start of each watch replaces all slices of the previous watch.
 func (n *selection) follow(ctx context.Context, reflect func(ctx context.Context, filtered, again bool)) {
 	for again := false; ctx.Err() == nil; again = true {
 		watching, stop := context.WithCancel(ctx)

@@ -23,12 +23,12 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// forAll reports whether r is for all slices. The function forSome reports whether r is
-// for the slices of some services.
+// forAll reports whether r is for all slices, and forSome whether r is for the slices of
+// some services.
 func forAll(r request) bool  { return r.Resource == endpointSlices && r.Labels == "" }
 func forSome(r request) bool { return strings.Contains(r.Labels, discoveryv1.LabelServiceName) }
 
-// block blocks responses to matching requests until the returned function is called.
+// block delays the responses to matching requests until the caller calls unblock.
 func (w *world) block(match func(request) bool) (unblock func()) {
 	gate := make(chan struct{})
 	w.mu.Lock()
@@ -45,8 +45,8 @@ func (w *world) block(match func(request) bool) (unblock func()) {
 	}
 }
 
-// away ends all watches, like a restart of the server. Until the returned function is
-// called, the server rejects matching requests.
+// away ends all watches, like a restart of the server. Until the function back is called,
+// the server rejects matching requests.
 func (w *world) away(match func(request) bool) (back func()) {
 	var refusing atomic.Bool
 	refusing.Store(true)
@@ -65,7 +65,7 @@ func (w *world) away(match func(request) bool) (back func()) {
 	}
 }
 
-// expectWatch expects one watch of slices. If all is true, the watch must be unfiltered.
+// expectWatch checks that one watch of slices exists, and whether it is for all slices.
 func (w *world) expectWatch(all bool) {
 	w.t.Helper()
 	synctest.Wait()
@@ -78,7 +78,7 @@ func (w *world) expectWatch(all bool) {
 	}
 }
 
-// managed returns a slice like those of the endpoint-slice controller.
+// managed returns an EndpointSlice as the EndpointSlice controller would write it.
 func managed(service, name, addr string, labels ...string) *discoveryv1.EndpointSlice {
 	return slice(service, name, addr, append(labels, discoveryv1.LabelManagedBy, managedByController)...)
 }
@@ -102,7 +102,7 @@ func TestUnlabelledSlicesOfServicesWithoutSelectorAreServed(t *testing.T) {
 		w.delete(slice("byhand", "mislabelled", ""), slice("byhand", "left-behind", ""))
 		w.expect("service default/byhand", "service default/web",
 			"slice default/plain 10.0.0.11", "slice default/labelled 10.0.0.2", "slice default/another 10.0.0.6")
-		w.set(slice("stranger", "plain", "10.0.0.11")) // the label with the service's name can change
+		w.set(slice("stranger", "plain", "10.0.0.11")) // a slice may change to another service
 		w.expect("service default/byhand", "service default/web", "slice default/labelled 10.0.0.2", "slice default/another 10.0.0.6")
 	})
 }
@@ -225,7 +225,7 @@ func TestNewServiceWithSelectorNeedsNoRequest(t *testing.T) {
 	})
 }
 
-// A service gets the proxy's label. The controller labels its slices sooner or later.
+// A service gets the proxy's label. The controller labels its slices soon or later.
 func TestNewlyLabelledServiceHasItsEndpoints(t *testing.T) {
 	for _, soon := range []bool{true, false} {
 		for _, end := range []string{"labelled", "deleted", "changed and labelled"} {
@@ -254,7 +254,7 @@ func TestNewlyLabelledServiceHasItsEndpoints(t *testing.T) {
 						want = append(want, "slice default/web-1 10.0.0.2")
 					}
 					if soon && end == "deleted" {
-						w.advance(labelledWithin) // a filtered watch omits it
+						w.advance(labelledWithin) // the filtered watch omits the deletion
 					}
 					w.expect(want...)
 					w.advance(filteredAfter)
@@ -309,7 +309,7 @@ func TestSelectorsChange(t *testing.T) {
 	})
 }
 
-// All objects change while the watches change or are down.
+// Objects change while the watches restart or fail.
 func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 	for _, compacted := range []bool{false, true} {
 		for _, toAll := range []bool{false, true} {
@@ -331,7 +331,7 @@ func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 					w.advance(filteredAfter)
 					w.delete(slice("web", "goes", ""))
 					w.set(slice("web", "comes", "10.0.0.4", proxyName, "x"), slice("byhand", "later", "10.0.0.5"))
-					// The last known slices with the label are kept.
+					// The state must keep the labelled slices that it had.
 					for _, line := range []string{"slice default/stays 10.0.0.1", "slice default/goes 10.0.0.2"} {
 						if !slices.Contains(w.dump(), line) {
 							t.Errorf("lost %s", line)
@@ -353,8 +353,8 @@ func TestNothingIsLostWhileTheWatchChanges(t *testing.T) {
 	}
 }
 
-// newTestSelection returns the stores of a named proxy with an unfiltered watch, and
-// their state. The finder returns the slices in store.
+// newTestSelection returns the stores and the state of a named proxy with an unfiltered
+// watch. The finder returns the slices in store.
 func newTestSelection(t *testing.T, store *[]*discoveryv1.EndpointSlice) (*stores, *cluster.State) {
 	opts := named("x")
 	converter, err := watcher.New(opts.Options)
@@ -425,7 +425,7 @@ func TestForeignSlicesUseNoMemory(t *testing.T) {
 		}
 		s.slices.Add(other)
 	}
-	// The names of all slices would use about 200 KB.
+	// The names of all slices, which must not be kept, would use about 200 KB.
 	if kept := heap() - before; kept > 100_000 {
 		t.Errorf("%d bytes are retained for %d slices", kept, slices)
 	}
@@ -433,8 +433,8 @@ func TestForeignSlicesUseNoMemory(t *testing.T) {
 	runtime.KeepAlive(state)
 }
 
-// TestSelectionConverges compares the state after random changes and faults with the
-// expected state after the endpoint-slice controller has done its work.
+// TestSelectionConverges makes random changes and faults. When the EndpointSlice
+// controller has labelled all slices, the state must equal the expected state.
 func TestSelectionConverges(t *testing.T) {
 	for seed := range uint64(100) {
 		inWorld(t, named("x"), func(w *world) {

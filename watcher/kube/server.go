@@ -33,7 +33,7 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// noticeAfter is the time after which the log names the missing first lists.
+// noticeAfter is the time after which the log names the resources not yet listed.
 const noticeAfter = 10 * time.Second
 
 // followServer fills the state from an API server until ctx ends.
@@ -66,16 +66,16 @@ func (w *watch) followServer(ctx context.Context, config *rest.Config) error {
 	return nil
 }
 
-// client is a client of the two API groups that the watch needs. The typed clients of
-// client-go would link the types of all groups into every program.
+// client is a client for the two API groups that Watch needs. With the typed clients of
+// client-go, every program would link the types of all groups.
 type client struct {
 	core, discovery rest.Interface
 	connections     *connrotation.Dialer
 }
 
 // newClient returns a client with its own connections, so that closing them affects no
-// other client. A transport closes only idle connections, and a connection with a
-// canceled watch may not be idle yet. The client makes no connections after ctx ends.
+// other client. Closing only idle connections is not enough, because one with a canceled
+// watch may not be idle yet. After ctx ends, the client opens no connections.
 func newClient(ctx context.Context, config *rest.Config) (*client, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range [...]func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme} {
@@ -92,7 +92,7 @@ func newClient(ctx context.Context, config *rest.Config) (*client, error) {
 	config.DisableCompression = true
 	config.Timeout = 0
 	if config.QPS == 0 && config.RateLimiter == nil {
-		// A handful of long requests needs no client-side limit, and the server has its own.
+		// These few long requests need no client-side limit. The server has its own limit.
 		config.QPS = -1
 	}
 	if config.UserAgent == "" {
@@ -135,15 +135,15 @@ func (c *client) server() string {
 	return u.Scheme + "://" + u.Host
 }
 
-// source is the resource that a reflector requests from the API server.
+// source describes what a reflector requests from the API server.
 type source struct {
 	client   rest.Interface
 	resource schema.GroupResource
 	example  runtime.Object
 	labels   string
 	fields   string
-	// latest makes requests read the latest state instead of the server's cache, which may
-	// be older than the events seen before.
+	// latest makes the server return its latest state. Otherwise it may answer from a cache
+	// that is older than earlier events.
 	latest bool
 }
 
@@ -166,8 +166,8 @@ func (w *watch) nodeSource() *source {
 	return src
 }
 
-// sliceSource returns the source of slices. With filtered, the source has only slices
-// with the proxy's label.
+// sliceSource returns the source of EndpointSlices. If filtered is true, the source has
+// only those with the proxy's label.
 func (w *watch) sliceSource(filtered bool) *source {
 	var labels []string
 	switch {
@@ -185,15 +185,15 @@ func (w *watch) sliceSource(filtered bool) *source {
 	}
 }
 
-// serviceLabel returns the label of a slice that contains its service's name.
+// serviceLabel returns the label that contains the name of an EndpointSlice's service.
 func (w *watch) serviceLabel() string {
 	return cmp.Or(w.opts.ServiceNameLabel, discoveryv1.LabelServiceName)
 }
 
-// servicesPerRequest limits the length of a request's URL.
+// servicesPerRequest limits the services in a request, so that the URL is not too long.
 const servicesPerRequest = 50
 
-// finder returns a finder that queries the API server.
+// finder returns a finder that sends requests to the API server.
 func (w *watch) finder(ctx context.Context) finder {
 	src := w.sliceSource(false)
 	r := &reporter{watch: w, resource: src.resource}
@@ -225,11 +225,11 @@ func (w *watch) finder(ctx context.Context) finder {
 	}
 }
 
-// never is a resync period. Without one, reflectors before client-go v0.35 wait on a
-// channel that stops the clock of synctest.
+// never is a resync period. Without a period, reflectors before client-go v0.35 wait in a
+// way that stops the clock of synctest.
 const never = 100 * 365 * 24 * time.Hour
 
-// reflect keeps store equal to the source until ctx ends.
+// reflect keeps store equal to the objects of src until ctx ends.
 func (w *watch) reflect(ctx context.Context, src *source, store cache.TransformingStore) {
 	r := &reporter{watch: w, resource: src.resource}
 	reflector := cache.NewReflectorWithOptions(src.listWatch(r), src.example, store, cache.ReflectorOptions{
@@ -247,8 +247,8 @@ func (w *watch) reflect(ctx context.Context, src *source, store cache.Transformi
 	})
 }
 
-// listWatch returns the source as a ListWatch for reflectors. It reports the result of
-// each request to r.
+// listWatch returns a ListWatch for a reflector. It reports the result of each request to
+// r.
 func (src *source) listWatch(r *reporter) *cache.ListWatch {
 	lw := cache.NewFilteredListWatchFromClient(src.client, src.resource.Resource, metav1.NamespaceAll, func(options *metav1.ListOptions) {
 		options.LabelSelector, options.FieldSelector = src.labels, src.fields
@@ -265,8 +265,8 @@ func (src *source) listWatch(r *reporter) *cache.ListWatch {
 			watch, err := lw.WatchFuncWithContext(ctx, options)
 			err = r.request(ctx, "watch", &options, err)
 			if options.SendInitialEvents != nil && (utilnet.IsConnectionRefused(err) || apierrors.IsTooManyRequests(err)) {
-				// With the original error, the reflector would sleep and ignore its context. With
-				// this error it starts a listing.
+				// With the original error, the reflector would sleep and ignore its context. Without
+				// its type, the reflector lists immediately.
 				err = errors.New(err.Error())
 			}
 			return watch, err
@@ -274,8 +274,8 @@ func (src *source) listWatch(r *reporter) *cache.ListWatch {
 	}
 }
 
-// GetService returns a Service from the API server, also if another proxy serves it. It
-// returns nil if the Service does not exist.
+// GetService returns a Service from the API server, or nil if the Service does not exist.
+// The Service may be one for another proxy.
 func GetService(ctx context.Context, config *rest.Config, key types.NamespacedName) (*corev1.Service, error) {
 	c, err := newClient(ctx, config)
 	if err != nil {

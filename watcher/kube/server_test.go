@@ -29,35 +29,35 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// object is an object that the server stores.
+// object is a Service, EndpointSlice or Node.
 type object interface {
 	metav1.Object
 	runtime.Object
 }
 
-// apiServer serves services, endpoint slices and nodes over HTTP like a kube-apiserver.
-// It supports list, watch, label and field selectors, resource versions, streaming lists,
-// bookmarks and 410 Gone. Connections are in memory, so it can run in a synctest bubble.
+// apiServer serves Services, EndpointSlices and Nodes over HTTP like a kube-apiserver. It
+// supports list, watch, label and field selectors, resource versions, streaming lists,
+// bookmarks and 410 Gone. It can run in a synctest bubble, because its connections are in
+// memory.
 type apiServer struct {
 	listener *pipeListener
-	// refuse, if set, decides whether and how a request fails.
+	// refuse, if set, returns the error for a request that must fail, or nil.
 	refuse func(request) *apierrors.StatusError
 
 	mu        sync.Mutex
 	revision  int
 	compacted int
-	objects   map[string]object // by resource/namespace/name
+	objects   map[string]object // the key is resource/namespace/name
 	log       []change
 	requests  []request
-	changed   chan struct{}          // closed and replaced when there are events to send
-	dropped   chan struct{}          // closed and replaced when watches are dropped
-	last      *apierrors.StatusError // the last event of dropped watches; nil for none
-	bookmarks int                    // number of requested bookmarks
+	changed   chan struct{}          // closed to announce events, and then replaced
+	dropped   chan struct{}          // closed to end all watches, and then replaced
+	last      *apierrors.StatusError // the last event of ended watches, or nil
+	bookmarks int                    // number of calls of the method bookmark
 	watches   map[*request]bool      // open watches
 }
 
-// change is an entry of the log. The value old or new is nil if the object did not exist
-// before or after the change.
+// change is an entry of the log. old is nil for a new object, and new for a deleted one.
 type change struct {
 	revision int
 	resource string
@@ -153,7 +153,7 @@ func (s *apiServer) signal() {
 	s.changed = make(chan struct{})
 }
 
-// bookmark sends a bookmark on all watches.
+// bookmark sends a bookmark to each watch.
 func (s *apiServer) bookmark() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -170,14 +170,14 @@ func (s *apiServer) drop(last *apierrors.StatusError) {
 	s.dropped = make(chan struct{})
 }
 
-// compact clears the log. Watches from earlier revisions get 410 Gone.
+// compact clears the log. New watches from an earlier revision get 410 Gone.
 func (s *apiServer) compact() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.compacted = s.revision
 }
 
-// seen returns the matching requests so far, and forgets all requests.
+// seen returns the requests since the last call that match, and forgets all requests.
 func (s *apiServer) seen(match func(request) bool) []request {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -278,7 +278,7 @@ func sendStatus(w http.ResponseWriter, e *apierrors.StatusError) {
 	json.NewEncoder(w).Encode(status)
 }
 
-// matching returns the objects that a request selects.
+// matching returns the objects of the requested resource for which match returns true.
 func (s *apiServer) matching(req request, match func(object) bool) []object {
 	var out []object
 	for key, o := range s.objects {
@@ -307,7 +307,7 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(http.StatusOK)
 	encoder := json.NewEncoder(w)
-	// Send without the lock: the client may be busy with another request.
+	// Send without the lock, because the client may be waiting for another answer.
 	var pending []any
 	send := func(kind string, o any) { pending = append(pending, map[string]any{"type": kind, "object": o}) }
 	flush := func() {
@@ -387,7 +387,7 @@ func (s *apiServer) watch(w http.ResponseWriter, ctx context.Context, req reques
 	}
 }
 
-// pipeListener accepts in-memory connections.
+// pipeListener accepts connections in memory.
 type pipeListener struct {
 	conns  chan net.Conn
 	closed chan struct{}
@@ -423,7 +423,7 @@ type pipeAddr struct{}
 func (pipeAddr) Network() string { return "pipe" }
 func (pipeAddr) String() string  { return "pipe" }
 
-// unplug makes the server unreachable, or reachable again.
+// unplug makes the server unreachable if off is true, or reachable again.
 func (l *pipeListener) unplug(off bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

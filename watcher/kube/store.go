@@ -18,49 +18,49 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// item is an API object, reduced to its value for the state.
+// item is an API object, reduced to the value that the state stores.
 type item[T any] struct {
 	key types.NamespacedName
 	// value is nil if the object is deleted or the proxy does not need it.
 	value *T
-	// selectorless reports that the object is a service without a selector.
+	// selectorless is true for a service without a selector.
 	selectorless bool
 	// unlabelled is set for a slice without the proxy's label.
 	unlabelled *origin
 }
 
-// GetObjectMeta returns the name. The reflector uses it as the key for items of a
-// streaming list.
+// GetObjectMeta returns the object's namespace and name, by which the reflector
+// distinguishes the items of a streaming list.
 func (i *item[T]) GetObjectMeta() metav1.Object {
 	return &metav1.ObjectMeta{Namespace: i.key.Namespace, Name: i.key.Name}
 }
 
 // writer writes items to the state.
 type writer[T any] interface {
-	// write sets an object, or deletes it if the item has no value.
+	// write writes an object to the state, or deletes the object if the item has no value.
 	write(*item[T])
-	// replace writes a full listing. If that fails, it changes nothing and returns false.
-	// Then another listing follows.
+	// replace writes a full listing. If that fails, it changes nothing and returns false,
+	// and another listing follows.
 	replace([]*item[T]) bool
 }
 
-// store receives objects from a reflector or informer. It reduces them as they arrive and
-// passes them to its writer. It is a cache.TransformingStore that stores nothing.
+// store receives objects from a reflector or informer. It reduces each object and passes
+// it to a writer. It is a cache.TransformingStore, but stores nothing itself.
 type store[O metav1.Object, T any] struct {
-	// Store is nil. Reflectors of client-go before v0.35 require its methods but never call
-	// them.
+	// Store is nil. It has methods that reflectors of client-go before v0.35 require, but
+	// never call.
 	cache.Store
 	resource string
-	// mu is held while reduce and the writer are called.
+	// mu is locked during calls of reduce and of the writer.
 	mu     sync.Locker
-	reduce func(O, *item[T]) // sets the value and the other fields
+	reduce func(O, *item[T]) // sets all fields of the item except its key
 	to     writer[T]
 	listed func() // called after each full listing
 }
 
 var _ cache.TransformingStore = (*store[*corev1.Node, api.Node])(nil)
 
-// item returns the reduced form of an object, which may already be reduced.
+// item reduces an object. If obj is already an item, it returns obj.
 func (s *store[O, T]) item(obj any) (*item[T], error) {
 	if i, ok := obj.(*item[T]); ok {
 		return i, nil
@@ -74,8 +74,8 @@ func (s *store[O, T]) item(obj any) (*item[T], error) {
 	return i, nil
 }
 
-// Transformer returns the function that reduces the objects of a streaming list one by
-// one.
+// Transformer returns a function that reduces an object. The reflector calls it for each
+// object of a streaming list.
 func (s *store[O, T]) Transformer() cache.TransformFunc {
 	return func(obj any) (any, error) {
 		s.mu.Lock()
@@ -84,10 +84,10 @@ func (s *store[O, T]) Transformer() cache.TransformFunc {
 	}
 }
 
-// Add sets the object.
+// Add writes an object.
 func (s *store[O, T]) Add(obj any) error { return s.Update(obj) }
 
-// Update sets the object, or deletes it if the proxy no longer needs it.
+// Update writes an object, or deletes the object if the proxy does not need it.
 func (s *store[O, T]) Update(obj any) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -98,7 +98,7 @@ func (s *store[O, T]) Update(obj any) error {
 	return err
 }
 
-// Delete deletes the object.
+// Delete deletes an object.
 func (s *store[O, T]) Delete(obj any) error {
 	key, err := cache.DeletionHandlingObjectToName(obj)
 	if err != nil {
@@ -120,7 +120,7 @@ func (s *store[O, T]) Replace(list []any, _ string) error {
 		if err != nil {
 			return err
 		}
-		list[n] = nil // release the original object
+		list[n] = nil // let the garbage collector free the original object
 		items = append(items, i)
 	}
 	if s.to.replace(items) {
@@ -132,7 +132,7 @@ func (s *store[O, T]) Replace(list []any, _ string) error {
 // Resync does nothing, because there is no queue that could lose objects.
 func (s *store[O, T]) Resync() error { return nil }
 
-// table is the writer of objects of one kind, without selection.
+// table is a writer for objects of one kind. It writes every item that has a value.
 type table[T any] struct {
 	state      *cluster.State
 	set        func(*cluster.Tx, *T)
@@ -171,11 +171,11 @@ type stores struct {
 	services  *store[*corev1.Service, api.Service]
 	slices    *store[*discoveryv1.EndpointSlice, api.EndpointSlice]
 	nodes     *store[*corev1.Node, api.Node]
-	selection *selection // nil without a ServiceProxyName
+	selection *selection // nil if ServiceProxyName is empty
 }
 
-// newStores returns stores that keep what the options select. The selection of slices
-// calls find.
+// newStores returns stores that pass the objects for the proxy to the state. The
+// selection requests EndpointSlices with find.
 func (w *watch) newStores(find finder) *stores {
 	s := &stores{
 		services: &store[*corev1.Service, api.Service]{

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package remote fills a cluster.State from another kpng server that serves its state
-// (remote.ServerOptions.ServeCluster). A chain of servers needs only one connection to
-// the API server.
+// Package remote fills a cluster.State from another kpng server, which must serve its
+// cluster state (remote.ServerOptions.ServeCluster). Of a chain of servers, only the
+// first connects to the API server.
 //
-// The services are those that the other server is configured to serve.
+// The state contains the services that the other server's own options select.
 package remote
 
 import (
@@ -23,19 +23,19 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Options are the connection to the other server.
+// Options configures the connection to the other server.
 type Options struct {
 	transport.DialOptions
 }
 
-// Watch fills state and follows the other server until ctx ends. It returns the cause of
-// ctx. The state is synced when the first answer is complete. Each answer is one commit.
-// The state must have no other writer.
+// Watch keeps state equal to the other server's until ctx ends. It returns ctx's cause.
+// The state is synced when the first answer is complete. Each answer is one commit. The
+// state must have no other writer.
 //
-// While the other server is down, state keeps its content. When that server is back,
-// Watch receives only the changes. If another server answers, or the outage was long, it
-// receives everything, and state records the differences. With FailFast, Watch returns an
-// error if no address works.
+// While the other server is down, state keeps its content. When the server is back, Watch
+// receives only changes. If a different server answers, or the outage was long, Watch
+// receives the whole state and commits the differences. With FailFast, Watch returns an
+// error if it can connect to no address.
 func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	dialer, err := transport.NewDialer(opts.DialOptions)
 	if err != nil {
@@ -45,14 +45,14 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	return dialer.Stay(ctx, f.follow)
 }
 
-// staleAfter is how long the other server may be down until the state is stale.
+// staleAfter is how long the other server may be down before the state is stale.
 const staleAfter = 3 * time.Minute
 
-// follower follows one server after the other.
+// follower copies the state of servers, one server at a time.
 type follower struct {
 	state *cluster.State
 	token []byte    // token of the last complete answer
-	lost  time.Time // when the last connection with an answer was lost
+	lost  time.Time // when the last connection that had an answer was lost
 }
 
 // follow copies the state of the server at the other end of conn until the connection
@@ -76,7 +76,7 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 	req := &clusterv1.WatchRequest{Resume: f.token}
 	for {
 		if err := stream.Send(req); err != nil {
-			_, err = stream.Recv() // returns the server's error
+			_, err = stream.Recv() // Send has no details; Recv returns the server's error
 			return err
 		}
 		a := answer{had: f.state.Snapshot(), log: log}
@@ -100,8 +100,8 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 	}
 }
 
-// answer collects the parts of an answer. It logs an unreadable object and uses its
-// version in the snapshot had instead.
+// answer collects the parts of an answer. It logs unreadable objects, and keeps their
+// versions in the earlier snapshot, had.
 type answer struct {
 	had      *cluster.Snapshot
 	log      klog.Logger
@@ -109,11 +109,11 @@ type answer struct {
 	services objects[types.NamespacedName, api.Service]
 	slices   objects[types.NamespacedName, api.EndpointSlice]
 	nodes    objects[string, api.Node]
-	token    []byte // not nil when the answer is complete
+	token    []byte // nil until the answer is complete
 	stale    bool
 }
 
-// objects are the objects of one kind in an answer.
+// objects contains the objects of one kind in an answer.
 type objects[K, V any] struct {
 	set     []*V
 	deleted []K
@@ -139,7 +139,7 @@ func keyOf[M interface {
 	return types.NamespacedName{Namespace: m.GetNamespace(), Name: m.GetName()}
 }
 
-// add adds the objects of one kind from a part.
+// add adds the objects of one kind in a part of the answer.
 func add[K, V, M, D any](a *answer, o *objects[K, V], set []M, key func(M) K, object func(M) (*V, error), had func(K) (*V, bool), deleted []D, deletedKey func(D) K) {
 	for _, m := range set {
 		v, err := object(m)
@@ -164,7 +164,7 @@ func (a *answer) write(tx *cluster.Tx) {
 	tx.SetStale(a.stale)
 }
 
-// write applies the objects of one kind. With all, it replaces all objects.
+// write applies the objects of one kind. If all is true, they replace all in the state.
 func (o *objects[K, V]) write(all bool, replace func(iter.Seq[*V]), set func(*V), remove func(K)) {
 	if all {
 		replace(slices.Values(o.set))

@@ -43,7 +43,7 @@ func update(s *cluster.State, write func(apitest.Writer)) {
 	s.Update(func(tx *cluster.Tx) { write(writer{tx}) })
 }
 
-// start runs f until it is stopped.
+// start runs f until the caller calls stop.
 func start(t *testing.T, f func(context.Context) error) (stop func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
@@ -94,7 +94,7 @@ func follow(t *testing.T, state *cluster.State, address string) (stop func()) {
 	})
 }
 
-// scripted is a server that sends the n-th answer for the n-th request, and then nothing.
+// scripted is a server that answers the n-th request with the n-th of its answers.
 type scripted struct {
 	clusterv1.UnimplementedClusterServer
 	answers []*clusterv1.WatchResponse
@@ -113,8 +113,8 @@ func (s scripted) Watch(stream grpc.BidiStreamingServer[clusterv1.WatchRequest, 
 	return nil
 }
 
-// TestUnreadableObjectIsIgnored has a server that sends some unreadable objects. The
-// client keeps earlier versions of these.
+// TestUnreadableObjectIsIgnored sends some unreadable objects. The client must keep
+// earlier versions of these objects.
 func TestUnreadableObjectIsIgnored(t *testing.T) {
 	service := func(name, ip string) *localv1.Service {
 		return &localv1.Service{Namespace: "ns", Name: name, IPs: &localv1.ServiceIPs{ClusterIPs: &localv1.IPSet{V4: []string{ip}}}}
@@ -161,7 +161,7 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 	}
 }
 
-// TestRelayOfStaleStateIsStale follows a server whose source is lost and returns.
+// TestRelayOfStaleStateIsStale follows a server with a state that becomes stale.
 func TestRelayOfStaleStateIsStale(t *testing.T) {
 	original, copied := cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{Resumable: true})
 	original.SetSynced()
@@ -180,7 +180,7 @@ func TestRelayOfStaleStateIsStale(t *testing.T) {
 	}
 }
 
-// difference returns the differences between the states.
+// difference describes the differences between two states.
 func difference(original, copied *cluster.Snapshot) string {
 	return compare(original.Services, copied.Services, (*api.Service).Equal) +
 		compare(original.Slices, copied.Slices, (*api.EndpointSlice).Equal) +
@@ -215,7 +215,7 @@ func wait(t *testing.T, original, copied *cluster.State) {
 		}
 		select {
 		case <-copied.Changed(snapshot.Revision):
-		case <-time.After(time.Minute): // the limit without progress
+		case <-time.After(time.Minute): // no change of the copy for a minute
 			t.Fatal(d)
 		}
 	}
@@ -250,7 +250,7 @@ func TestStateIsCopied(t *testing.T) {
 	}
 }
 
-// TestRelistChangesOnlyDifferences moves to another server with almost the same state.
+// TestRelistChangesOnlyDifferences moves to a server with almost the same state.
 func TestRelistChangesOnlyDifferences(t *testing.T) {
 	states := [2]*cluster.State{cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{Resumable: true})}
 	for i, s := range states {

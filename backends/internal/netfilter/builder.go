@@ -23,7 +23,7 @@ func (w *Builder) Encoded() []byte { return w.b }
 // Len returns the length of the encoded messages in octets.
 func (w *Builder) Len() int { return len(w.b) }
 
-// Begin starts a message. The upper octet of msgType is the subsystem. It returns the
+// Begin starts a message. The upper octet of msgType is the subsystem. Begin returns the
 // argument for End.
 func (w *Builder) Begin(msgType, flags uint16, family byte) int {
 	at := len(w.b)
@@ -38,8 +38,7 @@ func (w *Builder) Begin(msgType, flags uint16, family byte) int {
 // End ends a message.
 func (w *Builder) End(at int) { binary.NativeEndian.PutUint32(w.b[at:], uint32(len(w.b)-at)) }
 
-// beginBatch starts a sequence of messages of nf_tables that take effect together. The
-// function endBatch ends it.
+// beginBatch starts a batch: nf_tables applies all messages until endBatch, or none.
 func (w *Builder) beginBatch() { w.batch(unix.NFNL_MSG_BATCH_BEGIN) }
 func (w *Builder) endBatch()   { w.batch(unix.NFNL_MSG_BATCH_END) }
 

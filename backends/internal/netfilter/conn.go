@@ -3,8 +3,8 @@
 //go:build linux
 
 // Package netfilter is a netlink client of the kernel's netfilter: nf_tables and
-// connection tracking. It provides the connection, encodes messages and decodes failures.
-// The callers know the meaning of the messages.
+// connection tracking. It manages the connection, encodes messages and decodes failures.
+// The meaning of the messages is up to its callers.
 package netfilter
 
 import (
@@ -21,9 +21,9 @@ import (
 
 // Conn is a connection to netfilter. One goroutine may use it at a time.
 type Conn struct {
-	// Describe returns the description of a message for a Failure. The kernel refused the
-	// attribute at offset. A negative offset means that the kernel did not name an
-	// attribute. Default: empty descriptions.
+	// Describe returns the description of a refused message for a Failure. The attribute at
+	// offset is the reason; if offset is negative, the kernel named no attribute. Default:
+	// empty descriptions.
 	Describe func(msgType uint16, attributes []byte, offset int) string
 	// Transacted is called after each attempt at a transaction, with its error. Default:
 	// none.
@@ -33,7 +33,7 @@ type Conn struct {
 	// Commits is the number of transactions that took effect.
 	Commits uint32
 
-	nl    *netlink.Conn // nil until the next request opens one
+	nl    *netlink.Conn // nil if the next request must open the connection
 	netNS int
 	seq   uint32
 	buf   []byte
@@ -44,7 +44,7 @@ const (
 	// 64 MiB hold about a million elements.
 	socketBuffer = 64 << 20
 	// ackTimeout limits the wait for an answer. The kernel answers before the send call
-	// returns, so the time limit only expires when an answer was lost.
+	// returns, so a longer wait means that an answer was lost.
 	ackTimeout = 30 * time.Second
 )
 
@@ -69,8 +69,8 @@ func (c *Conn) open() error {
 	err = errors.Join(
 		nl.SetWriteBuffer(socketBuffer),
 		nl.SetReadBuffer(8<<20),
-		nl.SetOption(netlink.CapAcknowledge, true),      // an error does not contain the request,
-		nl.SetOption(netlink.ExtendedAcknowledge, true), // but it names the refused attribute
+		nl.SetOption(netlink.CapAcknowledge, true),      // without the request in errors
+		nl.SetOption(netlink.ExtendedAcknowledge, true), // with the refused attribute in errors
 	)
 	if err != nil {
 		nl.Close()
@@ -93,7 +93,7 @@ func (c *Conn) Close() error {
 // number sets the sequence numbers of the messages in b. It returns the first and the
 // last number.
 func (c *Conn) number(b []byte) (first, last uint32) {
-	c.seq %= 1 << 31 // so that it does not overflow within b
+	c.seq %= 1 << 31 // so that the numbers in b do not overflow
 	first = c.seq + 1
 	for len(b) > 0 {
 		c.seq++
@@ -103,10 +103,9 @@ func (c *Conn) number(b []byte) (first, last uint32) {
 	return first, c.seq
 }
 
-// Transact calls fill to encode messages and sends them as one transaction of nf_tables.
-// All messages take effect together. If Transact returns an error other than
-// ErrUnknownOutcome, none takes effect. It retries transient failures up to five times,
-// within 31 ms.
+// Transact sends the messages that fill encodes as one nf_tables transaction. All of them
+// take effect together. If Transact returns an error other than ErrUnknownOutcome, no
+// message takes effect. It retries transient failures up to five times, within 31 ms.
 func (c *Conn) Transact(ctx context.Context, fill func(*Builder)) error {
 	var w Builder
 	w.beginBatch()
@@ -135,7 +134,7 @@ func (c *Conn) Transact(ctx context.Context, fill func(*Builder)) error {
 func (c *Conn) transactOnce(b []byte) error {
 	first, last := c.number(b)
 	// Only the last message before the end of the batch needs an acknowledgement. The kernel
-	// reports a failure of any message, and attributes a failed commit to the first message.
+	// always reports failures. It reports a failed commit as a failure of the first message.
 	begin, at := 0, 0
 	for next := 0; next < len(b); next += int(binary.NativeEndian.Uint32(b[next:])) {
 		begin, at = at, next
@@ -174,9 +173,9 @@ func acknowledge(b []byte) {
 	binary.NativeEndian.PutUint16(b[6:], binary.NativeEndian.Uint16(b[6:])|unix.NLM_F_ACK)
 }
 
-// Query calls fill to encode one request and sends it. It calls f with the attributes of
-// each message of the answer. The answer to a request with the flag NLM_F_DUMP has many
-// messages, and its error may be ErrInterrupted.
+// Query sends the request that fill encodes. It calls f with the attributes of each
+// message of the answer. A request with the flag NLM_F_DUMP has an answer of many
+// messages, and may fail with ErrInterrupted.
 func (c *Conn) Query(ctx context.Context, fill func(*Builder), f func(attributes []byte)) error {
 	var failed error
 	interrupted := false
@@ -193,15 +192,16 @@ func (c *Conn) Query(ctx context.Context, fill func(*Builder), f func(attributes
 	return nil
 }
 
-// Each calls fill to encode requests and sends them. It calls f with the outcome of each
-// request, in order. A failed request does not stop the others.
+// Each sends the requests that fill encodes. It calls f with the outcome of each request,
+// in order. A failed request does not stop the others.
 func (c *Conn) Each(ctx context.Context, fill func(*Builder), f func(error)) error {
 	return c.request(ctx, fill, func(header, []byte) {}, f)
 }
 
-// request calls fill to encode requests and sends them. It calls answer with each message
-// that the kernel returns, and outcome with the error of each request. A dump stops when
-// ctx ends. Other requests do not, because the kernel answers them immediately.
+// request sends the requests that fill encodes. It calls answer with each message that
+// the kernel returns, and outcome with the error of each request, or nil. When ctx ends,
+// a dump stops. For other requests ctx is ignored, because the kernel answers them
+// immediately.
 func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(header, []byte), outcome func(error)) error {
 	var w Builder
 	if fill(&w); w.Len() == 0 {
@@ -233,7 +233,7 @@ func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(hea
 			return err
 		}
 		if isDump && ctx.Err() != nil && next <= last {
-			c.Close() // a socket cannot start a dump before its last dump has ended
+			c.Close() // on this socket, no new dump could start before the end of this dump
 			return context.Cause(ctx)
 		}
 	}

@@ -14,7 +14,8 @@ import (
 // Failure is the error of a request that the kernel refused. The request had no effect.
 type Failure struct {
 	Errno unix.Errno
-	// What describes the failed request, such as "adding" and an element. It may be empty.
+	// What is a description of the failed request, such as "adding" and an element. It may
+	// be empty.
 	What string
 }
 
@@ -36,17 +37,16 @@ func (f *Failure) Error() string {
 func (f *Failure) Unwrap() error { return f.Errno }
 
 var (
-	// ErrUnknownOutcome is the error of a transaction without an answer. The transaction may
-	// have taken effect.
+	// ErrUnknownOutcome means that a transaction got no answer. It may have taken effect.
 	ErrUnknownOutcome = errors.New("no answer to a transaction")
-	// ErrInterrupted is the error of a dump if the tables of the network namespace changed
-	// during it, or the connection-tracking table did. Query has nevertheless called f with
-	// all messages of the answer.
+	// ErrInterrupted means that the tables of the network namespace, or the
+	// connection-tracking table, changed during a dump. Query has nevertheless called f with
+	// the whole answer.
 	ErrInterrupted = errors.New("the dump was interrupted")
 )
 
-// IsTransient reports whether err means that the kernel was short of memory or busy, so
-// that a retry of the failed request may succeed.
+// IsTransient reports whether a retry may succeed: the kernel was short of memory or
+// busy, or a dump was interrupted.
 func IsTransient(err error) bool {
 	if errors.Is(err, ErrUnknownOutcome) {
 		return false // the transaction may have taken effect and must not be repeated
@@ -68,9 +68,8 @@ func errorOf(payload []byte) unix.Errno {
 	return unix.Errno(-int32(binary.NativeEndian.Uint32(payload)))
 }
 
-// failure returns the Failure that an NLMSG_ERROR message reports about a message in
-// batch. The arguments h and payload are the header and the rest of the NLMSG_ERROR
-// message.
+// failure decodes an NLMSG_ERROR message about a message in batch. The NLMSG_ERROR
+// message has the header h and this payload.
 func (c *Conn) failure(batch []byte, h header, payload []byte) *Failure {
 	f := &Failure{Errno: errorOf(payload)}
 	for len(batch) > 0 && binary.NativeEndian.Uint32(batch[8:]) != h.seq {

@@ -29,7 +29,7 @@ type Setting struct {
 	// Name is the name of the setting, such as net.ipv4.ip_forward.
 	Name  string
 	Value int
-	// AtLeast reports that a larger value is also correct.
+	// AtLeast is true if a larger value is also correct.
 	AtLeast bool
 	// Reason explains the value in log messages.
 	Reason string
@@ -53,8 +53,8 @@ func (r Root) Read(name string) (int, error) {
 	return value, nil
 }
 
-// Apply compares settings with the kernel's values. If set is false, it logs each wrong
-// value. If set is true, it changes wrong values and logs the result. It ignores settings
+// Apply compares settings with the kernel's values. If set is true, it corrects wrong
+// values and logs the result; otherwise it only logs wrong values. It ignores settings
 // that the kernel does not have, such as those of IPv6 where IPv6 is turned off.
 func (r Root) Apply(ctx context.Context, settings []Setting, set bool) {
 	for _, s := range settings {

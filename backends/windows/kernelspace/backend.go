@@ -21,7 +21,7 @@ import (
 )
 
 // Backend is a [sink.Sink] that programs services as HNS load balancers with their
-// endpoints. It supports one driver.
+// endpoints. Only one driver may use it.
 type Backend struct {
 	opts   Options
 	hns    HNS
@@ -41,10 +41,10 @@ type Backend struct {
 	surveyed bool
 	// have is the state of HNS, or nil while it is unknown.
 	have *holdings
-	// todo contains the frontends to check in the next pass.
+	// todo contains the frontends that the next Sync or Verify must check.
 	todo map[Frontend]bool
-	// passing is true while a pass of the driver is in progress. Then views contains only
-	// the services delivered so far, so the backend prunes nothing.
+	// passing is true while a pass of the driver is in progress. Until it ends, views
+	// contains only the services delivered so far, so the backend prunes nothing.
 	passing bool
 	// failing contains the services whose last sync failed. The driver decides when to retry
 	// them.
@@ -64,8 +64,8 @@ var (
 	_ sink.Cleaner  = &Backend{}
 )
 
-// New returns a backend. It returns an error if the options are invalid, and does not
-// call HNS.
+// New returns a backend without calling HNS. It returns an error if the options are
+// invalid.
 func New(opts Options) (*Backend, error) {
 	if err := opts.check(); err != nil {
 		return nil, err
@@ -98,8 +98,8 @@ func New(opts Options) (*Backend, error) {
 }
 
 // Start reads from the state file which load balancers an earlier process created. It
-// fails if the file is not such a record, or if HNS lacks a required feature. HNS need
-// not run yet.
+// fails if the file is of another kind, or if HNS lacks a required feature. It does not
+// fail if HNS does not run yet.
 func (b *Backend) Start(ctx context.Context) error {
 	r, err := readRecord(b.opts.StateFile)
 	switch {
@@ -150,11 +150,11 @@ func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
 }
 
 // Verify implements [sink.Verifier]. It lists the objects of HNS and repairs drift. It
-// ignores failed services, because the driver delivers them again. If Verify fails, the
-// state of HNS is unknown, and it requests a new pass.
+// ignores failed services, because the driver delivers them again. If Verify fails, it
+// requests a new pass, because it does not know the state of HNS.
 func (b *Backend) Verify(ctx context.Context) error {
 	if b.have == nil {
-		return nil // nothing is programmed yet, or the next Sync lists the objects of HNS
+		return nil // nothing is programmed yet, or the next Sync lists the objects anyway
 	}
 	b.have = nil
 	p := &pass{Backend: b, ctx: ctx, log: klog.FromContext(ctx), delivered: map[types.NamespacedName]bool{}}
@@ -191,8 +191,8 @@ func (b *Backend) learn(ctx context.Context, c *sink.Changes) map[types.Namespac
 	return delivered
 }
 
-// survey reads the state of HNS. If the network has changed, it adds all frontends to
-// todo.
+// survey reads the state of HNS and adds all frontends to todo. If the network has
+// changed, it sets planned to false, so that all services are planned again.
 func (b *Backend) survey(ctx context.Context) error {
 	b.have = nil
 	if !b.surveyed {
@@ -274,7 +274,7 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 		for i := range policies {
 			f := policies[i].Frontend
 			b.todo[f] = true
-			b.wanted[f] = want{key, &policies[i]} // another service may still have f until its own change is processed
+			b.wanted[f] = want{key, &policies[i]} // may replace a service that is about to lose f
 		}
 	}
 	for _, f := range shared {
@@ -282,8 +282,8 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 	}
 }
 
-// inherit assigns the health-check frontend f to another service that also has it.
-// Services may share a load-balancer address.
+// inherit assigns the health-check frontend f to another service that has the same
+// frontend. Services may share a load-balancer address.
 func (b *Backend) inherit(f Frontend) {
 	if _, wanted := b.wanted[f]; wanted {
 		return
@@ -297,7 +297,6 @@ func (b *Backend) inherit(f Frontend) {
 	}
 }
 
-// replanAll plans everything again.
 func (b *Backend) replanAll(ctx context.Context) {
 	b.environment.nodeIPs = b.nodeIPs
 	keys := maps.Clone(b.views)

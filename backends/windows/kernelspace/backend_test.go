@@ -55,7 +55,7 @@ func (w *world) addBalancer(lb kernelspace.LoadBalancer) string {
 	return made.ID
 }
 
-// mustHaveCalled fails the test unless the calls of HNS since the last check are want.
+// mustHaveCalled fails the test unless HNS got exactly these calls since the last check.
 func (w *world) mustHaveCalled(want map[string]int) {
 	w.Helper()
 	if diff := cmp.Diff(want, w.hns.Calls()); diff != "" {
@@ -311,7 +311,7 @@ func TestStartFailsWithoutRequiredDSR(t *testing.T) {
 	if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), wanted) {
 		t.Errorf("Start returned %v, want an error with %q", err, wanted)
 	}
-	// HNS may start after the backend.
+	// Start succeeds if HNS does not run yet.
 	hns.SetHook(func(string) error { return kernelspace.ErrNotRunning })
 	if err := b.Start(t.Context()); err != nil {
 		t.Errorf("Start without HNS returned %v", err)
@@ -386,7 +386,7 @@ func TestFailedDeletionIsRetried(t *testing.T) {
 		t.Errorf("failed: %q", got)
 	}
 
-	// The same is true after a restart, when only the record shows the owner.
+	// After a restart, only the record shows the owner, and the deletion fails again.
 	w.restart()
 	if got := failures(t, w.full()); !strings.Contains(got["web"], "frontend 10.96.0.1:80/TCP: delete load balancer") {
 		t.Errorf("after a restart, failed: %q", got)
@@ -582,7 +582,7 @@ func TestFrontendIsTakenOverFromChangingService(t *testing.T) {
 	w.mustHave("10.96.0.1 protocol 6 port 80->8080 to 10.1.2.2")
 }
 
-// pass syncs one batch of a pass.
+// The method pass delivers one batch.
 func (w *world) pass(first, last bool, views ...*api.ServiceEndpoints) error {
 	var changes []sink.Change
 	for _, v := range views {

@@ -16,7 +16,7 @@ func (p *pass) logJournalError(err error) {
 	}
 }
 
-// own returns the IDs of this backend's load balancers at a frontend, usually one.
+// own returns the IDs of this backend's load balancers at a frontend: usually one ID.
 func (p *pass) own(f Frontend) []string {
 	var ids []string
 	for _, id := range p.have.byFrontend[f] {
@@ -27,7 +27,7 @@ func (p *pass) own(f Frontend) []string {
 	return ids
 }
 
-// holder returns the service to which the load balancer at a frontend belongs.
+// holder returns the service of this backend's load balancer at a frontend.
 func (p *pass) holder(f Frontend) types.NamespacedName {
 	for _, id := range p.own(f) {
 		return p.record.made[id].Service
@@ -46,7 +46,7 @@ func (p *pass) remove(f Frontend) error {
 }
 
 // announce records the load balancers that are about to be created, so that their owner
-// is known even after a crash. It flushes the journal once for all.
+// is known even after a crash. It flushes the journal once for all of them.
 func (p *pass) announce(frontends []Frontend) {
 	for _, f := range frontends {
 		if w := p.wanted[f]; p.isToBeCreated(f, w.policy) {
@@ -60,12 +60,12 @@ func (p *pass) plan(f Frontend, w want) {
 	p.record.plan(f, planned{Service: w.service, Target: w.policy.target, Asked: digestOf(w.policy.toLoadBalancer(nil))})
 }
 
-// isToBeCreated reports whether a policy needs a new load balancer. It does if its
-// frontend has none, or has one that cannot be changed.
+// isToBeCreated reports whether a policy needs a new load balancer, because its frontend
+// has none, or one that cannot be changed.
 func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
 	own := p.own(f)
 	if len(own) == 0 {
-		return len(p.have.byFrontend[f]) == 0 // a load balancer of another owner may not be replaced here
+		return len(p.have.byFrontend[f]) == 0 // if another owner has one, balance decides whether to replace it
 	}
 	var ids []string
 	for _, d := range policy.endpoints {
@@ -79,8 +79,8 @@ func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
 	return !p.record.unchanged(have, want) || !p.environment.features.ModifyLoadBalancer && !sameEndpoints(have, want)
 }
 
-// ensure creates or changes the wanted load balancer at a frontend. It uses only the
-// endpoints that exist, and returns an error for missing ones.
+// ensure creates or changes the wanted load balancer at a frontend. The load balancer
+// gets the endpoints that exist. If some are missing, ensure returns an error.
 func (p *pass) ensure(f Frontend) error {
 	w := p.wanted[f]
 	ids, lacking := p.endpoints(w.policy)
@@ -140,8 +140,8 @@ func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
 	return p.create(f, w, want)
 }
 
-// keep records that a load balancer is correct. It may be an own one or one of another
-// owner.
+// keep adds a correct load balancer to this backend's record. Another owner may have
+// created it.
 func (p *pass) keep(f Frontend, w want, have, want LoadBalancer) {
 	if m := p.record.made[have.ID]; m == nil || m.Service != w.service {
 		p.record.add(have.ID, made{Frontend: f, Service: w.service, Asked: digestOf(want), Answered: digestOf(have)})
@@ -149,7 +149,7 @@ func (p *pass) keep(f Frontend, w want, have, want LoadBalancer) {
 }
 
 // update changes the endpoints of a load balancer. It returns ErrNotSupported if this
-// version of Windows cannot do that.
+// version of Windows cannot change load balancers.
 func (p *pass) update(f Frontend, w want, have, want LoadBalancer) error {
 	want.ID = have.ID
 	if err := p.hns.UpdateLoadBalancer(want); errors.Is(err, ErrNotSupported) {
@@ -167,7 +167,7 @@ func (p *pass) update(f Frontend, w want, have, want LoadBalancer) error {
 }
 
 // mayReplace returns an error if a load balancer of another owner also has frontends that
-// are not served here. Otherwise it is a leftover of another proxy and may be replaced.
+// this backend does not serve. If it has none, it is a leftover of another proxy.
 func (p *pass) mayReplace(f Frontend, lb LoadBalancer) error {
 	if p.record.owns(lb.ID) {
 		return nil
@@ -182,7 +182,7 @@ func (p *pass) mayReplace(f Frontend, lb LoadBalancer) error {
 }
 
 // create creates a load balancer. If HNS already has one with this frontend, create lists
-// the load balancers and changes or replaces that one.
+// the load balancers and changes or replaces the existing one.
 func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
 	if p.record.planned[f] == nil {
 		p.plan(f, w)
@@ -191,7 +191,7 @@ func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
 	p.record.planned[f].requested = true
 	answer, err := p.hns.CreateLoadBalancer(want)
 	if errors.Is(err, ErrExists) {
-		p.record.planned[f].requested = false // this request did not create the existing one
+		p.record.planned[f].requested = false // the existing one is not the result of this request
 		if !p.listed {
 			if err := p.relist(); err != nil {
 				return err
@@ -210,11 +210,11 @@ func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
 	return nil
 }
 
-// deleteBalancer deletes a load balancer. A missing one is not an error.
+// deleteBalancer deletes a load balancer. If it does not exist, there is no error.
 func (p *pass) deleteBalancer(id string) error {
 	err := p.hns.DeleteLoadBalancer(id)
 	if err != nil && !isFatal(err) && !errors.Is(err, ErrNotFound) {
-		// Windows Server 2019 sometimes reports that it refuses a deletion, but performs it.
+		// Retry: Windows Server 2019 may report a refusal although it deletes the object.
 		err = p.hns.DeleteLoadBalancer(id)
 	}
 	if err != nil && !errors.Is(err, ErrNotFound) {

@@ -14,7 +14,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// BenchmarkSync measures a sync with an in-memory HNS, and counts the calls of HNS.
+// BenchmarkSync measures a sync with an in-memory HNS, and counts the calls to HNS.
 func BenchmarkSync(b *testing.B) {
 	const services, endpoints = 2000, 5
 	viewOf := func(i, last int) *api.ServiceEndpoints {

@@ -55,8 +55,8 @@ func service(name string, change ...func(*api.Service)) *api.Service {
 	return s
 }
 
-// at returns an endpoint. For example, "10.1.0.2" is on another node and "10.1.0.1@here"
-// is on this node.
+// at returns the endpoint with the address s. Endpoint "10.1.0.2" is on another node, and
+// "10.1.0.1@here" is on this node.
 func at(s string, change ...func(*api.SliceEndpoint)) api.SliceEndpoint {
 	ip, local := strings.CutSuffix(s, "@here")
 	e := api.SliceEndpoint{Addr: addr(ip), NodeName: "other-node", Conditions: api.Conditions{Ready: true, Serving: true}}
@@ -156,7 +156,7 @@ func (w *world) restart() {
 	w.hns.Calls()
 }
 
-// full syncs all services in one pass.
+// full delivers all services to the backend in one pass.
 func (w *world) full() error {
 	var changes []sink.Change
 	for _, key := range slices.SortedFunc(maps.Keys(w.views), api.CompareKeys) {
@@ -165,7 +165,7 @@ func (w *world) full() error {
 	return w.backend.Sync(w.Context(), &sink.Changes{First: true, Last: true, Services: slices.Values(changes), Node: node(), NodeChanged: true})
 }
 
-// set syncs changed services.
+// set delivers new or changed services to the backend.
 func (w *world) set(views ...*api.ServiceEndpoints) error {
 	var changes []sink.Change
 	for _, v := range views {
@@ -175,7 +175,7 @@ func (w *world) set(views ...*api.ServiceEndpoints) error {
 	return w.backend.Sync(w.Context(), &sink.Changes{Services: slices.Values(changes), Node: node(), NodeChanged: true})
 }
 
-// remove syncs a deleted service.
+// remove delivers the deletion of a service to the backend.
 func (w *world) remove(name string) error {
 	key := types.NamespacedName{Namespace: "default", Name: name}
 	change := sink.Change{Key: key, Old: w.views[key]}
@@ -183,7 +183,6 @@ func (w *world) remove(name string) error {
 	return w.backend.Sync(w.Context(), &sink.Changes{Services: slices.Values([]sink.Change{change}), Node: node(), NodeChanged: true})
 }
 
-// must fails the test if err is not nil.
 func (w *world) must(err error) {
 	w.Helper()
 	if err != nil {
@@ -191,9 +190,9 @@ func (w *world) must(err error) {
 	}
 }
 
-// mustHave fails the test unless HNS has exactly these load balancers, one per line. It
-// does not compare a source VIP that is this node's address, on a network without
-// overlay. TestSourceVIPOfBridgeIsNodeAddress checks these source VIPs.
+// mustHave fails the test unless HNS has exactly these load balancers, one per line. On a
+// network without overlay, it ignores source VIPs that are this node's address.
+// TestSourceVIPOfBridgeIsNodeAddress checks them.
 func (w *world) mustHave(want string) {
 	w.Helper()
 	network, _ := w.hns.NetworkByID(w.network)
@@ -236,7 +235,7 @@ func (w *world) mustHaveRemotes(want ...string) {
 	}
 }
 
-// failures returns the failures of a sync by service name.
+// failures returns the messages in the error of a sync, by service name.
 func failures(t *testing.T, err error) map[string]string {
 	t.Helper()
 	failed, ok := sink.Acknowledged(err)
@@ -252,7 +251,7 @@ func failures(t *testing.T, err error) map[string]string {
 
 var errRefused = errors.New("HNS says no")
 
-// failCalls returns a hook with which calls of the given name fail.
+// failCalls returns a hook that makes calls of this name fail.
 func failCalls(name string, err error) func(string) error {
 	return func(call string) error {
 		if call == name {

@@ -9,9 +9,9 @@
 //	…
 //	err = sink.Run(ctx, source, backend, sink.Options{})
 //
-// It works with or without kube-proxy on the same node. It does not change objects of
-// other owners. The exception is a load balancer that has only frontends of services that
-// this backend serves. The backend replaces it.
+// The backend works with or without kube-proxy on the same node. It changes no objects of
+// other owners, with one exception: it replaces a foreign load balancer if it serves all
+// of the frontends of that load balancer itself.
 //
 // # Method
 //
@@ -19,17 +19,17 @@
 // Then it compares the planned load balancers by value with the state of HNS. It lists
 // endpoints and load balancers before the first changes, after a failure, and once a
 // minute while idle (the driver's VerifyInterval). It processes other changes without a
-// listing. The network plug-in owns the endpoints of this node's pods. The backend
-// creates endpoints for other addresses, named after the backend. It removes them when no
-// load balancer uses them.
+// listing. The network plug-in owns the endpoints of this node's pods. For other
+// addresses, the backend creates endpoints whose names begin with its own name. It
+// removes these endpoints when no load balancer uses them.
 //
-// HNS stores neither a name nor an owner of a load balancer. The backend records the IDs
-// of its own load balancers in Options.StateFile.
+// HNS stores neither a name nor an owner of a load balancer. So the backend records the
+// IDs of its own load balancers in Options.StateFile.
 //
 // # Limits of HNS
 //
-//   - Reject or drop: a frontend without endpoints has no load balancer, and
-//     packets are routed as without a service.
+//   - Traffic is neither rejected nor dropped: a frontend without endpoints has no load
+//     balancer, and its packets are routed as if there were no service.
 //   - Traffic of this node cannot be distinguished from other traffic: with
 //     externalTrafficPolicy Local, a pod on a node without endpoints cannot
 //     reach the external addresses.
@@ -41,10 +41,10 @@
 //     only the endpoints with the most common number get traffic. The backend
 //     logs the others.
 //   - IPv6 on overlay networks is not served, and the backend logs it.
-//   - Pods in this node's host network get no traffic, unless HNS has an endpoint
-//     for the node's address. The backend logs it.
+//   - Pods in this node's host network get no traffic, unless HNS has an endpoint for the
+//     node's address. The backend logs this.
 //
 // Some features depend on the version of Windows: direct server return for frontends with
-// externalTrafficPolicy Local, IPv6, session affinity, and changes in place. The backend
-// reads the list of features once, and works without the missing ones.
+// externalTrafficPolicy Local, IPv6, session affinity, and changing load balancers in
+// place. The backend reads the list of features once, and works even if some are missing.
 package kernelspace

@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// endpoints returns the IDs of a policy's endpoints, and an error that names the missing
-// endpoints. It creates remote endpoints.
+// endpoints returns the IDs of a policy's endpoints. It creates remote endpoints that HNS
+// lacks. The second result names the endpoints that it cannot provide.
 func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 	if policy.toRoot {
 		id, ok := p.have.endpointNamed(p.opts.RootEndpoint)
@@ -37,9 +37,9 @@ func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 	return ids, errors.Join(errs...)
 }
 
-// endpoint returns the ID of the endpoint with an address. It returns "" if the address
-// is this node's own and HNS has no endpoint for it. HNS allows only one endpoint per
-// address, of any owner.
+// endpoint returns the ID of the HNS endpoint with the address of d. It returns "" if the
+// address is this node's own and HNS has no endpoint for it. Other owners' endpoints are
+// used too, because HNS allows only one endpoint per address.
 func (p *pass) endpoint(d destination) (string, error) {
 	if e, ok := p.have.endpointAt(d.addr); ok && !p.isLeftover(e, d) {
 		return e.ID, nil
@@ -72,8 +72,8 @@ func (p *pass) endpoint(d destination) (string, error) {
 	return id, err
 }
 
-// isLeftover reports whether e is a stale endpoint for a pod on another node, and the pod
-// d of this node has its address now.
+// isLeftover reports whether e is a stale endpoint for a pod on another node, whose
+// address now belongs to d, a pod of this node.
 func (p *pass) isLeftover(e Endpoint, d destination) bool {
 	return d.at == podHere && p.have.isRemote(e)
 }
@@ -105,11 +105,11 @@ func (p *pass) ensureVIPEndpoint(vip netip.Addr) error {
 	if err != nil && !errors.Is(err, ErrExists) {
 		return fmt.Errorf("create endpoint of cluster IP: %w", err)
 	}
-	return nil // an endpoint that was created after the last listing is used too
+	return nil // if it exists already, it was created after the last listing
 }
 
 // hostMAC returns this node's hardware address. Endpoints for source VIPs and cluster IPs
-// have it, because this node claims their addresses.
+// get it, because this node claims these addresses.
 func (p *pass) hostMAC() (string, error) {
 	if p.mac == "" {
 		p.mac = cmp.Or(p.opts.HostMAC, macOfInterface(p.nodeIPs))
@@ -133,7 +133,7 @@ func (p *pass) ensureSourceVIPs() error {
 	}
 	for _, vip := range p.opts.SourceVIPs {
 		if _, ok := p.have.endpointAt(vip); ok || !vip.Is4() {
-			continue // not balanced on overlay networks
+			continue // exists, or is IPv6, which HNS does not balance on overlay networks
 		}
 		mac, err := p.hostMAC()
 		if err == nil {
@@ -146,10 +146,10 @@ func (p *pass) ensureSourceVIPs() error {
 	return nil
 }
 
-// dropMoved removes own endpoints whose addresses are on another node now. This happens
-// if a new node gets the pod network of a removed node. dropMoved also removes the load
-// balancers of these endpoints, because they no longer work. Later steps create both
-// again.
+// dropMoved removes this backend's endpoints whose addresses are on another node now. An
+// address moves if a new node gets the pod network of a removed node. The load balancers
+// of such endpoints no longer work, so dropMoved removes them too. Later steps create the
+// endpoints and load balancers again.
 func (p *pass) dropMoved() error {
 	network := p.environment.network
 	if !network.Overlay {
@@ -180,7 +180,7 @@ func (p *pass) dropMoved() error {
 	return nil
 }
 
-// dropIdle removes own endpoints that no load balancer uses.
+// dropIdle removes endpoints of this backend that no load balancer uses.
 func (p *pass) dropIdle() error {
 	for _, id := range sortedKeys(p.have.idle) {
 		if err := p.ctx.Err(); err != nil {
@@ -193,13 +193,13 @@ func (p *pass) dropIdle() error {
 	return nil
 }
 
-// dropEndpoint deletes an own endpoint. If HNS refuses, for example because a load
-// balancer of another owner uses it, the next listing decides whether to retry.
+// dropEndpoint deletes an endpoint of this backend. If HNS refuses, for example because a
+// load balancer of another owner uses it, the next listing decides whether to retry.
 func (p *pass) dropEndpoint(id string) error {
 	addr := p.have.endpoints[id].Addrs
 	err := p.hns.DeleteEndpoint(id)
 	if err != nil && !isFatal(err) && !errors.Is(err, ErrNotFound) {
-		// Windows Server 2019 sometimes reports that it refuses a deletion, but performs it.
+		// Retry: Windows Server 2019 may report a refusal although it deletes the object.
 		err = p.hns.DeleteEndpoint(id)
 	}
 	switch {

@@ -30,10 +30,10 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// FuzzBackend changes a cluster at random. It makes calls of HNS fail, creates the
+// FuzzBackend changes a cluster at random. It makes calls to HNS fail, creates the
 // network again, adds pods to this node, and kills backends during a call. It checks that
-// HNS finally has the state that a new backend creates, and that objects of other owners
-// never change.
+// HNS finally has the state that a new backend would create, and that objects of other
+// owners never change.
 func FuzzBackend(f *testing.F) {
 	for seed := range uint64(12) {
 		f.Add(seed, uint8(60))
@@ -120,7 +120,6 @@ func (f *fuzzer) foreign() string {
 	return strings.Join(all, "")
 }
 
-// start starts a backend and its driver.
 func (f *fuzzer) start() {
 	b, err := kernelspace.New(f.opts)
 	if err != nil {
@@ -139,8 +138,8 @@ func (f *fuzzer) start() {
 	f.stop = func() { cancel(); <-done }
 }
 
-// errCrash is the value of the panic in a backend that is killed during a call. Its
-// driver reports it as an error, and the test stops the driver before it continues.
+// errCrash is the panic with which the test kills a backend during a call. The driver
+// reports the panic as an error. Then the test stops the driver.
 var errCrash = errors.New("killed")
 
 func (f *fuzzer) run(steps int) {
@@ -181,7 +180,7 @@ func (f *fuzzer) run(steps int) {
 	f.stop()
 	got := f.hns.Dump()
 
-	// Compute the state that a new backend creates beside the same objects of other owners.
+	// Determine which state a new backend creates next to the same foreign objects.
 	have, err := f.hns.Endpoints(f.network)
 	if err != nil {
 		f.Fatal(err)
@@ -216,8 +215,8 @@ func (f *fuzzer) run(steps int) {
 	}
 }
 
-// comparable returns a dump without the source VIPs if the Node object was deleted.
-// Without that object, a running backend keeps the node's addresses, but a new one does
+// comparable prepares a dump for a comparison. If the Node object was deleted, it removes
+// the source VIPs: an old backend still has the node's addresses, but a new backend does
 // not know them.
 func (f *fuzzer) comparable(dump string) string {
 	if _, ok := f.state.Snapshot().Nodes.Get(apitest.NodeName(0)); ok {
@@ -244,8 +243,8 @@ func (f *fuzzer) fail() {
 	})
 }
 
-// kill ends the backend during a call, either before or after HNS has performed the call.
-// Then it starts another backend.
+// kill ends the backend when it makes a call, before HNS performs the call. Then it
+// starts another backend.
 func (f *fuzzer) kill() {
 	n := f.r.IntN(6)
 	killed := false

@@ -11,26 +11,26 @@ import (
 // implements it with the real service. Package fakehns implements it in memory for tests.
 // The backend makes one call at a time.
 //
-// Identifiers are GUIDs. Those of endpoints and load balancers are in lower case. If this
-// package has an error with the same meaning as an error of HNS, a call returns an error
-// that wraps it.
+// All IDs are GUIDs. The IDs of endpoints and load balancers are in lower case. If
+// ErrNotFound, ErrExists, ErrNotRunning or ErrNotSupported describes a failure, the
+// returned error wraps it.
 type HNS interface {
 	// Features returns the features of this version of Windows.
 	Features() (Features, error)
-	// Network returns the network with a name, or ErrNotFound.
+	// Network returns the network with this name, or ErrNotFound.
 	Network(name string) (*Network, error)
-	// Endpoints returns the endpoints of the network with an ID.
+	// Endpoints returns the endpoints of the network with this ID.
 	Endpoints(network string) ([]Endpoint, error)
 	// LoadBalancers returns all load balancers of this machine.
 	LoadBalancers() ([]LoadBalancer, error)
 
-	// CreateEndpoint creates an endpoint, given without an ID, and returns its ID.
+	// CreateEndpoint creates an endpoint and returns its ID. The argument has no ID.
 	CreateEndpoint(Endpoint) (id string, err error)
 	// DeleteEndpoint returns ErrNotFound if there is no such endpoint.
 	DeleteEndpoint(id string) error
-	// CreateLoadBalancer creates a load balancer, given without an ID, and returns HNS'
-	// description of it. The description has the ID, but may lack settings that HNS does not
-	// report. The call returns ErrExists if another load balancer has one of the frontends.
+	// CreateLoadBalancer creates a load balancer and returns HNS' description of it. Only
+	// the description has an ID. It lacks settings that HNS does not report. The error is
+	// ErrExists if another load balancer has one of the frontends.
 	CreateLoadBalancer(LoadBalancer) (LoadBalancer, error)
 	// UpdateLoadBalancer replaces the settings of the load balancer with this ID.
 	UpdateLoadBalancer(LoadBalancer) error
@@ -42,7 +42,7 @@ type HNS interface {
 var (
 	// ErrNotFound means that the object, or an object that it refers to, does not exist.
 	ErrNotFound = errors.New("not found")
-	// ErrExists means that another object has the address or the frontend.
+	// ErrExists means that another object already has the address or the frontend.
 	ErrExists = errors.New("exists already")
 	// ErrNotRunning means that HNS does not run, for example during a restart.
 	ErrNotRunning = errors.New("HNS does not run")
@@ -52,9 +52,9 @@ var (
 
 // Features are the features of HNS, which depend on its version.
 type Features struct {
-	// DSR is direct server return. With it, replies bypass the load balancer.
+	// DSR is direct server return: replies bypass the load balancer.
 	DSR bool
-	// DualStack is IPv6.
+	// DualStack is support for IPv6.
 	DualStack bool
 	// RemoteSubnet is required for overlay networks.
 	RemoteSubnet bool
@@ -68,7 +68,7 @@ type Features struct {
 type Network struct {
 	ID   string
 	Name string
-	// Overlay reports that tunnels connect this node with pods on other nodes.
+	// Overlay is true if tunnels connect this node with pods on other nodes.
 	Overlay bool
 	// RemoteSubnets are the pod networks of other nodes. Only overlay networks have them.
 	RemoteSubnets []RemoteSubnet
@@ -77,13 +77,13 @@ type Network struct {
 // RemoteSubnet is the pod network of another node.
 type RemoteSubnet struct {
 	Prefix netip.Prefix
-	// Provider is the address of that node, where the tunnel ends.
+	// Provider is the address of the other node. The tunnel ends there.
 	Provider netip.Addr
 }
 
-// Provider returns the node at the end of the tunnel to an address. That is the node of
-// its remote subnet. The address of such a node is its own provider. Provider returns the
-// zero Addr if there is no tunnel to the address.
+// Provider returns the address of the node at the end of the tunnel to a. If a is in a
+// remote subnet, this is the subnet's node. If a is the address of such a node, Provider
+// returns a itself. If there is no tunnel to a, it returns the zero Addr.
 func (n *Network) Provider(a netip.Addr) netip.Addr {
 	for _, s := range n.RemoteSubnets {
 		if s.Prefix.Contains(a) || s.Provider == a {
@@ -102,9 +102,9 @@ type Endpoint struct {
 	// Addrs are the endpoint's addresses. A pod has one per family.
 	Addrs []netip.Addr
 	MAC   string
-	// Remote reports that the endpoint is not on this machine.
+	// Remote is true if the endpoint is not on this machine.
 	Remote bool
-	// Provider is the node of a remote endpoint on an overlay network.
+	// Provider is the address of a remote endpoint's node, for overlay networks.
 	Provider netip.Addr
 }
 
@@ -118,7 +118,7 @@ type LoadBalancer struct {
 	// HNS. If it is the zero Addr, HNS chooses an address.
 	SourceVIP netip.Addr
 	// VIPs are the addresses of the frontends. If VIPs is empty, the frontends are node
-	// ports. These are for IPv6 if Flags contains IPv6, else for IPv4.
+	// ports. Node ports are for IPv6 if Flags contains IPv6, otherwise for IPv4.
 	VIPs  []netip.Addr
 	Ports []PortMapping
 	Flags LoadBalancerFlags
@@ -169,7 +169,7 @@ const (
 // Distribution is how a load balancer selects an endpoint.
 type Distribution uint32
 
-// The distributions that are used.
+// The distributions that the backend uses.
 const (
 	// PerConnection selects an endpoint for each connection.
 	PerConnection Distribution = 0

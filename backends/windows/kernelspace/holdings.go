@@ -13,19 +13,19 @@ import (
 // holdings is the state of HNS as far as the backend knows it: the last listing and all
 // later writes.
 type holdings struct {
-	// name is the name of this backend. It is the prefix of the names of its endpoints.
+	// name is the name of this backend. The names of its endpoints begin with it.
 	name       string
 	endpoints  map[string]Endpoint
-	byAddr     map[netip.Addr][]string // the preferred one first
+	byAddr     map[netip.Addr][]string // IDs, the preferred one first
 	balancers  map[string]LoadBalancer
-	byFrontend map[Frontend][]string // sorted; HNS usually rejects a second one
-	// uses counts the load balancers of each endpoint, by ID. vips counts the load balancers
-	// of each VIP. Both counts include load balancers of other owners.
+	byFrontend map[Frontend][]string // sorted IDs, usually only one
+	// The map uses counts the load balancers of each endpoint, by ID. The map vips counts
+	// the load balancers of each VIP. Both include load balancers of other owners.
 	uses map[string]int
 	vips map[netip.Addr]int
-	// idle contains the IDs of own endpoints that no load balancer uses.
+	// idle contains the IDs of this backend's endpoints that no load balancer uses.
 	idle map[string]bool
-	// own counts own endpoints.
+	// own is the number of this backend's endpoints.
 	own int
 }
 
@@ -54,8 +54,8 @@ func newHoldings(name string, endpoints []Endpoint, balancers []LoadBalancer) *h
 	return h
 }
 
-// isOwn reports whether this backend created an endpoint, judging by its name. Such an
-// endpoint is not a pod of this node, even if HNS does not report the flag Remote.
+// isOwn reports whether an endpoint has a name that this backend gives to endpoints. Such
+// an endpoint is not a pod of this node, even if HNS does not report the flag Remote.
 func (h *holdings) isOwn(e Endpoint) bool {
 	return len(e.Addrs) == 1 && e.Name == endpointName(h.name, e.Addrs[0])
 }
@@ -71,7 +71,7 @@ func (h *holdings) addEndpoint(e Endpoint) {
 	for _, a := range e.Addrs {
 		ids := append(h.byAddr[a], e.ID)
 		// Prefer the endpoint of a local pod. A remote endpoint with the same address is stale.
-		// The order of other endpoints only has to be stable.
+		// For other endpoints, any stable order is enough.
 		slices.SortFunc(ids, func(x, y string) int {
 			return cmp.Or(h.rank(x)-h.rank(y), cmp.Compare(x, y))
 		})
@@ -90,7 +90,6 @@ func (h *holdings) rank(id string) int {
 	return 0
 }
 
-// updateIdle adds an endpoint to idle or removes it from idle.
 func (h *holdings) updateIdle(e Endpoint) {
 	if h.isOwn(e) && h.uses[e.ID] == 0 && h.vips[e.Addrs[0]] == 0 {
 		h.idle[e.ID] = true
@@ -116,7 +115,7 @@ func (h *holdings) removeEndpoint(id string) {
 	delete(h.idle, id)
 }
 
-// endpointAt returns the endpoint with an address.
+// endpointAt returns the preferred endpoint with this address.
 func (h *holdings) endpointAt(a netip.Addr) (e Endpoint, ok bool) {
 	if ids := h.byAddr[a]; len(ids) > 0 {
 		return h.endpoints[ids[0]], true
@@ -124,8 +123,8 @@ func (h *holdings) endpointAt(a netip.Addr) (e Endpoint, ok bool) {
 	return Endpoint{}, false
 }
 
-// endpointNamed returns the ID of an endpoint with a name. If there are several, it
-// returns the first.
+// endpointNamed returns the ID of the endpoint with this name. If several endpoints have
+// the name, it returns the lowest ID.
 func (h *holdings) endpointNamed(name string) (id string, ok bool) {
 	for _, e := range h.endpoints {
 		if e.Name == name && (!ok || e.ID < id) {

@@ -4,18 +4,18 @@ package kernelspace
 
 import "time"
 
-// Observer receives reports from the goroutine of Sync or Verify. Its functions must not
-// block. They may be nil.
+// Observer has functions to which Sync and Verify report their work. The functions must
+// not block. They may be nil.
 type Observer struct {
-	// Called reports a call of HNS with its name ("CreateLoadBalancer", …), duration and
-	// error.
+	// Called reports the name, duration and error of a call to HNS. A name is, for example,
+	// "CreateLoadBalancer".
 	Called func(call string, took time.Duration, err error)
-	// Holds reports the numbers of endpoints and load balancers in HNS that the backend
-	// created. The backend calls it each time it determines these numbers.
+	// Holds reports the numbers of endpoints and load balancers that the backend has in HNS.
+	// Sync and Verify call Holds at their end, unless these numbers are unknown.
 	Holds func(endpoints, loadBalancers int)
 }
 
-// observed is an HNS that reports its calls to an observer.
+// observed is an HNS that reports each call to an observer.
 type observed struct {
 	hns  HNS
 	tell func(call string, took time.Duration, err error)

@@ -17,33 +17,33 @@ type Options struct {
 	// Network is the name of the HNS network of the pods. Required. It need not exist when
 	// the backend starts: the network plug-in may create it later.
 	Network string
-	// Name is the prefix of the names of this backend's endpoints. It identifies them. Two
-	// backends on one machine need different names. Default: "kpng".
+	// Name identifies this backend: the names of its endpoints begin with it. Two backends
+	// on one machine need different names. Default: "kpng".
 	Name string
 	// StateFile is a file that records which load balancers the backend created, because HNS
-	// stores no owner. Without a file, Cleanup removes no load balancers, and those of
-	// services that are deleted while no backend runs remain. Backends with different names
-	// need different files. Default: none.
+	// stores no owner. Without a file, Cleanup removes no load balancers. If a service is
+	// deleted while no backend runs, its load balancers remain. Backends with different
+	// names need different files. Default: none.
 	StateFile string
 
 	// EnableDSR enables direct server return for cluster IPs. The backend does not start if
 	// this version of Windows lacks the feature. Frontends with externalTrafficPolicy Local
 	// use direct server return in any case, if Windows has it. Default: false.
 	EnableDSR bool
-	// SourceVIPs are the source addresses for forwarded packets, at most one per family. On
-	// an overlay network an IPv4 address is required, which must be an unused address of the
-	// pod network. Default on other networks: the node's addresses.
+	// SourceVIPs are the source addresses for forwarded packets, at most one per family. An
+	// overlay network requires an IPv4 address, which must be an unused address of the pod
+	// network. Default on other networks: the node's addresses.
 	SourceVIPs []netip.Addr
 	// NodeIPs are this node's addresses. Default: the addresses in its Node object.
 	NodeIPs []netip.Addr
-	// HostMAC is this node's hardware address, in the form "00-15-5d-01-02-03". The
-	// endpoints for source VIPs and cluster IPs on an overlay network have it. Default: the
+	// HostMAC is this node's hardware address, in the form "00-15-5d-01-02-03". On an
+	// overlay network, the endpoints for source VIPs and cluster IPs get it. Default: the
 	// hardware address of the interface that has the node's IP address.
 	HostMAC string
 
-	// ForwardHealthChecks forwards health checks to a service's load-balancer addresses to
-	// this node. They go to the service's health-check node port or, for services without
-	// one, to HealthzPort unless that is 0. Default: false.
+	// ForwardHealthChecks makes this node receive the health checks of a service's
+	// load-balancer addresses. Their port is the service's health-check node port or, if it
+	// has none, HealthzPort. If both are 0, nothing is forwarded. Default: false.
 	ForwardHealthChecks bool
 	HealthzPort         uint16
 	// RootEndpoint is the name of the HNS endpoint of this node, for ForwardHealthChecks.
@@ -83,7 +83,7 @@ func macOfInterface(addrs []netip.Addr) string {
 			prefix, err := netip.ParsePrefix(a.String())
 			return err == nil && slices.Contains(addrs, prefix.Addr())
 		}) {
-			return strings.ReplaceAll(i.HardwareAddr.String(), ":", "-") // in HNS' form
+			return strings.ReplaceAll(i.HardwareAddr.String(), ":", "-") // the form that HNS uses
 		}
 	}
 	return ""

@@ -15,7 +15,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// pass is one comparison of the plans with the state of HNS, with the resulting changes.
+// pass compares the plans with the state of HNS and makes the necessary changes.
 type pass struct {
 	*Backend
 	ctx context.Context
@@ -24,8 +24,7 @@ type pass struct {
 	delivered map[types.NamespacedName]bool
 
 	failed sink.Failed
-	// listed is true if this pass has listed the objects of HNS. A pass does so at most
-	// once.
+	// listed is true if this pass has listed the objects of HNS, which it does at most once.
 	listed bool
 	// wrong is true if a call failed, so that the state of HNS is unknown.
 	wrong bool
@@ -33,7 +32,7 @@ type pass struct {
 	mac string
 }
 
-// errAbort marks errors after which the pass must start again. They wrap it.
+// errAbort is wrapped by errors after which the pass must start again.
 var errAbort = errors.New("start again")
 
 // run processes all frontends in todo.
@@ -123,7 +122,7 @@ func (p *pass) steps() error {
 		}
 	}
 	if p.wrong || p.passing {
-		return nil // it is unknown which endpoints are idle
+		return nil // keep all endpoints, because it is unknown which are idle
 	}
 	return p.dropIdle()
 }
@@ -144,7 +143,7 @@ func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) 
 	} else if err != nil {
 		p.fail(service, fmt.Errorf("frontend %s: %w", f, err))
 	}
-	// A failed frontend is processed again with its service.
+	// A failed frontend is added again when the driver delivers its service again.
 	delete(p.todo, f)
 	return nil
 }

@@ -40,8 +40,8 @@ func (f Frontend) String() string {
 	return netip.AddrPortFrom(f.VIP, f.Port).String() + "/" + protocol
 }
 
-// policy is a load balancer that the node must have. It is a [LoadBalancer] with
-// endpoints by address, because the IDs are not known in advance.
+// policy is a load balancer that the node must have. Unlike a [LoadBalancer], it has
+// addresses instead of IDs of endpoints, because the IDs are not known in advance.
 type policy struct {
 	Frontend
 	// target is the port at the endpoints.
@@ -50,10 +50,10 @@ type policy struct {
 	portFlags    PortFlags
 	distribution Distribution
 	sourceVIP    netip.Addr
-	// needsVIPEndpoint reports that HNS also needs an endpoint for the VIP.
+	// needsVIPEndpoint is true if HNS also needs an endpoint for the VIP.
 	needsVIPEndpoint bool
-	// endpoints are sorted by address, without duplicates. Health checks go to the root
-	// endpoint instead.
+	// endpoints is sorted by address and has no duplicates. If toRoot is true, the load
+	// balancer uses only the root endpoint.
 	endpoints []destination
 	toRoot    bool
 }
@@ -85,15 +85,15 @@ type unserved struct {
 	degraded bool
 }
 
-// environment is the state of this node that determines its load balancers, apart from
-// the services.
+// environment contains the settings and the state of this node that affect its load
+// balancers.
 type environment struct {
 	features Features
 	// dsr enables direct server return for cluster IPs.
 	dsr bool
 	// forwardHealthChecks enables load balancers that forward health checks of load-balancer
-	// addresses to this node. They use the service's health-check node port or, if it has
-	// none, healthzPort. If that is 0, the service gets no such load balancer.
+	// addresses to this node. Their port is the service's health-check node port or, if it
+	// has none, healthzPort. If both are 0, the service gets no such load balancer.
 	forwardHealthChecks bool
 	healthzPort         uint16
 	// sourceVIP4 and sourceVIP6 are the source VIPs. The value is zero if a family has none.
@@ -103,9 +103,9 @@ type environment struct {
 	network *Network
 }
 
-// PreserveDestination is an annotation of services. If its value is "true", local pods
-// get packets to a load balancer's ingress address with that address as destination. A
-// source keeps only the annotations for which it is configured.
+// PreserveDestination is an annotation of services. If its value is "true", packets to a
+// load-balancer address keep this destination on the way to local pods. A source delivers
+// only the annotations that it is configured to keep.
 const PreserveDestination = "preserve-destination"
 
 // plan returns the load balancers of a service on this node, in the order of its
@@ -160,9 +160,9 @@ func (on *environment) refusal(f *nodeview.Frontend) string {
 	}
 }
 
-// policy plans the load balancer of a frontend and returns the unsupported parts.
-// External frontends use the endpoints for traffic from elsewhere, because HNS has only
-// one list.
+// policy plans the load balancer of a frontend and returns the unsupported parts. This
+// node's own traffic gets the endpoints for traffic from elsewhere, too, because HNS has
+// only one list.
 func (on *environment) policy(f *nodeview.Frontend, preserve bool) (p policy, degraded []string) {
 	p = policy{Frontend: Frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}}
 	if f.Family == api.IPv6 {
@@ -249,7 +249,7 @@ func (on *environment) destination(e *api.Endpoint) destination {
 
 // healthCheck returns the load balancer that forwards health checks from a load-balancer
 // address to this node's health-check port, like kube-proxy with
-// --forward-healthcheck-vip. ok is false if it is not needed.
+// --forward-healthcheck-vip. The result ok is false if none is needed.
 func (on *environment) healthCheck(f *nodeview.Frontend, svc *api.Service) (p policy, ok bool) {
 	port := cmp.Or(uint16(svc.HealthCheckNodePort), on.healthzPort)
 	if !on.forwardHealthChecks || port == 0 {
@@ -270,8 +270,8 @@ func (on *environment) healthCheck(f *nodeview.Frontend, svc *api.Service) (p po
 }
 
 // source returns the source address for a policy. It is the configured source VIP or,
-// without one, the node's own address. On an overlay network it is the node's own address
-// if an endpoint is outside the pod network.
+// without one, the node's own address. On an overlay network, the node's own address is
+// also used if an endpoint is outside the pod network.
 func (on *environment) source(p *policy) netip.Addr {
 	vip := on.sourceVIP4
 	if p.Family == api.IPv6 {
@@ -321,7 +321,7 @@ func (on *environment) vipEndpoint(name string, vip netip.Addr, mac string) Endp
 }
 
 // macOf returns a hardware address for a remote endpoint. It is locally administered and
-// depends only on the IP address. For IPv6 it is a hash of all bytes, because the
+// depends only on the IP address. For IPv6 it contains a hash of all bytes, because the
 // addresses of pods on two nodes may differ only in their first bytes.
 func macOf(a netip.Addr) string {
 	b := a.AsSlice()
@@ -337,7 +337,7 @@ func preservesDestination(svc *api.Service) bool {
 	return svc.Annotations[PreserveDestination] == "true"
 }
 
-// protocolOf returns the number of a protocol that HNS balances, or 0.
+// protocolOf returns the IP protocol number of p, or 0 if HNS does not balance p.
 func protocolOf(p api.Protocol) uint32 {
 	switch p {
 	case api.TCP:

@@ -256,7 +256,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 	}} {
 		for quirk, quirks := range fakehns.AllQuirks() {
 			if quirk != "none" && quirk != "all" && !tc.everyQuirk {
-				continue // the set of all quirks finds an error, and the single quirks show its cause
+				continue // the set "all" finds errors, and single quirks only show their causes
 			}
 			t.Run(tc.name+"/HNS "+quirk, func(t *testing.T) {
 				features := all
@@ -278,7 +278,7 @@ func TestEachFrontendHasLoadBalancer(t *testing.T) {
 					w.mustHave(tc.want)
 					w.mustHaveRemotes(tc.remotes...)
 
-					// A second Sync finds the expected state.
+					// Verify and a new backend find the expected state and write nothing.
 					w.hns.Calls()
 					w.must(w.backend.Verify(t.Context()))
 					if tc.fails == "" {

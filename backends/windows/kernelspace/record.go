@@ -24,9 +24,9 @@ import (
 //	made       HNS has it, under a known ID
 //	deleted    HNS reported its deletion, which the next listing confirms
 //
-// The backend owns a load balancer only if the record has its ID. The journal does not
-// distinguish the states requested and planned, or deleted and made. So a new process
-// does not know the state exactly until it compares the record with a listing.
+// The backend owns a load balancer only if the record has its ID. In the journal,
+// requested looks like planned, and deleted looks like made. So a new process does not
+// know the exact state until it compares the record with a listing.
 type record struct {
 	journal *journal.Journal
 	planned map[Frontend]*planned
@@ -47,7 +47,7 @@ type made struct {
 	Frontend Frontend
 	Service  types.NamespacedName
 	// Asked is the digest of the requested settings. Answered is the digest of the settings
-	// that HNS reported, which may be fewer.
+	// that HNS reported. HNS may omit some.
 	Asked, Answered digest
 	deleted         bool
 }
@@ -58,8 +58,8 @@ const (
 	madePrefix    = "made "
 )
 
-// readRecord reads the record from a file. A missing file is an empty record. An empty
-// path keeps the record in memory.
+// readRecord reads the record from a file. If the file is missing, the record is empty.
+// If path is empty, the record is only in memory.
 func readRecord(path string) (*record, error) {
 	j, err := journal.Open(path, journalKind)
 	if err != nil {
@@ -130,15 +130,15 @@ func (r *record) dropUnrequested() {
 	}
 }
 
-// forget removes a load balancer that HNS no longer has from the record.
+// forget removes from the record a load balancer that HNS no longer has.
 func (r *record) forget(id string) {
 	delete(r.made, id)
 	r.journal.Delete(madePrefix + id)
 }
 
 // confirm compares the record with a listing. It removes load balancers that are not
-// listed. It also finds out which requests HNS carried out. In that case an unknown load
-// balancer in the listing has exactly the frontend and the target of the request.
+// listed. It adds load balancers that HNS created on request. Such a load balancer has
+// the frontend and the target of a request, and its ID is not in the record.
 func (r *record) confirm(have *holdings) {
 	for id, m := range r.made {
 		if _, listed := have.balancers[id]; !listed {
@@ -161,7 +161,7 @@ func (r *record) confirm(have *holdings) {
 	}
 }
 
-// len returns the number of own load balancers in HNS.
+// len returns the number of this backend's load balancers in HNS.
 func (r *record) len() int {
 	n := 0
 	for _, m := range r.made {
@@ -172,22 +172,22 @@ func (r *record) len() int {
 	return n
 }
 
-// unchanged reports whether a load balancer has the settings want, apart from its
-// endpoints. HNS does not report all settings. If the reported settings are the same as
-// after the creation, unchanged assumes that all settings are those of the request.
+// unchanged reports whether have and want have the same settings, apart from the
+// endpoints. HNS does not report all settings. If it still reports the same ones as at
+// the creation, unchanged assumes that all settings are those of the request.
 func (r *record) unchanged(have, want LoadBalancer) bool {
 	got, asked := digestOf(have), digestOf(want)
 	if m := r.made[have.ID]; m != nil && got == m.Answered {
 		return asked == m.Asked
 	}
 	if !want.SourceVIP.IsValid() {
-		have.SourceVIP = netip.Addr{} // HNS chose it
+		have.SourceVIP = netip.Addr{} // HNS chose the address
 		got = digestOf(have)
 	}
 	return got == asked
 }
 
-// digest identifies the settings of a load balancer without its endpoints.
+// digest identifies the settings of a load balancer, except its endpoints.
 type digest uint64
 
 // The settings that the backend controls. HNS may add others.

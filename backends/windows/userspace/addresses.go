@@ -33,8 +33,8 @@ type Options struct {
 	// Interface is the name of the network interface for addresses. Default: the environment
 	// variable InterfaceVariable, else DefaultInterface.
 	Interface string
-	// StateFile is the path of a file that records the added addresses. New folders in the
-	// path are created. Two proxies on one host need different files. Default:
+	// StateFile is the path of a file that records the added addresses. Missing folders in
+	// the path are created. Two proxies on one host need different files. Default:
 	// kpng\userspace.journal in the folder %ProgramData%.
 	StateFile string
 	// Timeout is the maximum time until sockets can bind to an added address. Windows first
@@ -50,13 +50,13 @@ type Addresses struct {
 	opts   Options
 	system system
 
-	// recording guards record. The record has the interface of each address that was added
-	// or is about to be added. It is nil until it is read. The file need not survive a
-	// restart of Windows, because Windows then removes the addresses.
+	// The mutex recording guards record, which is nil until its first use. The record has
+	// the interface of each address that was added or is about to be added. The file need
+	// not survive a restart of Windows, because Windows then removes the addresses.
 	recording sync.Mutex
 	record    *journal.Journal
 
-	// looking guards the result of the last read of the interface.
+	// The mutex looking guards the result of the last read of the interface.
 	looking sync.Mutex
 	looked  time.Time
 	has     map[netip.Addr]bool
@@ -65,8 +65,8 @@ type Addresses struct {
 
 var _ userspace.Addresses = (*Addresses)(nil)
 
-// New returns Addresses. It returns an error if the options are invalid, and does not
-// change the host.
+// New returns Addresses without changing the host. It returns an error if the options are
+// invalid.
 func New(opts Options) (*Addresses, error) { return newAddresses(opts, newHost()) }
 
 func newAddresses(opts Options, s system) (*Addresses, error) {
@@ -103,12 +103,12 @@ func (a *Addresses) updateRecord(f func(*journal.Journal)) error {
 	return a.record.Write()
 }
 
-// maxLookAge is how old a list of the interface's addresses may be when Add uses it. So
-// Add does not read the interface for each address of a Sync.
+// maxLookAge is the maximum age at which Add still uses its list of the interface's
+// addresses. So Add does not read the interface for each address of a Sync.
 const maxLookAge = time.Second
 
-// hasAddress reports whether the interface has an address. It reads the interface unless
-// the last read was after the time since.
+// hasAddress reports whether the interface has an address. It reads the interface again
+// unless the last read was later than since.
 func (a *Addresses) hasAddress(addr netip.Addr, since time.Time) (there bool, err error) {
 	a.looking.Lock()
 	defer a.looking.Unlock()
@@ -134,7 +134,7 @@ func (a *Addresses) Add(ctx context.Context, addr netip.Addr) error {
 		}
 	}
 	if err := a.wait(ctx, addr); err != nil {
-		// The caller treats the address as not added, and will not remove it.
+		// Remove it here, because the caller will not remove an address that Add refused.
 		return errors.Join(err, a.Remove(context.WithoutCancel(ctx), addr))
 	}
 	klog.FromContext(ctx).V(4).Info("Added address", "address", addr, "interface", a.opts.Interface, "existed", there)

@@ -34,8 +34,8 @@ type fakeSystem struct {
 	has map[netip.Addr]fakeAddress
 	// delay is the time until an added address is usable.
 	delay time.Duration
-	// fails maps the verb of a call (add or delete) to its error. If does is true, the call
-	// takes effect anyway.
+	// fails maps the verb of a call (add or delete) to its error. If does is true, a failing
+	// call takes effect anyway.
 	fails map[string]error
 	does  bool
 	// gone is true if the interface does not exist.
@@ -69,7 +69,7 @@ func (f *fakeSystem) change(verb, on string, addr netip.Addr, do func()) error {
 		return errNoInterface
 	}
 	if _, there := f.has[addr]; there == (verb == "add") {
-		return errors.New("status 1") // the same error as for netsh
+		return errors.New("status 1") // netsh returns the same error
 	}
 	if err := f.fails[verb]; err != nil && !f.does {
 		return err
@@ -107,7 +107,7 @@ func (f *fakeSystem) expect(t *testing.T, want ...netip.Addr) {
 	}
 }
 
-// newProcess returns Addresses in the state that they have in a new process.
+// newProcess returns Addresses like those of a new process.
 func newProcess(t *testing.T, f *fakeSystem, path string) *Addresses {
 	t.Helper()
 	a, err := newAddresses(Options{StateFile: path, Interface: nic}, f)

@@ -7,15 +7,15 @@
 //	…
 //	b, err := userspace.New(userspace.Options{Addresses: addresses})
 //
-// The package adds each address with the prefix length 32 or 128. Windows does not use
-// such an address as the source of connections, and removes it at a restart. The package
+// The package adds each address with the prefix length 32 or 128. Windows does not use an
+// added address as the source of connections, and removes it at a restart. The package
 // records an address in a file before it adds it. So after a crash the next process knows
 // which addresses the package added, and can use or remove them. If the host already has
 // an address, the package uses it and does not remove it.
 //
-// It adds addresses with the IP Helper API, and with netsh if that fails. It ignores the
-// output of netsh, which is in the language of the system. It checks the exit status and
-// whether the address exists.
+// To add an address, the package tries the IP Helper API first and then netsh. The output
+// of netsh is in the language of the system, so the package ignores it. It checks the
+// exit status and whether the address exists.
 //
 // The package compiles on every platform but works only on Windows.
 package userspace

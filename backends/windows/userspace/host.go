@@ -15,7 +15,7 @@ import (
 	"time"
 )
 
-// system is the interface to Windows.
+// system contains the calls to Windows.
 type system interface {
 	// add adds a host address to the named interface. It does not wait until sockets can
 	// bind to the address.
@@ -29,7 +29,7 @@ type system interface {
 
 var errNoInterface = errors.New("no such network interface")
 
-// host is the system of this process. It uses the IP Helper API, and netsh if that fails.
+// host implements system with the IP Helper API, or with netsh if that fails.
 type host struct {
 	// running limits the number of concurrent netsh processes.
 	running chan struct{}
@@ -63,8 +63,8 @@ func (h host) change(ctx context.Context, on string, addr netip.Addr,
 	return netsh(ctx, arguments(on, addr)...)
 }
 
-// interfaceOf returns the named interface. net.InterfaceByName is not enough: its error
-// does not show whether the interface is missing.
+// interfaceOf returns the named interface. Unlike with net.InterfaceByName, the error
+// shows whether the interface is missing.
 func interfaceOf(name string) (*net.Interface, error) {
 	interfaces, err := net.Interfaces()
 	if err != nil {
@@ -115,11 +115,11 @@ func (host) usable(addr netip.Addr) bool {
 // netshTimeout limits one call of netsh, which normally takes less than a second.
 const netshTimeout = 30 * time.Second
 
-// netsh runs netsh. It returns an error if the exit status is not 0.
+// netsh runs netsh.exe. It returns an error if the exit status is not 0.
 func netsh(ctx context.Context, args ...string) error {
 	ctx, cancel := context.WithTimeout(ctx, netshTimeout)
 	defer cancel()
-	// Do not search netsh in PATH, because other users may modify it.
+	// Do not search PATH for netsh, because other users may modify it.
 	cmd := exec.CommandContext(ctx, filepath.Join(os.Getenv("SystemRoot"), "System32", "netsh.exe"), args...)
 	cmd.WaitDelay = time.Second
 	withoutWindow(cmd)

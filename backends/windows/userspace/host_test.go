@@ -48,7 +48,7 @@ func TestMissingInterfaceErrorListsExistingOnes(t *testing.T) {
 	}
 }
 
-// interfaceWith returns the name of the interface with an address.
+// interfaceWith returns the name of the interface that has this address.
 func interfaceWith(t *testing.T, addr netip.Addr) string {
 	t.Helper()
 	interfaces, err := net.Interfaces()

@@ -37,7 +37,7 @@ func addByAPI(on *net.Interface, addr netip.Addr) error {
 	return call(createEntry, row)
 }
 
-// removeByAPI removes an address from an interface. A missing address is not an error.
+// removeByAPI removes an address, if it exists, from an interface.
 func removeByAPI(on *net.Interface, addr netip.Addr) error {
 	row, err := entry(on, addr)
 	if err == nil {

@@ -2,8 +2,8 @@
 
 //go:build linux
 
-// Command pods provides the pods of demo.yaml without a cluster. It adds their addresses
-// to this host and answers over HTTP and UDP with the name of the reached pod.
+// Command pods takes the place of the pods of demo.yaml. It makes their addresses local
+// on this host, and answers HTTP and UDP requests with the name of the pod.
 //
 //	pods 10.244.0.2:8080 10.244.0.3:8080 [fd00:10:244::2]:8080
 package main

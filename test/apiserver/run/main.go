@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command run starts a real kube-apiserver with etcd on loopback, and creates the objects
-// of manifests in it. Use it to try kpng without a cluster:
+// Command run starts a real kube-apiserver with etcd on loopback, and creates objects
+// from manifests. Use it to try kpng without a cluster:
 //
 //	go run -C test ./apiserver/run -kubeconfig /tmp/kubeconfig ../examples/demo.yaml
 //
-// The server and its data end with the command.
+// When the command ends, it stops the server and deletes the data.
 package main
 
 import (
@@ -57,7 +57,7 @@ func run(ctx context.Context, kubeconfig string, manifests []string) error {
 	})
 }
 
-// create creates the objects of a file, with their status.
+// create creates the objects of a manifest file, including their status.
 func create(ctx context.Context, s *apiserver.Server, file string) error {
 	client, err := dynamic.NewForConfig(s.Config())
 	if err != nil {

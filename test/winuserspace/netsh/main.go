@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command netsh replaces netsh.exe under Wine, whose own version does nothing. It sends
-// its arguments to the test, which adds and deletes addresses. It then has the output and
-// exit status that the test returns.
+// Command netsh replaces the netsh.exe of Wine, which does nothing. It sends its
+// arguments to the test, which adds and deletes addresses. The test answers with the
+// output and the exit status of the command.
 package main
 
 import (
@@ -13,7 +13,7 @@ import (
 )
 
 func main() {
-	// The test has its own network namespace with this port.
+	// The fixed port is free, because each test has its own network namespace.
 	c, err := net.Dial("tcp", "127.0.0.1:5555")
 	if err != nil {
 		fmt.Println(err)

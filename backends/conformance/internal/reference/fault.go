@@ -58,13 +58,13 @@ const (
 	AnySource Fault = "any source"
 	// GuardsAll applies source ranges to all frontends.
 	GuardsAll Fault = "guards all"
-	// GuardsLate applies source ranges after connections to services without endpoints are
-	// rejected.
+	// GuardsLate rejects connections to services without endpoints before it applies source
+	// ranges.
 	GuardsLate Fault = "guards late"
 	// NoOwnAddress makes source ranges exclude the service's own addresses.
 	NoOwnAddress Fault = "no own address"
 
-	// NoShortCircuit uses the endpoints for external traffic also for traffic of this node.
+	// NoShortCircuit treats traffic of this node like traffic from outside.
 	NoShortCircuit Fault = "no short circuit"
 	// NoHairpin does not masquerade hairpin traffic.
 	NoHairpin Fault = "no hairpin"
@@ -109,7 +109,7 @@ const (
 	LeavesTable Fault = "leaves table"
 )
 
-// apply returns a copy of se, changed as a proxy with the fault misreads it.
+// apply returns a copy of se with the mistakes of a proxy that has the fault.
 func (f Fault) apply(se *api.ServiceEndpoints) *api.ServiceEndpoints {
 	misread, service := *se, *se.Service
 	misread.Service = &service

@@ -51,7 +51,7 @@ func (f *flows) reconcile(opts *Options, services []*api.ServiceEndpoints) error
 	}
 	for at := range old {
 		if _, still := f.frontends[at]; !still {
-			f.frontends[at] = nil // delete flows to removed frontends in this Sync
+			f.frontends[at] = nil // a removed frontend: all its flows are stale
 		}
 	}
 	for _, family := range []netlink.InetFamily{unix.AF_INET, unix.AF_INET6} {

@@ -26,11 +26,11 @@ import (
 
 // Options configure a Proxy.
 type Options struct {
-	// Table is the name of its table.
+	// Table is the name of the proxy's nftables table.
 	Table string
 	// NodePortCIDRs contain the node addresses at which node ports are served.
 	NodePortCIDRs []netip.Prefix
-	// ClusterCIDRs contain all pods.
+	// ClusterCIDRs contain the addresses of all pods.
 	ClusterCIDRs []netip.Prefix
 	// PodInterfaces is the prefix of the names of interfaces to pods.
 	PodInterfaces string
@@ -130,8 +130,8 @@ func (p *Proxy) Cleanup(context.Context) error {
 	return load(fmt.Sprintf("add table inet %[1]s\ndelete table inet %[1]s\n", p.opts.Table))
 }
 
-// load runs nft with a script in a file. It uses no pipe, because nft would run a
-// truncated script if this process ended while it writes.
+// load runs nft with a script in a file. It uses no pipe: if this process were killed
+// while it writes to a pipe, nft would run half of the script.
 func load(script string) error {
 	file, err := os.CreateTemp("", "kpng-reference-")
 	if err != nil {
@@ -150,7 +150,7 @@ func load(script string) error {
 
 // nft runs the command nft. The kernel kills it if this process ends.
 func nft(args ...string) ([]byte, error) {
-	runtime.LockOSThread() // the kernel kills the child when this thread ends
+	runtime.LockOSThread() // Pdeathsig kills nft when this thread ends
 	defer runtime.UnlockOSThread()
 	cmd := exec.Command("nft", args...)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
@@ -161,8 +161,8 @@ func nft(args ...string) ([]byte, error) {
 var object = regexp.MustCompile(`(?m)^\t(chain|set) (\S+) \{$`)
 
 // installed returns the chains and sets of an existing table, or nil. The proxy needs
-// them to change the table instead of replacing it. If a transaction deletes and creates
-// a table, a packet may find neither the old rules nor the new ones.
+// their names to change the table instead of replacing it. If a transaction deletes and
+// creates a table, a packet may find neither the old rules nor the new ones.
 func installed(table string) *ruleset {
 	text, err := nft("list", "table", "inet", table)
 	if err != nil {

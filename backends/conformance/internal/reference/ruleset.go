@@ -27,7 +27,7 @@ type ruleset struct {
 // mark is the packet mark for masquerading.
 const mark = "0x00100000"
 
-// origin is the origin of traffic.
+// origin says where traffic comes from.
 type origin string
 
 const (
@@ -96,7 +96,6 @@ func render(opts *Options, node *api.Node, services []*api.ServiceEndpoints) *ru
 	return r
 }
 
-// frontend adds the rules of a frontend.
 func (r *ruleset) frontend(se *api.ServiceEndpoints, f *nodeview.Frontend, nodeAddrs []netip.Addr) {
 	fault := r.opts.Fault
 	match := r.match(f)
@@ -230,9 +229,9 @@ func (r *ruleset) balance(chain string, f *nodeview.Frontend, endpoints []nodevi
 	}
 }
 
-// oneIn returns an nft expression that matches one packet in n. It uses no anonymous set.
-// If the rules are replaced while a packet passes the old ones, the anonymous sets of the
-// old rules are empty, and the packet would not match.
+// oneIn returns an nft expression that matches one in n packets at random. It uses no
+// anonymous set: while the rules are replaced, a packet may still pass the old rules,
+// whose anonymous sets are already empty.
 func oneIn(n int) string {
 	if n == 1 {
 		return ""
@@ -256,7 +255,7 @@ func (r *ruleset) dnat(f *nodeview.Frontend, e nodeview.Target) string {
 	return fmt.Sprintf("meta l4proto %s dnat %s to %s", protocol, family(f.Family), netip.AddrPortFrom(e.Addr, uint16(port)))
 }
 
-// slots returns the list of endpoints that a random number indexes.
+// slots returns the endpoints to choose from at random. An endpoint may occur repeatedly.
 func (r *ruleset) slots(endpoints []nodeview.Target) []nodeview.Target {
 	switch r.opts.Fault {
 	case OneEndpoint:
@@ -307,8 +306,8 @@ func (r *ruleset) balanceWithAffinity(chain string, se *api.ServiceEndpoints, f 
 	}
 }
 
-// script returns the commands that change the table from old to r in one transaction. The
-// argument old is nil if there is no table.
+// script returns the commands that change the table from old to r in one transaction. If
+// the table does not exist, old is nil.
 func (r *ruleset) script(old *ruleset) string {
 	var text strings.Builder
 	table := "inet " + r.opts.Table
@@ -364,7 +363,7 @@ func ip(a netip.Addr) string { return family(api.FamilyOf(a)) }
 
 func family(f api.Family) string { return map[api.Family]string{api.IPv4: "ip", api.IPv6: "ip6"}[f] }
 
-// upperHalf returns the range of the upper half of all addresses of a's family.
+// upperHalf returns the prefix of the upper half of all IPv4 or all IPv6 addresses.
 func upperHalf(a netip.Addr) string {
 	if a.Is4() {
 		return "128.0.0.0/1"

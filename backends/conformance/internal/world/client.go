@@ -78,7 +78,7 @@ func (c *Conn) Ask(deadline time.Time) (Answer, error) {
 	if err := c.SetDeadline(deadline); err != nil {
 		return Answer{}, err
 	}
-	// If a rule of the sending host rejects or drops a packet, the sender gets EPERM.
+	// The kernel returns EPERM if a rule of the client's own host rejects or drops a packet.
 	if _, err := c.Write([]byte("?\n")); err != nil && !errors.Is(err, unix.EPERM) {
 		return Answer{}, err
 	}

@@ -68,8 +68,8 @@ func (h *Host) accept(l net.Listener) {
 }
 
 func (h *Host) serveUDP(network string, port uint16) error {
-	// Request the control message with the destination of a packet. It also selects the
-	// source of the answer.
+	// Request a control message with the destination of each packet. The server uses that
+	// destination as the source of its answer.
 	config := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) (err error) {
 		if controlErr := c.Control(func(fd uintptr) {
 			if strings.HasSuffix(network, "6") {
@@ -100,7 +100,7 @@ func (h *Host) serveUDP(network string, port uint16) error {
 			if err != nil {
 				return
 			}
-			// Ignore errors, because the client detects that the answer is missing.
+			// Ignore errors, because the client notices a missing answer.
 			_, _, _ = c.WriteMsgUDPAddrPort(h.answer(from), answerFrom(control[:n]), from)
 		}
 	}()
@@ -108,8 +108,8 @@ func (h *Host) serveUDP(network string, port uint16) error {
 }
 
 // answerFrom converts a received control message with the destination of a packet. The
-// result selects that address as the source of the answer. It contains no interface,
-// because the received one may be wrong for traffic between addresses of one host.
+// result selects this destination as the source of the answer. It names no interface: the
+// interface in control may be wrong for traffic between addresses of one host.
 func answerFrom(control []byte) []byte {
 	messages, err := unix.ParseSocketControlMessage(control)
 	if err != nil {

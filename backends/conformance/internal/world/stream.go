@@ -17,8 +17,8 @@ import (
 )
 
 // Package net cannot open SCTP sockets. But it accepts existing one-to-one SCTP sockets
-// as TCP sockets, because they behave alike. In this file the protocol is IPPROTO_SCTP.
-// Tests use IPPROTO_TCP, because the kernel may lack SCTP.
+// as TCP sockets, because they behave alike. Callers of the functions below pass
+// IPPROTO_SCTP as protocol. Tests pass IPPROTO_TCP, because the kernel may lack SCTP.
 
 // hasSCTP reports whether the kernel has SCTP sockets.
 func hasSCTP() bool {

@@ -52,7 +52,6 @@ func NodePodCIDR(node int, f api.Family) netip.Prefix {
 // PodInterfaces is the prefix of the names of Node's interfaces to its pods.
 const PodInterfaces = "pod-"
 
-// The ports of the world.
 var (
 	// PodPorts are the ports on which pods and nodes answer TCP and UDP.
 	PodPorts = []uint16{8080, 8081, 8082}
@@ -136,8 +135,8 @@ func (w *World) build() error {
 	}
 	plan.route(w.Node, "eth1", []string{"192.168.3.1", "fd00:192:168:3::1"}, "0.0.0.0/0", "::/0")
 	plan.route(w.Beyond, "eth0", []string{"192.168.3.2", "fd00:192:168:3::2"}, "0.0.0.0/0", "::/0")
-	// The host beyond has every address of a service. It does not answer echo requests,
-	// because their answers do not identify the host.
+	// The host w.Beyond has every address of a service. It does not answer echo requests,
+	// because such an answer would not show which host sent it.
 	for _, cidrs := range []map[api.Family]netip.Prefix{ServiceCIDRs, ExternalCIDRs} {
 		plan.own(w.Beyond, cidrs[api.IPv4].String(), cidrs[api.IPv6].String())
 	}
@@ -231,7 +230,7 @@ func (p *planner) addr(h *Host, name string, addrs ...string) {
 			if err != nil {
 				return err
 			}
-			a.Flags = unix.IFA_F_NODAD // without it, an IPv6 address is not usable immediately
+			a.Flags = unix.IFA_F_NODAD // without this flag, a new IPv6 address is unusable at first
 			h.Addrs.Add(netip.MustParsePrefix(addr).Addr())
 			if err := netlink.AddrAdd(link, a); err != nil {
 				return fmt.Errorf("add address %s to %s: %w", addr, name, err)
@@ -242,7 +241,7 @@ func (p *planner) addr(h *Host, name string, addrs ...string) {
 }
 
 // route adds routes to destinations. The first gateway is for IPv4 and the second for
-// IPv6. Without gateways, the destinations are neighbors on the interface.
+// IPv6. Without gateways, the destinations are on the interface's link.
 func (p *planner) route(h *Host, name string, gateways []string, to ...string) {
 	for _, cidr := range to {
 		p.do(h, func() error {
@@ -271,7 +270,7 @@ func (p *planner) route(h *Host, name string, gateways []string, to ...string) {
 	}
 }
 
-// own makes all addresses in cidrs local addresses of h.
+// own makes the host accept packets to all addresses in cidrs.
 func (p *planner) own(h *Host, cidrs ...string) {
 	for _, cidr := range cidrs {
 		p.do(h, func() error {

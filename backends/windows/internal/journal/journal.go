@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package journal keeps a map from strings to strings in a file. After a crash the next
-// process can read it.
+// Package journal keeps a map from strings to strings in a file, so that the next process
+// has the map even after a crash.
 //
-// The file is a log, so the cost of a change does not depend on the number of facts. It
-// begins with a line that names its kind. Each further line has a checksum, a key and,
-// unless the key was deleted, its value. For example:
+// Each change appends a line to the file, so its cost does not depend on the size of the
+// map. The first line names the kind of the file. Each further line sets a key to a
+// value, or deletes a key, and begins with a checksum. For example:
 //
 //	kpng journal: addresses
 //	5d1c3f0e "10.96.0.10" "vEthernet (HNS Internal NIC)"
 //	a0b1c2d3 "10.96.0.10"
 //
-// Open ignores a last line that a crash truncated. The file is rewritten when most of its
-// lines are obsolete.
+// Open ignores the last line if a crash truncated it. When most lines are obsolete, the
+// next write replaces the file.
 package journal
 
 import (
@@ -30,29 +30,29 @@ import (
 	"strings"
 )
 
-// Journal is a map with a file. It is not safe for concurrent use. Two journals must not
-// use one file at the same time.
+// Journal is a map that is kept in a file. It is not safe for concurrent use. Two
+// journals must not use the same file at the same time.
 type Journal struct {
 	path, kind string
 	facts      map[string]string
-	// pending are lines that are not yet in the file.
+	// pending contains the lines that are not yet in the file.
 	pending bytes.Buffer
-	// lines counts the lines of the file and of pending.
+	// lines is the number of lines in the file and in pending.
 	lines int
-	// stale reports that lines cannot be appended to the file: it does not exist, or its
-	// last line may be truncated.
+	// stale is true if lines cannot be appended to the file, because it does not exist or
+	// its last line may be truncated.
 	stale bool
 }
 
 // ErrForeign reports that a file is not a journal of the expected kind.
 var ErrForeign = errors.New("not a journal of this kind")
 
-// minLines is the minimum number of lines for which a file is rewritten.
+// minLines is the size up to which a file may consist mostly of obsolete lines.
 const minLines = 1000
 
-// Open reads a journal. A missing file is an empty journal; the first write creates it
-// with its folder. An empty path keeps the journal in memory. Open returns an error if
-// the file is damaged, and ErrForeign if it is something else.
+// Open reads a journal. If the file is missing, the journal is empty, and its first write
+// creates the file and the folder. If path is empty, the journal is only in memory. The
+// error is ErrForeign if the file is not a journal of this kind.
 func Open(path, kind string) (*Journal, error) {
 	j := New(path, kind)
 	if path == "" {
@@ -71,14 +71,13 @@ func Open(path, kind string) (*Journal, error) {
 	return j, nil
 }
 
-// New returns an empty journal. Its first write replaces the file.
+// New returns an empty journal. Its first write replaces an existing file.
 func New(path, kind string) *Journal {
 	return &Journal{path: path, kind: kind, facts: map[string]string{}, stale: true}
 }
 
 func (j *Journal) header() string { return "kpng journal: " + j.kind + "\n" }
 
-// parse reads the content of a file.
 func (j *Journal) parse(text string) error {
 	header := j.header()
 	if strings.HasPrefix(header, text) && text != header {
@@ -110,7 +109,7 @@ func (j *Journal) parse(text string) error {
 	return nil
 }
 
-// line returns the line that sets or deletes a key.
+// line encodes one change. If set is false, the change deletes the key.
 func line(key, value string, set bool) string {
 	text := strconv.Quote(key)
 	if set {
@@ -119,7 +118,7 @@ func line(key, value string, set bool) string {
 	return fmt.Sprintf("%08x %s\n", crc32.ChecksumIEEE([]byte(text)), text)
 }
 
-// parseLine is the inverse of line. ok is false if the line is truncated or damaged.
+// parseLine decodes a line. The result ok is false if the line is truncated or damaged.
 func parseLine(s string) (key, value string, set, ok bool) {
 	sum, text, _ := strings.Cut(s, " ")
 	text, complete := strings.CutSuffix(text, "\n")
@@ -150,7 +149,7 @@ func (j *Journal) Get(key string) (value string, ok bool) {
 // All returns the keys and values in no particular order.
 func (j *Journal) All() iter.Seq2[string, string] { return maps.All(j.facts) }
 
-// Set sets the value of a key. The file changes with the next Write or Sync.
+// Set sets the value of a key. The next Write or Sync updates the file.
 func (j *Journal) Set(key, value string) {
 	if old, ok := j.facts[key]; ok && old == value {
 		return
@@ -159,7 +158,7 @@ func (j *Journal) Set(key, value string) {
 	j.add(line(key, value, true))
 }
 
-// Delete deletes a key. The file changes with the next Write or Sync.
+// Delete deletes a key. The next Write or Sync updates the file.
 func (j *Journal) Delete(key string) {
 	if _, ok := j.facts[key]; !ok {
 		return
@@ -175,11 +174,11 @@ func (j *Journal) add(line string) {
 	}
 }
 
-// Write appends all changes to the file. They survive the end of this process, but not a
-// crash of the machine. After an error the next Write writes them again.
+// Write writes all pending changes to the file. Then they survive a crash of this
+// process, but not of the machine. If Write fails, the next Write or Sync tries again.
 func (j *Journal) Write() error { return j.write(false) }
 
-// Sync writes all changes like Write and flushes the file to the disk, so that they
+// Sync does the same as Write and flushes the file to the disk, so that the changes also
 // survive a crash of the machine.
 func (j *Journal) Sync() error { return j.write(true) }
 
@@ -229,7 +228,7 @@ func writeFile(path string, how int, data []byte, sync bool) error {
 	return errors.Join(err, f.Close())
 }
 
-// Remove removes the file and all facts.
+// Remove deletes the file and all keys.
 func (j *Journal) Remove() error {
 	clear(j.facts)
 	j.pending.Reset()

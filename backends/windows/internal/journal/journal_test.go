@@ -89,7 +89,7 @@ func TestTruncatedLineIsIgnored(t *testing.T) {
 		must(t, os.WriteFile(path, whole[:size], 0o644))
 		next := open(t, path)
 		next.expect(t, want)
-		// Later writes are readable.
+		// A line that is written after the truncated one is readable.
 		next.Set("c", "3")
 		must(t, next.Write())
 		want["c"] = "3"
@@ -139,7 +139,7 @@ func TestFailedWriteIsRepeated(t *testing.T) {
 	j.Set("a", "1")
 	must(t, j.Write())
 	must(t, os.RemoveAll(folder))
-	must(t, os.WriteFile(folder, nil, 0o644)) // a file in place of the folder, so that it cannot be created
+	must(t, os.WriteFile(folder, nil, 0o644)) // a file in place of the folder, so that the folder cannot be created
 	j.Set("b", "2")
 	if err := j.Write(); err == nil {
 		t.Error("Write returned no error without the folder")
@@ -160,8 +160,8 @@ func TestEmptyPathKeepsJournalInMemory(t *testing.T) {
 	j.expect(t, nil)
 }
 
-// TestRandomChangesAndTruncations compares the journal with a map during random writes, restarts
-// and truncations of the file.
+// TestRandomChangesAndTruncations compares the journal with a map. Meanwhile it writes at
+// random, restarts, and truncates the file.
 func TestRandomChangesAndTruncations(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	path := filepath.Join(t.TempDir(), "journal")

@@ -10,7 +10,7 @@
 //   - the deletion of an endpoint in use
 //   - unsupported features
 //
-// SetQuirks sets irregularities of its listings. Example:
+// SetQuirks makes its listings irregular in ways that callers must tolerate. Example:
 //
 //	hns := fakehns.New(fakehns.AllFeatures())
 //	hns.AddNetwork(kernelspace.Network{Name: "l2bridge"})
@@ -35,13 +35,13 @@ func AllFeatures() kernelspace.Features {
 }
 
 var (
-	// ErrInUse is the error of deleting an endpoint that a load balancer uses.
+	// ErrInUse is returned if a caller deletes an endpoint that a load balancer uses.
 	ErrInUse = errors.New("endpoint is used by a load balancer")
 
 	// ErrAnswerLost is for hooks. If a hook returns it, the call takes effect, but its
 	// caller gets this error.
 	ErrAnswerLost = errors.New("the answer of HNS is lost")
-	// ErrIgnored is for hooks of writing calls. If a hook returns it, the call changes
+	// ErrIgnored is for hooks of calls that write. If a hook returns it, the call changes
 	// nothing, but its caller gets no error.
 	ErrIgnored = errors.New("HNS did not do what it said it did")
 )
@@ -63,17 +63,17 @@ type HNS struct {
 	host      []netip.Addr
 }
 
-// Quirks are irregularities in the descriptions of objects that callers must tolerate.
-// With the zero value, listings contain each object once, as it was created, in the order
-// of IDs.
+// Quirks are irregularities that callers must tolerate in the descriptions of objects.
+// With the zero value, listings contain each object once, as it was created, sorted by
+// ID.
 type Quirks struct {
-	// Descriptions omit the settings HiddenFlags and HiddenPortFlags of load balancers.
+	// Descriptions of load balancers omit the flags in HiddenFlags and HiddenPortFlags.
 	HiddenFlags     kernelspace.LoadBalancerFlags
 	HiddenPortFlags kernelspace.PortFlags
-	// HidesSourceVIP, HidesDistribution, HidesRemote and HidesProvider omit single settings
-	// of load balancers and endpoints.
+	// HidesSourceVIP, HidesDistribution, HidesRemote and HidesProvider each omit one setting
+	// from descriptions of load balancers or endpoints.
 	HidesSourceVIP, HidesDistribution, HidesRemote, HidesProvider bool
-	// Descriptions add the settings AddsPortFlags to each port of a load balancer.
+	// Descriptions add the flags in AddsPortFlags to each port of a load balancer.
 	AddsPortFlags kernelspace.PortFlags
 	// With ListsTwice, listings contain each object twice. ListsBackwards reverses the order
 	// of the objects in a listing, and of the endpoints in a load balancer.
@@ -82,8 +82,8 @@ type Quirks struct {
 	SharesFrontends bool
 }
 
-// AllQuirks returns sets of quirks by name. Each set but one has a single kind, and one
-// has all.
+// AllQuirks returns sets of quirks by name. A set contains no quirk, one quirk or most
+// quirks.
 func AllQuirks() map[string]Quirks {
 	const ports = kernelspace.LocalRoutedVIP | kernelspace.UseMux | kernelspace.PreserveDIP | kernelspace.VIPExternalIP
 	return map[string]Quirks{
@@ -114,9 +114,9 @@ type frontend struct {
 	port     uint16
 }
 
-// addrKey identifies an address among endpoints. No two endpoints have the same key. A
-// pod's endpoint and a remote endpoint may have the same address, because the network
-// plug-in does not check for remote endpoints.
+// addrKey is a key that no two endpoints share. It includes the field remote, because a
+// pod's endpoint and a remote endpoint may have the same address: the network plug-in
+// does not check for remote endpoints.
 type addrKey struct {
 	network string
 	addr    netip.Addr
@@ -137,17 +137,17 @@ func New(features kernelspace.Features) *HNS {
 	}
 }
 
-// SetHost sets the addresses of the machine. On an overlay network a source VIP must be
-// one of them or have an endpoint.
+// SetHost sets the addresses of the machine. On an overlay network, a source VIP must be
+// one of these addresses or have an endpoint.
 func (h *HNS) SetHost(addrs ...netip.Addr) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.host = addrs
 }
 
-// SetHook sets a function that each method of [kernelspace.HNS] calls first, with the
-// name of the method. If f returns an error, the method fails with it. The function f
-// must not call the HNS.
+// SetHook sets a function f. Each method of [kernelspace.HNS] first calls f with the
+// method's name. If f returns an error, the method returns it, except ErrIgnored. The
+// function f must not call the HNS.
 func (h *HNS) SetHook(f func(call string) error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -201,7 +201,7 @@ func (q *Quirks) list(ids []string) []string {
 	return ids
 }
 
-// Calls returns how often each method was called since the last call of Calls.
+// Calls returns how often each method was called since Calls was last called.
 func (h *HNS) Calls() map[string]int {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -240,7 +240,7 @@ func (h *HNS) RemoveNetwork(id string) {
 	}
 }
 
-// Endpoint returns the endpoint with an ID as HNS describes it.
+// Endpoint returns HNS' description of the endpoint with this ID.
 func (h *HNS) Endpoint(id string) (kernelspace.Endpoint, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -248,7 +248,7 @@ func (h *HNS) Endpoint(id string) (kernelspace.Endpoint, bool) {
 	return h.quirks.describeEndpoint(e), ok
 }
 
-// LoadBalancer returns the load balancer with an ID as HNS describes it.
+// LoadBalancer returns HNS' description of the load balancer with this ID.
 func (h *HNS) LoadBalancer(id string) (kernelspace.LoadBalancer, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -256,7 +256,7 @@ func (h *HNS) LoadBalancer(id string) (kernelspace.LoadBalancer, bool) {
 	return h.quirks.describeBalancer(lb), ok
 }
 
-// NetworkByID returns the network with an ID.
+// NetworkByID returns the network with this ID.
 func (h *HNS) NetworkByID(id string) (kernelspace.Network, bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -270,7 +270,7 @@ func (h *HNS) newID() string {
 	return fmt.Sprintf("%08x-0000-4000-8000-%012x", h.next>>48, h.next&(1<<48-1))
 }
 
-// call counts a call of a method and returns the error of the hook.
+// call counts the call of a method, calls the hook and returns its error.
 func (h *HNS) call(name string) error {
 	h.calls[name]++
 	if h.hook == nil {

@@ -61,8 +61,7 @@ func balancer(from *hcn.HostComputeLoadBalancer) (lb kernelspace.LoadBalancer, o
 	return lb, true
 }
 
-// hcnBalancer converts a load balancer to the form in which HNS accepts it, without its
-// ID.
+// hcnBalancer converts a load balancer, except its ID, to the type of package hcn.
 func hcnBalancer(lb kernelspace.LoadBalancer) *hcn.HostComputeLoadBalancer {
 	to := &hcn.HostComputeLoadBalancer{
 		HostComputeEndpoints: lb.Endpoints,

@@ -4,9 +4,9 @@ package winhns
 
 import "github.com/kpng-project/kpng/backends/windows/kernelspace"
 
-// results maps failures of HNS to errors of kernelspace. The keys are HRESULTs as hcsshim
-// reports them. These are Win32 codes without their facility (winerror.h); all others are
-// complete. Other results are errors without a special meaning.
+// results maps HRESULTs of HNS to errors of kernelspace. The keys are the numbers that
+// hcsshim reports. For a Win32 error, that is the code in winerror.h without the
+// facility. A result that is not in the map has no special meaning.
 var results = map[uint32]error{
 	// HNS is called over RPC and may restart. These results mean that it does not run.
 	0x426:      kernelspace.ErrNotRunning, // ERROR_SERVICE_NOT_ACTIVE

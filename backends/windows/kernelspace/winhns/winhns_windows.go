@@ -13,12 +13,12 @@ import (
 	"github.com/kpng-project/kpng/backends/windows/kernelspace"
 )
 
-// HNS implements [kernelspace.HNS]. The zero value is ready to use. HNS need not run yet.
+// HNS implements [kernelspace.HNS]. Its zero value is ready to use before HNS runs.
 type HNS struct{}
 
 var _ kernelspace.HNS = HNS{}
 
-// wrap adds to an error of HNS the error of package kernelspace with the same meaning.
+// wrap adds to an error of HNS the kernelspace error with the same meaning, if any.
 func wrap(err error) error {
 	if err == nil {
 		return nil
@@ -39,7 +39,7 @@ func wrap(err error) error {
 }
 
 // Features implements [kernelspace.HNS]. It does not use hcn.GetSupportedFeatures, which
-// caches the first result forever, even if HNS did not run.
+// caches the first result forever, even if HNS did not run at that time.
 func (HNS) Features() (kernelspace.Features, error) {
 	globals, err := hcn.GetGlobals()
 	if err != nil {
@@ -128,8 +128,8 @@ func (HNS) LoadBalancers() ([]kernelspace.LoadBalancer, error) {
 	return all, nil
 }
 
-// list calls f. It calls f again if an object was deleted during the first call. Package
-// hcn lists the IDs first and then reads each object.
+// list calls f, and calls it again if an object was deleted during the call: package hcn
+// first lists the IDs and then reads each object.
 func list[T any](f func() ([]T, error)) (all []T, err error) {
 	for range 3 {
 		all, err = f()
@@ -179,7 +179,7 @@ func (HNS) CreateLoadBalancer(lb kernelspace.LoadBalancer) (kernelspace.LoadBala
 	if err != nil {
 		return kernelspace.LoadBalancer{}, wrap(err)
 	}
-	made, _ := balancer(created) // the addresses are those that the backend gave, so they are valid
+	made, _ := balancer(created) // the addresses come from lb, so they are valid
 	made.ID = strings.ToLower(created.Id)
 	return made, nil
 }

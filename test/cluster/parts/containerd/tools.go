@@ -3,7 +3,7 @@
 //go:build tools
 
 // Package tools imports the programs of containerd that the test cluster runs, so that
-// go.mod has what they need.
+// go.mod lists the modules that they need.
 package tools
 
 import (

@@ -2,8 +2,8 @@
 
 //go:build tools
 
-// Package tools imports the programs of Kubernetes that the test cluster consists of, so
-// that go.mod has what they need. Its version of k8s.io/kubernetes is the cluster's.
+// Package tools imports the programs of Kubernetes that the test cluster uses, so that
+// go.mod lists their modules. The cluster has go.mod's version of k8s.io/kubernetes.
 package tools
 
 import (

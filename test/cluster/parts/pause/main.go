@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command pause is PID 1 of each pod of the test cluster. It holds the pod's namespaces
-// and reaps orphaned processes.
+// Command pause is PID 1 of each pod in the test cluster. It keeps the pod's namespaces
+// alive and reaps orphaned processes.
 package main
 
 import (

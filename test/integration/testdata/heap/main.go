@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command heap runs a proxy with a sink that does nothing. After the first pass it prints
-// the number of services and the live bytes.
+// the number of services and the size of the live heap in bytes.
 package main
 
 import (
@@ -41,7 +41,7 @@ func run(opts kpng.Options) error {
 		return err
 	}
 	var memory runtime.MemStats
-	for range 3 { // finalizers and pools release memory in the second and third collection
+	for range 3 { // memory of finalizers and pools is free only after several collections
 		runtime.GC()
 	}
 	runtime.ReadMemStats(&memory)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command start starts the nftables backend and prints the resulting error, if any.
+// Command start starts the nftables backend. If that fails, it prints the error.
 package main
 
 import (

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command images prints the names of the container images that Kubernetes' tests use.
+// Command images prints the names of the images that the e2e tests of Kubernetes use.
 package main
 
 import (

@@ -152,8 +152,8 @@ func (f *fuzzState) step() {
 	}
 }
 
-// read makes a reader take a delta. After further writes, the reader may apply and
-// acknowledge the delta.
+// read makes a reader take a delta. The reader applies and acknowledges the delta at a
+// later step, which can follow further writes.
 func (f *fuzzState) read(r *fuzzReader) {
 	delta := r.cursor.Until(f.store.Snapshot())
 	for range f.next(4) {

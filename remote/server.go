@@ -41,7 +41,8 @@ type ServerOptions struct {
 	// With ServeCluster, other kpng servers can read the state of the whole cluster and
 	// relay it to their clients. With TLS, only ClusterReaders may read it.
 	ServeCluster bool
-	// ClusterReaders are common names or organizations in client certificates.
+	// ClusterReaders may read the cluster. They are common names or organizations in
+	// client certificates.
 	ClusterReaders []string
 
 	// BatchInterval is the time that the server waits for further changes before it sends a

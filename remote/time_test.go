@@ -161,7 +161,7 @@ func manyServices(services int) *cluster.State {
 	return state
 }
 
-// rewrite sets all services of the state, with an annotation for the generation.
+// rewrite writes all services to the state, each with an annotation that has the generation.
 func rewrite(state *cluster.State, services, generation int) {
 	state.Update(func(tx *cluster.Tx) {
 		for i := range services {

@@ -20,7 +20,7 @@ const AllPortsAnnotation = "conformance.kpng.io/all-ports"
 
 // Subject is a proxy under test. The kit calls its methods one at a time.
 type Subject interface {
-	// Publish makes objects the content of the cluster that the proxy sees. Publish may keep
+	// Publish replaces the content of the cluster, as the proxy sees it. Publish may keep
 	// objects but must not modify them. The kit calls Publish before the first Start. When
 	// Publish returns, running processes must be certain to receive the change.
 	Publish(ctx context.Context, objects *Objects) error

@@ -20,7 +20,7 @@ import (
 const maxKey = 40 + 1
 
 // elementID identifies an element of a map. A key shorter than maxKey is followed by
-// zeros. For a source range, the last octet is the prefix length.
+// zeros. In the key of a source range, octet maxKey is the prefix length.
 type elementID struct {
 	m   mapID
 	key [maxKey]byte

@@ -37,8 +37,8 @@ func (l *listing) fits() bool {
 	return true
 }
 
-// loadSkeleton first calls conn.others and returns the result. Then it writes the missing
-// parts of the skeleton in one transaction. Elements stay.
+// loadSkeleton writes the missing parts of the skeleton in one transaction. Elements
+// stay. It returns the result of conn.others, which it calls before anything else.
 //
 // If another version of this package made the table, its maps may have other layouts.
 // Then loadSkeleton makes a second table without base chains. The old table handles the

@@ -66,8 +66,9 @@ func (b *backend) rules(node *api.Node, services []*api.ServiceEndpoints) string
 	return s.String()
 }
 
-// matches returns nft expressions that match packets to a frontend. There is one for each
-// network in nodePorts if the frontend is a node port, and otherwise one.
+// matches returns nft expressions that match packets to a frontend. For a node port, it
+// returns one expression for each network in nodePorts. For any other frontend, it returns
+// a single expression.
 func (b *backend) matches(f *nodeview.Frontend) []string {
 	port := ""
 	if f.Port != 0 { // 0 means every protocol and port (all-ports services)

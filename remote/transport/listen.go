@@ -113,7 +113,8 @@ func checkStale(path string) error {
 }
 
 // isRefused reports whether err means that no process listens. 10061 is WSAECONNREFUSED
-// of Windows. Package syscall does not map it to ECONNREFUSED. No other system uses it.
+// of Windows. Package syscall does not map it to ECONNREFUSED. No other
+// system uses 10061.
 func isRefused(err error) bool {
 	return errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, syscall.Errno(10061))
 }

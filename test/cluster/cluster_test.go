@@ -280,8 +280,8 @@ func tarOf(t *testing.T, files ...any) []byte {
 	return buffer.Bytes()
 }
 
-// waitFor waits until a condition holds. It fails after a minute without progress: while
-// the description that the condition returns changes, it waits longer.
+// waitFor waits until condition reports that it is done. The test fails if progress has
+// stayed the same for a minute.
 func waitFor(t *testing.T, what string, condition func() (done bool, progress string)) {
 	t.Helper()
 	last, since := "", time.Now()

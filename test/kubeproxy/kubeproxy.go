@@ -44,8 +44,8 @@ func Command(t testing.TB, o Options) []string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The conntrack values keep the kernel's limits, because these apply to the whole
-	// machine.
+	// The conntrack values leave the kernel's limits unchanged, because a change would
+	// affect the whole machine.
 	config := fmt.Sprintf(`apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
 mode: nftables

@@ -259,7 +259,8 @@ func (n *selection) noteSlice(i *item[api.EndpointSlice]) {
 	}
 }
 
-// lookUp requests slices of services, and returns those that the proxy keeps.
+// lookUp requests the EndpointSlices of services, and returns the EndpointSlices that the
+// proxy keeps.
 func (n *selection) lookUp(services []types.NamespacedName) ([]*item[api.EndpointSlice], error) {
 	if len(services) == 0 {
 		return nil, nil

@@ -225,7 +225,7 @@ func (w *watch) finder(ctx context.Context) finder {
 	}
 }
 
-// never is a resync period. Without a period, reflectors before client-go v0.35 wait in a
+// The resync period never is so long that no resync happens. Without a period, reflectors before client-go v0.35 wait in a
 // way that stops the clock of synctest.
 const never = 100 * 365 * 24 * time.Hour
 

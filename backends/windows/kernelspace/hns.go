@@ -81,9 +81,9 @@ type RemoteSubnet struct {
 	Provider netip.Addr
 }
 
-// Provider returns the address of the node at the end of the tunnel to a. If a is in a
-// remote subnet, this is the subnet's node. If a is the address of such a node, Provider
-// returns a itself. If there is no tunnel to a, it returns the zero Addr.
+// Provider returns the address of the node at the end of the tunnel to address a. For an
+// address in a remote subnet, it returns the address of the subnet's node. For the address
+// of such a node, it returns the same address. Without a tunnel, it returns the zero Addr.
 func (n *Network) Provider(a netip.Addr) netip.Addr {
 	for _, s := range n.RemoteSubnets {
 		if s.Prefix.Contains(a) || s.Provider == a {

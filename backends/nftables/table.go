@@ -88,7 +88,7 @@ func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []ne
 	case c.NodeChanged && t.setPodCIDRs(c.Node):
 		return nil, errPodCIDRs
 	case c.NodeChanged && t.planner.admitsNode && !slices.Equal(addrs, t.planner.nodeAddrs):
-		return nil, errors.New("the node's addresses changed, which source ranges admit")
+		return nil, errors.New("the node's addresses have changed, and source ranges may admit them")
 	case c.NodeChanged:
 		t.planner.nodeAddrs = addrs
 	}

@@ -280,7 +280,7 @@ func TestGetWaitsForFreeBatch(t *testing.T) {
 		go func() { got <- b.get() }()
 		synctest.Wait()
 		if len(got) > 0 {
-			t.Fatalf("more than %d batches exist", 8)
+			t.Fatalf("more than %d batches exist", maxBatches)
 		}
 		b.put(made[0])
 		if <-got != made[0] {

@@ -77,7 +77,7 @@ func (l *ledger) check(c *Sync) []string {
 		case !s.Unsure && (l.unacked[s.Key] || (c.First || l.inPass) && !l.acked[s.Key]):
 			report("service %s is not marked as unsure", s.Key)
 		case s.Old != nil && !s.Old.Equal(old):
-			report("service %s: old is not what was acknowledged", s.Key)
+			report("service %s: old is not the acknowledged view", s.Key)
 		case s.Old == nil && old != nil && l.owns(s.Key, old):
 			report("service %s: old is missing", s.Key)
 		case s.Old != nil && !l.owns(s.Key, s.Old):

@@ -3,10 +3,10 @@
 // Package kpng is a library for writing Kubernetes service proxies.
 //
 // It watches Services, EndpointSlices and Nodes. It computes what one node has to
-// program, and delivers that to a [sink.Sink] as small, ordered change sets. Package
-// nodeview decides what a Service means on a node. That includes traffic policies,
+// program, and delivers the result to a [sink.Sink] as small, ordered change sets.
+// Package nodeview decides what a Service means on a node. It handles traffic policies,
 // topology, terminating endpoints, dual stack and conflicting claims. A sink only
-// programs the result. You write only the sink.
+// programs the dataplane. You write only the sink.
 //
 // This is a complete proxy. It runs beside kube-proxy and serves the services whose label
 // service.kubernetes.io/service-proxy-name has the value my-proxy:
@@ -48,7 +48,7 @@
 // and endpoints. The order of its calls ensures that no two services claim an address at
 // the same time, even after failures. Package sinktest helps to test all kinds of sinks.
 //
-// To run several sinks, each with a driver and settings of its own, pass them as options:
+// To run several sinks, list them in [Options]. Each has its own driver and settings:
 //
 //	p, err := kpng.New(kpng.Options{Sinks: []kpng.Sink{
 //		{Sink: tables, Options: sink.Options{Name: "tables", MinInterval: time.Second}},

@@ -50,7 +50,7 @@ type Options struct {
 	// NodeName is the name of the node to proxy for. See the function [NodeName].
 	NodeName string
 
-	// Sinks are the sinks to drive. [Run] appends the sinks among its arguments.
+	// Sinks are the sinks to drive. The function [Run] appends its sink arguments to Sinks.
 	Sinks []Sink
 }
 
@@ -59,13 +59,13 @@ type Options struct {
 type Sink struct {
 	Sink sink.Sink
 	// Options are the driver's settings. Names of sinks must differ; by default they are
-	// numbers. If all sinks have Once, the proxy ends when all are done.
+	// numbers. If all sinks have Once, the proxy ends when every sink is done.
 	Options sink.Options
 }
 
-// NodeName returns the node name by kube-proxy's rules: given, or else the environment
-// variable NODE_NAME, or else the host name. The result is in lower case and has no
-// surrounding white space.
+// NodeName returns the node name by kube-proxy's rules: the argument given, or else the
+// environment variable NODE_NAME, or else the host name. The result is in lower case and
+// has no surrounding white space.
 func NodeName(given string) (string, error) {
 	for _, name := range [...]string{given, os.Getenv("NODE_NAME")} {
 		if name = strings.ToLower(strings.TrimSpace(name)); name != "" {
@@ -123,7 +123,7 @@ func New(opts Options) (*Proxy, error) {
 	return p, nil
 }
 
-// named returns a copy of sinks, in which those without a name have default names.
+// named returns a copy of sinks, with default names for sinks that have no name.
 func named(sinks []Sink) ([]Sink, error) {
 	if len(sinks) == 0 {
 		return nil, errors.New("no sink given")

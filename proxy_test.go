@@ -34,7 +34,7 @@ func demo() kpng.Options {
 	}
 }
 
-// names returns a sink that sends the names of all services at each sync.
+// names returns a sink whose Sync sends the names of all services to the channel.
 func names(to chan<- string) sink.Sink {
 	return sink.FullState(func(ctx context.Context, services []*api.ServiceEndpoints) error {
 		var list []string
@@ -194,7 +194,7 @@ func TestStartOverAndWaitSynced(t *testing.T) {
 	}
 	ended := make(chan error)
 	go func() { ended <- p.Run(ctx) }()
-	if err := p.WaitSynced(ctx); err != nil { // a failing service does not delay it
+	if err := p.WaitSynced(ctx); err != nil { // must return although one service fails
 		t.Error(err)
 	}
 	<-passes

@@ -9,7 +9,7 @@ import (
 	"slices"
 )
 
-// Family is an IP family. The zero value means none.
+// Family is an IP family. The zero value means no family.
 type Family uint8
 
 // The IP families.

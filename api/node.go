@@ -39,7 +39,7 @@ type Taint struct {
 // ZoneLabel is the well-known label with the node's zone.
 const ZoneLabel = "topology.kubernetes.io/zone"
 
-// Zone returns the node's zone, or "" if it has none or is nil.
+// Zone returns the node's zone. It returns "" if n is nil or has no zone.
 func (n *Node) Zone() string {
 	if n == nil {
 		return ""

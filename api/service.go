@@ -39,8 +39,8 @@ type Service struct {
 	Labels      map[string]string `json:",omitempty"`
 	Annotations map[string]string `json:",omitempty"`
 
-	// SourceRanges limit which clients may use an address. An address without an entry is
-	// open to all clients. JSON and the wire call the field IPFilters.
+	// SourceRanges limit which clients may use an address of the service. An address in
+	// no entry is open to all clients. JSON and the wire call the field IPFilters.
 	SourceRanges    []SourceRanges  `json:"IPFilters,omitempty"`
 	SessionAffinity SessionAffinity `json:",omitzero"`
 
@@ -75,15 +75,16 @@ type ServiceIPs struct {
 	ExternalIPs IPSet `json:",omitzero"`
 	// Headless reports whether the service has no cluster IP by request (clusterIP: None).
 	Headless bool `json:",omitempty"`
-	// LoadBalancerIPs are the ingress addresses whose packets arrive with the load
-	// balancer's address as destination (ipMode VIP or unset, KEP 1860).
+	// LoadBalancerIPs are the ingress addresses with ipMode VIP or unset (KEP 1860). The
+	// load balancer does not change the destination of packets to them.
 	LoadBalancerIPs IPSet `json:",omitzero"`
-	// ProxiedIPs are the ingress addresses with ipMode Proxy. They have no frontend, because
-	// packets that the load balancer forwards have another destination.
+	// ProxiedIPs are the ingress addresses with ipMode Proxy. They have no frontend,
+	// because the load balancer replaces the destination of the packets that it forwards.
 	ProxiedIPs IPSet `json:",omitzero"`
 }
 
-// Protocol is a transport protocol, with the number used on the wire.
+// Protocol is a transport protocol. Its number is the one in kpng's messages, not the
+// IANA protocol number.
 type Protocol int32
 
 // The protocols. UnknownProtocol stands for protocols that this version does not know. A
@@ -131,20 +132,21 @@ type PortMapping struct {
 type SourceRanges struct {
 	// TargetIPs are the service's addresses that the ranges protect.
 	TargetIPs IPSet `json:",omitzero"`
-	// Prefixes are the admitted sources. A family without a prefix has no admitted source.
-	// JSON and the wire call the field SourceRanges.
+	// Prefixes are the admitted sources. If a family has no prefix, no source of that
+	// family is admitted. JSON and the wire call the field SourceRanges.
 	Prefixes []netip.Prefix `json:"SourceRanges,omitempty"`
 }
 
-// SessionAffinity is the session affinity of a service. At most one field is set; none
-// means no affinity.
+// SessionAffinity is the session affinity of a service. If no field is set, the service
+// has no affinity.
 type SessionAffinity struct {
 	ClientIP *ClientIPAffinity `json:",omitempty"`
 }
 
 // ClientIPAffinity keeps the connections of a client address on one endpoint.
 type ClientIPAffinity struct {
-	// TimeoutSeconds, 1 to 86400, counts from the client's last new connection.
+	// TimeoutSeconds, from 1 to 86400, is how long affinity lasts after the client's last
+	// new connection.
 	TimeoutSeconds int32 `json:",omitempty"`
 }
 
@@ -211,7 +213,7 @@ func (s *Service) Equal(o *Service) bool {
 		slices.Equal(s.IPFamilies, o.IPFamilies)
 }
 
-// Equal reports whether both have the same addresses in the same order.
+// Equal reports whether s and o have the same addresses in the same order.
 func (s *ServiceIPs) Equal(o *ServiceIPs) bool {
 	return s.Headless == o.Headless && s.ClusterIPs.Equal(&o.ClusterIPs) && s.ExternalIPs.Equal(&o.ExternalIPs) &&
 		s.LoadBalancerIPs.Equal(&o.LoadBalancerIPs) && s.ProxiedIPs.Equal(&o.ProxiedIPs)

@@ -26,14 +26,14 @@ type EndpointSlice struct {
 	Ports     []EndpointPort  `json:",omitempty"`
 	Endpoints []SliceEndpoint `json:",omitempty"`
 
-	// TriggerTime is the annotation endpoints.kubernetes.io/last-change-trigger-time: the
-	// time of the endpoint change that caused this content. It is for metrics only: Equal
-	// ignores it and wire forms omit it.
+	// TriggerTime is the time of the endpoint change that caused this content, from the
+	// annotation endpoints.kubernetes.io/last-change-trigger-time. It is for metrics
+	// only: Equal ignores it and wire forms omit it.
 	TriggerTime time.Time `json:"-"`
 }
 
-// EndpointPort is a port of a slice. It serves the service port with the same name and
-// protocol.
+// EndpointPort is a port of a slice. It is the target of the service port with the same
+// name and protocol.
 type EndpointPort struct {
 	Name     string   `json:",omitempty"`
 	Protocol Protocol `json:",omitempty"`
@@ -62,7 +62,8 @@ type SliceEndpoint struct {
 type Conditions struct {
 	// Ready reports whether the endpoint may receive new connections.
 	Ready bool `json:",omitempty"`
-	// Serving reports whether the endpoint answers, even while it terminates.
+	// Serving reports whether the endpoint answers. A terminating endpoint may still
+	// answer.
 	Serving bool `json:",omitempty"`
 	// Terminating reports whether the endpoint is being stopped.
 	Terminating bool `json:",omitempty"`

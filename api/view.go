@@ -53,10 +53,11 @@ type Endpoint struct {
 	// Addr is an IPv4 or IPv6 address. It is not IPv4-mapped and has no zone. In JSON and on
 	// the wire, it is the only address of an IPSet named IPs.
 	Addr netip.Addr `json:"-"`
-	// PortOverrides are the ports on the endpoint, each with a name. A named service port
-	// has an entry under its name. An unnamed port has one under its target port name. If it
-	// has a target port number instead, there is an entry only if the endpoint has another
-	// number. The method TargetPort reads PortOverrides.
+	// PortOverrides map service ports to port numbers of this endpoint. A named service
+	// port has an entry with its own name. An unnamed service port with a named target
+	// port has an entry with the target port's name. An unnamed service port with a
+	// target port number has an entry only if this endpoint's number differs. This entry
+	// has no name. The method TargetPort reads PortOverrides.
 	PortOverrides []PortName `json:",omitempty"`
 	// Local reports whether the endpoint runs on this node.
 	Local bool `json:",omitempty"`
@@ -76,8 +77,8 @@ type Endpoint struct {
 // endpointFields is Endpoint without its methods.
 type endpointFields Endpoint
 
-// endpointJSON is the JSON form of an Endpoint. As on the wire, its first two fields come
-// before the embedded ones.
+// endpointJSON is the JSON form of an Endpoint. As in the wire form, Hostname and IPs
+// come first.
 type endpointJSON struct {
 	Hostname string `json:",omitempty"`
 	IPs      IPSet
@@ -178,7 +179,8 @@ func (e *Endpoint) Compare(o *Endpoint) int {
 	})
 }
 
-// TargetPort returns the endpoint's port that serves p, or 0 if no port does.
+// TargetPort returns the port number of the endpoint for p, or 0 if the endpoint has
+// none.
 func (e *Endpoint) TargetPort(p *PortMapping) int32 {
 	name := p.Name
 	if name == "" {

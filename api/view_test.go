@@ -22,8 +22,8 @@ func addrs(list ...string) IPSet {
 	return s
 }
 
-// example returns a view of a dual-stack headless service with external IPs. It has one
-// pod on this node and one elsewhere.
+// example returns a view of a dual-stack headless service with external IPs. The service
+// has a pod on this node and a pod on another node.
 func example() *ServiceEndpoints {
 	both := Scopes{Internal: true, External: true}
 	ready := Conditions{Ready: true, Serving: true}

@@ -19,7 +19,8 @@ import (
 	"github.com/kpng-project/kpng/watcher/file"
 )
 
-// serveDemo returns the address of a server for the demo services of proxyName.
+// serveDemo starts a kpng server with those demo services that have this service-proxy
+// name. It returns the server's address.
 func serveDemo(t *testing.T, proxyName string) (address string) {
 	t.Helper()
 	state := cluster.New(cluster.Options{})

@@ -7,8 +7,8 @@
 //		app.Main(mySink)
 //	}
 //
-// A program with flags of its own adds them to its command, or has a sink that is
-// [Configurable]:
+// To add flags of its own, a program either adds them to the command, or implements
+// [Configurable] in its sink:
 //
 //	func main() {
 //		cmd := app.Command("my-proxy", mySink)
@@ -20,12 +20,13 @@
 // (--service-proxy-name) and the node (--node-name). In a pod, the default source is the
 // cluster's API server, with the pod's service account. With --api, the program reads the
 // node's view from a kpng server instead. The command exits with status 0 on SIGINT or
-// SIGTERM. With --once, it also does so when everything has been programmed once. If it
-// cannot continue, it exits with status 1 and one line on standard error. On Windows, the
-// service manager can run it; the log is then the event log or a file.
+// SIGTERM. With --once, it also exits with status 0 when everything has been programmed
+// once. If the command cannot continue, it exits with status 1 and one line on standard
+// error. On Windows, the service manager can run the program, which then logs to the
+// event log or to a file.
 //
-// A program with several commands, such as kpng itself, builds them from the parts of a
-// Command: [Source] and [Serving].
+// A program with several commands, such as kpng itself, builds them from the types
+// [Source] and [Serving].
 package app
 
 import (
@@ -88,8 +89,8 @@ func AddCleanup(cmd *cobra.Command, s sink.Cleaner) {
 
 // Command returns a command that delivers the services of s for this node to target. It
 // succeeds when its context ends or, with --once, when everything has been programmed
-// once. The name is used for the command, and for the sink in logs and metrics. The
-// caller adds the flags of the source with a Register method of s.
+// once. The name is used for the command, and for the sink in logs and metrics. To add
+// the flags of the source, the caller calls a Register method of s.
 func (s *Source) Command(name string, target sink.Sink) *cobra.Command {
 	var (
 		flags   sinkFlags
@@ -121,12 +122,12 @@ func (s *Source) Command(name string, target sink.Sink) *cobra.Command {
 type Configurable interface {
 	// Register adds the flags.
 	Register(*pflag.FlagSet)
-	// Configure is called when the flags have their values, before any other method except
+	// Configure is called after the flags are parsed, and before any other method except
 	// Register. It may be called several times. An error ends the command.
 	Configure() error
 }
 
-// PortsOnly is implemented by a sink that sometimes lacks all-ports services. If
+// PortsOnly is implemented by a sink that cannot always proxy all-ports services. If
 // PortsOnly returns true, the command has no flags for such services.
 type PortsOnly interface {
 	PortsOnly() bool
@@ -211,7 +212,7 @@ type proxy interface {
 	Health() health.Report
 }
 
-// sinkFlags are the settings of a sink's driver and the node's name.
+// sinkFlags holds the node's name and the settings of a sink's driver.
 type sinkFlags struct {
 	node                  nonEmpty
 	once                  bool

@@ -24,7 +24,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// run runs a command and returns its error.
+// The function run runs a command for s and returns the command's error.
 func run(ctx context.Context, s sink.Sink, args ...string) error {
 	cmd := app.Command("test", s)
 	cmd.SetArgs(args)

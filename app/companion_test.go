@@ -11,7 +11,7 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// pair is a sink with a companion.
+// The type pair is a sink with a companion.
 type pair struct {
 	services, beside atomic.Int32
 	healthy          func() bool

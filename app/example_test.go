@@ -14,8 +14,8 @@ import (
 	"github.com/spf13/pflag"
 )
 
-// A program calls app.Main with its sink, or app.Execute with the command. This example
-// instead runs the command with arguments of its own.
+// A real program calls app.Main with its sink, or app.Execute with its command. This
+// example sets the arguments itself and calls ExecuteContext.
 func Example() {
 	program := func(_ context.Context, services []*api.ServiceEndpoints) error {
 		for _, s := range services {
@@ -32,7 +32,7 @@ func Example() {
 	// program default/web with 2 endpoints
 }
 
-// tables is a sink with a flag.
+// The type tables is a sink with the flag --table.
 type tables struct{ table string }
 
 // Register implements app.Configurable.

@@ -17,7 +17,7 @@ import (
 )
 
 // RegisterLogging adds the flags -v and --vmodule of klog, the flag --log-file, and on
-// Windows the flag --windows-service. [Execute] evaluates the last two.
+// Windows the flag --windows-service. [Execute] evaluates the last two flags.
 func RegisterLogging(fs *pflag.FlagSet) {
 	var logging flag.FlagSet
 	klog.InitFlags(&logging)
@@ -28,9 +28,9 @@ func RegisterLogging(fs *pflag.FlagSet) {
 
 // Execute runs cmd as the whole program, with the program's arguments, and exits. It
 // evaluates the flags of [RegisterLogging]. If the Windows service manager started the
-// program, it runs as a service.
+// program, Execute runs cmd as a service.
 //
-// It enables client-go's streaming lists (KEP-3157), which are off by default before
+// Execute enables client-go's streaming lists (KEP-3157), which are off by default before
 // v0.35. The environment variable KUBE_FEATURE_WatchListClient can disable them.
 func Execute(cmd *cobra.Command) {
 	const streamingLists = "KUBE_FEATURE_WatchListClient"
@@ -44,7 +44,7 @@ func Execute(cmd *cobra.Command) {
 	}
 }
 
-// host runs cmd, as a Windows service if required, and prints or logs its error.
+// The function host runs cmd and prints or logs its error.
 func host(cmd *cobra.Command) error {
 	h := hostingOf(os.Args[1:])
 	run, print := untilSignal, func(err error) { fmt.Fprintf(os.Stderr, "%s: %v\n", cmd.Name(), err) }
@@ -73,7 +73,7 @@ func host(cmd *cobra.Command) error {
 	return err
 }
 
-// service runs a program under a service manager, which does not read standard error.
+// A service runs a command under a service manager, which does not read standard error.
 type service struct {
 	openLog func(name string) (io.Writer, error)
 	run     func(*cobra.Command) error
@@ -86,8 +86,8 @@ func untilSignal(cmd *cobra.Command) error {
 	return cmd.ExecuteContext(ctx)
 }
 
-// hosting has the flags that the program reads before cobra parses all flags. Cobra's
-// errors go to the log file, and a service manager does not wait long for the start.
+// hosting has the flags that the program reads before cobra parses all flags: cobra's
+// errors go to the log file, and a service manager waits only a short time for the start.
 type hosting struct {
 	logFile        nonEmpty
 	windowsService bool

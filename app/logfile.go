@@ -58,8 +58,8 @@ func (f *logFile) Write(line []byte) (int, error) {
 	return n, err
 }
 
-// rotate renames the file and opens a new one. If the file cannot be renamed, rotate
-// continues in the old one.
+// rotate renames the file and opens a new one. If rotate cannot rename the file, it
+// reopens the same file.
 func (f *logFile) rotate() error {
 	if f.file != nil {
 		// Windows cannot rename an open file.

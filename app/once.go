@@ -12,8 +12,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// runOnce runs p. All sinks of p have sink.Options.Once set. If there is no progress for
-// the duration timeout, it ends p and returns an error with the missing services.
+// runOnce runs p, whose sinks have sink.Options.Once set. If there is no progress for the
+// duration timeout, runOnce stops p and returns an error that lists the missing services.
 func runOnce(ctx context.Context, p proxy, timeout time.Duration) error {
 	ctx, end := context.WithCancelCause(ctx)
 	defer end(nil)
@@ -53,7 +53,6 @@ func runOnce(ctx context.Context, p proxy, timeout time.Duration) error {
 	return err
 }
 
-// missing describes the services that are not programmed.
 func missing(sinks []sink.Status) string {
 	const most = 10 // limits the list of failing services
 	failing := 0

@@ -21,12 +21,12 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// Serving holds the addresses for health checks and metrics. With the zero value, neither
-// is available.
+// Serving holds the addresses for health checks and metrics. The zero value serves
+// neither.
 type Serving struct {
 	health, metrics string
-	// proxyMode is the response to /proxyMode, if not empty. Tools read kube-proxy's mode
-	// there.
+	// proxyMode is the response to /proxyMode, if not empty. At this path, kube-proxy
+	// reports its mode to tools.
 	proxyMode string
 }
 
@@ -36,9 +36,9 @@ func (s *Serving) Register(fs *pflag.FlagSet) {
 	fs.StringVar(&s.metrics, "metrics-bind-address", "", "serve /metrics on this `host:port`, on loopback if the host is empty (off by default)")
 }
 
-// Run calls the function run and returns its result. Until then it answers health checks
-// with h, and exports the metrics of the process and of c. If it cannot listen, it does
-// not call run. If the HTTP server fails later, it cancels run's context.
+// Run calls the function run and returns its result. While the function runs, Run answers
+// health checks with h, and exports the metrics of the process and of c. If it cannot
+// listen, it does not call run. If the HTTP server fails later, it cancels run's context.
 func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collector, run func(context.Context) error) error {
 	registry := prometheus.NewRegistry()
 	for _, c := range [...]prometheus.Collector{collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}), c} {
@@ -46,7 +46,7 @@ func (s *Serving) Run(ctx context.Context, h health.Handler, c prometheus.Collec
 			return fmt.Errorf("register metrics: %w", err)
 		}
 	}
-	handlers := map[string]*http.ServeMux{} // by address, which health checks and metrics may share
+	handlers := map[string]*http.ServeMux{} // by address; health checks and metrics can have the same address
 	handle := func(address, path string, h http.Handler) {
 		if address == "" {
 			return

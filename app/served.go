@@ -15,8 +15,8 @@ import (
 	"github.com/kpng-project/kpng/sink"
 )
 
-// served is a proxy that gets its services from a kpng server. Each sink has its own
-// connection.
+// The type served is a proxy that gets its services from a kpng server. Each sink has its
+// own connection.
 type served struct {
 	clients   []*remote.Client
 	drivers   []*sink.Driver

@@ -8,6 +8,5 @@ import "github.com/spf13/pflag"
 
 func registerService(*pflag.FlagSet, *bool) {}
 
-// service returns nil. Outside Windows, a service manager needs only signals and standard
-// error.
+// The method service returns nil, because only Windows services need special code.
 func (h *hosting) service() (*service, error) { return nil, nil }

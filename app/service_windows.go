@@ -20,8 +20,8 @@ func registerService(fs *pflag.FlagSet, asked *bool) {
 	fs.BoolVar(asked, "windows-service", false, "run as a Windows service even if the service manager is not detected; without --log-file, a service logs to the event log")
 }
 
-// service returns how to run under the service manager, or nil if the service manager did
-// not start the program.
+// The method service returns nil if the service manager did not start the program and the
+// flag --windows-service is not set.
 func (h *hosting) service() (*service, error) {
 	started, err := svc.IsWindowsService()
 	if err != nil && !h.windowsService {
@@ -105,7 +105,7 @@ func openEventLog(name string) (io.Writer, error) {
 
 // Write implements io.Writer.
 func (l eventLog) Write(line []byte) (int, error) {
-	const event = 1 // Windows does not change the text of events 1 to 1000
+	const event = 1 // Windows shows the written text of an event only for the IDs 1 to 1000
 	write := l.Info
 	switch line[0] { // the first character of a line is its severity
 	case 'E', 'F':

@@ -20,9 +20,9 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// Source is the source of services that the flags select. To use the zero value, call one
-// of its Register methods. The method Register adds the flags of all kinds of sources.
-// RegisterKube, RegisterManifests and RegisterAPI add the flags of one kind.
+// Source is the source of services that the flags select. Call one of the Register
+// methods before any other method. The method Register adds the flags of all kinds of
+// sources. RegisterKube, RegisterManifests and RegisterAPI add the flags of one kind.
 type Source struct {
 	kubeconfig, manifests nonEmpty
 
@@ -73,8 +73,8 @@ func (s *Source) registerServices(fs *pflag.FlagSet) {
 	fs.BoolVar(&s.services.KeepTargets, "keep-targets", false, "pass on the names of the pods behind endpoints")
 }
 
-// RegisterAllPorts adds the flags for all-ports services, for a command whose sink
-// supports them. With --api they do not apply, because the server decides.
+// RegisterAllPorts adds the flags for all-ports services. The command's sink must support
+// such services. With --api, the server decides and the flags do not apply.
 func (s *Source) RegisterAllPorts(fs *pflag.FlagSet) {
 	fs.StringVar(&s.allPortsAnnotation, "all-ports-annotation", "", "treat services with this `annotation` and the value true as all-ports services")
 	fs.BoolVar(&s.allPorts, "all-ports", false, "treat all services as all-ports services")
@@ -83,8 +83,9 @@ func (s *Source) RegisterAllPorts(fs *pflag.FlagSet) {
 // RegisterAPI adds the flags of a source that is a kpng server.
 func (s *Source) RegisterAPI(fs *pflag.FlagSet) { s.api.register(fs, transport.DefaultAddress) }
 
-// Services returns the options that select the services and the metadata to keep. For a
-// kpng server they are empty, because the server does not report its options.
+// Services returns the options that select the services and the metadata to keep. If the
+// source is a kpng server, the result is empty, because the server does not report its
+// options.
 func (s *Source) Services() watcher.Options {
 	o := s.services
 	switch {
@@ -127,8 +128,8 @@ func (s *Source) Load(ctx context.Context) (*cluster.Snapshot, error) {
 	return state.Snapshot(), nil
 }
 
-// Find returns the Service object, whether or not it is served, or nil if it does not
-// exist. It returns [errors.ErrUnsupported] for a kpng server and for standard input.
+// Find returns the Service object, even if the flags do not select it, or nil if it does
+// not exist. It returns [errors.ErrUnsupported] for a kpng server and for standard input.
 func (s *Source) Find(ctx context.Context, key types.NamespacedName) (found *corev1.Service, err error) {
 	switch {
 	case len(s.api.dial.Addresses) > 0 || s.manifests == file.Stdin:
@@ -174,7 +175,6 @@ func (s *Source) watch(ctx context.Context, state *cluster.State, once bool) err
 	return err
 }
 
-// proxy returns a proxy for one node according to opts.
 func (s *Source) proxy(opts kpng.Options) (proxy, error) {
 	dial, err := s.api.get()
 	switch {
@@ -187,7 +187,6 @@ func (s *Source) proxy(opts kpng.Options) (proxy, error) {
 	return kpng.New(opts)
 }
 
-// apiFlags describe the connection to a kpng server.
 type apiFlags struct {
 	dial transport.DialOptions
 	tls  transport.TLS
@@ -202,8 +201,8 @@ func (f *apiFlags) register(fs *pflag.FlagSet, addresses ...string) {
 	fs.BoolVar(&f.dial.Insecure, "api-insecure", false, "allow an --api address on another machine without TLS")
 }
 
-// get returns the options of the connection. It returns an error if --api is missing
-// although flags that need it are set.
+// get returns the options of the connection. It returns an error if --api is missing and
+// a flag is set that needs --api.
 func (f *apiFlags) get() (transport.DialOptions, error) {
 	opts := f.dial
 	if f.tls != (transport.TLS{}) {
@@ -221,7 +220,7 @@ func (f *apiFlags) get() (transport.DialOptions, error) {
 }
 
 // nonEmpty is the value of a flag that must not be empty. An empty value may come from an
-// unset variable; to use the default would be wrong. The type implements pflag.Value.
+// unset shell variable, so the default could be wrong. The type implements pflag.Value.
 type nonEmpty string
 
 func (g *nonEmpty) Set(s string) error {

@@ -20,7 +20,7 @@ type claims struct {
 	tree *btree.BTreeG[claim]
 }
 
-// ranked is a claim with its rank. A service may claim one frontend by addresses of
+// ranked is a claim with its rank. A service may claim the same frontend by addresses of
 // several kinds; the best rank counts.
 type ranked struct {
 	api.Claim
@@ -135,8 +135,8 @@ type outcome struct {
 	owner *api.Service
 }
 
-// replace replaces the claims of old, a version of a service, by those of new, its next
-// version. One of them may be nil. It returns the outcomes that change: claims that new
+// replace replaces the claims of a service's old version by the claims of its new
+// version. One version may be nil. It returns the outcomes that change: claims that new
 // has lost, and claims that other services have won or lost. The bool says whether the
 // claims differ.
 func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
@@ -174,9 +174,9 @@ func (c *claims) replace(old, new *api.Service) ([]outcome, bool) {
 	return changed, !same
 }
 
-// conflictGroups returns the groups of claims that may conflict with before and after,
-// each once. A claim identifies its group. If the claim or a conflicting one takes the
-// whole address, the group is the claim of that address.
+// conflictGroups returns the groups of claims that may conflict with the claims in before
+// or after. Each group is named by a claim: a whole address if any service claims it,
+// else a port.
 func (c *claims) conflictGroups(before, after []ranked) []api.Claim {
 	list := make([]api.Claim, 0, len(before)+len(after))
 	for _, claims := range [...][]ranked{before, after} {
@@ -210,8 +210,8 @@ func (c *claims) claimed(whole api.Claim) bool {
 	return found
 }
 
-// outcomes yields the outcome of each claim in a group. It goes through the claims in
-// order of rank and age, and grants a claim if it does not conflict with a granted one.
+// outcomes yields the outcome of each claim in a group. In order of rank and age, it
+// grants each claim that does not conflict with a granted claim.
 func (c *claims) outcomes(group api.Claim) iter.Seq[outcome] {
 	return func(yield func(outcome) bool) {
 		var buffer [4]claim

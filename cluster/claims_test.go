@@ -365,8 +365,8 @@ func compareClaims(a, b api.Claim) int {
 	return cmp.Or(a.IP.Compare(b.IP), cmp.Compare(a.Protocol, b.Protocol), cmp.Compare(a.Port, b.Port))
 }
 
-// BenchmarkContestedAddress changes one of many services that share an address with an
-// all-ports service, and one of many that claim the same port.
+// BenchmarkContestedAddress changes one of many services at the same address. Either an
+// all-ports service also claims the address, or all services claim the same port.
 func BenchmarkContestedAddress(b *testing.B) {
 	for _, test := range []struct {
 		name string

@@ -19,12 +19,12 @@ type State struct {
 	services *diffstore.Store[types.NamespacedName, *api.Service]
 	slices   *diffstore.Store[types.NamespacedName, *api.EndpointSlice]
 	nodes    *diffstore.Store[string, *api.Node]
-	// states joins services, slices and claims. An entry gets a new revision if the service,
-	// its slices or its lost claims change. Readers follow these revisions.
+	// The store states joins services, slices and claims. An entry gets a new revision if
+	// the service, its slices or its lost claims change. Readers follow these revisions.
 	states *diffstore.Store[types.NamespacedName, *api.ServiceState]
 	claims claims
-	// stale has an entry while the source is stale. It is a store, so that readers see a
-	// change of staleness like any other change.
+	// The store stale has an entry while the state is stale. A change of this store wakes
+	// readers like any other change.
 	stale *diffstore.Store[string, bool]
 
 	revisions *diffstore.Revisions
@@ -74,8 +74,8 @@ func newStore[K, V any](s *State, opts Options, compare func(a, b K) int, equal 
 }
 
 // Update calls the function write and commits its changes together: readers see all of
-// them or none. If the function panics, readers see its changes up to the panic. It may
-// call the methods of tx, but no other method of the State.
+// them or none. If the function panics, readers see its changes up to the panic. The
+// function may call the methods of tx, but no other method of the State.
 func (s *State) Update(write func(tx *Tx)) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -83,7 +83,7 @@ func (s *State) Update(write func(tx *Tx)) {
 	write(&Tx{s})
 }
 
-// commit ends an Update. When the Update began, before was the last revision.
+// commit ends an Update. The parameter before is the last revision before the Update.
 func (s *State) commit(before diffstore.Revision) {
 	if s.revisions.Last() == before {
 		return
@@ -94,9 +94,9 @@ func (s *State) commit(before diffstore.Revision) {
 	}
 }
 
-// SetSynced marks the state as complete: the whole cluster was written once. Changed does
-// not signal earlier. Otherwise a reader might delete dataplane entries of services that
-// are not written yet. Further calls of SetSynced have no effect.
+// SetSynced marks the state as complete: the whole cluster was written once. Channels of
+// Changed stay open until then. Otherwise a reader might delete dataplane entries of
+// services that are not written yet. Further calls of SetSynced have no effect.
 func (s *State) SetSynced() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -250,7 +250,7 @@ func (s *State) setState(key types.NamespacedName, state api.ServiceState) {
 	s.states.Set(key, &state)
 }
 
-// Snapshot is the state at one revision. It is immutable and read without locks.
+// Snapshot is the state at one revision. It is immutable, and readers need no lock.
 type Snapshot struct {
 	Revision diffstore.Revision
 	Services *diffstore.Snapshot[types.NamespacedName, *api.Service]
@@ -311,8 +311,8 @@ func (tx *Tx) ReplaceNodes(all iter.Seq[*api.Node]) {
 }
 
 // SetStale marks the state as stale or not stale. The state is stale if the source lost
-// its connection so long ago that another server may have a newer one. The objects do not
-// change.
+// its connection so long ago that another server may have a newer state. SetStale does
+// not change the objects.
 func (tx *Tx) SetStale(stale bool) {
 	if stale {
 		tx.s.stale.Set("", true)

@@ -45,7 +45,7 @@ func filled(n int) *Store[key, uint64] {
 	return s
 }
 
-// reportEach reports the cost per operation if an iteration has n operations.
+// reportEach reports the time per call of Set, for iterations with n calls each.
 func reportEach(b *testing.B, n int) {
 	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/float64(n), "ns/set")
 }

@@ -11,8 +11,8 @@ import (
 )
 
 // TestConcurrentUse runs writers, snapshot readers and cursors concurrently. The race
-// detector also finds a wrong use of Clone: a BTreeG must not be cloned during a write or
-// another Clone, and clones may only be read.
+// detector also finds an invalid use of BTreeG.Clone: a clone during a write or another
+// clone, or a write to a clone.
 func TestConcurrentUse(t *testing.T) {
 	const writers, readers, followers, writes = 4, 4, 4, 1500
 	s := New(Options[int, int]{

@@ -16,9 +16,9 @@ type Cursor[K, V any] struct {
 
 	// acknowledged is the snapshot that the reader has, or nil if it has to start over.
 	acknowledged *Snapshot[K, V]
-	// held is the snapshot after which the store keeps deletions for this reader. It is
-	// the acknowledged snapshot or, while the reader starts over, the snapshot that it
-	// received. It is nil if there is none.
+	// held is the snapshot after which the store keeps deletions for this reader. It is the
+	// acknowledged snapshot or, while the reader starts over, the snapshot that it received.
+	// It is nil if the store keeps no deletions for this reader.
 	held *Snapshot[K, V]
 }
 
@@ -31,9 +31,9 @@ func (s *Store[K, V]) NewCursor() *Cursor[K, V] {
 }
 
 // Until returns the delta from the reader's position to a snapshot of the store, usually
-// the latest. Only [Cursor.Advance] moves the position. Before that, each further delta
-// includes the same changes, merged with later ones. For a snapshot older than the
-// position, the delta has no changes.
+// the latest. Only [Cursor.Advance] moves the position. Until the next Advance, each
+// further delta includes the same changes, merged with later changes. For a snapshot
+// older than the position, the delta has no changes.
 //
 // It panics if the snapshot belongs to another store.
 func (c *Cursor[K, V]) Until(to *Snapshot[K, V]) Delta[K, V] {
@@ -119,7 +119,7 @@ func (x *cursors[K, V]) move(c *Cursor[K, V], to *Snapshot[K, V]) {
 	x.byRevision.ReplaceOrInsert(c)
 }
 
-// drop releases the snapshot of a cursor. Its reader has to start over.
+// drop releases the snapshot of a cursor. The cursor's reader then has to start over.
 func (x *cursors[K, V]) drop(c *Cursor[K, V]) {
 	if c.held != nil {
 		x.byRevision.Delete(c)

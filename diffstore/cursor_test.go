@@ -94,7 +94,7 @@ func TestChangesAreDifferencesInKeyOrder(t *testing.T) {
 
 	s.Set("e", 0) // a zero value is not a missing value
 	s.Set("d", 6)
-	s.Set("d", 4) // the value before both changes
+	s.Set("d", 4) // d had this value in the old snapshot, too
 	s.Set("bb", 7)
 	s.Delete("bb") // the old snapshot has no bb either
 	s.Delete("b")
@@ -121,8 +121,8 @@ func TestTombstonesAreDroppedWhenEveryCursorHasPassed(t *testing.T) {
 		name      string
 		resumable bool
 		// The numbers of tombstones at five times: before the cursors exist, after deletions,
-		// when one cursor has passed them, when both have, and when both are closed and more
-		// deletions have happened.
+		// after the first cursor has passed these, after the second cursor has passed them, and
+		// after a deletion without cursors.
 		want []int
 	}{
 		{"in a store that is not resumable", false, []int{0, 2, 2, 0, 0}},
@@ -283,7 +283,7 @@ func TestReaderMayCatchUpAfterItsPositionWasDropped(t *testing.T) {
 	s.Set("a", 1)
 	d := c.Until(s.Snapshot())
 	s.Set("b", 1)
-	s.Set("c", 1) // while the reader applies d, this makes the store drop the position
+	s.Set("c", 1) // the store drops the reader's position before the reader acknowledges d
 	c.Advance(d.New)
 	mustEqual(t, "delta", renderDelta(c.Until(s.Snapshot())), "b=>1 c=>1")
 }

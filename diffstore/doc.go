@@ -37,16 +37,16 @@
 // # Several stores
 //
 // Stores that share one [Revisions] have one order of changes. For a consistent view of
-// several stores, a program holds its own mutex during writes to all of them, and while
-// it takes a snapshot of each. A reader then has one cursor per store, and starts over
-// with all stores if one of them requires it.
+// several stores, a program needs its own mutex. It holds the mutex while it writes to
+// the stores, and while it takes a snapshot of each store. A reader then has one cursor
+// per store. If it has to start over with one store, it starts over with all of them.
 //
 // # Memory
 //
 // A deletion leaves a tombstone for readers. The store drops tombstones that every cursor
-// has passed. It also drops tombstones that are older than ten minutes, and the oldest
-// ones beyond 100,000, so that a slow reader does not make the store grow. A cursor has
-// to start over if it needs a dropped tombstone, or if it lags by more than 10,000
+// has passed. It also drops tombstones that are older than ten minutes, and keeps at most
+// the newest 100,000 tombstones. So a slow reader does not make the store grow. A cursor
+// has to start over if it needs a dropped tombstone, or if it lags by more than 10,000
 // changes and by more than a quarter of the store's entries. Then the store releases the
 // cursor's snapshot. With [Options.Resumable], the store also keeps tombstones that
 // cursors have passed, within the same limits.

@@ -75,7 +75,7 @@ func ExampleCursor() {
 	mirror := map[string]string{}
 	cursor := store.NewCursor()
 	defer cursor.Close()
-	for range 2 { // the writer signals a change each time
+	for range 2 { // a real reader waits for the writer's signal here
 		delta := cursor.Until(store.Snapshot())
 		if delta.Full() {
 			clear(mirror)

@@ -160,7 +160,7 @@ func (f *fuzzState) read(r *fuzzReader) {
 		f.write()
 	}
 	if f.next(4) == 0 {
-		return // like a failed sink, acknowledge nothing
+		return // the reader fails and does not acknowledge the delta
 	}
 	old, new := map[byte]byte{}, maps.Collect(delta.New.All())
 	if !delta.Full() {

@@ -7,8 +7,8 @@ import (
 	"slices"
 )
 
-// replace compares the whole listing with the store before it writes. So a key that is
-// listed twice is recorded once, or not at all if its last value is the current one.
+// replace compares the whole listing with the store before it writes. So only the last
+// value of a key in the listing counts, and only if the store has another value.
 func (s *Store[K, V]) replace(listing iter.Seq2[K, V]) int {
 	before := s.recorded
 	s.listings++
@@ -49,8 +49,8 @@ func (s *Store[K, V]) replace(listing iter.Seq2[K, V]) int {
 	return int(s.recorded - before)
 }
 
-// lastOfEach sorts entries by key. Of each key it keeps the last entry, or none if the
-// store has an equal one.
+// lastOfEach sorts entries by key. It keeps only the last entry of each key, and drops
+// this entry too if the store has an equal value.
 func (s *Store[K, V]) lastOfEach(entries []*entry[K, V]) []*entry[K, V] {
 	slices.SortStableFunc(entries, func(a, b *entry[K, V]) int { return s.options.Compare(a.key, b.key) })
 	last := entries[:0]

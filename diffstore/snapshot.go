@@ -115,8 +115,8 @@ func (d Delta[K, V]) All() iter.Seq[Change[K, V]] {
 	return d.writtenAfter(0, func(V, V) bool { return false })
 }
 
-// writtenAfter returns the keys written after a revision, except those that have equal
-// values in Old and New or are in neither.
+// writtenAfter returns the keys written after a revision, except keys with equal values
+// in Old and New and keys that are in neither snapshot.
 func (d Delta[K, V]) writtenAfter(revision Revision, equal func(a, b V) bool) iter.Seq[Change[K, V]] {
 	return func(yield func(Change[K, V]) bool) {
 		var written []*entry[K, V]

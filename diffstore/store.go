@@ -46,20 +46,20 @@ type Options[K, V any] struct {
 	// Default: the store keeps tombstones for cursors only.
 	Resumable bool
 
-	// OnChange is called with each recorded change, under the store's lock, so that it
-	// can maintain an index. The arguments old and new are the values before and after. A
-	// missing value is the zero value. OnChange must not use the store. Default: none.
+	// OnChange is called with each recorded change, under the store's lock, to maintain an
+	// index. The arguments old and new are the values before and after. A missing value is
+	// the zero value. OnChange must not use the store. Default: none.
 	OnChange func(key K, old, new V)
 }
 
 // limits bound the memory that the store uses for readers.
 type limits struct {
-	// tombstones is the maximum number of deletions to keep, and tombstoneAge their maximum
-	// age, even if cursors need them. The store checks the age only when a change is made.
+	// tombstones and tombstoneAge limit the number and age of tombstones, even if cursors
+	// need them. The store checks the age only when a change is made.
 	tombstones   int
 	tombstoneAge time.Duration
 	// lag is the number of recorded changes by which a cursor may lag before its reader has
-	// to start over. If a quarter of the store's length is higher, it is the limit instead.
+	// to start over. If a quarter of the store's length is more, that quarter is the limit.
 	lag int
 }
 

@@ -64,7 +64,7 @@ func renderSince(s *Snapshot[string, int], revision Revision) string {
 	return strings.Join(out, " ")
 }
 
-// listing returns a listing in the given order, for example "b=1 a=2".
+// listing returns the entries of a text such as "b=1 a=2", in the order of the text.
 func listing(text string) func(yield func(string, int) bool) {
 	return func(yield func(string, int) bool) {
 		for field := range strings.FieldsSeq(text) {

@@ -40,7 +40,7 @@ func (s *Store[K, V]) trim() {
 	s.dropTombstones(func(dead *entry[K, V]) bool { return !ok || dead.revision <= slowest.held.revision })
 }
 
-// dropTombstones drops the oldest tombstone until the function drop returns false.
+// dropTombstones drops tombstones, oldest first, until the function drop returns false.
 func (s *Store[K, V]) dropTombstones(drop func(*entry[K, V]) bool) {
 	for {
 		oldest, ok := s.tombstones.byRevision.Min()

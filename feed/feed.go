@@ -10,9 +10,9 @@
 //	err := sink.Run(ctx, f, mySink, sink.Options{})
 //
 // A feed keeps only the snapshot that its reader last acknowledged. It computes views
-// only on request, those before and after a change from two snapshots. So thousands of
-// feeds on one state cost little more than one. Until a feed is closed, the state keeps
-// the deletions since the feed's snapshot.
+// only on request. For a change, it computes the views before and after from two
+// snapshots. So thousands of feeds on one state cost little more than one. Until a feed
+// is closed, the state keeps the deletions since the feed's snapshot.
 package feed
 
 import (
@@ -164,8 +164,8 @@ func changes(before, after view, delta diffstore.Delta[types.NamespacedName, *ap
 }
 
 // triggerTime returns the oldest trigger time of the changed slices. It ignores new
-// slices, because their trigger times may be as old as the service if a label change
-// selected the service.
+// slices: their trigger times may be very old if a label change has just selected the
+// service.
 func triggerTime(was, is *api.ServiceState) time.Time {
 	var oldest time.Time
 	if was == nil || is == nil {

@@ -25,11 +25,11 @@ func service(name string) *api.Service {
 		Namespace: "ns", Name: name, Type: api.ClusterIP,
 		IPs:   api.ServiceIPs{ClusterIPs: api.NewIPSet(netip.MustParseAddr("10.0.0.1"))},
 		Ports: []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
-		// All services have the same age, so the first by name gets an address.
+		// All services have the same age, so the first by name gets a disputed address.
 	}
 }
 
-// slice returns a slice with a ready endpoint per zone, which has a hint for its zone.
+// slice returns an EndpointSlice with a ready endpoint per zone, hinted for that zone.
 func slice(name, service string, zones ...string) *api.EndpointSlice {
 	s := &api.EndpointSlice{
 		Namespace: "ns", Name: name, ServiceName: service, Family: api.IPv4,

@@ -97,7 +97,7 @@ type series struct {
 	lastQueued, lastSynced     prometheus.Gauge
 	pending                    prometheus.Gauge
 	changes                    prometheus.Counter
-	duration                   prometheus.Observer // of every Sync; nil in kpng's own metrics
+	duration                   prometheus.Observer // time per Sync; nil in kpng's metrics
 }
 
 func (s *series) synced(r sink.SyncResult) {

@@ -14,10 +14,10 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// here is the node whose views most tests compute.
+// The variable here holds the node whose views most tests compute.
 var here = &api.Node{Name: "here", Labels: map[string]string{api.ZoneLabel: "zone-1"}}
 
-// service returns the service default/web after it calls edits. Before these changes, the
+// service returns the service default/web with the changes of edits. Without edits, the
 // service has a cluster IP and one unnamed port, 80 with target port 8080.
 func service(edits ...func(*api.Service)) *api.Service {
 	s := &api.Service{
@@ -221,7 +221,6 @@ func lines(text string) []string {
 	return out
 }
 
-// viewCase is a test case for View.
 type viewCase struct {
 	name    string
 	service *api.Service // nil: the result of service()

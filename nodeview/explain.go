@@ -22,13 +22,13 @@ type Explanation struct {
 	// after Absent are empty.
 	View   *api.ServiceEndpoints `json:",omitempty"`
 	Absent string                `json:",omitempty"`
-	// InternalLocal and ExternalLocal report which traffic policies in effect are Local.
+	// InternalLocal and ExternalLocal report whether the policies in effect are Local.
 	InternalLocal, ExternalLocal bool
 	// Lists explains the lists of each service port and family.
 	Lists []ListExplanation `json:",omitempty"`
 	// Skipped are endpoints that no list can contain.
 	Skipped []EndpointExplanation `json:",omitempty"`
-	// Frontends and Unserved are the results of the functions with these names for View.
+	// Frontends and Unserved contain the results of [Frontends] and [Unserved] for View.
 	Frontends []Frontend         `json:",omitempty"`
 	Unserved  []UnservedFrontend `json:",omitempty"`
 }
@@ -57,8 +57,8 @@ type EndpointExplanation struct {
 	// for an all-ports service.
 	TargetPort int32 `json:",omitempty"`
 	// Internal, External and ShortCircuit say why the endpoint is or is not on the list
-	// for that traffic. In api.Scopes, these lists are Internal, External and Cluster.
-	// ShortCircuit is 0 unless the external policy is Local.
+	// for that traffic. In api.Scopes, the corresponding fields are Internal, External and
+	// Cluster. ShortCircuit is 0 unless the external policy is Local.
 	Internal     Reason `json:",omitzero"`
 	External     Reason `json:",omitzero"`
 	ShortCircuit Reason `json:",omitzero"`
@@ -98,7 +98,6 @@ type trace struct {
 	pol policies
 }
 
-// addSkipped records an endpoint that no list can contain.
 func (t *trace) addSkipped(slice *api.EndpointSlice, ep *api.SliceEndpoint, why Reason) {
 	if t == nil {
 		return

@@ -88,9 +88,9 @@ type Frontend struct {
 	// Sources are the admitted sources. A backend checks them first, also for traffic
 	// from this node, and drops traffic from all other sources.
 	Sources Sources `json:",omitzero"`
-	// Masquerade selects the connections to masquerade as an address of this node.
+	// Masquerade selects connections whose source the backend replaces by a node address.
 	Masquerade Masquerade
-	// Affinity is how long a client address keeps its endpoint after its last new
+	// Affinity is how long a client address keeps its endpoint after the client's last new
 	// connection; 0 means no affinity. Each service port has its own affinity. It applies
 	// only while the endpoint is on the list for the client's traffic.
 	Affinity time.Duration `json:",omitempty"`
@@ -146,7 +146,8 @@ const (
 	// cluster is usable.
 	Reject
 	// Drop means to discard packets silently, because only other nodes have usable
-	// endpoints. The load balancer will notice that, and the client must retry.
+	// endpoints. The load balancer detects that this node has no endpoint. The client must
+	// retry.
 	Drop
 )
 
@@ -181,8 +182,9 @@ var masqueradeNames = [...]string{MasqueradeIfAsked: "MasqueradeIfAsked", Masque
 func (m Masquerade) String() string { return text(masqueradeNames[:], m) }
 
 // Frontends yields the frontends to program for se. They are sorted by service port, then
-// family, then kind, each in the order of the service. No two have the same address,
-// protocol and port. If se is nil, because the service was deleted, there are none.
+// family, then kind. Ports, and the addresses of one kind, are in the order of the
+// service. No two frontends have the same address, protocol and port. If se is nil,
+// because the service was deleted, there are none.
 func Frontends(se *api.ServiceEndpoints) iter.Seq[Frontend] {
 	return func(yield func(Frontend) bool) {
 		lists := portLists{se: se}
@@ -219,8 +221,7 @@ func frontend(s UnservedFrontend, lists *portLists) Frontend {
 	return f
 }
 
-// portLists has the lists of one service port and family. The frontends of this port and
-// family share these lists.
+// portLists has the lists that all frontends of one service port and family share.
 type portLists struct {
 	se                               *api.ServiceEndpoints
 	port                             *api.PortMapping
@@ -230,17 +231,15 @@ type portLists struct {
 	distinct []list
 }
 
-// list has the endpoints of a list and its ID.
 type list struct {
 	id      ListID
 	targets []Target
 }
 
-// prepare computes the lists of a port and family.
 func (l *portLists) prepare(port *api.PortMapping, family api.Family) {
 	l.port, l.family = port, family
-	// Equal policies have equal lists. The list for a policy Cluster is also the list for
-	// the short circuit.
+	// If both policies are equal, internal and external traffic use the same list. The list
+	// of a policy Cluster is also the list for the short circuit.
 	pol := policiesOf(l.se.Service)
 	l.internal = l.list(pol.internalLocal, func(s api.Scopes) bool { return s.Internal })
 	l.external = l.internal
@@ -316,7 +315,6 @@ func (l *portLists) verdict(list []Target) Verdict {
 	}
 }
 
-// masquerade returns the masquerade rule of a frontend.
 func masquerade(svc *api.Service, k Kind) Masquerade {
 	switch {
 	case k == ClusterIP:

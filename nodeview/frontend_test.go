@@ -46,7 +46,6 @@ func describeUnserved(se *api.ServiceEndpoints) []string {
 	return out
 }
 
-// frontendCase is a test case for Frontends.
 type frontendCase struct {
 	name     string
 	service  *api.Service

@@ -38,7 +38,8 @@ func FuzzView(f *testing.F) {
 	})
 }
 
-// dice chooses by the fuzzed bytes. When no bytes remain, it takes the first choice.
+// dice takes its choices from the fuzzed bytes. When no bytes remain, it always makes the
+// first choice.
 type dice struct{ data []byte }
 
 func (d *dice) n(n int) int {
@@ -152,7 +153,8 @@ func (d *dice) node() *api.Node {
 		&api.Node{Name: "here"}, &api.Node{Labels: map[string]string{api.ZoneLabel: "zone-1"}}, nil)
 }
 
-// change returns a copy of s with other endpoint conditions. A slice may be missing.
+// change returns a copy of s with other endpoint conditions. The copy may lack the first
+// slice.
 func (d *dice) change(s *api.ServiceState) *api.ServiceState {
 	c := copyState(s)
 	for _, slice := range c.Slices {
@@ -256,7 +258,6 @@ func checkEndpoints(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoi
 	}
 }
 
-// possibleKeys returns the keys of all endpoints in the slices.
 func possibleKeys(state *api.ServiceState) map[string]bool {
 	keys := map[string]bool{}
 	for _, slice := range state.Slices {
@@ -268,7 +269,8 @@ func possibleKeys(state *api.ServiceState) map[string]bool {
 }
 
 // checkCompetition checks that the view has the best of several entries with the same
-// address and port, and that it has each serving endpoint without scopes as draining.
+// address and port. It also checks that exactly the serving endpoints without scopes are
+// draining.
 func checkCompetition(t *testing.T, state *api.ServiceState, se *api.ServiceEndpoints) {
 	t.Helper()
 	listed, drains := map[string]bool{}, map[string]bool{}

@@ -143,8 +143,8 @@ func localList(ep *api.SliceEndpoint, t *endpointCounts, here location) Reason {
 	}
 }
 
-// terminatingFallback returns the reason for an endpoint that is not ready. A list
-// contains it if it is serving and terminating and there is no ready endpoint.
+// terminatingFallback returns the reason why an endpoint that is not ready is on a list
+// or not. It is on the list if it is serving and terminating and no endpoint is ready.
 func terminatingFallback(c api.Conditions, ready int) Reason {
 	switch {
 	case !usable(c):

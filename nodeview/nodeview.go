@@ -5,11 +5,11 @@
 //
 // From the cluster's state of a service, [View] computes the endpoints that one node
 // uses. [Frontends] lists the frontends that a backend has to program for a view; no
-// decision is left to the backend. [Unserved] lists the frontends to leave out, each with
-// the reason. [Explain] gives the reason for each decision.
+// decision is left to the backend. [Unserved] lists the frontends that a backend must not
+// program, each with the reason. [Explain] gives the reason for each decision.
 //
 // docs/semantics.md contains the rules. For each rule it names the function that
-// implements the rule and the tests that show it.
+// implements the rule and the tests of the rule.
 package nodeview
 
 import (
@@ -34,9 +34,9 @@ func view(s *api.ServiceState, node *api.Node, tr *trace) *api.ServiceEndpoints 
 		return nil
 	}
 
-	// For a service of common size, with few endpoints in few slices, these buffers suffice,
-	// and they are on the stack. Functions that fill a buffer have to return it: a buffer
-	// that a function stores through a pointer would escape to the heap.
+	// These buffers are on the stack. They suffice for most services, which have few
+	// endpoints in few slices. Functions that fill a buffer have to return it: a buffer that
+	// a function stores through a pointer would escape to the heap.
 	var (
 		ports      [4]*api.PortMapping
 		targets    [8]int32
@@ -118,8 +118,8 @@ func (c *selection) list(se *api.ServiceEndpoints, pol policies, here location) 
 	}
 }
 
-// assignLists determines the lists of each candidate, over all ports. It returns the
-// number of listed candidates and the number of draining ones. A draining candidate is
+// assignLists finds, for each candidate, the lists that contain it for at least one port.
+// It returns the number of listed and of draining candidates. A draining candidate is
 // eligible for a port and on no list, but may still have connections.
 func (c *selection) assignLists(pol policies) (listed, draining int) {
 	for i := range c.candidates {

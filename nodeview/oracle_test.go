@@ -21,7 +21,7 @@ type entry struct {
 	port  int32 // 0 means all ports
 }
 
-// oracleKey returns the Key of the endpoint of slice with the address addr.
+// oracleKey returns the Key of the endpoint with address addr in an EndpointSlice.
 func oracleKey(svc *api.Service, slice *api.EndpointSlice, addr netip.Addr) string {
 	e := api.Endpoint{Addr: addr}
 	if !svc.AllPorts {

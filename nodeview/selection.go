@@ -26,14 +26,14 @@ type selection struct {
 	reasons []listReasons
 }
 
-// candidate is an endpoint of a slice that may serve some port.
+// candidate is an endpoint of a slice that serves at least one port.
 type candidate struct {
 	addr  netip.Addr
 	ep    *api.SliceEndpoint
 	slice int32
 
-	// assignLists sets the fields below. scopes: the lists, over all ports. uneven: not all
-	// ports have the same lists. drains: the candidate is on no list, and draining.
+	// assignLists sets the fields below. scopes: the lists of all ports together. uneven:
+	// the ports have different lists. drains: the candidate is draining and on no list.
 	scopes         api.Scopes
 	uneven, drains bool
 }
@@ -92,7 +92,7 @@ func (c *selection) countV4() int {
 	return n
 }
 
-// dropUnserved excludes from the lists of each port the candidates that do not serve it.
+// dropUnserved excludes, for each port, the candidates that do not serve the port.
 func (c *selection) dropUnserved() {
 	for p := range c.ports {
 		row := c.row(p)

@@ -77,7 +77,8 @@ func (c *code) hasFunction(name string) bool {
 }
 
 func (c *code) hasTest(name string) bool {
-	// A slash before the dot belongs to the package path. One after it separates the case.
+	// A slash before the dot belongs to the package path. A slash after the dot separates
+	// the test and its case.
 	dot := strings.Index(name, ".")
 	test, subtest, _ := strings.Cut(name[dot+1:], "/")
 	cases, ok := c.tests[name[:dot+1]+test]

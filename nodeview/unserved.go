@@ -61,7 +61,8 @@ func (u UnservedFrontend) String() string {
 }
 
 // Unserved yields the frontends that the service's object names and [Frontends] omits, in
-// the order of Frontends. A program may report them. If se is nil, there are none.
+// the order of Frontends. A program can log these frontends. If se is nil, there are
+// none.
 func Unserved(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 	return func(yield func(UnservedFrontend) bool) {
 		for s := range namedFrontends(se) {
@@ -98,7 +99,7 @@ func namedFrontends(se *api.ServiceEndpoints) iter.Seq[UnservedFrontend] {
 }
 
 // portFrontends yields the frontends of one port. If the port cannot have frontends,
-// fault says why. If it cannot have one at its node port, nodePortFault says why.
+// fault says why. If it cannot have a frontend at its node port, nodePortFault says why.
 func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodePortFault Fault, yield func(UnservedFrontend) bool) bool {
 	served := se.Service.Families()
 	for _, family := range [...]api.Family{api.IPv4, api.IPv6} {
@@ -132,7 +133,7 @@ func portFrontends(se *api.ServiceEndpoints, port *api.PortMapping, fault, nodeP
 }
 
 // nodePortFault returns the reason why the port at index i can have no frontend at its
-// node port, or 0. It expects that portFault found none.
+// node port, or 0. Call it only if portFault returned 0 for the same port.
 func nodePortFault(ports []api.PortMapping, i int) Fault {
 	if ports[i].NodePort == 0 {
 		return 0

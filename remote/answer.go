@@ -16,12 +16,12 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// answer collects the operations up to a Sync. Until the Sync has arrived, readers see
-// none of them.
+// An answer collects the operations up to a Sync. Until the Sync has arrived, readers see
+// none of these operations.
 //
-// If an object is unreadable, answer logs it and uses the others. The client then keeps
-// its earlier version of a service or node. It also keeps its earlier version of an
-// endpoint, unless the operation is a Replace of the whole service.
+// The client logs and ignores unreadable objects, and applies all others. It keeps its
+// earlier version of an unreadable service or node. It also keeps its earlier version of
+// an endpoint, unless the operation is a Replace of the whole service.
 type answer struct {
 	client *Client
 	log    klog.Logger
@@ -30,10 +30,10 @@ type answer struct {
 	token         []byte
 
 	reset bool
-	// The drafts of the services that occurred in operations, nil for a deleted service.
-	// After a reset, services has all services.
+	// The drafts of the services that occurred in operations. The draft of a deleted service
+	// is nil. After a reset, the map contains all services.
 	services map[types.NamespacedName]*draft
-	// The node, if an operation concerned it (nodeNamed); nil if deleted.
+	// nodeNamed: an operation set or deleted the node. If deleted, node is nil.
 	node      *api.Node
 	nodeNamed bool
 }
@@ -168,7 +168,7 @@ func splitPath(path string) (service types.NamespacedName, key string, err error
 	return types.NamespacedName{Namespace: namespace, Name: name}, key, nil
 }
 
-// draft returns a service's draft, opened for modification.
+// The method draft returns the draft of a service, and makes it modifiable.
 func (a *answer) draft(key types.NamespacedName) *draft {
 	d, named := a.services[key]
 	if d == nil {
@@ -182,7 +182,7 @@ func (a *answer) draft(key types.NamespacedName) *draft {
 	return d
 }
 
-// close returns the entry that a draft describes, or nil if there is no service.
+// close turns a draft into an entry. It returns nil if the service does not exist.
 func (a *answer) close(key types.NamespacedName, d *draft) *entry {
 	switch {
 	case d == nil:
@@ -197,7 +197,7 @@ func (a *answer) close(key types.NamespacedName, d *draft) *entry {
 	return nil
 }
 
-// all yields all services that were received after a reset.
+// The method all yields the received services. It may be used only after a reset.
 func (a *answer) all() iter.Seq2[types.NamespacedName, *entry] {
 	return func(yield func(types.NamespacedName, *entry) bool) {
 		for key, d := range a.services {

@@ -53,8 +53,8 @@ func benchService(i int) *api.Service {
 	}
 }
 
-// benchSlice returns the slice of a service. If ready is false, its last endpoint is not
-// ready.
+// benchSlice returns the EndpointSlice of a service. If ready is false, the last endpoint
+// is not ready.
 func benchSlice(i, nodes int, ready bool) *api.EndpointSlice {
 	s := &api.EndpointSlice{
 		Namespace: "bench", Name: fmt.Sprintf("svc-%05d-1", i), ServiceName: fmt.Sprintf("svc-%05d", i), Family: api.IPv4,
@@ -122,7 +122,7 @@ func BenchmarkInitialSync(b *testing.B) {
 		began, cpu := time.Now(), cpuTime(b)
 		round := c.start(b)()
 		took := round.syncTime(1).Sub(began)
-		if want := streams * (services*11 + 2); round.Operations != want { // plus a Reset and the node
+		if want := streams * (services*11 + 2); round.Operations != want { // 2: Reset and node
 			b.Fatalf("%d operations, want %d", round.Operations, want)
 		}
 		b.ReportMetric(float64(round.Operations)/took.Seconds(), "entries/s")
@@ -135,7 +135,8 @@ func BenchmarkInitialSync(b *testing.B) {
 }
 
 // BenchmarkIdleStreams reports the memory of an idle stream. It compares a Server, a
-// bareServer with the same gRPC options, and one with the default options of gRPC.
+// bareServer with the gRPC options of the Server, and a bareServer with the default
+// options of gRPC.
 func BenchmarkIdleStreams(b *testing.B) {
 	for _, size := range []struct{ nodes, perNode int }{{100, 50}, {5000, 1}} {
 		for _, kind := range []string{"kpng", "grpc", "grpc-defaults"} {
@@ -279,7 +280,8 @@ func memory() uint64 {
 	return m.HeapAlloc + m.StackInuse
 }
 
-// resetPeak sets the value that the function peak reads to the present memory.
+// resetPeak forgets the earlier maximum of the memory, so that the function peak returns
+// the maximum since then.
 func resetPeak(b *testing.B) {
 	debug.FreeOSMemory()
 	if err := os.WriteFile("/proc/self/clear_refs", []byte("5"), 0); err != nil {

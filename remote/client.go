@@ -42,7 +42,7 @@ type Client struct {
 
 // clientState is the client's state after a Sync.
 type clientState struct {
-	revision uint64 // number of Syncs that brought changes, and the first, over all servers
+	revision uint64 // counts the first Sync and later Syncs with changes, of any server
 	views    *diffstore.Snapshot[types.NamespacedName, *entry]
 	node     *api.Node // nil if not known
 }
@@ -50,9 +50,9 @@ type clientState struct {
 // reader is the position of the caller of Next and Advance.
 type reader struct {
 	cursor *diffstore.Cursor[types.NamespacedName, *entry]
-	has    *clientState // state that the caller has; nil: none
+	has    *clientState // last state that the caller received; nil if none
 
-	// Result of the last Next, and its state.
+	// The update that the last Next returned, and the state that it leads to.
 	offered *sink.Update
 	state   *clientState
 }

@@ -123,7 +123,7 @@ func (c *crowd) runNode(n crowdNode, rounds *crowdRounds) {
 	fmt.Fprintf(os.Stderr, "node %s: %v\n", n.Name, err)
 }
 
-// watch sends a request after each answer. Only the first one has the token.
+// watch sends a request with the token, and after each answer a request without a token.
 func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, rounds *crowdRounds) error {
 	desc := &grpc.StreamDesc{ServerStreams: true, ClientStreams: true}
 	stream, err := conn.NewStream(ctx, desc, localv1.Sets_Watch_FullMethodName, grpc.ForceCodecV2(bytesCodec{}))
@@ -155,7 +155,7 @@ func (n crowdNode) watch(ctx context.Context, conn *grpc.ClientConn, rounds *cro
 }
 
 // countOperations returns the number of operations in a batch and reports whether it has
-// a Sync. A Replace counts as one for the service and one for each endpoint.
+// a Sync. A Replace of a service with n endpoints counts as n+1 operations.
 func countOperations(message []byte) (n int, synced bool) {
 	for op := range fieldsOf(message) {
 		switch op.number {

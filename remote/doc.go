@@ -29,8 +29,8 @@
 //
 // # What a stream costs
 //
-// For each stream, the server keeps only a position: a revision, and the snapshot of the
-// state at that revision until the snapshot is too old. The server computes and marshals
-// a view once for all nodes to which the service looks the same, and shares the bytes. It
-// disconnects a client that does not read its messages.
+// For each stream, the server keeps only a revision and the snapshot of the state at that
+// revision. It drops the snapshot when it is too old. If a service looks the same to
+// several nodes, the server computes and marshals the view only once. It disconnects a
+// client that does not read its messages.
 package remote

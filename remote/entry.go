@@ -13,7 +13,7 @@ import (
 // entry is the client's copy of one service. It is immutable.
 type entry struct {
 	view *api.ServiceEndpoints
-	// The server's names for the endpoints: first for view.Endpoints, then for
+	// The server's keys for the endpoints: those of view.Endpoints, followed by those of
 	// view.Draining.
 	keys []string
 }
@@ -31,7 +31,7 @@ func newKeyedEndpoint(key string, m *localv1.Endpoint) (keyedEndpoint, error) {
 }
 
 // newEntry returns the entry of a service with the endpoints in list, and sorts list. It
-// ignores the endpoints in the view service.
+// ignores the endpoints that the view contains.
 func newEntry(service *api.ServiceEndpoints, list []keyedEndpoint) *entry {
 	slices.SortFunc(list, func(a, b keyedEndpoint) int {
 		switch {
@@ -74,8 +74,8 @@ func (e *entry) viewOrNil() *api.ServiceEndpoints {
 	return e.view
 }
 
-// draft is a service in an answer. It is either an entry or, after open, the parts of a
-// new entry, whose endpoints can change one by one.
+// draft is a service in an answer. It contains an entry at first. The method open
+// replaces the entry by its parts, so that single endpoints can change.
 type draft struct {
 	entry *entry // nil if the draft is new or open
 

@@ -92,7 +92,7 @@ func endpointPath(key types.NamespacedName, endpoint string) string {
 // raw is a marshalled message. Nothing may modify its bytes, which streams may share.
 type raw struct{ bytes mem.BufferSlice }
 
-// rawCodec sends the bytes of a raw as they are. For all other messages it uses the
+// rawCodec sends the bytes of a raw message unchanged. For all other messages it uses the
 // default codec.
 type rawCodec struct{ encoding.CodecV2 }
 

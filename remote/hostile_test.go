@@ -317,8 +317,8 @@ func TestFailedHandshakes(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// Without this, crypto/tls sends no certificate if the server does not know its
-			// authority.
+			// By default, crypto/tls sends no certificate if the server does not accept the
+			// certificate's authority.
 			c.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
 		}
 		return c
@@ -434,8 +434,8 @@ func TestStreamIsForOneNode(t *testing.T) {
 	}
 }
 
-// A frame of one byte that the server has not read yet occupies much more memory. With
-// the default limit for a peer's streams, this memory must be bounded.
+// A frame with one byte of data occupies much more memory until the server has read the
+// frame. The default limit for a peer's streams must bound this memory.
 func TestUnreadDataIsBounded(t *testing.T) {
 	const streams, most = 8, 200 << 20
 	b := besiege(t, quick)
@@ -449,7 +449,7 @@ func TestUnreadDataIsBounded(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	write(http2Hello, http2Frame(http2Settings, 1, 0, nil)) // 1: acknowledges the server's settings
+	write(http2Hello, http2Frame(http2Settings, 1, 0, nil)) // the flag 1 acknowledges the server's settings
 	pongs := make(chan struct{}, 1)
 	go readPongs(conn, pongs)
 	// The pong shows that the server has processed everything before the ping. A test may
@@ -484,7 +484,8 @@ func TestUnreadDataIsBounded(t *testing.T) {
 	b.checkGoodClient(t)
 }
 
-// readPongs reads frames until the connection ends. For each pong, it sends to pongs.
+// readPongs reads frames until the connection ends. For each pong, it sends a value to
+// the channel.
 func readPongs(conn net.Conn, pongs chan<- struct{}) {
 	for {
 		var head [9]byte

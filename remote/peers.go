@@ -121,13 +121,13 @@ func (c connCredentials) Clone() credentials.TransportCredentials {
 
 // caller is the client of a stream.
 type caller struct {
-	name string            // name of its peer
+	name string            // the peer's name; see Limits
 	cert *x509.Certificate // nil without TLS
 	conn net.Conn
 }
 
-// callerOf returns the client of a stream. If shared is true, many clients may use one
-// certificate, so a peer is a certificate at one address.
+// callerOf returns the client of a stream. If shared is true, several clients may use the
+// same certificate. Then the name of the peer includes the client's address.
 func callerOf(ctx context.Context, shared bool) (caller, error) {
 	p, _ := peer.FromContext(ctx)
 	info, ok := p.AuthInfo.(connInfo)
@@ -147,7 +147,7 @@ func callerOf(ctx context.Context, shared bool) (caller, error) {
 	return c, nil
 }
 
-// admit counts a stream of c until done is called. It returns an error beyond the limits.
+// admit counts a new stream of c until done is called. It fails beyond the limits.
 func (p *peers) admit(c caller) (done func(), err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -22,8 +22,8 @@ type (
 )
 
 // publisher decides which snapshots the streams send. After a commit, it waits a short
-// time for others. So a burst wakes the streams only once, and all streams send the same
-// snapshots.
+// time for further commits. So a burst of commits wakes the streams only once, and all
+// streams send the same snapshots.
 type publisher struct {
 	state    cluster.Reader
 	interval time.Duration
@@ -32,7 +32,7 @@ type publisher struct {
 	snapshot *cluster.Snapshot // nil until the state is synced
 	next     chan struct{}     // closed when snapshot is replaced
 
-	// The last result of the method changes. Many streams need the same changes.
+	// A cache of the last result of the method changes, because many streams need it.
 	stepping sync.Mutex
 	from, to diffstore.Revision
 	changed  []stateChange
@@ -47,14 +47,14 @@ func (p *publisher) get() (*cluster.Snapshot, <-chan struct{}) {
 }
 
 // lags reports whether a snapshot is so old that its memory should be freed. The limit is
-// twice the lag that diffstore allows cursors, because most changes count in two stores:
-// the store of the changed object, and the store of the joined states.
+// twice that of diffstore for cursors. Most changes count twice: in the store of the
+// changed object, and in the store of the joined states.
 func (p *publisher) lags(snapshot *cluster.Snapshot) bool {
 	present, _ := p.get()
 	return int(present.Revision-snapshot.Revision) > 2*max(10_000, present.States.Len()/4)
 }
 
-// changes returns the changes of d, in the order of the keys.
+// The method changes returns the changes of d, sorted by key.
 func (p *publisher) changes(d statesDelta) []stateChange {
 	from, to := d.Old.Revision(), d.New.Revision()
 	if from == to {

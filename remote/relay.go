@@ -51,7 +51,7 @@ func (s *Server) mayReadCluster(c caller) error {
 type relay struct {
 	server   *Server
 	sender   sender
-	revision diffstore.Revision // of the client's state; 0 if unknown
+	revision diffstore.Revision // the client's revision; 0 if unknown
 	synced   bool               // an answer was sent
 
 	part clusterv1.WatchResponse

@@ -110,7 +110,7 @@ type screen struct {
 func newScreen() *screen { return &screen{moved: make(chan struct{})} }
 
 func (s *screen) sink() sink.Sink {
-	encoded := map[*api.ServiceEndpoints][]byte{} // view → its line in the last output
+	encoded := map[*api.ServiceEndpoints][]byte{} // maps each view to its line in the last output
 	return sink.FullState(func(_ context.Context, services []*api.ServiceEndpoints) error {
 		var print bytes.Buffer
 		before, step := encoded, 0

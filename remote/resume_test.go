@@ -26,8 +26,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// gate forwards connections to a server while it is open, and closes them while it is
-// not. It counts the bytes from the server.
+// An open gate forwards connections to a server. A closed gate closes them. A gate also
+// counts the bytes from the server.
 type gate struct {
 	address  string
 	received atomic.Int64
@@ -351,7 +351,8 @@ func TestNothingIsLostUnderChurn(t *testing.T) {
 	}
 }
 
-// The test closes the connection during the first answer, each time after more bytes.
+// The test closes the connection during the first answer. In each round, it does so after
+// more bytes.
 func TestPartialAnswerIsInvisible(t *testing.T) {
 	w := newWorld(5, 5, 400)
 	address := socket(t)

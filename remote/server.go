@@ -39,10 +39,10 @@ type ServerOptions struct {
 	NodeCertificates bool
 
 	// With ServeCluster, other kpng servers can read the state of the whole cluster and
-	// relay it to their clients. With TLS, only ClusterReaders may read it.
+	// relay it to their clients. With TLS, only the clients in ClusterReaders may read it.
 	ServeCluster bool
-	// ClusterReaders may read the cluster. They are common names or organizations in
-	// client certificates.
+	// ClusterReaders are common names and organizations. A client may read the cluster's
+	// state if its certificate has one of them.
 	ClusterReaders []string
 
 	// BatchInterval is the time that the server waits for further changes before it sends a
@@ -55,10 +55,10 @@ type ServerOptions struct {
 	StopTimeout time.Duration
 }
 
-// Limits limit the resources that clients use on a server. A peer is an IP address, or
-// all unix sockets. With TLS, a peer is a certificate's common name at one IP address or
-// at all unix sockets. With NodeCertificates, it is the common name alone. A field that
-// is zero has its default value.
+// Limits limit the resources that clients use on a server. Clients at the same IP address
+// are one peer, and so are all clients at unix sockets. With TLS, clients with different
+// common names are different peers. With NodeCertificates, only the common name counts. A
+// field that is zero has its default value.
 type Limits struct {
 	// Connections limits the connections of all peers together. Default 20,000.
 	Connections int
@@ -68,13 +68,13 @@ type Limits struct {
 	// StreamsPerPeer limits the open streams of a peer. A client needs one stream. A
 	// malicious client can use about 4 MB of memory per stream. Default 32.
 	StreamsPerPeer int
-	// StreamRate limits the average number of new streams of a peer per second, because the
-	// first answer on each stream may be the whole state. StreamsPerPeer limits the streams
-	// in a burst. Default 20.
+	// StreamRate limits the average number of new streams of a peer per second. It limits
+	// the work for first answers, which may be the whole state. A burst of StreamsPerPeer
+	// new streams is allowed. Default 20.
 	StreamRate float64
-	// SendTimeout limits the time that a client takes to receive a message, or 64 KB of an
-	// answer. When it has passed, the server closes the connection. A stream also ends if an
-	// answer takes longer than SendTimeout while the cluster changes too much. Default 30 s.
+	// SendTimeout is the time that a client has for a message, and on average for each 64 KB
+	// of an answer. The server closes slower connections. After SendTimeout, it also ends an
+	// answer whose snapshot is too old. Default 30 s.
 	SendTimeout time.Duration
 	// CacheBytes limits the cache of marshalled views, approximately. Default 64 MiB.
 	CacheBytes int
@@ -195,9 +195,9 @@ const maxRequest = 16 << 10
 // The size is the default of HTTP/2.
 const requestWindow = 64 << 10
 
-// connectionAge is the lifetime of a connection, give or take 10 %. After it, the client
-// reconnects with its token. So clients spread over servers, and the server checks their
-// certificates again.
+// connectionAge is the lifetime of a connection, give or take 10 %. At its end, the
+// client reconnects with its token. So clients spread over servers, and the server checks
+// their certificates again.
 const connectionAge = 30 * time.Minute
 
 func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.ServerOption {
@@ -209,7 +209,7 @@ func (s *Server) grpcOptions(creds credentials.TransportCredentials) []grpc.Serv
 		grpc.MaxRecvMsgSize(maxRequest),
 		grpc.MaxHeaderListSize(16 << 10),
 		grpc.ReadBufferSize(4 << 10),
-		grpc.SharedWriteBuffer(true), // saves 32 KB per idle connection; in newer versions, true is the default
+		grpc.SharedWriteBuffer(true), // saves 32 KB per idle connection; newer versions of gRPC do so by default
 		grpc.StaticStreamWindowSize(requestWindow),
 		grpc.StaticConnWindowSize(requestWindow),
 		grpc.KeepaliveParams(keepalive.ServerParameters{
@@ -243,7 +243,7 @@ type Stats struct {
 	// Streams is the number of open streams.
 	Streams int
 	// Views counts the computed views. Values counts the services and endpoints that were
-	// marshalled for them.
+	// marshalled for views.
 	Views, Values uint64
 	// Bytes counts the bytes of sent messages, without framing and TLS.
 	Bytes uint64

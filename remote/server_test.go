@@ -66,7 +66,7 @@ func TestViewsAreComputedOncePerClass(t *testing.T) {
 		}
 	}
 	wait(1)
-	const classes = 4 // for each zone: the node with the endpoint, and all others
+	const classes = 4 // two for each zone: the node with the endpoint, and all other nodes
 	if got := server.Stats().Views; got != classes {
 		t.Errorf("%d views were computed for %d nodes, want %d", got, len(nodes), classes)
 	}

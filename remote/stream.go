@@ -15,7 +15,7 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// subscriber is the client of a stream, and its position.
+// subscriber represents the client of a stream, and knows which state the client has.
 type subscriber[Request any] interface {
 	// send sends the changes between the client's position and the snapshot. It reports
 	// whether there was anything to send.
@@ -24,14 +24,14 @@ type subscriber[Request any] interface {
 	request(req *Request) error
 }
 
-// After renewTokens, a client gets a token of the latest revision even if nothing changes
-// for it. It must be shorter than 10 minutes, the time for which a store keeps deletions.
+// renewTokens is the time after which a client without changes gets a token of the latest
+// revision. A store keeps deletions for 10 minutes, so the time must be shorter.
 const renewTokens = 5 * time.Minute
 
 var errExpired = status.Error(codes.Unauthenticated, "the client's certificate has expired")
 
-// serveStream handles a stream. It receives requests and answers each before it receives
-// the next. The function begin handles the first request and returns the subscriber.
+// serveStream handles a stream. It receives a request, answers it, and then receives the
+// next request. The function begin handles the first request and returns the subscriber.
 func serveStream[Request, Response any](s *Server, stream grpc.BidiStreamingServer[Request, Response], begin func(caller, *Request) (subscriber[Request], error)) error {
 	ctx := stream.Context()
 	c, err := callerOf(ctx, !s.opts.NodeCertificates)
@@ -77,7 +77,7 @@ func endOf(err error) error {
 	return err
 }
 
-// answer waits for a snapshot for which send has something to send.
+// answer calls send for each new snapshot, until send reports that it sent something.
 func (s *Server) answer(ctx context.Context, send func(*cluster.Snapshot) (bool, error)) error {
 	renew := time.NewTicker(renewTokens)
 	defer renew.Stop()
@@ -116,9 +116,9 @@ func (s *sender) begin(snapshot *cluster.Snapshot) {
 	s.snapshot, s.started, s.sent = snapshot, time.Now(), 0
 }
 
-// send sends one message. The client has to read it within SendTimeout, and each 64 KB of
-// the answer within the same time on average. If an answer takes longer than SendTimeout,
-// the stream ends as soon as the snapshot is too old.
+// send sends one message. The client has SendTimeout to read the message, and on average
+// for each 64 KB of the answer. If an answer takes longer than SendTimeout, the stream
+// ends as soon as the snapshot is too old.
 func (s *sender) send(m *raw) error {
 	size, timeout, elapsed := m.bytes.Len(), s.server.opts.Limits.SendTimeout, time.Since(s.started)
 	peers := s.server.peers
@@ -140,11 +140,11 @@ func (s *sender) send(m *raw) error {
 	return err
 }
 
-// A batch is sent when it has batchBytes.
+// batchBytes is the number of bytes at which a batch is sent.
 const batchBytes = 64 << 10
 
-// opSender sends operations. If the client supports batches, a message contains several
-// operations, otherwise one. After an error, opSender sends nothing.
+// opSender sends operations. A message contains several operations if the client supports
+// batches, and otherwise one operation. After an error, opSender sends nothing.
 type opSender struct {
 	sender
 	batches bool

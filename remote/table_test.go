@@ -43,8 +43,8 @@ func (bytesCodec) Unmarshal(data mem.BufferSlice, v any) error {
 	return nil
 }
 
-// field is a field of a marshalled message. Depending on its type, its value is in varint
-// or in bytes.
+// field is a field of a marshalled message. The value of an integer is in the field
+// varint, and any other value is in bytes.
 type field struct {
 	number protowire.Number
 	varint uint64
@@ -138,8 +138,8 @@ func newTableClient(t *testing.T, ctx context.Context, address, node string) *ta
 	}
 	conn, err := grpc.NewClient(strings.Replace(a.String(), "tcp://", "passthrough:///", 1),
 		grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithAuthority("localhost"),
-		// The windows have a fixed size. Otherwise gRPC could enlarge them until all data fits
-		// into them.
+		// The flow-control windows have a fixed size. Otherwise gRPC could enlarge them until
+		// all data fits into them.
 		grpc.WithStaticStreamWindowSize(64<<10), grpc.WithStaticConnWindowSize(64<<10))
 	if err != nil {
 		t.Fatal(err)
@@ -168,7 +168,7 @@ func (c *tableClient) next() {
 	if err := c.stream.SendMsg(&request); err != nil {
 		c.t.Fatal(err)
 	}
-	last := 0 // phase: 0 set services, 1 set endpoints, 2 delete endpoints, 3 delete services
+	last := 0 // phase of the last operation: 1 set services, 2 set endpoints, 3 delete endpoints, 4 delete services
 	for {
 		message, err := c.recv()
 		if err != nil {
@@ -272,7 +272,7 @@ func (c *tableClient) ips(set field) string {
 	return fmt.Sprint(texts(fields, ipSetV4), texts(fields, ipSetV6))
 }
 
-// entries returns the map in the fields with the given number.
+// entries decodes the protobuf map that has the given field number.
 func (c *tableClient) entries(data []field, number protowire.Number) map[string]string {
 	all := map[string]string{}
 	for entry := range c.messages(data, number) {
@@ -303,7 +303,8 @@ func texts(data []field, number protowire.Number) []string {
 	return list
 }
 
-// want returns the state that the client of a node should have.
+// The method want returns the services and endpoints that a client of the node should
+// have.
 func (w *world) want(node string) (services, endpoints map[string]string) {
 	services, endpoints = map[string]string{}, map[string]string{}
 	f := feed.New(w.state, node)

@@ -69,7 +69,7 @@ func request(t *testing.T, stream setsStream, token []byte) {
 	}
 }
 
-// answer receives an answer. It counts the services that the answer sets.
+// The function answer receives an answer and counts the services in it.
 func answer(t *testing.T, stream setsStream) (reset bool, services int, token []byte) {
 	t.Helper()
 	for {
@@ -87,8 +87,8 @@ func answer(t *testing.T, stream setsStream) (reset bool, services int, token []
 	}
 }
 
-// A client is idle while a slice that concerns no node is deleted. Its token is renewed,
-// so that the client can resume when the store has dropped the deletion.
+// A client is idle while an EndpointSlice that concerns no node is deleted. Its token is
+// renewed, so that the client can resume when the store has dropped the deletion.
 func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		state := cluster.New(cluster.Options{Resumable: true})
@@ -105,7 +105,7 @@ func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 		request(t, stream, nil)
 		_, _, token := answer(t, stream)
 		request(t, stream, nil)
-		synctest.Wait() // until the server waits for changes
+		synctest.Wait() // returns when the server waits for changes
 		state.Update(func(tx *cluster.Tx) { tx.DeleteSlice(types.NamespacedName{Namespace: "ns", Name: "e"}) })
 		renewed := make(chan []byte, 1)
 		go func() {
@@ -124,7 +124,7 @@ func TestTokenOfIdleClientIsRenewed(t *testing.T) {
 		}
 		stream.CloseSend()
 
-		time.Sleep(2 * time.Minute) // then the next change makes the store drop the deletion
+		time.Sleep(2 * time.Minute) // so that the next change makes the store drop the deletion
 		state.Update(func(tx *cluster.Tx) { tx.SetSlice(unseen("f")) })
 		stream = open(t, conn)
 		request(t, stream, token)
@@ -161,7 +161,8 @@ func manyServices(services int) *cluster.State {
 	return state
 }
 
-// rewrite writes all services to the state, each with an annotation that has the generation.
+// rewrite writes all services to the state. An annotation of each service contains the
+// generation.
 func rewrite(state *cluster.State, services, generation int) {
 	state.Update(func(tx *cluster.Tx) {
 		for i := range services {
@@ -172,8 +173,8 @@ func rewrite(state *cluster.State, services, generation int) {
 	})
 }
 
-// The client pauses after each message of an answer. It may take half a minute for each
-// 64 KB, unless its snapshot becomes too old.
+// The client pauses after each message of an answer. The server tolerates 30 s for each
+// 64 KB, until the client's snapshot is too old.
 func TestSlowClientIsDisconnected(t *testing.T) {
 	const services = 6_000
 	for _, test := range []struct {

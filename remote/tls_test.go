@@ -73,13 +73,14 @@ func tlsFiles(dir string) *transport.TLS {
 	}
 }
 
-// issue writes a certificate for name, its key and its authority to the paths in files.
+// issue creates a certificate for name. It writes the certificate, the key and the
+// authority to the paths in files.
 func (a *authority) issue(t testing.TB, files *transport.TLS, name string, organizations ...string) {
 	t.Helper()
 	a.issueUntil(t, files, time.Now().Add(time.Hour), name, organizations...)
 }
 
-// issueUntil is like issue, for a certificate that expires at end.
+// issueUntil is like issue, but the certificate expires at the time end.
 func (a *authority) issueUntil(t testing.TB, files *transport.TLS, end time.Time, name string, organizations ...string) {
 	t.Helper()
 	key := newKey(t)

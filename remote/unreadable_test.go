@@ -152,8 +152,8 @@ func TestUnreadableObjectIsIgnored(t *testing.T) {
 	}
 }
 
-// followLogging is like follow. It sends the client's log lines about unreadable objects
-// to reports.
+// followLogging is like follow, but also sends the client's log lines about unreadable
+// objects to reports.
 func followLogging(t *testing.T, node, address string, reports chan<- string) (client *remote.Client, stop func()) {
 	t.Helper()
 	client, err := remote.NewClient(remote.ClientOptions{

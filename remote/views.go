@@ -26,7 +26,7 @@ type views struct {
 
 	mu     sync.Mutex
 	states map[*api.ServiceState]*list.Element
-	lru    *list.List // of *sharedState, most recently used first
+	lru    *list.List // of *sharedState; the most recently used is first
 	size   int        // size of the cache, in bytes
 
 	ids      atomic.Uint64

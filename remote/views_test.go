@@ -87,7 +87,7 @@ func TestClassesShareEndpoints(t *testing.T) {
 				t.Fatalf("%s (- computed alone, + computed with others):\n%s", name, diff)
 			}
 		}
-		// An endpoint looks the same to all nodes except its own.
+		// Each endpoint is marshalled at most twice: for its own node, and for all other nodes.
 		if got, most := int(v.values.Load()), nodes+2*len(slice.Endpoints); got > most {
 			t.Errorf("%d values were marshalled, want at most %d", got, most)
 		}
@@ -167,7 +167,7 @@ func randomView(r *rand.Rand, id uint64) *wireView {
 	seen := map[string]bool{}
 	for range r.IntN(8) {
 		e := apitest.Random[api.Endpoint](r)
-		e.PortOverrides = nil // so that keys often match
+		e.PortOverrides = nil // a key contains the overrides, and keys should often match
 		if seen[e.Key()] {
 			continue
 		}
@@ -181,7 +181,7 @@ func randomView(r *rand.Rand, id uint64) *wireView {
 	return newWireView(id, v, new(marshalled))
 }
 
-// apply applies the operations of d to has, a client's map from path to value.
+// apply applies the operations of d to the map of a client's values by path.
 func apply(t *testing.T, has map[string]string, d *wireDelta) {
 	t.Helper()
 	for _, frames := range d {

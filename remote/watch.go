@@ -21,7 +21,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// watch is a client that receives views of one node: its request and its position.
+// watch represents a client that receives the views of one node.
 type watch struct {
 	server *Server
 	sender opSender
@@ -35,8 +35,8 @@ type watch struct {
 	// The client's token, until the first answer.
 	resume []byte
 
-	// The client's position. synced: it has state. token: the revision of its last token,
-	// which was sent at the time renewed.
+	// The client's position. synced: the client has received an answer. token: the revision
+	// of its last token. renewed: when this token was sent.
 	synced, stale bool
 	token         diffstore.Revision
 	renewed       time.Time
@@ -91,8 +91,8 @@ func (s *Server) newWatch(stream grpc.ServerStream, c caller, req *localv1.Watch
 	return w
 }
 
-// After staleToken changes in the cluster, an idle client gets a new token. If it resumed
-// with the old token, it would receive too much.
+// After staleToken changes in the cluster, an idle client gets a new token. The answer to
+// an older token would contain too many changes.
 const staleToken = 1000
 
 // request implements subscriber.
@@ -166,8 +166,8 @@ func (w *watch) depends(node *api.Node) []string {
 	return []string{w.name, node.Zone(), fmt.Sprint(w.who, w.frontends)}
 }
 
-// sendDifference sends the operations that turn the client's state into the snapshot,
-// except the Sync.
+// sendDifference sends the operations that turn the client's state into the snapshot. It
+// does not send the Sync.
 func (w *watch) sendDifference(snapshot *cluster.Snapshot, node *api.Node) {
 	d := w.cursor.Until(snapshot.States)
 	if !d.Full() {

@@ -19,8 +19,8 @@ import (
 type wireView struct {
 	id  uint64 // unique ID of this view; 0 means no view
 	key types.NamespacedName
-	// service is the marshalled service or its frontends, and set says which. With
-	// frontends, endpoints is empty.
+	// service is the marshalled service. If set is FrontendsSet, it is the marshalled
+	// frontends of the service, and endpoints is empty.
 	set       localv1.Set
 	service   []byte
 	endpoints []wireEndpoint // sorted by key
@@ -29,7 +29,7 @@ type wireView struct {
 	size   int // approximate size in memory, with deltas and wholes
 
 	mu     sync.Mutex
-	deltas [2][2]memo // by audience, and by whether there is an old view
+	deltas [2][2]memo // by audience; the second index is 1 if there is an old view
 	wholes [2][]frame // by audience
 }
 
@@ -53,7 +53,7 @@ const (
 
 func (a audience) receives(e *wireEndpoint) bool { return a == complete || e.elsewhere }
 
-// memo is a cached difference from the old view with the given ID.
+// memo caches the difference from the old view that has the given ID.
 type memo struct {
 	id    uint64
 	value *wireDelta
@@ -128,7 +128,7 @@ func (w *wireView) add(list []api.Endpoint, draining bool, m *marshalled) {
 	}
 }
 
-// wireDelta holds the operations from one view to another, by phase.
+// wireDelta holds the operations that turn one view into another, by phase.
 type wireDelta [4][]frame
 
 // The phases of an answer. A service is set before its endpoints and deleted after them,
@@ -140,7 +140,7 @@ const (
 	deleteServices
 )
 
-// delta returns the operations from one view of a service to another. Either may be nil.
+// delta returns the operations that turn a view into a new view. Either may be nil.
 func delta(old, new *wireView, who audience) *wireDelta {
 	if new == nil {
 		return newDelta(old, nil, who)
@@ -186,7 +186,7 @@ func newDelta(old, new *wireView, who audience) *wireDelta {
 	return d
 }
 
-// pairs yields the endpoints of two lists by key. Those with the same key come together.
+// pairs yields the endpoints of two sorted lists, and pairs endpoints with the same key.
 func pairs(before, after []wireEndpoint) func(yield func(old, new *wireEndpoint) bool) {
 	return func(yield func(old, new *wireEndpoint) bool) {
 		for len(before) > 0 || len(after) > 0 {

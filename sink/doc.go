@@ -28,9 +28,9 @@
 //
 // When the source has all services, the driver makes its first pass. A pass delivers
 // every service once, in key order, in batches of bounded size (Options.BatchSize). Each
-// batch is a Changes; the first has First set, and the last has Last. At the end of a
-// pass, the sink prunes everything that belongs to no service. So a restart removes stale
-// state and keeps correct state. In a pass of one batch, First and Last are both set.
+// batch is a Changes. The first one has First set, the last one has Last set, and a
+// single batch has both. At the end of a pass, the sink prunes everything that belongs to
+// no service. So a restart removes stale state and keeps correct state.
 //
 // After the pass, the sink receives only services that have changed since it acknowledged
 // them. It receives the old and the new view of each; [Change.Endpoints] yields the
@@ -43,7 +43,7 @@
 // During a Sync, and in the minimum interval after it, the source merges changes. The
 // next Sync delivers each changed service once, with the acknowledged view and the
 // present one. If later changes undo earlier ones, nothing is delivered. The driver's
-// time for a Sync depends on the number of changes, not of services.
+// time for a Sync depends on the number of changes, not on the number of services.
 //
 // # When programming fails
 //
@@ -54,9 +54,9 @@
 // If Sync returns another error or panics, nothing is acknowledged. The driver delivers
 // the same services once more. If that fails too, it halves the batch again and again,
 // until only one service is left. If a Sync of one service fails, the driver isolates
-// this service: it delivers the service alone from then on, with its own backoff, so that
-// others are not delayed. If all Syncs fail for some time, the backoff grows, because the
-// dataplane itself may be the cause.
+// this service. From then on, it delivers the service alone and with its own backoff, so
+// that others are not delayed. If all Syncs fail for some time, the backoff grows,
+// because the dataplane itself may be the cause.
 //
 // A service that was not acknowledged may be half programmed. So the driver delivers it
 // again and sets [Change.Unsure], even if the service was deleted or has its old view
@@ -71,16 +71,16 @@
 //
 // # More than Sync
 //
-// A sink may implement [Starter], [Stopper] or [Drainer], [Cleaner], and [Verifier] or
-// [Poller]. [FullState] turns a function that receives the whole state into a sink.
-// [Events] turns a [Handler] of single objects into a sink. A sink that wraps another one
-// embeds a [Forwarder]. Package sinktest helps to test sinks.
+// A sink may also implement [Starter], [Cleaner], one of [Stopper] and [Drainer], and one
+// of [Verifier] and [Poller]. [FullState] turns a function that receives the whole state
+// into a sink. [Events] turns a [Handler] of single objects into a sink. A sink that
+// wraps another one embeds a [Forwarder]. Package sinktest helps to test sinks.
 //
 // # Health
 //
-// [Driver.WaitSynced] waits until the first pass is complete, which means that a program
-// is ready. [Status.StuckFor] reports whether a sink hangs. A slow sink does not look
-// stuck, because each service that it reads from Changes counts as progress.
+// A program is ready when the first pass is complete. [Driver.WaitSynced] waits for this.
+// [Status.StuckFor] reports whether a sink hangs. A slow sink does not look stuck,
+// because each service that it reads from Changes counts as progress.
 //
 // # Concurrency and ownership
 //

@@ -24,16 +24,16 @@ type Driver struct {
 	kick     chan struct{} // wakes Run after StartOver
 	progress atomic.Int64  // last progress of the sink, in Unix nanoseconds
 
-	// Only the goroutine of Run uses the fields below, or its helper during a Verify.
+	// Only the goroutine of Run and the helper goroutine of verify use the fields below.
 	notBefore time.Time // when the next Sync may begin
 	verifyAt  time.Time // when the next Verify may begin; zero means never
-	noted     bool      // status already includes the waiting changes
+	noted     bool      // noteChanges has recorded the waiting changes
 	pass      *delivery // the current pass, nil if there is none
 	search    search
 	wasAlone  bool // the last Sync delivered one isolated service
 
-	// The same goroutine writes the fields below with mu held and reads them without mu. All
-	// other goroutines hold mu.
+	// The goroutine of Run writes the fields below with mu held and reads them without mu.
+	// All other goroutines hold mu.
 	mu      sync.Mutex
 	started bool
 	end     error         // not nil after the end of Run
@@ -44,7 +44,7 @@ type Driver struct {
 	// synced: the last pass is complete. restart: StartOver was called, and the source has
 	// not been reset yet.
 	synced, restart bool
-	// Everything up to the revision position is acknowledged or pending.
+	// position: a revision. All changes up to it are acknowledged or pending.
 	position uint64
 	// nodePending: the node has changed since it was acknowledged. nodeSince: the last
 	// revision before this change.
@@ -152,7 +152,7 @@ func (d *Driver) StartOver() {
 }
 
 // wait returns nil when the next Sync is due, and an error when ctx ends. Meanwhile, it
-// calls Verify when that is due.
+// calls Verify whenever a Verify is due.
 func (d *Driver) wait(ctx context.Context) error {
 	d.noted = false
 	for {
@@ -234,8 +234,8 @@ func (d *Driver) sleep(ctx context.Context, wake time.Time, changed <-chan struc
 	}
 }
 
-// verify calls Verify, and cancels it when sleep would return. The cancelled Verify may
-// take long to return, so verify records the waiting work before that.
+// verify calls Verify, and cancels it as soon as other work waits. The cancelled Verify
+// may take long to return, so verify first records that work waits.
 func (d *Driver) verify(ctx context.Context, wake time.Time, changed <-chan struct{}) {
 	log := klog.FromContext(ctx)
 	begin := time.Now()
@@ -283,8 +283,8 @@ func (d *Driver) noteChanges(now time.Time) {
 	d.noteWork(now)
 }
 
-// noteWork records the time since which work waits. That is not earlier than notBefore,
-// because the time of Options.MinInterval does not count.
+// noteWork records since when work waits. This time is at least notBefore, because
+// waiting during Options.MinInterval does not count.
 func (d *Driver) noteWork(now time.Time) {
 	d.update(func() {
 		if d.status.WaitingSince.IsZero() {

@@ -78,7 +78,7 @@ func FuzzDriver(f *testing.F) {
 type fuzzServices struct {
 	w      *world
 	r      *rand.Rand
-	owners [8]int // number of the service with each address, from 1; 0: none
+	owners [8]int // by address: number of the service that has it, from 1; 0 if none
 }
 
 func fuzzKey(n int) types.NamespacedName { return key(string(rune('a' + n))) }
@@ -177,7 +177,7 @@ type dataplane struct {
 	// With atomic, the sink changes nothing of a failed service, and nothing at all if the
 	// Sync fails. Then the sink may rely on Old even for an unsure service.
 	atomic bool
-	// The last delivered view of each service since First.
+	// The last delivered view of each service. A Changes with First clears the map.
 	wanted map[types.NamespacedName]*api.ServiceEndpoints
 	// The services that have to fail, how often, and with which error.
 	mu      sync.Mutex
@@ -208,7 +208,7 @@ func newDataplane(atomic bool) *dataplane {
 	return p
 }
 
-// fail makes the service key fail with err as often as times says.
+// fail makes the next deliveries of the service key fail with err; times is their number.
 func (p *dataplane) fail(key types.NamespacedName, times int, err error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

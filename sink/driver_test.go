@@ -59,9 +59,9 @@ type world struct {
 	ended  chan error
 }
 
-// run calls test in a synctest bubble in which a driver runs, with the options opts and
-// the sink s, which may be nil. The source has the service web with endpoint 1, and is
-// not synced. By default there is no jitter and no Verify.
+// run starts a driver in a synctest bubble, with the options opts and the sink s, and
+// then calls test. The sink may be nil. The source has the service web with endpoint 1,
+// and is not synced. By default there is no jitter and no Verify.
 func run(t *testing.T, opts sink.Options, s sink.Sink, test func(w *world)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
@@ -97,8 +97,8 @@ func (w *world) waitApplied() {
 	}
 }
 
-// delivered describes the recorded Syncs in one line each. It omits the oldest Syncs, as
-// many as skip says.
+// delivered describes the recorded Syncs in one line each. It omits the oldest Syncs;
+// skip is their number.
 func (w *world) delivered(skip int) string {
 	var b strings.Builder
 	for _, s := range w.rec.Syncs()[skip:] {

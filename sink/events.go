@@ -46,7 +46,7 @@ type Handler interface {
 // the new frontend fails too, and is delivered again.
 //
 // In a pass (see [Changes]) the sink deletes the objects that the services no longer
-// have, and sets all objects of every service again, because h may have lost them. A new
+// have. It sets all objects of every service again, because h may have lost them. A new
 // frontend may have the address and port of a service that the pass has not reached. Then
 // the sink deletes the old frontend first. For this, it holds the last delivered view of
 // every service. It usually shares this memory with the source.
@@ -73,22 +73,22 @@ type events struct {
 }
 
 // sent is the view of a service that the handler received. If sure is true, the handler
-// has every object of the view; otherwise it may have any of them. It has no other
-// objects of the service. The claims of its frontends are in owners.
+// has every object of the view; otherwise it may have some of them. The handler has no
+// other objects of the service. The claims of its frontends are in owners.
 type sent struct {
 	view *api.ServiceEndpoints
 	sure bool
 }
 
-// transition is the change of a service from the view in sent to a new one, which is nil
-// if the service is deleted.
+// transition is the change of a service from its last sent view to a new view. The new
+// view of a deleted service is nil.
 type transition struct {
 	key types.NamespacedName
 	old sent
 	new *api.ServiceEndpoints
 	// All deletes have succeeded, so that the handler has only objects of new.
 	deleted bool
-	// The first error. After it, the handler receives no more objects of the service.
+	// The first error. After an error, the handler receives no more objects of the service.
 	err error
 }
 
@@ -149,8 +149,8 @@ func (e *events) transitions(c *Changes) []*transition {
 	return transitions
 }
 
-// makeRoom deletes old frontends that conflict with new ones, if their services have no
-// transition.
+// makeRoom deletes frontends of services without a transition, if these frontends
+// conflict with new ones.
 func (e *events) makeRoom(ctx context.Context, transitions []*transition) {
 	for _, t := range transitions {
 		for f := range nodeview.Frontends(t.new) {
@@ -271,7 +271,7 @@ func (e *events) setFrontends(ctx context.Context, t *transition) error {
 	return heldBack
 }
 
-// known returns the view of which the handler has all objects, or nil.
+// known returns the old view if the handler has all its objects, and nil otherwise.
 func (t *transition) known() *api.ServiceEndpoints {
 	if t.old.sure {
 		return t.old.view

@@ -167,7 +167,8 @@ func TestEvents(t *testing.T) {
 	})
 }
 
-// An address moves from service a to service b while a call for a fails.
+// An address moves from one service to another. Meanwhile, a call for its first owner
+// fails.
 func TestEventsHoldBackConflictingFrontends(t *testing.T) {
 	a, b, c := key("a"), key("b"), key("c")
 	gone := func(k types.NamespacedName) sink.Change { return sink.Change{Key: k} }

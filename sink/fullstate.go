@@ -39,8 +39,8 @@ type StateSink interface {
 	SyncState(ctx context.Context, node *api.Node, services []*api.ServiceEndpoints) error
 }
 
-// FullStateOf is like [FullState] for a StateSink. The sink forwards the optional methods
-// of s: those of [Starter], [Stopper], [Drainer], [Cleaner] and [Verifier].
+// FullStateOf is like [FullState], but calls s.SyncState. The sink forwards the optional
+// methods of s: those of [Starter], [Stopper], [Drainer], [Cleaner] and [Verifier].
 func FullStateOf(s StateSink) Sink { return &fullState{Forwarder: Forwarder{s}, sink: s, inPass: true} }
 
 type stateFunc func(ctx context.Context, services []*api.ServiceEndpoints) error
@@ -54,7 +54,7 @@ type fullState struct {
 	sink StateSink
 	// The state that was last acknowledged.
 	acked []*api.ServiceEndpoints
-	// inPass: a pass is in progress. gathered: the services that it has delivered.
+	// inPass: a pass is in progress. gathered: the services delivered so far.
 	inPass   bool
 	gathered []*api.ServiceEndpoints
 }
@@ -80,7 +80,7 @@ func (f *fullState) Sync(ctx context.Context, c *Changes) error {
 	return err
 }
 
-// revert returns a copy of state in which failed services have their views from acked.
+// revert returns a copy of state in which each failed service has its view from acked.
 func revert(state, acked []*api.ServiceEndpoints, failed Failed) []*api.ServiceEndpoints {
 	if len(failed) == 0 {
 		return state

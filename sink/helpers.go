@@ -27,7 +27,7 @@ func (p *Pass) Begin(c *Changes) {
 	p.last = c.Last
 	for s := range c.Services {
 		if s.New == nil && !c.Last {
-			// A service whose deletion fails is in Services or Failing of the last batch.
+			// If the deletion fails, Services or Failing of the last batch contains the service.
 			delete(p.delivered, s.Key)
 		} else {
 			p.delivered[s.Key] = struct{}{}

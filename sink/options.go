@@ -18,9 +18,9 @@ type Options struct {
 	// Default 0: the driver delivers changes as soon as no Sync runs.
 	MinInterval time.Duration
 
-	// BatchSize limits a batch of a pass, and the retries in one Sync. It counts services
-	// and their endpoints. A larger service is delivered in a Sync of its own. The limit
-	// does not apply to new changes of the source. Default 10,000.
+	// BatchSize limits the size of a batch of a pass, and of the retries in one Sync. The
+	// size is the number of services and endpoints. A larger service is delivered in a Sync
+	// of its own. The limit does not apply to new changes of the source. Default 10,000.
 	BatchSize int
 
 	// Backoff defines how long the driver waits after a Sync that failed as a whole, and
@@ -28,9 +28,9 @@ type Options struct {
 	Backoff Backoff
 
 	// For a [Verifier], VerifyInterval is the time from the end of one Verify to the start
-	// of the next. If changes interrupt a Verify, the driver waits only a quarter of it.
-	// Default: the VerifyInterval of a [Poller], or else one minute. If negative, the driver
-	// never calls Verify.
+	// of the next. If changes interrupt a Verify, the driver waits only a quarter of this
+	// time. Default: the VerifyInterval of a [Poller], or else one minute. If negative, the
+	// driver never calls Verify.
 	VerifyInterval time.Duration
 
 	// StopTimeout is the time after which the context of Stop ends, for a [Stopper].
@@ -61,8 +61,8 @@ type Backoff struct {
 // Observer receives reports of a driver's work, for metrics. Each function may be nil.
 // The driver calls one function at a time and waits until it returns.
 type Observer struct {
-	// Queued is called before a Sync that has new changes. The driver noticed the first of
-	// these changes at the time at. Changes that do not affect this node do not count.
+	// Queued is called before a Sync that has new changes, with the time when the driver
+	// noticed the first of them. Changes that do not affect this node do not count.
 	Queued func(at time.Time)
 	// Pending is called before and after each Sync with the number of services that are not
 	// acknowledged. The number includes failing services, but not services that the pass has

@@ -15,11 +15,11 @@ type delivery struct {
 	// begun: a Changes with First was acknowledged. start: when the pass began.
 	begun bool
 	start time.Time
-	// The pass has delivered all services up to the key reached. The services in ahead come
-	// later but were also delivered, because they changed or are isolated.
+	// reached: the pass has delivered all services up to this key. ahead: services with
+	// later keys that were also delivered, because they changed or are isolated.
 	reached types.NamespacedName
 	ahead   map[types.NamespacedName]struct{}
-	// The last batch left out the pass, to deliver changes first.
+	// The last batch contained only changes, and no further services of the pass.
 	yielded bool
 	// The memory of the last batch, for reuse.
 	buffer []Change
@@ -33,9 +33,9 @@ func (p *delivery) delivered(key types.NamespacedName) bool {
 	return ahead || api.CompareKeys(key, p.reached) <= 0
 }
 
-// admit returns the changes to deliver now. It admits changes of services that the pass
-// has not reached up to the size limit, and until limit services are ahead. The pass
-// delivers the others.
+// admit returns the changes to deliver now: all changes of services that the pass has
+// delivered, and some of the others. It leaves the rest of the others to the pass when
+// their size, or the number of services ahead, reaches limit.
 func (p *delivery) admit(changes []Change, limit int) []Change {
 	var admitted []Change
 	size := 0
@@ -56,9 +56,9 @@ func (p *delivery) admit(changes []Change, limit int) []Change {
 	return admitted
 }
 
-// appendNext appends the next services of the pass to changes: at least one if any is
-// left, at most maxCount, and at most the size limit. The result more reports whether
-// services are left after that.
+// appendNext appends the next services of the pass to changes, at most maxCount services
+// and at most the size limit. It appends at least one service if any is left. The result
+// more reports whether further services are left.
 func (p *delivery) appendNext(u *Update, maxCount, limit int, changes []Change) (_ []Change, more bool) {
 	if changes == nil {
 		changes = p.buffer[:0]

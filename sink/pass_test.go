@@ -445,7 +445,8 @@ func TestOnePanicDoesNotHoldUpLaterChanges(t *testing.T) {
 	})
 }
 
-// The sink reports that p, q and r failed. But q and r never exist, and p only at times.
+// The sink reports that p, q and r failed. But q and r never exist, and p exists only at
+// times.
 func TestFailuresOfUnknownServicesEnd(t *testing.T) {
 	s := sink.Func(func(context.Context, *sink.Changes) error {
 		if time.Now().Second()%3 == 0 {
@@ -597,7 +598,7 @@ func TestFailedSourceIsRetriedWithBackoff(t *testing.T) {
 }
 
 // A claim moves from a failing service to another one. After that, the old view of the
-// failing service must not be delivered, because it has the claim.
+// failing service must not be delivered, because this view still has the claim.
 func TestOldNamesNoClaimOfAnotherService(t *testing.T) {
 	a, b := key("a"), key("b")
 	run(t, sink.Options{}, nil, func(w *world) {

@@ -15,7 +15,7 @@ import (
 )
 
 // unacked is a service whose present view the sink has not acknowledged. It must not be
-// modified while pending.byKey has it.
+// modified while it is in pending.byKey.
 type unacked struct {
 	key types.NamespacedName
 	// The view last acknowledged since the pass began, or nil if there is none.
@@ -47,7 +47,7 @@ const (
 	reasons
 )
 
-// change returns the Change from the old view of s to new, the present view.
+// The method change returns the Change from the old view of s to its present view, new.
 func (s *unacked) change(new *api.ServiceEndpoints) Change {
 	return Change{Key: s.key, Old: s.old, New: new, Unsure: s.unsure, TriggerTime: s.trigger}
 }
@@ -60,8 +60,8 @@ func (s *unacked) merge(c Change) Change {
 	return merged
 }
 
-// pending holds the unacknowledged services. The time to find those that are due does not
-// depend on how many others there are.
+// pending holds the unacknowledged services. The time to find the due services does not
+// depend on the number of other services.
 type pending struct {
 	byKey   map[types.NamespacedName]*unacked
 	byRetry *btree.BTreeG[*unacked] // without isolated services
@@ -159,8 +159,8 @@ func (p *pending) dueAlone(now time.Time) *unacked {
 	return nil
 }
 
-// acknowledge removes the service key, because the sink has acknowledged its view new. If
-// the old view of another service has a claim of new, acknowledge clears this old view.
+// acknowledge removes the service key, because the sink has acknowledged its new view. If
+// the old view of another service has a claim of the new view, the old view is cleared.
 // Otherwise the sink would use the old view to remove the claim from its new owner.
 func (p *pending) acknowledge(key types.NamespacedName, new *api.ServiceEndpoints) {
 	p.remove(key)
@@ -188,8 +188,8 @@ func (p *pending) keys(delivered []Change) []types.NamespacedName {
 	return keys
 }
 
-// applied returns the last revision up to which the sink has acknowledged everything, at
-// most reached.
+// applied returns the last revision up to which the sink has acknowledged everything. The
+// result is at most reached.
 func (p *pending) applied(reached uint64) uint64 {
 	for _, s := range p.byKey {
 		reached = min(reached, s.since)

@@ -97,8 +97,8 @@ type Changes struct {
 	// First do not count any more.
 	First bool
 	// Last ends a pass, in which every service was delivered. The sink programs Services.
-	// Then it prunes everything, except what belongs to services that were delivered since
-	// First, or may belong to services in Failing.
+	// Then it prunes everything, except the state of services that were delivered since
+	// First, and state that may belong to services in Failing.
 	Last bool
 	// Failing is set with Last. It lists the services that were delivered in this pass but
 	// not acknowledged, except those in Services, in order of namespace and name. Any part
@@ -141,8 +141,8 @@ type Change struct {
 }
 
 // Endpoints yields the endpoints that differ between Old and New, in order. It yields
-// (nil, new) for an added endpoint, (old, nil) for a removed one, and (old, new) for one
-// whose lists, conditions or other properties have changed. It omits draining endpoints.
+// (nil, new) for an added endpoint, (old, nil) for a removed one, and (old, new) if
+// lists, conditions or other properties have changed. It omits draining endpoints.
 func (c *Change) Endpoints() iter.Seq2[*api.Endpoint, *api.Endpoint] {
 	return func(yield func(old, new *api.Endpoint) bool) {
 		var before, after []api.Endpoint
@@ -200,7 +200,7 @@ func (f *Failed) Error() string {
 func (f *Failed) Unwrap() []error { return slices.Collect(maps.Values(f.services())) }
 
 // services returns *f, or nil if f is nil. So a Sync that returns a nil *Failed by
-// mistake has succeeded.
+// mistake succeeds.
 func (f *Failed) services() Failed {
 	if f == nil {
 		return nil
@@ -219,7 +219,7 @@ func (f *Failed) Add(key types.NamespacedName, err error) {
 	(*f)[key] = err
 }
 
-// Do calls program, which programs the service key, and records its error. If program
+// Do calls the function program for the service key, and records its error. If program
 // panics, that counts as an error of the service, and the driver logs the stack.
 func (f *Failed) Do(key types.NamespacedName, program func() error) {
 	defer func() {

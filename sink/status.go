@@ -52,10 +52,10 @@ type Status struct {
 	NextAttempt time.Time
 
 	// Pending is the number of services that were received from the source and not
-	// acknowledged. Some may only wait because another service fails.
+	// acknowledged. Some of them may wait only because another service fails.
 	Pending int
 	// Failing contains the pending services that failed themselves, in order of namespace
-	// and name: a [Failed] named the service, or a Sync of this service alone failed.
+	// and name. Either a [Failed] named the service, or a Sync of this service alone failed.
 	Failing []FailingService
 }
 
@@ -80,8 +80,8 @@ type FailingService struct {
 	NextRetry time.Time
 }
 
-// Status returns the state of the driver. It is safe for concurrent use. Its time depends
-// only on the number of pending services.
+// Status returns the state of the driver. It is safe for concurrent use. Its running time
+// depends only on the number of pending services.
 func (d *Driver) Status() Status {
 	d.mu.Lock()
 	defer d.mu.Unlock()

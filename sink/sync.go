@@ -21,7 +21,7 @@ type batch struct {
 	Changes
 	// The services that Changes.Services yields.
 	services []Change
-	// services consists of one isolated service.
+	// The batch consists of one isolated service.
 	alone bool
 }
 
@@ -29,7 +29,7 @@ type batch struct {
 type search struct {
 	// The maximum number of services in a Sync, or 0 while there is no search.
 	limit int
-	// The number of failures in a row for which the backoff does not grow yet.
+	// After this number of failures in a row, the backoff begins to grow.
 	patience int
 	// The number of failures of isolated services since the last successful Sync.
 	aloneFailures int
@@ -155,7 +155,7 @@ func (d *Driver) addChanges(u *Update, b *batch) {
 }
 
 // addAlone makes b a batch of one isolated service if one is due. Between two isolated
-// services, others have their turn. While everything fails, isolated services wait.
+// services, others come first. While everything fails, isolated services wait.
 func (d *Driver) addAlone(u *Update, b *batch) bool {
 	now := time.Now()
 	s := d.pending.dueAlone(now)
@@ -170,7 +170,7 @@ func (d *Driver) addAlone(u *Update, b *batch) bool {
 	return true
 }
 
-// addDue adds pending services that are due to b, and the next services of the pass.
+// addDue adds the due pending services and the next services of the pass to b.
 func (d *Driver) addDue(u *Update, b *batch) {
 	changes := b.services
 	size, most := 0, d.search.limit
@@ -277,8 +277,8 @@ func (d *Driver) sync(ctx context.Context, b *batch) (result SyncResult, failed 
 	return SyncResult{InPass: d.pass != nil, Services: len(b.services), Duration: end.Sub(begin), Err: err}, failed, acked
 }
 
-// hopeful reports whether it is progress if the sink reads a service. After many failures
-// in a row it is none, because the sink does not work at all.
+// hopeful reports whether a service that the sink reads counts as progress. After many
+// failures in a row, it does not count, because the sink does not work at all.
 func (d *Driver) hopeful() bool {
 	return d.status.Failures == 0 || d.status.Failures <= d.search.patience
 }
@@ -352,7 +352,7 @@ func (d *Driver) notDelivered(ctx context.Context, u *Update, b *batch, failed F
 
 // refused records that the sink acknowledged nothing of b because of err. The driver
 // delivers the same batch once more, and then halves of it, until one service is left. If
-// a Sync of this service fails too, it is the cause.
+// a Sync of this service fails too, the service is the cause.
 func (d *Driver) refused(u *Update, b *batch, err error) {
 	n := len(b.services)
 	if b.alone {
@@ -444,8 +444,8 @@ func (d *Driver) recovered() {
 }
 
 // backOff records that nothing was acknowledged because of err, and delays the next Sync.
-// The delay grows only after patience failures. Of several failures in a row, the
-// patience of the first one applies.
+// The first of several failures in a row sets the patience: the number of failures after
+// which the delay grows.
 func (d *Driver) backOff(err error, patience int) {
 	if d.status.Failures == 0 {
 		d.search.patience = patience
@@ -487,7 +487,7 @@ func (d *Driver) startOver() {
 	d.update(func() { d.synced = false })
 }
 
-// unacknowledged returns the number of services that are pending, in changes, or both.
+// unacknowledged returns the number of services that are pending or in the list changes.
 func (d *Driver) unacknowledged(changes []Change) int {
 	n := len(d.pending.byKey)
 	for i := range changes {

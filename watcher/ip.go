@@ -18,8 +18,8 @@ func parseAddr(s string) (netip.Addr, bool) {
 	return a.Unmap(), a.IsValid() && a.Zone() == ""
 }
 
-// parsePrefix parses a CIDR like parseAddr and clears the host bits. It rejects a prefix
-// of IPv4-mapped addresses, which has no clear IP family.
+// parsePrefix parses a CIDR by the rules of parseAddr, and clears the host bits. It
+// rejects a prefix of IPv4-mapped addresses, which has no clear IP family.
 func parsePrefix(s string) (netip.Prefix, bool) {
 	p, err := netip.ParsePrefix(s)
 	if err != nil {

@@ -205,9 +205,9 @@ func sessionAffinity(s *corev1.Service, r *report) api.SessionAffinity {
 	return api.SessionAffinity{ClientIP: &api.ClientIPAffinity{TimeoutSeconds: timeout}}
 }
 
-// servicePorts converts the ports of a service. It omits a port with an invalid number,
-// and one with the name, or the number and protocol, of an earlier port. The caller holds
-// ofServices.mu.
+// servicePorts converts the ports of a service. It omits a port if its number is invalid,
+// or if an earlier port has the same name or the same number and protocol. The caller
+// holds ofServices.mu.
 func (c *Converter) servicePorts(in []corev1.ServicePort, r *report) []api.PortMapping {
 	if len(in) == 0 {
 		return nil
@@ -275,7 +275,7 @@ func port(p int32, field string, r *report) int32 {
 	return p
 }
 
-// protocol converts p, and "" to TCP, the API's default.
+// protocol converts p. If p is empty, the result is TCP, the API's default.
 func protocol(p corev1.Protocol) (_ api.Protocol, known bool) {
 	switch p {
 	case corev1.ProtocolTCP, "":

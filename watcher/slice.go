@@ -145,8 +145,8 @@ func (c *Converter) endpoints(in []discoveryv1.Endpoint, family api.Family, r *r
 	return out
 }
 
-// target returns the pod to which ref refers, or nil for other targets and without
-// KeepTargets. The caller holds ofSlices.mu.
+// target returns the pod to which ref refers. It returns nil for other targets, and if
+// KeepTargets is false. The caller holds ofSlices.mu.
 func (c *Converter) target(ref *corev1.ObjectReference) *types.NamespacedName {
 	if !c.options.KeepTargets || ref == nil || ref.Kind != "Pod" {
 		return nil
@@ -164,7 +164,7 @@ func conditions(c *discoveryv1.EndpointConditions) api.Conditions {
 	}
 }
 
-// hints converts an endpoint's hints, empty ones to nil. The caller holds ofSlices.mu.
+// hints converts hints. Empty hints become nil. The caller holds ofSlices.mu.
 func (c *Converter) hints(in *discoveryv1.EndpointHints) *api.Hints {
 	if in == nil || len(in.ForNodes) == 0 && len(in.ForZones) == 0 {
 		return nil

@@ -139,12 +139,12 @@ func (c *Converter) WantsService(s *corev1.Service) bool {
 }
 
 // WantsSlice reports whether the labels of s select s for the proxy. If ServiceProxyName
-// is not empty, the label service.kubernetes.io/service-proxy-name must have this value.
+// is not empty, the label service.kubernetes.io/service-proxy-name must equal it.
 // Otherwise s must not belong to a headless service, and this label is ignored, as by
-// kube-proxy. The label of the service decides, and the label of s may be outdated.
+// kube-proxy. Only the service's label decides, because the label of s may be outdated.
 //
-// A proxy with a ServiceProxyName also wants all other slices of its services that have
-// no selector (see [Selectorless]). The EndpointSlice controller does not create these
+// A proxy with a ServiceProxyName also wants all other slices of its selectorless
+// services (see [Selectorless]). The EndpointSlice controller does not create these
 // slices, so they may lack the label. WantsSlice returns false for them.
 func (c *Converter) WantsSlice(s *discoveryv1.EndpointSlice) bool {
 	if s == nil {

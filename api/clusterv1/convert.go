@@ -2,9 +2,9 @@
 
 // Package clusterv1 is the wire form of a cluster's state. A kpng server sends these
 // messages to a client that follows the whole cluster. The package also converts them
-// from and to types of package api. Services and nodes use messages of package localv1.
+// from and to package api. Package localv1 has the messages of services and nodes.
 //
-// docs/wire.md describes the protocol. The protocol does not transmit trigger times.
+// docs/wire.md describes the protocol, which omits api.EndpointSlice.TriggerTime.
 //
 // hack/generate generates the code of the messages.
 package clusterv1
@@ -35,7 +35,7 @@ func FromSlice(s *api.EndpointSlice) *EndpointSlice {
 		})
 	}
 	for i := range s.Endpoints {
-		if s.Endpoints[i].Addr.IsValid() { // otherwise, the receiver would reject the slice
+		if s.Endpoints[i].Addr.IsValid() { // the receiver rejects a slice with an invalid address
 			x.Endpoints = append(x.Endpoints, fromEndpoint(&s.Endpoints[i]))
 		}
 	}
@@ -56,7 +56,7 @@ func fromEndpoint(e *api.SliceEndpoint) *SliceEndpoint {
 	return x
 }
 
-// ToSlice returns the slice. An error names the field that cannot be read.
+// ToSlice converts x to package api. An error names the field that cannot be read.
 func (x *EndpointSlice) ToSlice() (*api.EndpointSlice, error) {
 	s := &api.EndpointSlice{
 		Namespace: x.GetNamespace(), Name: x.GetName(), ServiceName: x.GetServiceName(), Family: api.Family(x.GetFamily()), Labels: x.GetLabels(),

@@ -16,7 +16,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// FuzzConversions checks that slices survive the wire unchanged, except the trigger time.
+// FuzzConversions checks that encoding and decoding an EndpointSlice preserves all fields
+// except TriggerTime.
 func FuzzConversions(f *testing.F) {
 	for seed := range uint64(20) {
 		f.Add(seed)

@@ -201,7 +201,8 @@ func TestInvalidUTF8IsRepaired(t *testing.T) {
 	}
 }
 
-// TestRandomFillsEverything checks that some seed of FuzzConversions sets each field.
+// TestRandomFillsEverything checks that each field is set by at least one seed of
+// FuzzConversions.
 func TestRandomFillsEverything(t *testing.T) {
 	never := map[string]bool{}
 	for seed := range uint64(200) {

@@ -4,7 +4,7 @@
 // backends in other processes. The package also converts them from and to package api.
 //
 // docs/wire.md describes the protocol. The conversion preserves everything that a backend
-// sees. Trigger times are not transmitted.
+// sees. The protocol does not transmit api.EndpointSlice.TriggerTime.
 //
 // hack/generate generates the code of the messages.
 package localv1

@@ -81,8 +81,8 @@ func FromConditions(c api.Conditions) *EndpointConditions {
 	return &EndpointConditions{Ready: c.Ready, Serving: c.Serving, Terminating: c.Terminating}
 }
 
-// ToConditions returns the conditions. Servers of the original kpng send no conditions.
-// So if x is nil, it returns the conditions of a ready endpoint.
+// ToConditions converts x to package api. Servers of the original kpng send no
+// conditions. So if x is nil, ToConditions returns the conditions of a ready endpoint.
 func (x *EndpointConditions) ToConditions() api.Conditions {
 	if x == nil {
 		return api.Conditions{Ready: true, Serving: true}

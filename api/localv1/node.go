@@ -14,7 +14,7 @@ import (
 func FromNode(n *api.Node) *Node {
 	var addresses []*NodeAddress
 	for _, a := range n.Addresses {
-		if a.IP.IsValid() { // otherwise, the receiver would reject the node
+		if a.IP.IsValid() { // the receiver rejects a node with an invalid address
 			addresses = append(addresses, &NodeAddress{Type: a.Type, IP: a.IP.String()})
 		}
 	}
@@ -31,7 +31,7 @@ func FromNode(n *api.Node) *Node {
 	}
 }
 
-// ToNode returns the node. An error names the field that cannot be read.
+// ToNode converts x to package api. An error names the field that cannot be read.
 func (x *Node) ToNode() (*api.Node, error) {
 	n := &api.Node{
 		Name:   x.GetName(),

@@ -60,7 +60,7 @@ func FromView(v *api.ServiceEndpoints) *Service {
 	return w
 }
 
-// ToService returns the service. An error names the field that cannot be read.
+// ToService converts x to package api. An error names the field that cannot be read.
 func (x *Service) ToService() (*api.Service, error) {
 	s := &api.Service{
 		Namespace:              x.GetNamespace(),
@@ -108,8 +108,8 @@ func (x *Service) ToService() (*api.Service, error) {
 	return s, nil
 }
 
-// ToView returns the service as a view without endpoints. An error names the field that
-// cannot be read.
+// ToView converts x to a view without endpoints. An error names the field that cannot be
+// read.
 func (x *Service) ToView() (*api.ServiceEndpoints, error) {
 	s, err := x.ToService()
 	if err != nil {

@@ -20,7 +20,7 @@ import (
 
 var files = []protoreflect.FileDescriptor{localv1.File_api_localv1_localv1_proto, clusterv1.File_api_clusterv1_clusterv1_proto}
 
-// messages returns all messages except map entries.
+// The function messages returns the descriptors of all message types except map entries.
 func messages() []protoreflect.MessageDescriptor {
 	var list []protoreflect.MessageDescriptor
 	for _, file := range files {
@@ -93,8 +93,8 @@ func kind(f protoreflect.FieldDescriptor) string {
 	}
 }
 
-// TestFieldNumbersOfOriginalKpng repeats the field numbers, so that docs/wire.md and the
-// messages cannot change together by mistake.
+// TestFieldNumbersOfOriginalKpng compares the messages with a list of the original kpng's
+// field numbers. It fails even if docs/wire.md has the same mistake as the messages.
 func TestFieldNumbersOfOriginalKpng(t *testing.T) {
 	for message, fields := range map[protoreflect.Name]string{
 		"WatchReq":         "NodeName 1",
@@ -126,7 +126,8 @@ func TestFieldNumbersOfOriginalKpng(t *testing.T) {
 
 var update = flag.Bool("update", false, "rewrite testdata/golden.txt")
 
-// TestGoldenBytes compares each message with all fields set to recorded bytes.
+// TestGoldenBytes sets all fields of each message and compares its encoding with recorded
+// bytes.
 func TestGoldenBytes(t *testing.T) {
 	var out strings.Builder
 	for _, d := range messages() {
@@ -156,8 +157,8 @@ func TestGoldenBytes(t *testing.T) {
 	}
 }
 
-// filled returns a message in which every field is set, if possible to its field number.
-// In a oneof, it sets the last field.
+// The function filled returns a message of type d with every field set. The value of an
+// integer field is its field number. Of the fields in a oneof, only the last is set.
 func filled(d protoreflect.MessageDescriptor, depth int) *dynamicpb.Message {
 	m := dynamicpb.NewMessage(d)
 	for i := range d.Fields().Len() {

@@ -18,14 +18,14 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 )
 
-// fault is a fault of a proxy, with the cases that must fail because of it.
+// The type fault describes a faulty proxy and the cases that must fail with it.
 type fault struct {
 	name string
 	// Exactly one of the next two fields is set: a fault of the reference proxy, or a
 	// function that modifies the objects that the proxy reads.
 	sink reference.Fault
 	view func(*Objects)
-	// cases are substrings of the names of the cases that must fail.
+	// The field cases has substrings of the names of the cases that must fail.
 	cases []string
 }
 
@@ -127,8 +127,8 @@ var faults = []fault{
 		})},
 }
 
-// endpoints returns a function for fault.view that hides the endpoints for which f
-// returns false.
+// The function endpoints returns a function for fault.view that hides the endpoints for
+// which f returns false.
 func endpoints(f func(*discoveryv1.Endpoint) bool) func(*Objects) {
 	return func(objects *Objects) {
 		for _, slice := range objects.Slices {
@@ -143,7 +143,7 @@ func endpoints(f func(*discoveryv1.Endpoint) bool) func(*Objects) {
 	}
 }
 
-// services returns a function for fault.view that calls f for each service.
+// The function services returns a function for fault.view that calls f for each service.
 func services(f func(*corev1.Service)) func(*Objects) {
 	return func(objects *Objects) {
 		for _, service := range objects.Services {
@@ -152,7 +152,8 @@ func services(f func(*corev1.Service)) func(*Objects) {
 	}
 }
 
-// misreading is a subject that lets view modify objects before the proxy reads them.
+// The type misreading is a Subject that lets view modify objects before the proxy reads
+// them.
 type misreading struct {
 	*sinkSubject
 	view func(*Objects)
@@ -201,7 +202,7 @@ func TestEveryCaseCanFail(t *testing.T) {
 	}
 }
 
-// failures runs the cases that must fail because of f.
+// The function failures runs the cases that must fail because of f.
 func failures(t *testing.T, subject *sinkSubject, f fault) Matrix {
 	t.Helper()
 	pattern := make([]string, len(f.cases))

@@ -14,8 +14,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// clients is the number of client addresses in cases with affinity. The probability that
-// all 12 get the same one of three endpoints by chance is below 1 in 100,000.
+// The constant clients is the number of client addresses in cases with affinity. With
+// three endpoints, the probability that all 12 clients get the same endpoint by chance is
+// below 1 in 100,000.
 const clients = 12
 
 var affinityCases = []testCase{
@@ -64,7 +65,8 @@ var affinityCases = []testCase{
 				s.sleep(timeout * 6 / 10)
 				now := time.Now()
 				again := s.choices(api.TCP, web.loadBalancerIP())
-				// inTime: no client paused longer than the timeout.
+				// The variable inTime is false after a pause that was longer than the
+				// timeout.
 				if inTime = inTime && time.Since(before) < timeout; inTime {
 					s.mustNotMove(first, again, all)
 				}
@@ -157,7 +159,7 @@ func (s *scene) affineService(seconds int32) *service {
 	return s.service("web").exposed().withAffinity(seconds).withEndpoints(ready(s.a), ready(s.b), ready(s.d))
 }
 
-// choice returns the name of the endpoint that a new connection reaches.
+// The method choice returns the name of the endpoint that a new connection reaches.
 func (s *scene) choice(protocol api.Protocol, from person, to netip.AddrPort) string {
 	answer, err := s.ask(from, protocol, to, s.opts.Patience)
 	if err != nil {
@@ -166,8 +168,8 @@ func (s *scene) choice(protocol api.Protocol, from person, to netip.AddrPort) st
 	return answer.Name
 }
 
-// choices opens a connection from each client address. It returns the names of the
-// endpoints that they reach.
+// The method choices opens a connection from each client address. It returns the names of
+// the endpoints that they reach.
 func (s *scene) choices(protocol api.Protocol, to netip.AddrPort) []string {
 	var names []string
 	for i := range clients {

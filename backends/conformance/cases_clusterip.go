@@ -216,7 +216,7 @@ var portCases = []testCase{
 	}},
 }
 
-// numbered returns a copy of the ports of an EndpointSlice, all with this number.
+// The function numbered returns a copy of ports, and sets the number of each port.
 func numbered(ports []discoveryv1.EndpointPort, number int32) []discoveryv1.EndpointPort {
 	var all []discoveryv1.EndpointPort
 	for _, p := range ports {

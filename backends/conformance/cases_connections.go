@@ -11,8 +11,8 @@ import (
 )
 
 // flowCount is the number of UDP flows in cases that check whether flows move or stay. If
-// a proxy chose one of four endpoints at random, all 8 flows would stay in 1 of 65,000
-// runs.
+// a change moved each flow to a random one of four endpoints, the probability that all 8
+// flows keep their endpoint would be 1 in 65,000.
 const flowCount = 8
 
 var connectionCases = []testCase{
@@ -157,9 +157,9 @@ var connectionCases = []testCase{
 	}},
 }
 
-// established opens TCP connections until one reaches the endpoint p, and returns that
-// connection. Clients outside the cluster connect to the load-balancer IP, and others to
-// the cluster IP.
+// The method established opens TCP connections until one reaches the endpoint p, and
+// returns that connection. Clients outside the cluster connect to the load-balancer IP,
+// and others to the cluster IP.
 func (s *scene) established(from person, svc *service, p person) *flow {
 	to := svc.clusterIP()
 	if from.Host == s.outside.Host {
@@ -203,7 +203,7 @@ func (f *flow) movesTo(p person) {
 	}
 }
 
-// mustEnd checks that the flow gets no more answers after at most opts.Patience.
+// mustEnd checks that the answers to the flow stop within opts.Patience.
 func (f *flow) mustEnd() {
 	for deadline := time.Now().Add(f.scene.opts.Patience); ; {
 		answer, err := f.Ask(time.Now().Add(answerTimeout))

@@ -49,7 +49,7 @@ var lifeCases = []testCase{
 		s.publish()
 		took := time.Since(start)
 		traffic := s.traffic(web, s.a, s.d)
-		const kills = 4 // even, so that the last change adds the other services
+		const kills = 4 // an even number, so that the last change adds the other services
 		for i := range kills {
 			// Alternately remove and add the other services.
 			s.services = s.services[:1]
@@ -170,7 +170,8 @@ func (s *scene) restart() {
 	s.must(s.start(s.ctx, s.site))
 }
 
-// restartWith restarts the proxy with another configuration until the end of the case.
+// restartWith restarts the proxy with a changed configuration. At the end of the case,
+// the proxy gets its old configuration again.
 func (s *scene) restartWith(change func(*Site)) {
 	site := s.site
 	change(&site)
@@ -202,7 +203,8 @@ func (s *scene) eventually(f func()) {
 	}
 }
 
-// traffic opens connections to a service from several clients until the call of end.
+// The type traffic opens connections to a service from several clients, until the method
+// end is called.
 type traffic struct {
 	scene *scene
 	// persons are the endpoints that the connections may reach.
@@ -262,7 +264,8 @@ func (t *traffic) stop() {
 	t.group.Wait()
 }
 
-// end stops the traffic. It checks that there were connections and that none failed.
+// The method end stops the traffic. It checks that there were connections and that none
+// failed.
 func (t *traffic) end() {
 	t.stop()
 	select {

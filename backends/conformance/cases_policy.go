@@ -114,7 +114,8 @@ var topologyCases = []testCase{
 	{name: "a node that loses its zone uses all endpoints", run: func(s *scene) {
 		web := s.service("web").withEndpoints(ready(s.a).forZone(zone), ready(s.d).forZone("elsewhere"))
 		s.publish()
-		// The proxy watches nodes separately, so it may see the node's change after the marker.
+		// The proxy watches Nodes and Services separately, so the change of the Node may
+		// arrive after the marker service.
 		s.eventually(func() { s.reaches(s.c, web.clusterIP(), s.a) })
 		s.reaches(s.c, web.clusterIP(), s.a) // again, because the first success may be chance
 		s.nodeObjects = s.nodes()

@@ -23,9 +23,9 @@ import (
 // longer.
 const answerTimeout = 300 * time.Millisecond
 
-// tries is the number of connections that a check opens to see which endpoints they
-// reach. If one in four connections reaches a wrong endpoint, about 1 in 1,000 checks
-// does not notice.
+// The constant tries is the number of connections that a check opens to see which
+// endpoints they reach. If one in four connections reaches a wrong endpoint, about 1 in
+// 1,000 checks does not notice.
 const tries = 24
 
 // ask opens a new connection and reads the answer.
@@ -40,8 +40,8 @@ func describe(from person, protocol api.Protocol, to netip.AddrPort) string {
 	return fmt.Sprintf("from %s to %s/%s", from, to, protocol)
 }
 
-// reaches checks that connections reach exactly these persons. It returns the source
-// addresses that the persons saw.
+// The method reaches checks that connections reach all of these persons and no other
+// host. It returns the source addresses that the persons saw.
 func (s *scene) reaches(from person, to netip.AddrPort, persons ...person) []netip.Addr {
 	var peers []netip.Addr
 	for _, protocol := range s.protocols {
@@ -121,13 +121,13 @@ func (s *scene) drops(from person, to ...netip.AddrPort) {
 	s.must(wrong)
 }
 
-// ignores checks that the proxy does not handle connections. They then reach the host
-// World.Beyond, which has all addresses of services.
+// The method ignores checks that the proxy does not handle connections. Such connections
+// reach the host World.Beyond, which has all addresses of services.
 func (s *scene) ignores(from person, to netip.AddrPort) {
 	s.reaches(from, to, person{Host: s.world.Beyond})
 }
 
-// keepsSource checks that connections reach persons with the client's address as source.
+// keepsSource checks that persons see the client's address as the source of connections.
 func (s *scene) keepsSource(from person, to netip.AddrPort, persons ...person) {
 	for _, peer := range s.reaches(from, to, persons...) {
 		if !from.Addrs.Contains(peer) {
@@ -136,7 +136,8 @@ func (s *scene) keepsSource(from person, to netip.AddrPort, persons ...person) {
 	}
 }
 
-// masquerades checks that connections reach persons with a node address as source.
+// The method masquerades checks that persons see a node address as the source of
+// connections.
 func (s *scene) masquerades(from person, to netip.AddrPort, persons ...person) {
 	for _, peer := range s.reaches(from, to, persons...) {
 		if !s.node.Addrs.Contains(peer) {
@@ -152,7 +153,7 @@ type flow struct {
 	what  string
 }
 
-// open opens a flow. The flow is closed at the end of the case.
+// The method open starts a flow. The flow is closed at the end of the case.
 func (s *scene) open(from person, protocol api.Protocol, to netip.AddrPort) *flow {
 	ctx, cancel := context.WithTimeout(s.ctx, s.opts.Patience)
 	defer cancel()
@@ -193,8 +194,9 @@ func (s *scene) distributesEvenly(from person, to netip.AddrPort, persons ...per
 			chi2 += d * d / each
 		}
 		// With four endpoints, an even distribution exceeds this limit once in 13 million
-		// checks. With two endpoints, this is even rarer. The distribution 2:1 has the value
-		// 89, and 2:1:1:1 has the value 96.
+		// checks. With two endpoints, this is even rarer. If one endpoint gets twice as
+		// many connections as each other endpoint, chi2 is 89 for two endpoints and 96
+		// for four.
 		if limit := 36.0; chi2 > limit {
 			s.failf("%s: %d connections are distributed as %v: chi-squared is %.0f, limit %.0f", describe(from, protocol, to), total, count, chi2, limit)
 		}

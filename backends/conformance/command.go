@@ -29,8 +29,8 @@ type Command struct {
 	Publisher
 }
 
-// Publisher writes objects to the place from which a proxy reads them. Publish has the
-// contract of Subject.Publish.
+// Publisher writes objects to the place from which a proxy reads them. For the contract
+// of Publish, see Subject.Publish.
 type Publisher interface {
 	Publish(ctx context.Context, objects *Objects) error
 }

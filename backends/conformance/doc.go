@@ -13,17 +13,19 @@
 //
 // Run builds a test world of network namespaces: a node with pods, a second node, a
 // client outside, and a router between them, all with IPv4 and IPv6. It starts the sink
-// in a process in the node's namespace and delivers services through the real pipeline.
-// Then it checks connections. It does not change the network namespace of the test
-// itself. It requires Linux, root, and nft. The kit uses nft to add rules of another
-// owner and to check that the proxy does not change them.
+// in a process in the node's namespace and delivers services through kpng's own pipeline,
+// from watcher to sink. Then it checks connections. It does not change the network
+// namespace of the test itself. It requires Linux, root, and nft. The kit uses nft to add
+// rules that do not belong to the proxy. It checks that the proxy does not change these
+// rules.
 //
-// The process with the sink is a second run of the test binary, with only the calling
-// test. There, Run runs the proxy and does not return. The test's code before the call of
-// Run runs there too, so it should be short. Some cases kill the process.
+// The process with the sink runs the test binary again, but only the test that calls Run.
+// In this process, Run runs the proxy and does not return. The code of the test before
+// the call of Run runs in both processes, so it should be short. Some cases kill the
+// process.
 //
-// RunSubject tests a [Subject] of the caller, which may be a proxy in any language that
-// runs as a process. The type [Command] is a Subject for programs:
+// RunSubject tests any [Subject]. A Subject can run a proxy that is written in any
+// language. The type [Command] is a Subject for programs:
 //
 //	manifests := filepath.Join(t.TempDir(), "manifests.json")
 //	conformance.RunSubject(t, &conformance.Command{

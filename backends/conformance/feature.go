@@ -55,7 +55,7 @@ const (
 	// FlowCleanup means that the proxy moves UDP flows away from removed endpoints.
 	FlowCleanup Feature = "UDP flow clean-up"
 	// EstablishedStay means that established TCP connections and UDP flows keep their
-	// endpoint while it drains, and when other objects change.
+	// endpoint while this endpoint drains, and when other objects change.
 	EstablishedStay Feature = "established connections stay"
 	// AllPorts means that all-ports services are served (api.Service.AllPorts).
 	AllPorts Feature = "all-ports services"

@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// foreignRules are rules of another owner that exist during the whole test. They have no
-// effect on packets.
+// foreignRules are rules that do not belong to the proxy. They exist during the whole
+// test. They have no effect on packets.
 const foreignRules = `
 table inet somebody {
 	comment "of no concern to proxies"
@@ -33,7 +33,7 @@ table inet somebody {
 }
 `
 
-// nft runs nft on the node.
+// The method nft runs the command nft on the node.
 func (k *kit) nft(stdin string, args ...string) (string, error) {
 	printed := &output{}
 	cmd := exec.Command("nft", args...)
@@ -74,7 +74,7 @@ func (k *kit) inventory() (string, error) {
 			}
 			for _, route := range routes {
 				if route.Table == unix.RT_TABLE_LOCAL && route.Protocol == unix.RTPROT_KERNEL {
-					continue // the kernel adds such a route some time after its address
+					continue // the kernel adds the route of an address with a delay
 				}
 				fmt.Fprintf(&text, "route %s\n", route)
 			}

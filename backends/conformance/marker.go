@@ -19,9 +19,9 @@ import (
 )
 
 // The marker is a service that has another port and another endpoint in each publication.
-// Proxies watch services and slices separately. So when a connection to the new port
-// reaches the new endpoint, both changes have arrived. Some proxies program services in
-// the order of their names, so the marker's name sorts last.
+// Proxies watch Services and EndpointSlices separately. So when a connection to the new
+// port reaches the new endpoint, both changes have arrived. Some proxies program services
+// in the order of their names, so the marker's name sorts last.
 const (
 	markerNamespace = "kpng-conformance"
 	markerName      = "zz-marker"

@@ -13,7 +13,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 )
 
-// Outcome says whether a case passed in a family.
+// Outcome says whether a case passed for an IP family.
 type Outcome int
 
 // The outcomes.
@@ -58,13 +58,13 @@ type Result struct {
 	// Family is the IP family. It is 0 for a case that does not depend on the family.
 	Family  api.Family
 	Outcome Outcome
-	// Reason is why the case failed, is not supported or is not available.
+	// Reason says why the case failed, is not supported or is not available.
 	Reason string
 	// Took is the duration of the case.
 	Took time.Duration
 }
 
-// where describes the family in a message.
+// The method where describes the IP family in a message.
 func (r Result) where() string {
 	if r.Family == 0 {
 		return ""
@@ -75,7 +75,7 @@ func (r Result) where() string {
 // Matrix has the results of all cases in order. The results of one case are adjacent.
 type Matrix []Result
 
-// Count returns the number of results with an outcome.
+// Count returns the number of results with the outcome o.
 func (m Matrix) Count(o Outcome) int {
 	n := 0
 	for _, r := range m {
@@ -139,7 +139,7 @@ func (m Matrix) WriteMarkdown(w io.Writer) error {
 	return err
 }
 
-// rows returns the results of each case.
+// The method rows returns a list of results for each case.
 func (m Matrix) rows() [][]Result {
 	var rows [][]Result
 	for i, r := range m {
@@ -162,10 +162,10 @@ func (m Matrix) summary() string {
 	return strings.Join(parts, "; ")
 }
 
-// notes assigns numbers to reasons.
+// The type notes assigns numbers to reasons.
 type notes struct{ reasons []string }
 
-// mark returns the number of a reason in parentheses, as a reference.
+// The method mark returns the number of a reason in parentheses, as a reference.
 func (n *notes) mark(reason string) string {
 	if reason == "" {
 		return ""

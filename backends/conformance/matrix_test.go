@@ -64,8 +64,8 @@ func TestUnsupportedCasesMayPass(t *testing.T) {
 	}
 }
 
-// TestCasesRunWithoutTheirFeatures declares UDP as unsupported, which changes the
-// services of most cases. The cases that require UDP run nevertheless.
+// TestCasesRunWithoutTheirFeatures declares UDP as unsupported. Then most cases create
+// services without UDP ports. The cases that require UDP still run.
 func TestCasesRunWithoutTheirFeatures(t *testing.T) {
 	matrix := Run(t, withFault(""), Options{
 		Unsupported: map[Feature]string{UDP: "not yet"},

@@ -6,7 +6,7 @@ package conformance
 
 import "sync"
 
-// output keeps the last output of a process.
+// The type output keeps the end of what a process has printed.
 type output struct {
 	mu   sync.Mutex
 	text []byte

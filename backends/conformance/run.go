@@ -40,13 +40,13 @@ type Options struct {
 	// Patience is the maximum time for which the kit waits for programming and for answers.
 	// Default: 20 s.
 	Patience time.Duration
-	// BatchSize is the sink.Options.BatchSize of the driver that Run uses. A small size
-	// makes passes of many batches. Default: the driver's default.
+	// BatchSize is the sink.Options.BatchSize of the driver that Run uses. With a small
+	// size, a pass consists of many batches. Default: the driver's default.
 	BatchSize int
 	// Matrix is the file to which the matrix is written as Markdown. Default: none.
 	Matrix string
-	// Setup may prepare the node. The kit calls Setup when the world exists and no process
-	// has been started. Default: none.
+	// Setup may prepare the node. The kit calls Setup after it has built the test world
+	// and before it starts a proxy. Default: none.
 	Setup func(t *testing.T, site Site)
 }
 
@@ -115,7 +115,8 @@ type kit struct {
 	process Process
 	// before is the state of the node before the proxy started.
 	before string
-	// allocated counts the allocated addresses and ports. Cases never use one twice.
+	// The field allocated counts the allocated addresses and ports. Each of them is used
+	// only once.
 	allocated int
 	marker    int
 	// scenes counts the scenes. A case has one scene per family.
@@ -162,7 +163,8 @@ func newKit(t *testing.T, subject Subject, opts Options) *kit {
 // nodeNames are the names of the node under test and of the other node.
 var nodeNames = []string{"kpng-node", "kpng-node2"}
 
-// zone is the zone of the node under test. The other node is in another zone.
+// The constant zone is the zone of the node under test. The other node is in another
+// zone.
 const zone = "here"
 
 func both(cidrs map[api.Family]netip.Prefix) []netip.Prefix {
@@ -181,8 +183,8 @@ func (k *kit) families() []api.Family {
 	return families
 }
 
-// start starts the proxy for site and waits until it has programmed the published
-// objects.
+// The method start starts the proxy for site and waits until it has programmed the
+// published objects.
 func (k *kit) start(ctx context.Context, site Site) error {
 	process, err := k.subject.Start(ctx, site)
 	if err != nil {
@@ -192,7 +194,7 @@ func (k *kit) start(ctx context.Context, site Site) error {
 	return k.awaitProgrammed(ctx)
 }
 
-// kill kills the proxy if it runs.
+// The method kill kills the proxy if it runs.
 func (k *kit) kill() error {
 	if k.process == nil {
 		return nil
@@ -222,7 +224,8 @@ func (k *kit) awaitProgrammed(ctx context.Context) error {
 	return err
 }
 
-// publish publishes objects, with default nodes and a marker if they are needed.
+// The method publish publishes objects. If objects has no nodes, it adds the default
+// nodes. If the subject is not a Settler, it adds a marker.
 func (k *kit) publish(ctx context.Context, objects *Objects) error {
 	all := &Objects{Nodes: objects.Nodes, Services: slices.Clone(objects.Services), Slices: slices.Clone(objects.Slices)}
 	if len(all.Nodes) == 0 {
@@ -254,7 +257,7 @@ func (k *kit) nodes() []*corev1.Node {
 	return nodes
 }
 
-// try runs a case in each family.
+// The method try runs a case for each IP family.
 func (k *kit) try(ctx context.Context, section string, c testCase) []Result {
 	families := k.families()
 	if c.once {
@@ -302,7 +305,8 @@ func (k *kit) supports(c testCase) (reason string, supported bool) {
 	return "", true
 }
 
-// play runs a case. It leaves a running proxy and no published objects of the case.
+// The method play runs a case. Afterwards, the proxy runs and the objects of the case are
+// removed.
 func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
 	patience := k.opts.Patience
 	if _, supported := k.supports(c); !supported {
@@ -315,7 +319,7 @@ func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
 		s.protocols = []api.Protocol{api.TCP, api.UDP} // test UDP, even if the proxy does not support it
 	}
 	done := make(chan struct{})
-	go func() { // a goroutine of its own, which a failed check ends
+	go func() { // a failed check ends this goroutine
 		defer close(done)
 		defer s.leave()
 		c.run(s)
@@ -328,9 +332,9 @@ func (k *kit) play(ctx context.Context, c testCase, family api.Family) error {
 type testCase struct {
 	// name is a sentence that describes the behavior.
 	name string
-	// needs are the required features.
+	// needs lists the features that the case requires.
 	needs []Feature
-	// once is true for a case that does not depend on the family.
+	// The field once is true for a case that does not depend on the IP family.
 	once bool
 	run  func(*scene)
 }
@@ -341,12 +345,12 @@ type section struct {
 	cases []testCase
 }
 
-// has reports whether the section has a case with that name.
+// The method has reports whether the section has a case with that name.
 func (s section) has(name string) bool {
 	return slices.ContainsFunc(s.cases, func(c testCase) bool { return c.name == name })
 }
 
-// selected returns the cases whose name or section matches pattern.
+// The method selected returns the cases whose name or section matches pattern.
 func (s section) selected(pattern *regexp.Regexp) []testCase {
 	if pattern == nil || pattern.MatchString(s.name) {
 		return s.cases

@@ -90,11 +90,11 @@ func (s *scene) must(err error) {
 // unavailable ends the case because the kernel lacks a feature.
 func (s *scene) unavailable(what string) { s.must(unavailableError{what}) }
 
-// later registers a function to call at the end of the case. The function registered last
-// is called first.
+// The method later registers a function to call at the end of the case. The function
+// registered last is called first.
 func (s *scene) later(f func() error) { s.undo = append(s.undo, f) }
 
-// leave calls the registered functions and removes the objects of the case.
+// The method leave calls the registered functions and removes the objects of the case.
 func (s *scene) leave() {
 	for _, f := range slices.Backward(s.undo) {
 		if err := f(); err != nil && s.err == nil {
@@ -134,7 +134,7 @@ func (s *scene) publishNow() {
 	s.must(s.kit.publish(s.ctx, objects))
 }
 
-// remove removes a service with its slices.
+// remove removes a service and its EndpointSlices from the scene.
 func (s *scene) remove(svc *service) {
 	s.services = slices.DeleteFunc(s.services, func(o *service) bool { return o == svc })
 }
@@ -146,7 +146,8 @@ func (k *kit) allocate() int {
 }
 
 // clusterIP returns an unused address, so that connection tracking and affinity of
-// earlier cases have no effect. Likewise externalIP and nodePort return unused values.
+// earlier cases have no effect. The methods externalIP and nodePort also return unused
+// values.
 func (s *scene) clusterIP(family api.Family) netip.Addr {
 	return number(world.ServiceCIDRs[family], 0x100+s.allocate())
 }

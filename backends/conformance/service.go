@@ -26,15 +26,16 @@ const (
 	targetPort  = 8080
 )
 
-// service is a service of a scene with its slices. Cases modify the fields Service and
-// slices and then publish the scene again.
+// The type service is a Service of a scene with its EndpointSlices. Cases modify the
+// fields Service and slices and then publish the scene again.
 type service struct {
 	*corev1.Service
 	scene  *scene
 	slices []*slice
 }
 
-// slice contains endpoints of a service. It becomes one EndpointSlice per family.
+// The type slice contains endpoints of a service. The method objects turns it into one
+// EndpointSlice for each IP family.
 type slice struct {
 	name      string
 	ports     []discoveryv1.EndpointPort
@@ -49,8 +50,9 @@ type endpoint struct {
 	discoveryv1.Endpoint
 }
 
-// service adds a service of type ClusterIP to the scene, without endpoints. It has the
-// scene's family, and for each protocol the port 80 with the target port 8080.
+// The method service adds a Service of type ClusterIP to the scene, without endpoints.
+// The Service has the scene's IP family. For each protocol it has port 80 with target
+// port 8080.
 func (s *scene) service(name string) *service {
 	families := []api.Family{s.family}
 	policy, internal := corev1.IPFamilyPolicySingleStack, corev1.ServiceInternalTrafficPolicyCluster
@@ -126,7 +128,7 @@ func (svc *service) withLoadBalancer() *service {
 	return svc
 }
 
-// exposed gives the service every kind of frontend.
+// The method exposed gives the service every kind of frontend.
 func (svc *service) exposed() *service {
 	return svc.withNodePort().withExternalIP().withLoadBalancer()
 }
@@ -211,13 +213,13 @@ func (sl *slice) object(svc *service, family api.Family) *discoveryv1.EndpointSl
 	return o.DeepCopy()
 }
 
-// ready returns a person as a ready endpoint.
+// The function ready returns a person as a ready endpoint.
 func ready(p person) endpoint { return p.serves(true, true, false) }
 
-// draining returns a person as an endpoint that is terminating and serving.
+// The function draining returns a person as an endpoint that is terminating and serving.
 func draining(p person) endpoint { return p.serves(false, true, true) }
 
-// unready returns a person as an endpoint that is neither ready nor serving.
+// The function unready returns a person as an endpoint that is neither ready nor serving.
 func unready(p person) endpoint { return p.serves(false, false, false) }
 
 func (p person) serves(ready, serving, terminating bool) endpoint {
@@ -270,7 +272,7 @@ func (svc *service) nodePort(i int) netip.AddrPort {
 	return netip.AddrPortFrom(svc.scene.node.Addrs.Family(svc.scene.family)[i], uint16(svc.Spec.Ports[0].NodePort))
 }
 
-// external returns the addresses of the first port, except the cluster IP.
+// The method external returns the addresses of the first port, except the cluster IP.
 func (svc *service) external() []netip.AddrPort {
 	var all []netip.AddrPort
 	for _, ip := range svc.Spec.ExternalIPs {
@@ -285,7 +287,7 @@ func (svc *service) external() []netip.AddrPort {
 	return all
 }
 
-// all returns all addresses of the first port.
+// The method all returns every address of the first port.
 func (svc *service) all() []netip.AddrPort { return append(svc.external(), svc.clusterIP()) }
 
 func (svc *service) at(ip string) netip.AddrPort {

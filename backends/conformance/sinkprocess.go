@@ -92,8 +92,8 @@ func proxy(ctx context.Context, site Site, s sink.Sink, opts sink.Options, conn 
 	}
 }
 
-// write writes the objects to the state in one commit. It returns the revision of that
-// commit.
+// The function write puts the objects into the state in one commit. It returns the
+// revision of that commit.
 func write(state *cluster.State, converter *watcher.Converter, objects *Objects) uint64 {
 	var services []*api.Service
 	for _, o := range objects.Services {
@@ -122,7 +122,8 @@ func write(state *cluster.State, converter *watcher.Converter, objects *Objects)
 	return uint64(state.Snapshot().Revision)
 }
 
-// reportOn reports to the kit regularly, with errors, until the generation is applied.
+// reportOn regularly sends a report to the kit until the generation is applied. A report
+// contains the current errors.
 func reportOn(ctx context.Context, driver *sink.Driver, conn net.Conn, generation int, revision uint64) {
 	for ctx.Err() == nil {
 		wait, cancel := context.WithTimeout(ctx, 200*time.Millisecond)

@@ -21,8 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// order is the task of a process of the test binary. An environment variable passes it to
-// the process.
+// The type order is the task of a process that runs the test binary. The process reads
+// its order from an environment variable.
 type order struct {
 	// Test is the name of the test that calls Run.
 	Test string
@@ -80,7 +80,7 @@ func newSinkSubject(t *testing.T, newSink NewSink, opts Options) *sinkSubject {
 	return &sinkSubject{test: t.Name(), running: map[*sinkProcess]struct{}{}}
 }
 
-// command returns a command that runs the test binary with an order.
+// The method command returns a command that runs the test binary with the order o.
 func (s *sinkSubject) command(ctx context.Context, o order) (*exec.Cmd, *output, error) {
 	o.Test = s.test
 	text, err := json.Marshal(o)

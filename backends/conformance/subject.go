@@ -21,8 +21,9 @@ const AllPortsAnnotation = "conformance.kpng.io/all-ports"
 // Subject is a proxy under test. The kit calls its methods one at a time.
 type Subject interface {
 	// Publish replaces the content of the cluster, as the proxy sees it. Publish may keep
-	// objects but must not modify them. The kit calls Publish before the first Start. When
-	// Publish returns, running processes must be certain to receive the change.
+	// objects but must not modify them. The kit calls Publish before the first Start.
+	// After Publish has returned, running processes must receive the change without a
+	// further call.
 	Publish(ctx context.Context, objects *Objects) error
 	// Start starts a process of the proxy in the network namespace of the site's node. It
 	// need not wait until services are programmed.
@@ -50,8 +51,8 @@ type Process interface {
 // defaults that an API server sets.
 //
 // A Publisher that cannot write all objects in one step must first delete the objects
-// that are no longer in Objects. Then it must write nodes, services and slices, in this
-// order.
+// that are no longer in Objects. Then it must write Nodes, Services and EndpointSlices,
+// in this order.
 type Objects struct {
 	Nodes    []*corev1.Node
 	Services []*corev1.Service
@@ -76,9 +77,9 @@ const (
 type Site struct {
 	// NodeName is the name of the Node object.
 	NodeName string
-	// Instance is a name for the proxy's kernel objects, such as tables. No other proxy on
-	// the node has the same. It has at most 15 characters: lower-case letters, digits and
-	// "-".
+	// Instance is a name for the proxy's kernel objects, such as tables. No other proxy
+	// on the node has the same name. The name has at most 15 characters: lower-case
+	// letters, digits and "-".
 	Instance string
 	// ServiceProxyName selects services in the same way as watcher.Options.ServiceProxyName.
 	ServiceProxyName string

@@ -10,8 +10,9 @@
 // endpoint. If the service had no endpoint when the client started, the kernel never
 // sends the packets to an endpoint. A TCP client may start to connect before its service
 // is programmed. The kernel then sends all SYN packets of the connection to the cluster
-// IP itself. The package deletes these entries, so that the next packet starts a new
-// connection. It keeps all other TCP entries and all SCTP entries.
+// IP itself. The package deletes the entries of such UDP and TCP connections, so that the
+// next packet starts a new connection. It keeps all other TCP entries and all SCTP
+// entries.
 //
 // A backend embeds a [Reconciler]. It starts and stops the Reconciler together with
 // itself, and passes each Changes to it after programming them:

@@ -29,7 +29,7 @@ type connection struct {
 	from, to       netip.AddrPort
 	endpoint, back netip.AddrPort // source and destination of the replies
 	zone           uint16
-	state          uint8 // of TCP; 0 means established
+	state          uint8 // the TCP state; 0 means established
 }
 
 // udp returns a UDP connection with this source port, destination and endpoint.
@@ -52,7 +52,7 @@ func (c connection) String() string {
 	return s
 }
 
-// encode encodes the message that creates an entry.
+// The method encode encodes the message that creates an entry.
 func (c connection) encode(w *netfilter.Builder) {
 	at := w.Begin(unix.NFNL_SUBSYS_CTNETLINK<<8, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nfproto(api.FamilyOf(c.to.Addr())))
 	encodeTuple(w, ctaTupleOrig, c.protocol, c.from, c.to)
@@ -91,7 +91,7 @@ func encodeTuple(w *netfilter.Builder, kind uint16, protocol uint8, src, dst net
 	w.EndNest(tuple)
 }
 
-// create creates entries in the table of a namespace.
+// The function create adds entries to the table of a namespace.
 func create(t testing.TB, netNS int, connections ...connection) {
 	t.Helper()
 	c := netfilter.NewConn(netNS)
@@ -125,7 +125,7 @@ func clearTable(t testing.TB, netNS int) {
 	}
 }
 
-// entries returns the sorted entries of the table of a namespace.
+// The function entries returns the sorted entries of the table of a namespace.
 func entries(t testing.TB, netNS int) []string {
 	t.Helper()
 	conn := netfilter.NewConn(netNS)
@@ -234,7 +234,7 @@ func service(t testing.TB, name, text string) *api.ServiceEndpoints {
 	return nodeview.View(state, &api.Node{Name: "here"})
 }
 
-// difference returns the incremental changes between two states.
+// The function difference returns the incremental changes between two states.
 func difference(before, now []*api.ServiceEndpoints) *sink.Changes {
 	changes := map[types.NamespacedName]*sink.Change{}
 	at := func(key types.NamespacedName) *sink.Change {

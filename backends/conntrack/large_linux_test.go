@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// fill creates the given number of connections, to 1,000 services with 100 endpoints
-// each.
+// The function fill creates entries for this number of connections to 1,000 services with
+// 100 endpoints each.
 func fill(t testing.TB, n *netnstest.Namespace, large int) {
 	list := make([]connection, large)
 	for i := range list {
@@ -34,8 +34,8 @@ func destinationNumber(i int) destination {
 	return destination{netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 96, byte(i >> 8), byte(i)}), 53), unix.IPPROTO_UDP}
 }
 
-// clustered returns the 1,000 services of fill. The first scaledDown services have no
-// endpoints.
+// The function clustered returns the 1,000 services to which fill creates connections.
+// The first scaledDown services have no endpoints.
 func clustered(t testing.TB, scaledDown int) []*api.ServiceEndpoints {
 	var list []*api.ServiceEndpoints
 	for i := range 1000 {
@@ -94,7 +94,7 @@ func BenchmarkLargeTable(b *testing.B) {
 		}
 		return p
 	}
-	// A service without remaining clients scales to zero.
+	// The service idle has no connections. It loses its only endpoint.
 	b.Run("change", func(b *testing.B) {
 		b.ReportAllocs()
 		r := New(Options{NetNS: n.FD})

@@ -90,10 +90,11 @@ func parseTuple(b []byte) (t tuple) {
 	return t
 }
 
-// parseFlow parses an entry of the table. It returns false if the entry cannot be stale:
-// only entries of UDP, or of unanswered and untranslated TCP connections, can be stale.
-// It also returns false outside the default zone. Services are translated in the default
-// zone, but another zone may have an entry of the same connection before translation.
+// parseFlow parses an entry of the table. It returns false if the entry cannot be stale.
+// Only entries of UDP flows, and of TCP connections without an answer and without
+// translation, can be stale. It also returns false for an entry outside the default
+// conntrack zone. The kernel translates packets to services in the default zone. Another
+// zone may have an untranslated entry of the same connection.
 func parseFlow(entry []byte) (f flow, ok bool) {
 	var orig, reply tuple
 	var zone uint16

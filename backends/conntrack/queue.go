@@ -17,9 +17,9 @@ import (
 
 // queue has the destinations whose flows the next pass checks. Sync adds destinations.
 type queue struct {
-	// The next two maps have the UDP destinations of services, as delivered last. If a
-	// service takes over a destination of another service, only the new service is in
-	// owners. But the map destinations has both services, until the driver delivers or
+	// The next two maps have the UDP destinations from the last delivery of each service.
+	// If a service takes over a destination of another service, only the new service is
+	// in owners. But the map destinations has both services, until the driver delivers or
 	// prunes the other one.
 	destinations map[types.NamespacedName][]destination
 	owners       map[destination]types.NamespacedName
@@ -27,7 +27,7 @@ type queue struct {
 
 	mu  sync.Mutex
 	due map[destination]item
-	// count is the number of calls of add that queued destinations.
+	// The field count is the number of calls of add that queued destinations.
 	count uint64
 }
 
@@ -124,8 +124,8 @@ func (q *queue) replace(key types.NamespacedName, now map[destination]verdict) (
 }
 
 // stale reports whether a flow has to be deleted. The most specific queued destination
-// decides: address and port, then the whole address, then the node port if nodeAddrs
-// contains the address.
+// decides. A destination with the flow's address and port comes first, then one with the
+// whole address. If nodeAddrs contains the address, one with the node port comes last.
 func (q *queue) stale(f flow, nodeAddrs map[netip.Addr]bool) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -19,7 +19,7 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// Options are a Reconciler's settings. The zero value is useful.
+// Options are a Reconciler's settings. The zero value selects the defaults.
 type Options struct {
 	// NodeAddrs provides the addresses of node ports. Default: none, so connections to node
 	// ports are kept.
@@ -46,8 +46,8 @@ type Pass struct {
 }
 
 // Reconciler deletes the entries of stale connections. It has the methods of a sink, so
-// that another sink can embed it. A failure is no error of that sink: the Reconciler logs
-// it, passes it to Options.Observe and retries.
+// that another sink can embed it. Sync does not return the failure of a pass. The
+// Reconciler logs the failure, passes it to Options.Observe and retries.
 type Reconciler struct {
 	opts  Options
 	queue *queue
@@ -59,7 +59,7 @@ type Reconciler struct {
 	mu    sync.Mutex
 	ended chan struct{} // closed and replaced after each pass
 	last  error         // the error of the last pass
-	upTo  uint64        // destinations with at most this count are done
+	upTo  uint64        // passes have checked the destinations with this count or a smaller one
 }
 
 // New returns a Reconciler. It does nothing before Start.

@@ -18,8 +18,8 @@ import (
 	"k8s.io/utils/clock"
 )
 
-// start returns a reconciler that runs until the test ends, and the results of its
-// passes.
+// The function start starts a reconciler that runs until the test ends. It returns the
+// reconciler and the results of its passes.
 func start(t testing.TB, opts Options) (*Reconciler, *[]Pass) {
 	t.Helper()
 	var passes []Pass
@@ -94,8 +94,8 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 		before, now map[string]string
 		kept        []connection
 		deleted     []connection
-		// onRestart says whether the first pass of a new reconciler deletes the same
-		// connections, or none.
+		// If onRestart is true, the first pass of a new reconciler deletes the same
+		// connections. If it is false, that pass deletes none.
 		onRestart bool
 	}{
 		"an endpoint is removed from its slice": {
@@ -215,7 +215,8 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 			n, opts := newNamespace(t)
 			before, now := services(t, test.before), services(t, test.now)
 			all := append(append([]connection{}, test.kept...), test.deleted...)
-			// check runs one pass of r after a Sync of c and compares the remaining entries.
+			// The function check calls r.Sync with c, runs one pass of r and compares the
+			// remaining entries.
 			check := func(t *testing.T, r *Reconciler, c *sink.Changes, want []connection) {
 				t.Helper()
 				clearTable(t, n.FD)
@@ -248,7 +249,7 @@ func TestStaleConnectionsAreDeleted(t *testing.T) {
 	}
 }
 
-// With Unsure, the dataplane may have any earlier state of the service.
+// If Unsure is set, the dataplane may have any earlier state of the service.
 func TestUnsureChangeChecksWholeService(t *testing.T) {
 	n, opts := newNamespace(t)
 	r, _ := start(t, opts)
@@ -306,7 +307,8 @@ func services(t testing.TB, texts map[string]string) []*api.ServiceEndpoints {
 	return list
 }
 
-// newNamespace returns a network namespace, and options with a node address in it.
+// newNamespace returns a network namespace and options for a reconciler in it. The
+// options have one node address.
 func newNamespace(t testing.TB) (*netnstest.Namespace, Options) {
 	n := netnstest.New(t)
 	return n, Options{NetNS: n.FD, NodeAddrs: nodeaddr.Of(netip.MustParseAddr("10.2.0.1")), Clock: noPauses{}}

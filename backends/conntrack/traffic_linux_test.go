@@ -12,8 +12,9 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// routed connects n with two new namespaces: a client, and one with the addresses of
-// pods. Packets between the two pass through n.
+// The function routed connects n with two new namespaces. The namespace client has a
+// client, and the namespace pods has the given addresses. Packets between client and pods
+// pass through n.
 func routed(t *testing.T, n *netnstest.Namespace, addresses ...string) (client, pods *netnstest.Namespace) {
 	t.Helper()
 	client, pods = netnstest.New(t), netnstest.New(t)
@@ -33,7 +34,7 @@ func routed(t *testing.T, n *netnstest.Namespace, addresses ...string) (client, 
 	return client, pods
 }
 
-// translate replaces the nftables table of n by one with a single rule.
+// The function translate replaces the nftables table in n by a table with this NAT rule.
 func translate(t *testing.T, n *netnstest.Namespace, rule string) {
 	t.Helper()
 	n.RunWith(t, fmt.Sprintf(`
@@ -129,7 +130,8 @@ func TestTCPConnectionStartedBeforeItsServiceIsEstablished(t *testing.T) {
 	}
 }
 
-// answer runs a UDP server in a namespace until the test ends. It replies with name.
+// The function answer runs a UDP server in a namespace until the test ends. The server
+// replies with name.
 func answer(t *testing.T, n *netnstest.Namespace, address, name string) {
 	t.Helper()
 	var c net.PacketConn
@@ -167,7 +169,8 @@ func socket(t *testing.T, n *netnstest.Namespace, to string) net.Conn {
 	return c
 }
 
-// ask returns the name of the server that replies, or "" without a reply.
+// The function ask sends a request and returns the name of the server that replies, or ""
+// without a reply.
 func ask(c net.Conn) string {
 	c.SetDeadline(time.Now().Add(200 * time.Millisecond))
 	if _, err := c.Write([]byte("?")); err != nil {
@@ -178,8 +181,8 @@ func ask(c net.Conn) string {
 	return string(buffer[:read])
 }
 
-// expect asks until the wanted server replies. It ignores replies of other servers to
-// earlier requests.
+// The function expect sends requests until the wanted server replies. It ignores replies
+// of other servers to earlier requests.
 func expect(t *testing.T, c net.Conn, want string) {
 	t.Helper()
 	got := ask(c)

@@ -22,8 +22,8 @@ type destination struct {
 	protocol uint8
 }
 
-// flow is a connection-tracking entry that may be stale. It is for UDP, or for a TCP
-// connection that is not translated and has no reply yet.
+// flow is a connection-tracking entry that may be stale. It is an entry of a UDP flow, or
+// of a TCP connection that is not translated and has no reply yet.
 type flow struct {
 	protocol uint8
 	to       netip.AddrPort // the destination of the client's packets
@@ -38,8 +38,8 @@ type verdict struct {
 	forwards bool                  // at least some clients get an endpoint for new flows
 }
 
-// stale reports whether a flow to the destination has to be deleted, because its endpoint
-// was removed, or because it has no endpoint although new flows get one.
+// The method stale reports whether a flow to the destination has to be deleted. Either
+// its endpoint was removed, or it has no endpoint although new flows get one.
 func (v verdict) stale(f flow) bool {
 	switch {
 	case v.allows(f.endpoint):
@@ -51,8 +51,8 @@ func (v verdict) stale(f flow) bool {
 	}
 }
 
-// allows reports whether flows to endpoint may continue. They may if the endpoint belongs
-// to the destination, even while it drains.
+// allows reports whether flows to endpoint may continue. They may continue if endpoint
+// belongs to the destination, even while the endpoint drains.
 func (v verdict) allows(endpoint netip.AddrPort) bool {
 	return v.view != nil && (v.contains(v.view.Endpoints, endpoint) || v.contains(v.view.Draining, endpoint))
 }
@@ -67,8 +67,8 @@ func (v verdict) contains(list []api.Endpoint, endpoint netip.AddrPort) bool {
 	return false
 }
 
-// endpoints yields the endpoints to which flows of one family may continue. Their port is
-// 0 if the verdict is for all ports.
+// The method endpoints yields the endpoints to which flows of one family may continue.
+// Their port is 0 if the verdict is for all ports.
 func (v verdict) endpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	return func(yield func(netip.AddrPort) bool) {
 		if v.view == nil {
@@ -89,8 +89,8 @@ func (v verdict) endpoints(family api.Family) iter.Seq[netip.AddrPort] {
 	}
 }
 
-// outdates reports whether a flow to d may be stale according to v, although it was not
-// stale according to the earlier verdict.
+// The method outdates reports whether a flow to d that is not stale by the verdict before
+// may be stale by the verdict v.
 func (v verdict) outdates(before verdict, d destination) bool {
 	if v.forwards && !before.forwards {
 		return true
@@ -106,7 +106,8 @@ func (v verdict) outdates(before verdict, d destination) bool {
 	return false
 }
 
-// verdictsOf returns the verdict for each destination of a service. A nil view has none.
+// verdictsOf returns the verdict for each destination of a service. If view is nil, it
+// returns no verdicts.
 func verdictsOf(view *api.ServiceEndpoints) map[destination]verdict {
 	verdicts := map[destination]verdict{}
 	for f := range nodeview.Frontends(view) {

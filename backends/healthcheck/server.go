@@ -68,13 +68,15 @@ type Server struct {
 
 // port is a health-check node port of one or more services.
 type port struct {
-	// claimants are the services with this port. The service that was delivered last comes
-	// first and owns the port. The driver will soon change or prune the others.
+	// claimants are the services with this port. The service that was delivered last
+	// comes first and owns the port. The driver will soon deliver a change or the
+	// deletion of each other service.
 	claimants []types.NamespacedName
 	sockets   map[netip.Addr]*socket
 }
 
-// service is the port of a service and the counts to report for it. It is immutable.
+// The type service has a service's port and numbers of ready local endpoints. It is
+// immutable.
 type service struct {
 	port   int32
 	v4, v6 int // ready local endpoints
@@ -163,8 +165,9 @@ func (s *Server) Sync(ctx context.Context, c *sink.Changes) error {
 	return nil
 }
 
-// set updates the view of a service, or deletes the service if view is nil. If the
-// claimants of a port change, set adds the port to touched. The caller holds the lock.
+// The method set updates the view of a service, or deletes the service if view is nil. If
+// the claimants of a port change, set adds the port to touched. The caller holds the
+// lock.
 func (s *Server) set(key types.NamespacedName, view *api.ServiceEndpoints, touched map[int32]bool) {
 	var before, now int32
 	if old := s.services[key]; old != nil {
@@ -220,7 +223,8 @@ func (s *Server) arrange(ctx context.Context, number int32) {
 	}
 }
 
-// open tries to listen on the address and port of d. The caller holds the lock.
+// The method open tries to listen on the address and port of d. The caller holds the
+// lock.
 func (s *Server) open(ctx context.Context, p *port, d *socket) {
 	listener, err := s.opts.Listen(ctx, d.at)
 	if err == nil {
@@ -238,8 +242,8 @@ func (s *Server) open(ctx context.Context, p *port, d *socket) {
 	}
 }
 
-// answer returns the response to requests at an address and port. It returns false if no
-// service has the port.
+// The method answer returns the response to requests at an address and port. It returns
+// false if no service has the port.
 func (s *Server) answer(at netip.AddrPort) (answer, bool) {
 	s.mu.Lock()
 	p := s.ports[int32(at.Port())]
@@ -257,7 +261,7 @@ func (s *Server) answer(at netip.AddrPort) (answer, bool) {
 	return a, true
 }
 
-// sockets yields all sockets with their ports. The caller holds the lock.
+// The method sockets yields all sockets with their ports. The caller holds the lock.
 func (s *Server) sockets() iter.Seq2[*socket, *port] {
 	return func(yield func(*socket, *port) bool) {
 		for _, p := range s.ports {

@@ -113,7 +113,7 @@ func (n *network) get(t testing.TB, addr, path string) (int, http.Header, string
 	return response.StatusCode, response.Header, string(body)
 }
 
-// world has a server and a source that a test controls.
+// The type world has a Server under test, and a source whose content the test sets.
 type world struct {
 	*network
 	source *sinktest.Source
@@ -147,8 +147,8 @@ func newWorldIn(t *testing.T, n *network, opts healthcheck.Options) *world {
 	return w
 }
 
-// deliver sets views and deletes services. It waits until the server has processed these
-// changes.
+// The method deliver sets views in the source and deletes services from it. Then it waits
+// until the server has processed these changes.
 func (w *world) deliver(t *testing.T, views []*api.ServiceEndpoints, deleted ...string) {
 	t.Helper()
 	w.source.Set(views...)
@@ -162,8 +162,8 @@ func (w *world) deliver(t *testing.T, views []*api.ServiceEndpoints, deleted ...
 	}
 }
 
-// local returns the view of a service with a health-check node port and with ready
-// endpoints on this node.
+// The function local returns the view of a service with a health-check node port and with
+// ready endpoints on this node.
 func local(name string, port int32, endpoints ...string) *api.ServiceEndpoints {
 	svc := &api.Service{
 		Namespace: "test", Name: name, Type: api.LoadBalancer, ExternalTrafficToLocal: true, HealthCheckNodePort: port,

@@ -63,7 +63,7 @@ func (d *socket) recordFailure(at time.Time, err error) {
 	d.next = at.Add(d.backoff)
 }
 
-// close closes the listener and its connections.
+// The method close closes the listener and its connections.
 func (d *socket) close() {
 	if d.server != nil {
 		d.server.Close()

@@ -16,13 +16,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A service with session affinity has chains of its own, because nft 1.0.6 has no syntax
-// for a shared chain that finds a client's endpoint and checks that the endpoint is still
-// in use. For each endpoint, there is a chain that translates connections to the
-// endpoint, and a set of its clients. The kernel fills and empties this set. For each
-// list of endpoints, there is a chain that looks for the client in the sets of the
-// endpoints. If no set has the client, the chain selects an endpoint at random. So the
-// cost of a connection to such a service grows with the number of endpoints.
+// A service with session affinity has chains of its own. A shared chain would have to
+// find a client's endpoint and check that the endpoint is still in use, but nft 1.0.6 has
+// no syntax for that. For each endpoint, there is a chain with the rule that translates
+// connections, and a set of the endpoint's clients. The kernel fills and empties this
+// set. For each list of endpoints, there is a chain that looks for the client in the sets
+// of the endpoints. If no set has the client, the chain selects an endpoint at random. So
+// the cost of a connection to such a service grows with the number of endpoints.
 
 // object is a chain or a set of a single service.
 type object struct {
@@ -39,8 +39,8 @@ func (o object) isSet() bool { return o.family != 0 }
 func isOwn(name string) bool { return strings.Contains(name, "/") }
 
 // planAffinity emits the objects that balance traffic of f among targets with session
-// affinity. It returns the name of the first chain for this traffic, in which listName
-// stands for the list of targets.
+// affinity. It returns the name of the chain to which this traffic goes first. This name
+// contains listName, which identifies the list of targets.
 func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, listName string, targets []nodeview.Target, emit func(object)) string {
 	port := "all"
 	if p := f.ServicePort; p != nil {
@@ -60,7 +60,7 @@ func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, listName strin
 			dnat(f, t),
 		)})
 		known = append(known, newKeyRule(f.Family).source().followedBy(&expr.Lookup{SourceRegister: reg(0), SetName: clients}, goTo(endpoint)[0]))
-		// All targets from number i on are equally likely.
+		// Select target i with a probability that makes all targets equally likely.
 		random = append(random, []expr.Any{
 			&expr.Numgen{Register: reg(0), Modulus: uint32(len(targets) - i), Type: unix.NFT_NG_RANDOM},
 			equal(native(0)...),
@@ -72,9 +72,9 @@ func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, listName strin
 	return chain
 }
 
-// dnat returns the rule that translates connections to one endpoint. It matches the
-// protocol, although all packets in the chain have that protocol: nft requires the match
-// in a rule with a port.
+// dnat returns the rule that translates connections to one endpoint. All packets in the
+// chain have the same protocol. The rule matches the protocol nevertheless, because nft
+// requires this in a rule with a port.
 func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
 	rule := matchFamily(f.Family)
 	port := 0

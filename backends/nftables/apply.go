@@ -15,8 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// maxOps limits the elements and rules that one transaction changes. A part with more of
-// them gets a transaction of its own. Large transactions have two disadvantages. While
+// maxOps limits the elements and rules that one transaction changes. A part that exceeds
+// maxOps gets a transaction of its own. Large transactions have two disadvantages. While
 // one runs, other programs cannot change tables. If one fails, it takes long to find the
 // services that made it fail.
 const maxOps = 20_000

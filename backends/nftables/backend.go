@@ -20,14 +20,14 @@ import (
 
 // Backend is a sink that programs nftables. See the package comment.
 //
-// Backend forwards changes to connection tracking. It ensures that calls of a driver and
-// updates of the node's addresses do not overlap. The table does the rest.
+// Backend passes changes to package conntrack. It ensures that calls of a driver and
+// updates of the node's addresses do not overlap. The field table does all other work.
 type Backend struct {
 	opts          Options
 	connections   sink.Sink
 	nodeAddresses nodeaddr.Source
 
-	// tasks run from Start to Stop. The function stopTasks ends them.
+	// The goroutines in tasks run from Start to Stop. The function stopTasks ends them.
 	tasks     sync.WaitGroup
 	stopTasks context.CancelFunc
 
@@ -89,8 +89,8 @@ const (
 	maxBackoff = 10 * time.Second
 )
 
-// retry calls f until f succeeds or returns an error that is not transient, or until ctx
-// ends. It logs message before each retry.
+// The function retry calls f until f succeeds or returns an error that is not transient,
+// or until ctx ends. It logs message before each retry.
 func retry(ctx context.Context, message string, f func() error) error {
 	for backoff := minBackoff; ; backoff = min(2*backoff, maxBackoff) {
 		err := f()
@@ -106,8 +106,9 @@ func retry(ctx context.Context, message string, f func() error) error {
 	}
 }
 
-// startTasks starts connection tracking and the backend's goroutines. If the skeleton was
-// loaded, others is the value that conn.others then returned; otherwise it is negative.
+// startTasks starts connection tracking and the backend's goroutines. The argument others
+// is the result of conn.others before Start loaded the skeleton. It is negative if Start
+// did not load the skeleton.
 func (b *Backend) startTasks(ctx context.Context, others int64) error {
 	tasks, stop := context.WithCancel(context.WithoutCancel(ctx))
 	b.stopTasks = stop

@@ -39,7 +39,7 @@ func numberedService(i, m int) *api.ServiceEndpoints {
 	return view(fmt.Sprintf("svc-%06d", i), []string{ip.String()}, eps, nil)
 }
 
-// batches divides a pass into batches of a driver's default size.
+// The function batches divides a pass into batches of the driver's default size.
 func batches(list []sink.Change) []*sink.Changes {
 	var all []*sink.Changes
 	for part := range slices.Chunk(list, 10_000/(1+len(list[0].New.Endpoints))) {
@@ -153,7 +153,8 @@ func BenchmarkConnect(b *testing.B) {
 	}
 }
 
-// connect connects to an address and returns the time that it took.
+// The function connect opens a TCP connection to an address and returns the time that
+// this took.
 func connect(to unix.Sockaddr) (time.Duration, error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -168,7 +169,7 @@ func connect(to unix.Sockaddr) (time.Duration, error) {
 	for {
 		err := unix.Connect(fd, to)
 		if errors.Is(err, unix.EINTR) {
-			continue // a signal of Go's scheduler
+			continue // a signal of Go's scheduler interrupted the call
 		}
 		if errors.Is(err, unix.EISCONN) {
 			err = nil
@@ -178,8 +179,8 @@ func connect(to unix.Sockaddr) (time.Duration, error) {
 }
 
 // BenchmarkChangeDuringPass changes one service after the other during a pass without
-// other changes. It reports the median and the longest time until the kernel has a
-// change. The case "restart" is the first pass after a restart, when the table has
+// other changes. It reports the median and the longest time until a change is in the
+// kernel. The case "restart" is the first pass after a restart, when the table has
 // already been read. The case "later" is a later pass.
 func BenchmarkChangeDuringPass(b *testing.B) {
 	for _, n := range []int{1_000, 10_000, 30_000} {

@@ -18,7 +18,7 @@ import (
 type conn struct {
 	*netfilter.Conn
 	table string
-	// seed is the seed of all hashes.
+	// All hashes use this seed.
 	seed maphash.Seed
 }
 
@@ -36,8 +36,8 @@ func (c *conn) transact(ctx context.Context, fill func(*wire)) error {
 	return c.Transact(ctx, func(b *netfilter.Builder) { fill(&wire{b, c.table}) })
 }
 
-// query sends one request about the table, with the attributes that fill adds; see
-// [netfilter.Conn.Query].
+// The method query sends one request about the table, with the attributes that fill adds;
+// see [netfilter.Conn.Query].
 func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f func(attributes []byte)) error {
 	return c.Query(ctx, func(b *netfilter.Builder) {
 		w := wire{b, c.table}
@@ -47,7 +47,7 @@ func (c *conn) query(ctx context.Context, msg, flags uint16, fill func(*wire), f
 	}, f)
 }
 
-// list requests all objects of one kind in the table.
+// The method list requests all objects of one kind in the table.
 //
 // The kernel answers in several messages. To continue, it skips as many objects of the
 // table as it has sent. It reports an interruption if any table changed meanwhile. Only a
@@ -77,7 +77,8 @@ func (c *conn) dump(ctx context.Context, m mapID, f func(e element, foreign []by
 	return nil
 }
 
-// get reads the element with this ID from the kernel, and returns false if there is none.
+// The method get reads the element with this ID from the kernel, and returns false if
+// there is none.
 func (c *conn) get(ctx context.Context, id elementID) (e element, ok bool, err error) {
 	err = c.query(ctx, unix.NFT_MSG_GETSETELEM, 0, func(w *wire) {
 		w.String(unix.NFTA_SET_ELEM_LIST_SET, id.m.name())
@@ -133,7 +134,7 @@ func (c *conn) inspect(ctx context.Context, name string) (*listing, error) {
 	for name, h := range l.hooks {
 		l.chains[name] = digestOf(c.seed, h, nil)
 	}
-	if err == nil { // as addRule requires, the kernel lists the rules of a chain in order
+	if err == nil { // the kernel lists the rules of a chain in order, as addRule needs them
 		err = c.list(ctx, unix.NFT_MSG_GETRULE, noAttributes, func(attributes []byte) {
 			chain := netfilter.String(netfilter.Attribute(attributes, unix.NFTA_RULE_CHAIN))
 			d := l.chains[chain]
@@ -178,9 +179,10 @@ func (c *conn) listChains(ctx context.Context) (map[string]hook, error) {
 	}
 }
 
-// others returns a number that changes with each transaction of another program in the
-// network namespace, on any table. Transactions of this connection do not change it. The
-// result is the kernel's number of transactions minus that of this connection.
+// The method others returns a number that changes with each transaction of another
+// program in the network namespace, on any table. Transactions of this connection do not
+// change it. The result is the kernel's number of transactions minus that of this
+// connection.
 func (c *conn) others(ctx context.Context) (int64, error) {
 	var generation uint32
 	err := c.Query(ctx, func(b *netfilter.Builder) {

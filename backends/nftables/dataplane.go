@@ -72,7 +72,8 @@ func (b *Backend) Dataplane(ctx context.Context, addr netip.Addr, protocol api.P
 // missing. If isNodePort is true but the address of f has no node ports, a line says
 // that.
 func (c *conn) elementsOf(ctx context.Context, f *nodeview.Frontend, minSlots int, isNodePort bool) (lines []string, err error) {
-	// show adds a line for an element if the kernel has it. After an error it does nothing.
+	// The function show adds a line for an element if the kernel has it. After an error,
+	// show does nothing.
 	show := func(id elementID, remark string) (ok bool) {
 		var e element
 		if err == nil {

@@ -46,8 +46,8 @@ func canonical(rule []byte) (b []byte) {
 	return b
 }
 
-// nested lists, for each expression, the attributes that contain other attributes. A
-// value is the key under which this map lists the contained attributes.
+// The map nested has the attributes that contain other attributes, by the name of the
+// expression. A value, such as "data", is the key of nested for the contained attributes.
 var nested = map[string]map[uint16]string{
 	"cmp":       {unix.NFTA_CMP_DATA: "data"},
 	"immediate": {unix.NFTA_IMMEDIATE_DATA: "data"},

@@ -26,26 +26,27 @@ type elementID struct {
 	key [maxKey]byte
 }
 
-// frontend returns the ID of the frontend to which an element belongs. The key of the
-// element begins with the key of the frontend.
+// The method frontend returns the ID of the frontend to which an element belongs. The key
+// of the element begins with the key of the frontend.
 func (id *elementID) frontend() elementID {
 	f := elementID{m: mapID{frontends, id.m.match, id.m.family}}
 	copy(f.key[:f.m.keyLen()], id.key[:])
 	return f
 }
 
-// value is what an element has besides its key. The elements of a set have the zero
-// value.
+// The type value has the fields of an element except its key. In elements of a set, it is
+// zero.
 type value struct {
 	data [20]byte
-	// chain is the name of the chain to which a verdict goes, or the constant drop. In maps
-	// of frontends it is the name of the shared chain whose number is in data.
+	// The field chain is the name of the verdict's target chain, or the constant drop. In
+	// maps of frontends, it is the name of the shared chain whose number is in data.
 	chain string
 	// comment has the name of a frontend's service port, for people who read the table.
 	comment string
 }
 
-// drop represents the verdict drop in fields that otherwise contain the name of a chain.
+// The constant drop stands for the verdict drop in fields that otherwise contain the name
+// of a chain.
 const drop = "drop"
 
 type element struct {

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// element adds e to the current list of elements.
+// The method element adds e to the list of elements that is being encoded.
 func (w *wire) element(e *element, withData bool) {
 	item := w.Nest(unix.NFTA_LIST_ELEM)
 	key := e.key[:e.m.keyLen()]
@@ -62,8 +62,9 @@ func rangeEnd(key []byte, addrLen, bits int) []byte {
 }
 
 // decodeElements calls f with each element of a NFT_MSG_NEWSETELEM message about m. If
-// this package cannot have made the element, foreign has its encoding, valid until f
-// returns. Elements share the names of chains, which decodeElements caches in names.
+// the element cannot come from this package, the argument foreign is its encoding, valid
+// until f returns. The cache names has the names of chains, so that elements with the
+// same chain share one string.
 func decodeElements(m mapID, attributes []byte, names map[string]string, f func(e element, foreign []byte)) {
 	for _, item := range netfilter.Attributes(netfilter.Attribute(attributes, unix.NFTA_SET_ELEM_LIST_ELEMENTS)) {
 		if e, ok := decodeElement(m, item, names); ok {

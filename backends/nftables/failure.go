@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// descriptions has the effect of each message type, and the attribute with the name of
-// the object. The function describeElements is for messages about elements.
+// The map descriptions has, for each message type, its effect and the attribute with the
+// name of the object. The function describeElements describes messages about elements.
 var descriptions = map[uint16]struct {
 	doing string
 	name  uint16

@@ -102,7 +102,7 @@ func TestAFullMapFailsTheServiceThatFillsIt(t *testing.T) {
 func TestFailuresNameTheElement(t *testing.T) {
 	b, ns := start(t, Options{})
 	mustSync(t, b, changes(true))
-	// Without its map, the kernel refuses the element of a frontend.
+	// Delete the map of frontends, so that the kernel refuses to add a frontend to it.
 	nft(t, ns, "delete chain inet kpng output\nflush chain inet kpng services\ndelete map inet kpng services4\n", "-f", "-")
 	err := b.Sync(t.Context(), changes(false, set(view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil))))
 	var failed sink.Failed
@@ -152,8 +152,8 @@ func TestCleanupDeletesOnlyItsTable(t *testing.T) {
 	}
 }
 
-// TestListingLoads checks that nft can load a table that nft has listed. Users save and
-// restore rulesets in this way.
+// TestListingLoads checks that nft can load a table that nft has listed. Users save a
+// ruleset as such a listing and load it later.
 func TestListingLoads(t *testing.T) {
 	b, ns := start(t, Options{PodInterfaces: []string{"cni0", "veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8")}, MasqueradeOutsiders: true})
 	var list []sink.Change
@@ -250,10 +250,10 @@ func TestKernelFaults(t *testing.T) {
 	lost := fmt.Errorf("%w: %w", netfilter.ErrUnknownOutcome, unix.ENOBUFS)
 	some := errors.New("some services fail")
 	for name, test := range map[string]struct {
-		// faults are the results of successive requests. Nil means success. The last result
-		// repeats.
+		// The list faults has the results of successive requests. Nil means success.
+		// After the list, the last result repeats.
 		faults []error
-		// done reports that the transaction takes effect even if its result is an error.
+		// If done is true, the transaction takes effect although its result is an error.
 		done bool
 		want error
 		says string
@@ -365,7 +365,7 @@ func TestDriftIsReported(t *testing.T) {
 			t.Errorf("%s, elements, drift found and mended (-want +got):\n%s", when, diff)
 		}
 	}
-	elements := len(contents(t, b)) + 1 // contents omits the element of the shared chain
+	elements := len(contents(t, b)) + 1 // the function contents omits the element of the shared chain
 	check("after a load", elements, 0, 0)
 	nft(t, ns, "delete element inet kpng service-endpoints4 { 10.96.0.1 . tcp . 80 . 7f00:1 }\n", "-f", "-")
 	mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}))
@@ -555,7 +555,7 @@ func TestNodePortsFollowTheNode(t *testing.T) {
 	source := &nodeSource{Source: nodeaddr.Of()}
 	b, ns := start(t, Options{NodeAddresses: source})
 	mustSync(t, b, changes(true))
-	b.stopTasks() // otherwise the tasks could make the same update
+	b.stopTasks() // so that only Sync can update the addresses
 	b.tasks.Wait()
 	c := changes(false)
 	c.Node, c.NodeChanged = &api.Node{Name: "here", Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.7")}}}, true

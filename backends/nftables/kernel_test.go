@@ -20,7 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// contents returns the elements of services in the table.
+// The function contents returns the elements of services in the table.
 func contents(t testing.TB, b *Backend) []string {
 	t.Helper()
 	b.mu.Lock()
@@ -45,8 +45,8 @@ func contents(t testing.TB, b *Backend) []string {
 	return list
 }
 
-// randomView returns a random view of a service, or nil in one of six cases. Services may
-// share addresses, but at different ports.
+// randomView returns a random view of a service. In one of six calls, it returns nil.
+// Services may share addresses, but at different ports.
 func randomView(rng *rand.Rand, name string, number int) *api.ServiceEndpoints {
 	if rng.IntN(6) == 0 {
 		return nil

@@ -22,8 +22,8 @@ func (l *listing) active() bool {
 	return false
 }
 
-// fits reports whether the elements of the table can stay. This requires that each map is
-// in allMaps and has the layout that this version uses.
+// fits reports whether this version can keep the table with its elements. Each map must
+// be in allMaps and have the layout that this version uses.
 func (l *listing) fits() bool {
 	for name, s := range l.sets {
 		if isOwn(name) {
@@ -37,8 +37,9 @@ func (l *listing) fits() bool {
 	return true
 }
 
-// loadSkeleton writes the missing parts of the skeleton in one transaction. Elements
-// stay. It returns the result of conn.others, which it calls before anything else.
+// loadSkeleton writes the missing parts of the skeleton in one transaction. It keeps the
+// elements of a table that fits. The result others is the value of conn.others before any
+// table was read.
 //
 // If another version of this package made the table, its maps may have other layouts.
 // Then loadSkeleton makes a second table without base chains. The old table handles the
@@ -97,15 +98,16 @@ func (t *table) replaceTable(ctx context.Context) error {
 	return err
 }
 
-// load writes those chains and maps that are missing or different in the listing present.
-// The function finish adds messages to the same transaction.
+// load writes the maps and chains that the table lacks, and replaces chains that differ.
+// The argument present lists what the table has. The function finish adds messages to the
+// same transaction.
 func (t *table) load(ctx context.Context, present *listing, chains []chain, finish func(*wire)) error {
 	t.skeleton = make(map[string]digest, len(chains))
 	for _, c := range chains {
 		t.skeleton[c.name] = digestOf(t.conn.seed, c.hook, c.rules)
 	}
 	var err error
-	// Activate a dormant table first: the same transaction could not add base chains.
+	// Activate a dormant table in its own transaction, which cannot also add base chains.
 	if present.dormant && present.fits() {
 		err = t.conn.transact(ctx, func(w *wire) { w.newTable() })
 	}
@@ -135,7 +137,7 @@ func (t *table) load(ctx context.Context, present *listing, chains []chain, fini
 	return nil
 }
 
-// changeChains adds messages that create these chains or replace existing ones.
+// changeChains adds messages that create or replace the given chains.
 func (w *wire) changeChains(present *listing, chains []chain) {
 	for _, c := range chains {
 		if _, ok := present.hooks[c.name]; ok {

@@ -67,8 +67,8 @@ func view(name string, ips, endpoints []string, edit func(*api.Service)) *api.Se
 	return nodeview.View(state, node)
 }
 
-// changes returns a batch with these changes. If whole is true, the batch is an entire
-// pass.
+// The function changes returns a batch with the changes in list. If whole is true, the
+// batch is an entire pass.
 func changes(whole bool, list ...sink.Change) *sink.Changes {
 	for i := range list {
 		c := &list[i]
@@ -129,11 +129,12 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 	}
 }
 
-// nftProgram returns the path of nft. KPNG_TEST_NFT selects another version than that of
-// Debian.
+// nftProgram returns the path of nft. The environment variable KPNG_TEST_NFT selects
+// another path than Debian's.
 func nftProgram() string { return cmp.Or(os.Getenv("KPNG_TEST_NFT"), "/usr/sbin/nft") }
 
-// verify makes Verify compare the whole table, as if another program had changed a table.
+// The function verify calls b.Verify, which compares the whole table, as if another
+// program had changed a table.
 func verify(t testing.TB, b *Backend) error {
 	b.table.drift = drift{checked: -1, compared: -1, reported: b.table.drift.reported}
 	return b.Verify(t.Context())

@@ -12,33 +12,34 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mapKind is the purpose of a map or set. Most kinds have one map for each match and
-// family.
+// mapKind is the purpose of a map or set. Most kinds have one map for each value of match
+// and each IP family.
 type mapKind uint8
 
-// The kinds whose names begin with "node" are for packets that this node sends, if these
-// packets need other elements. The kind before each of them is for all other packets.
+// The kinds nodeFrontends, nodeAffinityChains, nodeEndpoints and nodeSharedChains are for
+// packets from this node to external frontends with policy Local. The kind before each of
+// them is for all other packets.
 const (
-	// frontends maps the destination of a packet to the number of a shared chain.
+	// The kind frontends maps the destination of a packet to the number of a shared chain.
 	frontends mapKind = iota
 	nodeFrontends
-	// affinityChains maps a frontend with session affinity to its own chain.
+	// The kind affinityChains maps a frontend with session affinity to its own chain.
 	affinityChains
 	nodeAffinityChains
-	// endpoints maps a frontend and a slot to an endpoint.
+	// The kind endpoints maps a frontend and a slot to an endpoint.
 	endpoints
 	nodeEndpoints
-	// sources is the set of pairs of a frontend and a source range that it admits.
+	// sources is a set of pairs: a frontend, and a source range that the frontend admits.
 	sources
 	// hairpins is the set of connections from endpoints of this node to themselves. A key
 	// has the address of the endpoint twice. Protocol and port follow, except for all-ports
 	// services.
 	hairpins
-	// clusterIPs is the set of cluster IPs. Packets to their unknown ports are rejected.
+	// clusterIPs is the set of cluster IPs. Packets to ports without a service are rejected.
 	clusterIPs
 	// nodePortAddresses is the set of node addresses that have node ports.
 	nodePortAddresses
-	// sharedChains maps the number of a shared chain to that chain.
+	// The kind sharedChains maps the number of a shared chain to that chain.
 	sharedChains
 	nodeSharedChains
 )
@@ -105,7 +106,7 @@ type layout struct {
 	size uint32
 	// elements is the number of elements, or -1 if the kernel does not report it.
 	elements int
-	// fields are the lengths of the parts of a key, only for sets of ranges.
+	// fields are the lengths of the parts of a key. Only sets of ranges have them.
 	fields []uint32
 }
 
@@ -152,7 +153,7 @@ func (m mapID) leadsToChains() bool { return m.hasVerdicts() || m.kind <= nodeFr
 // shared reports whether several services may need the same element of the map.
 func (m mapID) shared() bool { return m.kind == clusterIPs || m.kind == hairpins }
 
-// datatype is a type of nft. It determines how nft prints a value.
+// datatype is a data type of nft. It determines how nft prints a value of that type.
 type datatype struct{ number, length uint32 }
 
 // The types of keys and data. Numbers of chains and slots have the type of the packet
@@ -216,8 +217,7 @@ func (m mapID) newDescription() description {
 	return description{l, key}
 }
 
-// concatenation returns the number and the length of the type that consists of these
-// parts.
+// concatenation returns the number and the length of a data type that has these parts.
 func concatenation(parts []datatype) (number, length uint32) {
 	if len(parts) == 1 {
 		return parts[0].number, parts[0].length

@@ -21,9 +21,9 @@ import (
 // kube-proxy, with the same defaults as kube-proxy.
 type Options struct {
 	// Instance distinguishes the backends of one node. The backend programs only one table
-	// of family inet, "kpng-<Instance>". After an update from a version with another layout,
-	// its name is "kpng2-<Instance>". An instance has at most 64 letters, digits, "-", "_"
-	// and ".". Default: empty, for the table "kpng" or "kpng2".
+	// of family inet, called "kpng-<Instance>" or "kpng2-<Instance>". An update to a version
+	// with another table layout changes one name to the other. Instance has at most 64
+	// letters, digits, "-", "_" and ".". Default: empty, for the table "kpng" or "kpng2".
 	Instance string
 
 	// DNATPriority is the priority of the chains at hooks prerouting and output, which
@@ -42,21 +42,22 @@ type Options struct {
 	MasqueradeAll bool
 	// MasqueradeOutsiders masquerades connections to cluster IPs from outside the pod
 	// network. ClusterCIDRs, NodePodCIDRs and PodInterfaces define the pod network, and at
-	// least one of them is required. If nothing defines it for a family, nothing is
-	// masqueraded in that family.
+	// least one of them is required. If they define no pod network for an IP family, the
+	// backend masquerades nothing in that family.
 	MasqueradeOutsiders bool
 
 	// ClusterCIDRs contain the addresses of all pods of the cluster. The backend treats
 	// these pods as pods of this node. So their traffic to external frontends of services
 	// with externalTrafficPolicy Local may reach endpoints on all nodes.
 	ClusterCIDRs []netip.Prefix
-	// NodePodCIDRs adds to ClusterCIDRs the pod CIDRs of the Node object, which contain the
-	// addresses of this node's pods.
+	// NodePodCIDRs adds the pod CIDRs of the Node object to ClusterCIDRs. These pod CIDRs
+	// contain the addresses of this node's pods.
 	NodePodCIDRs bool
 	// PodInterfaces are the interfaces of this node's pods, such as "cni0". A name that ends
 	// in "*" stands for all names with that prefix, such as "veth*". Without PodInterfaces
 	// and CIDRs, the backend does not know which traffic comes from pods. Then, at external
-	// frontends with policy Local, only the node's own traffic may use all nodes.
+	// frontends with policy Local, only the node's own traffic can reach endpoints on other
+	// nodes.
 	PodInterfaces []string
 
 	// ServiceCIDRs are the ranges of cluster IPs. The backend drops new connections to an
@@ -64,12 +65,13 @@ type Options struct {
 	// from this node and to forwarded ones. Default: none.
 	ServiceCIDRs []netip.Prefix
 
-	// NodeAddresses has the addresses at which node ports are served, except loopback
-	// addresses. Default: the primary addresses of the node, see package nodeaddr.
+	// NodeAddresses has the addresses of node ports. The backend ignores loopback addresses.
+	// Default: the primary addresses of the node, see package nodeaddr.
 	NodeAddresses nodeaddr.Source
 
-	// AcceptUnknownPorts makes the backend ignore packets to unknown ports of cluster IPs.
-	// They then follow the routing table. Default: the backend rejects these packets.
+	// AcceptUnknownPorts makes the backend ignore packets to ports that the service of a
+	// cluster IP does not have. These packets then follow the routing table. Default: the
+	// backend rejects them.
 	AcceptUnknownPorts bool
 
 	// Conntrack is a sink that receives each change after the kernel has applied it. Its
@@ -112,11 +114,11 @@ type Observer struct {
 	// Holds is called after each Sync with the number of elements in the maps and sets of
 	// the table.
 	Holds func(elements int)
-	// Drifted is called when the backend finds a change by another program. A Verify can
-	// find it, or a Sync whose transaction the kernel refused. Mended is called when the
-	// table is correct again: after a pass in which no service failed, or after a Verify
-	// that compared everything and found no difference. Between two calls of Drifted there
-	// is a call of Mended.
+	// Drifted is called when the backend finds a change by another program. Such a change is
+	// found by a Verify, or by a Sync whose transaction the kernel refused. Mended is called
+	// when the table is correct again: after a pass in which no service failed, or after a
+	// Verify that compared everything and found no difference. Between two calls of Drifted
+	// there is a call of Mended.
 	Drifted, Mended func()
 }
 
@@ -157,8 +159,8 @@ func (o *Options) complete() error {
 	if o.MasqueradeOutsiders && len(o.PodInterfaces) == 0 && len(o.ClusterCIDRs) == 0 && !o.NodePodCIDRs {
 		errs = append(errs, errors.New("masquerading outsiders needs cluster CIDRs or pod interfaces"))
 	}
-	// Connection tracking has priority -200 at the hooks for incoming packets. In the
-	// kernel, chains of type nat must come after it.
+	// Connection tracking has priority -200 at the hooks for incoming packets. The kernel
+	// requires that chains of type nat come after connection tracking.
 	for _, priority := range []int32{o.DNATPriority, o.SNATPriority} {
 		if priority <= -200 {
 			errs = append(errs, fmt.Errorf("priority %d is not after connection tracking (-200)", priority))
@@ -181,8 +183,8 @@ func (o *Observer) complete() {
 	}
 }
 
-// tables returns the two possible names of the instance's table. The second name is for a
-// new table beside an old one with another layout.
+// tables returns the two possible names of the instance's table. There are two, because a
+// new table can exist beside an old table with another layout.
 func (o *Options) tables() [2]string {
 	if o.Instance == "" {
 		return [...]string{"kpng", "kpng2"}

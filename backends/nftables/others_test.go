@@ -63,8 +63,7 @@ func affineServices(n, m int) []sink.Change {
 }
 
 // TestBusyNeighbors starts, restarts and verifies a backend while another program
-// constantly changes another table. The backend must report no drift, although it has
-// many chains.
+// constantly changes another table. The backend, with many chains, must report no drift.
 func TestBusyNeighbors(t *testing.T) {
 	ns := netnstest.New(t)
 	n := changeElsewhere(t, ns)
@@ -100,7 +99,7 @@ func TestVerifyReadsOnlyAfterChangesByOthers(t *testing.T) {
 	old, changed := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("web", []string{"10.96.0.1"}, []string{"10.0.0.2", "10.0.0.3"}, nil)
 	mustSync(t, b, changes(true, set(old)))
 	m := mapID{kind: clusterIPs, family: api.IPv4}
-	b.table.state.digests[m] = digest{n: 1} // wrong, so that a Verify that reads the table fails
+	b.table.state.digests[m] = digest{n: 1} // a wrong digest, so that a Verify that reads the table fails
 	for range 3 {
 		mustSync(t, b, changes(false, sink.Change{Old: old, New: changed}), changes(false, sink.Change{Old: changed, New: old}))
 		if err := b.Verify(t.Context()); err != nil {
@@ -236,8 +235,9 @@ func TestStartEndsWithItsContext(t *testing.T) {
 	}
 }
 
-// TestANodeAddressChangesSourceRanges changes the node's address, which source ranges may
-// admit. So the change causes a pass if a service has source ranges, and only then.
+// TestANodeAddressChangesSourceRanges changes the node's address. If a service has source
+// ranges, its admitted sources depend on that address, so the change causes a pass.
+// Otherwise it causes no pass.
 func TestANodeAddressChangesSourceRanges(t *testing.T) {
 	b, _ := start(t, Options{})
 	plain := view("plain", []string{"10.96.0.2"}, []string{"10.0.0.1"}, nil)

@@ -53,7 +53,8 @@ func newPacketWorld(t *testing.T) *packetWorld {
 	return w
 }
 
-// serve answers each connection to port 8080 with name and the address of the client.
+// serve answers each connection to port 8080 with two words: the argument name, and the
+// address of the client.
 func serve(t testing.TB, ns *netnstest.Namespace, name string) {
 	var l net.Listener
 	if err := ns.Do(func() (err error) { l, err = net.Listen("tcp", ":8080"); return err }); err != nil {

@@ -154,7 +154,7 @@ func (ps *pass) recordSync(p *patch, failed sink.Failed) {
 		return is
 	}
 	for _, o := range p.ops {
-		// Shared elements stay claimed, because the services that need them are counted.
+		// Shared elements stay claimed: state.wanted counts the services that need them.
 		if o.claimed && !o.m.shared() && hasFailed(o.part) {
 			ps.snapshots[o.m].giveBack(&o.elementID)
 		}
@@ -167,7 +167,7 @@ func (ps *pass) recordSync(p *patch, failed sink.Failed) {
 }
 
 // endPass removes the elements, objects and chains that no service needs. If services
-// failed, endPass keeps what may belong to them.
+// failed, endPass keeps the elements and objects that these services may need.
 func (t *table) endPass(ctx context.Context, failed bool) error {
 	ps := t.pass
 	t.pass = nil
@@ -188,9 +188,9 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 }
 
 // prune removes the elements that no service needs, and then the objects that no service
-// needs. Elements of frontends precede those of endpoints, as in allMaps. A failed
-// service still has its old elements. So if services failed, prune keeps the elements
-// that may belong to them, and all objects.
+// needs. In the order of allMaps, it removes elements of frontends before those of
+// endpoints. A failed service still has its old elements. So if services failed, prune
+// keeps all objects, and the elements that may belong to these services.
 func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 	t.leftovers.exist = failed && (ps.keepOfFailed() || t.leftovers.exist)
 	var stale part
@@ -248,8 +248,8 @@ func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
 }
 
 // keepOfFailed claims the elements that failed services may still need. These are all
-// hairpins, and all elements of frontends that some service needs. It reports whether the
-// table may then have elements or objects that no service needs.
+// hairpins, and all elements of frontends that some service needs. The result leaves is
+// true if the table may then have elements or objects that no service needs.
 func (ps *pass) keepOfFailed() (leaves bool) {
 	leaves = len(ps.stale) > 0
 	for m, s := range ps.snapshots {

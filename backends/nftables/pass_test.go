@@ -261,8 +261,8 @@ func TestRandomChangesDuringPasses(t *testing.T) {
 }
 
 // TestTableIsReadAhead checks that Start reads the table, and that the first Sync does
-// not read it again. If another program changes a table between them, the Sync does read
-// it.
+// not read it again. If another program changes a table between Start and the first Sync,
+// this Sync reads the table again.
 func TestTableIsReadAhead(t *testing.T) {
 	first, ns := start(t, Options{})
 	web, other := view("web", []string{"10.96.0.1"}, []string{"10.0.0.1"}, nil), view("other", []string{"10.96.0.2"}, []string{"10.0.0.2"}, nil)
@@ -299,7 +299,7 @@ func waitReadAhead(b *Backend) {
 }
 
 // frontendKeyOf returns the key of service i's frontend, and the length of this key. The
-// keys of its endpoints begin with it.
+// keys of the frontend's endpoints begin with the frontend's key.
 func frontendKeyOf(i int) (elementID, int) {
 	e := elementID{m: mapID{endpoints, matchService, api.IPv4}}
 	w := keyWriter{id: &e}

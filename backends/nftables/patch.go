@@ -16,12 +16,12 @@ type op struct {
 	elementID
 	hasOld, hasNew bool
 	old, new       value
-	// wanted is used for elements of shared maps. It is added to the number of services that
-	// need the element. The function resolve derives hasOld and hasNew from it.
+	// wanted is the change in the number of services that need the element, if it is in a
+	// shared map. The function resolve derives hasOld and hasNew from that number.
 	wanted int
 	// checked is true if hasOld and old were read from the kernel after it refused the op.
 	checked bool
-	// claimed reports that old was read by the pass, see pass.claim.
+	// claimed is true if the value old is from a snapshot of the pass, see pass.claim.
 	claimed bool
 	// part is the number of the part of the patch to which the op belongs.
 	part int
@@ -34,9 +34,10 @@ type patch struct {
 	ops   []*op
 	block []op // has room for the next ops
 	index map[elementID]*op
-	// objects has the changes of objects, by name. Names contain the name of the service.
+	// objects has the changes of objects, by name. Each such name contains the service's
+	// name.
 	objects map[string]*objectOp
-	// services has the services of each part.
+	// services lists the services of each part.
 	services [][]types.NamespacedName
 	// parent has, for each part, the part to which it was joined. A part that was not joined
 	// is its own parent.
@@ -136,7 +137,7 @@ func (p *part) size() int {
 // parts returns the parts of p that change something, with objects sorted by name.
 func (p *patch) parts() []part {
 	var parts []part
-	index := map[int]int{} // from the number of a part to its index in parts
+	index := map[int]int{} // maps the number of a part to its index in parts
 	partOf := func(number int) *part {
 		root := p.root(number)
 		i, ok := index[root]
@@ -162,7 +163,7 @@ func (p *patch) parts() []part {
 	return parts
 }
 
-// changes reports whether o may change the element.
+// The method changes reports whether o may change the element.
 func (o *op) changes() bool {
 	if o.m.shared() {
 		return o.wanted != 0

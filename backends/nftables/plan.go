@@ -15,7 +15,7 @@ import (
 // planner computes the elements of views. Its results depend only on its fields and
 // arguments.
 type planner struct {
-	// nodeAddrs are the node's addresses, which source ranges may admit. The field
+	// nodeAddrs are the node's addresses. The admitted sources depend on them. The field
 	// admitsNode is true if some service has source ranges.
 	nodeAddrs  []netip.Addr
 	admitsNode bool
@@ -24,9 +24,8 @@ type planner struct {
 
 func newPlanner() *planner { return &planner{names: map[sharedChain]string{}} }
 
-// plan emits the elements and objects that the view se needs. A nil view needs none. It
-// emits each element once, except that it may repeat elements of shared maps. It may also
-// repeat objects.
+// plan emits the elements and objects that the view se needs. If se is nil, plan emits
+// nothing. It may repeat objects and elements of shared maps, but no other elements.
 func (p *planner) plan(se *api.ServiceEndpoints, emit func(element), emitObject func(object)) {
 	if se == nil {
 		return
@@ -72,8 +71,8 @@ func matchOf(f *nodeview.Frontend) match {
 	}
 }
 
-// planTraffic emits the elements for packets to f that go through the chain c to the
-// targets of t. The names of objects contain list, which names the list of targets.
+// planTraffic emits the elements for packets to the frontend f that take the chain c to
+// the endpoints in t. The argument list names these endpoints in the names of objects.
 func (p *planner) planTraffic(se *api.ServiceEndpoints, c sharedChain, f *nodeview.Frontend, list string, t *nodeview.Traffic, emit func(element), emitObject func(object)) {
 	c.verdict = t.Verdict
 	targets := t.Endpoints[:min(len(t.Endpoints), maxEndpoints)]
@@ -103,7 +102,7 @@ const maxEndpoints = 1<<20 - 1
 // maxComment is the length of the longest comment that nft loads.
 const maxComment = 127
 
-// comment returns the name of the service port of f, or the beginning of a long name.
+// comment returns the name of the service port of f, cut off after maxComment octets.
 func comment(se *api.ServiceEndpoints, f *nodeview.Frontend) string {
 	s := se.Service.Namespace + "/" + se.Service.Name
 	if f.ServicePort != nil && f.ServicePort.Name != "" {

@@ -61,7 +61,7 @@ func TestPodCIDRsFollowTheNode(t *testing.T) {
 // service are dropped, but not packets that another table translates.
 func TestUnallocatedClusterIPsAreDropped(t *testing.T) {
 	w := newPacketWorld(t)
-	serve(t, w.client, "client") // gets packets that nothing translates or drops
+	serve(t, w.client, "client") // receives packets that are neither translated nor dropped
 	for _, addr := range []string{"10.96.0.2/32", "10.97.0.2/32", "fd96::2/128", "fd97::2/128"} {
 		w.client.Add(t, "eth0", addr)
 	}

@@ -18,14 +18,15 @@ import (
 
 // feature is a kernel feature that this package needs.
 type feature struct {
-	// name describes the feature. It may name its kernel module or first Linux version.
+	// name describes the feature. The name may contain the kernel module or the first Linux
+	// version that has the feature.
 	name string
-	// use adds one message, which only a kernel with the feature accepts.
+	// The function use adds one message that only a kernel with the feature accepts.
 	use func(*wire)
 }
 
-// features has all needed features. The first feature makes the table for all others, and
-// the second one makes the chain for rules.
+// features lists all needed features. The first feature makes the table for all others,
+// and the second one makes the chain for rules.
 var features = []feature{
 	{"tables of family inet (CONFIG_NF_TABLES_INET)", (*wire).newTable},
 	{"chains", func(w *wire) { w.newChain("probe", hook{}) }},

@@ -15,7 +15,6 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// encodeRules encodes rules for netlink.
 func encodeRules(rules ...[]expr.Any) []string {
 	encoded := make([]string, len(rules))
 	for i, rule := range rules {
@@ -32,9 +31,8 @@ func encodeRules(rules ...[]expr.Any) []string {
 	return encoded
 }
 
-// reg returns the number that the kernel lists for a register of four octets. The
-// argument counts these registers from 0. Longer data and keys also use the following
-// registers.
+// reg returns the kernel's number for a register of four octets. The argument is the
+// index of that register, from 0. Longer data and keys also use the following registers.
 func reg(number int) uint32 {
 	if number%4 == 0 {
 		return uint32(unix.NFT_REG_1 + number/4)
@@ -165,8 +163,8 @@ func translate(m mapID) []expr.Any {
 	return newKeyRule(m.family).frontend(m.match).meta(expr.MetaKeyPRIORITY).followedBy(lookup(m), natTo(m.family, 0, port))
 }
 
-// natTo returns an expression that translates the destination. The arguments address and
-// port are registers. If port is 0, packets keep their port.
+// natTo returns an expression that translates the destination of a packet. The arguments
+// address and port are registers. If port is 0, packets keep their port.
 func natTo(family api.Family, address, port int) expr.Any {
 	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(nfproto(family)), RegAddrMin: reg(address), RegAddrMax: reg(address)}
 	if port != 0 {
@@ -194,8 +192,8 @@ const ipsDstNAT = 1 << 5
 // native encodes a number for a register, in the byte order of the host.
 func native(v uint32) []byte { return binary.NativeEndian.AppendUint32(nil, v) }
 
-// mark returns expressions that load the packet mark, clear the bits outside of mask, and
-// then flip the bits of xor.
+// mark returns expressions that load the packet mark, clear all bits that are not set in
+// mask, and then flip the bits that are set in xor.
 func mark(mask, xor uint32) []expr.Any {
 	return []expr.Any{
 		loadMeta(expr.MetaKeyMARK),

@@ -34,17 +34,17 @@ type sharedChain struct {
 	filtered   bool
 	masquerade nodeview.Masquerade
 	verdict    nodeview.Verdict
-	// affinity reports that the services have session affinity. Each of them then has chains
-	// of its own.
+	// affinity reports that the services have session affinity. Each of these services then
+	// has chains of its own.
 	affinity bool
 	// endpoints is the number of endpoints, only for verdict Forward without affinity.
 	endpoints int
 }
 
-// The result of one lookup is the key of another one. As nft has no syntax for that, the
-// result is stored as the packet's priority and then loaded from there. It is the number
-// of a chain or slot, between firstPriority and lastPriority. The chain postrouting
-// resets the priority.
+// The result of one lookup is the key of the next lookup. As nft has no syntax for that,
+// a rule stores the result as the packet's priority and then loads it from there. Such a
+// priority is the number of a chain or slot, between firstPriority and lastPriority. The
+// chain postrouting resets the priority.
 const (
 	firstPriority = 0x7000_0001
 	lastPriority  = 0x7fff_ffff
@@ -100,11 +100,11 @@ func sharedChainOf(id *elementID, v *value) (c sharedChain, ok bool) {
 	return c, c.number() == number && c.masquerade <= nodeview.MasqueradeNode
 }
 
-// rejectChain is a chain of the skeleton, which rejects packets.
+// rejectChain is the chain of the skeleton that rejects packets.
 const rejectChain = "reject-chain"
 
-// name returns the name of the chain. If the chain would only drop or reject packets,
-// that is the constant drop or rejectChain.
+// name returns the name of the chain. If the chain would only drop or reject packets, the
+// name is the constant drop or the constant rejectChain.
 func (c sharedChain) name() string {
 	if !c.filtered && (c.fromNode || c.masquerade != nodeview.MasqueradeNode) {
 		switch c.verdict {
@@ -142,11 +142,11 @@ func (c sharedChain) name() string {
 	return b.String()
 }
 
-// hasRules reports whether c is neither the constant drop nor rejectChain.
+// hasRules reports whether the name of c is neither drop nor rejectChain.
 func (c sharedChain) hasRules() bool { return c.name() != drop && c.name() != rejectChain }
 
-// mapOf returns the map of a kind that the chain's frontends use. If fromNode is true,
-// that is the map for packets that this node sends.
+// mapOf returns the chain's map of the given kind, or of the following kind if fromNode
+// is true. The following kind is for packets that this node sends.
 func (c sharedChain) mapOf(kind mapKind) mapID {
 	if c.fromNode {
 		kind++

@@ -17,7 +17,7 @@ import (
 // The skeleton is the part of the table that does not depend on services. It consists of
 // the maps and sets without their elements, and of the chains that use them.
 
-// hook attaches a base chain to the path of packets. It is zero for other chains.
+// hook attaches a base chain to the path of packets. Other chains have the zero value.
 type hook struct {
 	number   uint32
 	priority int32
@@ -62,8 +62,8 @@ func (o *Options) skeletonChains() []chain {
 
 	for _, m := range allMaps() {
 		if m.kind == endpoints || m.kind == nodeEndpoints {
-			// A transaction may remove the slot of a packet between its selection and its lookup.
-			// Without the drop, the whole connection would then stay untranslated.
+			// Between the selection and the lookup of a slot, a transaction may remove the slot.
+			// Without this drop, the whole connection would then stay untranslated.
 			add(m.name(), regular, translate(m), verdictDrop())
 		}
 	}
@@ -77,7 +77,8 @@ func (o *Options) skeletonChains() []chain {
 	}
 	add("short-circuit", regular, short...)
 
-	// If a packet still has a priority here, a transaction has just removed its chain.
+	// If a packet still has the number of a chain as priority here, a transaction has just
+	// removed that chain.
 	rules := append(lookupSharedChains(frontends), append(hasPriority(), verdictDrop()...))
 	if !o.AcceptUnknownPorts {
 		for _, family := range families {
@@ -140,7 +141,8 @@ func (o *Options) podMatches() (matches [][]expr.Any) {
 }
 
 // markOutsiders returns the rules that mark connections to cluster IPs from outside the
-// pod network. For a family whose pods the options do not define, they mark nothing.
+// pod network. If the options define no pods for an IP family, the rules mark no packets
+// of that family.
 func (o *Options) markOutsiders() (rules [][]expr.Any) {
 	switch {
 	case o.MasqueradeAll:
@@ -167,8 +169,8 @@ func fromSources(m mapID) []expr.Any {
 	return newKeyRule(m.family).frontend(m.match).source().followedBy(inSet(m), &expr.Verdict{Kind: expr.VerdictReturn})
 }
 
-// hasPriority returns expressions that match priorities with the number of a chain or
-// slot.
+// hasPriority returns expressions that match packets whose priority is the number of a
+// chain or slot.
 func hasPriority() []expr.Any {
 	number := func(v uint32) []byte { return binary.BigEndian.AppendUint32(nil, v) }
 	return []expr.Any{

@@ -152,8 +152,8 @@ func TestATableOfAnotherLayoutStaysActiveUntilTheNewOneIsFilled(t *testing.T) {
 	}
 }
 
-// TestHooksChangeInPlace restarts the backend, with other priorities or after another
-// program has changed the chains. A client makes connections all the time.
+// TestHooksChangeInPlace restarts the backend with other priorities, or after another
+// program has changed the chains. Meanwhile a client makes connections all the time.
 func TestHooksChangeInPlace(t *testing.T) {
 	for name, test := range map[string]struct {
 		opts   Options

@@ -18,11 +18,11 @@ import (
 type snapshot struct {
 	m mapID
 	// A record has keyLen octets for the key, one octet for the length of a prefix, and
-	// dataLen octets for the data. If the map leads to chains, four octets with an index
-	// into values replace the data.
+	// dataLen octets for the data. If the map leads to chains, four octets with an index of
+	// the slice values replace the data.
 	records string
 	values  []value
-	// index maps a key to the number of its record. The keys are substrings of records.
+	// index maps a key to the number of its record. The keys are substrings of the records.
 	index  map[string]int
 	claims []claim
 	// foreign has the encoding of each element that this package cannot have made.
@@ -35,8 +35,8 @@ type claim uint8
 const (
 	// unclaimed means that no service has needed the element so far.
 	unclaimed claim = iota
-	// returned means that a service needed the element but failed, so that it still has its
-	// old elements.
+	// The claim returned means that a service claimed the element but then failed. The
+	// service still has its old elements.
 	returned
 	// claimed means that a service uses the element, or that the element must stay for
 	// another reason.
@@ -119,7 +119,8 @@ func dumpSnapshot(ctx context.Context, c *conn, m mapID) (*snapshot, error) {
 	return s, nil
 }
 
-// lookup returns the number of an element's record. If the element has none, ok is false.
+// lookup returns the number of the element's record. If there is no such record, ok is
+// false.
 func (s *snapshot) lookup(id *elementID) (i int, ok bool) {
 	if len(s.index) == 0 {
 		return 0, false
@@ -149,7 +150,8 @@ func (s *snapshot) giveBack(id *elementID) {
 	}
 }
 
-// wanted reports whether the snapshot has an element that some service has claimed.
+// The method wanted reports whether the snapshot has the element id and a service has
+// claimed it, even if that service then failed.
 func (s *snapshot) wanted(id *elementID) bool {
 	i, ok := s.lookup(id)
 	return ok && s.claims[i] != unclaimed

@@ -23,12 +23,13 @@ type state struct {
 	// rules has the expected digest of each chain, by the name of the chain.
 	rules map[string]digest
 	// wanted has the number of services that need an element of a shared map. During a pass,
-	// the constant hold is added for existing elements, because services later in the pass
-	// may need them.
+	// the numbers of existing elements include the constant hold, because services later in
+	// the pass may need these elements.
 	wanted map[elementID]int
 }
 
-// hold is larger than any number of services. While it is added, the element stays.
+// The constant hold is larger than any number of services. An element stays while its
+// number in state.wanted includes hold.
 const hold = 1 << 30
 
 func newState(seed maphash.Seed) *state {
@@ -81,7 +82,7 @@ func (s *state) count(id *elementID, v *value, n int, hash uint64) {
 	}
 }
 
-// increment adds n to the count of key. If the count is then 0, it is deleted.
+// increment adds n to the count of key, and deletes the count if it is then 0.
 func increment[K comparable](counts map[K]int, key K, n int) {
 	if counts[key] += n; counts[key] == 0 {
 		delete(counts, key)

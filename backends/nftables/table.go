@@ -33,7 +33,7 @@ type table struct {
 	state *state
 	// skeleton has the digest of each chain of the skeleton, as it was sent to the kernel.
 	skeleton map[string]digest
-	// podCIDRs are the pod CIDRs of the Node object, as the skeleton contains them.
+	// podCIDRs are those pod CIDRs of the Node object that the skeleton contains.
 	podCIDRs []netip.Prefix
 	// replaced is the name of the instance's other table, which the end of the pass deletes.
 	// It is empty if there is no other table.
@@ -59,8 +59,8 @@ func (t *table) close() error {
 	return t.conn.Close()
 }
 
-// sync programs c, and node ports at nodePortAddrs. It returns errors as described in
-// [sink.Sink].
+// sync programs the changes c, and the node ports at nodePortAddrs. It returns errors as
+// described in [sink.Sink].
 func (t *table) sync(ctx context.Context, c *sink.Changes, nodePortAddrs []netip.Addr) error {
 	failed, err := t.program(ctx, c, nodePortAddrs)
 	if err != nil {

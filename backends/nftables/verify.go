@@ -21,8 +21,8 @@ import (
 // search has two steps. A check is cheap. It reads the chains, and the number of elements
 // if the kernel reports it. A comparison is expensive, because it reads all elements.
 type drift struct {
-	// checked is the result of conn.others before the last check without a difference. The
-	// field compared is the result before the last comparison without a difference.
+	// checked is the result of conn.others before the last check that found no difference.
+	// The field compared is the result before the last comparison that found no difference.
 	checked, compared int64
 	// nextMap is the index of the next map to compare, in the result of allMaps.
 	nextMap int
@@ -36,8 +36,8 @@ type drift struct {
 	// compareAt is the earliest time of the next comparison. Before verifyAt, Verify reads
 	// nothing.
 	compareAt, verifyAt time.Time
-	// foundAt is the time when a Verify last found drift, and pause is the delay that
-	// followed.
+	// foundAt is the time when a Verify last found drift. The field pause is the time from
+	// foundAt to verifyAt.
 	foundAt time.Time
 	pause   time.Duration
 	// reported is true after a call of Observer.Drifted until the call of Observer.Mended.
@@ -57,7 +57,8 @@ const (
 	maxPause = time.Minute
 )
 
-// reset records that a pass read the table, and what conn.others returned before that.
+// reset records that a pass has read the table. The argument others is the result of
+// conn.others before that.
 func (d *drift) reset(others int64) {
 	d.checked, d.compared, d.nextMap, d.interrupted = others, others, 0, 0
 }
@@ -94,8 +95,8 @@ func (d *drift) recordRepair(t *table) {
 // when these services succeed, only another pass can find and remove the elements.
 type leftovers struct {
 	exist bool
-	// passAt is the time when Verify requests a pass because of leftovers. It is the end of
-	// the last pass plus wait.
+	// passAt is the time when Verify requests a pass because of leftovers. This time is the
+	// end of the last pass plus the duration wait.
 	passAt time.Time
 	wait   time.Duration
 }
@@ -252,7 +253,7 @@ func (t *table) compareMap(ctx context.Context, m mapID) error {
 		if err != nil || is == want {
 			return err
 		}
-		// A resize does not change the number of elements, so another number means drift.
+		// A resize does not change the number of elements, so a different number means drift.
 		if is.n != want.n || attempt == maxDumpRetries {
 			return differs("%s has %d elements, which are not the %d that it should have", m.name(), is.n, want.n)
 		}

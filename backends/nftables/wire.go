@@ -24,7 +24,7 @@ const (
 	nftaSetFieldLen   = 1
 )
 
-// nftMsg returns a message type whose upper octet selects nf_tables.
+// nftMsg returns the netlink message type for the nf_tables message t.
 func nftMsg(t int) uint16 { return unix.NFNL_SUBSYS_NFTABLES<<8 | uint16(t) }
 
 // wire encodes messages about one table.
@@ -139,7 +139,6 @@ func (w *wire) newChain(name string, h hook) {
 	w.End(at)
 }
 
-// decodeChain decodes a NFT_MSG_NEWCHAIN message.
 func decodeChain(attributes []byte) (table, name string, h hook) {
 	text := func(attr uint16) string { return netfilter.String(netfilter.Attribute(attributes, attr)) }
 	nest := netfilter.Attribute(attributes, unix.NFTA_CHAIN_HOOK)
@@ -191,8 +190,8 @@ func (w *wire) makeChain(name string, rules []string) {
 	}
 }
 
-// maxElements limits the list of elements in a message, in octets. The list is one
-// attribute, and the length of an attribute has 16 bits.
+// maxElements limits the octets of the list of elements in a message. The list is one
+// attribute, and an attribute stores its length in 16 bits.
 const maxElements = 60_000
 
 // elements adds messages of type NFT_MSG_NEWSETELEM or NFT_MSG_DELSETELEM about elems.
@@ -211,15 +210,15 @@ func (w *wire) elements(msg int, flags uint16, elems []element) {
 	}
 }
 
-// beginElements starts a message about elements of m. The results are arguments: message
-// for End, and list for EndNest.
+// beginElements starts a message about elements of m. The integer message is the argument
+// for End, and the integer list is the argument for EndNest.
 func (w *wire) beginElements(msg int, flags uint16, m mapID) (message, list int) {
 	message = w.begin(msg, flags)
 	w.String(unix.NFTA_SET_ELEM_LIST_SET, m.name())
 	return message, w.Nest(unix.NFTA_SET_ELEM_LIST_ELEMENTS)
 }
 
-// deleteForeign adds messages that delete the elements with these encodings.
+// deleteForeign adds messages that delete the elements whose encodings are in elems.
 func (w *wire) deleteForeign(m mapID, elems [][]byte) {
 	for _, e := range elems {
 		at, list := w.beginElements(unix.NFT_MSG_DELSETELEM, 0, m)

@@ -3,8 +3,8 @@
 // Package nodeaddr provides the addresses of a node at which its node ports are
 // reachable.
 //
-// Backends read a [Source]. There are two kinds. A [Watcher] follows the addresses of the
-// machine. A [List] has addresses that the program sets.
+// Backends read a [Source]. There are two kinds of sources. A [Watcher] follows the
+// addresses of the machine. A [List] has addresses that the program sets.
 //
 //	watcher, err := nodeaddr.New(nodeaddr.Options{Selection: nodeaddr.Selection{All: true}})
 //	…
@@ -32,9 +32,9 @@ type Source interface {
 	Addresses() (addrs []netip.Addr, changed <-chan struct{})
 }
 
-// SetNode calls src.SetNode with the Node object if src has this method, like a Watcher.
-// A sink with a Source calls SetNode with each Changes.Node. Several sinks may do so for
-// the same Source.
+// SetNode calls src.SetNode with the Node object if src has this method. A Watcher has
+// it. A sink with a Source calls SetNode with each Changes.Node. Several sinks may call
+// it for the same Source.
 func SetNode(src Source, node *api.Node) {
 	if s, ok := src.(interface{ SetNode(*api.Node) }); ok {
 		s.SetNode(node)

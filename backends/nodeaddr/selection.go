@@ -48,7 +48,7 @@ func ParseSelection(list []string) (Selection, error) {
 	return s, nil
 }
 
-// String returns the items from which ParseSelection makes s, separated by commas.
+// String returns the items of s, separated by commas. ParseSelection parses these items.
 func (s Selection) String() string {
 	var list []string
 	if s.primary() {
@@ -65,8 +65,8 @@ func (s Selection) String() string {
 
 func (s *Selection) primary() bool { return s.Primary || !s.All && len(s.CIDRs) == 0 }
 
-// of returns the selected addresses. The argument machine has the addresses of the
-// machine, and primary has the primary addresses.
+// The method of returns the selected addresses. The argument machine has the addresses of
+// the machine, and primary has the primary addresses.
 func (s *Selection) of(machine, primary []netip.Addr) []netip.Addr {
 	var selected []netip.Addr
 	if s.primary() {
@@ -90,5 +90,5 @@ func (s *Selection) admits(a netip.Addr) bool {
 	})
 }
 
-// confined reports whether a is a loopback or link-local address.
+// confined reports whether the address a is a loopback or link-local address.
 func confined(a netip.Addr) bool { return a.IsLoopback() || a.IsLinkLocalUnicast() }

@@ -16,13 +16,13 @@ import (
 
 // Options are the settings of a Watcher. The zero value selects the defaults.
 type Options struct {
-	// Selection selects addresses of the machine. Default: the primary ones.
+	// Selection selects addresses of the machine. Default: the primary addresses.
 	Selection Selection
-	// ExcludeInterfaces are the names of interfaces whose addresses are ignored. For
-	// example, a proxy adds the addresses of services to kube-ipvs0. Default: none.
+	// ExcludeInterfaces are the names of interfaces whose addresses are ignored. An example
+	// is kube-ipvs0, to which kube-proxy adds service addresses. Default: none.
 	ExcludeInterfaces []string
 	// NetNS is a file descriptor of the network namespace. It must stay open while the
-	// Watcher is used. Only Linux supports it. Default 0: the network namespace of the
+	// Watcher is used. NetNS works only on Linux. Default 0: the network namespace of the
 	// process.
 	NetNS int
 	// Interval is the time after which the Watcher reads the addresses even without a
@@ -170,7 +170,7 @@ func (w *Watcher) read() error {
 	return nil
 }
 
-// publish updates the list. The caller must hold the lock.
+// publish updates the addresses that Addresses returns. The caller must hold the lock.
 func (w *Watcher) publish() {
 	primary := w.internal
 	if primary == nil {
@@ -179,6 +179,6 @@ func (w *Watcher) publish() {
 	w.list.Set(w.opts.Selection.of(w.seen.all, primary)...)
 }
 
-// unrouted has addresses for which only default routes match. They are reserved for
-// documentation (RFC 5737, RFC 3849).
+// unrouted has addresses to which only default routes lead. These addresses are reserved
+// for documentation (RFC 5737, RFC 3849).
 var unrouted = [...]netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")}

@@ -17,8 +17,8 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// machine returns a namespace with three interfaces. The default route is at world, and a
-// proxy has added addresses of services to kube-ipvs0.
+// machine returns a namespace with three interfaces. The default route uses the interface
+// world, and a proxy has added addresses of services to the interface kube-ipvs0.
 func machine(t *testing.T) *netnstest.Namespace {
 	n := netnstest.New(t)
 	for name, list := range map[string][]string{
@@ -50,7 +50,7 @@ func run(t *testing.T, opts nodeaddr.Options) *nodeaddr.Watcher {
 	return w
 }
 
-// await waits for signals of the watcher until it has these addresses.
+// await waits for signals of the watcher until Addresses returns these addresses.
 func await(t *testing.T, w *nodeaddr.Watcher, want ...string) {
 	t.Helper()
 	deadline := time.After(time.Minute)
@@ -96,7 +96,7 @@ func TestAddressesAreFollowed(t *testing.T) {
 func TestTentativeAddressIsNotServed(t *testing.T) {
 	n := machine(t)
 	n.Stub(t, "new")
-	n.Set(t, "ipv6/conf/new/accept_dad=1", "ipv6/conf/new/dad_transmits=60") // each transmission takes one second
+	n.Set(t, "ipv6/conf/new/accept_dad=1", "ipv6/conf/new/dad_transmits=60") // each of the 60 transmissions takes one second
 	n.Run(t, "ip", "addr", "add", "fd02::1/64", "dev", "new")
 	n.Add(t, "new", "10.2.0.1/24")
 	w := run(t, nodeaddr.Options{NetNS: n.FD, Selection: nodeaddr.Selection{CIDRs: []netip.Prefix{
@@ -111,7 +111,7 @@ func TestPrimaryAddressesComeFromNodeOrDefaultRoutes(t *testing.T) {
 	w := run(t, nodeaddr.Options{NetNS: n.FD, Clock: clock})
 	await(t, w, "10.0.0.1", "fd00::1")
 
-	// Linux sends no notification for a route. The watcher detects the change later.
+	// Linux sends no notification if only a route changes. The watcher notices it later.
 	n.Route(t, "default", "10.1.0.254", "other")
 	clock.tick(t)
 	await(t, w, "10.1.0.1", "fd00::1")

@@ -16,8 +16,8 @@ import (
 )
 
 // brokenBridge is a bridge whose pods cannot reach each other through services. Packets
-// between ports of the bridge do not pass through netfilter. So in answers, the address
-// of the endpoint is not translated back to that of the service.
+// between ports of the bridge do not pass through netfilter. So the source of an answer
+// is the endpoint's address, not the service's address.
 type brokenBridge struct {
 	name, sysctl string
 }
@@ -69,8 +69,8 @@ func findBrokenBridges() ([]brokenBridge, error) {
 	return broken, nil
 }
 
-// followBridges searches for broken bridges until stop is called, because a bridge often
-// appears with the first pods. It logs each broken bridge once.
+// followBridges repeats the search for broken bridges until stop is called, because a
+// bridge often appears only with the first pods. It logs each broken bridge once.
 func followBridges(ctx context.Context) (stop func()) {
 	log := klog.FromContext(ctx)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))

@@ -32,8 +32,8 @@ func flagValue(fs *pflag.FlagSet, name string) string {
 	return ""
 }
 
-// kubeProxyNamed returns a collector with the metrics of c under another name, which
-// kube-proxy uses. All metrics of c must have the same name and these labels.
+// kubeProxyNamed returns a collector with the metrics of c under the name that kube-proxy
+// uses. All metrics of c must have the same name and these labels.
 func kubeProxyNamed(name string, c prometheus.Collector, labels ...string) prometheus.Collector {
 	return &renamed{c, prometheus.NewDesc("kubeproxy_"+name, "As in kube-proxy.", labels, nil)}
 }
@@ -102,7 +102,7 @@ func parseCIDR(text string) (netip.Prefix, error) {
 	return cidr.Masked(), err
 }
 
-// value implements pflag.Value by functions.
+// value implements pflag.Value with functions.
 type value struct {
 	show func() string
 	set  func(string) error
@@ -111,8 +111,8 @@ type value struct {
 func (v *value) Set(text string) error { return v.set(text) }
 func (*value) Type() string            { return "list" }
 
-// String also accepts the zero value. The package pflag calls String for it to find out
-// whether a default is zero.
+// String also accepts the zero value. The package pflag calls String on the zero value to
+// find out whether a default is zero.
 func (v *value) String() string {
 	if v.show == nil {
 		return ""

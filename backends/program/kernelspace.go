@@ -59,7 +59,7 @@ func kernelspaceFlags(fs *pflag.FlagSet, opts *kernelspace.Options, checks *heal
 	checks.register(fs)
 }
 
-// hnsMetrics counts the calls of HNS. It also counts the endpoints and load balancers
+// hnsMetrics counts the calls to HNS. It also counts the endpoints and load balancers
 // that HNS has for this program.
 type hnsMetrics struct {
 	endpoints, balancers prometheus.Gauge

@@ -29,8 +29,8 @@ type leftover struct {
 // kube-proxy's other chains for services only through this chain.
 const kubeProxyChain = "KUBE-SERVICES"
 
-// reportLeftovers logs what kube-proxy left in the network namespace of the calling
-// thread.
+// reportLeftovers logs the rules and devices that kube-proxy left in the network
+// namespace of the calling thread.
 func reportLeftovers(ctx context.Context) {
 	log := klog.FromContext(ctx)
 	found, err := findLeftovers(ctx)
@@ -127,9 +127,10 @@ func legacyLeftovers(context.Context) ([]leftover, error) {
 
 // legacyTableHas reports whether a table of iptables-legacy has a chain.
 func legacyTableHas(family, level int, table, chain string) (bool, error) {
-	// From linux/netfilter_ipv4/ip_tables.h; ip6_tables.h is the same. The size of the rules
-	// comes last in ipt_getinfo, and second in ipt_get_entries, where the rules follow.
-	// Among the rules, each chain begins with its name.
+	// The numbers are from linux/netfilter_ipv4/ip_tables.h, and ip6_tables.h has the same
+	// numbers. The size of the rules is the last field of ipt_getinfo, and the second field
+	// of ipt_get_entries. The rules follow this field. The rules of each chain begin with
+	// the name of the chain.
 	const (
 		getInfo, infoSize, infoSizeAt           = 64, 84, 80
 		getEntries, entriesSizeAt, entriesStart = 65, 32, 40

@@ -21,8 +21,8 @@ type localEndpoints struct {
 	pass     int
 }
 
-// droppingService has the ports of a service that drop traffic, as of the last delivery
-// of the service.
+// droppingService has those ports of a service that drop traffic, according to the last
+// delivery of the service.
 type droppingService struct {
 	ports []droppingPort
 	pass  int // number of the last pass that began before that delivery
@@ -31,7 +31,7 @@ type droppingService struct {
 type droppingPort struct {
 	port     *api.PortMapping
 	family   api.Family
-	internal bool // for the internal traffic policy, not the external one
+	internal bool // true for the internal traffic policy, false for the external one
 }
 
 var localEndpointsLabels = []string{"traffic_policy", "ip_family"}
@@ -59,7 +59,6 @@ func (l *localEndpoints) gauge(p droppingPort) prometheus.Gauge {
 	return l.missing.WithLabelValues(policy, p.family.String())
 }
 
-// sync updates the counts.
 func (l *localEndpoints) sync(c *sink.Changes) {
 	if c.First {
 		l.pass++

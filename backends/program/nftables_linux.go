@@ -43,7 +43,7 @@ type nftablesFlags struct {
 	limits            conntrackLimits
 	keepConnections   bool
 	checks            *healthChecks
-	// all has all flags of the command. Some of them do not belong to the backend.
+	// The field all has all flags of the command, not only those of the backend.
 	all *pflag.FlagSet
 }
 
@@ -165,7 +165,6 @@ func (f *nftablesFlags) parts() (Parts, error) {
 	}, nil
 }
 
-// flowMetrics has the metrics of package conntrack.
 type flowMetrics struct {
 	seen, ended, errors prometheus.Counter
 	duration            prometheus.Histogram
@@ -196,7 +195,6 @@ func (m *flowMetrics) observe(pass conntrack.Pass) {
 	}
 }
 
-// nftablesMetrics has the metrics of package nftables.
 type nftablesMetrics struct {
 	elements                               prometheus.Gauge
 	transactions, refused, drifted, mended prometheus.Counter

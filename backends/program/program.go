@@ -47,7 +47,7 @@ type Backend struct {
 	localEndpoints *localEndpoints
 }
 
-// Parts are the running parts of a backend.
+// Parts are the sink and the other running parts of a backend.
 type Parts struct {
 	// Sink programs the dataplane. It may also implement [sink.Starter], [sink.Stopper],
 	// [sink.Drainer], [sink.Verifier], [sink.Poller], [sink.Cleaner] and [Inspector].
@@ -59,15 +59,15 @@ type Parts struct {
 	Companions func(healthy func() bool) []sink.Sink
 	// Collectors have the metrics of all parts.
 	Collectors []prometheus.Collector
-	// KubeProxyNames has metrics that kube-proxy also has. A key is kube-proxy's name of a
-	// metric without "kubeproxy_". With the flag --kubeproxy-metrics of package app, Backend
-	// also collects them under these names.
+	// KubeProxyNames has metrics that kube-proxy also has. A key is the name of a metric of
+	// kube-proxy, without the prefix "kubeproxy_". With the flag --kubeproxy-metrics of
+	// package app, Backend also collects the metrics under the names of kube-proxy.
 	KubeProxyNames map[string]prometheus.Collector
 }
 
-// Inspector is a sink that can describe what its dataplane contains for a frontend, and
-// compare that with the view of the service. For a node port, addr is an address of the
-// node. For an all-ports service, protocol and port are 0.
+// Inspector is a sink that can describe the state of a frontend in its dataplane, and
+// compare that state with the view of the service. For a node port, addr is an address of
+// the node. For an all-ports service, protocol and port are 0.
 type Inspector interface {
 	Dataplane(ctx context.Context, addr netip.Addr, protocol api.Protocol, port int32, view *api.ServiceEndpoints) (string, error)
 }

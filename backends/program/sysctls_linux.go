@@ -90,8 +90,8 @@ func (l *conntrackLimits) settings(cores int) []sysctl.Setting {
 	return settings
 }
 
-// cores returns the number of CPU cores of the machine. This process may be allowed to
-// use fewer.
+// cores returns the number of CPU cores of the machine, even if this process is allowed
+// to use fewer cores.
 func cores() int {
 	text, err := os.ReadFile("/sys/devices/system/cpu/online")
 	if err == nil {

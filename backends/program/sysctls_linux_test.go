@@ -86,8 +86,8 @@ func TestSysctlsAreSetInPlaceOfKubeProxyAndReportedBesideIt(t *testing.T) {
 	}
 }
 
-// The test does not change the maximum and the size of the table. All namespaces of the
-// machine share these settings.
+// The test does not change the maximum number of connections and the size of the hash
+// table, because all network namespaces of the machine share these settings.
 func TestTheKernelTakesTheSettingsOfConnectionTracking(t *testing.T) {
 	n := netnstest.New(t)
 	settings := parsedFlags(t, "", "--conntrack-max-per-core=0", "--conntrack-udp-timeout=11s", "--conntrack-udp-timeout-stream=22s", "--conntrack-tcp-be-liberal").conntrackSettings(2)

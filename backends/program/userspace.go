@@ -14,9 +14,9 @@ import (
 
 const userspaceLong = "Listens at the addresses of services, and copies traffic to endpoints and back. Making the addresses local takes CAP_NET_ADMIN on Linux, and an administrator on Windows."
 
-// Userspace returns the backend that proxies with sockets. It uses a to make the
-// addresses of services local. If a is nil, it uses only addresses that this host already
-// has.
+// Userspace returns the backend that proxies with sockets. The argument a makes the
+// addresses of services local to this host. If this argument is nil, the backend uses
+// only addresses that this host already has.
 func Userspace(a userspace.Addresses) *Backend {
 	opts, checks := userspace.Options{Addresses: a}, newHealthChecks()
 	return &Backend{
@@ -76,7 +76,6 @@ func userspaceParts(opts userspace.Options, checks *healthChecks) (Parts, error)
 	}, nil
 }
 
-// portMetrics collects the statistics of service ports.
 type portMetrics struct {
 	stats   func() iter.Seq[userspace.PortStats]
 	metrics []portMetric

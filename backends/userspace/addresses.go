@@ -12,7 +12,7 @@ import (
 	"sync"
 )
 
-// references counts the users of local addresses. It is safe for concurrent use.
+// references counts the users of each local address. It is safe for concurrent use.
 // Concurrent calls can add or remove different addresses at the same time.
 type references struct {
 	addresses Addresses // nil if only addresses that are already local can be used
@@ -22,13 +22,13 @@ type references struct {
 	count map[netip.Addr]int
 	// stuck has unused addresses whose removal failed. They may still be local.
 	stuck map[netip.Addr]struct{}
-	// left has the addresses that an earlier process made local. After the first pass it is
-	// empty.
+	// The field left has the addresses that an earlier process made local. After the first
+	// pass, it is empty.
 	left []netip.Addr
-	// room limits the number of concurrent calls of addresses.
+	// room limits the number of concurrent calls of the methods of the field addresses.
 	room chan struct{}
-	// changing has the addresses that are being added or removed. At the end of each such
-	// change, the condition changed is signaled.
+	// changing has the addresses that are being added or removed. The condition variable
+	// changed is signaled when an addition or removal ends.
 	changing map[netip.Addr]struct{}
 	changed  sync.Cond
 }
@@ -84,7 +84,7 @@ func (r *references) adopt(ctx context.Context) error {
 	return nil
 }
 
-// abandon returns the addresses that adopt has read. The caller must release them.
+// abandon returns the addresses that adopt has read. The caller must release them all.
 func (r *references) abandon() []netip.Addr {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -93,8 +93,8 @@ func (r *references) abandon() []netip.Addr {
 	return left
 }
 
-// counts reports whether users of addr are counted. Without Addresses and for loopback
-// addresses, counting is unnecessary.
+// counts reports whether users of addr are counted. Counting is unnecessary for loopback
+// addresses, and if the Backend has no Addresses.
 func (r *references) counts(addr netip.Addr) bool {
 	return r.addresses != nil && !addr.IsLoopback()
 }
@@ -177,7 +177,7 @@ func (r *references) restore(ctx context.Context) error {
 		if r.count[addr] == 0 {
 			return nil
 		}
-		// Add must not be interrupted, because it would then remove the address.
+		// Add must not be interrupted, because an interrupted Add removes the address.
 		if err := r.change(addr, func() error { return r.addresses.Add(context.WithoutCancel(ctx), addr) }); err != nil {
 			return fmt.Errorf("make %s local: %w", addr, err)
 		}

@@ -16,14 +16,13 @@ import (
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 )
 
-// fakeAddresses implements Addresses in memory.
 type fakeAddresses struct {
-	// Add calls adding first, and Remove calls removing first.
+	// Add begins with a call of the function adding, and Remove with a call of removing.
 	adding, removing func() error
 
 	mu    sync.Mutex
 	there []netip.Addr
-	// left has addresses of an earlier process.
+	// The field left has the addresses that an earlier process made local.
 	left    []netip.Addr
 	leftErr error
 }

@@ -25,9 +25,10 @@ type attachment struct {
 }
 
 // endpoint returns an endpoint for client. If client used an endpoint within timeout, and
-// pool still has that endpoint, the result is the same endpoint. Otherwise it is another
-// endpoint of pool, which is remembered. An endpoint for which unfit returns true is
-// never used. If pool has no other endpoint, the result is false.
+// pool still has that endpoint, the result is the same endpoint. Otherwise the result is
+// the next endpoint of pool, and affinity remembers it for client. The function endpoint
+// skips endpoints for which unfit returns true. If none is left, the second result is
+// false.
 func (a *affinity) endpoint(client netip.Addr, timeout time.Duration, pool *pool, unfit func(netip.AddrPort) bool, now time.Time) (netip.AddrPort, bool) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -52,7 +53,7 @@ func (a *affinity) evictOne() {
 	var oldest netip.Addr
 	var used time.Time
 	few := 0
-	for client, c := range a.clients { // a range over a map begins at a random client
+	for client, c := range a.clients { // iteration over a map begins at a random client
 		if few == 0 || c.used.Before(used) {
 			oldest, used = client, c.used
 		}

@@ -43,7 +43,8 @@ func TestConcurrentConnectionsOfAClientShareAnEndpoint(t *testing.T) {
 func TestChangedAffinityTimeoutAppliesImmediately(t *testing.T) {
 	r, rt := affineRules(2, 100*time.Second)
 	client, now := netip.MustParseAddr("127.0.0.1"), time.Now()
-	// Even without affinity, the same endpoint can follow by chance. So moves tries often.
+	// Even without affinity, a client can get the same endpoint again by chance. So the
+	// function moves tries many times.
 	moves := func(prepare func()) bool {
 		for range 20 {
 			first, _ := r.endpoint(rt, client, noneUnfit, now)

@@ -10,12 +10,12 @@ import (
 	"time"
 )
 
-// change is a change in the users of an address. With an update, the updated service
-// starts to use it. Without an update, the address loses one user.
+// change is a change in the users of an address. If the field update is set, the updated
+// service becomes a user of the address. Otherwise the address loses one user.
 type change struct {
 	*update
 	addr netip.Addr
-	// again reports that an earlier attempt at the same change has failed.
+	// The field again is true if an earlier attempt at the same change has failed.
 	again bool
 	err   error
 }
@@ -58,17 +58,18 @@ func (u *update) missingAddresses() (changes []*change) {
 }
 
 const (
-	// addressPatience limits how long makeChanges waits until another change is completed.
+	// addressPatience limits how long makeChanges waits for the next completed change.
 	addressPatience = time.Second
 	// addressPace is the interval at which makeChanges processes completed changes. Changes
 	// are often completed in bursts.
 	addressPace = 10 * time.Millisecond
 )
 
-// makeChanges makes changes concurrently, with the context work. When an address is
-// local, it opens the listeners there. It returns when all changes are completed, except
-// those that failed before. If no change is completed for a while, or if ctx ends, it
-// returns earlier. The remaining changes continue in the background.
+// makeChanges makes changes concurrently, with the context work. When an address has
+// become local, makeChanges opens the listeners at that address. It returns when all
+// changes are completed, but does not wait for repeated attempts. If no change is
+// completed for a while, or if ctx ends, it returns earlier. The remaining changes
+// continue in the background.
 func (b *Backend) makeChanges(ctx, work context.Context, changes []*change) {
 	if len(changes) == 0 {
 		return

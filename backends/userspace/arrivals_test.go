@@ -53,7 +53,7 @@ func newSlowAddresses(addrs ...string) *slowAddresses {
 	return s
 }
 
-// loopbackSockets listens at 127.x.y.z if an address is 10.x.y.z.
+// loopbackSockets listens at 127.x.y.z instead of 10.x.y.z.
 type loopbackSockets struct{ hostSockets }
 
 func (e loopbackSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCPListener, error) {
@@ -167,7 +167,7 @@ func TestAddressAddedAfterSyncReturned(t *testing.T) {
 	}
 }
 
-// idle reports whether no address has users, and none is being added or removed.
+// idle reports whether no address has users, and no address is being added or removed.
 func (r *references) idle() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

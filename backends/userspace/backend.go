@@ -21,7 +21,8 @@ import (
 type Backend struct {
 	engine
 	node nodeaddr.Source
-	// watcher is the same as node, and Start runs it, if Options.NodeAddresses is nil.
+	// watcher is nil if Options.NodeAddresses is set. Otherwise it equals node, and Start
+	// runs it.
 	watcher *nodeaddr.Watcher
 
 	// mu guards the services and their listeners.
@@ -60,7 +61,7 @@ func New(opts Options) (*Backend, error) {
 	}
 	b.held.all = map[socketAddr]*service{}
 	limit := openFilesLimit()
-	b.descriptors = newDescriptors(limit - limit/10) // one tenth is for other purposes
+	b.descriptors = newDescriptors(limit - limit/10) // one tenth of the limit is for other purposes
 	b.udp = newUDPClients(min(opts.MaxUDPClients, limit/2))
 	var err error
 	if b.machine, err = nodeaddr.New(nodeaddr.Options{Selection: everyAddress, Clock: opts.Clock}); err != nil {
@@ -100,7 +101,7 @@ func (b *Backend) Start(ctx context.Context) error {
 }
 
 // Cleanup implements [sink.Cleaner]. It removes the addresses that this backend or
-// earlier ones made local with the same Addresses.
+// earlier backends made local with the same Addresses.
 func (b *Backend) Cleanup(ctx context.Context) error {
 	if b.opts.Addresses == nil {
 		return nil
@@ -189,7 +190,7 @@ func failures(ctx context.Context, updates []*update) error {
 
 // applyAll applies updates. It first closes the unneeded listeners of all services and
 // then opens new ones, so that services can swap addresses. It returns changes of
-// addresses, with which the caller must call makeChanges.
+// addresses, which the caller must pass to makeChanges.
 func (b *Backend) applyAll(ctx context.Context, updates []*update) (changes []*change) {
 	for _, u := range updates {
 		u.withdraw(u.plan)

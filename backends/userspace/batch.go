@@ -10,7 +10,7 @@ const batchSize = 32
 // maxDatagram is larger than any UDP datagram.
 const maxDatagram = 1 << 16
 
-// batch has memory for datagrams. The kernel provides only the parts that are used.
+// batch has memory for datagrams. The kernel allocates only those parts that are used.
 type batch struct {
 	messages [batchSize]ipv4.Message
 	whole    [batchSize][]byte

@@ -9,7 +9,8 @@ import "sync"
 type descriptors struct {
 	mu   sync.Mutex
 	free int
-	// returned is signaled when descriptors become free, and by the method wake.
+	// The condition variable returned is signaled when descriptors become free, and by the
+	// method wake.
 	returned sync.Cond
 }
 
@@ -42,8 +43,8 @@ func (d *descriptors) wake() {
 const maxDescriptors = 1 << 18
 
 // maxShare limits the descriptors of a service to a multiple of the free descriptors. So
-// one service gets at most four fifths of all descriptors. Each of two services gets at
-// most four ninths. Some descriptors are always free for other services.
+// one busy service gets at most four fifths of all descriptors. Two busy services get at
+// most four ninths each. Some descriptors are always free for other services.
 const maxShare = 4
 
 // account counts the descriptors that the connections of one service have. It is safe for
@@ -53,8 +54,8 @@ type account struct {
 	has int // descriptors.mu guards it
 }
 
-// fits reports whether the service may take n more descriptors. A service that has none
-// always may.
+// fits reports whether the service may take n more descriptors. A service without
+// descriptors may always take n.
 func (a *account) fits(n int) bool { return a.has == 0 || a.has+n <= maxShare*(a.free-n) }
 
 // take takes n descriptors if the service may have them. Otherwise it returns false.
@@ -63,8 +64,8 @@ func (a *account) take(n int) bool {
 }
 
 // takeUnless waits until the service may take n descriptors, and takes them. If the
-// function ended returns true before that, takeUnless takes none and returns false. Call
-// wake when ended begins to return true.
+// function ended returns true before that, takeUnless takes none and returns false. After
+// the result of ended has become true, wake must be called.
 func (a *account) takeUnless(n int, ended func() bool) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()

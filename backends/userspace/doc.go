@@ -15,22 +15,22 @@
 //
 // Usually a host does not have the cluster, external and load-balancer IPs of services.
 // An implementation of [Addresses] makes them local to the host. It depends on the
-// platform: LocalRoutes is for Linux. Without one, the backend listens only at addresses
-// that the host already has. If a service has another address, Sync reports an error for
-// it, but its other addresses work. Node ports are at the addresses of
-// [Options.NodeAddresses]. To use other sockets, for example in another network
-// namespace, set [Options.Sockets].
+// platform: LocalRoutes is for Linux. Without [Options.Addresses], the backend listens
+// only at addresses that the host already has. If the host lacks an address of a service,
+// Sync reports an error for that service, but the service works at its other addresses.
+// Node ports are at the addresses of [Options.NodeAddresses]. To use other sockets, for
+// example in another network namespace, set [Options.Sockets].
 //
 // # Connections
 //
 // New connections use the endpoints of a service in turn. If an endpoint does not accept
 // a TCP connection soon, the backend tries another endpoint. If one side closes its
-// direction or resets the connection, the other side sees the same. On Linux, the kernel
-// moves the bytes of busy connections. Idle connections use no buffer.
+// direction or resets the connection, the backend does the same to the other side. On
+// Linux, the kernel moves the bytes of busy connections. Idle connections use no buffer.
 //
 // All UDP datagrams from one address and port of a client go to one endpoint, through a
-// socket of their own. This ends when both sides have been idle for [Options.UDPTimeout],
-// or when the endpoint is removed.
+// socket of their own. The backend closes that socket when both sides have been idle for
+// [Options.UDPTimeout], or when the endpoint is removed.
 //
 // If an endpoint is removed from a service, its established TCP connections continue, as
 // with other service proxies. If the service is deleted or the backend stops, connections

@@ -31,7 +31,7 @@ type engine struct {
 	descriptors *descriptors
 	// held has the listening sockets of all services.
 	held socketOwners
-	// hurry is closed when connections must not drain any longer.
+	// The channel hurry is closed when connections must not drain any longer.
 	hurry chan struct{}
 	// running counts the goroutines of listeners and connections. A goroutine ends when its
 	// listener or connection is closed.
@@ -71,7 +71,7 @@ func (e *engine) logEndpoint(p *port, client net.Addr, pool *pool, endpoint neti
 	}
 }
 
-// complain logs err, but each message at most once in ten seconds.
+// complain logs err with a message. It logs the same message at most once in ten seconds.
 func (e *engine) complain(err error, message string, keysAndValues ...any) {
 	if e.complaints.due(message, time.Now()) {
 		e.log.WithCallDepth(1).Error(err, message, keysAndValues...)

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// watch returns a channel that receives the error of c, as another program would see it.
+// watch returns a channel that receives the error that the kernel reports for c.
 func watch(t *testing.T, c *net.TCPConn) <-chan error {
 	t.Helper()
 	raw, err := c.SyscallConn()
@@ -85,8 +85,8 @@ func TestResetAfterHalfCloseIsForwarded(t *testing.T) {
 	})
 }
 
-// TestVanishedHalfClosedClientIsDetected removes the client's socket, and no packet says
-// so. The kernel detects that with keep-alive probes.
+// TestVanishedHalfClosedClientIsDetected removes the client's socket without sending a
+// packet. The kernel detects the missing socket with keep-alive probes.
 func TestVanishedHalfClosedClientIsDetected(t *testing.T) {
 	w, c, endpoint := halfClosed(t, Options{})
 	l := w.listenerAt(socketAddrOf(t, api.TCP, c.RemoteAddr().String())).(*tcpListener)

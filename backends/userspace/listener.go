@@ -60,13 +60,13 @@ type listener interface {
 	abort()
 }
 
-// frontend has what TCP and UDP listeners have in common.
+// frontend is the common part of TCP and UDP listeners.
 type frontend struct {
 	*engine
 	socketAddr
 	raw     syscall.RawConn
 	current atomic.Pointer[rules]
-	// screened is the socket filter that is attached. Only Sync uses this field.
+	// screened is the attached socket filter. Only Sync uses this field.
 	screened screen
 }
 

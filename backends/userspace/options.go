@@ -19,14 +19,14 @@ type Options struct {
 	Addresses Addresses
 	// Sockets opens the listening sockets. Default: sockets of the host.
 	Sockets Sockets
-	// NodeAddresses has the addresses of node ports. The backend follows changes of them.
-	// Default: the addresses of the machine that NodePorts selects.
+	// NodeAddresses has the addresses of node ports. If these addresses change, the backend
+	// listens at the new ones. Default: the addresses of the machine that NodePorts selects.
 	NodeAddresses nodeaddr.Source
 	// NodePorts selects addresses of the machine if NodeAddresses is nil.
 	// Default: the primary ones.
 	NodePorts nodeaddr.Selection
 	// ExcludeInterfaces are names of interfaces whose addresses NodePorts does not select.
-	// Addresses adds the addresses of services there. Default: none.
+	// Name the interfaces to which Addresses adds the addresses of services. Default: none.
 	ExcludeInterfaces []string
 	// PodCIDRs contain the addresses of pods: if possible, only of this node's pods. Traffic
 	// from them counts as starting on this node, like traffic from the node's own addresses.
@@ -39,8 +39,8 @@ type Options struct {
 	// ms, 1 s, 2 s.
 	DialTimeouts []time.Duration
 	// DrainTimeout is how long TCP connections may continue after their frontend was deleted
-	// or the backend began to stop. Then they are reset. If the backend stops and
-	// sink.Options.StopTimeout is shorter, that is the limit. Default: 30 s.
+	// or the backend began to stop. Then the backend resets these connections. When the
+	// backend stops, sink.Options.StopTimeout is another limit. Default: 30 s.
 	DrainTimeout time.Duration
 	// HalfClosedTimeout is how long a TCP connection may be idle after one side has closed
 	// its direction. Then it is reset. Default: 1 h, as for kube-proxy's flag

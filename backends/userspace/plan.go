@@ -19,7 +19,7 @@ type plan struct {
 	addresses []netip.Addr
 	// sockets has the sockets to listen on, in the order of the frontends of the view.
 	sockets []listenSpec
-	// refused has socket addresses that refuse all clients, so that they need no listener.
+	// refused has the socket addresses that need no listener, as all clients are refused.
 	refused map[socketAddr]struct{}
 	ports   map[portKey]planned
 	// dependsOnNode reports whether the plan changes if the addresses of the node change.

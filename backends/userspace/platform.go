@@ -12,10 +12,10 @@ import (
 // arrive at this host, and sockets can bind to it. Each platform needs its own
 // implementation. LocalRoutes is for Linux.
 //
-// A Backend counts the users of each address. It calls Add for the first user and Remove
-// after the last one. Because these calls may take seconds, up to 64 of them run
-// concurrently, but never for the same address. Verify calls Add again for all addresses
-// with users, in case another process removed one.
+// A Backend counts the users of each address. It calls Add for the first user, and Remove
+// when there are no users any more. Because these calls may take seconds, up to 64 of
+// them run concurrently, but never for the same address. Verify calls Add again for all
+// addresses with users, in case another process removed an address.
 type Addresses interface {
 	// Add makes addr local and returns when addr is usable. After a time limit of the
 	// implementation it returns an error. If another program has already made addr local,
@@ -32,8 +32,8 @@ type Addresses interface {
 	Cleanup(ctx context.Context) error
 }
 
-// Sockets opens the listening sockets of a Backend, which closes them. Calls of these
-// methods never overlap.
+// Sockets opens the listening sockets of a Backend. The Backend closes these sockets.
+// Calls of these methods never overlap.
 type Sockets interface {
 	// ListenTCP listens at one address and port, and only for the IP family of the address.
 	// Accepted connections should use TCP keep-alive.

@@ -16,9 +16,9 @@ type pool struct {
 	sorted []netip.AddrPort
 
 	mu sync.Mutex
-	// turns has the endpoints in the order of the current round. The order of each round is
-	// random. So different proxies start with different endpoints, and a client that
-	// connects regularly does not always get the same endpoint.
+	// turns has the endpoints in the order of the current round. A round uses each endpoint
+	// at most once, in random order. So different proxies start with different endpoints,
+	// and a client that connects regularly does not always get the same endpoint.
 	turns []netip.AddrPort
 	next  int
 }
@@ -27,8 +27,8 @@ func newPool(sorted []netip.AddrPort) *pool {
 	return &pool{sorted: sorted, turns: slices.Clone(sorted), next: len(sorted)}
 }
 
-// pick returns the next endpoint for which unfit returns false. Without such an endpoint,
-// the result is false.
+// pick returns the next endpoint for which unfit returns false. If there is no such
+// endpoint, the second result is false.
 func (p *pool) pick(unfit func(netip.AddrPort) bool) (netip.AddrPort, bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -63,7 +63,6 @@ func (s *ports) list() []*port {
 	return slices.Collect(maps.Keys(s.all))
 }
 
-// portKey identifies a port within its service.
 type portKey struct {
 	protocol api.Protocol
 	number   int32
@@ -86,8 +85,9 @@ type counters struct {
 	bytesToEndpoints, bytesFromEndpoints atomic.Int64
 }
 
-// pool returns a pool with the endpoints of targets. If p has one, it is reused, so that
-// its round continues. The slice made has the pools of the new plan.
+// pool returns a pool with the endpoints of targets. If the new plan or p already has
+// that pool, pool returns it, so that its round continues. The slice made has the pools
+// of the new plan.
 func (p *port) pool(targets []nodeview.Target, made []*pool) *pool {
 	endpoints := addrPorts(targets)
 	same := func(o *pool) bool { return slices.Equal(o.sorted, endpoints) }
@@ -114,7 +114,7 @@ func servingOf(se *api.ServiceEndpoints, p *api.PortMapping) []netip.AddrPort {
 }
 
 // setServing sets the existing endpoints. If a client has affinity to a removed endpoint,
-// its next connection gets another one.
+// its next connection gets another endpoint.
 func (p *port) setServing(serving []netip.AddrPort) {
 	before := p.serving
 	p.serving = serving

@@ -23,8 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// TestBackendProcess is not a test. It is the main function of a process with a Backend,
-// which tests run in a network namespace and then stop or kill.
+// TestBackendProcess is not a test. It is the main function of a process with a Backend.
+// Tests run this process in a network namespace, and then stop or kill it.
 func TestBackendProcess(t *testing.T) {
 	if os.Getenv("KPNG_BACKEND_PROCESS") == "" {
 		return

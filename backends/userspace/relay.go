@@ -26,9 +26,10 @@ type relay struct {
 	done  func()
 }
 
-// start begins to move bytes in both directions. When both have ended or one has failed,
-// done is called. Each direction has a new goroutine with a small stack. So start returns
-// immediately, and the caller, which has a large stack from dialing, can end.
+// start begins to move bytes in both directions. When both directions have ended or one
+// direction has failed, the function done is called. Each direction has a new goroutine
+// with a small stack. So start returns immediately, and the caller, which has a large
+// stack from dialing, can end.
 func (r *relay) start(b *buffers, p *pipes, a *account) error {
 	toEndpoint, err := newStream(r.client, r.endpoint, true, b, p, a)
 	if err != nil {

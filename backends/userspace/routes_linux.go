@@ -26,17 +26,19 @@ type RouteOptions struct {
 }
 
 // metric returns the metric of the routes. It differs from the metric of the kernel's own
-// routes, which is 0, and from those of other protocol numbers. Routes to the same
-// address are independent if their metrics differ.
+// routes, which is 0, and from the metrics that other values of Protocol give. Routes to
+// the same address are independent if their metrics differ.
 func (r localRoutes) metric() int { return 1024 + r.Protocol }
 
 // LocalRoutes returns Addresses that make each address local with a route of type local.
 // The routes use the loopback interface and are in the kernel's table of local addresses.
-// They need CAP_NET_ADMIN. Without it, Start of a Backend returns an error.
+// A process needs the capability CAP_NET_ADMIN to change these routes. Without it, Start
+// of a Backend returns an error.
 //
 // Such routes have advantages over addresses on an interface. They need no additional
-// interface. The kernel has routes in a tree and addresses in a list. The protocol number
-// identifies the owner of a route. Another program can add the same address.
+// interface. The kernel keeps routes in a tree, but the addresses of an interface in a
+// list. The protocol number identifies the owner of a route. Another program can still
+// add the same address to an interface.
 func LocalRoutes(opts RouteOptions) Addresses {
 	if opts.Protocol == 0 {
 		opts.Protocol = 107

@@ -57,7 +57,7 @@ func (r *rules) endpoint(rt route, client netip.Addr, unfit func(netip.AddrPort)
 
 // admission says which source addresses are admitted. The zero value admits all.
 type admission struct {
-	// restricted admits only source addresses in prefixes.
+	// If restricted is true, only source addresses in prefixes are admitted.
 	restricted bool
 	prefixes   []netip.Prefix
 }
@@ -66,8 +66,8 @@ func (a *admission) admits(client netip.Addr) bool {
 	return !a.restricted || slices.ContainsFunc(a.prefixes, func(p netip.Prefix) bool { return p.Contains(client) })
 }
 
-// screen describes which packets a socket accepts. Other packets are dropped like lost
-// ones. The zero value accepts all packets.
+// screen describes which packets a socket accepts. The kernel drops other packets without
+// an answer. The zero value accepts all packets.
 type screen struct {
 	// dropAll drops all packets.
 	dropAll bool

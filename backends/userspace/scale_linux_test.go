@@ -18,8 +18,8 @@ import (
 )
 
 // BenchmarkServices starts services with three frontends each, and changes an endpoint of
-// a service. It runs with one third, two thirds and all of the services that the limit of
-// open files allows, which are at most 10,000.
+// a service. It runs three times, with one third, two thirds and all of n services. The
+// limit of open files determines n, which is at most 10,000.
 func BenchmarkServices(b *testing.B) {
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {

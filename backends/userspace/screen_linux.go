@@ -44,12 +44,12 @@ func (s *screen) program(v4 bool) []bpf.Instruction {
 	if !s.hereOnly {
 		return admit
 	}
-	// If a test succeeds, it jumps to the instructions of admit.
+	// If a test succeeds, it jumps to the first instruction of the slice admit.
 	var tests [][]bpf.Instruction
 	for _, p := range s.pods {
 		tests = append(tests, ifSourceIn(p, v4, bpf.Jump{}))
 	}
-	rest := 1 // instructions from here to admit; 1 for dropPacket
+	rest := 1 // number of instructions from here to admit: first only dropPacket
 	for i := len(tests) - 1; i >= 0; i-- {
 		if n := len(tests[i]); n > 0 {
 			tests[i][n-1] = bpf.Jump{Skip: uint32(rest)}

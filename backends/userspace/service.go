@@ -19,8 +19,8 @@ import (
 type service struct {
 	*engine
 	key types.NamespacedName
-	// view is the current view if the plan depends on the addresses of the node. When these
-	// change, a new plan is computed from it. Otherwise view is nil.
+	// view is the current view, or nil if the plan does not depend on the addresses of the
+	// node. When these addresses change, a new plan is computed from the view.
 	view *api.ServiceEndpoints
 	// failed reports that the last Sync failed for this service. The field stale is true
 	// until the current pass delivers the service.
@@ -34,10 +34,10 @@ type service struct {
 	// waiting is the current plan while one of its addresses is not local, else nil.
 	waiting   *plan
 	listeners map[socketAddr]listener
-	// lingering has listeners that are closed because their frontends have no endpoints.
-	// While the frontends exist, connections continue without a time limit.
+	// lingering has listeners that were closed because their frontends have no endpoints.
+	// While these frontends exist, their connections continue without a time limit.
 	lingering []lingerer
-	// All ports of the service share account and warnOfLoop.
+	// All ports of the service share the following fields.
 	account    *account
 	warnOfLoop *sync.Once
 }
@@ -121,8 +121,8 @@ func (s *service) retire(at socketAddr, l listener) {
 	})
 }
 
-// apply applies p, as far as its addresses are already local. It returns the joined
-// errors.
+// apply applies those parts of the plan p whose addresses are already local. It returns
+// the joined errors.
 func (s *service) apply(ctx context.Context, p *plan) error {
 	s.complainOf(p.unsupported)
 	var errs []error
@@ -151,7 +151,8 @@ func (s *service) apply(ctx context.Context, p *plan) error {
 	return errors.Join(errs...)
 }
 
-// complainOf logs an error about unsupported frontends, unless the last one was the same.
+// complainOf logs an error about unsupported frontends, but not the same error twice in
+// succession.
 func (s *service) complainOf(unsupported error) {
 	text := ""
 	if unsupported != nil {
@@ -169,14 +170,14 @@ func (s *service) open(ctx context.Context, want listenSpec) error {
 		return l.setRules(want.rules)
 	}
 	if s.addresses[want.at.Addr()] != nil {
-		return nil // finish opens it when the address is local
+		return nil // the method finish opens the listener when the address is local
 	}
 	if other := s.held.owner(want.socketAddr); other != nil {
 		if !other.stale && !other.failed {
 			return fmt.Errorf("listen on %s: service %s still uses it", want.socketAddr, other.key)
 		}
-		// The pass or a retry will soon change or delete the other service. Until then it must
-		// not follow the addresses of the node, because it would open the socket again.
+		// The pass or a retry will soon change or delete the other service. Until then, that
+		// service must not follow the addresses of the node, or it would open the socket again.
 		other.closeListener(want.socketAddr, other.listeners[want.socketAddr])
 		other.view, other.waiting = nil, nil
 	}
@@ -204,7 +205,8 @@ func (s *service) endLostUDPClients(p *plan) {
 }
 
 // forget drops the ports and addresses that p does not need. It returns changes that
-// release the addresses. If an address is just being added, finish releases it later.
+// release the addresses. If an address is just being added, the method finish releases it
+// later.
 func (s *service) forget(p *plan) (changes []*change) {
 	for key, port := range s.ports {
 		if _, ok := p.ports[key]; !ok {
@@ -224,8 +226,8 @@ func (s *service) forget(p *plan) (changes []*change) {
 	return changes
 }
 
-// releaseAddress removes one user of an address. If the address cannot be removed, it
-// logs the error, and sweep tries again.
+// releaseAddress removes one user of an address. If the address cannot be removed,
+// releaseAddress logs the error, and the method sweep tries again.
 func (e *engine) releaseAddress(ctx context.Context, addr netip.Addr) {
 	if err := e.local.release(ctx, addr); err != nil {
 		e.log.Error(err, addressesStay)

@@ -14,13 +14,13 @@ import (
 // keepAlive makes the kernel close idle connections to vanished clients after two
 // minutes, because each of them uses two descriptors. Keep-alive does nothing for a
 // connection with unacknowledged data. The kernel repeats such data, and finally ends the
-// connection, on Linux after about 15 minutes.
+// connection. On Linux, this takes about 15 minutes.
 var keepAlive = net.KeepAliveConfig{Enable: true, Idle: time.Minute, Interval: 15 * time.Second, Count: 4}
 
 // hostSockets opens sockets of the host.
 type hostSockets struct {
-	// anyAddress allows sockets to bind to addresses that only a route makes local. With
-	// IPv6 this is not allowed by default.
+	// anyAddress allows sockets to bind to addresses that only a route makes local. By
+	// default, IPv6 sockets cannot bind to them.
 	anyAddress bool
 }
 
@@ -33,7 +33,7 @@ func (h hostSockets) ListenTCP(ctx context.Context, at netip.AddrPort) (*net.TCP
 	config.KeepAliveConfig = keepAlive
 	if keepAliveInherited {
 		config.KeepAliveConfig = net.KeepAliveConfig{}
-		config.KeepAlive = -1 // inherited; this saves four system calls per connection
+		config.KeepAlive = -1 // connections inherit keep-alive from the listener; this saves four system calls per connection
 	}
 	l, err := config.Listen(ctx, network("tcp", at.Addr()), at.String())
 	if err != nil {

@@ -35,8 +35,8 @@ func listenerControl(c syscall.RawConn) error {
 }
 
 // dialControl delays the last packet of the handshake until the first bytes are sent. So
-// one packet contains both, and the endpoint does not wake for a packet without bytes. If
-// a connection has no bytes to send, confirm must be called.
+// the same packet contains these bytes, and the endpoint does not wake for an empty
+// packet. If a connection has no bytes to send, confirm must be called.
 func dialControl(_, _ string, c syscall.RawConn) error {
 	return onDescriptor(c, func(fd int) error { return unix.SetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_QUICKACK, 0) })
 }

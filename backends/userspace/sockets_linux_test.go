@@ -15,8 +15,9 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// TestLocalPortsAreShared opens connections to two endpoints, in total more than there
-// are local ports. Connections to different endpoints may use the same local port.
+// TestLocalPortsAreShared opens connections to two endpoints. In total, these are more
+// connections than there are local ports. Connections to different endpoints may use the
+// same local port.
 func TestLocalPortsAreShared(t *testing.T) {
 	n := netnstest.New(t)
 	n.Set(t, "ipv4/ip_local_port_range=30000 30003")

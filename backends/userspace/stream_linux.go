@@ -27,8 +27,8 @@ type stream struct {
 	n            int   // number of bytes in the pipe
 	end          error // what follows the bytes that were read: io.EOF, an error, or nil if unknown
 	err          error
-	spliced      bool // the last piece was large enough for a pipe
-	unconfirmed  bool // nothing was written to the sink yet, so dialControl delays its handshake
+	spliced      bool // true if the last piece was large enough for a pipe
+	unconfirmed  bool // true if nothing was written to the sink yet, so that dialControl delays its handshake
 
 	fill, empty, splice, unload func(fd uintptr) bool
 }
@@ -45,7 +45,7 @@ func newStream(source, destination *net.TCPConn, dialed bool, b *buffers, p *pip
 		return nil, err
 	}
 	s := &stream{source: from, sink: to, buffers: b, pipes: p, account: a, unconfirmed: dialed}
-	// Create each method value only once, because it takes an allocation.
+	// Create each method value only once, because each creation allocates memory.
 	s.fill, s.empty, s.splice, s.unload = s.tryFill, s.tryEmpty, s.trySplice, s.tryUnload
 	return s, nil
 }
@@ -71,8 +71,9 @@ func (s *stream) move() (int, error) {
 	return n, s.end
 }
 
-// tryFill reads all available bytes, and the end if it follows them. So the last bytes
-// and the end can be sent together. Without available bytes, the stream keeps no buffer.
+// tryFill reads all available bytes, and the end of the stream if it follows these bytes.
+// So the last bytes and the end can be sent together. Without available bytes, the stream
+// keeps no buffer.
 func (s *stream) tryFill(fd uintptr) bool {
 	s.buffer = s.buffers.get()
 	filled := 0
@@ -145,7 +146,7 @@ func (s *stream) moveByPipe() (int, error) {
 	moved := s.n
 	s.spliced = moved >= spliceWorth
 	if err := s.sink.Write(s.unload); err != nil || s.err != nil {
-		s.pipe.close() // not reusable, because it has bytes
+		s.pipe.close() // a pipe with bytes cannot be reused
 		s.pipe = nil
 		s.account.give(descriptorsPerPipe)
 		return moved - s.n, errors.Join(err, s.err)
@@ -269,7 +270,6 @@ func (p *pipes) put(pipe *pipe) {
 	}
 }
 
-// close closes all unused pipes.
 func (p *pipes) close() {
 	for {
 		select {

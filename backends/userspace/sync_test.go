@@ -20,8 +20,8 @@ import (
 	clocktesting "k8s.io/utils/clock/testing"
 )
 
-// refused reports whether a connection is refused, or reset because its listener closes
-// before it accepts the connection.
+// refused reports whether a connection is refused or reset. A listener that closes before
+// it accepts a connection resets the connection.
 func refused(t *testing.T, addr string, port int32) bool {
 	t.Helper()
 	c, err := net.DialTimeout("tcp", net.JoinHostPort(addr, fmt.Sprint(port)), patience)
@@ -130,8 +130,8 @@ func TestPassInSeveralBatches(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// The services swap their addresses. After the first batch, one service already has the
-	// address that the other one had, and the other one has none.
+	// The services swap their addresses. After the first batch, service a already has the
+	// former address of service b, and service b has no address.
 	batch(true, false, at("a", 3, a))
 	if got := askOnce(t, "127.0.0.3", port) + askOnce(t, "127.0.0.4", port); got != "ag" {
 		t.Errorf("connected to %s, want ag", got)

@@ -24,8 +24,8 @@ type tcpListener struct {
 	// cancels it.
 	connecting context.Context
 	giveUp     context.CancelFunc
-	// closing is closed so that the method accept returns. After that, accept closes the
-	// channel accepted.
+	// The method close closes the channel closing, so that the method accept returns. When
+	// accept returns, it closes the channel accepted.
 	closing, accepted chan struct{}
 
 	mu      sync.Mutex
@@ -125,8 +125,8 @@ func (l *tcpListener) enter() {
 	l.serving++
 }
 
-// recordEnd records that a connection has ended. If the connection had a relay, it is r.
-// Otherwise r is nil.
+// recordEnd records that a connection has ended. The argument r is the relay of the
+// connection, or nil if it had no relay.
 func (l *tcpListener) recordEnd(r *relay) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -136,7 +136,7 @@ func (l *tcpListener) recordEnd(r *relay) {
 	l.checkEmpty()
 }
 
-// checkEmpty closes the channel empty if the listener is closed and no connection is
+// checkEmpty closes the channel l.empty if the listener is closed and no connection is
 // left. The caller holds the lock.
 func (l *tcpListener) checkEmpty() {
 	if l.closed && l.serving == 0 {
@@ -178,7 +178,7 @@ func (l *tcpListener) serve(client *net.TCPConn) {
 	if aborted {
 		r.abort() // the relay then ends soon after its start
 	}
-	if err := r.start(l.buffers, l.pipes, l.account); err != nil { // only if a connection is invalid
+	if err := r.start(l.buffers, l.pipes, l.account); err != nil { // start fails only if a connection is invalid
 		r.done()
 	}
 }
@@ -201,7 +201,7 @@ func (l *tcpListener) connect(client *net.TCPConn) (*net.TCPConn, error) {
 		}
 		endpoint, ok := r.endpoint(rt, from, unfit, l.opts.Clock.Now())
 		if !ok && len(tried) > len(refused) {
-			// Try the endpoints that did not answer in time again, with more time.
+			// Try again the endpoints that did not answer in time, now with a longer timeout.
 			tried = slices.Clone(refused)
 			endpoint, ok = r.endpoint(rt, from, unfit, l.opts.Clock.Now())
 		}
@@ -250,7 +250,7 @@ func (l *tcpListener) close() {
 	close(l.closing)
 	l.descriptors.wake()
 	l.socket.Close()
-	<-l.accepted // serving now counts all accepted connections
+	<-l.accepted // now l.serving counts all accepted connections
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed = true

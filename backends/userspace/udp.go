@@ -69,8 +69,8 @@ func (l *udpListener) receive() {
 	}
 }
 
-// forward sends each datagram to the endpoint of its client. It returns the slice reached
-// with these clients appended.
+// forward sends each datagram to the endpoint of its client. The result is the slice
+// reached, to which forward has appended these clients.
 func (l *udpListener) forward(messages []ipv4.Message, reached []*udpClient) []*udpClient {
 	now := l.opts.Clock.Now()
 	var c *udpClient
@@ -94,8 +94,8 @@ func (l *udpListener) forward(messages []ipv4.Message, reached []*udpClient) []*
 	return reached
 }
 
-// client returns the client with the address from. If there is none, it is created. If
-// its datagrams must be dropped, the result is nil.
+// The method client returns the UDP client with the address from, and creates the client
+// if necessary. If datagrams of the client must be dropped, the result is nil.
 func (l *udpListener) client(from netip.AddrPort, now time.Time) *udpClient {
 	l.mu.Lock()
 	c := l.clients[from]

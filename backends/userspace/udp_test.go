@@ -47,7 +47,6 @@ func udpServer(t *testing.T, name string) netip.AddrPort {
 	return c.LocalAddr().(*net.UDPAddr).AddrPort()
 }
 
-// udpDial opens a socket to a service.
 func udpDial(t *testing.T, addr string, port int32) *net.UDPConn {
 	t.Helper()
 	c, err := net.Dial("udp", net.JoinHostPort(addr, fmt.Sprint(port)))

@@ -14,14 +14,15 @@ import (
 func waitReadable(c syscall.RawConn) error {
 	asked := false
 	return c.Read(func(uintptr) bool {
-		// After the first call, Read reads zero bytes. Then it calls the function again.
+		// When this function returns false, Read reads zero bytes, which waits until c is
+		// readable. Then Read calls the function again.
 		ready := asked
 		asked = true
 		return ready
 	})
 }
 
-// waitError returns nil, because Windows reports no reset after the end.
+// waitError returns nil, because Windows reports no reset after the end of the stream.
 func waitError(syscall.RawConn) error { return nil }
 
 // openFilesLimit returns the maximum number of file descriptors of this process.

@@ -43,16 +43,15 @@ type world struct {
 	limit  int // expected number of free descriptors at the end
 }
 
-// logBuffer collects log lines.
 type logBuffer struct {
 	mu    sync.Mutex
 	lines []string
-	// write calls reaction once, when a log line contains awaited.
+	// The first log line that contains the text awaited causes a call of reaction.
 	awaited  string
 	reaction func()
 }
 
-// onText makes the logger call f when text is logged next.
+// onText makes the logger call f for the next log line that contains text.
 func (b *logBuffer) onText(text string, f func()) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -115,8 +114,8 @@ func (w *world) end() {
 	}
 }
 
-// set makes views the services of the source, and waits until the Backend has applied
-// them.
+// set adds views to the source, or replaces the old views of the same services. Then it
+// waits until the Backend has applied them.
 func (w *world) set(views ...*api.ServiceEndpoints) {
 	w.Helper()
 	w.source.Set(views...)
@@ -132,7 +131,8 @@ func (w *world) applied() {
 	}
 }
 
-// setFailing makes views the services, and returns the error of the service that fails.
+// setFailing adds views to the source and waits until a service fails. It returns the
+// error of that service.
 func (w *world) setFailing(views ...*api.ServiceEndpoints) error {
 	w.Helper()
 	w.source.Set(views...)
@@ -208,7 +208,7 @@ func (s *testService) modify(f func(*api.Service)) *testService {
 	return s
 }
 
-// markUnusable says that the first port has no usable endpoint in the cluster.
+// markUnusable marks the first port: it has no usable endpoint in the cluster.
 func (s *testService) markUnusable() *testService {
 	p := s.Service.Ports[0]
 	for _, f := range s.Service.IPFamilies {
@@ -298,13 +298,12 @@ type client struct {
 	lines *bufio.Reader
 }
 
-// dial connects to a service.
 func dial(t *testing.T, addr string, port int32) *client {
 	t.Helper()
 	return dialFrom(t, "", addr, port)
 }
 
-// dialFrom connects to a service from the local address from.
+// dialFrom connects to a service. The argument from is the local address.
 func dialFrom(t *testing.T, from, addr string, port int32) *client {
 	t.Helper()
 	d := net.Dialer{Timeout: patience}

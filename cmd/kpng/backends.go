@@ -84,8 +84,8 @@ func inspectorOf(name, instance string) (program.Inspector, error) {
 	return nil, fmt.Errorf("--dataplane %q: no backend of this platform with this name can show its dataplane (nftables can, on Linux)", name)
 }
 
-// inspect prints the dataplane's state of each explained frontend. If the user asked
-// about an address, asked is this address.
+// inspect prints the dataplane's state of each explained frontend. The parameter asked is
+// the address in the user's question, if any.
 func inspect(ctx context.Context, w io.Writer, i program.Inspector, e *nodeview.Explanation, node *api.Node, asked netip.Addr) error {
 	for _, f := range e.Frontends {
 		for _, addr := range addressesOf(f.FrontendKey, node, asked) {

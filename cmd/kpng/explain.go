@@ -118,8 +118,8 @@ func printer(w io.Writer, output string) (func(*nodeview.Explanation) error, err
 	}
 }
 
-// explain prints the explanations for a question. After each explanation, it calls look,
-// which may print more.
+// explain prints the explanations for a question. After each explanation, it calls the
+// function look, which may print more.
 func explain(cmd *cobra.Command, source *app.Source, nodeName string, about question,
 	print func(*nodeview.Explanation) error, look func(*nodeview.Explanation, *api.Node) error) error {
 	snapshot, err := source.Load(cmd.Context())
@@ -148,7 +148,7 @@ func explain(cmd *cobra.Command, source *app.Source, nodeName string, about ques
 	}
 }
 
-// explanations yields the explanations for a question, in order of services.
+// explanations yields the explanations for a question, sorted by service.
 func (q question) explanations(s *cluster.Snapshot, node *api.Node) iter.Seq[*nodeview.Explanation] {
 	return func(yield func(*nodeview.Explanation) bool) {
 		if q.service.Name != "" {
@@ -169,7 +169,7 @@ func (q question) explanations(s *cluster.Snapshot, node *api.Node) iter.Seq[*no
 	}
 }
 
-// narrow removes the frontends at other addresses from e. It reports whether any is left.
+// narrow keeps only the frontends of e that match, and reports whether any is left.
 func (q question) narrow(e *nodeview.Explanation, node *api.Node) bool {
 	e.Frontends = slices.DeleteFunc(e.Frontends, func(f nodeview.Frontend) bool { return !q.matches(f.FrontendKey, node) })
 	e.Unserved = slices.DeleteFunc(e.Unserved, func(u nodeview.UnservedFrontend) bool { return !q.matches(u.FrontendKey, node) })
@@ -236,7 +236,7 @@ func (q question) notFound(s *cluster.Snapshot, node *api.Node) error {
 type question struct {
 	service types.NamespacedName
 	addr    netip.Addr
-	// port and protocol are 0 for all ports.
+	// port and protocol are 0 if the question names none.
 	port     int32
 	protocol api.Protocol
 }
@@ -270,7 +270,7 @@ func parseQuestion(s string) (question, error) {
 	return question{service: types.NamespacedName{Namespace: before, Name: after}}, nil
 }
 
-// text returns the address in the form of the question.
+// text returns the question's address, port and protocol, as far as given.
 func (q question) text() string {
 	text := q.addr.String()
 	if q.port != 0 {

@@ -67,8 +67,8 @@ func group(name, short string, commands ...*cobra.Command) *cobra.Command {
 }
 
 // targets returns the commands for a source, one per target. If selects is true, the user
-// selects services and all-ports services. If not, the source is a kpng server, which
-// selects them.
+// selects the services with flags. If selects is false, the source is a kpng server,
+// which has selected them.
 func targets(s *app.Source, selects bool) []*cobra.Command {
 	return []*cobra.Command{toAPI(s, selects), toLocal(s, selects), toFile(s, selects)}
 }

@@ -76,7 +76,7 @@ func eventually(t *testing.T, what string, try func() bool) {
 }
 
 // joinArgs returns the arguments for a source and a target with their flags. All flags
-// follow the target, because some flags about the source belong to the target's command.
+// follow the target, because the target's command defines some flags for the source.
 func joinArgs(source []string, target ...string) []string {
 	return slices.Concat(source[:1], target, source[1:])
 }
@@ -94,8 +94,8 @@ func serve(t *testing.T, source ...string) (address string) {
 	return address
 }
 
-// newSocket returns the address of a unix socket that does not exist. It is not in the
-// test's own folder, whose path may be too long for a socket.
+// newSocket returns the address of a unix socket that does not exist. The socket is not
+// in the test's own folder, because that path may be too long for a socket.
 func newSocket(t *testing.T) (address string) {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "kpng-")

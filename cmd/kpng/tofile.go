@@ -19,8 +19,8 @@ import (
 )
 
 // toFile returns the command that writes the state of a source to a file. It adds labels
-// and annotations, so that kpng file reads the file back with the same flags. If the
-// source does not select services, the user chooses these labels and annotations.
+// and annotations, so that kpng file reads the file back with the same flags. If selects
+// is false, the command has its own flags for these labels and annotations.
 func toFile(source *app.Source, selects bool) *cobra.Command {
 	var (
 		once     bool
@@ -90,8 +90,8 @@ func newFileWriter(path string, opts file.WriteOptions) (*fileWriter, error) {
 }
 
 // follow writes the state when it is synced and after each change. When ctx ends, follow
-// returns nil. If the first write fails, it returns an error. If a later write fails, it
-// retries. Of several failures in a row, it logs the first.
+// returns nil. If the first write fails, follow returns an error. If a later write fails,
+// follow retries. It logs only the first of several failures in a row.
 func (w *fileWriter) follow(ctx context.Context, state *cluster.State, interval time.Duration) error {
 	changed := state.Synced()
 	for first, failed := true, false; ; first = false {

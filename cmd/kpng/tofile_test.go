@@ -21,7 +21,7 @@ import (
 func TestWrittenFileIsReadBack(t *testing.T) {
 	for _, test := range []struct {
 		name         string
-		write, print []string // flags of kpng when it writes the file, and when it prints the file
+		write, print []string // flags of two commands: the first writes the file, the second prints it
 	}{
 		{"without a proxy name", nil, nil},
 		{"the services of a proxy name", []string{"--service-proxy-name=kpng-example"}, []string{"--service-proxy-name=kpng-example"}},

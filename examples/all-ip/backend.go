@@ -24,7 +24,7 @@ type backend struct {
 	uses map[element]int
 	// flows has the external IPs of services that changed since the last transaction.
 	flows flows
-	// passing is true while a pass is in progress.
+	// True while a pass is in progress.
 	passing bool
 }
 

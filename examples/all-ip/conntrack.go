@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// flows maps external IPs to the pods whose connections may continue.
+// flows is a map from external IPs to the pods whose connections may continue.
 //
 // Rules apply only to the first packet of a connection. For UDP and pings, connection
 // tracking keeps an entry as long as packets arrive, even if the pod was removed. So
@@ -22,8 +22,8 @@ import (
 // detect a removed pod themselves.
 type flows map[netip.Addr][]netip.Addr
 
-// add adds the external IPs that a service had before a change or has after it.
-// Connections may continue to the pods in the view after, including draining pods.
+// add adds the external IPs that a service had before a change or has after the change.
+// Connections to pods in the new view, including draining pods, may continue.
 func (f flows) add(before, after *api.ServiceEndpoints) {
 	for frontend := range frontends(before) {
 		if _, known := f[frontend.Addr]; !known {

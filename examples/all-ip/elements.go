@@ -17,18 +17,17 @@ import (
 
 // The names of a table's sets and maps.
 const (
-	// pod is a map from an external IP to its pod, for external IPs with one pod.
+	// The map pod leads from an external IP with one pod to that pod.
 	pod = "pod"
-	// pods is a map from an external IP and a slot to a pod, for external IPs with several
-	// pods.
+	// The map pods leads from an external IP and a slot to a pod, for IPs with several pods.
 	pods = "pods"
-	// hairpin has an element for each pod, with the pod as source and as destination. It
-	// matches packets that a pod sends to itself through an external IP. A rule
-	// masquerades them, because a pod does not answer packets from its own address.
+	// The set hairpin has an element for each pod, with the pod as source and as
+	// destination. It matches packets that a pod sends to itself through an external IP. A
+	// rule masquerades them, because a pod does not answer packets from its own address.
 	hairpin = "hairpin"
-	// rejected contains the external IPs without a usable pod in the cluster.
+	// The set rejected contains the external IPs without a usable pod in the cluster.
 	rejected = "rejected"
-	// dropped contains the external IPs whose usable pods are all on other nodes.
+	// The set dropped contains the external IPs whose usable pods are all on other nodes.
 	dropped = "dropped"
 )
 
@@ -49,8 +48,8 @@ type element struct {
 type state map[element]string
 
 // elements yields the elements of a service, or none for nil. It repeats hairpin elements
-// for each external IP, and several services may need the same one. All other elements
-// belong to one service, because each external IP belongs to one service.
+// for each external IP. Several services may need the same hairpin element. All other
+// elements belong to one service, because each external IP belongs to one service.
 func elements(v *api.ServiceEndpoints) iter.Seq2[element, string] {
 	return func(yield func(element, string) bool) {
 		for f := range frontends(v) {
@@ -88,7 +87,8 @@ func elements(v *api.ServiceEndpoints) iter.Seq2[element, string] {
 	}
 }
 
-// frontends yields the external IPs of a service that all-ip serves.
+// frontends yields the frontends that all-ip serves: the external IPs of an all-ports
+// service.
 func frontends(v *api.ServiceEndpoints) iter.Seq[nodeview.Frontend] {
 	return func(yield func(nodeview.Frontend) bool) {
 		if v == nil || !v.Service.AllPorts {

@@ -94,7 +94,7 @@ const (
 	postrouting = "postrouting"
 )
 
-// chains returns all chains. The chain to which others jump is the first.
+// chains returns all chains. The first chain is the one to which other chains jump.
 func (t *table) chains() []*nftables.Chain {
 	base := func(name string, hook *nftables.ChainHook, priority nftables.ChainPriority) *nftables.Chain {
 		return &nftables.Chain{Table: t.Table, Name: name, Type: nftables.ChainTypeNAT, Hooknum: hook, Priority: &priority}

@@ -45,7 +45,7 @@ func explain(err error) error {
 }
 
 // socketBuffer is the maximum size of a transaction in bytes, for about 200,000 elements.
-// The kernel accepts a transaction only as a whole.
+// The kernel accepts a transaction only as a whole, so it has to fit into the buffer.
 const socketBuffer = 32 << 20
 
 func connect() (*nftables.Conn, error) {
@@ -151,7 +151,7 @@ func (tx *transaction) remove(s state, e element) {
 	tx.removed[set] = append(tx.removed[set], nftables.SetElement{Key: []byte(e.key), Val: []byte(value)})
 }
 
-// set sets the value of e in the tables and in s, unless s has the same value.
+// set sets the value of e in the tables and in s, unless e already has this value in s.
 func (tx *transaction) set(s state, e element, value string) {
 	if old, ok := s[e]; ok && old == value {
 		return

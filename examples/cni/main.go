@@ -149,7 +149,8 @@ func healthChecks(proxy *kpng.Proxy) http.Handler {
 	return mux
 }
 
-// metricsOf returns the handler of /metrics and /proxyMode, which kube-proxy also has.
+// metricsOf returns a handler of the paths /metrics and /proxyMode, which kube-proxy also
+// serves.
 func metricsOf(registry prometheus.Gatherer) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))

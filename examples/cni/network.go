@@ -70,7 +70,7 @@ func (c cniConfig) content(cidrs []netip.Prefix) ([]byte, error) {
 	if c.plugin == "bridge" {
 		pods["bridge"] = "kpng0"
 		pods["isGateway"] = true
-		// So that a pod can connect to itself through a service.
+		// In this mode, a pod can connect to itself through a service.
 		pods["hairpinMode"] = true
 	}
 	return json.MarshalIndent(object{
@@ -154,7 +154,7 @@ func (n *network) run(ctx context.Context) error {
 	}
 	applySettings(ctx, kernelSettings)
 	if n.cni.plugin == "bridge" {
-		applySettings(ctx, bridgeSettings) // they exist only if the module br_netfilter is loaded
+		applySettings(ctx, bridgeSettings) // possible only with the module br_netfilter
 	}
 	for {
 		wait := checkEvery
@@ -181,7 +181,7 @@ func (n *network) sync(ctx context.Context) error {
 	var own []netip.Prefix
 	for _, node := range nodes {
 		cidrs, err := podCIDRs(node)
-		if err != nil { // omit only this node
+		if err != nil { // skip this node, but not the others
 			klog.FromContext(ctx).Error(err, "Node left out", "node", node.Name)
 			continue
 		}

@@ -146,7 +146,7 @@ func waitDead(t *testing.T, pid string) {
 }
 
 // command returns a command that runs kpng-callout with the demo's services that have no
-// proxy name. It is killed at the end of the test.
+// proxy name. The process is killed at the end of the test.
 func command(t *testing.T, callout string, args ...string) *exec.Cmd {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	t.Cleanup(cancel)

@@ -164,7 +164,7 @@ func run(t *testing.T, name string, args ...string) string {
 // process is a running program.
 type process struct {
 	log buffer
-	// end interrupts the program unless it was interrupted, and returns its error.
+	// end interrupts the program at its first call. Every call returns the program's error.
 	end func() error
 }
 
@@ -188,7 +188,7 @@ func start(t *testing.T, name string, args ...string) *process {
 	return p
 }
 
-// buffer may be written and read concurrently.
+// buffer is a bytes.Buffer that is safe for concurrent use.
 type buffer struct {
 	mu sync.Mutex
 	b  bytes.Buffer

@@ -9,7 +9,8 @@
 //
 //	winuserspace.exe -v=4
 //
-// README.md describes how to install both as services or as a DaemonSet.
+// README.md describes how to install winuserspace and the kpng server, as Windows
+// services or as a DaemonSet.
 package main
 
 import (

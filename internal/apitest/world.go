@@ -18,7 +18,7 @@ import (
 type World struct {
 	r     *rand.Rand
 	nodes int
-	// services reports for each service number whether the service exists.
+	// services[n] is true if service number n exists.
 	services []bool
 }
 

@@ -193,7 +193,8 @@ func (n *Namespace) Up(t testing.TB, name string) {
 	}
 }
 
-// Join adds two connected interfaces, name in n and peer in o, and sets both up.
+// Join connects two namespaces by a pair of interfaces, name in n and peer in o. Both
+// interfaces are up.
 func (n *Namespace) Join(t testing.TB, name string, o *Namespace, peer string) {
 	t.Helper()
 	if err := n.Links.LinkAdd(&netlink.Veth{

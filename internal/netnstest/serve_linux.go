@@ -52,8 +52,8 @@ func Relay(t testing.TB, in Place, address, network, server string) {
 	})
 }
 
-// Answer replies to UDP packets at an address in a namespace until the test ends. The
-// content of each reply is name.
+// Answer replies to UDP packets at an address in a namespace until the test ends. Each
+// reply contains the text in name.
 func Answer(t testing.TB, in Place, address, name string) {
 	t.Helper()
 	var c net.PacketConn

@@ -11,8 +11,8 @@ import (
 )
 
 // Run calls all functions concurrently and waits for them. After the first error, it ends
-// the context of all functions. It joins all errors except the cause of that context. If
-// all errors are this cause, Run returns it once.
+// the context of all functions. Run returns all errors except the cause of that context.
+// If every error is the cause, Run returns the cause.
 func Run(ctx context.Context, functions ...func(context.Context) error) error {
 	running, stop := context.WithCancel(ctx)
 	defer stop()

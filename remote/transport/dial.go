@@ -24,7 +24,7 @@ type DialOptions struct {
 	// Addresses are the addresses of one or more servers, in the form of [ParseAddress]. A
 	// dialer begins with a random one, so that clients spread over servers. It tries the
 	// next address when the connection fails, when the server does not answer, or when the
-	// server is stale and another server may not be. Default: DefaultAddress.
+	// server is stale and another server may have newer state. Default: DefaultAddress.
 	Addresses []string
 	// If TLS is not nil, all connections use it.
 	TLS *TLS
@@ -84,14 +84,14 @@ var (
 // Stay connects to a server and calls use with the connection. Whenever use returns, Stay
 // connects again and calls use again. When ctx ends, Stay returns the cause of ctx.
 //
-// The function use must call heard after each message, with complete true if the message
-// ends an answer. A complete answer resets the backoff. If the server reports that it has
-// lost its own source, stale is true. If heard returns an error, use has to drop the
+// The function use must call heard after each message. For the last message of an answer,
+// complete is true. If the server reports that it has lost its own source, stale is true.
+// A complete answer resets the backoff. If heard returns an error, use has to drop the
 // answer and return that error.
 //
-// If the first answer of a server is late, Stay tries the next address; with a single
-// address, it does so only with FailFast. If a server is stale, Stay tries the next
-// address, unless all others have failed or were stale too.
+// If the first answer of a server is late, Stay tries the next address. With a single
+// address and without FailFast, Stay waits without a time limit. If a server is stale,
+// Stay tries the next address, unless all others have failed or were stale too.
 func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *grpc.ClientConn, heard func(complete, stale bool) error) error) error {
 	log := klog.FromContext(ctx)
 	var files *certFiles
@@ -102,7 +102,7 @@ func (d *Dialer) Stay(ctx context.Context, use func(ctx context.Context, conn *g
 		}
 	}
 	n := len(d.addresses)
-	failures := 0 // in a row, with no good server in between
+	failures := 0 // in a row; 1 when a good server fails
 	for i := rand.N(n); ; i++ {
 		address := d.addresses[i%n]
 		running, end := context.WithCancelCause(klog.NewContext(ctx, log.WithValues("server", address.String())))

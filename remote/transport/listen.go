@@ -19,8 +19,8 @@ import (
 // socket. 0 means 0600, with which only the server's user can connect.
 //
 // Listen creates the directory of a unix socket if the parent directory exists. It
-// replaces a stale socket. If a process listens on the existing socket, or the file is
-// not a socket, it returns an error. The new socket has its mode before a client can
+// replaces a stale socket. It returns an error if a process listens on the existing
+// socket, or if the file is not a socket. The new socket has its mode before a client can
 // connect. Closing the listener removes the socket, unless another one has replaced it.
 func (a Address) Listen(mode fs.FileMode) (net.Listener, error) {
 	if a.network == "unix" {
@@ -47,7 +47,7 @@ func listenUnix(path string, mode fs.FileMode) (net.Listener, error) {
 	if err := os.Mkdir(filepath.Dir(path), 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
 		return nil, fmt.Errorf("listen on unix://%s: create its directory: %w", path, err)
 	}
-	// Create the socket in a private directory, and move it to path when it has its mode.
+	// Create the socket in a private directory. Set its mode before moving it to path.
 	private, err := os.MkdirTemp(filepath.Dir(path), privateDir)
 	if err != nil {
 		return nil, fmt.Errorf("listen on unix://%s: %w", path, err)
@@ -113,8 +113,8 @@ func checkStale(path string) error {
 }
 
 // isRefused reports whether err means that no process listens. 10061 is WSAECONNREFUSED
-// of Windows. Package syscall does not map it to ECONNREFUSED. No other
-// system uses 10061.
+// of Windows. Package syscall does not map it to ECONNREFUSED. Other systems do not use
+// 10061.
 func isRefused(err error) bool {
 	return errors.Is(err, syscall.ECONNREFUSED) || errors.Is(err, syscall.Errno(10061))
 }

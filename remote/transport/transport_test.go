@@ -25,7 +25,7 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
 func TestParseAddress(t *testing.T) {
 	for _, test := range []struct {
-		in, want string // an empty want means that in is invalid
+		in, want string // want is empty for an invalid address
 		exposed  bool
 	}{
 		{in: transport.DefaultAddress, want: "tcp://127.0.0.1:12090"},
@@ -370,7 +370,7 @@ func TestStaleServerIsLeft(t *testing.T) {
 	for _, test := range []struct {
 		name    string
 		servers int
-		says    string // what the servers report, in order: dead, stale or fresh
+		says    string // the answers of the servers, in order: dead, stale or fresh
 		stays   int    // number of answers that the client accepts from the last server
 	}{
 		{"the only server is stale", 1, "sss", 3},

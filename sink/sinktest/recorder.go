@@ -97,7 +97,7 @@ func (r *Recorder) Node() *api.Node {
 }
 
 // Wait calls done with the result of Syncs after each Sync, and returns nil when done
-// returns true. If ctx ends earlier, Wait returns its cause.
+// returns true. If ctx ends earlier, Wait returns the cause of ctx.
 func (r *Recorder) Wait(ctx context.Context, done func([]Sync) bool) error {
 	for {
 		r.mu.Lock()
@@ -114,7 +114,7 @@ func (r *Recorder) Wait(ctx context.Context, done func([]Sync) bool) error {
 	}
 }
 
-// WaitSyncs is like Wait. It waits until n calls of Sync have returned.
+// WaitSyncs is like Wait, but waits until n calls of Sync have returned.
 func (r *Recorder) WaitSyncs(ctx context.Context, n int) error {
 	return r.Wait(ctx, func(syncs []Sync) bool { return len(syncs) >= n })
 }

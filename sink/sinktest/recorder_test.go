@@ -59,7 +59,8 @@ func again(c sink.Change) sink.Change {
 
 const first, last = 1, 2
 
-// pass returns the Changes of a pass that is first, last, or neither (0).
+// pass returns a batch of a pass. The flags say whether it is the first or the last
+// batch; 0 means neither.
 func pass(flags int, services ...sink.Change) *sink.Changes {
 	return &sink.Changes{
 		First: flags == first, Last: flags == last, Revision: 2, NodeChanged: flags == first, Services: slices.Values(services),

@@ -74,7 +74,7 @@ func (s *Source) MarkSynced() {
 // no effect.
 func (s *Source) Set(views ...*api.ServiceEndpoints) { s.SetTriggered(time.Time{}, views...) }
 
-// SetTriggered is like Set, but the views have the trigger time at.
+// SetTriggered is like Set, but also sets the trigger time of the views.
 func (s *Source) SetTriggered(at time.Time, views ...*api.ServiceEndpoints) {
 	s.write(func() {
 		for _, v := range views {
@@ -185,7 +185,7 @@ func (s *Source) Next() (*sink.Update, error) {
 	return s.update, nil
 }
 
-// difference returns the changes from the driver's position to the position now.
+// difference returns the changes between the driver's position and the present position.
 func (s *Source) difference(now position) *sink.Update {
 	u := &sink.Update{
 		Revision: number(now.revision), Node: now.node,

@@ -242,7 +242,8 @@ func TestAllTrafficToExternalIPsGoesToALocalPod(t *testing.T) {
 	}
 }
 
-// eventually waits until f returns nil. If that takes longer than inTime, the test fails.
+// eventually waits until f returns nil. If that takes longer than the flag -within
+// allows, the test fails.
 func eventually(t testing.TB, what string, f func() error) {
 	t.Helper()
 	start := time.Now()
@@ -261,7 +262,7 @@ func eventually(t testing.TB, what string, f func() error) {
 	}
 }
 
-// mustReach returns an error if the client does not reach the pod name at both external
+// mustReach returns an error if the client does not reach the named pod at both external
 // IPs.
 func (n *network) mustReach(client namespace, name, protocol string, port int) error {
 	for _, ip := range externalIPs {
@@ -272,8 +273,8 @@ func (n *network) mustReach(client namespace, name, protocol string, port int) e
 	return nil
 }
 
-// leadsTo returns a function that checks that all traffic from outside reaches the pod
-// name.
+// The function that leadsTo returns checks that all traffic from outside reaches the
+// named pod.
 func (n *network) leadsTo(name string) func() error {
 	return func() error {
 		errs := []error{n.mustReach(n.outside, name, "udp", udpPort)}
@@ -287,7 +288,7 @@ func (n *network) leadsTo(name string) func() error {
 	}
 }
 
-// echo checks that an echo request from outside reaches the pod name and is answered.
+// echo checks that an echo request from outside reaches the named pod and is answered.
 func (n *network) echo(ip netip.Addr, name string) error {
 	at, ok := n.pods[name]
 	if !ok {
@@ -317,8 +318,8 @@ func (n *network) answers() error {
 	return nil
 }
 
-// fails returns a function that checks that all connections from outside fail, with an
-// error for which the function as returns true.
+// The function that fails returns checks that all connections from outside fail with an
+// error that the given function accepts.
 func (n *network) fails(as func(error) bool) func() error {
 	return func() error {
 		for _, ip := range externalIPs {

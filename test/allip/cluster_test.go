@@ -31,7 +31,8 @@ func newCluster(t testing.TB, server *apiserver.Server) *cluster {
 	return &cluster{t, server.Client(), server.Namespace(t)}
 }
 
-// create creates a service for a proxy. It has the external IPs and no endpoints.
+// create creates a service for a proxy. The service has the external IPs and no
+// endpoints.
 func (c *cluster) create(name, proxy string) {
 	c.t.Helper()
 	dualStack := corev1.IPFamilyPolicyRequireDualStack
@@ -59,8 +60,8 @@ func (c *cluster) create(name, proxy string) {
 	}
 }
 
-// lead makes the pods the endpoints of a service. A pod with the suffix "@elsewhere" is
-// on another node. A pod with "!" after its name is not ready.
+// lead replaces the endpoints of a service by the given pods. A pod with the suffix
+// "@elsewhere" is on another node. A pod with "!" after its name is not ready.
 func (c *cluster) lead(service string, pods ...string) {
 	c.t.Helper()
 	for i, family := range []discoveryv1.AddressType{discoveryv1.AddressTypeIPv4, discoveryv1.AddressTypeIPv6} {
@@ -98,7 +99,7 @@ func (c *cluster) label(service, proxy string) {
 	c.check(err)
 }
 
-// remove deletes a service, but not its slices.
+// remove deletes a service, but not its EndpointSlices.
 func (c *cluster) remove(service string) {
 	c.t.Helper()
 	c.check(c.client.CoreV1().Services(c.name).Delete(c.t.Context(), service, metav1.DeleteOptions{}))

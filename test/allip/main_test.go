@@ -51,8 +51,8 @@ func need(t testing.TB, tools ...string) {
 	}
 }
 
-// build builds the program of an example, unless that is done, and returns its path. If
-// the test has the race detector, the program has it too.
+// build builds the program of an example, unless it exists already, and returns its path.
+// If the test has the race detector, the program has it too.
 func build(t testing.TB, example string) string {
 	t.Helper()
 	path := filepath.Join(bin, example)

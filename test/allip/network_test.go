@@ -41,7 +41,7 @@ func (n namespace) serve(t testing.TB, name string, ips ...string) {
 		})
 	}
 	for _, ip := range ips {
-		// Each address needs its own socket, so that answers come from it.
+		// Each address needs its own socket, so that an answer has the address as its source.
 		netnstest.Answer(t, n.Do, net.JoinHostPort(ip, strconv.Itoa(udpPort)), name)
 	}
 }
@@ -100,7 +100,7 @@ func (n namespace) ping(ip netip.Addr) error {
 // ICMPv6 if ip is an IPv6 address, else ICMP.
 func (n namespace) echoRequests(ip netip.Addr) (count int, err error) {
 	err = n.Do(func() error {
-		// /proc/net would show the namespace of the first thread of the process.
+		// Do not read /proc/net, which shows the namespace of the first thread of the process.
 		if ip.Is6() {
 			text, err := os.ReadFile("/proc/thread-self/net/snmp6")
 			if err != nil {
@@ -138,10 +138,10 @@ var (
 	podIPs   = map[string][]string{"pod1": {"11.0.2.2", "1100::202"}, "pod2": {"11.0.2.3", "1100::203"}}
 )
 
-// network is a node with two pods, between two machines. The machine outside is a client
-// that uses the node as its router. The node routes unknown destinations to the machine
-// beyond, which also has the external IPs. It answers as "beyond" to untranslated
-// traffic.
+// network is a node with two pods, and two machines that the node connects. The first
+// machine, outside, is a client. The node routes unknown destinations to the second
+// machine, beyond. This machine has the external IPs, too, and answers with the name
+// "beyond".
 type network struct {
 	node, outside namespace
 	pods          map[string]namespace
@@ -153,7 +153,7 @@ func newNetwork(t testing.TB) *network {
 	n := &network{node: newNamespace(t), outside: newNamespace(t), pods: map[string]namespace{}}
 	n.beyond = newNamespace(t)
 	n.node.Set(t, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
-		// Without this, the kernel limits the rate of ICMP errors.
+		// Switch off the kernel's limit for the rate of ICMP errors.
 		"ipv4/icmp_ratelimit=0", "ipv6/icmp/ratelimit=0")
 	for i, other := range []namespace{n.outside, n.beyond} {
 		name := fmt.Sprintf("side%d", i)

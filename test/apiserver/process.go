@@ -171,7 +171,7 @@ func (p *Process) logSize() int64 {
 	return info.Size()
 }
 
-// logTail returns the end of the log, without the bytes before offset from.
+// logTail returns the end of the log. It omits all bytes before the given offset.
 func (p *Process) logTail(from int64) string {
 	f, err := os.Open(p.logPath)
 	if err != nil {

@@ -75,8 +75,9 @@ func Run(ctx context.Context, options Options, use func(*Server) error) error {
 	return errors.Join(use(s), s.close())
 }
 
-// Replica starts another API server with the etcd of s. The users of s can use it too. It
-// stops when the test ends. With it a test can make changes while s.APIServer is down.
+// Replica starts another API server with the etcd of s. The users of s can use it too.
+// While s.APIServer is down, a test can make changes through the replica. The replica
+// stops when the test ends.
 func (s *Server) Replica(t testing.TB) *Server {
 	t.Helper()
 	r := &Server{
@@ -138,8 +139,8 @@ func (s *Server) compact(ctx context.Context) (err error) {
 	return err
 }
 
-// start builds the programs if needed and starts them. If one fails to start, no process
-// remains.
+// start builds the programs if needed and starts them. If a program fails to start, no
+// process remains.
 func start(ctx context.Context, options Options) (_ *Server, err error) {
 	s := &Server{options: options}
 	if s.etcdPath, err = gotool.Build(ctx, gotool.Etcd); err != nil {
@@ -218,7 +219,8 @@ func (s *Server) startEtcd(ctx context.Context) error {
 			"--initial-cluster=default=" + peer,
 			"--listen-client-urls=" + client,
 			"--advertise-client-urls=" + client,
-			// The only member elects itself, and its data need not survive a crash of the machine.
+			// The only member elects itself quickly. Its data need not survive a crash of the
+			// machine.
 			"--heartbeat-interval=10",
 			"--election-timeout=100",
 			"--unsafe-no-fsync",
@@ -275,8 +277,8 @@ func (s *Server) startAPIServer(ctx context.Context) (err error) {
 			"--service-account-key-file=" + s.path("service-account.key"),
 			"--service-account-signing-key-file=" + s.path("service-account.key"),
 			"--service-cluster-ip-range=" + ServiceCIDRv4 + "," + ServiceCIDRv6,
-			// Pods have no service account, because no controller creates one. The API server's
-			// own loopback address is not a valid endpoint.
+			// Pods have no service account, because no controller creates one. The API server must
+			// not publish its loopback address, which is not a valid endpoint.
 			"--disable-admission-plugins=ServiceAccount",
 			"--endpoint-reconciler-type=none",
 			// Disable periodic compaction and the queueing of requests.

@@ -30,8 +30,9 @@ func (s *Shared) Run(m *testing.M) int {
 	return code
 }
 
-// Get returns the server. It starts one on first use, and again if an earlier test left a
-// process of the server stopped. Objects of earlier tests remain otherwise.
+// Get returns the server. It starts a new server on first use, and after a test that left
+// a process of the server stopped. Otherwise the server still has the objects of earlier
+// tests.
 func (s *Shared) Get(t testing.TB) *Server {
 	t.Helper()
 	s.mu.Lock()

@@ -21,10 +21,11 @@ import (
 
 // Store writes objects directly to etcd, in the form in which an API server stores them.
 // Watches of the API server deliver them. Use Store for large clusters: creating them
-// through the API is slow, because each allocation of a cluster IP counts all others. The
-// caller must set the fields that the API server would set, such as defaults, UIDs and
-// node ports, and must provide the IPAddress of a cluster IP. The function objects
-// returns the i-th of n groups of objects. Store calls it from several goroutines.
+// through the API is slow, because each allocation of a cluster IP counts all allocated
+// IPs. The caller must set the fields that the API server would set, such as defaults,
+// UIDs and node ports, and must provide the IPAddress of a cluster IP. Store calls the
+// function objects for each i from 0 to n-1, from several goroutines. Each call returns a
+// group of objects.
 func (s *Server) Store(ctx context.Context, n int, objects func(i int) []runtime.Object) (err error) {
 	client, err := s.etcdClient(ctx)
 	if err != nil {

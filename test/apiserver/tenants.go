@@ -56,7 +56,7 @@ func (s *Server) removeNamespace(ctx context.Context, ns *corev1.Namespace) erro
 }
 
 // User returns the client configuration of a new user with the given permissions in the
-// whole cluster. They are deleted when the test ends.
+// whole cluster. The user's permissions are deleted when the test ends.
 func (s *Server) User(t testing.TB, rules ...rbacv1.PolicyRule) *rest.Config {
 	t.Helper()
 	roles, bindings := s.client.RbacV1().ClusterRoles(), s.client.RbacV1().ClusterRoleBindings()

@@ -17,8 +17,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// TestAllIP runs examples/all-ip as a DaemonSet beside the service proxy, which must not
-// change its rules for the service of all-ip.
+// TestAllIP runs examples/all-ip as a DaemonSet beside the service proxy. The service
+// proxy must not change its rules when a service for all-ip exists.
 func TestAllIP(t *testing.T) {
 	c := connect(t)
 	c.addImage(t, "all-ip:latest", filepath.Join(*state, "../bin/all-ip"))

@@ -29,9 +29,9 @@ var (
 )
 
 // TestChurn replaces the pods of a service again and again, and counts the failed
-// requests to the service and to DNS. Meanwhile it measures how long after a pod is ready
-// the service's address leads to it. The results are for a comparison of two proxies in
-// the same cluster.
+// requests to the service and to DNS. Meanwhile it measures the time from the readiness
+// of a pod until the service's address reaches the pod. Use the results to compare two
+// proxies in the same cluster.
 func TestChurn(t *testing.T) {
 	c := connect(t)
 	apply(t, c.namespace, deployment("churn", *pods, ""))
@@ -157,8 +157,8 @@ spec:
 	return probes
 }
 
-// measure makes the pod unready and then ready, and returns the time from when the API
-// server said that it is ready to when the service's address accepts a connection.
+// measure makes the pod unready and then ready. It returns the time from the API server's
+// report that the pod is ready until the service's address accepts a connection.
 func (p *probe) measure(ctx context.Context) (time.Duration, error) {
 	if err := p.set(ctx, false); err != nil {
 		return 0, err
@@ -235,14 +235,14 @@ func (p *probe) await(ctx context.Context, condition func() bool) error {
 	return nil
 }
 
-// usage is what a process has used.
+// usage is the CPU time and the memory of a process.
 type usage struct {
 	cpu time.Duration
 	// peak is the maximum of resident memory, in bytes.
 	peak int
 }
 
-// usage returns what the service proxy of each node has used since its start.
+// The method usage returns the usage of each node's service proxy since its start.
 func (c *cluster) usage(t *testing.T) []usage {
 	t.Helper()
 	all := make([]usage, c.nodes)
@@ -252,7 +252,8 @@ func (c *cluster) usage(t *testing.T) []usage {
 		if err != nil {
 			t.Fatalf("the proxy of node-%d has ended: %v", i+1, err)
 		}
-		// The fields after the name in parentheses, see proc(5). A tick takes 10 ms.
+		// The name is in parentheses; see proc(5). The fields after the name include the CPU
+		// time in ticks of 10 ms.
 		_, after, _ := strings.Cut(string(stat), ") ")
 		fields := strings.Fields(after)
 		all[i].cpu = time.Duration(atoi(t, fields[11])+atoi(t, fields[12])) * 10 * time.Millisecond

@@ -32,7 +32,7 @@ import (
 
 var state = flag.String("state", "", "the folder with the state of the cluster")
 
-// cluster is the cluster of hack/cluster.
+// cluster is a client of the cluster that hack/cluster has started.
 type cluster struct {
 	*kubernetes.Clientset
 	// namespace is deleted when the test ends.
@@ -40,7 +40,7 @@ type cluster struct {
 	nodes     int
 }
 
-// connect returns the cluster, with a namespace for the test.
+// connect returns a client of the cluster, and creates a namespace for the test.
 func connect(t *testing.T) *cluster {
 	t.Helper()
 	if *state == "" {
@@ -97,8 +97,8 @@ func apply(t *testing.T, namespace, manifest string) {
 	kubectl(t, "apply", "--namespace", namespace, "-f", file)
 }
 
-// deployment returns the manifest of a deployment of web servers. They answer for a second
-// after the request to terminate.
+// deployment returns the manifest of a deployment of web servers. After SIGTERM, a server
+// still answers requests for one second.
 func deployment(name string, replicas int, podSpec string) string {
 	return fmt.Sprintf(`
 apiVersion: apps/v1
@@ -141,7 +141,7 @@ func (c *cluster) service(t *testing.T, name string) *corev1.Service {
 	return service
 }
 
-// rollout waits until all pods of a deployment or DaemonSet are new.
+// rollout waits until the rollout of a deployment or DaemonSet is complete.
 func (c *cluster) rollout(t *testing.T, namespace, object string) {
 	t.Helper()
 	kubectl(t, "rollout", "status", "--namespace", namespace, "--timeout", "15m", object)
@@ -157,12 +157,12 @@ func openNamespace(t *testing.T, path string) *netnstest.Namespace {
 	return &netnstest.Namespace{FD: fd}
 }
 
-// outside is the network namespace of the control plane, which is no node.
+// outside returns the network namespace of the control plane, outside of all nodes.
 func outside(t *testing.T) *netnstest.Namespace {
 	return openNamespace(t, "/proc/self/ns/net")
 }
 
-// onNode is the network namespace of a node. Nodes are counted from 1.
+// onNode returns the network namespace of node i. The first node has number 1.
 func onNode(t *testing.T, i int) *netnstest.Namespace {
 	return openNamespace(t, "/run/netns/"+lib(t, "node_ns", strconv.Itoa(i)))
 }
@@ -170,7 +170,7 @@ func onNode(t *testing.T, i int) *netnstest.Namespace {
 // nodeAddr returns the IPv4 address of a node.
 func nodeAddr(i int) netip.Addr { return netip.AddrFrom4([4]byte{10, 254, 0, byte(10 + i)}) }
 
-// inPod is the network namespace of a pod.
+// inPod returns the network namespace of a pod.
 func inPod(t *testing.T, pod *corev1.Pod) *netnstest.Namespace {
 	t.Helper()
 	node := strings.TrimPrefix(pod.Spec.NodeName, "node-")
@@ -188,7 +188,7 @@ func inPod(t *testing.T, pod *corev1.Pod) *netnstest.Namespace {
 	return nil
 }
 
-// nodePID returns the process that is PID 1 of a node.
+// nodePID returns the PID that a node's init process has on the host.
 func nodePID(t *testing.T, node string) int {
 	t.Helper()
 	parent := strconv.Itoa(pidOf(t, "node-"+node))
@@ -199,7 +199,8 @@ func nodePID(t *testing.T, node string) int {
 	return atoi(t, strings.TrimSpace(string(out)))
 }
 
-// pidOf returns the process that the function start of lib.sh has started with a name.
+// pidOf returns the PID of a process. The argument name is the name with which the
+// function start of lib.sh has started the process.
 func pidOf(t *testing.T, name string) int {
 	t.Helper()
 	out, err := os.ReadFile(filepath.Join(*state, name+".pid"))
@@ -218,7 +219,8 @@ func atoi(t *testing.T, s string) int {
 	return n
 }
 
-// addImage adds an image to all nodes. Its only file is a program, its entry point.
+// addImage adds an image to all nodes. The image has one file, the given program, which
+// is the image's entry point.
 func (c *cluster) addImage(t *testing.T, name, program string) {
 	t.Helper()
 	content, err := os.ReadFile(program)
@@ -247,7 +249,7 @@ func (c *cluster) addImage(t *testing.T, name, program string) {
 	}
 	for i := 1; i <= c.nodes; i++ {
 		pid := strconv.Itoa(nodePID(t, strconv.Itoa(i)))
-		// Each node has a /tmp of its own.
+		// Send the archive over standard input, because each node has its own /tmp.
 		in, err := os.Open(file)
 		if err != nil {
 			t.Fatal(err)
@@ -262,7 +264,8 @@ func (c *cluster) addImage(t *testing.T, name, program string) {
 	}
 }
 
-// tarOf returns an archive of executable files, given as names and contents in turn.
+// tarOf returns a tar archive of executable files. The arguments are the name and the
+// content of each file.
 func tarOf(t *testing.T, files ...any) []byte {
 	t.Helper()
 	var buffer bytes.Buffer
@@ -280,8 +283,8 @@ func tarOf(t *testing.T, files ...any) []byte {
 	return buffer.Bytes()
 }
 
-// waitFor waits until condition reports that it is done. The test fails if progress has
-// stayed the same for a minute.
+// waitFor calls condition until done is true. The test fails if the text progress does
+// not change for a minute.
 func waitFor(t *testing.T, what string, condition func() (done bool, progress string)) {
 	t.Helper()
 	last, since := "", time.Now()

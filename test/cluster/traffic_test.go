@@ -25,12 +25,12 @@ const (
 	// requestInterval is the time between two requests of a client.
 	requestInterval = 20 * time.Millisecond
 	requestTimeout  = 10 * time.Second
-	// lossDelay is less than the second after which TCP sends again. A request that takes
-	// longer has lost a packet, or the machine is busy.
+	// lossDelay is less than one second, TCP's initial retransmission timeout. If a request
+	// takes longer than lossDelay, a packet was lost or the machine is busy.
 	lossDelay = 900 * time.Millisecond
 )
 
-// traffic is requests of several clients.
+// traffic consists of several clients that send requests, and counts the requests.
 type traffic struct {
 	stop    chan struct{}
 	clients sync.WaitGroup
@@ -49,14 +49,14 @@ func (r *requests) String() string {
 	return fmt.Sprintf("%d requests, %d failed, %d took longer than %v", r.made, len(r.failures), r.slow, lossDelay)
 }
 
-// newTraffic returns traffic without clients, which ends with the test.
+// newTraffic returns a traffic without clients. All clients end when the test ends.
 func newTraffic(t *testing.T) *traffic {
 	tr := &traffic{stop: make(chan struct{}), count: map[string]*requests{}}
 	t.Cleanup(tr.end)
 	return tr
 }
 
-// end waits until all clients have ended.
+// end stops all clients and waits until they have ended.
 func (tr *traffic) end() {
 	tr.mu.Lock()
 	select {
@@ -133,7 +133,8 @@ func (tr *traffic) report(t *testing.T, phase string) (failed int) {
 	return len(total.failures)
 }
 
-// dial returns a request for the name of a web server's pod, on a connection of its own.
+// dial returns a function that asks a web server for the name of its pod. Each call of
+// the function opens a new connection.
 func dial(addr netip.AddrPort) func() error {
 	return func() error {
 		c, err := net.DialTimeout("tcp", addr.String(), requestTimeout)
@@ -145,7 +146,8 @@ func dial(addr netip.AddrPort) func() error {
 	}
 }
 
-// keep returns a request on one connection. The next request after a failure makes a new one.
+// keep returns a function like that of dial, but all its calls use one connection. After
+// a failure, the next call opens a new connection.
 func keep(addr netip.AddrPort) func() error {
 	var c net.Conn
 	var r *bufio.Reader
@@ -196,7 +198,7 @@ func get(c net.Conn, r *bufio.Reader) error {
 	return err
 }
 
-// lookup returns a request for the address of a service's name, by UDP.
+// lookup returns a function that queries DNS for the address of a service, over UDP.
 func lookup(server netip.AddrPort) func() error {
 	question := dnsmessage.Message{
 		Header: dnsmessage.Header{ID: 1, RecursionDesired: true},
@@ -234,7 +236,7 @@ func lookup(server netip.AddrPort) func() error {
 	}
 }
 
-// quantile returns the duration that a share of the durations does not exceed.
+// quantile returns the duration that the given share of the durations does not exceed.
 func quantile(durations []time.Duration, share float64) time.Duration {
 	if len(durations) == 0 {
 		return 0

@@ -20,8 +20,9 @@ import (
 )
 
 // TestUpgrades changes the service proxies and other parts of the cluster under traffic,
-// and counts failed requests. Each node has a client on the node, one in a pod, one that
-// keeps its connection, one for DNS, and one outside that connects to the node's port.
+// and counts failed requests. Each node has five clients: three on the node (with new
+// connections, with one lasting connection, and for DNS), one in a pod, and one outside
+// of the cluster that connects to the node port.
 func TestUpgrades(t *testing.T) {
 	c := connect(t)
 	apply(t, c.namespace, deployment("web", 2*c.nodes, spread("web")))
@@ -37,7 +38,7 @@ func TestUpgrades(t *testing.T) {
 	c.startClients(t, tr, service, true)
 	phase := func(name string) {
 		t.Helper()
-		time.Sleep(time.Second) // so that requests that are under way end in this phase
+		time.Sleep(time.Second) // let pending requests end in this phase
 		if failed := tr.report(t, name); failed > 0 {
 			t.Errorf("%s: %d requests failed", name, failed)
 		}
@@ -62,8 +63,8 @@ func TestUpgrades(t *testing.T) {
 	c.rollout(t, "kube-system", "daemonset/kpng-nftables")
 	phase("rolling update of the DaemonSet")
 
-	// The last node loses its pods and then its Node object. A connection
-	// to one of these pods ends then, so no client keeps one.
+	// Remove the pods of the last node, and then delete its Node object. This ends all
+	// connections to these pods, so start no clients with lasting connections.
 	node := fmt.Sprintf("node-%d", c.nodes)
 	tr.end()
 	tr = newTraffic(t)
@@ -88,7 +89,8 @@ func spread(app string) string {
 `, app)
 }
 
-// startClients starts the clients of all nodes, with or without those that keep a connection.
+// startClients starts the clients of all nodes. The clients with a lasting connection
+// start only if keepConnections is true.
 func (c *cluster) startClients(t *testing.T, tr *traffic, service *corev1.Service, keepConnections bool) {
 	t.Helper()
 	pods, err := c.CoreV1().Pods(c.namespace).List(t.Context(), metav1.ListOptions{LabelSelector: "app=client"})
@@ -113,8 +115,8 @@ func (c *cluster) startClients(t *testing.T, tr *traffic, service *corev1.Servic
 	}
 }
 
-// replaceProxy ends the service proxy of a node, leaves its rules, and waits until another
-// one is ready.
+// replaceProxy stops the service proxy of a node, and leaves the proxy's rules in place.
+// Then it starts another service proxy and waits until the new one is ready.
 func (c *cluster) replaceProxy(t *testing.T, i int, proxy string) {
 	t.Helper()
 	lib(t, "stop", fmt.Sprintf("proxy-%d", i))
@@ -125,7 +127,7 @@ func (c *cluster) replaceProxy(t *testing.T, i int, proxy string) {
 // waitReady waits until the service proxy of a node has programmed all services.
 func (c *cluster) waitReady(t *testing.T, i int, proxy string) {
 	t.Helper()
-	// kube-proxy's /healthz says 200 before the first sync.
+	// kube-proxy's /healthz returns status 200 even before the first sync, so read metrics.
 	url, ready := "http://127.0.0.1:10249/metrics", "\nkubeproxy_sync_proxy_rules_last_timestamp_seconds{"
 	if proxy == "kpng" {
 		url, ready = "http://127.0.0.1:10256/readyz -o /dev/null -w %{http_code}", "200"
@@ -162,7 +164,7 @@ func (c *cluster) restartAPIServer(t *testing.T) {
 		_, err := c.Discovery().RESTClient().Get().AbsPath("/readyz").DoRaw(t.Context())
 		return err == nil, fmt.Sprint(err)
 	})
-	// The proxies get changes again.
+	// Create objects, so that the proxies receive changes again.
 	apply(t, c.namespace, deployment("after-restart", 1, ""))
 	c.service(t, "after-restart")
 	c.rollout(t, c.namespace, "deployment/after-restart")

@@ -65,7 +65,8 @@ func (p program) run(args ...string) string {
 	return out
 }
 
-// start runs the program until the test ends. SIGTERM must end it with exit code 0.
+// start runs the program until the test ends. Then the program must exit with code 0
+// after SIGTERM.
 func (p program) start(args ...string) {
 	p.t.Helper()
 	var stderr bytes.Buffer
@@ -83,7 +84,7 @@ func (p program) start(args ...string) {
 	})
 }
 
-// eventually calls try until ok is true.
+// eventually calls the function try until its result ok is true.
 func eventually(t *testing.T, what string, try func() (ok bool, state any)) {
 	t.Helper()
 	for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
@@ -107,7 +108,7 @@ func TestAllSourcesAndTargetsAgree(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	// This proxy name excludes the API server's own service, which has no proxy name.
+	// Without a proxy name, kpng would also select the API server's own service.
 	const proxyName = "--service-proxy-name=command"
 	service := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: "web", Labels: map[string]string{watcher.LabelServiceProxyName: "command"}},
@@ -131,12 +132,12 @@ func TestAllSourcesAndTargetsAgree(t *testing.T) {
 		t.Fatal(err)
 	}
 
-	// These are the permissions that docs/running.md lists.
+	// The user has exactly the permissions that docs/running.md lists.
 	kubeconfig := apiserver.Kubeconfig(t, server.User(t,
 		rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"services", "nodes"}, Verbs: []string{"list", "watch"}},
 		rbacv1.PolicyRule{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"list", "watch"}},
 	))
-	dir, err := os.MkdirTemp("", "kpng-") // t.TempDir would be too long for sockets
+	dir, err := os.MkdirTemp("", "kpng-") // the path of t.TempDir would be too long for unix sockets
 	if err != nil {
 		t.Fatal(err)
 	}

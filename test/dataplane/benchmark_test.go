@@ -23,7 +23,7 @@ import (
 )
 
 const (
-	// loadPatience limits the time in which a proxy programs a cluster.
+	// loadPatience is the maximum time in which a proxy must program all services.
 	loadPatience = 20 * time.Minute
 	// changeEvery is the time between two endpoint changes.
 	changeEvery = 100 * time.Millisecond
@@ -34,8 +34,8 @@ const (
 // proxy is one of the compared proxies.
 type proxy struct {
 	name string
-	// command returns the program and its arguments. The proxy waits at least interval
-	// between two syncs, or its default if interval is 0.
+	// command returns the program and its arguments. The parameter interval is the minimum
+	// time between two syncs. 0 means the proxy's default.
 	command func(t testing.TB, c *cluster, interval time.Duration) []string
 }
 
@@ -105,11 +105,11 @@ func (c *cluster) measure(b *testing.B, p proxy) {
 	r.latency(b, "least")
 	r.kill(b)
 
-	// No process of the group is left, so the group's memory is the memory of the rules.
+	// The cgroup has no process left, so its kernel memory is the memory of the rules.
 	b.ReportMetric(float64(c.group.KernelMemory())/(1<<20), "MB-kernel")
 }
 
-// flush deletes all tables of the network namespace.
+// flush deletes all nftables tables of the network namespace.
 func flush(b testing.TB) {
 	b.Helper()
 	if out, err := exec.Command("nft", "flush", "ruleset").CombinedOutput(); err != nil {
@@ -158,8 +158,8 @@ func (r *running) kill(b testing.TB) {
 
 func (r *running) status() string { return fmt.Sprintf("/proc/%d/status", r.cmd.Process.Pid) }
 
-// wait waits until connections to every service succeed, and returns the time of the last
-// service's first success.
+// wait waits until a connection to every service succeeds. It returns the time at which
+// the last of the services began to work.
 func (r *running) wait(b testing.TB) time.Time {
 	b.Helper()
 	deadline := time.Now().Add(loadPatience)
@@ -185,8 +185,8 @@ func (r *running) wait(b testing.TB) time.Time {
 	return reached
 }
 
-// load reports how long the proxy took from its start until all services work, with and
-// without the time that listing takes.
+// load reports the time from the proxy's start until all services work. It also reports
+// this time without the time for listing the cluster.
 func (r *running) load(b *testing.B, listing time.Duration) {
 	b.Helper()
 	took := r.wait(b).Sub(r.begin)
@@ -204,7 +204,8 @@ func (r *running) rest() {
 	}
 }
 
-// list lists the cluster several times, like a proxy, and returns the median duration.
+// list lists the cluster's objects five times, as a proxy does, and returns the median
+// duration.
 func (c *cluster) list(b *testing.B) time.Duration {
 	b.Helper()
 	config := c.server.Config()
@@ -225,8 +226,8 @@ func (c *cluster) list(b *testing.B) time.Duration {
 	return took[len(took)/2]
 }
 
-// latency changes endpoints. It reports how long after the write of a change, and how
-// long after the watch event for the change, the kernel has the change.
+// latency changes endpoints. It reports the time from the write of a change until the
+// change reaches the kernel, and the time from the change's watch event until then.
 func (r *running) latency(b *testing.B, interval string) {
 	b.Helper()
 	ctx, cancel := context.WithCancel(b.Context())
@@ -238,7 +239,7 @@ func (r *running) latency(b *testing.B, interval string) {
 		written time.Time
 	}
 	var made []change
-	// Avoid repeated changes of a service. A proxy that syncs rarely may never program an
+	// Change different services, because a proxy that syncs rarely may never program an
 	// endpoint that is soon replaced.
 	services := rand.New(rand.NewPCG(1, 2)).Perm(r.services)
 	before := r.group.CPU()
@@ -281,7 +282,8 @@ func (r *running) latency(b *testing.B, interval string) {
 	b.ReportMetric(used.Seconds()*1000/float64(*changes), "cpu-s/1000-changes-"+interval)
 }
 
-// connections connects to random services, one after the other, and reports the times.
+// connections connects to random services, one after the other, and reports how long the
+// connections take.
 func (r *running) connections(b *testing.B) {
 	b.Helper()
 	random := rand.New(rand.NewPCG(3, 4))

@@ -91,7 +91,8 @@ func newCluster(t testing.TB, s shape) *cluster {
 	if err := c.fill(t.Context()); err != nil {
 		t.Fatalf("fill cluster: %v", err)
 	}
-	// Restart the API server. It learns at its start which node ports are in use.
+	// Restart the API server, because it learns only at its start which node ports are in
+	// use.
 	server.APIServer.Kill(t)
 	server.APIServer.Start(t)
 	return c
@@ -130,7 +131,8 @@ func (c *cluster) pod() string {
 	return offset(podCIDR.Addr(), 256+int(c.fresh.Add(1))).String()
 }
 
-// name returns the name of a service. Names sort in the order of the numbers.
+// name returns the name of a service. The order of the names is the order of the
+// services' numbers.
 func name(service int) string { return fmt.Sprintf("service-%06d", service) }
 
 // fill creates the services and their endpoints. It creates the first service through the
@@ -219,7 +221,7 @@ func (c *cluster) slice(service int) *discoveryv1.EndpointSlice {
 	return slice
 }
 
-// change replaces the address of endpoint i of a service by pod.
+// change sets the address of endpoint i of a service to the address pod.
 func (c *cluster) change(ctx context.Context, service, i int, pod string) error {
 	slices := c.client.DiscoveryV1().EndpointSlices(namespace)
 	slice, err := slices.Get(ctx, name(service), metav1.GetOptions{})
@@ -254,8 +256,8 @@ func (s *sightings) of(a netip.Addr) (time.Time, bool) {
 	return t, ok
 }
 
-// follow watches EndpointSlices until ctx ends, and records the times of endpoint
-// addresses.
+// follow watches EndpointSlices until ctx ends, and records when each endpoint address
+// first occurs.
 func (c *cluster) follow(t testing.TB, ctx context.Context) *sightings {
 	t.Helper()
 	slices := c.client.DiscoveryV1().EndpointSlices(namespace)

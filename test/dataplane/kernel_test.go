@@ -17,8 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// tables records when endpoint addresses reach the kernel, until ctx ends. It searches
-// nftables notifications for their four bytes, so it works for every layout of tables.
+// tables records, until ctx ends, when each endpoint address reaches the kernel. It
+// searches nftables notifications for the four bytes of an address, so it works for every
+// layout of tables.
 func tables(t testing.TB, ctx context.Context) *sightings {
 	t.Helper()
 	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.NETLINK_NETFILTER)
@@ -79,7 +80,8 @@ func connect(service int, patience time.Duration) (time.Duration, error) {
 	}
 	begin := time.Now()
 	for {
-		// A signal of Go's scheduler may interrupt the call. Then repeat it until EISCONN.
+		// A signal of Go's scheduler may interrupt the call. Then call Connect again until it
+		// returns EISCONN.
 		err = unix.Connect(fd, &unix.SockaddrInet4{Port: servicePort, Addr: vip(service).As4()})
 		switch {
 		case errors.Is(err, unix.EINTR):
@@ -110,8 +112,8 @@ func answer(t testing.TB) {
 	}()
 }
 
-// kilobytes returns the value of a line that a file in /proc shows in kB. The result is
-// in bytes.
+// kilobytes reads a value in kB from a line of a file in /proc, and returns the value in
+// bytes.
 func kilobytes(t testing.TB, file, line string) int {
 	t.Helper()
 	text, err := os.ReadFile(file)

@@ -23,8 +23,8 @@ var (
 	connects = flag.Int("connects", 10_000, "`number` of connections that are timed")
 )
 
-// inside is an environment variable. It is set in the process that runs in the new
-// namespace.
+// inside is the name of an environment variable. Only the process in the new network
+// namespace has this variable.
 const inside = "KPNG_DATAPLANE_INSIDE"
 
 func TestMain(m *testing.M) {

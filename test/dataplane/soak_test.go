@@ -40,9 +40,9 @@ var (
 const (
 	// writers is the number of goroutines that change services.
 	writers = 16
-	// stable is the service that receives traffic and does not change.
+	// stable is the number of the service that receives traffic and does not change.
 	stable = 0
-	// marker is the service that the function mark changes.
+	// marker is the number of the service that the function mark changes.
 	marker = 1
 	// churned is the maximum number of services that change at random.
 	churned = 400
@@ -97,7 +97,7 @@ func TestSoak(t *testing.T) {
 	}
 	perSecond := float64(churn.made.Load()) / soakFor.Seconds()
 	t.Logf("%d changes, %.0f/s; %d connections", churn.made.Load(), perSecond, traffic.made.Load())
-	// A busy machine may not reach changeRate.
+	// A busy machine may be slower than changeRate, so require only half of it.
 	if perSecond < changeRate/2 {
 		t.Errorf("%.0f changes per second, want %d", perSecond, changeRate)
 	}
@@ -143,7 +143,7 @@ func metric(t testing.TB, name string) float64 {
 	return 0
 }
 
-// traffic connects to the stable service.
+// traffic makes connections to the service stable and counts them.
 type traffic struct{ made atomic.Int64 }
 
 func (tr *traffic) run(ctx context.Context) error {
@@ -157,7 +157,7 @@ func (tr *traffic) run(ctx context.Context) error {
 	return nil
 }
 
-// churn changes all services except stable and marker.
+// churn makes random changes to all services except stable and marker.
 type churn struct {
 	*cluster
 	made atomic.Int64
@@ -225,7 +225,7 @@ func (c *churn) endpoints(ctx context.Context, random *rand.Rand, service int) e
 	return err
 }
 
-// someOf returns up to four variants of each endpoint in from.
+// someOf returns up to four random variants of each given endpoint.
 func someOf(random *rand.Rand, from []discoveryv1.Endpoint) []discoveryv1.Endpoint {
 	var all []discoveryv1.Endpoint
 	for range random.IntN(5) {
@@ -243,13 +243,13 @@ func someOf(random *rand.Rand, from []discoveryv1.Endpoint) []discoveryv1.Endpoi
 	return all
 }
 
-// elsewhere returns one of 200 external addresses. These are so few that services
-// conflict.
+// elsewhere returns one of 200 external addresses. With so few addresses, some services
+// claim the same one.
 func (c *churn) elsewhere(random *rand.Rand, network byte) string {
 	return netip.AddrFrom4([4]byte{10, network, 0, byte(random.IntN(200))}).String()
 }
 
-// random returns a random service.
+// random returns a service with random properties.
 func (c *churn) random(random *rand.Rand, service int) *corev1.Service {
 	s := &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Name: name(service), Labels: map[string]string{"app": name(service)}},
@@ -282,8 +282,9 @@ func (c *churn) random(random *rand.Rand, service int) *corev1.Service {
 	return s
 }
 
-// mark changes an endpoint of marker, waits until the kernel has it and returns its
-// address. Then the kernel also has all earlier changes.
+// mark changes an endpoint of the service marker, waits until the change reaches the
+// kernel, and returns the new address. All earlier changes have then reached the kernel
+// too.
 func (c *cluster) mark(t testing.TB) string {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), loadPatience)
@@ -305,8 +306,8 @@ func (c *cluster) mark(t testing.TB) string {
 	}
 }
 
-// waitVerified waits until the proxy has verified the whole table, which also removes
-// unused parts of it.
+// waitVerified waits until the proxy has verified the whole table. The verification also
+// removes unused parts of the table.
 func waitVerified(t testing.TB) {
 	t.Helper()
 	const verified = `kpng_sink_verify_total{result="ok",sink="nftables0"}`
@@ -318,8 +319,8 @@ func waitVerified(t testing.TB) {
 	}
 }
 
-// ruleset returns the kernel's tables as sorted lines. It omits handles, and replaces the
-// address marked by a fixed text.
+// ruleset returns the kernel's tables as sorted lines. It omits handles. It replaces the
+// address in the argument marked with a fixed text.
 func ruleset(t testing.TB, marked string) []string {
 	t.Helper()
 	out, err := exec.Command("nft", "-j", "list", "ruleset").Output()

@@ -26,12 +26,12 @@ import (
 )
 
 const (
-	debian = "/usr/bin/python3" // has the packages of Debian, such as python3-grpc-tools
+	debian = "/usr/bin/python3" // Debian's Python, which can import Debian packages such as python3-grpc-tools
 	script = "../../examples/python-dnat/dnat.py"
 )
 
 // TestMessagesCompileWithDebiansCompiler compiles the messages with Debian's protoc,
-// which is the oldest that Python clients use.
+// which is the oldest protoc that Python clients use.
 func TestMessagesCompileWithDebiansCompiler(t *testing.T) {
 	for _, file := range []string{"api/localv1/localv1.proto", "api/clusterv1/clusterv1.proto"} {
 		cmd := exec.CommandContext(t.Context(), debian, "-m", "grpc_tools.protoc", "-I.", "--python_out="+t.TempDir(), file)
@@ -70,7 +70,8 @@ func TestScript(t *testing.T) {
 		}},
 		ExternalTrafficToLocal: true,
 	}
-	// write replaces the service's pods. The map pods gives each pod's node.
+	// write replaces the service's pods. The argument pods maps each pod's address to its
+	// node.
 	write := func(pods map[string]string) {
 		slice := &api.EndpointSlice{
 			Namespace: "default", Name: "web-1", ServiceName: "web", Family: api.IPv4,
@@ -121,8 +122,8 @@ func TestScript(t *testing.T) {
 
 func addrs(a string) api.IPSet { return api.NewIPSet(netip.MustParseAddr(a)) }
 
-// serve runs a kpng server with state on a unix socket until the test ends. It returns
-// the address of the socket.
+// serve runs a kpng server for state until the test ends. The server listens on a unix
+// socket, whose address serve returns.
 func serve(t *testing.T, state *cluster.State) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "kpng.sock")
@@ -163,8 +164,9 @@ func start(t *testing.T, n *netnstest.Namespace, address string) {
 	})
 }
 
-// ask connects 20 times from an address in a namespace. It returns the different results,
-// sorted: the addresses of the pods that answered, "no answer" or "refused".
+// ask connects 20 times to the address to, from the address source in a namespace. It
+// returns the different results, sorted: the addresses of the pods that answered, "no
+// answer" or "refused".
 func ask(n *netnstest.Namespace, source, to string) string {
 	var answers []string
 	for range 20 {

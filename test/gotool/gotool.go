@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package gotool builds programs of Kubernetes from Go modules, for tests. The programs
-// are tools in this module's go.mod. The first build takes minutes. Later builds use the
+// Package gotool builds programs of Kubernetes from Go modules, for tests. This module's
+// go.mod lists the programs as tools. The first build takes minutes. Later builds use the
 // go command's cache.
 package gotool
 
@@ -18,7 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The programs that Build can build, as go.mod's tool directives name them.
+// The package paths of the programs that Build can build.
 const (
 	Etcd          = "go.etcd.io/etcd/server/v3"
 	KubeAPIServer = "k8s.io/kubernetes/cmd/kube-apiserver"

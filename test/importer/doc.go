@@ -2,6 +2,6 @@
 
 // Package importer tests the cost of importing kpng as a library. It checks which
 // packages a program links, and which modules kpng raises to newer versions. Run the
-// tests with -count=1, because the go command's cache does not know that their results
-// depend on kpng: they build modules outside this repository.
+// tests with -count=1. The tests build modules outside this repository, so the go
+// command's cache does not know that their results depend on kpng.
 package importer

@@ -29,7 +29,7 @@ var unwanted = []string{
 	"sigs.k8s.io/knftables",
 }
 
-// unwantedIn returns the packages or modules in paths that are unwanted, sorted.
+// unwantedIn returns the unwanted packages or modules among the given paths, sorted.
 func unwantedIn(paths []string) []string {
 	var found []string
 	for _, path := range paths {
@@ -174,7 +174,8 @@ func TestRaised(t *testing.T) {
 	}
 }
 
-// own returns the packages in linked whose modules do not occur in other, sorted.
+// own returns the packages of the map linked whose modules are not in the map other,
+// sorted.
 func own(linked, other map[string]string) []string {
 	theirs := map[string]bool{}
 	for _, module := range other {
@@ -190,7 +191,7 @@ func own(linked, other map[string]string) []string {
 	return paths
 }
 
-// raised returns the modules whose versions differ between the two maps, sorted.
+// raised returns one line for each module whose versions differ between the two maps.
 func raised(without, with map[string]string) []string {
 	var lines []string
 	for path, version := range without {

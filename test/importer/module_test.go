@@ -18,8 +18,8 @@ type module struct {
 	env []string
 }
 
-// newModule writes a module with the given files. Its go.mod contains goMod, and requires
-// client-go in kpng's version.
+// newModule writes a module with the given files. Its go.mod contains the text goMod, and
+// requires client-go in kpng's version.
 func newModule(t *testing.T, goMod string, files map[string]string) *module {
 	t.Helper()
 	root := checkout(t)
@@ -28,7 +28,7 @@ func newModule(t *testing.T, goMod string, files map[string]string) *module {
 	goVersion := kpng.goCommand(t, "list", "-m", "-f", "{{.GoVersion}}")[0]
 	clientGo := kpng.goCommand(t, "list", "-m", "k8s.io/client-go")[0]
 	m.write(t, "go.mod", fmt.Sprintf("module example.com/importer\n\ngo %s\n\nrequire %s\n%s", goVersion, clientGo, goMod))
-	// With these checksums, the go command downloads no module again.
+	// With kpng's checksums, the go command need not download the modules again.
 	sums, err := os.ReadFile(filepath.Join(root, "go.sum"))
 	if err != nil {
 		t.Fatal(err)

@@ -49,7 +49,8 @@ type result struct {
 }
 
 // ways contains the ways to read the cluster. Each function returns when it has read all
-// objects. The function's result refers to the memory to measure.
+// objects. The function's result keeps the objects in memory, so that the heap can be
+// measured.
 var ways = map[string]func(context.Context, *rest.Config) (any, error){
 	"reflector":            bareReflectors,
 	"reflector-compressed": compressed(bareReflectors),
@@ -197,7 +198,8 @@ func BenchmarkRealIngest(b *testing.B) {
 	b.ReportMetric(0, "ns/op")
 }
 
-// process runs measure with one of the ways in a new process.
+// process calls the function measure in a new process. The argument way is a key of the
+// map ways.
 func process(b *testing.B, way, kubeconfig string) result {
 	b.Helper()
 	cmd := exec.CommandContext(b.Context(), os.Args[0])
@@ -214,7 +216,7 @@ func process(b *testing.B, way, kubeconfig string) result {
 	return r
 }
 
-// fill creates services and their slices.
+// fill creates services and their EndpointSlices.
 func fill(b *testing.B, server *apiserver.Server) {
 	b.Helper()
 	client := server.Client()

@@ -56,7 +56,7 @@ func TestMissingPermissionIsNamedAndGrantIsDetected(t *testing.T) {
 	}
 }
 
-// quoted escapes quotation marks in words, as log lines do.
+// quoted returns the words with escaped quotation marks, as in log lines.
 func quoted(words []string) []string {
 	var out []string
 	for _, w := range words {
@@ -77,7 +77,7 @@ func without(resource string) []rbacv1.PolicyRule {
 	return rules
 }
 
-// grant gives the user of config all permissions.
+// grant gives all permissions that a proxy needs to the user of config.
 func grant(t *testing.T, server *apiserver.Server, config *rest.Config) {
 	t.Helper()
 	roles := server.Client().RbacV1().ClusterRoles()

@@ -81,12 +81,12 @@ func TestKilledProcessesRecoverWithoutLoss(t *testing.T) {
 	}
 }
 
-// churn changes a tenant at random, at a fixed rate. Each service has one EndpointSlice.
-// No endpoint address is used twice.
+// churn makes random changes to a tenant, at a fixed rate. Each service has one
+// EndpointSlice. No endpoint address is used twice.
 type churn struct {
 	*tenant
-	*rand.Rand            // for the test's own choices
-	own        *rand.Rand // for the goroutine that makes the changes
+	*rand.Rand            // random choices of the test
+	own        *rand.Rand // random choices of the goroutine that makes the changes
 	stamp      *corev1.Service
 	stop       func()
 
@@ -238,8 +238,8 @@ func (c *churn) forget(entries ...string) {
 	}
 }
 
-// lost returns the entries that are in before and missing in after, although churn did
-// not remove them.
+// lost returns the entries that are in the map before but not in the map after. It omits
+// entries that churn removed.
 func (c *churn) lost(before, after map[string]bool) []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -307,7 +307,7 @@ func (v *viewer) check(t testing.TB, print []byte) {
 	v.shown, v.stamp = shown, stamp
 }
 
-// wait waits until the last print contains this stamp.
+// wait waits until the last print contains the given stamp.
 func (v *viewer) wait(t testing.TB, stamp int32) {
 	t.Helper()
 	if print, ok := v.out.wait(t, func([]byte) bool {

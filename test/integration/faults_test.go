@@ -18,8 +18,8 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 )
 
-// lossy is a tenant whose services change while its proxy is disconnected. Each service
-// and its EndpointSlice are named after their change.
+// lossy is a tenant whose services change while its proxy is disconnected. The name of
+// each service and EndpointSlice says how the object changes.
 type lossy struct {
 	*tenant
 	services map[string]*corev1.Service
@@ -74,7 +74,7 @@ func (l *lossy) add(name, addr string) {
 	l.slices[name] = newSlice(name, l.services[name], slicePorts("", 80), newEndpoint(addr, ""))
 }
 
-// before returns the proxy's expected state before the changes.
+// The method before returns the proxy's expected state before the changes.
 func (l *lossy) before() []string {
 	return []string{
 		"again IPv4 80", "  10.1.0.0 80",
@@ -93,8 +93,8 @@ func (l *lossy) before() []string {
 	}
 }
 
-// expect waits until the sink has received at least this many syncs and has the state
-// want.
+// expect waits until the sink has received at least the given number of syncs, and has
+// the state want.
 func (l *lossy) expect(syncs int, want []string) {
 	l.t.Helper()
 	err := l.rec.Wait(within(l.t), func(all []sinktest.Sync) bool {
@@ -107,7 +107,7 @@ func (l *lossy) expect(syncs int, want []string) {
 }
 
 // happen makes the changes that the services' names describe, and changes the node's
-// zone. It sends the changes to by, which may be another API server.
+// zone. It writes to the API server by, which may differ from the proxy's API server.
 func (l *lossy) happen(by *apiserver.Server) {
 	l.t.Helper()
 	n := l.through(by)
@@ -138,7 +138,7 @@ func (l *lossy) happen(by *apiserver.Server) {
 	n.put(l.node("b"))
 }
 
-// after returns the proxy's expected state after the changes.
+// The method after returns the proxy's expected state after the changes.
 func (l *lossy) after() []string {
 	return []string{
 		"again IPv4 80", "  10.1.0.0 80",
@@ -156,8 +156,9 @@ func (l *lossy) after() []string {
 	}
 }
 
-// flush makes one change for each watch of the proxy, to the services stamp, by-hand and
-// zoned. It waits for these changes, which arrive after all earlier ones.
+// flush makes one change for each watch of the proxy: to the service stamp, to the slice
+// by-hand, and to the node. It waits until the sink has these changes. All earlier
+// changes have then arrived.
 func (l *lossy) flush(want []string) {
 	l.t.Helper()
 	l.services["stamp"].Spec.Ports[0].Port = 82
@@ -236,7 +237,8 @@ func TestServerOutageChangesNothing(t *testing.T) {
 
 			missed := l.rec.Syncs()[before:]
 			got := deliveries(t, missed)
-			// Service "new" and its EndpointSlice may arrive in two syncs.
+			// The service "new" and its EndpointSlice may arrive in one sync or in two, so count
+			// both cases as one.
 			got["new"] = min(got["new"], 1)
 			got["stamp"] = min(got["stamp"], 1)
 			want := map[string]int{

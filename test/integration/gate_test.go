@@ -11,8 +11,8 @@ import (
 	"testing"
 )
 
-// gate forwards connections to a unix socket while it is open. It counts the bytes that
-// come from the socket.
+// gate forwards connections to a unix socket while the gate is open. It counts the bytes
+// that it reads from the socket.
 type gate struct {
 	address string
 	// received is the number of bytes from the socket. Any goroutine may read and reset it.
@@ -53,8 +53,8 @@ func newGate(t testing.TB, to string) *gate {
 	return g
 }
 
-// enter connects to the socket for an incoming connection. If the gate is closed or this
-// fails, it closes the incoming connection and returns nil.
+// enter connects to the socket for an incoming connection. If the gate is closed or the
+// socket accepts no connection, enter closes the incoming connection and returns nil.
 func (g *gate) enter(in net.Conn) net.Conn {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -41,7 +41,7 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
-// within returns the test's context with a deadline after patience.
+// within returns a context of the test with the timeout patience.
 func within(t testing.TB) context.Context {
 	ctx, cancel := context.WithTimeoutCause(t.Context(), patience, fmt.Errorf("no result within %s", patience))
 	t.Cleanup(cancel)
@@ -52,7 +52,7 @@ func within(t testing.TB) context.Context {
 type builder struct {
 	mu    sync.Mutex
 	dir   string
-	built map[string]string // paths of programs, by package and use of the race detector
+	built map[string]string // maps a package, and whether the race detector is used, to a program's path
 }
 
 // kpngJSON builds kpng-json and returns its path. The program has the race detector if
@@ -61,17 +61,19 @@ func kpngJSON(t testing.TB) string {
 	return programs.build(t, "../..", "./examples/kpng-json", raceDetector())
 }
 
-// quickKpngJSON is like kpngJSON without the race detector, for tests with much output.
+// quickKpngJSON is like kpngJSON, but the program never has the race detector. It is for
+// tests with much output.
 func quickKpngJSON(t testing.TB) string {
 	return programs.build(t, "../..", "./examples/kpng-json", false)
 }
 
-// kpngProgram is like [kpngJSON] for the program kpng.
+// kpngProgram is like kpngJSON, but builds the program kpng.
 func kpngProgram(t testing.TB) string {
 	return programs.build(t, "../..", "./cmd/kpng", raceDetector())
 }
 
-// build builds the program pkg of the module in dir and returns the program's path.
+// build builds the package pkg of the module in the directory dir, and returns the
+// program's path.
 func (b *builder) build(t testing.TB, dir, pkg string, race bool) string {
 	t.Helper()
 	b.mu.Lock()

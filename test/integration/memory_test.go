@@ -13,8 +13,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// TestForeignServicesUseNoMemory measures the heap of a proxy with a name, without and
-// with 5,000 EndpointSlices of services that are not for this proxy.
+// TestForeignServicesUseNoMemory measures the heap of a proxy that has a proxy name. It
+// measures again in a cluster with 5,000 more EndpointSlices, of services that are not
+// for this proxy.
 func TestForeignServicesUseNoMemory(t *testing.T) {
 	t.Parallel()
 	const (
@@ -24,7 +25,7 @@ func TestForeignServicesUseNoMemory(t *testing.T) {
 		most             = 1.1
 	)
 	server := apiserver.Start(t, apiserver.Options{})
-	n := &tenant{t, server.Client(), metav1.NamespaceDefault} // without cleanup: only this test uses the server
+	n := &tenant{t, server.Client(), metav1.NamespaceDefault} // needs no cleanup, because only this test uses the server
 	kubeconfig := apiserver.Kubeconfig(t, server.Config())
 	for i := range ownServices {
 		s := newService(fmt.Sprintf("own-%d", i), "kpng-example", servicePort("", 80, 80))
@@ -33,7 +34,7 @@ func TestForeignServicesUseNoMemory(t *testing.T) {
 		}
 		n.put(s, newSlice(s.Name, s, slicePorts("", 80), newEndpoint(fmt.Sprintf("10.1.0.%d", i), "")))
 	}
-	// The proxy without a name sees one service, which the API server creates.
+	// A proxy without a name sees only the service that the API server itself creates.
 	alone := heap(t, kubeconfig, "kpng-example", ownServices)
 	generalAlone := heap(t, kubeconfig, "", 1)
 
@@ -66,8 +67,8 @@ func TestForeignServicesUseNoMemory(t *testing.T) {
 	if ratio := float64(crowded) / float64(alone); ratio > most {
 		t.Errorf("the heap is %.2f times as large, want at most %.2f", ratio, most)
 	}
-	// Half of the services are for the proxy without a name. If its heap did not grow
-	// either, the result above would prove nothing.
+	// Half of the services are for the proxy without a name. If the heap of that proxy did
+	// not grow either, the result above would prove nothing.
 	general := heap(t, kubeconfig, "", 1+othersServices/2)
 	t.Logf("heap without a name: %d KiB alone, %d KiB with half of them", generalAlone>>10, general>>10)
 	if ratio := float64(general) / float64(generalAlone); ratio < most {
@@ -75,8 +76,8 @@ func TestForeignServicesUseNoMemory(t *testing.T) {
 	}
 }
 
-// heap returns the size of a proxy's live heap in bytes, the median of three processes.
-// The proxy must see the given number of services.
+// heap returns the size of a proxy's live heap in bytes, as the median of three
+// processes. The proxy must see the given number of services.
 func heap(t *testing.T, kubeconfig, proxy string, services int) uint64 {
 	t.Helper()
 	program := programs.build(t, ".", "./testdata/heap", raceDetector())

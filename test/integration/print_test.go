@@ -151,7 +151,7 @@ func TestPrintFollowsServicesAndSlices(t *testing.T) {
 	})
 }
 
-// shownUID returns a service's UID as s shows it.
+// shownUID returns a service's UID in the output that the screen s has processed.
 func shownUID(s *screen, name string) types.UID {
 	for _, view := range s.shown {
 		if view.Service.Name == name {
@@ -258,7 +258,7 @@ func TestManualSlicesArePrintedWithoutLabel(t *testing.T) {
 		{"the service is deleted", func() { w.remove(byHand) }, nil, nil},
 	})
 
-	// Create so many services that kpng does not open a watch for each.
+	// Create many services without a selector, and then the first service again.
 	var want []string
 	for i := range 40 {
 		s := newService(fmt.Sprintf("s%02d", i), w.name, servicePort("", 80, 80))

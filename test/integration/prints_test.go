@@ -14,21 +14,22 @@ import (
 )
 
 // prints is a writer that splits the output of kpng-json into prints. Each print is the
-// whole state. The prints have no separator, so each must end with the same service.
+// whole state. The prints have no separator, so the last line of each print must be that
+// of the same service.
 type prints struct {
-	// last is the beginning of the line of that service.
+	// last is the beginning of the last line of each print.
 	last []byte
-	// If each is not nil, Write calls it with each print.
+	// Write calls the function each with every print, unless the function is nil.
 	each func(print []byte)
 
 	mu      sync.Mutex
 	rest    []byte
-	checked int // the first bytes of rest, which contain no end of a print
+	checked int // number of bytes at the start of rest that contain no end of a print
 	print   []byte
 	more    chan struct{} // closed by the next print
 }
 
-// newPrints returns a writer for output in which each print ends with this service.
+// newPrints returns a writer for output in which each print ends with the given service.
 func newPrints(namespace, name string) *prints {
 	return &prints{
 		last: fmt.Appendf(nil, `{"Service":{"Namespace":%q,"Name":%q,`, namespace, name),
@@ -67,8 +68,8 @@ func (p *prints) get() ([]byte, <-chan struct{}) {
 	return p.print, p.more
 }
 
-// wait waits for a print that satisfies the condition is, and returns the print. After a
-// timeout it returns the last print and false.
+// wait waits for a print that satisfies the given condition, and returns the print. After
+// a timeout it returns the last print and false.
 func (p *prints) wait(t testing.TB, is func([]byte) bool) ([]byte, bool) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -86,7 +87,7 @@ func (p *prints) wait(t testing.TB, is func([]byte) bool) ([]byte, bool) {
 	}
 }
 
-// expect fails the test unless want is printed.
+// expect waits for the print want. After a timeout the test fails.
 func (p *prints) expect(t testing.TB, want []byte, by string) {
 	t.Helper()
 	if got, ok := p.wait(t, func(print []byte) bool { return bytes.Equal(print, want) }); !ok {

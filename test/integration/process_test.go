@@ -47,7 +47,7 @@ func (l *lines) since(n int) ([]string, <-chan struct{}) {
 	return l.all[n:], l.more
 }
 
-// wait waits for a line that contains all words, and returns the first one.
+// wait waits for a line that contains all words, and returns the first such line.
 func (l *lines) wait(t testing.TB, words ...string) string {
 	t.Helper()
 	ctx := within(t)
@@ -100,7 +100,8 @@ func start(t testing.TB, args ...string) *process {
 	return p
 }
 
-// launch is like start for any program. It writes the program's output to out.
+// launch is like start, but runs the given program and writes the program's output to
+// out.
 func launch(t testing.TB, out io.Writer, program string, args ...string) *process {
 	t.Helper()
 	p := &process{stderr: newLines(), name: filepath.Base(program), ended: make(chan struct{})}
@@ -133,7 +134,7 @@ func (p *process) stop(t testing.TB) {
 	if err := p.cmd.Process.Signal(os.Interrupt); err != nil {
 		t.Error(err)
 	}
-	// The test's context ends before cleanups, which call stop.
+	// Do not use the test's context, because it ends before the cleanups that call stop.
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	select {
@@ -188,7 +189,8 @@ func serve(n *tenant, kubeconfig, address string) *process {
 		"to-api", "--listen", address)
 }
 
-// relay starts a kpng process that reads the kpng server at from and serves its state.
+// relay starts a kpng process that reads from the kpng server at the address from, and
+// serves that server's state at address.
 func relay(n *tenant, from, address string) *process {
 	n.t.Helper()
 	return launch(n.t, io.Discard, kpngProgram(n.t), "api", "--api", from, "to-api", "--listen", address)

@@ -48,7 +48,7 @@ func TestPrintsMatchAPIServer(t *testing.T) {
 		// byHand is the number of additional services without a selector.
 		byHand int
 		// network is the prefix of external addresses. It differs between tests, so that
-		// services of one do not conflict with those of another.
+		// services of different tests do not conflict.
 		network string
 	}{
 		{"with few services without a selector", 0, "198.51.100"},
@@ -164,7 +164,7 @@ func (n *tenant) manifest(path string, all objects) string {
 	var items [][]byte
 	add := func(o object) {
 		n.setKind(o)
-		o.SetManagedFields(nil) // kubectl omits them too
+		o.SetManagedFields(nil) // kubectl omits managed fields too
 		text, err := json.Marshal(o)
 		if err != nil {
 			n.t.Fatal(err)
@@ -235,8 +235,8 @@ func (n *tenant) print(node string, all objects) []byte {
 	return out.Bytes()
 }
 
-// viewOf returns the views that the proxy of s should have if the cluster equals
-// manifest.
+// viewOf returns the views that the proxy of the screen s should have in a cluster with
+// the objects in the file manifest.
 func viewOf(t testing.TB, manifest string, s *screen) []*api.ServiceEndpoints {
 	t.Helper()
 	var views []*api.ServiceEndpoints
@@ -322,8 +322,8 @@ func (r *randomizer) operate() {
 
 func serviceName(i int) string { return fmt.Sprintf("r%03d", i) }
 
-// service returns a random service with number i. So few external IPs and ports are
-// possible that services conflict.
+// service returns a random service with number i. It uses so few different external IPs
+// and ports that services conflict.
 func (r *randomizer) service(i int) *corev1.Service {
 	s := newService(serviceName(i), r.proxies[i%len(r.proxies)])
 	if r.IntN(5) == 0 {

@@ -43,7 +43,8 @@ func TestReconnectedClientsReceiveChangesOnly(t *testing.T) {
 	direct := printer(served)
 	for _, test := range []struct {
 		name string
-		// start starts a process that reads the kpng server at address, and returns the prints.
+		// start starts a process that reads from the kpng server at address, and returns the
+		// process's prints.
 		start func(address string) *prints
 	}{
 		{"a client", printer},

@@ -40,8 +40,8 @@ func TestAllSourcesPrintTheSame(t *testing.T) {
 	api := socket(t)
 	serve(n, kubeconfig, api)
 	served := printer("--api", api)
-	// kpng-json reads a changed manifest after a pause without further changes. To save this
-	// time, the test changes several manifests in turn.
+	// kpng-json reads a changed manifest only after a pause without further changes. To save
+	// time, the test runs several such processes and changes their manifests in turn.
 	type following struct {
 		manifest string
 		out      *prints

@@ -25,8 +25,8 @@ import (
 //
 // kpng-json prints the whole state after each change. These prints have no separator. So
 // each screen has an additional service, the stamp, whose name sorts last and which
-// therefore ends each print. Its ports contain a number that the test increases. If a
-// print has the new number, it includes all earlier API writes.
+// therefore ends each print. The stamp's ports contain a number that the test increases.
+// If a print has the new number, it includes all earlier API writes.
 type screen struct {
 	tenant *tenant
 	proxy  string
@@ -113,14 +113,15 @@ func run(t testing.TB, opts kpng.Options, sinks ...sink.Sink) (p *kpng.Proxy, st
 	return p, stop
 }
 
-// expect waits until the output includes all earlier API writes and describe formats it
-// as want.
+// expect waits until the output includes all earlier API writes, and the function
+// describe returns want for the output's state.
 func (s *screen) expect(want ...string) {
 	s.tenant.t.Helper()
 	s.await(func() string { return cmp.Diff(want, describe(s.shown)) })
 }
 
-// await waits until the output includes all earlier API writes and diff returns "".
+// await waits until the output includes all earlier API writes, and the function diff
+// returns an empty text.
 func (s *screen) await(diff func() string) {
 	t := s.tenant.t
 	t.Helper()

@@ -25,8 +25,8 @@ import (
 func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 	for _, test := range []struct {
 		name string
-		// failures returns how the sink reacts to the Sync calls for the first change. The last
-		// reaction waits for release.
+		// failures returns the sink's reactions to the Sync calls for the first change, one for
+		// each call. The last reaction waits until release is closed.
 		failures func(release <-chan struct{}) []sinktest.Step
 		// acked is true if the last of these calls succeeds.
 		acked bool
@@ -75,7 +75,8 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 			if err := rec.WaitSyncs(within(t), syncs+len(failures)-1); err != nil {
 				t.Fatal(err)
 			}
-			// The driver delivers the changes that arrive during the last step in one Sync.
+			// The driver collects the changes that arrive during the last step. Then it delivers
+			// them in one Sync.
 			port("a", 82)
 			port("a", 83)
 			port("b", 81)
@@ -129,7 +130,8 @@ func TestFailingSinkReceivesEachChangeOnce(t *testing.T) {
 	}
 }
 
-// after returns a step that waits for release and then calls step.
+// The function after returns a step that waits until release is closed, and then calls
+// step.
 func after(release <-chan struct{}, step sinktest.Step) sinktest.Step {
 	return func(ctx context.Context, c *sink.Changes, s sink.Sink) error {
 		<-release

@@ -43,7 +43,7 @@ func newTenant(t testing.TB, server *apiserver.Server) *tenant {
 	return &tenant{t, server.Client(), name}
 }
 
-// through returns the same tenant with another API server.
+// through returns a copy of the tenant that uses another API server.
 func (n *tenant) through(server *apiserver.Server) *tenant {
 	return &tenant{n.t, server.Client(), n.name}
 }
@@ -109,7 +109,7 @@ func (n *tenant) tryRemove(o object) error {
 	return n.at(o, rest.Interface.Delete).Do(n.t.Context()).Error()
 }
 
-// at returns a request for the API path of o.
+// at returns a request with the given verb for the API path of the object o.
 func (n *tenant) at(o object, verb func(rest.Interface) *rest.Request) *rest.Request {
 	switch o.(type) {
 	case *corev1.Service:
@@ -150,7 +150,8 @@ func newService(name, proxy string, ports ...corev1.ServicePort) *corev1.Service
 	}
 }
 
-// newSlice returns an EndpointSlice of a service, labelled as by the controller.
+// newSlice returns an EndpointSlice of a service, with the labels that the EndpointSlice
+// controller would set.
 func newSlice(name string, of *corev1.Service, ports []discoveryv1.EndpointPort, endpoints ...discoveryv1.Endpoint) *discoveryv1.EndpointSlice {
 	s := &discoveryv1.EndpointSlice{
 		ObjectMeta:  metav1.ObjectMeta{Name: name, Labels: proxyLabel(of.Labels[watcher.LabelServiceProxyName])},

@@ -32,7 +32,7 @@ type request struct {
 
 func newWire() *wire { return &wire{more: make(chan struct{})} }
 
-// tap makes w record the requests of all clients with this config.
+// tap changes config so that w records the requests of all clients that use it.
 func (w *wire) tap(config *rest.Config) *rest.Config {
 	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return &tap{w, next} })
 	return config
@@ -64,7 +64,8 @@ func (t *tap) RoundTrip(r *http.Request) (*http.Response, error) {
 	return answer, err
 }
 
-// WrappedRoundTripper returns the transport whose connections client-go closes.
+// WrappedRoundTripper returns the wrapped transport, so that client-go can close the
+// transport's connections.
 func (t *tap) WrappedRoundTripper() http.RoundTripper { return t.next }
 
 // count returns the number of requests so far, for a later call of wait.
@@ -74,7 +75,7 @@ func (w *wire) count() int {
 	return len(w.requests)
 }
 
-// wait waits for a request that satisfies the condition is. It ignores the first n
+// wait waits for a request that satisfies the given condition. It ignores the first n
 // requests.
 func (w *wire) wait(t testing.TB, n int, what string, is func(request) bool) {
 	t.Helper()

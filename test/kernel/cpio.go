@@ -15,14 +15,15 @@ import (
 )
 
 // cpio writes an initramfs in the format newc
-// (Documentation/driver-api/early-userspace/buffer-format.rst). Call close to get errors.
+// (Documentation/driver-api/early-userspace/buffer-format.rst). Only the method close
+// returns errors.
 type cpio struct {
 	w     *bufio.Writer
 	inode int
 	err   error
 }
 
-// copyFile adds a copy of source as an executable file.
+// copyFile adds a copy of the file source as an executable file.
 func (c *cpio) copyFile(name, source string) {
 	content, err := os.ReadFile(source)
 	c.err = errors.Join(c.err, err)

@@ -26,8 +26,8 @@ type kernel struct {
 	image, modules, version string
 }
 
-// debianKernel returns the kernel of a Debian release. It downloads the kernel if the cache
-// does not have it.
+// debianKernel returns the kernel of a Debian release. It downloads the kernel if the
+// cache does not have it.
 func debianKernel(ctx context.Context, suite string) (*kernel, error) {
 	cache, err := os.UserCacheDir()
 	if err != nil {
@@ -103,7 +103,7 @@ func download(ctx context.Context, suite, dir string) error {
 		return command(program, "apt", append([]string{
 			"-qq",
 			"-o", "APT::Architecture=amd64",
-			"-o", "APT::Sandbox::User=", // no separate user, who might not be able to read the cache
+			"-o", "APT::Sandbox::User=", // run as the current user, because another user might be unable to read the cache
 			"-o", "Dir::Etc::SourceList=" + dir + "/sources.list", "-o", "Dir::Etc::SourceParts=-",
 			"-o", "Dir::State=" + dir, "-o", "Dir::State::Status=" + dir + "/status",
 			"-o", "Dir::Cache=" + dir,
@@ -206,7 +206,8 @@ func (k *kernel) moduleFiles(names ...string) ([]string, error) {
 		if bytes.Contains(builtin, []byte("/"+name+".ko\n")) {
 			continue
 		}
-		// A line is "module: dependency ...". The dependencies must load from last to first.
+		// A line of the text has the form "module: dependency ...". The dependencies must load
+		// from last to first.
 		line := regexp.MustCompile(`(?m)^\S*/` + name + `\.ko:.*$`).FindString(string(text))
 		if line == "" {
 			return nil, fmt.Errorf("%s has no module %s", dir, name)

@@ -21,7 +21,7 @@ import (
 type job struct {
 	Args, Env []string
 	Dir       string
-	// Modules is the host's folder that becomes /lib/modules.
+	// Modules is the host's folder that becomes /lib/modules in the guest.
 	Modules string
 }
 
@@ -53,7 +53,7 @@ func guestMain() {
 	select {}
 }
 
-// The serial ports for output and for signs of life. See boot.
+// The serial ports for the program's output and for signs of life; boot describes them.
 var output, life *os.File
 
 func guest() (status int, err error) {

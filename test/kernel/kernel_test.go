@@ -77,7 +77,7 @@ func TestNFTablesNamesMissingKernelFeatures(t *testing.T) {
 	}
 }
 
-// TestGuestThatEndsOrHangsFails replaces QEMU by scripts.
+// TestGuestThatEndsOrHangsFails replaces QEMU by scripts that end early or hang.
 func TestGuestThatEndsOrHangsFails(t *testing.T) {
 	command := build(t, ".")
 	for name, test := range map[string]struct{ qemu, path, want string }{

@@ -21,15 +21,15 @@
 //	-silence LIMIT   how long a guest may show no sign of life before it is killed
 //	-accel NAME      QEMU's accelerator: tcg, which emulates, or kvm
 //
-// The first run downloads the kernel with apt-get, which checks Debian's signatures, into
-// the user's cache folder (kpng/kernel). To use another mirror than
+// The first run downloads the kernel into the folder kpng/kernel of the user's cache. It
+// uses apt-get, which checks Debian's signatures. To use another mirror than
 // http://deb.debian.org/debian, set $KPNG_DEBIAN_MIRROR. Later runs need no network. To
 // get a newer kernel, remove the folder.
 //
-// It needs the Debian packages apt, dpkg, debian-archive-keyring, kmod and
-// qemu-system-x86, and iproute2 for the guest. With tcg, a guest boots in about 5
-// seconds, and programs run 10 to 30 times slower than without QEMU. KVM is not the
-// default because it fails on many virtual machines.
+// Command kernel needs the Debian packages apt, dpkg, debian-archive-keyring, kmod and
+// qemu-system-x86, and iproute2 for the guest. With the accelerator tcg, a guest boots in
+// about 5 seconds, and programs run 10 to 30 times slower than without QEMU. KVM is not
+// the default because it fails on many virtual machines.
 package main
 
 import (
@@ -104,7 +104,7 @@ func run(ctx context.Context, args []string) (int, error) {
 		"-kernel", k.image, "-initrd", initramfs, "-append", parameters,
 		"-fsdev", "local,id=host,path=/,security_model=none,readonly=on,multidevs=remap",
 		"-device", "virtio-9p-pci,fsdev=host,mount_tag="+hostTag,
-		// ttyS0, ttyS1 and ttyS2; boot explains them.
+		// These are ttyS0, ttyS1 and ttyS2; the function boot describes their use.
 		"-serial", "file:/dev/fd/3", "-serial", "file:/dev/fd/4", "-serial", "file:/dev/fd/5",
 	), *silence)
 }

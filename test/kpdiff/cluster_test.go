@@ -17,9 +17,9 @@ import (
 // thisNode is the name of the node on which both proxies run.
 const thisNode = "n1"
 
-// cluster is a service, its EndpointSlices, and the zone of this node. All endpoint
-// addresses differ, because the proxies treat two endpoints with one address differently:
-// kube-proxy uses either, and kpng uses the better one.
+// cluster is a service, its EndpointSlices, and the zone of this node. No two endpoints
+// have the same address, because the proxies would differ for them: kube-proxy uses
+// either endpoint, and kpng uses the better one.
 type cluster struct {
 	service *corev1.Service
 	slices  []*discoveryv1.EndpointSlice
@@ -60,8 +60,8 @@ func (r chance) condition() *bool { return pick(r, nil, new(true), new(false)) }
 
 func pick[T any](r chance, from ...T) T { return from[r.IntN(len(from))] }
 
-// protocols and ports describe the ports of a service, which has the first one, two or
-// three of them.
+// protocols and ports describe service ports. A service has the first one, two or three
+// of these ports.
 var (
 	protocols = []corev1.Protocol{"TCP", "UDP", "TCP"}
 	ports     = []int32{80, 53, 53}
@@ -145,8 +145,8 @@ func (r chance) loadBalancer(s *corev1.Service) {
 }
 
 // endpointMaker creates the EndpointSlices of a cluster. Most endpoints of a cluster have
-// hints and conditions of the same kind. If the kinds were random, kube-proxy would
-// rarely use hints, because it ignores them unless all endpoints have them.
+// hints and conditions of the same kind. If each endpoint had random hints, kube-proxy
+// would rarely use them, because it ignores them unless all endpoints have them.
 type endpointMaker struct {
 	chance
 	hints      int // 0: none, 1: mostly zones, 2: mostly nodes and zones, else any

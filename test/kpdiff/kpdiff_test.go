@@ -32,11 +32,11 @@ type decided struct {
 
 // The differences that docs/semantics.md declares as intended.
 const (
-	// otherFamily occurs if all source ranges are of the other IP family. Then kpng admits
-	// no client, and kube-proxy admits all clients.
+	// otherFamily is the difference if all source ranges are of the other IP family. Then
+	// kpng admits no client, and kube-proxy admits all clients.
 	otherFamily = "source ranges of the other family only"
-	// otherPorts occurs if an endpoint has no port of the service. For health checks kpng
-	// does not count this endpoint, and kube-proxy counts it.
+	// otherPorts is the difference if an endpoint has no port of the service. For health
+	// checks kpng does not count this endpoint, and kube-proxy counts it.
 	otherPorts = "health checks of endpoints that serve no port of the service"
 )
 
@@ -97,7 +97,7 @@ func frontendsOf[T any](a, b map[string]T) []string {
 	return slices.Sorted(maps.Keys(all))
 }
 
-// noSource ends the description of a frontend that admits no client.
+// noSource is the end of the description of a frontend that admits no client.
 const noSource = " from"
 
 // externally returns the description of an external frontend.

@@ -60,7 +60,7 @@ func kubeProxy(c *cluster) decided {
 }
 
 // addKubeProxyPort adds the frontends of a service port. The function use describes what
-// happens to traffic under policy Local or Cluster.
+// happens to traffic. Its argument is true for policy Local.
 func (d *decided) addKubeProxyPort(family corev1.IPFamily, port proxy.ServicePort, use func(local bool) string) {
 	affinity := port.StickyMaxAgeSeconds()
 	local := port.ExternalPolicyLocal()

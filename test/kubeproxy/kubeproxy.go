@@ -29,7 +29,7 @@ type Options struct {
 	// traffic from pods.
 	ClusterCIDR string
 	// NodePortAddresses contains the node addresses that accept traffic to node ports. If it
-	// is empty, these are the primary addresses.
+	// is empty, the node's primary addresses accept this traffic.
 	NodePortAddresses []string
 	// MasqueradeAll makes kube-proxy masquerade all connections to cluster IPs.
 	MasqueradeAll bool
@@ -37,14 +37,15 @@ type Options struct {
 
 // Command builds kube-proxy if needed, and returns its path and arguments for nftables
 // mode. kube-proxy needs CAP_NET_ADMIN. Run it in the node's network namespace, where it
-// must be able to connect to the API server. It listens on 127.0.0.1:10249 and :10256.
+// must be able to connect to the API server. kube-proxy listens on 127.0.0.1:10249 and
+// :10256.
 func Command(t testing.TB, o Options) []string {
 	t.Helper()
 	program, err := gotool.Build(t.Context(), gotool.KubeProxy)
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The conntrack values leave the kernel's limits unchanged, because a change would
+	// These conntrack values leave the kernel's limits unchanged, because a change would
 	// affect the whole machine.
 	config := fmt.Sprintf(`apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration

@@ -29,8 +29,8 @@ func sh(t testing.TB, args ...string) string {
 	return string(out)
 }
 
-// join connects the interface name of a node with the interface eth0 of another
-// namespace.
+// join adds two connected interfaces: one in node, with the given name, and eth0 in the
+// other namespace.
 func join(t testing.TB, node namespace, name, nodeAddr string, other namespace, addrs ...string) {
 	t.Helper()
 	node.Join(t, name, other.Namespace, "eth0")

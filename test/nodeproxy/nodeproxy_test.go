@@ -36,8 +36,8 @@ var rights = []rbacv1.PolicyRule{
 	{APIGroups: []string{"discovery.k8s.io"}, Resources: []string{"endpointslices"}, Verbs: []string{"get", "list", "watch"}},
 }
 
-// least is a prefix for commands. It runs them as root with only CAP_NET_ADMIN, as in the
-// DaemonSet.
+// least is a prefix for command lines. With the prefix, a command runs as root with only
+// CAP_NET_ADMIN, as in the DaemonSet.
 var least = []string{"setpriv", "--bounding-set=-all,+net_admin", "--inh-caps=-all", "--no-new-privs"}
 
 const (
@@ -126,7 +126,8 @@ func (w *world) lead(service *corev1.Service, ip, node string) {
 }
 
 // run starts kpng and waits until it is ready. The returned function sends a signal to
-// kpng, waits until kpng ends and returns its result. A failed test shows kpng's log.
+// kpng, waits until kpng ends, and returns the process's result. A failed test shows
+// kpng's log.
 func (w *world) run() (end func(os.Signal) error) {
 	w.t.Helper()
 	args := w.node.Command(append(least, w.kpng, "kube", "--kubeconfig", w.kubeconfig, "to-local", "nftables",
@@ -169,7 +170,7 @@ func (w *world) run() (end func(os.Signal) error) {
 }
 
 // TestMissingPrivilegesAreNamed checks the errors that kpng and its cleanup report if
-// they may not change tables.
+// they lack the privilege to change tables.
 func TestMissingPrivilegesAreNamed(t *testing.T) {
 	node := newNamespace(t)
 	kpng := buildKpng(t)
@@ -221,8 +222,9 @@ func (w *world) get(from namespace, page string) (status int, body string) {
 	return response.StatusCode, string(text)
 }
 
-// explains runs kpng explain --dataplane for a service's cluster IP. It checks the
-// reported difference, and that the output contains want.
+// explains runs kpng explain --dataplane for a service's cluster IP. It checks that the
+// output contains want. The argument difference is the expected sign of the reported
+// differences, or "" if there must be none.
 func (w *world) explains(service *corev1.Service, difference, want string) {
 	w.t.Helper()
 	text := sh(w.t, w.node.Command(append(least, w.kpng, "explain", "--kubeconfig", w.kubeconfig, "--node-name", nodeName,

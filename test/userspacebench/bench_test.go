@@ -71,7 +71,7 @@ func BenchmarkProxies(b *testing.B) {
 		table += " |\n"
 	}
 	fmt.Println(table)
-	b.ReportMetric(0, "ns/op") // the time of the benchmark itself means nothing
+	b.ReportMetric(0, "ns/op") // hide the time per operation, which means nothing here
 }
 
 // spread returns the median, minimum and maximum of a figure.
@@ -121,7 +121,8 @@ func (w *world) measure(p *proxy) sample {
 		l.Target, l.For = p.target(), each
 		return w.load(l, nil)
 	}
-	// used runs a load. It also returns the CPU time of the proxy during the load.
+	// used runs a load. It returns the load's result, and the proxy's CPU time during the
+	// load.
 	used := func(l load) (result, time.Duration) {
 		if group == nil {
 			return run(l), 0

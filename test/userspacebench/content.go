@@ -14,8 +14,9 @@ import (
 )
 
 // content replaces this process by the program in args. When that program sets a resource
-// limit, the call succeeds without effect. kube-proxy needs this: it ends if it cannot
-// raise its limit of open files to 64,000, which some containers forbid even to root.
+// limit, the call succeeds without effect. kube-proxy needs this, because it ends if it
+// cannot raise its limit of open files to 64,000. Some containers forbid that even to
+// root.
 func content(args []string) {
 	runtime.LockOSThread()
 	const newLimit = 16 + 2*8 // offset of the system call's third argument in struct seccomp_data

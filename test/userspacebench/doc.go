@@ -8,5 +8,6 @@
 //
 //	go test -run xxx -bench Proxies -benchtime 1x -timeout 20m ./userspacebench
 //
-// It needs root and the Debian packages haproxy, nginx-light and libnginx-mod-stream.
+// The benchmark needs root and the Debian packages haproxy, nginx-light and
+// libnginx-mod-stream.
 package userspacebench

@@ -117,7 +117,7 @@ func client(arg string) {
 	}
 }
 
-// together runs n calls concurrently and returns the sum of the results.
+// together runs n concurrent calls of f and returns the sum of their results.
 func together(n int, f func(i int) int64) int64 {
 	var sum atomic.Int64
 	var all sync.WaitGroup
@@ -251,7 +251,7 @@ func dial(network, target string) net.Conn {
 	return c
 }
 
-// justWriter hides all methods of a writer except Write, such as ReadFrom.
+// justWriter hides all methods of a writer, such as ReadFrom, except Write.
 type justWriter struct{ io.Writer }
 
 func fatal(err error) {

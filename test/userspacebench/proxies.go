@@ -20,7 +20,8 @@ import (
 // proxy is one of the measured proxies.
 type proxy struct {
 	name string
-	// command runs a proxy that listens at frontendAddr. It is nil for no proxy.
+	// command is the command line of a proxy that listens at frontendAddr. If no proxy runs,
+	// command is nil.
 	command []string
 	// bound is true if an interface must have the address frontendAddr.
 	bound bool

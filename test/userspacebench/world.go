@@ -33,7 +33,7 @@ const (
 )
 
 // world consists of three network namespaces. Client and server reach each other through
-// proxy.
+// the namespace proxy.
 type world struct {
 	testing.TB
 	client, proxy, server *netnstest.Namespace
@@ -65,7 +65,7 @@ func (w *world) run(name string, args ...string) {
 	}
 }
 
-// process is a process in a namespace, including its children.
+// process represents a process in a network namespace, together with its children.
 type process struct {
 	*exec.Cmd
 	log *bytes.Buffer
@@ -105,7 +105,8 @@ func (p *process) stop() {
 }
 
 // load runs a client with the load l and returns the result. If meanwhile is not nil,
-// load calls it after the client has printed the result, before the client ends.
+// load calls meanwhile after the client has printed the result and before the client
+// ends.
 func (w *world) load(l load, meanwhile func()) result {
 	w.Helper()
 	arg, _ := json.Marshal(l)

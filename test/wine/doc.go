@@ -11,14 +11,15 @@
 //
 // Each [Wine] has its own prefix (a Windows installation), its own wineserver and its own
 // processes. The processes end when the test ends or the test process is killed. The
-// first use of a Wine version creates a prefix in the user's cache folder, which takes
-// ten seconds. Tests use copies of this prefix, which consist mostly of hard links.
+// first use of a Wine version takes ten seconds, because it creates a prefix in the
+// user's cache folder. Tests use copies of this prefix. The copies consist mostly of hard
+// links.
 //
-// Programs equal released programs with two exceptions: they are built without cgo, and
-// with two changed lines of Go's standard library, because Wine 8 lacks two features (see
-// [Wine.Build]). Tests under Wine cannot use named pipes, unix sockets, the race
+// Programs under test differ from released programs in two ways. They are built without
+// cgo. Two lines of Go's standard library are changed, because Wine 8 lacks two features
+// (see [Wine.Build]). Tests under Wine cannot use named pipes, unix sockets, the race
 // detector, or several UDP sockets on one port.
 //
 // The tests need the Debian packages wine64 and wine. [CompileDLL] also needs
-// gcc-mingw-w64-x86-64. If one is missing, the test fails and names it.
+// gcc-mingw-w64-x86-64. If a package is missing, the test fails and names the package.
 package wine

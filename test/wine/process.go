@@ -33,7 +33,7 @@ func (w *Wine) Start(t testing.TB, exe string, args ...string) *Process {
 	return w.StartEnv(t, nil, exe, args...)
 }
 
-// StartEnv is like [Wine.Start] with more environment variables, each "NAME=value".
+// StartEnv is like [Wine.Start], but adds environment variables, each as "NAME=value".
 func (w *Wine) StartEnv(t testing.TB, env []string, exe string, args ...string) *Process {
 	t.Helper()
 	name := filepath.Base(exe)
@@ -60,7 +60,7 @@ func (w *Wine) StartEnv(t testing.TB, env []string, exe string, args ...string) 
 		err := p.cmd.Start()
 		started <- err
 		if err == nil {
-			p.cmd.Wait() // ProcessState has the result
+			p.cmd.Wait() // ignore the error, because ProcessState has the result
 		}
 	}()
 	if err := <-started; err != nil {
@@ -81,7 +81,7 @@ func (p *Process) Kill(t testing.TB) {
 	if !p.Running() {
 		return
 	}
-	p.cmd.Process.Kill() // an error means that the program has ended
+	p.cmd.Process.Kill() // ignore the error, which means that the program has already ended
 	select {
 	case <-p.ended:
 	case <-time.After(endTimeout):

@@ -31,7 +31,7 @@ type Wine struct {
 	opts Options
 }
 
-// New creates a Windows installation without running programs.
+// New creates a Windows installation in which no program runs.
 func New(t testing.TB, opts Options) *Wine {
 	t.Helper()
 	dir, release, err := newPrefix(t.Context())
@@ -139,7 +139,7 @@ func environ(prefix string) []string {
 		"WINEPREFIX="+prefix,
 		"WINEARCH=win64",
 		"WINEDEBUG=-all",
-		// Otherwise Wine opens windows that offer to install these.
+		// Without this setting, Wine opens windows that offer to install Mono and Gecko.
 		"WINEDLLOVERRIDES=mscoree=;mshtml=",
 		"DISPLAY=",
 	)

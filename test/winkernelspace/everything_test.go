@@ -18,9 +18,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// everything tests a service with every feature: on an overlay network of the latest
-// Windows, with each quirk of HNS, and then with kpng.exe on a bridge of an early
-// Windows.
+// everything tests a service with every feature. First it uses an overlay network of the
+// latest Windows, once with each quirk of HNS. Then it uses kpng.exe on a bridge network
+// of an early Windows.
 func (w *world) everything() {
 	w.Helper()
 	clusterIPs, nodePort := w.createEverything()
@@ -71,8 +71,8 @@ func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clu
 	}
 	w.await("an overlay network has all features, HNS "+name, dump(want...))
 
-	// A new process must change nothing, because the objects are correct. When it has added
-	// one more service, it has compared them.
+	// A new process must change nothing, because the objects are correct. After the process
+	// has added one more service, it has also compared the existing objects.
 	w.process.Kill(w.T)
 	w.hns.functions()
 	w.create(0)
@@ -102,7 +102,7 @@ func (w *world) network(n kernelspace.Network) {
 	}
 }
 
-// dump formats lines like the result of Dump.
+// dump returns lines in the format of Dump's result.
 func dump(lines ...string) string {
 	slices.Sort(lines)
 	return strings.Join(append(lines, ""), "\n")

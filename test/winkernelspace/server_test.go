@@ -70,8 +70,8 @@ type server struct {
 	handles  map[string]string // the ID of the object that a handle refers to
 	next     int
 	calls    map[string]int
-	// fails is the name of a function whose next calls fail. left is the number of these
-	// calls, and result is what they return.
+	// The field fails is the name of a function whose next calls fail. The field left is the
+	// number of these calls. They return the field result.
 	fails  string
 	left   int
 	result string
@@ -93,7 +93,7 @@ func (v version) features() kernelspace.Features {
 	}
 }
 
-// become removes all objects from s and gives it the version v.
+// The method become removes all objects from s and gives s the version v.
 func (s *server) become(v version) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -143,8 +143,8 @@ func (s *server) stop() {
 	clear(s.handles)
 }
 
-// fail makes the next n calls of a function fail with result. It returns how many
-// failures are left from an earlier call of fail, which it cancels.
+// fail makes the next n calls of a function fail with result. It cancels an earlier call
+// of fail, and returns how many failures of that call were left.
 func (s *server) fail(function string, n int, result string) (left int) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -194,7 +194,8 @@ type answer struct {
 	fault    string
 }
 
-// of returns the answer to a call. If err is nil, the answer contains v as a document.
+// The function of returns the answer to a call. If err is nil, the answer contains v as a
+// JSON document.
 func of(v any, err error) answer {
 	if err == nil {
 		document := ""
@@ -312,7 +313,7 @@ func (s *server) answer(function, id, handle, document string) answer {
 	}
 }
 
-// open returns an answer with a new handle of an object.
+// open returns an answer with a new handle for an object.
 func (s *server) open(id string, found bool) answer {
 	if !found {
 		return of(nil, kernelspace.ErrNotFound)
@@ -322,8 +323,8 @@ func (s *server) open(id string, found bool) answer {
 	return answer{result: ok, handle: s.next}
 }
 
-// each returns the results of f for all items. The result is never nil, because nil is
-// not an empty list in JSON.
+// The function each returns the results of f for all items. Its result is never nil,
+// because JSON encodes a nil slice as null and not as an empty list.
 func each[T any](list []T, f func(T) string) []string {
 	made := []string{}
 	for _, item := range list {
@@ -364,7 +365,7 @@ func fromNetwork(n kernelspace.Network) any {
 	return to
 }
 
-// hcnEndpoint and hcnBalancer are documents of HNS.
+// hcnEndpoint and hcnBalancer are JSON documents of HNS.
 type hcnEndpoint struct {
 	ID                 string
 	Name               string

@@ -42,7 +42,7 @@ func TestMain(m *testing.M) { os.Exit(shared.Run(m)) }
 type world struct {
 	*testing.T
 	client    kubernetes.Interface
-	namespace string // also the proxy name and the node name
+	namespace string // also used as the proxy name and the node name
 	services  []*service
 
 	hns        *server
@@ -141,8 +141,8 @@ func TestServicesBecomeLoadBalancersOfHNS(t *testing.T) {
 		w.remove(14)
 		w.startKpng()
 	})
-	// Make calls of each function fail while service next, which has policy Cluster,
-	// changes.
+	// Make calls of each HNS function fail while the service with number next changes. That
+	// service has policy Cluster.
 	next := 13
 	for _, function := range []string{
 		"CreateEndpoint", "QueryEndpoint", "CloseEndpoint", "OpenNetwork", "CloseNetwork",
@@ -312,7 +312,7 @@ func (w *world) ready() {
 	}
 }
 
-// step calls do and waits until HNS has the expected state.
+// step calls the function do and waits until HNS has the expected state.
 func (w *world) step(what string, do func()) {
 	w.Helper()
 	start := time.Now()
@@ -321,7 +321,8 @@ func (w *world) step(what string, do func()) {
 	w.Logf("%s: done after %s", what, time.Since(start).Round(time.Millisecond))
 }
 
-// failing makes the next calls of a function fail, and then calls step with do.
+// failing makes the next calls of an HNS function fail, and then calls step with the
+// function do.
 func (w *world) failing(function string, times int, do func()) {
 	w.Helper()
 	w.hns.fail(function, times, invalid)
@@ -439,7 +440,8 @@ func (w *world) lead(i int, endpoints ...string) {
 	w.services[i].endpoints = endpoints
 }
 
-// change calls f to change the intended state of a service, and writes the service.
+// change calls f to change the intended state of a service. Then it writes the service to
+// the API server.
 func (w *world) change(i int, f func(*service)) {
 	w.Helper()
 	f(w.services[i])

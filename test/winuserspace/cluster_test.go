@@ -41,8 +41,8 @@ func eventually(t *testing.T, what string, try func() error) {
 	}
 }
 
-// proxyName is the proxy name of this test's services. It excludes the API server's own
-// service, which has no proxy name.
+// proxyName is the proxy name of this test's services. Without a proxy name, kpng would
+// also select the API server's own service.
 const proxyName = "winuserspace"
 
 // cluster consists of an API server with services, and a kpng server.
@@ -61,7 +61,7 @@ type cluster struct {
 func newCluster(t *testing.T) *cluster {
 	t.Helper()
 	server := apiserver.Start(t, apiserver.Options{})
-	dir, err := os.MkdirTemp("", "kpng-") // t.TempDir would be too long for a socket
+	dir, err := os.MkdirTemp("", "kpng-") // the path of t.TempDir would be too long for a unix socket
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -22,8 +22,8 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-// The namespace has three interfaces: with addresses of the node, of pods and of
-// services.
+// The namespace has three interfaces: one for the node's addresses, one for pod
+// addresses, and one for service addresses.
 const nodeInterface, podInterface, serviceInterface = "node0", "pod0", "svc0"
 
 // namespace is the network namespace that stands for the node.
@@ -38,8 +38,9 @@ func newNamespace(t *testing.T) namespace {
 	return n
 }
 
-// pod simulates a pod with address ip. On port 8080 it answers each connection with ip
-// and then with all bytes that it receives, and each datagram with ip.
+// pod simulates a pod with address ip. On port 8080 it accepts TCP connections and UDP
+// datagrams. On a connection it sends ip and then all bytes that it receives. To each
+// datagram it answers with ip.
 func (n namespace) pod(t *testing.T, ip string) {
 	t.Helper()
 	n.Add(t, podInterface, ip)
@@ -216,7 +217,8 @@ func (s *netsh) change(what, prefix string) error {
 	return s.namespace.Do(exec.Command("ip", "addr", what, prefix, "dev", serviceInterface).Run)
 }
 
-// matches returns the address that text has where pattern has %s, if text matches.
+// matches reports whether text equals pattern with an address in place of %s. It returns
+// the address.
 func matches(text, pattern string) (string, bool) {
 	before, after, _ := strings.Cut(pattern, "%s")
 	ip, ok := strings.CutPrefix(text, before)

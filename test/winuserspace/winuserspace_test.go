@@ -74,10 +74,11 @@ func newWorld(t *testing.T) *world {
 	return w
 }
 
-// args returns arguments for the program under test, followed by more.
+// args returns the arguments of the program under test, followed by the arguments in
+// more.
 func (w *world) args(more ...string) []string {
-	// Set the state file. By default it is in %ProgramData%, which differs for services
-	// under Wine.
+	// Set the path of the state file. By default the file is in %ProgramData%. Under Wine,
+	// this folder differs between services and other programs.
 	return append([]string{"-v=4", "--node-name=" + nodeName, "--drain-timeout=1s", `--state-file=C:\kpng\addresses`}, more...)
 }
 
@@ -181,8 +182,8 @@ func TestWinUserspaceProxiesUnderWine(t *testing.T) {
 	w.inOneProgram(clusterIP)
 }
 
-// affinity checks that a client that reconnects before the timeout reaches the same pod,
-// and that it reaches another pod after the timeout.
+// affinity checks session affinity. A client that reconnects before the timeout must
+// reach the same pod. After the timeout it must reach another pod.
 func (w *world) affinity(to string) {
 	w.t.Helper()
 	const timeout = 2 * time.Second
@@ -271,8 +272,8 @@ func stopWithoutErrors(t *testing.T, while string, stop func() (int, error)) {
 	}
 }
 
-// changes changes the pods of the service web, and then its frontends, while clients
-// connect.
+// The function changes replaces the pods of the service web, and then changes its
+// frontends, while clients connect.
 func (w *world) changes(web *corev1.Service, clusterIP string) {
 	w.t.Helper()
 	stop := w.traffic(clusterIP)
@@ -347,8 +348,8 @@ func (w *world) asService(clusterIP string) {
 			w.t.Logf("the service logged (%v):\n%s", err, text)
 		}
 	})
-	// Wine ends its services when no other program runs. So run a program that waits for a
-	// server that does not exist.
+	// Wine ends its services when no other program runs. To prevent this, run a program that
+	// waits for a server that does not exist.
 	w.wine.Start(w.t, w.program, "--api=tcp://127.0.0.1:1", `--state-file=C:\kpng\idle`, "--node-name="+nodeName)
 	w.wine.Run(w.t, "sc", "start", "winuserspace")
 	w.expectAddresses("after the service started and stale addresses were removed", sets.List(w.expected))

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command protogen generates Go code from .proto files without protoc. Its arguments are
-// paths relative to the working directory. It writes the code beside each file. -plugins
-// names the folder with protoc-gen-go and protoc-gen-go-grpc.
+// paths relative to the working directory. It writes each file's code beside the file.
+// -plugins names the folder with protoc-gen-go and protoc-gen-go-grpc.
 package main
 
 import (
@@ -54,7 +54,7 @@ func run(ctx context.Context, plugins string, files []string) error {
 	return nil
 }
 
-// appendFile appends first the files that file imports, and then file.
+// appendFile appends the files that file imports, and then file itself.
 func appendFile(list []*descriptorpb.FileDescriptorProto, seen map[string]bool, file protoreflect.FileDescriptor) []*descriptorpb.FileDescriptorProto {
 	if seen[file.Path()] {
 		return list

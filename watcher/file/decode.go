@@ -18,7 +18,7 @@ import (
 	kjson "sigs.k8s.io/json"
 )
 
-// jsonDocuments yields each JSON text of a file, or a syntax error, with the line number.
+// jsonDocuments yields the line number of each JSON document, with its text or an error.
 func jsonDocuments(data []byte, yield func(int, []byte, error) bool) {
 	decoder := json.NewDecoder(bytes.NewReader(data))
 	line, counted := 1, 0
@@ -27,7 +27,7 @@ func jsonDocuments(data []byte, yield func(int, []byte, error) bool) {
 		err := decoder.Decode(&document)
 		at := int(decoder.InputOffset()) - len(document)
 		if syntax := new(json.SyntaxError); errors.As(err, &syntax) {
-			at = int(syntax.Offset) - 1 // Offset counts the wrong byte too
+			at = int(syntax.Offset) - 1 // Offset includes the wrong byte
 		}
 		line, counted = line+bytes.Count(data[counted:at], []byte("\n")), at
 		more = err != io.EOF && yield(line, document, err) && err == nil
@@ -41,7 +41,7 @@ var (
 	yamlLine   = regexp.MustCompile(`\bline \d+`)
 )
 
-// yamlDocuments is like jsonDocuments for YAML, and converts the documents to JSON.
+// yamlDocuments is like jsonDocuments, but converts the documents from YAML to JSON.
 func yamlDocuments(data []byte, yield func(int, []byte, error) bool) {
 	for line := 1; len(data) > 0; {
 		// The decoder ends at the first error. So decode each document separately.
@@ -97,7 +97,7 @@ func withTextKeys(tree any) any {
 }
 
 // decode decodes JSON into object, a pointer to a struct. If values have the wrong type,
-// it returns an error for each of the first limit values. Otherwise it returns the errors
+// the result wrong has an error for each, up to limit. Otherwise strict has the errors
 // for unknown and duplicate fields.
 func decode(data []byte, object any, limit int) (wrong, strict []error) {
 	for {

@@ -9,15 +9,15 @@
 // .yaml, .yml or .json and do not begin with a dot. It reads Services and Nodes of v1 and
 // EndpointSlices of discovery.k8s.io/v1, also in lists. It skips objects of other kinds,
 // with one warning for each kind. Package watcher selects the objects for the proxy.
-// Missing fields get the API's defaults, but nothing is allocated, such as a clusterIP.
+// Missing fields get the API's defaults. The package allocates no IPs and no node ports.
 //
-// The package rejects objects that the API server would not admit, and objects with
-// unknown fields, but checks only what concerns a service proxy. It rejects a file
-// without objects, but accepts a List without items. The error lists the problems with
-// file, document, object and field. After an error the package uses none of the
-// manifests, because half of the objects is rarely what the user wants. It ignores with a
-// warning an unknown field in an object with a metadata.uid, which a newer API server has
-// written; an EndpointSlice without a service; and an invalid address of a Node.
+// The package rejects objects with unknown fields, and objects that the API server would
+// not admit. It checks only fields that concern a service proxy. It rejects a file
+// without objects, but accepts a List without items. The error names the file, document,
+// object and field of each problem. After an error the package uses none of the
+// manifests, because half of the objects is rarely what the user wants. It only warns of
+// an EndpointSlice without a service, of an invalid address of a Node, and of unknown
+// fields that a newer API server has written (in an object with a metadata.uid).
 package file
 
 import (
@@ -39,11 +39,11 @@ import (
 // Stdin is the path that means standard input.
 const Stdin = "-"
 
-// maxSize is the maximum size of a file. It protects the memory from a wrong path.
+// maxSize is the maximum size of a file. A wrong path must not exhaust the memory.
 const maxSize = 512 << 20
 
-// load reads manifests once. It returns when ctx ends, although a running parser or a
-// read of standard input cannot be interrupted. Such work ends later in the background.
+// load reads manifests once. It returns when ctx ends. A running parser or a read of
+// standard input then continues in the background, because it cannot be interrupted.
 func load(ctx context.Context, path string, options watcher.Options) (*manifests, error) {
 	p, err := newParser(options)
 	if err != nil {
@@ -124,7 +124,7 @@ func readFile(name string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer f.Close() // reading only: no error to check
+	defer f.Close() // the file was only read, so the error does not matter
 	return readAll(name, f)
 }
 

@@ -23,7 +23,7 @@ import (
 const (
 	settleTime    = 100 * time.Millisecond // files are read after this time without changes
 	maxSettleTime = 2 * time.Second        // files are read after this time even if they keep changing
-	pollInterval  = 5 * time.Second        // time between checks that need no notification
+	pollInterval  = 5 * time.Second        // time between checks for changes without a notification
 )
 
 // Options configures Watch.
@@ -36,8 +36,8 @@ type Options struct {
 	watcher.Options
 }
 
-// Watch reads manifests into state and marks state as synced. It reads them again when
-// they change, until ctx ends, and then returns nil. Each reading makes one commit, which
+// Watch reads manifests into state and marks state as synced. Until ctx ends, it reads
+// them again when they change. Then it returns nil. Each reading makes one commit, which
 // changes only objects that differ. The state must have no other writer. If the first
 // reading fails, Watch returns the error. If a later reading fails, Watch logs the error
 // once, and state keeps its content until the manifests exist and are valid again. State
@@ -61,9 +61,9 @@ func Watch(ctx context.Context, state *cluster.State, opts Options) error {
 	return f.run(ctx)
 }
 
-// follower reads the manifests again when two sightings differ. A notification only
-// triggers a new sighting. So it does not matter how a file changes: by a write, a
-// rename, or a new symbolic link in a higher folder.
+// follower reads the manifests again when a new sighting differs from the previous one. A
+// notification only triggers a new sighting. So it does not matter how a file changes: by
+// a write, a rename, or a new symbolic link in a higher folder.
 type follower struct {
 	opts   Options
 	log    klog.Logger
@@ -120,8 +120,8 @@ func (f *follower) run(ctx context.Context) error {
 	return nil
 }
 
-// errVanished is an error because a folder may be empty for a moment while it is
-// replaced.
+// errVanished reports a folder without manifests. This is an error, because a folder may
+// be empty for a moment while it is replaced.
 var errVanished = errors.New("folder no longer has manifests; use a List without items if there are no objects")
 
 // load reads the manifests and writes their objects to the state.
@@ -160,7 +160,7 @@ func (f *follower) reload(ctx context.Context) {
 	}
 	failing := ""
 	if errors.Is(err, fs.ErrNotExist) {
-		failing = errVanished.Error() // one message for a missing and an empty folder
+		failing = errVanished.Error() // the same message for a missing and an empty folder
 	} else if err != nil {
 		failing = strings.TrimPrefix(err.Error(), "read manifests: ")
 	}
@@ -208,7 +208,7 @@ func (f *follower) arm() {
 }
 
 // sighting contains what os.Stat returned for each file of a path. After an error, the
-// text of the error is its only key.
+// text of the error is the map's only key.
 type sighting map[string]fs.FileInfo
 
 func look(path string) sighting {

@@ -38,7 +38,7 @@ type following struct {
 	stop   func()
 }
 
-// follow starts a follower of path, which has read path when follow returns.
+// follow starts a follower of path, and waits until the follower has read path.
 func follow(t *testing.T, path string, notify bool) *following {
 	t.Helper()
 	x := &following{t: t, state: cluster.New(cluster.Options{}), loaded: make(chan error, 1000), log: &strings.Builder{}}
@@ -100,7 +100,7 @@ func (x *following) services() []string {
 	return names
 }
 
-// awaitLoad waits for a reading that succeeds (if well is true) or fails.
+// awaitLoad waits for a reading that succeeds, or, if well is false, for one that fails.
 func (x *following) awaitLoad(well bool) error {
 	x.t.Helper()
 	for {
@@ -139,9 +139,10 @@ func put(t *testing.T, path, text string) {
 func TestChangesAreFollowed(t *testing.T) {
 	for _, c := range []struct {
 		name string
-		// prepare creates a manifest with service a in dir, and returns the path to follow.
+		// prepare creates a manifest in dir, with a service named "a", and returns the path to
+		// follow.
 		prepare func(t *testing.T, dir string) string
-		// change replaces the service by one with this name.
+		// change replaces the service by one with the given name.
 		change func(t *testing.T, dir, name string)
 	}{{
 		name:    "a file written in place",
@@ -262,7 +263,7 @@ func inLinkedFolder(t *testing.T, dir string) string {
 	return filepath.Join(dir, "current")
 }
 
-// inConfigMap creates files and links like a kubelet for a ConfigMap.
+// inConfigMap creates files and links as a kubelet does for a ConfigMap.
 func inConfigMap(t *testing.T, dir string) string {
 	conf := filepath.Join(dir, "conf")
 	must(t, os.MkdirAll(filepath.Join(conf, "..2024_01"), 0o755))
@@ -339,7 +340,7 @@ func TestStateIsKeptUntilManifestsReturn(t *testing.T) {
 func TestStateIsKeptIfFolderLosesItsManifests(t *testing.T) {
 	for _, c := range []struct {
 		name string
-		// empty leaves an empty folder at conf.
+		// The function empty leaves an empty folder at the path conf.
 		empty func(t *testing.T, x *following, conf string)
 	}{{
 		name: "the files are removed",

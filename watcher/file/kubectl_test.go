@@ -15,7 +15,7 @@ import (
 )
 
 // testdata/kubectl.* are the output of kubectl get services,endpointslices,nodes, as YAML
-// and as JSON. The node has a field that no release has.
+// and as JSON. The Node object has a field that no release of Kubernetes has.
 func TestKubectlOutputIsRead(t *testing.T) {
 	opt := cmp.Comparer(func(a, b netip.Addr) bool { return a == b })
 	optPrefix := cmp.Comparer(func(a, b netip.Prefix) bool { return a == b })
@@ -106,7 +106,7 @@ func TestKubectlOutputIsRead(t *testing.T) {
 	}
 }
 
-// A slice of a service without a selector needs no proxy label, except a slice of the
+// If a service has no selector, its slices need no proxy label, except slices of the
 // EndpointSlice controller.
 func TestUnlabelledSlicesFollowTheirService(t *testing.T) {
 	const text = `apiVersion: v1

@@ -37,7 +37,8 @@ endpoints:
 `
 )
 
-// write writes files, a map from names to texts, to a new folder and returns the folder.
+// write writes files to a new folder and returns the folder. The map files contains the
+// text for each file name.
 func write(t *testing.T, files map[string]string) string {
 	t.Helper()
 	dir := t.TempDir()

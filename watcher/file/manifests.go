@@ -28,7 +28,7 @@ import (
 	kjson "sigs.k8s.io/json"
 )
 
-// manifests contains the objects for the proxy that a set of files defines.
+// manifests contains the objects that a set of files defines for the proxy.
 type manifests struct {
 	services []*api.Service
 	slices   []*api.EndpointSlice
@@ -52,7 +52,7 @@ type parser struct {
 	defined      map[string]string             // location of each object
 	ignored      map[string][]string           // locations of objects of other kinds
 	selectorless map[types.NamespacedName]bool // services whose EndpointSlices need no label; see watcher.Converter.WantsSlice
-	undecided    []*api.EndpointSlice          // for the proxy if their service is in selectorless
+	undecided    []*api.EndpointSlice          // slices that are for the proxy only if their service is in selectorless
 }
 
 func newParser(options watcher.Options) (*parser, error) {
@@ -219,7 +219,7 @@ func (p *parser) node(at string, data []byte) {
 // decode decodes an object and reports whether it is valid.
 //
 // An unknown field is an error, because the user may have misspelt it. If the object has
-// a UID, it is only a warning, because a newer API server has written the field.
+// a UID, the field causes only a warning, because a newer API server has written it.
 func (p *parser) decode(at string, data []byte, into any, meta *metav1.ObjectMeta, rule func(string) []string) bool {
 	wrong, unknown := decode(data, into, maxListed-len(p.problems))
 	for _, err := range append(wrong, unknown...) {
@@ -253,7 +253,7 @@ func (p *parser) report(at string, problems []watcher.Problem) {
 	}
 }
 
-// name checks that name is not empty and conforms to rule, a naming rule of the API.
+// The method name checks that the value name is not empty and that rule accepts it.
 func (p *parser) name(at, field, name string, rule func(string) []string) {
 	if name == "" {
 		p.fail(at, "%s: missing", field)
@@ -264,7 +264,7 @@ func (p *parser) name(at, field, name string, rule func(string) []string) {
 	}
 }
 
-// oneOf checks that v is one of the known values or empty, for the API's default.
+// oneOf checks that v is one of the known values, or empty, which means the default.
 func (p *parser) oneOf(at, field, v string, known ...string) {
 	if v != "" && !slices.Contains(known, v) {
 		p.fail(at, "%s: %q is not one of %s", field, v, strings.Join(known, ", "))
@@ -293,7 +293,7 @@ func (p *parser) validate(at string, s *corev1.Service) {
 		p.fail(at, "spec.clusterIP: None is not allowed with type %s", spec.Type)
 	}
 	for i, ip := range ips {
-		parsed := utilnet.ParseIPSloppy(ip) // nil if invalid, which the converter reports
+		parsed := utilnet.ParseIPSloppy(ip) // nil if ip is invalid; the converter reports that
 		is6 := utilnet.IsIPv6(parsed)
 		if i > 0 && parsed != nil && utilnet.IsIPv6(utilnet.ParseIPSloppy(ips[0])) == is6 {
 			p.fail(at, "spec.clusterIPs[%d]: %s is of the same family as the first", i, ip)

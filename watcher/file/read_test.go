@@ -39,7 +39,7 @@ func TestIrregularFileIsAnError(t *testing.T) {
 
 func TestTooLargeFileIsAnError(t *testing.T) {
 	path := filepath.Join(write(t, map[string]string{"m.yaml": service}), "m.yaml")
-	must(t, os.Truncate(path, maxSize+1)) // sparse: takes no disk space
+	must(t, os.Truncate(path, maxSize+1)) // a sparse file takes no disk space
 	_, err := load(t.Context(), path, watcher.Options{})
 	if want := "read manifests: " + path + ": larger than 512 MiB"; err == nil || err.Error() != want {
 		t.Errorf("error %v, want %s", err, want)

@@ -23,7 +23,7 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// DefaultAllPortsAnnotation is the default annotation of all-ports services, because
+// DefaultAllPortsAnnotation is the annotation that marks all-ports services by default.
 // Kubernetes has no field for them.
 const DefaultAllPortsAnnotation = "all-ports"
 
@@ -40,9 +40,9 @@ type WriteOptions struct {
 	AllPortsAnnotation string
 }
 
-// Write writes the services, slices and nodes of s to w as manifests, in order. A reader
-// gets a state equal to s if it has the same proxy name and annotation as opts, and keeps
-// all labels and annotations that s has.
+// Write writes the services, slices and nodes of s to w as manifests, sorted by name. A
+// reader gets a state equal to s if it has the same proxy name and annotation as opts,
+// and keeps all labels and annotations that s has.
 //
 // If manifests cannot express an object, Write returns an error that names the first such
 // object. API servers have no such objects. After an error the output is not usable.
@@ -79,7 +79,7 @@ func Write(w io.Writer, s *cluster.Snapshot, opts WriteOptions) error {
 	return o.out.Flush() // reports errors of earlier writes too
 }
 
-// objects is the inverse of watcher.Converter. It converts each object back as a check.
+// objects is the inverse of watcher.Converter. As a check, it converts each result back.
 type objects struct {
 	opts      WriteOptions
 	allPorts  func(*corev1.Service) bool
@@ -237,7 +237,7 @@ func (o *objects) node(n *api.Node) {
 		Spec:       corev1.NodeSpec{PodCIDRs: texts(n.PodCIDRs)},
 	}
 	if n.Deleting {
-		out.DeletionTimestamp = &metav1.Time{Time: time.Unix(0, 0)} // any time, because the real one is unknown
+		out.DeletionTimestamp = &metav1.Time{Time: time.Unix(0, 0)} // an arbitrary time, because the real one is unknown
 	}
 	for _, a := range n.Addresses {
 		out.Status.Addresses = append(out.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeAddressType(a.Type), Address: a.IP.String()})

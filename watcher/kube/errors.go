@@ -17,7 +17,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// requestError is the error of a failed request to the API server. It was already logged.
+// requestError is the error of a failed API request. The error was already logged.
 type requestError struct {
 	text  string
 	cause error
@@ -53,7 +53,7 @@ type reporter struct {
 	failing  atomic.Bool
 }
 
-// request reports a request with result err, and returns the error for the reflector.
+// request reports the result err of a request, and returns the error for the reflector.
 func (r *reporter) request(ctx context.Context, verb string, options *metav1.ListOptions, err error) error {
 	switch {
 	case err == nil:
@@ -83,7 +83,7 @@ func (r *reporter) request(ctx context.Context, verb string, options *metav1.Lis
 // staleAfter is how long all requests for a resource must fail before the state is stale.
 const staleAfter = 3 * time.Minute
 
-// outcome records whether a request for a resource succeeded, and sets or clears stale.
+// outcome records whether a request for a resource succeeded, and updates the stale flag.
 func (w *watch) outcome(resource string, ok bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

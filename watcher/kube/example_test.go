@@ -106,7 +106,7 @@ func ExampleInformers() {
 	}
 
 	factory := informers.NewSharedInformerFactory(client, 0)
-	shared := &kube.Informers{ // do this before factory.Start, because Informer registers an informer at the factory
+	shared := &kube.Informers{ // call Informer before factory.Start, because Informer registers an informer at the factory
 		Services:       factory.Core().V1().Services().Informer(),
 		EndpointSlices: factory.Discovery().V1().EndpointSlices().Informer(),
 		Nodes:          factory.Core().V1().Nodes().Informer(),

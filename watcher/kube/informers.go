@@ -62,7 +62,7 @@ func (in *Informers) validate() error {
 }
 
 // objectType returns the type of the informer's objects, or nil if the type is unknown.
-// If the informer has no objects yet, the type is in an unexported field of client-go.
+// If the informer has no objects, it reads an unexported field of client-go.
 func (i informer) objectType() reflect.Type {
 	for _, o := range i.GetStore().List() {
 		return reflect.TypeOf(o)
@@ -105,7 +105,7 @@ func (w *watch) followInformers(ctx context.Context, in *Informers) error {
 			}
 		}
 		if n == 0 && s.selection != nil {
-			synced() // first the services, which decide which EndpointSlices are wanted
+			synced() // wait for the services first, because they decide which EndpointSlices are wanted
 		} else {
 			w.running.Go(synced)
 		}
@@ -162,7 +162,7 @@ func (f *follower) OnUpdate(_, obj any) { f.handOn(f.store.Update, obj) }
 // OnDelete passes a deleted object to the store.
 func (f *follower) OnDelete(obj any) { f.handOn(f.store.Delete, obj) }
 
-// handOn passes obj to a method of the store. If obj has the wrong kind, it ends Watch.
+// handOn calls a method of the store with obj. It ends Watch if obj has the wrong kind.
 func (f *follower) handOn(to func(any) error, obj any) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -45,8 +45,8 @@ func benchService(i int) *corev1.Service {
 
 func benchName(i int) string { return fmt.Sprintf("service-%06d", i) }
 
-// benchSlice returns the EndpointSlice of the i-th service. If a bit of notReady is set,
-// the corresponding endpoint is not ready.
+// benchSlice returns the EndpointSlice of the i-th service. If bit e of notReady is set,
+// endpoint e is not ready.
 func benchSlice(i, endpoints int, notReady uint) *discoveryv1.EndpointSlice {
 	s := &discoveryv1.EndpointSlice{
 		ObjectMeta: metav1.ObjectMeta{

@@ -12,9 +12,9 @@
 // no other cache. A program that already runs informers passes these instead of a Config
 // (see [Informers]).
 //
-// The state is not synced until all kinds have been listed once. If the server becomes
-// unreachable later, the state keeps its content. When the server returns, Watch writes
-// only the differences.
+// The state is not synced until all kinds of objects have been listed once. If the server
+// becomes unreachable later, the state keeps its content. When the server is reachable
+// again, Watch writes only the differences.
 //
 // # Permissions
 //
@@ -50,10 +50,10 @@ type Options struct {
 	// These options select the services for the proxy, and the metadata to keep.
 	watcher.Options
 
-	// Config configures connections to the API server. Watch changes a copy: it sets the
-	// content type to protobuf. It disables compression, with which the first listing takes
-	// two to three times longer, and the timeout, which would end watches. It disables the
-	// client-side rate limit unless QPS or RateLimiter is set.
+	// Config configures connections to the API server. Watch uses a copy with four changes.
+	// The content type is protobuf. Compression is off, because with it the first listing
+	// takes two to three times longer. The timeout is off, because it would end watches. The
+	// client-side rate limit is off unless QPS or RateLimiter is set.
 	Config *rest.Config
 
 	// Informers, if set, are the source of objects instead of an API server.
@@ -126,8 +126,8 @@ type watch struct {
 	mu sync.Mutex
 	// unlisted contains the resources that have not been listed yet.
 	unlisted map[string]bool
-	// failedSince contains resources whose last request failed, with the time of the first
-	// failure after the last success.
+	// failedSince contains each resource whose last request failed. The value is the time of
+	// the first failure after the last success.
 	failedSince map[string]time.Time
 }
 
@@ -138,8 +138,8 @@ const (
 	nodes          = "nodes"
 )
 
-// listed records that a resource was listed. When all have been, it marks the state as
-// synced.
+// listed records that a resource was listed. When all resources were listed, it marks the
+// state as synced.
 func (w *watch) listed(resource string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -73,12 +73,12 @@ func (w *world) start() {
 		return err
 	}
 	if opts.Informers != nil {
-		time.Sleep(time.Second) // informers poll to detect that they are synced
+		time.Sleep(time.Second) // give informers time, because they poll to detect that they are synced
 	}
 	synctest.Wait()
 }
 
-// bufferLog makes Watch log to a buffer. The returned function returns its text.
+// bufferLog makes Watch log to a buffer. The returned function returns the buffer's text.
 func (w *world) bufferLog() func() string {
 	logger := ktesting.NewLogger(w.t, ktesting.NewConfig(ktesting.BufferLogs(true), ktesting.Verbosity(0)))
 	w.ctx = klog.NewContext(w.t.Context(), logger)
@@ -91,8 +91,8 @@ func (w *world) advance(d time.Duration) {
 	synctest.Wait()
 }
 
-// expect checks the objects in the state. Lines are "service default/web", "slice
-// default/web-1 10.0.0.1" and "node a", for example.
+// expect checks the objects in the state. Each line is an object, such as "service
+// default/web", "slice default/web-1 10.0.0.1" or "node a".
 func (w *world) expect(want ...string) {
 	w.t.Helper()
 	synctest.Wait()

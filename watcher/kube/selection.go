@@ -16,14 +16,14 @@ import (
 )
 
 const (
-	// createdLabelled is an age. If a service is younger when it becomes wanted, it was
-	// created with its label, so its slices have the label too.
+	// createdLabelled is an age limit. If a service is younger when it becomes wanted, it
+	// was created with its label, so its slices have the label too.
 	createdLabelled = 10 * time.Second
-	// labelledWithin is how long the EndpointSlice controller may take to label slices. Then
-	// the watch drops its filter.
+	// labelledWithin is the time that the EndpointSlice controller has for labelling slices.
+	// After this time the watch drops its filter.
 	labelledWithin = 5 * time.Second
-	// filteredAfter is how long the watch stays unfiltered after a filter has become
-	// possible, because another watch would list the slices again.
+	// filteredAfter is how long the watch stays unfiltered after a filter becomes possible.
+	// The delay saves listings, because a new watch lists the slices again.
 	filteredAfter = 5 * time.Minute
 	// retryAfter is the delay of a full listing that replaces a failed request for the
 	// slices of some services.
@@ -37,8 +37,8 @@ const (
 // with which the EndpointSlice controller marks its slices.
 const managedByController = "endpointslice-controller.k8s.io"
 
-// finder returns all slices of the given services that lack the proxy's label. It may
-// also return other slices. No slice is older than the events before the call.
+// finder returns all the given services' slices that lack the proxy's label. It may also
+// return other slices. No returned slice is older than the events before the call.
 type finder func(services []types.NamespacedName) ([]*discoveryv1.EndpointSlice, error)
 
 // origin describes an EndpointSlice without the proxy's label.
@@ -54,8 +54,8 @@ type origin struct {
 //
 // A service that becomes wanted or loses its selector may need slices that were dropped
 // or filtered. Then the selection requests them, and holds the lock from the request to
-// the write. Events handled before are not newer than the response, and all others are
-// handled later. So the last event of each slice prevails.
+// the write. Events handled before the request are not newer than the response. All
+// others are handled after the write. So the last event of each slice prevails.
 type selection struct {
 	*watch
 	serviceTable table[api.Service]
@@ -127,7 +127,7 @@ func (n *selection) reduceSlice(s *discoveryv1.EndpointSlice, i *item[api.Endpoi
 	n.convertSlice(s, i)
 }
 
-// selects reports whether the proxy keeps a slice without its label.
+// selects reports whether the proxy keeps a slice that lacks the proxy's label.
 func (n *selection) selects(o *origin) bool {
 	selectorless, wanted := n.services[o.service]
 	return selectorless || wanted && o.managed

@@ -45,8 +45,8 @@ func (w *world) block(match func(request) bool) (unblock func()) {
 	}
 }
 
-// away ends all watches, like a restart of the server. Until the function back is called,
-// the server rejects matching requests.
+// away ends all watches, as a restart of the server does. Until the function back is
+// called, the server rejects matching requests.
 func (w *world) away(match func(request) bool) (back func()) {
 	var refusing atomic.Bool
 	refusing.Store(true)
@@ -65,7 +65,8 @@ func (w *world) away(match func(request) bool) (back func()) {
 	}
 }
 
-// expectWatch checks that one watch of slices exists, and whether it is for all slices.
+// expectWatch checks that exactly one watch of slices exists. If all is true, the watch
+// must be for all slices, otherwise only for those with the proxy's label.
 func (w *world) expectWatch(all bool) {
 	w.t.Helper()
 	synctest.Wait()
@@ -225,7 +226,8 @@ func TestNewServiceWithSelectorNeedsNoRequest(t *testing.T) {
 	})
 }
 
-// A service gets the proxy's label. The controller labels its slices soon or later.
+// A service gets the proxy's label. The controller labels the service's slices soon after
+// that, or much later.
 func TestNewlyLabelledServiceHasItsEndpoints(t *testing.T) {
 	for _, soon := range []bool{true, false} {
 		for _, end := range []string{"labelled", "deleted", "changed and labelled"} {
@@ -425,7 +427,7 @@ func TestForeignSlicesUseNoMemory(t *testing.T) {
 		}
 		s.slices.Add(other)
 	}
-	// The names of all slices, which must not be kept, would use about 200 KB.
+	// The selection must not keep the names of all slices, which would use about 200 KB.
 	if kept := heap() - before; kept > 100_000 {
 		t.Errorf("%d bytes are retained for %d slices", kept, slices)
 	}

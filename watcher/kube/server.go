@@ -74,8 +74,8 @@ type client struct {
 }
 
 // newClient returns a client with its own connections, so that closing them affects no
-// other client. Closing only idle connections is not enough, because one with a canceled
-// watch may not be idle yet. After ctx ends, the client opens no connections.
+// other client. Closing only idle connections is not enough, because a connection with a
+// canceled watch can still be busy. After ctx ends, the client opens no connections.
 func newClient(ctx context.Context, config *rest.Config) (*client, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range [...]func(*runtime.Scheme) error{corev1.AddToScheme, discoveryv1.AddToScheme} {
@@ -167,7 +167,7 @@ func (w *watch) nodeSource() *source {
 }
 
 // sliceSource returns the source of EndpointSlices. If filtered is true, the source has
-// only those with the proxy's label.
+// only slices with the proxy's label.
 func (w *watch) sliceSource(filtered bool) *source {
 	var labels []string
 	switch {
@@ -225,8 +225,8 @@ func (w *watch) finder(ctx context.Context) finder {
 	}
 }
 
-// The resync period never is so long that no resync happens. Without a period, reflectors before client-go v0.35 wait in a
-// way that stops the clock of synctest.
+// The constant never is a resync period so long that no resync happens. Without a period,
+// reflectors before client-go v0.35 wait in a way that stops the clock of synctest.
 const never = 100 * 365 * 24 * time.Hour
 
 // reflect keeps store equal to the objects of src until ctx ends.
@@ -265,8 +265,8 @@ func (src *source) listWatch(r *reporter) *cache.ListWatch {
 			watch, err := lw.WatchFuncWithContext(ctx, options)
 			err = r.request(ctx, "watch", &options, err)
 			if options.SendInitialEvents != nil && (utilnet.IsConnectionRefused(err) || apierrors.IsTooManyRequests(err)) {
-				// With the original error, the reflector would sleep and ignore its context. Without
-				// its type, the reflector lists immediately.
+				// With the original error, the reflector would sleep and ignore its context. For an
+				// error of another type, it lists immediately.
 				err = errors.New(err.Error())
 			}
 			return watch, err
@@ -275,7 +275,7 @@ func (src *source) listWatch(r *reporter) *cache.ListWatch {
 }
 
 // GetService returns a Service from the API server, or nil if the Service does not exist.
-// The Service may be one for another proxy.
+// The result can be a Service for another proxy.
 func GetService(ctx context.Context, config *rest.Config, key types.NamespacedName) (*corev1.Service, error) {
 	c, err := newClient(ctx, config)
 	if err != nil {

@@ -52,12 +52,13 @@ type apiServer struct {
 	requests  []request
 	changed   chan struct{}          // closed to announce events, and then replaced
 	dropped   chan struct{}          // closed to end all watches, and then replaced
-	last      *apierrors.StatusError // the last event of ended watches, or nil
+	last      *apierrors.StatusError // the error event that watches send before they end, or nil
 	bookmarks int                    // number of calls of the method bookmark
 	watches   map[*request]bool      // open watches
 }
 
-// change is an entry of the log. old is nil for a new object, and new for a deleted one.
+// change is an entry of the log. For a new object, old is nil. For a deleted object, new
+// is nil.
 type change struct {
 	revision int
 	resource string
@@ -177,7 +178,7 @@ func (s *apiServer) compact() {
 	s.compacted = s.revision
 }
 
-// seen returns the requests since the last call that match, and forgets all requests.
+// seen returns the matching requests since its last call, and forgets all older requests.
 func (s *apiServer) seen(match func(request) bool) []request {
 	s.mu.Lock()
 	defer s.mu.Unlock()

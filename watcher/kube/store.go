@@ -47,8 +47,8 @@ type writer[T any] interface {
 // store receives objects from a reflector or informer. It reduces each object and passes
 // it to a writer. It is a cache.TransformingStore, but stores nothing itself.
 type store[O metav1.Object, T any] struct {
-	// Store is nil. It has methods that reflectors of client-go before v0.35 require, but
-	// never call.
+	// Store is nil. Reflectors of client-go before v0.35 require its methods, but never call
+	// them.
 	cache.Store
 	resource string
 	// mu is locked during calls of reduce and of the writer.
@@ -175,7 +175,7 @@ type stores struct {
 }
 
 // newStores returns stores that pass the objects for the proxy to the state. The
-// selection requests EndpointSlices with find.
+// selection calls find to request EndpointSlices.
 func (w *watch) newStores(find finder) *stores {
 	s := &stores{
 		services: &store[*corev1.Service, api.Service]{

@@ -28,9 +28,9 @@ type Options struct {
 	transport.DialOptions
 }
 
-// Watch keeps state equal to the other server's until ctx ends. It returns ctx's cause.
-// The state is synced when the first answer is complete. Each answer is one commit. The
-// state must have no other writer.
+// Watch keeps state equal to the other server's state until ctx ends. It returns ctx's
+// cause. The state is synced when the first answer is complete. Each answer is one
+// commit. The state must have no other writer.
 //
 // While the other server is down, state keeps its content. When the server is back, Watch
 // receives only changes. If a different server answers, or the outage was long, Watch
@@ -52,7 +52,7 @@ const staleAfter = 3 * time.Minute
 type follower struct {
 	state *cluster.State
 	token []byte    // token of the last complete answer
-	lost  time.Time // when the last connection that had an answer was lost
+	lost  time.Time // when the last connection with an answer was lost
 }
 
 // follow copies the state of the server at the other end of conn until the connection
@@ -76,7 +76,7 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 	req := &clusterv1.WatchRequest{Resume: f.token}
 	for {
 		if err := stream.Send(req); err != nil {
-			_, err = stream.Recv() // Send has no details; Recv returns the server's error
+			_, err = stream.Recv() // the error of Send has no details; Recv returns the server's error
 			return err
 		}
 		a := answer{had: f.state.Snapshot(), log: log}
@@ -100,8 +100,8 @@ func (f *follower) follow(ctx context.Context, conn *grpc.ClientConn, heard func
 	}
 }
 
-// answer collects the parts of an answer. It logs unreadable objects, and keeps their
-// versions in the earlier snapshot, had.
+// answer collects the parts of an answer. For an unreadable object, it logs an error and
+// keeps the object of the earlier snapshot, had.
 type answer struct {
 	had      *cluster.Snapshot
 	log      klog.Logger
@@ -139,7 +139,7 @@ func keyOf[M interface {
 	return types.NamespacedName{Namespace: m.GetNamespace(), Name: m.GetName()}
 }
 
-// add adds the objects of one kind in a part of the answer.
+// add adds the objects of one kind from a part of the answer.
 func add[K, V, M, D any](a *answer, o *objects[K, V], set []M, key func(M) K, object func(M) (*V, error), had func(K) (*V, bool), deleted []D, deletedKey func(D) K) {
 	for _, m := range set {
 		v, err := object(m)
@@ -164,7 +164,7 @@ func (a *answer) write(tx *cluster.Tx) {
 	tx.SetStale(a.stale)
 }
 
-// write applies the objects of one kind. If all is true, they replace all in the state.
+// write applies the objects of one kind. If all is true, they replace those in the state.
 func (o *objects[K, V]) write(all bool, replace func(iter.Seq[*V]), set func(*V), remove func(K)) {
 	if all {
 		replace(slices.Values(o.set))

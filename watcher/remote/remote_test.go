@@ -250,7 +250,7 @@ func TestStateIsCopied(t *testing.T) {
 	}
 }
 
-// TestRelistChangesOnlyDifferences moves to a server with almost the same state.
+// TestRelistChangesOnlyDifferences moves a client to a server with almost the same state.
 func TestRelistChangesOnlyDifferences(t *testing.T) {
 	states := [2]*cluster.State{cluster.New(cluster.Options{Resumable: true}), cluster.New(cluster.Options{Resumable: true})}
 	for i, s := range states {

@@ -13,7 +13,7 @@ import (
 const (
 	// attrHeader is the length of an attribute's header.
 	attrHeader = 4
-	// attrType masks the type of an attribute. The other bits are flags.
+	// attrType is the bit mask of an attribute's type. The other bits are flags.
 	attrType = 0x3fff
 )
 

@@ -30,7 +30,7 @@ func (w *Builder) Begin(msgType, flags uint16, family byte) int {
 	w.b = append(w.b, 0, 0, 0, 0) // length, set by End
 	w.b = binary.NativeEndian.AppendUint16(w.b, msgType)
 	w.b = binary.NativeEndian.AppendUint16(w.b, flags|unix.NLM_F_REQUEST)
-	w.b = append(w.b, 0, 0, 0, 0, 0, 0, 0, 0) // sequence number, set by Conn.number, and port
+	w.b = append(w.b, 0, 0, 0, 0, 0, 0, 0, 0) // sequence number, set by Conn.number, and netlink port
 	w.b = append(w.b, family, unix.NFNETLINK_V0, 0, 0)
 	return at
 }

@@ -69,8 +69,8 @@ func (c *Conn) open() error {
 	err = errors.Join(
 		nl.SetWriteBuffer(socketBuffer),
 		nl.SetReadBuffer(8<<20),
-		nl.SetOption(netlink.CapAcknowledge, true),      // without the request in errors
-		nl.SetOption(netlink.ExtendedAcknowledge, true), // with the refused attribute in errors
+		nl.SetOption(netlink.CapAcknowledge, true),      // the kernel omits the request from errors
+		nl.SetOption(netlink.ExtendedAcknowledge, true), // the kernel adds the refused attribute to errors
 	)
 	if err != nil {
 		nl.Close()
@@ -90,8 +90,8 @@ func (c *Conn) Close() error {
 	return nl.Close()
 }
 
-// number sets the sequence numbers of the messages in b. It returns the first and the
-// last number.
+// The method number sets the sequence numbers of the messages in b. It returns the first
+// and the last number.
 func (c *Conn) number(b []byte) (first, last uint32) {
 	c.seq %= 1 << 31 // so that the numbers in b do not overflow
 	first = c.seq + 1
@@ -168,7 +168,7 @@ func (c *Conn) transactOnce(b []byte) error {
 	return nil
 }
 
-// acknowledge requests an acknowledgement of the first message in b.
+// The function acknowledge requests an acknowledgement of the first message in b.
 func acknowledge(b []byte) {
 	binary.NativeEndian.PutUint16(b[6:], binary.NativeEndian.Uint16(b[6:])|unix.NLM_F_ACK)
 }
@@ -198,10 +198,10 @@ func (c *Conn) Each(ctx context.Context, fill func(*Builder), f func(error)) err
 	return c.request(ctx, fill, func(header, []byte) {}, f)
 }
 
-// request sends the requests that fill encodes. It calls answer with each message that
-// the kernel returns, and outcome with the error of each request, or nil. When ctx ends,
-// a dump stops. For other requests ctx is ignored, because the kernel answers them
-// immediately.
+// The method request sends the requests that fill encodes. It calls answer with each
+// message that the kernel returns, and outcome with the error of each request, or nil.
+// When ctx ends, a dump stops. For other requests ctx is ignored, because the kernel
+// answers them immediately.
 func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(header, []byte), outcome func(error)) error {
 	var w Builder
 	if fill(&w); w.Len() == 0 {
@@ -240,7 +240,7 @@ func (c *Conn) request(ctx context.Context, fill func(*Builder), answer func(hea
 	return nil
 }
 
-// send sends b. It opens a socket if there is none.
+// The method send sends b. It opens a socket if there is none.
 func (c *Conn) send(b []byte) error {
 	if c.nl == nil {
 		if err := c.open(); err != nil {

@@ -29,8 +29,8 @@ type Backend struct {
 
 	views   map[types.NamespacedName]*api.ServiceEndpoints
 	nodeIPs []netip.Addr
-	// The fields plans, lacking and wanted are computed from views and environment. They are
-	// current if planned is true.
+	// The fields plans, lacking and wanted are computed from the fields views and
+	// environment. The results are current if planned is true.
 	plans   map[types.NamespacedName][]policy
 	lacking map[types.NamespacedName][]unserved
 	wanted  map[Frontend]want
@@ -274,7 +274,7 @@ func (b *Backend) replan(ctx context.Context, keys func(yield func(types.Namespa
 		for i := range policies {
 			f := policies[i].Frontend
 			b.todo[f] = true
-			b.wanted[f] = want{key, &policies[i]} // may replace a service that is about to lose f
+			b.wanted[f] = want{key, &policies[i]} // this may replace the service that is about to lose f
 		}
 	}
 	for _, f := range shared {

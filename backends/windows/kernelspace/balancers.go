@@ -60,12 +60,12 @@ func (p *pass) plan(f Frontend, w want) {
 	p.record.plan(f, planned{Service: w.service, Target: w.policy.target, Asked: digestOf(w.policy.toLoadBalancer(nil))})
 }
 
-// isToBeCreated reports whether a policy needs a new load balancer, because its frontend
-// has none, or one that cannot be changed.
+// isToBeCreated reports whether a policy needs a new load balancer. It does if its
+// frontend has no load balancer, or one that cannot be changed.
 func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
 	own := p.own(f)
 	if len(own) == 0 {
-		return len(p.have.byFrontend[f]) == 0 // if another owner has one, balance decides whether to replace it
+		return len(p.have.byFrontend[f]) == 0 // if another owner has a load balancer there, balance decides whether to replace it
 	}
 	var ids []string
 	for _, d := range policy.endpoints {
@@ -80,7 +80,7 @@ func (p *pass) isToBeCreated(f Frontend, policy *policy) bool {
 }
 
 // ensure creates or changes the wanted load balancer at a frontend. The load balancer
-// gets the endpoints that exist. If some are missing, ensure returns an error.
+// gets the endpoints that exist. If some endpoints are missing, ensure returns an error.
 func (p *pass) ensure(f Frontend) error {
 	w := p.wanted[f]
 	ids, lacking := p.endpoints(w.policy)
@@ -104,7 +104,8 @@ func (p *pass) ensure(f Frontend) error {
 	return lacking
 }
 
-// balance creates or changes the load balancer at a frontend to match want.
+// balance creates a load balancer at a frontend, or changes the existing one, to match
+// the argument want.
 func (p *pass) balance(f Frontend, w want, want LoadBalancer) error {
 	holders := p.have.byFrontend[f]
 	if len(holders) == 0 {
@@ -167,7 +168,8 @@ func (p *pass) update(f Frontend, w want, have, want LoadBalancer) error {
 }
 
 // mayReplace returns an error if a load balancer of another owner also has frontends that
-// this backend does not serve. If it has none, it is a leftover of another proxy.
+// this backend does not serve. Without such frontends, the load balancer is a leftover of
+// another proxy, and this backend may replace it.
 func (p *pass) mayReplace(f Frontend, lb LoadBalancer) error {
 	if p.record.owns(lb.ID) {
 		return nil
@@ -191,7 +193,7 @@ func (p *pass) create(f Frontend, w want, want LoadBalancer) error {
 	p.record.planned[f].requested = true
 	answer, err := p.hns.CreateLoadBalancer(want)
 	if errors.Is(err, ErrExists) {
-		p.record.planned[f].requested = false // the existing one is not the result of this request
+		p.record.planned[f].requested = false // the existing load balancer is not the result of this request
 		if !p.listed {
 			if err := p.relist(); err != nil {
 				return err

@@ -41,8 +41,8 @@ func addrs(s ...string) api.IPSet {
 	return api.NewIPSet(all...)
 }
 
-// service returns a service with a cluster IP and port 80/TCP to 8080, modified by
-// change.
+// service returns a service with a cluster IP and port 80/TCP to 8080. The functions in
+// change modify it.
 func service(name string, change ...func(*api.Service)) *api.Service {
 	s := &api.Service{
 		Namespace: "default", Name: name, Type: api.ClusterIP,

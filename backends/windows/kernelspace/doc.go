@@ -10,8 +10,8 @@
 //	err = sink.Run(ctx, source, backend, sink.Options{})
 //
 // The backend works with or without kube-proxy on the same node. It changes no objects of
-// other owners, with one exception: it replaces a foreign load balancer if it serves all
-// of the frontends of that load balancer itself.
+// other owners, with one exception: it replaces a load balancer of another owner if it
+// serves all frontends of that load balancer itself.
 //
 // # Method
 //

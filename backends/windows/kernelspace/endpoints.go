@@ -13,7 +13,7 @@ import (
 )
 
 // endpoints returns the IDs of a policy's endpoints. It creates remote endpoints that HNS
-// lacks. The second result names the endpoints that it cannot provide.
+// lacks. The error lacking names the endpoints that are still missing.
 func (p *pass) endpoints(policy *policy) (ids []string, lacking error) {
 	if policy.toRoot {
 		id, ok := p.have.endpointNamed(p.opts.RootEndpoint)
@@ -72,8 +72,8 @@ func (p *pass) endpoint(d destination) (string, error) {
 	return id, err
 }
 
-// isLeftover reports whether e is a stale endpoint for a pod on another node, whose
-// address now belongs to d, a pod of this node.
+// isLeftover reports whether e is a stale endpoint: it was for a pod on another node, and
+// its address now belongs to d, a pod of this node.
 func (p *pass) isLeftover(e Endpoint, d destination) bool {
 	return d.at == podHere && p.have.isRemote(e)
 }
@@ -109,7 +109,7 @@ func (p *pass) ensureVIPEndpoint(vip netip.Addr) error {
 }
 
 // hostMAC returns this node's hardware address. Endpoints for source VIPs and cluster IPs
-// get it, because this node claims these addresses.
+// get this hardware address, because this node claims their IP addresses.
 func (p *pass) hostMAC() (string, error) {
 	if p.mac == "" {
 		p.mac = cmp.Or(p.opts.HostMAC, macOfInterface(p.nodeIPs))

@@ -180,7 +180,7 @@ func (f *fuzzer) run(steps int) {
 	f.stop()
 	got := f.hns.Dump()
 
-	// Determine which state a new backend creates next to the same foreign objects.
+	// Find out which objects a new backend creates if HNS has only those of other owners.
 	have, err := f.hns.Endpoints(f.network)
 	if err != nil {
 		f.Fatal(err)
@@ -243,8 +243,8 @@ func (f *fuzzer) fail() {
 	})
 }
 
-// kill ends the backend when it makes a call, before HNS performs the call. Then it
-// starts another backend.
+// kill ends the backend during one of its calls to HNS, before HNS performs the call.
+// Then kill starts another backend.
 func (f *fuzzer) kill() {
 	n := f.r.IntN(6)
 	killed := false

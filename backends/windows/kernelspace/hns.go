@@ -11,9 +11,9 @@ import (
 // implements it with the real service. Package fakehns implements it in memory for tests.
 // The backend makes one call at a time.
 //
-// All IDs are GUIDs. The IDs of endpoints and load balancers are in lower case. If
-// ErrNotFound, ErrExists, ErrNotRunning or ErrNotSupported describes a failure, the
-// returned error wraps it.
+// All IDs are GUIDs. The IDs of endpoints and load balancers are in lower case. The
+// errors of all methods wrap ErrNotFound, ErrExists, ErrNotRunning or ErrNotSupported if
+// one of these is the cause.
 type HNS interface {
 	// Features returns the features of this version of Windows.
 	Features() (Features, error)
@@ -28,9 +28,9 @@ type HNS interface {
 	CreateEndpoint(Endpoint) (id string, err error)
 	// DeleteEndpoint returns ErrNotFound if there is no such endpoint.
 	DeleteEndpoint(id string) error
-	// CreateLoadBalancer creates a load balancer and returns HNS' description of it. Only
-	// the description has an ID. It lacks settings that HNS does not report. The error is
-	// ErrExists if another load balancer has one of the frontends.
+	// CreateLoadBalancer creates a load balancer and returns HNS' description of it. The
+	// argument has no ID. The description lacks the settings that HNS does not report. The
+	// error is ErrExists if another load balancer has one of the frontends.
 	CreateLoadBalancer(LoadBalancer) (LoadBalancer, error)
 	// UpdateLoadBalancer replaces the settings of the load balancer with this ID.
 	UpdateLoadBalancer(LoadBalancer) error
@@ -42,7 +42,7 @@ type HNS interface {
 var (
 	// ErrNotFound means that the object, or an object that it refers to, does not exist.
 	ErrNotFound = errors.New("not found")
-	// ErrExists means that another object already has the address or the frontend.
+	// ErrExists means that another object already has the requested address or frontend.
 	ErrExists = errors.New("exists already")
 	// ErrNotRunning means that HNS does not run, for example during a restart.
 	ErrNotRunning = errors.New("HNS does not run")
@@ -50,13 +50,13 @@ var (
 	ErrNotSupported = errors.New("not supported by this version of Windows")
 )
 
-// Features are the features of HNS, which depend on its version.
+// Features are the optional features of a version of HNS.
 type Features struct {
 	// DSR is direct server return: replies bypass the load balancer.
 	DSR bool
 	// DualStack is support for IPv6.
 	DualStack bool
-	// RemoteSubnet is required for overlay networks.
+	// RemoteSubnet is support for remote subnets. Overlay networks require it.
 	RemoteSubnet bool
 	// SessionAffinity lets a client keep its endpoint.
 	SessionAffinity bool
@@ -112,7 +112,7 @@ type Endpoint struct {
 // endpoints.
 type LoadBalancer struct {
 	ID string
-	// Endpoints are the IDs of endpoints.
+	// Endpoints are the IDs of the endpoints that get the traffic.
 	Endpoints []string
 	// SourceVIP replaces the source address of packets whose replies must return through
 	// HNS. If it is the zero Addr, HNS chooses an address.
@@ -128,7 +128,7 @@ type LoadBalancer struct {
 type PortMapping struct {
 	// Protocol is the IP protocol number.
 	Protocol uint32
-	// External is the port at the frontend, and Internal the port at the endpoints.
+	// External is the frontend's port. Internal is the endpoints' port.
 	External, Internal uint16
 	Distribution       Distribution
 	Flags              PortFlags

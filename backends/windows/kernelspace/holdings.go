@@ -16,11 +16,12 @@ type holdings struct {
 	// name is the name of this backend. The names of its endpoints begin with it.
 	name       string
 	endpoints  map[string]Endpoint
-	byAddr     map[netip.Addr][]string // IDs, the preferred one first
+	byAddr     map[netip.Addr][]string // endpoint IDs, the preferred ID first
 	balancers  map[string]LoadBalancer
-	byFrontend map[Frontend][]string // sorted IDs, usually only one
-	// The map uses counts the load balancers of each endpoint, by ID. The map vips counts
-	// the load balancers of each VIP. Both include load balancers of other owners.
+	byFrontend map[Frontend][]string // sorted IDs of load balancers, usually only one ID
+	// The map uses counts the load balancers of each endpoint, by the endpoint's ID. The map
+	// vips counts the load balancers of each VIP. Both include load balancers of other
+	// owners.
 	uses map[string]int
 	vips map[netip.Addr]int
 	// idle contains the IDs of this backend's endpoints that no load balancer uses.
@@ -158,7 +159,7 @@ func (h *holdings) removeBalancer(id string) {
 	h.use(lb, -1)
 }
 
-// use adds n to the use counts of the endpoints that a load balancer needs. These are its
+// use adds n to the number of load balancers of each endpoint that lb needs: its own
 // endpoints and, on an overlay network, the endpoints of its VIPs.
 func (h *holdings) use(lb LoadBalancer, n int) {
 	for _, id := range lb.Endpoints {

@@ -21,14 +21,14 @@ type Options struct {
 	// on one machine need different names. Default: "kpng".
 	Name string
 	// StateFile is a file that records which load balancers the backend created, because HNS
-	// stores no owner. Without a file, Cleanup removes no load balancers. If a service is
-	// deleted while no backend runs, its load balancers remain. Backends with different
-	// names need different files. Default: none.
+	// stores no owner. Without a file, Cleanup removes no load balancers, and a restarted
+	// backend does not remove load balancers of services that were deleted meanwhile.
+	// Backends with different names need different files. Default: none.
 	StateFile string
 
 	// EnableDSR enables direct server return for cluster IPs. The backend does not start if
 	// this version of Windows lacks the feature. Frontends with externalTrafficPolicy Local
-	// use direct server return in any case, if Windows has it. Default: false.
+	// use direct server return even without EnableDSR, if Windows has it. Default: false.
 	EnableDSR bool
 	// SourceVIPs are the source addresses for forwarded packets, at most one per family. An
 	// overlay network requires an IPv4 address, which must be an unused address of the pod
@@ -42,8 +42,9 @@ type Options struct {
 	HostMAC string
 
 	// ForwardHealthChecks makes this node receive the health checks of a service's
-	// load-balancer addresses. Their port is the service's health-check node port or, if it
-	// has none, HealthzPort. If both are 0, nothing is forwarded. Default: false.
+	// load-balancer addresses. The checked port is the service's health-check node port. If
+	// the service has none, the port is HealthzPort or, if HealthzPort is 0, nothing is
+	// forwarded. Default: false.
 	ForwardHealthChecks bool
 	HealthzPort         uint16
 	// RootEndpoint is the name of the HNS endpoint of this node, for ForwardHealthChecks.

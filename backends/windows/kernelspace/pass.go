@@ -24,7 +24,8 @@ type pass struct {
 	delivered map[types.NamespacedName]bool
 
 	failed sink.Failed
-	// listed is true if this pass has listed the objects of HNS, which it does at most once.
+	// listed is true if this pass has listed the objects of HNS. A pass lists them at most
+	// once.
 	listed bool
 	// wrong is true if a call failed, so that the state of HNS is unknown.
 	wrong bool
@@ -87,7 +88,7 @@ func (p *pass) relist() error {
 	return nil
 }
 
-// steps performs all changes. An error ends the pass.
+// steps makes all changes in HNS. An error ends the pass.
 func (p *pass) steps() error {
 	if err := p.ensureSourceVIPs(); err != nil {
 		return err
@@ -132,8 +133,8 @@ func (p *pass) isWaiting(service types.NamespacedName) bool {
 	return p.failing[service] && !p.delivered[service]
 }
 
-// do performs a step for a frontend and records its failure. If do returns an error, the
-// pass ends.
+// do calls step for a frontend. It records an error of step, or returns the error if the
+// pass must end.
 func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) error) error {
 	if err := p.ctx.Err(); err != nil {
 		return err
@@ -143,7 +144,8 @@ func (p *pass) do(f Frontend, service types.NamespacedName, step func(Frontend) 
 	} else if err != nil {
 		p.fail(service, fmt.Errorf("frontend %s: %w", f, err))
 	}
-	// A failed frontend is added again when the driver delivers its service again.
+	// If step failed, the frontend returns to todo when the driver delivers its service
+	// again.
 	delete(p.todo, f)
 	return nil
 }

@@ -73,7 +73,7 @@ const (
 	// podHere means a pod of this node. The network plug-in creates its HNS endpoint.
 	podHere
 	// hostHere is this node itself, for a pod in the host network. The backend creates no
-	// HNS endpoint for it, because the node would lose the address.
+	// HNS endpoint for this node, because the node would then lose its address.
 	hostHere
 )
 
@@ -81,7 +81,7 @@ const (
 type unserved struct {
 	key    nodeview.FrontendKey
 	reason string
-	// degraded is true if the frontend is partly served.
+	// degraded is true if HNS provides the frontend partly.
 	degraded bool
 }
 
@@ -92,20 +92,21 @@ type environment struct {
 	// dsr enables direct server return for cluster IPs.
 	dsr bool
 	// forwardHealthChecks enables load balancers that forward health checks of load-balancer
-	// addresses to this node. Their port is the service's health-check node port or, if it
-	// has none, healthzPort. If both are 0, the service gets no such load balancer.
+	// addresses to this node. The checked port is the service's health-check node port. If
+	// the service has none, the port is healthzPort or, if healthzPort is 0, there is no
+	// such load balancer.
 	forwardHealthChecks bool
 	healthzPort         uint16
 	// sourceVIP4 and sourceVIP6 are the source VIPs. The value is zero if a family has none.
 	sourceVIP4, sourceVIP6 netip.Addr
-	// nodeIPs are this node's addresses, the preferred tunnel addresses first.
+	// nodeIPs are this node's addresses. The addresses preferred for tunnels come first.
 	nodeIPs []netip.Addr
 	network *Network
 }
 
 // PreserveDestination is an annotation of services. If its value is "true", packets to a
-// load-balancer address keep this destination on the way to local pods. A source delivers
-// only the annotations that it is configured to keep.
+// load-balancer address keep this destination on the way to local pods. The source of the
+// cluster's state must be configured to keep this annotation.
 const PreserveDestination = "preserve-destination"
 
 // plan returns the load balancers of a service on this node, in the order of its
@@ -160,9 +161,9 @@ func (on *environment) refusal(f *nodeview.Frontend) string {
 	}
 }
 
-// policy plans the load balancer of a frontend and returns the unsupported parts. This
-// node's own traffic gets the endpoints for traffic from elsewhere, too, because HNS has
-// only one list.
+// policy plans the load balancer of a frontend. The result degraded lists what HNS does
+// not support. The endpoints are those for traffic from elsewhere. This node's own
+// traffic goes there too, because a load balancer of HNS has only one list of endpoints.
 func (on *environment) policy(f *nodeview.Frontend, preserve bool) (p policy, degraded []string) {
 	p = policy{Frontend: Frontend{VIP: f.Addr, Family: f.Family, Protocol: protocolOf(f.Protocol), Port: uint16(f.Port)}}
 	if f.Family == api.IPv6 {

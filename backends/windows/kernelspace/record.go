@@ -15,8 +15,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// record stores in a journal which load balancers the backend owns, because HNS stores no
-// owner. A load balancer has one of these states:
+// A record lists the load balancers that the backend owns, because HNS stores no owner.
+// It is stored in a journal. A load balancer has one of these states:
 //
 //	planned    its creation is about to be requested
 //	requested  its creation was requested; the next listing shows whether HNS
@@ -24,9 +24,9 @@ import (
 //	made       HNS has it, under a known ID
 //	deleted    HNS reported its deletion, which the next listing confirms
 //
-// The backend owns a load balancer only if the record has its ID. In the journal,
-// requested looks like planned, and deleted looks like made. So a new process does not
-// know the exact state until it compares the record with a listing.
+// The backend owns a load balancer only if the record has its ID. The journal does not
+// distinguish the states requested and planned, nor deleted and made. So a new process
+// does not know the exact state until it compares the record with a listing.
 type record struct {
 	journal *journal.Journal
 	planned map[Frontend]*planned
@@ -47,7 +47,7 @@ type made struct {
 	Frontend Frontend
 	Service  types.NamespacedName
 	// Asked is the digest of the requested settings. Answered is the digest of the settings
-	// that HNS reported. HNS may omit some.
+	// that HNS reported. HNS may omit settings.
 	Asked, Answered digest
 	deleted         bool
 }
@@ -130,15 +130,15 @@ func (r *record) dropUnrequested() {
 	}
 }
 
-// forget removes from the record a load balancer that HNS no longer has.
+// forget removes a load balancer that HNS no longer has from the record.
 func (r *record) forget(id string) {
 	delete(r.made, id)
 	r.journal.Delete(madePrefix + id)
 }
 
 // confirm compares the record with a listing. It removes load balancers that are not
-// listed. It adds load balancers that HNS created on request. Such a load balancer has
-// the frontend and the target of a request, and its ID is not in the record.
+// listed. It adds listed load balancers that have a requested frontend and target port
+// but whose ID is not in the record.
 func (r *record) confirm(have *holdings) {
 	for id, m := range r.made {
 		if _, listed := have.balancers[id]; !listed {
@@ -172,9 +172,9 @@ func (r *record) len() int {
 	return n
 }
 
-// unchanged reports whether have and want have the same settings, apart from the
-// endpoints. HNS does not report all settings. If it still reports the same ones as at
-// the creation, unchanged assumes that all settings are those of the request.
+// unchanged reports whether two load balancers have the same settings, apart from the
+// endpoints. HNS does not report all settings. If the reported settings are the same as
+// at the creation, unchanged assumes that all settings are those of the request.
 func (r *record) unchanged(have, want LoadBalancer) bool {
 	got, asked := digestOf(have), digestOf(want)
 	if m := r.made[have.ID]; m != nil && got == m.Answered {

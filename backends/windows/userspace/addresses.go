@@ -50,9 +50,10 @@ type Addresses struct {
 	opts   Options
 	system system
 
-	// The mutex recording guards record, which is nil until its first use. The record has
-	// the interface of each address that was added or is about to be added. The file need
-	// not survive a restart of Windows, because Windows then removes the addresses.
+	// The mutex recording guards the field record, which is nil before its first use. The
+	// record contains the interface of each address that was added or is about to be added.
+	// Its file need not survive a restart of Windows, because Windows then removes the
+	// addresses.
 	recording sync.Mutex
 	record    *journal.Journal
 
@@ -108,7 +109,7 @@ func (a *Addresses) updateRecord(f func(*journal.Journal)) error {
 const maxLookAge = time.Second
 
 // hasAddress reports whether the interface has an address. It reads the interface again
-// unless the last read was later than since.
+// unless the last read was after the time since.
 func (a *Addresses) hasAddress(addr netip.Addr, since time.Time) (there bool, err error) {
 	a.looking.Lock()
 	defer a.looking.Unlock()

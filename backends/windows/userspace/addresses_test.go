@@ -30,12 +30,12 @@ const nic = "vEthernet (HNS Internal NIC)"
 // fakeSystem is a Windows system with in-memory interfaces.
 type fakeSystem struct {
 	mu sync.Mutex
-	// has maps each address to its interface and the time from which it is usable.
+	// The map has contains each address's interface and the time from which it is usable.
 	has map[netip.Addr]fakeAddress
 	// delay is the time until an added address is usable.
 	delay time.Duration
-	// fails maps the verb of a call (add or delete) to its error. If does is true, a failing
-	// call takes effect anyway.
+	// The map fails contains the errors of calls by verb: add or delete. If the field does
+	// is true, a failing call takes effect anyway.
 	fails map[string]error
 	does  bool
 	// gone is true if the interface does not exist.
@@ -69,7 +69,7 @@ func (f *fakeSystem) change(verb, on string, addr netip.Addr, do func()) error {
 		return errNoInterface
 	}
 	if _, there := f.has[addr]; there == (verb == "add") {
-		return errors.New("status 1") // netsh returns the same error
+		return errors.New("status 1") // like netsh, which does not report the cause
 	}
 	if err := f.fails[verb]; err != nil && !f.does {
 		return err
@@ -107,7 +107,7 @@ func (f *fakeSystem) expect(t *testing.T, want ...netip.Addr) {
 	}
 }
 
-// newProcess returns Addresses like those of a new process.
+// newProcess returns new Addresses, as after a restart of the process.
 func newProcess(t *testing.T, f *fakeSystem, path string) *Addresses {
 	t.Helper()
 	a, err := newAddresses(Options{StateFile: path, Interface: nic}, f)

@@ -29,7 +29,8 @@ type system interface {
 
 var errNoInterface = errors.New("no such network interface")
 
-// host implements system with the IP Helper API, or with netsh if that fails.
+// The type host implements the interface system with the IP Helper API. If the API fails,
+// host uses netsh.
 type host struct {
 	// running limits the number of concurrent netsh processes.
 	running chan struct{}
@@ -102,8 +103,8 @@ func (host) addresses(on string) (map[netip.Addr]bool, error) {
 }
 
 func (host) usable(addr netip.Addr) bool {
-	// The list of addresses is not enough. It includes addresses that Windows still checks
-	// for duplicates, and sockets cannot bind to these.
+	// Try to bind a socket. The list of addresses also includes addresses that Windows still
+	// checks for duplicates, and sockets cannot bind to these.
 	l, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(netip.AddrPortFrom(addr, 0)))
 	if err != nil {
 		return false
@@ -119,7 +120,7 @@ const netshTimeout = 30 * time.Second
 func netsh(ctx context.Context, args ...string) error {
 	ctx, cancel := context.WithTimeout(ctx, netshTimeout)
 	defer cancel()
-	// Do not search PATH for netsh, because other users may modify it.
+	// Do not search PATH for netsh, because other users may be able to modify PATH.
 	cmd := exec.CommandContext(ctx, filepath.Join(os.Getenv("SystemRoot"), "System32", "netsh.exe"), args...)
 	cmd.WaitDelay = time.Second
 	withoutWindow(cmd)

@@ -3,10 +3,11 @@
 //go:build linux
 
 // Command loadbalancer is the load balancer of the test cluster. It gives each Service of
-// type LoadBalancer an address, and routes it to the nodes that may serve it: with
-// externalTrafficPolicy Local, to those whose health-check node port answers with status
-// 200. All connections of a client go to the same node, as session affinity needs. The
-// command runs in the network namespace of the control plane, outside of the cluster.
+// type LoadBalancer one address for each IP family, and routes the addresses to all
+// nodes. With externalTrafficPolicy Local, it routes them only to nodes whose
+// health-check node port answers with status 200. All connections of a client go to the
+// same node, because session affinity works only within a node. The command runs in the
+// network namespace of the control plane, outside of the cluster.
 package main
 
 import (
@@ -37,12 +38,12 @@ import (
 // interval is the time between two checks of all services and nodes.
 const interval = time.Second
 
-// finalizer keeps a deleted Service until its load balancer is gone (package
-// k8s.io/cloud-provider/service/helpers).
+// finalizer keeps a deleted Service until its load balancer is removed. The name is the
+// same as in package k8s.io/cloud-provider/service/helpers.
 const finalizer = "service.kubernetes.io/load-balancer-cleanup"
 
-// ranges has the first address of each IP family's range, which RFC 5737 and RFC 3849
-// reserve for documentation.
+// ranges maps each IP family to the first address of a range. RFC 5737 and RFC 3849
+// reserve these ranges for documentation.
 var ranges = map[corev1.IPFamily]netip.Addr{
 	corev1.IPv4Protocol: netip.MustParseAddr("198.51.100.1"),
 	corev1.IPv6Protocol: netip.MustParseAddr("2001:db8:51::1"),
@@ -85,11 +86,12 @@ func run(ctx context.Context, kubeconfig string) error {
 
 type balancer struct {
 	client kubernetes.Interface
-	// routes has the nodes' addresses for each address of a service.
+	// routes maps each load-balancer address to the addresses of the nodes that receive its
+	// traffic.
 	routes map[netip.Addr][]netip.Addr
 }
 
-// sync makes all load balancers what they should be.
+// sync adds, changes and removes the addresses and routes of all load balancers.
 func (b *balancer) sync(ctx context.Context) error {
 	services, err := b.client.CoreV1().Services("").List(ctx, metav1.ListOptions{})
 	if err != nil {
@@ -167,7 +169,7 @@ func (b *balancer) allocate(ctx context.Context, svc *corev1.Service, used map[n
 	return b.client.CoreV1().Services(svc.Namespace).UpdateStatus(ctx, svc, metav1.UpdateOptions{})
 }
 
-// release removes what allocate has written, if a service has it.
+// release removes the addresses and the finalizer that allocate has written to a service.
 func (b *balancer) release(ctx context.Context, svc *corev1.Service) error {
 	var err error
 	if len(ingress(svc)) > 0 && svc.Spec.LoadBalancerClass == nil {
@@ -183,7 +185,7 @@ func (b *balancer) release(ctx context.Context, svc *corev1.Service) error {
 	return err
 }
 
-// targets returns the addresses of the nodes that may serve a service.
+// targets returns the addresses of the nodes that receive a service's traffic.
 func targets(ctx context.Context, svc *corev1.Service, nodes []corev1.Node, is4 bool) []netip.Addr {
 	var mu sync.Mutex
 	var all []netip.Addr
@@ -209,7 +211,7 @@ func targets(ctx context.Context, svc *corev1.Service, nodes []corev1.Node, is4 
 	return all
 }
 
-// healthy reports whether a node has endpoints of a service.
+// healthy reports whether a node's health-check node port answers with status 200.
 func healthy(ctx context.Context, node netip.Addr, port int32) bool {
 	ctx, cancel := context.WithTimeout(ctx, interval)
 	defer cancel()
@@ -225,7 +227,8 @@ func healthy(ctx context.Context, node netip.Addr, port int32) bool {
 	return answer.StatusCode == http.StatusOK
 }
 
-// route routes an address to nodes. Without nodes, it is unreachable.
+// route routes an address to nodes. If there are no nodes, it removes the address's
+// route.
 func (b *balancer) route(addr netip.Addr, via []netip.Addr) error {
 	r := &netlink.Route{Dst: &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(addr.BitLen(), addr.BitLen())}}
 	for _, node := range via {

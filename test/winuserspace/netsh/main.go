@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command netsh replaces the netsh.exe of Wine, which does nothing. It sends its
-// arguments to the test, which adds and deletes addresses. The test answers with the
+// Command netsh replaces Wine's netsh.exe, because Wine's program does nothing. It sends
+// its arguments to the test, which adds and deletes addresses. The test answers with the
 // output and the exit status of the command.
 package main
 

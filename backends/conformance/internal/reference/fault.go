@@ -18,9 +18,9 @@ type Fault string
 const (
 	// OneEndpoint makes all connections reach the first endpoint.
 	OneEndpoint Fault = "one endpoint"
-	// Uneven gives the first endpoint three times as many connections.
+	// Uneven gives the first endpoint three times as many connections as each other one.
 	Uneven Fault = "uneven"
-	// DrainingToo gives new connections also to draining endpoints.
+	// DrainingToo sends new connections to draining endpoints too.
 	DrainingToo Fault = "draining too"
 	// OneFamily ignores IPv6.
 	OneFamily Fault = "one family"
@@ -47,9 +47,9 @@ const (
 
 	// AnyNodePort serves node ports at all addresses of the node.
 	AnyNodePort Fault = "any node port"
-	// FirstNodePort serves node ports only at the first address.
+	// FirstNodePort serves node ports only at the node's first address.
 	FirstNodePort Fault = "first node port"
-	// ServesProxied serves also load-balancer IPs of mode Proxy.
+	// ServesProxied also serves load-balancer IPs with ipMode Proxy.
 	ServesProxied Fault = "serves proxied"
 	// IgnoresClaims lets a newer service take an address and port from an older one.
 	IgnoresClaims Fault = "ignores claims"
@@ -77,8 +77,8 @@ const (
 	NoAffinity Fault = "no affinity"
 	// EternalAffinity never lets affinity expire.
 	EternalAffinity Fault = "eternal affinity"
-	// FixedAffinity selects endpoints by their position in the list. So clients move when
-	// other endpoints change.
+	// FixedAffinity selects endpoints by their position in the list. So a client may get
+	// another endpoint when endpoints are added or removed.
 	FixedAffinity Fault = "fixed affinity"
 	// SharedAffinity uses one affinity for all ports of a service.
 	SharedAffinity Fault = "shared affinity"
@@ -109,7 +109,7 @@ const (
 	LeavesTable Fault = "leaves table"
 )
 
-// apply returns a copy of se with the mistakes of a proxy that has the fault.
+// apply returns a copy of se as a proxy with the fault f misreads it.
 func (f Fault) apply(se *api.ServiceEndpoints) *api.ServiceEndpoints {
 	misread, service := *se, *se.Service
 	misread.Service = &service

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// flows deletes stale UDP flows from connection tracking.
+// The type flows deletes stale UDP flows from connection tracking.
 type flows struct {
 	// frontends maps each frontend of the last Sync to its serving endpoints.
 	frontends map[netip.AddrPort]map[netip.AddrPort]bool

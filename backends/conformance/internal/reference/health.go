@@ -20,7 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// health answers health checks at health-check node ports.
+// The type health answers health checks at health-check node ports.
 type health struct {
 	cidrs     []netip.Prefix
 	fault     Fault

@@ -46,8 +46,8 @@ type Proxy struct {
 	opts     Options
 	node     *api.Node
 	services map[types.NamespacedName]*api.ServiceEndpoints
-	// passing is true while a pass is in progress. Then the proxy collects the services of
-	// the pass and does not change the table.
+	// passing is true while a pass is in progress. During a pass, the proxy collects
+	// services and does not change the table.
 	passing bool
 	// written contains the chains and sets of the table. It is nil if the table does not
 	// exist.
@@ -131,7 +131,7 @@ func (p *Proxy) Cleanup(context.Context) error {
 }
 
 // load runs nft with a script in a file. It uses no pipe: if this process were killed
-// while it writes to a pipe, nft would run half of the script.
+// while writing to a pipe, nft would run only a part of the script.
 func load(script string) error {
 	file, err := os.CreateTemp("", "kpng-reference-")
 	if err != nil {
@@ -148,7 +148,8 @@ func load(script string) error {
 	return nil
 }
 
-// nft runs the command nft. The kernel kills it if this process ends.
+// The function nft runs the command nft. If this process ends, the kernel kills the
+// command.
 func nft(args ...string) ([]byte, error) {
 	runtime.LockOSThread() // Pdeathsig kills nft when this thread ends
 	defer runtime.UnlockOSThread()
@@ -157,11 +158,12 @@ func nft(args ...string) ([]byte, error) {
 	return cmd.CombinedOutput()
 }
 
-// object matches the first line of a chain or set in nft's output.
+// The pattern object matches the first line of a chain or set in nft's output.
 var object = regexp.MustCompile(`(?m)^\t(chain|set) (\S+) \{$`)
 
-// installed returns the chains and sets of an existing table, or nil. The proxy needs
-// their names to change the table instead of replacing it. If a transaction deletes and
+// The function installed returns the chains and sets of an existing table. If the table
+// does not exist, it returns nil. The proxy needs the names of the chains and sets, so
+// that it can change the table instead of replacing it. If a transaction deletes and
 // creates a table, a packet may find neither the old rules nor the new ones.
 func installed(table string) *ruleset {
 	text, err := nft("list", "table", "inet", table)

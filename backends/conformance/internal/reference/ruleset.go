@@ -17,8 +17,8 @@ import (
 // ruleset is the content of the table.
 type ruleset struct {
 	opts *Options
-	// sets and chains map names to declarations. A change of the table keeps existing sets,
-	// because they store the affinity of clients.
+	// The maps sets and chains have the declarations by name. A change of the table keeps
+	// existing sets, because they store the affinity of clients.
 	sets, chains map[string]string
 	rules        strings.Builder
 	number       int
@@ -43,7 +43,7 @@ func render(opts *Options, node *api.Node, services []*api.ServiceEndpoints) *ru
 		r.chain("dnat-"+string(o), "")
 		r.chain("verdict-"+string(o), "")
 	}
-	// Drop traffic outside the source ranges first.
+	// First, drop packets whose source is not in the source ranges.
 	for _, hook := range []string{"prerouting", "output"} {
 		r.chain("guard-"+hook, "type filter hook "+hook+" priority -110;")
 		r.rule("guard-"+hook, "jump guard")
@@ -230,8 +230,8 @@ func (r *ruleset) balance(chain string, f *nodeview.Frontend, endpoints []nodevi
 }
 
 // oneIn returns an nft expression that matches one in n packets at random. It uses no
-// anonymous set: while the rules are replaced, a packet may still pass the old rules,
-// whose anonymous sets are already empty.
+// anonymous set: when nft replaces the rules, a packet may still meet an old rule after
+// the rule's anonymous set has become empty.
 func oneIn(n int) string {
 	if n == 1 {
 		return ""
@@ -349,7 +349,7 @@ func (r *ruleset) rule(chain string, words ...any) {
 	fmt.Fprintf(&r.rules, "add rule inet %s %s %s", r.opts.Table, chain, fmt.Sprintln(words...))
 }
 
-// name joins parts into a valid name of a chain or set.
+// The function name joins parts into a valid name of a chain or set.
 func name(parts ...any) string {
 	return strings.Map(func(c rune) rune {
 		if strings.ContainsRune("/:. ", c) {

@@ -33,8 +33,8 @@ type Conn struct {
 	lines *bufio.Reader
 }
 
-// Dial opens a connection with the source address from. If from is the zero Addr, the
-// kernel chooses the source address.
+// Dial opens a connection. The parameter from is the source address. If from is the zero
+// Addr, the kernel chooses the source address.
 func (h *Host) Dial(ctx context.Context, protocol api.Protocol, from netip.Addr, to netip.AddrPort) (*Conn, error) {
 	var c net.Conn
 	var err error

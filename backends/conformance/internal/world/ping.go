@@ -55,7 +55,7 @@ func (h *Host) Ping(ctx context.Context, to netip.Addr) error {
 	}
 }
 
-// checksum returns the checksum of RFC 1071 for an even number of bytes.
+// checksum returns the Internet checksum (RFC 1071). The length of b must be even.
 func checksum(b []byte) uint16 {
 	var sum uint32
 	for i := 0; i < len(b); i += 2 {

@@ -107,9 +107,10 @@ func (h *Host) serveUDP(network string, port uint16) error {
 	return nil
 }
 
-// answerFrom converts a received control message with the destination of a packet. The
-// result selects this destination as the source of the answer. It names no interface: the
-// interface in control may be wrong for traffic between addresses of one host.
+// answerFrom receives the control message of a packet, which contains the packet's
+// destination. It returns a control message that makes this destination the source of the
+// answer. The result names no interface, because the interface in control may be wrong
+// for traffic between addresses of one host.
 func answerFrom(control []byte) []byte {
 	messages, err := unix.ParseSocketControlMessage(control)
 	if err != nil {

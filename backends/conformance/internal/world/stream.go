@@ -16,9 +16,10 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Package net cannot open SCTP sockets. But it accepts existing one-to-one SCTP sockets
-// as TCP sockets, because they behave alike. Callers of the functions below pass
-// IPPROTO_SCTP as protocol. Tests pass IPPROTO_TCP, because the kernel may lack SCTP.
+// Package net cannot open SCTP sockets. But it accepts the file descriptor of a
+// one-to-one SCTP socket and treats it as a TCP socket, because the system calls are the
+// same. Callers of the functions below pass IPPROTO_SCTP as protocol. Tests pass
+// IPPROTO_TCP, because the kernel may lack SCTP.
 
 // hasSCTP reports whether the kernel has SCTP sockets.
 func hasSCTP() bool {

@@ -110,7 +110,8 @@ func (w *World) build() error {
 	var plan planner
 	for _, h := range []*Host{w.Node, w.Node2, w.Router} {
 		plan.set(h, "ipv4/ip_forward=1", "ipv6/conf/all/forwarding=1",
-			// Exempt all ICMP errors from rate limits. For ICMPv6, the 0 is an unused type.
+			// Exempt all ICMP errors from rate limits. The 0 for ICMPv6 means that only
+			// type 0, which is unused, has a limit.
 			"ipv4/icmp_ratemask=0", "ipv6/icmp/ratemask=0")
 	}
 	// Links, with the addresses of both ends.
@@ -187,7 +188,7 @@ func (p *planner) do(h *Host, f func() error) {
 	}
 }
 
-// set changes kernel settings.
+// The method set changes kernel settings.
 func (p *planner) set(h *Host, settings ...string) {
 	if p.err == nil {
 		if err := h.Sysctl(settings...); err != nil {
@@ -240,8 +241,9 @@ func (p *planner) addr(h *Host, name string, addrs ...string) {
 	}
 }
 
-// route adds routes to destinations. The first gateway is for IPv4 and the second for
-// IPv6. Without gateways, the destinations are on the interface's link.
+// The method route adds a route to each destination in to. The first gateway is for IPv4
+// and the second for IPv6. Without gateways, the destinations are on the interface's
+// link.
 func (p *planner) route(h *Host, name string, gateways []string, to ...string) {
 	for _, cidr := range to {
 		p.do(h, func() error {
@@ -270,7 +272,7 @@ func (p *planner) route(h *Host, name string, gateways []string, to ...string) {
 	}
 }
 
-// own makes the host accept packets to all addresses in cidrs.
+// The method own makes the host accept packets to all addresses in cidrs.
 func (p *planner) own(h *Host, cidrs ...string) {
 	for _, cidr := range cidrs {
 		p.do(h, func() error {

@@ -47,7 +47,7 @@ type Journal struct {
 // ErrForeign reports that a file is not a journal of the expected kind.
 var ErrForeign = errors.New("not a journal of this kind")
 
-// minLines is the size up to which a file may consist mostly of obsolete lines.
+// minLines is a number of lines. In a shorter file, obsolete lines may remain.
 const minLines = 1000
 
 // Open reads a journal. If the file is missing, the journal is empty, and its first write

@@ -160,8 +160,8 @@ func TestEmptyPathKeepsJournalInMemory(t *testing.T) {
 	j.expect(t, nil)
 }
 
-// TestRandomChangesAndTruncations compares the journal with a map. Meanwhile it writes at
-// random, restarts, and truncates the file.
+// TestRandomChangesAndTruncations compares the journal with a map. In a random order, it
+// changes both, writes the file, reopens the file, and appends truncated lines.
 func TestRandomChangesAndTruncations(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	path := filepath.Join(t.TempDir(), "journal")

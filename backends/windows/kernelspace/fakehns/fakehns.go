@@ -10,7 +10,7 @@
 //   - the deletion of an endpoint in use
 //   - unsupported features
 //
-// SetQuirks makes its listings irregular in ways that callers must tolerate. Example:
+// [HNS.SetQuirks] adds irregularities that callers of HNS must tolerate. Example:
 //
 //	hns := fakehns.New(fakehns.AllFeatures())
 //	hns.AddNetwork(kernelspace.Network{Name: "l2bridge"})
@@ -38,11 +38,11 @@ var (
 	// ErrInUse is returned if a caller deletes an endpoint that a load balancer uses.
 	ErrInUse = errors.New("endpoint is used by a load balancer")
 
-	// ErrAnswerLost is for hooks. If a hook returns it, the call takes effect, but its
-	// caller gets this error.
+	// ErrAnswerLost is for hooks. If a hook returns ErrAnswerLost, the call to HNS takes
+	// effect, but its caller gets this error.
 	ErrAnswerLost = errors.New("the answer of HNS is lost")
-	// ErrIgnored is for hooks of calls that write. If a hook returns it, the call changes
-	// nothing, but its caller gets no error.
+	// ErrIgnored is for hooks of calls that write. If a hook returns ErrIgnored, the call to
+	// HNS changes nothing, but its caller gets no error.
 	ErrIgnored = errors.New("HNS did not do what it said it did")
 )
 
@@ -63,9 +63,8 @@ type HNS struct {
 	host      []netip.Addr
 }
 
-// Quirks are irregularities that callers must tolerate in the descriptions of objects.
-// With the zero value, listings contain each object once, as it was created, sorted by
-// ID.
+// Quirks are irregularities of HNS that callers must tolerate, mainly in listings. With
+// the zero value, listings contain each object once, as it was created, sorted by ID.
 type Quirks struct {
 	// Descriptions of load balancers omit the flags in HiddenFlags and HiddenPortFlags.
 	HiddenFlags     kernelspace.LoadBalancerFlags
@@ -82,8 +81,8 @@ type Quirks struct {
 	SharesFrontends bool
 }
 
-// AllQuirks returns sets of quirks by name. A set contains no quirk, one quirk or most
-// quirks.
+// AllQuirks returns sets of quirks by name. The set "none" is empty, "all" contains most
+// quirks, and each other set contains one quirk.
 func AllQuirks() map[string]Quirks {
 	const ports = kernelspace.LocalRoutedVIP | kernelspace.UseMux | kernelspace.PreserveDIP | kernelspace.VIPExternalIP
 	return map[string]Quirks{
@@ -114,9 +113,9 @@ type frontend struct {
 	port     uint16
 }
 
-// addrKey is a key that no two endpoints share. It includes the field remote, because a
-// pod's endpoint and a remote endpoint may have the same address: the network plug-in
-// does not check for remote endpoints.
+// addrKey is a key that no two endpoints share. The field remote distinguishes a pod's
+// endpoint from a remote endpoint with the same address. Both may exist, because the
+// network plug-in does not check for remote endpoints.
 type addrKey struct {
 	network string
 	addr    netip.Addr
@@ -146,8 +145,8 @@ func (h *HNS) SetHost(addrs ...netip.Addr) {
 }
 
 // SetHook sets a function f. Each method of [kernelspace.HNS] first calls f with the
-// method's name. If f returns an error, the method returns it, except ErrIgnored. The
-// function f must not call the HNS.
+// method's name. If f returns an error other than ErrIgnored, the method returns that
+// error. The function f must not call the HNS.
 func (h *HNS) SetHook(f func(call string) error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -161,7 +160,7 @@ func (h *HNS) SetQuirks(q Quirks) {
 	h.quirks = q
 }
 
-// describeEndpoint returns an endpoint as HNS describes it.
+// describeEndpoint returns the description of an endpoint with these quirks.
 func (q *Quirks) describeEndpoint(e kernelspace.Endpoint) kernelspace.Endpoint {
 	e.Remote = e.Remote && !q.HidesRemote
 	if q.HidesProvider {

@@ -5,7 +5,7 @@ package winhns
 import "github.com/kpng-project/kpng/backends/windows/kernelspace"
 
 // results maps HRESULTs of HNS to errors of kernelspace. The keys are the numbers that
-// hcsshim reports. For a Win32 error, that is the code in winerror.h without the
+// hcsshim reports. The number of a Win32 error is its code in winerror.h, without the
 // facility. A result that is not in the map has no special meaning.
 var results = map[uint32]error{
 	// HNS is called over RPC and may restart. These results mean that it does not run.

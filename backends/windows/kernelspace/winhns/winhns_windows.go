@@ -18,13 +18,14 @@ type HNS struct{}
 
 var _ kernelspace.HNS = HNS{}
 
-// wrap adds to an error of HNS the kernelspace error with the same meaning, if any.
+// wrap wraps an error of HNS together with the kernelspace error of the same meaning, if
+// any.
 func wrap(err error) error {
 	if err == nil {
 		return nil
 	}
 	meaning := error(nil)
-	if hcn.IsNotFoundError(err) { // hcsshim itself returns such errors, without an HRESULT
+	if hcn.IsNotFoundError(err) { // hcsshim itself creates this error, without an HRESULT
 		meaning = kernelspace.ErrNotFound
 	}
 	for code, m := range results {

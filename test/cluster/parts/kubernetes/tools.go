@@ -3,7 +3,8 @@
 //go:build tools
 
 // Package tools imports the programs of Kubernetes that the test cluster uses, so that
-// go.mod lists their modules. The cluster has go.mod's version of k8s.io/kubernetes.
+// go.mod lists their modules. The cluster runs the version of k8s.io/kubernetes that
+// go.mod requires.
 package tools
 
 import (

@@ -220,6 +220,9 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 		errs = append(errs, err)
 		for _, t := range list {
 			errs = append(errs, t.cleanup(ctx))
+			if flavour == NFT {
+				errs = append(errs, deleteEmptyTables(ctx, b.opts.NetNS, t.family))
+			}
 		}
 	}
 	if ipset, err := findProgram("ipset", "ipset"); err == nil {

@@ -323,13 +323,6 @@ func (b *Backend) endPass(ctx context.Context, failed bool) error {
 		if err := t.prune(ctx); err != nil {
 			return err
 		}
-		exact, err := t.calibrate(ctx)
-		if err != nil {
-			return err
-		}
-		if !exact {
-			klog.FromContext(ctx).Info("This version of iptables prints rules in another form; changes by other programs are found only if the number of rules changes", "family", t.family)
-		}
 	}
 	return nil
 }

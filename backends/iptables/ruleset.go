@@ -17,6 +17,7 @@ import (
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
 )
 
 // ruleset has the rules of one family: those that the services need, and those in the
@@ -52,8 +53,9 @@ type ruleset struct {
 	// held are the elements that existed when the pass began. They count as needed until
 	// its end.
 	held []element
-	// exact reports that iptables-save prints rules exactly as this package writes them.
-	exact bool
+	// inexact reports that iptables-save prints rules in another form than this package
+	// writes them. The first verify finds out; then calibrated is true.
+	inexact, calibrated bool
 }
 
 // claim is an entry of a dispatch chain. The owner is empty if the entry existed when the
@@ -83,7 +85,7 @@ func (t *ruleset) begin(ctx context.Context) error {
 		return err
 	}
 	*t = ruleset{
-		renderer: t.renderer, run: t.run, exact: true,
+		renderer: t.renderer, run: t.run, inexact: t.inexact, calibrated: t.calibrated,
 		records:         map[types.NamespacedName]*rendered{},
 		chains:          map[chainID]string{},
 		claims:          map[chainID]map[string][]claim{},
@@ -416,7 +418,9 @@ func (t *ruleset) writeChains(ctx context.Context) error {
 // restoreInput returns the input for iptables-restore that writes these chains. It is
 // empty if there is nothing to write.
 func (t *ruleset) restoreInput(write []chainID) string {
-	slices.SortFunc(write, func(a, b chainID) int { return strings.Compare(a.name, b.name) })
+	// In flavour nft, iptables-restore 1.8.9 keeps a sorted list of all chains, and adds a
+	// chain fastest at the beginning of the list.
+	slices.SortFunc(write, func(a, b chainID) int { return strings.Compare(b.name, a.name) })
 	var b strings.Builder
 	for _, table := range tables {
 		start := b.Len()
@@ -496,14 +500,26 @@ func (t *ruleset) verify(ctx context.Context) error {
 			return differs("chain %s was added to table %s", id.name, id.table)
 		}
 	}
+	var edited error
 	for id, rules := range t.chains {
 		is, exists := saved.chains[id]
 		switch {
 		case !exists:
 			return differs("chain %s of table %s was deleted", id.name, id.table)
-		case t.exact && is != rules, strings.Count(is, "\n") != strings.Count(rules, "\n"), (is == "") != (rules == ""):
-			return differs("the rules of chain %s of table %s were changed", id.name, id.table)
+		case strings.Count(is, "\n") != strings.Count(rules, "\n") || (is == "") != (rules == ""):
+			return differs("the number of rules of chain %s of table %s was changed", id.name, id.table)
+		case is != rules:
+			edited = differs("the rules of chain %s of table %s were changed", id.name, id.table)
 		}
+	}
+	if !t.calibrated && edited != nil {
+		t.inexact = true
+		klog.FromContext(ctx).Info("This version of iptables prints rules in another form; a change by another program is found only if it changes the number of rules",
+			"family", t.family, "example", edited.Error())
+	}
+	t.calibrated = true
+	if edited != nil && !t.inexact {
+		return edited
 	}
 	for e := range saved.elements {
 		if !t.inSets[e] {
@@ -516,22 +532,6 @@ func (t *ruleset) verify(ctx context.Context) error {
 		}
 	}
 	return nil
-}
-
-// calibrate finds out whether iptables-save prints rules exactly as this package writes
-// them. If not, verify only compares the number of rules. The caller has just written all
-// rules.
-func (t *ruleset) calibrate(ctx context.Context) (exact bool, err error) {
-	saved, err := t.read(ctx)
-	if err != nil {
-		return t.exact, err
-	}
-	for id, rules := range t.chains {
-		if is, ok := saved.chains[id]; ok && is != rules {
-			t.exact = false
-		}
-	}
-	return t.exact, nil
 }
 
 // difference is an error that describes a difference between the kernel and its expected

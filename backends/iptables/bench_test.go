@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package iptables
+
+import (
+	"fmt"
+	"slices"
+	"testing"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/sink"
+)
+
+// many returns views of n services with ten endpoints each, in key order.
+func many(n int) []*api.ServiceEndpoints {
+	list := make([]*api.ServiceEndpoints, n)
+	for i := range list {
+		endpoints := ""
+		for j := range 10 {
+			endpoints += fmt.Sprintf("10.%d.%d.%d ", 1+j, i>>8, i&255)
+		}
+		list[i] = view(fmt.Sprintf("s%05d", i), fmt.Sprintf("10.96.%d.%d", i>>8, i&255), endpoints)
+	}
+	return list
+}
+
+// passOf returns the batches of a pass, as large as those of a driver.
+func passOf(views []*api.ServiceEndpoints) (batches []*sink.Changes) {
+	for some := range slices.Chunk(views, 10_000/11) {
+		c := batch(some...)
+		c.First, c.NodeChanged = len(batches) == 0, len(batches) == 0
+		batches = append(batches, c)
+	}
+	batches[len(batches)-1].Last = true
+	return batches
+}
+
+func benchmark(b *testing.B, run func(b *testing.B, v variant, n int)) {
+	for _, v := range []variant{{NFT, false}, {Legacy, false}} {
+		for _, n := range []int{1000, 5000} {
+			b.Run(fmt.Sprintf("%s/%d", v, n), func(b *testing.B) { run(b, v, n) })
+		}
+	}
+}
+
+// BenchmarkStart measures the first pass of services with ten endpoints each into an
+// empty kernel.
+func BenchmarkStart(b *testing.B) {
+	benchmark(b, func(b *testing.B, v variant, n int) {
+		views := many(n)
+		for b.Loop() {
+			b.StopTimer()
+			backend := start(b, netnstest.New(b), v)
+			b.StartTimer()
+			mustSync(b, backend, passOf(views)...)
+		}
+	})
+}
+
+// BenchmarkRestart measures a pass that finds all rules in the kernel.
+func BenchmarkRestart(b *testing.B) {
+	benchmark(b, func(b *testing.B, v variant, n int) {
+		views := many(n)
+		backend := start(b, netnstest.New(b), v)
+		mustSync(b, backend, passOf(views)...)
+		for b.Loop() {
+			mustSync(b, backend, passOf(views)...)
+		}
+	})
+}
+
+// BenchmarkEndpointChange measures a Sync in which one endpoint of one service changes.
+func BenchmarkEndpointChange(b *testing.B) {
+	benchmark(b, func(b *testing.B, v variant, n int) {
+		backend := start(b, netnstest.New(b), v)
+		mustSync(b, backend, passOf(many(n))...)
+		lines := 0
+		for _, t := range backend.rulesets {
+			t.run.restored = func(n int, _ error) { lines += n }
+		}
+		changes := 0
+		for b.Loop() {
+			changes++
+			mustSync(b, backend, batch(view("s00007", "10.96.0.7", fmt.Sprintf("10.0.0.%d 10.0.1.1 10.0.1.2 10.0.1.3 10.0.1.4 10.0.1.5 10.0.1.6 10.0.1.7 10.0.1.8 10.0.1.9", changes%250+1))))
+		}
+		b.ReportMetric(float64(lines)/float64(changes), "lines/op")
+	})
+}
+
+// BenchmarkVerify measures a comparison of all rules.
+func BenchmarkVerify(b *testing.B) {
+	benchmark(b, func(b *testing.B, v variant, n int) {
+		backend := start(b, netnstest.New(b), v)
+		mustSync(b, backend, passOf(many(n))...)
+		for b.Loop() {
+			if err := verify(b, backend); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+}

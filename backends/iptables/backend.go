@@ -219,6 +219,10 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 		list, err := b.newRulesets(flavour, "")
 		errs = append(errs, err)
 		for _, t := range list {
+			if has, err := hasTables(ctx, b.opts.NetNS, flavour, t.family); !has {
+				errs = append(errs, err)
+				continue
+			}
 			errs = append(errs, t.cleanup(ctx))
 			if flavour == NFT {
 				errs = append(errs, deleteEmptyTables(ctx, b.opts.NetNS, t.family))

@@ -23,11 +23,13 @@ import (
 
 var patience = flag.Duration("patience", 20*time.Second, "how long the conformance kit waits, longer on a slow machine")
 
-// The kit runs with sets in flavour nft, and without them in flavour legacy. So both
-// flavours and both ways to write frontends without endpoints are tested.
-
-func TestConformanceNFT(t *testing.T)    { testConformance(t, iptables.NFT, false) }
-func TestConformanceLegacy(t *testing.T) { testConformance(t, iptables.Legacy, true) }
+// TestConformance runs the cases of package conformance with sets in flavour nft, and
+// without sets in flavour legacy. So both flavours, and both ways to write frontends
+// without endpoints, are tested.
+func TestConformance(t *testing.T) {
+	t.Run("nft", func(t *testing.T) { testConformance(t, iptables.NFT, false) })
+	t.Run("legacy", func(t *testing.T) { testConformance(t, iptables.Legacy, true) })
+}
 
 func testConformance(t *testing.T, flavour iptables.Flavour, withoutIPSet bool) {
 	conformance.Run(t, func(site conformance.Site) (sink.Sink, error) {

@@ -8,6 +8,8 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -20,7 +22,11 @@ import (
 	"go.uber.org/goleak"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+// Tests of other packages that use flavour legacy at the same time have another lock.
+func TestMain(m *testing.M) {
+	os.Setenv("XTABLES_LOCKFILE", filepath.Join(os.TempDir(), "kpng-iptables-test.lock"))
+	goleak.VerifyTestMain(m)
+}
 
 // node is the Node object of the tests.
 var node = &api.Node{

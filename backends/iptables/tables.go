@@ -9,9 +9,14 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io/fs"
+	"os"
+	"slices"
+	"strings"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/backends/internal/netns"
 	"golang.org/x/sys/unix"
 )
 
@@ -21,6 +26,35 @@ const (
 
 	nfTables = unix.NFNL_SUBSYS_NFTABLES << 8
 )
+
+// hasTables reports whether the kernel may have rules of a flavour in table nat. It lets
+// Cleanup leave alone a flavour that the node does not use.
+func hasTables(ctx context.Context, netNS int, flavour Flavour, family api.Family) (bool, error) {
+	if flavour == Legacy {
+		file := "/proc/thread-self/net/ip_tables_names"
+		if family == api.IPv6 {
+			file = "/proc/thread-self/net/ip6_tables_names"
+		}
+		var names []byte
+		var readErr error
+		if err := netns.Do(netNS, func() { names, readErr = os.ReadFile(file) }); err != nil {
+			return false, err
+		}
+		if readErr != nil && !errors.Is(readErr, fs.ErrNotExist) {
+			return false, fmt.Errorf("list tables of flavour legacy: %w", readErr)
+		}
+		return slices.Contains(strings.Fields(string(names)), nat), nil
+	}
+	c := netfilter.NewConn(netNS)
+	defer c.Close()
+	_, err := generationOf(ctx, c)
+	for _, unsupported := range []error{unix.EOPNOTSUPP, unix.EINVAL, unix.EPROTONOSUPPORT} {
+		if errors.Is(err, unsupported) {
+			return false, nil
+		}
+	}
+	return err == nil, err
+}
 
 // deleteEmptyTables deletes the tables of flavour nft that have neither rules nor policies.
 // The programs of iptables create tables and their base chains, but cannot delete them.
@@ -34,9 +68,6 @@ func deleteEmptyTables(ctx context.Context, netNS int, family api.Family) error 
 	}
 	for _, table := range tables {
 		generation, err := generationOf(ctx, c)
-		if errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EINVAL) {
-			return nil // the kernel has no nf_tables
-		}
 		if err != nil {
 			return err
 		}

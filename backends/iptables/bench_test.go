@@ -6,12 +6,15 @@ package iptables
 
 import (
 	"fmt"
+	"runtime"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
 )
 
 // many returns views of n services with ten endpoints each, in key order.
@@ -38,6 +41,26 @@ func passOf(views []*api.ServiceEndpoints) (batches []*sink.Changes) {
 	return batches
 }
 
+// cpu returns the CPU time of this process and of the programs that it ran.
+func cpu(b *testing.B) (total time.Duration) {
+	for _, who := range []int{unix.RUSAGE_SELF, unix.RUSAGE_CHILDREN} {
+		var usage unix.Rusage
+		if err := unix.Getrusage(who, &usage); err != nil {
+			b.Fatal(err)
+		}
+		total += time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
+	}
+	return total
+}
+
+// heapInUse returns the size of live objects in megabytes.
+func heapInUse() float64 {
+	var stats runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&stats)
+	return float64(stats.HeapAlloc) / 1e6
+}
+
 func benchmark(b *testing.B, run func(b *testing.B, v variant, n int)) {
 	for _, v := range []variant{{NFT, false}, {Legacy, false}} {
 		for _, n := range []int{1000, 5000} {
@@ -51,12 +74,17 @@ func benchmark(b *testing.B, run func(b *testing.B, v variant, n int)) {
 func BenchmarkStart(b *testing.B) {
 	benchmark(b, func(b *testing.B, v variant, n int) {
 		views := many(n)
+		begin, heap, n := cpu(b), heapInUse(), 0
+		var backends []*Backend
 		for b.Loop() {
-			b.StopTimer()
 			backend := start(b, netnstest.New(b), v)
-			b.StartTimer()
 			mustSync(b, backend, passOf(views)...)
+			backends = append(backends, backend)
+			n++
 		}
+		b.ReportMetric(float64((cpu(b)-begin).Milliseconds())/float64(n), "cpu-ms/op")
+		b.ReportMetric((heapInUse()-heap)/float64(n), "heap-MB/op")
+		runtime.KeepAlive(backends)
 	})
 }
 
@@ -81,12 +109,13 @@ func BenchmarkEndpointChange(b *testing.B) {
 		for _, t := range backend.rulesets {
 			t.run.restored = func(n int, _ error) { lines += n }
 		}
-		changes := 0
+		begin, changes := cpu(b), 0
 		for b.Loop() {
 			changes++
 			mustSync(b, backend, batch(view("s00007", "10.96.0.7", fmt.Sprintf("10.0.0.%d 10.0.1.1 10.0.1.2 10.0.1.3 10.0.1.4 10.0.1.5 10.0.1.6 10.0.1.7 10.0.1.8 10.0.1.9", changes%250+1))))
 		}
 		b.ReportMetric(float64(lines)/float64(changes), "lines/op")
+		b.ReportMetric(float64((cpu(b)-begin).Milliseconds())/float64(changes), "cpu-ms/op")
 	})
 }
 

@@ -601,7 +601,8 @@ func (s *saved) parse(text, table string, isOwn func(string) bool) {
 		}
 	}
 	for name, rules := range own {
-		s.chains[chainID{table, name}] = strings.Join(rules, "\n")
+		// The copy does not keep the whole output in memory.
+		s.chains[chainID{table, strings.Clone(name)}] = strings.Clone(strings.Join(rules, "\n"))
 	}
 }
 

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -237,6 +238,31 @@ func TestServicesOfLaterBatchesKeepTheirRules(t *testing.T) {
 		text = saveAll(t, ns, v.flavour)
 		if strings.Contains(text, "10.98.0.1") || strings.Contains(text, "10.1.0.3") {
 			t.Errorf("after the pass, the deleted service still has rules:\n%s", text)
+		}
+		if err := verify(t, b); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// A service that is deleted during a pass leaves nothing behind, also if an earlier
+// process made rules for it that it no longer needs.
+func TestServiceDeletedDuringPass(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		a := view("a", "10.96.0.1 10.96.0.2", "10.1.0.1")
+		none, web := view("none", "10.96.0.3", ""), view("web", "10.96.0.4", "10.1.0.2")
+		mustSync(t, start(t, ns, v), pass(web))
+		want := saveAll(t, ns, v.flavour)
+		mustSync(t, start(t, ns, v), pass(a, none, web))
+		b := start(t, ns, v)
+		first := batch(view("a", "10.96.0.1", "10.1.0.1"), none)
+		first.First = true
+		deleted := &sink.Changes{Node: node, Services: slices.Values([]sink.Change{{Key: a.Key(), Old: a}, {Key: none.Key(), Old: none}})}
+		last := batch(web)
+		last.Last = true
+		mustSync(t, b, first, deleted, last)
+		if diff := cmp.Diff(want, saveAll(t, ns, v.flavour)); diff != "" {
+			t.Errorf("rules differ (-want +got):\n%s", diff)
 		}
 		if err := verify(t, b); err != nil {
 			t.Error(err)

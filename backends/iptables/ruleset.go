@@ -50,9 +50,12 @@ type ruleset struct {
 	changedElements map[element]bool
 	// jumpLines are lines for each table that correct the rules of the kernel's chains.
 	jumpLines map[string][]string
-	// held are the elements that existed when the pass began. They count as needed until
-	// its end.
-	held []element
+	// held are the elements that existed when the pass began, and that no service has
+	// claimed since. Each counts as a user of its element.
+	held map[element]bool
+	// holding reports that things may exist that no service needs, from begin to prune.
+	// Rules among them may lead to any chain, so until then no chain is deleted.
+	holding bool
 	// inexact reports that iptables-save prints rules in another form than this package
 	// writes them. The first verify finds out; then calibrated is true.
 	inexact, calibrated bool
@@ -93,12 +96,14 @@ func (t *ruleset) begin(ctx context.Context) error {
 		users:           map[element]int{},
 		inKernel:        map[chainID]uint64{},
 		inSets:          saved.elements,
+		held:            map[element]bool{},
+		holding:         true,
 		changedChains:   map[chainID]bool{},
 		changedElements: map[element]bool{},
 		jumpLines:       saved.jumpLines(t.jumps()),
 	}
 	for e := range saved.elements {
-		t.held = append(t.held, e)
+		t.held[e] = true
 		t.users[e]++
 	}
 	for id, rules := range saved.chains {
@@ -213,7 +218,7 @@ func (t *ruleset) replace(key types.NamespacedName, next *rendered) {
 		last = newRendered()
 	}
 	for id := range last.chains {
-		if _, ok := next.chains[id]; !ok {
+		if _, ok := next.chains[id]; !ok && !t.holding {
 			t.setChain(id, "", false)
 		}
 	}
@@ -270,7 +275,13 @@ func (t *ruleset) setChain(id chainID, rules string, keep bool) {
 	t.changedChains[id] = true
 }
 
+// use adds n users of an element. The first user of a held element takes it over.
 func (t *ruleset) use(e element, n int) {
+	if n > 0 && t.held[e] {
+		t.undo = append(t.undo, func() { t.held[e] = true })
+		delete(t.held, e)
+		return
+	}
 	t.undo = append(t.undo, func() { t.addUsers(e, -n) })
 	t.addUsers(e, n)
 }
@@ -281,13 +292,14 @@ func (t *ruleset) addUsers(e element, n int) {
 	t.changedElements[e] = true
 }
 
-// claim adds or replaces the entry of a service in a dispatch chain.
+// claim adds or replaces the entry of a service in a dispatch chain. It takes over an
+// entry that existed when the pass began.
 func (t *ruleset) claim(id entryID, c claim) {
 	list := t.claims[id.chain][id.match]
 	if slices.Contains(list, c) {
 		return
 	}
-	t.setClaims(id, append(without(list, c.owner), c))
+	t.setClaims(id, append(without(without(list, c.owner), types.NamespacedName{}), c))
 }
 
 // unclaim removes the entry of a service from a dispatch chain.
@@ -478,10 +490,11 @@ func (t *ruleset) prune(ctx context.Context) error {
 			}
 		}
 	}
-	for _, e := range t.held {
+	for e := range t.held {
 		t.use(e, -1)
 	}
-	t.held, t.undo = nil, nil
+	clear(t.held)
+	t.holding, t.undo = false, nil
 	return t.commit(ctx)
 }
 

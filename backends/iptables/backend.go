@@ -13,6 +13,7 @@ import (
 	"os"
 	"os/exec"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -96,7 +97,29 @@ func (b *Backend) Start(ctx context.Context) error {
 		return err
 	}
 	log.Info("Programs of iptables found", "flavour", flavour, "ipset", ipset)
+	b.reportOtherFlavour(ctx, flavour)
 	return b.startTasks(ctx)
+}
+
+// reportOtherFlavour logs rules that this instance made in the other flavour. They may
+// take connections to services, and nothing updates them.
+func (b *Backend) reportOtherFlavour(ctx context.Context, flavour Flavour) {
+	other := NFT + Legacy - flavour
+	for _, family := range families {
+		r, err := newRunner(&b.opts, other, family, "")
+		if err != nil {
+			return // the node does not have that flavour
+		}
+		has, err := hasTables(ctx, b.opts.NetNS, other, family)
+		if err != nil || !has {
+			continue
+		}
+		rules, err := r.save(ctx, nat)
+		if err == nil && strings.Contains(rules, ":"+b.opts.prefix()+services+" ") {
+			klog.FromContext(ctx).Info("Old rules in the other flavour of iptables take connections to services; stop kpng, run kpng cleanup iptables, and start kpng",
+				"family", family, "flavour", flavour, "other", other)
+		}
+	}
 }
 
 // findIPSet returns the path of the program ipset. It returns "" if the backend is to use

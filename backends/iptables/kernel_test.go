@@ -15,12 +15,14 @@ import (
 	"testing"
 	"time"
 
+	"github.com/go-logr/logr/funcr"
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/internal/netnstest"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
 )
 
 // everything returns services that together need every kind of rule.
@@ -395,6 +397,33 @@ func TestFullSet(t *testing.T) {
 	mustSync(t, b, pass(none, web))
 	if text := saveAll(t, ns, NFT); !strings.Contains(text, "add KPNG-REJECT4 10.96.0.2,tcp:80") || strings.Contains(text, "KPNG-REJECT4NEW") {
 		t.Errorf("a pass did not mend the set:\n%s", text)
+	}
+}
+
+func TestRulesInOtherFlavourAreReported(t *testing.T) {
+	for _, flavours := range [][2]Flavour{{NFT, Legacy}, {Legacy, NFT}} {
+		t.Run("from "+flavours[0].String(), func(t *testing.T) {
+			ns := netnstest.New(t)
+			mustSync(t, start(t, ns, variant{flavours[0], true}), pass(everything()...))
+			var logs []string
+			log := funcr.New(func(_, text string) { logs = append(logs, text) }, funcr.Options{})
+			b, err := New(Options{Flavour: flavours[1], NetNS: ns.FD})
+			if err != nil {
+				t.Fatal(err)
+			}
+			b.reportOtherFlavour(klog.NewContext(t.Context(), log), flavours[1])
+			if len(logs) != 2 || !strings.Contains(logs[0], "kpng cleanup iptables") {
+				t.Errorf("logs are %q, want one for each family", logs)
+			}
+			if err := b.Cleanup(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			logs = nil
+			b.reportOtherFlavour(klog.NewContext(t.Context(), log), flavours[1])
+			if len(logs) > 0 {
+				t.Errorf("logs after cleanup are %q, want none", logs)
+			}
+		})
 	}
 }
 

@@ -191,6 +191,42 @@ func (t *ruleset) entry(tb testing.TB, text string) string {
 	return ""
 }
 
+// While nothing changes in flavour nft, Verify does not read the rules.
+func TestVerifyReadsRulesOnlyAfterChanges(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{NFT, false})
+	mustSync(t, b, pass(everything()...))
+	if err := verify(t, b); err != nil {
+		t.Fatal(err)
+	}
+	for _, r := range b.rulesets {
+		r.run.saveProgram = "/nonexistent"
+	}
+	if err := verify(t, b); err != nil {
+		t.Errorf("Verify without a change: %v", err)
+	}
+	ns.Run(t, "iptables-nft", "-N", "FOREIGN")
+	if err := verify(t, b); err == nil {
+		t.Error("Verify after a change did not read the rules")
+	}
+}
+
+func TestDeletedSetIsMended(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{Legacy, false})
+	mustSync(t, b, pass(everything()...))
+	want := saveAll(t, ns, Legacy)
+	ns.Run(t, "iptables-legacy", "-F")
+	ns.Run(t, "ipset", "destroy", "KPNG-DROP4")
+	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("Verify returned %v", err)
+	}
+	mustSync(t, b, pass(everything()...))
+	if diff := cmp.Diff(want, saveAll(t, ns, Legacy)); diff != "" {
+		t.Errorf("not mended (-before +after):\n%s", diff)
+	}
+}
+
 func TestChangeWritesOnlyItsService(t *testing.T) {
 	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
 		b := start(t, ns, v)

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -190,7 +191,8 @@ func saveAll(t testing.TB, ns *netnstest.Namespace, flavour Flavour) string {
 			}
 		}
 	}
-	sets := strings.Split(ns.Run(t, "ipset", "save"), "\n")
+	// Each set has a random initial value.
+	sets := strings.Split(regexp.MustCompile(` initval \S+`).ReplaceAllString(ns.Run(t, "ipset", "save"), ""), "\n")
 	slices.Sort(sets)
 	return b.String() + strings.Join(sets, "\n")
 }

@@ -59,6 +59,8 @@ type ruleset struct {
 	// inexact reports that iptables-save prints rules in another form than this package
 	// writes them. The first verify finds out; then calibrated is true.
 	inexact, calibrated bool
+	// verified is the generation of nf_tables in which the rules were compared, 0 for none.
+	verified uint32
 }
 
 // claim is an entry of a dispatch chain. The owner is empty if the entry existed when the
@@ -78,12 +80,17 @@ func digest(rules string) uint64 { return maphash.String(digestSeed, rules) | 1 
 // begin makes the content of the kernel known, and creates the skeleton. All that exists
 // is needed until prune removes what no service needs.
 func (t *ruleset) begin(ctx context.Context) error {
+	elements := map[element]bool{}
 	if t.withSets {
-		if err := t.run.createSets(ctx, t.allSets(), t.family); err != nil {
+		err := t.run.createSets(ctx, t.allSets(), t.family)
+		if err == nil {
+			elements, err = t.readSets(ctx)
+		}
+		if err != nil {
 			return err
 		}
 	}
-	saved, err := t.read(ctx)
+	saved, err := t.readRules(ctx)
 	if err != nil {
 		return err
 	}
@@ -95,14 +102,14 @@ func (t *ruleset) begin(ctx context.Context) error {
 		branches:        map[chainID]map[string]bool{},
 		users:           map[element]int{},
 		inKernel:        map[chainID]uint64{},
-		inSets:          saved.elements,
+		inSets:          elements,
 		held:            map[element]bool{},
 		holding:         true,
 		changedChains:   map[chainID]bool{},
 		changedElements: map[element]bool{},
 		jumpLines:       saved.jumpLines(t.jumps()),
 	}
-	for e := range saved.elements {
+	for e := range elements {
 		t.held[e] = true
 		t.users[e]++
 	}
@@ -501,12 +508,43 @@ func (t *ruleset) prune(ctx context.Context) error {
 // verify compares the kernel with what commit has written. It returns a [difference] if
 // another program has changed something.
 func (t *ruleset) verify(ctx context.Context) error {
-	saved, err := t.read(ctx)
+	generation, err := t.run.generation(ctx)
+	if err != nil {
+		return err
+	}
+	if generation == 0 || generation != t.verified {
+		if err := t.verifyRules(ctx); err != nil {
+			return err
+		}
+		t.verified = generation
+	}
+	if !t.withSets {
+		return nil
+	}
+	elements, err := t.readSets(ctx)
+	if err != nil {
+		return err
+	}
+	for e := range elements {
+		if !t.inSets[e] {
+			return differs("%s was added to set %s", e.text, t.setName(e.set))
+		}
+	}
+	for e := range t.inSets {
+		if !elements[e] {
+			return differs("%s was removed from set %s", e.text, t.setName(e.set))
+		}
+	}
+	return nil
+}
+
+func (t *ruleset) verifyRules(ctx context.Context) error {
+	saved, err := t.readRules(ctx)
 	if err != nil {
 		return err
 	}
 	if lines := saved.jumpLines(t.jumps()); len(lines) > 0 {
-		return differs("rules that lead to chain %s are missing", t.name(services))
+		return differs("rules that lead to chain %s are missing or repeated", t.name(services))
 	}
 	for id := range saved.chains {
 		if _, ok := t.chains[id]; !ok {
@@ -534,16 +572,6 @@ func (t *ruleset) verify(ctx context.Context) error {
 	if edited != nil && !t.inexact {
 		return edited
 	}
-	for e := range saved.elements {
-		if !t.inSets[e] {
-			return differs("%s was added to set %s", e.text, t.setName(e.set))
-		}
-	}
-	for e := range t.inSets {
-		if !saved.elements[e] {
-			return differs("%s was removed from set %s", e.text, t.setName(e.set))
-		}
-	}
 	return nil
 }
 
@@ -555,17 +583,17 @@ func (d difference) Error() string { return string(d) }
 
 func differs(format string, args ...any) error { return difference(fmt.Sprintf(format, args...)) }
 
-// saved is what the kernel has of the instance in one family.
+// saved has the rules in the kernel in one family.
 type saved struct {
-	chains   map[chainID]string
-	elements map[element]bool
-	// rules has the rules of the kernel's chains.
+	// chains are the chains of the instance.
+	chains map[chainID]string
+	// rules has the rules of all other chains.
 	rules map[chainID][]string
 }
 
-// read reads what the kernel has of the instance.
-func (t *ruleset) read(ctx context.Context) (*saved, error) {
-	s := &saved{map[chainID]string{}, map[element]bool{}, map[chainID][]string{}}
+// readRules reads the rules in the kernel.
+func (t *ruleset) readRules(ctx context.Context) (*saved, error) {
+	s := &saved{map[chainID]string{}, map[chainID][]string{}}
 	for _, table := range tables {
 		text, err := t.run.save(ctx, table)
 		if err != nil {
@@ -573,9 +601,12 @@ func (t *ruleset) read(ctx context.Context) (*saved, error) {
 		}
 		s.parse(text, table, t.opts.isOwn)
 	}
-	if !t.withSets {
-		return s, nil
-	}
+	return s, nil
+}
+
+// readSets reads the elements of the instance's sets.
+func (t *ruleset) readSets(ctx context.Context) (map[element]bool, error) {
+	elements := map[element]bool{}
 	for kind := range setTypes {
 		text, err := t.run.saveSet(ctx, t.setName(kind))
 		if err != nil {
@@ -583,11 +614,11 @@ func (t *ruleset) read(ctx context.Context) (*saved, error) {
 		}
 		for line := range strings.Lines(text) {
 			if fields := strings.Fields(line); len(fields) > 2 && fields[0] == "add" {
-				s.elements[element{kind, fields[2]}] = true
+				elements[element{kind, fields[2]}] = true
 			}
 		}
 	}
-	return s, nil
+	return elements, nil
 }
 
 // parse adds the chains of a table from the output of iptables-save.
@@ -641,7 +672,7 @@ func (s *saved) jumpLines(jumps map[chainID]string) map[string][]string {
 
 // cleanup removes the instance's chains and the rules that lead to them.
 func (t *ruleset) cleanup(ctx context.Context) error {
-	s, err := t.read(ctx)
+	s, err := t.readRules(ctx)
 	if err != nil {
 		return err
 	}

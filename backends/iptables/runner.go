@@ -24,6 +24,7 @@ import (
 // runner runs the programs of one family. Their input and arguments consist of rules of
 // this package, and never pass through a shell.
 type runner struct {
+	flavour                     Flavour
 	restoreProgram, saveProgram string
 	ipset                       string // empty if sets are not used
 	family                      api.Family
@@ -66,7 +67,7 @@ func newRunner(opts *Options, flavour Flavour, family api.Family, ipset string) 
 	if err != nil {
 		return nil, err
 	}
-	return &runner{restore, save, ipset, family, opts.LockWait, opts.NetNS, opts.Observer.Restored}, nil
+	return &runner{flavour, restore, save, ipset, family, opts.LockWait, opts.NetNS, opts.Observer.Restored}, nil
 }
 
 // restore runs iptables-restore. The chains that input does not name stay as they are.

@@ -90,6 +90,17 @@ func deleteEmptyTables(ctx context.Context, netNS int, family api.Family) error 
 	return nil
 }
 
+// generation returns a number that changes with each change of rules in flavour nft. It
+// returns 0 in flavour legacy, which has no such number.
+func (r *runner) generation(ctx context.Context) (uint32, error) {
+	if r.flavour == Legacy {
+		return 0, nil
+	}
+	c := netfilter.NewConn(r.netNS)
+	defer c.Close()
+	return generationOf(ctx, c)
+}
+
 // generationOf returns the number of the last transaction of the network namespace.
 func generationOf(ctx context.Context, c *netfilter.Conn) (generation uint32, err error) {
 	err = c.Query(ctx, func(w *netfilter.Builder) { w.End(w.Begin(getGeneration, 0, unix.AF_UNSPEC)) }, func(attributes []byte) {

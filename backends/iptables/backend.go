@@ -45,8 +45,8 @@ type Backend struct {
 	known bool
 	node  *api.Node
 	views map[types.NamespacedName]*api.ServiceEndpoints
-	// leftovers reports that the last pass did not remove what no service needs, because
-	// services failed. Another pass is due at passAt, passWait after the last one.
+	// leftovers reports that the last pass did not remove old rules, because services
+	// failed. Another pass is due at passAt, passWait after the last one.
 	leftovers bool
 	passAt    time.Time
 	passWait  time.Duration
@@ -337,8 +337,8 @@ const (
 	maxPassWait = time.Hour
 )
 
-// endPass removes what no service needs. If services failed, it keeps what may belong to
-// them until another pass.
+// endPass removes the rules that no service needs. If services failed, it keeps all rules
+// until another pass, because some may belong to these services.
 func (b *Backend) endPass(ctx context.Context, failed bool) error {
 	if b.leftovers = failed; failed {
 		b.passWait = min(max(2*b.passWait, minPassWait), maxPassWait)

@@ -53,8 +53,8 @@ type ruleset struct {
 	// held are the elements that existed when the pass began, and that no service has
 	// claimed since. Each counts as a user of its element.
 	held map[element]bool
-	// holding reports that things may exist that no service needs, from begin to prune.
-	// Rules among them may lead to any chain, so until then no chain is deleted.
+	// holding is true from begin to prune. Until then no chain of a service is deleted,
+	// because rules of an earlier process may lead to it.
 	holding bool
 	// inexact reports that iptables-save prints rules in another form than this package
 	// writes them. The first verify finds out; then calibrated is true.
@@ -77,8 +77,8 @@ var digestSeed = maphash.MakeSeed()
 
 func digest(rules string) uint64 { return maphash.String(digestSeed, rules) | 1 }
 
-// begin makes the content of the kernel known, and creates the skeleton. All that exists
-// is needed until prune removes what no service needs.
+// begin reads the rules and sets in the kernel, and creates the skeleton. Existing chains,
+// entries and elements stay until prune.
 func (t *ruleset) begin(ctx context.Context) error {
 	elements := map[element]bool{}
 	if t.withSets {
@@ -477,7 +477,8 @@ func (t *ruleset) restoreInput(write []chainID) string {
 	return b.String()
 }
 
-// prune removes what existed when the pass began and no service needs.
+// prune removes the chains, entries and elements that existed when the pass began and that
+// no service needs.
 func (t *ruleset) prune(ctx context.Context) error {
 	needed := map[chainID]bool{}
 	for _, r := range t.records {

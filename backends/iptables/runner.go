@@ -167,18 +167,16 @@ func (e *programError) Error() string {
 	return text
 }
 
-// Exit codes of iptables, from its xtables.h.
-const resourceProblem = 4
-
-// locked reports whether another program held the lock of iptables for too long.
+// locked reports whether another program held the lock of iptables for too long. The exit
+// code is RESOURCE_PROBLEM of iptables' xtables.h, which has other causes too.
 func (e *programError) locked() bool {
-	return e.code == resourceProblem && strings.Contains(e.message, "xtables lock")
+	return e.code == 4 && strings.Contains(e.message, "xtables lock")
 }
 
-// isGeneral reports whether err has a cause that affects all services.
+// isGeneral reports whether err certainly has a cause that affects all services.
 func isGeneral(err error) bool {
 	var failed *programError
-	return !errors.As(err, &failed) || failed.code == resourceProblem
+	return !errors.As(err, &failed) || failed.locked()
 }
 
 var lineNumber = regexp.MustCompile(`line:? (\d+)`)

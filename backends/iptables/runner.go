@@ -187,7 +187,7 @@ func (r *runner) command(ctx context.Context, input, program string, args ...str
 	cmd := exec.CommandContext(ctx, program, args...)
 	cmd.Env = append(os.Environ(), "LC_ALL=C")
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = strings.NewReader(input), &stdout, &stderr
-	cmd.WaitDelay = time.Second
+	cmd.WaitDelay = 30 * time.Second // on a busy machine, output may arrive long after the program ended
 	var err error
 	if nsErr := netns.Do(r.netNS, func() { err = cmd.Run() }); nsErr != nil {
 		return "", nsErr

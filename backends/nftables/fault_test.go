@@ -52,7 +52,7 @@ func TestSetSysctlsEnablesForwarding(t *testing.T) {
 	if err := b.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	for _, setting := range forwarding {
+	for _, setting := range sysctl.Forwarding {
 		var value int
 		if err := ns.Do(func() (err error) { value, err = sysctl.Kernel.Read(setting.Name); return err }); err != nil {
 			t.Fatal(err)

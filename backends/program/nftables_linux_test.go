@@ -44,7 +44,7 @@ func TestFlagsOfNFTables(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			f := nftablesFlags{checks: newHealthChecks()}
+			f := nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
 			fs := pflag.NewFlagSet("nftables", pflag.ContinueOnError)
 			f.register(fs)
 			if err := fs.Parse(test.args); err != nil {

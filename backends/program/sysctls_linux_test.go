@@ -15,7 +15,7 @@ import (
 // parsedFlags returns the parsed flags of a command with --service-proxy-name and args.
 func parsedFlags(t *testing.T, proxyName string, args ...string) *nftablesFlags {
 	t.Helper()
-	f := &nftablesFlags{checks: newHealthChecks()}
+	f := &nftablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
 	fs := pflag.NewFlagSet("nftables", pflag.ContinueOnError)
 	f.register(fs)
 	fs.String("service-proxy-name", proxyName, "")

@@ -38,13 +38,19 @@ func (w *Builder) Begin(msgType, flags uint16, family byte) int {
 // End ends a message.
 func (w *Builder) End(at int) { binary.NativeEndian.PutUint32(w.b[at:], uint32(len(w.b)-at)) }
 
-// beginBatch starts a batch: nf_tables applies all messages until endBatch, or none.
-func (w *Builder) beginBatch() { w.batch(unix.NFNL_MSG_BATCH_BEGIN) }
-func (w *Builder) endBatch()   { w.batch(unix.NFNL_MSG_BATCH_END) }
+// beginBatch starts a sequence of messages of nf_tables that take effect together. The
+// function endBatch ends it.
+// If generation is not 0, the kernel refuses the sequence with ERESTART unless generation
+// is the number of the last transaction.
+func (w *Builder) beginBatch(generation uint32) { w.batch(unix.NFNL_MSG_BATCH_BEGIN, generation) }
+func (w *Builder) endBatch()                    { w.batch(unix.NFNL_MSG_BATCH_END, 0) }
 
-func (w *Builder) batch(msgType uint16) {
+func (w *Builder) batch(msgType uint16, generation uint32) {
 	at := w.Begin(msgType, 0, unix.AF_UNSPEC)
 	binary.BigEndian.PutUint16(w.b[at+headersLen-2:], unix.NFNL_SUBSYS_NFTABLES)
+	if generation != 0 {
+		w.Uint32(unix.NFNL_BATCH_GENID, generation)
+	}
 	w.End(at)
 }
 

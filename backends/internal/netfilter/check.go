@@ -17,7 +17,7 @@ import (
 // nothing, for example because it has no nf_tables.
 func (c *Conn) Check(ctx context.Context, fill func(*Builder), f func(error)) error {
 	var w Builder
-	w.beginBatch()
+	w.beginBatch(0)
 	begin := w.Len()
 	fill(&w)
 	for b := w.b[begin:]; len(b) > 0; b = b[binary.NativeEndian.Uint32(b):] {

@@ -107,8 +107,14 @@ func (c *Conn) number(b []byte) (first, last uint32) {
 // take effect together. If Transact returns an error other than ErrUnknownOutcome, no
 // message takes effect. It retries transient failures up to five times, within 31 ms.
 func (c *Conn) Transact(ctx context.Context, fill func(*Builder)) error {
+	return c.TransactAt(ctx, 0, fill)
+}
+
+// TransactAt does the same as Transact. If generation is not 0, the kernel refuses the
+// transaction with ERESTART unless generation is the number of the last transaction.
+func (c *Conn) TransactAt(ctx context.Context, generation uint32, fill func(*Builder)) error {
 	var w Builder
-	w.beginBatch()
+	w.beginBatch(generation)
 	empty := w.Len()
 	if fill(&w); w.Len() == empty {
 		return nil

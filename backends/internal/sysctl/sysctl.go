@@ -35,6 +35,13 @@ type Setting struct {
 	Reason string
 }
 
+// Forwarding has the settings that make this node forward packets. Without them, traffic
+// from other hosts does not reach pods.
+var Forwarding = []Setting{
+	{Name: "net.ipv4.ip_forward", Value: 1, Reason: "traffic from elsewhere reaches pods"},
+	{Name: "net.ipv6.conf.all.forwarding", Value: 1, Reason: "traffic from elsewhere reaches pods"},
+}
+
 func (r Root) file(name string) string {
 	return filepath.Join(string(r), strings.ReplaceAll(name, ".", "/"))
 }

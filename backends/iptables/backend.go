@@ -1,0 +1,437 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package iptables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"maps"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/conntrack"
+	"github.com/kpng-project/kpng/backends/internal/netns"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+)
+
+// Backend is a sink that programs iptables. See the package comment.
+//
+// Backend prevents that calls of a driver and updates of the node's addresses overlap,
+// and forwards changes to connection tracking. Its rulesets do the rest.
+type Backend struct {
+	opts          Options
+	connections   sink.Sink
+	nodeAddresses nodeaddr.Source
+
+	// tasks run from Start until stopTasks, which Stop calls.
+	tasks     sync.WaitGroup
+	stopTasks context.CancelFunc
+
+	mu       sync.Mutex // guards the fields below
+	rulesets []*ruleset // one per family
+	// known reports that the rulesets agree with the kernel, except for failed services.
+	known bool
+	node  *api.Node
+	views map[types.NamespacedName]*api.ServiceEndpoints
+	// leftovers reports that the last pass did not remove old rules, because services
+	// failed. Another pass is due at passAt, passWait after the last one.
+	leftovers bool
+	passAt    time.Time
+	passWait  time.Duration
+	// A Verify before verifyAt does nothing.
+	verifyAt time.Time
+	driftAt  time.Time
+	pause    time.Duration
+}
+
+var (
+	_ sink.Sink    = (*Backend)(nil)
+	_ sink.Starter = (*Backend)(nil)
+	_ sink.Stopper = (*Backend)(nil)
+	_ sink.Cleaner = (*Backend)(nil)
+	_ sink.Poller  = (*Backend)(nil)
+)
+
+var families = [...]api.Family{api.IPv4, api.IPv6}
+
+// New returns a backend. It does not access the kernel. It returns an error if opts are
+// invalid.
+func New(opts Options) (*Backend, error) {
+	if err := opts.complete(); err != nil {
+		return nil, fmt.Errorf("iptables options: %w", err)
+	}
+	return &Backend{opts: opts, stopTasks: func() {}}, nil
+}
+
+// Start implements [sink.Starter]. It finds the programs of iptables, and ipset if it is
+// installed, and watches the node's addresses in the background. It changes no rules. It
+// needs CAP_NET_ADMIN, for legacy iptables also CAP_NET_RAW.
+func (b *Backend) Start(ctx context.Context) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	log := klog.FromContext(ctx)
+	flavour := b.opts.Flavour
+	if flavour == DetectFlavour {
+		var err error
+		if flavour, err = detectFlavour(ctx, &b.opts); err != nil {
+			return err
+		}
+	}
+	ipset, err := b.findIPSet(ctx)
+	if err != nil {
+		return err
+	}
+	if b.rulesets, err = b.newRulesets(flavour, ipset); err != nil {
+		return err
+	}
+	log.Info("Programs of iptables found", "flavour", flavour, "ipset", ipset)
+	b.reportOtherFlavour(ctx, flavour)
+	return b.startTasks(ctx)
+}
+
+// reportOtherFlavour logs rules that this instance made in the other flavour. They may
+// take connections to services, and nothing updates them.
+func (b *Backend) reportOtherFlavour(ctx context.Context, flavour Flavour) {
+	other := NFT + Legacy - flavour
+	for _, family := range families {
+		r, err := newRunner(&b.opts, other, family, "")
+		if err != nil {
+			return // the node does not have that flavour
+		}
+		has, err := hasTables(ctx, b.opts.NetNS, other, family)
+		if err != nil || !has {
+			continue
+		}
+		rules, err := r.save(ctx, nat)
+		if err == nil && strings.Contains(rules, ":"+b.opts.prefix()+services+" ") {
+			klog.FromContext(ctx).Info("Old rules in the other flavour of iptables take connections to services; stop kpng, run kpng cleanup iptables, and start kpng",
+				"family", family, "flavour", flavour, "other", other)
+		}
+	}
+}
+
+// findIPSet returns the path of the program ipset. It returns "" if the backend is to use
+// rules in place of sets.
+func (b *Backend) findIPSet(ctx context.Context) (string, error) {
+	if b.opts.WithoutIPSet {
+		return "", nil
+	}
+	path, err := findProgram("ipset", "ipset")
+	if err != nil {
+		if !errors.Is(err, exec.ErrNotFound) {
+			return "", err
+		}
+		klog.FromContext(ctx).Info("Using rules in place of sets", "reason", err.Error())
+		return "", nil
+	}
+	r := &runner{netNS: b.opts.NetNS}
+	if _, err := r.command(ctx, "", path, "list", "-name"); err != nil {
+		if ctx.Err() != nil {
+			return "", err
+		}
+		klog.FromContext(ctx).Info("Using rules in place of sets", "reason", err.Error())
+		return "", nil
+	}
+	return path, nil
+}
+
+// newRulesets returns a ruleset for each family that the kernel has.
+func (b *Backend) newRulesets(flavour Flavour, ipset string) (list []*ruleset, err error) {
+	for _, family := range families {
+		if family == api.IPv6 {
+			var statErr error
+			if err := netns.Do(b.opts.NetNS, func() { _, statErr = os.Stat("/proc/thread-self/net/if_inet6") }); err != nil {
+				return nil, err
+			}
+			if errors.Is(statErr, fs.ErrNotExist) {
+				continue
+			}
+		}
+		run, err := newRunner(&b.opts, flavour, family, ipset)
+		if err != nil {
+			return nil, err
+		}
+		list = append(list, &ruleset{renderer: renderer{opts: &b.opts, family: family, withSets: ipset != ""}, run: run})
+	}
+	return list, nil
+}
+
+// startTasks starts connection tracking and the backend's goroutines.
+func (b *Backend) startTasks(ctx context.Context) error {
+	tasks, stop := context.WithCancel(context.WithoutCancel(ctx))
+	b.stopTasks = stop
+	if b.nodeAddresses = b.opts.NodeAddresses; b.nodeAddresses == nil {
+		watcher, err := nodeaddr.New(nodeaddr.Options{NetNS: b.opts.NetNS})
+		if err != nil {
+			return err
+		}
+		b.nodeAddresses = watcher
+		b.tasks.Go(func() { watcher.Run(tasks) })
+	}
+	if b.connections = b.opts.Conntrack; b.connections == nil {
+		b.connections = conntrack.New(conntrack.Options{NodeAddrs: b.nodeAddresses, NetNS: b.opts.NetNS})
+	}
+	if s, ok := b.connections.(sink.Starter); ok {
+		if err := s.Start(ctx); err != nil {
+			return err
+		}
+	}
+	b.tasks.Go(func() { b.watchAddresses(tasks) })
+	return nil
+}
+
+// watchAddresses updates the addresses of node ports, until ctx ends.
+func (b *Backend) watchAddresses(ctx context.Context) {
+	for {
+		_, changed := b.nodeAddresses.Addresses()
+		var retry <-chan time.Time
+		if err := b.updateAddresses(ctx); err != nil && ctx.Err() == nil {
+			klog.FromContext(ctx).Error(err, "Could not update the addresses of node ports; retrying")
+			retry = time.After(time.Second)
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+		case <-retry:
+		}
+	}
+}
+
+func (b *Backend) updateAddresses(ctx context.Context) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if !b.known {
+		return nil // the next pass updates them
+	}
+	return b.updateEnvironment(ctx)
+}
+
+// Stop implements [sink.Stopper]. The rules stay and forward traffic; see Cleanup.
+func (b *Backend) Stop(ctx context.Context) error {
+	b.stopTasks()
+	b.tasks.Wait()
+	if s, ok := b.connections.(sink.Stopper); ok {
+		return s.Stop(ctx)
+	}
+	return nil
+}
+
+// Cleanup implements [sink.Cleaner]. It removes the chains and sets of the instance, and
+// the rules that lead to them, in both flavours, also on a backend that was not started.
+func (b *Backend) Cleanup(ctx context.Context) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	var errs []error
+	for _, flavour := range []Flavour{NFT, Legacy} {
+		if _, err := findProgram(programName(flavour, api.IPv4, "save"), "iptables"); err != nil {
+			continue
+		}
+		list, err := b.newRulesets(flavour, "")
+		errs = append(errs, err)
+		for _, t := range list {
+			if has, err := hasTables(ctx, b.opts.NetNS, flavour, t.family); !has {
+				errs = append(errs, err)
+				continue
+			}
+			errs = append(errs, t.cleanup(ctx))
+			if flavour == NFT {
+				errs = append(errs, deleteEmptyTables(ctx, b.opts.NetNS, t.family))
+			}
+		}
+	}
+	if ipset, err := findProgram("ipset", "ipset"); err == nil {
+		errs = append(errs, (&runner{netNS: b.opts.NetNS, ipset: ipset}).destroySets(ctx, b.opts.isOwn))
+	}
+	b.known = false
+	return errors.Join(errs...)
+}
+
+// Sync implements [sink.Sink]. A service that it reports as failed keeps its old rules.
+// The first Sync of a pass reads the rules in the kernel.
+func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
+	err := b.program(ctx, c)
+	if _, ok := sink.Acknowledged(err); !ok {
+		return err
+	}
+	if err := b.connections.Sync(ctx, c); err != nil {
+		// The kernel has the changes already. A new pass delivers everything to connection
+		// tracking again.
+		return fmt.Errorf("connection tracking: %w (%w)", err, sink.ErrStartOver)
+	}
+	return err
+}
+
+func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if c.NodeChanged {
+		nodeaddr.SetNode(b.nodeAddresses, c.Node)
+		b.node = c.Node
+	}
+	if c.First {
+		if err := b.beginPass(ctx); err != nil {
+			return err
+		}
+	} else if !b.known {
+		return fmt.Errorf("the rules in the kernel are unknown: %w", sink.ErrStartOver)
+	} else if err := b.updateEnvironment(ctx); err != nil {
+		return err
+	}
+	var list []service
+	for s := range c.Services {
+		list = append(list, service{s.Key, s.New})
+	}
+	var failed sink.Failed
+	for _, t := range b.rulesets {
+		if err := t.apply(ctx, list, &failed); err != nil {
+			return err
+		}
+	}
+	for _, s := range list {
+		if _, ok := failed[s.key]; !ok {
+			put(b.views, s.key, s.view, s.view != nil)
+		}
+	}
+	if c.Last {
+		if err := b.endPass(ctx, len(failed)+len(c.Failing) > 0); err != nil {
+			return err
+		}
+	}
+	chains := 0
+	for _, t := range b.rulesets {
+		chains += len(t.chains)
+	}
+	b.opts.Observer.Holds(chains)
+	return failed.Err()
+}
+
+func (b *Backend) beginPass(ctx context.Context) error {
+	b.known = false
+	b.views = map[types.NamespacedName]*api.ServiceEndpoints{}
+	env := b.environment()
+	for _, t := range b.rulesets {
+		t.env = env
+		if err := t.begin(ctx); err != nil {
+			return err
+		}
+	}
+	b.known = true
+	return nil
+}
+
+const (
+	minPassWait = time.Minute
+	maxPassWait = time.Hour
+)
+
+// endPass removes the rules that no service needs. If services failed, it keeps all rules
+// until another pass, because some may belong to these services.
+func (b *Backend) endPass(ctx context.Context, failed bool) error {
+	if b.leftovers = failed; failed {
+		b.passWait = min(max(2*b.passWait, minPassWait), maxPassWait)
+		b.passAt = time.Now().Add(b.passWait)
+		return nil
+	}
+	b.passWait = 0
+	for _, t := range b.rulesets {
+		if err := t.prune(ctx); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// environment returns the present properties of the node.
+func (b *Backend) environment() environment {
+	addrs, _ := b.nodeAddresses.Addresses()
+	env := environment{nodePorts: addrs, pods: b.opts.ClusterCIDRs}
+	if b.node != nil {
+		for _, a := range b.node.Addresses {
+			env.node = append(env.node, a.IP)
+		}
+		if b.opts.NodePodCIDRs {
+			env.pods = slices.Concat(env.pods, b.node.PodCIDRs)
+		}
+	}
+	return env
+}
+
+// updateEnvironment renders everything again if the properties of the node have changed.
+func (b *Backend) updateEnvironment(ctx context.Context) error {
+	env := b.environment()
+	for _, t := range b.rulesets {
+		if err := t.setEnvironment(ctx, env, maps.All(b.views)); err != nil {
+			b.known = false
+			return fmt.Errorf("update the addresses of the node: %w (%w)", err, sink.ErrStartOver)
+		}
+	}
+	return nil
+}
+
+const (
+	// verifyPause is the pause after a Verify, as a multiple of its duration. So comparisons
+	// use at most 2 % of a CPU.
+	verifyPause = 50
+	// maxDriftPause is the pause while another program changes the rules constantly.
+	maxDriftPause = time.Minute
+)
+
+// Verify implements [sink.Verifier]. It compares the rules in the kernel with the written
+// ones. If another program has changed them, its error wraps [sink.ErrStartOver], so that
+// a new pass repairs them.
+func (b *Backend) Verify(ctx context.Context) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	begin := time.Now()
+	switch {
+	case !b.known:
+		return fmt.Errorf("the rules in the kernel are unknown: %w", sink.ErrStartOver)
+	case b.leftovers && !begin.Before(b.passAt):
+		return fmt.Errorf("the kernel may have rules of services that failed: %w", sink.ErrStartOver)
+	case begin.Before(b.verifyAt):
+		return nil
+	}
+	for _, t := range b.rulesets {
+		err := t.verify(ctx)
+		var d difference
+		if errors.As(err, &d) {
+			b.known = false
+			b.opts.Observer.Drifted()
+			b.backOff(begin)
+			return fmt.Errorf("another program changed %s rules: %w (%w)", t.family, err, sink.ErrStartOver)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	b.verifyAt = begin.Add(verifyPause * time.Since(begin))
+	return nil
+}
+
+// backOff delays the next Verify if drift was found a short time ago. So a program that
+// changes the rules constantly does not cause constant passes.
+func (b *Backend) backOff(now time.Time) {
+	if now.Sub(b.driftAt) > maxDriftPause {
+		b.pause = 0
+	} else {
+		b.pause = min(2*b.pause+time.Second, maxDriftPause)
+	}
+	b.driftAt, b.verifyAt = now, now.Add(b.pause)
+}
+
+// VerifyInterval implements [sink.Poller]. It returns five seconds. A Verify takes time
+// in proportion to the number of rules, so it pauses for 50 times its duration.
+func (b *Backend) VerifyInterval() time.Duration { return 5 * time.Second }

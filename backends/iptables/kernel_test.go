@@ -1,0 +1,507 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package iptables
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr/funcr"
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+)
+
+// everything returns services that together need every kind of rule.
+func everything() []*api.ServiceEndpoints {
+	return []*api.ServiceEndpoints{
+		view("affinity", "10.96.0.3 fd00:96::3", "10.1.0.1 10.1.0.2 !10.2.0.1 fd00::1 fd00::2", affinity),
+		view("allports", "10.96.0.6 fd00:96::6", "10.1.0.1 10.1.0.2 !10.2.0.1 fd00::1", allPorts),
+		view("none", "10.96.0.2 fd00:96::2", ""),
+		view("port", "10.96.0.4 fd00:96::4", "10.1.0.1 fd00::1", nodePort, externalLocal),
+		view("ranges", "10.96.0.5 fd00:96::5", "", loadBalancer, sourceRanges, func(s *api.Service) { s.Ports[0].NodePort = 30090 }),
+		view("web", "10.96.0.1 fd00:96::1", "10.1.0.1 10.1.0.2 !10.2.0.1 fd00::1 fd00::2 !fd00:2::1"),
+	}
+}
+
+func insideAndOut(o *Options) {
+	o.MasqueradeOutsiders, o.PodInterfaces = true, []string{"veth*", "cni0"}
+	o.ClusterCIDRs = []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00::/8")}
+}
+
+// foreign adds rules, chains and sets of another program.
+func foreign(t *testing.T, ns *netnstest.Namespace, flavour Flavour) {
+	for _, family := range families {
+		ns.RunWith(t, `*nat
+:KUBE-SERVICES - [0:0]
+:OTHERS - [0:0]
+-A PREROUTING -m comment --comment "a \"quoted\" name" -j KUBE-SERVICES
+-A OUTPUT -j OTHERS
+-A OTHERS -p tcp -m tcp --dport 22 -j RETURN
+COMMIT
+*filter
+:KPNG-other-SERVICES - [0:0]
+-A FORWARD -p tcp -m tcp --dport 23 -j REJECT
+-A INPUT -j KPNG-other-SERVICES
+COMMIT
+`, programName(flavour, family, "restore"))
+	}
+	ns.Run(t, "ipset", "create", "KPNG-other-NODE4", "hash:ip")
+	ns.Run(t, "ipset", "add", "KPNG-other-NODE4", "192.0.2.9")
+}
+
+// own removes the lines that concern this instance from the output of saveAll.
+func withoutOwn(text string) string {
+	var b strings.Builder
+	for line := range strings.Lines(text) {
+		if !strings.Contains(strings.ReplaceAll(line, "KPNG-other-", ""), "KPNG-") {
+			b.WriteString(line)
+		}
+	}
+	return b.String()
+}
+
+func TestForeignRulesStay(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		foreign(t, ns, v.flavour)
+		before := saveAll(t, ns, v.flavour)
+		b := start(t, ns, v, insideAndOut)
+		mustSync(t, b, pass(everything()...), batch(view("web", "10.96.0.1", "10.1.0.9")))
+		if diff := cmp.Diff(before, withoutOwn(saveAll(t, ns, v.flavour))); diff != "" {
+			t.Errorf("foreign rules changed (-before +after):\n%s", diff)
+		}
+		if err := b.Cleanup(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(before, saveAll(t, ns, v.flavour)); diff != "" {
+			t.Errorf("the node changed (-before +after cleanup):\n%s", diff)
+		}
+	})
+}
+
+func TestOneJumpPerBaseChain(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		b := start(t, ns, v)
+		mustSync(t, b, pass(everything()...))
+		ns.Run(t, programName(v.flavour, api.IPv4, ""), "-t", "nat", "-A", "OUTPUT", "-j", "KPNG-SERVICES")
+		mustSync(t, b, pass(everything()...))
+		for _, family := range families {
+			for id, rule := range b.rulesets[0].jumps() {
+				line := "-A " + id.name + " " + rule + "\n"
+				if n := strings.Count(ns.Run(t, programName(v.flavour, family, "save"), "-t", id.table), line); n != 1 {
+					t.Errorf("%s: %d rules %q in table %s, want 1", family, n, line, id.table)
+				}
+			}
+		}
+	})
+}
+
+// Verify compares the text of rules. So iptables-save must print each kind of rule as this
+// package writes it.
+func TestRulesAreSavedAsWritten(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		b := start(t, ns, v, insideAndOut)
+		mustSync(t, b, pass(everything()...))
+		if err := verify(t, b); err != nil {
+			t.Fatal(err)
+		}
+		for _, r := range b.rulesets {
+			if r.inexact {
+				t.Errorf("%s: iptables-save prints rules in another form", r.family)
+			}
+		}
+	})
+}
+
+func TestRestartWritesNothing(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		mustSync(t, start(t, ns, v, insideAndOut), pass(everything()...))
+		var written int
+		b := start(t, ns, v, insideAndOut, func(o *Options) { o.Observer.Restored = func(lines int, _ error) { written += lines } })
+		mustSync(t, b, pass(everything()...))
+		if written != 0 {
+			t.Errorf("a restart wrote %d lines, want 0", written)
+		}
+	})
+}
+
+func TestDriftIsMended(t *testing.T) {
+	for what, command := range map[string]string{
+		"flush by hand":                     "iptables -t nat -F",
+		"flush of filter by hand":           "ip6tables -F",
+		"flush of the chain of one service": "iptables -t nat -F LIST",
+		"edited rule":                       "iptables -t nat -R LIST 1 -p tcp -j DNAT --to-destination 10.9.9.9:99",
+		"added rule":                        "ip6tables -t nat -A KPNG-MARK -j RETURN",
+		"added chain":                       "iptables -N KPNG-EXTRA",
+		"deleted jump":                      "iptables -t nat -D PREROUTING -j KPNG-SERVICES",
+		"flush of a set":                    "ipset flush KPNG-CLUSTERIPS4",
+		"added element":                     "ipset add KPNG-DROP6 fd00::7,tcp:80",
+	} {
+		t.Run(what, func(t *testing.T) {
+			eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+				if v.withoutIPSet && strings.HasPrefix(command, "ipset") {
+					return
+				}
+				b := start(t, ns, v)
+				mustSync(t, b, pass(everything()...))
+				if err := verify(t, b); err != nil {
+					t.Fatal(err)
+				}
+				before := saveAll(t, ns, v.flavour)
+				list := b.rulesets[0].entry(t, "10.96.0.1/32 -p tcp")
+				args := strings.Fields(strings.ReplaceAll(command, "LIST", list))
+				args[0] = strings.Replace(args[0], "tables", "tables-"+v.flavour.String(), 1)
+				ns.Run(t, args...)
+				if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+					t.Fatalf("Verify after %q returned %v", command, err)
+				}
+				mustSync(t, b, pass(everything()...))
+				if diff := cmp.Diff(before, saveAll(t, ns, v.flavour)); diff != "" {
+					t.Errorf("not mended (-before +after):\n%s", diff)
+				}
+			})
+		})
+	}
+}
+
+// entry returns the target of the entry of table nat whose match contains text.
+func (t *ruleset) entry(tb testing.TB, text string) string {
+	for id, entries := range t.claims {
+		for match, list := range entries {
+			if id.table == nat && strings.Contains(match, text) {
+				_, target, _ := strings.Cut(list[0].rest, "-j ")
+				return target
+			}
+		}
+	}
+	tb.Fatalf("no entry with %q", text)
+	return ""
+}
+
+// While nothing changes in flavour nft, Verify does not read the rules.
+func TestVerifyReadsRulesOnlyAfterChanges(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{NFT, false})
+	mustSync(t, b, pass(everything()...))
+	if err := verify(t, b); err != nil {
+		t.Fatal(err)
+	}
+	for _, r := range b.rulesets {
+		r.run.saveProgram = "/nonexistent"
+	}
+	if err := verify(t, b); err != nil {
+		t.Errorf("Verify without a change: %v", err)
+	}
+	ns.Run(t, "iptables-nft", "-N", "FOREIGN")
+	if err := verify(t, b); err == nil {
+		t.Error("Verify after a change did not read the rules")
+	}
+}
+
+func TestDeletedSetIsMended(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{Legacy, false})
+	mustSync(t, b, pass(everything()...))
+	want := saveAll(t, ns, Legacy)
+	ns.Run(t, "iptables-legacy", "-F")
+	ns.Run(t, "ipset", "destroy", "KPNG-DROP4")
+	if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+		t.Errorf("Verify returned %v", err)
+	}
+	mustSync(t, b, pass(everything()...))
+	if diff := cmp.Diff(want, saveAll(t, ns, Legacy)); diff != "" {
+		t.Errorf("not mended (-before +after):\n%s", diff)
+	}
+}
+
+func TestChangeWritesOnlyItsService(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		b := start(t, ns, v)
+		mustSync(t, b, passOf(many(300))...)
+		for what, c := range map[string]struct {
+			change *sink.Changes
+			limit  int
+		}{
+			// The chain, ten rules, two lines around them.
+			"one endpoint": {batch(view("s00007", "10.96.0.7", "10.0.0.1 10.0.1.1 10.0.1.2 10.0.1.3 10.0.1.4 10.0.1.5 10.0.1.6 10.0.1.7 10.0.1.8 10.0.1.9")), 13},
+			// A dispatch chain too, for each table.
+			"a new service": {batch(view("new", "10.97.0.7", "10.0.0.1")), 20},
+		} {
+			written := 0
+			for _, r := range b.rulesets {
+				r.run.restored = func(lines int, _ error) { written += lines }
+			}
+			mustSync(t, b, c.change)
+			if written == 0 || written > c.limit {
+				t.Errorf("%s: wrote %d lines, want 1 to %d", what, written, c.limit)
+			}
+		}
+	})
+}
+
+// A pass has several batches. Services that it has not delivered yet keep their rules.
+func TestServicesOfLaterBatchesKeepTheirRules(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		// The addresses share a dispatch chain.
+		a, z := view("a", "10.96.0.1", "10.1.0.1"), view("z", "10.97.0.1", "10.1.0.2")
+		stale := view("stale", "10.98.0.1", "10.1.0.3")
+		mustSync(t, start(t, ns, v), pass(a, z, stale))
+		b := start(t, ns, v)
+		a2 := view("a", "10.96.0.1", "10.1.0.9")
+		first := batch(a2)
+		first.First = true
+		mustSync(t, b, first)
+		text := saveAll(t, ns, v.flavour)
+		for _, want := range []string{"10.1.0.9:8080", "-d 10.97.0.1/32", "10.1.0.2:8080", "-d 10.98.0.1/32", "10.1.0.3:8080"} {
+			if !strings.Contains(text, want) {
+				t.Errorf("after the first batch, %q is missing in:\n%s", want, text)
+			}
+		}
+		last := batch(z)
+		last.Last = true
+		mustSync(t, b, last)
+		text = saveAll(t, ns, v.flavour)
+		if strings.Contains(text, "10.98.0.1") || strings.Contains(text, "10.1.0.3") {
+			t.Errorf("after the pass, the deleted service still has rules:\n%s", text)
+		}
+		if err := verify(t, b); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// A service that is deleted during a pass leaves nothing behind, also if an earlier
+// process made rules for it that it no longer needs.
+func TestServiceDeletedDuringPass(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		a := view("a", "10.96.0.1 10.96.0.2", "10.1.0.1")
+		none, web := view("none", "10.96.0.3", ""), view("web", "10.96.0.4", "10.1.0.2")
+		mustSync(t, start(t, ns, v), pass(web))
+		want := saveAll(t, ns, v.flavour)
+		mustSync(t, start(t, ns, v), pass(a, none, web))
+		b := start(t, ns, v)
+		first := batch(view("a", "10.96.0.1", "10.1.0.1"), none)
+		first.First = true
+		deleted := &sink.Changes{Node: node, Services: slices.Values([]sink.Change{{Key: a.Key(), Old: a}, {Key: none.Key(), Old: none}})}
+		last := batch(web)
+		last.Last = true
+		mustSync(t, b, first, deleted)
+		if text := saveAll(t, ns, v.flavour); strings.Contains(text, "-d 10.96.0.1/32 -p tcp") {
+			t.Errorf("before the end of the pass, the deleted service still has its frontend:\n%s", text)
+		}
+		mustSync(t, b, last)
+		if diff := cmp.Diff(want, saveAll(t, ns, v.flavour)); diff != "" {
+			t.Errorf("rules differ (-want +got):\n%s", diff)
+		}
+		if err := verify(t, b); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestNodeAddressesAreFollowed(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		addrs := nodeaddr.Of(netip.MustParseAddr("192.0.2.1"))
+		b := start(t, ns, v, func(o *Options) { o.NodeAddresses = addrs })
+		mustSync(t, b, pass(everything()...))
+		addrs.Set(netip.MustParseAddr("192.0.2.77"), netip.MustParseAddr("127.0.0.1"))
+		if err := b.updateAddresses(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		text := saveAll(t, ns, v.flavour)
+		if !strings.Contains(text, "192.0.2.77") || strings.Contains(text, "192.0.2.1") || strings.Contains(text, "127.0.0.1") {
+			t.Errorf("node ports are not at 192.0.2.77 only:\n%s", text)
+		}
+	})
+}
+
+// wrap replaces iptables-restore by a program that edits its input, so that the kernel
+// refuses rules for session affinity.
+func wrap(t *testing.T, r *ruleset) {
+	path := filepath.Join(t.TempDir(), "iptables-restore")
+	script := fmt.Sprintf("#!/bin/sh\nsed 's/--rcheck/& --hitcount 70000/' | %s \"$@\"\n", r.run.restoreProgram)
+	if err := os.WriteFile(path, []byte(script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	r.run.restoreProgram = path
+}
+
+func TestBadServiceFailsAlone(t *testing.T) {
+	eachVariant(t, func(t *testing.T, ns *netnstest.Namespace, v variant) {
+		b := start(t, ns, v)
+		good := view("s00002", "10.96.0.2", "10.1.0.1")
+		mustSync(t, b, pass(good))
+		real := b.rulesets[0].run.restoreProgram
+		wrap(t, b.rulesets[0])
+		views := many(20)
+		views[2] = view("s00002", "10.96.0.2", "6.6.6.6", affinity) // has old rules
+		views[9] = view("s00009", "10.96.0.9", "6.6.6.6", affinity)
+		var failed *sink.Failed
+		if err := b.Sync(t.Context(), pass(views...)); !errors.As(err, &failed) {
+			t.Fatalf("Sync returned %v", err)
+		}
+		for _, i := range []int{2, 9} {
+			if err := (*failed)[views[i].Key()]; err == nil || !strings.Contains(err.Error(), "failed") {
+				t.Errorf("service %s: error %v", views[i].Key(), err)
+			}
+		}
+		if len(*failed) != 2 {
+			t.Errorf("%d services failed, want 2: %v", len(*failed), failed)
+		}
+		text := saveAll(t, ns, v.flavour)
+		for i := range views {
+			if has := strings.Contains(text, fmt.Sprintf("-d 10.96.0.%d/32 -p tcp", i)); has != (i != 9) {
+				t.Errorf("service %d has rules: %t", i, has)
+			}
+		}
+		if !strings.Contains(text, "10.1.0.1:8080") {
+			t.Error("the failed service lost its old endpoint")
+		}
+		b.rulesets[0].run.restoreProgram = real
+		mustSync(t, b, batch(views[2], views[9]))
+		if text := saveAll(t, ns, v.flavour); strings.Count(text, "6.6.6.6:8080") != 2 {
+			t.Errorf("not mended:\n%s", text)
+		}
+		b.passAt = b.driftAt
+		if err := verify(t, b); !errors.Is(err, sink.ErrStartOver) {
+			t.Errorf("Verify after a pass with failures returned %v", err)
+		}
+	})
+}
+
+func TestLockHeldByAnotherProgram(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "xtables.lock")
+	t.Setenv("XTABLES_LOCKFILE", file)
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{Legacy, true}, func(o *Options) { o.LockWait = time.Second })
+	mustSync(t, b, pass(everything()...))
+	before := saveAll(t, ns, Legacy)
+
+	lock, err := os.Create(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Close()
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	web := view("web", "10.96.0.1", "10.1.0.9")
+	err = b.Sync(t.Context(), batch(web))
+	if _, ok := sink.Acknowledged(err); ok || !strings.Contains(fmt.Sprint(err), "held the lock of iptables") {
+		t.Errorf("Sync returned %v", err)
+	}
+	if diff := cmp.Diff(before, saveAll(t, ns, Legacy)); diff != "" {
+		t.Errorf("the rules changed (-before +after):\n%s", diff)
+	}
+	lock.Close()
+	mustSync(t, b, batch(web))
+	if !strings.Contains(saveAll(t, ns, Legacy), "10.1.0.9:8080") {
+		t.Error("the change was not written when the lock was free")
+	}
+}
+
+func TestFullSet(t *testing.T) {
+	ns := netnstest.New(t)
+	b := start(t, ns, variant{NFT, false})
+	mustSync(t, b, pass(view("a", "", "", loadBalancer)))
+	// A set of the same name with room for one element.
+	ns.RunWith(t, "create SMALL hash:ip,port maxelem 1\nadd SMALL 203.0.113.1,tcp:80\nswap SMALL KPNG-REJECT4\ndestroy SMALL\n", "ipset", "restore")
+	none, web := view("none", "10.96.0.2", ""), view("web", "10.96.0.1", "10.1.0.1")
+	var failed *sink.Failed
+	if err := b.Sync(t.Context(), batch(none, web)); !errors.As(err, &failed) || len(*failed) != 1 {
+		t.Fatalf("Sync returned %v", err)
+	}
+	if err := (*failed)[none.Key()]; err == nil || !strings.Contains(err.Error(), "full") || !strings.Contains(err.Error(), "KPNG-REJECT4") {
+		t.Errorf("the error is %v", err)
+	}
+	if !strings.Contains(saveAll(t, ns, NFT), "10.1.0.1:8080") {
+		t.Error("the other service was not programmed")
+	}
+	mustSync(t, b, pass(none, web))
+	if text := saveAll(t, ns, NFT); !strings.Contains(text, "add KPNG-REJECT4 10.96.0.2,tcp:80") || strings.Contains(text, "KPNG-REJECT4NEW") {
+		t.Errorf("a pass did not mend the set:\n%s", text)
+	}
+}
+
+func TestRulesInOtherFlavourAreReported(t *testing.T) {
+	for _, flavours := range [][2]Flavour{{NFT, Legacy}, {Legacy, NFT}} {
+		t.Run("from "+flavours[0].String(), func(t *testing.T) {
+			ns := netnstest.New(t)
+			mustSync(t, start(t, ns, variant{flavours[0], true}), pass(everything()...))
+			var logs []string
+			log := funcr.New(func(_, text string) { logs = append(logs, text) }, funcr.Options{})
+			b, err := New(Options{Flavour: flavours[1], NetNS: ns.FD})
+			if err != nil {
+				t.Fatal(err)
+			}
+			b.reportOtherFlavour(klog.NewContext(t.Context(), log), flavours[1])
+			if len(logs) != 2 || !strings.Contains(logs[0], "kpng cleanup iptables") {
+				t.Errorf("logs are %q, want one for each family", logs)
+			}
+			if err := b.Cleanup(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			logs = nil
+			b.reportOtherFlavour(klog.NewContext(t.Context(), log), flavours[1])
+			if len(logs) > 0 {
+				t.Errorf("logs after cleanup are %q, want none", logs)
+			}
+		})
+	}
+}
+
+func TestMissingPrograms(t *testing.T) {
+	t.Setenv("PATH", t.TempDir())
+	for _, flavour := range []Flavour{DetectFlavour, NFT, Legacy} {
+		b, err := New(Options{Flavour: flavour})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := b.Start(t.Context()); err == nil || !strings.Contains(err.Error(), "apt-get install iptables") {
+			t.Errorf("flavour %s: error %v", flavour, err)
+		}
+	}
+}
+
+func TestFlavourIsDetected(t *testing.T) {
+	const (
+		hint = "*mangle\n:KUBE-KUBELET-CANARY - [0:0]\nCOMMIT\n"
+		rule = "*filter\n-A INPUT -p tcp --dport 23 -j REJECT\nCOMMIT\n"
+	)
+	for name, c := range map[string]struct {
+		nft, legacy string
+		want        Flavour
+	}{
+		"hint of kubelet in legacy":            {rule, hint, Legacy},
+		"hint of kubelet in nft":               {hint, rule, NFT},
+		"more rules in legacy":                 {"", rule, Legacy},
+		"more rules in nft":                    {rule, "", NFT},
+		"none, and the default program is nft": {"", "", NFT},
+	} {
+		t.Run(name, func(t *testing.T) {
+			ns := netnstest.New(t)
+			for program, input := range map[string]string{"ip6tables-nft-restore": c.nft, "iptables-legacy-restore": c.legacy} {
+				if input != "" {
+					ns.RunWith(t, input, program)
+				}
+			}
+			got, err := detectFlavour(t.Context(), &Options{NetNS: ns.FD})
+			if err != nil || got != c.want {
+				t.Errorf("detected %s, %v; want %s", got, err, c.want)
+			}
+		})
+	}
+}

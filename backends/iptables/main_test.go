@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package iptables
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/internal/netnstest"
+	"github.com/kpng-project/kpng/nodeview"
+	"github.com/kpng-project/kpng/sink"
+	"go.uber.org/goleak"
+)
+
+// Tests of other packages that use flavour legacy at the same time have another lock.
+func TestMain(m *testing.M) {
+	os.Setenv("XTABLES_LOCKFILE", filepath.Join(os.TempDir(), "kpng-iptables-test.lock"))
+	goleak.VerifyTestMain(m)
+}
+
+// node is the Node object of the tests.
+var node = &api.Node{
+	Name:      "here",
+	Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.1")}, {Type: "InternalIP", IP: netip.MustParseAddr("2001:db8::1")}},
+}
+
+// view returns the node's view of a service with port TCP 80, the cluster IPs ips, and
+// ready endpoints at port 8080. An endpoint with the prefix "!" is on this node. The
+// functions edit modify the service.
+func view(name string, ips, endpoints string, edit ...func(*api.Service)) *api.ServiceEndpoints {
+	svc := &api.Service{
+		Namespace: "default", Name: name, Type: api.ClusterIP,
+		Ports:      []api.PortMapping{{Name: "http", Protocol: api.TCP, Port: 80, TargetPort: 8080}},
+		IPFamilies: []api.Family{api.IPv4, api.IPv6},
+	}
+	for ip := range strings.FieldsSeq(ips) {
+		svc.IPs.ClusterIPs.Add(netip.MustParseAddr(ip))
+	}
+	for _, f := range edit {
+		f(svc)
+	}
+	state := &api.ServiceState{Service: svc}
+	for _, family := range families {
+		slice := &api.EndpointSlice{Namespace: "default", Name: fmt.Sprint(name, "-", family), ServiceName: name, Family: family}
+		for _, p := range svc.Ports {
+			slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: 8080})
+		}
+		for e := range strings.FieldsSeq(endpoints) {
+			addr, here := strings.CutPrefix(e, "!")
+			a := netip.MustParseAddr(addr)
+			if api.FamilyOf(a) != family {
+				continue
+			}
+			se := api.SliceEndpoint{Addr: a, NodeName: "elsewhere", Conditions: api.Conditions{Ready: true, Serving: true}}
+			if here {
+				se.NodeName = node.Name
+			}
+			slice.Endpoints = append(slice.Endpoints, se)
+		}
+		state.Slices = append(state.Slices, slice)
+	}
+	return nodeview.View(state, node)
+}
+
+// The functions below are arguments for the parameter edit of view.
+
+func nodePort(s *api.Service) {
+	s.Type, s.Ports[0].NodePort = api.NodePort, 30080
+}
+
+func loadBalancer(s *api.Service) {
+	nodePort(s)
+	s.Type = api.LoadBalancer
+	s.IPs.LoadBalancerIPs.Add(netip.MustParseAddr("203.0.113.1"))
+	s.IPs.LoadBalancerIPs.Add(netip.MustParseAddr("2001:db8:1::1"))
+}
+
+func sourceRanges(s *api.Service) {
+	s.SourceRanges = []api.SourceRanges{{
+		TargetIPs: s.IPs.LoadBalancerIPs,
+		Prefixes:  []netip.Prefix{netip.MustParsePrefix("198.51.100.0/24"), netip.MustParsePrefix("2001:db8:2::/48")},
+	}}
+}
+
+func externalLocal(s *api.Service) { s.ExternalTrafficToLocal = true }
+func allPorts(s *api.Service)      { s.AllPorts, s.Ports = true, nil }
+
+func affinity(s *api.Service) {
+	s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 100}
+}
+
+// pass returns a batch that is an entire pass.
+func pass(views ...*api.ServiceEndpoints) *sink.Changes {
+	c := batch(views...)
+	c.First, c.Last, c.NodeChanged = true, true, true
+	return c
+}
+
+// batch returns a batch that sets services.
+func batch(views ...*api.ServiceEndpoints) *sink.Changes {
+	var list []sink.Change
+	for _, v := range views {
+		list = append(list, sink.Change{Key: v.Key(), New: v, Unsure: true})
+	}
+	return &sink.Changes{Services: slices.Values(list), Node: node}
+}
+
+// variant is a way in which a backend can work.
+type variant struct {
+	flavour      Flavour
+	withoutIPSet bool
+}
+
+func (v variant) String() string {
+	if v.withoutIPSet {
+		return v.flavour.String() + " without sets"
+	}
+	return v.flavour.String()
+}
+
+var variants = []variant{{NFT, false}, {NFT, true}, {Legacy, false}, {Legacy, true}}
+
+// eachVariant runs a subtest for each variant, in a network namespace of its own.
+func eachVariant(t *testing.T, f func(t *testing.T, ns *netnstest.Namespace, v variant)) {
+	for _, v := range variants {
+		t.Run(v.String(), func(t *testing.T) { f(t, netnstest.New(t), v) })
+	}
+}
+
+// start starts a backend in a network namespace.
+func start(t testing.TB, ns *netnstest.Namespace, v variant, edit ...func(*Options)) *Backend {
+	t.Helper()
+	opts := Options{
+		Flavour: v.flavour, WithoutIPSet: v.withoutIPSet, NetNS: ns.FD,
+		NodeAddresses: nodeaddr.Of(netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")),
+		Conntrack:     sink.Func(func(context.Context, *sink.Changes) error { return nil }),
+	}
+	for _, f := range edit {
+		f(&opts)
+	}
+	b, err := New(opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { b.Stop(context.Background()) })
+	return b
+}
+
+func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
+	t.Helper()
+	for _, c := range all {
+		if err := b.Sync(t.Context(), c); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// verify calls Verify without a pause after the last one.
+func verify(t testing.TB, b *Backend) error {
+	b.verifyAt = b.driftAt
+	return b.Verify(t.Context())
+}
+
+// saveAll returns the rules of a flavour in both families and all sets, without counters
+// and comments.
+func saveAll(t testing.TB, ns *netnstest.Namespace, flavour Flavour) string {
+	t.Helper()
+	var b strings.Builder
+	for _, family := range families {
+		for line := range strings.Lines(ns.Run(t, programName(flavour, family, "save"))) {
+			if strings.HasPrefix(line, ":") {
+				line, _, _ = strings.Cut(line, " [")
+				line += "\n"
+			}
+			if !strings.HasPrefix(line, "#") {
+				b.WriteString(line)
+			}
+		}
+	}
+	// Each set has a random initial value.
+	sets := strings.Split(regexp.MustCompile(` initval \S+`).ReplaceAllString(ns.Run(t, "ipset", "save"), ""), "\n")
+	slices.Sort(sets)
+	return b.String() + strings.Join(sets, "\n")
+}

@@ -1,0 +1,198 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package iptables
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"math/bits"
+	"net/netip"
+	"regexp"
+	"time"
+
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+)
+
+// Options are a backend's settings. The zero value runs beside kube-proxy, with the
+// defaults of kube-proxy.
+type Options struct {
+	// Instance distinguishes the backends of one node. The names of all chains and sets
+	// begin with "KPNG-<Instance>-". An instance has at most 6 letters and digits, because
+	// the kernel limits the length of names. Default: empty, for names that begin with
+	// "KPNG-".
+	Instance string
+
+	// Flavour selects the programs of iptables. Default: the flavour that other programs
+	// of the node use, see [Flavour].
+	Flavour Flavour
+
+	// WithoutIPSet makes the backend use rules in place of sets, even if the program ipset
+	// is installed.
+	WithoutIPSet bool
+
+	// LockWait is how long a change waits for the lock that all iptables programs of
+	// flavour legacy share. Full seconds. Default: 5 s.
+	LockWait time.Duration
+
+	// MasqueradeMark is a bit of the packet mark. It marks a packet whose connection is to
+	// be masqueraded, until the hook postrouting clears it. It must be exactly one bit. It
+	// must not be 0x4000, which kube-proxy uses, or a bit that affects routing. Instances
+	// may share it. Default: 0x2000.
+	MasqueradeMark uint32
+
+	// MasqueradeAll masquerades all connections to cluster IPs.
+	MasqueradeAll bool
+	// MasqueradeOutsiders masquerades connections to cluster IPs from outside the pod
+	// network, which ClusterCIDRs, NodePodCIDRs and PodInterfaces define. It needs at least
+	// one of them. In a family that none of them defines, nothing is masqueraded.
+	MasqueradeOutsiders bool
+
+	// ClusterCIDRs contain the addresses of all pods of the cluster. The backend treats them
+	// as pods of this node. So their traffic to external frontends of services with
+	// externalTrafficPolicy Local may reach endpoints on all nodes.
+	ClusterCIDRs []netip.Prefix
+	// NodePodCIDRs adds the current pod CIDRs of the Node object to ClusterCIDRs. They
+	// contain the addresses of this node's pods.
+	NodePodCIDRs bool
+	// PodInterfaces are the interfaces of this node's pods, such as "cni0". A name that ends
+	// in "*" is a prefix of names, such as "veth*". Traffic that arrives there counts as
+	// traffic of this node's pods. Without CIDRs and PodInterfaces, only the node's own
+	// traffic to external frontends with policy Local may reach endpoints on all nodes.
+	PodInterfaces []string
+
+	// NodeAddresses has the addresses of node ports. The backend ignores loopback addresses.
+	// Default: the primary addresses of the node, see package nodeaddr.
+	NodeAddresses nodeaddr.Source
+
+	// AcceptUnknownPorts makes the backend ignore packets to unknown ports of cluster IPs,
+	// so that they follow the routing table. Default: the backend rejects these packets.
+	AcceptUnknownPorts bool
+
+	// Conntrack is a sink that receives each change after the kernel has it. It deletes the
+	// connection-tracking entries of removed endpoints. The backend starts and stops it. If
+	// its Sync fails, a new pass delivers everything again. Default: a reconciler of package
+	// conntrack.
+	Conntrack sink.Sink
+
+	// Observer has the functions that receive events for metrics. Default: none.
+	Observer Observer
+
+	// NetNS is the file descriptor of the network namespace to program. It must stay open.
+	// Default 0: the namespace in which the process started.
+	NetNS int
+}
+
+// Flavour is a variant of the iptables programs. Both variants have the same syntax, but
+// their rules are in different parts of the kernel. All programs of a node should use the
+// same flavour, because the order between rules of different flavours is not obvious.
+type Flavour uint8
+
+// The flavours.
+const (
+	// DetectFlavour selects the flavour in which kubelet made its chain
+	// KUBE-IPTABLES-HINT or KUBE-KUBELET-CANARY. If there is none, it selects the flavour
+	// with more rules. If both have the same number, it selects that of the program
+	// iptables. The image of kube-proxy detects the flavour in the same way.
+	DetectFlavour Flavour = iota
+	// NFT are the programs that write to nf_tables, such as iptables-nft-restore.
+	NFT
+	// Legacy are the programs that write to ip_tables, such as iptables-legacy-restore.
+	Legacy
+)
+
+var flavourNames = [...]string{DetectFlavour: "detect", NFT: "nft", Legacy: "legacy"}
+
+// String returns detect, nft or legacy.
+func (f Flavour) String() string { return flavourNames[f] }
+
+// ParseFlavour parses the result of String.
+func ParseFlavour(s string) (Flavour, error) {
+	for f, name := range flavourNames {
+		if s == name {
+			return Flavour(f), nil
+		}
+	}
+	return 0, fmt.Errorf("flavour %q is not detect, nft or legacy", s)
+}
+
+// Observer has functions that a Backend calls. A field may be nil. Calls do not overlap,
+// and the functions must not call the Backend.
+type Observer struct {
+	// Restored is called after each run of iptables-restore with the number of lines of
+	// its input, and the error if it failed.
+	Restored func(lines int, err error)
+	// Holds is called after each Sync with the number of the backend's chains.
+	Holds func(chains int)
+	// Drifted is called when a Verify finds a change by another program.
+	Drifted func()
+}
+
+const kubeProxyMark = 0x4000
+
+var (
+	instanceName  = regexp.MustCompile(`^[A-Za-z0-9]{0,6}$`)
+	interfaceName = regexp.MustCompile(`^[A-Za-z0-9_.@:-]{1,15}$|^[A-Za-z0-9_.@:-]{1,14}\*$`)
+)
+
+// complete checks o and fills in the defaults.
+func (o *Options) complete() error {
+	o.MasqueradeMark = cmp.Or(o.MasqueradeMark, 0x2000)
+	o.LockWait = cmp.Or(o.LockWait, 5*time.Second)
+	o.Observer.complete()
+
+	var errs []error
+	if !instanceName.MatchString(o.Instance) {
+		errs = append(errs, fmt.Errorf("instance %q must have at most 6 letters and digits", o.Instance))
+	}
+	if o.Flavour > Legacy {
+		errs = append(errs, fmt.Errorf("flavour %d is unknown", o.Flavour))
+	}
+	if o.LockWait < time.Second {
+		errs = append(errs, fmt.Errorf("lock wait %s is less than a second", o.LockWait))
+	}
+	if bits.OnesCount32(o.MasqueradeMark) != 1 {
+		errs = append(errs, fmt.Errorf("masquerade mark %#x is not a single bit", o.MasqueradeMark))
+	}
+	if o.MasqueradeMark == kubeProxyMark {
+		errs = append(errs, fmt.Errorf("masquerade mark %#x is kube-proxy's", o.MasqueradeMark))
+	}
+	for _, name := range o.PodInterfaces {
+		if !interfaceName.MatchString(name) {
+			errs = append(errs, fmt.Errorf("%q is not an interface name", name))
+		}
+	}
+	for _, cidr := range o.ClusterCIDRs {
+		if !cidr.IsValid() {
+			errs = append(errs, errors.New("a cluster CIDR is not valid"))
+		}
+	}
+	if o.MasqueradeOutsiders && len(o.PodInterfaces) == 0 && len(o.ClusterCIDRs) == 0 && !o.NodePodCIDRs {
+		errs = append(errs, errors.New("masquerading outsiders needs cluster CIDRs or pod interfaces"))
+	}
+	return errors.Join(errs...)
+}
+
+// complete replaces nil functions.
+func (o *Observer) complete() {
+	if o.Restored == nil {
+		o.Restored = func(int, error) {}
+	}
+	if o.Holds == nil {
+		o.Holds = func(int) {}
+	}
+	if o.Drifted == nil {
+		o.Drifted = func() {}
+	}
+}
+
+// prefix is the beginning of the names of all chains and sets of the instance.
+func (o *Options) prefix() string {
+	if o.Instance == "" {
+		return "KPNG-"
+	}
+	return "KPNG-" + o.Instance + "-"
+}

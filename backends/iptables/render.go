@@ -1,0 +1,548 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package iptables
+
+import (
+	"cmp"
+	"crypto/sha256"
+	"encoding/base32"
+	"fmt"
+	"math"
+	"net/netip"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// chainID identifies a chain of one family.
+type chainID struct{ table, name string }
+
+// The tables, in the order in which they are written. So a frontend that loses its last
+// endpoint is rejected before table nat stops translating its packets.
+var tables = [...]string{filter, nat}
+
+const filter, nat = "filter", "nat"
+
+// The chains that every instance has, without the prefix of their names.
+const (
+	services    = "SERVICES"    // the first chain of each table
+	nodePorts   = "NODEPORTS"   // a dispatch chain for node ports
+	postrouting = "POSTROUTING" // masquerades marked packets
+	markPacket  = "MARK"        // marks packets to be masqueraded
+	outsiders   = "OUTSIDERS"   // marks packets to cluster IPs from outside the pod network
+	reject      = "REJECT"
+)
+
+// The kinds of sets. Set names have the number of the family at the end, because IPv4 and
+// IPv6 share the names.
+const (
+	rejectSet     = "REJECT"     // address, protocol and port of frontends that reject
+	dropSet       = "DROP"       // the same of frontends that drop
+	clusterIPSet  = "CLUSTERIPS" // cluster IPs, whose unknown ports are rejected
+	nodeAddresses = "NODE"       // the addresses of node ports
+)
+
+// setTypes has the type of each set.
+var setTypes = map[string]string{
+	rejectSet: "hash:ip,port", dropSet: "hash:ip,port", clusterIPSet: "hash:ip", nodeAddresses: "hash:ip",
+}
+
+// rendered has the content that a service needs in one family.
+type rendered struct {
+	// chains are the chains of the service alone. A rule is a line, without "-A" and the
+	// name of its chain, exactly as iptables-save prints it.
+	chains map[chainID]string
+	// entries are rules of dispatch chains.
+	entries map[entryID]string
+	// elements are elements of sets.
+	elements map[element]bool
+}
+
+// entryID identifies a rule of a dispatch chain by the match of a frontend. The rest of
+// the rule is a comment and a target.
+type entryID struct {
+	chain chainID
+	match string
+}
+
+// element is an element of the set of that kind.
+type element struct{ set, text string }
+
+func newRendered() *rendered {
+	return &rendered{map[chainID]string{}, map[entryID]string{}, map[element]bool{}}
+}
+
+func (r *rendered) add(table, name string, rules []string) {
+	r.chains[chainID{table, name}] = strings.Join(rules, "\n")
+}
+
+// environment has the properties of the node that affect rules.
+type environment struct {
+	// nodePorts are the addresses of node ports.
+	nodePorts []netip.Addr
+	// node are the addresses of the Node object, which source ranges may admit.
+	node []netip.Addr
+	// pods are the CIDRs of pods.
+	pods []netip.Prefix
+}
+
+func (e *environment) equal(o *environment) bool {
+	return slices.Equal(e.nodePorts, o.nodePorts) && slices.Equal(e.node, o.node) && slices.Equal(e.pods, o.pods)
+}
+
+// renderer computes rules. Its results depend only on its fields and arguments.
+type renderer struct {
+	opts     *Options
+	family   api.Family
+	withSets bool
+	env      environment
+}
+
+// name returns the full name of a chain.
+func (r *renderer) name(suffix string) string { return r.opts.prefix() + suffix }
+
+// isOwn reports whether a chain or set belongs to the instance.
+func (o *Options) isOwn(name string) bool {
+	suffix, ok := strings.CutPrefix(name, o.prefix())
+	return ok && suffix != "" && strings.Trim(suffix, "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789") == ""
+}
+
+// hashed returns the name of a chain that belongs to one service. Names of services are
+// too long for names of chains, so it has a hash with 75 bits of its parts.
+func (r *renderer) hashed(kind string, parts ...any) string {
+	h := sha256.New()
+	for _, part := range append(parts, int(r.family)) {
+		fmt.Fprintf(h, "%v\x00", part)
+	}
+	return r.name(kind + base32.StdEncoding.EncodeToString(h.Sum(nil))[:15])
+}
+
+func jump(target string) string { return "-j " + target }
+
+// setMatch returns the match of a packet in a set.
+func (r *renderer) setMatch(set, fields string) string {
+	return fmt.Sprintf("-m set --match-set %s %s ", r.setName(set), fields)
+}
+
+func (r *renderer) setName(set string) string { return fmt.Sprint(r.name(set), int(r.family)) }
+
+// prefixOf returns the prefix with only the address a.
+func prefixOf(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
+
+var protocolNames = map[api.Protocol]string{api.TCP: "tcp", api.UDP: "udp", api.SCTP: "sctp"}
+
+// match returns the match of a frontend. A node port matches at any address.
+func match(k *nodeview.FrontendKey) string {
+	var parts []string
+	if k.Kind != nodeview.NodePort {
+		parts = append(parts, "-d "+prefixOf(k.Addr).String())
+	}
+	if k.Port != 0 {
+		p := protocolNames[k.Protocol]
+		parts = append(parts, fmt.Sprintf("-p %s -m %s --dport %d", p, p, k.Port))
+	}
+	return strings.Join(parts, " ")
+}
+
+// fromHere matches packets that this node sends.
+const fromHere = "-m addrtype --src-type LOCAL "
+
+// podMatches returns matches of packets of this node's pods. Each ends with a blank.
+func (r *renderer) podMatches() (matches []string) {
+	for _, cidr := range r.env.pods {
+		switch {
+		case api.FamilyOf(cidr.Addr()) != r.family:
+		case cidr.Bits() == 0:
+			matches = append(matches, "")
+		default:
+			matches = append(matches, fmt.Sprintf("-s %s ", cidr.Masked()))
+		}
+	}
+	for _, name := range r.opts.PodInterfaces {
+		if prefix, ok := strings.CutSuffix(name, "*"); ok {
+			name = prefix + "+"
+		}
+		matches = append(matches, fmt.Sprintf("-i %s ", name))
+	}
+	return matches
+}
+
+// jumps are the rules in the kernel's own chains that lead to the chains of the instance.
+func (r *renderer) jumps() map[chainID]string {
+	return map[chainID]string{
+		{nat, "PREROUTING"}:  jump(r.name(services)),
+		{nat, "OUTPUT"}:      jump(r.name(services)),
+		{nat, "POSTROUTING"}: jump(r.name(postrouting)),
+		{filter, "INPUT"}:    "-m conntrack --ctstate NEW " + jump(r.name(services)),
+		{filter, "FORWARD"}:  "-m conntrack --ctstate NEW " + jump(r.name(services)),
+		{filter, "OUTPUT"}:   "-m conntrack --ctstate NEW " + jump(r.name(services)),
+	}
+}
+
+// skeleton returns the content that does not depend on services. The chains services and
+// nodePorts are not part of it, because they are dispatch chains.
+func (r *renderer) skeleton() *rendered {
+	out := newRendered()
+	bit := fmt.Sprintf("%#x", r.opts.MasqueradeMark)
+	out.add(nat, r.name(markPacket), []string{fmt.Sprintf("-j MARK --set-xmark %s/%s", bit, bit)})
+	out.add(nat, r.name(postrouting), []string{
+		fmt.Sprintf("-m mark ! --mark %s/%s -j RETURN", bit, bit),
+		fmt.Sprintf("-j MARK --set-xmark %s/0x0", bit),
+		"-j MASQUERADE --random-fully",
+	})
+	if rules := r.outsiders(); len(rules) > 0 {
+		out.add(nat, r.name(outsiders), rules)
+	}
+	icmp := "icmp-port-unreachable"
+	if r.family == api.IPv6 {
+		icmp = "icmp6-port-unreachable"
+	}
+	out.add(filter, r.name(reject), []string{"-p tcp -j REJECT --reject-with tcp-reset", "-j REJECT --reject-with " + icmp})
+	if r.withSets {
+		for _, a := range r.nodePortAddrs() {
+			out.elements[element{nodeAddresses, a.String()}] = true
+		}
+	}
+	return out
+}
+
+// outsiders returns the rules that mark connections to cluster IPs from outside the pod
+// network. In a family without pods in the options, it returns none.
+func (r *renderer) outsiders() (rules []string) {
+	switch {
+	case r.opts.MasqueradeAll:
+		return []string{jump(r.name(markPacket))}
+	case !r.opts.MasqueradeOutsiders:
+		return nil
+	}
+	for _, match := range r.podMatches() {
+		rules = append(rules, match+"-j RETURN")
+	}
+	if len(rules) > 0 {
+		rules = append(rules, jump(r.name(markPacket)))
+	}
+	return rules
+}
+
+// nodePortAddrs returns the addresses of node ports in the renderer's family.
+func (r *renderer) nodePortAddrs() (addrs []netip.Addr) {
+	for _, a := range r.env.nodePorts {
+		if api.FamilyOf(a) == r.family && !a.IsLoopback() {
+			addrs = append(addrs, a)
+		}
+	}
+	return addrs
+}
+
+// serviceRenderer renders one service.
+type serviceRenderer struct {
+	*renderer
+	se  *api.ServiceEndpoints
+	key string
+	out *rendered
+}
+
+// service returns the content for a view. A nil view needs none.
+func (r *renderer) service(se *api.ServiceEndpoints) *rendered {
+	s := serviceRenderer{r, se, "", newRendered()}
+	if se == nil {
+		return s.out
+	}
+	s.key = se.Key().String()
+	if !r.opts.AcceptUnknownPorts {
+		for _, a := range se.Service.IPs.ClusterIPs.Family(r.family) {
+			if r.withSets {
+				s.out.elements[element{clusterIPSet, a.String()}] = true
+			} else {
+				s.entry(filter, &nodeview.Frontend{FrontendKey: nodeview.FrontendKey{Kind: nodeview.ClusterIP, Addr: a, Family: r.family}}, r.name(reject))
+			}
+		}
+	}
+	for f := range nodeview.Frontends(se) {
+		if f.Family != r.family {
+			continue
+		}
+		if target := s.translated(&f); target != "" {
+			s.entry(nat, &f, target)
+		}
+		s.untranslated(&f)
+	}
+	return s.out
+}
+
+// entry adds the entry of a frontend to its dispatch chain.
+func (s *serviceRenderer) entry(table string, f *nodeview.Frontend, target string) {
+	id := entryID{chainID{table, s.name(dispatchChain(&f.FrontendKey))}, match(&f.FrontendKey)}
+	s.out.entries[id] = s.comment(f) + jump(target)
+}
+
+var plainName = regexp.MustCompile(`^[A-Za-z0-9._:/-]{1,200}$`)
+
+// comment returns a comment with the name of the service port. It returns none if the
+// name has unusual characters, which the API does not allow.
+func (s *serviceRenderer) comment(f *nodeview.Frontend) string {
+	text := s.key
+	if f.ServicePort != nil && f.ServicePort.Name != "" {
+		text += ":" + f.ServicePort.Name
+	}
+	if !plainName.MatchString(text) {
+		return ""
+	}
+	return fmt.Sprintf("-m comment --comment %q ", text)
+}
+
+// port returns the name of the service port of f.
+func port(f *nodeview.Frontend) string {
+	if f.ServicePort == nil {
+		return "all"
+	}
+	return fmt.Sprint(f.ServicePort.Protocol, f.ServicePort.Port)
+}
+
+// translated returns the chain of table nat for the packets of f. It returns "" if there
+// is no endpoint for any packet.
+func (s *serviceRenderer) translated(f *nodeview.Frontend) string {
+	var rules []string
+	kind := "C" // the chain of a cluster IP
+	switch f.Masquerade {
+	case nodeview.MasqueradeIfAsked:
+		list := s.list(f, &f.Elsewhere)
+		if list == "" || len(s.outsiders()) == 0 {
+			return list
+		}
+		rules = append(rules, jump(s.name(outsiders)), jump(list))
+	case nodeview.MasqueradeAll:
+		kind = "X" // the chain of external frontends
+		if list := s.list(f, &f.Elsewhere); list != "" {
+			rules = append(rules, jump(s.name(markPacket)), jump(list))
+		}
+	case nodeview.MasqueradeNode:
+		kind = "X"
+		if list := s.list(f, &f.Node); list != "" {
+			rules = append(rules, fromHere+jump(s.name(markPacket)), fromHere+jump(list))
+			for _, match := range s.podMatches() {
+				rules = append(rules, match+jump(list))
+			}
+		}
+		if list := s.list(f, &f.Elsewhere); list != "" {
+			rules = append(rules, jump(list))
+		}
+	}
+	if len(rules) == 0 {
+		return ""
+	}
+	chain := s.hashed(kind, s.key, port(f))
+	s.out.add(nat, chain, rules)
+	if !f.Sources.Restricted {
+		return chain
+	}
+	filtered := s.hashed("F", s.key, port(f), f.Addr)
+	s.out.add(nat, filtered, s.fromSources(f, chain))
+	return filtered
+}
+
+// fromSources returns rules that send packets from the sources that f admits to a chain.
+func (s *serviceRenderer) fromSources(f *nodeview.Frontend, target string) (rules []string) {
+	for _, prefix := range f.Sources.Prefixes(s.env.node) {
+		rules = append(rules, fmt.Sprintf("-s %s %s", prefix.Masked(), jump(target)))
+	}
+	return rules
+}
+
+// untranslated adds the content of table filter for the packets of f that table nat did
+// not translate.
+func (s *serviceRenderer) untranslated(f *nodeview.Frontend) {
+	verdict := cmp.Or(f.Elsewhere.Verdict, f.Node.Verdict)
+	set, target := rejectSet, s.name(reject)
+	if verdict != nodeview.Reject {
+		set, target = dropSet, "DROP"
+	}
+	switch {
+	case f.Sources.Restricted && verdict == nodeview.Reject:
+		chain := s.hashed("R", s.key, port(f), f.Addr)
+		s.out.add(filter, chain, append(s.fromSources(f, target), "-j DROP"))
+		target = chain
+	case f.Sources.Restricted:
+	case verdict == nodeview.Forward:
+		return
+	case s.withSets && f.Kind != nodeview.NodePort && f.Port != 0:
+		s.out.elements[element{set, fmt.Sprintf("%s,%s:%d", f.Addr, protocolNames[f.Protocol], f.Port)}] = true
+		return
+	}
+	s.entry(filter, f, target)
+}
+
+// list adds the chain that selects an endpoint of t, and returns its name. It returns ""
+// if the verdict of t is not Forward.
+func (s *serviceRenderer) list(f *nodeview.Frontend, t *nodeview.Traffic) string {
+	if t.Verdict != nodeview.Forward {
+		return ""
+	}
+	chain := s.hashed("L", s.key, port(f), uint64(t.List))
+	if _, ok := s.out.chains[chainID{nat, chain}]; ok {
+		return chain
+	}
+	var known, random []string
+	for i := range t.Endpoints {
+		target, protocol := s.endpoint(f, &t.Endpoints[i])
+		if f.Affinity > 0 {
+			known = append(known, fmt.Sprintf("-m recent --rcheck --seconds %d --reap %s-j %s", int64(f.Affinity/time.Second), s.clients(target), target))
+		}
+		random = append(random, protocol+oneIn(len(t.Endpoints)-i)+jump(target))
+	}
+	s.out.add(nat, chain, append(known, random...))
+	return chain
+}
+
+// endpoint returns the target that sends packets of f to the endpoint e, and the match of
+// the protocol that the target needs. The target is a chain if more than the destination
+// of packets changes.
+func (s *serviceRenderer) endpoint(f *nodeview.Frontend, e *nodeview.Target) (target, protocol string) {
+	to := e.Addr.String()
+	if e.Port != 0 {
+		to = netip.AddrPortFrom(e.Addr, uint16(e.Port)).String()
+		protocol = "-p " + protocolNames[f.Protocol] + " "
+	}
+	target = "DNAT --to-destination " + to
+	if !e.Local && f.Affinity == 0 {
+		return target, protocol
+	}
+	chain := s.hashed("E", s.key, port(f), to)
+	var rules []string
+	if e.Local { // a connection of the endpoint to itself
+		rules = append(rules, fmt.Sprintf("-s %s %s", prefixOf(e.Addr), jump(s.name(markPacket))))
+	}
+	if f.Affinity > 0 {
+		protocol += "-m recent --set " + s.clients(chain)
+	}
+	s.out.add(nat, chain, append(rules, protocol+jump(target)))
+	return chain, ""
+}
+
+// clients returns the options of the match recent that select the list of an endpoint's
+// clients. The list has the name of the endpoint's chain.
+func (s *serviceRenderer) clients(chain string) string {
+	mask := "255.255.255.255"
+	if s.family == api.IPv6 {
+		mask = "ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff"
+	}
+	return fmt.Sprintf("--name %s --mask %s --rsource ", chain, mask)
+}
+
+// oneIn returns the match of one of n packets at random. The kernel has 31 bits for the
+// probability.
+func oneIn(n int) string {
+	if n == 1 {
+		return ""
+	}
+	return fmt.Sprintf("-m statistic --mode random --probability %.11f ", math.Round((1<<31)/float64(n))/(1<<31))
+}
+
+// Dispatch chains form a tree. The chain services selects one of 16 chains by the lowest
+// four bits of the destination address, and that one selects one of 16 chains by the next
+// four bits. The chain nodePorts selects a chain by protocol and port.
+
+// dispatchChain returns the chain for the entry of a frontend, without the prefix.
+func dispatchChain(k *nodeview.FrontendKey) string {
+	if k.Kind == nodeview.NodePort {
+		return fmt.Sprintf("N%c%X", k.Protocol.String()[0], k.Port/portsPerChain)
+	}
+	b := k.Addr.AsSlice()
+	last := b[len(b)-1]
+	return fmt.Sprintf("D%X%X", last&15, last>>4)
+}
+
+// portsPerChain is the number of node ports of a dispatch chain.
+const portsPerChain = 64
+
+// dispatchName matches the names of dispatch chains that have entries, without the
+// prefix.
+var dispatchName = regexp.MustCompile(`^(D[0-9A-F]{2}|N[TUS][0-9A-F]+)$`)
+
+// parent returns the dispatch chain that leads to the dispatch chain with that suffix. It
+// returns "" for the chain services, which is the root.
+func parent(suffix string) string {
+	switch {
+	case suffix == services:
+		return ""
+	case suffix == nodePorts:
+		return services
+	case suffix[0] == 'N':
+		return nodePorts
+	case len(suffix) == 3: // such as D3F
+		return suffix[:2]
+	default:
+		return services
+	}
+}
+
+// branch returns the rules in the parent of a dispatch chain that lead to it.
+func (r *renderer) branch(suffix string) []string {
+	target := jump(r.name(suffix))
+	switch {
+	case suffix == nodePorts && r.withSets:
+		return []string{r.setMatch(nodeAddresses, "dst") + target}
+	case suffix == nodePorts:
+		var rules []string
+		for _, a := range r.nodePortAddrs() {
+			rules = append(rules, fmt.Sprintf("-d %s %s", prefixOf(a), target))
+		}
+		return rules
+	case suffix[0] == 'N':
+		protocol := map[byte]string{'T': "tcp", 'U': "udp", 'S': "sctp"}[suffix[1]]
+		var group int
+		fmt.Sscanf(suffix[2:], "%X", &group)
+		return []string{fmt.Sprintf("-p %s -m %s --dport %d:%d %s", protocol, protocol, group*portsPerChain, (group+1)*portsPerChain-1, target)}
+	default:
+		var value byte
+		fmt.Sscanf(suffix[len(suffix)-1:], "%X", &value)
+		mask := byte(0x0f)
+		if len(suffix) == 3 {
+			value, mask = value<<4, 0xf0
+		}
+		return []string{fmt.Sprintf("-d %s/%s %s", r.lowest(value), r.lowest(mask), target)}
+	}
+}
+
+// lowest returns an address that is zero except for its last octet.
+func (r *renderer) lowest(value byte) netip.Addr {
+	b := make([]byte, addrLen(r.family))
+	b[len(b)-1] = value
+	a, _ := netip.AddrFromSlice(b)
+	return a
+}
+
+func addrLen(family api.Family) int {
+	if family == api.IPv6 {
+		return 16
+	}
+	return 4
+}
+
+// dispatch returns the rules of a dispatch chain with these entries and children.
+func (r *renderer) dispatch(id chainID, entries []string, children []string) string {
+	rules := entries
+	isFilterRoot := id == chainID{filter, r.name(services)}
+	if isFilterRoot && r.withSets {
+		rules = append(rules, r.setMatch(dropSet, "dst,dst")+"-j DROP", r.setMatch(rejectSet, "dst,dst")+jump(r.name(reject)))
+	}
+	for _, suffix := range children {
+		rules = append(rules, r.branch(suffix)...)
+	}
+	if isFilterRoot && r.withSets && !r.opts.AcceptUnknownPorts {
+		rules = append(rules, r.setMatch(clusterIPSet, "dst")+jump(r.name(reject)))
+	}
+	return strings.Join(rules, "\n")
+}
+
+// sortEntries sorts the entries of a dispatch chain, so that an entry for one port of an
+// address precedes the entry for all its ports.
+func sortEntries(matches []string) {
+	slices.SortFunc(matches, func(a, b string) int { return strings.Compare(b, a) })
+}

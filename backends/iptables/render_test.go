@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package iptables
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+)
+
+// lines returns the content of r, sorted. Chains of services get short names, such as
+// L1 for the first list.
+func (r *rendered) lines(opts *Options) []string {
+	var out []string
+	names := map[string]string{}
+	count := map[byte]int{}
+	var ids []chainID
+	for id := range r.chains {
+		ids = append(ids, id)
+	}
+	slices.SortFunc(ids, func(a, b chainID) int {
+		return strings.Compare(r.chains[a]+a.name[:len(opts.prefix())+1], r.chains[b]+b.name[:len(opts.prefix())+1])
+	})
+	for _, id := range ids {
+		kind := strings.TrimPrefix(id.name, opts.prefix())[0]
+		if _, ok := names[id.name]; !ok {
+			count[kind]++
+			names[id.name] = fmt.Sprintf("%c%d", kind, count[kind])
+		}
+	}
+	short := func(s string) string {
+		for long, name := range names {
+			s = strings.ReplaceAll(s, long, name)
+		}
+		return strings.ReplaceAll(s, opts.prefix(), "")
+	}
+	for id, rules := range r.chains {
+		for i, rule := range strings.Split(rules, "\n") {
+			out = append(out, short(fmt.Sprintf("%s %s %d: %s", id.table, id.name, i+1, rule)))
+		}
+	}
+	for id, rest := range r.entries {
+		out = append(out, short(fmt.Sprintf("%s %s: %s %s", id.chain.table, id.chain.name, id.match, rest)))
+	}
+	for e := range r.elements {
+		out = append(out, e.set+" has "+e.text)
+	}
+	slices.Sort(out)
+	return out
+}
+
+func TestServicesAreRendered(t *testing.T) {
+	rename := func(s *api.Service) { s.Ports[0].Name = "a\"\n-j ACCEPT" }
+	outside := func(o *Options) {
+		o.MasqueradeOutsiders, o.PodInterfaces = true, []string{"veth*"}
+		o.ClusterCIDRs = []netip.Prefix{netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00::/8")}
+	}
+	for _, c := range []struct {
+		name     string
+		view     *api.ServiceEndpoints
+		family   api.Family
+		withSets bool
+		opts     func(*Options)
+		want     string
+	}{{
+		name: "a cluster IP with endpoints elsewhere needs one chain", family: api.IPv4,
+		view: view("a", "10.96.0.31", "10.1.0.1 10.1.0.2 10.1.0.3"),
+		want: `
+			filter DF1: -d 10.96.0.31/32 -m comment --comment "default/a" -j REJECT
+			nat DF1: -d 10.96.0.31/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j L1
+			nat L1 1: -p tcp -m statistic --mode random --probability 0.33333333349 -j DNAT --to-destination 10.1.0.1:8080
+			nat L1 2: -p tcp -m statistic --mode random --probability 0.50000000000 -j DNAT --to-destination 10.1.0.2:8080
+			nat L1 3: -p tcp -j DNAT --to-destination 10.1.0.3:8080`,
+	}, {
+		name: "an endpoint on this node has a chain for connections to itself", family: api.IPv6,
+		view: view("a", "fd00:96::1f", "!fd00::1"), withSets: true,
+		want: `
+			CLUSTERIPS has fd00:96::1f
+			nat DF1: -d fd00:96::1f/128 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j L1
+			nat E1 1: -s fd00::1/128 -j MARK
+			nat E1 2: -p tcp -j DNAT --to-destination [fd00::1]:8080
+			nat L1 1: -j E1`,
+	}, {
+		name: "session affinity looks for the client first", family: api.IPv4,
+		view: view("a", "10.96.0.31", "10.1.0.1 10.1.0.2", affinity), withSets: true,
+		want: `
+			CLUSTERIPS has 10.96.0.31
+			nat DF1: -d 10.96.0.31/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j L1
+			nat E1 1: -p tcp -m recent --set --name E1 --mask 255.255.255.255 --rsource -j DNAT --to-destination 10.1.0.1:8080
+			nat E2 1: -p tcp -m recent --set --name E2 --mask 255.255.255.255 --rsource -j DNAT --to-destination 10.1.0.2:8080
+			nat L1 1: -m recent --rcheck --seconds 100 --reap --name E1 --mask 255.255.255.255 --rsource -j E1
+			nat L1 2: -m recent --rcheck --seconds 100 --reap --name E2 --mask 255.255.255.255 --rsource -j E2
+			nat L1 3: -m statistic --mode random --probability 0.50000000000 -j E1
+			nat L1 4: -j E2`,
+	}, {
+		name: "no endpoint at all, with sets", family: api.IPv4, withSets: true,
+		view: view("a", "10.96.0.31", "", loadBalancer),
+		want: `
+			CLUSTERIPS has 10.96.0.31
+			REJECT has 10.96.0.31,tcp:80
+			REJECT has 203.0.113.1,tcp:80
+			filter NT1D6: -p tcp -m tcp --dport 30080 -m comment --comment "default/a:http" -j REJECT`,
+	}, {
+		name: "no endpoint at all, without sets", family: api.IPv4,
+		view: view("a", "10.96.0.31", "", loadBalancer),
+		want: `
+			filter D10: -d 203.0.113.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j REJECT
+			filter DF1: -d 10.96.0.31/32 -m comment --comment "default/a" -j REJECT
+			filter DF1: -d 10.96.0.31/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j REJECT
+			filter NT1D6: -p tcp -m tcp --dport 30080 -m comment --comment "default/a:http" -j REJECT`,
+	}, {
+		name: "external addresses with policy Cluster are masqueraded", family: api.IPv4, withSets: true,
+		view: view("a", "10.96.0.31", "10.1.0.1", loadBalancer),
+		want: `
+			CLUSTERIPS has 10.96.0.31
+			nat D10: -d 203.0.113.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j X1
+			nat DF1: -d 10.96.0.31/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j L1
+			nat L1 1: -p tcp -j DNAT --to-destination 10.1.0.1:8080
+			nat NT1D6: -p tcp -m tcp --dport 30080 -m comment --comment "default/a:http" -j X1
+			nat X1 1: -j MARK
+			nat X1 2: -j L1`,
+	}, {
+		name: "external policy Local drops what is from elsewhere and forwards the node's traffic", family: api.IPv4, withSets: true,
+		view: view("a", "10.96.0.31", "10.1.0.1", loadBalancer, externalLocal), opts: outside,
+		want: `
+			CLUSTERIPS has 10.96.0.31
+			DROP has 203.0.113.1,tcp:80
+			filter NT1D6: -p tcp -m tcp --dport 30080 -m comment --comment "default/a:http" -j DROP
+			nat C1 1: -j OUTSIDERS
+			nat C1 2: -j L1
+			nat D10: -d 203.0.113.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j X1
+			nat DF1: -d 10.96.0.31/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j C1
+			nat L1 1: -p tcp -j DNAT --to-destination 10.1.0.1:8080
+			nat NT1D6: -p tcp -m tcp --dport 30080 -m comment --comment "default/a:http" -j X1
+			nat X1 1: -m addrtype --src-type LOCAL -j MARK
+			nat X1 2: -m addrtype --src-type LOCAL -j L1
+			nat X1 3: -s 10.0.0.0/8 -j L1
+			nat X1 4: -i veth+ -j L1`,
+	}, {
+		name: "source ranges restrict load-balancer IPs only", family: api.IPv4, withSets: true,
+		view: view("a", "10.96.0.31", "10.1.0.1", loadBalancer, sourceRanges),
+		want: `
+			CLUSTERIPS has 10.96.0.31
+			filter D10: -d 203.0.113.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j DROP
+			nat D10: -d 203.0.113.1/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j F1
+			nat DF1: -d 10.96.0.31/32 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j L1
+			nat F1 1: -s 198.51.100.0/24 -j X1
+			nat L1 1: -p tcp -j DNAT --to-destination 10.1.0.1:8080
+			nat NT1D6: -p tcp -m tcp --dport 30080 -m comment --comment "default/a:http" -j X1
+			nat X1 1: -j MARK
+			nat X1 2: -j L1`,
+	}, {
+		name: "source ranges apply before rejecting", family: api.IPv6, withSets: true,
+		view: view("a", "", "", loadBalancer, sourceRanges),
+		want: `
+			filter D10: -d 2001:db8:1::1/128 -p tcp -m tcp --dport 80 -m comment --comment "default/a:http" -j R1
+			filter NT1D6: -p tcp -m tcp --dport 30080 -m comment --comment "default/a:http" -j REJECT
+			filter R1 1: -s 2001:db8:2::/48 -j REJECT
+			filter R1 2: -j DROP`,
+	}, {
+		name: "an all-ports service keeps ports", family: api.IPv4, withSets: true,
+		view: view("a", "10.96.0.31", "10.1.0.1", allPorts),
+		want: `
+			CLUSTERIPS has 10.96.0.31
+			nat DF1: -d 10.96.0.31/32 -m comment --comment "default/a" -j L1
+			nat L1 1: -j DNAT --to-destination 10.1.0.1`,
+	}, {
+		name: "an unusual name is not in a comment", family: api.IPv4, withSets: true,
+		view: view("a", "10.96.0.31", "10.1.0.1", rename),
+		want: `
+			CLUSTERIPS has 10.96.0.31
+			nat DF1: -d 10.96.0.31/32 -p tcp -m tcp --dport 80 -j L1
+			nat L1 1: -p tcp -j DNAT --to-destination 10.1.0.1:8080`,
+	}} {
+		t.Run(c.name, func(t *testing.T) {
+			opts := Options{Instance: "test"}
+			if c.opts != nil {
+				c.opts(&opts)
+			}
+			r := renderer{opts: &opts, family: c.family, withSets: c.withSets, env: environment{pods: opts.ClusterCIDRs}}
+			var want []string
+			for line := range strings.Lines(strings.TrimPrefix(c.want, "\n")) {
+				want = append(want, strings.TrimSpace(line))
+			}
+			if diff := cmp.Diff(want, r.service(c.view).lines(&opts)); diff != "" {
+				t.Errorf("rules differ (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestOwnNames(t *testing.T) {
+	for name, want := range map[string]map[string]bool{
+		"":     {"KPNG-SERVICES": true, "KPNG-D3F": true, "KPNG-blue-SERVICES": false, "KPNG-": false, "KUBE-SERVICES": false, "KPNG-mine": false},
+		"blue": {"KPNG-SERVICES": false, "KPNG-blue-SERVICES": true, "KPNG-blue2-SERVICES": false},
+	} {
+		for chain, want := range want {
+			if got := (&Options{Instance: name}).isOwn(chain); got != want {
+				t.Errorf("instance %q owns chain %s: %t, want %t", name, chain, got, want)
+			}
+		}
+	}
+}
+
+// The kernel limits names of chains to 28 characters, and names of sets to 31.
+func TestNamesAreShortEnough(t *testing.T) {
+	r := renderer{opts: &Options{Instance: "sixsix"}, family: api.IPv6}
+	for _, name := range []string{r.hashed("L", "default/a"), r.name(postrouting), r.setName(clusterIPSet) + "NEW"} {
+		if limit := 28; len(name) > limit {
+			t.Errorf("%s has %d characters, more than %d", name, len(name), limit)
+		}
+	}
+}
+
+func TestOptionsAreChecked(t *testing.T) {
+	for want, opts := range map[string]Options{
+		"":                      {},
+		"instance":              {Instance: "a-b"},
+		"not a single bit":      {MasqueradeMark: 3},
+		"kube-proxy's":          {MasqueradeMark: 0x4000},
+		"not an interface name": {PodInterfaces: []string{"a b"}},
+		"less than a second":    {LockWait: 1},
+		"masquerading outsiders needs cluster CIDRs or pod interfaces": {MasqueradeOutsiders: true},
+	} {
+		_, err := New(opts)
+		if (err == nil) != (want == "") || err != nil && !strings.Contains(err.Error(), want) {
+			t.Errorf("options %+v: error %v, want %q", opts, err, want)
+		}
+	}
+}

@@ -1,0 +1,689 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package iptables
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash/maphash"
+	"iter"
+	"maps"
+	"slices"
+	"strings"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/sink"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/klog/v2"
+)
+
+// ruleset has the rules of one family: those that the services need, and those in the
+// kernel. A change first modifies the needed rules. Then commit writes the differences.
+type ruleset struct {
+	renderer
+	run *runner
+
+	// records has what each service needs. The record of the empty key has the skeleton.
+	records map[types.NamespacedName]*rendered
+	// chains has the rules of each needed chain.
+	chains map[chainID]string
+	// claims has the entries of each dispatch chain by their match. If several services
+	// claim a match, the last one has it.
+	claims map[chainID]map[string][]claim
+	// branches has the children of each dispatch chain.
+	branches map[chainID]map[string]bool
+	// users has the number of services that need an element.
+	users map[element]int
+	// undo has functions that restore the fields above, in order. It is for services that
+	// fail.
+	undo []func()
+
+	// inKernel has the digest of each chain in the kernel, 0 if that is not known.
+	inKernel map[chainID]uint64
+	// inSets are the elements of the sets in the kernel.
+	inSets map[element]bool
+	// The changed chains and elements may differ from those in the kernel.
+	changedChains   map[chainID]bool
+	changedElements map[element]bool
+	// jumpLines are lines for each table that correct the rules of the kernel's chains.
+	jumpLines map[string][]string
+	// held are the elements that existed when the pass began, and that no service has
+	// claimed since. Each counts as a user of its element.
+	held map[element]bool
+	// holding is true from begin to prune. Until then no chain of a service is deleted,
+	// because rules of an earlier process may lead to it.
+	holding bool
+	// inexact reports that iptables-save prints rules in another form than this package
+	// writes them. The first verify finds out; then calibrated is true.
+	inexact, calibrated bool
+	// verified is the generation of nf_tables in which the rules were compared, 0 for none.
+	verified uint32
+}
+
+// claim is an entry of a dispatch chain. The owner is empty if the entry existed when the
+// pass began.
+type claim struct {
+	owner types.NamespacedName
+	rest  string // of the rule, after its match
+}
+
+// skeletonKey is the key of the record of the skeleton. No service has it.
+var skeletonKey = types.NamespacedName{Name: "/skeleton"}
+
+var digestSeed = maphash.MakeSeed()
+
+func digest(rules string) uint64 { return maphash.String(digestSeed, rules) | 1 }
+
+// begin reads the rules and sets in the kernel, and creates the skeleton. Existing chains,
+// entries and elements stay until prune.
+func (t *ruleset) begin(ctx context.Context) error {
+	elements := map[element]bool{}
+	if t.withSets {
+		err := t.run.createSets(ctx, t.allSets(), t.family)
+		if err == nil {
+			elements, err = t.readSets(ctx)
+		}
+		if err != nil {
+			return err
+		}
+	}
+	saved, err := t.readRules(ctx)
+	if err != nil {
+		return err
+	}
+	*t = ruleset{
+		renderer: t.renderer, run: t.run, inexact: t.inexact, calibrated: t.calibrated,
+		records:         map[types.NamespacedName]*rendered{},
+		chains:          map[chainID]string{},
+		claims:          map[chainID]map[string][]claim{},
+		branches:        map[chainID]map[string]bool{},
+		users:           map[element]int{},
+		inKernel:        map[chainID]uint64{},
+		inSets:          elements,
+		held:            map[element]bool{},
+		holding:         true,
+		changedChains:   map[chainID]bool{},
+		changedElements: map[element]bool{},
+		jumpLines:       saved.jumpLines(t.jumps()),
+	}
+	for e := range elements {
+		t.held[e] = true
+		t.users[e]++
+	}
+	for id, rules := range saved.chains {
+		t.inKernel[id] = digest(rules)
+		if !t.isDispatch(id) {
+			t.chains[id] = rules
+			continue
+		}
+		t.changedChains[id] = true
+		if !dispatchName.MatchString(t.suffix(id)) {
+			continue // its rules follow from its children
+		}
+		for rule := range strings.SplitSeq(rules, "\n") {
+			if match, rest := splitEntry(rule); rest != "" {
+				t.claim(entryID{id, match}, claim{rest: rest})
+			}
+		}
+	}
+	for _, table := range tables {
+		t.changedChains[chainID{table, t.name(services)}] = true
+	}
+	t.replace(skeletonKey, t.skeleton())
+	t.undo = nil
+	return t.commit(ctx)
+}
+
+// splitEntry splits a rule of a dispatch chain after its match.
+func splitEntry(rule string) (match, rest string) {
+	at := strings.Index(rule, "-j ")
+	if comment := strings.Index(rule, "-m comment "); comment >= 0 {
+		at = min(at, comment)
+	}
+	if at < 0 {
+		return rule, ""
+	}
+	return strings.TrimSuffix(rule[:at], " "), rule[at:]
+}
+
+func (t *ruleset) allSets() map[string]string {
+	sets := map[string]string{}
+	for kind, setType := range setTypes {
+		sets[t.setName(kind)] = setType
+	}
+	return sets
+}
+
+// setEnvironment renders the skeleton and all views again if env differs from the present
+// environment.
+func (t *ruleset) setEnvironment(ctx context.Context, env environment, views iter.Seq2[types.NamespacedName, *api.ServiceEndpoints]) error {
+	if t.env.equal(&env) {
+		return nil
+	}
+	t.env = env
+	t.replace(skeletonKey, t.skeleton())
+	for _, table := range tables {
+		t.changedChains[chainID{table, t.name(services)}] = true
+	}
+	for key, view := range views {
+		t.replace(key, t.service(view))
+	}
+	t.undo = nil
+	return t.commit(ctx)
+}
+
+// service is a service to program. A nil view needs nothing.
+type service struct {
+	key  types.NamespacedName
+	view *api.ServiceEndpoints
+}
+
+// apply programs services. If the kernel refuses the rules of some, apply finds them,
+// keeps their old rules and adds them to failed. It returns an error if the cause is not
+// one of the services.
+func (t *ruleset) apply(ctx context.Context, list []service, failed *sink.Failed) error {
+	t.undo = nil
+	for _, s := range list {
+		failed.Do(s.key, func() error {
+			t.replace(s.key, t.service(s.view))
+			return nil
+		})
+	}
+	err := t.commit(ctx)
+	if err == nil {
+		return nil
+	}
+	for _, undo := range slices.Backward(t.undo) {
+		undo()
+	}
+	t.undo = nil
+	if len(list) == 0 || isGeneral(err) || ctx.Err() != nil {
+		return err
+	}
+	// If the kernel accepts the old rules, the cause is one of the services.
+	if oldErr := t.commit(ctx); oldErr != nil {
+		return errors.Join(err, oldErr)
+	}
+	if len(list) == 1 {
+		failed.Add(list[0].key, err)
+		return nil
+	}
+	half := len(list) / 2
+	if err := t.apply(ctx, list[:half], failed); err != nil {
+		return err
+	}
+	return t.apply(ctx, list[half:], failed)
+}
+
+// replace replaces what a service needs.
+func (t *ruleset) replace(key types.NamespacedName, next *rendered) {
+	last := t.records[key]
+	if last == nil {
+		last = newRendered()
+	}
+	for id := range last.chains {
+		if _, ok := next.chains[id]; !ok && !t.holding {
+			t.setChain(id, "", false)
+		}
+	}
+	for id, rules := range next.chains {
+		t.setChain(id, rules, true)
+	}
+	for id := range last.entries {
+		if _, ok := next.entries[id]; !ok {
+			t.unclaim(id, key)
+		}
+	}
+	for id, rest := range next.entries {
+		t.claim(id, claim{key, rest})
+	}
+	for e := range last.elements {
+		if !next.elements[e] {
+			t.use(e, -1)
+		}
+	}
+	for e := range next.elements {
+		if !last.elements[e] {
+			t.use(e, 1)
+		}
+	}
+	t.setRecord(key, next)
+}
+
+func (t *ruleset) setRecord(key types.NamespacedName, next *rendered) {
+	last, had := t.records[key]
+	t.undo = append(t.undo, func() { put(t.records, key, last, had) })
+	put(t.records, key, next, len(next.chains)+len(next.entries)+len(next.elements) > 0)
+}
+
+// put sets a key of a map, or deletes it.
+func put[K comparable, V any](m map[K]V, key K, value V, keep bool) {
+	if keep {
+		m[key] = value
+	} else {
+		delete(m, key)
+	}
+}
+
+// setChain sets the rules of a chain. If keep is false, the chain is not needed.
+func (t *ruleset) setChain(id chainID, rules string, keep bool) {
+	last, had := t.chains[id]
+	if had == keep && last == rules {
+		return
+	}
+	t.undo = append(t.undo, func() {
+		put(t.chains, id, last, had)
+		t.changedChains[id] = true
+	})
+	put(t.chains, id, rules, keep)
+	t.changedChains[id] = true
+}
+
+// use adds n users of an element. The first user of a held element takes it over.
+func (t *ruleset) use(e element, n int) {
+	if n > 0 && t.held[e] {
+		t.undo = append(t.undo, func() { t.held[e] = true })
+		delete(t.held, e)
+		return
+	}
+	t.undo = append(t.undo, func() { t.addUsers(e, -n) })
+	t.addUsers(e, n)
+}
+
+func (t *ruleset) addUsers(e element, n int) {
+	users := t.users[e] + n
+	put(t.users, e, users, users > 0)
+	t.changedElements[e] = true
+}
+
+// claim adds or replaces the entry of a service in a dispatch chain. It takes over an
+// entry that existed when the pass began.
+func (t *ruleset) claim(id entryID, c claim) {
+	list := t.claims[id.chain][id.match]
+	if slices.Contains(list, c) {
+		return
+	}
+	t.setClaims(id, append(without(without(list, c.owner), types.NamespacedName{}), c))
+}
+
+// unclaim removes the entry of a service from a dispatch chain.
+func (t *ruleset) unclaim(id entryID, owner types.NamespacedName) {
+	t.setClaims(id, without(t.claims[id.chain][id.match], owner))
+}
+
+// without returns a copy of list without the claims of owner.
+func without(list []claim, owner types.NamespacedName) []claim {
+	return slices.DeleteFunc(slices.Clone(list), func(c claim) bool { return c.owner == owner })
+}
+
+func (t *ruleset) setClaims(id entryID, list []claim) {
+	last := t.claims[id.chain][id.match]
+	t.undo = append(t.undo, func() { t.putClaims(id, last) })
+	t.putClaims(id, list)
+}
+
+func (t *ruleset) putClaims(id entryID, list []claim) {
+	if t.claims[id.chain] == nil {
+		t.claims[id.chain] = map[string][]claim{}
+	}
+	put(t.claims[id.chain], id.match, list, len(list) > 0)
+	t.growOrPrune(id.chain, len(t.claims[id.chain]) > 0)
+}
+
+// growOrPrune makes a dispatch chain exist, or not exist, in its parent.
+func (t *ruleset) growOrPrune(id chainID, exists bool) {
+	t.changedChains[id] = true
+	up := parent(t.suffix(id))
+	if up == "" {
+		return
+	}
+	suffix := t.suffix(id)
+	upID := chainID{id.table, t.name(up)}
+	if t.branches[upID] == nil {
+		t.branches[upID] = map[string]bool{}
+	}
+	if t.branches[upID][suffix] != exists {
+		put(t.branches[upID], suffix, true, exists)
+		t.growOrPrune(upID, len(t.branches[upID]) > 0)
+	}
+}
+
+func (t *ruleset) suffix(id chainID) string { return strings.TrimPrefix(id.name, t.opts.prefix()) }
+
+func (t *ruleset) isDispatch(id chainID) bool {
+	s := t.suffix(id)
+	return s == services || s == nodePorts || len(s) == 2 && s[0] == 'D' || dispatchName.MatchString(s)
+}
+
+// renderDispatch updates the rules of a dispatch chain.
+func (t *ruleset) renderDispatch(id chainID) {
+	var entries []string
+	matches := slices.Collect(maps.Keys(t.claims[id]))
+	sortEntries(matches)
+	for _, match := range matches {
+		list := t.claims[id][match]
+		entries = append(entries, strings.TrimPrefix(match+" "+list[len(list)-1].rest, " "))
+	}
+	children := slices.Sorted(maps.Keys(t.branches[id]))
+	exists := len(entries)+len(children) > 0 || t.suffix(id) == services
+	put(t.chains, id, t.dispatch(id, entries, children), exists)
+}
+
+// commit writes the changed elements and chains whose content differs from the kernel. If
+// it fails, the kernel may have some of the changes. Then the next commit writes these
+// chains again.
+func (t *ruleset) commit(ctx context.Context) error {
+	var add, remove []string
+	var added, removed []element
+	for e := range t.changedElements {
+		switch {
+		case t.users[e] > 0 && !t.inSets[e]:
+			add, added = append(add, t.setName(e.set)+" "+e.text), append(added, e)
+		case t.users[e] == 0 && t.inSets[e]:
+			remove, removed = append(remove, t.setName(e.set)+" "+e.text), append(removed, e)
+		}
+	}
+	if err := t.run.changeSets(ctx, "add", add); err != nil {
+		return err
+	}
+	for _, e := range added {
+		t.inSets[e] = true
+	}
+	if err := t.writeChains(ctx); err != nil {
+		return err
+	}
+	if err := t.run.changeSets(ctx, "del", remove); err != nil {
+		return err
+	}
+	for _, e := range removed {
+		delete(t.inSets, e)
+	}
+	clear(t.changedElements)
+	return nil
+}
+
+// writeChains writes the changed chains.
+func (t *ruleset) writeChains(ctx context.Context) error {
+	for id := range t.changedChains {
+		if t.isDispatch(id) {
+			t.renderDispatch(id)
+		}
+	}
+	var write []chainID
+	for id := range t.changedChains {
+		rules, needed := t.chains[id]
+		if is, exists := t.inKernel[id]; needed != exists || needed && is != digest(rules) {
+			write = append(write, id)
+		}
+	}
+	if err := t.run.restore(ctx, t.restoreInput(write)); err != nil {
+		for _, id := range write {
+			t.inKernel[id] = 0
+		}
+		return err
+	}
+	for _, id := range write {
+		rules, needed := t.chains[id]
+		put(t.inKernel, id, digest(rules), needed)
+	}
+	clear(t.jumpLines)
+	clear(t.changedChains)
+	return nil
+}
+
+// restoreInput returns the input for iptables-restore that writes these chains. It is
+// empty if there is nothing to write.
+func (t *ruleset) restoreInput(write []chainID) string {
+	// In flavour nft, iptables-restore 1.8.9 keeps a sorted list of all chains, and adds a
+	// chain fastest at the beginning of the list.
+	slices.SortFunc(write, func(a, b chainID) int { return strings.Compare(b.name, a.name) })
+	var b strings.Builder
+	for _, table := range tables {
+		start := b.Len()
+		fmt.Fprintf(&b, "*%s\n", table)
+		empty := b.Len()
+		// A line with a colon creates a chain, or removes the rules of an existing one.
+		for _, id := range write {
+			if id.table == table {
+				fmt.Fprintf(&b, ":%s - [0:0]\n", id.name)
+			}
+		}
+		for _, id := range write {
+			if rules := t.chains[id]; id.table == table && rules != "" {
+				for rule := range strings.SplitSeq(rules, "\n") {
+					b.WriteString("-A " + id.name + " " + rule + "\n")
+				}
+			}
+		}
+		for _, line := range t.jumpLines[table] {
+			b.WriteString(line + "\n")
+		}
+		for _, id := range write {
+			if _, needed := t.chains[id]; !needed && id.table == table {
+				fmt.Fprintf(&b, "-X %s\n", id.name)
+			}
+		}
+		if b.Len() == empty {
+			text := b.String()[:start]
+			b.Reset()
+			b.WriteString(text)
+			continue
+		}
+		b.WriteString("COMMIT\n")
+	}
+	return b.String()
+}
+
+// prune removes the chains, entries and elements that existed when the pass began and that
+// no service needs.
+func (t *ruleset) prune(ctx context.Context) error {
+	needed := map[chainID]bool{}
+	for _, r := range t.records {
+		for id := range r.chains {
+			needed[id] = true
+		}
+	}
+	for id := range t.chains {
+		if !t.isDispatch(id) && !needed[id] {
+			t.setChain(id, "", false)
+		}
+	}
+	for chain, entries := range t.claims {
+		for match := range entries {
+			if id := (entryID{chain, match}); slices.ContainsFunc(entries[match], func(c claim) bool { return c.owner == types.NamespacedName{} }) {
+				t.unclaim(id, types.NamespacedName{})
+			}
+		}
+	}
+	for e := range t.held {
+		t.use(e, -1)
+	}
+	clear(t.held)
+	t.holding, t.undo = false, nil
+	return t.commit(ctx)
+}
+
+// verify compares the kernel with what commit has written. It returns a [difference] if
+// another program has changed something.
+func (t *ruleset) verify(ctx context.Context) error {
+	generation, err := t.run.generation(ctx)
+	if err != nil {
+		return err
+	}
+	if generation == 0 || generation != t.verified {
+		if err := t.verifyRules(ctx); err != nil {
+			return err
+		}
+		t.verified = generation
+	}
+	if !t.withSets {
+		return nil
+	}
+	elements, err := t.readSets(ctx)
+	if err != nil {
+		return err
+	}
+	for e := range elements {
+		if !t.inSets[e] {
+			return differs("%s was added to set %s", e.text, t.setName(e.set))
+		}
+	}
+	for e := range t.inSets {
+		if !elements[e] {
+			return differs("%s was removed from set %s", e.text, t.setName(e.set))
+		}
+	}
+	return nil
+}
+
+func (t *ruleset) verifyRules(ctx context.Context) error {
+	saved, err := t.readRules(ctx)
+	if err != nil {
+		return err
+	}
+	if lines := saved.jumpLines(t.jumps()); len(lines) > 0 {
+		return differs("rules that lead to chain %s are missing or repeated", t.name(services))
+	}
+	for id := range saved.chains {
+		if _, ok := t.chains[id]; !ok {
+			return differs("chain %s was added to table %s", id.name, id.table)
+		}
+	}
+	var edited error
+	for id, rules := range t.chains {
+		is, exists := saved.chains[id]
+		switch {
+		case !exists:
+			return differs("chain %s of table %s was deleted", id.name, id.table)
+		case strings.Count(is, "\n") != strings.Count(rules, "\n") || (is == "") != (rules == ""):
+			return differs("the number of rules of chain %s of table %s was changed", id.name, id.table)
+		case is != rules:
+			edited = differs("the rules of chain %s of table %s were changed", id.name, id.table)
+		}
+	}
+	if !t.calibrated && edited != nil {
+		t.inexact = true
+		klog.FromContext(ctx).Info("This version of iptables prints rules in another form; a change by another program is found only if it changes the number of rules",
+			"family", t.family, "example", edited.Error())
+	}
+	t.calibrated = true
+	if edited != nil && !t.inexact {
+		return edited
+	}
+	return nil
+}
+
+// difference is an error that describes a difference between the kernel and its expected
+// content.
+type difference string
+
+func (d difference) Error() string { return string(d) }
+
+func differs(format string, args ...any) error { return difference(fmt.Sprintf(format, args...)) }
+
+// saved has the rules in the kernel in one family.
+type saved struct {
+	// chains are the chains of the instance.
+	chains map[chainID]string
+	// rules has the rules of all other chains.
+	rules map[chainID][]string
+}
+
+// readRules reads the rules in the kernel.
+func (t *ruleset) readRules(ctx context.Context) (*saved, error) {
+	s := &saved{map[chainID]string{}, map[chainID][]string{}}
+	for _, table := range tables {
+		text, err := t.run.save(ctx, table)
+		if err != nil {
+			return nil, err
+		}
+		s.parse(text, table, t.opts.isOwn)
+	}
+	return s, nil
+}
+
+// readSets reads the elements of the instance's sets.
+func (t *ruleset) readSets(ctx context.Context) (map[element]bool, error) {
+	elements := map[element]bool{}
+	for kind := range setTypes {
+		text, err := t.run.saveSet(ctx, t.setName(kind))
+		if err != nil {
+			return nil, err
+		}
+		for line := range strings.Lines(text) {
+			if fields := strings.Fields(line); len(fields) > 2 && fields[0] == "add" {
+				elements[element{kind, fields[2]}] = true
+			}
+		}
+	}
+	return elements, nil
+}
+
+// parse adds the chains of a table from the output of iptables-save.
+func (s *saved) parse(text, table string, isOwn func(string) bool) {
+	own := map[string][]string{}
+	for line := range strings.Lines(text) {
+		line = strings.TrimSuffix(line, "\n")
+		if name, ok := strings.CutPrefix(line, ":"); ok {
+			if name, _, _ = strings.Cut(name, " "); isOwn(name) {
+				own[name] = nil
+			}
+			continue
+		}
+		rest, ok := strings.CutPrefix(line, "-A ")
+		if !ok {
+			continue
+		}
+		name, rule, _ := strings.Cut(rest, " ")
+		if _, ok := own[name]; ok {
+			own[name] = append(own[name], rule)
+		} else {
+			id := chainID{table, name}
+			s.rules[id] = append(s.rules[id], rule)
+		}
+	}
+	for name, rules := range own {
+		// The copy does not keep the whole output in memory.
+		s.chains[chainID{table, strings.Clone(name)}] = strings.Clone(strings.Join(rules, "\n"))
+	}
+}
+
+// jumpLines returns the lines that make each jump exist once.
+func (s *saved) jumpLines(jumps map[chainID]string) map[string][]string {
+	lines := map[string][]string{}
+	for id, rule := range jumps {
+		n := 0
+		for _, is := range s.rules[id] {
+			if is == rule {
+				n++
+			}
+		}
+		if n == 0 {
+			lines[id.table] = append(lines[id.table], "-I "+id.name+" "+rule)
+		}
+		for ; n > 1; n-- {
+			lines[id.table] = append(lines[id.table], "-D "+id.name+" "+rule)
+		}
+	}
+	return lines
+}
+
+// cleanup removes the instance's chains and the rules that lead to them.
+func (t *ruleset) cleanup(ctx context.Context) error {
+	s, err := t.readRules(ctx)
+	if err != nil {
+		return err
+	}
+	t.chains, t.jumpLines = map[chainID]string{}, map[string][]string{}
+	for id, rule := range t.jumps() {
+		for _, is := range s.rules[id] {
+			if is == rule {
+				t.jumpLines[id.table] = append(t.jumpLines[id.table], "-D "+id.name+" "+rule)
+			}
+		}
+	}
+	return t.run.restore(ctx, t.restoreInput(slices.Collect(maps.Keys(s.chains))))
+}

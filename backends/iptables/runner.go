@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package iptables
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/netns"
+)
+
+// runner runs the programs of one family. Their input and arguments consist of rules of
+// this package, and never pass through a shell.
+type runner struct {
+	flavour                     Flavour
+	restoreProgram, saveProgram string
+	ipset                       string // empty if sets are not used
+	family                      api.Family
+	lockWait                    time.Duration
+	netNS                       int
+	restored                    func(lines int, err error)
+}
+
+// programName returns the name of a program of iptables, such as ip6tables-nft-save.
+func programName(flavour Flavour, family api.Family, action string) string {
+	name := "iptables"
+	if family == api.IPv6 {
+		name = "ip6tables"
+	}
+	if flavour != DetectFlavour {
+		name += "-" + flavour.String()
+	}
+	if action != "" {
+		name += "-" + action
+	}
+	return name
+}
+
+// findProgram returns the path of a program. Its error names the package that has it.
+func findProgram(name, debianPackage string) (string, error) {
+	path, err := exec.LookPath(name)
+	if err != nil {
+		return "", fmt.Errorf("find program %s (Debian: apt-get install %s): %w", name, debianPackage, err)
+	}
+	return path, nil
+}
+
+// newRunner finds the programs of a flavour for a family.
+func newRunner(opts *Options, flavour Flavour, family api.Family, ipset string) (*runner, error) {
+	restore, err := findProgram(programName(flavour, family, "restore"), "iptables")
+	if err != nil {
+		return nil, err
+	}
+	save, err := findProgram(programName(flavour, family, "save"), "iptables")
+	if err != nil {
+		return nil, err
+	}
+	return &runner{flavour, restore, save, ipset, family, opts.LockWait, opts.NetNS, opts.Observer.Restored}, nil
+}
+
+// restore runs iptables-restore. The chains that input does not name stay as they are.
+func (r *runner) restore(ctx context.Context, input string) error {
+	if input == "" {
+		return nil
+	}
+	seconds := strconv.Itoa(int(r.lockWait / time.Second))
+	_, err := r.command(ctx, input, r.restoreProgram, "--noflush", "-w", seconds)
+	r.restored(strings.Count(input, "\n"), err)
+	var failed *programError
+	if errors.As(err, &failed) && failed.locked() {
+		return fmt.Errorf("another program has held the lock of iptables (/run/xtables.lock) for %s: %w", r.lockWait, err)
+	}
+	return err
+}
+
+// save returns the output of iptables-save for a table.
+func (r *runner) save(ctx context.Context, table string) (string, error) {
+	return r.command(ctx, "", r.saveProgram, "-t", table)
+}
+
+// maxElements limits the elements of each set. A set uses memory only for its present
+// elements.
+const maxElements = 1 << 20
+
+// createSets creates sets of these types. It replaces a set that has other properties,
+// because a set in use cannot be deleted.
+func (r *runner) createSets(ctx context.Context, sets map[string]string, family api.Family) error {
+	familyName := map[api.Family]string{api.IPv4: "inet", api.IPv6: "inet6"}[family]
+	for name, setType := range sets {
+		create := func(name string) string {
+			return fmt.Sprintf("create %s %s family %s maxelem %d -exist\n", name, setType, familyName, maxElements)
+		}
+		if _, err := r.command(ctx, create(name), r.ipset, "restore"); err == nil {
+			continue
+		}
+		other := name + "NEW"
+		if _, err := r.command(ctx, create(other)+fmt.Sprintf("swap %s %s\ndestroy %s\n", name, other, other), r.ipset, "restore"); err != nil {
+			return fmt.Errorf("create set %s: %w", name, err)
+		}
+	}
+	return nil
+}
+
+// changeSets adds or deletes elements. Each item is the name of a set and an element.
+func (r *runner) changeSets(ctx context.Context, action string, list []string) error {
+	if len(list) == 0 {
+		return nil
+	}
+	slices.Sort(list)
+	var input strings.Builder
+	for _, item := range list {
+		fmt.Fprintf(&input, "%s %s -exist\n", action, item)
+	}
+	_, err := r.command(ctx, input.String(), r.ipset, "restore")
+	return err
+}
+
+// saveSet returns the output of ipset save for a set.
+func (r *runner) saveSet(ctx context.Context, name string) (string, error) {
+	return r.command(ctx, "", r.ipset, "save", name)
+}
+
+// destroySets destroys the sets whose names isOwn accepts.
+func (r *runner) destroySets(ctx context.Context, isOwn func(string) bool) error {
+	names, err := r.command(ctx, "", r.ipset, "list", "-name")
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, name := range strings.Fields(names) {
+		if isOwn(name) {
+			_, err := r.command(ctx, "", r.ipset, "destroy", name)
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// programError is the error of a program that ended with an exit code.
+type programError struct {
+	program string
+	code    int
+	message string // what the program printed
+	line    string // the line of the input that the program refused, if known
+}
+
+func (e *programError) Error() string {
+	text := fmt.Sprintf("%s: %s", e.program, e.message)
+	if e.message == "" {
+		text = fmt.Sprintf("%s: exit code %d", e.program, e.code)
+	}
+	if e.line != "" {
+		text += fmt.Sprintf(" (the line is %q)", e.line)
+	}
+	return text
+}
+
+// locked reports whether another program held the lock of iptables for too long. The exit
+// code is RESOURCE_PROBLEM of iptables' xtables.h, which has other causes too.
+func (e *programError) locked() bool {
+	return e.code == 4 && strings.Contains(e.message, "xtables lock")
+}
+
+// isGeneral reports whether err certainly has a cause that affects all services.
+func isGeneral(err error) bool {
+	var failed *programError
+	return !errors.As(err, &failed) || failed.locked()
+}
+
+var lineNumber = regexp.MustCompile(`line:? (\d+)`)
+
+// command runs a program and returns what it prints.
+func (r *runner) command(ctx context.Context, input, program string, args ...string) (string, error) {
+	var stdout, stderr bytes.Buffer
+	cmd := exec.CommandContext(ctx, program, args...)
+	cmd.Env = append(os.Environ(), "LC_ALL=C")
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = strings.NewReader(input), &stdout, &stderr
+	cmd.WaitDelay = 30 * time.Second // on a busy machine, output may arrive long after the program ended
+	var err error
+	if nsErr := netns.Do(r.netNS, func() { err = cmd.Run() }); nsErr != nil {
+		return "", nsErr
+	}
+	if err == nil {
+		return stdout.String(), nil
+	}
+	if ctx.Err() != nil {
+		return "", context.Cause(ctx)
+	}
+	var exit *exec.ExitError
+	if !errors.As(err, &exit) || exit.ExitCode() < 0 {
+		return "", fmt.Errorf("run %s: %w", program, err)
+	}
+	failed := &programError{program: program, code: exit.ExitCode()}
+	failed.message = strings.Join(strings.Fields(stderr.String()), " ")
+	failed.message = failed.message[:min(len(failed.message), 500)]
+	if m := lineNumber.FindStringSubmatch(failed.message); m != nil {
+		n, _ := strconv.Atoi(m[1])
+		if lines := strings.Split(input, "\n"); n > 0 && n <= len(lines) {
+			failed.line = lines[n-1]
+		}
+	}
+	return "", failed
+}
+
+// detectFlavour returns the flavour that the programs of the node use, as the image of
+// kube-proxy does.
+func detectFlavour(ctx context.Context, opts *Options) (Flavour, error) {
+	hints := regexp.MustCompile(`(?m)^:(KUBE-IPTABLES-HINT|KUBE-KUBELET-CANARY) `)
+	rules := map[Flavour]int{}
+	var found []Flavour
+	for _, flavour := range []Flavour{NFT, Legacy} {
+		if _, err := findProgram(programName(flavour, api.IPv4, "save"), "iptables"); err != nil {
+			continue
+		}
+		found = append(found, flavour)
+		for _, family := range families {
+			save, err := findProgram(programName(flavour, family, "save"), "iptables")
+			if err != nil {
+				continue
+			}
+			r := &runner{netNS: opts.NetNS}
+			text, err := r.command(ctx, "", save)
+			if err != nil {
+				if ctx.Err() != nil {
+					return 0, err
+				}
+				continue // the kernel may lack the flavour or the family
+			}
+			if hints.MatchString(text) {
+				return flavour, nil
+			}
+			rules[flavour] += strings.Count("\n"+text, "\n-A ")
+		}
+	}
+	switch {
+	case len(found) == 0:
+		return 0, errors.New("find programs iptables-nft-save and iptables-legacy-save: neither is installed (Debian: apt-get install iptables)")
+	case len(found) == 1:
+		return found[0], nil
+	case rules[NFT] > rules[Legacy]:
+		return NFT, nil
+	case rules[Legacy] > rules[NFT]:
+		return Legacy, nil
+	}
+	iptables, err := findProgram(programName(DetectFlavour, api.IPv4, ""), "iptables")
+	if err != nil {
+		return NFT, nil
+	}
+	version, err := (&runner{netNS: opts.NetNS}).command(ctx, "", iptables, "-V")
+	if err == nil && strings.Contains(version, "legacy") {
+		return Legacy, nil
+	}
+	return NFT, nil
+}

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"errors"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+	"github.com/kpng-project/kpng/backends/iptables"
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"github.com/spf13/pflag"
+)
+
+func TestFlagsOfIPTables(t *testing.T) {
+	for name, test := range map[string]struct {
+		args []string
+		want iptables.Options
+	}{
+		"by default only necessary connections are masqueraded": {nil, iptables.Options{MasqueradeMark: 1 << 13}},
+		"with a pod network, sources outside it are masqueraded, as by kube-proxy": {
+			[]string{"--cluster-cidr=10.1.2.3/16"},
+			iptables.Options{MasqueradeMark: 1 << 13, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16")}, MasqueradeOutsiders: true},
+		},
+		"all other flags": {
+			[]string{"--instance=x", "--iptables-flavour=legacy", "--without-ipset", "--iptables-lock-wait=9s", "--node-pod-cidrs", "--pod-interfaces=cni0,veth*", "--masquerade-outside=false", "--masquerade-all", "--masquerade-bit=15", "--accept-unknown-ports"},
+			iptables.Options{
+				Instance: "x", Flavour: iptables.Legacy, WithoutIPSet: true, LockWait: 9 * time.Second, NodePodCIDRs: true,
+				PodInterfaces: []string{"cni0", "veth*"}, MasqueradeAll: true, MasqueradeMark: 1 << 15, AcceptUnknownPorts: true,
+			},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := iptablesFlags{nodeFlags: nodeFlags{checks: newHealthChecks()}}
+			fs := pflag.NewFlagSet("iptables", pflag.ContinueOnError)
+			f.register(fs)
+			if err := fs.Parse(test.args); err != nil {
+				t.Fatal(err)
+			}
+			got, err := f.complete()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(test.want, got, cmpopts.EquateComparable(netip.Prefix{})); diff != "" {
+				t.Errorf("options (-want +got):\n%s", diff)
+			}
+			if len(mustConfigure(t, IPTables(), test.args...).Companions(nil)) != 1 {
+				t.Error("no health checks are served")
+			}
+		})
+	}
+}
+
+func TestInvalidFlagsOfIPTables(t *testing.T) {
+	for _, arg := range []string{
+		"--node-port-addresses=eth0", "--cluster-cidr=10.1.0.0", "--masquerade-bit=32", "--masquerade-bit=14", "--iptables-flavour=xtables", "--sysctls=maybe", "--instance=toolong",
+		"--node-port-addresses=127.0.0.0/8", "--conntrack-min=-1", "--iptables-lock-wait=1ms",
+	} {
+		_, err := configured(t, IPTables(), arg)
+		if err == nil {
+			t.Errorf("%s: no error", arg)
+		} else if value := strings.SplitN(arg, "=", 2)[1]; !strings.Contains(err.Error(), value) && arg != "--masquerade-bit=14" {
+			t.Errorf("%s: error %v does not name the problem", arg, err)
+		}
+	}
+}
+
+func TestMetricsOfIPTables(t *testing.T) {
+	m := newIPTablesMetrics()
+	o := m.observer()
+	o.Restored(10, nil)
+	o.Restored(5, errors.New("refused"))
+	o.Holds(7)
+	o.Drifted()
+	for i, want := range []float64{7, 2, 1, 15, 1} {
+		if got := testutil.ToFloat64(m.collectors()[i]); got != want {
+			t.Errorf("metric %d is %v, want %v", i, got, want)
+		}
+	}
+}

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package program
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/kpng-project/kpng/backends/conntrack"
+	"github.com/kpng-project/kpng/backends/internal/sysctl"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+	"github.com/spf13/pflag"
+)
+
+// nodeFlags are the flags that backends for the Linux kernel have in common.
+type nodeFlags struct {
+	nodePorts         nodeaddr.Selection
+	masqueradeBit     int
+	masqueradeOutside bool
+	sysctls           string
+	limits            conntrackLimits
+	keepConnections   bool
+	checks            *healthChecks
+	// all has all flags of the command. Some of them do not belong to the backend.
+	all *pflag.FlagSet
+}
+
+func (f *nodeFlags) register(fs *pflag.FlagSet) {
+	f.all = fs
+	nodePortsFlag(fs, &f.nodePorts)
+	fs.BoolVar(&f.masqueradeOutside, "masquerade-outside", true, "masquerade connections to cluster IPs from outside the pod network, if --cluster-cidr, --node-pod-cidrs or --pod-interfaces define it")
+	fs.IntVar(&f.masqueradeBit, "masquerade-bit", 13, "mark connections to be masqueraded with this `bit` of the packet mark, 0 to 31; not 14, which is kube-proxy's")
+	fs.StringVar(&f.sysctls, "sysctls", "", "what to do about kernel settings with other values than services need: `set` (default in place of kube-proxy), report (default beside it) or ignore")
+	f.limits.register(fs)
+	fs.BoolVar(&f.keepConnections, "keep-udp-connections", false, "keep UDP connections to removed endpoints, and TCP connections that began before their service")
+	f.checks.register(fs)
+}
+
+// check checks the flags. The argument dataplane is for messages.
+func (f *nodeFlags) check(dataplane string) error {
+	if f.masqueradeBit < 0 || f.masqueradeBit > 31 {
+		return fmt.Errorf("--masquerade-bit is %d, not 0 to 31", f.masqueradeBit)
+	}
+	switch f.sysctls {
+	case "", "report", "set", "ignore":
+	default:
+		return fmt.Errorf("--sysctls is %q, not report, set or ignore", f.sysctls)
+	}
+	for _, cidr := range f.nodePorts.CIDRs {
+		if cidr.Addr().IsLoopback() {
+			return fmt.Errorf("--node-port-addresses %s: %s cannot serve node ports at loopback addresses; kube-proxy does so in mode iptables only", cidr, dataplane)
+		}
+	}
+	return f.limits.check(f.all)
+}
+
+// sysctlMode returns what to do with kernel settings: report, set or ignore.
+func (f *nodeFlags) sysctlMode() string {
+	switch {
+	case f.sysctls != "":
+		return f.sysctls
+	case f.replacesKubeProxy():
+		return "set"
+	default:
+		return "report"
+	}
+}
+
+// replacesKubeProxy reports whether this proxy runs in place of kube-proxy. If it handles
+// the services of another proxy name, it runs beside kube-proxy.
+func (f *nodeFlags) replacesKubeProxy() bool {
+	return flagValue(f.all, "service-proxy-name") == ""
+}
+
+// conntrackSettings returns the settings of connection tracking for a machine with this
+// number of CPU cores. Beside kube-proxy, which sets its own values, it returns only
+// settings whose flags were given.
+func (f *nodeFlags) conntrackSettings(cores int) []sysctl.Setting {
+	limits := f.limits
+	if !f.replacesKubeProxy() {
+		limits.onlyGiven(f.all)
+	}
+	return limits.settings(cores)
+}
+
+// addresses returns the addresses of node ports.
+func (f *nodeFlags) addresses() (*nodeaddr.Watcher, error) {
+	return nodeaddr.New(nodeaddr.Options{Selection: f.nodePorts, ExcludeInterfaces: []string{"kube-ipvs0"}})
+}
+
+// connections returns the sink that deletes stale connections.
+func (f *nodeFlags) connections(addrs *nodeaddr.Watcher, flows *flowMetrics) sink.Sink {
+	if f.keepConnections {
+		return sink.Func(func(context.Context, *sink.Changes) error { return nil })
+	}
+	return conntrack.New(conntrack.Options{NodeAddrs: addrs, Observe: flows.observe})
+}
+
+// follow returns a value for Parts.Follow. It applies kernel settings and starts the
+// tasks beside the backend.
+func (f *nodeFlags) follow(addrs *nodeaddr.Watcher, more ...sysctl.Setting) func(context.Context) (stop func()) {
+	return func(ctx context.Context) func() {
+		if mode := f.sysctlMode(); mode != "ignore" {
+			sysctl.Kernel.Apply(ctx, append(more, f.conntrackSettings(cores())...), mode == "set")
+		}
+		if f.replacesKubeProxy() {
+			reportLeftovers(ctx)
+		}
+		stopBridges, stopAddrs := followBridges(ctx), addrs.Start(ctx)
+		return func() {
+			stopBridges()
+			stopAddrs()
+		}
+	}
+}

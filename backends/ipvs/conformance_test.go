@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ipvs_test
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"os/exec"
+	"testing"
+	"time"
+
+	"github.com/kpng-project/kpng/backends/conformance"
+	"github.com/kpng-project/kpng/backends/conntrack"
+	"github.com/kpng-project/kpng/backends/healthcheck"
+	"github.com/kpng-project/kpng/backends/ipvs"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+)
+
+var patience = flag.Duration("patience", 20*time.Second, "how long the conformance kit waits, longer on a slow machine")
+
+// TestConformance runs the cases of package conformance. It needs a kernel with IPVS:
+//
+//	CGO_ENABLED=0 go build -C test -o /tmp/kernel ./kernel
+//	go test -exec /tmp/kernel ./backends/ipvs -patience 3m
+func TestConformance(t *testing.T) {
+	conformance.Run(t, newSink, conformance.Options{
+		Patience: *patience,
+		Unsupported: map[conformance.Feature]string{
+			conformance.AllPorts:                "a virtual server has one protocol and port",
+			conformance.AffinityAcrossFrontends: "each virtual server has its own affinity",
+		},
+		Exceptions: map[string]string{},
+		Setup:      func(t *testing.T, _ conformance.Site) { loadModule(t, "ip_vs") },
+	})
+}
+
+// loadModule loads a kernel module.
+func loadModule(t *testing.T, name string) {
+	t.Helper()
+	if out, err := exec.Command("modprobe", name).CombinedOutput(); err != nil {
+		t.Fatalf("modprobe %s: %v\n%s", name, err, out)
+	}
+}
+
+func newSink(site conformance.Site) (sink.Sink, error) {
+	addrs, err := nodeaddr.New(nodeaddr.Options{Selection: nodeaddr.Selection{CIDRs: site.NodePortCIDRs}})
+	if err != nil {
+		return nil, err
+	}
+	backend, err := ipvs.New(ipvs.Options{
+		Instance:            site.Instance,
+		Interface:           site.Instance,
+		NodeAddresses:       addrs,
+		Conntrack:           conntrack.New(conntrack.Options{NodeAddrs: addrs}),
+		PodInterfaces:       []string{site.PodInterfaces + "*"},
+		MasqueradeAll:       site.Masquerade == conformance.MasqueradeAll,
+		MasqueradeOutsiders: site.Masquerade == conformance.MasqueradeOutside,
+	})
+	return &node{backend, healthcheck.New(healthcheck.Options{Addrs: addrs})}, err
+}
+
+// node is a backend and the health-check server that runs beside it on a node.
+type node struct {
+	*ipvs.Backend
+	health *healthcheck.Server
+}
+
+func (n *node) Start(ctx context.Context) error {
+	return errors.Join(n.Backend.Start(ctx), n.health.Start(ctx))
+}
+
+func (n *node) Sync(ctx context.Context, c *sink.Changes) error {
+	if err := n.health.Sync(ctx, c); err != nil {
+		return err
+	}
+	return n.Backend.Sync(ctx, c)
+}
+
+func (n *node) Stop(ctx context.Context) error {
+	return errors.Join(n.health.Stop(ctx), n.Backend.Stop(ctx))
+}

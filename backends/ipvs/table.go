@@ -25,17 +25,17 @@ import (
 //
 //	chain services {
 //		ip daddr . meta l4proto . th dport @frontends4 goto frontend4
-//		ip daddr @addresses4 meta l4proto { tcp, udp, sctp } goto reject
+//		ip daddr @addresses4 meta l4proto { tcp, udp, sctp } goto refuse
 //	}
 //	chain frontend4 {
 //		ip daddr . meta l4proto . th dport @restricted4 \
 //			ip daddr . meta l4proto . th dport . ip saddr != @sources4 drop
-//		fib saddr type local ip daddr . meta l4proto . th dport @node-masquerades4 jump mark
+//		fib saddr type local ip daddr . meta l4proto . th dport @node-masquerades4 jump mark-all
 //		fib saddr type local dnat to ip daddr . meta l4proto . th dport map @redirects4
 //		iifname "veth*" dnat to ip daddr . meta l4proto . th dport map @redirects4
 //		ip daddr . meta l4proto . th dport @drops4 drop
-//		ip daddr . meta l4proto . th dport @rejects4 goto reject
-//		ip daddr . meta l4proto . th dport @masquerades4 jump mark
+//		ip daddr . meta l4proto . th dport @rejects4 goto refuse
+//		ip daddr . meta l4proto . th dport @masquerades4 jump mark-all
 //		ip daddr @cluster-ips4 jump mark-outsiders
 //	}
 //
@@ -86,16 +86,16 @@ func (t *table) chains() []chain {
 		}, rules})
 	}
 	bit := t.opts.MasqueradeMark
-	add("mark", append(nftrule.Mark(^bit, bit), nftrule.SetMeta(expr.MetaKeyMARK)))
+	add("mark-all", append(nftrule.Mark(^bit, bit), nftrule.SetMeta(expr.MetaKeyMARK)))
 	var outsiders [][]expr.Any
 	switch {
 	case t.opts.MasqueradeAll:
-		outsiders = [][]expr.Any{nftrule.Jump("mark")}
+		outsiders = [][]expr.Any{nftrule.Jump("mark-all")}
 	case t.opts.MasqueradeOutsiders:
-		outsiders = t.opts.pods().Outsiders(nftrule.Jump("mark"))
+		outsiders = t.opts.pods().Outsiders(nftrule.Jump("mark-all"))
 	}
 	add("mark-outsiders", outsiders...)
-	add("reject",
+	add("refuse",
 		[]expr.Any{nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(unix.IPPROTO_TCP), &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}},
 		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
 
@@ -110,10 +110,10 @@ func (t *table) chains() []chain {
 		// ports would lead to programs on this node.
 		for _, protocol := range []byte{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_SCTP} {
 			services = append(services, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family),
-				nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(protocol), nftrule.GoTo("reject")[0]))
+				nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(protocol), nftrule.GoTo("refuse")[0]))
 		}
 		// For a local destination, the kernel selects the same address as the source.
-		output = append(output, nftrule.NewKey(family).Source().FollowedBy(in(addresses, family), nftrule.Jump("mark")[0]))
+		output = append(output, nftrule.NewKey(family).Source().FollowedBy(in(addresses, family), nftrule.Jump("mark-all")[0]))
 		postrouting = append(postrouting, nftrule.NewKey(family).Source().Destination().ProtocolAndPort().FollowedBy(
 			in(hairpins, family), &expr.Masq{FullyRandom: true}))
 	}
@@ -134,7 +134,7 @@ func (t *table) frontendRules(family api.Family) [][]expr.Any {
 	}, nftrule.Drop()[0])
 	rules := [][]expr.Any{
 		lookup(restricted, notFromSources...),
-		append(nftrule.StartsHere(), lookup(nodeMasquerades, nftrule.Jump("mark")...)...),
+		append(nftrule.StartsHere(), lookup(nodeMasquerades, nftrule.Jump("mark-all")...)...),
 	}
 	addrRegisters := 1
 	if family == api.IPv6 {
@@ -147,8 +147,8 @@ func (t *table) frontendRules(family api.Family) [][]expr.Any {
 	}
 	return append(rules,
 		lookup(drops, nftrule.Drop()...),
-		lookup(rejects, nftrule.GoTo("reject")...),
-		lookup(masquerades, nftrule.Jump("mark")...),
+		lookup(rejects, nftrule.GoTo("refuse")...),
+		lookup(masquerades, nftrule.Jump("mark-all")...),
 		nftrule.NewKey(family).Destination().FollowedBy(in(clusterIPs, family), nftrule.Jump("mark-outsiders")[0]))
 }
 

@@ -10,6 +10,7 @@ import (
 func platformBackends() []*program.Backend {
 	return []*program.Backend{
 		program.NFTables(),
+		program.IPVS(),
 		program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})),
 	}
 }

@@ -128,6 +128,10 @@ func (f *ipvsFlags) parts() (Parts, error) {
 			if opts.Sysctls != ipvs.IgnoreSysctls {
 				sysctl.Kernel.Apply(ctx, limits.settings(cores()), opts.Sysctls == ipvs.SetSysctls)
 			}
+			if f.replacesKubeProxy() {
+				// Virtual servers may be those of this backend.
+				reportLeftovers(ctx, nftablesLeftovers, legacyLeftovers, interfaceLeftovers)
+			}
 			stopBridges, stopAddrs := followBridges(ctx), addrs.Start(ctx)
 			return func() {
 				stopBridges()

@@ -35,6 +35,7 @@ func TestManifestsAreValidAndGrantOnlyNeededPermissions(t *testing.T) {
 		"all-ip":         "../../examples/all-ip/deploy/all-ip.yaml",
 		"kpng-callout":   "../../examples/kpng-callout/deploy/kpng-callout.yaml",
 		"kpng-nftables":  "../../cmd/kpng/deploy/nftables.yaml",
+		"kpng-ipvs":      "../../cmd/kpng/deploy/ipvs.yaml",
 		"kpng-cni":       "../../examples/cni/deploy/cni.yaml",
 		"winuserspace":   "../../examples/winuserspace/deploy/winuserspace.yaml",
 		"winkernelspace": "../../examples/winkernelspace/deploy/winkernelspace.yaml",

@@ -6,11 +6,8 @@ package ipvs
 
 import (
 	"errors"
-	"fmt"
 	"maps"
 	"net/netip"
-	"os"
-	"os/exec"
 	"testing"
 
 	"github.com/google/nftables"
@@ -18,13 +15,8 @@ import (
 	"github.com/kpng-project/kpng/internal/netnstest"
 )
 
-func testTable(t *testing.T, opts Options) *table {
+func testTable(t *testing.T, ns *netnstest.Namespace, opts Options) *table {
 	t.Helper()
-	ns, err := netnstest.Make()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(ns.Close)
 	opts.NetNS = ns.FD
 	if err := opts.complete(); err != nil {
 		t.Fatal(err)
@@ -64,7 +56,7 @@ func someElements() map[element]bool {
 }
 
 func TestTableKeepsElements(t *testing.T) {
-	table := testTable(t, Options{MasqueradeOutsiders: true, PodInterfaces: []string{"veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16")}})
+	table := testTable(t, netnstest.New(t), Options{MasqueradeOutsiders: true, PodInterfaces: []string{"veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16")}})
 	if got, err := table.read(); !errors.Is(err, errChanged) || len(got) > 0 {
 		t.Fatalf("without a table, read returns %v, %v", got, err)
 	}
@@ -115,7 +107,7 @@ func TestChangedTableIsDetectedAndKeepsElements(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			table := testTable(t, Options{})
+			table := testTable(t, netnstest.New(t), Options{})
 			if err := table.create(someElements()); err != nil {
 				t.Fatal(err)
 			}
@@ -140,24 +132,11 @@ func TestChangedTableIsDetectedAndKeepsElements(t *testing.T) {
 // TestProgramNFTLoadsTable checks that nft can list the table and load the listing, as
 // some distributions do when they stop and boot.
 func TestProgramNFTLoadsTable(t *testing.T) {
-	table := testTable(t, Options{MasqueradeOutsiders: true, PodInterfaces: []string{"cni0"}})
+	ns := netnstest.New(t)
+	table := testTable(t, ns, Options{MasqueradeOutsiders: true, PodInterfaces: []string{"cni0"}})
 	if err := table.create(someElements()); err != nil {
 		t.Fatal(err)
 	}
 	const script = `nft list ruleset >"$1/before" && nft flush ruleset && nft -f "$1/before" && nft list ruleset | diff "$1/before" -`
-	cmd := exec.Command("nsenter", "--net=/proc/self/fd/3", "sh", "-ec", script, "sh", t.TempDir())
-	cmd.ExtraFiles = append(cmd.ExtraFiles, fileOf(t, table.opts.NetNS))
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Errorf("%v\n%s", err, out)
-	}
-}
-
-func fileOf(t *testing.T, fd int) *os.File {
-	t.Helper()
-	f, err := os.Open(fmt.Sprintf("/proc/self/fd/%d", fd))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { f.Close() })
-	return f
+	ns.Run(t, "sh", "-ec", script, "sh", t.TempDir())
 }

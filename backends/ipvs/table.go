@@ -118,8 +118,12 @@ func (t *table) chains() []chain {
 			in(hairpins, family), &expr.Masq{FullyRandom: true}))
 	}
 	add("services", services...)
-	hook("prerouting", nftables.ChainHookPrerouting, nftables.ChainPriorityNATDest, nftrule.Jump("services"))
-	hook("output", nftables.ChainHookOutput, nftables.ChainPriorityNATDest, append(output, nftrule.Jump("services"))...)
+	// The kernel evaluates these chains again for the packet with which it refuses a
+	// connection.
+	const reply = 1
+	refusal := []expr.Any{&expr.Ct{Key: expr.CtKeyDIRECTION, Register: nftrule.Reg(0)}, nftrule.Equal(reply), &expr.Verdict{Kind: expr.VerdictReturn}}
+	hook("prerouting", nftables.ChainHookPrerouting, nftables.ChainPriorityNATDest, refusal, nftrule.Jump("services"))
+	hook("output", nftables.ChainHookOutput, nftables.ChainPriorityNATDest, slices.Concat([][]expr.Any{refusal}, output, [][]expr.Any{nftrule.Jump("services")})...)
 	hook("postrouting", nftables.ChainHookPostrouting, nftables.ChainPriorityNATSource, postrouting...)
 	return chains
 }

@@ -25,6 +25,8 @@ type Backend struct {
 	opts          Options
 	connections   sink.Sink
 	nodeAddresses nodeaddr.Source
+	// machineAddresses are all addresses of the machine.
+	machineAddresses nodeaddr.Source
 
 	// tasks run from Start until stopTasks, which Stop calls.
 	tasks     sync.WaitGroup
@@ -72,13 +74,21 @@ func (b *Backend) Start(ctx context.Context) error {
 	}
 	tasks, stop := context.WithCancel(context.WithoutCancel(ctx))
 	b.stopTasks = stop
+	watch := func(s nodeaddr.Selection) (nodeaddr.Source, error) {
+		w, err := nodeaddr.New(nodeaddr.Options{Selection: s, NetNS: b.opts.NetNS})
+		if err == nil {
+			b.tasks.Go(func() { w.Run(tasks) })
+		}
+		return w, err
+	}
+	var err error
+	if b.machineAddresses, err = watch(nodeaddr.Selection{All: true}); err != nil {
+		return err
+	}
 	if b.nodeAddresses = b.opts.NodeAddresses; b.nodeAddresses == nil {
-		watcher, err := nodeaddr.New(nodeaddr.Options{NetNS: b.opts.NetNS})
-		if err != nil {
+		if b.nodeAddresses, err = watch(nodeaddr.Selection{}); err != nil {
 			return err
 		}
-		b.nodeAddresses = watcher
-		b.tasks.Go(func() { watcher.Run(tasks) })
 	}
 	if b.connections = b.opts.Conntrack; b.connections == nil {
 		b.connections = conntrack.New(conntrack.Options{NodeAddrs: b.nodeAddresses, NetNS: b.opts.NetNS})
@@ -133,10 +143,9 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 		nodeaddr.SetNode(b.nodeAddresses, c.Node)
 	}
 	d := b.dataplane
-	nodePortAddrs, _ := b.nodeAddresses.Addresses()
-	nodeAddrs := d.planner.nodeAddrs
+	next := b.addresses()
 	if c.NodeChanged {
-		nodeAddrs = addrsOf(c.Node)
+		next.nodeAddrs = addrsOf(c.Node)
 	}
 	switch {
 	case c.First:
@@ -146,10 +155,10 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 		if err := b.checkSysctls(ctx, ofIPVS, SetIPVSSysctls, SetSysctls); err != nil {
 			return err
 		}
-		d.planner.nodePortAddrs, d.planner.nodeAddrs = nodePortAddrs, nodeAddrs
+		d.planner = next
 	case !d.known:
 		return fmt.Errorf("the state of the kernel is unknown (%w)", sink.ErrStartOver)
-	case !slices.Equal(nodePortAddrs, d.planner.nodePortAddrs) || !slices.Equal(nodeAddrs, d.planner.nodeAddrs):
+	case next.differs(&d.planner):
 		return errNodeChanged
 	}
 	err := d.sync(c)
@@ -157,6 +166,14 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 		b.recordPass(time.Now())
 	}
 	return err
+}
+
+// addresses returns the planner with the present addresses of the machine.
+func (b *Backend) addresses() planner {
+	p := b.dataplane.planner
+	p.nodePortAddrs, _ = b.nodeAddresses.Addresses()
+	p.machineAddrs, _ = b.machineAddresses.Addresses()
+	return p
 }
 
 // The limits of the time until a pass repeats one that could not prune.
@@ -190,12 +207,11 @@ func addrsOf(n *api.Node) []netip.Addr {
 func (b *Backend) Verify(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	d, now := b.dataplane, time.Now()
-	nodePortAddrs, _ := b.nodeAddresses.Addresses()
+	d, now, next := b.dataplane, time.Now(), b.addresses()
 	switch {
 	case !d.known:
 		return fmt.Errorf("the state of the kernel is unknown (%w)", sink.ErrStartOver)
-	case !slices.Equal(nodePortAddrs, d.planner.nodePortAddrs):
+	case next.differs(&d.planner):
 		return errNodeChanged
 	case d.unpruned && now.After(b.passAt):
 		return fmt.Errorf("the kernel may have objects of services that failed (%w)", sink.ErrStartOver)

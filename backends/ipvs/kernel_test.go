@@ -37,6 +37,7 @@ func TestKernel(t *testing.T) {
 	t.Run("a missing scheduler fails only its service", testMissingScheduler)
 	t.Run("a removed endpoint stays until its connections end", testGracefulRemoval)
 	t.Run("clean-up leaves the namespace as it was", testCleanup)
+	t.Run("an address that the machine gets or loses", testMachineAddress)
 	t.Run("a restart deletes what the process before it left", testRestart)
 	t.Run("elements of failing services are not pruned", testFailingServicesAreNotPruned)
 }
@@ -300,6 +301,39 @@ func testCleanup(t *testing.T) {
 		if after := n.inventory(); after != before {
 			t.Errorf("before\n%s\nafter\n%s", before, after)
 		}
+	}
+}
+
+// testMachineAddress checks that the backend leaves the other ports of an external IP alone
+// while the machine has that address.
+func testMachineAddress(t *testing.T) {
+	n := newNode(t)
+	external := netip.MustParseAddr("203.0.113.1")
+	web := view([]string{"10.1.0.1"}, func(s *api.Service) { s.IPs.ExternalIPs = api.NewIPSet(external) })
+	refused := element{set: setOf(addresses, external), key: addrKey(external)}
+	n.mustPass(web)
+	for _, step := range []struct {
+		change func()
+		local  bool
+	}{
+		{func() {}, true},
+		{func() { n.ns.Add(t, "lo", "203.0.113.1/32") }, false},
+		{func() { n.ns.Remove(t, "lo", "203.0.113.1/32") }, true},
+	} {
+		_, changed := n.machineAddresses.Addresses()
+		step.change()
+		if has := slices.Contains(n.dataplane.planner.machineAddrs, external); has == step.local {
+			<-changed
+			if err := n.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
+				t.Fatalf("Verify returns %v, want a request of a pass", err)
+			}
+			n.mustPass(web)
+		}
+		d := n.dataplane
+		if d.routes[external] != step.local || d.elements[refused] != step.local {
+			t.Errorf("local by the backend: %t, other ports refused: %t, want %t", d.routes[external], d.elements[refused], step.local)
+		}
+		n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1", "203.0.113.1:80/TCP rr 0 10.1.0.1:8080=1")
 	}
 }
 

@@ -20,10 +20,16 @@ import (
 // fields and arguments.
 type planner struct {
 	scheduler, annotation string
-	// nodePortAddrs are the addresses of node ports.
-	nodePortAddrs []netip.Addr
+	// nodePortAddrs are the addresses of node ports. machineAddrs are all addresses of the
+	// machine, sorted. A service may have one of them as external or load-balancer IP.
+	nodePortAddrs, machineAddrs []netip.Addr
 	// nodeAddrs are the node's addresses, which source ranges may admit.
 	nodeAddrs []netip.Addr
+}
+
+// differs reports whether the addresses differ from those of o.
+func (p *planner) differs(o *planner) bool {
+	return !slices.Equal(p.nodePortAddrs, o.nodePortAddrs) || !slices.Equal(p.machineAddrs, o.machineAddrs) || !slices.Equal(p.nodeAddrs, o.nodeAddrs)
 }
 
 // plan is what a service needs.
@@ -36,7 +42,8 @@ type plan struct {
 // frontendPlan is what a frontend needs. A node port has one for each node address.
 type frontendPlan struct {
 	id serverID
-	// local reports that the address has to be made local.
+	// local reports that the address has to be made local, because the machine does not have
+	// it.
 	local bool
 	wanted
 	elements []element
@@ -87,9 +94,12 @@ func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
 		for _, a := range addrs {
 			if api.FamilyOf(a) == f.Family && !a.IsLoopback() {
 				id := serverID{netip.AddrPortFrom(a, uint16(f.Port)), f.Protocol}
-				out.frontends = append(out.frontends, frontendPlan{
-					id: id, local: f.Kind != nodeview.NodePort, wanted: w, elements: p.elements(id, f, frontends),
-				})
+				_, here := slices.BinarySearchFunc(p.machineAddrs, a, netip.Addr.Compare)
+				fp := frontendPlan{id: id, local: !here && f.Kind != nodeview.NodePort, wanted: w, elements: p.elements(id, f, frontends)}
+				if fp.local {
+					fp.elements = append(fp.elements, element{set: setOf(addresses, a), key: addrKey(a)})
+				}
+				out.frontends = append(out.frontends, fp)
 			}
 		}
 	}
@@ -137,9 +147,6 @@ func (p *planner) elements(id serverID, f *nodeview.Frontend, all []nodeview.Fro
 	key := frontendKey(id)
 	elements := []element{{set: setOf(frontends, id.Addr()), key: key}}
 	add := func(kind setKind) { elements = append(elements, element{set: setOf(kind, id.Addr()), key: key}) }
-	if f.Kind != nodeview.NodePort {
-		elements = append(elements, element{set: setOf(addresses, id.Addr()), key: addrKey(id.Addr())})
-	}
 	if f.Kind == nodeview.ClusterIP {
 		elements = append(elements, element{set: setOf(clusterIPs, id.Addr()), key: addrKey(id.Addr())})
 	}

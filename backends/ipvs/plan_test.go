@@ -116,6 +116,12 @@ func TestPlan(t *testing.T) {
 				"192.0.2.1:30080/TCP rr [10.1.0.1:8080]", "192.0.2.2:30080/TCP rr [10.1.0.1:8080]",
 				"frontends4 192.0.2.1", "frontends4 192.0.2.2", "masquerades4 192.0.2.1", "masquerades4 192.0.2.2"),
 		},
+		"an external IP that the machine has is already local": {
+			endpoints: []string{"10.1.0.1"},
+			edit:      func(s *api.Service) { s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1")) },
+			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "192.0.2.1:80/TCP rr [10.1.0.1:8080]",
+				"frontends4 192.0.2.1", "masquerades4 192.0.2.1"),
+		},
 		"source ranges without those inside others": {
 			endpoints: []string{"10.1.0.1"},
 			edit: func(s *api.Service) {
@@ -153,6 +159,7 @@ func TestPlan(t *testing.T) {
 			p := planner{scheduler: "rr", annotation: "scheduler", nodePortAddrs: []netip.Addr{
 				netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2"), netip.MustParseAddr("2001:db8::1"),
 			}}
+			p.machineAddrs = p.nodePortAddrs
 			got, err := p.plan(view(test.endpoints, test.edit))
 			if err != nil {
 				t.Fatal(err)

@@ -22,8 +22,9 @@ import (
 // them for addresses of the node, and the kernel finds them in a tree instead of a list.
 // Another program may add the same address without a conflict.
 type localAddresses struct {
-	name  string
-	netNS int
+	// name is the name of the interface. Its alias is owner.
+	name, owner string
+	netNS       int
 	// The fields below are set while the connection is open.
 	handle *netlink.Handle
 	link   int // the index of the interface
@@ -71,7 +72,11 @@ func (l *localAddresses) open() error {
 		case errors.Is(err, unix.EOPNOTSUPP):
 			return fmt.Errorf("add interface %s: the kernel lacks interfaces of type dummy: load the module dummy", l.name)
 		case err != nil:
-			return fmt.Errorf("add interface %s: %w", l.name, err)
+			return fmt.Errorf("add interface %s: %w", l.name, explain(err))
+		}
+		// The kernel ignores an alias in the request that creates an interface.
+		if err := l.handle.LinkSetAlias(add, l.owner); err != nil {
+			return errors.Join(fmt.Errorf("set alias of interface %s: %w", l.name, err), l.handle.LinkDel(add))
 		}
 		if link, err = l.find(); err != nil || link == nil {
 			return fmt.Errorf("interface %s is not there after it was added (%w)", l.name, err)
@@ -92,8 +97,8 @@ func (l *localAddresses) find() (netlink.Link, error) {
 		return nil, nil
 	case err != nil:
 		return nil, fmt.Errorf("look for interface %s: %w", l.name, err)
-	case link.Type() != "dummy":
-		return nil, fmt.Errorf("interface %s is of type %s, not dummy: choose another name", l.name, link.Type())
+	case link.Type() != "dummy" || link.Attrs().Alias != l.owner:
+		return nil, fmt.Errorf("interface %s exists and does not have the alias %q: choose another name, or delete it if no other program uses it", l.name, l.owner)
 	}
 	return link, nil
 }

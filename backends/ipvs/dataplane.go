@@ -62,7 +62,7 @@ func newDataplane(opts *Options) *dataplane {
 		opts:    opts,
 		planner: planner{scheduler: opts.Scheduler, annotation: opts.SchedulerAnnotation},
 		conn:    conn{netNS: opts.NetNS},
-		local:   localAddresses{name: opts.Interface, netNS: opts.NetNS},
+		local:   localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
 	}
 }
 

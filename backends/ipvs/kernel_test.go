@@ -34,6 +34,7 @@ func TestKernel(t *testing.T) {
 	t.Run("a module that is loaded later ends the failures", testModuleLoadedLater) // first, because it loads ip_vs
 	t.Run("changes by other programs are repaired", testRepair)
 	t.Run("virtual servers of other programs are not touched", testForeignServer)
+	t.Run("an interface of another program is not touched", testForeignInterface)
 	t.Run("a missing scheduler fails only its service", testMissingScheduler)
 	t.Run("a removed endpoint stays until its connections end", testGracefulRemoval)
 	t.Run("clean-up leaves the namespace as it was", testCleanup)
@@ -45,11 +46,11 @@ func TestKernel(t *testing.T) {
 // node is a backend in a network namespace of its own.
 type node struct {
 	*Backend
-	t  *testing.T
+	t  testing.TB
 	ns *netnstest.Namespace
 }
 
-func newNode(t *testing.T) *node {
+func newNode(t testing.TB) *node {
 	t.Helper()
 	n := &node{t: t, ns: netnstest.New(t)}
 	n.restart()
@@ -212,6 +213,19 @@ func testForeignServer(t *testing.T) {
 	}
 	n.mustPass(external)
 	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1", "203.0.113.1:80/TCP rr 0 10.1.0.1:8080=1")
+}
+
+func testForeignInterface(t *testing.T) {
+	n := newNode(t)
+	n.ns.Run(t, "ip", "link", "add", "kpng-ipvs", "type", "dummy")
+	if err := n.pass(); err == nil || !strings.Contains(err.Error(), "interface kpng-ipvs exists") {
+		t.Errorf("error %v does not name the interface", err)
+	}
+	if err := n.Cleanup(t.Context()); err == nil {
+		t.Error("clean-up does not report the interface")
+	}
+	n.ns.Run(t, "ip", "link", "delete", "kpng-ipvs")
+	n.mustPass()
 }
 
 func testMissingScheduler(t *testing.T) {

@@ -24,7 +24,8 @@ type Options struct {
 	// "-", "_" and ".". Default: empty, for the table "kpng-ipvs".
 	Instance string
 	// Interface is the name of the instance's interface, of type dummy. Each instance needs
-	// its own. The backend creates the interface; Cleanup deletes it. Default: "kpng-ipvs".
+	// its own. The backend creates the interface; Cleanup deletes it. The alias of the
+	// interface is the name of the table. Default: "kpng-ipvs", or "kpng-<Instance>".
 	Interface string
 
 	// Scheduler is the IPVS scheduler of services, such as rr, wrr, lc, wlc, sh or mh. All
@@ -100,7 +101,7 @@ var (
 
 // complete checks o and fills in the defaults.
 func (o *Options) complete() error {
-	o.Interface = cmp.Or(o.Interface, "kpng-ipvs")
+	o.Interface = cmp.Or(o.Interface, "kpng-"+cmp.Or(o.Instance, "ipvs"))
 	o.Scheduler = cmp.Or(o.Scheduler, "rr")
 	o.SchedulerAnnotation = cmp.Or(o.SchedulerAnnotation, "kpng.io/ipvs-scheduler")
 	o.MasqueradeMark = cmp.Or(o.MasqueradeMark, 0x2000)

@@ -6,6 +6,7 @@ package ipvs
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"iter"
 	"net/netip"
@@ -81,7 +82,8 @@ func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
 	for i := range frontends {
 		f := &frontends[i]
 		if f.ServicePort == nil {
-			continue // all ports; program.Backend.OnlyPorts reports that
+			err = errors.New("IPVS cannot serve all ports of an address")
+			continue
 		}
 		addrs := []netip.Addr{f.Addr}
 		if f.Kind == nodeview.NodePort {

@@ -47,7 +47,7 @@ type ipvsFlags struct {
 func (f *ipvsFlags) register(fs *pflag.FlagSet) {
 	f.all = fs
 	fs.StringVar(&f.options.Instance, "instance", "", "the `name` of this instance among several on a node: its nftables table is kpng-ipvs-NAME instead of kpng-ipvs")
-	fs.StringVar(&f.options.Interface, "interface", "kpng-ipvs", "the `name` of this instance's interface, of type dummy, for the addresses of services")
+	fs.StringVar(&f.options.Interface, "interface", "", "the `name` of this instance's interface, of type dummy, for the addresses of services (default kpng-ipvs, or kpng-INSTANCE)")
 	fs.StringVar(&f.options.Scheduler, "scheduler", "rr", "choose endpoints with this IPVS `scheduler`, such as rr, lc, sh or mh")
 	fs.StringVar(&f.options.SchedulerAnnotation, "scheduler-annotation", "kpng.io/ipvs-scheduler", "the `annotation` of services that overrides --scheduler")
 	nodePortsFlag(fs, &f.nodePorts)

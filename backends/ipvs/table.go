@@ -40,7 +40,7 @@ import (
 //	}
 //
 // The kernel evaluates these chains only for the first packet of a connection, before
-// routing and before IPVS. Nobody but IPVS translates addresses, except for redirects.
+// routing and before IPVS. Except for redirects, only IPVS translates addresses.
 type table struct {
 	name string
 	opts *Options

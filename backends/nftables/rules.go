@@ -29,7 +29,7 @@ func encodeRules(rules ...[]expr.Any) []string {
 	return encoded
 }
 
-// loadFrontend loads the destination of the packet, as in the key of a frontend.
+// loadFrontend loads those fields of a packet that form the key of a frontend.
 func loadFrontend(r *nftrule.Key, s match) *nftrule.Key {
 	if s != matchNodePort {
 		r.Destination()
@@ -40,7 +40,7 @@ func loadFrontend(r *nftrule.Key, s match) *nftrule.Key {
 	return r
 }
 
-// inSet returns an expression that matches if the key is in the set m.
+// inSet returns an expression that matches if the loaded key is in the set m.
 func inSet(m mapID) expr.Any { return &expr.Lookup{SourceRegister: nftrule.Reg(0), SetName: m.name()} }
 
 // lookup returns an expression that replaces the loaded key by its value in the map m.

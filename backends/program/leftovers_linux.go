@@ -33,8 +33,8 @@ const kubeProxyChain = "KUBE-SERVICES"
 // thread.
 type leftoverFinder func(context.Context) ([]leftover, error)
 
-// reportLeftovers logs the leftovers of kube-proxy in the network namespace of the
-// calling thread. Without finders, it looks for leftovers of all kinds.
+// reportLeftovers logs what kube-proxy left in the network namespace of the calling
+// thread. Without finders, it searches for leftovers of all kinds.
 func reportLeftovers(ctx context.Context, finders ...leftoverFinder) {
 	log := klog.FromContext(ctx)
 	found, err := findLeftovers(ctx, finders...)
@@ -47,8 +47,8 @@ func reportLeftovers(ctx context.Context, finders ...leftoverFinder) {
 	}
 }
 
-// findLeftovers returns the leftovers of kube-proxy in the network namespace of the
-// calling thread. If a part of the search fails, it returns the others and an error.
+// findLeftovers searches the network namespace of the calling thread. If a part of the
+// search fails, findLeftovers returns the results of the other parts and an error.
 func findLeftovers(ctx context.Context, finders ...leftoverFinder) ([]leftover, error) {
 	var found []leftover
 	var errs []error

@@ -2,8 +2,8 @@
 
 //go:build linux
 
-// Package nftrule has the expressions of nftables rules that several backends use. The
-// expressions load into register 0 unless they say otherwise.
+// Package nftrule has expressions of nftables rules that several backends use. Unless
+// they say otherwise, the expressions load data into register 0.
 package nftrule
 
 import (
@@ -17,8 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Reg returns the kernel's number of a register of four octets, in the form that the
-// kernel lists. Longer data and keys also use the following registers.
+// Reg returns the number that the kernel lists for a register of four octets. The
+// argument counts these registers from 0. Longer data and keys also use the following
+// registers.
 func Reg(number int) uint32 {
 	if number%4 == 0 {
 		return uint32(unix.NFT_REG_1 + number/4)
@@ -52,12 +53,12 @@ func MatchFamily(family api.Family) []expr.Any {
 	return []expr.Any{LoadMeta(expr.MetaKeyNFPROTO), Equal(NFProto(family))}
 }
 
-// Key is the beginning of a rule that looks up a key. It matches packets of a family,
-// and loads the parts of the key into registers, one after the other.
+// Key is the beginning of a rule that looks up a key. It matches packets of one family.
+// Then it loads the parts of the key into consecutive registers.
 type Key struct {
 	family      api.Family
 	expressions []expr.Any
-	register    int // the next free one
+	register    int // the next free register
 }
 
 // NewKey returns a Key without parts.
@@ -71,12 +72,12 @@ func KeyAfter(family api.Family, expressions []expr.Any) *Key {
 	return &Key{family: family, expressions: expressions}
 }
 
-// Source loads the source address of the packet.
+// Source loads the source address of a packet.
 func (r *Key) Source() *Key {
 	return r.address(map[api.Family]uint32{api.IPv4: 12, api.IPv6: 8}[r.family])
 }
 
-// Destination loads the destination address of the packet.
+// Destination loads the destination address of a packet.
 func (r *Key) Destination() *Key {
 	return r.address(map[api.Family]uint32{api.IPv4: 16, api.IPv6: 24}[r.family])
 }
@@ -103,13 +104,13 @@ func (r *Key) Meta(key expr.MetaKey) *Key {
 	return r
 }
 
-// FollowedBy returns the rule with more expressions at its end.
+// FollowedBy returns the complete rule, which ends with these expressions.
 func (r *Key) FollowedBy(expressions ...expr.Any) []expr.Any {
 	return append(r.expressions, expressions...)
 }
 
-// DNATTo returns an expression that translates the destination. The arguments are the
-// registers of the new address and the new port. If port is 0, packets keep their port.
+// DNATTo returns an expression that translates the destination. The arguments address and
+// port are registers. If port is 0, packets keep their port.
 func DNATTo(family api.Family, address, port int) expr.Any {
 	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(NFProto(family)), RegAddrMin: Reg(address), RegAddrMax: Reg(address)}
 	if port != 0 {
@@ -118,11 +119,11 @@ func DNATTo(family api.Family, address, port int) expr.Any {
 	return nat
 }
 
-// Native encodes a number in the byte order of registers.
+// Native encodes a number for a register, in the byte order of the host.
 func Native(v uint32) []byte { return binary.NativeEndian.AppendUint32(nil, v) }
 
-// Mark returns expressions that load the packet mark, keep the bits of mask, and then
-// flip the bits of xor.
+// Mark returns expressions that load the packet mark, clear the bits outside of mask, and
+// then flip the bits of xor.
 func Mark(mask, xor uint32) []expr.Any {
 	return []expr.Any{
 		LoadMeta(expr.MetaKeyMARK),
@@ -130,8 +131,8 @@ func Mark(mask, xor uint32) []expr.Any {
 	}
 }
 
-// FromInterface returns expressions that match packets that arrive through an interface.
-// A name that ends in "*" is a prefix of names.
+// FromInterface returns expressions that match packets from an interface. A name that
+// ends in "*" stands for all names with that prefix.
 func FromInterface(name string) []expr.Any {
 	data := make([]byte, unix.IFNAMSIZ)
 	copy(data, name)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/nftrule"
 	"github.com/kpng-project/kpng/nodeview"
 	"golang.org/x/sys/unix"
 )
@@ -56,15 +57,15 @@ func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, listName strin
 		clients, endpoint := nameOf("clients", which), nameOf("endpoint", which)
 		emit(object{name: clients, family: f.Family})
 		emit(object{name: endpoint, rules: encodeRules(
-			newKeyRule(f.Family).source().followedBy(&expr.Dynset{SrcRegKey: reg(0), SetName: clients, Operation: unix.NFT_DYNSET_OP_UPDATE, Timeout: f.Affinity}),
+			nftrule.NewKey(f.Family).Source().FollowedBy(&expr.Dynset{SrcRegKey: nftrule.Reg(0), SetName: clients, Operation: unix.NFT_DYNSET_OP_UPDATE, Timeout: f.Affinity}),
 			dnat(f, t),
 		)})
-		known = append(known, newKeyRule(f.Family).source().followedBy(&expr.Lookup{SourceRegister: reg(0), SetName: clients}, goTo(endpoint)[0]))
-		// Select target i with a probability that makes all targets equally likely.
+		known = append(known, nftrule.NewKey(f.Family).Source().FollowedBy(&expr.Lookup{SourceRegister: nftrule.Reg(0), SetName: clients}, nftrule.GoTo(endpoint)[0]))
+		// Each of the remaining endpoints is equally likely.
 		random = append(random, []expr.Any{
-			&expr.Numgen{Register: reg(0), Modulus: uint32(len(targets) - i), Type: unix.NFT_NG_RANDOM},
-			equal(native(0)...),
-			goTo(endpoint)[0],
+			&expr.Numgen{Register: nftrule.Reg(0), Modulus: uint32(len(targets) - i), Type: unix.NFT_NG_RANDOM},
+			nftrule.Equal(nftrule.Native(0)...),
+			nftrule.GoTo(endpoint)[0],
 		})
 	}
 	chain := nameOf("list", fmt.Sprintf("%s%d", listName, f.Family))
@@ -76,16 +77,16 @@ func planAffinity(se *api.ServiceEndpoints, f *nodeview.Frontend, listName strin
 // chain have the same protocol. The rule matches the protocol nevertheless, because nft
 // requires this in a rule with a port.
 func dnat(f *nodeview.Frontend, t *nodeview.Target) []expr.Any {
-	rule := matchFamily(f.Family)
+	rule := nftrule.MatchFamily(f.Family)
 	port := 0
 	if t.Port != 0 {
 		port = 4
 		rule = append(rule,
-			loadMeta(expr.MetaKeyL4PROTO),
-			equal(protocolNumbers[f.Protocol]),
-			&expr.Immediate{Register: reg(port), Data: binary.BigEndian.AppendUint16(nil, uint16(t.Port))})
+			nftrule.LoadMeta(expr.MetaKeyL4PROTO),
+			nftrule.Equal(protocolNumbers[f.Protocol]),
+			&expr.Immediate{Register: nftrule.Reg(port), Data: binary.BigEndian.AppendUint16(nil, uint16(t.Port))})
 	}
-	return append(rule, &expr.Immediate{Register: reg(0), Data: t.Addr.AsSlice()}, natTo(f.Family, 0, port))
+	return append(rule, &expr.Immediate{Register: nftrule.Reg(0), Data: t.Addr.AsSlice()}, nftrule.DNATTo(f.Family, 0, port))
 }
 
 // maxClients limits the clients that the kernel remembers for one endpoint. A set only

@@ -13,6 +13,7 @@ import (
 	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
+	"github.com/kpng-project/kpng/backends/internal/nftrule"
 	"golang.org/x/sys/unix"
 )
 
@@ -35,9 +36,9 @@ var features = []feature{
 	}},
 	{"maps", func(w *wire) { w.newSet(mapID{kind: endpoints, family: api.IPv4}.layout()) }},
 	{"sets of concatenated ranges (Linux 5.6)", func(w *wire) { w.newSet(mapID{kind: sources, family: api.IPv4}.layout()) }},
-	{"expression fib (module nft_fib_inet)", withRule(startsHere())},
-	{"expression numgen (module nft_numgen)", withRule([]expr.Any{&expr.Numgen{Register: reg(0), Modulus: 2, Type: unix.NFT_NG_RANDOM}})},
-	{"expression ct (module nft_ct)", withRule([]expr.Any{&expr.Ct{Register: reg(0), Key: expr.CtKeySTATUS}})},
+	{"expression fib (module nft_fib_inet)", withRule(nftrule.StartsHere())},
+	{"expression numgen (module nft_numgen)", withRule([]expr.Any{&expr.Numgen{Register: nftrule.Reg(0), Modulus: 2, Type: unix.NFT_NG_RANDOM}})},
+	{"expression ct (module nft_ct)", withRule([]expr.Any{&expr.Ct{Register: nftrule.Reg(0), Key: expr.CtKeySTATUS}})},
 	{"expression nat (module nft_nat)", withRule(translate(mapID{kind: endpoints, family: api.IPv4}))},
 	{"expression masq (module nft_masq)", withRule([]expr.Any{&expr.Masq{FullyRandom: true}})},
 	{"expression reject (module nft_reject_inet)", withRule([]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})},

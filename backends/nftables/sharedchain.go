@@ -11,6 +11,7 @@ import (
 
 	"github.com/google/nftables/expr"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/nftrule"
 	"github.com/kpng-project/kpng/nodeview"
 	"golang.org/x/sys/unix"
 )
@@ -189,29 +190,29 @@ func (c sharedChain) encodedRules() []string { return encodeRules(c.rules()...) 
 func (c sharedChain) rules() [][]expr.Any {
 	var rules [][]expr.Any
 	if c.filtered {
-		rules = append(rules, jump(matchNames[c.match]+"-sources"))
+		rules = append(rules, nftrule.Jump(matchNames[c.match]+"-sources"))
 	}
 	if !c.fromNode {
 		switch c.masquerade {
 		case nodeview.MasqueradeIfAsked:
-			rules = append(rules, jump("mark-outsiders"))
+			rules = append(rules, nftrule.Jump("mark-outsiders"))
 		case nodeview.MasqueradeAll:
-			rules = append(rules, jump("mark-all"))
+			rules = append(rules, nftrule.Jump("mark-all"))
 		case nodeview.MasqueradeNode:
-			rules = append(rules, jump("mark-node"), jump("short-circuit"))
+			rules = append(rules, nftrule.Jump("mark-node"), nftrule.Jump("short-circuit"))
 		}
 	}
 	switch {
 	case c.verdict == nodeview.Drop:
-		return append(rules, verdictDrop())
+		return append(rules, nftrule.Drop())
 	case c.verdict == nodeview.Reject:
-		return append(rules, goTo(rejectChain))
+		return append(rules, nftrule.GoTo(rejectChain))
 	case c.affinity:
-		return append(rules, lookupVerdict(c.mapOf(affinityChains)), verdictDrop())
+		return append(rules, lookupVerdict(c.mapOf(affinityChains)), nftrule.Drop())
 	}
 	return append(rules, []expr.Any{
-		&expr.Numgen{Register: reg(0), Modulus: uint32(c.endpoints), Type: unix.NFT_NG_RANDOM, Offset: firstSlot},
-		setMeta(expr.MetaKeyPRIORITY),
-		goTo(c.mapOf(endpoints).name())[0],
+		&expr.Numgen{Register: nftrule.Reg(0), Modulus: uint32(c.endpoints), Type: unix.NFT_NG_RANDOM, Offset: firstSlot},
+		nftrule.SetMeta(expr.MetaKeyPRIORITY),
+		nftrule.GoTo(c.mapOf(endpoints).name())[0],
 	})
 }

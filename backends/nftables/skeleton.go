@@ -6,11 +6,10 @@ package nftables
 
 import (
 	"encoding/binary"
-	"net/netip"
 	"slices"
 
 	"github.com/google/nftables/expr"
-	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/nftrule"
 	"golang.org/x/sys/unix"
 )
 
@@ -44,8 +43,8 @@ func (o *Options) skeletonChains() []chain {
 
 	// Packets with the mark are masqueraded at hook postrouting.
 	bit := o.MasqueradeMark
-	add("mark-all", regular, append(mark(^bit, bit), setMeta(expr.MetaKeyMARK)))
-	add("mark-node", regular, append(startsHere(), jump("mark-all")...))
+	add("mark-all", regular, append(nftrule.Mark(^bit, bit), nftrule.SetMeta(expr.MetaKeyMARK)))
+	add("mark-node", regular, append(nftrule.StartsHere(), nftrule.Jump("mark-all")...))
 	add("mark-outsiders", regular, o.markOutsiders()...)
 
 	for _, s := range []match{matchService, matchAddress} {
@@ -53,48 +52,47 @@ func (o *Options) skeletonChains() []chain {
 		for _, family := range families {
 			rules = append(rules, fromSources(mapID{sources, s, family}))
 		}
-		add(matchNames[s]+"-sources", regular, append(rules, verdictDrop())...)
+		add(matchNames[s]+"-sources", regular, append(rules, nftrule.Drop())...)
 	}
 
 	add(rejectChain, regular,
-		[]expr.Any{loadMeta(expr.MetaKeyL4PROTO), equal(unix.IPPROTO_TCP), &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}},
+		[]expr.Any{nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(unix.IPPROTO_TCP), &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}},
 		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
 
 	for _, m := range allMaps() {
 		if m.kind == endpoints || m.kind == nodeEndpoints {
-			// Between the selection and the lookup of a slot, a transaction may remove the slot.
-			// Without this drop, the whole connection would then stay untranslated.
-			add(m.name(), regular, translate(m), verdictDrop())
+			// A transaction may remove a slot after a packet has selected its number and before
+			// the lookup. Without the drop, the whole connection would pass without translation.
+			add(m.name(), regular, translate(m), nftrule.Drop())
 		}
 	}
 
 	// With external traffic policy Local, packets that this node sends use maps of their
 	// own.
 	add("node-services", regular, lookupSharedChains(nodeFrontends)...)
-	short := [][]expr.Any{append(startsHere(), goTo("node-services")...)}
+	short := [][]expr.Any{append(nftrule.StartsHere(), nftrule.GoTo("node-services")...)}
 	for _, match := range o.podMatches() {
-		short = append(short, append(match, goTo("node-services")...))
+		short = append(short, append(match, nftrule.GoTo("node-services")...))
 	}
 	add("short-circuit", regular, short...)
 
-	// If a packet still has the number of a chain as priority here, a transaction has just
-	// removed that chain.
-	rules := append(lookupSharedChains(frontends), append(hasPriority(), verdictDrop()...))
+	// A transaction may have just removed the chain of a number, like the slot above.
+	rules := append(lookupSharedChains(frontends), append(hasPriority(), nftrule.Drop()...))
 	if !o.AcceptUnknownPorts {
 		for _, family := range families {
-			rule := newKeyRule(family).destination().followedBy(inSet(mapID{kind: clusterIPs, family: family}))
-			rules = append(rules, append(rule, goTo(rejectChain)...))
+			rule := nftrule.NewKey(family).Destination().FollowedBy(inSet(mapID{kind: clusterIPs, family: family}))
+			rules = append(rules, append(rule, nftrule.GoTo(rejectChain)...))
 		}
 	}
 	add("services", regular, rules...)
 
-	// Chains of type nat get only the first packet of each connection.
-	add("prerouting", nat(unix.NF_INET_PRE_ROUTING, o.DNATPriority), jump("services"))
-	add("output", nat(unix.NF_INET_LOCAL_OUT, o.DNATPriority), jump("services"))
+	// Only the first packet of a connection reaches these chains.
+	add("prerouting", nat(unix.NF_INET_PRE_ROUTING, o.DNATPriority), nftrule.Jump("services"))
+	add("output", nat(unix.NF_INET_LOCAL_OUT, o.DNATPriority), nftrule.Jump("services"))
 	rules = [][]expr.Any{
-		append(hasPriority(), &expr.Immediate{Register: reg(0), Data: native(0)}, setMeta(expr.MetaKeyPRIORITY)),
-		slices.Concat(mark(bit, 0), []expr.Any{equal(native(bit)...)}, mark(^uint32(0), bit),
-			[]expr.Any{setMeta(expr.MetaKeyMARK), &expr.Masq{FullyRandom: true}}),
+		append(hasPriority(), &expr.Immediate{Register: nftrule.Reg(0), Data: nftrule.Native(0)}, nftrule.SetMeta(expr.MetaKeyPRIORITY)),
+		slices.Concat(nftrule.Mark(bit, 0), []expr.Any{nftrule.Equal(nftrule.Native(bit)...)}, nftrule.Mark(^uint32(0), bit),
+			[]expr.Any{nftrule.SetMeta(expr.MetaKeyMARK), &expr.Masq{FullyRandom: true}}),
 	}
 	for _, s := range []match{matchService, matchAddress} {
 		for _, family := range families {
@@ -104,7 +102,7 @@ func (o *Options) skeletonChains() []chain {
 	// Before this hook, this proxy or another one has translated cluster IPs of services. So
 	// only packets to other cluster IPs match. Packets to this node do not pass the hook.
 	for _, cidr := range o.ServiceCIDRs {
-		rules = append(rules, append(toPrefix(cidr), verdictDrop()...))
+		rules = append(rules, append(nftrule.ToPrefix(cidr), nftrule.Drop()...))
 	}
 	add("postrouting", nat(unix.NF_INET_POST_ROUTING, o.SNATPriority), rules...)
 	return chains
@@ -120,53 +118,31 @@ func lookupSharedChains(kind mapKind) (rules [][]expr.Any) {
 	return rules
 }
 
-// startsHere returns expressions that match packets that this node sends.
-func startsHere() []expr.Any {
-	return []expr.Any{
-		&expr.Fib{Register: reg(0), ResultADDRTYPE: true, FlagSADDR: true},
-		equal(native(unix.RTN_LOCAL)...),
-	}
+// podMatches returns alternative lists of expressions. Each list matches some packets of
+// this node's pods.
+func (o *Options) podMatches() [][]expr.Any {
+	return o.pods().Matches()
 }
 
-// podMatches returns lists of expressions. A packet is from a pod of this node if it
-// matches at least one of the lists.
-func (o *Options) podMatches() (matches [][]expr.Any) {
-	for _, name := range o.PodInterfaces {
-		matches = append(matches, fromInterface(name))
-	}
-	for _, cidr := range o.ClusterCIDRs {
-		matches = append(matches, fromPrefix(cidr))
-	}
-	return matches
+func (o *Options) pods() nftrule.Pods {
+	return nftrule.Pods{CIDRs: o.ClusterCIDRs, Interfaces: o.PodInterfaces}
 }
 
 // markOutsiders returns the rules that mark connections to cluster IPs from outside the
-// pod network. If the options define no pods for an IP family, the rules mark no packets
-// of that family.
-func (o *Options) markOutsiders() (rules [][]expr.Any) {
+// pod network. In a family without pods in the options, the rules mark nothing.
+func (o *Options) markOutsiders() [][]expr.Any {
 	switch {
 	case o.MasqueradeAll:
-		return [][]expr.Any{jump("mark-all")}
+		return [][]expr.Any{nftrule.Jump("mark-all")}
 	case !o.MasqueradeOutsiders:
 		return nil
 	}
-	for _, match := range o.podMatches() {
-		rules = append(rules, append(match, &expr.Verdict{Kind: expr.VerdictReturn}))
-	}
-	if len(o.PodInterfaces) > 0 {
-		return append(rules, jump("mark-all"))
-	}
-	for _, family := range families {
-		if slices.ContainsFunc(o.ClusterCIDRs, func(cidr netip.Prefix) bool { return api.FamilyOf(cidr.Addr()) == family }) {
-			rules = append(rules, append(matchFamily(family), jump("mark-all")...))
-		}
-	}
-	return rules
+	return o.pods().Outsiders(nftrule.Jump("mark-all"))
 }
 
 // fromSources returns the rule that admits packets from the source ranges in m.
 func fromSources(m mapID) []expr.Any {
-	return newKeyRule(m.family).frontend(m.match).source().followedBy(inSet(m), &expr.Verdict{Kind: expr.VerdictReturn})
+	return loadFrontend(nftrule.NewKey(m.family), m.match).Source().FollowedBy(inSet(m), &expr.Verdict{Kind: expr.VerdictReturn})
 }
 
 // hasPriority returns expressions that match packets whose priority is the number of a
@@ -174,9 +150,9 @@ func fromSources(m mapID) []expr.Any {
 func hasPriority() []expr.Any {
 	number := func(v uint32) []byte { return binary.BigEndian.AppendUint32(nil, v) }
 	return []expr.Any{
-		loadMeta(expr.MetaKeyPRIORITY),
-		&expr.Byteorder{SourceRegister: reg(0), DestRegister: reg(0), Op: expr.ByteorderHton, Len: 4, Size: 4},
-		&expr.Cmp{Op: expr.CmpOpGte, Register: reg(0), Data: number(firstPriority)},
-		&expr.Cmp{Op: expr.CmpOpLte, Register: reg(0), Data: number(lastPriority)},
+		nftrule.LoadMeta(expr.MetaKeyPRIORITY),
+		&expr.Byteorder{SourceRegister: nftrule.Reg(0), DestRegister: nftrule.Reg(0), Op: expr.ByteorderHton, Len: 4, Size: 4},
+		&expr.Cmp{Op: expr.CmpOpGte, Register: nftrule.Reg(0), Data: number(firstPriority)},
+		&expr.Cmp{Op: expr.CmpOpLte, Register: nftrule.Reg(0), Data: number(lastPriority)},
 	}
 }

@@ -29,11 +29,15 @@ type leftover struct {
 // kube-proxy's other chains for services only through this chain.
 const kubeProxyChain = "KUBE-SERVICES"
 
-// reportLeftovers logs the rules and devices that kube-proxy left in the network
-// namespace of the calling thread.
-func reportLeftovers(ctx context.Context) {
+// leftoverFinder finds leftovers of one kind in the network namespace of the calling
+// thread.
+type leftoverFinder func(context.Context) ([]leftover, error)
+
+// reportLeftovers logs what kube-proxy left in the network namespace of the calling
+// thread. Without finders, it searches for leftovers of all kinds.
+func reportLeftovers(ctx context.Context, finders ...leftoverFinder) {
 	log := klog.FromContext(ctx)
-	found, err := findLeftovers(ctx)
+	found, err := findLeftovers(ctx, finders...)
 	for _, l := range found {
 		log.Info("Rules of kube-proxy are still there and may take connections to services; stop kube-proxy and remove them",
 			"found", l.what, "remove", l.remove)
@@ -45,10 +49,13 @@ func reportLeftovers(ctx context.Context) {
 
 // findLeftovers searches the network namespace of the calling thread. If a part of the
 // search fails, findLeftovers returns the results of the other parts and an error.
-func findLeftovers(ctx context.Context) ([]leftover, error) {
+func findLeftovers(ctx context.Context, finders ...leftoverFinder) ([]leftover, error) {
 	var found []leftover
 	var errs []error
-	for _, find := range []func(context.Context) ([]leftover, error){nftablesLeftovers, legacyLeftovers, ipvsLeftovers} {
+	if len(finders) == 0 {
+		finders = []leftoverFinder{nftablesLeftovers, legacyLeftovers, interfaceLeftovers, serverLeftovers}
+	}
+	for _, find := range finders {
 		some, err := find(ctx)
 		found = append(found, some...)
 		errs = append(errs, err)
@@ -166,31 +173,38 @@ func legacyTableHas(family, level int, table, chain string) (bool, error) {
 	}
 }
 
-// ipvsLeftovers finds the interface and the virtual services of kube-proxy's mode ipvs.
-func ipvsLeftovers(context.Context) ([]leftover, error) {
-	var found []leftover
+// interfaceLeftovers finds the interface of kube-proxy's mode ipvs.
+func interfaceLeftovers(context.Context) ([]leftover, error) {
 	const device = "kube-ipvs0"
 	_, err := netlink.LinkByName(device)
-	if err == nil {
-		found = append(found, leftover{"interface " + device, "ip link delete " + device})
-	} else if errors.As(err, &netlink.LinkNotFoundError{}) {
-		err = nil
-	} else {
-		err = fmt.Errorf("look for interface %s: %w", device, err)
+	switch {
+	case err == nil:
+		return []leftover{{"interface " + device, "ip link delete " + device}}, nil
+	case errors.As(err, &netlink.LinkNotFoundError{}):
+		return nil, nil
+	default:
+		return nil, fmt.Errorf("look for interface %s: %w", device, err)
 	}
-	// Each virtual service has a line that begins with its protocol.
-	text, readErr := os.ReadFile("/proc/thread-self/net/ip_vs")
-	if readErr != nil && !errors.Is(readErr, os.ErrNotExist) {
-		err = errors.Join(err, fmt.Errorf("list virtual services of IPVS: %w", readErr))
+}
+
+// serverLeftovers finds virtual servers of IPVS.
+func serverLeftovers(context.Context) ([]leftover, error) {
+	text, err := os.ReadFile("/proc/thread-self/net/ip_vs")
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, nil
 	}
+	if err != nil {
+		return nil, fmt.Errorf("list virtual servers of IPVS: %w", err)
+	}
+	// A line that begins with a protocol is a virtual server.
 	n := 0
 	for line := range strings.Lines(string(text)) {
 		if slices.ContainsFunc([]string{"TCP ", "UDP ", "SCTP "}, func(p string) bool { return strings.HasPrefix(line, p) }) {
 			n++
 		}
 	}
-	if n > 0 {
-		found = append(found, leftover{fmt.Sprintf("%d virtual services of IPVS", n), "ipvsadm --clear"})
+	if n == 0 {
+		return nil, nil
 	}
-	return found, err
+	return []leftover{{fmt.Sprintf("%d virtual servers of IPVS", n), "ipvsadm --clear"}}, nil
 }

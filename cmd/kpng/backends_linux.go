@@ -11,6 +11,7 @@ func platformBackends() []*program.Backend {
 	return []*program.Backend{
 		program.NFTables(),
 		program.IPTables(),
+		program.IPVS(),
 		program.Userspace(userspace.LocalRoutes(userspace.RouteOptions{})),
 	}
 }

@@ -64,15 +64,18 @@ func TestGuest(t *testing.T) {
 	}
 }
 
-func TestNFTablesNamesMissingKernelFeatures(t *testing.T) {
+// TestBackendsNameMissingModules starts backends without some modules.
+func TestBackendsNameMissingModules(t *testing.T) {
 	command, start := build(t, "."), build(t, "./testdata/start")
-	for _, test := range []struct{ suite, without, want string }{
-		{"bullseye", "nft_fib,nft_numgen", "start: the kernel lacks expression fib (module nft_fib_inet), expression numgen (module nft_numgen)\n"},
-		{"bookworm", "nf_tables", "start: the kernel lacks nf_tables (module nf_tables): "},
+	for _, test := range []struct{ suite, backend, without, want string }{
+		{"bullseye", "nftables", "nft_fib,nft_numgen", "start: the kernel lacks expression fib (module nft_fib_inet), expression numgen (module nft_numgen)\n"},
+		{"bookworm", "nftables", "nf_tables", "start: the kernel lacks nf_tables (module nf_tables): "},
+		{"bookworm", "ipvs", "ip_vs", "sync: the kernel lacks IPVS: load the module ip_vs\n"},
+		{"bookworm", "ipvs", "dummy", "sync: add interface kpng-ipvs: the kernel lacks interfaces of type dummy: load the module dummy\n"},
 	} {
-		out, err := exec.Command(command, "-debian", test.suite, "-without", test.without, start).CombinedOutput()
+		out, err := exec.Command(command, "-debian", test.suite, "-without", test.without, start, test.backend).CombinedOutput()
 		if err != nil || !strings.Contains(string(out), test.want) {
-			t.Errorf("%s without %s: %v, want %q:\n%s", test.suite, test.without, err, test.want, out)
+			t.Errorf("%s on %s without %s: %v, want %q:\n%s", test.backend, test.suite, test.without, err, test.want, out)
 		}
 	}
 }

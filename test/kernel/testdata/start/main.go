@@ -1,21 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command start starts the nftables backend. If that fails, it prints the error.
+// Command start starts the backend nftables or ipvs, and lets it program no services. It
+// prints the resulting errors, if any.
 package main
 
 import (
 	"context"
 	"fmt"
+	"os"
 
+	"github.com/kpng-project/kpng/backends/ipvs"
 	"github.com/kpng-project/kpng/backends/nftables"
+	"github.com/kpng-project/kpng/sink"
 )
+
+type backend interface {
+	sink.Sink
+	sink.Starter
+	sink.Stopper
+}
 
 func main() {
 	ctx := context.Background()
-	b, err := nftables.New(nftables.Options{Sysctls: nftables.IgnoreSysctls})
+	b, err := func() (backend, error) {
+		if os.Args[1] == "ipvs" {
+			return ipvs.New(ipvs.Options{Sysctls: ipvs.IgnoreSysctls})
+		}
+		return nftables.New(nftables.Options{Sysctls: nftables.IgnoreSysctls})
+	}()
 	if err != nil {
 		panic(err)
 	}
-	fmt.Println("start:", b.Start(ctx))
+	err = b.Start(ctx)
+	fmt.Println("start:", err)
+	if err == nil {
+		none := func(func(sink.Change) bool) {}
+		fmt.Println("sync:", b.Sync(ctx, &sink.Changes{First: true, Last: true, NodeChanged: true, Services: none}))
+	}
 	fmt.Println("stop:", b.Stop(ctx))
 }

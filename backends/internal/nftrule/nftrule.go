@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+// Package nftrule has expressions of nftables rules that several backends use. Unless
+// they say otherwise, the expressions load data into register 0.
+package nftrule
+
+import (
+	"encoding/binary"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/google/nftables/expr"
+	"github.com/kpng-project/kpng/api"
+	"golang.org/x/sys/unix"
+)
+
+// Reg returns the number that the kernel lists for a register of four octets. The
+// argument counts these registers from 0. Longer data and keys also use the following
+// registers.
+func Reg(number int) uint32 {
+	if number%4 == 0 {
+		return uint32(unix.NFT_REG_1 + number/4)
+	}
+	return uint32(unix.NFT_REG32_00 + number)
+}
+
+// NFProto returns the kernel's number of a family.
+func NFProto(family api.Family) byte {
+	if family == api.IPv6 {
+		return unix.NFPROTO_IPV6
+	}
+	return unix.NFPROTO_IPV4
+}
+
+// LoadMeta loads a property of the packet.
+func LoadMeta(key expr.MetaKey) expr.Any { return &expr.Meta{Key: key, Register: Reg(0)} }
+
+// SetMeta sets a property of the packet to the value in register 0.
+func SetMeta(key expr.MetaKey) expr.Any {
+	return &expr.Meta{Key: key, SourceRegister: true, Register: Reg(0)}
+}
+
+// Equal matches if register 0 has this data.
+func Equal(data ...byte) expr.Any {
+	return &expr.Cmp{Op: expr.CmpOpEq, Register: Reg(0), Data: data}
+}
+
+// MatchFamily matches packets of a family.
+func MatchFamily(family api.Family) []expr.Any {
+	return []expr.Any{LoadMeta(expr.MetaKeyNFPROTO), Equal(NFProto(family))}
+}
+
+// Key is the beginning of a rule that looks up a key. It matches packets of one family.
+// Then it loads the parts of the key into consecutive registers.
+type Key struct {
+	family      api.Family
+	expressions []expr.Any
+	register    int // the next free register
+}
+
+// NewKey returns a Key without parts.
+func NewKey(family api.Family) *Key {
+	return &Key{family: family, expressions: MatchFamily(family)}
+}
+
+// KeyAfter returns a Key whose rule begins with expressions. The expressions match packets
+// of the family. The Key loads its parts from register 0 on.
+func KeyAfter(family api.Family, expressions []expr.Any) *Key {
+	return &Key{family: family, expressions: expressions}
+}
+
+// Source loads the source address of a packet.
+func (r *Key) Source() *Key {
+	return r.address(map[api.Family]uint32{api.IPv4: 12, api.IPv6: 8}[r.family])
+}
+
+// Destination loads the destination address of a packet.
+func (r *Key) Destination() *Key {
+	return r.address(map[api.Family]uint32{api.IPv4: 16, api.IPv6: 24}[r.family])
+}
+
+func (r *Key) address(offset uint32) *Key {
+	n := uint32(map[api.Family]int{api.IPv4: 4, api.IPv6: 16}[r.family])
+	r.expressions = append(r.expressions, &expr.Payload{DestRegister: Reg(r.register), Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: n})
+	r.register += int(n / 4)
+	return r
+}
+
+// ProtocolAndPort loads the protocol and the destination port.
+func (r *Key) ProtocolAndPort() *Key {
+	r.Meta(expr.MetaKeyL4PROTO)
+	r.expressions = append(r.expressions, &expr.Payload{DestRegister: Reg(r.register), Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2})
+	r.register++
+	return r
+}
+
+// Meta loads a property of the packet that takes one register.
+func (r *Key) Meta(key expr.MetaKey) *Key {
+	r.expressions = append(r.expressions, &expr.Meta{Key: key, Register: Reg(r.register)})
+	r.register++
+	return r
+}
+
+// FollowedBy returns the complete rule, which ends with these expressions.
+func (r *Key) FollowedBy(expressions ...expr.Any) []expr.Any {
+	return append(r.expressions, expressions...)
+}
+
+// DNATTo returns an expression that translates the destination. The arguments address and
+// port are registers. If port is 0, packets keep their port.
+func DNATTo(family api.Family, address, port int) expr.Any {
+	nat := &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(NFProto(family)), RegAddrMin: Reg(address), RegAddrMax: Reg(address)}
+	if port != 0 {
+		nat.RegProtoMin, nat.RegProtoMax = Reg(port), Reg(port)
+	}
+	return nat
+}
+
+// Native encodes a number for a register, in the byte order of the host.
+func Native(v uint32) []byte { return binary.NativeEndian.AppendUint32(nil, v) }
+
+// Mark returns expressions that load the packet mark, clear the bits outside of mask, and
+// then flip the bits of xor.
+func Mark(mask, xor uint32) []expr.Any {
+	return []expr.Any{
+		LoadMeta(expr.MetaKeyMARK),
+		&expr.Bitwise{SourceRegister: Reg(0), DestRegister: Reg(0), Len: 4, Mask: Native(mask), Xor: Native(xor)},
+	}
+}
+
+// FromInterface returns expressions that match packets from an interface. A name that
+// ends in "*" stands for all names with that prefix.
+func FromInterface(name string) []expr.Any {
+	data := make([]byte, unix.IFNAMSIZ)
+	copy(data, name)
+	if prefix, ok := strings.CutSuffix(name, "*"); ok {
+		data = []byte(prefix)
+	}
+	return []expr.Any{LoadMeta(expr.MetaKeyIIFNAME), Equal(data...)}
+}
+
+// FromPrefix returns expressions that match packets with a source in prefix.
+func FromPrefix(prefix netip.Prefix) []expr.Any { return matchPrefix(prefix, (*Key).Source) }
+
+// ToPrefix returns expressions that match packets with a destination in prefix.
+func ToPrefix(prefix netip.Prefix) []expr.Any { return matchPrefix(prefix, (*Key).Destination) }
+
+func matchPrefix(prefix netip.Prefix, load func(*Key) *Key) []expr.Any {
+	rule := NewKey(api.FamilyOf(prefix.Addr()))
+	if prefix.Bits() == 0 {
+		return rule.FollowedBy()
+	}
+	load(rule)
+	address := Equal(prefix.Masked().Addr().AsSlice()...)
+	if prefix.IsSingleIP() {
+		return rule.FollowedBy(address)
+	}
+	n := prefix.Addr().BitLen() / 8
+	mask := make([]byte, n)
+	for i := range prefix.Bits() {
+		mask[i/8] |= 0x80 >> (i % 8)
+	}
+	return rule.FollowedBy(&expr.Bitwise{SourceRegister: Reg(0), DestRegister: Reg(0), Len: uint32(n), Mask: mask, Xor: make([]byte, n)}, address)
+}
+
+// Drop returns a rule that drops all packets.
+func Drop() []expr.Any { return []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}} }
+
+// Jump returns a rule that continues in a chain and returns after its end.
+func Jump(chain string) []expr.Any {
+	return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: chain}}
+}
+
+// GoTo returns a rule that continues in a chain and does not return.
+func GoTo(chain string) []expr.Any {
+	return []expr.Any{&expr.Verdict{Kind: expr.VerdictGoto, Chain: chain}}
+}
+
+// StartsHere returns expressions that match packets that this node sends.
+func StartsHere() []expr.Any {
+	return []expr.Any{
+		&expr.Fib{Register: Reg(0), ResultADDRTYPE: true, FlagSADDR: true},
+		Equal(Native(unix.RTN_LOCAL)...),
+	}
+}
+
+// Pods defines the traffic of pods. It counts as traffic of this node's pods.
+type Pods struct {
+	// CIDRs contain the addresses of pods.
+	CIDRs []netip.Prefix
+	// Interfaces are the interfaces of pods. A name that ends in "*" is a prefix of names.
+	Interfaces []string
+}
+
+// Matches returns alternative lists of expressions. Each list matches some packets of pods.
+func (p Pods) Matches() (matches [][]expr.Any) {
+	for _, name := range p.Interfaces {
+		matches = append(matches, FromInterface(name))
+	}
+	for _, cidr := range p.CIDRs {
+		matches = append(matches, FromPrefix(cidr))
+	}
+	return matches
+}
+
+// Outsiders returns the rules of a chain that applies then to packets that are not from
+// pods. If p defines no pods of a family, the rules do nothing to packets of that family.
+func (p Pods) Outsiders(then []expr.Any) (rules [][]expr.Any) {
+	for _, match := range p.Matches() {
+		rules = append(rules, append(match, &expr.Verdict{Kind: expr.VerdictReturn}))
+	}
+	if len(p.Interfaces) > 0 {
+		return append(rules, then)
+	}
+	for _, family := range []api.Family{api.IPv4, api.IPv6} {
+		if slices.ContainsFunc(p.CIDRs, func(cidr netip.Prefix) bool { return api.FamilyOf(cidr.Addr()) == family }) {
+			rules = append(rules, append(MatchFamily(family), then...))
+		}
+	}
+	return rules
+}

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ipvs
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+)
+
+// localAddresses makes addresses of services local to this node. Each address is a route
+// of type local on the instance's interface, in the kernel's table of local addresses.
+//
+// Such routes have advantages over addresses on the interface. Other programs do not take
+// them for addresses of the node, and the kernel finds them in a tree instead of a list.
+// Another program may add the same address without a conflict.
+type localAddresses struct {
+	// name is the name of the interface. Its alias is owner.
+	name, owner string
+	netNS       int
+	// The fields below are set while the connection is open.
+	handle *netlink.Handle
+	link   int // the index of the interface
+}
+
+// routeProtocol marks the routes, because the kernel adds its own to the interface.
+const routeProtocol = 108
+
+func (l *localAddresses) connect() error {
+	if l.handle != nil {
+		return nil
+	}
+	var err error
+	if l.netNS != 0 {
+		l.handle, err = netlink.NewHandleAt(netns.NsHandle(l.netNS), unix.NETLINK_ROUTE)
+	} else {
+		l.handle, err = netlink.NewHandle(unix.NETLINK_ROUTE)
+	}
+	if err != nil {
+		return fmt.Errorf("open a netlink socket: %w", err)
+	}
+	return nil
+}
+
+func (l *localAddresses) close() {
+	if l.handle != nil {
+		l.handle.Close()
+		l.handle = nil
+	}
+}
+
+// open creates the interface unless it exists.
+func (l *localAddresses) open() error {
+	if err := l.connect(); err != nil {
+		return err
+	}
+	link, err := l.find()
+	if err != nil {
+		return err
+	}
+	if link == nil {
+		add := &netlink.Dummy{LinkAttrs: netlink.NewLinkAttrs()}
+		add.Name = l.name
+		switch err := l.handle.LinkAdd(add); {
+		case errors.Is(err, unix.EOPNOTSUPP):
+			return fmt.Errorf("add interface %s: the kernel lacks interfaces of type dummy: load the module dummy", l.name)
+		case err != nil:
+			return fmt.Errorf("add interface %s: %w", l.name, explain(err))
+		}
+		// The kernel ignores an alias in the request that creates an interface.
+		if err := l.handle.LinkSetAlias(add, l.owner); err != nil {
+			return errors.Join(fmt.Errorf("set alias of interface %s: %w", l.name, err), l.handle.LinkDel(add))
+		}
+		if link, err = l.find(); err != nil || link == nil {
+			return fmt.Errorf("interface %s is not there after it was added (%w)", l.name, err)
+		}
+	}
+	l.link = link.Attrs().Index
+	if err := l.handle.LinkSetUp(link); err != nil {
+		return fmt.Errorf("set up interface %s: %w", l.name, err)
+	}
+	return nil
+}
+
+// find returns the interface, or nil if it does not exist.
+func (l *localAddresses) find() (netlink.Link, error) {
+	link, err := l.handle.LinkByName(l.name)
+	switch {
+	case errors.As(err, &netlink.LinkNotFoundError{}):
+		return nil, nil
+	case err != nil:
+		return nil, fmt.Errorf("look for interface %s: %w", l.name, err)
+	case link.Type() != "dummy" || link.Attrs().Alias != l.owner:
+		return nil, fmt.Errorf("interface %s exists and does not have the alias %q: choose another name, or delete it if no other program uses it", l.name, l.owner)
+	}
+	return link, nil
+}
+
+// delete deletes the interface and thereby all routes.
+func (l *localAddresses) delete() error {
+	if err := l.connect(); err != nil {
+		return err
+	}
+	link, err := l.find()
+	if err != nil || link == nil {
+		return err
+	}
+	if err := l.handle.LinkDel(link); err != nil {
+		return fmt.Errorf("delete interface %s: %w", l.name, err)
+	}
+	return nil
+}
+
+// route returns the route of an address. Its metric is that of this interface only, so
+// that routes of several instances to an address are independent.
+func (l *localAddresses) route(addr netip.Addr) *netlink.Route {
+	return &netlink.Route{
+		Dst:       &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(addr.BitLen(), addr.BitLen())},
+		LinkIndex: l.link,
+		Type:      unix.RTN_LOCAL,
+		Table:     unix.RT_TABLE_LOCAL,
+		Scope:     netlink.SCOPE_HOST,
+		Protocol:  routeProtocol,
+		Priority:  1<<16 + l.link,
+	}
+}
+
+func (l *localAddresses) add(addr netip.Addr) error {
+	if err := l.handle.RouteAdd(l.route(addr)); err != nil && !errors.Is(err, unix.EEXIST) {
+		return fmt.Errorf("make %s local: %w", addr, err)
+	}
+	return nil
+}
+
+func (l *localAddresses) remove(addr netip.Addr) error {
+	if err := l.handle.RouteDel(l.route(addr)); err != nil && !errors.Is(err, unix.ESRCH) {
+		return fmt.Errorf("delete local route to %s: %w", addr, err)
+	}
+	return nil
+}
+
+// list returns the addresses that have routes.
+func (l *localAddresses) list() (map[netip.Addr]bool, error) {
+	all := map[netip.Addr]bool{}
+	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+		filter := &netlink.Route{LinkIndex: l.link, Table: unix.RT_TABLE_LOCAL, Type: unix.RTN_LOCAL, Protocol: routeProtocol}
+		routes, err := l.handle.RouteListFiltered(family, filter,
+			netlink.RT_FILTER_OIF|netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE|netlink.RT_FILTER_PROTOCOL)
+		if err != nil {
+			return nil, fmt.Errorf("list local routes: %w", err)
+		}
+		for i := range routes {
+			if addr, ok := netip.AddrFromSlice(routes[i].Dst.IP); ok {
+				all[addr.Unmap()] = true
+			}
+		}
+	}
+	return all, nil
+}

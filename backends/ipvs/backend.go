@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ipvs
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/conntrack"
+	"github.com/kpng-project/kpng/backends/internal/sysctl"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+)
+
+// Backend is a sink that programs IPVS. See the package comment.
+type Backend struct {
+	opts          Options
+	connections   sink.Sink
+	nodeAddresses nodeaddr.Source
+	// machineAddresses are all addresses of the machine.
+	machineAddresses nodeaddr.Source
+
+	// tasks run from Start until stopTasks, which Stop calls.
+	tasks     sync.WaitGroup
+	stopTasks context.CancelFunc
+
+	mu        sync.Mutex // guards the fields below
+	dataplane *dataplane
+	// compareAt is the time of the next comparison with the kernel.
+	compareAt time.Time
+	// passAt is the time of the next pass if the last one could not prune. It follows the
+	// last pass after the duration passWait.
+	passAt   time.Time
+	passWait time.Duration
+}
+
+var (
+	_ sink.Sink    = (*Backend)(nil)
+	_ sink.Starter = (*Backend)(nil)
+	_ sink.Stopper = (*Backend)(nil)
+	_ sink.Cleaner = (*Backend)(nil)
+	_ sink.Poller  = (*Backend)(nil)
+)
+
+// New returns a backend. It does not access the kernel. It returns an error if opts are
+// invalid.
+func New(opts Options) (*Backend, error) {
+	if err := opts.complete(); err != nil {
+		return nil, fmt.Errorf("ipvs options: %w", err)
+	}
+	b := &Backend{opts: opts, stopTasks: func() {}}
+	b.dataplane = newDataplane(&b.opts)
+	return b, nil
+}
+
+// Start implements [sink.Starter]. It checks kernel settings and watches the node's
+// addresses. The first Sync needs CAP_NET_ADMIN and the kernel module ip_vs. The kernel
+// loads the modules dummy and ip_vs_* itself if it can.
+func (b *Backend) Start(ctx context.Context) error {
+	settings := general
+	if b.opts.StrictARP {
+		settings = slices.Concat(settings, strictARP)
+	}
+	if err := b.checkSysctls(ctx, settings, SetSysctls); err != nil {
+		return err
+	}
+	tasks, stop := context.WithCancel(context.WithoutCancel(ctx))
+	b.stopTasks = stop
+	watch := func(s nodeaddr.Selection) (nodeaddr.Source, error) {
+		w, err := nodeaddr.New(nodeaddr.Options{Selection: s, NetNS: b.opts.NetNS})
+		if err == nil {
+			b.tasks.Go(func() { w.Run(tasks) })
+		}
+		return w, err
+	}
+	var err error
+	if b.machineAddresses, err = watch(nodeaddr.Selection{All: true}); err != nil {
+		return err
+	}
+	if b.nodeAddresses = b.opts.NodeAddresses; b.nodeAddresses == nil {
+		if b.nodeAddresses, err = watch(nodeaddr.Selection{}); err != nil {
+			return err
+		}
+	}
+	if b.connections = b.opts.Conntrack; b.connections == nil {
+		b.connections = conntrack.New(conntrack.Options{NodeAddrs: b.nodeAddresses, NetNS: b.opts.NetNS})
+	}
+	if s, ok := b.connections.(sink.Starter); ok {
+		return s.Start(ctx)
+	}
+	return nil
+}
+
+// Stop implements [sink.Stopper]. The kernel continues to forward traffic; see Cleanup.
+func (b *Backend) Stop(ctx context.Context) error {
+	b.stopTasks()
+	b.tasks.Wait()
+	var errs []error
+	if s, ok := b.connections.(sink.Stopper); ok {
+		errs = append(errs, s.Stop(ctx))
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return errors.Join(append(errs, b.dataplane.close())...)
+}
+
+// Cleanup implements [sink.Cleaner]. It deletes the virtual servers, the interface and
+// the table of the instance if they exist, also on a backend that was not started.
+func (b *Backend) Cleanup(context.Context) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return errors.Join(b.dataplane.cleanup(), b.dataplane.close())
+}
+
+// Sync implements [sink.Sink].
+func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
+	err := b.program(ctx, c)
+	if _, ok := sink.Acknowledged(err); !ok {
+		return err
+	}
+	if err := b.connections.Sync(ctx, c); err != nil {
+		// A new pass delivers everything to connection tracking again.
+		return fmt.Errorf("connection tracking: %w (%w)", err, sink.ErrStartOver)
+	}
+	return err
+}
+
+// errNodeChanged causes a new pass, which plans all services again.
+var errNodeChanged = fmt.Errorf("the addresses of the node changed (%w)", sink.ErrStartOver)
+
+func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if c.NodeChanged {
+		nodeaddr.SetNode(b.nodeAddresses, c.Node)
+	}
+	d := b.dataplane
+	next := b.addresses()
+	if c.NodeChanged {
+		next.nodeAddrs = addrsOf(c.Node)
+	}
+	switch {
+	case c.First:
+		if err := d.begin(); err != nil {
+			return err
+		}
+		if err := b.checkSysctls(ctx, ofIPVS, SetIPVSSysctls, SetSysctls); err != nil {
+			return err
+		}
+		d.planner = next
+	case !d.known:
+		return fmt.Errorf("the state of the kernel is unknown (%w)", sink.ErrStartOver)
+	case next.differs(&d.planner):
+		return errNodeChanged
+	}
+	err := d.sync(c)
+	if c.Last {
+		b.recordPass(time.Now())
+	}
+	return err
+}
+
+// addresses returns the planner with the present addresses of the machine.
+func (b *Backend) addresses() planner {
+	p := b.dataplane.planner
+	p.nodePortAddrs, _ = b.nodeAddresses.Addresses()
+	p.machineAddrs, _ = b.machineAddresses.Addresses()
+	return p
+}
+
+// The limits of the time until a pass repeats one that could not prune.
+const (
+	minPassWait = time.Minute
+	maxPassWait = time.Hour
+)
+
+func (b *Backend) recordPass(now time.Time) {
+	b.passWait = min(max(2*b.passWait, minPassWait), maxPassWait)
+	if !b.dataplane.unpruned {
+		b.passWait = 0
+	}
+	b.passAt = now.Add(b.passWait)
+}
+
+// addrsOf returns the addresses of the Node object.
+func addrsOf(n *api.Node) []netip.Addr {
+	var addrs []netip.Addr
+	if n != nil {
+		for _, a := range n.Addresses {
+			addrs = append(addrs, a.IP)
+		}
+	}
+	return addrs
+}
+
+// Verify implements [sink.Verifier]. It deletes removed endpoints whose connections have
+// ended. From time to time, it compares the kernel with the records, and repairs changes
+// by other programs.
+func (b *Backend) Verify(ctx context.Context) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	d, now, next := b.dataplane, time.Now(), b.addresses()
+	switch {
+	case !d.known:
+		return fmt.Errorf("the state of the kernel is unknown (%w)", sink.ErrStartOver)
+	case next.differs(&d.planner):
+		return errNodeChanged
+	case d.unpruned && now.After(b.passAt):
+		return fmt.Errorf("the kernel may have objects of services that failed (%w)", sink.ErrStartOver)
+	}
+	err := errors.Join(d.removeIdle(ctx), d.deleteUnused())
+	if err != nil || now.Before(b.compareAt) {
+		return err
+	}
+	err = d.compare(ctx)
+	b.compareAt = time.Now().Add(max(minPause, pauseFactor*time.Since(now)))
+	return err
+}
+
+// VerifyInterval implements [sink.Poller]. It returns one second. Most calls only count
+// the connections of removed endpoints.
+func (b *Backend) VerifyInterval() time.Duration { return time.Second }
+
+// The kernel settings that the backend checks.
+var (
+	general = []sysctl.Setting{
+		{Name: "net.ipv4.ip_forward", Value: 1, Reason: "traffic from elsewhere reaches pods"},
+		{Name: "net.ipv6.conf.all.forwarding", Value: 1, Reason: "traffic from elsewhere reaches pods"},
+	}
+	strictARP = []sysctl.Setting{
+		{Name: "net.ipv4.conf.all.arp_ignore", Value: 1, Reason: "the node does not answer ARP requests for addresses of services"},
+		{Name: "net.ipv4.conf.all.arp_announce", Value: 2, Reason: "the node does not announce addresses of services by ARP"},
+	}
+	ofIPVS = []sysctl.Setting{
+		{Name: "net.ipv4.vs.conntrack", Value: 1, Reason: "connections through IPVS can be masqueraded"},
+		{Name: "net.ipv4.vs.conn_reuse_mode", Value: 1, Reason: "a client that uses a port again gets a new endpoint"},
+		{Name: "net.ipv4.vs.expire_nodest_conn", Value: 1, Reason: "clients of removed endpoints get another one"},
+		{Name: "net.ipv4.vs.expire_quiescent_template", Value: 1, Reason: "session affinity ends when an endpoint is removed"},
+	}
+)
+
+// checkSysctls checks settings, and sets them in these modes.
+func (b *Backend) checkSysctls(ctx context.Context, settings []sysctl.Setting, set ...SysctlMode) error {
+	if b.opts.Sysctls == IgnoreSysctls {
+		return nil
+	}
+	return sysctl.InNetNS(b.opts.NetNS, func() {
+		sysctl.Kernel.Apply(ctx, settings, slices.Contains(set, b.opts.Sysctls))
+	})
+}

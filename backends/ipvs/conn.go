@@ -1,0 +1,391 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ipvs
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// conn is a connection to IPVS by generic netlink. The zero value is closed. The first
+// request opens it.
+type conn struct {
+	netNS  int
+	nl     *netlink.Conn
+	family uint16
+}
+
+// serverID identifies a virtual server.
+type serverID struct {
+	netip.AddrPort
+	protocol api.Protocol
+}
+
+func (id serverID) String() string { return fmt.Sprintf("%s/%s", id.AddrPort, id.protocol) }
+
+// server is a virtual server in the kernel.
+type server struct {
+	scheduler string
+	// persistence is how many seconds a client keeps its endpoint, or 0.
+	persistence uint32
+	// destinations are the endpoints.
+	destinations map[netip.AddrPort]destination
+}
+
+type destination struct {
+	// weight is 0 if the destination gets no new connections.
+	weight uint32
+	// connections is the number of connections in all states.
+	connections uint32
+}
+
+// Numbers of linux/ip_vs.h and linux/genetlink.h.
+const (
+	newService, setService, delService, getService = 1, 2, 3, 4
+	newDest, setDest, delDest, getDest             = 5, 6, 7, 8
+
+	attrService, attrDest = 1, 2
+
+	svcFamily, svcProtocol, svcAddr, svcPort              = 1, 2, 3, 4
+	svcScheduler, svcFlags, svcTimeout, svcNetmask        = 6, 7, 8, 9
+	destAddr, destPort, destMethod, destWeight, destUpper = 1, 2, 3, 4, 5
+	destLower, destActive, destInactive, destFam          = 6, 7, 8, 11
+
+	flagPersistent = 1
+
+	controlFamily, getFamily, controlVersion = 0x10, 3, 1
+	controlFamilyID, controlFamilyName       = 1, 2
+)
+
+var protocolNumbers = map[api.Protocol]uint8{api.TCP: unix.IPPROTO_TCP, api.UDP: unix.IPPROTO_UDP, api.SCTP: unix.IPPROTO_SCTP}
+
+// errNoIPVS is the error of requests if the kernel has no IPVS.
+var errNoIPVS = errors.New("the kernel lacks IPVS: load the module ip_vs")
+
+func (c *conn) open() error {
+	if c.nl != nil {
+		return nil
+	}
+	nl, err := netlink.Dial(unix.NETLINK_GENERIC, &netlink.Config{NetNS: c.netNS})
+	if err != nil {
+		return fmt.Errorf("open a netlink socket: %w", err)
+	}
+	e := netlink.NewAttributeEncoder()
+	e.String(controlFamilyName, "IPVS")
+	answers, err := execute(nl, controlFamily, getFamily, 0, e)
+	if errors.Is(err, unix.ENOENT) {
+		err = errNoIPVS
+	}
+	if err != nil {
+		nl.Close()
+		return err
+	}
+	for _, d := range answers {
+		for d.Next() {
+			if d.Type() == controlFamilyID {
+				c.family = d.Uint16()
+			}
+		}
+	}
+	c.nl = nl
+	return nil
+}
+
+func (c *conn) close() error {
+	if c.nl == nil {
+		return nil
+	}
+	nl := c.nl
+	c.nl = nil
+	return nl.Close()
+}
+
+// execute sends a request and returns the attributes of each answer. The flags must
+// contain Acknowledge if the kernel answers only then.
+func execute(nl *netlink.Conn, family uint16, command uint8, flags netlink.HeaderFlags, e *netlink.AttributeEncoder) ([]*netlink.AttributeDecoder, error) {
+	attributes, err := e.Encode()
+	if err != nil {
+		return nil, err
+	}
+	m := netlink.Message{
+		Header: netlink.Header{Type: netlink.HeaderType(family), Flags: netlink.Request | flags},
+		Data:   append([]byte{command, controlVersion, 0, 0}, attributes...),
+	}
+	messages, err := nl.Execute(m)
+	if err != nil {
+		return nil, err
+	}
+	var answers []*netlink.AttributeDecoder
+	for _, m := range messages {
+		if len(m.Data) < 4 || m.Header.Type == netlink.Error {
+			continue // an acknowledgement
+		}
+		d, err := netlink.NewAttributeDecoder(m.Data[4:])
+		if err != nil {
+			return nil, err
+		}
+		answers = append(answers, d)
+	}
+	return answers, nil
+}
+
+// request sends a request about a virtual server. The functions service and dest encode
+// more attributes; each may be nil.
+func (c *conn) request(command uint8, flags netlink.HeaderFlags, id serverID, service, dest func(*netlink.AttributeEncoder)) ([]*netlink.AttributeDecoder, error) {
+	if err := c.open(); err != nil {
+		return nil, err
+	}
+	e := netlink.NewAttributeEncoder()
+	if id != (serverID{}) {
+		e.Nested(attrService, func(e *netlink.AttributeEncoder) error {
+			e.Uint16(svcFamily, afOf(id.Addr()))
+			e.Uint16(svcProtocol, uint16(protocolNumbers[id.protocol]))
+			e.Bytes(svcAddr, id.Addr().AsSlice())
+			e.Bytes(svcPort, portBytes(id.Port()))
+			if service != nil {
+				service(e)
+			}
+			return nil
+		})
+	}
+	if dest != nil {
+		e.Nested(attrDest, func(e *netlink.AttributeEncoder) error {
+			dest(e)
+			return nil
+		})
+	}
+	answers, err := execute(c.nl, c.family, command, flags, e)
+	if err != nil && !isErrno(err) {
+		c.close() // the socket may have answers to earlier requests
+	}
+	return answers, err
+}
+
+// isErrno reports whether err is an answer of the kernel to a request.
+func isErrno(err error) bool {
+	var errno unix.Errno
+	return errors.As(err, &errno)
+}
+
+func afOf(a netip.Addr) uint16 {
+	if a.Is4() {
+		return unix.AF_INET
+	}
+	return unix.AF_INET6
+}
+
+func portBytes(port uint16) []byte { return []byte{byte(port >> 8), byte(port)} }
+
+// set creates the virtual server id or changes its settings, but not its destinations.
+func (c *conn) set(id serverID, create bool, scheduler string, persistence uint32) error {
+	command := uint8(setService)
+	if create {
+		command = newService
+	}
+	_, err := c.request(command, netlink.Acknowledge, id, func(e *netlink.AttributeEncoder) {
+		e.String(svcScheduler, scheduler)
+		flags := make([]byte, 0, 8)
+		if persistence > 0 {
+			flags = binary.NativeEndian.AppendUint32(flags, flagPersistent)
+		} else {
+			flags = binary.NativeEndian.AppendUint32(flags, 0)
+		}
+		e.Bytes(svcFlags, binary.NativeEndian.AppendUint32(flags, flagPersistent))
+		e.Uint32(svcTimeout, persistence)
+		e.Uint32(svcNetmask, hostMask(id.Addr()))
+	}, nil)
+	if errors.Is(err, unix.ENOENT) {
+		return fmt.Errorf("virtual server %s: the kernel lacks the scheduler %s: load the module ip_vs_%s", id, scheduler, scheduler)
+	}
+	return wrap(err, "set virtual server %s", id)
+}
+
+// hostMask is the mask of clients that share persistence: each address is a client.
+func hostMask(a netip.Addr) uint32 {
+	if a.Is4() {
+		return 0xffffffff
+	}
+	return 128
+}
+
+// setDestination adds a destination to a virtual server or changes its weight.
+func (c *conn) setDestination(id serverID, at netip.AddrPort, create bool, weight uint32) error {
+	command := uint8(setDest)
+	if create {
+		command = newDest
+	}
+	_, err := c.request(command, netlink.Acknowledge, id, nil, func(e *netlink.AttributeEncoder) {
+		encodeDestination(e, at)
+		e.Uint32(destMethod, 0) // masquerading, which is IPVS's name for translation
+		e.Uint32(destWeight, weight)
+		e.Uint32(destUpper, 0)
+		e.Uint32(destLower, 0)
+	})
+	return wrap(err, "set endpoint %s of virtual server %s", at, id)
+}
+
+func encodeDestination(e *netlink.AttributeEncoder, at netip.AddrPort) {
+	e.Bytes(destAddr, at.Addr().AsSlice())
+	e.Bytes(destPort, portBytes(at.Port()))
+	e.Uint16(destFam, afOf(at.Addr()))
+}
+
+func (c *conn) deleteDestination(id serverID, at netip.AddrPort) error {
+	_, err := c.request(delDest, netlink.Acknowledge, id, nil, func(e *netlink.AttributeEncoder) { encodeDestination(e, at) })
+	return wrap(err, "delete endpoint %s of virtual server %s", at, id)
+}
+
+// delete deletes a virtual server if it exists.
+func (c *conn) delete(id serverID) error {
+	_, err := c.request(delService, netlink.Acknowledge, id, nil, nil)
+	if errors.Is(err, unix.ESRCH) {
+		return nil
+	}
+	return wrap(err, "delete virtual server %s", id)
+}
+
+func wrap(err error, format string, args ...any) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf(format+": %w", append(args, err)...)
+}
+
+// list returns all virtual servers, without destinations. It omits those that are
+// identified by a packet mark.
+func (c *conn) list() (map[serverID]*server, error) {
+	answers, err := c.request(getService, netlink.Dump, serverID{}, nil, nil)
+	if err != nil {
+		return nil, fmt.Errorf("list virtual servers: %w", err)
+	}
+	all := map[serverID]*server{}
+	for _, d := range answers {
+		if id, s, ok := decodeServer(d); ok {
+			all[id] = s
+		}
+	}
+	return all, nil
+}
+
+// read returns a virtual server, or nil if it does not exist.
+func (c *conn) read(id serverID) (*server, error) {
+	answers, err := c.request(getService, 0, id, nil, nil)
+	if errors.Is(err, unix.ESRCH) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read virtual server %s: %w", id, err)
+	}
+	for _, d := range answers {
+		if _, s, ok := decodeServer(d); ok {
+			return s, c.readDestinations(id, s)
+		}
+	}
+	return nil, nil
+}
+
+// readDestinations reads the destinations of s, which is the virtual server id.
+func (c *conn) readDestinations(id serverID, s *server) error {
+	answers, err := c.request(getDest, netlink.Dump, id, nil, nil)
+	if err != nil {
+		return fmt.Errorf("list endpoints of virtual server %s: %w", id, err)
+	}
+	s.destinations = make(map[netip.AddrPort]destination, len(answers))
+	for _, d := range answers {
+		for d.Next() {
+			if d.Type() == attrDest {
+				d.Nested(func(d *netlink.AttributeDecoder) error {
+					var port uint16
+					var addr []byte
+					var to destination
+					for d.Next() {
+						switch d.Type() {
+						case destAddr:
+							addr = d.Bytes()
+						case destPort:
+							port = decodePort(d.Bytes())
+						case destWeight:
+							to.weight = d.Uint32()
+						case destActive, destInactive:
+							to.connections += d.Uint32()
+						}
+					}
+					if a, ok := decodeAddr(id.Addr().Is4(), addr); ok {
+						s.destinations[netip.AddrPortFrom(a, port)] = to
+					}
+					return nil
+				})
+			}
+		}
+	}
+	return nil
+}
+
+func decodeServer(d *netlink.AttributeDecoder) (id serverID, s *server, ok bool) {
+	s = &server{destinations: map[netip.AddrPort]destination{}}
+	for d.Next() {
+		if d.Type() != attrService {
+			continue
+		}
+		d.Nested(func(d *netlink.AttributeDecoder) error {
+			var family, port uint16
+			var addr []byte
+			var flags uint32
+			for d.Next() {
+				switch d.Type() {
+				case svcFamily:
+					family = d.Uint16()
+				case svcProtocol:
+					for p, number := range protocolNumbers {
+						if uint16(number) == d.Uint16() {
+							id.protocol = p
+						}
+					}
+				case svcAddr:
+					addr = d.Bytes()
+				case svcPort:
+					port = decodePort(d.Bytes())
+				case svcScheduler:
+					s.scheduler = d.String()
+				case svcFlags:
+					if b := d.Bytes(); len(b) >= 4 {
+						flags = binary.NativeEndian.Uint32(b)
+					}
+				case svcTimeout:
+					s.persistence = d.Uint32()
+				}
+			}
+			if flags&flagPersistent == 0 {
+				s.persistence = 0
+			}
+			var a netip.Addr
+			a, ok = decodeAddr(family == unix.AF_INET, addr)
+			id.AddrPort = netip.AddrPortFrom(a, port)
+			return nil
+		})
+	}
+	return id, s, ok && id.protocol != 0
+}
+
+// decodeAddr decodes an address, which has 16 octets in both families.
+func decodeAddr(is4 bool, b []byte) (netip.Addr, bool) {
+	if is4 && len(b) >= 4 {
+		return netip.AddrFromSlice(b[:4])
+	}
+	return netip.AddrFromSlice(b)
+}
+
+func decodePort(b []byte) uint16 {
+	if len(b) != 2 {
+		return 0
+	}
+	return uint16(b[0])<<8 | uint16(b[1])
+}

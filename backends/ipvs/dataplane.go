@@ -1,0 +1,429 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ipvs
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+
+	"github.com/kpng-project/kpng/sink"
+	"golang.org/x/sys/unix"
+	"k8s.io/apimachinery/pkg/types"
+)
+
+// dataplane programs the kernel and records what it has programmed. One goroutine may use
+// it at a time.
+//
+// The records are what the kernel listed at the beginning of a pass, and the changes since
+// then. A change compares the plan of a service with these records. So it reads only the
+// virtual servers that it creates.
+type dataplane struct {
+	opts    *Options
+	planner planner
+	conn    conn
+	table   *table // nil until the first pass
+	local   localAddresses
+
+	// known reports that the records of the kernel describe it. These are the next three
+	// fields.
+	known bool
+	// servers are the virtual servers of this instance. The set frontends of the table
+	// records which belong to the instance. It is written before a virtual server is
+	// created, so it is complete even after a crash.
+	servers map[serverID]*server
+	// elements are the elements of the table. routes are the local addresses.
+	elements map[element]bool
+	routes   map[netip.Addr]bool
+
+	// plans are the plans of the services that were delivered since the pass began. The
+	// fields refs and wanted derive from them: how many frontends need an element, and the
+	// wanted state of each virtual server.
+	plans  map[types.NamespacedName]*plan
+	refs   map[element]int
+	wanted map[serverID]*wanted
+	// unused are elements that no plan needs. They wait for deletion, together with their
+	// virtual servers and local addresses.
+	unused map[element]bool
+	// earlier are the elements of exclusive sets when the pass began, by group.
+	earlier map[element][]element
+	// leaving are virtual servers with destinations that get no new connections.
+	leaving map[serverID]bool
+	// unpruned reports that the last pass kept everything because services failed.
+	unpruned bool
+}
+
+func newDataplane(opts *Options) *dataplane {
+	return &dataplane{
+		opts:    opts,
+		planner: planner{scheduler: opts.Scheduler, annotation: opts.SchedulerAnnotation},
+		conn:    conn{netNS: opts.NetNS},
+		local:   localAddresses{name: opts.Interface, owner: opts.tableName(), netNS: opts.NetNS},
+	}
+}
+
+func (d *dataplane) close() error {
+	d.known = false
+	d.local.close()
+	return d.conn.close()
+}
+
+// begin begins a pass. It creates the table and the interface and reads the kernel.
+func (d *dataplane) begin() (err error) {
+	d.known = false
+	if err := d.conn.open(); err != nil {
+		return err
+	}
+	if err := d.local.open(); err != nil {
+		return err
+	}
+	if d.table == nil {
+		if d.table, err = newTable(d.opts); err != nil {
+			return err
+		}
+	}
+	elements, err := d.table.read()
+	if errors.Is(err, errChanged) {
+		maps.Copy(elements, d.elements) // another program may have deleted them
+		err = d.table.create(elements)
+	}
+	if err != nil {
+		return err
+	}
+	if d.routes, err = d.local.list(); err != nil {
+		return err
+	}
+	if d.servers, err = d.readServers(elements); err != nil {
+		return err
+	}
+	d.elements = elements
+	d.plans, d.refs, d.wanted = map[types.NamespacedName]*plan{}, map[element]int{}, map[serverID]*wanted{}
+	d.unused, d.earlier, d.leaving = map[element]bool{}, map[element][]element{}, map[serverID]bool{}
+	for e := range elements {
+		if e.set.exclusive() {
+			d.earlier[e.group()] = append(d.earlier[e.group()], e)
+		}
+	}
+	d.known = true
+	return nil
+}
+
+// readServers returns the virtual servers of this instance: those with an element in the
+// table, and those that this process has created.
+func (d *dataplane) readServers(elements map[element]bool) (map[serverID]*server, error) {
+	all, err := d.conn.list()
+	if err != nil {
+		return nil, err
+	}
+	for id, s := range all {
+		if !elements[id.element()] && d.servers[id] == nil {
+			delete(all, id)
+		} else if err := d.conn.readDestinations(id, s); err != nil {
+			return nil, err
+		}
+	}
+	return all, nil
+}
+
+// element returns the element that records the owner of a virtual server.
+func (id serverID) element() element {
+	return element{set: setOf(frontends, id.Addr()), key: frontendKey(id)}
+}
+
+// sync programs c. Its errors are those of Sync in [sink.Sink].
+//
+// Its steps interrupt no traffic. Elements of the table are added before the virtual
+// servers that need them, and deleted after them. An address becomes local when its
+// virtual servers exist.
+func (d *dataplane) sync(c *sink.Changes) error {
+	var failed sink.Failed
+	plans := map[types.NamespacedName]*plan{}
+	for ch := range c.Services {
+		failed.Do(ch.Key, func() error {
+			p, err := d.planner.plan(ch.New)
+			err = errors.Join(err, d.omitForeign(p))
+			plans[ch.Key] = p
+			return err
+		})
+	}
+	if err := d.addElements(plans); err != nil {
+		return err
+	}
+	for key, p := range plans {
+		failed.Do(key, func() error { return errors.Join(failed[key], d.programService(p)) })
+	}
+	if c.Last {
+		d.endPass(c)
+	}
+	if err := d.deleteUnused(); err != nil {
+		return err
+	}
+	return failed.Err()
+}
+
+// omitForeign removes the frontends from p whose virtual servers belong to other
+// programs. It returns an error that names them.
+func (d *dataplane) omitForeign(p *plan) error {
+	var errs []error
+	p.frontends = slices.DeleteFunc(p.frontends, func(f frontendPlan) bool {
+		if d.servers[f.id] != nil {
+			return false
+		}
+		s, err := d.conn.read(f.id)
+		if err == nil && s != nil {
+			err = fmt.Errorf("virtual server %s belongs to another program", f.id)
+		}
+		errs = append(errs, err)
+		return err != nil
+	})
+	return errors.Join(errs...)
+}
+
+// addElements adds the elements of plans to the table and records the plans. An error
+// means that it has changed nothing.
+func (d *dataplane) addElements(plans map[types.NamespacedName]*plan) error {
+	delta := map[element]int{}
+	for key, p := range plans {
+		for e := range p.all() {
+			delta[e]++
+		}
+		for e := range d.plans[key].all() {
+			delta[e]--
+		}
+	}
+	isUnused := func(e element) bool { return d.elements[e] && d.refs[e]+delta[e] == 0 }
+	var add []element
+	remove := map[element]bool{}
+	for e, n := range delta {
+		if d.refs[e]+n > 0 && !d.elements[e] {
+			add = append(add, e)
+			for _, old := range d.earlier[e.group()] {
+				if isUnused(old) {
+					remove[old] = true
+				}
+			}
+		}
+		if e.set.exclusive() && isUnused(e) {
+			remove[e] = true
+		}
+	}
+	if len(add)+len(remove) > 0 {
+		if err := d.table.change(slices.Collect(maps.Keys(remove)), add); err != nil {
+			return err
+		}
+	}
+	for e := range remove {
+		delete(d.elements, e)
+	}
+	for _, e := range add {
+		d.elements[e] = true
+	}
+	for e, n := range delta {
+		if d.refs[e] += n; d.refs[e] > 0 {
+			delete(d.unused, e)
+			continue
+		}
+		delete(d.refs, e)
+		if n < 0 {
+			d.unused[e] = true
+		}
+	}
+	for key, p := range plans {
+		d.plans[key] = p
+		if p.empty() {
+			delete(d.plans, key)
+		}
+	}
+	return nil
+}
+
+// programService programs the virtual servers and the addresses of a service. A failure
+// of one does not stop the others.
+func (d *dataplane) programService(p *plan) error {
+	var errs []error
+	for i := range p.frontends {
+		f := &p.frontends[i]
+		d.wanted[f.id] = &f.wanted
+		err := d.programServer(f.id)
+		if addr := f.id.Addr(); err == nil && f.local && !d.routes[addr] {
+			if err = d.local.add(addr); err == nil {
+				d.routes[addr] = true
+			}
+		}
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
+}
+
+// programServer makes a virtual server as it is wanted. If the kernel reveals that
+// another program has changed the virtual server, it reads the server and tries again.
+func (d *dataplane) programServer(id serverID) error {
+	err := d.tryServer(id)
+	if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.ENOENT) || errors.Is(err, unix.EEXIST) {
+		s, readErr := d.conn.read(id)
+		if readErr != nil {
+			return errors.Join(err, readErr)
+		}
+		d.setServer(id, s)
+		err = d.tryServer(id)
+	}
+	return err
+}
+
+// setServer records what the kernel has of a virtual server, or nil.
+func (d *dataplane) setServer(id serverID, s *server) {
+	d.servers[id] = s
+	if s == nil {
+		delete(d.servers, id)
+	}
+}
+
+func (d *dataplane) tryServer(id serverID) error {
+	w, s := d.wanted[id], d.servers[id]
+	var errs []error
+	if s == nil || s.scheduler != w.scheduler || s.persistence != w.persistence {
+		if err := d.conn.set(id, s == nil, w.scheduler, w.persistence); err != nil {
+			if s == nil {
+				return err
+			}
+			errs = append(errs, err) // it still needs its endpoints
+		} else {
+			if s == nil {
+				s = &server{destinations: map[netip.AddrPort]destination{}}
+				d.servers[id] = s
+			}
+			s.scheduler, s.persistence = w.scheduler, w.persistence
+		}
+	}
+	for _, at := range w.endpoints {
+		if to, ok := s.destinations[at]; !ok || to.weight != weight {
+			errs = append(errs, d.setDestination(id, s, at, weight))
+		}
+	}
+	for at, to := range s.destinations {
+		switch {
+		case w.has(at):
+		case !w.keeps(at, id.protocol):
+			err := d.conn.deleteDestination(id, at)
+			if err == nil {
+				delete(s.destinations, at)
+			}
+			errs = append(errs, err)
+		default:
+			d.leaving[id] = true
+			if to.weight != 0 {
+				errs = append(errs, d.setDestination(id, s, at, 0))
+			}
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// weight is the weight of endpoints that get new connections.
+const weight = 1
+
+func (d *dataplane) setDestination(id serverID, s *server, at netip.AddrPort, weight uint32) error {
+	to, ok := s.destinations[at]
+	if err := d.conn.setDestination(id, at, !ok, weight); err != nil {
+		return err
+	}
+	to.weight = weight
+	s.destinations[at] = to
+	return nil
+}
+
+// endPass marks everything as unused that no delivered service needs, unless it may
+// belong to a service that failed.
+func (d *dataplane) endPass(c *sink.Changes) {
+	d.earlier = nil
+	d.unpruned = slices.ContainsFunc(c.Failing, func(key types.NamespacedName) bool { return d.plans[key] == nil })
+	if d.unpruned {
+		return
+	}
+	mark := func(e element) {
+		if d.refs[e] == 0 {
+			d.unused[e] = true
+		}
+	}
+	for e := range d.elements {
+		mark(e)
+	}
+	for id := range d.servers {
+		mark(id.element())
+	}
+	for addr := range d.routes {
+		mark(element{set: setOf(addresses, addr), key: addrKey(addr)})
+	}
+}
+
+// deleteUnused deletes unused elements with their virtual servers and addresses. What it
+// cannot delete stays unused.
+func (d *dataplane) deleteUnused() error {
+	var errs []error
+	var deleted []element
+	for e := range d.unused {
+		if e.set.kind == addresses && d.routes[e.addr()] {
+			if err := d.local.remove(e.addr()); err != nil {
+				errs = append(errs, err)
+				continue
+			}
+			delete(d.routes, e.addr())
+		}
+		if e.set.kind != frontends {
+			deleted = append(deleted, e)
+		}
+	}
+	// Packets to the addresses above no longer reach IPVS.
+	for e := range d.unused {
+		if e.set.kind != frontends {
+			continue
+		}
+		id := e.server()
+		if err := d.conn.delete(id); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		delete(d.servers, id)
+		delete(d.wanted, id)
+		delete(d.leaving, id)
+		deleted = append(deleted, e)
+	}
+	if inTable := slices.DeleteFunc(slices.Clone(deleted), func(e element) bool { return !d.elements[e] }); len(inTable) > 0 {
+		if err := d.table.change(inTable, nil); err != nil {
+			return errors.Join(append(errs, err)...)
+		}
+	}
+	for _, e := range deleted {
+		delete(d.elements, e)
+		delete(d.unused, e)
+	}
+	return errors.Join(errs...)
+}
+
+// cleanup deletes the virtual servers, the interface and the table of the instance.
+func (d *dataplane) cleanup() error {
+	t, err := newTable(d.opts)
+	if err != nil {
+		return err
+	}
+	elements, err := t.read()
+	if err != nil && !errors.Is(err, errChanged) {
+		return err
+	}
+	// First the addresses, so that no packets arrive whose virtual server is missing.
+	if err := d.local.delete(); err != nil {
+		return err
+	}
+	for e := range elements {
+		if e.set.kind == frontends {
+			if err := d.conn.delete(e.server()); err != nil && !errors.Is(err, errNoIPVS) {
+				return err
+			}
+		}
+	}
+	return t.delete()
+}

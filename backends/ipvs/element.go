@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ipvs
+
+import (
+	"cmp"
+	"fmt"
+	"net/netip"
+
+	"github.com/google/nftables"
+	"github.com/kpng-project/kpng/api"
+)
+
+// setKind is the purpose of a set of the table. There is a set for each family.
+type setKind uint8
+
+const (
+	// frontends are addresses, protocols and ports of virtual servers. They also record
+	// which virtual servers belong to the instance.
+	frontends setKind = iota
+	// addresses are local because of the instance.
+	addresses
+	clusterIPs
+	// restricted frontends admit only sources, which contain a frontend and a range.
+	restricted
+	sources
+	// drops and rejects are frontends without endpoints.
+	drops
+	rejects
+	// masquerades are frontends of which all connections are masqueraded.
+	masquerades
+	// nodeMasquerades are frontends of which the node's own connections are masqueraded.
+	nodeMasquerades
+	// redirects have the destinations of this node's traffic to some frontends.
+	redirects
+	// hairpins have the source and the destination of connections of endpoints to
+	// themselves.
+	hairpins
+	setKinds
+)
+
+var setNames = [setKinds]string{
+	frontends: "frontends", addresses: "addresses", clusterIPs: "cluster-ips", restricted: "restricted", sources: "sources",
+	drops: "drops", rejects: "rejects", masquerades: "masquerades", nodeMasquerades: "node-masquerades",
+	redirects: "redirects", hairpins: "hairpins",
+}
+
+// setID identifies a set of the table.
+type setID struct {
+	kind   setKind
+	family api.Family
+}
+
+func setOf(kind setKind, addr netip.Addr) setID { return setID{kind, api.FamilyOf(addr)} }
+
+var families = []api.Family{api.IPv4, api.IPv6}
+
+func allSets() (all []setID) {
+	for kind := range setKinds {
+		for _, family := range families {
+			all = append(all, setID{kind, family})
+		}
+	}
+	return all
+}
+
+func (s setID) name() string { return fmt.Sprintf("%s%d", setNames[s.kind], s.family) }
+
+// exclusive reports whether different elements of the set may exclude each other: they
+// have the same key, or ranges that overlap.
+func (s setID) exclusive() bool { return s.kind == sources || s.kind == redirects }
+
+// set returns the set for package nftables.
+func (s setID) set(t *nftables.Table) *nftables.Set {
+	addr := nftables.TypeIPAddr
+	if s.family == api.IPv6 {
+		addr = nftables.TypeIP6Addr
+	}
+	frontend := []nftables.SetDatatype{addr, nftables.TypeInetProto, nftables.TypeInetService}
+	set := &nftables.Set{Table: t, Name: s.name(), KeyType: nftables.MustConcatSetType(frontend...)}
+	switch s.kind {
+	case addresses, clusterIPs:
+		set.KeyType = addr
+	case hairpins:
+		set.KeyType = nftables.MustConcatSetType(addr, addr, nftables.TypeInetProto, nftables.TypeInetService)
+	case sources:
+		set.KeyType = nftables.MustConcatSetType(append(frontend, addr)...)
+		set.Interval, set.Concatenation = true, true
+	case redirects:
+		set.IsMap, set.DataType = true, nftables.MustConcatSetType(addr, nftables.TypeInetService)
+	}
+	return set
+}
+
+// element is an element of a set. It is comparable.
+type element struct {
+	set setID
+	// key is the key in the kernel's encoding, or the first key of a range that ends at end.
+	// The field value is the data of an element of a map.
+	key, end, value string
+}
+
+func (e element) compare(o element) int {
+	return cmp.Or(cmp.Compare(e.set.kind, o.set.kind), cmp.Compare(e.set.family, o.set.family),
+		cmp.Compare(e.key, o.key), cmp.Compare(e.end, o.end), cmp.Compare(e.value, o.value))
+}
+
+func (e element) encode() nftables.SetElement {
+	s := nftables.SetElement{Key: []byte(e.key)}
+	if e.end != "" {
+		s.KeyEnd = []byte(e.end)
+	}
+	if e.value != "" {
+		s.Val = []byte(e.value)
+	}
+	return s
+}
+
+// Each part of a key takes a multiple of four octets.
+
+func addrKey(a netip.Addr) string { return string(a.AsSlice()) }
+
+func portKey(port uint16) string { return string([]byte{byte(port >> 8), byte(port), 0, 0}) }
+
+func frontendKey(id serverID) string {
+	return addrKey(id.Addr()) + string([]byte{protocolNumbers[id.protocol], 0, 0, 0}) + portKey(id.Port())
+}
+
+// group identifies the elements of an exclusive set that belong to one frontend.
+func (e element) group() element {
+	return element{set: e.set, key: e.key[:min(e.addr().BitLen()/8+8, len(e.key))]}
+}
+
+// addr returns the address at the beginning of the key.
+func (e element) addr() netip.Addr {
+	n := 4
+	if e.set.family == api.IPv6 {
+		n = 16
+	}
+	a, _ := netip.AddrFromSlice([]byte(e.key[:n]))
+	return a
+}
+
+// server returns the virtual server of an element of the set frontends.
+func (e element) server() serverID {
+	rest := e.key[e.addr().BitLen()/8:]
+	id := serverID{AddrPort: netip.AddrPortFrom(e.addr(), uint16(rest[4])<<8|uint16(rest[5]))}
+	for p, number := range protocolNumbers {
+		if number == rest[0] {
+			id.protocol = p
+		}
+	}
+	return id
+}

@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ipvs
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"math/bits"
+	"net/netip"
+	"regexp"
+
+	"github.com/kpng-project/kpng/backends/internal/nftrule"
+	"github.com/kpng-project/kpng/backends/nodeaddr"
+	"github.com/kpng-project/kpng/sink"
+)
+
+// Options are a backend's settings. The zero value is useful.
+type Options struct {
+	// Instance distinguishes the backends of one node. Its table of nftables is
+	// "kpng-ipvs-<Instance>" of family inet. An instance has at most 64 letters, digits,
+	// "-", "_" and ".". Default: empty, for the table "kpng-ipvs".
+	Instance string
+	// Interface is the name of the instance's interface, of type dummy. Each instance needs
+	// its own. The backend creates the interface; Cleanup deletes it. The alias of the
+	// interface is the name of the table. Default: "kpng-ipvs", or "kpng-<Instance>".
+	Interface string
+
+	// Scheduler is the IPVS scheduler of services, such as rr, wrr, lc, wlc, sh or mh. All
+	// endpoints have the weight 1. Default: rr.
+	Scheduler string
+	// SchedulerAnnotation is the name of the service annotation that overrides Scheduler.
+	// The source must keep this annotation. Default: "kpng.io/ipvs-scheduler".
+	SchedulerAnnotation string
+
+	// MasqueradeMark is a bit of the packet mark. It marks a packet whose connection is to
+	// be masqueraded, from the hook prerouting or output to the hook postrouting. It must be
+	// exactly one bit, and not 0x4000, which kube-proxy uses. Instances may share it.
+	// Default: 0x2000.
+	MasqueradeMark uint32
+	// MasqueradeAll masquerades all connections to cluster IPs.
+	MasqueradeAll bool
+	// MasqueradeOutsiders masquerades connections to cluster IPs from outside the pod
+	// network, which ClusterCIDRs and PodInterfaces define. In a family that neither
+	// defines, nothing is masqueraded.
+	MasqueradeOutsiders bool
+	// ClusterCIDRs contain the addresses of all pods of the cluster. The backend treats them
+	// as pods of this node. So their traffic to external frontends of services with
+	// externalTrafficPolicy Local may reach endpoints on all nodes.
+	ClusterCIDRs []netip.Prefix
+	// PodInterfaces are the interfaces of this node's pods, such as "cni0". A name that ends
+	// in "*" is a prefix of names. Traffic that arrives there counts as traffic of this
+	// node's pods.
+	PodInterfaces []string
+
+	// NodeAddresses has the addresses of node ports. The backend ignores loopback addresses.
+	// Default: the primary addresses of the node, see package nodeaddr.
+	NodeAddresses nodeaddr.Source
+	// Conntrack is a sink that receives each change after the kernel has it. It deletes the
+	// connection-tracking entries of removed endpoints. The backend starts and stops it.
+	// Default: a reconciler of package conntrack.
+	Conntrack sink.Sink
+
+	// Sysctls selects what the backend does with wrong kernel settings. Default: set those
+	// of IPVS and log the others.
+	Sysctls SysctlMode
+	// StrictARP adds two kernel settings to those that Sysctls selects. With them, the node
+	// does not answer ARP requests for addresses of services.
+	StrictARP bool
+
+	// NetNS is the file descriptor of the network namespace to program. It must stay open.
+	// Default 0: the namespace in which the process started.
+	NetNS int
+}
+
+// SysctlMode selects what to do with kernel settings that have wrong values.
+type SysctlMode uint8
+
+// The modes.
+const (
+	// SetIPVSSysctls corrects the settings of IPVS, net.ipv4.vs.*, and logs others.
+	SetIPVSSysctls SysctlMode = iota
+	// SetSysctls corrects all settings.
+	SetSysctls
+	// ReportSysctls logs settings that have a wrong value.
+	ReportSysctls
+	// IgnoreSysctls does not check settings.
+	IgnoreSysctls
+)
+
+const kubeProxyMark = 0x4000
+
+var (
+	instanceName  = regexp.MustCompile(`^[A-Za-z0-9_.-]{0,64}$`)
+	interfaceName = regexp.MustCompile(`^[A-Za-z0-9_.@:-]{1,15}$`)
+	podInterface  = regexp.MustCompile(`^[A-Za-z0-9_.@:-]{1,15}$|^[A-Za-z0-9_.@:-]{1,14}\*$`)
+	schedulerName = regexp.MustCompile(`^[a-z0-9_]{1,15}$`)
+)
+
+// complete checks o and fills in the defaults.
+func (o *Options) complete() error {
+	o.Interface = cmp.Or(o.Interface, "kpng-"+cmp.Or(o.Instance, "ipvs"))
+	o.Scheduler = cmp.Or(o.Scheduler, "rr")
+	o.SchedulerAnnotation = cmp.Or(o.SchedulerAnnotation, "kpng.io/ipvs-scheduler")
+	o.MasqueradeMark = cmp.Or(o.MasqueradeMark, 0x2000)
+
+	var errs []error
+	if !instanceName.MatchString(o.Instance) {
+		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\", \".\" and \"-\"", o.Instance))
+	}
+	if !interfaceName.MatchString(o.Interface) {
+		errs = append(errs, fmt.Errorf("%q is not an interface name", o.Interface))
+	}
+	if !schedulerName.MatchString(o.Scheduler) {
+		errs = append(errs, fmt.Errorf("%q is not the name of a scheduler", o.Scheduler))
+	}
+	if bits.OnesCount32(o.MasqueradeMark) != 1 {
+		errs = append(errs, fmt.Errorf("masquerade mark %#x is not a single bit", o.MasqueradeMark))
+	}
+	if o.MasqueradeMark == kubeProxyMark {
+		errs = append(errs, fmt.Errorf("masquerade mark %#x is kube-proxy's", o.MasqueradeMark))
+	}
+	for _, name := range o.PodInterfaces {
+		if !podInterface.MatchString(name) {
+			errs = append(errs, fmt.Errorf("%q is not an interface name", name))
+		}
+	}
+	for _, cidr := range o.ClusterCIDRs {
+		if !cidr.IsValid() {
+			errs = append(errs, errors.New("a cluster CIDR is not valid"))
+		}
+	}
+	if o.MasqueradeOutsiders && len(o.PodInterfaces)+len(o.ClusterCIDRs) == 0 {
+		errs = append(errs, errors.New("masquerading outsiders needs cluster CIDRs or pod interfaces"))
+	}
+	return errors.Join(errs...)
+}
+
+func (o *Options) tableName() string {
+	if o.Instance == "" {
+		return "kpng-ipvs"
+	}
+	return "kpng-ipvs-" + o.Instance
+}
+
+func (o *Options) pods() nftrule.Pods {
+	return nftrule.Pods{CIDRs: o.ClusterCIDRs, Interfaces: o.PodInterfaces}
+}

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ipvs
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"iter"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// planner computes what services need in the kernel. Its results depend only on its
+// fields and arguments.
+type planner struct {
+	scheduler, annotation string
+	// nodePortAddrs are the addresses of node ports. machineAddrs are all addresses of the
+	// machine, sorted. A service may have one of them as external or load-balancer IP.
+	nodePortAddrs, machineAddrs []netip.Addr
+	// nodeAddrs are the node's addresses, which source ranges may admit.
+	nodeAddrs []netip.Addr
+}
+
+// differs reports whether the addresses differ from those of o.
+func (p *planner) differs(o *planner) bool {
+	return !slices.Equal(p.nodePortAddrs, o.nodePortAddrs) || !slices.Equal(p.machineAddrs, o.machineAddrs) || !slices.Equal(p.nodeAddrs, o.nodeAddrs)
+}
+
+// plan is what a service needs.
+type plan struct {
+	frontends []frontendPlan
+	// elements are the elements of the table that belong to no single frontend, sorted.
+	elements []element
+}
+
+// frontendPlan is what a frontend needs. A node port has one for each node address.
+type frontendPlan struct {
+	id serverID
+	// local reports that the address has to be made local, because the machine does not have
+	// it.
+	local bool
+	wanted
+	elements []element
+}
+
+// wanted is a wanted virtual server.
+type wanted struct {
+	scheduler   string
+	persistence uint32
+	// endpoints get new connections, sorted. The other ones in existing keep their connections. All
+	// frontends of a list share these slices.
+	endpoints, existing []netip.AddrPort
+}
+
+// keeps reports whether a destination that gets no new connections keeps its existing
+// ones. TCP and SCTP connections always continue. UDP flows to a removed endpoint end.
+func (w *wanted) keeps(at netip.AddrPort, p api.Protocol) bool {
+	return p != api.UDP || slices.Contains(w.existing, at)
+}
+
+// plan returns what the view se needs. A nil view needs nothing. The error names an
+// invalid scheduler; the plan then uses the default one.
+func (p *planner) plan(se *api.ServiceEndpoints) (*plan, error) {
+	out := &plan{}
+	if se == nil {
+		return out, nil
+	}
+	var err error
+	scheduler := cmp.Or(se.Service.Annotations[p.annotation], p.scheduler)
+	if !schedulerName.MatchString(scheduler) {
+		err = fmt.Errorf("annotation %s: %q is not the name of a scheduler", p.annotation, scheduler)
+		scheduler = p.scheduler
+	}
+	frontends := slices.Collect(nodeview.Frontends(se))
+	for i := range frontends {
+		f := &frontends[i]
+		if f.ServicePort == nil {
+			err = errors.New("IPVS cannot serve all ports of an address")
+			continue
+		}
+		addrs := []netip.Addr{f.Addr}
+		if f.Kind == nodeview.NodePort {
+			addrs = p.nodePortAddrs
+		}
+		w := wanted{
+			scheduler: scheduler, persistence: uint32(f.Affinity / time.Second),
+			endpoints: endpointsOf(f), existing: existing(se, f),
+		}
+		for _, a := range addrs {
+			if api.FamilyOf(a) == f.Family && !a.IsLoopback() {
+				id := serverID{netip.AddrPortFrom(a, uint16(f.Port)), f.Protocol}
+				_, here := slices.BinarySearchFunc(p.machineAddrs, a, netip.Addr.Compare)
+				fp := frontendPlan{id: id, local: !here && f.Kind != nodeview.NodePort, wanted: w, elements: p.elements(id, f, frontends)}
+				if fp.local {
+					fp.elements = append(fp.elements, element{set: setOf(addresses, a), key: addrKey(a)})
+				}
+				out.frontends = append(out.frontends, fp)
+			}
+		}
+	}
+	for i := range se.Endpoints {
+		if e := &se.Endpoints[i]; e.Local {
+			for j := range se.Service.Ports {
+				sp := &se.Service.Ports[j]
+				if port := e.TargetPort(sp); port != 0 {
+					id := serverID{netip.AddrPortFrom(e.Addr, uint16(port)), sp.Protocol}
+					out.elements = append(out.elements, element{set: setOf(hairpins, e.Addr), key: addrKey(e.Addr) + frontendKey(id)})
+				}
+			}
+		}
+	}
+	slices.SortFunc(out.elements, element.compare)
+	out.elements = slices.Compact(out.elements)
+	return out, err
+}
+
+func endpointsOf(f *nodeview.Frontend) []netip.AddrPort {
+	all := make([]netip.AddrPort, len(f.Elsewhere.Endpoints))
+	for i, t := range f.Elsewhere.Endpoints {
+		all[i] = netip.AddrPortFrom(t.Addr, uint16(t.Port))
+	}
+	slices.SortFunc(all, netip.AddrPort.Compare)
+	return all
+}
+
+// existing returns the endpoints of the frontend's port and family, on any list or
+// draining.
+func existing(se *api.ServiceEndpoints, f *nodeview.Frontend) (all []netip.AddrPort) {
+	for _, list := range [...][]api.Endpoint{se.Endpoints, se.Draining} {
+		for i := range list {
+			if port := list[i].TargetPort(f.ServicePort); port != 0 && api.FamilyOf(list[i].Addr) == f.Family {
+				all = append(all, netip.AddrPortFrom(list[i].Addr, uint16(port)))
+			}
+		}
+	}
+	return all
+}
+
+// elements returns the elements of the table for a frontend of a service with these
+// frontends.
+func (p *planner) elements(id serverID, f *nodeview.Frontend, all []nodeview.Frontend) []element {
+	key := frontendKey(id)
+	elements := []element{{set: setOf(frontends, id.Addr()), key: key}}
+	add := func(kind setKind) { elements = append(elements, element{set: setOf(kind, id.Addr()), key: key}) }
+	if f.Kind == nodeview.ClusterIP {
+		elements = append(elements, element{set: setOf(clusterIPs, id.Addr()), key: addrKey(id.Addr())})
+	}
+	switch f.Elsewhere.Verdict {
+	case nodeview.Reject:
+		add(rejects)
+	case nodeview.Drop:
+		add(drops)
+	}
+	switch f.Masquerade {
+	case nodeview.MasqueradeAll:
+		add(masquerades)
+	case nodeview.MasqueradeNode:
+		add(nodeMasquerades)
+		if to, ok := redirect(f, all); ok {
+			elements = append(elements, element{set: setOf(redirects, id.Addr()), key: key, value: addrKey(to.Addr()) + portKey(to.Port())})
+		}
+	}
+	if f.Sources.Restricted {
+		add(restricted)
+		prefixes := f.Sources.Prefixes(p.nodeAddrs)
+		for i, prefix := range prefixes {
+			if !containedInOther(prefixes, i) {
+				elements = append(elements, element{set: setOf(sources, id.Addr()), key: key + addrKey(prefix.Masked().Addr()), end: key + addrKey(last(prefix))})
+			}
+		}
+	}
+	return elements
+}
+
+// redirect returns the cluster IP and port to which this node's own traffic to f goes. It
+// is needed if this node's traffic uses another list of endpoints than f, because a
+// virtual server has one list. The cluster IP of the same service port has that list,
+// unless internalTrafficPolicy is Local too.
+func redirect(f *nodeview.Frontend, all []nodeview.Frontend) (to netip.AddrPort, ok bool) {
+	if f.Node.Verdict != nodeview.Forward || f.Node.List == f.Elsewhere.List {
+		return to, false
+	}
+	for i := range all {
+		o := &all[i]
+		if o.Kind == nodeview.ClusterIP && o.ServicePort == f.ServicePort && o.Family == f.Family && o.Elsewhere.List == f.Node.List {
+			return netip.AddrPortFrom(o.Addr, uint16(o.Port)), true
+		}
+	}
+	return to, false
+}
+
+// containedInOther reports whether another prefix contains prefixes[i]. The first of
+// equal prefixes counts as containing the others. The kernel refuses overlapping ranges.
+func containedInOther(prefixes []netip.Prefix, i int) bool {
+	for j, other := range prefixes {
+		if j != i && other.Overlaps(prefixes[i]) &&
+			(other.Bits() < prefixes[i].Bits() || other.Bits() == prefixes[i].Bits() && j < i) {
+			return true
+		}
+	}
+	return false
+}
+
+// last returns the last address of a prefix.
+func last(prefix netip.Prefix) netip.Addr {
+	b := prefix.Masked().Addr().AsSlice()
+	for i := prefix.Bits(); i < len(b)*8; i++ {
+		b[i/8] |= 0x80 >> (i % 8)
+	}
+	a, _ := netip.AddrFromSlice(b)
+	return a
+}
+
+// all yields the elements of a plan. A nil plan has none.
+func (p *plan) all() iter.Seq[element] {
+	return func(yield func(element) bool) {
+		if p == nil {
+			return
+		}
+		for i := range p.frontends {
+			for _, e := range p.frontends[i].elements {
+				if !yield(e) {
+					return
+				}
+			}
+		}
+		for _, e := range p.elements {
+			if !yield(e) {
+				return
+			}
+		}
+	}
+}
+
+func (p *plan) empty() bool { return len(p.frontends) == 0 && len(p.elements) == 0 }
+
+// has reports whether a destination gets new connections.
+func (w *wanted) has(at netip.AddrPort) bool {
+	_, ok := slices.BinarySearchFunc(w.endpoints, at, netip.AddrPort.Compare)
+	return ok
+}

@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ipvs
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/nodeview"
+)
+
+// view returns the view of a service with the cluster IP 10.96.0.1 and the TCP port 80. An
+// endpoint that begins with "!" is on this node. One that begins with "-" is draining.
+func view(endpoints []string, edit func(*api.Service)) *api.ServiceEndpoints {
+	svc := &api.Service{
+		Namespace: "default", Name: "web", Type: api.ClusterIP,
+		Ports:      []api.PortMapping{{Protocol: api.TCP, Port: 80, TargetPort: 8080}},
+		IPFamilies: []api.Family{api.IPv4},
+	}
+	svc.IPs.ClusterIPs.Add(netip.MustParseAddr("10.96.0.1"))
+	if edit != nil {
+		edit(svc)
+	}
+	slice := &api.EndpointSlice{Namespace: "default", Name: "web-1", ServiceName: "web", Family: api.IPv4}
+	for _, p := range svc.Ports {
+		slice.Ports = append(slice.Ports, api.EndpointPort{Name: p.Name, Protocol: p.Protocol, Port: 8080})
+	}
+	for _, text := range endpoints {
+		e := api.SliceEndpoint{Addr: netip.MustParseAddr(strings.TrimLeft(text, "!-")), NodeName: "other", Conditions: api.Conditions{Ready: true, Serving: true}}
+		switch text[0] {
+		case '!':
+			e.NodeName = "node"
+		case '-':
+			e.Ready, e.Terminating = false, true
+		}
+		slice.Endpoints = append(slice.Endpoints, e)
+	}
+	return nodeview.View(&api.ServiceState{Service: svc, Slices: []*api.EndpointSlice{slice}}, &api.Node{Name: "node"})
+}
+
+// describe returns a plan as lines: virtual servers with endpoints, and elements.
+func describe(p *plan) (lines []string) {
+	for _, f := range p.frontends {
+		line := fmt.Sprintf("%s %s %v", f.id, f.scheduler, f.endpoints)
+		if f.persistence > 0 {
+			line += fmt.Sprintf(" persistent %d", f.persistence)
+		}
+		if f.local {
+			line += " local"
+		}
+		lines = append(lines, line)
+	}
+	for e := range p.all() {
+		line := e.set.name() + " " + e.addr().String()
+		rest := e.key[e.addr().BitLen()/8:]
+		if e.set.kind == sources {
+			a, _ := netip.AddrFromSlice([]byte(rest[8:]))
+			b, _ := netip.AddrFromSlice([]byte(e.end[12:]))
+			line += fmt.Sprintf(" from %s to %s", a, b)
+		}
+		if e.set.kind == redirects {
+			a, _ := netip.AddrFromSlice([]byte(e.value[:4]))
+			line += fmt.Sprintf(" to %s port %d", a, int(e.value[4])<<8|int(e.value[5]))
+		}
+		lines = append(lines, line)
+	}
+	slices.Sort(lines)
+	return slices.Compact(lines)
+}
+
+func TestPlan(t *testing.T) {
+	loadBalancer := func(s *api.Service) {
+		s.Type = api.LoadBalancer
+		s.IPs.LoadBalancerIPs = api.NewIPSet(netip.MustParseAddr("203.0.113.1"))
+	}
+	local := func(s *api.Service) {
+		loadBalancer(s)
+		s.ExternalTrafficToLocal = true
+	}
+	clusterIP := []string{"addresses4 10.96.0.1", "cluster-ips4 10.96.0.1", "frontends4 10.96.0.1"}
+	for name, test := range map[string]struct {
+		endpoints []string
+		edit      func(*api.Service)
+		want      []string
+	}{
+		"a cluster IP": {
+			endpoints: []string{"10.1.0.2", "10.1.0.1"},
+			want:      append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080 10.1.0.2:8080] local"),
+		},
+		"an endpoint on this node has a hairpin element": {
+			endpoints: []string{"!10.1.0.1"},
+			want:      append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "hairpins4 10.1.0.1"),
+		},
+		"without endpoints connections are rejected": {
+			want: append(clusterIP, "10.96.0.1:80/TCP rr [] local", "rejects4 10.96.0.1"),
+		},
+		"affinity and a scheduler by annotation": {
+			endpoints: []string{"10.1.0.1"},
+			edit: func(s *api.Service) {
+				s.SessionAffinity.ClientIP = &api.ClientIPAffinity{TimeoutSeconds: 90}
+				s.Annotations = map[string]string{"scheduler": "mh"}
+			},
+			want: append(clusterIP, "10.96.0.1:80/TCP mh [10.1.0.1:8080] persistent 90 local"),
+		},
+		"a node port has a virtual server at each address of the node": {
+			endpoints: []string{"10.1.0.1"},
+			edit:      func(s *api.Service) { s.Type, s.Ports[0].NodePort = api.NodePort, 30080 },
+			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local",
+				"192.0.2.1:30080/TCP rr [10.1.0.1:8080]", "192.0.2.2:30080/TCP rr [10.1.0.1:8080]",
+				"frontends4 192.0.2.1", "frontends4 192.0.2.2", "masquerades4 192.0.2.1", "masquerades4 192.0.2.2"),
+		},
+		"an external IP that the machine has is already local": {
+			endpoints: []string{"10.1.0.1"},
+			edit:      func(s *api.Service) { s.IPs.ExternalIPs = api.NewIPSet(netip.MustParseAddr("192.0.2.1")) },
+			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "192.0.2.1:80/TCP rr [10.1.0.1:8080]",
+				"frontends4 192.0.2.1", "masquerades4 192.0.2.1"),
+		},
+		"source ranges without those inside others": {
+			endpoints: []string{"10.1.0.1"},
+			edit: func(s *api.Service) {
+				loadBalancer(s)
+				s.SourceRanges = []api.SourceRanges{{TargetIPs: s.IPs.LoadBalancerIPs, Prefixes: []netip.Prefix{
+					netip.MustParsePrefix("198.51.100.0/24"), netip.MustParsePrefix("198.51.100.128/25"),
+				}}}
+			},
+			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "203.0.113.1:80/TCP rr [10.1.0.1:8080] local",
+				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "masquerades4 203.0.113.1", "restricted4 203.0.113.1",
+				"sources4 203.0.113.1 from 198.51.100.0 to 198.51.100.255"),
+		},
+		"policy Local sends this node's traffic to the cluster IP": {
+			endpoints: []string{"!10.1.0.1", "10.1.0.2"},
+			edit:      local,
+			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080 10.1.0.2:8080] local", "203.0.113.1:80/TCP rr [10.1.0.1:8080] local",
+				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "node-masquerades4 203.0.113.1", "hairpins4 10.1.0.1",
+				"redirects4 203.0.113.1 to 10.96.0.1 port 80"),
+		},
+		"policy Local drops traffic from elsewhere if all endpoints are elsewhere": {
+			endpoints: []string{"10.1.0.2"},
+			edit:      local,
+			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.2:8080] local", "203.0.113.1:80/TCP rr [] local",
+				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "node-masquerades4 203.0.113.1", "drops4 203.0.113.1",
+				"redirects4 203.0.113.1 to 10.96.0.1 port 80"),
+		},
+		"with the same list for this node nothing is redirected": {
+			endpoints: []string{"!10.1.0.1"},
+			edit:      local,
+			want: append(clusterIP, "10.96.0.1:80/TCP rr [10.1.0.1:8080] local", "203.0.113.1:80/TCP rr [10.1.0.1:8080] local",
+				"addresses4 203.0.113.1", "frontends4 203.0.113.1", "node-masquerades4 203.0.113.1", "hairpins4 10.1.0.1"),
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := planner{scheduler: "rr", annotation: "scheduler", nodePortAddrs: []netip.Addr{
+				netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2"), netip.MustParseAddr("2001:db8::1"),
+			}}
+			p.machineAddrs = p.nodePortAddrs
+			got, err := p.plan(view(test.endpoints, test.edit))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(slices.Sorted(slices.Values(test.want)), describe(got)); diff != "" {
+				t.Errorf("plan (-want +got):\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestOnlyUDPFlowsToRemovedEndpointsEnd(t *testing.T) {
+	p := planner{scheduler: "rr"}
+	got, err := p.plan(view([]string{"10.1.0.1", "-10.1.0.2"}, nil))
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &got.frontends[0].wanted
+	draining, removed := netip.MustParseAddrPort("10.1.0.2:8080"), netip.MustParseAddrPort("10.1.0.3:8080")
+	if w.has(draining) || !w.keeps(draining, api.UDP) {
+		t.Error("a draining endpoint must keep its flows and get no new ones")
+	}
+	if w.keeps(removed, api.UDP) || !w.keeps(removed, api.TCP) {
+		t.Error("a removed endpoint must keep its TCP connections only")
+	}
+}
+
+func TestInvalidSchedulerIsNamedAndServiceUsesDefault(t *testing.T) {
+	p := planner{scheduler: "rr", annotation: "scheduler"}
+	got, err := p.plan(view([]string{"10.1.0.1"}, func(s *api.Service) { s.Annotations = map[string]string{"scheduler": "no such one"} }))
+	if err == nil || !strings.Contains(err.Error(), `annotation scheduler: "no such one"`) {
+		t.Errorf("error %v does not name the annotation", err)
+	}
+	if got.frontends[0].scheduler != "rr" {
+		t.Errorf("scheduler %q", got.frontends[0].scheduler)
+	}
+}
+
+func TestInvalidOptionsAreRefused(t *testing.T) {
+	for name, opts := range map[string]Options{
+		"instance":   {Instance: "a b"},
+		"interface":  {Interface: "much-too-long-name"},
+		"scheduler":  {Scheduler: "r r"},
+		"bit":        {MasqueradeMark: 3},
+		"kube-proxy": {MasqueradeMark: 0x4000},
+		"CIDR":       {ClusterCIDRs: []netip.Prefix{{}}},
+		"needs":      {MasqueradeOutsiders: true},
+	} {
+		if _, err := New(opts); err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("%s: error %v", name, err)
+		}
+	}
+}

@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ipvs
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"slices"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
+	"github.com/google/nftables/userdata"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/nftrule"
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// table is the nftables table of an instance. In the output of nft, its chains for IPv4
+// look like this:
+//
+//	chain services {
+//		ip daddr . meta l4proto . th dport @frontends4 goto frontend4
+//		ip daddr @addresses4 meta l4proto { tcp, udp, sctp } goto refuse
+//	}
+//	chain frontend4 {
+//		ip daddr . meta l4proto . th dport @restricted4 \
+//			ip daddr . meta l4proto . th dport . ip saddr != @sources4 drop
+//		fib saddr type local ip daddr . meta l4proto . th dport @node-masquerades4 jump mark-all
+//		fib saddr type local dnat to ip daddr . meta l4proto . th dport map @redirects4
+//		iifname "veth*" dnat to ip daddr . meta l4proto . th dport map @redirects4
+//		ip daddr . meta l4proto . th dport @drops4 drop
+//		ip daddr . meta l4proto . th dport @rejects4 goto refuse
+//		ip daddr . meta l4proto . th dport @masquerades4 jump mark-all
+//		ip daddr @cluster-ips4 jump mark-outsiders
+//	}
+//
+// The kernel evaluates these chains only for the first packet of a connection, before
+// routing and before IPVS. Except for redirects, only IPVS translates addresses.
+type table struct {
+	name string
+	opts *Options
+	nft  *nftables.Conn
+}
+
+const (
+	// socketBuffer is the maximum size of a transaction, about 200,000 elements.
+	socketBuffer = 32 << 20
+	// maxChunk is the number of elements in a message of less than 64 KiB.
+	maxChunk = 400
+)
+
+func newTable(opts *Options) (*table, error) {
+	nft, err := nftables.New(nftables.WithNetNSFd(opts.NetNS), nftables.WithSockOptions(func(c *netlink.Conn) error {
+		return errors.Join(c.SetWriteBuffer(socketBuffer), c.SetReadBuffer(socketBuffer))
+	}))
+	if err != nil {
+		return nil, fmt.Errorf("open a netlink socket: %w", err)
+	}
+	return &table{name: opts.tableName(), opts: opts, nft: nft}, nil
+}
+
+func (t *table) table() *nftables.Table {
+	return &nftables.Table{Name: t.name, Family: nftables.TableFamilyINet}
+}
+
+// chain is a chain with its rules.
+type chain struct {
+	*nftables.Chain
+	rules [][]expr.Any
+}
+
+// chains returns all chains. A chain follows the chains to which it jumps.
+func (t *table) chains() []chain {
+	var chains []chain
+	add := func(name string, rules ...[]expr.Any) {
+		chains = append(chains, chain{&nftables.Chain{Table: t.table(), Name: name}, rules})
+	}
+	hook := func(name string, at *nftables.ChainHook, priority *nftables.ChainPriority, rules ...[]expr.Any) {
+		chains = append(chains, chain{&nftables.Chain{
+			Table: t.table(), Name: name, Type: nftables.ChainTypeNAT, Hooknum: at, Priority: priority,
+		}, rules})
+	}
+	bit := t.opts.MasqueradeMark
+	add("mark-all", append(nftrule.Mark(^bit, bit), nftrule.SetMeta(expr.MetaKeyMARK)))
+	var outsiders [][]expr.Any
+	switch {
+	case t.opts.MasqueradeAll:
+		outsiders = [][]expr.Any{nftrule.Jump("mark-all")}
+	case t.opts.MasqueradeOutsiders:
+		outsiders = t.opts.pods().Outsiders(nftrule.Jump("mark-all"))
+	}
+	add("mark-outsiders", outsiders...)
+	add("refuse",
+		[]expr.Any{nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(unix.IPPROTO_TCP), &expr.Reject{Type: unix.NFT_REJECT_TCP_RST}},
+		[]expr.Any{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}})
+
+	var services, output, postrouting [][]expr.Any
+	postrouting = append(postrouting, slices.Concat(
+		nftrule.Mark(bit, 0), []expr.Any{nftrule.Equal(nftrule.Native(bit)...)}, nftrule.Mark(^uint32(0), bit),
+		[]expr.Any{nftrule.SetMeta(expr.MetaKeyMARK), &expr.Masq{FullyRandom: true}}))
+	for _, family := range families {
+		add(fmt.Sprintf("frontend%d", family), t.frontendRules(family)...)
+		services = append(services, frontend(family).FollowedBy(in(frontends, family), nftrule.GoTo(fmt.Sprintf("frontend%d", family))[0]))
+		// The address is local because of this instance only. Without these rules, other
+		// ports would lead to programs on this node.
+		for _, protocol := range []byte{unix.IPPROTO_TCP, unix.IPPROTO_UDP, unix.IPPROTO_SCTP} {
+			services = append(services, nftrule.NewKey(family).Destination().FollowedBy(in(addresses, family),
+				nftrule.LoadMeta(expr.MetaKeyL4PROTO), nftrule.Equal(protocol), nftrule.GoTo("refuse")[0]))
+		}
+		// For a local destination, the kernel selects the same address as the source.
+		output = append(output, nftrule.NewKey(family).Source().FollowedBy(in(addresses, family), nftrule.Jump("mark-all")[0]))
+		postrouting = append(postrouting, nftrule.NewKey(family).Source().Destination().ProtocolAndPort().FollowedBy(
+			in(hairpins, family), &expr.Masq{FullyRandom: true}))
+	}
+	add("services", services...)
+	// The kernel evaluates these chains again for the packet with which it refuses a
+	// connection.
+	const reply = 1
+	refusal := []expr.Any{&expr.Ct{Key: expr.CtKeyDIRECTION, Register: nftrule.Reg(0)}, nftrule.Equal(reply), &expr.Verdict{Kind: expr.VerdictReturn}}
+	hook("prerouting", nftables.ChainHookPrerouting, nftables.ChainPriorityNATDest, refusal, nftrule.Jump("services"))
+	hook("output", nftables.ChainHookOutput, nftables.ChainPriorityNATDest, slices.Concat([][]expr.Any{refusal}, output, [][]expr.Any{nftrule.Jump("services")})...)
+	hook("postrouting", nftables.ChainHookPostrouting, nftables.ChainPriorityNATSource, postrouting...)
+	return chains
+}
+
+// frontendRules returns the rules for packets to frontends.
+func (t *table) frontendRules(family api.Family) [][]expr.Any {
+	lookup := func(kind setKind, then ...expr.Any) []expr.Any {
+		return frontend(family).FollowedBy(append([]expr.Any{in(kind, family)}, then...)...)
+	}
+	notFromSources := frontend(family).Source().FollowedBy(&expr.Lookup{
+		SourceRegister: nftrule.Reg(0), SetName: setID{sources, family}.name(), Invert: true,
+	}, nftrule.Drop()[0])
+	rules := [][]expr.Any{
+		lookup(restricted, notFromSources...),
+		append(nftrule.StartsHere(), lookup(nodeMasquerades, nftrule.Jump("mark-all")...)...),
+	}
+	addrRegisters := 1
+	if family == api.IPv6 {
+		addrRegisters = 4
+	}
+	for _, match := range append([][]expr.Any{nftrule.StartsHere()}, t.opts.pods().Matches()...) {
+		rules = append(rules, append(match, frontend(family).FollowedBy(
+			&expr.Lookup{SourceRegister: nftrule.Reg(0), DestRegister: nftrule.Reg(0), IsDestRegSet: true, SetName: setID{redirects, family}.name()},
+			nftrule.DNATTo(family, 0, addrRegisters))...))
+	}
+	return append(rules,
+		lookup(drops, nftrule.Drop()...),
+		lookup(rejects, nftrule.GoTo("refuse")...),
+		lookup(masquerades, nftrule.Jump("mark-all")...),
+		nftrule.NewKey(family).Destination().FollowedBy(in(clusterIPs, family), nftrule.Jump("mark-outsiders")[0]))
+}
+
+// frontend returns a key that is the destination of a packet.
+func frontend(family api.Family) *nftrule.Key {
+	return nftrule.NewKey(family).Destination().ProtocolAndPort()
+}
+
+// in returns an expression that matches if the key is in a set.
+func in(kind setKind, family api.Family) expr.Any {
+	return &expr.Lookup{SourceRegister: nftrule.Reg(0), SetName: setID{kind, family}.name()}
+}
+
+// comment identifies a rule. It becomes the comment of the rule in the kernel.
+func comment(rule []expr.Any) []byte {
+	h := fnv.New64a()
+	for _, e := range rule {
+		b, err := expr.Marshal(unix.NFPROTO_INET, e)
+		if err != nil {
+			panic(err) // this package makes the expressions and their data
+		}
+		h.Write(b)
+	}
+	return userdata.AppendString(nil, userdata.TypeComment, fmt.Sprintf("kpng %x", h.Sum64()))
+}
+
+// errChanged means that another program or another version has changed the table.
+var errChanged = errors.New("the chains are not as this version makes them")
+
+// read returns all elements of the table. The error is errChanged if the chains of the
+// table differ; the elements are valid then, too.
+func (t *table) read() (map[element]bool, error) {
+	all := map[element]bool{}
+	var changed error
+	tables, err := t.nft.ListTablesOfFamily(nftables.TableFamilyINet)
+	if err != nil {
+		return nil, fmt.Errorf("list tables: %w", explain(err))
+	}
+	if !slices.ContainsFunc(tables, func(other *nftables.Table) bool { return other.Name == t.name }) {
+		return all, errChanged
+	}
+	sets, err := t.nft.GetSets(t.table())
+	if err != nil {
+		return nil, fmt.Errorf("list the sets of table inet %s: %w", t.name, err)
+	}
+	for _, id := range allSets() {
+		want := id.set(t.table())
+		i := slices.IndexFunc(sets, func(s *nftables.Set) bool {
+			return s.Name == want.Name && s.KeyType.GetNFTMagic() == want.KeyType.GetNFTMagic()
+		})
+		if i < 0 {
+			changed = errChanged
+			continue
+		}
+		list, err := t.nft.GetSetElements(want)
+		if err != nil {
+			return nil, fmt.Errorf("read set %s of table inet %s: %w", want.Name, t.name, err)
+		}
+		for _, e := range list {
+			all[element{id, string(e.Key), string(e.KeyEnd), string(e.Val)}] = true
+		}
+	}
+	for _, c := range t.chains() {
+		rules, err := t.nft.GetRules(c.Table, c.Chain)
+		if err != nil {
+			return nil, fmt.Errorf("read chain %s of table inet %s: %w", c.Name, t.name, err)
+		}
+		if !slices.EqualFunc(rules, c.rules, func(got *nftables.Rule, want []expr.Any) bool {
+			return bytes.Equal(got.UserData, comment(want))
+		}) {
+			changed = errChanged
+		}
+	}
+	return all, changed
+}
+
+// create replaces the table by one with these elements, in one transaction.
+func (t *table) create(elements map[element]bool) error {
+	t.nft.AddTable(t.table()) // because the deletion of a missing table fails
+	t.nft.DelTable(t.table())
+	t.nft.AddTable(t.table())
+	for _, id := range allSets() {
+		if err := t.nft.AddSet(id.set(t.table()), nil); err != nil {
+			return fmt.Errorf("create set %s: %w", id.name(), err)
+		}
+	}
+	for _, c := range t.chains() {
+		t.nft.AddChain(c.Chain)
+		for _, rule := range c.rules {
+			t.nft.AddRule(&nftables.Rule{Table: c.Table, Chain: c.Chain, Exprs: rule, UserData: comment(rule)})
+		}
+	}
+	var add []element
+	for e := range elements {
+		add = append(add, e)
+	}
+	return t.change(nil, add)
+}
+
+// change removes and adds elements in one transaction.
+func (t *table) change(remove, add []element) error {
+	for i, list := range [][]element{remove, add} {
+		slices.SortFunc(list, element.compare)
+		for len(list) > 0 {
+			id := list[0].set
+			var chunk []nftables.SetElement
+			for len(list) > 0 && list[0].set == id && len(chunk) < maxChunk {
+				chunk = append(chunk, list[0].encode())
+				list = list[1:]
+			}
+			f := t.nft.SetDeleteElements
+			if i == 1 {
+				f = t.nft.SetAddElements
+			}
+			if err := f(id.set(t.table()), chunk); err != nil {
+				return fmt.Errorf("change set %s of table inet %s: %w", id.name(), t.name, err)
+			}
+		}
+	}
+	if err := t.nft.Flush(); err != nil {
+		return fmt.Errorf("change table inet %s: %w", t.name, explain(err))
+	}
+	return nil
+}
+
+// delete deletes the table if it exists.
+func (t *table) delete() error {
+	t.nft.AddTable(t.table())
+	t.nft.DelTable(t.table())
+	if err := t.nft.Flush(); err != nil {
+		return fmt.Errorf("delete table inet %s: %w", t.name, explain(err))
+	}
+	return nil
+}
+
+// explain adds the likely cause to errors of a kernel that cannot use nftables.
+func explain(err error) error {
+	switch {
+	case errors.Is(err, unix.EPERM):
+		return fmt.Errorf("%w (CAP_NET_ADMIN is missing)", err)
+	case errors.Is(err, unix.EPROTONOSUPPORT), errors.Is(err, unix.EOPNOTSUPP):
+		return fmt.Errorf("the kernel lacks nf_tables (module nf_tables): %w", err)
+	default:
+		return err
+	}
+}

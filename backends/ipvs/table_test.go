@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package ipvs
+
+import (
+	"errors"
+	"maps"
+	"net/netip"
+	"testing"
+
+	"github.com/google/nftables"
+	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/internal/netnstest"
+)
+
+func testTable(t *testing.T, ns *netnstest.Namespace, opts Options) *table {
+	t.Helper()
+	opts.NetNS = ns.FD
+	if err := opts.complete(); err != nil {
+		t.Fatal(err)
+	}
+	table, err := newTable(&opts)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return table
+}
+
+func id(at string, p api.Protocol) serverID { return serverID{netip.MustParseAddrPort(at), p} }
+
+// someElements has elements of every set.
+func someElements() map[element]bool {
+	all := map[element]bool{}
+	for i, at := range []string{"10.96.0.1:80", "[fd00::1]:80"} {
+		server := id(at, api.TCP)
+		key, addr := frontendKey(server), server.Addr()
+		client := netip.MustParsePrefix([]string{"192.0.2.0/25", "2001:db8::/63"}[i])
+		for kind := range setKinds {
+			e := element{set: setOf(kind, addr), key: key}
+			switch kind {
+			case addresses, clusterIPs:
+				e.key = addrKey(addr)
+			case sources:
+				e.key, e.end = key+addrKey(client.Addr()), key+addrKey(last(client))
+			case redirects:
+				e.value = addrKey(addr) + portKey(8080)
+			case hairpins:
+				e.key = addrKey(addr) + key
+			}
+			all[e] = true
+		}
+	}
+	return all
+}
+
+func TestTableKeepsElements(t *testing.T) {
+	table := testTable(t, netnstest.New(t), Options{MasqueradeOutsiders: true, PodInterfaces: []string{"veth*"}, ClusterCIDRs: []netip.Prefix{netip.MustParsePrefix("10.1.0.0/16")}})
+	if got, err := table.read(); !errors.Is(err, errChanged) || len(got) > 0 {
+		t.Fatalf("without a table, read returns %v, %v", got, err)
+	}
+	want := someElements()
+	if err := table.create(want); err != nil {
+		t.Fatal(err)
+	}
+	check := func() {
+		t.Helper()
+		got, err := table.read()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !maps.Equal(got, want) {
+			t.Fatalf("the table has %d elements, want %d:\n%v\n%v", len(got), len(want), got, want)
+		}
+	}
+	check()
+	for e := range want {
+		if err := table.change([]element{e}, nil); err != nil {
+			t.Fatalf("delete %v: %v", e, err)
+		}
+		delete(want, e)
+	}
+	check()
+	for e := range someElements() {
+		if e.set.kind == frontends && e.server() != id("10.96.0.1:80", api.TCP) && e.server() != id("[fd00::1]:80", api.TCP) {
+			t.Errorf("virtual server of %v is %s", e, e.server())
+		}
+	}
+}
+
+func TestChangedTableIsDetectedAndKeepsElements(t *testing.T) {
+	for name, change := range map[string]func(c *nftables.Conn, t *table){
+		"a rule was added": func(c *nftables.Conn, t *table) {
+			rule := t.chains()[0].rules[0]
+			c.AddRule(&nftables.Rule{Table: t.table(), Chain: t.chains()[0].Chain, Exprs: rule})
+		},
+		"a chain was emptied": func(c *nftables.Conn, t *table) { c.FlushChain(t.chains()[0].Chain) },
+		"a set was replaced": func(c *nftables.Conn, t *table) {
+			for _, chain := range t.chains() {
+				c.FlushChain(chain.Chain)
+			}
+			set := setID{drops, api.IPv4}.set(t.table())
+			c.DelSet(set)
+			set.KeyType = nftables.TypeIPAddr
+			c.AddSet(set, nil)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			table := testTable(t, netnstest.New(t), Options{})
+			if err := table.create(someElements()); err != nil {
+				t.Fatal(err)
+			}
+			change(table.nft, table)
+			if err := table.nft.Flush(); err != nil {
+				t.Fatal(err)
+			}
+			elements, err := table.read()
+			if !errors.Is(err, errChanged) || len(elements) < len(someElements())-1 {
+				t.Fatalf("read returns %d elements and error %v, want errChanged", len(elements), err)
+			}
+			if err := table.create(elements); err != nil {
+				t.Fatal(err)
+			}
+			if again, err := table.read(); err != nil || !maps.Equal(again, elements) {
+				t.Errorf("the new table has %d elements (%v), want %d", len(again), err, len(elements))
+			}
+		})
+	}
+}
+
+// TestProgramNFTLoadsTable checks that nft can list the table and load the listing, as
+// some distributions do when they stop and boot.
+func TestProgramNFTLoadsTable(t *testing.T) {
+	ns := netnstest.New(t)
+	table := testTable(t, ns, Options{MasqueradeOutsiders: true, PodInterfaces: []string{"cni0"}})
+	if err := table.create(someElements()); err != nil {
+		t.Fatal(err)
+	}
+	const script = `nft list ruleset >"$1/before" && nft flush ruleset && nft -f "$1/before" && nft list ruleset | diff "$1/before" -`
+	ns.Run(t, "sh", "-ec", script, "sh", t.TempDir())
+}

@@ -15,6 +15,7 @@ import (
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/conntrack"
+	"github.com/kpng-project/kpng/backends/internal/netns"
 	"github.com/kpng-project/kpng/backends/internal/sysctl"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -65,7 +66,7 @@ func New(opts Options) (*Backend, error) {
 // addresses. The first Sync needs CAP_NET_ADMIN and the kernel module ip_vs. The kernel
 // loads the modules dummy and ip_vs_* itself if it can.
 func (b *Backend) Start(ctx context.Context) error {
-	settings := general
+	settings := sysctl.Forwarding
 	if b.opts.StrictARP {
 		settings = slices.Concat(settings, strictARP)
 	}
@@ -152,7 +153,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 		if err := d.begin(); err != nil {
 			return err
 		}
-		if err := b.checkSysctls(ctx, ofIPVS, SetIPVSSysctls, SetSysctls); err != nil {
+		if err := b.checkSysctls(ctx, ofIPVS, ReportSysctls, SetSysctls); err != nil {
 			return err
 		}
 		d.planner = next
@@ -231,10 +232,6 @@ func (b *Backend) VerifyInterval() time.Duration { return time.Second }
 
 // The kernel settings that the backend checks.
 var (
-	general = []sysctl.Setting{
-		{Name: "net.ipv4.ip_forward", Value: 1, Reason: "traffic from elsewhere reaches pods"},
-		{Name: "net.ipv6.conf.all.forwarding", Value: 1, Reason: "traffic from elsewhere reaches pods"},
-	}
 	strictARP = []sysctl.Setting{
 		{Name: "net.ipv4.conf.all.arp_ignore", Value: 1, Reason: "the node does not answer ARP requests for addresses of services"},
 		{Name: "net.ipv4.conf.all.arp_announce", Value: 2, Reason: "the node does not announce addresses of services by ARP"},
@@ -252,7 +249,7 @@ func (b *Backend) checkSysctls(ctx context.Context, settings []sysctl.Setting, s
 	if b.opts.Sysctls == IgnoreSysctls {
 		return nil
 	}
-	return sysctl.InNetNS(b.opts.NetNS, func() {
+	return netns.Do(b.opts.NetNS, func() {
 		sysctl.Kernel.Apply(ctx, settings, slices.Contains(set, b.opts.Sysctls))
 	})
 }

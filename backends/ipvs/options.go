@@ -80,12 +80,11 @@ type SysctlMode uint8
 
 // The modes.
 const (
-	// SetIPVSSysctls corrects the settings of IPVS, net.ipv4.vs.*, and logs others.
-	SetIPVSSysctls SysctlMode = iota
+	// ReportSysctls corrects the settings of IPVS alone, net.ipv4.vs.*, without which the
+	// backend does not work, and logs others.
+	ReportSysctls SysctlMode = iota
 	// SetSysctls corrects all settings.
 	SetSysctls
-	// ReportSysctls logs settings that have a wrong value.
-	ReportSysctls
 	// IgnoreSysctls does not check settings.
 	IgnoreSysctls
 )

@@ -22,6 +22,8 @@ type nodeFlags struct {
 	limits            conntrackLimits
 	keepConnections   bool
 	checks            *healthChecks
+	// leftovers finds rules of kube-proxy. If it is empty, all kinds are searched.
+	leftovers []leftoverFinder
 	// all has all flags of the command. Some of them do not belong to the backend.
 	all *pflag.FlagSet
 }
@@ -105,7 +107,7 @@ func (f *nodeFlags) follow(addrs *nodeaddr.Watcher, more ...sysctl.Setting) func
 			sysctl.Kernel.Apply(ctx, append(more, f.conntrackSettings(cores())...), mode == "set")
 		}
 		if f.replacesKubeProxy() {
-			reportLeftovers(ctx)
+			reportLeftovers(ctx, f.leftovers...)
 		}
 		stopBridges, stopAddrs := followBridges(ctx), addrs.Start(ctx)
 		return func() {

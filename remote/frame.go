@@ -24,7 +24,8 @@ const (
 )
 
 // frame is a marshalled OpItem, encoded as an element of the field Batch of another
-// OpItem. Several concatenated frames are therefore an OpItem with a Batch.
+// OpItem. Protobuf joins such encodings of a field. So several frames, one after the other,
+// encode one OpItem whose Batch has all their items.
 type frame []byte
 
 func newFrame(item *localv1.OpItem) frame {

@@ -42,7 +42,8 @@ func (p *delivery) admit(changes []Change, limit int) []Change {
 	for _, c := range changes {
 		switch {
 		case p.delivered(c.Key):
-			// If no view was acknowledged since First, the sink may have an older one.
+			// Without a view that was acknowledged in this pass, the sink may have one from
+			// before the pass.
 			c.Unsure = c.Old == nil
 		case size+weight(&c) > limit || len(p.ahead) >= limit:
 			continue

@@ -199,8 +199,8 @@ func (f *Failed) Error() string {
 // Unwrap returns the errors of all services.
 func (f *Failed) Unwrap() []error { return slices.Collect(maps.Values(f.services())) }
 
-// services returns *f, or nil if f is nil. So a Sync that returns a nil *Failed by
-// mistake succeeds.
+// services returns *f, or nil if f is nil. So if a Sync mistakenly returns a nil *Failed,
+// that counts as success.
 func (f *Failed) services() Failed {
 	if f == nil {
 		return nil
@@ -230,7 +230,7 @@ func (f *Failed) Do(key types.NamespacedName, program func() error) {
 	f.Add(key, program())
 }
 
-// panicError is the error of a service whose program function panicked.
+// panicError is the error of a service if the function that programs it panicked.
 type panicError struct {
 	value any
 	stack []byte

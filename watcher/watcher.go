@@ -69,8 +69,8 @@ type Options struct {
 	KeepLabels      []string
 	KeepAnnotations []string
 
-	// KeepSliceLabels selects the labels of EndpointSlices to keep
-	// (api.EndpointSlice.Labels), by the same kind of patterns.
+	// KeepSliceLabels selects the labels that api.EndpointSlice.Labels has, by patterns like
+	// those of KeepLabels.
 	KeepSliceLabels []string
 
 	// KeepTargets keeps the names of the pods of endpoints (api.Endpoint.Target). Targets

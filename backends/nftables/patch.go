@@ -34,7 +34,7 @@ type patch struct {
 	ops   []*op
 	block []op // has room for the next ops
 	index map[elementID]*op
-	// objects has the changes of objects, by name. Each such name contains the service's
+	// objects maps the name of each changed object to its change. Each such name contains the service's
 	// name.
 	objects map[string]*objectOp
 	// services lists the services of each part.

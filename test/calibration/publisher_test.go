@@ -111,7 +111,8 @@ func (p *publisher) service(ctx context.Context, want *corev1.Service) error {
 	if exists && equality.Semantic.DeepEqual(before, want) {
 		return nil
 	}
-	// If one of these fields differs, the case has replaced the service by another one.
+	// If one of these fields differs, the test case has deleted the service and created another
+	// one with the same name.
 	if exists && (before.UID != want.UID || !before.CreationTimestamp.Equal(&want.CreationTimestamp) ||
 		!equality.Semantic.DeepEqual(before.Spec.ClusterIPs, want.Spec.ClusterIPs)) {
 		if err := p.deleteService(ctx, before); err != nil {

@@ -71,8 +71,8 @@ func (w *world) overlay(name string, quirks fakehns.Quirks, direct []string, clu
 	}
 	w.await("an overlay network has all features, HNS "+name, dump(want...))
 
-	// A new process must change nothing, because the objects are correct. After the process
-	// has added one more service, it has also compared the existing objects.
+	// A new process must change nothing, because the objects are correct. It compares them
+	// before it adds a new service, so the test waits for one more service.
 	w.process.Kill(w.T)
 	w.hns.functions()
 	w.create(0)

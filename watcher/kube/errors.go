@@ -53,7 +53,8 @@ type reporter struct {
 	failing  atomic.Bool
 }
 
-// request reports the result err of a request, and returns the error for the reflector.
+// request reports whether a request to the API server failed with err. It returns the
+// error that the reflector is to get, which may be another one.
 func (r *reporter) request(ctx context.Context, verb string, options *metav1.ListOptions, err error) error {
 	switch {
 	case err == nil:

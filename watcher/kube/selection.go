@@ -55,7 +55,7 @@ type origin struct {
 // A service that becomes wanted or loses its selector may need slices that were dropped
 // or filtered. Then the selection requests them, and holds the lock from the request to
 // the write. Events handled before the request are not newer than the response. All
-// others are handled after the write. So the last event of each slice prevails.
+// others are handled after the write. So the response never replaces a newer slice.
 type selection struct {
 	*watch
 	serviceTable table[api.Service]

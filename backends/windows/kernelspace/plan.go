@@ -161,7 +161,7 @@ func (on *environment) refusal(f *nodeview.Frontend) string {
 	}
 }
 
-// policy plans the load balancer of a frontend. The result degraded lists what HNS does
+// policy plans the load balancer of a frontend. The slice degraded has what HNS does
 // not support. The endpoints are those for traffic from elsewhere. This node's own
 // traffic goes there too, because a load balancer of HNS has only one list of endpoints.
 func (on *environment) policy(f *nodeview.Frontend, preserve bool) (p policy, degraded []string) {

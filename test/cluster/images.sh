@@ -70,7 +70,7 @@ image() {
 names() { grep -E "/$1:" "$work/names" | grep -v authenticated | sort -u; }
 (cd "$here/parts/kubernetes" && go run ./images) >"$work/names"
 image '["/agnhost"]' '["pause"]' $(names agnhost)
-image null '["sh"]' $(names busybox) $(names distroless-iptables)
+image null '["sh"]' $(names busybox) $(names distroless-iptables) $(names glibc-dns-testing)
 image null '["httpd","-f","-p","80","-h","/www"]' $(names nginx)
 image '["/regression-issue-74839"]' null $(names regression-issue-74839)
 image '["/pause"]' null $(names pause)

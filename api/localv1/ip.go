@@ -85,7 +85,7 @@ func convert[From, To any](list []From, f func(*From) To) []To {
 	return out
 }
 
-// convertPointers is like convert, but for a list of pointers.
+// convertPointers converts a list of pointers with f. An empty list becomes nil.
 func convertPointers[From, To any](list []*From, f func(*From) To) []To {
 	return convert(list, func(x **From) To { return f(*x) })
 }

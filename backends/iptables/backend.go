@@ -18,7 +18,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/conntrack"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/netns"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -31,13 +31,8 @@ import (
 // Backend prevents that calls of a driver and updates of the node's addresses overlap,
 // and forwards changes to connection tracking. Its rulesets do the rest.
 type Backend struct {
-	opts          Options
-	connections   sink.Sink
-	nodeAddresses nodeaddr.Source
-
-	// tasks run from Start until stopTasks, which Stop calls.
-	tasks     sync.WaitGroup
-	stopTasks context.CancelFunc
+	opts  Options
+	tasks kernelnode.Tasks
 
 	mu       sync.Mutex // guards the fields below
 	rulesets []*ruleset // one per family
@@ -45,15 +40,11 @@ type Backend struct {
 	known bool
 	node  *api.Node
 	views map[types.NamespacedName]*api.ServiceEndpoints
-	// leftovers reports that the last pass did not remove old rules, because services
-	// failed. Another pass is due at passAt, passWait after the last one.
-	leftovers bool
-	passAt    time.Time
-	passWait  time.Duration
+	// leftovers exist if the last pass did not remove old rules, because services failed.
+	leftovers kernelnode.Leftovers
 	// A Verify before verifyAt does nothing.
 	verifyAt time.Time
-	driftAt  time.Time
-	pause    time.Duration
+	pause    kernelnode.DriftPause
 }
 
 var (
@@ -72,7 +63,7 @@ func New(opts Options) (*Backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("iptables options: %w", err)
 	}
-	return &Backend{opts: opts, stopTasks: func() {}}, nil
+	return &Backend{opts: opts}, nil
 }
 
 // Start implements [sink.Starter]. It finds the programs of iptables, and ipset if it is
@@ -98,7 +89,11 @@ func (b *Backend) Start(ctx context.Context) error {
 	}
 	log.Info("Programs of iptables found", "flavour", flavour, "ipset", ipset)
 	b.reportOtherFlavour(ctx, flavour)
-	return b.startTasks(ctx)
+	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, b.opts.Conntrack, b.opts.NetNS); err != nil {
+		return err
+	}
+	b.tasks.FollowAddresses(b.updateAddresses)
+	return nil
 }
 
 // reportOtherFlavour logs rules that this instance made in the other flavour. They may
@@ -168,48 +163,6 @@ func (b *Backend) newRulesets(flavour Flavour, ipset string) (list []*ruleset, e
 	return list, nil
 }
 
-// startTasks starts connection tracking and the backend's goroutines.
-func (b *Backend) startTasks(ctx context.Context) error {
-	tasks, stop := context.WithCancel(context.WithoutCancel(ctx))
-	b.stopTasks = stop
-	if b.nodeAddresses = b.opts.NodeAddresses; b.nodeAddresses == nil {
-		watcher, err := nodeaddr.New(nodeaddr.Options{NetNS: b.opts.NetNS})
-		if err != nil {
-			return err
-		}
-		b.nodeAddresses = watcher
-		b.tasks.Go(func() { watcher.Run(tasks) })
-	}
-	if b.connections = b.opts.Conntrack; b.connections == nil {
-		b.connections = conntrack.New(conntrack.Options{NodeAddrs: b.nodeAddresses, NetNS: b.opts.NetNS})
-	}
-	if s, ok := b.connections.(sink.Starter); ok {
-		if err := s.Start(ctx); err != nil {
-			return err
-		}
-	}
-	b.tasks.Go(func() { b.watchAddresses(tasks) })
-	return nil
-}
-
-// watchAddresses updates the addresses of node ports, until ctx ends.
-func (b *Backend) watchAddresses(ctx context.Context) {
-	for {
-		_, changed := b.nodeAddresses.Addresses()
-		var retry <-chan time.Time
-		if err := b.updateAddresses(ctx); err != nil && ctx.Err() == nil {
-			klog.FromContext(ctx).Error(err, "Could not update the addresses of node ports; retrying")
-			retry = time.After(time.Second)
-		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-changed:
-		case <-retry:
-		}
-	}
-}
-
 func (b *Backend) updateAddresses(ctx context.Context) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -221,12 +174,7 @@ func (b *Backend) updateAddresses(ctx context.Context) error {
 
 // Stop implements [sink.Stopper]. The rules stay and forward traffic; see Cleanup.
 func (b *Backend) Stop(ctx context.Context) error {
-	b.stopTasks()
-	b.tasks.Wait()
-	if s, ok := b.connections.(sink.Stopper); ok {
-		return s.Stop(ctx)
-	}
-	return nil
+	return b.tasks.Stop(ctx)
 }
 
 // Cleanup implements [sink.Cleaner]. It removes the chains and sets of the instance, and
@@ -262,23 +210,14 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 // Sync implements [sink.Sink]. A service that it reports as failed keeps its old rules.
 // The first Sync of a pass reads the rules in the kernel.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
-	err := b.program(ctx, c)
-	if _, ok := sink.Acknowledged(err); !ok {
-		return err
-	}
-	if err := b.connections.Sync(ctx, c); err != nil {
-		// The kernel has the changes already. A new pass delivers everything to connection
-		// tracking again.
-		return fmt.Errorf("connection tracking: %w (%w)", err, sink.ErrStartOver)
-	}
-	return err
+	return b.tasks.Sync(ctx, c, b.program(ctx, c))
 }
 
 func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if c.NodeChanged {
-		nodeaddr.SetNode(b.nodeAddresses, c.Node)
+		nodeaddr.SetNode(b.tasks.Addresses, c.Node)
 		b.node = c.Node
 	}
 	if c.First {
@@ -332,20 +271,14 @@ func (b *Backend) beginPass(ctx context.Context) error {
 	return nil
 }
 
-const (
-	minPassWait = time.Minute
-	maxPassWait = time.Hour
-)
-
 // endPass removes the rules that no service needs. If services failed, it keeps all rules
 // until another pass, because some may belong to these services.
 func (b *Backend) endPass(ctx context.Context, failed bool) error {
-	if b.leftovers = failed; failed {
-		b.passWait = min(max(2*b.passWait, minPassWait), maxPassWait)
-		b.passAt = time.Now().Add(b.passWait)
+	b.leftovers.Exist = failed
+	b.leftovers.RecordPass(time.Now(), failed)
+	if failed {
 		return nil
 	}
-	b.passWait = 0
 	for _, t := range b.rulesets {
 		if err := t.prune(ctx); err != nil {
 			return err
@@ -356,15 +289,10 @@ func (b *Backend) endPass(ctx context.Context, failed bool) error {
 
 // environment returns the present properties of the node.
 func (b *Backend) environment() environment {
-	addrs, _ := b.nodeAddresses.Addresses()
-	env := environment{nodePorts: addrs, pods: b.opts.ClusterCIDRs}
-	if b.node != nil {
-		for _, a := range b.node.Addresses {
-			env.node = append(env.node, a.IP)
-		}
-		if b.opts.NodePodCIDRs {
-			env.pods = slices.Concat(env.pods, b.node.PodCIDRs)
-		}
+	addrs, _ := b.tasks.Addresses.Addresses()
+	env := environment{nodePorts: addrs, node: kernelnode.Addrs(b.node), pods: b.opts.ClusterCIDRs}
+	if b.node != nil && b.opts.NodePodCIDRs {
+		env.pods = slices.Concat(env.pods, b.node.PodCIDRs)
 	}
 	return env
 }
@@ -381,13 +309,9 @@ func (b *Backend) updateEnvironment(ctx context.Context) error {
 	return nil
 }
 
-const (
-	// verifyPause is the pause after a Verify, as a multiple of its duration. So comparisons
-	// use at most 2 % of a CPU.
-	verifyPause = 50
-	// maxDriftPause is the pause while another program changes the rules constantly.
-	maxDriftPause = time.Minute
-)
+// verifyPause is the pause after a Verify, as a multiple of its duration. So comparisons
+// use at most 2 % of a CPU.
+const verifyPause = 50
 
 // Verify implements [sink.Verifier]. It compares the rules in the kernel with the written
 // ones. If another program has changed them, its error wraps [sink.ErrStartOver], so that
@@ -399,7 +323,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 	switch {
 	case !b.known:
 		return fmt.Errorf("the rules in the kernel are unknown: %w", sink.ErrStartOver)
-	case b.leftovers && !begin.Before(b.passAt):
+	case b.leftovers.Due(begin):
 		return fmt.Errorf("the kernel may have rules of services that failed: %w", sink.ErrStartOver)
 	case begin.Before(b.verifyAt):
 		return nil
@@ -410,7 +334,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 		if errors.As(err, &d) {
 			b.known = false
 			b.opts.Observer.Drifted()
-			b.backOff(begin)
+			b.verifyAt = b.pause.Found(begin)
 			return fmt.Errorf("another program changed %s rules: %w (%w)", t.family, err, sink.ErrStartOver)
 		}
 		if err != nil {
@@ -419,17 +343,6 @@ func (b *Backend) Verify(ctx context.Context) error {
 	}
 	b.verifyAt = begin.Add(verifyPause * time.Since(begin))
 	return nil
-}
-
-// backOff delays the next Verify if drift was found a short time ago. So a program that
-// changes the rules constantly does not cause constant passes.
-func (b *Backend) backOff(now time.Time) {
-	if now.Sub(b.driftAt) > maxDriftPause {
-		b.pause = 0
-	} else {
-		b.pause = min(2*b.pause+time.Second, maxDriftPause)
-	}
-	b.driftAt, b.verifyAt = now, now.Add(b.pause)
 }
 
 // VerifyInterval implements [sink.Poller]. It returns five seconds. A Verify takes time

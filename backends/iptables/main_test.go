@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/kpng-project/kpng/api"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
@@ -171,7 +172,7 @@ func mustSync(t testing.TB, b *Backend, all ...*sink.Changes) {
 
 // verify calls Verify without a pause after the last one.
 func verify(t testing.TB, b *Backend) error {
-	b.verifyAt = b.driftAt
+	b.verifyAt = time.Time{}
 	return b.Verify(t.Context())
 }
 

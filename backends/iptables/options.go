@@ -8,11 +8,11 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"math/bits"
 	"net/netip"
 	"regexp"
 	"time"
 
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
@@ -131,16 +131,11 @@ type Observer struct {
 	Drifted func()
 }
 
-const kubeProxyMark = 0x4000
-
-var (
-	instanceName  = regexp.MustCompile(`^[A-Za-z0-9]{0,6}$`)
-	interfaceName = regexp.MustCompile(`^[A-Za-z0-9_.@:-]{1,15}$|^[A-Za-z0-9_.@:-]{1,14}\*$`)
-)
+var instanceName = regexp.MustCompile(`^[A-Za-z0-9]{0,6}$`)
 
 // complete checks o and fills in the defaults.
 func (o *Options) complete() error {
-	o.MasqueradeMark = cmp.Or(o.MasqueradeMark, 0x2000)
+	o.MasqueradeMark = cmp.Or(o.MasqueradeMark, kernelnode.DefaultMark)
 	o.LockWait = cmp.Or(o.LockWait, 5*time.Second)
 	o.Observer.complete()
 
@@ -154,24 +149,11 @@ func (o *Options) complete() error {
 	if o.LockWait < time.Second {
 		errs = append(errs, fmt.Errorf("lock wait %s is less than a second", o.LockWait))
 	}
-	if bits.OnesCount32(o.MasqueradeMark) != 1 {
-		errs = append(errs, fmt.Errorf("masquerade mark %#x is not a single bit", o.MasqueradeMark))
-	}
-	if o.MasqueradeMark == kubeProxyMark {
-		errs = append(errs, fmt.Errorf("masquerade mark %#x is kube-proxy's", o.MasqueradeMark))
-	}
-	for _, name := range o.PodInterfaces {
-		if !interfaceName.MatchString(name) {
-			errs = append(errs, fmt.Errorf("%q is not an interface name", name))
-		}
-	}
+	errs = append(errs, kernelnode.CheckMasquerading(o.MasqueradeMark, o.PodInterfaces, o.MasqueradeOutsiders, len(o.PodInterfaces)+len(o.ClusterCIDRs) > 0 || o.NodePodCIDRs))
 	for _, cidr := range o.ClusterCIDRs {
 		if !cidr.IsValid() {
 			errs = append(errs, errors.New("a cluster CIDR is not valid"))
 		}
-	}
-	if o.MasqueradeOutsiders && len(o.PodInterfaces) == 0 && len(o.ClusterCIDRs) == 0 && !o.NodePodCIDRs {
-		errs = append(errs, errors.New("masquerading outsiders needs cluster CIDRs or pod interfaces"))
 	}
 	return errors.Join(errs...)
 }

@@ -8,13 +8,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/netip"
 	"slices"
 	"sync"
 	"time"
 
-	"github.com/kpng-project/kpng/api"
-	"github.com/kpng-project/kpng/backends/conntrack"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/netns"
 	"github.com/kpng-project/kpng/backends/internal/sysctl"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
@@ -23,24 +21,15 @@ import (
 
 // Backend is a sink that programs IPVS. See the package comment.
 type Backend struct {
-	opts          Options
-	connections   sink.Sink
-	nodeAddresses nodeaddr.Source
+	opts  Options
+	tasks kernelnode.Tasks
 	// machineAddresses are all addresses of the machine.
 	machineAddresses nodeaddr.Source
-
-	// tasks run from Start until stopTasks, which Stop calls.
-	tasks     sync.WaitGroup
-	stopTasks context.CancelFunc
 
 	mu        sync.Mutex // guards the fields below
 	dataplane *dataplane
 	// compareAt is the time of the next comparison with the kernel.
 	compareAt time.Time
-	// passAt is the time of the next pass if the last one could not prune. It follows the
-	// last pass after the duration passWait.
-	passAt   time.Time
-	passWait time.Duration
 }
 
 var (
@@ -57,7 +46,7 @@ func New(opts Options) (*Backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("ipvs options: %w", err)
 	}
-	b := &Backend{opts: opts, stopTasks: func() {}}
+	b := &Backend{opts: opts}
 	b.dataplane = newDataplane(&b.opts)
 	return b, nil
 }
@@ -73,44 +62,20 @@ func (b *Backend) Start(ctx context.Context) error {
 	if err := b.checkSysctls(ctx, settings, SetSysctls); err != nil {
 		return err
 	}
-	tasks, stop := context.WithCancel(context.WithoutCancel(ctx))
-	b.stopTasks = stop
-	watch := func(s nodeaddr.Selection) (nodeaddr.Source, error) {
-		w, err := nodeaddr.New(nodeaddr.Options{Selection: s, NetNS: b.opts.NetNS})
-		if err == nil {
-			b.tasks.Go(func() { w.Run(tasks) })
-		}
-		return w, err
-	}
-	var err error
-	if b.machineAddresses, err = watch(nodeaddr.Selection{All: true}); err != nil {
+	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, b.opts.Conntrack, b.opts.NetNS); err != nil {
 		return err
 	}
-	if b.nodeAddresses = b.opts.NodeAddresses; b.nodeAddresses == nil {
-		if b.nodeAddresses, err = watch(nodeaddr.Selection{}); err != nil {
-			return err
-		}
-	}
-	if b.connections = b.opts.Conntrack; b.connections == nil {
-		b.connections = conntrack.New(conntrack.Options{NodeAddrs: b.nodeAddresses, NetNS: b.opts.NetNS})
-	}
-	if s, ok := b.connections.(sink.Starter); ok {
-		return s.Start(ctx)
-	}
-	return nil
+	addrs, err := b.tasks.Watch(nodeaddr.Options{Selection: nodeaddr.Selection{All: true}, NetNS: b.opts.NetNS})
+	b.machineAddresses = addrs
+	return err
 }
 
 // Stop implements [sink.Stopper]. The kernel continues to forward traffic; see Cleanup.
 func (b *Backend) Stop(ctx context.Context) error {
-	b.stopTasks()
-	b.tasks.Wait()
-	var errs []error
-	if s, ok := b.connections.(sink.Stopper); ok {
-		errs = append(errs, s.Stop(ctx))
-	}
+	err := b.tasks.Stop(ctx)
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return errors.Join(append(errs, b.dataplane.close())...)
+	return errors.Join(err, b.dataplane.close())
 }
 
 // Cleanup implements [sink.Cleaner]. It deletes the virtual servers, the interface and
@@ -123,15 +88,7 @@ func (b *Backend) Cleanup(context.Context) error {
 
 // Sync implements [sink.Sink].
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
-	err := b.program(ctx, c)
-	if _, ok := sink.Acknowledged(err); !ok {
-		return err
-	}
-	if err := b.connections.Sync(ctx, c); err != nil {
-		// A new pass delivers everything to connection tracking again.
-		return fmt.Errorf("connection tracking: %w (%w)", err, sink.ErrStartOver)
-	}
-	return err
+	return b.tasks.Sync(ctx, c, b.program(ctx, c))
 }
 
 // errNodeChanged causes a new pass, which plans all services again.
@@ -141,12 +98,12 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if c.NodeChanged {
-		nodeaddr.SetNode(b.nodeAddresses, c.Node)
+		nodeaddr.SetNode(b.tasks.Addresses, c.Node)
 	}
 	d := b.dataplane
 	next := b.addresses()
 	if c.NodeChanged {
-		next.nodeAddrs = addrsOf(c.Node)
+		next.nodeAddrs = kernelnode.Addrs(c.Node)
 	}
 	switch {
 	case c.First:
@@ -164,7 +121,7 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	}
 	err := d.sync(c)
 	if c.Last {
-		b.recordPass(time.Now())
+		d.leftovers.RecordPass(time.Now(), d.leftovers.Exist)
 	}
 	return err
 }
@@ -172,34 +129,9 @@ func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 // addresses returns the planner with the present addresses of the machine.
 func (b *Backend) addresses() planner {
 	p := b.dataplane.planner
-	p.nodePortAddrs, _ = b.nodeAddresses.Addresses()
+	p.nodePortAddrs, _ = b.tasks.Addresses.Addresses()
 	p.machineAddrs, _ = b.machineAddresses.Addresses()
 	return p
-}
-
-// The limits of the time until a pass repeats one that could not prune.
-const (
-	minPassWait = time.Minute
-	maxPassWait = time.Hour
-)
-
-func (b *Backend) recordPass(now time.Time) {
-	b.passWait = min(max(2*b.passWait, minPassWait), maxPassWait)
-	if !b.dataplane.unpruned {
-		b.passWait = 0
-	}
-	b.passAt = now.Add(b.passWait)
-}
-
-// addrsOf returns the addresses of the Node object.
-func addrsOf(n *api.Node) []netip.Addr {
-	var addrs []netip.Addr
-	if n != nil {
-		for _, a := range n.Addresses {
-			addrs = append(addrs, a.IP)
-		}
-	}
-	return addrs
 }
 
 // Verify implements [sink.Verifier]. It deletes removed endpoints whose connections have
@@ -214,7 +146,7 @@ func (b *Backend) Verify(ctx context.Context) error {
 		return fmt.Errorf("the state of the kernel is unknown (%w)", sink.ErrStartOver)
 	case next.differs(&d.planner):
 		return errNodeChanged
-	case d.unpruned && now.After(b.passAt):
+	case d.leftovers.Due(now):
 		return fmt.Errorf("the kernel may have objects of services that failed (%w)", sink.ErrStartOver)
 	}
 	err := errors.Join(d.removeIdle(ctx), d.deleteUnused())

@@ -11,13 +11,13 @@ import (
 	"net/netip"
 	"slices"
 
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
 )
 
-// dataplane programs the kernel and records what it has programmed. One goroutine may use
-// it at a time.
+// dataplane programs the kernel and records what it has programmed. Calls must not overlap.
 //
 // The records are what the kernel listed at the beginning of a pass, and the changes since
 // then. A change compares the plan of a service with these records. So it reads only the
@@ -53,8 +53,8 @@ type dataplane struct {
 	earlier map[element][]element
 	// leaving are virtual servers with destinations that get no new connections.
 	leaving map[serverID]bool
-	// unpruned reports that the last pass kept everything because services failed.
-	unpruned bool
+	// leftovers exist if the last pass kept everything because services failed.
+	leftovers kernelnode.Leftovers
 }
 
 func newDataplane(opts *Options) *dataplane {
@@ -340,8 +340,8 @@ func (d *dataplane) setDestination(id serverID, s *server, at netip.AddrPort, we
 // belong to a service that failed.
 func (d *dataplane) endPass(c *sink.Changes) {
 	d.earlier = nil
-	d.unpruned = slices.ContainsFunc(c.Failing, func(key types.NamespacedName) bool { return d.plans[key] == nil })
-	if d.unpruned {
+	d.leftovers.Exist = slices.ContainsFunc(c.Failing, func(key types.NamespacedName) bool { return d.plans[key] == nil })
+	if d.leftovers.Exist {
 		return
 	}
 	mark := func(e element) {

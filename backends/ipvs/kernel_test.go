@@ -371,7 +371,7 @@ func testFailingServicesAreNotPruned(t *testing.T) {
 		t.Fatal(err)
 	}
 	n.mustHave("10.96.0.1:80/TCP rr 0 10.1.0.1:8080=1")
-	n.passAt = time.Now().Add(-time.Second)
+	n.dataplane.leftovers.PassAt = time.Now().Add(-time.Second)
 	if err := n.Verify(t.Context()); !errors.Is(err, sink.ErrStartOver) {
 		t.Errorf("Verify returns %v, want a request of a pass", err)
 	}

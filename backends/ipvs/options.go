@@ -8,10 +8,10 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"math/bits"
 	"net/netip"
 	"regexp"
 
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/nftrule"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -89,12 +89,9 @@ const (
 	IgnoreSysctls
 )
 
-const kubeProxyMark = 0x4000
-
 var (
 	instanceName  = regexp.MustCompile(`^[A-Za-z0-9_.-]{0,64}$`)
 	interfaceName = regexp.MustCompile(`^[A-Za-z0-9_.@:-]{1,15}$`)
-	podInterface  = regexp.MustCompile(`^[A-Za-z0-9_.@:-]{1,15}$|^[A-Za-z0-9_.@:-]{1,14}\*$`)
 	schedulerName = regexp.MustCompile(`^[a-z0-9_]{1,15}$`)
 )
 
@@ -103,7 +100,7 @@ func (o *Options) complete() error {
 	o.Interface = cmp.Or(o.Interface, "kpng-"+cmp.Or(o.Instance, "ipvs"))
 	o.Scheduler = cmp.Or(o.Scheduler, "rr")
 	o.SchedulerAnnotation = cmp.Or(o.SchedulerAnnotation, "kpng.io/ipvs-scheduler")
-	o.MasqueradeMark = cmp.Or(o.MasqueradeMark, 0x2000)
+	o.MasqueradeMark = cmp.Or(o.MasqueradeMark, kernelnode.DefaultMark)
 
 	var errs []error
 	if !instanceName.MatchString(o.Instance) {
@@ -115,24 +112,11 @@ func (o *Options) complete() error {
 	if !schedulerName.MatchString(o.Scheduler) {
 		errs = append(errs, fmt.Errorf("%q is not the name of a scheduler", o.Scheduler))
 	}
-	if bits.OnesCount32(o.MasqueradeMark) != 1 {
-		errs = append(errs, fmt.Errorf("masquerade mark %#x is not a single bit", o.MasqueradeMark))
-	}
-	if o.MasqueradeMark == kubeProxyMark {
-		errs = append(errs, fmt.Errorf("masquerade mark %#x is kube-proxy's", o.MasqueradeMark))
-	}
-	for _, name := range o.PodInterfaces {
-		if !podInterface.MatchString(name) {
-			errs = append(errs, fmt.Errorf("%q is not an interface name", name))
-		}
-	}
+	errs = append(errs, kernelnode.CheckMasquerading(o.MasqueradeMark, o.PodInterfaces, o.MasqueradeOutsiders, len(o.PodInterfaces)+len(o.ClusterCIDRs) > 0))
 	for _, cidr := range o.ClusterCIDRs {
 		if !cidr.IsValid() {
 			errs = append(errs, errors.New("a cluster CIDR is not valid"))
 		}
-	}
-	if o.MasqueradeOutsiders && len(o.PodInterfaces)+len(o.ClusterCIDRs) == 0 {
-		errs = append(errs, errors.New("masquerading outsiders needs cluster CIDRs or pod interfaces"))
 	}
 	return errors.Join(errs...)
 }

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
@@ -171,7 +172,7 @@ func (p *planner) elements(id serverID, f *nodeview.Frontend, all []nodeview.Fro
 		add(restricted)
 		prefixes := f.Sources.Prefixes(p.nodeAddrs)
 		for i, prefix := range prefixes {
-			if !containedInOther(prefixes, i) {
+			if !kernelnode.ContainedInOther(prefixes, i) {
 				elements = append(elements, element{set: setOf(sources, id.Addr()), key: key + addrKey(prefix.Masked().Addr()), end: key + addrKey(last(prefix))})
 			}
 		}
@@ -194,18 +195,6 @@ func redirect(f *nodeview.Frontend, all []nodeview.Frontend) (to netip.AddrPort,
 		}
 	}
 	return to, false
-}
-
-// containedInOther reports whether another prefix contains prefixes[i]. The first of
-// equal prefixes counts as containing the others. The kernel refuses overlapping ranges.
-func containedInOther(prefixes []netip.Prefix, i int) bool {
-	for j, other := range prefixes {
-		if j != i && other.Overlaps(prefixes[i]) &&
-			(other.Bits() < prefixes[i].Bits() || other.Bits() == prefixes[i].Bits() && j < i) {
-			return true
-		}
-	}
-	return false
 }
 
 // last returns the last address of a prefix.

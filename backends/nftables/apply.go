@@ -167,7 +167,7 @@ func (t *table) commit(ctx context.Context, parts []part) error {
 	for _, p := range parts {
 		for _, o := range p.ops {
 			t.state.recordOp(o)
-			t.leftovers.exist = t.leftovers.exist || t.state.isLeftover(o)
+			t.leftovers.Exist = t.leftovers.Exist || t.state.isLeftover(o)
 		}
 	}
 	return nil

@@ -11,7 +11,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kpng-project/kpng/backends/conntrack"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
@@ -23,13 +23,8 @@ import (
 // Backend passes changes to package conntrack. It ensures that calls of a driver and
 // updates of the node's addresses do not overlap. The field table does all other work.
 type Backend struct {
-	opts          Options
-	connections   sink.Sink
-	nodeAddresses nodeaddr.Source
-
-	// The goroutines in tasks run from Start to Stop. The function stopTasks ends them.
-	tasks     sync.WaitGroup
-	stopTasks context.CancelFunc
+	opts  Options
+	tasks kernelnode.Tasks
 
 	mu    sync.Mutex // guards table
 	table *table
@@ -49,7 +44,7 @@ func New(opts Options) (*Backend, error) {
 	if err := opts.complete(); err != nil {
 		return nil, fmt.Errorf("nftables options: %w", err)
 	}
-	b := &Backend{opts: opts, stopTasks: func() {}}
+	b := &Backend{opts: opts}
 	b.table = newTable(&b.opts)
 	return b, nil
 }
@@ -110,51 +105,18 @@ func retry(ctx context.Context, message string, f func() error) error {
 // is the result of conn.others before Start loaded the skeleton. It is negative if Start
 // did not load the skeleton.
 func (b *Backend) startTasks(ctx context.Context, others int64) error {
-	tasks, stop := context.WithCancel(context.WithoutCancel(ctx))
-	b.stopTasks = stop
-	if b.nodeAddresses = b.opts.NodeAddresses; b.nodeAddresses == nil {
-		watcher, err := nodeaddr.New(nodeaddr.Options{NetNS: b.opts.NetNS})
-		if err != nil {
-			return err
-		}
-		b.nodeAddresses = watcher
-		b.tasks.Go(func() { watcher.Run(tasks) })
-	}
-	if b.connections = b.opts.Conntrack; b.connections == nil {
-		b.connections = conntrack.New(conntrack.Options{NodeAddrs: b.nodeAddresses, NetNS: b.opts.NetNS})
-	}
-	if s, ok := b.connections.(sink.Starter); ok {
-		if err := s.Start(ctx); err != nil {
-			return err
-		}
+	if err := b.tasks.Start(ctx, b.opts.NodeAddresses, b.opts.Conntrack, b.opts.NetNS); err != nil {
+		return err
 	}
 	if others >= 0 {
-		b.tasks.Go(func() {
+		b.tasks.Go(func(ctx context.Context) {
 			b.mu.Lock()
 			defer b.mu.Unlock()
-			b.table.readAhead(tasks, others)
+			b.table.readAhead(ctx, others)
 		})
 	}
-	b.tasks.Go(func() { b.watchAddresses(tasks) })
+	b.tasks.FollowAddresses(b.updateNodePortAddresses, "table", b.table.conn.table)
 	return nil
-}
-
-// watchAddresses updates the addresses of node ports, until ctx ends.
-func (b *Backend) watchAddresses(ctx context.Context) {
-	for {
-		_, changed := b.nodeAddresses.Addresses()
-		var retry <-chan time.Time
-		if err := b.updateNodePortAddresses(ctx); err != nil && ctx.Err() == nil {
-			klog.FromContext(ctx).Error(err, "Could not update the addresses of node ports; retrying", "table", b.table.conn.table)
-			retry = time.After(time.Second)
-		}
-		select {
-		case <-ctx.Done():
-			return
-		case <-changed:
-		case <-retry:
-		}
-	}
 }
 
 func (b *Backend) updateNodePortAddresses(ctx context.Context) error {
@@ -163,21 +125,16 @@ func (b *Backend) updateNodePortAddresses(ctx context.Context) error {
 	if b.table.state == nil {
 		return nil // the next pass updates the addresses
 	}
-	addrs, _ := b.nodeAddresses.Addresses()
+	addrs, _ := b.tasks.Addresses.Addresses()
 	return b.table.syncNodePortAddresses(ctx, addrs)
 }
 
 // Stop implements [sink.Stopper]. The table stays and forwards traffic; see Cleanup.
 func (b *Backend) Stop(ctx context.Context) error {
-	b.stopTasks()
-	b.tasks.Wait()
-	var errs []error
-	if s, ok := b.connections.(sink.Stopper); ok {
-		errs = append(errs, s.Stop(ctx))
-	}
+	err := b.tasks.Stop(ctx)
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return errors.Join(append(errs, b.table.close())...)
+	return errors.Join(err, b.table.close())
 }
 
 // Cleanup implements [sink.Cleaner]. It deletes the table if there is one. The backend
@@ -195,25 +152,16 @@ func (b *Backend) Cleanup(ctx context.Context) error {
 // Sync implements [sink.Sink]. It does not change a service that it reports as failed.
 // The first Sync of a pass reads the table.
 func (b *Backend) Sync(ctx context.Context, c *sink.Changes) error {
-	err := b.program(ctx, c)
-	if _, ok := sink.Acknowledged(err); !ok {
-		return err
-	}
-	if err := b.connections.Sync(ctx, c); err != nil {
-		// The table has the changes already. A new pass delivers everything to connection
-		// tracking again.
-		return fmt.Errorf("connection tracking: %w (%w)", err, sink.ErrStartOver)
-	}
-	return err
+	return b.tasks.Sync(ctx, c, b.program(ctx, c))
 }
 
 func (b *Backend) program(ctx context.Context, c *sink.Changes) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if c.NodeChanged {
-		nodeaddr.SetNode(b.nodeAddresses, c.Node)
+		nodeaddr.SetNode(b.tasks.Addresses, c.Node)
 	}
-	nodePortAddrs, _ := b.nodeAddresses.Addresses()
+	nodePortAddrs, _ := b.tasks.Addresses.Addresses()
 	return b.table.sync(ctx, c, nodePortAddrs)
 }
 

@@ -18,6 +18,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/internal/netfilter"
 	"github.com/kpng-project/kpng/backends/internal/sysctl"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
@@ -555,8 +556,7 @@ func TestNodePortsFollowTheNode(t *testing.T) {
 	source := &nodeSource{Source: nodeaddr.Of()}
 	b, ns := start(t, Options{NodeAddresses: source})
 	mustSync(t, b, changes(true))
-	b.stopTasks() // so that only Sync can update the addresses
-	b.tasks.Wait()
+	b.tasks.EndGoroutines() // so that only Sync can update the addresses
 	c := changes(false)
 	c.Node, c.NodeChanged = &api.Node{Name: "here", Addresses: []api.NodeAddress{{Type: "InternalIP", IP: netip.MustParseAddr("192.0.2.7")}}}, true
 	mustSync(t, b, c)
@@ -575,7 +575,7 @@ type nodeSource struct {
 func (s *nodeSource) SetNode(n *api.Node) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.addrs = nodeAddrs(n)
+	s.addrs = kernelnode.Addrs(n)
 }
 
 func (s *nodeSource) Addresses() ([]netip.Addr, <-chan struct{}) {

@@ -8,11 +8,11 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"math/bits"
 	"net/netip"
 	"regexp"
 	"slices"
 
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/backends/nodeaddr"
 	"github.com/kpng-project/kpng/sink"
 )
@@ -122,42 +122,24 @@ type Observer struct {
 	Drifted, Mended func()
 }
 
-const kubeProxyMark = 0x4000
-
-var (
-	instanceName  = regexp.MustCompile(`^[A-Za-z0-9_.-]{0,64}$`)
-	interfaceName = regexp.MustCompile(`^[A-Za-z0-9_.@:-]{1,15}$|^[A-Za-z0-9_.@:-]{1,14}\*$`)
-)
+var instanceName = regexp.MustCompile(`^[A-Za-z0-9_.-]{0,64}$`)
 
 // complete checks o and sets the defaults.
 func (o *Options) complete() error {
 	o.DNATPriority = cmp.Or(o.DNATPriority, -100)
 	o.SNATPriority = cmp.Or(o.SNATPriority, 100)
-	o.MasqueradeMark = cmp.Or(o.MasqueradeMark, 0x2000)
+	o.MasqueradeMark = cmp.Or(o.MasqueradeMark, kernelnode.DefaultMark)
 	o.Observer.complete()
 
 	var errs []error
 	if !instanceName.MatchString(o.Instance) {
 		errs = append(errs, fmt.Errorf("instance %q must have at most 64 letters, digits, \"_\", \".\" and \"-\"", o.Instance))
 	}
-	if bits.OnesCount32(o.MasqueradeMark) != 1 {
-		errs = append(errs, fmt.Errorf("masquerade mark %#x is not a single bit", o.MasqueradeMark))
-	}
-	if o.MasqueradeMark == kubeProxyMark {
-		errs = append(errs, fmt.Errorf("masquerade mark %#x is kube-proxy's", o.MasqueradeMark))
-	}
-	for _, name := range o.PodInterfaces {
-		if !interfaceName.MatchString(name) {
-			errs = append(errs, fmt.Errorf("%q is not an interface name", name))
-		}
-	}
+	errs = append(errs, kernelnode.CheckMasquerading(o.MasqueradeMark, o.PodInterfaces, o.MasqueradeOutsiders, len(o.PodInterfaces)+len(o.ClusterCIDRs) > 0 || o.NodePodCIDRs))
 	for _, cidr := range slices.Concat(o.ClusterCIDRs, o.ServiceCIDRs) {
 		if !cidr.IsValid() {
 			errs = append(errs, errors.New("a cluster CIDR or service CIDR is not valid"))
 		}
-	}
-	if o.MasqueradeOutsiders && len(o.PodInterfaces) == 0 && len(o.ClusterCIDRs) == 0 && !o.NodePodCIDRs {
-		errs = append(errs, errors.New("masquerading outsiders needs cluster CIDRs or pod interfaces"))
 	}
 	// Connection tracking has priority -200 at the hooks for incoming packets. The kernel
 	// requires that chains of type nat come after connection tracking.

@@ -58,7 +58,7 @@ func (t *table) beginPass(ctx context.Context, nodeAddrs []netip.Addr) error {
 	t.planner.nodeAddrs = nodeAddrs
 	t.pass, t.state = p, p.state
 	t.drift.reset(p.others)
-	t.leftovers.exist = false
+	t.leftovers.Exist = false
 	return nil
 }
 
@@ -180,7 +180,7 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 	if err := t.tidyChains(ctx); err != nil {
 		return err
 	}
-	t.leftovers.recordPass(t.now(), failed)
+	t.leftovers.RecordPass(t.now(), failed)
 	if !failed {
 		t.drift.recordRepair(t)
 	}
@@ -192,7 +192,7 @@ func (t *table) endPass(ctx context.Context, failed bool) error {
 // endpoints. A failed service still has its old elements. So if services failed, prune
 // keeps all objects, and the elements that may belong to these services.
 func (t *table) prune(ctx context.Context, ps *pass, failed bool) error {
-	t.leftovers.exist = failed && (ps.keepOfFailed() || t.leftovers.exist)
+	t.leftovers.Exist = failed && (ps.keepOfFailed() || t.leftovers.Exist)
 	var stale part
 	var ops []op
 	removed := 0

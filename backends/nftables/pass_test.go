@@ -252,7 +252,7 @@ func TestRandomChangesDuringPasses(t *testing.T) {
 			for _, v := range src.Views() {
 				list = append(list, set(v))
 			}
-			if b.table.leftovers.exist || b.table.drift.compared < 0 {
+			if b.table.leftovers.Exist || b.table.drift.compared < 0 {
 				mustSync(t, b, changes(true, list...))
 			}
 			checkFresh(t, b, list...)

@@ -9,6 +9,7 @@ import (
 	"net/netip"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/nodeview"
 )
 
@@ -126,7 +127,7 @@ func (p *planner) planSources(s match, f *nodeview.Frontend, emit func(element))
 	p.admitsNode = true
 	prefixes := f.Sources.Prefixes(p.nodeAddrs)
 	for i, prefix := range prefixes {
-		if containedInOther(prefixes, i) {
+		if kernelnode.ContainedInOther(prefixes, i) {
 			continue
 		}
 		e, at := frontendElement(mapID{sources, s, f.Family}, f)
@@ -135,18 +136,6 @@ func (p *planner) planSources(s match, f *nodeview.Frontend, emit func(element))
 		e.key[maxKey-1] = byte(prefix.Bits())
 		emit(e)
 	}
-}
-
-// containedInOther reports whether another prefix contains prefixes[i]. Of several equal
-// prefixes, the first one contains the others.
-func containedInOther(prefixes []netip.Prefix, i int) bool {
-	for j, other := range prefixes {
-		if j != i && other.Overlaps(prefixes[i]) &&
-			(other.Bits() < prefixes[i].Bits() || other.Bits() == prefixes[i].Bits() && j < i) {
-			return true
-		}
-	}
-	return false
 }
 
 // planHairpins emits the elements that masquerade connections from the endpoint e to

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/kpng-project/kpng/api"
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/sink"
 	"k8s.io/apimachinery/pkg/types"
 )
@@ -43,7 +44,7 @@ type table struct {
 	// pass is the current pass, or nil if there is none.
 	pass      *pass
 	drift     drift
-	leftovers leftovers
+	leftovers kernelnode.Leftovers
 	now       func() time.Time
 }
 
@@ -76,7 +77,7 @@ func (t *table) sync(ctx context.Context, c *sink.Changes, nodePortAddrs []netip
 var errPodCIDRs = errors.New("the pod CIDRs of the Node object changed")
 
 func (t *table) program(ctx context.Context, c *sink.Changes, nodePortAddrs []netip.Addr) (sink.Failed, error) {
-	addrs := nodeAddrs(c.Node)
+	addrs := kernelnode.Addrs(c.Node)
 	switch {
 	case c.First:
 		t.setPodCIDRs(c.Node)
@@ -154,16 +155,6 @@ func (t *table) syncNodePortAddresses(ctx context.Context, addrs []netip.Addr) e
 		return err
 	}
 	return errors.Join(failed.Unwrap()...)
-}
-
-func nodeAddrs(n *api.Node) []netip.Addr {
-	var addrs []netip.Addr
-	if n != nil {
-		for _, a := range n.Addresses {
-			addrs = append(addrs, a.IP)
-		}
-	}
-	return addrs
 }
 
 // setPodCIDRs stores the pod CIDRs of the node if the options use them. It reports

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/kpng-project/kpng/backends/internal/kernelnode"
 	"github.com/kpng-project/kpng/sink"
 	"golang.org/x/sys/unix"
 )
@@ -36,10 +37,7 @@ type drift struct {
 	// compareAt is the earliest time of the next comparison. Before verifyAt, Verify reads
 	// nothing.
 	compareAt, verifyAt time.Time
-	// foundAt is the time when a Verify last found drift. The field pause is the time from
-	// foundAt to verifyAt.
-	foundAt time.Time
-	pause   time.Duration
+	pause               kernelnode.DriftPause
 	// reported is true after a call of Observer.Drifted until the call of Observer.Mended.
 	reported bool
 }
@@ -53,8 +51,6 @@ const (
 	// comparison. So comparisons use at most 2 % of a CPU while other tables change
 	// constantly.
 	comparePause = 50
-	// maxPause limits the pause while another program constantly changes this table.
-	maxPause = time.Minute
 )
 
 // reset records that a pass has read the table. The argument others is the result of
@@ -72,47 +68,12 @@ func (d *drift) recordDrift(t *table) {
 	}
 }
 
-// backOff delays the next Verify if drift is found repeatedly. So a program that
-// constantly changes this table does not cause constant passes.
-func (d *drift) backOff(now time.Time) {
-	if now.Sub(d.foundAt) > maxPause {
-		d.pause = 0
-	} else {
-		d.pause = min(2*d.pause+time.Second, maxPause)
-	}
-	d.foundAt, d.verifyAt = now, now.Add(d.pause)
-}
-
 // recordRepair records that the table is correct again.
 func (d *drift) recordRepair(t *table) {
 	if d.reported {
 		d.reported = false
 		t.opts.Observer.Mended()
 	}
-}
-
-// leftovers records whether the last pass kept elements because services failed. Even
-// when these services succeed, only another pass can find and remove the elements.
-type leftovers struct {
-	exist bool
-	// passAt is the time when Verify requests a pass because of leftovers. This time is the
-	// end of the last pass plus the duration wait.
-	passAt time.Time
-	wait   time.Duration
-}
-
-const (
-	minLeftoversWait = time.Minute
-	maxLeftoversWait = time.Hour
-)
-
-// recordPass records that a pass has ended, and whether services failed in it.
-func (l *leftovers) recordPass(now time.Time, failed bool) {
-	l.wait = min(max(2*l.wait, minLeftoversWait), maxLeftoversWait)
-	if !failed {
-		l.wait = 0
-	}
-	l.passAt = now.Add(l.wait)
 }
 
 // difference is an error. It describes how the table differs from its expected content.
@@ -128,7 +89,7 @@ func (t *table) verify(ctx context.Context) error {
 	switch {
 	case t.state == nil:
 		return fmt.Errorf("the contents of table inet %s are unknown: %w", t.conn.table, sink.ErrStartOver)
-	case t.leftovers.exist && !now.Before(t.leftovers.passAt):
+	case t.leftovers.Due(now):
 		return fmt.Errorf("table inet %s may have elements of services that failed: %w", t.conn.table, sink.ErrStartOver)
 	case now.Before(t.drift.verifyAt):
 		return nil
@@ -142,7 +103,7 @@ func (t *table) verify(ctx context.Context) error {
 		return err // interrupted
 	case errors.As(err, &d), errors.Is(err, unix.ENOENT):
 		t.drift.recordDrift(t)
-		t.drift.backOff(now)
+		t.drift.verifyAt = t.drift.pause.Found(now)
 		t.state = nil
 		return fmt.Errorf("another program changed table inet %s: %w (%w)", t.conn.table, err, sink.ErrStartOver)
 	default:

@@ -116,7 +116,7 @@ func (s *Server) WaitReady(t testing.TB) {
 }
 
 // Compact makes etcd drop old versions of objects. By default an API server does so every
-// five minutes; this server never does so by itself. A watch from an old version fails
+// five minutes; this server does so only in Compact. A watch from an old version fails
 // with 410 Gone, unless the API server has the later changes in memory.
 func (s *Server) Compact(t testing.TB) {
 	t.Helper()

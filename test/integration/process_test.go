@@ -157,7 +157,7 @@ func (p *process) kill(t testing.TB) {
 	<-p.ended
 }
 
-// exit waits until the process ends by itself, and returns its exit code.
+// exit waits until the process ends, and returns its exit code.
 func (p *process) exit(t testing.TB) int {
 	t.Helper()
 	ctx := within(t)

@@ -99,7 +99,7 @@ func (p *Process) Running() bool {
 	}
 }
 
-// Wait waits until the program ends by itself, and returns its exit status. If this takes
+// Wait waits until the program ends, and returns its exit status. If this takes
 // longer than timeout, the test fails.
 func (p *Process) Wait(t testing.TB, timeout time.Duration) int {
 	t.Helper()

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+
+//go:build linux
+
+package kernelnode
+
+import "time"
+
+// Leftovers records whether the last pass kept rules because services failed. Even when
+// these services succeed, only another pass can find and remove what they left.
+type Leftovers struct {
+	Exist bool
+	// PassAt is the time of the next pass if leftovers exist. It is the end of the last pass
+	// plus the duration wait.
+	PassAt time.Time
+	wait   time.Duration
+}
+
+const (
+	minLeftoversWait = time.Minute
+	maxLeftoversWait = time.Hour
+)
+
+// RecordPass records that a pass has ended, and whether services failed in it.
+func (l *Leftovers) RecordPass(now time.Time, failed bool) {
+	l.wait = min(max(2*l.wait, minLeftoversWait), maxLeftoversWait)
+	if !failed {
+		l.wait = 0
+	}
+	l.PassAt = now.Add(l.wait)
+}
+
+// Due reports whether a pass is due because of leftovers.
+func (l *Leftovers) Due(now time.Time) bool { return l.Exist && !now.Before(l.PassAt) }
+
+// DriftPause lengthens the pause after changes by another program are found repeatedly.
+// So a program that constantly changes the rules of a backend does not cause constant
+// passes.
+type DriftPause struct {
+	foundAt time.Time
+	pause   time.Duration
+}
+
+// maxDriftPause limits the pause.
+const maxDriftPause = time.Minute
+
+// Found records that a change was found, and returns the time until which the backend
+// must not search for others.
+func (p *DriftPause) Found(now time.Time) (until time.Time) {
+	if now.Sub(p.foundAt) > maxDriftPause {
+		p.pause = 0
+	} else {
+		p.pause = min(2*p.pause+time.Second, maxDriftPause)
+	}
+	p.foundAt = now
+	return now.Add(p.pause)
+}
